@@ -1,0 +1,1 @@
+"""One module an architecture: its limits, its feasible tiles, its heuristics."""

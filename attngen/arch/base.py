@@ -1,0 +1,76 @@
+"""Plan: how a problem is mapped onto a chip, as small structs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Query rows a CTA owns, and keys it takes at a time."""
+
+    m: int
+    n: int
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Warpgroups and what they share: K/V buffers, registers a thread, the output's place.
+
+    `output_over_q`: the output is staged where Q lay (saves shared memory, delays the next Q).
+    """
+
+    consumers: int
+    kv_stages: int
+    producer_registers: int
+    consumer_registers: int
+    output_over_q: bool
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How tiles reach the persistent CTAs.
+
+    `dynamic`: CTAs draw tile numbers from a counter; else they stride through them.
+    `kv_group_bytes`: heads are grouped so that their K and V together fill about this much L2;
+    0 finishes one head after another.
+    """
+
+    dynamic: bool
+    longest_first: bool
+    kv_group_bytes: int
+
+
+@dataclass(frozen=True)
+class SmemRegion:
+    """A named part of shared memory; `name` completes the kernel's constant kSmem<Name>."""
+
+    name: str
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a template needs beyond the problem. `why` explains the choices in prose."""
+
+    arch: str
+    family: str
+    tile: Tile
+    pipeline: Pipeline
+    schedule: Schedule
+    lazy_rescale_log2: int
+    smem: tuple[SmemRegion, ...]
+    smem_bytes: int
+    threads: int
+    accumulator_registers: int
+    why: tuple[str, ...]
+
+
+def lay_out(sizes: dict[str, int]) -> tuple[SmemRegion, ...]:
+    """Regions one after another, each of the given bytes, 1024-aligned as the swizzle needs."""
+    regions, offset = [], 0
+    for name, size in sizes.items():
+        regions.append(SmemRegion(name, offset, size))
+        offset = -(-(offset + size) // 1024) * 1024
+    return tuple(regions)

@@ -1,0 +1,61 @@
+"""Build: the one composer of the stages, from a spec to launch programs, cached."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import compile as compiler
+from . import digest, features, files, render, resolve
+from .arch.base import Plan
+from .cache import Cache
+from .plan import plan as make_plan
+from .problem import Problem
+from .program import Binary
+from .spec import AttentionSpec
+
+
+@dataclass(frozen=True)
+class Built:
+    """A launch program with its cubin, the plan behind it, and whether the cache held it."""
+
+    problem: Problem
+    plan: Plan
+    binary: Binary
+    cubin: bytes
+    from_cache: bool
+
+
+def build(
+    spec: AttentionSpec, arch: str | None = None, *, cache: Cache | None = None
+) -> tuple[Built, ...]:
+    """Compile every kernel of the spec that the cache lacks; nothing is run and no driver used.
+
+    arch: `sm_90a`, or None for the architectures the spec names. cache: the default cache where
+    None. Returns one `Built` for each architecture and direction.
+    Raises: SpecError, PlanError, CompileError; CacheError where ATTNGEN_DISABLE_JIT forbids it.
+    """
+    problems = resolve.resolve(spec, features.scan())
+    arches = spec.arch if arch is None else (arch,)
+    return tuple(
+        build_problem(problem, name, cache=cache) for name in arches for problem in problems
+    )
+
+
+def build_problem(problem: Problem, arch: str, *, cache: Cache | None = None) -> Built:
+    """One kernel, from the cache or compiled and put there."""
+    chosen = make_plan(problem, arch)
+    key = digest.cache_key(problem, chosen, arch)
+    store = cache or Cache.default()
+
+    def compile_now() -> tuple[Binary, bytes]:
+        source = render_problem(problem, chosen)
+        return compiler.compile_source(source, problem, arch)
+
+    entry = store.get_or_build(key, compile_now)
+    return Built(problem, chosen, entry.binary, entry.cubin, entry.hit)
+
+
+def render_problem(problem: Problem, plan: Plan, root: Path | None = None) -> render.Source:
+    """The source of one kernel; `root` is a templates directory other than the shipped one."""
+    return render.render(problem, plan, features.scan(root), root or files.templates_dir())

@@ -1,0 +1,173 @@
+"""Compile: from CUDA source to a cubin with NVRTC, with no driver, no nvcc and no include path.
+
+Kernels that would be slow or wrong do not leave this module: spills, serialised wgmma and ignored
+setmaxnreg are errors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import CompileError
+from .files import headers
+from .problem import Problem
+from .program import SCHEMA_VERSION, Binary, Resources
+from .render import Source
+
+log = logging.getLogger("attngen")
+
+OPTIONS = ("-std=c++17", "--ptxas-options=-v", "--ptxas-options=--warn-on-spills")
+# ptxas: setmaxnreg ignored (C7504, C7508), wgmma serialised (C7510, C7512, C7519).
+FATAL_ADVISORIES = ("C7504", "C7508", "C7510", "C7512", "C7519")
+HEARTBEAT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A cubin, the compiler's log, and how long it took (seconds, wall)."""
+
+    cubin: bytes
+    log: str
+    seconds: float
+
+
+def compile_source(
+    source: Source, problem: Problem, arch: str, *, bypass_nvrtc_cache: bool = False
+) -> tuple[Binary, bytes]:
+    """The launch program and its cubin.
+
+    bypass_nvrtc_cache: have NVRTC compile even what its own cache holds (for timing).
+    Raises: CompileError with the compiler's log, or with why the kernel must not ship.
+    """
+    extra = ("--no-cache",) if bypass_nvrtc_cache else ()
+    done = run_nvrtc(source.text, f"{source.kernel.entry}.cu", arch, extra)
+    resources = read_resources(done.log, len(done.cubin))
+    if defects := find_defects(done.log, resources):
+        raise CompileError([f"{source.kernel.entry}: {defect}" for defect in defects])
+    binary = Binary(
+        schema=SCHEMA_VERSION,
+        arch=arch,
+        problem=problem,
+        kernel=source.kernel,
+        resources=resources,
+        toolchain=toolchain(),
+        source_sha256=source.sha256,
+        cubin_sha256=hashlib.sha256(done.cubin).hexdigest(),
+    )
+    return binary, done.cubin
+
+
+def toolchain() -> str:
+    """The compiler's name and version, `nvrtc 13.0`; part of every cache key."""
+    nvrtc = _nvrtc()
+    major, minor = _checked(nvrtc, nvrtc.nvrtcVersion())
+    return f"nvrtc {major}.{minor}"
+
+
+def run_nvrtc(text: str, name: str, arch: str, extra: tuple[str, ...] = ()) -> Compiled:
+    """Compile `text` with attngen's headers handed over in memory.
+
+    Raises: CompileError with the log.
+    """
+    nvrtc = _nvrtc()
+    known = headers()
+    names = [header.encode() for header in known]
+    program = _checked(
+        nvrtc,
+        nvrtc.nvrtcCreateProgram(
+            text.encode(), name.encode(), len(known), list(known.values()), names
+        ),
+    )
+    options = [option.encode() for option in (*OPTIONS, f"-arch={arch}", *extra)]
+    log.info("compiling %s", name)
+    start = time.perf_counter()
+    with _Heartbeat(name):
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    seconds = time.perf_counter() - start
+    message = b" " * _checked(nvrtc, nvrtc.nvrtcGetProgramLogSize(program))
+    _checked(nvrtc, nvrtc.nvrtcGetProgramLog(program, message))
+    report = message.rstrip(b"\0 ").decode(errors="replace")
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        nvrtc.nvrtcDestroyProgram(program)
+        raise CompileError(f"{name}: {status.name}\n{report}")
+    cubin = b" " * _checked(nvrtc, nvrtc.nvrtcGetCUBINSize(program))
+    _checked(nvrtc, nvrtc.nvrtcGetCUBIN(program, cubin))
+    nvrtc.nvrtcDestroyProgram(program)
+    log.info("compiled %s in %.2f s", name, seconds)
+    return Compiled(cubin, report, seconds)
+
+
+def read_resources(report: str, cubin_bytes: int) -> Resources:
+    """ptxas's figures out of NVRTC's log."""
+
+    def figure(pattern: str) -> int:
+        return max((int(value) for value in re.findall(pattern, report)), default=0)
+
+    return Resources(
+        registers=figure(r"Used (\d+) registers"),
+        spill_bytes=figure(r"(\d+) bytes spill stores"),
+        stack_bytes=figure(r"(\d+) bytes stack frame"),
+        cubin_bytes=cubin_bytes,
+    )
+
+
+def find_defects(report: str, resources: Resources) -> list[str]:
+    """Why the kernel must not ship: each advisory of ptxas that means a slow kernel."""
+    defects = [
+        line.strip()
+        for line in report.splitlines()
+        if any(f"({code})" in line or code in line for code in FATAL_ADVISORIES)
+    ]
+    if resources.spill_bytes or resources.stack_bytes:
+        defects.append(
+            f"{resources.spill_bytes} bytes of spills, {resources.stack_bytes} bytes of stack"
+        )
+    return defects
+
+
+class _Heartbeat:
+    """Logs that a compile is still running every ten seconds, until left."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._timer: threading.Timer | None = None
+        self._start = time.perf_counter()
+
+    def __enter__(self) -> None:
+        self._schedule()
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _schedule(self) -> None:
+        self._timer = threading.Timer(HEARTBEAT_SECONDS, self._beat)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _beat(self) -> None:
+        log.info("still compiling %s, %.0f s", self._name, time.perf_counter() - self._start)
+        self._schedule()
+
+
+def _nvrtc() -> Any:
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise CompileError(
+            f"compiling needs NVRTC: {error}; install attngen[compile]"
+        ) from error
+    return nvrtc
+
+
+def _checked(nvrtc: Any, result: tuple[Any, ...]) -> Any:
+    status, *values = result
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise CompileError(f"NVRTC: {status.name}")
+    return values[0] if len(values) == 1 else tuple(values)

@@ -1,0 +1,32 @@
+// Where the elements of a wgmma accumulator (64 rows x N columns of one warpgroup) lie.
+//
+// A thread holds N / 2 floats: rows `lane / 4` and 8 below it of its warp's 16, and of each 8
+// columns the two from 2 * (lane % 4).
+#pragma once
+
+#include "attngen/platform.cuh"
+
+namespace attngen {
+
+// Which of the thread's two rows element `index` belongs to.
+ATTNGEN_HD constexpr int fragment_row(int index) { return (index >> 1) & 1; }
+// Column of element `index`, less the thread's first column.
+ATTNGEN_HD constexpr int fragment_column(int index) { return (index >> 2) * 8 + (index & 1); }
+// Element `k` of row `half`, in column order.
+ATTNGEN_HD constexpr int fragment_index(int half, int k) {
+  return (k >> 1) * 4 + half * 2 + (k & 1);
+}
+
+#if defined(__CUDACC__)
+// The four threads that share a row agree on the maximum, or the sum.
+ATTNGEN_DEVICE float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+ATTNGEN_DEVICE float quad_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+#endif
+
+}  // namespace attngen

@@ -1,0 +1,46 @@
+// The tensor memory accelerator: boxes of a 4-D tensor (column, row, head, batch) to and from
+// shared memory.
+#pragma once
+
+#include "attngen/platform.cuh"
+
+namespace attngen {
+
+struct alignas(64) TensorMap {
+  u64 opaque[16];
+};
+
+// L2 policies in the form that createpolicy returns for a whole-tensor fraction of 1.
+constexpr u64 kEvictFirst = 0x12F0000000000000ull;
+constexpr u64 kEvictLast = 0x14F0000000000000ull;
+
+ATTNGEN_DEVICE void tma_prefetch_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+ATTNGEN_DEVICE void tma_load(u32 destination, const TensorMap* map, u32 barrier, int column, int row,
+                             int head, int batch, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(destination),
+      "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch), "l"(policy)
+      : "memory");
+}
+ATTNGEN_DEVICE void tma_store(const TensorMap* map, u32 source, int column, int row, int head,
+                              int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+          map),
+      "r"(source), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+ATTNGEN_DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Waits until every committed store of this thread has read its shared memory.
+ATTNGEN_DEVICE void tma_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+// Orders this thread's shared-memory writes before later reads by the copy engine or wgmma.
+ATTNGEN_DEVICE void fence_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+}  // namespace attngen

@@ -1,0 +1,35 @@
+"""Every error that attngen raises on purpose: what was asked, what is allowed, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class AttngenError(Exception):
+    """Base of all errors; `reasons` lists every violation that was found, not only the first."""
+
+    def __init__(self, reasons: str | Iterable[str]) -> None:
+        self.reasons: tuple[str, ...] = (
+            (reasons,) if isinstance(reasons, str) else tuple(reasons)
+        )
+        super().__init__("\n".join(self.reasons))
+
+
+class SpecError(AttngenError, ValueError):
+    """A spec or a call asks for something that is not defined or not available."""
+
+
+class PlanError(AttngenError, ValueError):
+    """No tile of the architecture holds the problem."""
+
+
+class CompileError(AttngenError, RuntimeError):
+    """The compiler refused a source, or produced a kernel that must not ship."""
+
+
+class CacheError(AttngenError, RuntimeError):
+    """A binary is missing and may not be built here (ATTNGEN_DISABLE_JIT=1)."""
+
+
+class LaunchError(AttngenError, RuntimeError):
+    """The driver refused a kernel, or the arguments do not fit the launch program."""

@@ -1,0 +1,90 @@
+"""Load: from a launch program and its cubin to a kernel that the driver can launch."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import LaunchError
+from .program import Binary, KernelEntry
+
+_CAPABILITY = {"sm_90a": (9, 0)}
+_libraries: dict[str, Any] = {}
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class LoadedKernel:
+    """A kernel on one device: what cuLaunchKernel takes, and its launch description."""
+
+    handle: Any
+    kernel: KernelEntry
+    device: int
+    multiprocessors: int
+
+
+def driver() -> Any:
+    """The driver bindings. Raises: LaunchError where cuda-bindings is not installed."""
+    try:
+        from cuda.bindings import driver as bindings
+    except ImportError as error:
+        raise LaunchError(f"launching needs cuda-bindings: {error}") from error
+    return bindings
+
+
+def checked(what: str, result: tuple[Any, ...]) -> Any:
+    """The driver call's value. Raises: LaunchError naming the call and the driver's error."""
+    status, *values = result
+    if int(status) != 0:
+        raise LaunchError(f"{what}: {status.name}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def load(binary: Binary, cubin: bytes, device: int) -> LoadedKernel:
+    """Load the cubin (once a process) and prepare its kernel on device `device`.
+
+    The device's primary context must exist (torch has made it once it touched the device).
+    Raises: LaunchError where the cubin is not what the binary describes, or the device is of
+    another architecture.
+    """
+    cuda = driver()
+    attribute = cuda.CUdevice_attribute
+    handle = checked("cuDeviceGet", cuda.cuDeviceGet(device))
+
+    def query(name: str) -> int:
+        code = getattr(attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(checked(name, cuda.cuDeviceGetAttribute(code, handle)))
+
+    capability = (query("COMPUTE_CAPABILITY_MAJOR"), query("COMPUTE_CAPABILITY_MINOR"))
+    needed = _CAPABILITY[binary.arch]
+    if capability != needed:
+        raise LaunchError(
+            f"{binary.kernel.entry} is for {binary.arch} (compute capability {needed}); "
+            f"device {device} has {capability}"
+        )
+    kernel = checked(
+        f"cuLibraryGetKernel({binary.kernel.entry})",
+        cuda.cuLibraryGetKernel(_library(binary, cubin), binary.kernel.entry.encode()),
+    )
+    smem = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    checked(
+        f"shared memory of {binary.kernel.entry}",
+        cuda.cuKernelSetAttribute(smem, binary.kernel.smem_bytes, kernel, handle),
+    )
+    function = cuda.CUfunction(int(kernel))  # cuLaunchKernel takes a CUkernel cast to CUfunction
+    return LoadedKernel(function, binary.kernel, device, query("MULTIPROCESSOR_COUNT"))
+
+
+def _library(binary: Binary, cubin: bytes) -> Any:
+    cuda = driver()
+    with _lock:
+        if binary.cubin_sha256 not in _libraries:
+            if hashlib.sha256(cubin).hexdigest() != binary.cubin_sha256:
+                raise LaunchError(f"{binary.kernel.entry}: the cubin is not the one described")
+            _libraries[binary.cubin_sha256] = checked(
+                f"cuLibraryLoadData({binary.kernel.entry})",
+                cuda.cuLibraryLoadData(cubin, None, None, 0, None, None, 0),
+            )
+        return _libraries[binary.cubin_sha256]

@@ -1,0 +1,1 @@
+"""Frontends: attngen as torch operations."""

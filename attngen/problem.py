@@ -1,0 +1,46 @@
+"""Problem: what a kernel must compute, compile-time facts only, nothing left to choose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Direction = Literal["fwd"]
+DType = Literal["fp16", "bf16", "fp32"]
+DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention kernel family member, independent of architecture, shape and layout.
+
+    Batch, lengths, head counts, strides, window sizes, scale and pointers are run-time
+    arguments and therefore absent. `masks` and `scores` name fragments in the order in which
+    they apply; `q_seq`, `kv_seq`, `kv_fetch` and `kv_iter` name the fragments that say where
+    data comes from. `dtype_o` is fp32 for the partial outputs that are combined later.
+    """
+
+    direction: Direction
+    dtype_q: DType
+    dtype_kv: DType
+    dtype_o: DType
+    head_dim_qk: int
+    head_dim_v: int
+    masks: tuple[str, ...]
+    scores: tuple[str, ...]
+    softmax: str
+    q_seq: str
+    kv_seq: str
+    kv_fetch: str
+    kv_iter: str
+
+    @property
+    def label(self) -> str:
+        """Short readable name, part of the kernel's entry symbol: `causal_d128_bf16`."""
+        dims = f"d{self.head_dim_qk}"
+        if self.head_dim_v != self.head_dim_qk:
+            dims += f"v{self.head_dim_v}"
+        softmax = () if self.softmax == "vanilla" else (self.softmax,)
+        features = (*self.masks, *self.scores, *softmax) or ("full",)
+        partial = ("partial",) if self.dtype_o == "fp32" else ()
+        return "_".join((*features, dims, self.dtype_q, *partial))

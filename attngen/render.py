@@ -1,0 +1,192 @@
+"""Render: from a problem and its plan to CUDA source and the description of its launch."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from .arch.base import Plan
+from .features import Features, Fragment
+from .problem import Problem
+from .program import FIELD_BYTES, Field, KernelEntry, TensorMapRecipe
+from .values import to_json
+
+_OPTIONS: dict[str, Any] = {
+    "undefined": jinja2.StrictUndefined,
+    "block_start_string": "<%",
+    "block_end_string": "%>",
+    "variable_start_string": "@{",
+    "variable_end_string": "}@",
+    "comment_start_string": "<#",
+    "comment_end_string": "#>",
+    "trim_blocks": True,
+    "lstrip_blocks": True,
+    "keep_trailing_newline": True,
+    "autoescape": False,
+}
+BOX_COLUMNS = 64  # elements in the 128 bytes that the swizzle spans
+
+
+@dataclass(frozen=True)
+class Source:
+    """CUDA C++ of one kernel, and how to launch what it compiles to."""
+
+    text: str
+    kernel: KernelEntry
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Use:
+    """A fragment in a kernel: the names of the parameters that fill its struct, in order."""
+
+    fragment: Fragment
+    fields: tuple[str, ...]
+
+    @property
+    def bounds_left(self) -> bool:
+        return "left" in self.fragment.bounds
+
+    @property
+    def bounds_right(self) -> bool:
+        return "right" in self.fragment.bounds
+
+
+@cache
+def environment(root: Path) -> jinja2.Environment:
+    """The template environment: delimiters that do not collide with PTX, strict names."""
+    return jinja2.Environment(loader=jinja2.FileSystemLoader(root), **_OPTIONS)
+
+
+def emit_fragment(root: Path, fragment: Fragment) -> str:
+    """The struct of one fragment, rendered without any context."""
+    module: Any = environment(root).get_template(fragment.template).module
+    return str(module.emit()).strip()
+
+
+def entry_name(problem: Problem, plan: Plan) -> str:
+    """The kernel's symbol: family, what it computes, and a digest that tells plans apart."""
+    digest = hashlib.sha256((to_json(problem) + to_json(plan)).encode()).hexdigest()[:6]
+    return f"{plan.family}__{problem.label}__{digest}"
+
+
+def render(problem: Problem, plan: Plan, features: Features, root: Path) -> Source:
+    """The source of the kernel that computes `problem` as `plan` says.
+
+    root: the templates' directory. Raises: jinja2.UndefinedError on a template's mistake.
+    """
+    uses = _uses(problem, features)
+    fields = _fields(problem, plan, uses)
+    params_bytes = _padded(fields[-1].offset + FIELD_BYTES[fields[-1].type][0], 64)
+    entry = entry_name(problem, plan)
+    template = f"kernels/{plan.family}.cu.j2"
+    fragments: dict[str, Fragment] = {}
+    for group in uses.values():
+        for use in group:
+            fragments[use.fragment.struct] = use.fragment
+    text = environment(root).get_template(template).render(
+        entry=entry,
+        template=template,
+        problem=problem,
+        plan=plan,
+        fields=fields,
+        params_bytes=params_bytes,
+        mma_element={"bf16": "bf16", "fp16": "f16"}[problem.dtype_q],
+        fragments=[{"source": emit_fragment(root, fragment)} for fragment in fragments.values()],
+        masks=uses["mask"],
+        scores=uses["score"],
+        softmax=uses["softmax"][0],
+        q_seq=uses["q_seq"][0],
+        kv_seq=uses["kv_seq"][0],
+        kv_fetch=uses["kv_fetch"][0],
+        kv_iter=uses["kv_iter"][0],
+        bounds_left=any(use.bounds_left for use in uses["mask"]),
+        bounds_right=any(use.bounds_right for use in uses["mask"]),
+    )
+    kernel = KernelEntry(
+        entry=entry,
+        threads=plan.threads,
+        smem_bytes=plan.smem_bytes,
+        tile_m=plan.tile.m,
+        params_bytes=params_bytes,
+        fields=fields,
+        tensor_maps=_tensor_maps(problem, plan),
+        grid="persistent_tiles",
+        workspace=("tile_counter",) if plan.schedule.dynamic else (),
+        kv_group_bytes=plan.schedule.kv_group_bytes,
+    )
+    return Source(text, kernel)
+
+
+def _uses(problem: Problem, features: Features) -> dict[str, list[Use]]:
+    """The fragments of each role; those that serve a role twice prefix their parameters."""
+
+    def use(axis: str, name: str, prefix: str = "") -> Use:
+        fragment = features[axis][name]
+        return Use(fragment, tuple(prefix + operand.name for operand in fragment.operands))
+
+    return {
+        "mask": [use("mask", name) for name in problem.masks],
+        "score": [use("score", name) for name in problem.scores],
+        "softmax": [use("softmax", problem.softmax)],
+        "q_seq": [use("sequence", problem.q_seq, "q_")],
+        "kv_seq": [use("sequence", problem.kv_seq, "kv_")],
+        "kv_fetch": [use("fetch", problem.kv_fetch)],
+        "kv_iter": [use("iteration", problem.kv_iter)],
+    }
+
+
+def _fields(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> tuple[Field, ...]:
+    """The parameter struct: tensor maps, pointers and strides, then 4-byte values."""
+    partial = problem.dtype_o == "fp32"
+    names = [("map_q", "tensor_map"), ("map_k", "tensor_map"), ("map_v", "tensor_map")]
+    names += [("o", "ptr")] if partial else [("map_o", "tensor_map")]
+    names += [("lse", "ptr")]
+    names += [("tile_counter", "ptr")] if plan.schedule.dynamic else []
+    if partial:
+        names += [(f"o_stride_{dim}", "i64") for dim in ("row", "head", "batch")]
+    names += [
+        ("tiles", "i32"),
+        ("tiles_m", "i32"),
+        ("heads_q", "i32"),
+        ("total_heads", "i32"),
+        ("heads_per_group", "i32"),
+        ("group_size", "i32"),
+        ("bottom_right", "i32"),
+        ("scale" if problem.scores else "scale_log2", "f32"),
+    ]
+    for group in uses.values():
+        for use in group:
+            types = [operand.dtype for operand in use.fragment.operands]
+            names += [*zip(use.fields, types, strict=True)]
+    fields, offset = [], 0
+    for name, type_ in names:
+        size, alignment = FIELD_BYTES[type_]
+        offset = _padded(offset, alignment)
+        fields.append(Field(name, type_, offset))  # type: ignore[arg-type]  # a key of FIELD_BYTES
+        offset += size
+    return tuple(fields)
+
+
+def _tensor_maps(problem: Problem, plan: Plan) -> tuple[TensorMapRecipe, ...]:
+    """Q and O move in boxes of one warpgroup's 64 rows, K and V in whole blocks."""
+    rows = {"q": 64, "k": plan.tile.n, "v": plan.tile.n}
+    dtypes = {"q": problem.dtype_q, "k": problem.dtype_kv, "v": problem.dtype_kv}
+    if problem.dtype_o != "fp32":
+        rows["o"], dtypes["o"] = 64, problem.dtype_o
+    return tuple(
+        TensorMapRecipe(f"map_{tensor}", tensor, dtypes[tensor], BOX_COLUMNS, rows[tensor])
+        for tensor in rows
+    )
+
+
+def _padded(offset: int, alignment: int) -> int:
+    return -(-offset // alignment) * alignment

@@ -1,0 +1,143 @@
+"""Resolve: from what the user says to the problems a kernel can be made for, or every reason
+why not with the nearest spec that is legal."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from . import layouts
+from .errors import SpecError
+from .features import Features
+from .problem import Problem
+from .spec import AttentionSpec
+
+DIRECTIONS = ("fwd",)
+DTYPES = ("fp16", "bf16")
+ARCHES = ("sm_90a",)
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One field that no kernel serves, why, and the nearest value that one does."""
+
+    field: str
+    reason: str
+    nearest: Any
+
+
+def resolve(spec: AttentionSpec, features: Features) -> tuple[Problem, ...]:
+    """One problem for each direction of the spec.
+
+    Raises: SpecError with every violation, and the nearest legal spec.
+    """
+    violations = find_violations(spec, features)
+    if violations:
+        changes = ", ".join(f"{v.field}={v.nearest!r}" for v in violations)
+        reasons = [f"{spec.title}: {v.reason}" for v in violations]
+        raise SpecError([*reasons, f"nearest legal spec: the same with {changes}"])
+    masks, _ = split_mask(spec.mask)
+    return tuple(
+        Problem(
+            direction="fwd",
+            dtype_q=spec.dtype,  # type: ignore[arg-type]  # checked above
+            dtype_kv=spec.dtype,  # type: ignore[arg-type]
+            dtype_o="fp32" if spec.out_dtype == "fp32" else spec.dtype,  # type: ignore[arg-type]
+            head_dim_qk=spec.head_dim,
+            head_dim_v=spec.head_dim_v or spec.head_dim,
+            masks=(*masks, *(("window",) if spec.window else ())),
+            scores=(),
+            softmax=spec.softmax,
+            q_seq="dense",
+            kv_seq="dense",
+            kv_fetch="tma",
+            kv_iter="range",
+        )
+        for _ in spec.directions
+    )
+
+
+def nearest(spec: AttentionSpec, features: Features) -> AttentionSpec:
+    """The spec with each violated field replaced by the nearest legal value."""
+    changes = {v.field: v.nearest for v in find_violations(spec, features)}
+    return dataclasses.replace(spec, **changes)
+
+
+def split_mask(name: str) -> tuple[tuple[str, ...], bool]:
+    """The fragments that a mask's name means, and whether it aligns to the bottom right.
+
+    The alignment is a run-time argument, so `causal` and `causal_bottom_right` are one kernel.
+    """
+    base = name.removesuffix("_bottom_right")
+    return (() if base == "none" else (base,)), base != name
+
+
+def find_violations(spec: AttentionSpec, features: Features) -> list[Violation]:
+    """Every field of the spec for which no kernel can be made, in the order of the fields."""
+    found = [*_check_operands(spec), *_check_features(spec, features)]
+    for direction in spec.directions:
+        if direction not in DIRECTIONS:
+            reason = f"direction {direction!r} has no kernels; available: {DIRECTIONS}"
+            found.append(Violation("directions", reason, DIRECTIONS))
+    if not spec.directions:
+        reason = f"directions is empty; available: {DIRECTIONS}"
+        found.append(Violation("directions", reason, DIRECTIONS))
+    for arch in spec.arch:
+        if arch not in ARCHES:
+            reason = f"architecture {arch!r} has no kernels; available: {ARCHES}"
+            found.append(Violation("arch", reason, ARCHES))
+    return found
+
+
+def _check_operands(spec: AttentionSpec) -> list[Violation]:
+    found: list[Violation] = []
+    if spec.dtype not in DTYPES:
+        reason = f"dtype {spec.dtype!r} has no kernels; available: {DTYPES}"
+        found.append(Violation("dtype", reason, "bf16"))
+    if spec.kv_dtype not in (None, spec.dtype):
+        reason = f"kv_dtype {spec.kv_dtype!r} differs from dtype {spec.dtype!r}; they must be equal"
+        found.append(Violation("kv_dtype", reason, None))
+    if spec.out_dtype not in (None, spec.dtype, "fp32"):
+        reason = f"out_dtype {spec.out_dtype!r}: allowed are {spec.dtype!r} and 'fp32' (partial)"
+        found.append(Violation("out_dtype", reason, None))
+    for field, dim in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
+        if dim is None:
+            continue
+        legal = min(max(8, -(-dim // 8) * 8), MAX_HEAD_DIM)
+        if dim != legal:
+            reason = f"{field} {dim}: kernels exist for multiples of 8 from 8 to {MAX_HEAD_DIM}"
+            found.append(Violation(field, reason, legal))
+    try:
+        layout = layouts.parse(spec.layout)
+    except ValueError as error:
+        found.append(Violation("layout", str(error), "bshd"))
+    else:
+        if layout.packing != "none" or layout.paged or layout.q_format != layout.kv_format or (
+            layout.q_format == "thd"
+        ):
+            reason = f"layout {spec.layout!r} has no kernels; available: bshd, sbhd, bhsd"
+            found.append(Violation("layout", reason, "bshd"))
+    return found
+
+
+def _check_features(spec: AttentionSpec, features: Features) -> list[Violation]:
+    found: list[Violation] = []
+    masks, _ = split_mask(spec.mask)
+    for mask in masks:
+        if mask not in features["mask"]:
+            known = ["none", *features["mask"]]
+            reason = f"mask {spec.mask!r} has no fragment; available: {known}"
+            found.append(Violation("mask", reason, "causal" if "causal" in mask else "none"))
+    if spec.softmax not in features["softmax"]:
+        reason = f"softmax {spec.softmax!r} has no fragment; available: {[*features['softmax']]}"
+        found.append(Violation("softmax", reason, "vanilla"))
+    if spec.bias != "none":
+        reason = f"bias {spec.bias!r} has no kernels yet"
+        found.append(Violation("bias", reason, "none"))
+    switches = ("alibi", "softcap", "score_mod", "mask_mod", "dropout", "return_max_logit")
+    for switch in switches:
+        if getattr(spec, switch):
+            found.append(Violation(switch, f"{switch} has no kernels yet", False))
+    return found

@@ -1,0 +1,161 @@
+"""AttentionSpec: what the user says, as a value, a TOML file or a call."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import SpecError
+from .values import from_data
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_TORCH_DTYPES = {
+    "torch.bfloat16": "bf16",
+    "torch.float16": "fp16",
+    "torch.float32": "fp32",
+    "torch.float64": "fp64",
+    "torch.float8_e4m3fn": "e4m3",
+    "torch.float8_e5m2": "e5m2",
+}
+_TUPLES = ("directions", "arch")
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One attention variant, in the terms of the main call; features that a call gives values
+    to (a window, a softcap, dropout) are only switched on here, their values are run-time.
+
+    `head_dim_v`, `kv_dtype` and `out_dtype` default to their counterparts of Q; `out_dtype`
+    "fp32" asks for the float32 partial output that split computations combine.
+    """
+
+    head_dim: int
+    head_dim_v: int | None = None
+    dtype: str = "bf16"
+    kv_dtype: str | None = None
+    out_dtype: str | None = None
+    layout: str = "bshd"
+    mask: str = "none"
+    window: bool = False
+    bias: str = "none"
+    alibi: bool = False
+    softcap: bool = False
+    score_mod: bool = False
+    mask_mod: bool = False
+    softmax: str = "vanilla"
+    dropout: bool = False
+    return_max_logit: bool = False
+    deterministic: bool = False
+    directions: tuple[str, ...] = ("fwd",)
+    arch: tuple[str, ...] = ("sm_90a",)
+    name: str | None = None
+
+    @property
+    def title(self) -> str:
+        """The spec's name, or a readable one made from what it asks for."""
+        if self.name:
+            return self.name
+        plain = AttentionSpec(head_dim=self.head_dim)
+        differing = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != getattr(plain, field.name)
+        ]
+        return " ".join([f"head_dim={self.head_dim}", *differing])
+
+    @classmethod
+    def from_call(cls, q: Any, k: Any, v: Any, **arguments: Any) -> AttentionSpec:
+        """The spec that `attngen.attention(q, k, v, **arguments)` needs.
+
+        q, k, v: tensors (anything with `dtype` and `shape`) in the call's layout.
+        Raises: SpecError where the layout does not fit the tensors.
+        """
+        layout = arguments.get("layout", "bshd")
+        last = (k if k is not None else q, v if v is not None else k if k is not None else q)
+        window = arguments.get("window", (-1, -1))
+        bias_type = arguments.get("bias_type", "post_scale")
+        return cls(
+            head_dim=q.shape[-1],
+            head_dim_v=None if last[1].shape[-1] == q.shape[-1] else last[1].shape[-1],
+            dtype=dtype_name(q.dtype),
+            kv_dtype=None if last[0].dtype == q.dtype else dtype_name(last[0].dtype),
+            layout=layout,
+            mask=arguments.get("mask", "none"),
+            window=any(side is not None and side >= 0 for side in window),
+            bias=bias_type if arguments.get("bias") is not None else "none",
+            alibi=arguments.get("alibi_slopes") is not None or bias_type == "alibi",
+            softcap=bool(arguments.get("softcap", 0.0)),
+            score_mod=arguments.get("score_mod") is not None,
+            mask_mod=arguments.get("mask_mod") is not None
+            or arguments.get("block_mask") is not None,
+            softmax=arguments.get("softmax", "vanilla"),
+            dropout=arguments.get("dropout_p", 0.0) > 0,
+            return_max_logit=bool(arguments.get("return_max_logit", False)),
+            deterministic=bool(arguments.get("deterministic") or False),
+        )
+
+
+def dtype_name(dtype: Any) -> str:
+    """attngen's name of a torch dtype: `torch.bfloat16` → `bf16`."""
+    return _TORCH_DTYPES.get(str(dtype), str(dtype))
+
+
+def load_specs(path: str | Path) -> tuple[AttentionSpec, ...]:
+    """Every spec of a TOML file: `[defaults]`, `[[kernel]]` tables, lists as products.
+
+    Raises: SpecError with every unknown key, wrong type and repeated name in the file.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = tomllib.load(file)
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: {error}") from error
+    return parse_specs(data, str(path))
+
+
+def parse_specs(data: Mapping[str, Any], origin: str) -> tuple[AttentionSpec, ...]:
+    """The specs of a parsed file; `origin` names it in errors."""
+    reasons = [
+        f"{origin}: unknown table {key!r}; allowed: [defaults], [[kernel]]"
+        for key in data
+        if key not in ("defaults", "kernel")
+    ]
+    defaults, kernels = data.get("defaults", {}), data.get("kernel", [])
+    if not isinstance(defaults, dict):
+        raise SpecError(f"{origin}: defaults must be a table, [defaults]")
+    if not isinstance(kernels, list) or not all(isinstance(k, dict) for k in kernels):
+        raise SpecError(f"{origin}: kernels must be tables, [[kernel]]")
+    if not kernels:
+        reasons.append(f"{origin}: no [[kernel]] table")
+    specs: list[AttentionSpec] = []
+    for number, table in enumerate(kernels, 1):
+        where = f"{origin}: kernel {table.get('name', number)}"
+        for fields in _product({**defaults, **table}):
+            try:
+                specs.append(from_data(AttentionSpec, fields))
+            except ValueError as error:
+                reasons.append(f"{where}: {error}")
+    if reasons:
+        raise SpecError(dict.fromkeys(reasons))
+    return tuple(specs)
+
+
+def _product(table: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """One table for each combination of the listed values; a product's name tells them apart."""
+    axes = {k: v for k, v in table.items() if isinstance(v, list) and k not in _TUPLES}
+    fixed = {k: v for k, v in table.items() if k not in axes}
+    for choice in itertools.product(*axes.values()):
+        chosen = dict(zip(axes, choice, strict=True))
+        fields = {**fixed, **chosen}
+        if axes and isinstance(fields.get("name"), str):
+            fields["name"] = "-".join([fields["name"], *(str(value) for value in choice)])
+        yield fields

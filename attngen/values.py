@@ -1,0 +1,79 @@
+"""Stable JSON forms of the frozen dataclasses that pass between the stages."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def to_data(value: Any) -> Any:
+    """Plain JSON data (dict, list, str, int, float, bool, None) of a value of frozen dataclasses."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_data(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, (tuple, list)):
+        return [to_data(item) for item in value]
+    return value
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Canonical JSON: sorted keys, no spaces unless indented; equal values give equal text."""
+    separators = (",", ":") if indent is None else None
+    return json.dumps(to_data(value), sort_keys=True, indent=indent, separators=separators)
+
+
+def from_data(cls: type[T], data: Any) -> T:
+    """The dataclass `cls` read back from `to_data`.
+
+    Raises: ValueError on a missing or unknown field or a value of the wrong type.
+    """
+    if not isinstance(data, dict):
+        raise ValueError(f"{cls.__name__}: expected an object, got {type(data).__name__}")
+    hints = typing.get_type_hints(cls)
+    known = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    if unknown := sorted(set(data) - set(known)):
+        raise ValueError(f"{cls.__name__}: unknown fields {unknown}; known: {sorted(known)}")
+    missing = [
+        name
+        for name, f in known.items()
+        if name not in data
+        and f.default is dataclasses.MISSING
+        and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ValueError(f"{cls.__name__}: missing fields {missing}")
+    return cls(**{name: _coerce(hints[name], item, name) for name, item in data.items()})
+
+
+def from_json(cls: type[T], text: str) -> T:
+    """The dataclass `cls` read back from `to_json`."""
+    return from_data(cls, json.loads(text))
+
+
+def _coerce(hint: Any, item: Any, name: str) -> Any:
+    origin = typing.get_origin(hint)
+    if origin in (types.UnionType, typing.Union):
+        options = typing.get_args(hint)
+        if item is None and type(None) in options:
+            return None
+        return _coerce(next(o for o in options if o is not type(None)), item, name)
+    if origin is tuple:
+        if not isinstance(item, (list, tuple)):
+            raise ValueError(f"{name}: expected a list, got {item!r}")
+        (element, *_) = typing.get_args(hint)
+        return tuple(_coerce(element, each, name) for each in item)
+    if origin is typing.Literal:
+        if item not in typing.get_args(hint):
+            raise ValueError(f"{name}: {item!r} is not one of {typing.get_args(hint)}")
+        return item
+    if dataclasses.is_dataclass(hint):
+        return from_data(hint, item)  # type: ignore[arg-type]
+    if hint is float and isinstance(item, int) and not isinstance(item, bool):
+        return float(item)
+    if type(item) is not hint:
+        raise ValueError(f"{name}: expected {hint.__name__}, got {item!r}")
+    return item
