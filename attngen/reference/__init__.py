@@ -1,0 +1,127 @@
+"""The definition of attention in plain PyTorch: oracle of the tests, and a backend of its own.
+
+Written for reading. One sequence after another goes through `core.attend_one`; layouts only
+decide where a sequence is read and where its output is written. It runs on any device and
+in any floating dtype but FP8, accumulates in float32 (float64 for float64), and autograd
+gives its gradients. It is slow and holds whole score matrices.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..results import AttentionAux
+from .call import (
+    AttentionCall,
+    MaskMod,
+    Operands,
+    ScoreMod,
+    Window,
+)
+from .checks import check, check_values
+from .core import accumulation_dtype, attend_one, default_alibi_slopes
+from .dropout import draw_rng_state, dropout_keep_mask
+from .masks import visible
+from .sequences import (
+    kv_sequences,
+    kv_spans,
+    lse_view,
+    new_lse,
+    new_output,
+    q_spans,
+    sequence_view,
+)
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+__all__ = [
+    "AttentionAux",
+    "AttentionCall",
+    "Operands",
+    "attention",
+    "check",
+    "default_alibi_slopes",
+    "dropout_keep_mask",
+    "run",
+    "visible",
+]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    layout: str = "bshd",
+    mask: str = "none",
+    window: Window = (-1, -1),
+    bottom_right: bool | None = None,
+    attn_mask: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
+    bias_type: str = "post_scale",
+    alibi_slopes: Tensor | bool | None = None,
+    softmax: str = "vanilla",
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    cu_seqlens_q_padded: Tensor | None = None,
+    cu_seqlens_kv_padded: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_kv: Tensor | None = None,
+    page_table: Tensor | tuple[Tensor, Tensor] | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    block_mask: BlockMask | None = None,
+    return_lse: bool = False,
+    return_max_logit: bool = False,
+) -> tuple[Tensor, AttentionAux]:
+    """Attention as `attngen.attention` defines it; the arguments are that function's.
+
+    Returns the output, in Q's format and dtype with V's head dim, and always the by-products;
+    `return_lse` changes nothing here.
+
+    Raises: SpecError with every violation at once.
+    """
+    # The arguments are, name by name, the fields of AttentionCall.
+    return run(AttentionCall(**locals()))
+
+
+def run(call: AttentionCall) -> tuple[Tensor, AttentionAux]:
+    """Attention of a call that is already a value: check, then one sequence after another.
+
+    Raises: SpecError with every violation at once.
+    """
+    operands = check(call)
+    queries, keys = q_spans(call, operands), kv_spans(call, operands)
+    check_values(call, operands, queries, keys)
+    rng_state = call.rng_state
+    if call.dropout_p > 0 and rng_state is None:
+        rng_state = draw_rng_state(operands.q.device)
+
+    q_format = operands.layout.q_format
+    out = new_output(operands)
+    lse = new_lse(operands, accumulation_dtype(operands.q.dtype))
+    max_logit = lse.new_full((operands.h_q,), float("-inf"))
+    for b, (q_span, kv_span) in enumerate(zip(queries, keys, strict=True)):
+        q = sequence_view(operands.q, q_format, b, q_span)
+        k, v = kv_sequences(call, operands, b, kv_span)
+        result = attend_one(call, b, q, k, v, rng_state)
+        sequence_view(out, q_format, b, q_span).copy_(result.o)  # rounds to Q's dtype
+        lse_view(lse, b, q_span).copy_(result.lse)
+        max_logit = torch.maximum(max_logit, result.max_logit)
+    aux = AttentionAux(
+        lse=lse,
+        max_logit=max_logit if call.return_max_logit else None,
+        rng_state=rng_state,
+    )
+    return out, aux

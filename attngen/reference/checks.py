@@ -1,0 +1,254 @@
+"""What a call may ask for: every inconsistency is found before anything is computed.
+
+`check` looks at names, shapes and dtypes only, so it never waits for a device;
+`check_values` looks at lengths that are already on the host. Neither cares which device
+computes: what a backend cannot do is that backend's own refusal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .. import layouts
+from ..errors import SpecError
+from ..layouts import Layout, size
+from .call import AttentionCall, Operands
+from .length_checks import length_violations, value_violations
+from .masks import MASKS
+from .sequences import Span
+
+BIAS_TYPES = ("post_scale", "pre_scale", "alibi")
+SOFTMAXES = ("vanilla", "off_by_one", "learnable")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check(call: AttentionCall) -> Operands:
+    """The operands of a call whose arguments agree with each other.
+
+    Raises: SpecError with every violation at once; violations of the layout alone where the
+    operands cannot even be told apart.
+    """
+    operands = find_operands(call)
+    reasons = [
+        *_operand_violations(call, operands),
+        *length_violations(call, operands),
+        *_mask_violations(call, operands),
+        *_softmax_violations(call, operands),
+        *_bias_violations(call, operands),
+        *_alibi_violations(call, operands),
+        *_dropout_violations(call, operands),
+        *_device_violations(call),
+    ]
+    if reasons:
+        raise SpecError(reasons)
+    return operands
+
+
+def check_values(
+    call: AttentionCall, operands: Operands, queries: list[Span], keys: list[Span]
+) -> None:
+    """Refuse lengths and pages that do not fit the tensors; waits for the page tables.
+
+    Raises: SpecError with every violation at once.
+    """
+    reasons = list(value_violations(call, operands, queries, keys))
+    if reasons:
+        raise SpecError(reasons)
+
+
+def find_operands(call: AttentionCall) -> Operands:
+    """Q, K and V of the call, unpacked, and the number of its sequences.
+
+    Raises: SpecError, where the layout is unknown or the tensors do not have its axes.
+    """
+    layout = layouts.parse(call.layout)
+    q, k, v = layouts.unpack(layout, call.q, call.k, call.v)
+    return Operands(layout, q, k, v, batch=_batch(call, layout, q))
+
+
+def _batch(call: AttentionCall, layout: Layout, q: Tensor) -> int:
+    """Number of sequences, from Q's shape or, where tokens are packed, from cu_seqlens."""
+    if layout.q_format != "thd":
+        return size(q.shape, layout.q_format, "b")
+    cu_seqlens = call.lengths("q", layout).cu_seqlens
+    if cu_seqlens is None:
+        raise SpecError(
+            f"layout={layout.name!r} needs cu_seqlens_q int32 [b+1]; got None. "
+            f"Pass the cumulative lengths of the sequences."
+        )
+    return max(cu_seqlens.numel() - 1, 0)
+
+
+def shape_of(tensor: object) -> str:
+    """A tensor for a message, as `float32 [2, 3]`; anything else as itself."""
+    if not isinstance(tensor, Tensor):
+        return repr(tensor)
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _operand_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
+    q, k, v = operands.q, operands.k, operands.v
+    fmt = operands.layout.kv_format
+    if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+        yield (
+            f"q, k and v need one dtype of float16, bfloat16, float32, float64; got "
+            f"{shape_of(q)}, {shape_of(k)}, {shape_of(v)}. Cast them to one."
+        )
+    if q.shape[-1] != k.shape[-1] or min(q.shape[-1], v.shape[-1]) < 1:
+        yield (
+            f"q and k need the same head dim, at least 1; got {q.shape[-1]} and "
+            f"{k.shape[-1]}, with v's {v.shape[-1]}. Pad the shorter one with zeros."
+        )
+    h_v = size(v.shape, fmt, "h")
+    if h_v != operands.h_kv or operands.h_kv < 1 or operands.h_q % operands.h_kv != 0:
+        yield (
+            f"k and v need the same number of heads, a divisor of q's; got {operands.h_q} in q, "
+            f"{operands.h_kv} in k, {h_v} in v. Repeat heads of k and v until they divide."
+        )
+    if operands.layout.paged:
+        return
+    axes = [axis for axis in fmt if axis in "bst"]
+    k_sizes, v_sizes = ([size(x.shape, fmt, a) for a in axes] for x in (k, v))
+    if k_sizes != v_sizes or (fmt != "thd" and size(k.shape, fmt, "b") != operands.batch):
+        yield (
+            f"k and v need equal lengths and the {operands.batch} sequences of q; got "
+            f"[{', '.join(axes)}] = {k_sizes} in k, {v_sizes} in v. Cut them to fit."
+        )
+
+
+def _mask_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
+    if call.mask not in MASKS:
+        yield f"mask={call.mask!r} is not a mask. Use one of {', '.join(MASKS)}."
+    if len(call.window) != 2 or any(side is not None and side < -1 for side in call.window):
+        yield (
+            f"window needs (left, right), each >= 0, or -1 or None for unbounded; got "
+            f"{call.window!r}. Use bottom_right to move the diagonal."
+        )
+    if call.bottom_right is False and call.mask.endswith("bottom_right"):
+        yield (
+            f"mask={call.mask!r} aligns to the bottom right; got bottom_right=False. "
+            f"Leave bottom_right out, or use mask={call.mask.removesuffix('_bottom_right')!r}."
+        )
+    if call.mask == "arbitrary" and call.attn_mask is None:
+        yield "mask='arbitrary' needs attn_mask, bool, True = take part; got None. Pass it."
+    if call.attn_mask is not None:
+        if call.attn_mask.dtype != torch.bool:
+            yield (
+                f"attn_mask needs bool, True = take part; got {shape_of(call.attn_mask)}. "
+                f"Pass scores to be added as bias."
+            )
+        yield from _broadcast_violations("attn_mask", call.attn_mask, call, operands)
+    if call.block_mask is not None:
+        heads_fit = call.block_mask.shape[-3] in (1, operands.h_q)
+        if not heads_fit or call.block_mask.shape[-4] not in (1, operands.batch):
+            yield (
+                f"block_mask needs [b, h_q] = [{operands.batch}, {operands.h_q}] or 1; got "
+                f"{list(call.block_mask.shape)}. Make it anew, with those or with B=None, H=None."
+            )
+
+
+def _softmax_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
+    if call.softmax not in SOFTMAXES:
+        yield f"softmax={call.softmax!r} is not a softmax. Use one of {', '.join(SOFTMAXES)}."
+    elif call.softmax != "learnable" and call.sink is not None:
+        yield (
+            f"softmax={call.softmax!r} takes no sink; got {shape_of(call.sink)}. "
+            f"Use softmax='learnable', or leave sink out."
+        )
+    elif call.softmax == "learnable" and not _is_float(call.sink, [(operands.h_q,)], call):
+        yield (
+            f"softmax='learnable' needs sink float32 [h_q={operands.h_q}]; got "
+            f"{shape_of(call.sink)}. Pass sink.float() of shape ({operands.h_q},)."
+        )
+    if not call.softcap >= 0:
+        yield f"softcap needs a cap > 0, or 0 for none; got {call.softcap!r}. Pass its magnitude."
+
+
+def _bias_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
+    if call.bias_type not in BIAS_TYPES:
+        yield f"bias_type={call.bias_type!r} is not a type. Use one of {', '.join(BIAS_TYPES)}."
+    if call.bias is None:
+        return
+    if call.bias_type == "alibi":
+        yield (
+            "bias_type='alibi' takes no bias tensor, as it says not where to add one. Pass "
+            "alibi_slopes=True with bias_type='post_scale' or 'pre_scale' to have both."
+        )
+    if call.bias.dtype != operands.q.dtype:
+        yield (
+            f"bias needs q's dtype, {str(operands.q.dtype).removeprefix('torch.')}; got "
+            f"{shape_of(call.bias)}. Cast it."
+        )
+    yield from _broadcast_violations("bias", call.bias, call, operands)
+
+
+def _alibi_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
+    if call.alibi_slopes is False and call.bias_type == "alibi":
+        yield "bias_type='alibi' contradicts alibi_slopes=False. Leave one of them out."
+    if call.alibi_slopes is None or isinstance(call.alibi_slopes, bool):
+        return
+    b, h = operands.batch, operands.h_q
+    if not _is_float(call.alibi_slopes, [(h,), (b, h)], call):
+        yield (
+            f"alibi_slopes needs float32 [h_q={h}] or [b={b}, h_q={h}]; got "
+            f"{shape_of(call.alibi_slopes)}. Pass one slope a head, or True for the default ones."
+        )
+
+
+def _dropout_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
+    if not 0 <= call.dropout_p <= 1:
+        yield f"dropout_p needs a probability in 0..1; got {call.dropout_p!r}. Pass one."
+    state = call.rng_state
+    if state is not None and (state.dtype != torch.int64 or state.shape != (2,)):
+        yield (
+            f"rng_state needs int64 [2], (seed, offset); got {shape_of(state)}. "
+            f"Pass aux.rng_state of an earlier call, or leave it out to draw one."
+        )
+    if state is None and call.dropout_p > 0 and operands.layout.paged:
+        yield (
+            f"dropout_p={call.dropout_p} needs training or an explicit rng_state, and "
+            f"layout={operands.layout.name!r} is inference only. Pass rng_state."
+        )
+
+
+def _device_violations(call: AttentionCall) -> Iterator[str]:
+    tensors = {name: x for name, x in vars(call).items() if isinstance(x, Tensor)}
+    tables = zip(("page_table (K)", "page_table (V)"), call.page_tables, strict=False)
+    for name, tensor in (tensors | dict(tables)).items():
+        if tensor.device != call.q.device:
+            yield (f"{name} needs q's device, {call.q.device}; got {tensor.device}. Move it there.")
+
+
+def _is_float(tensor: object, shapes: list[tuple[int, ...]], call: AttentionCall) -> bool:
+    """Whether this is a float32 tensor of one of the shapes; float64 passes beside float64 Q."""
+    if not isinstance(tensor, Tensor) or tuple(tensor.shape) not in shapes:
+        return False
+    return tensor.dtype in (torch.float32, call.q.dtype) and tensor.dtype.itemsize >= 4
+
+
+def _broadcast_violations(
+    name: str, tensor: Tensor, call: AttentionCall, operands: Operands
+) -> Iterator[str]:
+    """Whether a tensor broadcasts to [b, h_q, s_q, s_kv].
+
+    Where lengths vary, it must reach at least max_seqlen; a longer one is cut.
+    """
+    shape = (1,) * (4 - tensor.ndim) + tuple(tensor.shape)
+    s_q, s_kv = operands.dense_s_q, operands.dense_s_kv
+    fits = len(shape) == 4
+    if fits:
+        fits = shape[0] in (1, operands.batch) and shape[1] in (1, operands.h_q)
+        for have, dense, at_least in zip(
+            shape[2:], (s_q, s_kv), (call.max_seqlen_q, call.max_seqlen_kv), strict=True
+        ):
+            long_enough = have == dense if dense is not None else have >= (at_least or 0)
+            fits = fits and (have == 1 or long_enough)
+    if not fits:
+        wanted = f"b={operands.batch}, h_q={operands.h_q}, s_q={s_q or 'max_seqlen_q'}"
+        yield (
+            f"{name} needs a broadcast of [{wanted}, s_kv={s_kv or 'max_seqlen_kv'}]; got "
+            f"{shape_of(tensor)}. Make each axis full or 1."
+        )

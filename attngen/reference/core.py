@@ -1,0 +1,149 @@
+"""Attention of one sequence, as it is defined: every term in its order, nothing fused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import dropout
+from .call import AttentionCall
+from .masks import (
+    diagonal_offset,
+    map_scores,
+    sequence_slice,
+    sequence_visible,
+)
+
+NEG_INF = float("-inf")
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceResult:
+    """o [h_q, s_q, d_v], lse [h_q, s_q], max_logit [h_q]; all in the accumulation's dtype."""
+
+    o: Tensor
+    lse: Tensor
+    max_logit: Tensor
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32 for operands of 16 and 32 bits, float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def default_alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:
+    """ALiBi's own slopes, float32 [heads].
+
+    Source: O. Press et al., "Train Short, Test Long", ICLR 2022, and its public code for head
+    counts that are no power of two.
+    """
+    n = 1 << (heads.bit_length() - 1) if heads > 0 else 0
+    exponents = [8 * k / n for k in range(1, n + 1)]
+    exponents += [4 * (2 * k - 1) / n for k in range(1, heads - n + 1)]
+    return torch.tensor([2.0**-e for e in exponents], dtype=torch.float32, device=device)
+
+
+def attend_one(
+    call: AttentionCall, b: int, q: Tensor, k: Tensor, v: Tensor, rng_state: Tensor | None
+) -> SequenceResult:
+    """Attention of sequence b, whose operands hold its actual positions and no others.
+
+    q [h_q, s_q, d], k [h_kv, s_kv, d], v [h_kv, s_kv, d_v] in any floating dtype.
+    rng_state: int64 [2], needed where the call drops anything.
+    """
+    dtype = accumulation_dtype(q.dtype)
+    group = q.shape[0] // k.shape[0]
+    k = k.to(dtype).repeat_interleave(group, dim=0)
+    v = v.to(dtype).repeat_interleave(group, dim=0)
+    s = scores(call, b, q.to(dtype), k)
+    p, lse = softmax(s, softmax_offset(call, s))
+    if call.dropout_p > 0:
+        assert rng_state is not None
+        drawn = dropout.sequence_bytes(rng_state, b, *s.shape)
+        keep = drawn >= dropout.drop_threshold(call.dropout_p)
+        p = torch.where(keep, p * dropout.keep_scale(call.dropout_p), 0.0)
+    return SequenceResult(o=p @ v, lse=lse, max_logit=max_logit(s))
+
+
+def scores(call: AttentionCall, b: int, q: Tensor, k: Tensor) -> Tensor:
+    """Final scores of sequence b, [h_q, s_q, s_kv], −∞ where a query does not see a key.
+
+    q [h_q, s_q, d] and k [h_q, s_kv, d], both in the accumulation's dtype.
+    """
+    heads, s_q, head_dim = q.shape
+    s_kv = k.shape[1]
+    seen = sequence_visible(call, b, heads, s_q, s_kv)
+
+    def hide(x: Tensor, value: float) -> Tensor:
+        return torch.where(seen, x, value)
+
+    # Hidden scores are 0 on the way to −∞: no term below can turn what a masked position holds
+    # into NaN in the forward, nor 0 · ∞ into NaN in the backward.
+    s = hide(q @ k.transpose(1, 2), 0.0)
+    bias = None
+    if call.bias is not None:
+        bias = hide(sequence_slice(call.bias, b, s_q, s_kv).to(s.dtype), 0.0)
+        if call.bias_type == "pre_scale":
+            s, bias = s + bias, None
+    scale = 1 / math.sqrt(head_dim) if call.softmax_scale is None else call.softmax_scale
+    s = s * scale
+    if call.softcap > 0:
+        s = call.softcap * torch.tanh(s / call.softcap)
+    if call.score_mod is not None:
+        s = map_scores(call.score_mod, s, b)
+    if bias is not None:
+        s = s + bias
+    if call.has_alibi:
+        s = s + alibi(call, b, s)
+    return hide(s, NEG_INF)
+
+
+def alibi(call: AttentionCall, b: int, s: Tensor) -> Tensor:
+    """ALiBi's term −m_h · |i + Δ − j| for scores [h_q, s_q, s_kv], in their dtype."""
+    heads, s_q, s_kv = s.shape
+    slopes = call.alibi_slopes
+    if not isinstance(slopes, Tensor):
+        slopes = default_alibi_slopes(heads, s.device)
+    if slopes.ndim == 2:
+        slopes = slopes[b]
+    delta = diagonal_offset(call.mask, call.bottom_right, s_q, s_kv)
+    i = torch.arange(s_q, device=s.device)[:, None]
+    j = torch.arange(s_kv, device=s.device)[None, :]
+    distance = (i + delta - j).abs().to(s.dtype)
+    return -slopes.to(s.dtype)[:, None, None] * distance
+
+
+def softmax_offset(call: AttentionCall, s: Tensor) -> Tensor:
+    """The score of the sink, [h_q, 1, 1]: −∞ where the softmax has none, so that e^sink is 0."""
+    if call.softmax == "learnable":
+        assert call.sink is not None
+        return call.sink.to(s.dtype)[:, None, None]
+    value = 0.0 if call.softmax == "off_by_one" else NEG_INF
+    return s.new_full((s.shape[0], 1, 1), value)
+
+
+def softmax(s: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities [h, s_q, s_kv] and log-sum-exp [h, s_q] of scores beside one sink score.
+
+    A row in which nothing is visible has probabilities 0 and, without a sink, LSE −∞; its
+    gradients are 0. sink: [h, 1, 1].
+    """
+    scores_and_sink = torch.cat([s, sink.expand(-1, s.shape[1], 1)], dim=-1)
+    # The maximum cancels in both results, so it needs no gradient.
+    maximum = scores_and_sink.detach().amax(-1, keepdim=True)
+    maximum = torch.where(maximum == NEG_INF, 0.0, maximum)
+    exps = torch.exp(scores_and_sink - maximum)
+    total = exps.sum(-1, keepdim=True)
+    empty = total == 0
+    total = torch.where(empty, 1.0, total)
+    lse = torch.where(empty, NEG_INF, maximum + torch.log(total))
+    return (exps / total)[..., :-1], lse.squeeze(-1)
+
+
+def max_logit(s: Tensor) -> Tensor:
+    """The largest score of each head, [h], −∞ where there is none; carries no gradient."""
+    nothing = s.new_full((s.shape[0], 1), NEG_INF)
+    return torch.cat([s.detach().flatten(1), nothing], dim=1).amax(1)

@@ -1,0 +1,189 @@
+"""Whether the lengths of a call are said once, where they are needed, and fit its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..layouts import size
+from .call import AttentionCall, Operands, Side
+from .sequences import Span
+
+
+def length_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
+    """Violations that shapes and dtypes of the length arguments show."""
+    yield from _side_violations(call, operands, "q")
+    yield from _side_violations(call, operands, "kv")
+    yield from _paging_violations(call, operands)
+    lengths = call.lengths("kv", operands.layout)
+    if call.mask.startswith("padding") and lengths.cu_seqlens is None and lengths.seqused is None:
+        yield (
+            f"mask={call.mask!r} needs the lengths of k and v; got none. Pass seqused_kv "
+            f"int32 [b], or cu_seqlens_kv int32 [b+1]."
+        )
+
+
+def value_violations(
+    call: AttentionCall, operands: Operands, queries: list[Span], keys: list[Span]
+) -> Iterator[str]:
+    """Violations that the lengths themselves show, once they are on the host."""
+    q_room, kv_room = operands.dense_s_q, operands.dense_s_kv
+    if q_room is None:
+        yield from _packed_span_violations("q", queries, operands.q.shape[0])
+    if operands.layout.kv_format == "thd":
+        yield from _packed_span_violations("kv", keys, operands.k.shape[0])
+    yield from _longest_violations("q", queries, q_room, call.max_seqlen_q)
+    yield from _longest_violations("kv", keys, kv_room, call.max_seqlen_kv)
+    if operands.layout.one_length and queries != keys:
+        yield (
+            f"layout={operands.layout.name!r} has one length for q, k and v; got different "
+            f"ones. Leave the lengths of kv out."
+        )
+    if operands.layout.paged:
+        yield from _page_violations(call, operands, keys)
+    yield from _extent_violations(call, operands, queries, keys)
+
+
+def _side_violations(call: AttentionCall, operands: Operands, side: Side) -> Iterator[str]:
+    """Dtypes, shapes and presence of cu_seqlens, its padded form and seqused of Q or K/V."""
+    layout, batch = operands.layout, operands.batch
+    lengths = call.lengths(side, layout)
+    fmt = layout.q_format if side == "q" else layout.kv_format
+    expected = {
+        f"cu_seqlens_{side}": (lengths.cu_seqlens, "[b+1]", batch + 1),
+        f"cu_seqlens_{side}_padded": (lengths.padded, "[b+1]", batch + 1),
+        f"seqused_{side}": (lengths.seqused, "[b]", batch),
+    }
+    for name, (tensor, shape, count) in expected.items():
+        if tensor is not None and not _is_int32(tensor, (count,)):
+            yield (
+                f"{name} needs int32 {shape} with b={batch}; got {tensor.dtype} "
+                f"{list(tensor.shape)}. Pass one entry a sequence, and one more in cu_seqlens."
+            )
+    if fmt == "thd" and lengths.cu_seqlens is None:
+        yield (
+            f"layout={layout.name!r} needs cu_seqlens_{side} int32 [b+1]; got None. "
+            f"Pass the cumulative lengths of the sequences."
+        )
+    if fmt == "thd" and lengths.seqused is not None:
+        yield (
+            f"layout={layout.name!r} takes its lengths from cu_seqlens_{side}; got "
+            f"seqused_{side} too. Leave it out; cu_seqlens_{side}_padded says where gaps are."
+        )
+    if fmt != "thd" and lengths.padded is not None:
+        yield (
+            f"cu_seqlens_{side}_padded belongs to thd; {side} of layout={layout.name!r} is "
+            f"{fmt}. Leave it out."
+        )
+    if fmt != "thd" and lengths.cu_seqlens is not None and lengths.seqused is not None:
+        yield f"cu_seqlens_{side} and seqused_{side} both say the lengths. Pass one of them."
+
+
+def _paging_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
+    """Paged K/V have tables and seqused_kv and no gradient; other layouts have no table."""
+    name, tables = operands.layout.name, call.page_tables
+    if not operands.layout.paged:
+        if tables:
+            yield (
+                f"page_table belongs to paged layouts; got it with layout={name!r}. "
+                f"Use layout='paged_kv_…', or leave it out."
+            )
+        return
+    if len(tables) != 2 or not all(
+        t.dtype == torch.int32 and t.ndim == 2 and t.shape[0] == operands.batch for t in tables
+    ):
+        yield (
+            f"layout={name!r} needs page_table int32 [b={operands.batch}, max_pages], one or "
+            f"(for K, for V); got {[(t.dtype, list(t.shape)) for t in tables]}. Pass it."
+        )
+    if call.seqused_kv is None or call.cu_seqlens_kv is not None:
+        yield (
+            f"layout={name!r} needs the lengths of k and v in seqused_kv int32 [b], and in no "
+            f"other argument. Pass it, and leave cu_seqlens_kv out."
+        )
+    given = [x for x in vars(call).values() if isinstance(x, Tensor) and x.requires_grad]
+    if given and torch.is_grad_enabled():
+        yield (
+            f"layout={name!r} is inference only; got tensors that require a gradient. "
+            f"Call it under torch.no_grad()."
+        )
+
+
+def _packed_span_violations(side: Side, spans: list[Span], tokens: int) -> Iterator[str]:
+    """Sequences of packed tokens must follow each other inside the tensor without overlap."""
+    end = 0
+    for b, span in enumerate(spans):
+        if span.length < 0 or span.start < end or span.start + span.length > tokens:
+            yield (
+                f"cu_seqlens_{side} and its padded form need sequences one after another inside "
+                f"the {tokens} tokens; got tokens {span.start}..{span.start + span.length} for "
+                f"sequence {b}, after {end}. Correct the offsets."
+            )
+        end = max(end, span.start + span.length)
+
+
+def _longest_violations(
+    side: Side, spans: list[Span], room: int | None, max_seqlen: int | None
+) -> Iterator[str]:
+    """Lengths must be in 0..room, and none longer than the maximum that the call states."""
+    lengths = [span.length for span in spans]
+    if room is not None and not all(0 <= length <= room for length in lengths):
+        yield (
+            f"{side} has room for {room} positions a sequence; got lengths {lengths}. "
+            f"Pass lengths in 0..{room}."
+        )
+    if max_seqlen is not None and max(lengths, default=0) > max_seqlen:
+        yield (
+            f"max_seqlen_{side}={max_seqlen} must be no less than any length; got lengths "
+            f"{lengths}. Pass at least {max(lengths)}."
+        )
+
+
+def _page_violations(call: AttentionCall, operands: Operands, keys: list[Span]) -> Iterator[str]:
+    """Every position of every sequence must lie on a page that exists."""
+    fmt = operands.layout.kv_format
+    for name, x, table in zip("KV", (operands.k, operands.v), call.page_tables, strict=True):
+        pages, page_size = size(x.shape, fmt, "b"), size(x.shape, fmt, "s")
+        for b, span in enumerate(keys):
+            room = table.shape[1] * page_size
+            if not 0 <= span.length <= room:
+                yield (
+                    f"page_table of {name} has room for {room} positions; got seqused_kv"
+                    f"[{b}]={span.length}. Pass a wider table."
+                )
+                continue
+            used = table[b, : -(-span.length // page_size)].tolist() if page_size else []
+            if not all(0 <= page < pages for page in used):
+                yield (
+                    f"page_table of {name} needs pages in 0..{pages - 1}; got {used} for "
+                    f"sequence {b}. Correct the table."
+                )
+
+
+def _extent_violations(
+    call: AttentionCall, operands: Operands, queries: list[Span], keys: list[Span]
+) -> Iterator[str]:
+    """Bias, masks and block mask must reach the longest sequences; a size of 1 broadcasts."""
+    longest = [max((span.length for span in spans), default=0) for spans in (queries, keys)]
+    for name, tensor in (("bias", call.bias), ("attn_mask", call.attn_mask)):
+        if tensor is None:
+            continue
+        extent = ((1, 1) + tuple(tensor.shape))[-2:]
+        if any(1 < have < need for have, need in zip(extent, longest, strict=True)):
+            yield (
+                f"{name} needs at least [{longest[0]}, {longest[1]}] positions or 1; got "
+                f"{list(tensor.shape)}. Extend it to the longest sequence."
+            )
+    if call.block_mask is None:
+        return
+    if any(a < b for a, b in zip(call.block_mask.shape[-2:], longest, strict=True)):
+        yield (
+            f"block_mask needs at least [{longest[0]}, {longest[1]}] positions; got "
+            f"{list(call.block_mask.shape)}. Make it anew for the longest sequence."
+        )
+
+
+def _is_int32(tensor: Tensor, shape: tuple[int, ...]) -> bool:
+    return tensor.dtype == torch.int32 and tuple(tensor.shape) == shape
