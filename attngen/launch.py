@@ -101,6 +101,7 @@ def run_time_values(
         "heads_q": q.heads,
         "total_heads": total_heads,
         "heads_per_group": heads_per_group(kernel, extents),
+        "tail_rows": tiles_m // kernel.tail_share if kernel.tail_share else 0,
         "group_size": q.heads // k.heads,
         "bottom_right": int(scalars.bottom_right),
         "scale": scalars.softmax_scale,
@@ -118,8 +119,8 @@ def heads_per_group(kernel: KernelEntry, extents: dict[str, Extent]) -> int:
     q, k, v = extents["q"], extents["k"], extents["v"]
     group_size = q.heads // k.heads
     bytes_per_head = max(1, k.seq * (k.dim + v.dim) * 2)
-    kv_heads = max(1, kernel.kv_group_bytes // bytes_per_head)
-    return max(1, min(q.batch * q.heads, group_size * kv_heads))
+    kv_heads = min(kernel.kv_group_bytes // bytes_per_head, kernel.group_heads // group_size)
+    return max(1, min(q.batch * q.heads, group_size * max(1, kv_heads)))
 
 
 def launch(prepared: Prepared, addresses: dict[str, int], stream: int) -> None:

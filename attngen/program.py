@@ -53,7 +53,10 @@ class TensorMapRecipe:
 
 @dataclass(frozen=True)
 class KernelEntry:
-    """One launch of the program: a persistent grid over `tiles`, at most one CTA an SM."""
+    """One launch of the program: a persistent grid over `tiles`, at most one CTA an SM.
+
+    `kv_group_bytes`, `group_heads` and `tail_share` order the tiles (see arch.base.Schedule).
+    """
 
     entry: str
     threads: int
@@ -65,6 +68,8 @@ class KernelEntry:
     grid: Literal["persistent_tiles"]
     workspace: tuple[Literal["tile_counter"], ...]
     kv_group_bytes: int
+    group_heads: int
+    tail_share: int
 
 
 @dataclass(frozen=True)

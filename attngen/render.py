@@ -122,6 +122,8 @@ def render(problem: Problem, plan: Plan, features: Features, root: Path) -> Sour
         grid="persistent_tiles",
         workspace=("tile_counter",) if plan.schedule.dynamic else (),
         kv_group_bytes=plan.schedule.kv_group_bytes,
+        group_heads=plan.schedule.group_heads,
+        tail_share=plan.schedule.tail_share,
     )
     return Source(text, kernel)
 
@@ -159,6 +161,7 @@ def _fields(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> tuple[F
         ("heads_q", "i32"),
         ("total_heads", "i32"),
         ("heads_per_group", "i32"),
+        ("tail_rows", "i32"),
         ("group_size", "i32"),
         ("bottom_right", "i32"),
         ("scale" if problem.scores else "scale_log2", "f32"),

@@ -32,13 +32,16 @@ class Schedule:
     """How tiles reach the persistent CTAs.
 
     `dynamic`: CTAs draw tile numbers from a counter; else they stride through them.
-    `kv_group_bytes`: heads are grouped so that their K and V together fill about this much L2;
-    0 finishes one head after another.
+    Heads are worked on in groups of at most `group_heads` whose K and V together fill at most
+    `kv_group_bytes` of L2. `tail_share`: that fraction of each head's row blocks (4: a quarter),
+    the shortest, is kept for the end; 0 keeps none.
     """
 
     dynamic: bool
     longest_first: bool
     kv_group_bytes: int
+    group_heads: int
+    tail_share: int
 
 
 @dataclass(frozen=True)

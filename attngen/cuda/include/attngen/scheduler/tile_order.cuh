@@ -1,4 +1,5 @@
-// The order in which tiles are handed out: heads whose keys and values share L2 stay together.
+// The order in which tiles are handed out: heads whose keys and values share L2 stay together,
+// and where tiles differ in length the short ones come last, so that all SMs finish together.
 #pragma once
 
 #include "attngen/platform.cuh"
@@ -11,27 +12,35 @@ struct TileCoord {
   int batch;
 };
 
-// tiles_m row blocks for each of `heads * batches` heads. Groups of `heads_per_group` consecutive
-// heads are finished one after another; inside a group all heads take the same row block in turn.
+// tiles_m row blocks for each of total_heads = heads * batches heads. Groups of heads_per_group
+// consecutive heads are finished one after another, inside a group all heads take the same row
+// block in turn; the first `tail_rows` row blocks of every head are kept for the end.
 struct TileOrder {
   int tiles_m;
   int heads;
   int total_heads;
   int heads_per_group;
+  int tail_rows;
 
   // Tile `index` of tiles_m * total_heads. `kLongestFirst` starts at the last row block, which
   // under a causal mask sees the most keys.
   template <bool kLongestFirst>
   ATTNGEN_HD TileCoord at(int index) const {
-    const int group_tiles = tiles_m * heads_per_group;
-    const int group = index / group_tiles;
-    const int within = index - group * group_tiles;
-    const int first_head = group * heads_per_group;
-    const int group_heads = min_of(total_heads - first_head, heads_per_group);
+    const int grouped_rows = tiles_m - tail_rows;
+    const int grouped_tiles = grouped_rows * total_heads;
+    const bool tail = index >= grouped_tiles;
+    const int rows = tail ? tail_rows : grouped_rows;
+    const int group_size = tail ? total_heads : heads_per_group;
+    const int rest = tail ? index - grouped_tiles : index;
+    const int group = rest / (rows * group_size);
+    const int within = rest - group * rows * group_size;
+    const int first_head = group * group_size;
+    const int group_heads = min_of(total_heads - first_head, group_size);
     const int rank = within / group_heads;
     const int any_head = first_head + within - rank * group_heads;
     const int batch = any_head / heads;
-    return {kLongestFirst ? tiles_m - 1 - rank : rank, any_head - batch * heads, batch};
+    const int row = (tail ? grouped_rows : 0) + rank;
+    return {kLongestFirst ? tiles_m - 1 - row : row, any_head - batch * heads, batch};
   }
 };
 
