@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .build import Built, build
+    from .builder import Built, build
     from .errors import (
         AttngenError,
         CacheError,
@@ -45,9 +45,9 @@ __all__ = [
 _HOMES = {
     "AttentionAux": "results",
     "AttentionSpec": "spec",
-    "Built": "build",
+    "Built": "builder",
     "attention": "ops.frontend",
-    "build": "build",
+    "build": "builder",
     "load_specs": "spec",
 }
 

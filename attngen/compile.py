@@ -12,13 +12,15 @@ import re
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import CompileError
 from .files import headers
 from .problem import Problem
 from .program import SCHEMA_VERSION, Binary, Resources
-from .render import Source
+
+if TYPE_CHECKING:
+    from .render import Source
 
 log = logging.getLogger("attngen")
 
@@ -137,21 +139,27 @@ class _Heartbeat:
     def __init__(self, name: str) -> None:
         self._name = name
         self._timer: threading.Timer | None = None
+        self._ended = False
         self._start = time.perf_counter()
 
     def __enter__(self) -> None:
         self._schedule()
 
     def __exit__(self, *_: object) -> None:
+        self._ended = True
         if self._timer is not None:
             self._timer.cancel()
 
     def _schedule(self) -> None:
+        if self._ended:  # a beat may be under way when the compile ends
+            return
         self._timer = threading.Timer(HEARTBEAT_SECONDS, self._beat)
         self._timer.daemon = True
         self._timer.start()
 
     def _beat(self) -> None:
+        if self._ended:
+            return
         log.info("still compiling %s, %.0f s", self._name, time.perf_counter() - self._start)
         self._schedule()
 

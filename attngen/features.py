@@ -21,6 +21,8 @@ else:
 
 AXES = ("mask", "score", "softmax", "sequence", "fetch", "iteration")
 DOMAINS = ("scalar",)
+DTYPES = ("i32", "i64", "f32")
+BOUNDS = ("left", "right")
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,18 @@ class Operand:
 
 @dataclass(frozen=True)
 class Fragment:
-    """The header of one fragment. `bounds` says on which sides a mask limits its rows."""
+    """The header of one fragment.
+
+    `bounds` says on which sides a mask limits its rows; `selected_by` which field of a spec asks
+    for it: `mask` by its name, or a switch such as `window`.
+    """
 
     axis: str
     name: str
     doc: str
     struct: str
     bounds: tuple[str, ...]
+    selected_by: str
     operands: tuple[Operand, ...]
 
     @property
@@ -79,12 +86,37 @@ def read_header(path: Path, axis: str) -> Fragment:
     try:
         data: dict[str, Any] = tomllib.loads(head)
         operands = tuple(Operand(**item) for item in data.pop("operand", []))
-        bounds = tuple(data.pop("bounds", []))
-        fragment = Fragment(axis=axis, bounds=bounds, operands=operands, **data)
+        bounds = data.pop("bounds", [])
+        fragment = Fragment(
+            axis=axis,
+            bounds=tuple(bounds),
+            selected_by=data.pop("selected_by", axis),
+            operands=operands,
+            **data,
+        )
     except (tomllib.TOMLDecodeError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
     if fragment.template != f"{axis}/{path.name}":
         raise ValueError(f"{path}: the header's name is {fragment.name!r}, not the file's")
-    if unknown := [o.name for o in operands if o.domain not in DOMAINS]:
-        raise ValueError(f"{path}: operands {unknown} have no known domain; known: {DOMAINS}")
+    if reasons := [*_bound_mistakes(axis, bounds), *_operand_mistakes(operands)]:
+        raise ValueError(f"{path}: " + "; ".join(reasons))
     return fragment
+
+
+def _bound_mistakes(axis: str, bounds: Any) -> list[str]:
+    """A mask whose bounds are not declared would be skipped by the skeleton's loops."""
+    if axis != "mask":
+        return ["only masks have bounds"] if bounds else []
+    if not isinstance(bounds, list) or not bounds or not set(bounds) <= set(BOUNDS):
+        return [f"bounds = {bounds!r}; a mask names the sides it limits: some of {list(BOUNDS)}"]
+    return []
+
+
+def _operand_mistakes(operands: tuple[Operand, ...]) -> list[str]:
+    mistakes = []
+    for operand in operands:
+        if operand.domain not in DOMAINS:
+            mistakes.append(f"operand {operand.name}: domain {operand.domain!r}, known: {DOMAINS}")
+        if operand.dtype not in DTYPES:
+            mistakes.append(f"operand {operand.name}: dtype {operand.dtype!r}, known: {DTYPES}")
+    return mistakes

@@ -111,9 +111,7 @@ def unpack(layout: Layout, q: Any, k: Any = None, v: Any = None) -> tuple[Any, A
     Raises: SpecError, where an operand is missing or superfluous, has a wrong number of
     axes, or a packed axis is not 3 (or 2) long.
     """
-    reasons = _violations(layout, {"q": q, "k": k, "v": v})
-    if reasons:
-        raise SpecError(reasons)
+    check_operands(layout, q, k, v)
     if layout.packing == "none":
         return q, k, v
     axis = _PACKED_AXIS[layout.packing]
@@ -122,6 +120,15 @@ def unpack(layout: Layout, q: Any, k: Any = None, v: Any = None) -> tuple[Any, A
     else:
         k, v = k.unbind(axis)
     return q, k, v
+
+
+def check_operands(layout: Layout, q: Any, k: Any = None, v: Any = None) -> None:
+    """Refuse tensors (any objects with `.shape`) that cannot be the operands of the layout.
+
+    Raises: SpecError, as `unpack` does.
+    """
+    if reasons := _violations(layout, {"q": q, "k": k, "v": v}):
+        raise SpecError(reasons)
 
 
 def size(shape: Sequence[int], fmt: Format, axis: str) -> int:

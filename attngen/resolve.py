@@ -17,6 +17,10 @@ DIRECTIONS = ("fwd",)
 DTYPES = ("fp16", "bf16")
 ARCHES = ("sm_90a",)
 MAX_HEAD_DIM = 256
+SWITCHES = (  # fields of a spec that no kernel serves yet
+    *("attn_mask", "alibi", "softcap", "score_mod", "mask_mod"),
+    *("dropout", "return_max_logit"),
+)
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,8 @@ def find_violations(spec: AttentionSpec, features: Features) -> list[Violation]:
         if direction not in DIRECTIONS:
             reason = f"direction {direction!r} has no kernels; available: {DIRECTIONS}"
             found.append(Violation("directions", reason, DIRECTIONS))
+    if not spec.arch:
+        found.append(Violation("arch", f"arch is empty; available: {ARCHES}", ARCHES))
     if not spec.directions:
         reason = f"directions is empty; available: {DIRECTIONS}"
         found.append(Violation("directions", reason, DIRECTIONS))
@@ -96,11 +102,12 @@ def _check_operands(spec: AttentionSpec) -> list[Violation]:
     if spec.dtype not in DTYPES:
         reason = f"dtype {spec.dtype!r} has no kernels; available: {DTYPES}"
         found.append(Violation("dtype", reason, "bf16"))
-    if spec.kv_dtype not in (None, spec.dtype):
-        reason = f"kv_dtype {spec.kv_dtype!r} differs from dtype {spec.dtype!r}; they must be equal"
+    dtype = spec.dtype if spec.dtype in DTYPES else "bf16"
+    if spec.kv_dtype not in (None, dtype):
+        reason = f"kv_dtype {spec.kv_dtype!r} differs from Q's {dtype!r}; they must be equal"
         found.append(Violation("kv_dtype", reason, None))
-    if spec.out_dtype not in (None, spec.dtype, "fp32"):
-        reason = f"out_dtype {spec.out_dtype!r}: allowed are {spec.dtype!r} and 'fp32' (partial)"
+    if spec.out_dtype not in (None, dtype, "fp32"):
+        reason = f"out_dtype {spec.out_dtype!r}: allowed are {dtype!r} and 'fp32' (partial)"
         found.append(Violation("out_dtype", reason, None))
     for field, dim in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
         if dim is None:
@@ -125,9 +132,10 @@ def _check_operands(spec: AttentionSpec) -> list[Violation]:
 def _check_features(spec: AttentionSpec, features: Features) -> list[Violation]:
     found: list[Violation] = []
     masks, _ = split_mask(spec.mask)
+    named = [name for name, mask in features["mask"].items() if mask.selected_by == "mask"]
     for mask in masks:
-        if mask not in features["mask"]:
-            known = ["none", *features["mask"]]
+        if mask not in named:
+            known = ["none", *named]
             reason = f"mask {spec.mask!r} has no fragment; available: {known}"
             found.append(Violation("mask", reason, "causal" if "causal" in mask else "none"))
     if spec.softmax not in features["softmax"]:
@@ -136,8 +144,7 @@ def _check_features(spec: AttentionSpec, features: Features) -> list[Violation]:
     if spec.bias != "none":
         reason = f"bias {spec.bias!r} has no kernels yet"
         found.append(Violation("bias", reason, "none"))
-    switches = ("alibi", "softcap", "score_mod", "mask_mod", "dropout", "return_max_logit")
-    for switch in switches:
+    for switch in SWITCHES:
         if getattr(spec, switch):
             found.append(Violation(switch, f"{switch} has no kernels yet", False))
     return found

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import layouts
 from .errors import SpecError
 from .values import from_data
 
@@ -46,6 +47,7 @@ class AttentionSpec:
     layout: str = "bshd"
     mask: str = "none"
     window: bool = False
+    attn_mask: bool = False
     bias: str = "none"
     alibi: bool = False
     softcap: bool = False
@@ -77,11 +79,15 @@ class AttentionSpec:
         """The spec that `attngen.attention(q, k, v, **arguments)` needs.
 
         q, k, v: tensors (anything with `dtype` and `shape`) in the call's layout.
-        Raises: SpecError where the layout does not fit the tensors.
+        Raises: SpecError where the layout is unknown or does not fit the tensors.
         """
         layout = arguments.get("layout", "bshd")
+        layouts.check_operands(layouts.parse(layout), q, k, v)
         last = (k if k is not None else q, v if v is not None else k if k is not None else q)
         window = arguments.get("window", (-1, -1))
+        mask = arguments.get("mask", "none")
+        has_mask = arguments.get("attn_mask") is not None
+        mask = "arbitrary" if has_mask and mask == "none" else mask
         bias_type = arguments.get("bias_type", "post_scale")
         return cls(
             head_dim=q.shape[-1],
@@ -89,7 +95,8 @@ class AttentionSpec:
             dtype=dtype_name(q.dtype),
             kv_dtype=None if last[0].dtype == q.dtype else dtype_name(last[0].dtype),
             layout=layout,
-            mask=arguments.get("mask", "none"),
+            mask=mask,
+            attn_mask=has_mask,
             window=any(side is not None and side >= 0 for side in window),
             bias=bias_type if arguments.get("bias") is not None else "none",
             alibi=arguments.get("alibi_slopes") is not None or bias_type == "alibi",
@@ -139,11 +146,16 @@ def parse_specs(data: Mapping[str, Any], origin: str) -> tuple[AttentionSpec, ..
     specs: list[AttentionSpec] = []
     for number, table in enumerate(kernels, 1):
         where = f"{origin}: kernel {table.get('name', number)}"
-        for fields in _product({**defaults, **table}):
+        merged = {**defaults, **table}
+        reasons += [f"{where}: {key} is an empty list" for key, v in merged.items() if v == []]
+        for fields in _product(merged):
             try:
                 specs.append(from_data(AttentionSpec, fields))
             except ValueError as error:
                 reasons.append(f"{where}: {error}")
+    names = [spec.name for spec in specs if spec.name]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    reasons += [f"{origin}: several kernels are named {name!r}" for name in repeated]
     if reasons:
         raise SpecError(dict.fromkeys(reasons))
     return tuple(specs)

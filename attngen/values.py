@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def to_data(value: Any) -> Any:
-    """Plain JSON data (dict, list, str, int, float, bool, None) of a value of frozen dataclasses."""
+    """Plain JSON data (dict, list, str, number, bool, None) of a frozen dataclass."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_data(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, (tuple, list)):
@@ -29,24 +29,31 @@ def to_json(value: Any, indent: int | None = None) -> str:
 def from_data(cls: type[T], data: Any) -> T:
     """The dataclass `cls` read back from `to_data`.
 
-    Raises: ValueError on a missing or unknown field or a value of the wrong type.
+    Raises: ValueError that names every missing or unknown field and every value of a wrong type.
     """
     if not isinstance(data, dict):
         raise ValueError(f"{cls.__name__}: expected an object, got {type(data).__name__}")
     hints = typing.get_type_hints(cls)
     known = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    mistakes = []
     if unknown := sorted(set(data) - set(known)):
-        raise ValueError(f"{cls.__name__}: unknown fields {unknown}; known: {sorted(known)}")
-    missing = [
-        name
-        for name, f in known.items()
-        if name not in data
-        and f.default is dataclasses.MISSING
-        and f.default_factory is dataclasses.MISSING
-    ]
-    if missing:
-        raise ValueError(f"{cls.__name__}: missing fields {missing}")
-    return cls(**{name: _coerce(hints[name], item, name) for name, item in data.items()})
+        mistakes.append(f"unknown fields {unknown}; known: {sorted(known)}")
+    if missing := [name for name, f in known.items() if name not in data and _required(f)]:
+        mistakes.append(f"missing fields {missing}")
+    values = {}
+    for name in known.keys() & data.keys():
+        try:
+            values[name] = _coerce(hints[name], data[name], name)
+        except ValueError as error:
+            mistakes.append(str(error))
+    if mistakes:
+        raise ValueError(f"{cls.__name__}: " + "; ".join(sorted(mistakes)))
+    return cls(**values)
+
+
+def _required(field: dataclasses.Field[Any]) -> bool:
+    missing = dataclasses.MISSING
+    return field.default is missing and field.default_factory is missing
 
 
 def from_json(cls: type[T], text: str) -> T:

@@ -17,13 +17,19 @@ class Tile:
 class Pipeline:
     """Warpgroups and what they share: K/V buffers, registers a thread, the output's place.
 
+    `take_turns`: consumers pass a baton, so that one's softmax runs under the others' products;
+    else they run freely. `q_in_registers`: queries are read from shared memory once a tile
+    instead of once a block.
     `output_over_q`: the output is staged where Q lay (saves shared memory, delays the next Q).
     """
 
     consumers: int
-    kv_stages: int
+    k_stages: int
+    v_stages: int
     producer_registers: int
     consumer_registers: int
+    take_turns: bool
+    q_in_registers: bool
     output_over_q: bool
 
 
@@ -66,7 +72,7 @@ class Plan:
     smem: tuple[SmemRegion, ...]
     smem_bytes: int
     threads: int
-    accumulator_registers: int
+    operand_registers: int
     why: tuple[str, ...]
 
 

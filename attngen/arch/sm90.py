@@ -1,4 +1,4 @@
-"""Hopper (sm_90a): limits, feasible tiles, and the heuristics with what justified them.
+"""Hopper (sm_90a): limits, feasible plans, and the heuristics with what justified them.
 
 Figures marked `measured` are from an H200 at 700 W; docs/performance.md has the tables.
 """
@@ -6,6 +6,7 @@ Figures marked `measured` are from an H200 at 700 W; docs/performance.md has the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from ..problem import DTYPE_BYTES, Problem
 from .base import Pipeline, Plan, Schedule, Tile, lay_out
@@ -14,103 +15,154 @@ ARCH = "sm_90a"
 SMEM_BYTES = 232_448  # 227 KB a CTA may use
 JOB_BYTES = 24  # struct Job of the forward
 BARRIER_BYTES = 8
-KV_STAGES = 2
-# Registers a thread: setmaxnreg moves the 504 of a launch (3 warpgroups) or its 512 (4) between
-# roles; a producer of 24 spills in some head-dim pairs, and no consumer needs more than 232.
-REGISTERS = {2: (40, 232), 3: (32, 160)}
-# Live accumulators (output, scores, packed weights) that leave room for addresses and row state.
-ACCUMULATORS = {2: 204, 3: 128}
 ROWS_PER_CONSUMER = 64
+# Registers a thread of the producer and of a consumer, by the number of consumers: setmaxnreg
+# moves the 504 of a launch (3 warpgroups) or its 512 (4) between roles. A producer of 24 spills
+# in some head-dim pairs, and no consumer of two needs more than 232.
+REGISTERS = {2: (40, 232), 3: (32, 160)}
+# Operands in registers (output, scores, packed weights, queries) that leave room for addresses
+# and row state.
+OPERANDS = {2: 204, 3: 132}
 # Groups of 32 heads leave four SMs a head to share its keys, of 64 MB still mostly hit L2: measured
 # best or within 1 % from 1k to 16k tokens; smaller groups lose to the imbalance at their ends.
 CAUSAL_SCHEDULE = Schedule(True, True, kv_group_bytes=64 << 20, group_heads=32, tail_share=4)
-FULL_SCHEDULE = Schedule(False, False, kv_group_bytes=0, group_heads=1, tail_share=0)
+# Equal tiles need no order but neighbours on one head; drawn from a counter they still measured
+# +2 to +3 % at 512 and 1024 tokens over a fixed stride, and the same beyond.
+FULL_SCHEDULE = Schedule(True, False, kv_group_bytes=0, group_heads=1, tail_share=0)
 
 
-def accumulator_registers(problem: Problem, block: int) -> int:
-    """Registers a consumer thread holds at once: output, a block's scores, its 16-bit weights."""
-    return problem.head_dim_v // 2 + block // 2 + block // 4
+@dataclass(frozen=True)
+class Choice:
+    """The free choices of a plan; everything else follows from them and the problem."""
 
+    consumers: int
+    block: int
+    k_stages: int
+    v_stages: int
+    take_turns: bool
+    q_in_registers: bool
+    output_over_q: bool
 
-def smem_sizes(problem: Problem, tile: Tile, stages: int, over_q: bool) -> dict[str, int]:
-    """Bytes of each shared-memory region; head dims round up to whole 128-byte boxes."""
-    row_bytes_qk = -(-problem.head_dim_qk * DTYPE_BYTES[problem.dtype_q] // 128) * 128
-    row_bytes_v = -(-problem.head_dim_v * DTYPE_BYTES[problem.dtype_kv] // 128) * 128
-    consumers = tile.m // ROWS_PER_CONSUMER
-    staged = problem.dtype_o != "fp32" and not over_q
-    return {
-        "Q": tile.m * row_bytes_qk,
-        "K": stages * tile.n * row_bytes_qk,
-        "V": stages * tile.n * row_bytes_v,
-        **({"O": tile.m * row_bytes_v} if staged else {}),
-        "Barriers": BARRIER_BYTES * (2 * consumers + 4 * stages + 2),
-        "Job": JOB_BYTES,
-    }
+    @property
+    def preference(self) -> float:
+        """Higher is better, in keys a block: queries in registers are worth a block 24 keys
+        smaller, a third K stage 30 % (d256: 64 keys in three stages beat 80 in two by 1.5 %), and
+        an output that waits for Q's buffer costs 16."""
+        keys = self.block * (1.3 if self.k_stages > 2 else 1.0)
+        return keys + 24 * self.q_in_registers - 16 * self.output_over_q
 
 
 def feasible(problem: Problem) -> Iterator[Plan]:
     """Every plan that fits shared memory and registers, the preferred first."""
-    if problem.head_dim_qk <= 64 and problem.head_dim_v <= 64:
-        # Three warpgroups of 64 rows: measured +16 to +36 % over two at d64.
-        preferred, other = 3, 2
-    else:
-        preferred, other = 2, 3
-    causal = bool(problem.masks)
-    largest = 128 if causal else 128
-    for consumers in (preferred, other):
-        for block in range(largest, 16, -16):
-            for over_q in (False, True):
-                plan = _plan(problem, Tile(ROWS_PER_CONSUMER * consumers, block), over_q)
-                if plan is not None:
-                    yield plan
+    for choice in sorted(choices(problem), key=lambda choice: -choice.preference):
+        plan = make_plan(problem, choice)
+        if plan is not None:
+            yield plan
 
 
-def _plan(problem: Problem, tile: Tile, over_q: bool) -> Plan | None:
-    consumers = tile.m // ROWS_PER_CONSUMER
-    registers = accumulator_registers(problem, tile.n)
-    if registers > ACCUMULATORS[consumers]:
+def choices(problem: Problem) -> Iterator[Choice]:
+    """The choices worth trying. Up to head dim 96 three warpgroups of 64 rows (measured +16 to
+    +36 % over two at 64, +5 % at 96) that take turns (+8 to +13 % at 64); above, two, which at
+    128 run 1 to 2.5 % faster freely and at 256 the same either way."""
+    largest = max(problem.head_dim_qk, problem.head_dim_v)
+    consumers = 3 if largest <= 96 else 2
+    take_turns = consumers == 3 or largest > 192
+    # Queries in registers: measured +2 to +5 % at 128; three warpgroups have no room for them.
+    q_places = ((True, False), (False, False), (False, True)) if consumers == 2 else (
+        (False, False),
+    )
+    for block in range(128, 16, -16):
+        for k_stages in (3, 2) if consumers == 2 else (2,):
+            for q_in_registers, over_q in q_places:
+                yield Choice(consumers, block, k_stages, 2, take_turns, q_in_registers, over_q)
+
+
+def make_plan(problem: Problem, choice: Choice) -> Plan | None:
+    """The plan of these choices; None where it does not fit."""
+    tile = Tile(ROWS_PER_CONSUMER * choice.consumers, choice.block)
+    registers = operand_registers(problem, choice)
+    regions = lay_out(smem_sizes(problem, tile, choice))
+    smem_bytes = regions[-1].offset + regions[-1].bytes
+    if registers > OPERANDS[choice.consumers] or smem_bytes > SMEM_BYTES:
         return None
-    if over_q and (
-        problem.dtype_o == "fp32" or -(-problem.head_dim_v // 64) > -(-problem.head_dim_qk // 64)
+    if choice.output_over_q and (
+        choice.q_in_registers  # the next tile's queries are already on their way there
+        or problem.dtype_o == "fp32"
+        or _boxes(problem.head_dim_v) > _boxes(problem.head_dim_qk)
     ):
         return None
-    regions = lay_out(smem_sizes(problem, tile, KV_STAGES, over_q))
-    smem_bytes = regions[-1].offset + regions[-1].bytes
-    if smem_bytes > SMEM_BYTES:
-        return None
-    producer, consumer = REGISTERS[consumers]
-    causal = bool(problem.masks)
-    # d256 runs one block of 80 keys in about the time of its rescale: measured +5 to +7 %;
-    # at 64 and 128 the vote costs more than it saves (-2 to -18 %).
-    lazy = 8 if problem.head_dim_v > 192 else 0
+    producer, consumer = REGISTERS[choice.consumers]
+    schedule = CAUSAL_SCHEDULE if problem.masks else FULL_SCHEDULE
     return Plan(
         arch=ARCH,
         family="sm90_fwd",
         tile=tile,
-        pipeline=Pipeline(consumers, KV_STAGES, producer, consumer, over_q),
-        schedule=CAUSAL_SCHEDULE if causal else FULL_SCHEDULE,
-        lazy_rescale_log2=lazy,
+        pipeline=Pipeline(
+            consumers=choice.consumers,
+            k_stages=choice.k_stages,
+            v_stages=choice.v_stages,
+            producer_registers=producer,
+            consumer_registers=consumer,
+            take_turns=choice.take_turns,
+            q_in_registers=choice.q_in_registers,
+            output_over_q=choice.output_over_q,
+        ),
+        schedule=schedule,
+        # d256 rescales 128 registers a block of 64 keys: skipping it measured +5 to +9 %; at 64
+        # and 128 the vote costs more than it saves (-2 to -18 %).
+        lazy_rescale_log2=8 if problem.head_dim_v > 192 else 0,
         smem=regions,
         smem_bytes=smem_bytes,
-        threads=128 * (consumers + 1),
-        accumulator_registers=registers,
-        why=_why(problem, tile, registers, smem_bytes, over_q, causal),
+        threads=128 * (choice.consumers + 1),
+        operand_registers=registers,
+        why=explain(choice, schedule, registers, smem_bytes),
     )
 
 
-def _why(
-    problem: Problem, tile: Tile, registers: int, smem_bytes: int, over_q: bool, causal: bool
+def operand_registers(problem: Problem, choice: Choice) -> int:
+    """Registers a consumer thread holds at once: output, a block's scores, its 16-bit weights,
+    and the queries where they stay in registers."""
+    queries = -(-problem.head_dim_qk // 16) * 4 if choice.q_in_registers else 0
+    return problem.head_dim_v // 2 + choice.block // 2 + choice.block // 4 + queries
+
+
+def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
+    """Bytes of each shared-memory region; head dims round up to whole 128-byte boxes."""
+    row_bytes_qk = 128 * _boxes(problem.head_dim_qk, DTYPE_BYTES[problem.dtype_q])
+    row_bytes_v = 128 * _boxes(problem.head_dim_v, DTYPE_BYTES[problem.dtype_kv])
+    staged = problem.dtype_o != "fp32" and not choice.output_over_q
+    barriers = 2 * (choice.consumers + choice.k_stages + choice.v_stages + 1)
+    return {
+        "Q": tile.m * row_bytes_qk,
+        "K": choice.k_stages * tile.n * row_bytes_qk,
+        "V": choice.v_stages * tile.n * row_bytes_v,
+        **({"O": tile.m * row_bytes_v} if staged else {}),
+        "Barriers": BARRIER_BYTES * barriers,
+        "Job": JOB_BYTES,
+    }
+
+
+def explain(
+    choice: Choice, schedule: Schedule, registers: int, smem_bytes: int
 ) -> tuple[str, ...]:
-    consumers = tile.m // ROWS_PER_CONSUMER
-    limit = ACCUMULATORS[consumers]
+    """The plan's choices in prose, for people."""
     return (
-        f"{consumers} consumer warpgroups of 64 query rows take turns at the tensor cores",
-        f"{tile.n} keys a block: {registers} of {limit} accumulator registers a thread",
-        f"{KV_STAGES} K/V stages: {smem_bytes} of {SMEM_BYTES} bytes of shared memory, 1 CTA an SM",
+        f"{choice.consumers} consumer warpgroups of 64 query rows "
+        + ("take turns at the tensor cores" if choice.take_turns else "share the tensor cores"),
+        f"{choice.block} keys a block: {registers} of {OPERANDS[choice.consumers]} operand "
+        "registers a thread",
+        "queries in registers: each product reads less shared memory"
+        if choice.q_in_registers
+        else "queries in shared memory: registers hold a larger block or output instead",
+        f"{choice.k_stages} K and {choice.v_stages} V stages: {smem_bytes} of {SMEM_BYTES} bytes "
+        "of shared memory, 1 CTA an SM",
         "output staged over Q: its own buffer would not fit"
-        if over_q
-        else "output staged in its own buffer, so that the next tile's Q loads early",
-        "tiles drawn from a counter, longest rows first"
-        if causal
-        else "equal tiles, strided over the SMs",
+        if choice.output_over_q
+        else "output has a place of its own, so that the next tile's Q loads early",
+        "tiles drawn from a counter, "
+        + ("longest rows first" if schedule.longest_first else "one head after another"),
     )
+
+
+def _boxes(head_dim: int, element_bytes: int = 2) -> int:
+    return -(-head_dim * element_bytes // 128)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import load
-from ..build import build as build_spec
+from ..builder import build as build_spec
 from ..errors import SpecError
 from ..launch import UNBOUNDED, Extent, Prepared, Scalars, launch, prepare
 from ..layouts import parse

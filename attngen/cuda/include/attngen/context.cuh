@@ -21,14 +21,6 @@ struct Range {
   int hi;
 };
 
-ATTNGEN_HD Range intersect(Range a, Range b) {
-  return {max_of(a.lo, b.lo), min_of(a.hi, b.hi)};
-}
-
-// a + b without leaving int: an unbounded window is given as a huge b.
-ATTNGEN_HD int saturating_add(int a, int b) {
-  long long sum = static_cast<long long>(a) + b;
-  return sum > 0x7fffffff ? 0x7fffffff : sum < -0x7fffffff ? -0x7fffffff : static_cast<int>(sum);
-}
+ATTNGEN_HD Range intersect(Range a, Range b) { return {max_of(a.lo, b.lo), min_of(a.hi, b.hi)}; }
 
 }  // namespace attngen

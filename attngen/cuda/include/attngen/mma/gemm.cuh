@@ -3,38 +3,66 @@
 // A tile of R rows lies in shared memory as boxes of R rows by 128 bytes, one after another.
 #pragma once
 
+#include "attngen/ptx/matrix_move.cuh"
 #include "attngen/ptx/wgmma.cuh"
 
 namespace attngen {
 
 // acc[64 x N] = A B^T: A (64 rows) and B (N rows) both have the reduction along their rows, in
 // kSteps steps of 32 bytes.
-template <class Mma, int kSteps>
-ATTNGEN_DEVICE void gemm_shared_shared(float (&acc)[Mma::kN / 2], u32 a, u32 a_box_bytes, u32 b,
-                                       u32 b_box_bytes) {
+template <class Mma, int kSteps, u32 kABoxBytes, u32 kBBoxBytes>
+ATTNGEN_DEVICE void gemm_shared_shared(float (&acc)[Mma::kN / 2], u32 a, u32 b) {
+  const u32 a_base = operand_base(a, 16);
+  const u32 b_base = operand_base(b, 16);
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const u32 box = step / 4;
     const u32 within = (step % 4) * 32;
-    Mma::issue(acc, swizzled_descriptor(a + box * a_box_bytes + within, 16),
-               swizzled_descriptor(b + box * b_box_bytes + within, 16), step != 0);
+    Mma::issue(acc, operand_descriptor(a_base, box * kABoxBytes + within),
+               operand_descriptor(b_base, box * kBBoxBytes + within), step != 0);
+  }
+  wgmma_commit();
+}
+
+// acc[64 x N] = A B^T: as above, with A in registers, loaded by `load_operand`.
+template <class Mma, int kSteps, u32 kBBoxBytes>
+ATTNGEN_DEVICE void gemm_register_shared(float (&acc)[Mma::kN / 2], const u32 (&a)[4 * kSteps],
+                                         u32 b) {
+  const u32 b_base = operand_base(b, 16);
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const u32 offset = (step / 4) * kBBoxBytes + (step % 4) * 32;
+    Mma::issue(acc, a + 4 * step, operand_descriptor(b_base, offset), step != 0);
   }
   wgmma_commit();
 }
 
 // acc[64 x N] += A B: A (64 x 16 kSteps, 16-bit) in registers as accumulator fragments, B with N
 // along its rows and the reduction across them.
-template <class Mma, int kSteps>
-ATTNGEN_DEVICE void gemm_register_shared(float (&acc)[Mma::kN / 2], const u32 (&a)[4 * kSteps],
-                                         u32 b, u32 b_box_bytes) {
+template <class Mma, int kSteps, u32 kBBoxBytes>
+ATTNGEN_DEVICE void gemm_accumulate(float (&acc)[Mma::kN / 2], const u32 (&a)[4 * kSteps], u32 b) {
   constexpr u32 kStepBytes = 16 * 128;
+  const u32 b_base = operand_base(b, kBBoxBytes);
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    Mma::issue(acc, a + 4 * step, swizzled_descriptor(b + step * kStepBytes, b_box_bytes));
+    Mma::issue(acc, a + 4 * step, operand_descriptor(b_base, step * kStepBytes), 1);
   }
   wgmma_commit();
+}
+
+// This thread's part of a 64-row operand, from 128-byte-swizzled boxes into registers, in the
+// order in which wgmma takes A: kSteps steps of 16 columns.
+template <int kSteps, u32 kBoxBytes>
+ATTNGEN_DEVICE void load_operand(u32 (&a)[4 * kSteps], u32 tile, int warp, int lane) {
+  const u32 row = warp * 16 + (lane & 15);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const u32 slot = ((step % 4) * 2 + (lane >> 4)) ^ (row & 7);
+    load_matrix_x4(a + 4 * step, tile + (step / 4) * kBoxBytes + row * 128 + slot * 16);
+  }
 }
 
 }  // namespace attngen

@@ -15,12 +15,6 @@ ATTNGEN_DEVICE float log2_approx(float x) {
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-ATTNGEN_DEVICE float reciprocal_approx(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 struct Bf16 {
   // Two floats rounded to nearest even; `low` in the low half.
   ATTNGEN_DEVICE static u32 pack(float low, float high) {

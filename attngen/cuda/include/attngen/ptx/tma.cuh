@@ -17,8 +17,8 @@ constexpr u64 kEvictLast = 0x14F0000000000000ull;
 ATTNGEN_DEVICE void tma_prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-ATTNGEN_DEVICE void tma_load(u32 destination, const TensorMap* map, u32 barrier, int column, int row,
-                             int head, int batch, u64 policy) {
+ATTNGEN_DEVICE void tma_load(u32 destination, const TensorMap* map, u32 barrier, int column,
+                             int row, int head, int batch, u64 policy) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(destination),

@@ -15,13 +15,21 @@ ATTNGEN_DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Descriptor of an operand in 128-byte-swizzled shared memory: 8-row groups lie 1024 bytes apart;
-// `leading_bytes` is the distance between 64-column boxes where the instruction spans several.
-ATTNGEN_DEVICE u64 swizzled_descriptor(u32 address, u32 leading_bytes) {
-  constexpr u64 kSwizzle128 = 1ull << 62;
-  constexpr u64 kGroupStride = static_cast<u64>(1024 >> 4) << 32;
-  return static_cast<u64>((address & 0x3FFFF) >> 4) | static_cast<u64>(leading_bytes >> 4) << 16 |
-         kGroupStride | kSwizzle128;
+// Where an operand lies in 128-byte-swizzled shared memory, as the low word of its descriptor:
+// stepping through the operand adds to it, in units of 16 bytes. `leading_bytes` is the distance
+// between 64-column boxes where one instruction spans several.
+ATTNGEN_DEVICE u32 operand_base(u32 address, u32 leading_bytes) {
+  return (address & 0x3FFFF) >> 4 | (leading_bytes >> 4) << 16;
+}
+// The descriptor `offset_bytes` behind a base; groups of 8 rows lie 1024 bytes apart.
+ATTNGEN_DEVICE u64 operand_descriptor(u32 base, u32 offset_bytes) {
+  constexpr u32 kSwizzle128 = 1u << 30;
+  constexpr u32 kGroupStride = 1024 >> 4;
+  u64 descriptor;
+  asm("mov.b64 %0, {%1, %2};"
+      : "=l"(descriptor)
+      : "r"(base + (offset_bytes >> 4)), "n"(kSwizzle128 | kGroupStride));
+  return descriptor;
 }
 
 // setmaxnreg: a warpgroup gives registers back to its CTA, or takes them.

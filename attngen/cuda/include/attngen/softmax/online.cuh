@@ -43,8 +43,10 @@ ATTNGEN_DEVICE bool online_softmax(float (&scores)[kN / 2], RowState& state, flo
     float new_max = kFirst ? block_max[half] : fmaxf(state.row_max[half], block_max[half]);
     if constexpr (kLazyLog2 > 0 && !kFirst) new_max = grew ? new_max : state.row_max[half];
     // A row that has seen no key keeps -inf; 0 stands in so that exp2 gives 0, not NaN.
-    const float offset = new_max == -kInfinity ? 0.f : new_max * scale_log2;
-    rescale[half] = kFirst ? 1.f : exp2_approx(state.row_max[half] * scale_log2 - offset);
+    const float reference = new_max == -kInfinity ? 0.f : new_max;
+    const float offset = reference * scale_log2;
+    // The difference first: an unchanged maximum must give 1 exactly, or the sum drifts.
+    rescale[half] = kFirst ? 1.f : exp2_approx((state.row_max[half] - reference) * scale_log2);
     state.row_max[half] = new_max;
     float even = 0.f;
     float odd = 0.f;

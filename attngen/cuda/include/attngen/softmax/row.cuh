@@ -3,6 +3,10 @@
 
 #include "attngen/platform.cuh"
 
+#if defined(__CUDACC__)
+#include "attngen/ptx/math.cuh"
+#endif
+
 namespace attngen {
 
 struct SoftmaxRow {
@@ -11,11 +15,7 @@ struct SoftmaxRow {
 };
 
 #if defined(__CUDACC__)
-ATTNGEN_DEVICE float log2_of(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
+ATTNGEN_DEVICE float log2_of(float x) { return log2_approx(x); }
 #else
 inline float log2_of(float x) { return __builtin_log2f(x); }
 #endif

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from . import compile as compiler
-from . import digest, features, files, render, resolve
+from . import digest, features, files, resolve
 from .arch.base import Plan
 from .cache import Cache
 from .plan import plan as make_plan
 from .problem import Problem
 from .program import Binary
 from .spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from .render import Source
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ def build_problem(problem: Problem, arch: str, *, cache: Cache | None = None) ->
     store = cache or Cache.default()
 
     def compile_now() -> tuple[Binary, bytes]:
+        from . import compile as compiler  # only a miss needs the compiler and the templates
+
         source = render_problem(problem, chosen)
         return compiler.compile_source(source, problem, arch)
 
@@ -56,6 +61,8 @@ def build_problem(problem: Problem, arch: str, *, cache: Cache | None = None) ->
     return Built(problem, chosen, entry.binary, entry.cubin, entry.hit)
 
 
-def render_problem(problem: Problem, plan: Plan, root: Path | None = None) -> render.Source:
+def render_problem(problem: Problem, plan: Plan, root: Path | None = None) -> Source:
     """The source of one kernel; `root` is a templates directory other than the shipped one."""
+    from . import render
+
     return render.render(problem, plan, features.scan(root), root or files.templates_dir())

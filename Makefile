@@ -1,0 +1,63 @@
+# `make demo` and `make test` work on a fresh machine: each makes .venv and installs what it needs.
+
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+HEADERS := $(shell find attngen/cuda/include -name '*.cuh')
+DIST ?= dist
+SPEC ?= examples/specs/gemma3.toml
+
+.PHONY: help demo test gpu-test lint types format generated generated-check wheel clean
+
+help:
+	@echo 'make demo             build the kernels of a model, run them, check the result'
+	@echo 'make test             every test that needs no GPU'
+	@echo 'make gpu-test         every test that needs one, with the python3 at hand'
+	@echo 'make lint types       ruff and clang-format; mypy --strict'
+	@echo 'make format           let ruff and clang-format mend what they can'
+	@echo 'make generated        write generated/ anew; generated-check fails on any difference'
+	@echo 'make wheel            build the wheel into dist/'
+	@echo 'make clean            remove what make made, .venv included'
+
+# The stamps hold the date of the installation; a changed requirement installs again.
+$(VENV)/.run: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q -c constraints.txt -e '.[compile]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(PY) -m pip install -q -c constraints.txt -e '.[compile,dev]'
+	@touch $@
+
+demo: $(VENV)/.run
+	$(PY) -m attngen build $(SPEC) -o build/demo
+	ATTNGEN_CACHE_DIR=build/demo $(PY) examples/demo.py $(SPEC)
+
+test: $(VENV)/.dev
+	$(PY) -m pytest -n 2 --timeout 300 tests/cpu
+
+gpu-test:
+	PYTHONPATH=. python3 -m pytest -m gpu
+
+lint: $(VENV)/.dev
+	$(PY) -m ruff check .
+	$(VENV)/bin/clang-format --dry-run -Werror $(HEADERS)
+
+types: $(VENV)/.dev
+	$(PY) -m mypy
+
+format: $(VENV)/.dev
+	$(PY) -m ruff check --fix .
+	$(VENV)/bin/clang-format -i $(HEADERS)
+
+generated: $(VENV)/.run
+	$(PY) tools/generate.py
+
+generated-check: $(VENV)/.run
+	$(PY) tools/generate.py --check
+
+wheel: $(VENV)/.dev
+	$(PY) -m build --no-isolation --wheel --outdir $(DIST) .
+
+clean:
+	rm -rf $(VENV) build dist

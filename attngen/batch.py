@@ -1,0 +1,88 @@
+"""Batch: many specs built at once, each kernel once, every failure collected."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+
+from . import features, resolve
+from .builder import Built, build_problem
+from .cache import Cache
+from .digest import cache_key
+from .errors import AttngenError, CacheError
+from .problem import Problem
+from .spec import AttentionSpec
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel to build, and the titles of the specs that ask for it."""
+
+    problem: Problem
+    arch: str
+    titles: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a job: `built`, and the `error` that stopped it or kept it from being stored;
+    seconds of wall time."""
+
+    job: Job
+    built: Built | None
+    error: AttngenError | OSError | None
+    seconds: float
+
+
+def jobs_of(
+    specs: Iterable[AttentionSpec], arch: str | None
+) -> tuple[list[Job], list[AttngenError]]:
+    """The distinct kernels of the specs, in their order, and what was refused.
+
+    arch: replaces the architectures that the specs name; None keeps them.
+    """
+    titles: dict[tuple[Problem, str], list[str]] = {}
+    refused: list[AttngenError] = []
+    for spec in specs:
+        asked = spec if arch is None else dataclasses.replace(spec, arch=(arch,))
+        try:
+            problems = resolve.resolve(asked, features.scan())
+        except AttngenError as error:
+            refused.append(error)
+            continue
+        for problem in problems:
+            for name in asked.arch:
+                titles.setdefault((problem, name), []).append(spec.title)
+    jobs = [Job(*key, tuple(dict.fromkeys(names))) for key, names in titles.items()]
+    return jobs, refused
+
+
+def run(jobs: list[Job], cache: Cache, workers: int | None = None) -> Iterator[Outcome]:
+    """Build the jobs in threads (NVRTC releases the GIL); yields each outcome as it comes.
+
+    workers: threads, None for one a core that this process may use.
+    """
+    count = workers or len(os.sched_getaffinity(0))
+    pool = ThreadPoolExecutor(max_workers=max(1, min(count, len(jobs))))
+    try:
+        for done in as_completed([pool.submit(_build, job, cache) for job in jobs]):
+            yield done.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _build(job: Job, cache: Cache) -> Outcome:
+    start = time.perf_counter()
+    built: Built | None = None
+    failure: AttngenError | OSError | None = None
+    try:
+        built = build_problem(job.problem, job.arch, cache=cache)
+        if not built.from_cache and cache.get(cache_key(job.problem, built.plan, job.arch)) is None:
+            failure = CacheError(f"compiled, but {cache.root} cannot keep it")
+    except (AttngenError, OSError) as error:
+        failure = error
+    return Outcome(job, built, failure, time.perf_counter() - start)

@@ -1,0 +1,285 @@
+"""The attngen command. Each command imports what it needs; none imports torch."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from . import __version__
+from .errors import AttngenError, SpecError
+
+if TYPE_CHECKING:
+    from .arch.base import Plan
+    from .batch import Outcome
+    from .cache import Cache
+    from .problem import Problem
+    from .spec import AttentionSpec
+
+_OPTIONAL = {"jinja2": "rendering", "cuda": "compiling"}
+
+
+class ErrorsAsMessages(click.Group):
+    """A group whose commands end with a message and exit code 1 where attngen refuses."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise  # click's own: the reader went away
+        except (AttngenError, OSError) as error:
+            raise click.ClickException(str(error)) from error
+        except ModuleNotFoundError as error:
+            top = (error.name or "").partition(".")[0]
+            if top not in _OPTIONAL:
+                raise
+            what = f"{_OPTIONAL[top]} needs {error.name}: pip install 'attngen[compile]'"
+            raise click.ClickException(what) from error
+
+
+@click.group(cls=ErrorsAsMessages, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="attngen %(version)s")
+@click.option("-v", "--verbose", is_flag=True, help="Log what the stages do.")
+def main(verbose: bool) -> None:
+    """Compile fused attention kernels from spec files."""
+    level = logging.INFO if verbose else logging.WARNING
+    logging.basicConfig(format="%(name)s: %(message)s", level=level)
+
+
+spec_files = click.argument(
+    "specs", metavar="SPEC.toml...", nargs=-1, required=True, type=click.Path(path_type=Path)
+)
+one_spec_file = click.argument("spec", metavar="SPEC.toml", type=click.Path(path_type=Path))
+one_name = click.option("--name", help="Only the kernel of this name in the file.")
+
+
+@main.command()
+@spec_files
+@click.option("--arch", help="Build for this architecture, not those of the spec files.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory; default: cache.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Threads; default: one a core.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+def build(
+    specs: Sequence[Path], arch: str | None, output: Path | None, jobs: int | None, as_json: bool
+) -> None:
+    """Compile every kernel that the spec files name; no GPU is needed.
+
+    With -o, the kernels are used elsewhere by ATTNGEN_CACHE_DIR=DIRECTORY.
+    """
+    from . import batch
+    from .cache import Cache
+
+    os.environ.pop("ATTNGEN_DISABLE_JIT", None)  # it forbids compiling in a call, not this
+    wanted, refused = batch.jobs_of(_load_all(specs), arch)
+    failures = [str(error) for error in refused]
+    show = _json_line if as_json else _text_line
+    cache = Cache.default() if output is None else Cache(output)
+    outcomes: list[Outcome] = []
+    for outcome in batch.run(wanted, cache, jobs):
+        outcomes.append(outcome)
+        click.echo(show(outcome, f"[{len(outcomes)}/{len(wanted)}]"))
+    failures += [f"{o.job.problem.label} {o.job.arch}: {o.error}" for o in outcomes if o.error]
+    if not as_json:
+        click.echo(_summary(outcomes, len(refused), cache))
+    if failures:
+        raise AttngenError(failures)
+
+
+@main.command("list")
+@click.argument("specs", metavar="[SPEC.toml]...", nargs=-1, type=click.Path(path_type=Path))
+def list_(specs: Sequence[Path]) -> None:
+    """What a spec may name; with spec files, the kernels that they name."""
+    from . import features
+    from .listing import list_features, list_kernels
+
+    known = features.scan()
+    _print(list_kernels(_load_all(specs), known) if specs else list_features(known))
+
+
+@main.command()
+@one_spec_file
+@one_name
+@click.option("--no-compile", is_flag=True, help="Stop after the source.")
+def explain(spec: Path, name: str | None, no_compile: bool) -> None:
+    """Print each stage's value, or every reason for refusal and the nearest legal spec."""
+    from .explain import explain as explain_spec
+
+    for each in _select(spec, name):
+        _print(explain_spec(each, None, compiled=not no_compile))
+
+
+@main.command()
+@one_spec_file
+@one_name
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write files here.")
+def render(spec: Path, name: str | None, output: Path | None) -> None:
+    """Print the CUDA source, or write a file a kernel."""
+    from . import batch
+    from .builder import render_problem
+    from .plan import plan
+
+    wanted, refused = batch.jobs_of(_select(spec, name), None)
+    if refused:
+        raise AttngenError([reason for error in refused for reason in error.reasons])
+    for job in wanted:
+        source = render_problem(job.problem, plan(job.problem, job.arch))
+        if output is None:
+            click.echo(source.text, nl=False)
+            continue
+        output.mkdir(parents=True, exist_ok=True)
+        path = output / f"{source.kernel.entry}.cu"
+        path.write_text(source.text)
+        click.echo(path)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON object an item.")
+def doctor(as_json: bool) -> None:
+    """What this machine has for building and running kernels, and what to do about the rest."""
+    from . import doctor as doctors
+    from .values import to_data
+
+    for finding in doctors.examine():
+        click.echo(json.dumps(to_data(finding)) if as_json else doctors.format_finding(finding))
+
+
+@main.group("cache")
+def cache_group() -> None:
+    """Look after the cache of compiled kernels."""
+
+
+@cache_group.command("dir")
+def cache_dir() -> None:
+    """Print where it is."""
+    click.echo(_cache().root)
+
+
+@cache_group.command("ls")
+def cache_ls() -> None:
+    """List the kernels, with size, architecture and toolchain."""
+    for entry in _cache().entries():
+        size = f"{entry.bytes / 1000:.0f} kB"
+        where = f"{entry.arch}  {entry.toolchain}"
+        click.echo(f"{entry.digest[:12]}  {size:>8}  {where}  {entry.label}")
+
+
+@cache_group.command("verify")
+def cache_verify() -> None:
+    """Check every entry against its digests; exit 1 where one is damaged."""
+    if problems := _cache().verify(_source_sha256()):
+        raise AttngenError([f"{problem.path}: {problem.reason}" for problem in problems])
+    click.echo(f"{_kernels(len(_cache().entries()))}, all intact")
+
+
+@cache_group.command("prune")
+@click.option("--max-bytes", type=click.IntRange(min=0), help="Keep at most this many bytes.")
+@click.option("--max-age-days", type=click.FloatRange(min=0), help="Keep what is younger.")
+def cache_prune(max_bytes: int | None, max_age_days: float | None) -> None:
+    """Remove the oldest kernels."""
+    if max_bytes is None and max_age_days is None:
+        raise click.UsageError("say what to keep: --max-bytes, --max-age-days or both")
+    seconds = None if max_age_days is None else max_age_days * 86_400
+    removed = _cache().prune(max_bytes=max_bytes, max_age_seconds=seconds)
+    kilobytes = sum(entry.bytes for entry in removed) / 1000
+    click.echo(f"removed {_kernels(len(removed))}, {kilobytes:.0f} kB")
+
+
+@cache_group.command("clear")
+def cache_clear() -> None:
+    """Remove every kernel."""
+    click.echo(f"removed {_kernels(_cache().clear())}")
+
+
+def _cache() -> Cache:
+    from .cache import Cache
+
+    return Cache.default()
+
+
+def _source_sha256() -> Callable[[Problem, Plan], str] | None:
+    """Renders a kernel's source anew, for its digest; None where no template engine is."""
+    try:
+        from .builder import render_problem
+        from .render import environment  # noqa: F401  # needs the engine
+    except ModuleNotFoundError:
+        return None
+    return lambda problem, plan: render_problem(problem, plan).sha256
+
+
+def _load_all(paths: Iterable[Path]) -> list[AttentionSpec]:
+    """The specs of all files. Raises: SpecError with the defects of every file."""
+    from .spec import load_specs
+
+    specs: list[AttentionSpec] = []
+    reasons: list[str] = []
+    for path in paths:
+        try:
+            specs += load_specs(path)
+        except SpecError as error:
+            reasons += error.reasons
+    if reasons:
+        raise SpecError(reasons)
+    return specs
+
+
+def _select(path: Path, name: str | None) -> list[AttentionSpec]:
+    specs = _load_all([path])
+    chosen = [spec for spec in specs if name in (None, spec.title)]
+    if not chosen:
+        known = ", ".join(spec.title for spec in specs)
+        raise SpecError(f"{path} has no kernel named {name!r}; it has: {known}")
+    return chosen
+
+
+def _text_line(outcome: Outcome, count: str) -> str:
+    titles = " ".join(outcome.job.titles)
+    if outcome.built is None or outcome.error:
+        return f"{count} FAILED {outcome.job.problem.label} {outcome.job.arch}  {titles}"
+    binary = outcome.built.binary
+    how = "cached" if outcome.built.from_cache else f"compiled in {outcome.seconds:.2f} s"
+    return (
+        f"{count} {binary.kernel.entry}  {how}, {binary.resources.registers} registers, "
+        f"{binary.resources.cubin_bytes / 1000:.0f} kB  {titles}"
+    )
+
+
+def _json_line(outcome: Outcome, count: str) -> str:
+    from .values import to_data
+
+    built = outcome.built
+    return json.dumps(
+        {
+            "specs": outcome.job.titles,
+            "arch": outcome.job.arch,
+            "label": outcome.job.problem.label,
+            "entry": built and built.binary.kernel.entry,
+            "cached": built and built.from_cache,
+            "resources": built and to_data(built.binary.resources),
+            "seconds": round(outcome.seconds, 3),
+            "error": outcome.error and str(outcome.error),
+        }
+    )
+
+
+def _summary(outcomes: Sequence[Outcome], refused: int, cache: Cache) -> str:
+    built = [outcome.built for outcome in outcomes if outcome.built and not outcome.error]
+    cached = sum(each.from_cache for each in built)
+    failed = len(outcomes) - len(built) + refused
+    failed_text = f", {failed} failed" if failed else ""
+    return f"{len(built) - cached} compiled, {cached} cached{failed_text}, in {cache.root}"
+
+
+def _kernels(count: int) -> str:
+    return "1 kernel" if count == 1 else f"{count} kernels"
+
+
+def _print(lines: Iterable[str]) -> None:
+    for line in lines:
+        click.echo(line)
+    sys.stdout.flush()

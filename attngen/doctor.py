@@ -1,0 +1,214 @@
+"""Doctor: what this machine has for building and running kernels, whatever is missing."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from . import __version__, files
+
+Status = Literal["ok", "missing", "problem"]
+TORCH_TIMEOUT_SECONDS = 120
+_TORCH_PROBE = "import torch; print(torch.__version__, torch.version.cuda or 'CPU only')"
+_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One item: what was found, and what to do where that is not enough (`advice`)."""
+
+    item: str
+    status: Status
+    detail: str
+    advice: str = ""
+
+
+class Missing(Exception):
+    """Something is not there: `detail` says what, `advice` what to do."""
+
+    def __init__(self, detail: str, advice: str) -> None:
+        super().__init__(detail)
+        self.advice = advice
+
+
+def examine() -> Iterator[Finding]:
+    """Every item in turn; a check that fails in an unforeseen way is a finding too."""
+    for item, check in CHECKS.items():
+        try:
+            yield Finding(item, "ok", check())
+        except Missing as absence:
+            yield Finding(item, "missing", str(absence), absence.advice)
+        except Exception as error:  # the doctor reports, whatever is broken
+            yield Finding(item, "problem", f"{type(error).__name__}: {error}")
+
+
+def format_finding(finding: Finding) -> str:
+    """A line of the report, and the advice below it."""
+    mark = {"ok": "ok", "missing": "--", "problem": "!!"}[finding.status]
+    line = f"{mark}  {finding.item:<14} {finding.detail}"
+    return line + (f"\n    {'':<14} → {finding.advice}" if finding.advice else "")
+
+
+def check_python() -> str:
+    return f"{platform.python_version()} at {sys.executable}"
+
+
+def check_attngen() -> str:
+    return f"{__version__} at {Path(__file__).resolve().parent}"
+
+
+def check_torch() -> str:
+    """torch's version, asked of another process: importing it takes seconds and memory."""
+    done = subprocess.run(
+        [sys.executable, "-c", _TORCH_PROBE],
+        capture_output=True,
+        text=True,
+        timeout=TORCH_TIMEOUT_SECONDS,
+    )
+    if done.returncode:
+        reason = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
+        raise Missing(reason[0], "kernels build without it; pip install torch to run them")
+    version, _, cuda = done.stdout.strip().partition(" ")
+    return f"{version} (CUDA {cuda})" if cuda[:1].isdigit() else f"{version} ({cuda})"
+
+
+def check_bindings() -> str:
+    return _package("cuda-bindings", "pip install attngen")
+
+
+def check_jinja2() -> str:
+    return _package("jinja2", "only building needs it: pip install 'attngen[compile]'")
+
+
+def check_nvrtc() -> str:
+    """The version of the NVRTC that is loaded, and the file it came from."""
+    advice = "only building needs it: pip install 'attngen[compile]'"
+    try:
+        from cuda.bindings import nvrtc
+
+        status, major, minor = nvrtc.nvrtcVersion()
+    except Exception as error:  # the bindings' loader has exceptions of its own
+        raise Missing(" ".join(str(error).split())[:200], advice) from error
+    if int(status) != 0:
+        raise Missing(f"nvrtcVersion: {status.name}", advice)
+    return f"{major}.{minor} at {_mapped_file('libnvrtc.so') or 'an unknown place'}"
+
+
+def check_driver() -> str:
+    """The CUDA version that the driver supports; nothing is initialised."""
+    version = ctypes.c_int()
+    _call(_libcuda(), "cuDriverGetVersion", ctypes.byref(version))
+    where = _mapped_file("libcuda.so") or "libcuda.so.1"
+    return f"CUDA {version.value // 1000}.{version.value % 1000 // 10} at {where}"
+
+
+def check_gpus() -> str:
+    """Name and compute capability of each device."""
+    cuda, count = _libcuda(), ctypes.c_int()
+    _call(cuda, "cuInit", 0)
+    _call(cuda, "cuDeviceGetCount", ctypes.byref(count))
+    if not count.value:
+        raise Missing("the driver sees none", "kernels build here; run them where one is")
+    return ", ".join(_describe_gpu(cuda, ordinal) for ordinal in range(count.value))
+
+
+def check_headers() -> str:
+    from .digest import source_digests
+
+    count = len(files.headers())
+    if not count:
+        raise Missing(f"none in {files.include_dir()}", "reinstall attngen")
+    return f"{count} files, sha256 {source_digests()['headers'][:12]}, in {files.include_dir()}"
+
+
+def check_templates() -> str:
+    from .digest import source_digests
+
+    return f"sha256 {source_digests()['templates'][:12]}, in {files.templates_dir()}"
+
+
+def check_cache() -> str:
+    """Where binaries are kept, whether they can be, and how many there are."""
+    from .cache import Cache
+
+    store = Cache.default()
+    existing = next(path for path in (store.root, *store.root.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        advice = "kernels are compiled again in each process; set ATTNGEN_CACHE_DIR"
+        raise Missing(f"{store.root} is not writable", advice)
+    entries = store.entries() if store.root.is_dir() else []
+    kilobytes = sum(entry.bytes for entry in entries) / 1000
+    return f"{store.root}, kernels: {len(entries)}, {kilobytes:.0f} kB"
+
+
+def check_jit() -> str:
+    disabled = os.environ.get("ATTNGEN_DISABLE_JIT", "") not in ("", "0")
+    return "off: ATTNGEN_DISABLE_JIT is set" if disabled else "on: missing kernels are compiled"
+
+
+CHECKS: dict[str, Callable[[], str]] = {
+    "python": check_python,
+    "attngen": check_attngen,
+    "torch": check_torch,
+    "cuda-bindings": check_bindings,
+    "jinja2": check_jinja2,
+    "nvrtc": check_nvrtc,
+    "driver": check_driver,
+    "gpu": check_gpus,
+    "headers": check_headers,
+    "templates": check_templates,
+    "cache": check_cache,
+    "jit": check_jit,
+}
+
+
+def _package(name: str, advice: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise Missing("not installed", advice) from error
+
+
+def _libcuda() -> ctypes.CDLL:
+    """The driver's library, loaded but not initialised."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise Missing(
+            str(error), "kernels build without it; running them needs NVIDIA's driver 580 or later"
+        ) from error
+
+
+def _call(cuda: ctypes.CDLL, function: str, *arguments: object) -> None:
+    status = getattr(cuda, function)(*arguments)
+    if status:
+        advice = "see nvidia-smi; inside a container, check that it was given the GPU"
+        raise Missing(f"{function} failed: CUresult {status}", advice)
+
+
+def _describe_gpu(cuda: ctypes.CDLL, ordinal: int) -> str:
+    device, name = ctypes.c_int(), ctypes.create_string_buffer(256)
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _call(cuda, "cuDeviceGet", ctypes.byref(device), ordinal)
+    _call(cuda, "cuDeviceGetName", name, len(name), device)
+    _call(cuda, "cuDeviceGetAttribute", ctypes.byref(major), _CAPABILITY_MAJOR, device)
+    _call(cuda, "cuDeviceGetAttribute", ctypes.byref(minor), _CAPABILITY_MINOR, device)
+    return f"{name.value.decode(errors='replace')} (sm_{major.value}{minor.value})"
+
+
+def _mapped_file(name: str) -> str | None:
+    """The file of a library that this process has loaded. Source: /proc/self/maps."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    paths = (line.split(maxsplit=5)[5] for line in lines if line.count("/"))
+    return next((path for path in paths if Path(path).name.startswith(name)), None)

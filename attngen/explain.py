@@ -1,0 +1,152 @@
+"""Explain: the value of each stage as text, or every reason why a spec has no kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from . import features, resolve
+from .arch.base import Plan
+from .builder import build_problem, render_problem
+from .cache import Cache
+from .errors import SpecError
+from .features import Features
+from .files import templates_dir
+from .plan import candidates
+from .problem import DTYPE_BYTES, Problem
+from .spec import AttentionSpec
+from .values import to_data
+
+INDENT = "  "
+# Of one SM in one cycle: dense 16-bit FLOPs of its tensor cores, exponentials.
+# Source: H100 datasheet, 989.4 TFLOP/s on 132 SMs at 1.83 GHz; CUDA programming guide, arithmetic
+# throughput of compute capability 9.0.
+MMA_FLOPS_PER_CYCLE = 4096
+EXPONENTIALS_PER_CYCLE = 16
+
+
+def explain(spec: AttentionSpec, cache: Cache | None, *, compiled: bool = True) -> Iterator[str]:
+    """The lines that explain a spec: each stage's value in turn.
+
+    cache: where the binary is looked up and kept, None for the default one. compiled: whether to
+    go on to the compiler. Raises: AttngenError where a later stage fails; SpecError of
+    `explain_refusal` where the spec has no kernel.
+    """
+    known = features.scan()
+    try:
+        problems = resolve.resolve(spec, known)
+    except SpecError as error:
+        raise explain_refusal(spec, known) from error
+    yield f"spec {spec.title}"
+    yield from _indented(_settings(spec))
+    for arch in spec.arch:
+        for problem in problems:
+            yield from _explain_kernel(problem, arch, cache, compiled)
+
+
+def explain_refusal(spec: AttentionSpec, known: Features) -> SpecError:
+    """Every reason why the spec has no kernel, and the nearest spec that has, ready to paste."""
+    violations = resolve.find_violations(spec, known)
+    reasons = [f"{spec.title} has no kernel:"]
+    reasons += [f"{INDENT}- {violation.reason}" for violation in violations]
+    reasons += ["nearest legal spec:", *_indented(to_toml(resolve.nearest(spec, known)))]
+    return SpecError(reasons)
+
+
+def to_toml(spec: AttentionSpec) -> Iterator[str]:
+    """The spec as the table of a spec file; what has its default is left out."""
+    yield "[[kernel]]"
+    for name, value in _differing(spec):
+        text = list(value) if isinstance(value, tuple) else value
+        yield f"{name} = {json.dumps(text, ensure_ascii=False)}"
+
+
+def _explain_kernel(
+    problem: Problem, arch: str, cache: Cache | None, compiled: bool
+) -> Iterator[str]:
+    plans = candidates(problem, arch)
+    chosen = plans[0]
+    yield ""
+    yield f"problem {problem.label}"
+    yield from _indented(describe(problem))
+    yield ""
+    yield f"plan {arch}, the first of {len(plans)} that fit"
+    yield from _indented(describe(chosen))
+    yield ""
+    yield "roofline"
+    yield from _indented(aim(problem, chosen))
+    source = render_problem(problem, chosen)
+    yield ""
+    yield f"source {source.kernel.entry}.cu"
+    yield f"{INDENT}{source.text.count(chr(10))} lines, sha256 {source.sha256}"
+    yield f"{INDENT}skeleton {templates_dir() / 'kernels' / chosen.family}.cu.j2"
+    yield f"{INDENT}`attngen render` prints it"
+    if not compiled:
+        return
+    built = build_problem(problem, arch, cache=cache)
+    yield ""
+    yield f"binary {built.binary.toolchain}, {'cached' if built.from_cache else 'compiled now'}"
+    yield from _indented(describe(built.binary.resources))
+    yield f"{INDENT}the registers are those at launch; the plan's pipeline moves them to each role"
+
+
+def describe(value: Any) -> Iterator[str]:
+    """The fields of a frozen dataclass, one a line; a field of many values takes a line each."""
+    data = to_data(value)
+    width = max(len(name) for name in data) + 2
+    for name, item in data.items():
+        lines = [_inline(each) for each in item] if _is_table(item) else [_inline(item)]
+        for number, line in enumerate(lines or ["–"]):
+            yield f"{name if number == 0 else '':<{width}}{line}"
+
+
+def aim(problem: Problem, chosen: Plan) -> Iterator[str]:
+    """The roofline of a full block of keys: cycles of the tensor cores and of the exponentials,
+    and how often a loaded byte of K and V is used."""
+    pairs = chosen.tile.m * chosen.tile.n
+    dims = problem.head_dim_qk + problem.head_dim_v
+    mma = 2 * pairs * dims / MMA_FLOPS_PER_CYCLE
+    exponentials = pairs / EXPONENTIALS_PER_CYCLE
+    binding = "tensor cores" if mma > exponentials else "exponentials"
+    reuse = 2 * chosen.tile.m / DTYPE_BYTES[problem.dtype_kv]
+    yield (
+        f"aims at the {binding}: {max(mma, exponentials):.0f} cycles a block "
+        f"({mma:.0f} of products, {exponentials:.0f} of exponentials)"
+    )
+    yield f"{reuse:.0f} FLOPs for each byte of K and V that an SM loads; 1 persistent CTA an SM"
+
+
+def _settings(spec: AttentionSpec) -> Iterator[str]:
+    for name, value in _differing(spec):
+        yield f"{name:<10} {_inline(to_data(value))}"
+    yield "everything else has its default"
+
+
+def _differing(spec: AttentionSpec) -> Iterator[tuple[str, Any]]:
+    for field in dataclasses.fields(spec):
+        value = getattr(spec, field.name)
+        if field.default is dataclasses.MISSING or value != field.default:
+            yield field.name, value
+
+
+def _is_table(item: Any) -> bool:
+    """Whether each element deserves a line: it has fields, or is a sentence."""
+    return isinstance(item, list) and any(
+        isinstance(each, dict) or " " in str(each) for each in item
+    )
+
+
+def _inline(item: Any) -> str:
+    if isinstance(item, dict):
+        return ", ".join(f"{name} {_inline(each)}" for name, each in item.items())
+    if isinstance(item, list):
+        return " ".join(_inline(each) for each in item) or "–"
+    if isinstance(item, bool):
+        return "yes" if item else "no"
+    return "–" if item is None else str(item)
+
+
+def _indented(lines: Iterable[str]) -> Iterator[str]:
+    return (INDENT + line for line in lines)

@@ -1,0 +1,40 @@
+"""Listing: what a spec may name, and which kernels a spec file names; needs no compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from . import resolve
+from .errors import SpecError
+from .features import Features
+from .spec import AttentionSpec
+
+
+def list_features(known: Features) -> Iterator[str]:
+    """What a spec may name: architectures, dtypes, directions, and each axis's fragments."""
+    yield f"architectures  {' '.join(resolve.ARCHES)}"
+    yield f"dtypes         {' '.join(resolve.DTYPES)}"
+    yield f"head dims      multiples of 8 up to {resolve.MAX_HEAD_DIM}"
+    yield f"directions     {' '.join(resolve.DIRECTIONS)}"
+    for axis, fragments in known.items():
+        if not fragments:
+            continue
+        yield ""
+        yield axis
+        for name, fragment in fragments.items():
+            yield f"  {name:<12} {fragment.doc}"
+            for operand in fragment.operands:
+                yield f"  {'':<12} · {operand.name} ({operand.dtype}): {operand.doc}"
+
+
+def list_kernels(specs: Iterable[AttentionSpec], known: Features) -> Iterator[str]:
+    """One line a kernel that the specs name: title, architecture, what it computes."""
+    for spec in specs:
+        try:
+            problems = resolve.resolve(spec, known)
+        except SpecError as error:
+            yield f"{spec.title:<24} refused: {error.reasons[0]}"
+            continue
+        for problem in problems:
+            for arch in spec.arch:
+                yield f"{spec.title:<24} {arch}  {problem.direction}  {problem.label}"

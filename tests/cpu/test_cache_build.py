@@ -1,0 +1,131 @@
+"""Real kernels through `build`: compiled once, then found by a machine that cannot compile."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attngen import digest
+from attngen.builder import build, render_problem
+from attngen.cache import Cache
+from attngen.errors import CacheError
+from attngen.plan import plan
+from attngen.spec import AttentionSpec
+from tests.cpu.cache_kit import ARCH, PROBLEM, ROOT
+
+pytestmark = pytest.mark.timeout(60)
+SPEC = AttentionSpec(head_dim=64, mask="causal")
+
+# Neither the template engine nor the compiler exists for this process; nor does torch.
+BLOCKED = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("jinja2", "markupsafe", "cuda", "torch"):
+            raise ModuleNotFoundError(f"{name} is blocked", name=name)
+sys.meta_path.insert(0, Blocker())
+import json
+from attngen import digest, problem, values
+from attngen.builder import build_problem
+from attngen.cache import Cache
+from attngen.errors import CacheError
+from attngen.plan import plan
+wanted = values.from_json(problem.Problem, sys.argv[1])
+"""
+HIT = """
+cache = Cache.default()
+entry = cache.get(digest.cache_key(wanted, plan(wanted, "sm_90a"), "sm_90a"))
+built = build_problem(wanted, "sm_90a")
+assert built.from_cache and entry.hit and entry.cubin == built.cubin
+print(json.dumps([built.binary.cubin_sha256, len(built.cubin)]))
+"""
+MISS = """
+try:
+    build_problem(wanted, "sm_90a")
+except CacheError as error:
+    print(json.dumps(error.reasons))
+"""
+NO_COMPILER = """
+digest.installed_toolchain = lambda: None
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    """The default cache, empty."""
+    monkeypatch.delenv("ATTNGEN_DISABLE_JIT", raising=False)
+    monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path / "the cache"))
+    return Cache.default()
+
+
+def run_blocked(code: str, **environment: str) -> list[str]:
+    """What the code prints, in a process where nothing that compiles can be imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED + code, digest.to_json(PROBLEM)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        cwd=ROOT,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    result: list[str] = json.loads(done.stdout)
+    return result
+
+
+def test_build_second_call_is_a_hit_with_equal_result(cache: Cache) -> None:
+    (first,) = build(SPEC, ARCH)
+    (second,) = build(SPEC, ARCH)
+    assert (first.from_cache, second.from_cache) == (False, True)
+    assert (first.binary, first.cubin, first.plan) == (second.binary, second.cubin, second.plan)
+    assert first.cubin.startswith(b"\x7fELF") and first.problem == PROBLEM
+    (info,) = cache.entries()
+    assert info.label == digest.cache_key(PROBLEM, first.plan, ARCH).label
+    assert first.binary.kernel.entry.startswith(info.label)
+    assert cache.verify(lambda problem, plan: render_problem(problem, plan).sha256) == []
+
+
+@pytest.mark.parametrize("machine", ["", NO_COMPILER], ids=["same toolchain", "no compiler"])
+@pytest.mark.parametrize("disabled", ["0", "1"])
+def test_hit_needs_neither_templates_engine_nor_compiler(
+    machine: str, disabled: str, cache: Cache
+) -> None:
+    (built,) = build(SPEC, ARCH)
+    found = run_blocked(machine + HIT, ATTNGEN_DISABLE_JIT=disabled)
+    assert found == [built.binary.cubin_sha256, len(built.cubin)]
+
+
+def test_damaged_kernel_is_compiled_again_to_the_same_bytes(cache: Cache) -> None:
+    (first,) = build(SPEC, ARCH)
+    (info,) = cache.entries()
+    cubin = info.path / "kernel.cubin"
+    cubin.write_bytes(first.cubin[:-1] + bytes([first.cubin[-1] ^ 1]))
+    (second,) = build(SPEC, ARCH)
+    assert not second.from_cache and second.cubin == first.cubin == cubin.read_bytes()
+
+
+def test_disable_jit_miss_fails_without_importing_a_compiler(cache: Cache) -> None:
+    reasons = " ".join(run_blocked(MISS, ATTNGEN_DISABLE_JIT="1"))
+    assert "causal_d64_bf16" in reasons and str(cache.root) in reasons
+    assert not cache.root.exists()
+
+
+def test_disable_jit_command_of_the_error_builds_the_missing_kernel(
+    cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTNGEN_DISABLE_JIT", "1")
+    with pytest.raises(CacheError) as caught:
+        build(SPEC, ARCH)
+    command = caught.value.reasons[-1].partition("exactly: ")[2]
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("ATTNGEN_CACHE_DIR")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path, timeout=60)
+    (built,) = build(SPEC, ARCH, cache=cache)
+    assert built.from_cache and built.plan == plan(PROBLEM, ARCH)

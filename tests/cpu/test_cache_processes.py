@@ -1,0 +1,199 @@
+"""Many processes and threads on one cache, and processes that die in the middle."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from attngen.cache import Cache, Entry
+from tests.cpu.cache_kit import CUBIN, FakeCompiler, make_binary, make_key, never, start_python
+
+pytestmark = pytest.mark.timeout(60)
+
+# Each compile leaves a line; the processes start together, once the file `go` is there.
+BUILDER = """
+import os, sys, time
+from pathlib import Path
+from attngen.cache import Cache
+from tests.cpu.cache_kit import CUBIN, make_binary, make_key
+root, compiled, go = map(Path, sys.argv[1:])
+
+def compile_now():
+    with open(compiled, "a") as file:
+        file.write(f"{os.getpid()}\\n")
+    time.sleep(0.3)
+    return make_binary(), CUBIN
+
+print("ready", flush=True)
+while not go.exists():
+    time.sleep(0.005)
+entry = Cache(root).get_or_build(make_key(), compile_now)
+assert entry.cubin == CUBIN and entry.binary == make_binary()
+print("hit" if entry.hit else "built")
+"""
+
+# Stores entries, large enough that a kill often falls between two of their files, until killed.
+WRITER = """
+import sys
+from attngen.cache import Cache
+from tests.cpu.cache_kit import make_binary, make_key
+cache = Cache(sys.argv[1])
+cubin = bytes(300_000)
+binary = make_binary(cubin)
+print("ready", flush=True)
+while True:
+    for tag in "abcd":
+        cache.put(make_key(tag), binary, cubin)
+"""
+
+# Takes the lock, says so, and never comes back.
+HANGING_BUILDER = """
+import sys, time
+from attngen.cache import Cache
+from tests.cpu.cache_kit import make_key
+
+def compile_now():
+    print("compiling", flush=True)
+    time.sleep(600)
+
+Cache(sys.argv[1]).get_or_build(make_key(), compile_now)
+"""
+
+
+@pytest.fixture(autouse=True)
+def jit_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ATTNGEN_DISABLE_JIT", raising=False)
+
+
+def wait_for_line(process: subprocess.Popen[str], expected: str) -> None:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line == f"{expected}\n", process.communicate()[1]
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def test_sixteen_processes_on_one_key_compile_once(tmp_path: Path) -> None:
+    compiled, go = tmp_path / "compiled", tmp_path / "go"
+    processes = [start_python(BUILDER, tmp_path / "cache", compiled, go) for _ in range(16)]
+    try:
+        for process in processes:
+            wait_for_line(process, "ready")
+        go.touch()
+        done = [process.communicate(timeout=30) for process in processes]
+    finally:
+        for process in processes:
+            kill(process)
+    assert [process.returncode for process in processes] == [0] * 16, done
+    assert Counter(out.strip() for out, _ in done) == {"built": 1, "hit": 15}
+    assert len(compiled.read_text().splitlines()) == 1
+    assert Cache(tmp_path / "cache").verify() == []
+
+
+def test_sixteen_threads_on_one_key_compile_once(tmp_path: Path) -> None:
+    compiler, entries = FakeCompiler(), list[Entry]()
+    barrier = threading.Barrier(16)
+
+    def slow() -> tuple[object, bytes]:
+        time.sleep(0.2)
+        return compiler()
+
+    def build() -> None:
+        barrier.wait()
+        entries.append(Cache(tmp_path).get_or_build(make_key(), slow))  # type: ignore[arg-type]
+
+    threads = [threading.Thread(target=build) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert compiler.calls == 1 and len(entries) == 16
+    assert sum(entry.hit for entry in entries) == 15
+
+
+def test_threads_on_different_keys_compile_at_the_same_time(tmp_path: Path) -> None:
+    cache, meeting = Cache(tmp_path), threading.Barrier(4)
+
+    def build(tag: str) -> None:
+        def compile_now() -> tuple[object, bytes]:
+            meeting.wait(timeout=20)  # passes only when all four are compiling
+            return make_binary(), CUBIN
+
+        cache.get_or_build(make_key(tag), compile_now)  # type: ignore[arg-type]
+
+    threads = [threading.Thread(target=build, args=(tag,)) for tag in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert len(cache.entries()) == 4
+
+
+def test_writer_killed_at_any_moment_leaves_whole_entries_or_none(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "cache")
+    choose, cubin = random.Random(20250101), bytes(300_000)
+    whole = left_aside = 0
+    for _ in range(30):
+        process = start_python(WRITER, cache.root)
+        try:
+            wait_for_line(process, "ready")
+            time.sleep(choose.uniform(0.0, 0.03))
+        finally:
+            kill(process)
+        assert cache.verify() == []
+        for tag in "abcd":
+            entry = cache.get(make_key(tag))
+            assert entry is None or (entry.cubin, entry.binary) == (cubin, make_binary(cubin))
+            whole += entry is not None
+            rebuilt = cache.get_or_build(make_key(tag), FakeCompiler(cubin))
+            assert rebuilt.cubin == cubin and rebuilt.path is not None
+            assert cache.get_or_build(make_key(tag), never).hit
+        left_aside += sum(path.name.startswith(".tmp-") for path in cache._scan())
+        cache.clear()
+        assert cache._scan() == []
+    assert left_aside, "no kill fell into a write: the test has shown nothing"
+    assert whole, "no write was ever finished: the test has shown nothing"
+
+
+def test_builder_killed_while_compiling_frees_its_lock(tmp_path: Path) -> None:
+    process = start_python(HANGING_BUILDER, tmp_path)
+    try:
+        wait_for_line(process, "compiling")
+    finally:
+        kill(process)
+    start = time.monotonic()
+    assert not Cache(tmp_path).get_or_build(make_key(), FakeCompiler()).hit
+    assert time.monotonic() - start < 5
+
+
+def test_readers_during_clearing_and_rebuilding_see_whole_kernels(tmp_path: Path) -> None:
+    """Entries vanish and come back under the readers: each gets the right bytes all the same."""
+    cache, stop, failures = Cache(tmp_path), threading.Event(), list[BaseException]()
+
+    def read() -> None:
+        try:
+            while not stop.is_set():
+                assert cache.get_or_build(make_key(), FakeCompiler()).cubin == CUBIN
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(100):
+        cache.clear()
+        time.sleep(0.005)
+    stop.set()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert failures == []
+    assert cache.verify() == []

@@ -1,0 +1,196 @@
+"""Resolve: from a spec to problems, or every reason why not and the nearest spec that is legal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attngen import features, layouts
+from attngen.errors import SpecError
+from attngen.resolve import find_violations, nearest, resolve, split_mask
+from attngen.spec import AttentionSpec
+
+KNOWN = features.scan()
+DTYPES = ("bf16", "fp16", "fp32", "fp64", "e4m3", "e5m2", "int8", "")
+MASKS = (
+    *("none", "causal", "causal_bottom_right", "padding", "padding_causal", "arbitrary"),
+    *("window", "none_bottom_right", "padding_causal_bottom_right", "", "x"),
+)
+SPECS = st.builds(
+    AttentionSpec,
+    head_dim=st.integers(-8, 600),
+    head_dim_v=st.none() | st.integers(-8, 600),
+    dtype=st.sampled_from(DTYPES),
+    kv_dtype=st.none() | st.sampled_from(DTYPES),
+    out_dtype=st.none() | st.sampled_from(DTYPES),
+    layout=st.sampled_from((*layouts.NAMES, *layouts.FORMATS, "dhsb")),
+    mask=st.sampled_from(MASKS),
+    window=st.booleans(),
+    bias=st.sampled_from(("none", "post_scale", "pre_scale", "alibi")),
+    alibi=st.booleans(),
+    softcap=st.booleans(),
+    score_mod=st.booleans(),
+    mask_mod=st.booleans(),
+    softmax=st.sampled_from(("vanilla", "off_by_one", "learnable", "x")),
+    dropout=st.booleans(),
+    return_max_logit=st.booleans(),
+    deterministic=st.booleans(),
+    directions=st.lists(st.sampled_from(("fwd", "bwd", "up"))).map(tuple),
+    arch=st.lists(st.sampled_from(("sm_90a", "sm_80"))).map(tuple),
+    name=st.none() | st.just("mine"),
+)
+
+
+def test_resolve_plain_spec_is_the_plain_problem(make_problem) -> None:
+    assert resolve(AttentionSpec(head_dim=64), KNOWN) == (make_problem(64),)
+
+
+def test_resolve_every_choice_reaches_the_problem(make_problem) -> None:
+    spec = AttentionSpec(
+        head_dim=192, head_dim_v=128, dtype="fp16", out_dtype="fp32", mask="causal", window=True
+    )
+    expected = make_problem(192, 128, ("causal", "window"), "fp16", out="fp32")
+    assert resolve(spec, KNOWN) == (expected,)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layout": "sbhd"},
+        {"layout": "bhsd_bhsd_bhsd"},
+        {"mask": "causal_bottom_right"},
+        {"name": "mine"},
+        {"deterministic": True},
+        {"kv_dtype": "bf16"},
+        {"out_dtype": "bf16"},
+        {"head_dim_v": 64},
+    ],
+)
+def test_resolve_run_time_choices_share_one_problem(change: dict) -> None:
+    """Layouts and alignments are arguments of a launch, no reason for another kernel."""
+    spec = AttentionSpec(head_dim=64, mask="causal")
+    assert resolve(replace(spec, **change), KNOWN) == resolve(spec, KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("none", ((), False)),
+        ("causal", (("causal",), False)),
+        ("causal_bottom_right", (("causal",), True)),
+    ],
+)
+def test_split_mask_names_give_fragments_and_alignment(name: str, expected: tuple) -> None:
+    assert split_mask(name) == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "legal"),
+    [
+        ("head_dim", 65, 72),
+        ("head_dim", 0, 8),
+        ("head_dim", 264, 256),
+        ("head_dim_v", 1, 8),
+        ("dtype", "fp32", "bf16"),
+        ("kv_dtype", "fp16", None),
+        ("out_dtype", "fp16", None),
+        ("layout", "bs3hd", "bshd"),
+        ("layout", "thd", "bshd"),
+        ("layout", "sbhd_bshd_bshd", "bshd"),
+        ("layout", "paged_kv_bshd_bshd_bshd", "bshd"),
+        ("layout", "dhsb", "bshd"),
+        ("mask", "padding_causal", "causal"),
+        ("mask", "padding", "none"),
+        ("mask", "arbitrary", "none"),
+        # No name of the semantics; with window=True the same fragment would be there twice.
+        ("mask", "window", "none"),
+        ("softmax", "learnable", "vanilla"),
+        ("bias", "post_scale", "none"),
+        ("alibi", True, False),
+        ("softcap", True, False),
+        ("score_mod", True, False),
+        ("mask_mod", True, False),
+        ("dropout", True, False),
+        ("return_max_logit", True, False),
+        ("directions", ("fwd", "bwd"), ("fwd",)),
+        ("directions", (), ("fwd",)),
+        ("arch", ("sm_80",), ("sm_90a",)),
+        ("arch", (), ("sm_90a",)),
+    ],
+)
+def test_resolve_one_violation_is_refused_with_the_nearest_value(field, value, legal) -> None:
+    spec = AttentionSpec(**{"head_dim": 64, field: value})
+    assert [violation.field for violation in find_violations(spec, KNOWN)] == [field]
+    assert getattr(nearest(spec, KNOWN), field) == legal
+    with pytest.raises(SpecError) as caught:
+        resolve(spec, KNOWN)
+    *reasons, last = caught.value.reasons
+    assert len(reasons) == 1 and field in reasons[0]
+    assert f"{field}={legal!r}" in last
+
+
+def test_resolve_many_violations_are_all_reported() -> None:
+    wrong = {"head_dim": 65, "dtype": "fp64", "layout": "thd", "mask": "padding", "alibi": True}
+    with pytest.raises(SpecError) as caught:
+        resolve(AttentionSpec(**wrong, softmax="learnable", directions=("bwd",)), KNOWN)
+    message = str(caught.value)
+    for field in (*wrong, "softmax", "direction"):
+        assert field in message
+    assert len(caught.value.reasons) == 8
+
+
+@given(SPECS)
+def test_nearest_any_spec_is_legal(spec: AttentionSpec) -> None:
+    legal = nearest(spec, KNOWN)
+    assert find_violations(legal, KNOWN) == []
+    problems = resolve(legal, KNOWN)
+    assert len(problems) >= 1 and legal.arch
+    for problem in problems:
+        assert len(set(problem.masks)) == len(problem.masks)
+
+
+@pytest.mark.parametrize("dtype", ("e4m3", "fp64"))
+@pytest.mark.parametrize("field", ("kv_dtype", "out_dtype"))
+def test_nearest_dtype_without_kernels_changes_in_all_operands(dtype: str, field: str) -> None:
+    spec = AttentionSpec(**{"head_dim": 64, "dtype": dtype, field: dtype})
+    assert find_violations(nearest(spec, KNOWN), KNOWN) == []
+
+
+@given(SPECS)
+def test_nearest_fields_that_are_not_violated_stay(spec: AttentionSpec) -> None:
+    violated = {violation.field for violation in find_violations(spec, KNOWN)}
+    legal = nearest(spec, KNOWN)
+    for field in vars(spec):
+        if field not in violated and field not in ("kv_dtype", "out_dtype"):  # follow dtype
+            assert getattr(legal, field) == getattr(spec, field)
+    if not violated:
+        assert resolve(spec, KNOWN)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"attn_mask": object()},
+        {"attn_mask": object(), "mask": "arbitrary"},
+        {"mask_mod": print},
+        {"block_mask": object()},
+        {"score_mod": print},
+        {"bias": object()},
+        {"alibi_slopes": True},
+        {"softcap": 1.0},
+        {"softmax": "learnable", "sink": object()},
+        {"dropout_p": 0.5},
+        {"return_max_logit": True},
+        {"mask": "padding"},
+    ],
+    ids=lambda arguments: "+".join(arguments),
+)
+def test_from_call_feature_without_kernels_is_never_dropped(arguments: dict) -> None:
+    """What a kernel would silently leave out must be refused."""
+    q = SimpleNamespace(shape=(2, 10, 8, 64), dtype="torch.bfloat16")
+    spec = AttentionSpec.from_call(q, q, q, **arguments)
+    assert find_violations(spec, KNOWN)

@@ -1,0 +1,131 @@
+"""GPU tests: who may run them, kernels built before the first, and what to do with a lost GPU.
+
+A test module names the kernels its tests need in `KERNELS`; `Case` parameters name theirs.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import attngen
+from attngen import AttentionSpec
+
+from . import oracle
+from .cases import Case
+
+HANG_SECONDS = 150  # a test takes seconds; a kernel that never ends would hold the GPU for good
+HERE = Path(__file__).parent
+# batch, h_q, h_kv, s_q, s_kv, d: from a fraction of a wave of tiles to several.
+WORKLOADS = [
+    (1, 1, 1, 1, 300, 64),
+    (1, 2, 1, 130, 130, 128),
+    (2, 8, 2, 700, 900, 64),
+    (4, 16, 4, 1024, 1024, 128),
+    (3, 5, 1, 513, 257, 256),
+    (1, 32, 8, 2048, 2048, 64),
+    (2, 4, 4, 1500, 3000, 128),
+    (8, 6, 3, 300, 300, 256),
+]
+Workload = tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]
+
+
+def missing() -> str | None:
+    """Why these tests cannot run here; None where they can."""
+    if not torch.cuda.is_available():
+        return "needs a CUDA device; torch.cuda.is_available() is False"
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        return f"needs compute capability (9, 0); {torch.cuda.get_device_name()} has {capability}"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ours = [item for item in items if HERE in item.path.parents]
+    reason = missing() if ours else None
+    if reason:
+        for item in ours:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def specs_of(items: list[pytest.Item]) -> list[AttentionSpec]:
+    """The kernels that the collected tests need, each once."""
+    found: dict[AttentionSpec, None] = {}
+    for item in items:
+        module = getattr(item, "module", None)
+        found |= dict.fromkeys(getattr(module, "KERNELS", ()))
+        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        found |= {value.spec: None for value in parameters if isinstance(value, Case)}
+    return list(found)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels(request: pytest.FixtureRequest) -> None:
+    """Builds every kernel in parallel, so that no test waits for the compiler.
+
+    A spec that does not build is reported by the tests that need it.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = False  # the float32 reference is float32
+    specs = specs_of(request.session.items)
+    start = time.perf_counter()
+    failed = []
+
+    def build(spec: AttentionSpec) -> None:
+        try:
+            attngen.build(spec, "sm_90a")
+        except Exception as error:  # whatever it is, only the tests that need the kernel fail
+            failed.append(f"{spec.title}: {error}")
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(build, specs))
+    seconds = time.perf_counter() - start
+    lines = [f"{len(specs)} kernels ready in {seconds:.1f} s, {len(failed)} failed", *failed]
+    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        reporter.ensure_newline()
+        reporter.write_line("\n".join(lines))
+
+
+@pytest.fixture(autouse=True)
+def sound_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Ends the run where a kernel hangs or has broken the CUDA context: nothing after it counts."""
+    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True, file=sys.__stderr__)
+    yield
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        pytest.exit(f"{request.node.nodeid} has broken the CUDA context: {error}", returncode=3)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture
+def nothing_launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fails the test where a kernel is launched in it."""
+    launched: list[object] = []
+    monkeypatch.setattr("attngen.ops.forward.launch", lambda *what: launched.append(what))
+    yield
+    assert not launched
+
+
+@pytest.fixture(scope="module")
+def workloads() -> list[Workload]:
+    """Operands of causal calls, and what a lone launch returns, checked against float64."""
+    found = []
+    for number, shape in enumerate(WORKLOADS):
+        tensors = oracle.operands(*shape, seed=number)
+        wanted = oracle.run(tensors)
+        oracle.check(*wanted, oracle.truth(*tensors, mask="causal"))
+        found.append((tensors, wanted))
+    torch.cuda.synchronize()
+    return found

@@ -1,0 +1,101 @@
+"""Small launches of the curated kernels, for compute-sanitizer; exits 1 where one is wrong.
+
+    for tool in memcheck racecheck synccheck; do
+      PYTHONPATH=. compute-sanitizer --tool $tool --error-exitcode 9 --log-file $tool.log \\
+        python3 tests/gpu/sanitize.py
+    done
+
+Operands are made and results checked on the CPU, so that attngen's kernels are all that runs on
+the device. Without torch's caching every tensor is an allocation of its own, whose bounds memcheck
+knows.  Arguments: words that the names of the cases to run contain; --list prints the names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch  # noqa: E402
+
+import attngen  # noqa: E402
+import attngen.ops.forward  # noqa: E402  # registers the operation
+from attngen.errors import AttngenError  # noqa: E402
+from tests.gpu import oracle  # noqa: E402
+from tests.gpu.cases import Case  # noqa: E402
+
+SMALL, SHORT = (130, 200), (1, 1)
+CASES = [
+    Case(64, 64, lengths=SMALL),
+    Case(64, 64, mask="causal", lengths=SMALL),
+    Case(64, 64, mask="causal_bottom_right", lengths=(200, 130)),
+    Case(64, 64, window=(50, 20), lengths=SMALL),
+    Case(64, 64, mask="causal", window=(40, 0), lengths=SMALL, layout="sbhd"),
+    Case(64, 64, "fp16", mask="causal", lengths=SMALL, layout="bhsd"),
+    Case(64, 64, mask="causal", lengths=SHORT),
+    Case(64, 64, mask="causal", lengths=SMALL, partial=True),
+    Case(128, 128, lengths=SMALL),
+    Case(128, 128, mask="causal", lengths=SMALL, heads=(2, 6, 2)),
+    Case(128, 128, window=(30, -1), lengths=SMALL),
+    Case(128, 128, mask="causal", window=(0, 0), lengths=SMALL),
+    Case(128, 128, lengths=SHORT),
+    Case(128, 128, lengths=SMALL, partial=True),
+    Case(128, 128, mask="causal", lengths=(130, 130), heads=(2, 80, 8)),  # 320 tiles
+    Case(64, 64, lengths=(130, 130), heads=(2, 80, 8)),
+    Case(64, 64, window=(5, 5), lengths=(200, 30), heads=(2, 80, 8)),  # and tiles that see nothing
+    Case(256, 256, lengths=SMALL),
+    Case(256, 256, mask="causal", lengths=SMALL),
+    Case(256, 256, "fp16", mask="causal", window=(40, 0), lengths=SMALL),
+    Case(192, 128, mask="causal", lengths=SMALL, heads=(2, 8, 1)),
+    Case(128, 192, lengths=SMALL),
+    Case(72, 40, mask="causal", lengths=SMALL),
+    Case(8, 8, lengths=SMALL),
+    Case(8, 8, mask="causal", lengths=SHORT),
+    Case(8, 256, lengths=(65, 127)),
+]
+
+
+def run(case: Case, device: torch.device) -> None:
+    """One launch, checked on the CPU. Raises: AssertionError where the result is wrong."""
+    operands = case.operands()
+    aligned = case.mask.endswith("bottom_right")
+    out, lse = torch.ops.attngen.forward(
+        *(x.to(device) for x in operands),
+        *(case.layout, case.mask, case.d**-0.5, *case.window, aligned, case.partial),
+    )
+    expected = oracle.truth(*operands, **case.arguments)
+    oracle.check(out.cpu(), lse.cpu(), expected, case.layout)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("words", nargs="*", help="parts of the names of the cases to run")
+    parser.add_argument("--list", action="store_true", help="print the names and leave")
+    options = parser.parse_args()
+    chosen = [c for c in CASES if all(word in str(c) for word in options.words)]
+    if options.list or not chosen:
+        print(*CASES, sep="\n")
+        return 0 if options.list else 2
+    device, oracle.DEVICE = oracle.DEVICE, torch.device("cpu")
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda case: attngen.build(case.spec, "sm_90a"), chosen))
+    wrong = 0
+    for case in chosen:
+        try:
+            run(case, device)
+        except (AssertionError, AttngenError, RuntimeError) as error:
+            wrong += 1
+            print(f"wrong  {case}: {error}", flush=True)
+        else:
+            print(f"right  {case}", flush=True)
+    print(f"{len(chosen) - wrong} of {len(chosen)} right")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

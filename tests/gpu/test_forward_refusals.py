@@ -1,0 +1,152 @@
+"""Bad input: every wrong argument is named by a SpecError before anything is launched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import attngen
+
+from . import oracle
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nothing_launched")]
+
+NAN, INF = float("nan"), float("inf")
+
+
+def make(*shape, dtype=torch.bfloat16, device=None):
+    return torch.zeros(shape, dtype=dtype, device=device or oracle.DEVICE)
+
+
+def sound(**changes):
+    """q, k, v that a kernel takes, but for the changes."""
+    plain = {"q": make(2, 9, 4, 64), "k": make(2, 7, 2, 64), "v": make(2, 7, 2, 64)}
+    return {**plain, **changes}
+
+
+# What is changed, and a word of the message.
+OPERANDS = {
+    "q rank 3": (lambda: {"q": make(9, 4, 64)}, r"\bq\b"),
+    "q rank 5": (lambda: {"q": make(2, 9, 4, 64, 64)}, r"\bq\b"),
+    "k rank 3": (lambda: {"k": make(7, 2, 64)}, r"\bk\b"),
+    "v rank 5": (lambda: {"v": make(2, 7, 2, 64, 64)}, r"\bv\b"),
+    "q scalar": (lambda: {"q": make()}, r"\bq\b"),
+    "k missing": (lambda: {"k": None}, r"\bk\b"),
+    "v missing": (lambda: {"v": None}, r"\bv\b"),
+    "k and v missing": (lambda: {"k": None, "v": None}, r"\bk\b"),
+    "k fp16": (lambda: {"k": make(2, 7, 2, 64, dtype=torch.float16)}, "dtype|float16"),
+    "v fp16": (lambda: {"v": make(2, 7, 2, 64, dtype=torch.float16)}, r"\bv\b.*float16"),
+    "all fp32": (lambda: {n: x.float() for n, x in sound().items()}, "fp32"),
+    "all fp64": (lambda: {n: x.double() for n, x in sound().items()}, "fp64"),
+    "all int16": (lambda: {n: x.to(torch.int16) for n, x in sound().items()}, "int16"),
+    "q on the CPU": (lambda: {"q": make(2, 9, 4, 64, device="cpu")}, "cpu"),
+    "k on the CPU": (lambda: {"k": make(2, 7, 2, 64, device="cpu")}, r"\bk\b.*cpu"),
+    "v on the CPU": (lambda: {"v": make(2, 7, 2, 64, device="cpu")}, r"\bv\b.*cpu"),
+    "head ratio": (lambda: {"q": make(2, 9, 3, 64)}, "heads"),
+    "fewer q heads": (lambda: {"q": make(2, 9, 1, 64)}, "heads"),
+    "no kv heads": (lambda: {"k": make(2, 7, 0, 64), "v": make(2, 7, 0, 64)}, "heads"),
+    "k heads": (lambda: {"k": make(2, 7, 4, 64)}, "heads"),
+    "k length": (lambda: {"k": make(2, 8, 2, 64)}, "length"),
+    "q batch": (lambda: {"q": make(3, 9, 4, 64)}, "batch"),
+    "kv batch": (lambda: {"k": make(1, 7, 2, 64), "v": make(1, 7, 2, 64)}, "batch"),
+    "k head dim": (lambda: {"k": make(2, 7, 2, 72)}, "head dim"),
+    **{
+        f"head dim {d}": (lambda d=d: {"q": make(2, 9, 4, d), "k": make(2, 7, 2, d)}, "head_dim")
+        for d in (4, 12, 264, 512)
+    },
+    **{f"v head dim {d}": (lambda d=d: {"v": make(2, 7, 2, d)}, "head_dim_v") for d in (12, 264)},
+    "gradient": (lambda: {"q": make(2, 9, 4, 64).requires_grad_()}, "no_grad"),
+    "gradient of v": (lambda: {"v": make(2, 7, 2, 64).requires_grad_()}, "no_grad"),
+}
+
+# Keyword arguments, and a word of the message.
+ARGUMENTS = {
+    **{f"scale {x}": ({"softmax_scale": x}, "scale") for x in (NAN, INF, 0.0, -0.1, 1e39)},
+    "mask": ({"mask": "diagonal"}, "mask"),
+    "mask padding": ({"mask": "padding_causal"}, "mask"),
+    "mask arbitrary": ({"mask": "arbitrary"}, "mask"),
+    "mask empty": ({"mask": ""}, "mask"),
+    "mask suffix alone": ({"mask": "_bottom_right"}, "mask"),
+    "mask suffix on none": ({"mask": "none_bottom_right"}, "mask"),
+    "mask window": ({"mask": "window"}, "mask"),
+    "layout": ({"layout": "bsdh"}, "layout"),
+    "layout packed": ({"layout": "bs3hd"}, "layout"),
+    "layout mixed": ({"layout": "bshd_sbhd_sbhd"}, "layout"),
+    "layout thd": ({"layout": "thd"}, "layout"),
+    "softmax": ({"softmax": "softmin"}, "softmax"),
+    "softmax off by one": ({"softmax": "off_by_one"}, "softmax"),
+    **{
+        f"window {x}": ({"window": x}, "window")
+        for x in ((-2, 0), (0, -5), (1,), (1, 2, 3), (), ("a", 1), (1.5, 2), 5, (0, NAN))
+    },
+    "bottom_right": ({"mask": "causal_bottom_right", "bottom_right": False}, "bottom_right"),
+    "backend": ({"backend": "gpu"}, "backend"),
+    "bias_type": ({"bias_type": "post"}, "bias_type"),
+    "alibi": ({"alibi_slopes": True}, "alibi"),
+    "alibi by bias_type": ({"bias_type": "alibi"}, "alibi"),
+    **{f"softcap {x}": ({"softcap": x}, "softcap") for x in (30.0, -1.0, NAN)},
+    **{f"dropout {x}": ({"dropout_p": x}, "dropout") for x in (0.5, -0.5, 1.5, NAN)},
+    "max_logit": ({"return_max_logit": True}, "max_logit"),
+    "num_splits": ({"num_splits": 2}, "num_splits"),
+    "score_mod": ({"score_mod": lambda s, b, h, i, j: s}, "score_mod"),
+    "mask_mod": ({"mask_mod": lambda b, h, i, j: i >= j}, "mask_mod"),
+}
+
+# Tensor arguments of features that kernels lack: never ignored.
+TENSORS = {
+    "attn_mask": lambda: torch.zeros(9, 7, dtype=torch.bool, device=oracle.DEVICE),
+    "bias": lambda: make(9, 7),
+    "sink": lambda: make(4, dtype=torch.float32),
+    "rng_state": lambda: make(2, dtype=torch.int64),
+    "cu_seqlens_q": lambda: make(3, dtype=torch.int32),
+    "cu_seqlens_kv": lambda: make(3, dtype=torch.int32),
+    "seqused_q": lambda: make(2, dtype=torch.int32),
+    "seqused_kv": lambda: make(2, dtype=torch.int32),
+    "page_table": lambda: make(2, 1, dtype=torch.int32),
+}
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_refusals_wrong_operand_is_named(name):
+    changes, word = OPERANDS[name]
+    with pytest.raises(attngen.SpecError, match=f"(?s){word}"):
+        attngen.attention(**sound(**changes()), backend="cuda")
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_refusals_wrong_argument_is_named(name):
+    changes, word = ARGUMENTS[name]
+    with pytest.raises(attngen.SpecError, match=word):
+        attngen.attention(**sound(), **{"backend": "cuda", **changes})
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_refusals_tensor_without_kernel_is_named(name):
+    with pytest.raises(attngen.SpecError, match=name):
+        attngen.attention(**sound(), **{name: TENSORS[name]()}, backend="cuda")
+
+
+def test_refusals_several_violations_are_told_at_once():
+    with pytest.raises(attngen.SpecError) as caught:
+        attngen.attention(**sound(), mask="diagonal", softmax="softmin", backend="cuda")
+    assert len(caught.value.reasons) == 2
+
+
+@pytest.mark.parametrize(
+    "layout, mask",
+    [("thd", "none"), ("bs3hd", "none"), ("bshd_sbhd_sbhd", "none"), ("x", "none"), ("bshd", "x")],
+)
+def test_refusals_operation_called_directly_refuses_too(layout, mask):
+    tensors = sound().values()
+    with pytest.raises(attngen.SpecError):
+        torch.ops.attngen.forward(*tensors, layout, mask, 1.0, -1, -1, False, False)
+
+
+@pytest.mark.parametrize("d", [12, 264])
+def test_refusals_auto_takes_the_reference_and_logs_why(d, caplog):
+    q, k, v = oracle.operands(1, 2, 2, 9, 9, d)
+    with caplog.at_level("WARNING", logger="attngen"):
+        out = attngen.attention(q, k, v, mask="causal", backend="auto")
+    expected = attngen.attention(q, k, v, mask="causal", backend="reference")
+    assert torch.equal(out, expected)
+    assert f"head_dim {d}" in caplog.text

@@ -1,0 +1,116 @@
+"""Launches at the same time, from several streams and threads, disturb nobody."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from . import cases, oracle
+from .oracle import run, same
+
+pytestmark = pytest.mark.gpu
+KERNELS = cases.core_specs(64, 128, 256)
+
+
+def test_launch_eight_streams_at_once_are_right(workloads):
+    streams = [torch.cuda.Stream() for _ in range(8)]
+    torch.cuda.synchronize()
+    found = []
+    for turn in range(20):
+        for number, stream in enumerate(streams):
+            which = (turn + number) % len(workloads)
+            with torch.cuda.stream(stream):
+                found.append((which, run(workloads[which][0])))
+    torch.cuda.synchronize()
+    assert all(same(results, workloads[which][1]) for which, results in found)
+
+
+def in_threads(*functions) -> None:
+    """Runs each function in a thread of its own and raises what any of them raised."""
+    errors = []
+
+    def guarded(function):
+        try:
+            function()
+        except BaseException as error:  # handed on to the test's thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(f,)) for f in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_launch_eight_threads_on_their_own_streams_are_right(workloads):
+    torch.cuda.synchronize()
+    gate = threading.Barrier(8)
+
+    def work(number):
+        stream = torch.cuda.Stream()
+        gate.wait()
+        with torch.cuda.stream(stream):
+            for turn in range(20):
+                tensors, wanted = workloads[(number + turn) % len(workloads)]
+                results = run(tensors)
+                stream.synchronize()
+                assert same(results, wanted), f"thread {number}, turn {turn}"
+
+    in_threads(*(lambda n=n: work(n) for n in range(8)))
+
+
+def test_launch_threads_sharing_one_stream_and_kernel_are_right(workloads):
+    torch.cuda.synchronize()
+    picked = [workloads[n] for n in (0, 2, 5)]  # one kernel, three shapes
+    found = []
+
+    def work(number):
+        for _ in range(30):
+            tensors, wanted = picked[number % 3]
+            found.append((run(tensors), wanted))
+
+    in_threads(*(lambda n=n: work(n) for n in range(6)))
+    torch.cuda.synchronize()
+    assert len(found) == 180 and all(same(results, wanted) for results, wanted in found)
+
+
+def test_launch_thread_that_never_touched_the_device_is_right(workloads):
+    """A new thread has no current context; memory from the allocator's cache does not make one."""
+    tensors, wanted = workloads[1]
+    for _ in range(3):
+        run(tensors)
+    found = []
+    in_threads(lambda: found.append(run(tensors)))
+    assert same(found[0], wanted)
+
+
+def test_launch_threads_building_one_kernel_at_once_are_right(monkeypatch, tmp_path):
+    monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path))
+    tensors = oracle.operands(1, 2, 2, 140, 140, 88, 24)
+    found = []
+    in_threads(*(lambda: found.append(run(tensors)) for _ in range(8)))
+    torch.cuda.synchronize()
+    expected = oracle.truth(*tensors, mask="causal")
+    for out, lse in found:
+        oracle.check(out, lse, expected)
+
+
+def test_launch_result_is_ordered_on_the_callers_stream():
+    """Operands made late on the same stream, outputs read early: no launch runs ahead or behind."""
+    stream = torch.cuda.Stream()
+    q, k, v = oracle.operands(2, 4, 4, 1000, 1000, 64)
+    wanted, _ = run((q, k, v))
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        late = torch.full_like(q, float("nan"))
+        torch.cuda._sleep(20_000_000)
+        late.copy_(q)
+        out, _ = run((late, k, v))
+        kept = out.clone()
+        late.fill_(float("nan"))
+    stream.synchronize()
+    assert torch.equal(kept, wanted)

@@ -1,0 +1,157 @@
+"""The torch operation: schema, fake tensors, torch.compile, gradients, devices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import attngen
+
+from . import cases, oracle
+
+pytestmark = pytest.mark.gpu
+KERNELS = [
+    *cases.core_specs(64, 128),
+    cases.spec(72, 40, mask="causal"),
+    cases.spec(128, partial=True, mask="causal"),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("layout", cases.LAYOUTS)
+@pytest.mark.parametrize("partial", [False, True])
+def test_op_passes_opcheck(layout, partial):
+    q, k, v = oracle.operands(2, 4, 2, 70, 90, 128, layout=layout)
+    torch.library.opcheck(
+        torch.ops.attngen.forward, (q, k, v, layout, "causal", 0.1, -1, -1, False, partial)
+    )
+
+
+@pytest.mark.parametrize("sizes", [(2, 0, 5), (2, 5, 0), (0, 5, 5), (1, 1, 1)], ids=str)
+def test_op_passes_opcheck_with_nothing_to_compute(sizes):
+    batch, s_q, s_kv = sizes
+    q, k, v = oracle.operands(batch, 2, 2, s_q, s_kv, 64)
+    torch.library.opcheck(
+        torch.ops.attngen.forward, (q, k, v, "bshd", "none", 0.1, 5, 5, True, False)
+    )
+
+
+@pytest.mark.parametrize("layout", cases.LAYOUTS)
+@pytest.mark.parametrize("partial", [False, True])
+def test_op_fake_result_has_the_real_ones_shape_and_strides(layout, partial):
+    whole = oracle.operands(2, 4, 4, 70, 70, 128, layout=layout)
+    h = layout.index("h")
+    q, k, v = (x.narrow(h, 1, 2) for x in whole)
+    arguments = (layout, "causal", 0.1, -1, -1, False, partial)
+    real = torch.ops.attngen.forward(q, k, v, *arguments)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = torch.ops.attngen.forward(*(mode.from_tensor(x) for x in (q, k, v)), *arguments)
+    for a, b in zip(real, fake, strict=True):
+        assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
+
+
+def model(q, k, v, mask="causal", window=(-1, -1)):
+    """Something around the call for the compiler to chew on."""
+    out, aux = attngen.attention(
+        q * 1, k, v + 0, mask=mask, window=window, backend="cuda", return_lse=True
+    )
+    return out.float().sin() + aux.lse.transpose(1, 2)[..., None]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("mask, window", [("causal", (-1, -1)), ("none", (20, 10))])
+def test_op_compiled_whole_gives_the_eager_result(backend, mask, window):
+    compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=False)
+    q, k, v = oracle.operands(2, 4, 2, 130, 130, 64)
+    got = compiled(q, k, v, mask, window)
+    torch.testing.assert_close(got, model(q, k, v, mask, window), atol=1e-4, rtol=1e-4)
+
+
+def test_op_compiled_dynamic_serves_many_shapes_with_one_graph():
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    # In the first call no two sizes are equal, which the tracer would take for a rule.
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for number, (batch, s_q, s_kv) in enumerate([(3, 70, 90), (2, 131, 65), (5, 257, 300)]):
+            q, k, v = oracle.operands(batch, 4, 2, s_q, s_kv, 64, seed=number)
+            assert torch.equal(compiled(q, k, v), model(q, k, v))
+
+
+def test_op_compiled_without_dynamic_follows_changed_shapes():
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for number, s in enumerate([64, 65, 128, 300]):
+        q, k, v = oracle.operands(1, 2, 2, s, s, 64, seed=number)
+        assert torch.equal(compiled(q, k, v), model(q, k, v))
+
+
+def test_op_compiled_to_cuda_graphs_is_right_and_leaves_eager_calls_right():
+    """Warm-up, capture and replay share one memory pool, in which nothing must outlive its call."""
+
+    def calm(q, k, v):
+        return attngen.attention(q * 1, k, v, mask="causal", backend="cuda") * 1
+
+    shapes = [(2, 4, 2, 500, 500, 64), (1, 8, 8, 900, 900, 128), (3, 2, 1, 257, 300, 64)]
+    inputs = [oracle.operands(*shape) for shape in shapes]
+    wanted = [calm(*tensors) for tensors in inputs]
+    compiled = [
+        torch.compile(calm, fullgraph=True, dynamic=False, mode="reduce-overhead") for _ in shapes
+    ]
+    for _ in range(5):
+        for function, tensors, want in zip(compiled, inputs, wanted, strict=True):
+            torch.compiler.cudagraph_mark_step_begin()
+            with torch.no_grad():
+                assert torch.equal(function(*tensors), want)
+            assert torch.equal(calm(*tensors), want)
+
+
+def test_op_gradient_wanted_is_refused_with_the_way_out():
+    q, k, v = oracle.operands(1, 2, 2, 64, 64, 64)
+    with pytest.raises(attngen.SpecError, match="no_grad.*detach.*reference"):
+        attngen.attention(q.requires_grad_(), k, v, backend="cuda")
+
+
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+def test_op_gradient_switched_off_runs(guard):
+    q, k, v = oracle.operands(1, 2, 2, 64, 64, 64)
+    expected = attngen.attention(q, k, v, mask="causal", backend="cuda")
+    with guard():
+        out = attngen.attention(q.clone().requires_grad_(), k, v, mask="causal", backend="cuda")
+    assert torch.equal(out, expected) and not out.requires_grad
+
+
+@pytest.mark.parametrize("backend", ["cuda", "auto"])
+def test_op_backend_auto_takes_the_kernel(backend, caplog):
+    q, k, v = oracle.operands(1, 2, 2, 64, 64, 64)
+    out = attngen.attention(q, k, v, backend=backend)
+    direct, _ = torch.ops.attngen.forward(q, k, v, "bshd", "none", 0.125, -1, -1, False, False)
+    assert torch.equal(out, direct)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "window", [(None, None), (None, 5), (5, None), (-1, -1), [3, 4]], ids=str
+)
+def test_op_every_way_to_write_a_window_is_right(window):
+    q, k, v = oracle.operands(1, 2, 2, 100, 100, 64)
+    oracle.check_call(q, k, v, window=window)
+
+
+def test_op_second_device_runs_whichever_is_current():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    here = oracle.operands(2, 4, 2, 300, 300, 64)
+    expected = attngen.attention(*here, mask="causal", backend="cuda")
+    there = [x.to("cuda:1") for x in here]
+    for current in (0, 1):
+        with torch.cuda.device(current):
+            out = attngen.attention(*there, mask="causal", backend="cuda")
+            again = attngen.attention(*here, mask="causal", backend="cuda")
+        assert out.device.index == 1 and again.device.index == 0
+        assert torch.equal(out.cpu(), expected.cpu()) and torch.equal(again, expected)
+    with pytest.raises(attngen.SpecError, match="cuda:1"):
+        attngen.attention(here[0], *there[1:], backend="cuda")

@@ -1,0 +1,178 @@
+"""Summarises a run of the GPU tests as JSON: counts, failures, and what they ran on.
+
+    python -m pytest -m gpu --junit-xml report.xml
+    python tools/gpu_results.py --junit report.xml -o docs/results/gpu-tests.json
+
+Run it on the machine and the checkout that ran the tests: chip, versions and the digests of the
+kernels' sources are those it finds. docs/results/README.md says what the fields mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+SCHEMA = 1
+_SUMMARY = re.compile(r"^=+\s*(?P<kind>RACECHECK|ERROR|LEAK)?\s*SUMMARY:\s*(?P<text>.+?)\s*$")
+_COUNTS = {
+    "ERROR": re.compile(r"^(\d+) errors?\b"),
+    "RACECHECK": re.compile(r"^(\d+) hazards? displayed"),
+    "LEAK": re.compile(r"leaked in (\d+) allocations?"),
+}
+
+
+class ReportError(ValueError):
+    """A report that says nothing, or not what it should."""
+
+
+def summarise_junit(path: Path) -> dict[str, Any]:
+    """Counts of a junit file, names and messages of what failed, reasons of what was skipped.
+
+    A test that fails and whose teardown fails as well counts once, as failed.
+    Raises: ReportError where the file is no junit report, or holds no test.
+    """
+    try:
+        root = ElementTree.parse(path).getroot()
+    except (OSError, ElementTree.ParseError) as error:
+        raise ReportError(f"{path}: {error}") from error
+    cases: dict[str, dict[str, str | None]] = {}
+    for case in root.iter("testcase"):
+        outcomes = cases.setdefault(_name(case), {})
+        for kind in ("failure", "error", "skipped"):
+            if (element := case.find(kind)) is not None:
+                outcomes[kind] = element.get("message")
+    if not cases:
+        raise ReportError(f"{path}: no test in it")
+    count = Counter(_outcome(outcomes) for outcomes in cases.values())
+    wrong = {
+        name: _first_line(outcomes.get("failure") or outcomes.get("error"))
+        for name, outcomes in cases.items()
+        if _outcome(outcomes) in ("failed", "errors")
+    }
+    reasons = Counter(
+        _first_line(outcomes["skipped"])
+        for outcomes in cases.values()
+        if _outcome(outcomes) == "skipped"
+    )
+    suites = [root] if root.tag == "testsuite" else root.findall("testsuite")
+    return {
+        **{name: count[name] for name in ("passed", "failed", "errors", "skipped")},
+        "seconds": round(sum(float(suite.get("time") or 0) for suite in suites), 1),
+        "failures": wrong,
+        "skip_reasons": dict(sorted(reasons.items())),
+    }
+
+
+def _name(case: ElementTree.Element) -> str:
+    return f"{case.get('classname')}::{case.get('name')}"
+
+
+def _outcome(outcomes: dict[str, str | None]) -> str:
+    for kind, name in (("failure", "failed"), ("error", "errors"), ("skipped", "skipped")):
+        if kind in outcomes:
+            return name
+    return "passed"
+
+
+def _first_line(message: str | None) -> str:
+    return (message or "").strip().partition("\n")[0][:200]
+
+
+def summarise_sanitizer(path: Path) -> dict[str, Any]:
+    """The summary lines of one compute-sanitizer log, and their counts added up.
+
+    Raises: ReportError where there is none: the tool did not get to its end.
+    """
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError as error:
+        raise ReportError(f"{path}: {error}") from error
+    found = [match for line in lines if (match := _SUMMARY.match(line))]
+    if not found:
+        raise ReportError(f"{path}: no summary of compute-sanitizer in it")
+    errors = 0
+    for match in found:
+        counted = _COUNTS[match["kind"] or "ERROR"].search(match["text"])
+        if counted is None:
+            raise ReportError(f"{path}: cannot read {match.group()!r}")
+        errors += int(counted[1])
+    return {"log": path.name, "errors": errors, "summary": [match["text"] for match in found]}
+
+
+def environment() -> dict[str, Any]:
+    """Chip, driver and versions; None for what is not there."""
+    chip = driver = None
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        chip, driver = (part.strip() for part in done.stdout.splitlines()[0].split(",", 1))
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        pass
+    torch_version = cuda_version = None
+    try:
+        import torch
+    except ImportError:
+        pass
+    else:
+        torch_version, cuda_version = str(torch.__version__), torch.version.cuda
+        if chip is None and torch.cuda.is_available():
+            chip = torch.cuda.get_device_name()
+    from attngen import digest
+
+    return {
+        "chip": chip,
+        "driver": driver,
+        "torch": torch_version,
+        "cuda": cuda_version,
+        "nvrtc": digest.installed_toolchain(),
+        "python": platform.python_version(),
+        "sources": digest.source_digests(),
+    }
+
+
+def results(junit: Path, sanitizer: Sequence[Path]) -> dict[str, Any]:
+    """Everything that the JSON file says. Raises: ReportError."""
+    return {
+        "schema": SCHEMA,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        **environment(),
+        "tests": summarise_junit(junit),
+        "sanitizer": [summarise_sanitizer(path) for path in sanitizer],
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0; 1 where a test failed, none passed or a sanitizer found something, 2 where a report is
+    unreadable."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--junit", type=Path, required=True, metavar="XML")
+    parser.add_argument("--sanitizer", type=Path, nargs="+", default=[], metavar="LOG")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="JSON")
+    options = parser.parse_args(arguments)
+    try:
+        found = results(options.junit, options.sanitizer)
+    except ReportError as error:
+        print(error, file=sys.stderr)
+        return 2
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(found, indent=2) + "\n")
+    tests = found["tests"]
+    print(", ".join(f"{tests[name]} {name}" for name in ("passed", "failed", "errors", "skipped")))
+    wrong = tests["failed"] + tests["errors"] + sum(log["errors"] for log in found["sanitizer"])
+    return 1 if wrong or not tests["passed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
