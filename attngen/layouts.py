@@ -40,6 +40,12 @@ class Layout:
         return _OPERANDS_OF_PACKING[self.packing]
 
     @property
+    def dense(self) -> bool:
+        """Whether Q, K and V are three tensors of one format with a batch axis."""
+        one_format = self.q_format == self.kv_format != "thd"
+        return one_format and self.packing == "none" and not self.paged
+
+    @property
     def one_length(self) -> bool:
         """Whether Q, K and V are one tensor and therefore have the same lengths."""
         return self.packing in ("qkv_3hd", "qkv_h3d")

@@ -42,6 +42,22 @@ def checked(what: str, result: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
+_threads = threading.local()
+
+
+def ensure_context(device: int) -> None:
+    """Make the device's primary context current in a thread that has none yet: torch does so only
+    when it calls the runtime, which a cached allocation does not."""
+    if device in getattr(_threads, "devices", ()):
+        return
+    cuda = driver()
+    if not int(checked("cuCtxGetCurrent", cuda.cuCtxGetCurrent())):
+        handle = checked("cuDeviceGet", cuda.cuDeviceGet(device))
+        context = checked("primary context", cuda.cuDevicePrimaryCtxRetain(handle))
+        checked("cuCtxSetCurrent", cuda.cuCtxSetCurrent(context))
+    _threads.devices = {*getattr(_threads, "devices", ()), device}
+
+
 def load(binary: Binary, cubin: bytes, device: int) -> LoadedKernel:
     """Load the cubin (once a process) and prepare its kernel on device `device`.
 

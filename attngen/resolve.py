@@ -121,9 +121,7 @@ def _check_operands(spec: AttentionSpec) -> list[Violation]:
     except ValueError as error:
         found.append(Violation("layout", str(error), "bshd"))
     else:
-        if layout.packing != "none" or layout.paged or layout.q_format != layout.kv_format or (
-            layout.q_format == "thd"
-        ):
+        if not layout.dense:
             reason = f"layout {spec.layout!r} has no kernels; available: bshd, sbhd, bhsd"
             found.append(Violation("layout", reason, "bshd"))
     return found

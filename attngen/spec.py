@@ -99,7 +99,7 @@ class AttentionSpec:
             attn_mask=has_mask,
             window=any(side is not None and side >= 0 for side in window),
             bias=bias_type if arguments.get("bias") is not None else "none",
-            alibi=arguments.get("alibi_slopes") is not None or bias_type == "alibi",
+            alibi=arguments.get("alibi_slopes") not in (None, False) or bias_type == "alibi",
             softcap=bool(arguments.get("softcap", 0.0)),
             score_mod=arguments.get("score_mod") is not None,
             mask_mod=arguments.get("mask_mod") is not None

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import load
+from .. import counters, load
 from ..builder import build as build_spec
 from ..errors import SpecError
 from ..launch import UNBOUNDED, Extent, Prepared, Scalars, launch, prepare
 from ..layouts import parse
 from ..spec import AttentionSpec, dtype_name
 
+SCALE_LIMIT = 2.0**127  # in log2 units it must still be a float32
 ARCH_OF_CAPABILITY = {(9, 0): "sm_90a"}
 
 _library = torch.library.Library("attngen", "DEF")
@@ -92,10 +93,10 @@ def forward(
         if any(addresses[name] % 16 for name in ("q", "k", "v")):
             raise SpecError("q, k and v must start at a multiple of 16 bytes; clone what does not")
         with torch.cuda.device(q.device):
+            load.ensure_context(q.device.index)
             stream = torch._C._cuda_getCurrentRawStream(q.device.index)
             if prepared.loaded.kernel.workspace:
-                counter = _tile_counter(q.device, stream)
-                addresses["tile_counter"] = counter.data_ptr()
+                addresses["tile_counter"] = _tile_counter(q.device, stream)
             launch(prepared, addresses, stream)
     else:  # no query, or no key that one could see
         out.zero_()
@@ -110,11 +111,10 @@ class _NothingToCompute:
 _PREPARED_LIMIT = 4096
 _prepared: dict[tuple[object, ...], Prepared | _NothingToCompute] = {}
 _kernels: dict[Variant, load.LoadedKernel] = {}
-_counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def _outputs(q: Tensor, v: Tensor, layout: str, partial: bool) -> tuple[Tensor, Tensor]:
-    axes = parse(layout).q_format
+    axes = memory_axes(layout)
     batch, seq, heads = (q.shape[axes.index(axis)] for axis in "bsh")
     dtype = torch.float32 if partial else q.dtype
     out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)
@@ -131,7 +131,7 @@ def _prepare(
     scalars: Scalars,
     partial: bool,
 ) -> Prepared | _NothingToCompute:
-    axes = parse(layout).q_format
+    axes = memory_axes(layout)
     tensors = {"q": q, "k": k, "v": v, "o": out}
     extents = {name: extent(tensor, axes) for name, tensor in tensors.items()}
     if reasons := violations(tensors, extents, scalars):
@@ -167,6 +167,14 @@ def _kernel(variant: Variant, device: torch.device) -> load.LoadedKernel:
         with torch.cuda.device(device):
             _kernels[variant] = load.load(built.binary, built.cubin, variant.device)
     return _kernels[variant]
+
+
+def memory_axes(layout: str) -> str:
+    """Order of the axes b, s, h, d of all operands. Raises: SpecError for any other layout."""
+    parsed = parse(layout)
+    if not parsed.dense:
+        raise SpecError(f"layout={layout!r} has no kernels; available: bshd, sbhd, bhsd")
+    return parsed.q_format
 
 
 def extent(tensor: Tensor, axes: str) -> Extent:
@@ -206,24 +214,22 @@ def violations(
         reasons.append(f"head dims of q and k differ: {q.dim} and {k.dim}")
     if q.heads and (not k.heads or q.heads % k.heads):
         reasons.append(f"{q.heads} query heads are not a multiple of {k.heads} key/value heads")
-    if not (0 < scalars.softmax_scale < math.inf):
-        reasons.append(f"softmax_scale={scalars.softmax_scale}: kernels take a positive number")
+    if not (0 < scalars.softmax_scale < SCALE_LIMIT):
+        reasons.append(
+            f"softmax_scale={scalars.softmax_scale}: kernels take a positive float32 number"
+        )
     return reasons
 
 
-def _tile_counter(device: torch.device, stream: int) -> Tensor:
-    """One zeroed int32 that no concurrent launch shares.
+def _tile_counter(device: torch.device, stream: int) -> int:
+    """Address of one zeroed int32 that no concurrent launch shares.
 
     Launches on one stream follow each other and leave it at zero, so a stream keeps its own. A
     captured launch may be replayed on any stream, so it gets one that lives in the graph.
     """
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
-    counter = _counters.get((device, stream))
-    if counter is None:
-        counter = torch.zeros(1, dtype=torch.int32, device=device)
-        _counters[device, stream] = counter
-    return counter
+        return torch.zeros(1, dtype=torch.int32, device=device).data_ptr()
+    return counters.address(device.index, stream)
 
 
 def _fake_forward(

@@ -10,20 +10,16 @@ from torch import Tensor
 
 from .. import features, reference
 from ..errors import SpecError
-from ..reference.call import MaskMod, ScoreMod, Window
-from ..resolve import find_violations, split_mask
+from ..reference.call import AttentionCall, MaskMod, ScoreMod, Window
+from ..resolve import find_violations
 from ..results import AttentionAux
 from ..spec import AttentionSpec
 from .forward import ARCH_OF_CAPABILITY, device_arch
 
 log = logging.getLogger("attngen")
 
+_FEATURES = features.scan()  # here, not in a call: torch.compile cannot trace file access
 BACKENDS = ("auto", "cuda", "reference")
-_LENGTHS = (
-    *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
-    *("seqused_q", "seqused_kv", "page_table", "rng_state", "num_splits"),
-)
-
 
 def attention(
     q: Tensor,
@@ -70,56 +66,151 @@ def attention(
     docs/semantics.md.
 
     backend: `cuda` runs a compiled kernel or refuses; `reference` is the definition in plain
-    PyTorch, on any device; `auto` takes a kernel where there is one and else the reference, and
-    logs the reason once.
+    PyTorch, on any device; `auto` takes the reference where the device or the variant has no
+    kernel, and logs the reason once. Operands that kernels cannot read (strides, alignment) and
+    gradients are refused, not computed some other way.
 
     Returns the output in Q's format and dtype, or (output, AttentionAux) where `return_lse`,
     `return_max_logit` or dropout asks for by-products.
     Raises: SpecError with every violation at once; CompileError, LaunchError.
     """
-    arguments = dict(locals())
-    for name in ("q", "k", "v", "backend", "num_splits", "deterministic"):
-        del arguments[name]
+    wants_aux = return_lse or return_max_logit or dropout_p > 0
+    # What the checks of a plain call depend on; None where they must run again.
+    key: tuple[Any, ...] | None = None
+    if (
+        (attn_mask is None and bias is None and alibi_slopes is None and sink is None)
+        and (rng_state is None and score_mod is None and mask_mod is None and block_mask is None)
+        and (cu_seqlens_q is None and cu_seqlens_kv is None and page_table is None)
+        and (cu_seqlens_q_padded is None and cu_seqlens_kv_padded is None and num_splits is None)
+        and (seqused_q is None and seqused_kv is None and k is not None and v is not None)
+        and (isinstance(window, tuple) and not torch.compiler.is_compiling())
+    ):
+        key = (
+            *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
+            *(layout, mask, window, bottom_right, softmax_scale, softcap, bias_type, softmax),
+            *(dropout_p, deterministic, return_max_logit, max_seqlen_q, max_seqlen_kv, backend),
+        )
+    if key is None or key not in _on_kernels:
+        call = AttentionCall(
+            q=q,
+            k=k,
+            v=v,
+            layout=layout,
+            mask=mask,
+            window=window,
+            bottom_right=bottom_right,
+            attn_mask=attn_mask,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            bias=bias,
+            bias_type=bias_type,
+            alibi_slopes=alibi_slopes,
+            softmax=softmax,
+            sink=sink,
+            dropout_p=dropout_p,
+            rng_state=rng_state,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
+            cu_seqlens_q_padded=cu_seqlens_q_padded,
+            cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_kv=max_seqlen_kv,
+            seqused_q=seqused_q,
+            seqused_kv=seqused_kv,
+            page_table=page_table,
+            score_mod=score_mod,
+            mask_mod=mask_mod,
+            block_mask=block_mask,
+            return_lse=return_lse,
+            return_max_logit=return_max_logit,
+        )
+        if not _use_kernels(call, backend, num_splits, deterministic):
+            out, aux = reference.run(call)
+            return (out, aux) if wants_aux else out
+        if key is not None:
+            if len(_on_kernels) >= _KEY_LIMIT:
+                _on_kernels.clear()
+            _on_kernels.add(key)
+    assert k is not None and v is not None  # a layout that packs them has no kernels
+    _refuse_gradient(q, k, v)
+    left, right = window
+    out, lse = torch.ops.attngen.forward(
+        *(q, k, v, layout, mask),
+        q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
+        -1 if left is None else left,
+        -1 if right is None else right,
+        mask.endswith("_bottom_right") if bottom_right is None else bottom_right,
+        False,
+    )
+    return (out, AttentionAux(lse=lse)) if wants_aux else out
+
+
+# Calls that were checked and have a kernel: a call like one of them goes straight there.
+_KEY_LIMIT = 4096
+_on_kernels: set[tuple[Any, ...]] = set()
+
+
+def _use_kernels(
+    call: AttentionCall, backend: str, num_splits: int | None, deterministic: bool | None
+) -> bool:
+    """Whether kernels serve this call; checks all of its arguments.
+
+    Raises: SpecError where they do not agree, or the backend that was named cannot serve them.
+    """
     if backend not in BACKENDS:
         raise SpecError(f"backend={backend!r}; allowed: {', '.join(BACKENDS)}")
-    wants_aux = return_lse or return_max_logit or dropout_p > 0
-    if backend != "reference":
-        reasons = _refusals(q, k, v, arguments, num_splits, deterministic)
-        if not reasons:
-            assert k is not None and v is not None  # a layout that packs them was refused
-            _refuse_gradient(q, k, v)
-            _, aligned = split_mask(mask)
-            left, right = (-1 if side is None else side for side in window)
-            scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-            out, lse = torch.ops.attngen.forward(
-                *(q, k, v, layout, mask, scale, left, right),
-                aligned if bottom_right is None else bottom_right,
-                False,
-            )
-            return (out, AttentionAux(lse=lse)) if wants_aux else out
-        if backend == "cuda":
-            raise SpecError(reasons)
+    if backend == "reference":
+        return False
+    reference.check(call)
+    reasons = _refusals(call, num_splits, deterministic)
+    if reasons and backend == "cuda":
+        raise SpecError(reasons)
+    if reasons:
         _log_once("; ".join(reasons))
-    out, aux = reference.attention(q, k, v, **arguments)
-    return (out, aux) if wants_aux else out
+    return not reasons
 
 
 def _refusals(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    arguments: dict[str, Any],
-    num_splits: int | None,
-    deterministic: bool | None,
+    call: AttentionCall, num_splits: int | None, deterministic: bool | None
 ) -> list[str]:
     """Why no kernel can serve this call; empty where one can."""
-    if device_arch(q.device) is None:
-        return [f"{q.device} has no kernels; available: {', '.join(ARCH_OF_CAPABILITY.values())}"]
-    spec = AttentionSpec.from_call(q, k, v, **arguments, deterministic=deterministic)
-    reasons = [violation.reason for violation in find_violations(spec, features.scan())]
-    given = {**arguments, "num_splits": num_splits}
-    reasons += [f"{name} has no kernels yet" for name in _LENGTHS if given[name] is not None]
-    return reasons
+    if device_arch(call.q.device) is None:
+        available = ", ".join(ARCH_OF_CAPABILITY.values())
+        return [f"{call.q.device} has no kernels; available: {available}"]
+    spec = AttentionSpec.from_call(
+        call.q,
+        call.k,
+        call.v,
+        layout=call.layout,
+        mask=call.mask,
+        window=call.window,
+        attn_mask=call.attn_mask,
+        bias=call.bias,
+        bias_type=call.bias_type,
+        alibi_slopes=call.alibi_slopes,
+        softcap=call.softcap,
+        score_mod=call.score_mod,
+        mask_mod=call.mask_mod,
+        block_mask=call.block_mask,
+        softmax=call.softmax,
+        dropout_p=call.dropout_p,
+        return_max_logit=call.return_max_logit,
+        deterministic=deterministic,
+    )
+    reasons = [violation.reason for violation in find_violations(spec, _FEATURES)]
+    without_kernels = {
+        "cu_seqlens_q": call.cu_seqlens_q,
+        "cu_seqlens_kv": call.cu_seqlens_kv,
+        "cu_seqlens_q_padded": call.cu_seqlens_q_padded,
+        "cu_seqlens_kv_padded": call.cu_seqlens_kv_padded,
+        "seqused_q": call.seqused_q,
+        "seqused_kv": call.seqused_kv,
+        "page_table": call.page_table,
+        "rng_state": call.rng_state,
+        "num_splits": num_splits,
+    }
+    given = [name for name, value in without_kernels.items() if value is not None]
+    return reasons + [f"{name} has no kernels yet" for name in given]
 
 
 def _refuse_gradient(*tensors: Tensor) -> None:

@@ -7,6 +7,7 @@ computes: what a backend cannot do is that backend's own refusal.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -22,6 +23,11 @@ from .sequences import Span
 
 BIAS_TYPES = ("post_scale", "pre_scale", "alibi")
 SOFTMAXES = ("vanilla", "off_by_one", "learnable")
+TENSOR_ARGUMENTS = (
+    *("q", "k", "v", "attn_mask", "bias", "alibi_slopes", "sink", "rng_state"),
+    *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
+    *("seqused_q", "seqused_kv", "page_table"),
+)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -114,7 +120,7 @@ def _operand_violations(call: AttentionCall, operands: Operands) -> Iterator[str
     k_sizes, v_sizes = ([size(x.shape, fmt, a) for a in axes] for x in (k, v))
     if k_sizes != v_sizes or (fmt != "thd" and size(k.shape, fmt, "b") != operands.batch):
         yield (
-            f"k and v need equal lengths and the {operands.batch} sequences of q; got "
+            f"k and v need equal lengths and the batch of q, {operands.batch} sequences; got "
             f"[{', '.join(axes)}] = {k_sizes} in k, {v_sizes} in v. Cut them to fit."
         )
 
@@ -122,11 +128,13 @@ def _operand_violations(call: AttentionCall, operands: Operands) -> Iterator[str
 def _mask_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
     if call.mask not in MASKS:
         yield f"mask={call.mask!r} is not a mask. Use one of {', '.join(MASKS)}."
-    if len(call.window) != 2 or any(side is not None and side < -1 for side in call.window):
+    if not _is_window(call.window):
         yield (
             f"window needs (left, right), each >= 0, or -1 or None for unbounded; got "
             f"{call.window!r}. Use bottom_right to move the diagonal."
         )
+    if call.bottom_right not in (None, False, True):
+        yield f"bottom_right needs True, False or None; got {call.bottom_right!r}. Pass one."
     if call.bottom_right is False and call.mask.endswith("bottom_right"):
         yield (
             f"mask={call.mask!r} aligns to the bottom right; got bottom_right=False. "
@@ -150,6 +158,12 @@ def _mask_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
             )
 
 
+def _is_window(window: object) -> bool:
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        return False
+    return all(side is None or (isinstance(side, int) and side >= -1) for side in window)
+
+
 def _softmax_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
     if call.softmax not in SOFTMAXES:
         yield f"softmax={call.softmax!r} is not a softmax. Use one of {', '.join(SOFTMAXES)}."
@@ -163,6 +177,8 @@ def _softmax_violations(call: AttentionCall, operands: Operands) -> Iterator[str
             f"softmax='learnable' needs sink float32 [h_q={operands.h_q}]; got "
             f"{shape_of(call.sink)}. Pass sink.float() of shape ({operands.h_q},)."
         )
+    if call.softmax_scale is not None and not math.isfinite(call.softmax_scale):
+        yield f"softmax_scale needs a finite number; got {call.softmax_scale!r}. Pass one."
     if not call.softcap >= 0:
         yield f"softcap needs a cap > 0, or 0 for none; got {call.softcap!r}. Pass its magnitude."
 
@@ -215,7 +231,8 @@ def _dropout_violations(call: AttentionCall, operands: Operands) -> Iterator[str
 
 
 def _device_violations(call: AttentionCall) -> Iterator[str]:
-    tensors = {name: x for name, x in vars(call).items() if isinstance(x, Tensor)}
+    given = {name: getattr(call, name) for name in TENSOR_ARGUMENTS}
+    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
     tables = zip(("page_table (K)", "page_table (V)"), call.page_tables, strict=False)
     for name, tensor in (tensors | dict(tables)).items():
         if tensor.device != call.q.device:

@@ -134,7 +134,7 @@ def _longest_violations(
             f"{side} has room for {room} positions a sequence; got lengths {lengths}. "
             f"Pass lengths in 0..{room}."
         )
-    if max_seqlen is not None and max(lengths, default=0) > max_seqlen:
+    if max_seqlen is not None and max([0, *lengths]) > max_seqlen:
         yield (
             f"max_seqlen_{side}={max_seqlen} must be no less than any length; got lengths "
             f"{lengths}. Pass at least {max(lengths)}."
@@ -166,7 +166,7 @@ def _extent_violations(
     call: AttentionCall, operands: Operands, queries: list[Span], keys: list[Span]
 ) -> Iterator[str]:
     """Bias, masks and block mask must reach the longest sequences; a size of 1 broadcasts."""
-    longest = [max((span.length for span in spans), default=0) for spans in (queries, keys)]
+    longest = [max([0, *(span.length for span in spans)]) for spans in (queries, keys)]
     for name, tensor in (("bias", call.bias), ("attn_mask", call.attn_mask)):
         if tensor is None:
             continue

@@ -21,7 +21,7 @@ STAGES = (
     *("builder", "ops", "cli"),
 )
 COMPILER_SIDE = {"spec", "features", "resolve", "plan", "render", "compile", "builder", "digest"}
-LAUNCH_SIDE = ("launch", "load", "program")
+LAUNCH_SIDE = ("launch", "load", "program", "counters")
 # Outside package → the modules (or packages of ours) that may import it.
 HOMES = {
     "torch": {"ops", "reference", "tune", "bench"},

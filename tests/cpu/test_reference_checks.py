@@ -36,7 +36,10 @@ REFUSED = {
     "heads_do_not_divide": ({"k": tensor(B, S, 3, D), "v": tensor(B, S, 3, D)}, ["divisor"]),
     "heads_of_kv_differ": ({"k": KV}, ["4 in q, 2 in k, 4 in v"]),
     "lengths_of_kv_differ": ({"v": tensor(B, 5, H, D)}, ["equal lengths", "[2, 5] in v"]),
-    "batch_differs": ({"k": tensor(3, S, H, D), "v": tensor(3, S, H, D)}, ["2 sequences of q"]),
+    "batch_differs": (
+        {"k": tensor(3, S, H, D), "v": tensor(3, S, H, D)},
+        ["batch of q, 2 sequences"],
+    ),
     "mask_unknown": ({"mask": "casual"}, ["'casual'", "causal_bottom_right"]),
     "mask_arbitrary_alone": ({"mask": "arbitrary"}, ["needs attn_mask"]),
     "mask_padding_alone": ({"mask": "padding_causal"}, ["needs the lengths", "seqused_kv"]),

@@ -71,7 +71,7 @@ ARGUMENTS = {
     "mask window": ({"mask": "window"}, "mask"),
     "layout": ({"layout": "bsdh"}, "layout"),
     "layout packed": ({"layout": "bs3hd"}, "layout"),
-    "layout mixed": ({"layout": "bshd_sbhd_sbhd"}, "layout"),
+    "layout mixed": ({"layout": "bshd_sbhd_sbhd"}, "lengths"),
     "layout thd": ({"layout": "thd"}, "layout"),
     "softmax": ({"softmax": "softmin"}, "softmax"),
     "softmax off by one": ({"softmax": "off_by_one"}, "softmax"),

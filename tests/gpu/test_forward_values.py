@@ -83,9 +83,9 @@ def test_values_fp16_values_near_the_maximum_stay_finite(d):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask", ["none", "causal"])
-@pytest.mark.parametrize("magnitude", [2.0**10, 2.0**13, 2.0**15])
-def test_values_scores_far_beyond_float32_spacing_give_no_nan(dtype, mask, magnitude):
-    """Scores to 1e10, whose spacing in float32 exceeds what exp2 can take: the largest key wins.
+@pytest.mark.parametrize("magnitude", [2.0**7, 2.0**9, 2.0**10])
+def test_values_scores_to_ten_million_pick_the_largest_key(dtype, mask, magnitude):
+    """Scores to 8e6, half the documented limit of 2^24: the largest key wins.
 
     Powers of two keep the scores exact, so that keys that tie do so in every precision.
     """
@@ -130,13 +130,16 @@ def test_values_nan_and_infinity_stay_in_the_head_that_holds_them(mask):
 
 @pytest.mark.parametrize("d", DIMS)
 @pytest.mark.parametrize("mask", ["none", "causal"])
-def test_values_twenty_runs_give_the_same_bits(d, mask):
-    q, k, v = oracle.operands(3, 8, 2, 1100, 1100, d)
-    first, first_aux = attngen.attention(q, k, v, mask=mask, backend="cuda", return_lse=True)
-    oracle.check(first, first_aux.lse, oracle.truth(q, k, v, mask=mask))
-    for _ in range(20):
-        out, aux = attngen.attention(q, k, v, mask=mask, backend="cuda", return_lse=True)
-        assert torch.equal(out, first) and torch.equal(aux.lse, first_aux.lse)
+def test_values_two_hundred_runs_give_the_same_bits(d, mask):
+    """Many tiles for each multiprocessor, so that a race that is lost rarely shows up here."""
+    q, k, v = oracle.operands(12, 16, 4, 1100, 1100, d)
+    first, first_lse = oracle.run((q, k, v), mask)
+    oracle.check(first, first_lse, oracle.truth(q, k, v, mask=mask))
+    differ = torch.zeros(200, dtype=torch.bool, device=q.device)
+    for number in range(200):
+        out, lse = oracle.run((q, k, v), mask)
+        differ[number] = (out != first).any() | (lse != first_lse).any()
+    assert not differ.any(), f"runs {differ.nonzero().flatten().tolist()} differ from the first"
 
 
 @pytest.mark.parametrize("mask", ["none", "causal"])
