@@ -483,8 +483,7 @@ struct Consumer {
       const Job job = *slot;
       if (job.row_block < 0) break;
       mbarrier_wait(smem + kQFull + warpgroup * 8, parity);
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(smem + kJobEmpty);
+      mbarrier_arrive(smem + kJobEmpty);  // every thread: each has read the slot itself
       run_tile(job);
     }
     if (warp == 0 && lane == 0) tma_store_wait_read();
@@ -518,7 +517,7 @@ sm90_fwd__causal_d128_bf16__48feb9(const __grid_constant__ attngen::Params p) {
       mbarrier_init(smem + kVEmpty + i * 8, kConsumers * 4);
     }
     mbarrier_init(smem + kJobFull, 1);
-    mbarrier_init(smem + kJobEmpty, kConsumers * 4 + 3);  // each consumer warp, each loader
+    mbarrier_init(smem + kJobEmpty, kConsumers * 128 + 3);  // consumer threads, loaders
     mbarrier_init_fence();
   }
   __syncthreads();

@@ -63,7 +63,8 @@ def peers(q: Any, k: Any, v: Any, causal: bool) -> dict[str, Call]:
 
 def time_interleaved(calls: dict[str, Call], rounds: int, budget_ms: float) -> dict[str, float]:
     """Median milliseconds a call."""
-    repeats, samples = {}, {name: [] for name in calls}
+    repeats: dict[str, int] = {}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
     for name, call in calls.items():
         call()
         repeats[name] = max(2, min(200, int(budget_ms / max(1e-3, _milliseconds(call, 3)))))
