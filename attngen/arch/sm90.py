@@ -1,6 +1,7 @@
 """Hopper (sm_90a): limits, feasible plans, and the heuristics with what justified them.
 
-Figures marked `measured` are from an H200 at 700 W; docs/performance.md has the tables.
+Figures marked `measured` are from an H200 at 700 W; docs/results/forward.json has what the chosen
+plans reach.
 """
 
 from __future__ import annotations
