@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import attngen
+import attngen.ops.forward  # registers the operation
 
 from . import cases, oracle
 

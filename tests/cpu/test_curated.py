@@ -1,0 +1,26 @@
+"""Every kernel of the example specs compiles into one that may ship."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from attngen import batch, load_specs
+from attngen.cache import Cache
+from tests.cpu.sass import count_instructions
+
+SPECS = sorted((Path(__file__).resolve().parents[2] / "examples" / "specs").glob("*.toml"))
+
+
+@pytest.mark.timeout(300)
+def test_curated_every_kernel_is_a_fast_one(tmp_path: Path) -> None:
+    jobs, refused = batch.jobs_of([spec for path in SPECS for spec in load_specs(path)], None)
+    assert jobs and not refused
+    for outcome in batch.run(jobs, Cache(tmp_path)):
+        label = outcome.job.problem.label
+        assert outcome.error is None and outcome.built is not None, f"{label}: {outcome.error}"
+        found = count_instructions(outcome.built.cubin)
+        assert found["HGMMA"] and found["UTMALDG"], label
+        assert not found["STL"] and not found["LDL"], label
+        assert outcome.built.binary.resources.spill_bytes == 0, label
