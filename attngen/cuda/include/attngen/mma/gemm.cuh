@@ -25,6 +25,23 @@ ATTNGEN_DEVICE void gemm_shared_shared(float (&acc)[Mma::kN / 2], u32 a, u32 b) 
   wgmma_commit();
 }
 
+// acc[64 x N] = A B: A (64 rows) has the reduction along its rows, B has N along its rows and the
+// reduction across them; kSteps steps of 16.
+template <class Mma, int kSteps, u32 kABoxBytes, u32 kBBoxBytes>
+ATTNGEN_DEVICE void gemm_shared_across(float (&acc)[Mma::kN / 2], u32 a, u32 b) {
+  constexpr u32 kStepBytes = 16 * 128;
+  const u32 a_base = operand_base(a, 16);
+  const u32 b_base = operand_base(b, kBBoxBytes);
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const u32 offset = (step / 4) * kABoxBytes + (step % 4) * 32;
+    Mma::issue(acc, operand_descriptor(a_base, offset),
+               operand_descriptor(b_base, step * kStepBytes), step != 0);
+  }
+  wgmma_commit();
+}
+
 // acc[64 x N] = A B^T: as above, with A in registers, loaded by `load_operand`.
 template <class Mma, int kSteps, u32 kBBoxBytes>
 ATTNGEN_DEVICE void gemm_register_shared(float (&acc)[Mma::kN / 2], const u32 (&a)[4 * kSteps],

@@ -15,12 +15,16 @@ ATTNGEN_DEVICE float log2_approx(float x) {
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// 16-bit formats, two values a register.
 struct Bf16 {
   // Two floats rounded to nearest even; `low` in the low half.
   ATTNGEN_DEVICE static u32 pack(float low, float high) {
     u32 packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
+  }
+  ATTNGEN_DEVICE static float2 unpack(u32 packed) {
+    return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u));
   }
 };
 struct Fp16 {
@@ -29,6 +33,21 @@ struct Fp16 {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
   }
+  ATTNGEN_DEVICE static float2 unpack(u32 packed) {
+    float2 x;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\n"
+        "cvt.f32.f16 %1, high;\n}"
+        : "=f"(x.x), "=f"(x.y)
+        : "r"(packed));
+    return x;
+  }
 };
+// Sum of the products of two packed pairs.
+template <class Element>
+ATTNGEN_DEVICE float dot(u32 a, u32 b) {
+  const float2 x = Element::unpack(a);
+  const float2 y = Element::unpack(b);
+  return x.x * y.x + x.y * y.y;
+}
 
 }  // namespace attngen

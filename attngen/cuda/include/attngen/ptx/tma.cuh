@@ -33,11 +33,30 @@ ATTNGEN_DEVICE void tma_store(const TensorMap* map, u32 source, int column, int 
       "r"(source), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
-ATTNGEN_DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Waits until every committed store of this thread has read its shared memory.
-ATTNGEN_DEVICE void tma_store_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+// `bytes` contiguous bytes (a multiple of 16, like both addresses) to shared memory.
+ATTNGEN_DEVICE void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          destination),
+      "l"(source), "r"(bytes), "r"(barrier)
+      : "memory");
 }
+// Adds `bytes` contiguous bytes of floats in shared memory to those in global memory.
+ATTNGEN_DEVICE void bulk_add(float* destination, u32 source, u32 bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+          destination),
+      "r"(source), "r"(bytes)
+      : "memory");
+}
+ATTNGEN_DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Waits until all but the last kPending committed stores of this thread have read their shared memory.
+template <int kPending = 0>
+ATTNGEN_DEVICE void tma_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+// Waits until every committed store of this thread is in memory.
+ATTNGEN_DEVICE void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 // Orders this thread's shared-memory writes before later reads by the copy engine or wgmma.
 ATTNGEN_DEVICE void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

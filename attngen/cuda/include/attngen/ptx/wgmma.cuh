@@ -15,6 +15,13 @@ ATTNGEN_DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// Keeps the compiler from reading an accumulator before the wait that this follows.
+template <int kN>
+ATTNGEN_DEVICE void settle(float (&acc)[kN]) {
+#pragma unroll
+  for (int i = 0; i < kN; ++i) asm volatile("" : "+f"(acc[i])::"memory");
+}
+
 // Where an operand lies in 128-byte-swizzled shared memory, as the low word of its descriptor:
 // stepping through the operand adds to it, in units of 16 bytes. `leading_bytes` is the distance
 // between 64-column boxes where one instruction spans several.

@@ -1,0 +1,62 @@
+"""Hopper (sm_90a), backward: limits, feasible plans, and what justified the heuristics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ..problem import Problem
+from .base import SmemRegion, Tile, lay_out
+from .sm90 import ARCH, BARRIER_BYTES, SMEM_BYTES, _boxes
+
+JOB_BYTES = 20
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    arch: str
+    family: str
+    tile: Tile
+    consumers: int
+    q_stages: int
+    do_stages: int
+    ds_stages: int
+    producer_registers: int
+    consumer_registers: int
+    dq_split: str
+    dq_columns: int
+    descending: bool
+    kv_group_bytes: int
+    group_heads: int
+    tail_share: int
+    smem: tuple[SmemRegion, ...]
+    smem_bytes: int
+    threads: int
+    helper_threads: int = 256
+
+    @property
+    def dq_floats(self) -> int:
+        return self.consumers * 64 * self.dq_columns
+
+
+def make_plan(problem: Problem, m: int, *, consumers: int = 2, q_stages: int = 2, do_stages: int = 2,
+              ds_stages: int = 2, dq_split: str = "columns", registers: tuple[int, int] = (24, 240)) -> BackwardPlan:
+    n = 64 * consumers
+    qk, v = _boxes(problem.head_dim_qk), _boxes(problem.head_dim_v)
+    dq_columns = problem.head_dim_qk if dq_split == "rows" else -(-qk // consumers) * 64
+    sizes = {
+        "Q": q_stages * m * qk * 128,
+        "Do": do_stages * m * v * 128,
+        "K": n * qk * 128,
+        "V": n * v * 128,
+        "Ds": ds_stages * m * consumers * 128,
+        "Dq": consumers * 64 * dq_columns * 4,
+        "Lse": q_stages * m * 4,
+        "D": do_stages * m * 4,
+        "Barriers": BARRIER_BYTES * (6 + 2 * (q_stages + do_stages + consumers)),
+        "Job": JOB_BYTES,
+    }
+    regions = lay_out(sizes)
+    return BackwardPlan(ARCH, "sm90_bwd", Tile(m, n), consumers, q_stages, do_stages, ds_stages,
+                        *registers, dq_split, dq_columns, False, 64 << 20, 16, 4 if problem.masks else 0,
+                        regions, regions[-1].offset + regions[-1].bytes, 128 * (consumers + 1))
