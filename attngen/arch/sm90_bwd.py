@@ -43,7 +43,7 @@ def make_plan(problem: Problem, m: int, *, consumers: int = 2, q_stages: int = 2
               ds_stages: int = 2, dq_split: str = "columns", registers: tuple[int, int] = (24, 240)) -> BackwardPlan:
     n = 64 * consumers
     qk, v = _boxes(problem.head_dim_qk), _boxes(problem.head_dim_v)
-    dq_columns = problem.head_dim_qk if dq_split == "rows" else -(-qk // consumers) * 64
+    dq_columns = {"rows": problem.head_dim_qk, "columns": -(-qk // consumers) * 64, "swapped": m}[dq_split]
     sizes = {
         "Q": q_stages * m * qk * 128,
         "Do": do_stages * m * v * 128,
@@ -51,12 +51,17 @@ def make_plan(problem: Problem, m: int, *, consumers: int = 2, q_stages: int = 2
         "V": n * v * 128,
         "Ds": ds_stages * m * consumers * 128,
         "Dq": consumers * 64 * dq_columns * 4,
+    }
+    small = {
         "Lse": q_stages * m * 4,
         "D": do_stages * m * 4,
-        "Barriers": BARRIER_BYTES * (6 + 2 * (q_stages + do_stages + consumers)),
+        "Barriers": BARRIER_BYTES * (8 + 2 * (q_stages + do_stages + consumers)),
         "Job": JOB_BYTES,
     }
     regions = lay_out(sizes)
+    for name, size in small.items():
+        end = regions[-1].offset + regions[-1].bytes
+        regions = (*regions, SmemRegion(name, -(-end // 16) * 16, size))
     return BackwardPlan(ARCH, "sm90_bwd", Tile(m, n), consumers, q_stages, do_stages, ds_stages,
                         *registers, dq_split, dq_columns, False, 64 << 20, 16, 4 if problem.masks else 0,
                         regions, regions[-1].offset + regions[-1].bytes, 128 * (consumers + 1))

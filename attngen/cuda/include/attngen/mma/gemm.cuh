@@ -8,9 +8,9 @@
 
 namespace attngen {
 
-// acc[64 x N] = A B^T: A (64 rows) and B (N rows) both have the reduction along their rows, in
+// acc[64 x N] = A B^T, or += where kAccumulate: A (64 rows) and B (N rows) both have the reduction along their rows, in
 // kSteps steps of 32 bytes.
-template <class Mma, int kSteps, u32 kABoxBytes, u32 kBBoxBytes>
+template <class Mma, int kSteps, u32 kABoxBytes, u32 kBBoxBytes, bool kAccumulate = false>
 ATTNGEN_DEVICE void gemm_shared_shared(float (&acc)[Mma::kN / 2], u32 a, u32 b) {
   const u32 a_base = operand_base(a, 16);
   const u32 b_base = operand_base(b, 16);
@@ -20,7 +20,7 @@ ATTNGEN_DEVICE void gemm_shared_shared(float (&acc)[Mma::kN / 2], u32 a, u32 b) 
     const u32 box = step / 4;
     const u32 within = (step % 4) * 32;
     Mma::issue(acc, operand_descriptor(a_base, box * kABoxBytes + within),
-               operand_descriptor(b_base, box * kBBoxBytes + within), step != 0);
+               operand_descriptor(b_base, box * kBBoxBytes + within), kAccumulate || step != 0);
   }
   wgmma_commit();
 }
@@ -38,6 +38,23 @@ ATTNGEN_DEVICE void gemm_shared_across(float (&acc)[Mma::kN / 2], u32 a, u32 b) 
     const u32 offset = (step / 4) * kABoxBytes + (step % 4) * 32;
     Mma::issue(acc, operand_descriptor(a_base, offset),
                operand_descriptor(b_base, step * kStepBytes), step != 0);
+  }
+  wgmma_commit();
+}
+
+// acc[64 x N] = A^T B^T: A has its 64 columns along its rows and the reduction across them, B (N
+// rows) has the reduction along its rows; kSteps steps of 16.
+template <class Mma, int kSteps, u32 kABoxBytes, u32 kBBoxBytes>
+ATTNGEN_DEVICE void gemm_across_shared(float (&acc)[Mma::kN / 2], u32 a, u32 b) {
+  constexpr u32 kStepBytes = 16 * 128;
+  const u32 a_base = operand_base(a, kABoxBytes);
+  const u32 b_base = operand_base(b, 16);
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const u32 offset = (step / 4) * kBBoxBytes + (step % 4) * 32;
+    Mma::issue(acc, operand_descriptor(a_base, step * kStepBytes),
+               operand_descriptor(b_base, offset), step != 0);
   }
   wgmma_commit();
 }
