@@ -29,17 +29,12 @@ ATTNGEN_DEVICE void stage_rows(u32 tile, const float (&acc)[kN / 2], float facto
   }
 }
 
-// Lays a 64 x kN accumulator down transposed: its 16-bit pairs `packed` (as wgmma takes A) become
-// kN rows of 64 columns, one swizzled box. kN is a multiple of 16.
-template <int kN>
-ATTNGEN_DEVICE void stage_transposed(u32 box, const u32 (&packed)[kN / 4], int warp, int lane) {
+// Lays 16 columns of a 64-row accumulator down transposed: `packed`, their 16-bit pairs as wgmma takes
+// A, become rows 16 * step and on of a swizzled box of 64 columns.
+ATTNGEN_DEVICE void stage_transposed(u32 box, int step, const u32* packed, int warp, int lane) {
   const u32 chunk = warp * 2 + ((lane >> 3) & 1);
   const u32 row = (lane >> 4) * 8 + (lane & 7);
-  const u32 address = box + row * 128 + ((chunk ^ (row & 7)) * 16);
-#pragma unroll
-  for (int step = 0; step < kN / 16; ++step) {
-    store_matrix_transposed_x4(address + step * 16 * 128, packed + 4 * step);
-  }
+  store_matrix_transposed_x4(box + (step * 16 + row) * 128 + ((chunk ^ (row & 7)) * 16), packed);
 }
 
 }  // namespace attngen

@@ -42,6 +42,12 @@ struct Fp16 {
     return x;
   }
 };
+// kCount floats as kCount / 2 pairs.
+template <class Element, int kCount>
+ATTNGEN_DEVICE void pack_pairs(u32* packed, const float* x) {
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) packed[i] = Element::pack(x[2 * i], x[2 * i + 1]);
+}
 // Sum of the products of two packed pairs.
 template <class Element>
 ATTNGEN_DEVICE float dot(u32 a, u32 b) {

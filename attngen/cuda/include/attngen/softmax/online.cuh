@@ -68,8 +68,7 @@ ATTNGEN_DEVICE bool online_softmax(float (&scores)[kN / 2], RowState& state, flo
 // Weights as 16-bit pairs in the order in which wgmma takes its A operand from registers.
 template <class Element, int kN>
 ATTNGEN_DEVICE void pack_weights(u32 (&packed)[kN / 4], const float (&weights)[kN / 2]) {
-#pragma unroll
-  for (int i = 0; i < kN / 4; ++i) packed[i] = Element::pack(weights[2 * i], weights[2 * i + 1]);
+  pack_pairs<Element, kN / 2>(packed, weights);
 }
 
 }  // namespace attngen
