@@ -36,7 +36,11 @@ class BackwardPlan:
 
     @property
     def dq_floats(self) -> int:
-        return self.consumers * 64 * self.dq_columns
+        return self.consumers * 64 * self.dq_columns if self.family == "sm90_bwd" else 0
+
+    @property
+    def row_block(self) -> int:
+        return self.tile.m if self.family == "sm90_bwd" else 64
 
 
 def make_plan(problem: Problem, m: int, *, consumers: int = 2, q_stages: int = 2, do_stages: int = 2,
@@ -65,3 +69,45 @@ def make_plan(problem: Problem, m: int, *, consumers: int = 2, q_stages: int = 2
     return BackwardPlan(ARCH, "sm90_bwd", Tile(m, n), consumers, q_stages, do_stages, ds_stages,
                         *registers, dq_split, dq_columns, False, 64 << 20, 16, 4 if problem.masks else 0,
                         regions, regions[-1].offset + regions[-1].bytes, 128 * (consumers + 1))
+
+
+def make_dkv(problem: Problem, *, q_stages: int = 2, do_stages: int = 2, registers: tuple[int, int] = (40, 232)) -> BackwardPlan:
+    m = n = 64
+    qk, v = _boxes(problem.head_dim_qk), _boxes(problem.head_dim_v)
+    sizes = {
+        "Q": q_stages * m * qk * 128,
+        "Do": do_stages * m * v * 128,
+        "K": n * qk * 128,
+        "V": n * v * 128,
+        "Weights": 2 * m * n * 2,
+    }
+    small = {
+        "Lse": q_stages * m * 4,
+        "D": do_stages * m * 4,
+        "Barriers": BARRIER_BYTES * (10 + 2 * (q_stages + do_stages)),
+        "Job": JOB_BYTES,
+    }
+    return _plan(problem, "sm90_bwd_dkv", Tile(m, n), 2, q_stages, do_stages, registers, False, sizes, small)
+
+
+def make_dq(problem: Problem, n: int, *, k_stages: int = 2, v_stages: int = 1, registers: tuple[int, int] = (40, 232)) -> BackwardPlan:
+    m = 128
+    qk, v = _boxes(problem.head_dim_qk), _boxes(problem.head_dim_v)
+    sizes = {
+        "Q": m * qk * 128,
+        "Do": m * v * 128,
+        "K": k_stages * n * qk * 128,
+        "V": v_stages * n * v * 128,
+    }
+    small = {"Barriers": BARRIER_BYTES * (4 + 2 * (k_stages + v_stages)), "Job": JOB_BYTES}
+    return _plan(problem, "sm90_bwd_dq", Tile(m, n), 2, k_stages, v_stages, registers, bool(problem.masks), sizes, small)
+
+
+def _plan(problem, family, tile, consumers, q_stages, do_stages, registers, descending, sizes, small):
+    regions = lay_out(sizes)
+    for name, size in small.items():
+        end = regions[-1].offset + regions[-1].bytes
+        regions = (*regions, SmemRegion(name, -(-end // 16) * 16, size))
+    return BackwardPlan(ARCH, family, tile, consumers, q_stages, do_stages, 0, *registers, "", 0, descending,
+                        64 << 20, 16, 4 if problem.masks else 0, regions,
+                        regions[-1].offset + regions[-1].bytes, 128 * (consumers + 1))

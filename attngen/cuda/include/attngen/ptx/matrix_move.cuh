@@ -27,7 +27,18 @@ ATTNGEN_DEVICE void store_matrix_transposed_x4(u32 address, const u32* fragment)
                "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
                : "memory");
 }
-// Four floats to 16 aligned bytes of shared memory, and two from 8.
+// Four registers to and from 16 aligned bytes of shared memory, two floats from 8.
+ATTNGEN_DEVICE void store_shared(u32 address, const u32* x) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]),
+               "r"(x[3])
+               : "memory");
+}
+ATTNGEN_DEVICE void load_shared(u32* x, u32 address) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
 ATTNGEN_DEVICE void store_shared(u32 address, const float* x) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]),
                "f"(x[3])
