@@ -32,19 +32,17 @@ class BackwardPlan:
     smem: tuple[SmemRegion, ...]
     smem_bytes: int
     threads: int
+    row_block: int  # queries a block of the workspaces
     helper_threads: int = 256
+    deterministic: bool = False
 
     @property
     def dq_floats(self) -> int:
         return self.consumers * 64 * self.dq_columns if self.family == "sm90_bwd" else 0
 
-    @property
-    def row_block(self) -> int:
-        return self.tile.m if self.family == "sm90_bwd" else 64
-
 
 def make_plan(problem: Problem, m: int, *, consumers: int = 2, q_stages: int = 2, do_stages: int = 2,
-              ds_stages: int = 2, dq_split: str = "columns", registers: tuple[int, int] = (24, 240)) -> BackwardPlan:
+              ds_stages: int = 3, dq_split: str = "columns", registers: tuple[int, int] = (24, 240)) -> BackwardPlan:
     n = 64 * consumers
     qk, v = _boxes(problem.head_dim_qk), _boxes(problem.head_dim_v)
     dq_columns = {"rows": problem.head_dim_qk, "columns": -(-qk // consumers) * 64, "swapped": m}[dq_split]
@@ -59,7 +57,7 @@ def make_plan(problem: Problem, m: int, *, consumers: int = 2, q_stages: int = 2
     small = {
         "Lse": q_stages * m * 4,
         "D": do_stages * m * 4,
-        "Barriers": BARRIER_BYTES * (8 + 2 * (q_stages + do_stages + consumers)),
+        "Barriers": BARRIER_BYTES * (6 + 2 * (q_stages + do_stages + ds_stages + consumers)),
         "Job": JOB_BYTES,
     }
     regions = lay_out(sizes)
@@ -68,11 +66,11 @@ def make_plan(problem: Problem, m: int, *, consumers: int = 2, q_stages: int = 2
         regions = (*regions, SmemRegion(name, -(-end // 16) * 16, size))
     return BackwardPlan(ARCH, "sm90_bwd", Tile(m, n), consumers, q_stages, do_stages, ds_stages,
                         *registers, dq_split, dq_columns, False, 64 << 20, 16, 4 if problem.masks else 0,
-                        regions, regions[-1].offset + regions[-1].bytes, 128 * (consumers + 1))
+                        regions, regions[-1].offset + regions[-1].bytes, 128 * (consumers + 1), m)
 
 
-def make_dkv(problem: Problem, *, q_stages: int = 2, do_stages: int = 2, registers: tuple[int, int] = (40, 232)) -> BackwardPlan:
-    m = n = 64
+def make_dkv(problem: Problem, m: int = 64, *, q_stages: int = 2, do_stages: int = 2, registers: tuple[int, int] = (40, 232)) -> BackwardPlan:
+    n = 64
     qk, v = _boxes(problem.head_dim_qk), _boxes(problem.head_dim_v)
     sizes = {
         "Q": q_stages * m * qk * 128,
@@ -110,4 +108,4 @@ def _plan(problem, family, tile, consumers, q_stages, do_stages, registers, desc
         regions = (*regions, SmemRegion(name, -(-end // 16) * 16, size))
     return BackwardPlan(ARCH, family, tile, consumers, q_stages, do_stages, 0, *registers, "", 0, descending,
                         64 << 20, 16, 4 if problem.masks else 0, regions,
-                        regions[-1].offset + regions[-1].bytes, 128 * (consumers + 1))
+                        regions[-1].offset + regions[-1].bytes, 128 * (consumers + 1), 64 if tile.m > 96 else tile.m)
