@@ -35,6 +35,7 @@ class BackwardPlan:
     row_block: int  # queries a block of the workspaces
     helper_threads: int = 256
     deterministic: bool = False
+    last_block_first: bool = False
 
     @property
     def dq_floats(self) -> int:
@@ -42,7 +43,7 @@ class BackwardPlan:
 
 
 def make_plan(problem: Problem, m: int, *, consumers: int = 2, q_stages: int = 2, do_stages: int = 2,
-              ds_stages: int = 3, dq_split: str = "columns", registers: tuple[int, int] = (24, 240)) -> BackwardPlan:
+              ds_stages: int = 2, dq_split: str = "columns", registers: tuple[int, int] = (24, 240)) -> BackwardPlan:
     n = 64 * consumers
     qk, v = _boxes(problem.head_dim_qk), _boxes(problem.head_dim_v)
     dq_columns = {"rows": problem.head_dim_qk, "columns": -(-qk // consumers) * 64, "swapped": m}[dq_split]
