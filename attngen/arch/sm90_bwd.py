@@ -1,21 +1,48 @@
-"""Hopper (sm_90a), backward: limits, feasible plans, and what justified the heuristics."""
+"""Hopper (sm_90a), backward: limits, feasible plans, and what justified the heuristics.
+
+Up to head dim 128 one kernel makes dQ, dK and dV with five products a block. Above, one warpgroup
+cannot hold dK and dV of 64 keys, and dQ's additions would use up L2: two kernels, seven products.
+Figures marked `measured` are from an H200 at 700 W.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Literal
 
 from ..problem import Problem
-from .base import SmemRegion, Tile, lay_out
+from .base import Schedule, SmemRegion, Tile, lay_out
 from .sm90 import ARCH, BARRIER_BYTES, SMEM_BYTES, _boxes
 
 JOB_BYTES = 20
+CONSUMERS = 2
+ROWS_PER_CONSUMER = 64
+# Registers a thread of the producer and of a consumer. The fused kernel's producer spills at 24;
+# dQ's needs no more, and its consumers all that is left.
+REGISTERS = {"sm90_bwd": (40, 232), "sm90_bwd_dkv": (56, 224), "sm90_bwd_dq": (24, 240)}
+DQ_OPERANDS = 208  # dQ, S, dP and packed dS of a thread of the dQ kernel
+# Heads whose queries and dQ together fill L2 are worked on together, the shortest quarter of the
+# tiles comes last: measured +2 to +7 % on causal masks over one head at a time or all at once.
+CAUSAL_SCHEDULE = Schedule(True, True, kv_group_bytes=64 << 20, group_heads=16, tail_share=4)
+FULL_SCHEDULE = Schedule(True, False, kv_group_bytes=64 << 20, group_heads=16, tail_share=0)
+
+Family = Literal["sm90_bwd", "sm90_bwd_dkv", "sm90_bwd_dq"]
+DqSplit = Literal["rows", "columns", "none"]
 
 
 @dataclass(frozen=True)
 class BackwardPlan:
+    """One persistent kernel of a backward.
+
+    `q_stages`, `do_stages`: buffers for blocks of queries and output gradients; in the dQ kernel
+    for blocks of keys and values. `ds_stages`: buffers for dS. `dq_split`: consumers divide dQ's rows
+    or its columns, `dq_columns` each. `row_block`: queries a block of the workspaces.
+    `deterministic`: tiles add to dQ in a fixed order, for which they visit the last block first.
+    """
+
     arch: str
-    family: str
+    family: Family
     tile: Tile
     consumers: int
     q_stages: int
@@ -23,90 +50,144 @@ class BackwardPlan:
     ds_stages: int
     producer_registers: int
     consumer_registers: int
-    dq_split: str
+    dq_split: DqSplit
     dq_columns: int
-    descending: bool
-    kv_group_bytes: int
-    group_heads: int
-    tail_share: int
+    row_block: int
+    deterministic: bool
+    last_block_first: bool
+    schedule: Schedule
     smem: tuple[SmemRegion, ...]
     smem_bytes: int
     threads: int
-    row_block: int  # queries a block of the workspaces
     helper_threads: int = 256
-    deterministic: bool = False
-    last_block_first: bool = False
 
     @property
     def dq_floats(self) -> int:
-        return self.consumers * 64 * self.dq_columns if self.family == "sm90_bwd" else 0
+        """Floats of dQ's workspace for one block of queries."""
+        return self.consumers * ROWS_PER_CONSUMER * self.dq_columns
+
+    @property
+    def descending(self) -> bool:
+        """Whether the last tile is the longest."""
+        return self.family == "sm90_bwd_dq" and self.schedule.longest_first
 
 
-def make_plan(problem: Problem, m: int, *, consumers: int = 2, q_stages: int = 2, do_stages: int = 2,
-              ds_stages: int = 2, dq_split: str = "columns", registers: tuple[int, int] = (24, 240)) -> BackwardPlan:
-    n = 64 * consumers
-    qk, v = _boxes(problem.head_dim_qk), _boxes(problem.head_dim_v)
-    dq_columns = {"rows": problem.head_dim_qk, "columns": -(-qk // consumers) * 64, "swapped": m}[dq_split]
+def plan(problem: Problem, deterministic: bool = False) -> tuple[BackwardPlan, ...]:
+    """The preferred plan of each kernel, in the order of their launches."""
+    if fuses(problem):
+        return (make_fused(problem, deterministic),)
+    dkv = next(feasible_dkv(problem))
+    return dkv, next(feasible_dq(problem, dkv.row_block))
+
+
+def fuses(problem: Problem) -> bool:
+    """Whether one kernel makes all three gradients: both accumulators of 64 keys in registers,
+    and a box of 64 columns of dQ, or all of them, for each consumer."""
+    d, d_v = problem.head_dim_qk, problem.head_dim_v
+    return max(d, d_v) <= 64 or (64 < d <= 128 and d_v <= 128)
+
+
+def make_fused(problem: Problem, deterministic: bool) -> BackwardPlan:
+    """128 keys and, up to head dim 64, 128 queries, else 64: as many as registers hold. 80 queries
+    at 128, as others have, measured 4 % behind."""
+    rows = max(problem.head_dim_qk, problem.head_dim_v) <= 64
+    tile = Tile(128 if rows else 64, ROWS_PER_CONSUMER * CONSUMERS)
+    dq_columns = problem.head_dim_qk if rows else 64
+    stages = {"q_stages": 2, "do_stages": 2, "ds_stages": 2}
     sizes = {
-        "Q": q_stages * m * qk * 128,
-        "Do": do_stages * m * v * 128,
-        "K": n * qk * 128,
-        "V": n * v * 128,
-        "Ds": ds_stages * m * consumers * 128,
-        "Dq": consumers * 64 * dq_columns * 4,
+        **_operand_bytes(problem, tile, 2, 2),
+        "Ds": 2 * tile.m * CONSUMERS * 128,
+        "Dq": CONSUMERS * ROWS_PER_CONSUMER * dq_columns * 4,
     }
-    small = {
-        "Lse": q_stages * m * 4,
-        "D": do_stages * m * 4,
-        "Barriers": BARRIER_BYTES * (6 + 2 * (q_stages + do_stages + ds_stages + consumers)),
-        "Job": JOB_BYTES,
+    small = {"Lse": 2 * tile.m * 4, "D": 2 * tile.m * 4, "Barriers": (18 + 3 * CONSUMERS) * 8}
+    return _finish(
+        problem, "sm90_bwd", tile, sizes, small, stages, row_block=tile.m,
+        dq_split="rows" if rows else "columns", dq_columns=dq_columns, deterministic=deterministic,
+    )  # fmt: skip
+
+
+def feasible_dkv(problem: Problem) -> Iterator[BackwardPlan]:
+    """dK and dV of 64 keys, a warpgroup each. Measured at 256: 48 queries in three stages 10 %
+    ahead of 64 in two; at 192/128, three stages 1.9 x two, four 8 % ahead of three."""
+    for m, stages in ((64, 4), (64, 3), (48, 3), (64, 2), (32, 3), (32, 2)):
+        tile = Tile(m, ROWS_PER_CONSUMER)
+        sizes = {
+            **_operand_bytes(problem, tile, stages, stages),
+            "Weights": 2 * tile.m * tile.n * 2,
+        }
+        rows = stages * m * 4
+        small = {"Lse": rows, "D": rows, "Barriers": (10 + 4 * stages) * BARRIER_BYTES}
+        counts = {"q_stages": stages, "do_stages": stages, "ds_stages": 0}
+        made = _finish(problem, "sm90_bwd_dkv", tile, sizes, small, counts, row_block=m)
+        if made.smem_bytes <= SMEM_BYTES:
+            yield made
+
+
+def feasible_dq(problem: Problem, row_block: int) -> Iterator[BackwardPlan]:
+    """dQ of 128 queries. A third stage of keys is worth 30 % of the block (measured at 192/128:
+    80 keys in two stages are 27 % behind 64 in three; at 256, 48 in three 22 % behind 64 in two)."""
+    choices = [
+        (n * (1.3 if k > 2 else 1.0) * (1.05 if v > 1 else 1.0), n, k, v)
+        for n in range(128, 16, -16)
+        for k in (3, 2)
+        for v in (2, 1)
+        if problem.head_dim_qk // 2 + n + n // 4 <= DQ_OPERANDS
+    ]
+    for _, n, k_stages, v_stages in sorted(choices, reverse=True):
+        tile = Tile(ROWS_PER_CONSUMER * CONSUMERS, n)
+        qk, v = 128 * _boxes(problem.head_dim_qk), 128 * _boxes(problem.head_dim_v)
+        sizes = {"Q": tile.m * qk, "Do": tile.m * v, "K": k_stages * n * qk, "V": v_stages * n * v}
+        small = {"Barriers": (4 + 2 * (k_stages + v_stages)) * BARRIER_BYTES}
+        counts = {"q_stages": k_stages, "do_stages": v_stages, "ds_stages": 0}
+        made = _finish(problem, "sm90_bwd_dq", tile, sizes, small, counts, row_block=row_block)
+        if made.smem_bytes <= SMEM_BYTES:
+            yield made
+
+
+def _operand_bytes(problem: Problem, tile: Tile, q_stages: int, do_stages: int) -> dict[str, int]:
+    qk, v = 128 * _boxes(problem.head_dim_qk), 128 * _boxes(problem.head_dim_v)
+    return {
+        "Q": q_stages * tile.m * qk,
+        "Do": do_stages * tile.m * v,
+        "K": tile.n * qk,
+        "V": tile.n * v,
     }
+
+
+def _finish(
+    problem: Problem,
+    family: Family,
+    tile: Tile,
+    sizes: dict[str, int],
+    small: dict[str, int],
+    stages: dict[str, int],
+    *,
+    row_block: int,
+    dq_split: DqSplit = "none",
+    dq_columns: int = 0,
+    deterministic: bool = False,
+) -> BackwardPlan:
+    """The plan with its shared memory laid out: swizzled tiles, then what needs no alignment."""
     regions = lay_out(sizes)
-    for name, size in small.items():
+    for name, size in {**small, "Job": JOB_BYTES}.items():
         end = regions[-1].offset + regions[-1].bytes
         regions = (*regions, SmemRegion(name, -(-end // 16) * 16, size))
-    return BackwardPlan(ARCH, "sm90_bwd", Tile(m, n), consumers, q_stages, do_stages, ds_stages,
-                        *registers, dq_split, dq_columns, False, 64 << 20, 16, 4 if problem.masks else 0,
-                        regions, regions[-1].offset + regions[-1].bytes, 128 * (consumers + 1), m)
-
-
-def make_dkv(problem: Problem, m: int = 64, *, q_stages: int = 2, do_stages: int = 2, registers: tuple[int, int] = (40, 232)) -> BackwardPlan:
-    n = 64
-    qk, v = _boxes(problem.head_dim_qk), _boxes(problem.head_dim_v)
-    sizes = {
-        "Q": q_stages * m * qk * 128,
-        "Do": do_stages * m * v * 128,
-        "K": n * qk * 128,
-        "V": n * v * 128,
-        "Weights": 2 * m * n * 2,
-    }
-    small = {
-        "Lse": q_stages * m * 4,
-        "D": do_stages * m * 4,
-        "Barriers": BARRIER_BYTES * (10 + 2 * (q_stages + do_stages)),
-        "Job": JOB_BYTES,
-    }
-    return _plan(problem, "sm90_bwd_dkv", Tile(m, n), 2, q_stages, do_stages, registers, False, sizes, small)
-
-
-def make_dq(problem: Problem, n: int, *, k_stages: int = 2, v_stages: int = 1, registers: tuple[int, int] = (40, 232)) -> BackwardPlan:
-    m = 128
-    qk, v = _boxes(problem.head_dim_qk), _boxes(problem.head_dim_v)
-    sizes = {
-        "Q": m * qk * 128,
-        "Do": m * v * 128,
-        "K": k_stages * n * qk * 128,
-        "V": v_stages * n * v * 128,
-    }
-    small = {"Barriers": BARRIER_BYTES * (4 + 2 * (k_stages + v_stages)), "Job": JOB_BYTES}
-    return _plan(problem, "sm90_bwd_dq", Tile(m, n), 2, k_stages, v_stages, registers, bool(problem.masks), sizes, small)
-
-
-def _plan(problem, family, tile, consumers, q_stages, do_stages, registers, descending, sizes, small):
-    regions = lay_out(sizes)
-    for name, size in small.items():
-        end = regions[-1].offset + regions[-1].bytes
-        regions = (*regions, SmemRegion(name, -(-end // 16) * 16, size))
-    return BackwardPlan(ARCH, family, tile, consumers, q_stages, do_stages, 0, *registers, "", 0, descending,
-                        64 << 20, 16, 4 if problem.masks else 0, regions,
-                        regions[-1].offset + regions[-1].bytes, 128 * (consumers + 1), 64 if tile.m > 96 else tile.m)
+    producer, consumer = REGISTERS[family]
+    return BackwardPlan(
+        arch=ARCH,
+        family=family,
+        tile=tile,
+        consumers=CONSUMERS,
+        **stages,
+        producer_registers=producer,
+        consumer_registers=consumer,
+        dq_split=dq_split,
+        dq_columns=dq_columns,
+        row_block=row_block,
+        deterministic=deterministic,
+        last_block_first=deterministic,
+        schedule=CAUSAL_SCHEDULE if problem.masks else FULL_SCHEDULE,
+        smem=regions,
+        smem_bytes=regions[-1].offset + regions[-1].bytes,
+        threads=128 * (CONSUMERS + 1),
+    )
