@@ -136,6 +136,11 @@ struct MaskList {
     range = intersect(range, causal.row_range(ctx, i));
     return range;
   }
+  ATTNGEN_HD Range col_range(const Context& ctx, int j) const {
+    Range range = {0, ctx.q_len};
+    range = intersect(range, causal.col_range(ctx, j));
+    return range;
+  }
 };
 
 using QSequence = DenseSequence;

@@ -153,6 +153,12 @@ struct MaskList {
     range = intersect(range, window.row_range(ctx, i));
     return range;
   }
+  ATTNGEN_HD Range col_range(const Context& ctx, int j) const {
+    Range range = {0, ctx.q_len};
+    range = intersect(range, causal.col_range(ctx, j));
+    range = intersect(range, window.col_range(ctx, j));
+    return range;
+  }
 };
 
 using QSequence = DenseSequence;

@@ -128,6 +128,10 @@ struct MaskList {
     Range range = {0, ctx.kv_len};
     return range;
   }
+  ATTNGEN_HD Range col_range(const Context& ctx, int j) const {
+    Range range = {0, ctx.q_len};
+    return range;
+  }
 };
 
 using QSequence = DenseSequence;

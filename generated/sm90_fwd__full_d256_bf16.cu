@@ -55,7 +55,7 @@ constexpr u32 kJobEmpty = kJobFull + 8;
 constexpr u32 kTurnBarrier = 1;
 constexpr u32 kEpilogueBarrier = kTurnBarrier + kConsumers;
 
-// acc[64 x 64] (+)= A B^T, both operands in shared memory with the reduction along their rows.
+// acc[64 x 64] (+)= A B^T, both in shared memory, the reduction along A's rows and along B's.
 struct QkMma {
   static constexpr int kN = 64;
   ATTNGEN_DEVICE static void issue(float (&acc)[32], u64 a, u64 b, int accumulate) {
@@ -125,6 +125,10 @@ struct MaskList {
 
   ATTNGEN_HD Range row_range(const Context& ctx, int i) const {
     Range range = {0, ctx.kv_len};
+    return range;
+  }
+  ATTNGEN_HD Range col_range(const Context& ctx, int j) const {
+    Range range = {0, ctx.q_len};
     return range;
   }
 };

@@ -36,8 +36,8 @@ class BackwardPlan:
     """One persistent kernel of a backward.
 
     `q_stages`, `do_stages`: buffers for blocks of queries and output gradients; in the dQ kernel
-    for blocks of keys and values. `ds_stages`: buffers for dS. `dq_split`: consumers divide dQ's rows
-    or its columns, `dq_columns` each. `row_block`: queries a block of the workspaces.
+    for blocks of keys and values. `ds_stages`: buffers for dS. `dq_split`: consumers divide dQ's
+    rows or its columns, `dq_columns` each. `row_block`: queries a block of the workspaces.
     `deterministic`: tiles add to dQ in a fixed order, for which they visit the last block first.
     """
 
@@ -54,7 +54,6 @@ class BackwardPlan:
     dq_columns: int
     row_block: int
     deterministic: bool
-    last_block_first: bool
     schedule: Schedule
     smem: tuple[SmemRegion, ...]
     smem_bytes: int
@@ -92,7 +91,7 @@ def make_fused(problem: Problem, deterministic: bool) -> BackwardPlan:
     at 128, as others have, measured 4 % behind."""
     rows = max(problem.head_dim_qk, problem.head_dim_v) <= 64
     tile = Tile(128 if rows else 64, ROWS_PER_CONSUMER * CONSUMERS)
-    dq_columns = problem.head_dim_qk if rows else 64
+    dq_columns = -(-problem.head_dim_qk // 16) * 16 if rows else 64
     stages = {"q_stages": 2, "do_stages": 2, "ds_stages": 2}
     sizes = {
         **_operand_bytes(problem, tile, 2, 2),
@@ -125,7 +124,8 @@ def feasible_dkv(problem: Problem) -> Iterator[BackwardPlan]:
 
 def feasible_dq(problem: Problem, row_block: int) -> Iterator[BackwardPlan]:
     """dQ of 128 queries. A third stage of keys is worth 30 % of the block (measured at 192/128:
-    80 keys in two stages are 27 % behind 64 in three; at 256, 48 in three 22 % behind 64 in two)."""
+    80 keys in two stages are 27 % behind 64 in three; at 256, 48 in three 22 % behind
+    64 in two)."""
     choices = [
         (n * (1.3 if k > 2 else 1.0) * (1.05 if v > 1 else 1.0), n, k, v)
         for n in range(128, 16, -16)
@@ -185,7 +185,6 @@ def _finish(
         dq_columns=dq_columns,
         row_block=row_block,
         deterministic=deterministic,
-        last_block_first=deterministic,
         schedule=CAUSAL_SCHEDULE if problem.masks else FULL_SCHEDULE,
         smem=regions,
         smem_bytes=regions[-1].offset + regions[-1].bytes,

@@ -32,6 +32,7 @@ HOST_HEAD = """
 #include <initializer_list>
 #include "attngen/context.cuh"
 #include "attngen/scheduler/kv_blocks.cuh"
+#include "attngen/scheduler/q_blocks.cuh"
 #include "attngen/softmax/row.cuh"
 #ifndef ATTNGEN_DEVICE
 #define ATTNGEN_DEVICE inline
@@ -62,30 +63,31 @@ extern "C" void col_ranges(const int* lengths, int left, int right, int n, const
   const Params p = make(lengths, left, right);
   const Context ctx = tile_context(p, 0, 0);
   for (int k = 0; k < n; ++k) {
-    Range range = {0, ctx.q_len};
-    for (Range other : {range INTERSECT_COLUMNS}) range = intersect(range, other);
+    const Range range = mask_list(p).col_range(ctx, j[k]);
     out[2 * k] = range.lo, out[2 * k + 1] = range.hi;
-    (void)j;
   }
 }
 template <int kBlock>
-static void blocks_of(const Params& p, int n, const int* rows, int* out) {
+static void blocks_of(const Params& p, int n, const int* tiles, int* out, bool of_queries) {
+  const Context ctx = tile_context(p, 0, 0);
   for (int k = 0; k < n; ++k) {
-    const BlockRange blocks = KvIteration::blocks<kBlock>(mask_list(p), tile_context(p, 0, 0),
-                                                          rows[2 * k], rows[2 * k + 1]);
+    const int first = tiles[2 * k], last = tiles[2 * k + 1];
+    const BlockRange blocks =
+        of_queries ? q_block_range<kBlock>(mask_list(p), ctx, first, last)
+                   : KvIteration::blocks<kBlock>(mask_list(p), ctx, first, last);
     out[4 * k] = blocks.begin, out[4 * k + 1] = blocks.full_begin;
     out[4 * k + 2] = blocks.full_end, out[4 * k + 3] = blocks.end;
   }
 }
-extern "C" void block_ranges(const int* lengths, int left, int right, int n, const int* rows,
-                             int* out, int block) {
+extern "C" void block_ranges(const int* lengths, int left, int right, int n, const int* tiles,
+                             int* out, int block, int of_queries) {
   const Params p = make(lengths, left, right);
   switch (block) {
-    case 2: return blocks_of<2>(p, n, rows, out);
-    case 3: return blocks_of<3>(p, n, rows, out);
-    case 4: return blocks_of<4>(p, n, rows, out);
-    case 80: return blocks_of<80>(p, n, rows, out);
-    case 128: return blocks_of<128>(p, n, rows, out);
+    case 2: return blocks_of<2>(p, n, tiles, out, of_queries);
+    case 3: return blocks_of<3>(p, n, tiles, out, of_queries);
+    case 4: return blocks_of<4>(p, n, tiles, out, of_queries);
+    case 80: return blocks_of<80>(p, n, tiles, out, of_queries);
+    case 128: return blocks_of<128>(p, n, tiles, out, of_queries);
     default: __builtin_trap();
   }
 }
@@ -195,7 +197,11 @@ class MaskLibrary:
 
     def block_ranges(self, sequence, window, tiles, block: int) -> np.ndarray:
         """begin, full_begin, full_end, end for each tile (first row, last row): [tiles, 4]."""
-        return self._call("block_ranges", sequence, window, tiles, 4, block)
+        return self._call("block_ranges", sequence, window, tiles, 4, block, 0)
+
+    def query_block_ranges(self, sequence, window, tiles, block: int) -> np.ndarray:
+        """The same for tiles of keys (first key, last key) and blocks of queries: [tiles, 4]."""
+        return self._call("block_ranges", sequence, window, tiles, 4, block, 1)
 
 
 @pytest.fixture(scope="session")
@@ -209,11 +215,8 @@ def mask_source(
         operands = [operand.name for mask in masks for operand in known[mask].operands]
         values = {"window_left": "left", "window_right": "right"}
         setters = " ".join(f"p.{name} = {values[name]};" for name in operands)
-        columns = "".join(f", mask_list(p).{mask}.col_range(ctx, j[k])" for mask in masks)
         harness = MASK_HARNESS.replace("SET_OPERANDS", setters)
-        return host_code(make_problem(64, masks=masks)) + harness.replace(
-            "INTERSECT_COLUMNS", columns
-        )
+        return host_code(make_problem(64, masks=masks)) + harness
 
     return make
 

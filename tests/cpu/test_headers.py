@@ -14,7 +14,9 @@ HOST_HEADERS = (
     "attngen/context.cuh",
     "attngen/mma/fragment.cuh",
     "attngen/platform.cuh",
+    "attngen/scheduler/block_range.cuh",
     "attngen/scheduler/kv_blocks.cuh",
+    "attngen/scheduler/q_blocks.cuh",
     "attngen/scheduler/tile_order.cuh",
     "attngen/softmax/row.cuh",
 )

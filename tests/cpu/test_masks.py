@@ -33,8 +33,11 @@ int main() {
     int out[12];
     row_ranges(sequence, left, right, 2, i, out);
     col_ranges(sequence, left, right, 2, j, out);
-    block_ranges(sequence, left, right, 3, tiles, out, 80);
-    block_ranges(sequence, left, right, 3, tiles, out, 128);
+    const int key_tiles[] = {0, 0, 0, kv - 1, kv - 1, kv - 1};
+    for (int block : {80, 128}) {
+      block_ranges(sequence, left, right, 3, tiles, out, block, 0);
+      block_ranges(sequence, left, right, 3, key_tiles, out, block, 1);
+    }
   }
 }
 """

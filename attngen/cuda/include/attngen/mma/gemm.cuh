@@ -8,8 +8,8 @@
 
 namespace attngen {
 
-// acc[64 x N] = A B^T, or += where kAccumulate: A (64 rows) and B (N rows) both have the reduction along their rows, in
-// kSteps steps of 32 bytes.
+// acc[64 x N] = A B^T, or += where kAccumulate: A (64 rows) and B (N rows) both have the reduction
+// along their rows, in kSteps steps of 32 bytes.
 template <class Mma, int kSteps, u32 kABoxBytes, u32 kBBoxBytes, bool kAccumulate = false>
 ATTNGEN_DEVICE void gemm_shared_shared(float (&acc)[Mma::kN / 2], u32 a, u32 b) {
   const u32 a_base = operand_base(a, 16);
@@ -38,23 +38,6 @@ ATTNGEN_DEVICE void gemm_shared_across(float (&acc)[Mma::kN / 2], u32 a, u32 b) 
     const u32 offset = (step / 4) * kABoxBytes + (step % 4) * 32;
     Mma::issue(acc, operand_descriptor(a_base, offset),
                operand_descriptor(b_base, step * kStepBytes), step != 0);
-  }
-  wgmma_commit();
-}
-
-// acc[64 x N] = A^T B^T: A has its 64 columns along its rows and the reduction across them, B (N
-// rows) has the reduction along its rows; kSteps steps of 16.
-template <class Mma, int kSteps, u32 kABoxBytes, u32 kBBoxBytes>
-ATTNGEN_DEVICE void gemm_across_shared(float (&acc)[Mma::kN / 2], u32 a, u32 b) {
-  constexpr u32 kStepBytes = 16 * 128;
-  const u32 a_base = operand_base(a, kABoxBytes);
-  const u32 b_base = operand_base(b, 16);
-  wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    const u32 offset = (step / 4) * kBBoxBytes + (step % 4) * 32;
-    Mma::issue(acc, operand_descriptor(a_base, step * kStepBytes),
-               operand_descriptor(b_base, offset), step != 0);
   }
   wgmma_commit();
 }

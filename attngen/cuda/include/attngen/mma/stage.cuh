@@ -29,8 +29,8 @@ ATTNGEN_DEVICE void stage_rows(u32 tile, const float (&acc)[kN / 2], float facto
   }
 }
 
-// Lays 16 columns of a 64-row accumulator down transposed: `packed`, their 16-bit pairs as wgmma takes
-// A, become rows 16 * step and on of a swizzled box of 64 columns.
+// Lays 16 columns of a 64-row accumulator down transposed: `packed`, their 16-bit pairs as wgmma
+// takes A, become rows 16 * step and on of a swizzled box of 64 columns.
 ATTNGEN_DEVICE void stage_transposed(u32 box, int step, const u32* packed, int warp, int lane) {
   const u32 chunk = warp * 2 + ((lane >> 3) & 1);
   const u32 row = (lane >> 4) * 8 + (lane & 7);

@@ -23,14 +23,15 @@ ATTNGEN_DEVICE void store_matrix_x2(u32 address, u32 a, u32 b) {
 }
 // As store_matrix_x4, each matrix transposed.
 ATTNGEN_DEVICE void store_matrix_transposed_x4(u32 address, const u32* fragment) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-               "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
-               : "memory");
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
+      : "memory");
 }
 // Four registers to and from 16 aligned bytes of shared memory, two floats from 8.
 ATTNGEN_DEVICE void store_shared(u32 address, const u32* x) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]),
-               "r"(x[3])
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3])
                : "memory");
 }
 ATTNGEN_DEVICE void load_shared(u32* x, u32 address) {
@@ -40,8 +41,8 @@ ATTNGEN_DEVICE void load_shared(u32* x, u32 address) {
                : "memory");
 }
 ATTNGEN_DEVICE void store_shared(u32 address, const float* x) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]),
-               "f"(x[3])
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x[0]), "f"(x[1]),
+               "f"(x[2]), "f"(x[3])
                : "memory");
 }
 ATTNGEN_DEVICE float2 load_shared_pair(u32 address) {

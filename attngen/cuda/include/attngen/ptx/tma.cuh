@@ -36,21 +36,21 @@ ATTNGEN_DEVICE void tma_store(const TensorMap* map, u32 source, int column, int 
 // `bytes` contiguous bytes (a multiple of 16, like both addresses) to shared memory.
 ATTNGEN_DEVICE void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          destination),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(destination),
       "l"(source), "r"(bytes), "r"(barrier)
       : "memory");
 }
 // Adds `bytes` contiguous bytes of floats in shared memory to those in global memory.
 ATTNGEN_DEVICE void bulk_add(float* destination, u32 source, u32 bytes) {
-  asm volatile(
-      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-          destination),
-      "r"(source), "r"(bytes)
-      : "memory");
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                   destination),
+               "r"(source), "r"(bytes)
+               : "memory");
 }
 ATTNGEN_DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Waits until all but the last kPending committed stores of this thread have read their shared memory.
+// Waits until all but the last kPending committed stores of this thread have read their shared
+// memory.
 template <int kPending = 0>
 ATTNGEN_DEVICE void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");

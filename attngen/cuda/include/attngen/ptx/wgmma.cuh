@@ -15,7 +15,7 @@ ATTNGEN_DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Keeps the compiler from reading an accumulator before the wait that this follows.
+// Keeps the compiler from moving accesses to an accumulator across this point.
 template <int kN>
 ATTNGEN_DEVICE void settle(float (&acc)[kN]) {
 #pragma unroll

@@ -1,0 +1,77 @@
+"""Blocks of queries that a tile of keys visits: none is missed, full ones are full, and both
+directions agree on who visits whom."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+UNBOUNDED = 1 << 30
+MASK_LISTS = ((), ("causal",), ("window",), ("causal", "window"))
+SIDES = (UNBOUNDED, 0, 1, 2, 5)
+BLOCKS = (2, 3, 4)
+TILE_KEYS = (1, 2, 3, 4)
+
+
+def windows(masks) -> list[tuple[int, int]]:
+    return [*itertools.product(SIDES, SIDES)] if "window" in masks else [(UNBOUNDED, UNBOUNDED)]
+
+
+def tiles_of(length: int, size: int) -> np.ndarray:
+    """First and last position of every tile, [tiles, 2]."""
+    first = np.arange(0, length, size)
+    return np.stack([first, np.minimum(first + size, length) - 1], axis=1)
+
+
+def pairs(seen: np.ndarray, keys: int, block: int, of_padding: bool) -> np.ndarray:
+    """[tiles, blocks, keys, block]: what each key of a tile is seen by, padding as given."""
+    kv_len, q_len = seen.T.shape
+    padding = ((0, -kv_len % keys), (0, -q_len % block))
+    padded = np.pad(seen.T, padding, constant_values=of_padding)
+    shape = (padded.shape[0] // keys, keys, padded.shape[1] // block, block)
+    return padded.reshape(shape).swapaxes(1, 2)
+
+
+@pytest.mark.parametrize("corner", (0, 1), ids=("top_left", "bottom_right"))
+@pytest.mark.parametrize("masks", MASK_LISTS, ids=lambda masks: "+".join(masks) or "none")
+def test_query_block_ranges_small_lengths_visit_what_sees_them(
+    masks, corner, mask_library, defined
+) -> None:
+    library = mask_library(masks)
+    for q_len, kv_len, window in itertools.product(range(10), range(1, 10), windows(masks)):
+        sequence = (q_len, kv_len, corner)
+        seen = defined(masks, sequence, window)
+        for keys, block in itertools.product(TILE_KEYS, BLOCKS):
+            at = f"{sequence=} {window=} {keys=} {block=}"
+            found = library.query_block_ranges(sequence, window, tiles_of(kv_len, keys), block)
+            begin, full_begin, full_end, end = found.T
+            assert ((begin <= full_begin) & (full_begin <= full_end) & (full_end <= end)).all(), at
+            number = np.arange(-(-q_len // block))
+            visited = (number >= begin[:, None]) & (number < end[:, None])
+            full = (number >= full_begin[:, None]) & (number < full_end[:, None])
+            some = pairs(seen, keys, block, of_padding=False).any((2, 3))
+            every = pairs(seen, keys, block, of_padding=True).all((2, 3))
+            assert (visited == some).all(), f"{at}: {found.tolist()}"
+            assert (end <= len(number))[begin < end].all(), at
+            assert not (full & ~every).any(), f"{at}: a masked pair in a full block"
+
+
+@pytest.mark.parametrize("corner", (0, 1), ids=("top_left", "bottom_right"))
+@pytest.mark.parametrize("masks", MASK_LISTS, ids=lambda masks: "+".join(masks) or "none")
+def test_both_directions_agree_on_the_pairs_of_blocks_that_are_visited(
+    masks, corner, mask_library
+) -> None:
+    """The deterministic backward counts, for a block of queries, the tiles of keys before one's
+    own by the first that the block visits: every tile from there to the last must visit it."""
+    library = mask_library(masks)
+    for q_len, kv_len, window in itertools.product(range(1, 10), range(1, 10), windows(masks)):
+        sequence = (q_len, kv_len, corner)
+        for rows, keys in itertools.product(BLOCKS, BLOCKS):
+            by_rows = library.block_ranges(sequence, window, tiles_of(q_len, rows), keys)
+            by_keys = library.query_block_ranges(sequence, window, tiles_of(kv_len, keys), rows)
+            m, n = np.arange(len(by_rows)), np.arange(len(by_keys))
+            visits = (n >= by_rows[:, 0, None]) & (n < by_rows[:, 3, None])
+            visited = (m[:, None] >= by_keys[:, 0]) & (m[:, None] < by_keys[:, 3])
+            assert (visits == visited).all(), f"{sequence=} {window=} {rows=} {keys=}"
