@@ -21,6 +21,7 @@ ROWS_PER_CONSUMER = 64
 # Registers a thread of the producer and of a consumer. The fused kernel's producer spills at 24;
 # dQ's needs no more, and its consumers all that is left.
 REGISTERS = {"sm90_bwd": (40, 232), "sm90_bwd_dkv": (56, 224), "sm90_bwd_dq": (24, 240)}
+SMALL_REGISTERS = (56, 224)  # of the fused kernel up to head dim 32
 DQ_OPERANDS = 208  # dQ, S, dP and packed dS of a thread of the dQ kernel
 # Heads whose queries and dQ together fill L2 are worked on together, the shortest quarter of the
 # tiles comes last: measured +2 to +7 % on causal masks over one head at a time or all at once.
@@ -37,8 +38,10 @@ class BackwardPlan:
 
     `q_stages`, `do_stages`: buffers for blocks of queries and output gradients; in the dQ kernel
     for blocks of keys and values. `ds_stages`: buffers for dS. `dq_split`: consumers divide dQ's
-    rows or its columns, `dq_columns` each. `row_block`: queries a block of the workspaces.
-    `deterministic`: tiles add to dQ in a fixed order, for which they visit the last block first.
+    rows or its columns, `dq_columns` each; `dk_columns` and `dv_columns` of their accumulators are
+    whole steps of 16, of which the copy engine stores the head dim's. `row_block`: queries a block
+    of the workspaces. `deterministic`: tiles add to dQ in the order in which they are drawn, for
+    which they visit the last block first.
     """
 
     arch: str
@@ -52,6 +55,8 @@ class BackwardPlan:
     consumer_registers: int
     dq_split: DqSplit
     dq_columns: int
+    dk_columns: int
+    dv_columns: int
     row_block: int
     deterministic: bool
     schedule: Schedule
@@ -91,7 +96,10 @@ def make_fused(problem: Problem, deterministic: bool) -> BackwardPlan:
     at 128, as others have, measured 4 % behind."""
     rows = max(problem.head_dim_qk, problem.head_dim_v) <= 64
     tile = Tile(128 if rows else 64, ROWS_PER_CONSUMER * CONSUMERS)
-    dq_columns = -(-problem.head_dim_qk // 16) * 16 if rows else 64
+    d, d_v = _whole_steps(problem.head_dim_qk), _whole_steps(problem.head_dim_v)
+    # Small accumulators of unlike sizes spill: equal ones, clipped by the copy engine, do not.
+    dk_columns, dv_columns = (64, 64) if rows and d != d_v else (d, d_v)
+    dq_columns = d if rows else 64
     stages = {"q_stages": 2, "do_stages": 2, "ds_stages": 2}
     sizes = {
         **_operand_bytes(problem, tile, 2, 2),
@@ -101,7 +109,9 @@ def make_fused(problem: Problem, deterministic: bool) -> BackwardPlan:
     small = {"Lse": 2 * tile.m * 4, "D": 2 * tile.m * 4, "Barriers": (18 + 3 * CONSUMERS) * 8}
     return _finish(
         problem, "sm90_bwd", tile, sizes, small, stages, row_block=tile.m,
-        dq_split="rows" if rows else "columns", dq_columns=dq_columns, deterministic=deterministic,
+        dq_split="rows" if rows else "columns", dq_columns=dq_columns, dk_columns=dk_columns,
+        dv_columns=dv_columns, deterministic=deterministic,
+        registers=SMALL_REGISTERS if max(dk_columns, dv_columns) <= 32 else REGISTERS["sm90_bwd"],
     )  # fmt: skip
 
 
@@ -144,6 +154,10 @@ def feasible_dq(problem: Problem, row_block: int) -> Iterator[BackwardPlan]:
             yield made
 
 
+def _whole_steps(head_dim: int) -> int:
+    return -(-head_dim // 16) * 16
+
+
 def _operand_bytes(problem: Problem, tile: Tile, q_stages: int, do_stages: int) -> dict[str, int]:
     qk, v = 128 * _boxes(problem.head_dim_qk), 128 * _boxes(problem.head_dim_v)
     return {
@@ -165,6 +179,9 @@ def _finish(
     row_block: int,
     dq_split: DqSplit = "none",
     dq_columns: int = 0,
+    dk_columns: int = 0,
+    dv_columns: int = 0,
+    registers: tuple[int, int] | None = None,
     deterministic: bool = False,
 ) -> BackwardPlan:
     """The plan with its shared memory laid out: swizzled tiles, then what needs no alignment."""
@@ -172,7 +189,7 @@ def _finish(
     for name, size in {**small, "Job": JOB_BYTES}.items():
         end = regions[-1].offset + regions[-1].bytes
         regions = (*regions, SmemRegion(name, -(-end // 16) * 16, size))
-    producer, consumer = REGISTERS[family]
+    producer, consumer = registers or REGISTERS[family]
     return BackwardPlan(
         arch=ARCH,
         family=family,
@@ -183,6 +200,8 @@ def _finish(
         consumer_registers=consumer,
         dq_split=dq_split,
         dq_columns=dq_columns,
+        dk_columns=dk_columns,
+        dv_columns=dv_columns,
         row_block=row_block,
         deterministic=deterministic,
         schedule=CAUSAL_SCHEDULE if problem.masks else FULL_SCHEDULE,
