@@ -140,7 +140,7 @@ def run(ready: Ready, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def unobserved(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether an operation on these tensors would reach its kernel with nothing before it: no
     subclass, mode, transform, trace or profiler, no lazy negation. `run` may then stand for the
-    operation, whose dispatch would take 4 of 16 µs of the host's time."""
+    operation, whose dispatch takes 4 µs (H200 machine, torch 2.11)."""
     return (
         type(q) is type(k) is type(v) is Tensor
         and not torch._C._len_torch_dispatch_stack()
