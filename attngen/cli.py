@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import __version__
-from .cli_measure import bench
+from .cli_measure import bench, tune_
 from .errors import AttngenError, SpecError
 
 if TYPE_CHECKING:
@@ -157,6 +157,7 @@ def doctor(as_json: bool) -> None:
 
 
 main.add_command(bench)
+main.add_command(tune_)
 
 
 @main.group("cache")

@@ -1,4 +1,4 @@
-"""The commands that measure on a GPU: `attngen bench`."""
+"""The commands that measure on a GPU: `attngen bench` and `attngen tune`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .errors import MeasureError
+from .errors import AttngenError, MeasureError
 
 if TYPE_CHECKING:
     from .bench.report import Report
@@ -123,3 +123,63 @@ def _measure(
     for line in report.text_summary(measured):
         click.echo(line)
     return measured
+
+
+def _lengths(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+    words = _words(ctx, param, value)
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise click.BadParameter(
+            f"{value!r}: positive numbers with commas between them", ctx, param
+        )
+    return tuple(map(int, words))
+
+
+@click.command("tune")
+@click.argument(
+    "specs", metavar="SPEC.toml...", nargs=-1, required=True, type=click.Path(path_type=Path)
+)
+@click.option(
+    "--lengths",
+    metavar="N,...",
+    callback=_lengths,
+    default="512,4096,16384",
+    show_default=True,
+    help="Queries and keys of the sequences that are timed.",
+)
+@click.option("--window", type=click.IntRange(min=0), default=1024, show_default=True)
+@click.option("--limit", type=click.IntRange(min=1), help="Only the first plans of a problem.")
+@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
+@click.option("--budget-ms", type=click.FloatRange(min=0.1), default=10.0, show_default=True)
+@click.option("-o", "--output", type=output_file, help="Default: the package's file of this chip.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a problem.")
+def tune_(
+    specs: Sequence[Path],
+    lengths: tuple[int, ...],
+    window: int,
+    limit: int | None,
+    rounds: int,
+    budget_ms: float,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Time the plans that fit each kernel of the spec files, and keep what was found.
+
+    From then on planning prefers the fastest. Results are compared before anything is timed.
+    """
+    from . import batch, tune, tuned
+    from .spec import load_specs
+    from .values import to_json
+
+    arch, chip = tune.current_device()
+    jobs, refused = batch.jobs_of([spec for path in specs for spec in load_specs(path)], arch)
+    if refused:
+        raise AttngenError([reason for error in refused for reason in error.reasons])
+    effort = tune.Effort(lengths, window, limit, rounds, budget_ms)
+    path = output or tuned.FOLDER / f"{tuned.slug(chip)}.json"
+    for job in jobs:
+        tuning = tune.tune(job.problem, job.arch, effort)
+        tuned.write(path, chip, [tuning.entry])
+        for line in [to_json(tuning.entry)] if as_json else tuning.text(shown=5):
+            click.echo(line)
+    if not as_json:
+        click.echo(f"wrote {path}")

@@ -64,6 +64,8 @@ def from_json(cls: type[T], text: str) -> T:
 
 
 def _coerce(hint: Any, item: Any, name: str) -> Any:
+    if hint is Any:
+        return item
     origin = typing.get_origin(hint)
     if origin in (types.UnionType, typing.Union):
         options = typing.get_args(hint)

@@ -16,13 +16,15 @@ from .report import OURS, SCHEMA, Report, Row, make_row, means_of
 from .workloads import FLOPS, Case
 
 
-def require_gpu() -> None:
-    """Raises: MeasureError where no kernel of attngen can be timed."""
+def require_gpu() -> str:
+    """The architecture of the current GPU. Raises: MeasureError where no kernel can be timed."""
     if not torch.cuda.is_available():
         raise MeasureError("timing needs a GPU, and PyTorch sees none; `attngen doctor` says more")
-    if device_arch(torch.device("cuda")) is None:
+    arch = device_arch(torch.device("cuda"))
+    if arch is None:
         available = ", ".join(ARCH_OF_CAPABILITY.values())
         raise MeasureError(f"{torch.cuda.get_device_name()} has no kernels; available: {available}")
+    return arch
 
 
 def run(
