@@ -1,4 +1,4 @@
-// sm90_fwd__causal_window_d128_bf16__97d34b
+// sm90_fwd__causal_window_d128_bf16__0dc0d0
 // Rendered by attngen from kernels/sm90_fwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -28,6 +28,7 @@ constexpr int kConsumers = 2;
 constexpr int kProducerRegisters = 40;
 constexpr int kConsumerRegisters = 232;
 constexpr int kLazyRescaleLog2 = 0;
+constexpr bool kPairSums = true;
 constexpr bool kLongestFirst = true;
 constexpr bool kOutputOverQ = false;
 
@@ -374,6 +375,16 @@ struct Consumer {
     }
   }
 
+  // The previous block's output is complete; it becomes relative to the new maxima.
+  ATTNGEN_DEVICE void finish_product(float (&output)[kHeadDimV / 2], bool grew, const float (&rescale)[2]) {
+    wgmma_wait<0>();
+    release_v();
+    if (grew) {
+#pragma unroll
+      for (int i = 0; i < kHeadDimV / 2; ++i) output[i] *= rescale[fragment_row(i)];
+    }
+  }
+
   // One block: its scores are computed together with the previous block's output.
   template <bool kMasked>
   ATTNGEN_DEVICE void step(const Queries& queries, float (&scores)[kTileN / 2], float (&output)[kHeadDimV / 2],
@@ -387,13 +398,14 @@ struct Consumer {
     wgmma_wait<1>();
     release_k();
     prepare_scores<kMasked>(scores, ctx, row, block);
-    const bool grew = online_softmax<kTileN, kLazyRescaleLog2, false>(scores, state, rescale, p.scale_log2);
-    wgmma_wait<0>();
-    release_v();
-    if (grew) {
-#pragma unroll
-      for (int i = 0; i < kHeadDimV / 2; ++i) output[i] *= rescale[fragment_row(i)];
-    }
+    BlockSoftmax<kTileN, kPairSums> softmax = {p.scale_log2};
+    softmax.find_maxima(scores);
+    const bool grew = softmax.outgrow<kLazyRescaleLog2>(state);
+    softmax.raise(state, 0, grew, rescale);
+    softmax.weigh(scores, state, 0, rescale);
+    softmax.raise(state, 1, grew, rescale);
+    softmax.weigh(scores, state, 1, rescale);
+    finish_product(output, grew, rescale);
     pack_weights<Element, kTileN>(weights, scores);
   }
 
@@ -468,7 +480,7 @@ struct Consumer {
     release_k();
     int block = job.block_end - 1;
     prepare_scores<true>(scores, ctx, row, block);
-    online_softmax<kTileN, kLazyRescaleLog2, true>(scores, state, factor, p.scale_log2);
+    BlockSoftmax<kTileN, kPairSums>{p.scale_log2}.begin(scores, state);
     pack_weights<Element, kTileN>(weights, scores);
     --block;
     const BlockRange blocks = KvIteration::blocks<kTileN>(mask_list(p), ctx, first, max_of(min_of(first + 64, ctx.q_len) - 1, first));
@@ -513,7 +525,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_fwd__causal_window_d128_bf16__97d34b(const __grid_constant__ attngen::Params p) {
+sm90_fwd__causal_window_d128_bf16__0dc0d0(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -194,14 +194,15 @@ def main() -> int:
     if options.child:
         print(json.dumps(CHILDREN[options.child]()))
         return 0
-    from tools.gpu_results import environment
+    from attngen.bench.machine import describe_machine
+    from attngen.values import to_data
 
     report = measure(options.runs)
     for title, figures in report.items():
         for name, figure in figures.items():
             print(f"{title:16s} {name:36s} {figure:9.3f}")
     if options.output:
-        report = {**environment(), "runs": options.runs, "rounds": ROUNDS, **report}
+        report = {**to_data(describe_machine()), "runs": options.runs, "rounds": ROUNDS, **report}
         options.output.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 

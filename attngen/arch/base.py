@@ -34,6 +34,22 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
+class SoftmaxOrder:
+    """How the softmax of a block is written down; what the compiler makes of it decides how well
+    its instructions fill the time of the other warpgroups' products.
+
+    `lazy_rescale_log2`: the output is rescaled only when a row's maximum grows by more than this
+    power of two; 0 rescales always. `rescale_first`: the previous product is awaited and the
+    output rescaled before the block's exponentials, else after. `pair_sums`: weights are added to
+    the row's sum two at a time, else into two sums.
+    """
+
+    lazy_rescale_log2: int
+    rescale_first: bool
+    pair_sums: bool
+
+
+@dataclass(frozen=True)
 class Schedule:
     """How tiles reach the persistent CTAs.
 
@@ -68,7 +84,7 @@ class Plan:
     tile: Tile
     pipeline: Pipeline
     schedule: Schedule
-    lazy_rescale_log2: int
+    softmax: SoftmaxOrder
     smem: tuple[SmemRegion, ...]
     smem_bytes: int
     threads: int

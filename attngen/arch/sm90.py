@@ -6,11 +6,12 @@ plans reach.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..problem import DTYPE_BYTES, Problem
-from .base import Pipeline, Plan, Schedule, Tile, lay_out
+from .base import Pipeline, Plan, Schedule, SoftmaxOrder, Tile, lay_out
 
 ARCH = "sm_90a"
 SMEM_BYTES = 232_448  # 227 KB a CTA may use
@@ -30,6 +31,21 @@ CAUSAL_SCHEDULE = Schedule(True, True, kv_group_bytes=64 << 20, group_heads=32, 
 # Equal tiles need no order but neighbours on one head; drawn from a counter they still measured
 # +2 to +3 % at 512 and 1024 tokens over a fixed stride, and the same beyond.
 FULL_SCHEDULE = Schedule(True, False, kv_group_bytes=0, group_heads=1, tail_share=0)
+# Fastest of four orders, by largest head dim (up to) and whether there are masks: 16k tokens (8k
+# at 192), measured beside each other. Rescaling first: +3 % at 64 causal, +2 % at 128 full, +1.5 %
+# at 256 causal, but -1 to -3 % at 128 causal and 192. Sums in pairs: +1 to +3 %, but -2.5 % at 64
+# full. At 256, rescaling 128 registers only when a maximum grows: +5 to +9 %; up to 128 the vote
+# costs more than it saves (-2 to -18 %).
+SOFTMAX_ORDERS = {
+    (96, False): SoftmaxOrder(0, rescale_first=False, pair_sums=False),
+    (96, True): SoftmaxOrder(0, rescale_first=True, pair_sums=True),
+    (128, False): SoftmaxOrder(0, rescale_first=True, pair_sums=True),
+    (128, True): SoftmaxOrder(0, rescale_first=False, pair_sums=True),
+    (192, False): SoftmaxOrder(0, rescale_first=False, pair_sums=True),
+    (192, True): SoftmaxOrder(0, rescale_first=False, pair_sums=True),
+    (256, False): SoftmaxOrder(8, rescale_first=True, pair_sums=True),
+    (256, True): SoftmaxOrder(8, rescale_first=True, pair_sums=True),
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +59,7 @@ class Choice:
     take_turns: bool
     q_in_registers: bool
     output_over_q: bool
+    softmax: SoftmaxOrder
 
     @property
     def preference(self) -> float:
@@ -54,11 +71,21 @@ class Choice:
 
 
 def feasible(problem: Problem) -> Iterator[Plan]:
-    """Every plan that fits shared memory and registers, the preferred first."""
-    for choice in sorted(choices(problem), key=lambda choice: -choice.preference):
-        plan = make_plan(problem, choice)
-        if plan is not None:
-            yield plan
+    """Every plan that fits shared memory and registers, the preferred first, and that one with
+    its softmax in every order next."""
+    ranked = sorted(choices(problem), key=lambda choice: -choice.preference)
+    fitting = ((choice, plan) for choice in ranked if (plan := make_plan(problem, choice)))
+    for place, (choice, plan) in enumerate(fitting):
+        yield plan
+        for softmax in orders(choice.softmax) if place == 0 else ():
+            if softmax != choice.softmax:
+                yield from filter(None, [make_plan(problem, replace(choice, softmax=softmax))])
+
+
+def orders(preferred: SoftmaxOrder) -> Iterator[SoftmaxOrder]:
+    """Every order that rescales as lazily as the preferred one."""
+    for rescale_first, pair_sums in itertools.product((False, True), repeat=2):
+        yield replace(preferred, rescale_first=rescale_first, pair_sums=pair_sums)
 
 
 def choices(problem: Problem) -> Iterator[Choice]:
@@ -68,14 +95,18 @@ def choices(problem: Problem) -> Iterator[Choice]:
     largest = max(problem.head_dim_qk, problem.head_dim_v)
     consumers = 3 if largest <= 96 else 2
     take_turns = consumers == 3 or largest > 192
+    step = min((limit for limit, _ in SOFTMAX_ORDERS if largest <= limit), default=256)
+    softmax = SOFTMAX_ORDERS[step, bool(problem.masks)]
     # Queries in registers: measured +2 to +5 % at 128; three warpgroups have no room for them.
-    q_places = ((True, False), (False, False), (False, True)) if consumers == 2 else (
-        (False, False),
+    q_places = (
+        ((True, False), (False, False), (False, True)) if consumers == 2 else ((False, False),)
     )
     for block in range(128, 16, -16):
         for k_stages in (3, 2) if consumers == 2 else (2,):
             for q_in_registers, over_q in q_places:
-                yield Choice(consumers, block, k_stages, 2, take_turns, q_in_registers, over_q)
+                yield Choice(
+                    consumers, block, k_stages, 2, take_turns, q_in_registers, over_q, softmax
+                )
 
 
 def make_plan(problem: Problem, choice: Choice) -> Plan | None:
@@ -109,9 +140,7 @@ def make_plan(problem: Problem, choice: Choice) -> Plan | None:
             output_over_q=choice.output_over_q,
         ),
         schedule=schedule,
-        # d256 rescales 128 registers a block of 64 keys: skipping it measured +5 to +9 %; at 64
-        # and 128 the vote costs more than it saves (-2 to -18 %).
-        lazy_rescale_log2=8 if problem.head_dim_v > 192 else 0,
+        softmax=choice.softmax,
         smem=regions,
         smem_bytes=smem_bytes,
         threads=128 * (choice.consumers + 1),
@@ -143,9 +172,7 @@ def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
     }
 
 
-def explain(
-    choice: Choice, schedule: Schedule, registers: int, smem_bytes: int
-) -> tuple[str, ...]:
+def explain(choice: Choice, schedule: Schedule, registers: int, smem_bytes: int) -> tuple[str, ...]:
     """The plan's choices in prose, for people."""
     return (
         f"{choice.consumers} consumer warpgroups of 64 query rows "
@@ -160,6 +187,12 @@ def explain(
         "output staged over Q: its own buffer would not fit"
         if choice.output_over_q
         else "output has a place of its own, so that the next tile's Q loads early",
+        (
+            "output rescaled before a block's exponentials"
+            if choice.softmax.rescale_first
+            else "output rescaled after a block's exponentials"
+        )
+        + (", lazily" if choice.softmax.lazy_rescale_log2 else ""),
         "tiles drawn from a counter, "
         + ("longest rows first" if schedule.longest_first else "one head after another"),
     )
