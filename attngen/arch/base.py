@@ -17,6 +17,9 @@ class Tile:
 class Pipeline:
     """Warpgroups and what they share: K/V buffers, registers a thread, the output's place.
 
+    `raw_stages`: buffers of V as loaded, before a warpgroup of its own transposes it; 0 where V is
+    used as it lies.
+
     `take_turns`: consumers pass a baton, so that one's softmax runs under the others' products;
     else they run freely. `q_in_registers`: queries are read from shared memory once a tile
     instead of once a block.
@@ -26,6 +29,7 @@ class Pipeline:
     consumers: int
     k_stages: int
     v_stages: int
+    raw_stages: int
     producer_registers: int
     consumer_registers: int
     take_turns: bool
@@ -77,7 +81,11 @@ class SmemRegion:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a template needs beyond the problem. `why` explains the choices in prose."""
+    """Everything a template needs beyond the problem. `why` explains the choices in prose.
+
+    `promote_blocks`: after so many blocks the sum of 8-bit products, which the tensor cores keep
+    in fewer bits than float32 has, is added to a float32 total in shared memory; 0: never.
+    """
 
     arch: str
     family: str
@@ -85,6 +93,7 @@ class Plan:
     pipeline: Pipeline
     schedule: Schedule
     softmax: SoftmaxOrder
+    promote_blocks: int
     smem: tuple[SmemRegion, ...]
     smem_bytes: int
     threads: int

@@ -19,6 +19,7 @@ struct RowState {
 template <int kN, bool kPairSums>
 struct BlockSoftmax {
   float scale_log2;
+  float shift;  // log2 of what multiplies every weight
   float block_max[2];
   float offset[2];
 
@@ -51,7 +52,7 @@ struct BlockSoftmax {
     const float old_max = state.row_max[half];
     if (grew) state.row_max[half] = fmaxf(old_max, block_max[half]);
     const float reference = finite(state.row_max[half]);
-    offset[half] = reference * scale_log2;
+    offset[half] = reference * scale_log2 - shift;
     // The difference first: an unchanged maximum must give 1 exactly, or the sum drifts.
     rescale[half] = exp2_approx((old_max - reference) * scale_log2);
   }
@@ -68,7 +69,7 @@ struct BlockSoftmax {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       state.row_max[half] = block_max[half];
-      offset[half] = finite(block_max[half]) * scale_log2;
+      offset[half] = finite(block_max[half]) * scale_log2 - shift;
       state.row_sum[half] = exponentiate(scores, half);
     }
   }
@@ -102,6 +103,15 @@ template <class Element, int kN>
 ATTNGEN_DEVICE void pack_weights(u32 (&packed)[kN / 4], const float (&weights)[kN / 2]) {
 #pragma unroll
   for (int i = 0; i < kN / 4; ++i) packed[i] = Element::pack(weights[2 * i], weights[2 * i + 1]);
+}
+// Weights as four bytes a register, keys in the order of `transposed_position`.
+template <class Element, int kN>
+ATTNGEN_DEVICE void pack_weights(u32 (&packed)[kN / 8], const float (&weights)[kN / 2]) {
+#pragma unroll
+  for (int i = 0; i < kN / 8; ++i) {
+    const float* pair = weights + (i / 2) * 8 + (i % 2) * 2;
+    packed[i] = Element::pack(pair[0], pair[1], pair[4], pair[5]);
+  }
 }
 
 }  // namespace attngen
