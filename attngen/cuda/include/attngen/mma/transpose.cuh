@@ -1,19 +1,14 @@
 // Transposition of 8-bit tiles in shared memory, for wgmma, which wants the reduction of an 8-bit
 // product along the rows of both operands.
+//
+// Within each 16 keys, position 4 t + e of a transposed row holds key 8 (e / 2) + 2 t + e % 2. So
+// the four weights that thread t of a row has from two groups of 8 accumulator columns are the four
+// neighbours that it owns in wgmma's 8-bit A operand, and weights need no exchange between threads.
 #pragma once
 
 #include "attngen/ptx/matrix_move.cuh"
 
 namespace attngen {
-
-// Where key `key` of a block goes in the transposed rows: within each 16 keys, position
-// 4 * t + e holds key 8 * (e / 2) + 2 * t + e % 2. So the four weights of a thread (accumulator
-// columns 2 t and 2 t + 1 of two groups of 8) are the four neighbours that it owns in wgmma's 8-bit
-// A operand, and weights need no exchange between threads.
-ATTNGEN_HD constexpr int transposed_position(int key) {
-  const int within = key & 15;
-  return (key & ~15) + ((within & 7) >> 1) * 4 + (within >> 3) * 2 + (within & 1);
-}
 
 // 16 columns of a block of kKeys keys, by one warp: from `source`, boxes of kKeys rows by 128
 // columns, to `destination`, boxes of kColumns rows by 128 keys, both swizzled over 128 bytes.

@@ -104,7 +104,7 @@ ATTNGEN_DEVICE void pack_weights(u32 (&packed)[kN / 4], const float (&weights)[k
 #pragma unroll
   for (int i = 0; i < kN / 4; ++i) packed[i] = Element::pack(weights[2 * i], weights[2 * i + 1]);
 }
-// Weights as four bytes a register, keys in the order of `transposed_position`.
+// Weights as four bytes a register, keys in the order of mma/transpose.cuh.
 template <class Element, int kN>
 ATTNGEN_DEVICE void pack_weights(u32 (&packed)[kN / 8], const float (&weights)[kN / 2]) {
 #pragma unroll
