@@ -15,7 +15,7 @@ help:
 	@echo 'make gpu-test         every test that needs one, with the python3 at hand'
 	@echo 'make lint types       ruff and clang-format; mypy --strict'
 	@echo 'make format           let ruff and clang-format mend what they can'
-	@echo 'make generated        write generated/ anew; generated-check fails on any difference'
+	@echo "make generated        write generated/ and README's tables; generated-check: do they differ?"
 	@echo 'make wheel            build the wheel into dist/'
 	@echo 'make clean            remove what make made, .venv included'
 
@@ -26,7 +26,7 @@ $(VENV)/.run: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(PY) -m pip install -q -c constraints.txt -e '.[compile,dev]'
+	$(PY) -m pip install -q -c constraints.txt -e '.[compile,bench,dev]'
 	@touch $@
 
 demo: $(VENV)/.run
@@ -52,9 +52,11 @@ format: $(VENV)/.dev
 
 generated: $(VENV)/.run
 	$(PY) tools/generate.py
+	$(PY) tools/render_readme.py
 
 generated-check: $(VENV)/.run
 	$(PY) tools/generate.py --check
+	$(PY) tools/render_readme.py --check
 
 wheel: $(VENV)/.dev
 	$(PY) -m build --no-isolation --wheel --outdir $(DIST) .

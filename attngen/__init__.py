@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         CacheError,
         CompileError,
         LaunchError,
+        MeasureError,
         PlanError,
         SpecError,
     )
@@ -35,6 +36,7 @@ __all__ = [
     "CacheError",
     "CompileError",
     "LaunchError",
+    "MeasureError",
     "PlanError",
     "SpecError",
     "attention",

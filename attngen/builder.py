@@ -47,7 +47,11 @@ def build(
 
 def build_problem(problem: Problem, arch: str, *, cache: Cache | None = None) -> Built:
     """One kernel, from the cache or compiled and put there."""
-    chosen = make_plan(problem, arch)
+    return build_plan(problem, make_plan(problem, arch), arch, cache=cache)
+
+
+def build_plan(problem: Problem, chosen: Plan, arch: str, *, cache: Cache | None = None) -> Built:
+    """The kernel of one plan, preferred or not."""
     key = digest.cache_key(problem, chosen, arch)
     store = cache or Cache.default()
 

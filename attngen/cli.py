@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import __version__
+from .cli_measure import bench, tune_
 from .errors import AttngenError, SpecError
 
 if TYPE_CHECKING:
@@ -22,7 +23,12 @@ if TYPE_CHECKING:
     from .problem import Problem
     from .spec import AttentionSpec
 
-_OPTIONAL = {"jinja2": "rendering", "cuda": "compiling"}
+# Package → what needs it, and the extra that brings it.
+_OPTIONAL = {
+    "jinja2": ("rendering", "compile"),
+    "cuda": ("compiling", "compile"),
+    "matplotlib": ("plotting", "bench"),
+}
 
 
 class ErrorsAsMessages(click.Group):
@@ -39,8 +45,9 @@ class ErrorsAsMessages(click.Group):
             top = (error.name or "").partition(".")[0]
             if top not in _OPTIONAL:
                 raise
-            what = f"{_OPTIONAL[top]} needs {error.name}: pip install 'attngen[compile]'"
-            raise click.ClickException(what) from error
+            what, extra = _OPTIONAL[top]
+            advice = f"{what} needs {error.name}: pip install 'attngen[{extra}]'"
+            raise click.ClickException(advice) from error
 
 
 @click.group(cls=ErrorsAsMessages, context_settings={"help_option_names": ["-h", "--help"]})
@@ -147,6 +154,10 @@ def doctor(as_json: bool) -> None:
 
     for finding in doctors.examine():
         click.echo(json.dumps(to_data(finding)) if as_json else doctors.format_finding(finding))
+
+
+main.add_command(bench)
+main.add_command(tune_)
 
 
 @main.group("cache")

@@ -33,3 +33,7 @@ class CacheError(AttngenError, RuntimeError):
 
 class LaunchError(AttngenError, RuntimeError):
     """The driver refused a kernel, or the arguments do not fit the launch program."""
+
+
+class MeasureError(AttngenError, RuntimeError):
+    """Nothing can be measured here, or what was measured is not right."""

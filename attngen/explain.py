@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from . import features, resolve
+from . import features, resolve, tuned
 from .arch.base import Plan
 from .builder import build_problem, render_problem
 from .cache import Cache
@@ -72,7 +72,7 @@ def _explain_kernel(
     yield f"problem {problem.label}"
     yield from _indented(describe(problem))
     yield ""
-    yield f"plan {arch}, the first of {len(plans)} that fit"
+    yield f"plan {arch}, {_choice(problem, arch, plans)}"
     yield from _indented(describe(chosen))
     yield ""
     yield "roofline"
@@ -90,6 +90,17 @@ def _explain_kernel(
     yield f"binary {built.binary.toolchain}, {'cached' if built.from_cache else 'compiled now'}"
     yield from _indented(describe(built.binary.resources))
     yield f"{INDENT}the registers are those at launch; the plan's pipeline moves them to each role"
+
+
+def _choice(problem: Problem, arch: str, plans: tuple[Plan, ...]) -> str:
+    """Who chose the first of these plans: a measurement, or the heuristics."""
+    entry = tuned.entry_of(problem, arch)
+    if entry is None:
+        return f"the heuristics' choice of {len(plans)} that fit"
+    timed = [candidate.settings for _, candidate in entry.ranked()]
+    if tuned.settings(plans[0]) not in timed:
+        return f"the heuristics' choice of {len(plans)} that fit; what was tuned is not among them"
+    return f"tuned: the fastest of {len(timed)} timed on {entry.date}, of {len(plans)} that fit"
 
 
 def describe(value: Any) -> Iterator[str]:

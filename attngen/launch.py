@@ -10,6 +10,7 @@ import ctypes
 import struct
 import threading
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from .errors import LaunchError
@@ -20,7 +21,10 @@ LENGTH_LIMIT = 1 << 30  # positions; masks add lengths and windows in 32 bits
 UNBOUNDED = 1 << 30  # a window side without a bound
 TMA_STRIDE_LIMIT = 1 << 40  # bytes
 LOG2_E = 1.4426950408889634
+PARAMETER_LIMIT = 32764  # bytes, the driver's
+MAPS_KEPT = 4096  # encoded tensor maps, 128 bytes each: as many as a large model's activations
 _FORMATS = {"i32": "i", "f32": "f", "i64": "q", "ptr": "Q", "tensor_map": "128s"}
+_ADDRESSED = ("ptr", "tensor_map")
 _ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 
 
@@ -47,14 +51,29 @@ class Scalars:
     bottom_right: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class TensorMap:
+    """What cuTensorMapEncodeTiled takes before and after the address of `tensor`."""
+
+    tensor: str
+    before: tuple[Any, ...]
+    after: tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class Prepared:
-    """A launch of one kernel for given shapes; only addresses are missing."""
+    """A launch of one kernel for given shapes; only addresses are missing.
+
+    values: one a parameter field, in their order; zero where an address decides, `pointers` and
+    `maps` say which. start: what cuLaunchKernel takes before the stream.
+    """
 
     loaded: LoadedKernel
-    grid: int
-    values: dict[str, int | float]
-    maps: tuple[tuple[TensorMapRecipe, tuple[Any, ...]], ...]
+    layout: struct.Struct
+    values: tuple[int | float, ...]
+    pointers: tuple[tuple[int, str], ...]
+    maps: tuple[tuple[int, TensorMap], ...]
+    start: tuple[Any, ...]
 
 
 def prepare(loaded: LoadedKernel, extents: dict[str, Extent], scalars: Scalars) -> Prepared:
@@ -65,6 +84,28 @@ def prepare(loaded: LoadedKernel, extents: dict[str, Extent], scalars: Scalars) 
     """
     kernel = loaded.kernel
     values = run_time_values(kernel, extents, scalars)
+    if reasons := _violations(loaded, extents, values):
+        raise LaunchError(reasons)
+    recipes = {recipe.field: recipe for recipe in kernel.tensor_maps}
+    fields = tuple(enumerate(kernel.fields))
+    grid = min(loaded.multiprocessors, int(values["tiles"]))
+    return Prepared(
+        loaded=loaded,
+        layout=struct.Struct(pack_format(kernel)),
+        values=tuple(0 if f.type in _ADDRESSED else values[f.name] for f in kernel.fields),
+        pointers=tuple((index, f.name) for index, f in fields if f.type == "ptr"),
+        maps=tuple(
+            (index, _tensor_map(recipes[f.name], extents[recipes[f.name].tensor]))
+            for index, f in fields
+            if f.type == "tensor_map"
+        ),
+        start=(loaded.handle, grid, 1, 1, kernel.threads, 1, 1, kernel.smem_bytes),
+    )
+
+
+def _violations(
+    loaded: LoadedKernel, extents: dict[str, Extent], values: dict[str, int | float]
+) -> list[str]:
     reasons = [
         f"{name}: {extent.seq} positions; a kernel takes fewer than {LENGTH_LIMIT}"
         for name, extent in extents.items()
@@ -74,16 +115,10 @@ def prepare(loaded: LoadedKernel, extents: dict[str, Extent], scalars: Scalars) 
         reasons.append(f"{values['tiles']} tiles; a kernel takes fewer than 2^31")
     reasons += [
         f"{recipe.tensor}: a stride of 2^40 bytes or more is out of the copy engine's reach"
-        for recipe in kernel.tensor_maps
+        for recipe in loaded.kernel.tensor_maps
         if max(_stride_bytes(recipe, extents[recipe.tensor])) >= TMA_STRIDE_LIMIT
     ]
-    if reasons:
-        raise LaunchError(reasons)
-    maps = tuple(
-        (recipe, _map_arguments(recipe, extents[recipe.tensor])) for recipe in kernel.tensor_maps
-    )
-    grid = min(loaded.multiprocessors, int(values["tiles"]))
-    return Prepared(loaded, grid, values, maps)
+    return reasons
 
 
 def run_time_values(
@@ -130,60 +165,30 @@ def launch(prepared: Prepared, addresses: dict[str, int], stream: int) -> None:
     (`tile_counter`: one int32, zero, left zero; one launch at a time may use it).
     Raises: LaunchError with the driver's reason.
     """
-    cuda = driver()
-    kernel = prepared.loaded.kernel
-    buffer = _buffer(kernel)
-    packed: dict[str, Any] = {**prepared.values, **addresses}
-    for recipe, arguments in prepared.maps:
-        packed[recipe.field] = _encode(cuda, recipe, arguments, addresses[recipe.tensor])
-    buffer.layout.pack_into(
-        buffer.memory, buffer.offset, *(packed[name] for name in buffer.names)
-    )
+    packed: list[Any] = [*prepared.values]
+    for index, name in prepared.pointers:
+        packed[index] = addresses[name]
+    for index, tensor_map in prepared.maps:
+        packed[index] = _encoded(tensor_map, addresses[tensor_map.tensor])
+    prepared.layout.pack_into(_parameters.memory, _parameters.offset, *packed)
     checked(
-        kernel.entry,
-        cuda.cuLaunchKernel(
-            prepared.loaded.handle,
-            *(prepared.grid, 1, 1),
-            *(kernel.threads, 1, 1),
-            kernel.smem_bytes,
-            stream,
-            ctypes.addressof(buffer.pointer),
-            0,
-        ),
+        prepared.loaded.kernel.entry,
+        driver().cuLaunchKernel(*prepared.start, stream, _parameters.pointers, 0),
     )
 
 
-@dataclass(frozen=True)
-class _Buffer:
-    """Host memory for one kernel's parameters, 64-byte aligned, and how they are packed."""
-
-    layout: struct.Struct
-    names: tuple[str, ...]
-    memory: Any
-    offset: int
-    pointer: Any
-
-
-class _Buffers(threading.local):
-    """One buffer a kernel and thread: the driver copies the parameters before it returns."""
+class _Parameters(threading.local):
+    """A thread's host memory for the parameters of a launch, 64-byte aligned: the driver copies
+    them before it returns. `pointers` is the address of the one pointer to them."""
 
     def __init__(self) -> None:
-        self.by_entry: dict[str, _Buffer] = {}
+        self.memory = (ctypes.c_char * (PARAMETER_LIMIT + 64))()
+        self.offset = -ctypes.addressof(self.memory) % 64
+        self._pointer = ctypes.c_void_p(ctypes.addressof(self.memory) + self.offset)
+        self.pointers = ctypes.addressof(self._pointer)
 
 
-_buffers = _Buffers()
-
-
-def _buffer(kernel: KernelEntry) -> _Buffer:
-    found = _buffers.by_entry.get(kernel.entry)
-    if found is None:
-        memory = (ctypes.c_char * (kernel.params_bytes + 64))()
-        offset = -ctypes.addressof(memory) % 64
-        pointer = ctypes.c_void_p(ctypes.addressof(memory) + offset)
-        layout = struct.Struct(pack_format(kernel))
-        names = tuple(field.name for field in kernel.fields)
-        found = _buffers.by_entry[kernel.entry] = _Buffer(layout, names, memory, offset, pointer)
-    return found
+_parameters = _Parameters()
 
 
 def pack_format(kernel: KernelEntry) -> str:
@@ -208,33 +213,33 @@ def _stride_bytes(recipe: TensorMapRecipe, extent: Extent) -> tuple[int, int, in
     )
 
 
-def _map_arguments(recipe: TensorMapRecipe, extent: Extent) -> tuple[Any, ...]:
+def _tensor_map(recipe: TensorMapRecipe, extent: Extent) -> TensorMap:
     cuda = driver()
     dims = (extent.dim, extent.seq, extent.heads, extent.batch)
-    return (
+    dtype = {
+        "bf16": cuda.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        "fp16": cuda.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+    }[recipe.dtype]
+    layout = (
         [cuda.cuuint64_t(dim) for dim in dims],
         [cuda.cuuint64_t(stride) for stride in _stride_bytes(recipe, extent)],
         [cuda.cuuint32_t(box) for box in (recipe.box_cols, recipe.box_rows, 1, 1)],
         [cuda.cuuint32_t(1)] * 4,
     )
-
-
-def _encode(cuda: Any, recipe: TensorMapRecipe, arguments: tuple[Any, ...], address: int) -> bytes:
-    dtype = {
-        "bf16": cuda.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        "fp16": cuda.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-    }[recipe.dtype]
-    tensor_map = checked(
-        f"tensor map of {recipe.tensor}",
-        cuda.cuTensorMapEncodeTiled(
-            dtype,
-            4,
-            address,
-            *arguments,
-            cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        ),
+    modes = (
+        cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
-    return ctypes.string_at(int(tensor_map.getPtr()), 128)
+    return TensorMap(recipe.tensor, (dtype, len(dims)), (*layout, *modes))
+
+
+@lru_cache(MAPS_KEPT)  # allocators hand out the same addresses again and again
+def _encoded(tensor_map: TensorMap, address: int) -> bytes:
+    """The 128 bytes that the copy engine reads. They depend on the arguments alone."""
+    encoded = checked(
+        f"tensor map of {tensor_map.tensor}",
+        driver().cuTensorMapEncodeTiled(*tensor_map.before, address, *tensor_map.after),
+    )
+    return ctypes.string_at(int(encoded.getPtr()), 128)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from .errors import LaunchError
@@ -25,6 +26,7 @@ class LoadedKernel:
     multiprocessors: int
 
 
+@cache  # the import system takes half a microsecond to find what is imported
 def driver() -> Any:
     """The driver bindings. Raises: LaunchError where cuda-bindings is not installed."""
     try:
@@ -36,26 +38,29 @@ def driver() -> Any:
 
 def checked(what: str, result: tuple[Any, ...]) -> Any:
     """The driver call's value. Raises: LaunchError naming the call and the driver's error."""
-    status, *values = result
-    if int(status) != 0:
+    status = result[0]
+    if status:
         raise LaunchError(f"{what}: {status.name}")
-    return values[0] if len(values) == 1 else tuple(values)
+    return result[1] if len(result) == 2 else result[1:]
 
 
-_threads = threading.local()
+def current_device() -> int | None:
+    """The device whose context is current in this thread; None where none is.
+
+    The driver's answer: torch's names the device whose context it would make when it has to.
+    """
+    status, device = driver().cuCtxGetDevice()
+    return None if status else int(device)
 
 
 def ensure_context(device: int) -> None:
-    """Make the device's primary context current in a thread that has none yet: torch does so only
-    when it calls the runtime, which a cached allocation does not."""
-    if device in getattr(_threads, "devices", ()):
-        return
-    cuda = driver()
-    if not int(checked("cuCtxGetCurrent", cuda.cuCtxGetCurrent())):
+    """Make the device's primary context current in a thread that has none, or another's: torch
+    does so only when it calls the runtime, which a cached allocation does not."""
+    if current_device() != device:
+        cuda = driver()
         handle = checked("cuDeviceGet", cuda.cuDeviceGet(device))
         context = checked("primary context", cuda.cuDevicePrimaryCtxRetain(handle))
         checked("cuCtxSetCurrent", cuda.cuCtxSetCurrent(context))
-    _threads.devices = {*getattr(_threads, "devices", ()), device}
 
 
 def load(binary: Binary, cubin: bytes, device: int) -> LoadedKernel:

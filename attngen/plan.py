@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import tuned
 from .arch import sm90
 from .arch.base import Plan
 from .errors import PlanError
@@ -19,7 +20,13 @@ def plan(problem: Problem, arch: str) -> Plan:
 
 
 def candidates(problem: Problem, arch: str) -> tuple[Plan, ...]:
-    """Every feasible plan, the preferred first."""
+    """Every feasible plan, the preferred first: what measured fastest, where the problem was
+    tuned, else what the heuristics say."""
+    return tuned.prefer(feasible(problem, arch), tuned.entry_of(problem, arch))
+
+
+def feasible(problem: Problem, arch: str) -> tuple[Plan, ...]:
+    """Every feasible plan, in the order of the heuristics. Raises: as `plan`."""
     if arch not in ARCHITECTURES:
         raise PlanError(f"architecture {arch!r} is unknown; available: {[*ARCHITECTURES]}")
     found = tuple(ARCHITECTURES[arch].feasible(problem))

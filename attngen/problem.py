@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Direction = Literal["fwd"]
-DType = Literal["fp16", "bf16", "fp32"]
-DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
+DType = Literal["fp16", "bf16", "fp32", "e4m3", "e5m2"]
+DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4, "e4m3": 1, "e5m2": 1}
 
 
 @dataclass(frozen=True)
@@ -42,5 +42,7 @@ class Problem:
             dims += f"v{self.head_dim_v}"
         softmax = () if self.softmax == "vanilla" else (self.softmax,)
         features = (*self.masks, *self.scores, *softmax) or ("full",)
+        kv = () if self.dtype_kv == self.dtype_q else (f"kv_{self.dtype_kv}",)
         partial = ("partial",) if self.dtype_o == "fp32" else ()
-        return "_".join((*features, dims, self.dtype_q, *partial))
+        out = () if partial or self.dtype_o == self.dtype_q else (f"to_{self.dtype_o}",)
+        return "_".join((*features, dims, self.dtype_q, *kv, *partial, *out))

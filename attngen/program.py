@@ -86,7 +86,7 @@ class Resources:
 class Binary:
     """A launch program: metadata, and the cubin beside it (`cubin` is not part of the JSON).
 
-    `compile_seconds` is measured; `source_sha256` is the digest of the rendered source.
+    `source_sha256` is the digest of the rendered source.
     """
 
     schema: int

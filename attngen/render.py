@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,7 @@ import jinja2
 
 from .arch.base import Plan
 from .features import Features, Fragment
-from .problem import Problem
+from .problem import DTYPE_BYTES, Problem
 from .program import FIELD_BYTES, Field, KernelEntry, TensorMapRecipe
 from .values import to_json
 
@@ -29,7 +30,7 @@ _OPTIONS: dict[str, Any] = {
     "keep_trailing_newline": True,
     "autoescape": False,
 }
-BOX_COLUMNS = 64  # elements in the 128 bytes that the swizzle spans
+BOX_BYTES = 128  # what the swizzle spans of a row
 
 
 @dataclass(frozen=True)
@@ -92,24 +93,30 @@ def render(problem: Problem, plan: Plan, features: Features, root: Path) -> Sour
     for group in uses.values():
         for use in group:
             fragments[use.fragment.struct] = use.fragment
-    text = environment(root).get_template(template).render(
-        entry=entry,
-        template=template,
-        problem=problem,
-        plan=plan,
-        fields=fields,
-        params_bytes=params_bytes,
-        mma_element={"bf16": "bf16", "fp16": "f16"}[problem.dtype_q],
-        fragments=[{"source": emit_fragment(root, fragment)} for fragment in fragments.values()],
-        masks=uses["mask"],
-        scores=uses["score"],
-        softmax=uses["softmax"][0],
-        q_seq=uses["q_seq"][0],
-        kv_seq=uses["kv_seq"][0],
-        kv_fetch=uses["kv_fetch"][0],
-        kv_iter=uses["kv_iter"][0],
-        bounds_left=any(use.bounds_left for use in uses["mask"]),
-        bounds_right=any(use.bounds_right for use in uses["mask"]),
+    text = (
+        environment(root)
+        .get_template(template)
+        .render(
+            entry=entry,
+            template=template,
+            problem=problem,
+            plan=plan,
+            fields=fields,
+            params_bytes=params_bytes,
+            mma_element={"bf16": "bf16", "fp16": "f16"}.get(problem.dtype_q),
+            fragments=[
+                {"source": emit_fragment(root, fragment)} for fragment in fragments.values()
+            ],
+            masks=uses["mask"],
+            scores=uses["score"],
+            softmax=uses["softmax"][0],
+            q_seq=uses["q_seq"][0],
+            kv_seq=uses["kv_seq"][0],
+            kv_fetch=uses["kv_fetch"][0],
+            kv_iter=uses["kv_iter"][0],
+            bounds_left=any(use.bounds_left for use in uses["mask"]),
+            bounds_right=any(use.bounds_right for use in uses["mask"]),
+        )
     )
     kernel = KernelEntry(
         entry=entry,
@@ -152,6 +159,9 @@ def _fields(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> tuple[F
     names = [("map_q", "tensor_map"), ("map_k", "tensor_map"), ("map_v", "tensor_map")]
     names += [("o", "ptr")] if partial else [("map_o", "tensor_map")]
     names += [("lse", "ptr")]
+    if DTYPE_BYTES[problem.dtype_q] == 1:
+        pointers = ("descale_q", "descale_k", "descale_v", "scale_s", "descale_s", "scale_o")
+        names += [(name, "ptr") for name in (*pointers, "amax_s", "amax_o")]
     names += [("tile_counter", "ptr")] if plan.schedule.dynamic else []
     if partial:
         names += [(f"o_stride_{dim}", "i64") for dim in ("row", "head", "batch")]
@@ -166,6 +176,9 @@ def _fields(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> tuple[F
         ("bottom_right", "i32"),
         ("scale" if problem.scores else "scale_log2", "f32"),
     ]
+    if DTYPE_BYTES[problem.dtype_q] == 1:
+        for tensor, axis in itertools.product("qkv", ("batch", "head")):
+            names += [(f"descale_{tensor}_stride_{axis}", "i32")]
     for group in uses.values():
         for use in group:
             types = [operand.dtype for operand in use.fragment.operands]
@@ -186,7 +199,13 @@ def _tensor_maps(problem: Problem, plan: Plan) -> tuple[TensorMapRecipe, ...]:
     if problem.dtype_o != "fp32":
         rows["o"], dtypes["o"] = 64, problem.dtype_o
     return tuple(
-        TensorMapRecipe(f"map_{tensor}", tensor, dtypes[tensor], BOX_COLUMNS, rows[tensor])
+        TensorMapRecipe(
+            f"map_{tensor}",
+            tensor,
+            dtypes[tensor],
+            BOX_BYTES // DTYPE_BYTES[dtypes[tensor]],
+            rows[tensor],
+        )
         for tensor in rows
     )
 

@@ -17,6 +17,8 @@ def to_data(value: Any) -> Any:
         return {f.name: to_data(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, (tuple, list)):
         return [to_data(item) for item in value]
+    if isinstance(value, dict):
+        return {name: to_data(item) for name, item in value.items()}
     return value
 
 
@@ -62,6 +64,8 @@ def from_json(cls: type[T], text: str) -> T:
 
 
 def _coerce(hint: Any, item: Any, name: str) -> Any:
+    if hint is Any:
+        return item
     origin = typing.get_origin(hint)
     if origin in (types.UnionType, typing.Union):
         options = typing.get_args(hint)
@@ -73,6 +77,11 @@ def _coerce(hint: Any, item: Any, name: str) -> Any:
             raise ValueError(f"{name}: expected a list, got {item!r}")
         (element, *_) = typing.get_args(hint)
         return tuple(_coerce(element, each, name) for each in item)
+    if origin is dict:
+        if not isinstance(item, dict):
+            raise ValueError(f"{name}: expected an object, got {item!r}")
+        element = typing.get_args(hint)[1]
+        return {key: _coerce(element, each, f"{name}.{key}") for key, each in item.items()}
     if origin is typing.Literal:
         if item not in typing.get_args(hint):
             raise ValueError(f"{name}: {item!r} is not one of {typing.get_args(hint)}")

@@ -1,4 +1,4 @@
-// sm90_fwd__full_d256_bf16__64adcc
+// sm90_fwd__full_d256_bf16__f1cca4
 // Rendered by attngen from kernels/sm90_fwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -17,7 +17,8 @@ namespace attngen {
 // ---- the problem
 constexpr int kHeadDimQk = 256;
 constexpr int kHeadDimV = 256;
-using Element = Bf16;
+using Element = Bf16;  // of the weights
+using Output = Bf16;
 
 // ---- the plan
 constexpr int kTileM = 128;
@@ -28,15 +29,23 @@ constexpr int kConsumers = 2;
 constexpr int kProducerRegisters = 40;
 constexpr int kConsumerRegisters = 232;
 constexpr int kLazyRescaleLog2 = 8;
+constexpr bool kPairSums = true;
 constexpr bool kLongestFirst = false;
 constexpr bool kOutputOverQ = true;
 
-constexpr int kQkSteps = (kHeadDimQk + 15) / 16;
-constexpr int kQkBoxes = (kHeadDimQk + 63) / 64;
-constexpr int kVBoxes = (kHeadDimV + 63) / 64;
+// A row of a box is 128 bytes, a step of a product's reduction 32.
+constexpr int kBoxColumns = 64;
+constexpr int kQkSteps = ceil_div(kHeadDimQk, kBoxColumns / 4);
+constexpr int kPvSteps = kTileN / (kBoxColumns / 4);
+constexpr int kQkBoxes = ceil_div(kHeadDimQk, kBoxColumns);
+constexpr int kVBoxes = ceil_div(kHeadDimV, kBoxColumns);
+constexpr int kOBoxColumns = 64;
+constexpr int kOBoxes = ceil_div(kHeadDimV, kOBoxColumns);
+constexpr int kWeightRegisters = kTileN / 4;
 constexpr u32 kRowBoxBytes = kTileM * 128;
 constexpr u32 kKeyBoxBytes = kTileN * 128;
 constexpr u32 kWarpgroupBytes = 64 * 128;
+constexpr u32 kVStageBytes = kVBoxes * kKeyBoxBytes;
 constexpr u32 kSmemQ = 0;
 constexpr u32 kSmemK = 65536;
 constexpr u32 kSmemV = 163840;
@@ -100,14 +109,14 @@ struct DenseSequence {
   ATTNGEN_HD int batch_index(int batch) const { return batch; }
 };
 struct TmaFetch {
-  // Rows of one head into `kBoxes` boxes of `box_bytes`; columns and rows outside the tensor
+  // Rows of one head into `kBoxes` boxes of kColumns columns and `box_bytes`; columns and rows outside the tensor
   // arrive as zeros, so a tail never carries NaN into a product.
-  template <int kBoxes>
+  template <int kBoxes, int kColumns = 64>
   ATTNGEN_DEVICE static void load(u32 destination, u32 box_bytes, const TensorMap* map, u32 barrier,
                                   int row, int head, int batch, u64 policy) {
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
-      tma_load(destination + box * box_bytes, map, barrier, box * 64, row, head, batch, policy);
+      tma_load(destination + box * box_bytes, map, barrier, box * kColumns, row, head, batch, policy);
     }
   }
 };
@@ -248,7 +257,7 @@ struct QLoader {
         const u32 full = smem + kQFull + consumer * 8;
         mbarrier_wait(smem + kQEmpty + consumer * 8, parity ^ 1);
         mbarrier_arrive_expect(full, kQkBoxes * kWarpgroupBytes);
-        TmaFetch::load<kQkBoxes>(smem + kSmemQ + consumer * kWarpgroupBytes, kRowBoxBytes, &p.map_q,
+        TmaFetch::load<kQkBoxes, kBoxColumns>(smem + kSmemQ + consumer * kWarpgroupBytes, kRowBoxBytes, &p.map_q,
                                  full, row, head, q_sequence(p).batch_index(batch), kEvictFirst);
       }
     }
@@ -280,7 +289,7 @@ struct KvLoader {
         const u32 barrier = smem + kFull + ring.stage * 8;
         mbarrier_wait(smem + kEmpty + ring.stage * 8, ring.parity ^ 1);
         mbarrier_arrive_expect(barrier, kBoxes * kKeyBoxBytes);
-        KvFetch::load<kBoxes>(smem + kTiles + ring.stage * (kBoxes * kKeyBoxBytes), kKeyBoxBytes,
+        KvFetch::load<kBoxes, kBoxColumns>(smem + kTiles + ring.stage * (kBoxes * kKeyBoxBytes), kKeyBoxBytes,
                               map, barrier, first_row + block * kTileN, kv_head,
                               kv_sequence(p).batch_index(batch), kEvictLast);
         ring.advance();
@@ -290,6 +299,11 @@ struct KvLoader {
 };
 using KLoader = KvLoader<kQkBoxes, kKStages, kSmemK, kKFull, kKEmpty>;
 using VLoader = KvLoader<kVBoxes, kVStages, kSmemV, kVFull, kVEmpty>;
+
+// A thread's part of 64 rows of output.
+struct Accumulators {
+  float sum[kHeadDimV / 2];
+};
 
 // ---- consumer: 64 rows of queries
 struct Consumer {
@@ -303,7 +317,7 @@ struct Consumer {
 
   ATTNGEN_DEVICE u32 q_tile() const { return smem + kSmemQ + warpgroup * kWarpgroupBytes; }
   ATTNGEN_DEVICE u32 k_tile() const { return smem + kSmemK + k_ring.stage * kQkBoxes * kKeyBoxBytes; }
-  ATTNGEN_DEVICE u32 v_tile() const { return smem + kSmemV + v_ring.stage * kVBoxes * kKeyBoxBytes; }
+  ATTNGEN_DEVICE u32 v_tile() const { return smem + kSmemV + v_ring.stage * kVStageBytes; }
 
   // Warpgroups take turns, so that one's softmax runs while the others' products do.
   ATTNGEN_DEVICE void await_turn() const { named_barrier_sync(kTurnBarrier + warpgroup, 256); }
@@ -330,6 +344,10 @@ struct Consumer {
     gemm_shared_shared<QkMma, kQkSteps, kRowBoxBytes, kKeyBoxBytes>(scores, q_tile(), k_tile());
   }
 
+  ATTNGEN_DEVICE void issue_output(Accumulators& output, const u32 (&weights)[kWeightRegisters]) const {
+    gemm_accumulate<PvMma, kPvSteps, kKeyBoxBytes>(output.sum, weights, v_tile());
+  }
+
   // Scores as the softmax takes them: score fragments applied, invisible keys at -inf.
   template <bool kMasked>
   ATTNGEN_DEVICE void prepare_scores(float (&scores)[kTileN / 2], const Context& ctx, int row,
@@ -352,28 +370,44 @@ struct Consumer {
     }
   }
 
+  // The previous block's output is complete; the total becomes relative to the new maxima.
+  ATTNGEN_DEVICE void finish_product(Accumulators& output, bool grew, const float (&rescale)[2]) {
+    wgmma_wait<0>();
+    release_v();
+    if (grew) {
+#pragma unroll
+      for (int i = 0; i < kHeadDimV / 2; ++i) output.sum[i] *= rescale[fragment_row(i)];
+    }
+  }
+
+  ATTNGEN_DEVICE static void begin_sum(Accumulators& output) {
+#pragma unroll
+    for (int i = 0; i < kHeadDimV / 2; ++i) output.sum[i] = 0.f;
+  }
+
   // One block: its scores are computed together with the previous block's output.
   template <bool kMasked>
-  ATTNGEN_DEVICE void step(const Queries& queries, float (&scores)[kTileN / 2], float (&output)[kHeadDimV / 2],
-                           u32 (&weights)[kTileN / 4], RowState& state, const Context& ctx, int row,
+  ATTNGEN_DEVICE void step(const Queries& queries, float (&scores)[kTileN / 2], Accumulators& output,
+                           u32 (&weights)[kWeightRegisters], RowState& state, const Context& ctx, int row,
                            int block) {
     float rescale[2];
     mbarrier_wait(smem + kKFull + k_ring.stage * 8, k_ring.parity);
     await_turn();
     issue_scores(scores, queries);
     mbarrier_wait(smem + kVFull + v_ring.stage * 8, v_ring.parity);
-    gemm_accumulate<PvMma, kTileN / 16, kKeyBoxBytes>(output, weights, v_tile());
+    issue_output(output, weights);
     pass_turn();
     wgmma_wait<1>();
     release_k();
     prepare_scores<kMasked>(scores, ctx, row, block);
-    const bool grew = online_softmax<kTileN, kLazyRescaleLog2, false>(scores, state, rescale, p.scale_log2);
-    wgmma_wait<0>();
-    release_v();
-    if (grew) {
-#pragma unroll
-      for (int i = 0; i < kHeadDimV / 2; ++i) output[i] *= rescale[fragment_row(i)];
-    }
+    BlockSoftmax<kTileN, kPairSums> softmax = {p.scale_log2, 0.f};
+    softmax.find_maxima(scores);
+    const bool grew = softmax.outgrow<kLazyRescaleLog2>(state);
+    softmax.raise(state, 0, grew, rescale);
+    softmax.raise(state, 1, grew, rescale);
+    finish_product(output, grew, rescale);
+    softmax.weigh(scores, state, 0, rescale);
+    softmax.weigh(scores, state, 1, rescale);
     pack_weights<Element, kTileN>(weights, scores);
   }
 
@@ -403,11 +437,11 @@ struct Consumer {
       const u32 slot = ((chunk & 7) + (lane >> 4)) ^ (row & 7);
       const u32 address = output_tile() + chunk / 8 * kRowBoxBytes + row * 128 + slot * 16;
       const float* x = output + chunk * 4;
-      const u32 a = Element::pack(x[0] * normalizer[0], x[1] * normalizer[0]);
-      const u32 b = Element::pack(x[2] * normalizer[1], x[3] * normalizer[1]);
+      const u32 a = Output::pack(x[0] * normalizer[0], x[1] * normalizer[0]);
+      const u32 b = Output::pack(x[2] * normalizer[1], x[3] * normalizer[1]);
       if (chunk + 1 < kHeadDimV / 8) {
-        store_matrix_x4(address, a, b, Element::pack(x[4] * normalizer[0], x[5] * normalizer[0]),
-                        Element::pack(x[6] * normalizer[1], x[7] * normalizer[1]));
+        store_matrix_x4(address, a, b, Output::pack(x[4] * normalizer[0], x[5] * normalizer[0]),
+                        Output::pack(x[6] * normalizer[1], x[7] * normalizer[1]));
       } else {
         store_matrix_x2(address, a, b);
       }
@@ -418,8 +452,8 @@ struct Consumer {
     const QSequence sequence = q_sequence(p);
     const int row = sequence.first_row(job.batch) + job.row_block * kTileM + warpgroup * 64;
 #pragma unroll
-    for (int box = 0; box < kVBoxes; ++box) {
-      tma_store(&p.map_o, output_tile() + box * kRowBoxBytes, box * 64, row, job.head, sequence.batch_index(job.batch));
+    for (int box = 0; box < kOBoxes; ++box) {
+      tma_store(&p.map_o, output_tile() + box * kRowBoxBytes, box * kOBoxColumns, row, job.head, sequence.batch_index(job.batch));
     }
     tma_store_commit();
   }
@@ -431,12 +465,11 @@ struct Consumer {
     const bool leader = warp == 0 && lane == 0;
     Queries queries;
     float scores[kTileN / 2];
-    float output[kHeadDimV / 2];
-    u32 weights[kTileN / 4];
+    Accumulators output;
+    u32 weights[kWeightRegisters];
     RowState state;
     float factor[2];
-#pragma unroll
-    for (int i = 0; i < kHeadDimV / 2; ++i) output[i] = 0.f;
+    begin_sum(output);
 
     take_queries(queries);
     mbarrier_wait(smem + kKFull + k_ring.stage * 8, k_ring.parity);
@@ -447,14 +480,15 @@ struct Consumer {
     release_k();
     int block = job.block_end - 1;
     prepare_scores<true>(scores, ctx, row, block);
-    online_softmax<kTileN, kLazyRescaleLog2, true>(scores, state, factor, p.scale_log2);
+    BlockSoftmax<kTileN, kPairSums>{p.scale_log2, 0.f}.begin(scores, state);
     pack_weights<Element, kTileN>(weights, scores);
     --block;
-    for (; block >= job.block_begin; --block) step<false>(queries, scores, output, weights, state, ctx, row, block);
+    const int full_begin = job.block_begin;
+    for (; block >= full_begin; --block) step<false>(queries, scores, output, weights, state, ctx, row, block);
 
     if (!kOutputOverQ) release_q();
     mbarrier_wait(smem + kVFull + v_ring.stage * 8, v_ring.parity);
-    gemm_accumulate<PvMma, kTileN / 16, kKeyBoxBytes>(output, weights, v_tile());
+    issue_output(output, weights);
     finish_rows(state, factor, ctx, row);
     if (!kOutputOverQ) {  // the last tile's store must have read the staging buffer
       if (leader) tma_store_wait_read();
@@ -462,7 +496,7 @@ struct Consumer {
     }
     wgmma_wait<0>();
     release_v();
-    stage_output(output, factor);
+    stage_output(output.sum, factor);
     fence_async_shared();
     named_barrier_sync(kEpilogueBarrier + warpgroup, 128);
     if (leader) {
@@ -491,12 +525,14 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_fwd__full_d256_bf16__64adcc(const __grid_constant__ attngen::Params p) {
+sm90_fwd__full_d256_bf16__f1cca4(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);
   Job* slot = reinterpret_cast<Job*>(shared + kSmemJob);
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  const int warp = threadIdx.x % 128 / 32;
+  const int lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     tma_prefetch_map(&p.map_q);
     tma_prefetch_map(&p.map_k);
@@ -527,6 +563,6 @@ sm90_fwd__full_d256_bf16__64adcc(const __grid_constant__ attngen::Params p) {
     if (threadIdx.x == 96) VLoader{p, &p.map_v, smem, slot}.run();
   } else {
     take_registers<kConsumerRegisters>();
-    Consumer{p, smem, role - 1, static_cast<int>(threadIdx.x % 128 / 32), static_cast<int>(threadIdx.x % 32)}.run(slot);
+    Consumer{p, smem, role - 1, warp, lane}.run(slot);
   }
 }

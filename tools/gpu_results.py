@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import re
-import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
@@ -23,6 +21,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from attngen.bench.machine import describe_machine  # noqa: E402  # a checkout not installed, too
+from attngen.values import to_data  # noqa: E402
 
 SCHEMA = 1
 _SUMMARY = re.compile(r"^=+\s*(?P<kind>RACECHECK|ERROR|LEAK)?\s*SUMMARY:\s*(?P<text>.+?)\s*$")
@@ -111,43 +112,12 @@ def summarise_sanitizer(path: Path) -> dict[str, Any]:
     return {"log": path.name, "errors": errors, "summary": [match["text"] for match in found]}
 
 
-def environment() -> dict[str, Any]:
-    """Chip, driver and versions; None for what is not there."""
-    chip = driver = None
-    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-        chip, driver = (part.strip() for part in done.stdout.splitlines()[0].split(",", 1))
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        pass
-    torch_version = cuda_version = None
-    try:
-        import torch
-    except ImportError:
-        pass
-    else:
-        torch_version, cuda_version = str(torch.__version__), torch.version.cuda
-        if chip is None and torch.cuda.is_available():
-            chip = torch.cuda.get_device_name()
-    from attngen import digest
-
-    return {
-        "chip": chip,
-        "driver": driver,
-        "torch": torch_version,
-        "cuda": cuda_version,
-        "nvrtc": digest.installed_toolchain(),
-        "python": platform.python_version(),
-        "sources": digest.source_digests(),
-    }
-
-
 def results(junit: Path, sanitizer: Sequence[Path]) -> dict[str, Any]:
     """Everything that the JSON file says. Raises: ReportError."""
     return {
         "schema": SCHEMA,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        **environment(),
+        **to_data(describe_machine()),
         "tests": summarise_junit(junit),
         "sanitizer": [summarise_sanitizer(path) for path in sanitizer],
     }

@@ -17,6 +17,9 @@ class Tile:
 class Pipeline:
     """Warpgroups and what they share: K/V buffers, registers a thread, the output's place.
 
+    `raw_stages`: buffers of V as loaded, before a warpgroup of its own transposes it; 0 where V is
+    used as it lies.
+
     `take_turns`: consumers pass a baton, so that one's softmax runs under the others' products;
     else they run freely. `q_in_registers`: queries are read from shared memory once a tile
     instead of once a block.
@@ -26,11 +29,28 @@ class Pipeline:
     consumers: int
     k_stages: int
     v_stages: int
+    raw_stages: int
     producer_registers: int
     consumer_registers: int
     take_turns: bool
     q_in_registers: bool
     output_over_q: bool
+
+
+@dataclass(frozen=True)
+class SoftmaxOrder:
+    """How the softmax of a block is written down; what the compiler makes of it decides how well
+    its instructions fill the time of the other warpgroups' products.
+
+    `lazy_rescale_log2`: the output is rescaled only when a row's maximum grows by more than this
+    power of two; 0 rescales always. `rescale_first`: the previous product is awaited and the
+    output rescaled before the block's exponentials, else after. `pair_sums`: weights are added to
+    the row's sum two at a time, else into two sums.
+    """
+
+    lazy_rescale_log2: int
+    rescale_first: bool
+    pair_sums: bool
 
 
 @dataclass(frozen=True)
@@ -61,14 +81,19 @@ class SmemRegion:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a template needs beyond the problem. `why` explains the choices in prose."""
+    """Everything a template needs beyond the problem. `why` explains the choices in prose.
+
+    `promote_blocks`: after so many blocks the sum of 8-bit products, which the tensor cores keep
+    in fewer bits than float32 has, is added to a float32 total in shared memory; 0: never.
+    """
 
     arch: str
     family: str
     tile: Tile
     pipeline: Pipeline
     schedule: Schedule
-    lazy_rescale_log2: int
+    softmax: SoftmaxOrder
+    promote_blocks: int
     smem: tuple[SmemRegion, ...]
     smem_bytes: int
     threads: int

@@ -6,30 +6,50 @@ plans reach.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..problem import DTYPE_BYTES, Problem
-from .base import Pipeline, Plan, Schedule, Tile, lay_out
+from .base import Pipeline, Plan, Schedule, SoftmaxOrder, Tile, lay_out
 
 ARCH = "sm_90a"
 SMEM_BYTES = 232_448  # 227 KB a CTA may use
 JOB_BYTES = 24  # struct Job of the forward
 BARRIER_BYTES = 8
+PROMOTE_KEYS = 1024  # keys whose 8-bit products are summed before they join a float32 total
+RAW_STAGES = 2  # buffers of 8-bit V before it is transposed
 ROWS_PER_CONSUMER = 64
 # Registers a thread of the producer and of a consumer, by the number of consumers: setmaxnreg
 # moves the 504 of a launch (3 warpgroups) or its 512 (4) between roles. A producer of 24 spills
 # in some head-dim pairs, and no consumer of two needs more than 232.
 REGISTERS = {2: (40, 232), 3: (32, 160)}
+REGISTERS_8BIT = (32, 224)  # two consumers beside a producer and a transposer, 512 in all
 # Operands in registers (output, scores, packed weights, queries) that leave room for addresses
 # and row state.
 OPERANDS = {2: 204, 3: 132}
+OPERANDS_8BIT = 188
 # Groups of 32 heads leave four SMs a head to share its keys, of 64 MB still mostly hit L2: measured
 # best or within 1 % from 1k to 16k tokens; smaller groups lose to the imbalance at their ends.
 CAUSAL_SCHEDULE = Schedule(True, True, kv_group_bytes=64 << 20, group_heads=32, tail_share=4)
 # Equal tiles need no order but neighbours on one head; drawn from a counter they still measured
 # +2 to +3 % at 512 and 1024 tokens over a fixed stride, and the same beyond.
 FULL_SCHEDULE = Schedule(True, False, kv_group_bytes=0, group_heads=1, tail_share=0)
+# Fastest of four orders, by largest head dim (up to) and whether there are masks: 16k tokens (8k
+# at 192), measured beside each other. Rescaling first: +3 % at 64 causal, +2 % at 128 full, +1.5 %
+# at 256 causal, but -1 to -3 % at 128 causal and 192. Sums in pairs: +1 to +3 %, but -2.5 % at 64
+# full. At 256, rescaling 128 registers only when a maximum grows: +5 to +9 %; up to 128 the vote
+# costs more than it saves (-2 to -18 %).
+SOFTMAX_ORDERS = {
+    (96, False): SoftmaxOrder(0, rescale_first=False, pair_sums=False),
+    (96, True): SoftmaxOrder(0, rescale_first=True, pair_sums=True),
+    (128, False): SoftmaxOrder(0, rescale_first=True, pair_sums=True),
+    (128, True): SoftmaxOrder(0, rescale_first=False, pair_sums=True),
+    (192, False): SoftmaxOrder(0, rescale_first=False, pair_sums=True),
+    (192, True): SoftmaxOrder(0, rescale_first=False, pair_sums=True),
+    (256, False): SoftmaxOrder(8, rescale_first=True, pair_sums=True),
+    (256, True): SoftmaxOrder(8, rescale_first=True, pair_sums=True),
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +63,8 @@ class Choice:
     take_turns: bool
     q_in_registers: bool
     output_over_q: bool
+    softmax: SoftmaxOrder
+    promote_blocks: int = 0
 
     @property
     def preference(self) -> float:
@@ -50,32 +72,66 @@ class Choice:
         smaller, a third K stage 30 % (d256: 64 keys in three stages beat 80 in two by 1.5 %), and
         an output that waits for Q's buffer costs 16."""
         keys = self.block * (1.3 if self.k_stages > 2 else 1.0)
+        keys += 1000 * (self.promote_blocks > 0)  # accuracy first
         return keys + 24 * self.q_in_registers - 16 * self.output_over_q
 
 
 def feasible(problem: Problem) -> Iterator[Plan]:
-    """Every plan that fits shared memory and registers, the preferred first."""
-    for choice in sorted(choices(problem), key=lambda choice: -choice.preference):
-        plan = make_plan(problem, choice)
-        if plan is not None:
-            yield plan
+    """Every plan that fits shared memory and registers, the preferred first, and that one with
+    its softmax in every order next."""
+    ranked = sorted(choices(problem), key=lambda choice: -choice.preference)
+    fitting = ((choice, plan) for choice in ranked if (plan := make_plan(problem, choice)))
+    for place, (choice, plan) in enumerate(fitting):
+        yield plan
+        for softmax in orders(choice.softmax) if place == 0 else ():
+            if softmax != choice.softmax:
+                yield from filter(None, [make_plan(problem, replace(choice, softmax=softmax))])
+
+
+def orders(preferred: SoftmaxOrder) -> Iterator[SoftmaxOrder]:
+    """Every order that rescales as lazily as the preferred one."""
+    for rescale_first, pair_sums in itertools.product((False, True), repeat=2):
+        yield replace(preferred, rescale_first=rescale_first, pair_sums=pair_sums)
 
 
 def choices(problem: Problem) -> Iterator[Choice]:
     """The choices worth trying. Up to head dim 96 three warpgroups of 64 rows (measured +16 to
     +36 % over two at 64, +5 % at 96) that take turns (+8 to +13 % at 64); above, two, which at
     128 run 1 to 2.5 % faster freely and at 256 the same either way."""
+    if eight_bit(problem):
+        yield from choices_8bit(problem)
+        return
     largest = max(problem.head_dim_qk, problem.head_dim_v)
     consumers = 3 if largest <= 96 else 2
     take_turns = consumers == 3 or largest > 192
+    step = min((limit for limit, _ in SOFTMAX_ORDERS if largest <= limit), default=256)
+    softmax = SOFTMAX_ORDERS[step, bool(problem.masks)]
     # Queries in registers: measured +2 to +5 % at 128; three warpgroups have no room for them.
-    q_places = ((True, False), (False, False), (False, True)) if consumers == 2 else (
-        (False, False),
+    q_places = (
+        ((True, False), (False, False), (False, True)) if consumers == 2 else ((False, False),)
     )
     for block in range(128, 16, -16):
         for k_stages in (3, 2) if consumers == 2 else (2,):
             for q_in_registers, over_q in q_places:
-                yield Choice(consumers, block, k_stages, 2, take_turns, q_in_registers, over_q)
+                yield Choice(
+                    consumers, block, k_stages, 2, take_turns, q_in_registers, over_q, softmax
+                )
+
+
+def eight_bit(problem: Problem) -> bool:
+    return DTYPE_BYTES[problem.dtype_q] == 1
+
+
+def choices_8bit(problem: Problem) -> Iterator[Choice]:
+    """Two consumers; blocks of whole 32-key steps; sums promoted every 1024 keys or so where
+    shared memory holds the totals."""
+    softmax = SoftmaxOrder(0, rescale_first=True, pair_sums=True)
+    for block in range(192, 0, -32):
+        for q_in_registers, over_q in ((True, False), (False, False), (False, True)):
+            for promote_blocks in (PROMOTE_KEYS // block, 0):
+                yield Choice(
+                    *(2, block, 2, 2, False, q_in_registers, over_q, softmax, promote_blocks)
+                )
 
 
 def make_plan(problem: Problem, choice: Choice) -> Plan | None:
@@ -84,15 +140,15 @@ def make_plan(problem: Problem, choice: Choice) -> Plan | None:
     registers = operand_registers(problem, choice)
     regions = lay_out(smem_sizes(problem, tile, choice))
     smem_bytes = regions[-1].offset + regions[-1].bytes
-    if registers > OPERANDS[choice.consumers] or smem_bytes > SMEM_BYTES:
+    if registers > operand_limit(problem, choice) or smem_bytes > SMEM_BYTES:
         return None
     if choice.output_over_q and (
         choice.q_in_registers  # the next tile's queries are already on their way there
         or problem.dtype_o == "fp32"
-        or _boxes(problem.head_dim_v) > _boxes(problem.head_dim_qk)
     ):
         return None
-    producer, consumer = REGISTERS[choice.consumers]
+    transposer = eight_bit(problem)
+    producer, consumer = REGISTERS_8BIT if transposer else REGISTERS[choice.consumers]
     schedule = CAUSAL_SCHEDULE if problem.masks else FULL_SCHEDULE
     return Plan(
         arch=ARCH,
@@ -102,6 +158,7 @@ def make_plan(problem: Problem, choice: Choice) -> Plan | None:
             consumers=choice.consumers,
             k_stages=choice.k_stages,
             v_stages=choice.v_stages,
+            raw_stages=RAW_STAGES if transposer else 0,
             producer_registers=producer,
             consumer_registers=consumer,
             take_turns=choice.take_turns,
@@ -109,43 +166,52 @@ def make_plan(problem: Problem, choice: Choice) -> Plan | None:
             output_over_q=choice.output_over_q,
         ),
         schedule=schedule,
-        # d256 rescales 128 registers a block of 64 keys: skipping it measured +5 to +9 %; at 64
-        # and 128 the vote costs more than it saves (-2 to -18 %).
-        lazy_rescale_log2=8 if problem.head_dim_v > 192 else 0,
+        softmax=choice.softmax,
+        promote_blocks=choice.promote_blocks,
         smem=regions,
         smem_bytes=smem_bytes,
-        threads=128 * (choice.consumers + 1),
+        threads=128 * (choice.consumers + 1 + transposer),
         operand_registers=registers,
         why=explain(choice, schedule, registers, smem_bytes),
     )
 
 
 def operand_registers(problem: Problem, choice: Choice) -> int:
-    """Registers a consumer thread holds at once: output, a block's scores, its 16-bit weights,
-    and the queries where they stay in registers."""
-    queries = -(-problem.head_dim_qk // 16) * 4 if choice.q_in_registers else 0
-    return problem.head_dim_v // 2 + choice.block // 2 + choice.block // 4 + queries
+    """Registers a consumer thread holds at once: output, a block's scores, its weights, and the
+    queries where they stay in registers."""
+    size = DTYPE_BYTES[problem.dtype_q]
+    queries = -(-problem.head_dim_qk * size // 32) * 4 if choice.q_in_registers else 0
+    return problem.head_dim_v // 2 + choice.block // 2 + choice.block * size // 8 + queries
+
+
+def operand_limit(problem: Problem, choice: Choice) -> int:
+    return OPERANDS_8BIT if eight_bit(problem) else OPERANDS[choice.consumers]
 
 
 def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
     """Bytes of each shared-memory region; head dims round up to whole 128-byte boxes."""
     row_bytes_qk = 128 * _boxes(problem.head_dim_qk, DTYPE_BYTES[problem.dtype_q])
     row_bytes_v = 128 * _boxes(problem.head_dim_v, DTYPE_BYTES[problem.dtype_kv])
+    row_bytes_o = 128 * _boxes(problem.head_dim_v, DTYPE_BYTES[problem.dtype_o])
     staged = problem.dtype_o != "fp32" and not choice.output_over_q
-    barriers = 2 * (choice.consumers + choice.k_stages + choice.v_stages + 1)
+    raw_stages = RAW_STAGES if eight_bit(problem) else 0
+    barriers = 2 * (choice.consumers + choice.k_stages + choice.v_stages + raw_stages + 1)
+    stage_v = tile.n * row_bytes_v
+    if raw_stages:  # transposed: a row a column of V, 128 keys a box
+        stage_v = problem.head_dim_v * 128 * -(-tile.n // 128)
     return {
-        "Q": tile.m * row_bytes_qk,
+        "Q": tile.m * (max(row_bytes_qk, row_bytes_o) if choice.output_over_q else row_bytes_qk),
         "K": choice.k_stages * tile.n * row_bytes_qk,
-        "V": choice.v_stages * tile.n * row_bytes_v,
-        **({"O": tile.m * row_bytes_v} if staged else {}),
+        "V": choice.v_stages * stage_v,
+        **({"Raw": raw_stages * tile.n * row_bytes_v} if raw_stages else {}),
+        **({"O": tile.m * row_bytes_o} if staged else {}),
+        **({"Total": tile.m * problem.head_dim_v * 4} if choice.promote_blocks else {}),
         "Barriers": BARRIER_BYTES * barriers,
         "Job": JOB_BYTES,
     }
 
 
-def explain(
-    choice: Choice, schedule: Schedule, registers: int, smem_bytes: int
-) -> tuple[str, ...]:
+def explain(choice: Choice, schedule: Schedule, registers: int, smem_bytes: int) -> tuple[str, ...]:
     """The plan's choices in prose, for people."""
     return (
         f"{choice.consumers} consumer warpgroups of 64 query rows "
@@ -160,6 +226,12 @@ def explain(
         "output staged over Q: its own buffer would not fit"
         if choice.output_over_q
         else "output has a place of its own, so that the next tile's Q loads early",
+        (
+            "output rescaled before a block's exponentials"
+            if choice.softmax.rescale_first
+            else "output rescaled after a block's exponentials"
+        )
+        + (", lazily" if choice.softmax.lazy_rescale_log2 else ""),
         "tiles drawn from a counter, "
         + ("longest rows first" if schedule.longest_first else "one head after another"),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,12 +15,13 @@ from ..reference.call import AttentionCall, MaskMod, ScoreMod, Window
 from ..resolve import find_violations
 from ..results import AttentionAux
 from ..spec import AttentionSpec
-from .forward import ARCH_OF_CAPABILITY, device_arch
+from .forward import ARCH_OF_CAPABILITY, Ready, device_arch, find_ready, run, unobserved
 
 log = logging.getLogger("attngen")
 
 _FEATURES = features.scan()  # here, not in a call: torch.compile cannot trace file access
 BACKENDS = ("auto", "cuda", "reference")
+
 
 def attention(
     q: Tensor,
@@ -83,71 +85,83 @@ def attention(
         and (cu_seqlens_q is None and cu_seqlens_kv is None and page_table is None)
         and (cu_seqlens_q_padded is None and cu_seqlens_kv_padded is None and num_splits is None)
         and (seqused_q is None and seqused_kv is None and k is not None and v is not None)
-        and (isinstance(window, tuple) and not torch.compiler.is_compiling())
+        and (type(window) is tuple and not torch.compiler.is_compiling())
     ):
         key = (
-            *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
-            *(layout, mask, window, bottom_right, softmax_scale, softcap, bias_type, softmax),
-            *(dropout_p, deterministic, return_max_logit, max_seqlen_q, max_seqlen_kv, backend),
-        )
-    if key is None or key not in _on_kernels:
-        call = AttentionCall(
-            q=q,
-            k=k,
-            v=v,
-            layout=layout,
-            mask=mask,
-            window=window,
-            bottom_right=bottom_right,
-            attn_mask=attn_mask,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            bias=bias,
-            bias_type=bias_type,
-            alibi_slopes=alibi_slopes,
-            softmax=softmax,
-            sink=sink,
-            dropout_p=dropout_p,
-            rng_state=rng_state,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_kv=cu_seqlens_kv,
-            cu_seqlens_q_padded=cu_seqlens_q_padded,
-            cu_seqlens_kv_padded=cu_seqlens_kv_padded,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_kv=max_seqlen_kv,
-            seqused_q=seqused_q,
-            seqused_kv=seqused_kv,
-            page_table=page_table,
-            score_mod=score_mod,
-            mask_mod=mask_mod,
-            block_mask=block_mask,
-            return_lse=return_lse,
-            return_max_logit=return_max_logit,
-        )
-        if not _use_kernels(call, backend, num_splits, deterministic):
-            out, aux = reference.run(call)
-            return (out, aux) if wants_aux else out
-        if key is not None:
-            if len(_on_kernels) >= _KEY_LIMIT:
-                _on_kernels.clear()
-            _on_kernels.add(key)
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+            q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+            layout, mask, window, bottom_right, softmax_scale, softcap, bias_type, softmax,
+            dropout_p, deterministic, return_max_logit, max_seqlen_q, max_seqlen_kv, backend,
+        )  # fmt: skip
+        settled = _settled.get(key)
+        if settled is not None:
+            return _run_kernels(q, k, v, settled, wants_aux)
+    call = AttentionCall(
+        q=q, k=k, v=v, layout=layout, mask=mask, window=window, bottom_right=bottom_right,
+        attn_mask=attn_mask, softmax_scale=softmax_scale, softcap=softcap, bias=bias,
+        bias_type=bias_type, alibi_slopes=alibi_slopes, softmax=softmax, sink=sink,
+        dropout_p=dropout_p, rng_state=rng_state, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_kv, cu_seqlens_q_padded=cu_seqlens_q_padded,
+        cu_seqlens_kv_padded=cu_seqlens_kv_padded, max_seqlen_q=max_seqlen_q,
+        max_seqlen_kv=max_seqlen_kv, seqused_q=seqused_q, seqused_kv=seqused_kv,
+        page_table=page_table, score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask,
+        return_lse=return_lse, return_max_logit=return_max_logit,
+    )  # fmt: skip
+    if not _use_kernels(call, backend, num_splits, deterministic):
+        out, aux = reference.run(call)
+        return (out, aux) if wants_aux else out
+    settled = _Settled(_kernel_arguments(call))
+    if key is not None and not isinstance(softmax_scale, Tensor):  # whose value may change
+        if len(_settled) >= _KEY_LIMIT:
+            _settled.clear()
+        _settled[key] = settled
     assert k is not None and v is not None  # a layout that packs them has no kernels
-    _refuse_gradient(q, k, v)
-    left, right = window
-    out, lse = torch.ops.attngen.forward(
-        *(q, k, v, layout, mask),
-        q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
+    return _run_kernels(q, k, v, settled, wants_aux)
+
+
+@dataclass
+class _Settled:
+    """What is known of calls that were checked and have a kernel: their arguments of
+    `attngen::forward` after q, k and v, and, once one was launched from here, all it needs."""
+
+    arguments: tuple[Any, ...]
+    ready: Ready | None = None
+
+
+_KEY_LIMIT = 4096
+_settled: dict[tuple[Any, ...], _Settled] = {}
+
+
+def _kernel_arguments(call: AttentionCall) -> tuple[Any, ...]:
+    """The arguments of `attngen::forward` after q, k and v."""
+    scale, (left, right) = call.softmax_scale, call.window
+    aligned = call.mask.endswith("_bottom_right")
+    return (
+        call.layout,
+        call.mask,
+        call.q.shape[-1] ** -0.5 if scale is None else float(scale),
         -1 if left is None else left,
         -1 if right is None else right,
-        mask.endswith("_bottom_right") if bottom_right is None else bottom_right,
+        aligned if call.bottom_right is None else call.bottom_right,
         False,
     )
+
+
+def _run_kernels(
+    q: Tensor, k: Tensor, v: Tensor, settled: _Settled, wants_aux: bool
+) -> Tensor | tuple[Tensor, AttentionAux]:
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise SpecError(
+            "a gradient is needed, but the kernels have no backward yet: call under "
+            "torch.no_grad(), detach q, k and v, or pass backend='reference'"
+        )
+    if torch.compiler.is_compiling() or not unobserved(q, k, v):
+        out, lse = torch.ops.attngen.forward(q, k, v, *settled.arguments)
+    else:
+        if settled.ready is None:
+            settled.ready = find_ready(q, k, v, settled.arguments)
+        out, lse = run(settled.ready, q, k, v)
     return (out, AttentionAux(lse=lse)) if wants_aux else out
-
-
-# Calls that were checked and have a kernel: a call like one of them goes straight there.
-_KEY_LIMIT = 4096
-_on_kernels: set[tuple[Any, ...]] = set()
 
 
 def _use_kernels(
@@ -211,14 +225,6 @@ def _refusals(
     }
     given = [name for name, value in without_kernels.items() if value is not None]
     return reasons + [f"{name} has no kernels yet" for name in given]
-
-
-def _refuse_gradient(*tensors: Tensor) -> None:
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        raise SpecError(
-            "a gradient is needed, but the kernels have no backward yet: call under "
-            "torch.no_grad(), detach q, k and v, or pass backend='reference'"
-        )
 
 
 _logged: set[str] = set()

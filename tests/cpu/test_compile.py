@@ -173,8 +173,9 @@ def test_run_nvrtc_unknown_architecture_is_refused() -> None:
         (r"kConsumerRegisters = \d+", "kConsumerRegisters = 104", "bytes of spills"),
         (r"kConsumerRegisters = \d+", "kConsumerRegisters = 104", "C7512"),
         (r"__launch_bounds__\([^)]*\)", "", "C7508"),
+        (r"wgmma_wait<0>\(\);\n    release_v\(\);\n    if \(grew\)", "if (grew)", "C751"),
     ],
-    ids=("spill", "serialised wgmma", "ignored setmaxnreg"),
+    ids=("spill", "serialised wgmma", "ignored setmaxnreg", "operands overwritten in flight"),
 )
 def test_compile_source_planted_defect_never_leaves(
     pattern, replacement, defect, built, make_problem
@@ -191,7 +192,7 @@ def test_find_defects_clean_report_has_none() -> None:
     assert read_resources(REPORT, 7) == Resources(168, 0, 0, 7)
 
 
-@pytest.mark.parametrize("code", ("C7504", "C7508", "C7510", "C7512", "C7519"))
+@pytest.mark.parametrize("code", ("C7504", "C7508", "C7510", "C7512", "C7513", "C7514", "C7519"))
 def test_find_defects_each_advisory_is_one(code: str) -> None:
     line = f"ptxas info    : ({code}) Potential Performance Loss: something"
     assert find_defects(f"{REPORT}{line}\n", read_resources(REPORT, 7)) == [line]

@@ -17,8 +17,8 @@ PACKAGE = ROOT / "attngen"
 # The stages, each with the values it passes on; a module may import what stands before it.
 STAGES = (
     *("errors", "values", "spec", "features", "problem", "resolve", "arch.base", "arch.sm90"),
-    *("plan", "program", "render", "compile", "digest", "cache_entry", "cache_lock", "cache"),
-    *("builder", "ops", "cli"),
+    *("tuned", "plan", "program", "render", "compile", "digest", "cache_entry", "cache_lock"),
+    *("cache", "builder", "ops", "bench", "tune", "cli_measure", "cli"),
 )
 COMPILER_SIDE = {"spec", "features", "resolve", "plan", "render", "compile", "builder", "digest"}
 LAUNCH_SIDE = ("launch", "load", "program", "counters")
@@ -27,7 +27,8 @@ HOMES = {
     "torch": {"ops", "reference", "tune", "bench"},
     "jax": {"jax", "ops.jax"},
     "jinja2": {"render"},
-    "click": {"cli"},
+    "click": {"cli", "cli_measure"},
+    "matplotlib": {"bench.plot"},
     "cuda": {"compile", "doctor", "load", "launch"},
 }
 

@@ -57,7 +57,7 @@ def run(code_or_module: list[str], path: Path, **environment: str) -> str:
 
 def test_wheel_contents_are_modules_headers_and_templates(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    wanted = tracked("attngen", ".py", ".cuh", "py.typed")
+    wanted = tracked("attngen", ".py", ".cuh", ".json", "py.typed")
     wanted |= {f"attngen/{name}" for name in tracked("templates", ".j2")}
     shipped = {name for name in names if ".dist-info/" not in name}
     assert shipped == wanted
@@ -70,7 +70,7 @@ def test_wheel_metadata_names_licence_extras_and_command(wheel: Path) -> None:
         entry_points = archive.read(metadata.replace("METADATA", "entry_points.txt")).decode()
         names = archive.namelist()
     assert "License-Expression: Apache-2.0" in text
-    assert {"compile", "dev"} == {
+    assert {"bench", "compile", "dev"} == {
         line.split()[1] for line in text.splitlines() if line.startswith("Provides-Extra:")
     }
     assert "attngen = attngen.cli:main" in entry_points

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -145,3 +145,30 @@ def test_from_data_no_object_at_all_is_refused(data: object) -> None:
 def test_from_json_broken_text_is_a_value_error() -> None:
     with pytest.raises(ValueError):
         from_json(Outer, '{"inner": ')
+
+
+@dataclass(frozen=True)
+class Tables:
+    figures: dict[str, float]
+    parts: dict[str, Inner]
+    anything: dict[str, Any]
+
+
+def test_json_tables_come_back_equal() -> None:
+    value = Tables({"a": 1.5, "b": 2}, {"x": Inner(1)}, {"deep": {"list": [1, None, "2"]}})
+    assert from_json(Tables, to_json(value)) == value
+    assert to_data(value)["parts"] == {"x": {"size": 1, "kind": "a"}}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"figures": [1.0]}, "figures: expected an object"),
+        ({"figures": {"a": "1"}}, "figures.a"),
+        ({"parts": {"x": {"kind": "a"}}}, "size"),
+        ({"anything": None}, "anything"),
+    ],
+)
+def test_from_data_wrong_value_in_a_table_is_refused_by_name(change: dict, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        from_data(Tables, {"figures": {}, "parts": {}, "anything": {}, **change})

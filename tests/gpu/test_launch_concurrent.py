@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from cuda.bindings import driver
 
 from . import cases, oracle
 from .oracle import run, same
@@ -86,6 +87,31 @@ def test_launch_thread_that_never_touched_the_device_is_right(workloads):
     found = []
     in_threads(lambda: found.append(run(tensors)))
     assert same(found[0], wanted)
+
+
+def test_launch_thread_that_lost_its_context_is_right(workloads):
+    """Other users of the driver push and pop contexts behind torch's back."""
+    tensors, wanted = workloads[1]
+    found = []
+
+    def work():
+        found.append(run(tensors))
+        (status,) = driver.cuCtxSetCurrent(driver.CUcontext(0))
+        assert int(status) == 0
+        found.append(run(tensors))
+
+    in_threads(work)
+    assert len(found) == 2 and all(same(results, wanted) for results in found)
+
+
+def test_launch_operands_at_ever_new_addresses_are_right():
+    """Tensor maps are kept by address, so another address, shape or stride needs another."""
+    size = 2 * 130 * 2 * 64
+    memory = torch.randn(4 * size, device=oracle.DEVICE).to(torch.bfloat16)
+    for offset in range(0, size, 5000 * 8):
+        for shape in ((2, 130, 2, 64), (1, 260, 2, 64), (2, 65, 4, 64)):
+            q, k, v = (memory[offset + n * size :][:size].view(shape) for n in range(3))
+            oracle.check(*run((q, k, v)), oracle.truth(q, k, v, mask="causal"))
 
 
 def test_launch_threads_building_one_kernel_at_once_are_right(monkeypatch, tmp_path):

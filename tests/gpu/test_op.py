@@ -156,3 +156,51 @@ def test_op_second_device_runs_whichever_is_current():
         assert torch.equal(out.cpu(), expected.cpu()) and torch.equal(again, expected)
     with pytest.raises(attngen.SpecError, match="cuda:1"):
         attngen.attention(here[0], *there[1:], backend="cuda")
+
+
+class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore")  # of the tracer, deprecated yet in use, and the profiler
+def test_op_is_what_modes_profilers_and_traces_see_of_a_call():
+    """A call that was made before takes a shorter way, but not where someone looks on."""
+    q, k, v = oracle.operands(1, 2, 2, 64, 64, 64)
+
+    def call(q):
+        return attngen.attention(q, k, v, mask="causal", backend="cuda")
+
+    expected = [call(q), call(q)]
+    with Seen() as seen:
+        expected.append(call(q))
+    assert "attngen.forward.default" in seen.names
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        expected.append(call(q))
+    assert "attngen::forward" in [event.name for event in profile.events()]
+    assert "attngen::forward" in str(torch.jit.trace(call, q, check_trace=False).graph)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = call(mode.from_tensor(q))
+    assert fake.shape == q.shape and isinstance(fake, torch._subclasses.FakeTensor)
+    assert all(torch.equal(out, expected[0]) for out in expected)
+
+
+def test_op_lazily_negated_operand_is_negated():
+    q, k, v = oracle.operands(1, 2, 2, 64, 64, 64)
+    call = {"mask": "causal", "backend": "cuda"}
+    expected = attngen.attention(-q, k, v, **call)
+    assert torch.equal(attngen.attention(torch._neg_view(q), k, v, **call), expected)
+
+
+def test_op_scale_in_a_tensor_is_read_each_time():
+    q, k, v = oracle.operands(1, 2, 2, 64, 64, 64)
+    scale = torch.tensor(0.125)
+    for value in (0.125, 0.5):
+        scale.fill_(value)
+        out = attngen.attention(q, k, v, softmax_scale=scale, backend="cuda")
+        assert torch.equal(out, attngen.attention(q, k, v, softmax_scale=value, backend="cuda"))

@@ -42,8 +42,8 @@ ATTNGEN_DEVICE void gemm_shared_across(float (&acc)[Mma::kN / 2], u32 a, u32 b) 
   wgmma_commit();
 }
 
-// acc[64 x N] = A B^T: as above, with A in registers, loaded by `load_operand`.
-template <class Mma, int kSteps, u32 kBBoxBytes>
+// acc[64 x N] = A B^T, or += where kAccumulate: as above, with A in registers.
+template <class Mma, int kSteps, u32 kBBoxBytes, bool kAccumulate = false>
 ATTNGEN_DEVICE void gemm_register_shared(float (&acc)[Mma::kN / 2], const u32 (&a)[4 * kSteps],
                                          u32 b) {
   const u32 b_base = operand_base(b, 16);
@@ -51,7 +51,7 @@ ATTNGEN_DEVICE void gemm_register_shared(float (&acc)[Mma::kN / 2], const u32 (&
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const u32 offset = (step / 4) * kBBoxBytes + (step % 4) * 32;
-    Mma::issue(acc, a + 4 * step, operand_descriptor(b_base, offset), step != 0);
+    Mma::issue(acc, a + 4 * step, operand_descriptor(b_base, offset), kAccumulate || step != 0);
   }
   wgmma_commit();
 }
@@ -71,7 +71,7 @@ ATTNGEN_DEVICE void gemm_accumulate(float (&acc)[Mma::kN / 2], const u32 (&a)[4 
 }
 
 // This thread's part of a 64-row operand, from 128-byte-swizzled boxes into registers, in the
-// order in which wgmma takes A: kSteps steps of 16 columns.
+// order in which wgmma takes A: kSteps steps of 32 bytes.
 template <int kSteps, u32 kBoxBytes>
 ATTNGEN_DEVICE void load_operand(u32 (&a)[4 * kSteps], u32 tile, int warp, int lane) {
   const u32 row = warp * 16 + (lane & 15);

@@ -14,61 +14,103 @@ struct RowState {
   float row_sum[2];
 };
 
-// Replaces scores by weights relative to the running maximum; `rescale` receives the factor for
-// what was accumulated before. Returns whether any row of the warp needs that factor: with
-// kLazyLog2 > 0 the old maximum stays until a row outgrows it by 2^kLazyLog2.
-template <int kN, int kLazyLog2, bool kFirst>
-ATTNGEN_DEVICE bool online_softmax(float (&scores)[kN / 2], RowState& state, float (&rescale)[2],
-                                   float scale_log2) {
+// The softmax of one block of kN columns, in steps that a kernel orders as its plan says.
+// kPairSums: weights join the sum two at a time, else in two sums.
+template <int kN, bool kPairSums>
+struct BlockSoftmax {
+  float scale_log2;
+  float shift;  // log2 of what multiplies every weight
   float block_max[2];
+  float offset[2];
+
+  ATTNGEN_DEVICE void find_maxima(const float (&scores)[kN / 2]) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float even = scores[fragment_index(half, 0)];
-    float odd = scores[fragment_index(half, 1)];
+    for (int half = 0; half < 2; ++half) {
+      float even = scores[fragment_index(half, 0)];
+      float odd = scores[fragment_index(half, 1)];
 #pragma unroll
-    for (int k = 2; k < kN / 4; k += 2) {
-      even = fmaxf(even, scores[fragment_index(half, k)]);
-      odd = fmaxf(odd, scores[fragment_index(half, k + 1)]);
+      for (int k = 2; k < kN / 4; k += 2) {
+        even = fmaxf(even, scores[fragment_index(half, k)]);
+        odd = fmaxf(odd, scores[fragment_index(half, k + 1)]);
+      }
+      block_max[half] = quad_max(fmaxf(even, odd));
     }
-    block_max[half] = quad_max(fmaxf(even, odd));
   }
-  bool grew = true;
-  if constexpr (kLazyLog2 > 0 && !kFirst) {
+
+  // Whether what was accumulated must be rescaled. With kLazyLog2 > 0 old maxima stay until some
+  // row of the warp outgrows its own by 2^kLazyLog2.
+  template <int kLazyLog2>
+  ATTNGEN_DEVICE bool outgrow(const RowState& state) const {
+    if constexpr (kLazyLog2 == 0) return true;
     const float limit = kLazyLog2;
-    grew = __any_sync(~0u, (block_max[0] - state.row_max[0]) * scale_log2 > limit ||
+    return __any_sync(~0u, (block_max[0] - state.row_max[0]) * scale_log2 > limit ||
                                (block_max[1] - state.row_max[1]) * scale_log2 > limit);
   }
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float new_max = kFirst ? block_max[half] : fmaxf(state.row_max[half], block_max[half]);
-    if constexpr (kLazyLog2 > 0 && !kFirst) new_max = grew ? new_max : state.row_max[half];
-    // A row that has seen no key keeps -inf; 0 stands in so that exp2 gives 0, not NaN.
-    const float reference = new_max == -kInfinity ? 0.f : new_max;
-    const float offset = reference * scale_log2;
+
+  // The row's new maximum, if it may grow, and the factor for what was accumulated before.
+  ATTNGEN_DEVICE void raise(RowState& state, int half, bool grew, float (&rescale)[2]) {
+    const float old_max = state.row_max[half];
+    if (grew) state.row_max[half] = fmaxf(old_max, block_max[half]);
+    const float reference = finite(state.row_max[half]);
+    offset[half] = reference * scale_log2 - shift;
     // The difference first: an unchanged maximum must give 1 exactly, or the sum drifts.
-    rescale[half] = kFirst ? 1.f : exp2_approx((state.row_max[half] - reference) * scale_log2);
-    state.row_max[half] = new_max;
+    rescale[half] = exp2_approx((old_max - reference) * scale_log2);
+  }
+
+  // Replaces the row's scores by weights relative to its maximum, and adds them to its sum.
+  ATTNGEN_DEVICE void weigh(float (&scores)[kN / 2], RowState& state, int half,
+                            const float (&rescale)[2]) const {
+    state.row_sum[half] = state.row_sum[half] * rescale[half] + exponentiate(scores, half);
+  }
+
+  // The first block of a row: maxima, weights and sums from nothing.
+  ATTNGEN_DEVICE void begin(float (&scores)[kN / 2], RowState& state) {
+    find_maxima(scores);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      state.row_max[half] = block_max[half];
+      offset[half] = finite(block_max[half]) * scale_log2 - shift;
+      state.row_sum[half] = exponentiate(scores, half);
+    }
+  }
+
+ private:
+  // A row that has seen no key keeps -inf; 0 stands in so that exp2 gives 0, not NaN.
+  ATTNGEN_DEVICE static float finite(float max) { return max == -kInfinity ? 0.f : max; }
+
+  ATTNGEN_DEVICE float exponentiate(float (&scores)[kN / 2], int half) const {
     float even = 0.f;
     float odd = 0.f;
 #pragma unroll
     for (int k = 0; k < kN / 4; k += 2) {
       float& a = scores[fragment_index(half, k)];
       float& b = scores[fragment_index(half, k + 1)];
-      a = exp2_approx(a * scale_log2 - offset);
-      b = exp2_approx(b * scale_log2 - offset);
-      even += a;
-      odd += b;
+      a = exp2_approx(a * scale_log2 - offset[half]);
+      b = exp2_approx(b * scale_log2 - offset[half]);
+      if constexpr (kPairSums) {
+        even += a + b;
+      } else {
+        even += a;
+        odd += b;
+      }
     }
-    const float block_sum = even + odd;
-    state.row_sum[half] = kFirst ? block_sum : state.row_sum[half] * rescale[half] + block_sum;
+    return even + odd;
   }
-  return grew;
-}
+};
 
 // Weights as 16-bit pairs in the order in which wgmma takes its A operand from registers.
 template <class Element, int kN>
 ATTNGEN_DEVICE void pack_weights(u32 (&packed)[kN / 4], const float (&weights)[kN / 2]) {
   pack_pairs<Element, kN / 2>(packed, weights);
+}
+// Weights as four bytes a register, keys in the order of mma/transpose.cuh.
+template <class Element, int kN>
+ATTNGEN_DEVICE void pack_weights(u32 (&packed)[kN / 8], const float (&weights)[kN / 2]) {
+#pragma unroll
+  for (int i = 0; i < kN / 8; ++i) {
+    const float* pair = weights + (i / 2) * 8 + (i % 2) * 2;
+    packed[i] = Element::pack(pair[0], pair[1], pair[4], pair[5]);
+  }
 }
 
 }  // namespace attngen

@@ -1,0 +1,6 @@
+"""Benchmarks: attngen beside the public kernels, measured in one run.
+
+`workloads` says what is computed, `peers` who computes it, `checking` when a result counts,
+`timing` how long it took, `report` what follows from that; `run` composes them. A direction is an
+entry of `workloads.FLOPS` and of each peer's `makers`.
+"""

@@ -1,0 +1,222 @@
+"""Report: what the times say, as a value with a JSON form, as text and as a Markdown table.
+
+Needs no torch: a table can be rendered anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import MeasureError
+from ..values import from_json, to_json
+
+SCHEMA = 1
+OURS = "attngen"
+CASE_WIDTH = 28  # of a text column
+# In the order of columns and bars.
+TITLES = {
+    OURS: "attngen",
+    "fa3": "FA3",
+    "fa4": "FA4",
+    "cudnn": "cuDNN",
+    "sdpa": "SDPA",
+    "flex": "Flex",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case. `ms`: median time of each, `tflops` the same as a rate; `ceiling_tflops`: the
+    matrix product measured between them, `share` attngen's part of it; `ratio`: attngen's rate
+    over that of `best_peer`; `missing`: who has no figure here, and why."""
+
+    case: str
+    flops: int
+    ms: dict[str, float]
+    tflops: dict[str, float]
+    ceiling_tflops: float
+    share: float | None
+    best_peer: str | None
+    ratio: float | None
+    missing: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Geometric mean of attngen's rate over a peer's, and the number of rows that have both."""
+
+    ratio: float
+    rows: int
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run ran on; None for what is not there. `sources`: digests of what makes kernels."""
+
+    chip: str | None
+    driver: str | None
+    torch: str | None
+    cuda: str | None
+    nvrtc: str | None
+    python: str
+    sources: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Report:
+    """One run. `peers`: who was timed, with package and version; `absent`: who could not be, and
+    why; `means`: by peer, `best` for the best peer of each row."""
+
+    schema: int
+    date: str
+    direction: str
+    dtype: str
+    machine: Machine
+    rounds: int
+    budget_ms: float
+    ceiling: str
+    peers: dict[str, str]
+    absent: dict[str, str]
+    rows: tuple[Row, ...]
+    means: dict[str, Mean]
+
+
+def timed(report: Report) -> list[str]:
+    """Those with a figure in any row, in the order of TITLES."""
+    return [name for name in TITLES if any(name in row.ms for row in report.rows)]
+
+
+def make_row(
+    case: str,
+    flops: int,
+    ms: Mapping[str, float],
+    ceiling_tflops: float,
+    missing: Mapping[str, str],
+) -> Row:
+    """The row of these median times."""
+    rates = {name: flops / each / 1e9 for name, each in ms.items()}
+    best = max((name for name in rates if name != OURS), key=lambda name: rates[name], default=None)
+    own = rates.get(OURS)
+    return Row(
+        case=case,
+        flops=flops,
+        ms={name: round(each, 5) for name, each in ms.items()},
+        tflops={name: round(each, 1) for name, each in rates.items()},
+        ceiling_tflops=round(ceiling_tflops, 1),
+        share=None if own is None else round(own / ceiling_tflops, 3),
+        best_peer=best,
+        ratio=None if own is None or best is None else round(own / rates[best], 3),
+        missing=dict(missing),
+    )
+
+
+def means_of(rows: Sequence[Row]) -> dict[str, Mean]:
+    """For each peer of the rows, and for `best`, the mean of attngen's rate over its rate."""
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        if OURS not in row.ms:
+            continue
+        against = {name: ms / row.ms[OURS] for name, ms in row.ms.items() if name != OURS}
+        if against:
+            against["best"] = min(against.values())
+        for name, ratio in against.items():
+            ratios.setdefault(name, []).append(ratio)
+    return {
+        name: Mean(round(math.exp(math.fsum(map(math.log, each)) / len(each)), 3), len(each))
+        for name, each in ratios.items()
+    }
+
+
+def save(report: Report, path: Path) -> None:
+    """Write the report's JSON form."""
+    path.write_text(to_json(report, indent=1) + "\n")
+
+
+def read(path: Path) -> Report:
+    """Read what `save` wrote. Raises: MeasureError where the file is no such report."""
+    try:
+        report = from_json(Report, path.read_text())
+    except ValueError as error:
+        raise MeasureError(f"{path} is no report of `attngen bench`: {error}") from error
+    if report.schema != SCHEMA:
+        raise MeasureError(f"{path}: schema {report.schema}; this version reads {SCHEMA}")
+    return report
+
+
+def text_header(names: Sequence[str]) -> str:
+    """The line above those of `text_row`; names: attngen and its peers, in order."""
+    width = max(len(name) for name in names)
+    figures = "".join(f"{name:>{max(7, width + 1)}}" for name in names)
+    return f"{'TFLOP/s':<{CASE_WIDTH}}{figures}{'ceiling':>9}{'share':>7}{'vs best':>9}"
+
+
+def text_row(row: Row, names: Sequence[str]) -> str:
+    """A case's figures as one line, then a line for each that has none."""
+    width = max(7, max(len(name) for name in names) + 1)
+    figures = "".join(f"{_number(row.tflops.get(name), '.1f'):>{width}}" for name in names)
+    line = (
+        f"{row.case:<{CASE_WIDTH}}{figures}{row.ceiling_tflops:>9.1f}"
+        f"{_number(row.share, '.0%'):>7}{_number(row.ratio, '.3f'):>9}"
+    )
+    return "\n".join([line, *(f"  {name}: {why}" for name, why in row.missing.items())])
+
+
+def text_summary(report: Report) -> Iterator[str]:
+    """The means, a line each, and who was absent."""
+    for name, mean in report.means.items():
+        whom = "the best peer of each row" if name == "best" else name
+        yield f"{mean.ratio:.3f} x {whom}, geometric mean of {mean.rows} rows"
+    for name, why in report.absent.items():
+        yield f"absent: {name}: {why}"
+
+
+def markdown(report: Report) -> Iterator[str]:
+    """The table of a README: figures, the best of a row in bold, then the means and what ran."""
+    names = timed(report)
+    columns = ["case", *(TITLES[name] for name in names), "of ceiling", "to best peer"]
+    yield f"| {' | '.join(columns)} |"
+    yield f"|---|{'---:|' * (len(columns) - 1)}"
+    for row in report.rows:
+        best = max(row.tflops.values(), default=0.0)
+        figures = [_emphasised(row.tflops.get(name), best) for name in names]
+        cells = [f"`{row.case}`", *figures, _number(row.share, ".0%"), _number(row.ratio, ".2f")]
+        yield f"| {' | '.join(cells)} |"
+    if report.means:
+        means = [report.means.get(name) for name in names if name != OURS]
+        cells = ["attngen to it, geometric mean", "", *(_mean(each) for each in means)]
+        yield f"| {' | '.join([*cells, '', _mean(report.means.get('best'))])} |"
+    yield ""
+    yield from _caption(report)
+
+
+def _caption(report: Report) -> Iterator[str]:
+    machine = report.machine
+    yield (
+        f"TFLOP/s in {report.dtype}, {machine.chip}, {report.date}: medians of {report.rounds} "
+        f"rounds in shuffled order; torch {machine.torch}, driver {machine.driver}. The ceiling is "
+        f"{report.ceiling}, measured between them: {_median_ceiling(report):.0f} in the median."
+    )
+    sources = [f"{TITLES[name]}: {source}" for name, source in report.peers.items()]
+    absent = [f"{TITLES[name]} was absent" for name in report.absent]
+    yield "; ".join([*sources, *absent]) + "."
+
+
+def _median_ceiling(report: Report) -> float:
+    return statistics.median(row.ceiling_tflops for row in report.rows)
+
+
+def _emphasised(figure: float | None, best: float) -> str:
+    text = _number(figure, ".0f")
+    return f"**{text}**" if figure == best else text
+
+
+def _mean(mean: Mean | None) -> str:
+    return "–" if mean is None else f"{mean.ratio:.3f}"
+
+
+def _number(figure: float | None, form: str) -> str:
+    return "–" if figure is None else format(figure, form)

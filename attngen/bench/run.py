@@ -1,0 +1,118 @@
+"""Run: every case checked, timed beside its peers, and reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
+
+import torch
+
+from ..errors import MeasureError
+from ..ops.forward import ARCH_OF_CAPABILITY, device_arch
+from . import checking, timing
+from .machine import describe_machine
+from .peers import Call, Operands, Peer, describe, ours
+from .report import OURS, SCHEMA, Report, Row, make_row, means_of
+from .workloads import FLOPS, Case
+
+
+def require_gpu() -> str:
+    """The architecture of the current GPU. Raises: MeasureError where no kernel can be timed."""
+    if not torch.cuda.is_available():
+        raise MeasureError("timing needs a GPU, and PyTorch sees none; `attngen doctor` says more")
+    arch = device_arch(torch.device("cuda"))
+    if arch is None:
+        available = ", ".join(ARCH_OF_CAPABILITY.values())
+        raise MeasureError(f"{torch.cuda.get_device_name()} has no kernels; available: {available}")
+    return arch
+
+
+def run(
+    direction: str,
+    cases: Sequence[Case],
+    peers: Mapping[str, Peer],
+    absent: Mapping[str, str],
+    rounds: int,
+    budget_ms: float,
+    progress: Callable[[Row], None],
+) -> Report:
+    """Time attngen and the peers, case after case, on the current CUDA device.
+
+    absent: peers that were asked for and are not here, by name and reason. progress: is told
+    each row as it comes. Raises: MeasureError where nothing can be timed here.
+    """
+    require_gpu()
+    participants = {OURS: ours(), **peers}
+    rows = []
+    for case in cases:
+        rows.append(time_case(direction, case, participants, rounds, budget_ms))
+        progress(rows[-1])
+    return Report(
+        schema=SCHEMA,
+        date=datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        direction=direction,
+        dtype="bf16",
+        machine=describe_machine(),
+        rounds=rounds,
+        budget_ms=budget_ms,
+        ceiling=timing.CEILING,
+        peers={name: peer.source for name, peer in peers.items()},
+        absent=dict(absent),
+        rows=tuple(rows),
+        means=means_of(rows),
+    )
+
+
+def time_case(
+    direction: str, case: Case, participants: Mapping[str, Peer], rounds: int, budget_ms: float
+) -> Row:
+    """One row: whoever computes the case rightly is timed, with the ceiling among them."""
+    with torch.no_grad():
+        calls, missing = checked_calls(direction, case, participants)
+        times = timing.time_interleaved(
+            {**calls, timing.CEILING: timing.ceiling_call()}, rounds, budget_ms
+        )
+    ceiling = timing.CEILING_FLOPS / times.pop(timing.CEILING) / 1e9
+    return make_row(case.name, FLOPS[direction](case), times, ceiling, missing)
+
+
+def checked_calls(
+    direction: str, case: Case, participants: Mapping[str, Peer]
+) -> tuple[dict[str, Call], dict[str, str]]:
+    """The calls whose result on random operands is right, and why the others have none."""
+    operands = random_operands(case)
+    expected = checking.expect_forward(case, operands)
+    calls: dict[str, Call] = {}
+    missing: dict[str, str] = {}
+    for name, peer in participants.items():
+        try:
+            call = peer.makers[direction](case, operands)
+            checking.check(call(), expected)
+        except MeasureError as error:
+            missing[name] = str(error)
+        except Exception as error:  # a peer refuses a case in its own way
+            missing[name] = describe(error)
+        else:
+            calls[name] = call
+    return calls, missing
+
+
+def random_operands(case: Case) -> Operands:
+    """Standard normal q, k and v, the same in every run."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    sizes = (
+        (case.heads_q, case.head_dim),
+        (case.heads_kv, case.head_dim),
+        (case.heads_kv, case.head_dim_v),
+    )
+    return Operands(
+        *(
+            torch.randn(
+                *(case.batch, case.length, heads, dim),
+                generator=generator,
+                device="cuda",
+                dtype=torch.bfloat16,
+            )
+            for heads, dim in sizes
+        )
+    )

@@ -1,0 +1,58 @@
+"""Timing: interleaved rounds, so that a chip's drift in clocks and power meets all alike."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Mapping
+
+import torch
+
+MAX_REPEATS = 200
+CEILING = "cuBLAS bf16 8192x8192x8192"
+CEILING_FLOPS = 2 * 8192**3
+
+Call = Callable[[], object]
+Stopwatch = Callable[[Call, int], float]  # a call and how often → milliseconds a call
+
+
+def cuda_milliseconds(call: Call, repeats: int) -> float:
+    """Mean time of a call on the GPU, between two events; one call before them is not counted."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    call()
+    start.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / repeats
+
+
+def ceiling_call() -> Call:
+    """A product of two square matrices, the most that the tensor cores reach in practice."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return lambda: a @ b
+
+
+def time_interleaved(
+    calls: Mapping[str, Call],
+    rounds: int,
+    budget_ms: float,
+    stopwatch: Stopwatch = cuda_milliseconds,
+) -> dict[str, float]:
+    """Median milliseconds of each call over the rounds.
+
+    Each round measures every call once, in a shuffled order, for about `budget_ms`; a median of
+    rounds outlives the one in which a neighbour had warmed or throttled the chip.
+    """
+    repeats = {
+        name: max(2, min(MAX_REPEATS, int(budget_ms / max(1e-3, stopwatch(call, 2)))))
+        for name, call in calls.items()
+    }
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    order = list(calls)
+    for _ in range(rounds):
+        random.shuffle(order)
+        for name in order:
+            samples[name].append(stopwatch(calls[name], repeats[name]))
+    return {name: statistics.median(values) for name, values in samples.items()}

@@ -1,0 +1,185 @@
+"""The commands that measure on a GPU: `attngen bench` and `attngen tune`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from .errors import AttngenError, MeasureError
+
+if TYPE_CHECKING:
+    from .bench.report import Report
+    from .bench.workloads import Case
+
+
+def _words(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
+    """The words between commas. Raises: click.BadParameter where one is missing."""
+    words = () if value is None else tuple(word.strip() for word in value.split(","))
+    if not all(words):
+        raise click.BadParameter(f"{value!r}: a word is missing at a comma", ctx, param)
+    return words
+
+
+output_file = click.Path(path_type=Path, dir_okay=False, writable=True)
+
+
+@click.group("bench")
+def bench() -> None:
+    """Time attngen's kernels beside public ones, and draw the figures."""
+
+
+@bench.command(
+    "fwd",
+    epilog="FlashAttention-3 is found as flash_attn_interface, inside xformers, or as the library "
+    "with the flash_attn_3 operators that ATTNGEN_FA3_LIBRARY names.",
+)
+@click.option(
+    "--cases",
+    metavar="PATTERN,...",
+    callback=_words,
+    help="Only cases whose names fit one of these, as *d128* or b4-*-causal.",
+)
+@click.option(
+    "--peers",
+    metavar="NAME,...",
+    callback=_words,
+    default="sdpa,cudnn,fa3,fa4,flex",
+    show_default=True,
+    help="Whom to time beside attngen.",
+)
+@click.option("--rounds", type=click.IntRange(min=1), default=9, show_default=True)
+@click.option(
+    "--budget-ms",
+    type=click.FloatRange(min=0.1),
+    default=25.0,
+    show_default=True,
+    help="GPU time of one measurement in a round.",
+)
+@click.option("--json", "json_file", type=output_file, help="Write the report here.")
+@click.option("--plot", "plot_file", type=output_file, help="Draw it here: .png, .svg, .pdf …")
+def bench_fwd(
+    cases: Sequence[str],
+    peers: Sequence[str],
+    rounds: int,
+    budget_ms: float,
+    json_file: Path | None,
+    plot_file: Path | None,
+) -> None:
+    """Time the forward pass beside its peers, in interleaved rounds.
+
+    Every result is checked against float64 before it is timed. A peer that is not installed is
+    named with the reason. Exits with 1 where attngen itself has no figure.
+    """
+    from .bench import workloads
+
+    selected = workloads.select(cases)
+    if plot_file:
+        from .bench import plot  # what it lacks shows before anything is timed
+
+        plot.check_format(plot_file)
+    for path in (json_file, plot_file):
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+    report = _measure("fwd", selected, peers, rounds, budget_ms)
+    if json_file:
+        from .bench.report import save
+
+        save(report, json_file)
+    if plot_file:
+        plot.save(report, plot_file)
+    lacking = [row.case for row in report.rows if "attngen" in row.missing]
+    if lacking:
+        raise MeasureError(f"attngen has no figure in {', '.join(lacking)}")
+
+
+@bench.command("plot")
+@click.argument("report_file", metavar="REPORT.json", type=click.Path(path_type=Path))
+@click.argument("output", metavar="FILE", type=output_file)
+def bench_plot(report_file: Path, output: Path) -> None:
+    """Draw a report that `--json` wrote, on a machine that needs no GPU."""
+    from .bench import plot, report
+
+    plot.check_format(output)
+    plot.save(report.read(report_file), output)
+
+
+def _measure(
+    direction: str, cases: Sequence[Case], names: Sequence[str], rounds: int, budget_ms: float
+) -> Report:
+    """Time the cases, printing each row as it comes."""
+    from .bench import peers, report, run
+
+    run.require_gpu()
+    found, absent = peers.load(names)
+    columns = (report.OURS, *found)
+    click.echo(report.text_header(columns))
+    measured = run.run(
+        *(direction, cases, found, absent, rounds, budget_ms),
+        progress=lambda row: click.echo(report.text_row(row, columns)),
+    )
+    for line in report.text_summary(measured):
+        click.echo(line)
+    return measured
+
+
+def _lengths(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+    words = _words(ctx, param, value)
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise click.BadParameter(
+            f"{value!r}: positive numbers with commas between them", ctx, param
+        )
+    return tuple(map(int, words))
+
+
+@click.command("tune")
+@click.argument(
+    "specs", metavar="SPEC.toml...", nargs=-1, required=True, type=click.Path(path_type=Path)
+)
+@click.option(
+    "--lengths",
+    metavar="N,...",
+    callback=_lengths,
+    default="512,4096,16384",
+    show_default=True,
+    help="Queries and keys of the sequences that are timed.",
+)
+@click.option("--window", type=click.IntRange(min=0), default=1024, show_default=True)
+@click.option("--limit", type=click.IntRange(min=1), help="Only the first plans of a problem.")
+@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
+@click.option("--budget-ms", type=click.FloatRange(min=0.1), default=10.0, show_default=True)
+@click.option("-o", "--output", type=output_file, help="Default: the package's file of this chip.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a problem.")
+def tune_(
+    specs: Sequence[Path],
+    lengths: tuple[int, ...],
+    window: int,
+    limit: int | None,
+    rounds: int,
+    budget_ms: float,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Time the plans that fit each kernel of the spec files, and keep what was found.
+
+    From then on planning prefers the fastest. Results are compared before anything is timed.
+    """
+    from . import batch, tune, tuned
+    from .spec import load_specs
+    from .values import to_json
+
+    arch, chip = tune.current_device()
+    jobs, refused = batch.jobs_of([spec for path in specs for spec in load_specs(path)], arch)
+    if refused:
+        raise AttngenError([reason for error in refused for reason in error.reasons])
+    effort = tune.Effort(lengths, window, limit, rounds, budget_ms)
+    path = output or tuned.FOLDER / f"{tuned.slug(chip)}.json"
+    for job in jobs:
+        tuning = tune.tune(job.problem, job.arch, effort)
+        tuned.write(path, chip, [tuning.entry])
+        for line in [to_json(tuning.entry)] if as_json else tuning.text(shown=5):
+            click.echo(line)
+    if not as_json:
+        click.echo(f"wrote {path}")

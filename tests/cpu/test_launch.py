@@ -1,0 +1,133 @@
+"""Launching: what the driver is handed, seen by a driver that starts nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cuda.bindings import driver as bindings
+
+from attngen import LaunchError, launch
+from attngen.launch import Extent, Scalars
+from attngen.load import LoadedKernel
+from attngen.program import Field, KernelEntry, TensorMapRecipe
+
+ENTRY = KernelEntry(
+    entry="kernel",
+    threads=256,
+    smem_bytes=1000,
+    tile_m=64,
+    params_bytes=168,
+    fields=(
+        Field("map_k", "tensor_map", 0),
+        Field("lse", "ptr", 128),
+        Field("q_len", "i32", 136),
+        Field("scale_log2", "f32", 140),
+        Field("o_stride_batch", "i64", 144),
+        Field("tile_counter", "ptr", 160),  # after a gap
+    ),
+    tensor_maps=(TensorMapRecipe("map_k", "k", "bf16", 64, 128),),
+    grid="persistent_tiles",
+    workspace=("tile_counter",),
+    kv_group_bytes=1 << 20,
+    group_heads=4,
+    tail_share=0,
+)
+LENGTH, HEADS, DIM = 100, 2, 64
+EXTENT = Extent(3, LENGTH, HEADS, DIM, LENGTH * HEADS * DIM, HEADS * DIM, DIM)
+EXTENTS = dict.fromkeys(("q", "k", "v", "o"), EXTENT)
+ADDRESSES = {"q": 16, "k": 32, "v": 48, "o": 64, "lse": 80, "tile_counter": 96}
+
+
+class Driver:
+    """Writes down launches; its tensor map is the address sixteen times."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[tuple[Any, ...], bytes]] = []
+        self.encoded: list[int] = []
+        self.status = bindings.CUresult.CUDA_SUCCESS
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(bindings, name)
+
+    def cuTensorMapEncodeTiled(self, dtype: Any, rank: int, address: int, *rest: Any) -> Any:
+        self.encoded.append(address)
+        memory = ctypes.create_string_buffer(struct.pack("<16Q", *[address] * 16), 128)
+        pointer = SimpleNamespace(getPtr=lambda: ctypes.addressof(memory))
+        return bindings.CUresult.CUDA_SUCCESS, pointer
+
+    def cuLaunchKernel(self, *arguments: Any) -> Any:
+        *start, pointers, _ = arguments
+        address = ctypes.c_void_p.from_address(pointers).value
+        assert address is not None and address % 64 == 0
+        self.launches.append((tuple(start), ctypes.string_at(address, ENTRY.params_bytes)))
+        return (self.status,)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    found = Driver()
+    monkeypatch.setattr("attngen.launch.driver", lambda: found)
+    return found
+
+
+def prepared() -> launch.Prepared:
+    return launch.prepare(LoadedKernel("handle", ENTRY, 0, 132), EXTENTS, Scalars(0.5))
+
+
+def test_launch_parameters_lie_at_their_offsets(driver: Driver) -> None:
+    launch.launch(prepared(), ADDRESSES, 7)
+    ((start, parameters),) = driver.launches
+    tiles = 2 * 3 * HEADS  # two tiles of 64 rows each
+    assert start == ("handle", tiles, 1, 1, 256, 1, 1, 1000, 7)
+    assert parameters[:128] == struct.pack("<16Q", *[ADDRESSES["k"]] * 16)
+    lse, q_len, scale, stride, counter = struct.unpack_from("<Qifq8xQ", parameters, 128)
+    assert (lse, q_len, stride, counter) == (80, LENGTH, EXTENT.stride_batch, 96)
+    assert scale == pytest.approx(0.5 * 1.4426950408889634)
+
+
+def test_launch_tensor_map_is_encoded_once_for_an_address_and_shape(driver: Driver) -> None:
+    first, second = prepared(), prepared()
+    for address in (32, 48, 32):
+        launch.launch(first, {**ADDRESSES, "k": address}, 0)
+    launch.launch(second, ADDRESSES, 0)
+    assert driver.encoded == [32, 48, 32]
+    heads = [struct.unpack_from("<Q", parameters)[0] for _, parameters in driver.launches]
+    assert heads == [32, 48, 32, 32]
+
+
+def test_launch_threads_share_no_parameters(driver: Driver) -> None:
+    mine: list[int] = []
+    gate = threading.Barrier(2)
+
+    def work() -> None:
+        gate.wait()
+        mine.append(launch._parameters.pointers)
+        gate.wait()
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({*mine, launch._parameters.pointers}) == 3
+
+
+def test_launch_refused_by_the_driver_says_why(driver: Driver) -> None:
+    driver.status = bindings.CUresult.CUDA_ERROR_INVALID_HANDLE
+    with pytest.raises(LaunchError, match="kernel: CUDA_ERROR_INVALID_HANDLE"):
+        launch.launch(prepared(), ADDRESSES, 0)
+
+
+def test_launch_too_long_or_too_far_apart_is_refused_with_every_reason(driver: Driver) -> None:
+    far = EXTENT._replace(stride_batch=1 << 39)
+    long = EXTENT._replace(seq=1 << 30)
+    with pytest.raises(LaunchError) as caught:
+        launch.prepare(
+            LoadedKernel("handle", ENTRY, 0, 132), {**EXTENTS, "k": far, "v": long}, Scalars(0.5)
+        )
+    assert [reason.partition(":")[0] for reason in caught.value.reasons] == ["v", "k"]

@@ -1,0 +1,46 @@
+"""`attngen bench` on a GPU: rows come with figures, and a wrong result with none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from attngen import AttentionSpec
+from attngen.bench import report, run
+from attngen.bench.peers import Call, Operands, Peer
+from attngen.bench.workloads import CASES, Case
+from attngen.cli import main
+
+pytestmark = pytest.mark.gpu
+
+KERNELS = [AttentionSpec(head_dim=128, mask="causal"), AttentionSpec(head_dim=64)]
+TINY = Case(2, 130, 4, 2, 64, 64, causal=False)
+
+
+def test_bench_fwd_one_case_is_timed_and_written(tmp_path: Path) -> None:
+    output = tmp_path / "new" / "fwd.json"
+    options = ["--peers", "sdpa,cudnn", "--rounds", "2", "--budget-ms", "1", "--json", str(output)]
+    result = CliRunner().invoke(main, ["bench", "fwd", "--cases", CASES[1].name, *options])
+    assert result.exit_code == 0, result.output
+    found = report.read(output)
+    (row,) = found.rows
+    assert row.case == CASES[1].name and row.case in result.stdout
+    assert set(row.ms) == {"attngen", "sdpa", "cudnn"} and not row.missing
+    assert min(row.ms.values()) > 0 and 0 < row.share < 1
+    assert set(found.means) == {"sdpa", "cudnn", "best"}
+
+
+def test_checked_calls_wrong_and_failing_peers_have_no_call() -> None:
+    def wrong(case: Case, operands: Operands) -> Call:
+        return lambda: operands.q * 2
+
+    def failing(case: Case, operands: Operands) -> Call:
+        raise NotImplementedError("no such head dim\nlong story")
+
+    peers = {name: Peer("none", {"fwd": maker}) for name, maker in (("a", wrong), ("b", failing))}
+    calls, missing = run.checked_calls("fwd", TINY, {"attngen": run.ours(), **peers})
+    assert set(calls) == {"attngen"}
+    assert missing["a"].startswith("wrong result: off by")
+    assert missing["b"] == "NotImplementedError: no such head dim"

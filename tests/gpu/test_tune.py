@@ -1,0 +1,59 @@
+"""`attngen tune` on a GPU: candidates are compared, timed and kept, and planning follows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from attngen import AttentionSpec, features, resolve, tuned
+from attngen.cli import main
+from attngen.errors import MeasureError
+from attngen.plan import candidates, feasible
+from attngen.tune import Effort, tune
+
+pytestmark = pytest.mark.gpu
+KERNELS = [AttentionSpec(head_dim=64, mask="causal", window=True)]
+SPEC = '[[kernel]]\nhead_dim = 64\nmask = "causal"\nwindow = true\n'
+
+
+def test_tune_writes_what_planning_then_prefers(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tuned, "FOLDER", tmp_path)
+    monkeypatch.setitem(tuned.DEFAULT_CHIPS, "sm_90a", "here")
+    spec = tmp_path / "spec.toml"
+    spec.write_text(SPEC)
+    options = ["--lengths", "256,700", "--window", "100", "--limit", "3", "--rounds", "2"]
+    output = tmp_path / "here.json"
+    result = CliRunner().invoke(
+        main, ["tune", str(spec), *options, "--budget-ms", "1", "-o", str(output), "--json"]
+    )
+    assert result.exit_code == 0, result.output
+    (entry,) = tuned.read(output).entries
+    assert json.loads(result.stdout)["problem"]["masks"] == ["causal", "window"]
+    assert (entry.lengths, entry.window) == ((256, 700), 100)
+    assert 1 < len(entry.candidates) <= 3
+    assert all(ms > 0 for each in entry.candidates for ms in each.ms.values())
+    fastest = entry.ranked()[0][1].settings
+    assert tuned.settings(candidates(entry.problem, "sm_90a")[0]) == fastest
+
+
+def test_tune_wrong_candidate_is_not_timed(monkeypatch) -> None:
+    """A kernel that is told to scale differently stands for one that computes something else."""
+    (problem,) = resolve.resolve(KERNELS[0], features.scan())
+    plans = feasible(problem, "sm_90a")
+    from attngen import tune as module
+
+    original, seen = module.prepare, []
+
+    def wrong_from_the_second(loaded, extents, scalars):
+        seen.append(loaded)
+        scale = scalars.softmax_scale * len(seen)
+        return original(loaded, extents, dataclasses.replace(scalars, softmax_scale=scale))
+
+    monkeypatch.setattr(module, "prepare", wrong_from_the_second)
+    with pytest.raises(MeasureError, match="something else"):
+        tune(problem, "sm_90a", Effort((256,), 64, 2, 1, 1.0))
+    assert len(seen) == 2 and len(plans) >= 2

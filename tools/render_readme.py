@@ -1,0 +1,60 @@
+"""Write the tables of README.md from the reports that they name.
+
+A table stands between `<!-- table: docs/results/forward.json -->` and `<!-- end of table -->`.
+`python tools/render_readme.py --check` writes nothing and exits 1 where a table is not what its
+report says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from attngen.bench import report  # noqa: E402  # the path above serves a checkout not installed
+
+_TABLE = re.compile(
+    r"(?P<begin><!-- table: (?P<path>\S+) -->\n).*?(?P<end><!-- end of table -->)", re.DOTALL
+)
+
+
+def render(text: str, root: Path) -> tuple[str, int]:
+    """The text with each table written anew, and how many there are.
+
+    Reports are named relative to `root`. Raises: MeasureError, OSError where one cannot be read.
+    """
+
+    def table(match: re.Match[str]) -> str:
+        lines = report.markdown(report.read(root / match["path"]))
+        body = "\n".join(lines)
+        return f"{match['begin']}\n{body}\n\n{match['end']}"
+
+    return _TABLE.subn(table, text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--check", action="store_true", help="compare only; exit 1 if it differs")
+    parser.add_argument("--file", type=Path, default=ROOT / "README.md", help="Markdown file")
+    options = parser.parse_args(arguments)
+    text = options.file.read_text()
+    wanted, count = render(text, ROOT)
+    if not count:
+        print(f"{options.file} has no table to render", file=sys.stderr)
+        return 1
+    if not options.check:
+        options.file.write_text(wanted)
+        print(f"{count} tables in {options.file}")
+        return 0
+    if wanted != text:
+        print(f"{options.file} is not what its reports say: run `make generated` and commit it")
+    return 1 if wanted != text else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
