@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from .errors import LaunchError
 from .load import LoadedKernel, checked, driver
+from .problem import DTYPE_BYTES
 from .program import KernelEntry, TensorMapRecipe
 
 LENGTH_LIMIT = 1 << 30  # positions; masks add lengths and windows in 32 bits
@@ -25,7 +26,6 @@ PARAMETER_LIMIT = 32764  # bytes, the driver's
 MAPS_KEPT = 4096  # encoded tensor maps, 128 bytes each: as many as a large model's activations
 _FORMATS = {"i32": "i", "f32": "f", "i64": "q", "ptr": "Q", "tensor_map": "128s"}
 _ADDRESSED = ("ptr", "tensor_map")
-_ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 
 
 class Extent(NamedTuple):
@@ -43,12 +43,14 @@ class Extent(NamedTuple):
 @dataclass(frozen=True)
 class Scalars:
     """Run-time values of one call: natural-domain scale, window sides in keys (UNBOUNDED where
-    there is none), whether the diagonal is aligned to the bottom right."""
+    there is none), whether the diagonal is aligned to the bottom right; for q, k and v the strides
+    of their descales over the batch and the key/value heads, in elements."""
 
     softmax_scale: float
     window_left: int = UNBOUNDED
     window_right: int = UNBOUNDED
     bottom_right: bool = False
+    descale_strides: tuple[tuple[int, int], ...] = ((0, 0),) * 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +129,11 @@ def run_time_values(
     """Every value that a parameter may name, from shapes and scalars."""
     q, k, o = extents["q"], extents["k"], extents["o"]
     tiles_m = -(-q.seq // kernel.tile_m)
+    descale_strides = {
+        f"descale_{name}_stride_{axis}": stride
+        for name, strides in zip("qkv", scalars.descale_strides, strict=True)
+        for axis, stride in zip(("batch", "head"), strides, strict=True)
+    }
     total_heads = q.batch * q.heads
     return {
         "q_len": q.seq,
@@ -146,6 +153,7 @@ def run_time_values(
         "o_stride_row": o.stride_seq,
         "o_stride_head": o.stride_heads,
         "o_stride_batch": o.stride_batch,
+        **descale_strides,
     }
 
 
@@ -153,7 +161,8 @@ def heads_per_group(kernel: KernelEntry, extents: dict[str, Extent]) -> int:
     """Query heads that are worked on together, so that their keys and values stay in L2."""
     q, k, v = extents["q"], extents["k"], extents["v"]
     group_size = q.heads // k.heads
-    bytes_per_head = max(1, k.seq * (k.dim + v.dim) * 2)
+    element_bytes = {m.tensor: DTYPE_BYTES[m.dtype] for m in kernel.tensor_maps}["k"]
+    bytes_per_head = max(1, k.seq * (k.dim + v.dim) * element_bytes)
     kv_heads = min(kernel.kv_group_bytes // bytes_per_head, kernel.group_heads // group_size)
     return max(1, min(q.batch * q.heads, group_size * max(1, kv_heads)))
 
@@ -161,7 +170,8 @@ def heads_per_group(kernel: KernelEntry, extents: dict[str, Extent]) -> int:
 def launch(prepared: Prepared, addresses: dict[str, int], stream: int) -> None:
     """Start the kernel on `stream` of the current context; does not wait.
 
-    addresses: device addresses of q, k, v, o, lse and the workspaces that the kernel names
+    addresses: device addresses of q, k, v, o, lse, of the scales and maxima of an 8-bit kernel (0
+    where there are none; a maximum must be zero), and of the workspaces that the kernel names
     (`tile_counter`: one int32, zero, left zero; one launch at a time may use it).
     Raises: LaunchError with the driver's reason.
     """
@@ -204,7 +214,7 @@ def pack_format(kernel: KernelEntry) -> str:
 def _stride_bytes(recipe: TensorMapRecipe, extent: Extent) -> tuple[int, int, int]:
     """Strides of seq, head and batch in bytes. One that steps over a single element is free,
     and the copy engine still wants it to be a multiple of 16."""
-    size = _ELEMENT_BYTES[recipe.dtype]
+    size = DTYPE_BYTES[recipe.dtype]
     row = -(-extent.dim * size // 16) * 16
     return (
         extent.stride_seq * size if extent.seq > 1 else row,
@@ -216,9 +226,12 @@ def _stride_bytes(recipe: TensorMapRecipe, extent: Extent) -> tuple[int, int, in
 def _tensor_map(recipe: TensorMapRecipe, extent: Extent) -> TensorMap:
     cuda = driver()
     dims = (extent.dim, extent.seq, extent.heads, extent.batch)
+    types = cuda.CUtensorMapDataType
     dtype = {
-        "bf16": cuda.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        "fp16": cuda.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        "bf16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        "fp16": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        "e4m3": types.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        "e5m2": types.CU_TENSOR_MAP_DATA_TYPE_UINT8,
     }[recipe.dtype]
     layout = (
         [cuda.cuuint64_t(dim) for dim in dims],

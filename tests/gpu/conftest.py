@@ -113,7 +113,7 @@ def sound_device(request: pytest.FixtureRequest) -> Iterator[None]:
 def nothing_launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fails the test where a kernel is launched in it."""
     launched: list[object] = []
-    monkeypatch.setattr("attngen.ops.forward.launch", lambda *what: launched.append(what))
+    monkeypatch.setattr("attngen.ops.operation.launch", lambda *what: launched.append(what))
     yield
     assert not launched
 
