@@ -195,8 +195,12 @@ def _run_kernels(
     wants_aux: bool,
 ) -> Tensor | tuple[Tensor, AttentionAux]:
     operation = settled.operation
-    operands: Operands = (q, k, v, *scales) if operation is FORWARD_FP8 else (q, k, v)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands):
+    operands: Operands = (q, k, v)
+    differentiable = q.requires_grad or k.requires_grad or v.requires_grad
+    if operation is FORWARD_FP8:
+        operands = (q, k, v, *scales)
+        differentiable |= any(x is not None and x.requires_grad for x in scales)
+    if differentiable and torch.is_grad_enabled():
         raise SpecError(
             "a gradient is needed, but the kernels have no backward yet: call under "
             "torch.no_grad(), detach q, k and v, or pass backend='reference'"
