@@ -59,7 +59,8 @@ def check_counts(s_q, s_kv, d, **arguments):
     want, want_aux = attngen.attention(
         *(x.double() for x in (q, k, v)), **arguments, backend="reference", return_lse=True
     )
-    torch.testing.assert_close(aux.lse.double(), want_aux.lse, rtol=1e-6, atol=1e-6)
+    # The logarithm of the sum of stored weights, 256 each, is good to 2^-22 of itself.
+    torch.testing.assert_close(aux.lse.double(), want_aux.lse, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(out.double(), want, rtol=2**-8, atol=2**-9)
 
 
