@@ -80,7 +80,7 @@ def _build(job: Job, cache: Cache) -> Outcome:
     built: Built | None = None
     failure: AttngenError | OSError | None = None
     try:
-        built = build_problem(job.problem, job.arch, cache=cache)
+        (built,) = build_problem(job.problem, job.arch, cache=cache)
         if not built.from_cache and cache.get(cache_key(job.problem, built.plan, job.arch)) is None:
             failure = CacheError(f"compiled, but {cache.root} cannot keep it")
     except (AttngenError, OSError) as error:

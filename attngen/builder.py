@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from . import digest, features, files, resolve
 from .arch.base import Plan
 from .cache import Cache
-from .plan import plan as make_plan
+from .plan import KernelPlan, plans
 from .problem import Problem
 from .program import Binary
 from .spec import AttentionSpec
@@ -23,7 +23,7 @@ class Built:
     """A launch program with its cubin, the plan behind it, and whether the cache held it."""
 
     problem: Problem
-    plan: Plan
+    plan: KernelPlan
     binary: Binary
     cubin: bytes
     from_cache: bool
@@ -35,22 +35,28 @@ def build(
     """Compile every kernel of the spec that the cache lacks; nothing is run and no driver used.
 
     arch: `sm_90a`, or None for the architectures the spec names. cache: the default cache where
-    None. Returns one `Built` for each architecture and direction.
+    None. Returns one `Built` for each kernel of each architecture and direction.
     Raises: SpecError, PlanError, CompileError; CacheError where ATTNGEN_DISABLE_JIT forbids it.
     """
     problems = resolve.resolve(spec, features.scan())
     arches = spec.arch if arch is None else (arch,)
     return tuple(
-        build_problem(problem, name, cache=cache) for name in arches for problem in problems
+        built
+        for name in arches
+        for problem in problems
+        for built in build_problem(problem, name, cache=cache)
     )
 
 
-def build_problem(problem: Problem, arch: str, *, cache: Cache | None = None) -> Built:
-    """One kernel, from the cache or compiled and put there."""
-    return build_plan(problem, make_plan(problem, arch), arch, cache=cache)
+def build_problem(problem: Problem, arch: str, *, cache: Cache | None = None) -> tuple[Built, ...]:
+    """The problem's kernels in the order of their launches (a forward has one), each from the cache
+    or compiled and put there."""
+    return tuple(build_plan(problem, each, arch, cache=cache) for each in plans(problem, arch))
 
 
-def build_plan(problem: Problem, chosen: Plan, arch: str, *, cache: Cache | None = None) -> Built:
+def build_plan(
+    problem: Problem, chosen: KernelPlan, arch: str, *, cache: Cache | None = None
+) -> Built:
     """The kernel of one plan, preferred or not."""
     key = digest.cache_key(problem, chosen, arch)
     store = cache or Cache.default()
@@ -65,8 +71,11 @@ def build_plan(problem: Problem, chosen: Plan, arch: str, *, cache: Cache | None
     return Built(problem, chosen, entry.binary, entry.cubin, entry.hit)
 
 
-def render_problem(problem: Problem, plan: Plan, root: Path | None = None) -> Source:
+def render_problem(problem: Problem, plan: KernelPlan, root: Path | None = None) -> Source:
     """The source of one kernel; `root` is a templates directory other than the shipped one."""
-    from . import render
+    from . import render, render_bwd
 
-    return render.render(problem, plan, features.scan(root), root or files.templates_dir())
+    known, folder = features.scan(root), root or files.templates_dir()
+    if isinstance(plan, Plan):
+        return render.render(problem, plan, known, folder)
+    return render_bwd.render(problem, plan, known, folder)

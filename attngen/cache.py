@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import cache_entry, cache_lock
-from .arch.base import Plan
 from .cache_entry import CacheEntryInfo, CacheProblem, Defect
 from .digest import CacheKey
 from .errors import CacheError
+from .plan import KernelPlan
 from .problem import Problem
 from .program import Binary
 
@@ -132,7 +132,7 @@ class Cache:
         return sorted(infos, key=lambda info: (info.created, info.path))
 
     def verify(
-        self, source_sha256: Callable[[Problem, Plan], str] | None = None
+        self, source_sha256: Callable[[Problem, KernelPlan], str] | None = None
     ) -> list[CacheProblem]:
         """What is wrong with the entries and beside them; nothing is removed.
 

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .arch.base import Plan
 from .digest import CacheKey, digest_text, source_digests
+from .plan import KernelPlan, read_plan
 from .problem import Problem
 from .program import SCHEMA_VERSION, Binary
 from .values import from_data, to_data, to_json
@@ -147,7 +147,7 @@ def read(path: Path) -> Stored:
     return Stored(key, binary, cubin)
 
 
-def check(path: Path, source_sha256: Callable[[Problem, Plan], str] | None = None) -> None:
+def check(path: Path, source_sha256: Callable[[Problem, KernelPlan], str] | None = None) -> None:
     """Passes where the entry is sound and, if asked, its source still renders to the same text.
 
     Raises: Defect; FileNotFoundError where nothing is there.
@@ -158,7 +158,7 @@ def check(path: Path, source_sha256: Callable[[Problem, Plan], str] | None = Non
     key = json.loads(stored.key)
     if source_sha256 is None or any(key.get(k) != v for k, v in source_digests().items()):
         return
-    source = source_sha256(from_data(Problem, key["problem"]), from_data(Plan, key["plan"]))
+    source = source_sha256(from_data(Problem, key["problem"]), read_plan(key["plan"]))
     if source != stored.binary.source_sha256:
         raise Defect("its source is rendered differently now")
 

@@ -17,9 +17,9 @@ from .cli_measure import bench, tune_
 from .errors import AttngenError, SpecError
 
 if TYPE_CHECKING:
-    from .arch.base import Plan
     from .batch import Outcome
     from .cache import Cache
+    from .plan import KernelPlan
     from .problem import Problem
     from .spec import AttentionSpec
 
@@ -213,7 +213,7 @@ def _cache() -> Cache:
     return Cache.default()
 
 
-def _source_sha256() -> Callable[[Problem, Plan], str] | None:
+def _source_sha256() -> Callable[[Problem, KernelPlan], str] | None:
     """Renders a kernel's source anew, for its digest; None where no template engine is."""
     try:
         from .builder import render_problem

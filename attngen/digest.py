@@ -16,15 +16,15 @@ from functools import cache
 from pathlib import Path
 
 from . import files
-from .arch.base import Plan
 from .compile import OPTIONS
+from .plan import KernelPlan
 from .problem import Problem
 from .program import SCHEMA_VERSION
 from .values import to_data, to_json
 
 # The modules that turn a problem and its plan into a cubin and a launch program. They belong to
 # the key as the templates do: a changed parameter layout must not find the old kernel.
-GENERATOR = ("compile.py", "features.py", "program.py", "render.py")
+GENERATOR = ("compile.py", "features.py", "program.py", "render.py", "render_bwd.py")
 BINDINGS = "cuda-bindings"
 NVRTC_PACKAGES = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc-cu12")
 _PACKAGE = Path(__file__).resolve().parent
@@ -46,7 +46,7 @@ class CacheKey:
     command: str
 
 
-def cache_key(problem: Problem, plan: Plan, arch: str) -> CacheKey:
+def cache_key(problem: Problem, plan: KernelPlan, arch: str) -> CacheKey:
     """The key of the kernel that computes `problem` as `plan` says on `arch`.
 
     Imports neither the template engine nor the compiler.
@@ -128,8 +128,8 @@ def _version(package: str) -> str | None:
 
 
 def build_command(problem: Problem, arch: str) -> str:
-    """A shell command that builds the kernel as it stands: exact where the caller's spec is not
-    known, as in a call from a model."""
+    """A shell command that builds the problem's kernels as they stand: exact where the caller's
+    spec is not known, as in a call from a model."""
     program = (
         "import sys; from attngen.builder import build_problem; "
         "from attngen.problem import Problem; from attngen.values import from_json; "

@@ -85,7 +85,7 @@ def _explain_kernel(
     yield f"{INDENT}`attngen render` prints it"
     if not compiled:
         return
-    built = build_problem(problem, arch, cache=cache)
+    (built,) = build_problem(problem, arch, cache=cache)
     yield ""
     yield f"binary {built.binary.toolchain}, {'cached' if built.from_cache else 'compiled now'}"
     yield from _indented(describe(built.binary.resources))

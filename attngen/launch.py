@@ -22,6 +22,7 @@ LENGTH_LIMIT = 1 << 30  # positions; masks add lengths and windows in 32 bits
 UNBOUNDED = 1 << 30  # a window side without a bound
 TMA_STRIDE_LIMIT = 1 << 40  # bytes
 LOG2_E = 1.4426950408889634
+GRID_LIMIT = 65535  # CTAs along the second and third axis
 PARAMETER_LIMIT = 32764  # bytes, the driver's
 MAPS_KEPT = 4096  # encoded tensor maps, 128 bytes each: as many as a large model's activations
 _FORMATS = {"i32": "i", "f32": "f", "i64": "q", "ptr": "Q", "tensor_map": "128s"}
@@ -81,16 +82,16 @@ class Prepared:
 def prepare(loaded: LoadedKernel, extents: dict[str, Extent], scalars: Scalars) -> Prepared:
     """Everything about a launch that the tensors' addresses do not change.
 
-    extents: those of q, k, v and o. Raises: LaunchError where the kernel's integers or the copy
-    engine cannot express them.
+    extents: those of q, k, v and o, for a backward of d_o, dq, dk and dv too; none is empty.
+    Raises: LaunchError where the kernel's integers, grid or copy engine cannot express them.
     """
     kernel = loaded.kernel
     values = run_time_values(kernel, extents, scalars)
     if reasons := _violations(loaded, extents, values):
         raise LaunchError(reasons)
     recipes = {recipe.field: recipe for recipe in kernel.tensor_maps}
+    grid = _grid(loaded, extents["q"], int(values["tiles"]))
     fields = tuple(enumerate(kernel.fields))
-    grid = min(loaded.multiprocessors, int(values["tiles"]))
     return Prepared(
         loaded=loaded,
         layout=struct.Struct(pack_format(kernel)),
@@ -101,8 +102,32 @@ def prepare(loaded: LoadedKernel, extents: dict[str, Extent], scalars: Scalars) 
             for index, f in fields
             if f.type == "tensor_map"
         ),
-        start=(loaded.handle, grid, 1, 1, kernel.threads, 1, 1, kernel.smem_bytes),
+        start=(loaded.handle, *grid, kernel.threads, 1, 1, kernel.smem_bytes),
     )
+
+
+def workspace_bytes(kernel: KernelEntry, q: Extent) -> dict[str, int]:
+    """Bytes of each workspace that the kernel names. The kernels of one problem share them, 16-byte
+    aligned; only `tile_counter` has to be zero before the first launch."""
+    blocks = q.batch * q.heads * _row_blocks(kernel, q)
+    known = {
+        "tile_counter": 4,
+        "lse_log2": 4 * kernel.row_block * blocks,
+        "d": 4 * kernel.row_block * blocks,
+        "dq_acc": 4 * kernel.dq_floats * blocks,
+        "turns": 4 * blocks,
+    }
+    return {name: known[name] for name in kernel.workspace}
+
+
+def _row_blocks(kernel: KernelEntry, q: Extent) -> int:
+    return -(-q.seq // kernel.row_block) if kernel.row_block else 0
+
+
+def _grid(loaded: LoadedKernel, q: Extent, tiles: int) -> tuple[int, int, int]:
+    if loaded.kernel.grid == "persistent_tiles":
+        return min(loaded.multiprocessors, tiles), 1, 1
+    return _row_blocks(loaded.kernel, q) * loaded.kernel.block_ctas, q.heads, q.batch
 
 
 def _violations(
@@ -115,6 +140,13 @@ def _violations(
     ]
     if values["tiles"] + loaded.multiprocessors >= 1 << 31:
         reasons.append(f"{values['tiles']} tiles; a kernel takes fewer than 2^31")
+    if loaded.kernel.grid == "row_blocks":
+        counts = {"query heads": extents["q"].heads, "sequences": extents["q"].batch}
+        reasons += [
+            f"{count} {what}; a backward takes at most {GRID_LIMIT}"
+            for what, count in counts.items()
+            if count > GRID_LIMIT
+        ]
     reasons += [
         f"{recipe.tensor}: a stride of 2^40 bytes or more is out of the copy engine's reach"
         for recipe in loaded.kernel.tensor_maps
@@ -127,41 +159,59 @@ def run_time_values(
     kernel: KernelEntry, extents: dict[str, Extent], scalars: Scalars
 ) -> dict[str, int | float]:
     """Every value that a parameter may name, from shapes and scalars."""
-    q, k, o = extents["q"], extents["k"], extents["o"]
-    tiles_m = -(-q.seq // kernel.tile_m)
+    q, k = extents["q"], extents["k"]
+    tiled = q if kernel.tile_axis == "q" else k
+    tiles = -(-tiled.seq // kernel.tile_rows)  # along one head
+    total_heads = tiled.batch * tiled.heads
     descale_strides = {
         f"descale_{name}_stride_{axis}": stride
         for name, strides in zip("qkv", scalars.descale_strides, strict=True)
         for axis, stride in zip(("batch", "head"), strides, strict=True)
     }
-    total_heads = q.batch * q.heads
     return {
         "q_len": q.seq,
         "kv_len": k.seq,
-        "tiles": tiles_m * total_heads,
-        "tiles_m": tiles_m,
+        "tiles": tiles * total_heads,
+        **dict.fromkeys(("tiles_m", "q_tiles", "kv_blocks"), tiles),
+        "q_blocks": _row_blocks(kernel, q),
         "heads_q": q.heads,
+        "heads_kv": k.heads,
         "total_heads": total_heads,
         "heads_per_group": heads_per_group(kernel, extents),
-        "tail_rows": tiles_m // kernel.tail_share if kernel.tail_share else 0,
+        "tail_rows": tiles // kernel.tail_share if kernel.tail_share else 0,
         "group_size": q.heads // k.heads,
         "bottom_right": int(scalars.bottom_right),
         "scale": scalars.softmax_scale,
         "scale_log2": scalars.softmax_scale * LOG2_E,
         "window_left": scalars.window_left,
         "window_right": scalars.window_right,
-        "o_stride_row": o.stride_seq,
-        "o_stride_head": o.stride_heads,
-        "o_stride_batch": o.stride_batch,
         **descale_strides,
+        **_strides(extents),
+    }
+
+
+def _strides(extents: dict[str, Extent]) -> dict[str, int]:
+    """`o_stride_row` … of the tensors that kernels address themselves."""
+    return {
+        f"{name}_stride_{axis}": stride
+        for name in ("o", "d_o", "dq")
+        if (x := extents.get(name))
+        for axis, stride in zip(
+            ("row", "head", "batch"), (x.stride_seq, x.stride_heads, x.stride_batch), strict=True
+        )
     }
 
 
 def heads_per_group(kernel: KernelEntry, extents: dict[str, Extent]) -> int:
-    """Query heads that are worked on together, so that their keys and values stay in L2."""
+    """Heads that are worked on together, so that what their tiles share stays in L2: of query
+    heads the keys and values, of key/value heads the queries, output gradients and sums of dQ."""
     q, k, v = extents["q"], extents["k"], extents["v"]
     group_size = q.heads // k.heads
-    element_bytes = {m.tensor: DTYPE_BYTES[m.dtype] for m in kernel.tensor_maps}["k"]
+    if kernel.tile_axis == "kv":
+        bytes_per_row = (q.dim + v.dim) * 2 + q.dim * 4 * (kernel.dq_floats > 0)
+        fitting = kernel.kv_group_bytes // max(1, q.seq * bytes_per_row * group_size)
+        return max(1, min(k.batch * k.heads, kernel.group_heads, fitting))
+    element_bytes = next((DTYPE_BYTES[m.dtype] for m in kernel.tensor_maps if m.tensor == "k"), 2)
     bytes_per_head = max(1, k.seq * (k.dim + v.dim) * element_bytes)
     kv_heads = min(kernel.kv_group_bytes // bytes_per_head, kernel.group_heads // group_size)
     return max(1, min(q.batch * q.heads, group_size * max(1, kv_heads)))
@@ -171,8 +221,9 @@ def launch(prepared: Prepared, addresses: dict[str, int], stream: int) -> None:
     """Start the kernel on `stream` of the current context; does not wait.
 
     addresses: device addresses of q, k, v, o, lse, of the scales and maxima of an 8-bit kernel (0
-    where there are none; a maximum must be zero), and of the workspaces that the kernel names
-    (`tile_counter`: one int32, zero, left zero; one launch at a time may use it).
+    where there are none; a maximum must be zero), of d_o, dq, dk, dv and dlse for a backward (dlse
+    0 where the LSE has no gradient), and of the workspaces that the kernel names (`tile_counter`:
+    one int32, zero, left zero; one launch at a time may use it).
     Raises: LaunchError with the driver's reason.
     """
     packed: list[Any] = [*prepared.values]

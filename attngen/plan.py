@@ -2,17 +2,50 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from . import tuned
-from .arch import sm90
+from .arch import sm90, sm90_bwd
 from .arch.base import Plan
 from .errors import PlanError
 from .problem import Problem
+from .values import from_data
 
 ARCHITECTURES = {sm90.ARCH: sm90}
+BACKWARDS = {sm90.ARCH: sm90_bwd}
+KernelPlan = Plan | sm90_bwd.KernelPlan
+_CLASSES: dict[str, type[KernelPlan]] = {
+    "sm90_fwd": Plan,
+    "bwd_prepare": sm90_bwd.PreparePlan,
+    "sm90_bwd": sm90_bwd.BackwardPlan,
+    "sm90_bwd_dkv": sm90_bwd.BackwardPlan,
+    "sm90_bwd_dq": sm90_bwd.BackwardPlan,
+    "bwd_convert": sm90_bwd.ConvertPlan,
+}
+
+
+def plans(problem: Problem, arch: str) -> tuple[KernelPlan, ...]:
+    """The preferred plan of each kernel of the problem, in the order of their launches: one for a
+    forward, several for a backward. Raises: as `plan`."""
+    if problem.direction == "fwd":
+        return (plan(problem, arch),)
+    _check_known(arch)
+    found: tuple[KernelPlan, ...] = BACKWARDS[arch].plans(problem)
+    if found:
+        return found
+    raise PlanError(f"{problem.label}: {arch} has no backward for its head dims or dtypes")
+
+
+def read_plan(data: dict[str, Any]) -> KernelPlan:
+    """The plan of one kernel from its JSON data, which name its family. Raises: ValueError."""
+    family = data.get("family")
+    if family not in _CLASSES:
+        raise ValueError(f"family {family!r} is unknown; known: {[*_CLASSES]}")
+    return from_data(_CLASSES[family], data)
 
 
 def plan(problem: Problem, arch: str) -> Plan:
-    """The preferred plan.
+    """The preferred plan of a forward.
 
     Raises: PlanError where the architecture is unknown or nothing fits it.
     """
@@ -27,9 +60,15 @@ def candidates(problem: Problem, arch: str) -> tuple[Plan, ...]:
 
 def feasible(problem: Problem, arch: str) -> tuple[Plan, ...]:
     """Every feasible plan, in the order of the heuristics. Raises: as `plan`."""
-    if arch not in ARCHITECTURES:
-        raise PlanError(f"architecture {arch!r} is unknown; available: {[*ARCHITECTURES]}")
+    _check_known(arch)
+    if problem.direction != "fwd":
+        raise PlanError(f"{problem.label}: a backward has several kernels; plans() has them all")
     found = tuple(ARCHITECTURES[arch].feasible(problem))
     if not found:
         raise PlanError(f"{problem.label}: no tile fits {arch}'s registers and shared memory")
     return found
+
+
+def _check_known(arch: str) -> None:
+    if arch not in ARCHITECTURES:
+        raise PlanError(f"architecture {arch!r} is unknown; available: {[*ARCHITECTURES]}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Direction = Literal["fwd"]
+Direction = Literal["fwd", "bwd"]
 DType = Literal["fp16", "bf16", "fp32", "e4m3", "e5m2"]
 DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4, "e4m3": 1, "e5m2": 1}
 
@@ -17,7 +17,8 @@ class Problem:
     Batch, lengths, head counts, strides, window sizes, scale and pointers are run-time
     arguments and therefore absent. `masks` and `scores` name fragments in the order in which
     they apply; `q_seq`, `kv_seq`, `kv_fetch` and `kv_iter` name the fragments that say where
-    data comes from. `dtype_o` is fp32 for the partial outputs that are combined later.
+    data comes from. `dtype_o` is fp32 for the partial outputs that are combined later. A backward
+    that is `deterministic` adds up dQ in an order that does not change from run to run.
     """
 
     direction: Direction
@@ -33,6 +34,7 @@ class Problem:
     kv_seq: str
     kv_fetch: str
     kv_iter: str
+    deterministic: bool = False
 
     @property
     def label(self) -> str:
@@ -45,4 +47,5 @@ class Problem:
         kv = () if self.dtype_kv == self.dtype_q else (f"kv_{self.dtype_kv}",)
         partial = ("partial",) if self.dtype_o == "fp32" else ()
         out = () if partial or self.dtype_o == self.dtype_q else (f"to_{self.dtype_o}",)
-        return "_".join((*features, dims, self.dtype_q, *kv, *partial, *out))
+        order = ("deterministic",) if self.deterministic else ()
+        return "_".join((*features, dims, self.dtype_q, *kv, *partial, *out, *order))

@@ -11,7 +11,7 @@ from typing import Literal
 
 from .problem import Problem
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 FieldType = Literal["i32", "f32", "i64", "ptr", "tensor_map"]
 FIELD_BYTES: dict[str, tuple[int, int]] = {  # size, alignment
@@ -51,25 +51,38 @@ class TensorMapRecipe:
     box_rows: int
 
 
+Grid = Literal["persistent_tiles", "row_blocks"]
+Workspace = Literal["tile_counter", "lse_log2", "d", "dq_acc", "turns"]
+
+
 @dataclass(frozen=True)
 class KernelEntry:
-    """One launch of the program: a persistent grid over `tiles`, at most one CTA an SM.
+    """One launch of the program.
 
-    `kv_group_bytes`, `group_heads` and `tail_share` order the tiles (see arch.base.Schedule).
+    `grid`: at most one CTA an SM, which share the tiles; or `block_ctas` CTAs for each block of
+    `row_block` queries of each head. `tile_axis` says whether a tile is `tile_rows` queries of a
+    query head or as many keys of a key/value head; `kv_group_bytes`, `group_heads` and
+    `tail_share` order the tiles (see arch.base.Schedule).
+    `workspace`: device memory beside the operands, of launch.workspace_bytes each; what one kernel
+    of a problem leaves there the next ones read. `dq_floats`: those of `dq_acc` for a block.
     """
 
     entry: str
     threads: int
     smem_bytes: int
-    tile_m: int
+    tile_rows: int
     params_bytes: int
     fields: tuple[Field, ...]
     tensor_maps: tuple[TensorMapRecipe, ...]
-    grid: Literal["persistent_tiles"]
-    workspace: tuple[Literal["tile_counter"], ...]
-    kv_group_bytes: int
-    group_heads: int
-    tail_share: int
+    grid: Grid
+    workspace: tuple[Workspace, ...]
+    kv_group_bytes: int = 0
+    group_heads: int = 1
+    tail_share: int = 0
+    tile_axis: Literal["q", "kv"] = "q"
+    row_block: int = 0
+    block_ctas: int = 1
+    dq_floats: int = 0
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ import jinja2
 
 from .arch.base import Plan
 from .features import Features, Fragment
+from .plan import KernelPlan
 from .problem import DTYPE_BYTES, Problem
 from .program import FIELD_BYTES, Field, KernelEntry, TensorMapRecipe
 from .values import to_json
@@ -73,56 +75,24 @@ def emit_fragment(root: Path, fragment: Fragment) -> str:
     return str(module.emit()).strip()
 
 
-def entry_name(problem: Problem, plan: Plan) -> str:
+def entry_name(problem: Problem, plan: KernelPlan) -> str:
     """The kernel's symbol: family, what it computes, and a digest that tells plans apart."""
     digest = hashlib.sha256((to_json(problem) + to_json(plan)).encode()).hexdigest()[:6]
     return f"{plan.family}__{problem.label}__{digest}"
 
 
 def render(problem: Problem, plan: Plan, features: Features, root: Path) -> Source:
-    """The source of the kernel that computes `problem` as `plan` says.
+    """The source of the kernel that computes the forward `problem` as `plan` says.
 
     root: the templates' directory. Raises: jinja2.UndefinedError on a template's mistake.
     """
-    uses = _uses(problem, features)
-    fields = _fields(problem, plan, uses)
-    params_bytes = _padded(fields[-1].offset + FIELD_BYTES[fields[-1].type][0], 64)
-    entry = entry_name(problem, plan)
-    template = f"kernels/{plan.family}.cu.j2"
-    fragments: dict[str, Fragment] = {}
-    for group in uses.values():
-        for use in group:
-            fragments[use.fragment.struct] = use.fragment
-    text = (
-        environment(root)
-        .get_template(template)
-        .render(
-            entry=entry,
-            template=template,
-            problem=problem,
-            plan=plan,
-            fields=fields,
-            params_bytes=params_bytes,
-            mma_element={"bf16": "bf16", "fp16": "f16"}.get(problem.dtype_q),
-            fragments=[
-                {"source": emit_fragment(root, fragment)} for fragment in fragments.values()
-            ],
-            masks=uses["mask"],
-            scores=uses["score"],
-            softmax=uses["softmax"][0],
-            q_seq=uses["q_seq"][0],
-            kv_seq=uses["kv_seq"][0],
-            kv_fetch=uses["kv_fetch"][0],
-            kv_iter=uses["kv_iter"][0],
-            bounds_left=any(use.bounds_left for use in uses["mask"]),
-            bounds_right=any(use.bounds_right for use in uses["mask"]),
-        )
-    )
+    uses = uses_of(problem, features)
+    fields, params_bytes = lay_out_fields(_names(problem, plan, uses))
     kernel = KernelEntry(
-        entry=entry,
+        entry=entry_name(problem, plan),
         threads=plan.threads,
         smem_bytes=plan.smem_bytes,
-        tile_m=plan.tile.m,
+        tile_rows=plan.tile.m,
         params_bytes=params_bytes,
         fields=fields,
         tensor_maps=_tensor_maps(problem, plan),
@@ -132,10 +102,43 @@ def render(problem: Problem, plan: Plan, features: Features, root: Path) -> Sour
         group_heads=plan.schedule.group_heads,
         tail_share=plan.schedule.tail_share,
     )
-    return Source(text, kernel)
+    return Source(fill(problem, plan, kernel, uses, root), kernel)
 
 
-def _uses(problem: Problem, features: Features) -> dict[str, list[Use]]:
+def fill(
+    problem: Problem,
+    plan: KernelPlan,
+    kernel: KernelEntry,
+    uses: dict[str, list[Use]],
+    root: Path,
+) -> str:
+    """The template of the plan's family, filled. Fragments that serve several roles stand once;
+    a role that at most one fragment fills is named without a list."""
+    template = f"kernels/{plan.family}.cu.j2"
+    fragments = {use.fragment.struct: use.fragment for group in uses.values() for use in group}
+    lists = {"mask": "masks", "score": "scores"}
+    roles = {lists.get(role, role): group if role in lists else group[0]
+             for role, group in uses.items()}  # fmt: skip
+    return (
+        environment(root)
+        .get_template(template)
+        .render(
+            entry=kernel.entry,
+            template=template,
+            problem=problem,
+            plan=plan,
+            fields=kernel.fields,
+            params_bytes=kernel.params_bytes,
+            mma_element={"bf16": "bf16", "fp16": "f16"}.get(problem.dtype_q),
+            fragments=[{"source": emit_fragment(root, each)} for each in fragments.values()],
+            bounds_left=any(use.bounds_left for use in uses["mask"]),
+            bounds_right=any(use.bounds_right for use in uses["mask"]),
+            **roles,
+        )
+    )
+
+
+def uses_of(problem: Problem, features: Features) -> dict[str, list[Use]]:
     """The fragments of each role; those that serve a role twice prefix their parameters."""
 
     def use(axis: str, name: str, prefix: str = "") -> Use:
@@ -153,8 +156,8 @@ def _uses(problem: Problem, features: Features) -> dict[str, list[Use]]:
     }
 
 
-def _fields(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> tuple[Field, ...]:
-    """The parameter struct: tensor maps, pointers and strides, then 4-byte values."""
+def _names(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> list[tuple[str, str]]:
+    """Names and types of the parameters: tensor maps, pointers and strides, then 4-byte values."""
     partial = problem.dtype_o == "fp32"
     names = [("map_q", "tensor_map"), ("map_k", "tensor_map"), ("map_v", "tensor_map")]
     names += [("o", "ptr")] if partial else [("map_o", "tensor_map")]
@@ -179,17 +182,28 @@ def _fields(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> tuple[F
     if DTYPE_BYTES[problem.dtype_q] == 1:
         for tensor, axis in itertools.product("qkv", ("batch", "head")):
             names += [(f"descale_{tensor}_stride_{axis}", "i32")]
-    for group in uses.values():
-        for use in group:
-            types = [operand.dtype for operand in use.fragment.operands]
-            names += [*zip(use.fields, types, strict=True)]
-    fields, offset = [], 0
+    return [*names, *operands_of(uses)]
+
+
+def operands_of(uses: dict[str, list[Use]]) -> list[tuple[str, str]]:
+    """Names and types of the parameters that the fragments read."""
+    return [
+        (name, operand.dtype)
+        for group in uses.values()
+        for use in group
+        for name, operand in zip(use.fields, use.fragment.operands, strict=True)
+    ]
+
+
+def lay_out_fields(names: Iterable[tuple[str, str]]) -> tuple[tuple[Field, ...], int]:
+    """The parameter struct of these names and types, naturally aligned, and its size in bytes."""
+    fields, offset, widest = [], 0, 1
     for name, type_ in names:
         size, alignment = FIELD_BYTES[type_]
         offset = _padded(offset, alignment)
         fields.append(Field(name, type_, offset))  # type: ignore[arg-type]  # a key of FIELD_BYTES
-        offset += size
-    return tuple(fields)
+        offset, widest = offset + size, max(widest, alignment)
+    return tuple(fields), _padded(offset, widest)
 
 
 def _tensor_maps(problem: Problem, plan: Plan) -> tuple[TensorMapRecipe, ...]:
@@ -198,16 +212,12 @@ def _tensor_maps(problem: Problem, plan: Plan) -> tuple[TensorMapRecipe, ...]:
     dtypes = {"q": problem.dtype_q, "k": problem.dtype_kv, "v": problem.dtype_kv}
     if problem.dtype_o != "fp32":
         rows["o"], dtypes["o"] = 64, problem.dtype_o
-    return tuple(
-        TensorMapRecipe(
-            f"map_{tensor}",
-            tensor,
-            dtypes[tensor],
-            BOX_BYTES // DTYPE_BYTES[dtypes[tensor]],
-            rows[tensor],
-        )
-        for tensor in rows
-    )
+    return tuple(recipe(tensor, dtypes[tensor], rows[tensor]) for tensor in rows)
+
+
+def recipe(tensor: str, dtype: str, rows: int) -> TensorMapRecipe:
+    """The map of a tensor, in boxes of `rows` positions and what the swizzle spans."""
+    return TensorMapRecipe(f"map_{tensor}", tensor, dtype, BOX_BYTES // DTYPE_BYTES[dtype], rows)
 
 
 def _padded(offset: int, alignment: int) -> int:

@@ -28,6 +28,9 @@ DQ_OPERANDS = 208  # dQ, S, dP and packed dS of a thread of the dQ kernel
 CAUSAL_SCHEDULE = Schedule(True, True, kv_group_bytes=64 << 20, group_heads=16, tail_share=4)
 FULL_SCHEDULE = Schedule(True, False, kv_group_bytes=64 << 20, group_heads=16, tail_share=0)
 
+PREPARE_THREADS = 256
+CONVERT_THREADS = 128  # those whose fragments a part of dQ's workspace is
+
 Family = Literal["sm90_bwd", "sm90_bwd_dkv", "sm90_bwd_dq"]
 DqSplit = Literal["rows", "columns", "none"]
 
@@ -63,7 +66,6 @@ class BackwardPlan:
     smem: tuple[SmemRegion, ...]
     smem_bytes: int
     threads: int
-    helper_threads: int = 256
 
     @property
     def dq_floats(self) -> int:
@@ -76,12 +78,55 @@ class BackwardPlan:
         return self.family == "sm90_bwd_dq" and self.schedule.longest_first
 
 
-def plan(problem: Problem, deterministic: bool = False) -> tuple[BackwardPlan, ...]:
-    """The preferred plan of each kernel, in the order of their launches."""
+@dataclass(frozen=True)
+class PreparePlan:
+    """The kernel before: D and LSE in blocks of `row_block` queries, zeros for sums of dQ."""
+
+    arch: str
+    family: Literal["bwd_prepare"]
+    row_block: int
+    dq_floats: int
+    deterministic: bool
+    threads: int
+
+
+@dataclass(frozen=True)
+class ConvertPlan:
+    """The kernel after the fused one: dQ of a block in `parts`, each 64 rows of `dq_columns`."""
+
+    arch: str
+    family: Literal["bwd_convert"]
+    row_block: int
+    parts: int
+    dq_split: DqSplit
+    dq_columns: int
+    threads: int
+
+
+KernelPlan = PreparePlan | BackwardPlan | ConvertPlan
+
+
+def plans(problem: Problem) -> tuple[KernelPlan, ...]:
+    """The preferred plan of each kernel, in the order of launch; none where nothing fits."""
+    if problem.dtype_q not in ("fp16", "bf16") or problem.dtype_o != problem.dtype_q:
+        return ()
     if fuses(problem):
-        return (make_fused(problem, deterministic),)
-    dkv = next(feasible_dkv(problem))
-    return dkv, next(feasible_dq(problem, dkv.row_block))
+        fused = make_fused(problem)
+        return _prepare(fused), fused, _convert(fused)
+    dkv = next(feasible_dkv(problem), None)
+    dq = dkv and next(feasible_dq(problem, dkv.row_block), None)
+    return (_prepare(dkv), dkv, dq) if dkv and dq else ()
+
+
+def _prepare(main: BackwardPlan) -> PreparePlan:
+    floats, order = main.dq_floats, main.deterministic
+    return PreparePlan(ARCH, "bwd_prepare", main.row_block, floats, order, PREPARE_THREADS)
+
+
+def _convert(main: BackwardPlan) -> ConvertPlan:
+    split, columns = main.dq_split, main.dq_columns
+    rows, parts = main.row_block, main.consumers
+    return ConvertPlan(ARCH, "bwd_convert", rows, parts, split, columns, CONVERT_THREADS)
 
 
 def fuses(problem: Problem) -> bool:
@@ -91,7 +136,7 @@ def fuses(problem: Problem) -> bool:
     return max(d, d_v) <= 64 or (64 < d <= 128 and d_v <= 128)
 
 
-def make_fused(problem: Problem, deterministic: bool) -> BackwardPlan:
+def make_fused(problem: Problem) -> BackwardPlan:
     """128 keys and, up to head dim 64, 128 queries, else 64: as many as registers hold. 80 queries
     at 128, as others have, measured 4 % behind."""
     rows = max(problem.head_dim_qk, problem.head_dim_v) <= 64
@@ -110,7 +155,7 @@ def make_fused(problem: Problem, deterministic: bool) -> BackwardPlan:
     return _finish(
         problem, "sm90_bwd", tile, sizes, small, stages, row_block=tile.m,
         dq_split="rows" if rows else "columns", dq_columns=dq_columns, dk_columns=dk_columns,
-        dv_columns=dv_columns, deterministic=deterministic,
+        dv_columns=dv_columns, deterministic=problem.deterministic,
         registers=SMALL_REGISTERS if max(dk_columns, dv_columns) <= 32 else REGISTERS["sm90_bwd"],
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ from attngen import features, files
 from attngen.arch.base import Plan
 from attngen.builder import render_problem
 from attngen.plan import plan
-from attngen.problem import Problem
+from attngen.problem import Direction, Problem
 from attngen.reference import visible
 from attngen.render import Source
 
@@ -115,7 +115,7 @@ def compile_cpp(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def make_problem() -> Callable[..., Problem]:
-    """`make_problem(head_dim, head_dim_v, masks, dtype, out)` → a dense forward problem."""
+    """`make_problem(head_dim, head_dim_v, masks, dtype, out, …)` → a dense problem."""
 
     def make(
         head_dim: int = 64,
@@ -124,9 +124,11 @@ def make_problem() -> Callable[..., Problem]:
         dtype: str = "bf16",
         out: str | None = None,
         scores: tuple[str, ...] = (),
+        direction: Direction = "fwd",
+        deterministic: bool = False,
     ) -> Problem:
         return Problem(
-            direction="fwd",
+            direction=direction,
             dtype_q=dtype,
             dtype_kv=dtype,
             dtype_o=out or dtype,
@@ -139,6 +141,7 @@ def make_problem() -> Callable[..., Problem]:
             kv_seq="dense",
             kv_fetch="tma",
             kv_iter="range",
+            deterministic=deterministic,
         )
 
     return make

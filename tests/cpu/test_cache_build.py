@@ -40,7 +40,7 @@ wanted = values.from_json(problem.Problem, sys.argv[1])
 HIT = """
 cache = Cache.default()
 entry = cache.get(digest.cache_key(wanted, plan(wanted, "sm_90a"), "sm_90a"))
-built = build_problem(wanted, "sm_90a")
+(built,) = build_problem(wanted, "sm_90a")
 assert built.from_cache and entry.hit and entry.cubin == built.cubin
 print(json.dumps([built.binary.cubin_sha256, len(built.cubin)]))
 """

@@ -172,9 +172,9 @@ def test_key_material_is_readable_and_has_no_path() -> None:
 def test_generator_holds_every_module_that_shapes_a_kernel() -> None:
     """Whatever the renderer and the compile stage import is hashed, or is known not to matter."""
     messages_and_places = {"errors", "files"}
-    values_of_the_key = {"problem", "base", "values"}
+    values_of_the_key = {"problem", "base", "plan", "sm90_bwd", "values"}
     imported = set()
-    for name in ("render.py", "compile.py"):
+    for name in ("render.py", "render_bwd.py", "compile.py"):
         tree = ast.parse((ROOT / "attngen" / name).read_text())
         relative = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level]
         imported |= {str(node.module).rpartition(".")[2] for node in relative}

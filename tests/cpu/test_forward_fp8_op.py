@@ -33,7 +33,7 @@ ENTRY = KernelEntry(
     entry="kernel",
     threads=512,
     smem_bytes=1000,
-    tile_m=128,
+    tile_rows=128,
     params_bytes=1024,
     fields=(
         *(Field(f"map_{name}", "tensor_map", 128 * n) for n, name in enumerate("qkvo")),

@@ -21,7 +21,7 @@ ENTRY = KernelEntry(
     entry="kernel",
     threads=256,
     smem_bytes=1000,
-    tile_m=64,
+    tile_rows=64,
     params_bytes=168,
     fields=(
         Field("map_k", "tensor_map", 0),

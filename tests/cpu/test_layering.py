@@ -17,10 +17,14 @@ PACKAGE = ROOT / "attngen"
 # The stages, each with the values it passes on; a module may import what stands before it.
 STAGES = (
     *("errors", "values", "spec", "features", "problem", "resolve", "arch.base", "arch.sm90"),
-    *("tuned", "plan", "program", "render", "compile", "digest", "cache_entry", "cache_lock"),
-    *("cache", "builder", "ops", "bench", "tune", "cli_measure", "cli"),
+    *("arch.sm90_bwd", "tuned", "plan", "program", "render", "render_bwd", "compile", "digest"),
+    *("cache_entry", "cache_lock", "cache", "builder", "ops", "bench", "tune"),
+    *("cli_measure", "cli"),
 )
-COMPILER_SIDE = {"spec", "features", "resolve", "plan", "render", "compile", "builder", "digest"}
+COMPILER_SIDE = {
+    *("spec", "features", "resolve", "plan", "render", "render_bwd", "compile", "builder"),
+    "digest",
+}
 LAUNCH_SIDE = ("launch", "load", "program", "counters")
 # Outside package → the modules (or packages of ours) that may import it.
 HOMES = {

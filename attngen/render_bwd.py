@@ -1,0 +1,129 @@
+"""Render, backward: each kernel of a backward to its source and the description of its launch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .arch.sm90_bwd import BackwardPlan, ConvertPlan, KernelPlan, PreparePlan
+from .features import Features
+from .problem import Problem
+from .program import KernelEntry, TensorMapRecipe, Workspace
+from .render import Source, entry_name, fill, lay_out_fields, operands_of, recipe, uses_of
+
+STORE_ROWS = 64  # gradients leave in boxes of one warpgroup's rows
+ROLES = ("mask", "q_seq", "kv_seq", "kv_fetch")  # those of a forward that its backward shares too
+INTEGERS = (
+    *("tiles", "q_blocks", "heads_q", "heads_kv", "total_heads", "heads_per_group"),
+    *("tail_rows", "group_size", "bottom_right"),
+)
+
+Names = list[tuple[str, str]]
+
+
+def render(problem: Problem, plan: KernelPlan, features: Features, root: Path) -> Source:
+    """The source of the kernel that does the plan's part of the backward `problem`.
+
+    root: the templates' directory. Raises: jinja2.UndefinedError on a template's mistake.
+    """
+    uses = {role: use for role, use in uses_of(problem, features).items() if role in ROLES}
+    entry = entry_name(problem, plan)
+    if isinstance(plan, PreparePlan):
+        kernel = _prepare(plan, entry)
+    elif isinstance(plan, ConvertPlan):
+        kernel = _convert(plan, entry)
+    else:
+        kernel = _main(problem, plan, entry, operands_of(uses))
+    return Source(fill(problem, plan, kernel, uses, root), kernel)
+
+
+def _prepare(plan: PreparePlan, entry: str) -> KernelEntry:
+    workspace: tuple[Workspace, ...] = ("lse_log2", "d")
+    workspace += ("dq_acc",) if plan.dq_floats else ()
+    workspace += ("turns",) if plan.deterministic else ()
+    names = _typed("ptr", "o", "d_o", "lse", "dlse", *workspace)
+    names += [*_strides("o"), *_strides("d_o"), *_typed("i32", "q_len", "heads_q", "q_blocks")]
+    fields, params_bytes = lay_out_fields(names)
+    return KernelEntry(
+        entry=entry,
+        threads=plan.threads,
+        smem_bytes=0,
+        tile_rows=plan.row_block,
+        params_bytes=params_bytes,
+        fields=fields,
+        tensor_maps=(),
+        grid="row_blocks",
+        workspace=workspace,
+        row_block=plan.row_block,
+        dq_floats=plan.dq_floats,
+    )
+
+
+def _convert(plan: ConvertPlan, entry: str) -> KernelEntry:
+    names = [*_typed("ptr", "dq_acc", "dq"), *_strides("dq")]
+    names += [*_typed("i32", "q_len", "heads_q", "q_blocks"), ("scale", "f32")]
+    fields, params_bytes = lay_out_fields(names)
+    return KernelEntry(
+        entry=entry,
+        threads=plan.threads,
+        smem_bytes=0,
+        tile_rows=plan.row_block,
+        params_bytes=params_bytes,
+        fields=fields,
+        tensor_maps=(),
+        grid="row_blocks",
+        workspace=("dq_acc",),
+        row_block=plan.row_block,
+        block_ctas=plan.parts,
+        dq_floats=plan.parts * 64 * plan.dq_columns,
+    )
+
+
+def _main(problem: Problem, plan: BackwardPlan, entry: str, operands: Names) -> KernelEntry:
+    of_queries = plan.family == "sm90_bwd_dq"
+    maps = _tensor_maps(problem, plan)
+    workspace: tuple[Workspace, ...] = ("lse_log2", "d")
+    workspace += ("dq_acc",) if plan.dq_floats else ()
+    workspace += ("tile_counter",)
+    workspace += ("turns",) if plan.deterministic else ()
+    names = [*_typed("tensor_map", *(each.field for each in maps)), *_typed("ptr", *workspace)]
+    integers = [*INTEGERS]
+    # Neighbours are loaded together, so that their order shapes the code: that which was measured.
+    place = 1 if plan.family == "sm90_bwd" else len(integers)
+    integers.insert(place, "q_tiles" if of_queries else "kv_blocks")
+    names += _typed("i32", *integers)
+    fields, params_bytes = lay_out_fields(
+        [*names, *_typed("f32", "scale", "scale_log2"), *operands]
+    )
+    return KernelEntry(
+        entry=entry,
+        threads=plan.threads,
+        smem_bytes=plan.smem_bytes,
+        tile_rows=plan.tile.m if of_queries else plan.tile.n,
+        params_bytes=params_bytes,
+        fields=fields,
+        tensor_maps=maps,
+        grid="persistent_tiles",
+        workspace=workspace,
+        kv_group_bytes=plan.schedule.kv_group_bytes,
+        group_heads=plan.schedule.group_heads,
+        tail_share=plan.schedule.tail_share,
+        tile_axis="q" if of_queries else "kv",
+        row_block=plan.row_block,
+        dq_floats=plan.dq_floats,
+    )
+
+
+def _tensor_maps(problem: Problem, plan: BackwardPlan) -> tuple[TensorMapRecipe, ...]:
+    """Operands in whole tiles and blocks, gradients in a warpgroup's rows."""
+    rows = {"q": plan.tile.m, "k": plan.tile.n, "v": plan.tile.n, "d_o": plan.tile.m}
+    gradients = ("dq",) if plan.family == "sm90_bwd_dq" else ("dk", "dv")
+    rows |= dict.fromkeys(gradients, STORE_ROWS)
+    return tuple(recipe(tensor, problem.dtype_q, n) for tensor, n in rows.items())
+
+
+def _typed(type_: str, *names: str) -> Names:
+    return [(name, type_) for name in names]
+
+
+def _strides(tensor: str) -> Names:
+    return _typed("i64", *(f"{tensor}_stride_{axis}" for axis in ("row", "head", "batch")))

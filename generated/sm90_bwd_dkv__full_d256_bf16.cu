@@ -1,0 +1,586 @@
+// sm90_bwd_dkv__full_d256_bf16__f442f6
+// Rendered by attngen from kernels/sm90_bwd_dkv.cu.j2; do not edit.
+#include "attngen/context.cuh"
+#include "attngen/mma/fragment.cuh"
+#include "attngen/mma/gemm.cuh"
+#include "attngen/mma/stage.cuh"
+#include "attngen/ptx/barrier.cuh"
+#include "attngen/ptx/global.cuh"
+#include "attngen/ptx/math.cuh"
+#include "attngen/ptx/matrix_move.cuh"
+#include "attngen/ptx/tma.cuh"
+#include "attngen/scheduler/kv_blocks.cuh"
+#include "attngen/scheduler/q_blocks.cuh"
+#include "attngen/scheduler/tile_order.cuh"
+
+namespace attngen {
+
+// ---- the problem
+constexpr int kHeadDimQk = 256;
+constexpr int kHeadDimV = 256;
+using Element = Bf16;
+
+// ---- the plan
+constexpr int kTileM = 48;
+constexpr int kTileN = 64;
+constexpr int kConsumers = 2;
+constexpr int kProducerRegisters = 56;
+constexpr int kConsumerRegisters = 224;
+constexpr int kQkSteps = (kHeadDimQk + 15) / 16;
+constexpr int kVSteps = (kHeadDimV + 15) / 16;
+constexpr int kQkBoxes = (kHeadDimQk + 63) / 64;
+constexpr int kVBoxes = (kHeadDimV + 63) / 64;
+constexpr u32 kQueryBoxBytes = kTileM * 128;
+constexpr u32 kKeyBoxBytes = kTileN * 128;
+constexpr u32 kWarpgroupBytes = 64 * 128;
+constexpr u32 kSmemQ = 0;
+constexpr u32 kSmemDo = 73728;
+constexpr u32 kSmemK = 147456;
+constexpr u32 kSmemV = 180224;
+constexpr u32 kSmemWeights = 212992;
+constexpr u32 kSmemLse = 225280;
+constexpr u32 kSmemD = 225856;
+constexpr u32 kSmemBarriers = 226432;
+constexpr u32 kSmemJob = 226608;
+
+constexpr int kQStages = 3;
+constexpr int kDoStages = 3;
+constexpr u32 kRowBytes = kTileM * 4;  // one float a query
+constexpr u32 kWeightBytes = 64 * kTileM * 2;
+
+constexpr u32 kKFull = kSmemBarriers;
+constexpr u32 kVFull = kKFull + 8;
+constexpr u32 kKEmpty = kVFull + 8;
+constexpr u32 kVEmpty = kKEmpty + 8;
+constexpr u32 kQFull = kVEmpty + 8;
+constexpr u32 kQEmpty = kQFull + 8 * kQStages;
+constexpr u32 kDoFull = kQEmpty + 8 * kQStages;
+constexpr u32 kDoEmpty = kDoFull + 8 * kDoStages;
+constexpr u32 kWeightsFull = kDoEmpty + 8 * kDoStages;
+constexpr u32 kWeightsEmpty = kWeightsFull + 8 * 2;
+constexpr u32 kJobFull = kWeightsEmpty + 8 * 2;
+constexpr u32 kJobEmpty = kJobFull + 8;
+
+// Named barriers: 0 is __syncthreads, then all consumers, then one a consumer.
+constexpr u32 kConsumersBarrier = 1;
+constexpr u32 kWarpgroupBarrier = 2;
+
+// acc[64 x 48] (+)= A B^T, both in shared memory, the reduction along A's rows and along B's.
+struct ScoreMma {
+  static constexpr int kN = 48;
+  ATTNGEN_DEVICE static void issue(float (&acc)[24], u64 a, u64 b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %26, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, %24, %25, p, 1, 1, 0, 0;\n}"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]), "+f"(acc[4]), "+f"(acc[5]), "+f"(acc[6]), "+f"(acc[7]), "+f"(acc[8]), "+f"(acc[9]), "+f"(acc[10]), "+f"(acc[11]), "+f"(acc[12]), "+f"(acc[13]), "+f"(acc[14]), "+f"(acc[15]), "+f"(acc[16]), "+f"(acc[17]), "+f"(acc[18]), "+f"(acc[19]), "+f"(acc[20]), "+f"(acc[21]), "+f"(acc[22]), "+f"(acc[23])
+        : "l"(a), "l"(b), "r"(accumulate));
+  }
+};
+
+// acc[64 x 256] (+)= A B, A in registers, B in shared memory with the reduction across its rows.
+struct DvMma {
+  static constexpr int kN = 256;
+  ATTNGEN_DEVICE static void issue(float (&acc)[128], const u32* a, u64 b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %133, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, {%128, %129, %130, %131}, %132, p, 1, 1, 1;\n}"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]), "+f"(acc[4]), "+f"(acc[5]), "+f"(acc[6]), "+f"(acc[7]), "+f"(acc[8]), "+f"(acc[9]), "+f"(acc[10]), "+f"(acc[11]), "+f"(acc[12]), "+f"(acc[13]), "+f"(acc[14]), "+f"(acc[15]), "+f"(acc[16]), "+f"(acc[17]), "+f"(acc[18]), "+f"(acc[19]), "+f"(acc[20]), "+f"(acc[21]), "+f"(acc[22]), "+f"(acc[23]), "+f"(acc[24]), "+f"(acc[25]), "+f"(acc[26]), "+f"(acc[27]), "+f"(acc[28]), "+f"(acc[29]), "+f"(acc[30]), "+f"(acc[31]), "+f"(acc[32]), "+f"(acc[33]), "+f"(acc[34]), "+f"(acc[35]), "+f"(acc[36]), "+f"(acc[37]), "+f"(acc[38]), "+f"(acc[39]), "+f"(acc[40]), "+f"(acc[41]), "+f"(acc[42]), "+f"(acc[43]), "+f"(acc[44]), "+f"(acc[45]), "+f"(acc[46]), "+f"(acc[47]), "+f"(acc[48]), "+f"(acc[49]), "+f"(acc[50]), "+f"(acc[51]), "+f"(acc[52]), "+f"(acc[53]), "+f"(acc[54]), "+f"(acc[55]), "+f"(acc[56]), "+f"(acc[57]), "+f"(acc[58]), "+f"(acc[59]), "+f"(acc[60]), "+f"(acc[61]), "+f"(acc[62]), "+f"(acc[63]), "+f"(acc[64]), "+f"(acc[65]), "+f"(acc[66]), "+f"(acc[67]), "+f"(acc[68]), "+f"(acc[69]), "+f"(acc[70]), "+f"(acc[71]), "+f"(acc[72]), "+f"(acc[73]), "+f"(acc[74]), "+f"(acc[75]), "+f"(acc[76]), "+f"(acc[77]), "+f"(acc[78]), "+f"(acc[79]), "+f"(acc[80]), "+f"(acc[81]), "+f"(acc[82]), "+f"(acc[83]), "+f"(acc[84]), "+f"(acc[85]), "+f"(acc[86]), "+f"(acc[87]), "+f"(acc[88]), "+f"(acc[89]), "+f"(acc[90]), "+f"(acc[91]), "+f"(acc[92]), "+f"(acc[93]), "+f"(acc[94]), "+f"(acc[95]), "+f"(acc[96]), "+f"(acc[97]), "+f"(acc[98]), "+f"(acc[99]), "+f"(acc[100]), "+f"(acc[101]), "+f"(acc[102]), "+f"(acc[103]), "+f"(acc[104]), "+f"(acc[105]), "+f"(acc[106]), "+f"(acc[107]), "+f"(acc[108]), "+f"(acc[109]), "+f"(acc[110]), "+f"(acc[111]), "+f"(acc[112]), "+f"(acc[113]), "+f"(acc[114]), "+f"(acc[115]), "+f"(acc[116]), "+f"(acc[117]), "+f"(acc[118]), "+f"(acc[119]), "+f"(acc[120]), "+f"(acc[121]), "+f"(acc[122]), "+f"(acc[123]), "+f"(acc[124]), "+f"(acc[125]), "+f"(acc[126]), "+f"(acc[127])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+  }
+};
+
+using DkMma = DvMma;
+
+// ---- the fragments
+struct DenseSequence {
+  int len;
+
+  ATTNGEN_HD int length(int) const { return len; }
+  // Row of the tensor that holds position 0, and the tensor's batch index.
+  ATTNGEN_HD int first_row(int) const { return 0; }
+  ATTNGEN_HD int batch_index(int batch) const { return batch; }
+};
+struct TmaFetch {
+  // Rows of one head into `kBoxes` boxes of kColumns columns and `box_bytes`; columns and rows outside the tensor
+  // arrive as zeros, so a tail never carries NaN into a product.
+  template <int kBoxes, int kColumns = 64>
+  ATTNGEN_DEVICE static void load(u32 destination, u32 box_bytes, const TensorMap* map, u32 barrier,
+                                  int row, int head, int batch, u64 policy) {
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      tma_load(destination + box * box_bytes, map, barrier, box * kColumns, row, head, batch, policy);
+    }
+  }
+};
+// The masks of this kernel; a key is visible where all their ranges meet.
+struct MaskList {
+  static constexpr bool kBoundsLeft = false;
+  static constexpr bool kBoundsRight = false;
+
+  ATTNGEN_HD Range row_range(const Context& ctx, int i) const {
+    Range range = {0, ctx.kv_len};
+    return range;
+  }
+  ATTNGEN_HD Range col_range(const Context& ctx, int j) const {
+    Range range = {0, ctx.q_len};
+    return range;
+  }
+};
+
+using QSequence = DenseSequence;
+using KvSequence = DenseSequence;
+using KvFetch = TmaFetch;
+
+struct Params {
+  TensorMap map_q;
+  TensorMap map_k;
+  TensorMap map_v;
+  TensorMap map_d_o;
+  TensorMap map_dk;
+  TensorMap map_dv;
+  void* lse_log2;
+  void* d;
+  void* tile_counter;
+  int tiles;
+  int q_blocks;
+  int heads_q;
+  int heads_kv;
+  int total_heads;
+  int heads_per_group;
+  int tail_rows;
+  int group_size;
+  int bottom_right;
+  int kv_blocks;
+  float scale;
+  float scale_log2;
+  int q_len;
+  int kv_len;
+};
+// NVRTC has no offsetof; natural alignment and the total size pin every member's place.
+static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by the host");
+static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
+static_assert(sizeof(Params) == 896, "packed by the host");
+
+
+ATTNGEN_DEVICE MaskList mask_list(const Params& p) {
+  return {};
+}
+ATTNGEN_DEVICE QSequence q_sequence(const Params& p) { return DenseSequence{p.q_len}; }
+ATTNGEN_DEVICE KvSequence kv_sequence(const Params& p) { return DenseSequence{p.kv_len}; }
+
+ATTNGEN_DEVICE Context tile_context(const Params& p, int batch, int head) {
+  const int q_len = q_sequence(p).length(batch);
+  const int kv_len = kv_sequence(p).length(batch);
+  return {batch, head, q_len, kv_len, p.bottom_right ? kv_len - q_len : 0};
+}
+
+// Where the block's rows lie in the workspaces: a number of blocks from their start.
+ATTNGEN_DEVICE long long workspace_block(const Params& p, int batch, int head, int block) {
+  return (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;
+}
+
+
+// A tile of one axis, and the blocks of the other that it visits. A negative tile ends the work.
+struct Job {
+  int tile;
+  int head;
+  int batch;
+  int block_begin;
+  int block_end;
+};
+
+// ---- scheduler: one thread that draws tiles, works out their blocks and loads what a tile keeps
+struct Scheduler {
+  const Params& p;
+  u32 smem;
+  Job* slot;
+
+  ATTNGEN_DEVICE void publish(int index) const {
+    const TileOrder order = {p.kv_blocks, p.heads_kv, p.total_heads, p.heads_per_group, p.tail_rows};
+    const TileCoord tile = order.at<false>(index);
+    const Context ctx = tile_context(p, tile.batch, tile.head * p.group_size);
+    const int first = tile.row_block * kTileN;
+    const int last = min_of(first + kTileN, ctx.kv_len) - 1;
+    const BlockRange blocks = q_block_range<kTileM>(mask_list(p), ctx, first, last);
+    slot->tile = tile.row_block;
+    slot->head = tile.head;
+    slot->batch = tile.batch;
+    slot->block_begin = blocks.begin;
+    slot->block_end = blocks.end;
+  }
+
+  // `load(job)` fetches the tile once its place is free.
+  template <class Loader>
+  ATTNGEN_DEVICE void run(Loader load) const {
+    u32 parity = 1;
+    int index = blockIdx.x;
+    while (index < p.tiles) {
+      publish(index);
+      mbarrier_arrive(smem + kJobFull);
+      load(*slot);
+      parity ^= 1;
+      mbarrier_wait(smem + kJobEmpty, parity);
+      // Each tile draws one number; whoever draws the last leaves the counter at zero.
+      int* counter = static_cast<int*>(p.tile_counter);
+      const int drawn = atomicAdd(counter, 1);
+      if (drawn == p.tiles - 1) atomicExch(counter, 0);
+      index = drawn + gridDim.x;
+    }
+    slot->tile = -1;
+    mbarrier_arrive(smem + kJobFull);
+  }
+};
+
+// One thread's way through the tiles: `visit(job)` for each, with the slot released before it, or
+// after it by the one whose progress decides when the next tile is drawn.
+template <bool kReleaseLate = false, class Visitor>
+ATTNGEN_DEVICE void for_each_job(u32 smem, const volatile Job* slot, Visitor visit) {
+  for (u32 parity = 0;; parity ^= 1) {
+    mbarrier_wait(smem + kJobFull, parity);
+    const Job job = {slot->tile, slot->head, slot->batch, slot->block_begin, slot->block_end};
+    if (job.tile < 0) break;
+    if (!kReleaseLate) mbarrier_arrive(smem + kJobEmpty);
+    visit(job);
+    if (kReleaseLate) mbarrier_arrive(smem + kJobEmpty);
+  }
+}
+
+
+// The blocks of queries that a tile of keys visits for the query heads of its group.
+template <class Visitor>
+ATTNGEN_DEVICE void for_each_block(const Params& p, const Job& job, Visitor visit) {
+  const int first_head = job.head * p.group_size;
+#pragma unroll 1
+  for (int member = 0; member < p.group_size; ++member) {
+#pragma unroll 1
+    for (int block = job.block_begin; block < job.block_end; ++block) visit(first_head + member, block);
+  }
+}
+
+// ---- loaders: the tile's keys and values, by the scheduler's thread
+struct KvLoader {
+  const Params& p;
+  u32 smem;
+  u32 parity = 1;
+
+  ATTNGEN_DEVICE void operator()(const Job& job) {
+    const int row = kv_sequence(p).first_row(job.batch) + job.tile * kTileN;
+    const int batch = kv_sequence(p).batch_index(job.batch);
+    mbarrier_wait(smem + kKEmpty, parity);
+    mbarrier_arrive_expect(smem + kKFull, kQkBoxes * kKeyBoxBytes);
+    KvFetch::load<kQkBoxes>(smem + kSmemK, kKeyBoxBytes, &p.map_k, smem + kKFull, row, job.head, batch, kEvictFirst);
+    mbarrier_wait(smem + kVEmpty, parity);
+    mbarrier_arrive_expect(smem + kVFull, kVBoxes * kKeyBoxBytes);
+    KvFetch::load<kVBoxes>(smem + kSmemV, kKeyBoxBytes, &p.map_v, smem + kVFull, row, job.head, batch, kEvictFirst);
+    parity ^= 1;
+  }
+};
+
+// The blocks of queries, by a thread of its own.
+
+struct QueryLoader {
+  const Params& p;
+  u32 smem;
+  const volatile Job* slot;
+  RingPosition<kQStages> q_ring;
+  RingPosition<kDoStages> do_ring;
+
+  // Queries with their LSE, output gradients with their D.
+  ATTNGEN_DEVICE void load(const Job& job, int head, int block) {
+    const int row = q_sequence(p).first_row(job.batch) + block * kTileM;
+    const int batch = q_sequence(p).batch_index(job.batch);
+    const long long at = workspace_block(p, job.batch, head, block) * kTileM;
+    const u32 q_full = smem + kQFull + q_ring.stage * 8;
+    mbarrier_wait(smem + kQEmpty + q_ring.stage * 8, q_ring.parity ^ 1);
+    mbarrier_arrive_expect(q_full, kQkBoxes * kQueryBoxBytes + kRowBytes);
+    TmaFetch::load<kQkBoxes>(smem + kSmemQ + q_ring.stage * kQkBoxes * kQueryBoxBytes, kQueryBoxBytes, &p.map_q, q_full, row, head, batch, kEvictLast);
+    bulk_load(smem + kSmemLse + q_ring.stage * kRowBytes, static_cast<const float*>(p.lse_log2) + at, kRowBytes, q_full);
+    q_ring.advance();
+    const u32 do_full = smem + kDoFull + do_ring.stage * 8;
+    mbarrier_wait(smem + kDoEmpty + do_ring.stage * 8, do_ring.parity ^ 1);
+    mbarrier_arrive_expect(do_full, kVBoxes * kQueryBoxBytes + kRowBytes);
+    TmaFetch::load<kVBoxes>(smem + kSmemDo + do_ring.stage * kVBoxes * kQueryBoxBytes, kQueryBoxBytes, &p.map_d_o, do_full, row, head, batch, kEvictLast);
+    bulk_load(smem + kSmemD + do_ring.stage * kRowBytes, static_cast<const float*>(p.d) + at, kRowBytes, do_full);
+    do_ring.advance();
+  }
+
+  ATTNGEN_DEVICE void run() {
+    for_each_job<true>(smem, slot, [&](const Job& job) {
+      for_each_block(p, job, [&](int head, int block) { load(job, head, block); });
+    });
+  }
+};
+
+
+// ---- what both consumers share: their place, the rings they read, the way out
+struct Consumer {
+  const Params& p;
+  u32 smem;
+  int warp;
+  int lane;
+  RingPosition<kQStages> q_ring;
+  RingPosition<kDoStages> do_ring;
+  RingPosition<2> weights_ring;
+
+  using Scores = float[kTileM / 2];
+  using Packed = u32[kTileM / 4];
+
+  ATTNGEN_DEVICE u32 queries() const { return smem + kSmemQ + q_ring.stage * kQkBoxes * kQueryBoxBytes; }
+  ATTNGEN_DEVICE u32 output_gradients() const { return smem + kSmemDo + do_ring.stage * kVBoxes * kQueryBoxBytes; }
+  ATTNGEN_DEVICE u32 weights() const { return smem + kSmemWeights + weights_ring.stage * kWeightBytes + (warp * 32 + lane) * 16; }
+  // The thread's first two values of a float a query.
+  ATTNGEN_DEVICE u32 query_row(u32 region, u32 stage) const { return smem + region + stage * kRowBytes + (lane & 3) * 8; }
+
+  ATTNGEN_DEVICE void await_queries() const { mbarrier_wait(smem + kQFull + q_ring.stage * 8, q_ring.parity); }
+  ATTNGEN_DEVICE void await_output_gradients() const { mbarrier_wait(smem + kDoFull + do_ring.stage * 8, do_ring.parity); }
+  ATTNGEN_DEVICE void release_queries() {
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(smem + kQEmpty + q_ring.stage * 8);
+    q_ring.advance();
+  }
+  ATTNGEN_DEVICE void release_output_gradients() {
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(smem + kDoEmpty + do_ring.stage * 8);
+    do_ring.advance();
+  }
+
+  // Lays the gradient down where the tile was, once no warpgroup reads it, and stores it.
+  template <int kN, int kBoxes>
+  ATTNGEN_DEVICE void store(const float (&sums)[kN / 2], float factor, u32 tile, const TensorMap* map, const Job& job, u32 empty) const {
+    named_barrier_sync(kConsumersBarrier, 256);
+    stage_rows<Element, kN, kKeyBoxBytes>(tile, sums, factor, warp, lane);
+    fence_async_shared();
+    named_barrier_sync(kWarpgroupBarrier + (empty == kKEmpty), 128);
+    if (warp == 0 && lane == 0) {
+      const int row = kv_sequence(p).first_row(job.batch) + job.tile * kTileN;
+#pragma unroll
+      for (int box = 0; box < kBoxes; ++box) {
+        tma_store(map, tile + box * kKeyBoxBytes, box * 64, row, job.head, kv_sequence(p).batch_index(job.batch));
+      }
+      tma_store_commit();
+      tma_store_wait_read();
+      mbarrier_arrive(smem + empty);
+    }
+  }
+};
+
+// ---- first warpgroup: S^T, P^T and dV
+struct ValueConsumer : Consumer {
+  // One block's weights, packed, in registers and for the other warpgroup.
+  ATTNGEN_DEVICE void weigh(Scores& scores, const Context& ctx, const BlockRange& blocks, int key, int block) const {
+    if (block < blocks.full_begin || block >= blocks.full_end) {
+      const MaskList masks = mask_list(p);
+      const int column = block * kTileM + (lane & 3) * 2;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int j = key + half * 8;
+        const Range range = masks.col_range(ctx, j);
+        const int lo = j < ctx.kv_len ? range.lo - column : kTileM;
+        const int hi = range.hi - column;
+#pragma unroll
+        for (int k = 0; k < kTileM / 4; ++k) {
+          const int i = fragment_index(half, k);
+          scores[i] = fragment_column(i) >= lo && (!MaskList::kBoundsLeft || fragment_column(i) < hi) ? scores[i] : -kInfinity;
+        }
+      }
+    }
+    const u32 lse = query_row(kSmemLse, q_ring.stage);
+#pragma unroll
+    for (int i = 0; i < kTileM / 2; i += 4) {
+      const float2 reference = load_shared_pair(lse + i * 8);
+      scores[i] = exp2_approx(scores[i] * p.scale_log2 - reference.x);
+      scores[i + 1] = exp2_approx(scores[i + 1] * p.scale_log2 - reference.y);
+      scores[i + 2] = exp2_approx(scores[i + 2] * p.scale_log2 - reference.x);
+      scores[i + 3] = exp2_approx(scores[i + 3] * p.scale_log2 - reference.y);
+    }
+  }
+
+  ATTNGEN_DEVICE void hand_over(Packed& packed, const Scores& scores) {
+    pack_pairs<Element, kTileM / 2>(packed, scores);
+    mbarrier_wait(smem + kWeightsEmpty + weights_ring.stage * 8, weights_ring.parity ^ 1);
+#pragma unroll
+    for (int i = 0; i < kTileM / 16; ++i) store_shared_x4(weights() + i * 2048, packed + 4 * i);
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(smem + kWeightsFull + weights_ring.stage * 8);
+    weights_ring.advance();
+  }
+
+  ATTNGEN_DEVICE void run_tile(const Job& job, u32 parity) {
+    const Context ctx = tile_context(p, job.batch, job.head * p.group_size);
+    const int first = job.tile * kTileN;
+    const int key = first + warp * 16 + lane / 4;
+    BlockRange blocks = q_block_range<kTileM>(mask_list(p), ctx, first, min_of(first + 64, ctx.kv_len) - 1);
+    if (first + 64 > ctx.kv_len) blocks.full_end = job.block_begin;
+    float dv[kHeadDimV / 2];
+    Scores scores;
+    Packed packed;
+#pragma unroll
+    for (int i = 0; i < kHeadDimV / 2; ++i) dv[i] = 0.f;
+    mbarrier_wait(smem + kKFull, parity);
+    const int steps = (job.block_end - job.block_begin) * p.group_size;
+    if (steps > 0) {
+      await_queries();
+      gemm_shared_shared<ScoreMma, kQkSteps, kKeyBoxBytes, kQueryBoxBytes>(scores, smem + kSmemK, queries());
+      wgmma_wait<0>();
+      settle(scores);
+      int block = job.block_begin;
+      weigh(scores, ctx, blocks, key, block);
+      release_queries();
+      hand_over(packed, scores);
+#pragma unroll 1
+      for (int step = 1; step < steps; ++step) {
+        if (++block == job.block_end) block = job.block_begin;
+        await_queries();
+        gemm_shared_shared<ScoreMma, kQkSteps, kKeyBoxBytes, kQueryBoxBytes>(scores, smem + kSmemK, queries());
+        await_output_gradients();
+        gemm_accumulate<DvMma, kTileM / 16, kQueryBoxBytes>(dv, packed, output_gradients());
+        wgmma_wait<1>();
+        settle(scores);
+        weigh(scores, ctx, blocks, key, block);
+        release_queries();
+        wgmma_wait<0>();
+        release_output_gradients();
+        hand_over(packed, scores);
+      }
+      await_output_gradients();
+      gemm_accumulate<DvMma, kTileM / 16, kQueryBoxBytes>(dv, packed, output_gradients());
+      wgmma_wait<0>();
+      release_output_gradients();
+    }
+    store<kHeadDimV, kVBoxes>(dv, 1.f, smem + kSmemV, &p.map_dv, job, kVEmpty);
+  }
+};
+
+// ---- second warpgroup: dP^T, dS^T and dK
+struct KeyConsumer : Consumer {
+  // dP^T starts at -D, so that dS^T = P^T (dP^T - D) is one product.
+  ATTNGEN_DEVICE void start_gradients(Scores& gradients) const {
+    const u32 d = query_row(kSmemD, do_ring.stage);
+#pragma unroll
+    for (int i = 0; i < kTileM / 2; i += 4) {
+      const float2 mean = load_shared_pair(d + i * 8);
+      gradients[i] = gradients[i + 2] = -mean.x;
+      gradients[i + 1] = gradients[i + 3] = -mean.y;
+    }
+  }
+  ATTNGEN_DEVICE void issue_gradients(Scores& gradients) const {
+    gemm_shared_shared<ScoreMma, kVSteps, kKeyBoxBytes, kQueryBoxBytes, true>(gradients, smem + kSmemV, output_gradients());
+  }
+
+  ATTNGEN_DEVICE void differentiate(Scores& gradients) {
+    mbarrier_wait(smem + kWeightsFull + weights_ring.stage * 8, weights_ring.parity);
+#pragma unroll
+    for (int i = 0; i < kTileM / 16; ++i) {
+      u32 words[4];
+      load_shared_x4(words, weights() + i * 2048);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const float2 weight = Element::unpack(words[k]);
+        gradients[8 * i + 2 * k] *= weight.x;
+        gradients[8 * i + 2 * k + 1] *= weight.y;
+      }
+    }
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(smem + kWeightsEmpty + weights_ring.stage * 8);
+    weights_ring.advance();
+  }
+
+  ATTNGEN_DEVICE void run_tile(const Job& job, u32 parity) {
+    float dk[kHeadDimQk / 2];
+    Scores gradients;
+    Packed packed;
+#pragma unroll
+    for (int i = 0; i < kHeadDimQk / 2; ++i) dk[i] = 0.f;
+    mbarrier_wait(smem + kVFull, parity);
+    const int steps = (job.block_end - job.block_begin) * p.group_size;
+    if (steps > 0) {
+      await_output_gradients();
+      start_gradients(gradients);
+      issue_gradients(gradients);
+      wgmma_wait<0>();
+      settle(gradients);
+      release_output_gradients();
+      differentiate(gradients);
+      pack_pairs<Element, kTileM / 2>(packed, gradients);
+#pragma unroll 1
+      for (int step = 1; step < steps; ++step) {
+        await_output_gradients();
+        start_gradients(gradients);
+        issue_gradients(gradients);
+        await_queries();
+        gemm_accumulate<DkMma, kTileM / 16, kQueryBoxBytes>(dk, packed, queries());
+        wgmma_wait<1>();
+        settle(gradients);
+        release_output_gradients();
+        differentiate(gradients);
+        wgmma_wait<0>();
+        release_queries();
+        pack_pairs<Element, kTileM / 2>(packed, gradients);
+      }
+      await_queries();
+      gemm_accumulate<DkMma, kTileM / 16, kQueryBoxBytes>(dk, packed, queries());
+      wgmma_wait<0>();
+      release_queries();
+    }
+    store<kHeadDimQk, kQkBoxes>(dk, p.scale, smem + kSmemK, &p.map_dk, job, kKEmpty);
+  }
+};
+
+template <class Role>
+ATTNGEN_DEVICE void consume(Role role, const volatile Job* slot) {
+  u32 parity = 0;
+  for_each_job(role.smem, slot, [&](const Job& job) {
+    role.run_tile(job, parity);
+    parity ^= 1;
+  });
+  if (role.warp == 0 && role.lane == 0) tma_store_wait();
+}
+
+}  // namespace attngen
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+sm90_bwd_dkv__full_d256_bf16__f442f6(const __grid_constant__ attngen::Params p) {
+  using namespace attngen;
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const u32 smem = shared_address(shared);
+  Job* slot = reinterpret_cast<Job*>(shared + kSmemJob);
+  const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  if (threadIdx.x == 0) {
+    mbarrier_init(smem + kKFull, 1);
+    mbarrier_init(smem + kVFull, 1);
+    mbarrier_init(smem + kKEmpty, 1);
+    mbarrier_init(smem + kVEmpty, 1);
+    for (int i = 0; i < kQStages; ++i) {
+      mbarrier_init(smem + kQFull + i * 8, 1);
+      mbarrier_init(smem + kQEmpty + i * 8, 8);
+    }
+    for (int i = 0; i < kDoStages; ++i) {
+      mbarrier_init(smem + kDoFull + i * 8, 1);
+      mbarrier_init(smem + kDoEmpty + i * 8, 8);
+    }
+    for (int i = 0; i < 2; ++i) {
+      mbarrier_init(smem + kWeightsFull + i * 8, 4);
+      mbarrier_init(smem + kWeightsEmpty + i * 8, 4);
+    }
+    mbarrier_init(smem + kJobFull, 1);
+    mbarrier_init(smem + kJobEmpty, 256 + 1);  // consumer threads, loader
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  const int warp = threadIdx.x % 128 / 32;
+  const int lane = threadIdx.x % 32;
+  if (role == 0) {
+    release_registers<kProducerRegisters>();
+    if (threadIdx.x == 0) Scheduler{p, smem, slot}.run(KvLoader{p, smem});
+    if (threadIdx.x == 32) QueryLoader{p, smem, slot}.run();
+  } else {
+    take_registers<kConsumerRegisters>();
+    if (role == 1) {
+      consume(ValueConsumer{{p, smem, warp, lane}}, slot);
+    } else {
+      consume(KeyConsumer{{p, smem, warp, lane}}, slot);
+    }
+  }
+}

@@ -1,0 +1,169 @@
+"""Backward sets: plans that fit, kernels that may ship, parameters where the sources have them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+from attngen.arch import sm90_bwd
+from attngen.builder import build_problem, render_problem
+from attngen.cache import Cache
+from attngen.digest import cache_key
+from attngen.errors import PlanError
+from attngen.plan import plan, plans, read_plan
+from attngen.values import to_data
+from tests.cpu.sass import count_instructions
+from tests.cpu.test_render import offsets_in_cpp
+
+ARCH = "sm_90a"
+SMEM_BYTES = 227 * 1024
+FUSED = ["bwd_prepare", "sm90_bwd", "bwd_convert"]
+SPLIT = ["bwd_prepare", "sm90_bwd_dkv", "sm90_bwd_dq"]
+DIMS = range(8, 257, 8)
+CASES = {
+    "d128 causal": {"head_dim": 128, "masks": ("causal",)},
+    "d128 causal deterministic": {"head_dim": 128, "masks": ("causal",), "deterministic": True},
+    "d64 full": {"head_dim": 64},
+    "d8 window fp16": {"head_dim": 8, "masks": ("window",), "dtype": "fp16"},
+    "d24v40 deterministic": {"head_dim": 24, "head_dim_v": 40, "deterministic": True},
+    "d72v104 causal+window": {"head_dim": 72, "head_dim_v": 104, "masks": ("causal", "window")},
+    "d256 full": {"head_dim": 256},
+    "d192v128 causal": {"head_dim": 192, "head_dim_v": 128, "masks": ("causal",)},
+    "d8v256 window fp16": {"head_dim": 8, "head_dim_v": 256, "masks": ("window",), "dtype": "fp16"},
+}
+EACH_CASE = pytest.mark.parametrize("case", CASES)
+
+
+@pytest.fixture(scope="session")
+def make_backward(make_problem):
+    """`make_backward(**arguments)` → the backward problem of `make_problem`'s arguments."""
+    return lambda *arguments, **named: make_problem(*arguments, **named, direction="bwd")
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("masks", [(), ("causal",)])
+def test_plans_every_head_dim_pair_fits_and_shares_one_workspace(
+    masks, deterministic, make_backward
+) -> None:
+    for pair in itertools.product(DIMS, DIMS):
+        problem = make_backward(*pair, masks, deterministic=deterministic)
+        found = plans(problem, ARCH)
+        fused = sm90_bwd.fuses(problem)
+        assert [each.family for each in found] == (FUSED if fused else SPLIT)
+        assert len({each.row_block for each in found}) == 1
+        for each in found:
+            assert read_plan(to_data(each)) == each
+            if not isinstance(each, sm90_bwd.BackwardPlan):
+                continue
+            assert each.deterministic == (deterministic and fused)
+            assert each.smem_bytes <= SMEM_BYTES
+            for region, following in itertools.pairwise(each.smem):
+                assert region.offset + region.bytes <= following.offset
+            taken = each.producer_registers + each.consumers * each.consumer_registers
+            assert taken <= 504 and each.threads == 128 * (each.consumers + 1)
+
+
+@pytest.mark.parametrize(
+    "refused", [{"out": "fp32"}, {"dtype": "e4m3"}, {"head_dim": 512}], ids=str
+)
+def test_plans_without_kernels_are_refused_by_problem_and_arch(refused, make_backward) -> None:
+    with pytest.raises(PlanError, match=f"{ARCH} has no backward"):
+        plans(make_backward(**refused), ARCH)
+
+
+def test_plans_unknown_architecture_is_refused_with_those_there_are(make_backward) -> None:
+    with pytest.raises(PlanError, match="sm_80.*sm_90a"):
+        plans(make_backward(), "sm_80")
+
+
+def test_plans_forward_is_its_plan_and_a_backward_has_no_single_one(
+    make_problem, make_backward
+) -> None:
+    assert plans(make_problem(), ARCH) == (plan(make_problem(), ARCH),)
+    with pytest.raises(PlanError, match="several kernels"):
+        plan(make_backward(), ARCH)
+
+
+def test_read_plan_of_an_unknown_family_is_refused() -> None:
+    with pytest.raises(ValueError, match="sm80_fwd.*bwd_prepare"):
+        read_plan({"family": "sm80_fwd"})
+
+
+@pytest.mark.timeout(120)
+@EACH_CASE
+def test_build_problem_gives_fast_kernels_in_order_and_the_cache_keeps_each(
+    case, make_backward, tmp_path: Path
+) -> None:
+    problem = make_backward(**CASES[case])
+    cache = Cache(tmp_path)
+    built = build_problem(problem, ARCH, cache=cache)
+    assert [each.plan for each in built] == [*plans(problem, ARCH)]
+    for each in built:
+        kernel, resources = each.binary.kernel, each.binary.resources
+        assert (resources.spill_bytes, resources.stack_bytes) == (0, 0), kernel.entry
+        found = count_instructions(each.cubin)
+        assert not found["STL"] and not found["LDL"], kernel.entry
+        of_tiles = each.plan.family.startswith("sm90")
+        assert bool(found["HGMMA"]) == bool(found["UTMALDG"]) == of_tiles, kernel.entry
+        assert kernel.grid == ("persistent_tiles" if of_tiles else "row_blocks")
+    again = build_problem(problem, ARCH, cache=cache)
+    assert all(each.from_cache for each in again)
+    assert [each.binary for each in again] == [each.binary for each in built]
+    assert not cache.verify(lambda *key: render_problem(*key).sha256)
+
+
+def test_cache_key_each_kernel_of_a_set_and_deterministic_differ(make_backward) -> None:
+    keys = [
+        cache_key(problem, each, ARCH).digest
+        for deterministic in (False, True)
+        for problem in [make_backward(128, deterministic=deterministic)]
+        for each in plans(problem, ARCH)
+    ]
+    assert len(keys) == len(set(keys)) == 6
+
+
+@EACH_CASE
+def test_params_offsets_are_those_of_the_structs_in_the_kernels(
+    case, make_backward, compile_cpp
+) -> None:
+    problem = make_backward(**CASES[case])
+    for each in plans(problem, ARCH):
+        source = render_problem(problem, each)
+        kernel = source.kernel
+        expected = [*(field.offset for field in kernel.fields), kernel.params_bytes]
+        assert offsets_in_cpp(source.text, kernel.fields, compile_cpp) == expected
+        assert f"sizeof(Params) == {kernel.params_bytes}" in source.text
+        symbols = re.findall(r'extern "C" __global__ [^{;]*?(\w+)\(const', source.text)
+        assert symbols == [kernel.entry]
+
+
+@EACH_CASE
+def test_kernel_entry_parameters_are_those_the_source_reads(case, make_backward) -> None:
+    problem = make_backward(**CASES[case])
+    for each in plans(problem, ARCH):
+        source = render_problem(problem, each)
+        names = {field.name for field in source.kernel.fields}
+        read = set(re.findall(r"\bp\.(\w+)", source.text))
+        unread = {"heads_kv"} if each.family == "sm90_bwd_dq" else set()
+        assert read == names - unread
+        assert {name for name in names if name.startswith("map_")} == {
+            recipe.field for recipe in source.kernel.tensor_maps
+        }
+        assert {"turns"} & names == ({"turns"} if _orders_sums(each) else set())
+        assert {*source.kernel.workspace} <= names
+
+
+def _orders_sums(each: sm90_bwd.KernelPlan) -> bool:
+    return not isinstance(each, sm90_bwd.ConvertPlan) and each.deterministic
+
+
+def test_deterministic_split_kernels_are_those_of_any_order(make_backward) -> None:
+    """They add nothing to dQ from several tiles: only their names tell them apart."""
+    problem = make_backward(256)
+    ordered = dataclasses.replace(problem, deterministic=True)
+    for free, fixed in zip(plans(problem, ARCH), plans(ordered, ARCH), strict=True):
+        assert free == fixed
