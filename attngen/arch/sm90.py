@@ -146,6 +146,7 @@ def make_plan(problem: Problem, choice: Choice) -> Plan | None:
     if choice.output_over_q and (
         choice.q_in_registers  # the next tile's queries are already on their way there
         or problem.dtype_o == "fp32"
+        or (not eight_bit(problem) and _boxes(problem.head_dim_v) > _boxes(problem.head_dim_qk))
     ):
         return None
     transposer = eight_bit(problem)

@@ -38,8 +38,7 @@ def expected_bytes(problem: Problem, chosen: Plan) -> dict[str, int]:
     m, n, pipeline = chosen.tile.m, chosen.tile.n, chosen.pipeline
     qk_bytes, v_bytes = up(problem.head_dim_qk, 64) * 2, up(problem.head_dim_v, 64) * 2
     k_bytes, v_total = pipeline.k_stages * n * qk_bytes, pipeline.v_stages * n * v_bytes
-    q_bytes = max(qk_bytes, v_bytes) if pipeline.output_over_q else qk_bytes
-    sizes = {"Q": m * q_bytes, "K": k_bytes, "V": v_total}
+    sizes = {"Q": m * qk_bytes, "K": k_bytes, "V": v_total}
     if problem.dtype_o != "fp32" and not pipeline.output_over_q:
         sizes["O"] = m * v_bytes
     # Full and empty: Q of each consumer, K and V of each stage, and the job slot.
@@ -57,6 +56,7 @@ def check_memory(problem: Problem, chosen: Plan) -> None:
     assert chosen.smem_bytes == ordered[-1].offset + ordered[-1].bytes <= SMEM_BYTES
     if chosen.pipeline.output_over_q:
         assert problem.dtype_o != "fp32"
+        assert up(problem.head_dim_v, 64) <= up(problem.head_dim_qk, 64)
 
 
 def check_registers(problem: Problem, chosen: Plan) -> None:
