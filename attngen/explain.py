@@ -20,10 +20,10 @@ from .spec import AttentionSpec
 from .values import to_data
 
 INDENT = "  "
-# Of one SM in one cycle: dense 16-bit FLOPs of its tensor cores, exponentials.
-# Source: H100 datasheet, 989.4 TFLOP/s on 132 SMs at 1.83 GHz; CUDA programming guide, arithmetic
-# throughput of compute capability 9.0.
-MMA_FLOPS_PER_CYCLE = 4096
+# Of one SM in one cycle: dense 8-bit FLOPs of its tensor cores (half as many of 16 bits),
+# exponentials. Source: H100 datasheet, 1978.9 TFLOP/s on 132 SMs at 1.83 GHz; CUDA programming
+# guide, arithmetic throughput of compute capability 9.0.
+MMA_FLOPS_PER_CYCLE = 8192
 EXPONENTIALS_PER_CYCLE = 16
 
 
@@ -118,7 +118,7 @@ def aim(problem: Problem, chosen: Plan) -> Iterator[str]:
     and how often a loaded byte of K and V is used."""
     pairs = chosen.tile.m * chosen.tile.n
     dims = problem.head_dim_qk + problem.head_dim_v
-    mma = 2 * pairs * dims / MMA_FLOPS_PER_CYCLE
+    mma = 2 * pairs * dims * DTYPE_BYTES[problem.dtype_q] / MMA_FLOPS_PER_CYCLE
     exponentials = pairs / EXPONENTIALS_PER_CYCLE
     binding = "tensor cores" if mma > exponentials else "exponentials"
     reuse = 2 * chosen.tile.m / DTYPE_BYTES[problem.dtype_kv]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from .errors import LaunchError
 from .load import LoadedKernel, checked, driver
+from .problem import DTYPE_BYTES
 from .program import KernelEntry, TensorMapRecipe
 
 LENGTH_LIMIT = 1 << 30  # positions; masks add lengths and windows in 32 bits
@@ -26,7 +27,6 @@ PARAMETER_LIMIT = 32764  # bytes, the driver's
 MAPS_KEPT = 4096  # encoded tensor maps, 128 bytes each: as many as a large model's activations
 _FORMATS = {"i32": "i", "f32": "f", "i64": "q", "ptr": "Q", "tensor_map": "128s"}
 _ADDRESSED = ("ptr", "tensor_map")
-_ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 
 
 class Extent(NamedTuple):
@@ -44,12 +44,14 @@ class Extent(NamedTuple):
 @dataclass(frozen=True)
 class Scalars:
     """Run-time values of one call: natural-domain scale, window sides in keys (UNBOUNDED where
-    there is none), whether the diagonal is aligned to the bottom right."""
+    there is none), whether the diagonal is aligned to the bottom right; for q, k and v the strides
+    of their descales over the batch and the key/value heads, in elements."""
 
     softmax_scale: float
     window_left: int = UNBOUNDED
     window_right: int = UNBOUNDED
     bottom_right: bool = False
+    descale_strides: tuple[tuple[int, int], ...] = ((0, 0),) * 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,6 +163,11 @@ def run_time_values(
     tiled = q if kernel.tile_axis == "q" else k
     tiles = -(-tiled.seq // kernel.tile_rows)  # along one head
     total_heads = tiled.batch * tiled.heads
+    descale_strides = {
+        f"descale_{name}_stride_{axis}": stride
+        for name, strides in zip("qkv", scalars.descale_strides, strict=True)
+        for axis, stride in zip(("batch", "head"), strides, strict=True)
+    }
     return {
         "q_len": q.seq,
         "kv_len": k.seq,
@@ -178,6 +185,7 @@ def run_time_values(
         "scale_log2": scalars.softmax_scale * LOG2_E,
         "window_left": scalars.window_left,
         "window_right": scalars.window_right,
+        **descale_strides,
         **_strides(extents),
     }
 
@@ -203,7 +211,8 @@ def heads_per_group(kernel: KernelEntry, extents: dict[str, Extent]) -> int:
         bytes_per_row = (q.dim + v.dim) * 2 + q.dim * 4 * (kernel.dq_floats > 0)
         fitting = kernel.kv_group_bytes // max(1, q.seq * bytes_per_row * group_size)
         return max(1, min(k.batch * k.heads, kernel.group_heads, fitting))
-    bytes_per_head = max(1, k.seq * (k.dim + v.dim) * 2)
+    element_bytes = next((DTYPE_BYTES[m.dtype] for m in kernel.tensor_maps if m.tensor == "k"), 2)
+    bytes_per_head = max(1, k.seq * (k.dim + v.dim) * element_bytes)
     kv_heads = min(kernel.kv_group_bytes // bytes_per_head, kernel.group_heads // group_size)
     return max(1, min(q.batch * q.heads, group_size * max(1, kv_heads)))
 
@@ -211,9 +220,10 @@ def heads_per_group(kernel: KernelEntry, extents: dict[str, Extent]) -> int:
 def launch(prepared: Prepared, addresses: dict[str, int], stream: int) -> None:
     """Start the kernel on `stream` of the current context; does not wait.
 
-    addresses: device addresses of q, k, v, o, lse and the workspaces that the kernel names
-    (`tile_counter`: one int32, zero, left zero; one launch at a time may use it); for a backward of
-    d_o, dq, dk, dv and dlse too (the gradient of the LSE, 0 where it has none).
+    addresses: device addresses of q, k, v, o, lse, of the scales and maxima of an 8-bit kernel (0
+    where there are none; a maximum must be zero), of d_o, dq, dk, dv and dlse for a backward (dlse
+    0 where the LSE has no gradient), and of the workspaces that the kernel names (`tile_counter`:
+    one int32, zero, left zero; one launch at a time may use it).
     Raises: LaunchError with the driver's reason.
     """
     packed: list[Any] = [*prepared.values]
@@ -255,7 +265,7 @@ def pack_format(kernel: KernelEntry) -> str:
 def _stride_bytes(recipe: TensorMapRecipe, extent: Extent) -> tuple[int, int, int]:
     """Strides of seq, head and batch in bytes. One that steps over a single element is free,
     and the copy engine still wants it to be a multiple of 16."""
-    size = _ELEMENT_BYTES[recipe.dtype]
+    size = DTYPE_BYTES[recipe.dtype]
     row = -(-extent.dim * size // 16) * 16
     return (
         extent.stride_seq * size if extent.seq > 1 else row,
@@ -267,9 +277,12 @@ def _stride_bytes(recipe: TensorMapRecipe, extent: Extent) -> tuple[int, int, in
 def _tensor_map(recipe: TensorMapRecipe, extent: Extent) -> TensorMap:
     cuda = driver()
     dims = (extent.dim, extent.seq, extent.heads, extent.batch)
+    types = cuda.CUtensorMapDataType
     dtype = {
-        "bf16": cuda.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        "fp16": cuda.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        "bf16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        "fp16": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        "e4m3": types.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        "e5m2": types.CU_TENSOR_MAP_DATA_TYPE_UINT8,
     }[recipe.dtype]
     layout = (
         [cuda.cuuint64_t(dim) for dim in dims],

@@ -14,7 +14,9 @@ def list_features(known: Features) -> Iterator[str]:
     """What a spec may name: architectures, dtypes, directions, and each axis's fragments."""
     yield f"architectures  {' '.join(resolve.ARCHES)}"
     yield f"dtypes         {' '.join(resolve.DTYPES)}"
-    yield f"head dims      multiples of 8 up to {resolve.MAX_HEAD_DIM}"
+    for dtypes in (resolve.DTYPES_16BIT, resolve.DTYPES_8BIT):
+        step, names = resolve.head_dim_step(dtypes[0]), " ".join(dtypes)
+        yield f"head dims      multiples of {step} up to {resolve.MAX_HEAD_DIM} ({names})"
     yield f"directions     {' '.join(resolve.DIRECTIONS)}"
     for axis, fragments in known.items():
         if not fragments:

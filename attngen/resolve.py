@@ -14,7 +14,9 @@ from .problem import Problem
 from .spec import AttentionSpec
 
 DIRECTIONS = ("fwd",)
-DTYPES = ("fp16", "bf16")
+DTYPES_16BIT = ("fp16", "bf16")
+DTYPES_8BIT = ("e4m3", "e5m2")
+DTYPES = (*DTYPES_16BIT, *DTYPES_8BIT)
 ARCHES = ("sm_90a",)
 MAX_HEAD_DIM = 256
 SWITCHES = (  # fields of a spec that no kernel serves yet
@@ -47,8 +49,8 @@ def resolve(spec: AttentionSpec, features: Features) -> tuple[Problem, ...]:
         Problem(
             direction="fwd",
             dtype_q=spec.dtype,  # type: ignore[arg-type]  # checked above
-            dtype_kv=spec.dtype,  # type: ignore[arg-type]
-            dtype_o="fp32" if spec.out_dtype == "fp32" else spec.dtype,  # type: ignore[arg-type]
+            dtype_kv=spec.kv_dtype or spec.dtype,  # type: ignore[arg-type]
+            dtype_o=spec.out_dtype or default_out_dtype(spec.dtype),  # type: ignore[arg-type]
             head_dim_qk=spec.head_dim,
             head_dim_v=spec.head_dim_v or spec.head_dim,
             masks=(*masks, *(("window",) if spec.window else ())),
@@ -78,6 +80,11 @@ def split_mask(name: str) -> tuple[tuple[str, ...], bool]:
     return (() if base == "none" else (base,)), base != name
 
 
+def default_out_dtype(dtype: str) -> str:
+    """The output's dtype where none was asked for: Q's, and bf16 of 8-bit Q."""
+    return "bf16" if dtype in DTYPES_8BIT else dtype
+
+
 def find_violations(spec: AttentionSpec, features: Features) -> list[Violation]:
     """Every field of the spec for which no kernel can be made, in the order of the fields."""
     found = [*_check_operands(spec), *_check_features(spec, features)]
@@ -103,19 +110,16 @@ def _check_operands(spec: AttentionSpec) -> list[Violation]:
         reason = f"dtype {spec.dtype!r} has no kernels; available: {DTYPES}"
         found.append(Violation("dtype", reason, "bf16"))
     dtype = spec.dtype if spec.dtype in DTYPES else "bf16"
-    if spec.kv_dtype not in (None, dtype):
-        reason = f"kv_dtype {spec.kv_dtype!r} differs from Q's {dtype!r}; they must be equal"
+    eight_bit = dtype in DTYPES_8BIT
+    kv_dtypes = DTYPES_8BIT if eight_bit else (dtype,)
+    if spec.kv_dtype not in (None, *kv_dtypes):
+        reason = f"kv_dtype {spec.kv_dtype!r}: allowed beside {dtype!r} queries are {kv_dtypes}"
         found.append(Violation("kv_dtype", reason, None))
-    if spec.out_dtype not in (None, dtype, "fp32"):
-        reason = f"out_dtype {spec.out_dtype!r}: allowed are {dtype!r} and 'fp32' (partial)"
+    out_dtypes = DTYPES if eight_bit else (dtype, "fp32")
+    if spec.out_dtype not in (None, *out_dtypes):
+        reason = f"out_dtype {spec.out_dtype!r}: allowed for {dtype!r} queries are {out_dtypes}"
         found.append(Violation("out_dtype", reason, None))
-    for field, dim in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
-        if dim is None:
-            continue
-        legal = min(max(8, -(-dim // 8) * 8), MAX_HEAD_DIM)
-        if dim != legal:
-            reason = f"{field} {dim}: kernels exist for multiples of 8 from 8 to {MAX_HEAD_DIM}"
-            found.append(Violation(field, reason, legal))
+    found += _check_head_dims(spec, head_dim_step(dtype))
     try:
         layout = layouts.parse(spec.layout)
     except ValueError as error:
@@ -124,6 +128,23 @@ def _check_operands(spec: AttentionSpec) -> list[Violation]:
         if not layout.dense:
             reason = f"layout {spec.layout!r} has no kernels; available: bshd, sbhd, bhsd"
             found.append(Violation("layout", reason, "bshd"))
+    return found
+
+
+def head_dim_step(dtype: str) -> int:
+    """Head dims are multiples of this: a row of any operand is a number of 16-byte units."""
+    return 16 if dtype in DTYPES_8BIT else 8
+
+
+def _check_head_dims(spec: AttentionSpec, step: int) -> list[Violation]:
+    found = []
+    for field, dim in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
+        if dim is None:
+            continue
+        legal = min(max(step, -(-dim // step) * step), MAX_HEAD_DIM)
+        if dim != legal:
+            reason = f"{field} {dim}: kernels exist for multiples of {step} up to {MAX_HEAD_DIM}"
+            found.append(Violation(field, reason, legal))
     return found
 
 

@@ -20,8 +20,13 @@ class AttentionAux:
         visible; sinks and padding do not count. None unless it was asked for.
     rng_state: int64 [2], (seed, offset) that rebuilds the dropout mask; None where the call
         neither got nor drew one.
+    amax_s, amax_o: float32 [1], what the next scales of S and O are made from: the largest
+        weight e^(S − m) before its scale (1, or 0 where no query sees a key) and the largest
+        magnitude of the output before its scale. None unless they were asked for.
     """
 
     lse: Tensor | None = None
     max_logit: Tensor | None = None
     rng_state: Tensor | None = None
+    amax_s: Tensor | None = None
+    amax_o: Tensor | None = None

@@ -35,8 +35,9 @@ class AttentionSpec:
     """One attention variant, in the terms of the main call; features that a call gives values
     to (a window, a softcap, dropout) are only switched on here, their values are run-time.
 
-    `head_dim_v`, `kv_dtype` and `out_dtype` default to their counterparts of Q; `out_dtype`
-    "fp32" asks for the float32 partial output that split computations combine.
+    `head_dim_v`, `kv_dtype` and `out_dtype` default to their counterparts of Q, the latter to bf16
+    where Q is FP8 (e4m3, e5m2); `out_dtype` "fp32" asks for the float32 partial output that split
+    computations combine.
     """
 
     head_dim: int
@@ -89,11 +90,13 @@ class AttentionSpec:
         has_mask = arguments.get("attn_mask") is not None
         mask = "arbitrary" if has_mask and mask == "none" else mask
         bias_type = arguments.get("bias_type", "post_scale")
+        out_dtype = arguments.get("out_dtype")
         return cls(
             head_dim=q.shape[-1],
             head_dim_v=None if last[1].shape[-1] == q.shape[-1] else last[1].shape[-1],
             dtype=dtype_name(q.dtype),
             kv_dtype=None if last[0].dtype == q.dtype else dtype_name(last[0].dtype),
+            out_dtype=None if out_dtype is None else dtype_name(out_dtype),
             layout=layout,
             mask=mask,
             attn_mask=has_mask,

@@ -21,15 +21,20 @@ from .builder import Built, build_plan
 from .errors import CompileError, MeasureError
 from .launch import UNBOUNDED, Extent, Scalars, launch, prepare
 from .plan import feasible
-from .problem import Problem
+from .problem import DTYPE_BYTES, Problem
+from .reference.call import SCALES
 from .tuned import Candidate, Entry, settings
 
 TOKENS = 16384  # of a call, spread over as many sequences as the length allows
 HIDDEN = 2048  # heads times head dim
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {
+    **{"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32},
+    **{"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2},
+}
 # Two right results differ by the rounding of weights and outputs, some 2^-9 of a row's root mean
-# square each; a wrong one by as much as the row's largest output.
+# square each, and 2^-5 in 8 bits; a wrong one by as much as the row's largest output.
 DIFFERENCE = 2**-6  # of a row's largest output
+DIFFERENCE_8BIT = 2**-2
 
 
 @dataclass(frozen=True)
@@ -150,20 +155,19 @@ def _checked_calls(
     batch, heads = shape_of(problem, length)
     dims = (problem.head_dim_qk, problem.head_dim_qk, problem.head_dim_v)
     generator = torch.Generator("cuda").manual_seed(0)
+    dtypes = (problem.dtype_q, problem.dtype_kv, problem.dtype_kv)
     tensors = {
-        name: torch.randn(
-            *(batch, length, heads, dim),
-            generator=generator,
-            device="cuda",
-            dtype=DTYPES[problem.dtype_q],
+        name: torch.randn(batch, length, heads, dim, generator=generator, device="cuda").to(
+            DTYPES[dtype]
         )
-        for name, dim in zip("qkv", dims, strict=True)
+        for name, dim, dtype in zip("qkv", dims, dtypes, strict=True)
     }
     shape = (batch, length, heads, problem.head_dim_v)
     tensors["o"] = torch.empty(shape, device="cuda", dtype=DTYPES[problem.dtype_o])
     tensors["lse"] = torch.empty((batch, heads, length), device="cuda", dtype=torch.float32)
     scalars = _scalars(problem, window)
     calls: dict[str, Call] = {}
+    difference = DIFFERENCE_8BIT if DTYPE_BYTES[problem.dtype_q] == 1 else DIFFERENCE
     wanted: Tensor | None = None
     for number, each in enumerate(built):
         call = calls[str(number)] = _call(each, tensors, scalars)
@@ -171,7 +175,7 @@ def _checked_calls(
         call()
         if wanted is None:
             wanted = tensors["o"].clone()
-        if not agree(tensors["o"], wanted):
+        if not agree(tensors["o"], wanted, difference):
             raise MeasureError(
                 f"{problem.label}, {length} tokens: the plan {settings(each.plan)} computes NaN, "
                 "or something else than the preferred one"
@@ -179,9 +183,10 @@ def _checked_calls(
     return calls
 
 
-def agree(found: Tensor, wanted: Tensor) -> bool:
+def agree(found: Tensor, wanted: Tensor, difference: float = DIFFERENCE) -> bool:
     """Whether two outputs [b, s, h, d] are equal but for rounding; NaN never is."""
-    limits = DIFFERENCE * wanted.abs().amax(dim=-1, keepdim=True)
+    found, wanted = found.float(), wanted.float()
+    limits = difference * wanted.abs().amax(dim=-1, keepdim=True)
     return bool(((found - wanted).abs() <= limits).all())
 
 
@@ -200,12 +205,12 @@ def _call(built: Built, tensors: dict[str, Tensor], scalars: Scalars) -> Call:
         for name in ("q", "k", "v", "o")
     }
     prepared = prepare(loaded, extents, scalars)
-    workspaces: dict[str, int] = {}
+    others = dict.fromkeys((*SCALES, "amax_s", "amax_o"), 0)  # of 8-bit kernels, none given
     if loaded.kernel.workspace:
-        workspaces["tile_counter"] = counters.address(device, stream)
+        others["tile_counter"] = counters.address(device, stream)
 
     def call() -> None:
         addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        launch(prepared, {**addresses, **workspaces}, stream)
+        launch(prepared, {**addresses, **others}, stream)
 
     return call

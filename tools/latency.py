@@ -36,9 +36,9 @@ CALLS, ROUNDS = 200, 15
 STAGES = {
     "call: checks": ("ops.frontend", "_use_kernels"),
     "call: import of cuda.bindings.driver": ("load", "driver"),
-    "call: cache": ("ops.forward", "build_spec"),
+    "call: cache": ("ops.operation", "build_spec"),
     "call: load": ("load", "load"),
-    "call: launch": ("ops.forward", "launch"),
+    "call: launch": ("ops.operation", "launch"),
 }
 
 

@@ -124,7 +124,8 @@ def eight_bit(problem: Problem) -> bool:
 
 def choices_8bit(problem: Problem) -> Iterator[Choice]:
     """Two consumers; blocks of whole 32-key steps; sums promoted every 1024 keys or so where
-    shared memory holds the totals."""
+    shared memory holds the totals, which costs 5 to 8 % at 128 (measured). Queries in registers
+    and taking turns measured within 2 % of the alternatives there."""
     softmax = SoftmaxOrder(0, rescale_first=True, pair_sums=True)
     for block in range(192, 0, -32):
         for q_in_registers, over_q in ((True, False), (False, False), (False, True)):

@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 import torch
 
 from ..errors import MeasureError
-from ..ops.forward import ARCH_OF_CAPABILITY, device_arch
+from ..ops.operation import ARCH_OF_CAPABILITY, device_arch
 from . import checking, timing
 from .machine import describe_machine
 from .peers import Call, Operands, Peer, describe, ours

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +12,24 @@ from torch import Tensor
 
 from .. import features, reference
 from ..errors import SpecError
+from ..reference import fp8
 from ..reference.call import AttentionCall, MaskMod, ScoreMod, Window
 from ..resolve import find_violations
 from ..results import AttentionAux
 from ..spec import AttentionSpec
-from .forward import ARCH_OF_CAPABILITY, Ready, device_arch, find_ready, run, unobserved
+from .forward import FORWARD
+from .forward_fp8 import FORWARD_FP8
+from .operation import (
+    ARCH_OF_CAPABILITY,
+    Operands,
+    Operation,
+    Ready,
+    device_arch,
+    find_ready,
+    format_of,
+    run,
+    unobserved,
+)
 
 log = logging.getLogger("attngen")
 
@@ -55,9 +69,17 @@ def attention(
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     block_mask: Any = None,
+    descale_q: Tensor | None = None,
+    descale_k: Tensor | None = None,
+    descale_v: Tensor | None = None,
+    scale_s: Tensor | None = None,
+    descale_s: Tensor | None = None,
+    scale_o: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
+    return_amax: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, AttentionAux]:
     """Scaled dot-product attention with any of attngen's masks, scores, softmaxes and layouts.
@@ -67,16 +89,25 @@ def attention(
     diagonal, −1 unbounded. softmax_scale defaults to 1/√d. What each argument means is in
     docs/semantics.md.
 
+    FP8 (float8_e4m3fn, float8_e5m2) q, k and v take scales, float32 [1] on their device, which is
+    never waited for: descale_q, descale_k and descale_v (or [b, h_kv]) give what a stored number
+    stands for; scale_s and its reciprocal descale_s store the softmax's weights; scale_o stores
+    the output, where out_dtype is FP8 too (default: bfloat16).
+
     backend: `cuda` runs a compiled kernel or refuses; `reference` is the definition in plain
     PyTorch, on any device; `auto` takes the reference where the device or the variant has no
     kernel, and logs the reason once. Operands that kernels cannot read (strides, alignment) and
     gradients are refused, not computed some other way.
 
     Returns the output in Q's format and dtype, or (output, AttentionAux) where `return_lse`,
-    `return_max_logit` or dropout asks for by-products.
+    `return_max_logit`, `return_amax` or dropout asks for by-products.
     Raises: SpecError with every violation at once; CompileError, LaunchError.
     """
-    wants_aux = return_lse or return_max_logit or dropout_p > 0
+    wants_aux = return_lse or return_max_logit or return_amax or dropout_p > 0
+    scales = (descale_q, descale_k, descale_v, scale_s, descale_s, scale_o)
+    unscaled = (descale_q is None and descale_k is None and descale_v is None) and (
+        scale_s is None and descale_s is None and scale_o is None
+    )
     # What the checks of a plain call depend on; None where they must run again.
     key: tuple[Any, ...] | None = None
     if (
@@ -92,10 +123,11 @@ def attention(
             q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
             layout, mask, window, bottom_right, softmax_scale, softcap, bias_type, softmax,
             dropout_p, deterministic, return_max_logit, max_seqlen_q, max_seqlen_kv, backend,
+            out_dtype, return_amax, None if unscaled else tuple(map(format_of, scales)),
         )  # fmt: skip
         settled = _settled.get(key)
         if settled is not None:
-            return _run_kernels(q, k, v, settled, wants_aux)
+            return _run_kernels(q, k, v, scales, settled, wants_aux)
     call = AttentionCall(
         q=q, k=k, v=v, layout=layout, mask=mask, window=window, bottom_right=bottom_right,
         attn_mask=attn_mask, softmax_scale=softmax_scale, softcap=softcap, bias=bias,
@@ -105,26 +137,30 @@ def attention(
         cu_seqlens_kv_padded=cu_seqlens_kv_padded, max_seqlen_q=max_seqlen_q,
         max_seqlen_kv=max_seqlen_kv, seqused_q=seqused_q, seqused_kv=seqused_kv,
         page_table=page_table, score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask,
-        return_lse=return_lse, return_max_logit=return_max_logit,
+        descale_q=descale_q, descale_k=descale_k, descale_v=descale_v, scale_s=scale_s,
+        descale_s=descale_s, scale_o=scale_o, out_dtype=out_dtype, return_lse=return_lse,
+        return_max_logit=return_max_logit, return_amax=return_amax,
     )  # fmt: skip
     if not _use_kernels(call, backend, num_splits, deterministic):
         out, aux = reference.run(call)
         return (out, aux) if wants_aux else out
-    settled = _Settled(_kernel_arguments(call))
+    settled = _settle(call)
     if key is not None and not isinstance(softmax_scale, Tensor):  # whose value may change
         if len(_settled) >= _KEY_LIMIT:
             _settled.clear()
         _settled[key] = settled
     assert k is not None and v is not None  # a layout that packs them has no kernels
-    return _run_kernels(q, k, v, settled, wants_aux)
+    return _run_kernels(q, k, v, scales, settled, wants_aux)
 
 
 @dataclass
 class _Settled:
-    """What is known of calls that were checked and have a kernel: their arguments of
-    `attngen::forward` after q, k and v, and, once one was launched from here, all it needs."""
+    """What is known of calls that were checked and have a kernel: the operation, its arguments
+    beyond operands, whether it returns maxima, and, once launched from here, all it needs."""
 
+    operation: Operation
     arguments: tuple[Any, ...]
+    amax: bool
     ready: Ready | None = None
 
 
@@ -132,36 +168,54 @@ _KEY_LIMIT = 4096
 _settled: dict[tuple[Any, ...], _Settled] = {}
 
 
-def _kernel_arguments(call: AttentionCall) -> tuple[Any, ...]:
-    """The arguments of `attngen::forward` after q, k and v."""
+def _settle(call: AttentionCall) -> _Settled:
+    """The operation that serves a call, and its arguments."""
     scale, (left, right) = call.softmax_scale, call.window
     aligned = call.mask.endswith("_bottom_right")
-    return (
+    arguments = (
         call.layout,
         call.mask,
         call.q.shape[-1] ** -0.5 if scale is None else float(scale),
         -1 if left is None else left,
         -1 if right is None else right,
         aligned if call.bottom_right is None else call.bottom_right,
-        False,
     )
+    if not fp8.is_fp8(call.q.dtype):
+        return _Settled(FORWARD, (*arguments, False), amax=False)
+    out_dtype = fp8.output_dtype(call)
+    return _Settled(FORWARD_FP8, (*arguments, out_dtype, call.return_amax), call.return_amax)
 
 
 def _run_kernels(
-    q: Tensor, k: Tensor, v: Tensor, settled: _Settled, wants_aux: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scales: tuple[Tensor | None, ...],
+    settled: _Settled,
+    wants_aux: bool,
 ) -> Tensor | tuple[Tensor, AttentionAux]:
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    operation = settled.operation
+    operands: Operands = (q, k, v)
+    differentiable = q.requires_grad or k.requires_grad or v.requires_grad
+    if operation is FORWARD_FP8:
+        operands = (q, k, v, *scales)
+        differentiable |= any(x is not None and x.requires_grad for x in scales)
+    if differentiable and torch.is_grad_enabled():
         raise SpecError(
             "a gradient is needed, but the kernels have no backward yet: call under "
             "torch.no_grad(), detach q, k and v, or pass backend='reference'"
         )
-    if torch.compiler.is_compiling() or not unobserved(q, k, v):
-        out, lse = torch.ops.attngen.forward(q, k, v, *settled.arguments)
+    results: Sequence[Tensor]
+    if torch.compiler.is_compiling() or not unobserved(operands):
+        results = operation.call(operands, settled.arguments)
     else:
         if settled.ready is None:
-            settled.ready = find_ready(q, k, v, settled.arguments)
-        out, lse = run(settled.ready, q, k, v)
-    return (out, AttentionAux(lse=lse)) if wants_aux else out
+            settled.ready = find_ready(operation, operands, settled.arguments)
+        results = run(settled.ready, operands)
+    if not wants_aux:
+        return results[0]
+    amax_s, amax_o = results[2:] if settled.amax else (None, None)
+    return results[0], AttentionAux(lse=results[1], amax_s=amax_s, amax_o=amax_o)
 
 
 def _use_kernels(
@@ -208,10 +262,16 @@ def _refusals(
         block_mask=call.block_mask,
         softmax=call.softmax,
         dropout_p=call.dropout_p,
+        out_dtype=call.out_dtype,
         return_max_logit=call.return_max_logit,
         deterministic=deterministic,
     )
     reasons = [violation.reason for violation in find_violations(spec, _FEATURES)]
+    if call.q.dtype in UNTESTED_DTYPES:
+        reasons.append(
+            "the FP8 kernels have not passed the GPU tests yet; call "
+            "torch.ops.attngen.forward_fp8 at your own risk, or pass backend='reference'"
+        )
     without_kernels = {
         "cu_seqlens_q": call.cu_seqlens_q,
         "cu_seqlens_kv": call.cu_seqlens_kv,
@@ -227,6 +287,8 @@ def _refusals(
     return reasons + [f"{name} has no kernels yet" for name in given]
 
 
+# Dtypes whose kernels a call does not reach before the GPU tests have passed on them.
+UNTESTED_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 _logged: set[str] = set()
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from ..errors import SpecError
-from ..launch import Extent, Scalars
+from ..launch import UNBOUNDED, Extent, Scalars
 from ..layouts import parse
 
 SCALE_LIMIT = 2.0**127  # in log2 units it must still be a float32
@@ -20,11 +22,10 @@ def memory_axes(layout: str) -> str:
     return parsed.q_format
 
 
-def outputs(q: Tensor, v: Tensor, layout: str, partial: bool) -> tuple[Tensor, Tensor]:
-    """New tensors for the output and the LSE of a forward call."""
+def outputs(q: Tensor, v: Tensor, layout: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """New tensors for the output, of this dtype, and the LSE of a forward call."""
     axes = memory_axes(layout)
     batch, seq, heads = (q.shape[axes.index(axis)] for axis in "bsh")
-    dtype = torch.float32 if partial else q.dtype
     out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)
     return out, q.new_empty((batch, heads, seq), dtype=torch.float32)
 
@@ -37,17 +38,19 @@ def extent(tensor: Tensor, axes: str) -> Extent:
     return Extent(*sizes, *strides)
 
 
+def scalars_of(scale: float, left: int, right: int, bottom_right: bool) -> Scalars:
+    """The run-time values of a call; a window side of −1, or too long to end, is unbounded."""
+    left, right = (side if 0 <= side < UNBOUNDED else UNBOUNDED for side in (left, right))
+    return Scalars(scale, left, right, bottom_right)
+
+
 def violations(
     tensors: dict[str, Tensor], extents: dict[str, Extent], scalars: Scalars
 ) -> list[str]:
-    """Everything about the operands that the kernels cannot take."""
+    """Everything about the operands, but for their dtypes, that the kernels cannot take."""
     q, k, v = extents["q"], extents["k"], extents["v"]
-    reasons: list[str] = []
+    reasons = device_violations(tensors)
     for name, tensor in tensors.items():
-        if tensor.device != tensors["q"].device:
-            reasons.append(f"{name} is on {tensor.device}, q on {tensors['q'].device}; move one")
-        if name != "o" and tensor.dtype != tensors["q"].dtype:
-            reasons.append(f"{name} is {tensor.dtype}, q {tensors['q'].dtype}; they must be equal")
         if tensor.numel() and tensor.stride(-1) != 1:
             reasons.append(f"{name}: the last axis has stride {tensor.stride(-1)}, needs 1")
         size = tensor.element_size()
@@ -71,3 +74,13 @@ def violations(
             f"softmax_scale={scalars.softmax_scale}: kernels take a positive float32 number"
         )
     return reasons
+
+
+def device_violations(tensors: Mapping[str, Tensor | None]) -> list[str]:
+    """Those of the tensors that are not where q is."""
+    device = next(tensor.device for tensor in tensors.values() if tensor is not None)
+    return [
+        f"{name} is on {tensor.device}, q on {device}; move one"
+        for name, tensor in tensors.items()
+        if tensor is not None and tensor.device != device
+    ]

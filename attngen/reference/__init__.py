@@ -2,8 +2,8 @@
 
 Written for reading. One sequence after another goes through `core.attend_one`; layouts only
 decide where a sequence is read and where its output is written. It runs on any device and
-in any floating dtype but FP8, accumulates in float32 (float64 for float64), and autograd
-gives its gradients. It is slow and holds whole score matrices.
+in any floating dtype, accumulates in float32 (float64 for float64), and autograd gives its
+gradients, but for FP8. It is slow and holds whole score matrices.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..results import AttentionAux
+from . import fp8
 from .call import (
     AttentionCall,
     MaskMod,
@@ -82,13 +83,21 @@ def attention(
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     block_mask: BlockMask | None = None,
+    descale_q: Tensor | None = None,
+    descale_k: Tensor | None = None,
+    descale_v: Tensor | None = None,
+    scale_s: Tensor | None = None,
+    descale_s: Tensor | None = None,
+    scale_o: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
+    return_amax: bool = False,
 ) -> tuple[Tensor, AttentionAux]:
     """Attention as `attngen.attention` defines it; the arguments are that function's.
 
-    Returns the output, in Q's format and dtype with V's head dim, and always the by-products;
-    `return_lse` changes nothing here.
+    Returns the output, in Q's format with V's head dim, and always the by-products; `return_lse`
+    changes nothing here.
 
     Raises: SpecError with every violation at once.
     """
@@ -109,19 +118,26 @@ def run(call: AttentionCall) -> tuple[Tensor, AttentionAux]:
         rng_state = draw_rng_state(operands.q.device)
 
     q_format = operands.layout.q_format
-    out = new_output(operands)
+    out = new_output(operands, fp8.output_dtype(call))
     lse = new_lse(operands, accumulation_dtype(operands.q.dtype))
     max_logit = lse.new_full((operands.h_q,), float("-inf"))
+    amax_o = lse.new_zeros(1)
     for b, (q_span, kv_span) in enumerate(zip(queries, keys, strict=True)):
         q = sequence_view(operands.q, q_format, b, q_span)
         k, v = kv_sequences(call, operands, b, kv_span)
         result = attend_one(call, b, q, k, v, rng_state)
-        sequence_view(out, q_format, b, q_span).copy_(result.o)  # rounds to Q's dtype
+        stored = fp8.store(result.o, out.dtype, call.scale_o)
+        sequence_view(out, q_format, b, q_span).copy_(stored)
         lse_view(lse, b, q_span).copy_(result.lse)
         max_logit = torch.maximum(max_logit, result.max_logit)
+        if call.return_amax:
+            amax_o = torch.cat([amax_o, result.o.abs().flatten()]).amax(0, keepdim=True)
+    amax_s = (max_logit > float("-inf")).any().float()[None]  # of a row that sees a key, e^0
     aux = AttentionAux(
         lse=lse,
         max_logit=max_logit if call.return_max_logit else None,
         rng_state=rng_state,
+        amax_s=amax_s if call.return_amax else None,
+        amax_o=amax_o if call.return_amax else None,
     )
     return out, aux

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from ..layouts import Layout, size
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
     from torch.nn.attention.flex_attention import BlockMask
 
 ScoreMod = Callable[["Tensor", "Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]
@@ -18,6 +18,8 @@ Window = tuple["int | None", "int | None"]
 
 
 Side = Literal["q", "kv"]
+# The arguments that scale FP8 tensors, in the order in which operations take them.
+SCALES = ("descale_q", "descale_k", "descale_v", "scale_s", "descale_s", "scale_o")
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,14 +68,27 @@ class AttentionCall:
     score_mod: ScoreMod | None = None
     mask_mod: MaskMod | None = None
     block_mask: BlockMask | None = None
+    descale_q: Tensor | None = None
+    descale_k: Tensor | None = None
+    descale_v: Tensor | None = None
+    scale_s: Tensor | None = None
+    descale_s: Tensor | None = None
+    scale_o: Tensor | None = None
+    out_dtype: dtype | None = None
     return_lse: bool = False
     return_max_logit: bool = False
+    return_amax: bool = False
 
     @property
     def has_alibi(self) -> bool:
         """Whether ALiBi is asked for, by `alibi_slopes` or by `bias_type="alibi"`."""
         asked = self.alibi_slopes is not None and self.alibi_slopes is not False
         return asked or self.bias_type == "alibi"
+
+    @property
+    def scales(self) -> dict[str, Tensor | None]:
+        """The arguments that scale FP8 tensors, by their names."""
+        return {name: getattr(self, name) for name in SCALES}
 
     def lengths(self, side: Side, layout: Layout) -> Lengths:
         """The length arguments of one side; of the other where Q, K and V have one length."""

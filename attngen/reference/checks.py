@@ -16,19 +16,20 @@ from torch import Tensor
 from .. import layouts
 from ..errors import SpecError
 from ..layouts import Layout, size
-from .call import AttentionCall, Operands
+from .call import SCALES, AttentionCall, Operands
+from .fp8_checks import dtype_violations, fp8_violations
 from .length_checks import length_violations, value_violations
 from .masks import MASKS
 from .sequences import Span
+from .wording import names, shape_of
 
 BIAS_TYPES = ("post_scale", "pre_scale", "alibi")
 SOFTMAXES = ("vanilla", "off_by_one", "learnable")
 TENSOR_ARGUMENTS = (
     *("q", "k", "v", "attn_mask", "bias", "alibi_slopes", "sink", "rng_state"),
     *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
-    *("seqused_q", "seqused_kv", "page_table"),
+    *("seqused_q", "seqused_kv", "page_table", *SCALES),
 )
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check(call: AttentionCall) -> Operands:
@@ -39,7 +40,9 @@ def check(call: AttentionCall) -> Operands:
     """
     operands = find_operands(call)
     reasons = [
-        *_operand_violations(call, operands),
+        *dtype_violations(operands.q.dtype, operands.k.dtype, operands.v.dtype),
+        *_operand_violations(operands),
+        *fp8_violations(call, operands),
         *length_violations(call, operands),
         *_mask_violations(call, operands),
         *_softmax_violations(call, operands),
@@ -88,21 +91,9 @@ def _batch(call: AttentionCall, layout: Layout, q: Tensor) -> int:
     return max(cu_seqlens.numel() - 1, 0)
 
 
-def shape_of(tensor: object) -> str:
-    """A tensor for a message, as `float32 [2, 3]`; anything else as itself."""
-    if not isinstance(tensor, Tensor):
-        return repr(tensor)
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _operand_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
+def _operand_violations(operands: Operands) -> Iterator[str]:
     q, k, v = operands.q, operands.k, operands.v
     fmt = operands.layout.kv_format
-    if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
-        yield (
-            f"q, k and v need one dtype of float16, bfloat16, float32, float64; got "
-            f"{shape_of(q)}, {shape_of(k)}, {shape_of(v)}. Cast them to one."
-        )
     if q.shape[-1] != k.shape[-1] or min(q.shape[-1], v.shape[-1]) < 1:
         yield (
             f"q and k need the same head dim, at least 1; got {q.shape[-1]} and "
@@ -195,8 +186,8 @@ def _bias_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
         )
     if call.bias.dtype != operands.q.dtype:
         yield (
-            f"bias needs q's dtype, {str(operands.q.dtype).removeprefix('torch.')}; got "
-            f"{shape_of(call.bias)}. Cast it."
+            f"bias needs q's dtype, {names([operands.q.dtype])}; got {shape_of(call.bias)}. "
+            f"Cast it."
         )
     yield from _broadcast_violations("bias", call.bias, call, operands)
 

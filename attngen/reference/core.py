@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import dropout
+from . import dropout, fp8
 from .call import AttentionCall
 from .masks import (
     diagonal_offset,
@@ -30,7 +30,7 @@ class SequenceResult:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32 for operands of 16 and 32 bits, float64 for float64."""
+    """float32 for operands of 8, 16 and 32 bits, float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -54,12 +54,17 @@ def attend_one(
     q [h_q, s_q, d], k [h_kv, s_kv, d], v [h_kv, s_kv, d_v] in any floating dtype.
     rng_state: int64 [2], needed where the call drops anything.
     """
-    dtype = accumulation_dtype(q.dtype)
     group = q.shape[0] // k.shape[0]
+    eight_bit = fp8.is_fp8(q.dtype)
+    if eight_bit:
+        descales = (call.descale_q, call.descale_k, call.descale_v)
+        q, k, v = (fp8.dequantise(x, y, b) for x, y in zip((q, k, v), descales, strict=True))
+    dtype = accumulation_dtype(q.dtype)
     k = k.to(dtype).repeat_interleave(group, dim=0)
     v = v.to(dtype).repeat_interleave(group, dim=0)
     s = scores(call, b, q.to(dtype), k)
-    p, lse = softmax(s, softmax_offset(call, s))
+    sink = softmax_offset(call, s)
+    p, lse = fp8.softmax(call, s, sink) if eight_bit else softmax(s, sink)
     if call.dropout_p > 0:
         assert rng_state is not None
         drawn = dropout.sequence_bytes(rng_state, b, *s.shape)

@@ -66,9 +66,10 @@ def _collect_pages(pages: Tensor, fmt: Format, table: Tensor, length: int) -> Te
     return pages[used].flatten(0, 1)[:length].transpose(0, 1)
 
 
-def new_output(operands: Operands) -> Tensor:
-    """Zeros in the shape of O: Q's format and dtype, with V's head dim."""
-    return operands.q.new_zeros((*operands.q.shape[:-1], operands.v.shape[-1]))
+def new_output(operands: Operands, dtype: dtype) -> Tensor:
+    """Zeros in the shape of O: Q's format, with V's head dim."""
+    shape = (*operands.q.shape[:-1], operands.v.shape[-1])
+    return operands.q.new_zeros(shape, dtype=dtype)
 
 
 def new_lse(operands: Operands, dtype: dtype) -> Tensor:

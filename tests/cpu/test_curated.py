@@ -21,6 +21,7 @@ def test_curated_every_kernel_is_a_fast_one(tmp_path: Path) -> None:
         label = outcome.job.problem.label
         assert outcome.error is None and outcome.built is not None, f"{label}: {outcome.error}"
         found = count_instructions(outcome.built.cubin)
-        assert found["HGMMA"] and found["UTMALDG"], label
+        product = "QGMMA" if outcome.job.problem.dtype_q in ("e4m3", "e5m2") else "HGMMA"
+        assert found[product] and found["UTMALDG"], label
         assert not found["STL"] and not found["LDL"], label
         assert outcome.built.binary.resources.spill_bytes == 0, label

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,6 +50,7 @@ class Driver:
     def __init__(self) -> None:
         self.launches: list[tuple[tuple[Any, ...], bytes]] = []
         self.encoded: list[int] = []
+        self.tensor_maps: list[tuple[Any, ...]] = []
         self.status = bindings.CUresult.CUDA_SUCCESS
 
     def __getattr__(self, name: str) -> Any:
@@ -56,6 +58,7 @@ class Driver:
 
     def cuTensorMapEncodeTiled(self, dtype: Any, rank: int, address: int, *rest: Any) -> Any:
         self.encoded.append(address)
+        self.tensor_maps.append((dtype, rank, *rest))
         memory = ctypes.create_string_buffer(struct.pack("<16Q", *[address] * 16), 128)
         pointer = SimpleNamespace(getPtr=lambda: ctypes.addressof(memory))
         return bindings.CUresult.CUDA_SUCCESS, pointer
@@ -131,3 +134,44 @@ def test_launch_too_long_or_too_far_apart_is_refused_with_every_reason(driver: D
             LoadedKernel("handle", ENTRY, 0, 132), {**EXTENTS, "k": far, "v": long}, Scalars(0.5)
         )
     assert [reason.partition(":")[0] for reason in caught.value.reasons] == ["v", "k"]
+
+
+def eight_bit(**changes: Any) -> KernelEntry:
+    """A kernel of 8-bit keys that reads the strides of descales."""
+    strides = [f"descale_{name}_stride_{axis}" for name in "qkv" for axis in ("batch", "head")]
+    fields = (
+        Field("map_k", "tensor_map", 0),
+        *(Field(name, "i32", 128 + 4 * place) for place, name in enumerate(strides)),
+    )
+    recipe = TensorMapRecipe("map_k", "k", "e4m3", 128, 96)
+    return replace(ENTRY, fields=fields, tensor_maps=(recipe,), workspace=(), **changes)
+
+
+@pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])
+def test_launch_tensor_map_of_8_bits_counts_bytes(driver: Driver, dtype: str) -> None:
+    entry = eight_bit()
+    recipe = replace(entry.tensor_maps[0], dtype=dtype)
+    loaded = LoadedKernel("handle", replace(entry, tensor_maps=(recipe,)), 0, 132)
+    launch.launch(launch.prepare(loaded, EXTENTS, Scalars(0.5)), {"k": 32 + ord(dtype[1])}, 0)
+    ((element, rank, dims, strides, box, *_),) = driver.tensor_maps
+    assert element == bindings.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8 and rank == 4
+    assert [int(size) for size in dims] == [DIM, LENGTH, HEADS, 3]
+    assert [int(stride) for stride in strides] == [HEADS * DIM, DIM, LENGTH * HEADS * DIM]
+    assert [int(size) for size in box] == [128, 96, 1, 1]
+
+
+def test_launch_strides_of_descales_are_those_of_their_operands(driver: Driver) -> None:
+    scalars = Scalars(0.5, descale_strides=((7, 1), (0, 0), (2, 5)))
+    for given, wanted in ((scalars, (7, 1, 0, 0, 2, 5)), (Scalars(0.5), (0,) * 6)):
+        prepared = launch.prepare(LoadedKernel("handle", eight_bit(), 0, 132), EXTENTS, given)
+        launch.launch(prepared, {"k": 32}, 0)
+        assert struct.unpack_from("<6i", driver.launches[-1][1], 128) == wanted
+
+
+def test_launch_heads_that_share_l2_are_counted_in_bytes_of_their_dtype() -> None:
+    extent = Extent(1, 4096, 8, 128, 1 << 22, 1024, 128)
+    extents = dict.fromkeys(("q", "k", "v", "o"), extent)
+    entry = eight_bit(kv_group_bytes=1 << 22, group_heads=8)  # a head has 2^20 bytes of K and V
+    assert launch.heads_per_group(entry, extents) == 4
+    recipe = replace(entry.tensor_maps[0], dtype="bf16")
+    assert launch.heads_per_group(replace(entry, tensor_maps=(recipe,)), extents) == 2

@@ -58,6 +58,43 @@ def test_resolve_every_choice_reaches_the_problem(make_problem) -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "kv_dtype", "out_dtype"),
+    [
+        ({}, "e4m3", "bf16"),
+        ({"dtype": "e5m2"}, "e5m2", "bf16"),
+        ({"kv_dtype": "e5m2"}, "e5m2", "bf16"),
+        ({"dtype": "e5m2", "kv_dtype": "e4m3", "out_dtype": "fp16"}, "e4m3", "fp16"),
+        ({"out_dtype": "e4m3"}, "e4m3", "e4m3"),
+        ({"out_dtype": "e5m2"}, "e4m3", "e5m2"),
+    ],
+)
+def test_resolve_fp8_dtypes_reach_the_problem(fields, kv_dtype, out_dtype) -> None:
+    spec = AttentionSpec(**{"head_dim": 128, "head_dim_v": 16, "dtype": "e4m3", **fields})
+    (problem,) = resolve(spec, KNOWN)
+    dtypes = (problem.dtype_q, problem.dtype_kv, problem.dtype_o)
+    assert dtypes == (spec.dtype, kv_dtype, out_dtype)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "legal"),
+    [
+        ("head_dim", 24, 32),
+        ("head_dim", 8, 16),
+        ("head_dim", 272, 256),
+        ("head_dim_v", 8, 16),
+        ("kv_dtype", "bf16", None),
+        ("out_dtype", "fp32", None),
+        ("softmax", "off_by_one", "vanilla"),
+        ("directions", ("fwd", "bwd"), ("fwd",)),
+    ],
+)
+def test_resolve_fp8_violation_is_refused_with_the_nearest_value(field, value, legal) -> None:
+    spec = AttentionSpec(**{"head_dim": 64, "dtype": "e4m3", field: value})
+    assert [violation.field for violation in find_violations(spec, KNOWN)] == [field]
+    assert getattr(nearest(spec, KNOWN), field) == legal
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {"layout": "sbhd"},
@@ -98,6 +135,8 @@ def test_split_mask_names_give_fragments_and_alignment(name: str, expected: tupl
         ("dtype", "fp32", "bf16"),
         ("kv_dtype", "fp16", None),
         ("out_dtype", "fp16", None),
+        ("kv_dtype", "e4m3", None),
+        ("out_dtype", "e4m3", None),
         ("layout", "bs3hd", "bshd"),
         ("layout", "thd", "bshd"),
         ("layout", "sbhd_bshd_bshd", "bshd"),
@@ -153,7 +192,7 @@ def test_nearest_any_spec_is_legal(spec: AttentionSpec) -> None:
         assert len(set(problem.masks)) == len(problem.masks)
 
 
-@pytest.mark.parametrize("dtype", ("e4m3", "fp64"))
+@pytest.mark.parametrize("dtype", ("int8", "fp64"))
 @pytest.mark.parametrize("field", ("kv_dtype", "out_dtype"))
 def test_nearest_dtype_without_kernels_changes_in_all_operands(dtype: str, field: str) -> None:
     spec = AttentionSpec(**{"head_dim": 64, "dtype": dtype, field: dtype})

@@ -153,6 +153,13 @@ def test_from_call_other_head_dim_and_dtypes_are_named() -> None:
     assert (spec.dtype, spec.kv_dtype) == ("fp16", "e4m3")
 
 
+def test_from_call_fp8_names_the_dtypes_that_were_asked_for() -> None:
+    q, k = (tensor(2, 10, 8, 64, dtype=f"torch.float8_{x}") for x in ("e4m3fn", "e5m2"))
+    assert AttentionSpec.from_call(q, q, q) == AttentionSpec(head_dim=64, dtype="e4m3")
+    spec = AttentionSpec.from_call(q, k, k, out_dtype="torch.float16", return_amax=True)
+    assert (spec.dtype, spec.kv_dtype, spec.out_dtype) == ("e4m3", "e5m2", "fp16")
+
+
 @pytest.mark.parametrize(
     ("layout", "operands"),
     [

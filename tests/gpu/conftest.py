@@ -39,6 +39,12 @@ WORKLOADS = [
 Workload = tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]
 
 
+@pytest.fixture(autouse=True)
+def untested_kernels_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These are the tests that the kernels wait for."""
+    monkeypatch.setattr("attngen.ops.frontend.UNTESTED_DTYPES", frozenset())
+
+
 def missing() -> str | None:
     """Why these tests cannot run here; None where they can."""
     if not torch.cuda.is_available():
@@ -113,7 +119,7 @@ def sound_device(request: pytest.FixtureRequest) -> Iterator[None]:
 def nothing_launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fails the test where a kernel is launched in it."""
     launched: list[object] = []
-    monkeypatch.setattr("attngen.ops.forward.launch", lambda *what: launched.append(what))
+    monkeypatch.setattr("attngen.ops.operation.launch", lambda *what: launched.append(what))
     yield
     assert not launched
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 import attngen
 from attngen import reference
+from attngen.ops import operation
 
 DEVICE = torch.device("cuda")
 TO_BHSD = {"bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3), "bhsd": (0, 1, 2, 3)}
@@ -108,14 +109,19 @@ def same(results: Iterable[Tensor], wanted: Iterable[Tensor]) -> bool:
 
 @contextlib.contextmanager
 def nan_filled_allocations() -> Iterator[None]:
-    """Makes torch.empty and its kin return NaN, so that an element nobody writes shows up."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)  # torch then fills what it would leave unwritten
+    """Makes what an operation allocates NaN, so that an element nobody writes shows up."""
+    allocate = operation._empty_strided_cuda
+
+    def allocate_filled(*arguments: Any) -> Tensor:
+        tensor = allocate(*arguments)
+        tensor.view(torch.uint8).fill_(0xFF)  # NaN in every floating dtype
+        return tensor
+
+    operation._empty_strided_cuda = allocate_filled
     try:
-        assert torch.utils.deterministic.fill_uninitialized_memory
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        operation._empty_strided_cuda = allocate
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,12 +23,16 @@ os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
 
 import attngen  # noqa: E402
 import attngen.ops.forward  # noqa: E402  # registers the operation
+import attngen.ops.forward_fp8  # noqa: E402
 from attngen.errors import AttngenError  # noqa: E402
-from tests.gpu import oracle  # noqa: E402
+from attngen.reference.call import SCALES  # noqa: E402
+from tests.gpu import oracle, oracle_fp8  # noqa: E402
 from tests.gpu.cases import Case  # noqa: E402
+from tests.gpu.cases_fp8 import Fp8Case  # noqa: E402
 
 SMALL, SHORT = (130, 200), (1, 1)
 CASES = [
@@ -57,19 +62,51 @@ CASES = [
     Case(8, 8, lengths=SMALL),
     Case(8, 8, mask="causal", lengths=SHORT),
     Case(8, 256, lengths=(65, 127)),
+    Fp8Case(64, 64, lengths=SMALL),
+    Fp8Case(64, 64, mask="causal", lengths=SMALL, out_dtype="e4m3", scaled=True),
+    Fp8Case(64, 64, mask="causal", lengths=SHORT, heads=(1, 1, 1)),
+    Fp8Case(128, 128, lengths=SMALL, kv_dtype="e5m2", out_dtype="fp16"),
+    Fp8Case(128, 128, mask="causal", lengths=SMALL, heads=(2, 6, 2), scaled=True),
+    Fp8Case(128, 128, window=(50, 20), lengths=SMALL, out_dtype="e5m2", layout="sbhd"),
+    Fp8Case(128, 128, mask="causal", lengths=(130, 130), heads=(2, 80, 8)),  # 320 tiles
+    Fp8Case(256, 256, lengths=SMALL, out_dtype="e4m3"),
+    Fp8Case(256, 256, mask="causal", window=(40, 0), lengths=SMALL, layout="bhsd"),
+    Fp8Case(192, 128, mask="causal", lengths=SMALL),
+    Fp8Case(80, 48, mask="causal_bottom_right", lengths=(200, 130)),
+    Fp8Case(16, 16, "e5m2", lengths=SMALL),
+    Fp8Case(16, 256, lengths=(65, 127)),
 ]
 
 
 def run(case: Case, device: torch.device) -> None:
     """One launch, checked on the CPU. Raises: AssertionError where the result is wrong."""
     operands = case.operands()
+    on_device = [x.to(device) for x in operands]
     aligned = case.mask.endswith("bottom_right")
-    out, lse = torch.ops.attngen.forward(
-        *(x.to(device) for x in operands),
-        *(case.layout, case.mask, case.d**-0.5, *case.window, aligned, case.partial),
-    )
+    numbers = (case.layout, case.mask, case.d**-0.5, *case.window, aligned)
+    if isinstance(case, Fp8Case):
+        run_fp8(case, operands, on_device, numbers)
+        return
+    out, lse = torch.ops.attngen.forward(*on_device, *numbers, case.partial)
     expected = oracle.truth(*operands, **case.arguments)
     oracle.check(out.cpu(), lse.cpu(), expected, case.layout)
+
+
+def run_fp8(
+    case: Fp8Case, operands: Sequence[Tensor], on_device: Sequence[Tensor], numbers: tuple
+) -> None:
+    """As `run`, in 8 bits, with scales and maxima."""
+    arguments = case.arguments
+    scales = [arguments.get(name) for name in SCALES]
+    results = torch.ops.attngen.forward_fp8(
+        *(*on_device, *numbers, arguments["out_dtype"]),
+        *(scale if scale is None else scale.to(on_device[0].device) for scale in scales),
+        True,
+    )
+    out, lse, amax_s, amax_o = (x.cpu() for x in results)
+    expected = oracle_fp8.truth(*operands, **arguments)
+    oracle_fp8.check(out, lse, expected, case.layout, arguments.get("scale_o"))
+    oracle_fp8.check_maxima(amax_s, amax_o, expected)
 
 
 def main() -> int:

@@ -16,7 +16,10 @@ from attngen.plan import candidates, feasible
 from attngen.tune import Effort, tune
 
 pytestmark = pytest.mark.gpu
-KERNELS = [AttentionSpec(head_dim=64, mask="causal", window=True)]
+KERNELS = [
+    AttentionSpec(head_dim=64, mask="causal", window=True),
+    AttentionSpec(head_dim=64, dtype="e4m3", out_dtype="e4m3"),
+]
 SPEC = '[[kernel]]\nhead_dim = 64\nmask = "causal"\nwindow = true\n'
 
 
@@ -57,3 +60,10 @@ def test_tune_wrong_candidate_is_not_timed(monkeypatch) -> None:
     with pytest.raises(MeasureError, match="something else"):
         tune(problem, "sm_90a", Effort((256,), 64, 2, 1, 1.0))
     assert len(seen) == 2 and len(plans) >= 2
+
+
+def test_tune_8_bit_plans_agree_and_are_timed() -> None:
+    (problem,) = resolve.resolve(KERNELS[1], features.scan())
+    entry = tune(problem, "sm_90a", Effort((512,), 64, 3, 2, 1.0)).entry
+    assert len(entry.candidates) > 1
+    assert all(ms > 0 for each in entry.candidates for ms in each.ms.values())

@@ -1,0 +1,95 @@
+"""Whether the dtypes, scales and output of a call belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from . import fp8
+from .call import AttentionCall, Operands
+from .wording import names, shape_of
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+OUT_DTYPES = (torch.float16, torch.bfloat16, *fp8.DTYPES)
+
+
+def dtype_violations(q: torch.dtype, k: torch.dtype, v: torch.dtype) -> Iterator[str]:
+    """Q, K and V have one floating dtype, or Q one of the FP8 formats and K and V one of them."""
+    together = fp8.DTYPES if fp8.is_fp8(q) else (q,)
+    if q not in (*FLOATS, *fp8.DTYPES) or k not in together or k != v:
+        yield (
+            f"q, k and v need one dtype of {names(FLOATS)}, or {names(fp8.DTYPES, ' or ')} in q "
+            f"and in k and v alike; got {names((q, k, v))}. Cast them."
+        )
+
+
+def fp8_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
+    """What only FP8 calls take, given to others; scales, output and gradients of FP8 calls."""
+    if not fp8.is_fp8(operands.q.dtype):
+        yield from _misplaced(call, operands)
+        return
+    yield from scale_violations(call.scales, operands.batch, operands.h_kv)
+    yield from output_violations(fp8.output_dtype(call), call.scale_o)
+    if torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in vars(call).values()
+    ):
+        yield (
+            "FP8 q, k and v have no backward yet; got tensors that require a gradient. Call it "
+            "under torch.no_grad(), or detach them."
+        )
+
+
+def scale_violations(scales: Mapping[str, Tensor | None], b: int, h_kv: int) -> Iterator[str]:
+    """Shapes and dtypes of the scales, by their names; S has both of its scales or neither."""
+    for name, scale in scales.items():
+        per_head = name in ("descale_q", "descale_k", "descale_v")
+        if scale is not None and not _is_float32(scale, (1,), *[(b, h_kv)] * per_head):
+            wanted = f"float32 [1] or [b={b}, h_kv={h_kv}]" if per_head else "float32 [1]"
+            yield f"{name} needs {wanted}; got {shape_of(scale)}. Pass a tensor on q's device."
+    if (scales["scale_s"] is None) != (scales["descale_s"] is None):
+        given = "scale_s" if scales["descale_s"] is None else "descale_s"
+        yield (
+            f"scale_s and descale_s belong together, each the other's reciprocal; got {given} "
+            f"alone. Pass both, or neither for a power of two."
+        )
+
+
+def output_violations(out_dtype: torch.dtype, scale_o: Tensor | None) -> Iterator[str]:
+    """The dtype of the output of an FP8 call, and its scale."""
+    if out_dtype not in OUT_DTYPES:
+        yield (
+            f"out_dtype beside FP8 q, k and v needs one of {names(OUT_DTYPES)}, or None for "
+            f"bfloat16; got {out_dtype!r}. Pass one."
+        )
+    elif scale_o is not None and not fp8.is_fp8(out_dtype):
+        yield (
+            f"scale_o scales an FP8 output; got it with out_dtype={names([out_dtype])}. Leave it "
+            f"out, or pass an FP8 out_dtype."
+        )
+
+
+def _misplaced(call: AttentionCall, operands: Operands) -> Iterator[str]:
+    """FP8's arguments in a call of 16 bits and more."""
+    dtype = names([operands.q.dtype])
+    for name, scale in call.scales.items():
+        if scale is not None:
+            yield (
+                f"{name} belongs to FP8 q, k and v; q is {dtype}, whose numbers stand for "
+                f"themselves. Leave it out."
+            )
+    if call.out_dtype not in (None, operands.q.dtype):
+        yield (
+            f"out_dtype is a choice beside FP8 q, k and v; q is {dtype} and so is the output; got "
+            f"{call.out_dtype!r}. Leave it out and cast the output."
+        )
+    if call.return_amax:
+        yield (
+            f"return_amax finds the next scales of FP8 tensors; q is {dtype}, which has none. "
+            f"Leave it out."
+        )
+
+
+def _is_float32(x: object, *shapes: tuple[int, ...]) -> bool:
+    return isinstance(x, Tensor) and x.dtype == torch.float32 and tuple(x.shape) in shapes

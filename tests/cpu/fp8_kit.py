@@ -1,0 +1,39 @@
+"""Small FP8 calls, with one of each scale, for the tests of the call and of the operation."""
+
+from __future__ import annotations
+
+import torch
+
+from attngen.reference.call import SCALES
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def operands(dtype=E4M3, kv_dtype=E4M3, s_kv=7):
+    make = torch.Generator().manual_seed(0)
+    shapes = ((2, 5, 4, 32), (2, s_kv, 2, 32), (2, s_kv, 2, 16))
+    dtypes = (dtype, kv_dtype, kv_dtype)
+    return [torch.randn(s, generator=make).to(d) for s, d in zip(shapes, dtypes, strict=True)]
+
+
+def scales():
+    """One of each kind, all different."""
+    per_head = torch.tensor([[1.0, 2.0], [0.5, 4.0]])
+    return {
+        "descale_q": per_head,
+        "descale_k": torch.tensor([0.75]),
+        "descale_v": per_head.T,
+        "scale_s": torch.tensor([64.0]),
+        "descale_s": torch.tensor([1 / 64]),
+        "scale_o": torch.tensor([3.0]),
+    }
+
+
+def same(a, b):
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def arguments_of(out_dtype=torch.bfloat16, amax=False, **given):
+    """Of the operation after q, k and v, as `forward_fp8` takes them."""
+    numbers = ("bshd", "none", 0.25, -1, -1, False, out_dtype)
+    return *numbers, *(given.get(name) for name in SCALES), amax

@@ -1,0 +1,180 @@
+"""The float64 rule of FP8 calls: when what a kernel returns counts as right.
+
+Output. With O64 the result in float64 of the numbers that the operands stand for, and e the largest
+error against it of the reference's emulation (weights stored as e4m3, output in its dtype):
+
+    |O - O64|  <=  2 e + 1e-3 max |O64| + s P|V|        for each element.
+
+A kernel stores weights relative to the largest score so far, the emulation to the largest of all,
+so both round alike, but not the same way. e is the largest of three emulations that place the
+weights at different points of e4m3's steps (scale_s and 2^(1/3) and 2^(2/3) times less), for small
+outputs could be lucky in one. The last term is what errors s of the scores make in the output:
+tensor cores sum 8-bit products with 13 bits behind the leading one of the largest (DeepSeek-V3,
+arXiv 2412.19437, section 3.5.2), which is s = 2^-13 scale sum_c |q_c k_c|, the largest of a row.
+
+LSE. |L - L64| <= 2 e + 1e-4 max(1, |L64|) + s, e being the largest error of the emulation's.
+Maxima. amax_s is 1 where any query sees a key, else 0; amax_o is max |O64| within the rule for O.
+
+A row that sees no key has O = 0 and LSE = -inf exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import attngen
+from attngen import reference
+from attngen.reference import fp8
+
+from . import oracle
+
+DTYPES = {
+    **{"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2},
+    **{"fp16": torch.float16, "bf16": torch.bfloat16},
+}
+CORE_PRECISION = 2.0**-13
+PLACES = (1.0, 2 ** (-1 / 3), 2 ** (-2 / 3))
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Results in float64, and their limits: O in the call's layout, LSE [b, h, s]."""
+
+    out: Tensor
+    lse: Tensor
+    out_limit: Tensor
+    lse_limit: Tensor
+
+
+def operands(
+    *shape: int,
+    layout: str = "bshd",
+    dtype: str = "e4m3",
+    kv_dtype: str | None = None,
+    seed: int = 0,
+    factor: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Random q, k, v: normal numbers times `factor`, in 8 bits. shape: as `oracle.operands`'."""
+    sizes = shape if len(shape) == 7 else (*shape, shape[-1])
+    made = oracle.operands(*sizes, torch.float32, layout, seed)
+    dtypes = (DTYPES[dtype], *(DTYPES[kv_dtype or dtype],) * 2)
+    q, k, v = (fp8.quantise(x, d, factor) for x, d in zip(made, dtypes, strict=True))
+    return q, k, v
+
+
+def exact(x: Tensor, descale: Tensor | None, layout: str, heads: int) -> Tensor:
+    """The numbers that an operand of so many heads stands for, in float64."""
+    if descale is None:
+        return x.double()
+    if descale.ndim == 2:
+        per_head = descale.repeat_interleave(heads // descale.shape[1], dim=1)
+        sizes = {"b": per_head.shape[0], "h": heads}
+        descale = per_head.reshape([sizes.get(axis, 1) for axis in layout[:4]])
+    return x.double() * descale.double()
+
+
+def truth(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Truth:
+    """What `attention(q, k, v, **arguments)` should return, and how far from it it may be."""
+    layout = arguments.get("layout", "bshd")
+    scales = {name: arguments.get(name) for name in reference.call.SCALES}
+    plain = {n: x for n, x in arguments.items() if n not in (*scales, "out_dtype")}
+    q64, k64, v64 = (
+        exact(x, scales[f"descale_{name}"], layout, x.shape[layout.index("h")])
+        for name, x in (("q", q), ("k", k), ("v", v))
+    )
+    out64, aux64 = reference.attention(q64, k64, v64, **plain)
+    weighed, _ = reference.attention(q64, k64, v64.abs(), **plain)
+    out_error, lse_error = _emulate(q, k, v, arguments, out64, aux64.lse)
+    score_error = _score_error(q64, k64, layout, plain.get("softmax_scale"))
+    back = [oracle.TO_BHSD[layout[:4]].index(axis) for axis in range(4)]
+    slack = score_error[..., None].permute(back) * weighed
+    return Truth(
+        out64,
+        aux64.lse,
+        2 * out_error + 1e-3 * oracle.largest(out64.abs()) + slack,
+        2 * lse_error + 1e-4 * aux64.lse.abs().clamp(min=1) + score_error,
+    )
+
+
+def _emulate(
+    q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], out64: Tensor, lse64: Tensor
+) -> tuple[float, float]:
+    """The largest errors of the emulation, in the output and in the LSE."""
+    scale, descale = arguments.get("scale_s"), arguments.get("descale_s")
+    if scale is None:
+        scale = torch.tensor([fp8.DEFAULT_SCALE_S], device=q.device)
+        descale = 1 / scale
+    scale_o = arguments.get("scale_o")
+    seen = lse64.isfinite()
+    out_errors, lse_errors = [], []
+    for place in PLACES:
+        placed = {"scale_s": scale * place, "descale_s": descale / place}
+        out, aux = reference.attention(q, k, v, **{**arguments, **placed})
+        found = out.double() / (1 if scale_o is None else scale_o.double())
+        out_errors.append(oracle.largest((found - out64).abs()))
+        lse_errors.append(oracle.largest((aux.lse.double() - lse64)[seen].abs()))
+    return max(out_errors), max(lse_errors)
+
+
+def _score_error(q: Tensor, k: Tensor, layout: str, scale: float | None) -> Tensor:
+    """How far off tensor cores may be in a row's scores, [b, h, s_q]."""
+    q, k = (x.permute(oracle.TO_BHSD[layout[:4]]).abs() for x in (q, k))
+    if not k.shape[2]:
+        return q.new_zeros(q.shape[:3])
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    sums = (q @ k.transpose(-1, -2)).amax(-1)
+    return CORE_PRECISION * (q.shape[-1] ** -0.5 if scale is None else scale) * sums
+
+
+def check(
+    out: Tensor, lse: Tensor, expected: Truth, layout: str = "bshd", scale_o: Tensor | None = None
+) -> None:
+    """Asserts the rule for an output and its LSE."""
+    assert out.shape == expected.out.shape
+    found = out.double()
+    assert not found.isnan().any(), f"{int(found.isnan().sum())} of {out.numel()} outputs are NaN"
+    found = found / (1 if scale_o is None else scale_o.double())
+    seen = expected.lse.isfinite()
+    _assert_near(found, expected.out, expected.out_limit, "output")
+    rows = found.permute(oracle.TO_BHSD[layout[:4]])
+    assert not rows[~seen].any(), "rows that see no key must be 0"
+    assert lse.shape == expected.lse.shape and lse.dtype == torch.float32
+    assert (lse[~seen] == -math.inf).all(), "the LSE of rows that see no key must be -inf"
+    assert lse[seen].isfinite().all(), f"{int((~lse[seen].isfinite()).sum())} LSE are not finite"
+    _assert_near(lse.double()[seen], expected.lse[seen], expected.lse_limit[seen], "LSE")
+
+
+def check_call(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> None:
+    """Runs the kernel on memory full of NaN and asserts the rule, also for the maxima."""
+    with oracle.nan_filled_allocations():
+        out, aux = attngen.attention(
+            q, k, v, **arguments, backend="cuda", return_lse=True, return_amax=True
+        )
+    assert out.dtype == (arguments.get("out_dtype") or torch.bfloat16)
+    expected = truth(q, k, v, **arguments)
+    layout = arguments.get("layout", "bshd")
+    check(out, aux.lse, expected, layout, arguments.get("scale_o"))
+    check_maxima(aux.amax_s, aux.amax_o, expected)
+
+
+def check_maxima(amax_s: Tensor, amax_o: Tensor, expected: Truth) -> None:
+    """Asserts the rule for the maxima."""
+    assert amax_s.shape == amax_o.shape == (1,)
+    assert amax_s.item() == float(bool(expected.lse.isfinite().any()))
+    limit = oracle.largest(expected.out_limit)
+    assert abs(amax_o.item() - oracle.largest(expected.out.abs())) <= limit
+
+
+def _assert_near(found: Tensor, wanted: Tensor, limit: Tensor, what: str) -> None:
+    excess = (found - wanted).abs() - limit
+    if excess.numel() and not bool((excess <= 0).all()):
+        at = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
+        raise AssertionError(
+            f"{what}: {float(found[at]):.5g} instead of {float(wanted[at]):.5g} at {at} of "
+            f"{tuple(found.shape)}, the limit being {float(limit[at]):.3g}"
+        )

@@ -1,0 +1,226 @@
+"""The FP8 forward against float64: head dims, masks, dtypes, scales, maxima, lengths, memory."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import attngen
+
+from . import cases, cases_fp8, oracle, oracle_fp8
+from .cases_fp8 import Fp8Case
+from .oracle_fp8 import DTYPES
+
+pytestmark = pytest.mark.gpu
+E4M3, E5M2 = DTYPES["e4m3"], DTYPES["e5m2"]
+DIMS = (64, 128, 256)
+KERNELS = [
+    *(
+        cases_fp8.spec(d, None, *cases.MASKS[kind][0][:2])
+        for d in DIMS
+        for kind in ("none", "causal", "window")
+    ),
+    *(cases_fp8.spec(128, dtypes=("e4m3", "e4m3", out)) for out in ("fp16", "e4m3", "e5m2")),
+    cases_fp8.spec(64, None, "causal", dtypes=("e4m3", "e4m3", "e4m3")),
+    cases_fp8.spec(16),
+]
+
+
+@pytest.mark.parametrize("case", cases_fp8.every_head_dim(), ids=str)
+def test_fp8_every_head_dim_is_right(case):
+    oracle_fp8.check_call(*case.operands(), **case.arguments)
+
+
+@pytest.mark.parametrize("case", cases_fp8.unequal_head_dims(), ids=str)
+def test_fp8_unequal_head_dims_is_right(case):
+    oracle_fp8.check_call(*case.operands(), **case.arguments)
+
+
+@pytest.mark.parametrize("case", cases_fp8.every_mask(), ids=str)
+def test_fp8_every_mask_is_right(case):
+    oracle_fp8.check_call(*case.operands(), **case.arguments)
+
+
+@pytest.mark.parametrize("case", cases_fp8.every_dtype(), ids=str)
+def test_fp8_every_combination_of_dtypes_is_right(case):
+    oracle_fp8.check_call(*case.operands(), **case.arguments)
+
+
+def check_counts(s_q, s_kv, d, **arguments):
+    """Equal scores make the LSE the logarithm of how many keys a row sees, and the output the
+    mean of their values: one key too many or too few shows, which rounding could hide."""
+    q, k, v = oracle_fp8.operands(2, 4, 2, s_q, s_kv, d)
+    q.zero_()
+    v = v.float().round().clamp(-4, 4).to(v.dtype)
+    with oracle.nan_filled_allocations():
+        out, aux = attngen.attention(q, k, v, **arguments, backend="cuda", return_lse=True)
+    want, want_aux = attngen.attention(
+        *(x.double() for x in (q, k, v)), **arguments, backend="reference", return_lse=True
+    )
+    # The logarithm of the sum of stored weights, 256 each, is good to 2^-22 of itself.
+    torch.testing.assert_close(aux.lse.double(), want_aux.lse, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out.double(), want, rtol=2**-8, atol=2**-9)
+
+
+@pytest.mark.parametrize("d", DIMS)
+@pytest.mark.parametrize("kind", cases.KINDS)
+def test_fp8_every_mask_shows_the_right_keys(d, kind):
+    for mask, window, bottom_right in cases.MASKS[kind]:
+        for s_q, s_kv in cases.LENGTHS:
+            check_counts(s_q, s_kv, d, mask=mask, window=window, bottom_right=bottom_right)
+
+
+@pytest.mark.parametrize("d", [16, *DIMS])
+@pytest.mark.parametrize("s_q", [1, 64, 127, 129, 257])
+def test_fp8_every_number_of_keys_is_counted(d, s_q):
+    for s_kv in (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 96, 127, 128, 129, 160, 191, 193):
+        check_counts(s_q, s_kv, d)
+
+
+@pytest.mark.parametrize("lengths", [(1, 4000), (4000, 1), (500, 3), (3, 500)], ids=str)
+@pytest.mark.parametrize("mask", ["none", "causal", "causal_bottom_right"])
+def test_fp8_very_unequal_lengths_is_right(lengths, mask):
+    oracle_fp8.check_call(*oracle_fp8.operands(2, 2, 1, *lengths, 128), mask=mask)
+
+
+@pytest.mark.parametrize("heads", [(2, 2, 1), (1, 6, 3), (2, 12, 4), (1, 71, 1)], ids=str)
+def test_fp8_head_ratio_reads_the_right_group_and_scales(heads):
+    case = Fp8Case(64, 64, heads=heads, lengths=(150, 170), scaled=True)
+    oracle_fp8.check_call(*case.operands(), **case.arguments)
+
+
+@pytest.mark.parametrize("d", DIMS)
+def test_fp8_many_tiles_for_each_multiprocessor_is_right(d):
+    for s_q, s_kv in ((1300, 1300), (1300, 77), (60, 500)):
+        q, k, v = oracle_fp8.operands(20, 12, 4, s_q, s_kv, d)
+        oracle_fp8.check_call(q, k, v, mask="causal")
+
+
+@pytest.mark.parametrize("d", DIMS)
+@pytest.mark.parametrize("factor", [1e-2, 1.0, 10.0, 100.0])
+def test_fp8_scaled_inputs_are_right(d, factor):
+    q, k, v = oracle_fp8.operands(2, 2, 1, 200, 260, d, factor=factor)
+    oracle_fp8.check_call(q, k, v)
+    descale = torch.tensor([1 / factor], device=q.device)
+    oracle_fp8.check_call(q, k, v, descale_q=descale, descale_k=descale, descale_v=descale)
+
+
+@pytest.mark.parametrize("d", DIMS)
+def test_fp8_outliers_are_right(d):
+    q, k, v = (x.float() for x in oracle_fp8.operands(2, 4, 2, 300, 700, d))
+    for x in (q, k, v):
+        generator = torch.Generator(x.device).manual_seed(0)
+        x *= 1 + 9 * (torch.rand(x.shape, generator=generator, device=x.device) < 1e-3)
+    oracle_fp8.check_call(*(x.to(E4M3) for x in (q, k, v)))
+
+
+@pytest.mark.parametrize("d", DIMS)
+def test_fp8_64k_keys_are_right(d):
+    """Sums of 2000 steps: what each step loses must not add up."""
+    q, k, v = oracle_fp8.operands(1, 2, 1, 64, 65536, d)
+    oracle_fp8.check_call(q, k, v)
+    v = v.float().abs().to(E4M3)  # of one sign, so that a loss in each step cannot cancel
+    oracle_fp8.check_call(q, k, v)
+
+
+@pytest.mark.parametrize("name", ["descale_q", "descale_k", "descale_v"])
+@pytest.mark.parametrize("kind", ["one", "heads", "transposed", "expanded"])
+def test_fp8_descale_is_read_through_its_strides(name, kind):
+    q, k, v = oracle_fp8.operands(3, 4, 2, 130, 200, 64)
+    numbers = torch.tensor([[0.5, 1.0], [1.5, 0.25], [0.75, 2.0]], device=q.device)
+    descale = {
+        "one": numbers[0, :1],
+        "heads": numbers,
+        "transposed": numbers.T.contiguous().T,
+        "expanded": numbers[:1].expand(3, 2),
+    }[kind]
+    oracle_fp8.check_call(q, k, v, **{name: descale})
+
+
+@pytest.mark.parametrize("scale_s", [1.0, 100.0, 256.0, 448.0])
+def test_fp8_scale_of_weights_is_right(scale_s):
+    q, k, v = oracle_fp8.operands(2, 4, 2, 200, 300, 128)
+    scale = torch.tensor([scale_s], device=q.device)
+    oracle_fp8.check_call(q, k, v, scale_s=scale, descale_s=1 / scale)
+    oracle_fp8.check_call(q, k, v, scale_s=scale, descale_s=2 / scale, descale_v=scale / scale / 2)
+
+
+def test_fp8_weights_that_saturate_are_cut():
+    """One key: its weight of 1 is stored as 448 of the 1000 that it should be."""
+    q, k, v = oracle_fp8.operands(2, 4, 2, 70, 1, 128)
+    scale = torch.tensor([1000.0], device=q.device)
+    out = attngen.attention(q, k, v, scale_s=scale, descale_s=1 / scale, backend="cuda")
+    want = 0.448 * v.double().repeat_interleave(2, dim=2).expand_as(out)
+    torch.testing.assert_close(out.double(), want, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("out", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0, 1e6, 1e30])
+def test_fp8_output_is_scaled_and_saturates(out, scale):
+    q, k, v = oracle_fp8.operands(2, 4, 2, 130, 30, 128)
+    scale_o = torch.tensor([scale], device=q.device)
+    arguments = {"out_dtype": DTYPES[out], "scale_o": scale_o, "return_amax": True}
+    got, aux = attngen.attention(q, k, v, **arguments, backend="cuda")
+    plain, _ = attngen.attention(q, k, v, return_amax=True, backend="cuda")
+    largest, smallest = torch.finfo(DTYPES[out]).max, torch.finfo(DTYPES[out]).smallest_normal
+    want = (plain.double() * scale).clamp(-largest, largest)
+    step = 2.0 ** -(4 if out == "e4m3" else 3)  # half a unit, beside the rounding of bfloat16
+    torch.testing.assert_close(got.double(), want, rtol=step + 2**-7, atol=smallest / 2)
+    assert abs(aux.amax_o.item() - plain.abs().max().item()) <= 2**-8 * aux.amax_o.item()
+
+
+@pytest.mark.parametrize("out", ["bf16", "e5m2"])
+@pytest.mark.parametrize("kv", [E4M3, E5M2])
+def test_fp8_largest_finite_numbers_give_no_nan(kv, out):
+    q, k, v = oracle_fp8.operands(1, 2, 2, 130, 300, 64)
+    q, k, v = (
+        (x.float().sign() * torch.finfo(dtype).max).to(dtype)
+        for x, dtype in ((q, E4M3), (k, kv), (v, kv))
+    )
+    arguments = {"out_dtype": DTYPES[out], "softmax_scale": 1e-6}
+    got = attngen.attention(q, k, v, **arguments, backend="cuda")
+    assert got.double().isfinite().all()
+
+
+def test_fp8_maxima_are_of_each_call_alone():
+    q, k, v = oracle_fp8.operands(2, 4, 2, 300, 500, 128)
+    large = (v.float() * 8).to(E4M3)
+    found = []
+    for values in (large, v, large, v):
+        _, aux = attngen.attention(q, k, values, return_amax=True, backend="cuda")
+        found.append(aux.amax_o)
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+    expected = [oracle_fp8.truth(q, k, values) for values in (large, v)]
+    for amax, each in zip(found, expected, strict=False):
+        oracle_fp8.check_maxima(torch.ones_like(amax), amax, each)
+
+
+def test_fp8_maxima_change_nothing_else():
+    q, k, v = oracle_fp8.operands(2, 4, 2, 300, 500, 128)
+    plain, aux = attngen.attention(q, k, v, return_lse=True, backend="cuda")
+    out, with_maxima = attngen.attention(q, k, v, return_amax=True, backend="cuda")
+    assert aux.amax_s is None and aux.amax_o is None
+    assert torch.equal(out, plain) and torch.equal(aux.lse, with_maxima.lse)
+
+
+def test_fp8_maxima_where_only_some_rows_see_a_key():
+    for s_q, s_kv, window in ((300, 20, (5, 5)), (300, 1, (0, 0))):
+        q, k, v = oracle_fp8.operands(1, 2, 2, s_q, s_kv, 64)
+        oracle_fp8.check_call(q, k, v, window=window)
+
+
+@pytest.mark.parametrize("layout", cases.LAYOUTS)
+@pytest.mark.parametrize("sizes", [(2, 0, 5), (2, 5, 0), (0, 5, 5)], ids=str)
+@pytest.mark.parametrize("out", ["bf16", "e4m3"])
+def test_fp8_nothing_to_see_returns_zeros(layout, sizes, out):
+    batch, s_q, s_kv = sizes
+    q, k, v = oracle_fp8.operands(batch, 4, 2, s_q, s_kv, 64, 128, layout=layout)
+    with oracle.nan_filled_allocations():
+        got, aux = attngen.attention(
+            *(q, k, v), layout=layout, out_dtype=DTYPES[out], return_amax=True, backend="cuda"
+        )
+    assert got.shape == (*q.shape[:-1], 128) and not got.float().any()
+    assert aux.lse.shape == (batch, 4, s_q) and (aux.lse == -math.inf).all()
+    assert aux.amax_s.tolist() == aux.amax_o.tolist() == [0.0]
