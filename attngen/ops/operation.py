@@ -15,7 +15,8 @@ from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-def
 from .. import counters, load
 from ..builder import build as build_spec
 from ..errors import SpecError
-from ..launch import UNBOUNDED, Prepared, Scalars, launch, prepare
+from ..launch import Prepared, launch, prepare
+from ..run_time import UNBOUNDED, Scalars
 from ..spec import AttentionSpec, dtype_name
 from .operands import extent, memory_axes, violations
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from cuda.bindings import driver as bindings
 
-from attngen import LaunchError, launch
+from attngen import LaunchError, launch, run_time
 from attngen.builder import render_problem
-from attngen.launch import Extent, Scalars
 from attngen.load import LoadedKernel
 from attngen.plan import plans
 from attngen.program import KernelEntry
+from attngen.run_time import Extent, Scalars
 from tests.cpu.test_launch import Driver
 
 ARCH = "sm_90a"
@@ -147,7 +147,7 @@ def test_workspaces_hold_whole_blocks_and_are_one_size_in_a_set(case, make_probl
     known: dict[str, int] = {}
     for plan in plans(problem, ARCH):
         entry = render_problem(problem, plan).kernel
-        sizes = launch.workspace_bytes(entry, q)
+        sizes = run_time.workspace_bytes(entry, q)
         assert [*sizes] == [*entry.workspace]
         assert all(known.setdefault(name, size) == size for name, size in sizes.items())
     blocks = BATCH * HEADS_Q * up(S_Q, plan.row_block)
@@ -166,8 +166,8 @@ def test_launch_many_heads_are_grouped_by_what_they_share(make_problem) -> None:
     sizes = extents(128, 128)
     long = {name: extent._replace(seq=16384) for name, extent in sizes.items()}
     # 3 query heads a group, 16384 positions of 256 + 256 + 512 bytes: 48 MiB.
-    assert launch.heads_per_group(fused, long) == 1
-    assert launch.heads_per_group(fused, {**sizes, "k": sizes["k"]._replace(batch=99)}) == 16
+    assert run_time.heads_per_group(fused, long) == 1
+    assert run_time.heads_per_group(fused, {**sizes, "k": sizes["k"]._replace(batch=99)}) == 16
 
 
 @pytest.mark.parametrize(("name", "change"), [("query heads", "heads"), ("sequences", "batch")])

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen import launch, load, reference
+from attngen import launch, load, reference, run_time
 from attngen.builder import build_problem
-from attngen.launch import UNBOUNDED, Prepared, Scalars
+from attngen.launch import Prepared
 from attngen.ops.operands import extent
 from attngen.problem import Problem
+from attngen.run_time import UNBOUNDED, Scalars
 
 from . import oracle
 
@@ -56,7 +57,7 @@ class Backward:
         for built in build_problem(problem, "sm_90a"):
             loaded = load.load(built.binary, built.cubin, device)
             self.prepared.append(launch.prepare(loaded, extents, scalars))
-            sizes |= launch.workspace_bytes(loaded.kernel, extents["q"])
+            sizes |= run_time.workspace_bytes(loaded.kernel, extents["q"])
         self.workspaces = {
             name: torch.full((size,), GARBAGE, dtype=torch.uint8, device="cuda")
             for name, size in sizes.items()
