@@ -119,7 +119,7 @@ def run(ready: Ready, operands: Operands) -> list[Tensor]:
         raise SpecError("q, k and v must start at a multiple of 16 bytes; clone what does not")
     stream = torch._C._cuda_getCurrentRawStream(index)
     if ready.prepared.loaded.kernel.workspace:
-        addresses["tile_counter"] = _tile_counter(ready.device, stream)
+        addresses["tile_counter"] = tile_counter(ready.device, stream)
     launch(ready.prepared, addresses, stream)
     return results
 
@@ -195,7 +195,7 @@ def prepare_forward(
     return prepare(kernel_of(spec, q.device), extents, scalars)
 
 
-def _tile_counter(device: torch.device, stream: int) -> int:
+def tile_counter(device: torch.device, stream: int) -> int:
     """Address of one zeroed int32 that no concurrent launch shares.
 
     Launches on one stream follow each other and leave it at zero, so a stream keeps its own. A
