@@ -11,47 +11,21 @@ import struct
 import threading
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from .errors import LaunchError
 from .load import LoadedKernel, checked, driver
 from .problem import DTYPE_BYTES
 from .program import KernelEntry, TensorMapRecipe
+from .run_time import Extent, Scalars, row_blocks, values_of
 
 LENGTH_LIMIT = 1 << 30  # positions; masks add lengths and windows in 32 bits
-UNBOUNDED = 1 << 30  # a window side without a bound
 TMA_STRIDE_LIMIT = 1 << 40  # bytes
-LOG2_E = 1.4426950408889634
 GRID_LIMIT = 65535  # CTAs along the second and third axis
 PARAMETER_LIMIT = 32764  # bytes, the driver's
 MAPS_KEPT = 4096  # encoded tensor maps, 128 bytes each: as many as a large model's activations
 _FORMATS = {"i32": "i", "f32": "f", "i64": "q", "ptr": "Q", "tensor_map": "128s"}
 _ADDRESSED = ("ptr", "tensor_map")
-
-
-class Extent(NamedTuple):
-    """Sizes and strides (elements) of one operand, whatever its memory order."""
-
-    batch: int
-    seq: int
-    heads: int
-    dim: int
-    stride_batch: int
-    stride_seq: int
-    stride_heads: int
-
-
-@dataclass(frozen=True)
-class Scalars:
-    """Run-time values of one call: natural-domain scale, window sides in keys (UNBOUNDED where
-    there is none), whether the diagonal is aligned to the bottom right; for q, k and v the strides
-    of their descales over the batch and the key/value heads, in elements."""
-
-    softmax_scale: float
-    window_left: int = UNBOUNDED
-    window_right: int = UNBOUNDED
-    bottom_right: bool = False
-    descale_strides: tuple[tuple[int, int], ...] = ((0, 0),) * 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +60,7 @@ def prepare(loaded: LoadedKernel, extents: dict[str, Extent], scalars: Scalars) 
     Raises: LaunchError where the kernel's integers, grid or copy engine cannot express them.
     """
     kernel = loaded.kernel
-    values = run_time_values(kernel, extents, scalars)
+    values = values_of(kernel, extents, scalars)
     if reasons := _violations(loaded, extents, values):
         raise LaunchError(reasons)
     recipes = {recipe.field: recipe for recipe in kernel.tensor_maps}
@@ -106,28 +80,10 @@ def prepare(loaded: LoadedKernel, extents: dict[str, Extent], scalars: Scalars) 
     )
 
 
-def workspace_bytes(kernel: KernelEntry, q: Extent) -> dict[str, int]:
-    """Bytes of each workspace that the kernel names. The kernels of one problem share them, 16-byte
-    aligned; only `tile_counter` has to be zero before the first launch."""
-    blocks = q.batch * q.heads * _row_blocks(kernel, q)
-    known = {
-        "tile_counter": 4,
-        "lse_log2": 4 * kernel.row_block * blocks,
-        "d": 4 * kernel.row_block * blocks,
-        "dq_acc": 4 * kernel.dq_floats * blocks,
-        "turns": 4 * blocks,
-    }
-    return {name: known[name] for name in kernel.workspace}
-
-
-def _row_blocks(kernel: KernelEntry, q: Extent) -> int:
-    return -(-q.seq // kernel.row_block) if kernel.row_block else 0
-
-
 def _grid(loaded: LoadedKernel, q: Extent, tiles: int) -> tuple[int, int, int]:
     if loaded.kernel.grid == "persistent_tiles":
         return min(loaded.multiprocessors, tiles), 1, 1
-    return _row_blocks(loaded.kernel, q) * loaded.kernel.block_ctas, q.heads, q.batch
+    return row_blocks(loaded.kernel, q) * loaded.kernel.block_ctas, q.heads, q.batch
 
 
 def _violations(
@@ -153,68 +109,6 @@ def _violations(
         if max(_stride_bytes(recipe, extents[recipe.tensor])) >= TMA_STRIDE_LIMIT
     ]
     return reasons
-
-
-def run_time_values(
-    kernel: KernelEntry, extents: dict[str, Extent], scalars: Scalars
-) -> dict[str, int | float]:
-    """Every value that a parameter may name, from shapes and scalars."""
-    q, k = extents["q"], extents["k"]
-    tiled = q if kernel.tile_axis == "q" else k
-    tiles = -(-tiled.seq // kernel.tile_rows)  # along one head
-    total_heads = tiled.batch * tiled.heads
-    descale_strides = {
-        f"descale_{name}_stride_{axis}": stride
-        for name, strides in zip("qkv", scalars.descale_strides, strict=True)
-        for axis, stride in zip(("batch", "head"), strides, strict=True)
-    }
-    return {
-        "q_len": q.seq,
-        "kv_len": k.seq,
-        "tiles": tiles * total_heads,
-        **dict.fromkeys(("tiles_m", "q_tiles", "kv_blocks"), tiles),
-        "q_blocks": _row_blocks(kernel, q),
-        "heads_q": q.heads,
-        "heads_kv": k.heads,
-        "total_heads": total_heads,
-        "heads_per_group": heads_per_group(kernel, extents),
-        "tail_rows": tiles // kernel.tail_share if kernel.tail_share else 0,
-        "group_size": q.heads // k.heads,
-        "bottom_right": int(scalars.bottom_right),
-        "scale": scalars.softmax_scale,
-        "scale_log2": scalars.softmax_scale * LOG2_E,
-        "window_left": scalars.window_left,
-        "window_right": scalars.window_right,
-        **descale_strides,
-        **_strides(extents),
-    }
-
-
-def _strides(extents: dict[str, Extent]) -> dict[str, int]:
-    """`o_stride_row` … of the tensors that kernels address themselves."""
-    return {
-        f"{name}_stride_{axis}": stride
-        for name in ("o", "d_o", "dq")
-        if (x := extents.get(name))
-        for axis, stride in zip(
-            ("row", "head", "batch"), (x.stride_seq, x.stride_heads, x.stride_batch), strict=True
-        )
-    }
-
-
-def heads_per_group(kernel: KernelEntry, extents: dict[str, Extent]) -> int:
-    """Heads that are worked on together, so that what their tiles share stays in L2: of query
-    heads the keys and values, of key/value heads the queries, output gradients and sums of dQ."""
-    q, k, v = extents["q"], extents["k"], extents["v"]
-    group_size = q.heads // k.heads
-    if kernel.tile_axis == "kv":
-        bytes_per_row = (q.dim + v.dim) * 2 + q.dim * 4 * (kernel.dq_floats > 0)
-        fitting = kernel.kv_group_bytes // max(1, q.seq * bytes_per_row * group_size)
-        return max(1, min(k.batch * k.heads, kernel.group_heads, fitting))
-    element_bytes = next((DTYPE_BYTES[m.dtype] for m in kernel.tensor_maps if m.tensor == "k"), 2)
-    bytes_per_head = max(1, k.seq * (k.dim + v.dim) * element_bytes)
-    kv_heads = min(kernel.kv_group_bytes // bytes_per_head, kernel.group_heads // group_size)
-    return max(1, min(q.batch * q.heads, group_size * max(1, kv_heads)))
 
 
 def launch(prepared: Prepared, addresses: dict[str, int], stream: int) -> None:

@@ -63,8 +63,8 @@ class KernelEntry:
     `row_block` queries of each head. `tile_axis` says whether a tile is `tile_rows` queries of a
     query head or as many keys of a key/value head; `kv_group_bytes`, `group_heads` and
     `tail_share` order the tiles (see arch.base.Schedule).
-    `workspace`: device memory beside the operands, of launch.workspace_bytes each; what one kernel
-    of a problem leaves there the next ones read. `dq_floats`: those of `dq_acc` for a block.
+    `workspace`: device memory beside the operands, of run_time.workspace_bytes each; what one
+    kernel of a problem leaves there the next ones read. `dq_floats`: those of `dq_acc` for a block.
     """
 
     entry: str

@@ -19,10 +19,11 @@ from .bench.run import require_gpu
 from .bench.timing import Call, time_interleaved
 from .builder import Built, build_plan
 from .errors import CompileError, MeasureError
-from .launch import UNBOUNDED, Extent, Scalars, launch, prepare
+from .launch import launch, prepare
 from .plan import feasible
 from .problem import DTYPE_BYTES, Problem
 from .reference.call import SCALES
+from .run_time import UNBOUNDED, Extent, Scalars
 from .tuned import Candidate, Entry, settings
 
 TOKENS = 16384  # of a call, spread over as many sequences as the length allows

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..errors import SpecError
-from ..launch import UNBOUNDED, Extent, Scalars
 from ..layouts import parse
+from ..run_time import UNBOUNDED, Extent, Scalars
 
 SCALE_LIMIT = 2.0**127  # in log2 units it must still be a float32
 

@@ -15,7 +15,8 @@ from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-def
 from .. import counters, load
 from ..builder import build as build_spec
 from ..errors import SpecError
-from ..launch import UNBOUNDED, Prepared, Scalars, launch, prepare
+from ..launch import Prepared, launch, prepare
+from ..run_time import UNBOUNDED, Scalars
 from ..spec import AttentionSpec, dtype_name
 from .operands import extent, memory_axes, violations
 
@@ -118,7 +119,7 @@ def run(ready: Ready, operands: Operands) -> list[Tensor]:
         raise SpecError("q, k and v must start at a multiple of 16 bytes; clone what does not")
     stream = torch._C._cuda_getCurrentRawStream(index)
     if ready.prepared.loaded.kernel.workspace:
-        addresses["tile_counter"] = _tile_counter(ready.device, stream)
+        addresses["tile_counter"] = tile_counter(ready.device, stream)
     launch(ready.prepared, addresses, stream)
     return results
 
@@ -194,7 +195,7 @@ def prepare_forward(
     return prepare(kernel_of(spec, q.device), extents, scalars)
 
 
-def _tile_counter(device: torch.device, stream: int) -> int:
+def tile_counter(device: torch.device, stream: int) -> int:
     """Address of one zeroed int32 that no concurrent launch shares.
 
     Launches on one stream follow each other and leave it at zero, so a stream keeps its own. A

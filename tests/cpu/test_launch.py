@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from cuda.bindings import driver as bindings
 
-from attngen import LaunchError, launch
-from attngen.launch import Extent, Scalars
+from attngen import LaunchError, launch, run_time
 from attngen.load import LoadedKernel
 from attngen.program import Field, KernelEntry, TensorMapRecipe
+from attngen.run_time import Extent, Scalars
 
 ENTRY = KernelEntry(
     entry="kernel",
@@ -172,6 +172,6 @@ def test_launch_heads_that_share_l2_are_counted_in_bytes_of_their_dtype() -> Non
     extent = Extent(1, 4096, 8, 128, 1 << 22, 1024, 128)
     extents = dict.fromkeys(("q", "k", "v", "o"), extent)
     entry = eight_bit(kv_group_bytes=1 << 22, group_heads=8)  # a head has 2^20 bytes of K and V
-    assert launch.heads_per_group(entry, extents) == 4
+    assert run_time.heads_per_group(entry, extents) == 4
     recipe = replace(entry.tensor_maps[0], dtype="bf16")
-    assert launch.heads_per_group(replace(entry, tensor_maps=(recipe,)), extents) == 2
+    assert run_time.heads_per_group(replace(entry, tensor_maps=(recipe,)), extents) == 2

@@ -25,7 +25,7 @@ COMPILER_SIDE = {
     *("spec", "features", "resolve", "plan", "render", "render_bwd", "compile", "builder"),
     "digest",
 }
-LAUNCH_SIDE = ("launch", "load", "program", "counters")
+LAUNCH_SIDE = ("launch", "load", "program", "counters", "run_time")
 # Outside package → the modules (or packages of ours) that may import it.
 HOMES = {
     "torch": {"ops", "reference", "tune", "bench"},

@@ -1,0 +1,157 @@
+"""The operation `attngen::backward` without a GPU: what it would launch, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attngen import SpecError
+from attngen.builder import render_problem
+from attngen.load import LoadedKernel
+from attngen.ops import backward as op
+from attngen.plan import plans
+
+ARCH = "sm_90a"
+BATCH, S_Q, S_KV, HEADS_Q, HEADS_KV = 2, 5, 7, 4, 2
+NUMBERS = ("bshd", "causal", 0.25, -1, -1, False)
+
+
+def given(d=64, d_v=40, dtype=torch.bfloat16, s_kv=S_KV):
+    """d_o, dlse, q, k, v, o, lse by name."""
+    make = torch.Generator().manual_seed(0)
+    shapes = {
+        "d_o": (BATCH, S_Q, HEADS_Q, d_v),
+        "dlse": (BATCH, HEADS_Q, S_Q),
+        "q": (BATCH, S_Q, HEADS_Q, d),
+        "k": (BATCH, s_kv, HEADS_KV, d),
+        "v": (BATCH, s_kv, HEADS_KV, d_v),
+        "o": (BATCH, S_Q, HEADS_Q, d_v),
+        "lse": (BATCH, HEADS_Q, S_Q),
+    }
+    return {
+        name: torch.randn(shape, generator=make).to(torch.float32 if "lse" in name else dtype)
+        for name, shape in shapes.items()
+    }
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Launches on the CPU of the kernels that plan and renderer describe, and their problems."""
+    launches, problems = [], []
+
+    def load(problem, device):
+        problems.append(problem)
+        entries = [render_problem(problem, each).kernel for each in plans(problem, ARCH)]
+        return tuple(LoadedKernel("handle", entry, 0, 132) for entry in entries)
+
+    def note(prepared, addresses, stream):
+        kernel = prepared.loaded.kernel
+        launches.append(SimpleNamespace(kernel=kernel, addresses=dict(addresses), stream=stream))
+
+    monkeypatch.setattr(op, "_load", load)
+    monkeypatch.setattr(op, "_ready", {})
+    monkeypatch.setattr(op, "launch", note)
+    monkeypatch.setattr(op, "tile_counter", lambda device, stream: 64)
+    monkeypatch.setattr(op.load, "ensure_context", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    return SimpleNamespace(launches=launches, problems=problems)
+
+
+@pytest.mark.parametrize(
+    ("d", "families"),
+    [
+        (64, ["bwd_prepare", "sm90_bwd", "bwd_convert"]),
+        (256, ["bwd_prepare", "sm90_bwd_dkv", "sm90_bwd_dq"]),
+    ],
+)
+def test_op_launches_each_kernel_in_order_with_every_address(launched, d, families):
+    tensors = given(d)
+    gradients = op.backward(*tensors.values(), *NUMBERS, True)
+    assert [each.kernel.entry.partition("__")[0] for each in launched.launches] == families
+    (problem,) = launched.problems
+    assert (problem.direction, problem.deterministic, problem.masks) == ("bwd", True, ("causal",))
+    tensors |= dict(zip(op.GRADIENTS, gradients, strict=True))
+    for launch in launched.launches:
+        assert launch.stream == 7 and launch.addresses["tile_counter"] == 64
+        assert launch.addresses.items() >= {n: x.data_ptr() for n, x in tensors.items()}.items()
+        needed = {field.name for field in launch.kernel.fields if field.type == "ptr"}
+        needed |= {recipe.tensor for recipe in launch.kernel.tensor_maps}
+        assert needed <= launch.addresses.keys()
+
+
+def test_op_workspaces_share_one_allocation_without_overlap(launched):
+    op.backward(*given(64).values(), *NUMBERS, True)
+    (ready,) = op._ready.values()
+    blocks = BATCH * HEADS_Q  # 5 queries are one block of 128
+    sizes = {"lse_log2": 512, "d": 512, "dq_acc": 128 * 64 * 4, "turns": 4}
+    assert ready.offsets.keys() == sizes.keys()
+    places = sorted((ready.offsets[name], sizes[name] * blocks) for name in sizes)
+    ends = [start + size for start, size in places]
+    assert all(end <= start for end, (start, _) in zip(ends, places[1:], strict=False))
+    assert ends[-1] <= ready.workspace_bytes
+    assert all(start % 16 == 0 for start, _ in places)
+
+
+def test_op_gradients_have_the_shapes_of_their_operands(launched):
+    tensors = given()
+    found = op.backward(*tensors.values(), *NUMBERS, False)
+    for name, gradient in zip("qkv", found, strict=True):
+        assert gradient.shape == tensors[name].shape and gradient.dtype == torch.bfloat16
+        assert gradient.is_contiguous()
+
+
+def test_op_without_a_gradient_of_the_lse_has_address_zero(launched):
+    op.backward(*(given() | {"dlse": None}).values(), *NUMBERS, False)
+    assert all(each.addresses["dlse"] == 0 for each in launched.launches)
+
+
+def test_op_new_addresses_of_known_shapes_prepare_nothing(launched):
+    for _ in range(3):
+        op.backward(*given().values(), *NUMBERS, False)
+    assert len(launched.problems) == 1 and len(launched.launches) == 9
+
+
+def test_op_gradient_that_kernels_cannot_read_is_copied(launched):
+    tensors = given()
+    one = torch.ones((), dtype=torch.bfloat16).expand(tensors["d_o"].shape)
+    op.backward(*(tensors | {"d_o": one}).values(), *NUMBERS, False)
+    assert all(each.addresses["d_o"] != one.data_ptr() for each in launched.launches)
+    assert op.readable(one).is_contiguous() and op.readable(one).eq(1).all()
+    odd = torch.zeros(2, 5, 4, 41, dtype=torch.bfloat16)[..., 1:]
+    assert op.readable(odd).data_ptr() != odd.data_ptr()
+    assert op.readable(tensors["o"]) is tensors["o"]
+
+
+def test_op_no_keys_launches_nothing_and_is_zero(launched):
+    dq, dk, dv = op.backward(*given(s_kv=0).values(), *NUMBERS, False)
+    assert not launched.launches and not launched.problems
+    assert not dq.any() and dk.numel() == dv.numel() == 0
+
+
+REFUSED = {
+    "dtype": (given(dtype=torch.float32), "float16 and bfloat16"),
+    "kv dtype": ({"k": given()["k"].half(), "v": given()["v"].half()}, "one dtype"),
+    "partial": ({"o": given()["o"].float()}, "o needs torch.bfloat16"),
+    "d_o shape": ({"d_o": given(d_v=48)["d_o"]}, r"d_o needs torch.bfloat16 \[2, 5, 4, 40\]"),
+    "lse": ({"lse": torch.zeros(2, 5, 4)}, r"lse needs torch.float32 \[2, 4, 5\]"),
+    "dlse device": ({"dlse": torch.zeros(2, 4, 5, device="meta")}, "dlse is on meta"),
+    "alignment": ({"q": torch.zeros(2, 5, 4, 65).bfloat16()[..., 1:]}, "multiples of 16 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_op_refuses_before_a_launch(launched, name):
+    changes, word = REFUSED[name]
+    with pytest.raises(SpecError, match=word):
+        op.backward(*(given() | changes).values(), *NUMBERS, False)
+    assert not launched.launches
+
+
+def test_op_fake_result_has_the_shapes_of_the_real_one():
+    tensors = [tensor.to("meta") for tensor in given().values()]
+    found = torch.ops.attngen.backward(*tensors, *NUMBERS, False)
+    assert [x.shape for x in found] == [x.shape for x in tensors[2:5]]

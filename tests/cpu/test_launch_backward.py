@@ -1,0 +1,181 @@
+"""Launching a backward: what each kernel is handed, seen by a driver that starts nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import Any
+
+import pytest
+from cuda.bindings import driver as bindings
+
+from attngen import LaunchError, launch, run_time
+from attngen.builder import render_problem
+from attngen.load import LoadedKernel
+from attngen.plan import plans
+from attngen.program import KernelEntry
+from attngen.run_time import Extent, Scalars
+from tests.cpu.test_launch import Driver
+
+ARCH = "sm_90a"
+SMS = 132
+BATCH, HEADS_Q, HEADS_KV, S_Q, S_KV = 3, 6, 2, 300, 517
+SCALARS = Scalars(0.25, 40, 7, bottom_right=True)
+TENSORS = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")
+POINTERS = ("lse", "dlse", "lse_log2", "d", "dq_acc", "turns", "tile_counter")
+ADDRESSES = {name: 4096 * (n + 1) for n, name in enumerate((*TENSORS, *POINTERS))}
+FORMATS = {"i32": "<i", "f32": "<f", "i64": "<q", "ptr": "<Q", "tensor_map": "<Q"}
+
+
+class Recorder(Driver):
+    """Keeps the parameters of any size, and the boxes of tensor maps by address."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.boxes: dict[int, tuple[int, ...]] = {}
+
+    def cuTensorMapEncodeTiled(self, dtype: Any, rank: int, address: int, *rest: Any) -> Any:
+        self.boxes[address] = tuple(int(each) for each in rest[2])
+        return super().cuTensorMapEncodeTiled(dtype, rank, address, *rest)
+
+    def cuLaunchKernel(self, *arguments: Any) -> Any:
+        *start, pointers, _ = arguments
+        address = ctypes.c_void_p.from_address(pointers).value
+        assert address is not None
+        self.launches.append((tuple(start), ctypes.string_at(address, 2048)))
+        return (bindings.CUresult.CUDA_SUCCESS,)
+
+
+def extents(d: int, d_v: int) -> dict[str, Extent]:
+    """bshd tensors, contiguous."""
+
+    def make(seq: int, heads: int, dim: int) -> Extent:
+        return Extent(BATCH, seq, heads, dim, seq * heads * dim, heads * dim, dim)
+
+    q, k, v = make(S_Q, HEADS_Q, d), make(S_KV, HEADS_KV, d), make(S_KV, HEADS_KV, d_v)
+    o = make(S_Q, HEADS_Q, d_v)
+    return {"q": q, "k": k, "v": v, "o": o, "d_o": o, "dq": q, "dk": k, "dv": v}
+
+
+def launched(
+    problem: Any, monkeypatch: pytest.MonkeyPatch, d: int, d_v: int
+) -> list[tuple[Any, KernelEntry, tuple[Any, ...], dict[str, Any], Recorder]]:
+    """Plan, entry, start, parameters by name, and the driver, of each launch."""
+    found = []
+    for plan in plans(problem, ARCH):
+        driver = Recorder()
+        monkeypatch.setattr("attngen.launch.driver", lambda driver=driver: driver)
+        launch._encoded.cache_clear()
+        entry = render_problem(problem, plan).kernel
+        loaded = LoadedKernel("handle", entry, 0, SMS)
+        launch.launch(launch.prepare(loaded, extents(d, d_v), SCALARS), ADDRESSES, 5)
+        ((start, memory),) = driver.launches
+        values = {
+            field.name: struct.unpack_from(FORMATS[field.type], memory, field.offset)[0]
+            for field in entry.fields
+        }
+        found.append((plan, entry, start, values, driver))
+    return found
+
+
+CASES = {
+    "fused": {"head_dim": 128, "masks": ("causal",)},
+    "fused rows deterministic": {"head_dim": 64, "head_dim_v": 40, "deterministic": True},
+    "split": {"head_dim": 192, "head_dim_v": 128, "masks": ("causal", "window")},
+}
+
+
+def up(value: int, step: int) -> int:
+    return -(-value // step)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_launch_each_kernel_of_a_backward_gets_its_values(case, make_problem, monkeypatch) -> None:
+    named = CASES[case]
+    d, d_v = named["head_dim"], named.get("head_dim_v", named["head_dim"])
+    problem = make_problem(**named, direction="bwd")
+    for plan, entry, start, values, driver in launched(problem, monkeypatch, d, d_v):
+        blocks = up(S_Q, plan.row_block)
+        if plan.family == "bwd_prepare":
+            grid = (blocks, HEADS_Q, BATCH)
+            expected = {"q_blocks": blocks, "q_len": S_Q, "heads_q": HEADS_Q}
+            expected |= {"o_stride_row": HEADS_Q * d_v, "d_o_stride_head": d_v}
+            expected |= {"o_stride_batch": S_Q * HEADS_Q * d_v}
+        elif plan.family == "bwd_convert":
+            grid = (blocks * 2, HEADS_Q, BATCH)
+            expected = {"q_blocks": blocks, "q_len": S_Q, "heads_q": HEADS_Q, "scale": 0.25}
+            expected |= {"dq_stride_row": HEADS_Q * d, "dq_stride_head": d}
+        else:
+            of_queries = plan.family == "sm90_bwd_dq"
+            along = up(S_Q, plan.tile.m) if of_queries else up(S_KV, plan.tile.n)
+            heads = BATCH * (HEADS_Q if of_queries else HEADS_KV)
+            grid = (min(SMS, along * heads), 1, 1)
+            expected = {
+                "tiles": along * heads,
+                "q_tiles" if of_queries else "kv_blocks": along,
+                "q_blocks": blocks,
+                "heads_q": HEADS_Q,
+                "heads_kv": HEADS_KV,
+                "total_heads": heads,
+                "tail_rows": along // 4 if problem.masks else 0,
+                "group_size": HEADS_Q // HEADS_KV,
+                "bottom_right": 1,
+                "scale": 0.25,
+                "scale_log2": pytest.approx(0.25 * 1.4426950408889634),
+                "kv_len": S_KV,
+                "q_len": S_Q,
+            }
+            expected |= {"window_left": 40, "window_right": 7} if "window" in problem.masks else {}
+            # All fit into L2: 16 heads at most, whole groups of query heads.
+            expected["heads_per_group"] = 15 if of_queries else heads
+            rows = {"q": plan.tile.m, "k": plan.tile.n, "v": plan.tile.n, "d_o": plan.tile.m}
+            rows |= dict.fromkeys(("dq",) if of_queries else ("dk", "dv"), 64)
+            boxes = {ADDRESSES[name]: (64, n, 1, 1) for name, n in rows.items()}
+            assert driver.boxes == boxes
+        pointers = {name: ADDRESSES[name] for name in values if name in ADDRESSES}
+        maps = {name: ADDRESSES[name[4:]] for name in values if name.startswith("map_")}
+        assert start[1:4] == grid and start[4] == plan.threads
+        assert start[7] == entry.smem_bytes and start[8] == 5
+        for name, value in {**pointers, **maps, **expected}.items():
+            assert values[name] == value, f"{plan.family}: {name}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_workspaces_hold_whole_blocks_and_are_one_size_in_a_set(case, make_problem) -> None:
+    problem = make_problem(**CASES[case], direction="bwd")
+    q = extents(problem.head_dim_qk, problem.head_dim_v)["q"]
+    known: dict[str, int] = {}
+    for plan in plans(problem, ARCH):
+        entry = render_problem(problem, plan).kernel
+        sizes = run_time.workspace_bytes(entry, q)
+        assert [*sizes] == [*entry.workspace]
+        assert all(known.setdefault(name, size) == size for name, size in sizes.items())
+    blocks = BATCH * HEADS_Q * up(S_Q, plan.row_block)
+    wanted = dict.fromkeys(("lse_log2", "d"), 4 * plan.row_block * blocks) | {"tile_counter": 4}
+    if "fused" in case:  # columns of dQ in shares of 64, or all of them
+        wanted["dq_acc"] = 4 * plan.row_block * problem.head_dim_qk * blocks
+    if problem.deterministic:
+        wanted["turns"] = 4 * blocks
+    assert known == wanted
+
+
+def test_launch_many_heads_are_grouped_by_what_they_share(make_problem) -> None:
+    """Tiles of keys share queries, output gradients and sums of dQ; long ones fill L2 sooner."""
+    problem = make_problem(128, masks=("causal",), direction="bwd")
+    _, fused, _ = (render_problem(problem, each).kernel for each in plans(problem, ARCH))
+    sizes = extents(128, 128)
+    long = {name: extent._replace(seq=16384) for name, extent in sizes.items()}
+    # 3 query heads a group, 16384 positions of 256 + 256 + 512 bytes: 48 MiB.
+    assert run_time.heads_per_group(fused, long) == 1
+    assert run_time.heads_per_group(fused, {**sizes, "k": sizes["k"]._replace(batch=99)}) == 16
+
+
+@pytest.mark.parametrize(("name", "change"), [("query heads", "heads"), ("sequences", "batch")])
+def test_launch_more_than_a_grid_holds_is_refused(name, change, make_problem, monkeypatch) -> None:
+    monkeypatch.setattr("attngen.launch.driver", lambda: Recorder())
+    problem = make_problem(64, direction="bwd")
+    prepare, *_ = plans(problem, ARCH)
+    loaded = LoadedKernel("handle", render_problem(problem, prepare).kernel, 0, SMS)
+    many = {each: x._replace(**{change: 65536}) for each, x in extents(64, 64).items()}
+    with pytest.raises(LaunchError, match=f"65536 {name}"):
+        launch.prepare(loaded, many, SCALARS)

@@ -1,0 +1,144 @@
+"""The float64 rule for gradients, and the backward's kernels run on given tensors.
+
+With G64 the gradient in float64 of the same 16-bit inputs, and e_torch the largest error against it
+of the reference's gradient (float32 arithmetic, rounded to 16 bits at its end):
+    max |G - G64|  <=  4 e_torch + eps/2 max |G64|,    eps the spacing of the dtype's numbers at 1.
+Beside the gradient itself a kernel rounds three things to 16 bits: the weights, the gradients of
+the scores, and the output inside D. Each errs about as much as rounding the gradient does: hence
+the 4. These roundings alone, written down in PyTorch on a CPU, come to at most 3.8 e_torch over
+head dims from 8 to 256, masks, lengths and dtypes. The last term is one rounding of the largest
+element, for calls so small that the reference's largest error is a lucky one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen import launch, load, reference, run_time
+from attngen.builder import build_problem
+from attngen.launch import Prepared
+from attngen.ops.operands import extent
+from attngen.problem import Problem
+from attngen.run_time import UNBOUNDED, Scalars
+
+from . import oracle
+
+NAMES = ("dq", "dk", "dv")
+GARBAGE = 255  # in every byte: NaN as a float, -1 as an integer
+
+
+class Backward:
+    """The kernels of a problem, prepared for tensors of these shapes and strides.
+
+    tensors: q, k, v, o, d_o and dq, dk, dv in the axis order `axes`; none is empty.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        tensors: dict[str, Tensor],
+        axes: str = "bshd",
+        window: tuple[int, int] = (-1, -1),
+        bottom_right: bool = False,
+    ) -> None:
+        device = torch.cuda.current_device()
+        self.tensors = tensors
+        extents = {name: extent(tensor, axes) for name, tensor in tensors.items()}
+        left, right = (side if side >= 0 else UNBOUNDED for side in window)
+        scalars = Scalars(problem.head_dim_qk**-0.5, left, right, bottom_right)
+        self.prepared: list[Prepared] = []
+        sizes: dict[str, int] = {}
+        for built in build_problem(problem, "sm_90a"):
+            loaded = load.load(built.binary, built.cubin, device)
+            self.prepared.append(launch.prepare(loaded, extents, scalars))
+            sizes |= run_time.workspace_bytes(loaded.kernel, extents["q"])
+        self.workspaces = {
+            name: torch.full((size,), GARBAGE, dtype=torch.uint8, device="cuda")
+            for name, size in sizes.items()
+        }
+        self.workspaces["tile_counter"].zero_()
+
+    def __call__(self, lse: Tensor, dlse: Tensor | None) -> None:
+        """Fills dq, dk and dv. lse, dlse: float32 [b, h_q, s_q], contiguous."""
+        assert lse.is_contiguous() and (dlse is None or dlse.is_contiguous())
+        held = {**self.tensors, **self.workspaces, "lse": lse}
+        addresses = {name: tensor.data_ptr() for name, tensor in held.items()}
+        addresses["dlse"] = 0 if dlse is None else dlse.data_ptr()
+        stream = torch.cuda.current_stream().cuda_stream
+        for prepared in self.prepared:
+            launch.launch(prepared, addresses, stream)
+        torch.cuda.synchronize()
+        assert not self.workspaces["tile_counter"].any(), "the counter must be left at zero"
+
+
+def reference_gradients(
+    tensors: Sequence[Tensor], dlse: Tensor | None, dtype: torch.dtype, **arguments: Any
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Output, LSE and the gradients of q, k and v, by the reference on tensors of that dtype.
+
+    tensors: q, k, v, d_o; dlse: gradient of the LSE, or None.
+    """
+    *operands, d_o = (tensor.detach().to(dtype) for tensor in tensors)
+    operands = [tensor.requires_grad_() for tensor in operands]
+    out, aux = reference.attention(*operands, **arguments)
+    assert aux.lse is not None
+    results, incoming = [out], [d_o]
+    if dlse is not None:
+        results.append(aux.lse)
+        incoming.append(dlse.to(aux.lse.dtype))
+    found = torch.autograd.grad(results, operands, incoming)
+    return out.detach(), aux.lse.detach().float().contiguous(), found
+
+
+def check(
+    found: Sequence[Tensor], tensors: Sequence[Tensor], dlse: Tensor | None, **arguments: Any
+) -> None:
+    """Asserts the rule for dq, dk and dv."""
+    dtype = tensors[0].dtype
+    *_, expected = reference_gradients(tensors, dlse, torch.float64, **arguments)
+    *_, rounded = reference_gradients(tensors, dlse, dtype, **arguments)
+    for name, gradient, truth, torch_s in zip(NAMES, found, expected, rounded, strict=True):
+        assert gradient.shape == truth.shape
+        assert not gradient.isnan().any(), f"{name}: {int(gradient.isnan().sum())} NaN"
+        error = oracle.largest((gradient.double() - truth).abs())
+        torch_error = oracle.largest((torch_s.double() - truth).abs())
+        largest = oracle.largest(truth.abs())
+        limit = 4 * torch_error + torch.finfo(dtype).eps / 2 * largest
+        assert error <= limit, f"{name}: error {error:.3e} > {limit:.3e}, of {largest:.3e}"
+
+
+class Surrounded:
+    """Copies of tensors inside buffers of NaN, which reach beyond every end of every axis."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.buffers, self.views = {}, {}
+        for name, tensor in tensors.items():
+            shape = (*(n + 2 for n in tensor.shape[:3]), tensor.shape[3] + 16)
+            self.buffers[name] = tensor.new_full(shape, math.nan)
+            self.views[name] = self.buffers[name][1:-1, 1:-1, 1:-1, 8:-8]
+            self.views[name].copy_(tensor)
+
+    def assert_untouched(self) -> None:
+        """Nothing outside the views was written."""
+        for name, buffer in self.buffers.items():
+            outside = torch.ones_like(buffer, dtype=torch.bool)
+            outside[1:-1, 1:-1, 1:-1, 8:-8] = False
+            assert buffer[outside].isnan().all(), f"{name}: written beyond its end"
+
+
+def compile_all(problems: Sequence[Problem]) -> None:
+    """Builds the kernels into the cache, in parallel; what fails is reported by its tests."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    def build(problem: Problem) -> None:
+        with contextlib.suppress(Exception):  # the test that needs it meets it again
+            build_problem(problem, "sm_90a")
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(build, problems))

@@ -1,0 +1,100 @@
+"""The operation `attngen::backward`: forward and backward kernels together, graphs, streams."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import attngen
+import attngen.ops.backward  # noqa: F401  # defines the operation
+
+from . import cases, gradients, oracle
+
+pytestmark = pytest.mark.gpu
+KERNELS = cases.core_specs(64, 128, 256, kinds=("none", "causal"))
+
+
+def operands(d, heads=(2, 8, 2), lengths=(513, 700), layout="bshd", dtype=torch.bfloat16, seed=0):
+    """q, k, v and d_o."""
+    q, k, v = oracle.operands(*heads, *lengths, d, None, dtype, layout, seed)
+    return q, k, v, oracle.randn(*q.shape, dtype=dtype, seed=seed + 50)
+
+
+def results(tensors, mask="causal", layout="bshd", dlse=None, deterministic=False):
+    """dq, dk, dv by the kernels, forward included."""
+    q, k, v, d_o = tensors
+    scale = q.shape[-1] ** -0.5
+    out, aux = attngen.attention(q, k, v, mask=mask, layout=layout, backend="cuda", return_lse=True)
+    numbers = (layout, mask, scale, -1, -1, False, deterministic)
+    return torch.ops.attngen.backward(d_o, dlse, q, k, v, out, aux.lse, *numbers)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd"])
+@pytest.mark.parametrize("mask", ["none", "causal"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_op_on_the_kernels_own_output_is_right(d, mask, layout):
+    tensors = operands(d, layout=layout)
+    dlse = oracle.randn(2, 8, 513, dtype=torch.float32, seed=3)
+    with oracle.nan_filled_allocations():
+        found = results(tensors, mask, layout, dlse)
+    gradients.check(found, tensors, dlse, mask=mask, layout=layout)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_op_gradient_expanded_from_one_number_is_read_right(d):
+    q, k, v, d_o = operands(d)
+    one = torch.ones((), dtype=q.dtype, device="cuda").expand(d_o.shape)
+    gradients.check(results((q, k, v, one)), (q, k, v, one.contiguous()), None, mask="causal")
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_op_deterministic_gives_the_same_bits_on_every_stream(d):
+    tensors = operands(d, lengths=(1500, 1500))
+    first = results(tensors, deterministic=True)
+    torch.cuda.synchronize()
+    for _ in range(5):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            found = results(tensors, deterministic=True)
+        stream.synchronize()
+        assert oracle.same(found, first)
+
+
+@pytest.mark.parametrize("d", [64, 256])
+def test_op_graph_replay_follows_changed_inputs(d):
+    tensors = operands(d)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        results(tensors, deterministic=True)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = results(tensors, deterministic=True)
+    for number in range(5):
+        for tensor, fresh in zip(tensors, operands(d, seed=number + 1), strict=True):
+            tensor.copy_(fresh)
+        graph.replay()
+        assert oracle.same(found, results(tensors, deterministic=True))
+
+
+def test_op_several_streams_at_once_do_not_meet():
+    given = [operands(d, seed=d) for d in (64, 128, 256)]
+    wanted = [results(each, deterministic=True) for each in given]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in given]
+    for _ in range(5):
+        found = []
+        for each, stream in zip(given, streams, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(results(each, deterministic=True))
+        torch.cuda.synchronize()
+        assert all(oracle.same(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_op_without_keys_is_zero():
+    q, k, v, d_o = operands(64, lengths=(100, 0))
+    lse = torch.full((2, 8, 100), float("-inf"), device="cuda")
+    numbers = ("bshd", "none", 0.125, -1, -1, False, False)
+    dq, dk, dv = torch.ops.attngen.backward(d_o, None, q, k, v, torch.zeros_like(q), lse, *numbers)
+    assert not dq.any() and dk.numel() == dv.numel() == 0
