@@ -103,6 +103,7 @@ def test_gradients_equal_the_written_backward(bias_type):
         dropout_p=p,
         rng_state=STATE,
     )
+    torch.manual_seed(2)
     d_out, d_lse = torch.randn_like(out), torch.randn_like(aux.lse)
     got = torch.autograd.grad((out, aux.lse), (q, k, v, bias, sink), (d_out, d_lse))
 
@@ -112,7 +113,7 @@ def test_gradients_equal_the_written_backward(bias_type):
         scores = capped + (bias if bias_type == "post_scale" else 0.0)
         seen = torch.ones(s_q, s_kv).tril().bool()
         probabilities = torch.where(seen, torch.exp(scores - aux.lse[..., None]), 0.0)
-        kept = dropout_keep_mask(STATE, p, b, h, s_q, s_kv) / (1 - p)
+        kept = dropout_keep_mask(STATE, p, b, h, s_q, s_kv).double() / (1 - p)
         delta = (d_out * out).sum(-1) - d_lse
         d_v = (probabilities * kept).mT @ d_out
         d_s = probabilities * (kept * (d_out @ v.mT) - delta[..., None])
