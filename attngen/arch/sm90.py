@@ -36,8 +36,8 @@ CAUSAL_SCHEDULE = Schedule(True, True, kv_group_bytes=64 << 20, group_heads=32, 
 # +2 to +3 % at 512 and 1024 tokens over a fixed stride, and the same beyond.
 FULL_SCHEDULE = Schedule(True, False, kv_group_bytes=0, group_heads=1, tail_share=0)
 # Fastest of four orders, by largest head dim (up to) and whether there are masks: 16k tokens (8k
-# at 192), measured beside each other. Rescaling first: +3 % at 64 causal, +2 % at 128 full, +1.5 %
-# at 256 causal, but -1 to -3 % at 128 causal and 192. Sums in pairs: +1 to +3 %, but -2.5 % at 64
+# at 192), measured beside each other. Rescaling first: +1 % at 64 causal, +2 % at 128 full, +1.5 %
+# at 256 causal, but -2 to -5 % at 128 causal and 192. Sums in pairs: 0 to +2.5 %, but -3 % at 64
 # full. At 256, rescaling 128 registers only when a maximum grows: +5 to +9 %; up to 128 the vote
 # costs more than it saves (-2 to -18 %).
 SOFTMAX_ORDERS = {
@@ -124,8 +124,7 @@ def eight_bit(problem: Problem) -> bool:
 
 def choices_8bit(problem: Problem) -> Iterator[Choice]:
     """Two consumers; blocks of whole 32-key steps; sums promoted every 1024 keys or so where
-    shared memory holds the totals, which costs 5 to 8 % at 128 (measured). Queries in registers
-    and taking turns measured within 2 % of the alternatives there."""
+    shared memory holds the totals, which costs 5 to 8 % at 128 (measured)."""
     softmax = SoftmaxOrder(0, rescale_first=True, pair_sums=True)
     for block in range(192, 0, -32):
         for q_in_registers, over_q in ((True, False), (False, False), (False, True)):
