@@ -37,6 +37,11 @@ class Problem:
     deterministic: bool = False
 
     @property
+    def eight_bit(self) -> bool:
+        """Whether Q, and with it K and V, are FP8."""
+        return DTYPE_BYTES[self.dtype_q] == 1
+
+    @property
     def label(self) -> str:
         """Short readable name, part of the kernel's entry symbol: `causal_d128_bf16`."""
         dims = f"d{self.head_dim_qk}"

@@ -162,7 +162,7 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> list[tup
     names = [("map_q", "tensor_map"), ("map_k", "tensor_map"), ("map_v", "tensor_map")]
     names += [("o", "ptr")] if partial else [("map_o", "tensor_map")]
     names += [("lse", "ptr")]
-    if DTYPE_BYTES[problem.dtype_q] == 1:
+    if problem.eight_bit:
         pointers = ("descale_q", "descale_k", "descale_v", "scale_s", "descale_s", "scale_o")
         names += [(name, "ptr") for name in (*pointers, "amax_s", "amax_o")]
     names += [("tile_counter", "ptr")] if plan.schedule.dynamic else []
@@ -179,7 +179,7 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> list[tup
         ("bottom_right", "i32"),
         ("scale" if problem.scores else "scale_log2", "f32"),
     ]
-    if DTYPE_BYTES[problem.dtype_q] == 1:
+    if problem.eight_bit:
         for tensor, axis in itertools.product("qkv", ("batch", "head")):
             names += [(f"descale_{tensor}_stride_{axis}", "i32")]
     return [*names, *operands_of(uses)]

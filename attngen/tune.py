@@ -21,7 +21,7 @@ from .builder import Built, build_plan
 from .errors import CompileError, MeasureError
 from .launch import launch, prepare
 from .plan import feasible
-from .problem import DTYPE_BYTES, Problem
+from .problem import Problem
 from .reference.call import SCALES
 from .run_time import UNBOUNDED, Extent, Scalars
 from .tuned import Candidate, Entry, settings
@@ -168,7 +168,7 @@ def _checked_calls(
     tensors["lse"] = torch.empty((batch, heads, length), device="cuda", dtype=torch.float32)
     scalars = _scalars(problem, window)
     calls: dict[str, Call] = {}
-    difference = DIFFERENCE_8BIT if DTYPE_BYTES[problem.dtype_q] == 1 else DIFFERENCE
+    difference = DIFFERENCE_8BIT if problem.eight_bit else DIFFERENCE
     wanted: Tensor | None = None
     for number, each in enumerate(built):
         call = calls[str(number)] = _call(each, tensors, scalars)

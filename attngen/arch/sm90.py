@@ -98,7 +98,7 @@ def choices(problem: Problem) -> Iterator[Choice]:
     """The choices worth trying. Up to head dim 96 three warpgroups of 64 rows (measured +16 to
     +36 % over two at 64, +5 % at 96) that take turns (+8 to +13 % at 64); above, two, which at
     128 run 1 to 2.5 % faster freely and at 256 the same either way."""
-    if eight_bit(problem):
+    if problem.eight_bit:
         yield from choices_8bit(problem)
         return
     largest = max(problem.head_dim_qk, problem.head_dim_v)
@@ -116,10 +116,6 @@ def choices(problem: Problem) -> Iterator[Choice]:
                 yield Choice(
                     consumers, block, k_stages, 2, take_turns, q_in_registers, over_q, softmax
                 )
-
-
-def eight_bit(problem: Problem) -> bool:
-    return DTYPE_BYTES[problem.dtype_q] == 1
 
 
 def choices_8bit(problem: Problem) -> Iterator[Choice]:
@@ -145,10 +141,10 @@ def make_plan(problem: Problem, choice: Choice) -> Plan | None:
     if choice.output_over_q and (
         choice.q_in_registers  # the next tile's queries are already on their way there
         or problem.dtype_o == "fp32"
-        or (not eight_bit(problem) and _boxes(problem.head_dim_v) > _boxes(problem.head_dim_qk))
+        or (not problem.eight_bit and _boxes(problem.head_dim_v) > _boxes(problem.head_dim_qk))
     ):
         return None
-    transposer = eight_bit(problem)
+    transposer = problem.eight_bit
     producer, consumer = REGISTERS_8BIT if transposer else REGISTERS[choice.consumers]
     schedule = CAUSAL_SCHEDULE if problem.masks else FULL_SCHEDULE
     return Plan(
@@ -186,7 +182,7 @@ def operand_registers(problem: Problem, choice: Choice) -> int:
 
 
 def operand_limit(problem: Problem, choice: Choice) -> int:
-    return OPERANDS_8BIT if eight_bit(problem) else OPERANDS[choice.consumers]
+    return OPERANDS_8BIT if problem.eight_bit else OPERANDS[choice.consumers]
 
 
 def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
@@ -195,7 +191,7 @@ def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
     row_bytes_v = 128 * _boxes(problem.head_dim_v, DTYPE_BYTES[problem.dtype_kv])
     row_bytes_o = 128 * _boxes(problem.head_dim_v, DTYPE_BYTES[problem.dtype_o])
     staged = problem.dtype_o != "fp32" and not choice.output_over_q
-    raw_stages = RAW_STAGES if eight_bit(problem) else 0
+    raw_stages = RAW_STAGES if problem.eight_bit else 0
     barriers = 2 * (choice.consumers + choice.k_stages + choice.v_stages + raw_stages + 1)
     stage_v = tile.n * row_bytes_v
     if raw_stages:  # transposed: a row a column of V, 128 keys a box
