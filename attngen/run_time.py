@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .problem import DTYPE_BYTES
@@ -27,14 +28,14 @@ class Extent(NamedTuple):
 @dataclass(frozen=True)
 class Scalars:
     """Run-time values of one call: natural-domain scale, window sides in keys (UNBOUNDED where
-    there is none), whether the diagonal is aligned to the bottom right; for q, k and v the strides
-    of their descales over the batch and the key/value heads, in elements."""
+    there is none), whether the diagonal is aligned to the bottom right; further parameters by their
+    names, such as strides of tensors beside q, k and v."""
 
     softmax_scale: float
     window_left: int = UNBOUNDED
     window_right: int = UNBOUNDED
     bottom_right: bool = False
-    descale_strides: tuple[tuple[int, int], ...] = ((0, 0),) * 3
+    numbers: Mapping[str, int | float] = field(default_factory=dict)
 
 
 def values_of(
@@ -45,11 +46,6 @@ def values_of(
     tiled = q if kernel.tile_axis == "q" else k
     tiles = -(-tiled.seq // kernel.tile_rows)  # along one head
     total_heads = tiled.batch * tiled.heads
-    descale_strides = {
-        f"descale_{name}_stride_{axis}": stride
-        for name, strides in zip("qkv", scalars.descale_strides, strict=True)
-        for axis, stride in zip(("batch", "head"), strides, strict=True)
-    }
     return {
         "q_len": q.seq,
         "kv_len": k.seq,
@@ -67,8 +63,8 @@ def values_of(
         "scale_log2": scalars.softmax_scale * LOG2_E,
         "window_left": scalars.window_left,
         "window_right": scalars.window_right,
-        **descale_strides,
         **_strides(extents),
+        **scalars.numbers,
     }
 
 

@@ -1,11 +1,9 @@
-"""The operation `attngen::backward`: gradients of dense 16-bit attention, by compiled kernels.
-
-Nothing differentiable calls it yet.
-"""
+"""The operation `attngen::backward`: gradients of dense 16-bit attention, by compiled kernels."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,19 +15,19 @@ from ..builder import build_problem
 from ..errors import SpecError
 from ..launch import Prepared, launch, prepare
 from ..problem import Problem
-from ..reference.fp8_checks import dtype_violations
-from ..run_time import UNBOUNDED, Scalars, workspace_bytes
-from ..spec import AttentionSpec, dtype_name
-from .operands import device_violations, extent, memory_axes, outputs, scalars_of, violations
-from .operation import device_arch, format_of, library, tile_counter
+from ..run_time import workspace_bytes
+from .checks import device_violations, violations
+from .operands import extents_of, memory_axes, new_outputs, scalars_of, spec_of
+from .operation import device_arch, format_of, library, remember, tile_counter
+from .signature import OPTIONAL, Arguments, schema, split
 
 WORKSPACE_ALIGNMENT = 256  # bytes; kernels need 16
 GRADIENTS = ("dq", "dk", "dv")
+DTYPES = (torch.float16, torch.bfloat16)
 
 library.define(
     "backward(Tensor d_o, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
-    "str layout, str mask, float softmax_scale, int window_left, int window_right, "
-    "bool bottom_right, bool deterministic) -> (Tensor, Tensor, Tensor)"
+    f"{schema()}) -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -43,7 +41,6 @@ class Ready:
     workspace_bytes: int
 
 
-_LIMIT = 4096
 _ready: dict[tuple[Any, ...], Ready] = {}
 _kernels: dict[tuple[Problem, int], tuple[load.LoadedKernel, ...]] = {}
 
@@ -56,39 +53,27 @@ def backward(
     v: Tensor,
     o: Tensor,
     lse: Tensor,
-    layout: str,
-    mask: str,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    bottom_right: bool,
-    deterministic: bool,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, contiguous, in their dtype.
 
-    q, k, v and the other arguments as `attngen::forward` took them, o and lse as it returned them
-    (not partial). d_o, dlse: gradients of o and of the LSE, None where nothing depends on it.
-    `deterministic`: the same bits on every run, at the cost of some speed.
+    q, k, v and rest as `attngen::forward` took them, o and lse as it returned them, in 16 bits.
+    d_o, dlse: gradients of o and of the LSE, None where nothing depends on it.
     Raises: SpecError with every violation; CompileError, LaunchError.
     """
+    optional, arguments = split(rest)
     tensors = {"q": q, "k": k, "v": v, "o": readable(o), "d_o": readable(d_o)}
     tensors |= {name: torch.empty_like(tensors[name[1]], memory_format=torch.contiguous_format)
                 for name in GRADIENTS}  # fmt: skip
     rows = {"lse": lse.contiguous()}
     if dlse is not None:
         rows["dlse"] = dlse.float().contiguous()
-    arguments = (
-        *(layout, mask, softmax_scale, window_left, window_right),
-        *(bottom_right, deterministic),
-    )
-    key = (arguments, *map(format_of, (*tensors.values(), *rows.values())))
-    if key not in _ready:
-        if len(_ready) >= _LIMIT:
-            _ready.clear()
-        _ready[key] = _make_ready(tensors, rows, arguments)
+    extra = dict(zip(OPTIONAL, optional, strict=True))
+    key = (arguments, *map(format_of, (*tensors.values(), *rows.values(), *optional)))
+    ready = remember(_ready, key, lambda: _make_ready(tensors, rows, extra, arguments))
     with torch.cuda.device(q.device):
         load.ensure_context(q.device.index)
-        _run(_ready[key], {**tensors, **rows})
+        _run(ready, {**tensors, **rows})
     return tensors["dq"], tensors["dk"], tensors["dv"]
 
 
@@ -128,19 +113,19 @@ def _run(ready: Ready, tensors: dict[str, Tensor]) -> None:
 
 
 def _make_ready(
-    tensors: dict[str, Tensor], rows: dict[str, Tensor], arguments: tuple[Any, ...]
+    tensors: dict[str, Tensor],
+    rows: dict[str, Tensor],
+    optional: Mapping[str, Tensor | None],
+    arguments: Arguments,
 ) -> Ready:
-    layout, mask, *numbers, deterministic = arguments
-    axes, scalars = memory_axes(layout), scalars_of(*numbers)
-    extents = {name: extent(tensor, axes) for name, tensor in tensors.items()}
-    reasons = violations(tensors, extents, scalars)
+    extents = extents_of(tensors, memory_axes(arguments.layout))
+    reasons = violations(tensors, extents, optional, arguments)
     reasons += device_violations({"q": tensors["q"], **rows})
-    if reasons := [*reasons, *_mismatches(tensors, rows, layout)]:
+    if reasons := [*reasons, *_mismatches(tensors, rows, arguments)]:
         raise SpecError(reasons)
     if not all(tensor.numel() for tensor in tensors.values()):
         return Ready((), {}, 0)
-    problem = _problem(tensors, mask, scalars, deterministic)
-    kernels = _load(problem, tensors["q"].device)
+    kernels = _load(_problem(tensors, arguments), tensors["q"].device)
     sizes: dict[str, int] = {}
     for each in kernels:
         sizes |= workspace_bytes(each.kernel, extents["q"])
@@ -149,37 +134,35 @@ def _make_ready(
     for name, size in sizes.items():
         offsets[name] = end
         end += -(-size // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+    scalars = scalars_of(tensors["q"], optional, arguments)
     return Ready(tuple(prepare(each, extents, scalars) for each in kernels), offsets, end)
 
 
-def _mismatches(tensors: dict[str, Tensor], rows: dict[str, Tensor], layout: str) -> list[str]:
-    """What does not fit q, k and v, whose own dtypes must agree too."""
+def _mismatches(
+    tensors: dict[str, Tensor], rows: dict[str, Tensor], arguments: Arguments
+) -> Iterator[str]:
+    """What does not fit q, k and v."""
     q, v = tensors["q"], tensors["v"]
-    reasons = [*dtype_violations(q.dtype, tensors["k"].dtype, v.dtype)]
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        reasons.append(f"q is {q.dtype}; attngen::backward takes float16 and bfloat16")
-    out, lse = outputs(q.to("meta"), v.to("meta"), layout, q.dtype)
+    if q.dtype not in DTYPES or arguments.out_dtype not in (None, q.dtype):
+        yield "the backward takes float16 and bfloat16, with an output of their dtype; " + (
+            f"q is {q.dtype}, out_dtype is {arguments.out_dtype}"
+        )
+        return
+    out, lse = new_outputs(q.to("meta"), v.to("meta"), arguments)
     expected = {"o": out, "d_o": out, **dict.fromkeys(rows, lse)}
     found = {**tensors, **rows}
-    return reasons + [
-        f"{name} needs {like.dtype} {list(like.shape)}, got {x.dtype} {list(x.shape)}"
-        for name, like in expected.items()
-        if ((x := found[name]).dtype, x.shape) != (like.dtype, like.shape)
-    ]
+    for name, like in expected.items():
+        x = found[name]
+        if (x.dtype, x.shape) != (like.dtype, like.shape):
+            yield f"{name} needs {like.dtype} {list(like.shape)}, got {x.dtype} {list(x.shape)}"
 
 
-def _problem(
-    tensors: dict[str, Tensor], mask: str, scalars: Scalars, deterministic: bool
-) -> Problem:
-    spec = AttentionSpec(
-        head_dim=tensors["q"].shape[-1],
-        head_dim_v=tensors["v"].shape[-1],
-        dtype=dtype_name(tensors["q"].dtype),
-        mask=mask,
-        window=min(scalars.window_left, scalars.window_right) < UNBOUNDED,
-    )
+def _problem(tensors: dict[str, Tensor], arguments: Arguments) -> Problem:
+    spec = spec_of(tensors["q"], tensors["k"], tensors["v"], arguments)
     (forward,) = resolve.resolve(spec, features.scan())
-    return dataclasses.replace(forward, direction="bwd", deterministic=deterministic)
+    return dataclasses.replace(
+        forward, direction="bwd", deterministic=arguments.deterministic
+    )
 
 
 def _load(problem: Problem, device: torch.device) -> tuple[load.LoadedKernel, ...]:

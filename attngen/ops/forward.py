@@ -1,4 +1,4 @@
-"""The operation `attngen::forward`: dense 16-bit attention through compiled kernels."""
+"""The operation `attngen::forward`: dense attention in 16 or 8 bits, by a compiled kernel."""
 
 from __future__ import annotations
 
@@ -8,85 +8,82 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..reference.fp8 import is_fp8
-from ..reference.fp8_checks import dtype_violations
-from .operands import outputs, scalars_of
-from .operation import Operands, Operation, Output, Ready, find_ready, library, prepare_forward, run
+from ..errors import SpecError
+from ..launch import prepare
+from . import autograd
+from .checks import violations
+from .operands import extents_of, memory_axes, new_outputs, scalars_of, spec_of
+from .operation import Output, Ready, format_of, kernels_of, library, remember, run
+from .signature import OPTIONAL, Arguments, Operands, schema, split
 
 library.define(
-    "forward(Tensor q, Tensor k, Tensor v, str layout, str mask, float softmax_scale, "
-    "int window_left, int window_right, bool bottom_right, bool partial) -> (Tensor, Tensor)"
+    f"forward(Tensor q, Tensor k, Tensor v, {schema()}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
+_ready: dict[tuple[Any, ...], Ready] = {}
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: str,
-    mask: str,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    bottom_right: bool,
-    partial: bool,
-) -> tuple[Tensor, Tensor]:
-    """Attention of dense tensors: output and log-sum-exp.
+def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Attention of dense tensors: output, log-sum-exp, and the maxima of S and O.
 
-    q [b, s_q, h_q, d], k [b, s_kv, h_kv, d], v [b, s_kv, h_kv, d_v] in the axis order of
-    `layout` (`bshd`, `sbhd` or `bhsd`), float16 or bfloat16, one CUDA device, last axis
-    contiguous, other strides and addresses multiples of 16 bytes. Window sides in keys, −1
-    unbounded. Returns the output in Q's axis order and dtype (float32 where `partial`), and the
-    LSE, natural log, float32 [b, h_q, s_q].
-    Raises: SpecError with every violation; LaunchError.
+    q [b, s_q, h_q, d], k [b, s_kv, h_kv, d], v [b, s_kv, h_kv, d_v] in the axis order of the
+    layout, float16 or bfloat16, or float8_e4m3fn or float8_e5m2 (k and v alike, head dims multiples
+    of 16); one CUDA device, last axis contiguous, other strides and addresses multiples of 16
+    bytes. rest: the tensors of `signature.OPTIONAL`, then `signature.Arguments`. Scales (FP8):
+    float32 [1], or None for 1 (scale_s with descale_s: for the kernel's choice); descales of q, k
+    and v may be [b, h_kv], too.
+    Returns the output in Q's axis order and `out_dtype`, the LSE, natural log, float32
+    [b, h_q, s_q], and two float32 [1], [0] without `amax`.
+    Raises: SpecError with every violation; CompileError, LaunchError.
     """
-    arguments = (layout, mask, softmax_scale, window_left, window_right, bottom_right, partial)
-    out, lse = run(find_ready(FORWARD, (q, k, v), arguments), (q, k, v))
-    return out, lse
+    optional, arguments = split(rest)
+    operands = (q, k, v, *optional)
+    out, lse, *maxima = run(find_ready(operands, arguments), operands)
+    amax_s, amax_o = maxima or _new_maxima(q, arguments.amax)
+    return out, lse, amax_s, amax_o
 
 
-def _make_ready(operands: Operands, arguments: tuple[Any, ...]) -> Ready:
-    q, k, v = operands
+def find_ready(operands: Operands, arguments: Arguments) -> Ready:
+    """What a call needs, worked out once. Raises: SpecError, CompileError, LaunchError."""
+    key = (arguments, *map(format_of, operands))
+    return remember(_ready, key, lambda: _make_ready(operands, arguments))
+
+
+def _make_ready(operands: Operands, arguments: Arguments) -> Ready:
+    q, k, v, *rest = operands
     assert q is not None and k is not None and v is not None  # the operation's schema
-    layout, mask, *scalars, partial = arguments
-    out, lse = outputs(q, v, layout, torch.float32 if partial else q.dtype)
-    reasons = [*dtype_violations(q.dtype, k.dtype, v.dtype)]
-    if is_fp8(q.dtype):
-        reasons.append(f"q is {q.dtype}; attngen::forward_fp8 takes 8 bits")
-    prepared = prepare_forward(
-        {"q": q, "k": k, "v": v, "o": out},
-        layout,
-        scalars_of(*scalars),
-        reasons,
-        mask=mask,
-        out_dtype="fp32" if partial else None,
-    )
-    results = (Output.like("o", out, 0.0), Output.like("lse", lse, -math.inf))
-    return Ready(("q", "k", "v"), results, (), q.device, prepared)
+    optional = dict(zip(OPTIONAL, rest, strict=True))
+    out, lse = new_outputs(q, v, arguments)
+    tensors = {"q": q, "k": k, "v": v, "o": out}
+    extents = extents_of(tensors, memory_axes(arguments.layout))
+    if reasons := violations(tensors, extents, optional, arguments):
+        raise SpecError(reasons)
+    results = [Output.like("o", out, 0.0), Output.like("lse", lse, -math.inf)]
+    maxima = dict(zip(("amax_s", "amax_o"), _new_maxima(q, arguments.amax), strict=True))
+    if arguments.amax:
+        results += [Output.like(name, x, 0.0, preset=True) for name, x in maxima.items()]
+    prepared = None
+    if q.numel() and k.numel() and out.numel():
+        (loaded,) = kernels_of(spec_of(q, k, v, arguments), q.device)
+        prepared = prepare(loaded, extents, scalars_of(q, optional, arguments))
+    unused = () if arguments.amax else tuple(maxima)
+    return Ready(("q", "k", "v", *OPTIONAL), tuple(results), unused, q.device, prepared)
 
 
-def _call(operands: Operands, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    results: tuple[Tensor, ...] = torch.ops.attngen.forward(*operands, *arguments)
-    return results
-
-
-FORWARD = Operation(_call, _make_ready)
+def _new_maxima(q: Tensor, amax: bool) -> tuple[Tensor, Tensor]:
+    """Two float32 [1], or [0] where nobody asks for them."""
+    amax_s, amax_o = (q.new_empty(int(amax), dtype=torch.float32) for _ in range(2))
+    return amax_s, amax_o
 
 
 def _fake_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: str,
-    mask: str,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    bottom_right: bool,
-    partial: bool,
-) -> tuple[Tensor, Tensor]:
-    return outputs(q, v, layout, torch.float32 if partial else q.dtype)
+    q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, arguments = split(rest)
+    return (*new_outputs(q, v, arguments), *_new_maxima(q, arguments.amax))
 
 
 library.impl("forward", forward, "CUDA")
 torch.library.register_fake("attngen::forward", _fake_forward, lib=library)
+torch.library.register_autograd(
+    "attngen::forward", autograd.gradients, setup_context=autograd.setup_context, lib=library
+)

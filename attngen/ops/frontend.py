@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,19 +16,9 @@ from ..reference.call import AttentionCall, MaskMod, ScoreMod, Window
 from ..resolve import find_violations
 from ..results import AttentionAux
 from ..spec import AttentionSpec
-from .forward import FORWARD
-from .forward_fp8 import FORWARD_FP8
-from .operation import (
-    ARCH_OF_CAPABILITY,
-    Operands,
-    Operation,
-    Ready,
-    device_arch,
-    find_ready,
-    format_of,
-    run,
-    unobserved,
-)
+from .forward import find_ready
+from .operation import ARCH_OF_CAPABILITY, Ready, device_arch, format_of, run, unobserved
+from .signature import Arguments
 
 log = logging.getLogger("attngen")
 
@@ -94,16 +83,24 @@ def attention(
     stands for; scale_s and its reciprocal descale_s store the softmax's weights; scale_o stores
     the output, where out_dtype is FP8 too (default: bfloat16).
 
+    Gradients flow to q, k and v from the output and the LSE (16 bits). deterministic: whether they
+    have the same bits on every run; None asks torch.are_deterministic_algorithms_enabled(). Under
+    torch.autocast float32 operands are cast to its dtype.
+
     backend: `cuda` runs a compiled kernel or refuses; `reference` is the definition in plain
     PyTorch, on any device; `auto` takes the reference where the device or the variant has no
-    kernel, and logs the reason once. Operands that kernels cannot read (strides, alignment) and
-    gradients are refused, not computed some other way.
+    kernel, and logs the reason once. Operands that kernels cannot read (strides, alignment) are
+    refused, not computed some other way.
 
     Returns the output in Q's format and dtype, or (output, AttentionAux) where `return_lse`,
     `return_max_logit`, `return_amax` or dropout asks for by-products.
     Raises: SpecError with every violation at once; CompileError, LaunchError.
     """
     wants_aux = return_lse or return_max_logit or return_amax or dropout_p > 0
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = _autocast(q, k, v)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
     scales = (descale_q, descale_k, descale_v, scale_s, descale_s, scale_o)
     unscaled = (descale_q is None and descale_k is None and descale_v is None) and (
         scale_s is None and descale_s is None and scale_o is None
@@ -141,10 +138,10 @@ def attention(
         descale_s=descale_s, scale_o=scale_o, out_dtype=out_dtype, return_lse=return_lse,
         return_max_logit=return_max_logit, return_amax=return_amax,
     )  # fmt: skip
-    if not _use_kernels(call, backend, num_splits, deterministic):
+    if not _use_kernels(call, backend, num_splits):
         out, aux = reference.run(call)
         return (out, aux) if wants_aux else out
-    settled = _settle(call)
+    settled = _settle(call, deterministic)
     if key is not None and not isinstance(softmax_scale, Tensor):  # whose value may change
         if len(_settled) >= _KEY_LIMIT:
             _settled.clear()
@@ -153,14 +150,19 @@ def attention(
     return _run_kernels(q, k, v, scales, settled, wants_aux)
 
 
+def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """The tensors, float32 ones in the dtype of the autocast that is on."""
+    first = next(x for x in tensors if x is not None)
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return tuple(x.to(dtype) if x is not None and x.dtype == torch.float32 else x for x in tensors)
+
+
 @dataclass
 class _Settled:
-    """What is known of calls that were checked and have a kernel: the operation, its arguments
-    beyond operands, whether it returns maxima, and, once launched from here, all it needs."""
+    """What is known of calls that were checked and have a kernel: the operation's arguments and,
+    once launched from here, all that a launch needs."""
 
-    operation: Operation
-    arguments: tuple[Any, ...]
-    amax: bool
+    arguments: Arguments
     ready: Ready | None = None
 
 
@@ -168,22 +170,22 @@ _KEY_LIMIT = 4096
 _settled: dict[tuple[Any, ...], _Settled] = {}
 
 
-def _settle(call: AttentionCall) -> _Settled:
-    """The operation that serves a call, and its arguments."""
+def _settle(call: AttentionCall, deterministic: bool) -> _Settled:
+    """The arguments of the operation that serves a call."""
     scale, (left, right) = call.softmax_scale, call.window
     aligned = call.mask.endswith("_bottom_right")
-    arguments = (
-        call.layout,
-        call.mask,
-        call.q.shape[-1] ** -0.5 if scale is None else float(scale),
-        -1 if left is None else left,
-        -1 if right is None else right,
-        aligned if call.bottom_right is None else call.bottom_right,
+    arguments = Arguments(
+        layout=call.layout,
+        mask=call.mask,
+        softmax_scale=None if scale is None else float(scale),
+        window_left=-1 if left is None else left,
+        window_right=-1 if right is None else right,
+        bottom_right=aligned if call.bottom_right is None else call.bottom_right,
+        out_dtype=fp8.output_dtype(call),
+        amax=call.return_amax,
+        deterministic=deterministic,
     )
-    if not fp8.is_fp8(call.q.dtype):
-        return _Settled(FORWARD, (*arguments, False), amax=False)
-    out_dtype = fp8.output_dtype(call)
-    return _Settled(FORWARD_FP8, (*arguments, out_dtype, call.return_amax), call.return_amax)
+    return _Settled(arguments)
 
 
 def _run_kernels(
@@ -194,33 +196,28 @@ def _run_kernels(
     settled: _Settled,
     wants_aux: bool,
 ) -> Tensor | tuple[Tensor, AttentionAux]:
-    operation = settled.operation
-    operands: Operands = (q, k, v)
-    differentiable = q.requires_grad or k.requires_grad or v.requires_grad
-    if operation is FORWARD_FP8:
-        operands = (q, k, v, *scales)
-        differentiable |= any(x is not None and x.requires_grad for x in scales)
-    if differentiable and torch.is_grad_enabled():
+    operands = (q, k, v, *scales)
+    differentiable = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in operands
+    )
+    if differentiable and fp8.is_fp8(q.dtype):
         raise SpecError(
-            "a gradient is needed, but the kernels have no backward yet: call under "
-            "torch.no_grad(), detach q, k and v, or pass backend='reference'"
+            "a gradient is needed, but FP8 kernels have no backward yet: call under "
+            "torch.no_grad(), or detach what requires it"
         )
-    results: Sequence[Tensor]
-    if torch.compiler.is_compiling() or not unobserved(operands):
-        results = operation.call(operands, settled.arguments)
+    if differentiable or torch.compiler.is_compiling() or not unobserved(operands):
+        results = torch.ops.attngen.forward(*operands, *settled.arguments)
     else:
         if settled.ready is None:
-            settled.ready = find_ready(operation, operands, settled.arguments)
+            settled.ready = find_ready(operands, settled.arguments)
         results = run(settled.ready, operands)
     if not wants_aux:
-        return results[0]
-    amax_s, amax_o = results[2:] if settled.amax else (None, None)
+        return results[0]  # type: ignore[no-any-return]
+    amax_s, amax_o = results[2:] if settled.arguments.amax else (None, None)
     return results[0], AttentionAux(lse=results[1], amax_s=amax_s, amax_o=amax_o)
 
 
-def _use_kernels(
-    call: AttentionCall, backend: str, num_splits: int | None, deterministic: bool | None
-) -> bool:
+def _use_kernels(call: AttentionCall, backend: str, num_splits: int | None) -> bool:
     """Whether kernels serve this call; checks all of its arguments.
 
     Raises: SpecError where they do not agree, or the backend that was named cannot serve them.
@@ -230,7 +227,7 @@ def _use_kernels(
     if backend == "reference":
         return False
     reference.check(call)
-    reasons = _refusals(call, num_splits, deterministic)
+    reasons = _refusals(call, num_splits)
     if reasons and backend == "cuda":
         raise SpecError(reasons)
     if reasons:
@@ -238,9 +235,7 @@ def _use_kernels(
     return not reasons
 
 
-def _refusals(
-    call: AttentionCall, num_splits: int | None, deterministic: bool | None
-) -> list[str]:
+def _refusals(call: AttentionCall, num_splits: int | None) -> list[str]:
     """Why no kernel can serve this call; empty where one can."""
     if device_arch(call.q.device) is None:
         available = ", ".join(ARCH_OF_CAPABILITY.values())
@@ -264,13 +259,12 @@ def _refusals(
         dropout_p=call.dropout_p,
         out_dtype=call.out_dtype,
         return_max_logit=call.return_max_logit,
-        deterministic=deterministic,
     )
     reasons = [violation.reason for violation in find_violations(spec, _FEATURES)]
     if call.q.dtype in UNTESTED_DTYPES:
         reasons.append(
             "the FP8 kernels have not passed the GPU tests yet; call "
-            "torch.ops.attngen.forward_fp8 at your own risk, or pass backend='reference'"
+            "torch.ops.attngen.forward at your own risk, or pass backend='reference'"
         )
     without_kernels = {
         "cu_seqlens_q": call.cu_seqlens_q,

@@ -1,4 +1,4 @@
-"""Operands of the torch operations: their sizes, what kernels cannot take, the outputs' shapes."""
+"""Operands of the torch operations: their sizes, the outputs' shapes, and what a launch is told."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ..errors import SpecError
 from ..layouts import parse
+from ..reference.fp8 import is_fp8
 from ..run_time import UNBOUNDED, Extent, Scalars
-
-SCALE_LIMIT = 2.0**127  # in log2 units it must still be a float32
+from ..spec import AttentionSpec, dtype_name
+from .signature import Arguments
 
 
 def memory_axes(layout: str) -> str:
@@ -22,11 +23,16 @@ def memory_axes(layout: str) -> str:
     return parsed.q_format
 
 
-def outputs(q: Tensor, v: Tensor, layout: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """New tensors for the output, of this dtype, and the LSE of a forward call."""
-    axes = memory_axes(layout)
+def output_dtype(q: Tensor, arguments: Arguments) -> torch.dtype:
+    """That of a call's output."""
+    return arguments.out_dtype or (torch.bfloat16 if is_fp8(q.dtype) else q.dtype)
+
+
+def new_outputs(q: Tensor, v: Tensor, arguments: Arguments) -> tuple[Tensor, Tensor]:
+    """New tensors for the output and the LSE of a forward call."""
+    axes = memory_axes(arguments.layout)
     batch, seq, heads = (q.shape[axes.index(axis)] for axis in "bsh")
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=output_dtype(q, arguments))
     return out, q.new_empty((batch, heads, seq), dtype=torch.float32)
 
 
@@ -38,49 +44,55 @@ def extent(tensor: Tensor, axes: str) -> Extent:
     return Extent(*sizes, *strides)
 
 
-def scalars_of(scale: float, left: int, right: int, bottom_right: bool) -> Scalars:
+def extents_of(tensors: Mapping[str, Tensor], axes: str) -> dict[str, Extent]:
+    """Those of several tensors in one order."""
+    return {name: extent(tensor, axes) for name, tensor in tensors.items()}
+
+
+def spec_of(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> AttentionSpec:
+    """The spec of the forward kernel that serves a call."""
+    sides = (arguments.window_left, arguments.window_right)
+    return AttentionSpec(
+        head_dim=q.shape[-1],
+        head_dim_v=v.shape[-1],
+        dtype=dtype_name(q.dtype),
+        kv_dtype=dtype_name(k.dtype),
+        out_dtype=dtype_name(output_dtype(q, arguments)),
+        mask=arguments.mask,
+        window=any(0 <= side < UNBOUNDED for side in sides),
+    )
+
+
+def softmax_scale_of(q: Tensor, arguments: Arguments) -> float:
+    """The factor of the scores, 1/√d where a call names none."""
+    scale = arguments.softmax_scale
+    return float(q.shape[-1]) ** -0.5 if scale is None and q.shape[-1] else scale or 0.0
+
+
+def scalars_of(
+    q: Tensor, optional: Mapping[str, Tensor | None], arguments: Arguments
+) -> Scalars:
     """The run-time values of a call; a window side of −1, or too long to end, is unbounded."""
-    left, right = (side if 0 <= side < UNBOUNDED else UNBOUNDED for side in (left, right))
-    return Scalars(scale, left, right, bottom_right)
+    sides = (arguments.window_left, arguments.window_right)
+    left, right = (side if 0 <= side < UNBOUNDED else UNBOUNDED for side in sides)
+    scale, aligned = softmax_scale_of(q, arguments), arguments.bottom_right
+    return Scalars(scale, left, right, aligned, _descale_numbers(optional))
 
 
-def violations(
-    tensors: dict[str, Tensor], extents: dict[str, Extent], scalars: Scalars
-) -> list[str]:
-    """Everything about the operands, but for their dtypes, that the kernels cannot take."""
-    q, k, v = extents["q"], extents["k"], extents["v"]
-    reasons = device_violations(tensors)
-    for name, tensor in tensors.items():
-        if tensor.numel() and tensor.stride(-1) != 1:
-            reasons.append(f"{name}: the last axis has stride {tensor.stride(-1)}, needs 1")
-        size = tensor.element_size()
-        loose = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-        if name != "o" and any(n > 1 and stride * size % 16 for n, stride in loose):
-            reasons.append(
-                f"{name}: strides {tensor.stride()} of {tensor.dtype}; all but the last must be "
-                "multiples of 16 bytes"
-            )
-    if (k.batch, k.seq, k.heads) != (v.batch, v.seq, v.heads) or q.batch != k.batch:
-        reasons.append(
-            f"batch, length and heads do not agree: q {q[:3]}, k {k[:3]}, v {v[:3]} "
-            "(batch, length, heads)"
-        )
-    if q.dim != k.dim:
-        reasons.append(f"head dims of q and k differ: {q.dim} and {k.dim}")
-    if q.heads and (not k.heads or q.heads % k.heads):
-        reasons.append(f"{q.heads} query heads are not a multiple of {k.heads} key/value heads")
-    if not (0 < scalars.softmax_scale < SCALE_LIMIT):
-        reasons.append(
-            f"softmax_scale={scalars.softmax_scale}: kernels take a positive float32 number"
-        )
-    return reasons
+def _descale_numbers(optional: Mapping[str, Tensor | None]) -> dict[str, int | float]:
+    numbers: dict[str, int | float] = {}
+    for name in ("descale_q", "descale_k", "descale_v"):
+        strides = zip(("batch", "head"), descale_strides(optional[name]), strict=True)
+        numbers |= {f"{name}_stride_{axis}": stride for axis, stride in strides}
+    return numbers
 
 
-def device_violations(tensors: Mapping[str, Tensor | None]) -> list[str]:
-    """Those of the tensors that are not where q is."""
-    device = next(tensor.device for tensor in tensors.values() if tensor is not None)
-    return [
-        f"{name} is on {tensor.device}, q on {device}; move one"
-        for name, tensor in tensors.items()
-        if tensor is not None and tensor.device != device
-    ]
+def descale_strides(descale: Tensor | None) -> tuple[int, int]:
+    """Elements from one sequence to the next and from one key/value head to the next."""
+    if descale is None or descale.ndim == 1:
+        return 0, 0
+    batch, head = (
+        stride if size > 1 else 0
+        for size, stride in zip(descale.shape, descale.stride(), strict=True)
+    )
+    return batch, head

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,13 +15,12 @@ from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-def
 from .. import counters, load
 from ..builder import build as build_spec
 from ..errors import SpecError
-from ..launch import Prepared, launch, prepare
-from ..run_time import UNBOUNDED, Scalars
-from ..spec import AttentionSpec, dtype_name
-from .operands import extent, memory_axes, violations
+from ..launch import Prepared, launch
+from ..spec import AttentionSpec
+from .signature import Operands
 
 ARCH_OF_CAPABILITY = {(9, 0): "sm_90a"}
-Operands = Sequence[Tensor | None]  # q, k and v first
+Value = TypeVar("Value")
 
 library = torch.library.Library("attngen", "DEF")
 
@@ -62,30 +61,19 @@ class Ready:
     prepared: Prepared | None
 
 
-@dataclass(frozen=True, eq=False)
-class Operation:
-    """A torch operation on kernels: how it is called with operands (q, k, v and what else it reads,
-    some None) and arguments, and what a launch of it needs."""
-
-    call: Callable[[Operands, tuple[Any, ...]], tuple[Tensor, ...]]
-    make_ready: Callable[[Operands, tuple[Any, ...]], Ready]
-
-
 _LIMIT = 4096
-_ready: dict[tuple[Any, ...], Ready] = {}
-_kernels: dict[tuple[AttentionSpec, int], load.LoadedKernel] = {}
+_kernels: dict[tuple[AttentionSpec, int], tuple[load.LoadedKernel, ...]] = {}
 
 
-def find_ready(operation: Operation, operands: Operands, arguments: tuple[Any, ...]) -> Ready:
-    """What a call of the operation needs, worked out once. Raises: as `operation.make_ready`."""
-    key = (operation, arguments, *map(format_of, operands))
-    ready = _ready.get(key)
-    if ready is None:
-        ready = operation.make_ready(operands, arguments)
-        if len(_ready) >= _LIMIT:
-            _ready.clear()
-        _ready[key] = ready
-    return ready
+def remember(known: dict[Any, Value], key: Any, make: Callable[[], Value]) -> Value:
+    """What `make` makes for the key, once; all is forgotten where there is too much of it."""
+    value = known.get(key)
+    if value is None:
+        value = make()
+        if len(known) >= _LIMIT:
+            known.clear()
+        known[key] = value
+    return value
 
 
 def format_of(operand: object) -> object:
@@ -149,8 +137,8 @@ def device_arch(device: torch.device) -> str | None:
     return ARCH_OF_CAPABILITY.get(torch.cuda.get_device_capability(device))
 
 
-def kernel_of(spec: AttentionSpec, device: torch.device) -> load.LoadedKernel:
-    """The forward kernel of a spec on this device, built and loaded once.
+def kernels_of(spec: AttentionSpec, device: torch.device) -> tuple[load.LoadedKernel, ...]:
+    """The kernels of a spec on this device in the order of launch, built and loaded once.
 
     Raises: SpecError where the device or the spec has no kernels; CompileError, LaunchError.
     """
@@ -159,40 +147,12 @@ def kernel_of(spec: AttentionSpec, device: torch.device) -> load.LoadedKernel:
         arch = device_arch(device)
         if arch is None:
             raise SpecError(f"no kernels for {device}; available: {[*ARCH_OF_CAPABILITY.values()]}")
-        (built,) = build_spec(spec, arch)
         with torch.cuda.device(device):
-            _kernels[key] = load.load(built.binary, built.cubin, device.index)
+            _kernels[key] = tuple(
+                load.load(built.binary, built.cubin, device.index)
+                for built in build_spec(spec, arch)
+            )
     return _kernels[key]
-
-
-def prepare_forward(
-    tensors: dict[str, Tensor],
-    layout: str,
-    scalars: Scalars,
-    reasons: Iterable[str],
-    **choices: Any,
-) -> Prepared | None:
-    """The launch of a dense forward; None where no query sees a key.
-
-    tensors: q, k, v and o, of which only o's format counts. reasons: what the caller already found
-    wrong. choices: fields of the spec beyond head dims, Q's dtype and windows.
-    Raises: SpecError with every violation; CompileError, LaunchError.
-    """
-    axes = memory_axes(layout)
-    extents = {name: extent(tensor, axes) for name, tensor in tensors.items()}
-    if found := [*reasons, *violations(tensors, extents, scalars)]:
-        raise SpecError(found)
-    q = tensors["q"]
-    if not (q.numel() and tensors["k"].numel() and tensors["o"].numel()):
-        return None
-    spec = AttentionSpec(
-        head_dim=extents["q"].dim,
-        head_dim_v=extents["v"].dim,
-        dtype=dtype_name(q.dtype),
-        window=min(scalars.window_left, scalars.window_right) < UNBOUNDED,
-        **choices,
-    )
-    return prepare(kernel_of(spec, q.device), extents, scalars)
 
 
 def tile_counter(device: torch.device, stream: int) -> int:

@@ -32,9 +32,8 @@ def fp8_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
         return
     yield from scale_violations(call.scales, operands.batch, operands.h_kv)
     yield from output_violations(fp8.output_dtype(call), call.scale_o)
-    if torch.is_grad_enabled() and any(
-        isinstance(x, Tensor) and x.requires_grad for x in vars(call).values()
-    ):
+    given = (operands.q, operands.k, operands.v, *call.scales.values(), call.bias, call.sink)
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given):
         yield (
             "FP8 q, k and v have no backward yet; got tensors that require a gradient. Call it "
             "under torch.no_grad(), or detach them."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attngen.reference.call import SCALES
+from attngen.ops.signature import OPTIONAL, Arguments
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -33,7 +33,7 @@ def same(a, b):
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def arguments_of(out_dtype=torch.bfloat16, amax=False, **given):
-    """Of the operation after q, k and v, as `forward_fp8` takes them."""
-    numbers = ("bshd", "none", 0.25, -1, -1, False, out_dtype)
-    return *numbers, *(given.get(name) for name in SCALES), amax
+def rest_of(out_dtype=torch.bfloat16, amax=False, **given):
+    """What the operation takes after q, k and v: optional tensors, then arguments."""
+    arguments = Arguments(softmax_scale=0.25, out_dtype=out_dtype, amax=amax)
+    return *(given.get(name) for name in OPTIONAL), *arguments

@@ -12,11 +12,17 @@ from attngen import SpecError
 from attngen.builder import render_problem
 from attngen.load import LoadedKernel
 from attngen.ops import backward as op
+from attngen.ops.signature import OPTIONAL, Arguments
 from attngen.plan import plans
 
 ARCH = "sm_90a"
 BATCH, S_Q, S_KV, HEADS_Q, HEADS_KV = 2, 5, 7, 4, 2
-NUMBERS = ("bshd", "causal", 0.25, -1, -1, False)
+
+
+def rest(**arguments):
+    """What follows lse: no optional tensors, and the arguments."""
+    return *(None,) * len(OPTIONAL), *Arguments(**{"mask": "causal", **arguments})
+
 
 
 def given(d=64, d_v=40, dtype=torch.bfloat16, s_kv=S_KV):
@@ -70,7 +76,7 @@ def launched(monkeypatch):
 )
 def test_op_launches_each_kernel_in_order_with_every_address(launched, d, families):
     tensors = given(d)
-    gradients = op.backward(*tensors.values(), *NUMBERS, True)
+    gradients = op.backward(*tensors.values(), *rest(deterministic=True))
     assert [each.kernel.entry.partition("__")[0] for each in launched.launches] == families
     (problem,) = launched.problems
     assert (problem.direction, problem.deterministic, problem.masks) == ("bwd", True, ("causal",))
@@ -84,7 +90,7 @@ def test_op_launches_each_kernel_in_order_with_every_address(launched, d, famili
 
 
 def test_op_workspaces_share_one_allocation_without_overlap(launched):
-    op.backward(*given(64).values(), *NUMBERS, True)
+    op.backward(*given(64).values(), *rest(deterministic=True))
     (ready,) = op._ready.values()
     blocks = BATCH * HEADS_Q  # 5 queries are one block of 128
     sizes = {"lse_log2": 512, "d": 512, "dq_acc": 128 * 64 * 4, "turns": 4}
@@ -98,27 +104,27 @@ def test_op_workspaces_share_one_allocation_without_overlap(launched):
 
 def test_op_gradients_have_the_shapes_of_their_operands(launched):
     tensors = given()
-    found = op.backward(*tensors.values(), *NUMBERS, False)
+    found = op.backward(*tensors.values(), *rest())
     for name, gradient in zip("qkv", found, strict=True):
         assert gradient.shape == tensors[name].shape and gradient.dtype == torch.bfloat16
         assert gradient.is_contiguous()
 
 
 def test_op_without_a_gradient_of_the_lse_has_address_zero(launched):
-    op.backward(*(given() | {"dlse": None}).values(), *NUMBERS, False)
+    op.backward(*(given() | {"dlse": None}).values(), *rest())
     assert all(each.addresses["dlse"] == 0 for each in launched.launches)
 
 
 def test_op_new_addresses_of_known_shapes_prepare_nothing(launched):
     for _ in range(3):
-        op.backward(*given().values(), *NUMBERS, False)
+        op.backward(*given().values(), *rest())
     assert len(launched.problems) == 1 and len(launched.launches) == 9
 
 
 def test_op_gradient_that_kernels_cannot_read_is_copied(launched):
     tensors = given()
     one = torch.ones((), dtype=torch.bfloat16).expand(tensors["d_o"].shape)
-    op.backward(*(tensors | {"d_o": one}).values(), *NUMBERS, False)
+    op.backward(*(tensors | {"d_o": one}).values(), *rest())
     assert all(each.addresses["d_o"] != one.data_ptr() for each in launched.launches)
     assert op.readable(one).is_contiguous() and op.readable(one).eq(1).all()
     odd = torch.zeros(2, 5, 4, 41, dtype=torch.bfloat16)[..., 1:]
@@ -127,7 +133,7 @@ def test_op_gradient_that_kernels_cannot_read_is_copied(launched):
 
 
 def test_op_no_keys_launches_nothing_and_is_zero(launched):
-    dq, dk, dv = op.backward(*given(s_kv=0).values(), *NUMBERS, False)
+    dq, dk, dv = op.backward(*given(s_kv=0).values(), *rest())
     assert not launched.launches and not launched.problems
     assert not dq.any() and dk.numel() == dv.numel() == 0
 
@@ -147,11 +153,11 @@ REFUSED = {
 def test_op_refuses_before_a_launch(launched, name):
     changes, word = REFUSED[name]
     with pytest.raises(SpecError, match=word):
-        op.backward(*(given() | changes).values(), *NUMBERS, False)
+        op.backward(*(given() | changes).values(), *rest())
     assert not launched.launches
 
 
 def test_op_fake_result_has_the_shapes_of_the_real_one():
     tensors = [tensor.to("meta") for tensor in given().values()]
-    found = torch.ops.attngen.backward(*tensors, *NUMBERS, False)
+    found = torch.ops.attngen.backward(*tensors, *rest())
     assert [x.shape for x in found] == [x.shape for x in tensors[2:5]]

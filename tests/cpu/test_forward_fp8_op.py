@@ -1,4 +1,4 @@
-"""The operation `attngen::forward_fp8` without a GPU: what it would launch, and what it refuses."""
+"""The operation `attngen::forward` without a GPU: what it would launch, and what it refuses."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import torch
 
 from attngen import SpecError
 from attngen.load import LoadedKernel
-from attngen.ops import forward_fp8 as op
-from attngen.ops import frontend, operation
+from attngen.ops import forward as op
+from attngen.ops import operands as op_operands
+from attngen.ops import operation
 from attngen.program import Field, KernelEntry, TensorMapRecipe
 from attngen.reference.call import SCALES
-from tests.cpu.fp8_kit import E4M3, E5M2, arguments_of, operands, scales
+from tests.cpu.fp8_kit import E4M3, E5M2, operands, rest_of, scales
 
 STRIDES = tuple(f"descale_{name}_stride_{axis}" for name in "qkv" for axis in ("batch", "head"))
 POINTERS = ("lse", *SCALES, "amax_s", "amax_o")
@@ -23,7 +24,7 @@ POINTERS = ("lse", *SCALES, "amax_s", "amax_o")
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, E5M2])
 def test_op_fake_result_has_the_shapes_of_the_real_one(amax, out_dtype):
     q, k, v = (x.to("meta") for x in operands())
-    out, lse, *maxima = torch.ops.attngen.forward_fp8(q, k, v, *arguments_of(out_dtype, amax))
+    out, lse, *maxima = torch.ops.attngen.forward(q, k, v, *rest_of(out_dtype, amax))
     assert out.shape == (2, 5, 4, 16) and out.dtype == out_dtype
     assert lse.shape == (2, 4, 5) and lse.dtype == torch.float32
     assert [tuple(x.shape) for x in maxima] == [(int(amax),)] * 2
@@ -61,9 +62,9 @@ def launched(monkeypatch):
         found.append(SimpleNamespace(prepared=prepared, addresses=dict(addresses)))
 
     kernel = LoadedKernel("handle", ENTRY, 0, 132)
-    monkeypatch.setattr(operation, "kernel_of", lambda spec, device: specs.append(spec) or kernel)
+    monkeypatch.setattr(op, "kernels_of", lambda spec, device: specs.append(spec) or (kernel,))
     monkeypatch.setattr(operation, "launch", note)
-    monkeypatch.setattr(operation, "_ready", {})
+    monkeypatch.setattr(op, "_ready", {})
     monkeypatch.setattr(operation, "_empty_strided_cuda", filled)
     monkeypatch.setattr(operation.load, "current_device", lambda: None)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
@@ -80,7 +81,7 @@ def filled(sizes, strides, dtype):
 def test_op_launch_has_every_address_and_stride(launched):
     q, k, v = operands(kv_dtype=E5M2)
     given = scales()
-    out, lse, amax_s, amax_o = op.forward_fp8(q, k, v, *arguments_of(E4M3, True, **given))
+    out, lse, amax_s, amax_o = op.forward(q, k, v, *rest_of(E4M3, True, **given))
     (launch,) = launched.launches
     tensors = {**given, "q": q, "k": k, "v": v, "o": out, "lse": lse}
     tensors |= {"amax_s": amax_s, "amax_o": amax_o}
@@ -94,7 +95,7 @@ def test_op_launch_has_every_address_and_stride(launched):
 
 
 def test_op_launch_without_scales_has_addresses_zero(launched):
-    *_, amax_s, amax_o = op.forward_fp8(*operands(), *arguments_of())
+    *_, amax_s, amax_o = op.forward(*operands(), *rest_of())
     (launch,) = launched.launches
     assert all(launch.addresses[name] == 0 for name in (*SCALES, "amax_s", "amax_o"))
     assert amax_s.shape == amax_o.shape == (0,)
@@ -105,23 +106,23 @@ def test_op_new_addresses_of_known_shapes_prepare_nothing(launched):
     for _ in range(3):
         fresh = {name: tensor.clone(memory_format=torch.preserve_format)
                  for name, tensor in given.items()}
-        op.forward_fp8(*operands(), *arguments_of(E4M3, **fresh))
+        op.forward(*operands(), *rest_of(E4M3, **fresh))
     first, *others = launched.launches
     assert all(other.prepared is first.prepared for other in others)
     assert len({launch.addresses["descale_q"] for launch in launched.launches}) > 1
-    op.forward_fp8(*operands(), *arguments_of(E4M3, **{**given, "descale_q": torch.ones(1)}))
+    op.forward(*operands(), *rest_of(E4M3, **{**given, "descale_q": torch.ones(1)}))
     assert launched.launches[-1].prepared is not first.prepared
 
 
 def test_op_nothing_to_see_launches_nothing_and_is_zero(launched):
-    out, lse, amax_s, amax_o = op.forward_fp8(*operands(s_kv=0), *arguments_of(E4M3, True))
+    out, lse, amax_s, amax_o = op.forward(*operands(s_kv=0), *rest_of(E4M3, True))
     assert not launched.launches and not launched.specs
     assert not out.float().any() and (lse == -torch.inf).all()
     assert amax_s.tolist() == amax_o.tolist() == [0.0]
 
 
 REFUSED = {
-    "half": ({"q": torch.zeros(2, 5, 4, 32).half()}, r"q is torch.float16; attngen::forward "),
+    "half": ({"q": torch.zeros(2, 5, 4, 32).half()}, "in q and in k and v alike"),
     "kv differ": ({"v": operands(kv_dtype=E5M2)[2]}, "in k and v alike"),
     "descale shape": ({"descale_q": torch.ones(2, 4)}, r"descale_q needs float32 \[1\] or \[b=2"),
     "descale device": ({"descale_k": torch.ones(1, device="meta")}, "descale_k is on meta"),
@@ -139,14 +140,14 @@ def test_op_called_directly_refuses_before_a_launch(launched, name):
     given = dict(zip("qkv", operands(), strict=True)) | changes
     tensors = [given.pop(letter) for letter in "qkv"]
     with pytest.raises(SpecError, match=word):
-        op.forward_fp8(*tensors, *arguments_of(**given))
+        op.forward(*tensors, *rest_of(**given))
     assert not launched.launches
 
 
 def test_op_descale_out_of_32_bit_reach_is_refused(launched):
     far = torch.empty(2, 2, device="meta").as_strided((2, 2), (1 << 31, 1))
     with pytest.raises(SpecError, match="descale_v.*beyond 2.31"):
-        op.forward_fp8(*(x.to("meta") for x in operands()), *arguments_of(descale_v=far))
+        op.forward(*(x.to("meta") for x in operands()), *rest_of(descale_v=far))
 
 
 @pytest.mark.parametrize(
@@ -161,11 +162,4 @@ def test_op_descale_out_of_32_bit_reach_is_refused(launched):
     ],
 )
 def test_descale_strides_of_each_kind(descale, strides):
-    assert op.descale_strides(descale) == strides
-
-
-def test_op_forward_refuses_8_bits():
-    with pytest.raises(SpecError, match="attngen::forward_fp8 takes 8 bits"):
-        operation.find_ready(
-            frontend.FORWARD, operands(), ("bshd", "none", 0.25, -1, -1, False, False)
-        )
+    assert op_operands.descale_strides(descale) == strides

@@ -8,8 +8,8 @@ import torch
 import attngen
 from attngen import SpecError, reference
 from attngen.ops import frontend
-from attngen.reference.call import SCALES
-from tests.cpu.fp8_kit import E4M3, E5M2, arguments_of, operands, same, scales
+from attngen.ops.signature import OPTIONAL, Arguments, split
+from tests.cpu.fp8_kit import E4M3, E5M2, operands, rest_of, same, scales
 
 
 def test_call_does_not_reach_kernels_that_have_not_passed_the_gpu_tests(monkeypatch):
@@ -27,15 +27,17 @@ def on_reference(monkeypatch):
     Yields the list of the calls that reached it."""
     calls = []
 
-    def forward_fp8(q, k, v, layout, mask, scale, left, right, low, out_dtype, *rest):
-        *given, amax = rest
-        calls.append((mask, left, right, low, out_dtype, amax))
+    def forward(q, k, v, *rest):
+        optional, arguments = split(rest)
+        calls.append(arguments)
         out, aux = reference.attention(
-            q, k, v, layout=layout, mask=mask, softmax_scale=scale, window=(left, right),
-            bottom_right=low, out_dtype=out_dtype, return_amax=True,
-            **dict(zip(SCALES, given, strict=True)),
+            q, k, v, layout=arguments.layout, mask=arguments.mask,
+            softmax_scale=arguments.softmax_scale, bottom_right=arguments.bottom_right,
+            window=(arguments.window_left, arguments.window_right), return_amax=True,
+            out_dtype=arguments.out_dtype, **dict(zip(OPTIONAL, optional, strict=True)),
         )  # fmt: skip
-        maxima = (aux.amax_s, aux.amax_o) if amax else (q.new_empty(0, dtype=torch.float32),) * 2
+        empty = q.new_empty(0, dtype=torch.float32)
+        maxima = (aux.amax_s, aux.amax_o) if arguments.amax else (empty, empty)
         return out, aux.lse, *(x.clone() for x in maxima)
 
     monkeypatch.setattr(frontend, "device_arch", lambda device: "sm_90a")
@@ -43,7 +45,7 @@ def on_reference(monkeypatch):
     monkeypatch.setattr(frontend, "_settled", {})
     monkeypatch.setattr(frontend, "UNTESTED_DTYPES", frozenset())
     library = torch.library.Library("attngen", "IMPL")
-    library.impl("forward_fp8", forward_fp8, "CPU")
+    library.impl("forward", forward, "CPU")
     yield calls
     library._destroy()
 
@@ -65,7 +67,12 @@ def test_call_with_every_argument_equals_the_reference(on_reference, out_dtype, 
         assert out.dtype == (out_dtype or torch.bfloat16) and same(out, want)
         for name in ("lse", "amax_s", "amax_o"):
             assert torch.equal(getattr(aux, name), getattr(want_aux, name)), name
-    assert on_reference == [("causal_bottom_right", 3, -1, True, out.dtype, True)] * 2
+    expected = Arguments(
+        *("bshd", "causal_bottom_right", 0.3, 3, -1, True),
+        out_dtype=out.dtype,
+        amax=True,
+    )
+    assert on_reference == [expected] * 2
 
 
 def test_call_without_maxima_returns_none_of_them(on_reference):
@@ -164,8 +171,8 @@ def test_call_compiled_whole_equals_the_eager_one(on_reference, backend):
 @pytest.mark.parametrize("amax", [False, True])
 def test_op_passes_opcheck(on_reference, amax):
     torch.library.opcheck(
-        torch.ops.attngen.forward_fp8,
-        (*operands(), *arguments_of(E4M3, amax, **scales())),
+        torch.ops.attngen.forward,
+        (*operands(), *rest_of(E4M3, amax, **scales())),
         # test_schema compares operands with an arithmetic that 8-bit floats lack.
         test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
     )

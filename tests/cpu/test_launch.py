@@ -147,12 +147,19 @@ def eight_bit(**changes: Any) -> KernelEntry:
     return replace(ENTRY, fields=fields, tensor_maps=(recipe,), workspace=(), **changes)
 
 
+def descale_strides(*strides: int) -> dict[str, int]:
+    """By the names of the parameters, of q, k and v over batch and head."""
+    names = (f"descale_{name}_stride_{axis}" for name in "qkv" for axis in ("batch", "head"))
+    return dict(zip(names, strides, strict=True))
+
+
 @pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])
 def test_launch_tensor_map_of_8_bits_counts_bytes(driver: Driver, dtype: str) -> None:
     entry = eight_bit()
     recipe = replace(entry.tensor_maps[0], dtype=dtype)
     loaded = LoadedKernel("handle", replace(entry, tensor_maps=(recipe,)), 0, 132)
-    launch.launch(launch.prepare(loaded, EXTENTS, Scalars(0.5)), {"k": 32 + ord(dtype[1])}, 0)
+    scalars = Scalars(0.5, numbers=descale_strides(*(0,) * 6))
+    launch.launch(launch.prepare(loaded, EXTENTS, scalars), {"k": 32 + ord(dtype[1])}, 0)
     ((element, rank, dims, strides, box, *_),) = driver.tensor_maps
     assert element == bindings.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8 and rank == 4
     assert [int(size) for size in dims] == [DIM, LENGTH, HEADS, 3]
@@ -161,8 +168,8 @@ def test_launch_tensor_map_of_8_bits_counts_bytes(driver: Driver, dtype: str) ->
 
 
 def test_launch_strides_of_descales_are_those_of_their_operands(driver: Driver) -> None:
-    scalars = Scalars(0.5, descale_strides=((7, 1), (0, 0), (2, 5)))
-    for given, wanted in ((scalars, (7, 1, 0, 0, 2, 5)), (Scalars(0.5), (0,) * 6)):
+    for wanted in ((7, 1, 0, 0, 2, 5), (0,) * 6):
+        given = Scalars(0.5, numbers=descale_strides(*wanted))
         prepared = launch.prepare(LoadedKernel("handle", eight_bit(), 0, 132), EXTENTS, given)
         launch.launch(prepared, {"k": 32}, 0)
         assert struct.unpack_from("<6i", driver.launches[-1][1], 128) == wanted

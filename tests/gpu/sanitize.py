@@ -27,7 +27,6 @@ from torch import Tensor  # noqa: E402
 
 import attngen  # noqa: E402
 import attngen.ops.forward  # noqa: E402  # registers the operation
-import attngen.ops.forward_fp8  # noqa: E402
 from attngen.errors import AttngenError  # noqa: E402
 from attngen.reference.call import SCALES  # noqa: E402
 from tests.gpu import oracle, oracle_fp8  # noqa: E402
@@ -83,25 +82,27 @@ def run(case: Case, device: torch.device) -> None:
     operands = case.operands()
     on_device = [x.to(device) for x in operands]
     aligned = case.mask.endswith("bottom_right")
-    numbers = (case.layout, case.mask, case.d**-0.5, *case.window, aligned)
+    left, right = case.window
+    numbers = {"layout": case.layout, "mask": case.mask, "bottom_right": aligned}
+    numbers |= {"window_left": left, "window_right": right}
     if isinstance(case, Fp8Case):
         run_fp8(case, operands, on_device, numbers)
         return
-    out, lse = torch.ops.attngen.forward(*on_device, *numbers, case.partial)
+    out_dtype = torch.float32 if case.partial else None
+    out, lse, *_ = torch.ops.attngen.forward(*on_device, **numbers, out_dtype=out_dtype)
     expected = oracle.truth(*operands, **case.arguments)
     oracle.check(out.cpu(), lse.cpu(), expected, case.layout)
 
 
 def run_fp8(
-    case: Fp8Case, operands: Sequence[Tensor], on_device: Sequence[Tensor], numbers: tuple
+    case: Fp8Case, operands: Sequence[Tensor], on_device: Sequence[Tensor], numbers: dict
 ) -> None:
     """As `run`, in 8 bits, with scales and maxima."""
     arguments = case.arguments
-    scales = [arguments.get(name) for name in SCALES]
-    results = torch.ops.attngen.forward_fp8(
-        *(*on_device, *numbers, arguments["out_dtype"]),
-        *(scale if scale is None else scale.to(on_device[0].device) for scale in scales),
-        True,
+    device = on_device[0].device
+    scales = {name: arguments[name].to(device) for name in SCALES if name in arguments}
+    results = torch.ops.attngen.forward(
+        *on_device, **scales, **numbers, out_dtype=arguments["out_dtype"], amax=True
     )
     out, lse, amax_s, amax_o = (x.cpu() for x in results)
     expected = oracle_fp8.truth(*operands, **arguments)

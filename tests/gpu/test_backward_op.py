@@ -23,10 +23,9 @@ def operands(d, heads=(2, 8, 2), lengths=(513, 700), layout="bshd", dtype=torch.
 def results(tensors, mask="causal", layout="bshd", dlse=None, deterministic=False):
     """dq, dk, dv by the kernels, forward included."""
     q, k, v, d_o = tensors
-    scale = q.shape[-1] ** -0.5
     out, aux = attngen.attention(q, k, v, mask=mask, layout=layout, backend="cuda", return_lse=True)
-    numbers = (layout, mask, scale, -1, -1, False, deterministic)
-    return torch.ops.attngen.backward(d_o, dlse, q, k, v, out, aux.lse, *numbers)
+    arguments = {"layout": layout, "mask": mask, "deterministic": deterministic}
+    return torch.ops.attngen.backward(d_o, dlse, q, k, v, out, aux.lse, **arguments)
 
 
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd"])
@@ -95,6 +94,5 @@ def test_op_several_streams_at_once_do_not_meet():
 def test_op_without_keys_is_zero():
     q, k, v, d_o = operands(64, lengths=(100, 0))
     lse = torch.full((2, 8, 100), float("-inf"), device="cuda")
-    numbers = ("bshd", "none", 0.125, -1, -1, False, False)
-    dq, dk, dv = torch.ops.attngen.backward(d_o, None, q, k, v, torch.zeros_like(q), lse, *numbers)
+    dq, dk, dv = torch.ops.attngen.backward(d_o, None, q, k, v, torch.zeros_like(q), lse)
     assert not dq.any() and dk.numel() == dv.numel() == 0

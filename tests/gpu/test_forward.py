@@ -44,8 +44,14 @@ def test_forward_partial_returns_right_float32(case):
     aligned = case.mask.endswith("bottom_right")
     low = aligned if case.bottom_right is None else case.bottom_right
     with oracle.nan_filled_allocations():
-        out, lse = torch.ops.attngen.forward(
-            *(q, k, v, case.layout, case.mask, case.d**-0.5, *case.window, low, True)
+        out, lse, *_ = torch.ops.attngen.forward(
+            *(q, k, v),
+            layout=case.layout,
+            mask=case.mask,
+            window_left=case.window[0],
+            window_right=case.window[1],
+            bottom_right=low,
+            out_dtype=torch.float32,
         )
     assert out.dtype == torch.float32
     oracle.check(out, lse, oracle.truth(q, k, v, **case.arguments), case.layout)

@@ -30,7 +30,9 @@ def fresh_compiler():
 def test_op_passes_opcheck(layout, partial):
     q, k, v = oracle.operands(2, 4, 2, 70, 90, 128, layout=layout)
     torch.library.opcheck(
-        torch.ops.attngen.forward, (q, k, v, layout, "causal", 0.1, -1, -1, False, partial)
+        torch.ops.attngen.forward,
+        (q, k, v),
+        {"layout": layout, "mask": "causal", "out_dtype": torch.float32 if partial else None},
     )
 
 
@@ -39,7 +41,9 @@ def test_op_passes_opcheck_with_nothing_to_compute(sizes):
     batch, s_q, s_kv = sizes
     q, k, v = oracle.operands(batch, 2, 2, s_q, s_kv, 64)
     torch.library.opcheck(
-        torch.ops.attngen.forward, (q, k, v, "bshd", "none", 0.1, 5, 5, True, False)
+        torch.ops.attngen.forward,
+        (q, k, v),
+        {"window_left": 5, "window_right": 5, "bottom_right": True},
     )
 
 
@@ -49,10 +53,11 @@ def test_op_fake_result_has_the_real_ones_shape_and_strides(layout, partial):
     whole = oracle.operands(2, 4, 4, 70, 70, 128, layout=layout)
     h = layout.index("h")
     q, k, v = (x.narrow(h, 1, 2) for x in whole)
-    arguments = (layout, "causal", 0.1, -1, -1, False, partial)
-    real = torch.ops.attngen.forward(q, k, v, *arguments)
+    out_dtype = torch.float32 if partial else None
+    arguments = {"layout": layout, "mask": "causal", "out_dtype": out_dtype}
+    real = torch.ops.attngen.forward(q, k, v, **arguments)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = torch.ops.attngen.forward(*(mode.from_tensor(x) for x in (q, k, v)), *arguments)
+        fake = torch.ops.attngen.forward(*(mode.from_tensor(x) for x in (q, k, v)), **arguments)
     for a, b in zip(real, fake, strict=True):
         assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
 
@@ -110,12 +115,6 @@ def test_op_compiled_to_cuda_graphs_is_right_and_leaves_eager_calls_right():
             assert torch.equal(calm(*tensors), want)
 
 
-def test_op_gradient_wanted_is_refused_with_the_way_out():
-    q, k, v = oracle.operands(1, 2, 2, 64, 64, 64)
-    with pytest.raises(attngen.SpecError, match="no_grad.*detach.*reference"):
-        attngen.attention(q.requires_grad_(), k, v, backend="cuda")
-
-
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
 def test_op_gradient_switched_off_runs(guard):
     q, k, v = oracle.operands(1, 2, 2, 64, 64, 64)
@@ -129,7 +128,7 @@ def test_op_gradient_switched_off_runs(guard):
 def test_op_backend_auto_takes_the_kernel(backend, caplog):
     q, k, v = oracle.operands(1, 2, 2, 64, 64, 64)
     out = attngen.attention(q, k, v, backend=backend)
-    direct, _ = torch.ops.attngen.forward(q, k, v, "bshd", "none", 0.125, -1, -1, False, False)
+    direct, *_ = torch.ops.attngen.forward(q, k, v)
     assert torch.equal(out, direct)
     assert not caplog.records
 

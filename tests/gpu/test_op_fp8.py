@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import attngen.ops.forward_fp8  # registers the operation
 import pytest
 import torch
 
 import attngen
-import attngen.ops.forward_fp8  # registers the operation
-from attngen.reference.call import SCALES
 
 from . import cases, cases_fp8, oracle, oracle_fp8
 from .cases_fp8 import Fp8Case
@@ -169,10 +168,10 @@ def test_fp8_op_passes_opcheck(layout, amax):
     q, k, v = oracle_fp8.operands(2, 4, 2, 70, 90, 128, layout=layout)
     scales = all_scales(q.device)
     del scales["scale_o"]
-    given = (scales.get(name) for name in SCALES)
     torch.library.opcheck(
-        torch.ops.attngen.forward_fp8,
-        (q, k, v, layout, "causal", 0.1, -1, -1, False, torch.bfloat16, *given, amax),
+        torch.ops.attngen.forward,
+        (q, k, v),
+        {**scales, "layout": layout, "mask": "causal", "amax": amax},
         # test_schema compares operands with an arithmetic that 8-bit floats lack.
         test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
     )
@@ -182,10 +181,7 @@ def test_fp8_op_passes_opcheck(layout, amax):
 def test_fp8_backend_auto_takes_the_kernel(backend, caplog):
     q, k, v = oracle_fp8.operands(1, 2, 2, 64, 64, 64)
     out = attngen.attention(q, k, v, backend=backend)
-    nothing = (None,) * len(SCALES)
-    direct, *_ = torch.ops.attngen.forward_fp8(
-        q, k, v, "bshd", "none", 0.125, -1, -1, False, torch.bfloat16, *nothing, False
-    )
+    direct, *_ = torch.ops.attngen.forward(q, k, v)
     assert torch.equal(out, direct) and not caplog.records
 
 

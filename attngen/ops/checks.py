@@ -1,0 +1,109 @@
+"""What kernels cannot take: dtypes, scales, strides, sizes, devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from ..reference.call import SCALES
+from ..reference.fp8 import is_fp8
+from ..reference.fp8_checks import dtype_violations, output_violations, scale_violations
+from ..run_time import Extent
+from .operands import output_dtype, softmax_scale_of
+from .signature import Arguments
+
+SCALE_LIMIT = 2.0**127  # in log2 units it must still be a float32
+OFFSET_LIMIT = 1 << 31  # elements; kernels index scales in 32 bits
+
+
+def violations(
+    tensors: dict[str, Tensor],
+    extents: dict[str, Extent],
+    optional: Mapping[str, Tensor | None],
+    arguments: Arguments,
+) -> list[str]:
+    """Everything about a forward that its kernels cannot take.
+
+    tensors: q, k, v and o, of which only o's format counts; extents: theirs.
+    """
+    q, k, v = tensors["q"], tensors["k"], tensors["v"]
+    reasons = [*dtype_violations(q.dtype, k.dtype, v.dtype)]
+    if is_fp8(q.dtype):
+        reasons += _fp8_violations(tensors, extents, optional, arguments)
+    else:
+        reasons += _misplaced(q, optional, arguments)
+    reasons += device_violations({**tensors, **optional})
+    return [*reasons, *operand_violations(tensors, extents, softmax_scale_of(q, arguments))]
+
+
+def operand_violations(
+    tensors: dict[str, Tensor], extents: dict[str, Extent], softmax_scale: float
+) -> Iterator[str]:
+    """What is wrong with strides, sizes and the scale, whatever the dtypes."""
+    q, k, v = extents["q"], extents["k"], extents["v"]
+    for name, tensor in tensors.items():
+        if tensor.numel() and tensor.stride(-1) != 1:
+            yield f"{name}: the last axis has stride {tensor.stride(-1)}, needs 1"
+        size = tensor.element_size()
+        loose = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+        if name != "o" and any(n > 1 and stride * size % 16 for n, stride in loose):
+            yield (
+                f"{name}: strides {tensor.stride()} of {tensor.dtype}; all but the last must be "
+                "multiples of 16 bytes"
+            )
+    if (k.batch, k.seq, k.heads) != (v.batch, v.seq, v.heads) or q.batch != k.batch:
+        yield (
+            f"batch, length and heads do not agree: q {q[:3]}, k {k[:3]}, v {v[:3]} "
+            "(batch, length, heads)"
+        )
+    if q.dim != k.dim:
+        yield f"head dims of q and k differ: {q.dim} and {k.dim}"
+    if q.heads and (not k.heads or q.heads % k.heads):
+        yield f"{q.heads} query heads are not a multiple of {k.heads} key/value heads"
+    if not (0 < softmax_scale < SCALE_LIMIT):
+        yield f"softmax_scale={softmax_scale}: kernels take a positive float32 number"
+
+
+def device_violations(tensors: Mapping[str, Tensor | None]) -> list[str]:
+    """Those of the tensors that are not where q is."""
+    device = next(tensor.device for tensor in tensors.values() if tensor is not None)
+    return [
+        f"{name} is on {tensor.device}, q on {device}; move one"
+        for name, tensor in tensors.items()
+        if tensor is not None and tensor.device != device
+    ]
+
+
+def _fp8_violations(
+    tensors: dict[str, Tensor],
+    extents: dict[str, Extent],
+    optional: Mapping[str, Tensor | None],
+    arguments: Arguments,
+) -> Iterator[str]:
+    scales = {name: optional[name] for name in SCALES}
+    yield from scale_violations(scales, extents["k"].batch, extents["k"].heads)
+    yield from output_violations(output_dtype(tensors["q"], arguments), scales["scale_o"])
+    for name, scale in scales.items():
+        if scale is not None and _last_offset(scale) >= OFFSET_LIMIT:
+            yield f"{name}: strides {scale.stride()} reach beyond 2^31 elements"
+
+
+def _misplaced(
+    q: Tensor, optional: Mapping[str, Tensor | None], arguments: Arguments
+) -> Iterator[str]:
+    """What only FP8 calls have, given to others."""
+    for name in SCALES:
+        if optional[name] is not None:
+            yield f"{name} belongs to FP8 q, k and v; q is {q.dtype}"
+    if arguments.amax:
+        yield f"the maxima belong to FP8 q, k and v; q is {q.dtype}"
+    if output_dtype(q, arguments) not in (q.dtype, torch.float32):
+        yield f"out_dtype={arguments.out_dtype}: beside {q.dtype} it is that or torch.float32"
+
+
+def _last_offset(tensor: Tensor) -> int:
+    """Elements from the first to the last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return sum((size - 1) * stride for size, stride in steps)

@@ -1,0 +1,73 @@
+"""What the torch operations take beside q, k and v, and how their schemas say it.
+
+A feature that reads another tensor adds its name to `OPTIONAL`, one with a number a field to
+`Arguments`; the operations, their fakes and their gradients follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, get_type_hints
+
+import torch
+from torch import Tensor
+
+from ..reference.call import SCALES
+
+Operands = Sequence[Tensor | None]  # q, k, v and then OPTIONAL
+
+OPTIONAL = SCALES
+"""Tensors that a call may have beside q, k and v, in the order in which operations take them."""
+
+
+class Arguments(NamedTuple):
+    """The arguments of a call that are no tensors.
+
+    layout: `bshd`, `sbhd` or `bhsd`, axis order of q, k, v and the output. softmax_scale: None for
+    1/√d. Window sides in keys, −1 unbounded. out_dtype: None for Q's, or bfloat16 beside FP8; of 16
+    bits float32 asks for the partial output that split computations combine. amax: whether the
+    maxima of an FP8 call are wanted. deterministic: whether gradients have the same bits on every
+    run, at the cost of some speed.
+    """
+
+    layout: str = "bshd"
+    mask: str = "none"
+    softmax_scale: float | None = None
+    window_left: int = -1
+    window_right: int = -1
+    bottom_right: bool = False
+    out_dtype: torch.dtype | None = None
+    amax: bool = False
+    deterministic: bool = False
+
+
+_TYPES = {
+    str: "str",
+    int: "int",
+    bool: "bool",
+    float | None: "float?",
+    torch.dtype | None: "ScalarType?",
+}
+
+
+def schema() -> str:
+    """What follows q, k and v in the schemas of the operations; everything has a default."""
+    tensors = [f"Tensor? {name}=None" for name in OPTIONAL]
+    types = get_type_hints(Arguments)
+    return ", ".join([*tensors, *(_declaration(name, types[name]) for name in Arguments._fields)])
+
+
+def _declaration(name: str, type_: Any) -> str:
+    default = Arguments._field_defaults[name]
+    shown = f'"{default}"' if isinstance(default, str) else default
+    return f"{_TYPES[type_]} {name}={shown}"
+
+
+def split(rest: Sequence[Any]) -> tuple[tuple[Tensor | None, ...], Arguments]:
+    """The optional tensors, and the arguments, of what an operation got after q, k and v.
+
+    The dispatcher leaves out what stands at the end and equals its default.
+    """
+    count = len(OPTIONAL)
+    tensors = (*rest[:count], *(None for _ in range(count - len(rest))))
+    return tensors, Arguments(*rest[count:])
