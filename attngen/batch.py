@@ -10,21 +10,29 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
 from . import features, resolve
-from .builder import Built, build_problem
+from .builder import Built, build_plan
 from .cache import Cache
 from .digest import cache_key
 from .errors import AttngenError, CacheError
+from .plan import KernelPlan, plans
 from .problem import Problem
 from .spec import AttentionSpec
 
 
 @dataclass(frozen=True)
 class Job:
-    """One kernel to build, and the titles of the specs that ask for it."""
+    """One kernel to build, one of several where the problem is a backward, and the titles of the
+    specs that ask for it."""
 
     problem: Problem
+    plan: KernelPlan
     arch: str
     titles: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """What it is and computes: `sm90_bwd_dq__full_d256_bf16`."""
+        return f"{self.plan.family}__{self.problem.label}"
 
 
 @dataclass(frozen=True)
@@ -45,18 +53,22 @@ def jobs_of(
 
     arch: replaces the architectures that the specs name; None keeps them.
     """
-    titles: dict[tuple[Problem, str], list[str]] = {}
+    titles: dict[tuple[Problem, KernelPlan, str], list[str]] = {}
     refused: list[AttngenError] = []
     for spec in specs:
         asked = spec if arch is None else dataclasses.replace(spec, arch=(arch,))
         try:
-            problems = resolve.resolve(asked, features.scan())
+            found = [
+                (problem, each, name)
+                for problem in resolve.resolve(asked, features.scan())
+                for name in asked.arch
+                for each in plans(problem, name)
+            ]
         except AttngenError as error:
             refused.append(error)
             continue
-        for problem in problems:
-            for name in asked.arch:
-                titles.setdefault((problem, name), []).append(spec.title)
+        for key in found:
+            titles.setdefault(key, []).append(spec.title)
     jobs = [Job(*key, tuple(dict.fromkeys(names))) for key, names in titles.items()]
     return jobs, refused
 
@@ -80,8 +92,8 @@ def _build(job: Job, cache: Cache) -> Outcome:
     built: Built | None = None
     failure: AttngenError | OSError | None = None
     try:
-        (built,) = build_problem(job.problem, job.arch, cache=cache)
-        if not built.from_cache and cache.get(cache_key(job.problem, built.plan, job.arch)) is None:
+        built = build_plan(job.problem, job.plan, job.arch, cache=cache)
+        if not built.from_cache and cache.get(cache_key(job.problem, job.plan, job.arch)) is None:
             failure = CacheError(f"compiled, but {cache.root} cannot keep it")
     except (AttngenError, OSError) as error:
         failure = error

@@ -91,7 +91,7 @@ def build(
     for outcome in batch.run(wanted, cache, jobs):
         outcomes.append(outcome)
         click.echo(show(outcome, f"[{len(outcomes)}/{len(wanted)}]"))
-    failures += [f"{o.job.problem.label} {o.job.arch}: {o.error}" for o in outcomes if o.error]
+    failures += [f"{o.job.name} {o.job.arch}: {o.error}" for o in outcomes if o.error]
     if not as_json:
         click.echo(_summary(outcomes, len(refused), cache))
     if failures:
@@ -129,13 +129,12 @@ def render(spec: Path, name: str | None, output: Path | None) -> None:
     """Print the CUDA source, or write a file a kernel."""
     from . import batch
     from .builder import render_problem
-    from .plan import plan
 
     wanted, refused = batch.jobs_of(_select(spec, name), None)
     if refused:
         raise AttngenError([reason for error in refused for reason in error.reasons])
     for job in wanted:
-        source = render_problem(job.problem, plan(job.problem, job.arch))
+        source = render_problem(job.problem, job.plan)
         if output is None:
             click.echo(source.text, nl=False)
             continue
@@ -251,7 +250,7 @@ def _select(path: Path, name: str | None) -> list[AttentionSpec]:
 def _text_line(outcome: Outcome, count: str) -> str:
     titles = " ".join(outcome.job.titles)
     if outcome.built is None or outcome.error:
-        return f"{count} FAILED {outcome.job.problem.label} {outcome.job.arch}  {titles}"
+        return f"{count} FAILED {outcome.job.name} {outcome.job.arch}  {titles}"
     binary = outcome.built.binary
     how = "cached" if outcome.built.from_cache else f"compiled in {outcome.seconds:.2f} s"
     return (
@@ -268,6 +267,7 @@ def _json_line(outcome: Outcome, count: str) -> str:
         {
             "specs": outcome.job.titles,
             "arch": outcome.job.arch,
+            "direction": outcome.job.problem.direction,
             "label": outcome.job.problem.label,
             "entry": built and built.binary.kernel.entry,
             "cached": built and built.from_cache,

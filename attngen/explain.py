@@ -9,12 +9,13 @@ from typing import Any
 
 from . import features, resolve, tuned
 from .arch.base import Plan
-from .builder import build_problem, render_problem
+from .arch.sm90_bwd import BackwardPlan
+from .builder import build_plan, render_problem
 from .cache import Cache
 from .errors import SpecError
 from .features import Features
 from .files import templates_dir
-from .plan import candidates
+from .plan import KernelPlan, candidates, plans
 from .problem import DTYPE_BYTES, Problem
 from .spec import AttentionSpec
 from .values import to_data
@@ -25,6 +26,8 @@ INDENT = "  "
 # guide, arithmetic throughput of compute capability 9.0.
 MMA_FLOPS_PER_CYCLE = 8192
 EXPONENTIALS_PER_CYCLE = 16
+# Products of a block over Q's head dim, and over V's: S, dQ, dK; O or dP, dV.
+PRODUCTS = {"sm90_fwd": (1, 1), "sm90_bwd": (3, 2), "sm90_bwd_dkv": (2, 2), "sm90_bwd_dq": (2, 1)}
 
 
 def explain(spec: AttentionSpec, cache: Cache | None, *, compiled: bool = True) -> Iterator[str]:
@@ -43,7 +46,11 @@ def explain(spec: AttentionSpec, cache: Cache | None, *, compiled: bool = True) 
     yield from _indented(_settings(spec))
     for arch in spec.arch:
         for problem in problems:
-            yield from _explain_kernel(problem, arch, cache, compiled)
+            yield ""
+            yield f"problem {problem.direction} {problem.label}"
+            yield from _indented(describe(problem))
+            for chosen in plans(problem, arch):
+                yield from _explain_kernel(problem, chosen, arch, cache, compiled)
 
 
 def explain_refusal(spec: AttentionSpec, known: Features) -> SpecError:
@@ -64,15 +71,11 @@ def to_toml(spec: AttentionSpec) -> Iterator[str]:
 
 
 def _explain_kernel(
-    problem: Problem, arch: str, cache: Cache | None, compiled: bool
+    problem: Problem, chosen: KernelPlan, arch: str, cache: Cache | None, compiled: bool
 ) -> Iterator[str]:
-    plans = candidates(problem, arch)
-    chosen = plans[0]
     yield ""
-    yield f"problem {problem.label}"
-    yield from _indented(describe(problem))
-    yield ""
-    yield f"plan {arch}, {_choice(problem, arch, plans)}"
+    how = _choice(problem, arch) if isinstance(chosen, Plan) else "the heuristics' choice"
+    yield f"plan {arch} {chosen.family}, {how}"
     yield from _indented(describe(chosen))
     yield ""
     yield "roofline"
@@ -85,22 +88,25 @@ def _explain_kernel(
     yield f"{INDENT}`attngen render` prints it"
     if not compiled:
         return
-    (built,) = build_problem(problem, arch, cache=cache)
+    built = build_plan(problem, chosen, arch, cache=cache)
     yield ""
     yield f"binary {built.binary.toolchain}, {'cached' if built.from_cache else 'compiled now'}"
     yield from _indented(describe(built.binary.resources))
-    yield f"{INDENT}the registers are those at launch; the plan's pipeline moves them to each role"
+    if isinstance(chosen, Plan | BackwardPlan):
+        yield f"{INDENT}the registers are those at launch; the plan moves them to each role"
 
 
-def _choice(problem: Problem, arch: str, plans: tuple[Plan, ...]) -> str:
-    """Who chose the first of these plans: a measurement, or the heuristics."""
-    entry = tuned.entry_of(problem, arch)
+def _choice(problem: Problem, arch: str) -> str:
+    """Who chose a forward's plan: a measurement, or the heuristics."""
+    entry, fitting = tuned.entry_of(problem, arch), candidates(problem, arch)
     if entry is None:
-        return f"the heuristics' choice of {len(plans)} that fit"
+        return f"the heuristics' choice of {len(fitting)} that fit"
     timed = [candidate.settings for _, candidate in entry.ranked()]
-    if tuned.settings(plans[0]) not in timed:
-        return f"the heuristics' choice of {len(plans)} that fit; what was tuned is not among them"
-    return f"tuned: the fastest of {len(timed)} timed on {entry.date}, of {len(plans)} that fit"
+    if tuned.settings(fitting[0]) not in timed:
+        return (
+            f"the heuristics' choice of {len(fitting)} that fit; what was tuned is not among them"
+        )
+    return f"tuned: the fastest of {len(timed)} timed on {entry.date}, of {len(fitting)} that fit"
 
 
 def describe(value: Any) -> Iterator[str]:
@@ -113,20 +119,29 @@ def describe(value: Any) -> Iterator[str]:
             yield f"{name if number == 0 else '':<{width}}{line}"
 
 
-def aim(problem: Problem, chosen: Plan) -> Iterator[str]:
-    """The roofline of a full block of keys: cycles of the tensor cores and of the exponentials,
-    and how often a loaded byte of K and V is used."""
+def aim(problem: Problem, chosen: KernelPlan) -> Iterator[str]:
+    """The roofline of a full block: cycles of the tensor cores and of the exponentials, and how
+    often a loaded byte of the operands that come block by block is used."""
+    if not isinstance(chosen, Plan | BackwardPlan):
+        yield "aims at the memory: no products, each operand read and each result written once"
+        return
+    d, d_v = problem.head_dim_qk, problem.head_dim_v
+    of_qk, of_v = PRODUCTS[chosen.family]
     pairs = chosen.tile.m * chosen.tile.n
-    dims = problem.head_dim_qk + problem.head_dim_v
-    mma = 2 * pairs * dims * DTYPE_BYTES[problem.dtype_q] / MMA_FLOPS_PER_CYCLE
+    flops, size = 2 * pairs * (of_qk * d + of_v * d_v), DTYPE_BYTES[problem.dtype_kv]
+    mma = flops * size / MMA_FLOPS_PER_CYCLE
     exponentials = pairs / EXPONENTIALS_PER_CYCLE
     binding = "tensor cores" if mma > exponentials else "exponentials"
-    reuse = 2 * chosen.tile.m / DTYPE_BYTES[problem.dtype_kv]
+    keys_come = chosen.family in ("sm90_fwd", "sm90_bwd_dq")
+    reuse = flops / ((chosen.tile.n if keys_come else chosen.tile.m) * (d + d_v) * size)
     yield (
         f"aims at the {binding}: {max(mma, exponentials):.0f} cycles a block "
         f"({mma:.0f} of products, {exponentials:.0f} of exponentials)"
     )
-    yield f"{reuse:.0f} FLOPs for each byte of K and V that an SM loads; 1 persistent CTA an SM"
+    yield (
+        f"{reuse:.0f} FLOPs for each byte of {'K and V' if keys_come else 'Q and dO'} that an SM "
+        "loads; 1 persistent CTA an SM"
+    )
 
 
 def _settings(spec: AttentionSpec) -> Iterator[str]:

@@ -17,7 +17,7 @@ def list_features(known: Features) -> Iterator[str]:
     for dtypes in (resolve.DTYPES_16BIT, resolve.DTYPES_8BIT):
         step, names = resolve.head_dim_step(dtypes[0]), " ".join(dtypes)
         yield f"head dims      multiples of {step} up to {resolve.MAX_HEAD_DIM} ({names})"
-    yield f"directions     {' '.join(resolve.DIRECTIONS)}"
+    yield f"directions     {' '.join(resolve.DIRECTIONS)} (bwd: {' '.join(resolve.DTYPES_16BIT)})"
     for axis, fragments in known.items():
         if not fragments:
             continue
@@ -30,7 +30,7 @@ def list_features(known: Features) -> Iterator[str]:
 
 
 def list_kernels(specs: Iterable[AttentionSpec], known: Features) -> Iterator[str]:
-    """One line a kernel that the specs name: title, architecture, what it computes."""
+    """One line a forward or backward that the specs name: title, architecture, what it computes."""
     for spec in specs:
         try:
             problems = resolve.resolve(spec, known)

@@ -13,7 +13,7 @@ from .features import Features
 from .problem import Problem
 from .spec import AttentionSpec
 
-DIRECTIONS = ("fwd",)
+DIRECTIONS = ("fwd", "bwd")
 DTYPES_16BIT = ("fp16", "bf16")
 DTYPES_8BIT = ("e4m3", "e5m2")
 DTYPES = (*DTYPES_16BIT, *DTYPES_8BIT)
@@ -47,7 +47,7 @@ def resolve(spec: AttentionSpec, features: Features) -> tuple[Problem, ...]:
     masks, _ = split_mask(spec.mask)
     return tuple(
         Problem(
-            direction="fwd",
+            direction=direction,  # type: ignore[arg-type]
             dtype_q=spec.dtype,  # type: ignore[arg-type]  # checked above
             dtype_kv=spec.kv_dtype or spec.dtype,  # type: ignore[arg-type]
             dtype_o=spec.out_dtype or default_out_dtype(spec.dtype),  # type: ignore[arg-type]
@@ -60,8 +60,9 @@ def resolve(spec: AttentionSpec, features: Features) -> tuple[Problem, ...]:
             kv_seq="dense",
             kv_fetch="tma",
             kv_iter="range",
+            deterministic=spec.deterministic and direction == "bwd",
         )
-        for _ in spec.directions
+        for direction in spec.directions
     )
 
 
@@ -87,16 +88,13 @@ def default_out_dtype(dtype: str) -> str:
 
 def find_violations(spec: AttentionSpec, features: Features) -> list[Violation]:
     """Every field of the spec for which no kernel can be made, in the order of the fields."""
-    found = [*_check_operands(spec), *_check_features(spec, features)]
-    for direction in spec.directions:
-        if direction not in DIRECTIONS:
-            reason = f"direction {direction!r} has no kernels; available: {DIRECTIONS}"
-            found.append(Violation("directions", reason, DIRECTIONS))
+    found = [
+        *_check_operands(spec),
+        *_check_features(spec, features),
+        *_check_directions(spec),
+    ]
     if not spec.arch:
         found.append(Violation("arch", f"arch is empty; available: {ARCHES}", ARCHES))
-    if not spec.directions:
-        reason = f"directions is empty; available: {DIRECTIONS}"
-        found.append(Violation("directions", reason, DIRECTIONS))
     for arch in spec.arch:
         if arch not in ARCHES:
             reason = f"architecture {arch!r} has no kernels; available: {ARCHES}"
@@ -145,6 +143,26 @@ def _check_head_dims(spec: AttentionSpec, step: int) -> list[Violation]:
         if dim != legal:
             reason = f"{field} {dim}: kernels exist for multiples of {step} up to {MAX_HEAD_DIM}"
             found.append(Violation(field, reason, legal))
+    return found
+
+
+def available_directions(dtype: str, out_dtype: str | None) -> tuple[str, ...]:
+    """The directions with kernels; a backward starts from a 16-bit output, as `attention` gives."""
+    return ("fwd",) if dtype in DTYPES_8BIT or out_dtype == "fp32" else DIRECTIONS
+
+
+def _check_directions(spec: AttentionSpec) -> list[Violation]:
+    available = available_directions(spec.dtype, spec.out_dtype)
+    legal = tuple(each for each in spec.directions if each in available) or ("fwd",)
+    if not spec.directions:
+        return [Violation("directions", f"directions is empty; available: {available}", legal)]
+    found = []
+    for direction in dict.fromkeys(spec.directions):
+        if direction in available:
+            continue
+        whose = f" for {spec.dtype!r} queries and {spec.out_dtype or 'default'!r} output"
+        reason = f"direction {direction!r} has no kernels{whose if direction in DIRECTIONS else ''}"
+        found.append(Violation("directions", f"{reason}; available: {available}", legal))
     return found
 
 

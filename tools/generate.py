@@ -7,13 +7,11 @@ A change to a template, a header or a heuristic shows here as a diff of what it 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import difflib
 import hashlib
 import itertools
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,14 +19,10 @@ sys.path.insert(0, str(ROOT))
 
 from attngen import batch  # noqa: E402  # the path above serves a checkout that is not installed
 from attngen.builder import render_problem  # noqa: E402
-from attngen.plan import KernelPlan, plans  # noqa: E402
-from attngen.problem import Problem  # noqa: E402
 from attngen.spec import load_specs  # noqa: E402
 from attngen.values import to_data, to_json  # noqa: E402
 
 SPEC = ROOT / "examples" / "specs" / "curated.toml"
-# Forwards of the specs whose backward is kept too: one of each way to make it.
-BACKWARDS = ("causal_d128_bf16", "full_d256_bf16")
 SCHEMA_VERSION = 1
 DIFF_LINES = 40
 
@@ -44,34 +38,23 @@ def generate(spec: Path = SPEC) -> dict[str, str]:
         raise refused[0]
     contents: dict[str, str] = {}
     kernels = {}
-    for job, problem, chosen in _kernels(jobs):
-        source = render_problem(problem, chosen)
-        name = f"{chosen.family}__{problem.label}"
+    for job in jobs:
+        source, name = render_problem(job.problem, job.plan), job.name
         if name in kernels:
             raise ValueError(f"{spec}: two kernels are named {name}")
         contents[f"{name}.cu"] = source.text
-        contents[f"{name}.plan.json"] = to_json(chosen, indent=2) + "\n"
+        contents[f"{name}.plan.json"] = to_json(job.plan, indent=2) + "\n"
         kernels[name] = {
             "arch": job.arch,
             "entry": source.kernel.entry,
             "plan_sha256": _sha256(contents[f"{name}.plan.json"]),
-            "problem": to_data(problem),
+            "problem": to_data(job.problem),
             "source_sha256": source.sha256,
             "specs": list(job.titles),
         }
     manifest = {"schema": SCHEMA_VERSION, "spec": spec.name, "kernels": kernels}
     contents["manifest.json"] = json.dumps(manifest, indent=2, sort_keys=True) + "\n"
     return contents
-
-
-def _kernels(jobs: list[batch.Job]) -> Iterator[tuple[batch.Job, Problem, KernelPlan]]:
-    for job in jobs:
-        problems = [job.problem]
-        if job.problem.label in BACKWARDS:
-            problems.append(dataclasses.replace(job.problem, direction="bwd"))
-        for problem in problems:
-            for chosen in plans(problem, job.arch):
-                yield job, problem, chosen
 
 
 def read(folder: Path) -> dict[str, str]:

@@ -86,6 +86,7 @@ def test_resolve_fp8_dtypes_reach_the_problem(fields, kv_dtype, out_dtype) -> No
         ("out_dtype", "fp32", None),
         ("softmax", "off_by_one", "vanilla"),
         ("directions", ("fwd", "bwd"), ("fwd",)),
+        ("directions", ("bwd",), ("fwd",)),
     ],
 )
 def test_resolve_fp8_violation_is_refused_with_the_nearest_value(field, value, legal) -> None:
@@ -111,6 +112,22 @@ def test_resolve_run_time_choices_share_one_problem(change: dict) -> None:
     """Layouts and alignments are arguments of a launch, no reason for another kernel."""
     spec = AttentionSpec(head_dim=64, mask="causal")
     assert resolve(replace(spec, **change), KNOWN) == resolve(spec, KNOWN)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_resolve_a_problem_each_direction_and_order_matters_backward_only(
+    deterministic, make_problem
+) -> None:
+    spec = AttentionSpec(head_dim=64, deterministic=deterministic, directions=("bwd", "fwd"))
+    backward = make_problem(64, direction="bwd", deterministic=deterministic)
+    assert resolve(spec, KNOWN) == (backward, make_problem(64))
+
+
+def test_resolve_backward_of_a_partial_output_is_refused() -> None:
+    spec = AttentionSpec(head_dim=64, out_dtype="fp32", directions=("fwd", "bwd"))
+    (violation,) = find_violations(spec, KNOWN)
+    assert violation.field == "directions" and "'fp32' output" in violation.reason
+    assert nearest(spec, KNOWN) == replace(spec, directions=("fwd",))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +172,8 @@ def test_split_mask_names_give_fragments_and_alignment(name: str, expected: tupl
         ("mask_mod", True, False),
         ("dropout", True, False),
         ("return_max_logit", True, False),
-        ("directions", ("fwd", "bwd"), ("fwd",)),
+        ("directions", ("up", "bwd"), ("bwd",)),
+        ("directions", ("up",), ("fwd",)),
         ("directions", (), ("fwd",)),
         ("arch", ("sm_80",), ("sm_90a",)),
         ("arch", (), ("sm_90a",)),
@@ -175,7 +193,7 @@ def test_resolve_one_violation_is_refused_with_the_nearest_value(field, value, l
 def test_resolve_many_violations_are_all_reported() -> None:
     wrong = {"head_dim": 65, "dtype": "fp64", "layout": "thd", "mask": "padding", "alibi": True}
     with pytest.raises(SpecError) as caught:
-        resolve(AttentionSpec(**wrong, softmax="learnable", directions=("bwd",)), KNOWN)
+        resolve(AttentionSpec(**wrong, softmax="learnable", directions=("up",)), KNOWN)
     message = str(caught.value)
     for field in (*wrong, "softmax", "direction"):
         assert field in message
