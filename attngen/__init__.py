@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .builder import Built, build
+    from .bundle import Bundle
     from .errors import (
         AttngenError,
+        BundleError,
         CacheError,
         CompileError,
         LaunchError,
@@ -22,9 +24,11 @@ if TYPE_CHECKING:
         PlanError,
         SpecError,
     )
+    from .mounts import load_bundle
     from .ops.frontend import attention
     from .results import AttentionAux
     from .spec import AttentionSpec, load_specs
+    from .tracing import Trace, trace
 
 __version__ = "0.1.0"
 
@@ -33,24 +37,33 @@ __all__ = [
     "AttentionSpec",
     "AttngenError",
     "Built",
+    "Bundle",
+    "BundleError",
     "CacheError",
     "CompileError",
     "LaunchError",
     "MeasureError",
     "PlanError",
     "SpecError",
+    "Trace",
     "attention",
     "build",
+    "load_bundle",
     "load_specs",
+    "trace",
 ]
 
 _HOMES = {
     "AttentionAux": "results",
     "AttentionSpec": "spec",
     "Built": "builder",
+    "Bundle": "bundle",
+    "Trace": "tracing",
     "attention": "ops.frontend",
     "build": "builder",
+    "load_bundle": "mounts",
     "load_specs": "spec",
+    "trace": "tracing",
 }
 
 

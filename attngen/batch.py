@@ -11,12 +11,14 @@ from dataclasses import dataclass
 
 from . import features, resolve
 from .builder import Built, build_plan
+from .bundle import BundledKernel, Program
 from .cache import Cache
 from .digest import cache_key
 from .errors import AttngenError, CacheError
 from .plan import KernelPlan, plans
 from .problem import Problem
 from .spec import AttentionSpec
+from .values import to_data
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,44 @@ def jobs_of(
             titles.setdefault(key, []).append(spec.title)
     jobs = [Job(*key, tuple(dict.fromkeys(names))) for key, names in titles.items()]
     return jobs, refused
+
+
+def jobs_for(variants: Iterable[tuple[Problem, str]], title: str) -> list[Job]:
+    """The kernels of problems that a trace names. Raises: PlanError."""
+    return [
+        Job(problem, each, arch, (title,))
+        for problem, arch in variants
+        for each in plans(problem, arch)
+    ]
+
+
+def join(jobs: Iterable[Job]) -> list[Job]:
+    """The jobs, those for one kernel made one with the titles of all."""
+    titles: dict[tuple[Problem, KernelPlan, str], dict[str, None]] = {}
+    for job in jobs:
+        key = (job.problem, job.plan, job.arch)
+        titles.setdefault(key, {}).update(dict.fromkeys(job.titles))
+    return [Job(*key, tuple(names)) for key, names in titles.items()]
+
+
+def programs_of(outcomes: Iterable[Outcome]) -> list[Program]:
+    """What a bundle keeps of jobs that all went well: the kernels of each problem together."""
+    found: dict[tuple[Problem, str], dict[KernelPlan, Outcome]] = {}
+    for outcome in outcomes:
+        key = (outcome.job.problem, outcome.job.arch)
+        found.setdefault(key, {})[outcome.job.plan] = outcome
+    return [_program(*key, of_plans) for key, of_plans in found.items()]
+
+
+def _program(problem: Problem, arch: str, of_plans: dict[KernelPlan, Outcome]) -> Program:
+    ordered = [of_plans[each] for each in plans(problem, arch)]
+    built = [outcome.built for outcome in ordered if outcome.built is not None]
+    titles = {title: None for outcome in ordered for title in outcome.job.titles}
+    kernels = tuple(
+        BundledKernel(each.binary, to_data(each.plan), cache_key(problem, each.plan, arch).digest)
+        for each in built
+    )
+    return Program(problem, arch, tuple(titles), kernels, tuple(each.cubin for each in built))
 
 
 def run(jobs: list[Job], cache: Cache, workers: int | None = None) -> Iterator[Outcome]:

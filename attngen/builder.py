@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import digest, features, files, resolve
+from . import digest, features, files, mounts, resolve
 from .arch.base import Plan
 from .cache import Cache
+from .errors import CacheError
 from .plan import KernelPlan, plans
 from .problem import Problem
 from .program import Binary
@@ -50,8 +51,31 @@ def build(
 
 def build_problem(problem: Problem, arch: str, *, cache: Cache | None = None) -> tuple[Built, ...]:
     """The problem's kernels in the order of their launches (a forward has one), each from the cache
-    or compiled and put there."""
-    return tuple(build_plan(problem, each, arch, cache=cache) for each in plans(problem, arch))
+    or compiled and put there.
+
+    Raises: CacheError with all that are missing, where ATTNGEN_DISABLE_JIT forbids to build them.
+    """
+    built: list[Built] = []
+    missing: dict[str, None] = {}
+    for each in plans(problem, arch):
+        try:
+            built.append(build_plan(problem, each, arch, cache=cache))
+        except CacheError as error:
+            missing |= dict.fromkeys(error.reasons)
+    if missing:
+        raise CacheError(missing)
+    return tuple(built)
+
+
+def find_kernels(problem: Problem, arch: str) -> tuple[tuple[Binary, bytes], ...]:
+    """Launch programs and cubins of a problem, as a call needs them: from a mounted bundle, else
+    from the cache, else compiled. Raises: as `build_problem`; BundleError.
+    """
+    program = mounts.find(problem, arch)
+    if program is not None:
+        binaries = (kernel.binary for kernel in program.kernels)
+        return tuple(zip(binaries, program.cubins, strict=True))
+    return tuple((built.binary, built.cubin) for built in build_problem(problem, arch))
 
 
 def build_plan(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import __version__
+from .cli_bundle import bundle, trace
 from .cli_measure import bench, tune_
 from .errors import AttngenError, SpecError
 
@@ -81,9 +82,10 @@ def build(
     """
     from . import batch
     from .cache import Cache
+    from .spec import load_all
 
     os.environ.pop("ATTNGEN_DISABLE_JIT", None)  # it forbids compiling in a call, not this
-    wanted, refused = batch.jobs_of(_load_all(specs), arch)
+    wanted, refused = batch.jobs_of(load_all(specs), arch)
     failures = [str(error) for error in refused]
     show = _json_line if as_json else _text_line
     cache = Cache.default() if output is None else Cache(output)
@@ -104,9 +106,10 @@ def list_(specs: Sequence[Path]) -> None:
     """What a spec may name; with spec files, the kernels that they name."""
     from . import features
     from .listing import list_features, list_kernels
+    from .spec import load_all
 
     known = features.scan()
-    _print(list_kernels(_load_all(specs), known) if specs else list_features(known))
+    _print(list_kernels(load_all(specs), known) if specs else list_features(known))
 
 
 @main.command()
@@ -156,6 +159,8 @@ def doctor(as_json: bool) -> None:
 
 
 main.add_command(bench)
+main.add_command(bundle)
+main.add_command(trace)
 main.add_command(tune_)
 
 
@@ -222,24 +227,10 @@ def _source_sha256() -> Callable[[Problem, KernelPlan], str] | None:
     return lambda problem, plan: render_problem(problem, plan).sha256
 
 
-def _load_all(paths: Iterable[Path]) -> list[AttentionSpec]:
-    """The specs of all files. Raises: SpecError with the defects of every file."""
-    from .spec import load_specs
-
-    specs: list[AttentionSpec] = []
-    reasons: list[str] = []
-    for path in paths:
-        try:
-            specs += load_specs(path)
-        except SpecError as error:
-            reasons += error.reasons
-    if reasons:
-        raise SpecError(reasons)
-    return specs
-
-
 def _select(path: Path, name: str | None) -> list[AttentionSpec]:
-    specs = _load_all([path])
+    from .spec import load_all
+
+    specs = load_all([path])
     chosen = [spec for spec in specs if name in (None, spec.title)]
     if not chosen:
         known = ", ".join(spec.title for spec in specs)

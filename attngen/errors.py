@@ -31,6 +31,10 @@ class CacheError(AttngenError, RuntimeError):
     """A binary is missing and may not be built here (ATTNGEN_DISABLE_JIT=1)."""
 
 
+class BundleError(AttngenError, RuntimeError):
+    """A bundle is damaged, foreign, or lacks what it must have."""
+
+
 class LaunchError(AttngenError, RuntimeError):
     """The driver refused a kernel, or the arguments do not fit the launch program."""
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from . import tracing
 from .errors import LaunchError
 from .load import LoadedKernel, checked, driver
 from .problem import DTYPE_BYTES
@@ -120,6 +121,8 @@ def launch(prepared: Prepared, addresses: dict[str, int], stream: int) -> None:
     one int32, zero, left zero; one launch at a time may use it).
     Raises: LaunchError with the driver's reason.
     """
+    if tracing.recorders and prepared.loaded.variant is not None:
+        tracing.note(prepared.loaded.variant)
     packed: list[Any] = [*prepared.values]
     for index, name in prepared.pointers:
         packed[index] = addresses[name]

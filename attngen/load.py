@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from .errors import LaunchError
+from .problem import Problem
 from .program import Binary, KernelEntry
 
 _CAPABILITY = {"sm_90a": (9, 0)}
@@ -18,12 +19,14 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True)
 class LoadedKernel:
-    """A kernel on one device: what cuLaunchKernel takes, and its launch description."""
+    """A kernel on one device: what cuLaunchKernel takes, its launch description, and the problem
+    and architecture that it is for."""
 
     handle: Any
     kernel: KernelEntry
     device: int
     multiprocessors: int
+    variant: tuple[Problem, str] | None = None
 
 
 @cache  # the import system takes half a microsecond to find what is imported
@@ -95,7 +98,8 @@ def load(binary: Binary, cubin: bytes, device: int) -> LoadedKernel:
         cuda.cuKernelSetAttribute(smem, binary.kernel.smem_bytes, kernel, handle),
     )
     function = cuda.CUfunction(int(kernel))  # cuLaunchKernel takes a CUkernel cast to CUfunction
-    return LoadedKernel(function, binary.kernel, device, query("MULTIPROCESSOR_COUNT"))
+    variant = (binary.problem, binary.arch)
+    return LoadedKernel(function, binary.kernel, device, query("MULTIPROCESSOR_COUNT"), variant)
 
 
 def _library(binary: Binary, cubin: bytes) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,20 @@ def load_specs(path: str | Path) -> tuple[AttentionSpec, ...]:
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SpecError(f"{path}: {error}") from error
     return parse_specs(data, str(path))
+
+
+def load_all(paths: Iterable[str | Path]) -> tuple[AttentionSpec, ...]:
+    """The specs of several files. Raises: SpecError with the defects of every file."""
+    specs: list[AttentionSpec] = []
+    reasons: list[str] = []
+    for path in paths:
+        try:
+            specs += load_specs(path)
+        except SpecError as error:
+            reasons += error.reasons
+    if reasons:
+        raise SpecError(reasons)
+    return tuple(specs)
 
 
 def parse_specs(data: Mapping[str, Any], origin: str) -> tuple[AttentionSpec, ...]:

@@ -36,7 +36,7 @@ CALLS, ROUNDS = 200, 15
 STAGES = {
     "call: checks": ("ops.frontend", "_use_kernels"),
     "call: import of cuda.bindings.driver": ("load", "driver"),
-    "call: cache": ("ops.operation", "build_spec"),
+    "call: cache": ("ops.operation", "find_kernels"),
     "call: load": ("load", "load"),
     "call: launch": ("ops.operation", "launch"),
 }

@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import features, load, resolve
-from ..builder import build_problem
+from .. import load
 from ..errors import SpecError
 from ..launch import Prepared, launch, prepare
-from ..problem import Problem
 from ..run_time import workspace_bytes
+from ..spec import AttentionSpec
 from .checks import device_violations, violations
 from .operands import extents_of, memory_axes, new_outputs, scalars_of, spec_of
-from .operation import device_arch, format_of, library, remember, tile_counter
+from .operation import format_of, kernels_of, library, remember, tile_counter
 from .signature import OPTIONAL, Arguments, schema, split
 
 WORKSPACE_ALIGNMENT = 256  # bytes; kernels need 16
@@ -42,7 +41,6 @@ class Ready:
 
 
 _ready: dict[tuple[Any, ...], Ready] = {}
-_kernels: dict[tuple[Problem, int], tuple[load.LoadedKernel, ...]] = {}
 
 
 def backward(
@@ -125,7 +123,7 @@ def _make_ready(
         raise SpecError(reasons)
     if not all(tensor.numel() for tensor in tensors.values()):
         return Ready((), {}, 0)
-    kernels = _load(_problem(tensors, arguments), tensors["q"].device)
+    kernels = kernels_of(_spec(tensors, arguments), tensors["q"].device)
     sizes: dict[str, int] = {}
     for each in kernels:
         sizes |= workspace_bytes(each.kernel, extents["q"])
@@ -157,27 +155,11 @@ def _mismatches(
             yield f"{name} needs {like.dtype} {list(like.shape)}, got {x.dtype} {list(x.shape)}"
 
 
-def _problem(tensors: dict[str, Tensor], arguments: Arguments) -> Problem:
-    spec = spec_of(tensors["q"], tensors["k"], tensors["v"], arguments)
-    (forward,) = resolve.resolve(spec, features.scan())
+def _spec(tensors: dict[str, Tensor], arguments: Arguments) -> AttentionSpec:
+    forward = spec_of(tensors["q"], tensors["k"], tensors["v"], arguments)
     return dataclasses.replace(
-        forward, direction="bwd", deterministic=arguments.deterministic
+        forward, directions=("bwd",), deterministic=arguments.deterministic
     )
-
-
-def _load(problem: Problem, device: torch.device) -> tuple[load.LoadedKernel, ...]:
-    """The problem's kernels on this device, in the order of launch, built and loaded once."""
-    key = (problem, device.index)
-    if key not in _kernels:
-        arch = device_arch(device)
-        if arch is None:
-            raise SpecError(f"no kernels for {device}")
-        with torch.cuda.device(device):
-            _kernels[key] = tuple(
-                load.load(built.binary, built.cubin, device.index)
-                for built in build_problem(problem, arch)
-            )
-    return _kernels[key]
 
 
 def _fake_backward(

@@ -12,8 +12,8 @@ from torch import Tensor
 # What Inductor's code allocates with: the dispatcher is behind us.
 from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]
 
-from .. import counters, load
-from ..builder import build as build_spec
+from .. import counters, features, load, resolve
+from ..builder import find_kernels
 from ..errors import SpecError
 from ..launch import Prepared, launch
 from ..spec import AttentionSpec
@@ -137,20 +137,25 @@ def device_arch(device: torch.device) -> str | None:
     return ARCH_OF_CAPABILITY.get(torch.cuda.get_device_capability(device))
 
 
-def kernels_of(spec: AttentionSpec, device: torch.device) -> tuple[load.LoadedKernel, ...]:
-    """The kernels of a spec on this device in the order of launch, built and loaded once.
+def kernels_of(
+    spec: AttentionSpec, device: torch.device
+) -> tuple[load.LoadedKernel, ...]:
+    """The kernels of a spec of one direction on this device, in the order of launch, found or built
+    and loaded once.
 
-    Raises: SpecError where the device or the spec has no kernels; CompileError, LaunchError.
+    Raises: SpecError where the device or the spec has no kernels; BundleError, CompileError,
+    LaunchError.
     """
     key = (spec, device.index)
     if key not in _kernels:
         arch = device_arch(device)
         if arch is None:
             raise SpecError(f"no kernels for {device}; available: {[*ARCH_OF_CAPABILITY.values()]}")
+        (problem,) = resolve.resolve(spec, features.scan())
         with torch.cuda.device(device):
             _kernels[key] = tuple(
-                load.load(built.binary, built.cubin, device.index)
-                for built in build_spec(spec, arch)
+                load.load(binary, cubin, device.index)
+                for binary, cubin in find_kernels(problem, arch)
             )
     return _kernels[key]
 

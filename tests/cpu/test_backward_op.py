@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attngen import SpecError
+from attngen import SpecError, features, resolve
 from attngen.builder import render_problem
 from attngen.load import LoadedKernel
 from attngen.ops import backward as op
@@ -48,7 +48,8 @@ def launched(monkeypatch):
     """Launches on the CPU of the kernels that plan and renderer describe, and their problems."""
     launches, problems = [], []
 
-    def load(problem, device):
+    def load(spec, device):
+        (problem,) = resolve.resolve(spec, features.scan())
         problems.append(problem)
         entries = [render_problem(problem, each).kernel for each in plans(problem, ARCH)]
         return tuple(LoadedKernel("handle", entry, 0, 132) for entry in entries)
@@ -57,7 +58,7 @@ def launched(monkeypatch):
         kernel = prepared.loaded.kernel
         launches.append(SimpleNamespace(kernel=kernel, addresses=dict(addresses), stream=stream))
 
-    monkeypatch.setattr(op, "_load", load)
+    monkeypatch.setattr(op, "kernels_of", load)
     monkeypatch.setattr(op, "_ready", {})
     monkeypatch.setattr(op, "launch", note)
     monkeypatch.setattr(op, "tile_counter", lambda device, stream: 64)

@@ -18,20 +18,20 @@ PACKAGE = ROOT / "attngen"
 STAGES = (
     *("errors", "values", "spec", "features", "problem", "resolve", "arch.base", "arch.sm90"),
     *("arch.sm90_bwd", "tuned", "plan", "program", "render", "render_bwd", "compile", "digest"),
-    *("cache_entry", "cache_lock", "cache", "builder", "ops", "bench", "tune"),
-    *("cli_measure", "cli"),
+    *("cache_entry", "cache_lock", "cache", "bundle", "mounts", "builder", "batch", "ops"),
+    *("bench", "tune", "bundle_wheel", "cli_bundle", "cli_measure", "cli"),
 )
 COMPILER_SIDE = {
     *("spec", "features", "resolve", "plan", "render", "render_bwd", "compile", "builder"),
     "digest",
 }
-LAUNCH_SIDE = ("launch", "load", "program", "counters", "run_time")
+LAUNCH_SIDE = ("launch", "load", "program", "counters", "run_time", "tracing")
 # Outside package → the modules (or packages of ours) that may import it.
 HOMES = {
     "torch": {"ops", "reference", "tune", "bench"},
     "jax": {"jax", "ops.jax"},
     "jinja2": {"render"},
-    "click": {"cli", "cli_measure"},
+    "click": {"cli", "cli_bundle", "cli_measure"},
     "matplotlib": {"bench.plot"},
     "cuda": {"compile", "doctor", "load", "launch"},
 }

@@ -1,0 +1,76 @@
+"""A bundle as a package: a wheel with the bundle, and an entry point by which calls find it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import re
+import zipfile
+from pathlib import Path
+
+from . import __version__
+from .bundle import Bundle, write
+from .errors import BundleError
+from .mounts import GROUP
+
+_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
+_VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?")
+_DATE = (1980, 1, 1, 0, 0, 0)
+_INIT = '''"""Prebuilt attention kernels, found by attngen through this package's entry point."""
+
+from pathlib import Path
+
+
+def path() -> Path:
+    """Of the bundle."""
+    return Path(__file__).with_name("kernels.attn")
+'''
+
+
+def make_wheel(bundle: Bundle, name: str, version: str, folder: Path) -> Path:
+    """Writes the wheel of a bundle, the same bytes for the same bundle, and returns its path.
+
+    name, version: as the package index would take them. Raises: BundleError; OSError.
+    """
+    reasons = []
+    if not _NAME.fullmatch(name):
+        reasons.append(f"{name!r} is no name of a package: letters, digits, and .-_ between them")
+    if not _VERSION.fullmatch(version):
+        reasons.append(f"{version!r} is no version of a package, such as 1.0.2")
+    if reasons:
+        raise BundleError(reasons)
+    module = re.sub(r"[-_.]+", "_", name).lower()
+    info = f"{module}-{version}.dist-info"
+    arches = sorted({arch for _, arch in bundle.problems})
+    files = {
+        f"{module}/__init__.py": _INIT.encode(),
+        f"{module}/kernels.attn": bundle.path.read_bytes(),
+        f"{info}/METADATA": _metadata(name, version, arches).encode(),
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: attngen\nRoot-Is-Purelib: true\n"
+        b"Tag: py3-none-any\n",
+        f"{info}/entry_points.txt": f"[{GROUP}]\n{module} = {module}:path\n".encode(),
+    }
+    lines = [f"{path},sha256={_record_digest(data)},{len(data)}" for path, data in files.items()]
+    files[f"{info}/RECORD"] = "\n".join([*lines, f"{info}/RECORD,,", ""]).encode()
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as file:
+        for path, data in files.items():
+            member = zipfile.ZipInfo(path, _DATE)
+            member.create_system, member.external_attr = 3, 0o644 << 16
+            file.writestr(member, data)
+    target = folder / f"{module}-{version}-py3-none-any.whl"
+    write(target, archive.getvalue())
+    return target
+
+
+def _metadata(name: str, version: str, arches: list[str]) -> str:
+    return (
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        f"Summary: Prebuilt attngen attention kernels for {', '.join(arches)}\n"
+        f"Requires-Dist: attngen>={__version__}\n"
+    )
+
+
+def _record_digest(data: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()

@@ -1,0 +1,99 @@
+"""Tracing: which kernels a program launches, so that exactly those can be built beforehand."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .errors import AttngenError
+from .problem import Problem
+from .values import from_data, to_data
+
+VARIABLE = "ATTNGEN_TRACE"
+Variant = tuple[Problem, str]  # and the architecture
+
+
+@dataclass(eq=False)
+class Trace:
+    """The variants whose kernels were launched while it was on, in the order of their first use.
+
+    path: a file to which each is added as a line of JSON when it is first seen; processes may share
+    one.
+    """
+
+    path: Path | None = None
+    variants: dict[Variant, None] = field(default_factory=dict)
+
+    def note(self, variant: Variant) -> None:
+        """Raises: OSError where the file cannot be written."""
+        if variant in self.variants:
+            return
+        self.variants[variant] = None
+        if self.path is not None:
+            _append(self.path, variant)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Adds the variants to a file that `attngen bundle build --from-trace` takes."""
+        for variant in self.variants:
+            _append(Path(path), variant)
+
+
+_lock = threading.Lock()
+recorders: list[Trace] = []
+"""The traces that are on; `launch` asks only whether there are any."""
+
+
+@contextlib.contextmanager
+def trace() -> Iterator[Trace]:
+    """Notes what every thread of this process launches inside the `with` block."""
+    found = Trace()
+    recorders.append(found)
+    try:
+        yield found
+    finally:
+        recorders.remove(found)
+
+
+def note(variant: Variant) -> None:
+    """Tells every trace that is on of a launch."""
+    with _lock:
+        for each in recorders:
+            each.note(variant)
+
+
+def read(path: Path) -> list[Variant]:
+    """The variants in a file, each once. Raises: AttngenError with every line that is none."""
+    found: dict[Variant, None] = {}
+    mistakes = []
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise AttngenError(f"{path}: {error}") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            data = json.loads(line)
+            found[from_data(Problem, data["problem"]), str(data["arch"])] = None
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            mistakes.append(f"{path}, line {number}: {error!r}")
+    if mistakes:
+        raise AttngenError(mistakes)
+    return [*found]
+
+
+def _append(path: Path, variant: Variant) -> None:
+    problem, arch = variant
+    line = json.dumps({"arch": arch, "problem": to_data(problem)}, sort_keys=True) + "\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(descriptor, line.encode())  # one write, so that processes do not mix their lines
+    finally:
+        os.close(descriptor)
+
+
+if _path := os.environ.get(VARIABLE):
+    recorders.append(Trace(Path(_path)))
