@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -31,51 +31,85 @@ def bench() -> None:
     """Time attngen's kernels beside public ones, and draw the figures."""
 
 
-@bench.command(
-    "fwd",
-    epilog="FlashAttention-3 is found as flash_attn_interface, inside xformers, or as the library "
-    "with the flash_attn_3 operators that ATTNGEN_FA3_LIBRARY names.",
+def _measures(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that both directions share."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+_EPILOG = (
+    "FlashAttention-3 is found as flash_attn_interface, inside xformers, or as the library "
+    "with the flash_attn_3 operators that ATTNGEN_FA3_LIBRARY names."
 )
-@click.option(
-    "--cases",
-    metavar="PATTERN,...",
-    callback=_words,
-    help="Only cases whose names fit one of these, as *d128* or b4-*-causal.",
+_OPTIONS = (
+    click.option(
+        "--cases",
+        "patterns",
+        metavar="PATTERN,...",
+        callback=_words,
+        help="Only cases whose names fit one of these, as *d128* or b4-*-causal.",
+    ),
+    click.option(
+        "--peers",
+        metavar="NAME,...",
+        callback=_words,
+        default="sdpa,cudnn,fa3,fa4,flex",
+        show_default=True,
+        help="Whom to time beside attngen.",
+    ),
+    click.option("--rounds", type=click.IntRange(min=1), default=9, show_default=True),
+    click.option(
+        "--budget-ms",
+        type=click.FloatRange(min=0.1),
+        default=25.0,
+        show_default=True,
+        help="GPU time of one measurement in a round.",
+    ),
+    click.option("--json", "json_file", type=output_file, help="Write the report here."),
+    click.option("--plot", "plot_file", type=output_file, help="Draw it here: .png, .svg, .pdf …"),
 )
-@click.option(
-    "--peers",
-    metavar="NAME,...",
-    callback=_words,
-    default="sdpa,cudnn,fa3,fa4,flex",
-    show_default=True,
-    help="Whom to time beside attngen.",
-)
-@click.option("--rounds", type=click.IntRange(min=1), default=9, show_default=True)
-@click.option(
-    "--budget-ms",
-    type=click.FloatRange(min=0.1),
-    default=25.0,
-    show_default=True,
-    help="GPU time of one measurement in a round.",
-)
-@click.option("--json", "json_file", type=output_file, help="Write the report here.")
-@click.option("--plot", "plot_file", type=output_file, help="Draw it here: .png, .svg, .pdf …")
-def bench_fwd(
-    cases: Sequence[str],
-    peers: Sequence[str],
-    rounds: int,
-    budget_ms: float,
-    json_file: Path | None,
-    plot_file: Path | None,
-) -> None:
+
+
+@bench.command("fwd", epilog=_EPILOG)
+@_measures
+def bench_fwd(**options: Any) -> None:
     """Time the forward pass beside its peers, in interleaved rounds.
 
     Every result is checked against float64 before it is timed. A peer that is not installed is
     named with the reason. Exits with 1 where attngen itself has no figure.
     """
+    _bench("fwd", deterministic=False, **options)
+
+
+@bench.command("bwd", epilog=_EPILOG)
+@click.option(
+    "--deterministic", is_flag=True, help="Time modes that repeat bit for bit, too, as NAME-det."
+)
+@_measures
+def bench_bwd(**options: Any) -> None:
+    """Time the backward pass alone beside its peers, in interleaved rounds.
+
+    Each starts from the output and LSE of its own forward, which is not timed; what follows is as
+    for `bench fwd`.
+    """
+    _bench("bwd", **options)
+
+
+def _bench(
+    direction: str,
+    patterns: Sequence[str],
+    peers: Sequence[str],
+    deterministic: bool,
+    rounds: int,
+    budget_ms: float,
+    json_file: Path | None,
+    plot_file: Path | None,
+) -> None:
+    """Measures, prints and writes. Raises: MeasureError where attngen itself has no figure."""
     from .bench import workloads
 
-    selected = workloads.select(cases)
+    cases = workloads.select(patterns)
     if plot_file:
         from .bench import plot  # what it lacks shows before anything is timed
 
@@ -83,7 +117,7 @@ def bench_fwd(
     for path in (json_file, plot_file):
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
-    report = _measure("fwd", selected, peers, rounds, budget_ms)
+    report = _measure(direction, cases, peers, deterministic, rounds, budget_ms)
     if json_file:
         from .bench.report import save
 
@@ -107,17 +141,22 @@ def bench_plot(report_file: Path, output: Path) -> None:
 
 
 def _measure(
-    direction: str, cases: Sequence[Case], names: Sequence[str], rounds: int, budget_ms: float
+    direction: str,
+    cases: Sequence[Case],
+    names: Sequence[str],
+    deterministic: bool,
+    rounds: int,
+    budget_ms: float,
 ) -> Report:
     """Time the cases, printing each row as it comes."""
     from .bench import peers, report, run
 
     run.require_gpu()
     found, absent = peers.load(names)
-    columns = (report.OURS, *found)
+    columns = tuple(run.participants(direction, found, deterministic))
     click.echo(report.text_header(columns))
     measured = run.run(
-        *(direction, cases, found, absent, rounds, budget_ms),
+        *(direction, cases, found, absent, deterministic, rounds, budget_ms),
         progress=lambda row: click.echo(report.text_row(row, columns)),
     )
     for line in report.text_summary(measured):

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,24 +28,29 @@ _FA3_IN_XFORMERS = ("flash_attn_3/_C*.so", "_C_flashattention3*.so")
 
 
 class Operands(NamedTuple):
-    """bf16 on one CUDA device: q [b, s, h_q, d], k [b, s, h_kv, d], v [b, s, h_kv, d_v]."""
+    """bf16 on one CUDA device: q [b, s, h_q, d], k [b, s, h_kv, d], v [b, s, h_kv, d_v], and the
+    output's gradient d_o [b, s, h_q, d_v]."""
 
     q: Tensor
     k: Tensor
     v: Tensor
+    d_o: Tensor
 
 
-Call = Callable[[], Tensor]  # the output, [b, s, h_q, d_v]
+Results = tuple[Tensor, ...]  # the output, as d_o; or the gradients of q, k and v, as these
+Call = Callable[[], Results]
 Maker = Callable[[Case, Operands], Call]
 
 
 @dataclass(frozen=True)
 class Peer:
     """Who is timed. `source`: the package and version that are called; `makers`: by direction,
-    what turns a case and its operands into the call."""
+    what turns a case and its operands into the call; `deterministic`: the backward that gives the
+    same bits on every run, where it can be asked for."""
 
     source: str
     makers: Mapping[str, Maker]
+    deterministic: Maker | None = None
 
 
 class Absent(Exception):
@@ -82,30 +88,60 @@ def ours() -> Peer:
     def forward(case: Case, operands: Operands) -> Call:
         mask = "causal" if case.causal else "none"
 
-        def call() -> Tensor:
-            out = attention(*operands, mask=mask, backend="cuda")
+        def call() -> Results:
+            out = attention(*operands[:3], mask=mask, backend="cuda")
             assert isinstance(out, Tensor)  # no by-product was asked for
-            return out
+            return (out,)
 
         return call
 
-    return Peer(f"attngen {__version__}", {"fwd": forward})
+    def backward(case: Case, operands: Operands, deterministic: bool = False) -> Call:
+        q, k, v, d_o = operands
+        mask = "causal" if case.causal else "none"
+        arguments = {"mask": mask, "deterministic": deterministic}
+        out, lse, *_ = torch.ops.attngen.forward(q, k, v, mask=mask)
+
+        def call() -> Results:
+            return torch.ops.attngen.backward(  # type: ignore[no-any-return]
+                *(d_o, None, q, k, v, out, lse), **arguments
+            )
+
+        return call
+
+    makers = {"fwd": forward, "bwd": backward}
+    return Peer(f"attngen {__version__}", makers, partial(backward, deterministic=True))
+
+
+def differentiated(forward: Maker) -> Maker:
+    """The backward of a differentiable forward, which is run once and not timed."""
+
+    def backward(case: Case, operands: Operands) -> Call:
+        q, k, v = (each.detach().requires_grad_() for each in operands[:3])
+        with torch.enable_grad():
+            (out,) = forward(case, Operands(q, k, v, operands.d_o))()
+        return lambda: torch.autograd.grad(out, (q, k, v), operands.d_o, retain_graph=True)
+
+    return backward
+
+
+def _of_both(forward: Maker) -> dict[str, Maker]:
+    return {"fwd": forward, "bwd": differentiated(forward)}
 
 
 def _load_sdpa() -> Peer:
     """PyTorch's attention, with the backend that it picks itself."""
 
     def forward(case: Case, operands: Operands) -> Call:
-        q, k, v = (each.transpose(1, 2) for each in operands)
+        q, k, v = (each.transpose(1, 2) for each in operands[:3])
         grouped = case.heads_q != case.heads_kv
 
-        def call() -> Tensor:
+        def call() -> Results:
             out = scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=grouped)
-            return out.transpose(1, 2)
+            return (out.transpose(1, 2),)
 
         return call
 
-    return Peer(f"torch {torch.__version__}", {"fwd": forward})
+    return Peer(f"torch {torch.__version__}", _of_both(forward))
 
 
 def _load_cudnn() -> Peer:
@@ -118,14 +154,14 @@ def _load_cudnn() -> Peer:
     def forward(case: Case, operands: Operands) -> Call:
         inner = sdpa.makers["fwd"](case, operands)
 
-        def call() -> Tensor:
+        def call() -> Results:
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                 return inner()
 
         return call
 
     number = f"{version // 10_000}.{version // 100 % 100}.{version % 100}"
-    return Peer(f"cuDNN {number} through {sdpa.source}", {"fwd": forward})
+    return Peer(f"cuDNN {number} through {sdpa.source}", _of_both(forward))
 
 
 def _load_fa3() -> Peer:
@@ -134,20 +170,28 @@ def _load_fa3() -> Peer:
     if not library and find_spec("flash_attn_interface"):
         function = import_module("flash_attn_interface").flash_attn_func
         source = f"flash_attn_interface {_version('flash_attn_3', 'flash-attn-3')}"
-        return Peer(source, {"fwd": _flash_forward(function)})
+        return _flash_peer(source, function)
     if library:
         source = f"flash_attn_3 operators of {FA3_VARIABLE}"
     else:
         library = _xformers_library()
         source = f"flash_attn_3 operators of xformers {_version('xformers')}"
     torch.ops.load_library(library)
-    if not hasattr(torch.ops.flash_attn_3, "fwd"):
-        raise Absent(f"{library} registers no flash_attn_3::fwd")
+    operators = torch.ops.flash_attn_3
+    if not (hasattr(operators, "fwd") and hasattr(operators, "bwd")):
+        raise Absent(f"{library} registers no flash_attn_3::fwd and flash_attn_3::bwd")
 
     def operator(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
-        return torch.ops.flash_attn_3.fwd(q, k, v, is_causal=causal, num_splits=1)
+        return operators.fwd(q, k, v, is_causal=causal, num_splits=1)
 
-    return Peer(source, {"fwd": _flash_forward(operator)})
+    def backward(case: Case, operands: Operands, deterministic: bool = False) -> Call:
+        q, k, v, d_o = operands
+        out, lse, *_ = operator(q, k, v, case.causal)
+        options = {"is_causal": case.causal, "deterministic": deterministic}
+        return lambda: operators.bwd(d_o, q, k, v, out, lse, **options)[:3]
+
+    makers = {"fwd": _flash_forward(operator), "bwd": backward}
+    return Peer(source, makers, partial(backward, deterministic=True))
 
 
 def _xformers_library() -> str:
@@ -166,18 +210,24 @@ def _load_fa4() -> Peer:
     """FlashAttention-4, in Python."""
     function = import_module("flash_attn.cute").flash_attn_func
     source = f"flash_attn.cute {_version('flash-attn-4', 'flash_attn')}"
-    return Peer(source, {"fwd": _flash_forward(function)})
+    return _flash_peer(source, function)
+
+
+def _flash_peer(source: str, function: Callable[..., Any]) -> Peer:
+    """A function that is like FlashAttention's, and differentiable."""
+    ordered = _flash_forward(partial(function, deterministic=True))
+    return Peer(source, _of_both(_flash_forward(function)), differentiated(ordered))
 
 
 def _flash_forward(function: Callable[..., Any]) -> Maker:
     """A call of a function that is like FlashAttention's; some return by-products, too."""
 
     def forward(case: Case, operands: Operands) -> Call:
-        def call() -> Tensor:
-            result = function(*operands, causal=case.causal)
+        def call() -> Results:
+            result = function(*operands[:3], causal=case.causal)
             out = result if isinstance(result, Tensor) else result[0]
             assert isinstance(out, Tensor)
-            return out
+            return (out,)
 
         return call
 
@@ -191,7 +241,7 @@ def _load_flex() -> Peer:
     def forward(case: Case, operands: Operands) -> Call:
         torch.compiler.reset()  # past a number of shapes it would silently stop compiling
         compiled = torch.compile(flex_attention, dynamic=False)
-        q, k, v = (each.transpose(1, 2) for each in operands)
+        q, k, v = (each.transpose(1, 2) for each in operands[:3])
         length = case.length
         blocks = (
             create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, q.device.type)
@@ -200,13 +250,13 @@ def _load_flex() -> Peer:
         )
         grouped = case.heads_q != case.heads_kv
 
-        def call() -> Tensor:
+        def call() -> Results:
             out: Tensor = compiled(q, k, v, block_mask=blocks, enable_gqa=grouped)
-            return out.transpose(1, 2)
+            return (out.transpose(1, 2),)
 
         return call
 
-    return Peer(f"torch {torch.__version__}, compiled", {"fwd": forward})
+    return Peer(f"torch {torch.__version__}, compiled", _of_both(forward))
 
 
 LOADERS: dict[str, Callable[[], Peer]] = {

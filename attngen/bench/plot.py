@@ -8,7 +8,7 @@ from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 
 from ..errors import MeasureError
-from .report import OURS, TITLES, Report, timed
+from .report import DETERMINISTIC, OURS, TITLES, Report, timed
 
 COLOURS = {
     OURS: "#1b6ca8",
@@ -18,6 +18,7 @@ COLOURS = {
     "sdpa": "#8f6bb3",
     "flex": "#9a9a9a",
 }
+LIGHTER = 0.55  # the opacity of bars of a deterministic mode, in the colour of the ordinary one
 GROUP_WIDTH = 0.84  # of the distance between two cases
 
 
@@ -39,7 +40,14 @@ def draw(report: Report) -> Figure:
         offset = (number + 0.5) * width - GROUP_WIDTH / 2
         heights = [row.tflops.get(name, float("nan")) for row in report.rows]
         label = TITLES[name]
-        axes.bar([x + offset for x in positions], heights, width, label=label, color=COLOURS[name])
+        axes.bar(
+            [x + offset for x in positions],
+            heights,
+            width,
+            label=label,
+            color=COLOURS[name.removesuffix(DETERMINISTIC)],
+            alpha=LIGHTER if name.endswith(DETERMINISTIC) else 1,
+        )
     axes.step(
         [x - 0.5 for x in (*positions, len(report.rows))],
         [row.ceiling_tflops for row in (*report.rows, *report.rows[-1:])],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +16,16 @@ from ..values import from_json, to_json
 
 SCHEMA = 1
 OURS = "attngen"
+DETERMINISTIC = "-det"  # ends the name of whoever is timed in its deterministic mode, too
 CASE_WIDTH = 28  # of a text column
 # In the order of columns and bars.
 TITLES = {
     OURS: "attngen",
+    OURS + DETERMINISTIC: "attngen det.",
     "fa3": "FA3",
+    "fa3" + DETERMINISTIC: "FA3 det.",
     "fa4": "FA4",
+    "fa4" + DETERMINISTIC: "FA4 det.",
     "cudnn": "cuDNN",
     "sdpa": "SDPA",
     "flex": "Flex",
@@ -32,7 +36,8 @@ TITLES = {
 class Row:
     """One case. `ms`: median time of each, `tflops` the same as a rate; `ceiling_tflops`: the
     matrix product measured between them, `share` attngen's part of it; `ratio`: attngen's rate
-    over that of `best_peer`; `missing`: who has no figure here, and why."""
+    over that of `best_peer`, both in their ordinary mode; `missing`: who has no figure here, and
+    why; `deterministic`: attngen's rate in its deterministic mode over its ordinary one."""
 
     case: str
     flops: int
@@ -43,6 +48,7 @@ class Row:
     best_peer: str | None
     ratio: float | None
     missing: dict[str, str]
+    deterministic: float | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ class Machine:
 @dataclass(frozen=True)
 class Report:
     """One run. `peers`: who was timed, with package and version; `absent`: who could not be, and
-    why; `means`: by peer, `best` for the best peer of each row."""
+    why; `means`: by peer and mode, `best` for the best peer of each row."""
 
     schema: int
     date: str
@@ -99,8 +105,8 @@ def make_row(
 ) -> Row:
     """The row of these median times."""
     rates = {name: flops / each / 1e9 for name, each in ms.items()}
-    best = max((name for name in rates if name != OURS), key=lambda name: rates[name], default=None)
-    own = rates.get(OURS)
+    best = max(_rivals(rates), key=lambda name: rates[name], default=None)
+    own, ordered = rates.get(OURS), rates.get(OURS + DETERMINISTIC)
     return Row(
         case=case,
         flops=flops,
@@ -111,18 +117,25 @@ def make_row(
         best_peer=best,
         ratio=None if own is None or best is None else round(own / rates[best], 3),
         missing=dict(missing),
+        deterministic=None if own is None or ordered is None else round(ordered / own, 3),
     )
 
 
+def _rivals(names: Iterable[str]) -> list[str]:
+    """The peers in their ordinary mode."""
+    return [name for name in names if name != OURS and not name.endswith(DETERMINISTIC)]
+
+
 def means_of(rows: Sequence[Row]) -> dict[str, Mean]:
-    """For each peer of the rows, and for `best`, the mean of attngen's rate over its rate."""
+    """For each peer and mode of the rows, and for `best`, the mean of attngen's rate over its
+    rate."""
     ratios: dict[str, list[float]] = {}
     for row in rows:
         if OURS not in row.ms:
             continue
         against = {name: ms / row.ms[OURS] for name, ms in row.ms.items() if name != OURS}
-        if against:
-            against["best"] = min(against.values())
+        if rivals := _rivals(against):
+            against["best"] = min(against[name] for name in rivals)
         for name, ratio in against.items():
             ratios.setdefault(name, []).append(ratio)
     return {
@@ -149,20 +162,22 @@ def read(path: Path) -> Report:
 
 def text_header(names: Sequence[str]) -> str:
     """The line above those of `text_row`; names: attngen and its peers, in order."""
-    width = max(len(name) for name in names)
-    figures = "".join(f"{name:>{max(7, width + 1)}}" for name in names)
+    figures = "".join(f"{name:>{_width(name)}}" for name in names)
     return f"{'TFLOP/s':<{CASE_WIDTH}}{figures}{'ceiling':>9}{'share':>7}{'vs best':>9}"
 
 
 def text_row(row: Row, names: Sequence[str]) -> str:
     """A case's figures as one line, then a line for each that has none."""
-    width = max(7, max(len(name) for name in names) + 1)
-    figures = "".join(f"{_number(row.tflops.get(name), '.1f'):>{width}}" for name in names)
+    figures = "".join(f"{_number(row.tflops.get(name), '.1f'):>{_width(name)}}" for name in names)
     line = (
         f"{row.case:<{CASE_WIDTH}}{figures}{row.ceiling_tflops:>9.1f}"
         f"{_number(row.share, '.0%'):>7}{_number(row.ratio, '.3f'):>9}"
     )
     return "\n".join([line, *(f"  {name}: {why}" for name, why in row.missing.items())])
+
+
+def _width(name: str) -> int:
+    return max(7, len(name) + 1)
 
 
 def text_summary(report: Report) -> Iterator[str]:
@@ -178,17 +193,25 @@ def markdown(report: Report) -> Iterator[str]:
     """The table of a README: figures, the best of a row in bold, then the means and what ran."""
     names = timed(report)
     columns = ["case", *(TITLES[name] for name in names), "of ceiling", "to best peer"]
+    ordered = OURS + DETERMINISTIC in names
+    columns += ["det. to ordinary"] if ordered else []
     yield f"| {' | '.join(columns)} |"
     yield f"|---|{'---:|' * (len(columns) - 1)}"
     for row in report.rows:
-        best = max(row.tflops.values(), default=0.0)
+        ordinary = [rate for name, rate in row.tflops.items() if not name.endswith(DETERMINISTIC)]
+        best = max(ordinary, default=0.0)
         figures = [_emphasised(row.tflops.get(name), best) for name in names]
         cells = [f"`{row.case}`", *figures, _number(row.share, ".0%"), _number(row.ratio, ".2f")]
+        cells += [_number(row.deterministic, ".2f")] if ordered else []
         yield f"| {' | '.join(cells)} |"
     if report.means:
         means = [report.means.get(name) for name in names if name != OURS]
         cells = ["attngen to it, geometric mean", "", *(_mean(each) for each in means)]
-        yield f"| {' | '.join([*cells, '', _mean(report.means.get('best'))])} |"
+        cells += ["", _mean(report.means.get("best"))]
+        if ordered:
+            mean = report.means.get(OURS + DETERMINISTIC)
+            cells.append("–" if mean is None else f"{1 / mean.ratio:.3f}")
+        yield f"| {' | '.join(cells)} |"
     yield ""
     yield from _caption(report)
 

@@ -11,8 +11,8 @@ from ..errors import MeasureError
 from ..ops.operation import ARCH_OF_CAPABILITY, device_arch
 from . import checking, timing
 from .machine import describe_machine
-from .peers import Call, Operands, Peer, describe, ours
-from .report import OURS, SCHEMA, Report, Row, make_row, means_of
+from .peers import Call, Maker, Operands, Peer, describe, ours
+from .report import DETERMINISTIC, OURS, SCHEMA, Report, Row, make_row, means_of
 from .workloads import FLOPS, Case
 
 
@@ -32,20 +32,22 @@ def run(
     cases: Sequence[Case],
     peers: Mapping[str, Peer],
     absent: Mapping[str, str],
+    deterministic: bool,
     rounds: int,
     budget_ms: float,
     progress: Callable[[Row], None],
 ) -> Report:
     """Time attngen and the peers, case after case, on the current CUDA device.
 
-    absent: peers that were asked for and are not here, by name and reason. progress: is told
-    each row as it comes. Raises: MeasureError where nothing can be timed here.
+    absent: peers that were asked for and are not here, by name and reason. deterministic: time
+    deterministic modes, too. progress: is told each row as it comes.
+    Raises: MeasureError where nothing can be timed here.
     """
     require_gpu()
-    participants = {OURS: ours(), **peers}
+    makers = participants(direction, peers, deterministic)
     rows = []
     for case in cases:
-        rows.append(time_case(direction, case, participants, rounds, budget_ms))
+        rows.append(time_case(direction, case, makers, rounds, budget_ms))
         progress(rows[-1])
     return Report(
         schema=SCHEMA,
@@ -63,12 +65,25 @@ def run(
     )
 
 
+def participants(
+    direction: str, peers: Mapping[str, Peer], deterministic: bool
+) -> dict[str, Maker]:
+    """Who is timed, attngen first: each peer's call in its ordinary mode, and in its deterministic
+    one where that is wanted and there is one."""
+    makers = {}
+    for name, peer in {OURS: ours(), **peers}.items():
+        makers[name] = peer.makers[direction]
+        if deterministic and peer.deterministic:
+            makers[name + DETERMINISTIC] = peer.deterministic
+    return makers
+
+
 def time_case(
-    direction: str, case: Case, participants: Mapping[str, Peer], rounds: int, budget_ms: float
+    direction: str, case: Case, makers: Mapping[str, Maker], rounds: int, budget_ms: float
 ) -> Row:
     """One row: whoever computes the case rightly is timed, with the ceiling among them."""
     with torch.no_grad():
-        calls, missing = checked_calls(direction, case, participants)
+        calls, missing = checked_calls(direction, case, makers)
         times = timing.time_interleaved(
             {**calls, timing.CEILING: timing.ceiling_call()}, rounds, budget_ms
         )
@@ -77,16 +92,16 @@ def time_case(
 
 
 def checked_calls(
-    direction: str, case: Case, participants: Mapping[str, Peer]
+    direction: str, case: Case, makers: Mapping[str, Maker]
 ) -> tuple[dict[str, Call], dict[str, str]]:
     """The calls whose result on random operands is right, and why the others have none."""
     operands = random_operands(case)
-    expected = checking.expect_forward(case, operands)
+    expected = checking.EXPECT[direction](case, operands)
     calls: dict[str, Call] = {}
     missing: dict[str, str] = {}
-    for name, peer in participants.items():
+    for name, maker in makers.items():
         try:
-            call = peer.makers[direction](case, operands)
+            call = maker(case, operands)
             checking.check(call(), expected)
         except MeasureError as error:
             missing[name] = str(error)
@@ -98,12 +113,13 @@ def checked_calls(
 
 
 def random_operands(case: Case) -> Operands:
-    """Standard normal q, k and v, the same in every run."""
+    """Standard normal q, k, v and d_o, the same in every run."""
     generator = torch.Generator("cuda").manual_seed(0)
     sizes = (
         (case.heads_q, case.head_dim),
         (case.heads_kv, case.head_dim),
         (case.heads_kv, case.head_dim_v),
+        (case.heads_q, case.head_dim_v),
     )
     return Operands(
         *(

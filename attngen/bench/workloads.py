@@ -40,9 +40,17 @@ def forward_flops(case: Case) -> int:
     return full // 2 if case.causal else full
 
 
+def backward_flops(case: Case) -> int:
+    """FLOPs of five products, three over Q's head dim and two over V's: 2·b·h·s²·(3d + 2d_v), 2.5
+    times the forward's where they are equal; a causal mask leaves half."""
+    dims = 3 * case.head_dim + 2 * case.head_dim_v
+    full = 2 * case.batch * case.heads_q * case.length**2 * dims
+    return full // 2 if case.causal else full
+
+
 # Direction → its work. What is recomputed, masked inside a tile or spent on exponentials is not
 # counted, so that a figure says how soon the answer is there.
-FLOPS: dict[str, Callable[[Case], int]] = {"fwd": forward_flops}
+FLOPS: dict[str, Callable[[Case], int]] = {"fwd": forward_flops, "bwd": backward_flops}
 
 _SHAPES = (  # batch, length, heads of Q, of K and V, head dim of Q and K, of V
     (32, 512, 16, 16, 128, 128),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import random
 import subprocess
@@ -160,13 +159,14 @@ def test_time_interleaved_takes_medians_of_shuffled_rounds(monkeypatch) -> None:
 def test_check_right_output_passes_and_wrong_ones_do_not() -> None:
     torch.manual_seed(0)
     shapes = (SMALL.heads_q, SMALL.head_dim), (2, SMALL.head_dim), (2, SMALL.head_dim_v)
-    operands = Operands(*(torch.randn(2, 37, *shape).bfloat16() for shape in shapes))
+    tensors = [torch.randn(2, 37, *shape).bfloat16() for shape in shapes]
+    operands = Operands(*tensors, tensors[0])
     expected = checking.expect_forward(SMALL, operands)
-    assert {(each.batch, each.row) for each in expected} >= {(0, 0), (0, 36), (1, 0), (1, 36)}
-    q, k, v = (each.transpose(1, 2) for each in operands)
+    assert {each.index for each in expected} >= {(0, 0), (0, 36), (1, 0), (1, 36)}
+    q, k, v = (each.transpose(1, 2) for each in operands[:3])
     attend = torch.nn.functional.scaled_dot_product_attention
     right = attend(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-    checking.check(right, expected)
+    checking.check((right,), expected)
     wrong = {
         "scaled": right * 1.05,
         "not causal": attend(q, k, v, enable_gqa=True).transpose(1, 2),
@@ -176,7 +176,7 @@ def test_check_right_output_passes_and_wrong_ones_do_not() -> None:
     }
     for out in wrong.values():
         with pytest.raises(MeasureError, match="wrong"):
-            checking.check(out, expected)
+            checking.check((out,), expected)
 
 
 def test_load_unknown_peer_is_refused_with_those_there_are() -> None:
@@ -208,8 +208,9 @@ def test_load_fa3_takes_the_package_before_xformers(monkeypatch, tmp_path: Path)
     found, absent = peers.load(["fa3"])
     sys.modules.pop("flash_attn_interface")
     assert not absent and "flash_attn_interface" in found["fa3"].source
-    operands = Operands(*torch.zeros(3, 1, 1, 1, 1))
-    assert found["fa3"].makers["fwd"](SMALL, operands)().item() == 1
+    operands = Operands(*torch.zeros(4, 1, 1, 1, 1))
+    (out,) = found["fa3"].makers["fwd"](SMALL, operands)()
+    assert out.item() == 1 and set(found["fa3"].makers) == {"fwd", "bwd"}
 
 
 def test_load_fa3_looks_into_xformers_without_importing_it(monkeypatch, tmp_path: Path) -> None:
@@ -233,8 +234,11 @@ def test_load_fa3_looks_into_xformers_without_importing_it(monkeypatch, tmp_path
         (["--peers", ""], 2, "--peers"),
     ],
 )
-def test_bench_fwd_wrong_options_are_refused(options: list[str], code: int, message: str) -> None:
-    result = CliRunner().invoke(main, ["bench", "fwd", *options])
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_bench_wrong_options_are_refused(
+    direction: str, options: list[str], code: int, message: str
+) -> None:
+    result = CliRunner().invoke(main, ["bench", direction, *options])
     assert result.exit_code == code
     assert message in result.output
 
@@ -288,11 +292,15 @@ def test_workloads_and_report_need_no_torch() -> None:
 
 
 def test_every_peer_has_a_title_and_every_direction_its_work() -> None:
-    assert set(report.TITLES) == {*peers.LOADERS, report.OURS}
-    assert set(workloads.FLOPS) == set(peers.ours().makers)
+    ordinary = [name for name in report.TITLES if not name.endswith(report.DETERMINISTIC)]
+    assert set(ordinary) == {*peers.LOADERS, report.OURS}
+    assert set(workloads.FLOPS) == set(checking.EXPECT) == set(peers.ours().makers)
 
 
-def test_results_of_the_forward_are_a_report_of_known_cases() -> None:
-    found = report.read(ROOT / "docs" / "results" / "forward.json")
-    assert {row.case for row in found.rows} <= {case.name for case in CASES}
-    assert json.loads((ROOT / "docs" / "results" / "forward.json").read_text())["means"]
+@pytest.mark.parametrize(
+    "file, direction", [("forward.json", "fwd"), ("backward.json", "bwd")]
+)
+def test_results_are_reports_of_known_cases(file: str, direction: str) -> None:
+    found = report.read(ROOT / "docs" / "results" / file)
+    assert found.direction == direction and found.means["best"].rows == len(found.rows)
+    assert {row.case for row in found.rows} == {case.name for case in CASES}

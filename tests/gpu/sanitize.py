@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
@@ -26,12 +27,32 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import attngen  # noqa: E402
-import attngen.ops.forward  # noqa: E402  # registers the operation
+import attngen.ops.forward  # noqa: E402  # registers the operations
 from attngen.errors import AttngenError  # noqa: E402
 from attngen.reference.call import SCALES  # noqa: E402
-from tests.gpu import oracle, oracle_fp8  # noqa: E402
+from tests.gpu import gradients, oracle, oracle_fp8  # noqa: E402
 from tests.gpu.cases import Case  # noqa: E402
 from tests.gpu.cases_fp8 import Fp8Case  # noqa: E402
+
+
+@dataclass(frozen=True)
+class BackwardCase:
+    """The backward of a call. `lse`: with a gradient of the LSE."""
+
+    forward: Case
+    deterministic: bool = False
+    lse: bool = False
+
+    def __str__(self) -> str:
+        marks = (("deterministic", self.deterministic), ("lse", self.lse))
+        return "-".join(["bwd", str(self.forward), *(mark for mark, on in marks if on)])
+
+    @property
+    def spec(self) -> attngen.AttentionSpec:
+        """The kernels that serve the case."""
+        spec = replace(self.forward.spec, directions=("bwd",))
+        return replace(spec, deterministic=self.deterministic)
+
 
 SMALL, SHORT = (130, 200), (1, 1)
 CASES = [
@@ -74,17 +95,34 @@ CASES = [
     Fp8Case(80, 48, mask="causal_bottom_right", lengths=(200, 130)),
     Fp8Case(16, 16, "e5m2", lengths=SMALL),
     Fp8Case(16, 256, lengths=(65, 127)),
+    BackwardCase(Case(64, 64, lengths=SMALL)),
+    BackwardCase(Case(64, 64, mask="causal", lengths=SMALL, heads=(2, 6, 2)), lse=True),
+    BackwardCase(Case(64, 64, "fp16", window=(50, 20), lengths=SMALL, layout="sbhd")),
+    BackwardCase(Case(64, 64, mask="causal", lengths=SHORT)),
+    BackwardCase(Case(64, 64, mask="causal", lengths=(200, 300), heads=(2, 6, 2)), True),
+    BackwardCase(Case(128, 128, lengths=SMALL), lse=True),
+    BackwardCase(Case(128, 128, mask="causal", lengths=SMALL, heads=(1, 8, 1), layout="bhsd")),
+    BackwardCase(Case(128, 128, mask="causal_bottom_right", lengths=(200, 130)), lse=True),
+    BackwardCase(Case(128, 128, mask="causal", window=(40, 0), lengths=SMALL)),
+    BackwardCase(Case(128, 128, lengths=(200, 300)), True),
+    BackwardCase(Case(128, 128, mask="causal", lengths=(130, 300), heads=(1, 80, 80)), True),
+    BackwardCase(Case(256, 256, lengths=SMALL)),
+    BackwardCase(Case(256, 256, mask="causal", lengths=SMALL, heads=(2, 4, 2)), lse=True),
+    BackwardCase(Case(256, 256, mask="causal_bottom_right", lengths=(200, 70))),
+    BackwardCase(Case(192, 128, mask="causal", lengths=SMALL, heads=(1, 8, 2))),
+    BackwardCase(Case(72, 40, mask="causal", lengths=(65, 127))),
+    BackwardCase(Case(24, 40, mask="causal", lengths=SMALL), True),
 ]
 
 
-def run(case: Case, device: torch.device) -> None:
-    """One launch, checked on the CPU. Raises: AssertionError where the result is wrong."""
+def run(case: Case | Fp8Case | BackwardCase, device: torch.device) -> None:
+    """One call, checked on the CPU. Raises: AssertionError where the result is wrong."""
+    if isinstance(case, BackwardCase):
+        run_backward(case, device)
+        return
     operands = case.operands()
     on_device = [x.to(device) for x in operands]
-    aligned = case.mask.endswith("bottom_right")
-    left, right = case.window
-    numbers = {"layout": case.layout, "mask": case.mask, "bottom_right": aligned}
-    numbers |= {"window_left": left, "window_right": right}
+    numbers = numbers_of(case)
     if isinstance(case, Fp8Case):
         run_fp8(case, operands, on_device, numbers)
         return
@@ -92,6 +130,30 @@ def run(case: Case, device: torch.device) -> None:
     out, lse, *_ = torch.ops.attngen.forward(*on_device, **numbers, out_dtype=out_dtype)
     expected = oracle.truth(*operands, **case.arguments)
     oracle.check(out.cpu(), lse.cpu(), expected, case.layout)
+
+
+def numbers_of(case: Case | Fp8Case) -> dict:
+    """What the operations are told beside operands, and each of its own."""
+    left, right = case.window
+    numbers = {"layout": case.layout, "mask": case.mask, "window_left": left}
+    return {**numbers, "window_right": right, "bottom_right": case.mask.endswith("bottom_right")}
+
+
+def run_backward(case: BackwardCase, device: torch.device) -> None:
+    """As `run`: the gradients, from an output and LSE that the CPU worked out."""
+    call, arguments = case.forward, case.forward.arguments
+    q, k, v = call.operands()
+    shape = (*q.shape[:-1], v.shape[-1])
+    d_o = oracle.randn(*shape, dtype=q.dtype, seed=50)
+    batch, heads, _ = call.heads
+    rows = (batch, heads, call.lengths[0])
+    dlse = oracle.randn(*rows, dtype=torch.float32, seed=60) if case.lse else None
+    tensors = (q, k, v, d_o)
+    out, lse, _ = gradients.reference_gradients(tensors, dlse, q.dtype, **arguments)
+    on_device = [None if x is None else x.to(device) for x in (d_o, dlse, q, k, v, out, lse)]
+    numbers = {**numbers_of(call), "deterministic": case.deterministic}
+    found = torch.ops.attngen.backward(*on_device, **numbers)
+    gradients.check([x.cpu() for x in found], tensors, dlse, **arguments)
 
 
 def run_fp8(

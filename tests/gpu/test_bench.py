@@ -9,13 +9,18 @@ from click.testing import CliRunner
 
 from attngen import AttentionSpec
 from attngen.bench import report, run
-from attngen.bench.peers import Call, Operands, Peer
+from attngen.bench.peers import Call, Operands
 from attngen.bench.workloads import CASES, Case
 from attngen.cli import main
 
 pytestmark = pytest.mark.gpu
 
-KERNELS = [AttentionSpec(head_dim=128, mask="causal"), AttentionSpec(head_dim=64)]
+BOTH = ("fwd", "bwd")
+KERNELS = [
+    AttentionSpec(head_dim=128, mask="causal", directions=BOTH),
+    AttentionSpec(head_dim=128, mask="causal", directions=("bwd",), deterministic=True),
+    AttentionSpec(head_dim=64, directions=BOTH),
+]
 TINY = Case(2, 130, 4, 2, 64, 64, causal=False)
 
 
@@ -32,15 +37,29 @@ def test_bench_fwd_one_case_is_timed_and_written(tmp_path: Path) -> None:
     assert set(found.means) == {"sdpa", "cudnn", "best"}
 
 
-def test_checked_calls_wrong_and_failing_peers_have_no_call() -> None:
+@pytest.mark.parametrize("direction", BOTH)
+def test_checked_calls_wrong_and_failing_peers_have_no_call(direction: str) -> None:
     def wrong(case: Case, operands: Operands) -> Call:
-        return lambda: operands.q * 2
+        return lambda: (operands.q * 2, operands.k, operands.v)
 
     def failing(case: Case, operands: Operands) -> Call:
         raise NotImplementedError("no such head dim\nlong story")
 
-    peers = {name: Peer("none", {"fwd": maker}) for name, maker in (("a", wrong), ("b", failing))}
-    calls, missing = run.checked_calls("fwd", TINY, {"attngen": run.ours(), **peers})
+    makers = {"attngen": run.ours().makers[direction], "a": wrong, "b": failing}
+    calls, missing = run.checked_calls(direction, TINY, makers)
     assert set(calls) == {"attngen"}
     assert missing["a"].startswith("wrong result: off by")
     assert missing["b"] == "NotImplementedError: no such head dim"
+
+
+def test_bench_bwd_deterministic_modes_stand_beside_ordinary_ones(tmp_path: Path) -> None:
+    output = tmp_path / "bwd.json"
+    options = ["--peers", "sdpa,cudnn,fa3", "--rounds", "2", "--budget-ms", "1", "--deterministic"]
+    options += ["--json", str(output), "--cases", CASES[1].name]
+    result = CliRunner().invoke(main, ["bench", "bwd", *options])
+    assert result.exit_code == 0, result.output
+    found = report.read(output)
+    (row,) = found.rows
+    assert not row.missing and {"attngen", "attngen-det", "sdpa", "cudnn"} <= set(row.ms)
+    assert ("fa3" in found.absent) == ("fa3-det" not in row.ms)
+    assert 0 < row.share < 1 and row.deterministic > 0.5
