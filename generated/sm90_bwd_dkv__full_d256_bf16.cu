@@ -61,9 +61,10 @@ constexpr u32 kWeightsEmpty = kWeightsFull + 8 * 2;
 constexpr u32 kJobFull = kWeightsEmpty + 8 * 2;
 constexpr u32 kJobEmpty = kJobFull + 8;
 
-// Named barriers: 0 is __syncthreads, then all consumers, then one a consumer.
-constexpr u32 kConsumersBarrier = 1;
-constexpr u32 kWarpgroupBarrier = 2;
+// Named barriers: 0 is __syncthreads, then for each consumer that the other reads no more, then one a
+// consumer.
+constexpr u32 kReadBarrier = 1;
+constexpr u32 kWarpgroupBarrier = 3;
 
 // acc[64 x 48] (+)= A B^T, both in shared memory, the reduction along A's rows and along B's.
 struct ScoreMma {
@@ -349,7 +350,9 @@ struct Consumer {
   // Lays the gradient down where the tile was, once no warpgroup reads it, and stores it.
   template <int kN, int kBoxes>
   ATTNGEN_DEVICE void store(const float (&sums)[kN / 2], float factor, u32 tile, const TensorMap* map, const Job& job, u32 empty) const {
-    named_barrier_sync(kConsumersBarrier, 256);
+    // Not one barrier for both, which they would reach at different instructions: synccheck stops there.
+    named_barrier_arrive(kReadBarrier + (empty == kKEmpty), 256);
+    named_barrier_sync(kReadBarrier + (empty != kKEmpty), 256);
     stage_rows<Element, kN, kKeyBoxBytes>(tile, sums, factor, warp, lane);
     fence_async_shared();
     named_barrier_sync(kWarpgroupBarrier + (empty == kKEmpty), 128);
