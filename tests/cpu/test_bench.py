@@ -295,12 +295,3 @@ def test_every_peer_has_a_title_and_every_direction_its_work() -> None:
     ordinary = [name for name in report.TITLES if not name.endswith(report.DETERMINISTIC)]
     assert set(ordinary) == {*peers.LOADERS, report.OURS}
     assert set(workloads.FLOPS) == set(checking.EXPECT) == set(peers.ours().makers)
-
-
-@pytest.mark.parametrize(
-    "file, direction", [("forward.json", "fwd"), ("backward.json", "bwd")]
-)
-def test_results_are_reports_of_known_cases(file: str, direction: str) -> None:
-    found = report.read(ROOT / "docs" / "results" / file)
-    assert found.direction == direction and found.means["best"].rows == len(found.rows)
-    assert {row.case for row in found.rows} == {case.name for case in CASES}

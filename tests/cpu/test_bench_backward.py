@@ -12,7 +12,7 @@ from attngen.bench.peers import Operands, Peer
 from attngen.bench.report import Mean, make_row, means_of
 from attngen.bench.workloads import CASES, backward_flops, forward_flops
 from attngen.errors import MeasureError
-from tests.cpu.test_bench import SMALL, make_report
+from tests.cpu.test_bench import ROOT, SMALL, make_report
 
 TIMES = (
     {"attngen": 2.0, "attngen-det": 2.5, "fa3": 4.0, "fa3-det": 1.0},
@@ -125,3 +125,10 @@ def test_plot_deterministic_bars_share_the_colour_and_are_lighter() -> None:
     bars = {each.get_label(): each[0] for each in axes.containers}
     assert bars["attngen"].get_facecolor()[:3] == bars["attngen det."].get_facecolor()[:3]
     assert bars["attngen det."].get_alpha() < bars["attngen"].get_alpha()
+
+
+@pytest.mark.parametrize("file, direction", [("forward.json", "fwd"), ("backward.json", "bwd")])
+def test_results_are_reports_of_known_cases(file: str, direction: str) -> None:
+    found = report.read(ROOT / "docs" / "results" / file)
+    assert found.direction == direction and found.means["best"].rows == len(found.rows)
+    assert {row.case for row in found.rows} == {case.name for case in CASES}
