@@ -32,7 +32,9 @@ def gradients(
         q, k, v, out, lse, *optional = ctx.saved_tensors
         d_o = torch.zeros_like(out) if d_o is None else d_o
         found = torch.ops.attngen.backward(
-            d_o, dlse, q, k, v, out, lse, *optional, *ctx.arguments
+            *(d_o, dlse, q, k, v, out, lse, *optional, *ctx.arguments),
+            want_dq=wanted[0],
+            want_dkv=wanted[1] or wanted[2],
         )
         returned = tuple(x if want else None for x, want in zip(found, wanted, strict=False))
     return (*returned, *(None,) * (len(wanted) - len(returned)))

@@ -6,16 +6,33 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from ..errors import SpecError
 from ..reference.call import SCALES
 from ..reference.fp8 import is_fp8
 from ..reference.fp8_checks import dtype_violations, output_violations, scale_violations
 from ..run_time import Extent
 from .operands import output_dtype, softmax_scale_of
-from .signature import Arguments
+from .signature import Arguments, Operands
 
 SCALE_LIMIT = 2.0**127  # in log2 units it must still be a float32
 OFFSET_LIMIT = 1 << 31  # elements; kernels index scales in 32 bits
+
+
+def refuse_derivatives(operands: Operands, gradients: bool) -> None:
+    """Raises: SpecError where a call needs derivatives that kernels do not have. gradients: whether
+    it needs those."""
+    q = operands[0]
+    if gradients and q is not None and is_fp8(q.dtype):
+        raise SpecError(
+            "a gradient is needed, but FP8 kernels have no backward yet: call under "
+            "torch.no_grad(), or detach what requires it"
+        )
+    if forward_ad._current_level >= 0 and any(
+        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in operands
+    ):
+        raise SpecError("kernels have no forward-mode derivative; pass backend='reference'")
 
 
 def violations(

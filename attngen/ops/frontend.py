@@ -16,6 +16,7 @@ from ..reference.call import AttentionCall, MaskMod, ScoreMod, Window
 from ..resolve import find_violations
 from ..results import AttentionAux
 from ..spec import AttentionSpec
+from .checks import refuse_derivatives
 from .forward import find_ready
 from .operation import ARCH_OF_CAPABILITY, Ready, device_arch, format_of, run, unobserved
 from .signature import Arguments
@@ -83,9 +84,10 @@ def attention(
     stands for; scale_s and its reciprocal descale_s store the softmax's weights; scale_o stores
     the output, where out_dtype is FP8 too (default: bfloat16).
 
-    Gradients flow to q, k and v from the output and the LSE (16 bits). deterministic: whether they
-    have the same bits on every run; None asks torch.are_deterministic_algorithms_enabled(). Under
-    torch.autocast float32 operands are cast to its dtype.
+    Gradients flow to q, k and v from the output and the LSE (16 bits; kernels refuse second and
+    forward-mode derivatives). deterministic: whether they have the same bits on every run; None
+    asks torch.are_deterministic_algorithms_enabled(). Under torch.autocast float32 operands are
+    cast to its dtype.
 
     backend: `cuda` runs a compiled kernel or refuses; `reference` is the definition in plain
     PyTorch, on any device; `auto` takes the reference where the device or the variant has no
@@ -97,7 +99,8 @@ def attention(
     Raises: SpecError with every violation at once; CompileError, LaunchError.
     """
     wants_aux = return_lse or return_max_logit or return_amax or dropout_p > 0
-    if torch.is_autocast_enabled(q.device.type):
+    device = q.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):  # which knows no meta tensors
         q, k, v = _autocast(q, k, v)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -200,11 +203,7 @@ def _run_kernels(
     differentiable = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in operands
     )
-    if differentiable and fp8.is_fp8(q.dtype):
-        raise SpecError(
-            "a gradient is needed, but FP8 kernels have no backward yet: call under "
-            "torch.no_grad(), or detach what requires it"
-        )
+    refuse_derivatives(operands, differentiable)
     if differentiable or torch.compiler.is_compiling() or not unobserved(operands):
         results = torch.ops.attngen.forward(*operands, *settled.arguments)
     else:

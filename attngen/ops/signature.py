@@ -41,6 +41,13 @@ class Arguments(NamedTuple):
     deterministic: bool = False
 
 
+class Wanted(NamedTuple):
+    """Which gradients a call of the backward is for; those of k and v come together."""
+
+    dq: bool = True
+    dkv: bool = True
+
+
 _TYPES = {
     str: "str",
     int: "int",
@@ -70,4 +77,9 @@ def split(rest: Sequence[Any]) -> tuple[tuple[Tensor | None, ...], Arguments]:
     """
     count = len(OPTIONAL)
     tensors = (*rest[:count], *(None for _ in range(count - len(rest))))
-    return tensors, Arguments(*rest[count:])
+    return tensors, Arguments(*rest[count : count + len(Arguments._fields)])
+
+
+def wanted_of(rest: Sequence[Any]) -> Wanted:
+    """What stands behind those in the schema of the backward."""
+    return Wanted(*rest[len(OPTIONAL) + len(Arguments._fields) :])

@@ -8,7 +8,8 @@ gradients, but for FP8. It is slow and holds whole score matrices.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -105,6 +106,12 @@ def attention(
     return run(AttentionCall(**locals()))
 
 
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    if device_type == "meta":  # of which autocast knows nothing
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
+
+
 def run(call: AttentionCall) -> tuple[Tensor, AttentionAux]:
     """Attention of a call that is already a value: check, then one sequence after another.
 
@@ -125,7 +132,8 @@ def run(call: AttentionCall) -> tuple[Tensor, AttentionAux]:
     for b, (q_span, kv_span) in enumerate(zip(queries, keys, strict=True)):
         q = sequence_view(operands.q, q_format, b, q_span)
         k, v = kv_sequences(call, operands, b, kv_span)
-        result = attend_one(call, b, q, k, v, rng_state)
+        with _without_autocast(q.device.type):  # which would multiply in 16 bits
+            result = attend_one(call, b, q, k, v, rng_state)
         stored = fp8.store(result.o, out.dtype, call.scale_o)
         sequence_view(out, q_format, b, q_span).copy_(stored)
         lse_view(lse, b, q_span).copy_(result.lse)

@@ -7,7 +7,6 @@ computes: what a backend cannot do is that backend's own refusal.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -168,7 +167,8 @@ def _softmax_violations(call: AttentionCall, operands: Operands) -> Iterator[str
             f"softmax='learnable' needs sink float32 [h_q={operands.h_q}]; got "
             f"{shape_of(call.sink)}. Pass sink.float() of shape ({operands.h_q},)."
         )
-    if call.softmax_scale is not None and not math.isfinite(call.softmax_scale):
+    # No math.isfinite, of which torch.compile knows nothing where the scale is dynamic.
+    if call.softmax_scale is not None and not abs(call.softmax_scale) < float("inf"):
         yield f"softmax_scale needs a finite number; got {call.softmax_scale!r}. Pass one."
     if not call.softcap >= 0:
         yield f"softcap needs a cap > 0, or 0 for none; got {call.softcap!r}. Pass its magnitude."

@@ -90,6 +90,42 @@ def test_op_launches_each_kernel_in_order_with_every_address(launched, d, famili
         assert needed <= launch.addresses.keys()
 
 
+LAUNCHED = {  # by what is wanted, then by head dim
+    (True, False): {64: ["bwd_prepare", "sm90_bwd", "bwd_convert"],
+                    256: ["bwd_prepare", "sm90_bwd_dq"]},
+    (False, True): {64: ["bwd_prepare", "sm90_bwd"], 256: ["bwd_prepare", "sm90_bwd_dkv"]},
+    (False, False): {64: [], 256: []},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("d", [64, 256])
+@pytest.mark.parametrize("wanted", LAUNCHED, ids=str)
+def test_op_launches_nothing_that_makes_unwanted_gradients_alone(launched, wanted, d):
+    tensors = given(d)
+    gradients = op.backward(*tensors.values(), *rest(), *wanted)
+    entries = [each.kernel.entry.partition("__")[0] for each in launched.launches]
+    assert entries == LAUNCHED[wanted][d]
+    for name, x, want in zip("qkv", gradients, (wanted[0], *wanted[1:] * 2), strict=True):
+        assert x.shape == (tensors[name].shape if want else (0,)) and x.dtype == torch.bfloat16
+    for each in launched.launches:
+        needed = {field.name for field in each.kernel.fields if field.type == "ptr"}
+        needed |= {recipe.tensor for recipe in each.kernel.tensor_maps}
+        assert needed <= each.addresses.keys()
+    fakes = [tensor.to("meta") for tensor in tensors.values()]
+    flags = dict(zip(("want_dq", "want_dkv"), wanted, strict=True))
+    fakes = torch.ops.attngen.backward(*fakes, mask="causal", **flags)
+    assert [x.shape for x in fakes] == [x.shape for x in gradients]
+
+
+def test_op_same_shapes_with_other_gradients_wanted_are_prepared_anew(launched):
+    for _ in range(2):
+        for wanted, count in (((True, True), 3), ((True, False), 2), ((False, True), 2)):
+            launched.launches.clear()
+            op.backward(*given(256).values(), *rest(), *wanted)
+            assert len(launched.launches) == count
+    assert len(launched.problems) == 3
+
+
 def test_op_workspaces_share_one_allocation_without_overlap(launched):
     op.backward(*given(64).values(), *rest(deterministic=True))
     (ready,) = op._ready.values()

@@ -1,0 +1,65 @@
+"""The CPU passes for a device with kernels: the reference computes both operations there."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from attngen import reference
+from attngen.ops import frontend
+from attngen.ops.signature import Arguments, split, wanted_of
+
+
+class OnReference:
+    """Stands in for the kernels; `calls` are those of the two operations, in order, each a name
+    and what else there is to know of it."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.calls: list[tuple] = []
+        monkeypatch.setattr(frontend, "device_arch", lambda device: "sm_90a")
+        monkeypatch.setattr(frontend, "unobserved", lambda tensors: False)
+        monkeypatch.setattr(frontend, "_settled", {})
+        self.library = torch.library.Library("attngen", "IMPL")
+        self.library.impl("forward", self.forward, "CPU")
+        self.library.impl("backward", self.backward, "CPU")
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, *_ in self.calls]
+
+    def forward(self, q, k, v, *rest):
+        _, arguments = split(rest)
+        self.calls.append(("forward", arguments))
+        with torch.no_grad():
+            out, lse = call(q, k, v, arguments)
+        empty = q.new_empty(0, dtype=torch.float32)
+        return out, lse.float().clone(), empty, empty.clone()
+
+    def backward(self, d_o, dlse, q, k, v, o, lse, *rest):
+        (_, arguments), wanted = split(rest), wanted_of(rest)
+        self.calls.append(("backward", arguments, wanted, dlse is not None))
+
+        def gradients():
+            operands = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+            results, incoming = call(*operands, arguments), (d_o, dlse)
+            if dlse is None:
+                results, incoming = results[:1], incoming[:1]
+            return torch.autograd.grad(results, operands, incoming)
+
+        with ThreadPoolExecutor(1) as pool:  # in this thread the dispatcher is past autograd
+            found = pool.submit(gradients).result()
+        kinds = (wanted.dq, wanted.dkv, wanted.dkv)
+        return tuple(
+            x.contiguous() if want else x.new_empty(0) for x, want in zip(found, kinds, strict=True)
+        )
+
+
+def call(q, k, v, arguments: Arguments):
+    """Output and LSE by the reference."""
+    out, aux = reference.attention(
+        q, k, v, layout=arguments.layout, mask=arguments.mask,
+        softmax_scale=arguments.softmax_scale, bottom_right=arguments.bottom_right,
+        window=(arguments.window_left, arguments.window_right), out_dtype=arguments.out_dtype,
+    )  # fmt: skip
+    return out, aux.lse
