@@ -13,14 +13,16 @@ element, for calls so small that the reference's largest error is a lucky one.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attngen import launch, load, reference, run_time
+from attngen import AttentionSpec, features, launch, load, reference, resolve, run_time
 from attngen.builder import build_problem
 from attngen.launch import Prepared
 from attngen.ops.operands import extent
@@ -97,14 +99,23 @@ def reference_gradients(
 
 
 def check(
-    found: Sequence[Tensor], tensors: Sequence[Tensor], dlse: Tensor | None, **arguments: Any
+    found: Sequence[Tensor | None], tensors: Sequence[Tensor], dlse: Tensor | None, **arguments: Any
 ) -> None:
-    """Asserts the rule for dq, dk and dv."""
-    dtype = tensors[0].dtype
+    """Asserts the rule for dq, dk and dv, or those that there are."""
     *_, expected = reference_gradients(tensors, dlse, torch.float64, **arguments)
-    *_, rounded = reference_gradients(tensors, dlse, dtype, **arguments)
+    *_, rounded = reference_gradients(tensors, dlse, tensors[0].dtype, **arguments)
+    check_against(found, expected, rounded)
+
+
+def check_against(
+    found: Sequence[Tensor | None], expected: Sequence[Tensor], rounded: Sequence[Tensor]
+) -> None:
+    """Asserts the rule, given the reference's gradients in float64 and in the call's dtype."""
     for name, gradient, truth, torch_s in zip(NAMES, found, expected, rounded, strict=True):
-        assert gradient.shape == truth.shape
+        if gradient is None:
+            continue
+        dtype = gradient.dtype
+        assert gradient.shape == truth.shape and dtype == torch_s.dtype
         assert not gradient.isnan().any(), f"{name}: {int(gradient.isnan().sum())} NaN"
         error = oracle.largest((gradient.double() - truth).abs())
         torch_error = oracle.largest((torch_s.double() - truth).abs())
@@ -132,13 +143,21 @@ class Surrounded:
             assert buffer[outside].isnan().all(), f"{name}: written beyond its end"
 
 
+def backwards_of(spec: AttentionSpec) -> list[Problem]:
+    """The problems of a forward's gradients: in any order, and in one that does not change."""
+    specs = [
+        dataclasses.replace(spec, directions=("bwd",), deterministic=order)
+        for order in (False, True)
+    ]
+    return [problem for each in specs for problem in resolve.resolve(each, features.scan())]
+
+
 def compile_all(problems: Sequence[Problem]) -> None:
     """Builds the kernels into the cache, in parallel; what fails is reported by its tests."""
-    from concurrent.futures import ThreadPoolExecutor
 
     def build(problem: Problem) -> None:
         with contextlib.suppress(Exception):  # the test that needs it meets it again
             build_problem(problem, "sm_90a")
 
     with ThreadPoolExecutor() as pool:
-        list(pool.map(build, problems))
+        list(pool.map(build, dict.fromkeys(problems)))
