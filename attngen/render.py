@@ -208,7 +208,7 @@ def lay_out_fields(names: Iterable[tuple[str, str]]) -> tuple[tuple[Field, ...],
 
 def _tensor_maps(problem: Problem, plan: Plan) -> tuple[TensorMapRecipe, ...]:
     """Q and O move in boxes of one warpgroup's 64 rows, K and V in whole blocks."""
-    rows = {"q": 64, "k": plan.tile.n, "v": plan.tile.n}
+    rows = {"q": 64, "k": plan.tile.n, "v": plan.pipeline.raw_keys or plan.tile.n}
     dtypes = {"q": problem.dtype_q, "k": problem.dtype_kv, "v": problem.dtype_kv}
     if problem.dtype_o != "fp32":
         rows["o"], dtypes["o"] = 64, problem.dtype_o

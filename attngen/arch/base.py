@@ -30,6 +30,7 @@ class Pipeline:
     k_stages: int
     v_stages: int
     raw_stages: int
+    raw_keys: int
     producer_registers: int
     consumer_registers: int
     take_turns: bool
@@ -84,7 +85,7 @@ class Plan:
     """Everything a template needs beyond the problem. `why` explains the choices in prose.
 
     `promote_blocks`: after so many blocks the sum of 8-bit products, which the tensor cores keep
-    in fewer bits than float32 has, is added to a float32 total in shared memory; 0: never.
+    in fewer bits than float32 has, joins a float16 mean in shared memory; 0: never.
     """
 
     arch: str

@@ -17,14 +17,17 @@ ARCH = "sm_90a"
 SMEM_BYTES = 232_448  # 227 KB a CTA may use
 JOB_BYTES = 24  # struct Job of the forward
 BARRIER_BYTES = 8
-PROMOTE_KEYS = 1024  # keys whose 8-bit products are summed before they join a float32 total
+PROMOTE_KEYS = 1024  # keys whose 8-bit products the tensor cores sum before they join a mean
 RAW_STAGES = 2  # buffers of 8-bit V before it is transposed
+RAW_UNIT = 32  # keys, the fewest that are transposed at a time
 ROWS_PER_CONSUMER = 64
 # Registers a thread of the producer and of a consumer, by the number of consumers: setmaxnreg
 # moves the 504 of a launch (3 warpgroups) or its 512 (4) between roles. A producer of 24 spills
 # in some head-dim pairs, and no consumer of two needs more than 232.
 REGISTERS = {2: (40, 232), 3: (32, 160)}
-REGISTERS_8BIT = (32, 224)  # two consumers beside a producer and a transposer, 512 in all
+# Two consumers beside a producer and a transposer, 512 in all. A transposer whose warps have
+# unequal shares of V's columns (False) spills with 32.
+REGISTERS_8BIT = {True: (32, 224), False: (40, 216)}
 # Operands in registers (output, scores, packed weights, queries) that leave room for addresses
 # and row state.
 OPERANDS = {2: 204, 3: 132}
@@ -65,6 +68,7 @@ class Choice:
     output_over_q: bool
     softmax: SoftmaxOrder
     promote_blocks: int = 0
+    raw_keys: int = 0
 
     @property
     def preference(self) -> float:
@@ -72,8 +76,9 @@ class Choice:
         smaller, a third K stage 30 % (d256: 64 keys in three stages beat 80 in two by 1.5 %), and
         an output that waits for Q's buffer costs 16."""
         keys = self.block * (1.3 if self.k_stages > 2 else 1.0)
-        keys += 1000 * (self.promote_blocks > 0)  # accuracy first
-        return keys + 24 * self.q_in_registers - 16 * self.output_over_q
+        keys -= 16 * (0 < self.raw_keys < self.block)
+        in_registers = 40 if self.raw_keys else 24
+        return keys + in_registers * self.q_in_registers - 16 * self.output_over_q
 
 
 def feasible(problem: Problem) -> Iterator[Plan]:
@@ -119,15 +124,12 @@ def choices(problem: Problem) -> Iterator[Choice]:
 
 
 def choices_8bit(problem: Problem) -> Iterator[Choice]:
-    """Two consumers; blocks of whole 32-key steps; sums promoted every 1024 keys or so where
-    shared memory holds the totals, which costs 5 to 8 % at 128 (measured)."""
+    """Two consumers; blocks of whole 32-key steps; sums promoted every 1024 keys or so."""
     softmax = SoftmaxOrder(0, rescale_first=True, pair_sums=True)
     for block in range(192, 0, -32):
-        for q_in_registers, over_q in ((True, False), (False, False), (False, True)):
-            for promote_blocks in (PROMOTE_KEYS // block, 0):
-                yield Choice(
-                    *(2, block, 2, 2, False, q_in_registers, over_q, softmax, promote_blocks)
-                )
+        for q_in_registers, raw_keys in itertools.product((True, False), (block, RAW_UNIT)):
+            plain = Choice(2, block, 2, 2, False, q_in_registers, False, softmax)
+            yield replace(plain, promote_blocks=PROMOTE_KEYS // block, raw_keys=raw_keys)
 
 
 def make_plan(problem: Problem, choice: Choice) -> Plan | None:
@@ -145,7 +147,9 @@ def make_plan(problem: Problem, choice: Choice) -> Plan | None:
     ):
         return None
     transposer = problem.eight_bit
-    producer, consumer = REGISTERS_8BIT if transposer else REGISTERS[choice.consumers]
+    producer, consumer = REGISTERS[choice.consumers]
+    if transposer:
+        producer, consumer = REGISTERS_8BIT[problem.head_dim_v % 64 == 0]
     schedule = CAUSAL_SCHEDULE if problem.masks else FULL_SCHEDULE
     return Plan(
         arch=ARCH,
@@ -156,6 +160,7 @@ def make_plan(problem: Problem, choice: Choice) -> Plan | None:
             k_stages=choice.k_stages,
             v_stages=choice.v_stages,
             raw_stages=RAW_STAGES if transposer else 0,
+            raw_keys=choice.raw_keys,
             producer_registers=producer,
             consumer_registers=consumer,
             take_turns=choice.take_turns,
@@ -190,6 +195,8 @@ def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
     row_bytes_qk = 128 * _boxes(problem.head_dim_qk, DTYPE_BYTES[problem.dtype_q])
     row_bytes_v = 128 * _boxes(problem.head_dim_v, DTYPE_BYTES[problem.dtype_kv])
     row_bytes_o = 128 * _boxes(problem.head_dim_v, DTYPE_BYTES[problem.dtype_o])
+    if choice.promote_blocks:  # the float16 means lie where the output is staged
+        row_bytes_o = max(row_bytes_o, 128 * _boxes(problem.head_dim_v, 2))
     staged = problem.dtype_o != "fp32" and not choice.output_over_q
     raw_stages = RAW_STAGES if problem.eight_bit else 0
     barriers = 2 * (choice.consumers + choice.k_stages + choice.v_stages + raw_stages + 1)
@@ -200,9 +207,8 @@ def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
         "Q": tile.m * (max(row_bytes_qk, row_bytes_o) if choice.output_over_q else row_bytes_qk),
         "K": choice.k_stages * tile.n * row_bytes_qk,
         "V": choice.v_stages * stage_v,
-        **({"Raw": raw_stages * tile.n * row_bytes_v} if raw_stages else {}),
+        **({"Raw": raw_stages * choice.raw_keys * row_bytes_v} if raw_stages else {}),
         **({"O": tile.m * row_bytes_o} if staged else {}),
-        **({"Total": tile.m * problem.head_dim_v * 4} if choice.promote_blocks else {}),
         "Barriers": BARRIER_BYTES * barriers,
         "Job": JOB_BYTES,
     }

@@ -260,11 +260,6 @@ def _refusals(call: AttentionCall, num_splits: int | None) -> list[str]:
         return_max_logit=call.return_max_logit,
     )
     reasons = [violation.reason for violation in find_violations(spec, _FEATURES)]
-    if call.q.dtype in UNTESTED_DTYPES:
-        reasons.append(
-            "the FP8 kernels have not passed the GPU tests yet; call "
-            "torch.ops.attngen.forward at your own risk, or pass backend='reference'"
-        )
     without_kernels = {
         "cu_seqlens_q": call.cu_seqlens_q,
         "cu_seqlens_kv": call.cu_seqlens_kv,
@@ -280,8 +275,6 @@ def _refusals(call: AttentionCall, num_splits: int | None) -> list[str]:
     return reasons + [f"{name} has no kernels yet" for name in given]
 
 
-# Dtypes whose kernels a call does not reach before the GPU tests have passed on them.
-UNTESTED_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 _logged: set[str] = set()
 
 

@@ -61,7 +61,7 @@ def test_run_without_gpu_measures_the_emulation(monkeypatch, tmp_path: Path) -> 
     report = json.loads(path.read_text())
     assert set(report["absent"]) == {"attngen", "cudnn"}
     assert set(report["versions"]) == {"emulation"}
-    assert len(report["rows"]) == 3 * 4 * 2
+    assert len(report["rows"]) == 3 * 5 * 2
     for row in report["rows"]:
         # Weights of 4 bits err by 2^-4 at most, e4m3 outputs by as much again.
         assert 0 < row["rmse"] < 2**-3 * row["rms"]

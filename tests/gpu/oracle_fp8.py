@@ -3,14 +3,19 @@
 Output. With O64 the result in float64 of the numbers that the operands stand for, and e the largest
 error against it of the reference's emulation (weights stored as e4m3, output in its dtype):
 
-    |O - O64|  <=  2 e + 1e-3 max |O64| + s P|V|        for each element.
+    |O - O64|  <=  2 e + 1e-3 max |O64| + (2 s + t) P|V|        for each element.
 
 A kernel stores weights relative to the largest score so far, the emulation to the largest of all,
 so both round alike, but not the same way. e is the largest of three emulations that place the
 weights at different points of e4m3's steps (scale_s and 2^(1/3) and 2^(2/3) times less), for small
-outputs could be lucky in one. The last term is what errors s of the scores make in the output:
-tensor cores sum 8-bit products with 13 bits behind the leading one of the largest (DeepSeek-V3,
-arXiv 2412.19437, section 3.5.2), which is s = 2^-13 scale sum_c |q_c k_c|, the largest of a row.
+outputs could be lucky in one.
+
+s is how far the tensor cores are off in the worst score of a row, found by summing as they do
+(`tensor_core.py`): scores that are wrong by s change weights by 2 s at most of each, once
+normalised. t is what they lose in summing the output. A product is cut below 2^-13 of the running
+sum, so it loses half of that on average, and the running sum is half of the whole on average: N
+products of one sign lose N 2^-13 / 4 of their sum. A kernel sums N = 1024 keys so, and then these
+sums without loss that counts.
 
 LSE. |L - L64| <= 2 e + 1e-4 max(1, |L64|) + s, e being the largest error of the emulation's.
 Maxima. amax_s is 1 where any query sees a key, else 0; amax_o is max |O64| within the rule for O.
@@ -31,13 +36,13 @@ import attngen
 from attngen import reference
 from attngen.reference import fp8
 
-from . import oracle
+from . import oracle, tensor_core
 
 DTYPES = {
     **{"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2},
     **{"fp16": torch.float16, "bf16": torch.bfloat16},
 }
-CORE_PRECISION = 2.0**-13
+SUMMED_KEYS = 1024  # whose products tensor cores sum before a kernel takes the sum from them
 PLACES = (1.0, 2 ** (-1 / 3), 2 ** (-2 / 3))
 
 
@@ -90,9 +95,10 @@ def truth(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Truth:
     out64, aux64 = reference.attention(q64, k64, v64, **plain)
     weighed, _ = reference.attention(q64, k64, v64.abs(), **plain)
     out_error, lse_error = _emulate(q, k, v, arguments, out64, aux64.lse)
-    score_error = _score_error(q64, k64, layout, plain.get("softmax_scale"))
+    score_error = _score_error(q, k, scales, layout, plain.get("softmax_scale"))
     back = [oracle.TO_BHSD[layout[:4]].index(axis) for axis in range(4)]
-    slack = score_error[..., None].permute(back) * weighed
+    keys = min(SUMMED_KEYS, k.shape[layout.index("s")])
+    slack = (2 * score_error[..., None].permute(back) + keys * 2.0**-15) * weighed
     return Truth(
         out64,
         aux64.lse,
@@ -121,14 +127,17 @@ def _emulate(
     return max(out_errors), max(lse_errors)
 
 
-def _score_error(q: Tensor, k: Tensor, layout: str, scale: float | None) -> Tensor:
-    """How far off tensor cores may be in a row's scores, [b, h, s_q]."""
-    q, k = (x.permute(oracle.TO_BHSD[layout[:4]]).abs() for x in (q, k))
-    if not k.shape[2]:
-        return q.new_zeros(q.shape[:3])
+def _score_error(
+    q: Tensor, k: Tensor, scales: dict[str, Tensor | None], layout: str, scale: float | None
+) -> Tensor:
+    """How far off tensor cores are in the worst score of each row, float64 [b, h, s_q]."""
+    q, k = (x.permute(oracle.TO_BHSD[layout[:4]]) for x in (q, k))
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    sums = (q @ k.transpose(-1, -2)).amax(-1)
-    return CORE_PRECISION * (q.shape[-1] ** -0.5 if scale is None else scale) * sums
+    found = tensor_core.largest_errors(q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    for name in ("descale_q", "descale_k"):
+        ones = q.new_ones(q.shape[0], q.shape[1], 1, 1, dtype=torch.float64)
+        found = found * exact(ones, scales[name], "bhsd", q.shape[1])[..., 0]
+    return found
 
 
 def check(

@@ -9,7 +9,7 @@ import torch
 
 import attngen
 
-from . import cases, cases_fp8, oracle, oracle_fp8
+from . import cases, cases_fp8, oracle, oracle_fp8, tensor_core
 from .cases_fp8 import Fp8Case
 from .oracle_fp8 import DTYPES
 
@@ -98,11 +98,24 @@ def test_fp8_many_tiles_for_each_multiprocessor_is_right(d):
         oracle_fp8.check_call(q, k, v, mask="causal")
 
 
+@pytest.mark.parametrize("d", [16, *DIMS])
+@pytest.mark.parametrize("kv", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("factor", [0.01, 1.0, 30.0])
+def test_fp8_scores_are_summed_as_the_oracle_says(d, kv, factor):
+    """One key: the LSE is its score."""
+    q, k, v = oracle_fp8.operands(2, 4, 4, 500, 1, d, kv_dtype=kv, factor=factor)
+    scale = d**-0.5 / factor**2
+    _, aux = attngen.attention(q, k, v, softmax_scale=scale, return_lse=True, backend="cuda")
+    wanted = tensor_core.sums(q.transpose(1, 2), k.transpose(1, 2))[..., 0] * scale
+    torch.testing.assert_close(aux.lse, wanted, rtol=1e-6, atol=2e-6)
+
+
 @pytest.mark.parametrize("d", DIMS)
 @pytest.mark.parametrize("factor", [1e-2, 1.0, 10.0, 100.0])
 def test_fp8_scaled_inputs_are_right(d, factor):
     q, k, v = oracle_fp8.operands(2, 2, 1, 200, 260, d, factor=factor)
-    oracle_fp8.check_call(q, k, v)
+    # Scores as of standard normal numbers: float8 cannot tell scores of 10^4 apart.
+    oracle_fp8.check_call(q, k, v, softmax_scale=d**-0.5 / factor**2)
     descale = torch.tensor([1 / factor], device=q.device)
     oracle_fp8.check_call(q, k, v, descale_q=descale, descale_k=descale, descale_v=descale)
 
@@ -121,8 +134,9 @@ def test_fp8_64k_keys_are_right(d):
     """Sums of 2000 steps: what each step loses must not add up."""
     q, k, v = oracle_fp8.operands(1, 2, 1, 64, 65536, d)
     oracle_fp8.check_call(q, k, v)
-    v = v.float().abs().to(E4M3)  # of one sign, so that a loss in each step cannot cancel
-    oracle_fp8.check_call(q, k, v)
+    positive = v.float().abs().to(E4M3)  # so that a loss in each step cannot cancel
+    oracle_fp8.check_call(q, k, positive)
+    oracle_fp8.check_call(q, k, positive, out_dtype=E4M3)
 
 
 @pytest.mark.parametrize("name", ["descale_q", "descale_k", "descale_v"])

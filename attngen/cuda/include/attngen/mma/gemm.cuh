@@ -42,16 +42,16 @@ ATTNGEN_DEVICE void gemm_shared_across(float (&acc)[Mma::kN / 2], u32 a, u32 b) 
   wgmma_commit();
 }
 
-// acc[64 x N] = A B^T, or += where kAccumulate: as above, with A in registers.
-template <class Mma, int kSteps, u32 kBBoxBytes, bool kAccumulate = false>
+// acc[64 x N] = A B^T, or += where `accumulate`: as above, with A in registers.
+template <class Mma, int kSteps, u32 kBBoxBytes>
 ATTNGEN_DEVICE void gemm_register_shared(float (&acc)[Mma::kN / 2], const u32 (&a)[4 * kSteps],
-                                         u32 b) {
+                                         u32 b, bool accumulate = false) {
   const u32 b_base = operand_base(b, 16);
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const u32 offset = (step / 4) * kBBoxBytes + (step % 4) * 32;
-    Mma::issue(acc, a + 4 * step, operand_descriptor(b_base, offset), kAccumulate || step != 0);
+    Mma::issue(acc, a + 4 * step, operand_descriptor(b_base, offset), accumulate || step != 0);
   }
   wgmma_commit();
 }

@@ -15,6 +15,11 @@ ATTNGEN_DEVICE float log2_approx(float x) {
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+ATTNGEN_DEVICE float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 // 16-bit formats, two values a register.
 struct Bf16 {
   // Two floats rounded to nearest even; `low` in the low half.
@@ -40,6 +45,12 @@ struct Fp16 {
         : "=f"(x.x), "=f"(x.y)
         : "r"(packed));
     return x;
+  }
+  // a b + c of each half, rounded once.
+  ATTNGEN_DEVICE static u32 fma(u32 a, u32 b, u32 c) {
+    u32 packed;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(packed) : "r"(a), "r"(b), "r"(c));
+    return packed;
   }
 };
 // 8-bit formats: rounded to nearest even, what is out of range becomes the largest finite value.

@@ -24,13 +24,7 @@ ATTNGEN_DEVICE u32 permute_bytes(u32 low, u32 high, u32 selector) {
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(low), "r"(high), "r"(selector));
   return result;
 }
-// Four floats from and to 16 aligned bytes.
-ATTNGEN_DEVICE void load_shared_x4(float* x, u32 address) {
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
-               : "r"(address)
-               : "memory");
-}
+// Four floats to 16 aligned bytes.
 ATTNGEN_DEVICE void store_shared_x4(u32 address, const float* x) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x[0]), "f"(x[1]),
                "f"(x[2]), "f"(x[3])
