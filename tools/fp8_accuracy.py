@@ -264,8 +264,9 @@ def main(arguments: list[str] | None = None) -> int:
         for row in measure(case, runners, device):
             rows.append(row)
             figures = row.get("missing") or f"rmse {row['rmse']:.3g}  max {row['max_error']:.3g}"
-            names = f"{row['inputs']}{' v>0' * row['positive_v']:4s} {row['mask']:7s} d{row['head_dim']:<4d} {row['output']}"
-            print(f"{names:30s} {row['who']:10s} {figures}", flush=True)
+            inputs = row["inputs"] + ", v > 0" * row["positive_v"]
+            names = f"{inputs:16s} {row['mask']:7s} d{row['head_dim']:<4d} {row['output']}"
+            print(f"{names:36s} {row['who']:10s} {figures}", flush=True)
     if options.output:
         report = {
             "schema": SCHEMA,

@@ -2,8 +2,8 @@
 
 An instruction sums 32 products and what was summed before. Each of these terms is cut, towards
 zero, below 2^-13 of the power of two of the largest among them (a product's being that of its
-factors), the cut terms are summed exactly, and the sum is cut below 2^-13 of itself. `test_forward_fp8.py` holds scores to this bit for
-bit, as far as a logarithm shows them.
+factors as they are stored), the cut terms are summed exactly, and the sum is cut below 2^-13 of
+itself. `test_forward_fp8.py` holds scores to this, as far as a logarithm shows them.
 """
 
 from __future__ import annotations

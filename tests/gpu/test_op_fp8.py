@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import attngen.ops.forward_fp8  # registers the operation
 import pytest
 import torch
 

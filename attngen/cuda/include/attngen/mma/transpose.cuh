@@ -54,7 +54,8 @@ struct ColumnTransposer {
         load_matrix_transposed_x4(raw, load + unit * (32 * 128));
         store_matrix_x4(store + place / 4 * (kColumns * 128) + ((place % 4 * 32) ^ slot),
                         permute_bytes(raw[0], raw[1], first), permute_bytes(raw[0], raw[1], second),
-                        permute_bytes(raw[2], raw[3], first), permute_bytes(raw[2], raw[3], second));
+                        permute_bytes(raw[2], raw[3], first),
+                        permute_bytes(raw[2], raw[3], second));
       }
     }
   }
