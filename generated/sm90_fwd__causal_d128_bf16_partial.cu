@@ -1,4 +1,4 @@
-// sm90_fwd__causal_d128_bf16_partial__25e9de
+// sm90_fwd__causal_d128_bf16_partial__37cd43
 // Rendered by attngen from kernels/sm90_fwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -273,8 +273,8 @@ struct QLoader {
   }
 };
 
-// The blocks of K, or of V, of one tile after another into a ring of kStages buffers.
-template <int kBoxes, int kStages, u32 kTiles, u32 kFull, u32 kEmpty>
+// The blocks of K, or of V, of one tile after another into a ring of kStages buffers of kRows keys.
+template <int kBoxes, int kRows, int kStages, u32 kTiles, u32 kFull, u32 kEmpty>
 struct KvLoader {
   const Params& p;
   const TensorMap* map;
@@ -295,19 +295,22 @@ struct KvLoader {
       const int first_row = kv_sequence(p).first_row(batch);
 #pragma unroll 1
       while (--block >= block_begin) {
-        const u32 barrier = smem + kFull + ring.stage * 8;
-        mbarrier_wait(smem + kEmpty + ring.stage * 8, ring.parity ^ 1);
-        mbarrier_arrive_expect(barrier, kBoxes * kKeyBoxBytes);
-        KvFetch::load<kBoxes, kBoxColumns>(smem + kTiles + ring.stage * (kBoxes * kKeyBoxBytes), kKeyBoxBytes,
-                              map, barrier, first_row + block * kTileN, kv_head,
-                              kv_sequence(p).batch_index(batch), kEvictLast);
-        ring.advance();
+#pragma unroll
+        for (int row = 0; row < kTileN; row += kRows) {
+          const u32 barrier = smem + kFull + ring.stage * 8;
+          mbarrier_wait(smem + kEmpty + ring.stage * 8, ring.parity ^ 1);
+          mbarrier_arrive_expect(barrier, kBoxes * kRows * 128);
+          KvFetch::load<kBoxes, kBoxColumns>(smem + kTiles + ring.stage * (kBoxes * kRows * 128), kRows * 128,
+                                map, barrier, first_row + block * kTileN + row, kv_head,
+                                kv_sequence(p).batch_index(batch), kEvictLast);
+          ring.advance();
+        }
       }
     }
   }
 };
-using KLoader = KvLoader<kQkBoxes, kKStages, kSmemK, kKFull, kKEmpty>;
-using VLoader = KvLoader<kVBoxes, kVStages, kSmemV, kVFull, kVEmpty>;
+using KLoader = KvLoader<kQkBoxes, kTileN, kKStages, kSmemK, kKFull, kKEmpty>;
+using VLoader = KvLoader<kVBoxes, kTileN, kVStages, kSmemV, kVFull, kVEmpty>;
 
 // A thread's part of 64 rows of output.
 struct Accumulators {
@@ -377,7 +380,7 @@ struct Consumer {
     }
   }
 
-  // The previous block's output is complete; the total becomes relative to the new maxima.
+  // The previous block's output is complete; what was summed becomes relative to the new maxima.
   ATTNGEN_DEVICE void finish_product(Accumulators& output, bool grew, const float (&rescale)[2]) {
     wgmma_wait<0>();
     release_v();
@@ -500,7 +503,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_fwd__causal_d128_bf16_partial__25e9de(const __grid_constant__ attngen::Params p) {
+sm90_fwd__causal_d128_bf16_partial__37cd43(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

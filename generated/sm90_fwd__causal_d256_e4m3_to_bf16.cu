@@ -1,4 +1,4 @@
-// sm90_fwd__causal_d256_e4m3_to_bf16__3152a0
+// sm90_fwd__causal_d256_e4m3_to_bf16__6d410b
 // Rendered by attngen from kernels/sm90_fwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -28,13 +28,15 @@ constexpr int kTileN = 96;
 constexpr int kKStages = 2;
 constexpr int kVStages = 2;
 constexpr int kRawStages = 2;
+constexpr int kRawKeys = 32;
+constexpr int kPromoteBlocks = 10;
 constexpr int kConsumers = 2;
 constexpr int kProducerRegisters = 32;
 constexpr int kConsumerRegisters = 224;
 constexpr int kLazyRescaleLog2 = 0;
 constexpr bool kPairSums = true;
 constexpr bool kLongestFirst = true;
-constexpr bool kOutputOverQ = true;
+constexpr bool kOutputOverQ = false;
 
 // A row of a box is 128 bytes, a step of a product's reduction 32.
 constexpr int kBoxColumns = 128;
@@ -51,9 +53,10 @@ constexpr u32 kWarpgroupBytes = 64 * 128;
 constexpr u32 kColumnBoxBytes = kHeadDimV * 128;  // 128 keys of V, transposed
 constexpr u32 kVStageBytes = ceil_div(kTileN, 128) * kColumnBoxBytes;
 constexpr u32 kSmemQ = 0;
-constexpr u32 kSmemK = 65536;
-constexpr u32 kSmemV = 114688;
-constexpr u32 kSmemRaw = 180224;
+constexpr u32 kSmemK = 32768;
+constexpr u32 kSmemV = 81920;
+constexpr u32 kSmemRaw = 147456;
+constexpr u32 kSmemO = 163840;
 constexpr u32 kSmemBarriers = 229376;
 constexpr u32 kSmemJob = 230400;
 constexpr u32 kQFull = kSmemBarriers;
@@ -295,8 +298,8 @@ struct QLoader {
   }
 };
 
-// The blocks of K, or of V, of one tile after another into a ring of kStages buffers.
-template <int kBoxes, int kStages, u32 kTiles, u32 kFull, u32 kEmpty>
+// The blocks of K, or of V, of one tile after another into a ring of kStages buffers of kRows keys.
+template <int kBoxes, int kRows, int kStages, u32 kTiles, u32 kFull, u32 kEmpty>
 struct KvLoader {
   const Params& p;
   const TensorMap* map;
@@ -317,19 +320,22 @@ struct KvLoader {
       const int first_row = kv_sequence(p).first_row(batch);
 #pragma unroll 1
       while (--block >= block_begin) {
-        const u32 barrier = smem + kFull + ring.stage * 8;
-        mbarrier_wait(smem + kEmpty + ring.stage * 8, ring.parity ^ 1);
-        mbarrier_arrive_expect(barrier, kBoxes * kKeyBoxBytes);
-        KvFetch::load<kBoxes, kBoxColumns>(smem + kTiles + ring.stage * (kBoxes * kKeyBoxBytes), kKeyBoxBytes,
-                              map, barrier, first_row + block * kTileN, kv_head,
-                              kv_sequence(p).batch_index(batch), kEvictLast);
-        ring.advance();
+#pragma unroll
+        for (int row = 0; row < kTileN; row += kRows) {
+          const u32 barrier = smem + kFull + ring.stage * 8;
+          mbarrier_wait(smem + kEmpty + ring.stage * 8, ring.parity ^ 1);
+          mbarrier_arrive_expect(barrier, kBoxes * kRows * 128);
+          KvFetch::load<kBoxes, kBoxColumns>(smem + kTiles + ring.stage * (kBoxes * kRows * 128), kRows * 128,
+                                map, barrier, first_row + block * kTileN + row, kv_head,
+                                kv_sequence(p).batch_index(batch), kEvictLast);
+          ring.advance();
+        }
       }
     }
   }
 };
-using KLoader = KvLoader<kQkBoxes, kKStages, kSmemK, kKFull, kKEmpty>;
-using VLoader = KvLoader<kVBoxes, kRawStages, kSmemRaw, kRawFull, kRawEmpty>;
+using KLoader = KvLoader<kQkBoxes, kTileN, kKStages, kSmemK, kKFull, kKEmpty>;
+using VLoader = KvLoader<kVBoxes, kRawKeys, kRawStages, kSmemRaw, kRawFull, kRawEmpty>;
 
 // ---- transposer: a warpgroup that turns loaded blocks of V into what an 8-bit product can read
 struct VTransposer {
@@ -339,14 +345,8 @@ struct VTransposer {
   int warp;
   int lane;
 
-  ATTNGEN_DEVICE void transpose(u32 source, u32 destination) const {
-#pragma unroll 1
-    for (int column = warp * 16; column < kHeadDimV; column += 64) {
-      transpose_columns<kTileN, kHeadDimV>(source, destination, column, lane);
-    }
-  }
-
   ATTNGEN_DEVICE void run() const {
+    const ColumnTransposer columns(warp, lane);
     RingPosition<kRawStages> raw;
     RingPosition<kVStages> ring;
     for (u32 parity = 0;; parity ^= 1) {
@@ -357,16 +357,19 @@ struct VTransposer {
       mbarrier_arrive(smem + kJobEmpty);  // every thread: each has read the slot itself
 #pragma unroll 1
       for (int i = 0; i < blocks; ++i) {
-        mbarrier_wait(smem + kRawFull + raw.stage * 8, raw.parity);
         mbarrier_wait(smem + kVEmpty + ring.stage * 8, ring.parity ^ 1);
-        transpose(smem + kSmemRaw + raw.stage * (kVBoxes * kKeyBoxBytes), smem + kSmemV + ring.stage * kVStageBytes);
+#pragma unroll
+        for (int key = 0; key < kTileN; key += kRawKeys) {
+          mbarrier_wait(smem + kRawFull + raw.stage * 8, raw.parity);
+          columns.transpose<kRawKeys, kHeadDimV>(smem + kSmemRaw + raw.stage * (kVBoxes * kRawKeys * 128),
+                                                 smem + kSmemV + ring.stage * kVStageBytes, key);
+          __syncwarp();
+          if (lane == 0) mbarrier_arrive(smem + kRawEmpty + raw.stage * 8);
+          raw.advance();
+        }
         fence_async_shared();
         __syncwarp();
-        if (lane == 0) {
-          mbarrier_arrive(smem + kVFull + ring.stage * 8);
-          mbarrier_arrive(smem + kRawEmpty + raw.stage * 8);
-        }
-        raw.advance();
+        if (lane == 0) mbarrier_arrive(smem + kVFull + ring.stage * 8);
         ring.advance();
       }
     }
@@ -376,6 +379,11 @@ struct VTransposer {
 // A thread's part of 64 rows of output.
 struct Accumulators {
   float sum[kHeadDimV / 2];
+  // Tensor cores cut 8-bit products to the bits of the running sum, so every few blocks the sum
+  // joins a mean in shared memory and starts anew. `weight`, relative to the present maxima, makes
+  // sums of means; 0 while there is none.
+  float weight[2];
+  bool has_mean;
 };
 
 // ---- consumer: 64 rows of queries
@@ -393,6 +401,7 @@ struct Consumer {
   float shift;
   float output_scale;
 
+  ATTNGEN_DEVICE u32 output_tile() const { return smem + kSmemO + warpgroup * kWarpgroupBytes; }
   ATTNGEN_DEVICE u32 q_tile() const { return smem + kSmemQ + warpgroup * kWarpgroupBytes; }
   ATTNGEN_DEVICE u32 k_tile() const { return smem + kSmemK + k_ring.stage * kQkBoxes * kKeyBoxBytes; }
   ATTNGEN_DEVICE u32 v_tile() const { return smem + kSmemV + v_ring.stage * kVStageBytes; }
@@ -445,11 +454,12 @@ struct Consumer {
     gemm_shared_shared<QkMma, kQkSteps, kRowBoxBytes, kKeyBoxBytes>(scores, q_tile(), k_tile());
   }
 
-  ATTNGEN_DEVICE void issue_output(Accumulators& output, const u32 (&weights)[kWeightRegisters]) const {
+  // `add`: to what is summed, else anew.
+  ATTNGEN_DEVICE void issue_output(Accumulators& output, const u32 (&weights)[kWeightRegisters], bool add) const {
 #pragma unroll
     for (int part = 0; part < kPvParts; ++part) {
       auto& acc = reinterpret_cast<float(&)[PvMma::kN / 2]>(output.sum[part * (PvMma::kN / 2)]);
-      gemm_register_shared<PvMma, kPvSteps, kColumnBoxBytes, true>(acc, weights, v_tile() + part * (PvMma::kN * 128));
+      gemm_register_shared<PvMma, kPvSteps, kColumnBoxBytes>(acc, weights, v_tile() + part * (PvMma::kN * 128), add);
     }
   }
 
@@ -475,7 +485,7 @@ struct Consumer {
     }
   }
 
-  // The previous block's output is complete; the total becomes relative to the new maxima.
+  // The previous block's output is complete; what was summed becomes relative to the new maxima.
   ATTNGEN_DEVICE void finish_product(Accumulators& output, bool grew, const float (&rescale)[2]) {
     wgmma_wait<0>();
     release_v();
@@ -483,6 +493,58 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) output.sum[i] *= rescale[fragment_row(i)];
     }
+    output.weight[0] *= rescale[0];
+    output.weight[1] *= rescale[1];
+  }
+
+  // Where this thread keeps elements 8 i to 8 i + 7 of its mean, as float16: 16 bytes a thread, side
+  // by side, where the warpgroup's output is staged in the end.
+  ATTNGEN_DEVICE u32 mean_slot(int i) const {
+    return output_tile() + i / 4 * kRowBoxBytes + (i % 4 * 128 + warp * 32 + lane) * 16;
+  }
+  ATTNGEN_DEVICE void add_mean(Accumulators& output) const {
+    if (!output.has_mean) return;
+#pragma unroll
+    for (int i = 0; i < kHeadDimV / 16; ++i) {
+      u32 mean[4];
+      load_shared_x4(mean, mean_slot(i));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 pair = Fp16::unpack(mean[j]);
+        output.sum[8 * i + 2 * j] += pair.x * output.weight[j % 2];
+        output.sum[8 * i + 2 * j + 1] += pair.y * output.weight[j % 2];
+      }
+    }
+  }
+  // The sum joins the mean; the next product starts it anew. No mean of values is larger than the largest of them,
+  // whatever the number of keys, so that float16 holds it.
+  ATTNGEN_DEVICE void promote(Accumulators& output, const RowState& state) const {
+    u32 share[2];  // of the mean so far in the new one
+    float factor[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float old = output.weight[half];
+      const float weight = fmaxf(quad_sum(state.row_sum[half]), 1e-30f);
+      share[half] = Fp16::pack(old * reciprocal_approx(weight), 0.f);
+      const float rounded = Fp16::unpack(share[half]).x;
+      share[half] |= share[half] << 16;
+      // The weight for which the rounded share is exact.
+      output.weight[half] = rounded > 0.f ? old * reciprocal_approx(rounded) : weight;
+      factor[half] = reciprocal_approx(output.weight[half]);
+    }
+    if (!output.has_mean) await_output_tile();
+#pragma unroll
+    for (int i = 0; i < kHeadDimV / 16; ++i) {
+      u32 mean[4] = {0, 0, 0, 0};
+      if (output.has_mean) load_shared_x4(mean, mean_slot(i));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float* x = output.sum + 8 * i + 2 * j;
+        mean[j] = Fp16::fma(mean[j], share[j % 2], Fp16::pack(x[0] * factor[j % 2], x[1] * factor[j % 2]));
+      }
+      store_shared_x4(mean_slot(i), mean);
+    }
+    output.has_mean = true;
   }
 
   ATTNGEN_DEVICE static void begin_sum(Accumulators& output) {
@@ -494,12 +556,13 @@ struct Consumer {
   template <bool kMasked>
   ATTNGEN_DEVICE void step(const Queries& queries, float (&scores)[kTileN / 2], Accumulators& output,
                            u32 (&weights)[kWeightRegisters], RowState& state, const Context& ctx, int row,
-                           int block) {
+                           int block, bool due = false) {
     float rescale[2];
     mbarrier_wait(smem + kKFull + k_ring.stage * 8, k_ring.parity);
     issue_scores(scores, queries);
+    if (due) promote(output, state);
     mbarrier_wait(smem + kVFull + v_ring.stage * 8, v_ring.parity);
-    issue_output(output, weights);
+    issue_output(output, weights, !due);
     wgmma_wait<1>();
     release_k();
     prepare_scores<kMasked>(scores, ctx, row, block);
@@ -530,10 +593,6 @@ struct Consumer {
     }
   }
 
-  ATTNGEN_DEVICE u32 output_tile() const {
-    return smem + kSmemQ + warpgroup * kWarpgroupBytes;
-  }
-
   // The warpgroup's 64 rows into swizzled boxes, from where the copy engine clips the tail.
   ATTNGEN_DEVICE void stage_output(const float (&output)[kHeadDimV / 2], const float (&normalizer)[2]) const {
     const int row = warp * 16 + (lane & 15);
@@ -553,6 +612,11 @@ struct Consumer {
     }
   }
 
+  // The last tile's store must have read the staging buffer before anything is written there.
+  ATTNGEN_DEVICE void await_output_tile() const {
+    if (warp == 0 && lane == 0) tma_store_wait_read();
+    named_barrier_sync(kEpilogueBarrier + warpgroup, 128);
+  }
   ATTNGEN_DEVICE void store_output(const Job& job) const {
     const QSequence sequence = q_sequence(p);
     const int row = sequence.first_row(job.batch) + job.row_block * kTileM + warpgroup * 64;
@@ -575,6 +639,8 @@ struct Consumer {
     RowState state;
     float factor[2];
     begin_sum(output);
+    output.weight[0] = output.weight[1] = 0.f;
+    output.has_mean = false;
     take_scales(job);
 
     take_queries(queries);
@@ -590,18 +656,20 @@ struct Consumer {
     const BlockRange blocks = KvIteration::blocks<kTileN>(mask_list(p), ctx, first, max_of(min_of(first + 64, ctx.q_len) - 1, first));
     for (; block >= blocks.full_end && block >= job.block_begin; --block) step<true>(queries, scores, output, weights, state, ctx, row, block);
     const int full_begin = job.block_begin;
-    for (; block >= full_begin; --block) step<false>(queries, scores, output, weights, state, ctx, row, block);
+    for (int summed = 1; block >= full_begin; --block, ++summed) {
+      const bool due = summed == kPromoteBlocks;
+      step<false>(queries, scores, output, weights, state, ctx, row, block, due);
+      if (due) summed = 0;
+    }
 
     if (!kOutputOverQ) release_q();
     mbarrier_wait(smem + kVFull + v_ring.stage * 8, v_ring.parity);
-    issue_output(output, weights);
+    issue_output(output, weights, true);
     finish_rows(state, factor, ctx, row);
-    if (!kOutputOverQ) {  // the last tile's store must have read the staging buffer
-      if (leader) tma_store_wait_read();
-      named_barrier_sync(kEpilogueBarrier + warpgroup, 128);
-    }
     wgmma_wait<0>();
     release_v();
+    add_mean(output);
+    await_output_tile();  // nor may another thread's mean be unread
     apply_output_scale(output.sum, factor, ctx, row);
     stage_output(output.sum, factor);
     fence_async_shared();
@@ -631,7 +699,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(512, 1)
-sm90_fwd__causal_d256_e4m3_to_bf16__3152a0(const __grid_constant__ attngen::Params p) {
+sm90_fwd__causal_d256_e4m3_to_bf16__6d410b(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

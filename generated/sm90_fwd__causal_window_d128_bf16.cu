@@ -1,4 +1,4 @@
-// sm90_fwd__causal_window_d128_bf16__cb0867
+// sm90_fwd__causal_window_d128_bf16__45b778
 // Rendered by attngen from kernels/sm90_fwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -294,8 +294,8 @@ struct QLoader {
   }
 };
 
-// The blocks of K, or of V, of one tile after another into a ring of kStages buffers.
-template <int kBoxes, int kStages, u32 kTiles, u32 kFull, u32 kEmpty>
+// The blocks of K, or of V, of one tile after another into a ring of kStages buffers of kRows keys.
+template <int kBoxes, int kRows, int kStages, u32 kTiles, u32 kFull, u32 kEmpty>
 struct KvLoader {
   const Params& p;
   const TensorMap* map;
@@ -316,19 +316,22 @@ struct KvLoader {
       const int first_row = kv_sequence(p).first_row(batch);
 #pragma unroll 1
       while (--block >= block_begin) {
-        const u32 barrier = smem + kFull + ring.stage * 8;
-        mbarrier_wait(smem + kEmpty + ring.stage * 8, ring.parity ^ 1);
-        mbarrier_arrive_expect(barrier, kBoxes * kKeyBoxBytes);
-        KvFetch::load<kBoxes, kBoxColumns>(smem + kTiles + ring.stage * (kBoxes * kKeyBoxBytes), kKeyBoxBytes,
-                              map, barrier, first_row + block * kTileN, kv_head,
-                              kv_sequence(p).batch_index(batch), kEvictLast);
-        ring.advance();
+#pragma unroll
+        for (int row = 0; row < kTileN; row += kRows) {
+          const u32 barrier = smem + kFull + ring.stage * 8;
+          mbarrier_wait(smem + kEmpty + ring.stage * 8, ring.parity ^ 1);
+          mbarrier_arrive_expect(barrier, kBoxes * kRows * 128);
+          KvFetch::load<kBoxes, kBoxColumns>(smem + kTiles + ring.stage * (kBoxes * kRows * 128), kRows * 128,
+                                map, barrier, first_row + block * kTileN + row, kv_head,
+                                kv_sequence(p).batch_index(batch), kEvictLast);
+          ring.advance();
+        }
       }
     }
   }
 };
-using KLoader = KvLoader<kQkBoxes, kKStages, kSmemK, kKFull, kKEmpty>;
-using VLoader = KvLoader<kVBoxes, kVStages, kSmemV, kVFull, kVEmpty>;
+using KLoader = KvLoader<kQkBoxes, kTileN, kKStages, kSmemK, kKFull, kKEmpty>;
+using VLoader = KvLoader<kVBoxes, kTileN, kVStages, kSmemV, kVFull, kVEmpty>;
 
 // A thread's part of 64 rows of output.
 struct Accumulators {
@@ -345,6 +348,7 @@ struct Consumer {
   RingPosition<kKStages> k_ring;
   RingPosition<kVStages> v_ring;
 
+  ATTNGEN_DEVICE u32 output_tile() const { return smem + kSmemO + warpgroup * kWarpgroupBytes; }
   ATTNGEN_DEVICE u32 q_tile() const { return smem + kSmemQ + warpgroup * kWarpgroupBytes; }
   ATTNGEN_DEVICE u32 k_tile() const { return smem + kSmemK + k_ring.stage * kQkBoxes * kKeyBoxBytes; }
   ATTNGEN_DEVICE u32 v_tile() const { return smem + kSmemV + v_ring.stage * kVStageBytes; }
@@ -398,7 +402,7 @@ struct Consumer {
     }
   }
 
-  // The previous block's output is complete; the total becomes relative to the new maxima.
+  // The previous block's output is complete; what was summed becomes relative to the new maxima.
   ATTNGEN_DEVICE void finish_product(Accumulators& output, bool grew, const float (&rescale)[2]) {
     wgmma_wait<0>();
     release_v();
@@ -451,10 +455,6 @@ struct Consumer {
     }
   }
 
-  ATTNGEN_DEVICE u32 output_tile() const {
-    return smem + kSmemO + warpgroup * kWarpgroupBytes;
-  }
-
   // The warpgroup's 64 rows into swizzled boxes, from where the copy engine clips the tail.
   ATTNGEN_DEVICE void stage_output(const float (&output)[kHeadDimV / 2], const float (&normalizer)[2]) const {
     const int row = warp * 16 + (lane & 15);
@@ -474,6 +474,11 @@ struct Consumer {
     }
   }
 
+  // The last tile's store must have read the staging buffer before anything is written there.
+  ATTNGEN_DEVICE void await_output_tile() const {
+    if (warp == 0 && lane == 0) tma_store_wait_read();
+    named_barrier_sync(kEpilogueBarrier + warpgroup, 128);
+  }
   ATTNGEN_DEVICE void store_output(const Job& job) const {
     const QSequence sequence = q_sequence(p);
     const int row = sequence.first_row(job.batch) + job.row_block * kTileM + warpgroup * 64;
@@ -519,10 +524,7 @@ struct Consumer {
     mbarrier_wait(smem + kVFull + v_ring.stage * 8, v_ring.parity);
     issue_output(output, weights);
     finish_rows(state, factor, ctx, row);
-    if (!kOutputOverQ) {  // the last tile's store must have read the staging buffer
-      if (leader) tma_store_wait_read();
-      named_barrier_sync(kEpilogueBarrier + warpgroup, 128);
-    }
+    if (!kOutputOverQ) await_output_tile();
     wgmma_wait<0>();
     release_v();
     stage_output(output.sum, factor);
@@ -553,7 +555,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_fwd__causal_window_d128_bf16__cb0867(const __grid_constant__ attngen::Params p) {
+sm90_fwd__causal_window_d128_bf16__45b778(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -1,4 +1,4 @@
-// sm90_fwd__full_d64_bf16__f01275
+// sm90_fwd__full_d64_bf16__94664b
 // Rendered by attngen from kernels/sm90_fwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -265,8 +265,8 @@ struct QLoader {
   }
 };
 
-// The blocks of K, or of V, of one tile after another into a ring of kStages buffers.
-template <int kBoxes, int kStages, u32 kTiles, u32 kFull, u32 kEmpty>
+// The blocks of K, or of V, of one tile after another into a ring of kStages buffers of kRows keys.
+template <int kBoxes, int kRows, int kStages, u32 kTiles, u32 kFull, u32 kEmpty>
 struct KvLoader {
   const Params& p;
   const TensorMap* map;
@@ -287,19 +287,22 @@ struct KvLoader {
       const int first_row = kv_sequence(p).first_row(batch);
 #pragma unroll 1
       while (--block >= block_begin) {
-        const u32 barrier = smem + kFull + ring.stage * 8;
-        mbarrier_wait(smem + kEmpty + ring.stage * 8, ring.parity ^ 1);
-        mbarrier_arrive_expect(barrier, kBoxes * kKeyBoxBytes);
-        KvFetch::load<kBoxes, kBoxColumns>(smem + kTiles + ring.stage * (kBoxes * kKeyBoxBytes), kKeyBoxBytes,
-                              map, barrier, first_row + block * kTileN, kv_head,
-                              kv_sequence(p).batch_index(batch), kEvictLast);
-        ring.advance();
+#pragma unroll
+        for (int row = 0; row < kTileN; row += kRows) {
+          const u32 barrier = smem + kFull + ring.stage * 8;
+          mbarrier_wait(smem + kEmpty + ring.stage * 8, ring.parity ^ 1);
+          mbarrier_arrive_expect(barrier, kBoxes * kRows * 128);
+          KvFetch::load<kBoxes, kBoxColumns>(smem + kTiles + ring.stage * (kBoxes * kRows * 128), kRows * 128,
+                                map, barrier, first_row + block * kTileN + row, kv_head,
+                                kv_sequence(p).batch_index(batch), kEvictLast);
+          ring.advance();
+        }
       }
     }
   }
 };
-using KLoader = KvLoader<kQkBoxes, kKStages, kSmemK, kKFull, kKEmpty>;
-using VLoader = KvLoader<kVBoxes, kVStages, kSmemV, kVFull, kVEmpty>;
+using KLoader = KvLoader<kQkBoxes, kTileN, kKStages, kSmemK, kKFull, kKEmpty>;
+using VLoader = KvLoader<kVBoxes, kTileN, kVStages, kSmemV, kVFull, kVEmpty>;
 
 // A thread's part of 64 rows of output.
 struct Accumulators {
@@ -316,6 +319,7 @@ struct Consumer {
   RingPosition<kKStages> k_ring;
   RingPosition<kVStages> v_ring;
 
+  ATTNGEN_DEVICE u32 output_tile() const { return smem + kSmemO + warpgroup * kWarpgroupBytes; }
   ATTNGEN_DEVICE u32 q_tile() const { return smem + kSmemQ + warpgroup * kWarpgroupBytes; }
   ATTNGEN_DEVICE u32 k_tile() const { return smem + kSmemK + k_ring.stage * kQkBoxes * kKeyBoxBytes; }
   ATTNGEN_DEVICE u32 v_tile() const { return smem + kSmemV + v_ring.stage * kVStageBytes; }
@@ -371,7 +375,7 @@ struct Consumer {
     }
   }
 
-  // The previous block's output is complete; the total becomes relative to the new maxima.
+  // The previous block's output is complete; what was summed becomes relative to the new maxima.
   ATTNGEN_DEVICE void finish_product(Accumulators& output, bool grew, const float (&rescale)[2]) {
     wgmma_wait<0>();
     release_v();
@@ -426,10 +430,6 @@ struct Consumer {
     }
   }
 
-  ATTNGEN_DEVICE u32 output_tile() const {
-    return smem + kSmemO + warpgroup * kWarpgroupBytes;
-  }
-
   // The warpgroup's 64 rows into swizzled boxes, from where the copy engine clips the tail.
   ATTNGEN_DEVICE void stage_output(const float (&output)[kHeadDimV / 2], const float (&normalizer)[2]) const {
     const int row = warp * 16 + (lane & 15);
@@ -449,6 +449,11 @@ struct Consumer {
     }
   }
 
+  // The last tile's store must have read the staging buffer before anything is written there.
+  ATTNGEN_DEVICE void await_output_tile() const {
+    if (warp == 0 && lane == 0) tma_store_wait_read();
+    named_barrier_sync(kEpilogueBarrier + warpgroup, 128);
+  }
   ATTNGEN_DEVICE void store_output(const Job& job) const {
     const QSequence sequence = q_sequence(p);
     const int row = sequence.first_row(job.batch) + job.row_block * kTileM + warpgroup * 64;
@@ -491,10 +496,7 @@ struct Consumer {
     mbarrier_wait(smem + kVFull + v_ring.stage * 8, v_ring.parity);
     issue_output(output, weights);
     finish_rows(state, factor, ctx, row);
-    if (!kOutputOverQ) {  // the last tile's store must have read the staging buffer
-      if (leader) tma_store_wait_read();
-      named_barrier_sync(kEpilogueBarrier + warpgroup, 128);
-    }
+    if (!kOutputOverQ) await_output_tile();
     wgmma_wait<0>();
     release_v();
     stage_output(output.sum, factor);
@@ -526,7 +528,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(512, 1)
-sm90_fwd__full_d64_bf16__f01275(const __grid_constant__ attngen::Params p) {
+sm90_fwd__full_d64_bf16__94664b(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -1,4 +1,4 @@
-// sm90_fwd__full_d64_e4m3_kv_e5m2__f8a8f6
+// sm90_fwd__full_d64_e4m3_kv_e5m2__52ca77
 // Rendered by attngen from kernels/sm90_fwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -28,7 +28,7 @@ constexpr int kTileN = 192;
 constexpr int kKStages = 2;
 constexpr int kVStages = 2;
 constexpr int kRawStages = 2;
-constexpr int kPromoteBlocks = 5;
+constexpr int kRawKeys = 192;
 constexpr int kConsumers = 2;
 constexpr int kProducerRegisters = 32;
 constexpr int kConsumerRegisters = 224;
@@ -56,9 +56,8 @@ constexpr u32 kSmemK = 16384;
 constexpr u32 kSmemV = 65536;
 constexpr u32 kSmemRaw = 98304;
 constexpr u32 kSmemO = 147456;
-constexpr u32 kSmemTotal = 163840;
-constexpr u32 kSmemBarriers = 196608;
-constexpr u32 kSmemJob = 197632;
+constexpr u32 kSmemBarriers = 163840;
+constexpr u32 kSmemJob = 164864;
 constexpr u32 kQFull = kSmemBarriers;
 constexpr u32 kQEmpty = kQFull + 8 * kConsumers;
 constexpr u32 kKFull = kQEmpty + 8 * kConsumers;
@@ -289,8 +288,8 @@ struct QLoader {
   }
 };
 
-// The blocks of K, or of V, of one tile after another into a ring of kStages buffers.
-template <int kBoxes, int kStages, u32 kTiles, u32 kFull, u32 kEmpty>
+// The blocks of K, or of V, of one tile after another into a ring of kStages buffers of kRows keys.
+template <int kBoxes, int kRows, int kStages, u32 kTiles, u32 kFull, u32 kEmpty>
 struct KvLoader {
   const Params& p;
   const TensorMap* map;
@@ -311,19 +310,22 @@ struct KvLoader {
       const int first_row = kv_sequence(p).first_row(batch);
 #pragma unroll 1
       while (--block >= block_begin) {
-        const u32 barrier = smem + kFull + ring.stage * 8;
-        mbarrier_wait(smem + kEmpty + ring.stage * 8, ring.parity ^ 1);
-        mbarrier_arrive_expect(barrier, kBoxes * kKeyBoxBytes);
-        KvFetch::load<kBoxes, kBoxColumns>(smem + kTiles + ring.stage * (kBoxes * kKeyBoxBytes), kKeyBoxBytes,
-                              map, barrier, first_row + block * kTileN, kv_head,
-                              kv_sequence(p).batch_index(batch), kEvictLast);
-        ring.advance();
+#pragma unroll
+        for (int row = 0; row < kTileN; row += kRows) {
+          const u32 barrier = smem + kFull + ring.stage * 8;
+          mbarrier_wait(smem + kEmpty + ring.stage * 8, ring.parity ^ 1);
+          mbarrier_arrive_expect(barrier, kBoxes * kRows * 128);
+          KvFetch::load<kBoxes, kBoxColumns>(smem + kTiles + ring.stage * (kBoxes * kRows * 128), kRows * 128,
+                                map, barrier, first_row + block * kTileN + row, kv_head,
+                                kv_sequence(p).batch_index(batch), kEvictLast);
+          ring.advance();
+        }
       }
     }
   }
 };
-using KLoader = KvLoader<kQkBoxes, kKStages, kSmemK, kKFull, kKEmpty>;
-using VLoader = KvLoader<kVBoxes, kRawStages, kSmemRaw, kRawFull, kRawEmpty>;
+using KLoader = KvLoader<kQkBoxes, kTileN, kKStages, kSmemK, kKFull, kKEmpty>;
+using VLoader = KvLoader<kVBoxes, kRawKeys, kRawStages, kSmemRaw, kRawFull, kRawEmpty>;
 
 // ---- transposer: a warpgroup that turns loaded blocks of V into what an 8-bit product can read
 struct VTransposer {
@@ -333,14 +335,8 @@ struct VTransposer {
   int warp;
   int lane;
 
-  ATTNGEN_DEVICE void transpose(u32 source, u32 destination) const {
-#pragma unroll 1
-    for (int column = warp * 16; column < kHeadDimV; column += 64) {
-      transpose_columns<kTileN, kHeadDimV>(source, destination, column, lane);
-    }
-  }
-
   ATTNGEN_DEVICE void run() const {
+    const ColumnTransposer columns(warp, lane);
     RingPosition<kRawStages> raw;
     RingPosition<kVStages> ring;
     for (u32 parity = 0;; parity ^= 1) {
@@ -351,16 +347,19 @@ struct VTransposer {
       mbarrier_arrive(smem + kJobEmpty);  // every thread: each has read the slot itself
 #pragma unroll 1
       for (int i = 0; i < blocks; ++i) {
-        mbarrier_wait(smem + kRawFull + raw.stage * 8, raw.parity);
         mbarrier_wait(smem + kVEmpty + ring.stage * 8, ring.parity ^ 1);
-        transpose(smem + kSmemRaw + raw.stage * (kVBoxes * kKeyBoxBytes), smem + kSmemV + ring.stage * kVStageBytes);
+#pragma unroll
+        for (int key = 0; key < kTileN; key += kRawKeys) {
+          mbarrier_wait(smem + kRawFull + raw.stage * 8, raw.parity);
+          columns.transpose<kRawKeys, kHeadDimV>(smem + kSmemRaw + raw.stage * (kVBoxes * kRawKeys * 128),
+                                                 smem + kSmemV + ring.stage * kVStageBytes, key);
+          __syncwarp();
+          if (lane == 0) mbarrier_arrive(smem + kRawEmpty + raw.stage * 8);
+          raw.advance();
+        }
         fence_async_shared();
         __syncwarp();
-        if (lane == 0) {
-          mbarrier_arrive(smem + kVFull + ring.stage * 8);
-          mbarrier_arrive(smem + kRawEmpty + raw.stage * 8);
-        }
-        raw.advance();
+        if (lane == 0) mbarrier_arrive(smem + kVFull + ring.stage * 8);
         ring.advance();
       }
     }
@@ -370,10 +369,10 @@ struct VTransposer {
 // A thread's part of 64 rows of output.
 struct Accumulators {
   float sum[kHeadDimV / 2];
-  // Products of 8 bits are summed with fewer bits than a float32 has, so after every few blocks the
-  // sum is added to a total in shared memory. `factor` makes the total relative to the present
-  // maxima; 0 while there is none.
-  float factor[2];
+  // Tensor cores cut 8-bit products to the bits of the running sum, so every block's sum joins a
+  // total, which is relative to the maxima before the last `rescale`.
+  float total[kHeadDimV / 2];
+  float rescale[2];
 };
 
 // ---- consumer: 64 rows of queries
@@ -391,6 +390,7 @@ struct Consumer {
   float shift;
   float output_scale;
 
+  ATTNGEN_DEVICE u32 output_tile() const { return smem + kSmemO + warpgroup * kWarpgroupBytes; }
   ATTNGEN_DEVICE u32 q_tile() const { return smem + kSmemQ + warpgroup * kWarpgroupBytes; }
   ATTNGEN_DEVICE u32 k_tile() const { return smem + kSmemK + k_ring.stage * kQkBoxes * kKeyBoxBytes; }
   ATTNGEN_DEVICE u32 v_tile() const { return smem + kSmemV + v_ring.stage * kVStageBytes; }
@@ -449,11 +449,12 @@ struct Consumer {
     gemm_register_shared<QkMma, kQkSteps, kKeyBoxBytes>(scores, queries, k_tile());
   }
 
-  ATTNGEN_DEVICE void issue_output(Accumulators& output, const u32 (&weights)[kWeightRegisters]) const {
+  // `add`: to what is summed, else anew.
+  ATTNGEN_DEVICE void issue_output(Accumulators& output, const u32 (&weights)[kWeightRegisters], bool add) const {
 #pragma unroll
     for (int part = 0; part < kPvParts; ++part) {
       auto& acc = reinterpret_cast<float(&)[PvMma::kN / 2]>(output.sum[part * (PvMma::kN / 2)]);
-      gemm_register_shared<PvMma, kPvSteps, kColumnBoxBytes, true>(acc, weights, v_tile() + part * (PvMma::kN * 128));
+      gemm_register_shared<PvMma, kPvSteps, kColumnBoxBytes>(acc, weights, v_tile() + part * (PvMma::kN * 128), add);
     }
   }
 
@@ -479,44 +480,22 @@ struct Consumer {
     }
   }
 
-  // The previous block's output is complete; the total becomes relative to the new maxima.
+  // The previous block's output is complete; what was summed becomes relative to the new maxima.
   ATTNGEN_DEVICE void finish_product(Accumulators& output, bool grew, const float (&rescale)[2]) {
     wgmma_wait<0>();
     release_v();
-    if (grew) {
-#pragma unroll
-      for (int i = 0; i < kHeadDimV / 2; ++i) output.sum[i] *= rescale[fragment_row(i)];
-    }
-    output.factor[0] *= rescale[0];
-    output.factor[1] *= rescale[1];
+    add_total(output.total, output);
+    output.rescale[0] = rescale[0];
+    output.rescale[1] = rescale[1];
   }
-
-  // Where this thread keeps element 4 i of its total: 16 bytes a thread, side by side.
-  ATTNGEN_DEVICE u32 total_slot(int i) const {
-    return smem + kSmemTotal + ((warpgroup * (kHeadDimV / 8) + i) * 128 + warp * 32 + lane) * 16;
-  }
-  ATTNGEN_DEVICE void add_total(Accumulators& output) const {
-    if (output.factor[0] == 0.f && output.factor[1] == 0.f) return;
+  ATTNGEN_DEVICE static void add_total(float (&result)[kHeadDimV / 2], const Accumulators& output) {
 #pragma unroll
-    for (int i = 0; i < kHeadDimV / 8; ++i) {
-      float total[4];
-      load_shared_x4(total, total_slot(i));
-#pragma unroll
-      for (int j = 0; j < 4; ++j) output.sum[4 * i + j] += total[j] * output.factor[fragment_row(j)];
-    }
-  }
-  // The sum joins the total and starts anew.
-  ATTNGEN_DEVICE void promote(Accumulators& output) const {
-    add_total(output);
-#pragma unroll
-    for (int i = 0; i < kHeadDimV / 8; ++i) store_shared_x4(total_slot(i), output.sum + 4 * i);
-    begin_sum(output);
-    output.factor[0] = output.factor[1] = 1.f;
+    for (int i = 0; i < kHeadDimV / 2; ++i) result[i] = output.total[i] * output.rescale[fragment_row(i)] + output.sum[i];
   }
 
   ATTNGEN_DEVICE static void begin_sum(Accumulators& output) {
 #pragma unroll
-    for (int i = 0; i < kHeadDimV / 2; ++i) output.sum[i] = 0.f;
+    for (int i = 0; i < kHeadDimV / 2; ++i) output.total[i] = 0.f;
   }
 
   // One block: its scores are computed together with the previous block's output.
@@ -528,7 +507,7 @@ struct Consumer {
     mbarrier_wait(smem + kKFull + k_ring.stage * 8, k_ring.parity);
     issue_scores(scores, queries);
     mbarrier_wait(smem + kVFull + v_ring.stage * 8, v_ring.parity);
-    issue_output(output, weights);
+    issue_output(output, weights, false);
     wgmma_wait<1>();
     release_k();
     prepare_scores<kMasked>(scores, ctx, row, block);
@@ -559,10 +538,6 @@ struct Consumer {
     }
   }
 
-  ATTNGEN_DEVICE u32 output_tile() const {
-    return smem + kSmemO + warpgroup * kWarpgroupBytes;
-  }
-
   // The warpgroup's 64 rows into swizzled boxes, from where the copy engine clips the tail.
   ATTNGEN_DEVICE void stage_output(const float (&output)[kHeadDimV / 2], const float (&normalizer)[2]) const {
     const int row = warp * 16 + lane / 4;
@@ -576,6 +551,11 @@ struct Consumer {
     }
   }
 
+  // The last tile's store must have read the staging buffer before anything is written there.
+  ATTNGEN_DEVICE void await_output_tile() const {
+    if (warp == 0 && lane == 0) tma_store_wait_read();
+    named_barrier_sync(kEpilogueBarrier + warpgroup, 128);
+  }
   ATTNGEN_DEVICE void store_output(const Job& job) const {
     const QSequence sequence = q_sequence(p);
     const int row = sequence.first_row(job.batch) + job.row_block * kTileM + warpgroup * 64;
@@ -598,7 +578,7 @@ struct Consumer {
     RowState state;
     float factor[2];
     begin_sum(output);
-    output.factor[0] = output.factor[1] = 0.f;
+    output.rescale[0] = output.rescale[1] = 1.f;
     take_scales(job);
 
     take_queries(queries);
@@ -615,22 +595,15 @@ struct Consumer {
     pack_weights<Element, kTileN>(weights, scores);
     --block;
     const int full_begin = job.block_begin;
-    while (block >= full_begin) {
-      const int last = max_of(full_begin, block - (kPromoteBlocks - 1));
-      for (; block >= last; --block) step<false>(queries, scores, output, weights, state, ctx, row, block);
-      if (block >= full_begin) promote(output);
-    }
+    for (; block >= full_begin; --block) step<false>(queries, scores, output, weights, state, ctx, row, block);
 
     mbarrier_wait(smem + kVFull + v_ring.stage * 8, v_ring.parity);
-    issue_output(output, weights);
+    issue_output(output, weights, false);
     finish_rows(state, factor, ctx, row);
-    if (!kOutputOverQ) {  // the last tile's store must have read the staging buffer
-      if (leader) tma_store_wait_read();
-      named_barrier_sync(kEpilogueBarrier + warpgroup, 128);
-    }
+    if (!kOutputOverQ) await_output_tile();
     wgmma_wait<0>();
     release_v();
-    add_total(output);
+    add_total(output.sum, output);
     apply_output_scale(output.sum, factor, ctx, row);
     stage_output(output.sum, factor);
     fence_async_shared();
@@ -660,7 +633,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(512, 1)
-sm90_fwd__full_d64_e4m3_kv_e5m2__f8a8f6(const __grid_constant__ attngen::Params p) {
+sm90_fwd__full_d64_e4m3_kv_e5m2__52ca77(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

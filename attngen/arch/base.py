@@ -17,8 +17,8 @@ class Tile:
 class Pipeline:
     """Warpgroups and what they share: K/V buffers, registers a thread, the output's place.
 
-    `raw_stages`: buffers of V as loaded, before a warpgroup of its own transposes it; 0 where V is
-    used as it lies.
+    `raw_stages`: buffers of `raw_keys` keys of V as loaded, before a warpgroup of its own
+    transposes it; 0 where V is used as it lies.
 
     `take_turns`: consumers pass a baton, so that one's softmax runs under the others' products;
     else they run freely. `q_in_registers`: queries are read from shared memory once a tile
@@ -85,7 +85,8 @@ class Plan:
     """Everything a template needs beyond the problem. `why` explains the choices in prose.
 
     `promote_blocks`: after so many blocks the sum of 8-bit products, which the tensor cores keep
-    in fewer bits than float32 has, joins a float16 mean in shared memory; 0: never.
+    in fewer bits than float32 has, joins a float16 mean in shared memory, where it is 1 a float32
+    total in registers; 0: never.
     """
 
     arch: str

@@ -17,7 +17,12 @@ ARCH = "sm_90a"
 SMEM_BYTES = 232_448  # 227 KB a CTA may use
 JOB_BYTES = 24  # struct Job of the forward
 BARRIER_BYTES = 8
-PROMOTE_KEYS = 1024  # keys whose 8-bit products the tensor cores sum before they join a mean
+# Tensor cores cut 8-bit products to the bits of the running sum. Up to so many columns of V each
+# block's sum joins a total in registers (measured at 64: 541 and 534 TFLOP/s, full and causal, a
+# mean every 1024 keys 501 and 518); above, sums of so many keys join a mean in shared memory, which
+# loses 1.5 % of sums of one sign and 1 to 7 % of the speed (512 keys: 0.7 %, and 7 to 13 %).
+TOTAL_COLUMNS = 64
+PROMOTE_KEYS = 1024
 RAW_STAGES = 2  # buffers of 8-bit V before it is transposed
 RAW_UNIT = 32  # keys, the fewest that are transposed at a time
 ROWS_PER_CONSUMER = 64
@@ -31,7 +36,6 @@ REGISTERS_8BIT = {True: (32, 224), False: (40, 216)}
 # Operands in registers (output, scores, packed weights, queries) that leave room for addresses
 # and row state.
 OPERANDS = {2: 204, 3: 132}
-OPERANDS_8BIT = 188
 # Groups of 32 heads leave four SMs a head to share its keys, of 64 MB still mostly hit L2: measured
 # best or within 1 % from 1k to 16k tokens; smaller groups lose to the imbalance at their ends.
 CAUSAL_SCHEDULE = Schedule(True, True, kv_group_bytes=64 << 20, group_heads=32, tail_share=4)
@@ -73,8 +77,8 @@ class Choice:
     @property
     def preference(self) -> float:
         """Higher is better, in keys a block: queries in registers are worth a block 24 keys
-        smaller, a third K stage 30 % (d256: 64 keys in three stages beat 80 in two by 1.5 %), and
-        an output that waits for Q's buffer costs 16."""
+        smaller (40 of 8 bits), a third K stage 30 % (d256: 64 keys in three stages beat 80 in two
+        by 1.5 %), an output that waits for Q's buffer costs 16, as do parts of raw V."""
         keys = self.block * (1.3 if self.k_stages > 2 else 1.0)
         keys -= 16 * (0 < self.raw_keys < self.block)
         in_registers = 40 if self.raw_keys else 24
@@ -124,12 +128,16 @@ def choices(problem: Problem) -> Iterator[Choice]:
 
 
 def choices_8bit(problem: Problem) -> Iterator[Choice]:
-    """Two consumers; blocks of whole 32-key steps; sums promoted every 1024 keys or so."""
+    """Two consumers; blocks of whole 32-key steps; raw V of whole blocks, or less where the rest
+    needs the room (measured at 128: 7 % slower)."""
     softmax = SoftmaxOrder(0, rescale_first=True, pair_sums=True)
     for block in range(192, 0, -32):
-        for q_in_registers, raw_keys in itertools.product((True, False), (block, RAW_UNIT)):
+        parts = (block,) if block == RAW_UNIT else (block, RAW_UNIT)
+        for q_in_registers, raw_keys in itertools.product((True, False), parts):
             plain = Choice(2, block, 2, 2, False, q_in_registers, False, softmax)
-            yield replace(plain, promote_blocks=PROMOTE_KEYS // block, raw_keys=raw_keys)
+            in_registers = problem.head_dim_v <= TOTAL_COLUMNS
+            promote_blocks = 1 if in_registers else PROMOTE_KEYS // block
+            yield replace(plain, promote_blocks=promote_blocks, raw_keys=raw_keys)
 
 
 def make_plan(problem: Problem, choice: Choice) -> Plan | None:
@@ -147,9 +155,7 @@ def make_plan(problem: Problem, choice: Choice) -> Plan | None:
     ):
         return None
     transposer = problem.eight_bit
-    producer, consumer = REGISTERS[choice.consumers]
-    if transposer:
-        producer, consumer = REGISTERS_8BIT[problem.head_dim_v % 64 == 0]
+    producer, consumer = role_registers(problem, choice)
     schedule = CAUSAL_SCHEDULE if problem.masks else FULL_SCHEDULE
     return Plan(
         arch=ARCH,
@@ -174,7 +180,7 @@ def make_plan(problem: Problem, choice: Choice) -> Plan | None:
         smem_bytes=smem_bytes,
         threads=128 * (choice.consumers + 1 + transposer),
         operand_registers=registers,
-        why=explain(choice, schedule, registers, smem_bytes),
+        why=explain(problem, choice, schedule, registers, smem_bytes),
     )
 
 
@@ -183,11 +189,21 @@ def operand_registers(problem: Problem, choice: Choice) -> int:
     queries where they stay in registers."""
     size = DTYPE_BYTES[problem.dtype_q]
     queries = -(-problem.head_dim_qk * size // 32) * 4 if choice.q_in_registers else 0
-    return problem.head_dim_v // 2 + choice.block // 2 + choice.block * size // 8 + queries
+    sums = problem.head_dim_v // 2 * (2 if choice.promote_blocks == 1 else 1)
+    return sums + choice.block // 2 + choice.block * size // 8 + queries
 
 
 def operand_limit(problem: Problem, choice: Choice) -> int:
-    return OPERANDS_8BIT if problem.eight_bit else OPERANDS[choice.consumers]
+    if problem.eight_bit:
+        return role_registers(problem, choice)[1] - 32
+    return OPERANDS[choice.consumers]
+
+
+def role_registers(problem: Problem, choice: Choice) -> tuple[int, int]:
+    """Registers a thread of the producer (and transposer) and of a consumer."""
+    if problem.eight_bit:
+        return REGISTERS_8BIT[problem.head_dim_v % 64 == 0]
+    return REGISTERS[choice.consumers]
 
 
 def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
@@ -195,7 +211,7 @@ def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
     row_bytes_qk = 128 * _boxes(problem.head_dim_qk, DTYPE_BYTES[problem.dtype_q])
     row_bytes_v = 128 * _boxes(problem.head_dim_v, DTYPE_BYTES[problem.dtype_kv])
     row_bytes_o = 128 * _boxes(problem.head_dim_v, DTYPE_BYTES[problem.dtype_o])
-    if choice.promote_blocks:  # the float16 means lie where the output is staged
+    if choice.promote_blocks > 1:  # the float16 means lie where the output is staged
         row_bytes_o = max(row_bytes_o, 128 * _boxes(problem.head_dim_v, 2))
     staged = problem.dtype_o != "fp32" and not choice.output_over_q
     raw_stages = RAW_STAGES if problem.eight_bit else 0
@@ -214,12 +230,17 @@ def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
     }
 
 
-def explain(choice: Choice, schedule: Schedule, registers: int, smem_bytes: int) -> tuple[str, ...]:
+def explain(
+    problem: Problem, choice: Choice, schedule: Schedule, registers: int, smem_bytes: int
+) -> tuple[str, ...]:
     """The plan's choices in prose, for people."""
+    keys = choice.promote_blocks * choice.block
+    place = "total in registers" if choice.promote_blocks == 1 else "mean in shared memory"
+    promoted = (f"sums of 8-bit products join a {place} every {keys} keys",) if keys else ()
     return (
         f"{choice.consumers} consumer warpgroups of 64 query rows "
         + ("take turns at the tensor cores" if choice.take_turns else "share the tensor cores"),
-        f"{choice.block} keys a block: {registers} of {OPERANDS[choice.consumers]} operand "
+        f"{choice.block} keys a block: {registers} of {operand_limit(problem, choice)} operand "
         "registers a thread",
         "queries in registers: each product reads less shared memory"
         if choice.q_in_registers
@@ -235,6 +256,7 @@ def explain(choice: Choice, schedule: Schedule, registers: int, smem_bytes: int)
             else "output rescaled after a block's exponentials"
         )
         + (", lazily" if choice.softmax.lazy_rescale_log2 else ""),
+        *promoted,
         "tiles drawn from a counter, "
         + ("longest rows first" if schedule.longest_first else "one head after another"),
     )
