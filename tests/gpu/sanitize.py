@@ -86,6 +86,8 @@ CASES = [
     Fp8Case(64, 64, mask="causal", lengths=SMALL, out_dtype="e4m3", scaled=True),
     Fp8Case(64, 64, mask="causal", lengths=SHORT, heads=(1, 1, 1)),
     Fp8Case(128, 128, lengths=SMALL, kv_dtype="e5m2", out_dtype="fp16"),
+    Fp8Case(128, 128, lengths=(130, 2300), heads=(1, 2, 1)),  # sums join a mean, twice
+    Fp8Case(256, 256, mask="causal_bottom_right", lengths=(130, 2300), heads=(1, 2, 1)),
     Fp8Case(128, 128, mask="causal", lengths=SMALL, heads=(2, 6, 2), scaled=True),
     Fp8Case(128, 128, window=(50, 20), lengths=SMALL, out_dtype="e5m2", layout="sbhd"),
     Fp8Case(128, 128, mask="causal", lengths=(130, 130), heads=(2, 80, 8)),  # 320 tiles
