@@ -516,15 +516,16 @@ struct Consumer {
       }
     }
   }
-  // The sum joins the mean; the next product starts it anew. No mean of values is larger than the largest of them,
-  // whatever the number of keys, so that float16 holds it.
+  // The sum joins the mean; the next product starts it anew. A stored weight is at most twice what
+  // it should be (e4m3's smallest), so half of a mean is no larger than the largest of the values,
+  // whatever the number of keys, and float16 holds it.
   ATTNGEN_DEVICE void promote(Accumulators& output, const RowState& state) const {
     u32 share[2];  // of the mean so far in the new one
     float factor[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float old = output.weight[half];
-      const float weight = fmaxf(quad_sum(state.row_sum[half]), 1e-30f);
+      const float weight = fmaxf(2.f * quad_sum(state.row_sum[half]), 1e-30f);
       share[half] = Fp16::pack(old * reciprocal_approx(weight), 0.f);
       const float rounded = Fp16::unpack(share[half]).x;
       share[half] |= share[half] << 16;

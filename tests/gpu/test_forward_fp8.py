@@ -198,6 +198,16 @@ def test_fp8_largest_finite_numbers_give_no_nan(kv, out):
     assert got.double().isfinite().all()
 
 
+@pytest.mark.parametrize("d", [128, 256])
+def test_fp8_largest_values_of_many_keys_stay_finite(d):
+    """Their mean is the largest number, and small weights are stored too large."""
+    q, k, v = (x.float() for x in oracle_fp8.operands(1, 2, 2, 130, 2300, d))
+    largest = torch.finfo(E5M2).max
+    q, k, v = q.to(E4M3), k.to(E5M2), torch.full_like(v, largest).to(E5M2)
+    out = attngen.attention(q, k, v, softmax_scale=2 * d**-0.5, backend="cuda")
+    assert ((out.double() / largest - 1).abs() < 2**-4).all()
+
+
 def test_fp8_maxima_are_of_each_call_alone():
     q, k, v = oracle_fp8.operands(2, 4, 2, 300, 500, 128)
     large = (v.float() * 8).to(E4M3)
