@@ -5,20 +5,21 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
 from . import features, resolve
 from .builder import Built, build_plan
 from .bundle import BundledKernel, Program
-from .cache import Cache
-from .digest import cache_key
+from .cache import Cache, Entry
+from .digest import cache_key, digest_text
 from .errors import AttngenError, CacheError
 from .plan import KernelPlan, plans
-from .problem import Problem
+from .problem import Problem, Variant
+from .program import Binary
 from .spec import AttentionSpec
-from .values import to_data
+from .values import to_data, to_json
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job: `built`, and the `error` that stopped it or kept it from being stored;
-    seconds of wall time."""
+    """What became of a job: its launch program, and whether the cache had it; the `error` that
+    stopped it or kept it from being stored; seconds of wall time. The cubin is in the cache."""
 
     job: Job
-    built: Built | None
+    binary: Binary | None
+    cached: bool
     error: AttngenError | OSError | None
     seconds: float
 
@@ -75,13 +77,18 @@ def jobs_of(
     return jobs, refused
 
 
-def jobs_for(variants: Iterable[tuple[Problem, str]], title: str) -> list[Job]:
-    """The kernels of problems that a trace names. Raises: PlanError."""
-    return [
-        Job(problem, each, arch, (title,))
-        for problem, arch in variants
-        for each in plans(problem, arch)
-    ]
+def jobs_for(
+    variants: Iterable[Variant], title: str, arch: str | None = None
+) -> tuple[list[Job], list[AttngenError]]:
+    """The kernels of problems that a trace names, and what was refused. arch: as in `jobs_of`."""
+    jobs: list[Job] = []
+    refused: list[AttngenError] = []
+    for problem, name in dict.fromkeys((problem, arch or name) for problem, name in variants):
+        try:
+            jobs += [Job(problem, each, name, (title,)) for each in plans(problem, name)]
+        except AttngenError as error:
+            refused.append(error)
+    return jobs, refused
 
 
 def join(jobs: Iterable[Job]) -> list[Job]:
@@ -93,24 +100,54 @@ def join(jobs: Iterable[Job]) -> list[Job]:
     return [Job(*key, tuple(names)) for key, names in titles.items()]
 
 
+def shard(jobs: Iterable[Job], index: int, count: int) -> list[Job]:
+    """The jobs of one of `count` machines, counted from 1: decided by each problem's digest alone,
+    so that a problem's kernels stay together, and a new spec moves none of the others."""
+    return [
+        job
+        for job in jobs
+        if int(digest_text(f"{job.arch} {to_json(job.problem)}"), 16) % count == index - 1
+    ]
+
+
 def programs_of(outcomes: Iterable[Outcome]) -> list[Program]:
     """What a bundle keeps of jobs that all went well: the kernels of each problem together."""
-    found: dict[tuple[Problem, str], dict[KernelPlan, Outcome]] = {}
+    found: dict[Variant, list[Outcome]] = {}
     for outcome in outcomes:
-        key = (outcome.job.problem, outcome.job.arch)
-        found.setdefault(key, {})[outcome.job.plan] = outcome
-    return [_program(*key, of_plans) for key, of_plans in found.items()]
+        found.setdefault((outcome.job.problem, outcome.job.arch), []).append(outcome)
+    return [_program(*key, of_problem) for key, of_problem in found.items()]
 
 
-def _program(problem: Problem, arch: str, of_plans: dict[KernelPlan, Outcome]) -> Program:
-    ordered = [of_plans[each] for each in plans(problem, arch)]
-    built = [outcome.built for outcome in ordered if outcome.built is not None]
-    titles = {title: None for outcome in ordered for title in outcome.job.titles}
+def _program(problem: Problem, arch: str, outcomes: list[Outcome]) -> Program:
+    binaries = {outcome.job.plan: outcome.binary for outcome in outcomes}
+    titles = {title: None for outcome in outcomes for title in outcome.job.titles}
     kernels = tuple(
-        BundledKernel(each.binary, to_data(each.plan), cache_key(problem, each.plan, arch).digest)
-        for each in built
+        BundledKernel(binary, to_data(each), cache_key(problem, each, arch).digest)
+        for each in plans(problem, arch)
+        if (binary := binaries[each]) is not None
     )
-    return Program(problem, arch, tuple(titles), kernels, tuple(each.cubin for each in built))
+    return Program(problem, arch, tuple(titles), kernels)
+
+
+def find_cached(job: Job, cache: Cache) -> Entry | None:
+    """The job's kernel where the cache has it; nothing is built."""
+    return cache.get(cache_key(job.problem, job.plan, job.arch))
+
+
+def cubins_of(outcomes: Iterable[Outcome], cache: Cache) -> Callable[[Binary], bytes]:
+    """Reads the cubins of jobs that all went well, one at a time, from the cache that has them.
+
+    Raises: CacheError where it no longer does.
+    """
+    jobs = {outcome.binary: outcome.job for outcome in outcomes}
+
+    def read(binary: Binary) -> bytes:
+        entry = find_cached(jobs[binary], cache)
+        if entry is None or entry.binary != binary:
+            raise CacheError(f"{jobs[binary].name}: {cache.root} has lost it: build again")
+        return entry.cubin
+
+    return read
 
 
 def run(jobs: list[Job], cache: Cache, workers: int | None = None) -> Iterator[Outcome]:
@@ -133,8 +170,9 @@ def _build(job: Job, cache: Cache) -> Outcome:
     failure: AttngenError | OSError | None = None
     try:
         built = build_plan(job.problem, job.plan, job.arch, cache=cache)
-        if not built.from_cache and cache.get(cache_key(job.problem, job.plan, job.arch)) is None:
+        if not built.from_cache and find_cached(job, cache) is None:
             failure = CacheError(f"compiled, but {cache.root} cannot keep it")
     except (AttngenError, OSError) as error:
         failure = error
-    return Outcome(job, built, failure, time.perf_counter() - start)
+    binary, cached = (built.binary, built.from_cache) if built else (None, False)
+    return Outcome(job, binary, cached, failure, time.perf_counter() - start)

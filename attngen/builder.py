@@ -71,11 +71,12 @@ def find_kernels(problem: Problem, arch: str) -> tuple[tuple[Binary, bytes], ...
     """Launch programs and cubins of a problem, as a call needs them: from a mounted bundle, else
     from the cache, else compiled. Raises: as `build_problem`; BundleError.
     """
-    program = mounts.find(problem, arch)
-    if program is not None:
-        binaries = (kernel.binary for kernel in program.kernels)
-        return tuple(zip(binaries, program.cubins, strict=True))
-    return tuple((built.binary, built.cubin) for built in build_problem(problem, arch))
+    if found := mounts.find(problem, arch):
+        return found
+    try:
+        return tuple((built.binary, built.cubin) for built in build_problem(problem, arch))
+    except CacheError as error:
+        raise CacheError([*mounts.explain_absence(problem, arch), *error.reasons]) from error
 
 
 def build_plan(

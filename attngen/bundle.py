@@ -4,38 +4,37 @@ A zip archive of `manifest.json` and `cubins/<sha256>.cubin`. Members are stored
 dates, so equal contents give equal bytes; the archive's comment is the sha256 of all bytes before
 it, so no flipped bit goes unseen. Nothing is unpacked: members are read by their place in the file.
 
-The manifest has one program for each problem and architecture: the titles of the specs that asked
-for it and, of each kernel in the order of launch, its launch program, its plan, the toolchain and
-the digest under which it was built. A call finds its kernels by problem and architecture alone.
+The manifest has one program for each problem and architecture. A call finds its kernels by these
+two alone; under which digest they were built is recorded, not needed. The sha256 shows damage, not
+who made a bundle: like any library, one is loaded from whom one trusts.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import io
 import json
 import os
 import re
+import weakref
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from .errors import BundleError
-from .problem import Problem
+from .problem import Problem, Variant
 from .program import SCHEMA_VERSION, Binary
-from .values import from_data, to_data, to_json
+from .values import from_data
 
 SUFFIX = ".attn"
 FORMAT = 1  # of the manifest
 MANIFEST = "manifest.json"
-_DATE = (1980, 1, 1, 0, 0, 0)
-_MARK = b"sha256:"
-_DIGEST_BYTES = 64
-_HEADER_BYTES = 30  # of a member, before its name
+MARK = b"sha256:"
+DIGEST_BYTES = 64
 _MEMBER = re.compile(r"cubins/([0-9a-f]{64})\.cubin")
+_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -49,199 +48,197 @@ class BundledKernel:
 
 @dataclass(frozen=True)
 class Program:
-    """All kernels of one problem on one architecture, in the order of launch, with their cubins."""
+    """All kernels of one problem on one architecture, in the order of launch.
+
+    titles: of the specs that asked for it.
+    """
 
     problem: Problem
     arch: str
     titles: tuple[str, ...]
     kernels: tuple[BundledKernel, ...]
-    cubins: tuple[bytes, ...]
 
     @property
-    def key(self) -> tuple[Problem, str]:
+    def key(self) -> Variant:
         return self.problem, self.arch
 
     @property
-    def identity(self) -> tuple[str, ...]:
-        """What two programs of one problem differ in: their cubins' digests."""
-        return tuple(kernel.binary.cubin_sha256 for kernel in self.kernels)
+    def name(self) -> str:
+        return name_of(self.key)
+
+    @property
+    def binaries(self) -> tuple[Binary, ...]:
+        """What two programs of one problem differ in: launch programs, with cubins' digests."""
+        return tuple(kernel.binary for kernel in self.kernels)
 
 
-def pack(programs: Iterable[Program]) -> bytes:
-    """The bundle of these programs; their order does not count.
+@dataclass(frozen=True)
+class _Record:
+    """A program as the manifest has it, its kernels not looked at before they are asked for."""
 
-    Raises: BundleError where two are for one problem and architecture.
-    """
-    ordered = sorted(programs, key=lambda each: (each.arch, to_json(each.problem)))
-    if repeated := [b for a, b in zip(ordered, ordered[1:], strict=False) if a.key == b.key]:
-        raise BundleError([f"{_name(each)} is there twice" for each in repeated])
-    members = {
-        f"cubins/{kernel.binary.cubin_sha256}.cubin": cubin
-        for program in ordered
-        for kernel, cubin in zip(program.kernels, program.cubins, strict=True)
-    }
-    manifest = {"format": FORMAT, "schema": SCHEMA_VERSION, "programs": [*map(_record, ordered)]}
-    members[MANIFEST] = to_json(manifest, indent=1).encode() + b"\n"
-    archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as file:
-        for name in sorted(members):
-            file.writestr(_member(name), members[name])
-        file.comment = _MARK + b"0" * _DIGEST_BYTES
-    covered = archive.getvalue()[:-_DIGEST_BYTES]
-    return covered + hashlib.sha256(covered).hexdigest().encode()
+    problem: Problem
+    arch: str
+    titles: tuple[str, ...]
+    kernels: tuple[Any, ...]
 
 
-def write(path: Path, data: bytes) -> None:
-    """Puts a bundle in place in one step. Raises: OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        aside.write_bytes(data)
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
+def name_of(variant: Variant) -> str:
+    """`causal_d128_bf16 (fwd, sm_90a)`."""
+    problem, arch = variant
+    return f"{problem.label} ({problem.direction}, {arch})"
+
+
+def member_of(cubin_sha256: str) -> str:
+    """The name under which a bundle has a cubin."""
+    return f"cubins/{cubin_sha256}.cubin"
 
 
 class Bundle:
     """A bundle on disk whose bytes were checked when it was opened.
 
-    sha256: of the whole, hex. problems: what it has kernels for, with the titles of the specs.
+    It stays open: whoever puts another file in its place leaves this one as it is. sha256: of the
+    whole, hex. problems: what it has kernels for, with the titles of the specs.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Raises: BundleError where there is no bundle, or not as it was made."""
         self.path = Path(path)
         try:
-            data = self.path.read_bytes()
-        except OSError as error:
-            raise BundleError(f"{self.path}: {error.strerror}") from error
-        self.sha256 = _check_digest(self.path, data)
-        try:
-            self._places, manifest = _read_members(data)
-            records = _records(manifest)
-            self._records = {(from_data(Problem, each["problem"]), str(each["arch"])): each
-                             for each in records}  # fmt: skip
-            self.problems = {key: tuple(each["titles"]) for key, each in self._records.items()}
+            with open(self.path, "rb") as file:
+                self._descriptor = os.dup(file.fileno())
+                weakref.finalize(self, os.close, self._descriptor)
+                self.bytes = os.fstat(self._descriptor).st_size
+                self.sha256 = _check_digest(file, self.bytes)
+                self._places, manifest = _read_members(file)
+            self._records = _read_records(manifest)
         except BundleError as error:
-            raise BundleError(f"{self.path}: {error}") from error
+            raise BundleError([f"{self.path}: {reason}" for reason in error.reasons]) from error
+        except OSError as error:
+            raise BundleError(f"{self.path}: {error.strerror or error}") from error
         except Exception as error:  # whatever a crafted archive makes the readers trip over
             raise BundleError(f"{self.path}: not a bundle: {error!r}") from error
+        self.problems = {key: record.titles for key, record in self._records.items()}
 
     def program(self, problem: Problem, arch: str) -> Program | None:
         """The kernels of a problem; None where the bundle has none.
 
-        Raises: BundleError where the file is no longer what was opened.
+        Raises: BundleError where what it has is not for this problem.
         """
         record = self._records.get((problem, arch))
         if record is None:
             return None
+        where = f"{self.path}: {name_of((problem, arch))}"
         try:
-            kernels = tuple(from_data(BundledKernel, each) for each in record["kernels"])
+            kernels = tuple(from_data(BundledKernel, each) for each in record.kernels)
         except (ValueError, TypeError) as error:
-            raise BundleError(f"{self.path}: {problem.label}: {error}") from error
-        if any(each.binary.problem != problem or each.binary.arch != arch for each in kernels):
-            raise BundleError(f"{self.path}: {problem.label}: a kernel of another problem")
-        cubins = tuple(self._cubin(each.binary) for each in kernels)
-        return Program(problem, arch, self.problems[problem, arch], kernels, cubins)
+            raise BundleError(f"{where}: {error}") from error
+        if not kernels:
+            raise BundleError(f"{where}: has no kernel")
+        if any((k.binary.problem, k.binary.arch) != (problem, arch) for k in kernels):
+            raise BundleError(f"{where}: a kernel of another problem or architecture")
+        if absent := [k.binary for k in kernels if k.binary.cubin_sha256 not in self._places]:
+            raise BundleError([f"{where}: {each.kernel.entry} has no cubin" for each in absent])
+        return Program(problem, arch, record.titles, kernels)
 
-    def programs(self) -> list[Program]:
+    def programs(self) -> Iterator[Program]:
         """All of them. Raises: as `program`."""
-        found = [self.program(*key) for key in self._records]
-        return [program for program in found if program is not None]
+        for key in self._records:
+            program = self.program(*key)
+            assert program is not None
+            yield program
 
-    def _cubin(self, binary: Binary) -> bytes:
-        place = self._places.get(binary.cubin_sha256)
-        if place is None:
-            raise BundleError(f"{self.path}: {binary.kernel.entry} has no cubin")
-        offset, size = place
+    def cubin(self, binary: Binary) -> bytes:
+        """Raises: BundleError where the file was written to since it was opened."""
+        offset, size = self._places[binary.cubin_sha256]
         try:
-            with open(self.path, "rb") as file:
-                file.seek(offset)
-                cubin = file.read(size)
+            cubin = self._read(offset, size)
         except OSError as error:
             raise BundleError(f"{self.path}: {error.strerror}") from error
         if hashlib.sha256(cubin).hexdigest() != binary.cubin_sha256:
             raise BundleError(f"{self.path}: has changed since it was opened")
         return cubin
 
+    def data(self) -> bytes:
+        """The whole file. Raises: BundleError where it was written to since it was opened."""
+        data = self._read(0, self.bytes)
+        if hashlib.sha256(data[:-DIGEST_BYTES]).hexdigest() != self.sha256:
+            raise BundleError(f"{self.path}: has changed since it was opened")
+        return data
 
-def merge(bundles: Sequence[Bundle]) -> bytes:
-    """One bundle of all their programs; equal ones become one, with the titles of all.
+    def verify(self) -> list[Program]:
+        """Every program, each of its cubins read and checked.
 
-    Raises: BundleError with every problem for which they have different kernels.
-    """
-    found: dict[tuple[Problem, str], Program] = {}
-    origin: dict[tuple[Problem, str], Path] = {}
-    conflicts = []
-    for bundle in bundles:
-        for program in bundle.programs():
-            known = found.get(program.key)
-            if known is not None and known.identity != program.identity:
-                conflicts.append(
-                    f"{_name(program)}: {bundle.path} and {origin[program.key]} have different "
-                    "kernels; build both with one attngen"
-                )
-            titles = tuple(sorted({*program.titles, *(known.titles if known else ())}))
-            found[program.key] = dataclasses.replace(program, titles=titles)
-            origin.setdefault(program.key, bundle.path)
-    if conflicts:
-        raise BundleError(conflicts)
-    return pack(found.values())
+        Raises: BundleError, also where a cubin is no program's.
+        """
+        programs = list(self.programs())
+        used = {binary.cubin_sha256: binary for each in programs for binary in each.binaries}
+        for binary in used.values():
+            self.cubin(binary)
+        if idle := self._places.keys() - used.keys():
+            raise BundleError(f"{self.path}: no program uses {', '.join(map(member_of, idle))}")
+        return programs
 
-
-def _name(program: Program) -> str:
-    return f"{program.problem.label} ({program.problem.direction}, {program.arch})"
-
-
-def _record(program: Program) -> dict[str, Any]:
-    return {
-        "arch": program.arch,
-        "problem": to_data(program.problem),
-        "titles": sorted(program.titles),
-        "kernels": [to_data(kernel) for kernel in program.kernels],
-    }
+    def _read(self, offset: int, size: int) -> bytes:
+        parts = []
+        while size > 0 and (part := os.pread(self._descriptor, size, offset)):
+            parts.append(part)
+            offset, size = offset + len(part), size - len(part)
+        return b"".join(parts)
 
 
-def _member(name: str) -> zipfile.ZipInfo:
-    info = zipfile.ZipInfo(name, _DATE)
-    info.create_system = 3  # Unix, wherever it is made
-    info.external_attr = 0o644 << 16
-    return info
-
-
-def _check_digest(path: Path, data: bytes) -> str:
-    """The sha256 of all bytes but their own digest."""
-    covered, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
-    if not covered.endswith(_MARK):
-        raise BundleError(f"{path}: not a bundle, or cut short")
-    found = hashlib.sha256(covered).hexdigest()
+def _check_digest(file: BinaryIO, size: int) -> str:
+    """The sha256 of all bytes but their own digest, which ends the file."""
+    left = size - DIGEST_BYTES
+    file.seek(max(0, left - len(MARK)))
+    if file.read(len(MARK)) != MARK:
+        raise BundleError("not a bundle, or cut short")
+    digest, state = file.read(), hashlib.sha256()
+    file.seek(0)
+    while left > 0 and (chunk := file.read(min(left, _CHUNK))):
+        state.update(chunk)
+        left -= len(chunk)
+    found = state.hexdigest()
     if found.encode() != digest:
-        raise BundleError(f"{path}: damaged: its sha256 is {found[:12]}…, not {digest[:12]!r}…")
+        raise BundleError(f"damaged: its sha256 is {found[:12]}…, not {digest[:12]!r}…")
     return found
 
 
-def _read_members(data: bytes) -> tuple[dict[str, tuple[int, int]], Any]:
-    """Where each cubin lies (offset, bytes), and the manifest."""
-    places = {}
-    manifest = None
-    with zipfile.ZipFile(io.BytesIO(data)) as file:
-        for info in file.infolist():
+def _read_members(file: BinaryIO) -> tuple[dict[str, tuple[int, int]], Any]:
+    """Where each cubin lies (offset, bytes), and the manifest.
+
+    Members must fill the archive from its first byte to its directory, each behind the very header
+    that the directory describes: no bytes are hidden, shared, or anywhere else than they seem.
+    """
+    places: dict[str, tuple[int, int]] = {}
+    manifest, position = None, 0
+    with zipfile.ZipFile(file) as archive:
+        infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
+        counts = Counter(info.filename for info in infos)
+        if repeated := sorted(name for name, count in counts.items() if count > 1):
+            raise BundleError(f"{repeated} are there more than once")
+        for info in infos:
             match = _MEMBER.fullmatch(info.filename)
             if match is None and info.filename != MANIFEST:
                 raise BundleError(f"{info.filename!r} has no place in a bundle")
-            if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
-                raise BundleError(f"{info.filename}: members of a bundle are not compressed")
-            start = info.header_offset + _HEADER_BYTES + len(info.filename.encode())
-            if start + info.file_size > len(data):
-                raise BundleError(f"{info.filename}: reaches beyond the end")
+            plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits
+            if not plain or info.file_size != info.compress_size:
+                raise BundleError(f"{info.filename}: members of a bundle are stored as they are")
+            header = info.FileHeader(zip64=False)
+            file.seek(position)
+            if info.header_offset != position or file.read(len(header)) != header or info.extra:
+                raise BundleError(f"{info.filename}: is not where the directory says")
+            position += len(header)
             if match is None:
-                manifest = json.loads(data[start : start + info.file_size])
+                manifest = json.loads(file.read(info.file_size))
             else:
-                places[match[1]] = start, info.file_size
+                places[match[1]] = position, info.file_size
+            position += info.file_size
+        if position != archive.start_dir or len(archive.comment) != len(MARK) + DIGEST_BYTES:
+            raise BundleError("has bytes that belong to no member")
     return places, manifest
 
 
-def _records(manifest: Any) -> list[dict[str, Any]]:
+def _read_records(manifest: Any) -> dict[Variant, _Record]:
     """The programs of a manifest of this version."""
     if not isinstance(manifest, dict):
         raise BundleError(f"{MANIFEST} is missing or no object")
@@ -251,5 +248,8 @@ def _records(manifest: Any) -> list[dict[str, Any]]:
             newer = isinstance(theirs, int) and theirs > ours
             advice = "update attngen" if newer else "build it anew"
             raise BundleError(f"{name} {theirs!r}, this attngen reads {ours}: {advice}")
-    records: list[dict[str, Any]] = manifest["programs"]
-    return records
+    records = [from_data(_Record, each) for each in manifest["programs"]]
+    found = {(record.problem, record.arch): record for record in records}
+    if len(found) < len(records):
+        raise BundleError("several programs are for one problem and architecture")
+    return found

@@ -10,13 +10,14 @@ import zipfile
 from pathlib import Path
 
 from . import __version__
-from .bundle import Bundle, write
+from .bundle import Bundle
+from .bundle_write import plain_member
 from .errors import BundleError
+from .files import replacing
 from .mounts import GROUP
 
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 _VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?")
-_DATE = (1980, 1, 1, 0, 0, 0)
 _INIT = '''"""Prebuilt attention kernels, found by attngen through this package's entry point."""
 
 from pathlib import Path
@@ -34,18 +35,20 @@ def make_wheel(bundle: Bundle, name: str, version: str, folder: Path) -> Path:
     name, version: as the package index would take them. Raises: BundleError; OSError.
     """
     reasons = []
+    module = re.sub(r"[-_.]+", "_", name).lower()
+    if module == "attngen":
+        reasons.append("the package would take the place of attngen itself: name it otherwise")
     if not _NAME.fullmatch(name):
         reasons.append(f"{name!r} is no name of a package: letters, digits, and .-_ between them")
     if not _VERSION.fullmatch(version):
         reasons.append(f"{version!r} is no version of a package, such as 1.0.2")
     if reasons:
         raise BundleError(reasons)
-    module = re.sub(r"[-_.]+", "_", name).lower()
     info = f"{module}-{version}.dist-info"
     arches = sorted({arch for _, arch in bundle.problems})
     files = {
         f"{module}/__init__.py": _INIT.encode(),
-        f"{module}/kernels.attn": bundle.path.read_bytes(),
+        f"{module}/kernels.attn": bundle.data(),
         f"{info}/METADATA": _metadata(name, version, arches).encode(),
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: attngen\nRoot-Is-Purelib: true\n"
         b"Tag: py3-none-any\n",
@@ -54,13 +57,12 @@ def make_wheel(bundle: Bundle, name: str, version: str, folder: Path) -> Path:
     lines = [f"{path},sha256={_record_digest(data)},{len(data)}" for path, data in files.items()]
     files[f"{info}/RECORD"] = "\n".join([*lines, f"{info}/RECORD,,", ""]).encode()
     archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as file:
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as wheel:
         for path, data in files.items():
-            member = zipfile.ZipInfo(path, _DATE)
-            member.create_system, member.external_attr = 3, 0o644 << 16
-            file.writestr(member, data)
+            wheel.writestr(plain_member(path), data)
     target = folder / f"{module}-{version}-py3-none-any.whl"
-    write(target, archive.getvalue())
+    with replacing(target) as file:
+        file.write(archive.getvalue())
     return target
 
 

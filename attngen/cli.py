@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -13,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import __version__
+from .cli_build import build
 from .cli_bundle import bundle, trace
 from .cli_measure import bench, tune_
 from .errors import AttngenError, SpecError
 
 if TYPE_CHECKING:
-    from .batch import Outcome
     from .cache import Cache
     from .plan import KernelPlan
     from .problem import Problem
@@ -60,44 +59,8 @@ def main(verbose: bool) -> None:
     logging.basicConfig(format="%(name)s: %(message)s", level=level)
 
 
-spec_files = click.argument(
-    "specs", metavar="SPEC.toml...", nargs=-1, required=True, type=click.Path(path_type=Path)
-)
 one_spec_file = click.argument("spec", metavar="SPEC.toml", type=click.Path(path_type=Path))
 one_name = click.option("--name", help="Only the kernel of this name in the file.")
-
-
-@main.command()
-@spec_files
-@click.option("--arch", help="Build for this architecture, not those of the spec files.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory; default: cache.")
-@click.option("--jobs", type=click.IntRange(min=1), help="Threads; default: one a core.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-def build(
-    specs: Sequence[Path], arch: str | None, output: Path | None, jobs: int | None, as_json: bool
-) -> None:
-    """Compile every kernel that the spec files name; no GPU is needed.
-
-    With -o, the kernels are used elsewhere by ATTNGEN_CACHE_DIR=DIRECTORY.
-    """
-    from . import batch
-    from .cache import Cache
-    from .spec import load_all
-
-    os.environ.pop("ATTNGEN_DISABLE_JIT", None)  # it forbids compiling in a call, not this
-    wanted, refused = batch.jobs_of(load_all(specs), arch)
-    failures = [str(error) for error in refused]
-    show = _json_line if as_json else _text_line
-    cache = Cache.default() if output is None else Cache(output)
-    outcomes: list[Outcome] = []
-    for outcome in batch.run(wanted, cache, jobs):
-        outcomes.append(outcome)
-        click.echo(show(outcome, f"[{len(outcomes)}/{len(wanted)}]"))
-    failures += [f"{o.job.name} {o.job.arch}: {o.error}" for o in outcomes if o.error]
-    if not as_json:
-        click.echo(_summary(outcomes, len(refused), cache))
-    if failures:
-        raise AttngenError(failures)
 
 
 @main.command("list")
@@ -110,6 +73,23 @@ def list_(specs: Sequence[Path]) -> None:
 
     known = features.scan()
     _print(list_kernels(load_all(specs), known) if specs else list_features(known))
+
+
+@main.command()
+@click.argument("names", metavar="[NAME]...", nargs=-1)
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write a spec file.")
+def specs(names: Sequence[str], output: Path | None) -> None:
+    """Print or write the spec file of models' attention; without a name, list the models."""
+    from . import presets
+
+    if not names:
+        _print(f"{name:<16} {presets.summary(name)}" for name in presets.names())
+        return
+    text = presets.text(names)
+    if output is None:
+        click.echo(text, nl=False)
+    else:
+        output.write_text(text)
 
 
 @main.command()
@@ -159,6 +139,7 @@ def doctor(as_json: bool) -> None:
 
 
 main.add_command(bench)
+main.add_command(build)
 main.add_command(bundle)
 main.add_command(trace)
 main.add_command(tune_)
@@ -236,45 +217,6 @@ def _select(path: Path, name: str | None) -> list[AttentionSpec]:
         known = ", ".join(spec.title for spec in specs)
         raise SpecError(f"{path} has no kernel named {name!r}; it has: {known}")
     return chosen
-
-
-def _text_line(outcome: Outcome, count: str) -> str:
-    titles = " ".join(outcome.job.titles)
-    if outcome.built is None or outcome.error:
-        return f"{count} FAILED {outcome.job.name} {outcome.job.arch}  {titles}"
-    binary = outcome.built.binary
-    how = "cached" if outcome.built.from_cache else f"compiled in {outcome.seconds:.2f} s"
-    return (
-        f"{count} {binary.kernel.entry}  {how}, {binary.resources.registers} registers, "
-        f"{binary.resources.cubin_bytes / 1000:.0f} kB  {titles}"
-    )
-
-
-def _json_line(outcome: Outcome, count: str) -> str:
-    from .values import to_data
-
-    built = outcome.built
-    return json.dumps(
-        {
-            "specs": outcome.job.titles,
-            "arch": outcome.job.arch,
-            "direction": outcome.job.problem.direction,
-            "label": outcome.job.problem.label,
-            "entry": built and built.binary.kernel.entry,
-            "cached": built and built.from_cache,
-            "resources": built and to_data(built.binary.resources),
-            "seconds": round(outcome.seconds, 3),
-            "error": outcome.error and str(outcome.error),
-        }
-    )
-
-
-def _summary(outcomes: Sequence[Outcome], refused: int, cache: Cache) -> str:
-    built = [outcome.built for outcome in outcomes if outcome.built and not outcome.error]
-    cached = sum(each.from_cache for each in built)
-    failed = len(outcomes) - len(built) + refused
-    failed_text = f", {failed} failed" if failed else ""
-    return f"{len(built) - cached} compiled, {cached} cached{failed_text}, in {cache.root}"
 
 
 def _kernels(count: int) -> str:

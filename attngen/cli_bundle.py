@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from .errors import AttngenError, BundleError
+from .cli_build import Request, build_all, takes_request
+from .errors import BundleError
 
 if TYPE_CHECKING:
-    from .bundle import Bundle, Program
+    from .bundle import Bundle, BundledKernel, Program
 
 bundle_file = click.argument("bundle", metavar="FILE.attn", type=click.Path(path_type=Path))
 output_file = click.option(
@@ -28,48 +29,44 @@ def bundle() -> None:
 
 
 @bundle.command("build")
-@click.argument("specs", metavar="[SPEC.toml]...", nargs=-1, type=click.Path(path_type=Path))
-@click.option("--from-trace", type=click.Path(path_type=Path), help="What `attngen trace` wrote.")
-@click.option("--arch", help="Build for this architecture, not those of the spec files.")
-@click.option("--jobs", type=click.IntRange(min=1), help="Threads; default: one a core.")
+@takes_request
 @output_file
-def build(
-    specs: Sequence[Path], from_trace: Path | None, arch: str | None, jobs: int | None, output: Path
-) -> None:
+def build(request: Request, output: Path) -> None:
     """Put every kernel that the spec files name into one bundle; what the cache lacks is compiled.
 
-    Nothing is written where a kernel fails.
+    Nothing is written where a kernel fails; those that did not are in the cache for the next try.
     """
-    from . import batch, tracing
-    from . import bundle as bundles
+    from . import batch, bundle_write
     from .cache import Cache
-    from .spec import load_all
 
-    os.environ.pop("ATTNGEN_DISABLE_JIT", None)  # it forbids compiling in a call, not this
-    if not specs and from_trace is None:
-        raise click.UsageError("name spec files, or a trace with --from-trace")
-    wanted, refused = batch.jobs_of(load_all(specs), arch)
-    if from_trace is not None:
-        wanted = batch.join([*wanted, *batch.jobs_for(tracing.read(from_trace), str(from_trace))])
-    outcomes = []
-    for outcome in batch.run(wanted, Cache.default(), jobs):
-        outcomes.append(outcome)
-        state = "FAILED" if outcome.built is None else "ready"
-        click.echo(f"[{len(outcomes)}/{len(wanted)}] {outcome.job.name} {state}", err=True)
-    failures = [reason for error in refused for reason in error.reasons]
-    failures += [f"{o.job.name}: {o.error}" for o in outcomes if o.built is None]
-    if failures:
-        raise AttngenError(failures)
-    data = bundles.pack(batch.programs_of(outcomes))
-    bundles.write(output, data)
-    click.echo(_describe(bundles.Bundle(output)))
+    cache = Cache.default()
+    outcomes = build_all(request, cache)
+    if request.dry_run:
+        return
+    programs = batch.programs_of(outcomes)
+    bundle_write.write(output, programs, batch.cubins_of(outcomes, cache))
+    _tell(output, request.as_json)
 
 
 @bundle.command()
 @bundle_file
-def verify(bundle: Path) -> None:
+@click.option(
+    "--require",
+    metavar="SPEC.toml",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Refuse the bundle where it lacks a kernel of this file; may be repeated.",
+)
+def verify(bundle: Path, require: Sequence[Path]) -> None:
     """Check every byte and every kernel; exit 1 where anything is wrong."""
-    click.echo(_describe(_open(bundle, whole=True)) + ", intact")
+    found = _open(bundle)
+    found.verify()
+    if require:
+        from .mounts import check_complete
+        from .spec import load_all
+
+        check_complete([found], load_all(require), " ".join(map(str, require)))
+    click.echo(_describe(found) + ", intact")
 
 
 @bundle.command()
@@ -78,30 +75,35 @@ def verify(bundle: Path) -> None:
 def ls(bundle: Path, as_json: bool) -> None:
     """List the kernels: what they compute, for which specs, registers and size."""
     for program in _open(bundle).programs():
-        for line in _lines(program, as_json):
-            click.echo(line)
+        for kernel in program.kernels:
+            click.echo(_kernel_line(program, kernel, as_json))
 
 
 @bundle.command()
 @click.argument("a", metavar="A.attn", type=click.Path(path_type=Path))
 @click.argument("b", metavar="B.attn", type=click.Path(path_type=Path))
 def diff(a: Path, b: Path) -> None:
-    """What only B has (+), only A has (-), and what differs (~); exit 1 where anything does."""
-    ours = {program.key: program for program in _open(a).programs()}
-    theirs = {program.key: program for program in _open(b).programs()}
+    """What only B has (+), only A has (-), and what differs (~).
+
+    Exit code 0: nothing differs; 1: something does; 2: one of them is no bundle.
+    """
+    try:
+        ours = {program.key: program for program in _open(a).programs()}
+        theirs = {program.key: program for program in _open(b).programs()}
+    except BundleError as error:
+        click.echo(f"Error: {error}", err=True)
+        raise SystemExit(2) from error
     found = []
     for key in sorted({*ours, *theirs}, key=lambda key: (key[1], key[0].label, key[0].direction)):
-        what = f"{key[0].label} ({key[0].direction}, {key[1]})"
         if key not in theirs:
-            found.append(f"- {what}")
+            found.append(f"- {ours[key].name}")
         elif key not in ours:
-            found.append(f"+ {what}")
-        elif ours[key].identity != theirs[key].identity:
-            found.append(f"~ {what}: {_difference(ours[key], theirs[key])}")
+            found.append(f"+ {theirs[key].name}")
+        elif ours[key].binaries != theirs[key].binaries:
+            found.append(f"~ {ours[key].name}: {_difference(ours[key], theirs[key])}")
     for line in found:
         click.echo(line)
-    if found:
-        raise SystemExit(1)
+    raise SystemExit(1 if found else 0)
 
 
 @bundle.command()
@@ -111,10 +113,10 @@ def diff(a: Path, b: Path) -> None:
 @output_file
 def merge(files: Sequence[Path], output: Path) -> None:
     """Put the kernels of several bundles into one, such as those of several build machines."""
-    from . import bundle as bundles
+    from .bundle_write import merge as merge_bundles
 
-    bundles.write(output, bundles.merge([_open(file) for file in files]))
-    click.echo(_describe(_open(output)))
+    merge_bundles(output, [_open(file) for file in files])
+    _tell(output, as_json=False)
 
 
 @bundle.command()
@@ -126,10 +128,12 @@ def wheel(bundle: Path, name: str, version: str, output: Path) -> None:
     """Wrap a bundle as a package: where pip installs it, calls find its kernels."""
     from .bundle_wheel import make_wheel
 
-    click.echo(make_wheel(_open(bundle, whole=True), name, version, output))
+    found = _open(bundle)
+    found.verify()
+    click.echo(make_wheel(found, name, version, output))
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+@click.command(context_settings={"allow_interspersed_args": False})
 @click.option(
     "-o",
     "--output",
@@ -156,59 +160,63 @@ def trace(output: Path, command: Sequence[str]) -> None:
     raise SystemExit(done.returncode if done.returncode >= 0 else 128 - done.returncode)
 
 
-def _open(path: Path, whole: bool = False) -> Bundle:
-    """The bundle, with every kernel read where `whole`."""
+def _open(path: Path) -> Bundle:
     from .bundle import Bundle
 
-    found = Bundle(path)
-    if whole:
-        found.programs()
-    return found
+    return Bundle(path)
+
+
+def _tell(path: Path, as_json: bool) -> None:
+    """What a bundle that was just written has."""
+    found = _open(path)
+    if as_json:
+        kernels = sum(len(program.kernels) for program in found.programs())
+        facts = {"variants": len(found.problems), "kernels": kernels}
+        sizes = {"bytes": found.bytes, "sha256": found.sha256}
+        click.echo(json.dumps({"bundle": str(path), **facts, **sizes}))
+    else:
+        click.echo(_describe(found))
 
 
 def _describe(found: Bundle) -> str:
     kernels = sum(len(program.kernels) for program in found.programs())
-    size = found.path.stat().st_size / 1000
     return (
-        f"{found.path}: {len(found.problems)} variants, {kernels} kernels, {size:.0f} kB, "
-        f"sha256 {found.sha256[:12]}"
+        f"{found.path}: {len(found.problems)} variants, {kernels} kernels, "
+        f"{found.bytes / 1000:.0f} kB, sha256 {found.sha256[:12]}"
     )
 
 
-def _lines(program: Program, as_json: bool) -> Iterator[str]:
+def _kernel_line(program: Program, kernel: BundledKernel, as_json: bool) -> str:
     from .values import to_data
 
-    for kernel, cubin in zip(program.kernels, program.cubins, strict=True):
-        binary = kernel.binary
-        if as_json:
-            yield json.dumps(
-                {
-                    "entry": binary.kernel.entry,
-                    "arch": program.arch,
-                    "specs": list(program.titles),
-                    "problem": to_data(program.problem),
-                    "plan": kernel.plan,
-                    "digest": kernel.digest,
-                    "toolchain": binary.toolchain,
-                    "resources": to_data(binary.resources),
-                }
-            )
-        else:
-            size = f"{len(cubin) / 1000:.0f} kB"
-            names = ", ".join(program.titles)
-            yield f"{program.arch}  {size:>7}  {binary.kernel.entry}  {names}"
+    binary = kernel.binary
+    if as_json:
+        return json.dumps(
+            {
+                "entry": binary.kernel.entry,
+                "arch": program.arch,
+                "specs": program.titles,
+                "problem": to_data(program.problem),
+                "plan": kernel.plan,
+                "digest": kernel.digest,
+                "toolchain": binary.toolchain,
+                "resources": to_data(binary.resources),
+            }
+        )
+    size = f"{binary.resources.cubin_bytes / 1000:.0f} kB"
+    registers = f"{binary.resources.registers} registers"
+    names = ", ".join(program.titles)
+    return f"{program.arch}  {size:>7}  {registers:>13}  {binary.kernel.entry}  {names}"
 
 
 def _difference(a: Program, b: Program) -> str:
+    """The first of what may make the kernels of two equal problems differ."""
     for name, of_a, of_b in (
-        ("toolchain", _toolchains(a), _toolchains(b)),
+        ("toolchain", [x.toolchain for x in a.binaries], [x.toolchain for x in b.binaries]),
         ("plan", [k.plan for k in a.kernels], [k.plan for k in b.kernels]),
-        ("build digest", [k.digest for k in a.kernels], [k.digest for k in b.kernels]),
+        ("source", [x.source_sha256 for x in a.binaries], [x.source_sha256 for x in b.binaries]),
+        ("launch", [x.kernel for x in a.binaries], [x.kernel for x in b.binaries]),
     ):
         if of_a != of_b:
             return f"another {name}"
-    raise BundleError(f"{a.problem.label}: equal builds with different cubins")
-
-
-def _toolchains(program: Program) -> list[str]:
-    return [kernel.binary.toolchain for kernel in program.kernels]
+    return "another cubin of the same source"

@@ -98,11 +98,20 @@ def read_tree(root: Path) -> dict[str, bytes]:
 
 @cache
 def source_digests() -> dict[str, str]:
-    """Digests of the templates, the CUDA headers and the generator; read once a process."""
+    """Digests of the templates, the CUDA headers and the generator; read once a process.
+
+    Where templates or headers were removed, those of the wheel that brought them.
+    """
     generator = {name: (_PACKAGE / name).read_bytes() for name in GENERATOR}
+    said = files.shipped()
+    if said is None:
+        said = {
+            "templates": digest_files(read_tree(files.templates_dir())),
+            "headers": digest_files(files.headers()),
+        }
     return {
-        "templates": digest_files(read_tree(files.templates_dir())),
-        "headers": digest_files(files.headers()),
+        "templates": said["templates"],
+        "headers": said["headers"],
         "generator": digest_files(generator),
     }
 

@@ -12,7 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .files import templates_dir
+from .files import shipped, templates_dir
+from .values import from_data
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -62,9 +63,21 @@ Features = dict[str, dict[str, Fragment]]
 def scan(root: Path | None = None) -> Features:
     """All fragments under `root` (the shipped templates by default): axis → name → Fragment.
 
-    Raises: ValueError naming the file whose header is missing or wrong.
+    Where the package's templates were removed, what its wheel says of them.
+    Raises: ValueError naming the file whose header is missing or wrong; FileNotFoundError.
     """
+    if root is None and shipped() is not None:
+        return _read_shipped()
     return _scan(root or templates_dir())
+
+
+@cache
+def _read_shipped() -> Features:
+    axes = (shipped() or {})["features"]
+    return {
+        axis: {name: from_data(Fragment, data) for name, data in fragments.items()}
+        for axis, fragments in axes.items()
+    }
 
 
 @cache

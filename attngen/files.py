@@ -1,10 +1,18 @@
-"""Where the templates and CUDA headers lie, in a checkout and in an installed wheel alike."""
+"""Where the templates and CUDA headers lie, in a checkout and in an installed wheel alike; how a
+file is put in place in one step."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import uuid
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any, BinaryIO
 
+SHIPPED = "shipped.json"
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -21,6 +29,21 @@ def templates_dir() -> Path:
 
 
 @cache
+def shipped() -> dict[str, Any] | None:
+    """What a wheel says of the templates and headers that it was made with, for a machine from
+    which they were removed; None where they are there, and speak for themselves.
+
+    The fragments' headers (`features`), and the digests that are part of cache keys (`templates`,
+    `headers`). Written when the wheel is built.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if templates_dir() and include_dir().is_dir():
+            return None
+    path = _PACKAGE / SHIPPED
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+@cache
 def include_dir() -> Path:
     """Root of the CUDA headers, included as `attngen/…`."""
     return _PACKAGE / "cuda" / "include"
@@ -34,3 +57,25 @@ def headers() -> dict[str, bytes]:
         path.relative_to(root).as_posix(): path.read_bytes()
         for path in sorted(root.rglob("*.cuh"))
     }
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file, synced and put in the place of `path` where the block ends without an error.
+
+    Whoever has the old one open keeps it. A link's target is replaced, not the link.
+    Raises: OSError; where something other than a file is in that place.
+    """
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        raise OSError(f"{path}: is no file, and is not replaced by one")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    try:
+        with open(aside, "x+b") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, target)
+    finally:
+        aside.unlink(missing_ok=True)

@@ -10,16 +10,19 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
+import shlex
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import features, resolve
-from .bundle import Bundle, Program
+from .bundle import Bundle, name_of
 from .errors import BundleError
-from .problem import Problem
+from .problem import Problem, Variant
+from .program import Binary
 from .spec import AttentionSpec, load_specs
+from .values import to_json
 
 log = logging.getLogger("attngen")
 
@@ -35,8 +38,7 @@ class Shadowed:
     """A problem for which a mounted bundle has kernels that are never used, since another one has
     kernels for it too. `differing`: and they are others."""
 
-    problem: Problem
-    arch: str
+    variant: Variant
     used: Path
     shadowed: Path
     differing: bool
@@ -47,23 +49,26 @@ def load_bundle(
     *,
     require: str | os.PathLike[str] | Iterable[AttentionSpec] | None = None,
 ) -> Bundle:
-    """Mounts a bundle before all others: calls find their kernels in it.
+    """Mounts a bundle before all others: calls that have not found their kernels yet find them
+    there.
 
     require: specs, or the TOML file that has them, for which the mounted bundles must have every
     kernel.
     Raises: BundleError where it is damaged, or with all that is missing and the command that builds
-    it; SpecError.
+    it, and SpecError; then it is not mounted.
     """
     bundle = Bundle(path)
+    if isinstance(require, (str, os.PathLike)):
+        specs = load_specs(os.fspath(require))
+        check_complete([bundle, *mounted()], specs, shlex.quote(os.fspath(require)))
+    elif require is not None:
+        check_complete([bundle, *mounted()], require)
     with _lock:
-        _loaded.insert(0, bundle)
-    _report_shadowed(bundle)
-    if require is not None:
-        file, specs = "SPECS.toml", require
-        if isinstance(require, (str, os.PathLike)):
-            file, specs = os.fspath(require), load_specs(require)  # type: ignore[arg-type]
-        if missing := find_missing(specs):  # type: ignore[arg-type]
-            raise BundleError([*missing, f"build them: attngen bundle build {file} -o NAME.attn"])
+        _loaded[:] = [bundle, *(each for each in _loaded if each.sha256 != bundle.sha256)]
+    for each in find_shadowed(mounted()):
+        if each.used == bundle.path and each.differing:
+            log.warning("%s hides other kernels of %s for %s",
+                        each.used, each.shadowed, name_of(each.variant))  # fmt: skip
     return bundle
 
 
@@ -79,55 +84,67 @@ def mounted() -> list[Bundle]:
         return [*_loaded, *_found]
 
 
-def find(problem: Problem, arch: str) -> Program | None:
-    """The kernels of a problem, from the first mounted bundle that has them; None without one.
-
-    Raises: BundleError.
+def find(problem: Problem, arch: str) -> tuple[tuple[Binary, bytes], ...] | None:
+    """Launch programs and cubins of a problem, from the first mounted bundle that has them; None
+    where none has. Raises: BundleError.
     """
     for bundle in mounted():
         program = bundle.program(problem, arch)
         if program is not None:
-            log.debug("%s: found in %s", problem.label, bundle.path)
-            return program
+            log.debug("%s: found in %s", program.name, bundle.path)
+            return tuple((binary, bundle.cubin(binary)) for binary in program.binaries)
     return None
 
 
-def find_missing(specs: Iterable[AttentionSpec]) -> list[str]:
-    """What the specs ask for and no mounted bundle has, one line each. Raises: SpecError."""
-    known = {key for bundle in mounted() for key in bundle.problems}
+def check_complete(
+    bundles: Iterable[Bundle], specs: Iterable[AttentionSpec], file: str = "SPECS.toml"
+) -> None:
+    """Refuses bundles that lack a kernel of these specs, found in the file that is named.
+
+    Raises: BundleError with all that is missing and the command that builds it; SpecError.
+    """
+    known = {key for bundle in bundles for key in bundle.problems}
     missing: dict[str, None] = {}
     for spec in specs:
         for problem in resolve.resolve(spec, features.scan()):
             for arch in spec.arch:
                 if (problem, arch) not in known:
-                    what = f"{problem.label} ({problem.direction}, {arch})"
-                    missing[f"no mounted bundle has {what} for {spec.title}"] = None
-    return [*missing]
+                    what = f"{name_of((problem, arch))} for {spec.title}"
+                    missing[f"no bundle has {what}"] = None
+    if missing:
+        command = f"attngen bundle build {file} -o NAME.attn"
+        raise BundleError([*missing, f"build them: {command}"])
 
 
-def find_shadowed() -> list[Shadowed]:
-    """Every problem that more than one mounted bundle has. Raises: BundleError."""
-    first: dict[tuple[Problem, str], Bundle] = {}
+def explain_absence(problem: Problem, arch: str) -> list[str]:
+    """Where a problem's kernels were looked for, and the command that makes a bundle of them."""
+    paths = ", ".join(str(bundle.path) for bundle in mounted())
+    line = to_json({"arch": arch, "problem": problem})
+    return [
+        f"{name_of((problem, arch))} is in no mounted bundle; mounted: {paths or 'none'}",
+        f"a bundle with it: echo {shlex.quote(line)} | "
+        "attngen bundle build --from-trace - -o NAME.attn",
+    ]
+
+
+def find_shadowed(bundles: Iterable[Bundle]) -> list[Shadowed]:
+    """Every problem that more than one of the bundles has, which are in the order of mounting.
+
+    Raises: BundleError.
+    """
+    first: dict[Variant, Bundle] = {}
     found = []
-    for bundle in mounted():
+    for bundle in bundles:
         for key in bundle.problems:
             used = first.setdefault(key, bundle)
             if used is not bundle:
-                found.append(Shadowed(*key, used.path, bundle.path, _differ(used, bundle, key)))
+                found.append(Shadowed(key, used.path, bundle.path, _differ(used, bundle, key)))
     return found
 
 
-def _differ(a: Bundle, b: Bundle, key: tuple[Problem, str]) -> bool:
+def _differ(a: Bundle, b: Bundle, key: Variant) -> bool:
     ours, theirs = a.program(*key), b.program(*key)
-    return ours is None or theirs is None or ours.identity != theirs.identity
-
-
-def _report_shadowed(bundle: Bundle) -> None:
-    """Logs where a bundle just mounted hides other kernels."""
-    for each in find_shadowed():
-        if each.used == bundle.path and each.differing:
-            log.warning("%s on %s: %s hides other kernels of %s",
-                        each.problem.label, each.arch, each.used, each.shadowed)  # fmt: skip
+    return ours is None or theirs is None or ours.binaries != theirs.binaries
 
 
 def _environment_paths() -> list[Path]:

@@ -54,3 +54,6 @@ class Problem:
         out = () if partial or self.dtype_o == self.dtype_q else (f"to_{self.dtype_o}",)
         order = ("deterministic",) if self.deterministic else ()
         return "_".join((*features, dims, self.dtype_q, *kv, *partial, *out, *order))
+
+
+Variant = tuple[Problem, str]  # a problem and the architecture whose kernels compute it

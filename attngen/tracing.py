@@ -5,22 +5,23 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from .errors import AttngenError
-from .problem import Problem
+from .problem import Problem, Variant
 from .values import from_data, to_data
 
 VARIABLE = "ATTNGEN_TRACE"
-Variant = tuple[Problem, str]  # and the architecture
 
 
 @dataclass(eq=False)
 class Trace:
     """The variants whose kernels were launched while it was on, in the order of their first use.
+    A CUDA graph's launches are seen when it is captured, not when it is replayed.
 
     path: a file to which each is added as a line of JSON when it is first seen; processes may share
     one.
@@ -30,12 +31,15 @@ class Trace:
     variants: dict[Variant, None] = field(default_factory=dict)
 
     def note(self, variant: Variant) -> None:
-        """Raises: OSError where the file cannot be written."""
+        """Raises: OSError where the file cannot be written.
+
+        Two threads may both find a variant new, and write it twice: `read` has each once.
+        """
         if variant in self.variants:
             return
-        self.variants[variant] = None
         if self.path is not None:
             _append(self.path, variant)
+        self.variants[variant] = None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Adds the variants to a file that `attngen bundle build --from-trace` takes."""
@@ -43,35 +47,41 @@ class Trace:
             _append(Path(path), variant)
 
 
-_lock = threading.Lock()
-recorders: list[Trace] = []
+recorders: tuple[Trace, ...] = ()
 """The traces that are on; `launch` asks only whether there are any."""
+_lock = threading.Lock()  # of the name above, never held in a launch: a fork leaves it free
 
 
 @contextlib.contextmanager
 def trace() -> Iterator[Trace]:
     """Notes what every thread of this process launches inside the `with` block."""
+    global recorders
     found = Trace()
-    recorders.append(found)
+    with _lock:
+        recorders = (*recorders, found)
     try:
         yield found
     finally:
-        recorders.remove(found)
+        with _lock:
+            recorders = tuple(each for each in recorders if each is not found)
 
 
 def note(variant: Variant) -> None:
     """Tells every trace that is on of a launch."""
-    with _lock:
-        for each in recorders:
-            each.note(variant)
+    for each in recorders:
+        each.note(variant)
 
 
 def read(path: Path) -> list[Variant]:
-    """The variants in a file, each once. Raises: AttngenError with every line that is none."""
+    """The variants in a file (`-`: standard input), each once.
+
+    Raises: AttngenError with every line that is none.
+    """
     found: dict[Variant, None] = {}
     mistakes = []
     try:
-        lines = path.read_text().splitlines()
+        text = sys.stdin.read() if path == Path("-") else path.read_text()
+        lines = text.splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise AttngenError(f"{path}: {error}") from error
     for number, line in enumerate(lines, 1):
@@ -96,4 +106,4 @@ def _append(path: Path, variant: Variant) -> None:
 
 
 if _path := os.environ.get(VARIABLE):
-    recorders.append(Trace(Path(_path)))
+    recorders = (Trace(Path(_path)),)

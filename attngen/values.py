@@ -6,6 +6,7 @@ import dataclasses
 import json
 import types
 import typing
+from functools import cache
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -35,7 +36,7 @@ def from_data(cls: type[T], data: Any) -> T:
     """
     if not isinstance(data, dict):
         raise ValueError(f"{cls.__name__}: expected an object, got {type(data).__name__}")
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)  # type: ignore[arg-type]  # mypy takes a class for unhashable
     known = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     mistakes = []
     if unknown := sorted(set(data) - set(known)):
@@ -51,6 +52,11 @@ def from_data(cls: type[T], data: Any) -> T:
     if mistakes:
         raise ValueError(f"{cls.__name__}: " + "; ".join(sorted(mistakes)))
     return cls(**values)
+
+
+@cache  # resolving a class's annotations takes longer than reading its fields
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
 
 
 def _required(field: dataclasses.Field[Any]) -> bool:
