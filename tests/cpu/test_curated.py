@@ -17,12 +17,15 @@ SPECS = sorted((Path(__file__).resolve().parents[2] / "examples" / "specs").glob
 def test_curated_every_kernel_is_a_fast_one(tmp_path: Path) -> None:
     jobs, refused = batch.jobs_of([spec for path in SPECS for spec in load_specs(path)], None)
     assert jobs and not refused
-    for outcome in batch.run(jobs, Cache(tmp_path)):
+    cache = Cache(tmp_path)
+    for outcome in batch.run(jobs, cache):
         label = outcome.job.name
-        assert outcome.error is None and outcome.built is not None, f"{label}: {outcome.error}"
-        found = count_instructions(outcome.built.cubin)
+        assert outcome.error is None and outcome.binary is not None, f"{label}: {outcome.error}"
+        entry = batch.find_cached(outcome.job, cache)
+        assert entry is not None and entry.binary == outcome.binary
+        found = count_instructions(entry.cubin)
         product = "QGMMA" if outcome.job.problem.dtype_q in ("e4m3", "e5m2") else "HGMMA"
         of_tiles = outcome.job.plan.family.startswith("sm90")
         assert bool(found[product]) == bool(found["UTMALDG"]) == of_tiles, label
         assert not found["STL"] and not found["LDL"], label
-        assert outcome.built.binary.resources.spill_bytes == 0, label
+        assert outcome.binary.resources.spill_bytes == 0, label

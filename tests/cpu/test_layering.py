@@ -19,7 +19,8 @@ STAGES = (
     *("errors", "values", "spec", "features", "problem", "resolve", "arch.base", "arch.sm90"),
     *("arch.sm90_bwd", "tuned", "plan", "program", "render", "render_bwd", "compile", "digest"),
     *("cache_entry", "cache_lock", "cache", "bundle", "mounts", "builder", "batch", "ops"),
-    *("bench", "tune", "bundle_wheel", "cli_bundle", "cli_measure", "cli"),
+    *("bench", "tune", "bundle_write", "bundle_wheel", "presets", "cli_build", "cli_bundle"),
+    *("cli_measure", "cli"),
 )
 COMPILER_SIDE = {
     *("spec", "features", "resolve", "plan", "render", "render_bwd", "compile", "builder"),
@@ -31,7 +32,7 @@ HOMES = {
     "torch": {"ops", "reference", "tune", "bench"},
     "jax": {"jax", "ops.jax"},
     "jinja2": {"render"},
-    "click": {"cli", "cli_bundle", "cli_measure"},
+    "click": {"cli", "cli_build", "cli_bundle", "cli_measure"},
     "matplotlib": {"bench.plot"},
     "cuda": {"compile", "doctor", "load", "launch"},
 }

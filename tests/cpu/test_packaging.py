@@ -57,7 +57,8 @@ def run(code_or_module: list[str], path: Path, **environment: str) -> str:
 
 def test_wheel_contents_are_modules_headers_and_templates(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    wanted = tracked("attngen", ".py", ".cuh", ".json", "py.typed")
+    wanted = tracked("attngen", ".py", ".cuh", ".json", ".toml", "py.typed")
+    wanted |= {"attngen/shipped.json"}  # made with the wheel
     wanted |= {f"attngen/{name}" for name in tracked("templates", ".j2")}
     shipped = {name for name in names if ".dist-info/" not in name}
     assert shipped == wanted
