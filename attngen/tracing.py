@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -97,10 +98,12 @@ def read(path: Path) -> list[Variant]:
 
 def _append(path: Path, variant: Variant) -> None:
     problem, arch = variant
-    line = json.dumps({"arch": arch, "problem": to_data(problem)}, sort_keys=True) + "\n"
+    line = json.dumps({"arch": arch, "problem": to_data(problem)}, sort_keys=True).encode() + b"\n"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        os.write(descriptor, line.encode())  # one write, so that processes do not mix their lines
+        # One write, so that processes do not mix their lines.
+        if os.write(descriptor, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(descriptor)
 

@@ -1,0 +1,107 @@
+"""Fuzzing of the bundle reader, the digest always right: a BundleError, or what was written."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from attngen.bundle import DIGEST_BYTES, MARK, Bundle
+from attngen.errors import BundleError
+from tests.cpu.bundle_kit import edit_manifest, make_program, read_all, reseal, write
+
+A, B = make_program(64, "a"), make_program(128, ("b", "c"))
+COMMENT = MARK + b"0" * DIGEST_BYTES
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return write(tmp_path / "kernels.attn", A, B)
+
+
+
+FUZZ = settings(
+    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def opens_or_is_refused(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+    try:
+        programs = read_all(path)
+    except BundleError:
+        return
+    assert {program.key for program in programs} == {A.key, B.key}
+
+
+@FUZZ
+@given(st.lists(st.tuples(st.integers(0, 10_000), st.binary(min_size=1, max_size=8)), max_size=4))
+@example([(0, b"PK\5\6")])
+def test_fuzz_overwritten_bytes_with_the_right_digest(
+    path: Path, changes: list[tuple[int, bytes]]
+) -> None:
+    good = write(path, A, B).read_bytes()
+    data = bytearray(good)
+    for place, new in changes:
+        at = place % len(data)
+        data[at : at + len(new)] = new
+    opens_or_is_refused(path, reseal(bytes(data[: len(good)])))
+
+
+@FUZZ
+@given(st.integers(0, 10_000), st.integers(0, 200), st.binary(max_size=30))
+def test_fuzz_cut_and_inserted_bytes_with_the_right_digest(
+    path: Path, place: int, removed: int, new: bytes
+) -> None:
+    good = write(path, A, B).read_bytes()[: -DIGEST_BYTES - len(MARK)]
+    at = place % len(good)
+    opens_or_is_refused(path, reseal(good[:at] + new + good[at + removed :] + COMMENT))
+
+
+@FUZZ
+@given(st.binary(max_size=200))
+def test_fuzz_arbitrary_bytes_with_the_right_digest(path: Path, data: bytes) -> None:
+    path.write_bytes(reseal(data + COMMENT))
+    with pytest.raises(BundleError):
+        Bundle(path)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def _places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every path to a value inside."""
+    items = value.items() if isinstance(value, dict) else ()
+    inner = enumerate(value) if isinstance(value, list) else items
+    return [at, *(place for key, each in inner for place in _places(each, (*at, key)))]
+
+
+@FUZZ
+@given(st.integers(0, 10_000), JSON)
+def test_fuzz_any_value_anywhere_in_the_manifest(path: Path, number: int, new: Any) -> None:
+    def edit(manifest: dict[str, Any]) -> Any:
+        places = _places(manifest)
+        place = places[number % len(places)]
+        if not place:
+            return new
+        inner: Any = manifest
+        for key in place[:-1]:
+            inner = inner[key]
+        inner[place[-1]] = copy.deepcopy(new)
+        return None
+
+    edit_manifest(write(path, A, B), edit)
+    try:
+        programs = read_all(path)
+    except BundleError:
+        return
+    assert all(program.problem == program.binaries[0].problem for program in programs)

@@ -1,0 +1,264 @@
+"""Mounted bundles: from where, in which order, what hides what, and what is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import attngen
+from attngen import bundle_wheel, mounts
+from attngen.builder import build_problem, find_kernels
+from attngen.bundle import Bundle
+from attngen.errors import BundleError, CacheError
+from attngen.spec import AttentionSpec
+from attngen.tracing import read
+from tests.cpu.bundle_kit import cubin_for, make_program, write
+from tests.cpu.cache_kit import ARCH, PROBLEM, ROOT
+
+A, B = make_program(64, "a"), make_program(128, ("b", "c"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_mounted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(mounts, "_loaded", [])
+    monkeypatch.setattr(mounts, "_found", None)
+    monkeypatch.delenv(mounts.VARIABLE, raising=False)
+    monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def found_cubins(head_dim: int = 64) -> list[bytes] | None:
+    problem = dataclasses.replace(PROBLEM, head_dim_qk=head_dim, head_dim_v=head_dim)
+    found = mounts.find(problem, ARCH)
+    return None if found is None else [cubin for _, cubin in found]
+
+
+def test_find_without_bundles_is_none() -> None:
+    assert mounts.mounted() == [] and found_cubins() is None
+
+
+def test_find_gives_the_kernels_of_a_problem_in_their_order(tmp_path: Path) -> None:
+    attngen.load_bundle(write(tmp_path / "x", A, B))
+    assert found_cubins(64) == [cubin_for("a")]
+    assert found_cubins(128) == [cubin_for("b"), cubin_for("c")]
+    assert found_cubins(96) is None and mounts.find(A.problem, "sm_80") is None
+
+
+def test_find_latest_loaded_then_environment_then_entry_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [write(tmp_path / tag, make_program(64, tag)) for tag in "abcd"]
+    monkeypatch.setenv(mounts.VARIABLE, os.pathsep.join(map(str, paths[:2])))
+
+    class Point:
+        name = "acme"
+
+        def load(self) -> object:
+            return lambda: paths[2]
+
+    monkeypatch.setattr(mounts.importlib.metadata, "entry_points", lambda group: [Point()])
+    assert [bundle.path for bundle in mounts.mounted()] == paths[:3]
+    assert found_cubins() == [cubin_for("a")]
+    attngen.load_bundle(paths[2])
+    attngen.load_bundle(paths[3])
+    assert [bundle.path for bundle in mounts.mounted()] == [paths[3], paths[2], *paths[:3]]
+    assert found_cubins() == [cubin_for("d")]
+
+
+def test_load_bundle_again_moves_it_to_the_front(tmp_path: Path) -> None:
+    paths = [write(tmp_path / tag, make_program(64, tag)) for tag in "ab"]
+    for path in (*paths, paths[0]):
+        attngen.load_bundle(path)
+    assert [bundle.path for bundle in mounts.mounted()] == paths
+
+
+def test_environment_empty_parts_and_home_are_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "x", A)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(mounts.VARIABLE, os.pathsep.join(["", "~/x", ""]))
+    assert [bundle.path for bundle in mounts.mounted()] == [tmp_path / "x"]
+
+
+def test_environment_damaged_bundle_is_refused_in_every_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "x", A)
+    path.write_bytes(path.read_bytes()[:-1])
+    monkeypatch.setenv(mounts.VARIABLE, str(path))
+    for _ in range(2):
+        with pytest.raises(BundleError, match=str(path)):
+            find_kernels(PROBLEM, ARCH)
+
+
+def test_entry_point_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Point:
+        name = "acme"
+
+        def load(self) -> object:
+            raise ImportError("no acme")
+
+    monkeypatch.setattr(mounts.importlib.metadata, "entry_points", lambda group: [Point()])
+    with pytest.raises(BundleError, match="acme of attngen.bundles.*no acme"):
+        mounts.mounted()
+
+
+def test_load_bundle_hiding_other_kernels_warns_and_equal_ones_does_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, same, other = (write(tmp_path / n, make_program(64, t)) for n, t in ("1a", "2a", "3b"))
+    with caplog.at_level(logging.WARNING, logger="attngen"):
+        attngen.load_bundle(one)
+        attngen.load_bundle(write(tmp_path / "4", B))
+        attngen.load_bundle(write(tmp_path / "5", B, make_program(64, "a", "other title")))
+        assert caplog.records == []
+        attngen.load_bundle(other)
+    (record, *more) = caplog.records
+    assert str(one) in record.getMessage() or str(tmp_path / "5") in record.getMessage()
+    assert all(str(other) in each.getMessage() for each in (record, *more))
+    shadowed = mounts.find_shadowed([Bundle(one), Bundle(same), Bundle(other)])
+    assert [(each.shadowed, each.differing) for each in shadowed] == [(same, False), (other, True)]
+    assert {each.used for each in shadowed} == {one}
+
+
+SPECS = """
+[[kernel]]
+name = "here"
+head_dim = 64
+mask = "causal"
+[[kernel]]
+name = "absent"
+head_dim = [96, 112]
+directions = ["fwd", "bwd"]
+"""
+
+
+def test_load_bundle_require_lists_all_that_is_missing_with_the_command(tmp_path: Path) -> None:
+    specs = tmp_path / "my specs.toml"
+    specs.write_text(SPECS)
+    path = write(tmp_path / "x", A)
+    with pytest.raises(BundleError) as caught:
+        attngen.load_bundle(path, require=specs)
+    *missing, command = caught.value.reasons
+    assert len(missing) == 4 and all("absent-" in reason for reason in missing)
+    assert "full_d96_bf16 (bwd, sm_90a)" in missing[1]
+    assert command == f"build them: attngen bundle build '{specs}' -o NAME.attn"
+    assert mounts.mounted() == [], "a bundle that is refused is not mounted"
+
+
+def test_load_bundle_require_is_content_with_what_several_bundles_have(tmp_path: Path) -> None:
+    wanted = [AttentionSpec(head_dim=dim, mask="causal") for dim in (64, 128)]
+    attngen.load_bundle(write(tmp_path / "b", B))
+    assert attngen.load_bundle(write(tmp_path / "a", A), require=wanted).path.name == "a"
+
+
+def test_load_bundle_damaged_is_refused_and_not_mounted(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"junk")
+    with pytest.raises(BundleError, match="not a bundle"):
+        attngen.load_bundle(tmp_path / "x")
+    assert mounts.mounted() == []
+
+
+def test_find_kernels_takes_a_bundle_before_cache_and_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attngen.load_bundle(write(tmp_path / "x", A))
+    monkeypatch.setattr("attngen.builder.build_problem", None)
+    ((binary, cubin),) = find_kernels(A.problem, ARCH)
+    assert (binary, cubin) == (A.binaries[0], cubin_for("a"))
+
+
+def test_find_kernels_absent_and_jit_disabled_says_where_it_looked_and_what_builds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTNGEN_DISABLE_JIT", "1")
+    attngen.load_bundle(write(tmp_path / "x", A))
+    absent = dataclasses.replace(B.problem, direction="bwd")
+    with pytest.raises(CacheError) as caught:
+        find_kernels(absent, ARCH)
+    text = str(caught.value)
+    looked = f"is in no mounted bundle; mounted: {tmp_path / 'x'}"
+    assert f"causal_d128_bf16 (bwd, sm_90a) {looked}" in text
+    for kernel in ("bwd_prepare", "sm90_bwd", "bwd_convert"):
+        assert f"{kernel}__causal_d128_bf16 for sm_90a is not in the cache" in text
+    # The command's trace is one that a build reads.
+    (line,) = (reason for reason in caught.value.reasons if "--from-trace -" in reason)
+    shell = line.partition(": ")[2].partition(" | ")[0]
+    printed = subprocess.run(["sh", "-c", shell], capture_output=True, check=True).stdout
+    (tmp_path / "trace").write_bytes(printed)
+    assert read(tmp_path / "trace") == [(absent, ARCH)]
+
+
+def test_find_kernels_absent_from_bundles_compiles(tmp_path: Path) -> None:
+    attngen.load_bundle(write(tmp_path / "x", B))
+    ((binary, cubin),) = find_kernels(PROBLEM, ARCH)
+    (built,) = build_problem(PROBLEM, ARCH)
+    assert built.from_cache and (built.binary, built.cubin) == (binary, cubin)
+
+
+# ---- packages
+
+
+def test_wheel_installed_is_found_by_its_entry_point(tmp_path: Path) -> None:
+    bundle = Bundle(write(tmp_path / "x", A))
+    wheel = bundle_wheel.make_wheel(bundle, "Acme.Attention-kernels", "1.2", tmp_path / "dist")
+    assert wheel.name == "acme_attention_kernels-1.2-py3-none-any.whl"
+    target = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"]
+    subprocess.run([*pip, "--target", target, wheel], check=True, capture_output=True)
+    code = """
+from attngen import mounts
+from tests.cpu.bundle_kit import make_program
+(bundle,) = mounts.mounted()
+((binary, cubin),) = mounts.find(*make_program(64, "a").key)
+print(bundle.path, cubin)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd="/",
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{target}"},
+    )
+    assert done.returncode == 0, done.stderr
+    place = target / "acme_attention_kernels" / "kernels.attn"
+    assert done.stdout.split(" ", 1) == [str(place), f"{cubin_for('a')!r}\n"]
+
+
+def test_wheel_of_one_bundle_has_the_same_bytes_and_a_true_record(tmp_path: Path) -> None:
+    bundle = Bundle(write(tmp_path / "x", A))
+    one, two = (bundle_wheel.make_wheel(bundle, "acme", "1", tmp_path / n) for n in "12")
+    assert one.read_bytes() == two.read_bytes()
+    record = bundle_wheel.zipfile.ZipFile(one).read("acme-1.dist-info/RECORD").decode()
+    kernels = bundle_wheel._record_digest((tmp_path / "x").read_bytes())
+    assert f"acme/kernels.attn,sha256={kernels},{bundle.bytes}\n" in record
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "part"),
+    [
+        ("", "1", "no name"),
+        ("a b", "1", "no name"),
+        ("../evil", "1", "no name"),
+        ("-a", "1", "no name"),
+        ("attngen", "1", "take the place of attngen"),
+        ("ATTNGEN", "1", "take the place of attngen"),
+        ("a", "", "no version"),
+        ("a", "one", "no version"),
+        ("a", "1/2", "no version"),
+        ("a", "1.0-3", "no version"),
+    ],
+)
+def test_wheel_of_a_name_or_version_that_pip_would_not_take_is_refused(
+    name: str, version: str, part: str, tmp_path: Path
+) -> None:
+    bundle = Bundle(write(tmp_path / "x", A))
+    with pytest.raises(BundleError, match=part):
+        bundle_wheel.make_wheel(bundle, name, version, tmp_path / "dist")
+    assert not (tmp_path / "dist").exists()

@@ -1,0 +1,105 @@
+"""Fuzzing of the spec parser: whatever a file holds, specs or a SpecError that names the file."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from attngen import features, resolve
+from attngen.errors import SpecError
+from attngen.explain import to_toml
+from attngen.spec import AttentionSpec, load_specs, parse_specs
+
+FUZZ = settings(
+    max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+NAMES = [field.name for field in dataclasses.fields(AttentionSpec)]
+VALUES = st.recursive(
+    st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats()
+    | st.dates()
+    | st.text(max_size=9)
+    | st.sampled_from(["causal", "bf16", "fwd", "bwd", "sm_90a", "bshd", "none", "learnable"])
+    | st.sampled_from([8, 64, 128, 256]),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+TABLES = st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=5), VALUES, max_size=6)
+FILES = st.dictionaries(
+    st.sampled_from(["defaults", "kernel"]) | st.text(max_size=5),
+    TABLES | st.lists(TABLES | VALUES, max_size=3) | VALUES,
+    max_size=3,
+)
+WORDS = ["[[kernel]]", "[defaults]", "\n", "=", "[", "]", '"', "{", "}", ",", "#", "'''", *NAMES]
+
+
+def check(specs: tuple[AttentionSpec, ...]) -> None:
+    """What was parsed is a spec in every field, which is resolved or refused."""
+    for spec in specs:
+        assert type(spec.head_dim) is int and type(spec.window) is bool
+        assert all(isinstance(each, str) for each in (*spec.directions, *spec.arch, spec.title))
+        try:
+            assert resolve.resolve(spec, features.scan()) or not spec.directions
+        except SpecError as error:
+            assert error.reasons
+
+
+@FUZZ
+@given(FILES)
+@example({"kernel": [{"head_dim": [64] * 50, "mask": ["none"] * 50, "dtype": ["bf16"] * 50}]})
+def test_fuzz_parsed_tables(data: dict[str, Any]) -> None:
+    try:
+        specs = parse_specs(data, "fuzz.toml")
+    except SpecError as error:
+        assert all("fuzz.toml" in reason for reason in error.reasons)
+        return
+    check(specs)
+
+
+@FUZZ
+@given(st.lists(st.sampled_from(WORDS) | st.text(max_size=4), max_size=30).map(" ".join))
+def test_fuzz_text(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "fuzz.toml"
+    path.write_text(text, errors="surrogatepass")
+    try:
+        specs = load_specs(path)
+    except SpecError as error:
+        assert str(path) in str(error)
+        return
+    check(specs)
+
+
+@FUZZ
+@given(st.binary(max_size=60))
+@example(b"head_dim = " + b"9" * 5000)
+@example(b"x = " + b"[" * 100_000)
+@example(b"x" + b".x" * 100_000 + b" = 1")
+@example(b"x = " + b"{x = " * 50_000)
+def test_fuzz_bytes(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "fuzz.toml"
+    path.write_bytes(data)
+    with pytest.raises(SpecError, match="fuzz.toml"):
+        load_specs(path)
+
+
+@FUZZ
+@given(
+    st.builds(
+        AttentionSpec,
+        head_dim=st.integers(-(2**63), 2**63 - 1),
+        name=st.none() | st.text(min_size=1, max_size=20),
+        mask=st.text(max_size=20),
+        arch=st.lists(st.text(max_size=5), max_size=3).map(tuple),
+    )
+)
+def test_fuzz_spec_written_as_toml_is_read_back(spec: AttentionSpec, tmp_path: Path) -> None:
+    path = tmp_path / "fuzz.toml"
+    path.write_text("\n".join(to_toml(spec)), encoding="utf-8")
+    assert load_specs(path) == (spec,)
