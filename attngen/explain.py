@@ -67,7 +67,8 @@ def to_toml(spec: AttentionSpec) -> Iterator[str]:
     yield "[[kernel]]"
     for name, value in _differing(spec):
         text = list(value) if isinstance(value, tuple) else value
-        yield f"{name} = {json.dumps(text, ensure_ascii=False)}"
+        written = json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML escapes it
+        yield f"{name} = {written}"
 
 
 def _explain_kernel(

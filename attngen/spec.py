@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,7 @@ _TORCH_DTYPES = {
     "torch.float8_e5m2": "e5m2",
 }
 _TUPLES = ("directions", "arch")
+PRODUCT_LIMIT = 10_000  # specs of one table: more are a slip, and would fill the memory
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ def load_specs(path: str | Path) -> tuple[AttentionSpec, ...]:
     try:
         with open(path, "rb") as file:
             data = tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # not only TOML's own: huge numbers, too
         raise SpecError(f"{path}: {error}") from error
     return parse_specs(data, str(path))
 
@@ -165,13 +168,16 @@ def parse_specs(data: Mapping[str, Any], origin: str) -> tuple[AttentionSpec, ..
         where = f"{origin}: kernel {table.get('name', number)}"
         merged = {**defaults, **table}
         reasons += [f"{where}: {key} is an empty list" for key, v in merged.items() if v == []]
+        if (count := math.prod(map(len, _axes(merged).values()))) > PRODUCT_LIMIT:
+            reasons.append(f"{where}: its lists make {count} specs; at most {PRODUCT_LIMIT}")
+            continue
         for fields in _product(merged):
             try:
                 specs.append(from_data(AttentionSpec, fields))
             except ValueError as error:
                 reasons.append(f"{where}: {error}")
-    names = [spec.name for spec in specs if spec.name]
-    repeated = sorted({name for name in names if names.count(name) > 1})
+    names = Counter(spec.name for spec in specs if spec.name)
+    repeated = sorted(name for name, count in names.items() if count > 1)
     reasons += [f"{origin}: several kernels are named {name!r}" for name in repeated]
     if reasons:
         raise SpecError(dict.fromkeys(reasons))
@@ -180,7 +186,7 @@ def parse_specs(data: Mapping[str, Any], origin: str) -> tuple[AttentionSpec, ..
 
 def _product(table: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """One table for each combination of the listed values; a product's name tells them apart."""
-    axes = {k: v for k, v in table.items() if isinstance(v, list) and k not in _TUPLES}
+    axes = _axes(table)
     fixed = {k: v for k, v in table.items() if k not in axes}
     for choice in itertools.product(*axes.values()):
         chosen = dict(zip(axes, choice, strict=True))
@@ -188,3 +194,8 @@ def _product(table: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if axes and isinstance(fields.get("name"), str):
             fields["name"] = "-".join([fields["name"], *(str(value) for value in choice)])
         yield fields
+
+
+def _axes(table: dict[str, Any]) -> dict[str, list[Any]]:
+    """The fields that have a list where a spec has one value."""
+    return {k: v for k, v in table.items() if isinstance(v, list) and k not in _TUPLES}
