@@ -149,6 +149,24 @@ def check_cache() -> str:
     return f"{store.root}, kernels: {len(entries)}, {kilobytes:.0f} kB"
 
 
+def check_bundles() -> str:
+    """Which bundles calls look into before the cache, and which of their kernels others hide."""
+    from . import mounts
+
+    found = mounts.mounted()
+    shadowed = mounts.find_shadowed(found)
+    if differing := [each for each in shadowed if each.differing]:
+        first = differing[0]
+        raise Missing(
+            f"{len(differing)} variants differ from those of a bundle before it: "
+            f"{first.shadowed} behind {first.used}",
+            f"take one of them out of {mounts.VARIABLE}, or out of the installed packages",
+        )
+    if not found:
+        return f"none mounted; {mounts.VARIABLE} or a package's entry point names them"
+    return ", ".join(f"{bundle.path} ({len(bundle.problems)} variants)" for bundle in found)
+
+
 def check_jit() -> str:
     disabled = os.environ.get("ATTNGEN_DISABLE_JIT", "") not in ("", "0")
     return "off: ATTNGEN_DISABLE_JIT is set" if disabled else "on: missing kernels are compiled"
@@ -165,6 +183,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "gpu": check_gpus,
     "headers": check_headers,
     "templates": check_templates,
+    "bundles": check_bundles,
     "cache": check_cache,
     "jit": check_jit,
 }

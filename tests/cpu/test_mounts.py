@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import attngen
-from attngen import bundle_wheel, mounts
+from attngen import bundle_wheel, doctor, mounts
 from attngen.builder import build_problem, find_kernels
 from attngen.bundle import Bundle
 from attngen.errors import BundleError, CacheError
@@ -200,6 +200,15 @@ def test_find_kernels_absent_from_bundles_compiles(tmp_path: Path) -> None:
     ((binary, cubin),) = find_kernels(PROBLEM, ARCH)
     (built,) = build_problem(PROBLEM, ARCH)
     assert built.from_cache and (built.binary, built.cubin) == (binary, cubin)
+
+
+def test_doctor_names_bundles_and_what_they_hide(tmp_path: Path) -> None:
+    assert doctor.check_bundles().startswith("none mounted")
+    one = attngen.load_bundle(write(tmp_path / "1", A))
+    assert doctor.check_bundles() == f"{one.path} (1 variants)"
+    attngen.load_bundle(write(tmp_path / "2", make_program(64, "b")))
+    with pytest.raises(doctor.Missing, match="1 variants differ.*1 behind .*2"):
+        doctor.check_bundles()
 
 
 # ---- packages
