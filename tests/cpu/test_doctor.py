@@ -19,7 +19,7 @@ from attngen.cli import main
 ROOT = Path(__file__).resolve().parents[2]
 ITEMS = [
     *("python", "attngen", "torch", "cuda-bindings", "jinja2", "nvrtc", "driver", "gpu"),
-    *("headers", "templates", "cache", "jit"),
+    *("headers", "templates", "bundles", "cache", "jit"),
 ]
 # Enough of the driver for the doctor: one device of compute capability 9.0.
 STUB_DRIVER = """
