@@ -10,7 +10,7 @@ SPEC ?= examples/specs/gemma3.toml
 .PHONY: help demo test gpu-test lint types format generated generated-check wheel clean
 
 help:
-	@echo 'make demo             build the kernels of a model, run them, check the result'
+	@echo 'make demo             bundle the kernels of a model, run them from it, check the result'
 	@echo 'make test             every test that needs no GPU'
 	@echo 'make gpu-test         every test that needs one, with the python3 at hand'
 	@echo 'make lint types       ruff and clang-format; mypy --strict'
@@ -30,8 +30,8 @@ $(VENV)/.dev: $(VENV)/.run
 	@touch $@
 
 demo: $(VENV)/.run
-	$(PY) -m attngen build $(SPEC) -o build/demo
-	ATTNGEN_CACHE_DIR=build/demo $(PY) examples/demo.py $(SPEC)
+	$(PY) -m attngen bundle build $(SPEC) -o build/demo.attn
+	ATTNGEN_DISABLE_JIT=1 $(PY) examples/demo.py $(SPEC) build/demo.attn
 
 test: $(VENV)/.dev
 	$(PY) -m pytest -n 2 --timeout 300 tests/cpu

@@ -1,9 +1,10 @@
-"""Run every kernel of a spec file on what is there, and check it against plain PyTorch.
+"""Run every kernel of a spec file out of a bundle, and check it against plain PyTorch.
 
-    python examples/demo.py examples/specs/gemma3.toml
+    attngen bundle build examples/specs/gemma3.toml -o build/demo.attn
+    python examples/demo.py examples/specs/gemma3.toml build/demo.attn
 
-`make demo` builds the kernels first and points ATTNGEN_CACHE_DIR at them. On a GPU they run; on
-any other machine the reference backend takes their place, and is checked the same way.
+`make demo` does both, the second with compiling switched off. On a GPU the kernels run; on any other
+machine the reference backend takes their place, and is checked the same way.
 """
 
 import math
@@ -21,14 +22,18 @@ EPSILON = 1e-4  # beyond twice PyTorch's own error
 
 
 def main() -> int:
-    paths = sys.argv[1:] or ["examples/specs/gemma3.toml"]
+    if len(sys.argv) != 3:
+        print("usage: demo.py SPEC.toml FILE.attn", file=sys.stderr)
+        return 2
+    spec_file, path = sys.argv[1:]
+    bundle = attngen.load_bundle(path, require=spec_file)
+    print(f"{bundle.path}: {bundle.bytes / 1000:.0f} kB, verified, has every kernel of {spec_file}")
     has_kernels = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
     device, backend = ("cuda", "cuda") if has_kernels else ("cpu", "reference")
     print(f"device {torch.cuda.get_device_name() if has_kernels else 'CPU'}, backend {backend}")
     torch.manual_seed(0)
-    specs = [spec for path in paths for spec in attngen.load_specs(path)]
     with torch.no_grad():
-        correct = [check(spec, device, backend) for spec in specs]
+        correct = [check(spec, device, backend) for spec in attngen.load_specs(spec_file)]
     return 0 if correct and all(correct) else 1
 
 
