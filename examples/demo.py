@@ -3,8 +3,8 @@
     attngen bundle build examples/specs/gemma3.toml -o build/demo.attn
     python examples/demo.py examples/specs/gemma3.toml build/demo.attn
 
-`make demo` does both, the second with compiling switched off. On a GPU the kernels run; on any other
-machine the reference backend takes their place, and is checked the same way.
+`make demo` does both, the second with compiling switched off. On a GPU the kernels run; on any
+other machine the reference backend takes their place, and is checked the same way.
 """
 
 import math

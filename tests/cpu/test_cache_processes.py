@@ -56,6 +56,7 @@ def write_for_ever():
 
 whole = left_aside = 0
 for _ in range(200):
+    cache.put(make_key("kept"), binary, cubin)
     child = os.fork()
     if child == 0:
         write_for_ever()
@@ -63,6 +64,7 @@ for _ in range(200):
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert cache.verify() == []
+    assert cache.get_or_build(make_key("kept"), never).hit
     for tag in "abcd":
         entry = cache.get(make_key(tag))
         assert entry is None or (entry.cubin, entry.binary) == (cubin, binary)
@@ -106,6 +108,7 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
+@pytest.mark.timeout(180)
 def test_32_processes_on_one_key_compile_once(tmp_path: Path) -> None:
     compiled, go = tmp_path / "compiled", tmp_path / "go"
     processes = [start_python(BUILDER, tmp_path / "cache", compiled, go) for _ in range(32)]
@@ -113,7 +116,7 @@ def test_32_processes_on_one_key_compile_once(tmp_path: Path) -> None:
         for process in processes:
             wait_for_line(process, "ready")
         go.touch()
-        done = [process.communicate(timeout=30) for process in processes]
+        done = [process.communicate(timeout=120) for process in processes]
     finally:
         for process in processes:
             kill(process)

@@ -109,6 +109,22 @@ def test_entry_point_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         mounts.mounted()
 
 
+def test_entry_point_that_mounts_a_bundle_itself_does_not_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "x", A)
+
+    class Point:
+        name = "acme"
+
+        def load(self) -> object:
+            with mounts._lock:  # as load_bundle takes it
+                return lambda: path
+
+    monkeypatch.setattr(mounts.importlib.metadata, "entry_points", lambda group: [Point()])
+    assert [bundle.path for bundle in mounts.mounted()] == [path]
+
+
 def test_load_bundle_hiding_other_kernels_warns_and_equal_ones_does_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,49 @@
+"""The figures of docs/shipping.md and README are those of the report, which meets the targets."""
+
+from __future__ import annotations
+
+import json
+
+from tests.cpu.cache_kit import ROOT
+from tools import shipping
+
+REPORT = json.loads((ROOT / "docs" / "results" / "shipping.json").read_text())
+GUIDE = (ROOT / "docs" / "shipping.md").read_text()
+
+
+def test_guide_and_readme_say_what_was_measured() -> None:
+    build, (fifty, many), start = REPORT["build"], REPORT["bundles"], REPORT["start_ms"]
+    seconds = build["compile_seconds"]
+    rows = [
+        f"| {build['kernels']} variants, nothing cached, {build['cores']} cores "
+        f"| {build['seconds']:.0f} s, {build['peak_mb']} MB of memory |",
+        f"| {seconds['least']:.2f} to {seconds['most']:.1f} s |",
+        *(
+            f"| bundle of {each['kernels']} kernels "
+            f"| {each['bytes'] / 1e6:.1f} MB, {each['bytes_a_kernel'] / 1e3:.0f} kB each |"
+            for each in (fifty, many)
+        ),
+        f"| largest cubin | {many['cubin_bytes']['most'] / 1e3:.0f} kB |",
+        f"| {fifty['kernels']} kernels: opened and verified "
+        f"| {start['opened and verified']:.1f} ms |",
+        f"| … and the first call launched | {start['launched']:.1f} ms |",
+    ]
+    assert [row for row in rows if row not in GUIDE] == []
+    assert f"comes {start['launched']:.0f} ms after" in (ROOT / "README.md").read_text()
+
+
+def test_report_meets_the_targets() -> None:
+    fifty, many = REPORT["bundles"]
+    assert fifty["kernels"] == 50 and many["kernels"] == REPORT["build"]["kernels"] >= 500
+    assert max(each["bytes_a_kernel"] for each in (fifty, many)) <= 100_000
+    assert REPORT["start_ms"]["launched"] <= 60 and REPORT["runs"] >= 3
+
+
+def test_specs_of_the_tool_make_as_many_kernels_as_it_says() -> None:
+    from attngen import batch
+    from attngen.spec import parse_specs, tomllib
+
+    for text, top, count in ((shipping.MANY, 257, 512), (shipping.FIFTY, 201, 50)):
+        data = tomllib.loads(text.format(head_dims=[*range(8, top, 8)]))
+        jobs, refused = batch.jobs_of(parse_specs(data, "tool"), None)
+        assert (len(jobs), refused) == (count, [])
