@@ -3,6 +3,7 @@ failed. Exit code 0: all is there; 1: something was refused or failed."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
@@ -64,15 +65,15 @@ _OPTIONS = (
 def takes_request(command: Callable[..., None]) -> Callable[..., None]:
     """Gives a command the options of a Request, and the request as its first argument."""
 
+    @functools.wraps(command)  # with the options that it has already
     def with_request(**options: Any) -> None:
         fields = {name: options.pop(name) for name in Request.__dataclass_fields__}
         command(Request(**fields), **options)
 
-    with_request.__doc__ = command.__doc__
-    with_request.__click_params__ = getattr(command, "__click_params__", [])  # type: ignore[attr-defined]
+    taking: Callable[..., None] = with_request
     for option in reversed(_OPTIONS):
-        option(with_request)
-    return with_request
+        taking = option(taking)
+    return taking
 
 
 @click.command("build")

@@ -78,7 +78,7 @@ def mounted() -> list[Bundle]:
     Raises: BundleError where one that the environment or a package names is damaged.
     """
     global _found
-    if _found is None:  # outside the lock: a package's code runs here, and may mount a bundle itself
+    if _found is None:  # outside the lock: a package's code runs here, and may mount one itself
         found = [Bundle(path) for path in _environment_paths()]
         with _lock:
             _found = found
