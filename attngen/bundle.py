@@ -147,6 +147,17 @@ class Bundle:
             assert program is not None
             yield program
 
+    def differs(self, other: Bundle, variant: Variant) -> bool:
+        """Whether two bundles that both have kernels of a problem have different ones.
+
+        Raises: as `program`.
+        """
+        if self._records[variant].kernels == other._records[variant].kernels:
+            return False  # to the last word of their manifests: nothing needs to be parsed
+        ours, theirs = self.program(*variant), other.program(*variant)
+        assert ours is not None and theirs is not None
+        return ours.binaries != theirs.binaries
+
     def cubin(self, binary: Binary) -> bytes:
         """Raises: BundleError where the file was written to since it was opened."""
         offset, size = self._places[binary.cubin_sha256]

@@ -65,10 +65,7 @@ def load_bundle(
         check_complete([bundle, *mounted()], require)
     with _lock:
         _loaded[:] = [bundle, *(each for each in _loaded if each.sha256 != bundle.sha256)]
-    for each in find_shadowed(mounted()):
-        if each.used == bundle.path and each.differing:
-            log.warning("%s hides other kernels of %s for %s",
-                        each.used, each.shadowed, name_of(each.variant))  # fmt: skip
+    _report_hidden(bundle)
     return bundle
 
 
@@ -140,13 +137,21 @@ def find_shadowed(bundles: Iterable[Bundle]) -> list[Shadowed]:
         for key in bundle.problems:
             used = first.setdefault(key, bundle)
             if used is not bundle:
-                found.append(Shadowed(key, used.path, bundle.path, _differ(used, bundle, key)))
+                differing = used.differs(bundle, key)
+                found.append(Shadowed(key, used.path, bundle.path, differing))
     return found
 
 
-def _differ(a: Bundle, b: Bundle, key: Variant) -> bool:
-    ours, theirs = a.program(*key), b.program(*key)
-    return ours is None or theirs is None or ours.binaries != theirs.binaries
+def _report_hidden(bundle: Bundle) -> None:
+    """Logs, once for each other bundle, which of its kernels one just mounted hides."""
+    hidden: dict[Path, list[str]] = {}
+    for each in find_shadowed(mounted()):
+        if each.used == bundle.path and each.differing:
+            hidden.setdefault(each.shadowed, []).append(name_of(each.variant))
+    for path, names in hidden.items():
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        log.warning("%s hides other kernels of %s: %s%s",
+                    bundle.path, path, ", ".join(names[:3]), more)  # fmt: skip
 
 
 def _environment_paths() -> list[Path]:

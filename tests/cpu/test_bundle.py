@@ -74,6 +74,13 @@ def test_bundle_is_a_zip_archive_for_other_tools(path: Path) -> None:
         assert "manifest.json" in archive.namelist()
 
 
+def test_bundle_of_several_architectures_keeps_them_apart(tmp_path: Path) -> None:
+    other = dataclasses.replace(make_program(64, "b", arch="sm_80"), arch="sm_80")
+    bundle = Bundle(write(tmp_path / "x", A, other))
+    assert {program.arch: program for program in bundle.verify()} == {"sm_90a": A, "sm_80": other}
+    assert bundle.program(A.problem, "sm_80") == other
+
+
 def test_equal_cubins_are_stored_once(tmp_path: Path) -> None:
     path = write(tmp_path / "x", make_program(64, "a"), make_program(128, "a"))
     with zipfile.ZipFile(path) as archive:

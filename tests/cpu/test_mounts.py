@@ -143,6 +143,18 @@ def test_load_bundle_hiding_other_kernels_warns_and_equal_ones_does_not(
     assert {each.used for each in shadowed} == {one}
 
 
+def test_load_bundle_hiding_many_says_so_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dims = range(8, 88, 8)
+    attngen.load_bundle(write(tmp_path / "1", *(make_program(dim, "a") for dim in dims)))
+    with caplog.at_level(logging.WARNING, logger="attngen"):
+        attngen.load_bundle(write(tmp_path / "2", *(make_program(dim, "b") for dim in dims)))
+    (record,) = caplog.records
+    assert "causal_d16_bf16 (fwd, sm_90a)" in record.getMessage()
+    assert record.getMessage().endswith(" and 7 more")
+
+
 SPECS = """
 [[kernel]]
 name = "here"
