@@ -6,20 +6,19 @@ import dataclasses
 import logging
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import attngen
-from attngen import bundle_wheel, doctor, mounts
+from attngen import doctor, mounts
 from attngen.builder import build_problem, find_kernels
 from attngen.bundle import Bundle
 from attngen.errors import BundleError, CacheError
 from attngen.spec import AttentionSpec
 from attngen.tracing import read
 from tests.cpu.bundle_kit import cubin_for, make_program, write
-from tests.cpu.cache_kit import ARCH, PROBLEM, ROOT
+from tests.cpu.cache_kit import ARCH, PROBLEM
 
 A, B = make_program(64, "a"), make_program(128, ("b", "c"))
 
@@ -237,65 +236,3 @@ def test_doctor_names_bundles_and_what_they_hide(tmp_path: Path) -> None:
     attngen.load_bundle(write(tmp_path / "2", make_program(64, "b")))
     with pytest.raises(doctor.Missing, match="1 variants differ.*1 behind .*2"):
         doctor.check_bundles()
-
-
-# ---- packages
-
-
-def test_wheel_installed_is_found_by_its_entry_point(tmp_path: Path) -> None:
-    bundle = Bundle(write(tmp_path / "x", A))
-    wheel = bundle_wheel.make_wheel(bundle, "Acme.Attention-kernels", "1.2", tmp_path / "dist")
-    assert wheel.name == "acme_attention_kernels-1.2-py3-none-any.whl"
-    target = tmp_path / "site"
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"]
-    subprocess.run([*pip, "--target", target, wheel], check=True, capture_output=True)
-    code = """
-from attngen import mounts
-from tests.cpu.bundle_kit import make_program
-(bundle,) = mounts.mounted()
-((binary, cubin),) = mounts.find(*make_program(64, "a").key)
-print(bundle.path, cubin)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd="/",
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{target}"},
-    )
-    assert done.returncode == 0, done.stderr
-    place = target / "acme_attention_kernels" / "kernels.attn"
-    assert done.stdout.split(" ", 1) == [str(place), f"{cubin_for('a')!r}\n"]
-
-
-def test_wheel_of_one_bundle_has_the_same_bytes_and_a_true_record(tmp_path: Path) -> None:
-    bundle = Bundle(write(tmp_path / "x", A))
-    one, two = (bundle_wheel.make_wheel(bundle, "acme", "1", tmp_path / n) for n in "12")
-    assert one.read_bytes() == two.read_bytes()
-    record = bundle_wheel.zipfile.ZipFile(one).read("acme-1.dist-info/RECORD").decode()
-    kernels = bundle_wheel._record_digest((tmp_path / "x").read_bytes())
-    assert f"acme/kernels.attn,sha256={kernels},{bundle.bytes}\n" in record
-
-
-@pytest.mark.parametrize(
-    ("name", "version", "part"),
-    [
-        ("", "1", "no name"),
-        ("a b", "1", "no name"),
-        ("../evil", "1", "no name"),
-        ("-a", "1", "no name"),
-        ("attngen", "1", "take the place of attngen"),
-        ("ATTNGEN", "1", "take the place of attngen"),
-        ("a", "", "no version"),
-        ("a", "one", "no version"),
-        ("a", "1/2", "no version"),
-        ("a", "1.0-3", "no version"),
-    ],
-)
-def test_wheel_of_a_name_or_version_that_pip_would_not_take_is_refused(
-    name: str, version: str, part: str, tmp_path: Path
-) -> None:
-    bundle = Bundle(write(tmp_path / "x", A))
-    with pytest.raises(BundleError, match=part):
-        bundle_wheel.make_wheel(bundle, name, version, tmp_path / "dist")
-    assert not (tmp_path / "dist").exists()
