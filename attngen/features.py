@@ -22,7 +22,7 @@ else:
 
 AXES = ("mask", "score", "softmax", "sequence", "fetch", "iteration")
 DOMAINS = ("scalar",)
-DTYPES = ("i32", "i64", "f32")
+DTYPES = ("i32", "i64", "f32", "ptr")
 BOUNDS = ("left", "right")
 
 

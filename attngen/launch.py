@@ -18,7 +18,7 @@ from .errors import LaunchError
 from .load import LoadedKernel, checked, driver
 from .problem import DTYPE_BYTES
 from .program import KernelEntry, TensorMapRecipe
-from .run_time import Extent, Scalars, row_blocks, values_of
+from .run_time import Extent, Scalars, values_of
 
 LENGTH_LIMIT = 1 << 30  # positions; masks add lengths and windows in 32 bits
 TMA_STRIDE_LIMIT = 1 << 40  # bytes
@@ -31,9 +31,11 @@ _ADDRESSED = ("ptr", "tensor_map")
 
 @dataclass(frozen=True, eq=False)
 class TensorMap:
-    """What cuTensorMapEncodeTiled takes before and after the address of `tensor`."""
+    """What cuTensorMapEncodeTiled takes before and after an address: that of `tensor`, less `lead`
+    bytes."""
 
     tensor: str
+    lead: int
     before: tuple[Any, ...]
     after: tuple[Any, ...]
 
@@ -65,7 +67,7 @@ def prepare(loaded: LoadedKernel, extents: dict[str, Extent], scalars: Scalars) 
     if reasons := _violations(loaded, extents, values):
         raise LaunchError(reasons)
     recipes = {recipe.field: recipe for recipe in kernel.tensor_maps}
-    grid = _grid(loaded, extents["q"], int(values["tiles"]))
+    grid = _grid(loaded, extents["q"], values)
     fields = tuple(enumerate(kernel.fields))
     return Prepared(
         loaded=loaded,
@@ -73,7 +75,7 @@ def prepare(loaded: LoadedKernel, extents: dict[str, Extent], scalars: Scalars) 
         values=tuple(0 if f.type in _ADDRESSED else values[f.name] for f in kernel.fields),
         pointers=tuple((index, f.name) for index, f in fields if f.type == "ptr"),
         maps=tuple(
-            (index, _tensor_map(recipes[f.name], extents[recipes[f.name].tensor]))
+            (index, _tensor_map(kernel, recipes[f.name], extents))
             for index, f in fields
             if f.type == "tensor_map"
         ),
@@ -81,10 +83,12 @@ def prepare(loaded: LoadedKernel, extents: dict[str, Extent], scalars: Scalars) 
     )
 
 
-def _grid(loaded: LoadedKernel, q: Extent, tiles: int) -> tuple[int, int, int]:
+def _grid(loaded: LoadedKernel, q: Extent, values: dict[str, int | float]) -> tuple[int, int, int]:
     if loaded.kernel.grid == "persistent_tiles":
-        return min(loaded.multiprocessors, tiles), 1, 1
-    return row_blocks(loaded.kernel, q) * loaded.kernel.block_ctas, q.heads, q.batch
+        return min(loaded.multiprocessors, int(values["tiles"])), 1, 1
+    if loaded.kernel.grid == "multiprocessors":
+        return loaded.multiprocessors, 1, 1
+    return int(values["q_blocks"]) * loaded.kernel.block_ctas, q.heads, q.batch
 
 
 def _violations(
@@ -127,7 +131,7 @@ def launch(prepared: Prepared, addresses: dict[str, int], stream: int) -> None:
     for index, name in prepared.pointers:
         packed[index] = addresses[name]
     for index, tensor_map in prepared.maps:
-        packed[index] = _encoded(tensor_map, addresses[tensor_map.tensor])
+        packed[index] = _encoded(tensor_map, addresses[tensor_map.tensor] - tensor_map.lead)
     prepared.layout.pack_into(_parameters.memory, _parameters.offset, *packed)
     checked(
         prepared.loaded.kernel.entry,
@@ -171,9 +175,13 @@ def _stride_bytes(recipe: TensorMapRecipe, extent: Extent) -> tuple[int, int, in
     )
 
 
-def _tensor_map(recipe: TensorMapRecipe, extent: Extent) -> TensorMap:
+def _tensor_map(
+    kernel: KernelEntry, recipe: TensorMapRecipe, extents: dict[str, Extent]
+) -> TensorMap:
     cuda = driver()
-    dims = (extent.dim, extent.seq, extent.heads, extent.batch)
+    extent = extents[recipe.tensor]
+    of_keys = recipe.tensor in ("k", "v", "dk", "dv")
+    dims, strides, lead = _geometry(recipe, extent, kernel.kv_seq if of_keys else kernel.q_seq)
     types = cuda.CUtensorMapDataType
     dtype = {
         "bf16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
@@ -183,9 +191,9 @@ def _tensor_map(recipe: TensorMapRecipe, extent: Extent) -> TensorMap:
     }[recipe.dtype]
     layout = (
         [cuda.cuuint64_t(dim) for dim in dims],
-        [cuda.cuuint64_t(stride) for stride in _stride_bytes(recipe, extent)],
-        [cuda.cuuint32_t(box) for box in (recipe.box_cols, recipe.box_rows, 1, 1)],
-        [cuda.cuuint32_t(1)] * 4,
+        [cuda.cuuint64_t(stride) for stride in strides],
+        [cuda.cuuint32_t(box) for box in (recipe.box_cols, recipe.box_rows, 1, 1, 1)[: len(dims)]],
+        [cuda.cuuint32_t(1)] * len(dims),
     )
     modes = (
         cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
@@ -193,7 +201,26 @@ def _tensor_map(recipe: TensorMapRecipe, extent: Extent) -> TensorMap:
         cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
-    return TensorMap(recipe.tensor, (dtype, len(dims)), (*layout, *modes))
+    return TensorMap(recipe.tensor, lead, (dtype, len(dims)), (*layout, *modes))
+
+
+def _geometry(
+    recipe: TensorMapRecipe, extent: Extent, sequence: str
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Sizes, strides (bytes, without that of the elements) and lead of a tensor map.
+
+    Where lengths vary, a box must end where its sequence does: of `n` rows that a sequence may
+    have at most, one of length l at row o has the last l. A second axis of rows then moves the box
+    by o + l, and the map begins n rows before the tensor, which no box reaches.
+    """
+    row, head, batch = _stride_bytes(recipe, extent)
+    if sequence == "dense":
+        return (extent.dim, extent.seq, extent.heads, extent.batch), (row, head, batch), 0
+    dims = (extent.dim, extent.seq, extent.heads, extent.seq + 1)
+    lead = extent.seq * row
+    if sequence == "packed":
+        return dims, (row, head, row), lead
+    return (*dims, extent.batch), (row, head, row, batch), lead
 
 
 @lru_cache(MAPS_KEPT)  # allocators hand out the same addresses again and again

@@ -40,10 +40,17 @@ class Layout:
         return _OPERANDS_OF_PACKING[self.packing]
 
     @property
-    def dense(self) -> bool:
-        """Whether Q, K and V are three tensors of one format with a batch axis."""
-        one_format = self.q_format == self.kv_format != "thd"
-        return one_format and self.packing == "none" and not self.paged
+    def formats(self) -> tuple[Format, Format]:
+        """Those of Q, and of K and V."""
+        return self.q_format, self.kv_format
+
+    def home(self, operand: str) -> tuple[str, int, int]:
+        """Where an operand lies: the tensor of the call, the axis along which that is packed (0 for
+        none), and the operand's place on it."""
+        if operand not in self.packed_operands:
+            return operand, 0, 0
+        carrier = self.packed_operands[0]
+        return carrier, _PACKED_AXIS[self.packing], self.packed_operands.index(operand)
 
     @property
     def one_length(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Literal
 
 Direction = Literal["fwd", "bwd"]
 DType = Literal["fp16", "bf16", "fp32", "e4m3", "e5m2"]
+Sequence = Literal["dense", "used", "packed"]
 DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4, "e4m3": 1, "e5m2": 1}
 
 
@@ -30,8 +31,8 @@ class Problem:
     masks: tuple[str, ...]
     scores: tuple[str, ...]
     softmax: str
-    q_seq: str
-    kv_seq: str
+    q_seq: Sequence
+    kv_seq: Sequence
     kv_fetch: str
     kv_iter: str
     deterministic: bool = False
@@ -42,13 +43,20 @@ class Problem:
         return DTYPE_BYTES[self.dtype_q] == 1
 
     @property
+    def varlen(self) -> bool:
+        """Whether lengths are told on the device, a sequence at a time."""
+        return (self.q_seq, self.kv_seq) != ("dense", "dense")
+
+    @property
     def label(self) -> str:
         """Short readable name, part of the kernel's entry symbol: `causal_d128_bf16`."""
         dims = f"d{self.head_dim_qk}"
         if self.head_dim_v != self.head_dim_qk:
             dims += f"v{self.head_dim_v}"
         softmax = () if self.softmax == "vanilla" else (self.softmax,)
+        lengths = (self.q_seq, *((self.kv_seq,) if self.kv_seq != self.q_seq else ()))
         features = (*self.masks, *self.scores, *softmax) or ("full",)
+        features += lengths if self.varlen else ()
         kv = () if self.dtype_kv == self.dtype_q else (f"kv_{self.dtype_kv}",)
         partial = ("partial",) if self.dtype_o == "fp32" else ()
         out = () if partial or self.dtype_o == self.dtype_q else (f"to_{self.dtype_o}",)

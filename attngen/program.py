@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .problem import Problem
+from .problem import Problem, Sequence
 
 SCHEMA_VERSION = 2
 
@@ -51,8 +51,8 @@ class TensorMapRecipe:
     box_rows: int
 
 
-Grid = Literal["persistent_tiles", "row_blocks"]
-Workspace = Literal["tile_counter", "lse_log2", "d", "dq_acc", "turns"]
+Grid = Literal["persistent_tiles", "row_blocks", "multiprocessors"]
+Workspace = Literal["tile_counter", "lse_log2", "d", "dq_acc", "turns", "q_schedule", "kv_schedule"]
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,12 @@ class KernelEntry:
     """One launch of the program.
 
     `grid`: at most one CTA an SM, which share the tiles; or `block_ctas` CTAs for each block of
-    `row_block` queries of each head. `tile_axis` says whether a tile is `tile_rows` queries of a
-    query head or as many keys of a key/value head; `kv_group_bytes`, `group_heads` and
-    `tail_share` order the tiles (see arch.base.Schedule).
+    `row_block` queries of each head; or one CTA an SM. `tile_axis` says whether a tile is
+    `tile_rows` queries of a query head or as many keys of a key/value head; `kv_group_bytes`,
+    `group_heads` and `tail_share` order the tiles (see arch.base.Schedule).
     `workspace`: device memory beside the operands, of run_time.workspace_bytes each; what one
     kernel of a problem leaves there the next ones read. `dq_floats`: those of `dq_acc` for a block.
+    `q_seq`, `kv_seq`: the problem's; they decide how its tensor maps find a sequence.
     """
 
     entry: str
@@ -83,6 +84,8 @@ class KernelEntry:
     row_block: int = 0
     block_ctas: int = 1
     dq_floats: int = 0
+    q_seq: Sequence = "dense"
+    kv_seq: Sequence = "dense"
 
 
 @dataclass(frozen=True)

@@ -97,10 +97,15 @@ def render(problem: Problem, plan: Plan, features: Features, root: Path) -> Sour
         fields=fields,
         tensor_maps=_tensor_maps(problem, plan),
         grid="persistent_tiles",
-        workspace=("tile_counter",) if plan.schedule.dynamic else (),
+        workspace=(
+            *(("tile_counter",) if plan.schedule.dynamic else ()),
+            *(("q_schedule",) if problem.varlen else ()),
+        ),
         kv_group_bytes=plan.schedule.kv_group_bytes,
         group_heads=plan.schedule.group_heads,
         tail_share=plan.schedule.tail_share,
+        q_seq=problem.q_seq,
+        kv_seq=problem.kv_seq,
     )
     return Source(fill(problem, plan, kernel, uses, root), kernel)
 
@@ -131,8 +136,8 @@ def fill(
             params_bytes=kernel.params_bytes,
             mma_element={"bf16": "bf16", "fp16": "f16"}.get(problem.dtype_q),
             fragments=[{"source": emit_fragment(root, each)} for each in fragments.values()],
-            bounds_left=any(use.bounds_left for use in uses["mask"]),
-            bounds_right=any(use.bounds_right for use in uses["mask"]),
+            bounds_left=any(use.bounds_left for use in uses.get("mask", ())),
+            bounds_right=any(use.bounds_right for use in uses.get("mask", ())),
             **roles,
         )
     )
@@ -166,6 +171,7 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> list[tup
         pointers = ("descale_q", "descale_k", "descale_v", "scale_s", "descale_s", "scale_o")
         names += [(name, "ptr") for name in (*pointers, "amax_s", "amax_o")]
     names += [("tile_counter", "ptr")] if plan.schedule.dynamic else []
+    names += [("q_schedule", "ptr")] if problem.varlen else []
     if partial:
         names += [(f"o_stride_{dim}", "i64") for dim in ("row", "head", "batch")]
     names += [

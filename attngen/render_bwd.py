@@ -27,21 +27,24 @@ def render(problem: Problem, plan: KernelPlan, features: Features, root: Path) -
     """
     uses = {role: use for role, use in uses_of(problem, features).items() if role in ROLES}
     entry = entry_name(problem, plan)
-    if isinstance(plan, PreparePlan):
-        kernel = _prepare(plan, entry)
-    elif isinstance(plan, ConvertPlan):
-        kernel = _convert(plan, entry)
+    if isinstance(plan, PreparePlan | ConvertPlan):
+        uses = {"q_seq": uses["q_seq"]}
+        operands = operands_of(uses)
+        if isinstance(plan, PreparePlan):
+            kernel = _prepare(problem, plan, entry, operands)
+        else:
+            kernel = _convert(problem, plan, entry, operands)
     else:
         kernel = _main(problem, plan, entry, operands_of(uses))
     return Source(fill(problem, plan, kernel, uses, root), kernel)
 
 
-def _prepare(plan: PreparePlan, entry: str) -> KernelEntry:
+def _prepare(problem: Problem, plan: PreparePlan, entry: str, operands: Names) -> KernelEntry:
     workspace: tuple[Workspace, ...] = ("lse_log2", "d")
     workspace += ("dq_acc",) if plan.dq_floats else ()
     workspace += ("turns",) if plan.deterministic else ()
     names = _typed("ptr", "o", "d_o", "lse", "dlse", *workspace)
-    names += [*_strides("o"), *_strides("d_o"), *_typed("i32", "q_len", "heads_q", "q_blocks")]
+    names += [*_strides("o"), *_strides("d_o"), *_lengths(problem, operands)]
     fields, params_bytes = lay_out_fields(names)
     return KernelEntry(
         entry=entry,
@@ -54,13 +57,15 @@ def _prepare(plan: PreparePlan, entry: str) -> KernelEntry:
         grid="row_blocks",
         workspace=workspace,
         row_block=plan.row_block,
+        q_seq=problem.q_seq,
+        kv_seq=problem.kv_seq,
         dq_floats=plan.dq_floats,
     )
 
 
-def _convert(plan: ConvertPlan, entry: str) -> KernelEntry:
+def _convert(problem: Problem, plan: ConvertPlan, entry: str, operands: Names) -> KernelEntry:
     names = [*_typed("ptr", "dq_acc", "dq"), *_strides("dq")]
-    names += [*_typed("i32", "q_len", "heads_q", "q_blocks"), ("scale", "f32")]
+    names += [*_lengths(problem, operands), ("scale", "f32")]
     fields, params_bytes = lay_out_fields(names)
     return KernelEntry(
         entry=entry,
@@ -73,9 +78,18 @@ def _convert(plan: ConvertPlan, entry: str) -> KernelEntry:
         grid="row_blocks",
         workspace=("dq_acc",),
         row_block=plan.row_block,
+        q_seq=problem.q_seq,
+        kv_seq=problem.kv_seq,
         block_ctas=plan.parts,
         dq_floats=plan.parts * 64 * plan.dq_columns,
     )
+
+
+def _lengths(problem: Problem, operands: Names) -> Names:
+    """What the kernels around the main ones know of sequences and of the grid of blocks."""
+    if not problem.varlen:
+        return _typed("i32", "q_len", "heads_q", "q_blocks")
+    return [*operands, *_typed("i32", "sequences", "heads_q", "q_blocks")]
 
 
 def _main(problem: Problem, plan: BackwardPlan, entry: str, operands: Names) -> KernelEntry:
@@ -85,6 +99,8 @@ def _main(problem: Problem, plan: BackwardPlan, entry: str, operands: Names) -> 
     workspace += ("dq_acc",) if plan.dq_floats else ()
     workspace += ("tile_counter",)
     workspace += ("turns",) if plan.deterministic else ()
+    if problem.varlen:
+        workspace += ("q_schedule",) if of_queries else ("kv_schedule",)
     names = [*_typed("tensor_map", *(each.field for each in maps)), *_typed("ptr", *workspace)]
     integers = [*INTEGERS]
     # Neighbours are loaded together, so that their order shapes the code: that which was measured.
@@ -109,6 +125,8 @@ def _main(problem: Problem, plan: BackwardPlan, entry: str, operands: Names) -> 
         tail_share=plan.schedule.tail_share,
         tile_axis="q" if of_queries else "kv",
         row_block=plan.row_block,
+        q_seq=problem.q_seq,
+        kv_seq=problem.kv_seq,
         dq_floats=plan.dq_floats,
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 from . import layouts
 from .errors import SpecError
 from .features import Features
-from .problem import Problem
+from .problem import Problem, Sequence
 from .spec import AttentionSpec
 
 DIRECTIONS = ("fwd", "bwd")
@@ -19,6 +19,7 @@ DTYPES_8BIT = ("e4m3", "e5m2")
 DTYPES = (*DTYPES_16BIT, *DTYPES_8BIT)
 ARCHES = ("sm_90a",)
 MAX_HEAD_DIM = 256
+PADDING_MASKS = {"padding": "none", "padding_causal": "causal"}  # and what else they mask
 SWITCHES = (  # fields of a spec that no kernel serves yet
     *("attn_mask", "alibi", "softcap", "score_mod", "mask_mod"),
     *("dropout", "return_max_logit"),
@@ -45,6 +46,7 @@ def resolve(spec: AttentionSpec, features: Features) -> tuple[Problem, ...]:
         reasons = [f"{spec.title}: {v.reason}" for v in violations]
         raise SpecError([*reasons, f"nearest legal spec: the same with {changes}"])
     masks, _ = split_mask(spec.mask)
+    q_seq, kv_seq = sequences_of(spec)
     return tuple(
         Problem(
             direction=direction,  # type: ignore[arg-type]
@@ -56,8 +58,8 @@ def resolve(spec: AttentionSpec, features: Features) -> tuple[Problem, ...]:
             masks=(*masks, *(("window",) if spec.window else ())),
             scores=(),
             softmax=spec.softmax,
-            q_seq="dense",
-            kv_seq="dense",
+            q_seq=q_seq,
+            kv_seq=kv_seq,
             kv_fetch="tma",
             kv_iter="range",
             deterministic=spec.deterministic and direction == "bwd",
@@ -75,10 +77,26 @@ def nearest(spec: AttentionSpec, features: Features) -> AttentionSpec:
 def split_mask(name: str) -> tuple[tuple[str, ...], bool]:
     """The fragments that a mask's name means, and whether it aligns to the bottom right.
 
-    The alignment is a run-time argument, so `causal` and `causal_bottom_right` are one kernel.
+    The alignment is a run-time argument, so `causal` and `causal_bottom_right` are one kernel, and
+    `padding` is no mask but lengths (see `sequences_of`).
     """
     base = name.removesuffix("_bottom_right")
-    return (() if base == "none" else (base,)), base != name
+    mask = PADDING_MASKS.get(base, base)
+    return (() if mask == "none" else (mask,)), base != name
+
+
+def sequences_of(spec: AttentionSpec) -> tuple[Sequence, Sequence]:
+    """The fragments that find the sequences of Q, and of K and V."""
+    dense: Sequence = (
+        "used"
+        if spec.seqused or spec.mask.removesuffix("_bottom_right") in PADDING_MASKS
+        else "dense"
+    )
+    axes = layouts.parse(spec.layout)
+    return (
+        "packed" if axes.q_format == "thd" else dense,
+        "packed" if axes.kv_format == "thd" else dense,
+    )
 
 
 def default_out_dtype(dtype: str) -> str:
@@ -123,8 +141,8 @@ def _check_operands(spec: AttentionSpec) -> list[Violation]:
     except ValueError as error:
         found.append(Violation("layout", str(error), "bshd"))
     else:
-        if not layout.dense:
-            reason = f"layout {spec.layout!r} has no kernels; available: bshd, sbhd, bhsd"
+        if layout.paged:
+            reason = f"layout {spec.layout!r} has no kernels yet; available are those without pages"
             found.append(Violation("layout", reason, "bshd"))
     return found
 
@@ -172,7 +190,7 @@ def _check_features(spec: AttentionSpec, features: Features) -> list[Violation]:
     named = [name for name, mask in features["mask"].items() if mask.selected_by == "mask"]
     for mask in masks:
         if mask not in named:
-            known = ["none", *named]
+            known = ["none", *named, *PADDING_MASKS]
             reason = f"mask {spec.mask!r} has no fragment; available: {known}"
             found.append(Violation("mask", reason, "causal" if "causal" in mask else "none"))
     if spec.softmax not in features["softmax"]:

@@ -10,6 +10,7 @@ from .problem import DTYPE_BYTES
 from .program import KernelEntry
 
 UNBOUNDED = 1 << 30  # a window side without a bound
+SCHEDULE_BYTES = 16  # of a sequence in a schedule, and of what stands before the first
 LOG2_E = 1.4426950408889634
 
 
@@ -29,13 +30,15 @@ class Extent(NamedTuple):
 class Scalars:
     """Run-time values of one call: natural-domain scale, window sides in keys (UNBOUNDED where
     there is none), whether the diagonal is aligned to the bottom right; further parameters by their
-    names, such as strides of tensors beside q, k and v."""
+    names, such as strides of tensors beside q, k and v; how many sequences there are, where a
+    batch axis does not say so."""
 
     softmax_scale: float
     window_left: int = UNBOUNDED
     window_right: int = UNBOUNDED
     bottom_right: bool = False
     numbers: Mapping[str, int | float] = field(default_factory=dict)
+    sequences: int | None = None
 
 
 def values_of(
@@ -43,15 +46,18 @@ def values_of(
 ) -> dict[str, int | float]:
     """Every value that a parameter may name, from shapes and scalars."""
     q, k = extents["q"], extents["k"]
-    tiled = q if kernel.tile_axis == "q" else k
-    tiles = -(-tiled.seq // kernel.tile_rows)  # along one head
+    sequences = q.batch if scalars.sequences is None else scalars.sequences
+    of_queries = kernel.tile_axis == "q"
+    tiled, sequence = (q, kernel.q_seq) if of_queries else (k, kernel.kv_seq)
+    tiles = blocks_of(tiled, kernel.tile_rows, sequence, sequences)  # along one head
     total_heads = tiled.batch * tiled.heads
     return {
+        "sequences": sequences,
         "q_len": q.seq,
         "kv_len": k.seq,
         "tiles": tiles * total_heads,
         **dict.fromkeys(("tiles_m", "q_tiles", "kv_blocks"), tiles),
-        "q_blocks": row_blocks(kernel, q),
+        "q_blocks": row_blocks(kernel, q, sequences),
         "heads_q": q.heads,
         "heads_kv": k.heads,
         "total_heads": total_heads,
@@ -72,7 +78,7 @@ def _strides(extents: dict[str, Extent]) -> dict[str, int]:
     """`o_stride_row` … of the tensors that kernels address themselves."""
     return {
         f"{name}_stride_{axis}": stride
-        for name in ("o", "d_o", "dq")
+        for name in ("o", "d_o", "dq", "dk", "dv")
         if (x := extents.get(name))
         for axis, stride in zip(
             ("row", "head", "batch"), (x.stride_seq, x.stride_heads, x.stride_batch), strict=True
@@ -95,20 +101,32 @@ def heads_per_group(kernel: KernelEntry, extents: dict[str, Extent]) -> int:
     return max(1, min(q.batch * q.heads, group_size * max(1, kv_heads)))
 
 
-def workspace_bytes(kernel: KernelEntry, q: Extent) -> dict[str, int]:
+def workspace_bytes(kernel: KernelEntry, q: Extent, sequences: int | None = None) -> dict[str, int]:
     """Bytes of each workspace that the kernel names. The kernels of one problem share them, 16-byte
     aligned; only `tile_counter` has to be zero before the first launch."""
-    blocks = q.batch * q.heads * row_blocks(kernel, q)
+    sequences = q.batch if sequences is None else sequences
+    blocks = q.batch * q.heads * row_blocks(kernel, q, sequences)
+    schedule = SCHEDULE_BYTES * (1 + sequences)
     known = {
         "tile_counter": 4,
         "lse_log2": 4 * kernel.row_block * blocks,
         "d": 4 * kernel.row_block * blocks,
         "dq_acc": 4 * kernel.dq_floats * blocks,
         "turns": 4 * blocks,
+        "q_schedule": schedule,
+        "kv_schedule": schedule,
     }
     return {name: known[name] for name in kernel.workspace}
 
 
-def row_blocks(kernel: KernelEntry, q: Extent) -> int:
+def row_blocks(kernel: KernelEntry, q: Extent, sequences: int) -> int:
     """Blocks of a head's queries in the workspaces; 0 for a kernel that has none."""
-    return -(-q.seq // kernel.row_block) if kernel.row_block else 0
+    return blocks_of(q, kernel.row_block, kernel.q_seq, sequences) if kernel.row_block else 0
+
+
+def blocks_of(extent: Extent, rows: int, sequence: str, sequences: int) -> int:
+    """Blocks of so many rows along one head. Packed sequences begin anywhere, each in a block of
+    its own: at most one more a sequence than the rows make, whatever the lengths."""
+    if sequence == "packed":
+        return extent.seq // rows + sequences
+    return -(-extent.seq // rows)

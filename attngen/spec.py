@@ -40,7 +40,8 @@ class AttentionSpec:
 
     `head_dim_v`, `kv_dtype` and `out_dtype` default to their counterparts of Q, the latter to bf16
     where Q is FP8 (e4m3, e5m2); `out_dtype` "fp32" asks for the float32 partial output that split
-    computations combine.
+    computations combine. `seqused` says that sequences of a dense format have lengths of their own,
+    as a padding mask does.
     """
 
     head_dim: int
@@ -58,6 +59,7 @@ class AttentionSpec:
     score_mod: bool = False
     mask_mod: bool = False
     softmax: str = "vanilla"
+    seqused: bool = False
     dropout: bool = False
     return_max_logit: bool = False
     deterministic: bool = False
@@ -94,6 +96,9 @@ class AttentionSpec:
         mask = "arbitrary" if has_mask and mask == "none" else mask
         bias_type = arguments.get("bias_type", "post_scale")
         out_dtype = arguments.get("out_dtype")
+        formats = zip(("q", "kv"), layouts.parse(layout).formats, strict=True)
+        lengths = [f"seqused_{side}" for side in ("q", "kv")]
+        lengths += [f"cu_seqlens_{side}" for side, axes in formats if axes != "thd"]
         return cls(
             head_dim=q.shape[-1],
             head_dim_v=None if last[1].shape[-1] == q.shape[-1] else last[1].shape[-1],
@@ -111,6 +116,7 @@ class AttentionSpec:
             mask_mod=arguments.get("mask_mod") is not None
             or arguments.get("block_mask") is not None,
             softmax=arguments.get("softmax", "vanilla"),
+            seqused=any(arguments.get(name) is not None for name in lengths),
             dropout=arguments.get("dropout_p", 0.0) > 0,
             return_max_logit=bool(arguments.get("return_max_logit", False)),
             deterministic=bool(arguments.get("deterministic") or False),

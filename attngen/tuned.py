@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from .arch.base import Plan
-from .arch.sm90_bwd import KernelPlan
 from .errors import PlanError
 from .problem import Problem
 from .values import from_json, to_data, to_json
@@ -87,7 +86,7 @@ def slug(chip: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", chip.lower()).strip("-")
 
 
-def settings(plan: Plan | KernelPlan) -> dict[str, Any]:
+def settings(plan: object) -> dict[str, Any]:
     """What tells one candidate of a problem from another, as JSON data."""
     data: dict[str, Any] = to_data(plan)
     return {name: item for name, item in data.items() if name not in _DERIVED}

@@ -48,6 +48,7 @@ bwd_prepare__full_d256_bf16__8ef854(const __grid_constant__ attngen::Params p) {
   const long long slot = (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;
 
 
+
   const int lane = threadIdx.x % kLanes;
   for (int within = threadIdx.x / kLanes; within < kTileM; within += kThreads / kLanes) {
     const int row = block * kTileM + within;

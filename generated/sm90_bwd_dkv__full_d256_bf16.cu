@@ -106,9 +106,9 @@ struct DenseSequence {
 struct TmaFetch {
   // Rows of one head into `kBoxes` boxes of kColumns columns and `box_bytes`; columns and rows outside the tensor
   // arrive as zeros, so a tail never carries NaN into a product.
-  template <int kBoxes, int kColumns = 64>
+  template <int kBoxes, int kColumns = 64, class BatchIndex>
   ATTNGEN_DEVICE static void load(u32 destination, u32 box_bytes, const TensorMap* map, u32 barrier,
-                                  int row, int head, int batch, u64 policy) {
+                                  int row, int head, BatchIndex batch, u64 policy) {
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
       tma_load(destination + box * box_bytes, map, barrier, box * kColumns, row, head, batch, policy);
@@ -268,7 +268,7 @@ struct KvLoader {
 
   ATTNGEN_DEVICE void operator()(const Job& job) {
     const int row = kv_sequence(p).first_row(job.batch) + job.tile * kTileN;
-    const int batch = kv_sequence(p).batch_index(job.batch);
+    const auto batch = kv_sequence(p).batch_index(job.batch);
     mbarrier_wait(smem + kKEmpty, parity);
     mbarrier_arrive_expect(smem + kKFull, kQkBoxes * kKeyBoxBytes);
     KvFetch::load<kQkBoxes>(smem + kSmemK, kKeyBoxBytes, &p.map_k, smem + kKFull, row, job.head, batch, kEvictFirst);
@@ -291,7 +291,7 @@ struct QueryLoader {
   // Queries with their LSE, output gradients with their D.
   ATTNGEN_DEVICE void load(const Job& job, int head, int block) {
     const int row = q_sequence(p).first_row(job.batch) + block * kTileM;
-    const int batch = q_sequence(p).batch_index(job.batch);
+    const auto batch = q_sequence(p).batch_index(job.batch);
     const long long at = workspace_block(p, job.batch, head, block) * kTileM;
     const u32 q_full = smem + kQFull + q_ring.stage * 8;
     mbarrier_wait(smem + kQEmpty + q_ring.stage * 8, q_ring.parity ^ 1);

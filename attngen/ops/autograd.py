@@ -34,7 +34,7 @@ def gradients(
         found = torch.ops.attngen.backward(
             *(d_o, dlse, q, k, v, out, lse, *optional, *ctx.arguments),
             want_dq=wanted[0],
-            want_dkv=wanted[1] or wanted[2],
+            want_dkv=wanted[1] or wanted[2] or (k is None and wanted[0]),
         )
         returned = tuple(x if want else None for x, want in zip(found, wanted, strict=False))
     return (*returned, *(None,) * (len(wanted) - len(returned)))

@@ -1,10 +1,10 @@
-"""The operation `attngen::backward`: gradients of dense 16-bit attention, by compiled kernels."""
+"""The operation `attngen::backward`: gradients of 16-bit attention, by compiled kernels."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
@@ -15,19 +15,33 @@ from .. import load
 from ..errors import SpecError
 from ..launch import Prepared, launch, prepare
 from ..load import LoadedKernel
-from ..run_time import workspace_bytes
 from ..spec import AttentionSpec
 from .checks import device_violations, violations
-from .operands import extents_of, memory_axes, new_outputs, scalars_of, spec_of
-from .operation import format_of, kernels_of, library, remember, tile_counter
+from .operands import (
+    Source,
+    extents_of,
+    new_outputs,
+    packed_sources,
+    scalars_of,
+    sources_of,
+    spec_of,
+    unpacked,
+)
+from .operation import (
+    format_of,
+    kernels_of,
+    lay_out_workspaces,
+    library,
+    remember,
+    tile_counter,
+)
 from .signature import OPTIONAL, Arguments, Wanted, schema, split, wanted_of
 
-WORKSPACE_ALIGNMENT = 256  # bytes; kernels need 16
 GRADIENTS = ("dq", "dk", "dv")
 DTYPES = (torch.float16, torch.bfloat16)
 
 library.define(
-    "backward(Tensor d_o, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
+    "backward(Tensor d_o, Tensor? dlse, Tensor q, Tensor? k, Tensor? v, Tensor o, Tensor lse, "
     f"{schema()}, bool want_dq=True, bool want_dkv=True) -> (Tensor, Tensor, Tensor)"
 )
 
@@ -35,29 +49,32 @@ library.define(
 @dataclass(frozen=True, eq=False)
 class Ready:
     """What calls of equal shapes, strides and arguments share: the launches, in order, the
-    gradients that they write, and where each workspace lies in one allocation of so many bytes. No
-    launches: the gradients are zero."""
+    gradients that they write, what points into the tensors of the call, and where each workspace
+    lies in one allocation of so many bytes. No launches: the gradients are zero."""
 
     launches: tuple[Prepared, ...]
     gradients: tuple[str, ...]
-    offsets: dict[str, int]
-    workspace_bytes: int
+    sources: tuple[Source, ...] = ()
+    offsets: dict[str, int] = field(default_factory=dict)
+    workspace_bytes: int = 0
 
 
 _ready: dict[tuple[Any, ...], Ready] = {}
+Tensors = dict[str, Tensor | None]
 
 
 def backward(
     d_o: Tensor,
     dlse: Tensor | None,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     o: Tensor,
     lse: Tensor,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, contiguous, in their dtype; [0] where they are not wanted.
+    """Gradients of q, k and v, contiguous, in their dtype and packed as they are; [0] where they
+    are not wanted, or packed into another.
 
     q, k, v and rest as `attngen::forward` took them, o and lse as it returned them, in 16 bits.
     d_o, dlse: gradients of o and of the LSE, None where nothing depends on it. want_dq, want_dkv,
@@ -65,18 +82,19 @@ def backward(
     Raises: SpecError with every violation; CompileError, LaunchError.
     """
     (optional, arguments), wanted = split(rest), wanted_of(rest)
-    tensors = {"q": q, "k": k, "v": v, "o": readable(o), "d_o": readable(d_o)}
-    rows = {"lse": lse.contiguous()}
-    if dlse is not None:
-        rows["dlse"] = dlse.float().contiguous()
-    extra = dict(zip(OPTIONAL, optional, strict=True))
-    key = (arguments, wanted, *map(format_of, (*tensors.values(), *rows.values(), *optional)))
-    ready = remember(_ready, key, lambda: _make_ready(tensors, rows, extra, arguments, wanted))
+    if k is None:  # one tensor, one gradient
+        wanted = Wanted(any(wanted), any(wanted))
+    given: Tensors = {"q": q, "k": k, "v": v, "o": readable(o), "d_o": readable(d_o)}
+    given |= {"lse": lse.contiguous(), "dlse": None if dlse is None else dlse.float().contiguous()}
+    given |= dict(zip(OPTIONAL, optional, strict=True))
+    key = (arguments, wanted, *map(format_of, given.values()))
+    ready = remember(_ready, key, lambda: _make_ready(given, arguments, wanted))
     with torch.cuda.device(q.device):
         load.ensure_context(q.device.index)
-        made = {name: _gradient_of(tensors[name[1]]) for name in ready.gradients}
-        _run(ready, {**tensors, **rows, **made})
-    dq, dk, dv = (made[n] if n in names_of(wanted) else q.new_empty(0) for n in GRADIENTS)
+        made = {name: _gradient_of(_present(given[name[1]])) for name in ready.gradients}
+        _run(ready, {**given, **made})
+    names = [name for name in names_of(wanted) if name in made]
+    dq, dk, dv = (made[name] if name in names else q.new_empty(0) for name in GRADIENTS)
     return dq, dk, dv
 
 
@@ -103,56 +121,57 @@ def readable(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _run(ready: Ready, tensors: dict[str, Tensor]) -> None:
-    """Fills the gradients among `tensors`, on the current stream."""
+def _run(ready: Ready, given: Tensors) -> None:
+    """Fills the gradients among the given tensors, on the current stream."""
     if not ready.launches:
         for name in ready.gradients:
-            tensors[name].zero_()
+            _present(given[name]).zero_()
         return
-    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    addresses = {name: 0 if x is None else x.data_ptr() for name, x in given.items()}
+    for name, source, offset in ready.sources:
+        addresses[name] = addresses[source] + offset
     if any(addresses[name] % 16 for name in "qkv"):
         raise SpecError("q, k and v must start at a multiple of 16 bytes; clone what does not")
-    device = tensors["q"].device
+    device = _present(given["q"]).device
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     # Freed before the kernels end, and safely so: the allocator hands it out on this stream only.
     workspace = torch.empty(ready.workspace_bytes, dtype=torch.uint8, device=device)
     start = workspace.data_ptr()
     addresses |= {name: start + offset for name, offset in ready.offsets.items()}
     addresses["tile_counter"] = tile_counter(device, stream)
-    addresses.setdefault("dlse", 0)
     for prepared in ready.launches:
         launch(prepared, addresses, stream)
 
 
-def _make_ready(
-    tensors: dict[str, Tensor],
-    rows: dict[str, Tensor],
-    optional: Mapping[str, Tensor | None],
-    arguments: Arguments,
-    wanted: Wanted,
-) -> Ready:
-    axes = memory_axes(arguments.layout)
-    extents = extents_of(tensors, axes)
+def _present(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
+
+
+def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted) -> Ready:
+    layout = arguments.layout
+    optional = {name: given[name] for name in OPTIONAL}
+    q, k, v = unpacked(_present(given["q"]), given["k"], given["v"], layout)
+    tensors = {"q": q, "k": k, "v": v, "o": _present(given["o"]), "d_o": _present(given["d_o"])}
+    rows = {name: x for name in ("lse", "dlse") if (x := given[name]) is not None}
+    extents = extents_of(tensors, layout)
     reasons = violations(tensors, extents, optional, arguments)
-    reasons += device_violations({"q": tensors["q"], **rows})
+    reasons += device_violations({"q": q, **rows})
     if reasons := [*reasons, *_mismatches(tensors, rows, arguments)]:
         raise SpecError(reasons)
-    if not all(tensor.numel() for tensor in tensors.values()):
-        return Ready((), names_of(wanted), {}, 0)
-    kernels = _needed(kernels_of(_spec(tensors, arguments), tensors["q"].device), wanted)
-    gradients = {name: _gradient_of(tensors[name[1]].to("meta")) for name in _written(kernels)}
-    extents |= extents_of(gradients, axes)
-    sizes: dict[str, int] = {}
-    for each in kernels:
-        sizes |= workspace_bytes(each.kernel, extents["q"])
-    sizes.pop("tile_counter", None)  # its own, since it must be zero
-    offsets, end = {}, 0
-    for name, size in sizes.items():
-        offsets[name] = end
-        end += -(-size // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
-    scalars = scalars_of(tensors["q"], optional, arguments)
+    carriers = {n: None if (x := given[n]) is None else _gradient_of(x.to("meta")) for n in "qkv"}
+    scalars = scalars_of(q, optional, arguments)
+    if not (scalars.sequences and all(tensor.numel() for tensor in tensors.values())):
+        return Ready((), tuple(n for n in names_of(wanted) if carriers[n[1]] is not None))
+    kernels = _needed(kernels_of(_spec(tensors, optional, arguments), q.device), wanted)
+    written = tuple(name for name in _written(kernels) if carriers[name[1]] is not None)
+    gradients = unpacked(_present(carriers["q"]), carriers["k"], carriers["v"], layout)
+    extents |= extents_of(dict(zip(GRADIENTS, gradients, strict=True)), layout)
     launches = tuple(prepare(each, extents, scalars) for each in kernels)
-    return Ready(launches, tuple(gradients), offsets, end)
+    sources = sources_of(given, optional, layout)
+    sources += tuple(s for s in packed_sources(carriers, layout, "d") if s[1] in written)
+    workspaces = lay_out_workspaces(kernels, extents["q"], scalars.sequences)
+    return Ready(launches, written, sources, *workspaces)
 
 
 # Families of kernels that make gradients of one kind, and nothing that other kernels read.
@@ -193,19 +212,22 @@ def _mismatches(
             yield f"{name} needs {like.dtype} {list(like.shape)}, got {x.dtype} {list(x.shape)}"
 
 
-def _spec(tensors: dict[str, Tensor], arguments: Arguments) -> AttentionSpec:
-    forward = spec_of(tensors["q"], tensors["k"], tensors["v"], arguments)
+def _spec(
+    tensors: dict[str, Tensor], optional: Mapping[str, Tensor | None], arguments: Arguments
+) -> AttentionSpec:
+    forward = spec_of(tensors["q"], tensors["k"], tensors["v"], optional, arguments)
     return dataclasses.replace(
         forward, directions=("bwd",), deterministic=arguments.deterministic
     )
 
 
 def _fake_backward(
-    d_o: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *others: Any
+    d_o: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor | None, v: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     _o, _lse, *rest = others
     names = names_of(wanted_of(rest))
-    shapes = (x.shape if name in names else 0 for name, x in zip(GRADIENTS, (q, k, v), strict=True))
+    pairs = zip(GRADIENTS, (q, k, v), strict=True)
+    shapes = (0 if x is None or name not in names else x.shape for name, x in pairs)
     dq, dk, dv = (q.new_empty(shape) for shape in shapes)
     return dq, dk, dv
 

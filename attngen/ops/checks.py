@@ -13,7 +13,8 @@ from ..reference.call import SCALES
 from ..reference.fp8 import is_fp8
 from ..reference.fp8_checks import dtype_violations, output_violations, scale_violations
 from ..run_time import Extent
-from .operands import output_dtype, softmax_scale_of
+from . import lengths
+from .operands import layout_of, output_dtype, sequences_of, softmax_scale_of
 from .signature import Arguments, Operands
 
 SCALE_LIMIT = 2.0**127  # in log2 units it must still be a float32
@@ -43,7 +44,7 @@ def violations(
 ) -> list[str]:
     """Everything about a forward that its kernels cannot take.
 
-    tensors: q, k, v and o, of which only o's format counts; extents: theirs.
+    tensors: q, k, v and o as views, of which only o's format counts; extents: theirs.
     """
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
     reasons = [*dtype_violations(q.dtype, k.dtype, v.dtype)]
@@ -51,8 +52,18 @@ def violations(
         reasons += _fp8_violations(tensors, extents, optional, arguments)
     else:
         reasons += _misplaced(q, optional, arguments)
+    sequences = sequences_of(q, optional, arguments.layout)
+    reasons += lengths.violations(q, k, v, optional, arguments, sequences)
+    reasons += batch_violations(extents, arguments.layout, sequences)
     reasons += device_violations({**tensors, **optional})
     return [*reasons, *operand_violations(tensors, extents, softmax_scale_of(q, arguments))]
+
+
+def batch_violations(extents: dict[str, Extent], layout: str, sequences: int) -> Iterator[str]:
+    """Whether q and k have as many sequences; of packed tokens the lengths say how many."""
+    batch = extents["k"].batch
+    if layout_of(layout).kv_format != "thd" and sequences not in (-1, batch):
+        yield f"batch: q has {sequences} sequences, k has {batch}"
 
 
 def operand_violations(
@@ -70,7 +81,7 @@ def operand_violations(
                 f"{name}: strides {tensor.stride()} of {tensor.dtype}; all but the last must be "
                 "multiples of 16 bytes"
             )
-    if (k.batch, k.seq, k.heads) != (v.batch, v.seq, v.heads) or q.batch != k.batch:
+    if (k.batch, k.seq, k.heads) != (v.batch, v.seq, v.heads):
         yield (
             f"batch, length and heads do not agree: q {q[:3]}, k {k[:3]}, v {v[:3]} "
             "(batch, length, heads)"

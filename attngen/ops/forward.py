@@ -1,8 +1,9 @@
-"""The operation `attngen::forward`: dense attention in 16 or 8 bits, by a compiled kernel."""
+"""The operation `attngen::forward`: attention in 16 or 8 bits, by compiled kernels."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,27 +13,38 @@ from ..errors import SpecError
 from ..launch import prepare
 from . import autograd
 from .checks import violations
-from .operands import extents_of, memory_axes, new_outputs, scalars_of, spec_of
-from .operation import Output, Ready, format_of, kernels_of, library, remember, run
+from .operands import extents_of, new_outputs, scalars_of, sources_of, spec_of, unpacked
+from .operation import (
+    Output,
+    Ready,
+    format_of,
+    kernels_of,
+    lay_out_workspaces,
+    library,
+    remember,
+    run,
+)
 from .signature import OPTIONAL, Arguments, Operands, schema, split
 
 library.define(
-    f"forward(Tensor q, Tensor k, Tensor v, {schema()}) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"forward(Tensor q, Tensor? k, Tensor? v, {schema()}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _ready: dict[tuple[Any, ...], Ready] = {}
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Attention of dense tensors: output, log-sum-exp, and the maxima of S and O.
+def forward(
+    q: Tensor, k: Tensor | None, v: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Attention: output, log-sum-exp, and the maxima of S and O.
 
-    q [b, s_q, h_q, d], k [b, s_kv, h_kv, d], v [b, s_kv, h_kv, d_v] in the axis order of the
-    layout, float16 or bfloat16, or float8_e4m3fn or float8_e5m2 (k and v alike, head dims multiples
-    of 16); one CUDA device, last axis contiguous, other strides and addresses multiples of 16
-    bytes. rest: the tensors of `signature.OPTIONAL`, then `signature.Arguments`. Scales (FP8):
-    float32 [1], or None for 1 (scale_s with descale_s: for the kernel's choice); descales of q, k
-    and v may be [b, h_kv], too.
+    q, k, v: as the layout has them, float16 or bfloat16, or float8_e4m3fn or float8_e5m2 (k and v
+    alike, head dims multiples of 16); one CUDA device, last axis contiguous, other strides and
+    addresses multiples of 16 bytes. rest: the tensors of `signature.OPTIONAL`, then
+    `signature.Arguments`. Scales (FP8): float32 [1], or None for 1 (scale_s with descale_s: for the
+    kernel's choice); descales of q, k and v may be [b, h_kv], too. Lengths: int32, contiguous, said
+    for each side that has them; of dense operands as seqused, None where all positions are.
     Returns the output in Q's axis order and `out_dtype`, the LSE, natural log, float32
-    [b, h_q, s_q], and two float32 [1], [0] without `amax`.
+    [b, h_q, s_q] (of packed tokens [h_q, t]), and two float32 [1], [0] without `amax`.
     Raises: SpecError with every violation; CompileError, LaunchError.
     """
     optional, arguments = split(rest)
@@ -50,23 +62,32 @@ def find_ready(operands: Operands, arguments: Arguments) -> Ready:
 
 def _make_ready(operands: Operands, arguments: Arguments) -> Ready:
     q, k, v, *rest = operands
-    assert q is not None and k is not None and v is not None  # the operation's schema
-    optional = dict(zip(OPTIONAL, rest, strict=True))
+    assert q is not None  # the operation's schema
+    carriers, optional = {"q": q, "k": k, "v": v}, dict(zip(OPTIONAL, rest, strict=True))
+    q, k, v = unpacked(q, k, v, arguments.layout)
     out, lse = new_outputs(q, v, arguments)
     tensors = {"q": q, "k": k, "v": v, "o": out}
-    extents = extents_of(tensors, memory_axes(arguments.layout))
+    extents = extents_of(tensors, arguments.layout)
     if reasons := violations(tensors, extents, optional, arguments):
         raise SpecError(reasons)
     results = [Output.like("o", out, 0.0), Output.like("lse", lse, -math.inf)]
     maxima = dict(zip(("amax_s", "amax_o"), _new_maxima(q, arguments.amax), strict=True))
     if arguments.amax:
         results += [Output.like(name, x, 0.0, preset=True) for name, x in maxima.items()]
-    prepared = None
-    if q.numel() and k.numel() and out.numel():
-        (loaded,) = kernels_of(spec_of(q, k, v, arguments), q.device)
-        prepared = prepare(loaded, extents, scalars_of(q, optional, arguments))
-    unused = () if arguments.amax else tuple(maxima)
-    return Ready(("q", "k", "v", *OPTIONAL), tuple(results), unused, q.device, prepared)
+    ready = Ready(
+        operands=("q", "k", "v", *OPTIONAL),
+        sources=sources_of(carriers, optional, arguments.layout),
+        outputs=tuple(results),
+        unused=() if arguments.amax else tuple(maxima),
+        device=q.device,
+    )
+    scalars = scalars_of(q, optional, arguments)
+    if not (q.numel() and k.numel() and out.numel() and scalars.sequences):
+        return ready
+    kernels = kernels_of(spec_of(q, k, v, optional, arguments), q.device)
+    launches = tuple(prepare(each, extents, scalars) for each in kernels)
+    offsets, size = lay_out_workspaces(kernels, extents["q"], scalars.sequences)
+    return replace(ready, launches=launches, offsets=offsets, workspace_bytes=size)
 
 
 def _new_maxima(q: Tensor, amax: bool) -> tuple[Tensor, Tensor]:
@@ -76,9 +97,10 @@ def _new_maxima(q: Tensor, amax: bool) -> tuple[Tensor, Tensor]:
 
 
 def _fake_forward(
-    q: Tensor, k: Tensor, v: Tensor, *rest: Any
+    q: Tensor, k: Tensor | None, v: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _, arguments = split(rest)
+    q, k, v = unpacked(q, k, v, arguments.layout)
     return (*new_outputs(q, v, arguments), *_new_maxima(q, arguments.amax))
 
 

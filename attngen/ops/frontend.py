@@ -18,8 +18,9 @@ from ..results import AttentionAux
 from ..spec import AttentionSpec
 from .checks import refuse_derivatives
 from .forward import find_ready
+from .lengths import settle as settle_lengths
 from .operation import ARCH_OF_CAPABILITY, Ready, device_arch, format_of, run, unobserved
-from .signature import Arguments
+from .signature import LENGTHS, Arguments
 
 log = logging.getLogger("attngen")
 
@@ -76,7 +77,8 @@ def attention(
 
     q, k, v: tensors in `layout`, by default [b, s_q, h_q, d], [b, s_kv, h_kv, d] and
     [b, s_kv, h_kv, d_v]; h_q a multiple of h_kv. window: keys visible before and after the
-    diagonal, −1 unbounded. softmax_scale defaults to 1/√d. What each argument means is in
+    diagonal, −1 unbounded. softmax_scale defaults to 1/√d. cu_seqlens_*, seqused_*: int32 on the
+    device, never waited for; max_seqlen_* change nothing. What each argument means is in
     docs/semantics.md.
 
     FP8 (float8_e4m3fn, float8_e5m2) q, k and v take scales, float32 [1] on their device, which is
@@ -104,6 +106,13 @@ def attention(
         q, k, v = _autocast(q, k, v)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
+    lengths = (
+        *(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
+        *(seqused_q, seqused_kv),
+    )
+    dense = (cu_seqlens_q is None and cu_seqlens_kv is None and seqused_q is None) and (
+        seqused_kv is None and cu_seqlens_q_padded is None and cu_seqlens_kv_padded is None
+    )
     scales = (descale_q, descale_k, descale_v, scale_s, descale_s, scale_o)
     unscaled = (descale_q is None and descale_k is None and descale_v is None) and (
         scale_s is None and descale_s is None and scale_o is None
@@ -113,21 +122,22 @@ def attention(
     if (
         (attn_mask is None and bias is None and alibi_slopes is None and sink is None)
         and (rng_state is None and score_mod is None and mask_mod is None and block_mask is None)
-        and (cu_seqlens_q is None and cu_seqlens_kv is None and page_table is None)
-        and (cu_seqlens_q_padded is None and cu_seqlens_kv_padded is None and num_splits is None)
-        and (seqused_q is None and seqused_kv is None and k is not None and v is not None)
-        and (type(window) is tuple and not torch.compiler.is_compiling())
+        and (page_table is None and num_splits is None and type(window) is tuple)
+        and not torch.compiler.is_compiling()
     ):
         key = (
-            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-            q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+            q.shape, q.stride(), q.dtype, q.device,
+            None if k is None else (k.shape, k.stride(), k.dtype, k.device),
+            None if v is None else (v.shape, v.stride(), v.dtype, v.device),
             layout, mask, window, bottom_right, softmax_scale, softcap, bias_type, softmax,
             dropout_p, deterministic, return_max_logit, max_seqlen_q, max_seqlen_kv, backend,
             out_dtype, return_amax, None if unscaled else tuple(map(format_of, scales)),
+            None if dense else tuple(map(format_of, lengths)),
         )  # fmt: skip
         settled = _settled.get(key)
         if settled is not None:
-            return _run_kernels(q, k, v, scales, settled, wants_aux)
+            more = scales + (lengths if dense else settle_lengths(layout, lengths))
+            return _run_kernels((q, k, v, *more), settled, wants_aux)
     call = AttentionCall(
         q=q, k=k, v=v, layout=layout, mask=mask, window=window, bottom_right=bottom_right,
         attn_mask=attn_mask, softmax_scale=softmax_scale, softcap=softcap, bias=bias,
@@ -149,8 +159,8 @@ def attention(
         if len(_settled) >= _KEY_LIMIT:
             _settled.clear()
         _settled[key] = settled
-    assert k is not None and v is not None  # a layout that packs them has no kernels
-    return _run_kernels(q, k, v, scales, settled, wants_aux)
+    more = scales + (lengths if dense else settle_lengths(layout, lengths))
+    return _run_kernels((q, k, v, *more), settled, wants_aux)
 
 
 def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -192,14 +202,9 @@ def _settle(call: AttentionCall, deterministic: bool) -> _Settled:
 
 
 def _run_kernels(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scales: tuple[Tensor | None, ...],
-    settled: _Settled,
-    wants_aux: bool,
+    operands: tuple[Tensor | None, ...], settled: _Settled, wants_aux: bool
 ) -> Tensor | tuple[Tensor, AttentionAux]:
-    operands = (q, k, v, *scales)
+    """operands: q, k, v and then signature.OPTIONAL."""
     differentiable = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in operands
     )
@@ -258,15 +263,10 @@ def _refusals(call: AttentionCall, num_splits: int | None) -> list[str]:
         dropout_p=call.dropout_p,
         out_dtype=call.out_dtype,
         return_max_logit=call.return_max_logit,
+        **{name: getattr(call, name) for name in LENGTHS},
     )
     reasons = [violation.reason for violation in find_violations(spec, _FEATURES)]
     without_kernels = {
-        "cu_seqlens_q": call.cu_seqlens_q,
-        "cu_seqlens_kv": call.cu_seqlens_kv,
-        "cu_seqlens_q_padded": call.cu_seqlens_q_padded,
-        "cu_seqlens_kv_padded": call.cu_seqlens_kv_padded,
-        "seqused_q": call.seqused_q,
-        "seqused_kv": call.seqused_kv,
         "page_table": call.page_table,
         "rng_state": call.rng_state,
         "num_splits": num_splits,

@@ -8,19 +8,26 @@ import torch
 from torch import Tensor
 
 from ..errors import SpecError
-from ..layouts import parse
+from ..layouts import Layout, parse, size, unpack
 from ..reference.fp8 import is_fp8
 from ..run_time import UNBOUNDED, Extent, Scalars
 from ..spec import AttentionSpec, dtype_name
 from .signature import Arguments
 
 
-def memory_axes(layout: str) -> str:
-    """Order of the axes b, s, h, d of all operands. Raises: SpecError for any other layout."""
-    parsed = parse(layout)
-    if not parsed.dense:
-        raise SpecError(f"layout={layout!r} has no kernels; available: bshd, sbhd, bhsd")
-    return parsed.q_format
+def layout_of(name: str) -> Layout:
+    """The layout of that name. Raises: SpecError where there is none, or it has no kernels."""
+    layout = parse(name)
+    if layout.paged:
+        raise SpecError(f"layout={name!r} has no kernels yet; available are those without pages")
+    return layout
+
+
+def unpacked(
+    q: Tensor, k: Tensor | None, v: Tensor | None, layout: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Q, K and V of a call as views. Raises: SpecError where they do not fit the layout."""
+    return unpack(layout_of(layout), q, k, v)
 
 
 def output_dtype(q: Tensor, arguments: Arguments) -> torch.dtype:
@@ -29,27 +36,45 @@ def output_dtype(q: Tensor, arguments: Arguments) -> torch.dtype:
 
 
 def new_outputs(q: Tensor, v: Tensor, arguments: Arguments) -> tuple[Tensor, Tensor]:
-    """New tensors for the output and the LSE of a forward call."""
-    axes = memory_axes(arguments.layout)
-    batch, seq, heads = (q.shape[axes.index(axis)] for axis in "bsh")
+    """New tensors for the output and the LSE of a forward call, whose q and v are views."""
+    axes = layout_of(arguments.layout).q_format
+    rows = "ht" if axes == "thd" else "bhs"
     out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=output_dtype(q, arguments))
-    return out, q.new_empty((batch, heads, seq), dtype=torch.float32)
+    sizes = [q.shape[axes.index(axis)] for axis in rows]
+    return out, q.new_empty(sizes, dtype=torch.float32)
 
 
 def extent(tensor: Tensor, axes: str) -> Extent:
-    """Sizes and strides of a tensor whose axes are in the order of `axes`."""
+    """Sizes and strides of a tensor whose axes are in the order of `axes`; packed tokens are the
+    positions of a batch of one."""
+    if axes == "thd":
+        tokens, heads, dim = tensor.shape
+        return Extent(1, tokens, heads, dim, 0, tensor.stride(0), tensor.stride(1))
     order = [axes.index(axis) for axis in "bshd"]
     sizes = (tensor.shape[axis] for axis in order)
     strides = (tensor.stride(axis) for axis in order[:3])
     return Extent(*sizes, *strides)
 
 
-def extents_of(tensors: Mapping[str, Tensor], axes: str) -> dict[str, Extent]:
-    """Those of several tensors in one order."""
-    return {name: extent(tensor, axes) for name, tensor in tensors.items()}
+def extents_of(tensors: Mapping[str, Tensor], layout: str) -> dict[str, Extent]:
+    """Those of the tensors of a call, or of its gradients, by their names."""
+    parsed = layout_of(layout)
+    formats = {name: parsed.kv_format for name in ("k", "v", "dk", "dv")}
+    return {name: extent(x, formats.get(name, parsed.q_format)) for name, x in tensors.items()}
 
 
-def spec_of(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> AttentionSpec:
+def sequences_of(q: Tensor, optional: Mapping[str, Tensor | None], layout: str) -> int:
+    """How many sequences a call has; -1 where packed tokens come without their lengths."""
+    axes = layout_of(layout).q_format
+    if axes != "thd":
+        return size(q.shape, axes, "b")
+    lengths = optional["cu_seqlens_q"]
+    return -1 if lengths is None else lengths.numel() - 1
+
+
+def spec_of(
+    q: Tensor, k: Tensor, v: Tensor, optional: Mapping[str, Tensor | None], arguments: Arguments
+) -> AttentionSpec:
     """The spec of the forward kernel that serves a call."""
     sides = (arguments.window_left, arguments.window_right)
     return AttentionSpec(
@@ -58,7 +83,9 @@ def spec_of(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> AttentionS
         dtype=dtype_name(q.dtype),
         kv_dtype=dtype_name(k.dtype),
         out_dtype=dtype_name(output_dtype(q, arguments)),
+        layout=arguments.layout,
         mask=arguments.mask,
+        seqused=any(optional[name] is not None for name in ("seqused_q", "seqused_kv")),
         window=any(0 <= side < UNBOUNDED for side in sides),
     )
 
@@ -69,14 +96,54 @@ def softmax_scale_of(q: Tensor, arguments: Arguments) -> float:
     return float(q.shape[-1]) ** -0.5 if scale is None and q.shape[-1] else scale or 0.0
 
 
-def scalars_of(
-    q: Tensor, optional: Mapping[str, Tensor | None], arguments: Arguments
-) -> Scalars:
+def scalars_of(q: Tensor, optional: Mapping[str, Tensor | None], arguments: Arguments) -> Scalars:
     """The run-time values of a call; a window side of −1, or too long to end, is unbounded."""
     sides = (arguments.window_left, arguments.window_right)
     left, right = (side if 0 <= side < UNBOUNDED else UNBOUNDED for side in sides)
     scale, aligned = softmax_scale_of(q, arguments), arguments.bottom_right
-    return Scalars(scale, left, right, aligned, _descale_numbers(optional))
+    sequences = sequences_of(q, optional, arguments.layout)
+    numbers = _descale_numbers(optional)
+    for side in ("q", "kv"):  # where only the other side has lengths, all positions are in use
+        numbers[f"{side}_least"] = UNBOUNDED if optional[f"seqused_{side}"] is None else 0
+    return Scalars(scale, left, right, aligned, numbers, sequences)
+
+
+Source = tuple[str, str, int]  # a parameter, the tensor of the call that it points into, bytes
+
+
+def packed_sources(
+    carriers: Mapping[str, Tensor | None], layout: str, prefix: str = ""
+) -> tuple[Source, ...]:
+    """Where packed operands lie; with the prefix `d` their gradients, the carriers being those."""
+    parsed = layout_of(layout)
+    found = []
+    for name in parsed.packed_operands:
+        carrier, axis, place = parsed.home(name)
+        tensor = carriers[carrier]
+        assert tensor is not None  # `unpack` has seen it
+        offset = place * tensor.stride(axis) * tensor.element_size()
+        found.append((prefix + name, prefix + carrier, offset))
+    return tuple(found)
+
+
+def sources_of(
+    carriers: Mapping[str, Tensor | None], optional: Mapping[str, Tensor | None], layout: str
+) -> tuple[Source, ...]:
+    """What addresses parts of the call's tensors: packed operands, and the lengths by the names
+    under which kernels know them; those that are absent are left out."""
+    parsed = layout_of(layout)
+    found = [*packed_sources(carriers, layout)]
+    for side, other, axes in (("q", "kv", parsed.q_format), ("kv", "q", parsed.kv_format)):
+        offsets = (f"cu_seqlens_{side}_padded", f"cu_seqlens_{side}")
+        wanted: dict[str, tuple[str, ...]] = {
+            f"{side}_lengths": (f"seqused_{side}", f"seqused_{other}")
+        }
+        if axes == "thd":
+            wanted = {f"{side}_seqlens": offsets[1:], f"{side}_offsets": offsets}
+        for parameter, names in wanted.items():
+            given = [name for name in names if optional[name] is not None]
+            found += [(parameter, name, 0) for name in given[:1]]
+    return tuple(found)
 
 
 def _descale_numbers(optional: Mapping[str, Tensor | None]) -> dict[str, int | float]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +16,9 @@ from .. import counters, features, load, resolve
 from ..builder import find_kernels
 from ..errors import SpecError
 from ..launch import Prepared, launch
+from ..run_time import Extent, workspace_bytes
 from ..spec import AttentionSpec
+from .operands import Source
 from .signature import Operands
 
 ARCH_OF_CAPABILITY = {(9, 0): "sm_90a"}
@@ -49,19 +51,24 @@ class Output:
 class Ready:
     """What calls of equal shapes, strides and arguments share.
 
-    operands: the parameters that hold the operands' addresses, in their order; outputs: in theirs;
-    unused: addresses that the kernel has and the call does without. prepared: the launch, None
-    where no query sees a key, so that nothing is launched.
+    operands: the parameters that hold the operands' addresses, in their order; sources: those that
+    point into one of them; outputs: in their order; unused: addresses that the kernels have and the
+    call does without. launches: none where no query sees a key. offsets: where each workspace but
+    the counter lies in one allocation of so many bytes.
     """
 
     operands: tuple[str, ...]
+    sources: tuple[Source, ...]
     outputs: tuple[Output, ...]
     unused: tuple[str, ...]
     device: torch.device
-    prepared: Prepared | None
+    launches: tuple[Prepared, ...] = ()
+    offsets: dict[str, int] = field(default_factory=dict)
+    workspace_bytes: int = 0
 
 
 _LIMIT = 4096
+WORKSPACE_ALIGNMENT = 256  # bytes; kernels need 16
 _kernels: dict[tuple[AttentionSpec, int], tuple[load.LoadedKernel, ...]] = {}
 
 
@@ -95,21 +102,46 @@ def run(ready: Ready, operands: Operands) -> list[Tensor]:
     addresses = dict.fromkeys(ready.unused, 0)
     for name, operand in zip(ready.operands, operands, strict=True):
         addresses[name] = 0 if operand is None else operand.data_ptr()
+    for name, source, offset in ready.sources:
+        addresses[name] = addresses[source] + offset
     for output in ready.outputs:
         tensor = _empty_strided_cuda(output.sizes, output.strides, output.dtype)
-        if output.preset or ready.prepared is None:
+        if output.preset or not ready.launches:
             tensor.fill_(output.rest)
         addresses[output.name] = tensor.data_ptr()
         results.append(tensor)
-    if ready.prepared is None:
+    if not ready.launches:
         return results
     if (addresses["q"] | addresses["k"] | addresses["v"]) % 16:
         raise SpecError("q, k and v must start at a multiple of 16 bytes; clone what does not")
     stream = torch._C._cuda_getCurrentRawStream(index)
-    if ready.prepared.loaded.kernel.workspace:
+    if ready.launches[-1].loaded.kernel.workspace:
         addresses["tile_counter"] = tile_counter(ready.device, stream)
-    launch(ready.prepared, addresses, stream)
+    if ready.workspace_bytes:
+        # Freed before the kernels end, and safely so: it is handed out on this stream only.
+        workspace = _empty_strided_cuda((ready.workspace_bytes,), (1,), torch.uint8)
+        start = workspace.data_ptr()
+        for name, offset in ready.offsets.items():
+            addresses[name] = start + offset
+    for prepared in ready.launches:
+        launch(prepared, addresses, stream)
     return results
+
+
+def lay_out_workspaces(
+    kernels: Sequence[load.LoadedKernel], q: Extent, sequences: int | None
+) -> tuple[dict[str, int], int]:
+    """Offsets of the kernels' workspaces in one allocation, and its size in bytes. The counter is
+    not among them, since it must be zero."""
+    sizes: dict[str, int] = {}
+    for each in kernels:
+        sizes |= workspace_bytes(each.kernel, q, sequences)
+    sizes.pop("tile_counter", None)
+    offsets, end = {}, 0
+    for name, size in sizes.items():
+        offsets[name] = end
+        end += -(-size // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+    return offsets, end
 
 
 def unobserved(operands: Operands) -> bool:
@@ -137,9 +169,7 @@ def device_arch(device: torch.device) -> str | None:
     return ARCH_OF_CAPABILITY.get(torch.cuda.get_device_capability(device))
 
 
-def kernels_of(
-    spec: AttentionSpec, device: torch.device
-) -> tuple[load.LoadedKernel, ...]:
+def kernels_of(spec: AttentionSpec, device: torch.device) -> tuple[load.LoadedKernel, ...]:
     """The kernels of a spec of one direction on this device, in the order of launch, found or built
     and loaded once.
 

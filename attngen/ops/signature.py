@@ -14,16 +14,21 @@ from torch import Tensor
 
 from ..reference.call import SCALES
 
-Operands = Sequence[Tensor | None]  # q, k, v and then OPTIONAL
+# q, k, v and then OPTIONAL; k and v are None where the layout packs them into q or k.
+Operands = Sequence[Tensor | None]
 
-OPTIONAL = SCALES
+LENGTHS = (
+    *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
+    *("seqused_q", "seqused_kv"),
+)
+OPTIONAL = (*SCALES, *LENGTHS)
 """Tensors that a call may have beside q, k and v, in the order in which operations take them."""
 
 
 class Arguments(NamedTuple):
     """The arguments of a call that are no tensors.
 
-    layout: `bshd`, `sbhd` or `bhsd`, axis order of q, k, v and the output. softmax_scale: None for
+    layout: any name but the paged ones. softmax_scale: None for
     1/√d. Window sides in keys, −1 unbounded. out_dtype: None for Q's, or bfloat16 beside FP8; of 16
     bits float32 asks for the partial output that split computations combine. amax: whether the
     maxima of an FP8 call are wanted. deterministic: whether gradients have the same bits on every

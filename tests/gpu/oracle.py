@@ -27,16 +27,17 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen import reference
+from attngen import layouts, reference
 from attngen.ops import operation
 
 DEVICE = torch.device("cuda")
 TO_BHSD = {"bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3), "bhsd": (0, 1, 2, 3)}
+TO_BHSD |= {"thd": (1, 0, 2)}  # of packed tokens there is no b
 
 
 @dataclass(frozen=True)
 class Truth:
-    """Results in float64, O in the call's layout and LSE [b, h, s]; errors of the reference."""
+    """Results in float64, O in Q's format, LSE [b, h, s] or [h, t]; errors of the reference."""
 
     out: Tensor
     lse: Tensor
@@ -44,9 +45,10 @@ class Truth:
     lse_error: float
 
 
-def truth(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Truth:
+def truth(q: Tensor, k: Tensor | None, v: Tensor | None, **arguments: Any) -> Truth:
     """What `attention(q, k, v, **arguments)` should return, and how far PyTorch is off."""
-    out64, aux64 = reference.attention(q.double(), k.double(), v.double(), **arguments)
+    doubles = (None if x is None else x.double() for x in (k, v))
+    out64, aux64 = reference.attention(q.double(), *doubles, **arguments)
     out, aux = reference.attention(q, k, v, **arguments)
     assert aux.lse is not None and aux64.lse is not None
     seen = aux64.lse.isfinite()
@@ -71,7 +73,7 @@ def check(out: Tensor, lse: Tensor | None, expected: Truth, layout: str = "bshd"
     limit = 2 * expected.out_error + 1e-3 * largest(expected.out.abs())
     assert largest(error) <= limit, f"output: {_worst(error)} > {limit:.3e}"
     seen = expected.lse.isfinite()
-    rows = out.permute(TO_BHSD[layout[:4]])
+    rows = out.permute(TO_BHSD[layouts.parse(layout).q_format])
     assert not rows[~seen].any(), "rows that see no key must be 0"
     if lse is None:
         return

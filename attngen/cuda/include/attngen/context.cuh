@@ -15,6 +15,13 @@ struct Context {
   int delta;
 };
 
+// Coordinates of a sequence in a tensor map that ends where the sequence does: rows by which the box
+// is moved, and index of the batch dimension.
+struct SequenceIndex {
+  int shift;
+  int batch;
+};
+
 // Positions [lo, hi); empty when hi <= lo.
 struct Range {
   int lo;

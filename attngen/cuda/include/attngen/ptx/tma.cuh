@@ -1,8 +1,8 @@
 // The tensor memory accelerator: boxes of a 4-D tensor (column, row, head, batch) to and from
-// shared memory.
+// shared memory. Of sequences whose lengths vary, a second dimension of rows moves the box.
 #pragma once
 
-#include "attngen/platform.cuh"
+#include "attngen/context.cuh"
 
 namespace attngen {
 
@@ -31,6 +31,24 @@ ATTNGEN_DEVICE void tma_store(const TensorMap* map, u32 source, int column, int 
       "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
           map),
       "r"(source), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+// The same of a 5-D tensor (column, row, head, shift, batch).
+ATTNGEN_DEVICE void tma_load(u32 destination, const TensorMap* map, u32 barrier, int column,
+                             int row, int head, SequenceIndex index, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(destination),
+      "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(index.shift), "r"(index.batch),
+      "l"(policy)
+      : "memory");
+}
+ATTNGEN_DEVICE void tma_store(const TensorMap* map, u32 source, int column, int row, int head,
+                              SequenceIndex index) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], "
+      "[%1];" ::"l"(map),
+      "r"(source), "r"(column), "r"(row), "r"(head), "r"(index.shift), "r"(index.batch)
       : "memory");
 }
 // `bytes` contiguous bytes (a multiple of 16, like both addresses) to shared memory.

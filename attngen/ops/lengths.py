@@ -1,0 +1,57 @@
+"""Lengths that vary: as calls say them, as operations take them, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..layouts import Format, parse
+from ..reference.call import AttentionCall, Operands
+from ..reference.length_checks import length_violations
+from .signature import LENGTHS, Arguments
+
+Given = tuple[Tensor | None, ...]  # in the order of signature.LENGTHS
+
+
+def settle(layout: str, given: Given) -> Given:
+    """The lengths of a call as operations take them: of each side, dense operands' as `seqused`."""
+    parsed = parse(layout)
+    q, kv = given[0::2], given[1::2]
+    if parsed.one_length:
+        q, kv = (own if _any(own) else other for own, other in ((q, kv), (kv, q)))
+    sides = zip(_of_side(q, parsed.q_format), _of_side(kv, parsed.kv_format), strict=True)
+    return tuple(x for pair in sides for x in pair)
+
+
+def _any(side: Given) -> bool:
+    return any(x is not None for x in side)
+
+
+def _of_side(side: Given, axes: Format) -> Given:
+    cu_seqlens = side[0]
+    if axes == "thd" or cu_seqlens is None:
+        return side
+    return None, None, cu_seqlens.diff()
+
+
+def violations(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    optional: Mapping[str, Tensor | None],
+    arguments: Arguments,
+    sequences: int,
+) -> Iterator[str]:
+    """What is wrong with the lengths of an operation, whose q, k and v are views."""
+    parsed, lengths = parse(arguments.layout), {name: optional[name] for name in LENGTHS}
+    known: dict[str, Any] = {"layout": arguments.layout, "mask": arguments.mask, **lengths}
+    call = AttentionCall(q=q, k=k, v=v, **known)
+    yield from length_violations(call, Operands(parsed, q, k, v, sequences))
+    for side, axes in (("q", parsed.q_format), ("kv", parsed.kv_format)):
+        if axes != "thd" and lengths[f"cu_seqlens_{side}"] is not None:
+            yield f"cu_seqlens_{side} belongs to thd here; pass seqused_{side}, its differences"
+    for name, tensor in lengths.items():
+        if tensor is not None and tensor.ndim == 1 and not tensor.is_contiguous():
+            yield f"{name} has stride {tensor.stride(0)}; kernels need 1, so make it contiguous"

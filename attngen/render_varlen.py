@@ -1,0 +1,48 @@
+"""Render, variable lengths: the kernel that runs before the others."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from .arch.sm90_varlen import VarlenPlan
+from .features import Features
+from .problem import Problem
+from .program import KernelEntry, Workspace
+from .render import Source, entry_name, fill, lay_out_fields, operands_of, uses_of
+
+
+def render(problem: Problem, plan: VarlenPlan, features: Features, root: Path) -> Source:
+    """The source of the kernel that orders the sequences and fills what belongs to none.
+
+    root: the templates' directory. Raises: jinja2.UndefinedError on a template's mistake.
+    """
+    uses = {role: use for role, use in uses_of(problem, features).items() if role.endswith("_seq")}
+    schedules: tuple[Workspace, ...] = ("q_schedule",) if plan.q else ()
+    schedules += ("kv_schedule",) if plan.kv else ()
+    filled = ("o",) if problem.direction == "fwd" else ("dq", "dk", "dv")
+    pointers = (*schedules, *filled, *(("lse",) if problem.direction == "fwd" else ()))
+    strides = itertools.product(filled, ("row", "head", "batch"))
+    integers = ("sequences", "heads_q", "heads_kv", "group_size")
+    fields, params_bytes = lay_out_fields(
+        [
+            *((name, "ptr") for name in pointers),
+            *((f"{name}_stride_{axis}", "i64") for name, axis in strides),
+            *((name, "i32") for name in integers),
+            *operands_of(uses),
+        ]
+    )
+    kernel = KernelEntry(
+        entry=entry_name(problem, plan),
+        threads=plan.threads,
+        smem_bytes=0,
+        tile_rows=1,
+        params_bytes=params_bytes,
+        fields=fields,
+        tensor_maps=(),
+        grid="multiprocessors",
+        workspace=schedules,
+        q_seq=problem.q_seq,
+        kv_seq=problem.kv_seq,
+    )
+    return Source(fill(problem, plan, kernel, uses, root), kernel)

@@ -1,0 +1,131 @@
+"""Packed tokens (thd) on the kernels: lengths, gaps, alignment, both directions, graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import attngen
+
+from . import oracle, varlen
+from .varlen import Call
+
+pytestmark = pytest.mark.gpu
+
+SHORT = (0, 1, 3, 130, 64, 0, 257, 128, 0)
+OTHER = (5, 1, 0, 64, 200, 0, 130, 300, 7)
+UNEVEN = (1, 2500, 7, 16, 0, 33, 129)
+MASKS = (
+    {"mask": "none"},
+    {"mask": "causal"},
+    {"mask": "causal_bottom_right"},
+    {"mask": "none", "window": (50, 20), "bottom_right": True},
+    {"mask": "padding_causal", "window": (40, 0)},
+)
+CALLS = [
+    *(Call("thd", SHORT, lens, gaps=gaps, d=d, heads=(4, 2), **mask)
+      for d in (64, 128, 256) for lens, gaps in (((), False), (OTHER, True)) for mask in MASKS),
+    *(Call("thd", UNEVEN, d=d, heads=(2, 1), mask="causal") for d in (64, 128, 256)),
+    *(Call(name, SHORT, gaps=gaps, d=128, mask="causal")
+      for name in ("t3hd", "th3d") for gaps in (False, True)),
+    *(Call(name, SHORT, OTHER, gaps=True, d=128, mask="causal", heads=(4, 2))
+      for name in ("thd_t2hd", "thd_th2d")),
+    *(Call(name, SHORT, (300,) * 9, gaps=gaps, d=d, mask="causal_bottom_right")
+      for name in ("thd_bshd_bshd", "thd_sbhd_sbhd") for gaps in (False, True) for d in (128, 256)),
+    *(Call(name, SHORT, OTHER, room=(300, 310), d=128, mask="causal")
+      for name in ("thd_bshd_bshd", "thd_sbhd_sbhd")),
+    Call("thd", SHORT, OTHER, gaps=True, d=192, d_v=128, heads=(2, 2), mask="causal"),
+    Call("thd", SHORT, OTHER, gaps=True, d=72, d_v=40, heads=(6, 2), mask="causal"),
+    Call("thd", SHORT, d=96, mask="causal", dtype="fp16"),
+    Call("thd", (0, 0, 0), gaps=True, d=64),
+    Call("thd", (130, 0, 64), (0, 200, 0), gaps=True, d=64),
+    Call("thd", (130, 0, 64), (0, 200, 0), gaps=True, d=256),
+    Call("thd", (17,) * 1500, d=64, mask="causal"),
+]  # fmt: skip
+KERNELS = list(dict.fromkeys(call.spec for call in CALLS))
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_varlen_both_directions_are_right(call):
+    varlen.check(call)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_varlen_deterministic_gives_right_and_equal_bits(d):
+    call = Call("thd", (700, 0, 1300, 129), gaps=True, d=d, heads=(4, 2), mask="causal")
+    varlen.check(call, deterministic=True)
+    operands, d_o = call.operands(), call.tensor("q", 4, d, 7)
+    dlse = torch.zeros(4, d_o.shape[0], device="cuda")
+    first = varlen.run(operands, d_o, dlse, **call.arguments(), deterministic=True)
+    for _ in range(5):
+        again = varlen.run(operands, d_o, dlse, **call.arguments(), deterministic=True)
+        assert oracle.same(first[2], again[2]) and oracle.same(first[:2], again[:2])
+
+
+@pytest.mark.parametrize("d", [64, 256])
+def test_varlen_graph_replay_follows_changed_lengths(d):
+    total, heads = 900, 4
+    q, k, v = (oracle.randn(total, heads, d, seed=n).requires_grad_() for n in range(3))
+    d_o = oracle.randn(total, heads, d, seed=5)
+    lengths = varlen.int32((0, 300, 300, 900))
+    arguments = {"layout": "thd", "mask": "causal", "backend": "cuda", "deterministic": True}
+
+    def step():
+        out = attngen.attention(q, k, v, cu_seqlens_q=lengths, cu_seqlens_kv=lengths, **arguments)
+        return out, *torch.autograd.grad(out, (q, k, v), d_o)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for changed in ((0, 900, 900, 900), (0, 1, 2, 3), (0, 128, 256, 700), (0, 0, 0, 0)):
+        lengths.copy_(varlen.int32(changed))
+        graph.replay()
+        assert oracle.same(found, step())
+
+
+def test_varlen_compiled_call_takes_new_token_counts_without_recompiling():
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def step(q, k, v, lengths):
+        out = attngen.attention(
+            q, k, v, layout="thd", mask="causal", backend="cuda",
+            cu_seqlens_q=lengths, cu_seqlens_kv=lengths, deterministic=True,
+        )  # fmt: skip
+        return out * 2
+
+    for number, lens in enumerate(((100, 30), (7, 200, 1), (300, 20, 5, 64))):
+        call = Call("thd", lens, d=64, mask="causal")
+        operands = [x.requires_grad_() for x in call.operands()]
+        lengths = call.arguments()["cu_seqlens_q"]
+        for tensor in operands:
+            torch._dynamo.mark_dynamic(tensor, 0)
+        torch._dynamo.mark_dynamic(lengths, 0)
+        out = step(*operands, lengths)
+        plain = attngen.attention(*operands, **call.arguments(), backend="cuda", deterministic=True)
+        assert torch.equal(out, plain * 2)
+        gradients = torch.autograd.grad(out.float().sum(), operands)
+        expected = torch.autograd.grad((plain * 2).float().sum(), operands)
+        assert oracle.same(gradients, expected)
+        assert counter.frame_count == 1, f"compiled anew for call {number}"
+
+
+def test_varlen_lengths_of_a_wrong_kind_are_refused():
+    q = torch.zeros(10, 2, 64, dtype=torch.bfloat16, device="cuda")
+    lengths = varlen.int32((0, 4, 10))
+    arguments = {"layout": "thd", "backend": "cuda"}
+    for given, word in [
+        ({}, "cu_seqlens_q"),
+        ({"cu_seqlens_q": lengths}, "cu_seqlens_kv"),
+        ({"cu_seqlens_q": lengths.long(), "cu_seqlens_kv": lengths}, "int32"),
+        ({"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths.cpu()}, "device"),
+        ({"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths[:2]}, "cu_seqlens_kv"),
+    ]:
+        with pytest.raises(attngen.SpecError, match=word):
+            attngen.attention(q, q, q, **given, **arguments)
