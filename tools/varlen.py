@@ -88,8 +88,8 @@ def flash_3(lens: Sequence[int], dim: int, causal: bool) -> dict[str, Callable[[
 
     def forward() -> Any:
         return operator.fwd(
-            q, k, v, cu_seqlens_q=lengths, cu_seqlens_k=lengths, max_seqlen_q=most,
-            max_seqlen_k=most, is_causal=causal, num_splits=1,
+            *(q, k, v, None, None, None, None, lengths, lengths, None, None, None, most, most),
+            *(None,) * 9, dim**-0.5, causal, -1, -1, 0, 0.0, True, None, 1, None, 0,
         )  # fmt: skip
 
     out, lse, *_ = forward()
