@@ -29,7 +29,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import attngen  # noqa: E402
-import attngen.ops.backward  # noqa: E402  # defines the operation
+import attngen.ops.forward  # noqa: E402  # defines the operations
 from attngen import layouts  # noqa: E402
 from attngen.bench.machine import describe_machine  # noqa: E402
 from attngen.bench.timing import time_interleaved  # noqa: E402
