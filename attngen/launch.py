@@ -7,6 +7,7 @@ stream is a number. Whatever depends on shapes alone is worked out once (`prepar
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 import threading
 from dataclasses import dataclass
@@ -25,17 +26,26 @@ TMA_STRIDE_LIMIT = 1 << 40  # bytes
 GRID_LIMIT = 65535  # CTAs along the second and third axis
 PARAMETER_LIMIT = 32764  # bytes, the driver's
 MAPS_KEPT = 4096  # encoded tensor maps, 128 bytes each: as many as a large model's activations
-_FORMATS = {"i32": "i", "f32": "f", "i64": "q", "ptr": "Q", "tensor_map": "128s"}
-_ADDRESSED = ("ptr", "tensor_map")
+_FORMATS = {
+    "i32": "i",
+    "f32": "f",
+    "i64": "q",
+    "ptr": "Q",
+    "tensor_map": "128s",
+    "sequence_map": "192s",
+}
+_MAPS = ("tensor_map", "sequence_map")
+_ADDRESSED = ("ptr", *_MAPS)
+LONGEST = 1 << 30  # positions that a tensor map allows a sequence, more than any has
 
 
 @dataclass(frozen=True, eq=False)
 class TensorMap:
-    """What cuTensorMapEncodeTiled takes before and after an address: that of `tensor`, less `lead`
-    bytes."""
+    """What cuTensorMapEncodeTiled takes before and after the address of `tensor`, and the bytes
+    that follow the encoded map."""
 
     tensor: str
-    lead: int
+    units: bytes
     before: tuple[Any, ...]
     after: tuple[Any, ...]
 
@@ -77,7 +87,7 @@ def prepare(loaded: LoadedKernel, extents: dict[str, Extent], scalars: Scalars) 
         maps=tuple(
             (index, _tensor_map(kernel, recipes[f.name], extents))
             for index, f in fields
-            if f.type == "tensor_map"
+            if f.type in _MAPS
         ),
         start=(loaded.handle, *grid, kernel.threads, 1, 1, kernel.smem_bytes),
     )
@@ -109,6 +119,12 @@ def _violations(
             if count > GRID_LIMIT
         ]
     reasons += [
+        f"{recipe.tensor}: strides {extents[recipe.tensor][4:6]} of sequences and positions have "
+        "too small a common step; make it contiguous"
+        for recipe in loaded.kernel.tensor_maps
+        if _geometry(loaded.kernel, recipe, extents[recipe.tensor])[0][3] > 1 << 31
+    ]
+    reasons += [
         f"{recipe.tensor}: a stride of 2^40 bytes or more is out of the copy engine's reach"
         for recipe in loaded.kernel.tensor_maps
         if max(_stride_bytes(recipe, extents[recipe.tensor])) >= TMA_STRIDE_LIMIT
@@ -131,7 +147,7 @@ def launch(prepared: Prepared, addresses: dict[str, int], stream: int) -> None:
     for index, name in prepared.pointers:
         packed[index] = addresses[name]
     for index, tensor_map in prepared.maps:
-        packed[index] = _encoded(tensor_map, addresses[tensor_map.tensor] - tensor_map.lead)
+        packed[index] = _encoded(tensor_map, addresses[tensor_map.tensor])
     prepared.layout.pack_into(_parameters.memory, _parameters.offset, *packed)
     checked(
         prepared.loaded.kernel.entry,
@@ -179,9 +195,7 @@ def _tensor_map(
     kernel: KernelEntry, recipe: TensorMapRecipe, extents: dict[str, Extent]
 ) -> TensorMap:
     cuda = driver()
-    extent = extents[recipe.tensor]
-    of_keys = recipe.tensor in ("k", "v", "dk", "dv")
-    dims, strides, lead = _geometry(recipe, extent, kernel.kv_seq if of_keys else kernel.q_seq)
+    dims, strides, units = _geometry(kernel, recipe, extents[recipe.tensor])
     types = cuda.CUtensorMapDataType
     dtype = {
         "bf16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
@@ -201,33 +215,39 @@ def _tensor_map(
         cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
-    return TensorMap(recipe.tensor, lead, (dtype, len(dims)), (*layout, *modes))
+    after_map = struct.pack("<2i56x", *units) if units else b""
+    return TensorMap(recipe.tensor, after_map, (dtype, len(dims)), (*layout, *modes))
 
 
 def _geometry(
-    recipe: TensorMapRecipe, extent: Extent, sequence: str
-) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Sizes, strides (bytes, without that of the elements) and lead of a tensor map.
+    kernel: KernelEntry, recipe: TensorMapRecipe, extent: Extent
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Sizes of a tensor map, strides (bytes, without that of the elements), units of its shift.
 
-    Where lengths vary, a box must end where its sequence does: of `n` rows that a sequence may
-    have at most, one of length l at row o has the last l. A second axis of rows then moves the box
-    by o + l, and the map begins n rows before the tensor, which no box reaches.
+    Where lengths vary, a box must end where its sequence does. A sequence of l positions has the
+    last l of LONGEST rows. Another axis, of steps that rows and batch are multiples of (the units),
+    moves the box by the sequence's place and its l rows, and the last one moves it LONGEST rows
+    back, since addresses are counted modulo 2^64: 2^30 times a stride of 2^34 bytes, less a row.
     """
     row, head, batch = _stride_bytes(recipe, extent)
+    of_keys = recipe.tensor in ("k", "v", "dk", "dv")
+    sequence = kernel.kv_seq if of_keys else kernel.q_seq
     if sequence == "dense":
-        return (extent.dim, extent.seq, extent.heads, extent.batch), (row, head, batch), 0
-    dims = (extent.dim, extent.seq, extent.heads, extent.seq + 1)
-    lead = extent.seq * row
-    if sequence == "packed":
-        return dims, (row, head, row), lead
-    return (*dims, extent.batch), (row, head, row, batch), lead
+        return (extent.dim, extent.seq, extent.heads, extent.batch), (row, head, batch), ()
+    places, start = (extent.seq, row) if sequence == "packed" else (extent.batch, batch)
+    step = math.gcd(row, start)
+    units = (row // step, start // step)
+    shift = extent.seq * units[0] + places * units[1]
+    dims = (extent.dim, LONGEST, extent.heads, shift + 1, LONGEST + 1)
+    return dims, (row, head, step, (1 << 34) - row), units
 
 
 @lru_cache(MAPS_KEPT)  # allocators hand out the same addresses again and again
 def _encoded(tensor_map: TensorMap, address: int) -> bytes:
-    """The 128 bytes that the copy engine reads. They depend on the arguments alone."""
+    """The 128 bytes that the copy engine reads, and what a kernel reads behind them. They depend on
+    the arguments alone."""
     encoded = checked(
         f"tensor map of {tensor_map.tensor}",
         driver().cuTensorMapEncodeTiled(*tensor_map.before, address, *tensor_map.after),
     )
-    return ctypes.string_at(int(encoded.getPtr()), 128)
+    return ctypes.string_at(int(encoded.getPtr()), 128) + tensor_map.units

@@ -164,8 +164,8 @@ def uses_of(problem: Problem, features: Features) -> dict[str, list[Use]]:
 def _names(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> list[tuple[str, str]]:
     """Names and types of the parameters: tensor maps, pointers and strides, then 4-byte values."""
     partial = problem.dtype_o == "fp32"
-    names = [("map_q", "tensor_map"), ("map_k", "tensor_map"), ("map_v", "tensor_map")]
-    names += [("o", "ptr")] if partial else [("map_o", "tensor_map")]
+    names = [(f"map_{tensor}", map_type(problem, tensor)) for tensor in "qkv"]
+    names += [("o", "ptr")] if partial else [("map_o", map_type(problem, "o"))]
     names += [("lse", "ptr")]
     if problem.eight_bit:
         pointers = ("descale_q", "descale_k", "descale_v", "scale_s", "descale_s", "scale_o")
@@ -219,6 +219,12 @@ def _tensor_maps(problem: Problem, plan: Plan) -> tuple[TensorMapRecipe, ...]:
     if problem.dtype_o != "fp32":
         rows["o"], dtypes["o"] = 64, problem.dtype_o
     return tuple(recipe(tensor, dtypes[tensor], rows[tensor]) for tensor in rows)
+
+
+def map_type(problem: Problem, tensor: str) -> str:
+    """The type of the parameter that maps a tensor."""
+    sequence = problem.kv_seq if tensor in ("k", "v", "dk", "dv") else problem.q_seq
+    return "tensor_map" if sequence == "dense" else "sequence_map"
 
 
 def recipe(tensor: str, dtype: str, rows: int) -> TensorMapRecipe:

@@ -8,7 +8,7 @@ from .arch.sm90_bwd import BackwardPlan, ConvertPlan, KernelPlan, PreparePlan
 from .features import Features
 from .problem import Problem
 from .program import KernelEntry, TensorMapRecipe, Workspace
-from .render import Source, entry_name, fill, lay_out_fields, operands_of, recipe, uses_of
+from .render import Source, entry_name, fill, lay_out_fields, map_type, operands_of, recipe, uses_of
 
 STORE_ROWS = 64  # gradients leave in boxes of one warpgroup's rows
 ROLES = ("mask", "q_seq", "kv_seq", "kv_fetch")  # those of a forward that its backward shares too
@@ -101,7 +101,8 @@ def _main(problem: Problem, plan: BackwardPlan, entry: str, operands: Names) -> 
     workspace += ("turns",) if plan.deterministic else ()
     if problem.varlen:
         workspace += ("q_schedule",) if of_queries else ("kv_schedule",)
-    names = [*_typed("tensor_map", *(each.field for each in maps)), *_typed("ptr", *workspace)]
+    names = [(each.field, map_type(problem, each.tensor)) for each in maps]
+    names += _typed("ptr", *workspace)
     integers = [*INTEGERS]
     # Neighbours are loaded together, so that their order shapes the code: that which was measured.
     place = 1 if plan.family == "sm90_bwd" else len(integers)

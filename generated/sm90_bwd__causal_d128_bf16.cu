@@ -131,8 +131,8 @@ struct DenseSequence {
 struct TmaFetch {
   // Rows of one head into `kBoxes` boxes of kColumns columns and `box_bytes`; columns and rows outside the tensor
   // arrive as zeros, so a tail never carries NaN into a product.
-  template <int kBoxes, int kColumns = 64, class BatchIndex>
-  ATTNGEN_DEVICE static void load(u32 destination, u32 box_bytes, const TensorMap* map, u32 barrier,
+  template <int kBoxes, int kColumns = 64, class Map, class BatchIndex>
+  ATTNGEN_DEVICE static void load(u32 destination, u32 box_bytes, const Map* map, u32 barrier,
                                   int row, int head, BatchIndex batch, u64 policy) {
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {

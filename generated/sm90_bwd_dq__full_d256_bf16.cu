@@ -96,8 +96,8 @@ struct DenseSequence {
 struct TmaFetch {
   // Rows of one head into `kBoxes` boxes of kColumns columns and `box_bytes`; columns and rows outside the tensor
   // arrive as zeros, so a tail never carries NaN into a product.
-  template <int kBoxes, int kColumns = 64, class BatchIndex>
-  ATTNGEN_DEVICE static void load(u32 destination, u32 box_bytes, const TensorMap* map, u32 barrier,
+  template <int kBoxes, int kColumns = 64, class Map, class BatchIndex>
+  ATTNGEN_DEVICE static void load(u32 destination, u32 box_bytes, const Map* map, u32 barrier,
                                   int row, int head, BatchIndex batch, u64 policy) {
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
@@ -268,14 +268,14 @@ struct BlockLoader {
     RingPosition<kStages> ring;
     for_each_job(smem, slot, [&](const Job& job) {
       const int first_row = kv_sequence(p).first_row(job.batch);
+      const auto index = kv_sequence(p).batch_index(job.batch);
 #pragma unroll 1
       for (int block = job.block_begin; block < job.block_end; ++block) {
         const u32 full = smem + kFull + ring.stage * 8;
         mbarrier_wait(smem + kEmpty + ring.stage * 8, ring.parity ^ 1);
         mbarrier_arrive_expect(full, kBoxes * kKeyBoxBytes);
         KvFetch::load<kBoxes>(smem + kTiles + ring.stage * (kBoxes * kKeyBoxBytes), kKeyBoxBytes, map, full,
-                              first_row + block * kTileN, job.head / p.group_size,
-                              kv_sequence(p).batch_index(job.batch), kEvictLast);
+                              first_row + block * kTileN, job.head / p.group_size, index, kEvictLast);
         ring.advance();
       }
     });

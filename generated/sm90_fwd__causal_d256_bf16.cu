@@ -117,8 +117,8 @@ struct DenseSequence {
 struct TmaFetch {
   // Rows of one head into `kBoxes` boxes of kColumns columns and `box_bytes`; columns and rows outside the tensor
   // arrive as zeros, so a tail never carries NaN into a product.
-  template <int kBoxes, int kColumns = 64, class BatchIndex>
-  ATTNGEN_DEVICE static void load(u32 destination, u32 box_bytes, const TensorMap* map, u32 barrier,
+  template <int kBoxes, int kColumns = 64, class Map, class BatchIndex>
+  ATTNGEN_DEVICE static void load(u32 destination, u32 box_bytes, const Map* map, u32 barrier,
                                   int row, int head, BatchIndex batch, u64 policy) {
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
@@ -261,13 +261,14 @@ struct QLoader {
       if (row_block < 0) break;
       mbarrier_arrive(smem + kJobEmpty);
       int row = q_sequence(p).first_row(batch) + row_block * kTileM;
+      const auto index = q_sequence(p).batch_index(batch);
 #pragma unroll 1
       for (u32 consumer = 0; consumer < kConsumers; ++consumer, row += 64) {
         const u32 full = smem + kQFull + consumer * 8;
         mbarrier_wait(smem + kQEmpty + consumer * 8, parity ^ 1);
         mbarrier_arrive_expect(full, kQkBoxes * kWarpgroupBytes);
         TmaFetch::load<kQkBoxes, kBoxColumns>(smem + kSmemQ + consumer * kWarpgroupBytes, kRowBoxBytes, &p.map_q,
-                                 full, row, head, q_sequence(p).batch_index(batch), kEvictFirst);
+                                 full, row, head, index, kEvictFirst);
       }
     }
   }
@@ -293,6 +294,7 @@ struct KvLoader {
       if (row_block < 0) break;
       mbarrier_arrive(smem + kJobEmpty);
       const int first_row = kv_sequence(p).first_row(batch);
+      const auto index = kv_sequence(p).batch_index(batch);
 #pragma unroll 1
       while (--block >= block_begin) {
 #pragma unroll
@@ -301,8 +303,7 @@ struct KvLoader {
           mbarrier_wait(smem + kEmpty + ring.stage * 8, ring.parity ^ 1);
           mbarrier_arrive_expect(barrier, kBoxes * kRows * 128);
           KvFetch::load<kBoxes, kBoxColumns>(smem + kTiles + ring.stage * (kBoxes * kRows * 128), kRows * 128,
-                                map, barrier, first_row + block * kTileN + row, kv_head,
-                                kv_sequence(p).batch_index(batch), kEvictLast);
+                                map, barrier, first_row + block * kTileN + row, kv_head, index, kEvictLast);
           ring.advance();
         }
       }

@@ -43,6 +43,11 @@ CALLS = [
     Call("thd", (17,) * 1500, d=64, mask="causal"),
 ]  # fmt: skip
 KERNELS = list(dict.fromkeys(call.spec for call in CALLS))
+KERNELS += [
+    attngen.AttentionSpec(head_dim=d, dtype="e4m3", mask="causal", layout=layout, seqused=used)
+    for d in (64, 128, 256)
+    for layout, used in (("thd", False), ("bshd", True), ("bshd", False))
+]
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
@@ -114,6 +119,30 @@ def test_varlen_compiled_call_takes_new_token_counts_without_recompiling():
         expected = torch.autograd.grad((plain * 2).float().sum(), operands)
         assert oracle.same(gradients, expected)
         assert counter.frame_count == 1, f"compiled anew for call {number}"
+
+
+@pytest.mark.parametrize("layout", ["thd", "bshd"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_varlen_fp8_bits_are_those_of_each_sequence_alone(d, layout):
+    room = (300, 300) if layout == "bshd" else None
+    call = Call(layout, SHORT, room=room, gaps=room is None, d=d, heads=(4, 2), mask="causal")
+    operands = [x.to(torch.float8_e4m3fn) for x in call.operands()]
+    results = {"backend": "cuda", "return_lse": True, "return_amax": True}
+    out, aux = attngen.attention(*operands, **call.arguments(), **results)
+    found = call.members(call.layout, call.q_lens, out)
+    assert not out[~found].any() and not out.isnan().any()
+    largest = torch.zeros(1, device="cuda")
+    for b, length in enumerate(call.q_lens):
+        start = call.offsets(call.q_lens)[b] if layout == "thd" else 0
+        rows = slice(start, start + length)
+        at = (rows,) if layout == "thd" else (b, rows)
+        alone = [x[at][None] for x in operands]
+        wanted, by = attngen.attention(*alone, mask="causal", **results)
+        assert torch.equal(out[at], wanted[0])
+        lse = aux.lse[:, rows] if layout == "thd" else aux.lse[b, :, rows]
+        assert torch.equal(lse, by.lse[0])
+        largest = torch.maximum(largest, by.amax_o)
+    assert torch.equal(aux.amax_o, largest) and aux.amax_s.item() == 1.0
 
 
 def test_varlen_lengths_of_a_wrong_kind_are_refused():

@@ -15,12 +15,13 @@ struct Context {
   int delta;
 };
 
-// Coordinates of a sequence in a tensor map that ends where the sequence does: rows by which the box
-// is moved, and index of the batch dimension.
+// A sequence in a tensor map that ends where the sequence does: its length, and its first token or
+// the index of the batch dimension. Its position 0 is row kLongest - length.
 struct SequenceIndex {
-  int shift;
-  int batch;
+  int length;
+  int start;
 };
+constexpr int kLongest = 1 << 30;
 
 // Positions [lo, hi); empty when hi <= lo.
 struct Range {

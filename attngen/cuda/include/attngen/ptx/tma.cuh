@@ -1,5 +1,5 @@
 // The tensor memory accelerator: boxes of a 4-D tensor (column, row, head, batch) to and from
-// shared memory. Of sequences whose lengths vary, a second dimension of rows moves the box.
+// shared memory.
 #pragma once
 
 #include "attngen/context.cuh"
@@ -10,6 +10,18 @@ struct alignas(64) TensorMap {
   u64 opaque[16];
 };
 
+// Where lengths vary: the box is moved along a further dimension, in steps of which a row and a
+// start are so many.
+struct alignas(64) SequenceMap {
+  TensorMap map;
+  int row_units;
+  int start_units;
+
+  ATTNGEN_DEVICE int shift(SequenceIndex index) const {
+    return index.length * row_units + index.start * start_units;
+  }
+};
+
 // L2 policies in the form that createpolicy returns for a whole-tensor fraction of 1.
 constexpr u64 kEvictFirst = 0x12F0000000000000ull;
 constexpr u64 kEvictLast = 0x14F0000000000000ull;
@@ -17,6 +29,7 @@ constexpr u64 kEvictLast = 0x14F0000000000000ull;
 ATTNGEN_DEVICE void tma_prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
+ATTNGEN_DEVICE void tma_prefetch_map(const SequenceMap* map) { tma_prefetch_map(&map->map); }
 ATTNGEN_DEVICE void tma_load(u32 destination, const TensorMap* map, u32 barrier, int column,
                              int row, int head, int batch, u64 policy) {
   asm volatile(
@@ -33,22 +46,22 @@ ATTNGEN_DEVICE void tma_store(const TensorMap* map, u32 source, int column, int 
       "r"(source), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
-// The same of a 5-D tensor (column, row, head, shift, batch).
-ATTNGEN_DEVICE void tma_load(u32 destination, const TensorMap* map, u32 barrier, int column,
+// The same of a sequence, from and to rows that belong to it.
+ATTNGEN_DEVICE void tma_load(u32 destination, const SequenceMap* map, u32 barrier, int column,
                              int row, int head, SequenceIndex index, u64 policy) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(destination),
-      "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(index.shift), "r"(index.batch),
-      "l"(policy)
+      "l"(&map->map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(map->shift(index)),
+      "r"(kLongest), "l"(policy)
       : "memory");
 }
-ATTNGEN_DEVICE void tma_store(const TensorMap* map, u32 source, int column, int row, int head,
+ATTNGEN_DEVICE void tma_store(const SequenceMap* map, u32 source, int column, int row, int head,
                               SequenceIndex index) {
   asm volatile(
       "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], "
-      "[%1];" ::"l"(map),
-      "r"(source), "r"(column), "r"(row), "r"(head), "r"(index.shift), "r"(index.batch)
+      "[%1];" ::"l"(&map->map),
+      "r"(source), "r"(column), "r"(row), "r"(head), "r"(map->shift(index)), "r"(kLongest)
       : "memory");
 }
 // `bytes` contiguous bytes (a multiple of 16, like both addresses) to shared memory.
