@@ -1,0 +1,102 @@
+"""Schedules of varying lengths: every tile once, in order; classes of length; own blocks."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+
+import numpy as np
+import pytest
+
+SOURCE = """
+#include "attngen/scheduler/sequence_order.cuh"
+using namespace attngen;
+extern "C" void tiles_at(const int* schedule, int heads, int longest, int n, const int* at,
+                         int* out) {
+  SequenceOrder order = {schedule, heads};
+  for (int i = 0; i < n; ++i) {
+    const TileCoord tile = longest ? order.at<true>(at[i]) : order.at<false>(at[i]);
+    out[3 * i] = tile.row_block, out[3 * i + 1] = tile.head, out[3 * i + 2] = tile.batch;
+  }
+}
+extern "C" int tiles(const int* schedule) { return SequenceOrder{schedule, 1}.tiles(); }
+extern "C" int class_of(int length) { return length_class(length); }
+extern "C" int block_of(const int* offsets, int b) { return first_block<4>(offsets, b); }
+extern "C" int owner_of(const int* offsets, int sequences, int block) {
+  return sequence_of_block<4>(offsets, sequences, block);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(compile_cpp):
+    return ctypes.CDLL(str(compile_cpp(SOURCE)))
+
+
+def ints(numbers):
+    array = np.ascontiguousarray(numbers, dtype=np.int32)
+    return array, array.ctypes.data_as(ctypes.c_void_p)
+
+
+def schedule_of(tiles, heads, group):
+    """As the kernel before the others writes it; the sequences in their own order."""
+    ends = np.cumsum([n * heads for n in tiles])
+    rows = [(0, int(ends[-1]) if len(ends) else 0, 0, 0)]
+    return rows + [(b, int(ends[b]), n, group) for b, n in enumerate(tiles)]
+
+
+TILES = [(1,), (3, 0, 2), (0, 0, 1, 5), (2, 1, 0, 0), (0, 4, 0, 1, 1)]
+
+
+@pytest.mark.parametrize("longest", [False, True])
+@pytest.mark.parametrize("tiles", TILES, ids=str)
+def test_order_hands_out_every_tile_once_whoever_draws(compiled, tiles, longest):
+    for heads, ctas in itertools.product((1, 2, 5), (1, 3, 7)):
+        for group in range(1, heads + 1):
+            table, schedule = ints(schedule_of(tiles, heads, group))
+            total = compiled.tiles(schedule)
+            assert total == sum(tiles) * heads
+            found = []
+            for cta in range(ctas):  # each asks for numbers that grow, with a place of its own
+                at, numbers = ints(range(cta, total, ctas))
+                out, results = ints(np.zeros((len(at), 3)))
+                compiled.tiles_at(schedule, heads, longest, len(at), numbers, results)
+                found += map(tuple, out.reshape(-1, 3).tolist())
+            wanted = itertools.chain.from_iterable(
+                itertools.product(range(n), range(heads), [b]) for b, n in enumerate(tiles)
+            )
+            assert sorted(found) == sorted(wanted)
+            assert table[0, 1] == total
+
+
+def test_order_takes_heads_of_a_group_in_turn_and_rows_as_asked(compiled):
+    _, schedule = ints(schedule_of((2, 1), 4, 2))
+    _, at = ints(range(12))
+    for longest, rows in ((1, (1, 0)), (0, (0, 1))):
+        out, results = ints(np.zeros((12, 3)))
+        compiled.tiles_at(schedule, 4, longest, 12, at, results)
+        first = [(r, h, 0) for heads in ((0, 1), (2, 3)) for r in rows for h in heads]
+        assert [tuple(x) for x in out.tolist()] == [*first, *((0, h, 1) for h in range(4))]
+
+
+def test_length_classes_grow_with_the_length_and_fit(compiled):
+    lengths = [*range(5000), *(1 << n for n in range(12, 31)), (1 << 30) - 1]
+    classes = [compiled.class_of(n) for n in sorted(lengths)]
+    assert classes == sorted(classes) and 0 <= classes[0] and classes[-1] < 1024
+    assert [compiled.class_of(n) for n in range(64)] == [*range(64)]
+
+
+def test_blocks_of_packed_sequences_are_their_own_wherever_they_begin(compiled):
+    for lens in itertools.product((0, 1, 3, 4, 5, 9), repeat=3):
+        for gap in (0, 1, 3):
+            offsets = [gap + sum(lens[:b]) + gap * b for b in range(4)]
+            _, pointer = ints(offsets)
+            total = offsets[-1] + gap
+            starts = [compiled.block_of(pointer, b) for b in range(3)]
+            used = [
+                start + n for start, x in zip(starts, lens, strict=True) for n in range(-(-x // 4))
+            ]
+            assert len(set(used)) == len(used) and all(n < total // 4 + 3 for n in used)
+            for b, (start, x) in enumerate(zip(starts, lens, strict=True)):
+                for n in range(-(-x // 4)):
+                    assert compiled.owner_of(pointer, 3, start + n) == b
