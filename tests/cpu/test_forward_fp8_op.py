@@ -12,6 +12,7 @@ from attngen.load import LoadedKernel
 from attngen.ops import forward as op
 from attngen.ops import operands as op_operands
 from attngen.ops import operation
+from attngen.ops.signature import LENGTHS
 from attngen.program import Field, KernelEntry, TensorMapRecipe
 from attngen.reference.call import SCALES
 from tests.cpu.fp8_kit import E4M3, E5M2, operands, rest_of, scales
@@ -85,7 +86,8 @@ def test_op_launch_has_every_address_and_stride(launched):
     (launch,) = launched.launches
     tensors = {**given, "q": q, "k": k, "v": v, "o": out, "lse": lse}
     tensors |= {"amax_s": amax_s, "amax_o": amax_o}
-    assert launch.addresses == {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    known = dict.fromkeys(LENGTHS, 0) | {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    assert launch.addresses == known
     assert amax_s.tolist() == amax_o.tolist() == [0.0], "a launch must find them zeroed"
     values = dict(zip((f.name for f in ENTRY.fields), launch.prepared.values, strict=True))
     assert [values[name] for name in STRIDES] == [2, 1, 0, 0, 1, 2]

@@ -25,7 +25,7 @@ HEADERS = """
 #include "attngen/scheduler/kv_blocks.cuh"
 #include "attngen/softmax/row.cuh"
 """
-C_TYPES = {"i32": "int", "f32": "float", "i64": "long long", "ptr": "void*"}
+C_TYPES = {"i32": "int", "f32": "float", "i64": "long long", "ptr": "const void*"}
 FINALIZE = """
 }  // namespace attngen
 extern "C" void finalize(float max_log2, float sum, float* out) {
@@ -89,14 +89,18 @@ def test_fragment_alone_compiles_where_its_axis_runs(fragment: Fragment, compile
 )
 def test_fragment_members_are_its_operands_in_order(fragment: Fragment, compile_cpp) -> None:
     """Kernels fill the struct by position, and read nothing that the header does not declare."""
-    values = ", ".join(str(k + 1) for k in range(len(fragment.operands)))
+    numbers = [
+        "nullptr" if operand.dtype == "ptr" else str(k + 1)
+        for k, operand in enumerate(fragment.operands)
+    ]
+    values = ", ".join(numbers)
     types = [C_TYPES[operand.dtype] for operand in fragment.operands]
     pairs = [*zip(types, fragment.operands, strict=True)]
     members = "".join(f"  {kind} {o.name};\n" for kind, o in pairs)
     checks = "".join(
-        f"static_assert(made.{operand.name} == {k + 1});\n"
+        f"static_assert(made.{operand.name} == {number});\n"
         f"static_assert(is_same<decltype(made.{operand.name}), {kind}>);\n"
-        for k, (kind, operand) in enumerate(pairs)
+        for number, (kind, operand) in zip(numbers, pairs, strict=True)
     )
     compile_cpp(
         f"{HEADERS}namespace attngen {{\n"

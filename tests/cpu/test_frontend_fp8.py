@@ -119,7 +119,7 @@ def test_call_scale_that_wants_a_gradient_is_refused_after_one_that_does_not(on_
         attngen.attention(*operands(), descale_v=scale, backend="cuda")
 
 
-@pytest.mark.parametrize("change", ["head dim", "head dim v", "paged", "sink", "alibi"])
+@pytest.mark.parametrize("change", ["head dim", "head dim v", "rng state", "sink", "alibi"])
 def test_call_without_a_kernel_is_refused(on_reference, change):
     q, k, v = operands()
     arguments = {}
@@ -127,13 +127,13 @@ def test_call_without_a_kernel_is_refused(on_reference, change):
         q, k = q[..., :24], k[..., :24]
     elif change == "head dim v":
         v = v[..., :8]
-    elif change == "paged":
-        arguments = {"seqused_kv": torch.tensor([3, 7], dtype=torch.int32)}
+    elif change == "rng state":
+        arguments = {"rng_state": torch.tensor([3, 7])}
     elif change == "sink":
         arguments = {"softmax": "off_by_one"}
     else:
         arguments = {"alibi_slopes": True}
-    with pytest.raises(SpecError, match="multiples of 16|seqused_kv|softmax|alibi"):
+    with pytest.raises(SpecError, match="multiples of 16|rng_state|softmax|alibi"):
         attngen.attention(q, k, v, **arguments, backend="cuda")
     assert not on_reference
     out = attngen.attention(q, k, v, **arguments, backend="auto")  # the reference, with a log line

@@ -75,6 +75,29 @@ def test_resolve_fp8_dtypes_reach_the_problem(fields, kv_dtype, out_dtype) -> No
     assert dtypes == (spec.dtype, kv_dtype, out_dtype)
 
 
+SEQUENCES = {
+    ("bshd", "causal", False): ("dense", "dense"),
+    ("sb3hd", "none", False): ("dense", "dense"),
+    ("bhsd", "padding", False): ("used", "used"),
+    ("bshd_bs2hd", "padding_causal_bottom_right", False): ("used", "used"),
+    ("bs3hd", "causal", True): ("used", "used"),
+    ("thd", "none", False): ("packed", "packed"),
+    ("t3hd", "padding_causal", False): ("packed", "packed"),
+    ("thd_sbhd_sbhd", "none", False): ("packed", "dense"),
+    ("thd_bshd_bshd", "none", True): ("packed", "used"),
+}
+
+
+@pytest.mark.parametrize(("layout", "mask", "seqused"), SEQUENCES)
+def test_resolve_layout_and_lengths_choose_how_sequences_are_found(layout, mask, seqused) -> None:
+    spec = AttentionSpec(head_dim=64, layout=layout, mask=mask, seqused=seqused)
+    (problem,) = resolve(spec, KNOWN)
+    wanted = SEQUENCES[layout, mask, seqused]
+    assert (problem.q_seq, problem.kv_seq) == wanted
+    assert problem.varlen == (wanted != ("dense", "dense"))
+    assert problem.masks == (("causal",) if "causal" in mask else ())
+
+
 @pytest.mark.parametrize(
     ("field", "value", "legal"),
     [
@@ -136,6 +159,9 @@ def test_resolve_backward_of_a_partial_output_is_refused() -> None:
         ("none", ((), False)),
         ("causal", (("causal",), False)),
         ("causal_bottom_right", (("causal",), True)),
+        ("padding", ((), False)),
+        ("padding_causal", (("causal",), False)),
+        ("padding_causal_bottom_right", (("causal",), True)),
     ],
 )
 def test_split_mask_names_give_fragments_and_alignment(name: str, expected: tuple) -> None:
@@ -154,13 +180,8 @@ def test_split_mask_names_give_fragments_and_alignment(name: str, expected: tupl
         ("out_dtype", "fp16", None),
         ("kv_dtype", "e4m3", None),
         ("out_dtype", "e4m3", None),
-        ("layout", "bs3hd", "bshd"),
-        ("layout", "thd", "bshd"),
-        ("layout", "sbhd_bshd_bshd", "bshd"),
         ("layout", "paged_kv_bshd_bshd_bshd", "bshd"),
         ("layout", "dhsb", "bshd"),
-        ("mask", "padding_causal", "causal"),
-        ("mask", "padding", "none"),
         ("mask", "arbitrary", "none"),
         # No name of the semantics; with window=True the same fragment would be there twice.
         ("mask", "window", "none"),
@@ -191,7 +212,7 @@ def test_resolve_one_violation_is_refused_with_the_nearest_value(field, value, l
 
 
 def test_resolve_many_violations_are_all_reported() -> None:
-    wrong = {"head_dim": 65, "dtype": "fp64", "layout": "thd", "mask": "padding", "alibi": True}
+    wrong = {"head_dim": 65, "dtype": "fp64", "layout": "dhsb", "mask": "x", "alibi": True}
     with pytest.raises(SpecError) as caught:
         resolve(AttentionSpec(**wrong, softmax="learnable", directions=("up",)), KNOWN)
     message = str(caught.value)
@@ -242,7 +263,6 @@ def test_nearest_fields_that_are_not_violated_stay(spec: AttentionSpec) -> None:
         {"softmax": "learnable", "sink": object()},
         {"dropout_p": 0.5},
         {"return_max_logit": True},
-        {"mask": "padding"},
     ],
     ids=lambda arguments: "+".join(arguments),
 )

@@ -71,6 +71,9 @@ ARGUMENTS = {
     "layout packed": ({"layout": "bs3hd"}, "layout"),
     "layout mixed": ({"layout": "bshd_sbhd_sbhd"}, "lengths"),
     "layout thd": ({"layout": "thd"}, "layout"),
+    "layout paged": ({"layout": "paged_kv_bshd_bshd_bshd"}, "page_table"),
+    "lengths int64": ({"seqused_kv": torch.tensor([3, 7])}, "int32"),
+    "lengths of another batch": ({"seqused_q": torch.zeros(3, dtype=torch.int32)}, "seqused_q"),
     "softmax": ({"softmax": "softmin"}, "softmax"),
     "softmax off by one": ({"softmax": "off_by_one"}, "softmax"),
     **{
@@ -96,10 +99,6 @@ TENSORS = {
     "bias": lambda: make(9, 7),
     "sink": lambda: make(4, dtype=torch.float32),
     "rng_state": lambda: make(2, dtype=torch.int64),
-    "cu_seqlens_q": lambda: make(3, dtype=torch.int32),
-    "cu_seqlens_kv": lambda: make(3, dtype=torch.int32),
-    "seqused_q": lambda: make(2, dtype=torch.int32),
-    "seqused_kv": lambda: make(2, dtype=torch.int32),
     "page_table": lambda: make(2, 1, dtype=torch.int32),
 }
 
