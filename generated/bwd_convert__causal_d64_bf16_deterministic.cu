@@ -37,14 +37,15 @@ static_assert(sizeof(Params) == 56, "packed by the host");
 extern "C" __global__ void __launch_bounds__(128)
 bwd_convert__causal_d64_bf16_deterministic__c3da02(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
-  const int part = blockIdx.x % kParts;
   const int block = blockIdx.x / kParts;
+  const int part = blockIdx.x % kParts;
   const int head = blockIdx.y;
   const int batch = blockIdx.z;
-  const long long slot = (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;
 
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
+  const long long slot = (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;
+
   const float4* acc = reinterpret_cast<const float4*>(static_cast<const float*>(p.dq_acc) + (slot * kParts + part) * kPartFloats) + threadIdx.x;
   // The part's rows in 16 bits, padded so that what a warp writes at once falls on different banks.
   constexpr int kRows = 64;

@@ -47,6 +47,7 @@ bwd_prepare__causal_d128_bf16__11fa21(const __grid_constant__ attngen::Params p)
   const int block = blockIdx.x;
   const int head = blockIdx.y;
   const int batch = blockIdx.z;
+
   const long long slot = (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;
 
   float4* dq = reinterpret_cast<float4*>(static_cast<float*>(p.dq_acc) + slot * kDqFloats);

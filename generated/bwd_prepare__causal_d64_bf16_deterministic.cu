@@ -48,6 +48,7 @@ bwd_prepare__causal_d64_bf16_deterministic__a268f8(const __grid_constant__ attng
   const int block = blockIdx.x;
   const int head = blockIdx.y;
   const int batch = blockIdx.z;
+
   const long long slot = (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;
 
   float4* dq = reinterpret_cast<float4*>(static_cast<float*>(p.dq_acc) + slot * kDqFloats);

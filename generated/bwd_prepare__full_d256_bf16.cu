@@ -45,6 +45,7 @@ bwd_prepare__full_d256_bf16__8ef854(const __grid_constant__ attngen::Params p) {
   const int block = blockIdx.x;
   const int head = blockIdx.y;
   const int batch = blockIdx.z;
+
   const long long slot = (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;
 
 

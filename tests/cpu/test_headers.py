@@ -17,6 +17,7 @@ HOST_HEADERS = (
     "attngen/scheduler/block_range.cuh",
     "attngen/scheduler/kv_blocks.cuh",
     "attngen/scheduler/q_blocks.cuh",
+    "attngen/scheduler/sequence_order.cuh",
     "attngen/scheduler/tile_order.cuh",
     "attngen/softmax/row.cuh",
 )

@@ -6,8 +6,9 @@
 
 namespace attngen {
 
-// A sequence in a schedule, with `tiles` tiles a head; `end` tiles are its own, of all heads, and of
-// the sequences before it. A schedule is an array of these: the first one's `end` counts all tiles.
+// A sequence in a schedule, with `tiles` tiles a head; `end` tiles are its own, of all heads, and
+// of the sequences before it. A schedule is an array of these: the first one's `end` counts all
+// tiles.
 struct alignas(16) ScheduledSequence {
   int batch;
   int end;
