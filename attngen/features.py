@@ -21,27 +21,39 @@ else:
     import tomli as tomllib
 
 AXES = ("mask", "score", "softmax", "sequence", "fetch", "iteration")
-DOMAINS = ("scalar",)
+DOMAINS = ("scalar", "head", "batch_head")
 DTYPES = ("i32", "i64", "f32")
 BOUNDS = ("left", "right")
+TENSOR_AXES = ("score", "softmax")  # whose fragments may read tensors
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A run-time value that a fragment reads: by what it is indexed, and its dtype."""
+    """A run-time value that a fragment reads: by what it is indexed, and its dtype.
+
+    Of domain `scalar` it is an argument of the launch; of `head` and `batch_head` an element of a
+    float32 tensor of the call, [h_q] or [b, h_q], which the kernel reads once a tile. The
+    fragment's struct has the value itself.
+    """
 
     name: str
     domain: str
     dtype: str
     doc: str
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the tensor that holds it; none for an argument."""
+        return {"head": ("head",), "batch_head": ("batch", "head")}.get(self.domain, ())
+
 
 @dataclass(frozen=True)
 class Fragment:
     """The header of one fragment.
 
-    `bounds` says on which sides a mask limits its rows; `selected_by` which field of a spec asks
-    for it: `mask` by its name, or a switch such as `window`.
+    `bounds` says on which sides a mask limits its rows, `past` that it hides whatever is past the
+    diagonal; `selected_by` which field of a spec asks for it: `mask` by its name, or a switch such
+    as `window`. `additive`: a score whose derivative is 1.
     """
 
     axis: str
@@ -51,6 +63,8 @@ class Fragment:
     bounds: tuple[str, ...]
     selected_by: str
     operands: tuple[Operand, ...]
+    past: bool = False
+    additive: bool = False
 
     @property
     def template(self) -> str:
@@ -111,7 +125,7 @@ def read_header(path: Path, axis: str) -> Fragment:
         raise ValueError(f"{path}: {error}") from error
     if fragment.template != f"{axis}/{path.name}":
         raise ValueError(f"{path}: the header's name is {fragment.name!r}, not the file's")
-    if reasons := [*_bound_mistakes(axis, bounds), *_operand_mistakes(operands)]:
+    if reasons := [*_bound_mistakes(axis, bounds), *_operand_mistakes(axis, operands)]:
         raise ValueError(f"{path}: " + "; ".join(reasons))
     return fragment
 
@@ -125,11 +139,15 @@ def _bound_mistakes(axis: str, bounds: Any) -> list[str]:
     return []
 
 
-def _operand_mistakes(operands: tuple[Operand, ...]) -> list[str]:
+def _operand_mistakes(axis: str, operands: tuple[Operand, ...]) -> list[str]:
     mistakes = []
     for operand in operands:
         if operand.domain not in DOMAINS:
             mistakes.append(f"operand {operand.name}: domain {operand.domain!r}, known: {DOMAINS}")
         if operand.dtype not in DTYPES:
             mistakes.append(f"operand {operand.name}: dtype {operand.dtype!r}, known: {DTYPES}")
+        if operand.axes and operand.dtype != "f32":
+            mistakes.append(f"operand {operand.name}: a tensor's elements are f32")
+        if operand.axes and axis not in TENSOR_AXES:
+            mistakes.append(f"operand {operand.name}: only {TENSOR_AXES} read tensors")
     return mistakes
