@@ -33,13 +33,15 @@ class Operand:
 
     Of domain `scalar` it is an argument of the launch; of `head` and `batch_head` an element of a
     float32 tensor of the call, [h_q] or [b, h_q], which the kernel reads once a tile. The
-    fragment's struct has the value itself.
+    fragment's struct has the value itself. `score_power`: its dimension, as a power of that of
+    scores, whose unit is the kernel's choice: 1 for what adds to them, -1 for what divides them.
     """
 
     name: str
     domain: str
     dtype: str
     doc: str
+    score_power: int = 0
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -53,7 +55,9 @@ class Fragment:
 
     `bounds` says on which sides a mask limits its rows, `past` that it hides whatever is past the
     diagonal; `selected_by` which field of a spec asks for it: `mask` by its name, or a switch such
-    as `window`. `additive`: a score whose derivative is 1.
+    as `window`. `additive`: a score whose derivative is 1; `linear`: one
+    that has a rate of change by the distance from the diagonal; `small`: one that is cheaper up to
+    a limit.
     """
 
     axis: str
@@ -65,6 +69,8 @@ class Fragment:
     operands: tuple[Operand, ...]
     past: bool = False
     additive: bool = False
+    linear: bool = False
+    small: bool = False
 
     @property
     def template(self) -> str:
@@ -148,6 +154,8 @@ def _operand_mistakes(axis: str, operands: tuple[Operand, ...]) -> list[str]:
             mistakes.append(f"operand {operand.name}: dtype {operand.dtype!r}, known: {DTYPES}")
         if operand.axes and operand.dtype != "f32":
             mistakes.append(f"operand {operand.name}: a tensor's elements are f32")
+        if operand.score_power and (operand.score_power not in (-1, 1) or axis != "score"):
+            mistakes.append(f"operand {operand.name}: score_power is 1 or -1, of a score")
         if operand.axes and axis not in TENSOR_AXES:
             mistakes.append(f"operand {operand.name}: only {TENSOR_AXES} read tensors")
     return mistakes

@@ -66,6 +66,10 @@ class Use:
         return any(operand.axes for operand in self.fragment.operands)
 
     @property
+    def score_powers(self) -> tuple[int, ...]:
+        return tuple(operand.score_power for operand in self.fragment.operands)
+
+    @property
     def bounds_left(self) -> bool:
         return "left" in self.fragment.bounds
 
@@ -173,6 +177,7 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> list[tup
     names = [("map_q", "tensor_map"), ("map_k", "tensor_map"), ("map_v", "tensor_map")]
     names += [("o", "ptr")] if partial else [("map_o", "tensor_map")]
     names += [("lse", "ptr")]
+    names += [("max_logit", "ptr")] if problem.max_logit else []
     if problem.eight_bit:
         pointers = ("descale_q", "descale_k", "descale_v", "scale_s", "descale_s", "scale_o")
         names += [(name, "ptr") for name in (*pointers, "amax_s", "amax_o")]
@@ -188,7 +193,7 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> list[tup
         ("tail_rows", "i32"),
         ("group_size", "i32"),
         ("bottom_right", "i32"),
-        ("scale" if problem.scores else "scale_log2", "f32"),
+        ("scale_log2", "f32"),
     ]
     if problem.eight_bit:
         for tensor, axis in itertools.product("qkv", ("batch", "head")):

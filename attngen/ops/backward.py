@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import compress
@@ -15,7 +16,7 @@ from .. import load
 from ..errors import SpecError
 from ..launch import Prepared, launch, prepare
 from ..load import LoadedKernel
-from ..run_time import workspace_bytes
+from ..run_time import LOG2_E, row_blocks, workspace_bytes
 from ..spec import AttentionSpec
 from .checks import device_violations, violations
 from .operands import extents_of, memory_axes, new_outputs, scalars_of, spec_of
@@ -28,7 +29,8 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 library.define(
     "backward(Tensor d_o, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
-    f"{schema()}, bool want_dq=True, bool want_dkv=True) -> (Tensor, Tensor, Tensor)"
+    f"{schema()}, bool want_dq=True, bool want_dkv=True, bool want_dsink=True) -> "
+    "(Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -42,6 +44,7 @@ class Ready:
     gradients: tuple[str, ...]
     offsets: dict[str, int]
     workspace_bytes: int
+    row_sizes: tuple[int, int, int] = (0, 0, 0)  # batch, heads, rows of LSE and D in the workspace
 
 
 _ready: dict[tuple[Any, ...], Ready] = {}
@@ -56,8 +59,9 @@ def backward(
     o: Tensor,
     lse: Tensor,
     *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, contiguous, in their dtype; [0] where they are not wanted.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, contiguous, in their dtype, and of the sink; [0] where they are not
+    wanted, or there is no sink.
 
     q, k, v and rest as `attngen::forward` took them, o and lse as it returned them, in 16 bits.
     d_o, dlse: gradients of o and of the LSE, None where nothing depends on it. want_dq, want_dkv,
@@ -65,23 +69,24 @@ def backward(
     Raises: SpecError with every violation; CompileError, LaunchError.
     """
     (optional, arguments), wanted = split(rest), wanted_of(rest)
+    extra = dict(zip(OPTIONAL, optional, strict=True))
+    wanted = wanted._replace(dsink=wanted.dsink and extra["sink"] is not None)
     tensors = {"q": q, "k": k, "v": v, "o": readable(o), "d_o": readable(d_o)}
     rows = {"lse": lse.contiguous()}
     if dlse is not None:
         rows["dlse"] = dlse.float().contiguous()
-    extra = dict(zip(OPTIONAL, optional, strict=True))
     key = (arguments, wanted, *map(format_of, (*tensors.values(), *rows.values(), *optional)))
     ready = remember(_ready, key, lambda: _make_ready(tensors, rows, extra, arguments, wanted))
     with torch.cuda.device(q.device):
         load.ensure_context(q.device.index)
         made = {name: _gradient_of(tensors[name[1]]) for name in ready.gradients}
-        _run(ready, {**tensors, **rows, **made})
+        dsink = _run(ready, {**tensors, **rows, **made}, extra, wanted)
     dq, dk, dv = (made[n] if n in names_of(wanted) else q.new_empty(0) for n in GRADIENTS)
-    return dq, dk, dv
+    return dq, dk, dv, dsink
 
 
 def names_of(wanted: Wanted) -> tuple[str, ...]:
-    """Those of the gradients."""
+    """Those of the gradients that kernels make."""
     return tuple(compress(GRADIENTS, (wanted.dq, wanted.dkv, wanted.dkv)))
 
 
@@ -103,13 +108,23 @@ def readable(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _run(ready: Ready, tensors: dict[str, Tensor]) -> None:
-    """Fills the gradients among `tensors`, on the current stream."""
+def _run(
+    ready: Ready,
+    tensors: dict[str, Tensor],
+    optional: Mapping[str, Tensor | None],
+    wanted: Wanted,
+) -> Tensor:
+    """Fills the gradients among `tensors`, on the current stream; returns that of the sink."""
+    sink = optional["sink"] if wanted.dsink else None
     if not ready.launches:
         for name in ready.gradients:
             tensors[name].zero_()
-        return
-    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+        if sink is None:
+            return tensors["lse"].new_empty(0)
+        # No query sees a key: each LSE is its head's sink.
+        return tensors.get("dlse", torch.zeros_like(tensors["lse"])).sum((0, 2))
+    given = {name: tensor for name, tensor in optional.items() if tensor is not None}
+    addresses = {name: tensor.data_ptr() for name, tensor in {**tensors, **given}.items()}
     if any(addresses[name] % 16 for name in "qkv"):
         raise SpecError("q, k and v must start at a multiple of 16 bytes; clone what does not")
     device = tensors["q"].device
@@ -122,6 +137,21 @@ def _run(ready: Ready, tensors: dict[str, Tensor]) -> None:
     addresses.setdefault("dlse", 0)
     for prepared in ready.launches:
         launch(prepared, addresses, stream)
+    return tensors["lse"].new_empty(0) if sink is None else _sink_gradient(ready, workspace, sink)
+
+
+def _sink_gradient(ready: Ready, workspace: Tensor, sink: Tensor) -> Tensor:
+    """-Σ exp(sink - LSE) D over sequences and rows, float32 [h_q], the same bits on every run.
+
+    The workspace has LSE in log2 units, +inf where there is no row or nothing to weigh.
+    """
+    size = 4 * math.prod(ready.row_sizes)
+    lse_log2, d = (
+        workspace[ready.offsets[name] :][:size].view(torch.float32).view(ready.row_sizes)
+        for name in ("lse_log2", "d")
+    )
+    weights = torch.exp2(sink[:, None] * LOG2_E - lse_log2)
+    return -(weights * d).sum((0, 2))
 
 
 def _make_ready(
@@ -139,7 +169,8 @@ def _make_ready(
         raise SpecError(reasons)
     if not all(tensor.numel() for tensor in tensors.values()):
         return Ready((), names_of(wanted), {}, 0)
-    kernels = _needed(kernels_of(_spec(tensors, arguments), tensors["q"].device), wanted)
+    spec = _spec(tensors, optional, arguments)
+    kernels = _needed(kernels_of(spec, tensors["q"].device), wanted)
     gradients = {name: _gradient_of(tensors[name[1]].to("meta")) for name in _written(kernels)}
     extents |= extents_of(gradients, axes)
     sizes: dict[str, int] = {}
@@ -152,7 +183,11 @@ def _make_ready(
         end += -(-size // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
     scalars = scalars_of(tensors["q"], optional, arguments)
     launches = tuple(prepare(each, extents, scalars) for each in kernels)
-    return Ready(launches, tuple(gradients), offsets, end)
+    q, rows_held = extents["q"], 0
+    if kernels:
+        rows_held = kernels[0].kernel.row_block * row_blocks(kernels[0].kernel, q)
+    row_sizes = (q.batch, q.heads, rows_held)
+    return Ready(launches, tuple(gradients), offsets, end, row_sizes)
 
 
 # Families of kernels that make gradients of one kind, and nothing that other kernels read.
@@ -160,11 +195,13 @@ KIND_OF_FAMILY = {"sm90_bwd_dq": "dq", "bwd_convert": "dq", "sm90_bwd_dkv": "dkv
 
 
 def _needed(kernels: tuple[LoadedKernel, ...], wanted: Wanted) -> tuple[LoadedKernel, ...]:
-    """All but those that make unwanted gradients alone; none where nothing is wanted."""
+    """All but those that make unwanted gradients alone; none where nothing is wanted. The sink's
+    needs no more than the first, which prepares LSE and D."""
+    if not (wanted.dq or wanted.dkv):
+        return kernels[: int(wanted.dsink)]
     unwanted = {kind for kind, want in wanted._asdict().items() if not want}
     families = (each.kernel.entry.partition("__")[0] for each in kernels)
-    kept = (KIND_OF_FAMILY.get(family) not in unwanted for family in families)
-    return tuple(compress(kernels, kept)) if any(wanted) else ()
+    return tuple(compress(kernels, (KIND_OF_FAMILY.get(each) not in unwanted for each in families)))
 
 
 def _written(kernels: tuple[LoadedKernel, ...]) -> Iterator[str]:
@@ -193,8 +230,10 @@ def _mismatches(
             yield f"{name} needs {like.dtype} {list(like.shape)}, got {x.dtype} {list(x.shape)}"
 
 
-def _spec(tensors: dict[str, Tensor], arguments: Arguments) -> AttentionSpec:
-    forward = spec_of(tensors["q"], tensors["k"], tensors["v"], arguments)
+def _spec(
+    tensors: dict[str, Tensor], optional: Mapping[str, Tensor | None], arguments: Arguments
+) -> AttentionSpec:
+    forward = spec_of(tensors["q"], tensors["k"], tensors["v"], optional, arguments)
     return dataclasses.replace(
         forward, directions=("bwd",), deterministic=arguments.deterministic
     )
@@ -202,12 +241,15 @@ def _spec(tensors: dict[str, Tensor], arguments: Arguments) -> AttentionSpec:
 
 def _fake_backward(
     d_o: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *others: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    _o, _lse, *rest = others
-    names = names_of(wanted_of(rest))
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _o, lse, *rest = others
+    optional, wanted = split(rest)[0], wanted_of(rest)
+    names = names_of(wanted)
     shapes = (x.shape if name in names else 0 for name, x in zip(GRADIENTS, (q, k, v), strict=True))
     dq, dk, dv = (q.new_empty(shape) for shape in shapes)
-    return dq, dk, dv
+    sink = dict(zip(OPTIONAL, optional, strict=True))["sink"]
+    dsink = lse.new_empty(0 if sink is None or not wanted.dsink else sink.shape)
+    return dq, dk, dv, dsink
 
 
 def _second_derivative(*_: Any) -> None:

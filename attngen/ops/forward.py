@@ -17,29 +17,32 @@ from .operation import Output, Ready, format_of, kernels_of, library, remember, 
 from .signature import OPTIONAL, Arguments, Operands, schema, split
 
 library.define(
-    f"forward(Tensor q, Tensor k, Tensor v, {schema()}) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"forward(Tensor q, Tensor k, Tensor v, {schema()}) -> (Tensor, Tensor, Tensor, Tensor, "
+    "Tensor)"
 )
 _ready: dict[tuple[Any, ...], Ready] = {}
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Attention of dense tensors: output, log-sum-exp, and the maxima of S and O.
+def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """Attention of dense tensors: output, log-sum-exp, maxima of S and O, largest scores.
 
     q [b, s_q, h_q, d], k [b, s_kv, h_kv, d], v [b, s_kv, h_kv, d_v] in the axis order of the
     layout, float16 or bfloat16, or float8_e4m3fn or float8_e5m2 (k and v alike, head dims multiples
     of 16); one CUDA device, last axis contiguous, other strides and addresses multiples of 16
     bytes. rest: the tensors of `signature.OPTIONAL`, then `signature.Arguments`. Scales (FP8):
     float32 [1], or None for 1 (scale_s with descale_s: for the kernel's choice); descales of q, k
-    and v may be [b, h_kv], too.
+    and v may be [b, h_kv], too. alibi_slopes: float32 [h_q] or [b, h_q]; sink: float32 [h_q].
     Returns the output in Q's axis order and `out_dtype`, the LSE, natural log, float32
-    [b, h_q, s_q], and two float32 [1], [0] without `amax`.
+    [b, h_q, s_q], two float32 [1], [0] without `amax`, and the largest score of each head, float32
+    [h_q], [0] without `max_logit`.
     Raises: SpecError with every violation; CompileError, LaunchError.
     """
     optional, arguments = split(rest)
     operands = (q, k, v, *optional)
-    out, lse, *maxima = run(find_ready(operands, arguments), operands)
-    amax_s, amax_o = maxima or _new_maxima(q, arguments.amax)
-    return out, lse, amax_s, amax_o
+    ready = find_ready(operands, arguments)
+    found = dict(zip((each.name for each in ready.outputs), run(ready, operands), strict=True))
+    others = _new_maxima(q, found["lse"].shape[1], arguments)
+    return found["o"], found["lse"], *(found.get(name, x) for name, x in others.items())
 
 
 def find_ready(operands: Operands, arguments: Arguments) -> Ready:
@@ -57,29 +60,36 @@ def _make_ready(operands: Operands, arguments: Arguments) -> Ready:
     extents = extents_of(tensors, memory_axes(arguments.layout))
     if reasons := violations(tensors, extents, optional, arguments):
         raise SpecError(reasons)
-    results = [Output.like("o", out, 0.0), Output.like("lse", lse, -math.inf)]
-    maxima = dict(zip(("amax_s", "amax_o"), _new_maxima(q, arguments.amax), strict=True))
-    if arguments.amax:
-        results += [Output.like(name, x, 0.0, preset=True) for name, x in maxima.items()]
+    no_key: dict[str, float | str] = {"off_by_one": 0.0, "learnable": "sink"}
+    empty_lse = no_key.get(arguments.softmax, -math.inf)
+    results = [Output.like("o", out, 0.0), Output.like("lse", lse, empty_lse)]
+    maxima = _new_maxima(q, lse.shape[1], arguments)
+    lowest = {"max_logit": -math.inf}
+    results += [
+        Output.like(name, x, lowest.get(name, 0.0), preset=True)
+        for name, x in maxima.items()
+        if x.numel()
+    ]
     prepared = None
     if q.numel() and k.numel() and out.numel():
-        (loaded,) = kernels_of(spec_of(q, k, v, arguments), q.device)
+        (loaded,) = kernels_of(spec_of(q, k, v, optional, arguments), q.device)
         prepared = prepare(loaded, extents, scalars_of(q, optional, arguments))
-    unused = () if arguments.amax else tuple(maxima)
+    unused = tuple(name for name, x in maxima.items() if not x.numel())
     return Ready(("q", "k", "v", *OPTIONAL), tuple(results), unused, q.device, prepared)
 
 
-def _new_maxima(q: Tensor, amax: bool) -> tuple[Tensor, Tensor]:
-    """Two float32 [1], or [0] where nobody asks for them."""
-    amax_s, amax_o = (q.new_empty(int(amax), dtype=torch.float32) for _ in range(2))
-    return amax_s, amax_o
+def _new_maxima(q: Tensor, heads: int, arguments: Arguments) -> dict[str, Tensor]:
+    """New tensors for the maxima of a call; [0] where nobody asks for them."""
+    sizes = {**dict.fromkeys(("amax_s", "amax_o"), arguments.amax), "max_logit": 0}
+    if arguments.max_logit:
+        sizes["max_logit"] = heads
+    return {name: q.new_empty(int(n), dtype=torch.float32) for name, n in sizes.items()}
 
 
-def _fake_forward(
-    q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     _, arguments = split(rest)
-    return (*new_outputs(q, v, arguments), *_new_maxima(q, arguments.amax))
+    out, lse = new_outputs(q, v, arguments)
+    return out, lse, *_new_maxima(q, lse.shape[1], arguments).values()
 
 
 library.impl("forward", forward, "CUDA")

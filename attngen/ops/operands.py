@@ -49,7 +49,13 @@ def extents_of(tensors: Mapping[str, Tensor], axes: str) -> dict[str, Extent]:
     return {name: extent(tensor, axes) for name, tensor in tensors.items()}
 
 
-def spec_of(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> AttentionSpec:
+def spec_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    optional: Mapping[str, Tensor | None],
+    arguments: Arguments,
+) -> AttentionSpec:
     """The spec of the forward kernel that serves a call."""
     sides = (arguments.window_left, arguments.window_right)
     return AttentionSpec(
@@ -60,6 +66,10 @@ def spec_of(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> AttentionS
         out_dtype=dtype_name(output_dtype(q, arguments)),
         mask=arguments.mask,
         window=any(0 <= side < UNBOUNDED for side in sides),
+        alibi=optional["alibi_slopes"] is not None,
+        softcap=arguments.softcap != 0,
+        softmax=arguments.softmax,
+        return_max_logit=arguments.max_logit,
     )
 
 
@@ -76,23 +86,26 @@ def scalars_of(
     sides = (arguments.window_left, arguments.window_right)
     left, right = (side if 0 <= side < UNBOUNDED else UNBOUNDED for side in sides)
     scale, aligned = softmax_scale_of(q, arguments), arguments.bottom_right
-    return Scalars(scale, left, right, aligned, _descale_numbers(optional))
+    numbers = _stride_numbers(optional)
+    if arguments.softcap:
+        numbers |= {"softcap": arguments.softcap, "softcap_inverse": 1 / arguments.softcap}
+    return Scalars(scale, left, right, aligned, numbers)
 
 
-def _descale_numbers(optional: Mapping[str, Tensor | None]) -> dict[str, int | float]:
+def _stride_numbers(optional: Mapping[str, Tensor | None]) -> dict[str, int | float]:
     numbers: dict[str, int | float] = {}
-    for name in ("descale_q", "descale_k", "descale_v"):
-        strides = zip(("batch", "head"), descale_strides(optional[name]), strict=True)
+    for name in ("descale_q", "descale_k", "descale_v", "alibi_slopes", "sink"):
+        strides = zip(("batch", "head"), head_strides(optional[name]), strict=True)
         numbers |= {f"{name}_stride_{axis}": stride for axis, stride in strides}
     return numbers
 
 
-def descale_strides(descale: Tensor | None) -> tuple[int, int]:
-    """Elements from one sequence to the next and from one key/value head to the next."""
-    if descale is None or descale.ndim == 1:
+def head_strides(tensor: Tensor | None) -> tuple[int, int]:
+    """Elements from one sequence to the next and from one head to the next, of a tensor [h] or
+    [b, h]; 0 over a single one."""
+    if tensor is None:
         return 0, 0
-    batch, head = (
-        stride if size > 1 else 0
-        for size, stride in zip(descale.shape, descale.stride(), strict=True)
-    )
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    strides = [stride if size > 1 else 0 for size, stride in steps]
+    batch, head = strides if len(strides) == 2 else (0, *strides)
     return batch, head

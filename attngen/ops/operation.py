@@ -29,18 +29,19 @@ library = torch.library.Library("attngen", "DEF")
 class Output:
     """A tensor that a call returns, and that the kernel's parameter `name` addresses.
 
-    rest: what it holds where nothing is launched. preset: the kernel must find it so, too.
+    rest: what it holds where nothing is launched; of an LSE [b, h, s] an operand [h], by its name.
+    preset: the kernel must find it so, too.
     """
 
     name: str
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
-    rest: float
+    rest: float | str
     preset: bool = False
 
     @classmethod
-    def like(cls, name: str, tensor: Tensor, rest: float, preset: bool = False) -> Output:
+    def like(cls, name: str, tensor: Tensor, rest: float | str, preset: bool = False) -> Output:
         """One of the size, strides and dtype of `tensor`."""
         return cls(name, tuple(tensor.shape), tensor.stride(), tensor.dtype, rest, preset)
 
@@ -98,7 +99,7 @@ def run(ready: Ready, operands: Operands) -> list[Tensor]:
     for output in ready.outputs:
         tensor = _empty_strided_cuda(output.sizes, output.strides, output.dtype)
         if output.preset or ready.prepared is None:
-            tensor.fill_(output.rest)
+            _fill(tensor, output.rest, dict(zip(ready.operands, operands, strict=True)))
         addresses[output.name] = tensor.data_ptr()
         results.append(tensor)
     if ready.prepared is None:
@@ -110,6 +111,15 @@ def run(ready: Ready, operands: Operands) -> list[Tensor]:
         addresses["tile_counter"] = tile_counter(ready.device, stream)
     launch(ready.prepared, addresses, stream)
     return results
+
+
+def _fill(tensor: Tensor, rest: float | str, operands: dict[str, Tensor | None]) -> None:
+    if isinstance(rest, str):
+        per_head = operands[rest]
+        assert per_head is not None  # checked with the call
+        tensor.copy_(per_head[:, None])
+    else:
+        tensor.fill_(rest)
 
 
 def unobserved(operands: Operands) -> bool:

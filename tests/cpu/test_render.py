@@ -253,8 +253,8 @@ name = "sloped"
 doc = "Adds a term of the sequence and head, and one of the head."
 struct = "SlopedScore"
 operand = [
-  { name = "both", domain = "batch_head", dtype = "f32", doc = "" },
-  { name = "level", domain = "scalar", dtype = "f32", doc = "" },
+  { name = "both", domain = "batch_head", dtype = "f32", doc = "", score_power = 1 },
+  { name = "level", domain = "scalar", dtype = "f32", doc = "", score_power = -1 },
   { name = "one", domain = "head", dtype = "f32", doc = "" },
 ]
 #>
@@ -273,13 +273,13 @@ extern "C" void read_list(const float* both, const float* one, int batch, int he
   attngen::Params p{};
   p.both = const_cast<float*>(both), p.one = const_cast<float*>(one), p.level = 0.5f;
   p.both_stride_batch = 7, p.both_stride_head = 2, p.one_stride_head = 3;
-  const attngen::ScoreList list = attngen::score_list(p, {batch, head, 1, 1, 0});
+  const attngen::ScoreList list = attngen::score_list(p, {batch, head, 1, 1, 0}, 0.25f);
   out[0] = list.sloped.both, out[1] = list.sloped.level, out[2] = list.sloped.one;
 }
 """
 
 
-def test_operands_of_tensors_are_read_through_strides(
+def test_operands_of_tensors_are_read_through_strides_in_units_of_scores(
     make_problem, host_code, templates, compile_cpp
 ) -> None:
     (templates / "score" / "sloped.cuh.j2").write_text(SLOPED_SCORE)
@@ -289,7 +289,7 @@ def test_operands_of_tensors_are_read_through_strides(
     numbers, out = floats(*range(64)), (ctypes.c_float * 3)()
     for batch, head in itertools.product(range(3), range(4)):
         library.read_list(numbers, numbers, batch, head, out)
-        assert [*out] == [7 * batch + 2 * head, 0.5, 3 * head]
+        assert [*out] == [4 * (7 * batch + 2 * head), 0.125, 3 * head]
 
 
 @pytest.mark.parametrize("root_given", (True, False))

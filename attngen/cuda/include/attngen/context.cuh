@@ -16,9 +16,9 @@ struct Context {
 };
 
 // Where a score stands: query i and key j, `distance + step` keys past the query's diagonal
-// (j - i - delta). Elements are handled line by line: within one `distance` is the same and `step` a
-// constant, so that a term linear in it takes one multiply-add. kPast: a mask hides whatever is past
-// the diagonal, so that a score there need not be right.
+// (j - i - delta). Elements are handled line by line: within one `distance` is the same and `step`
+// a constant, so that a term linear in it takes one multiply-add. kPast: a mask hides whatever is
+// past the diagonal, so that a score there need not be right.
 template <bool kPastHidden>
 struct Place {
   static constexpr bool kPast = kPastHidden;
