@@ -65,13 +65,18 @@ one_name = click.option("--name", help="Only the kernel of this name in the file
 
 @main.command("list")
 @click.argument("specs", metavar="[SPEC.toml]...", nargs=-1, type=click.Path(path_type=Path))
-def list_(specs: Sequence[Path]) -> None:
+@click.option("--coverage", is_flag=True, help="Calls in which every pair of choices meets.")
+def list_(specs: Sequence[Path], coverage: bool) -> None:
     """What a spec may name; with spec files, the kernels that they name."""
     from . import features
+    from .coverage import list_coverage
     from .listing import list_features, list_kernels
     from .spec import load_all
 
     known = features.scan()
+    if coverage:
+        _print(list_coverage(known))
+        return
     _print(list_kernels(load_all(specs), known) if specs else list_features(known))
 
 

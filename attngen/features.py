@@ -21,27 +21,43 @@ else:
     import tomli as tomllib
 
 AXES = ("mask", "score", "softmax", "sequence", "fetch", "iteration")
-DOMAINS = ("scalar",)
+DOMAINS = ("scalar", "head", "batch_head")
 DTYPES = ("i32", "i64", "f32", "ptr")
 BOUNDS = ("left", "right")
+TENSOR_AXES = ("score", "softmax")  # whose fragments may read tensors
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A run-time value that a fragment reads: by what it is indexed, and its dtype."""
+    """A run-time value that a fragment reads: by what it is indexed, and its dtype.
+
+    Of domain `scalar` it is an argument of the launch; of `head` and `batch_head` an element of a
+    float32 tensor of the call, [h_q] or [b, h_q], which the kernel reads once a tile. The
+    fragment's struct has the value itself. `score_power`: its dimension, as a power of that of
+    scores, whose unit is the kernel's choice: 1 for what adds to them, -1 for what divides them.
+    """
 
     name: str
     domain: str
     dtype: str
     doc: str
+    score_power: int = 0
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the tensor that holds it; none for an argument."""
+        return {"head": ("head",), "batch_head": ("batch", "head")}.get(self.domain, ())
 
 
 @dataclass(frozen=True)
 class Fragment:
     """The header of one fragment.
 
-    `bounds` says on which sides a mask limits its rows; `selected_by` which field of a spec asks
-    for it: `mask` by its name, or a switch such as `window`.
+    `bounds` says on which sides a mask limits its rows, `past` that it hides whatever is past the
+    diagonal; `selected_by` which field of a spec asks for it: `mask` by its name, or a switch such
+    as `window`. `additive`: a score whose derivative is 1; `linear`: one
+    that has a rate of change by the distance from the diagonal; `small`: one that is cheaper up to
+    a limit.
     """
 
     axis: str
@@ -51,6 +67,10 @@ class Fragment:
     bounds: tuple[str, ...]
     selected_by: str
     operands: tuple[Operand, ...]
+    past: bool = False
+    additive: bool = False
+    linear: bool = False
+    small: bool = False
 
     @property
     def template(self) -> str:
@@ -111,7 +131,7 @@ def read_header(path: Path, axis: str) -> Fragment:
         raise ValueError(f"{path}: {error}") from error
     if fragment.template != f"{axis}/{path.name}":
         raise ValueError(f"{path}: the header's name is {fragment.name!r}, not the file's")
-    if reasons := [*_bound_mistakes(axis, bounds), *_operand_mistakes(operands)]:
+    if reasons := [*_bound_mistakes(axis, bounds), *_operand_mistakes(axis, operands)]:
         raise ValueError(f"{path}: " + "; ".join(reasons))
     return fragment
 
@@ -125,11 +145,17 @@ def _bound_mistakes(axis: str, bounds: Any) -> list[str]:
     return []
 
 
-def _operand_mistakes(operands: tuple[Operand, ...]) -> list[str]:
+def _operand_mistakes(axis: str, operands: tuple[Operand, ...]) -> list[str]:
     mistakes = []
     for operand in operands:
         if operand.domain not in DOMAINS:
             mistakes.append(f"operand {operand.name}: domain {operand.domain!r}, known: {DOMAINS}")
         if operand.dtype not in DTYPES:
             mistakes.append(f"operand {operand.name}: dtype {operand.dtype!r}, known: {DTYPES}")
+        if operand.axes and operand.dtype != "f32":
+            mistakes.append(f"operand {operand.name}: a tensor's elements are f32")
+        if operand.score_power and (operand.score_power not in (-1, 1) or axis != "score"):
+            mistakes.append(f"operand {operand.name}: score_power is 1 or -1, of a score")
+        if operand.axes and axis not in TENSOR_AXES:
+            mistakes.append(f"operand {operand.name}: only {TENSOR_AXES} read tensors")
     return mistakes

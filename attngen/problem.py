@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Direction = Literal["fwd", "bwd"]
@@ -19,7 +19,8 @@ class Problem:
     arguments and therefore absent. `masks` and `scores` name fragments in the order in which
     they apply; `q_seq`, `kv_seq`, `kv_fetch` and `kv_iter` name the fragments that say where
     data comes from. `dtype_o` is fp32 for the partial outputs that are combined later. A backward
-    that is `deterministic` adds up dQ in an order that does not change from run to run.
+    that is `deterministic` adds up dQ in an order that does not change from run to run. A forward
+    with `max_logit` also gives the largest score of each head.
     """
 
     direction: Direction
@@ -36,11 +37,19 @@ class Problem:
     kv_fetch: str
     kv_iter: str
     deterministic: bool = False
+    max_logit: bool = False
 
     @property
     def eight_bit(self) -> bool:
         """Whether Q, and with it K and V, are FP8."""
         return DTYPE_BYTES[self.dtype_q] == 1
+
+    def backward(self, deterministic: bool = False) -> Problem:
+        """The backward of this forward. The LSE is all that it needs of the softmax, sinks and
+        all, and a largest score has no gradient."""
+        return replace(
+            self, direction="bwd", deterministic=deterministic, softmax="vanilla", max_logit=False
+        )
 
     @property
     def varlen(self) -> bool:
@@ -61,7 +70,8 @@ class Problem:
         partial = ("partial",) if self.dtype_o == "fp32" else ()
         out = () if partial or self.dtype_o == self.dtype_q else (f"to_{self.dtype_o}",)
         order = ("deterministic",) if self.deterministic else ()
-        return "_".join((*features, dims, self.dtype_q, *kv, *partial, *out, *order))
+        more = ("max_logit",) if self.max_logit else ()
+        return "_".join((*features, dims, self.dtype_q, *kv, *partial, *out, *order, *more))
 
 
 Variant = tuple[Problem, str]  # a problem and the architecture whose kernels compute it

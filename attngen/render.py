@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -53,6 +53,21 @@ class Use:
 
     fragment: Fragment
     fields: tuple[str, ...]
+
+    @property
+    def parameters(self) -> Iterator[tuple[str, str]]:
+        """Names and types of the kernel's parameters: of a tensor its address and strides."""
+        for name, operand in zip(self.fields, self.fragment.operands, strict=True):
+            yield name, "ptr" if operand.axes else operand.dtype
+            yield from ((f"{name}_stride_{axis}", "i32") for axis in operand.axes)
+
+    @property
+    def reads_tensors(self) -> bool:
+        return any(operand.axes for operand in self.fragment.operands)
+
+    @property
+    def score_powers(self) -> tuple[int, ...]:
+        return tuple(operand.score_power for operand in self.fragment.operands)
 
     @property
     def bounds_left(self) -> bool:
@@ -167,6 +182,7 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> list[tup
     names = [(f"map_{tensor}", map_type(problem, tensor)) for tensor in "qkv"]
     names += [("o", "ptr")] if partial else [("map_o", map_type(problem, "o"))]
     names += [("lse", "ptr")]
+    names += [("max_logit", "ptr")] if problem.max_logit else []
     if problem.eight_bit:
         pointers = ("descale_q", "descale_k", "descale_v", "scale_s", "descale_s", "scale_o")
         names += [(name, "ptr") for name in (*pointers, "amax_s", "amax_o")]
@@ -183,7 +199,7 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> list[tup
         ("tail_rows", "i32"),
         ("group_size", "i32"),
         ("bottom_right", "i32"),
-        ("scale" if problem.scores else "scale_log2", "f32"),
+        ("scale_log2", "f32"),
     ]
     if problem.eight_bit:
         for tensor, axis in itertools.product("qkv", ("batch", "head")):
@@ -193,12 +209,7 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> list[tup
 
 def operands_of(uses: dict[str, list[Use]]) -> list[tuple[str, str]]:
     """Names and types of the parameters that the fragments read."""
-    return [
-        (name, operand.dtype)
-        for group in uses.values()
-        for use in group
-        for name, operand in zip(use.fields, use.fragment.operands, strict=True)
-    ]
+    return [each for group in uses.values() for use in group for each in use.parameters]
 
 
 def lay_out_fields(names: Iterable[tuple[str, str]]) -> tuple[tuple[Field, ...], int]:

@@ -11,7 +11,8 @@ from .program import KernelEntry, TensorMapRecipe, Workspace
 from .render import Source, entry_name, fill, lay_out_fields, map_type, operands_of, recipe, uses_of
 
 STORE_ROWS = 64  # gradients leave in boxes of one warpgroup's rows
-ROLES = ("mask", "q_seq", "kv_seq", "kv_fetch")  # those of a forward that its backward shares too
+# Those of a forward that its backward shares.
+ROLES = ("mask", "score", "q_seq", "kv_seq", "kv_fetch")
 INTEGERS = (
     *("tiles", "q_blocks", "heads_q", "heads_kv", "total_heads", "heads_per_group"),
     *("tail_rows", "group_size", "bottom_right"),

@@ -21,9 +21,10 @@ ARCHES = ("sm_90a",)
 MAX_HEAD_DIM = 256
 PADDING_MASKS = {"padding": "none", "padding_causal": "causal"}  # and what else they mask
 SWITCHES = (  # fields of a spec that no kernel serves yet
-    *("attn_mask", "alibi", "softcap", "score_mod", "mask_mod"),
-    *("dropout", "return_max_logit"),
+    *("attn_mask", "score_mod", "mask_mod"),
+    "dropout",
 )
+SCORES = ("softcap", "alibi")  # fields that ask for a score fragment, in the order of application
 
 
 @dataclass(frozen=True)
@@ -47,25 +48,24 @@ def resolve(spec: AttentionSpec, features: Features) -> tuple[Problem, ...]:
         raise SpecError([*reasons, f"nearest legal spec: the same with {changes}"])
     masks, _ = split_mask(spec.mask)
     q_seq, kv_seq = sequences_of(spec)
-    return tuple(
-        Problem(
-            direction=direction,  # type: ignore[arg-type]
-            dtype_q=spec.dtype,  # type: ignore[arg-type]  # checked above
-            dtype_kv=spec.kv_dtype or spec.dtype,  # type: ignore[arg-type]
-            dtype_o=spec.out_dtype or default_out_dtype(spec.dtype),  # type: ignore[arg-type]
-            head_dim_qk=spec.head_dim,
-            head_dim_v=spec.head_dim_v or spec.head_dim,
-            masks=(*masks, *(("window",) if spec.window else ())),
-            scores=(),
-            softmax=spec.softmax,
-            q_seq=q_seq,
-            kv_seq=kv_seq,
-            kv_fetch="tma",
-            kv_iter="range",
-            deterministic=spec.deterministic and direction == "bwd",
-        )
-        for direction in spec.directions
+    forward = Problem(
+        direction="fwd",
+        dtype_q=spec.dtype,  # type: ignore[arg-type]  # checked above
+        dtype_kv=spec.kv_dtype or spec.dtype,  # type: ignore[arg-type]
+        dtype_o=spec.out_dtype or default_out_dtype(spec.dtype),  # type: ignore[arg-type]
+        head_dim_qk=spec.head_dim,
+        head_dim_v=spec.head_dim_v or spec.head_dim,
+        masks=(*masks, *(("window",) if spec.window else ())),
+        scores=tuple(name for name in SCORES if getattr(spec, name)),
+        softmax=spec.softmax,
+        q_seq=q_seq,
+        kv_seq=kv_seq,
+        kv_fetch="tma",
+        kv_iter="range",
+        max_logit=spec.return_max_logit,
     )
+    found = {"fwd": forward, "bwd": forward.backward(spec.deterministic)}
+    return tuple(found[direction] for direction in spec.directions)
 
 
 def nearest(spec: AttentionSpec, features: Features) -> AttentionSpec:

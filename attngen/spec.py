@@ -95,7 +95,7 @@ class AttentionSpec:
         has_mask = arguments.get("attn_mask") is not None
         mask = "arbitrary" if has_mask and mask == "none" else mask
         bias_type = arguments.get("bias_type", "post_scale")
-        out_dtype = arguments.get("out_dtype")
+        out_dtype, slopes = arguments.get("out_dtype"), arguments.get("alibi_slopes")
         formats = zip(("q", "kv"), layouts.parse(layout).formats, strict=True)
         lengths = [f"seqused_{side}" for side in ("q", "kv")]
         lengths += [f"cu_seqlens_{side}" for side, axes in formats if axes != "thd"]
@@ -110,7 +110,7 @@ class AttentionSpec:
             attn_mask=has_mask,
             window=any(side is not None and side >= 0 for side in window),
             bias=bias_type if arguments.get("bias") is not None else "none",
-            alibi=arguments.get("alibi_slopes") not in (None, False) or bias_type == "alibi",
+            alibi=slopes is not None and slopes is not False or bias_type == "alibi",
             softcap=bool(arguments.get("softcap", 0.0)),
             score_mod=arguments.get("score_mod") is not None,
             mask_mod=arguments.get("mask_mod") is not None

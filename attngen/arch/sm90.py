@@ -36,6 +36,9 @@ REGISTERS_8BIT = {True: (32, 224), False: (40, 216)}
 # Operands in registers (output, scores, packed weights, queries) that leave room for addresses
 # and row state.
 OPERANDS = {2: 204, 3: 132}
+# Beside scores with arithmetic of their own: what compiles without spills from head dim 8 to 256.
+OPERANDS_SCORES = {2: 188, 3: 116}
+LIGHT_SCORES = frozenset({"alibi"})  # a multiply-add an element needs no registers
 # Groups of 32 heads leave four SMs a head to share its keys, of 64 MB still mostly hit L2: measured
 # best or within 1 % from 1k to 16k tokens; smaller groups lose to the imbalance at their ends.
 CAUSAL_SCHEDULE = Schedule(True, True, kv_group_bytes=64 << 20, group_heads=32, tail_share=4)
@@ -112,13 +115,18 @@ def choices(problem: Problem) -> Iterator[Choice]:
         return
     largest = max(problem.head_dim_qk, problem.head_dim_v)
     consumers = 3 if largest <= 96 else 2
-    take_turns = consumers == 3 or largest > 192
+    # With ALiBi two warpgroups do better in turns, too (measured +1 % at 128); beside a softcap
+    # queries in registers would cost the larger block (measured -5 % at 128).
+    light = LIGHT_SCORES.issuperset(problem.scores)
+    take_turns = consumers == 3 or largest > 192 or (bool(problem.scores) and light)
     step = min((limit for limit, _ in SOFTMAX_ORDERS if largest <= limit), default=256)
     softmax = SOFTMAX_ORDERS[step, bool(problem.masks)]
+    if problem.max_logit:  # rows that rescale lazily do not keep their true maxima
+        softmax = replace(softmax, lazy_rescale_log2=0)
     # Queries in registers: measured +2 to +5 % at 128; three warpgroups have no room for them.
-    q_places = (
-        ((True, False), (False, False), (False, True)) if consumers == 2 else ((False, False),)
-    )
+    q_places = [(False, False)] if consumers == 3 else [(False, False), (False, True)]
+    if consumers == 2 and light:
+        q_places.insert(0, (True, False))
     for block in range(128, 16, -16):
         for k_stages in (3, 2) if consumers == 2 else (2,):
             for q_in_registers, over_q in q_places:
@@ -195,8 +203,9 @@ def operand_registers(problem: Problem, choice: Choice) -> int:
 
 def operand_limit(problem: Problem, choice: Choice) -> int:
     if problem.eight_bit:
-        return role_registers(problem, choice)[1] - 32
-    return OPERANDS[choice.consumers]
+        return role_registers(problem, choice)[1] - (64 if problem.scores else 32)
+    light = LIGHT_SCORES.issuperset(problem.scores)
+    return (OPERANDS if light else OPERANDS_SCORES)[choice.consumers]
 
 
 def role_registers(problem: Problem, choice: Choice) -> tuple[int, int]:

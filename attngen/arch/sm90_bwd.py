@@ -13,7 +13,7 @@ from typing import Literal
 
 from ..problem import Problem
 from .base import Schedule, SmemRegion, Tile, lay_out
-from .sm90 import ARCH, BARRIER_BYTES, SMEM_BYTES, _boxes
+from .sm90 import ARCH, BARRIER_BYTES, LIGHT_SCORES, SMEM_BYTES, _boxes
 
 JOB_BYTES = 20
 CONSUMERS = 2
@@ -23,6 +23,8 @@ ROWS_PER_CONSUMER = 64
 REGISTERS = {"sm90_bwd": (40, 232), "sm90_bwd_dkv": (56, 224), "sm90_bwd_dq": (24, 240)}
 SMALL_REGISTERS = (56, 224)  # of the fused kernel up to head dim 32
 DQ_OPERANDS = 208  # dQ, S, dP and packed dS of a thread of the dQ kernel
+# Where scores with arithmetic of their own need registers, too; blocks of 96 keys at most.
+DQ_OPERANDS_SCORES = 200
 # Heads whose queries and dQ together fill L2 are worked on together, the shortest quarter of the
 # tiles comes last: measured +2 to +7 % on causal masks over one head at a time or all at once.
 CAUSAL_SCHEDULE = Schedule(True, True, kv_group_bytes=64 << 20, group_heads=16, tail_share=4)
@@ -133,7 +135,12 @@ def fuses(problem: Problem) -> bool:
     """Whether one kernel makes all three gradients: both accumulators of 64 keys in registers,
     and a box of 64 columns of dQ, or all of them, for each consumer."""
     d, d_v = problem.head_dim_qk, problem.head_dim_v
-    return max(d, d_v) <= 64 or (64 < d <= 128 and d_v <= 128)
+    # Scores with arithmetic of their own spill beside blocks of 128 queries, several of them beside
+    # 64 too.
+    light = LIGHT_SCORES.issuperset(problem.scores)
+    if max(d, d_v) <= 64:
+        return light
+    return d > 64 and max(d, d_v) <= 128 and (light or len(problem.scores) == 1)
 
 
 def make_fused(problem: Problem) -> BackwardPlan:
@@ -181,12 +188,14 @@ def feasible_dq(problem: Problem, row_block: int) -> Iterator[BackwardPlan]:
     """dQ of 128 queries. A third stage of keys is worth 30 % of the block (measured at 192/128:
     80 keys in two stages are 27 % behind 64 in three; at 256, 48 in three 22 % behind
     64 in two)."""
+    light = LIGHT_SCORES.issuperset(problem.scores)
+    limit = DQ_OPERANDS if light else DQ_OPERANDS_SCORES
     choices = [
         (n * (1.3 if k > 2 else 1.0) * (1.05 if v > 1 else 1.0), n, k, v)
-        for n in range(128, 16, -16)
+        for n in range(128 if light else 96, 16, -16)
         for k in (3, 2)
         for v in (2, 1)
-        if problem.head_dim_qk // 2 + n + n // 4 <= DQ_OPERANDS
+        if problem.head_dim_qk // 2 + n + n // 4 <= limit
     ]
     for _, n, k_stages, v_stages in sorted(choices, reverse=True):
         tile = Tile(ROWS_PER_CONSUMER * CONSUMERS, n)

@@ -7,12 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backward import GRADIENTS
-from .signature import split
+from ..errors import SpecError
+from .signature import OPTIONAL, split
+
+INPUTS = ("q", "k", "v", *OPTIONAL)
+DIFFERENTIABLE = ("q", "k", "v", "sink")  # whose gradients `attngen::backward` returns, in order
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Keeps what the gradients need."""
+    """Keeps what the gradients need. Raises: SpecError where one is needed that there is not."""
+    for name, wanted in zip(INPUTS, ctx.needs_input_grad, strict=False):
+        if wanted and name not in DIFFERENTIABLE:
+            raise SpecError(f"{name} has no gradient: detach it, or pass backend='reference'")
     q, k, v, *rest = inputs
     optional, arguments = split(rest)
     out, lse, *maxima = output
@@ -27,7 +33,7 @@ def gradients(
 ) -> tuple[Tensor | None, ...]:
     """Those of the operation's arguments, from those of its output and LSE."""
     wanted = ctx.needs_input_grad
-    returned: tuple[Tensor | None, ...] = (None,) * len(GRADIENTS)
+    returned: list[Tensor | None] = [None] * len(wanted)
     if d_o is not None or dlse is not None:
         q, k, v, out, lse, *optional = ctx.saved_tensors
         d_o = torch.zeros_like(out) if d_o is None else d_o
@@ -35,6 +41,9 @@ def gradients(
             *(d_o, dlse, q, k, v, out, lse, *optional, *ctx.arguments),
             want_dq=wanted[0],
             want_dkv=wanted[1] or wanted[2] or (k is None and wanted[0]),
+            want_dsink=wanted[INPUTS.index("sink")],
         )
-        returned = tuple(x if want else None for x, want in zip(found, wanted, strict=False))
-    return (*returned, *(None,) * (len(wanted) - len(returned)))
+        for name, gradient in zip(DIFFERENTIABLE, found, strict=True):
+            place = INPUTS.index(name)
+            returned[place] = gradient if wanted[place] else None
+    return tuple(returned)

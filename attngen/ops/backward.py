@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import compress
@@ -15,6 +16,7 @@ from .. import load
 from ..errors import SpecError
 from ..launch import Prepared, launch, prepare
 from ..load import LoadedKernel
+from ..run_time import LOG2_E, Extent, row_blocks
 from ..spec import AttentionSpec
 from .checks import device_violations, violations
 from .operands import (
@@ -42,7 +44,8 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 library.define(
     "backward(Tensor d_o, Tensor? dlse, Tensor q, Tensor? k, Tensor? v, Tensor o, Tensor lse, "
-    f"{schema()}, bool want_dq=True, bool want_dkv=True) -> (Tensor, Tensor, Tensor)"
+    f"{schema()}, bool want_dq=True, bool want_dkv=True, bool want_dsink=True) -> "
+    "(Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -57,6 +60,7 @@ class Ready:
     sources: tuple[Source, ...] = ()
     offsets: dict[str, int] = field(default_factory=dict)
     workspace_bytes: int = 0
+    row_sizes: tuple[int, int, int] = (0, 0, 0)  # batch, heads, rows of LSE and D in the workspace
 
 
 _ready: dict[tuple[Any, ...], Ready] = {}
@@ -72,9 +76,9 @@ def backward(
     o: Tensor,
     lse: Tensor,
     *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, contiguous, in their dtype and packed as they are; [0] where they
-    are not wanted, or packed into another.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, contiguous, in their dtype and packed as they are, and of the sink;
+    [0] where they are not wanted, packed into another, or there is no sink.
 
     q, k, v and rest as `attngen::forward` took them, o and lse as it returned them, in 16 bits.
     d_o, dlse: gradients of o and of the LSE, None where nothing depends on it. want_dq, want_dkv,
@@ -82,24 +86,26 @@ def backward(
     Raises: SpecError with every violation; CompileError, LaunchError.
     """
     (optional, arguments), wanted = split(rest), wanted_of(rest)
-    if k is None:  # one tensor, one gradient
-        wanted = Wanted(any(wanted), any(wanted))
     given: Tensors = {"q": q, "k": k, "v": v, "o": readable(o), "d_o": readable(d_o)}
     given |= {"lse": lse.contiguous(), "dlse": None if dlse is None else dlse.float().contiguous()}
     given |= dict(zip(OPTIONAL, optional, strict=True))
+    wanted = wanted._replace(dsink=wanted.dsink and given["sink"] is not None)
+    if k is None:  # one tensor, one gradient
+        both = wanted.dq or wanted.dkv
+        wanted = wanted._replace(dq=both, dkv=both)
     key = (arguments, wanted, *map(format_of, given.values()))
     ready = remember(_ready, key, lambda: _make_ready(given, arguments, wanted))
     with torch.cuda.device(q.device):
         load.ensure_context(q.device.index)
         made = {name: _gradient_of(_present(given[name[1]])) for name in ready.gradients}
-        _run(ready, {**given, **made})
+        dsink = _run(ready, {**given, **made}, wanted)
     names = [name for name in names_of(wanted) if name in made]
     dq, dk, dv = (made[name] if name in names else q.new_empty(0) for name in GRADIENTS)
-    return dq, dk, dv
+    return dq, dk, dv, dsink
 
 
 def names_of(wanted: Wanted) -> tuple[str, ...]:
-    """Those of the gradients."""
+    """Those of the gradients that kernels make."""
     return tuple(compress(GRADIENTS, (wanted.dq, wanted.dkv, wanted.dkv)))
 
 
@@ -121,12 +127,18 @@ def readable(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _run(ready: Ready, given: Tensors) -> None:
-    """Fills the gradients among the given tensors, on the current stream."""
+def _run(ready: Ready, given: Tensors, wanted: Wanted) -> Tensor:
+    """Fills the gradients among the given tensors, on the current stream; returns that of the
+    sink."""
+    sink, lse = given["sink"] if wanted.dsink else None, _present(given["lse"])
     if not ready.launches:
         for name in ready.gradients:
             _present(given[name]).zero_()
-        return
+        if sink is None:
+            return lse.new_empty(0)
+        # No query sees a key: each LSE is its head's sink.
+        dlse = given["dlse"]
+        return sink.new_zeros(sink.shape) if dlse is None else dlse.sum((0, 2))
     addresses = {name: 0 if x is None else x.data_ptr() for name, x in given.items()}
     for name, source, offset in ready.sources:
         addresses[name] = addresses[source] + offset
@@ -141,6 +153,21 @@ def _run(ready: Ready, given: Tensors) -> None:
     addresses["tile_counter"] = tile_counter(device, stream)
     for prepared in ready.launches:
         launch(prepared, addresses, stream)
+    return lse.new_empty(0) if sink is None else _sink_gradient(ready, workspace, sink)
+
+
+def _sink_gradient(ready: Ready, workspace: Tensor, sink: Tensor) -> Tensor:
+    """-Σ exp(sink - LSE) D over sequences and rows, float32 [h_q], the same bits on every run.
+
+    The workspace has LSE in log2 units, +inf where there is no row or nothing to weigh.
+    """
+    size = 4 * math.prod(ready.row_sizes)
+    lse_log2, d = (
+        workspace[ready.offsets[name] :][:size].view(torch.float32).view(ready.row_sizes)
+        for name in ("lse_log2", "d")
+    )
+    weights = torch.exp2(sink[:, None] * LOG2_E - lse_log2)
+    return -(weights * d).sum((0, 2))
 
 
 def _present(tensor: Tensor | None) -> Tensor:
@@ -171,7 +198,13 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted) -> Ready:
     sources = sources_of(given, optional, layout)
     sources += tuple(s for s in packed_sources(carriers, layout, "d") if s[1] in written)
     workspaces = lay_out_workspaces(kernels, extents["q"], scalars.sequences)
-    return Ready(launches, written, sources, *workspaces)
+    return Ready(launches, written, sources, *workspaces, _row_sizes(kernels, extents["q"]))
+
+
+def _row_sizes(kernels: tuple[LoadedKernel, ...], q: Extent) -> tuple[int, int, int]:
+    """Batch, heads and rows of LSE and D in the workspace of dense sequences."""
+    rows = kernels[0].kernel.row_block * row_blocks(kernels[0].kernel, q, q.batch) if kernels else 0
+    return q.batch, q.heads, rows
 
 
 # Families of kernels that make gradients of one kind, and nothing that other kernels read.
@@ -179,11 +212,13 @@ KIND_OF_FAMILY = {"sm90_bwd_dq": "dq", "bwd_convert": "dq", "sm90_bwd_dkv": "dkv
 
 
 def _needed(kernels: tuple[LoadedKernel, ...], wanted: Wanted) -> tuple[LoadedKernel, ...]:
-    """All but those that make unwanted gradients alone; none where nothing is wanted."""
+    """All but those that make unwanted gradients alone; none where nothing is wanted. The sink's
+    needs no more than the first, which prepares LSE and D."""
+    if not (wanted.dq or wanted.dkv):
+        return kernels[: int(wanted.dsink)]
     unwanted = {kind for kind, want in wanted._asdict().items() if not want}
     families = (each.kernel.entry.partition("__")[0] for each in kernels)
-    kept = (KIND_OF_FAMILY.get(family) not in unwanted for family in families)
-    return tuple(compress(kernels, kept)) if any(wanted) else ()
+    return tuple(compress(kernels, (KIND_OF_FAMILY.get(each) not in unwanted for each in families)))
 
 
 def _written(kernels: tuple[LoadedKernel, ...]) -> Iterator[str]:
@@ -223,13 +258,16 @@ def _spec(
 
 def _fake_backward(
     d_o: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor | None, v: Tensor | None, *others: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    _o, _lse, *rest = others
-    names = names_of(wanted_of(rest))
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _o, lse, *rest = others
+    optional, wanted = split(rest)[0], wanted_of(rest)
+    names = names_of(wanted)
     pairs = zip(GRADIENTS, (q, k, v), strict=True)
     shapes = (0 if x is None or name not in names else x.shape for name, x in pairs)
     dq, dk, dv = (q.new_empty(shape) for shape in shapes)
-    return dq, dk, dv
+    sink = dict(zip(OPTIONAL, optional, strict=True))["sink"]
+    dsink = lse.new_empty(0 if sink is None or not wanted.dsink else sink.shape)
+    return dq, dk, dv, dsink
 
 
 def _second_derivative(*_: Any) -> None:

@@ -55,6 +55,7 @@ def violations(
     sequences = sequences_of(q, optional, arguments.layout)
     reasons += lengths.violations(q, k, v, optional, arguments, sequences)
     reasons += batch_violations(extents, arguments.layout, sequences)
+    reasons += _variant_violations(extents["q"], optional, arguments)
     reasons += device_violations({**tensors, **optional})
     return [*reasons, *operand_violations(tensors, extents, softmax_scale_of(q, arguments))]
 
@@ -113,9 +114,33 @@ def _fp8_violations(
     scales = {name: optional[name] for name in SCALES}
     yield from scale_violations(scales, extents["k"].batch, extents["k"].heads)
     yield from output_violations(output_dtype(tensors["q"], arguments), scales["scale_o"])
-    for name, scale in scales.items():
-        if scale is not None and _last_offset(scale) >= OFFSET_LIMIT:
-            yield f"{name}: strides {scale.stride()} reach beyond 2^31 elements"
+
+
+def _variant_violations(
+    q: Extent, optional: Mapping[str, Tensor | None], arguments: Arguments
+) -> Iterator[str]:
+    """What is wrong with the tensors of ALiBi and the sink, and with the softcap."""
+    slopes, sink = optional["alibi_slopes"], optional["sink"]
+    whole = f"float32 [h_q={q.heads}]"
+    if slopes is not None and not _is_float32(slopes, (q.heads,), (q.batch, q.heads)):
+        yield f"alibi_slopes needs {whole} or [b={q.batch}, h_q], got {_shape_of(slopes)}"
+    if (sink is not None) != (arguments.softmax == "learnable"):
+        yield f"sink belongs to softmax='learnable', which needs it; got {arguments.softmax!r}"
+    elif sink is not None and not _is_float32(sink, (q.heads,)):
+        yield f"sink needs {whole}, got {_shape_of(sink)}"
+    if not (arguments.softcap == 0 or 1 / SCALE_LIMIT < arguments.softcap < SCALE_LIMIT):
+        yield f"softcap={arguments.softcap}: kernels take a positive float32 number, 0 for none"
+    for name, tensor in optional.items():
+        if tensor is not None and _last_offset(tensor) >= OFFSET_LIMIT:
+            yield f"{name}: strides {tensor.stride()} reach beyond 2^31 elements"
+
+
+def _is_float32(tensor: Tensor, *shapes: tuple[int, ...]) -> bool:
+    return tensor.dtype == torch.float32 and tuple(tensor.shape) in shapes
+
+
+def _shape_of(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def _misplaced(

@@ -13,7 +13,7 @@ from ..errors import SpecError
 from ..launch import prepare
 from . import autograd
 from .checks import violations
-from .operands import extents_of, new_outputs, scalars_of, sources_of, spec_of, unpacked
+from .operands import extents_of, heads_of, new_outputs, scalars_of, sources_of, spec_of, unpacked
 from .operation import (
     Output,
     Ready,
@@ -27,15 +27,16 @@ from .operation import (
 from .signature import OPTIONAL, Arguments, Operands, schema, split
 
 library.define(
-    f"forward(Tensor q, Tensor? k, Tensor? v, {schema()}) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"forward(Tensor q, Tensor? k, Tensor? v, {schema()}) -> (Tensor, Tensor, Tensor, Tensor, "
+    "Tensor)"
 )
 _ready: dict[tuple[Any, ...], Ready] = {}
 
 
 def forward(
     q: Tensor, k: Tensor | None, v: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Attention: output, log-sum-exp, and the maxima of S and O.
+) -> tuple[Tensor, ...]:
+    """Attention: output, log-sum-exp, the maxima of S and O, the largest scores.
 
     q, k, v: as the layout has them, float16 or bfloat16, or float8_e4m3fn or float8_e5m2 (k and v
     alike, head dims multiples of 16); one CUDA device, last axis contiguous, other strides and
@@ -43,15 +44,18 @@ def forward(
     `signature.Arguments`. Scales (FP8): float32 [1], or None for 1 (scale_s with descale_s: for the
     kernel's choice); descales of q, k and v may be [b, h_kv], too. Lengths: int32, contiguous, said
     for each side that has them; of dense operands as seqused, None where all positions are.
+    alibi_slopes: float32 [h_q] or [b, h_q]; sink: float32 [h_q].
     Returns the output in Q's axis order and `out_dtype`, the LSE, natural log, float32
-    [b, h_q, s_q] (of packed tokens [h_q, t]), and two float32 [1], [0] without `amax`.
+    [b, h_q, s_q] (of packed tokens [h_q, t]), two float32 [1], [0] without `amax`, and the largest
+    score of each head, float32 [h_q], [0] without `max_logit`.
     Raises: SpecError with every violation; CompileError, LaunchError.
     """
     optional, arguments = split(rest)
     operands = (q, k, v, *optional)
-    out, lse, *maxima = run(find_ready(operands, arguments), operands)
-    amax_s, amax_o = maxima or _new_maxima(q, arguments.amax)
-    return out, lse, amax_s, amax_o
+    ready = find_ready(operands, arguments)
+    found = dict(zip((each.name for each in ready.outputs), run(ready, operands), strict=True))
+    others = _new_maxima(q, found["lse"].shape[1], arguments)
+    return found["o"], found["lse"], *(found.get(name, x) for name, x in others.items())
 
 
 def find_ready(operands: Operands, arguments: Arguments) -> Ready:
@@ -70,15 +74,21 @@ def _make_ready(operands: Operands, arguments: Arguments) -> Ready:
     extents = extents_of(tensors, arguments.layout)
     if reasons := violations(tensors, extents, optional, arguments):
         raise SpecError(reasons)
-    results = [Output.like("o", out, 0.0), Output.like("lse", lse, -math.inf)]
-    maxima = dict(zip(("amax_s", "amax_o"), _new_maxima(q, arguments.amax), strict=True))
-    if arguments.amax:
-        results += [Output.like(name, x, 0.0, preset=True) for name, x in maxima.items()]
+    no_key: dict[str, float | str] = {"off_by_one": 0.0, "learnable": "sink"}
+    empty_lse = no_key.get(arguments.softmax, -math.inf)
+    results = [Output.like("o", out, 0.0), Output.like("lse", lse, empty_lse)]
+    maxima = _new_maxima(q, heads_of(q, arguments), arguments)
+    lowest = {"max_logit": -math.inf}
+    results += [
+        Output.like(name, x, lowest.get(name, 0.0), preset=True)
+        for name, x in maxima.items()
+        if x.numel()
+    ]
     ready = Ready(
         operands=("q", "k", "v", *OPTIONAL),
         sources=sources_of(carriers, optional, arguments.layout),
         outputs=tuple(results),
-        unused=() if arguments.amax else tuple(maxima),
+        unused=tuple(name for name, x in maxima.items() if not x.numel()),
         device=q.device,
     )
     scalars = scalars_of(q, optional, arguments)
@@ -90,18 +100,21 @@ def _make_ready(operands: Operands, arguments: Arguments) -> Ready:
     return replace(ready, launches=launches, offsets=offsets, workspace_bytes=size)
 
 
-def _new_maxima(q: Tensor, amax: bool) -> tuple[Tensor, Tensor]:
-    """Two float32 [1], or [0] where nobody asks for them."""
-    amax_s, amax_o = (q.new_empty(int(amax), dtype=torch.float32) for _ in range(2))
-    return amax_s, amax_o
+def _new_maxima(q: Tensor, heads: int, arguments: Arguments) -> dict[str, Tensor]:
+    """New tensors for the maxima of a call; [0] where nobody asks for them."""
+    sizes = {**dict.fromkeys(("amax_s", "amax_o"), arguments.amax), "max_logit": 0}
+    if arguments.max_logit:
+        sizes["max_logit"] = heads
+    return {name: q.new_empty(int(n), dtype=torch.float32) for name, n in sizes.items()}
 
 
 def _fake_forward(
     q: Tensor, k: Tensor | None, v: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     _, arguments = split(rest)
     q, k, v = unpacked(q, k, v, arguments.layout)
-    return (*new_outputs(q, v, arguments), *_new_maxima(q, arguments.amax))
+    maxima = _new_maxima(q, heads_of(q, arguments), arguments)
+    return *new_outputs(q, v, arguments), *maxima.values()
 
 
 library.impl("forward", forward, "CUDA")

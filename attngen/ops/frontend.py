@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import features, reference
+from .. import features, layouts, reference
 from ..errors import SpecError
 from ..reference import fp8
 from ..reference.call import AttentionCall, MaskMod, ScoreMod, Window
@@ -114,13 +115,14 @@ def attention(
         seqused_kv is None and cu_seqlens_q_padded is None and cu_seqlens_kv_padded is None
     )
     scales = (descale_q, descale_k, descale_v, scale_s, descale_s, scale_o)
+    scored = (alibi_slopes if isinstance(alibi_slopes, Tensor) else None, sink)
     unscaled = (descale_q is None and descale_k is None and descale_v is None) and (
         scale_s is None and descale_s is None and scale_o is None
     )
     # What the checks of a plain call depend on; None where they must run again.
     key: tuple[Any, ...] | None = None
     if (
-        (attn_mask is None and bias is None and alibi_slopes is None and sink is None)
+        (attn_mask is None and bias is None)
         and (rng_state is None and score_mod is None and mask_mod is None and block_mask is None)
         and (page_table is None and num_splits is None and type(window) is tuple)
         and not torch.compiler.is_compiling()
@@ -133,10 +135,12 @@ def attention(
             dropout_p, deterministic, return_max_logit, max_seqlen_q, max_seqlen_kv, backend,
             out_dtype, return_amax, None if unscaled else tuple(map(format_of, scales)),
             None if dense else tuple(map(format_of, lengths)),
+            format_of(alibi_slopes) if isinstance(alibi_slopes, Tensor) else alibi_slopes,
+            None if sink is None else format_of(sink),
         )  # fmt: skip
         settled = _settled.get(key)
         if settled is not None:
-            more = scales + (lengths if dense else settle_lengths(layout, lengths))
+            more = scales + (lengths if dense else settle_lengths(layout, lengths)) + scored
             return _run_kernels((q, k, v, *more), settled, wants_aux)
     call = AttentionCall(
         q=q, k=k, v=v, layout=layout, mask=mask, window=window, bottom_right=bottom_right,
@@ -159,7 +163,7 @@ def attention(
         if len(_settled) >= _KEY_LIMIT:
             _settled.clear()
         _settled[key] = settled
-    more = scales + (lengths if dense else settle_lengths(layout, lengths))
+    more = scales + (lengths if dense else settle_lengths(layout, lengths)) + scored
     return _run_kernels((q, k, v, *more), settled, wants_aux)
 
 
@@ -172,10 +176,12 @@ def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 @dataclass
 class _Settled:
-    """What is known of calls that were checked and have a kernel: the operation's arguments and,
-    once launched from here, all that a launch needs."""
+    """What is known of calls that were checked and have a kernel: the operation's arguments, the
+    query heads that take ALiBi's own slopes and, once launched from here, all that a launch
+    needs."""
 
     arguments: Arguments
+    default_slopes: int = 0
     ready: Ready | None = None
 
 
@@ -197,14 +203,27 @@ def _settle(call: AttentionCall, deterministic: bool) -> _Settled:
         out_dtype=fp8.output_dtype(call),
         amax=call.return_amax,
         deterministic=deterministic,
+        softcap=float(call.softcap),
+        softmax=call.softmax,
+        max_logit=call.return_max_logit,
     )
-    return _Settled(arguments)
+    heads = call.q.shape[layouts.parse(call.layout).q_format.index("h")]
+    given = isinstance(call.alibi_slopes, Tensor)
+    return _Settled(arguments, heads if call.has_alibi and not given else 0)
+
+
+_slopes = functools.lru_cache(maxsize=256)(reference.default_alibi_slopes)
 
 
 def _run_kernels(
     operands: tuple[Tensor | None, ...], settled: _Settled, wants_aux: bool
 ) -> Tensor | tuple[Tensor, AttentionAux]:
     """operands: q, k, v and then signature.OPTIONAL."""
+    if settled.default_slopes:
+        q = operands[0]
+        assert q is not None
+        make = _slopes if unobserved((q,)) else reference.default_alibi_slopes
+        operands = (*operands[:-2], make(settled.default_slopes, q.device), operands[-1])
     differentiable = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in operands
     )
@@ -217,8 +236,11 @@ def _run_kernels(
         results = run(settled.ready, operands)
     if not wants_aux:
         return results[0]  # type: ignore[no-any-return]
-    amax_s, amax_o = results[2:] if settled.arguments.amax else (None, None)
-    return results[0], AttentionAux(lse=results[1], amax_s=amax_s, amax_o=amax_o)
+    asked = settled.arguments
+    more = iter(x for x in results[2:] if x.numel())
+    amax_s, amax_o = (next(more) if asked.amax else None for _ in range(2))
+    max_logit = next(more) if asked.max_logit else None
+    return results[0], AttentionAux(results[1], max_logit, amax_s=amax_s, amax_o=amax_o)
 
 
 def _use_kernels(call: AttentionCall, backend: str, num_splits: int | None) -> bool:

@@ -35,6 +35,11 @@ def output_dtype(q: Tensor, arguments: Arguments) -> torch.dtype:
     return arguments.out_dtype or (torch.bfloat16 if is_fp8(q.dtype) else q.dtype)
 
 
+def heads_of(q: Tensor, arguments: Arguments) -> int:
+    """Query heads of a call."""
+    return size(q.shape, layout_of(arguments.layout).q_format, "h")
+
+
 def new_outputs(q: Tensor, v: Tensor, arguments: Arguments) -> tuple[Tensor, Tensor]:
     """New tensors for the output and the LSE of a forward call, whose q and v are views."""
     axes = layout_of(arguments.layout).q_format
@@ -87,6 +92,10 @@ def spec_of(
         mask=arguments.mask,
         seqused=any(optional[name] is not None for name in ("seqused_q", "seqused_kv")),
         window=any(0 <= side < UNBOUNDED for side in sides),
+        alibi=optional["alibi_slopes"] is not None,
+        softcap=arguments.softcap != 0,
+        softmax=arguments.softmax,
+        return_max_logit=arguments.max_logit,
     )
 
 
@@ -102,7 +111,9 @@ def scalars_of(q: Tensor, optional: Mapping[str, Tensor | None], arguments: Argu
     left, right = (side if 0 <= side < UNBOUNDED else UNBOUNDED for side in sides)
     scale, aligned = softmax_scale_of(q, arguments), arguments.bottom_right
     sequences = sequences_of(q, optional, arguments.layout)
-    numbers = _descale_numbers(optional)
+    numbers = _stride_numbers(optional)
+    if arguments.softcap:
+        numbers |= {"softcap": arguments.softcap, "softcap_inverse": 1 / arguments.softcap}
     for side in ("q", "kv"):  # where only the other side has lengths, all positions are in use
         numbers[f"{side}_least"] = UNBOUNDED if optional[f"seqused_{side}"] is None else 0
     return Scalars(scale, left, right, aligned, numbers, sequences)
@@ -146,20 +157,20 @@ def sources_of(
     return tuple(found)
 
 
-def _descale_numbers(optional: Mapping[str, Tensor | None]) -> dict[str, int | float]:
+def _stride_numbers(optional: Mapping[str, Tensor | None]) -> dict[str, int | float]:
     numbers: dict[str, int | float] = {}
-    for name in ("descale_q", "descale_k", "descale_v"):
-        strides = zip(("batch", "head"), descale_strides(optional[name]), strict=True)
+    for name in ("descale_q", "descale_k", "descale_v", "alibi_slopes", "sink"):
+        strides = zip(("batch", "head"), head_strides(optional[name]), strict=True)
         numbers |= {f"{name}_stride_{axis}": stride for axis, stride in strides}
     return numbers
 
 
-def descale_strides(descale: Tensor | None) -> tuple[int, int]:
-    """Elements from one sequence to the next and from one key/value head to the next."""
-    if descale is None or descale.ndim == 1:
+def head_strides(tensor: Tensor | None) -> tuple[int, int]:
+    """Elements from one sequence to the next and from one head to the next, of a tensor [h] or
+    [b, h]; 0 over a single one."""
+    if tensor is None:
         return 0, 0
-    batch, head = (
-        stride if size > 1 else 0
-        for size, stride in zip(descale.shape, descale.stride(), strict=True)
-    )
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    strides = [stride if size > 1 else 0 for size, stride in steps]
+    batch, head = strides if len(strides) == 2 else (0, *strides)
     return batch, head

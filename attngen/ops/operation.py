@@ -31,18 +31,19 @@ library = torch.library.Library("attngen", "DEF")
 class Output:
     """A tensor that a call returns, and that the kernel's parameter `name` addresses.
 
-    rest: what it holds where nothing is launched. preset: the kernel must find it so, too.
+    rest: what it holds where nothing is launched; of an LSE [b, h, s] an operand [h], by its name.
+    preset: the kernel must find it so, too.
     """
 
     name: str
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
-    rest: float
+    rest: float | str
     preset: bool = False
 
     @classmethod
-    def like(cls, name: str, tensor: Tensor, rest: float, preset: bool = False) -> Output:
+    def like(cls, name: str, tensor: Tensor, rest: float | str, preset: bool = False) -> Output:
         """One of the size, strides and dtype of `tensor`."""
         return cls(name, tuple(tensor.shape), tensor.stride(), tensor.dtype, rest, preset)
 
@@ -107,7 +108,7 @@ def run(ready: Ready, operands: Operands) -> list[Tensor]:
     for output in ready.outputs:
         tensor = _empty_strided_cuda(output.sizes, output.strides, output.dtype)
         if output.preset or not ready.launches:
-            tensor.fill_(output.rest)
+            _fill(tensor, output.rest, dict(zip(ready.operands, operands, strict=True)))
         addresses[output.name] = tensor.data_ptr()
         results.append(tensor)
     if not ready.launches:
@@ -142,6 +143,14 @@ def lay_out_workspaces(
         offsets[name] = end
         end += -(-size // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
     return offsets, end
+
+def _fill(tensor: Tensor, rest: float | str, operands: dict[str, Tensor | None]) -> None:
+    if isinstance(rest, str):
+        per_head = operands[rest]
+        assert per_head is not None  # checked with the call
+        tensor.copy_(per_head[:, None])
+    else:
+        tensor.fill_(rest)
 
 
 def unobserved(operands: Operands) -> bool:

@@ -21,7 +21,7 @@ LENGTHS = (
     *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
     *("seqused_q", "seqused_kv"),
 )
-OPTIONAL = (*SCALES, *LENGTHS)
+OPTIONAL = (*SCALES, *LENGTHS, "alibi_slopes", "sink")
 """Tensors that a call may have beside q, k and v, in the order in which operations take them."""
 
 
@@ -32,7 +32,9 @@ class Arguments(NamedTuple):
     1/√d. Window sides in keys, −1 unbounded. out_dtype: None for Q's, or bfloat16 beside FP8; of 16
     bits float32 asks for the partial output that split computations combine. amax: whether the
     maxima of an FP8 call are wanted. deterministic: whether gradients have the same bits on every
-    run, at the cost of some speed.
+    run, at the cost of some speed. softcap: bound of the scores, 0 for none. softmax: `vanilla`,
+    `off_by_one` or, with a sink tensor, `learnable`. max_logit: whether the largest score of each
+    head is wanted.
     """
 
     layout: str = "bshd"
@@ -44,6 +46,9 @@ class Arguments(NamedTuple):
     out_dtype: torch.dtype | None = None
     amax: bool = False
     deterministic: bool = False
+    softcap: float = 0.0
+    softmax: str = "vanilla"
+    max_logit: bool = False
 
 
 class Wanted(NamedTuple):
@@ -51,12 +56,14 @@ class Wanted(NamedTuple):
 
     dq: bool = True
     dkv: bool = True
+    dsink: bool = True
 
 
 _TYPES = {
     str: "str",
     int: "int",
     bool: "bool",
+    float: "float",
     float | None: "float?",
     torch.dtype | None: "ScalarType?",
 }

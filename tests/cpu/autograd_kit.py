@@ -8,7 +8,7 @@ import torch
 
 from attngen import reference
 from attngen.ops import frontend
-from attngen.ops.signature import Arguments, split, wanted_of
+from attngen.ops.signature import OPTIONAL, Arguments, split, wanted_of
 
 
 class OnReference:
@@ -29,37 +29,48 @@ class OnReference:
         return [name for name, *_ in self.calls]
 
     def forward(self, q, k, v, *rest):
-        _, arguments = split(rest)
+        optional, arguments = split(rest)
         self.calls.append(("forward", arguments))
         with torch.no_grad():
-            out, lse = call(q, k, v, arguments)
-        empty = q.new_empty(0, dtype=torch.float32)
-        return out, lse.float().clone(), empty, empty.clone()
+            out, lse = call(q, k, v, named(optional), arguments)
+        return out, lse.float().clone(), *(q.new_empty(0, dtype=torch.float32) for _ in range(3))
 
     def backward(self, d_o, dlse, q, k, v, o, lse, *rest):
-        (_, arguments), wanted = split(rest), wanted_of(rest)
+        (optional, arguments), wanted = split(rest), wanted_of(rest)
+        extra = named(optional)
         self.calls.append(("backward", arguments, wanted, dlse is not None))
 
         def gradients():
             operands = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-            results, incoming = call(*operands, arguments), (d_o, dlse)
+            given = dict(extra)
+            if "sink" in extra:
+                given["sink"] = extra["sink"].detach().clone().requires_grad_()
+            results, incoming = call(*operands, given, arguments), (d_o, dlse)
             if dlse is None:
                 results, incoming = results[:1], incoming[:1]
+            operands += [given["sink"]] if "sink" in given else []
             return torch.autograd.grad(results, operands, incoming)
 
         with ThreadPoolExecutor(1) as pool:  # in this thread the dispatcher is past autograd
             found = pool.submit(gradients).result()
-        kinds = (wanted.dq, wanted.dkv, wanted.dkv)
+        found = [*found, lse.new_empty(0)][:4]
+        kinds = (wanted.dq, wanted.dkv, wanted.dkv, wanted.dsink and "sink" in extra)
         return tuple(
             x.contiguous() if want else x.new_empty(0) for x, want in zip(found, kinds, strict=True)
         )
 
 
-def call(q, k, v, arguments: Arguments):
+def named(optional):
+    """Those of the optional tensors that there are."""
+    return {n: x for n, x in zip(OPTIONAL, optional, strict=True) if x is not None}
+
+
+def call(q, k, v, given: dict, arguments: Arguments):
     """Output and LSE by the reference."""
     out, aux = reference.attention(
         q, k, v, layout=arguments.layout, mask=arguments.mask,
         softmax_scale=arguments.softmax_scale, bottom_right=arguments.bottom_right,
         window=(arguments.window_left, arguments.window_right), out_dtype=arguments.out_dtype,
+        softcap=arguments.softcap, softmax=arguments.softmax, **given,
     )  # fmt: skip
     return out, aux.lse

@@ -72,7 +72,7 @@ def test_gradients_of_any_inputs_from_any_results_are_the_references(kernels, wa
     assert kernels.names == ["forward", "backward"]
     _, arguments, asked, from_lse = kernels.calls[-1]
     assert arguments.mask == CALL["mask"] and arguments.window_left == 3
-    assert asked == Wanted(dq=wanted[0], dkv=wanted[1] or wanted[2])
+    assert asked == Wanted(wanted[0], wanted[1] or wanted[2], dsink=False)
     assert from_lse == ("lse" in parts)
     assert_same(found, gradients(tensors, parts=parts, backend="reference"))
 
@@ -139,7 +139,7 @@ def test_training_step_compiles_whole(kernels, dynamic, wanted):
         tensors = operands(wanted, seed)
         torch.testing.assert_close(gradients(tensors, compiled), gradients(tensors))
     asked = {call[2] for call in kernels.calls if call[0] == "backward"}
-    assert asked == {Wanted(dq=True, dkv=wanted[1])}
+    assert asked == {Wanted(True, wanted[1], dsink=False)}
 
 
 def test_autocast_casts_operands_and_leaves_gradients_in_float32(kernels):
@@ -249,3 +249,30 @@ def test_backward_op_passes_opcheck(kernels, wanted):
 
 def test_forward_op_passes_opcheck_with_gradients(kernels):
     torch.library.opcheck(torch.ops.attngen.forward, tuple(operands()), {"mask": "causal"})
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_gradient_of_a_sink_is_the_references(kernels, trained):
+    q, k, v = operands((trained,) * 3)
+    heads = q.shape[2]
+    sink = torch.linspace(-1, 2, heads).requires_grad_()
+    arguments = {"mask": "causal", "softmax": "learnable", "sink": sink, "softcap": 2.0}
+    arguments["alibi_slopes"] = True
+    found = []
+    for backend in ("cuda", "reference"):
+        out = attngen.attention(q, k, v, **arguments, backend=backend)
+        inputs = [q, k, v, sink] if trained else [sink]
+        found.append(torch.autograd.grad(out.float().square().sum(), inputs))
+    (*_, (name, _, wanted, _)) = kernels.calls
+    assert name == "backward" and wanted == Wanted(trained, trained, True)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+def test_gradient_of_slopes_is_refused_before_anything_is_computed(kernels):
+    q, k, v = operands()
+    slopes = torch.ones(q.shape[2], requires_grad=True)
+    with pytest.raises(SpecError, match="alibi_slopes has no gradient"):
+        attngen.attention(q, k, v, alibi_slopes=slopes, backend="cuda")
+    with torch.no_grad():
+        attngen.attention(q, k, v, alibi_slopes=slopes, backend="cuda")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -77,7 +78,7 @@ def launched(monkeypatch):
 )
 def test_op_launches_each_kernel_in_order_with_every_address(launched, d, families):
     tensors = given(d)
-    gradients = op.backward(*tensors.values(), *rest(deterministic=True))
+    *gradients, _ = op.backward(*tensors.values(), *rest(deterministic=True))
     assert [each.kernel.entry.partition("__")[0] for each in launched.launches] == families
     (problem,) = launched.problems
     assert (problem.direction, problem.deterministic, problem.masks) == ("bwd", True, ("causal",))
@@ -105,7 +106,7 @@ def test_op_launches_nothing_that_makes_unwanted_gradients_alone(launched, wante
     gradients = op.backward(*tensors.values(), *rest(), *wanted)
     entries = [each.kernel.entry.partition("__")[0] for each in launched.launches]
     assert entries == LAUNCHED[wanted][d]
-    for name, x, want in zip("qkv", gradients, (wanted[0], *wanted[1:] * 2), strict=True):
+    for name, x, want in zip("qkv", gradients[:3], (wanted[0], *wanted[1:] * 2), strict=True):
         assert x.shape == (tensors[name].shape if want else (0,)) and x.dtype == torch.bfloat16
     for each in launched.launches:
         needed = {field.name for field in each.kernel.fields if field.type == "ptr"}
@@ -141,7 +142,8 @@ def test_op_workspaces_share_one_allocation_without_overlap(launched):
 
 def test_op_gradients_have_the_shapes_of_their_operands(launched):
     tensors = given()
-    found = op.backward(*tensors.values(), *rest())
+    *found, dsink = op.backward(*tensors.values(), *rest())
+    assert dsink.shape == (0,)
     for name, gradient in zip("qkv", found, strict=True):
         assert gradient.shape == tensors[name].shape and gradient.dtype == torch.bfloat16
         assert gradient.is_contiguous()
@@ -170,7 +172,7 @@ def test_op_gradient_that_kernels_cannot_read_is_copied(launched):
 
 
 def test_op_no_keys_launches_nothing_and_is_zero(launched):
-    dq, dk, dv = op.backward(*given(s_kv=0).values(), *rest())
+    dq, dk, dv, _ = op.backward(*given(s_kv=0).values(), *rest())
     assert not launched.launches and not launched.problems
     assert not dq.any() and dk.numel() == dv.numel() == 0
 
@@ -196,5 +198,43 @@ def test_op_refuses_before_a_launch(launched, name):
 
 def test_op_fake_result_has_the_shapes_of_the_real_one():
     tensors = [tensor.to("meta") for tensor in given().values()]
-    found = torch.ops.attngen.backward(*tensors, *rest())
-    assert [x.shape for x in found] == [x.shape for x in tensors[2:5]]
+    *found, dsink = torch.ops.attngen.backward(*tensors, *rest())
+    assert [x.shape for x in found] == [x.shape for x in tensors[2:5]] and dsink.shape == (0,)
+    sink = torch.zeros(HEADS_Q, device="meta")
+    more = dict(zip(OPTIONAL, (None,) * len(OPTIONAL), strict=True)) | {"sink": sink}
+    others = (*more.values(), *Arguments(softmax="learnable"))
+    *_, dsink = torch.ops.attngen.backward(*tensors, *others)
+    assert dsink.shape == (HEADS_Q,)
+
+
+def test_gradient_of_the_sink_is_summed_from_the_workspace():
+    """LSE in log2 units and D, in blocks; what is no row has +inf and 0."""
+    rows, used = 8, 5
+    d = torch.zeros(BATCH, HEADS_Q, rows)
+    lse = torch.full((BATCH, HEADS_Q, rows), float("inf"))
+    make = torch.Generator().manual_seed(0)
+    d[..., :used] = torch.randn(BATCH, HEADS_Q, used, generator=make)
+    lse[..., :used] = 3 * torch.randn(BATCH, HEADS_Q, used, generator=make)
+    lse[0, 0, 0] = float("inf")  # a row that sees nothing, and no sink either
+    workspace = torch.cat([(lse / math.log(2)).flatten(), d.flatten()]).view(torch.uint8)
+    ready = op.Ready((), (), {"lse_log2": 0, "d": 4 * d.numel()}, 0, tuple(d.shape))
+    sink = torch.linspace(-1, 4, HEADS_Q)
+    wanted = -(torch.exp(sink[:, None] - lse) * d).sum((0, 2))
+    torch.testing.assert_close(op._sink_gradient(ready, workspace, sink), wanted)
+
+
+def test_op_sink_alone_needs_the_first_kernel_only(launched):
+    sink = torch.zeros(HEADS_Q)
+    optional = [sink if name == "sink" else None for name in OPTIONAL]
+    others = (*optional, *Arguments(softmax="learnable"), False, False, True)
+    *gradients, dsink = op.backward(*given().values(), *others)
+    assert [each.kernel.entry.partition("__")[0] for each in launched.launches] == ["bwd_prepare"]
+    assert all(x.shape == (0,) for x in gradients) and dsink.shape == (HEADS_Q,)
+
+
+def test_op_sink_without_keys_takes_the_gradient_of_the_lse(launched):
+    sink = torch.zeros(HEADS_Q)
+    optional = [sink if name == "sink" else None for name in OPTIONAL]
+    tensors = given(s_kv=0)
+    *_, dsink = op.backward(*tensors.values(), *optional, *Arguments(softmax="learnable"))
+    torch.testing.assert_close(dsink, tensors["dlse"].sum((0, 2)))

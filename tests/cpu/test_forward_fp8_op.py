@@ -28,7 +28,7 @@ def test_op_fake_result_has_the_shapes_of_the_real_one(amax, out_dtype):
     out, lse, *maxima = torch.ops.attngen.forward(q, k, v, *rest_of(out_dtype, amax))
     assert out.shape == (2, 5, 4, 16) and out.dtype == out_dtype
     assert lse.shape == (2, 4, 5) and lse.dtype == torch.float32
-    assert [tuple(x.shape) for x in maxima] == [(int(amax),)] * 2
+    assert [tuple(x.shape) for x in maxima] == [(int(amax),)] * 2 + [(0,)]
 
 
 ENTRY = KernelEntry(
@@ -82,12 +82,13 @@ def filled(sizes, strides, dtype):
 def test_op_launch_has_every_address_and_stride(launched):
     q, k, v = operands(kv_dtype=E5M2)
     given = scales()
-    out, lse, amax_s, amax_o = op.forward(q, k, v, *rest_of(E4M3, True, **given))
+    out, lse, amax_s, amax_o, _ = op.forward(q, k, v, *rest_of(E4M3, True, **given))
     (launch,) = launched.launches
     tensors = {**given, "q": q, "k": k, "v": v, "o": out, "lse": lse}
     tensors |= {"amax_s": amax_s, "amax_o": amax_o}
     known = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-    assert launch.addresses == dict.fromkeys(LENGTHS, 0) | known
+    absent = (*LENGTHS, "alibi_slopes", "sink", "max_logit")
+    assert launch.addresses == dict.fromkeys(absent, 0) | known
     assert amax_s.tolist() == amax_o.tolist() == [0.0], "a launch must find them zeroed"
     values = dict(zip((f.name for f in ENTRY.fields), launch.prepared.values, strict=True))
     assert [values[name] for name in STRIDES] == [2, 1, 0, 0, 1, 2]
@@ -97,7 +98,7 @@ def test_op_launch_has_every_address_and_stride(launched):
 
 
 def test_op_launch_without_scales_has_addresses_zero(launched):
-    *_, amax_s, amax_o = op.forward(*operands(), *rest_of())
+    *_, amax_s, amax_o, _ = op.forward(*operands(), *rest_of())
     (launch,) = launched.launches
     assert all(launch.addresses[name] == 0 for name in (*SCALES, "amax_s", "amax_o"))
     assert amax_s.shape == amax_o.shape == (0,)
@@ -117,7 +118,7 @@ def test_op_new_addresses_of_known_shapes_prepare_nothing(launched):
 
 
 def test_op_nothing_to_see_launches_nothing_and_is_zero(launched):
-    out, lse, amax_s, amax_o = op.forward(*operands(s_kv=0), *rest_of(E4M3, True))
+    out, lse, amax_s, amax_o, _ = op.forward(*operands(s_kv=0), *rest_of(E4M3, True))
     assert not launched.launches and not launched.specs
     assert not out.float().any() and (lse == -torch.inf).all()
     assert amax_s.tolist() == amax_o.tolist() == [0.0]
@@ -159,9 +160,10 @@ def test_op_descale_out_of_32_bit_reach_is_refused(launched):
         (torch.ones(1), (0, 0)),
         (torch.ones(3, 2), (2, 1)),
         (torch.ones(2, 3).T, (1, 3)),
+        (torch.ones(6)[::2], (0, 2)),
         (torch.ones(1, 2).expand(3, 2), (0, 1)),
         (torch.ones(1, 1).as_strided((1, 1), (1 << 40, 1 << 40)), (0, 0)),
     ],
 )
-def test_descale_strides_of_each_kind(descale, strides):
-    assert op_operands.descale_strides(descale) == strides
+def test_head_strides_of_each_kind(descale, strides):
+    assert op_operands.head_strides(descale) == strides

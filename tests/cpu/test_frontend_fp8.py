@@ -25,10 +25,12 @@ def on_reference(monkeypatch):
             q, k, v, layout=arguments.layout, mask=arguments.mask,
             softmax_scale=arguments.softmax_scale, bottom_right=arguments.bottom_right,
             window=(arguments.window_left, arguments.window_right), return_amax=True,
-            out_dtype=arguments.out_dtype, **dict(zip(OPTIONAL, optional, strict=True)),
+            out_dtype=arguments.out_dtype, softcap=arguments.softcap, softmax=arguments.softmax,
+            return_max_logit=True, **dict(zip(OPTIONAL, optional, strict=True)),
         )  # fmt: skip
         empty = q.new_empty(0, dtype=torch.float32)
         maxima = (aux.amax_s, aux.amax_o) if arguments.amax else (empty, empty)
+        maxima += (aux.max_logit if arguments.max_logit else empty,)
         return out, aux.lse, *(x.clone() for x in maxima)
 
     monkeypatch.setattr(frontend, "device_arch", lambda device: "sm_90a")
@@ -119,7 +121,7 @@ def test_call_scale_that_wants_a_gradient_is_refused_after_one_that_does_not(on_
         attngen.attention(*operands(), descale_v=scale, backend="cuda")
 
 
-@pytest.mark.parametrize("change", ["head dim", "head dim v", "rng state", "sink", "alibi"])
+@pytest.mark.parametrize("change", ["head dim", "head dim v", "rng state", "dropout"])
 def test_call_without_a_kernel_is_refused(on_reference, change):
     q, k, v = operands()
     arguments = {}
@@ -129,14 +131,14 @@ def test_call_without_a_kernel_is_refused(on_reference, change):
         v = v[..., :8]
     elif change == "rng state":
         arguments = {"rng_state": torch.tensor([3, 7])}
-    elif change == "sink":
-        arguments = {"softmax": "off_by_one"}
     else:
-        arguments = {"alibi_slopes": True}
-    with pytest.raises(SpecError, match="multiples of 16|rng_state|softmax|alibi"):
+        arguments = {"dropout_p": 0.5}
+    with pytest.raises(SpecError, match="multiples of 16|rng_state|dropout"):
         attngen.attention(q, k, v, **arguments, backend="cuda")
     assert not on_reference
-    out = attngen.attention(q, k, v, **arguments, backend="auto")  # the reference, with a log line
+    # The reference, with a log line; dropout returns its by-products too.
+    result = attngen.attention(q, k, v, **arguments, backend="auto")
+    out = result[0] if isinstance(result, tuple) else result
     assert out.dtype == torch.bfloat16 and not on_reference
 
 

@@ -18,6 +18,7 @@ from attngen.compile import compile_source
 from attngen.plan import candidates, plan
 from attngen.program import FIELD_BYTES, Field
 from attngen.render import entry_name
+from tests.cpu.conftest import EXCERPT
 from tests.cpu.sass import count_instructions
 
 ARCH = "sm_90a"
@@ -85,7 +86,8 @@ struct MixedScore {
   long long mixed_e;
   float mixed_f;
 
-  ATTNGEN_HD float apply(const Context&, float score, int, int) const { return score; }
+  template <class At>
+  ATTNGEN_HD float apply(const Context&, float score, At) const { return score; }
 };
 <% endmacro %>
 """
@@ -104,7 +106,8 @@ doc = "Added to the half."
 struct HalveScore {
   float score_offset;
 
-  ATTNGEN_HD float apply(const Context&, float score, int, int) const {
+  template <class At>
+  ATTNGEN_HD float apply(const Context&, float score, At) const {
     return score * 0.5f + score_offset;
   }
 };
@@ -243,6 +246,50 @@ def test_params_offsets_operands_that_need_padding_are_those_of_the_struct(
     kernel = source.kernel
     expected = [*(field.offset for field in kernel.fields), kernel.params_bytes]
     assert offsets_in_cpp(source.text, kernel.fields, compile_cpp) == expected
+
+
+SLOPED_SCORE = """<#
+name = "sloped"
+doc = "Adds a term of the sequence and head, and one of the head."
+struct = "SlopedScore"
+operand = [
+  { name = "both", domain = "batch_head", dtype = "f32", doc = "", score_power = 1 },
+  { name = "level", domain = "scalar", dtype = "f32", doc = "", score_power = -1 },
+  { name = "one", domain = "head", dtype = "f32", doc = "" },
+]
+#>
+<% macro emit() %>
+struct SlopedScore {
+  float both, level, one;
+
+  template <class At>
+  ATTNGEN_HD float apply(const Context&, float score, At) const { return score + both; }
+};
+<% endmacro %>
+"""
+READ_LIST = """
+}  // namespace attngen
+extern "C" void read_list(const float* both, const float* one, int batch, int head, float* out) {
+  attngen::Params p{};
+  p.both = const_cast<float*>(both), p.one = const_cast<float*>(one), p.level = 0.5f;
+  p.both_stride_batch = 7, p.both_stride_head = 2, p.one_stride_head = 3;
+  const attngen::ScoreList list = attngen::score_list(p, {batch, head, 1, 1, 0}, 0.25f);
+  out[0] = list.sloped.both, out[1] = list.sloped.level, out[2] = list.sloped.one;
+}
+"""
+
+
+def test_operands_of_tensors_are_read_through_strides_in_units_of_scores(
+    make_problem, host_code, templates, compile_cpp
+) -> None:
+    (templates / "score" / "sloped.cuh.j2").write_text(SLOPED_SCORE)
+    code = host_code(make_problem(64, scores=("sloped",)), templates) + READ_LIST
+    library = ctypes.CDLL(str(compile_cpp(code, *EXCERPT)))
+    floats = ctypes.c_float * 64
+    numbers, out = floats(*range(64)), (ctypes.c_float * 3)()
+    for batch, head in itertools.product(range(3), range(4)):
+        library.read_list(numbers, numbers, batch, head, out)
+        assert [*out] == [4 * (7 * batch + 2 * head), 0.125, 3 * head]
 
 
 @pytest.mark.parametrize("root_given", (True, False))

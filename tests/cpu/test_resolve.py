@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -107,7 +108,7 @@ def test_resolve_layout_and_lengths_choose_how_sequences_are_found(layout, mask,
         ("head_dim_v", 8, 16),
         ("kv_dtype", "bf16", None),
         ("out_dtype", "fp32", None),
-        ("softmax", "off_by_one", "vanilla"),
+        ("softmax", "smooth", "vanilla"),
         ("directions", ("fwd", "bwd"), ("fwd",)),
         ("directions", ("bwd",), ("fwd",)),
     ],
@@ -185,14 +186,11 @@ def test_split_mask_names_give_fragments_and_alignment(name: str, expected: tupl
         ("mask", "arbitrary", "none"),
         # No name of the semantics; with window=True the same fragment would be there twice.
         ("mask", "window", "none"),
-        ("softmax", "learnable", "vanilla"),
+        ("softmax", "smooth", "vanilla"),
         ("bias", "post_scale", "none"),
-        ("alibi", True, False),
-        ("softcap", True, False),
         ("score_mod", True, False),
         ("mask_mod", True, False),
         ("dropout", True, False),
-        ("return_max_logit", True, False),
         ("directions", ("up", "bwd"), ("bwd",)),
         ("directions", ("up",), ("fwd",)),
         ("directions", (), ("fwd",)),
@@ -212,9 +210,9 @@ def test_resolve_one_violation_is_refused_with_the_nearest_value(field, value, l
 
 
 def test_resolve_many_violations_are_all_reported() -> None:
-    wrong = {"head_dim": 65, "dtype": "fp64", "layout": "dhsb", "mask": "x", "alibi": True}
+    wrong = {"head_dim": 65, "dtype": "fp64", "layout": "dhsb", "mask": "x", "score_mod": True}
     with pytest.raises(SpecError) as caught:
-        resolve(AttentionSpec(**wrong, softmax="learnable", directions=("up",)), KNOWN)
+        resolve(AttentionSpec(**wrong, softmax="smooth", directions=("up",)), KNOWN)
     message = str(caught.value)
     for field in (*wrong, "softmax", "direction"):
         assert field in message
@@ -249,6 +247,18 @@ def test_nearest_fields_that_are_not_violated_stay(spec: AttentionSpec) -> None:
         assert resolve(spec, KNOWN)
 
 
+@pytest.mark.parametrize("slopes", [True, torch.ones(8)], ids=["default", "own"])
+def test_from_call_every_variant_reaches_the_problem(slopes) -> None:
+    q = SimpleNamespace(shape=(2, 10, 8, 64), dtype="torch.bfloat16")
+    spec = AttentionSpec.from_call(
+        *(q, q, q), alibi_slopes=slopes, softcap=30.0, softmax="learnable", sink=torch.ones(8),
+        return_max_logit=True, window=(3, 4),
+    )  # fmt: skip
+    (problem,) = resolve(spec, KNOWN)
+    assert problem.scores == ("softcap", "alibi"), "the order of the semantics"
+    assert (problem.softmax, problem.max_logit, problem.masks) == ("learnable", True, ("window",))
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -258,11 +268,8 @@ def test_nearest_fields_that_are_not_violated_stay(spec: AttentionSpec) -> None:
         {"block_mask": object()},
         {"score_mod": print},
         {"bias": object()},
-        {"alibi_slopes": True},
-        {"softcap": 1.0},
-        {"softmax": "learnable", "sink": object()},
+        {"softmax": "smooth", "sink": object()},
         {"dropout_p": 0.5},
-        {"return_max_logit": True},
     ],
     ids=lambda arguments: "+".join(arguments),
 )

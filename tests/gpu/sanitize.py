@@ -28,11 +28,13 @@ from torch import Tensor  # noqa: E402
 
 import attngen  # noqa: E402
 import attngen.ops.forward  # noqa: E402  # registers the operations
+from attngen import reference  # noqa: E402
 from attngen.errors import AttngenError  # noqa: E402
 from attngen.reference.call import SCALES  # noqa: E402
-from tests.gpu import gradients, oracle, oracle_fp8  # noqa: E402
+from tests.gpu import gradients, oracle, oracle_fp8, variants  # noqa: E402
 from tests.gpu.cases import Case  # noqa: E402
 from tests.gpu.cases_fp8 import Fp8Case  # noqa: E402
+from tests.gpu.variants import Variant  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -114,13 +116,20 @@ CASES = [
     BackwardCase(Case(192, 128, mask="causal", lengths=SMALL, heads=(1, 8, 2))),
     BackwardCase(Case(72, 40, mask="causal", lengths=(65, 127))),
     BackwardCase(Case(24, 40, mask="causal", lengths=SMALL), True),
+    Variant(Case(128, 128, mask="causal", lengths=SMALL, heads=(2, 6, 2)), "bh", max_logit=True),
+    Variant(Case(64, 64, lengths=SMALL), "h", "learnable", deterministic=True),
+    Variant(Case(128, 128, window=(50, 20), lengths=SMALL), "", "off_by_one", 1.5),
+    Variant(Case(256, 256, mask="causal", lengths=SMALL), "default", "learnable", 30.0, True),
 ]
 
 
-def run(case: Case | Fp8Case | BackwardCase, device: torch.device) -> None:
+def run(case: Case | Fp8Case | BackwardCase | Variant, device: torch.device) -> None:
     """One call, checked on the CPU. Raises: AssertionError where the result is wrong."""
     if isinstance(case, BackwardCase):
         run_backward(case, device)
+        return
+    if isinstance(case, Variant):
+        run_variant(case, device)
         return
     operands = case.operands()
     on_device = [x.to(device) for x in operands]
@@ -154,8 +163,35 @@ def run_backward(case: BackwardCase, device: torch.device) -> None:
     out, lse, _ = gradients.reference_gradients(tensors, dlse, q.dtype, **arguments)
     on_device = [None if x is None else x.to(device) for x in (d_o, dlse, q, k, v, out, lse)]
     numbers = {**numbers_of(call), "deterministic": case.deterministic}
-    found = torch.ops.attngen.backward(*on_device, **numbers)
+    *found, _ = torch.ops.attngen.backward(*on_device, **numbers)
     gradients.check([x.cpu() for x in found], tensors, dlse, **arguments)
+
+
+def run_variant(variant: Variant, device: torch.device) -> None:
+    """As `run`: the forward of a variant, then its gradients."""
+    call, arguments = variant.case, variant.arguments
+    q, k, v = call.operands()
+    slopes, sink = arguments.get("alibi_slopes"), arguments.get("sink")
+    if slopes is True:
+        slopes = reference.default_alibi_slopes(call.heads[1])
+    tensors = {"alibi_slopes": slopes, "sink": sink}
+    numbers = {n: None if x is None else x.to(device) for n, x in tensors.items()}
+    numbers |= {**numbers_of(call), "softcap": variant.softcap, "softmax": variant.softmax}
+    numbers |= {"max_logit": variant.max_logit}
+    on_device = [x.to(device) for x in (q, k, v)]
+    out, lse, _, _, largest = torch.ops.attngen.forward(*on_device, **numbers)
+    oracle.check(out.cpu(), lse.cpu(), oracle.truth(q, k, v, **arguments), call.layout)
+    if variant.max_logit:
+        variants.check_max_logit(largest.cpu(), q, k, v, arguments, False)
+    d_o = oracle.randn(*out.shape, dtype=q.dtype, seed=50)
+    dlse = oracle.randn(*lse.shape, dtype=torch.float32, seed=60)
+    numbers["deterministic"] = variant.deterministic
+    *found, dsink = torch.ops.attngen.backward(
+        d_o.to(device), dlse.to(device), *on_device, out, lse, **numbers
+    )
+    gradients.check([x.cpu() for x in found], (q, k, v, d_o), dlse, **arguments)
+    if sink is not None:
+        variants.check_sink_gradient(dsink.cpu(), (q, k, v), arguments, d_o, dlse)
 
 
 def run_fp8(
@@ -168,7 +204,7 @@ def run_fp8(
     results = torch.ops.attngen.forward(
         *on_device, **scales, **numbers, out_dtype=arguments["out_dtype"], amax=True
     )
-    out, lse, amax_s, amax_o = (x.cpu() for x in results)
+    out, lse, amax_s, amax_o, _ = (x.cpu() for x in results)
     expected = oracle_fp8.truth(*operands, **arguments)
     oracle_fp8.check(out, lse, expected, case.layout, arguments.get("scale_o"))
     oracle_fp8.check_maxima(amax_s, amax_o, expected)

@@ -23,11 +23,33 @@ struct SequenceIndex {
 };
 constexpr int kLongest = 1 << 30;
 
+// Where a score stands: query i and key j, `distance + step` keys past the query's diagonal
+// (j - i - delta). Elements are handled line by line: within one `distance` is the same and `step`
+// a constant, so that a term linear in it takes one multiply-add. kPast: a mask hides whatever is
+// past the diagonal, so that a score there need not be right.
+template <bool kPastHidden>
+struct Place {
+  static constexpr bool kPast = kPastHidden;
+  int i;
+  int j;
+  float distance;
+  float step;
+};
+
 // Positions [lo, hi); empty when hi <= lo.
 struct Range {
   int lo;
   int hi;
 };
+
+// Element `index` of a tensor of float32 that the launch only reads.
+ATTNGEN_HD float read_operand(const void* tensor, int index) {
+#if defined(__CUDACC__)
+  return __ldg(static_cast<const float*>(tensor) + index);
+#else
+  return static_cast<const float*>(tensor)[index];
+#endif
+}
 
 ATTNGEN_HD Range intersect(Range a, Range b) { return {max_of(a.lo, b.lo), min_of(a.hi, b.hi)}; }
 

@@ -15,11 +15,13 @@ struct RowState {
 };
 
 // The softmax of one block of kN columns, in steps that a kernel orders as its plan says.
-// kPairSums: weights join the sum two at a time, else in two sums.
-template <int kN, bool kPairSums>
+// kPairSums: weights join the sum two at a time, else in two sums. kLines: the scores of each row
+// lack a term that is the same for the thread's whole part of it.
+template <int kN, bool kPairSums, bool kLines = false>
 struct BlockSoftmax {
   float scale_log2;
-  float shift;  // log2 of what multiplies every weight
+  float shift;    // log2 of what multiplies every weight
+  float line[2];  // the missing terms
   float block_max[2];
   float offset[2];
 
@@ -33,7 +35,9 @@ struct BlockSoftmax {
         even = fmaxf(even, scores[fragment_index(half, k)]);
         odd = fmaxf(odd, scores[fragment_index(half, k + 1)]);
       }
-      block_max[half] = quad_max(fmaxf(even, odd));
+      float largest = fmaxf(even, odd);
+      if constexpr (kLines) largest += line[half];
+      block_max[half] = quad_max(largest);
     }
   }
 
@@ -52,7 +56,7 @@ struct BlockSoftmax {
     const float old_max = state.row_max[half];
     if (grew) state.row_max[half] = fmaxf(old_max, block_max[half]);
     const float reference = finite(state.row_max[half]);
-    offset[half] = reference * scale_log2 - shift;
+    offset[half] = from_line(half, reference) * scale_log2 - shift;
     // The difference first: an unchanged maximum must give 1 exactly, or the sum drifts.
     rescale[half] = exp2_approx((old_max - reference) * scale_log2);
   }
@@ -69,7 +73,7 @@ struct BlockSoftmax {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       state.row_max[half] = block_max[half];
-      offset[half] = finite(block_max[half]) * scale_log2 - shift;
+      offset[half] = from_line(half, finite(block_max[half])) * scale_log2 - shift;
       state.row_sum[half] = exponentiate(scores, half);
     }
   }
@@ -77,6 +81,10 @@ struct BlockSoftmax {
  private:
   // A row that has seen no key keeps -inf; 0 stands in so that exp2 gives 0, not NaN.
   ATTNGEN_DEVICE static float finite(float max) { return max == -kInfinity ? 0.f : max; }
+  ATTNGEN_DEVICE float from_line(int half, float x) const {
+    if constexpr (kLines) return x - line[half];
+    return x;
+  }
 
   ATTNGEN_DEVICE float exponentiate(float (&scores)[kN / 2], int half) const {
     float even = 0.f;

@@ -1,11 +1,7 @@
-// What a softmax fragment returns for a finished row, and the logarithm it may use.
+// What a softmax fragment returns for a finished row, and what such fragments share.
 #pragma once
 
-#include "attngen/platform.cuh"
-
-#if defined(__CUDACC__)
-#include "attngen/ptx/math.cuh"
-#endif
+#include "attngen/special.cuh"
 
 namespace attngen {
 
@@ -14,10 +10,15 @@ struct SoftmaxRow {
   float lse;         // natural log of the sum of exp(S)
 };
 
-#if defined(__CUDACC__)
-ATTNGEN_DEVICE float log2_of(float x) { return log2_approx(x); }
-#else
-inline float log2_of(float x) { return __builtin_log2f(x); }
-#endif
+// A row beside a sink, a score that has a weight but no value. `sum` is that of the weights
+// relative to `max_log2`; a row that sees no key has only its sink.
+ATTNGEN_HD SoftmaxRow finalize_with_sink(float max_log2, float sum, float sink) {
+  if (sum == 0.f) return {0.f, sink};
+  const float sink_log2 = sink * kLog2E;
+  const float top = max_of(max_log2, sink_log2);  // so that neither weight overflows
+  const float weight = exp2_of(max_log2 - top);
+  const float total = sum * weight + exp2_of(sink_log2 - top);
+  return {weight / total, (top + log2_of(total)) * kLn2};
+}
 
 }  // namespace attngen

@@ -1,0 +1,78 @@
+"""The covering set: every legal pair is in it, and every kernel of it compiles."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from click.testing import CliRunner
+
+from attngen import coverage, features
+from attngen.builder import render_problem
+from attngen.cli import main
+from attngen.compile import compile_source
+from attngen.coverage import AXES, Member
+from attngen.plan import plans
+from attngen.problem import Problem
+from attngen.resolve import resolve
+
+ARCH = "sm_90a"
+KNOWN = features.scan()
+MEMBERS = coverage.members(KNOWN)
+
+
+def test_members_hold_every_legal_pair_and_no_illegal_one() -> None:
+    met = set().union(*map(coverage.pairs_of, MEMBERS))
+    assert met == coverage.legal_pairs(KNOWN)
+    assert all(coverage.is_legal(member, KNOWN) for member in MEMBERS)
+    assert len(set(MEMBERS)) == len(MEMBERS) <= 40
+
+
+def test_legal_pairs_are_all_but_those_that_the_semantics_exclude() -> None:
+    everything = {
+        ((one, a), (other, b))
+        for one, other in itertools.combinations(AXES, 2)
+        for a, b in itertools.product(AXES[one], AXES[other])
+    }
+    assert everything - coverage.legal_pairs(KNOWN) == {
+        (("head_dims", (72, 40)), ("dtype", "e4m3")),  # multiples of 16
+        (("dtype", "e4m3"), ("training", True)),  # no backward in 8 bits
+        (("dtype", "e4m3"), ("deterministic", True)),
+        (("training", False), ("deterministic", True)),  # nothing to add up
+    }
+
+
+def test_member_reaches_its_problems() -> None:
+    member = Member(
+        (128, 64), "fp16", "causal_bottom_right", "learnable", "sbhd", True, True, True, True, 4,
+        True, True,
+    )  # fmt: skip
+    forward, backward = member.problems(KNOWN)
+    assert (forward,) == resolve(member.spec, KNOWN)
+    assert forward.masks == ("causal", "window") and forward.scores == ("softcap", "alibi")
+    assert (forward.softmax, forward.max_logit, forward.direction) == ("learnable", True, "fwd")
+    assert (backward.direction, backward.deterministic) == ("bwd", True)
+    assert (backward.softmax, backward.max_logit) == ("vanilla", False)
+    assert backward.scores == forward.scores and backward.masks == forward.masks
+
+
+def compile_problem(problem: Problem) -> int:
+    """Spilled bytes of the problem's kernels. Raises: CompileError."""
+    spilled = 0
+    for plan in plans(problem, ARCH):
+        binary, _ = compile_source(render_problem(problem, plan), problem, ARCH)
+        spilled += binary.resources.spill_bytes
+    return spilled
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_member_compiles_and_the_list_says_so() -> None:
+    problems = {p for member in MEMBERS for p in member.problems(KNOWN)}
+    with ThreadPoolExecutor(2) as pool:
+        assert sum(pool.map(compile_problem, problems)) == 0
+    lines = CliRunner().invoke(main, ["list", "--coverage"]).output.splitlines()
+    assert lines[:-1] == [str(member) for member in MEMBERS]
+    assert re.fullmatch(r"coverage: (\d+) of \1 legal pairs, 100\.0 %", lines[-1])

@@ -1,0 +1,178 @@
+"""Score and softmax fragments: the very code of the kernels, against the reference."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from attngen import features, files, reference
+from attngen.reference import core
+from attngen.reference.call import AttentionCall
+from attngen.render import emit_fragment
+
+HEADERS = """
+#include "attngen/context.cuh"
+#include "attngen/softmax/row.cuh"
+namespace attngen {
+"""
+# Rows of `width` keys in lines of `line`, as a kernel with rows of queries goes through them; with
+# `transposed` lines of queries, as one with rows of keys does.
+ALIBI = """
+}  // namespace attngen
+using namespace attngen;
+template <class At>
+static void fill(float slope, int rows, int width, int line, int delta, int transposed,
+                 float* out) {
+  const AlibiScore alibi = {slope};
+  const Context ctx = {0, 0, rows, width, delta};
+  for (int i = 0; i < rows; ++i) {
+    for (int j = 0; j < width; ++j) {
+      const int step = (transposed ? i : j) % line;
+      const int first = transposed ? j - (i - step) : (j - step) - i;
+      const float signed_step = static_cast<float>(transposed ? -step : step);
+      const At at = {i, j, static_cast<float>(first - delta), signed_step};
+      out[i * width + j] = alibi.apply(ctx, 0.f, at);
+    }
+  }
+}
+extern "C" void general(float slope, int rows, int width, int line, int delta, int t, float* out) {
+  fill<Place<false>>(slope, rows, width, line, delta, t, out);
+}
+extern "C" void past(float slope, int rows, int width, int line, int delta, int t, float* out) {
+  fill<Place<true>>(slope, rows, width, line, delta, t, out);
+}
+extern "C" float rate(float slope) { return AlibiScore{slope}.rate(); }
+"""
+SOFTCAP = """
+}  // namespace attngen
+using namespace attngen;
+extern "C" void softcap(float cap, int n, const float* x, float* y, float* grad, float* small) {
+  const SoftcapScore score = {cap, 1.f / cap};
+  const Place<false> at = {0, 0, 0.f, 0.f};
+  const Context ctx = {0, 0, 1, 1, 0};
+  for (int i = 0; i < n; ++i) {
+    y[i] = score.apply(ctx, x[i], at);
+    grad[i] = score.grad(ctx, x[i], y[i], at);
+    small[i] = score.apply_small(ctx, x[i], at);
+  }
+}
+extern "C" float limit(float cap) { return SoftcapScore{cap, 1.f / cap}.small_limit(); }
+"""
+SINK = """
+}  // namespace attngen
+using namespace attngen;
+extern "C" void finalize(float max_log2, float sum, float sink, float* out) {
+  const Context ctx = {0, 0, 1, 1, 0};
+  const SoftmaxRow row = LearnableSoftmax{sink}.finalize(ctx, max_log2, sum);
+  const SoftmaxRow one = OffByOneSoftmax{}.finalize(ctx, max_log2, sum);
+  out[0] = row.normalizer, out[1] = row.lse, out[2] = one.normalizer, out[3] = one.lse;
+}
+"""
+
+
+def library(compile_cpp, harness: str, *named: tuple[str, str]) -> ctypes.CDLL:
+    known = features.scan()
+    structs = [emit_fragment(files.templates_dir(), known[axis][name]) for axis, name in named]
+    return ctypes.CDLL(str(compile_cpp(HEADERS + "\n".join(structs) + harness)))
+
+
+def pointer(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+@pytest.fixture(scope="module")
+def alibi(compile_cpp):
+    return library(compile_cpp, ALIBI, ("score", "alibi"))
+
+
+@pytest.mark.parametrize("bottom_right", [False, True])
+def test_alibi_small_sizes_are_the_reference_in_both_orientations(alibi, bottom_right) -> None:
+    sizes = (1, 2, 5, 9)
+    for rows, width, slope in itertools.product(sizes, sizes, (0.5, 0.0, -0.7, 3.0)):
+        delta = (width - rows) * bottom_right
+        call = AttentionCall(
+            q=torch.zeros(1), alibi_slopes=torch.tensor([slope]), bottom_right=bottom_right
+        )
+        wanted = core.alibi(call, 0, torch.zeros(1, rows, width, dtype=torch.float64))[0].numpy()
+        seen = np.tril(np.ones((rows, width), bool), delta)
+        for line, transposed in itertools.product((1, 3, 16), (0, 1)):
+            found = np.zeros((rows, width), np.float32)
+            common = (ctypes.c_float(slope), rows, width, line, delta, transposed, pointer(found))
+            alibi.general(*common)
+            np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+            alibi.past(*common)
+            np.testing.assert_allclose(found[seen], wanted[seen], rtol=1e-6, atol=1e-6)
+
+
+def test_alibi_rate_is_the_change_of_a_score_along_a_line(alibi) -> None:
+    """What a kernel adds where a line lies on one side of the diagonal."""
+    alibi.rate.restype = ctypes.c_float
+    for slope in (0.25, -1.5):
+        rate = alibi.rate(ctypes.c_float(slope))
+        found = np.zeros((1, 9), np.float32)
+        for delta, sign in ((8, 1), (0, -1)):  # all keys before the diagonal, all behind it
+            alibi.general(ctypes.c_float(slope), 1, 9, 16, delta, 0, pointer(found))
+            distance = np.arange(9) - delta
+            np.testing.assert_allclose(found[0], sign * rate * distance, rtol=1e-6)
+
+
+@pytest.mark.parametrize("cap", [0.5, 20.0, 50.0])
+def test_softcap_is_the_tanh_its_derivative_and_its_polynomial(compile_cpp, cap) -> None:
+    code = library(compile_cpp, SOFTCAP, ("score", "softcap"))
+    code.limit.restype = ctypes.c_float
+    limit = code.limit(ctypes.c_float(cap))
+    assert limit == pytest.approx(cap * math.sqrt(0.5))
+    x = np.concatenate([np.linspace(-8 * cap, 8 * cap, 4001), np.geomspace(1e-20, 1e4, 400), [0]])
+    x = x.astype(np.float32)
+    y, grad, small = (np.empty_like(x) for _ in range(3))
+    code.softcap(ctypes.c_float(cap), len(x), *map(pointer, (x, y, grad, small)))
+    tanh = np.tanh(x.astype(np.float64) / cap)
+    assert np.abs(y - cap * tanh).max() <= 2**-21 * cap
+    assert np.abs(grad - (1 - tanh**2)).max() <= 2**-19
+    near = np.abs(x) <= limit
+    error = np.abs(small - cap * tanh)[near]
+    assert (error <= 7.4e-6 * np.abs(cap * tanh)[near]).all() and near.sum() > 300
+
+
+def test_softcap_infinite_scores_reach_the_cap(compile_cpp) -> None:
+    code = library(compile_cpp, SOFTCAP, ("score", "softcap"))
+    x = np.array([-np.inf, -1e38, 1e38, np.inf], np.float32)
+    y, grad, small = (np.empty_like(x) for _ in range(3))
+    code.softcap(ctypes.c_float(30), 4, *map(pointer, (x, y, grad, small)))
+    assert y.tolist() == [-30, -30, 30, 30] and not grad.any()
+
+
+def test_sink_any_rows_are_the_reference(compile_cpp) -> None:
+    code = library(compile_cpp, SINK, ("softmax", "learnable"), ("softmax", "off_by_one"))
+    draw = np.random.default_rng(0)
+    out = np.empty(4, np.float32)
+    for spread, sink in itertools.product((0.1, 10.0, 200.0), (-300.0, -2.0, 0.0, 5.0, 300.0)):
+        scores = torch.tensor(draw.normal(0, spread, 7)).reshape(1, 1, 7)
+        logs = scores.flatten() / math.log(2)
+        top = float(logs.max())
+        total = float(torch.exp2(logs - top).sum())
+        code.finalize(*map(ctypes.c_float, (top, total, sink)), pointer(out))
+        for given, (normalizer, lse) in zip((sink, 0.0), out.reshape(2, 2).tolist(), strict=True):
+            weights, wanted = core.softmax(scores, torch.full((1, 1, 1), given, dtype=torch.double))
+            assert lse == pytest.approx(wanted.item(), rel=1e-6, abs=1e-5)
+            weight = 2 ** (top - top) * normalizer  # of the row's largest score
+            assert weight == pytest.approx(weights.max().item(), rel=1e-4, abs=1e-30)
+
+
+@pytest.mark.parametrize("max_log2", [-math.inf, 0.0])
+def test_sink_alone_is_the_lse_of_a_row_that_sees_nothing(compile_cpp, max_log2) -> None:
+    code = library(compile_cpp, SINK, ("softmax", "learnable"), ("softmax", "off_by_one"))
+    out = np.empty(4, np.float32)
+    code.finalize(*map(ctypes.c_float, (max_log2, 0.0, 2.5)), pointer(out))
+    assert out.tolist() == [0.0, 2.5, 0.0, 0.0]
+    _, wanted = core.softmax(torch.full((1, 1, 3), -math.inf), torch.tensor([[[2.5]]]))
+    assert wanted.item() == 2.5
+
+
+def test_default_slopes_are_halved_from_head_to_head() -> None:
+    assert reference.default_alibi_slopes(8).tolist() == [2.0**-n for n in range(1, 9)]

@@ -1,0 +1,149 @@
+"""Times variants of attention beside the plain causal kernels, as JSON.
+
+    python tools/variant_speed.py -o docs/results/variants.json
+
+Forward and backward at batch 4, 4096 tokens, 16 heads, head dim 128, causal; interleaved rounds,
+medians. docs/results/README.md says what the fields mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch  # noqa: E402
+
+import attngen  # noqa: E402  # a checkout not installed, too
+from attngen import features, resolve  # noqa: E402
+from attngen.bench.machine import describe_machine  # noqa: E402
+from attngen.bench.timing import Call, time_interleaved  # noqa: E402
+from attngen.builder import build_problem  # noqa: E402
+from attngen.plan import plans  # noqa: E402
+from attngen.values import to_data  # noqa: E402
+
+SCHEMA = 1
+BATCH, LENGTH, HEADS, HEAD_DIM = 4, 4096, 16, 128
+WINDOW = 512
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "alibi": {"alibi_slopes": True},
+    "off_by_one": {"softmax": "off_by_one"},
+    "sink": {"softmax": "learnable"},
+    "window": {"window": (WINDOW, 0)},
+    "softcap": {"softcap": 30.0},
+    "max_logit": {"return_max_logit": True},
+    "softcap+alibi+sink": {"softcap": 30.0, "alibi_slopes": True, "softmax": "learnable"},
+}
+
+
+def visited_share(arguments: dict[str, Any], rows: int, keys: int) -> float:
+    """Blocks of keys that the variant's tiles visit, over those of the plain kernel's; tiles of so
+    many rows and blocks of so many keys."""
+    left = arguments.get("window", (LENGTH, 0))[0]
+    plain = visited = 0
+    for first in range(0, LENGTH, rows):
+        end = -(-min(first + rows, LENGTH) // keys)
+        plain += end
+        visited += end - max(0, first - left) // keys
+    return visited / plain
+
+
+def problems(arguments: dict[str, Any]) -> tuple[Any, Any]:
+    """Of the forward and of the backward."""
+    given = {name: x for name, x in arguments.items() if name != "sink"}
+    q = torch.empty(1, 1, 1, HEAD_DIM, dtype=torch.bfloat16)
+    spec = attngen.AttentionSpec.from_call(q, q, q, mask="causal", **given)
+    (forward,) = resolve.resolve(spec, features.scan())
+    return forward, forward.backward()
+
+
+def calls_of(arguments: dict[str, Any]) -> tuple[Call, Call]:
+    """The forward and the backward of a variant, on operands of their own."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").to(torch.bfloat16)
+
+    tensors = [randn(BATCH, LENGTH, HEADS, HEAD_DIM) for _ in range(4)]
+    inputs, d_o = [x.requires_grad_() for x in tensors[:3]], tensors[3]
+    given = {"mask": "causal", "backend": "cuda", **arguments}
+    if given.get("softmax") == "learnable":
+        given["sink"] = torch.zeros(HEADS, device="cuda", requires_grad=True)
+        inputs.append(given["sink"])
+    result = attngen.attention(*inputs[:3], **given)
+    out = result[0] if isinstance(result, tuple) else result
+
+    def forward() -> object:
+        with torch.no_grad():
+            return attngen.attention(*tensors[:3], **given)
+
+    def backward() -> object:
+        return torch.autograd.grad(out, inputs, d_o, retain_graph=True)
+
+    return forward, backward
+
+
+def measure(rounds: int, budget_ms: float) -> list[dict[str, Any]]:
+    """One row a variant and direction."""
+    made = {name: problems(arguments) for name, arguments in VARIANTS.items()}
+    wanted = {problem for pair in made.values() for problem in pair}
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda problem: build_problem(problem, "sm_90a"), wanted))
+    calls = {name: calls_of(arguments) for name, arguments in VARIANTS.items()}
+    rows = []
+    for index, direction in enumerate(("fwd", "bwd")):
+        timed = {name: pair[index] for name, pair in calls.items()}
+        ms = time_interleaved(timed, rounds, budget_ms)
+        flops = (4, 10)[index] * BATCH * HEADS * LENGTH**2 * HEAD_DIM / 2
+        for name, arguments in VARIANTS.items():
+            main = max(plans(made[name][index], "sm_90a"), key=lambda plan: hasattr(plan, "tile"))
+            tile = main.tile  # type: ignore[union-attr]
+            share = visited_share(arguments, tile.m, tile.n)
+            rows.append(
+                {
+                    "direction": direction,
+                    "variant": name,
+                    "ms": round(ms[name], 4),
+                    "tflops": round(flops / ms[name] / 1e9, 1),
+                    "visited": round(share, 4),
+                    "ratio": round(ms["plain"] * share / ms[name], 3),
+                    "tile": dataclasses.asdict(tile),
+                }
+            )
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--budget-ms", type=float, default=40)
+    options = parser.parse_args()
+    rows = measure(options.rounds, options.budget_ms)
+    for row in rows:
+        print(f"{row['direction']} {row['variant']:<20} {row['ms']:8.4f} ms {row['tflops']:7.1f} "
+              f"TFLOP/s  ratio {row['ratio']:.3f}")  # fmt: skip
+    if options.output:
+        data = {
+            "schema": SCHEMA,
+            "date": datetime.now(timezone.utc).date().isoformat(),
+            "machine": to_data(describe_machine()),
+            "case": f"b{BATCH} s{LENGTH} h{HEADS} d{HEAD_DIM} causal bf16",
+            "rounds": options.rounds,
+            "budget_ms": options.budget_ms,
+            "rows": rows,
+        }
+        options.output.write_text(json.dumps(data, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
