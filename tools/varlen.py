@@ -57,14 +57,14 @@ def randn(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
-def ours(
-    q: Tensor, k: Tensor | None, v: Tensor | None, dim: int, **arguments: Any
-) -> dict[str, Callable[[], Any]]:
+def ours(operands: Sequence[Tensor | None], **arguments: Any) -> Calls:
     """The two directions of a call."""
     layout, mask = arguments.get("layout", "bshd"), arguments["mask"]
     lengths = settle(layout, tuple(arguments.get(name) for name in LENGTHS))
     optional = {**dict.fromkeys(OPTIONAL), **dict(zip(LENGTHS, lengths, strict=True))}
     rest = (*optional.values(), *Arguments(layout=layout, mask=mask))
+    q, k, v = operands
+    assert q is not None  # every layout has it
     out, lse = torch.ops.attngen.forward(q, k, v, *rest)[:2]
     d_o = torch.randn_like(out)
     return {
@@ -73,14 +73,14 @@ def ours(
     }
 
 
-def packed(lens: Sequence[int], dim: int, mask: str) -> dict[str, Callable[[], Any]]:
+def packed(lens: Sequence[int], dim: int, mask: str) -> Calls:
     lengths = int32([0, *itertools.accumulate(lens)])
     q, k, v = (randn(sum(lens), HEADS, dim) for _ in range(3))
     arguments = {"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths, "mask": mask}
-    return ours(q, k, v, dim, layout="thd", **arguments)
+    return ours((q, k, v), layout="thd", **arguments)
 
 
-def flash_3(lens: Sequence[int], dim: int, causal: bool) -> dict[str, Callable[[], Any]]:
+def flash_3(lens: Sequence[int], dim: int, causal: bool) -> Calls:
     """FlashAttention-3's kernels for packed sequences, the longest length told."""
     operator, most = torch.ops.flash_attn_3, max(lens)
     lengths = int32([0, *itertools.accumulate(lens)])
@@ -120,11 +120,11 @@ def groups(dim: int) -> Iterator[tuple[str, dict[str, Calls], dict[str, float]]]
             used = int32([length // 2] * batch)
             shorter = [x[:, : length // 2].contiguous() for x in dense]
             other = {
-                "bshd": ours(*dense, dim, mask=mask),
+                "bshd": ours(dense, mask=mask),
                 "thd": packed(lens, dim, mask),
-                "padding": ours(*dense, dim, mask=mask, seqused_q=used, seqused_kv=used),
-                "half": ours(*shorter, dim, mask=mask),
-                **{name: ours(*in_layout(name, dense), dim, mask=mask, layout=name)
+                "padding": ours(dense, mask=mask, seqused_q=used, seqused_kv=used),
+                "half": ours(shorter, mask=mask),
+                **{name: ours(in_layout(name, dense), mask=mask, layout=name)
                    for name in ("sbhd", "bs3hd", "bsh3d", "bshd_bs2hd")},
             }  # fmt: skip
             flops = dict.fromkeys(other, work(lens, dim) / half)
