@@ -15,10 +15,11 @@ class Problem:
     """One attention kernel family member, independent of architecture, shape and layout.
 
     Batch, lengths, head counts, strides, window sizes, scale and pointers are run-time
-    arguments and therefore absent. `masks` and `scores` name fragments in the order in which
-    they apply; `q_seq`, `kv_seq`, `kv_fetch` and `kv_iter` name the fragments that say where
-    data comes from. `dtype_o` is fp32 for the partial outputs that are combined later. A backward
-    that is `deterministic` adds up dQ in an order that does not change from run to run.
+    arguments and therefore absent, as is the probability of a `dropout`. `masks` and `scores` name
+    fragments in the order in which they apply, `attn_mask` adds a mask of bits; `q_seq`, `kv_seq`,
+    `kv_fetch` and `kv_iter` name the fragments that say where data comes from. `dtype_o` is fp32
+    for the partial outputs that are combined later. A backward that is `deterministic` adds up dQ
+    in an order that does not change from run to run.
     """
 
     direction: Direction
@@ -35,6 +36,8 @@ class Problem:
     kv_fetch: str
     kv_iter: str
     deterministic: bool = False
+    dropout: bool = False
+    attn_mask: bool = False
 
     @property
     def eight_bit(self) -> bool:
@@ -48,12 +51,14 @@ class Problem:
         if self.head_dim_v != self.head_dim_qk:
             dims += f"v{self.head_dim_v}"
         softmax = () if self.softmax == "vanilla" else (self.softmax,)
-        features = (*self.masks, *self.scores, *softmax) or ("full",)
+        dropout = ("dropout",) if self.dropout else ()
+        masks = (*self.masks, *(("arbitrary",) if self.attn_mask else ()))
+        features = (*masks, *self.scores, *softmax) or ("full",)
         kv = () if self.dtype_kv == self.dtype_q else (f"kv_{self.dtype_kv}",)
         partial = ("partial",) if self.dtype_o == "fp32" else ()
         out = () if partial or self.dtype_o == self.dtype_q else (f"to_{self.dtype_o}",)
         order = ("deterministic",) if self.deterministic else ()
-        return "_".join((*features, dims, self.dtype_q, *kv, *partial, *out, *order))
+        return "_".join((*features, *dropout, dims, self.dtype_q, *kv, *partial, *out, *order))
 
 
 Variant = tuple[Problem, str]  # a problem and the architecture whose kernels compute it

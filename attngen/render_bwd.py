@@ -8,7 +8,17 @@ from .arch.sm90_bwd import BackwardPlan, ConvertPlan, KernelPlan, PreparePlan
 from .features import Features
 from .problem import Problem
 from .program import KernelEntry, TensorMapRecipe, Workspace
-from .render import Source, entry_name, fill, lay_out_fields, operands_of, recipe, uses_of
+from .render import (
+    DROP_THRESHOLD,
+    Source,
+    entry_name,
+    fill,
+    lay_out_fields,
+    mask_names,
+    operands_of,
+    recipe,
+    uses_of,
+)
 
 STORE_ROWS = 64  # gradients leave in boxes of one warpgroup's rows
 ROLES = ("mask", "q_seq", "kv_seq", "kv_fetch")  # those of a forward that its backward shares too
@@ -28,20 +38,21 @@ def render(problem: Problem, plan: KernelPlan, features: Features, root: Path) -
     uses = {role: use for role, use in uses_of(problem, features).items() if role in ROLES}
     entry = entry_name(problem, plan)
     if isinstance(plan, PreparePlan):
-        kernel = _prepare(plan, entry)
+        kernel = _prepare(problem, plan, entry)
     elif isinstance(plan, ConvertPlan):
-        kernel = _convert(plan, entry)
+        kernel = _convert(problem, plan, entry)
     else:
         kernel = _main(problem, plan, entry, operands_of(uses))
     return Source(fill(problem, plan, kernel, uses, root), kernel)
 
 
-def _prepare(plan: PreparePlan, entry: str) -> KernelEntry:
+def _prepare(problem: Problem, plan: PreparePlan, entry: str) -> KernelEntry:
     workspace: tuple[Workspace, ...] = ("lse_log2", "d")
     workspace += ("dq_acc",) if plan.dq_floats else ()
     workspace += ("turns",) if plan.deterministic else ()
     names = _typed("ptr", "o", "d_o", "lse", "dlse", *workspace)
     names += [*_strides("o"), *_strides("d_o"), *_typed("i32", "q_len", "heads_q", "q_blocks")]
+    names += [("keep_share", "f32")] if problem.dropout else []
     fields, params_bytes = lay_out_fields(names)
     return KernelEntry(
         entry=entry,
@@ -58,9 +69,10 @@ def _prepare(plan: PreparePlan, entry: str) -> KernelEntry:
     )
 
 
-def _convert(plan: ConvertPlan, entry: str) -> KernelEntry:
+def _convert(problem: Problem, plan: ConvertPlan, entry: str) -> KernelEntry:
     names = [*_typed("ptr", "dq_acc", "dq"), *_strides("dq")]
     names += [*_typed("i32", "q_len", "heads_q", "q_blocks"), ("scale", "f32")]
+    names += [("keep_scale", "f32")] if problem.dropout else []
     fields, params_bytes = lay_out_fields(names)
     return KernelEntry(
         entry=entry,
@@ -86,14 +98,18 @@ def _main(problem: Problem, plan: BackwardPlan, entry: str, operands: Names) -> 
     workspace += ("tile_counter",)
     workspace += ("turns",) if plan.deterministic else ()
     names = [*_typed("tensor_map", *(each.field for each in maps)), *_typed("ptr", *workspace)]
+    names += [("rng_state", "ptr")] if problem.dropout else []
+    if problem.attn_mask:
+        names += mask_names("attn_mask" if of_queries else "attn_mask_columns")
     integers = [*INTEGERS]
     # Neighbours are loaded together, so that their order shapes the code: that which was measured.
     place = 1 if plan.family == "sm90_bwd" else len(integers)
     integers.insert(place, "q_tiles" if of_queries else "kv_blocks")
     names += _typed("i32", *integers)
-    fields, params_bytes = lay_out_fields(
-        [*names, *_typed("f32", "scale", "scale_log2"), *operands]
-    )
+    names += _typed("f32", "scale", "scale_log2")
+    if problem.dropout:
+        names += [*DROP_THRESHOLD, ("keep_scale", "f32")]
+    fields, params_bytes = lay_out_fields([*names, *operands])
     return KernelEntry(
         entry=entry,
         threads=plan.threads,

@@ -20,8 +20,7 @@ DTYPES = (*DTYPES_16BIT, *DTYPES_8BIT)
 ARCHES = ("sm_90a",)
 MAX_HEAD_DIM = 256
 SWITCHES = (  # fields of a spec that no kernel serves yet
-    *("attn_mask", "alibi", "softcap", "score_mod", "mask_mod"),
-    *("dropout", "return_max_logit"),
+    *("alibi", "softcap", "score_mod", "mask_mod", "return_max_logit"),
 )
 
 
@@ -61,6 +60,8 @@ def resolve(spec: AttentionSpec, features: Features) -> tuple[Problem, ...]:
             kv_fetch="tma",
             kv_iter="range",
             deterministic=spec.deterministic and direction == "bwd",
+            dropout=spec.dropout,
+            attn_mask=spec.attn_mask or spec.mask == "arbitrary",
         )
         for direction in spec.directions
     )
@@ -78,7 +79,7 @@ def split_mask(name: str) -> tuple[tuple[str, ...], bool]:
     The alignment is a run-time argument, so `causal` and `causal_bottom_right` are one kernel.
     """
     base = name.removesuffix("_bottom_right")
-    return (() if base == "none" else (base,)), base != name
+    return (() if base in ("none", "arbitrary") else (base,)), base != name
 
 
 def default_out_dtype(dtype: str) -> str:
@@ -181,6 +182,16 @@ def _check_features(spec: AttentionSpec, features: Features) -> list[Violation]:
     if spec.bias != "none":
         reason = f"bias {spec.bias!r} has no kernels yet"
         found.append(Violation("bias", reason, "none"))
+    if spec.dtype in DTYPES_8BIT:
+        if spec.mask == "arbitrary":
+            reason = f"mask 'arbitrary' has no {spec.dtype} kernels yet"
+            found.append(Violation("mask", reason, "none"))
+        if spec.attn_mask:
+            reason = f"attn_mask has no {spec.dtype} kernels yet"
+            found.append(Violation("attn_mask", reason, False))
+        if spec.dropout:
+            reason = f"dropout has no {spec.dtype} kernels yet"
+            found.append(Violation("dropout", reason, False))
     for switch in SWITCHES:
         if getattr(spec, switch):
             found.append(Violation(switch, f"{switch} has no kernels yet", False))

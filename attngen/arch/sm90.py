@@ -36,6 +36,7 @@ REGISTERS_8BIT = {True: (32, 224), False: (40, 216)}
 # Operands in registers (output, scores, packed weights, queries) that leave room for addresses
 # and row state.
 OPERANDS = {2: 204, 3: 132}
+MASK_REGISTERS = 12  # of a thread, for the bits of an arbitrary mask
 # Groups of 32 heads leave four SMs a head to share its keys, of 64 MB still mostly hit L2: measured
 # best or within 1 % from 1k to 16k tokens; smaller groups lose to the imbalance at their ends.
 CAUSAL_SCHEDULE = Schedule(True, True, kv_group_bytes=64 << 20, group_heads=32, tail_share=4)
@@ -196,7 +197,7 @@ def operand_registers(problem: Problem, choice: Choice) -> int:
 def operand_limit(problem: Problem, choice: Choice) -> int:
     if problem.eight_bit:
         return role_registers(problem, choice)[1] - 32
-    return OPERANDS[choice.consumers]
+    return OPERANDS[choice.consumers] - MASK_REGISTERS * problem.attn_mask
 
 
 def role_registers(problem: Problem, choice: Choice) -> tuple[int, int]:

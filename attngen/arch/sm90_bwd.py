@@ -23,6 +23,8 @@ ROWS_PER_CONSUMER = 64
 REGISTERS = {"sm90_bwd": (40, 232), "sm90_bwd_dkv": (56, 224), "sm90_bwd_dq": (24, 240)}
 SMALL_REGISTERS = (56, 224)  # of the fused kernel up to head dim 32
 DQ_OPERANDS = 208  # dQ, S, dP and packed dS of a thread of the dQ kernel
+# Random words take the room of some, together with a mask's bits of more.
+DQ_OPERANDS_DROPOUT = {False: 200, True: 176}
 # Heads whose queries and dQ together fill L2 are worked on together, the shortest quarter of the
 # tiles comes last: measured +2 to +7 % on causal masks over one head at a time or all at once.
 CAUSAL_SCHEDULE = Schedule(True, True, kv_group_bytes=64 << 20, group_heads=16, tail_share=4)
@@ -181,12 +183,13 @@ def feasible_dq(problem: Problem, row_block: int) -> Iterator[BackwardPlan]:
     """dQ of 128 queries. A third stage of keys is worth 30 % of the block (measured at 192/128:
     80 keys in two stages are 27 % behind 64 in three; at 256, 48 in three 22 % behind
     64 in two)."""
+    limit = DQ_OPERANDS_DROPOUT[problem.attn_mask] if problem.dropout else DQ_OPERANDS
     choices = [
         (n * (1.3 if k > 2 else 1.0) * (1.05 if v > 1 else 1.0), n, k, v)
         for n in range(128, 16, -16)
         for k in (3, 2)
         for v in (2, 1)
-        if problem.head_dim_qk // 2 + n + n // 4 <= DQ_OPERANDS
+        if problem.head_dim_qk // 2 + n + n // 4 <= limit
     ]
     for _, n, k_stages, v_stages in sorted(choices, reverse=True):
         tile = Tile(ROWS_PER_CONSUMER * CONSUMERS, n)

@@ -17,6 +17,7 @@ from ..launch import Prepared, launch, prepare
 from ..load import LoadedKernel
 from ..run_time import workspace_bytes
 from ..spec import AttentionSpec
+from . import mask_bits
 from .checks import device_violations, violations
 from .operands import extents_of, memory_axes, new_outputs, scalars_of, spec_of
 from .operation import format_of, kernels_of, library, remember, tile_counter
@@ -42,6 +43,7 @@ class Ready:
     gradients: tuple[str, ...]
     offsets: dict[str, int]
     workspace_bytes: int
+    lengths: tuple[int, int]
 
 
 _ready: dict[tuple[Any, ...], Ready] = {}
@@ -75,9 +77,23 @@ def backward(
     with torch.cuda.device(q.device):
         load.ensure_context(q.device.index)
         made = {name: _gradient_of(tensors[name[1]]) for name in ready.gradients}
-        _run(ready, {**tensors, **rows, **made})
+        given = {name: tensor for name, tensor in extra.items() if tensor is not None}
+        if (mask := given.pop("attn_mask", None)) is not None:
+            given |= _packed(mask, ready)
+        _run(ready, {**tensors, **rows, **given, **made})
     dq, dk, dv = (made[n] if n in names_of(wanted) else q.new_empty(0) for n in GRADIENTS)
     return dq, dk, dv
+
+
+def _packed(mask: Tensor, ready: Ready) -> dict[str, Tensor]:
+    """The mask's bits in the order that each of the kernels reads."""
+    names = {field.name for each in ready.launches for field in each.loaded.kernel.fields}
+    ways = {"attn_mask": False, "attn_mask_columns": True}
+    return {
+        name: mask_bits.pack(mask, *ready.lengths, columns=columns)
+        for name, columns in ways.items()
+        if name in names
+    }
 
 
 def names_of(wanted: Wanted) -> tuple[str, ...]:
@@ -137,9 +153,10 @@ def _make_ready(
     reasons += device_violations({"q": tensors["q"], **rows})
     if reasons := [*reasons, *_mismatches(tensors, rows, arguments)]:
         raise SpecError(reasons)
+    lengths = (extents["q"].seq, extents["k"].seq)
     if not all(tensor.numel() for tensor in tensors.values()):
-        return Ready((), names_of(wanted), {}, 0)
-    kernels = _needed(kernels_of(_spec(tensors, arguments), tensors["q"].device), wanted)
+        return Ready((), names_of(wanted), {}, 0, lengths)
+    kernels = _needed(kernels_of(_spec(tensors, optional, arguments), tensors["q"].device), wanted)
     gradients = {name: _gradient_of(tensors[name[1]].to("meta")) for name in _written(kernels)}
     extents |= extents_of(gradients, axes)
     sizes: dict[str, int] = {}
@@ -150,9 +167,9 @@ def _make_ready(
     for name, size in sizes.items():
         offsets[name] = end
         end += -(-size // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
-    scalars = scalars_of(tensors["q"], optional, arguments)
+    scalars = scalars_of(tensors["q"], optional, arguments, extents)
     launches = tuple(prepare(each, extents, scalars) for each in kernels)
-    return Ready(launches, tuple(gradients), offsets, end)
+    return Ready(launches, tuple(gradients), offsets, end, lengths)
 
 
 # Families of kernels that make gradients of one kind, and nothing that other kernels read.
@@ -193,8 +210,10 @@ def _mismatches(
             yield f"{name} needs {like.dtype} {list(like.shape)}, got {x.dtype} {list(x.shape)}"
 
 
-def _spec(tensors: dict[str, Tensor], arguments: Arguments) -> AttentionSpec:
-    forward = spec_of(tensors["q"], tensors["k"], tensors["v"], arguments)
+def _spec(
+    tensors: dict[str, Tensor], optional: Mapping[str, Tensor | None], arguments: Arguments
+) -> AttentionSpec:
+    forward = spec_of(tensors["q"], tensors["k"], tensors["v"], optional, arguments)
     return dataclasses.replace(
         forward, directions=("bwd",), deterministic=arguments.deterministic
     )

@@ -63,10 +63,11 @@ def _make_ready(operands: Operands, arguments: Arguments) -> Ready:
         results += [Output.like(name, x, 0.0, preset=True) for name, x in maxima.items()]
     prepared = None
     if q.numel() and k.numel() and out.numel():
-        (loaded,) = kernels_of(spec_of(q, k, v, arguments), q.device)
-        prepared = prepare(loaded, extents, scalars_of(q, optional, arguments))
+        (loaded,) = kernels_of(spec_of(q, k, v, optional, arguments), q.device)
+        prepared = prepare(loaded, extents, scalars_of(q, optional, arguments, extents))
     unused = () if arguments.amax else tuple(maxima)
-    return Ready(("q", "k", "v", *OPTIONAL), tuple(results), unused, q.device, prepared)
+    lengths = (extents["q"].seq, extents["k"].seq)
+    return Ready(("q", "k", "v", *OPTIONAL), tuple(results), unused, q.device, prepared, lengths)
 
 
 def _new_maxima(q: Tensor, amax: bool) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from .. import features, reference
 from ..errors import SpecError
 from ..reference import fp8
 from ..reference.call import AttentionCall, MaskMod, ScoreMod, Window
+from ..reference.dropout import draw_rng_state
 from ..resolve import find_violations
 from ..results import AttentionAux
 from ..spec import AttentionSpec
@@ -111,8 +112,8 @@ def attention(
     # What the checks of a plain call depend on; None where they must run again.
     key: tuple[Any, ...] | None = None
     if (
-        (attn_mask is None and bias is None and alibi_slopes is None and sink is None)
-        and (rng_state is None and score_mod is None and mask_mod is None and block_mask is None)
+        (bias is None and alibi_slopes is None and sink is None)
+        and (score_mod is None and mask_mod is None and block_mask is None)
         and (cu_seqlens_q is None and cu_seqlens_kv is None and page_table is None)
         and (cu_seqlens_q_padded is None and cu_seqlens_kv_padded is None and num_splits is None)
         and (seqused_q is None and seqused_kv is None and k is not None and v is not None)
@@ -124,10 +125,12 @@ def attention(
             layout, mask, window, bottom_right, softmax_scale, softcap, bias_type, softmax,
             dropout_p, deterministic, return_max_logit, max_seqlen_q, max_seqlen_kv, backend,
             out_dtype, return_amax, None if unscaled else tuple(map(format_of, scales)),
+            None if rng_state is None else format_of(rng_state),
+            None if attn_mask is None else format_of(attn_mask),
         )  # fmt: skip
         settled = _settled.get(key)
         if settled is not None:
-            return _run_kernels(q, k, v, scales, settled, wants_aux)
+            return _run_kernels((q, k, v, *scales), rng_state, attn_mask, settled, wants_aux)
     call = AttentionCall(
         q=q, k=k, v=v, layout=layout, mask=mask, window=window, bottom_right=bottom_right,
         attn_mask=attn_mask, softmax_scale=softmax_scale, softcap=softcap, bias=bias,
@@ -150,7 +153,7 @@ def attention(
             _settled.clear()
         _settled[key] = settled
     assert k is not None and v is not None  # a layout that packs them has no kernels
-    return _run_kernels(q, k, v, scales, settled, wants_aux)
+    return _run_kernels((q, k, v, *scales), rng_state, attn_mask, settled, wants_aux)
 
 
 def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -187,19 +190,23 @@ def _settle(call: AttentionCall, deterministic: bool) -> _Settled:
         out_dtype=fp8.output_dtype(call),
         amax=call.return_amax,
         deterministic=deterministic,
+        dropout_p=float(call.dropout_p),
     )
     return _Settled(arguments)
 
 
 def _run_kernels(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scales: tuple[Tensor | None, ...],
+    operands: tuple[Tensor | None, ...],
+    rng_state: Tensor | None,
+    attn_mask: Tensor | None,
     settled: _Settled,
     wants_aux: bool,
 ) -> Tensor | tuple[Tensor, AttentionAux]:
-    operands = (q, k, v, *scales)
+    q = operands[0]
+    assert q is not None
+    if settled.arguments.dropout_p > 0:
+        rng_state = draw_rng_state(q.device) if rng_state is None else rng_state.contiguous()
+    operands = (*operands, rng_state, attn_mask)
     differentiable = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in operands
     )
@@ -213,7 +220,9 @@ def _run_kernels(
     if not wants_aux:
         return results[0]  # type: ignore[no-any-return]
     amax_s, amax_o = results[2:] if settled.arguments.amax else (None, None)
-    return results[0], AttentionAux(lse=results[1], amax_s=amax_s, amax_o=amax_o)
+    return results[0], AttentionAux(
+        lse=results[1], rng_state=rng_state, amax_s=amax_s, amax_o=amax_o
+    )
 
 
 def _use_kernels(call: AttentionCall, backend: str, num_splits: int | None) -> bool:
@@ -268,7 +277,6 @@ def _refusals(call: AttentionCall, num_splits: int | None) -> list[str]:
         "seqused_q": call.seqused_q,
         "seqused_kv": call.seqused_kv,
         "page_table": call.page_table,
-        "rng_state": call.rng_state,
         "num_splits": num_splits,
     }
     given = [name for name, value in without_kernels.items() if value is not None]

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from ..errors import SpecError
 from ..layouts import parse
+from ..reference.dropout import drop_threshold, keep_scale
 from ..reference.fp8 import is_fp8
 from ..run_time import UNBOUNDED, Extent, Scalars
 from ..spec import AttentionSpec, dtype_name
+from . import mask_bits
 from .signature import Arguments
 
 
@@ -49,7 +51,9 @@ def extents_of(tensors: Mapping[str, Tensor], axes: str) -> dict[str, Extent]:
     return {name: extent(tensor, axes) for name, tensor in tensors.items()}
 
 
-def spec_of(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> AttentionSpec:
+def spec_of(
+    q: Tensor, k: Tensor, v: Tensor, optional: Mapping[str, Tensor | None], arguments: Arguments
+) -> AttentionSpec:
     """The spec of the forward kernel that serves a call."""
     sides = (arguments.window_left, arguments.window_right)
     return AttentionSpec(
@@ -60,6 +64,8 @@ def spec_of(q: Tensor, k: Tensor, v: Tensor, arguments: Arguments) -> AttentionS
         out_dtype=dtype_name(output_dtype(q, arguments)),
         mask=arguments.mask,
         window=any(0 <= side < UNBOUNDED for side in sides),
+        attn_mask=optional["attn_mask"] is not None,
+        dropout=arguments.dropout_p > 0,
     )
 
 
@@ -70,13 +76,34 @@ def softmax_scale_of(q: Tensor, arguments: Arguments) -> float:
 
 
 def scalars_of(
-    q: Tensor, optional: Mapping[str, Tensor | None], arguments: Arguments
+    q: Tensor,
+    optional: Mapping[str, Tensor | None],
+    arguments: Arguments,
+    extents: Mapping[str, Extent],
 ) -> Scalars:
     """The run-time values of a call; a window side of −1, or too long to end, is unbounded."""
     sides = (arguments.window_left, arguments.window_right)
     left, right = (side if 0 <= side < UNBOUNDED else UNBOUNDED for side in sides)
     scale, aligned = softmax_scale_of(q, arguments), arguments.bottom_right
-    return Scalars(scale, left, right, aligned, _descale_numbers(optional))
+    numbers = {**_descale_numbers(optional), **dropout_numbers(arguments.dropout_p)}
+    if (mask := optional["attn_mask"]) is not None:
+        numbers |= mask_bits.numbers_of(mask.shape, extents["q"].seq, extents["k"].seq)
+    return Scalars(scale, left, right, aligned, numbers)
+
+
+def dropout_numbers(p: float) -> dict[str, int | float]:
+    """What kernels know of the drop probability: the threshold as attngen/dropout.cuh takes it, and
+    what the weights that are kept are multiplied by, with its reciprocal."""
+    threshold = drop_threshold(p)
+    high = threshold >= 128
+    numbers = {"drop_low": (threshold - 128 * high) * 0x01010101, "drop_high": high * 0x80808080}
+    # Where nothing is kept the factor multiplies zeros alone.
+    scale = keep_scale(p) or 1.0
+    return {
+        **{name: word - (word >> 31 << 32) for name, word in numbers.items()},  # as an int32
+        "keep_scale": scale,
+        "keep_share": 1 / scale,
+    }
 
 
 def _descale_numbers(optional: Mapping[str, Tensor | None]) -> dict[str, int | float]:

@@ -17,6 +17,7 @@ from ..builder import find_kernels
 from ..errors import SpecError
 from ..launch import Prepared, launch
 from ..spec import AttentionSpec
+from . import mask_bits
 from .signature import Operands
 
 ARCH_OF_CAPABILITY = {(9, 0): "sm_90a"}
@@ -51,7 +52,7 @@ class Ready:
 
     operands: the parameters that hold the operands' addresses, in their order; outputs: in theirs;
     unused: addresses that the kernel has and the call does without. prepared: the launch, None
-    where no query sees a key, so that nothing is launched.
+    where no query sees a key, so that nothing is launched. lengths: those of queries and keys.
     """
 
     operands: tuple[str, ...]
@@ -59,6 +60,7 @@ class Ready:
     unused: tuple[str, ...]
     device: torch.device
     prepared: Prepared | None
+    lengths: tuple[int, int]
 
 
 _LIMIT = 4096
@@ -94,6 +96,8 @@ def run(ready: Ready, operands: Operands) -> list[Tensor]:
     results = []
     addresses = dict.fromkeys(ready.unused, 0)
     for name, operand in zip(ready.operands, operands, strict=True):
+        if name == "attn_mask" and operand is not None:
+            packed = operand = mask_bits.pack(operand, *ready.lengths)  # noqa: F841  # held to the end
         addresses[name] = 0 if operand is None else operand.data_ptr()
     for output in ready.outputs:
         tensor = _empty_strided_cuda(output.sizes, output.strides, output.dtype)

@@ -16,7 +16,7 @@ from ..reference.call import SCALES
 
 Operands = Sequence[Tensor | None]  # q, k, v and then OPTIONAL
 
-OPTIONAL = SCALES
+OPTIONAL = (*SCALES, "rng_state", "attn_mask")
 """Tensors that a call may have beside q, k and v, in the order in which operations take them."""
 
 
@@ -27,7 +27,7 @@ class Arguments(NamedTuple):
     1/√d. Window sides in keys, −1 unbounded. out_dtype: None for Q's, or bfloat16 beside FP8; of 16
     bits float32 asks for the partial output that split computations combine. amax: whether the
     maxima of an FP8 call are wanted. deterministic: whether gradients have the same bits on every
-    run, at the cost of some speed.
+    run, at the cost of some speed. dropout_p: probability in 0..1; above 0 it needs `rng_state`.
     """
 
     layout: str = "bshd"
@@ -39,6 +39,7 @@ class Arguments(NamedTuple):
     out_dtype: torch.dtype | None = None
     amax: bool = False
     deterministic: bool = False
+    dropout_p: float = 0.0
 
 
 class Wanted(NamedTuple):
@@ -52,6 +53,7 @@ _TYPES = {
     str: "str",
     int: "int",
     bool: "bool",
+    float: "float",
     float | None: "float?",
     torch.dtype | None: "ScalarType?",
 }

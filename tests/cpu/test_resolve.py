@@ -123,6 +123,30 @@ def test_resolve_a_problem_each_direction_and_order_matters_backward_only(
     assert resolve(spec, KNOWN) == (backward, make_problem(64))
 
 
+@pytest.mark.parametrize(
+    ("fields", "mask", "dropout"),
+    [
+        ({"mask": "arbitrary", "attn_mask": True}, True, False),
+        ({"mask": "causal", "attn_mask": True, "dropout": True}, True, True),
+        ({"mask": "arbitrary"}, True, False),
+        ({"dropout": True}, False, True),
+    ],
+)
+def test_resolve_bits_and_dropout_reach_the_problem(fields, mask, dropout) -> None:
+    for problem in resolve(AttentionSpec(head_dim=64, directions=("fwd", "bwd"), **fields), KNOWN):
+        assert (problem.attn_mask, problem.dropout) == (mask, dropout)
+        assert problem.masks == (("causal",) if fields.get("mask") == "causal" else ())
+        assert ("arbitrary" in problem.label, "dropout" in problem.label) == (mask, dropout)
+
+
+@pytest.mark.parametrize("fields", [{"mask": "arbitrary"}, {"attn_mask": True}, {"dropout": True}])
+def test_resolve_bits_and_dropout_of_fp8_are_refused(fields) -> None:
+    spec = AttentionSpec(head_dim=64, dtype="e4m3", **fields)
+    (violation,) = find_violations(spec, KNOWN)
+    assert violation.field == [*fields][0] and "e4m3" in violation.reason
+    assert find_violations(nearest(spec, KNOWN), KNOWN) == []
+
+
 def test_resolve_backward_of_a_partial_output_is_refused() -> None:
     spec = AttentionSpec(head_dim=64, out_dtype="fp32", directions=("fwd", "bwd"))
     (violation,) = find_violations(spec, KNOWN)
@@ -136,6 +160,7 @@ def test_resolve_backward_of_a_partial_output_is_refused() -> None:
         ("none", ((), False)),
         ("causal", (("causal",), False)),
         ("causal_bottom_right", (("causal",), True)),
+        ("arbitrary", ((), False)),
     ],
 )
 def test_split_mask_names_give_fragments_and_alignment(name: str, expected: tuple) -> None:
@@ -161,7 +186,6 @@ def test_split_mask_names_give_fragments_and_alignment(name: str, expected: tupl
         ("layout", "dhsb", "bshd"),
         ("mask", "padding_causal", "causal"),
         ("mask", "padding", "none"),
-        ("mask", "arbitrary", "none"),
         # No name of the semantics; with window=True the same fragment would be there twice.
         ("mask", "window", "none"),
         ("softmax", "learnable", "vanilla"),
@@ -170,7 +194,6 @@ def test_split_mask_names_give_fragments_and_alignment(name: str, expected: tupl
         ("softcap", True, False),
         ("score_mod", True, False),
         ("mask_mod", True, False),
-        ("dropout", True, False),
         ("return_max_logit", True, False),
         ("directions", ("up", "bwd"), ("bwd",)),
         ("directions", ("up",), ("fwd",)),
@@ -231,8 +254,6 @@ def test_nearest_fields_that_are_not_violated_stay(spec: AttentionSpec) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"attn_mask": object()},
-        {"attn_mask": object(), "mask": "arbitrary"},
         {"mask_mod": print},
         {"block_mask": object()},
         {"score_mod": print},
@@ -240,7 +261,6 @@ def test_nearest_fields_that_are_not_violated_stay(spec: AttentionSpec) -> None:
         {"alibi_slopes": True},
         {"softcap": 1.0},
         {"softmax": "learnable", "sink": object()},
-        {"dropout_p": 0.5},
         {"return_max_logit": True},
         {"mask": "padding"},
     ],
