@@ -32,7 +32,8 @@ def pack(mask: Tensor, s_q: int, s_kv: int, *, columns: bool = False) -> Tensor:
         rows = rows.expand(*rows.shape[:3], length)
     bits = pad(rows, (0, WORD * words_of(length) - length)).view(torch.uint8)
     weights = 1 << torch.arange(8, dtype=torch.uint8, device=mask.device)
-    packed = (bits.unflatten(3, (-1, 8)) * weights).sum(-1, dtype=torch.uint8)
+    eights: Tensor = bits.unflatten(3, (-1, 8)) * weights
+    packed = eights.sum(-1, dtype=torch.uint8)
     return packed.view(torch.int32)
 
 

@@ -126,6 +126,8 @@ def make_problem() -> Callable[..., Problem]:
         scores: tuple[str, ...] = (),
         direction: Direction = "fwd",
         deterministic: bool = False,
+        dropout: bool = False,
+        attn_mask: bool = False,
     ) -> Problem:
         return Problem(
             direction=direction,
@@ -142,6 +144,8 @@ def make_problem() -> Callable[..., Problem]:
             kv_fetch="tma",
             kv_iter="range",
             deterministic=deterministic,
+            dropout=dropout,
+            attn_mask=attn_mask,
         )
 
     return make
