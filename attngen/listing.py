@@ -18,6 +18,7 @@ def list_features(known: Features) -> Iterator[str]:
         step, names = resolve.head_dim_step(dtypes[0]), " ".join(dtypes)
         yield f"head dims      multiples of {step} up to {resolve.MAX_HEAD_DIM} ({names})"
     yield f"directions     {' '.join(resolve.DIRECTIONS)} (bwd: {' '.join(resolve.DTYPES_16BIT)})"
+    yield f"switches       dropout attn_mask ({' '.join(resolve.DTYPES_16BIT)})"
     for axis, fragments in known.items():
         if not fragments:
             continue

@@ -16,11 +16,12 @@ class Problem:
     """One attention kernel family member, independent of architecture, shape and layout.
 
     Batch, lengths, head counts, strides, window sizes, scale and pointers are run-time
-    arguments and therefore absent. `masks` and `scores` name fragments in the order in which
-    they apply; `q_seq`, `kv_seq`, `kv_fetch` and `kv_iter` name the fragments that say where
-    data comes from. `dtype_o` is fp32 for the partial outputs that are combined later. A backward
-    that is `deterministic` adds up dQ in an order that does not change from run to run. A forward
-    with `max_logit` also gives the largest score of each head.
+    arguments and therefore absent, as is the probability of a `dropout`. `masks` and `scores` name
+    fragments in the order in which they apply, `attn_mask` adds a mask of bits; `q_seq`, `kv_seq`,
+    `kv_fetch` and `kv_iter` name the fragments that say where data comes from. `dtype_o` is fp32
+    for the partial outputs that are combined later. A backward that is `deterministic` adds up dQ
+    in an order that does not change from run to run. A forward with `max_logit` also gives the
+    largest score of each head.
     """
 
     direction: Direction
@@ -38,6 +39,8 @@ class Problem:
     kv_iter: str
     deterministic: bool = False
     max_logit: bool = False
+    dropout: bool = False
+    attn_mask: bool = False
 
     @property
     def eight_bit(self) -> bool:
@@ -64,8 +67,10 @@ class Problem:
             dims += f"v{self.head_dim_v}"
         softmax = () if self.softmax == "vanilla" else (self.softmax,)
         lengths = (self.q_seq, *((self.kv_seq,) if self.kv_seq != self.q_seq else ()))
-        features = (*self.masks, *self.scores, *softmax) or ("full",)
+        masks = (*self.masks, *(("arbitrary",) if self.attn_mask else ()))
+        features = (*masks, *self.scores, *softmax) or ("full",)
         features += lengths if self.varlen else ()
+        features += ("dropout",) if self.dropout else ()
         kv = () if self.dtype_kv == self.dtype_q else (f"kv_{self.dtype_kv}",)
         partial = ("partial",) if self.dtype_o == "fp32" else ()
         out = () if partial or self.dtype_o == self.dtype_q else (f"to_{self.dtype_o}",)

@@ -33,6 +33,7 @@ _OPTIONS: dict[str, Any] = {
     "autoescape": False,
 }
 BOX_BYTES = 128  # what the swizzle spans of a row
+DROP_THRESHOLD = (("drop_low", "i32"), ("drop_high", "i32"))
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,8 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> list[tup
     if problem.eight_bit:
         pointers = ("descale_q", "descale_k", "descale_v", "scale_s", "descale_s", "scale_o")
         names += [(name, "ptr") for name in (*pointers, "amax_s", "amax_o")]
+    names += [("rng_state", "ptr")] if problem.dropout else []
+    names += mask_names("attn_mask") if problem.attn_mask else []
     names += [("tile_counter", "ptr")] if plan.schedule.dynamic else []
     names += [("q_schedule", "ptr")] if problem.varlen else []
     if partial:
@@ -204,7 +207,15 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> list[tup
     if problem.eight_bit:
         for tensor, axis in itertools.product("qkv", ("batch", "head")):
             names += [(f"descale_{tensor}_stride_{axis}", "i32")]
+    if problem.dropout:
+        names += [*DROP_THRESHOLD, ("keep_scale", "f32")]
     return [*names, *operands_of(uses)]
+
+
+def mask_names(name: str) -> list[tuple[str, str]]:
+    """Names and types of the parameters that say where a packed mask lies."""
+    strides = [(f"{name}_stride_{axis}", "i64") for axis in ("batch", "head", "row")]
+    return [(name, "ptr"), *strides]
 
 
 def operands_of(uses: dict[str, list[Use]]) -> list[tuple[str, str]]:

@@ -8,7 +8,18 @@ from .arch.sm90_bwd import BackwardPlan, ConvertPlan, KernelPlan, PreparePlan
 from .features import Features
 from .problem import Problem
 from .program import KernelEntry, TensorMapRecipe, Workspace
-from .render import Source, entry_name, fill, lay_out_fields, map_type, operands_of, recipe, uses_of
+from .render import (
+    DROP_THRESHOLD,
+    Source,
+    entry_name,
+    fill,
+    lay_out_fields,
+    map_type,
+    mask_names,
+    operands_of,
+    recipe,
+    uses_of,
+)
 
 STORE_ROWS = 64  # gradients leave in boxes of one warpgroup's rows
 # Those of a forward that its backward shares.
@@ -46,6 +57,7 @@ def _prepare(problem: Problem, plan: PreparePlan, entry: str, operands: Names) -
     workspace += ("turns",) if plan.deterministic else ()
     names = _typed("ptr", "o", "d_o", "lse", "dlse", *workspace)
     names += [*_strides("o"), *_strides("d_o"), *_lengths(problem, operands)]
+    names += [("keep_share", "f32")] if problem.dropout else []
     fields, params_bytes = lay_out_fields(names)
     return KernelEntry(
         entry=entry,
@@ -67,6 +79,7 @@ def _prepare(problem: Problem, plan: PreparePlan, entry: str, operands: Names) -
 def _convert(problem: Problem, plan: ConvertPlan, entry: str, operands: Names) -> KernelEntry:
     names = [*_typed("ptr", "dq_acc", "dq"), *_strides("dq")]
     names += [*_lengths(problem, operands), ("scale", "f32")]
+    names += [("keep_scale", "f32")] if problem.dropout else []
     fields, params_bytes = lay_out_fields(names)
     return KernelEntry(
         entry=entry,
@@ -104,14 +117,18 @@ def _main(problem: Problem, plan: BackwardPlan, entry: str, operands: Names) -> 
         workspace += ("q_schedule",) if of_queries else ("kv_schedule",)
     names = [(each.field, map_type(problem, each.tensor)) for each in maps]
     names += _typed("ptr", *workspace)
+    names += [("rng_state", "ptr")] if problem.dropout else []
+    if problem.attn_mask:
+        names += mask_names("attn_mask" if of_queries else "attn_mask_columns")
     integers = [*INTEGERS]
     # Neighbours are loaded together, so that their order shapes the code: that which was measured.
     place = 1 if plan.family == "sm90_bwd" else len(integers)
     integers.insert(place, "q_tiles" if of_queries else "kv_blocks")
     names += _typed("i32", *integers)
-    fields, params_bytes = lay_out_fields(
-        [*names, *_typed("f32", "scale", "scale_log2"), *operands]
-    )
+    names += _typed("f32", "scale", "scale_log2")
+    if problem.dropout:
+        names += [*DROP_THRESHOLD, ("keep_scale", "f32")]
+    fields, params_bytes = lay_out_fields([*names, *operands])
     return KernelEntry(
         entry=entry,
         threads=plan.threads,

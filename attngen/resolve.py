@@ -21,8 +21,7 @@ ARCHES = ("sm_90a",)
 MAX_HEAD_DIM = 256
 PADDING_MASKS = {"padding": "none", "padding_causal": "causal"}  # and what else they mask
 SWITCHES = (  # fields of a spec that no kernel serves yet
-    *("attn_mask", "score_mod", "mask_mod"),
-    "dropout",
+    *("score_mod", "mask_mod"),
 )
 SCORES = ("softcap", "alibi")  # fields that ask for a score fragment, in the order of application
 
@@ -63,6 +62,8 @@ def resolve(spec: AttentionSpec, features: Features) -> tuple[Problem, ...]:
         kv_fetch="tma",
         kv_iter="range",
         max_logit=spec.return_max_logit,
+        dropout=spec.dropout,
+        attn_mask=spec.attn_mask or spec.mask == "arbitrary",
     )
     found = {"fwd": forward, "bwd": forward.backward(spec.deterministic)}
     return tuple(found[direction] for direction in spec.directions)
@@ -82,7 +83,7 @@ def split_mask(name: str) -> tuple[tuple[str, ...], bool]:
     """
     base = name.removesuffix("_bottom_right")
     mask = PADDING_MASKS.get(base, base)
-    return (() if mask == "none" else (mask,)), base != name
+    return (() if mask in ("none", "arbitrary") else (mask,)), base != name
 
 
 def sequences_of(spec: AttentionSpec) -> tuple[Sequence, Sequence]:
@@ -109,6 +110,7 @@ def find_violations(spec: AttentionSpec, features: Features) -> list[Violation]:
     found = [
         *_check_operands(spec),
         *_check_features(spec, features),
+        *_check_together(spec),
         *_check_directions(spec),
     ]
     if not spec.arch:
@@ -184,6 +186,27 @@ def _check_directions(spec: AttentionSpec) -> list[Violation]:
     return found
 
 
+def _check_together(spec: AttentionSpec) -> list[Violation]:
+    """Features that have kernels, but not yet beside others that the spec asks for."""
+    scored = {"alibi": False, "softcap": False, "return_max_logit": False, "softmax": "vanilla"}
+    drawn = {"dropout": False, "attn_mask": False}
+    asked = {n: x for n, x in (scored | drawn).items() if getattr(spec, n) != x}
+    if spec.mask == "arbitrary":
+        asked["mask"] = "none"
+    try:
+        varying = sequences_of(spec) != ("dense", "dense")
+    except ValueError:
+        varying = False  # there is no such layout, which is said elsewhere
+    beside = "variable lengths" if varying else "ALiBi, softcap, sinks or max_logit"
+    if not varying and not scored.keys() & asked.keys():
+        return []
+    return [
+        Violation(name, f"{name} beside {beside} has no kernels yet", nearest)
+        for name, nearest in asked.items()
+        if varying or name not in scored
+    ]
+
+
 def _check_features(spec: AttentionSpec, features: Features) -> list[Violation]:
     found: list[Violation] = []
     masks, _ = split_mask(spec.mask)
@@ -199,6 +222,16 @@ def _check_features(spec: AttentionSpec, features: Features) -> list[Violation]:
     if spec.bias != "none":
         reason = f"bias {spec.bias!r} has no kernels yet"
         found.append(Violation("bias", reason, "none"))
+    if spec.dtype in DTYPES_8BIT:
+        if spec.mask == "arbitrary":
+            reason = f"mask 'arbitrary' has no {spec.dtype} kernels yet"
+            found.append(Violation("mask", reason, "none"))
+        if spec.attn_mask:
+            reason = f"attn_mask has no {spec.dtype} kernels yet"
+            found.append(Violation("attn_mask", reason, False))
+        if spec.dropout:
+            reason = f"dropout has no {spec.dtype} kernels yet"
+            found.append(Violation("dropout", reason, False))
     for switch in SWITCHES:
         if getattr(spec, switch):
             found.append(Violation(switch, f"{switch} has no kernels yet", False))

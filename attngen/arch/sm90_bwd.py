@@ -25,6 +25,8 @@ SMALL_REGISTERS = (56, 224)  # of the fused kernel up to head dim 32
 DQ_OPERANDS = 208  # dQ, S, dP and packed dS of a thread of the dQ kernel
 # Where scores with arithmetic of their own need registers, too; blocks of 96 keys at most.
 DQ_OPERANDS_SCORES = 200
+# Random words take the room of some, together with a mask's bits of more.
+DQ_OPERANDS_DROPOUT = {False: 200, True: 176}
 # Heads whose queries and dQ together fill L2 are worked on together, the shortest quarter of the
 # tiles comes last: measured +2 to +7 % on causal masks over one head at a time or all at once.
 CAUSAL_SCHEDULE = Schedule(True, True, kv_group_bytes=64 << 20, group_heads=16, tail_share=4)
@@ -135,12 +137,14 @@ def fuses(problem: Problem) -> bool:
     """Whether one kernel makes all three gradients: both accumulators of 64 keys in registers,
     and a box of 64 columns of dQ, or all of them, for each consumer."""
     d, d_v = problem.head_dim_qk, problem.head_dim_v
-    # Scores with arithmetic of their own spill beside blocks of 128 queries, several of them beside
-    # 64 too.
+    # Scores with arithmetic of their own spill beside blocks of 128 queries, several of them, or one
+    # and an order of additions, beside 64 too.
     light = LIGHT_SCORES.issuperset(problem.scores)
     if max(d, d_v) <= 64:
         return light
-    return d > 64 and max(d, d_v) <= 128 and (light or len(problem.scores) == 1)
+    return d > 64 and max(d, d_v) <= 128 and (
+        light or (len(problem.scores) == 1 and not problem.deterministic)
+    )
 
 
 def make_fused(problem: Problem) -> BackwardPlan:
@@ -190,6 +194,8 @@ def feasible_dq(problem: Problem, row_block: int) -> Iterator[BackwardPlan]:
     64 in two)."""
     light = LIGHT_SCORES.issuperset(problem.scores)
     limit = DQ_OPERANDS if light else DQ_OPERANDS_SCORES
+    if problem.dropout:
+        limit = min(limit, DQ_OPERANDS_DROPOUT[problem.attn_mask])
     choices = [
         (n * (1.3 if k > 2 else 1.0) * (1.05 if v > 1 else 1.0), n, k, v)
         for n in range(128 if light else 96, 16, -16)

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from ..errors import SpecError
-from .signature import OPTIONAL, split
+from .signature import INPUTS, split
 
-INPUTS = ("q", "k", "v", *OPTIONAL)
 DIFFERENTIABLE = ("q", "k", "v", "sink")  # whose gradients `attngen::backward` returns, in order
 
 

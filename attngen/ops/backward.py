@@ -18,6 +18,7 @@ from ..launch import Prepared, launch, prepare
 from ..load import LoadedKernel
 from ..run_time import LOG2_E, Extent, row_blocks
 from ..spec import AttentionSpec
+from . import mask_bits
 from .checks import device_violations, violations
 from .operands import (
     Source,
@@ -61,6 +62,7 @@ class Ready:
     offsets: dict[str, int] = field(default_factory=dict)
     workspace_bytes: int = 0
     row_sizes: tuple[int, int, int] = (0, 0, 0)  # batch, heads, rows of LSE and D in the workspace
+    lengths: tuple[int, int] = (0, 0)  # of queries and keys
 
 
 _ready: dict[tuple[Any, ...], Ready] = {}
@@ -98,10 +100,22 @@ def backward(
     with torch.cuda.device(q.device):
         load.ensure_context(q.device.index)
         made = {name: _gradient_of(_present(given[name[1]])) for name in ready.gradients}
-        dsink = _run(ready, {**given, **made}, wanted)
+        packed = {} if (mask := given["attn_mask"]) is None else _packed(mask, ready)
+        dsink = _run(ready, {**given, **packed, **made}, wanted)
     names = [name for name in names_of(wanted) if name in made]
     dq, dk, dv = (made[name] if name in names else q.new_empty(0) for name in GRADIENTS)
     return dq, dk, dv, dsink
+
+
+def _packed(mask: Tensor, ready: Ready) -> dict[str, Tensor]:
+    """The mask's bits in the order that each of the kernels reads."""
+    names = {field.name for each in ready.launches for field in each.loaded.kernel.fields}
+    ways = {"attn_mask": False, "attn_mask_columns": True}
+    return {
+        name: mask_bits.pack(mask, *ready.lengths, columns=columns)
+        for name, columns in ways.items()
+        if name in names
+    }
 
 
 def names_of(wanted: Wanted) -> tuple[str, ...]:
@@ -187,7 +201,7 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted) -> Ready:
     if reasons := [*reasons, *_mismatches(tensors, rows, arguments)]:
         raise SpecError(reasons)
     carriers = {n: None if (x := given[n]) is None else _gradient_of(x.to("meta")) for n in "qkv"}
-    scalars = scalars_of(q, optional, arguments)
+    scalars = scalars_of(q, optional, arguments, extents)
     if not (scalars.sequences and all(tensor.numel() for tensor in tensors.values())):
         return Ready((), tuple(n for n in names_of(wanted) if carriers[n[1]] is not None))
     kernels = _needed(kernels_of(_spec(tensors, optional, arguments), q.device), wanted)
@@ -198,7 +212,9 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted) -> Ready:
     sources = sources_of(given, optional, layout)
     sources += tuple(s for s in packed_sources(carriers, layout, "d") if s[1] in written)
     workspaces = lay_out_workspaces(kernels, extents["q"], scalars.sequences)
-    return Ready(launches, written, sources, *workspaces, _row_sizes(kernels, extents["q"]))
+    lengths = (extents["q"].seq, extents["k"].seq)
+    row_sizes = _row_sizes(kernels, extents["q"])
+    return Ready(launches, written, sources, *workspaces, row_sizes, lengths)
 
 
 def _row_sizes(kernels: tuple[LoadedKernel, ...], q: Extent) -> tuple[int, int, int]:

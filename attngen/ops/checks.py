@@ -56,6 +56,8 @@ def violations(
     reasons += lengths.violations(q, k, v, optional, arguments, sequences)
     reasons += batch_violations(extents, arguments.layout, sequences)
     reasons += _variant_violations(extents["q"], optional, arguments)
+    reasons += _dropout_violations(optional["rng_state"], arguments.dropout_p)
+    reasons += _mask_violations(optional["attn_mask"], arguments.mask, extents)
     reasons += device_violations({**tensors, **optional})
     return [*reasons, *operand_violations(tensors, extents, softmax_scale_of(q, arguments))]
 
@@ -141,6 +143,32 @@ def _is_float32(tensor: Tensor, *shapes: tuple[int, ...]) -> bool:
 
 def _shape_of(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _dropout_violations(state: Tensor | None, p: float) -> Iterator[str]:
+    if not 0 <= p <= 1:
+        yield f"dropout_p={p}: kernels take a probability in 0..1"
+    if p > 0 and (
+        state is None or (state.dtype, state.shape, state.stride()) != (torch.int64, (2,), (1,))
+    ):
+        found = None if state is None else f"{state.dtype} {list(state.shape)}"
+        yield f"dropout_p={p} needs rng_state, contiguous int64 [2]; got {found}"
+
+
+def _mask_violations(
+    attn_mask: Tensor | None, mask: str, extents: Mapping[str, Extent]
+) -> Iterator[str]:
+    if attn_mask is None:
+        if mask == "arbitrary":
+            yield "mask='arbitrary' needs attn_mask, bool, True = take part; got None"
+        return
+    q, k = extents["q"], extents["k"]
+    full = (q.batch, q.heads, q.seq, k.seq)
+    shape = (*(1,) * (4 - attn_mask.ndim), *attn_mask.shape)
+    fits = len(shape) == 4 and all(n in (1, wanted) for n, wanted in zip(shape, full, strict=True))
+    if attn_mask.dtype != torch.bool or not fits:
+        found = f"{attn_mask.dtype} {list(attn_mask.shape)}"
+        yield f"attn_mask needs bool, a broadcast of {list(full)}; got {found}"
 
 
 def _misplaced(

@@ -90,8 +90,9 @@ def _make_ready(operands: Operands, arguments: Arguments) -> Ready:
         outputs=tuple(results),
         unused=tuple(name for name, x in maxima.items() if not x.numel()),
         device=q.device,
+        lengths=(extents["q"].seq, extents["k"].seq),
     )
-    scalars = scalars_of(q, optional, arguments)
+    scalars = scalars_of(q, optional, arguments, extents)
     if not (q.numel() and k.numel() and out.numel() and scalars.sequences):
         return ready
     kernels = kernels_of(spec_of(q, k, v, optional, arguments), q.device)

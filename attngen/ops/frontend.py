@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import features, layouts, reference
+from .. import features, layouts, reference, untested
 from ..errors import SpecError
 from ..reference import fp8
 from ..reference.call import AttentionCall, MaskMod, ScoreMod, Window
+from ..reference.dropout import draw_rng_state
 from ..resolve import find_violations
 from ..results import AttentionAux
 from ..spec import AttentionSpec
@@ -21,7 +22,7 @@ from .checks import refuse_derivatives
 from .forward import find_ready
 from .lengths import settle as settle_lengths
 from .operation import ARCH_OF_CAPABILITY, Ready, device_arch, format_of, run, unobserved
-from .signature import LENGTHS, Arguments
+from .signature import INPUTS, LENGTHS, Arguments
 
 log = logging.getLogger("attngen")
 
@@ -115,15 +116,16 @@ def attention(
         seqused_kv is None and cu_seqlens_q_padded is None and cu_seqlens_kv_padded is None
     )
     scales = (descale_q, descale_k, descale_v, scale_s, descale_s, scale_o)
-    scored = (alibi_slopes if isinstance(alibi_slopes, Tensor) else None, sink)
+    slopes = alibi_slopes if isinstance(alibi_slopes, Tensor) else None
+    scored = (slopes, sink, rng_state, attn_mask)
     unscaled = (descale_q is None and descale_k is None and descale_v is None) and (
         scale_s is None and descale_s is None and scale_o is None
     )
     # What the checks of a plain call depend on; None where they must run again.
     key: tuple[Any, ...] | None = None
     if (
-        (attn_mask is None and bias is None)
-        and (rng_state is None and score_mod is None and mask_mod is None and block_mask is None)
+        bias is None
+        and (score_mod is None and mask_mod is None and block_mask is None)
         and (page_table is None and num_splits is None and type(window) is tuple)
         and not torch.compiler.is_compiling()
     ):
@@ -137,6 +139,8 @@ def attention(
             None if dense else tuple(map(format_of, lengths)),
             format_of(alibi_slopes) if isinstance(alibi_slopes, Tensor) else alibi_slopes,
             None if sink is None else format_of(sink),
+            None if rng_state is None else format_of(rng_state),
+            None if attn_mask is None else format_of(attn_mask),
         )  # fmt: skip
         settled = _settled.get(key)
         if settled is not None:
@@ -206,10 +210,18 @@ def _settle(call: AttentionCall, deterministic: bool) -> _Settled:
         softcap=float(call.softcap),
         softmax=call.softmax,
         max_logit=call.return_max_logit,
+        dropout_p=float(call.dropout_p),
     )
     heads = call.q.shape[layouts.parse(call.layout).q_format.index("h")]
     given = isinstance(call.alibi_slopes, Tensor)
     return _Settled(arguments, heads if call.has_alibi and not given else 0)
+
+
+RNG_STATE, ALIBI_SLOPES = INPUTS.index("rng_state"), INPUTS.index("alibi_slopes")
+
+
+def _with(operands: tuple[Any, ...], place: int, tensor: Tensor) -> tuple[Any, ...]:
+    return (*operands[:place], tensor, *operands[place + 1 :])
 
 
 _slopes = functools.lru_cache(maxsize=256)(reference.default_alibi_slopes)
@@ -219,11 +231,14 @@ def _run_kernels(
     operands: tuple[Tensor | None, ...], settled: _Settled, wants_aux: bool
 ) -> Tensor | tuple[Tensor, AttentionAux]:
     """operands: q, k, v and then signature.OPTIONAL."""
+    q, rng_state = operands[0], operands[RNG_STATE]
+    assert q is not None
     if settled.default_slopes:
-        q = operands[0]
-        assert q is not None
         make = _slopes if unobserved((q,)) else reference.default_alibi_slopes
-        operands = (*operands[:-2], make(settled.default_slopes, q.device), operands[-1])
+        operands = _with(operands, ALIBI_SLOPES, make(settled.default_slopes, q.device))
+    if settled.arguments.dropout_p > 0:
+        rng_state = draw_rng_state(q.device) if rng_state is None else rng_state.contiguous()
+        operands = _with(operands, RNG_STATE, rng_state)
     differentiable = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in operands
     )
@@ -240,7 +255,9 @@ def _run_kernels(
     more = iter(x for x in results[2:] if x.numel())
     amax_s, amax_o = (next(more) if asked.amax else None for _ in range(2))
     max_logit = next(more) if asked.max_logit else None
-    return results[0], AttentionAux(results[1], max_logit, amax_s=amax_s, amax_o=amax_o)
+    return results[0], AttentionAux(
+        lse=results[1], max_logit=max_logit, rng_state=rng_state, amax_s=amax_s, amax_o=amax_o
+    )
 
 
 def _use_kernels(call: AttentionCall, backend: str, num_splits: int | None) -> bool:
@@ -288,9 +305,9 @@ def _refusals(call: AttentionCall, num_splits: int | None) -> list[str]:
         **{name: getattr(call, name) for name in LENGTHS},
     )
     reasons = [violation.reason for violation in find_violations(spec, _FEATURES)]
+    reasons += untested.find(spec)
     without_kernels = {
         "page_table": call.page_table,
-        "rng_state": call.rng_state,
         "num_splits": num_splits,
     }
     given = [name for name, value in without_kernels.items() if value is not None]

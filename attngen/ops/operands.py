@@ -9,9 +9,11 @@ from torch import Tensor
 
 from ..errors import SpecError
 from ..layouts import Layout, parse, size, unpack
+from ..reference.dropout import drop_threshold, keep_scale
 from ..reference.fp8 import is_fp8
 from ..run_time import UNBOUNDED, Extent, Scalars
 from ..spec import AttentionSpec, dtype_name
+from . import mask_bits
 from .signature import Arguments
 
 
@@ -96,6 +98,8 @@ def spec_of(
         softcap=arguments.softcap != 0,
         softmax=arguments.softmax,
         return_max_logit=arguments.max_logit,
+        attn_mask=optional["attn_mask"] is not None,
+        dropout=arguments.dropout_p > 0,
     )
 
 
@@ -105,18 +109,40 @@ def softmax_scale_of(q: Tensor, arguments: Arguments) -> float:
     return float(q.shape[-1]) ** -0.5 if scale is None and q.shape[-1] else scale or 0.0
 
 
-def scalars_of(q: Tensor, optional: Mapping[str, Tensor | None], arguments: Arguments) -> Scalars:
+def scalars_of(
+    q: Tensor,
+    optional: Mapping[str, Tensor | None],
+    arguments: Arguments,
+    extents: Mapping[str, Extent],
+) -> Scalars:
     """The run-time values of a call; a window side of −1, or too long to end, is unbounded."""
     sides = (arguments.window_left, arguments.window_right)
     left, right = (side if 0 <= side < UNBOUNDED else UNBOUNDED for side in sides)
     scale, aligned = softmax_scale_of(q, arguments), arguments.bottom_right
     sequences = sequences_of(q, optional, arguments.layout)
-    numbers = _stride_numbers(optional)
+    numbers = {**_stride_numbers(optional), **dropout_numbers(arguments.dropout_p)}
     if arguments.softcap:
         numbers |= {"softcap": arguments.softcap, "softcap_inverse": 1 / arguments.softcap}
     for side in ("q", "kv"):  # where only the other side has lengths, all positions are in use
         numbers[f"{side}_least"] = UNBOUNDED if optional[f"seqused_{side}"] is None else 0
+    if (mask := optional["attn_mask"]) is not None:
+        numbers |= mask_bits.numbers_of(mask.shape, extents["q"].seq, extents["k"].seq)
     return Scalars(scale, left, right, aligned, numbers, sequences)
+
+
+def dropout_numbers(p: float) -> dict[str, int | float]:
+    """What kernels know of the drop probability: the threshold as attngen/dropout.cuh takes it, and
+    what the weights that are kept are multiplied by, with its reciprocal."""
+    threshold = drop_threshold(p)
+    high = threshold >= 128
+    numbers = {"drop_low": (threshold - 128 * high) * 0x01010101, "drop_high": high * 0x80808080}
+    # Where nothing is kept the factor multiplies zeros alone.
+    scale = keep_scale(p) or 1.0
+    return {
+        **{name: word - (word >> 31 << 32) for name, word in numbers.items()},  # as an int32
+        "keep_scale": scale,
+        "keep_share": 1 / scale,
+    }
 
 
 Source = tuple[str, str, int]  # a parameter, the tensor of the call that it points into, bytes

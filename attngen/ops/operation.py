@@ -18,6 +18,7 @@ from ..errors import SpecError
 from ..launch import Prepared, launch
 from ..run_time import Extent, workspace_bytes
 from ..spec import AttentionSpec
+from . import mask_bits
 from .operands import Source
 from .signature import Operands
 
@@ -55,7 +56,7 @@ class Ready:
     operands: the parameters that hold the operands' addresses, in their order; sources: those that
     point into one of them; outputs: in their order; unused: addresses that the kernels have and the
     call does without. launches: none where no query sees a key. offsets: where each workspace but
-    the counter lies in one allocation of so many bytes.
+    the counter lies in one allocation of so many bytes. lengths: those of queries and keys.
     """
 
     operands: tuple[str, ...]
@@ -66,6 +67,7 @@ class Ready:
     launches: tuple[Prepared, ...] = ()
     offsets: dict[str, int] = field(default_factory=dict)
     workspace_bytes: int = 0
+    lengths: tuple[int, int] = (0, 0)
 
 
 _LIMIT = 4096
@@ -102,6 +104,8 @@ def run(ready: Ready, operands: Operands) -> list[Tensor]:
     results = []
     addresses = dict.fromkeys(ready.unused, 0)
     for name, operand in zip(ready.operands, operands, strict=True):
+        if name == "attn_mask" and operand is not None:
+            packed = operand = mask_bits.pack(operand, *ready.lengths)  # noqa: F841  # held to the end
         addresses[name] = 0 if operand is None else operand.data_ptr()
     for name, source, offset in ready.sources:
         addresses[name] = addresses[source] + offset

@@ -21,8 +21,10 @@ LENGTHS = (
     *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
     *("seqused_q", "seqused_kv"),
 )
-OPTIONAL = (*SCALES, *LENGTHS, "alibi_slopes", "sink")
+OPTIONAL = (*SCALES, *LENGTHS, "alibi_slopes", "sink", "rng_state", "attn_mask")
 """Tensors that a call may have beside q, k and v, in the order in which operations take them."""
+
+INPUTS = ("q", "k", "v", *OPTIONAL)
 
 
 class Arguments(NamedTuple):
@@ -34,7 +36,7 @@ class Arguments(NamedTuple):
     maxima of an FP8 call are wanted. deterministic: whether gradients have the same bits on every
     run, at the cost of some speed. softcap: bound of the scores, 0 for none. softmax: `vanilla`,
     `off_by_one` or, with a sink tensor, `learnable`. max_logit: whether the largest score of each
-    head is wanted.
+    head is wanted. dropout_p: probability in 0..1; above 0 it needs `rng_state`.
     """
 
     layout: str = "bshd"
@@ -49,6 +51,7 @@ class Arguments(NamedTuple):
     softcap: float = 0.0
     softmax: str = "vanilla"
     max_logit: bool = False
+    dropout_p: float = 0.0
 
 
 class Wanted(NamedTuple):

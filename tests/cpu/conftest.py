@@ -94,6 +94,12 @@ extern "C" void block_ranges(const int* lengths, int left, int right, int n, con
 """
 
 
+@pytest.fixture(autouse=True)
+def untested_kernels_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What calls do with kernels is tested whether or not these have passed the GPU tests."""
+    monkeypatch.setattr("attngen.untested.allowed", True)
+
+
 @pytest.fixture(scope="session")
 def compile_cpp(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`compile_cpp(source, *options, executable=False)` → the shared object, or the program."""
@@ -126,6 +132,8 @@ def make_problem() -> Callable[..., Problem]:
         scores: tuple[str, ...] = (),
         direction: Direction = "fwd",
         deterministic: bool = False,
+        dropout: bool = False,
+        attn_mask: bool = False,
     ) -> Problem:
         return Problem(
             direction=direction,
@@ -142,6 +150,8 @@ def make_problem() -> Callable[..., Problem]:
             kv_fetch="tma",
             kv_iter="range",
             deterministic=deterministic,
+            dropout=dropout,
+            attn_mask=attn_mask,
         )
 
     return make

@@ -35,6 +35,16 @@ CASES = {
     "d192v128 causal": {"head_dim": 192, "head_dim_v": 128, "masks": ("causal",)},
     "d8v256 window fp16": {"head_dim": 8, "head_dim_v": 256, "masks": ("window",), "dtype": "fp16"},
 }
+CASES |= {
+    f"{case} {'+'.join(more)}": {**CASES[case], **dict.fromkeys(more, True)}
+    for case, more in (
+        ("d128 causal", ("dropout",)),
+        ("d128 causal deterministic", ("dropout", "attn_mask")),
+        ("d24v40 deterministic", ("dropout",)),
+        ("d256 full", ("dropout", "attn_mask")),
+        ("d192v128 causal", ("attn_mask",)),
+    )
+}
 EACH_CASE = pytest.mark.parametrize("case", CASES)
 
 

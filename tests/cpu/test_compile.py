@@ -41,6 +41,15 @@ CASES = {
     "d256": {"head_dim": 256},
     "d256 causal": {"head_dim": 256, "masks": CAUSAL},
     "d256 both partial": {"head_dim": 256, "masks": BOTH, "out": "fp32"},
+    "d64 both arbitrary dropout": {
+        "head_dim": 64,
+        "masks": BOTH,
+        "attn_mask": True,
+        "dropout": True,
+    },
+    "d128 causal dropout": {"head_dim": 128, "masks": CAUSAL, "dropout": True},
+    "d128 both arbitrary": {"head_dim": 128, "masks": BOTH, "attn_mask": True},
+    "d256 arbitrary dropout": {"head_dim": 256, "attn_mask": True, "dropout": True},
 }
 PARAMS_BASE = 0x240  # where a 64-byte aligned parameter struct begins in constant bank 0
 REPORT = """ptxas info    : Compiling entry function 'k' for 'sm_90a'

@@ -12,6 +12,8 @@ from attngen.compile import run_nvrtc
 # Headers of scalar code; the others hold PTX, or build on those that do.
 HOST_HEADERS = (
     "attngen/context.cuh",
+    "attngen/dropout.cuh",
+    "attngen/mask_bits.cuh",
     "attngen/mma/fragment.cuh",
     "attngen/platform.cuh",
     "attngen/scheduler/block_range.cuh",

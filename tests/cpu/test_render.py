@@ -28,6 +28,9 @@ CASES = {
     "window": {"masks": ("window",), "dtype": "fp16"},
     "causal+window": {"masks": ("causal", "window"), "head_dim": 256},
     "partial": {"out": "fp32"},
+    "dropout": {"dropout": True, "head_dim": 128},
+    "causal arbitrary": {"masks": ("causal",), "attn_mask": True},
+    "window arbitrary dropout": {"masks": ("window",), "attn_mask": True, "dropout": True},
     "causal partial": {"masks": ("causal",), "out": "fp32", "head_dim": 128},
     "window partial": {"masks": ("window",), "out": "fp32", "head_dim": 72, "head_dim_v": 40},
 }

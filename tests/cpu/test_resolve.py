@@ -147,6 +147,30 @@ def test_resolve_a_problem_each_direction_and_order_matters_backward_only(
     assert resolve(spec, KNOWN) == (backward, make_problem(64))
 
 
+@pytest.mark.parametrize(
+    ("fields", "mask", "dropout"),
+    [
+        ({"mask": "arbitrary", "attn_mask": True}, True, False),
+        ({"mask": "causal", "attn_mask": True, "dropout": True}, True, True),
+        ({"mask": "arbitrary"}, True, False),
+        ({"dropout": True}, False, True),
+    ],
+)
+def test_resolve_bits_and_dropout_reach_the_problem(fields, mask, dropout) -> None:
+    for problem in resolve(AttentionSpec(head_dim=64, directions=("fwd", "bwd"), **fields), KNOWN):
+        assert (problem.attn_mask, problem.dropout) == (mask, dropout)
+        assert problem.masks == (("causal",) if fields.get("mask") == "causal" else ())
+        assert ("arbitrary" in problem.label, "dropout" in problem.label) == (mask, dropout)
+
+
+@pytest.mark.parametrize("fields", [{"mask": "arbitrary"}, {"attn_mask": True}, {"dropout": True}])
+def test_resolve_bits_and_dropout_of_fp8_are_refused(fields) -> None:
+    spec = AttentionSpec(head_dim=64, dtype="e4m3", **fields)
+    (violation,) = find_violations(spec, KNOWN)
+    assert violation.field == [*fields][0] and "e4m3" in violation.reason
+    assert find_violations(nearest(spec, KNOWN), KNOWN) == []
+
+
 def test_resolve_backward_of_a_partial_output_is_refused() -> None:
     spec = AttentionSpec(head_dim=64, out_dtype="fp32", directions=("fwd", "bwd"))
     (violation,) = find_violations(spec, KNOWN)
@@ -163,6 +187,7 @@ def test_resolve_backward_of_a_partial_output_is_refused() -> None:
         ("padding", ((), False)),
         ("padding_causal", (("causal",), False)),
         ("padding_causal_bottom_right", (("causal",), True)),
+        ("arbitrary", ((), False)),
     ],
 )
 def test_split_mask_names_give_fragments_and_alignment(name: str, expected: tuple) -> None:
@@ -183,14 +208,12 @@ def test_split_mask_names_give_fragments_and_alignment(name: str, expected: tupl
         ("out_dtype", "e4m3", None),
         ("layout", "paged_kv_bshd_bshd_bshd", "bshd"),
         ("layout", "dhsb", "bshd"),
-        ("mask", "arbitrary", "none"),
         # No name of the semantics; with window=True the same fragment would be there twice.
         ("mask", "window", "none"),
         ("softmax", "smooth", "vanilla"),
         ("bias", "post_scale", "none"),
         ("score_mod", True, False),
         ("mask_mod", True, False),
-        ("dropout", True, False),
         ("directions", ("up", "bwd"), ("bwd",)),
         ("directions", ("up",), ("fwd",)),
         ("directions", (), ("fwd",)),
@@ -262,14 +285,11 @@ def test_from_call_every_variant_reaches_the_problem(slopes) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"attn_mask": object()},
-        {"attn_mask": object(), "mask": "arbitrary"},
         {"mask_mod": print},
         {"block_mask": object()},
         {"score_mod": print},
         {"bias": object()},
         {"softmax": "smooth", "sink": object()},
-        {"dropout_p": 0.5},
     ],
     ids=lambda arguments: "+".join(arguments),
 )

@@ -4,8 +4,10 @@
 #if defined(__CUDACC__)
 #define ATTNGEN_HD __device__ __forceinline__
 #define ATTNGEN_DEVICE __device__ __forceinline__
+#define ATTNGEN_UNROLL _Pragma("unroll")
 #else
 #define ATTNGEN_HD inline
+#define ATTNGEN_UNROLL
 #endif
 
 namespace attngen {

@@ -20,12 +20,23 @@ ATTNGEN_DEVICE float reciprocal_approx(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+ATTNGEN_DEVICE u64 wide_product(u32 a, u32 b) {
+  u64 product;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+  return product;
+}
 // 16-bit formats, two values a register.
 struct Bf16 {
   // Two floats rounded to nearest even; `low` in the low half.
   ATTNGEN_DEVICE static u32 pack(float low, float high) {
     u32 packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+  }
+  // As pack, with 0 for what is negative.
+  ATTNGEN_DEVICE static u32 pack_positive(float low, float high) {
+    u32 packed;
+    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
   }
   ATTNGEN_DEVICE static float2 unpack(u32 packed) {
@@ -36,6 +47,11 @@ struct Fp16 {
   ATTNGEN_DEVICE static u32 pack(float low, float high) {
     u32 packed;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+  }
+  ATTNGEN_DEVICE static u32 pack_positive(float low, float high) {
+    u32 packed;
+    asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
   }
   ATTNGEN_DEVICE static float2 unpack(u32 packed) {
@@ -87,6 +103,12 @@ template <class Element, int kCount>
 ATTNGEN_DEVICE void pack_pairs(u32* packed, const float* x) {
 #pragma unroll
   for (int i = 0; i < kCount / 2; ++i) packed[i] = Element::pack(x[2 * i], x[2 * i + 1]);
+}
+// The same with 0 for what is negative.
+template <class Element, int kCount>
+ATTNGEN_DEVICE void pack_positive_pairs(u32* packed, const float* x) {
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) packed[i] = Element::pack_positive(x[2 * i], x[2 * i + 1]);
 }
 // Sum of the products of two packed pairs.
 template <class Element>

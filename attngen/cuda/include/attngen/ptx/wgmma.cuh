@@ -22,6 +22,13 @@ ATTNGEN_DEVICE void settle(float (&acc)[kN]) {
   for (int i = 0; i < kN; ++i) asm volatile("" : "+f"(acc[i])::"memory");
 }
 
+// The compiler likes to sink arithmetic below a wait for a product, under which it could run. What
+// a thread does next, though it hardly ever does it, depends on x.
+ATTNGEN_DEVICE void finish_first(u32 x) {
+  asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, %0, 0x9E3779B9;\n@p nanosleep.u32 1;\n}" ::"r"(x)
+               : "memory");
+}
+
 // Where an operand lies in 128-byte-swizzled shared memory, as the low word of its descriptor:
 // stepping through the operand adds to it, in units of 16 bytes. `leading_bytes` is the distance
 // between 64-column boxes where one instruction spans several.
