@@ -19,7 +19,8 @@ class Problem:
     arguments and therefore absent. `masks` and `scores` name fragments in the order in which
     they apply; `q_seq`, `kv_seq`, `kv_fetch` and `kv_iter` name the fragments that say where
     data comes from. `dtype_o` is fp32 for the partial outputs that are combined later. A backward
-    that is `deterministic` adds up dQ in an order that does not change from run to run.
+    that is `deterministic` adds up dQ in an order that does not change from run to run. `decode` is
+    for few queries a sequence: keys are split over CTAs, query heads of a group share a tile.
     """
 
     direction: Direction
@@ -36,6 +37,7 @@ class Problem:
     kv_fetch: str
     kv_iter: str
     deterministic: bool = False
+    decode: bool = False
 
     @property
     def eight_bit(self) -> bool:
@@ -61,7 +63,9 @@ class Problem:
         partial = ("partial",) if self.dtype_o == "fp32" else ()
         out = () if partial or self.dtype_o == self.dtype_q else (f"to_{self.dtype_o}",)
         order = ("deterministic",) if self.deterministic else ()
-        return "_".join((*features, dims, self.dtype_q, *kv, *partial, *out, *order))
+        paged = ("paged",) if self.kv_fetch == "page_tma" else ()
+        used = ("used",) if self.kv_seq == "used" else ()
+        return "_".join((*features, dims, self.dtype_q, *kv, *used, *paged, *partial, *out, *order))
 
 
 Variant = tuple[Problem, str]  # a problem and the architecture whose kernels compute it

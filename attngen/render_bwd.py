@@ -8,7 +8,19 @@ from .arch.sm90_bwd import BackwardPlan, ConvertPlan, KernelPlan, PreparePlan
 from .features import Features
 from .problem import Problem
 from .program import KernelEntry, TensorMapRecipe, Workspace
-from .render import Source, entry_name, fill, lay_out_fields, map_type, operands_of, recipe, uses_of
+from .render import (
+    Names,
+    Source,
+    entry_name,
+    fill,
+    lay_out_fields,
+    map_type,
+    operands_of,
+    recipe,
+    strides_of,
+    typed,
+    uses_of,
+)
 
 STORE_ROWS = 64  # gradients leave in boxes of one warpgroup's rows
 ROLES = ("mask", "q_seq", "kv_seq", "kv_fetch")  # those of a forward that its backward shares too
@@ -16,8 +28,6 @@ INTEGERS = (
     *("tiles", "q_blocks", "heads_q", "heads_kv", "total_heads", "heads_per_group"),
     *("tail_rows", "group_size", "bottom_right"),
 )
-
-Names = list[tuple[str, str]]
 
 
 def render(problem: Problem, plan: KernelPlan, features: Features, root: Path) -> Source:
@@ -43,8 +53,8 @@ def _prepare(problem: Problem, plan: PreparePlan, entry: str, operands: Names) -
     workspace: tuple[Workspace, ...] = ("lse_log2", "d")
     workspace += ("dq_acc",) if plan.dq_floats else ()
     workspace += ("turns",) if plan.deterministic else ()
-    names = _typed("ptr", "o", "d_o", "lse", "dlse", *workspace)
-    names += [*_strides("o"), *_strides("d_o"), *_lengths(problem, operands)]
+    names = typed("ptr", "o", "d_o", "lse", "dlse", *workspace)
+    names += [*strides_of("o"), *strides_of("d_o"), *_lengths(problem, operands)]
     fields, params_bytes = lay_out_fields(names)
     return KernelEntry(
         entry=entry,
@@ -64,7 +74,7 @@ def _prepare(problem: Problem, plan: PreparePlan, entry: str, operands: Names) -
 
 
 def _convert(problem: Problem, plan: ConvertPlan, entry: str, operands: Names) -> KernelEntry:
-    names = [*_typed("ptr", "dq_acc", "dq"), *_strides("dq")]
+    names = [*typed("ptr", "dq_acc", "dq"), *strides_of("dq")]
     names += [*_lengths(problem, operands), ("scale", "f32")]
     fields, params_bytes = lay_out_fields(names)
     return KernelEntry(
@@ -88,8 +98,8 @@ def _convert(problem: Problem, plan: ConvertPlan, entry: str, operands: Names) -
 def _lengths(problem: Problem, operands: Names) -> Names:
     """What the kernels around the main ones know of sequences and of the grid of blocks."""
     if not problem.varlen:
-        return _typed("i32", "q_len", "heads_q", "q_blocks")
-    return [*operands, *_typed("i32", "sequences", "heads_q", "q_blocks")]
+        return typed("i32", "q_len", "heads_q", "q_blocks")
+    return [*operands, *typed("i32", "sequences", "heads_q", "q_blocks")]
 
 
 def _main(problem: Problem, plan: BackwardPlan, entry: str, operands: Names) -> KernelEntry:
@@ -101,15 +111,14 @@ def _main(problem: Problem, plan: BackwardPlan, entry: str, operands: Names) -> 
     workspace += ("turns",) if plan.deterministic else ()
     if problem.varlen:
         workspace += ("q_schedule",) if of_queries else ("kv_schedule",)
-    names = [(each.field, map_type(problem, each.tensor)) for each in maps]
-    names += _typed("ptr", *workspace)
+    names = [*typed("tensor_map", *(each.field for each in maps)), *typed("ptr", *workspace)]
     integers = [*INTEGERS]
     # Neighbours are loaded together, so that their order shapes the code: that which was measured.
     place = 1 if plan.family == "sm90_bwd" else len(integers)
     integers.insert(place, "q_tiles" if of_queries else "kv_blocks")
-    names += _typed("i32", *integers)
+    names += typed("i32", *integers)
     fields, params_bytes = lay_out_fields(
-        [*names, *_typed("f32", "scale", "scale_log2"), *operands]
+        [*names, *typed("f32", "scale", "scale_log2"), *operands]
     )
     return KernelEntry(
         entry=entry,
@@ -138,11 +147,3 @@ def _tensor_maps(problem: Problem, plan: BackwardPlan) -> tuple[TensorMapRecipe,
     gradients = ("dq",) if plan.family == "sm90_bwd_dq" else ("dk", "dv")
     rows |= dict.fromkeys(gradients, STORE_ROWS)
     return tuple(recipe(tensor, problem.dtype_q, n) for tensor, n in rows.items())
-
-
-def _typed(type_: str, *names: str) -> Names:
-    return [(name, type_) for name in names]
-
-
-def _strides(tensor: str) -> Names:
-    return _typed("i64", *(f"{tensor}_stride_{axis}" for axis in ("row", "head", "batch")))

@@ -12,6 +12,9 @@ from .program import KernelEntry
 UNBOUNDED = 1 << 30  # a window side without a bound
 SCHEDULE_BYTES = 16  # of a sequence in a schedule, and of what stands before the first
 LOG2_E = 1.4426950408889634
+MAX_SPLITS = 128  # as many weights has the kernel that combines them
+SPLIT_BLOCKS = 4  # of keys, at least, for each split
+SPLIT_BUSY = 0.95
 
 
 class Extent(NamedTuple):
@@ -78,7 +81,7 @@ def _strides(extents: dict[str, Extent]) -> dict[str, int]:
     """`o_stride_row` … of the tensors that kernels address themselves."""
     return {
         f"{name}_stride_{axis}": stride
-        for name in ("o", "d_o", "dq", "dk", "dv")
+        for name in ("q", "o", "d_o", "dq", "dk", "dv")
         if (x := extents.get(name))
         for axis, stride in zip(
             ("row", "head", "batch"), (x.stride_seq, x.stride_heads, x.stride_batch), strict=True
@@ -130,3 +133,18 @@ def blocks_of(extent: Extent, rows: int, sequence: str, sequences: int) -> int:
     if sequence == "packed":
         return extent.seq // rows + sequences
     return -(-extent.seq // rows)
+
+
+def choose_splits(work: int, blocks: int, slots: int) -> int:
+    """CTAs that share the keys of one tile: the fewest that keep the chip about as busy as any
+    number would, each with some blocks to read.
+
+    work: tiles; blocks: of keys, of the longest sequence; slots: CTAs that run at once.
+    """
+    limit = max(1, min(blocks // SPLIT_BLOCKS, MAX_SPLITS))
+    busy = [_share_busy(work * splits, slots) for splits in range(1, limit + 1)]
+    return 1 + next(n for n, share in enumerate(busy) if share >= SPLIT_BUSY * max(busy))
+
+
+def _share_busy(ctas: int, slots: int) -> float:
+    return ctas / (-(-ctas // slots) * slots)

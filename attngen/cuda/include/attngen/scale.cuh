@@ -10,14 +10,6 @@ ATTNGEN_DEVICE float read_scale(const void* scales, int index) {
   return scales ? __ldg(static_cast<const float*>(scales) + index) : 1.f;
 }
 
-ATTNGEN_DEVICE float warp_max(float x) {
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, distance));
-  }
-  return x;
-}
-
 // Raises the float32 at `target`, not negative, to x, which is the same in the whole warp and not
 // negative either: such floats are ordered as their bits are.
 ATTNGEN_DEVICE void atomic_max(float* target, float x, int lane) {
