@@ -81,6 +81,8 @@ class KernelEntry:
     `group_heads` and `tail_share` order the tiles (see arch.base.Schedule).
     `workspace`: device memory beside the operands, of run_time.workspace_bytes each; what one
     kernel of a problem leaves there the next ones read. `dq_floats`: those of `dq_acc` for a block.
+    `block_keys`: keys that a split takes at a time; `ctas`: those that an SM holds; `part_floats`:
+    of `o_parts` for a row.
     `q_seq`, `kv_seq`: the problem's; they decide how its tensor maps find a sequence.
     """
 
@@ -103,6 +105,9 @@ class KernelEntry:
     q_seq: Sequence = "dense"
     kv_seq: Sequence = "dense"
     dependent: bool = False
+    block_keys: int = 0
+    ctas: int = 1
+    part_floats: int = 0
 
 
 @dataclass(frozen=True)

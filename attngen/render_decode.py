@@ -43,7 +43,7 @@ def render(problem: Problem, plan: KernelPlan, features: Features, root: Path) -
     uses = {role: known[role] for role in ROLES[plan.family]}
     entry = entry_name(problem, plan)
     if isinstance(plan, CombinePlan):
-        kernel = _combine(plan, entry, operands_of(uses))
+        kernel = _combine(problem, plan, entry, operands_of(uses))
     else:
         kernel = _decode(problem, plan, entry, operands_of(uses))
     return Source(fill(problem, plan, kernel, uses, root), kernel)
@@ -74,10 +74,15 @@ def _decode(problem: Problem, plan: DecodePlan, entry: str, operands: Names) -> 
         tensor_maps=maps,
         grid="splits",
         workspace=PARTS,
+        block_keys=plan.tile.n,
+        ctas=plan.ctas,
+        part_floats=problem.head_dim_v,
+        q_seq=problem.q_seq,
+        kv_seq=problem.kv_seq,
     )
 
 
-def _combine(plan: CombinePlan, entry: str, operands: Names) -> KernelEntry:
+def _combine(problem: Problem, plan: CombinePlan, entry: str, operands: Names) -> KernelEntry:
     names = [*typed("ptr", *PARTS, "o", "lse"), *strides_of("o"), ("total_rows", "i64")]
     names += typed("i32", "q_len", "heads_q", "splits")
     fields, params_bytes = lay_out_fields([*names, *operands])
@@ -91,5 +96,6 @@ def _combine(plan: CombinePlan, entry: str, operands: Names) -> KernelEntry:
         tensor_maps=(),
         grid="rows",
         workspace=PARTS,
+        part_floats=problem.head_dim_v,
         dependent=True,
     )

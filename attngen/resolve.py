@@ -47,6 +47,7 @@ def resolve(spec: AttentionSpec, features: Features) -> tuple[Problem, ...]:
         raise SpecError([*reasons, f"nearest legal spec: the same with {changes}"])
     masks, _ = split_mask(spec.mask)
     q_seq, kv_seq = sequences_of(spec)
+    paged = layouts.parse(spec.layout).paged
     return tuple(
         Problem(
             direction=direction,  # type: ignore[arg-type]
@@ -60,8 +61,9 @@ def resolve(spec: AttentionSpec, features: Features) -> tuple[Problem, ...]:
             softmax=spec.softmax,
             q_seq=q_seq,
             kv_seq=kv_seq,
-            kv_fetch="tma",
+            kv_fetch="page_tma" if paged else "tma",
             kv_iter="range",
+            decode=spec.decode or paged,
             deterministic=spec.deterministic and direction == "bwd",
         )
         for direction in spec.directions
@@ -93,6 +95,8 @@ def sequences_of(spec: AttentionSpec) -> tuple[Sequence, Sequence]:
         else "dense"
     )
     axes = layouts.parse(spec.layout)
+    if spec.decode or axes.paged:
+        return "dense", "used" if axes.paged else dense
     return (
         "packed" if axes.q_format == "thd" else dense,
         "packed" if axes.kv_format == "thd" else dense,
@@ -141,9 +145,25 @@ def _check_operands(spec: AttentionSpec) -> list[Violation]:
     except ValueError as error:
         found.append(Violation("layout", str(error), "bshd"))
     else:
-        if layout.paged:
-            reason = f"layout {spec.layout!r} has no kernels yet; available are those without pages"
-            found.append(Violation("layout", reason, "bshd"))
+        found += _check_decode(spec, layout)
+    return found
+
+
+def _check_decode(spec: AttentionSpec, layout: layouts.Layout) -> list[Violation]:
+    """What kernels that split the keys lack."""
+    if not (spec.decode or layout.paged):
+        return []
+    found = []
+    if "thd" in layout.formats:
+        reason = f"layout {spec.layout!r} has no kernels that split the keys yet"
+        found.append(Violation("layout", reason, spec.layout.replace("thd", "bshd")))
+    if spec.dtype in DTYPES_8BIT or spec.out_dtype not in (None, spec.dtype):
+        reason = "kernels that split the keys take 16 bits, with an output of Q's dtype"
+        found.append(Violation("dtype", reason, "bf16"))
+        found.append(Violation("out_dtype", reason, None))
+    if "bwd" in spec.directions:
+        reason = "kernels that split the keys, as with pages, have no backward"
+        found.append(Violation("directions", reason, ("fwd",)))
     return found
 
 

@@ -64,6 +64,7 @@ def values_of(
         "heads_q": q.heads,
         "heads_kv": k.heads,
         "total_heads": total_heads,
+        "total_rows": q.batch * q.heads * q.seq,
         "heads_per_group": heads_per_group(kernel, extents),
         "tail_rows": tiles // kernel.tail_share if kernel.tail_share else 0,
         "group_size": q.heads // k.heads,
@@ -104,18 +105,23 @@ def heads_per_group(kernel: KernelEntry, extents: dict[str, Extent]) -> int:
     return max(1, min(q.batch * q.heads, group_size * max(1, kv_heads)))
 
 
-def workspace_bytes(kernel: KernelEntry, q: Extent, sequences: int | None = None) -> dict[str, int]:
+def workspace_bytes(
+    kernel: KernelEntry, q: Extent, sequences: int | None = None, splits: int = 1
+) -> dict[str, int]:
     """Bytes of each workspace that the kernel names. The kernels of one problem share them, 16-byte
     aligned; only `tile_counter` has to be zero before the first launch."""
     sequences = q.batch if sequences is None else sequences
     blocks = q.batch * q.heads * row_blocks(kernel, q, sequences)
     schedule = SCHEDULE_BYTES * (1 + sequences)
+    rows = splits * q.batch * q.heads * q.seq
     known = {
         "tile_counter": 4,
         "lse_log2": 4 * kernel.row_block * blocks,
         "d": 4 * kernel.row_block * blocks,
         "dq_acc": 4 * kernel.dq_floats * blocks,
         "turns": 4 * blocks,
+        "o_parts": 4 * kernel.part_floats * rows if splits > 1 else 0,
+        "lse_parts": 4 * rows if splits > 1 else 0,
         "q_schedule": schedule,
         "kv_schedule": schedule,
     }

@@ -41,7 +41,8 @@ class AttentionSpec:
     `head_dim_v`, `kv_dtype` and `out_dtype` default to their counterparts of Q, the latter to bf16
     where Q is FP8 (e4m3, e5m2); `out_dtype` "fp32" asks for the float32 partial output that split
     computations combine. `seqused` says that sequences of a dense format have lengths of their own,
-    as a padding mask does.
+    as a padding mask does; `decode` that there are few queries a sequence, so that the kernel
+    splits the keys, as it does with pages.
     """
 
     head_dim: int
@@ -60,6 +61,7 @@ class AttentionSpec:
     mask_mod: bool = False
     softmax: str = "vanilla"
     seqused: bool = False
+    decode: bool = False
     dropout: bool = False
     return_max_logit: bool = False
     deterministic: bool = False

@@ -13,7 +13,7 @@ from ..reference.call import SCALES
 from ..reference.fp8 import is_fp8
 from ..reference.fp8_checks import dtype_violations, output_violations, scale_violations
 from ..run_time import Extent
-from . import lengths
+from . import decode, lengths
 from .operands import layout_of, output_dtype, sequences_of, softmax_scale_of
 from .signature import Arguments, Operands
 
@@ -55,19 +55,23 @@ def violations(
     sequences = sequences_of(q, optional, arguments.layout)
     reasons += lengths.violations(q, k, v, optional, arguments, sequences)
     reasons += batch_violations(extents, arguments.layout, sequences)
+    if layout_of(arguments.layout).paged:
+        reasons += decode.violations(extents, optional, arguments)
     reasons += device_violations({**tensors, **optional})
-    return [*reasons, *operand_violations(tensors, extents, softmax_scale_of(q, arguments))]
+    paged = layout_of(arguments.layout).paged
+    return [*reasons, *operand_violations(tensors, extents, softmax_scale_of(q, arguments), paged)]
 
 
 def batch_violations(extents: dict[str, Extent], layout: str, sequences: int) -> Iterator[str]:
     """Whether q and k have as many sequences; of packed tokens the lengths say how many."""
     batch = extents["k"].batch
-    if layout_of(layout).kv_format != "thd" and sequences not in (-1, batch):
+    parsed = layout_of(layout)
+    if parsed.kv_format != "thd" and not parsed.paged and sequences not in (-1, batch):
         yield f"batch: q has {sequences} sequences, k has {batch}"
 
 
 def operand_violations(
-    tensors: dict[str, Tensor], extents: dict[str, Extent], softmax_scale: float
+    tensors: dict[str, Tensor], extents: dict[str, Extent], softmax_scale: float, paged: bool
 ) -> Iterator[str]:
     """What is wrong with strides, sizes and the scale, whatever the dtypes."""
     q, k, v = extents["q"], extents["k"], extents["v"]
@@ -81,7 +85,7 @@ def operand_violations(
                 f"{name}: strides {tensor.stride()} of {tensor.dtype}; all but the last must be "
                 "multiples of 16 bytes"
             )
-    if (k.batch, k.seq, k.heads) != (v.batch, v.seq, v.heads):
+    if k.heads != v.heads or (not paged and (k.batch, k.seq) != (v.batch, v.seq)):
         yield (
             f"batch, length and heads do not agree: q {q[:3]}, k {k[:3]}, v {v[:3]} "
             "(batch, length, heads)"

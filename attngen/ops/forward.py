@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import SpecError
 from ..launch import prepare
-from . import autograd
+from . import autograd, decode
 from .checks import violations
 from .operands import extents_of, new_outputs, scalars_of, sources_of, spec_of, unpacked
 from .operation import (
@@ -29,6 +29,7 @@ from .signature import OPTIONAL, Arguments, Operands, schema, split
 library.define(
     f"forward(Tensor q, Tensor? k, Tensor? v, {schema()}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
+UNUSED = ("o_parts", "lse_parts")  # workspaces that keys in one split do without
 _ready: dict[tuple[Any, ...], Ready] = {}
 
 
@@ -78,15 +79,21 @@ def _make_ready(operands: Operands, arguments: Arguments) -> Ready:
         operands=("q", "k", "v", *OPTIONAL),
         sources=sources_of(carriers, optional, arguments.layout),
         outputs=tuple(results),
-        unused=() if arguments.amax else tuple(maxima),
+        unused=(*UNUSED, *(() if arguments.amax else maxima)),
         device=q.device,
     )
     scalars = scalars_of(q, optional, arguments)
     if not (q.numel() and k.numel() and out.numel() and scalars.sequences):
         return ready
-    kernels = kernels_of(spec_of(q, k, v, optional, arguments), q.device)
+    spec = spec_of(q, k, v, optional, arguments)
+    kernels, splits = kernels_of(spec, q.device), 1
+    if spec.decode:
+        splits = decode.splits_of(kernels, extents, optional, arguments.num_splits)
+        kernels = kernels[: 1 + (splits > 1)]  # what is not split is not combined either
+        numbers = {**scalars.numbers, **decode.numbers_of(extents, optional), "splits": splits}
+        scalars = replace(scalars, numbers=numbers)
     launches = tuple(prepare(each, extents, scalars) for each in kernels)
-    offsets, size = lay_out_workspaces(kernels, extents["q"], scalars.sequences)
+    offsets, size = lay_out_workspaces(kernels, extents["q"], scalars.sequences, splits)
     return replace(ready, launches=launches, offsets=offsets, workspace_bytes=size)
 
 

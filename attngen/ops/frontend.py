@@ -117,12 +117,15 @@ def attention(
     unscaled = (descale_q is None and descale_k is None and descale_v is None) and (
         scale_s is None and descale_s is None and scale_o is None
     )
+    tables: tuple[Tensor | None, ...] = (None, None)
+    if page_table is not None:
+        tables = page_table if isinstance(page_table, tuple) else (page_table, page_table)
     # What the checks of a plain call depend on; None where they must run again.
     key: tuple[Any, ...] | None = None
     if (
         (attn_mask is None and bias is None and alibi_slopes is None and sink is None)
         and (rng_state is None and score_mod is None and mask_mod is None and block_mask is None)
-        and (page_table is None and num_splits is None and type(window) is tuple)
+        and type(window) is tuple
         and not torch.compiler.is_compiling()
     ):
         key = (
@@ -132,11 +135,12 @@ def attention(
             layout, mask, window, bottom_right, softmax_scale, softcap, bias_type, softmax,
             dropout_p, deterministic, return_max_logit, max_seqlen_q, max_seqlen_kv, backend,
             out_dtype, return_amax, None if unscaled else tuple(map(format_of, scales)),
-            None if dense else tuple(map(format_of, lengths)),
+            None if dense else tuple(map(format_of, lengths)), tuple(map(format_of, tables)),
+            num_splits,
         )  # fmt: skip
         settled = _settled.get(key)
         if settled is not None:
-            more = scales + (lengths if dense else settle_lengths(layout, lengths))
+            more = scales + (lengths if dense else settle_lengths(layout, lengths)) + tables
             return _run_kernels((q, k, v, *more), settled, wants_aux)
     call = AttentionCall(
         q=q, k=k, v=v, layout=layout, mask=mask, window=window, bottom_right=bottom_right,
@@ -151,15 +155,15 @@ def attention(
         descale_s=descale_s, scale_o=scale_o, out_dtype=out_dtype, return_lse=return_lse,
         return_max_logit=return_max_logit, return_amax=return_amax,
     )  # fmt: skip
-    if not _use_kernels(call, backend, num_splits):
+    if not _use_kernels(call, backend):
         out, aux = reference.run(call)
         return (out, aux) if wants_aux else out
-    settled = _settle(call, deterministic)
+    settled = _settle(call, deterministic, num_splits)
     if key is not None and not isinstance(softmax_scale, Tensor):  # whose value may change
         if len(_settled) >= _KEY_LIMIT:
             _settled.clear()
         _settled[key] = settled
-    more = scales + (lengths if dense else settle_lengths(layout, lengths))
+    more = scales + (lengths if dense else settle_lengths(layout, lengths)) + tables
     return _run_kernels((q, k, v, *more), settled, wants_aux)
 
 
@@ -183,7 +187,7 @@ _KEY_LIMIT = 4096
 _settled: dict[tuple[Any, ...], _Settled] = {}
 
 
-def _settle(call: AttentionCall, deterministic: bool) -> _Settled:
+def _settle(call: AttentionCall, deterministic: bool, num_splits: int | None) -> _Settled:
     """The arguments of the operation that serves a call."""
     scale, (left, right) = call.softmax_scale, call.window
     aligned = call.mask.endswith("_bottom_right")
@@ -197,6 +201,7 @@ def _settle(call: AttentionCall, deterministic: bool) -> _Settled:
         out_dtype=fp8.output_dtype(call),
         amax=call.return_amax,
         deterministic=deterministic,
+        num_splits=num_splits or 0,
     )
     return _Settled(arguments)
 
@@ -221,7 +226,7 @@ def _run_kernels(
     return results[0], AttentionAux(lse=results[1], amax_s=amax_s, amax_o=amax_o)
 
 
-def _use_kernels(call: AttentionCall, backend: str, num_splits: int | None) -> bool:
+def _use_kernels(call: AttentionCall, backend: str) -> bool:
     """Whether kernels serve this call; checks all of its arguments.
 
     Raises: SpecError where they do not agree, or the backend that was named cannot serve them.
@@ -231,7 +236,7 @@ def _use_kernels(call: AttentionCall, backend: str, num_splits: int | None) -> b
     if backend == "reference":
         return False
     reference.check(call)
-    reasons = _refusals(call, num_splits)
+    reasons = _refusals(call)
     if reasons and backend == "cuda":
         raise SpecError(reasons)
     if reasons:
@@ -239,7 +244,7 @@ def _use_kernels(call: AttentionCall, backend: str, num_splits: int | None) -> b
     return not reasons
 
 
-def _refusals(call: AttentionCall, num_splits: int | None) -> list[str]:
+def _refusals(call: AttentionCall) -> list[str]:
     """Why no kernel can serve this call; empty where one can."""
     if device_arch(call.q.device) is None:
         available = ", ".join(ARCH_OF_CAPABILITY.values())
@@ -267,9 +272,7 @@ def _refusals(call: AttentionCall, num_splits: int | None) -> list[str]:
     )
     reasons = [violation.reason for violation in find_violations(spec, _FEATURES)]
     without_kernels = {
-        "page_table": call.page_table,
         "rng_state": call.rng_state,
-        "num_splits": num_splits,
     }
     given = [name for name, value in without_kernels.items() if value is not None]
     return reasons + [f"{name} has no kernels yet" for name in given]

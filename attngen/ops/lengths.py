@@ -10,7 +10,7 @@ from torch import Tensor
 from ..layouts import Format, parse
 from ..reference.call import AttentionCall, Operands
 from ..reference.length_checks import length_violations
-from .signature import LENGTHS, Arguments
+from .signature import LENGTHS, PAGE_TABLES, Arguments
 
 Given = tuple[Tensor | None, ...]  # in the order of signature.LENGTHS
 
@@ -47,7 +47,8 @@ def violations(
     """What is wrong with the lengths of an operation, whose q, k and v are views."""
     parsed, lengths = parse(arguments.layout), {name: optional[name] for name in LENGTHS}
     known: dict[str, Any] = {"layout": arguments.layout, "mask": arguments.mask, **lengths}
-    call = AttentionCall(q=q, k=k, v=v, **known)
+    tables = tuple(x for name in PAGE_TABLES if (x := optional[name]) is not None)
+    call = AttentionCall(q=q, k=k, v=v, page_table=tables or None, **known)  # type: ignore[arg-type]
     yield from length_violations(call, Operands(parsed, q, k, v, sequences))
     for side, axes in (("q", parsed.q_format), ("kv", parsed.kv_format)):
         if axes != "thd" and lengths[f"cu_seqlens_{side}"] is not None:

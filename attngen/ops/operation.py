@@ -129,13 +129,13 @@ def run(ready: Ready, operands: Operands) -> list[Tensor]:
 
 
 def lay_out_workspaces(
-    kernels: Sequence[load.LoadedKernel], q: Extent, sequences: int | None
+    kernels: Sequence[load.LoadedKernel], q: Extent, sequences: int | None, splits: int = 1
 ) -> tuple[dict[str, int], int]:
     """Offsets of the kernels' workspaces in one allocation, and its size in bytes. The counter is
     not among them, since it must be zero."""
     sizes: dict[str, int] = {}
     for each in kernels:
-        sizes |= workspace_bytes(each.kernel, q, sequences)
+        sizes |= workspace_bytes(each.kernel, q, sequences, splits)
     sizes.pop("tile_counter", None)
     offsets, end = {}, 0
     for name, size in sizes.items():

@@ -21,18 +21,19 @@ LENGTHS = (
     *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
     *("seqused_q", "seqused_kv"),
 )
-OPTIONAL = (*SCALES, *LENGTHS)
+PAGE_TABLES = ("page_table_k", "page_table_v")
+OPTIONAL = (*SCALES, *LENGTHS, *PAGE_TABLES)
 """Tensors that a call may have beside q, k and v, in the order in which operations take them."""
 
 
 class Arguments(NamedTuple):
     """The arguments of a call that are no tensors.
 
-    layout: any name but the paged ones. softmax_scale: None for
-    1/√d. Window sides in keys, −1 unbounded. out_dtype: None for Q's, or bfloat16 beside FP8; of 16
-    bits float32 asks for the partial output that split computations combine. amax: whether the
-    maxima of an FP8 call are wanted. deterministic: whether gradients have the same bits on every
-    run, at the cost of some speed.
+    layout: any name. softmax_scale: None for 1/√d. Window sides in keys, −1 unbounded. out_dtype:
+    None for Q's, or bfloat16 beside FP8; of 16 bits float32 asks for the partial output that split
+    computations combine. amax: whether the maxima of an FP8 call are wanted. deterministic: whether
+    gradients have the same bits on every run, at the cost of some speed. num_splits: CTAs that
+    share the keys of one sequence where there are few queries, 0 for as many as fill the chip.
     """
 
     layout: str = "bshd"
@@ -44,6 +45,7 @@ class Arguments(NamedTuple):
     out_dtype: torch.dtype | None = None
     amax: bool = False
     deterministic: bool = False
+    num_splits: int = 0
 
 
 class Wanted(NamedTuple):
