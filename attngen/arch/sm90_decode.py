@@ -14,6 +14,8 @@ CONSUMER_THREADS = 128
 LOADER_THREADS = 32
 COMBINE_THREADS = 128
 CTA_RESERVED_BYTES = 1024  # of an SM's shared memory, for each CTA
+# Operands in registers that leave room for addresses and row state, by the CTAs that share an SM.
+OPERANDS = {1: 208, 2: 148}
 SM_BYTES = SMEM_BYTES + CTA_RESERVED_BYTES
 # CTAs an SM, keys a block, stages, in the order of preference: two CTAs cover each other's ends,
 # and two stages of 64 keys are enough for both (measured at 128: as fast as three, or 2 % faster;
@@ -70,7 +72,8 @@ def make_plan(problem: Problem, block: int, stages: int, ctas: int) -> DecodePla
         }
     )
     smem_bytes = regions[-1].offset + regions[-1].bytes
-    if ctas * (smem_bytes + CTA_RESERVED_BYTES) > SM_BYTES:
+    registers = problem.head_dim_v // 2 + block // 2 + block // 4  # output, scores, weights
+    if ctas * (smem_bytes + CTA_RESERVED_BYTES) > SM_BYTES or registers > OPERANDS[ctas]:
         return None
     threads = CONSUMER_THREADS + LOADER_THREADS
     return DecodePlan(
