@@ -25,6 +25,7 @@ LENGTH_LIMIT = 1 << 30  # positions; masks add lengths and windows in 32 bits
 TMA_STRIDE_LIMIT = 1 << 40  # bytes
 GRID_LIMIT = 65535  # CTAs along the second and third axis
 PARAMETER_LIMIT = 32764  # bytes, the driver's
+CONFIGS_KEPT = 1024
 MAPS_KEPT = 4096  # encoded tensor maps, 128 bytes each: as many as a large model's activations
 _FORMATS = {
     "i32": "i",
@@ -100,8 +101,8 @@ def _grid(loaded: LoadedKernel, q: Extent, values: dict[str, int | float]) -> tu
     if kernel.grid == "multiprocessors":
         return loaded.multiprocessors, 1, 1
     if kernel.grid == "splits":
-        row_tiles = -(-q.seq * int(values["group_size"]) // kernel.tile_rows)
-        return row_tiles * int(values["heads_kv"]), int(values["splits"]), q.batch
+        tiles = int(values["row_tiles"]) * int(values["heads_kv"]) * q.batch
+        return tiles, int(values["splits"]), 1
     if kernel.grid == "rows":
         return -(-q.batch * q.heads * q.seq // kernel.tile_rows), 1, 1
     return int(values["q_blocks"]) * kernel.block_ctas, q.heads, q.batch
@@ -124,6 +125,13 @@ def _violations(
             for what, count in counts.items()
             if count > GRID_LIMIT
         ]
+    if loaded.kernel.grid == "splits":
+        rows = extents["q"].seq * int(values["group_size"])
+        if rows >= LENGTH_LIMIT:
+            reasons.append(f"{rows} queries of a group of heads; one has fewer than {LENGTH_LIMIT}")
+        if values["kv_len"] >= LENGTH_LIMIT:
+            room = values["kv_len"]
+            reasons.append(f"room for {room} keys; a sequence has fewer than {LENGTH_LIMIT}")
     reasons += [
         f"{recipe.tensor}: strides {extents[recipe.tensor][4:6]} of sequences and positions have "
         "too small a common step; make it contiguous"
@@ -156,24 +164,26 @@ def launch(prepared: Prepared, addresses: dict[str, int], stream: int) -> None:
         packed[index] = _encoded(tensor_map, addresses[tensor_map.tensor])
     prepared.layout.pack_into(_parameters.memory, _parameters.offset, *packed)
     if prepared.loaded.kernel.dependent:
-        result = _launch_dependent(prepared, stream)
+        config = _dependent_config(prepared.start, stream)
+        result = driver().cuLaunchKernelEx(config, prepared.loaded.handle, _parameters.pointers, 0)
     else:
         result = driver().cuLaunchKernel(*prepared.start, stream, _parameters.pointers, 0)
     checked(prepared.loaded.kernel.entry, result)
 
 
-def _launch_dependent(prepared: Prepared, stream: int) -> Any:
-    """Starts a kernel that itself waits for the one before it."""
+@lru_cache(CONFIGS_KEPT)  # 3 µs each
+def _dependent_config(start: tuple[Any, ...], stream: int) -> Any:
+    """The launch of a kernel that itself waits for the one before it."""
     cuda = driver()
     attribute = cuda.CUlaunchAttribute()
     attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
     config = cuda.CUlaunchConfig()
-    handle, *sizes, config.sharedMemBytes = prepared.start
+    _, *sizes, config.sharedMemBytes = start
     config.gridDimX, config.gridDimY, config.gridDimZ = sizes[:3]
     config.blockDimX, config.blockDimY, config.blockDimZ = sizes[3:]
     config.hStream, config.attrs, config.numAttrs = stream, [attribute], 1
-    return cuda.cuLaunchKernelEx(config, handle, _parameters.pointers, 0)
+    return config
 
 
 class _Parameters(threading.local):

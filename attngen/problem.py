@@ -64,8 +64,7 @@ class Problem:
         out = () if partial or self.dtype_o == self.dtype_q else (f"to_{self.dtype_o}",)
         order = ("deterministic",) if self.deterministic else ()
         paged = ("paged",) if self.kv_fetch == "page_tma" else ()
-        used = ("used",) if self.kv_seq == "used" else ()
-        return "_".join((*features, dims, self.dtype_q, *kv, *used, *paged, *partial, *out, *order))
+        return "_".join((*features, dims, self.dtype_q, *kv, *paged, *partial, *out, *order))
 
 
 Variant = tuple[Problem, str]  # a problem and the architecture whose kernels compute it

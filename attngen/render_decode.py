@@ -60,7 +60,8 @@ def _decode(problem: Problem, plan: DecodePlan, entry: str, operands: Names) -> 
     names = [*typed("tensor_map", *(each.field for each in maps))]
     names += typed("ptr", "q", "o", "lse", *PARTS)
     names += [*strides_of("q"), *strides_of("o"), ("total_rows", "i64")]
-    names += typed("i32", "heads_q", "heads_kv", "group_size", "splits", "bottom_right")
+    names += typed("i32", "row_tiles", "heads_q", "heads_kv", "group_size", "splits")
+    names += typed("i32", "bottom_right", *(("sequences",) if problem.q_seq != "dense" else ()))
     fields, params_bytes = lay_out_fields(
         [*names, ("scale" if problem.scores else "scale_log2", "f32"), *operands]
     )

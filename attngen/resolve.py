@@ -63,7 +63,7 @@ def resolve(spec: AttentionSpec, features: Features) -> tuple[Problem, ...]:
             kv_seq=kv_seq,
             kv_fetch="page_tma" if paged else "tma",
             kv_iter="range",
-            decode=spec.decode or paged,
+            decode=splits_keys(spec),
             deterministic=spec.deterministic and direction == "bwd",
         )
         for direction in spec.directions
@@ -95,12 +95,16 @@ def sequences_of(spec: AttentionSpec) -> tuple[Sequence, Sequence]:
         else "dense"
     )
     axes = layouts.parse(spec.layout)
-    if spec.decode or axes.paged:
-        return "dense", "used" if axes.paged else dense
+    dense = "used" if axes.paged else dense
     return (
         "packed" if axes.q_format == "thd" else dense,
         "packed" if axes.kv_format == "thd" else dense,
     )
+
+
+def splits_keys(spec: AttentionSpec) -> bool:
+    """Whether the kernels of a spec are those that split keys: pages have no others."""
+    return spec.decode or spec.layout.startswith("paged_")
 
 
 def default_out_dtype(dtype: str) -> str:
@@ -151,19 +155,23 @@ def _check_operands(spec: AttentionSpec) -> list[Violation]:
 
 def _check_decode(spec: AttentionSpec, layout: layouts.Layout) -> list[Violation]:
     """What kernels that split the keys lack."""
-    if not (spec.decode or layout.paged):
+    if not splits_keys(spec):
         return []
     found = []
-    if "thd" in layout.formats:
-        reason = f"layout {spec.layout!r} has no kernels that split the keys yet"
-        found.append(Violation("layout", reason, spec.layout.replace("thd", "bshd")))
-    if spec.dtype in DTYPES_8BIT or spec.out_dtype not in (None, spec.dtype):
-        reason = "kernels that split the keys take 16 bits, with an output of Q's dtype"
-        found.append(Violation("dtype", reason, "bf16"))
-        found.append(Violation("out_dtype", reason, None))
-    if "bwd" in spec.directions:
-        reason = "kernels that split the keys, as with pages, have no backward"
-        found.append(Violation("directions", reason, ("fwd",)))
+    if "thd" in layout.formats and not layout.paged:
+        reason = f"layout {spec.layout!r} has no kernels that split the keys"
+        found.append(Violation("layout", reason, "bshd"))
+    eight_bit, out = spec.dtype in DTYPES_8BIT, spec.out_dtype
+    legal: dict[str, str | None] = {}
+    if eight_bit:
+        legal["dtype"] = "bf16"
+    if eight_bit and spec.kv_dtype in DTYPES_8BIT:
+        legal["kv_dtype"] = None
+    if out == "fp32" or (eight_bit and out in DTYPES and out != "bf16"):
+        legal["out_dtype"] = None
+    for field, value in legal.items():
+        reason = f"{field} {getattr(spec, field)!r}: keys are split in 16 bits, to an output as Q"
+        found.append(Violation(field, reason, value))
     return found
 
 
@@ -191,6 +199,8 @@ def available_directions(dtype: str, out_dtype: str | None) -> tuple[str, ...]:
 
 def _check_directions(spec: AttentionSpec) -> list[Violation]:
     available = available_directions(spec.dtype, spec.out_dtype)
+    if splits_keys(spec):
+        available = ("fwd",)
     legal = tuple(each for each in spec.directions if each in available) or ("fwd",)
     if not spec.directions:
         return [Violation("directions", f"directions is empty; available: {available}", legal)]

@@ -60,6 +60,7 @@ def values_of(
         "kv_len": k.seq,
         "tiles": tiles * total_heads,
         **dict.fromkeys(("tiles_m", "q_tiles", "kv_blocks"), tiles),
+        "row_tiles": row_tiles(kernel, extents, sequences),
         "q_blocks": row_blocks(kernel, q, sequences),
         "heads_q": q.heads,
         "heads_kv": k.heads,
@@ -131,6 +132,13 @@ def workspace_bytes(
 def row_blocks(kernel: KernelEntry, q: Extent, sequences: int) -> int:
     """Blocks of a head's queries in the workspaces; 0 for a kernel that has none."""
     return blocks_of(q, kernel.row_block, kernel.q_seq, sequences) if kernel.row_block else 0
+
+
+def row_tiles(kernel: KernelEntry, extents: Mapping[str, Extent], sequences: int) -> int:
+    """Tiles of queries times heads of a group: of one sequence, or of all where they are packed."""
+    q = extents["q"]
+    rows = q._replace(seq=q.seq * (q.heads // extents["k"].heads))
+    return blocks_of(rows, kernel.tile_rows, kernel.q_seq, sequences)
 
 
 def blocks_of(extent: Extent, rows: int, sequence: str, sequences: int) -> int:

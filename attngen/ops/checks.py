@@ -15,9 +15,10 @@ from ..reference.fp8_checks import dtype_violations, output_violations, scale_vi
 from ..run_time import Extent
 from . import decode, lengths
 from .operands import layout_of, output_dtype, sequences_of, softmax_scale_of
-from .signature import Arguments, Operands
+from .signature import OPTIONAL, Arguments, Operands
 
 SCALE_LIMIT = 2.0**127  # in log2 units it must still be a float32
+PAGES = 3 + OPTIONAL.index("page_table_k")  # its place among the operands
 OFFSET_LIMIT = 1 << 31  # elements; kernels index scales in 32 bits
 
 
@@ -30,6 +31,8 @@ def refuse_derivatives(operands: Operands, gradients: bool) -> None:
             "a gradient is needed, but FP8 kernels have no backward yet: call under "
             "torch.no_grad(), or detach what requires it"
         )
+    if gradients and operands[PAGES] is not None:
+        raise SpecError("pages are inference only; call under torch.no_grad()")
     if forward_ad._current_level >= 0 and any(
         x is not None and forward_ad.unpack_dual(x).tangent is not None for x in operands
     ):
@@ -55,8 +58,7 @@ def violations(
     sequences = sequences_of(q, optional, arguments.layout)
     reasons += lengths.violations(q, k, v, optional, arguments, sequences)
     reasons += batch_violations(extents, arguments.layout, sequences)
-    if layout_of(arguments.layout).paged:
-        reasons += decode.violations(extents, optional, arguments)
+    reasons += decode.violations(q, k, extents, optional, arguments)
     reasons += device_violations({**tensors, **optional})
     paged = layout_of(arguments.layout).paged
     return [*reasons, *operand_violations(tensors, extents, softmax_scale_of(q, arguments), paged)]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..layouts import parse, size
+from ..errors import SpecError
+from ..layouts import parse
 from ..load import LoadedKernel
-from ..run_time import Extent, choose_splits
+from ..run_time import MAX_SPLITS, Extent, choose_splits, row_tiles
+from ..spec import has_few_queries
 from .signature import Arguments
 
-ROWS = 64  # of a tile: queries times the heads of a group
 DTYPES = (torch.float16, torch.bfloat16)
 SMALLEST_PAGE = 8  # rows that a swizzled copy can place
 
@@ -25,33 +27,33 @@ def serves(
     layout = parse(arguments.layout)
     if layout.paged:
         return True
-    if "thd" in layout.formats or optional["seqused_q"] is not None:
+    if "thd" in layout.formats:
         return False
     if q.dtype not in DTYPES or k.dtype != q.dtype or arguments.out_dtype not in (None, q.dtype):
         return False
-    heads_q, heads_kv = size(q.shape, layout.q_format, "h"), size(k.shape, layout.kv_format, "h")
-    rows = size(q.shape, layout.q_format, "s") * heads_q // max(1, heads_kv)
-    return rows <= ROWS or arguments.num_splits > 0
+    return has_few_queries(layout, q.shape, k.shape) or arguments.num_splits > 0
 
 
 def splits_of(
     kernels: Sequence[LoadedKernel],
     extents: Mapping[str, Extent],
     optional: Mapping[str, Tensor | None],
+    sequences: int,
     asked: int,
 ) -> int:
     """Into how many parts the keys of each sequence are split."""
-    first, q, k = kernels[0], extents["q"], extents["k"]
+    first, q = kernels[0], extents["q"]
     entry = first.kernel
-    tiles = -(-q.seq * (q.heads // k.heads) // entry.tile_rows) * k.heads * q.batch
+    tiles = row_tiles(entry, extents, sequences) * extents["k"].heads * q.batch
     slots = first.multiprocessors * entry.ctas
     return asked or choose_splits(tiles, -(-keys_of(extents, optional) // entry.block_keys), slots)
 
 
 def keys_of(extents: Mapping[str, Extent], optional: Mapping[str, Tensor | None]) -> int:
-    """Keys that a sequence may have at most."""
-    table = optional["page_table_k"]
-    return extents["k"].seq * (1 if table is None else table.shape[1])
+    """Keys that a sequence has room for; of pages in the table that has less."""
+    tables = ((name, optional[f"page_table_{name}"]) for name in ("k", "v"))
+    rooms = [extents[name].seq * (1 if x is None else x.shape[1]) for name, x in tables]
+    return min(rooms)
 
 
 def numbers_of(
@@ -68,14 +70,40 @@ def numbers_of(
     return found
 
 
+def check_splits(num_splits: Any) -> None:
+    """Raises: SpecError where this is no number of parts for a call's keys."""
+    number = isinstance(num_splits, int) and not isinstance(num_splits, bool)
+    if num_splits is not None and not (number and 0 <= num_splits <= MAX_SPLITS):
+        raise SpecError(
+            f"num_splits={num_splits!r} is no number of parts; pass 1 to {MAX_SPLITS}, or None for "
+            "as many as fill the chip"
+        )
+
+
 def violations(
-    extents: Mapping[str, Extent], optional: Mapping[str, Tensor | None], arguments: Arguments
+    q: Tensor,
+    k: Tensor,
+    extents: Mapping[str, Extent],
+    optional: Mapping[str, Tensor | None],
+    arguments: Arguments,
 ) -> Iterator[str]:
-    """What the kernels that read pages cannot take, of a call with pages."""
-    if parse(arguments.layout).q_format == "thd":
-        yield "packed queries over paged keys have no kernels yet; pass bshd or sbhd queries"
-    if optional["seqused_q"] is not None:
-        yield "seqused_q beside pages has no kernels yet; leave it out"
+    """What is wrong with splits and pages; q and k are views."""
+    try:
+        check_splits(arguments.num_splits)
+    except SpecError as error:
+        yield from error.reasons
+    if arguments.num_splits > 1 and not serves(q, k, optional, arguments):
+        yield (
+            f"num_splits={arguments.num_splits}: kernels split the keys of 16-bit bshd, sbhd and "
+            "bhsd operands, and of pages; leave it out"
+        )
+    if parse(arguments.layout).paged:
+        yield from _page_violations(extents, optional)
+
+
+def _page_violations(
+    extents: Mapping[str, Extent], optional: Mapping[str, Tensor | None]
+) -> Iterator[str]:
     for name in ("k", "v"):
         rows, table = extents[name].seq, optional[f"page_table_{name}"]
         if rows < SMALLEST_PAGE or rows & (rows - 1):

@@ -88,7 +88,8 @@ def _make_ready(operands: Operands, arguments: Arguments) -> Ready:
     spec = spec_of(q, k, v, optional, arguments)
     kernels, splits = kernels_of(spec, q.device), 1
     if spec.decode:
-        splits = decode.splits_of(kernels, extents, optional, arguments.num_splits)
+        asked, sequences = arguments.num_splits, scalars.sequences
+        splits = decode.splits_of(kernels, extents, optional, sequences, asked)
         kernels = kernels[: 1 + (splits > 1)]  # what is not split is not combined either
         numbers = {**scalars.numbers, **decode.numbers_of(extents, optional), "splits": splits}
         scalars = replace(scalars, numbers=numbers)

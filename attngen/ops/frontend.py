@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..resolve import find_violations
 from ..results import AttentionAux
 from ..spec import AttentionSpec
 from .checks import refuse_derivatives
+from .decode import check_splits
 from .forward import find_ready
 from .lengths import settle as settle_lengths
 from .operation import ARCH_OF_CAPABILITY, Ready, device_arch, format_of, run, unobserved
@@ -26,6 +28,8 @@ log = logging.getLogger("attngen")
 
 _FEATURES = features.scan()  # here, not in a call: torch.compile cannot trace file access
 BACKENDS = ("auto", "cuda", "reference")
+# Whether a call waits for its lengths and page tables, and refuses those that cannot be right.
+CHECK_VALUES = os.environ.get("ATTNGEN_CHECK", "") not in ("", "0")
 
 
 def attention(
@@ -78,8 +82,9 @@ def attention(
     q, k, v: tensors in `layout`, by default [b, s_q, h_q, d], [b, s_kv, h_kv, d] and
     [b, s_kv, h_kv, d_v]; h_q a multiple of h_kv. window: keys visible before and after the
     diagonal, −1 unbounded. softmax_scale defaults to 1/√d. cu_seqlens_*, seqused_*: int32 on the
-    device, never waited for; max_seqlen_* change nothing. What each argument means is in
-    docs/semantics.md.
+    device, never waited for; max_seqlen_* change nothing. Of a paged layout k and v are pages that
+    page_table names; num_splits: parts in which each sequence's keys are read, 1 to 128, None for
+    as many as fill the chip. What each argument means is in docs/semantics.md.
 
     FP8 (float8_e4m3fn, float8_e5m2) q, k and v take scales, float32 [1] on their device, which is
     never waited for: descale_q, descale_k and descale_v (or [b, h_kv]) give what a stored number
@@ -117,16 +122,15 @@ def attention(
     unscaled = (descale_q is None and descale_k is None and descale_v is None) and (
         scale_s is None and descale_s is None and scale_o is None
     )
-    tables: tuple[Tensor | None, ...] = (None, None)
-    if page_table is not None:
-        tables = page_table if isinstance(page_table, tuple) else (page_table, page_table)
+    paired = isinstance(page_table, (tuple, list))
+    tables = tuple(page_table) if paired else (page_table, page_table)  # type: ignore[arg-type]
     # What the checks of a plain call depend on; None where they must run again.
     key: tuple[Any, ...] | None = None
     if (
         (attn_mask is None and bias is None and alibi_slopes is None and sink is None)
         and (rng_state is None and score_mod is None and mask_mod is None and block_mask is None)
         and type(window) is tuple
-        and not torch.compiler.is_compiling()
+        and not (CHECK_VALUES or torch.compiler.is_compiling())
     ):
         key = (
             q.shape, q.stride(), q.dtype, q.device,
@@ -155,6 +159,7 @@ def attention(
         descale_s=descale_s, scale_o=scale_o, out_dtype=out_dtype, return_lse=return_lse,
         return_max_logit=return_max_logit, return_amax=return_amax,
     )  # fmt: skip
+    check_splits(num_splits)
     if not _use_kernels(call, backend):
         out, aux = reference.run(call)
         return (out, aux) if wants_aux else out
@@ -235,7 +240,9 @@ def _use_kernels(call: AttentionCall, backend: str) -> bool:
         raise SpecError(f"backend={backend!r}; allowed: {', '.join(BACKENDS)}")
     if backend == "reference":
         return False
-    reference.check(call)
+    operands = reference.check(call)
+    if CHECK_VALUES and not torch.compiler.is_compiling():
+        reference.check_on_host(call, operands)
     reasons = _refusals(call)
     if reasons and backend == "cuda":
         raise SpecError(reasons)

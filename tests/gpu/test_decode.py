@@ -12,7 +12,7 @@ from torch import Tensor
 import attngen
 from attngen import AttentionSpec
 
-from . import oracle
+from . import gradients, oracle
 
 pytestmark = pytest.mark.gpu
 PAGED = "paged_kv_bshd_bshd_bshd"
@@ -137,6 +137,42 @@ def test_decode_tables_of_their_own_for_k_and_v_are_right():
     oracle.check(out, None, expected, PAGED)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("padded", [False, True])
+def test_decode_packed_queries_over_pages_are_right(splits, padded):
+    counts, gaps = [1, 40, 0, 7, 300], [3, 0, 5, 0, 2]
+    pages = cache([700, 64, 90, 7, 333], 2, 128, 32)
+    ends = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).cuda()
+    offsets = None
+    total = sum(counts)
+    if padded:  # rows of no sequence before the first, between, and behind the last
+        steps = [4, *(n + gap for n, gap in zip(counts, gaps, strict=True))]
+        offsets = torch.tensor(steps).cumsum(0).to(torch.int32).cuda()
+        total = int(offsets[-1]) + 6
+    q = oracle.randn(total, 8, 128, seed=3)
+    for kv in ("bshd", "sbhd"):
+        check(
+            q, pages, f"paged_kv_thd_{kv}_{kv}", cu_seqlens_q=ends, num_splits=splits,
+            cu_seqlens_q_padded=offsets, mask="causal_bottom_right",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_decode_queries_in_use_over_pages_are_right(splits):
+    pages, q = cache([700, 64, 90, 333], 2, 128, 32), queries(4, 5, 8, 128)
+    used = torch.tensor([5, 0, 3, 1], dtype=torch.int32, device="cuda")
+    for row, n in enumerate(used.tolist()):
+        q[row, n:] = math.nan
+    for mask in ("none", "causal_bottom_right"):
+        check(q, pages, seqused_q=used, mask=mask, num_splits=splits)
+
+
+def test_decode_more_sequences_than_a_grid_axis_has_places():
+    q, k, v = oracle.operands(1 << 17, 1, 1, 1, 1, 64)
+    out = attngen.attention(q, k, v, backend="cuda")
+    assert torch.equal(out, v)  # one key has all the weight
+
+
 @pytest.mark.parametrize("lengths", [(1, 4000), (1, 1), (3, 700), (16, 16), (64, 100)], ids=str)
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd"])
 def test_decode_dense_calls_are_right(lengths, layout):
@@ -210,6 +246,16 @@ def test_decode_streams_at_once_do_not_meet():
             found.append(call(q))
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(found, wanted * 5, strict=True))
+
+
+@pytest.mark.parametrize("lengths", [(1, 300), (5, 64)], ids=str)
+def test_decode_calls_have_gradients(lengths):
+    q, k, v = oracle.operands(2, 8, 2, *lengths, 64)
+    tensors = q, k, v, oracle.randn(*q.shape, seed=50)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = attngen.attention(*leaves, mask="causal_bottom_right", backend="cuda")
+    found = torch.autograd.grad(out, leaves, tensors[3])
+    gradients.check(found, tensors, None, mask="causal_bottom_right")
 
 
 @pytest.mark.parametrize("page", [1, 12, 48])
