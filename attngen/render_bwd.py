@@ -111,7 +111,8 @@ def _main(problem: Problem, plan: BackwardPlan, entry: str, operands: Names) -> 
     workspace += ("turns",) if plan.deterministic else ()
     if problem.varlen:
         workspace += ("q_schedule",) if of_queries else ("kv_schedule",)
-    names = [*typed("tensor_map", *(each.field for each in maps)), *typed("ptr", *workspace)]
+    names = [(each.field, map_type(problem, each.tensor)) for each in maps]
+    names += typed("ptr", *workspace)
     integers = [*INTEGERS]
     # Neighbours are loaded together, so that their order shapes the code: that which was measured.
     place = 1 if plan.family == "sm90_bwd" else len(integers)

@@ -79,7 +79,6 @@ def _decode(problem: Problem, plan: DecodePlan, entry: str, operands: Names) -> 
         ctas=plan.ctas,
         part_floats=problem.head_dim_v,
         q_seq=problem.q_seq,
-        kv_seq=problem.kv_seq,
     )
 
 
