@@ -8,8 +8,8 @@ import torch
 import attngen
 from attngen import SpecError, reference
 from attngen.ops import frontend
-from attngen.ops.signature import OPTIONAL, Arguments, split
-from tests.cpu.fp8_kit import E4M3, E5M2, operands, rest_of, same, scales
+from attngen.ops.signature import Arguments, split
+from tests.cpu.fp8_kit import E4M3, E5M2, keywords_of, operands, rest_of, same, scales
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def on_reference(monkeypatch):
             q, k, v, layout=arguments.layout, mask=arguments.mask,
             softmax_scale=arguments.softmax_scale, bottom_right=arguments.bottom_right,
             window=(arguments.window_left, arguments.window_right), return_amax=True,
-            out_dtype=arguments.out_dtype, **dict(zip(OPTIONAL, optional, strict=True)),
+            out_dtype=arguments.out_dtype, **keywords_of(optional),
         )  # fmt: skip
         empty = q.new_empty(0, dtype=torch.float32)
         maxima = (aux.amax_s, aux.amax_o) if arguments.amax else (empty, empty)
