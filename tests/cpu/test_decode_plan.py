@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from attngen import AttentionSpec, SpecError, batch, features, resolve
+from attngen import AttentionSpec, batch, features, resolve
 from attngen.arch import sm90_decode
 from attngen.arch.sm90 import SMEM_BYTES
 from attngen.builder import render_problem

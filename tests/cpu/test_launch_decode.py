@@ -49,7 +49,8 @@ class Driver:
         return (bindings.CUresult.CUDA_SUCCESS,)
 
     def cuLaunchKernelEx(self, config: Any, handle: Any, pointers: int, _: int) -> Any:
-        sizes = [getattr(config, f"{kind}Dim{axis}") for kind in ("grid", "block") for axis in "XYZ"]
+        names = (f"{kind}Dim{axis}" for kind in ("grid", "block") for axis in "XYZ")
+        sizes = [getattr(config, name) for name in names]
         start = (handle, *sizes, config.sharedMemBytes, int(config.hStream))
         assert config.numAttrs == 1
         self.launches.append((config.attrs[0].id.name, start, pointers))

@@ -1,4 +1,4 @@
-"""Keys split over CTAs, packed queries over tiles, positions over pages: by the kernels' own code."""
+"""Keys over CTAs, packed queries over tiles, positions over pages: by the kernels' own code."""
 
 from __future__ import annotations
 
@@ -84,9 +84,11 @@ def test_split_ranges_of_long_sequences_meet_end_to_end(library, a, b, count):
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 200), min_size=1, max_size=20), st.integers(1, 130), st.integers(0, 9))
+@given(
+    st.lists(st.integers(0, 200), min_size=1, max_size=20), st.integers(1, 130), st.integers(0, 9)
+)
 def test_packed_tiles_hold_every_row_of_every_sequence_once(library, lengths, group, start):
-    """Also where the lengths are not counted from 0. The host makes as many tiles as there may be."""
+    """Also where lengths are not counted from 0. The host makes as many tiles as there may be."""
     ends = (start + np.cumsum([0, *lengths])).astype(np.int32)
     rows = RunTimeExtent(1, sum(lengths) * group, 1, 64, 0, 0, 0)
     count = blocks_of(rows, ROWS, "packed", len(lengths))
