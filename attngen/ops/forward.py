@@ -29,6 +29,7 @@ from .signature import OPTIONAL, Arguments, Operands, schema, split
 library.define(
     f"forward(Tensor q, Tensor? k, Tensor? v, {schema()}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
+NAMES = ("q", "k", "v", *OPTIONAL)
 UNUSED = ("o_parts", "lse_parts")  # workspaces that keys in one split do without
 _ready: dict[tuple[Any, ...], Ready] = {}
 
@@ -75,11 +76,13 @@ def _make_ready(operands: Operands, arguments: Arguments) -> Ready:
     maxima = dict(zip(("amax_s", "amax_o"), _new_maxima(q, arguments.amax), strict=True))
     if arguments.amax:
         results += [Output.like(name, x, 0.0, preset=True) for name, x in maxima.items()]
+    names = {name: x is not None for name, x in zip(NAMES, operands, strict=True)}
+    absent = [name for name, present in names.items() if not present]
     ready = Ready(
-        operands=("q", "k", "v", *OPTIONAL),
+        operands=tuple((place, name) for place, name in enumerate(NAMES) if names[name]),
         sources=sources_of(carriers, optional, arguments.layout),
         outputs=tuple(results),
-        unused=(*UNUSED, *(() if arguments.amax else maxima)),
+        unused=(*UNUSED, *absent, *(() if arguments.amax else maxima)),
         device=q.device,
     )
     scalars = scalars_of(q, optional, arguments)
@@ -95,7 +98,9 @@ def _make_ready(operands: Operands, arguments: Arguments) -> Ready:
         scalars = replace(scalars, numbers=numbers)
     launches = tuple(prepare(each, extents, scalars) for each in kernels)
     offsets, size = lay_out_workspaces(kernels, extents["q"], scalars.sequences, splits)
-    return replace(ready, launches=launches, offsets=offsets, workspace_bytes=size)
+    counts = any("tile_counter" in each.kernel.workspace for each in kernels)
+    found = replace(ready, launches=launches, offsets=offsets, workspace_bytes=size)
+    return replace(found, counts_tiles=counts)
 
 
 def _new_maxima(q: Tensor, amax: bool) -> tuple[Tensor, Tensor]:

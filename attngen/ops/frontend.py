@@ -139,8 +139,8 @@ def attention(
             layout, mask, window, bottom_right, softmax_scale, softcap, bias_type, softmax,
             dropout_p, deterministic, return_max_logit, max_seqlen_q, max_seqlen_kv, backend,
             out_dtype, return_amax, None if unscaled else tuple(map(format_of, scales)),
-            None if dense else tuple(map(format_of, lengths)), tuple(map(format_of, tables)),
-            num_splits,
+            None if dense else tuple(map(format_of, lengths)), num_splits,
+            None if page_table is None else tuple(map(format_of, tables if paired else tables[:1])),
         )  # fmt: skip
         settled = _settled.get(key)
         if settled is not None:
@@ -215,11 +215,10 @@ def _run_kernels(
     operands: tuple[Tensor | None, ...], settled: _Settled, wants_aux: bool
 ) -> Tensor | tuple[Tensor, AttentionAux]:
     """operands: q, k, v and then signature.OPTIONAL."""
-    differentiable = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in operands
-    )
+    present = [x for x in operands if x is not None]
+    differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in present)
     refuse_derivatives(operands, differentiable)
-    if differentiable or torch.compiler.is_compiling() or not unobserved(operands):
+    if differentiable or torch.compiler.is_compiling() or not unobserved(present):
         results = torch.ops.attngen.forward(*operands, *settled.arguments)
     else:
         if settled.ready is None:

@@ -18,6 +18,8 @@ Given = tuple[Tensor | None, ...]  # in the order of signature.LENGTHS
 def settle(layout: str, given: Given) -> Given:
     """The lengths of a call as operations take them: of each side, dense operands' as `seqused`."""
     parsed = parse(layout)
+    if given[0] is None and given[1] is None and not parsed.one_length:
+        return given
     q, kv = given[0::2], given[1::2]
     if parsed.one_length:
         q, kv = (own if _any(own) else other for own, other in ((q, kv), (kv, q)))

@@ -51,13 +51,14 @@ class Output:
 class Ready:
     """What calls of equal shapes, strides and arguments share.
 
-    operands: the parameters that hold the operands' addresses, in their order; sources: those that
-    point into one of them; outputs: in their order; unused: addresses that the kernels have and the
-    call does without. launches: none where no query sees a key. offsets: where each workspace but
-    the counter lies in one allocation of so many bytes.
+    operands: places of those that are there, and the parameters that hold their addresses;
+    sources: those that point into one of them; outputs: in their order; unused: addresses that the
+    kernels have and the call does without. launches: none where no query sees a key. offsets: where
+    each workspace but the counter lies in one allocation of so many bytes; counts_tiles: whether
+    that counter is needed.
     """
 
-    operands: tuple[str, ...]
+    operands: tuple[tuple[int, str], ...]
     sources: tuple[Source, ...]
     outputs: tuple[Output, ...]
     unused: tuple[str, ...]
@@ -65,6 +66,7 @@ class Ready:
     launches: tuple[Prepared, ...] = ()
     offsets: dict[str, int] = field(default_factory=dict)
     workspace_bytes: int = 0
+    counts_tiles: bool = False
 
 
 _LIMIT = 4096
@@ -100,8 +102,8 @@ def run(ready: Ready, operands: Operands) -> list[Tensor]:
             return run(ready, operands)
     results = []
     addresses = dict.fromkeys(ready.unused, 0)
-    for name, operand in zip(ready.operands, operands, strict=True):
-        addresses[name] = 0 if operand is None else operand.data_ptr()
+    for place, name in ready.operands:
+        addresses[name] = operands[place].data_ptr()  # type: ignore[union-attr]  # not absent
     for name, source, offset in ready.sources:
         addresses[name] = addresses[source] + offset
     for output in ready.outputs:
@@ -115,7 +117,7 @@ def run(ready: Ready, operands: Operands) -> list[Tensor]:
     if (addresses["q"] | addresses["k"] | addresses["v"]) % 16:
         raise SpecError("q, k and v must start at a multiple of 16 bytes; clone what does not")
     stream = torch._C._cuda_getCurrentRawStream(index)
-    if ready.launches[-1].loaded.kernel.workspace:
+    if ready.counts_tiles:
         addresses["tile_counter"] = tile_counter(ready.device, stream)
     if ready.workspace_bytes:
         # Freed before the kernels end, and safely so: it is handed out on this stream only.

@@ -9,12 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from cuda.bindings import driver as bindings
 
 from attngen import AttentionSpec, LaunchError, features, launch, resolve
 from attngen.builder import render_problem
 from attngen.load import LoadedKernel
+from attngen.ops import forward
 from attngen.ops.operation import lay_out_workspaces
+from attngen.ops.signature import OPTIONAL, Arguments
 from attngen.plan import plans
 from attngen.run_time import Extent, Scalars
 
@@ -177,3 +180,30 @@ def test_workspaces_of_parts_are_there_only_where_keys_are_split():
     assert offsets == {"o_parts": 0, "lse_parts": 7 * rows * D * 4}
     assert size >= 7 * rows * (D + 1) * 4
     assert lay_out_workspaces(kernels[:1], q, BATCH, 1)[1] == 0
+
+
+@pytest.mark.parametrize(("splits", "launches"), [(1, 1), (7, 2)])
+def test_ready_paged_call_knows_its_addresses_and_needs_no_tile_counter(
+    driver, monkeypatch, splits, launches
+):
+    """A counter would be a kernel more in every captured call, which sets it to zero."""
+    layout = "paged_kv_bshd_bshd_bshd"
+    monkeypatch.setattr(forward, "kernels_of", lambda spec, device: tuple(loaded(layout=layout)))
+    q = torch.zeros(BATCH, QUERIES, HEADS * GROUP, D, dtype=torch.bfloat16)
+    k = torch.zeros(PAGES, PAGE, HEADS, D, dtype=torch.bfloat16)
+    table = torch.zeros(BATCH, 9, dtype=torch.int32)
+    given = {"seqused_kv": table[:, 0].contiguous(), "page_table_k": table, "page_table_v": table}
+    operands = (q, k, k, *(given.get(name) for name in OPTIONAL))
+    ready = forward._make_ready(operands, Arguments(layout=layout, num_splits=splits))
+    assert len(ready.launches) == launches and not ready.counts_tiles
+    assert [name for _, name in ready.operands] == ["q", "k", "v", *given]
+    assert all(operands[place] is not None for place, _ in ready.operands)
+    rows = BATCH * QUERIES * HEADS * GROUP
+    assert ready.workspace_bytes >= (splits * rows * (D + 1) * 4 if splits > 1 else 0)
+    if splits == 1:
+        assert not ready.workspace_bytes
+    known = {*ready.unused, *(name for _, name in ready.operands), *ready.offsets}
+    known |= {name for name, _, _ in ready.sources} | {each.name for each in ready.outputs}
+    wanted = {name for each in ready.launches for _, name in each.pointers}
+    wanted |= {tensor_map.tensor for each in ready.launches for _, tensor_map in each.maps}
+    assert wanted <= known
