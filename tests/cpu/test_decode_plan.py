@@ -12,6 +12,7 @@ from attngen.arch import sm90_decode
 from attngen.arch.sm90 import SMEM_BYTES
 from attngen.builder import render_problem
 from attngen.cache import Cache
+from attngen.explain import aim
 from attngen.plan import plans, read_plan
 from attngen.values import to_data
 
@@ -99,3 +100,16 @@ def test_resolve_what_splits_no_keys_is_refused_with_a_legal_spec(fields, wrong)
     assert not resolve.find_violations(legal, KNOWN) and all(
         problem.decode for problem in resolve.resolve(legal, KNOWN)
     )
+
+
+def test_explain_decode_aims_at_the_memory():
+    problem = problem_of(head_dim=256, decode=True)
+    decode, combine = plans(problem, ARCH)
+    (line,) = aim(problem, decode)
+    # a row does 2 FLOPs with each key's column, which has 2 bytes
+    assert line.startswith("aims at the memory: 64 FLOPs") and line.endswith("1 CTA an SM")
+    assert [*aim(problem_of(decode=True), plans(problem_of(decode=True), ARCH)[0])][0].endswith(
+        "2 CTAs an SM"
+    )
+    (line,) = aim(problem, combine)
+    assert "no products" in line
