@@ -55,8 +55,8 @@ def test_build_decode_keeps_everything_in_registers(fields, tmp_path):
     assert not refused and [job.plan.family for job in jobs] == ["sm90_decode", "combine"]
     outcomes = [*batch.run(jobs, Cache(tmp_path), 1)]
     for outcome in outcomes:
-        assert outcome.error is None and outcome.built is not None
-        found = outcome.built.binary.resources
+        assert outcome.error is None and outcome.binary is not None
+        found = outcome.binary.resources
         assert (found.spill_bytes, found.stack_bytes) == (0, 0)
         ctas = getattr(outcome.job.plan, "ctas", 2)
         assert found.registers <= 65536 // (outcome.job.plan.threads * ctas)

@@ -166,7 +166,7 @@ REFUSED = {
     "strided": ("bshd", {"seqused_kv": int32(1, 0, 2, 0)[::2]}, "contiguous"),
     "cumulative of dense": ("bshd", {"cu_seqlens_q": cumulative()}, "pass seqused_q"),
     "padded of dense": ("bshd", {"cu_seqlens_q_padded": cumulative()}, "belongs to thd"),
-    "paged": ("paged_kv_bshd_bshd_bshd", {}, "no kernels"),
+    "paged": ("paged_kv_bshd_bshd_bshd", {}, "needs page_table"),
 }
 
 
