@@ -11,7 +11,8 @@ import click
 from .errors import AttngenError, MeasureError
 
 if TYPE_CHECKING:
-    from .bench.report import Report
+    from .bench import decode_report
+    from .bench.report import Report, Row
     from .bench.workloads import Case
 
 
@@ -31,11 +32,23 @@ def bench() -> None:
     """Time attngen's kernels beside public ones, and draw the figures."""
 
 
-def _measures(command: Callable[..., None]) -> Callable[..., None]:
-    """The options that both directions share."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+def _measures(peers: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The options of every benchmark; peers: whom it times where none are named."""
+
+    def add(command: Callable[..., None]) -> Callable[..., None]:
+        named = click.option(
+            "--peers",
+            metavar="NAME,...",
+            callback=_words,
+            default=peers,
+            show_default=True,
+            help="Whom to time beside attngen.",
+        )
+        for option in reversed((_OPTIONS[0], named, *_OPTIONS[1:])):
+            command = option(command)
+        return command
+
+    return add
 
 
 _EPILOG = (
@@ -49,14 +62,6 @@ _OPTIONS = (
         metavar="PATTERN,...",
         callback=_words,
         help="Only cases whose names fit one of these, as *d128* or b4-*-causal.",
-    ),
-    click.option(
-        "--peers",
-        metavar="NAME,...",
-        callback=_words,
-        default="sdpa,cudnn,fa3,fa4,flex",
-        show_default=True,
-        help="Whom to time beside attngen.",
     ),
     click.option("--rounds", type=click.IntRange(min=1), default=9, show_default=True),
     click.option(
@@ -72,7 +77,7 @@ _OPTIONS = (
 
 
 @bench.command("fwd", epilog=_EPILOG)
-@_measures
+@_measures("sdpa,cudnn,fa3,fa4,flex")
 def bench_fwd(**options: Any) -> None:
     """Time the forward pass beside its peers, in interleaved rounds.
 
@@ -86,7 +91,7 @@ def bench_fwd(**options: Any) -> None:
 @click.option(
     "--deterministic", is_flag=True, help="Time modes that repeat bit for bit, too, as NAME-det."
 )
-@_measures
+@_measures("sdpa,cudnn,fa3,fa4,flex")
 def bench_bwd(**options: Any) -> None:
     """Time the backward pass alone beside its peers, in interleaved rounds.
 
@@ -110,23 +115,78 @@ def _bench(
     from .bench import workloads
 
     cases = workloads.select(patterns)
-    if plot_file:
-        from .bench import plot  # what it lacks shows before anything is timed
-
-        plot.check_format(plot_file)
-    for path in (json_file, plot_file):
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
+    _prepare(json_file, plot_file)
     report = _measure(direction, cases, peers, deterministic, rounds, budget_ms)
     if json_file:
         from .bench.report import save
 
         save(report, json_file)
     if plot_file:
+        from .bench import plot
+
         plot.save(report, plot_file)
-    lacking = [row.case for row in report.rows if "attngen" in row.missing]
+    _require_figures(report.rows)
+
+
+def _prepare(json_file: Path | None, plot_file: Path | None) -> None:
+    """What the files lack shows before anything is timed."""
+    if plot_file:
+        from .bench import plot
+
+        plot.check_format(plot_file)
+    for path in (json_file, plot_file):
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _require_figures(rows: Sequence[Row | decode_report.Row]) -> None:
+    lacking = [row.case for row in rows if "attngen" in row.missing]
     if lacking:
         raise MeasureError(f"attngen has no figure in {', '.join(lacking)}")
+
+
+@bench.command(
+    "decode",
+    epilog="FlashAttention-3's operators are found inside xformers, or in the library that "
+    "ATTNGEN_FA3_LIBRARY names.",
+)
+@_measures("fa3,cudnn,flashinfer")
+def bench_decode(
+    patterns: Sequence[str],
+    peers: Sequence[str],
+    rounds: int,
+    budget_ms: float,
+    json_file: Path | None,
+    plot_file: Path | None,
+) -> None:
+    """Time one query a sequence over pages of keys, beside peers over pages and dense ones.
+
+    GPU times are those of calls in CUDA graphs; host times of calls outside them stand apart.
+    Results are checked and peers named as for `bench fwd`.
+    """
+    from .bench import decode_report, workloads
+
+    cases = workloads.select_named(patterns, decode_report.CASES)
+    _prepare(json_file, plot_file)
+    from .bench import decode, report, run
+
+    run.require_gpu()
+    found, absent = decode.load(peers)
+    columns = (report.OURS, *found)
+    click.echo(decode_report.text_header(columns))
+    measured = decode.run(
+        *(cases, found, absent, rounds, budget_ms),
+        progress=lambda row: click.echo(decode_report.text_row(row, columns)),
+    )
+    for line in decode_report.text_summary(measured):
+        click.echo(line)
+    if json_file:
+        decode_report.save(measured, json_file)
+    if plot_file:
+        from .bench import plot
+
+        plot.save(measured, plot_file)
+    _require_figures(measured.rows)
 
 
 @bench.command("plot")
@@ -134,10 +194,15 @@ def _bench(
 @click.argument("output", metavar="FILE", type=output_file)
 def bench_plot(report_file: Path, output: Path) -> None:
     """Draw a report that `--json` wrote, on a machine that needs no GPU."""
-    from .bench import plot, report
+    from .bench import decode_report, plot, report
 
     plot.check_format(output)
-    plot.save(report.read(report_file), output)
+    found: report.Report | decode_report.Report
+    try:
+        found = report.read(report_file)
+    except MeasureError:
+        found = decode_report.read(report_file)
+    plot.save(found, output)
 
 
 def _measure(

@@ -25,12 +25,8 @@ from .values import to_data, to_json
 # The modules that turn a problem and its plan into a cubin and a launch program. They belong to
 # the key as the templates do: a changed parameter layout must not find the old kernel.
 GENERATOR = (
-    "compile.py",
-    "features.py",
-    "program.py",
-    "render.py",
-    "render_bwd.py",
-    "render_varlen.py",
+    *("compile.py", "features.py", "program.py"),
+    *("render.py", "render_bwd.py", "render_decode.py", "render_varlen.py"),
 )
 BINDINGS = "cuda-bindings"
 NVRTC_PACKAGES = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc-cu12")

@@ -10,6 +10,7 @@ from typing import Any
 from . import features, resolve, tuned
 from .arch.base import Plan
 from .arch.sm90_bwd import BackwardPlan
+from .arch.sm90_decode import DecodePlan
 from .builder import build_plan, render_problem
 from .cache import Cache
 from .errors import SpecError
@@ -123,6 +124,13 @@ def describe(value: Any) -> Iterator[str]:
 def aim(problem: Problem, chosen: KernelPlan) -> Iterator[str]:
     """The roofline of a full block: cycles of the tensor cores and of the exponentials, and how
     often a loaded byte of the operands that come block by block is used."""
+    if isinstance(chosen, DecodePlan):
+        rows, size = chosen.tile.m, DTYPE_BYTES[problem.dtype_kv]
+        yield (
+            f"aims at the memory: {2 * rows // size} FLOPs for each byte of K and V with all "
+            f"{rows} rows in use; {chosen.ctas} CTA{'s' if chosen.ctas > 1 else ''} an SM"
+        )
+        return
     if not isinstance(chosen, Plan | BackwardPlan):
         yield "aims at the memory: no products, each operand read and each result written once"
         return

@@ -25,6 +25,7 @@ LENGTH_LIMIT = 1 << 30  # positions; masks add lengths and windows in 32 bits
 TMA_STRIDE_LIMIT = 1 << 40  # bytes
 GRID_LIMIT = 65535  # CTAs along the second and third axis
 PARAMETER_LIMIT = 32764  # bytes, the driver's
+CONFIGS_KEPT = 1024
 MAPS_KEPT = 4096  # encoded tensor maps, 128 bytes each: as many as a large model's activations
 _FORMATS = {
     "i32": "i",
@@ -94,11 +95,17 @@ def prepare(loaded: LoadedKernel, extents: dict[str, Extent], scalars: Scalars) 
 
 
 def _grid(loaded: LoadedKernel, q: Extent, values: dict[str, int | float]) -> tuple[int, int, int]:
-    if loaded.kernel.grid == "persistent_tiles":
+    kernel = loaded.kernel
+    if kernel.grid == "persistent_tiles":
         return min(loaded.multiprocessors, int(values["tiles"])), 1, 1
-    if loaded.kernel.grid == "multiprocessors":
+    if kernel.grid == "multiprocessors":
         return loaded.multiprocessors, 1, 1
-    return int(values["q_blocks"]) * loaded.kernel.block_ctas, q.heads, q.batch
+    if kernel.grid == "splits":
+        tiles = int(values["row_tiles"]) * int(values["heads_kv"]) * q.batch
+        return tiles, int(values["splits"]), 1
+    if kernel.grid == "rows":
+        return -(-q.batch * q.heads * q.seq // kernel.tile_rows), 1, 1
+    return int(values["q_blocks"]) * kernel.block_ctas, q.heads, q.batch
 
 
 def _violations(
@@ -118,6 +125,13 @@ def _violations(
             for what, count in counts.items()
             if count > GRID_LIMIT
         ]
+    if loaded.kernel.grid == "splits":
+        rows = extents["q"].seq * int(values["group_size"])
+        if rows >= LENGTH_LIMIT:
+            reasons.append(f"{rows} queries of a group of heads; one has fewer than {LENGTH_LIMIT}")
+        if values["kv_len"] >= LENGTH_LIMIT:
+            room = values["kv_len"]
+            reasons.append(f"room for {room} keys; a sequence has fewer than {LENGTH_LIMIT}")
     reasons += [
         f"{recipe.tensor}: strides {extents[recipe.tensor][4:6]} of sequences and positions have "
         "too small a common step; make it contiguous"
@@ -149,10 +163,27 @@ def launch(prepared: Prepared, addresses: dict[str, int], stream: int) -> None:
     for index, tensor_map in prepared.maps:
         packed[index] = _encoded(tensor_map, addresses[tensor_map.tensor])
     prepared.layout.pack_into(_parameters.memory, _parameters.offset, *packed)
-    checked(
-        prepared.loaded.kernel.entry,
-        driver().cuLaunchKernel(*prepared.start, stream, _parameters.pointers, 0),
-    )
+    if prepared.loaded.kernel.dependent:
+        config = _dependent_config(prepared.start, stream)
+        result = driver().cuLaunchKernelEx(config, prepared.loaded.handle, _parameters.pointers, 0)
+    else:
+        result = driver().cuLaunchKernel(*prepared.start, stream, _parameters.pointers, 0)
+    checked(prepared.loaded.kernel.entry, result)
+
+
+@lru_cache(CONFIGS_KEPT)  # 3 µs each
+def _dependent_config(start: tuple[Any, ...], stream: int) -> Any:
+    """The launch of a kernel that itself waits for the one before it."""
+    cuda = driver()
+    attribute = cuda.CUlaunchAttribute()
+    attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config = cuda.CUlaunchConfig()
+    _, *sizes, config.sharedMemBytes = start
+    config.gridDimX, config.gridDimY, config.gridDimZ = sizes[:3]
+    config.blockDimX, config.blockDimY, config.blockDimZ = sizes[3:]
+    config.hStream, config.attrs, config.numAttrs = stream, [attribute], 1
+    return config
 
 
 class _Parameters(threading.local):
@@ -195,7 +226,9 @@ def _tensor_map(
     kernel: KernelEntry, recipe: TensorMapRecipe, extents: dict[str, Extent]
 ) -> TensorMap:
     cuda = driver()
-    dims, strides, units = _geometry(kernel, recipe, extents[recipe.tensor])
+    extent = extents[recipe.tensor]
+    dims, strides, units = _geometry(kernel, recipe, extent)
+    rows = min(recipe.box_rows, extent.seq) if recipe.paged else recipe.box_rows
     types = cuda.CUtensorMapDataType
     dtype = {
         "bf16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
@@ -206,13 +239,14 @@ def _tensor_map(
     layout = (
         [cuda.cuuint64_t(dim) for dim in dims],
         [cuda.cuuint64_t(stride) for stride in strides],
-        [cuda.cuuint32_t(box) for box in (recipe.box_cols, recipe.box_rows, 1, 1, 1)[: len(dims)]],
+        [cuda.cuuint32_t(box) for box in (recipe.box_cols, rows, 1, 1, 1)[: len(dims)]],
         [cuda.cuuint32_t(1)] * len(dims),
     )
+    promotions = cuda.CUtensorMapL2promotion
     modes = (
         cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        getattr(promotions, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{recipe.l2_bytes}B"),
         cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     after_map = struct.pack("<2i56x", *units) if units else b""

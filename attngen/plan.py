@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import tuned
-from .arch import sm90, sm90_bwd, sm90_varlen
+from .arch import sm90, sm90_bwd, sm90_decode, sm90_varlen
 from .arch.base import Plan
 from .errors import PlanError
 from .problem import Problem
@@ -13,7 +13,8 @@ from .values import from_data
 
 ARCHITECTURES = {sm90.ARCH: sm90}
 BACKWARDS = {sm90.ARCH: sm90_bwd}
-KernelPlan = Plan | sm90_bwd.KernelPlan | sm90_varlen.VarlenPlan
+DECODES = {sm90.ARCH: sm90_decode}
+KernelPlan = Plan | sm90_bwd.KernelPlan | sm90_varlen.VarlenPlan | sm90_decode.KernelPlan
 _CLASSES: dict[str, type[KernelPlan]] = {
     "sm90_fwd": Plan,
     "bwd_prepare": sm90_bwd.PreparePlan,
@@ -22,22 +23,29 @@ _CLASSES: dict[str, type[KernelPlan]] = {
     "sm90_bwd_dq": sm90_bwd.BackwardPlan,
     "bwd_convert": sm90_bwd.ConvertPlan,
     "varlen_prepare": sm90_varlen.VarlenPlan,
+    "sm90_decode": sm90_decode.DecodePlan,
+    "combine": sm90_decode.CombinePlan,
 }
 
 
 def plans(problem: Problem, arch: str) -> tuple[KernelPlan, ...]:
     """The preferred plan of each kernel of the problem, in the order of their launches: one for a
-    forward, several for a backward, and one more before them where lengths vary.
+    forward, several for a backward, and one more before them where lengths vary; two for a decode.
     Raises: as `plan`."""
+    _check_known(arch)
     found: tuple[KernelPlan, ...]
-    if problem.direction == "fwd":
+    if problem.decode:
+        found = DECODES[arch].plans(problem)
+    elif problem.direction == "fwd":
         found = (plan(problem, arch),)
     else:
-        _check_known(arch)
         found = BACKWARDS[arch].plans(problem)
     if not found:
-        raise PlanError(f"{problem.label}: {arch} has no backward for its head dims or dtypes")
-    return (sm90_varlen.plan(problem, found), *found) if problem.varlen else found
+        what = "decode" if problem.decode else "backward"
+        raise PlanError(f"{problem.label}: {arch} has no {what} for its head dims or dtypes")
+    if problem.varlen and not problem.decode:
+        return (sm90_varlen.plan(problem, found), *found)
+    return found
 
 
 def read_plan(data: dict[str, Any]) -> KernelPlan:

@@ -21,7 +21,8 @@ class Problem:
     `kv_fetch` and `kv_iter` name the fragments that say where data comes from. `dtype_o` is fp32
     for the partial outputs that are combined later. A backward that is `deterministic` adds up dQ
     in an order that does not change from run to run. A forward with `max_logit` also gives the
-    largest score of each head.
+    largest score of each head. `decode` is for few queries a sequence: keys are split over CTAs,
+    query heads of a group share a tile.
     """
 
     direction: Direction
@@ -41,6 +42,7 @@ class Problem:
     max_logit: bool = False
     dropout: bool = False
     attn_mask: bool = False
+    decode: bool = False
 
     @property
     def eight_bit(self) -> bool:
@@ -76,7 +78,9 @@ class Problem:
         out = () if partial or self.dtype_o == self.dtype_q else (f"to_{self.dtype_o}",)
         order = ("deterministic",) if self.deterministic else ()
         more = ("max_logit",) if self.max_logit else ()
-        return "_".join((*features, dims, self.dtype_q, *kv, *partial, *out, *order, *more))
+        paged = ("paged",) if self.kv_fetch == "page_tma" else ()
+        parts = (*kv, *paged, *partial, *out, *order, *more)
+        return "_".join((*features, dims, self.dtype_q, *parts))
 
 
 Variant = tuple[Problem, str]  # a problem and the architecture whose kernels compute it

@@ -41,8 +41,9 @@ class Field:
 class TensorMapRecipe:
     """How to encode one tensor map: a 4-D tensor (head_dim, seq, head, batch) in boxes.
 
-    A box is `box_cols` elements of the head dim by `box_rows` positions, 128-byte swizzled;
-    elements outside the tensor read as zero and are not written.
+    A box is `box_cols` elements of the head dim by `box_rows` positions, no more than the tensor
+    has where `paged`, 128-byte swizzled; elements outside the tensor read as zero and are not
+    written. What L2 lacks it fetches in pieces of `l2_bytes`.
     """
 
     field: str
@@ -50,10 +51,22 @@ class TensorMapRecipe:
     dtype: str
     box_cols: int
     box_rows: int
+    paged: bool = False
+    l2_bytes: int = 256
 
 
-Grid = Literal["persistent_tiles", "row_blocks", "multiprocessors"]
-Workspace = Literal["tile_counter", "lse_log2", "d", "dq_acc", "turns", "q_schedule", "kv_schedule"]
+Grid = Literal["persistent_tiles", "row_blocks", "multiprocessors", "splits", "rows"]
+Workspace = Literal[
+    "tile_counter",
+    "lse_log2",
+    "d",
+    "dq_acc",
+    "turns",
+    "q_schedule",
+    "kv_schedule",
+    "o_parts",
+    "lse_parts",
+]
 
 
 @dataclass(frozen=True)
@@ -61,11 +74,15 @@ class KernelEntry:
     """One launch of the program.
 
     `grid`: at most one CTA an SM, which share the tiles; or `block_ctas` CTAs for each block of
-    `row_block` queries of each head; or one CTA an SM. `tile_axis` says whether a tile is
+    `row_block` queries of each head; or one CTA an SM; or one for each split of the keys of
+    `tile_rows` rows of a key/value head; or one for `tile_rows` rows of the output. `dependent`: it
+    may start before the kernel that it waits for has ended. `tile_axis` says whether a tile is
     `tile_rows` queries of a query head or as many keys of a key/value head; `kv_group_bytes`,
     `group_heads` and `tail_share` order the tiles (see arch.base.Schedule).
     `workspace`: device memory beside the operands, of run_time.workspace_bytes each; what one
     kernel of a problem leaves there the next ones read. `dq_floats`: those of `dq_acc` for a block.
+    `block_keys`: keys that a split takes at a time; `ctas`: those that an SM holds; `part_floats`:
+    of `o_parts` for a row.
     `q_seq`, `kv_seq`: the problem's; they decide how its tensor maps find a sequence.
     """
 
@@ -87,6 +104,10 @@ class KernelEntry:
     dq_floats: int = 0
     q_seq: Sequence = "dense"
     kv_seq: Sequence = "dense"
+    dependent: bool = False
+    block_keys: int = 0
+    ctas: int = 1
+    part_floats: int = 0
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,8 @@ _OPTIONS: dict[str, Any] = {
 BOX_BYTES = 128  # what the swizzle spans of a row
 DROP_THRESHOLD = (("drop_low", "i32"), ("drop_high", "i32"))
 
+Names = list[tuple[str, str]]
+
 
 @dataclass(frozen=True)
 class Source:
@@ -172,7 +174,8 @@ def uses_of(problem: Problem, features: Features) -> dict[str, list[Use]]:
         "softmax": [use("softmax", problem.softmax)],
         "q_seq": [use("sequence", problem.q_seq, "q_")],
         "kv_seq": [use("sequence", problem.kv_seq, "kv_")],
-        "kv_fetch": [use("fetch", problem.kv_fetch)],
+        "kv_fetch": [use("fetch", problem.kv_fetch, "k_")],
+        "v_fetch": [use("fetch", problem.kv_fetch, "v_")],
         "kv_iter": [use("iteration", problem.kv_iter)],
     }
 
@@ -247,6 +250,16 @@ def map_type(problem: Problem, tensor: str) -> str:
     """The type of the parameter that maps a tensor."""
     sequence = problem.kv_seq if tensor in ("k", "v", "dk", "dv") else problem.q_seq
     return "tensor_map" if sequence == "dense" else "sequence_map"
+
+
+def typed(type_: str, *names: str) -> Names:
+    """Parameters of one type."""
+    return [(name, type_) for name in names]
+
+
+def strides_of(tensor: str) -> Names:
+    """The parameters that hold a tensor's strides."""
+    return typed("i64", *(f"{tensor}_stride_{axis}" for axis in ("row", "head", "batch")))
 
 
 def recipe(tensor: str, dtype: str, rows: int) -> TensorMapRecipe:

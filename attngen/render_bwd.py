@@ -10,6 +10,7 @@ from .problem import Problem
 from .program import KernelEntry, TensorMapRecipe, Workspace
 from .render import (
     DROP_THRESHOLD,
+    Names,
     Source,
     entry_name,
     fill,
@@ -18,6 +19,8 @@ from .render import (
     mask_names,
     operands_of,
     recipe,
+    strides_of,
+    typed,
     uses_of,
 )
 
@@ -28,8 +31,6 @@ INTEGERS = (
     *("tiles", "q_blocks", "heads_q", "heads_kv", "total_heads", "heads_per_group"),
     *("tail_rows", "group_size", "bottom_right"),
 )
-
-Names = list[tuple[str, str]]
 
 
 def render(problem: Problem, plan: KernelPlan, features: Features, root: Path) -> Source:
@@ -55,8 +56,8 @@ def _prepare(problem: Problem, plan: PreparePlan, entry: str, operands: Names) -
     workspace: tuple[Workspace, ...] = ("lse_log2", "d")
     workspace += ("dq_acc",) if plan.dq_floats else ()
     workspace += ("turns",) if plan.deterministic else ()
-    names = _typed("ptr", "o", "d_o", "lse", "dlse", *workspace)
-    names += [*_strides("o"), *_strides("d_o"), *_lengths(problem, operands)]
+    names = typed("ptr", "o", "d_o", "lse", "dlse", *workspace)
+    names += [*strides_of("o"), *strides_of("d_o"), *_lengths(problem, operands)]
     names += [("keep_share", "f32")] if problem.dropout else []
     fields, params_bytes = lay_out_fields(names)
     return KernelEntry(
@@ -77,7 +78,7 @@ def _prepare(problem: Problem, plan: PreparePlan, entry: str, operands: Names) -
 
 
 def _convert(problem: Problem, plan: ConvertPlan, entry: str, operands: Names) -> KernelEntry:
-    names = [*_typed("ptr", "dq_acc", "dq"), *_strides("dq")]
+    names = [*typed("ptr", "dq_acc", "dq"), *strides_of("dq")]
     names += [*_lengths(problem, operands), ("scale", "f32")]
     names += [("keep_scale", "f32")] if problem.dropout else []
     fields, params_bytes = lay_out_fields(names)
@@ -102,8 +103,8 @@ def _convert(problem: Problem, plan: ConvertPlan, entry: str, operands: Names) -
 def _lengths(problem: Problem, operands: Names) -> Names:
     """What the kernels around the main ones know of sequences and of the grid of blocks."""
     if not problem.varlen:
-        return _typed("i32", "q_len", "heads_q", "q_blocks")
-    return [*operands, *_typed("i32", "sequences", "heads_q", "q_blocks")]
+        return typed("i32", "q_len", "heads_q", "q_blocks")
+    return [*operands, *typed("i32", "sequences", "heads_q", "q_blocks")]
 
 
 def _main(problem: Problem, plan: BackwardPlan, entry: str, operands: Names) -> KernelEntry:
@@ -116,7 +117,7 @@ def _main(problem: Problem, plan: BackwardPlan, entry: str, operands: Names) -> 
     if problem.varlen:
         workspace += ("q_schedule",) if of_queries else ("kv_schedule",)
     names = [(each.field, map_type(problem, each.tensor)) for each in maps]
-    names += _typed("ptr", *workspace)
+    names += typed("ptr", *workspace)
     names += [("rng_state", "ptr")] if problem.dropout else []
     if problem.attn_mask:
         names += mask_names("attn_mask" if of_queries else "attn_mask_columns")
@@ -124,8 +125,8 @@ def _main(problem: Problem, plan: BackwardPlan, entry: str, operands: Names) -> 
     # Neighbours are loaded together, so that their order shapes the code: that which was measured.
     place = 1 if plan.family == "sm90_bwd" else len(integers)
     integers.insert(place, "q_tiles" if of_queries else "kv_blocks")
-    names += _typed("i32", *integers)
-    names += _typed("f32", "scale", "scale_log2")
+    names += typed("i32", *integers)
+    names += typed("f32", "scale", "scale_log2")
     if problem.dropout:
         names += [*DROP_THRESHOLD, ("keep_scale", "f32")]
     fields, params_bytes = lay_out_fields([*names, *operands])
@@ -156,11 +157,3 @@ def _tensor_maps(problem: Problem, plan: BackwardPlan) -> tuple[TensorMapRecipe,
     gradients = ("dq",) if plan.family == "sm90_bwd_dq" else ("dk", "dv")
     rows |= dict.fromkeys(gradients, STORE_ROWS)
     return tuple(recipe(tensor, problem.dtype_q, n) for tensor, n in rows.items())
-
-
-def _typed(type_: str, *names: str) -> Names:
-    return [(name, type_) for name in names]
-
-
-def _strides(tensor: str) -> Names:
-    return _typed("i64", *(f"{tensor}_stride_{axis}" for axis in ("row", "head", "batch")))

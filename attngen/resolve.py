@@ -59,11 +59,12 @@ def resolve(spec: AttentionSpec, features: Features) -> tuple[Problem, ...]:
         softmax=spec.softmax,
         q_seq=q_seq,
         kv_seq=kv_seq,
-        kv_fetch="tma",
+        kv_fetch="page_tma" if layouts.parse(spec.layout).paged else "tma",
         kv_iter="range",
         max_logit=spec.return_max_logit,
         dropout=spec.dropout,
         attn_mask=spec.attn_mask or spec.mask == "arbitrary",
+        decode=splits_keys(spec),
     )
     found = {"fwd": forward, "bwd": forward.backward(spec.deterministic)}
     return tuple(found[direction] for direction in spec.directions)
@@ -94,10 +95,16 @@ def sequences_of(spec: AttentionSpec) -> tuple[Sequence, Sequence]:
         else "dense"
     )
     axes = layouts.parse(spec.layout)
+    dense = "used" if axes.paged else dense
     return (
         "packed" if axes.q_format == "thd" else dense,
         "packed" if axes.kv_format == "thd" else dense,
     )
+
+
+def splits_keys(spec: AttentionSpec) -> bool:
+    """Whether the kernels of a spec are those that split keys: pages have no others."""
+    return spec.decode or spec.layout.startswith("paged_")
 
 
 def default_out_dtype(dtype: str) -> str:
@@ -143,9 +150,29 @@ def _check_operands(spec: AttentionSpec) -> list[Violation]:
     except ValueError as error:
         found.append(Violation("layout", str(error), "bshd"))
     else:
-        if layout.paged:
-            reason = f"layout {spec.layout!r} has no kernels yet; available are those without pages"
-            found.append(Violation("layout", reason, "bshd"))
+        found += _check_decode(spec, layout)
+    return found
+
+
+def _check_decode(spec: AttentionSpec, layout: layouts.Layout) -> list[Violation]:
+    """What kernels that split the keys lack."""
+    if not splits_keys(spec):
+        return []
+    found = []
+    if "thd" in layout.formats and not layout.paged:
+        reason = f"layout {spec.layout!r} has no kernels that split the keys"
+        found.append(Violation("layout", reason, "bshd"))
+    eight_bit, out = spec.dtype in DTYPES_8BIT, spec.out_dtype
+    legal: dict[str, str | None] = {}
+    if eight_bit:
+        legal["dtype"] = "bf16"
+    if eight_bit and spec.kv_dtype in DTYPES_8BIT:
+        legal["kv_dtype"] = None
+    if out == "fp32" or (eight_bit and out in DTYPES and out != "bf16"):
+        legal["out_dtype"] = None
+    for field, value in legal.items():
+        reason = f"{field} {getattr(spec, field)!r}: keys are split in 16 bits, to an output as Q"
+        found.append(Violation(field, reason, value))
     return found
 
 
@@ -173,6 +200,8 @@ def available_directions(dtype: str, out_dtype: str | None) -> tuple[str, ...]:
 
 def _check_directions(spec: AttentionSpec) -> list[Violation]:
     available = available_directions(spec.dtype, spec.out_dtype)
+    if splits_keys(spec):
+        available = ("fwd",)
     legal = tuple(each for each in spec.directions if each in available) or ("fwd",)
     if not spec.directions:
         return [Violation("directions", f"directions is empty; available: {available}", legal)]
@@ -188,17 +217,22 @@ def _check_directions(spec: AttentionSpec) -> list[Violation]:
 
 def _check_together(spec: AttentionSpec) -> list[Violation]:
     """Features that have kernels, but not yet beside others that the spec asks for."""
-    scored = {"alibi": False, "softcap": False, "return_max_logit": False, "softmax": "vanilla"}
-    drawn = {"dropout": False, "attn_mask": False}
-    asked = {n: x for n, x in (scored | drawn).items() if getattr(spec, n) != x}
+    scored = ("alibi", "softcap", "return_max_logit", "softmax")
+    switches = (*scored[:3], "dropout", "attn_mask")
+    asked: dict[str, Any] = {name: False for name in switches if getattr(spec, name)}
+    if spec.softmax != "vanilla":
+        asked["softmax"] = "vanilla"
     if spec.mask == "arbitrary":
         asked["mask"] = "none"
     try:
         varying = sequences_of(spec) != ("dense", "dense")
     except ValueError:
         varying = False  # there is no such layout, which is said elsewhere
-    beside = "variable lengths" if varying else "ALiBi, softcap, sinks or max_logit"
-    if not varying and not scored.keys() & asked.keys():
+    if splits_keys(spec):
+        varying, beside = True, "pages or split keys"
+    else:
+        beside = "variable lengths" if varying else "ALiBi, softcap, sinks or max_logit"
+    if not (varying or asked.keys() & {*scored}):
         return []
     return [
         Violation(name, f"{name} beside {beside} has no kernels yet", nearest)

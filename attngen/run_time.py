@@ -12,6 +12,9 @@ from .program import KernelEntry
 UNBOUNDED = 1 << 30  # a window side without a bound
 SCHEDULE_BYTES = 16  # of a sequence in a schedule, and of what stands before the first
 LOG2_E = 1.4426950408889634
+MAX_SPLITS = 128  # as many weights has the kernel that combines them
+SPLIT_BLOCKS = 4  # of keys, at least, for each split
+SPLIT_BUSY = 0.95
 
 
 class Extent(NamedTuple):
@@ -57,10 +60,12 @@ def values_of(
         "kv_len": k.seq,
         "tiles": tiles * total_heads,
         **dict.fromkeys(("tiles_m", "q_tiles", "kv_blocks"), tiles),
+        "row_tiles": row_tiles(kernel, extents, sequences),
         "q_blocks": row_blocks(kernel, q, sequences),
         "heads_q": q.heads,
         "heads_kv": k.heads,
         "total_heads": total_heads,
+        "total_rows": q.batch * q.heads * q.seq,
         "heads_per_group": heads_per_group(kernel, extents),
         "tail_rows": tiles // kernel.tail_share if kernel.tail_share else 0,
         "group_size": q.heads // k.heads,
@@ -78,7 +83,7 @@ def _strides(extents: dict[str, Extent]) -> dict[str, int]:
     """`o_stride_row` … of the tensors that kernels address themselves."""
     return {
         f"{name}_stride_{axis}": stride
-        for name in ("o", "d_o", "dq", "dk", "dv")
+        for name in ("q", "o", "d_o", "dq", "dk", "dv")
         if (x := extents.get(name))
         for axis, stride in zip(
             ("row", "head", "batch"), (x.stride_seq, x.stride_heads, x.stride_batch), strict=True
@@ -101,18 +106,23 @@ def heads_per_group(kernel: KernelEntry, extents: dict[str, Extent]) -> int:
     return max(1, min(q.batch * q.heads, group_size * max(1, kv_heads)))
 
 
-def workspace_bytes(kernel: KernelEntry, q: Extent, sequences: int | None = None) -> dict[str, int]:
+def workspace_bytes(
+    kernel: KernelEntry, q: Extent, sequences: int | None = None, splits: int = 1
+) -> dict[str, int]:
     """Bytes of each workspace that the kernel names. The kernels of one problem share them, 16-byte
     aligned; only `tile_counter` has to be zero before the first launch."""
     sequences = q.batch if sequences is None else sequences
     blocks = q.batch * q.heads * row_blocks(kernel, q, sequences)
     schedule = SCHEDULE_BYTES * (1 + sequences)
+    rows = splits * q.batch * q.heads * q.seq
     known = {
         "tile_counter": 4,
         "lse_log2": 4 * kernel.row_block * blocks,
         "d": 4 * kernel.row_block * blocks,
         "dq_acc": 4 * kernel.dq_floats * blocks,
         "turns": 4 * blocks,
+        "o_parts": 4 * kernel.part_floats * rows if splits > 1 else 0,
+        "lse_parts": 4 * rows if splits > 1 else 0,
         "q_schedule": schedule,
         "kv_schedule": schedule,
     }
@@ -124,9 +134,31 @@ def row_blocks(kernel: KernelEntry, q: Extent, sequences: int) -> int:
     return blocks_of(q, kernel.row_block, kernel.q_seq, sequences) if kernel.row_block else 0
 
 
+def row_tiles(kernel: KernelEntry, extents: Mapping[str, Extent], sequences: int) -> int:
+    """Tiles of queries times heads of a group: of one sequence, or of all where they are packed."""
+    q = extents["q"]
+    rows = q._replace(seq=q.seq * (q.heads // extents["k"].heads))
+    return blocks_of(rows, kernel.tile_rows, kernel.q_seq, sequences)
+
+
 def blocks_of(extent: Extent, rows: int, sequence: str, sequences: int) -> int:
     """Blocks of so many rows along one head. Packed sequences begin anywhere, each in a block of
     its own: at most one more a sequence than the rows make, whatever the lengths."""
     if sequence == "packed":
         return extent.seq // rows + sequences
     return -(-extent.seq // rows)
+
+
+def choose_splits(work: int, blocks: int, slots: int) -> int:
+    """CTAs that share the keys of one tile: the fewest that keep the chip about as busy as any
+    number would, each with some blocks to read.
+
+    work: tiles; blocks: of keys, of the longest sequence; slots: CTAs that run at once.
+    """
+    limit = max(1, min(blocks // SPLIT_BLOCKS, MAX_SPLITS))
+    busy = [_share_busy(work * splits, slots) for splits in range(1, limit + 1)]
+    return 1 + next(n for n, share in enumerate(busy) if share >= SPLIT_BUSY * max(busy))
+
+
+def _share_busy(ctas: int, slots: int) -> float:
+    return ctas / (-(-ctas // slots) * slots)

@@ -7,7 +7,7 @@ import itertools
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ _TORCH_DTYPES = {
 }
 _TUPLES = ("directions", "arch")
 PRODUCT_LIMIT = 10_000  # specs of one table: more are a slip, and would fill the memory
+DECODE_DTYPES = {"bf16", "fp16"}
+DECODE_ROWS = 64  # of a tile of the kernels that split keys: queries times the heads of a group
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class AttentionSpec:
     `head_dim_v`, `kv_dtype` and `out_dtype` default to their counterparts of Q, the latter to bf16
     where Q is FP8 (e4m3, e5m2); `out_dtype` "fp32" asks for the float32 partial output that split
     computations combine. `seqused` says that sequences of a dense format have lengths of their own,
-    as a padding mask does.
+    as a padding mask does; `decode` that there are few queries a sequence, so that the kernel
+    splits the keys, as it does with pages.
     """
 
     head_dim: int
@@ -60,6 +63,7 @@ class AttentionSpec:
     mask_mod: bool = False
     softmax: str = "vanilla"
     seqused: bool = False
+    decode: bool = False
     dropout: bool = False
     return_max_logit: bool = False
     deterministic: bool = False
@@ -117,10 +121,54 @@ class AttentionSpec:
             or arguments.get("block_mask") is not None,
             softmax=arguments.get("softmax", "vanilla"),
             seqused=any(arguments.get(name) is not None for name in lengths),
+            decode=_splits_keys(q, k, layouts.parse(layout), arguments),
             dropout=arguments.get("dropout_p", 0.0) > 0,
             return_max_logit=bool(arguments.get("return_max_logit", False)),
             deterministic=bool(arguments.get("deterministic") or False),
         )
+
+
+# What kernels that split keys do not do, and the values that ask for none of it.
+_PLAIN: dict[str, Any] = {
+    "bias_type": "post_scale",
+    "softcap": 0.0,
+    "score_mod": None,
+    "mask_mod": None,
+    "softmax": "vanilla",
+    "dropout_p": 0.0,
+    "return_max_logit": False,
+}
+
+
+def has_few_queries(layout: layouts.Layout, q: Sequence[int], k: Sequence[int]) -> bool:
+    """Whether the queries of a sequence, with the heads of a group, fill no more than a tile of the
+    kernels that split keys. q, k: shapes in the layout's formats, of which none is thd."""
+    heads_q = layouts.size(q, layout.q_format, "h")
+    heads_kv = max(1, layouts.size(k, layout.kv_format, "h"))
+    return layouts.size(q, layout.q_format, "s") * heads_q <= DECODE_ROWS * heads_kv
+
+
+def _splits_keys(q: Any, k: Any, layout: layouts.Layout, arguments: Mapping[str, Any]) -> bool:
+    """Whether a call of these arguments reaches the kernels that split keys."""
+    if layout.paged:
+        return True
+    dtypes = {dtype_name(x.dtype) for x in (q, k if k is not None else q)}
+    if (
+        ("thd" in layout.formats or len(dtypes) > 1 or not dtypes <= DECODE_DTYPES)
+        or arguments.get("out_dtype") not in (None, q.dtype)
+        or any(arguments.get(name) is not None for name in ("attn_mask", "bias"))
+        or not (arguments.get("alibi_slopes") is None or arguments["alibi_slopes"] is False)
+        or any(arguments.get(name, plain) != plain for name, plain in _PLAIN.items())
+    ):
+        return False
+    shapes = []
+    for name in ("q", "k"):
+        carrier, axis, _ = layout.home(name)
+        shape = [*(q if carrier == "q" else k).shape]
+        if axis:
+            del shape[axis]
+        shapes.append(shape)
+    return has_few_queries(layout, *shapes) or bool(arguments.get("num_splits"))
 
 
 def dtype_name(dtype: Any) -> str:

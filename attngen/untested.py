@@ -19,6 +19,7 @@ def find(spec: AttentionSpec) -> list[str]:
         return []
     asked = {
         "variable lengths": spec.seqused or "thd" in spec.layout or spec.mask.startswith("padding"),
+        "pages": spec.layout.startswith("paged_"),
         "ALiBi": spec.alibi,
         "softcap": spec.softcap,
         f"softmax {spec.softmax!r}": spec.softmax != "vanilla",

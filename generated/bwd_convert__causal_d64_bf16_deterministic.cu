@@ -1,4 +1,4 @@
-// bwd_convert__causal_d64_bf16_deterministic__c16804
+// bwd_convert__causal_d64_bf16_deterministic__5c22b9
 // Rendered by attngen from kernels/bwd_convert.cu.j2; do not edit.
 #include "attngen/mma/fragment.cuh"
 #include "attngen/ptx/math.cuh"
@@ -35,7 +35,7 @@ static_assert(sizeof(Params) == 56, "packed by the host");
 
 // Grid: parts of blocks of queries, query heads, batch.
 extern "C" __global__ void __launch_bounds__(128)
-bwd_convert__causal_d64_bf16_deterministic__c16804(const __grid_constant__ attngen::Params p) {
+bwd_convert__causal_d64_bf16_deterministic__5c22b9(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   const int block = blockIdx.x / kParts;
   const int part = blockIdx.x % kParts;

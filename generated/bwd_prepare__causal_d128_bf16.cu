@@ -1,4 +1,4 @@
-// bwd_prepare__causal_d128_bf16__8db3e9
+// bwd_prepare__causal_d128_bf16__659b55
 // Rendered by attngen from kernels/bwd_prepare.cu.j2; do not edit.
 #include "attngen/platform.cuh"
 #include "attngen/ptx/math.cuh"
@@ -42,7 +42,7 @@ static_assert(sizeof(Params) == 120, "packed by the host");
 
 // Grid: blocks of queries, query heads, batch.
 extern "C" __global__ void __launch_bounds__(256)
-bwd_prepare__causal_d128_bf16__8db3e9(const __grid_constant__ attngen::Params p) {
+bwd_prepare__causal_d128_bf16__659b55(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   const int block = blockIdx.x;
   const int head = blockIdx.y;

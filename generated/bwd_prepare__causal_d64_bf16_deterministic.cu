@@ -1,4 +1,4 @@
-// bwd_prepare__causal_d64_bf16_deterministic__a40f74
+// bwd_prepare__causal_d64_bf16_deterministic__ef195d
 // Rendered by attngen from kernels/bwd_prepare.cu.j2; do not edit.
 #include "attngen/platform.cuh"
 #include "attngen/ptx/math.cuh"
@@ -43,7 +43,7 @@ static_assert(sizeof(Params) == 128, "packed by the host");
 
 // Grid: blocks of queries, query heads, batch.
 extern "C" __global__ void __launch_bounds__(256)
-bwd_prepare__causal_d64_bf16_deterministic__a40f74(const __grid_constant__ attngen::Params p) {
+bwd_prepare__causal_d64_bf16_deterministic__ef195d(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   const int block = blockIdx.x;
   const int head = blockIdx.y;

@@ -1,4 +1,4 @@
-// bwd_prepare__full_d256_bf16__ef1eb2
+// bwd_prepare__full_d256_bf16__f2eb11
 // Rendered by attngen from kernels/bwd_prepare.cu.j2; do not edit.
 #include "attngen/platform.cuh"
 #include "attngen/ptx/math.cuh"
@@ -40,7 +40,7 @@ static_assert(sizeof(Params) == 112, "packed by the host");
 
 // Grid: blocks of queries, query heads, batch.
 extern "C" __global__ void __launch_bounds__(256)
-bwd_prepare__full_d256_bf16__ef1eb2(const __grid_constant__ attngen::Params p) {
+bwd_prepare__full_d256_bf16__f2eb11(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   const int block = blockIdx.x;
   const int head = blockIdx.y;

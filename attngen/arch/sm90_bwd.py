@@ -137,8 +137,8 @@ def fuses(problem: Problem) -> bool:
     """Whether one kernel makes all three gradients: both accumulators of 64 keys in registers,
     and a box of 64 columns of dQ, or all of them, for each consumer."""
     d, d_v = problem.head_dim_qk, problem.head_dim_v
-    # Scores with arithmetic of their own spill beside blocks of 128 queries, several of them, or one
-    # and an order of additions, beside 64 too.
+    # Scores with arithmetic of their own spill beside blocks of 128 queries; several of them, or
+    # one and an order of additions, beside 64 too.
     light = LIGHT_SCORES.issuperset(problem.scores)
     if max(d, d_v) <= 64:
         return light

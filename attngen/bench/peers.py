@@ -10,7 +10,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ class Operands(NamedTuple):
     d_o: Tensor
 
 
+Found = TypeVar("Found")
 Results = tuple[Tensor, ...]  # the output, as d_o; or the gradients of q, k and v, as these
 Call = Callable[[], Results]
 Maker = Callable[[Case, Operands], Call]
@@ -62,13 +63,20 @@ def load(names: Sequence[str]) -> tuple[dict[str, Peer], dict[str, str]]:
 
     Raises: MeasureError where a name is unknown.
     """
-    if unknown := [name for name in names if name not in LOADERS]:
-        raise MeasureError(f"unknown peers: {', '.join(unknown)}; there are: {', '.join(LOADERS)}")
-    found: dict[str, Peer] = {}
+    return load_from(LOADERS, names)
+
+
+def load_from(
+    loaders: Mapping[str, Callable[[], Found]], names: Sequence[str]
+) -> tuple[dict[str, Found], dict[str, str]]:
+    """What these loaders find, and why the others found nothing. Raises: as `load`."""
+    if unknown := [name for name in names if name not in loaders]:
+        raise MeasureError(f"unknown peers: {', '.join(unknown)}; there are: {', '.join(loaders)}")
+    found: dict[str, Found] = {}
     absent: dict[str, str] = {}
     for name in names:
         try:
-            found[name] = LOADERS[name]()
+            found[name] = loaders[name]()
         except Absent as reason:
             absent[name] = str(reason)
         except Exception as error:  # a package that is broken is as good as absent
@@ -144,12 +152,18 @@ def _load_sdpa() -> Peer:
     return Peer(f"torch {torch.__version__}", _of_both(forward))
 
 
-def _load_cudnn() -> Peer:
-    """cuDNN's attention, as PyTorch calls it."""
+def cudnn_source() -> str:
+    """The version that PyTorch calls. Raises: Absent."""
     version = torch.backends.cudnn.version()
     if version is None:
         raise Absent("this PyTorch has no cuDNN")
-    sdpa = _load_sdpa()
+    number = f"{version // 10_000}.{version // 100 % 100}.{version % 100}"
+    return f"cuDNN {number} through torch {torch.__version__}"
+
+
+def _load_cudnn() -> Peer:
+    """cuDNN's attention, as PyTorch calls it."""
+    source, sdpa = cudnn_source(), _load_sdpa()
 
     def forward(case: Case, operands: Operands) -> Call:
         inner = sdpa.makers["fwd"](case, operands)
@@ -160,8 +174,7 @@ def _load_cudnn() -> Peer:
 
         return call
 
-    number = f"{version // 10_000}.{version // 100 % 100}.{version % 100}"
-    return Peer(f"cuDNN {number} through {sdpa.source}", _of_both(forward))
+    return Peer(source, _of_both(forward))
 
 
 def _load_fa3() -> Peer:
@@ -171,15 +184,7 @@ def _load_fa3() -> Peer:
         function = import_module("flash_attn_interface").flash_attn_func
         source = f"flash_attn_interface {_version('flash_attn_3', 'flash-attn-3')}"
         return _flash_peer(source, function)
-    if library:
-        source = f"flash_attn_3 operators of {FA3_VARIABLE}"
-    else:
-        library = _xformers_library()
-        source = f"flash_attn_3 operators of xformers {_version('xformers')}"
-    torch.ops.load_library(library)
-    operators = torch.ops.flash_attn_3
-    if not (hasattr(operators, "fwd") and hasattr(operators, "bwd")):
-        raise Absent(f"{library} registers no flash_attn_3::fwd and flash_attn_3::bwd")
+    source, operators = load_fa3_operators()
 
     def operator(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
         return operators.fwd(q, k, v, is_causal=causal, num_splits=1)
@@ -192,6 +197,21 @@ def _load_fa3() -> Peer:
 
     makers = {"fwd": _flash_forward(operator), "bwd": backward}
     return Peer(source, makers, partial(backward, deterministic=True))
+
+
+def load_fa3_operators() -> tuple[str, Any]:
+    """Where FlashAttention-3's operators come from, and they. Raises: Absent."""
+    library = os.environ.get(FA3_VARIABLE)
+    if library:
+        source = f"flash_attn_3 operators of {FA3_VARIABLE}"
+    else:
+        library = _xformers_library()
+        source = f"flash_attn_3 operators of xformers {_version('xformers')}"
+    torch.ops.load_library(library)
+    operators = torch.ops.flash_attn_3
+    if not (hasattr(operators, "fwd") and hasattr(operators, "bwd")):
+        raise Absent(f"{library} registers no flash_attn_3::fwd and flash_attn_3::bwd")
+    return source, operators
 
 
 def _xformers_library() -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 
 from ..errors import MeasureError
-from .report import DETERMINISTIC, OURS, TITLES, Report, timed
+from . import decode_report
+from .report import DETERMINISTIC, OURS, TITLES, Report
 
 COLOURS = {
     OURS: "#1b6ca8",
@@ -17,6 +19,7 @@ COLOURS = {
     "cudnn": "#5a9e4b",
     "sdpa": "#8f6bb3",
     "flex": "#9a9a9a",
+    "flashinfer": "#e5b567",
 }
 LIGHTER = 0.55  # the opacity of bars of a deterministic mode, in the colour of the ordinary one
 GROUP_WIDTH = 0.84  # of the distance between two cases
@@ -29,42 +32,53 @@ def check_format(path: Path) -> None:
         raise MeasureError(f"{path}: its ending should be one of {', '.join(sorted(known))}")
 
 
-def draw(report: Report) -> Figure:
+def draw(report: Report | decode_report.Report) -> Figure:
     """The figure; whoever has no figure in a case leaves a gap there."""
-    names = timed(report)
-    figure = Figure(figsize=(max(6.0, 0.9 * len(report.rows)), 5.0), layout="constrained")
+    if isinstance(report, Report):
+        rates = [row.tflops for row in report.rows]
+        ceilings, ceiling = [row.ceiling_tflops for row in report.rows], report.ceiling
+        titles, unit, what = TITLES, "TFLOP/s", report.direction
+    else:
+        rates = [row.gbps for row in report.rows]
+        ceilings, ceiling = [row.copy_gbps for row in report.rows], "copy, read and written"
+        titles, unit, what = decode_report.TITLES, "GB/s of keys and values", "decode"
+    names = [name for name in titles if any(name in row for row in rates)]
+    figure = Figure(figsize=(max(6.0, 0.9 * len(rates)), 5.0), layout="constrained")
     axes = figure.add_subplot()
-    positions = range(len(report.rows))
-    width = GROUP_WIDTH / max(1, len(names))
-    for number, name in enumerate(names):
-        offset = (number + 0.5) * width - GROUP_WIDTH / 2
-        heights = [row.tflops.get(name, float("nan")) for row in report.rows]
-        label = TITLES[name]
-        axes.bar(
-            [x + offset for x in positions],
-            heights,
-            width,
-            label=label,
-            color=COLOURS[name.removesuffix(DETERMINISTIC)],
-            alpha=LIGHTER if name.endswith(DETERMINISTIC) else 1,
-        )
+    _draw_bars(axes, rates, {name: titles[name] for name in names})
     axes.step(
-        [x - 0.5 for x in (*positions, len(report.rows))],
-        [row.ceiling_tflops for row in (*report.rows, *report.rows[-1:])],
+        [x - 0.5 for x in range(len(rates) + 1)],
+        [*ceilings, *ceilings[-1:]],
         where="post",
         color="black",
         linestyle="--",
         linewidth=1,
-        label=report.ceiling,
+        label=ceiling,
     )
-    axes.set_xticks(list(positions), [row.case for row in report.rows], rotation=40, ha="right")
-    axes.set_ylabel("TFLOP/s")
-    axes.set_title(f"{report.direction}, {report.dtype}, {report.machine.chip}, {report.date}")
+    cases = [row.case for row in report.rows]
+    axes.set_xticks(range(len(rates)), cases, rotation=40, ha="right")
+    axes.set_ylabel(unit)
+    axes.set_title(f"{what}, {report.dtype}, {report.machine.chip}, {report.date}")
     axes.set_ylim(bottom=0)
     figure.legend(ncols=len(names) + 1, loc="outside lower center", fontsize="small")
     return figure
 
 
-def save(report: Report, path: Path) -> None:
+def _draw_bars(axes: Axes, rates: list[dict[str, float]], titles: dict[str, str]) -> None:
+    """A group of bars a case; titles: in the order of the bars."""
+    width = GROUP_WIDTH / max(1, len(titles))
+    for number, (name, title) in enumerate(titles.items()):
+        offset = (number + 0.5) * width - GROUP_WIDTH / 2
+        axes.bar(
+            [x + offset for x in range(len(rates))],
+            [row.get(name, float("nan")) for row in rates],
+            width,
+            label=title,
+            color=COLOURS[name.removesuffix(DETERMINISTIC)],
+            alpha=LIGHTER if name.endswith(DETERMINISTIC) else 1,
+        )
+
+
+def save(report: Report | decode_report.Report, path: Path) -> None:
     """Write the figure in the format of the file's ending."""
     draw(report).savefig(path, dpi=150)

@@ -129,11 +129,16 @@ def _rivals(names: Iterable[str]) -> list[str]:
 def means_of(rows: Sequence[Row]) -> dict[str, Mean]:
     """For each peer and mode of the rows, and for `best`, the mean of attngen's rate over its
     rate."""
+    return geometric_means(row.ms for row in rows)
+
+
+def geometric_means(rows: Iterable[Mapping[str, float]]) -> dict[str, Mean]:
+    """The same of times by name, a mapping a row."""
     ratios: dict[str, list[float]] = {}
-    for row in rows:
-        if OURS not in row.ms:
+    for times in rows:
+        if OURS not in times:
             continue
-        against = {name: ms / row.ms[OURS] for name, ms in row.ms.items() if name != OURS}
+        against = {name: each / times[OURS] for name, each in times.items() if name != OURS}
         if rivals := _rivals(against):
             against["best"] = min(against[name] for name in rivals)
         for name, ratio in against.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Protocol, TypeVar
 
 from ..errors import MeasureError
 
@@ -68,6 +69,21 @@ CASES = tuple(Case(*shape, causal) for shape in _SHAPES for causal in (False, Tr
 
 
 def select(patterns: Sequence[str], cases: Sequence[Case] = CASES) -> tuple[Case, ...]:
+    """As `select_named`."""
+    return select_named(patterns, cases)
+
+
+class Named(Protocol):
+    """What has a name to be selected by."""
+
+    @property
+    def name(self) -> str: ...
+
+
+AnyCase = TypeVar("AnyCase", bound=Named)
+
+
+def select_named(patterns: Sequence[str], cases: Sequence[AnyCase]) -> tuple[AnyCase, ...]:
     """The cases whose names fit one of the glob patterns, in their own order; all without any.
 
     Raises: MeasureError where a pattern fits none.

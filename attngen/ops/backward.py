@@ -268,7 +268,7 @@ def _spec(
 ) -> AttentionSpec:
     forward = spec_of(tensors["q"], tensors["k"], tensors["v"], optional, arguments)
     return dataclasses.replace(
-        forward, directions=("bwd",), deterministic=arguments.deterministic
+        forward, directions=("bwd",), deterministic=arguments.deterministic, decode=False
     )
 
 

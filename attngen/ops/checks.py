@@ -13,11 +13,12 @@ from ..reference.call import SCALES
 from ..reference.fp8 import is_fp8
 from ..reference.fp8_checks import dtype_violations, output_violations, scale_violations
 from ..run_time import Extent
-from . import lengths
+from . import decode, lengths
 from .operands import layout_of, output_dtype, sequences_of, softmax_scale_of
-from .signature import Arguments, Operands
+from .signature import OPTIONAL, Arguments, Operands
 
 SCALE_LIMIT = 2.0**127  # in log2 units it must still be a float32
+PAGES = 3 + OPTIONAL.index("page_table_k")  # its place among the operands
 OFFSET_LIMIT = 1 << 31  # elements; kernels index scales in 32 bits
 
 
@@ -30,6 +31,8 @@ def refuse_derivatives(operands: Operands, gradients: bool) -> None:
             "a gradient is needed, but FP8 kernels have no backward yet: call under "
             "torch.no_grad(), or detach what requires it"
         )
+    if gradients and operands[PAGES] is not None:
+        raise SpecError("pages are inference only; call under torch.no_grad()")
     if forward_ad._current_level >= 0 and any(
         x is not None and forward_ad.unpack_dual(x).tangent is not None for x in operands
     ):
@@ -58,19 +61,22 @@ def violations(
     reasons += _variant_violations(extents["q"], optional, arguments)
     reasons += _dropout_violations(optional["rng_state"], arguments.dropout_p)
     reasons += _mask_violations(optional["attn_mask"], arguments.mask, extents)
+    reasons += decode.violations(q, k, extents, optional, arguments)
     reasons += device_violations({**tensors, **optional})
-    return [*reasons, *operand_violations(tensors, extents, softmax_scale_of(q, arguments))]
+    paged = layout_of(arguments.layout).paged
+    return [*reasons, *operand_violations(tensors, extents, softmax_scale_of(q, arguments), paged)]
 
 
 def batch_violations(extents: dict[str, Extent], layout: str, sequences: int) -> Iterator[str]:
     """Whether q and k have as many sequences; of packed tokens the lengths say how many."""
     batch = extents["k"].batch
-    if layout_of(layout).kv_format != "thd" and sequences not in (-1, batch):
+    parsed = layout_of(layout)
+    if parsed.kv_format != "thd" and not parsed.paged and sequences not in (-1, batch):
         yield f"batch: q has {sequences} sequences, k has {batch}"
 
 
 def operand_violations(
-    tensors: dict[str, Tensor], extents: dict[str, Extent], softmax_scale: float
+    tensors: dict[str, Tensor], extents: dict[str, Extent], softmax_scale: float, paged: bool
 ) -> Iterator[str]:
     """What is wrong with strides, sizes and the scale, whatever the dtypes."""
     q, k, v = extents["q"], extents["k"], extents["v"]
@@ -84,7 +90,7 @@ def operand_violations(
                 f"{name}: strides {tensor.stride()} of {tensor.dtype}; all but the last must be "
                 "multiples of 16 bytes"
             )
-    if (k.batch, k.seq, k.heads) != (v.batch, v.seq, v.heads):
+    if k.heads != v.heads or (not paged and (k.batch, k.seq) != (v.batch, v.seq)):
         yield (
             f"batch, length and heads do not agree: q {q[:3]}, k {k[:3]}, v {v[:3]} "
             "(batch, length, heads)"

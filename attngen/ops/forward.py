@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import SpecError
 from ..launch import prepare
-from . import autograd
+from . import autograd, decode
 from .checks import violations
 from .operands import extents_of, heads_of, new_outputs, scalars_of, sources_of, spec_of, unpacked
 from .operation import (
@@ -24,12 +24,13 @@ from .operation import (
     remember,
     run,
 )
-from .signature import OPTIONAL, Arguments, Operands, schema, split
+from .signature import INPUTS, OPTIONAL, Arguments, Operands, schema, split
 
 library.define(
     f"forward(Tensor q, Tensor? k, Tensor? v, {schema()}) -> (Tensor, Tensor, Tensor, Tensor, "
     "Tensor)"
 )
+UNUSED = ("o_parts", "lse_parts")  # workspaces that keys in one split do without
 _ready: dict[tuple[Any, ...], Ready] = {}
 
 
@@ -84,21 +85,33 @@ def _make_ready(operands: Operands, arguments: Arguments) -> Ready:
         for name, x in maxima.items()
         if x.numel()
     ]
+    names = {name: x is not None for name, x in zip(INPUTS, operands, strict=True)}
+    absent = [name for name, present in names.items() if not present]
+    absent += [name for name, x in maxima.items() if not x.numel()]
     ready = Ready(
-        operands=("q", "k", "v", *OPTIONAL),
+        operands=tuple((place, name) for place, name in enumerate(INPUTS) if names[name]),
         sources=sources_of(carriers, optional, arguments.layout),
         outputs=tuple(results),
-        unused=tuple(name for name, x in maxima.items() if not x.numel()),
+        unused=(*UNUSED, *absent),
         device=q.device,
         lengths=(extents["q"].seq, extents["k"].seq),
     )
     scalars = scalars_of(q, optional, arguments, extents)
     if not (q.numel() and k.numel() and out.numel() and scalars.sequences):
         return ready
-    kernels = kernels_of(spec_of(q, k, v, optional, arguments), q.device)
+    spec = spec_of(q, k, v, optional, arguments)
+    kernels, splits = kernels_of(spec, q.device), 1
+    if spec.decode:
+        asked, sequences = arguments.num_splits, scalars.sequences
+        splits = decode.splits_of(kernels, extents, optional, sequences, asked)
+        kernels = kernels[: 1 + (splits > 1)]  # what is not split is not combined either
+        numbers = {**scalars.numbers, **decode.numbers_of(extents, optional), "splits": splits}
+        scalars = replace(scalars, numbers=numbers)
     launches = tuple(prepare(each, extents, scalars) for each in kernels)
-    offsets, size = lay_out_workspaces(kernels, extents["q"], scalars.sequences)
-    return replace(ready, launches=launches, offsets=offsets, workspace_bytes=size)
+    offsets, size = lay_out_workspaces(kernels, extents["q"], scalars.sequences, splits)
+    counts = any("tile_counter" in each.kernel.workspace for each in kernels)
+    found = replace(ready, launches=launches, offsets=offsets, workspace_bytes=size)
+    return replace(found, counts_tiles=counts)
 
 
 def _new_maxima(q: Tensor, heads: int, arguments: Arguments) -> dict[str, Tensor]:

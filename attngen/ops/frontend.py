@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..resolve import find_violations
 from ..results import AttentionAux
 from ..spec import AttentionSpec
 from .checks import refuse_derivatives
+from .decode import check_splits
 from .forward import find_ready
 from .lengths import settle as settle_lengths
 from .operation import ARCH_OF_CAPABILITY, Ready, device_arch, format_of, run, unobserved
@@ -28,6 +30,8 @@ log = logging.getLogger("attngen")
 
 _FEATURES = features.scan()  # here, not in a call: torch.compile cannot trace file access
 BACKENDS = ("auto", "cuda", "reference")
+# Whether a call waits for its lengths and page tables, and refuses those that cannot be right.
+CHECK_VALUES = os.environ.get("ATTNGEN_CHECK", "") not in ("", "0")
 
 
 def attention(
@@ -80,8 +84,9 @@ def attention(
     q, k, v: tensors in `layout`, by default [b, s_q, h_q, d], [b, s_kv, h_kv, d] and
     [b, s_kv, h_kv, d_v]; h_q a multiple of h_kv. window: keys visible before and after the
     diagonal, −1 unbounded. softmax_scale defaults to 1/√d. cu_seqlens_*, seqused_*: int32 on the
-    device, never waited for; max_seqlen_* change nothing. What each argument means is in
-    docs/semantics.md.
+    device, never waited for; max_seqlen_* change nothing. Of a paged layout k and v are pages that
+    page_table names; num_splits: parts in which each sequence's keys are read, 1 to 128, None for
+    as many as fill the chip. What each argument means is in docs/semantics.md.
 
     FP8 (float8_e4m3fn, float8_e5m2) q, k and v take scales, float32 [1] on their device, which is
     never waited for: descale_q, descale_k and descale_v (or [b, h_kv]) give what a stored number
@@ -121,13 +126,15 @@ def attention(
     unscaled = (descale_q is None and descale_k is None and descale_v is None) and (
         scale_s is None and descale_s is None and scale_o is None
     )
+    paired = isinstance(page_table, (tuple, list))
+    tables = tuple(page_table) if paired else (page_table, page_table)  # type: ignore[arg-type]
     # What the checks of a plain call depend on; None where they must run again.
     key: tuple[Any, ...] | None = None
     if (
         bias is None
         and (score_mod is None and mask_mod is None and block_mask is None)
-        and (page_table is None and num_splits is None and type(window) is tuple)
-        and not torch.compiler.is_compiling()
+        and type(window) is tuple
+        and not (CHECK_VALUES or torch.compiler.is_compiling())
     ):
         key = (
             q.shape, q.stride(), q.dtype, q.device,
@@ -136,7 +143,8 @@ def attention(
             layout, mask, window, bottom_right, softmax_scale, softcap, bias_type, softmax,
             dropout_p, deterministic, return_max_logit, max_seqlen_q, max_seqlen_kv, backend,
             out_dtype, return_amax, None if unscaled else tuple(map(format_of, scales)),
-            None if dense else tuple(map(format_of, lengths)),
+            None if dense else tuple(map(format_of, lengths)), num_splits,
+            None if page_table is None else tuple(map(format_of, tables if paired else tables[:1])),
             format_of(alibi_slopes) if isinstance(alibi_slopes, Tensor) else alibi_slopes,
             None if sink is None else format_of(sink),
             None if rng_state is None else format_of(rng_state),
@@ -144,7 +152,8 @@ def attention(
         )  # fmt: skip
         settled = _settled.get(key)
         if settled is not None:
-            more = scales + (lengths if dense else settle_lengths(layout, lengths)) + scored
+            more = scales + (lengths if dense else settle_lengths(layout, lengths))
+            more += tables + scored
             return _run_kernels((q, k, v, *more), settled, wants_aux)
     call = AttentionCall(
         q=q, k=k, v=v, layout=layout, mask=mask, window=window, bottom_right=bottom_right,
@@ -159,15 +168,16 @@ def attention(
         descale_s=descale_s, scale_o=scale_o, out_dtype=out_dtype, return_lse=return_lse,
         return_max_logit=return_max_logit, return_amax=return_amax,
     )  # fmt: skip
-    if not _use_kernels(call, backend, num_splits):
+    check_splits(num_splits)
+    if not _use_kernels(call, backend):
         out, aux = reference.run(call)
         return (out, aux) if wants_aux else out
-    settled = _settle(call, deterministic)
+    settled = _settle(call, deterministic, num_splits)
     if key is not None and not isinstance(softmax_scale, Tensor):  # whose value may change
         if len(_settled) >= _KEY_LIMIT:
             _settled.clear()
         _settled[key] = settled
-    more = scales + (lengths if dense else settle_lengths(layout, lengths)) + scored
+    more = scales + (lengths if dense else settle_lengths(layout, lengths)) + tables + scored
     return _run_kernels((q, k, v, *more), settled, wants_aux)
 
 
@@ -193,7 +203,7 @@ _KEY_LIMIT = 4096
 _settled: dict[tuple[Any, ...], _Settled] = {}
 
 
-def _settle(call: AttentionCall, deterministic: bool) -> _Settled:
+def _settle(call: AttentionCall, deterministic: bool, num_splits: int | None) -> _Settled:
     """The arguments of the operation that serves a call."""
     scale, (left, right) = call.softmax_scale, call.window
     aligned = call.mask.endswith("_bottom_right")
@@ -211,6 +221,7 @@ def _settle(call: AttentionCall, deterministic: bool) -> _Settled:
         softmax=call.softmax,
         max_logit=call.return_max_logit,
         dropout_p=float(call.dropout_p),
+        num_splits=num_splits or 0,
     )
     heads = call.q.shape[layouts.parse(call.layout).q_format.index("h")]
     given = isinstance(call.alibi_slopes, Tensor)
@@ -239,11 +250,10 @@ def _run_kernels(
     if settled.arguments.dropout_p > 0:
         rng_state = draw_rng_state(q.device) if rng_state is None else rng_state.contiguous()
         operands = _with(operands, RNG_STATE, rng_state)
-    differentiable = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in operands
-    )
+    present = [x for x in operands if x is not None]
+    differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in present)
     refuse_derivatives(operands, differentiable)
-    if differentiable or torch.compiler.is_compiling() or not unobserved(operands):
+    if differentiable or torch.compiler.is_compiling() or not unobserved(present):
         results = torch.ops.attngen.forward(*operands, *settled.arguments)
     else:
         if settled.ready is None:
@@ -260,7 +270,7 @@ def _run_kernels(
     )
 
 
-def _use_kernels(call: AttentionCall, backend: str, num_splits: int | None) -> bool:
+def _use_kernels(call: AttentionCall, backend: str) -> bool:
     """Whether kernels serve this call; checks all of its arguments.
 
     Raises: SpecError where they do not agree, or the backend that was named cannot serve them.
@@ -269,8 +279,10 @@ def _use_kernels(call: AttentionCall, backend: str, num_splits: int | None) -> b
         raise SpecError(f"backend={backend!r}; allowed: {', '.join(BACKENDS)}")
     if backend == "reference":
         return False
-    reference.check(call)
-    reasons = _refusals(call, num_splits)
+    operands = reference.check(call)
+    if CHECK_VALUES and not torch.compiler.is_compiling():
+        reference.check_on_host(call, operands)
+    reasons = _refusals(call)
     if reasons and backend == "cuda":
         raise SpecError(reasons)
     if reasons:
@@ -278,7 +290,7 @@ def _use_kernels(call: AttentionCall, backend: str, num_splits: int | None) -> b
     return not reasons
 
 
-def _refusals(call: AttentionCall, num_splits: int | None) -> list[str]:
+def _refusals(call: AttentionCall) -> list[str]:
     """Why no kernel can serve this call; empty where one can."""
     if device_arch(call.q.device) is None:
         available = ", ".join(ARCH_OF_CAPABILITY.values())
@@ -305,13 +317,7 @@ def _refusals(call: AttentionCall, num_splits: int | None) -> list[str]:
         **{name: getattr(call, name) for name in LENGTHS},
     )
     reasons = [violation.reason for violation in find_violations(spec, _FEATURES)]
-    reasons += untested.find(spec)
-    without_kernels = {
-        "page_table": call.page_table,
-        "num_splits": num_splits,
-    }
-    given = [name for name, value in without_kernels.items() if value is not None]
-    return reasons + [f"{name} has no kernels yet" for name in given]
+    return reasons + untested.find(spec)
 
 
 _logged: set[str] = set()

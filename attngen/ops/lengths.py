@@ -10,7 +10,7 @@ from torch import Tensor
 from ..layouts import Format, parse
 from ..reference.call import AttentionCall, Operands
 from ..reference.length_checks import length_violations
-from .signature import LENGTHS, Arguments
+from .signature import LENGTHS, PAGE_TABLES, Arguments
 
 Given = tuple[Tensor | None, ...]  # in the order of signature.LENGTHS
 
@@ -18,6 +18,8 @@ Given = tuple[Tensor | None, ...]  # in the order of signature.LENGTHS
 def settle(layout: str, given: Given) -> Given:
     """The lengths of a call as operations take them: of each side, dense operands' as `seqused`."""
     parsed = parse(layout)
+    if given[0] is None and given[1] is None and not parsed.one_length:
+        return given
     q, kv = given[0::2], given[1::2]
     if parsed.one_length:
         q, kv = (own if _any(own) else other for own, other in ((q, kv), (kv, q)))
@@ -47,7 +49,8 @@ def violations(
     """What is wrong with the lengths of an operation, whose q, k and v are views."""
     parsed, lengths = parse(arguments.layout), {name: optional[name] for name in LENGTHS}
     known: dict[str, Any] = {"layout": arguments.layout, "mask": arguments.mask, **lengths}
-    call = AttentionCall(q=q, k=k, v=v, **known)
+    tables = tuple(x for name in PAGE_TABLES if (x := optional[name]) is not None)
+    call = AttentionCall(q=q, k=k, v=v, page_table=tables or None, **known)  # type: ignore[arg-type]
     yield from length_violations(call, Operands(parsed, q, k, v, sequences))
     for side, axes in (("q", parsed.q_format), ("kv", parsed.kv_format)):
         if axes != "thd" and lengths[f"cu_seqlens_{side}"] is not None:

@@ -7,22 +7,18 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..errors import SpecError
 from ..layouts import Layout, parse, size, unpack
 from ..reference.dropout import drop_threshold, keep_scale
 from ..reference.fp8 import is_fp8
 from ..run_time import UNBOUNDED, Extent, Scalars
 from ..spec import AttentionSpec, dtype_name
-from . import mask_bits
+from . import decode, mask_bits
 from .signature import Arguments
 
 
 def layout_of(name: str) -> Layout:
-    """The layout of that name. Raises: SpecError where there is none, or it has no kernels."""
-    layout = parse(name)
-    if layout.paged:
-        raise SpecError(f"layout={name!r} has no kernels yet; available are those without pages")
-    return layout
+    """The layout of that name. Raises: SpecError where there is none."""
+    return parse(name)
 
 
 def unpacked(
@@ -100,6 +96,7 @@ def spec_of(
         return_max_logit=arguments.max_logit,
         attn_mask=optional["attn_mask"] is not None,
         dropout=arguments.dropout_p > 0,
+        decode=decode.serves(q, k, optional, arguments),
     )
 
 
@@ -180,6 +177,8 @@ def sources_of(
         for parameter, names in wanted.items():
             given = [name for name in names if optional[name] is not None]
             found += [(parameter, name, 0) for name in given[:1]]
+    tables = {"k_page_table": "page_table_k", "v_page_table": "page_table_v"}
+    found += [(field, name, 0) for field, name in tables.items() if optional[name] is not None]
     return tuple(found)
 
 

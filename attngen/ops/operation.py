@@ -53,13 +53,14 @@ class Output:
 class Ready:
     """What calls of equal shapes, strides and arguments share.
 
-    operands: the parameters that hold the operands' addresses, in their order; sources: those that
-    point into one of them; outputs: in their order; unused: addresses that the kernels have and the
-    call does without. launches: none where no query sees a key. offsets: where each workspace but
-    the counter lies in one allocation of so many bytes. lengths: those of queries and keys.
+    operands: places of those that are there, and the parameters that hold their addresses;
+    sources: those that point into one of them; outputs: in their order; unused: addresses that the
+    kernels have and the call does without. launches: none where no query sees a key. offsets: where
+    each workspace but the counter lies in one allocation of so many bytes; counts_tiles: whether
+    that counter is needed. lengths: those of queries and keys.
     """
 
-    operands: tuple[str, ...]
+    operands: tuple[tuple[int, str], ...]
     sources: tuple[Source, ...]
     outputs: tuple[Output, ...]
     unused: tuple[str, ...]
@@ -68,6 +69,7 @@ class Ready:
     offsets: dict[str, int] = field(default_factory=dict)
     workspace_bytes: int = 0
     lengths: tuple[int, int] = (0, 0)
+    counts_tiles: bool = False
 
 
 _LIMIT = 4096
@@ -103,16 +105,18 @@ def run(ready: Ready, operands: Operands) -> list[Tensor]:
             return run(ready, operands)
     results = []
     addresses = dict.fromkeys(ready.unused, 0)
-    for name, operand in zip(ready.operands, operands, strict=True):
-        if name == "attn_mask" and operand is not None:
+    for place, name in ready.operands:
+        operand = operands[place]
+        assert operand is not None  # absent ones have no place here
+        if name == "attn_mask":
             packed = operand = mask_bits.pack(operand, *ready.lengths)  # noqa: F841  # held to the end
-        addresses[name] = 0 if operand is None else operand.data_ptr()
+        addresses[name] = operand.data_ptr()
     for name, source, offset in ready.sources:
         addresses[name] = addresses[source] + offset
     for output in ready.outputs:
         tensor = _empty_strided_cuda(output.sizes, output.strides, output.dtype)
         if output.preset or not ready.launches:
-            _fill(tensor, output.rest, dict(zip(ready.operands, operands, strict=True)))
+            _fill(tensor, output.rest, {name: operands[place] for place, name in ready.operands})
         addresses[output.name] = tensor.data_ptr()
         results.append(tensor)
     if not ready.launches:
@@ -120,7 +124,7 @@ def run(ready: Ready, operands: Operands) -> list[Tensor]:
     if (addresses["q"] | addresses["k"] | addresses["v"]) % 16:
         raise SpecError("q, k and v must start at a multiple of 16 bytes; clone what does not")
     stream = torch._C._cuda_getCurrentRawStream(index)
-    if ready.launches[-1].loaded.kernel.workspace:
+    if ready.counts_tiles:
         addresses["tile_counter"] = tile_counter(ready.device, stream)
     if ready.workspace_bytes:
         # Freed before the kernels end, and safely so: it is handed out on this stream only.
@@ -134,13 +138,13 @@ def run(ready: Ready, operands: Operands) -> list[Tensor]:
 
 
 def lay_out_workspaces(
-    kernels: Sequence[load.LoadedKernel], q: Extent, sequences: int | None
+    kernels: Sequence[load.LoadedKernel], q: Extent, sequences: int | None, splits: int = 1
 ) -> tuple[dict[str, int], int]:
     """Offsets of the kernels' workspaces in one allocation, and its size in bytes. The counter is
     not among them, since it must be zero."""
     sizes: dict[str, int] = {}
     for each in kernels:
-        sizes |= workspace_bytes(each.kernel, q, sequences)
+        sizes |= workspace_bytes(each.kernel, q, sequences, splits)
     sizes.pop("tile_counter", None)
     offsets, end = {}, 0
     for name, size in sizes.items():

@@ -21,7 +21,11 @@ LENGTHS = (
     *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
     *("seqused_q", "seqused_kv"),
 )
-OPTIONAL = (*SCALES, *LENGTHS, "alibi_slopes", "sink", "rng_state", "attn_mask")
+PAGE_TABLES = ("page_table_k", "page_table_v")
+OPTIONAL = (
+    *(*SCALES, *LENGTHS, *PAGE_TABLES),
+    *("alibi_slopes", "sink", "rng_state", "attn_mask"),
+)
 """Tensors that a call may have beside q, k and v, in the order in which operations take them."""
 
 INPUTS = ("q", "k", "v", *OPTIONAL)
@@ -30,13 +34,14 @@ INPUTS = ("q", "k", "v", *OPTIONAL)
 class Arguments(NamedTuple):
     """The arguments of a call that are no tensors.
 
-    layout: any name but the paged ones. softmax_scale: None for
-    1/√d. Window sides in keys, −1 unbounded. out_dtype: None for Q's, or bfloat16 beside FP8; of 16
-    bits float32 asks for the partial output that split computations combine. amax: whether the
-    maxima of an FP8 call are wanted. deterministic: whether gradients have the same bits on every
-    run, at the cost of some speed. softcap: bound of the scores, 0 for none. softmax: `vanilla`,
-    `off_by_one` or, with a sink tensor, `learnable`. max_logit: whether the largest score of each
-    head is wanted. dropout_p: probability in 0..1; above 0 it needs `rng_state`.
+    layout: any name. softmax_scale: None for 1/√d. Window sides in keys, −1 unbounded. out_dtype:
+    None for Q's, or bfloat16 beside FP8; of 16 bits float32 asks for the partial output that split
+    computations combine. amax: whether the maxima of an FP8 call are wanted. deterministic: whether
+    gradients have the same bits on every run, at the cost of some speed. softcap: bound of the
+    scores, 0 for none. softmax: `vanilla`, `off_by_one` or, with a sink tensor, `learnable`.
+    max_logit: whether the largest score of each head is wanted. dropout_p: probability in 0..1;
+    above 0 it needs `rng_state`. num_splits: CTAs that share the keys of one sequence where there
+    are few queries, 0 for as many as fill the chip.
     """
 
     layout: str = "bshd"
@@ -52,6 +57,7 @@ class Arguments(NamedTuple):
     softmax: str = "vanilla"
     max_logit: bool = False
     dropout_p: float = 0.0
+    num_splits: int = 0
 
 
 class Wanted(NamedTuple):

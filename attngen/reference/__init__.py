@@ -46,6 +46,7 @@ __all__ = [
     "Operands",
     "attention",
     "check",
+    "check_on_host",
     "default_alibi_slopes",
     "dropout_keep_mask",
     "run",
@@ -110,6 +111,14 @@ def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
     if device_type == "meta":  # of which autocast knows nothing
         return nullcontext()
     return torch.autocast(device_type, enabled=False)
+
+
+def check_on_host(call: AttentionCall, operands: Operands) -> None:
+    """Refuse lengths and page tables whose values cannot be right; waits for their device.
+
+    Raises: SpecError with every violation at once.
+    """
+    check_values(call, operands, q_spans(call, operands), kv_spans(call, operands))
 
 
 def run(call: AttentionCall) -> tuple[Tensor, AttentionAux]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attngen.ops.signature import OPTIONAL, Arguments
+from attngen.ops.signature import OPTIONAL, PAGE_TABLES, Arguments
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -37,3 +37,10 @@ def rest_of(out_dtype=torch.bfloat16, amax=False, **given):
     """What the operation takes after q, k and v: optional tensors, then arguments."""
     arguments = Arguments(softmax_scale=0.25, out_dtype=out_dtype, amax=amax)
     return *(given.get(name) for name in OPTIONAL), *arguments
+
+
+def keywords_of(optional):
+    """The operation's optional tensors as the reference's arguments."""
+    named = dict(zip(OPTIONAL, optional, strict=True))
+    tables = tuple(named.pop(name) for name in PAGE_TABLES)
+    return named if tables[0] is None else {**named, "page_table": tables}

@@ -217,7 +217,8 @@ def test_gradient_of_the_sink_is_summed_from_the_workspace():
     lse[..., :used] = 3 * torch.randn(BATCH, HEADS_Q, used, generator=make)
     lse[0, 0, 0] = float("inf")  # a row that sees nothing, and no sink either
     workspace = torch.cat([(lse / math.log(2)).flatten(), d.flatten()]).view(torch.uint8)
-    ready = op.Ready((), (), {"lse_log2": 0, "d": 4 * d.numel()}, 0, tuple(d.shape))
+    offsets = {"lse_log2": 0, "d": 4 * d.numel()}
+    ready = op.Ready((), (), offsets=offsets, row_sizes=tuple(d.shape))
     sink = torch.linspace(-1, 4, HEADS_Q)
     wanted = -(torch.exp(sink[:, None] - lse) * d).sum((0, 2))
     torch.testing.assert_close(op._sink_gradient(ready, workspace, sink), wanted)

@@ -8,18 +8,28 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-@pytest.fixture
-def train(monkeypatch):
-    """The module examples/02_train.py, on the CPU."""
+def load(name: str, monkeypatch):
+    """The module of an example, on the CPU."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    spec = importlib.util.spec_from_file_location("train", EXAMPLES / "02_train.py")
+    spec = importlib.util.spec_from_file_location("example", EXAMPLES / name)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def train(monkeypatch):
+    return load("02_train.py", monkeypatch)
+
+
+@pytest.fixture
+def generate(monkeypatch):
+    return load("03_generate.py", monkeypatch)
 
 
 def test_first_example_runs(capsys):
@@ -42,3 +52,30 @@ def test_training_whose_losses_part_fails(train, monkeypatch):
     losses = iter([[5.0, 4.0], [5.0, 4.0 + 2 * train.TOLERANCE]])
     monkeypatch.setattr(train, "train", lambda *_: next(losses))
     assert train.main([]) == 1
+
+
+def test_generating_over_pages_gives_the_tokens_of_the_reference(generate, capsys):
+    assert generate.main(["--tokens", "3"]) == 0
+    assert capsys.readouterr().out.count("3 written, 3 as the reference") == 3
+
+
+@torch.no_grad()
+def test_generating_in_any_chunks_gives_the_same_tokens(generate):
+    """Sequences that end their prompts at different steps, one that has nothing left to do."""
+    torch.manual_seed(1)
+    model, prompts = generate.Model(), [generate.SHARED + text for text in (b"", b"a longer one")]
+    first, *others = (generate.generate(model, prompts, 2, chunk) for chunk in (500, 7, 33))
+    assert all(each == first for each in others)
+    assert [len(text) for text in first] == [len(prompt) + 2 for prompt in prompts]
+
+
+def test_generating_a_wrong_token_fails(generate, monkeypatch):
+    right = generate.generate
+
+    def wrong(model, prompts, count):
+        texts = right(model, prompts, count)
+        texts[1][-1] = (texts[1][-1] + 1) % 256
+        return texts
+
+    monkeypatch.setattr(generate, "generate", wrong)
+    assert generate.main(["--tokens", "1"]) == 1

@@ -8,8 +8,8 @@ import torch
 import attngen
 from attngen import SpecError, reference
 from attngen.ops import frontend
-from attngen.ops.signature import OPTIONAL, Arguments, split
-from tests.cpu.fp8_kit import E4M3, E5M2, operands, rest_of, same, scales
+from attngen.ops.signature import Arguments, split
+from tests.cpu.fp8_kit import E4M3, E5M2, keywords_of, operands, rest_of, same, scales
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def on_reference(monkeypatch):
             softmax_scale=arguments.softmax_scale, bottom_right=arguments.bottom_right,
             window=(arguments.window_left, arguments.window_right), return_amax=True,
             out_dtype=arguments.out_dtype, softcap=arguments.softcap, softmax=arguments.softmax,
-            return_max_logit=True, **dict(zip(OPTIONAL, optional, strict=True)),
+            return_max_logit=True, **keywords_of(optional),
         )  # fmt: skip
         empty = q.new_empty(0, dtype=torch.float32)
         maxima = (aux.amax_s, aux.amax_o) if arguments.amax else (empty, empty)
@@ -121,7 +121,7 @@ def test_call_scale_that_wants_a_gradient_is_refused_after_one_that_does_not(on_
         attngen.attention(*operands(), descale_v=scale, backend="cuda")
 
 
-@pytest.mark.parametrize("change", ["head dim", "head dim v", "rng state", "dropout"])
+@pytest.mark.parametrize("change", ["head dim", "head dim v", "score_mod", "dropout"])
 def test_call_without_a_kernel_is_refused(on_reference, change):
     q, k, v = operands()
     arguments = {}
@@ -129,11 +129,11 @@ def test_call_without_a_kernel_is_refused(on_reference, change):
         q, k = q[..., :24], k[..., :24]
     elif change == "head dim v":
         v = v[..., :8]
-    elif change == "rng state":
-        arguments = {"rng_state": torch.tensor([3, 7])}
+    elif change == "score_mod":
+        arguments = {"score_mod": lambda score, *place: score}
     else:
         arguments = {"dropout_p": 0.5}
-    with pytest.raises(SpecError, match="multiples of 16|rng_state|dropout"):
+    with pytest.raises(SpecError, match="multiples of 16|score_mod|dropout"):
         attngen.attention(q, k, v, **arguments, backend="cuda")
     assert not on_reference
     # The reference, with a log line; dropout returns its by-products too.

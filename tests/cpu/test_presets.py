@@ -46,7 +46,8 @@ def test_specs_say_what_models_have() -> None:
     """Sinks, softcaps, windows and head dims are in the presets whether kernels exist or not."""
 
     def of(name: str) -> list[object]:
-        specs = load_specs(presets.FOLDER / f"{name}.toml")
+        every = load_specs(presets.FOLDER / f"{name}.toml")
+        specs = [s for s in every if not resolve.splits_keys(s)]
         return [(s.head_dim, s.head_dim_v, s.window, s.softcap, s.softmax) for s in specs]
 
     plain = "vanilla"
@@ -55,6 +56,22 @@ def test_specs_say_what_models_have() -> None:
     assert of("gemma3-27b") == [(128, None, w, False, plain) for w in (True, False)]
     assert of("gpt-oss-20b") == [(64, None, w, False, "learnable") for w in (True, False)]
     assert of("deepseek-v3") == [(192, 128, False, False, plain), (576, 512, False, False, plain)]
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "mistral-7b", "gemma3-4b", "gemma3-27b", "qwen3-8b"])
+def test_specs_have_what_a_server_calls_beside_each_prompt(name: str) -> None:
+    """One query, dense and over pages, with the masks and head dims of the prompt."""
+    specs = load_specs(presets.FOLDER / f"{name}.toml")
+    prompts = [each for each in specs if not resolve.splits_keys(each)]
+    for prompt in prompts:
+        wanted = {
+            dataclasses.replace(prompt, name=f"{prompt.name}-decode", decode=True),
+            dataclasses.replace(
+                prompt, name=f"{prompt.name}-paged", layout="paged_kv_bshd_bshd_bshd"
+            ),
+        }
+        assert wanted <= {*specs}
+    assert prompts and len(specs) == 3 * len(prompts)
 
 
 def test_specs_family_means_all_its_models_and_none_twice() -> None:

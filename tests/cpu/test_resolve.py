@@ -206,7 +206,6 @@ def test_split_mask_names_give_fragments_and_alignment(name: str, expected: tupl
         ("out_dtype", "fp16", None),
         ("kv_dtype", "e4m3", None),
         ("out_dtype", "e4m3", None),
-        ("layout", "paged_kv_bshd_bshd_bshd", "bshd"),
         ("layout", "dhsb", "bshd"),
         # No name of the semantics; with window=True the same fragment would be there twice.
         ("mask", "window", "none"),

@@ -59,8 +59,8 @@ load.load = lambda binary, cubin, device: (binary.kernel.entry, cubin[:4] == b"\
 q = torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16)
 call = frontend.AttentionCall(q=q, k=q, v=q, mask="causal", window=(4, 0))
 print(json.dumps({
-    "refusals": frontend._refusals(call, None),
-    "spiral": frontend._refusals(frontend.AttentionCall(q=q, k=q, v=q, mask="spiral"), None),
+    "refusals": frontend._refusals(call),
+    "spiral": frontend._refusals(frontend.AttentionCall(q=q, k=q, v=q, mask="spiral")),
     "kernels": [
         operation.kernels_of(AttentionSpec(head_dim=64, mask="causal", **more), q.device)
         for more in ({"window": True}, {}, {"directions": ("bwd",)})

@@ -140,21 +140,21 @@ def test_title_without_a_name_says_what_differs() -> None:
 
 
 def test_from_call_plain_call_needs_the_plain_spec() -> None:
-    q, k = tensor(2, 10, 8, 64), tensor(2, 20, 4, 64)
+    q, k = tensor(2, 100, 8, 64), tensor(2, 200, 4, 64)
     assert AttentionSpec.from_call(q, k, k) == AttentionSpec(head_dim=64)
 
 
 def test_from_call_other_head_dim_and_dtypes_are_named() -> None:
-    q, k, v = tensor(2, 10, 8, 192), tensor(2, 20, 4, 192), tensor(2, 20, 4, 128)
+    q, k, v = tensor(2, 100, 8, 192), tensor(2, 200, 4, 192), tensor(2, 200, 4, 128)
     assert AttentionSpec.from_call(q, k, v).head_dim_v == 128
-    half = tensor(2, 10, 8, 192, dtype="torch.float16")
-    eighth = tensor(2, 20, 4, 192, dtype="torch.float8_e4m3fn")
+    half = tensor(2, 100, 8, 192, dtype="torch.float16")
+    eighth = tensor(2, 200, 4, 192, dtype="torch.float8_e4m3fn")
     spec = AttentionSpec.from_call(half, eighth, eighth)
     assert (spec.dtype, spec.kv_dtype) == ("fp16", "e4m3")
 
 
 def test_from_call_fp8_names_the_dtypes_that_were_asked_for() -> None:
-    q, k = (tensor(2, 10, 8, 64, dtype=f"torch.float8_{x}") for x in ("e4m3fn", "e5m2"))
+    q, k = (tensor(2, 100, 8, 64, dtype=f"torch.float8_{x}") for x in ("e4m3fn", "e5m2"))
     assert AttentionSpec.from_call(q, q, q) == AttentionSpec(head_dim=64, dtype="e4m3")
     spec = AttentionSpec.from_call(q, k, k, out_dtype="torch.float16", return_amax=True)
     assert (spec.dtype, spec.kv_dtype, spec.out_dtype) == ("e4m3", "e5m2", "fp16")
@@ -163,8 +163,8 @@ def test_from_call_fp8_names_the_dtypes_that_were_asked_for() -> None:
 @pytest.mark.parametrize(
     ("layout", "operands"),
     [
-        ("bs3hd", (tensor(2, 10, 3, 8, 64), None, None)),
-        ("bshd_bs2hd", (tensor(2, 10, 8, 64), tensor(2, 10, 2, 8, 64), None)),
+        ("bs3hd", (tensor(2, 100, 3, 8, 64), None, None)),
+        ("bshd_bs2hd", (tensor(2, 100, 8, 64), tensor(2, 100, 2, 8, 64), None)),
     ],
 )
 def test_from_call_packed_tensors_give_one_head_dim(layout: str, operands: tuple) -> None:
@@ -198,17 +198,17 @@ def test_from_call_packed_tensors_give_one_head_dim(layout: str, operands: tuple
     ],
 )
 def test_from_call_each_argument_switches_its_feature_on(arguments: dict, expected: dict) -> None:
-    q = tensor(2, 10, 8, 64)
+    q = tensor(2, 100, 8, 64)
     assert AttentionSpec.from_call(q, q, q, **arguments) == AttentionSpec(head_dim=64, **expected)
 
 
 @pytest.mark.parametrize(
     ("operands", "layout"),
     [
-        ((tensor(2, 10, 64),) * 3, "bshd"),
-        ((tensor(2, 10, 8, 64), None, None), "bshd"),
-        ((tensor(2, 10, 8, 64), None, None), "bs3hd"),
-        ((tensor(2, 10, 8, 64),) * 3, "dhsb"),
+        ((tensor(2, 100, 64),) * 3, "bshd"),
+        ((tensor(2, 100, 8, 64), None, None), "bshd"),
+        ((tensor(2, 100, 8, 64), None, None), "bs3hd"),
+        ((tensor(2, 100, 8, 64),) * 3, "dhsb"),
     ],
 )
 def test_from_call_layout_that_does_not_fit_is_refused(operands: tuple, layout: str) -> None:

@@ -56,6 +56,44 @@ class BackwardCase:
         return replace(spec, deterministic=self.deterministic)
 
 
+@dataclass(frozen=True)
+class PagedCase:
+    """Queries of four sequences over pages of so many positions: packed with gaps, or two each."""
+
+    d: int
+    page: int
+    splits: int
+    packed: bool = False
+
+    def __str__(self) -> str:
+        kind = "packed" if self.packed else "dense"
+        return f"paged-d{self.d}-page{self.page}-splits{self.splits}-{kind}"
+
+    @property
+    def spec(self) -> attngen.AttentionSpec:
+        """The kernels that serve the case."""
+        return attngen.AttentionSpec(self.d, layout=self.layout, mask="causal")
+
+    @property
+    def layout(self) -> str:
+        return f"paged_kv_{'thd' if self.packed else 'bshd'}_bshd_bshd"
+
+    def arguments(self) -> dict:
+        """Every tensor of the call and its layout and mask; pages of no sequence are NaN."""
+        lengths = (300, 0, 1, 2 * self.page + 1)
+        width = -(-max(lengths) // self.page)
+        k, v = (oracle.randn(4 * width + 1, self.page, 2, self.d, seed=n) for n in (1, 2))
+        k[-1], v[-1] = float("nan"), float("nan")
+        table = torch.randperm(4 * width).int().view(4, width)
+        shape = (30, 8, self.d) if self.packed else (4, 2, 8, self.d)
+        found = {"q": oracle.randn(*shape, seed=3), "k": k, "v": v}
+        found |= {"seqused_kv": torch.tensor(lengths, dtype=torch.int32), "page_table": table}
+        if self.packed:
+            ends = torch.tensor([[0, 20, 21, 22, 25], [2, 22, 24, 25, 29]], dtype=torch.int32)
+            found |= {"cu_seqlens_q": ends[0], "cu_seqlens_q_padded": ends[1]}
+        return {**found, "layout": self.layout, "mask": "causal_bottom_right"}
+
+
 SMALL, SHORT = (130, 200), (1, 1)
 CASES = [
     Case(64, 64, lengths=SMALL),
@@ -120,11 +158,25 @@ CASES = [
     Variant(Case(64, 64, lengths=SMALL), "h", "learnable", deterministic=True),
     Variant(Case(128, 128, window=(50, 20), lengths=SMALL), "", "off_by_one", 1.5),
     Variant(Case(256, 256, mask="causal", lengths=SMALL), "default", "learnable", 30.0, True),
+    PagedCase(128, 64, 3),
+    PagedCase(128, 16, 1, packed=True),
+    PagedCase(64, 8, 5, packed=True),
+    PagedCase(256, 128, 2),
+    Case(128, 128, lengths=(3, 300), heads=(2, 8, 2)),  # few queries, dense
 ]
 
 
-def run(case: Case | Fp8Case | BackwardCase | Variant, device: torch.device) -> None:
+def run(case: Case | Fp8Case | BackwardCase | Variant | PagedCase, device: torch.device) -> None:
     """One call, checked on the CPU. Raises: AssertionError where the result is wrong."""
+    if isinstance(case, PagedCase):
+        given = case.arguments()
+        there = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in given.items()}
+        result = attngen.attention(
+            **there, num_splits=case.splits, return_lse=True, backend="cuda"
+        )
+        expected = oracle.truth(**given)
+        oracle.check(result[0].cpu(), result[1].lse.cpu(), expected, case.layout)
+        return
     if isinstance(case, BackwardCase):
         run_backward(case, device)
         return

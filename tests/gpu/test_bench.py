@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from attngen import AttentionSpec
-from attngen.bench import report, run
+from attngen.bench import decode_report, report, run
 from attngen.bench.peers import Call, Operands
 from attngen.bench.workloads import CASES, Case
 from attngen.cli import main
@@ -63,3 +63,13 @@ def test_bench_bwd_deterministic_modes_stand_beside_ordinary_ones(tmp_path: Path
     assert not row.missing and {"attngen", "attngen-det", "sdpa", "cudnn"} <= set(row.ms)
     assert ("fa3" in found.absent) == ("fa3-det" not in row.ms)
     assert 0 < row.share < 1 and row.deterministic > 0.5
+
+
+def test_bench_decode_one_case_is_timed_and_written(tmp_path: Path) -> None:
+    output = tmp_path / "decode.json"
+    options = ["--peers", "cudnn", "--rounds", "2", "--budget-ms", "1", "--json", str(output)]
+    result = CliRunner().invoke(main, ["bench", "decode", "--cases", "b16-*-p64", *options])
+    assert result.exit_code == 0, result.output
+    (row,) = decode_report.read(output).rows
+    assert set(row.us) == set(row.host_us) == {"attngen", "cudnn"} and not row.missing
+    assert 0 < row.share < 1.1 and min(row.host_us.values()) > 0

@@ -88,7 +88,7 @@ ARGUMENTS = {
     **{f"softcap {x}": ({"softcap": x}, "softcap") for x in (30.0, -1.0, NAN)},
     **{f"dropout {x}": ({"dropout_p": x}, "dropout") for x in (0.5, -0.5, 1.5, NAN)},
     "max_logit": ({"return_max_logit": True}, "max_logit"),
-    "num_splits": ({"num_splits": 2}, "num_splits"),
+    **{f"num_splits {n}": ({"num_splits": n}, "num_splits") for n in (-1, 129, 2.0)},
     "score_mod": ({"score_mod": lambda s, b, h, i, j: s}, "score_mod"),
     "mask_mod": ({"mask_mod": lambda b, h, i, j: i >= j}, "mask_mod"),
 }

@@ -1,17 +1,9 @@
-// Maxima of float32 over a warp, and over all that a grid meets.
+// Maxima of float32 over all that a grid meets.
 #pragma once
 
 #include "attngen/platform.cuh"
 
 namespace attngen {
-
-ATTNGEN_DEVICE float warp_max(float x) {
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, distance));
-  }
-  return x;
-}
 
 // Raises the float32 at `target`, not negative, to x, which is the same in the whole warp and not
 // negative either: such floats are ordered as their bits are.

@@ -27,6 +27,19 @@ ATTNGEN_DEVICE float quad_sum(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);
 }
+// So do all of a warp.
+ATTNGEN_DEVICE float warp_max(float x) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, distance));
+  }
+  return x;
+}
+ATTNGEN_DEVICE float warp_sum(float x) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(~0u, x, distance);
+  return x;
+}
 #endif
 
 }  // namespace attngen

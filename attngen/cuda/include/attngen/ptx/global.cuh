@@ -1,4 +1,4 @@
-// Counters in global memory by which CTAs take turns.
+// Counters in global memory by which CTAs take turns, and how a kernel waits for the one before it.
 #pragma once
 
 #include "attngen/platform.cuh"
@@ -19,5 +19,11 @@ ATTNGEN_DEVICE void count_up(int* counter) {
   asm volatile("fence.proxy.async.global;" ::: "memory");
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
 }
+
+// Programmatic dependent launch: once every CTA has called this or ended, the next kernel may
+// start; it has to wait before it reads what this one writes.
+ATTNGEN_DEVICE void allow_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::); }
+// Blocks until the kernel before has ended and what it wrote is visible.
+ATTNGEN_DEVICE void await_dependency() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 }  // namespace attngen

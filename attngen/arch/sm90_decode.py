@@ -1,0 +1,81 @@
+"""Hopper (sm_90a), decode: few queries a sequence, so that reading the keys is all that counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..problem import Problem
+from .base import SmemRegion, Tile, lay_out
+from .sm90 import ARCH, BARRIER_BYTES, SMEM_BYTES, _boxes
+
+ROWS = 64
+CONSUMER_THREADS = 128
+LOADER_THREADS = 32
+COMBINE_THREADS = 128
+CTA_RESERVED_BYTES = 1024  # of an SM's shared memory, for each CTA
+# Operands in registers that leave room for addresses and row state, by the CTAs that share an SM.
+OPERANDS = {1: 208, 2: 148}
+SM_BYTES = SMEM_BYTES + CTA_RESERVED_BYTES
+# CTAs an SM, keys a block, stages, in the order of preference: two CTAs cover each other's ends,
+# and two stages of 64 keys are enough for both (measured at 128: as fast as three, or 2 % faster;
+# 32 keys and one CTA 3 to 14 % slower).
+CHOICES = ((2, 128, 2), (2, 64, 2), (1, 64, 3), (1, 64, 2), (1, 32, 3), (1, 32, 2))
+MAX_SPLITS = 128  # the combining kernel keeps as many weights in shared memory
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """The kernel that reads the keys. `ctas`: on one SM. `stages`: buffers of K, and of V."""
+
+    arch: str
+    family: Literal["sm90_decode"]
+    tile: Tile
+    stages: int
+    ctas: int
+    smem: tuple[SmemRegion, ...]
+    smem_bytes: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class CombinePlan:
+    """The kernel that joins the splits, a CTA a row."""
+
+    arch: str
+    family: Literal["combine"]
+    threads: int
+    max_splits: int
+
+
+KernelPlan = DecodePlan | CombinePlan
+
+
+def plans(problem: Problem) -> tuple[KernelPlan, ...]:
+    """The plans of both kernels in the order of launch; none where nothing fits."""
+    for ctas, block, stages in CHOICES:
+        plan = make_plan(problem, block, stages, ctas)
+        if plan is not None:
+            return plan, CombinePlan(ARCH, "combine", COMBINE_THREADS, MAX_SPLITS)
+    return ()
+
+
+def make_plan(problem: Problem, block: int, stages: int, ctas: int) -> DecodePlan | None:
+    """The plan of these choices; None where shared memory does not hold it."""
+    columns_qk, columns_v = _boxes(problem.head_dim_qk), _boxes(problem.head_dim_v)
+    regions = lay_out(
+        {
+            "Q": ROWS * 128 * columns_qk,
+            "K": stages * block * 128 * columns_qk,
+            "V": stages * block * 128 * columns_v,
+            "Barriers": BARRIER_BYTES * 4 * stages,
+        }
+    )
+    smem_bytes = regions[-1].offset + regions[-1].bytes
+    registers = problem.head_dim_v // 2 + block // 2 + block // 4  # output, scores, weights
+    if ctas * (smem_bytes + CTA_RESERVED_BYTES) > SM_BYTES or registers > OPERANDS[ctas]:
+        return None
+    threads = CONSUMER_THREADS + LOADER_THREADS
+    return DecodePlan(
+        ARCH, "sm90_decode", Tile(ROWS, block), stages, ctas, regions, smem_bytes, threads
+    )

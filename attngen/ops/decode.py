@@ -1,0 +1,122 @@
+"""Decode: which calls have few queries a sequence, how their keys are split, where pages lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import untested
+from ..errors import SpecError
+from ..layouts import parse
+from ..load import LoadedKernel
+from ..run_time import MAX_SPLITS, Extent, choose_splits, row_tiles
+from ..spec import has_few_queries
+from .signature import Arguments
+
+DTYPES = (torch.float16, torch.bfloat16)
+SMALLEST_PAGE = 8  # rows that a swizzled copy can place
+
+
+def serves(
+    q: Tensor, k: Tensor, optional: Mapping[str, Tensor | None], arguments: Arguments
+) -> bool:
+    """Whether the kernels that split keys take a call: all with pages, and plain dense 16-bit ones
+    whose queries, with the heads of a group, fill no more than a tile, or that say `num_splits`;
+    these only where untested kernels are allowed, since others serve them."""
+    layout = parse(arguments.layout)
+    if layout.paged:
+        return True
+    if "thd" in layout.formats:
+        return False
+    if q.dtype not in DTYPES or k.dtype != q.dtype or arguments.out_dtype not in (None, q.dtype):
+        return False
+    plain = not (arguments.softcap or arguments.dropout_p or arguments.max_logit)
+    if not (plain and arguments.softmax == "vanilla" and untested.allowed):
+        return False
+    if optional["alibi_slopes"] is not None or optional["attn_mask"] is not None:
+        return False
+    return has_few_queries(layout, q.shape, k.shape) or arguments.num_splits > 0
+
+
+def splits_of(
+    kernels: Sequence[LoadedKernel],
+    extents: Mapping[str, Extent],
+    optional: Mapping[str, Tensor | None],
+    sequences: int,
+    asked: int,
+) -> int:
+    """Into how many parts the keys of each sequence are split."""
+    first, q = kernels[0], extents["q"]
+    entry = first.kernel
+    tiles = row_tiles(entry, extents, sequences) * extents["k"].heads * q.batch
+    slots = first.multiprocessors * entry.ctas
+    return asked or choose_splits(tiles, -(-keys_of(extents, optional) // entry.block_keys), slots)
+
+
+def keys_of(extents: Mapping[str, Extent], optional: Mapping[str, Tensor | None]) -> int:
+    """Keys that a sequence has room for; of pages in the table that has less."""
+    tables = ((name, optional[f"page_table_{name}"]) for name in ("k", "v"))
+    rooms = [extents[name].seq * (1 if x is None else x.shape[1]) for name, x in tables]
+    return min(rooms)
+
+
+def numbers_of(
+    extents: Mapping[str, Extent], optional: Mapping[str, Tensor | None]
+) -> dict[str, int | float]:
+    """Parameters that say where pages lie; none where there are none."""
+    found: dict[str, int | float] = {}
+    for name in ("k", "v"):
+        table = optional[f"page_table_{name}"]
+        if table is not None:
+            found[f"{name}_page_table_stride"] = table.stride(0)
+            found[f"{name}_page_size"] = extents[name].seq
+            found["kv_len"] = keys_of(extents, optional)
+    return found
+
+
+def check_splits(num_splits: Any) -> None:
+    """Raises: SpecError where this is no number of parts for a call's keys."""
+    number = isinstance(num_splits, int) and not isinstance(num_splits, bool)
+    if num_splits is not None and not (number and 0 <= num_splits <= MAX_SPLITS):
+        raise SpecError(
+            f"num_splits={num_splits!r} is no number of parts; pass 1 to {MAX_SPLITS}, or None for "
+            "as many as fill the chip"
+        )
+
+
+def violations(
+    q: Tensor,
+    k: Tensor,
+    extents: Mapping[str, Extent],
+    optional: Mapping[str, Tensor | None],
+    arguments: Arguments,
+) -> Iterator[str]:
+    """What is wrong with splits and pages; q and k are views."""
+    try:
+        check_splits(arguments.num_splits)
+    except SpecError as error:
+        yield from error.reasons
+    if arguments.num_splits > 1 and not serves(q, k, optional, arguments):
+        yield (
+            f"num_splits={arguments.num_splits}: kernels split the keys of 16-bit bshd, sbhd and "
+            "bhsd operands, and of pages; leave it out"
+        )
+    if parse(arguments.layout).paged:
+        yield from _page_violations(extents, optional)
+
+
+def _page_violations(
+    extents: Mapping[str, Extent], optional: Mapping[str, Tensor | None]
+) -> Iterator[str]:
+    for name in ("k", "v"):
+        rows, table = extents[name].seq, optional[f"page_table_{name}"]
+        if rows < SMALLEST_PAGE or rows & (rows - 1):
+            yield (
+                f"{name} has pages of {rows} positions; kernels read powers of two from "
+                f"{SMALLEST_PAGE} on"
+            )
+        if table is not None and table.ndim == 2 and table.shape[1] > 1 and table.stride(1) != 1:
+            yield f"page_table_{name}: a sequence's pages have stride {table.stride(1)}, need 1"

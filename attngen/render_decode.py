@@ -1,0 +1,101 @@
+"""Render, decode: the kernel that splits the keys and the one that joins its parts."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from .arch.sm90_decode import CombinePlan, DecodePlan, KernelPlan
+from .features import Features
+from .problem import Problem
+from .program import KernelEntry, Workspace
+from .render import (
+    Names,
+    Source,
+    entry_name,
+    fill,
+    lay_out_fields,
+    operands_of,
+    recipe,
+    strides_of,
+    typed,
+    uses_of,
+)
+
+ROLES = {
+    "sm90_decode": (
+        *("mask", "score", "softmax", "q_seq", "kv_seq"),
+        *("kv_fetch", "v_fetch", "kv_iter"),
+    ),
+    "combine": ("softmax",),
+}
+# What L2 fetches at a time: 256 bytes, as for tiles that are read again, cost 9 % (measured).
+STREAM_L2_BYTES = 128
+PARTS: tuple[Workspace, ...] = ("o_parts", "lse_parts")
+
+
+def render(problem: Problem, plan: KernelPlan, features: Features, root: Path) -> Source:
+    """The source of the kernel that does the plan's part of the decode `problem`.
+
+    root: the templates' directory. Raises: jinja2.UndefinedError on a template's mistake.
+    """
+    known = uses_of(problem, features)
+    uses = {role: known[role] for role in ROLES[plan.family]}
+    entry = entry_name(problem, plan)
+    if isinstance(plan, CombinePlan):
+        kernel = _combine(problem, plan, entry, operands_of(uses))
+    else:
+        kernel = _decode(problem, plan, entry, operands_of(uses))
+    return Source(fill(problem, plan, kernel, uses, root), kernel)
+
+
+def _decode(problem: Problem, plan: DecodePlan, entry: str, operands: Names) -> KernelEntry:
+    paged = problem.kv_fetch == "page_tma"
+    maps = tuple(
+        dataclasses.replace(
+            recipe(tensor, problem.dtype_kv, plan.tile.n), paged=paged, l2_bytes=STREAM_L2_BYTES
+        )
+        for tensor in ("k", "v")
+    )
+    names = [*typed("tensor_map", *(each.field for each in maps))]
+    names += typed("ptr", "q", "o", "lse", *PARTS)
+    names += [*strides_of("q"), *strides_of("o"), ("total_rows", "i64")]
+    names += typed("i32", "row_tiles", "heads_q", "heads_kv", "group_size", "splits")
+    names += typed("i32", "bottom_right", *(("sequences",) if problem.q_seq != "dense" else ()))
+    fields, params_bytes = lay_out_fields(
+        [*names, ("scale" if problem.scores else "scale_log2", "f32"), *operands]
+    )
+    return KernelEntry(
+        entry=entry,
+        threads=plan.threads,
+        smem_bytes=plan.smem_bytes,
+        tile_rows=plan.tile.m,
+        params_bytes=params_bytes,
+        fields=fields,
+        tensor_maps=maps,
+        grid="splits",
+        workspace=PARTS,
+        block_keys=plan.tile.n,
+        ctas=plan.ctas,
+        part_floats=problem.head_dim_v,
+        q_seq=problem.q_seq,
+    )
+
+
+def _combine(problem: Problem, plan: CombinePlan, entry: str, operands: Names) -> KernelEntry:
+    names = [*typed("ptr", *PARTS, "o", "lse"), *strides_of("o"), ("total_rows", "i64")]
+    names += typed("i32", "q_len", "heads_q", "splits")
+    fields, params_bytes = lay_out_fields([*names, *operands])
+    return KernelEntry(
+        entry=entry,
+        threads=plan.threads,
+        smem_bytes=0,
+        tile_rows=1,
+        params_bytes=params_bytes,
+        fields=fields,
+        tensor_maps=(),
+        grid="rows",
+        workspace=PARTS,
+        part_floats=problem.head_dim_v,
+        dependent=True,
+    )

@@ -1,0 +1,114 @@
+// combine__full_d128_bf16__a10d08
+// Rendered by attngen from kernels/combine.cu.j2; do not edit.
+#include "attngen/context.cuh"
+#include "attngen/mma/fragment.cuh"
+#include "attngen/ptx/global.cuh"
+#include "attngen/ptx/math.cuh"
+#include "attngen/ptx/tma.cuh"
+#include "attngen/softmax/row.cuh"
+
+namespace attngen {
+
+constexpr int kHeadDimV = 128;
+constexpr int kPairs = ceil_div(kHeadDimV, 64);  // of columns, a lane
+constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / 32;
+constexpr int kMaxSplits = 128;
+using Element = Bf16;
+
+struct VanillaSoftmax {
+  // Factor that normalises the row's output, and its log-sum-exp (natural log), from the row's
+  // maximum in log2 units and the sum of its weights relative to that maximum.
+  ATTNGEN_HD SoftmaxRow finalize(const Context&, float max_log2, float sum) const {
+    if (sum == 0.f) return {0.f, -kInfinity};
+    return {1.f / sum, (max_log2 + log2_of(sum)) * kLn2};
+  }
+};
+struct Params {
+  void* o_parts;
+  void* lse_parts;
+  void* o;
+  void* lse;
+  long long o_stride_row;
+  long long o_stride_head;
+  long long o_stride_batch;
+  long long total_rows;
+  int q_len;
+  int heads_q;
+  int splits;
+};
+// NVRTC has no offsetof; natural alignment and the total size pin every member's place.
+static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by the host");
+static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
+static_assert(sizeof(Params) == 80, "packed by the host");
+
+
+}  // namespace attngen
+
+// Grid: rows, which are a batch's heads, and a head's queries together.
+extern "C" __global__ void __launch_bounds__(128)
+combine__full_d128_bf16__a10d08(const __grid_constant__ attngen::Params p) {
+  using namespace attngen;
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const long long row = blockIdx.x;
+  __shared__ float weights[kMaxSplits];
+  __shared__ float2 sums[kWarps][kPairs * 32];
+  await_dependency();
+  // Every warp finds the maximum and the sum for itself: 4 loads a lane at most, and no barrier.
+  const float* lse_parts = static_cast<const float*>(p.lse_parts) + row;
+  float lse[kMaxSplits / 32];
+  float max_log2 = -kInfinity;
+#pragma unroll
+  for (int i = 0; i < kMaxSplits / 32; ++i) {
+    const int split = i * 32 + lane;
+    lse[i] = split < p.splits ? lse_parts[split * p.total_rows] : -kInfinity;
+    max_log2 = fmaxf(max_log2, lse[i]);
+  }
+  max_log2 = warp_max(max_log2);
+  const float reference = max_log2 == -kInfinity ? 0.f : max_log2;
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < kMaxSplits / 32; ++i) {
+    const float weight = exp2_approx(lse[i] - reference);
+    sum += weight;
+    if (warp == 0) weights[i * 32 + lane] = weight;
+  }
+  sum = warp_sum(sum);
+  __syncthreads();
+  float2 output[kPairs];
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) output[i] = make_float2(0.f, 0.f);
+#pragma unroll 4
+  for (int split = warp; split < p.splits; split += kWarps) {
+    const float weight = weights[split];
+    const float2* part = reinterpret_cast<const float2*>(static_cast<const float*>(p.o_parts) + (split * p.total_rows + row) * kHeadDimV);
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const int pair = i * 32 + lane;
+      if (pair * 2 >= kHeadDimV) continue;
+      const float2 x = part[pair];
+      output[i].x += x.x * weight;
+      output[i].y += x.y * weight;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) sums[warp][i * 32 + lane] = output[i];
+  __syncthreads();
+  const int position = row % p.q_len;
+  const int head = row / p.q_len % p.heads_q;
+  const int batch = row / p.q_len / p.heads_q;
+  const Context ctx = {batch, head, p.q_len, 0, 0};
+  const SoftmaxRow result = VanillaSoftmax{}.finalize(ctx, max_log2, sum);
+  if (threadIdx.x == 0) static_cast<float*>(p.lse)[row] = result.lse;
+  char* o = static_cast<char*>(p.o) + 2 * (batch * p.o_stride_batch + position * p.o_stride_row + head * p.o_stride_head);
+  for (int pair = threadIdx.x; pair * 2 < kHeadDimV; pair += kThreads) {
+    float2 total = sums[0][pair];
+#pragma unroll
+    for (int i = 1; i < kWarps; ++i) {
+      total.x += sums[i][pair].x;
+      total.y += sums[i][pair].y;
+    }
+    reinterpret_cast<u32*>(o)[pair] = Element::pack(total.x * result.normalizer, total.y * result.normalizer);
+  }
+}

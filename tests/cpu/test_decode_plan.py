@@ -1,0 +1,115 @@
+"""Plans, sources and binaries of the kernels that split keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from attngen import AttentionSpec, batch, features, resolve
+from attngen.arch import sm90_decode
+from attngen.arch.sm90 import SMEM_BYTES
+from attngen.builder import render_problem
+from attngen.cache import Cache
+from attngen.explain import aim
+from attngen.plan import plans, read_plan
+from attngen.values import to_data
+
+ARCH = "sm_90a"
+PAGED = "paged_kv_bshd_bshd_bshd"
+KNOWN = features.scan()
+
+
+def problem_of(head_dim=128, **fields):
+    (problem,) = resolve.resolve(AttentionSpec(head_dim, **fields), KNOWN)
+    return problem
+
+
+def test_plans_of_every_pair_of_head_dims_fit():
+    plain = problem_of(decode=True)
+    for d, d_v in itertools.product(range(8, 257, 8), repeat=2):
+        problem = dataclasses.replace(plain, head_dim_qk=d, head_dim_v=d_v)
+        decode, combine = plans(problem, ARCH)
+        room = SMEM_BYTES + sm90_decode.CTA_RESERVED_BYTES
+        assert decode.ctas * (decode.smem_bytes + sm90_decode.CTA_RESERVED_BYTES) <= room
+        assert decode.smem[0].offset == 0 and all(r.offset % 1024 == 0 for r in decode.smem[:3])
+        assert decode.tile.n % 8 == 0 and combine.max_splits == sm90_decode.MAX_SPLITS
+        assert [read_plan(to_data(each)) for each in (decode, combine)] == [decode, combine]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"decode": True},
+        {"head_dim": 64, "decode": True, "seqused": True, "window": True},
+        {"head_dim": 256, "layout": PAGED, "mask": "causal"},
+        {"head_dim": 8, "head_dim_v": 256, "dtype": "fp16", "layout": PAGED},
+        {"head_dim": 192, "head_dim_v": 128, "layout": "paged_kv_thd_sbhd_sbhd", "mask": "causal"},
+    ],
+    ids=str,
+)
+def test_build_decode_keeps_everything_in_registers(fields, tmp_path):
+    """A spec names both kernels; one bundle keeps them together."""
+    jobs, refused = batch.jobs_of([AttentionSpec(**{"head_dim": 128, **fields})], None)
+    assert not refused and [job.plan.family for job in jobs] == ["sm90_decode", "combine"]
+    outcomes = [*batch.run(jobs, Cache(tmp_path), 1)]
+    for outcome in outcomes:
+        assert outcome.error is None and outcome.binary is not None
+        found = outcome.binary.resources
+        assert (found.spill_bytes, found.stack_bytes) == (0, 0)
+        ctas = getattr(outcome.job.plan, "ctas", 2)
+        assert found.registers <= 65536 // (outcome.job.plan.threads * ctas)
+    (program,) = batch.programs_of(outcomes)
+    entries = [each.binary.kernel.entry.split("__")[0] for each in program.kernels]
+    assert entries == ["sm90_decode", "combine"] and program.problem.decode
+
+
+def test_render_plain_decode_has_no_code_for_what_it_lacks():
+    plain = problem_of(decode=True)
+    text = render_problem(plain, plans(plain, ARCH)[0]).text
+    for word in ("PageFetch", "clear_rows", "PackedTiles", "find_page"):
+        assert word not in text
+    packed = problem_of(layout="paged_kv_thd_bshd_bshd")
+    text = render_problem(packed, plans(packed, ARCH)[0]).text
+    for word in ("PageFetch", "clear_rows", "PackedTiles", "find_page"):
+        assert word in text
+
+
+def test_render_decode_entry_says_where_lengths_vary_once():
+    assert problem_of(layout=PAGED, mask="causal").label == "causal_used_d128_bf16_paged"
+    label = problem_of(layout="paged_kv_thd_bshd_bshd").label
+    assert label == "full_packed_used_d128_bf16_paged"
+
+
+@pytest.mark.parametrize(
+    ("fields", "wrong"),
+    [
+        ({"layout": "thd", "decode": True}, "layout"),
+        ({"dtype": "e4m3", "layout": PAGED}, "dtype"),
+        ({"out_dtype": "fp32", "decode": True}, "out_dtype"),
+        ({"directions": ("fwd", "bwd"), "layout": PAGED}, "directions"),
+        ({"directions": ("bwd",), "decode": True}, "directions"),
+    ],
+    ids=str,
+)
+def test_resolve_what_splits_no_keys_is_refused_with_a_legal_spec(fields, wrong):
+    spec = AttentionSpec(**{"head_dim": 128, **fields})
+    assert [v.field for v in resolve.find_violations(spec, KNOWN)] == [wrong]
+    legal = resolve.nearest(spec, KNOWN)
+    assert not resolve.find_violations(legal, KNOWN) and all(
+        problem.decode for problem in resolve.resolve(legal, KNOWN)
+    )
+
+
+def test_explain_decode_aims_at_the_memory():
+    problem = problem_of(head_dim=256, decode=True)
+    decode, combine = plans(problem, ARCH)
+    (line,) = aim(problem, decode)
+    # a row does 2 FLOPs with each key's column, which has 2 bytes
+    assert line.startswith("aims at the memory: 64 FLOPs") and line.endswith("1 CTA an SM")
+    assert [*aim(problem_of(decode=True), plans(problem_of(decode=True), ARCH)[0])][0].endswith(
+        "2 CTAs an SM"
+    )
+    (line,) = aim(problem, combine)
+    assert "no products" in line

@@ -1,0 +1,138 @@
+"""Keys over CTAs, packed queries over tiles, positions over pages: by the kernels' own code."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attngen import features, files
+from attngen.render import emit_fragment
+from attngen.run_time import MAX_SPLITS, SPLIT_BLOCKS, SPLIT_BUSY, blocks_of, choose_splits
+from attngen.run_time import Extent as RunTimeExtent
+
+ROWS = 64
+LONGEST = 1 << 30
+HARNESS = """
+}  // namespace attngen
+using namespace attngen;
+extern "C" void ranges(int lo, int hi, int count, int* out) {
+  for (int i = 0; i < count; ++i) {
+    const Range found = split_range({lo, hi}, i, count);
+    out[2 * i] = found.lo, out[2 * i + 1] = found.hi;
+  }
+}
+extern "C" void tiles(const int* seqlens, int sequences, int rows_each, int count, int* out) {
+  const PackedTiles<64> packed = {seqlens, sequences, rows_each};
+  for (int tile = 0; tile < count; ++tile) {
+    out[2 * tile] = packed.sequence_of(tile);
+    out[2 * tile + 1] = (tile - packed.first(out[2 * tile])) * 64;
+  }
+}
+extern "C" void pages(const int* table, int stride, int size, int batch, int count, int* out) {
+  const PageFetch fetch = {table, stride, size};
+  for (int i = 0; i < count; ++i) {
+    out[2 * i] = fetch.batch_index(batch, i), out[2 * i + 1] = fetch.row(i);
+  }
+  out[2 * count] = fetch.stretch<64>();
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def library(compile_cpp: Callable[..., Path]) -> ctypes.CDLL:
+    fragment = emit_fragment(files.templates_dir(), features.scan()["fetch"]["page_tma"])
+    head = '#include "attngen/scheduler/splits.cuh"\nnamespace attngen {\n'
+    return ctypes.CDLL(str(compile_cpp(head + fragment + HARNESS)))
+
+
+def pairs(function, count: int, *arguments) -> np.ndarray:
+    out = np.full((count + 1, 2), -1, np.int32)
+    function(*arguments, count, out.ctypes.data_as(ctypes.c_void_p))
+    return out[:count]
+
+
+def test_split_ranges_take_every_block_once_in_order(library):
+    for lo in (0, 3):
+        for hi in range(lo, 40):
+            for count in range(1, 45):
+                found = pairs(library.ranges, count, lo, hi)
+                taken = [block for a, b in found for block in range(a, b)]
+                assert taken == [*range(lo, hi)]
+                longest = max(b - a for a, b in found)
+                assert longest == -(-(hi - lo) // count)  # nobody waits for a longer one
+
+
+def test_split_ranges_of_nothing_are_empty(library):
+    for count in (1, 5, MAX_SPLITS):
+        found = pairs(library.ranges, count, 7, 2)
+        assert (found[:, 0] >= found[:, 1]).all()
+
+
+@settings(deadline=None)
+@given(st.integers(0, LONGEST), st.integers(0, LONGEST), st.integers(1, MAX_SPLITS))
+def test_split_ranges_of_long_sequences_meet_end_to_end(library, a, b, count):
+    lo, hi = min(a, b), max(a, b)
+    found = pairs(library.ranges, count, lo, hi)
+    assert found[0, 0] == lo and found[-1, 1] == hi
+    assert (found[1:, 0] == found[:-1, 1]).all() and (found[:, 0] <= found[:, 1]).all()
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 200), min_size=1, max_size=20), st.integers(1, 130), st.integers(0, 9)
+)
+def test_packed_tiles_hold_every_row_of_every_sequence_once(library, lengths, group, start):
+    """Also where lengths are not counted from 0. The host makes as many tiles as there may be."""
+    ends = (start + np.cumsum([0, *lengths])).astype(np.int32)
+    rows = RunTimeExtent(1, sum(lengths) * group, 1, 64, 0, 0, 0)
+    count = blocks_of(rows, ROWS, "packed", len(lengths))
+    found = pairs(library.tiles, count, ends.ctypes.data_as(ctypes.c_void_p), len(lengths), group)
+    seen = {(int(s), int(first)) for s, first in found}
+    assert len(seen) == count and min(found[:, 1]) >= 0
+    for s, length in enumerate(lengths):
+        assert {(s, first) for first in range(0, length * group, ROWS)} <= seen
+        assert (s, 0) in seen  # it sees to the rows that are no one's
+
+
+@pytest.mark.parametrize("size", [8, 16, 64, 256])
+def test_pages_are_found_at_every_position(library, size):
+    table = np.random.default_rng(0).permutation(40).astype(np.int32).reshape(4, 10)[:, :7]
+    table = np.ascontiguousarray(np.pad(table, ((0, 0), (0, 3)), constant_values=-1))
+    count = min(7 * size, 500)
+    at = table.ctypes.data_as(ctypes.c_void_p)
+    for batch in range(4):
+        out = np.zeros(2 * count + 1, np.int32)
+        library.pages(at, 10, size, batch, count, out.ctypes.data_as(ctypes.c_void_p))
+        position = np.arange(count)
+        assert (out[:-1:2] == table[batch, position // size]).all()
+        assert (out[1::2] == position % size).all()
+        assert out[-1] == min(size, 64)
+
+
+WORK, BLOCKS, SLOTS = st.integers(1, 3000), st.integers(0, 5000), st.integers(1, 600)
+
+
+@given(WORK, BLOCKS, SLOTS)
+def test_choose_splits_is_the_fewest_that_keep_the_chip_busy(work, blocks, slots):
+    def busy(splits):
+        ctas = work * splits
+        return ctas / (-(-ctas // slots) * slots)
+
+    chosen = choose_splits(work, blocks, slots)
+    limit = max(1, min(blocks // SPLIT_BLOCKS, MAX_SPLITS))
+    assert 1 <= chosen <= limit
+    best = max(busy(n) for n in range(1, limit + 1))
+    assert busy(chosen) >= SPLIT_BUSY * best
+    assert all(busy(n) < SPLIT_BUSY * best for n in range(1, chosen))
+
+
+def test_choose_splits_known_cases():
+    assert choose_splits(512, 64, 264) <= 2  # many sequences: nothing to gain
+    assert choose_splits(8, 1024, 264) == 32  # one long sequence of 8 heads fills 256 places
+    assert choose_splits(8, 3, 264) == 1  # too short to share
