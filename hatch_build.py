@@ -32,7 +32,7 @@ class ShippedFacts(BuildHookInterface):  # type: ignore[type-arg]
         build_data["force_include"][str(path)] = f"attngen/{files.SHIPPED}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        from attngen import files
-
         if version == "standard":
+            from attngen import files
+
             (Path(self.directory) / files.SHIPPED).unlink()
