@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import MeasureError
-from ..values import from_json, to_json
-from .report import OURS, Machine, Mean, geometric_means
+from ..values import to_json
+from .report import OURS, Machine, Mean, geometric_means, read_as
 
 SCHEMA = 1
 CASE_WIDTH = 24  # of a text column
@@ -126,13 +125,7 @@ def save(report: Report, path: Path) -> None:
 
 def read(path: Path) -> Report:
     """Read what `save` wrote. Raises: MeasureError where the file is no such report."""
-    try:
-        report = from_json(Report, path.read_text())
-    except ValueError as error:
-        raise MeasureError(f"{path} is no report of `attngen bench decode`: {error}") from error
-    if report.schema != SCHEMA:
-        raise MeasureError(f"{path}: schema {report.schema}; this version reads {SCHEMA}")
-    return report
+    return read_as(Report, path, "attngen bench decode", SCHEMA)
 
 
 def text_header(names: Sequence[str]) -> str:

@@ -10,11 +10,13 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from ..errors import MeasureError
 from ..values import from_json, to_json
 
 SCHEMA = 1
+Kind = TypeVar("Kind")
 OURS = "attngen"
 DETERMINISTIC = "-det"  # ends the name of whoever is timed in its deterministic mode, too
 CASE_WIDTH = 28  # of a text column
@@ -156,12 +158,18 @@ def save(report: Report, path: Path) -> None:
 
 def read(path: Path) -> Report:
     """Read what `save` wrote. Raises: MeasureError where the file is no such report."""
+    return read_as(Report, path, "attngen bench", SCHEMA)
+
+
+def read_as(kind: type[Kind], path: Path, command: str, schema: int) -> Kind:
+    """A report of this kind and schema, which a command wrote. Raises: MeasureError."""
     try:
-        report = from_json(Report, path.read_text())
+        report = from_json(kind, path.read_text())
     except ValueError as error:
-        raise MeasureError(f"{path} is no report of `attngen bench`: {error}") from error
-    if report.schema != SCHEMA:
-        raise MeasureError(f"{path}: schema {report.schema}; this version reads {SCHEMA}")
+        raise MeasureError(f"{path} is no report of `{command}`: {error}") from error
+    found: int = report.schema  # type: ignore[attr-defined]  # every report has one
+    if found != schema:
+        raise MeasureError(f"{path}: schema {found}; this version reads {schema}")
     return report
 
 
