@@ -269,7 +269,7 @@ def _geometry(
     if sequence == "dense":
         return (extent.dim, extent.seq, extent.heads, extent.batch), (row, head, batch), ()
     places, start = (extent.seq, row) if sequence == "packed" else (extent.batch, batch)
-    step = math.gcd(row, start)
+    step = math.gcd(row, start) or 16  # all rows are one where a tensor is expanded
     units = (row // step, start // step)
     shift = extent.seq * units[0] + places * units[1]
     dims = (extent.dim, LONGEST, extent.heads, shift + 1, LONGEST + 1)

@@ -41,7 +41,7 @@ def address(kernel, name: str, where: Extent, row: int, head: int, length: int, 
     dims, strides, units = launch._geometry(kernel, recipe, where)
     shift = length * units[0] + start * units[1]
     place = (LONGEST - length + row, head, shift, LONGEST)
-    assert all(stride % 16 == 0 and 0 < stride < 1 << 40 for stride in strides)
+    assert all(stride % 16 == 0 and 0 <= stride < 1 << 40 for stride in strides)
     assert all(0 < size <= 1 << 32 for size in dims)
     if not all(0 <= x < size for x, size in zip(place, dims[1:], strict=True)):
         return None
@@ -79,6 +79,15 @@ def test_packed_map_finds_exactly_the_rows_of_a_sequence():
                 found = address(kernel, "k", where, row, head, length, start)
                 offset = head * where.stride_heads + (start + row) * where.stride_seq
                 assert found == (2 * offset if row < length else None)
+
+
+def test_map_of_a_tensor_expanded_along_its_positions_finds_the_one_row_it_has():
+    for layout, used, shape in (("thd", False, (40, HEADS, DIM)), ("bshd", True, FORMATS["bshd"])):
+        kernel = forward_kernel(layout, seqused=used)
+        where = extent(torch.empty(HEADS, DIM, dtype=torch.bfloat16).expand(shape), layout)
+        for row, head, start in itertools.product(range(9), range(HEADS), range(BATCH)):
+            found = address(kernel, "k", where, row, head, 5, start)
+            assert found == (2 * head * where.stride_heads if row < 5 else None)
 
 
 def test_map_of_a_dense_side_beside_packed_queries_is_a_plain_one():
