@@ -124,14 +124,14 @@ def run(ready: Ready, operands: Operands) -> list[Tensor]:
     if (addresses["q"] | addresses["k"] | addresses["v"]) % 16:
         raise SpecError("q, k and v must start at a multiple of 16 bytes; clone what does not")
     stream = torch._C._cuda_getCurrentRawStream(index)
-    if ready.counts_tiles:
-        addresses["tile_counter"] = tile_counter(ready.device, stream)
     if ready.workspace_bytes:
         # Freed before the kernels end, and safely so: it is handed out on this stream only.
         workspace = _empty_strided_cuda((ready.workspace_bytes,), (1,), torch.uint8)
         start = workspace.data_ptr()
         for name, offset in ready.offsets.items():
             addresses[name] = start + offset
+    if ready.counts_tiles:  # last: under capture its memory is free for the next allocation
+        addresses["tile_counter"] = tile_counter(ready.device, stream)
     for prepared in ready.launches:
         launch(prepared, addresses, stream)
     return results

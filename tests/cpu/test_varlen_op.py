@@ -152,6 +152,18 @@ def test_op_used_lengths_of_one_side_leave_the_other_whole(launches, sides):
             assert each.addresses[f"{side}_lengths"] == source.data_ptr()
 
 
+def test_op_takes_its_counter_when_nothing_is_allocated_any_more(launches, monkeypatch):
+    order = []
+    allocate = operation._empty_strided_cuda
+    monkeypatch.setattr(operation, "_empty_strided_cuda", lambda *sizes:
+                        order.append("memory") or allocate(*sizes))  # fmt: skip
+    monkeypatch.setattr(operation, "tile_counter", lambda *_: order.append("counter") or 64)
+    cu = cumulative()
+    given = optional(cu_seqlens_q=cu, cu_seqlens_kv=cu)
+    forward.forward(*carriers("thd"), *given, *Arguments(layout="thd", mask="causal"))
+    assert order == ["memory"] * 3 + ["counter"]  # output, LSE, schedule
+
+
 def test_op_without_sequences_launches_nothing_and_is_zero(launches):
     nothing = int32(0)
     _, out, lse, found = run_both("thd", cu_seqlens_q=nothing, cu_seqlens_kv=nothing)
