@@ -144,7 +144,7 @@ def attention(
             dropout_p, deterministic, return_max_logit, max_seqlen_q, max_seqlen_kv, backend,
             out_dtype, return_amax, None if unscaled else tuple(map(format_of, scales)),
             None if dense else tuple(map(format_of, lengths)), num_splits,
-            None if page_table is None else tuple(map(format_of, tables if paired else tables[:1])),
+            None if page_table is None else (paired, *map(format_of, tables)),
             format_of(alibi_slopes) if isinstance(alibi_slopes, Tensor) else alibi_slopes,
             None if sink is None else format_of(sink),
             None if rng_state is None else format_of(rng_state),

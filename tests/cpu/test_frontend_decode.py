@@ -114,6 +114,13 @@ def test_settled_paged_calls_differ_in_tables_lengths_and_splits(on_reference):
         assert torch.equal(out, attngen.attention(**given, backend="reference"))
 
 
+def test_settled_paged_call_vouches_for_no_list_of_one_table(on_reference):
+    given = call()
+    attngen.attention(**given, backend="cuda")
+    with pytest.raises(SpecError, match="one or \\(for K, for V\\)"):
+        attngen.attention(**{**given, "page_table": [given["page_table"]]}, backend="cuda")
+
+
 @pytest.mark.parametrize("splits", [-1, 129, 1 << 40, 2.0, True, "2"])
 @pytest.mark.parametrize("backend", ["cuda", "reference"])
 def test_call_with_no_number_of_splits_is_refused(on_reference, splits, backend):
