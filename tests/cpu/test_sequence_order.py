@@ -8,6 +8,11 @@ import itertools
 import numpy as np
 import pytest
 
+from attngen import AttentionSpec, features
+from attngen.builder import render_problem
+from attngen.plan import plans
+from attngen.resolve import resolve
+
 SOURCE = """
 #include "attngen/scheduler/sequence_order.cuh"
 using namespace attngen;
@@ -100,3 +105,44 @@ def test_blocks_of_packed_sequences_are_their_own_wherever_they_begin(compiled):
             for b, (start, x) in enumerate(zip(starts, lens, strict=True)):
                 for n in range(-(-x // 4)):
                     assert compiled.owner_of(pointer, 3, start + n) == b
+
+
+# The place of a CTA of the kernel before a backward: its block, or a return where it has none.
+PLACE = """
+#include "attngen/context.cuh"
+#include "attngen/scheduler/sequence_order.cuh"
+using namespace attngen;
+struct Params { int q_len; const void* q_seqlens; const void* q_offsets; int sequences; };
+struct { int x, y; } blockIdx;
+%s
+static int marked;
+static void run(const Params& p) {
+%s
+  (void)head, (void)first_token;
+  marked = 1 + batch * 100 + block;
+}
+extern "C" int place_of(const int* seqlens, const int* offsets, int sequences, int tokens, int x) {
+  marked = 0, blockIdx = {x, 0};
+  run({tokens, seqlens, offsets, sequences});
+  return marked - 1;
+}
+"""
+
+
+def test_blocks_of_no_sequence_have_no_cta(compile_cpp):
+    """Before the first sequence, between two, and behind the last."""
+    spec = AttentionSpec(64, layout="thd", directions=("bwd",))
+    (problem,) = resolve(spec, features.scan())
+    sources = [render_problem(problem, each) for each in plans(problem, "sm_90a")]
+    (source,) = (each for each in sources if each.kernel.entry.startswith("bwd_prepare"))
+    rows = source.kernel.row_block
+    struct = "struct PackedSequence {" + source.text.split("struct PackedSequence {")[1]
+    body = source.text.split("using namespace attngen;")[1].split("  const long long slot")[0]
+    constant = f"constexpr int kTileM = {rows};\n"
+    code = PLACE % (constant + struct.split("\n};\n")[0] + "\n};", body)
+    place_of = ctypes.CDLL(str(compile_cpp(code))).place_of
+    lens, starts, tokens = (1, 0, 2 * rows), (3 * rows + 5, 5 * rows, 5 * rows + 9), 9 * rows
+    _, seqlens = ints([0, *np.cumsum(lens)])
+    _, offsets = ints([*starts, tokens])
+    found = [place_of(seqlens, offsets, 3, tokens, x) for x in range(tokens // rows + 3)]
+    assert [x for x in found if x >= 0] == [0, 200, 201] and set(found) == {-1, 0, 200, 201}

@@ -57,7 +57,8 @@ template <int kBlock>
 ATTNGEN_HD int first_block(const int* offsets, int batch) {
   return offsets[batch] / kBlock + batch;
 }
-// The sequence whose blocks `block` is among, or behind which it lies unused.
+// The sequence whose blocks `block` is among, or behind which it lies unused; the first one for
+// those before it, too.
 template <int kBlock>
 ATTNGEN_HD int sequence_of_block(const int* offsets, int sequences, int block) {
   int low = 0;
