@@ -139,9 +139,11 @@ def _violations(
         if _geometry(loaded.kernel, recipe, extents[recipe.tensor])[0][3] > 1 << 31
     ]
     reasons += [
-        f"{recipe.tensor}: a stride of 2^40 bytes or more is out of the copy engine's reach"
+        f"{recipe.tensor}: a stride of 2^40 bytes or more (of positions: above 2^34 where lengths "
+        "vary) is out of the copy engine's reach"
         for recipe in loaded.kernel.tensor_maps
-        if max(_stride_bytes(recipe, extents[recipe.tensor])) >= TMA_STRIDE_LIMIT
+        for strides in [_geometry(loaded.kernel, recipe, extents[recipe.tensor])[1]]
+        if min(strides) < 0 or max(strides) >= TMA_STRIDE_LIMIT
     ]
     return reasons
 

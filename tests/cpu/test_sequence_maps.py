@@ -8,14 +8,15 @@ import struct
 import pytest
 import torch
 
-from attngen import AttentionSpec, features, launch
+from attngen import AttentionSpec, features, launch, run_time
 from attngen.builder import render_problem
 from attngen.launch import LONGEST
+from attngen.load import LoadedKernel
 from attngen.ops.operands import extent
 from attngen.plan import plans
 from attngen.problem import DTYPE_BYTES
 from attngen.resolve import resolve
-from attngen.run_time import Extent
+from attngen.run_time import Extent, Scalars
 
 ADDRESSES = 1 << 64
 ROOM, BATCH, HEADS, DIM = 7, 3, 2, 8
@@ -101,6 +102,20 @@ def test_map_of_a_dense_side_beside_packed_queries_is_a_plain_one():
 
 def test_map_units_follow_the_encoded_map():
     assert struct.calcsize("<2i56x") == 64
+
+
+@pytest.mark.parametrize(("gigabytes", "fits"), [(8, True), (17, False), (1 << 10, False)])
+def test_map_of_rows_too_far_apart_is_refused(gigabytes, fits):
+    kernel = forward_kernel("thd")
+    near = Extent(1, 2, 1, 64, 0, 64, 64)
+    far = near._replace(stride_seq=gigabytes << 29)
+    loaded = LoadedKernel("handle", kernel, 0, 132)
+    scalars = Scalars(1.0, numbers={"q_least": 0, "kv_least": 0}, sequences=1)
+    found = launch._violations(
+        loaded, extents := {"q": near, "k": far, "v": near, "o": near},
+        run_time.values_of(kernel, extents, scalars),
+    )  # fmt: skip
+    assert len(found) == (not fits) and all("out of the copy engine's reach" in x for x in found)
 
 
 def test_map_whose_strides_share_no_step_is_refused():
