@@ -126,8 +126,8 @@ class AttentionSpec:
             return_max_logit=bool(arguments.get("return_max_logit", False)),
             deterministic=bool(arguments.get("deterministic") or False),
         )
-        shapes = (_shape_of(parsed, name, q, k) for name in ("q", "k"))
-        decode = is_decode(spec, *shapes, arguments.get("num_splits"))
+        q_shape, k_shape = (_shape_of(parsed, name, q, k) for name in ("q", "k"))
+        decode = is_decode(spec, q_shape, k_shape, arguments.get("num_splits"))
         return dataclasses.replace(spec, decode=decode)
 
 
