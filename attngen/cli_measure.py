@@ -280,10 +280,10 @@ def tune_(
         raise AttngenError([reason for error in refused for reason in error.reasons])
     effort = tune.Effort(lengths, window, limit, rounds, budget_ms)
     path = output or tuned.FOLDER / f"{tuned.slug(chip)}.json"
-    forwards = [job for job in jobs if job.problem.direction == "fwd"]
-    if len(forwards) < len(jobs):
-        click.echo("a backward has one plan: only forwards are tuned", err=True)
-    for job in forwards:
+    served = [job for job in jobs if tune.serves(job.problem)]
+    for job in (job for job in jobs if job not in served):
+        click.echo(f"{job.name}: left out; only plain dense forwards are tuned", err=True)
+    for job in served:
         tuning = tune.tune(job.problem, job.arch, effort)
         tuned.write(path, chip, [tuning.entry])
         for line in [to_json(tuning.entry)] if as_json else tuning.text(shown=5):

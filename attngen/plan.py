@@ -33,6 +33,7 @@ def plans(problem: Problem, arch: str) -> tuple[KernelPlan, ...]:
     forward, several for a backward, and one more before them where lengths vary; two for a decode.
     Raises: as `plan`."""
     _check_known(arch)
+    _check_together(problem)
     found: tuple[KernelPlan, ...]
     if problem.decode:
         found = DECODES[arch].plans(problem)
@@ -73,12 +74,23 @@ def candidates(problem: Problem, arch: str) -> tuple[Plan, ...]:
 def feasible(problem: Problem, arch: str) -> tuple[Plan, ...]:
     """Every feasible plan, in the order of the heuristics. Raises: as `plan`."""
     _check_known(arch)
+    _check_together(problem)
     if problem.direction != "fwd":
         raise PlanError(f"{problem.label}: a backward has several kernels; plans() has them all")
     found = tuple(ARCHITECTURES[arch].feasible(problem))
     if not found:
         raise PlanError(f"{problem.label}: no tile fits {arch}'s registers and shared memory")
     return found
+
+
+def _check_together(problem: Problem) -> None:
+    """Raises: PlanError where a template would leave out a part of the problem. Specs of this kind
+    are refused by `resolve`, but a trace may have such problems, too."""
+    scored = bool(problem.scores) or problem.max_logit or problem.softmax != "vanilla"
+    hidden = problem.dropout or problem.attn_mask
+    varying = problem.varlen or problem.decode
+    if scored + hidden + varying > 1 or (hidden and problem.eight_bit):
+        raise PlanError(f"{problem.label}: no kernel does all of this together yet")
 
 
 def _check_known(arch: str) -> None:

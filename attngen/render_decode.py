@@ -24,7 +24,7 @@ from .render import (
 
 ROLES = {
     "sm90_decode": (
-        *("mask", "score", "softmax", "q_seq", "kv_seq"),
+        *("mask", "softmax", "q_seq", "kv_seq"),
         *("kv_fetch", "v_fetch", "kv_iter"),
     ),
     "combine": ("softmax",),
@@ -63,7 +63,7 @@ def _decode(problem: Problem, plan: DecodePlan, entry: str, operands: Names) -> 
     names += typed("i32", "row_tiles", "heads_q", "heads_kv", "group_size", "splits")
     names += typed("i32", "bottom_right", *(("sequences",) if problem.q_seq != "dense" else ()))
     fields, params_bytes = lay_out_fields(
-        [*names, ("scale" if problem.scores else "scale_log2", "f32"), *operands]
+        [*names, ("scale_log2", "f32"), *operands]
     )
     return KernelEntry(
         entry=entry,

@@ -20,9 +20,7 @@ DTYPES = (*DTYPES_16BIT, *DTYPES_8BIT)
 ARCHES = ("sm_90a",)
 MAX_HEAD_DIM = 256
 PADDING_MASKS = {"padding": "none", "padding_causal": "causal"}  # and what else they mask
-SWITCHES = (  # fields of a spec that no kernel serves yet
-    *("score_mod", "mask_mod"),
-)
+SWITCHES = ("score_mod", "mask_mod")  # fields of a spec that no kernel serves yet
 SCORES = ("softcap", "alibi")  # fields that ask for a score fragment, in the order of application
 
 
@@ -42,7 +40,7 @@ def resolve(spec: AttentionSpec, features: Features) -> tuple[Problem, ...]:
     """
     violations = find_violations(spec, features)
     if violations:
-        changes = ", ".join(f"{v.field}={v.nearest!r}" for v in violations)
+        changes = ", ".join(dict.fromkeys(f"{v.field}={v.nearest!r}" for v in violations))
         reasons = [f"{spec.title}: {v.reason}" for v in violations]
         raise SpecError([*reasons, f"nearest legal spec: the same with {changes}"])
     masks, _ = split_mask(spec.mask)
@@ -113,8 +111,12 @@ def default_out_dtype(dtype: str) -> str:
 
 
 def find_violations(spec: AttentionSpec, features: Features) -> list[Violation]:
-    """Every field of the spec for which no kernel can be made, in the order of the fields."""
-    found = [
+    """Every field of the spec for which no kernel can be made. Of a layout that there is not the
+    rest is judged as it will be with the nearest."""
+    found = _check_layout(spec)
+    if found:
+        spec = dataclasses.replace(spec, layout=found[0].nearest)
+    found += [
         *_check_operands(spec),
         *_check_features(spec, features),
         *_check_together(spec),
@@ -127,6 +129,14 @@ def find_violations(spec: AttentionSpec, features: Features) -> list[Violation]:
             reason = f"architecture {arch!r} has no kernels; available: {ARCHES}"
             found.append(Violation("arch", reason, ARCHES))
     return found
+
+
+def _check_layout(spec: AttentionSpec) -> list[Violation]:
+    try:
+        layouts.parse(spec.layout)
+    except ValueError as error:
+        return [Violation("layout", str(error), "bshd")]
+    return []
 
 
 def _check_operands(spec: AttentionSpec) -> list[Violation]:
@@ -144,21 +154,14 @@ def _check_operands(spec: AttentionSpec) -> list[Violation]:
     if spec.out_dtype not in (None, *out_dtypes):
         reason = f"out_dtype {spec.out_dtype!r}: allowed for {dtype!r} queries are {out_dtypes}"
         found.append(Violation("out_dtype", reason, None))
-    found += _check_head_dims(spec, head_dim_step(dtype))
-    try:
-        layout = layouts.parse(spec.layout)
-    except ValueError as error:
-        found.append(Violation("layout", str(error), "bshd"))
-    else:
-        found += _check_decode(spec, layout)
-    return found
+    return found + _check_head_dims(spec, head_dim_step(dtype)) + _check_decode(spec)
 
 
-def _check_decode(spec: AttentionSpec, layout: layouts.Layout) -> list[Violation]:
+def _check_decode(spec: AttentionSpec) -> list[Violation]:
     """What kernels that split the keys lack."""
     if not splits_keys(spec):
         return []
-    found = []
+    found, layout = [], layouts.parse(spec.layout)
     if "thd" in layout.formats and not layout.paged:
         reason = f"layout {spec.layout!r} has no kernels that split the keys"
         found.append(Violation("layout", reason, "bshd"))
@@ -200,8 +203,9 @@ def available_directions(dtype: str, out_dtype: str | None) -> tuple[str, ...]:
 
 def _check_directions(spec: AttentionSpec) -> list[Violation]:
     available = available_directions(spec.dtype, spec.out_dtype)
+    whose = f" for {spec.dtype!r} queries and {spec.out_dtype or 'default'!r} output"
     if splits_keys(spec):
-        available = ("fwd",)
+        available, whose = ("fwd",), " that split keys"
     legal = tuple(each for each in spec.directions if each in available) or ("fwd",)
     if not spec.directions:
         return [Violation("directions", f"directions is empty; available: {available}", legal)]
@@ -209,7 +213,6 @@ def _check_directions(spec: AttentionSpec) -> list[Violation]:
     for direction in dict.fromkeys(spec.directions):
         if direction in available:
             continue
-        whose = f" for {spec.dtype!r} queries and {spec.out_dtype or 'default'!r} output"
         reason = f"direction {direction!r} has no kernels{whose if direction in DIRECTIONS else ''}"
         found.append(Violation("directions", f"{reason}; available: {available}", legal))
     return found
@@ -224,10 +227,7 @@ def _check_together(spec: AttentionSpec) -> list[Violation]:
         asked["softmax"] = "vanilla"
     if spec.mask == "arbitrary":
         asked["mask"] = "none"
-    try:
-        varying = sequences_of(spec) != ("dense", "dense")
-    except ValueError:
-        varying = False  # there is no such layout, which is said elsewhere
+    varying = sequences_of(spec) != ("dense", "dense")
     if splits_keys(spec):
         varying, beside = True, "pages or split keys"
     else:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import layouts
+from . import layouts, untested
 from .errors import SpecError
 from .values import from_data
 
@@ -92,7 +92,8 @@ class AttentionSpec:
         Raises: SpecError where the layout is unknown or does not fit the tensors.
         """
         layout = arguments.get("layout", "bshd")
-        layouts.check_operands(layouts.parse(layout), q, k, v)
+        parsed = layouts.parse(layout)
+        layouts.check_operands(parsed, q, k, v)
         last = (k if k is not None else q, v if v is not None else k if k is not None else q)
         window = arguments.get("window", (-1, -1))
         mask = arguments.get("mask", "none")
@@ -100,10 +101,10 @@ class AttentionSpec:
         mask = "arbitrary" if has_mask and mask == "none" else mask
         bias_type = arguments.get("bias_type", "post_scale")
         out_dtype, slopes = arguments.get("out_dtype"), arguments.get("alibi_slopes")
-        formats = zip(("q", "kv"), layouts.parse(layout).formats, strict=True)
+        formats = zip(("q", "kv"), parsed.formats, strict=True)
         lengths = [f"seqused_{side}" for side in ("q", "kv")]
         lengths += [f"cu_seqlens_{side}" for side, axes in formats if axes != "thd"]
-        return cls(
+        spec = cls(
             head_dim=q.shape[-1],
             head_dim_v=None if last[1].shape[-1] == q.shape[-1] else last[1].shape[-1],
             dtype=dtype_name(q.dtype),
@@ -121,54 +122,55 @@ class AttentionSpec:
             or arguments.get("block_mask") is not None,
             softmax=arguments.get("softmax", "vanilla"),
             seqused=any(arguments.get(name) is not None for name in lengths),
-            decode=_splits_keys(q, k, layouts.parse(layout), arguments),
             dropout=arguments.get("dropout_p", 0.0) > 0,
             return_max_logit=bool(arguments.get("return_max_logit", False)),
             deterministic=bool(arguments.get("deterministic") or False),
         )
+        q_shape, k_shape = (_shape_of(parsed, name, q, k) for name in ("q", "k"))
+        decode = is_decode(spec, q_shape, k_shape, arguments.get("num_splits"))
+        return dataclasses.replace(spec, decode=decode)
 
 
-# What kernels that split keys do not do, and the values that ask for none of it.
-_PLAIN: dict[str, Any] = {
-    "bias_type": "post_scale",
-    "softcap": 0.0,
-    "score_mod": None,
-    "mask_mod": None,
-    "softmax": "vanilla",
-    "dropout_p": 0.0,
-    "return_max_logit": False,
-}
+# What kernels that split keys leave out.
+_BESIDE_SPLITS = (
+    *("attn_mask", "alibi", "softcap", "score_mod", "mask_mod", "dropout", "return_max_logit"),
+)
 
 
-def has_few_queries(layout: layouts.Layout, q: Sequence[int], k: Sequence[int]) -> bool:
-    """Whether the queries of a sequence, with the heads of a group, fill no more than a tile of the
-    kernels that split keys. q, k: shapes in the layout's formats, of which none is thd."""
-    heads_q = layouts.size(q, layout.q_format, "h")
-    heads_kv = max(1, layouts.size(k, layout.kv_format, "h"))
-    return layouts.size(q, layout.q_format, "s") * heads_q <= DECODE_ROWS * heads_kv
+def is_decode(
+    spec: AttentionSpec, q: Sequence[int], k: Sequence[int], num_splits: int | None
+) -> bool:
+    """Whether a call reaches the kernels that split keys: all with pages, and plain dense 16-bit
+    ones whose queries, with the heads of a group, fill no more than a tile, or that say
+    `num_splits`; these only where untested kernels are allowed, since others serve them.
 
-
-def _splits_keys(q: Any, k: Any, layout: layouts.Layout, arguments: Mapping[str, Any]) -> bool:
-    """Whether a call of these arguments reaches the kernels that split keys."""
+    spec: the call's, whatever it says of this; q, k: shapes in the layout's formats.
+    """
+    layout = layouts.parse(spec.layout)
     if layout.paged:
         return True
-    dtypes = {dtype_name(x.dtype) for x in (q, k if k is not None else q)}
     if (
-        ("thd" in layout.formats or len(dtypes) > 1 or not dtypes <= DECODE_DTYPES)
-        or arguments.get("out_dtype") not in (None, q.dtype)
-        or any(arguments.get(name) is not None for name in ("attn_mask", "bias"))
-        or not (arguments.get("alibi_slopes") is None or arguments["alibi_slopes"] is False)
-        or any(arguments.get(name, plain) != plain for name, plain in _PLAIN.items())
+        not untested.allowed
+        or "thd" in layout.formats
+        or spec.dtype not in DECODE_DTYPES
+        or {spec.kv_dtype, spec.out_dtype} - {None, spec.dtype}
+        or (spec.bias, spec.softmax) != ("none", "vanilla")
+        or any(getattr(spec, name) for name in _BESIDE_SPLITS)
     ):
         return False
-    shapes = []
-    for name in ("q", "k"):
-        carrier, axis, _ = layout.home(name)
-        shape = [*(q if carrier == "q" else k).shape]
-        if axis:
-            del shape[axis]
-        shapes.append(shape)
-    return has_few_queries(layout, *shapes) or bool(arguments.get("num_splits"))
+    heads_q = layouts.size(q, layout.q_format, "h")
+    heads_kv = max(1, layouts.size(k, layout.kv_format, "h"))
+    few = layouts.size(q, layout.q_format, "s") * heads_q <= DECODE_ROWS * heads_kv
+    return few or bool(num_splits)
+
+
+def _shape_of(layout: layouts.Layout, operand: str, q: Any, k: Any) -> list[int]:
+    """That of Q or K in its format, whichever tensor of the call holds it."""
+    carrier, axis, _ = layout.home(operand)
+    shape = [*(q if carrier == "q" else k).shape]
+    if axis:
+        del shape[axis]
+    return shape
 
 
 def dtype_name(dtype: Any) -> str:

@@ -26,6 +26,8 @@ from .reference.call import SCALES
 from .run_time import UNBOUNDED, Extent, Scalars
 from .tuned import Candidate, Entry, settings
 
+# Of scales that are not given.
+SCALE_STRIDES = {f"descale_{x}_stride_{axis}": 0 for x in "qkv" for axis in ("batch", "head")}
 TOKENS = 16384  # of a call, spread over as many sequences as the length allows
 HIDDEN = 2048  # heads times head dim
 DTYPES = {
@@ -91,12 +93,25 @@ def current_device() -> tuple[str, str]:
     return require_gpu(), torch.cuda.get_device_name()
 
 
+def serves(problem: Problem) -> bool:
+    """Whether `tune` knows what to launch the problem's kernels with: dense forwards that read no
+    tensor beside Q, K, V and the scales of 8 bits."""
+    return (
+        (problem.direction, problem.scores, problem.softmax) == ("fwd", (), "vanilla")
+        and not (problem.varlen or problem.decode)
+        and not (problem.max_logit or problem.dropout or problem.attn_mask)
+    )
+
+
 def tune(problem: Problem, arch: str, effort: Effort) -> Tuning:
     """Times the problem's candidate plans on the current CUDA device.
 
     Every output is compared, element by element, with that of the plan that the heuristics
-    prefer. Raises: MeasureError where that one does not build, or another's output differs.
+    prefer. Raises: MeasureError where that one does not build, another's output differs, or `tune`
+    does not serve the problem.
     """
+    if not serves(problem):
+        raise MeasureError(f"{problem.label}: only plain dense forwards are tuned")
     plans = feasible(problem, arch)[: effort.limit]
     built, refused = _build(problem, plans, arch)
     times: list[dict[str, float]] = [{} for _ in built]
@@ -166,7 +181,7 @@ def _checked_calls(
     shape = (batch, length, heads, problem.head_dim_v)
     tensors["o"] = torch.empty(shape, device="cuda", dtype=DTYPES[problem.dtype_o])
     tensors["lse"] = torch.empty((batch, heads, length), device="cuda", dtype=torch.float32)
-    scalars = _scalars(problem, window)
+    scalars = scalars_of(problem, window)
     calls: dict[str, Call] = {}
     difference = DIFFERENCE_8BIT if problem.eight_bit else DIFFERENCE
     wanted: Tensor | None = None
@@ -191,10 +206,11 @@ def agree(found: Tensor, wanted: Tensor, difference: float = DIFFERENCE) -> bool
     return bool(((found - wanted).abs() <= limits).all())
 
 
-def _scalars(problem: Problem, window: int) -> Scalars:
+def scalars_of(problem: Problem, window: int) -> Scalars:
+    """What a launch is told beside shapes; window: keys before the diagonal."""
     left = window if "window" in problem.masks else UNBOUNDED
     right = UNBOUNDED if "causal" in problem.masks else left
-    return Scalars(problem.head_dim_qk**-0.5, left, right)
+    return Scalars(problem.head_dim_qk**-0.5, left, right, numbers=SCALE_STRIDES)
 
 
 def _call(built: Built, tensors: dict[str, Tensor], scalars: Scalars) -> Call:

@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 CALLS, ROUNDS = 200, 15
 # Where the first call spends its time: name → module and function of attngen.
 STAGES = {
-    "call: checks": ("ops.frontend", "_use_kernels"),
+    "call: checks": ("ops.choice", "use_kernels"),
     "call: import of cuda.bindings.driver": ("load", "driver"),
     "call: cache": ("ops.operation", "find_kernels"),
     "call: load": ("load", "load"),

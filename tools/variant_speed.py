@@ -1,6 +1,6 @@
 """Times variants of attention beside the plain causal kernels, as JSON.
 
-    python tools/variant_speed.py -o docs/results/variants.json
+    ATTNGEN_UNTESTED=1 python tools/variant_speed.py -o docs/results/variants.json
 
 Forward and backward at batch 4, 4096 tokens, 16 heads, head dim 128, causal; interleaved rounds,
 medians. docs/results/README.md says what the fields mean.
@@ -59,7 +59,7 @@ def visited_share(arguments: dict[str, Any], rows: int, keys: int) -> float:
 def problems(arguments: dict[str, Any]) -> tuple[Any, Any]:
     """Of the forward and of the backward."""
     given = {name: x for name, x in arguments.items() if name != "sink"}
-    q = torch.empty(1, 1, 1, HEAD_DIM, dtype=torch.bfloat16)
+    q = torch.empty(BATCH, LENGTH, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="meta")
     spec = attngen.AttentionSpec.from_call(q, q, q, mask="causal", **given)
     (forward,) = resolve.resolve(spec, features.scan())
     return forward, forward.backward()

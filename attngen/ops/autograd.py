@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SpecError
+from . import backward  # noqa: F401  # defines the operation
 from .signature import INPUTS, split
 
 DIFFERENTIABLE = ("q", "k", "v", "sink")  # whose gradients `attngen::backward` returns, in order
@@ -31,8 +32,9 @@ def gradients(
     ctx: Any, d_o: Tensor | None, dlse: Tensor | None, *_: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Those of the operation's arguments, from those of its output and LSE."""
-    wanted = ctx.needs_input_grad
-    returned: list[Tensor | None] = [None] * len(wanted)
+    given = ctx.needs_input_grad  # the dispatcher left out what equals its default at the end
+    wanted = (*given, *(False for _ in INPUTS))
+    returned: list[Tensor | None] = [None] * len(given)
     if d_o is not None or dlse is not None:
         q, k, v, out, lse, *optional = ctx.saved_tensors
         d_o = torch.zeros_like(out) if d_o is None else d_o
@@ -44,5 +46,6 @@ def gradients(
         )
         for name, gradient in zip(DIFFERENTIABLE, found, strict=True):
             place = INPUTS.index(name)
-            returned[place] = gradient if wanted[place] else None
+            if wanted[place]:
+                returned[place] = gradient
     return tuple(returned)

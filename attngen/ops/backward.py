@@ -87,14 +87,11 @@ def backward(
     after the rest: kernels that make unwanted gradients alone are left out.
     Raises: SpecError with every violation; CompileError, LaunchError.
     """
-    (optional, arguments), wanted = split(rest), wanted_of(rest)
+    (optional, arguments), wanted = split(rest), wanted_of(rest, k is None)
     given: Tensors = {"q": q, "k": k, "v": v, "o": readable(o), "d_o": readable(d_o)}
     given |= {"lse": lse.contiguous(), "dlse": None if dlse is None else dlse.float().contiguous()}
     given |= dict(zip(OPTIONAL, optional, strict=True))
     wanted = wanted._replace(dsink=wanted.dsink and given["sink"] is not None)
-    if k is None:  # one tensor, one gradient
-        both = wanted.dq or wanted.dkv
-        wanted = wanted._replace(dq=both, dkv=both)
     key = (arguments, wanted, *map(format_of, given.values()))
     ready = remember(_ready, key, lambda: _make_ready(given, arguments, wanted))
     with torch.cuda.device(q.device):
@@ -276,7 +273,7 @@ def _fake_backward(
     d_o: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor | None, v: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _o, lse, *rest = others
-    optional, wanted = split(rest)[0], wanted_of(rest)
+    optional, wanted = split(rest)[0], wanted_of(rest, k is None)
     names = names_of(wanted)
     pairs = zip(GRADIENTS, (q, k, v), strict=True)
     shapes = (0 if x is None or name not in names else x.shape for name, x in pairs)

@@ -14,7 +14,7 @@ from ..reference.fp8 import is_fp8
 from ..reference.fp8_checks import dtype_violations, output_violations, scale_violations
 from ..run_time import Extent
 from . import decode, lengths
-from .operands import layout_of, output_dtype, sequences_of, softmax_scale_of
+from .operands import layout_of, output_dtype, sequences_of, softmax_scale_of, spec_of
 from .signature import OPTIONAL, Arguments, Operands
 
 SCALE_LIMIT = 2.0**127  # in log2 units it must still be a float32
@@ -51,17 +51,18 @@ def violations(
     """
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
     reasons = [*dtype_violations(q.dtype, k.dtype, v.dtype)]
+    sequences = sequences_of(q, optional, arguments.layout)
     if is_fp8(q.dtype):
-        reasons += _fp8_violations(tensors, extents, optional, arguments)
+        reasons += _fp8_violations(q, extents["k"].heads, optional, arguments, sequences)
     else:
         reasons += _misplaced(q, optional, arguments)
-    sequences = sequences_of(q, optional, arguments.layout)
     reasons += lengths.violations(q, k, v, optional, arguments, sequences)
     reasons += batch_violations(extents, arguments.layout, sequences)
     reasons += _variant_violations(extents["q"], optional, arguments)
     reasons += _dropout_violations(optional["rng_state"], arguments.dropout_p)
     reasons += _mask_violations(optional["attn_mask"], arguments.mask, extents)
-    reasons += decode.violations(q, k, extents, optional, arguments)
+    served = spec_of(q, k, v, optional, arguments).decode
+    reasons += decode.violations(extents, optional, arguments, served)
     reasons += device_violations({**tensors, **optional})
     paged = layout_of(arguments.layout).paged
     return [*reasons, *operand_violations(tensors, extents, softmax_scale_of(q, arguments), paged)]
@@ -114,14 +115,15 @@ def device_violations(tensors: Mapping[str, Tensor | None]) -> list[str]:
 
 
 def _fp8_violations(
-    tensors: dict[str, Tensor],
-    extents: dict[str, Extent],
+    q: Tensor,
+    heads: int,
     optional: Mapping[str, Tensor | None],
     arguments: Arguments,
+    sequences: int,
 ) -> Iterator[str]:
     scales = {name: optional[name] for name in SCALES}
-    yield from scale_violations(scales, extents["k"].batch, extents["k"].heads)
-    yield from output_violations(output_dtype(tensors["q"], arguments), scales["scale_o"])
+    yield from scale_violations(scales, sequences, heads)
+    yield from output_violations(output_dtype(q, arguments), scales["scale_o"])
 
 
 def _variant_violations(

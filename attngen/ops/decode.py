@@ -1,44 +1,19 @@
-"""Decode: which calls have few queries a sequence, how their keys are split, where pages lie."""
+"""Decode: into how many parts keys are split, and where pages lie."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .. import untested
 from ..errors import SpecError
 from ..layouts import parse
 from ..load import LoadedKernel
 from ..run_time import MAX_SPLITS, Extent, choose_splits, row_tiles
-from ..spec import has_few_queries
 from .signature import Arguments
 
-DTYPES = (torch.float16, torch.bfloat16)
 SMALLEST_PAGE = 8  # rows that a swizzled copy can place
-
-
-def serves(
-    q: Tensor, k: Tensor, optional: Mapping[str, Tensor | None], arguments: Arguments
-) -> bool:
-    """Whether the kernels that split keys take a call: all with pages, and plain dense 16-bit ones
-    whose queries, with the heads of a group, fill no more than a tile, or that say `num_splits`;
-    these only where untested kernels are allowed, since others serve them."""
-    layout = parse(arguments.layout)
-    if layout.paged:
-        return True
-    if "thd" in layout.formats:
-        return False
-    if q.dtype not in DTYPES or k.dtype != q.dtype or arguments.out_dtype not in (None, q.dtype):
-        return False
-    plain = not (arguments.softcap or arguments.dropout_p or arguments.max_logit)
-    if not (plain and arguments.softmax == "vanilla" and untested.allowed):
-        return False
-    if optional["alibi_slopes"] is not None or optional["attn_mask"] is not None:
-        return False
-    return has_few_queries(layout, q.shape, k.shape) or arguments.num_splits > 0
 
 
 def splits_of(
@@ -88,21 +63,23 @@ def check_splits(num_splits: Any) -> None:
 
 
 def violations(
-    q: Tensor,
-    k: Tensor,
     extents: Mapping[str, Extent],
     optional: Mapping[str, Tensor | None],
     arguments: Arguments,
+    served: bool,
 ) -> Iterator[str]:
-    """What is wrong with splits and pages; q and k are views."""
+    """What is wrong with splits and pages.
+
+    served: whether the kernels that split keys take the call.
+    """
     try:
         check_splits(arguments.num_splits)
     except SpecError as error:
         yield from error.reasons
-    if arguments.num_splits > 1 and not serves(q, k, optional, arguments):
+    if arguments.num_splits > 1 and not served:
         yield (
-            f"num_splits={arguments.num_splits}: kernels split the keys of 16-bit bshd, sbhd and "
-            "bhsd operands, and of pages; leave it out"
+            f"num_splits={arguments.num_splits}: kernels split the keys of plain 16-bit bshd, sbhd "
+            "and bhsd operands, and of pages; leave it out"
         )
     if parse(arguments.layout).paged:
         yield from _page_violations(extents, optional)

@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import functools
-import logging
-import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import features, layouts, reference, untested
-from ..errors import SpecError
+from .. import layouts, reference
 from ..reference import fp8
 from ..reference.call import AttentionCall, MaskMod, ScoreMod, Window
 from ..reference.dropout import draw_rng_state
-from ..resolve import find_violations
 from ..results import AttentionAux
-from ..spec import AttentionSpec
+from . import choice
 from .checks import refuse_derivatives
 from .decode import check_splits
 from .forward import find_ready
 from .lengths import settle as settle_lengths
-from .operation import ARCH_OF_CAPABILITY, Ready, device_arch, format_of, run, unobserved
-from .signature import INPUTS, LENGTHS, Arguments
-
-log = logging.getLogger("attngen")
-
-_FEATURES = features.scan()  # here, not in a call: torch.compile cannot trace file access
-BACKENDS = ("auto", "cuda", "reference")
-# Whether a call waits for its lengths and page tables, and refuses those that cannot be right.
-CHECK_VALUES = os.environ.get("ATTNGEN_CHECK", "") not in ("", "0")
+from .operation import Ready, format_of, run, unobserved
+from .signature import INPUTS, Arguments
 
 
 def attention(
@@ -134,7 +123,7 @@ def attention(
         bias is None
         and (score_mod is None and mask_mod is None and block_mask is None)
         and type(window) is tuple
-        and not (CHECK_VALUES or torch.compiler.is_compiling())
+        and not (choice.CHECK_VALUES or torch.compiler.is_compiling())
     ):
         key = (
             q.shape, q.stride(), q.dtype, q.device,
@@ -169,7 +158,7 @@ def attention(
         return_max_logit=return_max_logit, return_amax=return_amax,
     )  # fmt: skip
     check_splits(num_splits)
-    if not _use_kernels(call, backend):
+    if not choice.use_kernels(call, backend, num_splits):
         out, aux = reference.run(call)
         return (out, aux) if wants_aux else out
     settled = _settle(call, deterministic, num_splits)
@@ -268,62 +257,3 @@ def _run_kernels(
     return results[0], AttentionAux(
         lse=results[1], max_logit=max_logit, rng_state=rng_state, amax_s=amax_s, amax_o=amax_o
     )
-
-
-def _use_kernels(call: AttentionCall, backend: str) -> bool:
-    """Whether kernels serve this call; checks all of its arguments.
-
-    Raises: SpecError where they do not agree, or the backend that was named cannot serve them.
-    """
-    if backend not in BACKENDS:
-        raise SpecError(f"backend={backend!r}; allowed: {', '.join(BACKENDS)}")
-    if backend == "reference":
-        return False
-    operands = reference.check(call)
-    if CHECK_VALUES and not torch.compiler.is_compiling():
-        reference.check_on_host(call, operands)
-    reasons = _refusals(call)
-    if reasons and backend == "cuda":
-        raise SpecError(reasons)
-    if reasons:
-        _log_once("; ".join(reasons))
-    return not reasons
-
-
-def _refusals(call: AttentionCall) -> list[str]:
-    """Why no kernel can serve this call; empty where one can."""
-    if device_arch(call.q.device) is None:
-        available = ", ".join(ARCH_OF_CAPABILITY.values())
-        return [f"{call.q.device} has no kernels; available: {available}"]
-    spec = AttentionSpec.from_call(
-        call.q,
-        call.k,
-        call.v,
-        layout=call.layout,
-        mask=call.mask,
-        window=call.window,
-        attn_mask=call.attn_mask,
-        bias=call.bias,
-        bias_type=call.bias_type,
-        alibi_slopes=call.alibi_slopes,
-        softcap=call.softcap,
-        score_mod=call.score_mod,
-        mask_mod=call.mask_mod,
-        block_mask=call.block_mask,
-        softmax=call.softmax,
-        dropout_p=call.dropout_p,
-        out_dtype=call.out_dtype,
-        return_max_logit=call.return_max_logit,
-        **{name: getattr(call, name) for name in LENGTHS},
-    )
-    reasons = [violation.reason for violation in find_violations(spec, _FEATURES)]
-    return reasons + untested.find(spec)
-
-
-_logged: set[str] = set()
-
-
-def _log_once(reason: str) -> None:
-    if not torch.compiler.is_compiling() and reason not in _logged:
-        _logged.add(reason)
-        log.warning("attention runs on the reference backend: %s", reason)

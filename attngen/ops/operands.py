@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,8 +12,8 @@ from ..layouts import Layout, parse, size, unpack
 from ..reference.dropout import drop_threshold, keep_scale
 from ..reference.fp8 import is_fp8
 from ..run_time import UNBOUNDED, Extent, Scalars
-from ..spec import AttentionSpec, dtype_name
-from . import decode, mask_bits
+from ..spec import AttentionSpec, dtype_name, is_decode
+from . import mask_bits
 from .signature import Arguments
 
 
@@ -80,7 +81,7 @@ def spec_of(
 ) -> AttentionSpec:
     """The spec of the forward kernel that serves a call."""
     sides = (arguments.window_left, arguments.window_right)
-    return AttentionSpec(
+    spec = AttentionSpec(
         head_dim=q.shape[-1],
         head_dim_v=v.shape[-1],
         dtype=dtype_name(q.dtype),
@@ -96,8 +97,8 @@ def spec_of(
         return_max_logit=arguments.max_logit,
         attn_mask=optional["attn_mask"] is not None,
         dropout=arguments.dropout_p > 0,
-        decode=decode.serves(q, k, optional, arguments),
     )
+    return replace(spec, decode=is_decode(spec, q.shape, k.shape, arguments.num_splits))
 
 
 def softmax_scale_of(q: Tensor, arguments: Arguments) -> float:

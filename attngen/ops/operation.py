@@ -152,6 +152,7 @@ def lay_out_workspaces(
         end += -(-size // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
     return offsets, end
 
+
 def _fill(tensor: Tensor, rest: float | str, operands: dict[str, Tensor | None]) -> None:
     if isinstance(rest, str):
         per_head = operands[rest]

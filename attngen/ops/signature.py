@@ -101,6 +101,9 @@ def split(rest: Sequence[Any]) -> tuple[tuple[Tensor | None, ...], Arguments]:
     return tensors, Arguments(*rest[count : count + len(Arguments._fields)])
 
 
-def wanted_of(rest: Sequence[Any]) -> Wanted:
-    """What stands behind those in the schema of the backward."""
-    return Wanted(*rest[len(OPTIONAL) + len(Arguments._fields) :])
+def wanted_of(rest: Sequence[Any], one_tensor: bool = False) -> Wanted:
+    """What stands behind those in the schema of the backward. one_tensor: whether Q, K and V are
+    one, which has one gradient."""
+    wanted = Wanted(*rest[len(OPTIONAL) + len(Arguments._fields) :])
+    both = wanted.dq or wanted.dkv
+    return wanted._replace(dq=both, dkv=both) if one_tensor else wanted

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from attngen import reference
-from attngen.ops import frontend
+from attngen.ops import choice, frontend
 from attngen.ops.signature import OPTIONAL, Arguments, split, wanted_of
 
 
@@ -17,7 +17,7 @@ class OnReference:
 
     def __init__(self, monkeypatch) -> None:
         self.calls: list[tuple] = []
-        monkeypatch.setattr(frontend, "device_arch", lambda device: "sm_90a")
+        monkeypatch.setattr(choice, "device_arch", lambda device: "sm_90a")
         monkeypatch.setattr(frontend, "unobserved", lambda tensors: False)
         monkeypatch.setattr(frontend, "_settled", {})
         self.library = torch.library.Library("attngen", "IMPL")

@@ -4,6 +4,8 @@ for the right thing. The reference computes them here."""
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -249,6 +251,26 @@ def test_backward_op_passes_opcheck(kernels, wanted):
 
 def test_forward_op_passes_opcheck_with_gradients(kernels):
     torch.library.opcheck(torch.ops.attngen.forward, tuple(operands()), {"mask": "causal"})
+
+
+def test_op_called_with_its_operands_alone_has_gradients(kernels):
+    """No argument stands behind them for the dispatcher to keep."""
+    q, k, v = operands()
+    out, *_ = torch.ops.attngen.forward(q, k, v)
+    found = torch.autograd.grad(out.float().square().sum(), [q, k, v])
+    wanted = attngen.attention(q, k, v, backend="reference")
+    expected = torch.autograd.grad(wanted.float().square().sum(), [q, k, v])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("module", ["frontend", "forward"])
+def test_module_that_runs_the_forward_brings_its_gradient_along(module):
+    code = (
+        f"import torch, attngen.ops.{module}; assert hasattr(torch.ops.attngen, 'backward'), "
+        "'a call would have no gradient'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("trained", [True, False])

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import attngen
-from attngen import AttentionSpec, SpecError, features, reference, resolve
+from attngen import AttentionSpec, SpecError, features, reference, resolve, untested
 from attngen.layouts import parse
-from attngen.ops import checks, decode, frontend
+from attngen.ops import checks, choice, decode, frontend
 from attngen.ops.operands import extents_of, spec_of
 from attngen.ops.signature import OPTIONAL, Arguments, split
 from attngen.run_time import Extent
@@ -64,7 +64,7 @@ def on_reference(monkeypatch):
         empty = q.new_empty(0, dtype=torch.float32)
         return out, aux.lse, empty, empty.clone()
 
-    monkeypatch.setattr(frontend, "device_arch", lambda device: "sm_90a")
+    monkeypatch.setattr(choice, "device_arch", lambda device: "sm_90a")
     monkeypatch.setattr(frontend, "unobserved", lambda tensors: False)
     monkeypatch.setattr(frontend, "_settled", {})
     library = torch.library.Library("attngen", "IMPL")
@@ -187,7 +187,7 @@ def test_paged_call_that_wants_a_gradient_is_refused_after_one_that_does_not(on_
 def test_values_are_checked_where_that_is_asked_for(on_reference, monkeypatch):
     given = call(page_table=torch.full((3, 3), 9, dtype=torch.int32))  # of pages 0 to 8
     _, _, (table, _) = pages()
-    monkeypatch.setattr(frontend, "CHECK_VALUES", True)
+    monkeypatch.setattr(choice, "CHECK_VALUES", True)
     for _ in range(2):
         with pytest.raises(SpecError, match="needs pages in 0..8"):
             attngen.attention(**given, backend="cuda")
@@ -254,10 +254,28 @@ def test_spec_of_a_call_is_the_one_whose_kernels_it_reaches(given, few):
     asked = {k: v for k, v in given.items() if k in Arguments._fields}
     arguments = Arguments(**asked)
     q, k, v = attngen.layouts.unpack(parse(arguments.layout), named["q"], named["k"], named["v"])
-    assert decode.serves(q, k, optional, arguments) == few
     known = features.scan()
     reached = spec_of(q, k, v, optional, arguments)
+    assert reached.decode == few
     assert resolve.resolve(spec, known) == resolve.resolve(reached, known)
+
+
+@pytest.mark.parametrize("given", [dense(1), dense(33, num_splits=1)])
+def test_spec_of_a_dense_call_is_the_ordinary_one_while_splits_wait(given, monkeypatch):
+    monkeypatch.setattr(untested, "allowed", False)
+    assert not AttentionSpec.from_call(**given).decode
+    asked = {k: v for k, v in given.items() if k in Arguments._fields}
+    tensors = [given[name] for name in "qkv"]
+    assert not spec_of(*tensors, dict.fromkeys(OPTIONAL), Arguments(**asked)).decode
+
+
+@pytest.mark.parametrize("beside", [{"bias_type": "pre_scale"}, {"softcap": 1.0}])
+def test_spec_of_a_call_beside_few_queries_is_the_one_that_it_reaches(beside):
+    given = dense(1, **beside)
+    asked = {k: v for k, v in beside.items() if k in Arguments._fields}
+    tensors = [given[name] for name in "qkv"]
+    reached = spec_of(*tensors, dict.fromkeys(OPTIONAL), Arguments(**asked))
+    assert AttentionSpec.from_call(**given).decode == reached.decode == ("softcap" not in beside)
 
 
 def test_keys_of_tables_of_two_widths_are_those_of_the_narrower():

@@ -7,7 +7,7 @@ import torch
 
 import attngen
 from attngen import SpecError, reference
-from attngen.ops import frontend
+from attngen.ops import choice, frontend
 from attngen.ops.signature import Arguments, split
 from tests.cpu.fp8_kit import E4M3, E5M2, keywords_of, operands, rest_of, same, scales
 
@@ -33,7 +33,7 @@ def on_reference(monkeypatch):
         maxima += (aux.max_logit if arguments.max_logit else empty,)
         return out, aux.lse, *(x.clone() for x in maxima)
 
-    monkeypatch.setattr(frontend, "device_arch", lambda device: "sm_90a")
+    monkeypatch.setattr(choice, "device_arch", lambda device: "sm_90a")
     monkeypatch.setattr(frontend, "unobserved", lambda tensors: False)
     monkeypatch.setattr(frontend, "_settled", {})
     library = torch.library.Library("attngen", "IMPL")

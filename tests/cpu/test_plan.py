@@ -10,6 +10,7 @@ import pytest
 from attngen.arch.base import Plan, lay_out
 from attngen.errors import PlanError
 from attngen.plan import candidates, plan
+from attngen.plan import plans as plans_of
 from attngen.problem import Problem
 
 ARCH = "sm_90a"
@@ -134,6 +135,36 @@ def test_candidates_checks_of_this_file_notice_a_plan_that_does_not_fit(make_pro
 def test_plan_no_tile_that_fits_is_refused_by_problem_and_arch(make_problem) -> None:
     with pytest.raises(PlanError, match="full_d512_bf16.*sm_90a"):
         plan(make_problem(512), ARCH)
+
+
+BESIDE = {
+    "scores": {"scores": ("softcap",)},
+    "sink": {"softmax": "off_by_one"},
+    "maximum": {"max_logit": True},
+    "dropout": {"dropout": True},
+    "bits": {"attn_mask": True},
+    "packed": {"q_seq": "packed", "kv_seq": "packed"},
+    "decode": {"decode": True},
+}
+LEGAL = [{"scores", "sink"}, {"scores", "maximum"}, {"sink", "maximum"}, {"dropout", "bits"}]
+
+
+@pytest.mark.parametrize("pair", [*itertools.combinations(BESIDE, 2)], ids="-".join)
+def test_plan_what_templates_do_not_have_together_is_refused(pair, make_problem) -> None:
+    """A problem out of a trace has passed no `resolve`, and a template would leave a part out."""
+    problem = replace(make_problem(64), **BESIDE[pair[0]], **BESIDE[pair[1]])
+    if {*pair} in LEGAL:
+        assert plans_of(problem, "sm_90a")
+    elif {*pair} != {"packed", "decode"}:
+        with pytest.raises(PlanError, match="together"):
+            plans_of(problem, "sm_90a")
+
+
+@pytest.mark.parametrize("fields", [BESIDE["dropout"], BESIDE["bits"]])
+def test_plan_8_bits_beside_what_their_kernels_leave_out_is_refused(fields, make_problem) -> None:
+    problem = replace(make_problem(64, dtype="e4m3", out="bf16"), **fields)
+    with pytest.raises(PlanError, match="together"):
+        plans_of(problem, "sm_90a")
 
 
 def test_plan_unknown_architecture_is_refused_with_those_there_are(make_problem) -> None:

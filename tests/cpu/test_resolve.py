@@ -31,6 +31,9 @@ SPECS = st.builds(
     layout=st.sampled_from((*layouts.NAMES, *layouts.FORMATS, "dhsb")),
     mask=st.sampled_from(MASKS),
     window=st.booleans(),
+    attn_mask=st.booleans(),
+    seqused=st.booleans(),
+    decode=st.booleans(),
     bias=st.sampled_from(("none", "post_scale", "pre_scale", "alibi")),
     alibi=st.booleans(),
     softcap=st.booleans(),
@@ -239,6 +242,12 @@ def test_resolve_many_violations_are_all_reported() -> None:
     for field in (*wrong, "softmax", "direction"):
         assert field in message
     assert len(caught.value.reasons) == 8
+
+
+def test_resolve_field_that_is_wrong_twice_is_changed_once() -> None:
+    with pytest.raises(SpecError) as caught:
+        resolve(AttentionSpec(64, dtype="e4m3", dropout=True, softcap=True), KNOWN)
+    assert str(caught.value).count("dropout=False") == 1
 
 
 @given(SPECS)

@@ -52,15 +52,16 @@ assert not (Path(attngen.__file__).parent / "templates").exists()
 CALL = """
 import contextlib, torch
 from attngen import AttentionSpec, load
-from attngen.ops import frontend, operation
-operation.device_arch = frontend.device_arch = lambda device: "sm_90a"
+from attngen.ops import choice, operation
+from attngen.reference.call import AttentionCall
+operation.device_arch = choice.device_arch = lambda device: "sm_90a"
 torch.cuda.device = lambda device: contextlib.nullcontext()
 load.load = lambda binary, cubin, device: (binary.kernel.entry, cubin[:4] == b"\\x7fELF")
 q = torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16)
-call = frontend.AttentionCall(q=q, k=q, v=q, mask="causal", window=(4, 0))
+call = AttentionCall(q=q, k=q, v=q, mask="causal", window=(4, 0))
 print(json.dumps({
-    "refusals": frontend._refusals(call),
-    "spiral": frontend._refusals(frontend.AttentionCall(q=q, k=q, v=q, mask="spiral")),
+    "refusals": choice.refusals(call),
+    "spiral": choice.refusals(AttentionCall(q=q, k=q, v=q, mask="spiral")),
     "kernels": [
         operation.kernels_of(AttentionSpec(head_dim=64, mask="causal", **more), q.device)
         for more in ({"window": True}, {}, {"directions": ("bwd",)})

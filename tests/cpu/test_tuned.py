@@ -11,11 +11,14 @@ import torch
 from click.testing import CliRunner
 
 from attngen import digest, tuned
+from attngen import tune as tuner
 from attngen.arch.base import Plan
 from attngen.cli import main
-from attngen.errors import PlanError
+from attngen.errors import MeasureError, PlanError
 from attngen.plan import candidates, feasible, plan
 from attngen.problem import Problem
+from attngen.reference.call import SCALES
+from attngen.run_time import Extent, values_of
 from attngen.tune import Tuning, agree, shape_of
 from attngen.tuned import CHIP_VARIABLE, Candidate, Entry
 
@@ -207,3 +210,44 @@ def test_tune_refuses_wrong_options_and_machines_without_a_gpu(
     result = CliRunner().invoke(main, ["tune", str(LLAMA), *options])
     assert result.exit_code == code and message in result.output
     assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"masks": ("causal", "window")},
+        {"out": "fp32"},
+        {"dtype": "e4m3", "out": "bf16"},
+        {"dtype": "e4m3", "out": "e5m2"},
+    ],
+    ids=str,
+)
+def test_tune_has_a_value_for_each_parameter_of_what_it_times(fields, make_problem, render) -> None:
+    problem = make_problem(64, **fields)
+    assert tuner.serves(problem)
+    kernel = render(problem).kernel
+    extents = {name: Extent(2, 8, 4, 64, 2048, 256, 64) for name in "qkvo"}
+    values = values_of(kernel, extents, tuner.scalars_of(problem, 100))
+    numbers = ("i32", "i64", "f32")
+    assert {field.name for field in kernel.fields if field.type in numbers} <= {*values}
+    given = {*SCALES, "amax_s", "amax_o", "tile_counter", "q", "k", "v", "o", "lse"}
+    assert {field.name for field in kernel.fields if field.type == "ptr"} <= given
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"direction": "bwd"},
+        {"scores": ("softcap",)},
+        {"softmax": "learnable"},
+        {"q_seq": "packed", "kv_seq": "packed"},
+        {"decode": True},
+        {"max_logit": True},
+        {"dropout": True},
+        {"attn_mask": True},
+    ],
+    ids=str,
+)
+def test_tune_what_needs_more_operands_is_refused(change, problem: Problem) -> None:
+    with pytest.raises(MeasureError, match="plain dense forwards"):
+        tuner.tune(replace(problem, **change), ARCH, tuner.Effort((512,), 64, None, 1, 1.0))

@@ -7,7 +7,7 @@ import torch
 
 import attngen
 from attngen import AttentionSpec, SpecError, untested
-from attngen.ops import frontend
+from attngen.ops import choice, frontend
 
 WAITING = {
     "alibi_slopes": {"alibi_slopes": True},
@@ -16,6 +16,7 @@ WAITING = {
     "max_logit": {"return_max_logit": True},
     "dropout": {"dropout_p": 0.1},
     "mask": {"attn_mask": torch.ones(5, 5, dtype=torch.bool)},
+    "num_splits": {"num_splits": 2},
     "padding": {"mask": "padding", "seqused_kv": torch.tensor([3, 5], dtype=torch.int32)},
 }
 
@@ -23,7 +24,7 @@ WAITING = {
 @pytest.fixture
 def closed(monkeypatch):
     monkeypatch.setattr(untested, "allowed", False)
-    monkeypatch.setattr(frontend, "device_arch", lambda device: "sm_90a")
+    monkeypatch.setattr(choice, "device_arch", lambda device: "sm_90a")
     monkeypatch.setattr(frontend, "_settled", {})
     monkeypatch.setattr(frontend, "_run_kernels", lambda *rest: "launched")
 

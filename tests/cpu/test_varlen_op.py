@@ -12,7 +12,7 @@ import attngen
 from attngen import SpecError, features, layouts
 from attngen.builder import render_problem
 from attngen.load import LoadedKernel
-from attngen.ops import backward, forward, lengths, operation
+from attngen.ops import backward, checks, forward, lengths, operands, operation
 from attngen.ops.signature import LENGTHS, OPTIONAL, Arguments
 from attngen.plan import plans
 from attngen.resolve import resolve
@@ -224,6 +224,34 @@ def test_op_fake_results_have_the_shapes_of_the_real_ones(launches, name):
     assert [x.shape for x in fake[:2]] == [out.shape, lse.shape]
     gradients = torch.ops.attngen.backward(fake[0], None, *meta, *fake[:2], *rest, *arguments)
     assert [x.shape for x in gradients] == [x.shape for x in found]
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True)], ids=["dq", "dkv"])
+def test_op_gradient_of_one_tensor_is_as_large_in_the_fake_result(launches, wanted):
+    q = carriers("bs3hd")[0]
+    rest = (*optional(), *Arguments(layout="bs3hd"), *wanted, False)
+    out, lse, *_ = forward.forward(q, None, None, *rest[:-3])
+    real = backward.backward(out, None, q, None, None, out, lse, *rest)
+    meta = [x.to("meta") for x in (out, q, lse)]
+    fake = torch.ops.attngen.backward(meta[0], None, meta[1], None, None, meta[0], meta[2], *rest)
+    assert [x.shape for x in real] == [x.shape for x in fake]
+    assert real[0].shape == q.shape
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_op_descales_of_packed_sequences_are_one_for_each_and_head(name):
+    tensors = [None if x is None else x.to(torch.float8_e4m3fn) for x in carriers(name)]
+    q, k, v = layouts.unpack(layouts.parse(name), *tensors)
+    given = {"cu_seqlens_q": cumulative(), "descale_k": torch.ones(BATCH, HEADS)}
+    if layouts.parse(name).kv_format == "thd":
+        given["cu_seqlens_kv"] = cumulative()
+    arguments = Arguments(layout=name, out_dtype=torch.bfloat16)
+    views = {"q": q, "k": k, "v": v, "o": operands.new_outputs(q, v, arguments)[0]}
+    extents = operands.extents_of(views, name)
+    known = dict.fromkeys(OPTIONAL) | given
+    assert not checks.violations(views, extents, known, arguments)
+    known["descale_k"] = torch.ones(1, HEADS)
+    assert checks.violations(views, extents, known, arguments)
 
 
 def test_spec_from_call_knows_lengths_of_dense_sides_only():

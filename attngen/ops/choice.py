@@ -1,0 +1,83 @@
+"""Choice: whether kernels or the reference compute a call."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+
+from .. import features, reference, untested
+from ..errors import SpecError
+from ..reference.call import AttentionCall
+from ..resolve import find_violations
+from ..spec import AttentionSpec
+from .operation import ARCH_OF_CAPABILITY, device_arch
+from .signature import LENGTHS
+
+log = logging.getLogger("attngen")
+
+_FEATURES = features.scan()  # here, not in a call: torch.compile cannot trace file access
+BACKENDS = ("auto", "cuda", "reference")
+# Whether a call waits for its lengths and page tables, and refuses those that cannot be right.
+CHECK_VALUES = os.environ.get("ATTNGEN_CHECK", "") not in ("", "0")
+
+
+def use_kernels(call: AttentionCall, backend: str, num_splits: int | None = None) -> bool:
+    """Whether kernels serve this call; checks all of its arguments.
+
+    Raises: SpecError where they do not agree, or the backend that was named cannot serve them.
+    """
+    if backend not in BACKENDS:
+        raise SpecError(f"backend={backend!r}; allowed: {', '.join(BACKENDS)}")
+    if backend == "reference":
+        return False
+    operands = reference.check(call)
+    if CHECK_VALUES and not torch.compiler.is_compiling():
+        reference.check_on_host(call, operands)
+    reasons = refusals(call, num_splits)
+    if reasons and backend == "cuda":
+        raise SpecError(reasons)
+    if reasons:
+        _log_once("; ".join(reasons))
+    return not reasons
+
+
+def refusals(call: AttentionCall, num_splits: int | None = None) -> list[str]:
+    """Why no kernel can serve this call; empty where one can."""
+    if device_arch(call.q.device) is None:
+        available = ", ".join(ARCH_OF_CAPABILITY.values())
+        return [f"{call.q.device} has no kernels; available: {available}"]
+    spec = AttentionSpec.from_call(
+        call.q,
+        call.k,
+        call.v,
+        layout=call.layout,
+        mask=call.mask,
+        window=call.window,
+        attn_mask=call.attn_mask,
+        bias=call.bias,
+        bias_type=call.bias_type,
+        alibi_slopes=call.alibi_slopes,
+        softcap=call.softcap,
+        score_mod=call.score_mod,
+        mask_mod=call.mask_mod,
+        block_mask=call.block_mask,
+        softmax=call.softmax,
+        dropout_p=call.dropout_p,
+        out_dtype=call.out_dtype,
+        return_max_logit=call.return_max_logit,
+        num_splits=num_splits,
+        **{name: getattr(call, name) for name in LENGTHS},
+    )
+    reasons = [violation.reason for violation in find_violations(spec, _FEATURES)]
+    return reasons + untested.find(spec, num_splits)
+
+
+_logged: set[str] = set()
+
+
+def _log_once(reason: str) -> None:
+    if not torch.compiler.is_compiling() and reason not in _logged:
+        _logged.add(reason)
+        log.warning("attention runs on the reference backend: %s", reason)
