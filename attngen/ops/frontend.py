@@ -162,7 +162,8 @@ def attention(
         out, aux = reference.run(call)
         return (out, aux) if wants_aux else out
     settled = _settle(call, deterministic, num_splits)
-    if key is not None and not isinstance(softmax_scale, Tensor):  # whose value may change
+    numbers = (softmax_scale, softcap, dropout_p)  # the value of a tensor may change
+    if key is not None and not any(isinstance(x, Tensor) for x in numbers):
         if len(_settled) >= _KEY_LIMIT:
             _settled.clear()
         _settled[key] = settled
