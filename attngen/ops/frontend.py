@@ -225,7 +225,10 @@ def _with(operands: tuple[Any, ...], place: int, tensor: Tensor) -> tuple[Any, .
     return (*operands[:place], tensor, *operands[place + 1 :])
 
 
-_slopes = functools.lru_cache(maxsize=256)(reference.default_alibi_slopes)
+@functools.lru_cache(maxsize=256)
+def _slopes(heads: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # a call that trains may save them
+        return reference.default_alibi_slopes(heads, device)
 
 
 def _run_kernels(

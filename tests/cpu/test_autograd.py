@@ -265,6 +265,16 @@ def test_number_in_a_tensor_is_read_in_each_call(kernels, monkeypatch, name):
     assert [getattr(each.arguments, name) for each in seen] == [0.5, 0.25]
 
 
+def test_default_slopes_of_an_inference_serve_training_too(kernels, monkeypatch):
+    monkeypatch.setattr(frontend, "unobserved", lambda tensors: len(tensors) == 1)  # for slopes
+    frontend._slopes.cache_clear()
+    q, k, v = operands()
+    with torch.inference_mode():
+        attngen.attention(q.detach(), k.detach(), v.detach(), alibi_slopes=True, backend="cuda")
+    attngen.attention(q, k, v, alibi_slopes=True, backend="cuda").float().sum().backward()
+    assert q.grad is not None
+
+
 def test_op_called_with_its_operands_alone_has_gradients(kernels):
     """No argument stands behind them for the dispatcher to keep."""
     q, k, v = operands()
