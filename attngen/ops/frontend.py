@@ -162,7 +162,8 @@ def attention(
         out, aux = reference.run(call)
         return (out, aux) if wants_aux else out
     settled = _settle(call, deterministic, num_splits)
-    if key is not None and not isinstance(softmax_scale, Tensor):  # whose value may change
+    numbers = (softmax_scale, softcap, dropout_p)  # the value of a tensor may change
+    if key is not None and not any(isinstance(x, Tensor) for x in numbers):
         if len(_settled) >= _KEY_LIMIT:
             _settled.clear()
         _settled[key] = settled
@@ -224,7 +225,10 @@ def _with(operands: tuple[Any, ...], place: int, tensor: Tensor) -> tuple[Any, .
     return (*operands[:place], tensor, *operands[place + 1 :])
 
 
-_slopes = functools.lru_cache(maxsize=256)(reference.default_alibi_slopes)
+@functools.lru_cache(maxsize=256)
+def _slopes(heads: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # a call that trains may save them
+        return reference.default_alibi_slopes(heads, device)
 
 
 def _run_kernels(

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attngen
 from attngen import SpecError
+from attngen.ops import frontend
 from attngen.ops.signature import Wanted
 from tests.cpu.autograd_kit import OnReference
 
@@ -251,6 +252,27 @@ def test_backward_op_passes_opcheck(kernels, wanted):
 
 def test_forward_op_passes_opcheck_with_gradients(kernels):
     torch.library.opcheck(torch.ops.attngen.forward, tuple(operands()), {"mask": "causal"})
+
+
+@pytest.mark.parametrize("name", ["softmax_scale", "softcap", "dropout_p"])
+def test_number_in_a_tensor_is_read_in_each_call(kernels, monkeypatch, name):
+    seen = []
+    monkeypatch.setattr(frontend, "_run_kernels", lambda _, settled, __: seen.append(settled))
+    number = torch.tensor(0.5)
+    for value in (0.5, 0.25):
+        number.fill_(value)
+        attngen.attention(*operands(), **{name: number}, backend="cuda")
+    assert [getattr(each.arguments, name) for each in seen] == [0.5, 0.25]
+
+
+def test_default_slopes_of_an_inference_serve_training_too(kernels, monkeypatch):
+    monkeypatch.setattr(frontend, "unobserved", lambda tensors: len(tensors) == 1)  # for slopes
+    frontend._slopes.cache_clear()
+    q, k, v = operands()
+    with torch.inference_mode():
+        attngen.attention(q.detach(), k.detach(), v.detach(), alibi_slopes=True, backend="cuda")
+    attngen.attention(q, k, v, alibi_slopes=True, backend="cuda").float().sum().backward()
+    assert q.grad is not None
 
 
 def test_op_called_with_its_operands_alone_has_gradients(kernels):
