@@ -154,7 +154,13 @@ def test_build_interrupted_goes_on_where_it_was(tmp_path: Path) -> None:
     # The compiler's own cache could have all of them ready before the signal comes.
     environment = {**os.environ, "ATTNGEN_CACHE_DIR": str(tmp_path), "CUDA_CACHE_DISABLE": "1"}
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        # A shell's background job, as the tests may be, hands down that SIGINT is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     first = process.stdout.readline()
