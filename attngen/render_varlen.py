@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 from .arch.sm90_varlen import VarlenPlan
 from .features import Features
 from .problem import Problem
 from .program import KernelEntry, Workspace
-from .render import Source, entry_name, fill, lay_out_fields, operands_of, uses_of
+from .render import (
+    Source,
+    entry_name,
+    fill,
+    lay_out_fields,
+    operands_of,
+    strides_of,
+    typed,
+    uses_of,
+)
 
 
 def render(problem: Problem, plan: VarlenPlan, features: Features, root: Path) -> Source:
@@ -22,16 +30,11 @@ def render(problem: Problem, plan: VarlenPlan, features: Features, root: Path) -
     schedules += ("kv_schedule",) if plan.kv else ()
     filled = ("o",) if problem.direction == "fwd" else ("dq", "dk", "dv")
     pointers = (*schedules, *filled, *(("lse",) if problem.direction == "fwd" else ()))
-    strides = itertools.product(filled, ("row", "head", "batch"))
-    integers = ("sequences", "heads_q", "heads_kv", "group_size")
-    fields, params_bytes = lay_out_fields(
-        [
-            *((name, "ptr") for name in pointers),
-            *((f"{name}_stride_{axis}", "i64") for name, axis in strides),
-            *((name, "i32") for name in integers),
-            *operands_of(uses),
-        ]
-    )
+    names = typed("ptr", *pointers)
+    for tensor in filled:
+        names += strides_of(tensor)
+    names += typed("i32", "sequences", "heads_q", "heads_kv", "group_size")
+    fields, params_bytes = lay_out_fields([*names, *operands_of(uses)])
     kernel = KernelEntry(
         entry=entry_name(problem, plan),
         threads=plan.threads,

@@ -15,10 +15,10 @@ from ..reference.fp8_checks import dtype_violations, output_violations, scale_vi
 from ..run_time import Extent
 from . import decode, lengths
 from .operands import layout_of, output_dtype, sequences_of, softmax_scale_of, spec_of
-from .signature import OPTIONAL, Arguments, Operands
+from .signature import INPUTS, Arguments, Operands
 
 SCALE_LIMIT = 2.0**127  # in log2 units it must still be a float32
-PAGES = 3 + OPTIONAL.index("page_table_k")  # its place among the operands
+PAGES = INPUTS.index("page_table_k")
 OFFSET_LIMIT = 1 << 31  # elements; kernels index scales in 32 bits
 
 

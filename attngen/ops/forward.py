@@ -110,8 +110,9 @@ def _make_ready(operands: Operands, arguments: Arguments) -> Ready:
     launches = tuple(prepare(each, extents, scalars) for each in kernels)
     offsets, size = lay_out_workspaces(kernels, extents["q"], scalars.sequences, splits)
     counts = any("tile_counter" in each.kernel.workspace for each in kernels)
-    found = replace(ready, launches=launches, offsets=offsets, workspace_bytes=size)
-    return replace(found, counts_tiles=counts)
+    return replace(
+        ready, launches=launches, offsets=offsets, workspace_bytes=size, counts_tiles=counts
+    )
 
 
 def _new_maxima(q: Tensor, heads: int, arguments: Arguments) -> dict[str, Tensor]:
