@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import layouts, untested
+from . import layouts
 from .errors import SpecError
 from .values import from_data
 
@@ -142,7 +142,7 @@ def is_decode(
 ) -> bool:
     """Whether a call reaches the kernels that split keys: all with pages, and plain dense 16-bit
     ones whose queries, with the heads of a group, fill no more than a tile, or that say
-    `num_splits`; these only where untested kernels are allowed, since others serve them.
+    `num_splits`.
 
     spec: the call's, whatever it says of this; q, k: shapes in the layout's formats.
     """
@@ -150,8 +150,7 @@ def is_decode(
     if layout.paged:
         return True
     if (
-        not untested.allowed
-        or "thd" in layout.formats
+        "thd" in layout.formats
         or spec.dtype not in DECODE_DTYPES
         or {spec.kv_dtype, spec.out_dtype} - {None, spec.dtype}
         or (spec.bias, spec.softmax) != ("none", "vanilla")

@@ -5,8 +5,8 @@
 Sequences of different lengths share the pages of their common beginning. Each step takes what every
 sequence has to read next, a chunk of its prompt or the token before, as packed queries against all
 that its pages hold. Afterwards the reference reads the finished sequences whole: no token may be
-worse than its own choice by more than TOLERANCE. Without a GPU that has kernels, or while those of
-pages wait for their tests (ATTNGEN_UNTESTED=1 lets them through), both sides are the reference.
+worse than its own choice by more than TOLERANCE. Without a GPU that has kernels both sides are the
+reference.
 """
 
 from __future__ import annotations

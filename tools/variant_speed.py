@@ -1,6 +1,6 @@
 """Times variants of attention beside the plain causal kernels, as JSON.
 
-    ATTNGEN_UNTESTED=1 python tools/variant_speed.py -o docs/results/variants.json
+    python tools/variant_speed.py -o docs/results/variants.json
 
 Forward and backward at batch 4, 4096 tokens, 16 heads, head dim 128, causal; interleaved rounds,
 medians. docs/results/README.md says what the fields mean.

@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from .. import features, reference, untested
+from .. import features, reference
 from ..errors import SpecError
 from ..reference.call import AttentionCall
 from ..resolve import find_violations
@@ -70,8 +70,7 @@ def refusals(call: AttentionCall, num_splits: int | None = None) -> list[str]:
         num_splits=num_splits,
         **{name: getattr(call, name) for name in LENGTHS},
     )
-    reasons = [violation.reason for violation in find_violations(spec, _FEATURES)]
-    return reasons + untested.find(spec, num_splits)
+    return [violation.reason for violation in find_violations(spec, _FEATURES)]
 
 
 _logged: set[str] = set()

@@ -94,12 +94,6 @@ extern "C" void block_ranges(const int* lengths, int left, int right, int n, con
 """
 
 
-@pytest.fixture(autouse=True)
-def untested_kernels_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What calls do with kernels is tested whether or not these have passed the GPU tests."""
-    monkeypatch.setattr("attngen.untested.allowed", True)
-
-
 @pytest.fixture(scope="session")
 def compile_cpp(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`compile_cpp(source, *options, executable=False)` → the shared object, or the program."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attngen
-from attngen import AttentionSpec, SpecError, features, reference, resolve, untested
+from attngen import AttentionSpec, SpecError, features, reference, resolve
 from attngen.layouts import parse
 from attngen.ops import checks, choice, decode, frontend
 from attngen.ops.operands import extents_of, spec_of
@@ -258,15 +258,6 @@ def test_spec_of_a_call_is_the_one_whose_kernels_it_reaches(given, few):
     reached = spec_of(q, k, v, optional, arguments)
     assert reached.decode == few
     assert resolve.resolve(spec, known) == resolve.resolve(reached, known)
-
-
-@pytest.mark.parametrize("given", [dense(1), dense(33, num_splits=1)])
-def test_spec_of_a_dense_call_is_the_ordinary_one_while_splits_wait(given, monkeypatch):
-    monkeypatch.setattr(untested, "allowed", False)
-    assert not AttentionSpec.from_call(**given).decode
-    asked = {k: v for k, v in given.items() if k in Arguments._fields}
-    tensors = [given[name] for name in "qkv"]
-    assert not spec_of(*tensors, dict.fromkeys(OPTIONAL), Arguments(**asked)).decode
 
 
 @pytest.mark.parametrize("beside", [{"bias_type": "pre_scale"}, {"softcap": 1.0}])

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "attngen"
 # The stages, each with the values it passes on; a module may import what stands before it.
 STAGES = (
-    *("errors", "values", "untested", "spec", "features", "problem", "resolve", "arch.base"),
+    *("errors", "values", "spec", "features", "problem", "resolve", "arch.base"),
     *("arch.sm90", "arch.sm90_bwd", "arch.sm90_decode", "arch.sm90_varlen", "tuned", "plan"),
     *("program", "render", "render_bwd", "render_decode", "render_varlen", "compile", "digest"),
     *("cache_entry", "cache_lock", "cache", "bundle", "mounts", "builder", "batch", "ops"),

@@ -39,12 +39,6 @@ WORKLOADS = [
 Workload = tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]
 
 
-@pytest.fixture(autouse=True)
-def untested_kernels_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These are the tests that kernels wait for."""
-    monkeypatch.setattr("attngen.untested.allowed", True)
-
-
 def missing() -> str | None:
     """Why these tests cannot run here; None where they can."""
     if not torch.cuda.is_available():

@@ -95,15 +95,15 @@ def truth(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Truth:
     out64, aux64 = reference.attention(q64, k64, v64, **plain)
     weighed, _ = reference.attention(q64, k64, v64.abs(), **plain)
     out_error, lse_error = _emulate(q, k, v, arguments, out64, aux64.lse)
-    score_error = _score_error(q, k, scales, layout, plain.get("softmax_scale"))
+    core = score_error(q, k, scales, layout, plain.get("softmax_scale"))
     back = [oracle.TO_BHSD[layout[:4]].index(axis) for axis in range(4)]
     keys = min(SUMMED_KEYS, k.shape[layout.index("s")])
-    slack = (2 * score_error[..., None].permute(back) + keys * 2.0**-15) * weighed
+    slack = (2 * core[..., None].permute(back) + keys * 2.0**-15) * weighed
     return Truth(
         out64,
         aux64.lse,
         2 * out_error + 1e-3 * oracle.largest(out64.abs()) + slack,
-        2 * lse_error + 1e-4 * aux64.lse.abs().clamp(min=1) + score_error,
+        2 * lse_error + 1e-4 * aux64.lse.abs().clamp(min=1) + core,
     )
 
 
@@ -127,7 +127,7 @@ def _emulate(
     return max(out_errors), max(lse_errors)
 
 
-def _score_error(
+def score_error(
     q: Tensor, k: Tensor, scales: dict[str, Tensor | None], layout: str, scale: float | None
 ) -> Tensor:
     """How far off tensor cores are in the worst score of each row, float64 [b, h, s_q]."""
@@ -136,7 +136,7 @@ def _score_error(
     found = tensor_core.largest_errors(q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     for name in ("descale_q", "descale_k"):
         ones = q.new_ones(q.shape[0], q.shape[1], 1, 1, dtype=torch.float64)
-        found = found * exact(ones, scales[name], "bhsd", q.shape[1])[..., 0]
+        found = found * exact(ones, scales.get(name), "bhsd", q.shape[1])[..., 0]
     return found
 
 

@@ -127,7 +127,7 @@ def check_max_logit(
     core = 0.0
     if eight_bit:
         layout = arguments.get("layout", "bshd")
-        core = oracle.largest(oracle_fp8._score_error(exact[0], exact[1], layout, None))
+        core = oracle.largest(oracle_fp8.score_error(exact[0], exact[1], {}, layout, None))
     limit = 2 * torch_error + 1e-4 * truth[seen].abs().clamp(min=1) + core
     error = (found.double() - truth)[seen].abs()
     assert (error <= limit).all(), f"max_logit: {error.max():.3e} > {limit.min():.3e}"
