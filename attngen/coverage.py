@@ -21,11 +21,14 @@ AXES: dict[str, tuple[Any, ...]] = {
     "dtype": ("bf16", "fp16", "e4m3"),
     "mask": ("none", "causal", "causal_bottom_right"),
     "softmax": ("vanilla", "off_by_one", "learnable"),
-    "layout": ("bshd", "sbhd", "bhsd"),
+    "layout": ("bshd", "sbhd", "bhsd", "thd"),
+    "seqused": (False, True),
     "window": (False, True),
     "alibi": (False, True),
     "softcap": (False, True),
     "max_logit": (False, True),
+    "attn_mask": (False, True),
+    "dropout": (False, True),
     "group_size": (1, 4),
     "training": (False, True),
     "deterministic": (False, True),
@@ -42,17 +45,23 @@ class Member:
     mask: str
     softmax: str
     layout: str
+    seqused: bool
     window: bool
     alibi: bool
     softcap: bool
     max_logit: bool
+    attn_mask: bool
+    dropout: bool
     group_size: int
     training: bool
     deterministic: bool
 
     def __str__(self) -> str:
         d, d_v = self.head_dims
-        switches = ("window", "alibi", "softcap", "max_logit", "training", "deterministic")
+        switches = (
+            *("seqused", "window", "alibi", "softcap", "max_logit", "attn_mask", "dropout"),
+            *("training", "deterministic"),
+        )
         words = [f"d{d}v{d_v}", self.dtype, self.mask, self.softmax, self.layout]
         words += [f"gqa{self.group_size}", *(name for name in switches if getattr(self, name))]
         return " ".join(words)
@@ -66,11 +75,14 @@ class Member:
             dtype=self.dtype,
             layout=self.layout,
             mask=self.mask.removesuffix("_bottom_right"),
+            seqused=self.seqused,
             window=self.window,
             alibi=self.alibi,
             softcap=self.softcap,
             softmax=self.softmax,
             return_max_logit=self.max_logit,
+            attn_mask=self.attn_mask,
+            dropout=self.dropout,
         )
 
     def problems(self, known: Features) -> tuple[Problem, ...]:
@@ -81,8 +93,11 @@ class Member:
 
 
 def is_legal(member: Member, known: Features) -> bool:
-    """Whether there are kernels for a member; one that does not train has no order of additions."""
+    """Whether there are kernels for a member; one that does not train has no order of additions,
+    and packed tokens say their lengths otherwise than padding does."""
     if member.deterministic and not member.training:
+        return False
+    if member.seqused and member.layout == "thd":
         return False
     if member.training and member.dtype in DTYPES_8BIT:
         return False

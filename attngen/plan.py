@@ -88,8 +88,7 @@ def _check_together(problem: Problem) -> None:
     are refused by `resolve`, but a trace may have such problems, too."""
     scored = bool(problem.scores) or problem.max_logit or problem.softmax != "vanilla"
     hidden = problem.dropout or problem.attn_mask
-    varying = problem.varlen or problem.decode
-    if scored + hidden + varying > 1 or (hidden and problem.eight_bit):
+    if (problem.decode and (scored or hidden)) or (hidden and problem.eight_bit):
         raise PlanError(f"{problem.label}: no kernel does all of this together yet")
 
 

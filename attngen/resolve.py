@@ -219,25 +219,18 @@ def _check_directions(spec: AttentionSpec) -> list[Violation]:
 
 
 def _check_together(spec: AttentionSpec) -> list[Violation]:
-    """Features that have kernels, but not yet beside others that the spec asks for."""
-    scored = ("alibi", "softcap", "return_max_logit", "softmax")
-    switches = (*scored[:3], "dropout", "attn_mask")
+    """Features that kernels which split keys do not have yet."""
+    if not splits_keys(spec):
+        return []
+    switches = ("alibi", "softcap", "return_max_logit", "dropout", "attn_mask")
     asked: dict[str, Any] = {name: False for name in switches if getattr(spec, name)}
     if spec.softmax != "vanilla":
         asked["softmax"] = "vanilla"
     if spec.mask == "arbitrary":
         asked["mask"] = "none"
-    varying = sequences_of(spec) != ("dense", "dense")
-    if splits_keys(spec):
-        varying, beside = True, "pages or split keys"
-    else:
-        beside = "variable lengths" if varying else "ALiBi, softcap, sinks or max_logit"
-    if not (varying or asked.keys() & {*scored}):
-        return []
     return [
-        Violation(name, f"{name} beside {beside} has no kernels yet", nearest)
+        Violation(name, f"{name} beside pages or split keys has no kernels yet", nearest)
         for name, nearest in asked.items()
-        if varying or name not in scored
     ]
 
 

@@ -40,6 +40,7 @@ OPERANDS = {2: 204, 3: 132}
 OPERANDS_SCORES = {2: 188, 3: 116}
 LIGHT_SCORES = frozenset({"alibi"})  # a multiply-add an element needs no registers
 MASK_REGISTERS = 12  # of a thread, for the bits of an arbitrary mask
+LENGTH_REGISTERS = 12  # for lengths told on the device, beside random words
 # Groups of 32 heads leave four SMs a head to share its keys, of 64 MB still mostly hit L2: measured
 # best or within 1 % from 1k to 16k tokens; smaller groups lose to the imbalance at their ends.
 CAUSAL_SCHEDULE = Schedule(True, True, kv_group_bytes=64 << 20, group_heads=32, tail_share=4)
@@ -207,7 +208,8 @@ def operand_limit(problem: Problem, choice: Choice) -> int:
         return role_registers(problem, choice)[1] - (64 if problem.scores else 32)
     light = LIGHT_SCORES.issuperset(problem.scores)
     limit = (OPERANDS if light else OPERANDS_SCORES)[choice.consumers]
-    return limit - MASK_REGISTERS * problem.attn_mask
+    limit -= MASK_REGISTERS * problem.attn_mask
+    return limit - LENGTH_REGISTERS * (problem.dropout and problem.varlen)
 
 
 def role_registers(problem: Problem, choice: Choice) -> tuple[int, int]:

@@ -140,6 +140,11 @@ def fuses(problem: Problem) -> bool:
     # Scores with arithmetic of their own spill beside blocks of 128 queries; several of them, or
     # one and an order of additions, beside 64 too.
     light = LIGHT_SCORES.issuperset(problem.scores)
+    # So do random words, an order of additions and anything more.
+    if problem.deterministic and problem.dropout and (
+        problem.scores or problem.attn_mask or problem.varlen
+    ):
+        return False
     if max(d, d_v) <= 64:
         return light
     return d > 64 and max(d, d_v) <= 128 and (

@@ -54,7 +54,8 @@ library.define(
 class Ready:
     """What calls of equal shapes, strides and arguments share: the launches, in order, the
     gradients that they write, what points into the tensors of the call, and where each workspace
-    lies in one allocation of so many bytes. No launches: the gradients are zero."""
+    lies in one allocation of so many bytes. fills_rows: kernels leave out rows of LSE and D that
+    belong to no sequence. No launches: the gradients are zero."""
 
     launches: tuple[Prepared, ...]
     gradients: tuple[str, ...]
@@ -62,6 +63,7 @@ class Ready:
     offsets: dict[str, int] = field(default_factory=dict)
     workspace_bytes: int = 0
     row_sizes: tuple[int, int, int] = (0, 0, 0)  # batch, heads, rows of LSE and D in the workspace
+    fills_rows: bool = False
     lengths: tuple[int, int] = (0, 0)  # of queries and keys
 
 
@@ -149,7 +151,9 @@ def _run(ready: Ready, given: Tensors, wanted: Wanted) -> Tensor:
             return lse.new_empty(0)
         # No query sees a key: each LSE is its head's sink.
         dlse = given["dlse"]
-        return sink.new_zeros(sink.shape) if dlse is None else dlse.sum((0, 2))
+        if dlse is None:
+            return sink.new_zeros(sink.shape)
+        return dlse.sum(1 if dlse.ndim == 2 else (0, 2))
     addresses = {name: 0 if x is None else x.data_ptr() for name, x in given.items()}
     for name, source, offset in ready.sources:
         addresses[name] = addresses[source] + offset
@@ -162,23 +166,29 @@ def _run(ready: Ready, given: Tensors, wanted: Wanted) -> Tensor:
     start = workspace.data_ptr()
     addresses |= {name: start + offset for name, offset in ready.offsets.items()}
     addresses["tile_counter"] = tile_counter(device, stream)
+    rows = None if sink is None else _rows_of(ready, workspace)
+    if rows is not None and ready.fills_rows:
+        rows[0].fill_(math.inf)
+        rows[1].zero_()
     for prepared in ready.launches:
         launch(prepared, addresses, stream)
-    return lse.new_empty(0) if sink is None else _sink_gradient(ready, workspace, sink)
+    return lse.new_empty(0) if sink is None or rows is None else _sink_gradient(sink, *rows)
 
 
-def _sink_gradient(ready: Ready, workspace: Tensor, sink: Tensor) -> Tensor:
-    """-Σ exp(sink - LSE) D over sequences and rows, float32 [h_q], the same bits on every run.
+def _sink_gradient(sink: Tensor, lse_log2: Tensor, d: Tensor) -> Tensor:
+    """-Σ exp(sink - LSE) D over sequences and rows, float32 [h_q], the same bits on every run."""
+    return -(torch.exp2(sink[:, None] * LOG2_E - lse_log2) * d).sum((0, 2))
 
-    The workspace has LSE in log2 units, +inf where there is no row or nothing to weigh.
-    """
+
+def _rows_of(ready: Ready, workspace: Tensor) -> tuple[Tensor, Tensor]:
+    """LSE in log2 units and D in the workspace, float32 of `row_sizes`; after the launches LSE is
+    +inf where there is no row or nothing to weigh."""
     size = 4 * math.prod(ready.row_sizes)
     lse_log2, d = (
         workspace[ready.offsets[name] :][:size].view(torch.float32).view(ready.row_sizes)
         for name in ("lse_log2", "d")
     )
-    weights = torch.exp2(sink[:, None] * LOG2_E - lse_log2)
-    return -(weights * d).sum((0, 2))
+    return lse_log2, d
 
 
 def _present(tensor: Tensor | None) -> Tensor:
@@ -210,28 +220,38 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted) -> Ready:
     sources += tuple(s for s in packed_sources(carriers, layout, "d") if s[1] in written)
     workspaces = lay_out_workspaces(kernels, extents["q"], scalars.sequences)
     lengths = (extents["q"].seq, extents["k"].seq)
-    row_sizes = _row_sizes(kernels, extents["q"])
-    return Ready(launches, written, sources, *workspaces, row_sizes, lengths)
+    row_sizes = _row_sizes(kernels, extents["q"], scalars.sequences)
+    varies = any(each.kernel.q_seq != "dense" for each in kernels)
+    return Ready(launches, written, sources, *workspaces, row_sizes, varies, lengths)
 
 
-def _row_sizes(kernels: tuple[LoadedKernel, ...], q: Extent) -> tuple[int, int, int]:
-    """Batch, heads and rows of LSE and D in the workspace of dense sequences."""
-    rows = kernels[0].kernel.row_block * row_blocks(kernels[0].kernel, q, q.batch) if kernels else 0
+def _row_sizes(
+    kernels: tuple[LoadedKernel, ...], q: Extent, sequences: int | None
+) -> tuple[int, int, int]:
+    """Batch, heads and rows of LSE and D in the workspace."""
+    entry = next((each.kernel for each in kernels if _family(each) == PREPARES), None)
+    known = q.batch if sequences is None else sequences
+    rows = entry.row_block * row_blocks(entry, q, known) if entry else 0
     return q.batch, q.heads, rows
 
 
+PREPARES = "bwd_prepare"  # the family of the kernel that finds LSE and D of every row
 # Families of kernels that make gradients of one kind, and nothing that other kernels read.
 KIND_OF_FAMILY = {"sm90_bwd_dq": "dq", "bwd_convert": "dq", "sm90_bwd_dkv": "dkv"}
 
 
 def _needed(kernels: tuple[LoadedKernel, ...], wanted: Wanted) -> tuple[LoadedKernel, ...]:
     """All but those that make unwanted gradients alone; none where nothing is wanted. The sink's
-    needs no more than the first, which prepares LSE and D."""
+    needs no more than LSE and D."""
     if not (wanted.dq or wanted.dkv):
-        return kernels[: int(wanted.dsink)]
+        return tuple(each for each in kernels if wanted.dsink and _family(each) == PREPARES)
     unwanted = {kind for kind, want in wanted._asdict().items() if not want}
-    families = (each.kernel.entry.partition("__")[0] for each in kernels)
-    return tuple(compress(kernels, (KIND_OF_FAMILY.get(each) not in unwanted for each in families)))
+    kinds = (KIND_OF_FAMILY.get(_family(each)) for each in kernels)
+    return tuple(compress(kernels, (kind not in unwanted for kind in kinds)))
+
+
+def _family(each: LoadedKernel) -> str:
+    return each.kernel.entry.partition("__")[0]
 
 
 def _written(kernels: tuple[LoadedKernel, ...]) -> Iterator[str]:

@@ -58,9 +58,9 @@ def violations(
         reasons += _misplaced(q, optional, arguments)
     reasons += lengths.violations(q, k, v, optional, arguments, sequences)
     reasons += batch_violations(extents, arguments.layout, sequences)
-    reasons += _variant_violations(extents["q"], optional, arguments)
+    reasons += _variant_violations(extents["q"].heads, sequences, optional, arguments)
     reasons += _dropout_violations(optional["rng_state"], arguments.dropout_p)
-    reasons += _mask_violations(optional["attn_mask"], arguments.mask, extents)
+    reasons += _mask_violations(optional["attn_mask"], sequences, extents, arguments)
     served = spec_of(q, k, v, optional, arguments).decode
     reasons += decode.violations(extents, optional, arguments, served)
     reasons += device_violations({**tensors, **optional})
@@ -127,16 +127,16 @@ def _fp8_violations(
 
 
 def _variant_violations(
-    q: Extent, optional: Mapping[str, Tensor | None], arguments: Arguments
+    heads: int, sequences: int, optional: Mapping[str, Tensor | None], arguments: Arguments
 ) -> Iterator[str]:
     """What is wrong with the tensors of ALiBi and the sink, and with the softcap."""
     slopes, sink = optional["alibi_slopes"], optional["sink"]
-    whole = f"float32 [h_q={q.heads}]"
-    if slopes is not None and not _is_float32(slopes, (q.heads,), (q.batch, q.heads)):
-        yield f"alibi_slopes needs {whole} or [b={q.batch}, h_q], got {_shape_of(slopes)}"
+    whole = f"float32 [h_q={heads}]"
+    if slopes is not None and not _is_float32(slopes, (heads,), (sequences, heads)):
+        yield f"alibi_slopes needs {whole} or [b={sequences}, h_q], got {_shape_of(slopes)}"
     if (sink is not None) != (arguments.softmax == "learnable"):
         yield f"sink belongs to softmax='learnable', which needs it; got {arguments.softmax!r}"
-    elif sink is not None and not _is_float32(sink, (q.heads,)):
+    elif sink is not None and not _is_float32(sink, (heads,)):
         yield f"sink needs {whole}, got {_shape_of(sink)}"
     if not (arguments.softcap == 0 or 1 / SCALE_LIMIT < arguments.softcap < SCALE_LIMIT):
         yield f"softcap={arguments.softcap}: kernels take a positive float32 number, 0 for none"
@@ -164,19 +164,26 @@ def _dropout_violations(state: Tensor | None, p: float) -> Iterator[str]:
 
 
 def _mask_violations(
-    attn_mask: Tensor | None, mask: str, extents: Mapping[str, Extent]
+    attn_mask: Tensor | None, sequences: int, extents: Mapping[str, Extent], arguments: Arguments
 ) -> Iterator[str]:
+    """Beside packed tokens nobody here knows how far a mask must reach, nor where it ends."""
     if attn_mask is None:
-        if mask == "arbitrary":
+        if arguments.mask == "arbitrary":
             yield "mask='arbitrary' needs attn_mask, bool, True = take part; got None"
         return
+    layout = layout_of(arguments.layout)
     q, k = extents["q"], extents["k"]
-    full = (q.batch, q.heads, q.seq, k.seq)
     shape = (*(1,) * (4 - attn_mask.ndim), *attn_mask.shape)
-    fits = len(shape) == 4 and all(n in (1, wanted) for n, wanted in zip(shape, full, strict=True))
+    wanted: list[int | str] = [sequences, q.heads, q.seq, k.seq]
+    for place, axes in ((2, layout.q_format), (3, layout.kv_format)):
+        if axes == "thd":
+            wanted[place] = f"max_seqlen_{'q' if place == 2 else 'kv'}"
+    fits = len(shape) == 4 and all(
+        n == 1 or isinstance(need, str) or n == need for n, need in zip(shape, wanted, strict=True)
+    )
     if attn_mask.dtype != torch.bool or not fits:
-        found = f"{attn_mask.dtype} {list(attn_mask.shape)}"
-        yield f"attn_mask needs bool, a broadcast of {list(full)}; got {found}"
+        full = ", ".join(map(str, wanted))
+        yield f"attn_mask needs bool, a broadcast of [{full}]; got {_shape_of(attn_mask)}"
 
 
 def _misplaced(

@@ -221,7 +221,7 @@ def test_gradient_of_the_sink_is_summed_from_the_workspace():
     ready = op.Ready((), (), offsets=offsets, row_sizes=tuple(d.shape))
     sink = torch.linspace(-1, 4, HEADS_Q)
     wanted = -(torch.exp(sink[:, None] - lse) * d).sum((0, 2))
-    torch.testing.assert_close(op._sink_gradient(ready, workspace, sink), wanted)
+    torch.testing.assert_close(op._sink_gradient(sink, *op._rows_of(ready, workspace)), wanted)
 
 
 def test_op_sink_alone_needs_the_first_kernel_only(launched):

@@ -40,14 +40,18 @@ def test_legal_pairs_are_all_but_those_that_the_semantics_exclude() -> None:
         (("head_dims", (72, 40)), ("dtype", "e4m3")),  # multiples of 16
         (("dtype", "e4m3"), ("training", True)),  # no backward in 8 bits
         (("dtype", "e4m3"), ("deterministic", True)),
+        (("dtype", "e4m3"), ("attn_mask", True)),  # nor these in the forward
+        (("dtype", "e4m3"), ("dropout", True)),
+        (("layout", "thd"), ("seqused", True)),  # packed tokens have lengths of their own
         (("training", False), ("deterministic", True)),  # nothing to add up
     }
 
 
 def test_member_reaches_its_problems() -> None:
     member = Member(
-        (128, 64), "fp16", "causal_bottom_right", "learnable", "sbhd", True, True, True, True, 4,
-        True, True,
+        (128, 64), "fp16", "causal_bottom_right", "learnable", "sbhd", seqused=True, window=True,
+        alibi=True, softcap=True, max_logit=True, attn_mask=True, dropout=True, group_size=4,
+        training=True, deterministic=True,
     )  # fmt: skip
     forward, backward = member.problems(KNOWN)
     assert (forward,) == resolve(member.spec, KNOWN)
@@ -56,6 +60,8 @@ def test_member_reaches_its_problems() -> None:
     assert (backward.direction, backward.deterministic) == ("bwd", True)
     assert (backward.softmax, backward.max_logit) == ("vanilla", False)
     assert backward.scores == forward.scores and backward.masks == forward.masks
+    for problem in (forward, backward):
+        assert problem.q_seq == "used" and problem.dropout and problem.attn_mask
 
 
 def compile_problem(problem: Problem) -> int:

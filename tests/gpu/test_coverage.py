@@ -6,31 +6,56 @@ import pytest
 
 from attngen import coverage, features
 
-from . import gradients, variants
+from . import gradients, variants, varlen
 from .cases import Case
 from .cases_fp8 import Fp8Case
 from .variants import Variant
+from .varlen import Call, Features
 
 pytestmark = pytest.mark.gpu
 LENGTHS = ((257, 200), (130, 333), (200, 200))
+WINDOWS = ((50, 20), (0, 130), (30, -1))
+MANY = (130, 0, 1, 257, 64), (200, 7, 0, 300, 129)  # of sequences in one call
 
 
-def call_of(number: int, member: coverage.Member) -> Variant:
-    """A call of the member, of lengths, windows and slopes that turn."""
-    window = ((50, 20), (0, 130), (30, -1))[number % 3] if member.window else (-1, -1)
-    eight_bit = member.dtype == "e4m3"
-    case = (Fp8Case if eight_bit else Case)(
-        *member.head_dims, member.dtype, member.mask, window, None,
-        heads=(2, 4, 4 // member.group_size), lengths=LENGTHS[number % 3], layout=member.layout,
-    )  # fmt: skip
-    return Variant(
-        case,
-        alibi=("default", "h", "bh")[number % 3] if member.alibi else "",
-        softmax=member.softmax,
-        softcap=(30.0, 1.5)[number % 2] if member.softcap else 0.0,
-        max_logit=member.max_logit,
-        deterministic=member.deterministic,
+def scored(number: int, member: coverage.Member) -> dict:
+    """Scores, sinks and maxima of a call, slopes and caps in turn."""
+    return {
+        "alibi": ("default", "h", "bh")[number % 3] if member.alibi else "",
+        "softmax": member.softmax,
+        "softcap": (30.0, 1.5)[number % 2] if member.softcap else 0.0,
+        "max_logit": member.max_logit,
+    }
+
+
+def is_plain(member: coverage.Member) -> bool:
+    """Whether all sequences are dense, and nothing is hidden or dropped one by one."""
+    return not (member.layout == "thd" or member.seqused or member.attn_mask or member.dropout)
+
+
+def call_of(number: int, member: coverage.Member) -> Variant | Call:
+    """A call of the member, of lengths and windows that turn."""
+    window = WINDOWS[number % 3] if member.window else (-1, -1)
+    heads, lengths = (4, 4 // member.group_size), LENGTHS[number % 3]
+    if is_plain(member):
+        eight_bit = member.dtype == "e4m3"
+        case = (Fp8Case if eight_bit else Case)(
+            *member.head_dims, member.dtype, member.mask, window, None,
+            heads=(2, *heads), lengths=lengths, layout=member.layout,
+        )  # fmt: skip
+        return Variant(case, **scored(number, member), deterministic=member.deterministic)
+    more = Features(
+        **scored(number, member),
+        dropout=(0.1, 0.5)[number % 2] * member.dropout,
+        seen=(0.5, 0.05)[number % 2] * member.attn_mask,
     )
+    varying = member.layout == "thd" or member.seqused
+    q_lens, kv_lens = MANY if varying else tuple((length,) * 2 for length in lengths)
+    return Call(
+        member.layout, q_lens, kv_lens, room=(300, 310) if member.seqused else None,
+        gaps=member.layout == "thd", d=member.head_dims[0], d_v=member.head_dims[1],
+        heads=heads, mask=member.mask, window=window, dtype=member.dtype, more=more,
+    )  # fmt: skip
 
 
 MEMBERS = [(m, call_of(n, m)) for n, m in enumerate(coverage.members(features.scan()))]
@@ -39,11 +64,17 @@ KERNELS = [call.spec for _, call in MEMBERS]
 
 @pytest.fixture(scope="module", autouse=True)
 def backward_kernels() -> None:
-    gradients.compile_all([call.backward for member, call in MEMBERS if member.training])
+    known = features.scan()
+    gradients.compile_all([problem for m, _ in MEMBERS for problem in m.problems(known)])
 
 
 @pytest.mark.parametrize(("member", "call"), MEMBERS, ids=lambda value: str(value))
 def test_coverage_member_is_right(member, call):
-    variants.check_forward(call)
-    if member.training:
-        variants.check_backward(call)
+    if isinstance(call, Variant):
+        variants.check_forward(call)
+        if member.training:
+            variants.check_backward(call)
+    elif member.dtype == "e4m3":
+        varlen.check_alone(call)
+    else:
+        varlen.check(call, deterministic=member.deterministic)

@@ -125,24 +125,8 @@ def test_varlen_compiled_call_takes_new_token_counts_without_recompiling():
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_varlen_fp8_bits_are_those_of_each_sequence_alone(d, layout):
     room = (300, 300) if layout == "bshd" else None
-    call = Call(layout, SHORT, room=room, gaps=room is None, d=d, heads=(4, 2), mask="causal")
-    operands = [x.to(torch.float8_e4m3fn) for x in call.operands()]
-    results = {"backend": "cuda", "return_lse": True, "return_amax": True}
-    out, aux = attngen.attention(*operands, **call.arguments(), **results)
-    found = call.members(call.layout, call.q_lens, out)
-    assert not out[~found].any() and not out.isnan().any()
-    largest = torch.zeros(1, device="cuda")
-    for b, length in enumerate(call.q_lens):
-        start = call.offsets(call.q_lens)[b] if layout == "thd" else 0
-        rows = slice(start, start + length)
-        at = (rows,) if layout == "thd" else (b, rows)
-        alone = [x[at][None] for x in operands]
-        wanted, by = attngen.attention(*alone, mask="causal", **results)
-        assert torch.equal(out[at], wanted[0])
-        lse = aux.lse[:, rows] if layout == "thd" else aux.lse[b, :, rows]
-        assert torch.equal(lse, by.lse[0])
-        largest = torch.maximum(largest, by.amax_o)
-    assert torch.equal(aux.amax_o, largest) and aux.amax_s.item() == 1.0
+    shape = {"room": room, "gaps": room is None, "d": d, "heads": (4, 2), "dtype": "e4m3"}
+    varlen.check_alone(Call(layout, SHORT, mask="causal", **shape))
 
 
 def test_varlen_lengths_of_a_wrong_kind_are_refused():

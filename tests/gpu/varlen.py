@@ -15,10 +15,62 @@ from torch import Tensor
 import attngen
 from attngen import AttentionSpec, layouts, reference
 
-from . import oracle
+from . import oracle, variants
 from .cases import DTYPES
 
 GAP = 5  # tokens between sequences, where there are gaps
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a call does beside masks of ranges. `alibi`: whose slopes, `default` or own, [h] or
+    [b, h]; `seen`: the share of an arbitrary mask that takes part, 0 without one."""
+
+    alibi: str = ""
+    softcap: float = 0.0
+    softmax: str = "vanilla"
+    dropout: float = 0.0
+    seen: float = 0.0
+    max_logit: bool = False
+
+    def __str__(self) -> str:
+        words = (
+            f"alibi_{self.alibi}" * bool(self.alibi),
+            f"cap{self.softcap:g}" * bool(self.softcap),
+            self.softmax * (self.softmax != "vanilla"),
+            f"drop{self.dropout:g}" * bool(self.dropout),
+            f"seen{self.seen:g}" * bool(self.seen),
+            "max" * self.max_logit,
+        )
+        return "-".join(filter(None, words))
+
+    def fields(self) -> dict[str, Any]:
+        """Those of a spec."""
+        return {
+            "alibi": bool(self.alibi), "softcap": self.softcap > 0, "softmax": self.softmax,
+            "dropout": self.dropout > 0, "attn_mask": self.seen > 0,
+            "return_max_logit": self.max_logit,
+        }  # fmt: skip
+
+    def arguments(self, batch: int, heads: int, reach: tuple[int, ...]) -> dict[str, Any]:
+        """Keyword arguments of `attention`, whose mask reaches so many queries and keys."""
+        found: dict[str, Any] = {"softcap": self.softcap, "softmax": self.softmax}
+        slopes = {
+            "default": True,
+            "h": 0.5 * oracle.randn(heads, dtype=torch.float32, seed=7),  # of both signs
+            "bh": 0.5 * oracle.randn(heads, batch, dtype=torch.float32, seed=8).T,
+        }
+        if self.alibi:
+            found["alibi_slopes"] = slopes[self.alibi]
+        if self.softmax == "learnable":
+            found["sink"] = torch.linspace(-3, 6, heads, device=oracle.DEVICE)
+        if self.dropout:
+            state = torch.tensor((0x123456789ABCDEF, 2**40 + 5), device=oracle.DEVICE)
+            found |= {"dropout_p": self.dropout, "rng_state": state}
+        if self.seen:
+            drawn = oracle.randn(batch, heads, *reach, dtype=torch.float32, seed=9)
+            found["attn_mask"] = drawn.sigmoid() < self.seen
+        return found
 
 
 @dataclass(frozen=True)
@@ -40,12 +92,14 @@ class Call:
     bottom_right: bool | None = None
     dtype: str = "bf16"
     cumulative: bool = False  # whether dense sides tell their lengths by cu_seqlens
+    more: Features = Features()
 
     def __str__(self) -> str:
         lengths = f"{len(self.q_lens)}x{max(self.q_lens)}"
         window = "" if self.window == (-1, -1) else f"-w{self.window[0]},{self.window[1]}"
         head = f"{self.layout}-{lengths}-d{self.d}x{self.d_v or self.d}-{self.mask}{window}"
-        return head + ("-gaps" if self.gaps else "") + ("-room" if self.room else "")
+        head += ("-gaps" if self.gaps else "") + ("-room" if self.room else "")
+        return "-".join((head, *filter(None, [str(self.more)])))
 
     @property
     def parsed(self) -> layouts.Layout:
@@ -67,7 +121,8 @@ class Call:
             mask=self.mask.removesuffix("_bottom_right"),
             window=max(self.window) >= 0,
             seqused=self.room is not None,
-            directions=("fwd", "bwd"),
+            directions=("fwd",) if self.dtype == "e4m3" else ("fwd", "bwd"),
+            **self.more.fields(),
         )
 
     def offsets(self, lens: Sequence[int]) -> list[int]:
@@ -92,7 +147,14 @@ class Call:
                 found[f"seqused_{side}"] = int32(lens)
             if axes == "thd" and self.gaps:
                 found[f"cu_seqlens_{side}_padded"] = int32(self.offsets(lens))
-        return found
+        # What a mask says of positions: as many as a dense side has, else as its longest sequence.
+        reach = tuple(
+            room if self.room and axes != "thd" else max(lens)
+            for axes, lens, room in zip(
+                self.parsed.formats, self.lengths, self.room or (0, 0), strict=True
+            )
+        )
+        return found | self.more.arguments(len(self.q_lens), self.heads[0], reach)
 
     def operands(self, seed: int = 0) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Random q, k, v as the layout has them; NaN in what belongs to no sequence."""
@@ -119,10 +181,27 @@ class Call:
         else:
             room = self.room[0 if of_queries else 1] if self.room else max(lens)
             sizes = {"b": len(lens), "s": room, "h": heads, "d": dim}
-        x = oracle.randn(*(sizes[a] for a in axes), dtype=DTYPES[self.dtype], seed=seed)
+        dtype = DTYPES.get(self.dtype, torch.bfloat16)  # 8 bits are made of 16
+        x = oracle.randn(*(sizes[a] for a in axes), dtype=dtype, seed=seed)
         if axes != "thd" and not self.room:
             return x
         return torch.where(self.members(axes, lens, x), x, math.nan)
+
+    def place(self, axes: str, lens: Sequence[int], b: int) -> tuple[Any, ...]:
+        """What indexes the positions of sequence b in an operand."""
+        start = self.offsets(lens)[b] if axes == "thd" else 0
+        positions = slice(start, start + lens[b])
+        index = {"t": positions, "s": positions, "b": b}
+        return tuple(index.get(axis, slice(None)) for axis in axes)
+
+    def alone(self, b: int) -> dict[str, Any]:
+        """Keyword arguments of `attention` on sequence b alone, dense."""
+        found = self.arguments()
+        found = {n: x for n, x in found.items() if not n.startswith(("cu_", "seqused", "layout"))}
+        found["mask"] = self.mask.replace("padding_", "").replace("padding", "none")
+        if self.more.alibi == "bh":
+            found["alibi_slopes"] = found["alibi_slopes"][b].contiguous()
+        return found
 
     def members(self, axes: str, lens: Sequence[int], x: Tensor) -> Tensor:
         """Which elements of an operand belong to a sequence."""
@@ -154,17 +233,33 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def run(
-    operands: Sequence[Tensor | None], d_o: Tensor, dlse: Tensor, **arguments: Any
+    operands: Sequence[Tensor | None],
+    d_o: Tensor,
+    dlse: Tensor,
+    device: torch.device | None = None,
+    **arguments: Any,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Output, LSE and the gradients of the operands that are there, by the kernels."""
-    given = [None if x is None else x.detach().requires_grad_() for x in operands]
+    """Output, LSE and the gradients of the operands that are there, by the kernels of a device,
+    that of the operands if none is named."""
+    home, device = d_o.device, device or d_o.device
+    given = [None if x is None else x.detach().to(device).requires_grad_() for x in operands]
+    arguments = {"deterministic": False, **arguments}
+    arguments = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in arguments.items()}
+    present = with_sink(given, arguments)
     with poisoned_memory():
-        out, aux = attngen.attention(
-            *given, **{"deterministic": False, **arguments}, backend="cuda", return_lse=True
-        )
-        present = [x for x in given if x is not None]
-        found = torch.autograd.grad([out, aux.lse], present, [d_o, dlse])
-    return out.detach(), aux.lse.detach(), list(found)
+        out, aux = attngen.attention(*given, **arguments, backend="cuda", return_lse=True)
+        incoming = [x.to(device) for x in (d_o, dlse)]
+        found = torch.autograd.grad([out, aux.lse], present, incoming)
+    return out.detach().to(home), aux.lse.detach().to(home), [x.to(home) for x in found]
+
+
+def with_sink(given: Sequence[Tensor | None], arguments: dict[str, Any]) -> list[Tensor]:
+    """What a call has gradients for; its sink is made a tensor of its own, that takes one."""
+    present = [x for x in given if x is not None]
+    if "sink" in arguments:
+        arguments["sink"] = arguments["sink"].detach().clone().requires_grad_()
+        present.append(arguments["sink"])
+    return present
 
 
 def expected(
@@ -176,8 +271,8 @@ def expected(
 ) -> list[Tensor]:
     """The gradients by the reference on tensors of that dtype."""
     given = [None if x is None else x.detach().to(dtype).requires_grad_() for x in operands]
+    present = with_sink(given, arguments)
     out, aux = reference.attention(*given, **arguments)
-    present = [x for x in given if x is not None]
     return list(
         torch.autograd.grad([out, aux.lse], present, [d_o.to(dtype), dlse.to(aux.lse.dtype)])
     )
@@ -193,11 +288,53 @@ def check(call: Call, seed: int = 0, **more: Any) -> None:
     order = [axis for axis in oracle.TO_BHSD[call.parsed.q_format] if axis < rows.ndim]
     if call.parsed.q_format == "thd" or call.room:
         dlse = torch.where(rows.permute(order), dlse, math.nan)
+    if call.more.max_logit:
+        with torch.no_grad():
+            _, aux = attngen.attention(
+                *operands, **arguments, **more, return_max_logit=True, backend="cuda"
+            )
+        variants.check_max_logit(aux.max_logit, *operands, arguments, False)
     out, lse, found = run(operands, d_o, dlse, **arguments, **more)
     oracle.check(out, lse, truth, call.layout)
     wanted = expected(operands, d_o, dlse, torch.float64, **arguments)
     rounded = expected(operands, d_o, dlse, d_o.dtype, **arguments)
+    if "sink" in arguments:
+        variants.check_sink_gradient(found.pop(), wanted.pop(), truth, arguments, d_o, dlse)
+        rounded.pop()
     check_gradients(call, operands, found, wanted, rounded)
+    if more.get("deterministic"):
+        again = run(operands, d_o, dlse, **arguments, **more)
+        assert oracle.same(found, again[2][: len(found)])
+
+
+def check_alone(call: Call) -> None:
+    """Asserts that a forward in 8 bits gives each sequence the bits that it has alone."""
+    operands = [None if x is None else x.to(torch.float8_e4m3fn) for x in call.operands()]
+    results = {"backend": "cuda", "return_lse": True, "return_amax": True}
+    results["return_max_logit"] = call.more.max_logit
+    out, aux = attngen.attention(*operands, **call.arguments(), **results)
+    members = call.members(call.parsed.q_format, call.q_lens, out)
+    assert not out[~members].any() and not out.isnan().any()
+    largest, amax = [], torch.zeros(1, device=out.device)
+    for b in range(len(call.q_lens)):
+        rows, keys = (call.place(axes, lens, b) for axes, lens in
+                      zip(call.parsed.formats, call.lengths, strict=True))  # fmt: skip
+        alone = [operands[0][rows], *(x[keys] for x in operands[1:])]
+        axes = call.parsed.q_format.replace("t", "s").replace("b", "")
+        batch = 0 if call.parsed.q_format == "thd" else call.parsed.q_format.index("b")
+        layout = axes[:batch] + "b" + axes[batch:]
+        wanted, by = attngen.attention(
+            *(x.unsqueeze(batch) for x in alone), **results, **call.alone(b), layout=layout
+        )
+        assert torch.equal(out[rows], wanted.squeeze(batch))
+        start = call.offsets(call.q_lens)[b] if call.layout == "thd" else 0
+        lse = aux.lse if call.layout == "thd" else aux.lse[b]
+        assert torch.equal(lse[:, start : start + call.q_lens[b]], by.lse[0])
+        amax = torch.maximum(amax, by.amax_o)
+        largest.append(by.max_logit)
+    assert torch.equal(aux.amax_o, amax) and aux.amax_s.item() == 1.0
+    if call.more.max_logit:
+        assert torch.equal(aux.max_logit, torch.stack(largest).amax(0))
 
 
 def check_gradients(
