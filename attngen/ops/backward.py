@@ -55,7 +55,8 @@ class Ready:
     """What calls of equal shapes, strides and arguments share: the launches, in order, the
     gradients that they write, what points into the tensors of the call, and where each workspace
     lies in one allocation of so many bytes. fills_rows: kernels leave out rows of LSE and D that
-    belong to no sequence. No launches: the gradients are zero."""
+    belong to no sequence; d_unit: what D in the workspace is relative to. No launches: the
+    gradients are zero."""
 
     launches: tuple[Prepared, ...]
     gradients: tuple[str, ...]
@@ -64,6 +65,7 @@ class Ready:
     workspace_bytes: int = 0
     row_sizes: tuple[int, int, int] = (0, 0, 0)  # batch, heads, rows of LSE and D in the workspace
     fills_rows: bool = False
+    d_unit: float = 1.0
     lengths: tuple[int, int] = (0, 0)  # of queries and keys
 
 
@@ -172,7 +174,9 @@ def _run(ready: Ready, given: Tensors, wanted: Wanted) -> Tensor:
         rows[1].zero_()
     for prepared in ready.launches:
         launch(prepared, addresses, stream)
-    return lse.new_empty(0) if sink is None or rows is None else _sink_gradient(sink, *rows)
+    if sink is None or rows is None:
+        return lse.new_empty(0)
+    return _sink_gradient(sink, *rows).mul_(ready.d_unit)
 
 
 def _sink_gradient(sink: Tensor, lse_log2: Tensor, d: Tensor) -> Tensor:
@@ -222,7 +226,8 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted) -> Ready:
     lengths = (extents["q"].seq, extents["k"].seq)
     row_sizes = _row_sizes(kernels, extents["q"], scalars.sequences)
     varies = any(each.kernel.q_seq != "dense" for each in kernels)
-    return Ready(launches, written, sources, *workspaces, row_sizes, varies, lengths)
+    unit = scalars.numbers["keep_scale"]  # D's, with dropout
+    return Ready(launches, written, sources, *workspaces, row_sizes, varies, unit, lengths)
 
 
 def _row_sizes(
