@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .features import Features
@@ -30,6 +30,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "attn_mask": (False, True),
     "dropout": (False, True),
     "group_size": (1, 4),
+    "splits": (False, True),
     "training": (False, True),
     "deterministic": (False, True),
 }
@@ -38,7 +39,8 @@ Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 @dataclass(frozen=True)
 class Member:
-    """One choice on each axis. group_size: query heads that share a key/value head."""
+    """One choice on each axis. group_size: query heads that share a key/value head; splits: whether
+    the forward's kernels split the keys."""
 
     head_dims: tuple[int, int]
     dtype: str
@@ -53,6 +55,7 @@ class Member:
     attn_mask: bool
     dropout: bool
     group_size: int
+    splits: bool
     training: bool
     deterministic: bool
 
@@ -60,7 +63,7 @@ class Member:
         d, d_v = self.head_dims
         switches = (
             *("seqused", "window", "alibi", "softcap", "max_logit", "attn_mask", "dropout"),
-            *("training", "deterministic"),
+            *("splits", "training", "deterministic"),
         )
         words = [f"d{d}v{d_v}", self.dtype, self.mask, self.softmax, self.layout]
         words += [f"gqa{self.group_size}", *(name for name in switches if getattr(self, name))]
@@ -83,12 +86,14 @@ class Member:
             return_max_logit=self.max_logit,
             attn_mask=self.attn_mask,
             dropout=self.dropout,
+            decode=self.splits,
         )
 
     def problems(self, known: Features) -> tuple[Problem, ...]:
         """Those of its kernels: the forward's, and the backward's where it trains."""
         (forward,) = resolve(self.spec, known)
-        backward = (forward.backward(self.deterministic),) if self.training else ()
+        joined = replace(forward, decode=False)
+        backward = (joined.backward(self.deterministic),) if self.training else ()
         return (forward, *backward)
 
 

@@ -230,7 +230,7 @@ def _tensor_map(
     cuda = driver()
     extent = extents[recipe.tensor]
     dims, strides, units = _geometry(kernel, recipe, extent)
-    rows = min(recipe.box_rows, extent.seq) if recipe.paged else recipe.box_rows
+    rows = math.gcd(recipe.box_rows & -recipe.box_rows, extent.seq) if recipe.paged else recipe.box_rows
     types = cuda.CUtensorMapDataType
     dtype = {
         "bf16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,

@@ -86,9 +86,9 @@ def feasible(problem: Problem, arch: str) -> tuple[Plan, ...]:
 def _check_together(problem: Problem) -> None:
     """Raises: PlanError where a template would leave out a part of the problem. Specs of this kind
     are refused by `resolve`, but a trace may have such problems, too."""
-    scored = bool(problem.scores) or problem.max_logit or problem.softmax != "vanilla"
     hidden = problem.dropout or problem.attn_mask
-    if (problem.decode and (scored or hidden)) or (hidden and problem.eight_bit):
+    beside = problem.decode or problem.kv_fetch == "page_tma" or problem.eight_bit
+    if hidden and beside:
         raise PlanError(f"{problem.label}: no kernel does all of this together yet")
 
 

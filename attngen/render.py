@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,7 @@ def render(problem: Problem, plan: Plan, features: Features, root: Path) -> Sour
         group_heads=plan.schedule.group_heads,
         tail_share=plan.schedule.tail_share,
         q_seq=problem.q_seq,
-        kv_seq=problem.kv_seq,
+        kv_seq="dense" if paged(problem) else problem.kv_seq,  # its maps find pages
     )
     return Source(fill(problem, plan, kernel, uses, root), kernel)
 
@@ -174,6 +174,7 @@ def uses_of(problem: Problem, features: Features) -> dict[str, list[Use]]:
         "softmax": [use("softmax", problem.softmax)],
         "q_seq": [use("sequence", problem.q_seq, "q_")],
         "kv_seq": [use("sequence", problem.kv_seq, "kv_")],
+        "q_fetch": [use("fetch", "tma")],
         "kv_fetch": [use("fetch", problem.kv_fetch, "k_")],
         "v_fetch": [use("fetch", problem.kv_fetch, "v_")],
         "kv_iter": [use("iteration", problem.kv_iter)],
@@ -243,11 +244,20 @@ def _tensor_maps(problem: Problem, plan: Plan) -> tuple[TensorMapRecipe, ...]:
     dtypes = {"q": problem.dtype_q, "k": problem.dtype_kv, "v": problem.dtype_kv}
     if problem.dtype_o != "fp32":
         rows["o"], dtypes["o"] = 64, problem.dtype_o
-    return tuple(recipe(tensor, dtypes[tensor], rows[tensor]) for tensor in rows)
+    recipes = {tensor: recipe(tensor, dtypes[tensor], rows[tensor]) for tensor in rows}
+    pages = ("k", "v") if paged(problem) else ()
+    return tuple(replace(x, paged=name in pages) for name, x in recipes.items())
+
+
+def paged(problem: Problem) -> bool:
+    """Whether keys and values lie in pages."""
+    return problem.kv_fetch == "page_tma"
 
 
 def map_type(problem: Problem, tensor: str) -> str:
     """The type of the parameter that maps a tensor."""
+    if tensor in ("k", "v") and paged(problem):
+        return "tensor_map"
     sequence = problem.kv_seq if tensor in ("k", "v", "dk", "dv") else problem.q_seq
     return "tensor_map" if sequence == "dense" else "sequence_map"
 

@@ -16,6 +16,7 @@ from .render import (
     fill,
     lay_out_fields,
     operands_of,
+    paged,
     recipe,
     strides_of,
     typed,
@@ -24,7 +25,7 @@ from .render import (
 
 ROLES = {
     "sm90_decode": (
-        *("mask", "softmax", "q_seq", "kv_seq"),
+        *("mask", "score", "softmax", "q_seq", "kv_seq"),
         *("kv_fetch", "v_fetch", "kv_iter"),
     ),
     "combine": ("softmax",),
@@ -50,15 +51,16 @@ def render(problem: Problem, plan: KernelPlan, features: Features, root: Path) -
 
 
 def _decode(problem: Problem, plan: DecodePlan, entry: str, operands: Names) -> KernelEntry:
-    paged = problem.kv_fetch == "page_tma"
     maps = tuple(
         dataclasses.replace(
-            recipe(tensor, problem.dtype_kv, plan.tile.n), paged=paged, l2_bytes=STREAM_L2_BYTES
+            recipe(tensor, problem.dtype_kv, plan.tile.n),
+            paged=paged(problem),
+            l2_bytes=STREAM_L2_BYTES,
         )
         for tensor in ("k", "v")
     )
     names = [*typed("tensor_map", *(each.field for each in maps))]
-    names += typed("ptr", "q", "o", "lse", *PARTS)
+    names += typed("ptr", "q", "o", "lse", *PARTS, *(("max_logit",) if problem.max_logit else ()))
     names += [*strides_of("q"), *strides_of("o"), ("total_rows", "i64")]
     names += typed("i32", "row_tiles", "heads_q", "heads_kv", "group_size", "splits")
     names += typed("i32", "bottom_right", *(("sequences",) if problem.q_seq != "dense" else ()))

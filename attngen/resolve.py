@@ -19,6 +19,11 @@ DTYPES_8BIT = ("e4m3", "e5m2")
 DTYPES = (*DTYPES_16BIT, *DTYPES_8BIT)
 ARCHES = ("sm_90a",)
 MAX_HEAD_DIM = 256
+# Of the kernels that split keys, and what they have no room for beyond.
+SPLIT_HEAD_DIMS = {
+    "head_dim": (576, "64 queries and two stages of 32 keys and values take 208 of 227 KiB"),
+    "head_dim_v": (512, "64 rows of output take 128 registers of each thread of two warpgroups"),
+}
 PADDING_MASKS = {"padding": "none", "padding_causal": "causal"}  # and what else they mask
 SWITCHES = ("score_mod", "mask_mod")  # fields of a spec that no kernel serves yet
 SCORES = ("softcap", "alibi")  # fields that ask for a score fragment, in the order of application
@@ -62,7 +67,7 @@ def resolve(spec: AttentionSpec, features: Features) -> tuple[Problem, ...]:
         max_logit=spec.return_max_logit,
         dropout=spec.dropout,
         attn_mask=spec.attn_mask or spec.mask == "arbitrary",
-        decode=splits_keys(spec),
+        decode=spec.decode,
     )
     found = {"fwd": forward, "bwd": forward.backward(spec.deterministic)}
     return tuple(found[direction] for direction in spec.directions)
@@ -98,11 +103,6 @@ def sequences_of(spec: AttentionSpec) -> tuple[Sequence, Sequence]:
         "packed" if axes.q_format == "thd" else dense,
         "packed" if axes.kv_format == "thd" else dense,
     )
-
-
-def splits_keys(spec: AttentionSpec) -> bool:
-    """Whether the kernels of a spec are those that split keys: pages have no others."""
-    return spec.decode or spec.layout.startswith("paged_")
 
 
 def default_out_dtype(dtype: str) -> str:
@@ -158,10 +158,10 @@ def _check_operands(spec: AttentionSpec) -> list[Violation]:
 
 
 def _check_decode(spec: AttentionSpec) -> list[Violation]:
-    """What kernels that split the keys lack."""
-    if not splits_keys(spec):
-        return []
+    """What kernels that split the keys lack, or read pages."""
     found, layout = [], layouts.parse(spec.layout)
+    if not (spec.decode or layout.paged):
+        return []
     if "thd" in layout.formats and not layout.paged:
         reason = f"layout {spec.layout!r} has no kernels that split the keys"
         found.append(Violation("layout", reason, "bshd"))
@@ -174,7 +174,8 @@ def _check_decode(spec: AttentionSpec) -> list[Violation]:
     if out == "fp32" or (eight_bit and out in DTYPES and out != "bf16"):
         legal["out_dtype"] = None
     for field, value in legal.items():
-        reason = f"{field} {getattr(spec, field)!r}: keys are split in 16 bits, to an output as Q"
+        what = "split" if spec.decode else "read from pages"
+        reason = f"{field} {getattr(spec, field)!r}: keys are {what} in 16 bits, to an output as Q"
         found.append(Violation(field, reason, value))
     return found
 
@@ -185,14 +186,17 @@ def head_dim_step(dtype: str) -> int:
 
 
 def _check_head_dims(spec: AttentionSpec, step: int) -> list[Violation]:
+    """Where keys are split, V's columns beyond a warpgroup's are shared by two in whole boxes."""
     found = []
     for field, dim in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
         if dim is None:
             continue
-        legal = min(max(step, -(-dim // step) * step), MAX_HEAD_DIM)
+        limit, why = SPLIT_HEAD_DIMS[field] if spec.decode else (MAX_HEAD_DIM, "")
+        whole = 128 if MAX_HEAD_DIM < dim and field == "head_dim_v" and why else step
+        legal = min(max(whole, -(-dim // whole) * whole), limit)
         if dim != legal:
-            reason = f"{field} {dim}: kernels exist for multiples of {step} up to {MAX_HEAD_DIM}"
-            found.append(Violation(field, reason, legal))
+            reason = f"{field} {dim}: kernels exist for multiples of {whole} up to {limit}"
+            found.append(Violation(field, f"{reason}, where {why}" if why else reason, legal))
     return found
 
 
@@ -204,8 +208,8 @@ def available_directions(dtype: str, out_dtype: str | None) -> tuple[str, ...]:
 def _check_directions(spec: AttentionSpec) -> list[Violation]:
     available = available_directions(spec.dtype, spec.out_dtype)
     whose = f" for {spec.dtype!r} queries and {spec.out_dtype or 'default'!r} output"
-    if splits_keys(spec):
-        available, whose = ("fwd",), " that split keys"
+    if spec.decode or layouts.parse(spec.layout).paged:
+        available, whose = ("fwd",), " that split keys or read pages"
     legal = tuple(each for each in spec.directions if each in available) or ("fwd",)
     if not spec.directions:
         return [Violation("directions", f"directions is empty; available: {available}", legal)]
@@ -219,13 +223,10 @@ def _check_directions(spec: AttentionSpec) -> list[Violation]:
 
 
 def _check_together(spec: AttentionSpec) -> list[Violation]:
-    """Features that kernels which split keys do not have yet."""
-    if not splits_keys(spec):
+    """Features that kernels which split keys or read pages do not have yet."""
+    if not (spec.decode or layouts.parse(spec.layout).paged):
         return []
-    switches = ("alibi", "softcap", "return_max_logit", "dropout", "attn_mask")
-    asked: dict[str, Any] = {name: False for name in switches if getattr(spec, name)}
-    if spec.softmax != "vanilla":
-        asked["softmax"] = "vanilla"
+    asked: dict[str, Any] = {n: False for n in ("dropout", "attn_mask") if getattr(spec, n)}
     if spec.mask == "arbitrary":
         asked["mask"] = "none"
     return [

@@ -10,12 +10,17 @@ from .base import SmemRegion, Tile, lay_out
 from .sm90 import ARCH, BARRIER_BYTES, SMEM_BYTES, _boxes
 
 ROWS = 64
-CONSUMER_THREADS = 128
+WARPGROUP_THREADS = 128
+WARPGROUP_COLUMNS = 256  # of float32 output, of which a thread holds half as many registers
 LOADER_THREADS = 32
+# Two warpgroups and a loader warp would have 168 registers a thread, since three of the warps share
+# a quarter of the SM; a loader of a whole warpgroup can give its own away.
+LOADER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 COMBINE_THREADS = 128
 CTA_RESERVED_BYTES = 1024  # of an SM's shared memory, for each CTA
-# Operands in registers that leave room for addresses and row state, by the CTAs that share an SM.
-OPERANDS = {1: 208, 2: 148}
+# Operands in registers that leave room for addresses and row state, by the CTAs that share an SM
+# and the warpgroups of each.
+OPERANDS = {(1, 1): 208, (2, 1): 148, (1, 2): 192}
 SM_BYTES = SMEM_BYTES + CTA_RESERVED_BYTES
 # CTAs an SM, keys a block, stages, in the order of preference: two CTAs cover each other's ends,
 # and two stages of 64 keys are enough for both (measured at 128: as fast as three, or 2 % faster;
@@ -26,7 +31,9 @@ MAX_SPLITS = 128  # the combining kernel keeps as many weights in shared memory
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """The kernel that reads the keys. `ctas`: on one SM. `stages`: buffers of K, and of V."""
+    """The kernel that reads the keys. `ctas`: on one SM. `stages`: buffers of K, and of V.
+    `consumers`: warpgroups, each of which has as many columns of the output; registers: of a
+    thread, where there are several and the loader, then a warpgroup, gives some of its own away."""
 
     arch: str
     family: Literal["sm90_decode"]
@@ -36,6 +43,9 @@ class DecodePlan:
     smem: tuple[SmemRegion, ...]
     smem_bytes: int
     threads: int
+    consumers: int = 1
+    loader_registers: int = 0
+    consumer_registers: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,7 @@ def plans(problem: Problem) -> tuple[KernelPlan, ...]:
 
 
 def make_plan(problem: Problem, block: int, stages: int, ctas: int) -> DecodePlan | None:
-    """The plan of these choices; None where shared memory does not hold it."""
+    """The plan of these choices; None where shared memory or registers do not hold it."""
     columns_qk, columns_v = _boxes(problem.head_dim_qk), _boxes(problem.head_dim_v)
     regions = lay_out(
         {
@@ -72,10 +82,25 @@ def make_plan(problem: Problem, block: int, stages: int, ctas: int) -> DecodePla
         }
     )
     smem_bytes = regions[-1].offset + regions[-1].bytes
-    registers = problem.head_dim_v // 2 + block // 2 + block // 4  # output, scores, weights
-    if ctas * (smem_bytes + CTA_RESERVED_BYTES) > SM_BYTES or registers > OPERANDS[ctas]:
+    consumers = -(-problem.head_dim_v // WARPGROUP_COLUMNS)
+    columns = problem.head_dim_v // consumers
+    registers = columns // 2 + block // 2 + block // 4  # output, scores, weights
+    if ctas * (smem_bytes + CTA_RESERVED_BYTES) > SM_BYTES:
         return None
-    threads = CONSUMER_THREADS + LOADER_THREADS
+    if registers > OPERANDS.get((ctas, consumers), 0) or (consumers > 1 and columns % 64):
+        return None
+    several = consumers > 1
+    loader_threads = WARPGROUP_THREADS if several else LOADER_THREADS
     return DecodePlan(
-        ARCH, "sm90_decode", Tile(ROWS, block), stages, ctas, regions, smem_bytes, threads
+        arch=ARCH,
+        family="sm90_decode",
+        tile=Tile(ROWS, block),
+        stages=stages,
+        ctas=ctas,
+        smem=regions,
+        smem_bytes=smem_bytes,
+        threads=consumers * WARPGROUP_THREADS + loader_threads,
+        consumers=consumers,
+        loader_registers=LOADER_REGISTERS * several,
+        consumer_registers=CONSUMER_REGISTERS * several,
     )

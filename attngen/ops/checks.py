@@ -12,6 +12,7 @@ from ..errors import SpecError
 from ..reference.call import SCALES
 from ..reference.fp8 import is_fp8
 from ..reference.fp8_checks import dtype_violations, output_violations, scale_violations
+from ..resolve import MAX_HEAD_DIM
 from ..run_time import Extent
 from . import decode, lengths
 from .operands import layout_of, output_dtype, sequences_of, softmax_scale_of, spec_of
@@ -33,6 +34,11 @@ def refuse_derivatives(operands: Operands, gradients: bool) -> None:
         )
     if gradients and operands[PAGES] is not None:
         raise SpecError("pages are inference only; call under torch.no_grad()")
+    if gradients and any(x is not None and x.shape[-1] > MAX_HEAD_DIM for x in operands[:3]):
+        raise SpecError(
+            f"a gradient is needed, but a head dim is above {MAX_HEAD_DIM}, the most that a backward "
+            "takes; call under torch.no_grad()"
+        )
     if forward_ad._current_level >= 0 and any(
         x is not None and forward_ad.unpack_dual(x).tangent is not None for x in operands
     ):

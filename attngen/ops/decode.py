@@ -13,8 +13,6 @@ from ..load import LoadedKernel
 from ..run_time import MAX_SPLITS, Extent, choose_splits, row_tiles
 from .signature import Arguments
 
-SMALLEST_PAGE = 8  # rows that a swizzled copy can place
-
 
 def splits_of(
     kernels: Sequence[LoadedKernel],
@@ -82,18 +80,11 @@ def violations(
             "and bhsd operands, and of pages; leave it out"
         )
     if parse(arguments.layout).paged:
-        yield from _page_violations(extents, optional)
+        yield from _page_violations(optional)
 
 
-def _page_violations(
-    extents: Mapping[str, Extent], optional: Mapping[str, Tensor | None]
-) -> Iterator[str]:
+def _page_violations(optional: Mapping[str, Tensor | None]) -> Iterator[str]:
     for name in ("k", "v"):
-        rows, table = extents[name].seq, optional[f"page_table_{name}"]
-        if rows < SMALLEST_PAGE or rows & (rows - 1):
-            yield (
-                f"{name} has pages of {rows} positions; kernels read powers of two from "
-                f"{SMALLEST_PAGE} on"
-            )
+        table = optional[f"page_table_{name}"]
         if table is not None and table.ndim == 2 and table.shape[1] > 1 and table.stride(1) != 1:
             yield f"page_table_{name}: a sequence's pages have stride {table.stride(1)}, need 1"

@@ -105,8 +105,8 @@ def _make_ready(operands: Operands, arguments: Arguments) -> Ready:
         asked, sequences = arguments.num_splits, scalars.sequences
         splits = decode.splits_of(kernels, extents, optional, sequences, asked)
         kernels = kernels[: 1 + (splits > 1)]  # what is not split is not combined either
-        numbers = {**scalars.numbers, **decode.numbers_of(extents, optional), "splits": splits}
-        scalars = replace(scalars, numbers=numbers)
+    numbers = {**scalars.numbers, **decode.numbers_of(extents, optional), "splits": splits}
+    scalars = replace(scalars, numbers=numbers)
     launches = tuple(prepare(each, extents, scalars) for each in kernels)
     offsets, size = lay_out_workspaces(kernels, extents["q"], scalars.sequences, splits)
     counts = any("tile_counter" in each.kernel.workspace for each in kernels)

@@ -38,6 +38,10 @@ def test_legal_pairs_are_all_but_those_that_the_semantics_exclude() -> None:
     }
     assert everything - coverage.legal_pairs(KNOWN) == {
         (("head_dims", (72, 40)), ("dtype", "e4m3")),  # multiples of 16
+        (("dtype", "e4m3"), ("splits", True)),
+        (("layout", "thd"), ("splits", True)),
+        (("attn_mask", True), ("splits", True)),
+        (("dropout", True), ("splits", True)),
         (("dtype", "e4m3"), ("training", True)),  # no backward in 8 bits
         (("dtype", "e4m3"), ("deterministic", True)),
         (("dtype", "e4m3"), ("attn_mask", True)),  # nor these in the forward
@@ -51,7 +55,7 @@ def test_member_reaches_its_problems() -> None:
     member = Member(
         (128, 64), "fp16", "causal_bottom_right", "learnable", "sbhd", seqused=True, window=True,
         alibi=True, softcap=True, max_logit=True, attn_mask=True, dropout=True, group_size=4,
-        training=True, deterministic=True,
+        splits=False, training=True, deterministic=True,
     )  # fmt: skip
     forward, backward = member.problems(KNOWN)
     assert (forward,) == resolve(member.spec, KNOWN)

@@ -41,17 +41,23 @@ def test_plans_of_every_pair_of_head_dims_fit():
 @pytest.mark.parametrize(
     "fields",
     [
-        {"decode": True},
-        {"head_dim": 64, "decode": True, "seqused": True, "window": True},
+        {},
+        {"head_dim": 64, "seqused": True, "window": True},
         {"head_dim": 256, "layout": PAGED, "mask": "causal"},
         {"head_dim": 8, "head_dim_v": 256, "dtype": "fp16", "layout": PAGED},
         {"head_dim": 192, "head_dim_v": 128, "layout": "paged_kv_thd_sbhd_sbhd", "mask": "causal"},
+        {"layout": PAGED, "window": True, "alibi": True, "softcap": True, "softmax": "learnable",
+         "return_max_logit": True},
+        {"head_dim": 576, "head_dim_v": 512, "layout": PAGED, "mask": "causal", "softcap": True},
+        {"head_dim": 64, "head_dim_v": 384, "layout": "paged_kv_thd_bshd_bshd"},
+        {"head_dim": 256, "mask": "causal", "alibi": True, "softcap": True, "softmax": "off_by_one"},
     ],
     ids=str,
 )
 def test_build_decode_keeps_everything_in_registers(fields, tmp_path):
     """A spec names both kernels; one bundle keeps them together."""
-    jobs, refused = batch.jobs_of([AttentionSpec(**{"head_dim": 128, **fields})], None)
+    spec = AttentionSpec(**{"head_dim": 128, "decode": True, **fields})
+    jobs, refused = batch.jobs_of([spec], None)
     assert not refused and [job.plan.family for job in jobs] == ["sm90_decode", "combine"]
     outcomes = [*batch.run(jobs, Cache(tmp_path), 1)]
     for outcome in outcomes:
@@ -65,19 +71,55 @@ def test_build_decode_keeps_everything_in_registers(fields, tmp_path):
     assert entries == ["sm90_decode", "combine"] and program.problem.decode
 
 
+def test_plans_of_wide_head_dims_fit():
+    plain = problem_of(decode=True)
+    for d in (8, 256, 320, 512, 576):
+        for d_v in (8, 256, 384, 512):
+            problem = dataclasses.replace(plain, head_dim_qk=d, head_dim_v=d_v)
+            decode, _ = plans(problem, ARCH)
+            assert decode.smem_bytes <= SMEM_BYTES and decode.consumers == (1 + (d_v > 256))
+            assert decode.threads == (160 if d_v <= 256 else 384)
+            assert decode.stages > 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "wrong", "legal", "arithmetic"),
+    [
+        ({"head_dim": 577}, "head_dim", 576, "208 of 227 KiB"),
+        ({"head_dim": 1024, "head_dim_v": 512}, "head_dim", 576, "208 of 227 KiB"),
+        ({"head_dim": 576, "head_dim_v": 576}, "head_dim_v", 512, "128 registers"),
+        ({"head_dim": 576, "head_dim_v": 264}, "head_dim_v", 384, "multiples of 128"),
+    ],
+    ids=str,
+)
+def test_resolve_head_dims_beyond_an_sm_are_refused_with_the_arithmetic(
+    fields, wrong, legal, arithmetic
+):
+    (found,) = resolve.find_violations(AttentionSpec(**fields, decode=True), KNOWN)
+    assert (found.field, found.nearest) == (wrong, legal) and arithmetic in found.reason
+    joined = AttentionSpec(**fields)
+    assert {v.nearest for v in resolve.find_violations(joined, KNOWN)} == {256}
+
+
+def test_arithmetic_of_the_widest_head_dims_is_that_of_the_plan():
+    plan, _ = plans(problem_of(head_dim=576, head_dim_v=512, decode=True), ARCH)
+    assert (plan.tile.n, plan.stages, plan.smem_bytes >> 10) == (32, 2, 208)
+    assert plan.tile.m * 512 == 128 * 128 * plan.consumers  # rows, columns; registers, threads
+
+
 def test_render_plain_decode_has_no_code_for_what_it_lacks():
     plain = problem_of(decode=True)
     text = render_problem(plain, plans(plain, ARCH)[0]).text
-    for word in ("PageFetch", "clear_rows", "PackedTiles", "find_page"):
+    for word in ("PageFetch", "clear_rows", "PackedTiles", "PagedBlocks", "ScoreList", "max_logit"):
         assert word not in text
-    packed = problem_of(layout="paged_kv_thd_bshd_bshd")
+    packed = problem_of(decode=True, layout="paged_kv_thd_bshd_bshd")
     text = render_problem(packed, plans(packed, ARCH)[0]).text
-    for word in ("PageFetch", "clear_rows", "PackedTiles", "find_page"):
+    for word in ("PageFetch", "clear_rows", "PackedTiles", "PagedBlocks"):
         assert word in text
 
 
 def test_render_decode_entry_says_where_lengths_vary_once():
-    assert problem_of(layout=PAGED, mask="causal").label == "causal_used_d128_bf16_paged"
+    assert problem_of(decode=True, layout=PAGED, mask="causal").label == "causal_used_d128_bf16_paged"
     label = problem_of(layout="paged_kv_thd_bshd_bshd").label
     assert label == "full_packed_used_d128_bf16_paged"
 
@@ -88,13 +130,15 @@ def test_render_decode_entry_says_where_lengths_vary_once():
         ({"layout": "thd", "decode": True}, "layout"),
         ({"dtype": "e4m3", "layout": PAGED}, "dtype"),
         ({"out_dtype": "fp32", "decode": True}, "out_dtype"),
+        ({"dropout": True, "decode": True}, "dropout"),
+        ({"attn_mask": True, "softcap": True, "layout": PAGED}, "attn_mask"),
         ({"directions": ("fwd", "bwd"), "layout": PAGED}, "directions"),
         ({"directions": ("bwd",), "decode": True}, "directions"),
     ],
     ids=str,
 )
 def test_resolve_what_splits_no_keys_is_refused_with_a_legal_spec(fields, wrong):
-    spec = AttentionSpec(**{"head_dim": 128, **fields})
+    spec = AttentionSpec(**{"head_dim": 128, "decode": True, **fields})
     assert [v.field for v in resolve.find_violations(spec, KNOWN)] == [wrong]
     legal = resolve.nearest(spec, KNOWN)
     assert not resolve.find_violations(legal, KNOWN) and all(

@@ -112,7 +112,7 @@ def started(driver: Driver, kernels: list[LoadedKernel], q: Extent, **changes: i
 
 
 def test_launch_paged_decode_has_a_cta_for_tiles_and_splits_and_then_one_for_a_row(driver):
-    kernels = loaded(layout="paged_kv_bshd_bshd_bshd")
+    kernels = loaded(decode=True, layout="paged_kv_bshd_bshd_bshd")
     decode, combine = started(driver, kernels, queries())
     (first, start, _), (second, next_start, _) = driver.launches
     tiles = -(-QUERIES * GROUP // 64)
@@ -131,7 +131,7 @@ def test_launch_paged_decode_has_a_cta_for_tiles_and_splits_and_then_one_for_a_r
 
 
 def test_launch_page_is_one_box_and_streams(driver):
-    started(driver, loaded(layout="paged_kv_bshd_bshd_bshd")[:1], queries())
+    started(driver, loaded(decode=True, layout="paged_kv_bshd_bshd_bshd")[:1], queries())
     assert driver.boxes == [[64, PAGE, 1, 1]] * 2
     promotion = bindings.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B
     assert driver.l2 == [promotion] * 2
@@ -144,7 +144,7 @@ def test_launch_dense_decode_takes_whole_blocks(driver):
 
 
 def test_launch_packed_queries_have_a_tile_more_a_sequence(driver):
-    kernels = loaded(layout="paged_kv_thd_bshd_bshd")
+    kernels = loaded(decode=True, layout="paged_kv_thd_bshd_bshd")
     decode, combine = started(driver, kernels, queries(packed=True))
     tiles = TOKENS * GROUP // 64 + BATCH
     assert driver.launches[0][1][1:4] == (tiles * HEADS, 7, 1)
@@ -164,7 +164,7 @@ def test_launch_dependent_configuration_is_made_once_for_a_stream(driver, monkey
 
 
 def test_launch_more_rows_or_room_than_32_bits_hold_is_refused(driver):
-    kernels = loaded(layout="paged_kv_bshd_bshd_bshd")[:1]
+    kernels = loaded(decode=True, layout="paged_kv_bshd_bshd_bshd")[:1]
     long = queries()._replace(seq=1 << 26)
     with pytest.raises(LaunchError, match="queries of a group of heads"):
         started(driver, kernels, long)
@@ -188,7 +188,7 @@ def test_ready_paged_call_knows_its_addresses_and_needs_no_tile_counter(
 ):
     """A counter would be a kernel more in every captured call, which sets it to zero."""
     layout = "paged_kv_bshd_bshd_bshd"
-    monkeypatch.setattr(forward, "kernels_of", lambda spec, device: tuple(loaded(layout=layout)))
+    monkeypatch.setattr(forward, "kernels_of", lambda spec, device: tuple(loaded(decode=True, layout=layout)))
     q = torch.zeros(BATCH, QUERIES, HEADS * GROUP, D, dtype=torch.bfloat16)
     k = torch.zeros(PAGES, PAGE, HEADS, D, dtype=torch.bfloat16)
     table = torch.zeros(BATCH, 9, dtype=torch.int32)

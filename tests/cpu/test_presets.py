@@ -47,7 +47,7 @@ def test_specs_say_what_models_have() -> None:
 
     def of(name: str) -> list[object]:
         every = load_specs(presets.FOLDER / f"{name}.toml")
-        specs = [s for s in every if not resolve.splits_keys(s)]
+        specs = [s for s in every if not s.decode and "paged" not in s.layout]
         return [(s.head_dim, s.head_dim_v, s.window, s.softcap, s.softmax) for s in specs]
 
     plain = "vanilla"
@@ -62,7 +62,7 @@ def test_specs_say_what_models_have() -> None:
 def test_specs_have_what_a_server_calls_beside_each_prompt(name: str) -> None:
     """One query, dense and over pages, with the masks and head dims of the prompt."""
     specs = load_specs(presets.FOLDER / f"{name}.toml")
-    prompts = [each for each in specs if not resolve.splits_keys(each)]
+    prompts = [s for s in specs if not s.decode and "paged" not in s.layout]
     for prompt in prompts:
         wanted = {
             dataclasses.replace(prompt, name=f"{prompt.name}-decode", decode=True),

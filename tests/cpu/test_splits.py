@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -100,7 +101,7 @@ def test_packed_tiles_hold_every_row_of_every_sequence_once(library, lengths, gr
         assert (s, 0) in seen  # it sees to the rows that are no one's
 
 
-@pytest.mark.parametrize("size", [8, 16, 64, 256])
+@pytest.mark.parametrize("size", [1, 2, 7, 8, 12, 16, 48, 64, 100, 256])
 def test_pages_are_found_at_every_position(library, size):
     table = np.random.default_rng(0).permutation(40).astype(np.int32).reshape(4, 10)[:, :7]
     table = np.ascontiguousarray(np.pad(table, ((0, 0), (0, 3)), constant_values=-1))
@@ -112,7 +113,10 @@ def test_pages_are_found_at_every_position(library, size):
         position = np.arange(count)
         assert (out[:-1:2] == table[batch, position // size]).all()
         assert (out[1::2] == position % size).all()
-        assert out[-1] == min(size, 64)
+        stretch = int(out[-1])
+        assert stretch == math.gcd(size, 64)
+        first = np.arange(0, count - stretch + 1, stretch)
+        assert (position[first] // size == position[first + stretch - 1] // size).all()
 
 
 WORK, BLOCKS, SLOTS = st.integers(1, 3000), st.integers(0, 5000), st.integers(1, 600)

@@ -43,7 +43,8 @@ def call_of(number: int, member: coverage.Member) -> Variant | Call:
             *member.head_dims, member.dtype, member.mask, window, None,
             heads=(2, *heads), lengths=lengths, layout=member.layout,
         )  # fmt: skip
-        return Variant(case, **scored(number, member), deterministic=member.deterministic)
+        return Variant(case, **scored(number, member), deterministic=member.deterministic,
+            num_splits=3 if member.splits else None)
     more = Features(
         **scored(number, member),
         dropout=(0.1, 0.5)[number % 2] * member.dropout,
@@ -77,4 +78,5 @@ def test_coverage_member_is_right(member, call):
     elif member.dtype == "e4m3":
         varlen.check_alone(call)
     else:
-        varlen.check(call, deterministic=member.deterministic)
+        splits = 3 if member.splits else None
+        varlen.check(call, deterministic=member.deterministic, num_splits=splits)

@@ -22,6 +22,11 @@ KERNELS = [
     for layout in ("bshd", PAGED)
     for mask in ("none", "causal")
 ]
+KERNELS += [
+    AttentionSpec(d, d_v, kv_dtype="bf16", out_dtype="bf16", layout=PAGED, mask=mask, decode=True)
+    for d, d_v in ((576, 512), (64, 512), (320, 384), (512, 256), (192, None))
+    for mask in ("none", "causal")
+]
 
 
 class Cache(NamedTuple):
@@ -86,8 +91,8 @@ def check(q: Tensor, pages: Cache, layout: str = PAGED, **arguments) -> None:
     oracle.check(out, aux.lse, oracle.truth(q, k, v, page_table=table, **named), layout)
 
 
-@pytest.mark.parametrize("page", [8, 16, 32, 64, 128, 256])
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("page", [1, 2, 3, 4, 7, 8, 12, 16, 32, 48, 64, 100, 128, 256, 1000])
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
 def test_decode_every_page_size_is_right(d, page):
     check(queries(4, 1, 8, d), cache([700, 1, 64, 333], 2, d, page))
 
@@ -102,8 +107,9 @@ def test_decode_any_number_of_splits_is_right(lengths, splits):
 @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (8, 1), (6, 2), (71, 1)], ids=str)
 def test_decode_several_queries_share_tiles_rightly(heads, s_q):
     pages = cache([300, 64, 17, 513], heads[1], 128, 16)
+    splits = 2 if s_q >= 128 else None  # else a prompt
     for mask in ("none", "causal_bottom_right"):
-        check(queries(4, s_q, heads[0], 128), pages, mask=mask)
+        check(queries(4, s_q, heads[0], 128), pages, mask=mask, num_splits=splits)
 
 
 @pytest.mark.parametrize("window", [(100, 0), (0, 0), (64, 5), (5, -1)], ids=str)
@@ -127,8 +133,28 @@ def test_decode_head_dims_and_dtypes_are_right(dims, dtype):
     check(oracle.randn(2, 3, 4, dims[0], dtype=dtype), pages, mask="causal_bottom_right")
 
 
-def test_decode_tables_of_their_own_for_k_and_v_are_right():
-    a, b = cache([300, 70], 2, 64, 32), cache([300, 70], 2, 64, 64, seed=5)
+@pytest.mark.parametrize("heads", [1, 16, 128])
+@pytest.mark.parametrize("splits", [None, 1, 5])
+def test_decode_latent_keys_whose_first_columns_are_the_values_are_right(heads, splits):
+    """Head dims 576 and 512 with one key/value head, as multi-head latent attention decodes."""
+    pages = cache([700, 1, 64, 2033], 1, 576, 64)
+    shared = pages._replace(v=pages.k[..., :512])
+    for s_q in (1, 2):
+        given = {"mask": "causal_bottom_right", "num_splits": splits}
+        check(queries(4, s_q, heads, 576), shared, softmax_scale=192**-0.5, **given)
+
+
+@pytest.mark.parametrize("dims", [(576, 512), (64, 512), (320, 384), (512, 256)], ids=str)
+@pytest.mark.parametrize("page", [1, 48, 64])
+def test_decode_wide_head_dims_are_right(dims, page):
+    pages = cache([300, 0, 65], 2, dims[0], page, dims[1])
+    check(queries(3, 2, 6, dims[0]), pages, mask="causal_bottom_right")
+    check(queries(3, 2, 6, dims[0]), pages, window=(100, 0), bottom_right=True, softmax="off_by_one")
+
+
+@pytest.mark.parametrize("sizes", [(32, 64), (1, 48), (256, 5)], ids=str)
+def test_decode_tables_of_their_own_for_k_and_v_are_right(sizes):
+    a, b = cache([300, 70], 2, 64, sizes[0]), cache([300, 70], 2, 64, sizes[1], seed=5)
     q = queries(2, 1, 4, 64)
     named = {"layout": PAGED, "seqused_kv": a.lengths}
     out = attngen.attention(q, a.k, b.v, page_table=(a.table, b.table), **named, backend="cuda")
@@ -256,13 +282,3 @@ def test_decode_calls_have_gradients(lengths):
     out = attngen.attention(*leaves, mask="causal_bottom_right", backend="cuda")
     found = torch.autograd.grad(out, leaves, tensors[3])
     gradients.check(found, tensors, None, mask="causal_bottom_right")
-
-
-@pytest.mark.parametrize("page", [1, 12, 48])
-def test_decode_pages_that_kernels_cannot_read_are_refused(page):
-    pages = cache([100], 1, 64, page)
-    with pytest.raises(attngen.SpecError, match="powers of two"):
-        attngen.attention(
-            queries(1, 1, 1, 64), pages.k, pages.v, layout=PAGED, page_table=pages.table,
-            seqused_kv=pages.lengths, backend="cuda",
-        )  # fmt: skip

@@ -33,7 +33,8 @@ from .cases_fp8 import Fp8Case
 
 @dataclass(frozen=True)
 class Variant:
-    """One call. alibi: whose slopes, `default` or own, [h] or [b, h]; softcap: its bound."""
+    """One call. alibi: whose slopes, `default` or own, [h] or [b, h]; softcap: its bound;
+    num_splits: parts of the keys."""
 
     case: Case
     alibi: str = ""
@@ -41,13 +42,14 @@ class Variant:
     softcap: float = 0.0
     max_logit: bool = False
     deterministic: bool = False
+    num_splits: int | None = None
 
     def __str__(self) -> str:
         softmax = self.softmax * (self.softmax != "vanilla")
         words = (
             f"alibi_{self.alibi}" * bool(self.alibi), softmax,
             f"cap{self.softcap:g}" * bool(self.softcap), "max" * self.max_logit,
-            "deterministic" * self.deterministic,
+            "deterministic" * self.deterministic, f"splits{self.num_splits}" * bool(self.num_splits),
         )  # fmt: skip
         return "-".join((str(self.case), *filter(None, words)))
 
@@ -64,12 +66,13 @@ class Variant:
             softmax=self.softmax,
             softcap=self.softcap > 0,
             return_max_logit=self.max_logit,
+            decode=bool(self.num_splits),
         )
 
     @property
     def backward(self) -> Problem:
         """The problem that its backward solves."""
-        (forward,) = resolve(self.spec, features.scan())
+        (forward,) = resolve(dataclasses.replace(self.spec, decode=False), features.scan())
         return forward.backward(self.deterministic)
 
     @property
@@ -93,7 +96,8 @@ def check_forward(variant: Variant, seed: int = 0) -> None:
     """Runs the kernel on memory full of NaN and asserts the rule for everything it returns."""
     q, k, v = variant.case.operands(seed)
     arguments = variant.arguments
-    more = {"return_amax": True} if variant.eight_bit else {}
+    more: dict[str, Any] = {"return_amax": True} if variant.eight_bit else {}
+    more["num_splits"] = variant.num_splits
     with oracle.nan_filled_allocations(), torch.no_grad():
         out, aux = attngen.attention(
             *(q, k, v), **arguments, **more, return_max_logit=variant.max_logit, backend="cuda",
@@ -159,7 +163,7 @@ def run_backward(
         arguments = {**arguments, "sink": inputs[3]}
     out, aux = attngen.attention(
         *inputs[:3], **arguments, return_lse=True, deterministic=variant.deterministic,
-        return_max_logit=variant.max_logit, backend="cuda",
+        return_max_logit=variant.max_logit, num_splits=variant.num_splits, backend="cuda",
     )  # fmt: skip
     return torch.autograd.grad([out, aux.lse], inputs, [d_o, dlse])
 

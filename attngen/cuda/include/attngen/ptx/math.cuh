@@ -20,6 +20,12 @@ ATTNGEN_DEVICE float reciprocal_approx(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// x, of which the compiler does not know that it is the same as before: what follows from it is not
+// kept in registers from one pass of a loop to the next.
+ATTNGEN_DEVICE int forget(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 ATTNGEN_DEVICE u64 wide_product(u32 a, u32 b) {
   u64 product;
   asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
