@@ -149,6 +149,17 @@ def blocks_of(extent: Extent, rows: int, sequence: str, sequences: int) -> int:
     return -(-extent.seq // rows)
 
 
+def choose_alone(work: int, blocks: int, slots: int, share: float) -> int:
+    """CTAs that share the keys of one tile where each has an SM of its own and all run at once: as
+    many as there is room for; 0 where the chip would be less busy than a `share` of what others
+    make of it.
+
+    work, blocks, slots: as for `choose_splits`.
+    """
+    splits = min(slots // max(work, 1), max(1, blocks // SPLIT_BLOCKS), MAX_SPLITS)
+    return splits if splits and share_busy(work * splits, slots) >= SPLIT_BUSY * share else 0
+
+
 def choose_splits(work: int, blocks: int, slots: int) -> int:
     """CTAs that share the keys of one tile: the fewest that keep the chip about as busy as any
     number would, each with some blocks to read.
@@ -156,9 +167,10 @@ def choose_splits(work: int, blocks: int, slots: int) -> int:
     work: tiles; blocks: of keys, of the longest sequence; slots: CTAs that run at once.
     """
     limit = max(1, min(blocks // SPLIT_BLOCKS, MAX_SPLITS))
-    busy = [_share_busy(work * splits, slots) for splits in range(1, limit + 1)]
+    busy = [share_busy(work * splits, slots) for splits in range(1, limit + 1)]
     return 1 + next(n for n, share in enumerate(busy) if share >= SPLIT_BUSY * max(busy))
 
 
-def _share_busy(ctas: int, slots: int) -> float:
+def share_busy(ctas: int, slots: int) -> float:
+    """The part of the time that places for CTAs are taken, all CTAs being equal."""
     return ctas / (-(-ctas // slots) * slots)

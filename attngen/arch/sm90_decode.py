@@ -26,6 +26,11 @@ SM_BYTES = SMEM_BYTES + CTA_RESERVED_BYTES
 # and two stages of 64 keys are enough for both (measured at 128: as fast as three, or 2 % faster;
 # 32 keys and one CTA 3 to 14 % slower).
 CHOICES = ((2, 128, 2), (2, 64, 2), (1, 64, 3), (1, 64, 2), (1, 32, 3), (1, 32, 2))
+# One CTA an SM reads larger blocks, and has nobody beside it while it begins and ends: where all of
+# them run at once it was 5 % faster (16 sequences of 8k keys, which it need not split) and 1 to 2 %
+# (one sequence), where several follow each other 0 to 4 % slower (measured at 128; two CTAs have
+# room for blocks of 64 there).
+ALONE = (1, 128, 3)
 MAX_SPLITS = 128  # the combining kernel keeps as many weights in shared memory
 
 
@@ -62,15 +67,16 @@ KernelPlan = DecodePlan | CombinePlan
 
 
 def plans(problem: Problem) -> tuple[KernelPlan, ...]:
-    """The plans of both kernels in the order of launch; none where nothing fits."""
-    for ctas, block, stages in CHOICES:
-        plan = make_plan(problem, block, stages, ctas)
-        if plan is not None:
-            return plan, CombinePlan(ARCH, "combine", COMBINE_THREADS, MAX_SPLITS)
-    return ()
+    """The plan of the kernel that reads the keys, or of two of which a call takes one, and that of
+    the kernel that joins; none where nothing fits."""
+    found = [plan for choice in CHOICES if (plan := make_plan(problem, *choice))][:1]
+    if found and (found[0].ctas, found[0].tile.n) == CHOICES[1][:2]:
+        found += filter(None, [make_plan(problem, *ALONE)])
+    join = CombinePlan(ARCH, "combine", COMBINE_THREADS, MAX_SPLITS)
+    return (*found, join) if found else ()
 
 
-def make_plan(problem: Problem, block: int, stages: int, ctas: int) -> DecodePlan | None:
+def make_plan(problem: Problem, ctas: int, block: int, stages: int) -> DecodePlan | None:
     """The plan of these choices; None where shared memory or registers do not hold it."""
     columns_qk, columns_v = _boxes(problem.head_dim_qk), _boxes(problem.head_dim_v)
     regions = lay_out(

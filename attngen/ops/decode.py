@@ -10,23 +10,39 @@ from torch import Tensor
 from ..errors import SpecError
 from ..layouts import parse
 from ..load import LoadedKernel
-from ..run_time import MAX_SPLITS, Extent, choose_splits, row_tiles
+from ..run_time import MAX_SPLITS, Extent, choose_alone, choose_splits, row_tiles, share_busy
 from .signature import Arguments
 
 
-def splits_of(
+def choose(
     kernels: Sequence[LoadedKernel],
     extents: Mapping[str, Extent],
     optional: Mapping[str, Tensor | None],
     sequences: int,
     asked: int,
-) -> int:
-    """Into how many parts the keys of each sequence are split."""
-    first, q = kernels[0], extents["q"]
-    entry = first.kernel
-    tiles = row_tiles(entry, extents, sequences) * extents["k"].heads * q.batch
-    slots = first.multiprocessors * entry.ctas
-    return asked or choose_splits(tiles, -(-keys_of(extents, optional) // entry.block_keys), slots)
+) -> tuple[tuple[LoadedKernel, ...], int]:
+    """The kernels of a call in the order of launch, and into how many parts the keys of each
+    sequence are split.
+
+    kernels: one that shares an SM, perhaps one that does not, and the one that joins parts; what
+    is not split is not joined. asked: how many parts, for which the first reads the keys, whatever
+    else there is to do, so that the bits do not depend on that; 0 for a number of our choice.
+    """
+    first, *others, join = kernels
+    tiles = row_tiles(first.kernel, extents, sequences) * extents["k"].heads * extents["q"].batch
+    keys = keys_of(extents, optional)
+
+    def room(kernel: LoadedKernel) -> tuple[int, int, int]:
+        blocks = -(-keys // kernel.kernel.block_keys)
+        return tiles, blocks, kernel.multiprocessors * kernel.kernel.ctas
+
+    reader, splits = first, asked or choose_splits(*room(first))
+    if others and not asked:
+        (other,), ctas, (_, _, slots) = others, tiles * splits, room(first)
+        slots = first.multiprocessors if ctas <= first.multiprocessors else slots
+        if alone := choose_alone(*room(other), share_busy(ctas, slots)):
+            reader, splits = other, alone
+    return (reader, join)[: 1 + (splits > 1)], splits
 
 
 def keys_of(extents: Mapping[str, Extent], optional: Mapping[str, Tensor | None]) -> int:

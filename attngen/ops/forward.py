@@ -103,8 +103,7 @@ def _make_ready(operands: Operands, arguments: Arguments) -> Ready:
     kernels, splits = kernels_of(spec, q.device), 1
     if spec.decode:
         asked, sequences = arguments.num_splits, scalars.sequences
-        splits = decode.splits_of(kernels, extents, optional, sequences, asked)
-        kernels = kernels[: 1 + (splits > 1)]  # what is not split is not combined either
+        kernels, splits = decode.choose(kernels, extents, optional, sequences, asked)
     numbers = {**scalars.numbers, **decode.numbers_of(extents, optional), "splits": splits}
     scalars = replace(scalars, numbers=numbers)
     launches = tuple(prepare(each, extents, scalars) for each in kernels)

@@ -30,7 +30,7 @@ def test_plans_of_every_pair_of_head_dims_fit():
     plain = problem_of(decode=True)
     for d, d_v in itertools.product(range(8, 257, 8), repeat=2):
         problem = dataclasses.replace(plain, head_dim_qk=d, head_dim_v=d_v)
-        decode, combine = plans(problem, ARCH)
+        decode, *_, combine = plans(problem, ARCH)
         room = SMEM_BYTES + sm90_decode.CTA_RESERVED_BYTES
         assert decode.ctas * (decode.smem_bytes + sm90_decode.CTA_RESERVED_BYTES) <= room
         assert decode.smem[0].offset == 0 and all(r.offset % 1024 == 0 for r in decode.smem[:3])
@@ -55,10 +55,12 @@ def test_plans_of_every_pair_of_head_dims_fit():
     ids=str,
 )
 def test_build_decode_keeps_everything_in_registers(fields, tmp_path):
-    """A spec names both kernels; one bundle keeps them together."""
+    """A spec names all kernels; one bundle keeps them together."""
     spec = AttentionSpec(**{"head_dim": 128, "decode": True, **fields})
     jobs, refused = batch.jobs_of([spec], None)
-    assert not refused and [job.plan.family for job in jobs] == ["sm90_decode", "combine"]
+    families = [job.plan.family for job in jobs]
+    assert not refused and families[0] == "sm90_decode" and families[1:][-1:] == ["combine"]
+    assert len(families) == 2 + (getattr(jobs[1].plan, "ctas", 0) == 1)
     outcomes = [*batch.run(jobs, Cache(tmp_path), 1)]
     for outcome in outcomes:
         assert outcome.error is None and outcome.binary is not None
@@ -68,7 +70,13 @@ def test_build_decode_keeps_everything_in_registers(fields, tmp_path):
         assert found.registers <= 65536 // (outcome.job.plan.threads * ctas)
     (program,) = batch.programs_of(outcomes)
     entries = [each.binary.kernel.entry.split("__")[0] for each in program.kernels]
-    assert entries == ["sm90_decode", "combine"] and program.problem.decode
+    assert entries == families and program.problem.decode
+
+
+def test_plans_where_two_ctas_have_small_blocks_have_another_of_one():
+    for d, wanted in ((64, [(2, 128)]), (128, [(2, 64), (1, 128)]), (256, [(1, 64)])):
+        readers = plans(problem_of(head_dim=d, decode=True), ARCH)[:-1]
+        assert [(each.ctas, each.tile.n) for each in readers] == wanted
 
 
 def test_plans_of_wide_head_dims_fit():
@@ -76,7 +84,7 @@ def test_plans_of_wide_head_dims_fit():
     for d in (8, 256, 320, 512, 576):
         for d_v in (8, 256, 384, 512):
             problem = dataclasses.replace(plain, head_dim_qk=d, head_dim_v=d_v)
-            decode, _ = plans(problem, ARCH)
+            decode, *_ = plans(problem, ARCH)
             assert decode.smem_bytes <= SMEM_BYTES and decode.consumers == (1 + (d_v > 256))
             assert decode.threads == (160 if d_v <= 256 else 384)
             assert decode.stages > 1
@@ -102,7 +110,7 @@ def test_resolve_head_dims_beyond_an_sm_are_refused_with_the_arithmetic(
 
 
 def test_arithmetic_of_the_widest_head_dims_is_that_of_the_plan():
-    plan, _ = plans(problem_of(head_dim=576, head_dim_v=512, decode=True), ARCH)
+    plan, *_ = plans(problem_of(head_dim=576, head_dim_v=512, decode=True), ARCH)
     assert (plan.tile.n, plan.stages, plan.smem_bytes >> 10) == (32, 2, 208)
     assert plan.tile.m * 512 == 128 * 128 * plan.consumers  # rows, columns; registers, threads
 
@@ -148,7 +156,7 @@ def test_resolve_what_splits_no_keys_is_refused_with_a_legal_spec(fields, wrong)
 
 def test_explain_decode_aims_at_the_memory():
     problem = problem_of(head_dim=256, decode=True)
-    decode, combine = plans(problem, ARCH)
+    decode, *_, combine = plans(problem, ARCH)
     (line,) = aim(problem, decode)
     # a row does 2 FLOPs with each key's column, which has 2 bytes
     assert line.startswith("aims at the memory: 64 FLOPs") and line.endswith("1 CTA an SM")

@@ -15,7 +15,7 @@ from cuda.bindings import driver as bindings
 from attngen import AttentionSpec, LaunchError, features, launch, resolve
 from attngen.builder import render_problem
 from attngen.load import LoadedKernel
-from attngen.ops import forward
+from attngen.ops import decode, forward
 from attngen.ops.operation import lay_out_workspaces
 from attngen.ops.signature import OPTIONAL, Arguments
 from attngen.plan import plans
@@ -69,10 +69,11 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return found
 
 
-def loaded(**fields: Any) -> list[LoadedKernel]:
+def loaded(every: bool = False, **fields: Any) -> list[LoadedKernel]:
     (problem,) = resolve.resolve(AttentionSpec(D, **fields), features.scan())
     entries = (render_problem(problem, plan).kernel for plan in plans(problem, "sm_90a"))
-    return [LoadedKernel(entry.entry, entry, 0, 132) for entry in entries]
+    found = [LoadedKernel(entry.entry, entry, 0, 132) for entry in entries]
+    return found if every else [found[0], found[-1]]
 
 
 def queries(packed: bool = False) -> Extent:
@@ -207,3 +208,24 @@ def test_ready_paged_call_knows_its_addresses_and_needs_no_tile_counter(
     wanted = {name for each in ready.launches for _, name in each.pointers}
     wanted |= {tensor_map.tensor for each in ready.launches for _, tensor_map in each.maps}
     assert wanted <= known
+
+
+@pytest.mark.parametrize(
+    ("batch", "keys", "asked", "reader", "splits"),
+    [
+        (16, 8192, 0, 1, 1),  # 128 tiles on 132 SMs
+        (1, 65536, 0, 1, 16),
+        (64, 8192, 0, 0, 1),  # several waves
+        (12, 8192, 0, 0, 8),  # 96 tiles: 768 CTAs fill three waves
+        (16, 8192, 2, 0, 2),  # what is asked for has the same bits in any batch
+        (1, 65536, 1, 0, 1),
+    ],
+)
+def test_choose_takes_a_cta_an_sm_where_all_run_at_once(batch, keys, asked, reader, splits):
+    kernels = loaded(every=True, decode=True, seqused=True)
+    q = Extent(batch, 1, 64, D, 64 * D, 64 * D, D)
+    k = Extent(batch, keys, 8, D, keys * 8 * D, 8 * D, D)
+    optional = dict.fromkeys(OPTIONAL)
+    found, number = decode.choose(kernels, {"q": q, "k": k, "v": k}, optional, batch, asked)
+    assert number == splits and found[0] is kernels[reader]
+    assert [*found[1:]] == [kernels[-1]] * (splits > 1)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from attngen import features, files
 from attngen.render import emit_fragment
-from attngen.run_time import MAX_SPLITS, SPLIT_BLOCKS, SPLIT_BUSY, blocks_of, choose_splits
+from attngen.run_time import MAX_SPLITS, SPLIT_BLOCKS, SPLIT_BUSY, blocks_of, choose_alone, choose_splits
 from attngen.run_time import Extent as RunTimeExtent
 
 ROWS = 64
@@ -134,6 +134,22 @@ def test_choose_splits_is_the_fewest_that_keep_the_chip_busy(work, blocks, slots
     best = max(busy(n) for n in range(1, limit + 1))
     assert busy(chosen) >= SPLIT_BUSY * best
     assert all(busy(n) < SPLIT_BUSY * best for n in range(1, chosen))
+
+
+@given(WORK, BLOCKS, SLOTS, st.floats(0, 1))
+def test_choose_alone_is_one_wave_or_nothing(work, blocks, slots, share):
+    chosen = choose_alone(work, blocks, slots, share)
+    limit = max(1, min(blocks // SPLIT_BLOCKS, MAX_SPLITS))
+    fitting = [n for n in range(1, limit + 1) if work * n <= slots]
+    busy = work * max(fitting, default=0) / slots
+    assert chosen == (max(fitting, default=0) if busy >= SPLIT_BUSY * share else 0)
+
+
+def test_choose_alone_known_cases():
+    assert choose_alone(128, 64, 132, 1.0) == 1  # 16 sequences of 8 heads
+    assert choose_alone(8, 512, 132, 1.0) == 16
+    assert choose_alone(96, 64, 132, 1.0) == 0  # a quarter of the chip would idle
+    assert choose_alone(512, 64, 132, 0.97) == 0  # several waves
 
 
 def test_choose_splits_known_cases():
