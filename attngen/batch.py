@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
 from . import features, resolve
+from .arch.sm90_decode import DecodePlan
 from .builder import Built, build_plan
 from .bundle import BundledKernel, Program
 from .cache import Cache, Entry
@@ -34,8 +35,10 @@ class Job:
 
     @property
     def name(self) -> str:
-        """What it is and computes: `sm90_bwd_dq__full_d256_bf16`."""
-        return f"{self.plan.family}__{self.problem.label}"
+        """What it is and computes: `sm90_bwd_dq__full_d256_bf16`; of kernels that read keys for a
+        decode that which has an SM to itself says so."""
+        alone = isinstance(self.plan, DecodePlan) and self.plan.ctas == 1
+        return f"{self.plan.family}__{self.problem.label}{'_alone' if alone else ''}"
 
 
 @dataclass(frozen=True)

@@ -230,7 +230,9 @@ def _tensor_map(
     cuda = driver()
     extent = extents[recipe.tensor]
     dims, strides, units = _geometry(kernel, recipe, extent)
-    rows = math.gcd(recipe.box_rows & -recipe.box_rows, extent.seq) if recipe.paged else recipe.box_rows
+    rows = recipe.box_rows
+    if recipe.paged:
+        rows = math.gcd(rows & -rows, extent.seq)
     types = cuda.CUtensorMapDataType
     dtype = {
         "bf16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,

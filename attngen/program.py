@@ -41,9 +41,9 @@ class Field:
 class TensorMapRecipe:
     """How to encode one tensor map: a 4-D tensor (head_dim, seq, head, batch) in boxes.
 
-    A box is `box_cols` elements of the head dim by `box_rows` positions (where `paged`, by the
-    largest power of two that divides these and the tensor's), 128-byte swizzled; elements outside the tensor read as zero and are not
-    written. What L2 lacks it fetches in pieces of `l2_bytes`.
+    A box is `box_cols` elements of the head dim by `box_rows` positions, where `paged` by the
+    largest power of two that divides these and the tensor's; 128-byte swizzled. Elements outside
+    the tensor read as zero and are not written. What L2 lacks it fetches in pieces of `l2_bytes`.
     """
 
     field: str

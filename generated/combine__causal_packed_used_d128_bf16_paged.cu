@@ -13,6 +13,7 @@ constexpr int kHeadDimV = 128;
 constexpr int kPairs = ceil_div(kHeadDimV, 64);  // of columns, a lane
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
+constexpr int kEarly = 4;  // parts that a warp asks for before it knows their weights
 constexpr int kMaxSplits = 128;
 using Element = Bf16;
 
@@ -51,10 +52,22 @@ combine__causal_packed_used_d128_bf16_paged__eba2fb(const __grid_constant__ attn
   using namespace attngen;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  const long long row = blockIdx.x;
+  const int row = blockIdx.x;
   __shared__ float weights[kMaxSplits];
   __shared__ float2 sums[kWarps][kPairs * 32];
   await_dependency();
+  const float* o_parts = static_cast<const float*>(p.o_parts) + static_cast<long long>(row) * kHeadDimV;
+  const auto load = [&](float2 (&part)[kPairs], int split) {
+    const float2* source = reinterpret_cast<const float2*>(o_parts + split * p.total_rows * kHeadDimV);
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const bool there = split < p.splits && (i * 32 + lane) * 2 < kHeadDimV;
+      part[i] = there ? source[i * 32 + lane] : make_float2(0.f, 0.f);
+    }
+  };
+  float2 early[kEarly][kPairs];
+#pragma unroll
+  for (int n = 0; n < kEarly; ++n) load(early[n], warp + n * kWarps);
   // Every warp finds the maximum and the sum for itself: 4 loads a lane at most, and no barrier.
   const float* lse_parts = static_cast<const float*>(p.lse_parts) + row;
   float lse[kMaxSplits / 32];
@@ -66,6 +79,7 @@ combine__causal_packed_used_d128_bf16_paged__eba2fb(const __grid_constant__ attn
     max_log2 = fmaxf(max_log2, lse[i]);
   }
   max_log2 = warp_max(max_log2);
+  if (max_log2 == kInfinity) return;  // a row of no sequence, which the kernel before has cleared
   const float reference = max_log2 == -kInfinity ? 0.f : max_log2;
   float sum = 0.f;
 #pragma unroll
@@ -79,18 +93,20 @@ combine__causal_packed_used_d128_bf16_paged__eba2fb(const __grid_constant__ attn
   float2 output[kPairs];
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) output[i] = make_float2(0.f, 0.f);
-#pragma unroll 4
-  for (int split = warp; split < p.splits; split += kWarps) {
-    const float weight = weights[split];
-    const float2* part = reinterpret_cast<const float2*>(static_cast<const float*>(p.o_parts) + (split * p.total_rows + row) * kHeadDimV);
+  const auto add = [&](const float2 (&part)[kPairs], float weight) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      const int pair = i * 32 + lane;
-      if (pair * 2 >= kHeadDimV) continue;
-      const float2 x = part[pair];
-      output[i].x += x.x * weight;
-      output[i].y += x.y * weight;
+      output[i].x += part[i].x * weight;
+      output[i].y += part[i].y * weight;
     }
+  };
+#pragma unroll
+  for (int n = 0; n < kEarly; ++n) add(early[n], weights[warp + n * kWarps]);
+#pragma unroll 4
+  for (int split = warp + kEarly * kWarps; split < p.splits; split += kWarps) {
+    float2 part[kPairs];
+    load(part, split);
+    add(part, weights[split]);
   }
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) sums[warp][i * 32 + lane] = output[i];

@@ -1,6 +1,7 @@
-// sm90_decode__causal_packed_used_d128_bf16_paged__2ca648
+// sm90_decode__causal_packed_used_d128_bf16_paged__9042e2
 // Rendered by attngen from kernels/sm90_decode.cu.j2; do not edit.
 #include "attngen/context.cuh"
+#include "attngen/copy/paged_blocks.cuh"
 #include "attngen/mma/fragment.cuh"
 #include "attngen/mma/gemm.cuh"
 #include "attngen/ptx/barrier.cuh"
@@ -24,7 +25,9 @@ using Element = Bf16;
 constexpr int kRows = 64;
 constexpr int kTileN = 64;
 constexpr int kStages = 2;
-constexpr int kConsumerThreads = 128;
+constexpr int kConsumers = 1;
+constexpr int kConsumerThreads = 128 * kConsumers;
+constexpr int kColumns = kHeadDimV / kConsumers;  // of the output, a warpgroup's
 constexpr int kQkSteps = ceil_div(kHeadDimQk, 16);
 constexpr int kQkBoxes = ceil_div(kHeadDimQk, 64);
 constexpr int kVBoxes = ceil_div(kHeadDimV, 64);
@@ -133,14 +136,15 @@ struct PageFetch {
   int page_table_stride;
   int page_size;
 
-  // Positions that one copy can bring: of a block of kBlock, those on one page.
+  // Positions that one copy brings, the largest power of two that divides pages and blocks of
+  // kBlock: each lies on one page.
   template <int kBlock>
-  ATTNGEN_HD int stretch() const { return min_of(page_size, kBlock); }
+  ATTNGEN_HD int stretch() const { return min_of(page_size & -page_size, kBlock & -kBlock); }
   // The tensor's batch index, which is the page, of a position of the sequence; and its row there.
   ATTNGEN_HD int batch_index(int batch, int position) const {
-    return static_cast<const int*>(page_table)[static_cast<long long>(batch) * page_table_stride + position / page_size];
+    return static_cast<const int*>(page_table)[static_cast<long long>(batch) * page_table_stride + static_cast<u32>(position) / page_size];
   }
-  ATTNGEN_HD int row(int position) const { return position % page_size; }
+  ATTNGEN_HD int row(int position) const { return static_cast<u32>(position) % page_size; }
 };
 struct RangeIteration {
   template <int kBlock, class MaskList>
@@ -267,57 +271,31 @@ struct Loader {
   u32 smem;
   int lane;
 
-  // The page of stretch `lane` of a block; what lies behind the sequence's end has none.
-  ATTNGEN_DEVICE int find_page(const PageFetch& fetch, int block) const {
-    const int within = lane * fetch.stretch<kTileN>();
-    const int position = block * kTileN + within;
-    return within < kTileN && position < job.kv_len ? fetch.batch_index(job.batch, position) : 0;
-  }
-
-  // One block of K or V: boxes of 64 columns by the rows of one page.
-  template <int kBoxes>
-  ATTNGEN_DEVICE void load(const PageFetch& fetch, int page, const TensorMap* map, u32 tile, u32 full, int block) const {
-    const int first = block * kTileN;
-    const int stretch = fetch.stretch<kTileN>();
-    const int boxes = kBoxes * ceil_div(min_of(job.kv_len - first, kTileN), stretch);
-    if (lane == 0) mbarrier_arrive_expect(full, boxes * stretch * 128);
-    __syncwarp();
-    for (int base = 0; base < boxes; base += 32) {
-      const int i = base + lane;
-      const int from = __shfl_sync(~0u, page, min_of(i / kBoxes, 31));
-      const int box = i % kBoxes;
-      const int within = i / kBoxes * stretch;
-      if (i < boxes) {
-        tma_load(tile + box * kKeyBoxBytes + within * 128, map, full, box * 64, fetch.row(first + within), job.kv_head, from, kEvictFirst);
-      }
-    }
-  }
 
   ATTNGEN_DEVICE void run() const {
     RingPosition<kStages> ring;
-    const PageFetch k_fetch = PageFetch{p.k_page_table, p.k_page_table_stride, p.k_page_size};
-    const PageFetch v_fetch = PageFetch{p.v_page_table, p.v_page_table_stride, p.v_page_size};
+    using Blocks = PagedBlocks<kTileN, KvFetch>;
+    const Blocks k_blocks = {PageFetch{p.k_page_table, p.k_page_table_stride, p.k_page_size}, job.batch, job.kv_len, lane};
+    const Blocks v_blocks = {PageFetch{p.v_page_table, p.v_page_table_stride, p.v_page_size}, job.batch, job.kv_len, lane};
     // A block ahead, so that no copy waits for the table.
-    int k_page = find_page(k_fetch, job.begin);
-    int v_page = find_page(v_fetch, job.begin);
+    int k_page = k_blocks.find_page(job.begin);
+    int v_page = v_blocks.find_page(job.begin);
 #pragma unroll 1
     for (int block = job.begin; block < job.end; ++block) {
       const u32 keys = smem + kSmemK + ring.stage * kQkBoxes * kKeyBoxBytes;
       const u32 values = smem + kSmemV + ring.stage * kVBoxes * kKeyBoxBytes;
-      const int next_k_page = find_page(k_fetch, block + 1);
-      const int next_v_page = find_page(v_fetch, block + 1);
       mbarrier_wait(smem + kKEmpty + ring.stage * 8, ring.parity ^ 1);
-      load<kQkBoxes>(k_fetch, k_page, &p.map_k, keys, smem + kKFull + ring.stage * 8, block);
+      k_blocks.load<kQkBoxes>(k_page, &p.map_k, keys, smem + kKFull + ring.stage * 8, job.kv_head, block, kEvictFirst);
+      k_page = k_blocks.find_page(block + 1);
       mbarrier_wait(smem + kVEmpty + ring.stage * 8, ring.parity ^ 1);
-      load<kVBoxes>(v_fetch, v_page, &p.map_v, values, smem + kVFull + ring.stage * 8, block);
-      k_page = next_k_page;
-      v_page = next_v_page;
+      v_blocks.load<kVBoxes>(v_page, &p.map_v, values, smem + kVFull + ring.stage * 8, job.kv_head, block, kEvictFirst);
+      v_page = v_blocks.find_page(block + 1);
       ring.advance();
     }
   }
 };
 
-// ---- consumer: 64 rows
+// ---- consumer: 64 rows, of whose output each warpgroup has its share of the columns
 struct Consumer {
   const Params& p;
   const Job& job;
@@ -325,6 +303,7 @@ struct Consumer {
   int warp;
   int lane;
 
+  ATTNGEN_DEVICE int first_column() const { return kConsumers > 1 ? warp / 4 * kColumns : 0; }
   // Where row `row` of the tile lies: its query, and its head.
   ATTNGEN_DEVICE int query(int row) const { return (job.first_row + row) / p.group_size; }
   ATTNGEN_DEVICE int head(int row) const { return job.kv_head * p.group_size + (job.first_row + row) % p.group_size; }
@@ -380,13 +359,13 @@ struct Consumer {
   }
 
   ATTNGEN_DEVICE void run() const {
-    const int row = warp * 16 + lane / 4;
+    const int row = warp % 4 * 16 + lane / 4;
     float scores[kTileN / 2];
-    float output[kHeadDimV / 2];
+    float output[kColumns / 2];
     u32 weights[kTileN / 4];
     RowState state = {{-kInfinity, -kInfinity}, {0.f, 0.f}};
 #pragma unroll
-    for (int i = 0; i < kHeadDimV / 2; ++i) output[i] = 0.f;
+    for (int i = 0; i < kColumns / 2; ++i) output[i] = 0.f;
     load_queries();
     const MaskList masks = mask_list(p);
     const Context ctx = job.context(job.kv_head * p.group_size);
@@ -409,19 +388,19 @@ struct Consumer {
         softmax.weigh(scores, state, half, rescale);
       }
 #pragma unroll
-      for (int i = 0; i < kHeadDimV / 2; ++i) output[i] *= rescale[fragment_row(i)];
+      for (int i = 0; i < kColumns / 2; ++i) output[i] *= rescale[fragment_row(i)];
       pack_weights<Element, kTileN>(weights, scores);
       const u32 values = smem + kSmemV + ring.stage * kVBoxes * kKeyBoxBytes;
       mbarrier_wait(smem + kVFull + ring.stage * 8, ring.parity);
       if ((block + 1) * kTileN > job.kv_len) clear_tail(values, job.kv_len - block * kTileN);
-      gemm_accumulate<PvMma, kTileN / 16, kKeyBoxBytes>(output, weights, values);
+      gemm_accumulate<PvMma, kTileN / 16, kKeyBoxBytes>(output, weights, values + first_column() / 64 * kKeyBoxBytes);
       wgmma_wait<0>();
       settle(output);
       release(smem + kVEmpty + ring.stage * 8);
       ring.advance();
     }
     finish(output, state, row);
-    if (job.first_row == 0) {  // a sequence's first tile sees to the rows behind it that are no one's
+    if (job.first_row == 0 && job.split == 0) {  // it sees to the rows behind the sequence that are no one's
       const QSequence queries = q_sequence(p);
       clear_rows(queries.gap(job.batch, p.sequences));
       if (job.batch == 0) clear_rows(queries.gap(-1, p.sequences));
@@ -434,7 +413,7 @@ struct Consumer {
   }
 
   // Rows to memory: the output itself, or normalised float32 parts of it that are combined later.
-  ATTNGEN_DEVICE void finish(const float (&output)[kHeadDimV / 2], const RowState& state, int row) const {
+  ATTNGEN_DEVICE void finish(const float (&output)[kColumns / 2], const RowState& state, int row) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = query(row + half * 8);
@@ -442,23 +421,25 @@ struct Consumer {
       const float max_log2 = state.row_max[half] * p.scale_log2;
       const float sum = quad_sum(state.row_sum[half]);
       if (i >= job.q_len) continue;
+      const bool tells = (lane & 3) == 0 && warp < 4;  // one thread for all that have the row
       const long long at = place(job.first_token + i, h);
       if (p.splits > 1) {  // empty splits store zeros, which are read and weigh nothing
         const long long slot = job.split * p.total_rows + at;
         const bool seen = sum != 0.f;
-        if ((lane & 3) == 0) static_cast<float*>(p.lse_parts)[slot] = seen ? max_log2 + log2_approx(sum) : -kInfinity;
+        if (tells) static_cast<float*>(p.lse_parts)[slot] = seen ? max_log2 + log2_approx(sum) : -kInfinity;
         store_part(output, half, slot, seen ? 1.f / sum : 0.f);
       } else {
-        const SoftmaxRow result = VanillaSoftmax{}.finalize(job.context(h), max_log2, sum);
-        if ((lane & 3) == 0) static_cast<float*>(p.lse)[at] = result.lse;
+        const Context ctx = job.context(h);
+        const SoftmaxRow result = VanillaSoftmax{}.finalize(ctx, max_log2, sum);
+        if (tells) static_cast<float*>(p.lse)[at] = result.lse;
         store_row(output, half, job.first_token + i, h, result.normalizer);
       }
     }
   }
-  ATTNGEN_DEVICE void store_part(const float (&output)[kHeadDimV / 2], int half, long long slot, float factor) const {
-    float* target = static_cast<float*>(p.o_parts) + slot * kHeadDimV + (lane & 3) * 2;
+  ATTNGEN_DEVICE void store_part(const float (&output)[kColumns / 2], int half, long long slot, float factor) const {
+    float* target = static_cast<float*>(p.o_parts) + slot * kHeadDimV + first_column() + (lane & 3) * 2;
 #pragma unroll
-    for (int k = 0; k < kHeadDimV / 4; k += 2) {
+    for (int k = 0; k < kColumns / 4; k += 2) {
       const int index = fragment_index(half, k);
       *reinterpret_cast<float2*>(target + fragment_column(index)) = make_float2(output[index] * factor, output[index + 1] * factor);
     }
@@ -466,24 +447,25 @@ struct Consumer {
   ATTNGEN_DEVICE char* row_of_output(int row, int h) const {
     return static_cast<char*>(p.o) + 2 * (job.batch * p.o_stride_batch + row * p.o_stride_row + h * p.o_stride_head);
   }
-  ATTNGEN_DEVICE void store_row(const float (&output)[kHeadDimV / 2], int half, int row, int h, float factor) const {
-    char* target = row_of_output(row, h) + (lane & 3) * 4;
+  ATTNGEN_DEVICE void store_row(const float (&output)[kColumns / 2], int half, int row, int h, float factor) const {
+    char* target = row_of_output(row, h) + 2 * first_column() + (lane & 3) * 4;
 #pragma unroll
-    for (int k = 0; k < kHeadDimV / 4; k += 2) {
+    for (int k = 0; k < kColumns / 4; k += 2) {
       const int index = fragment_index(half, k);
       *reinterpret_cast<u32*>(target + 2 * fragment_column(index)) = Element::pack(output[index] * factor, output[index + 1] * factor);
     }
   }
-  // Rows of the tensor that belong to no sequence: zeros, of which each split has its part.
+  // Rows of the tensor that belong to no sequence: zeros, and for the kernel that combines a mark
+  // that no row of a sequence has.
   ATTNGEN_DEVICE void clear_rows(Range rows) const {
     for (int i = rows.lo * p.group_size + warp; i < rows.hi * p.group_size; i += kConsumerThreads / 32) {
       const int h = job.kv_head * p.group_size + i % p.group_size;
       const long long at = place(i / p.group_size, h);
-      const bool split = p.splits > 1;
-      const long long slot = job.split * p.total_rows + at;
-      void* target = split ? static_cast<void*>(static_cast<float*>(p.o_parts) + slot * kHeadDimV) : row_of_output(i / p.group_size, h);
-      for (int k = lane; k < kHeadDimV * (split ? 4 : 2) / 16; k += 32) static_cast<uint4*>(target)[k] = make_uint4(0, 0, 0, 0);
-      if (lane == 0) (split ? static_cast<float*>(p.lse_parts)[slot] : static_cast<float*>(p.lse)[at]) = -kInfinity;
+      uint4* target = reinterpret_cast<uint4*>(row_of_output(i / p.group_size, h));
+      for (int k = lane; k < kHeadDimV / 8; k += 32) target[k] = make_uint4(0, 0, 0, 0);
+      if (lane > 0) continue;
+      static_cast<float*>(p.lse)[at] = -kInfinity;
+      if (p.splits > 1) static_cast<float*>(p.lse_parts)[at] = kInfinity;
     }
   }
 };
@@ -492,7 +474,7 @@ struct Consumer {
 
 // Grid: key/value heads of row tiles of sequences, and splits.
 extern "C" __global__ void __launch_bounds__(160, 2)
-sm90_decode__causal_packed_used_d128_bf16_paged__2ca648(const __grid_constant__ attngen::Params p) {
+sm90_decode__causal_packed_used_d128_bf16_paged__9042e2(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);
@@ -503,9 +485,9 @@ sm90_decode__causal_packed_used_d128_bf16_paged__2ca648(const __grid_constant__ 
     tma_prefetch_map(&p.map_v);
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(smem + kKFull + i * 8, 1);
-      mbarrier_init(smem + kKEmpty + i * 8, 4);
+      mbarrier_init(smem + kKEmpty + i * 8, 4 * kConsumers);
       mbarrier_init(smem + kVFull + i * 8, 1);
-      mbarrier_init(smem + kVEmpty + i * 8, 4);
+      mbarrier_init(smem + kVEmpty + i * 8, 4 * kConsumers);
     }
     mbarrier_init_fence();
   }

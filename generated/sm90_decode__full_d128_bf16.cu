@@ -1,4 +1,4 @@
-// sm90_decode__full_d128_bf16__5501be
+// sm90_decode__full_d128_bf16__faa4c8
 // Rendered by attngen from kernels/sm90_decode.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -24,7 +24,9 @@ using Element = Bf16;
 constexpr int kRows = 64;
 constexpr int kTileN = 64;
 constexpr int kStages = 2;
-constexpr int kConsumerThreads = 128;
+constexpr int kConsumers = 1;
+constexpr int kConsumerThreads = 128 * kConsumers;
+constexpr int kColumns = kHeadDimV / kConsumers;  // of the output, a warpgroup's
 constexpr int kQkSteps = ceil_div(kHeadDimQk, 16);
 constexpr int kQkBoxes = ceil_div(kHeadDimQk, 64);
 constexpr int kVBoxes = ceil_div(kHeadDimV, 64);
@@ -230,7 +232,7 @@ struct Loader {
   }
 };
 
-// ---- consumer: 64 rows
+// ---- consumer: 64 rows, of whose output each warpgroup has its share of the columns
 struct Consumer {
   const Params& p;
   const Job& job;
@@ -238,6 +240,7 @@ struct Consumer {
   int warp;
   int lane;
 
+  ATTNGEN_DEVICE int first_column() const { return kConsumers > 1 ? warp / 4 * kColumns : 0; }
   // Where row `row` of the tile lies: its query, and its head.
   ATTNGEN_DEVICE int query(int row) const { return (job.first_row + row) / p.group_size; }
   ATTNGEN_DEVICE int head(int row) const { return job.kv_head * p.group_size + (job.first_row + row) % p.group_size; }
@@ -293,13 +296,13 @@ struct Consumer {
   }
 
   ATTNGEN_DEVICE void run() const {
-    const int row = warp * 16 + lane / 4;
+    const int row = warp % 4 * 16 + lane / 4;
     float scores[kTileN / 2];
-    float output[kHeadDimV / 2];
+    float output[kColumns / 2];
     u32 weights[kTileN / 4];
     RowState state = {{-kInfinity, -kInfinity}, {0.f, 0.f}};
 #pragma unroll
-    for (int i = 0; i < kHeadDimV / 2; ++i) output[i] = 0.f;
+    for (int i = 0; i < kColumns / 2; ++i) output[i] = 0.f;
     load_queries();
     const MaskList masks = mask_list(p);
     const Context ctx = job.context(job.kv_head * p.group_size);
@@ -322,12 +325,12 @@ struct Consumer {
         softmax.weigh(scores, state, half, rescale);
       }
 #pragma unroll
-      for (int i = 0; i < kHeadDimV / 2; ++i) output[i] *= rescale[fragment_row(i)];
+      for (int i = 0; i < kColumns / 2; ++i) output[i] *= rescale[fragment_row(i)];
       pack_weights<Element, kTileN>(weights, scores);
       const u32 values = smem + kSmemV + ring.stage * kVBoxes * kKeyBoxBytes;
       mbarrier_wait(smem + kVFull + ring.stage * 8, ring.parity);
       if ((block + 1) * kTileN > job.kv_len) clear_tail(values, job.kv_len - block * kTileN);
-      gemm_accumulate<PvMma, kTileN / 16, kKeyBoxBytes>(output, weights, values);
+      gemm_accumulate<PvMma, kTileN / 16, kKeyBoxBytes>(output, weights, values + first_column() / 64 * kKeyBoxBytes);
       wgmma_wait<0>();
       settle(output);
       release(smem + kVEmpty + ring.stage * 8);
@@ -342,7 +345,7 @@ struct Consumer {
   }
 
   // Rows to memory: the output itself, or normalised float32 parts of it that are combined later.
-  ATTNGEN_DEVICE void finish(const float (&output)[kHeadDimV / 2], const RowState& state, int row) const {
+  ATTNGEN_DEVICE void finish(const float (&output)[kColumns / 2], const RowState& state, int row) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = query(row + half * 8);
@@ -350,23 +353,25 @@ struct Consumer {
       const float max_log2 = state.row_max[half] * p.scale_log2;
       const float sum = quad_sum(state.row_sum[half]);
       if (i >= job.q_len) continue;
+      const bool tells = (lane & 3) == 0 && warp < 4;  // one thread for all that have the row
       const long long at = place(job.first_token + i, h);
       if (p.splits > 1) {  // empty splits store zeros, which are read and weigh nothing
         const long long slot = job.split * p.total_rows + at;
         const bool seen = sum != 0.f;
-        if ((lane & 3) == 0) static_cast<float*>(p.lse_parts)[slot] = seen ? max_log2 + log2_approx(sum) : -kInfinity;
+        if (tells) static_cast<float*>(p.lse_parts)[slot] = seen ? max_log2 + log2_approx(sum) : -kInfinity;
         store_part(output, half, slot, seen ? 1.f / sum : 0.f);
       } else {
-        const SoftmaxRow result = VanillaSoftmax{}.finalize(job.context(h), max_log2, sum);
-        if ((lane & 3) == 0) static_cast<float*>(p.lse)[at] = result.lse;
+        const Context ctx = job.context(h);
+        const SoftmaxRow result = VanillaSoftmax{}.finalize(ctx, max_log2, sum);
+        if (tells) static_cast<float*>(p.lse)[at] = result.lse;
         store_row(output, half, job.first_token + i, h, result.normalizer);
       }
     }
   }
-  ATTNGEN_DEVICE void store_part(const float (&output)[kHeadDimV / 2], int half, long long slot, float factor) const {
-    float* target = static_cast<float*>(p.o_parts) + slot * kHeadDimV + (lane & 3) * 2;
+  ATTNGEN_DEVICE void store_part(const float (&output)[kColumns / 2], int half, long long slot, float factor) const {
+    float* target = static_cast<float*>(p.o_parts) + slot * kHeadDimV + first_column() + (lane & 3) * 2;
 #pragma unroll
-    for (int k = 0; k < kHeadDimV / 4; k += 2) {
+    for (int k = 0; k < kColumns / 4; k += 2) {
       const int index = fragment_index(half, k);
       *reinterpret_cast<float2*>(target + fragment_column(index)) = make_float2(output[index] * factor, output[index + 1] * factor);
     }
@@ -374,10 +379,10 @@ struct Consumer {
   ATTNGEN_DEVICE char* row_of_output(int row, int h) const {
     return static_cast<char*>(p.o) + 2 * (job.batch * p.o_stride_batch + row * p.o_stride_row + h * p.o_stride_head);
   }
-  ATTNGEN_DEVICE void store_row(const float (&output)[kHeadDimV / 2], int half, int row, int h, float factor) const {
-    char* target = row_of_output(row, h) + (lane & 3) * 4;
+  ATTNGEN_DEVICE void store_row(const float (&output)[kColumns / 2], int half, int row, int h, float factor) const {
+    char* target = row_of_output(row, h) + 2 * first_column() + (lane & 3) * 4;
 #pragma unroll
-    for (int k = 0; k < kHeadDimV / 4; k += 2) {
+    for (int k = 0; k < kColumns / 4; k += 2) {
       const int index = fragment_index(half, k);
       *reinterpret_cast<u32*>(target + 2 * fragment_column(index)) = Element::pack(output[index] * factor, output[index + 1] * factor);
     }
@@ -388,7 +393,7 @@ struct Consumer {
 
 // Grid: key/value heads of row tiles of sequences, and splits.
 extern "C" __global__ void __launch_bounds__(160, 2)
-sm90_decode__full_d128_bf16__5501be(const __grid_constant__ attngen::Params p) {
+sm90_decode__full_d128_bf16__faa4c8(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);
@@ -399,9 +404,9 @@ sm90_decode__full_d128_bf16__5501be(const __grid_constant__ attngen::Params p) {
     tma_prefetch_map(&p.map_v);
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(smem + kKFull + i * 8, 1);
-      mbarrier_init(smem + kKEmpty + i * 8, 4);
+      mbarrier_init(smem + kKEmpty + i * 8, 4 * kConsumers);
       mbarrier_init(smem + kVFull + i * 8, 1);
-      mbarrier_init(smem + kVEmpty + i * 8, 4);
+      mbarrier_init(smem + kVEmpty + i * 8, 4 * kConsumers);
     }
     mbarrier_init_fence();
   }

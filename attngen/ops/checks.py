@@ -36,8 +36,8 @@ def refuse_derivatives(operands: Operands, gradients: bool) -> None:
         raise SpecError("pages are inference only; call under torch.no_grad()")
     if gradients and any(x is not None and x.shape[-1] > MAX_HEAD_DIM for x in operands[:3]):
         raise SpecError(
-            f"a gradient is needed, but a head dim is above {MAX_HEAD_DIM}, the most that a backward "
-            "takes; call under torch.no_grad()"
+            f"a gradient is needed, but head dims above {MAX_HEAD_DIM} have none; call under "
+            "torch.no_grad()"
         )
     if forward_ad._current_level >= 0 and any(
         x is not None and forward_ad.unpack_dual(x).tangent is not None for x in operands

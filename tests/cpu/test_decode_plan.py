@@ -48,9 +48,10 @@ def test_plans_of_every_pair_of_head_dims_fit():
         {"head_dim": 192, "head_dim_v": 128, "layout": "paged_kv_thd_sbhd_sbhd", "mask": "causal"},
         {"layout": PAGED, "window": True, "alibi": True, "softcap": True, "softmax": "learnable",
          "return_max_logit": True},
-        {"head_dim": 576, "head_dim_v": 512, "layout": PAGED, "mask": "causal", "softcap": True},
+        {"head_dim": 576, "head_dim_v": 512, "layout": PAGED, "softcap": True},
         {"head_dim": 64, "head_dim_v": 384, "layout": "paged_kv_thd_bshd_bshd"},
-        {"head_dim": 256, "mask": "causal", "alibi": True, "softcap": True, "softmax": "off_by_one"},
+        {"head_dim": 256, "mask": "causal", "alibi": True, "softcap": True,
+         "softmax": "off_by_one"},
     ],
     ids=str,
 )
@@ -127,7 +128,8 @@ def test_render_plain_decode_has_no_code_for_what_it_lacks():
 
 
 def test_render_decode_entry_says_where_lengths_vary_once():
-    assert problem_of(decode=True, layout=PAGED, mask="causal").label == "causal_used_d128_bf16_paged"
+    problem = problem_of(decode=True, layout=PAGED, mask="causal")
+    assert problem.label == "causal_used_d128_bf16_paged"
     label = problem_of(layout="paged_kv_thd_bshd_bshd").label
     assert label == "full_packed_used_d128_bf16_paged"
 

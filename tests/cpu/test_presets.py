@@ -55,23 +55,38 @@ def test_specs_say_what_models_have() -> None:
     assert of("gemma2-9b") == [(256, None, w, True, plain) for w in (True, False)]
     assert of("gemma3-27b") == [(128, None, w, False, plain) for w in (True, False)]
     assert of("gpt-oss-20b") == [(64, None, w, False, "learnable") for w in (True, False)]
-    assert of("deepseek-v3") == [(192, 128, False, False, plain), (576, 512, False, False, plain)]
+    assert of("deepseek-v3") == [(192, 128, False, False, plain)]
+    absorbed = load_specs(presets.FOLDER / "deepseek-v3.toml")[1:]
+    assert all((s.head_dim, s.head_dim_v, s.decode) == (576, 512, True) for s in absorbed)
 
 
-@pytest.mark.parametrize("name", ["llama3-8b", "mistral-7b", "gemma3-4b", "gemma3-27b", "qwen3-8b"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gemma2-9b", "gemma2-27b", "gemma3-27b", "gemma3-4b", "gpt-oss-20b", "llama3-8b"),
+        *("mistral-7b", "qwen3-8b"),
+    ],
+)
 def test_specs_have_what_a_server_calls_beside_each_prompt(name: str) -> None:
-    """One query, dense and over pages, with the masks and head dims of the prompt."""
+    """One query, dense and over pages, with the masks and head dims of the prompt, and the prompt
+    over pages."""
     specs = load_specs(presets.FOLDER / f"{name}.toml")
     prompts = [s for s in specs if not s.decode and "paged" not in s.layout]
     for prompt in prompts:
         wanted = {
             dataclasses.replace(prompt, name=f"{prompt.name}-decode", decode=True),
-            dataclasses.replace(
-                prompt, name=f"{prompt.name}-paged", layout="paged_kv_bshd_bshd_bshd"
+            *(
+                dataclasses.replace(
+                    prompt,
+                    name=f"{prompt.name}-paged{'-decode' * decode}",
+                    layout="paged_kv_bshd_bshd_bshd",
+                    decode=decode,
+                )
+                for decode in (False, True)
             ),
         }
         assert wanted <= {*specs}
-    assert prompts and len(specs) == 3 * len(prompts)
+    assert prompts and len(specs) == 4 * len(prompts)
 
 
 def test_specs_family_means_all_its_models_and_none_twice() -> None:

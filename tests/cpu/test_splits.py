@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from attngen import features, files
 from attngen.render import emit_fragment
-from attngen.run_time import MAX_SPLITS, SPLIT_BLOCKS, SPLIT_BUSY, blocks_of, choose_alone, choose_splits
+from attngen.run_time import (
+    MAX_SPLITS,
+    SPLIT_BLOCKS,
+    SPLIT_BUSY,
+    blocks_of,
+    choose_alone,
+    choose_splits,
+)
 from attngen.run_time import Extent as RunTimeExtent
 
 ROWS = 64

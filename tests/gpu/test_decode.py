@@ -149,7 +149,8 @@ def test_decode_latent_keys_whose_first_columns_are_the_values_are_right(heads, 
 def test_decode_wide_head_dims_are_right(dims, page):
     pages = cache([300, 0, 65], 2, dims[0], page, dims[1])
     check(queries(3, 2, 6, dims[0]), pages, mask="causal_bottom_right")
-    check(queries(3, 2, 6, dims[0]), pages, window=(100, 0), bottom_right=True, softmax="off_by_one")
+    given = {"window": (100, 0), "bottom_right": True, "softmax": "off_by_one"}
+    check(queries(3, 2, 6, dims[0]), pages, **given)
 
 
 @pytest.mark.parametrize("sizes", [(32, 64), (1, 48), (256, 5)], ids=str)

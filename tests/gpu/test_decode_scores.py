@@ -89,7 +89,8 @@ def check_all(choice: Any, q: torch.Tensor, pages: Cache, turn: int, splits: int
 def test_decode_scores_over_pages_are_right(choice, s_q, splits):
     turn = s_q + (splits or 0)
     for d in (64, 128):
-        check_all(choice, queries(BATCH, s_q, HEADS[0], d), cache(LENGTHS, HEADS[1], d), turn, splits)
+        q, pages = queries(BATCH, s_q, HEADS[0], d), cache(LENGTHS, HEADS[1], d)
+        check_all(choice, q, pages, turn, splits)
 
 
 @EACH

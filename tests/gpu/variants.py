@@ -49,7 +49,8 @@ class Variant:
         words = (
             f"alibi_{self.alibi}" * bool(self.alibi), softmax,
             f"cap{self.softcap:g}" * bool(self.softcap), "max" * self.max_logit,
-            "deterministic" * self.deterministic, f"splits{self.num_splits}" * bool(self.num_splits),
+            "deterministic" * self.deterministic,
+            f"splits{self.num_splits}" * bool(self.num_splits),
         )  # fmt: skip
         return "-".join((str(self.case), *filter(None, words)))
 

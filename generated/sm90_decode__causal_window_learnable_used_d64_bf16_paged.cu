@@ -1,0 +1,498 @@
+// sm90_decode__causal_window_learnable_used_d64_bf16_paged__40efbb
+// Rendered by attngen from kernels/sm90_decode.cu.j2; do not edit.
+#include "attngen/context.cuh"
+#include "attngen/copy/paged_blocks.cuh"
+#include "attngen/mma/fragment.cuh"
+#include "attngen/mma/gemm.cuh"
+#include "attngen/ptx/barrier.cuh"
+#include "attngen/ptx/global.cuh"
+#include "attngen/ptx/math.cuh"
+#include "attngen/ptx/matrix_move.cuh"
+#include "attngen/ptx/tma.cuh"
+#include "attngen/scheduler/kv_blocks.cuh"
+#include "attngen/scheduler/splits.cuh"
+#include "attngen/softmax/online.cuh"
+#include "attngen/softmax/row.cuh"
+
+namespace attngen {
+
+// ---- the problem
+constexpr int kHeadDimQk = 64;
+constexpr int kHeadDimV = 64;
+using Element = Bf16;
+
+// ---- the plan
+constexpr int kRows = 64;
+constexpr int kTileN = 128;
+constexpr int kStages = 2;
+constexpr int kConsumers = 1;
+constexpr int kConsumerThreads = 128 * kConsumers;
+constexpr int kColumns = kHeadDimV / kConsumers;  // of the output, a warpgroup's
+constexpr int kQkSteps = ceil_div(kHeadDimQk, 16);
+constexpr int kQkBoxes = ceil_div(kHeadDimQk, 64);
+constexpr int kVBoxes = ceil_div(kHeadDimV, 64);
+constexpr u32 kRowBoxBytes = kRows * 128;
+constexpr u32 kKeyBoxBytes = kTileN * 128;
+constexpr u32 kSmemQ = 0;
+constexpr u32 kSmemK = 8192;
+constexpr u32 kSmemV = 40960;
+constexpr u32 kSmemBarriers = 73728;
+constexpr u32 kKFull = kSmemBarriers;
+constexpr u32 kKEmpty = kKFull + 8 * kStages;
+constexpr u32 kVFull = kKEmpty + 8 * kStages;
+constexpr u32 kVEmpty = kVFull + 8 * kStages;
+
+// Named barriers: 0 is __syncthreads.
+constexpr u32 kConsumersBarrier = 1;
+
+// acc[64 x 128] (+)= A B^T, both in shared memory, the reduction along A's rows and along B's.
+struct QkMma {
+  static constexpr int kN = 128;
+  ATTNGEN_DEVICE static void issue(float (&acc)[64], u64 a, u64 b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, p, 1, 1, 0, 0;\n}"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]), "+f"(acc[4]), "+f"(acc[5]), "+f"(acc[6]), "+f"(acc[7]), "+f"(acc[8]), "+f"(acc[9]), "+f"(acc[10]), "+f"(acc[11]), "+f"(acc[12]), "+f"(acc[13]), "+f"(acc[14]), "+f"(acc[15]), "+f"(acc[16]), "+f"(acc[17]), "+f"(acc[18]), "+f"(acc[19]), "+f"(acc[20]), "+f"(acc[21]), "+f"(acc[22]), "+f"(acc[23]), "+f"(acc[24]), "+f"(acc[25]), "+f"(acc[26]), "+f"(acc[27]), "+f"(acc[28]), "+f"(acc[29]), "+f"(acc[30]), "+f"(acc[31]), "+f"(acc[32]), "+f"(acc[33]), "+f"(acc[34]), "+f"(acc[35]), "+f"(acc[36]), "+f"(acc[37]), "+f"(acc[38]), "+f"(acc[39]), "+f"(acc[40]), "+f"(acc[41]), "+f"(acc[42]), "+f"(acc[43]), "+f"(acc[44]), "+f"(acc[45]), "+f"(acc[46]), "+f"(acc[47]), "+f"(acc[48]), "+f"(acc[49]), "+f"(acc[50]), "+f"(acc[51]), "+f"(acc[52]), "+f"(acc[53]), "+f"(acc[54]), "+f"(acc[55]), "+f"(acc[56]), "+f"(acc[57]), "+f"(acc[58]), "+f"(acc[59]), "+f"(acc[60]), "+f"(acc[61]), "+f"(acc[62]), "+f"(acc[63])
+        : "l"(a), "l"(b), "r"(accumulate));
+  }
+};
+
+// acc[64 x 64] (+)= A B, A in registers, B in shared memory with the reduction across its rows.
+struct PvMma {
+  static constexpr int kN = 64;
+  ATTNGEN_DEVICE static void issue(float (&acc)[32], const u32* a, u64 b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, p, 1, 1, 1;\n}"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]), "+f"(acc[4]), "+f"(acc[5]), "+f"(acc[6]), "+f"(acc[7]), "+f"(acc[8]), "+f"(acc[9]), "+f"(acc[10]), "+f"(acc[11]), "+f"(acc[12]), "+f"(acc[13]), "+f"(acc[14]), "+f"(acc[15]), "+f"(acc[16]), "+f"(acc[17]), "+f"(acc[18]), "+f"(acc[19]), "+f"(acc[20]), "+f"(acc[21]), "+f"(acc[22]), "+f"(acc[23]), "+f"(acc[24]), "+f"(acc[25]), "+f"(acc[26]), "+f"(acc[27]), "+f"(acc[28]), "+f"(acc[29]), "+f"(acc[30]), "+f"(acc[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+  }
+};
+
+
+// ---- the fragments
+struct CausalMask {
+  // Keys that query i sees.
+  ATTNGEN_HD Range row_range(const Context& ctx, int i) const { return {0, i + ctx.delta + 1}; }
+  // Queries that see key j.
+  ATTNGEN_HD Range col_range(const Context& ctx, int j) const { return {j - ctx.delta, ctx.q_len}; }
+};
+struct WindowMask {
+  int window_left;
+  int window_right;
+
+  // Keys that query i sees.
+  ATTNGEN_HD Range row_range(const Context& ctx, int i) const {
+    const int diagonal = i + ctx.delta;
+    return {diagonal - window_left, diagonal + window_right + 1};
+  }
+  // Queries that see key j.
+  ATTNGEN_HD Range col_range(const Context& ctx, int j) const {
+    const int diagonal = j - ctx.delta;
+    return {diagonal - window_right, diagonal + window_left + 1};
+  }
+};
+struct LearnableSoftmax {
+  float sink;
+
+  ATTNGEN_HD SoftmaxRow finalize(const Context&, float max_log2, float sum) const {
+    return finalize_with_sink(max_log2, sum, sink);
+  }
+};
+struct UsedSequence {
+  int len;
+  const void* lengths;
+  int least;
+
+  ATTNGEN_HD int length(int batch) const {
+    return min_of(max_of(static_cast<const int*>(lengths)[batch], least), len);
+  }
+  // Where a tensor map that ends where the sequence does has position 0.
+  ATTNGEN_HD int first_row(int batch) const { return kLongest - length(batch); }
+  ATTNGEN_HD SequenceIndex batch_index(int batch) const { return {length(batch), batch}; }
+  // Row of the tensor, at the batch's index, that holds position 0.
+  ATTNGEN_HD int first_token(int) const { return 0; }
+  // Rows behind the sequence that belong to none; before the first sequence, -1, there are none.
+  ATTNGEN_HD Range gap(int batch, int) const { return {batch < 0 ? len : length(batch), len}; }
+  // Place of the tensor's row among floats [b, heads, len].
+  ATTNGEN_HD long long place(int batch, int row, int head, int heads) const {
+    return (static_cast<long long>(batch) * heads + head) * len + row;
+  }
+};
+struct PageFetch {
+  const void* page_table;
+  int page_table_stride;
+  int page_size;
+
+  // Positions that one copy brings, the largest power of two that divides pages and blocks of
+  // kBlock: each lies on one page.
+  template <int kBlock>
+  ATTNGEN_HD int stretch() const { return min_of(page_size & -page_size, kBlock & -kBlock); }
+  // The tensor's batch index, which is the page, of a position of the sequence; and its row there.
+  ATTNGEN_HD int batch_index(int batch, int position) const {
+    return static_cast<const int*>(page_table)[static_cast<long long>(batch) * page_table_stride + static_cast<u32>(position) / page_size];
+  }
+  ATTNGEN_HD int row(int position) const { return static_cast<u32>(position) % page_size; }
+};
+struct RangeIteration {
+  template <int kBlock, class MaskList>
+  ATTNGEN_HD static BlockRange blocks(const MaskList& masks, const Context& ctx, int first_row,
+                                      int last_row) {
+    return kv_block_range<kBlock>(masks, ctx, first_row, last_row);
+  }
+};
+// The masks of this kernel; a key is visible where all their ranges meet.
+struct MaskList {
+  CausalMask causal;
+  WindowMask window;
+  static constexpr bool kBoundsLeft = true;
+  static constexpr bool kBoundsRight = true;
+
+  ATTNGEN_HD Range row_range(const Context& ctx, int i) const {
+    Range range = {0, ctx.kv_len};
+    range = intersect(range, causal.row_range(ctx, i));
+    range = intersect(range, window.row_range(ctx, i));
+    return range;
+  }
+  ATTNGEN_HD Range col_range(const Context& ctx, int j) const {
+    Range range = {0, ctx.q_len};
+    range = intersect(range, causal.col_range(ctx, j));
+    range = intersect(range, window.col_range(ctx, j));
+    return range;
+  }
+};
+
+using QSequence = UsedSequence;
+using KvSequence = UsedSequence;
+using KvFetch = PageFetch;
+using KvIteration = RangeIteration;
+using Softmax = LearnableSoftmax;
+
+struct Params {
+  TensorMap map_k;
+  TensorMap map_v;
+  void* q;
+  void* o;
+  void* lse;
+  void* o_parts;
+  void* lse_parts;
+  long long q_stride_row;
+  long long q_stride_head;
+  long long q_stride_batch;
+  long long o_stride_row;
+  long long o_stride_head;
+  long long o_stride_batch;
+  long long total_rows;
+  int row_tiles;
+  int heads_q;
+  int heads_kv;
+  int group_size;
+  int splits;
+  int bottom_right;
+  int sequences;
+  float scale_log2;
+  int window_left;
+  int window_right;
+  void* sink;
+  int sink_stride_head;
+  int q_len;
+  void* q_lengths;
+  int q_least;
+  int kv_len;
+  void* kv_lengths;
+  int kv_least;
+  void* k_page_table;
+  int k_page_table_stride;
+  int k_page_size;
+  void* v_page_table;
+  int v_page_table_stride;
+  int v_page_size;
+};
+// NVRTC has no offsetof; natural alignment and the total size pin every member's place.
+static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by the host");
+static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
+static_assert(sizeof(Params) == 512, "packed by the host");
+
+
+ATTNGEN_DEVICE MaskList mask_list(const Params& p) {
+  return {CausalMask{}, WindowMask{p.window_left, p.window_right}};
+}
+ATTNGEN_DEVICE QSequence q_sequence(const Params& p) { return UsedSequence{p.q_len, p.q_lengths, p.q_least}; }
+ATTNGEN_DEVICE KvSequence kv_sequence(const Params& p) { return UsedSequence{p.kv_len, p.kv_lengths, p.kv_least}; }
+
+// What a CTA does: rows of one key/value head of one sequence, and blocks of keys.
+struct Job {
+  int batch;
+  int kv_head;
+  int first_row;  // of the sequence's queries times the group's heads, a query's heads together
+  int first_token;  // row of the tensor that holds query 0
+  int split;
+  int q_len;
+  int kv_len;
+  int delta;
+  BlockRange blocks;
+  int begin;  // of this split
+  int end;
+
+  ATTNGEN_DEVICE Context context(int head) const { return {batch, head, q_len, kv_len, delta}; }
+};
+
+ATTNGEN_DEVICE Job find_job(const Params& p) {
+  Job job;
+  const int tile = blockIdx.x / p.heads_kv;
+  const QSequence queries = q_sequence(p);
+  job.batch = tile / p.row_tiles;
+  job.first_row = tile % p.row_tiles * kRows;
+  job.first_token = queries.first_token(job.batch);
+  job.kv_head = blockIdx.x % p.heads_kv;
+  job.split = blockIdx.y;
+  job.q_len = queries.length(job.batch);
+  job.kv_len = kv_sequence(p).length(job.batch);
+  job.delta = p.bottom_right ? job.kv_len - job.q_len : 0;
+  const int last_row = min_of(job.first_row + kRows, job.q_len * p.group_size) - 1;
+  const Context ctx = job.context(job.kv_head * p.group_size);
+  job.blocks = KvIteration::blocks<kTileN>(mask_list(p), ctx, job.first_row / p.group_size, max_of(last_row, 0) / p.group_size);
+  const Range mine = split_range({job.blocks.begin, job.blocks.end}, job.split, p.splits);
+  job.begin = mine.lo;
+  job.end = last_row < job.first_row ? mine.lo : max_of(mine.hi, mine.lo);
+  return job;
+}
+
+// ---- loader: a warp whose lanes each bring a box
+struct Loader {
+  const Params& p;
+  const Job& job;
+  u32 smem;
+  int lane;
+
+
+  ATTNGEN_DEVICE void run() const {
+    RingPosition<kStages> ring;
+    using Blocks = PagedBlocks<kTileN, KvFetch>;
+    const Blocks k_blocks = {PageFetch{p.k_page_table, p.k_page_table_stride, p.k_page_size}, job.batch, job.kv_len, lane};
+    const Blocks v_blocks = {PageFetch{p.v_page_table, p.v_page_table_stride, p.v_page_size}, job.batch, job.kv_len, lane};
+    // A block ahead, so that no copy waits for the table.
+    int k_page = k_blocks.find_page(job.begin);
+    int v_page = v_blocks.find_page(job.begin);
+#pragma unroll 1
+    for (int block = job.begin; block < job.end; ++block) {
+      const u32 keys = smem + kSmemK + ring.stage * kQkBoxes * kKeyBoxBytes;
+      const u32 values = smem + kSmemV + ring.stage * kVBoxes * kKeyBoxBytes;
+      mbarrier_wait(smem + kKEmpty + ring.stage * 8, ring.parity ^ 1);
+      k_blocks.load<kQkBoxes>(k_page, &p.map_k, keys, smem + kKFull + ring.stage * 8, job.kv_head, block, kEvictFirst);
+      k_page = k_blocks.find_page(block + 1);
+      mbarrier_wait(smem + kVEmpty + ring.stage * 8, ring.parity ^ 1);
+      v_blocks.load<kVBoxes>(v_page, &p.map_v, values, smem + kVFull + ring.stage * 8, job.kv_head, block, kEvictFirst);
+      v_page = v_blocks.find_page(block + 1);
+      ring.advance();
+    }
+  }
+};
+
+// ---- consumer: 64 rows, of whose output each warpgroup has its share of the columns
+struct Consumer {
+  const Params& p;
+  const Job& job;
+  u32 smem;
+  int warp;
+  int lane;
+
+  ATTNGEN_DEVICE int first_column() const { return kConsumers > 1 ? warp / 4 * kColumns : 0; }
+  // Where row `row` of the tile lies: its query, and its head.
+  ATTNGEN_DEVICE int query(int row) const { return (job.first_row + row) / p.group_size; }
+  ATTNGEN_DEVICE int head(int row) const { return job.kv_head * p.group_size + (job.first_row + row) % p.group_size; }
+
+  // Queries to swizzled boxes of 64 columns; rows past the end are zeros.
+  ATTNGEN_DEVICE void load_queries() const {
+    constexpr int kChunks = kQkBoxes * 8;  // of 16 bytes
+    for (int i = warp * 32 + lane; i < kRows * kChunks; i += kConsumerThreads) {
+      const int row = i / kChunks;
+      const int chunk = i % kChunks;
+      const int at = query(row);
+      u32 x[4] = {0, 0, 0, 0};
+      if (at < job.q_len && chunk * 8 < kHeadDimQk) {
+        const char* source = static_cast<const char*>(p.q) + 2 * (job.batch * p.q_stride_batch + (job.first_token + at) * p.q_stride_row + head(row) * p.q_stride_head + chunk * 8);
+        const uint4 loaded = *reinterpret_cast<const uint4*>(source);
+        x[0] = loaded.x, x[1] = loaded.y, x[2] = loaded.z, x[3] = loaded.w;
+      }
+      store_shared_x4(smem + kSmemQ + chunk / 8 * kRowBoxBytes + row * 128 + ((chunk ^ row) & 7) * 16, x);
+    }
+    fence_async_shared();
+    named_barrier_sync(kConsumersBarrier, kConsumerThreads);
+  }
+
+  template <class Visit>
+  ATTNGEN_DEVICE void mask(float (&scores)[kTileN / 2], int block, Visit keep_range) const {
+    const int column = block * kTileN + (lane & 3) * 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Range range = keep_range(half);
+      const int lo = range.lo - column;
+      const int hi = range.hi - column;
+#pragma unroll
+      for (int k = 0; k < kTileN / 4; ++k) {
+        const int i = fragment_index(half, k);
+        if (fragment_column(i) < lo || fragment_column(i) >= hi) scores[i] = -kInfinity;
+      }
+    }
+  }
+
+  // Values past the sequence's end must not reach a product: 0 x NaN is NaN.
+  ATTNGEN_DEVICE void clear_tail(u32 tile, int rows) const {
+    const u32 zero[4] = {0, 0, 0, 0};
+    for (int i = rows * 8 + warp * 32 + lane; i < kTileN * 8; i += kConsumerThreads) {
+#pragma unroll
+      for (int box = 0; box < kVBoxes; ++box) store_shared_x4(tile + box * kKeyBoxBytes + i * 16, zero);
+    }
+    fence_async_shared();
+    named_barrier_sync(kConsumersBarrier, kConsumerThreads);
+  }
+
+  ATTNGEN_DEVICE void release(u32 barrier) const {
+    if (lane == 0) mbarrier_arrive(barrier);
+  }
+
+  ATTNGEN_DEVICE void run() const {
+    const int row = warp % 4 * 16 + lane / 4;
+    float scores[kTileN / 2];
+    float output[kColumns / 2];
+    u32 weights[kTileN / 4];
+    RowState state = {{-kInfinity, -kInfinity}, {0.f, 0.f}};
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) output[i] = 0.f;
+    load_queries();
+    const MaskList masks = mask_list(p);
+    const Context ctx = job.context(job.kv_head * p.group_size);
+    const auto keep_range = [&](int half) { return masks.row_range(ctx, query(row + half * 8)); };
+    RingPosition<kStages> ring;
+#pragma unroll 1
+    for (int block = job.begin; block < job.end; ++block) {
+      mbarrier_wait(smem + kKFull + ring.stage * 8, ring.parity);
+      gemm_shared_shared<QkMma, kQkSteps, kRowBoxBytes, kKeyBoxBytes>(scores, smem + kSmemQ, smem + kSmemK + ring.stage * kQkBoxes * kKeyBoxBytes);
+      wgmma_wait<0>();
+      settle(scores);
+      release(smem + kKEmpty + ring.stage * 8);
+      if (block < job.blocks.full_begin || block >= job.blocks.full_end) mask(scores, block, keep_range);
+      BlockSoftmax<kTileN, false> softmax = {p.scale_log2, 0.f};
+      float rescale[2];
+      softmax.find_maxima(scores);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        softmax.raise(state, half, true, rescale);
+        softmax.weigh(scores, state, half, rescale);
+      }
+#pragma unroll
+      for (int i = 0; i < kColumns / 2; ++i) output[i] *= rescale[fragment_row(i)];
+      pack_weights<Element, kTileN>(weights, scores);
+      const u32 values = smem + kSmemV + ring.stage * kVBoxes * kKeyBoxBytes;
+      mbarrier_wait(smem + kVFull + ring.stage * 8, ring.parity);
+      if ((block + 1) * kTileN > job.kv_len) clear_tail(values, job.kv_len - block * kTileN);
+      gemm_accumulate<PvMma, kTileN / 16, kKeyBoxBytes>(output, weights, values + first_column() / 64 * kKeyBoxBytes);
+      wgmma_wait<0>();
+      settle(output);
+      release(smem + kVEmpty + ring.stage * 8);
+      ring.advance();
+    }
+    finish(output, state, row);
+    if (job.first_row == 0 && job.split == 0) {  // it sees to the rows behind the sequence that are no one's
+      const QSequence queries = q_sequence(p);
+      clear_rows(queries.gap(job.batch, p.sequences));
+      if (job.batch == 0) clear_rows(queries.gap(-1, p.sequences));
+    }
+  }
+
+  // Place of a row of the tensor among all rows, in the order of the LSE.
+  ATTNGEN_DEVICE long long place(int row, int h) const {
+    return q_sequence(p).place(job.batch, row, h, p.heads_q);
+  }
+
+  // Rows to memory: the output itself, or normalised float32 parts of it that are combined later.
+  ATTNGEN_DEVICE void finish(const float (&output)[kColumns / 2], const RowState& state, int row) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = query(row + half * 8);
+      const int h = head(row + half * 8);
+      const float max_log2 = state.row_max[half] * p.scale_log2;
+      const float sum = quad_sum(state.row_sum[half]);
+      if (i >= job.q_len) continue;
+      const bool tells = (lane & 3) == 0 && warp < 4;  // one thread for all that have the row
+      const long long at = place(job.first_token + i, h);
+      if (p.splits > 1) {  // empty splits store zeros, which are read and weigh nothing
+        const long long slot = job.split * p.total_rows + at;
+        const bool seen = sum != 0.f;
+        if (tells) static_cast<float*>(p.lse_parts)[slot] = seen ? max_log2 + log2_approx(sum) : -kInfinity;
+        store_part(output, half, slot, seen ? 1.f / sum : 0.f);
+      } else {
+        const Context ctx = job.context(h);
+        const SoftmaxRow result = LearnableSoftmax{read_operand(p.sink, ctx.head * p.sink_stride_head)}.finalize(ctx, max_log2, sum);
+        if (tells) static_cast<float*>(p.lse)[at] = result.lse;
+        store_row(output, half, job.first_token + i, h, result.normalizer);
+      }
+    }
+  }
+  ATTNGEN_DEVICE void store_part(const float (&output)[kColumns / 2], int half, long long slot, float factor) const {
+    float* target = static_cast<float*>(p.o_parts) + slot * kHeadDimV + first_column() + (lane & 3) * 2;
+#pragma unroll
+    for (int k = 0; k < kColumns / 4; k += 2) {
+      const int index = fragment_index(half, k);
+      *reinterpret_cast<float2*>(target + fragment_column(index)) = make_float2(output[index] * factor, output[index + 1] * factor);
+    }
+  }
+  ATTNGEN_DEVICE char* row_of_output(int row, int h) const {
+    return static_cast<char*>(p.o) + 2 * (job.batch * p.o_stride_batch + row * p.o_stride_row + h * p.o_stride_head);
+  }
+  ATTNGEN_DEVICE void store_row(const float (&output)[kColumns / 2], int half, int row, int h, float factor) const {
+    char* target = row_of_output(row, h) + 2 * first_column() + (lane & 3) * 4;
+#pragma unroll
+    for (int k = 0; k < kColumns / 4; k += 2) {
+      const int index = fragment_index(half, k);
+      *reinterpret_cast<u32*>(target + 2 * fragment_column(index)) = Element::pack(output[index] * factor, output[index + 1] * factor);
+    }
+  }
+  // Rows of the tensor that belong to no sequence: zeros, and for the kernel that combines a mark
+  // that no row of a sequence has.
+  ATTNGEN_DEVICE void clear_rows(Range rows) const {
+    for (int i = rows.lo * p.group_size + warp; i < rows.hi * p.group_size; i += kConsumerThreads / 32) {
+      const int h = job.kv_head * p.group_size + i % p.group_size;
+      const long long at = place(i / p.group_size, h);
+      uint4* target = reinterpret_cast<uint4*>(row_of_output(i / p.group_size, h));
+      for (int k = lane; k < kHeadDimV / 8; k += 32) target[k] = make_uint4(0, 0, 0, 0);
+      if (lane > 0) continue;
+      static_cast<float*>(p.lse)[at] = -kInfinity;
+      if (p.splits > 1) static_cast<float*>(p.lse_parts)[at] = kInfinity;
+    }
+  }
+};
+
+}  // namespace attngen
+
+// Grid: key/value heads of row tiles of sequences, and splits.
+extern "C" __global__ void __launch_bounds__(160, 2)
+sm90_decode__causal_window_learnable_used_d64_bf16_paged__40efbb(const __grid_constant__ attngen::Params p) {
+  using namespace attngen;
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const u32 smem = shared_address(shared);
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  const int lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    tma_prefetch_map(&p.map_k);
+    tma_prefetch_map(&p.map_v);
+    for (int i = 0; i < kStages; ++i) {
+      mbarrier_init(smem + kKFull + i * 8, 1);
+      mbarrier_init(smem + kKEmpty + i * 8, 4 * kConsumers);
+      mbarrier_init(smem + kVFull + i * 8, 1);
+      mbarrier_init(smem + kVEmpty + i * 8, 4 * kConsumers);
+    }
+    mbarrier_init_fence();
+  }
+  allow_dependents();  // the kernel that combines waits for this one's end, but is there already
+  __syncthreads();
+  const Job job = find_job(p);
+  if (warp == kConsumerThreads / 32) {
+    Loader{p, job, smem, lane}.run();
+  } else {
+    Consumer{p, job, smem, warp, lane}.run();
+  }
+}
