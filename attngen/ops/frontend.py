@@ -132,8 +132,11 @@ def attention(
             layout, mask, window, bottom_right, softmax_scale, softcap, bias_type, softmax,
             dropout_p, deterministic, return_max_logit, max_seqlen_q, max_seqlen_kv, backend,
             out_dtype, return_amax, None if unscaled else tuple(map(format_of, scales)),
-            None if dense else tuple(map(format_of, lengths)), num_splits,
-            None if page_table is None else (paired, *map(format_of, tables)),
+            None if dense else tuple([x if x is None else format_of(x) for x in lengths]),
+            None if page_table is None else (
+                tuple(map(format_of, tables)) if paired else format_of(page_table)
+            ),
+            num_splits,
             format_of(alibi_slopes) if isinstance(alibi_slopes, Tensor) else alibi_slopes,
             None if sink is None else format_of(sink),
             None if rng_state is None else format_of(rng_state),
@@ -141,9 +144,10 @@ def attention(
         )  # fmt: skip
         settled = _settled.get(key)
         if settled is not None:
-            more = scales + (lengths if dense else settle_lengths(layout, lengths))
-            more += tables + scored
-            return _run_kernels((q, k, v, *more), settled, wants_aux)
+            if not (dense or settled.lengths_as_given):
+                lengths = settle_lengths(layout, lengths)
+            operands = (q, k, v, *scales, *lengths, *tables, *scored)
+            return _run_kernels(operands, settled, wants_aux)
     call = AttentionCall(
         q=q, k=k, v=v, layout=layout, mask=mask, window=window, bottom_right=bottom_right,
         attn_mask=attn_mask, softmax_scale=softmax_scale, softcap=softcap, bias=bias,
@@ -167,8 +171,9 @@ def attention(
         if len(_settled) >= _KEY_LIMIT:
             _settled.clear()
         _settled[key] = settled
-    more = scales + (lengths if dense else settle_lengths(layout, lengths)) + tables + scored
-    return _run_kernels((q, k, v, *more), settled, wants_aux)
+    given, lengths = lengths, lengths if dense else settle_lengths(layout, lengths)
+    settled.lengths_as_given = all(a is b for a, b in zip(given, lengths, strict=True))
+    return _run_kernels((q, k, v, *scales, *lengths, *tables, *scored), settled, wants_aux)
 
 
 def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -181,11 +186,12 @@ def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
 @dataclass
 class _Settled:
     """What is known of calls that were checked and have a kernel: the operation's arguments, the
-    query heads that take ALiBi's own slopes and, once launched from here, all that a launch
-    needs."""
+    query heads that take ALiBi's own slopes, whether operations take the lengths that a call gives
+    and, once launched from here, all that a launch needs."""
 
     arguments: Arguments
     default_slopes: int = 0
+    lengths_as_given: bool = False
     ready: Ready | None = None
 
 
