@@ -130,7 +130,7 @@ def test_render_plain_decode_has_no_code_for_what_it_lacks():
 def test_render_decode_entry_says_where_lengths_vary_once():
     problem = problem_of(decode=True, layout=PAGED, mask="causal")
     assert problem.label == "causal_used_d128_bf16_paged"
-    label = problem_of(layout="paged_kv_thd_bshd_bshd").label
+    label = problem_of(decode=True, layout="paged_kv_thd_bshd_bshd").label
     assert label == "full_packed_used_d128_bf16_paged"
 
 
