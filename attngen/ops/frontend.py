@@ -102,7 +102,7 @@ def attention(
         q, k, v = _autocast(q, k, v)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    lengths = (
+    lengths: tuple[Tensor | None, ...] = (
         *(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
         *(seqused_q, seqused_kv),
     )
