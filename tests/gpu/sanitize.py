@@ -61,21 +61,27 @@ class BackwardCase:
 
 @dataclass(frozen=True)
 class PagedCase:
-    """Queries of four sequences over pages of so many positions: packed with gaps, or two each."""
+    """Queries of four sequences over pages of so many positions: packed with gaps, or two each.
+    `scored`: with ALiBi, a softcap and sinks."""
 
     d: int
     page: int
     splits: int
     packed: bool = False
+    d_v: int | None = None
+    scored: bool = False
 
     def __str__(self) -> str:
-        kind = "packed" if self.packed else "dense"
-        return f"paged-d{self.d}-page{self.page}-splits{self.splits}-{kind}"
+        kind = ("packed" if self.packed else "dense") + "-scored" * self.scored
+        return f"paged-d{self.d}x{self.d_v or self.d}-page{self.page}-splits{self.splits}-{kind}"
 
     @property
     def spec(self) -> attngen.AttentionSpec:
         """The kernels that serve the case."""
-        return attngen.AttentionSpec(self.d, layout=self.layout, mask="causal")
+        return attngen.AttentionSpec(
+            self.d, self.d_v, layout=self.layout, mask="causal", decode=True, alibi=self.scored,
+            softcap=self.scored, softmax="learnable" if self.scored else "vanilla",
+        )  # fmt: skip
 
     @property
     def layout(self) -> str:
@@ -85,7 +91,10 @@ class PagedCase:
         """Every tensor of the call and its layout and mask; pages of no sequence are NaN."""
         lengths = (300, 0, 1, 2 * self.page + 1)
         width = -(-max(lengths) // self.page)
-        k, v = (oracle.randn(4 * width + 1, self.page, 2, self.d, seed=n) for n in (1, 2))
+        k, v = (
+            oracle.randn(4 * width + 1, self.page, 2, d, seed=n)
+            for n, d in ((1, self.d), (2, self.d_v or self.d))
+        )
         k[-1], v[-1] = float("nan"), float("nan")
         table = torch.randperm(4 * width).int().view(4, width)
         shape = (30, 8, self.d) if self.packed else (4, 2, 8, self.d)
@@ -94,6 +103,9 @@ class PagedCase:
         if self.packed:
             ends = torch.tensor([[0, 20, 21, 22, 25], [2, 22, 24, 25, 29]], dtype=torch.int32)
             found |= {"cu_seqlens_q": ends[0], "cu_seqlens_q_padded": ends[1]}
+        if self.scored:
+            found |= {"alibi_slopes": torch.linspace(0.1, 1, 8), "sink": torch.linspace(-2, 2, 8)}
+            found |= {"softcap": 5.0, "softmax": "learnable"}
         return {**found, "layout": self.layout, "mask": "causal_bottom_right"}
 
 
@@ -165,6 +177,10 @@ CASES = [
     PagedCase(128, 16, 1, packed=True),
     PagedCase(64, 8, 5, packed=True),
     PagedCase(256, 128, 2),
+    PagedCase(128, 3, 2, scored=True),
+    PagedCase(64, 48, 1, packed=True, scored=True),
+    PagedCase(576, 64, 3, d_v=512),
+    PagedCase(64, 16, 1, packed=True, d_v=384, scored=True),
     Case(128, 128, lengths=(3, 300), heads=(2, 8, 2)),  # few queries, dense
     Call("thd", (130, 0, 70), (70, 9, 200), gaps=True, d=128, heads=(4, 2), mask="causal"),
     Call("thd", (130, 0, 70), gaps=True, d=256, heads=(4, 2), mask="causal_bottom_right"),
