@@ -162,9 +162,6 @@ def _check_decode(spec: AttentionSpec) -> list[Violation]:
     found, layout = [], layouts.parse(spec.layout)
     if not (spec.decode or layout.paged):
         return []
-    if not spec.decode:
-        reason = f"decode False: layout {spec.layout!r} has only kernels that split the keys"
-        found.append(Violation("decode", reason, True))
     if "thd" in layout.formats and not layout.paged:
         reason = f"layout {spec.layout!r} has no kernels that split the keys"
         found.append(Violation("layout", reason, "bshd"))

@@ -32,6 +32,8 @@ _TORCH_DTYPES = {
 _TUPLES = ("directions", "arch")
 PRODUCT_LIMIT = 10_000  # specs of one table: more are a slip, and would fill the memory
 DECODE_DTYPES = {"bf16", "fp16"}
+PROMPT_QUERIES = 128  # of a head of a sequence: they fill a tile of the forward
+PROMPT_HEAD_DIM = 256
 DECODE_ROWS = 64  # of a tile of the kernels that split keys: queries times the heads of a group
 
 
@@ -127,7 +129,9 @@ class AttentionSpec:
             deterministic=bool(arguments.get("deterministic") or False),
         )
         q_shape, k_shape = (_shape_of(parsed, name, q, k) for name in ("q", "k"))
-        decode = is_decode(spec, q_shape, k_shape, arguments.get("num_splits"))
+        ends = arguments.get("cu_seqlens_q")
+        sequences = None if ends is None else ends.shape[0] - 1
+        decode = is_decode(spec, q_shape, k_shape, arguments.get("num_splits"), sequences)
         return dataclasses.replace(spec, decode=decode)
 
 
@@ -136,16 +140,26 @@ _BESIDE_SPLITS = ("attn_mask", "score_mod", "mask_mod", "dropout")
 
 
 def is_decode(
-    spec: AttentionSpec, q: Sequence[int], k: Sequence[int], num_splits: int | None
+    spec: AttentionSpec,
+    q: Sequence[int],
+    k: Sequence[int],
+    num_splits: int | None,
+    sequences: int | None = None,
 ) -> bool:
-    """Whether a call reaches the kernels that split keys: all with pages, and dense 16-bit ones
-    whose queries, with the heads of a group, fill no more than a tile, or that say `num_splits`.
+    """Whether a call reaches the kernels that split keys: those over pages whose sequences have
+    fewer than PROMPT_QUERIES queries (packed ones on average) or wider heads than others take, and
+    dense 16-bit ones whose queries, with the heads of a group, fill no more than a tile; of both
+    those that say `num_splits`.
 
-    spec: the call's, whatever it says of this; q, k: shapes in the layout's formats.
+    spec: the call's, whatever it says of this; q, k: shapes in the layout's formats; sequences: how
+    many the packed queries are of.
     """
     layout = layouts.parse(spec.layout)
     if layout.paged:
-        return True
+        tokens = layouts.size(q, layout.q_format, "t" if layout.q_format == "thd" else "s")
+        few = tokens < PROMPT_QUERIES * (max(1, sequences or 1) if layout.q_format == "thd" else 1)
+        wide = max(spec.head_dim, spec.head_dim_v or 0) > PROMPT_HEAD_DIM
+        return few or wide or bool(num_splits)
     if (
         "thd" in layout.formats
         or spec.dtype not in DECODE_DTYPES

@@ -98,7 +98,9 @@ def spec_of(
         attn_mask=optional["attn_mask"] is not None,
         dropout=arguments.dropout_p > 0,
     )
-    return replace(spec, decode=is_decode(spec, q.shape, k.shape, arguments.num_splits))
+    sequences = sequences_of(q, optional, arguments.layout)
+    decode = is_decode(spec, q.shape, k.shape, arguments.num_splits, sequences)
+    return replace(spec, decode=decode)
 
 
 def softmax_scale_of(q: Tensor, arguments: Arguments) -> float:

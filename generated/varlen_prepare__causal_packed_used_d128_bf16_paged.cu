@@ -1,0 +1,208 @@
+// varlen_prepare__causal_packed_used_d128_bf16_paged__a04b9f
+// Rendered by attngen from kernels/varlen_prepare.cu.j2; do not edit.
+#include "attngen/context.cuh"
+#include "attngen/ptx/tma.cuh"
+#include "attngen/scheduler/sequence_order.cuh"
+
+namespace attngen {
+
+constexpr int kThreads = 1024;
+constexpr int kWarps = kThreads / 32;
+static_assert(kThreads == kLengthClasses && kWarps == 32, "a thread a class, a lane a warp");
+
+struct PackedSequence {
+  int len;
+  const void* seqlens;
+  const void* offsets;
+
+  ATTNGEN_HD int length(int batch) const {
+    const int* ends = static_cast<const int*>(seqlens) + batch;
+    return ends[1] - ends[0];
+  }
+  // Where a tensor map that ends where the sequence does has position 0.
+  ATTNGEN_HD int first_row(int batch) const { return kLongest - length(batch); }
+  ATTNGEN_HD SequenceIndex batch_index(int batch) const { return {length(batch), first_token(batch)}; }
+  // Row of the tensor that holds position 0.
+  ATTNGEN_HD int first_token(int batch) const { return static_cast<const int*>(offsets)[batch]; }
+  // Rows behind the sequence that belong to none; before the first sequence, -1, too.
+  ATTNGEN_HD Range gap(int batch, int sequences) const {
+    const int end = batch < 0 ? 0 : first_token(batch) + length(batch);
+    return {end, batch + 1 < sequences ? first_token(batch + 1) : len};
+  }
+  // Place of the tensor's row among floats [heads, len].
+  ATTNGEN_HD long long place(int, int row, int head, int) const {
+    return static_cast<long long>(head) * len + row;
+  }
+};
+
+struct UsedSequence {
+  int len;
+  const void* lengths;
+  int least;
+
+  ATTNGEN_HD int length(int batch) const {
+    return min_of(max_of(static_cast<const int*>(lengths)[batch], least), len);
+  }
+  // Where a tensor map that ends where the sequence does has position 0.
+  ATTNGEN_HD int first_row(int batch) const { return kLongest - length(batch); }
+  ATTNGEN_HD SequenceIndex batch_index(int batch) const { return {length(batch), batch}; }
+  // Row of the tensor, at the batch's index, that holds position 0.
+  ATTNGEN_HD int first_token(int) const { return 0; }
+  // Rows behind the sequence that belong to none; before the first sequence, -1, there are none.
+  ATTNGEN_HD Range gap(int batch, int) const { return {batch < 0 ? len : length(batch), len}; }
+  // Place of the tensor's row among floats [b, heads, len].
+  ATTNGEN_HD long long place(int batch, int row, int head, int heads) const {
+    return (static_cast<long long>(batch) * heads + head) * len + row;
+  }
+};
+
+struct Params {
+  void* q_schedule;
+  void* o;
+  void* lse;
+  long long o_stride_row;
+  long long o_stride_head;
+  long long o_stride_batch;
+  int sequences;
+  int heads_q;
+  int heads_kv;
+  int group_size;
+  int q_len;
+  void* q_seqlens;
+  void* q_offsets;
+  int kv_len;
+  void* kv_lengths;
+  int kv_least;
+};
+// NVRTC has no offsetof; natural alignment and the total size pin every member's place.
+static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by the host");
+static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
+static_assert(sizeof(Params) == 112, "packed by the host");
+
+
+using QSequence = PackedSequence;
+using KvSequence = UsedSequence;
+ATTNGEN_DEVICE QSequence q_sequence(const Params& p) { return PackedSequence{p.q_len, p.q_seqlens, p.q_offsets}; }
+ATTNGEN_DEVICE KvSequence kv_sequence(const Params& p) { return UsedSequence{p.kv_len, p.kv_lengths, p.kv_least}; }
+
+// Sum of x over the CTA's threads up to this one. `sums`: an int a warp.
+ATTNGEN_DEVICE int sum_up_to(int x, int* sums) {
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int before = __shfl_up_sync(~0u, x, distance);
+    if (lane >= distance) x += before;
+  }
+  if (lane == 31) sums[warp] = x;
+  __syncthreads();
+  int before = lane < warp ? sums[lane] : 0;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) before += __shfl_xor_sync(~0u, before, distance);
+  __syncthreads();
+  return x + before;
+}
+
+// Writes the order of the sequences: the time of a tile grows with the length of the other axis.
+template <int kRows, class Own, class Other, class Group>
+ATTNGEN_DEVICE void write_schedule(ScheduledSequence* schedule, Own own, Other other, int sequences, int heads, Group group) {
+  __shared__ int places[kLengthClasses];
+  __shared__ int order[kThreads];
+  __shared__ int sums[kWarps];
+  const int thread = threadIdx.x;
+  const auto class_of = [&](int batch) { return kLengthClasses - 1 - length_class(other.length(batch)); };
+  places[thread] = 0;
+  __syncthreads();
+  for (int batch = thread; batch < sequences; batch += kThreads) atomicAdd(&places[class_of(batch)], 1);
+  __syncthreads();
+  const int count = places[thread];
+  places[thread] = sum_up_to(count, sums) - count;
+  __syncthreads();
+  // In shared memory where they fit.
+  for (int batch = thread; batch < sequences; batch += kThreads) {
+    const int place = atomicAdd(&places[class_of(batch)], 1);
+    if (sequences > kThreads) schedule[1 + place].batch = batch;
+    else order[place] = batch;
+  }
+  __syncthreads();
+  int total = 0;
+  for (int first = 0; first < sequences; first += kThreads) {
+    const int place = first + thread;
+    const int batch = place >= sequences ? -1 : sequences > kThreads ? schedule[1 + place].batch : order[place];
+    const int tiles = batch < 0 ? 0 : ceil_div(own.length(batch), kRows);
+    const int end = total + sum_up_to(tiles * heads, sums);
+    if (batch >= 0) schedule[1 + place] = {batch, end, tiles, group(batch)};
+    if (thread == kThreads - 1) sums[0] = end;
+    __syncthreads();
+    total = sums[0];
+    __syncthreads();
+  }
+  if (thread == 0) schedule[0].end = total;
+}
+
+ATTNGEN_DEVICE void schedule_queries(const Params& p) {
+  const KvSequence keys = kv_sequence(p);
+  write_schedule<128>(static_cast<ScheduledSequence*>(p.q_schedule), q_sequence(p), keys, p.sequences, p.heads_q, [&](int batch) {
+    const int fitting = 131072 / max_of(keys.length(batch), 1);
+    const int groups = max_of(min_of(fitting, 32 / p.group_size), 1);
+    return min_of(groups * p.group_size, p.heads_q);
+  });
+}
+
+// `visit(batch, row, lane)` by a whole warp for each row of the tensor that belongs to no sequence.
+// Warps share the gaps: 32 sequences a chunk, and where there are more warps than chunks, several
+// warps each of those.
+template <class Sequence, class Visitor>
+ATTNGEN_DEVICE void for_each_gap_row(Sequence sequence, int sequences, Visitor visit) {
+  const int lane = threadIdx.x % 32;
+  const int ctas = max_of(static_cast<int>(gridDim.x) - 1, 1);  // the first writes schedules
+  const int warp = threadIdx.x / 32 * ctas + max_of(static_cast<int>(blockIdx.x) - 1, 0);
+  const int warps = ctas * kWarps;
+  const int chunks = ceil_div(sequences + 1, 32);
+  const int lanes = min_of(chunks, warps);
+  const int rank = warp / lanes;
+  const int sharers = (warps - warp % lanes + lanes - 1) / lanes;
+  for (int chunk = warp % lanes; chunk < chunks; chunk += lanes) {
+    const int mine = chunk * 32 + lane - 1;
+    const Range gap = mine < sequences ? sequence.gap(mine, sequences) : Range{0, 0};
+    u32 gaps = __ballot_sync(~0u, gap.hi > gap.lo);
+    for (; gaps; gaps &= gaps - 1) {
+      const int source = __ffs(gaps) - 1;
+      const int begin = __shfl_sync(~0u, gap.lo, source);
+      const int end = __shfl_sync(~0u, gap.hi, source);
+#pragma unroll 1
+      for (int row = begin + rank; row < end; row += sharers) visit(max_of(chunk * 32 + source - 1, 0), row, lane);
+    }
+  }
+}
+
+// Zeros where all heads of a row are, kBytes each.
+template <int kBytes>
+ATTNGEN_DEVICE void clear_row(void* tensor, long long row_bytes, long long head_bytes, int heads, int lane) {
+  constexpr int kUnits = kBytes / 16;
+  char* row = static_cast<char*>(tensor) + row_bytes;
+  for (int i = lane; i < heads * kUnits; i += 32) {
+    *reinterpret_cast<uint4*>(row + i / kUnits * head_bytes + i % kUnits * 16) = make_uint4(0, 0, 0, 0);
+  }
+}
+
+ATTNGEN_DEVICE void fill_gaps(const Params& p) {
+  const QSequence queries = q_sequence(p);
+  for_each_gap_row(queries, p.sequences, [&](int batch, int row, int lane) {
+    clear_row<256>(p.o, 2 * (batch * p.o_stride_batch + row * p.o_stride_row), 2 * p.o_stride_head, p.heads_q, lane);
+#pragma unroll 1
+    for (int head = lane; head < p.heads_q; head += 32) {
+      static_cast<float*>(p.lse)[queries.place(batch, row, head, p.heads_q)] = -kInfinity;
+    }
+  });
+}
+
+}  // namespace attngen
+
+// Grid: as many CTAs as there are multiprocessors. The first writes the schedules, the others fill.
+extern "C" __global__ void __launch_bounds__(1024)
+varlen_prepare__causal_packed_used_d128_bf16_paged__a04b9f(const __grid_constant__ attngen::Params p) {
+  using namespace attngen;
+  if (blockIdx.x == 0) schedule_queries(p);
+  if (blockIdx.x > 0 || gridDim.x == 1) fill_gaps(p);
+}
