@@ -1,4 +1,4 @@
-// sm90_bwd__causal_d128_bf16__45696a
+// sm90_bwd__causal_d128_bf16__7caa98
 // Rendered by attngen from kernels/sm90_bwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -47,6 +47,7 @@ constexpr u32 kSmemJob = 197824;
 constexpr int kQStages = 2;
 constexpr int kDoStages = 2;
 constexpr int kDsStages = 2;
+constexpr int kDqStages = 1;
 constexpr u32 kRowBytes = kTileM * 4;  // one float a query
 // What a warpgroup holds of dQ: 64 rows, a share of the columns.
 constexpr int kDqColumns = 64;
@@ -62,7 +63,7 @@ constexpr u32 kDoFull = kQEmpty + 8 * kQStages;
 constexpr u32 kDoEmpty = kDoFull + 8 * kDoStages;
 constexpr u32 kDqFull = kDoEmpty + 8 * kDoStages;
 constexpr u32 kDqEmpty = kDqFull + 8 * 2 * kConsumers;
-constexpr u32 kDsFull = kDqEmpty + 8 * kConsumers;
+constexpr u32 kDsFull = kDqEmpty + 8 * kDqStages * kConsumers;
 constexpr u32 kDsEmpty = kDsFull + 8 * kDsStages;
 constexpr u32 kJobFull = kDsEmpty + 8 * kDsStages;
 constexpr u32 kJobEmpty = kJobFull + 8;
@@ -355,16 +356,17 @@ struct Reducer {
   ATTNGEN_DEVICE void add(const Job& job, int head, int block, u32 parity) const {
     const long long at = workspace_block(p, job.batch, head, block);
     float* target = static_cast<float*>(p.dq_acc) + at * (kConsumers * kDqBytes / 4);
+    const u32 buffer = turn % kDqStages * kConsumers;
 #pragma unroll
     for (u32 part = 0; part < kConsumers; ++part) {
       mbarrier_wait(smem + kDqFull + (turn * kConsumers + part) * 8, parity);
-      bulk_add(target + part * (kDqBytes / 4), smem + kSmemDq + part * kDqBytes, kDqBytes);
+      bulk_add(target + part * (kDqBytes / 4), smem + kSmemDq + (buffer + part) * kDqBytes, kDqBytes);
       tma_store_commit();
     }
     tma_store_wait_read<1>();
-    mbarrier_arrive(smem + kDqEmpty);
+    mbarrier_arrive(smem + kDqEmpty + buffer * 8);
     tma_store_wait_read<0>();
-    mbarrier_arrive(smem + kDqEmpty + 8);
+    mbarrier_arrive(smem + kDqEmpty + buffer * 8 + 8);
   }
 
   ATTNGEN_DEVICE void run() const {
@@ -390,8 +392,7 @@ struct Consumer {
   RingPosition<kDoStages> do_ring;
   RingPosition<kDsStages> ds_ring;
   RingPosition<kDsStages> ds_read;
-  RingPosition<2> dq_turn;
-  u32 dq_parity = 1;
+  RingPosition<2> dq_turn;  // which reducer's; with two buffers, which buffer, too
 
   using Scores = float[kTileM / 2];
   using Dq = float[kDqColumns / 2];
@@ -452,9 +453,9 @@ struct Consumer {
   }
 
   ATTNGEN_DEVICE void hand_over_dq(const Dq& dq) {
-    mbarrier_wait(smem + kDqEmpty + warpgroup * 8, dq_parity);
-    dq_parity ^= 1;
-    const u32 part = smem + kSmemDq + warpgroup * kDqBytes + (warp * 32 + lane) * 16;
+    const u32 buffer = dq_turn.stage % kDqStages * kConsumers + warpgroup;
+    mbarrier_wait(smem + kDqEmpty + buffer * 8, (kDqStages > 1 ? dq_turn.parity : dq_turn.stage) ^ 1);
+    const u32 part = smem + kSmemDq + buffer * kDqBytes + (warp * 32 + lane) * 16;
 #pragma unroll
     for (int i = 0; i < kDqColumns / 2; i += 4) store_shared_x4(part + i * 512, dq + i);
     fence_async_shared();
@@ -528,10 +529,9 @@ struct Consumer {
       finish_dq(dq);
     }
     wgmma_wait<0>();
-    if (lane == 0) {
-      mbarrier_arrive(smem + kDoEmpty + do_ring.stage * 8);
-      mbarrier_arrive(smem + kQEmpty + q_ring.stage * 8);
-    }
+    // Every thread: each has read D and the LSE itself.
+    mbarrier_arrive(smem + kDoEmpty + do_ring.stage * 8);
+    mbarrier_arrive(smem + kQEmpty + q_ring.stage * 8);
     q_ring.advance();
     do_ring.advance();
     ds_ring.advance();
@@ -607,7 +607,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_bwd__causal_d128_bf16__45696a(const __grid_constant__ attngen::Params p) {
+sm90_bwd__causal_d128_bf16__7caa98(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);
@@ -626,17 +626,17 @@ sm90_bwd__causal_d128_bf16__45696a(const __grid_constant__ attngen::Params p) {
     mbarrier_init(smem + kVEmpty, kConsumers);
     for (int i = 0; i < kQStages; ++i) {
       mbarrier_init(smem + kQFull + i * 8, 1);
-      mbarrier_init(smem + kQEmpty + i * 8, kConsumers * 4);
+      mbarrier_init(smem + kQEmpty + i * 8, kConsumers * 128);
     }
     for (int i = 0; i < kDoStages; ++i) {
       mbarrier_init(smem + kDoFull + i * 8, 1);
-      mbarrier_init(smem + kDoEmpty + i * 8, kConsumers * 4);
+      mbarrier_init(smem + kDoEmpty + i * 8, kConsumers * 128);
     }
     for (int i = 0; i < kConsumers; ++i) {
       mbarrier_init(smem + kDqFull + i * 8, 4);
       mbarrier_init(smem + kDqFull + (kConsumers + i) * 8, 4);
-      mbarrier_init(smem + kDqEmpty + i * 8, 1);
     }
+    for (int i = 0; i < kDqStages * kConsumers; ++i) mbarrier_init(smem + kDqEmpty + i * 8, 1);
     for (int i = 0; i < kDsStages; ++i) {
       mbarrier_init(smem + kDsFull + i * 8, kConsumers * 4);
       mbarrier_init(smem + kDsEmpty + i * 8, kConsumers * 4);

@@ -1,4 +1,4 @@
-// sm90_bwd_dkv__full_d256_bf16__019aea
+// sm90_bwd_dkv__full_d256_bf16__16f23f
 // Rendered by attngen from kernels/sm90_bwd_dkv.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -47,6 +47,9 @@ constexpr int kQStages = 3;
 constexpr int kDoStages = 3;
 constexpr u32 kRowBytes = kTileM * 4;  // one float a query
 constexpr u32 kWeightBytes = 64 * kTileM * 2;
+// Whether a tile's first block has code of its own: 2 % at 192/128 (measured); at 256 it gains nothing
+// and costs a quarter of the compile time.
+constexpr bool kPeelFirst = kHeadDimQk <= 192 && kHeadDimV <= 192;
 
 constexpr u32 kKFull = kSmemBarriers;
 constexpr u32 kVFull = kKFull + 8;
@@ -336,14 +339,13 @@ struct Consumer {
 
   ATTNGEN_DEVICE void await_queries() const { mbarrier_wait(smem + kQFull + q_ring.stage * 8, q_ring.parity); }
   ATTNGEN_DEVICE void await_output_gradients() const { mbarrier_wait(smem + kDoFull + do_ring.stage * 8, do_ring.parity); }
+  // Every thread arrives: each has read the LSE, or D, itself.
   ATTNGEN_DEVICE void release_queries() {
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(smem + kQEmpty + q_ring.stage * 8);
+    mbarrier_arrive(smem + kQEmpty + q_ring.stage * 8);
     q_ring.advance();
   }
   ATTNGEN_DEVICE void release_output_gradients() {
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(smem + kDoEmpty + do_ring.stage * 8);
+    mbarrier_arrive(smem + kDoEmpty + do_ring.stage * 8);
     do_ring.advance();
   }
 
@@ -405,9 +407,28 @@ struct ValueConsumer : Consumer {
     mbarrier_wait(smem + kWeightsEmpty + weights_ring.stage * 8, weights_ring.parity ^ 1);
 #pragma unroll
     for (int i = 0; i < kTileM / 16; ++i) store_shared_x4(weights() + i * 2048, packed + 4 * i);
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(smem + kWeightsFull + weights_ring.stage * 8);
+    mbarrier_arrive(smem + kWeightsFull + weights_ring.stage * 8);
     weights_ring.advance();
+  }
+
+  // A block's scores and weights, and dV of the block before; goes on to the next.
+  ATTNGEN_DEVICE void visit(bool first, float (&dv)[kHeadDimV / 2], Scores& scores, Packed& packed, const Context& ctx, const BlockRange& blocks, const Job& job, int key, int& block) {
+    await_queries();
+    gemm_shared_shared<ScoreMma, kQkSteps, kKeyBoxBytes, kQueryBoxBytes>(scores, smem + kSmemK, queries());
+    if (!first) {
+      await_output_gradients();
+      gemm_accumulate<DvMma, kTileM / 16, kQueryBoxBytes>(dv, packed, output_gradients());
+    } else {
+      wgmma_commit();  // a group of none, so that the scores' is always the last but one
+    }
+    wgmma_wait<1>();
+    settle(scores);
+    weigh(scores, ctx, blocks, key, block);
+    release_queries();
+    wgmma_wait<0>();
+    if (!first) release_output_gradients();
+    hand_over(packed, scores);
+    if (++block == job.block_end) block = job.block_begin;
   }
 
   ATTNGEN_DEVICE void run_tile(const Job& job, u32 parity) {
@@ -424,29 +445,10 @@ struct ValueConsumer : Consumer {
     mbarrier_wait(smem + kKFull, parity);
     const int steps = (job.block_end - job.block_begin) * p.group_size;
     if (steps > 0) {
-      await_queries();
-      gemm_shared_shared<ScoreMma, kQkSteps, kKeyBoxBytes, kQueryBoxBytes>(scores, smem + kSmemK, queries());
-      wgmma_wait<0>();
-      settle(scores);
       int block = job.block_begin;
-      weigh(scores, ctx, blocks, key, block);
-      release_queries();
-      hand_over(packed, scores);
+      if (kPeelFirst) visit(true, dv, scores, packed, ctx, blocks, job, key, block);
 #pragma unroll 1
-      for (int step = 1; step < steps; ++step) {
-        if (++block == job.block_end) block = job.block_begin;
-        await_queries();
-        gemm_shared_shared<ScoreMma, kQkSteps, kKeyBoxBytes, kQueryBoxBytes>(scores, smem + kSmemK, queries());
-        await_output_gradients();
-        gemm_accumulate<DvMma, kTileM / 16, kQueryBoxBytes>(dv, packed, output_gradients());
-        wgmma_wait<1>();
-        settle(scores);
-        weigh(scores, ctx, blocks, key, block);
-        release_queries();
-        wgmma_wait<0>();
-        release_output_gradients();
-        hand_over(packed, scores);
-      }
+      for (int step = kPeelFirst; step < steps; ++step) visit(!kPeelFirst && step == 0, dv, scores, packed, ctx, blocks, job, key, block);
       await_output_gradients();
       gemm_accumulate<DvMma, kTileM / 16, kQueryBoxBytes>(dv, packed, output_gradients());
       wgmma_wait<0>();
@@ -485,9 +487,28 @@ struct KeyConsumer : Consumer {
         gradients[8 * i + 2 * k + 1] *= weight.y;
       }
     }
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(smem + kWeightsEmpty + weights_ring.stage * 8);
+    mbarrier_arrive(smem + kWeightsEmpty + weights_ring.stage * 8);
     weights_ring.advance();
+  }
+
+  // A block's dS, and dK of the block before.
+  ATTNGEN_DEVICE void visit(bool first, float (&dk)[kHeadDimQk / 2], Scores& gradients, Packed& packed) {
+    await_output_gradients();
+    start_gradients(gradients);
+    issue_gradients(gradients);
+    if (!first) {
+      await_queries();
+      gemm_accumulate<DkMma, kTileM / 16, kQueryBoxBytes>(dk, packed, queries());
+    } else {
+      wgmma_commit();
+    }
+    wgmma_wait<1>();
+    settle(gradients);
+    release_output_gradients();
+    differentiate(gradients);
+    wgmma_wait<0>();
+    if (!first) release_queries();
+    pack_pairs<Element, kTileM / 2>(packed, gradients);
   }
 
   ATTNGEN_DEVICE void run_tile(const Job& job, u32 parity) {
@@ -499,29 +520,9 @@ struct KeyConsumer : Consumer {
     mbarrier_wait(smem + kVFull, parity);
     const int steps = (job.block_end - job.block_begin) * p.group_size;
     if (steps > 0) {
-      await_output_gradients();
-      start_gradients(gradients);
-      issue_gradients(gradients);
-      wgmma_wait<0>();
-      settle(gradients);
-      release_output_gradients();
-      differentiate(gradients);
-      pack_pairs<Element, kTileM / 2>(packed, gradients);
+      if (kPeelFirst) visit(true, dk, gradients, packed);
 #pragma unroll 1
-      for (int step = 1; step < steps; ++step) {
-        await_output_gradients();
-        start_gradients(gradients);
-        issue_gradients(gradients);
-        await_queries();
-        gemm_accumulate<DkMma, kTileM / 16, kQueryBoxBytes>(dk, packed, queries());
-        wgmma_wait<1>();
-        settle(gradients);
-        release_output_gradients();
-        differentiate(gradients);
-        wgmma_wait<0>();
-        release_queries();
-        pack_pairs<Element, kTileM / 2>(packed, gradients);
-      }
+      for (int step = kPeelFirst; step < steps; ++step) visit(!kPeelFirst && step == 0, dk, gradients, packed);
       await_queries();
       gemm_accumulate<DkMma, kTileM / 16, kQueryBoxBytes>(dk, packed, queries());
       wgmma_wait<0>();
@@ -544,7 +545,7 @@ ATTNGEN_DEVICE void consume(Role role, const volatile Job* slot) {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_bwd_dkv__full_d256_bf16__019aea(const __grid_constant__ attngen::Params p) {
+sm90_bwd_dkv__full_d256_bf16__16f23f(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);
@@ -557,15 +558,15 @@ sm90_bwd_dkv__full_d256_bf16__019aea(const __grid_constant__ attngen::Params p) 
     mbarrier_init(smem + kVEmpty, 1);
     for (int i = 0; i < kQStages; ++i) {
       mbarrier_init(smem + kQFull + i * 8, 1);
-      mbarrier_init(smem + kQEmpty + i * 8, 8);
+      mbarrier_init(smem + kQEmpty + i * 8, 256);
     }
     for (int i = 0; i < kDoStages; ++i) {
       mbarrier_init(smem + kDoFull + i * 8, 1);
-      mbarrier_init(smem + kDoEmpty + i * 8, 8);
+      mbarrier_init(smem + kDoEmpty + i * 8, 256);
     }
     for (int i = 0; i < 2; ++i) {
-      mbarrier_init(smem + kWeightsFull + i * 8, 4);
-      mbarrier_init(smem + kWeightsEmpty + i * 8, 4);
+      mbarrier_init(smem + kWeightsFull + i * 8, 128);
+      mbarrier_init(smem + kWeightsEmpty + i * 8, 128);
     }
     mbarrier_init(smem + kJobFull, 1);
     mbarrier_init(smem + kJobEmpty, 256 + 1);  // consumer threads, loader

@@ -8,7 +8,7 @@ Figures marked `measured` are from an H200 at 700 W.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..problem import Problem
@@ -31,6 +31,9 @@ DQ_OPERANDS_DROPOUT = {False: 200, True: 176}
 # tiles comes last: measured +2 to +7 % on causal masks over one head at a time or all at once.
 CAUSAL_SCHEDULE = Schedule(True, True, kv_group_bytes=64 << 20, group_heads=16, tail_share=4)
 FULL_SCHEDULE = Schedule(True, False, kv_group_bytes=64 << 20, group_heads=16, tail_share=0)
+# In an order of additions the tiles of a head move along its queries in step, so that L2 need not
+# hold all of them, and fewer of them at once wait for each other.
+ORDERED_GROUP_BYTES, ORDERED_GROUP_HEADS = 256 << 20, 32
 
 PREPARE_THREADS = 256
 CONVERT_THREADS = 128  # those whose fragments a part of dQ's workspace is
@@ -44,7 +47,8 @@ class BackwardPlan:
     """One persistent kernel of a backward.
 
     `q_stages`, `do_stages`: buffers for blocks of queries and output gradients; in the dQ kernel
-    for blocks of keys and values. `ds_stages`: buffers for dS. `dq_split`: consumers divide dQ's
+    for blocks of keys and values. `ds_stages`, `dq_stages`: buffers for dS and, of the
+    fused kernel, for dQ on its way to memory. `dq_split`: consumers divide dQ's
     rows or its columns, `dq_columns` each; `dk_columns` and `dv_columns` of their accumulators are
     whole steps of 16, of which the copy engine stores the head dim's. `row_block`: queries a block
     of the workspaces. `deterministic`: tiles add to dQ in the order in which they are drawn, for
@@ -58,6 +62,7 @@ class BackwardPlan:
     q_stages: int
     do_stages: int
     ds_stages: int
+    dq_stages: int
     producer_registers: int
     consumer_registers: int
     dq_split: DqSplit
@@ -146,7 +151,8 @@ def fuses(problem: Problem) -> bool:
     ):
         return False
     if max(d, d_v) <= 64:
-        return light
+        # Bits of a mask spill beside accumulators of unlike sizes.
+        return light and not (problem.attn_mask and d != d_v)
     return d > 64 and max(d, d_v) <= 128 and (
         light or (len(problem.scores) == 1 and not problem.deterministic)
     )
@@ -161,13 +167,16 @@ def make_fused(problem: Problem) -> BackwardPlan:
     # Small accumulators of unlike sizes spill: equal ones, clipped by the copy engine, do not.
     dk_columns, dv_columns = (64, 64) if rows and d != d_v else (d, d_v)
     dq_columns = d if rows else 64
-    stages = {"q_stages": 2, "do_stages": 2, "ds_stages": 2}
+    # A tile that waits for its turn to add dQ works on meanwhile, where registers allow.
+    dq_stages = 2 if problem.deterministic and not problem.dropout else 1
+    stages = {"q_stages": 2, "do_stages": 2, "ds_stages": 2, "dq_stages": dq_stages}
     sizes = {
         **_operand_bytes(problem, tile, 2, 2),
         "Ds": 2 * tile.m * CONSUMERS * 128,
-        "Dq": CONSUMERS * ROWS_PER_CONSUMER * dq_columns * 4,
+        "Dq": dq_stages * CONSUMERS * ROWS_PER_CONSUMER * dq_columns * 4,
     }
-    small = {"Lse": 2 * tile.m * 4, "D": 2 * tile.m * 4, "Barriers": (18 + 3 * CONSUMERS) * 8}
+    barriers = 18 + (2 + dq_stages) * CONSUMERS
+    small = {"Lse": 2 * tile.m * 4, "D": 2 * tile.m * 4, "Barriers": barriers * BARRIER_BYTES}
     return _finish(
         problem, "sm90_bwd", tile, sizes, small, stages, row_block=tile.m,
         dq_split="rows" if rows else "columns", dq_columns=dq_columns, dk_columns=dk_columns,
@@ -187,7 +196,7 @@ def feasible_dkv(problem: Problem) -> Iterator[BackwardPlan]:
         }
         rows = stages * m * 4
         small = {"Lse": rows, "D": rows, "Barriers": (10 + 4 * stages) * BARRIER_BYTES}
-        counts = {"q_stages": stages, "do_stages": stages, "ds_stages": 0}
+        counts = {"q_stages": stages, "do_stages": stages, "ds_stages": 0, "dq_stages": 0}
         made = _finish(problem, "sm90_bwd_dkv", tile, sizes, small, counts, row_block=m)
         if made.smem_bytes <= SMEM_BYTES:
             yield made
@@ -213,7 +222,7 @@ def feasible_dq(problem: Problem, row_block: int) -> Iterator[BackwardPlan]:
         qk, v = 128 * _boxes(problem.head_dim_qk), 128 * _boxes(problem.head_dim_v)
         sizes = {"Q": tile.m * qk, "Do": tile.m * v, "K": k_stages * n * qk, "V": v_stages * n * v}
         small = {"Barriers": (4 + 2 * (k_stages + v_stages)) * BARRIER_BYTES}
-        counts = {"q_stages": k_stages, "do_stages": v_stages, "ds_stages": 0}
+        counts = {"q_stages": k_stages, "do_stages": v_stages, "ds_stages": 0, "dq_stages": 0}
         made = _finish(problem, "sm90_bwd_dq", tile, sizes, small, counts, row_block=row_block)
         if made.smem_bytes <= SMEM_BYTES:
             yield made
@@ -255,6 +264,10 @@ def _finish(
         end = regions[-1].offset + regions[-1].bytes
         regions = (*regions, SmemRegion(name, -(-end // 16) * 16, size))
     producer, consumer = registers or REGISTERS[family]
+    schedule = CAUSAL_SCHEDULE if problem.masks else FULL_SCHEDULE
+    if deterministic:
+        size, heads = ORDERED_GROUP_BYTES, ORDERED_GROUP_HEADS
+        schedule = replace(schedule, kv_group_bytes=size, group_heads=heads)
     return BackwardPlan(
         arch=ARCH,
         family=family,
@@ -269,7 +282,7 @@ def _finish(
         dv_columns=dv_columns,
         row_block=row_block,
         deterministic=deterministic,
-        schedule=CAUSAL_SCHEDULE if problem.masks else FULL_SCHEDULE,
+        schedule=schedule,
         smem=regions,
         smem_bytes=regions[-1].offset + regions[-1].bytes,
         threads=128 * (CONSUMERS + 1),

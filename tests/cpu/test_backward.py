@@ -41,6 +41,7 @@ CASES |= {
         ("d128 causal", ("dropout",)),
         ("d128 causal deterministic", ("dropout", "attn_mask")),
         ("d24v40 deterministic", ("dropout",)),
+        ("d24v40 deterministic", ("attn_mask",)),  # in two kernels: the fused one would spill
         ("d256 full", ("dropout", "attn_mask")),
         ("d192v128 causal", ("attn_mask",)),
     )
@@ -169,6 +170,18 @@ def test_kernel_entry_parameters_are_those_the_source_reads(case, make_backward)
 
 def _orders_sums(each: sm90_bwd.KernelPlan) -> bool:
     return not isinstance(each, sm90_bwd.ConvertPlan) and each.deterministic
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 128])
+def test_deterministic_fused_plan_has_two_buffers_wide_groups(head_dim, make_backward) -> None:
+    def fused(**named) -> sm90_bwd.BackwardPlan:
+        return plans(make_backward(head_dim, **named), ARCH)[1]
+
+    plain, ordered = fused(), fused(deterministic=True)
+    assert (plain.dq_stages, ordered.dq_stages) == (1, 2)
+    assert fused(deterministic=True, dropout=True).dq_stages == 1  # random words need registers
+    assert ordered.schedule.group_heads > plain.schedule.group_heads
+    assert ordered.schedule.kv_group_bytes > plain.schedule.kv_group_bytes
 
 
 def test_deterministic_split_kernels_are_those_of_any_order(make_backward) -> None:
