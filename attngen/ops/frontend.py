@@ -14,7 +14,7 @@ from ..reference import fp8
 from ..reference.call import AttentionCall, MaskMod, ScoreMod, Window
 from ..reference.dropout import draw_rng_state
 from ..results import AttentionAux
-from . import choice
+from . import choice, nested
 from .checks import refuse_derivatives
 from .decode import check_splits
 from .forward import find_ready
@@ -73,9 +73,11 @@ def attention(
     q, k, v: tensors in `layout`, by default [b, s_q, h_q, d], [b, s_kv, h_kv, d] and
     [b, s_kv, h_kv, d_v]; h_q a multiple of h_kv. window: keys visible before and after the
     diagonal, −1 unbounded. softmax_scale defaults to 1/√d. cu_seqlens_*, seqused_*: int32 on the
-    device, never waited for; max_seqlen_* change nothing. Of a paged layout k and v are pages that
-    page_table names; num_splits: parts in which each sequence's keys are read, 1 to 128, None for
-    as many as fill the chip. What each argument means is in docs/semantics.md.
+    device, never waited for; max_seqlen_* change nothing. A nested (jagged) [b, j, h, d] says them
+    itself where the layout has tokens (thd); the output of a nested q is nested. Of a paged layout
+    k and v are pages that page_table names; num_splits: parts in which each sequence's keys are
+    read, 1 to 128, None for as many as fill the chip. What each argument means is in
+    docs/semantics.md.
 
     FP8 (float8_e4m3fn, float8_e5m2) q, k and v take scales, float32 [1] on their device, which is
     never waited for: descale_q, descale_k and descale_v (or [b, h_kv]) give what a stored number
@@ -96,6 +98,8 @@ def attention(
     `return_max_logit`, `return_amax` or dropout asks for by-products.
     Raises: SpecError with every violation at once; CompileError, LaunchError.
     """
+    if q.is_nested or (k is not None and k.is_nested) or (v is not None and v.is_nested):
+        return nested.attend(attention, dict(locals()))  # type: ignore[no-any-return]
     wants_aux = return_lse or return_max_logit or return_amax or dropout_p > 0
     device = q.device.type
     if device != "meta" and torch.is_autocast_enabled(device):  # which knows no meta tensors
