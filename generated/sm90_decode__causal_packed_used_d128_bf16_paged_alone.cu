@@ -274,22 +274,21 @@ struct Loader {
 
   ATTNGEN_DEVICE void run() const {
     RingPosition<kStages> ring;
-    using Blocks = PagedBlocks<kTileN, KvFetch>;
-    const Blocks k_blocks = {PageFetch{p.k_page_table, p.k_page_table_stride, p.k_page_size}, job.batch, job.kv_len, lane};
-    const Blocks v_blocks = {PageFetch{p.v_page_table, p.v_page_table_stride, p.v_page_size}, job.batch, job.kv_len, lane};
+    const PagedBlocks<kTileN, kQkBoxes, KvFetch> k_blocks = {PageFetch{p.k_page_table, p.k_page_table_stride, p.k_page_size}, job.batch, job.kv_len, lane};
+    const PagedBlocks<kTileN, kVBoxes, KvFetch> v_blocks = {PageFetch{p.v_page_table, p.v_page_table_stride, p.v_page_size}, job.batch, job.kv_len, lane};
     // A block ahead, so that no copy waits for the table.
-    int k_page = k_blocks.find_page(job.begin);
-    int v_page = v_blocks.find_page(job.begin);
+    PagedBox k_box = k_blocks.find(job.begin);
+    PagedBox v_box = v_blocks.find(job.begin);
 #pragma unroll 1
     for (int block = job.begin; block < job.end; ++block) {
       const u32 keys = smem + kSmemK + ring.stage * kQkBoxes * kKeyBoxBytes;
       const u32 values = smem + kSmemV + ring.stage * kVBoxes * kKeyBoxBytes;
       mbarrier_wait(smem + kKEmpty + ring.stage * 8, ring.parity ^ 1);
-      k_blocks.load<kQkBoxes>(k_page, &p.map_k, keys, smem + kKFull + ring.stage * 8, job.kv_head, block, kEvictFirst);
-      k_page = k_blocks.find_page(block + 1);
+      k_blocks.load(k_box, &p.map_k, keys, smem + kKFull + ring.stage * 8, job.kv_head, block, kEvictFirst);
+      k_box = k_blocks.find(block + 1);
       mbarrier_wait(smem + kVEmpty + ring.stage * 8, ring.parity ^ 1);
-      v_blocks.load<kVBoxes>(v_page, &p.map_v, values, smem + kVFull + ring.stage * 8, job.kv_head, block, kEvictFirst);
-      v_page = v_blocks.find_page(block + 1);
+      v_blocks.load(v_box, &p.map_v, values, smem + kVFull + ring.stage * 8, job.kv_head, block, kEvictFirst);
+      v_box = v_blocks.find(block + 1);
       ring.advance();
     }
   }

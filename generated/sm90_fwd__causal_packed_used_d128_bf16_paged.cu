@@ -66,6 +66,7 @@ constexpr u32 kJobEmpty = kJobFull + 8;
 // Named barriers: 0 is __syncthreads, then one a consumer for its turn, one for its epilogue.
 constexpr u32 kTurnBarrier = 1;
 constexpr u32 kEpilogueBarrier = kTurnBarrier + kConsumers;
+constexpr u32 kClearBarrier = kEpilogueBarrier + kConsumers;
 
 // acc[64 x 128] (+)= A B^T, A in registers, B in shared memory with the reduction along its rows.
 struct QkMma {
@@ -341,10 +342,10 @@ struct QLoader {
 };
 
 // The blocks of K, or of V, of one tile after another into a ring of kStages buffers: by a warp,
-// which knows the pages of a block ahead, so that no copy waits for the table.
+// which finds the pages of a block ahead.
 template <int kBoxes, int kStages, u32 kTiles, u32 kFull, u32 kEmpty>
 struct PagedLoader {
-  using Blocks = PagedBlocks<kTileN, KvFetch>;
+  using Blocks = PagedBlocks<kTileN, kBoxes, KvFetch>;
   const Params& p;
   KvFetch fetch;
   const TensorMap* map;
@@ -365,13 +366,13 @@ struct PagedLoader {
       __syncwarp();
       if (lane == 0) mbarrier_arrive(smem + kJobEmpty);
       const Blocks blocks = {fetch, batch, kv_sequence(p).length(batch), lane};
-      int page = blocks.find_page(block - 1);
+      PagedBox box = blocks.find(block - 1);
 #pragma unroll 1
       while (--block >= block_begin) {
         mbarrier_wait(smem + kEmpty + ring.stage * 8, ring.parity ^ 1);
-        blocks.template load<kBoxes>(page, map, smem + kTiles + ring.stage * (kBoxes * kTileN * 128),
+        blocks.load(box, map, smem + kTiles + ring.stage * (kBoxes * kTileN * 128),
                                      smem + kFull + ring.stage * 8, kv_head, block, kEvictLast);
-        page = blocks.find_page(block - 1);
+        box = blocks.find(block - 1);
         ring.advance();
       }
     }
@@ -427,18 +428,19 @@ struct Consumer {
     gemm_accumulate<PvMma, kPvSteps, kKeyBoxBytes>(output.sum, weights, v_tile());
   }
 
-  // Values past the sequence's end must not reach a product: 0 x NaN is NaN. Each warpgroup clears
-  // them all, so that none waits for another.
+  // Values past the sequence's end must not reach a product: 0 x NaN is NaN. All warpgroups have the
+  // same tile, and clear the block together.
   ATTNGEN_DEVICE void clear_tail(int rows) const {
     if (rows >= kTileN) return;
     mbarrier_wait(smem + kVFull + v_ring.stage * 8, v_ring.parity);
     const u32 zero[4] = {0, 0, 0, 0};
-    for (int i = max_of(rows, 0) * 8 + warp * 32 + lane; i < kTileN * 8; i += 128) {
+    const int thread = warpgroup * 128 + warp * 32 + lane;
+    for (int i = max_of(rows, 0) * 8 + thread; i < kTileN * 8; i += kConsumers * 128) {
 #pragma unroll
       for (int box = 0; box < kVBoxes; ++box) store_shared_x4(v_tile() + box * kKeyBoxBytes + i * 16, zero);
     }
     fence_async_shared();
-    named_barrier_sync(kEpilogueBarrier + warpgroup, 128);
+    named_barrier_sync(kClearBarrier, kConsumers * 128);
   }
 
   // Scores as the softmax takes them: score fragments applied, invisible keys at -inf.

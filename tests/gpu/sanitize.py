@@ -61,8 +61,8 @@ class BackwardCase:
 
 @dataclass(frozen=True)
 class PagedCase:
-    """Queries of four sequences over pages of so many positions: packed with gaps, or two each.
-    `scored`: with ALiBi, a softcap and sinks."""
+    """Queries of four sequences over pages of so many positions: packed with gaps, or `queries`
+    each. `scored`: with ALiBi, a softcap and sinks; no `splits`: as prompts."""
 
     d: int
     page: int
@@ -70,17 +70,19 @@ class PagedCase:
     packed: bool = False
     d_v: int | None = None
     scored: bool = False
+    queries: int = 2
 
     def __str__(self) -> str:
-        kind = ("packed" if self.packed else "dense") + "-scored" * self.scored
+        kind = ("packed" if self.packed else f"dense{self.queries}") + "-scored" * self.scored
         return f"paged-d{self.d}x{self.d_v or self.d}-page{self.page}-splits{self.splits}-{kind}"
 
     @property
     def spec(self) -> attngen.AttentionSpec:
         """The kernels that serve the case."""
         return attngen.AttentionSpec(
-            self.d, self.d_v, layout=self.layout, mask="causal", decode=True, alibi=self.scored,
-            softcap=self.scored, softmax="learnable" if self.scored else "vanilla",
+            self.d, self.d_v, layout=self.layout, mask="causal", decode=self.splits > 0,
+            alibi=self.scored, softcap=self.scored,
+            softmax="learnable" if self.scored else "vanilla",
         )  # fmt: skip
 
     @property
@@ -97,7 +99,7 @@ class PagedCase:
         )
         k[-1], v[-1] = float("nan"), float("nan")
         table = torch.randperm(4 * width).int().view(4, width)
-        shape = (30, 8, self.d) if self.packed else (4, 2, 8, self.d)
+        shape = (30, 8, self.d) if self.packed else (4, self.queries, 8, self.d)
         found = {"q": oracle.randn(*shape, seed=3), "k": k, "v": v}
         found |= {"seqused_kv": torch.tensor(lengths, dtype=torch.int32), "page_table": table}
         if self.packed:
@@ -180,6 +182,8 @@ CASES = [
     PagedCase(128, 3, 2, scored=True),
     PagedCase(64, 48, 1, packed=True, scored=True),
     PagedCase(576, 64, 3, d_v=512),
+    PagedCase(64, 16, 0, queries=130),
+    PagedCase(128, 48, 0, queries=130, scored=True),
     PagedCase(64, 16, 1, packed=True, d_v=384, scored=True),
     Case(128, 128, lengths=(3, 300), heads=(2, 8, 2)),  # few queries, dense
     Call("thd", (130, 0, 70), (70, 9, 200), gaps=True, d=128, heads=(4, 2), mask="causal"),
@@ -200,7 +204,7 @@ def run(
         given = case.arguments()
         there = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in given.items()}
         result = attngen.attention(
-            **there, num_splits=case.splits, return_lse=True, backend="cuda"
+            **there, num_splits=case.splits or None, return_lse=True, backend="cuda"
         )
         expected = oracle.truth(**given)
         oracle.check(result[0].cpu(), result[1].lse.cpu(), expected, case.layout)

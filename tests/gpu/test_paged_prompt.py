@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -13,6 +14,7 @@ from attngen import AttentionSpec
 
 from . import oracle
 from .test_decode import PAGED, cache, check, queries
+from .test_decode_scores import CHOICES, check_all, spec_of
 
 pytestmark = pytest.mark.gpu
 PACKED = "paged_kv_thd_bshd_bshd"
@@ -25,6 +27,11 @@ KERNELS = [
     for d, d_v in DIMS
     for layout in (PAGED, PACKED)
     for mask, window in (("none", False), ("causal", False), ("none", True))
+]
+KERNELS += [
+    dataclasses.replace(spec_of(choice, d), decode=False)
+    for choice in (CHOICES[4], *CHOICES[-2:])
+    for d in (64, 128)
 ]
 
 
@@ -47,6 +54,13 @@ def test_prompt_windows_over_pages_are_right(window):
     for d in (64, 128):
         pages = cache(LENGTHS, 2, d, 32)
         check(queries(4, 300, 4, d), pages, window=window, bottom_right=True)
+
+
+@pytest.mark.parametrize("choice", [CHOICES[4], *CHOICES[-2:]], ids=str)
+@pytest.mark.parametrize("d", [64, 128])
+def test_prompt_scores_and_sinks_over_pages_are_right(d, choice):
+    for turn, s_q in enumerate((140, 300)):
+        check_all(choice, queries(4, s_q, 4, d), cache(LENGTHS, 2, d, 16), turn, None)
 
 
 @pytest.mark.parametrize(
