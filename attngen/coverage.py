@@ -27,6 +27,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "alibi": (False, True),
     "softcap": (False, True),
     "max_logit": (False, True),
+    "bias": ("none", "post_scale", "pre_scale"),
+    "bias_shape": ("1hss", "bhss", "b1ss", "11ss", "111s"),
     "attn_mask": (False, True),
     "dropout": (False, True),
     "group_size": (1, 4),
@@ -40,7 +42,8 @@ Pair = tuple[tuple[str, Any], tuple[str, Any]]
 @dataclass(frozen=True)
 class Member:
     """One choice on each axis. group_size: query heads that share a key/value head; splits: whether
-    the forward's kernels split the keys."""
+    the forward's kernels split the keys; bias_shape: the broadcast of the bias, the first where
+    there is none."""
 
     head_dims: tuple[int, int]
     dtype: str
@@ -52,6 +55,8 @@ class Member:
     alibi: bool
     softcap: bool
     max_logit: bool
+    bias: str
+    bias_shape: str
     attn_mask: bool
     dropout: bool
     group_size: int
@@ -66,6 +71,7 @@ class Member:
             *("splits", "training", "deterministic"),
         )
         words = [f"d{d}v{d_v}", self.dtype, self.mask, self.softmax, self.layout]
+        words += [] if self.bias == "none" else [f"{self.bias}_bias_{self.bias_shape}"]
         words += [f"gqa{self.group_size}", *(name for name in switches if getattr(self, name))]
         return " ".join(words)
 
@@ -82,6 +88,7 @@ class Member:
             window=self.window,
             alibi=self.alibi,
             softcap=self.softcap,
+            bias=self.bias,
             softmax=self.softmax,
             return_max_logit=self.max_logit,
             attn_mask=self.attn_mask,
@@ -106,6 +113,8 @@ def is_legal(member: Member, known: Features) -> bool:
         return False
     if member.training and member.dtype in DTYPES_8BIT:
         return False
+    if member.bias == "none" and member.bias_shape != AXES["bias_shape"][0]:
+        return False
     return not find_violations(member.spec, known)
 
 
@@ -114,9 +123,9 @@ def legal_pairs(known: Features) -> set[Pair]:
     found = set()
     for one, other in itertools.combinations(AXES, 2):
         for a, b in itertools.product(AXES[one], AXES[other]):
-            for training in (False, True):
+            for training, bias in itertools.product((False, True), ("none", "post_scale")):
                 plain = {axis: values[0] for axis, values in AXES.items()}
-                chosen = {**plain, "training": training, one: a, other: b}
+                chosen = {**plain, "training": training, "bias": bias, one: a, other: b}
                 if is_legal(Member(**chosen), known):
                     found.add(((one, a), (other, b)))
     return found

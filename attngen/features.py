@@ -21,8 +21,8 @@ else:
     import tomli as tomllib
 
 AXES = ("mask", "score", "softmax", "sequence", "fetch", "iteration")
-DOMAINS = ("scalar", "head", "batch_head")
-DTYPES = ("i32", "i64", "f32", "ptr")
+DOMAINS = ("scalar", "head", "batch_head", "tile")
+DTYPES = ("i32", "i64", "f32", "ptr", "q")
 BOUNDS = ("left", "right")
 TENSOR_AXES = ("score", "softmax")  # whose fragments may read tensors
 
@@ -33,8 +33,10 @@ class Operand:
 
     Of domain `scalar` it is an argument of the launch; of `head` and `batch_head` an element of a
     float32 tensor of the call, [h_q] or [b, h_q], which the kernel reads once a tile. The
-    fragment's struct has the value itself. `score_power`: its dimension, as a power of that of
-    scores, whose unit is the kernel's choice: 1 for what adds to them, -1 for what divides them.
+    fragment's struct has the value itself. Of `tile` it is element [i, j] of a broadcast of
+    [b, h_q, s_q, s_kv] in Q's dtype, which a score is handed with its place. `score_power`: its
+    dimension, as a power of that of scores, whose unit is the kernel's choice: 1 for what adds to
+    them, -1 for what divides them.
     """
 
     name: str
@@ -46,7 +48,8 @@ class Operand:
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes of the tensor that holds it; none for an argument."""
-        return {"head": ("head",), "batch_head": ("batch", "head")}.get(self.domain, ())
+        axes = {"head": ("head",), "batch_head": ("batch", "head")}
+        return {**axes, "tile": ("batch", "head", "row", "column")}.get(self.domain, ())
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,10 @@ class Fragment:
     @property
     def template(self) -> str:
         return f"{self.axis}/{self.name}.cuh.j2"
+
+    @property
+    def reads_tile(self) -> bool:
+        return any(operand.domain == "tile" for operand in self.operands)
 
 
 Features = dict[str, dict[str, Fragment]]
@@ -152,10 +159,17 @@ def _operand_mistakes(axis: str, operands: tuple[Operand, ...]) -> list[str]:
             mistakes.append(f"operand {operand.name}: domain {operand.domain!r}, known: {DOMAINS}")
         if operand.dtype not in DTYPES:
             mistakes.append(f"operand {operand.name}: dtype {operand.dtype!r}, known: {DTYPES}")
-        if operand.axes and operand.dtype != "f32":
-            mistakes.append(f"operand {operand.name}: a tensor's elements are f32")
+        if operand.axes and operand.dtype != ("q" if operand.domain == "tile" else "f32"):
+            wanted = "those of a tile q" if operand.domain == "tile" else "f32"
+            mistakes.append(f"operand {operand.name}: a tensor's elements are {wanted}")
+        if operand.dtype == "q" and operand.domain != "tile":
+            mistakes.append(f"operand {operand.name}: only a tile has Q's dtype")
+        if operand.domain == "tile" and axis != "score":
+            mistakes.append(f"operand {operand.name}: only scores read tiles")
         if operand.score_power and (operand.score_power not in (-1, 1) or axis != "score"):
             mistakes.append(f"operand {operand.name}: score_power is 1 or -1, of a score")
         if operand.axes and axis not in TENSOR_AXES:
             mistakes.append(f"operand {operand.name}: only {TENSOR_AXES} read tensors")
+    if sum(operand.domain == "tile" for operand in operands) > 1:
+        mistakes.append("a score reads one tile at most")
     return mistakes

@@ -22,6 +22,7 @@ _CLASSES: dict[str, type[KernelPlan]] = {
     "sm90_bwd_dkv": sm90_bwd.BackwardPlan,
     "sm90_bwd_dq": sm90_bwd.BackwardPlan,
     "bwd_convert": sm90_bwd.ConvertPlan,
+    "sm90_bwd_dbias": sm90_bwd.BiasPlan,
     "varlen_prepare": sm90_varlen.VarlenPlan,
     "sm90_decode": sm90_decode.DecodePlan,
     "combine": sm90_decode.CombinePlan,
@@ -88,7 +89,7 @@ def _check_together(problem: Problem) -> None:
     are refused by `resolve`, but a trace may have such problems, too."""
     hidden = problem.dropout or problem.attn_mask
     beside = problem.decode or problem.kv_fetch == "page_tma" or problem.eight_bit
-    if hidden and beside:
+    if (hidden or problem.bias) and beside:
         raise PlanError(f"{problem.label}: no kernel does all of this together yet")
 
 

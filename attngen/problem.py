@@ -45,6 +45,11 @@ class Problem:
     decode: bool = False
 
     @property
+    def bias(self) -> bool:
+        """Whether a score reads a bias."""
+        return any(name.endswith("_bias") for name in self.scores)
+
+    @property
     def eight_bit(self) -> bool:
         """Whether Q, and with it K and V, are FP8."""
         return DTYPE_BYTES[self.dtype_q] == 1

@@ -59,14 +59,30 @@ class Use:
 
     @property
     def parameters(self) -> Iterator[tuple[str, str]]:
-        """Names and types of the kernel's parameters: of a tensor its address and strides."""
+        """Names and types of the kernel's parameters: of a tensor its address and strides, of one
+        that is read in tiles its sizes, too."""
         for name, operand in zip(self.fields, self.fragment.operands, strict=True):
+            tile = operand.domain == "tile"
             yield name, "ptr" if operand.axes else operand.dtype
-            yield from ((f"{name}_stride_{axis}", "i32") for axis in operand.axes)
+            stride = "i64" if tile else "i32"
+            yield from ((f"{name}_stride_{axis}", stride) for axis in operand.axes)
+            yield from ((f"{name}_{axis}s", "i32") for axis in operand.axes[2:])
 
     @property
     def reads_tensors(self) -> bool:
-        return any(operand.axes for operand in self.fragment.operands)
+        return any(operand.axes for operand in self.fragment.operands if operand.domain != "tile")
+
+    @property
+    def tile(self) -> str | None:
+        """The parameter that holds the address of the tensor that is read in tiles."""
+        operands = zip(self.fields, self.fragment.operands, strict=True)
+        return next((name for name, operand in operands if operand.domain == "tile"), None)
+
+    @property
+    def tile_power(self) -> int:
+        """The dimension of what is read in tiles, as a power of that of scores."""
+        operands = self.fragment.operands
+        return next((each.score_power for each in operands if each.domain == "tile"), 0)
 
     @property
     def score_powers(self) -> tuple[int, ...]:
@@ -156,6 +172,7 @@ def fill(
             fragments=[{"source": emit_fragment(root, each)} for each in fragments.values()],
             bounds_left=any(use.bounds_left for use in uses.get("mask", ())),
             bounds_right=any(use.bounds_right for use in uses.get("mask", ())),
+            tile=next((use.tile for use in uses.get("score", ()) if use.tile), None),
             **roles,
         )
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .arch.sm90_bwd import BackwardPlan, ConvertPlan, KernelPlan, PreparePlan
+from .arch.sm90_bwd import BackwardPlan, BiasPlan, ConvertPlan, KernelPlan, PreparePlan
 from .features import Features
 from .problem import Problem
 from .program import KernelEntry, TensorMapRecipe, Workspace
@@ -47,6 +47,8 @@ def render(problem: Problem, plan: KernelPlan, features: Features, root: Path) -
             kernel = _prepare(problem, plan, entry, operands)
         else:
             kernel = _convert(problem, plan, entry, operands)
+    elif isinstance(plan, BiasPlan):
+        kernel = _bias(problem, plan, entry, operands_of(uses))
     else:
         kernel = _main(problem, plan, entry, operands_of(uses))
     return Source(fill(problem, plan, kernel, uses, root), kernel)
@@ -148,6 +150,35 @@ def _main(problem: Problem, plan: BackwardPlan, entry: str, operands: Names) -> 
         q_seq=problem.q_seq,
         kv_seq=problem.kv_seq,
         dq_floats=plan.dq_floats,
+    )
+
+
+def _bias(problem: Problem, plan: BiasPlan, entry: str, operands: Names) -> KernelEntry:
+    rows = {"q": plan.tile.m, "k": plan.tile.n, "v": plan.tile.n, "d_o": plan.tile.m}
+    maps = tuple(recipe(tensor, problem.dtype_q, n) for tensor, n in rows.items())
+    workspace: tuple[Workspace, ...] = ("lse_log2", "d")
+    names = [(each.field, map_type(problem, each.tensor)) for each in maps]
+    names += typed("ptr", *workspace, "dbias", *(("rng_state",) if problem.dropout else ()))
+    names += mask_names("attn_mask") if problem.attn_mask else []
+    sizes = (f"dbias_{name}" for name in ("batches", "heads", "rows", "columns", "sums_rows"))
+    places = ("sequences", "heads_q", "q_blocks", "group_size", "bottom_right")
+    names += [*typed("i32", *sizes, *places), *typed("f32", "scale", "scale_log2")]
+    if problem.dropout:
+        names += [*DROP_THRESHOLD, ("keep_scale", "f32")]
+    fields, params_bytes = lay_out_fields([*names, *operands])
+    return KernelEntry(
+        entry=entry,
+        threads=plan.threads,
+        smem_bytes=plan.smem_bytes,
+        tile_rows=plan.tile.m,
+        params_bytes=params_bytes,
+        fields=fields,
+        tensor_maps=maps,
+        grid="multiprocessors",
+        workspace=workspace,
+        row_block=plan.row_block,
+        q_seq=problem.q_seq,
+        kv_seq=problem.kv_seq,
     )
 
 

@@ -26,7 +26,7 @@ SPLIT_HEAD_DIMS = {
 }
 PADDING_MASKS = {"padding": "none", "padding_causal": "causal"}  # and what else they mask
 SWITCHES = ("score_mod", "mask_mod")  # fields of a spec that no kernel serves yet
-SCORES = ("softcap", "alibi")  # fields that ask for a score fragment, in the order of application
+BIASES = ("pre_scale", "post_scale")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def resolve(spec: AttentionSpec, features: Features) -> tuple[Problem, ...]:
         head_dim_qk=spec.head_dim,
         head_dim_v=spec.head_dim_v or spec.head_dim,
         masks=(*masks, *(("window",) if spec.window else ())),
-        scores=tuple(name for name in SCORES if getattr(spec, name)),
+        scores=scores_of(spec),
         softmax=spec.softmax,
         q_seq=q_seq,
         kv_seq=kv_seq,
@@ -103,6 +103,17 @@ def sequences_of(spec: AttentionSpec) -> tuple[Sequence, Sequence]:
         "packed" if axes.q_format == "thd" else dense,
         "packed" if axes.kv_format == "thd" else dense,
     )
+
+
+def scores_of(spec: AttentionSpec) -> tuple[str, ...]:
+    """The score fragments of a spec, in the order of application."""
+    asked = {
+        "pre_scale_bias": spec.bias == "pre_scale",
+        "softcap": spec.softcap,
+        "post_scale_bias": spec.bias == "post_scale",
+        "alibi": spec.alibi,
+    }
+    return tuple(name for name, wanted in asked.items() if wanted)
 
 
 def default_out_dtype(dtype: str) -> str:
@@ -227,6 +238,8 @@ def _check_together(spec: AttentionSpec) -> list[Violation]:
     if not (spec.decode or layouts.parse(spec.layout).paged):
         return []
     asked: dict[str, Any] = {n: False for n in ("dropout", "attn_mask") if getattr(spec, n)}
+    if spec.bias in BIASES:
+        asked["bias"] = "none"
     if spec.mask == "arbitrary":
         asked["mask"] = "none"
     return [
@@ -247,8 +260,8 @@ def _check_features(spec: AttentionSpec, features: Features) -> list[Violation]:
     if spec.softmax not in features["softmax"]:
         reason = f"softmax {spec.softmax!r} has no fragment; available: {[*features['softmax']]}"
         found.append(Violation("softmax", reason, "vanilla"))
-    if spec.bias != "none":
-        reason = f"bias {spec.bias!r} has no kernels yet"
+    if spec.bias not in ("none", *BIASES):
+        reason = f"bias {spec.bias!r} has no fragment; available: {['none', *BIASES]}"
         found.append(Violation("bias", reason, "none"))
     if spec.dtype in DTYPES_8BIT:
         if spec.mask == "arbitrary":
@@ -260,6 +273,9 @@ def _check_features(spec: AttentionSpec, features: Features) -> list[Violation]:
         if spec.dropout:
             reason = f"dropout has no {spec.dtype} kernels yet"
             found.append(Violation("dropout", reason, False))
+        if spec.bias in BIASES:
+            reason = f"bias has Q's dtype, and {spec.dtype} would leave it 2 or 3 bits of mantissa"
+            found.append(Violation("bias", f"{reason}: no kernels", "none"))
     for switch in SWITCHES:
         if getattr(spec, switch):
             found.append(Violation(switch, f"{switch} has no kernels yet", False))

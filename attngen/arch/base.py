@@ -103,6 +103,13 @@ class Plan:
     why: tuple[str, ...]
 
 
+def score_tile_bytes(rows: int, columns: int) -> int:
+    """Bytes of a warp's part of a tile that a score reads (attngen/mma/score_tile.cuh)."""
+    chunks = columns // 8
+    swizzled = chunks % 8 == 0 or chunks == 2
+    return rows * 16 * (chunks if swizzled else chunks | 1)
+
+
 def lay_out(sizes: dict[str, int]) -> tuple[SmemRegion, ...]:
     """Regions one after another, each of the given bytes, 1024-aligned as the swizzle needs."""
     regions, offset = [], 0

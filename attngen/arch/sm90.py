@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..problem import DTYPE_BYTES, Problem
-from .base import Pipeline, Plan, Schedule, SoftmaxOrder, Tile, lay_out
+from .base import Pipeline, Plan, Schedule, SoftmaxOrder, Tile, lay_out, score_tile_bytes
 
 ARCH = "sm_90a"
 SMEM_BYTES = 232_448  # 227 KB a CTA may use
@@ -41,6 +41,7 @@ OPERANDS_SCORES = {2: 188, 3: 116}
 LIGHT_SCORES = frozenset({"alibi"})  # a multiply-add an element needs no registers
 MASK_REGISTERS = 12  # of a thread, for the bits of an arbitrary mask
 LENGTH_REGISTERS = 12  # for lengths told on the device, beside random words
+BIAS_REGISTERS = {2: 0, 3: 12}  # for the addresses and elements of a bias
 # Groups of 32 heads leave four SMs a head to share its keys, of 64 MB still mostly hit L2: measured
 # best or within 1 % from 1k to 16k tokens; smaller groups lose to the imbalance at their ends.
 CAUSAL_SCHEDULE = Schedule(True, True, kv_group_bytes=64 << 20, group_heads=32, tail_share=4)
@@ -129,7 +130,8 @@ def choices(problem: Problem) -> Iterator[Choice]:
     q_places = [(False, False)] if consumers == 3 else [(False, False), (False, True)]
     if consumers == 2 and light:
         q_places.insert(0, (True, False))
-    for block in range(128, 16, -16):
+    largest_block = 112 if problem.bias and consumers == 3 else 128  # which spills at head dim 8
+    for block in range(largest_block, 16, -16):
         for k_stages in (3, 2) if consumers == 2 else (2,):
             for q_in_registers, over_q in q_places:
                 yield Choice(
@@ -208,7 +210,7 @@ def operand_limit(problem: Problem, choice: Choice) -> int:
         return role_registers(problem, choice)[1] - (64 if problem.scores else 32)
     light = LIGHT_SCORES.issuperset(problem.scores)
     limit = (OPERANDS if light else OPERANDS_SCORES)[choice.consumers]
-    limit -= MASK_REGISTERS * problem.attn_mask
+    limit -= MASK_REGISTERS * problem.attn_mask + BIAS_REGISTERS[choice.consumers] * problem.bias
     return limit - LENGTH_REGISTERS * (problem.dropout and problem.varlen)
 
 
@@ -238,6 +240,7 @@ def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
         "V": choice.v_stages * stage_v,
         **({"Raw": raw_stages * choice.raw_keys * row_bytes_v} if raw_stages else {}),
         **({"O": tile.m * row_bytes_o} if staged else {}),
+        **({"Bias": tile.m // 16 * score_tile_bytes(16, tile.n)} if problem.bias else {}),
         "Barriers": BARRIER_BYTES * barriers,
         "Job": JOB_BYTES,
     }

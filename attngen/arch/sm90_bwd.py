@@ -12,15 +12,17 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..problem import Problem
-from .base import Schedule, SmemRegion, Tile, lay_out
+from .base import Schedule, SmemRegion, Tile, lay_out, score_tile_bytes
 from .sm90 import ARCH, BARRIER_BYTES, LIGHT_SCORES, SMEM_BYTES, _boxes
 
 JOB_BYTES = 20
+TERM_BYTES = 20  # struct Term of the kernel of a bias's gradient
 CONSUMERS = 2
 ROWS_PER_CONSUMER = 64
 # Registers a thread of the producer and of a consumer. The fused kernel's producer spills at 24;
 # dQ's needs no more, and its consumers all that is left.
-REGISTERS = {"sm90_bwd": (40, 232), "sm90_bwd_dkv": (56, 224), "sm90_bwd_dq": (24, 240)}
+REGISTERS = {"sm90_bwd": (40, 232), "sm90_bwd_dkv": (56, 224), "sm90_bwd_dq": (24, 240),
+             "sm90_bwd_dbias": (40, 232)}  # fmt: skip
 SMALL_REGISTERS = (56, 224)  # of the fused kernel up to head dim 32
 DQ_OPERANDS = 208  # dQ, S, dP and packed dS of a thread of the dQ kernel
 # Where scores with arithmetic of their own need registers, too; blocks of 96 keys at most.
@@ -112,7 +114,25 @@ class ConvertPlan:
     threads: int
 
 
-KernelPlan = PreparePlan | BackwardPlan | ConvertPlan
+@dataclass(frozen=True)
+class BiasPlan:
+    """The kernel of a bias's gradient, a tile of it a CTA at a time. `stages`: buffers for queries
+    with keys, and for output gradients with values, in turn."""
+
+    arch: str
+    family: Literal["sm90_bwd_dbias"]
+    tile: Tile
+    consumers: int
+    stages: int
+    producer_registers: int
+    consumer_registers: int
+    row_block: int
+    smem: tuple[SmemRegion, ...]
+    smem_bytes: int
+    threads: int
+
+
+KernelPlan = PreparePlan | BackwardPlan | ConvertPlan | BiasPlan
 
 
 def plans(problem: Problem) -> tuple[KernelPlan, ...]:
@@ -121,10 +141,10 @@ def plans(problem: Problem) -> tuple[KernelPlan, ...]:
         return ()
     if fuses(problem):
         fused = make_fused(problem)
-        return _prepare(fused), fused, _convert(fused)
+        return _prepare(fused), fused, _convert(fused), *_biases(problem, fused.row_block)
     dkv = next(feasible_dkv(problem), None)
     dq = dkv and next(feasible_dq(problem, dkv.row_block), None)
-    return (_prepare(dkv), dkv, dq) if dkv and dq else ()
+    return (_prepare(dkv), dkv, dq, *_biases(problem, dkv.row_block)) if dkv and dq else ()
 
 
 def _prepare(main: BackwardPlan) -> PreparePlan:
@@ -150,6 +170,13 @@ def fuses(problem: Problem) -> bool:
         problem.scores or problem.attn_mask or problem.varlen
     ):
         return False
+    if problem.bias:  # whose addresses leave no room for much else
+        more = (len(problem.scores) > 1) + problem.attn_mask + problem.varlen
+        if max(d, d_v) <= 64:
+            crowded = problem.deterministic or len(problem.scores) > 1
+            return d == d_v and more <= 1 and not crowded
+        light = all(name in LIGHT_SCORES or name.endswith("_bias") for name in problem.scores)
+        return d > 64 and max(d, d_v) <= 128 and light and more <= 1 and not problem.dropout
     if max(d, d_v) <= 64:
         # Bits of a mask spill beside accumulators of unlike sizes.
         return light and not (problem.attn_mask and d != d_v)
@@ -167,13 +194,14 @@ def make_fused(problem: Problem) -> BackwardPlan:
     # Small accumulators of unlike sizes spill: equal ones, clipped by the copy engine, do not.
     dk_columns, dv_columns = (64, 64) if rows and d != d_v else (d, d_v)
     dq_columns = d if rows else 64
-    # A tile that waits for its turn to add dQ works on meanwhile, where registers allow.
-    dq_stages = 2 if problem.deterministic and not problem.dropout else 1
+    # A tile that waits for its turn to add dQ works on meanwhile, where registers allow, and room.
+    dq_stages = 2 if problem.deterministic and not (problem.dropout or problem.bias) else 1
     stages = {"q_stages": 2, "do_stages": 2, "ds_stages": 2, "dq_stages": dq_stages}
     sizes = {
         **_operand_bytes(problem, tile, 2, 2),
         "Ds": 2 * tile.m * CONSUMERS * 128,
         "Dq": dq_stages * CONSUMERS * ROWS_PER_CONSUMER * dq_columns * 4,
+        **({"Bias": 4 * CONSUMERS * score_tile_bytes(tile.m, 16)} if problem.bias else {}),
     }
     barriers = 18 + (2 + dq_stages) * CONSUMERS
     small = {"Lse": 2 * tile.m * 4, "D": 2 * tile.m * 4, "Barriers": barriers * BARRIER_BYTES}
@@ -193,12 +221,14 @@ def feasible_dkv(problem: Problem) -> Iterator[BackwardPlan]:
         sizes = {
             **_operand_bytes(problem, tile, stages, stages),
             "Weights": 2 * tile.m * tile.n * 2,
+            **({"Bias": 4 * score_tile_bytes(m, 16)} if problem.bias else {}),
         }
         rows = stages * m * 4
         small = {"Lse": rows, "D": rows, "Barriers": (10 + 4 * stages) * BARRIER_BYTES}
         counts = {"q_stages": stages, "do_stages": stages, "ds_stages": 0, "dq_stages": 0}
         made = _finish(problem, "sm90_bwd_dkv", tile, sizes, small, counts, row_block=m)
-        if made.smem_bytes <= SMEM_BYTES:
+        crowded = problem.bias and len(problem.scores) > 1 and problem.head_dim_v > 192
+        if made.smem_bytes <= SMEM_BYTES and not (crowded and m > 48):
             yield made
 
 
@@ -221,11 +251,54 @@ def feasible_dq(problem: Problem, row_block: int) -> Iterator[BackwardPlan]:
         tile = Tile(ROWS_PER_CONSUMER * CONSUMERS, n)
         qk, v = 128 * _boxes(problem.head_dim_qk), 128 * _boxes(problem.head_dim_v)
         sizes = {"Q": tile.m * qk, "Do": tile.m * v, "K": k_stages * n * qk, "V": v_stages * n * v}
+        sizes |= {"Bias": 4 * CONSUMERS * score_tile_bytes(16, n)} if problem.bias else {}
         small = {"Barriers": (4 + 2 * (k_stages + v_stages)) * BARRIER_BYTES}
         counts = {"q_stages": k_stages, "do_stages": v_stages, "ds_stages": 0, "dq_stages": 0}
         made = _finish(problem, "sm90_bwd_dq", tile, sizes, small, counts, row_block=row_block)
         if made.smem_bytes <= SMEM_BYTES:
             yield made
+
+
+def _biases(problem: Problem, row_block: int) -> Iterator[BiasPlan]:
+    """The plan of the kernel of the bias's gradient, where there is a bias: the largest tile of 128
+    rows that fits, then as many buffers as do."""
+    if not problem.bias:
+        return
+    choices = [(n, stages) for n in (128, 96, 64, 32) for stages in (4, 3, 2)]
+    yield next(plan for choice in choices if (plan := _make_bias(problem, row_block, *choice)))
+
+
+def _make_bias(
+    problem: Problem, row_block: int, n: int, stages: int
+) -> BiasPlan | None:
+    tile = Tile(ROWS_PER_CONSUMER * CONSUMERS, n)
+    boxes = max(_boxes(problem.head_dim_qk), _boxes(problem.head_dim_v))
+    sizes = {
+        "Stages": stages * (tile.m + n) * 128 * boxes,
+        "Bias": 4 * CONSUMERS * score_tile_bytes(16, n),
+    }
+    regions = lay_out(sizes)
+    small = {"Barriers": 2 * stages * BARRIER_BYTES, "Terms": stages * TERM_BYTES}
+    for name, size in small.items():
+        end = regions[-1].offset + regions[-1].bytes
+        regions = (*regions, SmemRegion(name, -(-end // 16) * 16, size))
+    smem_bytes = regions[-1].offset + regions[-1].bytes
+    if smem_bytes > SMEM_BYTES:
+        return None
+    producer, consumer = REGISTERS["sm90_bwd_dbias"]
+    return BiasPlan(
+        arch=ARCH,
+        family="sm90_bwd_dbias",
+        tile=tile,
+        consumers=CONSUMERS,
+        stages=stages,
+        producer_registers=producer,
+        consumer_registers=consumer,
+        row_block=row_block,
+        smem=regions,
+        smem_bytes=smem_bytes,
+        threads=128 * (CONSUMERS + 1),
+    )
 
 
 def _whole_steps(head_dim: int) -> int:

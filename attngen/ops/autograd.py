@@ -11,7 +11,8 @@ from ..errors import SpecError
 from . import backward  # noqa: F401  # defines the operation
 from .signature import INPUTS, split
 
-DIFFERENTIABLE = ("q", "k", "v", "sink")  # whose gradients `attngen::backward` returns, in order
+# Whose gradients `attngen::backward` returns, in order.
+DIFFERENTIABLE = ("q", "k", "v", "sink", "bias")
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -43,6 +44,7 @@ def gradients(
             want_dq=wanted[0],
             want_dkv=wanted[1] or wanted[2] or (k is None and wanted[0]),
             want_dsink=wanted[INPUTS.index("sink")],
+            want_dbias=wanted[INPUTS.index("bias")],
         )
         for name, gradient in zip(DIFFERENTIABLE, found, strict=True):
             place = INPUTS.index(name)

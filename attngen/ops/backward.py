@@ -18,7 +18,7 @@ from ..launch import Prepared, launch, prepare
 from ..load import LoadedKernel
 from ..run_time import LOG2_E, Extent, row_blocks
 from ..spec import AttentionSpec
-from . import mask_bits
+from . import bias, mask_bits
 from .checks import device_violations, violations
 from .operands import (
     Source,
@@ -45,8 +45,8 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 library.define(
     "backward(Tensor d_o, Tensor? dlse, Tensor q, Tensor? k, Tensor? v, Tensor o, Tensor lse, "
-    f"{schema()}, bool want_dq=True, bool want_dkv=True, bool want_dsink=True) -> "
-    "(Tensor, Tensor, Tensor, Tensor)"
+    f"{schema()}, bool want_dq=True, bool want_dkv=True, bool want_dsink=True, "
+    "bool want_dbias=True) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -67,6 +67,7 @@ class Ready:
     fills_rows: bool = False
     d_unit: float = 1.0
     lengths: tuple[int, int] = (0, 0)  # of queries and keys
+    dbias: bias.Gradient | None = None
 
 
 _ready: dict[tuple[Any, ...], Ready] = {}
@@ -82,30 +83,36 @@ def backward(
     o: Tensor,
     lse: Tensor,
     *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, contiguous, in their dtype and packed as they are, and of the sink;
-    [0] where they are not wanted, packed into another, or there is no sink.
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k and v, contiguous, in their dtype and packed as they are, of the sink and
+    of the bias; [0] where they are not wanted, packed into another, or there is no such tensor.
 
     q, k, v and rest as `attngen::forward` took them, o and lse as it returned them, in 16 bits.
-    d_o, dlse: gradients of o and of the LSE, None where nothing depends on it. want_dq, want_dkv,
-    after the rest: kernels that make unwanted gradients alone are left out.
+    d_o, dlse: gradients of o and of the LSE, None where nothing depends on it. want_dq …, after the
+    rest: kernels that make unwanted gradients alone are left out.
     Raises: SpecError with every violation; CompileError, LaunchError.
     """
     (optional, arguments), wanted = split(rest), wanted_of(rest, k is None)
     given: Tensors = {"q": q, "k": k, "v": v, "o": readable(o), "d_o": readable(d_o)}
     given |= {"lse": lse.contiguous(), "dlse": None if dlse is None else dlse.float().contiguous()}
     given |= dict(zip(OPTIONAL, optional, strict=True))
-    wanted = wanted._replace(dsink=wanted.dsink and given["sink"] is not None)
+    wanted = wanted._replace(
+        dsink=wanted.dsink and given["sink"] is not None,
+        dbias=wanted.dbias and given["bias"] is not None,
+    )
     key = (arguments, wanted, *map(format_of, given.values()))
     ready = remember(_ready, key, lambda: _make_ready(given, arguments, wanted))
     with torch.cuda.device(q.device):
         load.ensure_context(q.device.index)
         made = {name: _gradient_of(_present(given[name[1]])) for name in ready.gradients}
+        if ready.dbias:
+            made["dbias"] = ready.dbias.new(_present(given["bias"]))
         packed = {} if (mask := given["attn_mask"]) is None else _packed(mask, ready)
         dsink = _run(ready, {**given, **packed, **made}, wanted)
+        dbias = ready.dbias.finish(made["dbias"], q.dtype) if ready.dbias else q.new_empty(0)
     names = [name for name in names_of(wanted) if name in made]
     dq, dk, dv = (made[name] if name in names else q.new_empty(0) for name in GRADIENTS)
-    return dq, dk, dv, dsink
+    return dq, dk, dv, dsink, dbias
 
 
 def _packed(mask: Tensor, ready: Ready) -> dict[str, Tensor]:
@@ -147,7 +154,7 @@ def _run(ready: Ready, given: Tensors, wanted: Wanted) -> Tensor:
     sink."""
     sink, lse = given["sink"] if wanted.dsink else None, _present(given["lse"])
     if not ready.launches:
-        for name in ready.gradients:
+        for name in (*ready.gradients, *(["dbias"] if ready.dbias else [])):
             _present(given[name]).zero_()
         if sink is None:
             return lse.new_empty(0)
@@ -213,8 +220,14 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted) -> Ready:
         raise SpecError(reasons)
     carriers = {n: None if (x := given[n]) is None else _gradient_of(x.to("meta")) for n in "qkv"}
     scalars = scalars_of(q, optional, arguments, extents)
+    dbias = None
+    if wanted.dbias:
+        full = (scalars.sequences or 0, extents["q"].heads, extents["q"].seq, extents["k"].seq)
+        dbias = bias.gradient_of(_present(given["bias"]), full)
+        scalars = dataclasses.replace(scalars, numbers={**scalars.numbers, **dbias.numbers})
     if not (scalars.sequences and all(tensor.numel() for tensor in tensors.values())):
-        return Ready((), tuple(n for n in names_of(wanted) if carriers[n[1]] is not None))
+        written = tuple(n for n in names_of(wanted) if carriers[n[1]] is not None)
+        return Ready((), written, dbias=dbias)
     kernels = _needed(kernels_of(_spec(tensors, optional, arguments), q.device), wanted)
     written = tuple(name for name in _written(kernels) if carriers[name[1]] is not None)
     gradients = unpacked(_present(carriers["q"]), carriers["k"], carriers["v"], layout)
@@ -227,7 +240,7 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted) -> Ready:
     row_sizes = _row_sizes(kernels, extents["q"], scalars.sequences)
     varies = any(each.kernel.q_seq != "dense" for each in kernels)
     unit = scalars.numbers["keep_scale"]  # D's, with dropout
-    return Ready(launches, written, sources, *workspaces, row_sizes, varies, unit, lengths)
+    return Ready(launches, written, sources, *workspaces, row_sizes, varies, unit, lengths, dbias)
 
 
 def _row_sizes(
@@ -242,14 +255,18 @@ def _row_sizes(
 
 PREPARES = "bwd_prepare"  # the family of the kernel that finds LSE and D of every row
 # Families of kernels that make gradients of one kind, and nothing that other kernels read.
-KIND_OF_FAMILY = {"sm90_bwd_dq": "dq", "bwd_convert": "dq", "sm90_bwd_dkv": "dkv"}
+KIND_OF_FAMILY = {
+    **{"sm90_bwd_dq": "dq", "bwd_convert": "dq", "sm90_bwd_dkv": "dkv"},
+    "sm90_bwd_dbias": "dbias",
+}
 
 
 def _needed(kernels: tuple[LoadedKernel, ...], wanted: Wanted) -> tuple[LoadedKernel, ...]:
     """All but those that make unwanted gradients alone; none where nothing is wanted. The sink's
-    needs no more than LSE and D."""
+    needs no more than LSE and D, the bias's a kernel of its own besides."""
     if not (wanted.dq or wanted.dkv):
-        return tuple(each for each in kernels if wanted.dsink and _family(each) == PREPARES)
+        families = {PREPARES: wanted.dsink or wanted.dbias, "sm90_bwd_dbias": wanted.dbias}
+        return tuple(each for each in kernels if families.get(_family(each)))
     unwanted = {kind for kind, want in wanted._asdict().items() if not want}
     kinds = (KIND_OF_FAMILY.get(_family(each)) for each in kernels)
     return tuple(compress(kernels, (kind not in unwanted for kind in kinds)))
@@ -296,7 +313,7 @@ def _spec(
 
 def _fake_backward(
     d_o: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor | None, v: Tensor | None, *others: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     _o, lse, *rest = others
     optional, wanted = split(rest)[0], wanted_of(rest, k is None)
     names = names_of(wanted)
@@ -305,7 +322,9 @@ def _fake_backward(
     dq, dk, dv = (q.new_empty(shape) for shape in shapes)
     sink = dict(zip(OPTIONAL, optional, strict=True))["sink"]
     dsink = lse.new_empty(0 if sink is None or not wanted.dsink else sink.shape)
-    return dq, dk, dv, dsink
+    added = dict(zip(OPTIONAL, optional, strict=True))["bias"]
+    dbias = q.new_empty(0 if added is None or not wanted.dbias else added.shape)
+    return dq, dk, dv, dsink, dbias
 
 
 def _second_derivative(*_: Any) -> None:

@@ -12,7 +12,7 @@ from ..errors import SpecError
 from ..reference.call import SCALES
 from ..reference.fp8 import is_fp8
 from ..reference.fp8_checks import dtype_violations, output_violations, scale_violations
-from ..resolve import MAX_HEAD_DIM
+from ..resolve import BIASES, MAX_HEAD_DIM
 from ..run_time import Extent
 from . import decode, lengths
 from .operands import layout_of, output_dtype, sequences_of, softmax_scale_of, spec_of
@@ -67,6 +67,7 @@ def violations(
     reasons += _variant_violations(extents["q"].heads, sequences, optional, arguments)
     reasons += _dropout_violations(optional["rng_state"], arguments.dropout_p)
     reasons += _mask_violations(optional["attn_mask"], sequences, extents, arguments)
+    reasons += _bias_violations(q, optional["bias"], sequences, extents, arguments)
     served = spec_of(q, k, v, optional, arguments).decode
     reasons += decode.violations(extents, optional, arguments, served)
     reasons += device_violations({**tensors, **optional})
@@ -147,7 +148,7 @@ def _variant_violations(
     if not (arguments.softcap == 0 or 1 / SCALE_LIMIT < arguments.softcap < SCALE_LIMIT):
         yield f"softcap={arguments.softcap}: kernels take a positive float32 number, 0 for none"
     for name, tensor in optional.items():
-        if tensor is not None and _last_offset(tensor) >= OFFSET_LIMIT:
+        if tensor is not None and name != "bias" and _last_offset(tensor) >= OFFSET_LIMIT:
             yield f"{name}: strides {tensor.stride()} reach beyond 2^31 elements"
 
 
@@ -177,19 +178,44 @@ def _mask_violations(
         if arguments.mask == "arbitrary":
             yield "mask='arbitrary' needs attn_mask, bool, True = take part; got None"
         return
-    layout = layout_of(arguments.layout)
+    if found := _misfit(attn_mask, torch.bool, sequences, extents, arguments.layout):
+        yield f"attn_mask {found}"
+
+
+def _bias_violations(
+    q: Tensor,
+    bias: Tensor | None,
+    sequences: int,
+    extents: Mapping[str, Extent],
+    arguments: Arguments,
+) -> Iterator[str]:
+    if arguments.bias_type not in BIASES:
+        yield f"bias_type={arguments.bias_type!r}: kernels take one of {BIASES}"
+    if bias is not None and (
+        found := _misfit(bias, q.dtype, sequences, extents, arguments.layout)
+    ):
+        yield f"bias {found}"
+
+
+def _misfit(
+    tensor: Tensor, dtype: torch.dtype, sequences: int, extents: Mapping[str, Extent], layout: str
+) -> str | None:
+    """What a tensor needs that is of another dtype, or no broadcast of [b, h, s_q, s_kv]; of packed
+    tokens it may have any number of positions."""
+    parsed = layout_of(layout)
     q, k = extents["q"], extents["k"]
-    shape = (*(1,) * (4 - attn_mask.ndim), *attn_mask.shape)
+    shape = (*(1,) * (4 - tensor.ndim), *tensor.shape)
     wanted: list[int | str] = [sequences, q.heads, q.seq, k.seq]
-    for place, axes in ((2, layout.q_format), (3, layout.kv_format)):
+    for place, axes in ((2, parsed.q_format), (3, parsed.kv_format)):
         if axes == "thd":
             wanted[place] = f"max_seqlen_{'q' if place == 2 else 'kv'}"
     fits = len(shape) == 4 and all(
         n == 1 or isinstance(need, str) or n == need for n, need in zip(shape, wanted, strict=True)
     )
-    if attn_mask.dtype != torch.bool or not fits:
-        full = ", ".join(map(str, wanted))
-        yield f"attn_mask needs bool, a broadcast of [{full}]; got {_shape_of(attn_mask)}"
+    if tensor.dtype == dtype and fits:
+        return None
+    full, name = ", ".join(map(str, wanted)), str(dtype).removeprefix("torch.")
+    return f"needs {name}, a broadcast of [{full}]; got {_shape_of(tensor)}"
 
 
 def _misplaced(

@@ -103,7 +103,7 @@ def attention(
     wants_aux = return_lse or return_max_logit or return_amax or dropout_p > 0
     device = q.device.type
     if device != "meta" and torch.is_autocast_enabled(device):  # which knows no meta tensors
-        q, k, v = _autocast(q, k, v)
+        q, k, v, bias = _autocast(q, k, v, bias)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     lengths: tuple[Tensor | None, ...] = (
@@ -115,7 +115,7 @@ def attention(
     )
     scales = (descale_q, descale_k, descale_v, scale_s, descale_s, scale_o)
     slopes = alibi_slopes if isinstance(alibi_slopes, Tensor) else None
-    scored = (slopes, sink, rng_state, attn_mask)
+    scored = (slopes, sink, rng_state, attn_mask, bias)
     unscaled = (descale_q is None and descale_k is None and descale_v is None) and (
         scale_s is None and descale_s is None and scale_o is None
     )
@@ -124,8 +124,7 @@ def attention(
     # What the checks of a plain call depend on; None where they must run again.
     key: tuple[Any, ...] | None = None
     if (
-        bias is None
-        and (score_mod is None and mask_mod is None and block_mask is None)
+        (score_mod is None and mask_mod is None and block_mask is None)
         and type(window) is tuple
         and not (choice.CHECK_VALUES or torch.compiler.is_compiling())
     ):
@@ -145,6 +144,7 @@ def attention(
             None if sink is None else format_of(sink),
             None if rng_state is None else format_of(rng_state),
             None if attn_mask is None else format_of(attn_mask),
+            None if bias is None else format_of(bias),
         )  # fmt: skip
         settled = _settled.get(key)
         if settled is not None:
@@ -222,6 +222,7 @@ def _settle(call: AttentionCall, deterministic: bool, num_splits: int | None) ->
         max_logit=call.return_max_logit,
         dropout_p=float(call.dropout_p),
         num_splits=num_splits or 0,
+        bias_type="post_scale" if call.bias is None else call.bias_type,
     )
     heads = call.q.shape[layouts.parse(call.layout).q_format.index("h")]
     given = isinstance(call.alibi_slopes, Tensor)

@@ -13,6 +13,7 @@ from ..reference.dropout import drop_threshold, keep_scale
 from ..reference.fp8 import is_fp8
 from ..run_time import UNBOUNDED, Extent, Scalars
 from ..spec import AttentionSpec, dtype_name, is_decode
+from . import bias as bias_of
 from . import mask_bits
 from .signature import Arguments
 
@@ -96,6 +97,7 @@ def spec_of(
         softmax=arguments.softmax,
         return_max_logit=arguments.max_logit,
         attn_mask=optional["attn_mask"] is not None,
+        bias="none" if optional["bias"] is None else arguments.bias_type,
         dropout=arguments.dropout_p > 0,
     )
     sequences = sequences_of(q, optional, arguments.layout)
@@ -127,6 +129,8 @@ def scalars_of(
         numbers[f"{side}_least"] = UNBOUNDED if optional[f"seqused_{side}"] is None else 0
     if (mask := optional["attn_mask"]) is not None:
         numbers |= mask_bits.numbers_of(mask.shape, extents["q"].seq, extents["k"].seq)
+    if (bias := optional["bias"]) is not None:
+        numbers |= bias_of.numbers_of(bias)
     return Scalars(scale, left, right, aligned, numbers, sequences)
 
 

@@ -24,7 +24,7 @@ LENGTHS = (
 PAGE_TABLES = ("page_table_k", "page_table_v")
 OPTIONAL = (
     *(*SCALES, *LENGTHS, *PAGE_TABLES),
-    *("alibi_slopes", "sink", "rng_state", "attn_mask"),
+    *("alibi_slopes", "sink", "rng_state", "attn_mask", "bias"),
 )
 """Tensors that a call may have beside q, k and v, in the order in which operations take them."""
 
@@ -41,7 +41,8 @@ class Arguments(NamedTuple):
     scores, 0 for none. softmax: `vanilla`, `off_by_one` or, with a sink tensor, `learnable`.
     max_logit: whether the largest score of each head is wanted. dropout_p: probability in 0..1;
     above 0 it needs `rng_state`. num_splits: CTAs that share the keys of one sequence where there
-    are few queries, 0 for as many as fill the chip.
+    are few queries, 0 for as many as fill the chip. bias_type: whether a bias tensor is added to
+    scaled scores, `post_scale`, or to the products before that, `pre_scale`.
     """
 
     layout: str = "bshd"
@@ -58,6 +59,7 @@ class Arguments(NamedTuple):
     max_logit: bool = False
     dropout_p: float = 0.0
     num_splits: int = 0
+    bias_type: str = "post_scale"
 
 
 class Wanted(NamedTuple):
@@ -66,6 +68,7 @@ class Wanted(NamedTuple):
     dq: bool = True
     dkv: bool = True
     dsink: bool = True
+    dbias: bool = True
 
 
 _TYPES = {

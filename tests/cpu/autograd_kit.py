@@ -43,20 +43,23 @@ class OnReference:
         def gradients():
             operands = [x.detach().clone().requires_grad_() for x in (q, k, v)]
             given = dict(extra)
-            if "sink" in extra:
-                given["sink"] = extra["sink"].detach().clone().requires_grad_()
+            learned = [name for name in ("sink", "bias") if name in extra]
+            given |= {n: extra[n].detach().clone().requires_grad_() for n in learned}
             results, incoming = call(*operands, given, arguments), (d_o, dlse)
             if dlse is None:
                 results, incoming = results[:1], incoming[:1]
-            operands += [given["sink"]] if "sink" in given else []
-            return torch.autograd.grad(results, operands, incoming)
+            operands += [given[name] for name in learned]
+            names = ["q", "k", "v", *learned]
+            return dict(zip(names, torch.autograd.grad(results, operands, incoming), strict=True))
 
         with ThreadPoolExecutor(1) as pool:  # in this thread the dispatcher is past autograd
             found = pool.submit(gradients).result()
-        found = [*found, lse.new_empty(0)][:4]
-        kinds = (wanted.dq, wanted.dkv, wanted.dkv, wanted.dsink and "sink" in extra)
+        kinds = {"q": wanted.dq, "k": wanted.dkv, "v": wanted.dkv}
+        kinds |= {"sink": wanted.dsink, "bias": wanted.dbias}
+        absent = {"sink": lse.new_empty(0), "bias": q.new_empty(0)}
         return tuple(
-            x.contiguous() if want else x.new_empty(0) for x, want in zip(found, kinds, strict=True)
+            found[name].contiguous() if want and name in found else absent.get(name, q).new_empty(0)
+            for name, want in kinds.items()
         )
 
 
@@ -71,6 +74,7 @@ def call(q, k, v, given: dict, arguments: Arguments):
         q, k, v, layout=arguments.layout, mask=arguments.mask,
         softmax_scale=arguments.softmax_scale, bottom_right=arguments.bottom_right,
         window=(arguments.window_left, arguments.window_right), out_dtype=arguments.out_dtype,
-        softcap=arguments.softcap, softmax=arguments.softmax, **given,
+        softcap=arguments.softcap, softmax=arguments.softmax, bias_type=arguments.bias_type,
+        **given,
     )  # fmt: skip
     return out, aux.lse

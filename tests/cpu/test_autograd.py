@@ -75,7 +75,7 @@ def test_gradients_of_any_inputs_from_any_results_are_the_references(kernels, wa
     assert kernels.names == ["forward", "backward"]
     _, arguments, asked, from_lse = kernels.calls[-1]
     assert arguments.mask == CALL["mask"] and arguments.window_left == 3
-    assert asked == Wanted(wanted[0], wanted[1] or wanted[2], dsink=False)
+    assert asked == Wanted(wanted[0], wanted[1] or wanted[2], False, False)
     assert from_lse == ("lse" in parts)
     assert_same(found, gradients(tensors, parts=parts, backend="reference"))
 
@@ -142,7 +142,7 @@ def test_training_step_compiles_whole(kernels, dynamic, wanted):
         tensors = operands(wanted, seed)
         torch.testing.assert_close(gradients(tensors, compiled), gradients(tensors))
     asked = {call[2] for call in kernels.calls if call[0] == "backward"}
-    assert asked == {Wanted(True, wanted[1], dsink=False)}
+    assert asked == {Wanted(True, wanted[1], False, False)}
 
 
 def test_autocast_casts_operands_and_leaves_gradients_in_float32(kernels):
@@ -308,7 +308,29 @@ def test_gradient_of_a_sink_is_the_references(kernels, trained):
         inputs = [q, k, v, sink] if trained else [sink]
         found.append(torch.autograd.grad(out.float().square().sum(), inputs))
     (*_, (name, _, wanted, _)) = kernels.calls
-    assert name == "backward" and wanted == Wanted(trained, trained, True)
+    assert name == "backward" and wanted == Wanted(trained, trained, True, False)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (1, 4), (2, 1), (1, 1)], ids=str)
+@pytest.mark.parametrize("kind", ["post_scale", "pre_scale"])
+@pytest.mark.parametrize("trained", [True, False])
+def test_gradient_of_a_bias_is_the_references(kernels, trained, kind, shape):
+    q, k, v = operands((trained,) * 3)
+    batch, s_q, heads, _ = q.shape
+    sizes = [n if part > 1 else 1 for n, part in zip((batch, heads), shape, strict=True)]
+    bias = torch.randn(*sizes, s_q, k.shape[1], dtype=q.dtype).requires_grad_()
+    found = []
+    for backend in ("cuda", "reference"):
+        out = attngen.attention(
+            q, k, v, mask="causal", bias=bias, bias_type=kind, backend=backend
+        )
+        inputs = [q, k, v, bias] if trained else [bias]
+        found.append(torch.autograd.grad(out.float().square().sum(), inputs))
+    (*_, (name, arguments, wanted, _)) = kernels.calls
+    assert name == "backward" and wanted == Wanted(trained, trained, False, True)
+    assert arguments.bias_type == kind
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 

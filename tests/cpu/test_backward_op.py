@@ -78,7 +78,7 @@ def launched(monkeypatch):
 )
 def test_op_launches_each_kernel_in_order_with_every_address(launched, d, families):
     tensors = given(d)
-    *gradients, _ = op.backward(*tensors.values(), *rest(deterministic=True))
+    *gradients, _, _ = op.backward(*tensors.values(), *rest(deterministic=True))
     assert [each.kernel.entry.partition("__")[0] for each in launched.launches] == families
     (problem,) = launched.problems
     assert (problem.direction, problem.deterministic, problem.masks) == ("bwd", True, ("causal",))
@@ -142,8 +142,8 @@ def test_op_workspaces_share_one_allocation_without_overlap(launched):
 
 def test_op_gradients_have_the_shapes_of_their_operands(launched):
     tensors = given()
-    *found, dsink = op.backward(*tensors.values(), *rest())
-    assert dsink.shape == (0,)
+    *found, dsink, dbias = op.backward(*tensors.values(), *rest())
+    assert dsink.shape == dbias.shape == (0,)
     for name, gradient in zip("qkv", found, strict=True):
         assert gradient.shape == tensors[name].shape and gradient.dtype == torch.bfloat16
         assert gradient.is_contiguous()
@@ -172,7 +172,7 @@ def test_op_gradient_that_kernels_cannot_read_is_copied(launched):
 
 
 def test_op_no_keys_launches_nothing_and_is_zero(launched):
-    dq, dk, dv, _ = op.backward(*given(s_kv=0).values(), *rest())
+    dq, dk, dv, *_ = op.backward(*given(s_kv=0).values(), *rest())
     assert not launched.launches and not launched.problems
     assert not dq.any() and dk.numel() == dv.numel() == 0
 
@@ -198,12 +198,12 @@ def test_op_refuses_before_a_launch(launched, name):
 
 def test_op_fake_result_has_the_shapes_of_the_real_one():
     tensors = [tensor.to("meta") for tensor in given().values()]
-    *found, dsink = torch.ops.attngen.backward(*tensors, *rest())
+    *found, dsink, _ = torch.ops.attngen.backward(*tensors, *rest())
     assert [x.shape for x in found] == [x.shape for x in tensors[2:5]] and dsink.shape == (0,)
     sink = torch.zeros(HEADS_Q, device="meta")
     more = dict(zip(OPTIONAL, (None,) * len(OPTIONAL), strict=True)) | {"sink": sink}
     others = (*more.values(), *Arguments(softmax="learnable"))
-    *_, dsink = torch.ops.attngen.backward(*tensors, *others)
+    *_, dsink, _ = torch.ops.attngen.backward(*tensors, *others)
     assert dsink.shape == (HEADS_Q,)
 
 
@@ -228,7 +228,7 @@ def test_op_sink_alone_needs_the_first_kernel_only(launched):
     sink = torch.zeros(HEADS_Q)
     optional = [sink if name == "sink" else None for name in OPTIONAL]
     others = (*optional, *Arguments(softmax="learnable"), False, False, True)
-    *gradients, dsink = op.backward(*given().values(), *others)
+    *gradients, dsink, _ = op.backward(*given().values(), *others)
     assert [each.kernel.entry.partition("__")[0] for each in launched.launches] == ["bwd_prepare"]
     assert all(x.shape == (0,) for x in gradients) and dsink.shape == (HEADS_Q,)
 
@@ -237,5 +237,5 @@ def test_op_sink_without_keys_takes_the_gradient_of_the_lse(launched):
     sink = torch.zeros(HEADS_Q)
     optional = [sink if name == "sink" else None for name in OPTIONAL]
     tensors = given(s_kv=0)
-    *_, dsink = op.backward(*tensors.values(), *optional, *Arguments(softmax="learnable"))
+    *_, dsink, _ = op.backward(*tensors.values(), *optional, *Arguments(softmax="learnable"))
     torch.testing.assert_close(dsink, tensors["dlse"].sum((0, 2)))

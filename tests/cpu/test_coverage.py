@@ -46,6 +46,9 @@ def test_legal_pairs_are_all_but_those_that_the_semantics_exclude() -> None:
         (("dtype", "e4m3"), ("deterministic", True)),
         (("dtype", "e4m3"), ("attn_mask", True)),  # nor these in the forward
         (("dtype", "e4m3"), ("dropout", True)),
+        *((("dtype", "e4m3"), ("bias", kind)) for kind in AXES["bias"][1:]),  # of Q's dtype
+        *((("dtype", "e4m3"), ("bias_shape", shape)) for shape in AXES["bias_shape"][1:]),
+        *((("bias", "none"), ("bias_shape", shape)) for shape in AXES["bias_shape"][1:]),
         (("layout", "thd"), ("seqused", True)),  # packed tokens have lengths of their own
         (("training", False), ("deterministic", True)),  # nothing to add up
     }
@@ -54,12 +57,14 @@ def test_legal_pairs_are_all_but_those_that_the_semantics_exclude() -> None:
 def test_member_reaches_its_problems() -> None:
     member = Member(
         (128, 64), "fp16", "causal_bottom_right", "learnable", "sbhd", seqused=True, window=True,
-        alibi=True, softcap=True, max_logit=True, attn_mask=True, dropout=True, group_size=4,
-        splits=False, training=True, deterministic=True,
+        alibi=True, softcap=True, max_logit=True, bias="pre_scale", bias_shape="b1ss",
+        attn_mask=True, dropout=True, group_size=4, splits=False, training=True,
+        deterministic=True,
     )  # fmt: skip
     forward, backward = member.problems(KNOWN)
     assert (forward,) == resolve(member.spec, KNOWN)
-    assert forward.masks == ("causal", "window") and forward.scores == ("softcap", "alibi")
+    assert forward.masks == ("causal", "window")
+    assert forward.scores == ("pre_scale_bias", "softcap", "alibi")
     assert (forward.softmax, forward.max_logit, forward.direction) == ("learnable", True, "fwd")
     assert (backward.direction, backward.deterministic) == ("bwd", True)
     assert (backward.softmax, backward.max_logit) == ("vanilla", False)

@@ -213,7 +213,7 @@ def test_split_mask_names_give_fragments_and_alignment(name: str, expected: tupl
         # No name of the semantics; with window=True the same fragment would be there twice.
         ("mask", "window", "none"),
         ("softmax", "smooth", "vanilla"),
-        ("bias", "post_scale", "none"),
+        ("bias", "alibi", "none"),
         ("score_mod", True, False),
         ("mask_mod", True, False),
         ("directions", ("up", "bwd"), ("bwd",)),
@@ -291,12 +291,30 @@ def test_from_call_every_variant_reaches_the_problem(slopes) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "scores"),
+    [
+        ("post_scale", ("softcap", "post_scale_bias", "alibi")),
+        ("pre_scale", ("pre_scale_bias", "softcap", "alibi")),
+    ],
+)
+def test_resolve_bias_stands_where_the_semantics_add_it(kind: str, scores: tuple) -> None:
+    spec = AttentionSpec(64, bias=kind, softcap=True, alibi=True, directions=("fwd", "bwd"))
+    assert [problem.scores for problem in resolve(spec, KNOWN)] == [scores, scores]
+    assert all(problem.bias for problem in resolve(spec, KNOWN))
+
+
+def test_resolve_bias_beside_8_bit_queries_is_refused() -> None:
+    with pytest.raises(SpecError, match="bias has Q's dtype, and e4m3"):
+        resolve(AttentionSpec(64, dtype="e4m3", bias="post_scale"), KNOWN)
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         {"mask_mod": print},
         {"block_mask": object()},
         {"score_mod": print},
-        {"bias": object()},
+        {"bias": object(), "layout": "paged_kv_bshd_bshd_bshd"},
         {"softmax": "smooth", "sink": object()},
     ],
     ids=lambda arguments: "+".join(arguments),

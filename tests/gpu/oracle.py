@@ -48,7 +48,9 @@ class Truth:
 def truth(q: Tensor, k: Tensor | None, v: Tensor | None, **arguments: Any) -> Truth:
     """What `attention(q, k, v, **arguments)` should return, and how far PyTorch is off."""
     doubles = (None if x is None else x.double() for x in (k, v))
-    out64, aux64 = reference.attention(q.double(), *doubles, **arguments)
+    bias = arguments.get("bias")  # of q's dtype
+    wide = {} if bias is None else {"bias": bias.double()}
+    out64, aux64 = reference.attention(q.double(), *doubles, **{**arguments, **wide})
     out, aux = reference.attention(q, k, v, **arguments)
     assert aux.lse is not None and aux64.lse is not None
     seen = aux64.lse.isfinite()

@@ -193,7 +193,19 @@ CASES = [
     Call("bhsd", (200,), (130,), d=64, more=Features(seen=0.5)),
     Call("thd", (130, 1), (9, 200), d=256, more=Features("h", 1.5, "learnable", 0.1, 0.5)),
     Call("thd", (130, 1), (9, 200), d=128, more=Features("h", 1.5, "learnable", 0.1, 0.5)),
-]
+    *(
+        Call(layout, q_lens, kv_lens, room=room, gaps=layout == "thd", d=d, d_v=d_v, heads=(4, 2),
+             mask=mask, more=Features(bias=kind, bias_shape=shape, softcap=softcap))
+        for layout, q_lens, kv_lens, room, d, d_v, mask, kind, shape, softcap in (
+            ("bshd", (130,) * 2, (200,) * 2, None, 128, 128, "causal", "post_scale", "1hss", 0.0),
+            ("sbhd", (130,) * 2, (77,) * 2, None, 128, 72, "none", "pre_scale", "bhss", 0.0),
+            ("bshd", (70,) * 2, (201,) * 2, None, 64, 64, "causal", "post_scale", "b1ss", 0.0),
+            ("bhsd", (200,) * 2, (130,) * 2, None, 256, 256, "causal", "pre_scale", "111s", 1.5),
+            ("thd", (130, 0, 7), (70, 9, 200), None, 128, 128, "causal", "post_scale", "11ss", 0.0),
+            ("bshd", (0, 130), (7, 200), (140, 210), 64, 64, "padding", "pre_scale", "111s", 0.0),
+        )
+    ),
+]  # fmt: skip
 
 
 def run(
@@ -250,7 +262,7 @@ def run_backward(case: BackwardCase, device: torch.device) -> None:
     out, lse, _ = gradients.reference_gradients(tensors, dlse, q.dtype, **arguments)
     on_device = [None if x is None else x.to(device) for x in (d_o, dlse, q, k, v, out, lse)]
     numbers = {**numbers_of(call), "deterministic": case.deterministic}
-    *found, _ = torch.ops.attngen.backward(*on_device, **numbers)
+    *found, _, _ = torch.ops.attngen.backward(*on_device, **numbers)
     gradients.check([x.cpu() for x in found], tensors, dlse, **arguments)
 
 
@@ -273,7 +285,7 @@ def run_variant(variant: Variant, device: torch.device) -> None:
     d_o = oracle.randn(*out.shape, dtype=q.dtype, seed=50)
     dlse = oracle.randn(*lse.shape, dtype=torch.float32, seed=60)
     numbers["deterministic"] = variant.deterministic
-    *found, dsink = torch.ops.attngen.backward(
+    *found, dsink, _ = torch.ops.attngen.backward(
         d_o.to(device), dlse.to(device), *on_device, out, lse, **numbers
     )
     gradients.check([x.cpu() for x in found], (q, k, v, d_o), dlse, **arguments)

@@ -29,8 +29,9 @@ def scored(number: int, member: coverage.Member) -> dict:
 
 
 def is_plain(member: coverage.Member) -> bool:
-    """Whether all sequences are dense, and nothing is hidden or dropped one by one."""
-    return not (member.layout == "thd" or member.seqused or member.attn_mask or member.dropout)
+    """Whether all sequences are dense, and nothing is hidden, dropped or added one by one."""
+    varying = member.layout == "thd" or member.seqused
+    return not (varying or member.attn_mask or member.dropout or member.bias != "none")
 
 
 def call_of(number: int, member: coverage.Member) -> Variant | Call:
@@ -49,6 +50,8 @@ def call_of(number: int, member: coverage.Member) -> Variant | Call:
         **scored(number, member),
         dropout=(0.1, 0.5)[number % 2] * member.dropout,
         seen=(0.5, 0.05)[number % 2] * member.attn_mask,
+        bias=member.bias if member.bias != "none" else "",
+        bias_shape=member.bias_shape,
     )
     varying = member.layout == "thd" or member.seqused
     q_lens, kv_lens = MANY if varying else tuple((length,) * 2 for length in lengths)

@@ -24,7 +24,8 @@ GAP = 5  # tokens between sequences, where there are gaps
 @dataclass(frozen=True)
 class Features:
     """What a call does beside masks of ranges. `alibi`: whose slopes, `default` or own, [h] or
-    [b, h]; `seen`: the share of an arbitrary mask that takes part, 0 without one."""
+    [b, h]; `seen`: the share of an arbitrary mask that takes part, 0 without one; `bias`: its type,
+    of the broadcast `bias_shape`."""
 
     alibi: str = ""
     softcap: float = 0.0
@@ -32,9 +33,12 @@ class Features:
     dropout: float = 0.0
     seen: float = 0.0
     max_logit: bool = False
+    bias: str = ""
+    bias_shape: str = "1hss"
 
     def __str__(self) -> str:
         words = (
+            f"{self.bias}_{self.bias_shape}" * bool(self.bias),
             f"alibi_{self.alibi}" * bool(self.alibi),
             f"cap{self.softcap:g}" * bool(self.softcap),
             self.softmax * (self.softmax != "vanilla"),
@@ -49,11 +53,14 @@ class Features:
         return {
             "alibi": bool(self.alibi), "softcap": self.softcap > 0, "softmax": self.softmax,
             "dropout": self.dropout > 0, "attn_mask": self.seen > 0,
-            "return_max_logit": self.max_logit,
+            "return_max_logit": self.max_logit, "bias": self.bias or "none",
         }  # fmt: skip
 
-    def arguments(self, batch: int, heads: int, reach: tuple[int, ...]) -> dict[str, Any]:
-        """Keyword arguments of `attention`, whose mask reaches so many queries and keys."""
+    def arguments(
+        self, batch: int, heads: int, reach: tuple[int, ...], dtype: torch.dtype
+    ) -> dict[str, Any]:
+        """Keyword arguments of `attention`, whose mask and bias (of q's dtype) reach so many
+        queries and keys."""
         found: dict[str, Any] = {"softcap": self.softcap, "softmax": self.softmax}
         slopes = {
             "default": True,
@@ -70,6 +77,11 @@ class Features:
         if self.seen:
             drawn = oracle.randn(batch, heads, *reach, dtype=torch.float32, seed=9)
             found["attn_mask"] = drawn.sigmoid() < self.seen
+        if self.bias:
+            full = zip(self.bias_shape, (batch, heads, *reach), strict=True)
+            sizes = [1 if letter == "1" else n for letter, n in full]
+            found["bias"] = oracle.randn(*sizes, dtype=dtype, seed=11)
+            found["bias_type"] = self.bias
         return found
 
 
@@ -154,7 +166,8 @@ class Call:
                 self.parsed.formats, self.lengths, self.room or (0, 0), strict=True
             )
         )
-        return found | self.more.arguments(len(self.q_lens), self.heads[0], reach)
+        dtype = DTYPES.get(self.dtype, torch.bfloat16)
+        return found | self.more.arguments(len(self.q_lens), self.heads[0], reach, dtype)
 
     def operands(self, seed: int = 0) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Random q, k, v as the layout has them; NaN in what belongs to no sequence."""
@@ -245,7 +258,7 @@ def run(
     given = [None if x is None else x.detach().to(device).requires_grad_() for x in operands]
     arguments = {"deterministic": False, **arguments}
     arguments = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in arguments.items()}
-    present = with_sink(given, arguments)
+    present = with_leaves(given, arguments)
     with poisoned_memory():
         out, aux = attngen.attention(*given, **arguments, backend="cuda", return_lse=True)
         incoming = [x.to(device) for x in (d_o, dlse)]
@@ -253,12 +266,14 @@ def run(
     return out.detach().to(home), aux.lse.detach().to(home), [x.to(home) for x in found]
 
 
-def with_sink(given: Sequence[Tensor | None], arguments: dict[str, Any]) -> list[Tensor]:
-    """What a call has gradients for; its sink is made a tensor of its own, that takes one."""
+def with_leaves(given: Sequence[Tensor | None], arguments: dict[str, Any]) -> list[Tensor]:
+    """What a call has gradients for; its sink and its bias are made tensors of their own, that take
+    one."""
     present = [x for x in given if x is not None]
-    if "sink" in arguments:
-        arguments["sink"] = arguments["sink"].detach().clone().requires_grad_()
-        present.append(arguments["sink"])
+    for name in ("sink", "bias"):
+        if name in arguments:
+            arguments[name] = arguments[name].detach().clone().requires_grad_()
+            present.append(arguments[name])
     return present
 
 
@@ -271,7 +286,9 @@ def expected(
 ) -> list[Tensor]:
     """The gradients by the reference on tensors of that dtype."""
     given = [None if x is None else x.detach().to(dtype).requires_grad_() for x in operands]
-    present = with_sink(given, arguments)
+    if "bias" in arguments:
+        arguments["bias"] = arguments["bias"].to(dtype)
+    present = with_leaves(given, arguments)
     out, aux = reference.attention(*given, **arguments)
     return list(
         torch.autograd.grad([out, aux.lse], present, [d_o.to(dtype), dlse.to(aux.lse.dtype)])
@@ -298,6 +315,8 @@ def check(call: Call, seed: int = 0, **more: Any) -> None:
     oracle.check(out, lse, truth, call.layout)
     wanted = expected(operands, d_o, dlse, torch.float64, **arguments)
     rounded = expected(operands, d_o, dlse, d_o.dtype, **arguments)
+    if "bias" in arguments:
+        check_bias_gradient(found.pop(), wanted.pop(), rounded.pop())
     if "sink" in arguments:
         variants.check_sink_gradient(found.pop(), wanted.pop(), truth, arguments, d_o, dlse)
         rounded.pop()
@@ -305,6 +324,16 @@ def check(call: Call, seed: int = 0, **more: Any) -> None:
     if more.get("deterministic"):
         again = run(operands, d_o, dlse, **arguments, **more)
         assert oracle.same(found, again[2][: len(found)])
+
+
+def check_bias_gradient(found: Tensor, truth: Tensor, rounded: Tensor) -> None:
+    """Asserts the rule of gradients.py, and that what no sequence reads has none."""
+    assert found.shape == truth.shape and found.dtype == rounded.dtype
+    assert not found.isnan().any(), f"dbias: {int(found.isnan().sum())} NaN"
+    error = oracle.largest((found.double() - truth).abs())
+    limit = 4 * oracle.largest((rounded.double() - truth).abs())
+    limit += torch.finfo(found.dtype).eps / 2 * oracle.largest(truth.abs())
+    assert error <= limit, f"dbias: error {error:.3e} > {limit:.3e}"
 
 
 def check_alone(call: Call) -> None:

@@ -26,7 +26,8 @@ constexpr int kLongest = 1 << 30;
 // Where a score stands: query i and key j, `distance + step` keys past the query's diagonal
 // (j - i - delta). Elements are handled line by line: within one `distance` is the same and `step`
 // a constant, so that a term linear in it takes one multiply-add. kPast: a mask hides whatever is
-// past the diagonal, so that a score there need not be right.
+// past the diagonal, so that a score there need not be right. `tile` is element [i, j] of what the
+// score reads in tiles, in the kernel's units.
 template <bool kPastHidden>
 struct Place {
   static constexpr bool kPast = kPastHidden;
@@ -34,6 +35,7 @@ struct Place {
   int j;
   float distance;
   float step;
+  float tile = 0.f;
 };
 
 // Positions [lo, hi); empty when hi <= lo.

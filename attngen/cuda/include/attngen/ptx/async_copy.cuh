@@ -1,0 +1,30 @@
+// Copies from global to shared memory that a thread starts and awaits itself.
+#pragma once
+
+#include "attngen/platform.cuh"
+
+namespace attngen {
+
+// kBytes (4 or 16) aligned bytes, of which the first `present` are read and the others zero; past
+// L1 unless kKeep.
+template <int kBytes, bool kKeep = false>
+ATTNGEN_DEVICE void copy_async(u32 destination, const void* source, int present) {
+  static_assert(kBytes == 4 || kBytes == 16, "what the instruction copies");
+  if constexpr (kBytes == 16 && kKeep) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
+                 "r"(present)
+                 : "memory");
+  } else if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination),
+                 "l"(source), "r"(present)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 4, %2;" ::"r"(destination),
+                 "l"(source), "r"(present)
+                 : "memory");
+  }
+}
+// Waits until all copies that this thread started have arrived.
+ATTNGEN_DEVICE void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+}  // namespace attngen

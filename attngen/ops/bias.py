@@ -1,0 +1,78 @@
+"""Biases as kernels read them, and the gradient that they write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import SpecError
+from ..run_time import UNBOUNDED
+
+AXES = ("batch", "head", "row", "column")
+
+
+def sizes_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Those of all four axes of a bias."""
+    return (*(1,) * (len(AXES) - len(shape)), *shape)
+
+
+def numbers_of(bias: Tensor) -> dict[str, int | float]:
+    """What kernels know of a bias: strides, 0 where it is broadcast, and how many rows and columns
+    it has, UNBOUNDED there."""
+    strides = (*(0,) * (len(AXES) - bias.ndim), *bias.stride())
+    numbers: dict[str, int | float] = {}
+    for axis, size, stride in zip(AXES, sizes_of(bias.shape), strides, strict=True):
+        numbers[f"bias_stride_{axis}"] = stride if size > 1 else 0
+        numbers[f"bias_{axis}s"] = size if size > 1 else UNBOUNDED
+    return numbers
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """How a kernel leaves the gradient of a bias: as it is, contiguous, or, where the bias is one
+    row for all queries, float32 sums [b, h, s_kv] of them for each sequence and head."""
+
+    shape: tuple[int, ...]
+    sums: tuple[int, int, int] | None
+
+    @property
+    def numbers(self) -> dict[str, int | float]:
+        """What its kernel knows of it."""
+        batches, heads, rows, columns = sizes_of(self.shape)
+        if self.sums:
+            batches, heads, columns = self.sums
+        sizes = {"batches": batches, "heads": heads, "rows": rows, "columns": columns}
+        sizes["sums_rows"] = int(self.sums is not None)
+        return {f"dbias_{name}": size for name, size in sizes.items()}
+
+    def new(self, bias: Tensor) -> Tensor:
+        """A new tensor for its kernel to fill."""
+        if self.sums:
+            return bias.new_empty(self.sums, dtype=torch.float32)
+        return bias.new_empty(self.shape)
+
+    def finish(self, made: Tensor, dtype: torch.dtype) -> Tensor:
+        """The gradient, of what its kernel made."""
+        if not self.sums:
+            return made
+        reduced = [axis for axis, size in enumerate(sizes_of(self.shape)[:2]) if size == 1]
+        total = made.sum(reduced, keepdim=True) if reduced else made
+        return total.to(dtype).unsqueeze(2).view(self.shape)
+
+
+def gradient_of(bias: Tensor, full: tuple[int, int, int, int]) -> Gradient:
+    """How the gradient of a bias is made in a call of so many sequences, heads, queries and keys.
+
+    Raises: SpecError where the bias has one column for all keys.
+    """
+    _, _, rows, columns = sizes_of(bias.shape)
+    if columns == 1 < full[3]:
+        raise SpecError(
+            f"bias {list(bias.shape)} has one column for {full[3]} keys, and kernels no gradient "
+            "of that: pass bias.expand(…, s_kv), or detach it"
+        )
+    sums = (full[0], full[1], columns) if rows == 1 < full[2] else None
+    return Gradient(tuple(bias.shape), sums)

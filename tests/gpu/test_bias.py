@@ -1,0 +1,363 @@
+"""Biases on the kernels: outputs and gradients against float64, any broadcast, stride, length."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attngen
+from attngen import AttentionSpec, SpecError, reference
+
+from . import oracle, varlen
+from .cases import DTYPES, Case
+
+pytestmark = pytest.mark.gpu
+SHAPES = ("bhss", "1hss", "b1ss", "11ss", "111s")
+
+
+@dataclass(frozen=True)
+class BiasCase:
+    """A call with a bias. `place`: how its rows begin: `packed` side by side, `padded` to 16 bytes,
+    `odd` one element behind that, `turned` with columns apart."""
+
+    case: Case
+    shape: str = "1hss"
+    kind: str = "post_scale"
+    place: str = "packed"
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        more = "-".join(f"{name}{value}" for name, value in self.more.items())
+        return f"{self.case}-{self.shape}-{self.kind}-{self.place}-{more}".rstrip("-")
+
+    __hash__ = object.__hash__
+
+    def spec(self, direction: str = "fwd", deterministic: bool = False) -> AttentionSpec:
+        return replace(
+            self.case.spec, directions=(direction,), deterministic=deterministic, bias=self.kind,
+            alibi=bool(self.more.get("alibi_slopes")), softcap="softcap" in self.more,
+            softmax=self.more.get("softmax", "vanilla"), dropout="dropout_p" in self.more,
+            attn_mask="attn_mask" in self.more,
+        )  # fmt: skip
+
+    def bias(self, seed: int = 50) -> Tensor:
+        """Random; larger before the scale."""
+        batch, heads, _ = self.case.heads
+        sizes = sizes_of(self.shape, (batch, heads, *self.case.lengths))
+        dtype = DTYPES[self.case.dtype]
+        factor = math.sqrt(self.case.d) if self.kind == "pre_scale" else 1.0
+        x = (oracle.randn(*sizes, dtype=torch.float32, seed=seed) * factor).to(dtype)
+        return placed(x, self.place)
+
+    def given(self) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+        """q, k, v and the keyword arguments, the bias among them."""
+        arguments = {**self.case.arguments, **self.more}
+        arguments |= {"bias": self.bias(), "bias_type": self.kind}
+        batch, heads, _ = self.case.heads
+        if "dropout_p" in self.more:
+            arguments["rng_state"] = torch.tensor([3, 9], device="cuda")
+        if self.more.get("softmax") == "learnable":
+            arguments["sink"] = oracle.randn(heads, dtype=torch.float32, seed=8)
+        if "attn_mask" in self.more:
+            s_q, s_kv = self.case.lengths
+            arguments["attn_mask"] = oracle.randn(batch, 1, s_q, s_kv, seed=4) > -0.5
+        return self.case.operands(), arguments
+
+
+def sizes_of(shape: str, full: tuple[int, int, int, int]) -> list[int]:
+    """Of a bias: `1hss` has the heads, queries and keys of `full`."""
+    return [1 if letter == "1" else n for letter, n in zip(shape, full, strict=True)]
+
+
+def placed(x: Tensor, place: str) -> Tensor:
+    """The same numbers, elsewhere in memory; NaN around them."""
+    if place == "packed":
+        return x
+    if place == "turned":
+        return x.transpose(2, 3).contiguous().transpose(2, 3)
+    first = 8 + (place == "odd")
+    room = x.new_full((*x.shape[:3], -(-x.shape[3] // 8) * 8 + 16), math.nan)
+    view = room[..., first : first + x.shape[3]]
+    return view.copy_(x)
+
+
+def _case(
+    d, d_v, lengths, heads=(2, 4, 2), dtype="bf16", mask="none", window=(-1, -1), layout="bshd"
+):
+    return Case(d, d_v, dtype, mask, window, None, heads, lengths, layout)
+
+
+CASES = [
+    BiasCase(_case(128, 128, (200, 333), mask="causal"), "1hss"),
+    BiasCase(_case(128, 128, (256, 384)), "bhss", place="padded"),
+    BiasCase(_case(128, 128, (333, 200), mask="causal", layout="sbhd"), "b1ss", "pre_scale"),
+    BiasCase(_case(128, 128, (300, 258), window=(40, 20), dtype="fp16"), "11ss"),
+    BiasCase(_case(128, 128, (130, 513), mask="causal_bottom_right"), "111s", "pre_scale"),
+    BiasCase(_case(128, 128, (200, 320), mask="causal"), "1hss", "pre_scale", "padded",
+             {"softcap": 2.0}),
+    BiasCase(_case(128, 128, (257, 200), mask="causal"), "bhss", "post_scale", "odd",
+             {"softcap": 30.0, "alibi_slopes": True}),
+    BiasCase(_case(128, 128, (200, 200)), "1hss", "post_scale", "turned",
+             {"softmax": "learnable"}),
+    BiasCase(_case(64, 64, (513, 704), mask="causal", heads=(2, 6, 2)), "1hss"),
+    BiasCase(_case(64, 64, (257, 257), layout="bhsd"), "b1ss", "pre_scale"),
+    BiasCase(_case(64, 64, (200, 334), mask="causal", window=(60, 0)), "bhss", "post_scale",
+             "packed", {"softmax": "off_by_one"}),
+    BiasCase(_case(64, 64, (130, 200), dtype="fp16"), "111s", "post_scale", "odd",
+             {"alibi_slopes": True}),
+    BiasCase(_case(256, 256, (257, 300), mask="causal"), "1hss"),
+    BiasCase(_case(256, 256, (130, 200), layout="sbhd"), "b1ss", "pre_scale", "padded",
+             {"softcap": 5.0, "softmax": "learnable"}),
+    BiasCase(_case(192, 128, (333, 333), mask="causal", heads=(2, 4, 1)), "11ss"),
+    BiasCase(_case(80, 80, (1, 300)), "111s"),
+    BiasCase(_case(40, 24, (300, 77), dtype="fp16"), "bhss", "pre_scale"),
+    BiasCase(_case(8, 8, (300, 129), mask="causal"), "1hss"),
+    BiasCase(_case(128, 128, (130, 200), mask="causal"), "bhss", more={"dropout_p": 0.2}),
+    BiasCase(_case(64, 64, (257, 130)), "1hss", "pre_scale", more={"dropout_p": 0.1}),
+    BiasCase(_case(256, 256, (130, 200)), "11ss", more={"dropout_p": 0.3}),
+    BiasCase(_case(128, 128, (200, 264)), "b1ss", more={"attn_mask": True}),
+    BiasCase(_case(64, 64, (130, 200), mask="causal"), "111s", "pre_scale",
+             more={"attn_mask": True}),
+    BiasCase(_case(256, 256, (200, 136)), "1hss", more={"attn_mask": True}),
+]  # fmt: skip
+EACH = pytest.mark.parametrize("case", CASES, ids=str)
+PACKED = varlen.Call("thd", (200, 1, 0, 333, 77), (130, 64, 5, 333, 0), heads=(4, 2), gaps=True)
+LENGTHS = [
+    replace(PACKED, d=128, mask="padding_causal"),
+    replace(PACKED, d=64, window=(60, 10), bottom_right=True, mask="padding"),
+    replace(PACKED, d=256, mask="padding_causal_bottom_right"),
+    varlen.Call("bshd", (200, 1, 0, 130), (77, 200, 64, 130), room=(200, 264), d=128,
+                mask="padding_causal", heads=(4, 4)),
+    varlen.Call("sbhd", (33, 257), (257, 100), room=(257, 300), d=64, mask="padding"),
+    varlen.Call("bhsd", (130, 200), (200, 7), room=(201, 203), d=192, d_v=128,
+                mask="padding_causal_bottom_right", dtype="fp16"),
+]  # fmt: skip
+EACH_LENGTHS = pytest.mark.parametrize("number", range(len(LENGTHS)), ids=map(str, LENGTHS))
+
+
+def length_spec(number: int, direction: str) -> AttentionSpec:
+    kind = ("post_scale", "pre_scale")[number % 2]
+    return replace(LENGTHS[number].spec, directions=(direction,), bias=kind)
+
+
+KERNELS = [
+    *(case.spec(direction) for case in CASES for direction in ("fwd", "bwd")),
+    *(CASES[n].spec("bwd", True) for n in (0, 8, 12)),
+    *(length_spec(n, direction) for n in range(len(LENGTHS)) for direction in ("fwd", "bwd")),
+]
+
+
+@EACH
+def test_forward_with_a_bias_is_right(case):
+    tensors, arguments = case.given()
+    oracle.check_call(*tensors, **arguments)
+
+
+def length_bias(number: int) -> tuple[Tensor, str]:
+    """A bias that reaches further than the longest sequence; NaN where no sequence reaches."""
+    call, shape = LENGTHS[number], SHAPES[number % 5]
+    q_lens, kv_lens = call.lengths
+    room = call.room or (max(q_lens) + 3, max(kv_lens) + 7)
+    sizes = sizes_of(shape, (len(q_lens), call.heads[0], *room))
+    bias = oracle.randn(*sizes, dtype=DTYPES[call.dtype], seed=60)
+    bias[..., max(kv_lens) :] = math.nan
+    if sizes[2] > 1:
+        bias[:, :, max(q_lens) :] = math.nan
+    if sizes[0] > 1:
+        for b, (n_q, n_kv) in enumerate(zip(q_lens, kv_lens, strict=True)):
+            bias[b, :, :, n_kv:] = math.nan
+            bias[b, :, n_q:] = math.nan if sizes[2] > 1 else bias[b, :, n_q:]
+    return bias, ("post_scale", "pre_scale")[number % 2]
+
+
+@EACH_LENGTHS
+def test_forward_with_lengths_and_a_bias_is_right(number):
+    call = LENGTHS[number]
+    operands, arguments = call.operands(), call.arguments()
+    bias, kind = length_bias(number)
+    arguments |= {"bias": bias, "bias_type": kind}
+    with varlen.poisoned_memory():
+        out, aux = attngen.attention(*operands, **arguments, backend="cuda", return_lse=True)
+    expected = oracle.truth(*operands, **arguments)
+    oracle.check(out, aux.lse, expected, call.layout)
+
+
+@EACH
+def test_gradients_with_a_bias_are_those_of_float64(case):
+    check_gradients(case)
+
+
+@pytest.mark.parametrize("case", [CASES[n] for n in (0, 8, 12)], ids=str)
+def test_gradients_with_a_bias_deterministic_repeat_bit_for_bit(case):
+    first = check_gradients(case, deterministic=True)
+    for _ in range(3):
+        assert oracle.same(check_gradients(case, deterministic=True), first)
+
+
+def check_gradients(case, **more):
+    """Gradients by autograd, of output and LSE, held to the rule."""
+    tensors, arguments = case.given()
+    return check_call_gradients(tensors, arguments, arguments.get("layout", "bshd"), **more)
+
+
+def check_call_gradients(tensors, arguments, layout, **more):
+    out, aux = attngen.attention(*tensors, **arguments, backend="cuda", return_lse=True)
+    d_o = oracle.randn(*out.shape, dtype=out.dtype, seed=100)
+    dlse = oracle.randn(*aux.lse.shape, dtype=torch.float32, seed=7)
+    dlse = torch.where(aux.lse.isfinite(), dlse, 0)
+    bias = arguments.pop("bias")
+    found = differentiate(attngen.attention, tensors, bias, (d_o, dlse), **arguments, **more,
+                          backend="cuda")  # fmt: skip
+    rounded = differentiate(reference.attention, tensors, bias, (d_o, dlse), **arguments)
+    wide = [None if x is None else x.double() for x in tensors]
+    truth = differentiate(
+        reference.attention, wide, bias.double(), (d_o.double(), dlse.double()), **arguments
+    )
+    present = [n for n, x in enumerate(tensors) if x is not None]
+    for place in (*present, 3):
+        hold(("dq", "dk", "dv", "dbias")[place], found[place], truth[place], rounded[place])
+    return [x for x in found if x is not None]
+
+
+def differentiate(attention, tensors, bias, incoming, **arguments):
+    """Gradients of q, k, v and the bias; None of what is not there."""
+    given = [None if x is None else x.detach().requires_grad_() for x in (*tensors, bias)]
+    on_kernels = arguments.get("backend") == "cuda"
+    with varlen.poisoned_memory() if on_kernels else contextlib.nullcontext():
+        if on_kernels:
+            arguments = {"deterministic": False, **arguments, "return_lse": True}
+        out, aux = attention(*given[:3], **arguments, bias=given[3])
+        present = [x for x in given if x is not None]
+        results = torch.autograd.grad(
+            [out, aux.lse], present, [incoming[0], incoming[1].to(aux.lse.dtype)]
+        )
+    found = iter(results)
+    return [None if x is None else next(found) for x in given]
+
+
+def hold(name, found, truth, rounded):
+    """Asserts the rule of gradients.py for one of them; where nothing reaches it is 0."""
+    assert found.shape == truth.shape and found.dtype == rounded.dtype
+    assert not found.isnan().any(), f"{name}: {int(found.isnan().sum())} NaN"
+    truth = truth.nan_to_num()
+    error = oracle.largest((found.double() - truth).abs())
+    torch_error = oracle.largest((rounded.double().nan_to_num() - truth).abs())
+    largest = oracle.largest(truth.abs())
+    limit = 4 * torch_error + torch.finfo(found.dtype).eps / 2 * largest
+    assert error <= limit, f"{name}: error {error:.3e} > {limit:.3e}, of {largest:.3e}"
+
+
+@EACH_LENGTHS
+def test_gradients_with_lengths_and_a_bias_are_those_of_float64(number):
+    call = LENGTHS[number]
+    bias, kind = length_bias(number)
+    arguments = {**call.arguments(), "bias": bias, "bias_type": kind}
+    check_call_gradients(call.operands(), arguments, call.layout)
+
+
+@pytest.mark.parametrize("number", [0, 8, 12])
+def test_gradient_of_the_bias_alone_is_the_same(number):
+    """The other kernels are left out, or all but it are."""
+    case = CASES[number]
+    tensors, arguments = case.given()
+    bias = arguments.pop("bias")
+    every = [x.requires_grad_() for x in (*tensors, bias)]
+
+    def gradients_of(*wanted):
+        out = attngen.attention(
+            *every[:3], bias=every[3], **arguments, backend="cuda", deterministic=True
+        )
+        out = out[0] if isinstance(out, tuple) else out
+        return torch.autograd.grad(out.float().square().sum(), wanted)
+
+    all_four = gradients_of(*every)
+    assert oracle.same(gradients_of(bias), all_four[3:])
+    assert oracle.same(gradients_of(every[0]), all_four[:1])
+
+
+def test_gradient_of_one_column_for_all_keys_is_refused():
+    q, k, v = oracle.operands(2, 4, 2, 64, 64, 64)
+    bias = oracle.randn(2, 4, 64, 1).requires_grad_()
+    oracle.check_call(q, k, v, bias=bias.detach())
+    out = attngen.attention(q, k, v, bias=bias, backend="cuda")
+    with pytest.raises(SpecError, match="expand"):
+        out.sum().backward()
+
+
+def test_graph_replay_follows_a_bias_that_changes():
+    tensors, arguments = CASES[0].given()
+    bias = arguments.pop("bias")
+    inputs = [x.requires_grad_() for x in (*tensors, bias)]
+
+    def run():
+        out = attngen.attention(
+            *inputs[:3], **arguments, bias=inputs[3], backend="cuda", deterministic=True
+        )
+        return out, *torch.autograd.grad(out.sum(), inputs)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    for seed in range(3):
+        with torch.no_grad():
+            bias.copy_(CASES[0].bias(seed))
+        graph.replay()
+        assert oracle.same(found, run())
+
+
+def test_compiled_call_takes_its_bias():
+    tensors, arguments = CASES[1].given()
+    call = torch.compile(
+        lambda q, k, v, bias: attngen.attention(q, k, v, **{**arguments, "bias": bias}) * 2,
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    expected = attngen.attention(*tensors, **arguments, backend="cuda") * 2
+    assert torch.equal(call(*tensors, arguments["bias"]), expected)
+
+
+def test_op_bias_that_does_not_fit_is_refused():
+    q, k, v = oracle.operands(2, 2, 2, 64, 64, 64)
+    for wrong in (q.new_ones(2, 2, 64, 63), q.new_ones(3, 1, 64, 64), q.new_ones(1, 2, 2, 64, 64)):
+        with pytest.raises(SpecError, match="bias needs bfloat16"):
+            torch.ops.attngen.forward(q, k, v, bias=wrong)
+    with pytest.raises(SpecError, match="bias needs bfloat16"):
+        torch.ops.attngen.forward(q, k, v, bias=torch.ones(64, 64, device="cuda"))
+    with pytest.raises(SpecError, match="bias_type='alibi'"):
+        torch.ops.attngen.forward(q, k, v, bias=q.new_ones(64, 64), bias_type="alibi")
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_bias_of_minus_infinity_hides_what_it_meets(d):
+    """Whole rows of it, too: they are 0, and so are their gradients."""
+    tensors = oracle.operands(2, 4, 2, 200, 264, d)
+    bias = torch.zeros(1, 4, 200, 264, device="cuda", dtype=torch.bfloat16)
+    bias[..., 60:90] = -math.inf
+    bias[:, 1:3, 30:140] = -math.inf
+    oracle.check_call(*tensors, bias=bias)
+
+
+def test_bias_at_hidden_positions_is_never_read_into_a_result():
+    tensors = oracle.operands(2, 4, 2, 300, 300, 128)
+    bias = oracle.randn(1, 4, 300, 300, seed=9)
+    hidden = ~torch.ones(300, 300, dtype=torch.bool, device="cuda").tril()
+    for value in (math.nan, math.inf):
+        oracle.check_call(*tensors, bias=torch.where(hidden, value, bias), mask="causal")
+
+
+def test_bias_large_call_is_right_in_its_rows():
+    """More tiles than multiprocessors, keys in many blocks."""
+    tensors = oracle.operands(2, 8, 8, 2048, 2048, 128)
+    bias = oracle.randn(1, 8, 2048, 2048, seed=9)
+    oracle.check_call(*tensors, bias=bias, mask="causal")
