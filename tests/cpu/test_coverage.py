@@ -42,6 +42,8 @@ def test_legal_pairs_are_all_but_those_that_the_semantics_exclude() -> None:
         (("layout", "thd"), ("splits", True)),
         (("attn_mask", True), ("splits", True)),
         (("dropout", True), ("splits", True)),
+        *((("bias", kind), ("splits", True)) for kind in AXES["bias"][1:]),
+        *((("bias_shape", shape), ("splits", True)) for shape in AXES["bias_shape"][1:]),
         (("dtype", "e4m3"), ("training", True)),  # no backward in 8 bits
         (("dtype", "e4m3"), ("deterministic", True)),
         (("dtype", "e4m3"), ("attn_mask", True)),  # nor these in the forward

@@ -121,6 +121,8 @@ def check_max_logit(
 ) -> None:
     """Asserts the rule for the largest scores, of fewer than 2^9 in a product of 8 bits."""
     plain = {n: x for n, x in arguments.items() if n != "out_dtype"}
+    if "bias" in plain:  # of q's dtype
+        plain["bias"] = plain["bias"].double()
     exact = [x.double() for x in (q, k, v)]
     _, aux64 = reference.attention(*exact, **plain, return_max_logit=True)
     _, aux = reference.attention(q, k, v, **arguments, return_max_logit=True)
