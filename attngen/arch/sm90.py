@@ -40,7 +40,8 @@ OPERANDS = {2: 204, 3: 132}
 OPERANDS_SCORES = {2: 188, 3: 116}
 LIGHT_SCORES = frozenset({"alibi"})  # a multiply-add an element needs no registers
 MASK_REGISTERS = 12  # of a thread, for the bits of an arbitrary mask
-LENGTH_REGISTERS = 12  # for lengths told on the device, beside random words
+# For lengths told on the device, or both ends of a window, beside random words or a mask's bits.
+LENGTH_REGISTERS = 16
 BIAS_REGISTERS = {2: 0, 3: 12}  # for the addresses and elements of a bias
 # Groups of 32 heads leave four SMs a head to share its keys, of 64 MB still mostly hit L2: measured
 # best or within 1 % from 1k to 16k tokens; smaller groups lose to the imbalance at their ends.
@@ -211,7 +212,8 @@ def operand_limit(problem: Problem, choice: Choice) -> int:
     light = LIGHT_SCORES.issuperset(problem.scores)
     limit = (OPERANDS if light else OPERANDS_SCORES)[choice.consumers]
     limit -= MASK_REGISTERS * problem.attn_mask + BIAS_REGISTERS[choice.consumers] * problem.bias
-    return limit - LENGTH_REGISTERS * (problem.dropout and problem.varlen)
+    ends = problem.varlen or any(mask != "causal" for mask in problem.masks)
+    return limit - LENGTH_REGISTERS * ((problem.dropout or problem.attn_mask) and ends)
 
 
 def role_registers(problem: Problem, choice: Choice) -> tuple[int, int]:
