@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from . import digest, features, files, mounts, resolve
 from .arch.base import Plan
 from .arch.sm90_decode import CombinePlan, DecodePlan
+from .arch.sm90_mask import MaskPlan
 from .arch.sm90_varlen import VarlenPlan
 from .cache import Cache
 from .errors import CacheError
@@ -100,13 +101,15 @@ def build_plan(
 
 def render_problem(problem: Problem, plan: KernelPlan, root: Path | None = None) -> Source:
     """The source of one kernel; `root` is a templates directory other than the shipped one."""
-    from . import render, render_bwd, render_decode, render_varlen
+    from . import render, render_bwd, render_decode, render_mask, render_varlen
 
     known, folder = features.scan(root), root or files.templates_dir()
     if isinstance(plan, Plan):
         return render.render(problem, plan, known, folder)
     if isinstance(plan, VarlenPlan):
         return render_varlen.render(problem, plan, known, folder)
+    if isinstance(plan, MaskPlan):
+        return render_mask.render(problem, plan, folder)
     if isinstance(plan, (DecodePlan, CombinePlan)):
         return render_decode.render(problem, plan, known, folder)
     return render_bwd.render(problem, plan, known, folder)

@@ -26,7 +26,7 @@ from .values import to_data, to_json
 # the key as the templates do: a changed parameter layout must not find the old kernel.
 GENERATOR = (
     *("compile.py", "features.py", "program.py"),
-    *("render.py", "render_bwd.py", "render_decode.py", "render_varlen.py"),
+    *("render.py", "render_bwd.py", "render_decode.py", "render_mask.py", "render_varlen.py"),
 )
 BINDINGS = "cuda-bindings"
 NVRTC_PACKAGES = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc-cu12")

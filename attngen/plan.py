@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import tuned
-from .arch import sm90, sm90_bwd, sm90_decode, sm90_varlen
+from .arch import sm90, sm90_bwd, sm90_decode, sm90_mask, sm90_varlen
 from .arch.base import Plan
 from .errors import PlanError
 from .problem import Problem
@@ -14,7 +14,13 @@ from .values import from_data
 ARCHITECTURES = {sm90.ARCH: sm90}
 BACKWARDS = {sm90.ARCH: sm90_bwd}
 DECODES = {sm90.ARCH: sm90_decode}
-KernelPlan = Plan | sm90_bwd.KernelPlan | sm90_varlen.VarlenPlan | sm90_decode.KernelPlan
+KernelPlan = (
+    Plan
+    | sm90_bwd.KernelPlan
+    | sm90_mask.MaskPlan
+    | sm90_varlen.VarlenPlan
+    | sm90_decode.KernelPlan
+)
 _CLASSES: dict[str, type[KernelPlan]] = {
     "sm90_fwd": Plan,
     "bwd_prepare": sm90_bwd.PreparePlan,
@@ -23,6 +29,7 @@ _CLASSES: dict[str, type[KernelPlan]] = {
     "sm90_bwd_dq": sm90_bwd.BackwardPlan,
     "bwd_convert": sm90_bwd.ConvertPlan,
     "sm90_bwd_dbias": sm90_bwd.BiasPlan,
+    "mask_pack": sm90_mask.MaskPlan,
     "varlen_prepare": sm90_varlen.VarlenPlan,
     "sm90_decode": sm90_decode.DecodePlan,
     "combine": sm90_decode.CombinePlan,
@@ -31,7 +38,8 @@ _CLASSES: dict[str, type[KernelPlan]] = {
 
 def plans(problem: Problem, arch: str) -> tuple[KernelPlan, ...]:
     """The preferred plan of each kernel of the problem, in the order of their launches: one for a
-    forward, several for a backward, and one more before them where lengths vary; two for a decode.
+    forward, several for a backward, and one more before them where lengths vary, or where a mask's
+    bits are packed; two for a decode.
     Raises: as `plan`."""
     _check_known(arch)
     _check_together(problem)
@@ -45,6 +53,8 @@ def plans(problem: Problem, arch: str) -> tuple[KernelPlan, ...]:
     if not found:
         what = "decode" if problem.decode else "backward"
         raise PlanError(f"{problem.label}: {arch} has no {what} for its head dims or dtypes")
+    if problem.attn_mask:
+        found = sm90_mask.with_mask(found)
     if problem.varlen and not problem.decode:
         return (sm90_varlen.plan(problem, found), *found)
     return found

@@ -64,6 +64,8 @@ Workspace = Literal[
     "turns",
     "q_schedule",
     "kv_schedule",
+    "mask_rows",
+    "mask_columns",
     "o_parts",
     "lse_parts",
 ]

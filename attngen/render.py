@@ -134,6 +134,7 @@ def render(problem: Problem, plan: Plan, features: Features, root: Path) -> Sour
         workspace=(
             *(("tile_counter",) if plan.schedule.dynamic else ()),
             *(("q_schedule",) if problem.varlen else ()),
+            *(("mask_rows",) if problem.attn_mask else ()),
         ),
         kv_group_bytes=plan.schedule.kv_group_bytes,
         group_heads=plan.schedule.group_heads,
@@ -209,7 +210,7 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> list[tup
         pointers = ("descale_q", "descale_k", "descale_v", "scale_s", "descale_s", "scale_o")
         names += [(name, "ptr") for name in (*pointers, "amax_s", "amax_o")]
     names += [("rng_state", "ptr")] if problem.dropout else []
-    names += mask_names("attn_mask") if problem.attn_mask else []
+    names += mask_names("mask_rows") if problem.attn_mask else []
     names += [("tile_counter", "ptr")] if plan.schedule.dynamic else []
     names += [("q_schedule", "ptr")] if problem.varlen else []
     if partial:

@@ -118,11 +118,14 @@ def _main(problem: Problem, plan: BackwardPlan, entry: str, operands: Names) -> 
     workspace += ("turns",) if plan.deterministic else ()
     if problem.varlen:
         workspace += ("q_schedule",) if of_queries else ("kv_schedule",)
+    mask: tuple[Workspace, ...] = ()
+    if problem.attn_mask:
+        mask = ("mask_rows",) if of_queries else ("mask_columns",)
     names = [(each.field, map_type(problem, each.tensor)) for each in maps]
     names += typed("ptr", *workspace)
     names += [("rng_state", "ptr")] if problem.dropout else []
-    if problem.attn_mask:
-        names += mask_names("attn_mask" if of_queries else "attn_mask_columns")
+    for name in mask:
+        names += mask_names(name)
     integers = [*INTEGERS]
     # Neighbours are loaded together, so that their order shapes the code: that which was measured.
     place = 1 if plan.family == "sm90_bwd" else len(integers)
@@ -141,7 +144,7 @@ def _main(problem: Problem, plan: BackwardPlan, entry: str, operands: Names) -> 
         fields=fields,
         tensor_maps=maps,
         grid="persistent_tiles",
-        workspace=workspace,
+        workspace=(*workspace, *mask),
         kv_group_bytes=plan.schedule.kv_group_bytes,
         group_heads=plan.schedule.group_heads,
         tail_share=plan.schedule.tail_share,
@@ -159,7 +162,9 @@ def _bias(problem: Problem, plan: BiasPlan, entry: str, operands: Names) -> Kern
     workspace: tuple[Workspace, ...] = ("lse_log2", "d")
     names = [(each.field, map_type(problem, each.tensor)) for each in maps]
     names += typed("ptr", *workspace, "dbias", *(("rng_state",) if problem.dropout else ()))
-    names += mask_names("attn_mask") if problem.attn_mask else []
+    mask: tuple[Workspace, ...] = ("mask_rows",) if problem.attn_mask else ()
+    for name in mask:
+        names += mask_names(name)
     sizes = (f"dbias_{name}" for name in ("batches", "heads", "rows", "columns", "sums_rows"))
     places = ("sequences", "heads_q", "q_blocks", "group_size", "bottom_right")
     names += [*typed("i32", *sizes, *places), *typed("f32", "scale", "scale_log2")]
@@ -175,7 +180,7 @@ def _bias(problem: Problem, plan: BiasPlan, entry: str, operands: Names) -> Kern
         fields=fields,
         tensor_maps=maps,
         grid="multiprocessors",
-        workspace=workspace,
+        workspace=(*workspace, *mask),
         row_block=plan.row_block,
         q_seq=problem.q_seq,
         kv_seq=problem.kv_seq,

@@ -11,6 +11,7 @@ from .program import KernelEntry
 
 UNBOUNDED = 1 << 30  # a window side without a bound
 SCHEDULE_BYTES = 16  # of a sequence in a schedule, and of what stands before the first
+MASK_AXES = ("rows", "columns")  # a packed mask has a row a query, or a row a key
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 128  # as many weights has the kernel that combines them
 SPLIT_BLOCKS = 4  # of keys, at least, for each split
@@ -107,11 +108,16 @@ def heads_per_group(kernel: KernelEntry, extents: dict[str, Extent]) -> int:
 
 
 def workspace_bytes(
-    kernel: KernelEntry, q: Extent, sequences: int | None = None, splits: int = 1
+    kernel: KernelEntry,
+    q: Extent,
+    sequences: int | None = None,
+    splits: int = 1,
+    numbers: Mapping[str, int | float] | None = None,
 ) -> dict[str, int]:
     """Bytes of each workspace that the kernel names. The kernels of one problem share them, 16-byte
     aligned; only `tile_counter` has to be zero before the first launch."""
     sequences = q.batch if sequences is None else sequences
+    given = numbers or {}
     blocks = q.batch * q.heads * row_blocks(kernel, q, sequences)
     schedule = SCHEDULE_BYTES * (1 + sequences)
     rows = splits * q.batch * q.heads * q.seq
@@ -125,6 +131,7 @@ def workspace_bytes(
         "lse_parts": 4 * rows if splits > 1 else 0,
         "q_schedule": schedule,
         "kv_schedule": schedule,
+        **{f"mask_{axis}": 4 * int(given.get(f"mask_{axis}_words", 0)) for axis in MASK_AXES},
     }
     return {name: known[name] for name in kernel.workspace}
 

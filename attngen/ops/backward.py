@@ -18,7 +18,7 @@ from ..launch import Prepared, launch, prepare
 from ..load import LoadedKernel
 from ..run_time import LOG2_E, Extent, row_blocks
 from ..spec import AttentionSpec
-from . import bias, mask_bits
+from . import bias
 from .checks import device_violations, violations
 from .operands import (
     Source,
@@ -66,7 +66,6 @@ class Ready:
     row_sizes: tuple[int, int, int] = (0, 0, 0)  # batch, heads, rows of LSE and D in the workspace
     fills_rows: bool = False
     d_unit: float = 1.0
-    lengths: tuple[int, int] = (0, 0)  # of queries and keys
     dbias: bias.Gradient | None = None
 
 
@@ -107,23 +106,11 @@ def backward(
         made = {name: _gradient_of(_present(given[name[1]])) for name in ready.gradients}
         if ready.dbias:
             made["dbias"] = ready.dbias.new(_present(given["bias"]))
-        packed = {} if (mask := given["attn_mask"]) is None else _packed(mask, ready)
-        dsink = _run(ready, {**given, **packed, **made}, wanted)
+        dsink = _run(ready, {**given, **made}, wanted)
         dbias = ready.dbias.finish(made["dbias"], q.dtype) if ready.dbias else q.new_empty(0)
     names = [name for name in names_of(wanted) if name in made]
     dq, dk, dv = (made[name] if name in names else q.new_empty(0) for name in GRADIENTS)
     return dq, dk, dv, dsink, dbias
-
-
-def _packed(mask: Tensor, ready: Ready) -> dict[str, Tensor]:
-    """The mask's bits in the order that each of the kernels reads."""
-    names = {field.name for each in ready.launches for field in each.loaded.kernel.fields}
-    ways = {"attn_mask": False, "attn_mask_columns": True}
-    return {
-        name: mask_bits.pack(mask, *ready.lengths, columns=columns)
-        for name, columns in ways.items()
-        if name in names
-    }
 
 
 def names_of(wanted: Wanted) -> tuple[str, ...]:
@@ -235,12 +222,11 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted) -> Ready:
     launches = tuple(prepare(each, extents, scalars) for each in kernels)
     sources = sources_of(given, optional, layout)
     sources += tuple(s for s in packed_sources(carriers, layout, "d") if s[1] in written)
-    workspaces = lay_out_workspaces(kernels, extents["q"], scalars.sequences)
-    lengths = (extents["q"].seq, extents["k"].seq)
+    workspaces = lay_out_workspaces(kernels, extents["q"], scalars)
     row_sizes = _row_sizes(kernels, extents["q"], scalars.sequences)
     varies = any(each.kernel.q_seq != "dense" for each in kernels)
     unit = scalars.numbers["keep_scale"]  # D's, with dropout
-    return Ready(launches, written, sources, *workspaces, row_sizes, varies, unit, lengths, dbias)
+    return Ready(launches, written, sources, *workspaces, row_sizes, varies, unit, dbias)
 
 
 def _row_sizes(
@@ -265,7 +251,8 @@ def _needed(kernels: tuple[LoadedKernel, ...], wanted: Wanted) -> tuple[LoadedKe
     """All but those that make unwanted gradients alone; none where nothing is wanted. The sink's
     needs no more than LSE and D, the bias's a kernel of its own besides."""
     if not (wanted.dq or wanted.dkv):
-        families = {PREPARES: wanted.dsink or wanted.dbias, "sm90_bwd_dbias": wanted.dbias}
+        families = {PREPARES: wanted.dsink or wanted.dbias}
+        families |= dict.fromkeys(("mask_pack", "sm90_bwd_dbias"), wanted.dbias)
         return tuple(each for each in kernels if families.get(_family(each)))
     unwanted = {kind for kind, want in wanted._asdict().items() if not want}
     kinds = (KIND_OF_FAMILY.get(_family(each)) for each in kernels)

@@ -94,7 +94,6 @@ def _make_ready(operands: Operands, arguments: Arguments) -> Ready:
         outputs=tuple(results),
         unused=(*UNUSED, *absent),
         device=q.device,
-        lengths=(extents["q"].seq, extents["k"].seq),
     )
     scalars = scalars_of(q, optional, arguments, extents)
     if not (q.numel() and k.numel() and out.numel() and scalars.sequences):
@@ -107,7 +106,7 @@ def _make_ready(operands: Operands, arguments: Arguments) -> Ready:
     numbers = {**scalars.numbers, **decode.numbers_of(extents, optional), "splits": splits}
     scalars = replace(scalars, numbers=numbers)
     launches = tuple(prepare(each, extents, scalars) for each in kernels)
-    offsets, size = lay_out_workspaces(kernels, extents["q"], scalars.sequences, splits)
+    offsets, size = lay_out_workspaces(kernels, extents["q"], scalars, splits)
     counts = any("tile_counter" in each.kernel.workspace for each in kernels)
     return replace(
         ready, launches=launches, offsets=offsets, workspace_bytes=size, counts_tiles=counts

@@ -128,7 +128,7 @@ def scalars_of(
     for side in ("q", "kv"):  # where only the other side has lengths, all positions are in use
         numbers[f"{side}_least"] = UNBOUNDED if optional[f"seqused_{side}"] is None else 0
     if (mask := optional["attn_mask"]) is not None:
-        numbers |= mask_bits.numbers_of(mask.shape, extents["q"].seq, extents["k"].seq)
+        numbers |= mask_bits.numbers_of(mask, extents["q"].seq, extents["k"].seq)
     if (bias := optional["bias"]) is not None:
         numbers |= bias_of.numbers_of(bias)
     return Scalars(scale, left, right, aligned, numbers, sequences)

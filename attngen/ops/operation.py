@@ -16,9 +16,8 @@ from .. import counters, features, load, resolve
 from ..builder import find_kernels
 from ..errors import SpecError
 from ..launch import Prepared, launch
-from ..run_time import Extent, workspace_bytes
+from ..run_time import Extent, Scalars, workspace_bytes
 from ..spec import AttentionSpec
-from . import mask_bits
 from .operands import Source
 from .signature import Operands
 
@@ -57,7 +56,7 @@ class Ready:
     sources: those that point into one of them; outputs: in their order; unused: addresses that the
     kernels have and the call does without. launches: none where no query sees a key. offsets: where
     each workspace but the counter lies in one allocation of so many bytes; counts_tiles: whether
-    that counter is needed. lengths: those of queries and keys.
+    that counter is needed.
     """
 
     operands: tuple[tuple[int, str], ...]
@@ -68,7 +67,6 @@ class Ready:
     launches: tuple[Prepared, ...] = ()
     offsets: dict[str, int] = field(default_factory=dict)
     workspace_bytes: int = 0
-    lengths: tuple[int, int] = (0, 0)
     counts_tiles: bool = False
 
 
@@ -108,8 +106,6 @@ def run(ready: Ready, operands: Operands) -> list[Tensor]:
     for place, name in ready.operands:
         operand = operands[place]
         assert operand is not None  # absent ones have no place here
-        if name == "attn_mask":
-            packed = operand = mask_bits.pack(operand, *ready.lengths)  # noqa: F841  # held to the end
         addresses[name] = operand.data_ptr()
     for name, source, offset in ready.sources:
         addresses[name] = addresses[source] + offset
@@ -138,13 +134,13 @@ def run(ready: Ready, operands: Operands) -> list[Tensor]:
 
 
 def lay_out_workspaces(
-    kernels: Sequence[load.LoadedKernel], q: Extent, sequences: int | None, splits: int = 1
+    kernels: Sequence[load.LoadedKernel], q: Extent, scalars: Scalars, splits: int = 1
 ) -> tuple[dict[str, int], int]:
     """Offsets of the kernels' workspaces in one allocation, and its size in bytes. The counter is
     not among them, since it must be zero."""
     sizes: dict[str, int] = {}
     for each in kernels:
-        sizes |= workspace_bytes(each.kernel, q, sequences, splits)
+        sizes |= workspace_bytes(each.kernel, q, scalars.sequences, splits, scalars.numbers)
     sizes.pop("tile_counter", None)
     offsets, end = {}, 0
     for name, size in sizes.items():

@@ -31,32 +31,29 @@ extern "C" void draw_words(const u32* c, const u32* k, u32* out) {
   philox(words, c[0], c[1], c[2], c[3], k[0], k[1]);
   for (int i = 0; i < 4; ++i) out[i] = words[i];
 }
-extern "C" u32 below(u32 bytes, u32 low, u32 high) {
-  return DropThreshold{low, high}.below(bytes) & 0x80808080u;
-}
+extern "C" u32 kept(u32 bytes, u32 low, u32 high) { return DropThreshold{low, high}.kept(bytes); }
 
-// What a warp drops of 16 rows and kN columns, by the sign of each weight and by masks of pairs.
+// What a warp drops of 16 rows and kN columns, by the sign of each weight and by what multiplies
+// pairs.
 template <int kN, bool kKeysAreRows>
 void fragment(const long long* state, int b, int h, u32 low, u32 high, int row, int column,
               char* signs, char* pairs) {
+  using Bits = DropBits<kN>;
   const DropoutKey key = dropout_key(state, b, h);
+  const DropThreshold threshold = {low, high};
   for (int lane = 0; lane < 32; ++lane) {
     const DropCalls<kKeysAreRows> calls(key, row, column, lane);
     const DropCalls<kKeysAreRows> partner(key, row, column, lane ^ 4);
-    DropBits<kN> bits;
-    bits.draw(calls, DropThreshold{low, high}, [&](DropWords, int tile) {
-      u32 words[4];
-      partner.call(words, tile ^ 1);
-      return words_of_row<kKeysAreRows>(words, !partner.odd_row);
-    });
-    u32 packed[kN / 4];
-    for (u32& pair : packed) pair = 0xffffffffu;
-    bits.template drop<kKeysAreRows>(packed);
+    u32 own[4], others[4];
+    Bits::decide(own, calls, threshold);
+    Bits::decide(others, partner, threshold);
+    Bits bits;
+    bits.join(own, Bits::template passed<kKeysAreRows>(others, partner.odd_row), calls, threshold);
     for (int i = 0; i < kN / 2; ++i) {
       const int at = (lane / 4 + 8 * fragment_row(i)) * kN + lane % 4 * 2 + fragment_column(i);
       signs[at] = bits.template sign<kKeysAreRows>(i) != 0;
-      const u32 half = packed[i / 2] >> (i % 2 * 16) & 0xffff;
-      pairs[at] = half == 0 ? 1 : half == 0xffff ? 0 : 2;
+      const u32 half = bits.template twice<kKeysAreRows>(i / 2) >> (i % 2 * 16) & 0xffff;
+      pairs[at] = half == 0 ? 1 : half == 0x4000 ? 0 : 2;
     }
   }
 }
@@ -74,8 +71,8 @@ ENTRIES = "".join(
 @pytest.fixture(scope="module")
 def library(compile_cpp) -> ctypes.CDLL:
     found = ctypes.CDLL(str(compile_cpp(SOURCE + ENTRIES)))
-    found.below.restype = ctypes.c_uint32
-    found.below.argtypes = [ctypes.c_uint32] * 3
+    found.kept.restype = ctypes.c_uint32
+    found.kept.argtypes = [ctypes.c_uint32] * 3
     return found
 
 
@@ -117,8 +114,8 @@ def test_threshold_every_byte_is_compared_alone(p: float, library) -> None:
             for place in range(4):
                 bytes_ = [others] * 4
                 bytes_[place] = byte
-                found = library.below(int.from_bytes(bytes(bytes_), "little"), *words_of(p))
-                expected = [0x80 * (each < threshold) for each in bytes_]
+                found = library.kept(int.from_bytes(bytes(bytes_), "little"), *words_of(p))
+                expected = [0x80 * (each >= threshold) for each in bytes_]
                 assert [*found.to_bytes(4, "little")] == expected
 
 

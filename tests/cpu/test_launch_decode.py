@@ -177,10 +177,11 @@ def test_launch_more_rows_or_room_than_32_bits_hold_is_refused(driver):
 def test_workspaces_of_parts_are_there_only_where_keys_are_split():
     kernels, q = loaded(decode=True), queries()
     rows = BATCH * QUERIES * HEADS * GROUP
-    offsets, size = lay_out_workspaces(kernels, q, BATCH, 7)
+    scalars = Scalars(1.0, sequences=BATCH)
+    offsets, size = lay_out_workspaces(kernels, q, scalars, 7)
     assert offsets == {"o_parts": 0, "lse_parts": 7 * rows * D * 4}
     assert size >= 7 * rows * (D + 1) * 4
-    assert lay_out_workspaces(kernels[:1], q, BATCH, 1)[1] == 0
+    assert lay_out_workspaces(kernels[:1], q, scalars, 1)[1] == 0
 
 
 @pytest.mark.parametrize(("splits", "launches"), [(1, 1), (7, 2)])

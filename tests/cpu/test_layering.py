@@ -17,15 +17,16 @@ PACKAGE = ROOT / "attngen"
 # The stages, each with the values it passes on; a module may import what stands before it.
 STAGES = (
     *("errors", "values", "spec", "features", "problem", "resolve", "arch.base"),
-    *("arch.sm90", "arch.sm90_bwd", "arch.sm90_decode", "arch.sm90_varlen", "tuned", "plan"),
-    *("program", "render", "render_bwd", "render_decode", "render_varlen", "compile", "digest"),
+    *("arch.sm90", "arch.sm90_bwd", "arch.sm90_decode", "arch.sm90_mask", "arch.sm90_varlen"),
+    *("tuned", "plan", "program", "render", "render_bwd", "render_decode", "render_mask"),
+    *("render_varlen", "compile", "digest"),
     *("cache_entry", "cache_lock", "cache", "bundle", "mounts", "builder", "batch", "ops"),
     *("bench", "tune", "bundle_write", "bundle_wheel", "presets", "cli_build", "cli_bundle"),
     *("cli_measure", "cli"),
 )
 COMPILER_SIDE = {
     *("spec", "features", "resolve", "plan", "render", "render_bwd", "render_decode"),
-    *("render_varlen", "compile", "builder", "digest"),
+    *("render_mask", "render_varlen", "compile", "builder", "digest"),
 }
 LAUNCH_SIDE = ("launch", "load", "program", "counters", "run_time", "tracing")
 # Outside package → the modules (or packages of ours) that may import it.

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from attngen.ops import mask_bits
+from attngen.ops.mask_bits import numbers_of, words_of
 
 WIDTHS = (16, 48, 64, 112, 128)
 SOURCE = """
 #include "attngen/mask_bits.cuh"
 using namespace attngen;
+extern "C" u32 four(u32 bytes) { return bits_of_bytes(bytes); }
 // What a warp sees of 16 rows and kN columns; rows: words of the packed mask, `pitch` apart.
 template <int kN>
 void fragment(const u32* rows, int pitch, int column, char* seen) {
@@ -51,33 +52,55 @@ def library(compile_cpp) -> ctypes.CDLL:
     return ctypes.CDLL(str(compile_cpp(SOURCE + ENTRIES)))
 
 
+def pack(mask: torch.Tensor, length: int) -> torch.Tensor:
+    """The bits of rows of that length, int32 [..., words]."""
+    whole = torch.nn.functional.pad(mask, (0, 32 * words_of(length) - length))
+    words = (whole.unflatten(-1, (-1, 32)).long() << torch.arange(32)).sum(-1)
+    return (words - (words >> 31 << 32)).to(torch.int32)
+
+
 @pytest.mark.parametrize(("b", "h"), [(1, 1), (2, 1), (1, 3), (2, 3)])
 @pytest.mark.parametrize(("s_q", "s_kv"), [(5, 70), (1, 1), (33, 64), (129, 127)])
-def test_pack_every_broadcast_keeps_its_bits_where_the_strides_say(b, h, s_q, s_kv) -> None:
+def test_strides_lead_to_every_bit_of_every_broadcast(b, h, s_q, s_kv) -> None:
     for rows, columns in ((s_q, s_kv), (1, s_kv), (s_q, 1), (1, 1)):
         mask = random_mask(b, h, rows, columns)
-        numbers = mask_bits.numbers_of(mask.shape, s_q, s_kv)
         full = mask.expand(b, h, s_q, s_kv)
-        for name, turned in (("attn_mask", False), ("attn_mask_columns", True)):
-            packed = mask_bits.pack(mask, s_q, s_kv, columns=turned)
-            strides = [numbers[f"{name}_stride_{axis}"] for axis in ("batch", "head", "row")]
-            expected = full.transpose(2, 3) if turned else full
-            found = packed.as_strided((*expected.shape[:3], packed.shape[3]), (*strides, 1))
-            assert torch.equal(unpacked(found, expected.shape[3]), expected)
+        turned_about = mask.transpose(0, 1).clone().transpose(0, 1)
+        for given in (mask, mask.expand(-1, -1, s_q, s_kv), turned_about):
+            numbers = numbers_of(given, s_q, s_kv)
+            sizes = numbers["attn_mask_batches"], numbers["attn_mask_heads"]
+            assert sizes == (b, h)
+            axes = ("batch", "head", "row", "column")
+            own = [numbers[f"attn_mask_stride_{axis}"] for axis in axes]
+            assert torch.equal(given.as_strided(full.shape, own), full)
+            for name, turned in (("mask_rows", False), ("mask_columns", True)):
+                expected = full.transpose(2, 3) if turned else full
+                length = expected.shape[3]
+                lines = columns if turned else rows
+                bits = pack(expected[:, :, :lines], length)
+                assert numbers[f"{name}_words"] == bits.numel()
+                strides = [numbers[f"{name}_stride_{axis}"] for axis in axes[:3]]
+                places = (*expected.shape[:3], bits.shape[3])
+                found = bits.contiguous().as_strided(places, (*strides, 1))
+                assert torch.equal(unpacked(found, length), expected)
 
 
-def test_pack_masks_of_fewer_axes_and_any_strides() -> None:
-    mask = random_mask(4, 6, 5, 40)
-    assert torch.equal(mask_bits.pack(mask[0, 0], 5, 40), mask_bits.pack(mask[:1, :1], 5, 40))
-    turned = mask.transpose(0, 1)
-    assert torch.equal(mask_bits.pack(turned, 5, 40), mask_bits.pack(turned.clone(), 5, 40))
+def test_numbers_of_masks_of_fewer_axes_are_those_of_four() -> None:
+    mask = random_mask(5, 40)
+    assert numbers_of(mask, 5, 40) == numbers_of(mask[None, None], 5, 40)
+
+
+def test_bits_of_four_bytes_are_gathered(library) -> None:
+    for bits in range(16):
+        bytes_ = sum((bits >> k & 1) << (8 * k) for k in range(4))
+        assert library.four(bytes_) == bits
 
 
 @pytest.mark.parametrize("n", WIDTHS)
 def test_fragment_sees_what_the_mask_shows_and_stays_in_its_row(n: int, library) -> None:
     for length in (1, n - 1, n, 3 * n - 5, 1000):
         mask = random_mask(16, length)
-        packed = mask_bits.pack(mask, 16, length)[0, 0].numpy().astype(np.int32)
+        packed = pack(mask, length).numpy().astype(np.int32)
         for column in range(0, length, n):
             assert (column + n) // 32 + 1 < packed.shape[1]  # what is read lies inside the row
             seen = np.zeros((16, n), np.int8)

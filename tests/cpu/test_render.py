@@ -180,7 +180,8 @@ def test_render_kernel_entry_is_the_symbol_and_the_plan(case, make_problem, rend
     assert kernel.entry.startswith(f"sm90_fwd__{problem.label}__")
     assert (kernel.threads, kernel.smem_bytes) == (chosen.threads, chosen.smem_bytes)
     assert kernel.tile_rows == chosen.tile.m
-    assert kernel.workspace == (("tile_counter",) if chosen.schedule.dynamic else ())
+    counter = ("tile_counter",) if chosen.schedule.dynamic else ()
+    assert kernel.workspace == (*counter, *(("mask_rows",) if problem.attn_mask else ()))
 
 
 @pytest.mark.parametrize("case", CASES)

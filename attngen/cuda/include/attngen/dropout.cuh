@@ -71,29 +71,24 @@ struct DropThreshold {
   u32 low;
   u32 high;
 
-  // The upper bit of each byte: whether that byte is dropped. Other bits mean nothing.
-  ATTNGEN_HD u32 below(u32 bytes) const {
+  // The upper bit of each byte: whether that byte is kept. The others are 0.
+  ATTNGEN_HD u32 kept(u32 bytes) const {
     const u32 reaches = (bytes | 0x80808080u) - low;  // no byte borrows
-    return ~((bytes & reaches) | ((bytes | reaches) & ~high));
+    return ((bytes & reaches) | ((bytes | reaches) & ~high)) & 0x80808080u;
   }
 };
 
-// Of a thread's elements in a 16 x 16 tile, whether each is dropped: the upper bit of byte b of
-// `even` decides the element in the thread's first column of 8, that of `odd` the one beside it.
-struct DropWords {
-  u32 even;
-  u32 odd;
-};
-// The byte that decides: `half` is the row's (0, or 8 below), `right` the column's.
+// The byte of a word that decides: `half` is the row's (0, or 8 below), `right` the column's.
 template <bool kKeysAreRows>
 ATTNGEN_HD constexpr int drop_byte(int half, int right) {
   return kKeysAreRows ? right + 2 * half : half + 2 * right;
 }
-// The two words of a call that serve a thread whose first row is odd, or even.
+// Which of a call's words serve a thread whose first row is odd, or even: in its first column of 8
+// (`odd_column` 0) and the one beside it.
 template <bool kKeysAreRows>
-ATTNGEN_HD DropWords words_of_row(const u32 (&call)[4], bool odd_row) {
-  if (kKeysAreRows) return {odd_row ? call[2] : call[0], odd_row ? call[3] : call[1]};
-  return {odd_row ? call[1] : call[0], odd_row ? call[3] : call[2]};
+ATTNGEN_HD u32 word_of(const u32 (&words)[4], bool odd_row, int odd_column) {
+  if (kKeysAreRows) return odd_row ? words[2 + odd_column] : words[odd_column];
+  return odd_row ? words[1 + 2 * odd_column] : words[2 * odd_column];
 }
 
 // The calls of a thread's rows. kKeysAreRows: the tile is S^T, its rows are keys; else S.
@@ -115,76 +110,97 @@ struct DropCalls {
   }
 };
 
-// All decisions of a thread for a fragment of kN columns: bit 7 - t of each byte is that of tile t.
+// Bit of a byte that tile `tile` of 16 columns has: the even ones those from 7 down, the odd ones
+// those from 3 down.
+ATTNGEN_HD constexpr int drop_bit(int tile) { return (tile % 2 == 0 ? 7 : 3) - tile / 2; }
+
+// All decisions of a thread for a fragment of kN columns, 1 where an element is kept: bits of four
+// bytes for its columns that are even, and for those that are odd.
 template <int kN>
 struct DropBits {
   static_assert(kN % 16 == 0 && kN <= 128, "eight tiles fill a byte");
   static constexpr int kTiles = kN / 16;
-  DropWords bits;
+  static constexpr u32 kUpper = 0xf0f0f0f0u;  // of the even tiles
+  u32 even;
+  u32 odd;
 
-  // Tiles join from the last to the first, each shifting those after it.
-  ATTNGEN_HD void join(DropWords words, const DropThreshold& threshold) {
-    bits.even = (threshold.below(words.even) & 0x80808080u) | (bits.even >> 1 & 0x7f7f7f7fu);
-    bits.odd = (threshold.below(words.odd) & 0x80808080u) | (bits.odd >> 1 & 0x7f7f7f7fu);
+  // The decisions of the thread's own calls, every other tile's, in the upper half of each byte.
+  template <bool kKeysAreRows>
+  ATTNGEN_HD static void decide(u32 (&own)[4], const DropCalls<kKeysAreRows>& calls,
+                                const DropThreshold& threshold) {
+    own[0] = own[1] = own[2] = own[3] = 0;
+    ATTNGEN_UNROLL
+    for (int tile = kTiles / 2 * 2 - 2; tile >= 0; tile -= 2) {
+      u32 words[4];
+      calls.call(words, tile + calls.odd_row);
+      ATTNGEN_UNROLL
+      for (int i = 0; i < 4; ++i) own[i] = threshold.kept(words[i]) | (own[i] >> 1 & 0x7f7f7f7fu);
+    }
   }
-  // Whether element `index` of the accumulator is dropped, as the sign bit.
+  // What of them the thread beside needs, in one word.
+  template <bool kKeysAreRows>
+  ATTNGEN_HD static u32 passed(const u32 (&own)[4], bool odd_row) {
+    const u32 first = word_of<kKeysAreRows>(own, !odd_row, 0);
+    const u32 second = word_of<kKeysAreRows>(own, !odd_row, 1);
+    return (first & kUpper) | (second >> 4 & ~kUpper);
+  }
+  // All of them, `other` being what that thread has passed.
+  template <bool kKeysAreRows>
+  ATTNGEN_HD void join(const u32 (&own)[4], u32 other, const DropCalls<kKeysAreRows>& calls,
+                       const DropThreshold& threshold) {
+    const u32 shift = calls.odd_row ? 4 : 0;
+    const u32 mask = calls.odd_row ? ~kUpper : kUpper;
+    even = (word_of<kKeysAreRows>(own, calls.odd_row, 0) >> shift & mask) |
+           (other >> (4 - shift) & ~mask);
+    odd = (word_of<kKeysAreRows>(own, calls.odd_row, 1) >> shift & mask) | (other << shift & ~mask);
+    if (kTiles % 2 != 0) {  // the last tile: each computes its call
+      u32 words[4];
+      calls.call(words, kTiles - 1);
+      even |= threshold.kept(word_of<kKeysAreRows>(words, calls.odd_row, 0)) >> kTiles / 2;
+      odd |= threshold.kept(word_of<kKeysAreRows>(words, calls.odd_row, 1)) >> kTiles / 2;
+    }
+  }
+
+  // What multiplies elements 2 pair and 2 pair + 1 of the accumulator, as 16-bit numbers of either
+  // format: 2 (bit 14 alone) where one is kept, else 0.
+  template <bool kKeysAreRows>
+  ATTNGEN_HD u32 twice(int pair) const {
+    const int byte = drop_byte<kKeysAreRows>(pair & 1, pair >> 1 & 1);
+    const u32 halves = permute_bytes(even, odd, byte < 2 ? 0x5410u : 0x7632u);
+    const int left = 14 - byte % 2 * 8 - drop_bit(pair / 4);
+    return (left < 0 ? halves >> -left : halves << left) & 0x40004000u;
+  }
+  // Whether element `index` is dropped, as the sign bit.
   template <bool kKeysAreRows>
   ATTNGEN_HD u32 sign(int index) const {
     const int byte = drop_byte<kKeysAreRows>((index >> 1) & 1, (index >> 2) & 1);
-    return (index & 1 ? bits.odd : bits.even) << (24 - 8 * byte + index / 8) & 0x80000000u;
-  }
-
-  // exchange(words, tile): what the other lane passes for the same two tiles, of which this one has
-  // computed `tile`.
-  template <bool kKeysAreRows, class Exchange>
-  ATTNGEN_HD void draw(const DropCalls<kKeysAreRows>& calls, const DropThreshold& threshold,
-                       Exchange exchange) {
-    bits = {0, 0};
-    u32 words[4];
-    if (kTiles % 2 != 0) {
-      calls.call(words, kTiles - 1);
-      join(words_of_row<kKeysAreRows>(words, calls.odd_row), threshold);
-    }
-    ATTNGEN_UNROLL
-    for (int tile = kTiles / 2 * 2 - 2; tile >= 0; tile -= 2) {
-      calls.call(words, tile + calls.odd_row);
-      const DropWords own = words_of_row<kKeysAreRows>(words, calls.odd_row);
-      const DropWords passed = words_of_row<kKeysAreRows>(words, !calls.odd_row);
-      const DropWords other = exchange(passed, tile + calls.odd_row);
-      join(calls.odd_row ? own : other, threshold);
-      join(calls.odd_row ? other : own, threshold);
-    }
-  }
-
-  // Zeroes the dropped ones among weights packed as 16-bit pairs.
-  template <bool kKeysAreRows>
-  ATTNGEN_HD void drop(u32 (&packed)[kN / 4]) const {
-    ATTNGEN_UNROLL
-    for (int tile = 0; tile < kTiles; ++tile) {
-      const u32 even = bits.even << tile;
-      const u32 odd = bits.odd << tile;
-      ATTNGEN_UNROLL
-      for (int pair = 0; pair < 4; ++pair) {
-        const u32 byte = drop_byte<kKeysAreRows>(pair & 1, pair >> 1);
-        // Two copies of the sign of a byte of each word.
-        packed[4 * tile + pair] &= ~permute_bytes(even, odd, 0xCC88u + byte * 0x1111u);
-      }
-    }
+    const int left = 31 - byte * 8 - drop_bit(index / 8);
+    return ~((index & 1 ? odd : even) << left) & 0x80000000u;
   }
 
 #if defined(__CUDACC__)
   template <bool kKeysAreRows>
   ATTNGEN_DEVICE void draw(const DropCalls<kKeysAreRows>& calls, const DropThreshold& threshold) {
-    draw(calls, threshold, [](DropWords words, int) -> DropWords {
-      return {__shfl_xor_sync(~0u, words.even, 4), __shfl_xor_sync(~0u, words.odd, 4)};
-    });
-    finish_first(bits.even ^ bits.odd);
+    u32 own[4];
+    decide(own, calls, threshold);
+    const u32 other = __shfl_xor_sync(~0u, passed<kKeysAreRows>(own, calls.odd_row), 4);
+    join(own, other, calls, threshold);
+    finish_first(even ^ odd);
+  }
+
+  // Doubles the kept ones among weights packed as 16-bit pairs, and zeroes the others: a mask of
+  // whole halves would take another instruction a pair, where integer instructions are the limit.
+  template <class Element, bool kKeysAreRows>
+  ATTNGEN_DEVICE void drop(u32 (&packed)[kN / 4]) const {
+#pragma unroll
+    for (int i = 0; i < kN / 4; ++i)
+      packed[i] = Element::multiply(packed[i], twice<kKeysAreRows>(i));
   }
 
   // Makes the dropped ones among weights negative (or -0), so that one register has both.
   template <bool kKeysAreRows>
   ATTNGEN_DEVICE void mark(float (&weights)[kN / 2]) const {
-    ATTNGEN_UNROLL
+#pragma unroll
     for (int i = 0; i < kN / 2; ++i) {
       weights[i] = __uint_as_float(__float_as_uint(weights[i]) ^ sign<kKeysAreRows>(i));
     }

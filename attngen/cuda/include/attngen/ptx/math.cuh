@@ -39,6 +39,12 @@ struct Bf16 {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
   }
+  // a b of each half.
+  ATTNGEN_DEVICE static u32 multiply(u32 a, u32 b) {
+    u32 packed;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(packed) : "r"(a), "r"(b));
+    return packed;
+  }
   // As pack, with 0 for what is negative.
   ATTNGEN_DEVICE static u32 pack_positive(float low, float high) {
     u32 packed;
@@ -53,6 +59,12 @@ struct Fp16 {
   ATTNGEN_DEVICE static u32 pack(float low, float high) {
     u32 packed;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+  }
+  // a b of each half.
+  ATTNGEN_DEVICE static u32 multiply(u32 a, u32 b) {
+    u32 packed;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(packed) : "r"(a), "r"(b));
     return packed;
   }
   ATTNGEN_DEVICE static u32 pack_positive(float low, float high) {
