@@ -24,8 +24,10 @@ ROWS_PER_CONSUMER = 64
 REGISTERS = {"sm90_bwd": (40, 232), "sm90_bwd_dkv": (56, 224), "sm90_bwd_dq": (24, 240),
              "sm90_bwd_dbias": (40, 232)}  # fmt: skip
 SMALL_REGISTERS = (56, 224)  # of the fused kernel up to head dim 32
+MASK_REGISTERS = (32, 240)  # beside an arbitrary mask, up to head dim 64
 DQ_OPERANDS = 208  # dQ, S, dP and packed dS of a thread of the dQ kernel
-# Where scores with arithmetic of their own need registers, too; blocks of 96 keys at most.
+# Where scores with arithmetic of their own need registers, too; blocks of 96 keys at most, 80 where
+# lengths vary.
 DQ_OPERANDS_SCORES = 200
 # Random words take the room of some, together with a mask's bits of more.
 DQ_OPERANDS_DROPOUT = {False: 200, True: 176}
@@ -195,7 +197,8 @@ def make_fused(problem: Problem) -> BackwardPlan:
     dk_columns, dv_columns = (64, 64) if rows and d != d_v else (d, d_v)
     dq_columns = d if rows else 64
     # A tile that waits for its turn to add dQ works on meanwhile, where registers allow, and room.
-    dq_stages = 2 if problem.deterministic and not (problem.dropout or problem.bias) else 1
+    crowded = problem.dropout or problem.attn_mask or problem.bias
+    dq_stages = 2 if problem.deterministic and not crowded else 1
     stages = {"q_stages": 2, "do_stages": 2, "ds_stages": 2, "dq_stages": dq_stages}
     sizes = {
         **_operand_bytes(problem, tile, 2, 2),
@@ -209,7 +212,8 @@ def make_fused(problem: Problem) -> BackwardPlan:
         problem, "sm90_bwd", tile, sizes, small, stages, row_block=tile.m,
         dq_split="rows" if rows else "columns", dq_columns=dq_columns, dk_columns=dk_columns,
         dv_columns=dv_columns, deterministic=problem.deterministic,
-        registers=SMALL_REGISTERS if max(dk_columns, dv_columns) <= 32 else REGISTERS["sm90_bwd"],
+        registers=SMALL_REGISTERS if max(dk_columns, dv_columns) <= 32
+        else MASK_REGISTERS if rows and problem.attn_mask and not problem.bias else None,
     )  # fmt: skip
 
 
@@ -242,7 +246,7 @@ def feasible_dq(problem: Problem, row_block: int) -> Iterator[BackwardPlan]:
         limit = min(limit, DQ_OPERANDS_DROPOUT[problem.attn_mask])
     choices = [
         (n * (1.3 if k > 2 else 1.0) * (1.05 if v > 1 else 1.0), n, k, v)
-        for n in range(128 if light else 96, 16, -16)
+        for n in range(128 if light else 80 if problem.varlen else 96, 16, -16)
         for k in (3, 2)
         for v in (2, 1)
         if problem.head_dim_qk // 2 + n + n // 4 <= limit
