@@ -137,8 +137,10 @@ def choices(problem: Problem) -> Iterator[Choice]:
     q_places = [(False, False)] if consumers == 3 else [(False, False), (False, True)]
     if consumers == 2 and light:
         q_places.insert(0, (True, False))
-    # 128 keys spill at head dim 8, and at 128 beside a mask.
+    # 128 keys spill at head dim 8, and at 128 beside a mask; 112 at 40 where lengths vary.
     largest_block = 112 if problem.bias and (consumers == 3 or problem.attn_mask) else 128
+    if problem.bias and consumers == 3 and problem.varlen:
+        largest_block = 96
     for block in range(largest_block, 16, -16):
         for k_stages in (3, 2) if consumers == 2 else (2,):
             for q_in_registers, over_q in q_places:

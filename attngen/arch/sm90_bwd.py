@@ -268,7 +268,9 @@ def _biases(problem: Problem, row_block: int) -> Iterator[BiasPlan]:
     rows that fits, then as many buffers as do."""
     if not problem.bias:
         return
-    choices = [(n, stages) for n in (128, 96, 64, 32) for stages in (4, 3, 2)]
+    # 128 keys spill beside random words and a mask's bits.
+    largest = 96 if problem.dropout and problem.attn_mask else 128
+    choices = [(n, stages) for n in (128, 96, 64, 32) if n <= largest for stages in (4, 3, 2)]
     yield next(plan for choice in choices if (plan := _make_bias(problem, row_block, *choice)))
 
 
