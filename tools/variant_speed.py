@@ -40,6 +40,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "window": {"window": (WINDOW, 0)},
     "softcap": {"softcap": 30.0},
     "max_logit": {"return_max_logit": True},
+    "bias": {"bias": "1hss"},  # its broadcast; the backward makes its gradient, too
+    "pre_scale bias": {"bias": "1hss", "bias_type": "pre_scale"},
+    "bias of keys": {"bias": "111s"},
     "softcap+alibi+sink": {"softcap": 30.0, "alibi_slopes": True, "softmax": "learnable"},
 }
 
@@ -78,6 +81,11 @@ def calls_of(arguments: dict[str, Any]) -> tuple[Call, Call]:
     if given.get("softmax") == "learnable":
         given["sink"] = torch.zeros(HEADS, device="cuda", requires_grad=True)
         inputs.append(given["sink"])
+    if "bias" in given:
+        full = zip(given["bias"], (BATCH, HEADS, LENGTH, LENGTH), strict=True)
+        sizes = [1 if letter == "1" else n for letter, n in full]
+        given["bias"] = randn(*sizes).requires_grad_()
+        inputs.append(given["bias"])
     result = attngen.attention(*inputs[:3], **given)
     out = result[0] if isinstance(result, tuple) else result
 

@@ -119,14 +119,16 @@ def choices(problem: Problem) -> Iterator[Choice]:
         return
     largest = max(problem.head_dim_qk, problem.head_dim_v)
     consumers = 3 if largest <= 96 else 2
-    # With ALiBi two warpgroups do better in turns, too (measured +1 % at 128); beside a softcap
-    # queries in registers would cost the larger block (measured -5 % at 128).
+    # With ALiBi two warpgroups do better in turns, too (measured +1 % at 128), and with a bias (+3
+    # %); beside a softcap queries in registers would cost the larger block (measured -5 % at 128),
+    # and beside a bias (-2 to -3 %).
     light = LIGHT_SCORES.issuperset(problem.scores)
     # So they do where random words or a mask's bits take time between products: at 128 causal
     # dropout measured +3 % in turns and +2 % more when rescaled first; a mask +10 % in this order.
     # Both at once, or scores beside them, leave no registers for it.
     busy = problem.dropout != problem.attn_mask and not problem.scores
-    take_turns = consumers == 3 or largest > 192 or (bool(problem.scores) and light) or busy
+    takes = busy or problem.bias or (bool(problem.scores) and light)
+    take_turns = consumers == 3 or largest > 192 or takes
     step = min((limit for limit, _ in SOFTMAX_ORDERS if largest <= limit), default=256)
     softmax = SOFTMAX_ORDERS[step, bool(problem.masks)]
     if step == 128 and busy:
@@ -137,10 +139,9 @@ def choices(problem: Problem) -> Iterator[Choice]:
     q_places = [(False, False)] if consumers == 3 else [(False, False), (False, True)]
     if consumers == 2 and light:
         q_places.insert(0, (True, False))
-    # 128 keys spill at head dim 8, and at 128 beside a mask; 112 at 40 where lengths vary.
-    largest_block = 112 if problem.bias and (consumers == 3 or problem.attn_mask) else 128
-    if problem.bias and consumers == 3 and problem.varlen:
-        largest_block = 96
+    # With a bias blocks of 128 keys spill at head dim 8, at 128 beside what needs registers, too.
+    crowded = consumers == 3 or problem.attn_mask or len(problem.scores) > 1
+    largest_block = 112 if problem.bias and crowded else 128
     for block in range(largest_block, 16, -16):
         for k_stages in (3, 2) if consumers == 2 else (2,):
             for q_in_registers, over_q in q_places:
@@ -220,7 +221,9 @@ def operand_limit(problem: Problem, choice: Choice) -> int:
         return role_registers(problem, choice)[1] - (64 if problem.scores else 32)
     light = LIGHT_SCORES.issuperset(problem.scores)
     limit = (OPERANDS if light else OPERANDS_SCORES)[choice.consumers]
-    limit -= MASK_REGISTERS * problem.attn_mask + BIAS_REGISTERS[choice.consumers] * problem.bias
+    limit -= MASK_REGISTERS * problem.attn_mask
+    if problem.bias:
+        limit -= BIAS_REGISTERS[choice.consumers] * (2 if problem.varlen else 1)
     ends = problem.varlen or any(mask != "causal" for mask in problem.masks)
     return limit - LENGTH_REGISTERS * ((problem.dropout or problem.attn_mask) and ends)
 

@@ -175,7 +175,7 @@ def fuses(problem: Problem) -> bool:
     if problem.bias:  # whose addresses leave no room for much else
         more = (len(problem.scores) > 1) + problem.attn_mask + problem.varlen
         if max(d, d_v) <= 64:
-            crowded = problem.deterministic or len(problem.scores) > 1
+            crowded = problem.deterministic or problem.attn_mask or len(problem.scores) > 1
             return d == d_v and more <= 1 and not crowded
         light = all(name in LIGHT_SCORES or name.endswith("_bias") for name in problem.scores)
         return d > 64 and max(d, d_v) <= 128 and light and more <= 1 and not problem.dropout
@@ -268,9 +268,10 @@ def _biases(problem: Problem, row_block: int) -> Iterator[BiasPlan]:
     rows that fits, then as many buffers as do."""
     if not problem.bias:
         return
-    # 128 keys spill beside random words and a mask's bits.
-    largest = 96 if problem.dropout and problem.attn_mask else 128
-    choices = [(n, stages) for n in (128, 96, 64, 32) if n <= largest for stages in (4, 3, 2)]
+    # Random words, a mask's bits and further scores take the room of some keys.
+    crowded = problem.dropout or problem.attn_mask or len(problem.scores) > 1
+    sizes = (96, 64, 32) if crowded else (128, 96, 64, 32)
+    choices = [(n, stages) for n in sizes for stages in (4, 3, 2)]
     yield next(plan for choice in choices if (plan := _make_bias(problem, row_block, *choice)))
 
 
