@@ -88,7 +88,7 @@ def test_op_launch_has_every_address_and_stride(launched):
     tensors |= {"amax_s": amax_s, "amax_o": amax_o}
     known = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     absent = (*LENGTHS, *PAGE_TABLES, *op.UNUSED)
-    absent += ("alibi_slopes", "sink", "max_logit", "rng_state", "attn_mask")
+    absent += ("alibi_slopes", "sink", "max_logit", "rng_state", "attn_mask", "bias")
     assert launch.addresses == dict.fromkeys(absent, 0) | known
     assert amax_s.tolist() == amax_o.tolist() == [0.0], "a launch must find them zeroed"
     values = dict(zip((f.name for f in ENTRY.fields), launch.prepared.values, strict=True))

@@ -257,8 +257,9 @@ def test_op_descales_of_packed_sequences_are_one_for_each_and_head(name):
 def test_spec_from_call_knows_lengths_of_dense_sides_only():
     q = SimpleNamespace(shape=(4, 2, 64), dtype="torch.bfloat16")
     kv = SimpleNamespace(shape=(2, 4, 2, 64), dtype="torch.bfloat16")
-    for given in ({}, {"seqused_kv": 1}, {"cu_seqlens_kv": 1}):
+    ends = SimpleNamespace(shape=(3,))
+    for given in ({}, {"seqused_kv": ends}, {"cu_seqlens_kv": ends}):
         spec = attngen.AttentionSpec.from_call(
-            q, kv, kv, layout="thd_bshd_bshd", cu_seqlens_q=1, **given
+            q, kv, kv, layout="thd_bshd_bshd", cu_seqlens_q=ends, **given
         )
         assert spec.seqused == bool(given)
