@@ -43,6 +43,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bias": {"bias": "1hss"},  # its broadcast; the backward makes its gradient, too
     "pre_scale bias": {"bias": "1hss", "bias_type": "pre_scale"},
     "bias of keys": {"bias": "111s"},
+    "dropout": {"dropout_p": 0.1},
+    "mask": {"attn_mask": 0.5},  # the share of a random [s, s] that takes part
     "softcap+alibi+sink": {"softcap": 30.0, "alibi_slopes": True, "softmax": "learnable"},
 }
 
@@ -86,6 +88,9 @@ def calls_of(arguments: dict[str, Any]) -> tuple[Call, Call]:
         sizes = [1 if letter == "1" else n for letter, n in full]
         given["bias"] = randn(*sizes).requires_grad_()
         inputs.append(given["bias"])
+    if "attn_mask" in given:
+        drawn = torch.rand(LENGTH, LENGTH, generator=generator, device="cuda")
+        given["attn_mask"] = drawn < given["attn_mask"]
     result = attngen.attention(*inputs[:3], **given)
     out = result[0] if isinstance(result, tuple) else result
 
