@@ -165,7 +165,7 @@ def fuses(problem: Problem) -> bool:
     and a box of 64 columns of dQ, or all of them, for each consumer."""
     d, d_v = problem.head_dim_qk, problem.head_dim_v
     # Scores with arithmetic of their own spill beside blocks of 128 queries; several of them, or
-    # one and an order of additions, beside 64 too.
+    # one and an order of additions or lengths, beside 64 too.
     light = LIGHT_SCORES.issuperset(problem.scores)
     # So do random words, an order of additions and anything more.
     if problem.deterministic and problem.dropout and (
@@ -183,7 +183,7 @@ def fuses(problem: Problem) -> bool:
         # Bits of a mask spill beside accumulators of unlike sizes.
         return light and not (problem.attn_mask and d != d_v)
     return d > 64 and max(d, d_v) <= 128 and (
-        light or (len(problem.scores) == 1 and not problem.deterministic)
+        light or (len(problem.scores) == 1 and not (problem.deterministic or problem.varlen))
     )
 
 
