@@ -40,7 +40,8 @@ OPERANDS = {2: 204, 3: 132}
 OPERANDS_SCORES = {2: 188, 3: 116}
 LIGHT_SCORES = frozenset({"alibi"})  # a multiply-add an element needs no registers
 MASK_REGISTERS = 12  # of a thread, for the bits of an arbitrary mask
-# For lengths told on the device, or both ends of a window, beside random words or a mask's bits.
+# For lengths told on the device, or both ends of a window, beside random words, a mask's bits or, over
+# pages, scores with arithmetic of their own.
 LENGTH_REGISTERS = 16
 BIAS_REGISTERS = {2: 0, 3: 12}  # for the addresses and elements of a bias
 # Groups of 32 heads leave four SMs a head to share its keys, of 64 MB still mostly hit L2: measured
@@ -225,7 +226,10 @@ def operand_limit(problem: Problem, choice: Choice) -> int:
     if problem.bias:
         limit -= BIAS_REGISTERS[choice.consumers] * (2 if problem.varlen else 1)
     ends = problem.varlen or any(mask != "causal" for mask in problem.masks)
-    return limit - LENGTH_REGISTERS * ((problem.dropout or problem.attn_mask) and ends)
+    beside = problem.dropout or problem.attn_mask
+    if problem.kv_fetch == "page_tma":
+        beside = beside or not light
+    return limit - LENGTH_REGISTERS * (beside and ends)
 
 
 def role_registers(problem: Problem, choice: Choice) -> tuple[int, int]:
