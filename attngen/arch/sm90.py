@@ -40,8 +40,8 @@ OPERANDS = {2: 204, 3: 132}
 OPERANDS_SCORES = {2: 188, 3: 116}
 LIGHT_SCORES = frozenset({"alibi"})  # a multiply-add an element needs no registers
 MASK_REGISTERS = 12  # of a thread, for the bits of an arbitrary mask
-# For lengths told on the device, or both ends of a window, beside random words, a mask's bits or, over
-# pages, scores with arithmetic of their own.
+# For lengths told on the device, or both ends of a window, beside random words, a mask's bits or,
+# over pages, scores with arithmetic of their own.
 LENGTH_REGISTERS = 16
 BIAS_REGISTERS = {2: 0, 3: 12}  # for the addresses and elements of a bias
 # Groups of 32 heads leave four SMs a head to share its keys, of 64 MB still mostly hit L2: measured
