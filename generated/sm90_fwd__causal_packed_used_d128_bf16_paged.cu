@@ -363,8 +363,7 @@ struct PagedLoader {
       const int block_begin = slot->block_begin;
       int block = slot->block_end;
       if (row_block < 0) break;
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(smem + kJobEmpty);
+      mbarrier_arrive(smem + kJobEmpty);  // every lane: each has read the slot itself
       const Blocks blocks = {fetch, batch, kv_sequence(p).length(batch), lane};
       PagedBox box = blocks.find(block - 1);
 #pragma unroll 1
@@ -645,7 +644,7 @@ sm90_fwd__causal_packed_used_d128_bf16_paged__08496b(const __grid_constant__ att
       mbarrier_init(smem + kVEmpty + i * 8, kConsumers * 4);
     }
     mbarrier_init(smem + kJobFull, 1);
-    mbarrier_init(smem + kJobEmpty, kConsumers * 128 + 3);  // consumer threads, loaders
+    mbarrier_init(smem + kJobEmpty, kConsumers * 128 + 65);  // consumer threads, loaders
     mbarrier_init_fence();
   }
   __syncthreads();

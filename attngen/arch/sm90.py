@@ -119,7 +119,9 @@ def choices(problem: Problem) -> Iterator[Choice]:
         yield from choices_8bit(problem)
         return
     largest = max(problem.head_dim_qk, problem.head_dim_v)
-    consumers = 3 if largest <= 96 else 2
+    # A bias, a mask's bits and random words together leave three no room for a block worth its name.
+    crowded = problem.bias and problem.attn_mask and problem.dropout
+    consumers = 3 if largest <= 96 and not crowded else 2
     # With ALiBi two warpgroups do better in turns, too (measured +1 % at 128), and with a bias (+3
     # %); beside a softcap queries in registers would cost the larger block (measured -5 % at 128),
     # and beside a bias (-2 to -3 %).
@@ -141,8 +143,8 @@ def choices(problem: Problem) -> Iterator[Choice]:
     if consumers == 2 and light:
         q_places.insert(0, (True, False))
     # With a bias blocks of 128 keys spill at head dim 8, at 128 beside what needs registers, too.
-    crowded = consumers == 3 or problem.attn_mask or len(problem.scores) > 1
-    largest_block = 112 if problem.bias and crowded else 128
+    much = consumers == 3 or problem.attn_mask or len(problem.scores) > 1
+    largest_block = 112 if problem.bias and much else 128
     for block in range(largest_block, 16, -16):
         for k_stages in (3, 2) if consumers == 2 else (2,):
             for q_in_registers, over_q in q_places:
