@@ -119,7 +119,7 @@ def choices(problem: Problem) -> Iterator[Choice]:
         yield from choices_8bit(problem)
         return
     largest = max(problem.head_dim_qk, problem.head_dim_v)
-    # A bias, a mask's bits and random words together leave three no room for a block worth its name.
+    # A bias, a mask's bits and random words together leave three no room for a block of any size.
     crowded = problem.bias and problem.attn_mask and problem.dropout
     consumers = 3 if largest <= 96 and not crowded else 2
     # With ALiBi two warpgroups do better in turns, too (measured +1 % at 128), and with a bias (+3
