@@ -227,6 +227,8 @@ def operand_limit(problem: Problem, choice: Choice) -> int:
     limit -= MASK_REGISTERS * problem.attn_mask
     if problem.bias:
         limit -= BIAS_REGISTERS[choice.consumers] * (2 if problem.varlen else 1)
+        # Two masks spill beside the widest outputs.
+        limit -= LENGTH_REGISTERS * (len(problem.masks) > 1 and problem.head_dim_v > 192)
     ends = problem.varlen or any(mask != "causal" for mask in problem.masks)
     beside = problem.dropout or problem.attn_mask
     if problem.kv_fetch == "page_tma":
