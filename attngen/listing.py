@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from . import resolve
 from .errors import SpecError
 from .features import Features
-from .spec import AttentionSpec
+from .spec import MAX_HEAD_DIM, AttentionSpec
 
 
 def list_features(known: Features) -> Iterator[str]:
@@ -16,7 +16,7 @@ def list_features(known: Features) -> Iterator[str]:
     yield f"dtypes         {' '.join(resolve.DTYPES)}"
     for dtypes in (resolve.DTYPES_16BIT, resolve.DTYPES_8BIT):
         step, names = resolve.head_dim_step(dtypes[0]), " ".join(dtypes)
-        yield f"head dims      multiples of {step} up to {resolve.MAX_HEAD_DIM} ({names})"
+        yield f"head dims      multiples of {step} up to {MAX_HEAD_DIM} ({names})"
     yield f"directions     {' '.join(resolve.DIRECTIONS)} (bwd: {' '.join(resolve.DTYPES_16BIT)})"
     yield f"switches       dropout attn_mask ({' '.join(resolve.DTYPES_16BIT)})"
     for axis, fragments in known.items():

@@ -50,6 +50,11 @@ class Problem:
         return any(name.endswith("_bias") for name in self.scores)
 
     @property
+    def paged(self) -> bool:
+        """Whether keys and values lie in pages."""
+        return self.kv_fetch == "page_tma"
+
+    @property
     def eight_bit(self) -> bool:
         """Whether Q, and with it K and V, are FP8."""
         return DTYPE_BYTES[self.dtype_q] == 1
@@ -83,7 +88,7 @@ class Problem:
         out = () if partial or self.dtype_o == self.dtype_q else (f"to_{self.dtype_o}",)
         order = ("deterministic",) if self.deterministic else ()
         more = ("max_logit",) if self.max_logit else ()
-        paged = ("paged",) if self.kv_fetch == "page_tma" else ()
+        paged = ("paged",) if self.paged else ()
         parts = (*kv, *paged, *partial, *out, *order, *more)
         return "_".join((*features, dims, self.dtype_q, *parts))
 

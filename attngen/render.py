@@ -140,7 +140,7 @@ def render(problem: Problem, plan: Plan, features: Features, root: Path) -> Sour
         group_heads=plan.schedule.group_heads,
         tail_share=plan.schedule.tail_share,
         q_seq=problem.q_seq,
-        kv_seq="dense" if paged(problem) else problem.kv_seq,  # its maps find pages
+        kv_seq="dense" if problem.paged else problem.kv_seq,  # its maps find pages
     )
     return Source(fill(problem, plan, kernel, uses, root), kernel)
 
@@ -263,18 +263,13 @@ def _tensor_maps(problem: Problem, plan: Plan) -> tuple[TensorMapRecipe, ...]:
     if problem.dtype_o != "fp32":
         rows["o"], dtypes["o"] = 64, problem.dtype_o
     recipes = {tensor: recipe(tensor, dtypes[tensor], rows[tensor]) for tensor in rows}
-    pages = ("k", "v") if paged(problem) else ()
+    pages = ("k", "v") if problem.paged else ()
     return tuple(replace(x, paged=name in pages) for name, x in recipes.items())
-
-
-def paged(problem: Problem) -> bool:
-    """Whether keys and values lie in pages."""
-    return problem.kv_fetch == "page_tma"
 
 
 def map_type(problem: Problem, tensor: str) -> str:
     """The type of the parameter that maps a tensor."""
-    if tensor in ("k", "v") and paged(problem):
+    if tensor in ("k", "v") and problem.paged:
         return "tensor_map"
     sequence = problem.kv_seq if tensor in ("k", "v", "dk", "dv") else problem.q_seq
     return "tensor_map" if sequence == "dense" else "sequence_map"

@@ -16,7 +16,6 @@ from .render import (
     fill,
     lay_out_fields,
     operands_of,
-    paged,
     recipe,
     strides_of,
     typed,
@@ -54,7 +53,7 @@ def _decode(problem: Problem, plan: DecodePlan, entry: str, operands: Names) -> 
     maps = tuple(
         dataclasses.replace(
             recipe(tensor, problem.dtype_kv, plan.tile.n),
-            paged=paged(problem),
+            paged=problem.paged,
             l2_bytes=STREAM_L2_BYTES,
         )
         for tensor in ("k", "v")

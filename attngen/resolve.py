@@ -11,14 +11,13 @@ from . import layouts
 from .errors import SpecError
 from .features import Features
 from .problem import Problem, Sequence
-from .spec import AttentionSpec
+from .spec import MAX_HEAD_DIM, AttentionSpec
 
 DIRECTIONS = ("fwd", "bwd")
 DTYPES_16BIT = ("fp16", "bf16")
 DTYPES_8BIT = ("e4m3", "e5m2")
 DTYPES = (*DTYPES_16BIT, *DTYPES_8BIT)
 ARCHES = ("sm_90a",)
-MAX_HEAD_DIM = 256
 # Of the kernels that split keys, and what they have no room for beyond.
 SPLIT_HEAD_DIMS = {
     "head_dim": (576, "64 queries and two stages of 32 keys and values take 208 of 227 KiB"),

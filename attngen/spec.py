@@ -33,7 +33,7 @@ _TUPLES = ("directions", "arch")
 PRODUCT_LIMIT = 10_000  # specs of one table: more are a slip, and would fill the memory
 DECODE_DTYPES = {"bf16", "fp16"}
 PROMPT_QUERIES = 128  # of a head of a sequence: they fill a tile of the forward
-PROMPT_HEAD_DIM = 256
+MAX_HEAD_DIM = 256  # of kernels that do not split keys
 DECODE_ROWS = 64  # of a tile of the kernels that split keys: queries times the heads of a group
 
 
@@ -158,7 +158,7 @@ def is_decode(
     if layout.paged:
         tokens = layouts.size(q, layout.q_format, "t" if layout.q_format == "thd" else "s")
         few = tokens < PROMPT_QUERIES * (max(1, sequences or 1) if layout.q_format == "thd" else 1)
-        wide = max(spec.head_dim, spec.head_dim_v or 0) > PROMPT_HEAD_DIM
+        wide = max(spec.head_dim, spec.head_dim_v or 0) > MAX_HEAD_DIM
         return few or wide or bool(num_splits)
     if (
         "thd" in layout.formats

@@ -231,7 +231,7 @@ def operand_limit(problem: Problem, choice: Choice) -> int:
         limit -= LENGTH_REGISTERS * (len(problem.masks) > 1 and problem.head_dim_v > 192)
     ends = problem.varlen or any(mask != "causal" for mask in problem.masks)
     beside = problem.dropout or problem.attn_mask
-    if problem.kv_fetch == "page_tma":
+    if problem.paged:
         beside = beside or not light
     return limit - LENGTH_REGISTERS * (beside and ends)
 

@@ -284,11 +284,8 @@ def _make_bias(
         "Stages": stages * (tile.m + n) * 128 * boxes,
         "Bias": 4 * CONSUMERS * score_tile_bytes(16, n),
     }
-    regions = lay_out(sizes)
     small = {"Barriers": 2 * stages * BARRIER_BYTES, "Terms": stages * TERM_BYTES}
-    for name, size in small.items():
-        end = regions[-1].offset + regions[-1].bytes
-        regions = (*regions, SmemRegion(name, -(-end // 16) * 16, size))
+    regions = _lay_out(sizes, small)
     smem_bytes = regions[-1].offset + regions[-1].bytes
     if smem_bytes > SMEM_BYTES:
         return None
@@ -322,6 +319,15 @@ def _operand_bytes(problem: Problem, tile: Tile, q_stages: int, do_stages: int) 
     }
 
 
+def _lay_out(sizes: dict[str, int], small: dict[str, int]) -> tuple[SmemRegion, ...]:
+    """Regions of shared memory: swizzled tiles, then what needs no alignment but 16 bytes."""
+    regions = lay_out(sizes)
+    for name, size in small.items():
+        end = regions[-1].offset + regions[-1].bytes
+        regions = (*regions, SmemRegion(name, -(-end // 16) * 16, size))
+    return regions
+
+
 def _finish(
     problem: Problem,
     family: Family,
@@ -338,11 +344,8 @@ def _finish(
     registers: tuple[int, int] | None = None,
     deterministic: bool = False,
 ) -> BackwardPlan:
-    """The plan with its shared memory laid out: swizzled tiles, then what needs no alignment."""
-    regions = lay_out(sizes)
-    for name, size in {**small, "Job": JOB_BYTES}.items():
-        end = regions[-1].offset + regions[-1].bytes
-        regions = (*regions, SmemRegion(name, -(-end // 16) * 16, size))
+    """The plan with its shared memory laid out."""
+    regions = _lay_out(sizes, {**small, "Job": JOB_BYTES})
     producer, consumer = registers or REGISTERS[family]
     schedule = CAUSAL_SCHEDULE if problem.masks else FULL_SCHEDULE
     if deterministic:

@@ -307,9 +307,9 @@ def _fake_backward(
     pairs = zip(GRADIENTS, (q, k, v), strict=True)
     shapes = (0 if x is None or name not in names else x.shape for name, x in pairs)
     dq, dk, dv = (q.new_empty(shape) for shape in shapes)
-    sink = dict(zip(OPTIONAL, optional, strict=True))["sink"]
+    given = dict(zip(OPTIONAL, optional, strict=True))
+    sink, added = given["sink"], given["bias"]
     dsink = lse.new_empty(0 if sink is None or not wanted.dsink else sink.shape)
-    added = dict(zip(OPTIONAL, optional, strict=True))["bias"]
     dbias = q.new_empty(0 if added is None or not wanted.dbias else added.shape)
     return dq, dk, dv, dsink, dbias
 

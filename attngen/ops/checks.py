@@ -12,8 +12,9 @@ from ..errors import SpecError
 from ..reference.call import SCALES
 from ..reference.fp8 import is_fp8
 from ..reference.fp8_checks import dtype_violations, output_violations, scale_violations
-from ..resolve import BIASES, MAX_HEAD_DIM
+from ..resolve import BIASES
 from ..run_time import Extent
+from ..spec import MAX_HEAD_DIM
 from . import decode, lengths
 from .operands import layout_of, output_dtype, sequences_of, softmax_scale_of, spec_of
 from .signature import INPUTS, Arguments, Operands

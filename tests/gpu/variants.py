@@ -80,17 +80,25 @@ class Variant:
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `attention`, of the kernels and of the reference."""
         batch, heads, _ = self.case.heads
-        found = {**self.case.arguments, "softmax": self.softmax, "softcap": self.softcap}
-        slopes = {
-            "default": True,
-            "h": 0.5 * oracle.randn(heads, dtype=torch.float32, seed=7),  # of both signs
-            "bh": 0.5 * oracle.randn(heads, batch, dtype=torch.float32, seed=8).T,
-        }
-        if self.alibi:
-            found["alibi_slopes"] = slopes[self.alibi]
-        if self.softmax == "learnable":
-            found["sink"] = torch.linspace(-3, 6, heads, device=oracle.DEVICE)
-        return found
+        asked = score_arguments(self.alibi, self.softcap, self.softmax, batch, heads)
+        return {**self.case.arguments, **asked}
+
+
+def score_arguments(
+    alibi: str, softcap: float, softmax: str, batch: int, heads: int
+) -> dict[str, Any]:
+    """Keyword arguments of `attention` that say what happens to scores, as `Variant` says it."""
+    found: dict[str, Any] = {"softcap": softcap, "softmax": softmax}
+    slopes = {
+        "default": True,
+        "h": 0.5 * oracle.randn(heads, dtype=torch.float32, seed=7),  # of both signs
+        "bh": 0.5 * oracle.randn(heads, batch, dtype=torch.float32, seed=8).T,
+    }
+    if alibi:
+        found["alibi_slopes"] = slopes[alibi]
+    if softmax == "learnable":
+        found["sink"] = torch.linspace(-3, 6, heads, device=oracle.DEVICE)
+    return found
 
 
 def check_forward(variant: Variant, seed: int = 0) -> None:

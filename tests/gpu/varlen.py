@@ -61,16 +61,7 @@ class Features:
     ) -> dict[str, Any]:
         """Keyword arguments of `attention`, whose mask and bias (of q's dtype) reach so many
         queries and keys."""
-        found: dict[str, Any] = {"softcap": self.softcap, "softmax": self.softmax}
-        slopes = {
-            "default": True,
-            "h": 0.5 * oracle.randn(heads, dtype=torch.float32, seed=7),  # of both signs
-            "bh": 0.5 * oracle.randn(heads, batch, dtype=torch.float32, seed=8).T,
-        }
-        if self.alibi:
-            found["alibi_slopes"] = slopes[self.alibi]
-        if self.softmax == "learnable":
-            found["sink"] = torch.linspace(-3, 6, heads, device=oracle.DEVICE)
+        found = variants.score_arguments(self.alibi, self.softcap, self.softmax, batch, heads)
         if self.dropout:
             state = torch.tensor((0x123456789ABCDEF, 2**40 + 5), device=oracle.DEVICE)
             found |= {"dropout_p": self.dropout, "rng_state": state}
