@@ -1,8 +1,9 @@
 """Bundle: the kernels of many specs in one file, checked as a whole before any of it is used.
 
-A zip archive of `manifest.json` and `cubins/<sha256>.cubin`. Members are stored, sorted and without
-dates, so equal contents give equal bytes; the archive's comment is the sha256 of all bytes before
-it, so no flipped bit goes unseen. Nothing is unpacked: members are read by their place in the file.
+A zip archive of `manifest.json`, as it is, and `cubins/<sha256>.cubin`, deflated. Members are
+sorted and without dates, so that one zlib makes equal bytes of equal contents; the archive's
+comment is the sha256 of all bytes before it, so no flipped bit goes unseen. No member becomes a
+file: cubins are read by their place, and inflated, when they are asked for.
 
 The manifest has one program for each problem and architecture. A call finds its kernels by these
 two alone; under which digest they were built is recorded, not needed. The sha256 shows damage, not
@@ -17,6 +18,7 @@ import os
 import re
 import weakref
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,12 +31,13 @@ from .program import SCHEMA_VERSION, Binary
 from .values import from_data
 
 SUFFIX = ".attn"
-FORMAT = 1  # of the manifest
+FORMAT = 2  # of the archive and its manifest
 MANIFEST = "manifest.json"
 MARK = b"sha256:"
 DIGEST_BYTES = 64
 _MEMBER = re.compile(r"cubins/([0-9a-f]{64})\.cubin")
 _CHUNK = 1 << 20
+_MOST_BYTES = 1 << 24  # that a cubin may say it has: what claims more is none of ours
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,15 @@ class _Record:
     kernels: tuple[Any, ...]
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a member's bytes lie in the file, and how many it has when it is inflated."""
+
+    offset: int
+    stored_bytes: int
+    bytes: int
+
+
 def name_of(variant: Variant) -> str:
     """`causal_d128_bf16 (fwd, sm_90a)`."""
     problem, arch = variant
@@ -109,8 +121,7 @@ class Bundle:
                 weakref.finalize(self, os.close, self._descriptor)
                 self.bytes = os.fstat(self._descriptor).st_size
                 self.sha256 = _check_digest(file, self.bytes)
-                self._places, manifest = _read_members(file)
-            self._records = _read_records(manifest)
+                self._places, self._records = _read_members(file)
         except BundleError as error:
             raise BundleError([f"{self.path}: {reason}" for reason in error.reasons]) from error
         except OSError as error:
@@ -159,15 +170,21 @@ class Bundle:
         return ours.binaries != theirs.binaries
 
     def cubin(self, binary: Binary) -> bytes:
-        """Raises: BundleError where the file was written to since it was opened."""
-        offset, size = self._places[binary.cubin_sha256]
+        """Raises: BundleError where it is not the one that the manifest names, as when the file was
+        written to since it was opened."""
+        place = self._places[binary.cubin_sha256]
         try:
-            cubin = self._read(offset, size)
+            cubin = _inflate(self._read(place.offset, place.stored_bytes), place.bytes)
         except OSError as error:
             raise BundleError(f"{self.path}: {error.strerror}") from error
-        if hashlib.sha256(cubin).hexdigest() != binary.cubin_sha256:
-            raise BundleError(f"{self.path}: has changed since it was opened")
+        if cubin is None or hashlib.sha256(cubin).hexdigest() != binary.cubin_sha256:
+            where = f"{self.path}: {member_of(binary.cubin_sha256)}"
+            raise BundleError(f"{where} is damaged, or has changed since it was opened")
         return cubin
+
+    def stored_bytes(self, binary: Binary) -> int:
+        """Those that its cubin takes in the file."""
+        return self._places[binary.cubin_sha256].stored_bytes
 
     def data(self) -> bytes:
         """The whole file. Raises: BundleError where it was written to since it was opened."""
@@ -214,45 +231,72 @@ def _check_digest(file: BinaryIO, size: int) -> str:
     return found
 
 
-def _read_members(file: BinaryIO) -> tuple[dict[str, tuple[int, int]], Any]:
-    """Where each cubin lies (offset, bytes), and the manifest.
+def _read_members(file: BinaryIO) -> tuple[dict[str, _Place], dict[Variant, _Record]]:
+    """Where each cubin lies, and the programs.
 
     Members must fill the archive from its first byte to its directory, each behind the very header
     that the directory describes: no bytes are hidden, shared, or anywhere else than they seem.
     """
-    places: dict[str, tuple[int, int]] = {}
-    manifest, position = None, 0
+    position = 0
     with zipfile.ZipFile(file) as archive:
         infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
         counts = Counter(info.filename for info in infos)
         if repeated := sorted(name for name, count in counts.items() if count > 1):
             raise BundleError(f"{repeated} are there more than once")
+        records = _read_records(_read_manifest(archive, file))
+        places: dict[str, _Place] = {}
         for info in infos:
             match = _MEMBER.fullmatch(info.filename)
             if match is None and info.filename != MANIFEST:
                 raise BundleError(f"{info.filename!r} has no place in a bundle")
-            plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits
-            if not plain or info.file_size != info.compress_size:
-                raise BundleError(f"{info.filename}: members of a bundle are stored as they are")
+            if match and (info.compress_type != zipfile.ZIP_DEFLATED or info.flag_bits):
+                raise BundleError(f"{info.filename}: cubins in a bundle are deflated")
+            if match and info.file_size > _MOST_BYTES:
+                raise BundleError(f"{info.filename}: {info.file_size} bytes are no kernel")
             header = info.FileHeader(zip64=False)
             file.seek(position)
             if info.header_offset != position or file.read(len(header)) != header or info.extra:
                 raise BundleError(f"{info.filename}: is not where the directory says")
             position += len(header)
-            if match is None:
-                manifest = json.loads(file.read(info.file_size))
-            else:
-                places[match[1]] = position, info.file_size
-            position += info.file_size
+            if match:
+                places[match[1]] = _Place(position, info.compress_size, info.file_size)
+            position += info.compress_size
         if position != archive.start_dir or len(archive.comment) != len(MARK) + DIGEST_BYTES:
             raise BundleError("has bytes that belong to no member")
-    return places, manifest
+    return places, records
+
+
+def _read_manifest(archive: zipfile.ZipFile, file: BinaryIO) -> Any:
+    """Read before members are looked at: it says whether this attngen knows their form."""
+    try:
+        info = archive.getinfo(MANIFEST)
+    except KeyError:
+        raise BundleError(f"{MANIFEST} is missing") from None
+    plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits
+    if not plain or info.file_size != info.compress_size:
+        raise BundleError(f"{MANIFEST}: is stored as it is in a bundle")
+    start = info.header_offset + len(info.FileHeader(zip64=False))
+    if start + info.file_size > archive.start_dir:
+        raise BundleError(f"{MANIFEST}: is not where the directory says")
+    file.seek(start)
+    return json.loads(file.read(info.file_size))
+
+
+def _inflate(data: bytes, size: int) -> bytes | None:
+    """What a member of so many bytes was; None where it is another, and no more than these are
+    unpacked to see that."""
+    stream = zlib.decompressobj(wbits=-zlib.MAX_WBITS)
+    try:
+        plain = stream.decompress(data, size + 1)
+    except zlib.error:
+        return None
+    return plain if len(plain) == size and stream.eof and not stream.unused_data else None
 
 
 def _read_records(manifest: Any) -> dict[Variant, _Record]:
     """The programs of a manifest of this version."""
     if not isinstance(manifest, dict):
-        raise BundleError(f"{MANIFEST} is missing or no object")
+        raise BundleError(f"{MANIFEST} is no object")
     for name, ours in (("format", FORMAT), ("schema", SCHEMA_VERSION)):
         theirs = manifest.get(name)
         if theirs != ours:

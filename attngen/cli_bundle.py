@@ -73,10 +73,11 @@ def verify(bundle: Path, require: Sequence[Path]) -> None:
 @bundle_file
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a kernel.")
 def ls(bundle: Path, as_json: bool) -> None:
-    """List the kernels: what they compute, for which specs, registers and size."""
-    for program in _open(bundle).programs():
+    """List the kernels: what they compute, for which specs, registers and size in the file."""
+    found = _open(bundle)
+    for program in found.programs():
         for kernel in program.kernels:
-            click.echo(_kernel_line(program, kernel, as_json))
+            click.echo(_kernel_line(found, program, kernel, as_json))
 
 
 @bundle.command()
@@ -186,10 +187,11 @@ def _describe(found: Bundle) -> str:
     )
 
 
-def _kernel_line(program: Program, kernel: BundledKernel, as_json: bool) -> str:
+def _kernel_line(found: Bundle, program: Program, kernel: BundledKernel, as_json: bool) -> str:
     from .values import to_data
 
     binary = kernel.binary
+    stored = found.stored_bytes(binary)
     if as_json:
         return json.dumps(
             {
@@ -201,9 +203,10 @@ def _kernel_line(program: Program, kernel: BundledKernel, as_json: bool) -> str:
                 "digest": kernel.digest,
                 "toolchain": binary.toolchain,
                 "resources": to_data(binary.resources),
+                "stored_bytes": stored,
             }
         )
-    size = f"{binary.resources.cubin_bytes / 1000:.0f} kB"
+    size = f"{stored / 1000:.0f} kB"
     registers = f"{binary.resources.registers} registers"
     names = ", ".join(program.titles)
     return f"{program.arch}  {size:>7}  {registers:>13}  {binary.kernel.entry}  {names}"

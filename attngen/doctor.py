@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,8 @@ def format_finding(finding: Finding) -> str:
 
 
 def check_python() -> str:
-    return f"{platform.python_version()} at {sys.executable}"
+    """With its zlib, which decides the bytes of bundles."""
+    return f"{platform.python_version()} at {sys.executable}, zlib {zlib.ZLIB_RUNTIME_VERSION}"
 
 
 def check_attngen() -> str:

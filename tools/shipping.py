@@ -80,12 +80,13 @@ def measure_bundle(specs: Path, cache: Path, output: Path) -> dict[str, Any]:
     start = time.perf_counter()
     found = attngen("bundle", "build", specs, "-o", output, ATTNGEN_CACHE_DIR=str(cache))[-1]
     seconds = time.perf_counter() - start
-    cubins = [each["resources"]["cubin_bytes"] for each in attngen("bundle", "ls", output)]
+    listed = attngen("bundle", "ls", output)
     return {
         "kernels": found["kernels"],
         "bytes": found["bytes"],
         "bytes_a_kernel": round(found["bytes"] / found["kernels"]),
-        "cubin_bytes": describe(cubins),
+        "cubin_bytes": describe(each["resources"]["cubin_bytes"] for each in listed),
+        "stored_bytes": describe(each["stored_bytes"] for each in listed),
         "seconds": round(seconds, 2),
     }
 

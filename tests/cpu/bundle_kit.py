@@ -55,6 +55,12 @@ def members(path: Path) -> Members:
         return [(info, archive.read(info)) for info in archive.infolist()]
 
 
+def our_member(name: str) -> zipfile.ZipInfo:
+    """As the writer describes it."""
+    method = zipfile.ZIP_STORED if name == MANIFEST else zipfile.ZIP_DEFLATED
+    return bundle_write.plain_member(name, method)
+
+
 def seal(covered: bytes) -> bytes:
     """With the digest that fits. covered: all bytes before it."""
     return covered + hashlib.sha256(covered).hexdigest().encode()
@@ -86,7 +92,7 @@ def edit_manifest(path: Path, edit: Edit) -> None:
             manifest = json.loads(data)
             replaced = edit(manifest)
             data = json.dumps(manifest if replaced is None else replaced).encode()
-        changed.append((bundle_write.plain_member(info.filename), data))
+        changed.append((our_member(info.filename), data))
     path.write_bytes(craft(changed))
 
 

@@ -7,12 +7,13 @@ import hashlib
 import os
 import shutil
 import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
 
 from attngen import bundle_write
-from attngen.bundle import SUFFIX, Bundle
+from attngen.bundle import MANIFEST, SUFFIX, Bundle, member_of
 from attngen.errors import BundleError
 from attngen.program import Binary
 from tests.cpu.bundle_kit import cubin_for, cubin_of, make_program, read_all, write
@@ -59,7 +60,20 @@ def test_bundle_bytes_are_the_same_from_every_python(
     assert hashlib.sha256(empty.read_bytes()).hexdigest() == EMPTY_SHA256
 
 
-EMPTY_SHA256 = "22d6215a9dbf920086f6dbc831a1e8ba3a42117af89a5c9da845c7b8cba649b1"
+EMPTY_SHA256 = "aba05c64123a2d9e11d88eeb7760b27893cbf5541e79d4102c9565dfc382e164"
+
+
+def test_cubins_are_deflated_and_the_manifest_is_readable(path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        methods = {info.filename: info.compress_type for info in archive.infolist()}
+    assert methods.pop(MANIFEST) == zipfile.ZIP_STORED
+    assert set(methods.values()) == {zipfile.ZIP_DEFLATED}
+    assert b'"head_dim_qk": 128' in path.read_bytes()
+    bundle = Bundle(path)
+    for binary in (*A.binaries, *B.binaries):
+        stream = zlib.compressobj(6, wbits=-zlib.MAX_WBITS)
+        packed = stream.compress(cubin_of(binary)) + stream.flush()
+        assert bundle.stored_bytes(binary) == len(packed)
 
 
 def test_bundle_moved_and_renamed_works(path: Path, tmp_path: Path) -> None:
@@ -163,7 +177,9 @@ def test_open_what_is_no_file_names_the_path_and_the_reason(tmp_path: Path) -> N
 def test_cubin_after_the_file_was_written_to_is_refused(path: Path) -> None:
     bundle = Bundle(path)
     data = bytearray(path.read_bytes())
-    data[data.index(cubin_for("a"))] ^= 1
+    with zipfile.ZipFile(path) as archive:
+        info = archive.getinfo(member_of(A.binaries[0].cubin_sha256))
+    data[info.header_offset + len(info.FileHeader()) + 4] ^= 1
     with open(path, "r+b") as file:
         file.write(data)
     with pytest.raises(BundleError, match="has changed"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from attngen.bundle import DIGEST_BYTES, MANIFEST, MARK, Bundle
+from attngen.bundle import DIGEST_BYTES, FORMAT, MANIFEST, MARK, Bundle
 from attngen.bundle_write import plain_member
 from attngen.errors import BundleError
 from attngen.program import SCHEMA_VERSION
@@ -22,6 +22,7 @@ from tests.cpu.bundle_kit import (
     edit_manifest,
     make_program,
     members,
+    our_member,
     read_all,
     reseal,
     write,
@@ -44,27 +45,26 @@ def refusal(path: Path) -> str:
     return str(caught.value)
 
 
-def test_craft_of_plain_members_is_the_bundle_itself(path: Path) -> None:
+def test_craft_of_our_members_is_the_bundle_itself(path: Path) -> None:
     """What the other tests refuse is refused for what they change."""
-    plain = [(plain_member(info.filename), data) for info, data in members(path)]
-    assert craft(plain) == path.read_bytes()
+    ours = [(our_member(info.filename), data) for info, data in members(path)]
+    assert craft(ours) == path.read_bytes()
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_open_cubin_in_another_form_is_refused(method: int, path: Path) -> None:
+    contents = members(path)
+    contents[0][0].compress_type = method
+    path.write_bytes(craft(contents))
+    assert "cubins in a bundle are deflated" in refusal(path)
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-@pytest.mark.parametrize("which", [0, -1])
-def test_open_compressed_member_is_refused(method: int, which: int, path: Path) -> None:
+def test_open_manifest_in_another_form_is_refused(method: int, path: Path) -> None:
     contents = members(path)
-    contents[which][0].compress_type = method
+    contents[-1][0].compress_type = method
     path.write_bytes(craft(contents))
-    assert "stored as they are" in refusal(path)
-
-
-def test_open_zip_bomb_is_refused_without_being_unpacked(path: Path) -> None:
-    bomb = plain_member("cubins/" + "0" * 64 + ".cubin")
-    bomb.compress_type = zipfile.ZIP_DEFLATED
-    path.write_bytes(craft([(bomb, bytes(1 << 28)), *members(path)]))
-    assert path.stat().st_size < 1 << 20
-    assert "stored as they are" in refusal(path)
+    assert "manifest.json: is stored as it is" in refusal(path)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_open_zip_bomb_is_refused_without_being_unpacked(path: Path) -> None:
     ],
 )
 def test_open_member_of_another_name_is_refused(name: str, path: Path) -> None:
-    path.write_bytes(craft([*members(path), (plain_member(name), b"x")]))
+    path.write_bytes(craft([*members(path), (our_member(name), b"x")]))
     before = sorted(path.parent.rglob("*"))
     assert "has no place in a bundle" in refusal(path)
     assert sorted(path.parent.rglob("*")) == before
@@ -95,7 +95,7 @@ def test_open_member_that_is_there_twice_is_refused(path: Path) -> None:
     for which in (0, -1):
         contents = members(path)
         with pytest.warns(UserWarning, match="Duplicate"):
-            doubled = craft([*contents, (plain_member(contents[which][0].filename), b"{}")])
+            doubled = craft([*contents, (our_member(contents[which][0].filename), b"{}")])
         path.write_bytes(doubled)
         assert "more than once" in refusal(path)
         path = write(path, A, B)
@@ -171,7 +171,15 @@ def test_open_member_marked_as_encrypted_is_refused(path: Path) -> None:
     for place in (6, data.index(b"PK\1\2") + 8):
         data[place] |= 1
     path.write_bytes(reseal(bytes(data)))
-    assert "stored as they are" in refusal(path)
+    assert "cubins in a bundle are deflated" in refusal(path)
+
+
+def test_open_first_format_whose_members_were_all_stored_says_what_to_do(path: Path) -> None:
+    stored = [(plain_member(info.filename), data) for info, data in members(path)]
+    (last, manifest) = stored.pop()
+    old = manifest.replace(b'"format": %d' % FORMAT, b'"format": 1')
+    path.write_bytes(craft([*stored, (last, old)]))
+    assert f"format 1, this attngen reads {FORMAT}: build it anew" in refusal(path)
 
 
 def test_open_archive_without_manifest_is_refused(path: Path) -> None:
@@ -182,7 +190,8 @@ def test_open_archive_without_manifest_is_refused(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "advice"),
     [
-        ("format", 2, "update attngen"),
+        ("format", FORMAT + 1, "update attngen"),
+        ("format", FORMAT - 1, "build it anew"),
         ("schema", SCHEMA_VERSION + 1, "update attngen"),
         ("schema", SCHEMA_VERSION - 1, "build it anew"),
         ("schema", None, "build it anew"),
@@ -264,10 +273,10 @@ def test_manifest_that_does_not_fit_is_refused(name: str, path: Path) -> None:
 
 def test_cubins_swapped_under_their_names_are_refused_before_use(path: Path) -> None:
     (one, first), (two, second), *rest = members(path)
-    one, two = plain_member(one.filename), plain_member(two.filename)
+    one, two = our_member(one.filename), our_member(two.filename)
     path.write_bytes(craft([(one, second), (two, first), *rest]))
     bundle = Bundle(path)
-    with pytest.raises(BundleError, match="has changed"):
+    with pytest.raises(BundleError, match="is damaged"):
         bundle.verify()
     for program in bundle.programs():
         for binary in program.binaries[:1]:
@@ -278,6 +287,6 @@ def test_cubins_swapped_under_their_names_are_refused_before_use(path: Path) -> 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b"[" * 200_000, b"NaN", b'{"a":1e999}'])
 def test_manifest_that_is_no_json_is_refused(text: bytes, path: Path) -> None:
-    contents: Members = [(plain_member(MANIFEST), text)]
+    contents: Members = [(our_member(MANIFEST), text)]
     path.write_bytes(craft(contents))
     refusal(path)

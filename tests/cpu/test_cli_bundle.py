@@ -56,6 +56,8 @@ def test_ls_names_kernels_and_specs(gemma: Path) -> None:
     records = [json.loads(x) for x in run("bundle", "ls", gemma, "--json").stdout.splitlines()]
     assert {record["specs"][0] for record in records} == {"gemma3-local", "gemma3-global"}
     assert all(record["plan"]["arch"] == ARCH and record["digest"] for record in records)
+    for record in records:
+        assert 0 < record["stored_bytes"] < record["resources"]["cubin_bytes"] / 2
 
 
 def test_diff_exit_codes_are_those_of_diff(tmp_path: Path) -> None:
