@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import itertools
 import re
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from click.testing import CliRunner
 
 from attngen import coverage, features
-from attngen.builder import render_problem
 from attngen.cli import main
-from attngen.compile import compile_source
 from attngen.coverage import AXES, Member
-from attngen.plan import plans
-from attngen.problem import Problem
 from attngen.resolve import resolve
+from tools import sweep
 
-ARCH = "sm_90a"
 KNOWN = features.scan()
 MEMBERS = coverage.members(KNOWN)
 
@@ -75,21 +70,11 @@ def test_member_reaches_its_problems() -> None:
         assert problem.q_seq == "used" and problem.dropout and problem.attn_mask
 
 
-def compile_problem(problem: Problem) -> int:
-    """Spilled bytes of the problem's kernels. Raises: CompileError."""
-    spilled = 0
-    for plan in plans(problem, ARCH):
-        binary, _ = compile_source(render_problem(problem, plan), problem, ARCH)
-        spilled += binary.resources.spill_bytes
-    return spilled
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_member_compiles_and_the_list_says_so() -> None:
     problems = {p for member in MEMBERS for p in member.problems(KNOWN)}
-    with ThreadPoolExecutor(2) as pool:
-        assert sum(pool.map(compile_problem, problems)) == 0
+    assert list(sweep.failures(problems)) == []
     lines = CliRunner().invoke(main, ["list", "--coverage"]).output.splitlines()
     assert lines[:-1] == [str(member) for member in MEMBERS]
     assert re.fullmatch(r"coverage: (\d+) of \1 legal pairs, 100\.0 %", lines[-1])

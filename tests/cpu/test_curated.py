@@ -9,6 +9,7 @@ import pytest
 from attngen import batch, load_specs
 from attngen.cache import Cache
 from tests.cpu.sass import count_instructions
+from tools import sweep
 
 SPECS = sorted((Path(__file__).resolve().parents[2] / "examples" / "specs").glob("*.toml"))
 
@@ -29,3 +30,4 @@ def test_curated_every_kernel_is_a_fast_one(tmp_path: Path) -> None:
         assert bool(found[product]) == bool(found["UTMALDG"]) == of_tiles, label
         assert not found["STL"] and not found["LDL"], label
         assert outcome.binary.resources.spill_bytes == 0, label
+        assert sweep.packed_bytes(entry.cubin) <= sweep.MOST_BYTES, label

@@ -1,0 +1,114 @@
+"""Compiles kernels of random problems and lists those that may not ship: for spills, a serialised
+wgmma, registers that ptxas did not grant, or more bytes in a bundle than a kernel may take.
+
+    python tools/sweep.py --seed 1 --count 200
+
+The covering set (`attngen list --coverage`) has every pair of features at a few head dims; what
+spills where many features meet, or at a head dim between, shows here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+import zlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from attngen import features, resolve  # noqa: E402
+from attngen.builder import render_problem  # noqa: E402
+from attngen.compile import compile_source  # noqa: E402
+from attngen.errors import AttngenError  # noqa: E402
+from attngen.plan import plans  # noqa: E402
+from attngen.problem import Problem  # noqa: E402
+from attngen.spec import AttentionSpec  # noqa: E402
+
+MOST_BYTES = 90_000  # of a cubin in a bundle, of 100 kB with what the manifest says of it
+PAGED = ("paged_kv_bshd_bshd_bshd", "paged_kv_thd_bshd_bshd")
+LAYOUTS = ("bshd", "bshd", "thd", "thd_bshd_bshd", *PAGED)
+SWITCHES = ("window", "attn_mask", "alibi", "softcap", "dropout", "return_max_logit", "seqused")
+HEAD_DIMS = (64, 128, 192, 256, *range(8, 257, 8))
+
+
+def draw(choose: random.Random) -> AttentionSpec:
+    """Any spec that has kernels: a random one, fields that have none at their nearest values."""
+    head_dim = choose.choice(HEAD_DIMS)
+    spec = AttentionSpec(
+        head_dim=head_dim,
+        head_dim_v=choose.choice((head_dim, head_dim, choose.choice(HEAD_DIMS))),
+        dtype=choose.choice(("bf16", "bf16", "fp16", "e4m3", "e5m2")),
+        out_dtype=choose.choice((None, None, None, "fp32")),
+        layout=choose.choice(LAYOUTS),
+        mask=choose.choice(("none", "causal")),
+        bias=choose.choice(("none", "none", "pre_scale", "post_scale")),
+        softmax=choose.choice(("vanilla", "vanilla", "off_by_one", "learnable")),
+        decode=choose.random() < 0.15,
+        directions=(choose.choice(("fwd", "bwd")),),
+        deterministic=choose.random() < 0.5,
+        **{name: choose.random() < 0.4 for name in SWITCHES},  # type: ignore[arg-type]
+    )
+    known = features.scan()
+    while resolve.find_violations(spec, known):
+        spec = resolve.nearest(spec, known)
+    return spec
+
+
+def sample(count: int, seed: int) -> list[Problem]:
+    """So many problems, each once, always the same for a seed."""
+    choose, found = random.Random(seed), dict[Problem, None]()
+    while len(found) < count:
+        found.update(dict.fromkeys(resolve.resolve(draw(choose), features.scan())))
+    return list(found)
+
+
+def check(problem: Problem, arch: str = "sm_90a") -> list[str]:
+    """Why kernels of a problem may not ship; none where all may."""
+    try:
+        chosen = plans(problem, arch)
+    except AttngenError as error:
+        return [str(error)]
+    found = []
+    for each in chosen:
+        try:
+            binary, cubin = compile_source(render_problem(problem, each), problem, arch)
+        except AttngenError as error:
+            found.append(str(error))
+            continue
+        if (size := packed_bytes(cubin)) > MOST_BYTES:
+            found.append(f"{binary.kernel.entry}: {size} bytes in a bundle")
+    return found
+
+
+def packed_bytes(cubin: bytes) -> int:
+    """Those that it takes in a bundle."""
+    return len(zlib.compress(cubin, 6))
+
+
+def failures(problems: Iterable[Problem], workers: int = 2) -> Iterator[str]:
+    """What `check` says of them all."""
+    with ThreadPoolExecutor(workers) as pool:
+        for found in pool.map(check, problems):
+            yield from found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=24, help="problems")
+    options = parser.parse_args()
+    start, count = time.perf_counter(), 0
+    for line in failures(sample(options.count, options.seed)):
+        print(line, flush=True)
+        count += 1
+    print(f"{count} failures, {options.count} problems, {time.perf_counter() - start:.0f} s")
+    return 1 if count else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
