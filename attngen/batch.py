@@ -36,9 +36,13 @@ class Job:
     @property
     def name(self) -> str:
         """What it is and computes: `sm90_bwd_dq__full_d256_bf16`; of kernels that read keys for a
-        decode that which has an SM to itself says so."""
-        alone = isinstance(self.plan, DecodePlan) and self.plan.ctas == 1
-        return f"{self.plan.family}__{self.problem.label}{'_alone' if alone else ''}"
+        decode that which has an SM to itself says so, and of kernels that prepare either direction
+        those of a backward."""
+        name = f"{self.plan.family}__{self.problem.label}"
+        if isinstance(self.plan, DecodePlan) and self.plan.ctas == 1:
+            return f"{name}_alone"
+        prepares = self.problem.direction == "bwd" and "bwd" not in self.plan.family
+        return f"{name}_backward" if prepares else name
 
 
 @dataclass(frozen=True)

@@ -58,3 +58,21 @@ def test_manifest_names_every_source_with_its_digest(folder: Path) -> None:
         text = (folder / f"{name}.cu").read_text()
         assert generate._sha256(text) == kernel["source_sha256"]
         assert kernel["entry"] in text
+
+
+def test_generate_names_what_prepares_a_forward_and_a_backward_apart(tmp_path: Path) -> None:
+    spec = tmp_path / "packed.toml"
+    spec.write_text(
+        """
+        [defaults]
+        head_dim = 64
+        directions = ["fwd", "bwd"]
+        [[kernel]]
+        layout = "thd"
+        [[kernel]]
+        attn_mask = true
+        """
+    )
+    names = {name.removesuffix(".cu") for name in generate.generate(spec) if name.endswith(".cu")}
+    for prepared in ("varlen_prepare__full_packed_d64_bf16", "mask_pack__arbitrary_d64_bf16"):
+        assert {prepared, f"{prepared}_backward"} <= names
