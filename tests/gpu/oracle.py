@@ -19,9 +19,9 @@ A row that sees no key has O = 0 and LSE = -inf exactly.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ import attngen
 from attngen import layouts, reference
 from attngen.ops import operation
 
+Result = TypeVar("Result")
 DEVICE = torch.device("cuda")
 TO_BHSD = {"bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3), "bhsd": (0, 1, 2, 3)}
 TO_BHSD |= {"thd": (1, 0, 2)}  # of packed tokens there is no b
@@ -109,6 +110,20 @@ def run(tensors: tuple[Tensor, ...], mask: str = "causal") -> tuple[Tensor, Tens
 def same(results: Iterable[Tensor], wanted: Iterable[Tensor]) -> bool:
     """Whether all tensors agree bit for bit."""
     return all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
+
+
+def capture(call: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """A graph of what a call launches, and what it returned, which replays write anew. Before, it
+    runs once on a stream aside, as PyTorch wants it where gradients are captured."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+    return graph, found
 
 
 @contextlib.contextmanager

@@ -121,14 +121,7 @@ def test_graph_replay_follows_a_mask_that_changes():
         )
         return out, *torch.autograd.grad(out.sum(), tensors)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = run()
+    graph, found = oracle.capture(run)
     for seed in range(3):
         mask.copy_(random_mask("bhss", (2, 4, 2), (200, 333), seed))
         graph.replay()

@@ -185,14 +185,7 @@ def test_autograd_captured_in_a_graph_follows_changed_inputs(case):
     def run():
         return torch.autograd.grad(step(*static, case, True), tensors)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = run()
+    graph, found = oracle.capture(run)
     for number in range(1, 5):
         fresh, fresh_seeds = given(case, number)
         with torch.no_grad():

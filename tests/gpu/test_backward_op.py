@@ -62,14 +62,7 @@ def test_op_deterministic_gives_the_same_bits_on_every_stream(d):
 @pytest.mark.parametrize("d", [64, 256])
 def test_op_graph_replay_follows_changed_inputs(d):
     tensors = operands(d)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        results(tensors, deterministic=True)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = results(tensors, deterministic=True)
+    graph, found = oracle.capture(lambda: results(tensors, deterministic=True))
     for number in range(5):
         for tensor, fresh in zip(tensors, operands(d, seed=number + 1), strict=True):
             tensor.copy_(fresh)

@@ -129,14 +129,7 @@ def test_graph_replays_draw_new_masks_and_gradients_follow():
         out, aux = attngen.attention(*tensors, **arguments, backend="cuda", deterministic=True)
         return out, aux.rng_state, *torch.autograd.grad(out.sum(), tensors)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, state, *found = run()
+    graph, (out, state, *found) = oracle.capture(run)
     seen = []
     for _ in range(3):
         graph.replay()

@@ -88,15 +88,7 @@ def test_launch_fresh_process_without_compiler_loads_from_the_cache(monkeypatch,
 
 def capture(tensors, mask):
     """A CUDA graph of one call, and the tensors it writes."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run(tensors, mask)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run(tensors, mask)
-    return graph, results
+    return oracle.capture(lambda: run(tensors, mask))
 
 
 @pytest.mark.parametrize("mask", ["none", "causal"])

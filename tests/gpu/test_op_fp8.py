@@ -116,10 +116,7 @@ def all_scales(device, factor=1.0):
 def test_fp8_graph_replay_follows_changed_operands_and_scales():
     q, k, v = oracle_fp8.operands(2, 4, 2, 1100, 1100, 64)
     scales = all_scales(q.device)
-    full_call(q, k, v, scales)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = full_call(q, k, v, scales)
+    graph, results = oracle.capture(lambda: full_call(q, k, v, scales))
     for number in range(5):
         fresh = oracle_fp8.operands(2, 4, 2, 1100, 1100, 64, seed=number, factor=0.5 + number)
         for tensor, each in zip((q, k, v), fresh, strict=True):

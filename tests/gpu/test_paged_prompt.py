@@ -118,11 +118,7 @@ def test_prompt_graph_replay_follows_changed_lengths_and_pages():
             mask="causal_bottom_right", backend="cuda",
         )  # fmt: skip
 
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
+    graph, out = oracle.capture(call)
     for number in range(4):
         lengths.copy_(torch.tensor([number * 200, 900 - number, 1 + number], dtype=torch.int32))
         table[:, :15] = pages.table[torch.randperm(3), :15]

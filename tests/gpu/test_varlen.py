@@ -79,14 +79,7 @@ def test_varlen_graph_replay_follows_changed_lengths(d):
         out = attngen.attention(q, k, v, cu_seqlens_q=lengths, cu_seqlens_kv=lengths, **arguments)
         return out, *torch.autograd.grad(out, (q, k, v), d_o)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
+    graph, found = oracle.capture(step)
     for changed in ((0, 900, 900, 900), (0, 1, 2, 3), (0, 128, 256, 700), (0, 0, 0, 0)):
         lengths.copy_(varlen.int32(changed))
         graph.replay()
