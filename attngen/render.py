@@ -16,7 +16,7 @@ from .arch.base import Plan
 from .features import Features, Fragment
 from .plan import KernelPlan
 from .problem import DTYPE_BYTES, Problem
-from .program import FIELD_BYTES, Field, KernelEntry, TensorMapRecipe
+from .program import FIELD_BYTES, Field, Grid, KernelEntry, TensorMapRecipe, Workspace
 from .values import to_json
 
 _OPTIONS: dict[str, Any] = {
@@ -121,14 +121,12 @@ def render(problem: Problem, plan: Plan, features: Features, root: Path) -> Sour
     root: the templates' directory. Raises: jinja2.UndefinedError on a template's mistake.
     """
     uses = uses_of(problem, features)
-    fields, params_bytes = lay_out_fields(_names(problem, plan, uses))
-    kernel = KernelEntry(
-        entry=entry_name(problem, plan),
-        threads=plan.threads,
+    kernel = describe(
+        problem,
+        plan,
+        _names(problem, plan, uses),
         smem_bytes=plan.smem_bytes,
         tile_rows=plan.tile.m,
-        params_bytes=params_bytes,
-        fields=fields,
         tensor_maps=_tensor_maps(problem, plan),
         grid="persistent_tiles",
         workspace=(
@@ -143,6 +141,35 @@ def render(problem: Problem, plan: Plan, features: Features, root: Path) -> Sour
         kv_seq="dense" if problem.paged else problem.kv_seq,  # its maps find pages
     )
     return Source(fill(problem, plan, kernel, uses, root), kernel)
+
+
+def describe(
+    problem: Problem,
+    plan: KernelPlan,
+    names: Names,
+    *,
+    grid: Grid,
+    tile_rows: int,
+    workspace: tuple[Workspace, ...],
+    tensor_maps: tuple[TensorMapRecipe, ...] = (),
+    smem_bytes: int = 0,
+    **facts: Any,
+) -> KernelEntry:
+    """The launch of the plan's kernel. names: its parameters, in their order; facts: fields of the
+    description that not every kernel has."""
+    fields, params_bytes = lay_out_fields(names)
+    return KernelEntry(
+        entry=entry_name(problem, plan),
+        threads=plan.threads,
+        smem_bytes=smem_bytes,
+        tile_rows=tile_rows,
+        params_bytes=params_bytes,
+        fields=fields,
+        tensor_maps=tensor_maps,
+        grid=grid,
+        workspace=workspace,
+        **facts,
+    )
 
 
 def fill(

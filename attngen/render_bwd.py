@@ -12,9 +12,8 @@ from .render import (
     DROP_THRESHOLD,
     Names,
     Source,
-    entry_name,
+    describe,
     fill,
-    lay_out_fields,
     map_type,
     mask_names,
     operands_of,
@@ -39,37 +38,32 @@ def render(problem: Problem, plan: KernelPlan, features: Features, root: Path) -
     root: the templates' directory. Raises: jinja2.UndefinedError on a template's mistake.
     """
     uses = {role: use for role, use in uses_of(problem, features).items() if role in ROLES}
-    entry = entry_name(problem, plan)
     if isinstance(plan, PreparePlan | ConvertPlan):
         uses = {"q_seq": uses["q_seq"]}
         operands = operands_of(uses)
         if isinstance(plan, PreparePlan):
-            kernel = _prepare(problem, plan, entry, operands)
+            kernel = _prepare(problem, plan, operands)
         else:
-            kernel = _convert(problem, plan, entry, operands)
+            kernel = _convert(problem, plan, operands)
     elif isinstance(plan, BiasPlan):
-        kernel = _bias(problem, plan, entry, operands_of(uses))
+        kernel = _bias(problem, plan, operands_of(uses))
     else:
-        kernel = _main(problem, plan, entry, operands_of(uses))
+        kernel = _main(problem, plan, operands_of(uses))
     return Source(fill(problem, plan, kernel, uses, root), kernel)
 
 
-def _prepare(problem: Problem, plan: PreparePlan, entry: str, operands: Names) -> KernelEntry:
+def _prepare(problem: Problem, plan: PreparePlan, operands: Names) -> KernelEntry:
     workspace: tuple[Workspace, ...] = ("lse_log2", "d")
     workspace += ("dq_acc",) if plan.dq_floats else ()
     workspace += ("turns",) if plan.deterministic else ()
     names = typed("ptr", "o", "d_o", "lse", "dlse", *workspace)
     names += [*strides_of("o"), *strides_of("d_o"), *_lengths(problem, operands)]
     names += [("keep_share", "f32")] if problem.dropout else []
-    fields, params_bytes = lay_out_fields(names)
-    return KernelEntry(
-        entry=entry,
-        threads=plan.threads,
-        smem_bytes=0,
+    return describe(
+        problem,
+        plan,
+        names,
         tile_rows=plan.row_block,
-        params_bytes=params_bytes,
-        fields=fields,
-        tensor_maps=(),
         grid="row_blocks",
         workspace=workspace,
         row_block=plan.row_block,
@@ -79,19 +73,15 @@ def _prepare(problem: Problem, plan: PreparePlan, entry: str, operands: Names) -
     )
 
 
-def _convert(problem: Problem, plan: ConvertPlan, entry: str, operands: Names) -> KernelEntry:
+def _convert(problem: Problem, plan: ConvertPlan, operands: Names) -> KernelEntry:
     names = [*typed("ptr", "dq_acc", "dq"), *strides_of("dq")]
     names += [*_lengths(problem, operands), ("scale", "f32")]
     names += [("keep_scale", "f32")] if problem.dropout else []
-    fields, params_bytes = lay_out_fields(names)
-    return KernelEntry(
-        entry=entry,
-        threads=plan.threads,
-        smem_bytes=0,
+    return describe(
+        problem,
+        plan,
+        names,
         tile_rows=plan.row_block,
-        params_bytes=params_bytes,
-        fields=fields,
-        tensor_maps=(),
         grid="row_blocks",
         workspace=("dq_acc",),
         row_block=plan.row_block,
@@ -109,7 +99,7 @@ def _lengths(problem: Problem, operands: Names) -> Names:
     return [*operands, *typed("i32", "sequences", "heads_q", "q_blocks")]
 
 
-def _main(problem: Problem, plan: BackwardPlan, entry: str, operands: Names) -> KernelEntry:
+def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
     of_queries = plan.family == "sm90_bwd_dq"
     maps = _tensor_maps(problem, plan)
     workspace: tuple[Workspace, ...] = ("lse_log2", "d")
@@ -134,14 +124,12 @@ def _main(problem: Problem, plan: BackwardPlan, entry: str, operands: Names) -> 
     names += typed("f32", "scale", "scale_log2")
     if problem.dropout:
         names += [*DROP_THRESHOLD, ("keep_scale", "f32")]
-    fields, params_bytes = lay_out_fields([*names, *operands])
-    return KernelEntry(
-        entry=entry,
-        threads=plan.threads,
+    return describe(
+        problem,
+        plan,
+        [*names, *operands],
         smem_bytes=plan.smem_bytes,
         tile_rows=plan.tile.m if of_queries else plan.tile.n,
-        params_bytes=params_bytes,
-        fields=fields,
         tensor_maps=maps,
         grid="persistent_tiles",
         workspace=(*workspace, *mask),
@@ -156,7 +144,7 @@ def _main(problem: Problem, plan: BackwardPlan, entry: str, operands: Names) -> 
     )
 
 
-def _bias(problem: Problem, plan: BiasPlan, entry: str, operands: Names) -> KernelEntry:
+def _bias(problem: Problem, plan: BiasPlan, operands: Names) -> KernelEntry:
     rows = {"q": plan.tile.m, "k": plan.tile.n, "v": plan.tile.n, "d_o": plan.tile.m}
     maps = tuple(recipe(tensor, problem.dtype_q, n) for tensor, n in rows.items())
     workspace: tuple[Workspace, ...] = ("lse_log2", "d")
@@ -170,14 +158,12 @@ def _bias(problem: Problem, plan: BiasPlan, entry: str, operands: Names) -> Kern
     names += [*typed("i32", *sizes, *places), *typed("f32", "scale", "scale_log2")]
     if problem.dropout:
         names += [*DROP_THRESHOLD, ("keep_scale", "f32")]
-    fields, params_bytes = lay_out_fields([*names, *operands])
-    return KernelEntry(
-        entry=entry,
-        threads=plan.threads,
+    return describe(
+        problem,
+        plan,
+        [*names, *operands],
         smem_bytes=plan.smem_bytes,
         tile_rows=plan.tile.m,
-        params_bytes=params_bytes,
-        fields=fields,
         tensor_maps=maps,
         grid="multiprocessors",
         workspace=(*workspace, *mask),

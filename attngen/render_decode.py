@@ -12,9 +12,8 @@ from .program import KernelEntry, Workspace
 from .render import (
     Names,
     Source,
-    entry_name,
+    describe,
     fill,
-    lay_out_fields,
     operands_of,
     recipe,
     strides_of,
@@ -41,15 +40,14 @@ def render(problem: Problem, plan: KernelPlan, features: Features, root: Path) -
     """
     known = uses_of(problem, features)
     uses = {role: known[role] for role in ROLES[plan.family]}
-    entry = entry_name(problem, plan)
     if isinstance(plan, CombinePlan):
-        kernel = _combine(problem, plan, entry, operands_of(uses))
+        kernel = _combine(problem, plan, operands_of(uses))
     else:
-        kernel = _decode(problem, plan, entry, operands_of(uses))
+        kernel = _decode(problem, plan, operands_of(uses))
     return Source(fill(problem, plan, kernel, uses, root), kernel)
 
 
-def _decode(problem: Problem, plan: DecodePlan, entry: str, operands: Names) -> KernelEntry:
+def _decode(problem: Problem, plan: DecodePlan, operands: Names) -> KernelEntry:
     maps = tuple(
         dataclasses.replace(
             recipe(tensor, problem.dtype_kv, plan.tile.n),
@@ -63,16 +61,12 @@ def _decode(problem: Problem, plan: DecodePlan, entry: str, operands: Names) -> 
     names += [*strides_of("q"), *strides_of("o"), ("total_rows", "i64")]
     names += typed("i32", "row_tiles", "heads_q", "heads_kv", "group_size", "splits")
     names += typed("i32", "bottom_right", *(("sequences",) if problem.q_seq != "dense" else ()))
-    fields, params_bytes = lay_out_fields(
-        [*names, ("scale_log2", "f32"), *operands]
-    )
-    return KernelEntry(
-        entry=entry,
-        threads=plan.threads,
+    return describe(
+        problem,
+        plan,
+        [*names, ("scale_log2", "f32"), *operands],
         smem_bytes=plan.smem_bytes,
         tile_rows=plan.tile.m,
-        params_bytes=params_bytes,
-        fields=fields,
         tensor_maps=maps,
         grid="splits",
         workspace=PARTS,
@@ -83,18 +77,14 @@ def _decode(problem: Problem, plan: DecodePlan, entry: str, operands: Names) -> 
     )
 
 
-def _combine(problem: Problem, plan: CombinePlan, entry: str, operands: Names) -> KernelEntry:
+def _combine(problem: Problem, plan: CombinePlan, operands: Names) -> KernelEntry:
     names = [*typed("ptr", *PARTS, "o", "lse"), *strides_of("o"), ("total_rows", "i64")]
     names += typed("i32", "q_len", "heads_q", "splits")
-    fields, params_bytes = lay_out_fields([*names, *operands])
-    return KernelEntry(
-        entry=entry,
-        threads=plan.threads,
-        smem_bytes=0,
+    return describe(
+        problem,
+        plan,
+        [*names, *operands],
         tile_rows=1,
-        params_bytes=params_bytes,
-        fields=fields,
-        tensor_maps=(),
         grid="rows",
         workspace=PARTS,
         part_floats=problem.head_dim_v,

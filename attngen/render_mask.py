@@ -6,8 +6,8 @@ from pathlib import Path
 
 from .arch.sm90_mask import MaskPlan
 from .problem import Problem
-from .program import KernelEntry, Workspace
-from .render import Source, entry_name, fill, lay_out_fields, mask_names, typed
+from .program import Workspace
+from .render import Source, describe, fill, mask_names, typed
 
 BLOCK = 128  # keys that a warp packs at a time
 AXES = ("batch", "head", "row", "column")
@@ -26,15 +26,11 @@ def render(problem: Problem, plan: MaskPlan, root: Path) -> Source:
     for name in packed:
         names += mask_names(name)
     names += typed("i32", *(f"attn_mask_{part}" for part in PARTS))
-    fields, params_bytes = lay_out_fields(names)
-    kernel = KernelEntry(
-        entry=entry_name(problem, plan),
-        threads=plan.threads,
-        smem_bytes=0,
+    kernel = describe(
+        problem,
+        plan,
+        names,
         tile_rows=BLOCK,
-        params_bytes=params_bytes,
-        fields=fields,
-        tensor_maps=(),
         grid="multiprocessors",
         workspace=packed,
     )

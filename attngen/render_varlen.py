@@ -7,12 +7,11 @@ from pathlib import Path
 from .arch.sm90_varlen import VarlenPlan
 from .features import Features
 from .problem import Problem
-from .program import KernelEntry, Workspace
+from .program import Workspace
 from .render import (
     Source,
-    entry_name,
+    describe,
     fill,
-    lay_out_fields,
     operands_of,
     strides_of,
     typed,
@@ -34,15 +33,11 @@ def render(problem: Problem, plan: VarlenPlan, features: Features, root: Path) -
     for tensor in filled:
         names += strides_of(tensor)
     names += typed("i32", "sequences", "heads_q", "heads_kv", "group_size")
-    fields, params_bytes = lay_out_fields([*names, *operands_of(uses)])
-    kernel = KernelEntry(
-        entry=entry_name(problem, plan),
-        threads=plan.threads,
-        smem_bytes=0,
+    kernel = describe(
+        problem,
+        plan,
+        [*names, *operands_of(uses)],
         tile_rows=1,
-        params_bytes=params_bytes,
-        fields=fields,
-        tensor_maps=(),
         grid="multiprocessors",
         workspace=schedules,
         q_seq=problem.q_seq,
