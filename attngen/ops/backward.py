@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import compress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,14 +12,12 @@ from torch import Tensor
 
 from .. import load
 from ..errors import SpecError
-from ..launch import Prepared, launch, prepare
-from ..load import LoadedKernel
-from ..run_time import LOG2_E, Extent, row_blocks
+from ..launch import prepare
 from ..spec import AttentionSpec
-from . import bias
+from . import bias, sinks
 from .checks import device_violations, violations
+from .needed import GRADIENTS, names_of, needed, preparing, written_by
 from .operands import (
-    Source,
     extents_of,
     new_outputs,
     packed_sources,
@@ -31,16 +27,16 @@ from .operands import (
     unpacked,
 )
 from .operation import (
+    Launches,
     format_of,
     kernels_of,
     lay_out_workspaces,
     library,
     remember,
-    tile_counter,
+    start,
 )
 from .signature import OPTIONAL, Arguments, Wanted, schema, split, wanted_of
 
-GRADIENTS = ("dq", "dk", "dv")
 DTYPES = (torch.float16, torch.bfloat16)
 
 library.define(
@@ -50,20 +46,14 @@ library.define(
 )
 
 
-@dataclass(frozen=True, eq=False)
-class Ready:
-    """What calls of equal shapes, strides and arguments share: the launches, in order, the
-    gradients that they write, what points into the tensors of the call, and where each workspace
-    lies in one allocation of so many bytes. fills_rows: kernels leave out rows of LSE and D that
-    belong to no sequence; d_unit: what D in the workspace is relative to. No launches: the
-    gradients are zero."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Ready(Launches):
+    """What calls of equal shapes, strides and arguments share beside their launches: the gradients
+    that these write, which are zero where there are none. rows: where kernels leave LSE and D;
+    fills_rows: they leave out those that belong to no sequence; d_unit: what D is relative to."""
 
-    launches: tuple[Prepared, ...]
     gradients: tuple[str, ...]
-    sources: tuple[Source, ...] = ()
-    offsets: dict[str, int] = field(default_factory=dict)
-    workspace_bytes: int = 0
-    row_sizes: tuple[int, int, int] = (0, 0, 0)  # batch, heads, rows of LSE and D in the workspace
+    rows: sinks.Rows | None = None
     fills_rows: bool = False
     d_unit: float = 1.0
     dbias: bias.Gradient | None = None
@@ -113,11 +103,6 @@ def backward(
     return dq, dk, dv, dsink, dbias
 
 
-def names_of(wanted: Wanted) -> tuple[str, ...]:
-    """Those of the gradients that kernels make."""
-    return tuple(compress(GRADIENTS, (wanted.dq, wanted.dkv, wanted.dkv)))
-
-
 def _gradient_of(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
@@ -151,42 +136,11 @@ def _run(ready: Ready, given: Tensors, wanted: Wanted) -> Tensor:
             return sink.new_zeros(sink.shape)
         return dlse.sum(1 if dlse.ndim == 2 else (0, 2))
     addresses = {name: 0 if x is None else x.data_ptr() for name, x in given.items()}
-    for name, source, offset in ready.sources:
-        addresses[name] = addresses[source] + offset
-    if any(addresses[name] % 16 for name in "qkv"):
-        raise SpecError("q, k and v must start at a multiple of 16 bytes; clone what does not")
-    device = _present(given["q"]).device
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
-    # Freed before the kernels end, and safely so: the allocator hands it out on this stream only.
-    workspace = torch.empty(ready.workspace_bytes, dtype=torch.uint8, device=device)
-    start = workspace.data_ptr()
-    addresses |= {name: start + offset for name, offset in ready.offsets.items()}
-    addresses["tile_counter"] = tile_counter(device, stream)
-    rows = None if sink is None else _rows_of(ready, workspace)
-    if rows is not None and ready.fills_rows:
-        rows[0].fill_(math.inf)
-        rows[1].zero_()
-    for prepared in ready.launches:
-        launch(prepared, addresses, stream)
+    rows = ready.rows if sink is not None else None
+    workspace = start(ready, addresses, rows.reset if rows and ready.fills_rows else None)
     if sink is None or rows is None:
         return lse.new_empty(0)
-    return _sink_gradient(sink, *rows).mul_(ready.d_unit)
-
-
-def _sink_gradient(sink: Tensor, lse_log2: Tensor, d: Tensor) -> Tensor:
-    """-Σ exp(sink - LSE) D over sequences and rows, float32 [h_q], the same bits on every run."""
-    return -(torch.exp2(sink[:, None] * LOG2_E - lse_log2) * d).sum((0, 2))
-
-
-def _rows_of(ready: Ready, workspace: Tensor) -> tuple[Tensor, Tensor]:
-    """LSE in log2 units and D in the workspace, float32 of `row_sizes`; after the launches LSE is
-    +inf where there is no row or nothing to weigh."""
-    size = 4 * math.prod(ready.row_sizes)
-    lse_log2, d = (
-        workspace[ready.offsets[name] :][:size].view(torch.float32).view(ready.row_sizes)
-        for name in ("lse_log2", "d")
-    )
-    return lse_log2, d
+    return sinks.gradient(sink, rows, _present(workspace)).mul_(ready.d_unit)
 
 
 def _present(tensor: Tensor | None) -> Tensor:
@@ -214,60 +168,30 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted) -> Ready:
         scalars = dataclasses.replace(scalars, numbers={**scalars.numbers, **dbias.numbers})
     if not (scalars.sequences and all(tensor.numel() for tensor in tensors.values())):
         written = tuple(n for n in names_of(wanted) if carriers[n[1]] is not None)
-        return Ready((), written, dbias=dbias)
-    kernels = _needed(kernels_of(_spec(tensors, optional, arguments), q.device), wanted)
-    written = tuple(name for name in _written(kernels) if carriers[name[1]] is not None)
+        return Ready(device=q.device, gradients=written, dbias=dbias)
+    kernels = needed(kernels_of(_spec(tensors, optional, arguments), q.device), wanted)
+    written = tuple(name for name in written_by(kernels) if carriers[name[1]] is not None)
     gradients = unpacked(_present(carriers["q"]), carriers["k"], carriers["v"], layout)
     extents |= extents_of(dict(zip(GRADIENTS, gradients, strict=True)), layout)
-    launches = tuple(prepare(each, extents, scalars) for each in kernels)
     sources = sources_of(given, optional, layout)
     sources += tuple(s for s in packed_sources(carriers, layout, "d") if s[1] in written)
-    workspaces = lay_out_workspaces(kernels, extents["q"], scalars)
-    row_sizes = _row_sizes(kernels, extents["q"], scalars.sequences)
-    varies = any(each.kernel.q_seq != "dense" for each in kernels)
-    unit = scalars.numbers["keep_scale"]  # D's, with dropout
-    return Ready(launches, written, sources, *workspaces, row_sizes, varies, unit, dbias)
-
-
-def _row_sizes(
-    kernels: tuple[LoadedKernel, ...], q: Extent, sequences: int | None
-) -> tuple[int, int, int]:
-    """Batch, heads and rows of LSE and D in the workspace."""
-    entry = next((each.kernel for each in kernels if _family(each) == PREPARES), None)
-    known = q.batch if sequences is None else sequences
-    rows = entry.row_block * row_blocks(entry, q, known) if entry else 0
-    return q.batch, q.heads, rows
-
-
-PREPARES = "bwd_prepare"  # the family of the kernel that finds LSE and D of every row
-# Families of kernels that make gradients of one kind, and nothing that other kernels read.
-KIND_OF_FAMILY = {
-    **{"sm90_bwd_dq": "dq", "bwd_convert": "dq", "sm90_bwd_dkv": "dkv"},
-    "sm90_bwd_dbias": "dbias",
-}
-
-
-def _needed(kernels: tuple[LoadedKernel, ...], wanted: Wanted) -> tuple[LoadedKernel, ...]:
-    """All but those that make unwanted gradients alone; none where nothing is wanted. The sink's
-    needs no more than LSE and D, the bias's a kernel of its own besides."""
-    if not (wanted.dq or wanted.dkv):
-        families = {PREPARES: wanted.dsink or wanted.dbias}
-        families |= dict.fromkeys(("mask_pack", "sm90_bwd_dbias"), wanted.dbias)
-        return tuple(each for each in kernels if families.get(_family(each)))
-    unwanted = {kind for kind, want in wanted._asdict().items() if not want}
-    kinds = (KIND_OF_FAMILY.get(_family(each)) for each in kernels)
-    return tuple(compress(kernels, (kind not in unwanted for kind in kinds)))
-
-
-def _family(each: LoadedKernel) -> str:
-    return each.kernel.entry.partition("__")[0]
-
-
-def _written(kernels: tuple[LoadedKernel, ...]) -> Iterator[str]:
-    """The gradients that kernels write."""
-    names = {field.name for each in kernels for field in each.kernel.fields}
-    names |= {recipe.tensor for each in kernels for recipe in each.kernel.tensor_maps}
-    return (name for name in GRADIENTS if name in names)
+    offsets, size = lay_out_workspaces(kernels, extents["q"], scalars)
+    of_sink = None
+    if prepares := preparing(kernels):
+        of_sink = sinks.rows_of(prepares, offsets, extents["q"], scalars.sequences)
+    return Ready(
+        device=q.device,
+        sources=sources,
+        launches=tuple(prepare(each, extents, scalars) for each in kernels),
+        offsets=offsets,
+        workspace_bytes=size,
+        counts_tiles=any("tile_counter" in each.kernel.workspace for each in kernels),
+        gradients=written,
+        rows=of_sink,
+        fills_rows=any(each.kernel.q_seq != "dense" for each in kernels),
+        d_unit=scalars.numbers["keep_scale"],  # with dropout
+        dbias=dbias,
+    )
 
 
 def _mismatches(

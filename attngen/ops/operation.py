@@ -49,25 +49,32 @@ class Output:
 
 
 @dataclass(frozen=True, eq=False)
-class Ready:
-    """What calls of equal shapes, strides and arguments share.
+class Launches:
+    """What calls of equal shapes, strides and arguments launch, in order.
 
-    operands: places of those that are there, and the parameters that hold their addresses;
-    sources: those that point into one of them; outputs: in their order; unused: addresses that the
-    kernels have and the call does without. launches: none where no query sees a key. offsets: where
-    each workspace but the counter lies in one allocation of so many bytes; counts_tiles: whether
-    that counter is needed.
+    sources: addresses that point into an operand. offsets: where each workspace but the counter
+    lies in one allocation of so many bytes; counts_tiles: whether that counter is needed.
     """
 
-    operands: tuple[tuple[int, str], ...]
-    sources: tuple[Source, ...]
-    outputs: tuple[Output, ...]
-    unused: tuple[str, ...]
     device: torch.device
+    sources: tuple[Source, ...] = ()
     launches: tuple[Prepared, ...] = ()
     offsets: dict[str, int] = field(default_factory=dict)
     workspace_bytes: int = 0
     counts_tiles: bool = False
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Ready(Launches):
+    """What such calls share beside their launches, which are none where no query sees a key.
+
+    operands: places of those that are there, and the parameters that hold their addresses;
+    outputs: in their order; unused: addresses that the kernels have and the call does without.
+    """
+
+    operands: tuple[tuple[int, str], ...]
+    outputs: tuple[Output, ...]
+    unused: tuple[str, ...]
 
 
 _LIMIT = 4096
@@ -107,30 +114,44 @@ def run(ready: Ready, operands: Operands) -> list[Tensor]:
         operand = operands[place]
         assert operand is not None  # absent ones have no place here
         addresses[name] = operand.data_ptr()
-    for name, source, offset in ready.sources:
-        addresses[name] = addresses[source] + offset
     for output in ready.outputs:
         tensor = _empty_strided_cuda(output.sizes, output.strides, output.dtype)
         if output.preset or not ready.launches:
             _fill(tensor, output.rest, {name: operands[place] for place, name in ready.operands})
         addresses[output.name] = tensor.data_ptr()
         results.append(tensor)
-    if not ready.launches:
-        return results
+    if ready.launches:
+        start(ready, addresses)
+    return results
+
+
+def start(
+    ready: Launches, addresses: dict[str, int], before: Callable[[Tensor], object] | None = None
+) -> Tensor | None:
+    """Launches the kernels on the current stream; returns their workspace, None where they have
+    none. addresses: of the operands and outputs, by parameter; before: gets the workspace first.
+
+    Raises: SpecError where an operand is misaligned; LaunchError.
+    """
+    for name, source, offset in ready.sources:
+        addresses[name] = addresses[source] + offset
     if (addresses["q"] | addresses["k"] | addresses["v"]) % 16:
         raise SpecError("q, k and v must start at a multiple of 16 bytes; clone what does not")
-    stream = torch._C._cuda_getCurrentRawStream(index)
+    stream = torch._C._cuda_getCurrentRawStream(ready.device.index)
+    workspace = None
     if ready.workspace_bytes:
         # Freed before the kernels end, and safely so: it is handed out on this stream only.
         workspace = _empty_strided_cuda((ready.workspace_bytes,), (1,), torch.uint8)
-        start = workspace.data_ptr()
+        first = workspace.data_ptr()
         for name, offset in ready.offsets.items():
-            addresses[name] = start + offset
+            addresses[name] = first + offset
+        if before is not None:
+            before(workspace)
     if ready.counts_tiles:  # last: under capture its memory is free for the next allocation
         addresses["tile_counter"] = tile_counter(ready.device, stream)
     for prepared in ready.launches:
         launch(prepared, addresses, stream)
-    return results
+    return workspace
 
 
 def lay_out_workspaces(

@@ -13,6 +13,7 @@ from attngen import SpecError, features, resolve
 from attngen.builder import render_problem
 from attngen.load import LoadedKernel
 from attngen.ops import backward as op
+from attngen.ops import operation, sinks
 from attngen.ops.signature import OPTIONAL, Arguments
 from attngen.plan import plans
 
@@ -61,8 +62,10 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(op, "kernels_of", load)
     monkeypatch.setattr(op, "_ready", {})
-    monkeypatch.setattr(op, "launch", note)
-    monkeypatch.setattr(op, "tile_counter", lambda device, stream: 64)
+    monkeypatch.setattr(operation, "launch", note)
+    monkeypatch.setattr(operation, "tile_counter", lambda device, stream: 64)
+    monkeypatch.setattr(operation, "_empty_strided_cuda", lambda size, stride, dtype:
+                        torch.empty_strided(size, stride, dtype=dtype))  # fmt: skip
     monkeypatch.setattr(op.load, "ensure_context", lambda index: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
@@ -217,11 +220,10 @@ def test_gradient_of_the_sink_is_summed_from_the_workspace():
     lse[..., :used] = 3 * torch.randn(BATCH, HEADS_Q, used, generator=make)
     lse[0, 0, 0] = float("inf")  # a row that sees nothing, and no sink either
     workspace = torch.cat([(lse / math.log(2)).flatten(), d.flatten()]).view(torch.uint8)
-    offsets = {"lse_log2": 0, "d": 4 * d.numel()}
-    ready = op.Ready((), (), offsets=offsets, row_sizes=tuple(d.shape))
+    places = sinks.Rows(tuple(d.shape), lse_log2=0, d=4 * d.numel())
     sink = torch.linspace(-1, 4, HEADS_Q)
     wanted = -(torch.exp(sink[:, None] - lse) * d).sum((0, 2))
-    torch.testing.assert_close(op._sink_gradient(sink, *op._rows_of(ready, workspace)), wanted)
+    torch.testing.assert_close(sinks.gradient(sink, places, workspace), wanted)
 
 
 def test_op_sink_alone_needs_the_first_kernel_only(launched):

@@ -42,9 +42,8 @@ def launches(monkeypatch):
     for module in (forward, backward):
         monkeypatch.setattr(module, "kernels_of", load)
         monkeypatch.setattr(module, "_ready", {})
-    for module in (operation, backward):
-        monkeypatch.setattr(module, "launch", note)
-        monkeypatch.setattr(module, "tile_counter", lambda device, stream: 64)
+    monkeypatch.setattr(operation, "launch", note)
+    monkeypatch.setattr(operation, "tile_counter", lambda device, stream: 64)
     monkeypatch.setattr(operation, "_empty_strided_cuda", lambda size, stride, dtype:
                         torch.empty_strided(size, stride, dtype=dtype))  # fmt: skip
     monkeypatch.setattr(operation.load, "current_device", lambda: None)

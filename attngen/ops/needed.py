@@ -1,0 +1,51 @@
+"""Which kernels of a backward make which gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import compress
+
+from ..load import LoadedKernel
+from ..program import KernelEntry
+from .signature import Wanted
+
+GRADIENTS = ("dq", "dk", "dv")
+PREPARES = "bwd_prepare"  # the family of the kernel that finds LSE and D of every row
+# Families of kernels that make gradients of one kind, and nothing that other kernels read.
+KIND_OF_FAMILY = {
+    **{"sm90_bwd_dq": "dq", "bwd_convert": "dq", "sm90_bwd_dkv": "dkv"},
+    "sm90_bwd_dbias": "dbias",
+}
+
+
+def names_of(wanted: Wanted) -> tuple[str, ...]:
+    """Those of the gradients that kernels make."""
+    return tuple(compress(GRADIENTS, (wanted.dq, wanted.dkv, wanted.dkv)))
+
+
+def needed(kernels: tuple[LoadedKernel, ...], wanted: Wanted) -> tuple[LoadedKernel, ...]:
+    """All but those that make unwanted gradients alone; none where nothing is wanted. The sink's
+    needs no more than LSE and D, the bias's a kernel of its own besides."""
+    if not (wanted.dq or wanted.dkv):
+        families = {PREPARES: wanted.dsink or wanted.dbias}
+        families |= dict.fromkeys(("mask_pack", "sm90_bwd_dbias"), wanted.dbias)
+        return tuple(each for each in kernels if families.get(_family(each)))
+    unwanted = {kind for kind, want in wanted._asdict().items() if not want}
+    kinds = (KIND_OF_FAMILY.get(_family(each)) for each in kernels)
+    return tuple(compress(kernels, (kind not in unwanted for kind in kinds)))
+
+
+def preparing(kernels: tuple[LoadedKernel, ...]) -> KernelEntry | None:
+    """The one of them that finds LSE and D; None where there are none."""
+    return next((each.kernel for each in kernels if _family(each) == PREPARES), None)
+
+
+def written_by(kernels: tuple[LoadedKernel, ...]) -> Iterator[str]:
+    """The gradients that kernels write."""
+    names = {field.name for each in kernels for field in each.kernel.fields}
+    names |= {recipe.tensor for each in kernels for recipe in each.kernel.tensor_maps}
+    return (name for name in GRADIENTS if name in names)
+
+
+def _family(each: LoadedKernel) -> str:
+    return each.kernel.entry.partition("__")[0]

@@ -1,0 +1,52 @@
+"""The gradient of a sink, from what the backward's first kernel leaves of every row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..program import KernelEntry
+from ..run_time import LOG2_E, Extent, row_blocks
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where LSE in log2 units and D lie in the workspace, float32 [batch, heads, rows] each."""
+
+    shape: tuple[int, int, int]
+    lse_log2: int
+    d: int
+
+    def of(self, workspace: Tensor) -> tuple[Tensor, Tensor]:
+        """LSE and D. After the launches LSE is +inf where there is no row or nothing to weigh."""
+        size = 4 * math.prod(self.shape)
+        lse_log2, d = (
+            workspace[offset:][:size].view(torch.float32).view(self.shape)
+            for offset in (self.lse_log2, self.d)
+        )
+        return lse_log2, d
+
+    def reset(self, workspace: Tensor) -> None:
+        """Makes rows such that nothing is weighed: kernels leave out those of no sequence."""
+        lse_log2, d = self.of(workspace)
+        lse_log2.fill_(math.inf)
+        d.zero_()
+
+
+def rows_of(
+    prepares: KernelEntry, offsets: Mapping[str, int], q: Extent, sequences: int | None
+) -> Rows:
+    """Where the kernel that prepares a backward leaves the rows of a call."""
+    known = q.batch if sequences is None else sequences
+    shape = (q.batch, q.heads, prepares.row_block * row_blocks(prepares, q, known))
+    return Rows(shape, offsets["lse_log2"], offsets["d"])
+
+
+def gradient(sink: Tensor, rows: Rows, workspace: Tensor) -> Tensor:
+    """-Σ exp(sink - LSE) D over sequences and rows, float32 [h_q], the same bits on every run."""
+    lse_log2, d = rows.of(workspace)
+    return -(torch.exp2(sink[:, None] * LOG2_E - lse_log2) * d).sum((0, 2))
