@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -236,10 +235,19 @@ def _with(operands: tuple[Any, ...], place: int, tensor: Tensor) -> tuple[Any, .
     return (*operands[:place], tensor, *operands[place + 1 :])
 
 
-@functools.lru_cache(maxsize=256)
-def _slopes(heads: int, device: torch.device) -> Tensor:
+_slopes: dict[tuple[int, torch.device], Tensor] = {}  # for ever, since graphs may read them
+
+
+def _slopes_of(heads: int, q: Tensor) -> Tensor:
+    """ALiBi's own slopes. What a graph makes is not there before its replay, so it keeps its own."""
+    slopes = _slopes.get((heads, q.device))
+    if slopes is not None and unobserved((q,)):
+        return slopes
     with torch.inference_mode(False):  # a call that trains may save them
-        return reference.default_alibi_slopes(heads, device)
+        slopes = reference.default_alibi_slopes(heads, q.device)
+    if unobserved((q,)) and not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        _slopes[heads, q.device] = slopes
+    return slopes
 
 
 def _run_kernels(
@@ -249,8 +257,7 @@ def _run_kernels(
     q, rng_state = operands[0], operands[RNG_STATE]
     assert q is not None
     if settled.default_slopes:
-        make = _slopes if unobserved((q,)) else reference.default_alibi_slopes
-        operands = _with(operands, ALIBI_SLOPES, make(settled.default_slopes, q.device))
+        operands = _with(operands, ALIBI_SLOPES, _slopes_of(settled.default_slopes, q))
     if settled.arguments.dropout_p > 0:
         rng_state = draw_rng_state(q.device) if rng_state is None else rng_state.contiguous()
         operands = _with(operands, RNG_STATE, rng_state)

@@ -40,10 +40,11 @@ def default_alibi_slopes(heads: int, device: torch.device | str | None = None) -
     Source: O. Press et al., "Train Short, Test Long", ICLR 2022, and its public code for head
     counts that are no power of two.
     """
-    n = 1 << (heads.bit_length() - 1) if heads > 0 else 0
-    exponents = [8 * k / n for k in range(1, n + 1)]
-    exponents += [4 * (2 * k - 1) / n for k in range(1, heads - n + 1)]
-    return torch.tensor([2.0**-e for e in exponents], dtype=torch.float32, device=device)
+    n = 1 << (heads.bit_length() - 1) if heads > 0 else 1
+    # Made on the device: a copy from the host could not be captured in a graph.
+    k = torch.arange(1, heads + 1, dtype=torch.float64, device=device)
+    exponents = torch.where(k <= n, 8 / n * k, 4 / n * (2 * (k - n) - 1))
+    return torch.exp2(-exponents).float()
 
 
 def attend_one(

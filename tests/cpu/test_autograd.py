@@ -267,7 +267,7 @@ def test_number_in_a_tensor_is_read_in_each_call(kernels, monkeypatch, name):
 
 def test_default_slopes_of_an_inference_serve_training_too(kernels, monkeypatch):
     monkeypatch.setattr(frontend, "unobserved", lambda tensors: len(tensors) == 1)  # for slopes
-    frontend._slopes.cache_clear()
+    monkeypatch.setattr(frontend, "_slopes", {})
     q, k, v = operands()
     with torch.inference_mode():
         attngen.attention(q.detach(), k.detach(), v.detach(), alibi_slopes=True, backend="cuda")

@@ -19,6 +19,7 @@ from .cases import Case
 pytestmark = pytest.mark.gpu
 DIMS = (64, 128, 256)
 PLAIN = [Case(d, d, mask="causal", heads=(2, 8, 2), lengths=(513, 700)) for d in DIMS]
+LONE = Case(128, 128, mask="causal", heads=(1, 4, 2), lengths=(300, 300), layout="sbhd")
 
 PAIRS = ((8, 8), (40, 72), (64, 64), (72, 40), (128, 64), (128, 128), (24, 200), (192, 128),
          (256, 256))  # fmt: skip
@@ -50,7 +51,7 @@ def subsets() -> list[tuple[Case, tuple[bool, ...], bool]]:
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """Every backward's kernels built before the first test, in parallel."""
-    every = [*matrix(), *PLAIN, *(case for case, *_ in subsets())]
+    every = [*matrix(), *PLAIN, LONE, *(case for case, *_ in subsets())]
     gradients.compile_all([each for case in every for each in gradients.backwards_of(case.spec)])
 
 
@@ -143,6 +144,19 @@ def test_autograd_through_the_lse_alone_is_right(case):
     (_, lse) = attend(*tensors, case)
     found = torch.autograd.grad(lse, tensors, dlse, materialize_grads=True)
     assert_right(found, tensors, torch.zeros_like(d_o), dlse, case)
+
+
+@pytest.mark.parametrize("axes", [(0,), (1,), (2,), (0, 1), (1, 2), (3,), (0, 1, 2), (0, 1, 2, 3)])
+@pytest.mark.parametrize("case", [*PLAIN, LONE], ids=str)
+def test_autograd_of_a_sum_over_any_axes_is_right(case, axes):
+    """The gradient that comes in is expanded: every stride of its tensor can be 0."""
+    tensors = leaves(case)
+    out = attend(*tensors, case)[0]
+    seed = oracle.randn(*out.sum(axes).shape, seed=100)
+    (d_o,) = torch.autograd.grad(out.sum(axes), out, seed, retain_graph=True)
+    found = torch.autograd.grad(out.sum(axes), tensors, seed)
+    values = [x.detach() for x in tensors]
+    gradients.check(found, (*values, d_o.contiguous()), None, **case.arguments)
 
 
 def saved_on_cpu(function, *arguments):

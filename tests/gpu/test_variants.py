@@ -143,3 +143,24 @@ def test_calls_with_other_slopes_and_sinks_follow_them():
         }
         out, aux = attngen.attention(q, k, v, **given, backend="cuda", return_lse=True)
         oracle.check(out, aux.lse, oracle.truth(q, k, v, **given))
+
+
+def test_default_slopes_first_used_in_a_capture_are_the_graphs_own():
+    """Later calls must not read what exists only once the graph was replayed."""
+    case = Case(128, 128, mask="causal", lengths=(300, 300), heads=(1, 7, 7))
+    q, k, v = case.operands()
+    arguments = {"mask": "causal", "alibi_slopes": True, "backend": "cuda"}
+    attngen.attention(q[:, :, :4], k[:, :, :4], v[:, :, :4], **arguments)  # loads the kernel
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attngen.attention(q, k, v, **arguments)
+    eager = attngen.attention(q, k, v, **arguments)
+    graph.replay()
+    assert torch.equal(captured, eager)
+    oracle.check(eager, None, oracle.truth(q, k, v, mask="causal", alibi_slopes=True))
+
+
+def test_default_slopes_are_the_same_on_every_device():
+    for heads in (1, 2, 6, 7, 12, 16, 48, 71, 128):
+        slopes = attngen.reference.default_alibi_slopes
+        assert torch.equal(slopes(heads, "cuda").cpu(), slopes(heads))

@@ -86,6 +86,30 @@ def test_varlen_graph_replay_follows_changed_lengths(d):
         assert oracle.same(found, step())
 
 
+def test_varlen_forward_captured_alone_follows_changed_lengths():
+    """Without gradients a call reaches its kernels by a shorter way; workspaces are the graph's."""
+    q, k, v = (oracle.randn(900, 4, 64, seed=n) for n in range(3))
+    lengths = varlen.int32((0, 300, 300, 900))
+    arguments = {"layout": "thd", "mask": "causal", "backend": "cuda", "return_lse": True}
+
+    def step():
+        given = {"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths, **arguments}
+        out, aux = attngen.attention(q, k, v, **given)
+        again, _ = attngen.attention(out, k, v, **given)  # its workspace follows the first's
+        return out, aux.lse, again
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for changed in ((0, 900, 900, 900), (0, 1, 2, 3), (0, 128, 256, 700), (0, 0, 0, 0)):
+        lengths.copy_(varlen.int32(changed))
+        for x in found:
+            x.fill_(float("nan"))
+        graph.replay()
+        assert oracle.same(found, step())
+
+
 def test_varlen_compiled_call_takes_new_token_counts_without_recompiling():
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
