@@ -239,7 +239,7 @@ _slopes: dict[tuple[int, torch.device], Tensor] = {}  # for ever, since graphs m
 
 
 def _slopes_of(heads: int, q: Tensor) -> Tensor:
-    """ALiBi's own slopes. What a graph makes is not there before its replay, so it keeps its own."""
+    """ALiBi's own slopes. What a graph makes is not there before its replay: it keeps its own."""
     slopes = _slopes.get((heads, q.device))
     if slopes is not None and unobserved((q,)):
         return slopes
