@@ -130,6 +130,9 @@ class Bundle:
             raise BundleError(f"{self.path}: not a bundle: {error!r}") from error
         self.problems = {key: record.titles for key, record in self._records.items()}
 
+    def __repr__(self) -> str:
+        return f"Bundle({str(self.path)!r}, variants={len(self.problems)}, sha256={self.sha256!r})"
+
     def program(self, problem: Problem, arch: str) -> Program | None:
         """The kernels of a problem; None where the bundle has none.
 

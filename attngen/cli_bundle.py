@@ -156,8 +156,10 @@ def trace(output: Path, command: Sequence[str]) -> None:
         done = subprocess.run(list(command), env=environment)
     except OSError as error:
         raise click.ClickException(f"{command[0]}: {error.strerror}") from error
-    used = len(tracing.read(output)) if output.exists() else 0
-    click.echo(f"{used} variants noted in {output}", err=True)
+    output.touch()  # what launched nothing has a trace, too
+    used = len(tracing.read(output))
+    why = "" if used else ": no kernel of attngen was launched"
+    click.echo(f"{used} variants noted in {output}{why}", err=True)
     raise SystemExit(done.returncode if done.returncode >= 0 else 128 - done.returncode)
 
 

@@ -83,7 +83,9 @@ def read(path: Path) -> list[Variant]:
     try:
         text = sys.stdin.read() if path == Path("-") else path.read_text()
         lines = text.splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise AttngenError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise AttngenError(f"{path}: {error}") from error
     for number, line in enumerate(lines, 1):
         try:

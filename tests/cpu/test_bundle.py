@@ -31,6 +31,7 @@ def test_bundle_read_back_is_what_was_written(path: Path) -> None:
     bundle = Bundle(path)
     assert {program.key: program for program in bundle.programs()} == {A.key: A, B.key: B}
     assert bundle.problems == {A.key: ("first",), B.key: ("second",)}
+    assert repr(bundle) == f"Bundle({str(path)!r}, variants=2, sha256={bundle.sha256!r})"
     assert [bundle.cubin(binary) for binary in B.binaries] == [cubin_for("b"), cubin_for("c")]
     assert bundle.program(make_program(96).problem, A.arch) is None
     assert bundle.program(A.problem, "sm_80") is None

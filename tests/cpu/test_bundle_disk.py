@@ -15,7 +15,7 @@ from tests.cpu.cache_kit import ROOT, start_python
 
 pytestmark = pytest.mark.timeout(120)
 
-# Kills 100 children at random moments of writing one bundle over another, then looks what is there.
+# Kills 200 children at random moments of writing one bundle over another, then looks what is there.
 KILLER = """
 import json, os, random, signal, sys, time
 from pathlib import Path
@@ -40,7 +40,7 @@ def write_for_ever():
             write(name)
 write("x")
 seen, left = set(), 0
-for _ in range(100):
+for _ in range(200):
     child = os.fork()
     if child == 0:
         write_for_ever()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import struct
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,16 @@ from hypothesis import strategies as st
 
 from attngen.bundle import DIGEST_BYTES, MARK, Bundle
 from attngen.errors import BundleError
-from tests.cpu.bundle_kit import edit_manifest, make_program, read_all, reseal, write
+from tests.cpu.bundle_kit import (
+    craft,
+    edit_manifest,
+    make_program,
+    members,
+    our_member,
+    read_all,
+    reseal,
+    write,
+)
 
 A, B = make_program(64, "a"), make_program(128, ("b", "c"))
 COMMENT = MARK + b"0" * DIGEST_BYTES
@@ -21,7 +33,6 @@ COMMENT = MARK + b"0" * DIGEST_BYTES
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return write(tmp_path / "kernels.attn", A, B)
-
 
 
 FUZZ = settings(
@@ -68,6 +79,29 @@ def test_fuzz_arbitrary_bytes_with_the_right_digest(path: Path, data: bytes) -> 
     path.write_bytes(reseal(data + COMMENT))
     with pytest.raises(BundleError):
         Bundle(path)
+
+
+@FUZZ
+@given(st.binary(max_size=60), st.integers(0, 2**33), st.integers(0, 9), st.booleans())
+def test_fuzz_any_stream_of_any_size_in_the_place_of_a_cubin(
+    path: Path, data: bytes, size: int, level: int, deflated: bool
+) -> None:
+    """Never more than what the directory has is unpacked, and never another cubin is handed out."""
+    stream = zlib.compressobj(level, wbits=-zlib.MAX_WBITS)
+    packed = stream.compress(data) + stream.flush() if deflated else data
+    (first, good), *rest = members(write(path, A, B))
+    own = our_member(first.filename)
+    own.compress_type = zipfile.ZIP_STORED
+    crafted = bytearray(craft([(own, packed), *((our_member(i.filename), x) for i, x in rest)]))
+    for header, place in ((0, 8), (crafted.index(b"PK\1\2"), 10)):
+        struct.pack_into("<H", crafted, header + place, zipfile.ZIP_DEFLATED)
+        struct.pack_into("<I", crafted, header + place + 14, size % 2**32)
+    path.write_bytes(reseal(bytes(crafted)))
+    try:
+        bundle = Bundle(path)
+        assert good in [bundle.cubin(each) for p in bundle.programs() for each in p.binaries]
+    except BundleError:
+        assert data != good or size != len(good) or not deflated
 
 
 JSON = st.recursive(

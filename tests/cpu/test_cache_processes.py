@@ -16,26 +16,33 @@ from tests.cpu.cache_kit import CUBIN, FakeCompiler, make_binary, make_key, star
 
 pytestmark = pytest.mark.timeout(60)
 
-# Each compile leaves a line; the processes start together, once the file `go` is there.
+# Each compile leaves a line; the processes start together, once the file `go` is there, and take
+# the keys in orders of their own.
+KEYS = "abcd"
 BUILDER = """
-import os, sys, time
+import os, random, sys, time
 from pathlib import Path
 from attngen.cache import Cache
 from tests.cpu.cache_kit import CUBIN, make_binary, make_key
-root, compiled, go = map(Path, sys.argv[1:])
+root, compiled, go = map(Path, sys.argv[1:4])
+keys = list(sys.argv[4])
+random.shuffle(keys)
 
-def compile_now():
+def compile_now(tag):
     with open(compiled, "a") as file:
-        file.write(f"{os.getpid()}\\n")
-    time.sleep(0.3)
-    return make_binary(), CUBIN
+        file.write(tag)
+    time.sleep(0.2)
+    cubin = CUBIN + tag.encode()
+    return make_binary(cubin), cubin
 
 print("ready", flush=True)
 while not go.exists():
     time.sleep(0.005)
-entry = Cache(root).get_or_build(make_key(), compile_now)
-assert entry.cubin == CUBIN and entry.binary == make_binary()
-print("hit" if entry.hit else "built")
+for tag in keys:
+    entry = Cache(root).get_or_build(make_key(tag), lambda: compile_now(tag))
+    cubin = CUBIN + tag.encode()
+    assert entry.cubin == cubin and entry.binary == make_binary(cubin)
+    print("hit" if entry.hit else "built")
 """
 
 # Kills 200 children, each at a random moment of storing entries that are large enough for a kill to
@@ -109,9 +116,11 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_32_processes_on_one_key_compile_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keys", [KEYS[:1], KEYS])
+def test_32_processes_on_a_cold_cache_compile_each_key_once(keys: str, tmp_path: Path) -> None:
     compiled, go = tmp_path / "compiled", tmp_path / "go"
-    processes = [start_python(BUILDER, tmp_path / "cache", compiled, go) for _ in range(32)]
+    cache = tmp_path / "cache"
+    processes = [start_python(BUILDER, cache, compiled, go, keys) for _ in range(32)]
     try:
         for process in processes:
             wait_for_line(process, "ready")
@@ -121,9 +130,10 @@ def test_32_processes_on_one_key_compile_once(tmp_path: Path) -> None:
         for process in processes:
             kill(process)
     assert [process.returncode for process in processes] == [0] * 32, done
-    assert Counter(out.strip() for out, _ in done) == {"built": 1, "hit": 31}
-    assert len(compiled.read_text().splitlines()) == 1
-    assert Cache(tmp_path / "cache").verify() == []
+    lines = Counter(line for out, _ in done for line in out.split())
+    assert lines == {"built": len(keys), "hit": 31 * len(keys)}
+    assert sorted(compiled.read_text()) == list(keys)
+    assert Cache(cache).verify() == []
 
 
 def test_sixteen_threads_on_one_key_compile_once(tmp_path: Path) -> None:

@@ -222,6 +222,15 @@ def test_trace_leaves_the_commands_own_options_alone(tmp_path: Path) -> None:
     assert result.exit_code == 0 and "0 variants" in result.stderr
 
 
+def test_trace_of_a_program_without_launches_is_empty_and_says_why(tmp_path: Path) -> None:
+    result = run("trace", "-o", tmp_path / "trace", "true")
+    assert "0 variants noted" in result.stderr and "no kernel of attngen" in result.stderr
+    built = run("bundle", "build", "--from-trace", tmp_path / "trace", "-o", tmp_path / "x")
+    assert built.exit_code == 0 and Bundle(tmp_path / "x").problems == {}
+    absent = run("bundle", "build", "--from-trace", tmp_path / "none", "-o", tmp_path / "y")
+    assert absent.exit_code == 1 and f"{tmp_path / 'none'}: No such file" in absent.stderr
+
+
 def test_trace_command_that_does_not_exist_says_so() -> None:
     result = run("trace", "--", "/no/such/program")
     assert result.exit_code == 1 and "/no/such/program: No such file" in result.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 
 import numpy as np
 import pytest
@@ -90,10 +91,11 @@ def test_numbers_of_masks_of_fewer_axes_are_those_of_four() -> None:
     assert numbers_of(mask, 5, 40) == numbers_of(mask[None, None], 5, 40)
 
 
-def test_bits_of_four_bytes_are_gathered(library) -> None:
-    for bits in range(16):
-        bytes_ = sum((bits >> k & 1) << (8 * k) for k in range(4))
-        assert library.four(bytes_) == bits
+def test_bits_of_four_bytes_are_those_that_are_not_zero(library) -> None:
+    """A bool of PyTorch may hold any byte, as a view of others does; only 0 is False."""
+    for values in itertools.product((0, 1, 2, 0x40, 0x7F, 0x80, 0xFF), repeat=4):
+        bits = sum((value != 0) << k for k, value in enumerate(values))
+        assert library.four(int.from_bytes(bytes(values), "little")) == bits
 
 
 @pytest.mark.parametrize("n", WIDTHS)

@@ -43,6 +43,9 @@ def masks(s_q: int, s_kv: int):
     yield random(HEADS, BATCH, s_kv, s_q).permute(1, 0, 3, 2)
     yield random(BATCH, HEADS, s_q, s_kv + 48)[..., 16:-32]
     yield random(BATCH, HEADS, s_q, s_kv + 3)[..., 1:-2]
+    shown = random(BATCH, HEADS, s_q, s_kv)
+    bytes_ = torch.randint(1, 256, shown.shape, generator=generator, device="cuda")
+    yield (bytes_ * shown).to(torch.uint8).view(torch.bool)  # True is any byte but 0
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -69,7 +72,7 @@ def test_bits_are_the_mask_s_and_zero_behind_its_end(reader, lengths):
         launch.launch(prepared, addresses, torch.cuda.current_stream().cuda_stream)
         for name, bits in packed.items():
             turned = name == "mask_columns"
-            expected = mask.expand(BATCH, HEADS, s_q, s_kv)
+            expected = (mask.view(torch.uint8) != 0).expand(BATCH, HEADS, s_q, s_kv)
             expected = expected.transpose(2, 3) if turned else expected
             found = unpacked(bits)
             strides = [numbers[f"{name}_stride_{axis}"] * 32 for axis in ("batch", "head", "row")]

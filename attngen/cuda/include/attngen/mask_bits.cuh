@@ -12,8 +12,11 @@ ATTNGEN_HD u32 lowest_bits(int count) {
   return count >= 32 ? ~0u : count <= 0 ? 0u : (1u << count) - 1u;
 }
 
-// A bit for each of four bytes that are 0 or 1.
-ATTNGEN_HD u32 bits_of_bytes(u32 bytes) { return bytes * 0x01020408u >> 24; }
+// A bit for each of four bytes: whether it is not 0, since PyTorch takes any such one for True.
+ATTNGEN_HD u32 bits_of_bytes(u32 bytes) {
+  const u32 ones = (((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu) | bytes) >> 7 & 0x01010101u;
+  return ones * 0x01020408u >> 24;
+}
 
 #if defined(__CUDACC__)
 // The same of 16.
