@@ -39,6 +39,7 @@ OPERANDS = {2: 204, 3: 132}
 # Beside scores with arithmetic of their own: what compiles without spills from head dim 8 to 256.
 OPERANDS_SCORES = {2: 188, 3: 116}
 LIGHT_SCORES = frozenset({"alibi"})  # a multiply-add an element needs no registers
+SMALLEST_BLOCK = 32
 MASK_REGISTERS = 12  # of a thread, for the bits of an arbitrary mask
 # For lengths told on the device, or both ends of a window, beside random words, a mask's bits or,
 # over pages, scores with arithmetic of their own.
@@ -145,7 +146,9 @@ def choices(problem: Problem) -> Iterator[Choice]:
     # With a bias blocks of 128 keys spill at head dim 8, at 128 beside what needs registers, too.
     much = consumers == 3 or problem.attn_mask or len(problem.scores) > 1
     largest_block = 112 if problem.bias and much else 128
-    for block in range(largest_block, 16, -16):
+    if problem.bias and problem.head_dim_v > 192:
+        largest_block = 80  # a float32 output has room for more in shared memory, and spills
+    for block in range(largest_block, SMALLEST_BLOCK - 1, -16):
         for k_stages in (3, 2) if consumers == 2 else (2,):
             for q_in_registers, over_q in q_places:
                 yield Choice(
@@ -221,19 +224,24 @@ def operand_registers(problem: Problem, choice: Choice) -> int:
 
 def operand_limit(problem: Problem, choice: Choice) -> int:
     if problem.eight_bit:
-        return role_registers(problem, choice)[1] - (64 if problem.scores else 32)
+        consumer = role_registers(problem, choice)[1]
+        # At 152 of 216 some spill beside scores, at 148 none.
+        return consumer - (32 if not problem.scores else 64 if consumer > 216 else 68)
     light = LIGHT_SCORES.issuperset(problem.scores)
+    window = "window" in problem.masks
     limit = (OPERANDS if light else OPERANDS_SCORES)[choice.consumers]
     limit -= MASK_REGISTERS * problem.attn_mask
     if problem.bias:
         limit -= BIAS_REGISTERS[choice.consumers] * (2 if problem.varlen else 1)
         # Two masks spill beside the widest outputs.
         limit -= LENGTH_REGISTERS * (len(problem.masks) > 1 and problem.head_dim_v > 192)
-    ends = problem.varlen or any(mask != "causal" for mask in problem.masks)
     beside = problem.dropout or problem.attn_mask
     if problem.paged:
         beside = beside or not light
-    return limit - LENGTH_REGISTERS * (beside and ends)
+        limit -= 4 * (problem.scores == ("alibi",) and problem.masks == ("window",))
+    if choice.block == SMALLEST_BLOCK and not choice.q_in_registers:
+        limit += 8  # what spills here has no kernel at all; nothing does
+    return limit - LENGTH_REGISTERS * (beside and (problem.varlen or window))
 
 
 def role_registers(problem: Problem, choice: Choice) -> tuple[int, int]:

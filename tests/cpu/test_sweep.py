@@ -7,6 +7,7 @@ import random
 import pytest
 
 from attngen import features, resolve
+from attngen.plan import plans
 from tools import sweep
 
 
@@ -18,6 +19,11 @@ def test_sample_is_of_legal_problems_and_the_same_each_time() -> None:
     assert {problem.kv_fetch for problem in problems} == {"tma", "page_tma"}
     assert any(problem.decode for problem in problems)
     assert len({problem.head_dim_qk for problem in problems}) > 20
+
+
+def test_every_legal_problem_has_plans() -> None:
+    for problem in sweep.sample(600, seed=2):
+        assert plans(problem, "sm_90a")
 
 
 def test_drawn_spec_is_legal_as_it_is() -> None:
