@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
-import threading
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 from . import tracing
@@ -24,8 +25,8 @@ from .run_time import Extent, Scalars, values_of
 LENGTH_LIMIT = 1 << 30  # positions; masks add lengths and windows in 32 bits
 TMA_STRIDE_LIMIT = 1 << 40  # bytes
 GRID_LIMIT = 65535  # CTAs along the second and third axis
-PARAMETER_LIMIT = 32764  # bytes, the driver's
 CONFIGS_KEPT = 1024
+PARAMETERS_KEPT = 128  # of a launch's shapes, a kilobyte each: one for each layer of most models
 MAPS_KEPT = 4096  # encoded tensor maps, 128 bytes each: as many as a large model's activations
 _FORMATS = {
     "i32": "i",
@@ -56,7 +57,9 @@ class Prepared:
     """A launch of one kernel for given shapes; only addresses are missing.
 
     values: one a parameter field, in their order; zero where an address decides, `pointers` and
-    `maps` say which. start: what cuLaunchKernel takes before the stream.
+    `maps` say which. start: what cuLaunchKernel takes before the stream. addressed: picks the
+    addresses that the parameters depend on; kept: parameters by these, since allocators hand out
+    the same addresses again and again.
     """
 
     loaded: LoadedKernel
@@ -65,6 +68,22 @@ class Prepared:
     pointers: tuple[tuple[int, str], ...]
     maps: tuple[tuple[int, TensorMap], ...]
     start: tuple[Any, ...]
+    addressed: Callable[[dict[str, int]], Any]
+    kept: dict[Any, Parameters] = field(default_factory=dict)
+
+
+class Parameters:
+    """What a kernel finds as its parameters, in host memory, 64-byte aligned; the driver copies it
+    before a launch returns. `pointers` is the address of the one pointer to it."""
+
+    __slots__ = ("_memory", "_pointer", "pointers")
+
+    def __init__(self, layout: struct.Struct, values: list[Any], size: int) -> None:
+        self._memory = (ctypes.c_char * (size + 64))()
+        offset = -ctypes.addressof(self._memory) % 64
+        layout.pack_into(self._memory, offset, *values)
+        self._pointer = ctypes.c_void_p(ctypes.addressof(self._memory) + offset)
+        self.pointers = ctypes.addressof(self._pointer)
 
 
 def prepare(loaded: LoadedKernel, extents: dict[str, Extent], scalars: Scalars) -> Prepared:
@@ -80,17 +99,20 @@ def prepare(loaded: LoadedKernel, extents: dict[str, Extent], scalars: Scalars) 
     recipes = {recipe.field: recipe for recipe in kernel.tensor_maps}
     grid = _grid(loaded, extents["q"], values)
     fields = tuple(enumerate(kernel.fields))
+    pointers = tuple((index, f.name) for index, f in fields if f.type == "ptr")
+    tensors = [recipes[f.name].tensor for f in kernel.fields if f.type in _MAPS]
     return Prepared(
         loaded=loaded,
         layout=struct.Struct(pack_format(kernel)),
         values=tuple(0 if f.type in _ADDRESSED else values[f.name] for f in kernel.fields),
-        pointers=tuple((index, f.name) for index, f in fields if f.type == "ptr"),
+        pointers=pointers,
         maps=tuple(
             (index, _tensor_map(kernel, recipes[f.name], extents))
             for index, f in fields
             if f.type in _MAPS
         ),
         start=(loaded.handle, *grid, kernel.threads, 1, 1, kernel.smem_bytes),
+        addressed=itemgetter(*dict.fromkeys([*tensors, *(name for _, name in pointers)])),
     )
 
 
@@ -159,18 +181,28 @@ def launch(prepared: Prepared, addresses: dict[str, int], stream: int) -> None:
     """
     if tracing.recorders and prepared.loaded.variant is not None:
         tracing.note(prepared.loaded.variant)
-    packed: list[Any] = [*prepared.values]
-    for index, name in prepared.pointers:
-        packed[index] = addresses[name]
-    for index, tensor_map in prepared.maps:
-        packed[index] = _encoded(tensor_map, addresses[tensor_map.tensor])
-    prepared.layout.pack_into(_parameters.memory, _parameters.offset, *packed)
+    key = prepared.addressed(addresses)
+    parameters = prepared.kept.get(key)
+    if parameters is None:
+        parameters = _pack(prepared, addresses)
+        if len(prepared.kept) >= PARAMETERS_KEPT:
+            prepared.kept.clear()
+        prepared.kept[key] = parameters
     if prepared.loaded.kernel.dependent:
         config = _dependent_config(prepared.start, stream)
-        result = driver().cuLaunchKernelEx(config, prepared.loaded.handle, _parameters.pointers, 0)
+        result = driver().cuLaunchKernelEx(config, prepared.loaded.handle, parameters.pointers, 0)
     else:
-        result = driver().cuLaunchKernel(*prepared.start, stream, _parameters.pointers, 0)
+        result = driver().cuLaunchKernel(*prepared.start, stream, parameters.pointers, 0)
     checked(prepared.loaded.kernel.entry, result)
+
+
+def _pack(prepared: Prepared, addresses: dict[str, int]) -> Parameters:
+    values: list[Any] = [*prepared.values]
+    for index, name in prepared.pointers:
+        values[index] = addresses[name]
+    for index, tensor_map in prepared.maps:
+        values[index] = _encoded(tensor_map, addresses[tensor_map.tensor])
+    return Parameters(prepared.layout, values, prepared.loaded.kernel.params_bytes)
 
 
 @lru_cache(CONFIGS_KEPT)  # 3 µs each
@@ -188,27 +220,13 @@ def _dependent_config(start: tuple[Any, ...], stream: int) -> Any:
     return config
 
 
-class _Parameters(threading.local):
-    """A thread's host memory for the parameters of a launch, 64-byte aligned: the driver copies
-    them before it returns. `pointers` is the address of the one pointer to them."""
-
-    def __init__(self) -> None:
-        self.memory = (ctypes.c_char * (PARAMETER_LIMIT + 64))()
-        self.offset = -ctypes.addressof(self.memory) % 64
-        self._pointer = ctypes.c_void_p(ctypes.addressof(self.memory) + self.offset)
-        self.pointers = ctypes.addressof(self._pointer)
-
-
-_parameters = _Parameters()
-
-
 def pack_format(kernel: KernelEntry) -> str:
     """The struct format that lays the fields out at their offsets, without implicit padding."""
     parts, position = ["<"], 0
-    for field in kernel.fields:
-        code = _FORMATS[field.type]
-        parts.append("x" * (field.offset - position) + code)
-        position = field.offset + struct.calcsize("<" + code)
+    for each in kernel.fields:
+        code = _FORMATS[each.type]
+        parts.append("x" * (each.offset - position) + code)
+        position = each.offset + struct.calcsize("<" + code)
     return "".join(parts)
 
 

@@ -1,4 +1,4 @@
-// sm90_fwd__causal_d192v128_bf16__aab5f5
+// sm90_fwd__causal_d192v128_bf16__7addec
 // Rendered by attngen from kernels/sm90_fwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -28,7 +28,9 @@ constexpr int kVStages = 2;
 constexpr int kConsumers = 2;
 constexpr int kProducerRegisters = 40;
 constexpr int kConsumerRegisters = 232;
-constexpr int kLazyRescaleLog2 = 0;
+constexpr int kLazyRescaleLog2 = 8;
+// Of the scores that a thread has of its first row, those weighed before the product is awaited.
+constexpr int kAhead = kTileN / 8 * 2;
 constexpr bool kPairSums = true;
 constexpr bool kLongestFirst = true;
 constexpr bool kOutputOverQ = false;
@@ -383,10 +385,17 @@ struct Consumer {
     }
   }
 
-  // The previous block's output is complete; what was summed becomes relative to the new maxima.
-  ATTNGEN_DEVICE void finish_product(Accumulators& output, bool grew, const float (&rescale)[2]) {
+  // The previous block's output is complete.
+  ATTNGEN_DEVICE void await_product() {
     wgmma_wait<0>();
     release_v();
+  }
+  // The same, and what was summed becomes relative to the new maxima.
+  ATTNGEN_DEVICE void finish_product(Accumulators& output, bool grew, const float (&rescale)[2]) {
+    await_product();
+    rescale_output(output, grew, rescale);
+  }
+  ATTNGEN_DEVICE static void rescale_output(Accumulators& output, bool grew, const float (&rescale)[2]) {
     if (grew) {
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) output.sum[i] *= rescale[fragment_row(i)];
@@ -413,13 +422,16 @@ struct Consumer {
     prepare_scores<kMasked>(scores, ctx, row, block);
     BlockSoftmax<kTileN, kPairSums> softmax = {p.scale_log2, 0.f};
     softmax.find_maxima(scores);
-    const bool grew = softmax.outgrow<kLazyRescaleLog2>(state);
-    softmax.raise(state, 0, grew, rescale);
-    softmax.weigh(scores, state, 0, rescale);
-    softmax.raise(state, 1, grew, rescale);
+    // Some weights while the product before still runs; its sum is rescaled last, and hardly ever.
+    const bool first_grew = softmax.template raise_outgrown<kLazyRescaleLog2>(state, 0, rescale);
+    const bool second_grew = softmax.template raise_outgrown<kLazyRescaleLog2>(state, 1, rescale);
+    const bool grew = __any_sync(~0u, first_grew || second_grew);
+    softmax.template weigh<kAhead>(scores, state, 0, rescale);
+    finish_first(__float_as_uint(state.row_sum[0]));
+    await_product();
     softmax.weigh(scores, state, 1, rescale);
-    finish_product(output, grew, rescale);
     pack_weights<Element, kTileN>(weights, scores);
+    rescale_output(output, grew, rescale);
   }
 
   // Writes LSE and turns the row sums into the factors that normalise the output.
@@ -535,7 +547,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_fwd__causal_d192v128_bf16__aab5f5(const __grid_constant__ attngen::Params p) {
+sm90_fwd__causal_d192v128_bf16__7addec(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

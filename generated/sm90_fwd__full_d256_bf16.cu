@@ -1,4 +1,4 @@
-// sm90_fwd__full_d256_bf16__33b699
+// sm90_fwd__full_d256_bf16__12d604
 // Rendered by attngen from kernels/sm90_fwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -375,10 +375,17 @@ struct Consumer {
     }
   }
 
-  // The previous block's output is complete; what was summed becomes relative to the new maxima.
-  ATTNGEN_DEVICE void finish_product(Accumulators& output, bool grew, const float (&rescale)[2]) {
+  // The previous block's output is complete.
+  ATTNGEN_DEVICE void await_product() {
     wgmma_wait<0>();
     release_v();
+  }
+  // The same, and what was summed becomes relative to the new maxima.
+  ATTNGEN_DEVICE void finish_product(Accumulators& output, bool grew, const float (&rescale)[2]) {
+    await_product();
+    rescale_output(output, grew, rescale);
+  }
+  ATTNGEN_DEVICE static void rescale_output(Accumulators& output, bool grew, const float (&rescale)[2]) {
     if (grew) {
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) output.sum[i] *= rescale[fragment_row(i)];
@@ -528,7 +535,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_fwd__full_d256_bf16__33b699(const __grid_constant__ attngen::Params p) {
+sm90_fwd__full_d256_bf16__12d604(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -1,4 +1,4 @@
-// sm90_fwd__full_d64_e4m3_kv_e5m2__4f5a36
+// sm90_fwd__full_d64_e4m3_kv_e5m2__5fb0d5
 // Rendered by attngen from kernels/sm90_fwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -481,10 +481,14 @@ struct Consumer {
     }
   }
 
-  // The previous block's output is complete; what was summed becomes relative to the new maxima.
-  ATTNGEN_DEVICE void finish_product(Accumulators& output, bool grew, const float (&rescale)[2]) {
+  // The previous block's output is complete.
+  ATTNGEN_DEVICE void await_product() {
     wgmma_wait<0>();
     release_v();
+  }
+  // The same, and what was summed becomes relative to the new maxima.
+  ATTNGEN_DEVICE void finish_product(Accumulators& output, bool grew, const float (&rescale)[2]) {
+    await_product();
     add_total(output.total, output);
     output.rescale[0] = rescale[0];
     output.rescale[1] = rescale[1];
@@ -634,7 +638,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(512, 1)
-sm90_fwd__full_d64_e4m3_kv_e5m2__4f5a36(const __grid_constant__ attngen::Params p) {
+sm90_fwd__full_d64_e4m3_kv_e5m2__5fb0d5(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -46,12 +46,15 @@ class SoftmaxOrder:
     `lazy_rescale_log2`: the output is rescaled only when a row's maximum grows by more than this
     power of two; 0 rescales always. `rescale_first`: the previous product is awaited and the
     output rescaled before the block's exponentials, else after. `pair_sums`: weights are added to
-    the row's sum two at a time, else into two sums.
+    the row's sum two at a time, else into two sums. `quarters_ahead`: so many quarters (0 to 2) of
+    a block's exponentials come before the previous product is awaited, and the output is rescaled
+    last, where it is rescaled lazily; 0 leaves it to the compiler.
     """
 
     lazy_rescale_log2: int
     rescale_first: bool
     pair_sums: bool
+    quarters_ahead: int = 0
 
 
 @dataclass(frozen=True)

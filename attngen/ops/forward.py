@@ -108,8 +108,15 @@ def _make_ready(operands: Operands, arguments: Arguments) -> Ready:
     launches = tuple(prepare(each, extents, scalars) for each in kernels)
     offsets, size = lay_out_workspaces(kernels, extents["q"], scalars, splits)
     counts = any("tile_counter" in each.kernel.workspace for each in kernels)
+    named = {name for each in launches for _, name in each.pointers}
+    unused = tuple(name for name in ready.unused if name in named)
     return replace(
-        ready, launches=launches, offsets=offsets, workspace_bytes=size, counts_tiles=counts
+        ready,
+        unused=unused,
+        launches=launches,
+        offsets=offsets,
+        workspace_bytes=size,
+        counts_tiles=counts,
     )
 
 

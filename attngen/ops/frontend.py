@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .. import layouts, reference
 from ..reference import fp8
@@ -19,7 +20,7 @@ from .decode import check_splits
 from .forward import find_ready
 from .lengths import settle as settle_lengths
 from .operation import Ready, format_of, run, unobserved
-from .signature import INPUTS, Arguments
+from .signature import INPUTS, OPTIONAL, Arguments
 
 
 def attention(
@@ -105,22 +106,16 @@ def attention(
         q, k, v, bias = _autocast(q, k, v, bias)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    lengths: tuple[Tensor | None, ...] = (
-        *(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
-        *(seqused_q, seqused_kv),
-    )
     dense = (cu_seqlens_q is None and cu_seqlens_kv is None and seqused_q is None) and (
         seqused_kv is None and cu_seqlens_q_padded is None and cu_seqlens_kv_padded is None
     )
-    scales = (descale_q, descale_k, descale_v, scale_s, descale_s, scale_o)
-    slopes = alibi_slopes if isinstance(alibi_slopes, Tensor) else None
-    scored = (slopes, sink, rng_state, attn_mask, bias)
-    unscaled = (descale_q is None and descale_k is None and descale_v is None) and (
-        scale_s is None and descale_s is None and scale_o is None
+    bare = (
+        (descale_q is None and descale_k is None and descale_v is None and scale_s is None)
+        and (descale_s is None and scale_o is None and dense and page_table is None)
+        and (alibi_slopes is None and sink is None and rng_state is None)
+        and (attn_mask is None and bias is None)
     )
-    paired = isinstance(page_table, (tuple, list))
-    tables = tuple(page_table) if paired else (page_table, page_table)  # type: ignore[arg-type]
-    # What the checks of a plain call depend on; None where they must run again.
+    # What the checks of a call depend on; None where they must run again.
     key: tuple[Any, ...] | None = None
     if (
         (score_mod is None and mask_mod is None and block_mask is None)
@@ -133,18 +128,25 @@ def attention(
             None if v is None else (v.shape, v.stride(), v.dtype, v.device),
             layout, mask, window, bottom_right, softmax_scale, softcap, bias_type, softmax,
             dropout_p, deterministic, return_max_logit, max_seqlen_q, max_seqlen_kv, backend,
-            out_dtype, return_amax, None if unscaled else tuple(map(format_of, scales)),
-            None if dense else tuple([x if x is None else format_of(x) for x in lengths]),
-            None if page_table is None else (
-                tuple(map(format_of, tables)) if paired else format_of(page_table)
-            ),
-            num_splits,
-            format_of(alibi_slopes) if isinstance(alibi_slopes, Tensor) else alibi_slopes,
-            None if sink is None else format_of(sink),
-            None if rng_state is None else format_of(rng_state),
-            None if attn_mask is None else format_of(attn_mask),
-            None if bias is None else format_of(bias),
+            out_dtype, return_amax, num_splits,
         )  # fmt: skip
+        if bare and (settled := _settled.get(key)) is not None:
+            return _run_kernels((q, k, v, *_NO_OTHERS), settled, wants_aux)
+    scales = (descale_q, descale_k, descale_v, scale_s, descale_s, scale_o)
+    lengths: tuple[Tensor | None, ...] = (
+        *(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
+        *(seqused_q, seqused_kv),
+    )
+    paired = isinstance(page_table, (tuple, list))
+    tables = tuple(page_table) if paired else (page_table, page_table)  # type: ignore[arg-type]
+    slopes = alibi_slopes if isinstance(alibi_slopes, Tensor) else None
+    scored = (slopes, sink, rng_state, attn_mask, bias)
+    if key is not None and not bare:
+        key += (
+            *[None if x is None else format_of(x) for x in (*scales, *lengths, *scored)],
+            tuple(map(format_of, tables)) if paired else format_of(page_table),
+            slopes is None and alibi_slopes,
+        )
         settled = _settled.get(key)
         if settled is not None:
             if not (dense or settled.lengths_as_given):
@@ -228,6 +230,7 @@ def _settle(call: AttentionCall, deterministic: bool, num_splits: int | None) ->
     return _Settled(arguments, heads if call.has_alibi and not given else 0)
 
 
+_NO_OTHERS = (None,) * len(OPTIONAL)
 RNG_STATE, ALIBI_SLOPES = INPUTS.index("rng_state"), INPUTS.index("alibi_slopes")
 
 
@@ -261,15 +264,19 @@ def _run_kernels(
     if settled.arguments.dropout_p > 0:
         rng_state = draw_rng_state(q.device) if rng_state is None else rng_state.contiguous()
         operands = _with(operands, RNG_STATE, rng_state)
-    present = [x for x in operands if x is not None]
-    differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in present)
-    refuse_derivatives(operands, differentiable)
+    ready = settled.ready
+    present = operands if ready is None else [operands[place] for place, _ in ready.operands]
+    differentiable = torch.is_grad_enabled() and any(
+        [x.requires_grad for x in present if x is not None]
+    )
+    if differentiable or forward_ad._current_level >= 0:
+        refuse_derivatives(operands, differentiable)
     if differentiable or torch.compiler.is_compiling() or not unobserved(present):
         results = torch.ops.attngen.forward(*operands, *settled.arguments)
     else:
-        if settled.ready is None:
-            settled.ready = find_ready(operands, settled.arguments)
-        results = run(settled.ready, operands)
+        if ready is None:
+            ready = settled.ready = find_ready(operands, settled.arguments)
+        results = run(ready, operands)
     if not wants_aux:
         return results[0]  # type: ignore[no-any-return]
     asked = settled.arguments

@@ -8,9 +8,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._autograd import _profiler_enabled
 
 # What Inductor's code allocates with: the dispatcher is behind us.
 from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]
+from torch._C._functorch import peek_interpreter_stack
 
 from .. import counters, features, load, resolve
 from ..builder import find_kernels
@@ -184,11 +187,11 @@ def unobserved(operands: Operands) -> bool:
     subclass, mode, transform, trace or profiler, no lazy negation. `run` may then stand for the
     operation, whose dispatch takes 4 µs (H200 machine, torch 2.11)."""
     if (
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-        or torch._C._autograd._profiler_enabled()
+        _len_torch_dispatch_stack()
+        or _len_torch_function_stack()
+        or peek_interpreter_stack() is not None
+        or _get_tracing_state() is not None
+        or _profiler_enabled()
     ):
         return False
     for operand in operands:
@@ -231,6 +234,6 @@ def tile_counter(device: torch.device, stream: int) -> int:
     Launches on one stream follow each other and leave it at zero, so a stream keeps its own. A
     captured launch may be replayed on any stream, so it gets one that lives in the graph.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if torch._C._cuda_isCurrentStreamCapturing():
         return torch.zeros(1, dtype=torch.int32, device=device).data_ptr()
     return counters.address(device.index, stream)

@@ -11,6 +11,7 @@ from importlib.metadata import files as files_of
 from pathlib import Path
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
+_WHOLE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*?)\s*;")
 _FIGURE = re.compile(r"(\w+(?:\[\d+\])?):(\d+)")
 
 
@@ -30,6 +31,11 @@ def find_tool(name: str) -> str:
 def count_instructions(cubin: bytes) -> Counter[str]:
     """How often each opcode (its first part: `HGMMA`, `UTMALDG`, `STL`) occurs in the cubin."""
     return Counter(_INSTRUCTION.findall(_run("nvdisasm", cubin, "-c")))
+
+
+def list_instructions(cubin: bytes) -> list[str]:
+    """The cubin's instructions in order, without predicates: `WARPGROUP.DEPBAR.LE gsb0, 0x1`."""
+    return _WHOLE.findall(_run("nvdisasm", cubin, "-c"))
 
 
 def read_usage(cubin: bytes) -> dict[str, int]:

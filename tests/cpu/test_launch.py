@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +48,7 @@ class Driver:
 
     def __init__(self) -> None:
         self.launches: list[tuple[tuple[Any, ...], bytes]] = []
+        self.pointers: list[int] = []
         self.encoded: list[int] = []
         self.tensor_maps: list[tuple[Any, ...]] = []
         self.status = bindings.CUresult.CUDA_SUCCESS
@@ -65,6 +65,7 @@ class Driver:
 
     def cuLaunchKernel(self, *arguments: Any) -> Any:
         *start, pointers, _ = arguments
+        self.pointers.append(pointers)
         address = ctypes.c_void_p.from_address(pointers).value
         assert address is not None and address % 64 == 0
         self.launches.append((tuple(start), ctypes.string_at(address, ENTRY.params_bytes)))
@@ -103,21 +104,21 @@ def test_launch_tensor_map_is_encoded_once_for_an_address_and_shape(driver: Driv
     assert heads == [32, 48, 32, 32]
 
 
-def test_launch_threads_share_no_parameters(driver: Driver) -> None:
-    mine: list[int] = []
-    gate = threading.Barrier(2)
+def test_launch_parameters_are_kept_by_all_addresses(driver: Driver) -> None:
+    """Those that another launch, or thread, has are never written again."""
+    once = prepared()
+    for lse in (80, 96, 80):
+        launch.launch(once, {**ADDRESSES, "lse": lse}, 0)
+    assert [struct.unpack_from("<Q", x, 128)[0] for _, x in driver.launches] == [80, 96, 80]
+    assert len(set(driver.pointers)) == 2 and driver.pointers[0] == driver.pointers[2]
 
-    def work() -> None:
-        gate.wait()
-        mine.append(launch._parameters.pointers)
-        gate.wait()
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len({*mine, launch._parameters.pointers}) == 3
+def test_launch_parameters_kept_are_limited(driver: Driver) -> None:
+    once = prepared()
+    for number in range(2 * launch.PARAMETERS_KEPT + 1):
+        launch.launch(once, {**ADDRESSES, "lse": 16 * number}, 0)
+        assert struct.unpack_from("<Q", driver.launches[-1][1], 128)[0] == 16 * number
+        assert len(once.kept) <= launch.PARAMETERS_KEPT
 
 
 def test_launch_refused_by_the_driver_says_why(driver: Driver) -> None:

@@ -61,10 +61,26 @@ struct BlockSoftmax {
     rescale[half] = exp2_approx((old_max - reference) * scale_log2);
   }
 
-  // Replaces the row's scores by weights relative to its maximum, and adds them to its sum.
+  // The row's new maximum, where the block's outgrows the old one by 2^kLazyLog2, and the factor
+  // for what was accumulated before. Returns whether it did: rows need not wait for each other.
+  template <int kLazyLog2>
+  ATTNGEN_DEVICE bool raise_outgrown(RowState& state, int half, float (&rescale)[2]) {
+    const bool outgrown = (block_max[half] - state.row_max[half]) * scale_log2 > kLazyLog2;
+    raise(state, half, outgrown, rescale);
+    return outgrown;
+  }
+
+  // Replaces the row's scores, or the first kTo that the thread has of them, by weights relative to
+  // its maximum, and adds them to its sum.
+  template <int kTo = kN / 4>
   ATTNGEN_DEVICE void weigh(float (&scores)[kN / 2], RowState& state, int half,
                             const float (&rescale)[2]) const {
-    state.row_sum[half] = state.row_sum[half] * rescale[half] + exponentiate(scores, half);
+    state.row_sum[half] = state.row_sum[half] * rescale[half] + exponentiate<0, kTo>(scores, half);
+  }
+  // The same for those from kFrom on.
+  template <int kFrom>
+  ATTNGEN_DEVICE void weigh_rest(float (&scores)[kN / 2], RowState& state, int half) const {
+    state.row_sum[half] += exponentiate<kFrom, kN / 4>(scores, half);
   }
 
   // The first block of a row: maxima, weights and sums from nothing.
@@ -74,7 +90,7 @@ struct BlockSoftmax {
     for (int half = 0; half < 2; ++half) {
       state.row_max[half] = block_max[half];
       offset[half] = from_line(half, finite(block_max[half])) * scale_log2 - shift;
-      state.row_sum[half] = exponentiate(scores, half);
+      state.row_sum[half] = exponentiate<0, kN / 4>(scores, half);
     }
   }
 
@@ -86,11 +102,12 @@ struct BlockSoftmax {
     return x;
   }
 
+  template <int kFrom, int kTo>
   ATTNGEN_DEVICE float exponentiate(float (&scores)[kN / 2], int half) const {
     float even = 0.f;
     float odd = 0.f;
 #pragma unroll
-    for (int k = 0; k < kN / 4; k += 2) {
+    for (int k = kFrom; k < kTo; k += 2) {
       float& a = scores[fragment_index(half, k)];
       float& b = scores[fragment_index(half, k + 1)];
       a = exp2_approx(a * scale_log2 - offset[half]);

@@ -1,0 +1,70 @@
+"""The order of a softmax step: which plans ask for what, and what the compiler makes of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from attngen import features, resolve
+from attngen.arch import sm90
+from attngen.arch.base import Plan, SoftmaxOrder
+from attngen.builder import render_problem
+from attngen.compile import run_nvrtc
+from attngen.plan import plan
+from attngen.problem import Problem
+from attngen.spec import AttentionSpec
+
+from .sass import list_instructions
+
+
+def problem_of(head_dim: int, **asked: object) -> Problem:
+    (problem,) = resolve.resolve(AttentionSpec(head_dim, **asked), features.scan())  # type: ignore[arg-type]
+    return problem
+
+
+def order_of(head_dim: int, **asked: object) -> SoftmaxOrder:
+    return plan(problem_of(head_dim, **asked), "sm_90a").softmax
+
+
+@pytest.mark.parametrize(("head_dim", "mask"), [(128, "none"), (128, "causal"), (192, "causal")])
+def test_order_between_104_and_192_is_lazy_and_ahead(head_dim: int, mask: str) -> None:
+    order = order_of(head_dim, mask=mask)
+    assert order.lazy_rescale_log2 and order.quarters_ahead and not order.rescale_first
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
+def test_order_elsewhere_is_left_to_the_compiler(head_dim: int) -> None:
+    assert not order_of(head_dim, mask="causal").quarters_ahead
+
+
+@pytest.mark.parametrize("feature", ["return_max_logit", "dropout", "attn_mask"])
+def test_order_beside_true_maxima_and_random_words_is_eager(feature: str) -> None:
+    order = order_of(128, mask="causal", **{feature: True})
+    assert not (order.lazy_rescale_log2 or order.quarters_ahead)
+
+
+def test_orders_of_a_lazy_plan_have_every_share_ahead() -> None:
+    found = list(sm90.orders(order_of(128)))
+    assert len(found) == len(set(found))
+    assert {order.quarters_ahead for order in found} == {0, 1, 2}
+    assert not any(order.rescale_first and order.quarters_ahead for order in found)
+    eager = SoftmaxOrder(0, rescale_first=True, pair_sums=True)
+    assert not any(order.quarters_ahead for order in sm90.orders(eager))
+
+
+@pytest.mark.parametrize("mask", ["none", "causal"])
+def test_compiled_exponentials_precede_the_wait_as_planned(mask: str) -> None:
+    """In the last loop, that of blocks without a mask, between the waits for both products."""
+    problem = problem_of(128, mask=mask)
+    chosen = plan(problem, "sm_90a")
+    assert isinstance(chosen, Plan)
+    cubin = run_nvrtc(render_problem(problem, chosen).text, "kernel.cu", "sm_90a").cubin
+    code = list_instructions(cubin)
+    scores = max(i for i, text in enumerate(code) if _waits(text, 1))
+    output = next(i for i in range(scores, len(code)) if _waits(code[i], 0))
+    found = sum(text.startswith("MUFU.EX2") for text in code[scores:output])
+    planned = chosen.tile.n // 2 * chosen.softmax.quarters_ahead // 4
+    assert planned <= found < planned + chosen.tile.n // 8
+
+
+def _waits(text: str, pending: int) -> bool:
+    return text.startswith("WARPGROUP.DEPBAR") and text.endswith(f"{pending:#x}")
