@@ -1,4 +1,5 @@
-"""Tile counters: four zeroed bytes of device memory for each stream that launches."""
+"""Device memory that lives as long as the process: tile counters, four zeroed bytes for each stream
+that launches, and a place for what nobody reads."""
 
 from __future__ import annotations
 
@@ -8,10 +9,12 @@ from .load import checked, driver
 
 SLAB_COUNTERS = 1024
 COUNTER_BYTES = 4
+UNREAD_BYTES = 1 << 20
 
 _lock = threading.Lock()
 _addresses: dict[tuple[int, int], int] = {}
 _free: dict[int, list[int]] = {}
+_unread: dict[int, int] = {}
 
 
 def address(device: int, stream: int) -> int:
@@ -27,6 +30,16 @@ def address(device: int, stream: int) -> int:
                 _addresses[device, stream] = _take(device)
             found = _addresses[device, stream]
     return found
+
+
+def unread(device: int) -> int:
+    """Address of UNREAD_BYTES of the device, where kernels may write what nobody reads, several at
+    once. Kept for the life of the process, since graphs may write there."""
+    with _lock:
+        if device not in _unread:
+            memory = driver().cuMemAlloc(UNREAD_BYTES)
+            _unread[device] = int(checked("memory for unread outputs", memory))
+        return _unread[device]
 
 
 def _take(device: int) -> int:

@@ -92,7 +92,7 @@ def _make_ready(operands: Operands, arguments: Arguments) -> Ready:
         operands=tuple((place, name) for place, name in enumerate(INPUTS) if names[name]),
         sources=sources_of(carriers, optional, arguments.layout),
         outputs=tuple(results),
-        unused=(*UNUSED, *absent),
+        fixed={},
         device=q.device,
     )
     scalars = scalars_of(q, optional, arguments, extents)
@@ -109,10 +109,9 @@ def _make_ready(operands: Operands, arguments: Arguments) -> Ready:
     offsets, size = lay_out_workspaces(kernels, extents["q"], scalars, splits)
     counts = any("tile_counter" in each.kernel.workspace for each in kernels)
     named = {name for each in launches for _, name in each.pointers}
-    unused = tuple(name for name in ready.unused if name in named)
     return replace(
         ready,
-        unused=unused,
+        fixed={name: 0 for name in (*UNUSED, *absent) if name in named},
         launches=launches,
         offsets=offsets,
         workspace_bytes=size,

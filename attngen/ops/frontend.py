@@ -192,12 +192,13 @@ def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
 class _Settled:
     """What is known of calls that were checked and have a kernel: the operation's arguments, the
     query heads that take ALiBi's own slopes, whether operations take the lengths that a call gives
-    and, once launched from here, all that a launch needs."""
+    and, once launched from here, all that a launch needs: for the output, or for all outputs."""
 
     arguments: Arguments
     default_slopes: int = 0
     lengths_as_given: bool = False
     ready: Ready | None = None
+    ready_all: Ready | None = None
 
 
 _KEY_LIMIT = 4096
@@ -264,7 +265,7 @@ def _run_kernels(
     if settled.arguments.dropout_p > 0:
         rng_state = draw_rng_state(q.device) if rng_state is None else rng_state.contiguous()
         operands = _with(operands, RNG_STATE, rng_state)
-    ready = settled.ready
+    ready = settled.ready_all if wants_aux else settled.ready
     present = operands if ready is None else [operands[place] for place, _ in ready.operands]
     differentiable = torch.is_grad_enabled() and any(
         [x.requires_grad for x in present if x is not None]
@@ -275,7 +276,9 @@ def _run_kernels(
         results = torch.ops.attngen.forward(*operands, *settled.arguments)
     else:
         if ready is None:
-            ready = settled.ready = find_ready(operands, settled.arguments)
+            ready = settled.ready_all = find_ready(operands, settled.arguments)
+            if not (wants_aux or torch.cuda.is_current_stream_capturing()):
+                ready = settled.ready = ready.first_alone()
         results = run(ready, operands)
     if not wants_aux:
         return results[0]  # type: ignore[no-any-return]

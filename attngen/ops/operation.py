@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -72,12 +73,23 @@ class Ready(Launches):
     """What such calls share beside their launches, which are none where no query sees a key.
 
     operands: places of those that are there, and the parameters that hold their addresses;
-    outputs: in their order; unused: addresses that the kernels have and the call does without.
+    outputs: in their order; fixed: addresses that are the same for all, 0 for what the kernels have
+    and the call does without.
     """
 
     operands: tuple[tuple[int, str], ...]
     outputs: tuple[Output, ...]
-    unused: tuple[str, ...]
+    fixed: dict[str, int]
+
+    def first_alone(self) -> Ready:
+        """The same for calls that want the first output alone. Where the others are small, so that
+        the host is what takes time, they are written where nobody reads."""
+        first, *others = self.outputs
+        sizes = [math.prod(each.sizes) * each.dtype.itemsize for each in others]
+        if not self.launches or max(sizes) > counters.UNREAD_BYTES:
+            return self
+        unread = dict.fromkeys((x.name for x in others), counters.unread(self.device.index))
+        return replace(self, outputs=(first,), fixed=self.fixed | unread)
 
 
 _LIMIT = 4096
@@ -112,7 +124,7 @@ def run(ready: Ready, operands: Operands) -> list[Tensor]:
             load.ensure_context(index)
             return run(ready, operands)
     results = []
-    addresses = dict.fromkeys(ready.unused, 0)
+    addresses = ready.fixed.copy()
     for place, name in ready.operands:
         operand = operands[place]
         assert operand is not None  # absent ones have no place here

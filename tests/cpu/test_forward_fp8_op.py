@@ -12,6 +12,7 @@ from attngen.load import LoadedKernel
 from attngen.ops import forward as op
 from attngen.ops import operands as op_operands
 from attngen.ops import operation
+from attngen.ops.signature import split
 from attngen.program import Field, KernelEntry, TensorMapRecipe
 from attngen.reference.call import SCALES
 from tests.cpu.fp8_kit import E4M3, E5M2, operands, rest_of, scales
@@ -166,3 +167,20 @@ def test_op_descale_out_of_32_bit_reach_is_refused(launched):
 )
 def test_head_strides_of_each_kind(descale, strides):
     assert op_operands.head_strides(descale) == strides
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_ready_for_the_output_alone_writes_the_rest_where_nobody_reads(launched, monkeypatch, room):
+    lse_bytes = 2 * 4 * 5 * 4
+    monkeypatch.setattr(operation.counters, "UNREAD_BYTES", lse_bytes - (not room))
+    monkeypatch.setattr(operation.counters, "unread", lambda device: 1 << 40)
+    optional, arguments = split(rest_of())
+    given = (*operands(), *optional)
+    ready = op.find_ready(given, arguments)
+    alone = ready.first_alone()
+    assert [x.name for x in ready.outputs] == ["o", "lse"]
+    assert [x.name for x in alone.outputs] == (["o"] if room else ["o", "lse"])
+    out, *others = operation.run(alone, given)
+    assert out.shape == (2, 5, 4, 16) and len(others) == (not room)
+    found = launched.launches[-1].addresses["lse"]
+    assert found == (1 << 40 if room else others[0].data_ptr())

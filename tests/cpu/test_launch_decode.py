@@ -205,7 +205,7 @@ def test_ready_paged_call_knows_its_addresses_and_needs_no_tile_counter(
     assert ready.workspace_bytes >= (splits * rows * (D + 1) * 4 if splits > 1 else 0)
     if splits == 1:
         assert not ready.workspace_bytes
-    known = {*ready.unused, *(name for _, name in ready.operands), *ready.offsets}
+    known = {*ready.fixed, *(name for _, name in ready.operands), *ready.offsets}
     known |= {name for name, _, _ in ready.sources} | {each.name for each in ready.outputs}
     wanted = {name for each in ready.launches for _, name in each.pointers}
     wanted |= {tensor_map.tensor for each in ready.launches for _, tensor_map in each.maps}
