@@ -22,6 +22,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "mask": ("none", "causal", "causal_bottom_right"),
     "softmax": ("vanilla", "off_by_one", "learnable"),
     "layout": ("bshd", "sbhd", "bhsd", "thd"),
+    "fetch": ("tma", "gather"),
     "seqused": (False, True),
     "window": (False, True),
     "alibi": (False, True),
@@ -41,15 +42,16 @@ Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 @dataclass(frozen=True)
 class Member:
-    """One choice on each axis. group_size: query heads that share a key/value head; splits: whether
-    the forward's kernels split the keys; bias_shape: the broadcast of the bias, the first where
-    there is none."""
+    """One choice on each axis. fetch: whether the copy engine reads the operands, or threads do;
+    group_size: query heads that share a key/value head; splits: whether the forward's kernels split
+    the keys; bias_shape: the broadcast of the bias, the first where there is none."""
 
     head_dims: tuple[int, int]
     dtype: str
     mask: str
     softmax: str
     layout: str
+    fetch: str
     seqused: bool
     window: bool
     alibi: bool
@@ -71,6 +73,7 @@ class Member:
             *("splits", "training", "deterministic"),
         )
         words = [f"d{d}v{d_v}", self.dtype, self.mask, self.softmax, self.layout]
+        words += [] if self.fetch == "tma" else [self.fetch]
         words += [] if self.bias == "none" else [f"{self.bias}_bias_{self.bias_shape}"]
         words += [f"gqa{self.group_size}", *(name for name in switches if getattr(self, name))]
         return " ".join(words)
@@ -84,6 +87,7 @@ class Member:
             dtype=self.dtype,
             layout=self.layout,
             mask=self.mask.removesuffix("_bottom_right"),
+            gather=self.fetch == "gather",
             seqused=self.seqused,
             window=self.window,
             alibi=self.alibi,

@@ -21,7 +21,9 @@ class Problem:
     `kv_fetch` and `kv_iter` name the fragments that say where data comes from. `dtype_o` is fp32
     for the partial outputs that are combined later. A backward that is `deterministic` adds up dQ
     in an order that does not change from run to run. A forward with `max_logit` also gives the
-    largest score of each head. `decode` is for few queries a sequence: keys are split over CTAs,
+    largest score of each head. Of rows that the copy engine cannot read (`kv_fetch` gather) head
+    dims are those of tiles, whole steps of 16; how many columns there are is a run-time argument.
+    `decode` is for few queries a sequence: keys are split over CTAs,
     query heads of a group share a tile.
     """
 
@@ -53,6 +55,11 @@ class Problem:
     def paged(self) -> bool:
         """Whether keys and values lie in pages."""
         return self.kv_fetch == "page_tma"
+
+    @property
+    def gather(self) -> bool:
+        """Whether threads copy the rows of all operands and store those of results."""
+        return self.kv_fetch == "gather"
 
     @property
     def eight_bit(self) -> bool:
@@ -88,8 +95,8 @@ class Problem:
         out = () if partial or self.dtype_o == self.dtype_q else (f"to_{self.dtype_o}",)
         order = ("deterministic",) if self.deterministic else ()
         more = ("max_logit",) if self.max_logit else ()
-        paged = ("paged",) if self.paged else ()
-        parts = (*kv, *paged, *partial, *out, *order, *more)
+        fetch = {"page_tma": ("paged",), "gather": ("gather",)}.get(self.kv_fetch, ())
+        parts = (*kv, *fetch, *partial, *out, *order, *more)
         return "_".join((*features, dims, self.dtype_q, *parts))
 
 

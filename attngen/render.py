@@ -219,7 +219,7 @@ def uses_of(problem: Problem, features: Features) -> dict[str, list[Use]]:
         "softmax": [use("softmax", problem.softmax)],
         "q_seq": [use("sequence", problem.q_seq, "q_")],
         "kv_seq": [use("sequence", problem.kv_seq, "kv_")],
-        "q_fetch": [use("fetch", "tma")],
+        "q_fetch": [use("fetch", "gather" if problem.gather else "tma")],
         "kv_fetch": [use("fetch", problem.kv_fetch, "k_")],
         "v_fetch": [use("fetch", problem.kv_fetch, "v_")],
         "kv_iter": [use("iteration", problem.kv_iter)],
@@ -229,8 +229,9 @@ def uses_of(problem: Problem, features: Features) -> dict[str, list[Use]]:
 def _names(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> list[tuple[str, str]]:
     """Names and types of the parameters: tensor maps, pointers and strides, then 4-byte values."""
     partial = problem.dtype_o == "fp32"
-    names = [(f"map_{tensor}", map_type(problem, tensor)) for tensor in "qkv"]
-    names += [("o", "ptr")] if partial else [("map_o", map_type(problem, "o"))]
+    names = operand_names(problem, "q", "k", "v")
+    direct = partial or problem.gather
+    names += [("o", "ptr")] if direct else [("map_o", map_type(problem, "o"))]
     names += [("lse", "ptr")]
     names += [("max_logit", "ptr")] if problem.max_logit else []
     if problem.eight_bit:
@@ -240,8 +241,8 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> list[tup
     names += mask_names("mask_rows") if problem.attn_mask else []
     names += [("tile_counter", "ptr")] if plan.schedule.dynamic else []
     names += [("q_schedule", "ptr")] if problem.varlen else []
-    if partial:
-        names += [(f"o_stride_{dim}", "i64") for dim in ("row", "head", "batch")]
+    names += strides_of("o") if direct else []
+    names += typed("i32", "dim_qk", "dim_v") if problem.gather else []
     names += [
         ("tiles", "i32"),
         ("tiles_m", "i32"),
@@ -285,6 +286,8 @@ def lay_out_fields(names: Iterable[tuple[str, str]]) -> tuple[tuple[Field, ...],
 
 def _tensor_maps(problem: Problem, plan: Plan) -> tuple[TensorMapRecipe, ...]:
     """Q and O move in boxes of one warpgroup's 64 rows, K and V in whole blocks."""
+    if problem.gather:
+        return ()
     rows = {"q": 64, "k": plan.tile.n, "v": plan.pipeline.raw_keys or plan.tile.n}
     dtypes = {"q": problem.dtype_q, "k": problem.dtype_kv, "v": problem.dtype_kv}
     if problem.dtype_o != "fp32":
@@ -310,6 +313,16 @@ def typed(type_: str, *names: str) -> Names:
 def strides_of(tensor: str) -> Names:
     """The parameters that hold a tensor's strides."""
     return typed("i64", *(f"{tensor}_stride_{axis}" for axis in ("row", "head", "batch")))
+
+
+def operand_names(problem: Problem, *tensors: str) -> Names:
+    """The parameters by which a kernel finds operands: tensor maps, or addresses and strides."""
+    if not problem.gather:
+        return [(f"map_{tensor}", map_type(problem, tensor)) for tensor in tensors]
+    names = typed("ptr", *tensors)
+    for tensor in tensors:
+        names += [*strides_of(tensor), (f"{tensor}_stride_column", "i64")]
+    return names
 
 
 def recipe(tensor: str, dtype: str, rows: int) -> TensorMapRecipe:

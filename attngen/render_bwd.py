@@ -14,8 +14,8 @@ from .render import (
     Source,
     describe,
     fill,
-    map_type,
     mask_names,
+    operand_names,
     operands_of,
     recipe,
     strides_of,
@@ -58,6 +58,8 @@ def _prepare(problem: Problem, plan: PreparePlan, operands: Names) -> KernelEntr
     workspace += ("turns",) if plan.deterministic else ()
     names = typed("ptr", "o", "d_o", "lse", "dlse", *workspace)
     names += [*strides_of("o"), *strides_of("d_o"), *_lengths(problem, operands)]
+    if problem.gather:
+        names += typed("i64", "o_stride_column", "d_o_stride_column") + typed("i32", "dim_v")
     names += [("keep_share", "f32")] if problem.dropout else []
     return describe(
         problem,
@@ -77,6 +79,7 @@ def _convert(problem: Problem, plan: ConvertPlan, operands: Names) -> KernelEntr
     names = [*typed("ptr", "dq_acc", "dq"), *strides_of("dq")]
     names += [*_lengths(problem, operands), ("scale", "f32")]
     names += [("keep_scale", "f32")] if problem.dropout else []
+    names += typed("i32", "dim_qk") if problem.gather else []
     return describe(
         problem,
         plan,
@@ -111,7 +114,7 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
     mask: tuple[Workspace, ...] = ()
     if problem.attn_mask:
         mask = ("mask_rows",) if of_queries else ("mask_columns",)
-    names = [(each.field, map_type(problem, each.tensor)) for each in maps]
+    names = _tensor_names(problem, plan)
     names += typed("ptr", *workspace)
     names += [("rng_state", "ptr")] if problem.dropout else []
     for name in mask:
@@ -145,10 +148,9 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
 
 
 def _bias(problem: Problem, plan: BiasPlan, operands: Names) -> KernelEntry:
-    rows = {"q": plan.tile.m, "k": plan.tile.n, "v": plan.tile.n, "d_o": plan.tile.m}
-    maps = tuple(recipe(tensor, problem.dtype_q, n) for tensor, n in rows.items())
+    maps = _tensor_maps(problem, plan)
     workspace: tuple[Workspace, ...] = ("lse_log2", "d")
-    names = [(each.field, map_type(problem, each.tensor)) for each in maps]
+    names = _tensor_names(problem, plan)
     names += typed("ptr", *workspace, "dbias", *(("rng_state",) if problem.dropout else ()))
     mask: tuple[Workspace, ...] = ("mask_rows",) if problem.attn_mask else ()
     for name in mask:
@@ -173,9 +175,26 @@ def _bias(problem: Problem, plan: BiasPlan, operands: Names) -> KernelEntry:
     )
 
 
-def _tensor_maps(problem: Problem, plan: BackwardPlan) -> tuple[TensorMapRecipe, ...]:
+GRADIENTS = {"sm90_bwd_dq": ("dq",), "sm90_bwd": ("dk", "dv"), "sm90_bwd_dkv": ("dk", "dv")}
+
+
+def _tensor_names(problem: Problem, plan: BackwardPlan | BiasPlan) -> Names:
+    """The parameters by which a kernel finds its operands and gradients."""
+    gradients = GRADIENTS.get(plan.family, ())
+    if not problem.gather:
+        return operand_names(problem, "q", "k", "v", "d_o", *gradients)
+    names = [*operand_names(problem, "q", "k", "v", "d_o"), *typed("ptr", *gradients)]
+    for tensor in gradients:
+        names += strides_of(tensor)
+    return [*names, *typed("i32", "dim_qk", "dim_v")]
+
+
+def _tensor_maps(
+    problem: Problem, plan: BackwardPlan | BiasPlan
+) -> tuple[TensorMapRecipe, ...]:
     """Operands in whole tiles and blocks, gradients in a warpgroup's rows."""
+    if problem.gather:
+        return ()
     rows = {"q": plan.tile.m, "k": plan.tile.n, "v": plan.tile.n, "d_o": plan.tile.m}
-    gradients = ("dq",) if plan.family == "sm90_bwd_dq" else ("dk", "dv")
-    rows |= dict.fromkeys(gradients, STORE_ROWS)
+    rows |= dict.fromkeys(GRADIENTS.get(plan.family, ()), STORE_ROWS)
     return tuple(recipe(tensor, problem.dtype_q, n) for tensor, n in rows.items())

@@ -11,10 +11,9 @@ from . import layouts
 from .errors import SpecError
 from .features import Features
 from .problem import Problem, Sequence
-from .spec import MAX_HEAD_DIM, AttentionSpec
+from .spec import DTYPES_16BIT, MAX_HEAD_DIM, AttentionSpec
 
 DIRECTIONS = ("fwd", "bwd")
-DTYPES_16BIT = ("fp16", "bf16")
 DTYPES_8BIT = ("e4m3", "e5m2")
 DTYPES = (*DTYPES_16BIT, *DTYPES_8BIT)
 ARCHES = ("sm_90a",)
@@ -54,14 +53,14 @@ def resolve(spec: AttentionSpec, features: Features) -> tuple[Problem, ...]:
         dtype_q=spec.dtype,  # type: ignore[arg-type]  # checked above
         dtype_kv=spec.kv_dtype or spec.dtype,  # type: ignore[arg-type]
         dtype_o=spec.out_dtype or default_out_dtype(spec.dtype),  # type: ignore[arg-type]
-        head_dim_qk=spec.head_dim,
-        head_dim_v=spec.head_dim_v or spec.head_dim,
+        head_dim_qk=_tile_dim(spec, spec.head_dim),
+        head_dim_v=_tile_dim(spec, spec.head_dim_v or spec.head_dim),
         masks=(*masks, *(("window",) if spec.window else ())),
         scores=scores_of(spec),
         softmax=spec.softmax,
         q_seq=q_seq,
         kv_seq=kv_seq,
-        kv_fetch="page_tma" if layouts.parse(spec.layout).paged else "tma",
+        kv_fetch=fetch_of(spec),
         kv_iter="range",
         max_logit=spec.return_max_logit,
         dropout=spec.dropout,
@@ -102,6 +101,18 @@ def sequences_of(spec: AttentionSpec) -> tuple[Sequence, Sequence]:
         "packed" if axes.q_format == "thd" else dense,
         "packed" if axes.kv_format == "thd" else dense,
     )
+
+
+def fetch_of(spec: AttentionSpec) -> str:
+    """The fragment that brings the operands."""
+    if layouts.parse(spec.layout).paged:
+        return "page_tma"
+    return "gather" if spec.gathers else "tma"
+
+
+def _tile_dim(spec: AttentionSpec, dim: int) -> int:
+    """A head dim of a problem: where threads copy rows, one kernel serves all of a step of 16."""
+    return -(-dim // 16) * 16 if spec.gathers else dim
 
 
 def scores_of(spec: AttentionSpec) -> tuple[str, ...]:
@@ -164,7 +175,22 @@ def _check_operands(spec: AttentionSpec) -> list[Violation]:
     if spec.out_dtype not in (None, *out_dtypes):
         reason = f"out_dtype {spec.out_dtype!r}: allowed for {dtype!r} queries are {out_dtypes}"
         found.append(Violation("out_dtype", reason, None))
-    return found + _check_head_dims(spec, head_dim_step(dtype)) + _check_decode(spec)
+    found += _check_head_dims(spec, _head_dim_step(spec, dtype))
+    return found + _check_decode(spec) + _check_gather(spec)
+
+
+def _check_gather(spec: AttentionSpec) -> list[Violation]:
+    """What only the copy engine reads."""
+    what = (
+        f"{spec.dtype} operands" if spec.dtype in DTYPES_8BIT
+        else "pages" if layouts.parse(spec.layout).paged
+        else "split keys" if spec.decode
+        else ""
+    )  # fmt: skip
+    if not (spec.gather and what):
+        return []
+    reason = f"gather: {what} are read by the copy engine alone, at multiples of 16 bytes"
+    return [Violation("gather", reason, False)]
 
 
 def _check_decode(spec: AttentionSpec) -> list[Violation]:
@@ -190,9 +216,12 @@ def _check_decode(spec: AttentionSpec) -> list[Violation]:
     return found
 
 
-def head_dim_step(dtype: str) -> int:
-    """Head dims are multiples of this: a row of any operand is a number of 16-byte units."""
-    return 16 if dtype in DTYPES_8BIT else 8
+def _head_dim_step(spec: AttentionSpec, dtype: str) -> int:
+    """Head dims are multiples of this: where the copy engine alone reads, a row of any operand is a
+    number of 16-byte units."""
+    if dtype in DTYPES_8BIT:
+        return 16
+    return 8 if spec.decode or layouts.parse(spec.layout).paged else 1
 
 
 def _check_head_dims(spec: AttentionSpec, step: int) -> list[Violation]:
@@ -205,7 +234,8 @@ def _check_head_dims(spec: AttentionSpec, step: int) -> list[Violation]:
         whole = 128 if MAX_HEAD_DIM < dim and field == "head_dim_v" and why else step
         legal = min(max(whole, -(-dim // whole) * whole), limit)
         if dim != legal:
-            reason = f"{field} {dim}: kernels exist for multiples of {whole} up to {limit}"
+            which = f"multiples of {whole} up to" if whole > 1 else "1 to"
+            reason = f"{field} {dim}: kernels exist for {which} {limit}"
             found.append(Violation(field, f"{reason}, where {why}" if why else reason, legal))
     return found
 

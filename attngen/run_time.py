@@ -28,6 +28,7 @@ class Extent(NamedTuple):
     stride_batch: int
     stride_seq: int
     stride_heads: int
+    stride_dim: int = 1
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ def values_of(
         "heads_per_group": heads_per_group(kernel, extents),
         "tail_rows": tiles // kernel.tail_share if kernel.tail_share else 0,
         "group_size": q.heads // k.heads,
+        "dim_qk": q.dim,
+        "dim_v": extents["v"].dim,
         "bottom_right": int(scalars.bottom_right),
         "scale": scalars.softmax_scale,
         "scale_log2": scalars.softmax_scale * LOG2_E,
@@ -84,10 +87,12 @@ def _strides(extents: dict[str, Extent]) -> dict[str, int]:
     """`o_stride_row` … of the tensors that kernels address themselves."""
     return {
         f"{name}_stride_{axis}": stride
-        for name in ("q", "o", "d_o", "dq", "dk", "dv")
+        for name in ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")
         if (x := extents.get(name))
         for axis, stride in zip(
-            ("row", "head", "batch"), (x.stride_seq, x.stride_heads, x.stride_batch), strict=True
+            ("row", "head", "batch", "column"),
+            (x.stride_seq, x.stride_heads, x.stride_batch, x.stride_dim),
+            strict=True,
         )
     }
 

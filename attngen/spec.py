@@ -31,7 +31,7 @@ _TORCH_DTYPES = {
 }
 _TUPLES = ("directions", "arch")
 PRODUCT_LIMIT = 10_000  # specs of one table: more are a slip, and would fill the memory
-DECODE_DTYPES = {"bf16", "fp16"}
+DTYPES_16BIT = ("fp16", "bf16")
 PROMPT_QUERIES = 128  # of a head of a sequence: they fill a tile of the forward
 MAX_HEAD_DIM = 256  # of kernels that do not split keys
 DECODE_ROWS = 64  # of a tile of the kernels that split keys: queries times the heads of a group
@@ -46,7 +46,9 @@ class AttentionSpec:
     where Q is FP8 (e4m3, e5m2); `out_dtype` "fp32" asks for the float32 partial output that split
     computations combine. `seqused` says that sequences of a dense format have lengths of their own,
     as a padding mask does; `decode` that there are few queries a sequence, so that the kernel
-    splits the keys, as it does with pages.
+    splits the keys, as it does with pages; `gather` that rows or addresses of operands are no
+    multiples of 16 bytes, or their last axis is not contiguous, so that threads copy what the copy
+    engine cannot. Of head dims that are no multiples of 8 the same is true without saying.
     """
 
     head_dim: int
@@ -66,6 +68,7 @@ class AttentionSpec:
     softmax: str = "vanilla"
     seqused: bool = False
     decode: bool = False
+    gather: bool = False
     dropout: bool = False
     return_max_logit: bool = False
     deterministic: bool = False
@@ -85,6 +88,12 @@ class AttentionSpec:
             if getattr(self, field.name) != getattr(plain, field.name)
         ]
         return " ".join([f"head_dim={self.head_dim}", *differing])
+
+    @property
+    def gathers(self) -> bool:
+        """Whether threads copy the operands."""
+        dims = (self.head_dim, self.head_dim_v or 0)
+        return self.gather or (self.dtype in DTYPES_16BIT and any(dim % 8 for dim in dims))
 
     @classmethod
     def from_call(cls, q: Any, k: Any, v: Any, **arguments: Any) -> AttentionSpec:
@@ -128,6 +137,10 @@ class AttentionSpec:
             return_max_logit=bool(arguments.get("return_max_logit", False)),
             deterministic=bool(arguments.get("deterministic") or False),
         )
+        given = [x for x in (q, k, v) if hasattr(x, "stride")]
+        strides = (is_boxed(x.shape, x.stride(), x.element_size()) for x in given)
+        if not (spec.dtype not in DTYPES_16BIT or parsed.paged or all(strides)):
+            spec = dataclasses.replace(spec, gather=True)
         q_shape, k_shape = (_shape_of(parsed, name, q, k) for name in ("q", "k"))
         ends = arguments.get("cu_seqlens_q")
         sequences = None if ends is None else ends.shape[0] - 1
@@ -162,7 +175,8 @@ def is_decode(
         return few or wide or bool(num_splits)
     if (
         "thd" in layout.formats
-        or spec.dtype not in DECODE_DTYPES
+        or spec.dtype not in DTYPES_16BIT
+        or spec.gathers
         or {spec.kv_dtype, spec.out_dtype} - {None, spec.dtype}
         or spec.bias != "none"
         or any(getattr(spec, name) for name in _BESIDE_SPLITS)
@@ -172,6 +186,14 @@ def is_decode(
     heads_kv = max(1, layouts.size(k, layout.kv_format, "h"))
     few = layouts.size(q, layout.q_format, "s") * heads_q <= DECODE_ROWS * heads_kv
     return few or bool(num_splits)
+
+
+def is_boxed(shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:
+    """Whether the copy engine can read a tensor of these strides, wherever it begins at a multiple
+    of 16 bytes: the last axis contiguous, other strides multiples of 16 bytes."""
+    *steps, last = zip(shape, strides, strict=True)
+    contiguous = last[1] == 1 or last[0] <= 1
+    return contiguous and all(n <= 1 or step * element_bytes % 16 == 0 for n, step in steps)
 
 
 def _shape_of(layout: layouts.Layout, operand: str, q: Any, k: Any) -> list[int]:

@@ -30,6 +30,8 @@ ROWS_PER_CONSUMER = 64
 # moves the 504 of a launch (3 warpgroups) or its 512 (4) between roles. A producer of 24 spills
 # in some head-dim pairs, and no consumer of two needs more than 232.
 REGISTERS = {2: (40, 232), 3: (32, 160)}
+# Where the producer's warps copy rows themselves, beside two consumers.
+GATHER_REGISTERS = (56, 224)
 # Two consumers beside a producer and a transposer, 512 in all. A transposer whose warps have
 # unequal shares of V's columns (False) spills with 32.
 REGISTERS_8BIT = {True: (32, 224), False: (40, 216)}
@@ -136,7 +138,8 @@ def choices(problem: Problem) -> Iterator[Choice]:
     largest = max(problem.head_dim_qk, problem.head_dim_v)
     # A bias, a mask's bits and random words together leave three no room for a block of any size.
     crowded = problem.bias and problem.attn_mask and problem.dropout
-    consumers = 3 if largest <= 96 and not crowded else 2
+    # Nor do warps that copy rows, which need registers of their own.
+    consumers = 3 if largest <= 96 and not (crowded or problem.gather) else 2
     # With ALiBi two warpgroups do better in turns, too (measured +1 % at 128), and with a bias (+3
     # %); beside a softcap queries in registers would cost the larger block (measured -5 % at 128),
     # and beside a bias (-2 to -3 %).
@@ -196,7 +199,7 @@ def make_plan(problem: Problem, choice: Choice) -> Plan | None:
         return None
     if choice.output_over_q and (
         choice.q_in_registers  # the next tile's queries are already on their way there
-        or problem.dtype_o == "fp32"
+        or stores_directly(problem)
         or (not problem.eight_bit and _boxes(problem.head_dim_v) > _boxes(problem.head_dim_qk))
     ):
         return None
@@ -248,6 +251,9 @@ def operand_limit(problem: Problem, choice: Choice) -> int:
     window = "window" in problem.masks
     limit = (OPERANDS if light else OPERANDS_SCORES)[choice.consumers]
     limit -= MASK_REGISTERS * problem.attn_mask
+    # Beside dropout at 256, whose limits have room to spare, blocks of 32 keys would not fit.
+    if not (problem.dropout and problem.head_dim_v > 192):
+        limit -= REGISTERS[choice.consumers][1] - role_registers(problem, choice)[1]
     if problem.bias:
         limit -= BIAS_REGISTERS[choice.consumers] * (2 if problem.varlen else 1)
         # Two masks spill beside the widest outputs.
@@ -265,7 +271,12 @@ def role_registers(problem: Problem, choice: Choice) -> tuple[int, int]:
     """Registers a thread of the producer (and transposer) and of a consumer."""
     if problem.eight_bit:
         return REGISTERS_8BIT[problem.head_dim_v % 64 == 0]
-    return REGISTERS[choice.consumers]
+    return GATHER_REGISTERS if problem.gather else REGISTERS[choice.consumers]
+
+
+def stores_directly(problem: Problem) -> bool:
+    """Whether the output goes from registers to memory, without the copy engine."""
+    return problem.dtype_o == "fp32" or problem.gather
 
 
 def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
@@ -275,7 +286,7 @@ def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
     row_bytes_o = 128 * _boxes(problem.head_dim_v, DTYPE_BYTES[problem.dtype_o])
     if choice.promote_blocks > 1:  # the float16 means lie where the output is staged
         row_bytes_o = max(row_bytes_o, 128 * _boxes(problem.head_dim_v, 2))
-    staged = problem.dtype_o != "fp32" and not choice.output_over_q
+    staged = not (stores_directly(problem) or choice.output_over_q)
     raw_stages = RAW_STAGES if problem.eight_bit else 0
     barriers = 2 * (choice.consumers + choice.k_stages + choice.v_stages + raw_stages + 1)
     stage_v = tile.n * row_bytes_v
@@ -310,7 +321,9 @@ def explain(
         else "queries in shared memory: registers hold a larger block or output instead",
         f"{choice.k_stages} K and {choice.v_stages} V stages: {smem_bytes} of {SMEM_BYTES} bytes "
         "of shared memory, 1 CTA an SM",
-        "output staged over Q: its own buffer would not fit"
+        "threads copy rows that the copy engine cannot, and store those of the output"
+        if problem.gather
+        else "output staged over Q: its own buffer would not fit"
         if choice.output_over_q
         else "output has a place of its own, so that the next tile's Q loads early",
         explain_order(choice.softmax),

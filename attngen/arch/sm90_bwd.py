@@ -23,12 +23,14 @@ ROWS_PER_CONSUMER = 64
 # dQ's needs no more, and its consumers all that is left.
 REGISTERS = {"sm90_bwd": (40, 232), "sm90_bwd_dkv": (56, 224), "sm90_bwd_dq": (24, 240),
              "sm90_bwd_dbias": (40, 232)}  # fmt: skip
+GATHER_REGISTERS = (56, 224)  # where the producer's warps copy rows themselves
 SMALL_REGISTERS = (56, 224)  # of the fused kernel up to head dim 32
 MASK_REGISTERS = (32, 240)  # beside an arbitrary mask, up to head dim 64
 DQ_OPERANDS = 208  # dQ, S, dP and packed dS of a thread of the dQ kernel
 # Where scores with arithmetic of their own need registers, too; blocks of 96 keys at most, 80 where
 # lengths vary.
 DQ_OPERANDS_SCORES = 200
+DQ_OPERANDS_GATHER = 192  # of consumers with fewer registers
 # Random words take the room of some, together with a mask's bits of more.
 DQ_OPERANDS_DROPOUT = {False: 200, True: 176}
 # Heads whose queries and dQ together fill L2 are worked on together, the shortest quarter of the
@@ -172,6 +174,11 @@ def fuses(problem: Problem) -> bool:
         problem.scores or problem.attn_mask or problem.varlen
     ):
         return False
+    # Blocks of 128 queries, an order of additions, random words and masks need more than warps that
+    # copy rows leave.
+    crowded = problem.deterministic or problem.dropout or problem.attn_mask
+    if problem.gather and (max(d, d_v) <= 64 or crowded):
+        return False
     if problem.bias:  # whose addresses leave no room for much else
         more = (len(problem.scores) > 1) + problem.attn_mask + problem.varlen
         if max(d, d_v) <= 64:
@@ -244,6 +251,8 @@ def feasible_dq(problem: Problem, row_block: int) -> Iterator[BackwardPlan]:
     limit = DQ_OPERANDS if light else DQ_OPERANDS_SCORES
     if problem.dropout:
         limit = min(limit, DQ_OPERANDS_DROPOUT[problem.attn_mask])
+    if problem.gather:
+        limit = min(limit, DQ_OPERANDS_GATHER)
     choices = [
         (n * (1.3 if k > 2 else 1.0) * (1.05 if v > 1 else 1.0), n, k, v)
         for n in range(128 if light else 80 if problem.varlen else 96, 16, -16)
@@ -347,6 +356,8 @@ def _finish(
     """The plan with its shared memory laid out."""
     regions = _lay_out(sizes, {**small, "Job": JOB_BYTES})
     producer, consumer = registers or REGISTERS[family]
+    if problem.gather:
+        producer, consumer = GATHER_REGISTERS
     schedule = CAUSAL_SCHEDULE if problem.masks else FULL_SCHEDULE
     if deterministic:
         size, heads = ORDERED_GROUP_BYTES, ORDERED_GROUP_HEADS

@@ -18,6 +18,7 @@ from . import bias, sinks
 from .checks import device_violations, violations
 from .needed import GRADIENTS, names_of, needed, preparing, written_by
 from .operands import (
+    boxed,
     extents_of,
     new_outputs,
     packed_sources,
@@ -32,6 +33,7 @@ from .operation import (
     kernels_of,
     lay_out_workspaces,
     library,
+    locate,
     remember,
     start,
 )
@@ -82,15 +84,18 @@ def backward(
     Raises: SpecError with every violation; CompileError, LaunchError.
     """
     (optional, arguments), wanted = split(rest), wanted_of(rest, k is None)
-    given: Tensors = {"q": q, "k": k, "v": v, "o": readable(o), "d_o": readable(d_o)}
+    gather = not all(readable(x) for x in (q, k, v) if x is not None) or _odd(q) or _odd(o)
+    if not gather:
+        o, d_o = copied(o), copied(d_o)
+    given: Tensors = {"q": q, "k": k, "v": v, "o": o, "d_o": d_o}
     given |= {"lse": lse.contiguous(), "dlse": None if dlse is None else dlse.float().contiguous()}
     given |= dict(zip(OPTIONAL, optional, strict=True))
     wanted = wanted._replace(
         dsink=wanted.dsink and given["sink"] is not None,
         dbias=wanted.dbias and given["bias"] is not None,
     )
-    key = (arguments, wanted, *map(format_of, given.values()))
-    ready = remember(_ready, key, lambda: _make_ready(given, arguments, wanted))
+    key = (arguments, wanted, gather, *map(format_of, given.values()))
+    ready = remember(_ready, key, lambda: _make_ready(given, arguments, wanted, gather))
     with torch.cuda.device(q.device):
         load.ensure_context(q.device.index)
         made = {name: _gradient_of(_present(given[name[1]])) for name in ready.gradients}
@@ -107,18 +112,20 @@ def _gradient_of(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def readable(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where kernels could not read it: autograd hands over what it has, such
-    as one number expanded to a whole tensor."""
-    size = tensor.element_size()
-    steps = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-    if (
-        tensor.stride(-1) == 1
-        and tensor.data_ptr() % 16 == 0
-        and all(n == 1 or stride * size % 16 == 0 for n, stride in steps)
-    ):
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+def readable(tensor: Tensor) -> bool:
+    """Whether the copy engine can read a tensor where it is."""
+    return tensor.data_ptr() % 16 == 0 and boxed(tensor)
+
+
+def _odd(tensor: Tensor) -> bool:
+    return tensor.shape[-1] % 8 != 0
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where the copy engine could not read it: autograd hands over what it
+    has, such as one number expanded to a whole tensor, and kernels whose warps copy rows take
+    longer than that."""
+    return tensor if readable(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _run(ready: Ready, given: Tensors, wanted: Wanted) -> Tensor:
@@ -136,6 +143,7 @@ def _run(ready: Ready, given: Tensors, wanted: Wanted) -> Tensor:
             return sink.new_zeros(sink.shape)
         return dlse.sum(1 if dlse.ndim == 2 else (0, 2))
     addresses = {name: 0 if x is None else x.data_ptr() for name, x in given.items()}
+    locate(ready, addresses)
     rows = ready.rows if sink is not None else None
     workspace = start(ready, addresses, rows.reset if rows and ready.fills_rows else None)
     if sink is None or rows is None:
@@ -148,14 +156,14 @@ def _present(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted) -> Ready:
+def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bool) -> Ready:
     layout = arguments.layout
     optional = {name: given[name] for name in OPTIONAL}
     q, k, v = unpacked(_present(given["q"]), given["k"], given["v"], layout)
     tensors = {"q": q, "k": k, "v": v, "o": _present(given["o"]), "d_o": _present(given["d_o"])}
     rows = {name: x for name in ("lse", "dlse") if (x := given[name]) is not None}
     extents = extents_of(tensors, layout)
-    reasons = violations(tensors, extents, optional, arguments)
+    reasons = violations(tensors, extents, optional, arguments, gather)
     reasons += device_violations({"q": q, **rows})
     if reasons := [*reasons, *_mismatches(tensors, rows, arguments)]:
         raise SpecError(reasons)
@@ -169,7 +177,7 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted) -> Ready:
     if not (scalars.sequences and all(tensor.numel() for tensor in tensors.values())):
         written = tuple(n for n in names_of(wanted) if carriers[n[1]] is not None)
         return Ready(device=q.device, gradients=written, dbias=dbias)
-    kernels = needed(kernels_of(_spec(tensors, optional, arguments), q.device), wanted)
+    kernels = needed(kernels_of(_spec(tensors, optional, arguments, gather), q.device), wanted)
     written = tuple(name for name in written_by(kernels) if carriers[name[1]] is not None)
     gradients = unpacked(_present(carriers["q"]), carriers["k"], carriers["v"], layout)
     extents |= extents_of(dict(zip(GRADIENTS, gradients, strict=True)), layout)
@@ -214,9 +222,13 @@ def _mismatches(
 
 
 def _spec(
-    tensors: dict[str, Tensor], optional: Mapping[str, Tensor | None], arguments: Arguments
+    tensors: dict[str, Tensor],
+    optional: Mapping[str, Tensor | None],
+    arguments: Arguments,
+    gather: bool,
 ) -> AttentionSpec:
-    forward = spec_of(tensors["q"], tensors["k"], tensors["v"], optional, arguments)
+    q, k, v = (tensors[name] for name in "qkv")
+    forward = spec_of(q, k, v, optional, arguments, gather)
     return dataclasses.replace(
         forward, directions=("bwd",), deterministic=arguments.deterministic, decode=False
     )

@@ -51,10 +51,12 @@ def violations(
     extents: dict[str, Extent],
     optional: Mapping[str, Tensor | None],
     arguments: Arguments,
+    gather: bool,
 ) -> list[str]:
     """Everything about a forward that its kernels cannot take.
 
-    tensors: q, k, v and o as views, of which only o's format counts; extents: theirs.
+    tensors: q, k, v and o as views, of which only o's format counts; extents: theirs; gather: as
+    for `operands.spec_of`.
     """
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
     reasons = [*dtype_violations(q.dtype, k.dtype, v.dtype)]
@@ -69,11 +71,13 @@ def violations(
     reasons += _dropout_violations(optional["rng_state"], arguments.dropout_p)
     reasons += _mask_violations(optional["attn_mask"], sequences, extents, arguments)
     reasons += _bias_violations(q, optional["bias"], sequences, extents, arguments)
-    served = spec_of(q, k, v, optional, arguments).decode
-    reasons += decode.violations(extents, optional, arguments, served)
+    spec = spec_of(q, k, v, optional, arguments, gather)
+    reasons += decode.violations(extents, optional, arguments, spec.decode)
     reasons += device_violations({**tensors, **optional})
     paged = layout_of(arguments.layout).paged
-    return [*reasons, *operand_violations(tensors, extents, softmax_scale_of(q, arguments), paged)]
+    if not spec.gathers:
+        reasons += stride_violations(tensors, paged)
+    return [*reasons, *operand_violations(extents, softmax_scale_of(q, arguments), paged)]
 
 
 def batch_violations(extents: dict[str, Extent], layout: str, sequences: int) -> Iterator[str]:
@@ -84,11 +88,9 @@ def batch_violations(extents: dict[str, Extent], layout: str, sequences: int) ->
         yield f"batch: q has {sequences} sequences, k has {batch}"
 
 
-def operand_violations(
-    tensors: dict[str, Tensor], extents: dict[str, Extent], softmax_scale: float, paged: bool
-) -> Iterator[str]:
-    """What is wrong with strides, sizes and the scale, whatever the dtypes."""
-    q, k, v = extents["q"], extents["k"], extents["v"]
+def stride_violations(tensors: Mapping[str, Tensor], paged: bool) -> Iterator[str]:
+    """What is wrong with strides where the copy engine alone reads the operands: FP8, and pages."""
+    why = "pages" if paged else "FP8 operands"
     for name, tensor in tensors.items():
         if tensor.numel() and tensor.stride(-1) != 1:
             yield f"{name}: the last axis has stride {tensor.stride(-1)}, needs 1"
@@ -96,9 +98,16 @@ def operand_violations(
         loose = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
         if name != "o" and any(n > 1 and stride * size % 16 for n, stride in loose):
             yield (
-                f"{name}: strides {tensor.stride()} of {tensor.dtype}; all but the last must be "
-                "multiples of 16 bytes"
+                f"{name}: strides {tensor.stride()} of {tensor.dtype}; of {why} all but the last "
+                "must be multiples of 16 bytes"
             )
+
+
+def operand_violations(
+    extents: dict[str, Extent], softmax_scale: float, paged: bool
+) -> Iterator[str]:
+    """What is wrong with sizes and the scale, whatever the dtypes."""
+    q, k, v = extents["q"], extents["k"], extents["v"]
     if k.heads != v.heads or (not paged and (k.batch, k.seq) != (v.batch, v.seq)):
         yield (
             f"batch, length and heads do not agree: q {q[:3]}, k {k[:3]}, v {v[:3]} "

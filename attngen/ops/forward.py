@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +13,19 @@ from torch import Tensor
 
 from ..errors import SpecError
 from ..launch import prepare
+from ..reference.fp8 import is_fp8
 from . import autograd, decode
 from .checks import violations
-from .operands import extents_of, heads_of, new_outputs, scalars_of, sources_of, spec_of, unpacked
+from .operands import (
+    extents_of,
+    heads_of,
+    layout_of,
+    new_outputs,
+    scalars_of,
+    sources_of,
+    spec_of,
+    unpacked,
+)
 from .operation import (
     Output,
     Ready,
@@ -40,11 +52,12 @@ def forward(
     """Attention: output, log-sum-exp, the maxima of S and O, the largest scores.
 
     q, k, v: as the layout has them, float16 or bfloat16, or float8_e4m3fn or float8_e5m2 (k and v
-    alike, head dims multiples of 16); one CUDA device, last axis contiguous, other strides and
-    addresses multiples of 16 bytes. rest: the tensors of `signature.OPTIONAL`, then
-    `signature.Arguments`. Scales (FP8): float32 [1], or None for 1 (scale_s with descale_s: for the
-    kernel's choice); descales of q, k and v may be [b, h_kv], too. Lengths: int32, contiguous, said
-    for each side that has them; of dense operands as seqused, None where all positions are.
+    alike, head dims multiples of 16); one CUDA device, any strides; of FP8 and of pages the last
+    axis contiguous, other strides and addresses multiples of 16 bytes. rest: the tensors of
+    `signature.OPTIONAL`, then `signature.Arguments`. Scales (FP8): float32 [1], or None for 1
+    (scale_s with descale_s: for the kernel's choice); descales of q, k and v may be [b, h_kv], too.
+    Lengths: int32, contiguous, said for each side that has them; of dense operands as seqused, None
+    where all positions are.
     alibi_slopes: float32 [h_q] or [b, h_q]; sink: float32 [h_q].
     Returns the output in Q's axis order and `out_dtype`, the LSE, natural log, float32
     [b, h_q, s_q] (of packed tokens [h_q, t]), two float32 [1], [0] without `amax`, and the largest
@@ -59,13 +72,20 @@ def forward(
     return found["o"], found["lse"], *(found.get(name, x) for name, x in absent.items())
 
 
-def find_ready(operands: Operands, arguments: Arguments) -> Ready:
-    """What a call needs, worked out once. Raises: SpecError, CompileError, LaunchError."""
-    key = (arguments, *map(format_of, operands))
-    return remember(_ready, key, lambda: _make_ready(operands, arguments))
+def find_ready(operands: Operands, arguments: Arguments, gather: bool = False) -> Ready:
+    """What a call needs, worked out once. gather: threads copy the operands, since some begin at no
+    multiple of 16 bytes. Raises: SpecError, CompileError, LaunchError."""
+    key = (arguments, gather, *map(format_of, operands))
+    return remember(_ready, key, lambda: _make_ready(operands, arguments, gather))
 
 
-def _make_ready(operands: Operands, arguments: Arguments) -> Ready:
+def _refuse_addresses(_: Operands) -> Ready:
+    raise SpecError(
+        "FP8 operands and pages must start at a multiple of 16 bytes; clone what does not"
+    )
+
+
+def _make_ready(operands: Operands, arguments: Arguments, gather: bool) -> Ready:
     q, k, v, *rest = operands
     assert q is not None  # the operation's schema
     carriers, optional = {"q": q, "k": k, "v": v}, dict(zip(OPTIONAL, rest, strict=True))
@@ -73,7 +93,7 @@ def _make_ready(operands: Operands, arguments: Arguments) -> Ready:
     out, lse = new_outputs(q, v, arguments)
     tensors = {"q": q, "k": k, "v": v, "o": out}
     extents = extents_of(tensors, arguments.layout)
-    if reasons := violations(tensors, extents, optional, arguments):
+    if reasons := violations(tensors, extents, optional, arguments, gather):
         raise SpecError(reasons)
     no_key: dict[str, float | str] = {"off_by_one": 0.0, "learnable": "sink"}
     empty_lse = no_key.get(arguments.softmax, -math.inf)
@@ -98,7 +118,12 @@ def _make_ready(operands: Operands, arguments: Arguments) -> Ready:
     scalars = scalars_of(q, optional, arguments, extents)
     if not (q.numel() and k.numel() and out.numel() and scalars.sequences):
         return ready
-    spec = spec_of(q, k, v, optional, arguments)
+    spec = spec_of(q, k, v, optional, arguments, gather)
+    unaligned: Callable[[Operands], Ready] | None = _refuse_addresses
+    if spec.gathers:
+        unaligned = None
+    elif not is_fp8(q.dtype) and not layout_of(arguments.layout).paged:
+        unaligned = partial(find_ready, arguments=arguments, gather=True)
     kernels, splits = kernels_of(spec, q.device), 1
     if spec.decode:
         asked, sequences = arguments.num_splits, scalars.sequences
@@ -116,6 +141,7 @@ def _make_ready(operands: Operands, arguments: Arguments) -> Ready:
         offsets=offsets,
         workspace_bytes=size,
         counts_tiles=counts,
+        unaligned=unaligned,
     )
 
 

@@ -12,7 +12,7 @@ from ..layouts import Layout, parse, size, unpack
 from ..reference.dropout import drop_threshold, keep_scale
 from ..reference.fp8 import is_fp8
 from ..run_time import UNBOUNDED, Extent, Scalars
-from ..spec import AttentionSpec, dtype_name, is_decode
+from ..spec import DTYPES_16BIT, AttentionSpec, dtype_name, is_boxed, is_decode
 from . import bias as bias_of
 from . import mask_bits
 from .signature import Arguments
@@ -54,10 +54,10 @@ def extent(tensor: Tensor, axes: str) -> Extent:
     positions of a batch of one."""
     if axes == "thd":
         tokens, heads, dim = tensor.shape
-        return Extent(1, tokens, heads, dim, 0, tensor.stride(0), tensor.stride(1))
+        return Extent(1, tokens, heads, dim, 0, *tensor.stride())
     order = [axes.index(axis) for axis in "bshd"]
     sizes = (tensor.shape[axis] for axis in order)
-    strides = (tensor.stride(axis) for axis in order[:3])
+    strides = (tensor.stride(axis) for axis in order)
     return Extent(*sizes, *strides)
 
 
@@ -77,10 +77,21 @@ def sequences_of(q: Tensor, optional: Mapping[str, Tensor | None], layout: str) 
     return -1 if lengths is None else lengths.numel() - 1
 
 
+def boxed(tensor: Tensor) -> bool:
+    """Whether the copy engine can read a tensor, wherever it begins at a multiple of 16 bytes."""
+    return is_boxed(tensor.shape, tensor.stride(), tensor.element_size())
+
+
 def spec_of(
-    q: Tensor, k: Tensor, v: Tensor, optional: Mapping[str, Tensor | None], arguments: Arguments
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    optional: Mapping[str, Tensor | None],
+    arguments: Arguments,
+    gather: bool = False,
 ) -> AttentionSpec:
-    """The spec of the forward kernel that serves a call."""
+    """The spec of the forward kernel that serves a call. gather: whether threads copy its operands,
+    as they do where strides ask for it, because of addresses."""
     sides = (arguments.window_left, arguments.window_right)
     spec = AttentionSpec(
         head_dim=q.shape[-1],
@@ -100,6 +111,9 @@ def spec_of(
         bias="none" if optional["bias"] is None else arguments.bias_type,
         dropout=arguments.dropout_p > 0,
     )
+    can = spec.dtype in DTYPES_16BIT and not layout_of(arguments.layout).paged
+    if can and (gather or not all(map(boxed, (q, k, v)))):
+        spec = replace(spec, gather=True)
     sequences = sequences_of(q, optional, arguments.layout)
     decode = is_decode(spec, q.shape, k.shape, arguments.num_splits, sequences)
     return replace(spec, decode=decode)

@@ -74,12 +74,14 @@ class Ready(Launches):
 
     operands: places of those that are there, and the parameters that hold their addresses;
     outputs: in their order; fixed: addresses that are the same for all, 0 for what the kernels have
-    and the call does without.
+    and the call does without; unaligned: what serves such calls whose operands begin where the copy
+    engine does not read; None where these do.
     """
 
     operands: tuple[tuple[int, str], ...]
     outputs: tuple[Output, ...]
     fixed: dict[str, int]
+    unaligned: Callable[[Operands], Ready] | None = None
 
     def first_alone(self) -> Ready:
         """The same for calls that want the first output alone. Where the others are small, so that
@@ -129,6 +131,9 @@ def run(ready: Ready, operands: Operands) -> list[Tensor]:
         operand = operands[place]
         assert operand is not None  # absent ones have no place here
         addresses[name] = operand.data_ptr()
+    locate(ready, addresses)
+    if (addresses["q"] | addresses["k"] | addresses["v"]) % 16 and ready.unaligned:
+        return run(ready.unaligned(operands), operands)
     for output in ready.outputs:
         tensor = _empty_strided_cuda(output.sizes, output.strides, output.dtype)
         if output.preset or not ready.launches:
@@ -140,18 +145,20 @@ def run(ready: Ready, operands: Operands) -> list[Tensor]:
     return results
 
 
+def locate(ready: Launches, addresses: dict[str, int]) -> None:
+    """Adds the addresses that point into an operand."""
+    for name, source, offset in ready.sources:
+        addresses[name] = addresses[source] + offset
+
+
 def start(
     ready: Launches, addresses: dict[str, int], before: Callable[[Tensor], object] | None = None
 ) -> Tensor | None:
     """Launches the kernels on the current stream; returns their workspace, None where they have
-    none. addresses: of the operands and outputs, by parameter; before: gets the workspace first.
+    none. addresses: by parameter; before: gets the workspace first.
 
-    Raises: SpecError where an operand is misaligned; LaunchError.
+    Raises: LaunchError.
     """
-    for name, source, offset in ready.sources:
-        addresses[name] = addresses[source] + offset
-    if (addresses["q"] | addresses["k"] | addresses["v"]) % 16:
-        raise SpecError("q, k and v must start at a multiple of 16 bytes; clone what does not")
     stream = torch._C._cuda_getCurrentRawStream(ready.device.index)
     workspace = None
     if ready.workspace_bytes:

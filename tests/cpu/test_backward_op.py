@@ -168,10 +168,40 @@ def test_op_gradient_that_kernels_cannot_read_is_copied(launched):
     one = torch.ones((), dtype=torch.bfloat16).expand(tensors["d_o"].shape)
     op.backward(*(tensors | {"d_o": one}).values(), *rest())
     assert all(each.addresses["d_o"] != one.data_ptr() for each in launched.launches)
-    assert op.readable(one).is_contiguous() and op.readable(one).eq(1).all()
+    assert op.copied(one).is_contiguous() and op.copied(one).eq(1).all()
     odd = torch.zeros(2, 5, 4, 41, dtype=torch.bfloat16)[..., 1:]
-    assert op.readable(odd).data_ptr() != odd.data_ptr()
-    assert op.readable(tensors["o"]) is tensors["o"]
+    assert op.copied(odd).data_ptr() != odd.data_ptr()
+    assert op.copied(tensors["o"]) is tensors["o"]
+
+
+ODD = {
+    "strides": {"q": torch.zeros(2, 5, 4, 65).bfloat16()[..., :64]},
+    "address": {"k": torch.zeros(2 * 7 * 2 * 64 + 1).bfloat16()[1:].view(2, 7, 2, 64)},
+    "columns": {"v": torch.zeros(2, 7, 40, 2).bfloat16().transpose(2, 3)},
+    "head dim": given(d=63, d_v=40),
+    "values' head dim": given(d=64, d_v=39),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_op_operands_that_the_copy_engine_cannot_read_are_read_where_they_are(launched, name):
+    tensors = given() | ODD[name]
+    shape = tensors["d_o"].shape
+    tensors["d_o"] = torch.zeros((*shape[:-1], 2 * shape[-1])).bfloat16()[..., ::2]
+    *found, _, _ = op.backward(*tensors.values(), *rest())
+    assert [problem.kv_fetch for problem in launched.problems] == ["gather"]
+    for each in launched.launches:
+        assert not each.kernel.tensor_maps
+        for operand in ("q", "k", "v", "o", "d_o"):
+            assert each.addresses[operand] == tensors[operand].data_ptr()
+    assert [x.shape for x in found] == [tensors[n].shape for n in "qkv"]
+
+
+def test_op_equal_shapes_at_odd_addresses_take_kernels_of_their_own(launched):
+    odd = given() | ODD["address"]
+    for tensors in (given(), odd, given(), odd):
+        op.backward(*tensors.values(), *rest())
+    assert [problem.kv_fetch for problem in launched.problems] == ["tma", "gather"]
 
 
 def test_op_no_keys_launches_nothing_and_is_zero(launched):
@@ -187,7 +217,6 @@ REFUSED = {
     "d_o shape": ({"d_o": given(d_v=48)["d_o"]}, r"d_o needs torch.bfloat16 \[2, 5, 4, 40\]"),
     "lse": ({"lse": torch.zeros(2, 5, 4)}, r"lse needs torch.float32 \[2, 4, 5\]"),
     "dlse device": ({"dlse": torch.zeros(2, 4, 5, device="meta")}, "dlse is on meta"),
-    "alignment": ({"q": torch.zeros(2, 5, 4, 65).bfloat16()[..., 1:]}, "multiples of 16 bytes"),
 }
 
 

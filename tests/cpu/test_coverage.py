@@ -35,6 +35,8 @@ def test_legal_pairs_are_all_but_those_that_the_semantics_exclude() -> None:
         (("head_dims", (72, 40)), ("dtype", "e4m3")),  # multiples of 16
         (("dtype", "e4m3"), ("splits", True)),
         (("layout", "thd"), ("splits", True)),
+        (("fetch", "gather"), ("splits", True)),  # which the copy engine alone reads
+        (("dtype", "e4m3"), ("fetch", "gather")),
         (("attn_mask", True), ("splits", True)),
         (("dropout", True), ("splits", True)),
         *((("bias", kind), ("splits", True)) for kind in AXES["bias"][1:]),
@@ -53,9 +55,9 @@ def test_legal_pairs_are_all_but_those_that_the_semantics_exclude() -> None:
 
 def test_member_reaches_its_problems() -> None:
     member = Member(
-        (128, 64), "fp16", "causal_bottom_right", "learnable", "sbhd", seqused=True, window=True,
-        alibi=True, softcap=True, max_logit=True, bias="pre_scale", bias_shape="b1ss",
-        attn_mask=True, dropout=True, group_size=4, splits=False, training=True,
+        (128, 64), "fp16", "causal_bottom_right", "learnable", "sbhd", "gather",
+        seqused=True, window=True, alibi=True, softcap=True, max_logit=True, bias="pre_scale",
+        bias_shape="b1ss", attn_mask=True, dropout=True, group_size=4, splits=False, training=True,
         deterministic=True,
     )  # fmt: skip
     forward, backward = member.problems(KNOWN)

@@ -20,6 +20,7 @@ from attngen.render import emit_fragment, environment
 FRAGMENTS = [fragment for axis in features.scan().values() for fragment in axis.values()]
 EACH = pytest.mark.parametrize("fragment", FRAGMENTS, ids=lambda f: f"{f.axis}-{f.name}")
 DEVICE_AXES = ("fetch",)  # these issue copies; all other axes are plain scalar code
+DEVICE_HEADERS = ("ptx/tma", "copy/gathered_rows")
 HEADERS = """
 #include "attngen/context.cuh"
 #include "attngen/scheduler/kv_blocks.cuh"
@@ -76,8 +77,8 @@ def test_fragments_structs_and_names_are_distinct(axis: str) -> None:
 def test_fragment_alone_compiles_where_its_axis_runs(fragment: Fragment, compile_cpp) -> None:
     struct = emit_fragment(files.templates_dir(), fragment)
     if fragment.axis in DEVICE_AXES:
-        tma = '#include "attngen/ptx/tma.cuh"\n'
-        run_nvrtc(f"{tma}{HEADERS}namespace attngen {{\n{struct}\n}}", "alone.cu", "sm_90a")
+        copies = "".join(f'#include "attngen/{name}.cuh"\n' for name in DEVICE_HEADERS)
+        run_nvrtc(f"{copies}{HEADERS}namespace attngen {{\n{struct}\n}}", "alone.cu", "sm_90a")
     else:
         compile_cpp(f"{HEADERS}namespace attngen {{\n{struct}\n}}\n")
 

@@ -141,6 +141,44 @@ def test_resolve_run_time_choices_share_one_problem(change: dict) -> None:
     assert resolve(replace(spec, **change), KNOWN) == resolve(spec, KNOWN)
 
 
+@pytest.mark.parametrize(
+    ("fields", "dims"),
+    [
+        ({"head_dim": 1}, (16, 16)),
+        ({"head_dim": 68}, (80, 80)),
+        ({"head_dim": 128, "head_dim_v": 65}, (128, 80)),
+        ({"head_dim": 255, "head_dim_v": 3}, (256, 16)),
+        ({"head_dim": 72, "gather": True}, (80, 80)),
+        ({"head_dim": 128, "gather": True}, (128, 128)),
+    ],
+)
+def test_resolve_rows_that_threads_copy_have_tiles_of_whole_steps(fields, dims) -> None:
+    spec = AttentionSpec(**fields, directions=("fwd", "bwd"))
+    for problem in resolve(spec, KNOWN):
+        assert problem.gather and problem.kv_fetch == "gather"
+        assert (problem.head_dim_qk, problem.head_dim_v) == dims
+        assert problem.label.endswith("_gather")
+
+
+def test_resolve_head_dims_of_one_step_share_kernels() -> None:
+    found = {resolve(AttentionSpec(head_dim=d), KNOWN) for d in (113, 121, 127)}
+    assert found == {resolve(AttentionSpec(head_dim=128, gather=True), KNOWN)}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dtype": "e4m3"},
+        {"layout": "paged_kv_bshd_bshd_bshd"},
+        {"decode": True},
+    ],
+)
+def test_resolve_gather_of_what_the_copy_engine_alone_reads_is_refused(fields) -> None:
+    spec = AttentionSpec(head_dim=64, gather=True, **fields)
+    assert [violation.field for violation in find_violations(spec, KNOWN)] == ["gather"]
+    assert nearest(spec, KNOWN) == AttentionSpec(head_dim=64, **fields)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_resolve_a_problem_each_direction_and_order_matters_backward_only(
     deterministic, make_problem
@@ -200,10 +238,9 @@ def test_split_mask_names_give_fragments_and_alignment(name: str, expected: tupl
 @pytest.mark.parametrize(
     ("field", "value", "legal"),
     [
-        ("head_dim", 65, 72),
-        ("head_dim", 0, 8),
-        ("head_dim", 264, 256),
-        ("head_dim_v", 1, 8),
+        ("head_dim", 0, 1),
+        ("head_dim", 257, 256),
+        ("head_dim_v", -1, 1),
         ("dtype", "fp32", "bf16"),
         ("kv_dtype", "fp16", None),
         ("out_dtype", "fp16", None),
@@ -235,7 +272,7 @@ def test_resolve_one_violation_is_refused_with_the_nearest_value(field, value, l
 
 
 def test_resolve_many_violations_are_all_reported() -> None:
-    wrong = {"head_dim": 65, "dtype": "fp64", "layout": "dhsb", "mask": "x", "score_mod": True}
+    wrong = {"head_dim": 300, "dtype": "fp64", "layout": "dhsb", "mask": "x", "score_mod": True}
     with pytest.raises(SpecError) as caught:
         resolve(AttentionSpec(**wrong, softmax="smooth", directions=("up",)), KNOWN)
     message = str(caught.value)

@@ -248,9 +248,9 @@ def test_op_descales_of_packed_sequences_are_one_for_each_and_head(name):
     views = {"q": q, "k": k, "v": v, "o": operands.new_outputs(q, v, arguments)[0]}
     extents = operands.extents_of(views, name)
     known = dict.fromkeys(OPTIONAL) | given
-    assert not checks.violations(views, extents, known, arguments)
+    assert not checks.violations(views, extents, known, arguments, False)
     known["descale_k"] = torch.ones(1, HEADS)
-    assert checks.violations(views, extents, known, arguments)
+    assert checks.violations(views, extents, known, arguments, False)
 
 
 def test_spec_from_call_knows_lengths_of_dense_sides_only():

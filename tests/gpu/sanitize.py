@@ -193,6 +193,14 @@ CASES = [
     Call("bhsd", (200,), (130,), d=64, more=Features(seen=0.5)),
     Call("thd", (130, 1), (9, 200), d=256, more=Features("h", 1.5, "learnable", 0.1, 0.5)),
     Call("thd", (130, 1), (9, 200), d=128, more=Features("h", 1.5, "learnable", 0.1, 0.5)),
+    Call("bshd", (130,) * 2, (77,) * 2, d=33, d_v=17, heads=(4, 2), mask="causal"),
+    Call("sbhd", (130,) * 2, (77,) * 2, d=68, heads=(3, 1), loose="rows2"),
+    Call("thd", (130, 0, 7), (70, 9, 200), gaps=True, d=124, d_v=60, mask="causal"),
+    Call("bhsd", (70,), (130,), d=128, mask="causal", loose="apart"),
+    Call("bsh3d", (130, 64), room=(140, 140), d=128, mask="padding_causal", loose="start4"),
+    Call("bshd", (70,) * 2, (201,) * 2, d=255, d_v=130, heads=(2, 1), mask="causal"),
+    Call("bshd", (70,), (130,), d=100, mask="causal", loose="start1",
+         more=Features(bias="post_scale")),
     *(
         Call(layout, q_lens, kv_lens, room=room, gaps=layout == "thd", d=d, d_v=d_v, heads=(4, 2),
              mask=mask, more=Features(bias=kind, bias_shape=shape, softcap=softcap))

@@ -15,6 +15,7 @@ from .varlen import Call, Features
 pytestmark = pytest.mark.gpu
 LENGTHS = ((257, 200), (130, 333), (200, 200))
 WINDOWS = ((50, 20), (0, 130), (30, -1))
+LOOSE = ("rows2", "start1", "apart", "start4")  # where operands lie that threads copy
 MANY = (130, 0, 1, 257, 64), (200, 7, 0, 300, 129)  # of sequences in one call
 
 
@@ -29,7 +30,10 @@ def scored(number: int, member: coverage.Member) -> dict:
 
 
 def is_plain(member: coverage.Member) -> bool:
-    """Whether all sequences are dense, and nothing is hidden, dropped or added one by one."""
+    """Whether all sequences are dense, for the copy engine to read, and nothing is hidden, dropped
+    or added one by one."""
+    if member.fetch == "gather":
+        return False
     varying = member.layout == "thd" or member.seqused
     return not (varying or member.attn_mask or member.dropout or member.bias != "none")
 
@@ -59,6 +63,7 @@ def call_of(number: int, member: coverage.Member) -> Variant | Call:
         member.layout, q_lens, kv_lens, room=(300, 310) if member.seqused else None,
         gaps=member.layout == "thd", d=member.head_dims[0], d_v=member.head_dims[1],
         heads=heads, mask=member.mask, window=window, dtype=member.dtype, more=more,
+        loose=LOOSE[number % 4] if member.fetch == "gather" else "",
     )  # fmt: skip
 
 

@@ -80,7 +80,8 @@ class Features:
 class Call:
     """One call. `q_lens`, `kv_lens`: a length a sequence; of a dense side with `room`, positions in
     use of so many. `gaps`: packed sequences lie apart, and tokens before and after them belong to
-    none."""
+    none. `loose`: how operands and gradients lie that the copy engine cannot read, as `loosen` has
+    it."""
 
     layout: str
     q_lens: tuple[int, ...]
@@ -94,6 +95,7 @@ class Call:
     window: tuple[int, int] = (-1, -1)
     bottom_right: bool | None = None
     dtype: str = "bf16"
+    loose: str = ""
     cumulative: bool = False  # whether dense sides tell their lengths by cu_seqlens
     more: Features = Features()
 
@@ -102,6 +104,7 @@ class Call:
         window = "" if self.window == (-1, -1) else f"-w{self.window[0]},{self.window[1]}"
         head = f"{self.layout}-{lengths}-d{self.d}x{self.d_v or self.d}-{self.mask}{window}"
         head += ("-gaps" if self.gaps else "") + ("-room" if self.room else "")
+        head += f"-{self.loose}" * bool(self.loose)
         return "-".join((head, *filter(None, [str(self.more)])))
 
     @property
@@ -124,6 +127,7 @@ class Call:
             mask=self.mask.removesuffix("_bottom_right"),
             window=max(self.window) >= 0,
             seqused=self.room is not None,
+            gather=bool(self.loose),
             directions=("fwd",) if self.dtype == "e4m3" else ("fwd", "bwd"),
             **self.more.fields(),
         )
@@ -225,6 +229,23 @@ def int32(numbers: Sequence[int]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32, device=oracle.DEVICE)
 
 
+def loosen(x: Tensor, how: str) -> Tensor:
+    """The tensor in a buffer of NaN: from its `start1`, `start2` … on, by so many elements; with
+    rows of so many more columns, `rows1` …; with its columns `apart`; as it is where `how` is
+    empty."""
+    *outer, d = x.shape
+    if not how:
+        return x
+    if how == "apart":
+        view = x.new_full((*outer, 2 * d), math.nan)[..., ::2]
+    elif how.startswith("rows"):
+        view = x.new_full((*outer, d + int(how[4:])), math.nan)[..., :d]
+    else:
+        shift = int(how.removeprefix("start"))
+        view = x.new_full((x.numel() + shift,), math.nan)[shift:].view(x.shape)
+    return view.copy_(x)
+
+
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Makes new tensors NaN, whoever allocates them."""
@@ -241,18 +262,22 @@ def run(
     d_o: Tensor,
     dlse: Tensor,
     device: torch.device | None = None,
+    loose: str = "",
     **arguments: Any,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Output, LSE and the gradients of the operands that are there, by the kernels of a device,
-    that of the operands if none is named."""
+    that of the operands if none is named, where they lie as `loosen` says."""
     home, device = d_o.device, device or d_o.device
-    given = [None if x is None else x.detach().to(device).requires_grad_() for x in operands]
+    given = [
+        None if x is None else loosen(x.detach().to(device), loose).requires_grad_()
+        for x in operands
+    ]
     arguments = {"deterministic": False, **arguments}
     arguments = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in arguments.items()}
     present = with_leaves(given, arguments)
     with poisoned_memory():
         out, aux = attngen.attention(*given, **arguments, backend="cuda", return_lse=True)
-        incoming = [x.to(device) for x in (d_o, dlse)]
+        incoming = [loosen(d_o.to(device), loose), dlse.to(device)]
         found = torch.autograd.grad([out, aux.lse], present, incoming)
     return out.detach().to(home), aux.lse.detach().to(home), [x.to(home) for x in found]
 
@@ -297,12 +322,13 @@ def check(call: Call, seed: int = 0, **more: Any) -> None:
     if call.parsed.q_format == "thd" or call.room:
         dlse = torch.where(rows.permute(order), dlse, math.nan)
     if call.more.max_logit:
+        placed = (None if x is None else loosen(x, call.loose) for x in operands)
         with torch.no_grad():
             _, aux = attngen.attention(
-                *operands, **arguments, **more, return_max_logit=True, backend="cuda"
+                *placed, **arguments, **more, return_max_logit=True, backend="cuda"
             )
         variants.check_max_logit(aux.max_logit, *operands, arguments, False)
-    out, lse, found = run(operands, d_o, dlse, **arguments, **more)
+    out, lse, found = run(operands, d_o, dlse, loose=call.loose, **arguments, **more)
     oracle.check(out, lse, truth, call.layout)
     wanted = expected(operands, d_o, dlse, torch.float64, **arguments)
     rounded = expected(operands, d_o, dlse, d_o.dtype, **arguments)
@@ -313,7 +339,7 @@ def check(call: Call, seed: int = 0, **more: Any) -> None:
         rounded.pop()
     check_gradients(call, operands, found, wanted, rounded)
     if more.get("deterministic"):
-        again = run(operands, d_o, dlse, **arguments, **more)
+        again = run(operands, d_o, dlse, loose=call.loose, **arguments, **more)
         assert oracle.same(found, again[2][: len(found)])
 
 

@@ -5,11 +5,11 @@
 
 namespace attngen {
 
-// kBytes (4 or 16) aligned bytes, of which the first `present` are read and the others zero; past
-// L1 unless kKeep.
+// kBytes (4, 8 or 16) aligned bytes, of which the first `present` are read and the others zero;
+// past L1 unless kKeep.
 template <int kBytes, bool kKeep = false>
 ATTNGEN_DEVICE void copy_async(u32 destination, const void* source, int present) {
-  static_assert(kBytes == 4 || kBytes == 16, "what the instruction copies");
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "what the instruction copies");
   if constexpr (kBytes == 16 && kKeep) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
                  "r"(present)
@@ -19,12 +19,16 @@ ATTNGEN_DEVICE void copy_async(u32 destination, const void* source, int present)
                  "l"(source), "r"(present)
                  : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 4, %2;" ::"r"(destination),
-                 "l"(source), "r"(present)
+    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3;" ::"r"(destination),
+                 "l"(source), "n"(kBytes), "r"(present)
                  : "memory");
   }
 }
 // Waits until all copies that this thread started have arrived.
 ATTNGEN_DEVICE void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// Arrives at the mbarrier, as one of those it counts, once all copies of this thread have.
+ATTNGEN_DEVICE void arrive_after_copies(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
 
 }  // namespace attngen
