@@ -160,26 +160,26 @@ def is_decode(
     sequences: int | None = None,
 ) -> bool:
     """Whether a call reaches the kernels that split keys: those over pages whose sequences have
-    fewer than PROMPT_QUERIES queries (packed ones on average) or wider heads than others take, and
-    dense 16-bit ones whose queries, with the heads of a group, fill no more than a tile; of both
-    those that say `num_splits`.
+    fewer than PROMPT_QUERIES queries (packed ones on average) and nothing that these kernels leave
+    out, or wider heads than others take, and dense 16-bit ones whose queries, with the heads of a
+    group, fill no more than a tile; of both those that say `num_splits`.
 
     spec: the call's, whatever it says of this; q, k: shapes in the layout's formats; sequences: how
     many the packed queries are of.
     """
     layout = layouts.parse(spec.layout)
+    more = spec.bias != "none" or any(getattr(spec, name) for name in _BESIDE_SPLITS)
     if layout.paged:
         tokens = layouts.size(q, layout.q_format, "t" if layout.q_format == "thd" else "s")
         few = tokens < PROMPT_QUERIES * (max(1, sequences or 1) if layout.q_format == "thd" else 1)
         wide = max(spec.head_dim, spec.head_dim_v or 0) > MAX_HEAD_DIM
-        return few or wide or bool(num_splits)
+        return (few and not more) or wide or bool(num_splits)
     if (
         "thd" in layout.formats
         or spec.dtype not in DTYPES_16BIT
         or spec.gathers
         or {spec.kv_dtype, spec.out_dtype} - {None, spec.dtype}
-        or spec.bias != "none"
-        or any(getattr(spec, name) for name in _BESIDE_SPLITS)
+        or more
     ):
         return False
     heads_q = layouts.size(q, layout.q_format, "h")

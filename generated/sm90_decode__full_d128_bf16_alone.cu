@@ -306,6 +306,9 @@ struct Consumer {
     load_queries();
     const MaskList masks = mask_list(p);
     const Context ctx = job.context(job.kv_head * p.group_size);
+    // Of the warp's 16: a thread's second row is of no query where a group has 8 heads and each one
+    // query, and the softmax of no row waits for that of another.
+    const int rows = job.q_len * p.group_size - job.first_row - warp % 4 * 16;
     const auto keep_range = [&](int half) { return masks.row_range(ctx, query(row + half * 8)); };
     RingPosition<kStages> ring;
 #pragma unroll 1
@@ -321,11 +324,12 @@ struct Consumer {
       softmax.find_maxima(scores);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
+        if (half * 8 >= rows) break;
         softmax.raise(state, half, true, rescale);
         softmax.weigh(scores, state, half, rescale);
-      }
 #pragma unroll
-      for (int i = 0; i < kColumns / 2; ++i) output[i] *= rescale[fragment_row(i)];
+        for (int k = 0; k < kColumns / 4; ++k) output[fragment_index(half, k)] *= rescale[half];
+      }
       pack_weights<Element, kTileN>(weights, scores);
       const u32 values = smem + kSmemV + ring.stage * kVBoxes * kKeyBoxBytes;
       mbarrier_wait(smem + kVFull + ring.stage * 8, ring.parity);

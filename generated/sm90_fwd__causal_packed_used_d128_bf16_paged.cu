@@ -1,4 +1,4 @@
-// sm90_fwd__causal_packed_used_d128_bf16_paged__1ee1e9
+// sm90_fwd__causal_packed_used_d128_bf16_paged__6aa62e
 // Rendered by attngen from kernels/sm90_fwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/copy/paged_blocks.cuh"
@@ -64,11 +64,11 @@ constexpr u32 kVFull = kKEmpty + 8 * kKStages;
 constexpr u32 kVEmpty = kVFull + 8 * kVStages;
 constexpr u32 kJobFull = kVEmpty + 8 * kVStages;
 constexpr u32 kJobEmpty = kJobFull + 8;
+constexpr u32 kVTail = kJobEmpty + 8;
 
 // Named barriers: 0 is __syncthreads, then one a consumer for its turn, one for its epilogue.
 constexpr u32 kTurnBarrier = 1;
 constexpr u32 kEpilogueBarrier = kTurnBarrier + kConsumers;
-constexpr u32 kClearBarrier = kEpilogueBarrier + kConsumers;
 
 // acc[64 x 128] (+)= A B^T, A in registers, B in shared memory with the reduction along its rows.
 struct QkMma {
@@ -344,21 +344,23 @@ struct QLoader {
 };
 
 // The blocks of K, or of V, of one tile after another into a ring of kStages buffers: by a warp,
-// which finds the pages of a block ahead.
-template <int kBoxes, int kStages, u32 kTiles, u32 kFull, u32 kEmpty>
+// which finds the pages of a block ahead. kTail: a barrier of its own, where what lies behind a
+// sequence's end is cleared.
+template <int kBoxes, int kStages, u32 kTiles, u32 kFull, u32 kEmpty, u32 kTail>
 struct PagedLoader {
   using Blocks = PagedBlocks<kTileN, kBoxes, KvFetch>;
   const Params& p;
   KvFetch fetch;
   const TensorMap* map;
   u32 smem;
-  const volatile Job* slot;
   int lane;
 
   ATTNGEN_DEVICE void run() const {
     RingPosition<kStages> ring;
     for (u32 parity = 0;; parity ^= 1) {
       mbarrier_wait(smem + kJobFull, parity);
+      // Found anew for each tile: a loading warp has few registers.
+      const auto* slot = reinterpret_cast<const volatile Job*>(__cvta_shared_to_generic(forget(smem) + kSmemJob));
       const int row_block = slot->row_block;
       const int kv_head = slot->kv_head;
       const int batch = slot->batch;
@@ -368,19 +370,27 @@ struct PagedLoader {
       mbarrier_arrive(smem + kJobEmpty);  // every lane: each has read the slot itself
       const Blocks blocks = {fetch, batch, kv_sequence(p).length(batch), lane};
       PagedBox box = blocks.find(block - 1);
+      // A phase of that barrier a tile, whether there is anything to clear or not.
+      if (kTail != 0 && lane == 0 && blocks.rows_of(block - 1) == kTileN) mbarrier_arrive(smem + kTail);
 #pragma unroll 1
       while (--block >= block_begin) {
+        const u32 tile = smem + kTiles + ring.stage * (kBoxes * kTileN * 128);
         mbarrier_wait(smem + kEmpty + ring.stage * 8, ring.parity ^ 1);
-        blocks.load(box, map, smem + kTiles + ring.stage * (kBoxes * kTileN * 128),
-                                     smem + kFull + ring.stage * 8, kv_head, block, kEvictLast);
+        const bool whole = kTail == 0 || blocks.rows_of(forget(block)) == kTileN;
+        blocks.load(box, map, tile, smem + (whole ? kFull + ring.stage * 8 : kTail), kv_head, block, kEvictLast);
+        if (kTail != 0 && blocks.rows_of(forget(block)) < kTileN) {
+          mbarrier_wait(smem + kTail, parity);
+          blocks.clear_tail(smem + kTiles + forget(ring.stage) * (kBoxes * kTileN * 128), block);
+          if (lane == 0) mbarrier_arrive(smem + kFull + forget(ring.stage) * 8);
+        }
         box = blocks.find(block - 1);
         ring.advance();
       }
     }
   }
 };
-using KLoader = PagedLoader<kQkBoxes, kKStages, kSmemK, kKFull, kKEmpty>;
-using VLoader = PagedLoader<kVBoxes, kVStages, kSmemV, kVFull, kVEmpty>;
+using KLoader = PagedLoader<kQkBoxes, kKStages, kSmemK, kKFull, kKEmpty, 0>;
+using VLoader = PagedLoader<kVBoxes, kVStages, kSmemV, kVFull, kVEmpty, kVTail>;
 
 // A thread's part of 64 rows of output.
 struct Accumulators {
@@ -427,21 +437,6 @@ struct Consumer {
 
   ATTNGEN_DEVICE void issue_output(Accumulators& output, const u32 (&weights)[kWeightRegisters]) const {
     gemm_accumulate<PvMma, kPvSteps, kKeyBoxBytes>(output.sum, weights, v_tile());
-  }
-
-  // Values past the sequence's end must not reach a product: 0 x NaN is NaN. All warpgroups have the
-  // same tile, and clear the block together.
-  ATTNGEN_DEVICE void clear_tail(int rows) const {
-    if (rows >= kTileN) return;
-    mbarrier_wait(smem + kVFull + v_ring.stage * 8, v_ring.parity);
-    const u32 zero[4] = {0, 0, 0, 0};
-    const int thread = warpgroup * 128 + warp * 32 + lane;
-    for (int i = max_of(rows, 0) * 8 + thread; i < kTileN * 8; i += kConsumers * 128) {
-#pragma unroll
-      for (int box = 0; box < kVBoxes; ++box) store_shared_x4(v_tile() + box * kKeyBoxBytes + i * 16, zero);
-    }
-    fence_async_shared();
-    named_barrier_sync(kClearBarrier, kConsumers * 128);
   }
 
   // Scores as the softmax takes them: score fragments applied, invisible keys at -inf.
@@ -589,7 +584,6 @@ struct Consumer {
     prepare_scores<true>(scores, ctx, row, block);
     BlockSoftmax<kTileN, kPairSums>{p.scale_log2, 0.f}.begin(scores, state);
     pack_weights<Element, kTileN>(weights, scores);
-    clear_tail(ctx.kv_len - block * kTileN);
     --block;
     const BlockRange blocks = KvIteration::blocks<kTileN>(mask_list(p), ctx, first, max_of(min_of(first + 64, ctx.q_len) - 1, first));
     for (; block >= blocks.full_end && block >= job.block_begin; --block) step<true>(queries, scores, output, weights, state, ctx, row, block);
@@ -630,7 +624,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_fwd__causal_packed_used_d128_bf16_paged__1ee1e9(const __grid_constant__ attngen::Params p) {
+sm90_fwd__causal_packed_used_d128_bf16_paged__6aa62e(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);
@@ -657,6 +651,7 @@ sm90_fwd__causal_packed_used_d128_bf16_paged__1ee1e9(const __grid_constant__ att
     }
     mbarrier_init(smem + kJobFull, 1);
     mbarrier_init(smem + kJobEmpty, kConsumers * 128 + 65);  // consumer threads, loaders
+    mbarrier_init(smem + kVTail, 1);
     mbarrier_init_fence();
   }
   __syncthreads();
@@ -664,8 +659,8 @@ sm90_fwd__causal_packed_used_d128_bf16_paged__1ee1e9(const __grid_constant__ att
     release_registers<kProducerRegisters>();
     if (threadIdx.x == 0) Scheduler{p, smem, slot}.run();
     if (threadIdx.x == 32) QLoader{p, smem, slot}.run();
-    if (warp == 2) KLoader{p, PageFetch{p.k_page_table, p.k_page_table_stride, p.k_page_size}, &p.map_k, smem, slot, lane}.run();
-    if (warp == 3) VLoader{p, PageFetch{p.v_page_table, p.v_page_table_stride, p.v_page_size}, &p.map_v, smem, slot, lane}.run();
+    if (warp == 2) KLoader{p, PageFetch{p.k_page_table, p.k_page_table_stride, p.k_page_size}, &p.map_k, smem, lane}.run();
+    if (warp == 3) VLoader{p, PageFetch{p.v_page_table, p.v_page_table_stride, p.v_page_size}, &p.map_v, smem, lane}.run();
   } else {
     take_registers<kConsumerRegisters>();
     Consumer{p, smem, role - 1, warp, lane}.run(slot);

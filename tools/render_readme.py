@@ -10,13 +10,15 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from attngen.bench import report  # noqa: E402  # the path above serves a checkout not installed
+# The path above serves a checkout that is not installed.
+from attngen.bench import decode_report, report  # noqa: E402
+from attngen.errors import MeasureError  # noqa: E402
 
 _TABLE = re.compile(
     r"(?P<begin><!-- table: (?P<path>\S+) -->\n).*?(?P<end><!-- end of table -->)", re.DOTALL
@@ -30,11 +32,18 @@ def render(text: str, root: Path) -> tuple[str, int]:
     """
 
     def table(match: re.Match[str]) -> str:
-        lines = report.markdown(report.read(root / match["path"]))
-        body = "\n".join(lines)
+        body = "\n".join(_lines(root / match["path"]))
         return f"{match['begin']}\n{body}\n\n{match['end']}"
 
     return _TABLE.subn(table, text)
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """The table of a report of either kind."""
+    try:
+        return report.markdown(report.read(path))
+    except MeasureError:
+        return decode_report.markdown(decode_report.read(path))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

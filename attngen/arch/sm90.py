@@ -289,6 +289,7 @@ def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
     staged = not (stores_directly(problem) or choice.output_over_q)
     raw_stages = RAW_STAGES if problem.eight_bit else 0
     barriers = 2 * (choice.consumers + choice.k_stages + choice.v_stages + raw_stages + 1)
+    barriers += problem.paged  # V's last block, which is cleared behind the sequence's end
     stage_v = tile.n * row_bytes_v
     if raw_stages:  # transposed: a row a column of V, 128 keys a box
         stage_v = problem.head_dim_v * 128 * -(-tile.n // 128)

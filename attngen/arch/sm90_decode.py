@@ -26,10 +26,9 @@ SM_BYTES = SMEM_BYTES + CTA_RESERVED_BYTES
 # and two stages of 64 keys are enough for both (measured at 128: as fast as three, or 2 % faster;
 # 32 keys and one CTA 3 to 14 % slower).
 CHOICES = ((2, 128, 2), (2, 64, 2), (1, 64, 3), (1, 64, 2), (1, 32, 3), (1, 32, 2))
-# One CTA an SM reads larger blocks, and has nobody beside it while it begins and ends: where all of
-# them run at once it was 5 % faster (16 sequences of 8k keys, which it need not split) and 1 to 2 %
-# (one sequence), where several follow each other 0 to 4 % slower (measured at 128; two CTAs have
-# room for blocks of 64 there).
+# One CTA an SM reads larger blocks, and has nobody beside it while it begins and ends: a call takes
+# it where all of them run at once and that spares parts (`ops/decode.py`); where several follow
+# each other it is 0 to 4 % slower (measured at 128; two CTAs have room for blocks of 64 there).
 ALONE = (1, 128, 3)
 MAX_SPLITS = 128  # the combining kernel keeps as many weights in shared memory
 

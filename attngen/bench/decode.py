@@ -93,6 +93,44 @@ def _load_cudnn() -> tuple[str, Maker]:
     return peers.cudnn_source(), make
 
 
+def _load_cudnn_paged() -> tuple[str, Maker]:
+    cudnn: Any = import_module("cudnn")
+    handle = cudnn.create_handle()
+
+    def make(case: Case, x: Operands) -> Call:
+        kinds = cudnn.data_type
+        graph = cudnn.pygraph(
+            io_data_type=kinds.BFLOAT16, intermediate_data_type=kinds.FLOAT,
+            compute_data_type=kinds.FLOAT, handle=handle,
+        )  # fmt: skip
+        q, k, v = (each.transpose(1, 2) for each in (x.q, x.k_pages, x.v_pages))
+        table, lengths = x.table[:, None, :, None], x.lengths[:, None, None, None]
+        out, ones = torch.empty_like(q), torch.ones_like(lengths)
+        given = {graph.tensor_like(each): each for each in (q, k, v, table, table, ones, lengths)}
+        names = ("q", "k", "v", "paged_attention_k_table", "paged_attention_v_table")
+        result, _ = graph.sdpa(
+            **dict(zip((*names, "seq_len_q", "seq_len_kv"), given, strict=True)),
+            generate_stats=False, attn_scale=case.head_dim**-0.5, use_padding_mask=True,
+            paged_attention_max_seq_len_kv=case.length,
+        )  # fmt: skip
+        result.set_output(True).set_dim(list(out.shape)).set_stride(list(out.stride()))
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([cudnn.heur_mode.A])
+        graph.check_support()
+        graph.build_plans()
+        workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device=x.q.device)
+
+        def call() -> Tensor:
+            cudnn.set_stream(handle, torch.cuda.current_stream().cuda_stream)
+            graph.execute({**given, result: out}, workspace, handle=handle)
+            return out.transpose(1, 2)
+
+        return call
+
+    return f"cuDNN through cudnn-frontend {cudnn.__version__}", make
+
+
 def _load_flashinfer() -> tuple[str, Maker]:
     module: Any = import_module("flashinfer")
 
@@ -113,6 +151,7 @@ def _load_flashinfer() -> tuple[str, Maker]:
 LOADERS: dict[str, Callable[[], tuple[str, Maker]]] = {
     "fa3": _load_fa3,
     "cudnn": _load_cudnn,
+    "cudnn-paged": _load_cudnn_paged,
     "flashinfer": _load_flashinfer,
 }
 

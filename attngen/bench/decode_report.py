@@ -5,6 +5,7 @@ Needs no torch. Ratios and means are those of `report`.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ TITLES = {
     OURS: "attngen",
     "fa3": "FA3 paged",
     "flashinfer": "FlashInfer paged",
+    "cudnn-paged": "cuDNN paged",
     "cudnn": "cuDNN dense",
 }
 
@@ -152,6 +154,37 @@ def text_summary(report: Report) -> Iterator[str]:
         yield f"{mean.ratio:.3f} x {whom}, geometric mean of {mean.rows} rows"
     for name, why in report.absent.items():
         yield f"absent: {name}: {why}"
+
+
+def markdown(report: Report) -> Iterator[str]:
+    """The table of a README: figures, the best of a row in bold, then the means and what ran."""
+    names = [name for name in TITLES if any(name in row.gbps for row in report.rows)]
+    titles = [TITLES[name] for name in names]
+    columns = ["case", *titles, "of a copy", "to best peer", "host µs", "FA3 host µs"]
+    yield f"| {' | '.join(columns)} |"
+    yield f"|---|{'---:|' * (len(columns) - 1)}"
+    for row in report.rows:
+        best = max(row.gbps.values(), default=0.0)
+        rates = [(row.gbps.get(name), _number(row.gbps.get(name), ".0f")) for name in names]
+        figures = [f"**{text}**" if rate == best else text for rate, text in rates]
+        host = [_number(row.host_us.get(name), ".1f") for name in (OURS, "fa3")]
+        share, ratio = _number(row.share, ".0%"), _number(row.ratio, ".2f")
+        yield f"| {' | '.join([f'`{row.case}`', *figures, share, ratio, *host])} |"
+    means = [report.means.get(name) for name in (*names[1:], "best")]
+    cells = ["–" if mean is None else f"{mean.ratio:.3f}" for mean in means]
+    cells = ["attngen to it, geometric mean", "", *cells[:-1], "", cells[-1], "", ""]
+    yield f"| {' | '.join(cells)} |"
+    yield ""
+    yield (
+        f"GB/s of keys and values in {report.dtype}, {report.machine.chip}, {report.date}: calls "
+        f"in CUDA graphs, medians of {report.rounds} rounds in shuffled order; torch "
+        f"{report.machine.torch}, driver {report.machine.driver}. A copy measured between them "
+        f"reads and writes {statistics.median(row.copy_gbps for row in report.rows):.0f} in the "
+        "median. Host: a call outside graphs."
+    )
+    sources = [f"{TITLES[name]}: {source}" for name, source in report.peers.items()]
+    absent = [f"{TITLES[name]} was absent" for name in report.absent]
+    yield "; ".join([*sources, *absent]) + "."
 
 
 def _width(names: Sequence[str]) -> int:

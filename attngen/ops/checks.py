@@ -211,13 +211,13 @@ def _misfit(
     tensor: Tensor, dtype: torch.dtype, sequences: int, extents: Mapping[str, Extent], layout: str
 ) -> str | None:
     """What a tensor needs that is of another dtype, or no broadcast of [b, h, s_q, s_kv]; of packed
-    tokens it may have any number of positions."""
+    tokens and of pages it may have any number of positions."""
     parsed = layout_of(layout)
     q, k = extents["q"], extents["k"]
     shape = (*(1,) * (4 - tensor.ndim), *tensor.shape)
     wanted: list[int | str] = [sequences, q.heads, q.seq, k.seq]
     for place, axes in ((2, parsed.q_format), (3, parsed.kv_format)):
-        if axes == "thd":
+        if axes == "thd" or (place == 3 and parsed.paged):
             wanted[place] = f"max_seqlen_{'q' if place == 2 else 'kv'}"
     fits = len(shape) == 4 and all(
         n == 1 or isinstance(need, str) or n == need for n, need in zip(shape, wanted, strict=True)

@@ -14,7 +14,7 @@ from ..reference import fp8
 from ..reference.call import AttentionCall, MaskMod, ScoreMod, Window
 from ..reference.dropout import draw_rng_state
 from ..results import AttentionAux
-from . import choice, nested
+from . import choice, nested, recent
 from .checks import refuse_derivatives
 from .decode import check_splits
 from .forward import find_ready
@@ -100,6 +100,30 @@ def attention(
     """
     if q.is_nested or (k is not None and k.is_nested) or (v is not None and v.is_nested):
         return nested.attend(attention, dict(locals()))  # type: ignore[no-any-return]
+    plain: recent.Call | None = None
+    if (
+        (cu_seqlens_kv is None and cu_seqlens_q_padded is None and cu_seqlens_kv_padded is None)
+        and (attn_mask is None and bias is None and alibi_slopes is None and sink is None)
+        and (descale_q is None and descale_k is None and descale_v is None and rng_state is None)
+        and (scale_s is None and descale_s is None and scale_o is None and dropout_p == 0)
+        and (score_mod is None and mask_mod is None and block_mask is None)
+        and not (return_lse or return_max_logit or return_amax or k is None or v is None)
+        and (page_table is None or isinstance(page_table, Tensor))
+        and type(window) is tuple
+        and not (choice.CHECK_VALUES or torch.compiler.is_compiling())
+    ):
+        tensors = (q, k, v, page_table, seqused_kv, seqused_q, cu_seqlens_q)
+        plain = (
+            (
+                page_table is None, seqused_kv is None, seqused_q is None, cu_seqlens_q is None,
+                layout, mask, window, bottom_right, softmax_scale, softcap, bias_type, softmax,
+                deterministic, max_seqlen_q, max_seqlen_kv, backend, out_dtype, num_splits,
+            ),
+            [x for x in tensors if x is not None],
+        )  # fmt: skip
+        output = recent.serve(*plain)
+        if output is not None:
+            return output
     wants_aux = return_lse or return_max_logit or return_amax or dropout_p > 0
     device = q.device.type
     if device != "meta" and torch.is_autocast_enabled(device):  # which knows no meta tensors
@@ -131,7 +155,7 @@ def attention(
             out_dtype, return_amax, num_splits,
         )  # fmt: skip
         if bare and (settled := _settled.get(key)) is not None:
-            return _run_kernels((q, k, v, *_NO_OTHERS), settled, wants_aux)
+            return _run_kernels((q, k, v, *_NO_OTHERS), settled, wants_aux, plain)
     scales = (descale_q, descale_k, descale_v, scale_s, descale_s, scale_o)
     lengths: tuple[Tensor | None, ...] = (
         *(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
@@ -152,7 +176,8 @@ def attention(
             if not (dense or settled.lengths_as_given):
                 lengths = settle_lengths(layout, lengths)
             operands = (q, k, v, *scales, *lengths, *tables, *scored)
-            return _run_kernels(operands, settled, wants_aux)
+            plain = plain if dense or settled.lengths_as_given else None
+            return _run_kernels(operands, settled, wants_aux, plain)
     call = AttentionCall(
         q=q, k=k, v=v, layout=layout, mask=mask, window=window, bottom_right=bottom_right,
         attn_mask=attn_mask, softmax_scale=softmax_scale, softcap=softcap, bias=bias,
@@ -255,9 +280,13 @@ def _slopes_of(heads: int, q: Tensor) -> Tensor:
 
 
 def _run_kernels(
-    operands: tuple[Tensor | None, ...], settled: _Settled, wants_aux: bool
+    operands: tuple[Tensor | None, ...],
+    settled: _Settled,
+    wants_aux: bool,
+    plain: recent.Call | None = None,
 ) -> Tensor | tuple[Tensor, AttentionAux]:
-    """operands: q, k, v and then signature.OPTIONAL."""
+    """operands: q, k, v and then signature.OPTIONAL. plain: what a call is known by that is to be
+    remembered."""
     q, rng_state = operands[0], operands[RNG_STATE]
     assert q is not None
     if settled.default_slopes:
@@ -279,6 +308,8 @@ def _run_kernels(
             ready = settled.ready_all = find_ready(operands, settled.arguments)
             if not (wants_aux or torch.cuda.is_current_stream_capturing()):
                 ready = settled.ready = ready.first_alone()
+        if plain is not None and ready is settled.ready:
+            recent.note(*plain, operands, ready)
         results = run(ready, operands)
     if not wants_aux:
         return results[0]  # type: ignore[no-any-return]

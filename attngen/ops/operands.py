@@ -142,10 +142,17 @@ def scalars_of(
     for side in ("q", "kv"):  # where only the other side has lengths, all positions are in use
         numbers[f"{side}_least"] = UNBOUNDED if optional[f"seqused_{side}"] is None else 0
     if (mask := optional["attn_mask"]) is not None:
-        numbers |= mask_bits.numbers_of(mask, extents["q"].seq, extents["k"].seq)
+        numbers |= mask_bits.numbers_of(mask, extents["q"].seq, keys_of(extents, optional))
     if (bias := optional["bias"]) is not None:
         numbers |= bias_of.numbers_of(bias)
     return Scalars(scale, left, right, aligned, numbers, sequences)
+
+
+def keys_of(extents: Mapping[str, Extent], optional: Mapping[str, Tensor | None]) -> int:
+    """Keys that a sequence has room for; of pages in the table that has less."""
+    tables = ((name, optional[f"page_table_{name}"]) for name in ("k", "v"))
+    rooms = [extents[name].seq * (1 if x is None else x.shape[1]) for name, x in tables]
+    return min(rooms)
 
 
 def dropout_numbers(p: float) -> dict[str, int | float]:

@@ -205,18 +205,21 @@ def unobserved(operands: Operands) -> bool:
     """Whether an operation on these tensors would reach its kernel with nothing before it: no
     subclass, mode, transform, trace or profiler, no lazy negation. `run` may then stand for the
     operation, whose dispatch takes 4 µs (H200 machine, torch 2.11)."""
-    if (
+    for operand in operands:
+        if operand is not None and (type(operand) is not Tensor or operand.is_neg()):
+            return False
+    return undisturbed()
+
+
+def undisturbed() -> bool:
+    """Whether no mode, transform, trace or profiler is on."""
+    return not (
         _len_torch_dispatch_stack()
         or _len_torch_function_stack()
         or peek_interpreter_stack() is not None
         or _get_tracing_state() is not None
         or _profiler_enabled()
-    ):
-        return False
-    for operand in operands:
-        if operand is not None and (type(operand) is not Tensor or operand.is_neg()):
-            return False
-    return True
+    )
 
 
 def device_arch(device: torch.device) -> str | None:

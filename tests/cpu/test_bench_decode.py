@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from attngen.bench.decode_report import CASES, Case, make_row, means_of
 from attngen.bench.report import Machine, Mean
 from attngen.cli import main
 from attngen.errors import MeasureError
+from tools import render_readme
 
 SMALL = Case(3, 4, 2, 64, 16, 32)
 ROWS = (
@@ -126,3 +128,19 @@ def test_command_refuses_what_it_cannot_do(options, reason, monkeypatch) -> None
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     result = CliRunner().invoke(main, ["bench", "decode", *options])
     assert result.exit_code == 1 and reason in result.output
+
+
+def test_report_as_a_table_has_every_figure_and_the_best_of_a_row_in_bold(tmp_path) -> None:
+    peers = dict.fromkeys(("attngen", "fa3", "cudnn"), "here")
+    report = dataclasses.replace(REPORT, peers=peers)
+    decode_report.save(report, tmp_path / "decode.json")
+    block = "<!-- table: decode.json -->\n<!-- end of table -->"
+    text, count = render_readme.render(block, tmp_path)
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert count == 1 and len({line.count("|") for line in lines}) == 1
+    assert lines[0].startswith("| case | attngen | FA3 paged | cuDNN dense | of a copy |")
+    for row, line in zip(ROWS, lines[2:], strict=False):
+        best = max(row.gbps.values(), default=None)
+        for rate in row.gbps.values():
+            assert (f"**{rate}**" if rate == best else f" {rate} ") in line
+    assert "FlashInfer paged was absent." in text and "cuDNN dense: here" in text

@@ -9,7 +9,7 @@ import attngen
 from attngen import AttentionSpec, SpecError, features, reference, resolve
 from attngen.layouts import parse
 from attngen.ops import checks, choice, decode, frontend
-from attngen.ops.operands import extents_of, spec_of
+from attngen.ops.operands import extents_of, scalars_of, spec_of
 from attngen.ops.signature import OPTIONAL, Arguments, split
 from attngen.run_time import Extent
 from tests.cpu.fp8_kit import keywords_of
@@ -53,7 +53,7 @@ def on_reference(monkeypatch):
         named = dict(zip(OPTIONAL, optional, strict=True))
         tensors = {"q": q, "k": k, "v": v, "o": q}
         extents = extents_of(tensors, arguments.layout)
-        if reasons := checks.violations(tensors, extents, named, arguments):
+        if reasons := checks.violations(tensors, extents, named, arguments, False):
             raise SpecError(reasons)
         calls.append((spec_of(q, k, v, named, arguments), arguments))
         with torch.no_grad():
@@ -268,6 +268,37 @@ def test_spec_of_a_call_beside_few_queries_is_the_one_that_it_reaches(beside):
     tensors = [given[name] for name in "qkv"]
     reached = spec_of(*tensors, dict.fromkeys(OPTIONAL), Arguments(**asked))
     assert AttentionSpec.from_call(**given).decode == reached.decode == ("dropout_p" not in beside)
+
+
+@pytest.mark.parametrize("more", ["bias", "attn_mask", "dropout"])
+def test_few_queries_over_pages_beside_what_splits_leave_out_reach_the_forward(on_reference, more):
+    """Of any length up to what the pages have room for, or longer."""
+    given = call()
+    for keys in (24, 30, 1):
+        sizes = (3, 1, 2, keys)
+        beside = {
+            "bias": {"bias": torch.randn(sizes).to(torch.bfloat16)},
+            "attn_mask": {"attn_mask": torch.rand(sizes) < 0.7},
+            "dropout": {"dropout_p": 0.25, "rng_state": torch.tensor([1, 2])},
+        }[more]
+        out = attngen.attention(**given, **beside, backend="cuda")
+        if more != "dropout":  # the operation that stands in drops nothing
+            assert torch.equal(out, attngen.attention(**given, **beside, backend="reference"))
+        spec, _ = on_reference[-1]
+        asked, known = AttentionSpec.from_call(**given, **beside), features.scan()
+        assert not spec.decode and resolve.resolve(asked, known) == resolve.resolve(spec, known)
+    with pytest.raises(SpecError, match="split keys have none of it"):
+        attngen.attention(**given, **beside, num_splits=2, backend="cuda")
+
+
+def test_mask_over_pages_broadcast_over_keys_stands_for_all_that_there_is_room_for():
+    k, v, tables = pages()
+    q, mask = call()["q"], torch.ones(3, 1, 2, 1, dtype=torch.bool)
+    optional = dict.fromkeys(OPTIONAL) | {"attn_mask": mask}
+    optional |= dict(zip(("page_table_k", "page_table_v"), tables, strict=True))
+    arguments = Arguments(layout=PAGED[0])
+    extents = extents_of({"q": q, "k": k, "v": v}, PAGED[0])
+    assert scalars_of(q, optional, arguments, extents).numbers["attn_mask_keys"] == 3 * 8
 
 
 def test_keys_of_tables_of_two_widths_are_those_of_the_narrower():

@@ -216,7 +216,7 @@ def test_ready_paged_call_knows_its_addresses_and_needs_no_tile_counter(
     ("batch", "keys", "asked", "reader", "splits"),
     [
         (16, 8192, 0, 1, 1),  # 128 tiles on 132 SMs
-        (1, 65536, 0, 1, 16),
+        (1, 65536, 0, 0, 32),  # it would have to split the keys, too
         (64, 8192, 0, 0, 1),  # several waves
         (12, 8192, 0, 0, 8),  # 96 tiles: 768 CTAs fill three waves
         (16, 8192, 2, 0, 2),  # what is asked for has the same bits in any batch
@@ -231,3 +231,12 @@ def test_choose_takes_a_cta_an_sm_where_all_run_at_once(batch, keys, asked, read
     found, number = decode.choose(kernels, {"q": q, "k": k, "v": k}, optional, batch, asked)
     assert number == splits and found[0] is kernels[reader]
     assert [*found[1:]] == [kernels[-1]] * (splits > 1)
+
+
+def test_choose_takes_a_cta_an_sm_where_there_would_be_very_many_parts():
+    kernels = loaded(every=True, decode=True, seqused=True)
+    q = Extent(4, 1, 32, D, 32 * D, 32 * D, D)
+    k = Extent(4, 65536, 1, D, 65536 * D, D, D)
+    optional = dict.fromkeys(OPTIONAL)
+    found, number = decode.choose(kernels, {"q": q, "k": k, "v": k}, optional, 4, 0)
+    assert found == (kernels[1], kernels[-1]) and number == 33

@@ -351,7 +351,7 @@ def test_resolve_bias_beside_8_bit_queries_is_refused() -> None:
         {"mask_mod": print},
         {"block_mask": object()},
         {"score_mod": print},
-        {"bias": object(), "layout": "paged_kv_bshd_bshd_bshd"},
+        {"bias": object(), "layout": "paged_kv_bshd_bshd_bshd", "num_splits": 2},
         {"softmax": "smooth", "sink": object()},
     ],
     ids=lambda arguments: "+".join(arguments),

@@ -25,7 +25,7 @@ def variant(head_dim: int) -> Variant:
 def use(head_dim: int) -> None:
     """A launch, as far as a machine without a driver can go."""
     kernel = LoadedKernel(0, KERNEL, 0, 1, variant(head_dim))
-    prepared = SimpleNamespace(loaded=kernel, values=None)  # None: the launch ends here
+    prepared = SimpleNamespace(loaded=kernel, addressed=None)  # None: the launch ends here
     with pytest.raises(TypeError):
         launch.launch(prepared, {}, 0)  # type: ignore[arg-type]
 

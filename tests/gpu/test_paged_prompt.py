@@ -28,6 +28,18 @@ KERNELS = [
     for layout in (PAGED, PACKED)
     for mask, window in (("none", False), ("causal", False), ("none", True))
 ]
+MORE = [
+    {"bias": "post_scale"},
+    {"bias": "pre_scale", "attn_mask": True, "dropout": True},
+    {"attn_mask": True},
+    {"dropout": True},
+]
+KERNELS += [
+    AttentionSpec(d, kv_dtype="bf16", out_dtype="bf16", layout=layout, mask="causal", **more)
+    for d in (64, 128, 256)
+    for layout in (PAGED, PACKED)
+    for more in MORE
+]
 KERNELS += [
     dataclasses.replace(spec_of(choice, d), decode=False)
     for choice in (CHOICES[4], *CHOICES[-2:])
@@ -61,6 +73,41 @@ def test_prompt_windows_over_pages_are_right(window):
 def test_prompt_scores_and_sinks_over_pages_are_right(d, choice):
     for turn, s_q in enumerate((140, 300)):
         check_all(choice, queries(4, s_q, 4, d), cache(LENGTHS, 2, d, 16), turn, None)
+
+
+def beside(more: dict, queries: int, room: int, turn: int) -> dict:
+    """Bias, mask and dropout of a call of 4 sequences with 4 heads, of shapes that take turns."""
+    shape = [(1, 4), (4, 1), (4, 4), (1, 1)][turn % 4] + (queries, room)
+    given = {}
+    if "bias" in more:
+        given |= {"bias": oracle.randn(*shape, seed=31), "bias_type": more["bias"]}
+    if "attn_mask" in more:
+        given["attn_mask"] = oracle.randn(*shape, seed=32) > -0.5
+    if "dropout" in more:
+        given |= {"dropout_p": 0.25, "rng_state": torch.tensor([3, 9], device="cuda")}
+    return given
+
+
+@pytest.mark.parametrize("s_q", [1, 5, 130])
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("more", MORE, ids=lambda more: "+".join(more))
+def test_biases_masks_and_dropout_over_pages_are_right(more, d, s_q):
+    """Few queries, too, which the forward's kernels take where there is any of these."""
+    for turn, page in enumerate((16, 100)):
+        pages = cache(LENGTHS, 2, d, page)
+        room = pages.table.shape[1] * page
+        given = beside(more, s_q, room, turn + s_q)
+        check(queries(4, s_q, 4, d), pages, mask="causal_bottom_right", **given)
+
+
+@pytest.mark.parametrize("more", MORE, ids=lambda more: "+".join(more))
+def test_biases_masks_and_dropout_of_packed_queries_over_pages_are_right(more):
+    counts = [1, 140, 0, 7]
+    pages, longest = cache([700, 764, 90, 7], 2, 128, 32), 140
+    ends = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).cuda()
+    q = oracle.randn(sum(counts), 4, 128, seed=3)
+    given = beside(more, longest, pages.table.shape[1] * 32, 1)
+    check(q, pages, PACKED, cu_seqlens_q=ends, mask="causal_bottom_right", **given)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +153,22 @@ def test_prompt_tables_of_their_own_for_k_and_v_are_right(sizes):
     out = attngen.attention(q, a.k, b.v, page_table=(a.table, b.table), **named, backend="cuda")
     tables = tuple(x.table.clamp(max=x.k.shape[0] - 1) for x in (a, b))
     oracle.check(out, None, oracle.truth(q, a.k, b.v, page_table=tables, **named), PAGED)
+
+
+def test_prompt_result_does_not_depend_on_the_batch():
+    """Bit for bit, whatever tiles of others are drawn beside it."""
+    lengths = [1500, 170, 128, 2500, 0, 640]
+    pages, q = cache(lengths, 2, 128), queries(6, 300, 8, 128)
+    named = {"layout": PAGED, "backend": "cuda", "mask": "causal_bottom_right"}
+    whole = attngen.attention(
+        q, pages.k, pages.v, page_table=pages.table, seqused_kv=pages.lengths, **named
+    )
+    for rows in ([3], [0, 5], [5, 4, 3, 2, 1, 0]):
+        alone = attngen.attention(
+            q[rows], pages.k, pages.v, page_table=pages.table[rows],
+            seqused_kv=pages.lengths[rows], **named,
+        )  # fmt: skip
+        assert torch.equal(alone, whole[rows])
 
 
 def test_prompt_graph_replay_follows_changed_lengths_and_pages():

@@ -3,17 +3,17 @@
 
 #include "attngen/ptx/barrier.cuh"
 #include "attngen/ptx/math.cuh"
+#include "attngen/ptx/matrix_move.cuh"
 #include "attngen/ptx/tma.cuh"
 
 namespace attngen {
 
 // Where a lane's box of a block comes from, a page and its row there, and goes to, a row of the
-// block (past its end: nowhere); and the bytes of all boxes.
+// block (past its end: nowhere).
 struct PagedBox {
   int page;
   int row;
   int within;
-  u32 bytes;
 };
 
 // Blocks of kBlock keys of one sequence, of kBoxes boxes side by side: each has 64 columns by a
@@ -38,12 +38,15 @@ struct PagedBlocks {
   // sequence's end are not copied, but for those that share a stretch with it.
   ATTNGEN_DEVICE void load(PagedBox box, const TensorMap* map, u32 tile, u32 full, int head,
                            int block, u64 policy) const {
-    if (lane == 0) mbarrier_arrive_expect(full, box.bytes);
-    __syncwarp();
-    if (box.within < kBlock) copy(box, lane, map, tile, full, head, policy);
     Fetch pages = fetch;
     pages.page_size = forget(pages.page_size);
     const int stretch = pages.template stretch<kBlock>();
+    if (lane == 0) {
+      const int rows = (rows_of(block) + stretch - 1) & -stretch;
+      mbarrier_arrive_expect(full, kBoxes * 128 * rows);
+    }
+    __syncwarp();
+    if (box.within < kBlock) copy(box, lane, map, tile, full, head, policy);
     if (32 * stretch < kBoxes * kBlock) {  // pages of few rows
 #pragma unroll 1
       for (u32 i = lane + 32; i / kBoxes * stretch < kBlock; i += 32) {
@@ -54,14 +57,31 @@ struct PagedBlocks {
     __syncwarp();
   }
 
+  // Zeros behind the sequence's end, where values must not reach a product: 0 x NaN is NaN.
+  ATTNGEN_DEVICE void clear_tail(u32 tile, int block) const {
+    const u32 zero[4] = {0, 0, 0, 0};
+#pragma unroll 1
+    for (int i = rows_of(block) * 8 + lane; i < kBlock * 8; i += 32) {
+#pragma unroll
+      for (int box = 0; box < kBoxes; ++box) {
+        store_shared_x4(tile + box * (kBlock * 128) + i * 16, zero);
+      }
+    }
+    fence_async_shared();
+    __syncwarp();
+  }
+
+  // Keys of a block that the sequence has.
+  ATTNGEN_DEVICE int rows_of(int block) const {
+    return min_of(max_of(kv_len - block * kBlock, 0), kBlock);
+  }
+
  private:
   ATTNGEN_DEVICE PagedBox locate(const Fetch& pages, int first, u32 i) const {
     const int stretch = pages.template stretch<kBlock>();
-    const int rows = min_of(max_of(kv_len - first, 0), kBlock);
     const int within = i / kBoxes * stretch;
-    const u32 bytes = kBoxes * 128 * ((rows + stretch - 1) & -stretch);
-    if (first < 0 || within >= rows) return {0, 0, kBlock, bytes};
-    return {pages.batch_index(batch, first + within), pages.row(first + within), within, bytes};
+    if (first < 0 || within >= min_of(kv_len - first, kBlock)) return {0, 0, kBlock};
+    return {pages.batch_index(forget(batch), first + within), pages.row(first + within), within};
   }
   ATTNGEN_DEVICE static void copy(const PagedBox& box, u32 i, const TensorMap* map, u32 tile,
                                   u32 full, int head, u64 policy) {

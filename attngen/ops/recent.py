@@ -1,0 +1,53 @@
+"""Recent calls: one like another, whose tensors differ in their addresses alone, needs no second
+look at its arguments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+# What torch.compile tells calls apart with: type, dtype, device, sizes, strides, dispatch keys and
+# whether there will be a gradient, in a quarter of the time that Python needs for a key of these.
+from torch._C._dynamo.guards import TensorGuards
+from torch.autograd import forward_ad
+
+from .operation import Ready, run, undisturbed
+from .signature import Operands
+
+_KEPT = 4  # with the same arguments; older ones are found by a key of all formats
+_KEYS = 1024
+
+Call = tuple[tuple[Any, ...], list[Tensor]]  # arguments and which tensors there are, and these
+_recent: dict[tuple[Any, ...], list[tuple[TensorGuards, Ready]]] = {}
+
+
+def serve(arguments: tuple[Any, ...], tensors: list[Tensor]) -> Tensor | None:
+    """The output, if there was a recent call of these arguments and of tensors of these formats,
+    and nobody looks on. Raises: SpecError, LaunchError."""
+    for guards, ready in _recent.get(arguments, ()):
+        if guards.check(*tensors):
+            watched = forward_ad._current_level >= 0 or not undisturbed()
+            return None if watched else run(ready, tensors)[0]
+    return None
+
+
+def note(
+    arguments: tuple[Any, ...], tensors: list[Tensor], operands: Operands, ready: Ready
+) -> None:
+    """Remember a call that went straight to its kernels. operands: what became of its tensors."""
+    # It has to be told that no size or stride may vary.
+    guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    place_of = {id(tensor): place for place, tensor in enumerate(tensors)}
+    found = {name: place_of.get(id(operands[place])) for place, name in ready.operands}
+    # All but a tensor given twice, one cast, and one that addresses parts of another.
+    if not guards.check(*tensors) or None in found.values() or any(x[2] for x in ready.sources):
+        return
+    found |= {name: found[source] for name, source, _ in ready.sources}
+    places = tuple((place, name) for name, place in found.items() if place is not None)
+    if len(_recent) >= _KEYS:
+        _recent.clear()
+    # In one assignment: another thread may be looking.
+    kept = _recent.get(arguments, [])[: _KEPT - 1]
+    _recent[arguments] = [(guards, replace(ready, operands=places, sources=())), *kept]

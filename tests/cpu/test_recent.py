@@ -1,0 +1,173 @@
+"""Recent calls: what a call like another skips, and what makes a call unlike it. The CPU passes for
+a device with kernels, which start nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+import attngen
+from attngen import features, resolve
+from attngen.builder import render_problem
+from attngen.load import LoadedKernel
+from attngen.ops import choice, forward, frontend, operation, recent
+from attngen.plan import plans
+
+PAGED = "paged_kv_bshd_bshd_bshd"
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """How each call was served: `launch`es with their stream's addresses, and `checked` where its
+    arguments were looked at."""
+    found = []
+
+    def kernels_of(spec, device):
+        (problem,) = resolve.resolve(spec, features.scan())
+        entries = (render_problem(problem, plan).kernel for plan in plans(problem, "sm_90a"))
+        return tuple(LoadedKernel("handle", entry, 0, 132) for entry in entries)
+
+    def checked(*arguments):
+        found.append("checked")
+        return use(*arguments)
+
+    use = choice.use_kernels
+    monkeypatch.setattr(choice, "device_arch", lambda device: "sm_90a")
+    monkeypatch.setattr(choice, "use_kernels", checked)
+    monkeypatch.setattr(forward, "kernels_of", kernels_of)
+    monkeypatch.setattr(forward, "_ready", {})
+    monkeypatch.setattr(frontend, "_settled", {})
+    monkeypatch.setattr(recent, "_recent", {})
+    monkeypatch.setattr(operation, "launch", lambda _, given, __: found.append(given.copy()))
+    monkeypatch.setattr(operation, "tile_counter", lambda device, stream: 64)
+    monkeypatch.setattr(operation, "_empty_strided_cuda", lambda size, stride, dtype:
+                        torch.empty_strided(size, stride, dtype=dtype))  # fmt: skip
+    monkeypatch.setattr(operation.counters, "unread", lambda device: 1 << 40)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(operation.load, "current_device", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    return found
+
+
+def plain(**changes):
+    """A call of three tensors, new ones each time."""
+    q, k, v = (torch.zeros(2, 200, 4, 64, dtype=torch.bfloat16) for _ in "qkv")
+    return {"q": q, "k": k, "v": v, "backend": "cuda", **changes}
+
+
+def paged(**changes):
+    k, v = (torch.zeros(9, 16, 2, 64, dtype=torch.bfloat16) for _ in "kv")
+    named = {"page_table": torch.zeros(3, 3).int(), "seqused_kv": torch.zeros(3).int()}
+    q = torch.zeros(3, 1, 4, 64, dtype=torch.bfloat16)
+    return {"q": q, "k": k, "v": v, "layout": PAGED, **named, "backend": "cuda", **changes}
+
+
+def found_again(make, seen) -> bool:
+    """Whether the second of two equal calls is found among the recent ones."""
+    attngen.attention(**make())
+    attngen.attention(**make())  # its arguments are known: it is remembered
+    hits, serve = [], recent.serve
+    frontend.recent.serve = lambda *call: hits.append(serve(*call)) or hits[-1]
+    try:
+        attngen.attention(**make())
+    finally:
+        frontend.recent.serve = serve
+    return hits != [] and hits[0] is not None
+
+
+@pytest.mark.parametrize("make", [plain, paged])
+def test_call_like_another_is_found_and_gets_its_own_addresses(seen, make):
+    assert found_again(make, seen)
+    assert seen.count("checked") == 1
+    call = make()
+    del seen[:]
+    out = attngen.attention(**call)
+    assert seen and "checked" not in seen
+    for addresses in seen:
+        tensors = {name: call[name] for name in "qkv"} | {"o": out}
+        assert {name: addresses[name] for name in tensors} == {
+            name: tensor.data_ptr() for name, tensor in tensors.items()
+        }
+        assert addresses["lse"] == 1 << 40  # written where nobody reads
+
+
+@pytest.mark.parametrize("make", [plain, paged])
+@pytest.mark.parametrize(
+    "changes",
+    [{"softmax_scale": 0.5}, {"window": (3, 0)}, {"mask": "causal"}, {"softmax": "off_by_one"}],
+    ids=str,
+)
+def test_call_of_other_arguments_is_looked_at(seen, make, changes):
+    assert found_again(make, seen)
+    del seen[:]
+    attngen.attention(**make(**changes))
+    assert seen.count("checked") == 1
+
+
+def test_call_of_other_tensors_is_looked_at(seen):
+    assert found_again(paged, seen)
+    call = paged()
+    longer = torch.zeros(3, 4).int()
+    others = [
+        {"q": call["q"][:, :, :2]},
+        {"k": torch.zeros(10, 16, 2, 64, dtype=torch.bfloat16)},
+        {"page_table": longer},
+        {"page_table": longer[:, :3]},  # another stride
+        {"page_table": (call["page_table"], longer)},
+        {"seqused_q": call["seqused_kv"]},
+        {name: call[name].half() for name in "qkv"},
+    ]
+    for changes in others:
+        del seen[:]
+        attngen.attention(**{**call, **changes})
+        assert seen.count("checked") == 1, changes
+
+
+def test_call_with_gradients_modes_or_by_products_is_not_among_the_recent(seen, monkeypatch):
+    assert found_again(plain, seen)
+    serve, answers = recent.serve, []
+    monkeypatch.setattr(recent, "serve", lambda *call: answers.append(serve(*call)) or answers[-1])
+    reached = []
+    monkeypatch.setattr(frontend, "_run_kernels", lambda *rest: reached.append(rest))
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    attngen.attention(**plain(q=plain()["q"].requires_grad_()))
+    with Mode():
+        attngen.attention(**plain())
+    with torch.autograd.profiler.profile():
+        attngen.attention(**plain())
+    attngen.attention(**plain(return_lse=True))
+    assert len(reached) == 4 and answers == [None] * 3
+
+
+def test_call_under_autocast_is_remembered_apart(seen):
+    assert found_again(plain, seen)
+    wide = {name: plain()[name].float() for name in "qkv"}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert found_again(plain, seen)  # nothing is cast
+        for _ in range(3):
+            assert attngen.attention(**wide, backend="cuda").dtype == torch.bfloat16
+    assert seen.count("checked") == 1
+    assert attngen.attention(**plain()).dtype == torch.bfloat16
+
+
+def test_tensor_given_twice_is_served_and_not_remembered(seen):
+    def same():
+        call = plain()
+        return {**call, "v": call["k"]}
+
+    assert not found_again(same, seen)
+    assert all(x["k"] == x["v"] for x in seen if x != "checked")
+
+
+def test_recent_calls_of_many_shapes_are_few(seen):
+    for length in [*range(1, 20)] * 2:
+        q, k, v = (torch.zeros(1, length, 2, 64, dtype=torch.bfloat16) for _ in "qkv")
+        attngen.attention(q, k, v, backend="cuda")
+    assert seen.count("checked") == 19
+    assert all(len(kept) <= 4 for kept in recent._recent.values())
