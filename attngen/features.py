@@ -59,8 +59,8 @@ class Fragment:
     `bounds` says on which sides a mask limits its rows, `past` that it hides whatever is past the
     diagonal; `selected_by` which field of a spec asks for it: `mask` by its name, or a switch such
     as `window`. `additive`: a score whose derivative is 1; `linear`: one
-    that has a rate of change by the distance from the diagonal; `small`: one that is cheaper up to
-    a limit.
+    that has a rate of change by the distance from the diagonal; `small`: one that grows with
+    the score and is cheaper up to a limit.
     """
 
     axis: str

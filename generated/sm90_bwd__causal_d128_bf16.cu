@@ -1,4 +1,4 @@
-// sm90_bwd__causal_d128_bf16__7caa98
+// sm90_bwd__causal_d128_bf16__ec243d
 // Rendered by attngen from kernels/sm90_bwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -39,10 +39,11 @@ constexpr u32 kSmemK = 65536;
 constexpr u32 kSmemV = 98304;
 constexpr u32 kSmemDs = 131072;
 constexpr u32 kSmemDq = 163840;
-constexpr u32 kSmemLse = 196608;
-constexpr u32 kSmemD = 197120;
-constexpr u32 kSmemBarriers = 197632;
-constexpr u32 kSmemJob = 197824;
+constexpr u32 kSmemDv = 196608;
+constexpr u32 kSmemLse = 229376;
+constexpr u32 kSmemD = 229888;
+constexpr u32 kSmemBarriers = 230400;
+constexpr u32 kSmemJob = 230592;
 
 constexpr int kQStages = 2;
 constexpr int kDoStages = 2;
@@ -299,12 +300,12 @@ struct KvLoader {
   ATTNGEN_DEVICE void operator()(const Job& job) {
     const int row = kv_sequence(p).first_row(job.batch) + job.tile * kTileN;
     const auto batch = kv_sequence(p).batch_index(job.batch);
-    mbarrier_wait(smem + kKEmpty, parity);
-    mbarrier_arrive_expect(smem + kKFull, kQkBoxes * kKeyBoxBytes);
-    KvFetch::load<kQkBoxes>(smem + kSmemK, kKeyBoxBytes, &p.map_k, smem + kKFull, row, job.head, batch, kEvictFirst);
     mbarrier_wait(smem + kVEmpty, parity);
     mbarrier_arrive_expect(smem + kVFull, kVBoxes * kKeyBoxBytes);
     KvFetch::load<kVBoxes>(smem + kSmemV, kKeyBoxBytes, &p.map_v, smem + kVFull, row, job.head, batch, kEvictFirst);
+    mbarrier_wait(smem + kKEmpty, parity);
+    mbarrier_arrive_expect(smem + kKFull, kQkBoxes * kKeyBoxBytes);
+    KvFetch::load<kQkBoxes>(smem + kSmemK, kKeyBoxBytes, &p.map_k, smem + kKFull, row, job.head, batch, kEvictFirst);
     parity ^= 1;
   }
 };
@@ -418,12 +419,7 @@ struct Consumer {
       const int j = key + half * 8;
       const Range range = masks.col_range(ctx, j);
       const int lo = j < ctx.kv_len ? range.lo - column : kTileM;
-      const int hi = range.hi - column;
-#pragma unroll
-      for (int k = 0; k < kTileM / 4; ++k) {
-        const int i = fragment_index(half, k);
-        scores[i] = fragment_column(i) >= lo && (!MaskList::kBoundsLeft || fragment_column(i) < hi) ? scores[i] : -kInfinity;
-      }
+      hide_outside<kTileM>(scores, half, lo, MaskList::kBoundsLeft ? range.hi - column : kTileM);
     }
   }
 
@@ -541,19 +537,18 @@ struct Consumer {
   ATTNGEN_DEVICE u32 dq_rows() const { return score_gradients(ds_read); }
   ATTNGEN_DEVICE u32 dq_keys() const { return smem + kSmemK + warpgroup * (kDqColumns / 64) * kKeyBoxBytes; }
 
-  // Lays 64 rows of a gradient down where the warpgroup's keys or values were, and stores them.
-  template <int kN, int kBoxes>
-  ATTNGEN_DEVICE void store(const float (&sums)[kN / 2], float factor, u32 tile, const TensorMap* map, const Job& job) const {
-    stage_rows<Element, kN, kKeyBoxBytes>(tile, sums, factor, warp, lane);
-    fence_async_shared();
+  // The gradients of the tile before have been read where they were staged.
+  ATTNGEN_DEVICE void await_stores() const {
+    if (warp == 0 && lane == 0) tma_store_wait_read();
     named_barrier_sync(kWarpgroupBarrier + warpgroup, 128);
-    if (warp == 0 && lane == 0) {
-      const int row = kv_sequence(p).first_row(job.batch) + job.tile * kTileN + warpgroup * 64;
+  }
+  // Stores 64 rows of a gradient.
+  template <int kBoxes, u32 kBoxBytes>
+  ATTNGEN_DEVICE void store(u32 tile, const TensorMap* map, const Job& job) const {
+    const int row = kv_sequence(p).first_row(job.batch) + job.tile * kTileN + warpgroup * 64;
 #pragma unroll
-      for (int box = 0; box < kBoxes; ++box) {
-        tma_store(map, tile + box * kKeyBoxBytes, box * 64, row, job.head, kv_sequence(p).batch_index(job.batch));
-      }
-      tma_store_commit();
+    for (int box = 0; box < kBoxes; ++box) {
+      tma_store(map, tile + box * kBoxBytes, box * 64, row, job.head, kv_sequence(p).batch_index(job.batch));
     }
   }
 
@@ -570,26 +565,36 @@ struct Consumer {
     for (int i = 0; i < DvMma::kN / 2; ++i) sums.dv[i] = 0.f;
     mbarrier_wait(smem + kKFull, parity);
     mbarrier_wait(smem + kVFull, parity);
+    await_stores();  // of the tile before, while the keys were on their way
     const int key = first + warp * 16 + lane / 4;
     bool first_step = true;
     for_each_block(p, job, [&](int, int block) {
       step(sums, ctx, key, block, block < blocks.full_begin || block >= blocks.full_end, first_step);
       first_step = false;
     });
-    if (!first_step) {
+    if (lane == 0) mbarrier_arrive(smem + kVEmpty);
+    const u32 dv_tile = smem + kSmemDv + warpgroup * kWarpgroupBytes;
+    if (first_step) {
+      stage_rows<Element, DvMma::kN, kKeyBoxBytes>(dv_tile, sums.dv, 1.f, warp, lane);
+    } else {
       Dq dq;
       issue_dq(dq);
+      stage_rows<Element, DvMma::kN, kKeyBoxBytes>(dv_tile, sums.dv, 1.f, warp, lane);
       wgmma_wait<0>();
       finish_dq(dq);
     }
-    store<DvMma::kN, kVBoxes>(sums.dv, 1.f, values(), &p.map_dv, job);
-    named_barrier_sync(kConsumersBarrier, kConsumers * 128);  // every warpgroup's dQ has read the keys
-    store<DkMma::kN, kQkBoxes>(sums.dk, p.scale, keys(), &p.map_dk, job);
+    if (lane == 0) mbarrier_arrive(smem + kKEmpty);
+    named_barrier_sync(kConsumersBarrier, kConsumers * 128);  // every warpgroup's dQ has read dS
+    const u32 dk_tile = smem + kSmemDs + warpgroup * kQueryBoxBytes;
+    constexpr u32 kDkBoxBytes = kConsumers * kQueryBoxBytes;
+    static_assert(kQkBoxes <= kDsStages && kTileM >= 64, "room for dK");
+    stage_rows<Element, DkMma::kN, kDkBoxBytes>(dk_tile, sums.dk, p.scale, warp, lane);
+    fence_async_shared();
+    named_barrier_sync(kWarpgroupBarrier + warpgroup, 128);
     if (warp == 0 && lane == 0) {
-      tma_store_wait_read<1>();
-      mbarrier_arrive(smem + kVEmpty);
-      tma_store_wait_read<0>();
-      mbarrier_arrive(smem + kKEmpty);
+      store<kVBoxes, kKeyBoxBytes>(dv_tile, &p.map_dv, job);
+      store<kQkBoxes, kDkBoxBytes>(dk_tile, &p.map_dk, job);
+      tma_store_commit();
     }
   }
 
@@ -607,7 +612,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_bwd__causal_d128_bf16__7caa98(const __grid_constant__ attngen::Params p) {
+sm90_bwd__causal_d128_bf16__ec243d(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);
@@ -622,8 +627,8 @@ sm90_bwd__causal_d128_bf16__7caa98(const __grid_constant__ attngen::Params p) {
     tma_prefetch_map(&p.map_dv);
     mbarrier_init(smem + kKFull, 1);
     mbarrier_init(smem + kVFull, 1);
-    mbarrier_init(smem + kKEmpty, kConsumers);
-    mbarrier_init(smem + kVEmpty, kConsumers);
+    mbarrier_init(smem + kKEmpty, kConsumers * 4);
+    mbarrier_init(smem + kVEmpty, kConsumers * 4);
     for (int i = 0; i < kQStages; ++i) {
       mbarrier_init(smem + kQFull + i * 8, 1);
       mbarrier_init(smem + kQEmpty + i * 8, kConsumers * 128);

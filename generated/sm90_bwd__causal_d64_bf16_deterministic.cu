@@ -429,12 +429,7 @@ struct Consumer {
       const int j = key + half * 8;
       const Range range = masks.col_range(ctx, j);
       const int lo = j < ctx.kv_len ? range.lo - column : kTileM;
-      const int hi = range.hi - column;
-#pragma unroll
-      for (int k = 0; k < kTileM / 4; ++k) {
-        const int i = fragment_index(half, k);
-        scores[i] = fragment_column(i) >= lo && (!MaskList::kBoundsLeft || fragment_column(i) < hi) ? scores[i] : -kInfinity;
-      }
+      hide_outside<kTileM>(scores, half, lo, MaskList::kBoundsLeft ? range.hi - column : kTileM);
     }
   }
 
@@ -552,19 +547,18 @@ struct Consumer {
   ATTNGEN_DEVICE u32 dq_rows() const { return score_gradients(ds_read) + warpgroup * kWarpgroupBytes; }
   ATTNGEN_DEVICE u32 dq_keys() const { return smem + kSmemK; }
 
-  // Lays 64 rows of a gradient down where the warpgroup's keys or values were, and stores them.
-  template <int kN, int kBoxes>
-  ATTNGEN_DEVICE void store(const float (&sums)[kN / 2], float factor, u32 tile, const TensorMap* map, const Job& job) const {
-    stage_rows<Element, kN, kKeyBoxBytes>(tile, sums, factor, warp, lane);
-    fence_async_shared();
+  // The gradients of the tile before have been read where they were staged.
+  ATTNGEN_DEVICE void await_stores() const {
+    if (warp == 0 && lane == 0) tma_store_wait_read();
     named_barrier_sync(kWarpgroupBarrier + warpgroup, 128);
-    if (warp == 0 && lane == 0) {
-      const int row = kv_sequence(p).first_row(job.batch) + job.tile * kTileN + warpgroup * 64;
+  }
+  // Stores 64 rows of a gradient.
+  template <int kBoxes, u32 kBoxBytes>
+  ATTNGEN_DEVICE void store(u32 tile, const TensorMap* map, const Job& job) const {
+    const int row = kv_sequence(p).first_row(job.batch) + job.tile * kTileN + warpgroup * 64;
 #pragma unroll
-      for (int box = 0; box < kBoxes; ++box) {
-        tma_store(map, tile + box * kKeyBoxBytes, box * 64, row, job.head, kv_sequence(p).batch_index(job.batch));
-      }
-      tma_store_commit();
+    for (int box = 0; box < kBoxes; ++box) {
+      tma_store(map, tile + box * kBoxBytes, box * 64, row, job.head, kv_sequence(p).batch_index(job.batch));
     }
   }
 
@@ -587,21 +581,31 @@ struct Consumer {
       step(sums, ctx, key, block, block < blocks.full_begin || block >= blocks.full_end, first_step);
       first_step = false;
     });
-    if (!first_step) {
+    const u32 dv_tile = values();
+    if (first_step) {
+      stage_rows<Element, DvMma::kN, kKeyBoxBytes>(dv_tile, sums.dv, 1.f, warp, lane);
+    } else {
       Dq dq;
       issue_dq(dq);
+      stage_rows<Element, DvMma::kN, kKeyBoxBytes>(dv_tile, sums.dv, 1.f, warp, lane);
       wgmma_wait<0>();
       finish_dq(dq);
     }
-    store<DvMma::kN, kVBoxes>(sums.dv, 1.f, values(), &p.map_dv, job);
-    named_barrier_sync(kConsumersBarrier, kConsumers * 128);  // every warpgroup's dQ has read the keys
-    store<DkMma::kN, kQkBoxes>(sums.dk, p.scale, keys(), &p.map_dk, job);
+    if (lane == 0) mbarrier_arrive(smem + kKEmpty);
+    named_barrier_sync(kConsumersBarrier, kConsumers * 128);  // every warpgroup's dQ has read dS
+    const u32 dk_tile = smem + kSmemDs + warpgroup * kQueryBoxBytes;
+    constexpr u32 kDkBoxBytes = kConsumers * kQueryBoxBytes;
+    static_assert(kQkBoxes <= kDsStages && kTileM >= 64, "room for dK");
+    stage_rows<Element, DkMma::kN, kDkBoxBytes>(dk_tile, sums.dk, p.scale, warp, lane);
+    fence_async_shared();
+    named_barrier_sync(kWarpgroupBarrier + warpgroup, 128);
     if (warp == 0 && lane == 0) {
-      tma_store_wait_read<1>();
-      mbarrier_arrive(smem + kVEmpty);
-      tma_store_wait_read<0>();
-      mbarrier_arrive(smem + kKEmpty);
+      store<kVBoxes, kKeyBoxBytes>(dv_tile, &p.map_dv, job);
+      store<kQkBoxes, kDkBoxBytes>(dk_tile, &p.map_dk, job);
+      tma_store_commit();
     }
+    await_stores();
+    if (lane == 0) mbarrier_arrive(smem + kVEmpty);
   }
 
   ATTNGEN_DEVICE void run(const volatile Job* slot) {
@@ -633,8 +637,8 @@ sm90_bwd__causal_d64_bf16_deterministic__da42a8(const __grid_constant__ attngen:
     tma_prefetch_map(&p.map_dv);
     mbarrier_init(smem + kKFull, 1);
     mbarrier_init(smem + kVFull, 1);
-    mbarrier_init(smem + kKEmpty, kConsumers);
-    mbarrier_init(smem + kVEmpty, kConsumers);
+    mbarrier_init(smem + kKEmpty, kConsumers * 4);
+    mbarrier_init(smem + kVEmpty, kConsumers * 4);
     for (int i = 0; i < kQStages; ++i) {
       mbarrier_init(smem + kQFull + i * 8, 1);
       mbarrier_init(smem + kQEmpty + i * 8, kConsumers * 128);

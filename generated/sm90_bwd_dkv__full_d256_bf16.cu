@@ -383,12 +383,7 @@ struct ValueConsumer : Consumer {
         const int j = key + half * 8;
         const Range range = masks.col_range(ctx, j);
         const int lo = j < ctx.kv_len ? range.lo - column : kTileM;
-        const int hi = range.hi - column;
-#pragma unroll
-        for (int k = 0; k < kTileM / 4; ++k) {
-          const int i = fragment_index(half, k);
-          scores[i] = fragment_column(i) >= lo && (!MaskList::kBoundsLeft || fragment_column(i) < hi) ? scores[i] : -kInfinity;
-        }
+        hide_outside<kTileM>(scores, half, lo, MaskList::kBoundsLeft ? range.hi - column : kTileM);
       }
     }
     const u32 lse = query_row(kSmemLse, q_ring.stage);

@@ -373,14 +373,8 @@ struct Consumer {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const Range range = masks.row_range(ctx, row + half * 8);
-        const int lo = range.lo - column;
-        const int hi = range.hi - column;
-#pragma unroll
-        for (int k = 0; k < kTileN / 4; ++k) {
-          const int i = fragment_index(half, k);
-          const bool keep = fragment_column(i) < hi && (!MaskList::kBoundsLeft || fragment_column(i) >= lo);
-          scores[i] = keep ? scores[i] : -kInfinity;
-        }
+        const int lo = MaskList::kBoundsLeft ? range.lo - column : 0;
+        hide_outside<kTileN>(scores, half, lo, range.hi - column);
       }
     }
   }

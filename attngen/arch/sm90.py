@@ -140,23 +140,26 @@ def choices(problem: Problem) -> Iterator[Choice]:
     crowded = problem.bias and problem.attn_mask and problem.dropout
     # Nor do warps that copy rows, which need registers of their own.
     consumers = 3 if largest <= 96 and not (crowded or problem.gather) else 2
-    # With ALiBi two warpgroups do better in turns, too (measured +1 % at 128), and with a bias (+3
-    # %); beside a softcap queries in registers would cost the larger block (measured -5 % at 128),
-    # and beside a bias (-2 to -3 %).
+    # With ALiBi two warpgroups do better in turns, too (measured +1 % at 128 full, +2 % at 192),
+    # not at 128 causal, where its line precedes the products (-3 %); with a bias in turns (+3 %).
+    # Beside a softcap queries in registers would cost the larger block (measured -5 % at 128), and
+    # beside a bias (-2 to -3 %).
     light = LIGHT_SCORES.issuperset(problem.scores)
     # So they do where random words or a mask's bits take time between products: at 128 causal
     # dropout measured +3 % in turns and +2 % more when rescaled first; a mask +10 % in this order.
     # Both at once, or scores beside them, leave no registers for it.
     busy = problem.dropout != problem.attn_mask and not problem.scores
-    takes = busy or problem.bias or (bool(problem.scores) and light)
-    take_turns = consumers == 3 or largest > 192 or takes
     step = min((limit for limit, _ in SOFTMAX_ORDERS if largest <= limit), default=256)
+    adds = bool(problem.scores) and light and not (step == 128 and "causal" in problem.masks)
+    take_turns = consumers == 3 or largest > 192 or busy or problem.bias or adds
     softmax = SOFTMAX_ORDERS[step, bool(problem.masks)]
     if step == 128 and busy:
         softmax = replace(softmax, rescale_first=problem.dropout)
     if problem.max_logit:  # rows that rescale lazily do not keep their true maxima
         softmax = replace(softmax, lazy_rescale_log2=0)
-    elif not (problem.dropout or problem.attn_mask):
+    # A lone softcap bends its scores within the exponentials, all in a row (measured +4 to +8 % at
+    # 128 causal; from exponentials ahead it had gained nothing).
+    elif not (problem.dropout or problem.attn_mask or problem.scores == ("softcap",)):
         if quarters := QUARTERS_AHEAD.get((step, bool(problem.masks)), 0):
             softmax = SoftmaxOrder(LAZY_LOG2, False, True, quarters)
     # Queries in registers: measured +2 to +5 % at 128; three warpgroups have no room for them.

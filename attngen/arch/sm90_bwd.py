@@ -16,6 +16,7 @@ from .base import Schedule, SmemRegion, Tile, lay_out, score_tile_bytes
 from .sm90 import ARCH, BARRIER_BYTES, LIGHT_SCORES, SMEM_BYTES, _boxes
 
 JOB_BYTES = 20
+SMALL_BYTES = 3072  # of the fused kernel's LSE, D, barriers and job, at most
 TERM_BYTES = 20  # struct Term of the kernel of a bias's gradient
 CONSUMERS = 2
 ROWS_PER_CONSUMER = 64
@@ -25,7 +26,8 @@ REGISTERS = {"sm90_bwd": (40, 232), "sm90_bwd_dkv": (56, 224), "sm90_bwd_dq": (2
              "sm90_bwd_dbias": (40, 232)}  # fmt: skip
 GATHER_REGISTERS = (56, 224)  # where the producer's warps copy rows themselves
 SMALL_REGISTERS = (56, 224)  # of the fused kernel up to head dim 32
-MASK_REGISTERS = (32, 240)  # beside an arbitrary mask, up to head dim 64
+# Up to head dim 64 beside an arbitrary mask, or random words in an order of additions.
+CROWDED_REGISTERS = (32, 240)
 DQ_OPERANDS = 208  # dQ, S, dP and packed dS of a thread of the dQ kernel
 # Where scores with arithmetic of their own need registers, too; blocks of 96 keys at most, 80 where
 # lengths vary.
@@ -213,6 +215,11 @@ def make_fused(problem: Problem) -> BackwardPlan:
         "Dq": dq_stages * CONSUMERS * ROWS_PER_CONSUMER * dq_columns * 4,
         **({"Bias": 4 * CONSUMERS * score_tile_bytes(tile.m, 16)} if problem.bias else {}),
     }
+    # With a place of its own for dV the next tile's values come while this one's end is worked on.
+    alone = not (crowded or problem.gather)
+    if alone and sum(sizes.values()) + sizes["V"] <= SMEM_BYTES - SMALL_BYTES:
+        sizes["Dv"] = sizes["V"]
+    needy = problem.attn_mask or (problem.dropout and problem.deterministic)
     barriers = 18 + (2 + dq_stages) * CONSUMERS
     small = {"Lse": 2 * tile.m * 4, "D": 2 * tile.m * 4, "Barriers": barriers * BARRIER_BYTES}
     return _finish(
@@ -220,7 +227,7 @@ def make_fused(problem: Problem) -> BackwardPlan:
         dq_split="rows" if rows else "columns", dq_columns=dq_columns, dk_columns=dk_columns,
         dv_columns=dv_columns, deterministic=problem.deterministic,
         registers=SMALL_REGISTERS if max(dk_columns, dv_columns) <= 32
-        else MASK_REGISTERS if rows and problem.attn_mask and not problem.bias else None,
+        else CROWDED_REGISTERS if rows and needy and not problem.bias else None,
     )  # fmt: skip
 
 

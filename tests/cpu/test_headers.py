@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 
 import pytest
 
@@ -30,6 +31,17 @@ using namespace attngen;
 extern "C" int row(int index) { return fragment_row(index); }
 extern "C" int column(int index) { return fragment_column(index); }
 extern "C" int index_of(int half, int k) { return fragment_index(half, k); }
+template <int kN>
+static void hide(int half, int lo, int hi, float* kept) {
+  float scores[kN / 2];
+  for (float& score : scores) score = 1.f;
+  hide_outside<kN>(scores, half, lo, hi);
+  for (int i = 0; i < kN / 2; ++i) kept[i] = scores[i];
+}
+extern "C" void hide_16(int half, int lo, int hi, float* kept) { hide<16>(half, lo, hi, kept); }
+extern "C" void hide_112(int half, int lo, int hi, float* kept) { hide<112>(half, lo, hi, kept); }
+extern "C" void hide_128(int half, int lo, int hi, float* kept) { hide<128>(half, lo, hi, kept); }
+extern "C" void hide_176(int half, int lo, int hi, float* kept) { hide<176>(half, lo, hi, kept); }
 extern "C" int divide(int a, int b) { return ceil_div(a, b); }
 extern "C" float infinity() { return kInfinity; }
 extern "C" float log2_e() { return kLog2E; }
@@ -93,6 +105,20 @@ def test_fragment_index_each_row_half_walks_its_columns_in_order(n: int, geometr
         columns = [geometry.column(index) for index in indices]
         assert [geometry.row(index) for index in indices] == [half] * len(indices)
         assert columns == sorted(set(columns)) and len(columns) == n // 4
+
+
+@pytest.mark.parametrize("n", (16, 112, 128, 176))
+def test_hide_outside_any_interval_hides_just_the_rest_of_the_row(n: int, geometry) -> None:
+    hide = getattr(geometry, f"hide_{n}")
+    kept = (ctypes.c_float * (n // 2))()
+    ends = [*range(-10, n + 10), -(2**30), 2**30]
+    rows = [geometry.row(i) for i in range(n // 2)]
+    columns = [geometry.column(i) for i in range(n // 2)]
+    for half in (0, 1):
+        for lo, hi in itertools.product(ends[::3] if n > 16 else ends, ends):
+            hide(half, lo, hi, kept)
+            for row, column, found in zip(rows, columns, kept, strict=True):
+                assert found == (1.0 if row != half or lo <= column < hi else float("-inf"))
 
 
 def test_ceil_div_small_numbers_rounds_up(geometry) -> None:

@@ -51,14 +51,16 @@ extern "C" float rate(float slope) { return AlibiScore{slope}.rate(); }
 SOFTCAP = """
 }  // namespace attngen
 using namespace attngen;
-extern "C" void softcap(float cap, int n, const float* x, float* y, float* grad, float* small) {
+extern "C" void softcap(float cap, int n, const float* x, float* y, float* grad, float* small,
+                        float* scaled) {
   const SoftcapScore score = {cap, 1.f / cap};
   const Place<false> at = {0, 0, 0.f, 0.f};
   const Context ctx = {0, 0, 1, 1, 0};
   for (int i = 0; i < n; ++i) {
     y[i] = score.apply(ctx, x[i], at);
     grad[i] = score.grad(ctx, x[i], y[i], at);
-    small[i] = score.apply_small(ctx, x[i], at);
+    small[i] = x[i] * score.small_factor(x[i], 1.f);
+    scaled[i] = x[i] * score.small_factor(x[i], 3.f);
   }
 }
 extern "C" float limit(float cap) { return SoftcapScore{cap, 1.f / cap}.small_limit(); }
@@ -126,25 +128,26 @@ def test_softcap_is_the_tanh_its_derivative_and_its_polynomial(compile_cpp, cap)
     code = library(compile_cpp, SOFTCAP, ("score", "softcap"))
     code.limit.restype = ctypes.c_float
     limit = code.limit(ctypes.c_float(cap))
-    assert limit == pytest.approx(cap * math.sqrt(0.5))
+    assert limit == pytest.approx(0.45 * cap)
     x = np.concatenate([np.linspace(-8 * cap, 8 * cap, 4001), np.geomspace(1e-20, 1e4, 400), [0]])
     x = x.astype(np.float32)
-    y, grad, small = (np.empty_like(x) for _ in range(3))
-    code.softcap(ctypes.c_float(cap), len(x), *map(pointer, (x, y, grad, small)))
+    y, grad, small, scaled = (np.empty_like(x) for _ in range(4))
+    code.softcap(ctypes.c_float(cap), len(x), *map(pointer, (x, y, grad, small, scaled)))
     tanh = np.tanh(x.astype(np.float64) / cap)
     assert np.abs(y - cap * tanh).max() <= 2**-21 * cap
     assert np.abs(grad - (1 - tanh**2)).max() <= 2**-19
     near = np.abs(x) <= limit
     error = np.abs(small - cap * tanh)[near]
-    assert (error <= 7.4e-6 * np.abs(cap * tanh)[near]).all() and near.sum() > 300
+    assert (error <= 1.26e-5 * np.abs(cap * tanh)[near]).all() and near.sum() > 300
+    np.testing.assert_allclose(scaled[near], 3 * small[near], rtol=1e-6)
 
 
 def test_softcap_infinite_scores_reach_the_cap(compile_cpp) -> None:
     code = library(compile_cpp, SOFTCAP, ("score", "softcap"))
     x = np.array([-np.inf, -1e38, 1e38, np.inf], np.float32)
-    y, grad, small = (np.empty_like(x) for _ in range(3))
-    code.softcap(ctypes.c_float(30), 4, *map(pointer, (x, y, grad, small)))
-    assert y.tolist() == [-30, -30, 30, 30] and not grad.any()
+    y, *others = (np.empty_like(x) for _ in range(4))
+    code.softcap(ctypes.c_float(30), 4, *map(pointer, (x, y, *others)))
+    assert y.tolist() == [-30, -30, 30, 30] and not others[0].any()
 
 
 def test_sink_any_rows_are_the_reference(compile_cpp) -> None:

@@ -7,11 +7,6 @@
 
 namespace attngen {
 
-// A word whose lowest `count` bits are 1: all of them from 32 on, none up to 0.
-ATTNGEN_HD u32 lowest_bits(int count) {
-  return count >= 32 ? ~0u : count <= 0 ? 0u : (1u << count) - 1u;
-}
-
 // A bit for each of four bytes: whether it is not 0, since PyTorch takes any such one for True.
 ATTNGEN_HD u32 bits_of_bytes(u32 bytes) {
   const u32 ones = (((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu) | bytes) >> 7 & 0x01010101u;

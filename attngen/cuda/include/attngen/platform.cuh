@@ -28,5 +28,9 @@ ATTNGEN_HD constexpr T max_of(T a, T b) {
   return a < b ? b : a;
 }
 ATTNGEN_HD constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+// A word whose lowest `count` bits are 1: all of them from 32 on, none up to 0.
+ATTNGEN_HD constexpr u32 lowest_bits(int count) {
+  return count >= 32 ? ~0u : count <= 0 ? 0u : (1u << count) - 1u;
+}
 
 }  // namespace attngen

@@ -17,6 +17,27 @@ ATTNGEN_HD constexpr int fragment_index(int half, int k) {
   return (k >> 1) * 4 + half * 2 + (k & 1);
 }
 
+// How many of a row's elements stand in columns below `column`, less the thread's first.
+ATTNGEN_HD constexpr int elements_below(int column) {
+  return (column >> 3) * 2 + min_of(column & 7, 2);
+}
+// Of row `half` of a fragment of kN columns, what is outside columns [lo, hi), less the thread's
+// first, becomes -inf. By bits of a word, since one instruction moves seven of them to predicates:
+// two thirds of the instructions of two comparisons an element.
+template <int kN>
+ATTNGEN_HD void hide_outside(float (&scores)[kN / 2], int half, int lo, int hi) {
+  ATTNGEN_UNROLL
+  for (int first = 0; first < kN / 4; first += 32) {
+    const u32 seen =
+        lowest_bits(elements_below(hi) - first) & ~lowest_bits(elements_below(lo) - first);
+    ATTNGEN_UNROLL
+    for (int k = first; k < min_of(first + 32, kN / 4); ++k) {
+      float& score = scores[fragment_index(half, k)];
+      score = (seen >> (k - first) & 1) != 0 ? score : -kInfinity;
+    }
+  }
+}
+
 #if defined(__CUDACC__)
 // The four threads that share a row agree on the maximum, or the sum.
 ATTNGEN_DEVICE float quad_max(float x) {

@@ -75,12 +75,20 @@ struct BlockSoftmax {
   template <int kTo = kN / 4>
   ATTNGEN_DEVICE void weigh(float (&scores)[kN / 2], RowState& state, int half,
                             const float (&rescale)[2]) const {
-    state.row_sum[half] = state.row_sum[half] * rescale[half] + exponentiate<0, kTo>(scores, half);
+    state.row_sum[half] =
+        state.row_sum[half] * rescale[half] + exponentiate<0, kTo>(scores, half, scale());
   }
   // The same for those from kFrom on.
   template <int kFrom>
   ATTNGEN_DEVICE void weigh_rest(float (&scores)[kN / 2], RowState& state, int half) const {
-    state.row_sum[half] += exponentiate<kFrom, kN / 4>(scores, half);
+    state.row_sum[half] += exponentiate<kFrom, kN / 4>(scores, half, scale());
+  }
+  // The same for all scores of the row, where `factor(x)` times x is the score in log2 units.
+  template <class Factor>
+  ATTNGEN_DEVICE void weigh_by(Factor factor, float (&scores)[kN / 2], RowState& state, int half,
+                               const float (&rescale)[2]) const {
+    state.row_sum[half] =
+        state.row_sum[half] * rescale[half] + exponentiate<0, kN / 4>(scores, half, factor);
   }
 
   // The first block of a row: maxima, weights and sums from nothing.
@@ -90,7 +98,7 @@ struct BlockSoftmax {
     for (int half = 0; half < 2; ++half) {
       state.row_max[half] = block_max[half];
       offset[half] = from_line(half, finite(block_max[half])) * scale_log2 - shift;
-      state.row_sum[half] = exponentiate<0, kN / 4>(scores, half);
+      state.row_sum[half] = exponentiate<0, kN / 4>(scores, half, scale());
     }
   }
 
@@ -102,16 +110,20 @@ struct BlockSoftmax {
     return x;
   }
 
-  template <int kFrom, int kTo>
-  ATTNGEN_DEVICE float exponentiate(float (&scores)[kN / 2], int half) const {
+  ATTNGEN_DEVICE auto scale() const {
+    return [this](float) { return scale_log2; };
+  }
+
+  template <int kFrom, int kTo, class Factor>
+  ATTNGEN_DEVICE float exponentiate(float (&scores)[kN / 2], int half, Factor factor) const {
     float even = 0.f;
     float odd = 0.f;
 #pragma unroll
     for (int k = kFrom; k < kTo; k += 2) {
       float& a = scores[fragment_index(half, k)];
       float& b = scores[fragment_index(half, k + 1)];
-      a = exp2_approx(a * scale_log2 - offset[half]);
-      b = exp2_approx(b * scale_log2 - offset[half]);
+      a = exp2_approx(a * factor(a) - offset[half]);
+      b = exp2_approx(b * factor(b) - offset[half]);
       if constexpr (kPairSums) {
         even += a + b;
       } else {
