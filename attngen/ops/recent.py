@@ -40,14 +40,29 @@ def note(
     # It has to be told that no size or stride may vary.
     guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     place_of = {id(tensor): place for place, tensor in enumerate(tensors)}
-    found = {name: place_of.get(id(operands[place])) for place, name in ready.operands}
+    homes = [None if x is None else place_of.get(id(x), -1) for x in operands]
     # All but a tensor given twice, one cast, and one that addresses parts of another.
-    if not guards.check(*tensors) or None in found.values() or any(x[2] for x in ready.sources):
+    if not guards.check(*tensors) or -1 in homes or any(x[2] for x in ready.sources):
         return
-    found |= {name: found[source] for name, source, _ in ready.sources}
-    places = tuple((place, name) for name, place in found.items() if place is not None)
     if len(_recent) >= _KEYS:
         _recent.clear()
     # In one assignment: another thread may be looking.
     kept = _recent.get(arguments, [])[: _KEPT - 1]
-    _recent[arguments] = [(guards, replace(ready, operands=places, sources=())), *kept]
+    _recent[arguments] = [(guards, _placed(ready, homes)), *kept]
+
+
+def _placed(ready: Ready, homes: list[int | None]) -> Ready:
+    """The same for a call's own tensors alone. homes: of each operand, its place among these."""
+    known = {name: homes[place] for place, name in ready.operands}
+    known |= {name: known[source] for name, source, _ in ready.sources}
+    places = tuple((place, name) for name, place in known.items() if place is not None)
+    unaligned = ready.unaligned
+
+    def elsewhere(tensors: Operands) -> Ready:
+        assert unaligned is not None  # else nobody asks
+        operands = tuple(None if home is None else tensors[home] for home in homes)
+        return _placed(unaligned(operands), homes)
+
+    return replace(
+        ready, operands=places, sources=(), unaligned=None if unaligned is None else elsewhere
+    )

@@ -8,7 +8,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import attngen
-from attngen import features, resolve
+from attngen import SpecError, features, resolve
 from attngen.builder import render_problem
 from attngen.load import LoadedKernel
 from attngen.ops import choice, forward, frontend, operation, recent
@@ -154,6 +154,24 @@ def test_call_under_autocast_is_remembered_apart(seen):
             assert attngen.attention(**wide, backend="cuda").dtype == torch.bfloat16
     assert seen.count("checked") == 1
     assert attngen.attention(**plain()).dtype == torch.bfloat16
+
+
+def shifted(tensor):
+    """The same numbers two bytes further on."""
+    storage = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)
+    return storage[1:].view(tensor.shape).copy_(tensor)
+
+
+def test_call_like_another_whose_tensors_begin_anywhere_reaches_other_kernels(seen):
+    assert found_again(plain, seen)
+    del seen[:]
+    k = shifted(plain()["k"])
+    out = attngen.attention(**plain(k=k))
+    assert "checked" not in seen and out.shape == k.shape
+    assert seen[-1]["k"] == k.data_ptr() and seen[-1]["k"] % 16 == 2
+    assert found_again(paged, seen)
+    with pytest.raises(SpecError, match="16 bytes"):
+        attngen.attention(**paged(k=shifted(paged()["k"])))
 
 
 def test_tensor_given_twice_is_served_and_not_remembered(seen):

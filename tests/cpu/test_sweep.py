@@ -16,7 +16,7 @@ def test_sample_is_of_legal_problems_and_the_same_each_time() -> None:
     assert problems == sweep.sample(200, seed=0) != sweep.sample(200, seed=1)
     assert len(set(problems)) == 200
     assert {problem.direction for problem in problems} == {"fwd", "bwd"}
-    assert {problem.kv_fetch for problem in problems} == {"tma", "page_tma"}
+    assert {problem.kv_fetch for problem in problems} == {"tma", "page_tma", "gather"}
     assert any(problem.decode for problem in problems)
     assert len({problem.head_dim_qk for problem in problems}) > 20
 
