@@ -124,7 +124,7 @@ def workspace_bytes(
     sequences = q.batch if sequences is None else sequences
     given = numbers or {}
     blocks = q.batch * q.heads * row_blocks(kernel, q, sequences)
-    schedule = SCHEDULE_BYTES * (1 + sequences)
+    schedule = SCHEDULE_BYTES * (1 + 2 * sequences)  # two entries a sequence at most
     rows = splits * q.batch * q.heads * q.seq
     known = {
         "tile_counter": 4,

@@ -51,7 +51,7 @@ def violations(
     extents: dict[str, Extent],
     optional: Mapping[str, Tensor | None],
     arguments: Arguments,
-    gather: bool,
+    gather: bool = False,
 ) -> list[str]:
     """Everything about a forward that its kernels cannot take.
 
