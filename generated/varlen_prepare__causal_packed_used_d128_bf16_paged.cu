@@ -68,6 +68,7 @@ struct Params {
   int heads_q;
   int heads_kv;
   int group_size;
+  int kept;
   int q_len;
   void* q_seqlens;
   void* q_offsets;
@@ -143,7 +144,12 @@ ATTNGEN_DEVICE void write_schedule(ScheduledSequence* schedule, Own own, Other o
       __syncthreads();
     }
   }
-  if (thread == 0) schedule[0].end = total;
+  if (thread == 0) schedule[0] = {kOrdered, total, 0, 0};
+}
+
+// Whether another call has left the order of the same lengths.
+ATTNGEN_DEVICE bool is_ordered(const Params& p, const void* schedule) {
+  return p.kept && static_cast<const ScheduledSequence*>(schedule)->batch == kOrdered;
 }
 
 ATTNGEN_DEVICE void schedule_queries(const Params& p) {
@@ -210,6 +216,6 @@ extern "C" __global__ void __launch_bounds__(1024)
 varlen_prepare__causal_packed_used_d128_bf16_paged__2b463a(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   allow_dependents();
-  if (blockIdx.x == 0) schedule_queries(p);
+  if (blockIdx.x == 0 && !is_ordered(p, p.q_schedule)) schedule_queries(p);
   if (blockIdx.x > 0 || gridDim.x == 1) fill_gaps(p);
 }

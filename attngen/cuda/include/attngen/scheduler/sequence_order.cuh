@@ -9,7 +9,7 @@ namespace attngen {
 
 // A sequence in a schedule, with `tiles` tiles a head; `end` tiles are its own, of all heads, and
 // of the entries before it. A schedule is an array of these: the first one's `end` counts all
-// tiles. Where each head's last tiles are kept for the end, these have entries of their own, behind
+// tiles, and its `batch` is kOrdered once all others are written. Where each head's last tiles are kept for the end, these have entries of their own, behind
 // all others, whose heads_per_group is 0.
 struct alignas(16) ScheduledSequence {
   int batch;
@@ -17,6 +17,8 @@ struct alignas(16) ScheduledSequence {
   int tiles;
   int heads_per_group;
 };
+
+constexpr int kOrdered = 0x6f726421;
 
 // Of a head's tiles those that are kept for the end.
 template <int kTailShare>
