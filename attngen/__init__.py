@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from .mounts import load_bundle
     from .ops.frontend import attention
+    from .ops.schedule import Schedule
     from .results import AttentionAux
     from .spec import AttentionSpec, load_specs
     from .tracing import Trace, trace
@@ -44,6 +45,7 @@ __all__ = [
     "LaunchError",
     "MeasureError",
     "PlanError",
+    "Schedule",
     "SpecError",
     "Trace",
     "attention",
@@ -58,6 +60,7 @@ _HOMES = {
     "AttentionSpec": "spec",
     "Built": "builder",
     "Bundle": "bundle",
+    "Schedule": "ops.schedule",
     "Trace": "tracing",
     "attention": "ops.frontend",
     "build": "builder",

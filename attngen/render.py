@@ -139,6 +139,7 @@ def render(problem: Problem, plan: Plan, features: Features, root: Path) -> Sour
         tail_share=plan.schedule.tail_share,
         q_seq=problem.q_seq,
         kv_seq="dense" if problem.paged else problem.kv_seq,  # its maps find pages
+        dependent=problem.varlen,
     )
     return Source(fill(problem, plan, kernel, uses, root), kernel)
 

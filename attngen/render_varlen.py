@@ -32,7 +32,7 @@ def render(problem: Problem, plan: VarlenPlan, features: Features, root: Path) -
     names = typed("ptr", *pointers)
     for tensor in filled:
         names += strides_of(tensor)
-    names += typed("i32", "sequences", "heads_q", "heads_kv", "group_size")
+    names += typed("i32", "sequences", "heads_q", "heads_kv", "group_size", "kept")
     names += typed("i32", "dim_qk", "dim_v") if problem.gather else []
     kernel = describe(
         problem,

@@ -124,7 +124,7 @@ def workspace_bytes(
     sequences = q.batch if sequences is None else sequences
     given = numbers or {}
     blocks = q.batch * q.heads * row_blocks(kernel, q, sequences)
-    schedule = SCHEDULE_BYTES * (1 + sequences)
+    schedule = SCHEDULE_BYTES * schedule_entries(sequences)
     rows = splits * q.batch * q.heads * q.seq
     known = {
         "tile_counter": 4,
@@ -139,6 +139,11 @@ def workspace_bytes(
         **{f"mask_{axis}": 4 * int(given.get(f"mask_{axis}_words", 0)) for axis in MASK_AXES},
     }
     return {name: known[name] for name in kernel.workspace}
+
+
+def schedule_entries(sequences: int) -> int:
+    """Those of a schedule: one before the first, and two a sequence at most."""
+    return 1 + 2 * sequences
 
 
 def row_blocks(kernel: KernelEntry, q: Extent, sequences: int) -> int:

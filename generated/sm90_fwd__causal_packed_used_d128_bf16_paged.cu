@@ -5,6 +5,7 @@
 #include "attngen/mma/fragment.cuh"
 #include "attngen/mma/gemm.cuh"
 #include "attngen/ptx/barrier.cuh"
+#include "attngen/ptx/global.cuh"
 #include "attngen/ptx/math.cuh"
 #include "attngen/ptx/matrix_move.cuh"
 #include "attngen/ptx/tma.cuh"
@@ -281,7 +282,7 @@ struct Scheduler {
   SequenceOrder order = {p.q_schedule, p.heads_q};
 
   ATTNGEN_DEVICE void publish(int index) {
-    const TileCoord tile = order.at<kLongestFirst>(index);
+    const TileCoord tile = order.at<kLongestFirst, 4>(index);
     const Context ctx = tile_context(p, tile.batch, tile.head);
     const int first = tile.row_block * kTileM;
     const int last = min_of(first + kTileM, ctx.q_len) - 1;
@@ -648,6 +649,7 @@ sm90_fwd__causal_packed_used_d128_bf16_paged__6aa62e(const __grid_constant__ att
     mbarrier_init(smem + kVTail, 1);
     mbarrier_init_fence();
   }
+  await_dependency();  // the order of the sequences, and whatever came before
   __syncthreads();
   if (role == 0) {
     release_registers<kProducerRegisters>();

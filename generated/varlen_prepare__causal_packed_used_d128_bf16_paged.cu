@@ -1,6 +1,7 @@
-// varlen_prepare__causal_packed_used_d128_bf16_paged__a04b9f
+// varlen_prepare__causal_packed_used_d128_bf16_paged__2b463a
 // Rendered by attngen from kernels/varlen_prepare.cu.j2; do not edit.
 #include "attngen/context.cuh"
+#include "attngen/ptx/global.cuh"
 #include "attngen/ptx/tma.cuh"
 #include "attngen/scheduler/sequence_order.cuh"
 
@@ -67,6 +68,7 @@ struct Params {
   int heads_q;
   int heads_kv;
   int group_size;
+  int kept;
   int q_len;
   void* q_seqlens;
   void* q_offsets;
@@ -104,7 +106,7 @@ ATTNGEN_DEVICE int sum_up_to(int x, int* sums) {
 }
 
 // Writes the order of the sequences: the time of a tile grows with the length of the other axis.
-template <int kRows, class Own, class Other, class Group>
+template <int kRows, int kTailShare, class Own, class Other, class Group>
 ATTNGEN_DEVICE void write_schedule(ScheduledSequence* schedule, Own own, Other other, int sequences, int heads, Group group) {
   __shared__ int places[kLengthClasses];
   __shared__ int order[kThreads];
@@ -126,23 +128,33 @@ ATTNGEN_DEVICE void write_schedule(ScheduledSequence* schedule, Own own, Other o
   }
   __syncthreads();
   int total = 0;
-  for (int first = 0; first < sequences; first += kThreads) {
-    const int place = first + thread;
-    const int batch = place >= sequences ? -1 : sequences > kThreads ? schedule[1 + place].batch : order[place];
-    const int tiles = batch < 0 ? 0 : ceil_div(own.length(batch), kRows);
-    const int end = total + sum_up_to(tiles * heads, sums);
-    if (batch >= 0) schedule[1 + place] = {batch, end, tiles, group(batch)};
-    if (thread == kThreads - 1) sums[0] = end;
-    __syncthreads();
-    total = sums[0];
-    __syncthreads();
+#pragma unroll 1
+  for (int tail = 0; tail < (kTailShare > 0 ? 2 : 1); ++tail) {
+#pragma unroll 1
+    for (int first = 0; first < sequences; first += kThreads) {
+      const int place = first + thread;
+      const int batch = place >= sequences ? -1 : sequences > kThreads ? schedule[1 + place].batch : order[place];
+      const int tiles = batch < 0 ? 0 : ceil_div(own.length(batch), kRows);
+      const int kept = kept_tiles<kTailShare>(tiles);
+      const int end = total + sum_up_to((tail ? kept : tiles - kept) * heads, sums);
+      if (batch >= 0) schedule[1 + tail * sequences + place] = {batch, end, tiles, tail ? 0 : group(batch)};
+      if (thread == kThreads - 1) sums[0] = end;
+      __syncthreads();
+      total = sums[0];
+      __syncthreads();
+    }
   }
-  if (thread == 0) schedule[0].end = total;
+  if (thread == 0) schedule[0] = {kOrdered, total, 0, 0};
+}
+
+// Whether another call has left the order of the same lengths.
+ATTNGEN_DEVICE bool is_ordered(const Params& p, const void* schedule) {
+  return p.kept && static_cast<const ScheduledSequence*>(schedule)->batch == kOrdered;
 }
 
 ATTNGEN_DEVICE void schedule_queries(const Params& p) {
   const KvSequence keys = kv_sequence(p);
-  write_schedule<128>(static_cast<ScheduledSequence*>(p.q_schedule), q_sequence(p), keys, p.sequences, p.heads_q, [&](int batch) {
+  write_schedule<128, 4>(static_cast<ScheduledSequence*>(p.q_schedule), q_sequence(p), keys, p.sequences, p.heads_q, [&](int batch) {
     const int fitting = 131072 / max_of(keys.length(batch), 1);
     const int groups = max_of(min_of(fitting, 32 / p.group_size), 1);
     return min_of(groups * p.group_size, p.heads_q);
@@ -201,8 +213,9 @@ ATTNGEN_DEVICE void fill_gaps(const Params& p) {
 
 // Grid: as many CTAs as there are multiprocessors. The first writes the schedules, the others fill.
 extern "C" __global__ void __launch_bounds__(1024)
-varlen_prepare__causal_packed_used_d128_bf16_paged__a04b9f(const __grid_constant__ attngen::Params p) {
+varlen_prepare__causal_packed_used_d128_bf16_paged__2b463a(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
-  if (blockIdx.x == 0) schedule_queries(p);
+  allow_dependents();
+  if (blockIdx.x == 0 && !is_ordered(p, p.q_schedule)) schedule_queries(p);
   if (blockIdx.x > 0 || gridDim.x == 1) fill_gaps(p);
 }

@@ -18,12 +18,14 @@ THREADS = 1024  # those of one CTA sort the sequences
 class Axis:
     """Tiles of one axis that a later kernel works through: `rows` queries of a query head, or keys
     of a key/value head; of how many heads together `group_bytes` bound what they share, at
-    `row_bytes` a position of the other axis."""
+    `row_bytes` a position of the other axis; one tile of `tail_share` is kept for the end, 0
+    keeps none."""
 
     rows: int
     group_heads: int
     group_bytes: int
     row_bytes: int
+    tail_share: int
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,14 @@ def plan(problem: Problem, others: Iterable[object]) -> VarlenPlan:
 
 def _axis(problem: Problem, plan: Plan | BackwardPlan) -> tuple[str, Axis]:
     """Of query tiles heads share keys and values, of key tiles queries, output gradients and the
-    sums of dQ; groups are as large as those of equal lengths."""
+    sums of dQ; groups are as large as those of equal lengths. A backward's key tiles measured no
+    better with the shortest kept for the end."""
     of_queries = isinstance(plan, Plan) or plan.family == "sm90_bwd_dq"
     row_bytes = (problem.head_dim_qk + problem.head_dim_v) * DTYPE_BYTES[problem.dtype_q]
     if isinstance(plan, BackwardPlan) and plan.dq_floats and not of_queries:
         row_bytes += problem.head_dim_qk * 4
     rows = plan.tile.m if of_queries else plan.tile.n
     schedule = plan.schedule
-    axis = Axis(rows, schedule.group_heads, schedule.kv_group_bytes, row_bytes)
+    tail_share = schedule.tail_share if isinstance(plan, Plan) else 0
+    axis = Axis(rows, schedule.group_heads, schedule.kv_group_bytes, row_bytes, tail_share)
     return ("q" if of_queries else "kv"), axis

@@ -14,7 +14,7 @@ from .. import load
 from ..errors import SpecError
 from ..launch import prepare
 from ..spec import AttentionSpec
-from . import bias, sinks
+from . import bias, schedule, sinks
 from .checks import device_violations, violations
 from .needed import GRADIENTS, names_of, needed, preparing, written_by
 from .operands import (
@@ -182,8 +182,16 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bo
     gradients = unpacked(_present(carriers["q"]), carriers["k"], carriers["v"], layout)
     extents |= extents_of(dict(zip(GRADIENTS, gradients, strict=True)), layout)
     sources = sources_of(given, optional, layout)
+    # One that was made for the copy engine's tiles says nothing of those that threads copy.
+    served = spec_of(q, k, v, optional, arguments).gathers == gather
+    table = optional["schedule"] if served else None
+    numbers = {**scalars.numbers, **schedule.numbers_of(table)}
+    scalars = dataclasses.replace(scalars, numbers=numbers)
+    sources += schedule.sources_of(table, "bwd")
     sources += tuple(s for s in packed_sources(carriers, layout, "d") if s[1] in written)
     offsets, size = lay_out_workspaces(kernels, extents["q"], scalars)
+    if table is not None:
+        offsets = {name: at for name, at in offsets.items() if name not in schedule.PARTS["bwd"]}
     of_sink = None
     if prepares := preparing(kernels):
         of_sink = sinks.rows_of(prepares, offsets, extents["q"], scalars.sequences)

@@ -15,7 +15,7 @@ from ..reference.fp8_checks import dtype_violations, output_violations, scale_vi
 from ..resolve import BIASES
 from ..run_time import Extent
 from ..spec import MAX_HEAD_DIM
-from . import decode, lengths
+from . import decode, lengths, schedule
 from .operands import layout_of, output_dtype, sequences_of, softmax_scale_of, spec_of
 from .signature import INPUTS, Arguments, Operands
 
@@ -51,7 +51,7 @@ def violations(
     extents: dict[str, Extent],
     optional: Mapping[str, Tensor | None],
     arguments: Arguments,
-    gather: bool,
+    gather: bool = False,
 ) -> list[str]:
     """Everything about a forward that its kernels cannot take.
 
@@ -71,6 +71,7 @@ def violations(
     reasons += _dropout_violations(optional["rng_state"], arguments.dropout_p)
     reasons += _mask_violations(optional["attn_mask"], sequences, extents, arguments)
     reasons += _bias_violations(q, optional["bias"], sequences, extents, arguments)
+    reasons += schedule.violations(optional["schedule"], sequences)
     spec = spec_of(q, k, v, optional, arguments, gather)
     reasons += decode.violations(extents, optional, arguments, spec.decode)
     reasons += device_violations({**tensors, **optional})

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import SpecError
 from ..launch import prepare
 from ..reference.fp8 import is_fp8
-from . import autograd, decode
+from . import autograd, decode, schedule
 from .checks import violations
 from .operands import (
     extents_of,
@@ -89,6 +89,8 @@ def _make_ready(operands: Operands, arguments: Arguments, gather: bool) -> Ready
     q, k, v, *rest = operands
     assert q is not None  # the operation's schema
     carriers, optional = {"q": q, "k": k, "v": v}, dict(zip(OPTIONAL, rest, strict=True))
+    # One that was made for the copy engine's tiles says nothing of those that threads copy.
+    table = None if gather else optional["schedule"]
     q, k, v = unpacked(q, k, v, arguments.layout)
     out, lse = new_outputs(q, v, arguments)
     tensors = {"q": q, "k": k, "v": v, "o": out}
@@ -110,7 +112,9 @@ def _make_ready(operands: Operands, arguments: Arguments, gather: bool) -> Ready
     absent += [name for name, x in maxima.items() if not x.numel()]
     ready = Ready(
         operands=tuple((place, name) for place, name in enumerate(INPUTS) if names[name]),
-        sources=sources_of(carriers, optional, arguments.layout),
+        sources=(
+            *sources_of(carriers, optional, arguments.layout), *schedule.sources_of(table, "fwd")
+        ),
         outputs=tuple(results),
         fixed={},
         device=q.device,
@@ -129,9 +133,11 @@ def _make_ready(operands: Operands, arguments: Arguments, gather: bool) -> Ready
         asked, sequences = arguments.num_splits, scalars.sequences
         kernels, splits = decode.choose(kernels, extents, optional, sequences, asked)
     numbers = {**scalars.numbers, **decode.numbers_of(extents, optional), "splits": splits}
+    numbers |= schedule.numbers_of(table)
     scalars = replace(scalars, numbers=numbers)
     launches = tuple(prepare(each, extents, scalars) for each in kernels)
     offsets, size = lay_out_workspaces(kernels, extents["q"], scalars, splits)
+    offsets = {name: at for name, at in offsets.items() if table is None or name != "q_schedule"}
     counts = any("tile_counter" in each.kernel.workspace for each in kernels)
     named = {name for each in launches for _, name in each.pointers}
     return replace(

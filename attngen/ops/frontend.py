@@ -20,6 +20,7 @@ from .decode import check_splits
 from .forward import find_ready
 from .lengths import settle as settle_lengths
 from .operation import Ready, format_of, run, unobserved
+from .schedule import Ordered, Schedule, ordered_by
 from .signature import INPUTS, OPTIONAL, Arguments
 
 
@@ -52,6 +53,7 @@ def attention(
     seqused_kv: Tensor | None = None,
     page_table: Tensor | tuple[Tensor, Tensor] | None = None,
     num_splits: int | None = None,
+    schedule: Schedule | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     block_mask: Any = None,
@@ -77,7 +79,7 @@ def attention(
     itself where the layout has tokens (thd); the output of a nested q is nested. Of a paged layout
     k and v are pages that page_table names; num_splits: parts in which each sequence's keys are
     read, 1 to 128, None for as many as fill the chip. What each argument means is in
-    docs/semantics.md.
+    docs/semantics.md. schedule: shared by calls of equal lengths, which are then ordered once.
 
     FP8 (float8_e4m3fn, float8_e5m2) q, k and v take scales, float32 [1] on their device, which is
     never waited for: descale_q, descale_k and descale_v (or [b, h_kv]) give what a stored number
@@ -91,8 +93,8 @@ def attention(
 
     backend: `cuda` runs a compiled kernel or refuses; `reference` is the definition in plain
     PyTorch, on any device; `auto` takes the reference where the device or the variant has no
-    kernel, and logs the reason once. Operands that kernels cannot read (strides, alignment) are
-    refused, not computed some other way.
+    kernel, and logs the reason once. Operands that kernels cannot read (FP8 and pages off multiples
+    of 16 bytes) are refused, not computed some other way.
 
     Returns the output in Q's format and dtype, or (output, AttentionAux) where `return_lse`,
     `return_max_logit`, `return_amax` or dropout asks for by-products.
@@ -106,7 +108,7 @@ def attention(
         and (attn_mask is None and bias is None and alibi_slopes is None and sink is None)
         and (descale_q is None and descale_k is None and descale_v is None and rng_state is None)
         and (scale_s is None and descale_s is None and scale_o is None and dropout_p == 0)
-        and (score_mod is None and mask_mod is None and block_mask is None)
+        and (score_mod is None and mask_mod is None and block_mask is None and schedule is None)
         and not (return_lse or return_max_logit or return_amax or k is None or v is None)
         and (page_table is None or isinstance(page_table, Tensor))
         and type(window) is tuple
@@ -137,7 +139,7 @@ def attention(
         (descale_q is None and descale_k is None and descale_v is None and scale_s is None)
         and (descale_s is None and scale_o is None and dense and page_table is None)
         and (alibi_slopes is None and sink is None and rng_state is None)
-        and (attn_mask is None and bias is None)
+        and (attn_mask is None and bias is None and schedule is None)
     )
     # What the checks of a call depend on; None where they must run again.
     key: tuple[Any, ...] | None = None
@@ -170,12 +172,16 @@ def attention(
             *[None if x is None else format_of(x) for x in (*scales, *lengths, *scored)],
             tuple(map(format_of, tables)) if paired else format_of(page_table),
             slopes is None and alibi_slopes,
+            schedule is None,
         )
         settled = _settled.get(key)
         if settled is not None:
+            given = lengths
             if not (dense or settled.lengths_as_given):
                 lengths = settle_lengths(layout, lengths)
-            operands = (q, k, v, *scales, *lengths, *tables, *scored)
+            operands = (q, k, v, *scales, *lengths, *tables, *scored, None)
+            if schedule is not None:
+                operands = _ordered(operands, settled, schedule, given)
             plain = plain if dense or settled.lengths_as_given else None
             return _run_kernels(operands, settled, wants_aux, plain)
     call = AttentionCall(
@@ -203,7 +209,10 @@ def attention(
         _settled[key] = settled
     given, lengths = lengths, lengths if dense else settle_lengths(layout, lengths)
     settled.lengths_as_given = all(a is b for a, b in zip(given, lengths, strict=True))
-    return _run_kernels((q, k, v, *scales, *lengths, *tables, *scored), settled, wants_aux)
+    operands = (q, k, v, *scales, *lengths, *tables, *scored, None)
+    if schedule is not None:
+        operands = _ordered(operands, settled, schedule, given)
+    return _run_kernels(operands, settled, wants_aux)
 
 
 def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -216,12 +225,14 @@ def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
 @dataclass
 class _Settled:
     """What is known of calls that were checked and have a kernel: the operation's arguments, the
-    query heads that take ALiBi's own slopes, whether operations take the lengths that a call gives
-    and, once launched from here, all that a launch needs: for the output, or for all outputs."""
+    query heads that take ALiBi's own slopes, whether operations take the lengths that a call gives,
+    what an order of its sequences depends on and, once launched from here, all that a launch needs:
+    for the output, or for all outputs."""
 
     arguments: Arguments
     default_slopes: int = 0
     lengths_as_given: bool = False
+    ordered: Ordered | None = None
     ready: Ready | None = None
     ready_all: Ready | None = None
 
@@ -257,7 +268,7 @@ def _settle(call: AttentionCall, deterministic: bool, num_splits: int | None) ->
 
 
 _NO_OTHERS = (None,) * len(OPTIONAL)
-RNG_STATE, ALIBI_SLOPES = INPUTS.index("rng_state"), INPUTS.index("alibi_slopes")
+RNG_STATE, ALIBI_SLOPES, SCHEDULE = map(INPUTS.index, ("rng_state", "alibi_slopes", "schedule"))
 
 
 def _with(operands: tuple[Any, ...], place: int, tensor: Tensor) -> tuple[Any, ...]:
@@ -277,6 +288,19 @@ def _slopes_of(heads: int, q: Tensor) -> Tensor:
     if unobserved((q,)) and not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         _slopes[heads, q.device] = slopes
     return slopes
+
+
+def _ordered(
+    operands: tuple[Any, ...],
+    settled: _Settled,
+    schedule: Schedule,
+    given: tuple[Tensor | None, ...],
+) -> tuple[Any, ...]:
+    """The operands with the schedule's, where kernels need one. given: the lengths of the call."""
+    if settled.ordered is None:
+        settled.ordered = ordered_by(operands, settled.arguments)
+    table = schedule.table_of(settled.ordered, given, operands[0].device)
+    return _with(operands, SCHEDULE, table) if table is not None else operands
 
 
 def _run_kernels(

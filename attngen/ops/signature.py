@@ -24,7 +24,7 @@ LENGTHS = (
 PAGE_TABLES = ("page_table_k", "page_table_v")
 OPTIONAL = (
     *(*SCALES, *LENGTHS, *PAGE_TABLES),
-    *("alibi_slopes", "sink", "rng_state", "attn_mask", "bias"),
+    *("alibi_slopes", "sink", "rng_state", "attn_mask", "bias", "schedule"),
 )
 """Tensors that a call may have beside q, k and v, in the order in which operations take them."""
 

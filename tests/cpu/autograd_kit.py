@@ -64,8 +64,9 @@ class OnReference:
 
 
 def named(optional):
-    """Those of the optional tensors that there are."""
-    return {n: x for n, x in zip(OPTIONAL, optional, strict=True) if x is not None}
+    """Those of the optional tensors that there are, but for a schedule, which changes no result."""
+    there = zip(OPTIONAL, optional, strict=True)
+    return {n: x for n, x in there if x is not None and n != "schedule"}
 
 
 def call(q, k, v, given: dict, arguments: Arguments):

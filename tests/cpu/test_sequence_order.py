@@ -16,13 +16,19 @@ from attngen.resolve import resolve
 SOURCE = """
 #include "attngen/scheduler/sequence_order.cuh"
 using namespace attngen;
-extern "C" void tiles_at(const int* schedule, int heads, int longest, int n, const int* at,
-                         int* out) {
+template <bool kLongest, int kTailShare>
+void find(const int* schedule, int heads, int n, const int* at, int* out) {
   SequenceOrder order = {schedule, heads};
   for (int i = 0; i < n; ++i) {
-    const TileCoord tile = longest ? order.at<true>(at[i]) : order.at<false>(at[i]);
+    const TileCoord tile = order.at<kLongest, kTailShare>(at[i]);
     out[3 * i] = tile.row_block, out[3 * i + 1] = tile.head, out[3 * i + 2] = tile.batch;
   }
+}
+extern "C" void tiles_at(const int* schedule, int heads, int longest, int share, int n,
+                         const int* at, int* out) {
+  const auto ends = longest ? find<true, 4> : find<false, 4>;
+  const auto none = longest ? find<true, 0> : find<false, 0>;
+  (share ? ends : none)(schedule, heads, n, at, out);
 }
 extern "C" int tiles(const int* schedule) { return SequenceOrder{schedule, 1}.tiles(); }
 extern "C" int class_of(int length) { return length_class(length); }
@@ -43,29 +49,36 @@ def ints(numbers):
     return array, array.ctypes.data_as(ctypes.c_void_p)
 
 
-def schedule_of(tiles, heads, group):
-    """As the kernel before the others writes it; the sequences in their own order."""
-    ends = np.cumsum([n * heads for n in tiles])
+def schedule_of(tiles, heads, group, share=0):
+    """As the kernel before the others writes it; the sequences in their own order. share: one tile
+    of so many is kept for the end."""
+    kept = [n // share if share else 0 for n in tiles]
+    counts = [n - k for n, k in zip(tiles, kept, strict=True)] + (kept if share else [])
+    ends = np.cumsum([n * heads for n in counts])
     rows = [(0, int(ends[-1]) if len(ends) else 0, 0, 0)]
-    return rows + [(b, int(ends[b]), n, group) for b, n in enumerate(tiles)]
+    b = len(tiles)
+    return rows + [
+        (n % b, int(end), tiles[n % b], group if n < b else 0) for n, end in enumerate(ends)
+    ]
 
 
-TILES = [(1,), (3, 0, 2), (0, 0, 1, 5), (2, 1, 0, 0), (0, 4, 0, 1, 1)]
+TILES = [(1,), (3, 0, 2), (0, 0, 1, 5), (2, 1, 0, 0), (0, 4, 0, 1, 1), (9, 0, 4, 8, 3)]
 
 
+@pytest.mark.parametrize("share", [0, 4])
 @pytest.mark.parametrize("longest", [False, True])
 @pytest.mark.parametrize("tiles", TILES, ids=str)
-def test_order_hands_out_every_tile_once_whoever_draws(compiled, tiles, longest):
+def test_order_hands_out_every_tile_once_whoever_draws(compiled, tiles, longest, share):
     for heads, ctas in itertools.product((1, 2, 5), (1, 3, 7)):
         for group in range(1, heads + 1):
-            table, schedule = ints(schedule_of(tiles, heads, group))
+            table, schedule = ints(schedule_of(tiles, heads, group, share))
             total = compiled.tiles(schedule)
             assert total == sum(tiles) * heads
             found = []
             for cta in range(ctas):  # each asks for numbers that grow, with a place of its own
                 at, numbers = ints(range(cta, total, ctas))
                 out, results = ints(np.zeros((len(at), 3)))
-                compiled.tiles_at(schedule, heads, longest, len(at), numbers, results)
+                compiled.tiles_at(schedule, heads, longest, share, len(at), numbers, results)
                 found += map(tuple, out.reshape(-1, 3).tolist())
             wanted = itertools.chain.from_iterable(
                 itertools.product(range(n), range(heads), [b]) for b, n in enumerate(tiles)
@@ -79,9 +92,24 @@ def test_order_takes_heads_of_a_group_in_turn_and_rows_as_asked(compiled):
     _, at = ints(range(12))
     for longest, rows in ((1, (1, 0)), (0, (0, 1))):
         out, results = ints(np.zeros((12, 3)))
-        compiled.tiles_at(schedule, 4, longest, 12, at, results)
+        compiled.tiles_at(schedule, 4, longest, 0, 12, at, results)
         first = [(r, h, 0) for heads in ((0, 1), (2, 3)) for r in rows for h in heads]
         assert [tuple(x) for x in out.tolist()] == [*first, *((0, h, 1) for h in range(4))]
+
+
+@pytest.mark.parametrize("longest", [False, True])
+def test_order_keeps_the_last_tiles_of_every_head_for_the_end(compiled, longest):
+    _, schedule = ints(schedule_of((8, 3, 4), 2, 1, 4))
+    total = compiled.tiles(schedule)
+    _, at = ints(range(total))
+    out, results = ints(np.zeros((total, 3)))
+    compiled.tiles_at(schedule, 2, longest, 4, total, at, results)
+    rows = (1, 1, 0, 0, 0, 0) if longest else (6, 6, 7, 7, 3, 3)
+    tail = [*zip(rows, (0, 1) * 3, (0, 0, 0, 0, 2, 2), strict=True)]
+    assert [tuple(x) for x in out[-6:].tolist()] == tail
+    assert [tuple(x) for x in out[12:15].tolist()] == [
+        (row, 0, 1) for row in ((2, 1, 0) if longest else (0, 1, 2))
+    ]
 
 
 def test_length_classes_grow_with_the_length_and_fit(compiled):

@@ -110,6 +110,69 @@ def test_varlen_forward_captured_alone_follows_changed_lengths():
         assert oracle.same(found, step())
 
 
+def layers(call, schedule, count=3):
+    """Outputs, LSE and gradients of several layers with the same lengths."""
+    found = []
+    for seed in range(count):
+        operands = [None if x is None else x.requires_grad_() for x in call.operands(seed)]
+        out, aux = attngen.attention(
+            *operands, **call.arguments(), schedule=schedule, return_lse=True, backend="cuda",
+            deterministic=True,
+        )  # fmt: skip
+        present = [x for x in operands if x is not None]
+        d_o = call.tensor("q", call.heads[0], call.d, 7)
+        found += [out.detach(), aux.lse.detach(), *torch.autograd.grad(out, present, d_o)]
+    return found
+
+
+class SameLengths(Call):
+    """A call whose lengths are the same tensors each time."""
+
+    def arguments(self):
+        known = self.__dict__.get("known")
+        if known is None:
+            known = super().arguments()
+            self.__dict__["known"] = known
+        return known
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("layout", ["thd", "bshd"])
+def test_schedule_that_layers_share_gives_the_bits_of_calls_of_their_own(d, layout):
+    room = (300, 310) if layout == "bshd" else None
+    call = SameLengths(
+        layout, SHORT, OTHER, room=room, gaps=room is None, d=d, heads=(4, 2), mask="causal"
+    )
+    schedule = attngen.Schedule()
+    found = layers(call, schedule)
+    assert oracle.same(found, layers(call, None)) and oracle.same(found, layers(call, schedule))
+    ordered = schedule._table[:, 0, 0] != 0
+    assert ordered.tolist() == [True, True, d == 256]  # dQ's queries where it has its own kernel
+
+
+def test_schedule_follows_lengths_when_reset_and_in_replays_of_a_graph():
+    q, k, v = (oracle.randn(900, 4, 64, seed=n) for n in range(3))
+    lengths = varlen.int32((0, 300, 300, 900))
+    arguments = {"layout": "thd", "mask": "causal", "backend": "cuda"}
+    arguments |= {"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths}
+
+    def step(schedule=None):
+        first = attngen.attention(q, k, v, **arguments, schedule=schedule)
+        return first, attngen.attention(first, k, v, **arguments, schedule=schedule)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step(attngen.Schedule())
+    kept = attngen.Schedule()
+    for changed in ((0, 300, 300, 900), (0, 900, 900, 900), (0, 128, 256, 700), (0, 0, 0, 0)):
+        lengths.copy_(varlen.int32(changed))
+        graph.replay()
+        kept.reset()
+        wanted = step()
+        assert oracle.same(found, wanted) and oracle.same(step(kept), wanted)
+
+
 def test_varlen_compiled_call_takes_new_token_counts_without_recompiling():
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")

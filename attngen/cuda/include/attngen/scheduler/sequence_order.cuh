@@ -1,5 +1,6 @@
 // The order in which tiles are handed out where lengths vary: sequences whose tiles take longest
-// first, inside a sequence heads that share L2 together.
+// first, inside a sequence heads that share L2 together; of all sequences the shortest tiles last,
+// so that all SMs finish together.
 #pragma once
 
 #include "attngen/scheduler/tile_order.cuh"
@@ -7,14 +8,24 @@
 namespace attngen {
 
 // A sequence in a schedule, with `tiles` tiles a head; `end` tiles are its own, of all heads, and
-// of the sequences before it. A schedule is an array of these: the first one's `end` counts all
-// tiles.
+// of the entries before it. A schedule is an array of these: the first one's `end` counts all
+// tiles, and its `batch` is kOrdered once all others are written. Where each head's last tiles are kept for the end, these have entries of their own, behind
+// all others, whose heads_per_group is 0.
 struct alignas(16) ScheduledSequence {
   int batch;
   int end;
   int tiles;
   int heads_per_group;
 };
+
+constexpr int kOrdered = 0x6f726421;
+
+// Of a head's tiles those that are kept for the end.
+template <int kTailShare>
+ATTNGEN_HD int kept_tiles(int tiles) {
+  if constexpr (kTailShare > 0) return tiles / kTailShare;
+  return 0;
+}
 
 // Finds tiles by their number, which may only grow from one question to the next.
 struct SequenceOrder {
@@ -28,18 +39,24 @@ struct SequenceOrder {
   ATTNGEN_HD int tiles() const { return sequences()->end; }
 
   // Groups of heads_per_group heads one after another; inside a group all heads take the same row
-  // block in turn, with kLongestFirst from the last.
-  template <bool kLongestFirst>
+  // block in turn, with kLongestFirst from the last. One tile of kTailShare of each head is kept for
+  // the end; 0 keeps none.
+  template <bool kLongestFirst, int kTailShare>
   ATTNGEN_HD TileCoord at(int index) {
     while (sequences()[place].end <= index) ++place;
     const ScheduledSequence found = sequences()[place];
-    int within = index - (found.end - found.tiles * heads);
-    const int first_head = within / (found.tiles * found.heads_per_group) * found.heads_per_group;
-    within -= first_head * found.tiles;
-    const int group_heads = min_of(heads - first_head, found.heads_per_group);
+    const int kept = kept_tiles<kTailShare>(found.tiles);
+    const bool tail = kTailShare > 0 && found.heads_per_group == 0;
+    const int rows = tail ? kept : found.tiles - kept;
+    const int group = tail ? heads : found.heads_per_group;
+    int within = index - (found.end - rows * heads);
+    const int first_head = within / (rows * group) * group;
+    within -= first_head * rows;
+    const int group_heads = min_of(heads - first_head, group);
     const int rank = within / group_heads;
-    const int row = kLongestFirst ? found.tiles - 1 - rank : rank;
-    return {row, first_head + within - rank * group_heads, found.batch};
+    const int row = (tail ? found.tiles - kept : 0) + rank;
+    const int head = first_head + within - rank * group_heads;
+    return {kLongestFirst ? found.tiles - 1 - row : row, head, found.batch};
   }
 };
 
