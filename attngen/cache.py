@@ -110,9 +110,7 @@ class Cache:
                     self.root, error)  # fmt: skip
         return Entry(binary, cubin, False, path)
 
-    def get_or_build(
-        self, key: CacheKey, compile_now: Callable[[], tuple[Binary, bytes]]
-    ) -> Entry:
+    def get_or_build(self, key: CacheKey, compile_now: Callable[[], tuple[Binary, bytes]]) -> Entry:
         """The entry, or what `compile_now` makes, stored: once, however many ask at a time.
 
         Raises: CacheError on a miss where ATTNGEN_DISABLE_JIT is set; what `compile_now` raises.

@@ -13,12 +13,12 @@ from typing import Any
 
 from .features import Features
 from .problem import Problem
-from .resolve import DTYPES_8BIT, find_violations, resolve
-from .spec import AttentionSpec
+from .resolve import find_violations, resolve
+from .spec import DTYPES_8BIT, AttentionSpec
 
 AXES: dict[str, tuple[Any, ...]] = {
     "head_dims": ((128, 128), (64, 64), (256, 256), (192, 128), (72, 40)),
-    "dtype": ("bf16", "fp16", "e4m3"),
+    "dtype": ("bf16", "fp16", "e4m3", "bf16/e4m3"),
     "mask": ("none", "causal", "causal_bottom_right"),
     "softmax": ("vanilla", "off_by_one", "learnable"),
     "layout": ("bshd", "sbhd", "bhsd", "thd"),
@@ -42,9 +42,10 @@ Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 @dataclass(frozen=True)
 class Member:
-    """One choice on each axis. fetch: whether the copy engine reads the operands, or threads do;
-    group_size: query heads that share a key/value head; splits: whether the forward's kernels split
-    the keys; bias_shape: the broadcast of the bias, the first where there is none."""
+    """One choice on each axis. dtype: of all operands, or Q's and that of K and V; fetch: whether
+    the copy engine reads the operands, or threads do; group_size: query heads that share a
+    key/value head; splits: whether the forward's kernels split the keys; bias_shape: the broadcast
+    of the bias, the first where there is none."""
 
     head_dims: tuple[int, int]
     dtype: str
@@ -81,10 +82,12 @@ class Member:
     @property
     def spec(self) -> AttentionSpec:
         """What its forward needs."""
+        dtype, _, kv_dtype = self.dtype.partition("/")
         return AttentionSpec(
             head_dim=self.head_dims[0],
             head_dim_v=self.head_dims[1],
-            dtype=self.dtype,
+            dtype=dtype,
+            kv_dtype=kv_dtype or None,
             layout=self.layout,
             mask=self.mask.removesuffix("_bottom_right"),
             gather=self.fetch == "gather",
@@ -115,7 +118,7 @@ def is_legal(member: Member, known: Features) -> bool:
         return False
     if member.seqused and member.layout == "thd":
         return False
-    if member.training and member.dtype in DTYPES_8BIT:
+    if member.training and (member.dtype in DTYPES_8BIT or member.spec.widens):
         return False
     if member.bias == "none" and member.bias_shape != AXES["bias_shape"][0]:
         return False

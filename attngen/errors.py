@@ -9,9 +9,7 @@ class AttngenError(Exception):
     """Base of all errors; `reasons` lists every violation that was found, not only the first."""
 
     def __init__(self, reasons: str | Iterable[str]) -> None:
-        self.reasons: tuple[str, ...] = (
-            (reasons,) if isinstance(reasons, str) else tuple(reasons)
-        )
+        self.reasons: tuple[str, ...] = (reasons,) if isinstance(reasons, str) else tuple(reasons)
         super().__init__("\n".join(self.reasons))
 
 

@@ -54,8 +54,7 @@ def headers() -> dict[str, bytes]:
     """Every CUDA header by the name it is included by."""
     root = include_dir()
     return {
-        path.relative_to(root).as_posix(): path.read_bytes()
-        for path in sorted(root.rglob("*.cuh"))
+        path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(root.rglob("*.cuh"))
     }
 
 

@@ -7,15 +7,16 @@ from collections.abc import Iterable, Iterator
 from . import resolve
 from .errors import SpecError
 from .features import Features
-from .spec import DTYPES_16BIT, MAX_HEAD_DIM, AttentionSpec
+from .spec import DTYPES_8BIT, DTYPES_16BIT, MAX_HEAD_DIM, AttentionSpec
 
 
 def list_features(known: Features) -> Iterator[str]:
     """What a spec may name: architectures, dtypes, directions, and each axis's fragments."""
     yield f"architectures  {' '.join(resolve.ARCHES)}"
     yield f"dtypes         {' '.join(resolve.DTYPES)}"
+    yield f"kv_dtype       as dtype, or {' '.join(DTYPES_8BIT)} beside any"
     yield f"head dims      1 to {MAX_HEAD_DIM} ({' '.join(DTYPES_16BIT)})"
-    yield f"head dims      multiples of 16 up to {MAX_HEAD_DIM} ({' '.join(resolve.DTYPES_8BIT)})"
+    yield f"head dims      multiples of 16 up to {MAX_HEAD_DIM} ({' '.join(DTYPES_8BIT)})"
     yield f"directions     {' '.join(resolve.DIRECTIONS)} (bwd: {' '.join(DTYPES_16BIT)})"
     yield f"switches       dropout attn_mask ({' '.join(DTYPES_16BIT)})"
     for axis, fragments in known.items():

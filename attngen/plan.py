@@ -98,7 +98,7 @@ def _check_together(problem: Problem) -> None:
     """Raises: PlanError where a template would leave out a part of the problem. Specs of this kind
     are refused by `resolve`, but a trace may have such problems, too."""
     hidden = problem.dropout or problem.attn_mask
-    beside = problem.decode or problem.eight_bit
+    beside = problem.decode or problem.eight_bit or problem.widens
     if (hidden or problem.bias) and beside:
         raise PlanError(f"{problem.label}: no kernel does all of this together yet")
 

@@ -66,6 +66,11 @@ class Problem:
         """Whether Q, and with it K and V, are FP8."""
         return DTYPE_BYTES[self.dtype_q] == 1
 
+    @property
+    def widens(self) -> bool:
+        """Whether K and V have 8 bits beside a Q of 16, to which the kernel widens them."""
+        return DTYPE_BYTES[self.dtype_kv] == 1 and not self.eight_bit
+
     def backward(self, deterministic: bool = False) -> Problem:
         """The backward of this forward. The LSE is all that it needs of the softmax, sinks and
         all, and a largest score has no gradient."""

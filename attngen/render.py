@@ -238,6 +238,8 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> list[tup
     if problem.eight_bit:
         pointers = ("descale_q", "descale_k", "descale_v", "scale_s", "descale_s", "scale_o")
         names += [(name, "ptr") for name in (*pointers, "amax_s", "amax_o")]
+    if problem.widens:
+        names += typed("ptr", "descale_k", "descale_v")
     names += [("rng_state", "ptr")] if problem.dropout else []
     names += mask_names("mask_rows") if problem.attn_mask else []
     names += [("tile_counter", "ptr")] if plan.schedule.dynamic else []
@@ -255,8 +257,9 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> list[tup
         ("bottom_right", "i32"),
         ("scale_log2", "f32"),
     ]
-    if problem.eight_bit:
-        for tensor, axis in itertools.product("qkv", ("batch", "head")):
+    if problem.eight_bit or problem.widens:
+        scaled = "kv" if problem.widens else "qkv"
+        for tensor, axis in itertools.product(scaled, ("batch", "head")):
             names += [(f"descale_{tensor}_stride_{axis}", "i32")]
     if problem.dropout:
         names += [*DROP_THRESHOLD, ("keep_scale", "f32")]
@@ -286,10 +289,11 @@ def lay_out_fields(names: Iterable[tuple[str, str]]) -> tuple[tuple[Field, ...],
 
 
 def _tensor_maps(problem: Problem, plan: Plan) -> tuple[TensorMapRecipe, ...]:
-    """Q and O move in boxes of one warpgroup's 64 rows, K and V in whole blocks."""
+    """Q and O move in boxes of one warpgroup's 64 rows, K and V in blocks or parts of them."""
     if problem.gather:
         return ()
-    rows = {"q": 64, "k": plan.tile.n, "v": plan.pipeline.raw_keys or plan.tile.n}
+    raw_keys = plan.pipeline.raw_keys or plan.tile.n
+    rows = {"q": 64, "k": raw_keys if problem.widens else plan.tile.n, "v": raw_keys}
     dtypes = {"q": problem.dtype_q, "k": problem.dtype_kv, "v": problem.dtype_kv}
     if problem.dtype_o != "fp32":
         rows["o"], dtypes["o"] = 64, problem.dtype_o

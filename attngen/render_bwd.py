@@ -189,9 +189,7 @@ def _tensor_names(problem: Problem, plan: BackwardPlan | BiasPlan) -> Names:
     return [*names, *typed("i32", "dim_qk", "dim_v")]
 
 
-def _tensor_maps(
-    problem: Problem, plan: BackwardPlan | BiasPlan
-) -> tuple[TensorMapRecipe, ...]:
+def _tensor_maps(problem: Problem, plan: BackwardPlan | BiasPlan) -> tuple[TensorMapRecipe, ...]:
     """Operands in whole tiles and blocks, gradients in a warpgroup's rows."""
     if problem.gather:
         return ()

@@ -58,7 +58,10 @@ def _decode(problem: Problem, plan: DecodePlan, operands: Names) -> KernelEntry:
     )
     names = [*typed("tensor_map", *(each.field for each in maps))]
     names += typed("ptr", "q", "o", "lse", *PARTS, *(("max_logit",) if problem.max_logit else ()))
+    descales = ("descale_k", "descale_v") if problem.widens else ()
+    names += typed("ptr", *descales)
     names += [*strides_of("q"), *strides_of("o"), ("total_rows", "i64")]
+    names += typed("i32", *(f"{x}_stride_{axis}" for x in descales for axis in ("batch", "head")))
     names += typed("i32", "row_tiles", "heads_q", "heads_kv", "group_size", "splits")
     names += typed("i32", "bottom_right", *(("sequences",) if problem.q_seq != "dense" else ()))
     return describe(

@@ -11,10 +11,9 @@ from . import layouts
 from .errors import SpecError
 from .features import Features
 from .problem import Problem, Sequence
-from .spec import DTYPES_16BIT, MAX_HEAD_DIM, AttentionSpec
+from .spec import DTYPES_8BIT, DTYPES_16BIT, MAX_HEAD_DIM, AttentionSpec
 
 DIRECTIONS = ("fwd", "bwd")
-DTYPES_8BIT = ("e4m3", "e5m2")
 DTYPES = (*DTYPES_16BIT, *DTYPES_8BIT)
 ARCHES = ("sm_90a",)
 # Of the kernels that split keys, and what they have no room for beyond.
@@ -171,7 +170,7 @@ def _check_operands(spec: AttentionSpec) -> list[Violation]:
         found.append(Violation("dtype", reason, "bf16"))
     dtype = spec.dtype if spec.dtype in DTYPES else "bf16"
     eight_bit = dtype in DTYPES_8BIT
-    kv_dtypes = DTYPES_8BIT if eight_bit else (dtype,)
+    kv_dtypes = DTYPES_8BIT if eight_bit else (dtype, *DTYPES_8BIT)
     if spec.kv_dtype not in (None, *kv_dtypes):
         reason = f"kv_dtype {spec.kv_dtype!r}: allowed beside {dtype!r} queries are {kv_dtypes}"
         found.append(Violation("kv_dtype", reason, None))
@@ -180,13 +179,14 @@ def _check_operands(spec: AttentionSpec) -> list[Violation]:
         reason = f"out_dtype {spec.out_dtype!r}: allowed for {dtype!r} queries are {out_dtypes}"
         found.append(Violation("out_dtype", reason, None))
     found += _check_head_dims(spec, _head_dim_step(spec, dtype))
-    return found + _check_decode(spec) + _check_gather(spec)
+    return found + _check_decode(spec) + _check_gather(spec) + _check_widened(spec)
 
 
 def _check_gather(spec: AttentionSpec) -> list[Violation]:
     """What only the copy engine reads."""
     what = (
         f"{spec.dtype} operands" if spec.dtype in DTYPES_8BIT
+        else "8-bit keys" if spec.widens
         else "pages" if layouts.parse(spec.layout).paged
         else "split keys" if spec.decode
         else ""
@@ -195,6 +195,23 @@ def _check_gather(spec: AttentionSpec) -> list[Violation]:
         return []
     reason = f"gather: {what} are read by the copy engine alone, at multiples of 16 bytes"
     return [Violation("gather", reason, False)]
+
+
+def _check_widened(spec: AttentionSpec) -> list[Violation]:
+    """What kernels lack whose K and V have 8 bits beside a Q of 16."""
+    if not spec.widens:
+        return []
+    found, layout = [], layouts.parse(spec.layout)
+    if "q" in layout.packed_operands:
+        reason = f"kv_dtype {spec.kv_dtype!r}: layout {spec.layout!r} has q, k and v in one tensor"
+        found.append(Violation("kv_dtype", reason, None))
+    beside = f"beside {spec.kv_dtype!r} keys and 16-bit queries has no kernels yet"
+    asked: dict[str, Any] = {n: False for n in ("dropout", "attn_mask") if getattr(spec, n)}
+    if spec.bias in BIASES:
+        asked["bias"] = "none"
+    if spec.mask == "arbitrary":
+        asked["mask"] = "none"
+    return found + [Violation(name, f"{name} {beside}", value) for name, value in asked.items()]
 
 
 def _check_decode(spec: AttentionSpec) -> list[Violation]:
@@ -209,13 +226,14 @@ def _check_decode(spec: AttentionSpec) -> list[Violation]:
     legal: dict[str, str | None] = {}
     if eight_bit:
         legal["dtype"] = "bf16"
-    if eight_bit and spec.kv_dtype in DTYPES_8BIT:
-        legal["kv_dtype"] = None
+        if spec.kv_dtype in DTYPES_8BIT and "q" in layout.packed_operands:
+            legal["kv_dtype"] = None
     if out == "fp32" or (eight_bit and out in DTYPES and out != "bf16"):
         legal["out_dtype"] = None
     for field, value in legal.items():
         what = "split" if spec.decode else "read from pages"
-        reason = f"{field} {getattr(spec, field)!r}: keys are {what} in 16 bits, to an output as Q"
+        reason = f"{field} {getattr(spec, field)!r}: keys are {what} beside 16-bit queries alone"
+        reason += ", to an output as these"
         found.append(Violation(field, reason, value))
     return found
 
@@ -223,7 +241,7 @@ def _check_decode(spec: AttentionSpec) -> list[Violation]:
 def _head_dim_step(spec: AttentionSpec, dtype: str) -> int:
     """Head dims are multiples of this: where the copy engine alone reads, a row of any operand is a
     number of 16-byte units."""
-    if dtype in DTYPES_8BIT:
+    if dtype in DTYPES_8BIT or spec.widens:
         return 16
     return 8 if spec.decode or layouts.parse(spec.layout).paged else 1
 
@@ -244,14 +262,16 @@ def _check_head_dims(spec: AttentionSpec, step: int) -> list[Violation]:
     return found
 
 
-def available_directions(dtype: str, out_dtype: str | None) -> tuple[str, ...]:
+def available_directions(spec: AttentionSpec) -> tuple[str, ...]:
     """The directions with kernels; a backward starts from a 16-bit output, as `attention` gives."""
-    return ("fwd",) if dtype in DTYPES_8BIT or out_dtype == "fp32" else DIRECTIONS
+    eight_bit = spec.dtype in DTYPES_8BIT or spec.widens
+    return ("fwd",) if eight_bit or spec.out_dtype == "fp32" else DIRECTIONS
 
 
 def _check_directions(spec: AttentionSpec) -> list[Violation]:
-    available = available_directions(spec.dtype, spec.out_dtype)
-    whose = f" for {spec.dtype!r} queries and {spec.out_dtype or 'default'!r} output"
+    available = available_directions(spec)
+    whose = f" for {spec.dtype!r} queries, {spec.kv_dtype or spec.dtype!r} keys and"
+    whose += f" {spec.out_dtype or 'default'!r} output"
     if spec.decode or layouts.parse(spec.layout).paged:
         available, whose = ("fwd",), " that split keys or read pages"
     legal = tuple(each for each in spec.directions if each in available) or ("fwd",)
@@ -276,10 +296,7 @@ def _check_together(spec: AttentionSpec) -> list[Violation]:
         asked["bias"] = "none"
     if spec.mask == "arbitrary":
         asked["mask"] = "none"
-    return [
-        Violation(name, f"{name}: {_NO_SPLITS}", nearest)
-        for name, nearest in asked.items()
-    ]
+    return [Violation(name, f"{name}: {_NO_SPLITS}", nearest) for name, nearest in asked.items()]
 
 
 def _check_features(spec: AttentionSpec, features: Features) -> list[Violation]:

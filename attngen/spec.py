@@ -32,6 +32,7 @@ _TORCH_DTYPES = {
 _TUPLES = ("directions", "arch")
 PRODUCT_LIMIT = 10_000  # specs of one table: more are a slip, and would fill the memory
 DTYPES_16BIT = ("fp16", "bf16")
+DTYPES_8BIT = ("e4m3", "e5m2")
 PROMPT_QUERIES = 128  # of a head of a sequence: they fill a tile of the forward
 MAX_HEAD_DIM = 256  # of kernels that do not split keys
 DECODE_ROWS = 64  # of a tile of the kernels that split keys: queries times the heads of a group
@@ -43,8 +44,9 @@ class AttentionSpec:
     to (a window, a softcap, dropout) are only switched on here, their values are run-time.
 
     `head_dim_v`, `kv_dtype` and `out_dtype` default to their counterparts of Q, the latter to bf16
-    where Q is FP8 (e4m3, e5m2); `out_dtype` "fp32" asks for the float32 partial output that split
-    computations combine. `seqused` says that sequences of a dense format have lengths of their own,
+    where Q is FP8 (e4m3, e5m2), which K and V may be beside 16 bits, too; `out_dtype` "fp32" asks
+    for the float32 partial output that split computations combine. `seqused` says that sequences of
+    a dense format have lengths of their own,
     as a padding mask does; `decode` that there are few queries a sequence, so that the kernel
     splits the keys, as it does with pages; `gather` that rows or addresses of operands are no
     multiples of 16 bytes, or their last axis is not contiguous, so that threads copy what the copy
@@ -77,6 +79,11 @@ class AttentionSpec:
     name: str | None = None
 
     @property
+    def widens(self) -> bool:
+        """Whether K and V are FP8 beside a Q that is not."""
+        return self.kv_dtype in DTYPES_8BIT and self.dtype not in DTYPES_8BIT
+
+    @property
     def title(self) -> str:
         """The spec's name, or a readable one made from what it asks for."""
         if self.name:
@@ -93,7 +100,8 @@ class AttentionSpec:
     def gathers(self) -> bool:
         """Whether threads copy the operands."""
         dims = (self.head_dim, self.head_dim_v or 0)
-        return self.gather or (self.dtype in DTYPES_16BIT and any(dim % 8 for dim in dims))
+        wide = self.dtype in DTYPES_16BIT and not self.widens
+        return self.gather or (wide and any(dim % 8 for dim in dims))
 
     @classmethod
     def from_call(cls, q: Any, k: Any, v: Any, **arguments: Any) -> AttentionSpec:
@@ -178,7 +186,8 @@ def is_decode(
         "thd" in layout.formats
         or spec.dtype not in DTYPES_16BIT
         or spec.gathers
-        or {spec.kv_dtype, spec.out_dtype} - {None, spec.dtype}
+        or spec.kv_dtype not in (None, spec.dtype, *DTYPES_8BIT)
+        or spec.out_dtype not in (None, spec.dtype)
         or more
     ):
         return False

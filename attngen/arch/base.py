@@ -18,7 +18,7 @@ class Pipeline:
     """Warpgroups and what they share: K/V buffers, registers a thread, the output's place.
 
     `raw_stages`: buffers of `raw_keys` keys of V as loaded, before a warpgroup of its own
-    transposes it; 0 where V is used as it lies.
+    transposes it, or of K and of V, which it widens to 16 bits; 0 where they are used as they lie.
 
     `take_turns`: consumers pass a baton, so that one's softmax runs under the others' products;
     else they run freely. `q_in_registers`: queries are read from shared memory once a tile

@@ -35,6 +35,7 @@ GATHER_REGISTERS = (56, 224)
 # Two consumers beside a producer and a transposer, 512 in all. A transposer whose warps have
 # unequal shares of V's columns (False) spills with 32.
 REGISTERS_8BIT = {True: (32, 224), False: (40, 216)}
+REGISTERS_WIDENED = (40, 216)  # beside a warpgroup that widens K and V, which spills with 32
 # Operands in registers (output, scores, packed weights, queries) that leave room for addresses
 # and row state.
 OPERANDS = {2: 204, 3: 132}
@@ -89,6 +90,7 @@ class Choice:
     softmax: SoftmaxOrder
     promote_blocks: int = 0
     raw_keys: int = 0
+    raw_stages: int = 0
 
     @property
     def preference(self) -> float:
@@ -96,8 +98,9 @@ class Choice:
         smaller (40 of 8 bits), a third K stage 30 % (d256: 64 keys in three stages beat 80 in two
         by 1.5 %), an output that waits for Q's buffer costs 16, as do parts of raw V."""
         keys = self.block * (1.3 if self.k_stages > 2 else 1.0)
-        keys -= 16 * (0 < self.raw_keys < self.block)
-        in_registers = 40 if self.raw_keys else 24
+        in_parts = self.raw_keys if self.promote_blocks else self.raw_keys * self.raw_stages
+        keys -= 16 * (0 < in_parts < self.block)
+        in_registers = 40 if self.promote_blocks else 24
         return keys + in_registers * self.q_in_registers - 16 * self.output_over_q
 
 
@@ -138,8 +141,9 @@ def choices(problem: Problem) -> Iterator[Choice]:
     largest = max(problem.head_dim_qk, problem.head_dim_v)
     # A bias, a mask's bits and random words together leave three no room for a block of any size.
     crowded = problem.bias and problem.attn_mask and problem.dropout
-    # Nor do warps that copy rows, which need registers of their own.
-    consumers = 3 if largest <= 96 and not (crowded or problem.gather) else 2
+    # Nor do warps that copy rows or widen keys, which need registers of their own.
+    alone = not (crowded or problem.gather or problem.widens)
+    consumers = 3 if largest <= 96 and alone else 2
     # With ALiBi two warpgroups do better in turns, too (measured +1 % at 128 full, +2 % at 192),
     # not at 128 causal, where its line precedes the products (-3 %); with a bias in turns (+3 %).
     # Beside a softcap queries in registers would cost the larger block (measured -5 % at 128), and
@@ -174,9 +178,14 @@ def choices(problem: Problem) -> Iterator[Choice]:
     for block in range(largest_block, SMALLEST_BLOCK - 1, -16):
         for k_stages in (3, 2) if consumers == 2 else (2,):
             for q_in_registers, over_q in q_places:
-                yield Choice(
+                choice = Choice(
                     consumers, block, k_stages, 2, take_turns, q_in_registers, over_q, softmax
                 )
+                if not problem.widens:
+                    yield choice
+                elif block % RAW_UNIT == 0 and k_stages == 2:
+                    for raw_stages in sorted({block // RAW_UNIT, RAW_STAGES}):
+                        yield replace(choice, raw_keys=RAW_UNIT, raw_stages=raw_stages)
 
 
 def choices_8bit(problem: Problem) -> Iterator[Choice]:
@@ -189,7 +198,8 @@ def choices_8bit(problem: Problem) -> Iterator[Choice]:
             plain = Choice(2, block, 2, 2, False, q_in_registers, False, softmax)
             in_registers = problem.head_dim_v <= TOTAL_COLUMNS
             promote_blocks = 1 if in_registers else PROMOTE_KEYS // block
-            yield replace(plain, promote_blocks=promote_blocks, raw_keys=raw_keys)
+            raw = replace(plain, raw_keys=raw_keys, raw_stages=RAW_STAGES)
+            yield replace(raw, promote_blocks=promote_blocks)
 
 
 def make_plan(problem: Problem, choice: Choice) -> Plan | None:
@@ -206,7 +216,7 @@ def make_plan(problem: Problem, choice: Choice) -> Plan | None:
         or (not problem.eight_bit and _boxes(problem.head_dim_v) > _boxes(problem.head_dim_qk))
     ):
         return None
-    transposer = problem.eight_bit
+    between = problem.eight_bit or problem.widens  # a warpgroup that transposes or widens
     producer, consumer = role_registers(problem, choice)
     schedule = CAUSAL_SCHEDULE if problem.masks else FULL_SCHEDULE
     return Plan(
@@ -217,7 +227,7 @@ def make_plan(problem: Problem, choice: Choice) -> Plan | None:
             consumers=choice.consumers,
             k_stages=choice.k_stages,
             v_stages=choice.v_stages,
-            raw_stages=RAW_STAGES if transposer else 0,
+            raw_stages=choice.raw_stages,
             raw_keys=choice.raw_keys,
             producer_registers=producer,
             consumer_registers=consumer,
@@ -230,7 +240,7 @@ def make_plan(problem: Problem, choice: Choice) -> Plan | None:
         promote_blocks=choice.promote_blocks,
         smem=regions,
         smem_bytes=smem_bytes,
-        threads=128 * (choice.consumers + 1 + transposer),
+        threads=128 * (choice.consumers + 1 + between),
         operand_registers=registers,
         why=explain(problem, choice, schedule, registers, smem_bytes),
     )
@@ -265,7 +275,9 @@ def operand_limit(problem: Problem, choice: Choice) -> int:
     if problem.paged:
         beside = beside or not light
         limit -= 4 * (problem.scores == ("alibi",) and problem.masks == ("window",))
-    if choice.block == SMALLEST_BLOCK and not choice.q_in_registers:
+    if problem.widens:  # whose product has two parts there
+        beside = beside or problem.head_dim_v > 192
+    if choice.block == SMALLEST_BLOCK and not choice.q_in_registers and not problem.widens:
         limit += 8  # what spills here has no kernel at all; nothing does
     return limit - LENGTH_REGISTERS * (beside and (problem.varlen or window))
 
@@ -274,6 +286,8 @@ def role_registers(problem: Problem, choice: Choice) -> tuple[int, int]:
     """Registers a thread of the producer (and transposer) and of a consumer."""
     if problem.eight_bit:
         return REGISTERS_8BIT[problem.head_dim_v % 64 == 0]
+    if problem.widens:
+        return REGISTERS_WIDENED
     return GATHER_REGISTERS if problem.gather else REGISTERS[choice.consumers]
 
 
@@ -285,26 +299,36 @@ def stores_directly(problem: Problem) -> bool:
 def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
     """Bytes of each shared-memory region; head dims round up to whole 128-byte boxes."""
     row_bytes_qk = 128 * _boxes(problem.head_dim_qk, DTYPE_BYTES[problem.dtype_q])
-    row_bytes_v = 128 * _boxes(problem.head_dim_v, DTYPE_BYTES[problem.dtype_kv])
+    size_v = DTYPE_BYTES[problem.dtype_q if problem.widens else problem.dtype_kv]
+    row_bytes_v = 128 * _boxes(problem.head_dim_v, size_v)
     row_bytes_o = 128 * _boxes(problem.head_dim_v, DTYPE_BYTES[problem.dtype_o])
     if choice.promote_blocks > 1:  # the float16 means lie where the output is staged
         row_bytes_o = max(row_bytes_o, 128 * _boxes(problem.head_dim_v, 2))
     staged = not (stores_directly(problem) or choice.output_over_q)
-    raw_stages = RAW_STAGES if problem.eight_bit else 0
+    raw_stages = choice.raw_stages * (2 if problem.widens else 1)
     barriers = 2 * (choice.consumers + choice.k_stages + choice.v_stages + raw_stages + 1)
     barriers += problem.paged  # V's last block, which is cleared behind the sequence's end
     stage_v = tile.n * row_bytes_v
-    if raw_stages:  # transposed: a row a column of V, 128 keys a box
+    if problem.eight_bit:  # transposed: a row a column of V, 128 keys a box
         stage_v = problem.head_dim_v * 128 * -(-tile.n // 128)
     return {
         "Q": tile.m * (max(row_bytes_qk, row_bytes_o) if choice.output_over_q else row_bytes_qk),
         "K": choice.k_stages * tile.n * row_bytes_qk,
         "V": choice.v_stages * stage_v,
-        **({"Raw": raw_stages * choice.raw_keys * row_bytes_v} if raw_stages else {}),
+        **({"Raw": choice.raw_stages * choice.raw_keys * row_bytes_v} if problem.eight_bit else {}),
+        **(raw_sizes(problem, choice) if problem.widens else {}),
         **({"O": tile.m * row_bytes_o} if staged else {}),
         **({"Bias": tile.m // 16 * score_tile_bytes(16, tile.n)} if problem.bias else {}),
         "Barriers": BARRIER_BYTES * barriers,
         "Job": JOB_BYTES,
+    }
+
+
+def raw_sizes(problem: Problem, choice: Choice) -> dict[str, int]:
+    """Bytes of what K and V are widened from."""
+    dims = {"RawK": problem.head_dim_qk, "RawV": problem.head_dim_v}
+    return {
+        name: choice.raw_stages * choice.raw_keys * 128 * _boxes(d, 1) for name, d in dims.items()
     }
 
 

@@ -172,8 +172,10 @@ def fuses(problem: Problem) -> bool:
     # one and an order of additions or lengths, beside 64 too.
     light = LIGHT_SCORES.issuperset(problem.scores)
     # So do random words, an order of additions and anything more.
-    if problem.deterministic and problem.dropout and (
-        problem.scores or problem.attn_mask or problem.varlen
+    if (
+        problem.deterministic
+        and problem.dropout
+        and (problem.scores or problem.attn_mask or problem.varlen)
     ):
         return False
     # Blocks of 128 queries, an order of additions, random words and masks need more than warps that
@@ -191,8 +193,10 @@ def fuses(problem: Problem) -> bool:
     if max(d, d_v) <= 64:
         # Bits of a mask spill beside accumulators of unlike sizes.
         return light and not (problem.attn_mask and d != d_v)
-    return d > 64 and max(d, d_v) <= 128 and (
-        light or (len(problem.scores) == 1 and not (problem.deterministic or problem.varlen))
+    return (
+        d > 64
+        and max(d, d_v) <= 128
+        and (light or (len(problem.scores) == 1 and not (problem.deterministic or problem.varlen)))
     )
 
 
@@ -291,9 +295,7 @@ def _biases(problem: Problem, row_block: int) -> Iterator[BiasPlan]:
     yield next(plan for choice in choices if (plan := _make_bias(problem, row_block, *choice)))
 
 
-def _make_bias(
-    problem: Problem, row_block: int, n: int, stages: int
-) -> BiasPlan | None:
+def _make_bias(problem: Problem, row_block: int, n: int, stages: int) -> BiasPlan | None:
     tile = Tile(ROWS_PER_CONSUMER * CONSUMERS, n)
     boxes = max(_boxes(problem.head_dim_qk), _boxes(problem.head_dim_v))
     sizes = {

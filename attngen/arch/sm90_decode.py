@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..problem import Problem
+from ..problem import DTYPE_BYTES, Problem
 from .base import SmemRegion, Tile, lay_out
 from .sm90 import ARCH, BARRIER_BYTES, SMEM_BYTES, _boxes
 
@@ -21,11 +21,17 @@ CTA_RESERVED_BYTES = 1024  # of an SM's shared memory, for each CTA
 # Operands in registers that leave room for addresses and row state, by the CTAs that share an SM
 # and the warpgroups of each.
 OPERANDS = {(1, 1): 208, (2, 1): 148, (1, 2): 192}
+OPERANDS_WIDENED = {(1, 1): 192, (2, 1): 128, (1, 2): 176}  # beside what is being widened
 SM_BYTES = SMEM_BYTES + CTA_RESERVED_BYTES
 # CTAs an SM, keys a block, stages, in the order of preference: two CTAs cover each other's ends,
 # and two stages of 64 keys are enough for both (measured at 128: as fast as three, or 2 % faster;
 # 32 keys and one CTA 3 to 14 % slower).
 CHOICES = ((2, 128, 2), (2, 64, 2), (1, 64, 3), (1, 64, 2), (1, 32, 3), (1, 32, 2))
+# Keys and values of 8 bits: the same beside what they are widened to.
+CHOICES_WIDENED = (
+    *((2, 128, 2), (2, 64, 4), (2, 64, 3), (2, 64, 2)),
+    *((1, 64, 4), (1, 64, 3), (1, 64, 2), (1, 32, 4), (1, 32, 3), (1, 32, 2)),
+)
 # One CTA an SM reads larger blocks, and has nobody beside it while it begins and ends: a call takes
 # it where all of them run at once and that spares parts (`ops/decode.py`); where several follow
 # each other it is 0 to 4 % slower (measured at 128; two CTAs have room for blocks of 64 there).
@@ -68,8 +74,9 @@ KernelPlan = DecodePlan | CombinePlan
 def plans(problem: Problem) -> tuple[KernelPlan, ...]:
     """The plan of the kernel that reads the keys, or of two of which a call takes one, and that of
     the kernel that joins; none where nothing fits."""
-    found = [plan for choice in CHOICES if (plan := make_plan(problem, *choice))][:1]
-    if found and (found[0].ctas, found[0].tile.n) == CHOICES[1][:2]:
+    choices = CHOICES_WIDENED if problem.widens else CHOICES
+    found = [plan for choice in choices if (plan := make_plan(problem, *choice))][:1]
+    if found and not problem.widens and (found[0].ctas, found[0].tile.n) == CHOICES[1][:2]:
         found += filter(None, [make_plan(problem, *ALONE)])
     join = CombinePlan(ARCH, "combine", COMBINE_THREADS, MAX_SPLITS)
     return (*found, join) if found else ()
@@ -78,11 +85,14 @@ def plans(problem: Problem) -> tuple[KernelPlan, ...]:
 def make_plan(problem: Problem, ctas: int, block: int, stages: int) -> DecodePlan | None:
     """The plan of these choices; None where shared memory or registers do not hold it."""
     columns_qk, columns_v = _boxes(problem.head_dim_qk), _boxes(problem.head_dim_v)
+    size = DTYPE_BYTES[problem.dtype_kv]
+    wide = {"WideK": block * 128 * columns_qk, "WideV": block * 128 * columns_v}
     regions = lay_out(
         {
             "Q": ROWS * 128 * columns_qk,
-            "K": stages * block * 128 * columns_qk,
-            "V": stages * block * 128 * columns_v,
+            "K": stages * block * 128 * _boxes(problem.head_dim_qk, size),
+            "V": stages * block * 128 * _boxes(problem.head_dim_v, size),
+            **(wide if problem.widens else {}),
             "Barriers": BARRIER_BYTES * 4 * stages,
         }
     )
@@ -92,7 +102,8 @@ def make_plan(problem: Problem, ctas: int, block: int, stages: int) -> DecodePla
     registers = columns // 2 + block // 2 + block // 4  # output, scores, weights
     if ctas * (smem_bytes + CTA_RESERVED_BYTES) > SM_BYTES:
         return None
-    if registers > OPERANDS.get((ctas, consumers), 0) or (consumers > 1 and columns % 64):
+    limits = OPERANDS_WIDENED if problem.widens else OPERANDS
+    if registers > limits.get((ctas, consumers), 0) or (consumers > 1 and columns % 64):
         return None
     several = consumers > 1
     loader_threads = WARPGROUP_THREADS if several else LOADER_THREADS

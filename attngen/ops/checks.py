@@ -11,7 +11,12 @@ from torch.autograd import forward_ad
 from ..errors import SpecError
 from ..reference.call import SCALES
 from ..reference.fp8 import is_fp8
-from ..reference.fp8_checks import dtype_violations, output_violations, scale_violations
+from ..reference.fp8_checks import (
+    CACHE_SCALES,
+    dtype_violations,
+    output_violations,
+    scale_violations,
+)
 from ..resolve import BIASES
 from ..run_time import Extent
 from ..spec import MAX_HEAD_DIM
@@ -27,8 +32,7 @@ OFFSET_LIMIT = 1 << 31  # elements; kernels index scales in 32 bits
 def refuse_derivatives(operands: Operands, gradients: bool) -> None:
     """Raises: SpecError where a call needs derivatives that kernels do not have. gradients: whether
     it needs those."""
-    q = operands[0]
-    if gradients and q is not None and is_fp8(q.dtype):
+    if gradients and any(x is not None and is_fp8(x.dtype) for x in operands[:2]):
         raise SpecError(
             "a gradient is needed, but FP8 kernels have no backward yet: call under "
             "torch.no_grad(), or detach what requires it"
@@ -61,10 +65,13 @@ def violations(
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
     reasons = [*dtype_violations(q.dtype, k.dtype, v.dtype)]
     sequences = sequences_of(q, optional, arguments.layout)
+    cached, scales = is_fp8(k.dtype), {name: optional[name] for name in SCALES}
     if is_fp8(q.dtype):
-        reasons += _fp8_violations(q, extents["k"].heads, optional, arguments, sequences)
+        reasons += output_violations(output_dtype(q, arguments), scales["scale_o"])
     else:
-        reasons += _misplaced(q, optional, arguments)
+        reasons += _misplaced(q, scales, CACHE_SCALES if cached else (), arguments)
+    if cached:
+        reasons += scale_violations(scales, sequences, extents["k"].heads)
     reasons += lengths.violations(q, k, v, optional, arguments, sequences)
     reasons += batch_violations(extents, arguments.layout, sequences)
     reasons += _variant_violations(extents["q"].heads, sequences, optional, arguments)
@@ -132,18 +139,6 @@ def device_violations(tensors: Mapping[str, Tensor | None]) -> list[str]:
     ]
 
 
-def _fp8_violations(
-    q: Tensor,
-    heads: int,
-    optional: Mapping[str, Tensor | None],
-    arguments: Arguments,
-    sequences: int,
-) -> Iterator[str]:
-    scales = {name: optional[name] for name in SCALES}
-    yield from scale_violations(scales, sequences, heads)
-    yield from output_violations(output_dtype(q, arguments), scales["scale_o"])
-
-
 def _variant_violations(
     heads: int, sequences: int, optional: Mapping[str, Tensor | None], arguments: Arguments
 ) -> Iterator[str]:
@@ -202,9 +197,7 @@ def _bias_violations(
 ) -> Iterator[str]:
     if arguments.bias_type not in BIASES:
         yield f"bias_type={arguments.bias_type!r}: kernels take one of {BIASES}"
-    if bias is not None and (
-        found := _misfit(bias, q.dtype, sequences, extents, arguments.layout)
-    ):
+    if bias is not None and (found := _misfit(bias, q.dtype, sequences, extents, arguments.layout)):
         yield f"bias {found}"
 
 
@@ -230,11 +223,14 @@ def _misfit(
 
 
 def _misplaced(
-    q: Tensor, optional: Mapping[str, Tensor | None], arguments: Arguments
+    q: Tensor,
+    scales: Mapping[str, Tensor | None],
+    fitting: tuple[str, ...],
+    arguments: Arguments,
 ) -> Iterator[str]:
-    """What only FP8 calls have, given to others."""
-    for name in SCALES:
-        if optional[name] is not None:
+    """What only FP8 calls have, given to others, but for scales that fit them."""
+    for name, scale in scales.items():
+        if scale is not None and name not in fitting:
             yield f"{name} belongs to FP8 q, k and v; q is {q.dtype}"
     if arguments.amax:
         yield f"the maxima belong to FP8 q, k and v; q is {q.dtype}"

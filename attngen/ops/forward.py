@@ -46,9 +46,7 @@ UNUSED = ("o_parts", "lse_parts")  # workspaces that keys in one split do withou
 _ready: dict[tuple[Any, ...], Ready] = {}
 
 
-def forward(
-    q: Tensor, k: Tensor | None, v: Tensor | None, *rest: Any
-) -> tuple[Tensor, ...]:
+def forward(q: Tensor, k: Tensor | None, v: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     """Attention: output, log-sum-exp, the maxima of S and O, the largest scores.
 
     q, k, v: as the layout has them, float16 or bfloat16, or float8_e4m3fn or float8_e5m2 (k and v
@@ -159,9 +157,7 @@ def _new_maxima(q: Tensor, heads: int, arguments: Arguments) -> dict[str, Tensor
     return {name: q.new_empty(int(n), dtype=torch.float32) for name, n in sizes.items()}
 
 
-def _fake_forward(
-    q: Tensor, k: Tensor | None, v: Tensor | None, *rest: Any
-) -> tuple[Tensor, ...]:
+def _fake_forward(q: Tensor, k: Tensor | None, v: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     _, arguments = split(rest)
     q, k, v = unpacked(q, k, v, arguments.layout)
     maxima = _new_maxima(q, heads_of(q, arguments), arguments)

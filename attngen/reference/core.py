@@ -58,8 +58,9 @@ def attend_one(
     group = q.shape[0] // k.shape[0]
     eight_bit = fp8.is_fp8(q.dtype)
     if eight_bit:
-        descales = (call.descale_q, call.descale_k, call.descale_v)
-        q, k, v = (fp8.dequantise(x, y, b) for x, y in zip((q, k, v), descales, strict=True))
+        q = fp8.dequantise(q, call.descale_q, b)
+    if fp8.is_fp8(k.dtype):
+        k, v = fp8.dequantise(k, call.descale_k, b), fp8.dequantise(v, call.descale_v, b)
     dtype = accumulation_dtype(q.dtype)
     k = k.to(dtype).repeat_interleave(group, dim=0)
     v = v.to(dtype).repeat_interleave(group, dim=0)

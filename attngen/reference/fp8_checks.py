@@ -12,30 +12,37 @@ from .call import AttentionCall, Operands
 from .wording import names, shape_of
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+BESIDE_CACHE = (torch.float16, torch.bfloat16)
+CACHE_SCALES = ("descale_k", "descale_v")
 OUT_DTYPES = (torch.float16, torch.bfloat16, *fp8.DTYPES)
 
 
 def dtype_violations(q: torch.dtype, k: torch.dtype, v: torch.dtype) -> Iterator[str]:
-    """Q, K and V have one floating dtype, or Q one of the FP8 formats and K and V one of them."""
-    together = fp8.DTYPES if fp8.is_fp8(q) else (q,)
+    """Q, K and V have one floating dtype, or K and V one of the FP8 formats and Q one of them or
+    16 bits."""
+    together = fp8.DTYPES if fp8.is_fp8(q) else (q, *fp8.DTYPES) if q in BESIDE_CACHE else (q,)
     if q not in (*FLOATS, *fp8.DTYPES) or k not in together or k != v:
         yield (
-            f"q, k and v need one dtype of {names(FLOATS)}, or {names(fp8.DTYPES, ' or ')} in q "
-            f"and in k and v alike; got {names((q, k, v))}. Cast them."
+            f"q, k and v need one dtype of {names(FLOATS)}, or {names(fp8.DTYPES, ' or ')} in k "
+            f"and v alike beside a q of these, {names(BESIDE_CACHE, ' or ')}; got "
+            f"{names((q, k, v))}. Cast them."
         )
 
 
 def fp8_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
     """What only FP8 calls take, given to others; scales, output and gradients of FP8 calls."""
+    cached = fp8.is_fp8(operands.k.dtype)
     if not fp8.is_fp8(operands.q.dtype):
-        yield from _misplaced(call, operands)
+        yield from _misplaced(call, operands.q.dtype, CACHE_SCALES if cached else ())
+    else:
+        yield from output_violations(fp8.output_dtype(call), call.scale_o)
+    if not cached:
         return
     yield from scale_violations(call.scales, operands.batch, operands.h_kv)
-    yield from output_violations(fp8.output_dtype(call), call.scale_o)
     given = (operands.q, operands.k, operands.v, *call.scales.values(), call.bias, call.sink)
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given):
         yield (
-            "FP8 q, k and v have no backward yet; got tensors that require a gradient. Call it "
+            "FP8 k and v have no backward yet; got tensors that require a gradient. Call it "
             "under torch.no_grad(), or detach them."
         )
 
@@ -69,16 +76,16 @@ def output_violations(out_dtype: torch.dtype, scale_o: Tensor | None) -> Iterato
         )
 
 
-def _misplaced(call: AttentionCall, operands: Operands) -> Iterator[str]:
-    """FP8's arguments in a call of 16 bits and more."""
-    dtype = names([operands.q.dtype])
+def _misplaced(call: AttentionCall, q: torch.dtype, fitting: tuple[str, ...]) -> Iterator[str]:
+    """FP8's arguments in a call whose Q has 16 bits and more, but for scales that fit it."""
+    dtype = names([q])
     for name, scale in call.scales.items():
-        if scale is not None:
+        if scale is not None and name not in fitting:
             yield (
                 f"{name} belongs to FP8 q, k and v; q is {dtype}, whose numbers stand for "
                 f"themselves. Leave it out."
             )
-    if call.out_dtype not in (None, operands.q.dtype):
+    if call.out_dtype not in (None, q):
         yield (
             f"out_dtype is a choice beside FP8 q, k and v; q is {dtype} and so is the output; got "
             f"{call.out_dtype!r}. Leave it out and cast the output."

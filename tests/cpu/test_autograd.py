@@ -323,9 +323,7 @@ def test_gradient_of_a_bias_is_the_references(kernels, trained, kind, shape):
     bias = torch.randn(*sizes, s_q, k.shape[1], dtype=q.dtype).requires_grad_()
     found = []
     for backend in ("cuda", "reference"):
-        out = attngen.attention(
-            q, k, v, mask="causal", bias=bias, bias_type=kind, backend=backend
-        )
+        out = attngen.attention(q, k, v, mask="causal", bias=bias, bias_type=kind, backend=backend)
         inputs = [q, k, v, bias] if trained else [bias]
         found.append(torch.autograd.grad(out.float().square().sum(), inputs))
     (*_, (name, arguments, wanted, _)) = kernels.calls

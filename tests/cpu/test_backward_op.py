@@ -26,7 +26,6 @@ def rest(**arguments):
     return *(None,) * len(OPTIONAL), *Arguments(**{"mask": "causal", **arguments})
 
 
-
 def given(d=64, d_v=40, dtype=torch.bfloat16, s_kv=S_KV):
     """d_o, dlse, q, k, v, o, lse by name."""
     make = torch.Generator().manual_seed(0)

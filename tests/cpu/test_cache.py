@@ -118,14 +118,11 @@ def test_hit_with_its_key_is_fast(cache: Cache) -> None:
     assert min(seconds) < 0.010
 
 
-
 # ---- toolchains
 
 
 @pytest.mark.parametrize("others", [("13.0.88", "12.9.86"), ("12.9.86", "13.0.88")])
-def test_get_no_compiler_takes_the_newest_toolchain(
-    others: tuple[str, ...], cache: Cache
-) -> None:
+def test_get_no_compiler_takes_the_newest_toolchain(others: tuple[str, ...], cache: Cache) -> None:
     for version in (*others, "9.10.1"):
         data = version.encode()
         cache.put(make_key(toolchain=version), make_binary(data), data)
@@ -166,7 +163,6 @@ def test_put_without_package_metadata_takes_the_toolchain_of_the_binary(cache: C
     assert found is not None and found.path == entry.path
 
 
-
 # ---- where it lies
 
 
@@ -190,7 +186,6 @@ def test_default_follows_the_environment(
             monkeypatch.setenv(name, value)
     monkeypatch.setenv("HOME", "/home/me")
     assert Cache.default().root == Path(expected)
-
 
 
 # ---- ATTNGEN_DISABLE_JIT

@@ -127,7 +127,6 @@ def test_get_files_that_may_not_be_read_is_a_miss_and_keeps_them(
     assert cache.get(make_key()) is not None
 
 
-
 # ---- locks
 
 

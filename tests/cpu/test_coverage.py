@@ -31,26 +31,34 @@ def test_legal_pairs_are_all_but_those_that_the_semantics_exclude() -> None:
         for one, other in itertools.combinations(AXES, 2)
         for a, b in itertools.product(AXES[one], AXES[other])
     }
-    assert everything - coverage.legal_pairs(KNOWN) == {
-        (("head_dims", (72, 40)), ("dtype", "e4m3")),  # multiples of 16
-        (("dtype", "e4m3"), ("splits", True)),
-        (("layout", "thd"), ("splits", True)),
-        (("fetch", "gather"), ("splits", True)),  # which the copy engine alone reads
-        (("dtype", "e4m3"), ("fetch", "gather")),
-        (("attn_mask", True), ("splits", True)),
-        (("dropout", True), ("splits", True)),
-        *((("bias", kind), ("splits", True)) for kind in AXES["bias"][1:]),
-        *((("bias_shape", shape), ("splits", True)) for shape in AXES["bias_shape"][1:]),
-        (("dtype", "e4m3"), ("training", True)),  # no backward in 8 bits
-        (("dtype", "e4m3"), ("deterministic", True)),
-        (("dtype", "e4m3"), ("attn_mask", True)),  # nor these in the forward
-        (("dtype", "e4m3"), ("dropout", True)),
-        *((("dtype", "e4m3"), ("bias", kind)) for kind in AXES["bias"][1:]),  # of Q's dtype
-        *((("dtype", "e4m3"), ("bias_shape", shape)) for shape in AXES["bias_shape"][1:]),
-        *((("bias", "none"), ("bias_shape", shape)) for shape in AXES["bias_shape"][1:]),
-        (("layout", "thd"), ("seqused", True)),  # packed tokens have lengths of their own
-        (("training", False), ("deterministic", True)),  # nothing to add up
-    }
+    assert (
+        everything - coverage.legal_pairs(KNOWN)
+        == {
+            (("head_dims", (72, 40)), ("dtype", "e4m3")),  # multiples of 16
+            (("head_dims", (72, 40)), ("dtype", "bf16/e4m3")),
+            (("dtype", "e4m3"), ("splits", True)),
+            (("layout", "thd"), ("splits", True)),
+            (("fetch", "gather"), ("splits", True)),  # which the copy engine alone reads
+            (("attn_mask", True), ("splits", True)),
+            (("dropout", True), ("splits", True)),
+            *((("bias", kind), ("splits", True)) for kind in AXES["bias"][1:]),
+            *((("bias_shape", shape), ("splits", True)) for shape in AXES["bias_shape"][1:]),
+            *(
+                (("dtype", dtype), other)
+                for dtype in ("e4m3", "bf16/e4m3")
+                for other in (
+                    *(("training", True), ("deterministic", True)),  # no backward in 8 bits
+                    *(("attn_mask", True), ("dropout", True)),  # nor these in the forward
+                    ("fetch", "gather"),
+                    *(("bias", kind) for kind in AXES["bias"][1:]),  # of Q's dtype
+                    *(("bias_shape", shape) for shape in AXES["bias_shape"][1:]),
+                )
+            ),
+            *((("bias", "none"), ("bias_shape", shape)) for shape in AXES["bias_shape"][1:]),
+            (("layout", "thd"), ("seqused", True)),  # packed tokens have lengths of their own
+            (("training", False), ("deterministic", True)),  # nothing to add up
+        }
+    )
 
 
 def test_member_reaches_its_problems() -> None:

@@ -107,8 +107,10 @@ def test_op_launch_without_scales_has_addresses_zero(launched):
 def test_op_new_addresses_of_known_shapes_prepare_nothing(launched):
     given = scales()
     for _ in range(3):
-        fresh = {name: tensor.clone(memory_format=torch.preserve_format)
-                 for name, tensor in given.items()}
+        fresh = {
+            name: tensor.clone(memory_format=torch.preserve_format)
+            for name, tensor in given.items()
+        }
         op.forward(*operands(), *rest_of(E4M3, **fresh))
     first, *others = launched.launches
     assert all(other.prepared is first.prepared for other in others)
@@ -125,7 +127,8 @@ def test_op_nothing_to_see_launches_nothing_and_is_zero(launched):
 
 
 REFUSED = {
-    "half": ({"q": torch.zeros(2, 5, 4, 32).half()}, "in q and in k and v alike"),
+    "float32": ({"q": torch.zeros(2, 5, 4, 32)}, "in k and v alike"),
+    "half": ({"q": torch.zeros(2, 5, 4, 32).half()}, "beside torch.float16 it is that"),
     "kv differ": ({"v": operands(kv_dtype=E5M2)[2]}, "in k and v alike"),
     "descale shape": ({"descale_q": torch.ones(2, 4)}, r"descale_q needs float32 \[1\] or \[b=2"),
     "descale device": ({"descale_k": torch.ones(1, device="meta")}, "descale_k is on meta"),

@@ -69,9 +69,7 @@ def test_row_range_small_lengths_is_the_definition(masks, mask_library, defined)
 
 
 @pytest.mark.parametrize("masks", MASK_LISTS, ids=lambda masks: "+".join(masks) or "none")
-def test_col_range_small_lengths_is_the_transposed_definition(
-    masks, mask_library, defined
-) -> None:
+def test_col_range_small_lengths_is_the_transposed_definition(masks, mask_library, defined) -> None:
     library = mask_library(masks)
     for sequence, window in itertools.product(SEQUENCES, windows(masks)):
         q_len, kv_len, _ = sequence

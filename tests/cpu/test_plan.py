@@ -146,6 +146,8 @@ BESIDE = {
     "packed": {"q_seq": "packed", "kv_seq": "packed"},
     "decode": {"decode": True},
 }
+
+
 @pytest.mark.parametrize("pair", [*itertools.combinations(BESIDE, 2)], ids="-".join)
 def test_plan_what_templates_do_not_have_together_is_refused(pair, make_problem) -> None:
     """A problem out of a trace has passed no `resolve`, and a template would leave a part out."""

@@ -135,9 +135,7 @@ def test_output_in_fp8_is_scaled_saturated_and_rounded_once(dtype):
     tensors, _ = operands()
     exact, _ = attention(*tensors, layout="bhsd", out_dtype=torch.float16)
     scale = torch.tensor([torch.finfo(dtype).max])  # so that what is above 1 saturates
-    out, aux = attention(
-        *tensors, layout="bhsd", out_dtype=dtype, scale_o=scale, return_amax=True
-    )
+    out, aux = attention(*tensors, layout="bhsd", out_dtype=dtype, scale_o=scale, return_amax=True)
     assert out.dtype == dtype and aux.amax_o.item() > 1
     largest = torch.finfo(dtype).max
     assert out.float().abs().max() == largest and not out.float().isnan().any()

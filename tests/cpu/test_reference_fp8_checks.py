@@ -14,12 +14,21 @@ KV = X[:, :, :2]
 ONE = torch.ones(1)
 FP8 = {"q": X.to(E4M3), "k": KV.to(E4M3), "v": KV.to(E4M3)}
 HALF = {"q": X.half(), "k": KV.half(), "v": KV.half()}
+CACHE = FP8 | {"q": X.half()}
 
 # What is asked, and words that the refusal must contain.
 REFUSED = {
     "k_16_bit": (FP8 | {"k": KV.half()}, ["float8_e4m3fn, float16, float8_e4m3fn"]),
-    "q_16_bit": (FP8 | {"q": X.half()}, ["k and v alike", "float16, float8_e4m3fn"]),
+    "q_32_bit": (FP8 | {"q": X}, ["k and v alike", "float32, float8_e4m3fn"]),
+    "v_16_bit": (HALF | {"k": KV.to(E4M3)}, ["k and v alike", "float16, float8_e4m3fn, float16"]),
     "k_and_v_differ": (FP8 | {"v": KV.to(E5M2)}, ["in k and v alike", "float8_e5m2. Cast"]),
+    "cache_and_v_differ": (CACHE | {"v": KV.to(E5M2)}, ["in k and v alike", "float8_e5m2. Cast"]),
+    "cache_descale_q": (CACHE | {"descale_q": ONE}, ["descale_q belongs", "q is float16"]),
+    "cache_scale_s": (CACHE | {"scale_s": ONE, "descale_s": ONE}, ["scale_s", "descale_s"]),
+    "cache_descale_shape": (CACHE | {"descale_k": torch.ones(2, 4)}, ["descale_k needs", "[2, 4]"]),
+    "cache_output": (CACHE | {"out_dtype": E4M3}, ["out_dtype", "q is float16"]),
+    "cache_amax": (CACHE | {"return_amax": True}, ["return_amax", "float16"]),
+    "cache_gradient": (CACHE | {"q": X.half().requires_grad_()}, ["no backward", "no_grad"]),
     "descale_number": (FP8 | {"descale_q": 1.0}, ["descale_q needs float32 [1]", "got 1.0"]),
     "descale_dtype": (FP8 | {"descale_k": ONE.half()}, ["descale_k needs", "got float16 [1]"]),
     "descale_scalar": (FP8 | {"descale_v": torch.tensor(1.0)}, ["descale_v", "got float32 []"]),

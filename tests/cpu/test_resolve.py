@@ -212,6 +212,41 @@ def test_resolve_bits_and_dropout_of_fp8_are_refused(fields) -> None:
     assert find_violations(nearest(spec, KNOWN), KNOWN) == []
 
 
+WIDENED = {"head_dim": 64, "kv_dtype": "e4m3", "decode": True}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("kv_dtype", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("layout", ["bshd", "paged_kv_bshd_bshd_bshd", "paged_kv_thd_sbhd_sbhd"])
+def test_resolve_8_bit_keys_beside_16_bit_queries_reach_the_problem(dtype, kv_dtype, layout):
+    spec = AttentionSpec(64, dtype=dtype, kv_dtype=kv_dtype, layout=layout, decode=True)
+    (problem,) = resolve(spec, KNOWN)
+    assert (problem.dtype_q, problem.dtype_kv, problem.dtype_o) == (dtype, kv_dtype, dtype)
+    assert problem.widens and not problem.eight_bit and f"kv_{kv_dtype}" in problem.label
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "legal"),
+    [
+        ("head_dim", 72, 80),
+        ("head_dim_v", 8, 16),
+        ("layout", "bs3hd", "bs3hd"),
+        ("dropout", True, False),
+        ("attn_mask", True, False),
+        ("bias", "post_scale", "none"),
+        ("mask", "arbitrary", "none"),
+        ("out_dtype", "fp32", None),
+        ("gather", True, False),
+        ("directions", ("fwd", "bwd"), ("fwd",)),
+    ],
+)
+def test_resolve_8_bit_keys_beside_16_bit_queries_refuse_what_is_not_built(field, value, legal):
+    spec = AttentionSpec(**{**WIDENED, field: value})
+    assert find_violations(spec, KNOWN)
+    assert getattr(nearest(spec, KNOWN), field) == legal
+    assert find_violations(nearest(spec, KNOWN), KNOWN) == []
+
+
 def test_resolve_backward_of_a_partial_output_is_refused() -> None:
     spec = AttentionSpec(head_dim=64, out_dtype="fp32", directions=("fwd", "bwd"))
     (violation,) = find_violations(spec, KNOWN)
@@ -244,7 +279,6 @@ def test_split_mask_names_give_fragments_and_alignment(name: str, expected: tupl
         ("dtype", "fp32", "bf16"),
         ("kv_dtype", "fp16", None),
         ("out_dtype", "fp16", None),
-        ("kv_dtype", "e4m3", None),
         ("out_dtype", "e4m3", None),
         ("layout", "dhsb", "bshd"),
         # No name of the semantics; with window=True the same fragment would be there twice.

@@ -27,8 +27,9 @@ VALUES = st.recursive(
     | st.text(max_size=9)
     | st.sampled_from(["causal", "bf16", "fwd", "bwd", "sm_90a", "bshd", "none", "learnable"])
     | st.sampled_from([8, 64, 128, 256]),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 TABLES = st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=5), VALUES, max_size=6)

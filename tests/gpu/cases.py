@@ -153,8 +153,11 @@ def fp16_head_dims() -> list[Case]:
 @functools.cache
 def unequal_head_dims() -> list[Case]:
     """d != d_v: each pair in bf16, the first seven in fp16 too, with another mask."""
-    cases = [_case(n + 11 * t, *pair, "bf16", KINDS[n % 4])
-             for n, pair in enumerate(PAIRS) for t in (0, 1)]
+    cases = [
+        _case(n + 11 * t, *pair, "bf16", KINDS[n % 4])
+        for n, pair in enumerate(PAIRS)
+        for t in (0, 1)
+    ]
     fp16 = [_case(n + 5, *pair, "fp16", KINDS[(n + 2) % 4]) for n, pair in enumerate(PAIRS[:7])]
     return cases + fp16
 

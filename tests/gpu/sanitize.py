@@ -33,7 +33,7 @@ import attngen.ops.forward  # noqa: E402  # registers the operations
 from attngen import reference  # noqa: E402
 from attngen.errors import AttngenError  # noqa: E402
 from attngen.reference.call import SCALES  # noqa: E402
-from tests.gpu import gradients, oracle, oracle_fp8, variants, varlen  # noqa: E402
+from tests.gpu import gradients, kv_cache, oracle, oracle_fp8, variants, varlen  # noqa: E402
 from tests.gpu.cases import Case  # noqa: E402
 from tests.gpu.cases_fp8 import Fp8Case  # noqa: E402
 from tests.gpu.variants import Variant  # noqa: E402
@@ -62,7 +62,8 @@ class BackwardCase:
 @dataclass(frozen=True)
 class PagedCase:
     """Queries of four sequences over pages of so many positions: packed with gaps, or `queries`
-    each. `scored`: with ALiBi, a softcap and sinks; no `splits`: as prompts."""
+    each. `scored`: with ALiBi, a softcap and sinks; no `splits`: as prompts; `kv_dtype`: of pages
+    of 8 bits, with a descale a head."""
 
     d: int
     page: int
@@ -71,9 +72,11 @@ class PagedCase:
     d_v: int | None = None
     scored: bool = False
     queries: int = 2
+    kv_dtype: str = ""
 
     def __str__(self) -> str:
         kind = ("packed" if self.packed else f"dense{self.queries}") + "-scored" * self.scored
+        kind += f"-kv-{self.kv_dtype}" if self.kv_dtype else ""
         return f"paged-d{self.d}x{self.d_v or self.d}-page{self.page}-splits{self.splits}-{kind}"
 
     @property
@@ -81,6 +84,7 @@ class PagedCase:
         """The kernels that serve the case."""
         return attngen.AttentionSpec(
             self.d, self.d_v, layout=self.layout, mask="causal", decode=self.splits > 0,
+            kv_dtype=self.kv_dtype or None,
             alibi=self.scored, softcap=self.scored,
             softmax="learnable" if self.scored else "vanilla",
         )  # fmt: skip
@@ -98,10 +102,14 @@ class PagedCase:
             for n, d in ((1, self.d), (2, self.d_v or self.d))
         )
         k[-1], v[-1] = float("nan"), float("nan")
+        if self.kv_dtype:
+            k, v = (kv_cache.narrow(x, self.kv_dtype) for x in (k, v))
         table = torch.randperm(4 * width).int().view(4, width)
         shape = (30, 8, self.d) if self.packed else (4, self.queries, 8, self.d)
         found = {"q": oracle.randn(*shape, seed=3), "k": k, "v": v}
         found |= {"seqused_kv": torch.tensor(lengths, dtype=torch.int32), "page_table": table}
+        if self.kv_dtype:
+            found |= kv_cache.make_scales("head", 4, 2)
         if self.packed:
             ends = torch.tensor([[0, 20, 21, 22, 25], [2, 22, 24, 25, 29]], dtype=torch.int32)
             found |= {"cu_seqlens_q": ends[0], "cu_seqlens_q_padded": ends[1]}
@@ -185,6 +193,14 @@ CASES = [
     PagedCase(64, 16, 0, queries=130),
     PagedCase(128, 48, 0, queries=130, scored=True),
     PagedCase(64, 16, 1, packed=True, d_v=384, scored=True),
+    PagedCase(128, 64, 3, kv_dtype="e4m3"),
+    PagedCase(128, 3, 2, scored=True, kv_dtype="e5m2"),
+    PagedCase(64, 48, 1, kv_dtype="e4m3"),
+    PagedCase(256, 128, 2, kv_dtype="e4m3"),
+    PagedCase(576, 64, 3, d_v=512, kv_dtype="e4m3"),
+    PagedCase(128, 48, 0, queries=130, kv_dtype="e4m3"),
+    PagedCase(64, 16, 0, queries=130, scored=True, kv_dtype="e5m2"),
+    PagedCase(256, 64, 0, queries=130, kv_dtype="e4m3"),
     Case(128, 128, lengths=(3, 300), heads=(2, 8, 2)),  # few queries, dense
     Call("thd", (130, 0, 70), (70, 9, 200), gaps=True, d=128, heads=(4, 2), mask="causal"),
     Call("thd", (130, 0, 70), gaps=True, d=256, heads=(4, 2), mask="causal_bottom_right"),
@@ -226,8 +242,13 @@ def run(
         result = attngen.attention(
             **there, num_splits=case.splits or None, return_lse=True, backend="cuda"
         )
-        expected = oracle.truth(**given)
-        oracle.check(result[0].cpu(), result[1].lse.cpu(), expected, case.layout)
+        out, lse = result[0].cpu(), result[1].lse.cpu()
+        if case.kv_dtype:
+            table = given.pop("page_table")
+            dense = {n: kv_cache.dense_of(given.pop(n), table, "bshd") for n in "kv"}
+            kv_cache.check(out, lse, given.pop("q"), **dense, **{**given, "layout": "bshd"})
+        else:
+            oracle.check(out, lse, oracle.truth(**given), case.layout)
         return
     if isinstance(case, Call):
         varlen.check(case, device=device)

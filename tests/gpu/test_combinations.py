@@ -36,8 +36,14 @@ def calls() -> list[Call]:
         }[kind]  # fmt: skip
         found.append(
             Call(
-                **lengths, d=d, d_v=d_v, heads=(4, 2), mask=mask, window=window,
-                dtype=("bf16", "fp16")[number % 2], more=more,
+                **lengths,
+                d=d,
+                d_v=d_v,
+                heads=(4, 2),
+                mask=mask,
+                window=window,
+                dtype=("bf16", "fp16")[number % 2],
+                more=more,
             )  # fmt: skip
         )
     return found

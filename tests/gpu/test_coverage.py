@@ -6,7 +6,7 @@ import pytest
 
 from attngen import coverage, features
 
-from . import gradients, variants, varlen
+from . import gradients, kv_cache, variants, varlen
 from .cases import Case
 from .cases_fp8 import Fp8Case
 from .variants import Variant
@@ -43,13 +43,17 @@ def call_of(number: int, member: coverage.Member) -> Variant | Call:
     window = WINDOWS[number % 3] if member.window else (-1, -1)
     heads, lengths = (4, 4 // member.group_size), LENGTHS[number % 3]
     if is_plain(member):
-        eight_bit = member.dtype == "e4m3"
+        eight_bit, dtype = member.dtype == "e4m3", member.spec.dtype
         case = (Fp8Case if eight_bit else Case)(
-            *member.head_dims, member.dtype, member.mask, window, None,
+            *member.head_dims, dtype, member.mask, window, None,
             heads=(2, *heads), lengths=lengths, layout=member.layout,
         )  # fmt: skip
-        return Variant(case, **scored(number, member), deterministic=member.deterministic,
-            num_splits=3 if member.splits else None)
+        return Variant(
+            case,
+            **scored(number, member),
+            deterministic=member.deterministic,
+            num_splits=3 if member.splits else None,
+        )
     more = Features(
         **scored(number, member),
         dropout=(0.1, 0.5)[number % 2] * member.dropout,
@@ -62,13 +66,13 @@ def call_of(number: int, member: coverage.Member) -> Variant | Call:
     return Call(
         member.layout, q_lens, kv_lens, room=(300, 310) if member.seqused else None,
         gaps=member.layout == "thd", d=member.head_dims[0], d_v=member.head_dims[1],
-        heads=heads, mask=member.mask, window=window, dtype=member.dtype, more=more,
+        heads=heads, mask=member.mask, window=window, dtype=member.spec.dtype, more=more,
         loose=LOOSE[number % 4] if member.fetch == "gather" else "",
     )  # fmt: skip
 
 
 MEMBERS = [(m, call_of(n, m)) for n, m in enumerate(coverage.members(features.scan()))]
-KERNELS = [call.spec for _, call in MEMBERS]
+KERNELS = [m.spec if m.spec.widens else call.spec for m, call in MEMBERS]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,7 +83,9 @@ def backward_kernels() -> None:
 
 @pytest.mark.parametrize(("member", "call"), MEMBERS, ids=lambda value: str(value))
 def test_coverage_member_is_right(member, call):
-    if isinstance(call, Variant):
+    if member.spec.widens:
+        kv_cache.check_narrowed(call, member.max_logit, 3 if member.splits else None)
+    elif isinstance(call, Variant):
         variants.check_forward(call)
         if member.training:
             variants.check_backward(call)

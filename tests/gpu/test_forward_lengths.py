@@ -80,9 +80,7 @@ def test_forward_128k_tokens_causal_is_right():
 def test_forward_a_million_tokens_windowed_is_right(mask, window):
     length = 1_000_003
     q, k, v = oracle.operands(1, 1, 1, length, length, 64)
-    out, aux = attngen.attention(
-        q, k, v, mask=mask, window=window, backend="cuda", return_lse=True
-    )
+    out, aux = attngen.attention(q, k, v, mask=mask, window=window, backend="cuda", return_lse=True)
     right = 0 if mask == "causal" else window[1]
     oracle.check_rows(out, aux.lse, q, k, v, sample(length), left=window[0], right=right)
 
@@ -113,9 +111,7 @@ def test_forward_output_past_two_to_the_31_elements_is_right(partial):
 def test_forward_more_positions_than_a_kernel_counts_is_refused(length):
     q, k, v = oracle.operands(1, 1, 1, 4, 1, 64)
     with pytest.raises(attngen.LaunchError, match="positions"):
-        attngen.attention(
-            q, *(x.expand(1, length, 1, 64) for x in (k, v)), backend="cuda"
-        )
+        attngen.attention(q, *(x.expand(1, length, 1, 64) for x in (k, v)), backend="cuda")
 
 
 @pytest.mark.parametrize("mask", ["none", "causal"])

@@ -55,7 +55,8 @@ OPERANDS = {
         for d in (4, 12, 580)
     },
     "head dim of a prompt": (
-        lambda: {"q": make(2, 99, 4, 264), "k": make(2, 7, 2, 264)}, "head_dim"
+        lambda: {"q": make(2, 99, 4, 264), "k": make(2, 7, 2, 264)},
+        "head_dim",
     ),
     **{f"v head dim {d}": (lambda d=d: {"v": make(2, 7, 2, d)}, "head_dim_v") for d in (12, 264)},
 }

@@ -72,8 +72,9 @@ def test_launch_fresh_process_without_compiler_loads_from_the_cache(monkeypatch,
     tensors = oracle.operands(2, 4, 2, 300, 300, 64)
     out, lse = run(tensors)
     data = {"operands": tensors, "out": out, "lse": lse}
-    data = {name: [x.cpu() for x in v] if name == "operands" else v.cpu()
-            for name, v in data.items()}
+    data = {
+        name: [x.cpu() for x in v] if name == "operands" else v.cpu() for name, v in data.items()
+    }
     torch.save({**data, "arguments": {"mask": "causal"}}, tmp_path / "data.pt")
     done = subprocess.run(
         [sys.executable, "-c", FRESH_PROCESS, str(tmp_path / "data.pt")],

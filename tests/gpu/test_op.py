@@ -133,9 +133,7 @@ def test_op_backend_auto_takes_the_kernel(backend, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    "window", [(None, None), (None, 5), (5, None), (-1, -1), [3, 4]], ids=str
-)
+@pytest.mark.parametrize("window", [(None, None), (None, 5), (5, None), (-1, -1), [3, 4]], ids=str)
 def test_op_every_way_to_write_a_window_is_right(window):
     q, k, v = oracle.operands(1, 2, 2, 100, 100, 64)
     oracle.check_call(q, k, v, window=window)

@@ -16,10 +16,10 @@ struct PagedBox {
   int within;
 };
 
-// Blocks of kBlock keys of one sequence, of kBoxes boxes side by side: each has 64 columns by a
+// Blocks of kBlock keys of one sequence, of kBoxes boxes side by side: each has kColumns by a
 // stretch of one page. What boxes have in common is worked out for each block: a loading warp has
 // few registers to keep it in.
-template <int kBlock, int kBoxes, class Fetch>
+template <int kBlock, int kBoxes, class Fetch, int kColumns = 64>
 struct PagedBlocks {
   Fetch fetch;
   int batch;
@@ -85,7 +85,7 @@ struct PagedBlocks {
   }
   ATTNGEN_DEVICE static void copy(const PagedBox& box, u32 i, const TensorMap* map, u32 tile,
                                   u32 full, int head, u64 policy) {
-    tma_load(tile + i % kBoxes * (kBlock * 128) + box.within * 128, map, full, i % kBoxes * 64,
+    tma_load(tile + i % kBoxes * (kBlock * 128) + box.within * 128, map, full, i % kBoxes * kColumns,
              box.row, head, box.page, policy);
   }
 };

@@ -54,6 +54,8 @@ struct Bf16 {
   ATTNGEN_DEVICE static float2 unpack(u32 packed) {
     return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u));
   }
+  // Two float16 that come from 8 bits, exactly.
+  ATTNGEN_DEVICE static u32 from_widened(u32 packed);
 };
 struct Fp16 {
   ATTNGEN_DEVICE static u32 pack(float low, float high) {
@@ -80,6 +82,7 @@ struct Fp16 {
         : "r"(packed));
     return x;
   }
+  ATTNGEN_DEVICE static u32 from_widened(u32 packed) { return packed; }
   // a b + c of each half, rounded once.
   ATTNGEN_DEVICE static u32 fma(u32 a, u32 b, u32 c) {
     u32 packed;
@@ -87,6 +90,10 @@ struct Fp16 {
     return packed;
   }
 };
+ATTNGEN_DEVICE u32 Bf16::from_widened(u32 packed) {
+  const float2 x = Fp16::unpack(packed);
+  return pack(x.x, x.y);
+}
 // 8-bit formats: rounded to nearest even, what is out of range becomes the largest finite value.
 struct E4m3 {
   // Two floats as bytes in the low half, `low` first.
@@ -106,8 +113,20 @@ struct E4m3 {
         : "f"(a), "f"(b), "f"(c), "f"(d));
     return packed;
   }
+  // Four bytes as two pairs of float16, exactly.
+  ATTNGEN_DEVICE static void widen(u32 (&pairs)[2], u32 bytes) {
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\n"
+        "cvt.rn.f16x2.e4m3x2 %1, high;\n}"
+        : "=r"(pairs[0]), "=r"(pairs[1])
+        : "r"(bytes));
+  }
 };
 struct E5m2 {
+  // Four bytes as two pairs of float16, whose upper halves they are.
+  ATTNGEN_DEVICE static void widen(u32 (&pairs)[2], u32 bytes) {
+    asm("prmt.b32 %0, %1, 0, 0x1404;" : "=r"(pairs[0]) : "r"(bytes));
+    asm("prmt.b32 %0, %1, 0, 0x3424;" : "=r"(pairs[1]) : "r"(bytes));
+  }
   ATTNGEN_DEVICE static u32 pack(float low, float high) {
     u32 packed;
     asm("{\n.reg .b16 x;\ncvt.rn.satfinite.e5m2x2.f32 x, %1, %2;\ncvt.u32.u16 %0, x;\n}"
