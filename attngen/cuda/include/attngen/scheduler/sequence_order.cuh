@@ -9,8 +9,8 @@ namespace attngen {
 
 // A sequence in a schedule, with `tiles` tiles a head; `end` tiles are its own, of all heads, and
 // of the entries before it. A schedule is an array of these: the first one's `end` counts all
-// tiles, and its `batch` is kOrdered once all others are written. Where each head's last tiles are kept for the end, these have entries of their own, behind
-// all others, whose heads_per_group is 0.
+// tiles, and its `batch` is kOrdered once all others are written. Where each head's last tiles are
+// kept for the end, these have entries of their own, behind all others, whose heads_per_group is 0.
 struct alignas(16) ScheduledSequence {
   int batch;
   int end;
@@ -39,8 +39,8 @@ struct SequenceOrder {
   ATTNGEN_HD int tiles() const { return sequences()->end; }
 
   // Groups of heads_per_group heads one after another; inside a group all heads take the same row
-  // block in turn, with kLongestFirst from the last. One tile of kTailShare of each head is kept for
-  // the end; 0 keeps none.
+  // block in turn, with kLongestFirst from the last. One tile of kTailShare of each head is kept
+  // for the end; 0 keeps none.
   template <bool kLongestFirst, int kTailShare>
   ATTNGEN_HD TileCoord at(int index) {
     while (sequences()[place].end <= index) ++place;
