@@ -85,8 +85,8 @@ struct PagedBlocks {
   }
   ATTNGEN_DEVICE static void copy(const PagedBox& box, u32 i, const TensorMap* map, u32 tile,
                                   u32 full, int head, u64 policy) {
-    tma_load(tile + i % kBoxes * (kBlock * 128) + box.within * 128, map, full, i % kBoxes * kColumns,
-             box.row, head, box.page, policy);
+    tma_load(tile + i % kBoxes * (kBlock * 128) + box.within * 128, map, full,
+             i % kBoxes * kColumns, box.row, head, box.page, policy);
   }
 };
 

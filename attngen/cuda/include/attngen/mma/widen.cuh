@@ -51,7 +51,8 @@ ATTNGEN_DEVICE void widen_tile(u32 source, u32 target, int thread, int rows) {
 #pragma unroll
     for (int n = 0; n < kTogether; ++n) {
       if (first + n >= Share::kShare || !share.has(first + n)) continue;
-      load_shared_x4(bytes[n], source + swizzled_slot<kSourceRows>(share.row, share.chunk(first + n)));
+      load_shared_x4(bytes[n],
+                     source + swizzled_slot<kSourceRows>(share.row, share.chunk(first + n)));
     }
 #pragma unroll
     for (int n = 0; n < kTogether; ++n) {
