@@ -48,9 +48,9 @@ class Problem:
 
     @property
     def skips_hidden(self) -> bool:
-        """Whether a backward's tiles of keys leave out blocks that an arbitrary mask hides: an order
-        of additions counts them all, and beside lengths or a bias, or where loaders copy rows
-        themselves, there are no registers."""
+        """Whether a backward's tiles of keys leave out blocks that an arbitrary mask hides: an
+        order of additions counts them all, and beside lengths or a bias, or where loaders copy
+        rows themselves, there are no registers."""
         crowded = self.varlen or self.bias or self.gather
         return self.attn_mask and not (self.deterministic or crowded)
 

@@ -264,8 +264,8 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> list[tup
 
 
 def _mask_of(problem: Problem) -> tuple[Workspace, ...]:
-    """What a forward reads of an arbitrary mask: where loaders copy rows themselves no block is left
-    out."""
+    """What a forward reads of an arbitrary mask. Where loaders copy rows themselves, they leave out
+    no block."""
     if not problem.attn_mask:
         return ()
     return ("mask_rows",) if problem.gather else ("mask_rows", "mask_cells")

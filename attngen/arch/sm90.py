@@ -297,6 +297,8 @@ def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
     raw_stages = RAW_STAGES if problem.eight_bit else 0
     barriers = 2 * (choice.consumers + choice.k_stages + choice.v_stages + raw_stages + 1)
     barriers += problem.paged  # V's last block, which is cleared behind the sequence's end
+    skips = problem.attn_mask and not problem.gather
+    shown = SHOWN_BYTES * choice.k_stages * skips
     stage_v = tile.n * row_bytes_v
     if raw_stages:  # transposed: a row a column of V, 128 keys a box
         stage_v = problem.head_dim_v * 128 * -(-tile.n // 128)
@@ -308,7 +310,7 @@ def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
         **({"O": tile.m * row_bytes_o} if staged else {}),
         **({"Bias": tile.m // 16 * score_tile_bytes(16, tile.n)} if problem.bias else {}),
         "Barriers": BARRIER_BYTES * barriers,
-        "Job": JOB_BYTES + SHOWN_BYTES * choice.k_stages * (problem.attn_mask and not problem.gather),
+        "Job": JOB_BYTES + shown,
     }
 
 

@@ -27,7 +27,8 @@ REGISTERS = {"sm90_bwd": (40, 232), "sm90_bwd_dkv": (56, 224), "sm90_bwd_dq": (2
 GATHER_REGISTERS = (56, 224)  # where the producer's warps copy rows themselves
 BIAS_LENGTH_REGISTERS = (72, 216)  # of a bias's gradient, where the loader looks lengths up
 SMALL_REGISTERS = (56, 224)  # of the fused kernel up to head dim 32
-# Up to head dim 64 beside an arbitrary mask of which no block is skipped, or random words in an order of additions.
+# Up to head dim 64 beside an arbitrary mask of which no block is skipped, or random words in an
+# order of additions.
 CROWDED_REGISTERS = (32, 240)
 DQ_OPERANDS = 208  # dQ, S, dP and packed dS of a thread of the dQ kernel
 # Where scores with arithmetic of their own need registers, too; blocks of 96 keys at most, 80 where
@@ -288,8 +289,9 @@ def _biases(problem: Problem, row_block: int) -> Iterator[BiasPlan]:
         return
     # Random words, a mask's bits and further scores take the room of some keys.
     crowded = problem.dropout or problem.attn_mask or len(problem.scores) > 1
-    first = (128, 112) if not crowded else (96, 80)
-    sizes = (first[problem.varlen], 96, 64, 32) if not crowded else (first[problem.varlen], 64, 32)
+    # So does the loader where lengths vary.
+    most = ((128, 112), (96, 80))[bool(crowded)][problem.varlen]
+    sizes = (n for n in (128, 112, 96, 80, 64, 32) if n == most or n < most and n % 32 == 0)
     choices = [(n, stages) for n in sizes for stages in (4, 3, 2)]
     yield next(plan for choice in choices if (plan := _make_bias(problem, row_block, *choice)))
 

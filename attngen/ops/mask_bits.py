@@ -22,8 +22,8 @@ def numbers_of(mask: Tensor, s_q: int, s_kv: int) -> dict[str, int]:
     `attn_mask_*`: how many sequences and heads it tells apart, the queries and keys that it stands
     for, and its strides. `mask_rows_*`: the strides, in words, of its bits with a row a query
     [b or 1, h or 1, s_q or 1, words], and their number of words; `mask_columns_*`: with a row a
-    key. `mask_cells_*`: strides of a byte a cell, for its rows and columns of cells, and their number
-    of bytes. A stride is 0 where the mask is broadcast.
+    key. `mask_cells_*`: strides of the bytes, one a cell, and their number. A stride is 0 where the
+    mask is broadcast.
     """
     missing = 4 - mask.ndim
     shape = (*(1,) * missing, *mask.shape)

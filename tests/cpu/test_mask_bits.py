@@ -158,7 +158,8 @@ def test_cells_lead_from_one_shown_block_to_the_one_before(n, share, s_q, s_kv, 
         for row in range(0, s_q, 128):
             rows = row, min(row + 128, s_q)
             blocks = range(-(-s_kv // n))
-            kinds = [library.kind(address, *strides, *rows, b * n, min(b * n + n, s_kv)) for b in blocks]
+            ends = [(b * n, min(b * n + n, s_kv)) for b in blocks]
+            kinds = [library.kind(address, *strides, *rows, *keys) for keys in ends]
             for b in blocks:
                 tile = shown[row : row + 128, b * n : b * n + n]
                 assert kinds[b] & 1 or not tile.any()

@@ -204,8 +204,8 @@ CASES = [
     *(
         Call(layout, q_lens, kv_lens, room=room, gaps=layout == "thd", d=d, d_v=d_v, heads=(4, 2),
              mask=mask, more=Features(bias=kind, bias_shape=shape, softcap=softcap))
-        # One row of a bias for all queries has whole chunks of 16 bytes here: memcheck takes a cp.async
-        # that reads fewer of them for one of 16, which at the end of an allocation reach beyond it.
+        # One row of a bias for all queries has whole chunks of 16 bytes here: memcheck takes a
+        # cp.async that reads fewer for one of 16, which reach beyond the end of the allocation.
         for layout, q_lens, kv_lens, room, d, d_v, mask, kind, shape, softcap in (
             ("bshd", (130,) * 2, (200,) * 2, None, 128, 128, "causal", "post_scale", "1hss", 0.0),
             ("sbhd", (130,) * 2, (77,) * 2, None, 128, 72, "none", "pre_scale", "bhss", 0.0),

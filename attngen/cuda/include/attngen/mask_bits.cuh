@@ -50,8 +50,8 @@ struct MaskCells {
   int stride_row;
   int stride_column;
 
-  // Of queries [row, row_end) and keys [column, column_end), neither empty: kSome unless no cell that
-  // they meet shows anything, kAll where each shows all.
+  // Of queries [row, row_end) and keys [column, column_end), neither empty: kSome unless no cell
+  // that they meet shows anything, kAll where each shows all.
   ATTNGEN_HD u32 kind(int row, int row_end, int column, int column_end) const {
     u32 some = 0;
     u32 all = kAll;
@@ -71,7 +71,8 @@ struct MaskCells {
     for (; column >= 0; column = (column & ~7) - 1) {
       u64 eight = 0;
       for (int i = row / kSize; i * kSize < row_end; ++i) {
-        eight |= *reinterpret_cast<const u64*>(first + static_cast<u32>(i * stride_row + (column & ~7)));
+        eight |=
+            *reinterpret_cast<const u64*>(first + static_cast<u32>(i * stride_row + (column & ~7)));
       }
       eight = (eight & 0x0101010101010101ull * kSome) << (8 * (7 - column % 8));
       if (eight != 0) return column - leading_zeros(eight) / 8;

@@ -69,7 +69,10 @@ ATTNGEN_DEVICE void store_shared_pair(u32 address, u32 x, u32 y) {
 }
 ATTNGEN_DEVICE uint2 load_shared_words(u32 address) {
   uint2 x;
-  asm volatile("ld.volatile.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address) : "memory");
+  asm volatile("ld.volatile.shared.v2.b32 {%0, %1}, [%2];"
+               : "=r"(x.x), "=r"(x.y)
+               : "r"(address)
+               : "memory");
   return x;
 }
 ATTNGEN_DEVICE float2 load_shared_pair(u32 address) {
