@@ -259,9 +259,7 @@ ATTNGEN_DEVICE void for_each_block(const Params& p, const Job& job, Visitor visi
 #pragma unroll 1
   for (int member = 0; member < p.group_size; ++member) {
 #pragma unroll 1
-    for (int block = job.block_begin; block < job.block_end; ++block) {
-      visit(first_head + member, block);
-    }
+    for (int block = job.block_begin; block < job.block_end; ++block) visit(first_head + member, block);
   }
 }
 
