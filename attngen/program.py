@@ -66,6 +66,7 @@ Workspace = Literal[
     "kv_schedule",
     "mask_rows",
     "mask_columns",
+    "mask_cells",
     "o_parts",
     "lse_parts",
 ]

@@ -113,7 +113,8 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
         workspace += ("q_schedule",) if of_queries else ("kv_schedule",)
     mask: tuple[Workspace, ...] = ()
     if problem.attn_mask:
-        mask = ("mask_rows",) if of_queries else ("mask_columns",)
+        cells: tuple[Workspace, ...] = ("mask_cells",) if problem.skips_hidden else ()
+        mask = ("mask_rows",) if of_queries else ("mask_columns", *cells)
     names = _tensor_names(problem, plan)
     names += typed("ptr", *workspace)
     names += [("rng_state", "ptr")] if problem.dropout else []
@@ -149,7 +150,7 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
 
 def _bias(problem: Problem, plan: BiasPlan, operands: Names) -> KernelEntry:
     maps = _tensor_maps(problem, plan)
-    workspace: tuple[Workspace, ...] = ("lse_log2", "d")
+    workspace: tuple[Workspace, ...] = ("lse_log2", "d", "tile_counter")
     names = _tensor_names(problem, plan)
     names += typed("ptr", *workspace, "dbias", *(("rng_state",) if problem.dropout else ()))
     mask: tuple[Workspace, ...] = ("mask_rows",) if problem.attn_mask else ()

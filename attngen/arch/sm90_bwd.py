@@ -25,8 +25,10 @@ ROWS_PER_CONSUMER = 64
 REGISTERS = {"sm90_bwd": (40, 232), "sm90_bwd_dkv": (56, 224), "sm90_bwd_dq": (24, 240),
              "sm90_bwd_dbias": (40, 232)}  # fmt: skip
 GATHER_REGISTERS = (56, 224)  # where the producer's warps copy rows themselves
+BIAS_LENGTH_REGISTERS = (72, 216)  # of a bias's gradient, where the loader looks lengths up
 SMALL_REGISTERS = (56, 224)  # of the fused kernel up to head dim 32
-# Up to head dim 64 beside an arbitrary mask, or random words in an order of additions.
+# Up to head dim 64 beside an arbitrary mask of which no block is skipped, or random words in an
+# order of additions.
 CROWDED_REGISTERS = (32, 240)
 DQ_OPERANDS = 208  # dQ, S, dP and packed dS of a thread of the dQ kernel
 # Where scores with arithmetic of their own need registers, too; blocks of 96 keys at most, 80 where
@@ -223,7 +225,8 @@ def make_fused(problem: Problem) -> BackwardPlan:
     alone = not (crowded or problem.gather)
     if alone and sum(sizes.values()) + sizes["V"] <= SMEM_BYTES - SMALL_BYTES:
         sizes["Dv"] = sizes["V"]
-    needy = problem.attn_mask or (problem.dropout and problem.deterministic)
+    hidden = problem.attn_mask and not problem.skips_hidden
+    needy = hidden or (problem.dropout and problem.deterministic)
     barriers = 18 + (2 + dq_stages) * CONSUMERS
     small = {"Lse": 2 * tile.m * 4, "D": 2 * tile.m * 4, "Barriers": barriers * BARRIER_BYTES}
     return _finish(
@@ -290,7 +293,9 @@ def _biases(problem: Problem, row_block: int) -> Iterator[BiasPlan]:
         return
     # Random words, a mask's bits and further scores take the room of some keys.
     crowded = problem.dropout or problem.attn_mask or len(problem.scores) > 1
-    sizes = (96, 64, 32) if crowded else (128, 96, 64, 32)
+    # So does the loader where lengths vary.
+    most = ((128, 112), (96, 80))[bool(crowded)][problem.varlen]
+    sizes = (n for n in (128, 112, 96, 80, 64, 32) if n == most or n < most and n % 32 == 0)
     choices = [(n, stages) for n in sizes for stages in (4, 3, 2)]
     yield next(plan for choice in choices if (plan := _make_bias(problem, row_block, *choice)))
 
@@ -307,7 +312,7 @@ def _make_bias(problem: Problem, row_block: int, n: int, stages: int) -> BiasPla
     smem_bytes = regions[-1].offset + regions[-1].bytes
     if smem_bytes > SMEM_BYTES:
         return None
-    producer, consumer = REGISTERS["sm90_bwd_dbias"]
+    producer, consumer = BIAS_LENGTH_REGISTERS if problem.varlen else REGISTERS["sm90_bwd_dbias"]
     return BiasPlan(
         arch=ARCH,
         family="sm90_bwd_dbias",

@@ -67,7 +67,7 @@ class Features:
             found |= {"dropout_p": self.dropout, "rng_state": state}
         if self.seen:
             drawn = oracle.randn(batch, heads, *reach, dtype=torch.float32, seed=9)
-            found["attn_mask"] = drawn.sigmoid() < self.seen
+            found["attn_mask"] = torch.special.ndtr(drawn) < self.seen
         if self.bias:
             full = zip(self.bias_shape, (batch, heads, *reach), strict=True)
             sizes = [1 if letter == "1" else n for letter, n in full]
