@@ -90,7 +90,7 @@ class Ready(Launches):
         sizes = [math.prod(each.sizes) * each.dtype.itemsize for each in others]
         if not self.launches or max(sizes) > counters.UNREAD_BYTES:
             return self
-        unread = dict.fromkeys((x.name for x in others), counters.unread(self.device.index))
+        unread = dict.fromkeys((x.name for x in others), unread_memory(self.device))
         return replace(self, outputs=(first,), fixed=self.fixed | unread)
 
 
@@ -248,6 +248,13 @@ def kernels_of(spec: AttentionSpec, device: torch.device) -> tuple[load.LoadedKe
                 for binary, cubin in find_kernels(problem, arch)
             )
     return _kernels[key]
+
+
+def unread_memory(device: torch.device) -> int:
+    """Address on this device of what nobody reads, whichever device and context the thread has."""
+    with torch.cuda.device(device):
+        load.ensure_context(device.index)
+        return counters.unread(device.index)
 
 
 def tile_counter(device: torch.device, stream: int) -> int:

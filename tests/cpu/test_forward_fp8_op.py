@@ -176,7 +176,7 @@ def test_head_strides_of_each_kind(descale, strides):
 def test_ready_for_the_output_alone_writes_the_rest_where_nobody_reads(launched, monkeypatch, room):
     lse_bytes = 2 * 4 * 5 * 4
     monkeypatch.setattr(operation.counters, "UNREAD_BYTES", lse_bytes - (not room))
-    monkeypatch.setattr(operation.counters, "unread", lambda device: 1 << 40)
+    monkeypatch.setattr(operation, "unread_memory", lambda device: 1 << 40)
     optional, arguments = split(rest_of())
     given = (*operands(), *optional)
     ready = op.find_ready(given, arguments)

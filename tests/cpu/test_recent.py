@@ -43,7 +43,7 @@ def seen(monkeypatch):
     monkeypatch.setattr(operation, "tile_counter", lambda device, stream: 64)
     monkeypatch.setattr(operation, "_empty_strided_cuda", lambda size, stride, dtype:
                         torch.empty_strided(size, stride, dtype=dtype))  # fmt: skip
-    monkeypatch.setattr(operation.counters, "unread", lambda device: 1 << 40)
+    monkeypatch.setattr(operation, "unread_memory", lambda device: 1 << 40)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(operation.load, "current_device", lambda: None)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
