@@ -32,28 +32,34 @@ from attngen.problem import Problem  # noqa: E402
 from attngen.spec import AttentionSpec  # noqa: E402
 
 MOST_BYTES = 90_000  # of a cubin in a bundle, of 100 kB with what the manifest says of it
+LAYOUTS = ("bshd", "bshd", "bshd", "thd", "thd", "thd_bshd_bshd")
 PAGED = ("paged_kv_bshd_bshd_bshd", "paged_kv_thd_bshd_bshd")
-LAYOUTS = ("bshd", "bshd", "bshd", "thd", "thd", "thd_bshd_bshd", *PAGED)
-SHARES = {"decode": 0.15}  # of the specs that ask for a feature; for others 0.4
-HEAD_DIMS = (64, 128, 192, 256, *range(8, 257, 8))
+HEAD_DIMS = (64, 128, 192, 256, *range(8, 257, 8), 1, 37, 100, 251)
+# Of the specs that ask for a feature; for others 0.4.
+SHARES = {"decode": 0.2, "gather": 0.15, "score_mod": 0.0, "mask_mod": 0.0}
+FORWARD_ONLY = ("decode", "return_max_logit")
 
 
 def draw(choose: random.Random) -> AttentionSpec:
-    """Any spec that has kernels: a random one, fields that have none at their nearest values."""
-    head_dim = choose.choice(HEAD_DIMS)
+    """Any spec that has kernels: a random one, fields that have none at their nearest values. Two
+    fifths are backwards, which ask for nothing that only a forward has."""
+    backward = choose.random() < 0.4
     names = [each.name for each in dataclasses.fields(AttentionSpec) if each.type == "bool"]
     switches: dict[str, Any] = {n: choose.random() < SHARES.get(n, 0.4) for n in names}
+    if backward:
+        switches |= dict.fromkeys(FORWARD_ONLY, False)
+    head_dim = choose.choice(HEAD_DIMS)
     spec = AttentionSpec(
         head_dim=head_dim,
         head_dim_v=choose.choice((head_dim, head_dim, choose.choice(HEAD_DIMS))),
-        dtype=choose.choice(("bf16", "bf16", "bf16", "fp16", "fp16", "e4m3", "e5m2")),
-        kv_dtype=choose.choice((None, None, None, "e4m3", "e5m2")),
-        out_dtype=choose.choice((None, None, None, "fp32")),
-        layout=choose.choice(LAYOUTS),
+        dtype=choose.choice(("bf16", "fp16") if backward else ("bf16", "fp16", "e4m3", "e5m2")),
+        kv_dtype=None if backward else choose.choice((None, None, None, "e4m3", "e5m2")),
+        out_dtype=None if backward else choose.choice((None, None, None, "fp32")),
+        layout=choose.choice(LAYOUTS if backward else (*LAYOUTS, *PAGED)),
         mask=choose.choice(("none", "causal")),
         bias=choose.choice(("none", "none", "pre_scale", "post_scale")),
         softmax=choose.choice(("vanilla", "vanilla", "off_by_one", "learnable")),
-        directions=(choose.choice(("fwd", "bwd", "bwd")),),
+        directions=("bwd" if backward else "fwd",),
         **switches,
     )
     known = features.scan()

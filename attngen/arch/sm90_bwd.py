@@ -34,7 +34,8 @@ DQ_OPERANDS = 208  # dQ, S, dP and packed dS of a thread of the dQ kernel
 # Where scores with arithmetic of their own need registers, too; blocks of 96 keys at most, 80 where
 # lengths vary.
 DQ_OPERANDS_SCORES = 200
-DQ_OPERANDS_GATHER = 192  # of consumers with fewer registers
+# Of consumers with fewer registers; beside a mask's bits and scores with arithmetic of their own.
+DQ_OPERANDS_GATHER = {False: 192, True: 176}
 # Random words take the room of some, together with a mask's bits of more.
 DQ_OPERANDS_DROPOUT = {False: 200, True: 176}
 # Heads whose queries and dQ together fill L2 are worked on together, the shortest quarter of the
@@ -266,7 +267,7 @@ def feasible_dq(problem: Problem, row_block: int) -> Iterator[BackwardPlan]:
     if problem.dropout:
         limit = min(limit, DQ_OPERANDS_DROPOUT[problem.attn_mask])
     if problem.gather:
-        limit = min(limit, DQ_OPERANDS_GATHER)
+        limit = min(limit, DQ_OPERANDS_GATHER[problem.attn_mask and not light])
     choices = [
         (n * (1.3 if k > 2 else 1.0) * (1.05 if v > 1 else 1.0), n, k, v)
         for n in range(128 if light else 80 if problem.varlen else 96, 16, -16)
