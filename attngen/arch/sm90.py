@@ -276,7 +276,7 @@ def operand_limit(problem: Problem, choice: Choice) -> int:
     beside = problem.dropout or problem.attn_mask
     if problem.paged:
         beside = beside or not light
-        limit -= 4 * (problem.scores == ("alibi",) and problem.masks == ("window",))
+        limit -= 4 * (problem.scores == ("alibi",) and bool(problem.masks))
     if problem.widens:  # whose product has two parts there
         beside = beside or problem.head_dim_v > 192
     if choice.block == SMALLEST_BLOCK and not choice.q_in_registers and not problem.widens:
