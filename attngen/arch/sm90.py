@@ -37,7 +37,7 @@ REGISTERS_MASK = {2: (40, 232), 3: (48, 152)}  # an arbitrary one, of which load
 # Two consumers beside a producer and a transposer, 512 in all. A transposer whose warps have
 # unequal shares of V's columns (False) spills with 32.
 REGISTERS_8BIT = {True: (32, 224), False: (40, 216)}
-REGISTERS_WIDENED = (40, 216)  # beside a warpgroup that widens K and V, which spills with 32
+REGISTERS_WIDENED = (40, 216)  # the same beside a warpgroup that widens K and V
 # Operands in registers (output, scores, packed weights, queries) that leave room for addresses
 # and row state.
 OPERANDS = {2: 204, 3: 132}
