@@ -142,7 +142,8 @@ def choices(problem: Problem) -> Iterator[Choice]:
         return
     largest = max(problem.head_dim_qk, problem.head_dim_v)
     # A bias, a mask's bits and random words together leave three no room for a block of any size.
-    crowded = problem.bias and problem.attn_mask and problem.dropout
+    lengths = problem.varlen and largest > 80  # whose ends are looked up
+    crowded = problem.bias and problem.attn_mask and (problem.dropout or lengths)
     # Nor do warps that copy rows or widen keys, which need registers of their own.
     alone = not (crowded or problem.gather or problem.widens)
     consumers = 3 if largest <= 96 and alone else 2
