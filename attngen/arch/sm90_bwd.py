@@ -28,8 +28,8 @@ GATHER_REGISTERS = (56, 224)  # where the producer's warps copy rows themselves
 # Of a bias's gradient, where the loader looks lengths up, or bits beside the widest rows.
 BIAS_LENGTH_REGISTERS = (72, 216)
 SMALL_REGISTERS = (56, 224)  # of the fused kernel up to head dim 32
-# Up to head dim 64 beside an arbitrary mask of which no block is skipped, or random words in an
-# order of additions.
+# Up to head dim 64 beside an arbitrary mask of which no block is skipped, or random words with a
+# bias or in an order of additions.
 CROWDED_REGISTERS = (32, 240)
 DQ_OPERANDS = 208  # dQ, S, dP and packed dS of a thread of the dQ kernel
 # Where scores with arithmetic of their own need registers, too; blocks of 96 keys at most, 80 where
@@ -227,17 +227,30 @@ def make_fused(problem: Problem) -> BackwardPlan:
     alone = not (crowded or problem.gather)
     if alone and sum(sizes.values()) + sizes["V"] <= SMEM_BYTES - SMALL_BYTES:
         sizes["Dv"] = sizes["V"]
-    hidden = problem.attn_mask and not problem.skips_hidden
-    needy = hidden or (problem.dropout and problem.deterministic)
     barriers = 18 + (2 + dq_stages) * CONSUMERS
     small = {"Lse": 2 * tile.m * 4, "D": 2 * tile.m * 4, "Barriers": barriers * BARRIER_BYTES}
     return _finish(
         problem, "sm90_bwd", tile, sizes, small, stages, row_block=tile.m,
         dq_split="rows" if rows else "columns", dq_columns=dq_columns, dk_columns=dk_columns,
         dv_columns=dv_columns, deterministic=problem.deterministic,
-        registers=SMALL_REGISTERS if max(dk_columns, dv_columns) <= 32
-        else CROWDED_REGISTERS if rows and needy and not problem.bias else None,
+        registers=_fused_registers(problem, max(dk_columns, dv_columns)),
     )  # fmt: skip
+
+
+def _fused_registers(problem: Problem, columns: int) -> tuple[int, int] | None:
+    """Of a thread of the producer and of a consumer; None for those of the family."""
+    if columns <= 32:
+        return SMALL_REGISTERS
+    if columns > 64:
+        return None
+    if problem.skips_hidden and problem.dropout:
+        # The producer reads what blocks a mask hides; scores need the registers more.
+        return None if problem.scores else SMALL_REGISTERS
+    if problem.bias:
+        return CROWDED_REGISTERS if problem.dropout else None
+    hidden = problem.attn_mask and not problem.skips_hidden
+    needy = hidden or (problem.dropout and problem.deterministic)
+    return CROWDED_REGISTERS if needy else None
 
 
 def feasible_dkv(problem: Problem) -> Iterator[BackwardPlan]:
