@@ -25,7 +25,7 @@ ROWS_PER_CONSUMER = 64
 REGISTERS = {"sm90_bwd": (40, 232), "sm90_bwd_dkv": (56, 224), "sm90_bwd_dq": (24, 240),
              "sm90_bwd_dbias": (40, 232)}  # fmt: skip
 GATHER_REGISTERS = (56, 224)  # where the producer's warps copy rows themselves
-# Of a bias's gradient, where the loader looks lengths up, or bits beside the widest rows.
+# Of a bias's gradient, where the loader looks lengths up or brings the widest rows.
 BIAS_LENGTH_REGISTERS = (72, 216)
 SMALL_REGISTERS = (56, 224)  # of the fused kernel up to head dim 32
 # Up to head dim 64 beside an arbitrary mask of which no block is skipped, or random words with a
@@ -327,7 +327,7 @@ def _make_bias(problem: Problem, row_block: int, n: int, stages: int) -> BiasPla
     smem_bytes = regions[-1].offset + regions[-1].bytes
     if smem_bytes > SMEM_BYTES:
         return None
-    loads_more = problem.varlen or (problem.attn_mask and boxes > 3)
+    loads_more = problem.varlen or boxes > 3
     producer, consumer = BIAS_LENGTH_REGISTERS if loads_more else REGISTERS["sm90_bwd_dbias"]
     return BiasPlan(
         arch=ARCH,
