@@ -27,8 +27,7 @@ REGISTERS = {"sm90_bwd": (40, 232), "sm90_bwd_dkv": (56, 224), "sm90_bwd_dq": (2
 GATHER_REGISTERS = (56, 224)  # where the producer's warps copy rows themselves
 BIAS_LENGTH_REGISTERS = (72, 216)  # of a bias's gradient, where the loader looks lengths up
 SMALL_REGISTERS = (56, 224)  # of the fused kernel up to head dim 32
-# Up to head dim 64 beside an arbitrary mask of which no block is skipped, or random words in an
-# order of additions.
+# Up to head dim 64 beside an arbitrary mask, or random words in an order of additions.
 CROWDED_REGISTERS = (32, 240)
 DQ_OPERANDS = 208  # dQ, S, dP and packed dS of a thread of the dQ kernel
 # Where scores with arithmetic of their own need registers, too; blocks of 96 keys at most, 80 where
@@ -225,8 +224,7 @@ def make_fused(problem: Problem) -> BackwardPlan:
     alone = not (crowded or problem.gather)
     if alone and sum(sizes.values()) + sizes["V"] <= SMEM_BYTES - SMALL_BYTES:
         sizes["Dv"] = sizes["V"]
-    hidden = problem.attn_mask and not problem.skips_hidden
-    needy = hidden or (problem.dropout and problem.deterministic)
+    needy = problem.attn_mask or (problem.dropout and problem.deterministic)
     barriers = 18 + (2 + dq_stages) * CONSUMERS
     small = {"Lse": 2 * tile.m * 4, "D": 2 * tile.m * 4, "Barriers": barriers * BARRIER_BYTES}
     return _finish(
