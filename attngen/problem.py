@@ -47,14 +47,6 @@ class Problem:
     decode: bool = False
 
     @property
-    def skips_hidden(self) -> bool:
-        """Whether a backward's tiles of keys leave out blocks that an arbitrary mask hides: an
-        order of additions counts them all, and beside lengths or a bias, or where loaders copy
-        rows themselves, there are no registers."""
-        crowded = self.varlen or self.bias or self.gather
-        return self.attn_mask and not (self.deterministic or crowded)
-
-    @property
     def bias(self) -> bool:
         """Whether a score reads a bias."""
         return any(name.endswith("_bias") for name in self.scores)

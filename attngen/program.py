@@ -66,7 +66,6 @@ Workspace = Literal[
     "kv_schedule",
     "mask_rows",
     "mask_columns",
-    "mask_cells",
     "o_parts",
     "lse_parts",
 ]

@@ -132,7 +132,7 @@ def render(problem: Problem, plan: Plan, features: Features, root: Path) -> Sour
         workspace=(
             *(("tile_counter",) if plan.schedule.dynamic else ()),
             *(("q_schedule",) if problem.varlen else ()),
-            *_mask_of(problem),
+            *(("mask_rows",) if problem.attn_mask else ()),
         ),
         kv_group_bytes=plan.schedule.kv_group_bytes,
         group_heads=plan.schedule.group_heads,
@@ -241,8 +241,7 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> list[tup
     if problem.widens:
         names += typed("ptr", "descale_k", "descale_v")
     names += [("rng_state", "ptr")] if problem.dropout else []
-    for name in _mask_of(problem):
-        names += mask_names(name)
+    names += mask_names("mask_rows") if problem.attn_mask else []
     names += [("tile_counter", "ptr")] if plan.schedule.dynamic else []
     names += [("q_schedule", "ptr")] if problem.varlen else []
     names += strides_of("o") if direct else []
@@ -267,18 +266,9 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> list[tup
     return [*names, *operands_of(uses)]
 
 
-def _mask_of(problem: Problem) -> tuple[Workspace, ...]:
-    """What a forward reads of an arbitrary mask. Where loaders copy rows themselves, they leave out
-    no block."""
-    if not problem.attn_mask:
-        return ()
-    return ("mask_rows",) if problem.gather else ("mask_rows", "mask_cells")
-
-
 def mask_names(name: str) -> list[tuple[str, str]]:
     """Names and types of the parameters that say where a packed mask lies."""
-    axes = ("batch", "head", "row", *(("column",) if name == "mask_cells" else ()))
-    strides = [(f"{name}_stride_{axis}", "i64") for axis in axes]
+    strides = [(f"{name}_stride_{axis}", "i64") for axis in ("batch", "head", "row")]
     return [(name, "ptr"), *strides]
 
 

@@ -113,8 +113,7 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
         workspace += ("q_schedule",) if of_queries else ("kv_schedule",)
     mask: tuple[Workspace, ...] = ()
     if problem.attn_mask:
-        cells: tuple[Workspace, ...] = ("mask_cells",) if problem.skips_hidden else ()
-        mask = ("mask_rows",) if of_queries else ("mask_columns", *cells)
+        mask = ("mask_rows",) if of_queries else ("mask_columns",)
     names = _tensor_names(problem, plan)
     names += typed("ptr", *workspace)
     names += [("rng_state", "ptr")] if problem.dropout else []

@@ -21,7 +21,6 @@ def render(problem: Problem, plan: MaskPlan, root: Path) -> Source:
     """
     packed: tuple[Workspace, ...] = ("mask_rows",) if plan.rows else ()
     packed += ("mask_columns",) if plan.columns else ()
-    packed += ("mask_cells",)
     names = typed("ptr", "attn_mask")
     names += typed("i64", *(f"attn_mask_stride_{axis}" for axis in AXES))
     for name in packed:

@@ -136,7 +136,6 @@ def workspace_bytes(
         "lse_parts": 4 * rows if splits > 1 else 0,
         "q_schedule": schedule,
         "kv_schedule": schedule,
-        "mask_cells": int(given.get("mask_cells_bytes", 0)),
         **{f"mask_{axis}": 4 * int(given.get(f"mask_{axis}_words", 0)) for axis in MASK_AXES},
     }
     return {name: known[name] for name in kernel.workspace}

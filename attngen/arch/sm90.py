@@ -16,7 +16,6 @@ from .base import Pipeline, Plan, Schedule, SoftmaxOrder, Tile, lay_out, score_t
 ARCH = "sm_90a"
 SMEM_BYTES = 232_448  # 227 KB a CTA may use
 JOB_BYTES = 24  # struct Job of the forward
-SHOWN_BYTES = 8  # struct Shown: of what a stage's keys are, beside an arbitrary mask
 BARRIER_BYTES = 8
 # Tensor cores cut 8-bit products to the bits of the running sum. Up to so many columns of V each
 # block's sum joins a total in registers (measured at 64: 541 and 534 TFLOP/s, full and causal, a
@@ -33,7 +32,6 @@ ROWS_PER_CONSUMER = 64
 REGISTERS = {2: (40, 232), 3: (32, 160)}
 # Where the producer's warps copy rows themselves, beside two consumers.
 GATHER_REGISTERS = (56, 224)
-REGISTERS_MASK = {2: (40, 232), 3: (48, 152)}  # an arbitrary one, of which loaders skip blocks
 # Two consumers beside a producer and a transposer, 512 in all. A transposer whose warps have
 # unequal shares of V's columns (False) spills with 32.
 REGISTERS_8BIT = {True: (32, 224), False: (40, 216)}
@@ -294,9 +292,7 @@ def role_registers(problem: Problem, choice: Choice) -> tuple[int, int]:
         return REGISTERS_8BIT[problem.head_dim_v % 64 == 0]
     if problem.widens:
         return REGISTERS_WIDENED
-    if problem.gather:
-        return GATHER_REGISTERS
-    return (REGISTERS_MASK if problem.attn_mask else REGISTERS)[choice.consumers]
+    return GATHER_REGISTERS if problem.gather else REGISTERS[choice.consumers]
 
 
 def stores_directly(problem: Problem) -> bool:
@@ -316,8 +312,6 @@ def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
     raw_stages = choice.raw_stages * (2 if problem.widens else 1)
     barriers = 2 * (choice.consumers + choice.k_stages + choice.v_stages + raw_stages + 1)
     barriers += problem.paged  # V's last block, which is cleared behind the sequence's end
-    skips = problem.attn_mask and not problem.gather
-    shown = SHOWN_BYTES * choice.k_stages * skips
     stage_v = tile.n * row_bytes_v
     if problem.eight_bit:  # transposed: a row a column of V, 128 keys a box
         stage_v = problem.head_dim_v * 128 * -(-tile.n // 128)
@@ -330,7 +324,7 @@ def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
         **({"O": tile.m * row_bytes_o} if staged else {}),
         **({"Bias": tile.m // 16 * score_tile_bytes(16, tile.n)} if problem.bias else {}),
         "Barriers": BARRIER_BYTES * barriers,
-        "Job": JOB_BYTES + shown,
+        "Job": JOB_BYTES,
     }
 
 

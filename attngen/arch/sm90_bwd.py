@@ -28,8 +28,8 @@ GATHER_REGISTERS = (56, 224)  # where the producer's warps copy rows themselves
 # Of a bias's gradient, where the loader looks lengths up or brings the widest rows.
 BIAS_LENGTH_REGISTERS = (72, 216)
 SMALL_REGISTERS = (56, 224)  # of the fused kernel up to head dim 32
-# Up to head dim 64 beside an arbitrary mask of which no block is skipped, or random words with a
-# bias or in an order of additions.
+# Up to head dim 64 beside an arbitrary mask, or random words with a bias or in an order of
+# additions.
 CROWDED_REGISTERS = (32, 240)
 DQ_OPERANDS = 208  # dQ, S, dP and packed dS of a thread of the dQ kernel
 # Where scores with arithmetic of their own need registers, too; blocks of 96 keys at most, 80 where
@@ -243,13 +243,9 @@ def _fused_registers(problem: Problem, columns: int) -> tuple[int, int] | None:
         return SMALL_REGISTERS
     if columns > 64:
         return None
-    if problem.skips_hidden and problem.dropout:
-        # The producer reads what blocks a mask hides; scores need the registers more.
-        return None if problem.scores else SMALL_REGISTERS
     if problem.bias:
         return CROWDED_REGISTERS if problem.dropout else None
-    hidden = problem.attn_mask and not problem.skips_hidden
-    needy = hidden or (problem.dropout and problem.deterministic)
+    needy = problem.attn_mask or (problem.dropout and problem.deterministic)
     return CROWDED_REGISTERS if needy else None
 
 

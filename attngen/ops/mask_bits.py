@@ -7,7 +7,6 @@ from torch import Tensor
 WORD = 32
 # Tiles of up to 128 columns begin inside a row, and may end beyond it.
 SPARE_WORDS = 4
-CELL = 64  # queries and keys of a cell
 
 
 def words_of(length: int) -> int:
@@ -22,8 +21,7 @@ def numbers_of(mask: Tensor, s_q: int, s_kv: int) -> dict[str, int]:
     `attn_mask_*`: how many sequences and heads it tells apart, the queries and keys that it stands
     for, and its strides. `mask_rows_*`: the strides, in words, of its bits with a row a query
     [b or 1, h or 1, s_q or 1, words], and their number of words; `mask_columns_*`: with a row a
-    key. `mask_cells_*`: strides of the bytes, one a cell, and their number. A stride is 0 where the
-    mask is broadcast.
+    key. A stride is 0 where the mask is broadcast.
     """
     missing = 4 - mask.ndim
     shape = (*(1,) * missing, *mask.shape)
@@ -44,7 +42,6 @@ def numbers_of(mask: Tensor, s_q: int, s_kv: int) -> dict[str, int]:
         "attn_mask_keys": keys,
         **_packed("mask_rows", (batches, heads, rows), words_of(keys)),
         **_packed("mask_columns", (batches, heads, columns), words_of(queries)),
-        **_cells((batches, heads, -(-rows // CELL), columns), -(-keys // CELL)),
     }
 
 
@@ -56,15 +53,3 @@ def _packed(name: str, sizes: tuple[int, int, int], words: int) -> dict[str, int
         for axis, (size, step) in steps.items()
     }
     return {**strides, f"{name}_words": batch * heads * rows * words}
-
-
-def _cells(sizes: tuple[int, int, int, int], columns: int) -> dict[str, int]:
-    """Rows of cells are padded to whole words of eight."""
-    batches, heads, rows, shown = sizes
-    row = -(-columns // 8) * 8
-    steps = {"batch": heads * rows * row, "head": rows * row, "row": row, "column": 1}
-    strides = {
-        f"mask_cells_stride_{axis}": step if size > 1 else 0
-        for size, (axis, step) in zip(sizes, steps.items(), strict=True)
-    }
-    return {**strides, "mask_cells_bytes": batches * heads * rows * row}

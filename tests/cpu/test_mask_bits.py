@@ -16,10 +16,6 @@ SOURCE = """
 #include "attngen/mask_bits.cuh"
 using namespace attngen;
 extern "C" u32 four(u32 bytes) { return bits_of_bytes(bytes); }
-extern "C" u32 kind(const unsigned char* cells, int stride_row, int stride_column, int row,
-                    int row_end, int column, int column_end) {
-  return MaskCells{cells, stride_row, stride_column}.kind(row, row_end, column, column_end);
-}
 // What a warp sees of 16 rows and kN columns; rows: words of the packed mask, `pitch` apart.
 template <int kN>
 void fragment(const u32* rows, int pitch, int column, char* seen) {
@@ -38,11 +34,6 @@ void fragment(const u32* rows, int pitch, int column, char* seen) {
 ENTRIES = "".join(
     f'extern "C" void fragment_{n}(const u32* rows, int pitch, int column, char* seen) '
     f"{{ fragment<{n}>(rows, pitch, column, seen); }}\n"
-    for n in WIDTHS
-) + "".join(
-    f'extern "C" int before_{n}(const unsigned char* cells, int stride_row, int stride_column, '
-    "int row, int row_end, int block, int begin) { return MaskCells{cells, stride_row, "
-    f"stride_column}}.block_before<{n}>(row, row_end, block, begin); }}\n"
     for n in WIDTHS
 )
 
@@ -123,49 +114,3 @@ def test_fragment_sees_what_the_mask_shows_and_stays_in_its_row(n: int, library)
             part = mask[:, column : column + n].numpy()
             expected[:, : part.shape[1]] = part
             assert (seen == expected).all()
-
-
-def cells_of(mask: torch.Tensor) -> tuple[np.ndarray, list[int]]:
-    """The cells of a mask [rows, columns], as the kernel that packs it lays them out, and their
-    strides."""
-    numbers = numbers_of(mask, *mask.shape)
-    strides = [numbers[f"mask_cells_stride_{axis}"] for axis in ("row", "column")]
-    cells = np.full(numbers["mask_cells_bytes"], 0xFF, np.uint8)
-    for i in range(0, mask.shape[0], 64):
-        for j in range(0, mask.shape[1], 64):
-            cell = mask[i : i + 64, j : j + 64]
-            place = i // 64 * strides[0] + j // 64 * strides[1]
-            cells[place] = int(cell.any()) + 2 * int(cell.all())
-    return cells, strides
-
-
-def sparse_mask(s_q: int, s_kv: int, share: float) -> torch.Tensor:
-    """Blocks that are shown, hidden and neither."""
-    generator = torch.Generator().manual_seed(s_q + s_kv)
-    blocks = torch.rand(s_q // 40 + 1, s_kv // 40 + 1, generator=generator) < share
-    mask = blocks.repeat_interleave(40, 0).repeat_interleave(40, 1)[:s_q, :s_kv]
-    return mask.contiguous()
-
-
-@pytest.mark.parametrize("n", WIDTHS)
-@pytest.mark.parametrize("share", [0.0, 0.03, 0.3, 1.0])
-@pytest.mark.parametrize(("s_q", "s_kv"), [(300, 1000), (128, 129), (1, 700)])
-def test_cells_lead_from_one_shown_block_to_the_one_before(n, share, s_q, s_kv, library) -> None:
-    mask = sparse_mask(s_q, s_kv, share)
-    for shown in (mask, mask[:1].expand(s_q, s_kv), mask[:, :1].expand(s_q, s_kv)):
-        cells, strides = cells_of(shown)
-        address = cells.ctypes.data_as(ctypes.c_void_p)
-        for row in range(0, s_q, 128):
-            rows = row, min(row + 128, s_q)
-            blocks = range(-(-s_kv // n))
-            ends = [(b * n, min(b * n + n, s_kv)) for b in blocks]
-            kinds = [library.kind(address, *strides, *rows, *keys) for keys in ends]
-            for b in blocks:
-                tile = shown[row : row + 128, b * n : b * n + n]
-                assert kinds[b] & 1 or not tile.any()
-                assert tile.all() or not kinds[b] & 2
-            for begin in (0, len(blocks) // 2):
-                for block in range(begin + 1, len(blocks)):
-                    before = [b for b in range(begin, block) if kinds[b] & 1]
-                    found = getattr(library, f"before_{n}")(address, *strides, *rows, block, begin)
-                    assert found == max(before, default=begin - 1)

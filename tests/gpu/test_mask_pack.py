@@ -39,8 +39,6 @@ def masks(s_q: int, s_kv: int):
         for rows, columns in ((s_q, s_kv), (1, s_kv), (s_q, 1), (1, 1)):
             yield random(b, h, rows, columns)
     yield random(s_q, s_kv)
-    blocks = random(BATCH, HEADS, s_q // 64 + 1, s_kv // 64 + 1)  # whole cells
-    yield blocks.repeat_interleave(64, 2).repeat_interleave(64, 3)[:, :, :s_q, :s_kv].contiguous()
     yield random(1, 1, s_q, s_kv).expand(BATCH, HEADS, s_q, s_kv)
     yield random(HEADS, BATCH, s_kv, s_q).permute(1, 0, 3, 2)
     yield random(BATCH, HEADS, s_q, s_kv + 48)[..., 16:-32]
@@ -72,7 +70,6 @@ def test_bits_are_the_mask_s_and_zero_behind_its_end(reader, lengths):
         addresses["attn_mask"] = mask.data_ptr()
         prepared = launch.prepare(loaded, {"q": q, "k": k, "v": k}, Scalars(1.0, numbers=numbers))
         launch.launch(prepared, addresses, torch.cuda.current_stream().cuda_stream)
-        check_cells(packed.pop("mask_cells"), mask, numbers, lengths)
         for name, bits in packed.items():
             turned = name == "mask_columns"
             expected = (mask.view(torch.uint8) != 0).expand(BATCH, HEADS, s_q, s_kv)
@@ -82,19 +79,6 @@ def test_bits_are_the_mask_s_and_zero_behind_its_end(reader, lengths):
             shown = found.as_strided(expected.shape, (*strides, 1))
             assert torch.equal(shown, expected), f"{name} of {list(mask.shape)} {mask.stride()}"
             assert int(found.sum()) == ones(expected, strides)
-
-
-def check_cells(found: torch.Tensor, mask: torch.Tensor, numbers: dict, lengths) -> None:
-    """1 where some of a cell takes part, 2 more where all does."""
-    shown = (mask.view(torch.uint8) != 0).expand(BATCH, HEADS, *lengths)
-    sizes = [-(-length // 64) for length in lengths]
-    strides = [numbers[f"mask_cells_stride_{axis}"] for axis in ("batch", "head", "row", "column")]
-    cells = found.as_strided((BATCH, HEADS, *sizes), strides)
-    for i in range(sizes[0]):
-        for j in range(sizes[1]):
-            cell = shown[:, :, 64 * i : 64 * i + 64, 64 * j : 64 * j + 64].flatten(2)
-            kind = cell.any(2).int() + 2 * cell.all(2)
-            assert torch.equal(cells[:, :, i, j].int(), kind), f"{list(mask.shape)}, cell {i}, {j}"
 
 
 def unpacked(bits: torch.Tensor) -> torch.Tensor:

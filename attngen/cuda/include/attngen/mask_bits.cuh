@@ -7,14 +7,6 @@
 
 namespace attngen {
 
-ATTNGEN_HD int leading_zeros(u64 x) {
-#if defined(__CUDA_ARCH__)
-  return __clzll(static_cast<long long>(x));
-#else
-  return __builtin_clzll(x);
-#endif
-}
-
 // A bit for each of four bytes: whether it is not 0, since PyTorch takes any such one for True.
 ATTNGEN_HD u32 bits_of_bytes(u32 bytes) {
   const u32 ones = (((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu) | bytes) >> 7 & 0x01010101u;
@@ -38,56 +30,6 @@ ATTNGEN_DEVICE u32 transpose_bits(u32 word, int lane) {
   return mine;
 }
 #endif
-
-// What an arbitrary mask shows of one head of one sequence, a byte a cell of 64 queries and as many
-// keys. A stride is 0 where the mask is broadcast.
-struct MaskCells {
-  static constexpr int kSize = 64;
-  static constexpr u32 kSome = 1;  // take part
-  static constexpr u32 kAll = 2;   // that there are
-
-  const unsigned char* first;
-  int stride_row;
-  int stride_column;
-
-  // Of queries [row, row_end) and keys [column, column_end), neither empty: kSome unless no cell
-  // that they meet shows anything, kAll where each shows all.
-  ATTNGEN_HD u32 kind(int row, int row_end, int column, int column_end) const {
-    u32 some = 0;
-    u32 all = kAll;
-    for (int i = row / kSize; i * kSize < row_end; ++i) {
-      for (int j = column / kSize; j * kSize < column_end; ++j) {
-        const u32 cell = first[static_cast<u32>(i * stride_row + j * stride_column)];
-        some |= cell & kSome;
-        all &= cell;
-      }
-    }
-    return some | all;
-  }
-  // The last column of cells up to `column` in which queries [row, row_end) see something; -1 where
-  // there is none.
-  ATTNGEN_HD int last_shown(int row, int row_end, int column) const {
-    if (stride_column == 0) return (kind(row, row_end, 0, 1) & kSome) != 0 ? column : -1;
-    for (; column >= 0; column = (column & ~7) - 1) {
-      u64 eight = 0;
-      for (int i = row / kSize; i * kSize < row_end; ++i) {
-        eight |=
-            *reinterpret_cast<const u64*>(first + static_cast<u32>(i * stride_row + (column & ~7)));
-      }
-      eight = (eight & 0x0101010101010101ull * kSome) << (8 * (7 - column % 8));
-      if (eight != 0) return column - leading_zeros(eight) / 8;
-    }
-    return -1;
-  }
-  // The last block of kN keys before `block`, not before `begin`, in which they may; begin - 1
-  // where there is none.
-  template <int kN>
-  ATTNGEN_HD int block_before(int row, int row_end, int block, int begin) const {
-    const int cell = last_shown(row, row_end, (block * kN - 1) / kSize);
-    const int last = min_of((cell * kSize + kSize - 1) / kN, block - 1);
-    return cell < 0 ? begin - 1 : max_of(last, begin - 1);
-  }
-};
 
 // Bits of a fragment of kN columns. Rows of words reach at least kN columns beyond the last.
 template <int kN>

@@ -64,17 +64,6 @@ ATTNGEN_DEVICE void load_shared_x4(u32* x, u32 address) {
                : "r"(address)
                : "memory");
 }
-ATTNGEN_DEVICE void store_shared_pair(u32 address, u32 x, u32 y) {
-  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y) : "memory");
-}
-ATTNGEN_DEVICE uint2 load_shared_words(u32 address) {
-  uint2 x;
-  asm volatile("ld.volatile.shared.v2.b32 {%0, %1}, [%2];"
-               : "=r"(x.x), "=r"(x.y)
-               : "r"(address)
-               : "memory");
-  return x;
-}
 ATTNGEN_DEVICE float2 load_shared_pair(u32 address) {
   float2 x;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
