@@ -28,9 +28,6 @@ GATHER_REGISTERS = (56, 224)  # where the producer's warps copy rows themselves
 # Of a bias's gradient, where the loader looks lengths up or brings the widest rows.
 BIAS_LENGTH_REGISTERS = (72, 216)
 SMALL_REGISTERS = (56, 224)  # of the fused kernel up to head dim 32
-# Up to head dim 64 beside an arbitrary mask, or random words with a bias or in an order of
-# additions.
-CROWDED_REGISTERS = (32, 240)
 DQ_OPERANDS = 208  # dQ, S, dP and packed dS of a thread of the dQ kernel
 # Where scores with arithmetic of their own need registers, too; blocks of 96 keys at most, 80 where
 # lengths vary.
@@ -187,6 +184,11 @@ def fuses(problem: Problem) -> bool:
     crowded = problem.deterministic or problem.dropout or problem.attn_mask
     if problem.gather and (max(d, d_v) <= 64 or crowded):
         return False
+    # From 33 to 64, or with unlike sizes, these spill where consumers have 232 registers; beside 240
+    # the producer spills in the 24 that are left.
+    needy = problem.attn_mask or (problem.dropout and (problem.deterministic or problem.bias))
+    if max(d, d_v) <= 64 and (d > 32 or d != d_v) and needy:
+        return False
     if problem.bias:  # whose addresses leave no room for much else
         more = (len(problem.scores) > 1) + problem.attn_mask + problem.varlen
         if max(d, d_v) <= 64:
@@ -233,20 +235,8 @@ def make_fused(problem: Problem) -> BackwardPlan:
         problem, "sm90_bwd", tile, sizes, small, stages, row_block=tile.m,
         dq_split="rows" if rows else "columns", dq_columns=dq_columns, dk_columns=dk_columns,
         dv_columns=dv_columns, deterministic=problem.deterministic,
-        registers=_fused_registers(problem, max(dk_columns, dv_columns)),
+        registers=SMALL_REGISTERS if max(dk_columns, dv_columns) <= 32 else None,
     )  # fmt: skip
-
-
-def _fused_registers(problem: Problem, columns: int) -> tuple[int, int] | None:
-    """Of a thread of the producer and of a consumer; None for those of the family."""
-    if columns <= 32:
-        return SMALL_REGISTERS
-    if columns > 64:
-        return None
-    if problem.bias:
-        return CROWDED_REGISTERS if problem.dropout else None
-    needy = problem.attn_mask or (problem.dropout and problem.deterministic)
-    return CROWDED_REGISTERS if needy else None
 
 
 def feasible_dkv(problem: Problem) -> Iterator[BackwardPlan]:

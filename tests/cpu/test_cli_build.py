@@ -22,7 +22,7 @@ from attngen.tracing import Trace
 from tests.cpu.cache_kit import ARCH, PROBLEM, ROOT
 from tests.cpu.cli_kit import CURATED, GEMMA, LLAMA, run
 
-REFUSED = '[[kernel]]\nname = "odd"\nhead_dim = 13\n'
+REFUSED = '[[kernel]]\nname = "odd"\nhead_dim = 260\n'
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -70,7 +70,7 @@ def test_build_one_refused_writes_no_bundle_and_lists_it_last(tmp_path: Path) ->
     (tmp_path / "odd.toml").write_text(REFUSED)
     result = run("bundle", "build", GEMMA, tmp_path / "odd.toml", "-o", tmp_path / "x")
     assert result.exit_code == 1
-    assert "1 failed" in result.stdout and "head_dim 13" in result.stderr
+    assert "1 failed" in result.stdout and "head_dim 260" in result.stderr
     assert not (tmp_path / "x").exists()
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from attngen import features, resolve
 from attngen.plan import plans
 from tools import sweep
+
+SM_REGISTERS = 65536
 
 
 def test_sample_is_of_legal_problems_and_the_same_each_time() -> None:
@@ -24,6 +28,23 @@ def test_sample_is_of_legal_problems_and_the_same_each_time() -> None:
 def test_every_legal_problem_has_plans() -> None:
     for problem in sweep.sample(600, seed=2):
         assert plans(problem, "sm_90a")
+
+
+def test_warpgroups_share_no_more_registers_than_a_launch_has() -> None:
+    """One that asks for more waits for ever for those of others."""
+    families = set()
+    chosen: Iterator[Any] = (x for y in sweep.sample(600, seed=4) for x in plans(y, "sm_90a"))
+    for plan in chosen:
+        roles = getattr(plan, "pipeline", plan)
+        kept = getattr(roles, "producer_registers", getattr(roles, "loader_registers", 0))
+        if not kept:
+            continue
+        families.add(plan.family)
+        warpgroups = plan.threads // 128
+        launched = SM_REGISTERS // plan.threads // 8 * 8
+        taken = roles.consumers * roles.consumer_registers
+        assert kept * (warpgroups - roles.consumers) + taken <= launched * warpgroups, plan
+    assert families >= {"sm90_fwd", "sm90_bwd", "sm90_bwd_dkv", "sm90_bwd_dq", "sm90_bwd_dbias"}
 
 
 def test_drawn_spec_is_legal_as_it_is() -> None:

@@ -133,12 +133,11 @@ def test_memory_elements_past_two_to_the_32_are_reached(axis, mask):
     oracle.check_call(*views, mask=mask)
 
 
-@pytest.mark.usefixtures("nothing_launched")
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize(
     "fault", ["last axis", "row of 8 bytes", "head of 8 bytes", "base 2 bytes", "base 8 bytes"]
 )
-def test_memory_what_the_copy_engine_cannot_read_is_refused(name, fault):
+def test_memory_what_the_copy_engine_cannot_read_is_right(name, fault):
     tensors = dict(zip("qkv", oracle.operands(2, 2, 2, 70, 70, 64), strict=True))
     shape = tensors[name].shape
     flat = oracle.randn(2 * 70 * 2 * 64 * 3)
@@ -149,8 +148,7 @@ def test_memory_what_the_copy_engine_cannot_read_is_refused(name, fault):
     }.get(fault, (70 * 128, 128, 64, 1))
     offset = {"base 2 bytes": 1, "base 8 bytes": 4}.get(fault, 0)
     tensors[name] = flat.as_strided(shape, strides, offset)
-    with pytest.raises(attngen.SpecError, match=rf"(?s){name}.*(16 bytes|stride)"):
-        attngen.attention(*tensors.values(), mask="causal", backend="cuda")
+    oracle.check_call(*tensors.values(), mask="causal")
 
 
 @pytest.mark.parametrize("mask", ["none", "causal"])

@@ -50,15 +50,12 @@ OPERANDS = {
     "q batch": (lambda: {"q": make(3, 9, 4, 64)}, "batch"),
     "kv batch": (lambda: {"k": make(1, 7, 2, 64), "v": make(1, 7, 2, 64)}, "batch"),
     "k head dim": (lambda: {"k": make(2, 7, 2, 72)}, "head dim"),
-    **{
-        f"head dim {d}": (lambda d=d: {"q": make(2, 9, 4, d), "k": make(2, 7, 2, d)}, "head_dim")
-        for d in (4, 12, 580)
-    },
+    "head dim": (lambda: {"q": make(2, 9, 4, 580), "k": make(2, 7, 2, 580)}, "head_dim"),
     "head dim of a prompt": (
         lambda: {"q": make(2, 99, 4, 264), "k": make(2, 7, 2, 264)},
         "head_dim",
     ),
-    **{f"v head dim {d}": (lambda d=d: {"v": make(2, 7, 2, d)}, "head_dim_v") for d in (12, 264)},
+    "v head dim": (lambda: {"v": make(2, 7, 2, 264)}, "head_dim_v"),
 }
 
 # Keyword arguments, and a word of the message.
@@ -136,11 +133,10 @@ def test_refusals_operation_called_directly_refuses_too(layout, mask):
         torch.ops.attngen.forward(*tensors, layout=layout, mask=mask)
 
 
-@pytest.mark.parametrize("d", [12, 580])
-def test_refusals_auto_takes_the_reference_and_logs_why(d, caplog):
-    q, k, v = oracle.operands(1, 2, 2, 9, 9, d)
+def test_refusals_auto_takes_the_reference_and_logs_why(caplog):
+    q, k, v = oracle.operands(1, 2, 2, 9, 9, 580)
     with caplog.at_level("WARNING", logger="attngen"):
         out = attngen.attention(q, k, v, mask="causal", backend="auto")
     expected = attngen.attention(q, k, v, mask="causal", backend="reference")
     assert torch.equal(out, expected)
-    assert f"head_dim {d}" in caplog.text
+    assert "head_dim 580" in caplog.text
