@@ -184,8 +184,8 @@ def fuses(problem: Problem) -> bool:
     crowded = problem.deterministic or problem.dropout or problem.attn_mask
     if problem.gather and (max(d, d_v) <= 64 or crowded):
         return False
-    # From 33 to 64, or with unlike sizes, these spill where consumers have 232 registers; beside 240
-    # the producer spills in the 24 that are left.
+    # From 33 to 64, or with unlike sizes, these spill where consumers have 232 registers; beside
+    # 240 the producer spills in the 24 that are left.
     needy = problem.attn_mask or (problem.dropout and (problem.deterministic or problem.bias))
     if max(d, d_v) <= 64 and (d > 32 or d != d_v) and needy:
         return False
