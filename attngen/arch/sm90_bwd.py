@@ -197,8 +197,7 @@ def fuses(problem: Problem) -> bool:
         light = all(name in LIGHT_SCORES or name.endswith("_bias") for name in problem.scores)
         return d > 64 and max(d, d_v) <= 128 and light and more <= 1 and not problem.dropout
     if max(d, d_v) <= 64:
-        # Bits of a mask spill beside accumulators of unlike sizes.
-        return light and not (problem.attn_mask and d != d_v)
+        return light
     return (
         d > 64
         and max(d, d_v) <= 128
