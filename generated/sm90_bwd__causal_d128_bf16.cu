@@ -1,4 +1,4 @@
-// sm90_bwd__causal_d128_bf16__ec243d
+// sm90_bwd__causal_d128_bf16__a5b5c1
 // Rendered by attngen from kernels/sm90_bwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -48,7 +48,6 @@ constexpr u32 kSmemJob = 230592;
 constexpr int kQStages = 2;
 constexpr int kDoStages = 2;
 constexpr int kDsStages = 2;
-constexpr int kDqStages = 1;
 constexpr u32 kRowBytes = kTileM * 4;  // one float a query
 // What a warpgroup holds of dQ: 64 rows, a share of the columns.
 constexpr int kDqColumns = 64;
@@ -64,7 +63,7 @@ constexpr u32 kDoFull = kQEmpty + 8 * kQStages;
 constexpr u32 kDoEmpty = kDoFull + 8 * kDoStages;
 constexpr u32 kDqFull = kDoEmpty + 8 * kDoStages;
 constexpr u32 kDqEmpty = kDqFull + 8 * 2 * kConsumers;
-constexpr u32 kDsFull = kDqEmpty + 8 * kDqStages * kConsumers;
+constexpr u32 kDsFull = kDqEmpty + 8 * kConsumers;
 constexpr u32 kDsEmpty = kDsFull + 8 * kDsStages;
 constexpr u32 kJobFull = kDsEmpty + 8 * kDsStages;
 constexpr u32 kJobEmpty = kJobFull + 8;
@@ -357,17 +356,16 @@ struct Reducer {
   ATTNGEN_DEVICE void add(const Job& job, int head, int block, u32 parity) const {
     const long long at = workspace_block(p, job.batch, head, block);
     float* target = static_cast<float*>(p.dq_acc) + at * (kConsumers * kDqBytes / 4);
-    const u32 buffer = turn % kDqStages * kConsumers;
 #pragma unroll
     for (u32 part = 0; part < kConsumers; ++part) {
       mbarrier_wait(smem + kDqFull + (turn * kConsumers + part) * 8, parity);
-      bulk_add(target + part * (kDqBytes / 4), smem + kSmemDq + (buffer + part) * kDqBytes, kDqBytes);
+      bulk_add(target + part * (kDqBytes / 4), smem + kSmemDq + part * kDqBytes, kDqBytes);
       tma_store_commit();
     }
     tma_store_wait_read<1>();
-    mbarrier_arrive(smem + kDqEmpty + buffer * 8);
+    mbarrier_arrive(smem + kDqEmpty);
     tma_store_wait_read<0>();
-    mbarrier_arrive(smem + kDqEmpty + buffer * 8 + 8);
+    mbarrier_arrive(smem + kDqEmpty + 8);
   }
 
   ATTNGEN_DEVICE void run() const {
@@ -393,7 +391,7 @@ struct Consumer {
   RingPosition<kDoStages> do_ring;
   RingPosition<kDsStages> ds_ring;
   RingPosition<kDsStages> ds_read;
-  RingPosition<2> dq_turn;  // which reducer's; with two buffers, which buffer, too
+  u32 dq_turn = 0;  // which reducer's
 
   using Scores = float[kTileM / 2];
   using Dq = float[kDqColumns / 2];
@@ -449,15 +447,14 @@ struct Consumer {
   }
 
   ATTNGEN_DEVICE void hand_over_dq(const Dq& dq) {
-    const u32 buffer = dq_turn.stage % kDqStages * kConsumers + warpgroup;
-    mbarrier_wait(smem + kDqEmpty + buffer * 8, (kDqStages > 1 ? dq_turn.parity : dq_turn.stage) ^ 1);
-    const u32 part = smem + kSmemDq + buffer * kDqBytes + (warp * 32 + lane) * 16;
+    mbarrier_wait(smem + kDqEmpty + warpgroup * 8, dq_turn ^ 1);
+    const u32 part = smem + kSmemDq + warpgroup * kDqBytes + (warp * 32 + lane) * 16;
 #pragma unroll
     for (int i = 0; i < kDqColumns / 2; i += 4) store_shared_x4(part + i * 512, dq + i);
     fence_async_shared();
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(smem + kDqFull + (dq_turn.stage * kConsumers + warpgroup) * 8);
-    dq_turn.advance();
+    if (lane == 0) mbarrier_arrive(smem + kDqFull + (dq_turn * kConsumers + warpgroup) * 8);
+    dq_turn ^= 1;
   }
 
   // The products of one warpgroup run under the other's arithmetic: each takes its turn.
@@ -612,7 +609,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_bwd__causal_d128_bf16__ec243d(const __grid_constant__ attngen::Params p) {
+sm90_bwd__causal_d128_bf16__a5b5c1(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);
@@ -640,8 +637,8 @@ sm90_bwd__causal_d128_bf16__ec243d(const __grid_constant__ attngen::Params p) {
     for (int i = 0; i < kConsumers; ++i) {
       mbarrier_init(smem + kDqFull + i * 8, 4);
       mbarrier_init(smem + kDqFull + (kConsumers + i) * 8, 4);
+      mbarrier_init(smem + kDqEmpty + i * 8, 1);
     }
-    for (int i = 0; i < kDqStages * kConsumers; ++i) mbarrier_init(smem + kDqEmpty + i * 8, 1);
     for (int i = 0; i < kDsStages; ++i) {
       mbarrier_init(smem + kDsFull + i * 8, kConsumers * 4);
       mbarrier_init(smem + kDsEmpty + i * 8, kConsumers * 4);

@@ -56,8 +56,7 @@ class BackwardPlan:
     """One persistent kernel of a backward.
 
     `q_stages`, `do_stages`: buffers for blocks of queries and output gradients; in the dQ kernel
-    for blocks of keys and values. `ds_stages`, `dq_stages`: buffers for dS and, of the
-    fused kernel, for dQ on its way to memory. `dq_split`: consumers divide dQ's
+    for blocks of keys and values. `ds_stages`: buffers for dS. `dq_split`: consumers divide dQ's
     rows or its columns, `dq_columns` each; `dk_columns` and `dv_columns` of their accumulators are
     whole steps of 16, of which the copy engine stores the head dim's. `row_block`: queries a block
     of the workspaces. `deterministic`: tiles add to dQ in the order in which they are drawn, for
@@ -71,7 +70,6 @@ class BackwardPlan:
     q_stages: int
     do_stages: int
     ds_stages: int
-    dq_stages: int
     producer_registers: int
     consumer_registers: int
     dq_split: DqSplit
@@ -214,22 +212,18 @@ def make_fused(problem: Problem) -> BackwardPlan:
     # Small accumulators of unlike sizes spill: equal ones, clipped by the copy engine, do not.
     dk_columns, dv_columns = (64, 64) if rows and d != d_v else (d, d_v)
     dq_columns = d if rows else 64
-    # A tile that waits for its turn to add dQ works on meanwhile, where registers allow, and room.
-    crowded = problem.dropout or problem.attn_mask or problem.bias
-    dq_stages = 2 if problem.deterministic and not crowded else 1
-    stages = {"q_stages": 2, "do_stages": 2, "ds_stages": 2, "dq_stages": dq_stages}
+    stages = {"q_stages": 2, "do_stages": 2, "ds_stages": 2}
     sizes = {
         **_operand_bytes(problem, tile, 2, 2),
         "Ds": 2 * tile.m * CONSUMERS * 128,
-        "Dq": dq_stages * CONSUMERS * ROWS_PER_CONSUMER * dq_columns * 4,
+        "Dq": CONSUMERS * ROWS_PER_CONSUMER * dq_columns * 4,
         **({"Bias": 4 * CONSUMERS * score_tile_bytes(tile.m, 16)} if problem.bias else {}),
     }
     # With a place of its own for dV the next tile's values come while this one's end is worked on.
-    alone = not (crowded or problem.gather)
-    if alone and sum(sizes.values()) + sizes["V"] <= SMEM_BYTES - SMALL_BYTES:
+    crowded = problem.dropout or problem.attn_mask or problem.bias or problem.gather
+    if not crowded and sum(sizes.values()) + sizes["V"] <= SMEM_BYTES - SMALL_BYTES:
         sizes["Dv"] = sizes["V"]
-    barriers = 18 + (2 + dq_stages) * CONSUMERS
-    small = {"Lse": 2 * tile.m * 4, "D": 2 * tile.m * 4, "Barriers": barriers * BARRIER_BYTES}
+    small = {"Lse": 2 * tile.m * 4, "D": 2 * tile.m * 4, "Barriers": 24 * BARRIER_BYTES}
     return _finish(
         problem, "sm90_bwd", tile, sizes, small, stages, row_block=tile.m,
         dq_split="rows" if rows else "columns", dq_columns=dq_columns, dk_columns=dk_columns,
@@ -250,7 +244,7 @@ def feasible_dkv(problem: Problem) -> Iterator[BackwardPlan]:
         }
         rows = stages * m * 4
         small = {"Lse": rows, "D": rows, "Barriers": (10 + 4 * stages) * BARRIER_BYTES}
-        counts = {"q_stages": stages, "do_stages": stages, "ds_stages": 0, "dq_stages": 0}
+        counts = {"q_stages": stages, "do_stages": stages, "ds_stages": 0}
         made = _finish(problem, "sm90_bwd_dkv", tile, sizes, small, counts, row_block=m)
         crowded = problem.bias and len(problem.scores) > 1 and problem.head_dim_v > 192
         if made.smem_bytes <= SMEM_BYTES and not (crowded and m > 48):
@@ -280,7 +274,7 @@ def feasible_dq(problem: Problem, row_block: int) -> Iterator[BackwardPlan]:
         sizes = {"Q": tile.m * qk, "Do": tile.m * v, "K": k_stages * n * qk, "V": v_stages * n * v}
         sizes |= {"Bias": 4 * CONSUMERS * score_tile_bytes(16, n)} if problem.bias else {}
         small = {"Barriers": (4 + 2 * (k_stages + v_stages)) * BARRIER_BYTES}
-        counts = {"q_stages": k_stages, "do_stages": v_stages, "ds_stages": 0, "dq_stages": 0}
+        counts = {"q_stages": k_stages, "do_stages": v_stages, "ds_stages": 0}
         made = _finish(problem, "sm90_bwd_dq", tile, sizes, small, counts, row_block=row_block)
         if made.smem_bytes <= SMEM_BYTES:
             yield made
