@@ -128,17 +128,25 @@ def _time_stages(found: dict[str, float]) -> None:
 
 
 def build_times() -> dict[str, float]:
-    """Seconds from spec to cubin, of a full and a causal kernel of head dim 128."""
+    """Seconds from spec to cubins: forwards of head dim 128, sets of backward kernels."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     from attngen import AttentionSpec, build
 
     build(AttentionSpec(head_dim=64), "sm_90a")
+    specs = {
+        "full": AttentionSpec(head_dim=128),
+        "causal": AttentionSpec(head_dim=128, mask="causal"),
+        **{
+            f"backward {d}": AttentionSpec(head_dim=d, mask="causal", directions=("bwd",))
+            for d in (64, 128, 256)
+        },
+    }
     found = {}
-    for name, mask in (("full", "none"), ("causal", "causal")):
+    for name, spec in specs.items():
         start = time.perf_counter()
-        (built,) = build(AttentionSpec(head_dim=128, mask=mask), "sm_90a")
+        built = build(spec, "sm_90a")
         found[name] = time.perf_counter() - start
-        if built.from_cache:
+        if any(kernel.from_cache for kernel in built):
             raise RuntimeError("a kernel came from the cache")
     return found
 
