@@ -44,12 +44,13 @@ LONGEST = 1 << 30  # positions that a tensor map allows a sequence, more than an
 @dataclass(frozen=True, eq=False)
 class TensorMap:
     """What cuTensorMapEncodeTiled takes before and after the address of `tensor`, and the bytes
-    that follow the encoded map."""
+    that follow the encoded map; nothing where a kernel does without a map."""
 
     tensor: str
     units: bytes
     before: tuple[Any, ...]
     after: tuple[Any, ...]
+    spare: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,12 +159,14 @@ def _violations(
         f"{recipe.tensor}: strides {extents[recipe.tensor][4:6]} of sequences and positions have "
         "too small a common step; make it contiguous"
         for recipe in loaded.kernel.tensor_maps
-        if _geometry(loaded.kernel, recipe, extents[recipe.tensor])[0][3] > 1 << 31
+        if not recipe.spare
+        and _geometry(loaded.kernel, recipe, extents[recipe.tensor])[0][3] > 1 << 31
     ]
     reasons += [
         f"{recipe.tensor}: a stride of 2^40 bytes or more (of positions: above 2^34 where lengths "
         "vary) is out of the copy engine's reach"
         for recipe in loaded.kernel.tensor_maps
+        if not recipe.spare
         for strides in [_geometry(loaded.kernel, recipe, extents[recipe.tensor])[1]]
         if min(strides) < 0 or max(strides) >= TMA_STRIDE_LIMIT
     ]
@@ -248,6 +251,8 @@ def _tensor_map(
     cuda = driver()
     extent = extents[recipe.tensor]
     dims, strides, units = _geometry(kernel, recipe, extent)
+    if recipe.spare and not _boxed(recipe, extent):
+        return TensorMap(recipe.tensor, b"", (), (), spare=True)
     rows = recipe.box_rows
     if recipe.paged:
         rows = math.gcd(rows & -rows, extent.seq)
@@ -272,7 +277,15 @@ def _tensor_map(
         cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     after_map = struct.pack("<2i56x", *units) if units else b""
-    return TensorMap(recipe.tensor, after_map, (dtype, len(dims)), (*layout, *modes))
+    before, after = (dtype, len(dims)), (*layout, *modes)
+    return TensorMap(recipe.tensor, after_map, before, after, recipe.spare)
+
+
+def _boxed(recipe: TensorMapRecipe, extent: Extent) -> bool:
+    """Whether the copy engine can read a tensor that begins at a multiple of 16 bytes."""
+    strides = [stride * DTYPE_BYTES[recipe.dtype] for stride in extent[4:7]]
+    whole = all(stride % 16 == 0 and stride < TMA_STRIDE_LIMIT for stride in strides)
+    return whole and extent.stride_dim == 1
 
 
 def _geometry(
@@ -288,7 +301,7 @@ def _geometry(
     row, head, batch = _stride_bytes(recipe, extent)
     of_keys = recipe.tensor in ("k", "v", "dk", "dv")
     sequence = kernel.kv_seq if of_keys else kernel.q_seq
-    if sequence == "dense":
+    if sequence == "dense" or recipe.spare:
         return (extent.dim, extent.seq, extent.heads, extent.batch), (row, head, batch), ()
     places, start = (extent.seq, row) if sequence == "packed" else (extent.batch, batch)
     step = math.gcd(row, start) or 16  # all rows are one where a tensor is expanded
@@ -301,7 +314,9 @@ def _geometry(
 @lru_cache(MAPS_KEPT)  # allocators hand out the same addresses again and again
 def _encoded(tensor_map: TensorMap, address: int) -> bytes:
     """The 128 bytes that the copy engine reads, and what a kernel reads behind them. They depend on
-    the arguments alone."""
+    the arguments alone. Zeros where the copy engine cannot read the tensor, and need not."""
+    if tensor_map.spare and (not tensor_map.before or address % 16):
+        return bytes(128)
     encoded = checked(
         f"tensor map of {tensor_map.tensor}",
         driver().cuTensorMapEncodeTiled(*tensor_map.before, address, *tensor_map.after),

@@ -44,6 +44,7 @@ class TensorMapRecipe:
     A box is `box_cols` elements of the head dim by `box_rows` positions, where `paged` by the
     largest power of two that divides these and the tensor's; 128-byte swizzled. Elements outside
     the tensor read as zero and are not written. What L2 lacks it fetches in pieces of `l2_bytes`.
+    `spare`: the kernel can do without, and finds zeros where the copy engine cannot read it.
     """
 
     field: str
@@ -53,6 +54,7 @@ class TensorMapRecipe:
     box_rows: int
     paged: bool = False
     l2_bytes: int = 256
+    spare: bool = False
 
 
 Grid = Literal["persistent_tiles", "row_blocks", "multiprocessors", "splits", "rows"]

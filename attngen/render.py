@@ -233,6 +233,7 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> list[tup
     names = operand_names(problem, "q", "k", "v")
     direct = partial or problem.gather
     names += [("o", "ptr")] if direct else [("map_o", map_type(problem, "o"))]
+    names += [("map_bias", "tensor_map")] if problem.bias else []
     names += [("lse", "ptr")]
     names += [("max_logit", "ptr")] if problem.max_logit else []
     if problem.eight_bit:
@@ -290,8 +291,9 @@ def lay_out_fields(names: Iterable[tuple[str, str]]) -> tuple[tuple[Field, ...],
 
 def _tensor_maps(problem: Problem, plan: Plan) -> tuple[TensorMapRecipe, ...]:
     """Q and O move in boxes of one warpgroup's 64 rows, K and V in blocks or parts of them."""
+    bias = bias_maps(problem)
     if problem.gather:
-        return ()
+        return bias
     raw_keys = plan.pipeline.raw_keys or plan.tile.n
     rows = {"q": 64, "k": raw_keys if problem.widens else plan.tile.n, "v": raw_keys}
     dtypes = {"q": problem.dtype_q, "k": problem.dtype_kv, "v": problem.dtype_kv}
@@ -299,7 +301,14 @@ def _tensor_maps(problem: Problem, plan: Plan) -> tuple[TensorMapRecipe, ...]:
         rows["o"], dtypes["o"] = 64, problem.dtype_o
     recipes = {tensor: recipe(tensor, dtypes[tensor], rows[tensor]) for tensor in rows}
     pages = ("k", "v") if problem.paged else ()
-    return tuple(replace(x, paged=name in pages) for name, x in recipes.items())
+    return (*(replace(x, paged=name in pages) for name, x in recipes.items()), *bias)
+
+
+def bias_maps(problem: Problem) -> tuple[TensorMapRecipe, ...]:
+    """The map of a bias, where there is one, in boxes of a warp's rows."""
+    if not problem.bias:
+        return ()
+    return (replace(recipe("bias", problem.dtype_q, 16), spare=True),)
 
 
 def map_type(problem: Problem, tensor: str) -> str:

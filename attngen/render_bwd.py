@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from .arch.sm90_bwd import BackwardPlan, BiasPlan, ConvertPlan, KernelPlan, PreparePlan
@@ -12,6 +13,7 @@ from .render import (
     DROP_THRESHOLD,
     Names,
     Source,
+    bias_maps,
     describe,
     fill,
     mask_names,
@@ -115,6 +117,9 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
     if problem.attn_mask:
         mask = ("mask_rows",) if of_queries else ("mask_columns",)
     names = _tensor_names(problem, plan)
+    if problem.bias and plan.family == "sm90_bwd":
+        names += typed("tensor_map", "map_bias")
+        maps += tuple(replace(x, box_rows=plan.tile.m) for x in bias_maps(problem))
     names += typed("ptr", *workspace)
     names += [("rng_state", "ptr")] if problem.dropout else []
     for name in mask:
@@ -148,9 +153,12 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
 
 
 def _bias(problem: Problem, plan: BiasPlan, operands: Names) -> KernelEntry:
-    maps = _tensor_maps(problem, plan)
+    warps = bias_maps(problem)
+    stored = tuple(replace(x, field="map_dbias", tensor="dbias") for x in warps)
+    maps = (*_tensor_maps(problem, plan), *warps, *stored)
     workspace: tuple[Workspace, ...] = ("lse_log2", "d", "tile_counter")
     names = _tensor_names(problem, plan)
+    names += typed("tensor_map", "map_bias", "map_dbias")
     names += typed("ptr", *workspace, "dbias", *(("rng_state",) if problem.dropout else ()))
     mask: tuple[Workspace, ...] = ("mask_rows",) if problem.attn_mask else ()
     for name in mask:

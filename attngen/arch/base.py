@@ -108,9 +108,7 @@ class Plan:
 
 def score_tile_bytes(rows: int, columns: int) -> int:
     """Bytes of a warp's part of a tile that a score reads (attngen/mma/score_tile.cuh)."""
-    chunks = columns // 8
-    swizzled = chunks % 8 == 0 or chunks == 2
-    return rows * 16 * (chunks if swizzled else chunks | 1)
+    return rows * (32 if columns == 16 else 128 * -(-columns // 64))
 
 
 def lay_out(sizes: dict[str, int]) -> tuple[SmemRegion, ...]:

@@ -312,6 +312,7 @@ def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
     raw_stages = choice.raw_stages * (2 if problem.widens else 1)
     barriers = 2 * (choice.consumers + choice.k_stages + choice.v_stages + raw_stages + 1)
     barriers += problem.paged  # V's last block, which is cleared behind the sequence's end
+    barriers += tile.m // 16 * problem.bias  # one a warp, for its part of the bias
     stage_v = tile.n * row_bytes_v
     if problem.eight_bit:  # transposed: a row a column of V, 128 keys a box
         stage_v = problem.head_dim_v * 128 * -(-tile.n // 128)

@@ -217,13 +217,14 @@ def make_fused(problem: Problem) -> BackwardPlan:
         **_operand_bytes(problem, tile, 2, 2),
         "Ds": 2 * tile.m * CONSUMERS * 128,
         "Dq": CONSUMERS * ROWS_PER_CONSUMER * dq_columns * 4,
-        **({"Bias": 4 * CONSUMERS * score_tile_bytes(tile.m, 16)} if problem.bias else {}),
+        **({"Bias": CONSUMERS * score_tile_bytes(tile.m, 64)} if problem.bias else {}),
     }
     # With a place of its own for dV the next tile's values come while this one's end is worked on.
     crowded = problem.dropout or problem.attn_mask or problem.bias or problem.gather
     if not crowded and sum(sizes.values()) + sizes["V"] <= SMEM_BYTES - SMALL_BYTES:
         sizes["Dv"] = sizes["V"]
-    small = {"Lse": 2 * tile.m * 4, "D": 2 * tile.m * 4, "Barriers": 24 * BARRIER_BYTES}
+    barriers = 24 + 2 * problem.bias
+    small = {"Lse": 2 * tile.m * 4, "D": 2 * tile.m * 4, "Barriers": barriers * BARRIER_BYTES}
     return _finish(
         problem, "sm90_bwd", tile, sizes, small, stages, row_block=tile.m,
         dq_split="rows" if rows else "columns", dq_columns=dq_columns, dk_columns=dk_columns,
@@ -301,7 +302,8 @@ def _make_bias(problem: Problem, row_block: int, n: int, stages: int) -> BiasPla
         "Stages": stages * (tile.m + n) * 128 * boxes,
         "Bias": 4 * CONSUMERS * score_tile_bytes(16, n),
     }
-    small = {"Barriers": 2 * stages * BARRIER_BYTES, "Terms": stages * TERM_BYTES}
+    barriers = 2 * stages + 4 * CONSUMERS  # the latter for a warp's part of the bias
+    small = {"Barriers": barriers * BARRIER_BYTES, "Terms": stages * TERM_BYTES}
     regions = _lay_out(sizes, small)
     smem_bytes = regions[-1].offset + regions[-1].bytes
     if smem_bytes > SMEM_BYTES:

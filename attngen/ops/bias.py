@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SpecError
-from ..run_time import UNBOUNDED
+from ..run_time import UNBOUNDED, Extent
 
 AXES = ("batch", "head", "row", "column")
 
@@ -30,6 +30,15 @@ def numbers_of(bias: Tensor) -> dict[str, int | float]:
     return numbers
 
 
+def extent_of(bias: Tensor, sequences: int, heads: int) -> Extent:
+    """Its sizes and strides as the copy engine takes them: of one row for all queries that row
+    alone, of what is broadcast over sequences or heads one for each, none apart."""
+    numbers = numbers_of(bias)
+    batch, head, row, column = (int(numbers[f"bias_stride_{axis}"]) for axis in AXES)
+    *_, rows, columns = sizes_of(bias.shape)
+    return Extent(sequences, rows, heads, columns, batch, row, head, column)
+
+
 @dataclass(frozen=True)
 class Gradient:
     """How a kernel leaves the gradient of a bias: as it is, contiguous, or, where the bias is one
@@ -47,6 +56,13 @@ class Gradient:
         sizes = {"batches": batches, "heads": heads, "rows": rows, "columns": columns}
         sizes["sums_rows"] = int(self.sums is not None)
         return {f"dbias_{name}": size for name, size in sizes.items()}
+
+    @property
+    def extent(self) -> Extent:
+        """Its sizes and strides, where it has rows."""
+        batches, heads, rows, columns = sizes_of(self.shape)
+        steps = (heads * rows * columns, columns, rows * columns)
+        return Extent(batches, rows, heads, columns, *steps)
 
     def new(self, bias: Tensor) -> Tensor:
         """A new tensor for its kernel to fill."""

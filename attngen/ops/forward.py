@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import SpecError
 from ..launch import prepare
 from ..reference.fp8 import is_fp8
-from . import autograd, decode, schedule
+from . import autograd, bias, decode, schedule
 from .checks import violations
 from .operands import (
     extents_of,
@@ -111,7 +111,8 @@ def _make_ready(operands: Operands, arguments: Arguments, gather: bool) -> Ready
     ready = Ready(
         operands=tuple((place, name) for place, name in enumerate(INPUTS) if names[name]),
         sources=(
-            *sources_of(carriers, optional, arguments.layout), *schedule.sources_of(table, "fwd")
+            *sources_of(carriers, optional, arguments.layout),
+            *schedule.sources_of(table, "fwd"),
         ),
         outputs=tuple(results),
         fixed={},
@@ -120,6 +121,8 @@ def _make_ready(operands: Operands, arguments: Arguments, gather: bool) -> Ready
     scalars = scalars_of(q, optional, arguments, extents)
     if not (q.numel() and k.numel() and out.numel() and scalars.sequences):
         return ready
+    if (added := optional["bias"]) is not None:
+        extents["bias"] = bias.extent_of(added, scalars.sequences or 0, extents["q"].heads)
     spec = spec_of(q, k, v, optional, arguments, gather)
     unaligned: Callable[[Operands], Ready] | None = _refuse_addresses
     if spec.gathers:

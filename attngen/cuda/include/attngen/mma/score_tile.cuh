@@ -6,7 +6,9 @@
 
 #if defined(__CUDACC__)
 #include "attngen/ptx/async_copy.cuh"
+#include "attngen/ptx/barrier.cuh"
 #include "attngen/ptx/matrix_move.cuh"
+#include "attngen/ptx/tma.cuh"
 #endif
 
 namespace attngen {
@@ -28,14 +30,16 @@ struct TileSource {
   }
 };
 
-// kRows rows of kColumns elements in shared memory, in chunks of 16 bytes that lie so that eight of
-// neighbouring rows, and the chunks of a row, are in banks of their own.
+// kRows rows of kColumns elements in shared memory, as the copy engine leaves boxes of 64 columns,
+// or one of 16, swizzled by their width: eight chunks of 16 bytes of neighbouring rows are in banks
+// of their own.
 template <int kRows, int kColumns>
 struct TileStage {
   static constexpr int kChunks = kColumns / 8;
-  static constexpr bool kSwizzled = kChunks % 8 == 0 || kChunks == 2;
-  static constexpr int kPitch = kSwizzled ? kChunks : kChunks | 1;  // chunks from row to row
-  static constexpr u32 kBytes = kRows * kPitch * 16;
+  static constexpr int kBoxes = ceil_div(kColumns, 64);
+  static constexpr int kBoxChunks = kChunks == 2 ? 2 : 8;
+  static constexpr u32 kBoxBytes = kRows * kBoxChunks * 16;
+  static constexpr u32 kBytes = kBoxes * kBoxBytes;
   // Lanes that copy a row's chunks, and rows copied at once.
   static constexpr int kLanes = kChunks > 8 ? 16 : kChunks > 4 ? 8 : kChunks > 2 ? 4 : 2;
   static constexpr int kRowsAtOnce = 32 / kLanes;
@@ -44,13 +48,34 @@ struct TileStage {
   u32 place;  // in shared memory
 
   ATTNGEN_HD static constexpr u32 offset(int row, int chunk) {
-    const int turned = !kSwizzled     ? chunk
-                       : kChunks == 2 ? chunk ^ (row >> 2 & 1)
-                                      : chunk ^ (row & 7);
-    return (row * kPitch + turned) * 16;
+    const int turned = kChunks == 2 ? chunk ^ (row >> 2 & 1) : (chunk ^ row) & 7;
+    return chunk / kBoxChunks * kBoxBytes + (row * kBoxChunks + turned) * 16;
   }
 
 #if defined(__CUDACC__)
+  // The copy engine brings what begins at [row, column], for one thread to ask: kBytes.
+  ATTNGEN_DEVICE void load(const TensorMap* map, u32 full, int row, int column, int head,
+                           int batch) const {
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      tma_load(place + box * kBoxBytes, map, full, column + box * 64, row, head, batch,
+               kEvictNormal);
+    }
+  }
+  // What the copy engine cannot read, or one row for all, by a warp's lanes: kCount chunks of each
+  // row, from `first` on.
+  template <int kCount = kChunks>
+  ATTNGEN_DEVICE void copy(const TileSource& from, int row, int column, int lane,
+                           int first = 0) const {
+#pragma unroll 1
+    for (int i = lane; i < (from.stride_row == 0 ? 1 : kRows) * kCount; i += 32) {
+      const int at = column + i % kCount * 8;
+      const bool inside = row + i / kCount < from.rows;
+      const int count = inside ? min_of(max_of(from.columns - at, 0), 8) : 0;
+      copy_chunk(from, (row + i / kCount) * from.stride_row + at * from.stride_column, count,
+                 place + offset(i / kCount, first + i % kCount));
+    }
+  }
   // Starts to copy what begins at [row, column]; all lanes have taken what lay here.
   ATTNGEN_DEVICE void fetch(const TileSource& from, int row, int column, int lane) const {
     const int chunk = lane % kLanes;
@@ -58,69 +83,58 @@ struct TileStage {
     const int within = lane / kLanes;
     const unsigned short* source =
         from.first + (row + within) * from.stride_row + (column + chunk * 8) * from.stride_column;
-    const int unit = from.unit();
+    if (from.unit() < 16 || from.stride_row == 0) return copy(from, row, column, lane);
     if (kChunks != kLanes && chunk >= kChunks) return;
-    if (unit == 16 && from.stride_row == 0) {
-      // All multiprocessors would ask L2 for the same few lines again and again.
 #pragma unroll
-      for (int i = 0; i < kRows; i += kRowsAtOnce) {
-        copy_async<16, true>(place + offset(within + i, chunk), present > 0 ? source : from.first,
-                             present * 2);
-      }
-    } else if (unit == 16) {
-#pragma unroll
-      for (int i = 0; i < kRows; i += kRowsAtOnce) {
-        const int count = row + within + i < from.rows ? present : 0;
-        copy_async<16>(place + offset(within + i, chunk), count > 0 ? source : from.first,
-                       count * 2);
-        source += kRowsAtOnce * from.stride_row;
-      }
-    } else {
-      copy_slowly(from, source, row + within, within, chunk, present, unit);
+    for (int i = 0; i < kRows; i += kRowsAtOnce) {
+      const int count = row + within + i < from.rows ? present : 0;
+      copy_async<16>(place + offset(within + i, chunk), count > 0 ? source : from.first, count * 2);
+      source += kRowsAtOnce * from.stride_row;
     }
   }
 
   // The fragment of kRows = 16 rows: a word has two columns of a row, in an accumulator's order.
+  // within: the lane's row, or that which all have.
   template <int kCount>
-  ATTNGEN_DEVICE void take(u32* words, int group, int lane) const {
+  ATTNGEN_DEVICE void take(u32* words, int group, int within, int lane) const {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const int chunk = 2 * (group + i) + (lane >> 4);
-      load_matrix_x4(words + 4 * i, place + offset(lane & 15, chunk));
+      load_matrix_x4(words + 4 * i, place + offset(within, chunk));
     }
   }
-  // The fragment of the transposed tile, whose 16 rows are the kColumns = 16 columns: four words,
-  // those of rows 16 group to 16 group + 15.
-  ATTNGEN_DEVICE void take_transposed(u32* words, int group, int lane) const {
-    const int row = 16 * group + (lane >> 4) * 8 + (lane & 7);
-    load_matrix_transposed_x4(words, place + offset(row, lane >> 3 & 1));
+  // The fragment of the transposed tile, whose 16 rows are columns of two chunks from `chunk` on:
+  // four words of 16 columns, which are rows; within: the lane's, or that which all have.
+  ATTNGEN_DEVICE void take_transposed(u32* words, int within, int chunk, int lane) const {
+    load_matrix_transposed_x4(words, place + offset(within, chunk + (lane >> 3 & 1)));
   }
 
  private:
-  // Rows that begin anywhere, or columns that lie apart: two elements at a time, or one.
-  ATTNGEN_DEVICE void copy_slowly(TileSource from, const unsigned short* source, int row,
-                                  int within, int chunk, int present, int unit) const {
-#pragma unroll 1
-    for (int i = 0; i < kRows; i += kRowsAtOnce, source += kRowsAtOnce * from.stride_row) {
-      const int count = row + i < from.rows ? present : 0;
-      const u32 target = place + offset(within + i, chunk);
-      if (unit == 4) {
-#pragma unroll
-        for (int k = 0; k < 8; k += 2) {
-          const int some = min_of(max_of(count - k, 0), 2);
-          copy_async<4>(target + k * 2, some > 0 ? source + k : from.first, some * 2);
-        }
-      } else {
-        u32 words[4];
-#pragma unroll
-        for (int k = 0; k < 8; k += 2) {
-          const u32 low = k < count ? source[k * from.stride_column] : 0;
-          const u32 high = k + 1 < count ? source[(k + 1) * from.stride_column] : 0;
-          words[k / 2] = low | high << 16;
-        }
-        store_shared_x4(target, words);
-      }
+  // As many elements at a time as where rows begin allows. Multiprocessors keep one row for all: L2
+  // would be asked for the same few lines again and again.
+  ATTNGEN_DEVICE static void copy_chunk(const TileSource& from, long long start, int count,
+                                        u32 target) {
+    const unsigned short* source = from.first + start;
+    if (from.unit() == 16) {
+      copy_async<16, true>(target, count > 0 ? source : from.first, count * 2);
+      return;
     }
+    if (from.unit() == 4) {
+#pragma unroll
+      for (int k = 0; k < 8; k += 2) {
+        const int some = min_of(max_of(count - k, 0), 2);
+        copy_async<4>(target + k * 2, some > 0 ? source + k : from.first, some * 2);
+      }
+      return;
+    }
+    u32 words[4];
+#pragma unroll
+    for (int k = 0; k < 8; k += 2) {
+      const u32 low = k < count ? source[k * from.stride_column] : 0;
+      const u32 high = k + 1 < count ? source[(k + 1) * from.stride_column] : 0;
+      words[k / 2] = low | high << 16;
+    }
+    store_shared_x4(target, words);
   }
 #endif
 };

@@ -25,6 +25,7 @@ struct alignas(64) SequenceMap {
 // L2 policies in the form that createpolicy returns for a whole-tensor fraction of 1.
 constexpr u64 kEvictFirst = 0x12F0000000000000ull;
 constexpr u64 kEvictLast = 0x14F0000000000000ull;
+constexpr u64 kEvictNormal = 0x1000000000000000ull;
 
 ATTNGEN_DEVICE void tma_prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
