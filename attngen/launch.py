@@ -35,9 +35,11 @@ _FORMATS = {
     "ptr": "Q",
     "tensor_map": "128s",
     "sequence_map": "192s",
+    "page_map": "192s",
 }
-_MAPS = ("tensor_map", "sequence_map")
+_MAPS = ("tensor_map", "sequence_map", "page_map")
 _ADDRESSED = ("ptr", *_MAPS)
+BOX_BYTES = 128  # of a row, that the copy engine swizzles
 LONGEST = 1 << 30  # positions that a tensor map allows a sequence, more than any has
 
 
@@ -107,7 +109,7 @@ def prepare(loaded: LoadedKernel, extents: dict[str, Extent], scalars: Scalars) 
         values=tuple(0 if f.type in _ADDRESSED else values[f.name] for f in kernel.fields),
         pointers=pointers,
         maps=tuple(
-            (index, _tensor_map(kernel, recipes[f.name], extents))
+            (index, _tensor_map(kernel, recipes[f.name], extents, f.type == "page_map"))
             for index, f in fields
             if f.type in _MAPS
         ),
@@ -243,14 +245,16 @@ def _stride_bytes(recipe: TensorMapRecipe, extent: Extent) -> tuple[int, int, in
 
 
 def _tensor_map(
-    kernel: KernelEntry, recipe: TensorMapRecipe, extents: dict[str, Extent]
+    kernel: KernelEntry, recipe: TensorMapRecipe, extents: dict[str, Extent], paged: bool
 ) -> TensorMap:
     cuda = driver()
     extent = extents[recipe.tensor]
     dims, strides, units = _geometry(kernel, recipe, extent)
-    rows = recipe.box_rows
-    if recipe.paged:
-        rows = math.gcd(rows & -rows, extent.seq)
+    boxes = (recipe.box_cols, recipe.box_rows, 1, 1, 1)
+    after_map = struct.pack("<2i56x", *units) if units else b""
+    if paged:
+        dims, strides, boxes, joined = _page_geometry(recipe, extent)
+        after_map = struct.pack("<i60x", joined)
     types = cuda.CUtensorMapDataType
     dtype = {
         "bf16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
@@ -261,7 +265,7 @@ def _tensor_map(
     layout = (
         [cuda.cuuint64_t(dim) for dim in dims],
         [cuda.cuuint64_t(stride) for stride in strides],
-        [cuda.cuuint32_t(box) for box in (recipe.box_cols, rows, 1, 1, 1)[: len(dims)]],
+        [cuda.cuuint32_t(box) for box in boxes[: len(dims)]],
         [cuda.cuuint32_t(1)] * len(dims),
     )
     promotions = cuda.CUtensorMapL2promotion
@@ -271,7 +275,6 @@ def _tensor_map(
         getattr(promotions, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{recipe.l2_bytes}B"),
         cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
-    after_map = struct.pack("<2i56x", *units) if units else b""
     return TensorMap(recipe.tensor, after_map, (dtype, len(dims)), (*layout, *modes))
 
 
@@ -296,6 +299,32 @@ def _geometry(
     shift = extent.seq * units[0] + places * units[1]
     dims = (extent.dim, LONGEST, extent.heads, shift + 1, LONGEST + 1)
     return dims, (row, head, step, (1 << 34) - row), units
+
+
+def _page_geometry(
+    recipe: TensorMapRecipe, extent: Extent
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
+    """Sizes and strides (bytes) of a map of pages, what a copy brings of each, and how many boxes of
+    columns lie between heads where it brings all of a head's, else 0.
+
+    Rows count in groups of 8, in each of which the kernel has a head's boxes one after another
+    where its columns are whole boxes. A copy brings one group where it cannot bring all boxes.
+    """
+    row, head, page = _stride_bytes(recipe, extent)
+    rows = math.gcd(recipe.box_rows & -recipe.box_rows, extent.seq)
+    groups = (8, -(-extent.seq // 8))
+    boxes, rest = divmod(extent.dim, recipe.box_cols)
+    if boxes > 1 and not rest and rows >= 8 and head % BOX_BYTES == 0:
+        places = head // BOX_BYTES * (extent.heads - 1) + boxes
+        return (
+            (recipe.box_cols, 8, places, groups[1], extent.batch),
+            (row, BOX_BYTES, 8 * row, page),
+            (recipe.box_cols, 8, boxes, rows // 8, 1),
+            head // BOX_BYTES,
+        )
+    stretch = 1 if boxes > 1 and not rest else max(1, rows // 8)
+    dims = (extent.dim, *groups[:1], extent.heads, groups[1], extent.batch)
+    return dims, (row, head, 8 * row, page), (recipe.box_cols, min(rows, 8), 1, stretch, 1), 0
 
 
 @lru_cache(MAPS_KEPT)  # allocators hand out the same addresses again and again

@@ -13,7 +13,7 @@ from .problem import Problem, Sequence
 
 SCHEMA_VERSION = 2
 
-FieldType = Literal["i32", "f32", "i64", "ptr", "tensor_map", "sequence_map"]
+FieldType = Literal["i32", "f32", "i64", "ptr", "tensor_map", "sequence_map", "page_map"]
 FIELD_BYTES: dict[str, tuple[int, int]] = {  # size, alignment
     "i32": (4, 4),
     "f32": (4, 4),
@@ -21,6 +21,7 @@ FIELD_BYTES: dict[str, tuple[int, int]] = {  # size, alignment
     "ptr": (8, 8),
     "tensor_map": (128, 64),
     "sequence_map": (192, 64),  # with the units of its shift
+    "page_map": (192, 64),  # with the boxes from a head to the next
 }
 
 

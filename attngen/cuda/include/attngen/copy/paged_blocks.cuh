@@ -16,17 +16,25 @@ struct PagedBox {
   int within;
 };
 
-// Blocks of kBlock keys of one sequence, of kBoxes boxes side by side: each has kColumns by a
-// stretch of one page. What boxes have in common is worked out for each block: a loading warp has
-// few registers to keep it in.
-template <int kBlock, int kBoxes, class Fetch, int kColumns = 64>
+// Blocks of kBlock keys of one sequence, in shared memory as mma/gemm.cuh has tiles: groups of 8
+// rows where boxes of kColumns make up a head's kHeadDim columns, so that one copy can bring a
+// stretch of a page with all of them; else boxes, one after another, of which a copy brings one.
+// What copies have in common is worked out for each block: a loading warp has few registers to keep
+// it in.
+template <int kBlock, int kHeadDim, class Fetch, int kColumns = 64>
 struct PagedBlocks {
+  static constexpr int kBoxes = ceil_div(kHeadDim, kColumns);
+  static constexpr bool kGrouped = kHeadDim % kColumns == 0;
+  static constexpr u32 kBoxBytes = kGrouped ? 1024 : kBlock * 128;
+  static constexpr u32 kGroupBytes = kGrouped ? kBoxes * 1024 : 1024;
+
   Fetch fetch;
+  const PageMap* map;
   int batch;
   int kv_len;
   int lane;
 
-  // This lane's first box of a block, for `load`: asked for before there is room for the block, so
+  // This lane's first copy of a block, for `load`: asked for before there is room for the block, so
   // that the copy waits for neither the table nor a division.
   ATTNGEN_DEVICE PagedBox find(int block) const {
     Fetch pages = fetch;
@@ -36,22 +44,21 @@ struct PagedBlocks {
 
   // Copies block `block` of a head to `tile`; `full` is told how many bytes come. Keys past the
   // sequence's end are not copied, but for those that share a stretch with it.
-  ATTNGEN_DEVICE void load(PagedBox box, const TensorMap* map, u32 tile, u32 full, int head,
-                           int block, u64 policy) const {
+  ATTNGEN_DEVICE void load(PagedBox box, u32 tile, u32 full, int head, int block, u64 policy) const {
     Fetch pages = fetch;
     pages.page_size = forget(pages.page_size);
-    const int stretch = pages.template stretch<kBlock>();
+    const int stretch = stretch_of(pages);
     if (lane == 0) {
       const int rows = (rows_of(block) + stretch - 1) & -stretch;
       mbarrier_arrive_expect(full, kBoxes * 128 * rows);
     }
     __syncwarp();
-    if (box.within < kBlock) copy(box, lane, map, tile, full, head, policy);
-    if (32 * stretch < kBoxes * kBlock) {  // pages of few rows
+    if (box.within < kBlock) copy(box, lane, tile, full, head, policy);
+    if (32 * stretch < copies() * kBlock) {  // pages of few rows
 #pragma unroll 1
-      for (u32 i = lane + 32; i / kBoxes * stretch < kBlock; i += 32) {
+      for (u32 i = lane + 32; i / copies() * stretch < kBlock; i += 32) {
         box = locate(pages, block * kBlock, i);
-        if (box.within < kBlock) copy(box, i, map, tile, full, head, policy);
+        if (box.within < kBlock) copy(box, i, tile, full, head, policy);
       }
     }
     __syncwarp();
@@ -64,7 +71,7 @@ struct PagedBlocks {
     for (int i = rows_of(block) * 8 + lane; i < kBlock * 8; i += 32) {
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) {
-        store_shared_x4(tile + box * (kBlock * 128) + i * 16, zero);
+        store_shared_x4(tile + i / 64 * kGroupBytes + box * kBoxBytes + i % 64 * 16, zero);
       }
     }
     fence_async_shared();
@@ -77,16 +84,25 @@ struct PagedBlocks {
   }
 
  private:
-  ATTNGEN_DEVICE PagedBox locate(const Fetch& pages, int first, u32 i) const {
+  // Whether a copy brings all boxes of its rows.
+  ATTNGEN_DEVICE bool joined() const { return kBoxes == 1 || map->head_boxes > 0; }
+  // Those of a stretch.
+  ATTNGEN_DEVICE int copies() const { return joined() ? 1 : kBoxes; }
+  ATTNGEN_DEVICE int stretch_of(const Fetch& pages) const {
     const int stretch = pages.template stretch<kBlock>();
-    const int within = i / kBoxes * stretch;
+    return kGrouped && !joined() ? min_of(stretch, 8) : stretch;
+  }
+  ATTNGEN_DEVICE PagedBox locate(const Fetch& pages, int first, u32 i) const {
+    const int within = i / copies() * stretch_of(pages);
     if (first < 0 || within >= min_of(kv_len - first, kBlock)) return {0, 0, kBlock};
     return {pages.batch_index(forget(batch), first + within), pages.row(first + within), within};
   }
-  ATTNGEN_DEVICE static void copy(const PagedBox& box, u32 i, const TensorMap* map, u32 tile,
-                                  u32 full, int head, u64 policy) {
-    tma_load(tile + i % kBoxes * (kBlock * 128) + box.within * 128, map, full,
-             i % kBoxes * kColumns, box.row, head, box.page, policy);
+  ATTNGEN_DEVICE void copy(const PagedBox& at, u32 i, u32 tile, u32 full, int head,
+                           u64 policy) const {
+    const u32 box = i % copies();
+    const u32 to = tile + at.within / 8 * kGroupBytes + box * kBoxBytes + at.within % 8 * 128;
+    const int place = map->head_boxes > 0 ? head * map->head_boxes : head;
+    tma_load(to, map, full, box * kColumns, at.row, place, at.page, policy);
   }
 };
 
