@@ -304,8 +304,8 @@ def _geometry(
 def _page_geometry(
     recipe: TensorMapRecipe, extent: Extent
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
-    """Sizes and strides (bytes) of a map of pages, what a copy brings of each, and how many boxes of
-    columns lie between heads where it brings all of a head's, else 0.
+    """Sizes and strides (bytes) of a map of pages, what a copy brings of each, and how many boxes
+    of columns lie between heads where it brings all of a head's, else 0.
 
     Rows count in groups of 8, in each of which the kernel has a head's boxes one after another
     where its columns are whole boxes. A copy brings one group where it cannot bring all boxes.

@@ -61,9 +61,17 @@ def numbers_of(
         table = optional[f"page_table_{name}"]
         if table is not None:
             found[f"{name}_page_table_stride"] = table.stride(0)
-            found[f"{name}_page_size"] = extents[name].seq
+            fields = ("page_size", "page_reciprocal", "page_shift")
+            for field, value in zip(fields, page_numbers(extents[name].seq), strict=True):
+                found[f"{name}_{field}"] = value
             found["kv_len"] = keys_of(extents, optional)
     return found
+
+
+def page_numbers(size: int) -> tuple[int, int, int]:
+    """A page's size, and what positions, which are below 2^30, are divided by it with."""
+    shift = (size - 1).bit_length()
+    return size, -(-(1 << 30 + shift) // size), shift
 
 
 def check_splits(num_splits: Any) -> None:

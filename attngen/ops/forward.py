@@ -111,7 +111,8 @@ def _make_ready(operands: Operands, arguments: Arguments, gather: bool) -> Ready
     ready = Ready(
         operands=tuple((place, name) for place, name in enumerate(INPUTS) if names[name]),
         sources=(
-            *sources_of(carriers, optional, arguments.layout), *schedule.sources_of(table, "fwd")
+            *sources_of(carriers, optional, arguments.layout),
+            *schedule.sources_of(table, "fwd"),
         ),
         outputs=tuple(results),
         fixed={},

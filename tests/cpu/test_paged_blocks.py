@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from attngen import features, files
+from attngen.ops.decode import page_numbers
 from attngen.render import emit_fragment
 
 # Keys a block, columns of a head: whole boxes or not.
@@ -36,14 +37,14 @@ void tma_load(u32 to, const PageMap*, u32 barrier, int column, int row, int head
 """
 HARNESS = """
 template <int kBlock, int kHeadDim>
-int load(const int* table, int stride, int size, int head_boxes, int kv_len, int block, int* out) {
+int load(const void* fetch, int head_boxes, int kv_len, int block, int* out) {
   std::vector<int> found;
   copies = &found, promised = 0;
   for (int lane = 0; lane < 32; ++lane) {
-    const PageFetch fetch = {table, stride, size};
     const PageMap map = {head_boxes};
-    const PagedBlocks<kBlock, kHeadDim, PageFetch> blocks = {fetch, &map, 2, kv_len, lane};
-    blocks.load(blocks.find(block), 1 << 20, 77, 5, block, 0);
+    const PageFetch& pages = *static_cast<const PageFetch*>(fetch);
+    const PagedBlocks<kBlock, kHeadDim, PageFetch> blocks(pages, &map, 2, 5, kv_len, lane);
+    blocks.load(blocks.find(block), 1 << 20, 77, block, 0);
   }
   for (std::size_t i = 0; i < found.size(); ++i) out[i + 1] = found[i];
   out[0] = promised;
@@ -54,7 +55,8 @@ int clear(int kv_len, int block, int* out) {
   std::vector<int> found;
   copies = &found;
   for (int lane = 0; lane < 32; ++lane) {
-    const PagedBlocks<kBlock, kHeadDim, PageFetch> blocks = {{}, nullptr, 0, kv_len, lane};
+    const PageMap map = {0};
+    const PagedBlocks<kBlock, kHeadDim, PageFetch> blocks({}, &map, 0, 0, kv_len, lane);
     blocks.clear_tail(1 << 20, block);
   }
   for (std::size_t i = 0; i < found.size(); ++i) out[i] = found[i];
@@ -71,13 +73,19 @@ def library(compile_cpp: Callable[..., Path]) -> ctypes.CDLL:
     header = header.partition("namespace attngen {")[2].rpartition("}  // namespace")[0]
     header = header.replace("#pragma unroll 1\n", "").replace("#pragma unroll\n", "")
     calls = "".join(
-        f'extern "C" int load_{n}_{d}(const int* t, int a, int b, int c, int d, int e, int* f) '
-        f"{{ return attngen::load<{n}, {d}>(t, a, b, c, d, e, f); }}\n"
+        f'extern "C" int load_{n}_{d}(const void* a, int b, int c, int d, int* e) '
+        f"{{ return attngen::load<{n}, {d}>(a, b, c, d, e); }}\n"
         f'extern "C" int clear_{n}_{d}(int a, int b, int* c) '
         f"{{ return attngen::clear<{n}, {d}>(a, b, c); }}\n"
         for n, d in SHAPES
     )
     return ctypes.CDLL(str(compile_cpp(STUBS + fragment + header + HARNESS + calls)))
+
+
+class PageFetch(ctypes.Structure):
+    """The kernels' own: table, its stride, page size, reciprocal and shift."""
+
+    _fields_ = (("table", ctypes.c_void_p), *((name, ctypes.c_int) for name in "abcd"))
 
 
 def places(block_keys: int, head_dim: int) -> dict[int, tuple[int, int]]:
@@ -121,13 +129,14 @@ def test_paged_block_brings_every_key_once_and_promises_its_bytes(library, shape
     room = 700
     width = -(-room // size)
     table = np.random.default_rng(size).permutation(3 * width).astype(np.int32).reshape(3, width)
+    fetch = PageFetch(table.ctypes.data, width, *page_numbers(size))
     place = places(*shape)
     out = np.zeros(1 + 6 * (len(place) + 64), np.int32)
     load = getattr(library, f"load_{block_keys}_{head_dim}")
     for kv_len in (0, 1, 63, 64, 65, 333, 700):
         for block in range(-1, -(-room // block_keys) + 1):
             count = load(
-                table.ctypes.data_as(ctypes.c_void_p), width, size, boxes * joined, kv_len, block,
+                ctypes.byref(fetch), boxes * joined, kv_len, block,
                 out.ctypes.data_as(ctypes.c_void_p),
             )  # fmt: skip
             rows = min(max(kv_len - block * block_keys, 0), block_keys) if block >= 0 else 0

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attngen import features, files
+from attngen.ops.decode import page_numbers
 from attngen.render import emit_fragment
 from attngen.run_time import (
     MAX_SPLITS,
@@ -42,12 +43,16 @@ extern "C" void tiles(const int* seqlens, int sequences, int rows_each, int coun
     out[2 * tile + 1] = (tile - packed.first(out[2 * tile])) * 64;
   }
 }
-extern "C" void pages(const int* table, int stride, int size, int batch, int count, int* out) {
-  const PageFetch fetch = {table, stride, size};
-  for (int i = 0; i < count; ++i) {
-    out[2 * i] = fetch.batch_index(batch, i), out[2 * i + 1] = fetch.row(i);
+extern "C" void pages(const int* table, int stride, const int* sizes, int batch, int n, int* out) {
+  const PageFetch fetch = {table, stride, sizes[0], sizes[1], sizes[2]};
+  for (int i = 0; i < n; ++i) {
+    out[2 * i] = fetch.pages(batch)[fetch.place(i)];
+    out[2 * i + 1] = i - fetch.place(i) * fetch.page_size;
   }
-  out[2 * count] = fetch.stretch<64>();
+  out[2 * n] = fetch.stretch<64>();
+}
+extern "C" int place(const int* sizes, int position) {
+  return PageFetch{nullptr, 0, sizes[0], sizes[1], sizes[2]}.place(position);
 }
 """
 
@@ -112,11 +117,11 @@ def test_packed_tiles_hold_every_row_of_every_sequence_once(library, lengths, gr
 def test_pages_are_found_at_every_position(library, size):
     table = np.random.default_rng(0).permutation(40).astype(np.int32).reshape(4, 10)[:, :7]
     table = np.ascontiguousarray(np.pad(table, ((0, 0), (0, 3)), constant_values=-1))
-    count = min(7 * size, 500)
+    count, numbers = min(7 * size, 500), (ctypes.c_int * 3)(*page_numbers(size))
     at = table.ctypes.data_as(ctypes.c_void_p)
     for batch in range(4):
         out = np.zeros(2 * count + 1, np.int32)
-        library.pages(at, 10, size, batch, count, out.ctypes.data_as(ctypes.c_void_p))
+        library.pages(at, 10, numbers, batch, count, out.ctypes.data_as(ctypes.c_void_p))
         position = np.arange(count)
         assert (out[:-1:2] == table[batch, position // size]).all()
         assert (out[1::2] == position % size).all()
@@ -124,6 +129,14 @@ def test_pages_are_found_at_every_position(library, size):
         assert stretch == math.gcd(size, 64)
         first = np.arange(0, count - stretch + 1, stretch)
         assert (position[first] // size == position[first + stretch - 1] // size).all()
+
+
+@settings(deadline=None)
+@given(st.integers(1, LONGEST - 1), st.integers(0, LONGEST - 1))
+def test_places_of_positions_are_quotients(library, size, position):
+    numbers = (ctypes.c_int * 3)(*page_numbers(size))
+    for each in (position, position // size * size, max(position // size * size - 1, 0)):
+        assert library.place(numbers, each) == each // size
 
 
 WORK, BLOCKS, SLOTS = st.integers(1, 3000), st.integers(0, 5000), st.integers(1, 600)
