@@ -7,7 +7,6 @@ stream is a number. Whatever depends on shapes alone is worked out once (`prepar
 from __future__ import annotations
 
 import ctypes
-import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,8 +16,8 @@ from typing import Any
 
 from . import tracing
 from .errors import LaunchError
+from .geometry import geometry_of
 from .load import LoadedKernel, checked, driver
-from .problem import DTYPE_BYTES
 from .program import KernelEntry, TensorMapRecipe
 from .run_time import Extent, Scalars, values_of
 
@@ -39,8 +38,6 @@ _FORMATS = {
 }
 _MAPS = ("tensor_map", "sequence_map", "page_map")
 _ADDRESSED = ("ptr", *_MAPS)
-BOX_BYTES = 128  # of a row, that the copy engine swizzles
-LONGEST = 1 << 30  # positions that a tensor map allows a sequence, more than any has
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +106,7 @@ def prepare(loaded: LoadedKernel, extents: dict[str, Extent], scalars: Scalars) 
         values=tuple(0 if f.type in _ADDRESSED else values[f.name] for f in kernel.fields),
         pointers=pointers,
         maps=tuple(
-            (index, _tensor_map(kernel, recipes[f.name], extents, f.type == "page_map"))
+            (index, _tensor_map(kernel, recipes[f.name], extents))
             for index, f in fields
             if f.type in _MAPS
         ),
@@ -160,13 +157,13 @@ def _violations(
         f"{recipe.tensor}: strides {extents[recipe.tensor][4:6]} of sequences and positions have "
         "too small a common step; make it contiguous"
         for recipe in loaded.kernel.tensor_maps
-        if _geometry(loaded.kernel, recipe, extents[recipe.tensor])[0][3] > 1 << 31
+        if geometry_of(loaded.kernel, recipe, extents[recipe.tensor]).sizes[3] > 1 << 31
     ]
     reasons += [
         f"{recipe.tensor}: a stride of 2^40 bytes or more (of positions: above 2^34 where lengths "
         "vary) is out of the copy engine's reach"
         for recipe in loaded.kernel.tensor_maps
-        for strides in [_geometry(loaded.kernel, recipe, extents[recipe.tensor])[1]]
+        for strides in [geometry_of(loaded.kernel, recipe, extents[recipe.tensor]).strides]
         if min(strides) < 0 or max(strides) >= TMA_STRIDE_LIMIT
     ]
     return reasons
@@ -232,29 +229,11 @@ def pack_format(kernel: KernelEntry) -> str:
     return "".join(parts)
 
 
-def _stride_bytes(recipe: TensorMapRecipe, extent: Extent) -> tuple[int, int, int]:
-    """Strides of seq, head and batch in bytes. One that steps over a single element is free,
-    and the copy engine still wants it to be a multiple of 16."""
-    size = DTYPE_BYTES[recipe.dtype]
-    row = -(-extent.dim * size // 16) * 16
-    return (
-        extent.stride_seq * size if extent.seq > 1 else row,
-        extent.stride_heads * size if extent.heads > 1 else row,
-        extent.stride_batch * size if extent.batch > 1 else row,
-    )
-
-
 def _tensor_map(
-    kernel: KernelEntry, recipe: TensorMapRecipe, extents: dict[str, Extent], paged: bool
+    kernel: KernelEntry, recipe: TensorMapRecipe, extents: dict[str, Extent]
 ) -> TensorMap:
     cuda = driver()
-    extent = extents[recipe.tensor]
-    dims, strides, units = _geometry(kernel, recipe, extent)
-    boxes = (recipe.box_cols, recipe.box_rows, 1, 1, 1)
-    after_map = struct.pack("<2i56x", *units) if units else b""
-    if paged:
-        dims, strides, boxes, joined = _page_geometry(recipe, extent)
-        after_map = struct.pack("<i60x", joined)
+    sizes, strides, box, units = geometry_of(kernel, recipe, extents[recipe.tensor])
     types = cuda.CUtensorMapDataType
     dtype = {
         "bf16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
@@ -263,10 +242,10 @@ def _tensor_map(
         "e5m2": types.CU_TENSOR_MAP_DATA_TYPE_UINT8,
     }[recipe.dtype]
     layout = (
-        [cuda.cuuint64_t(dim) for dim in dims],
+        [cuda.cuuint64_t(size) for size in sizes],
         [cuda.cuuint64_t(stride) for stride in strides],
-        [cuda.cuuint32_t(box) for box in boxes[: len(dims)]],
-        [cuda.cuuint32_t(1)] * len(dims),
+        [cuda.cuuint32_t(size) for size in box],
+        [cuda.cuuint32_t(1)] * len(sizes),
     )
     promotions = cuda.CUtensorMapL2promotion
     modes = (
@@ -275,56 +254,8 @@ def _tensor_map(
         getattr(promotions, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{recipe.l2_bytes}B"),
         cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
-    return TensorMap(recipe.tensor, after_map, (dtype, len(dims)), (*layout, *modes))
-
-
-def _geometry(
-    kernel: KernelEntry, recipe: TensorMapRecipe, extent: Extent
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Sizes of a tensor map, strides (bytes, without that of the elements), units of its shift.
-
-    Where lengths vary, a box must end where its sequence does. A sequence of l positions has the
-    last l of LONGEST rows. Another axis, of steps that rows and batch are multiples of (the units),
-    moves the box by the sequence's place and its l rows, and the last one moves it LONGEST rows
-    back, since addresses are counted modulo 2^64: 2^30 times a stride of 2^34 bytes, less a row.
-    """
-    row, head, batch = _stride_bytes(recipe, extent)
-    of_keys = recipe.tensor in ("k", "v", "dk", "dv")
-    sequence = kernel.kv_seq if of_keys else kernel.q_seq
-    if sequence == "dense":
-        return (extent.dim, extent.seq, extent.heads, extent.batch), (row, head, batch), ()
-    places, start = (extent.seq, row) if sequence == "packed" else (extent.batch, batch)
-    step = math.gcd(row, start) or 16  # all rows are one where a tensor is expanded
-    units = (row // step, start // step)
-    shift = extent.seq * units[0] + places * units[1]
-    dims = (extent.dim, LONGEST, extent.heads, shift + 1, LONGEST + 1)
-    return dims, (row, head, step, (1 << 34) - row), units
-
-
-def _page_geometry(
-    recipe: TensorMapRecipe, extent: Extent
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
-    """Sizes and strides (bytes) of a map of pages, what a copy brings of each, and how many boxes
-    of columns lie between heads where it brings all of a head's, else 0.
-
-    Rows count in groups of 8, in each of which the kernel has a head's boxes one after another
-    where its columns are whole boxes. A copy brings one group where it cannot bring all boxes.
-    """
-    row, head, page = _stride_bytes(recipe, extent)
-    rows = math.gcd(recipe.box_rows & -recipe.box_rows, extent.seq)
-    groups = (8, -(-extent.seq // 8))
-    boxes, rest = divmod(extent.dim, recipe.box_cols)
-    if boxes > 1 and not rest and rows >= 8 and head % BOX_BYTES == 0:
-        places = head // BOX_BYTES * (extent.heads - 1) + boxes
-        return (
-            (recipe.box_cols, 8, places, groups[1], extent.batch),
-            (row, BOX_BYTES, 8 * row, page),
-            (recipe.box_cols, 8, boxes, rows // 8, 1),
-            head // BOX_BYTES,
-        )
-    stretch = 1 if boxes > 1 and not rest else max(1, rows // 8)
-    dims = (extent.dim, *groups[:1], extent.heads, groups[1], extent.batch)
-    return dims, (row, head, 8 * row, page), (recipe.box_cols, min(rows, 8), 1, stretch, 1), 0
+    after_map = struct.pack(f"<{len(units)}i", *units).ljust(64, b"\0") if units else b""
+    return TensorMap(recipe.tensor, after_map, (dtype, len(sizes)), (*layout, *modes))
 
 
 @lru_cache(MAPS_KEPT)  # allocators hand out the same addresses again and again

@@ -75,6 +75,7 @@ def _decode(problem: Problem, plan: DecodePlan, operands: Names) -> KernelEntry:
         workspace=PARTS,
         block_keys=plan.tile.n,
         ctas=plan.ctas,
+        busy_ctas=plan.busy_ctas,
         part_floats=problem.head_dim_v,
         q_seq=problem.q_seq,
     )

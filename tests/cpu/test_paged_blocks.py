@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 
 from attngen import features, files
+from attngen.geometry import page_geometry
 from attngen.ops.decode import page_numbers
+from attngen.program import TensorMapRecipe
 from attngen.render import emit_fragment
+from attngen.run_time import Extent
 
 # Keys a block, columns of a head: whole boxes or not.
 SHAPES = [(32, 576), (64, 128), (64, 80), (80, 64), (112, 72), (128, 8), (128, 128), (128, 192)]
-HEAD, FULL, TILE = 5, 77, 1 << 20
+HEADS, HEAD, FULL, TILE = 6, 5, 77, 1 << 20
 STUBS = """
 #include "attngen/context.cuh"
 #include <vector>
@@ -114,44 +117,54 @@ def test_paged_block_is_cleared_behind_the_end_of_its_sequence_alone(library, sh
             assert count == len(wanted) and {*out[:count].tolist()} == wanted
 
 
+def strides_of(layout: str, size: int, d: int) -> tuple[int, int, int]:
+    """Elements from a page, a position, a head to the next."""
+    if layout == "heads first":
+        return HEADS * size * d, d, size * d
+    head = d + 8 * (layout == "padded")
+    return size * HEADS * head, HEADS * head, head
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 12, 16, 48, 64, 100, 128, 256, 1000])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("joined", [False, True])
-def test_paged_block_brings_every_key_once_and_promises_its_bytes(library, shape, size, joined):
-    """joined: a copy brings all boxes of a head, which are as many from one head to the next."""
-    block_keys, head_dim = shape
-    boxes, whole = -(-head_dim // 64), head_dim % 64 == 0
-    stretch = math.gcd(block_keys & -block_keys, size)
-    if joined and not (whole and boxes > 1 and stretch >= 8):
-        return  # no such map
-    if whole and boxes > 1 and not joined:
-        stretch = min(stretch, 8)
+@pytest.mark.parametrize("layout", ["positions first", "heads first", "padded"])
+def test_paged_block_brings_every_key_once_and_promises_its_bytes(library, shape, size, layout):
+    """As the map of the launch has it, to where products find it."""
+    block_keys, d = shape
     room = 700
     width = -(-room // size)
     table = np.random.default_rng(size).permutation(3 * width).astype(np.int32).reshape(3, width)
     fetch = PageFetch(table.ctypes.data, width, *page_numbers(size))
-    place = places(*shape)
-    out = np.zeros(1 + 6 * (len(place) + 64), np.int32)
-    load = getattr(library, f"load_{block_keys}_{head_dim}")
+    page_stride, row_stride, head_stride = strides_of(layout, size, d)
+    extent = Extent(3 * width, size, HEADS, d, page_stride, row_stride, head_stride)
+    recipe = TensorMapRecipe("map_k", "k", "bf16", 64, block_keys, paged=True)
+    dims, strides, boxes, (head_boxes,) = page_geometry(recipe, extent)
+    steps = np.array([2, *strides])
+    # Of a copy the place of each 128 bytes, one after another.
+    within = np.stack(np.unravel_index(np.arange(math.prod(boxes[1:])), boxes[:0:-1]), 1)[:, ::-1]
+    stretch = boxes[1] * boxes[3]
+    box_of, key_of = np.array(
+        [*map(places(*shape).get, range(0, 128 * len(places(*shape)), 128))]
+    ).T
+    out = np.zeros(1 + 6 * (len(box_of) + 64), np.int32)
+    load = getattr(library, f"load_{block_keys}_{d}")
     for kv_len in (0, 1, 63, 64, 65, 333, 700):
         for block in range(-1, -(-room // block_keys) + 1):
             count = load(
-                ctypes.byref(fetch), boxes * joined, kv_len, block,
+                ctypes.byref(fetch), head_boxes, kv_len, block,
                 out.ctypes.data_as(ctypes.c_void_p),
             )  # fmt: skip
-            rows = min(max(kv_len - block * block_keys, 0), block_keys) if block >= 0 else 0
-            copies = out[1 : 1 + 6 * count].reshape(count, 6).tolist()
-            together = boxes if joined else 1
-            if block >= 0:
-                assert out[0] == count * together * stretch * 128
-            assert count == boxes // together * -(-rows // stretch)
-            seen = set()
-            for to, barrier, column, row, head, page in copies:
-                box, within = place[to - TILE]
-                assert (barrier, head) == (FULL, HEAD * (boxes if joined else 1))
-                assert column == 64 * box and within % stretch == 0 and within < rows
-                position = block * block_keys + within
-                assert (page, row) == (table[2, position // size], position % size)
-                assert row + stretch <= size and (not joined or box == 0)
-                seen.add((box, within))
-            assert len(seen) == count
+            keys = min(max(kv_len - block * block_keys, 0), block_keys) if block >= 0 else 0
+            brought = -(-keys // stretch) * stretch
+            assert count * len(within) == brought * -(-d // 64)
+            assert out[0] == 128 * count * len(within) or block < 0
+            copies = out[1 : 1 + 6 * count].reshape(-1, 6).astype(np.int64)
+            to, barrier, column, row, head, page = copies.T
+            start = np.stack([column, row % 8, head, row // 8, page], 1)
+            assert (barrier == FULL).all() and (start < dims).all()
+            found = (start[:, None, 1:] + within) @ steps[1:] + 2 * column[:, None]
+            at = (to[:, None] - TILE) // 128 + np.arange(len(within))
+            assert len(np.unique(at)) == at.size and (key_of[at] < max(brought, 1)).all()
+            number, place = np.divmod(block * block_keys + key_of[at], size)
+            wanted = table[2, np.minimum(number, width - 1)] * page_stride + place * row_stride
+            assert (found == 2 * (wanted + HEAD * head_stride + 64 * box_of[at])).all()

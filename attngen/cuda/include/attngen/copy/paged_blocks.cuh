@@ -31,10 +31,9 @@ class PagedBlocks {
   ATTNGEN_DEVICE PagedBlocks(const Fetch& fetch, const PageMap* map, int batch, int head,
                              int kv_len, int lane)
       : fetch_(fetch), map_(map), pages_(fetch.pages(batch)), kv_len_(kv_len), lane_(lane) {
-    const int stretch = fetch.template stretch<kBlock>();
-    stretch_ = kGrouped && copies() > 1 ? min_of(stretch, 8) : stretch;
     head_ = map->head_boxes > 0 ? head * map->head_boxes : head;
     within_ = within(lane);
+    several_ = within(32) < kBlock;
   }
 
   // This lane's first copy of a block, for `load`: asked for before there is room for the block, so
@@ -45,12 +44,13 @@ class PagedBlocks {
   // end are not copied, but for those that share a stretch with it.
   ATTNGEN_DEVICE void load(const PagedBox& box, u32 tile, u32 full, int block, u64 policy) const {
     if (lane_ == 0) {
-      const int rows = (rows_of(block) + stretch_ - 1) & -stretch_;
+      int rows = rows_of(block);
+      if (rows < kBlock) rows = (rows + stretch() - 1) & -stretch();
       mbarrier_arrive_expect(full, kBoxes * 128 * rows);
     }
     __syncwarp();
     copy(box, lane_, within_, tile, full, policy);
-    if (32 * stretch_ < copies() * kBlock) {  // pages of few rows
+    if (several_) {
 #pragma unroll 1
       for (int i = lane_ + 32; within(i) < kBlock; i += 32) {
         copy(find_at(block, within(i)), i, within(i), tile, full, policy);
@@ -79,10 +79,17 @@ class PagedBlocks {
   }
 
  private:
-  // That bring a stretch.
+  // Rows of a copy, worked out anew: a loading warp has few registers to keep them in.
+  ATTNGEN_DEVICE int stretch() const {
+    Fetch pages = fetch_;
+    pages.page_size = forget(pages.page_size);
+    const int rows = pages.template stretch<kBlock>();
+    return kGrouped && copies() > 1 ? min_of(rows, 8) : rows;
+  }
+  // Copies that bring as many rows of all columns.
   ATTNGEN_DEVICE int copies() const { return kBoxes == 1 || map_->head_boxes > 0 ? 1 : kBoxes; }
-  // First row of copy `i` of a block; past the block's end there is none.
-  ATTNGEN_DEVICE int within(int i) const { return i / copies() * stretch_; }
+  // First row of copy `i`; past the block's end there is none.
+  ATTNGEN_DEVICE int within(int i) const { return i / copies() * stretch(); }
   ATTNGEN_DEVICE PagedBox find_at(int block, int within) const {
     const int position = block * kBlock + within;
     const int place = fetch_.place(position);
@@ -102,9 +109,9 @@ class PagedBlocks {
   const int* pages_;
   int kv_len_;
   int lane_;
-  int stretch_;
   int head_;
-  int within_;
+  int within_;    // of the lane's first copy
+  bool several_;  // copies a lane
 };
 
 }  // namespace attngen

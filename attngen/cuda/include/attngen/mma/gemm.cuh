@@ -68,8 +68,8 @@ ATTNGEN_DEVICE void gemm_accumulate(float (&acc)[Mma::kN / 2], const u32 (&a)[4 
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    Mma::issue(acc, a + 4 * step,
-               operand_descriptor<kGroupBytes>(b_base, step * 2 * kGroupBytes), 1);
+    Mma::issue(acc, a + 4 * step, operand_descriptor<kGroupBytes>(b_base, step * 2 * kGroupBytes),
+               1);
   }
   wgmma_commit();
 }

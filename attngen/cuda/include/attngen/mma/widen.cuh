@@ -35,10 +35,10 @@ struct WideningShare {
 };
 
 #if defined(__CUDACC__)
-// Widens kRows rows of kColumns columns from `source`, in boxes of 128 columns and groups of rows, to
-// `target`, in boxes of 64 columns, whose groups are 1024 bytes apart; rows from `rows` on become zeros, whatever they
-// are. Both are where a row begins whose number is a multiple of 8. A thread has kTogether loads on
-// their way at once; with 1 it needs the fewest registers.
+// Widens kRows rows of kColumns columns from `source`, in boxes of 128 columns and groups of rows,
+// to `target`, in boxes of 64 columns, whose groups are 1024 bytes apart; rows from `rows` on
+// become zeros, whatever they are. Both are where a row begins whose number is a multiple of 8. A
+// thread has kTogether loads on their way at once; with 1 it needs the fewest registers.
 template <class From, class To, int kRows, int kColumns, int kThreads, u32 kSourceBoxBytes,
           u32 kSourceGroupBytes, u32 kTargetBoxBytes, int kTogether>
 ATTNGEN_DEVICE void widen_tile(u32 source, u32 target, int thread, int rows) {
@@ -51,9 +51,8 @@ ATTNGEN_DEVICE void widen_tile(u32 source, u32 target, int thread, int rows) {
 #pragma unroll
     for (int n = 0; n < kTogether; ++n) {
       if (first + n >= Share::kShare || !share.has(first + n)) continue;
-      load_shared_x4(bytes[n],
-                     source + swizzled_slot<kSourceBoxBytes, kSourceGroupBytes>(
-                                  share.row, share.chunk(first + n)));
+      load_shared_x4(bytes[n], source + swizzled_slot<kSourceBoxBytes, kSourceGroupBytes>(
+                                            share.row, share.chunk(first + n)));
     }
 #pragma unroll
     for (int n = 0; n < kTogether; ++n) {
