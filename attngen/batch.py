@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
 from . import features, resolve
-from .arch.sm90_decode import DecodePlan
 from .builder import Built, build_plan
 from .bundle import BundledKernel, Program
 from .cache import Cache, Entry
@@ -35,12 +34,9 @@ class Job:
 
     @property
     def name(self) -> str:
-        """What it is and computes: `sm90_bwd_dq__full_d256_bf16`; of kernels that read keys for a
-        decode that which has an SM to itself says so, and of kernels that prepare either direction
-        those of a backward."""
+        """What it is and computes: `sm90_bwd_dq__full_d256_bf16`; of kernels that prepare either
+        direction those of a backward say so."""
         name = f"{self.plan.family}__{self.problem.label}"
-        if isinstance(self.plan, DecodePlan) and self.plan.ctas == 1:
-            return f"{name}_alone"
         prepares = self.problem.direction == "bwd" and "bwd" not in self.plan.family
         return f"{name}_backward" if prepares else name
 

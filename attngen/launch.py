@@ -7,7 +7,6 @@ stream is a number. Whatever depends on shapes alone is worked out once (`prepar
 from __future__ import annotations
 
 import ctypes
-import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,13 +16,12 @@ from typing import Any
 
 from . import tracing
 from .errors import LaunchError
+from .geometry import TMA_STRIDE_LIMIT, boxed, geometry_of
 from .load import LoadedKernel, checked, driver
-from .problem import DTYPE_BYTES
 from .program import KernelEntry, TensorMapRecipe
 from .run_time import Extent, Scalars, values_of
 
 LENGTH_LIMIT = 1 << 30  # positions; masks add lengths and windows in 32 bits
-TMA_STRIDE_LIMIT = 1 << 40  # bytes
 GRID_LIMIT = 65535  # CTAs along the second and third axis
 CONFIGS_KEPT = 1024
 PARAMETERS_KEPT = 128  # of a launch's shapes, a kilobyte each: one for each layer of most models
@@ -35,10 +33,10 @@ _FORMATS = {
     "ptr": "Q",
     "tensor_map": "128s",
     "sequence_map": "192s",
+    "page_map": "192s",
 }
-_MAPS = ("tensor_map", "sequence_map")
+_MAPS = ("tensor_map", "sequence_map", "page_map")
 _ADDRESSED = ("ptr", *_MAPS)
-LONGEST = 1 << 30  # positions that a tensor map allows a sequence, more than any has
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,14 +158,14 @@ def _violations(
         "too small a common step; make it contiguous"
         for recipe in loaded.kernel.tensor_maps
         if not recipe.spare
-        and _geometry(loaded.kernel, recipe, extents[recipe.tensor])[0][3] > 1 << 31
+        and geometry_of(loaded.kernel, recipe, extents[recipe.tensor]).sizes[3] > 1 << 31
     ]
     reasons += [
         f"{recipe.tensor}: a stride of 2^40 bytes or more (of positions: above 2^34 where lengths "
         "vary) is out of the copy engine's reach"
         for recipe in loaded.kernel.tensor_maps
         if not recipe.spare
-        for strides in [_geometry(loaded.kernel, recipe, extents[recipe.tensor])[1]]
+        for strides in [geometry_of(loaded.kernel, recipe, extents[recipe.tensor]).strides]
         if min(strides) < 0 or max(strides) >= TMA_STRIDE_LIMIT
     ]
     return reasons
@@ -233,29 +231,14 @@ def pack_format(kernel: KernelEntry) -> str:
     return "".join(parts)
 
 
-def _stride_bytes(recipe: TensorMapRecipe, extent: Extent) -> tuple[int, int, int]:
-    """Strides of seq, head and batch in bytes. One that steps over a single element is free,
-    and the copy engine still wants it to be a multiple of 16."""
-    size = DTYPE_BYTES[recipe.dtype]
-    row = -(-extent.dim * size // 16) * 16
-    return (
-        extent.stride_seq * size if extent.seq > 1 else row,
-        extent.stride_heads * size if extent.heads > 1 else row,
-        extent.stride_batch * size if extent.batch > 1 else row,
-    )
-
-
 def _tensor_map(
     kernel: KernelEntry, recipe: TensorMapRecipe, extents: dict[str, Extent]
 ) -> TensorMap:
     cuda = driver()
     extent = extents[recipe.tensor]
-    dims, strides, units = _geometry(kernel, recipe, extent)
-    if recipe.spare and not _boxed(recipe, extent):
+    if recipe.spare and not boxed(recipe, extent):
         return TensorMap(recipe.tensor, b"", (), (), spare=True)
-    rows = recipe.box_rows
-    if recipe.paged:
-        rows = math.gcd(rows & -rows, extent.seq)
+    sizes, strides, box, units = geometry_of(kernel, recipe, extent)
     types = cuda.CUtensorMapDataType
     dtype = {
         "bf16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
@@ -264,10 +247,10 @@ def _tensor_map(
         "e5m2": types.CU_TENSOR_MAP_DATA_TYPE_UINT8,
     }[recipe.dtype]
     layout = (
-        [cuda.cuuint64_t(dim) for dim in dims],
+        [cuda.cuuint64_t(size) for size in sizes],
         [cuda.cuuint64_t(stride) for stride in strides],
-        [cuda.cuuint32_t(box) for box in (recipe.box_cols, rows, 1, 1, 1)[: len(dims)]],
-        [cuda.cuuint32_t(1)] * len(dims),
+        [cuda.cuuint32_t(size) for size in box],
+        [cuda.cuuint32_t(1)] * len(sizes),
     )
     promotions = cuda.CUtensorMapL2promotion
     modes = (
@@ -276,39 +259,9 @@ def _tensor_map(
         getattr(promotions, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{recipe.l2_bytes}B"),
         cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
-    after_map = struct.pack("<2i56x", *units) if units else b""
-    before, after = (dtype, len(dims)), (*layout, *modes)
+    after_map = struct.pack(f"<{len(units)}i", *units).ljust(64, b"\0") if units else b""
+    before, after = (dtype, len(sizes)), (*layout, *modes)
     return TensorMap(recipe.tensor, after_map, before, after, recipe.spare)
-
-
-def _boxed(recipe: TensorMapRecipe, extent: Extent) -> bool:
-    """Whether the copy engine can read a tensor that begins at a multiple of 16 bytes."""
-    strides = [stride * DTYPE_BYTES[recipe.dtype] for stride in extent[4:7]]
-    whole = all(stride % 16 == 0 and stride < TMA_STRIDE_LIMIT for stride in strides)
-    return whole and extent.stride_dim == 1
-
-
-def _geometry(
-    kernel: KernelEntry, recipe: TensorMapRecipe, extent: Extent
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Sizes of a tensor map, strides (bytes, without that of the elements), units of its shift.
-
-    Where lengths vary, a box must end where its sequence does. A sequence of l positions has the
-    last l of LONGEST rows. Another axis, of steps that rows and batch are multiples of (the units),
-    moves the box by the sequence's place and its l rows, and the last one moves it LONGEST rows
-    back, since addresses are counted modulo 2^64: 2^30 times a stride of 2^34 bytes, less a row.
-    """
-    row, head, batch = _stride_bytes(recipe, extent)
-    of_keys = recipe.tensor in ("k", "v", "dk", "dv")
-    sequence = kernel.kv_seq if of_keys else kernel.q_seq
-    if sequence == "dense" or recipe.spare:
-        return (extent.dim, extent.seq, extent.heads, extent.batch), (row, head, batch), ()
-    places, start = (extent.seq, row) if sequence == "packed" else (extent.batch, batch)
-    step = math.gcd(row, start) or 16  # all rows are one where a tensor is expanded
-    units = (row // step, start // step)
-    shift = extent.seq * units[0] + places * units[1]
-    dims = (extent.dim, LONGEST, extent.heads, shift + 1, LONGEST + 1)
-    return dims, (row, head, step, (1 << 34) - row), units
 
 
 @lru_cache(MAPS_KEPT)  # allocators hand out the same addresses again and again

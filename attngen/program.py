@@ -11,9 +11,9 @@ from typing import Literal
 
 from .problem import Problem, Sequence
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
-FieldType = Literal["i32", "f32", "i64", "ptr", "tensor_map", "sequence_map"]
+FieldType = Literal["i32", "f32", "i64", "ptr", "tensor_map", "sequence_map", "page_map"]
 FIELD_BYTES: dict[str, tuple[int, int]] = {  # size, alignment
     "i32": (4, 4),
     "f32": (4, 4),
@@ -21,6 +21,7 @@ FIELD_BYTES: dict[str, tuple[int, int]] = {  # size, alignment
     "ptr": (8, 8),
     "tensor_map": (128, 64),
     "sequence_map": (192, 64),  # with the units of its shift
+    "page_map": (192, 64),  # with the boxes from a head to the next
 }
 
 
@@ -85,8 +86,8 @@ class KernelEntry:
     `group_heads` and `tail_share` order the tiles (see arch.base.Schedule).
     `workspace`: device memory beside the operands, of run_time.workspace_bytes each; what one
     kernel of a problem leaves there the next ones read. `dq_floats`: those of `dq_acc` for a block.
-    `block_keys`: keys that a split takes at a time; `ctas`: those that an SM holds; `part_floats`:
-    of `o_parts` for a row.
+    `block_keys`: keys that a split takes at a time; `ctas`: those that an SM holds; `busy_ctas`:
+    those that keep its share of the memory busy; `part_floats`: of `o_parts` for a row.
     `q_seq`, `kv_seq`: the problem's; they decide how its tensor maps find a sequence.
     """
 
@@ -111,6 +112,7 @@ class KernelEntry:
     dependent: bool = False
     block_keys: int = 0
     ctas: int = 1
+    busy_ctas: float = 1.0
     part_floats: int = 0
 
 

@@ -314,7 +314,7 @@ def bias_maps(problem: Problem) -> tuple[TensorMapRecipe, ...]:
 def map_type(problem: Problem, tensor: str) -> str:
     """The type of the parameter that maps a tensor."""
     if tensor in ("k", "v") and problem.paged:
-        return "tensor_map"
+        return "page_map"
     sequence = problem.kv_seq if tensor in ("k", "v", "dk", "dv") else problem.q_seq
     return "tensor_map" if sequence == "dense" else "sequence_map"
 

@@ -56,7 +56,7 @@ def _decode(problem: Problem, plan: DecodePlan, operands: Names) -> KernelEntry:
         )
         for tensor in ("k", "v")
     )
-    names = [*typed("tensor_map", *(each.field for each in maps))]
+    names = typed("page_map" if problem.paged else "tensor_map", *(each.field for each in maps))
     names += typed("ptr", "q", "o", "lse", *PARTS, *(("max_logit",) if problem.max_logit else ()))
     descales = ("descale_k", "descale_v") if problem.widens else ()
     names += typed("ptr", *descales)
@@ -75,6 +75,7 @@ def _decode(problem: Problem, plan: DecodePlan, operands: Names) -> KernelEntry:
         workspace=PARTS,
         block_keys=plan.tile.n,
         ctas=plan.ctas,
+        busy_ctas=plan.busy_ctas,
         part_floats=problem.head_dim_v,
         q_seq=problem.q_seq,
     )

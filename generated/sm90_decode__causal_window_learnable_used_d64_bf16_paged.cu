@@ -1,4 +1,4 @@
-// sm90_decode__causal_window_learnable_used_d64_bf16_paged__40efbb
+// sm90_decode__causal_window_learnable_used_d64_bf16_paged__96685d
 // Rendered by attngen from kernels/sm90_decode.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/copy/paged_blocks.cuh"
@@ -44,6 +44,7 @@ constexpr u32 kVEmpty = kVFull + 8 * kStages;
 
 // Named barriers: 0 is __syncthreads.
 constexpr u32 kConsumersBarrier = 1;
+constexpr u32 kReadyBarrier = 2;  // of the warp that makes mbarriers and the one that waits first
 
 // acc[64 x 128] (+)= A B^T, both in shared memory, the reduction along A's rows and along B's.
 struct QkMma {
@@ -125,16 +126,22 @@ struct PageFetch {
   const void* page_table;
   int page_table_stride;
   int page_size;
+  int page_reciprocal;
+  int page_shift;
 
   // Positions that one copy brings, the largest power of two that divides pages and blocks of
   // kBlock: each lies on one page.
   template <int kBlock>
   ATTNGEN_HD int stretch() const { return min_of(page_size & -page_size, kBlock & -kBlock); }
-  // The tensor's batch index, which is the page, of a position of the sequence; and its row there.
-  ATTNGEN_HD int batch_index(int batch, int position) const {
-    return static_cast<const int*>(page_table)[static_cast<long long>(batch) * page_table_stride + static_cast<u32>(position) / page_size];
+  // The pages of a sequence.
+  ATTNGEN_HD const int* pages(int batch) const {
+    return static_cast<const int*>(page_table) + static_cast<long long>(batch) * page_table_stride;
   }
-  ATTNGEN_HD int row(int position) const { return static_cast<u32>(position) % page_size; }
+  // Which of them has a position below 2^30.
+  ATTNGEN_HD int place(int position) const {
+    const u64 product = static_cast<u64>(4 * static_cast<u32>(position)) * static_cast<u32>(page_reciprocal);
+    return static_cast<int>(static_cast<u32>(product >> 32) >> page_shift);
+  }
 };
 struct RangeIteration {
   template <int kBlock, class MaskList>
@@ -171,8 +178,8 @@ using KvIteration = RangeIteration;
 using Softmax = LearnableSoftmax;
 
 struct Params {
-  TensorMap map_k;
-  TensorMap map_v;
+  PageMap map_k;
+  PageMap map_v;
   void* q;
   void* o;
   void* lse;
@@ -206,15 +213,25 @@ struct Params {
   void* k_page_table;
   int k_page_table_stride;
   int k_page_size;
+  int k_page_reciprocal;
+  int k_page_shift;
   void* v_page_table;
   int v_page_table_stride;
   int v_page_size;
+  int v_page_reciprocal;
+  int v_page_shift;
 };
 // NVRTC has no offsetof; natural alignment and the total size pin every member's place.
 static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by the host");
 static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
-static_assert(sizeof(Params) == 512, "packed by the host");
+static_assert(sizeof(Params) == 640, "packed by the host");
 
+
+// Where boxes and groups of rows of a block lie, as a product finds them.
+using KBlocks = PagedBlocks<kTileN, kHeadDimQk, KvFetch>;
+using VBlocks = PagedBlocks<kTileN, kHeadDimV, KvFetch>;
+constexpr u32 kKBoxBytes = KBlocks::kBoxBytes, kKGroupBytes = KBlocks::kGroupBytes;
+constexpr u32 kVBoxBytes = VBlocks::kBoxBytes, kVGroupBytes = VBlocks::kGroupBytes;
 
 ATTNGEN_DEVICE MaskList mask_list(const Params& p) {
   return {CausalMask{}, WindowMask{p.window_left, p.window_right}};
@@ -243,8 +260,8 @@ ATTNGEN_DEVICE Job find_job(const Params& p) {
   Job job;
   const int tile = blockIdx.x / p.heads_kv;
   const QSequence queries = q_sequence(p);
-  job.batch = tile / p.row_tiles;
-  job.first_row = tile % p.row_tiles * kRows;
+  job.batch = p.row_tiles == 1 ? tile : tile / p.row_tiles;
+  job.first_row = (tile - job.batch * p.row_tiles) * kRows;
   job.first_token = queries.first_token(job.batch);
   job.kv_head = blockIdx.x % p.heads_kv;
   job.split = blockIdx.y;
@@ -269,21 +286,26 @@ struct Loader {
 
 
   ATTNGEN_DEVICE void run() const {
+    if (lane == 0) {
+      tma_prefetch_map(&p.map_k);
+      tma_prefetch_map(&p.map_v);
+    }
     RingPosition<kStages> ring;
-    const PagedBlocks<kTileN, kQkBoxes, KvFetch> k_blocks = {PageFetch{p.k_page_table, p.k_page_table_stride, p.k_page_size}, job.batch, job.kv_len, lane};
-    const PagedBlocks<kTileN, kVBoxes, KvFetch> v_blocks = {PageFetch{p.v_page_table, p.v_page_table_stride, p.v_page_size}, job.batch, job.kv_len, lane};
+    const KBlocks k_blocks(PageFetch{p.k_page_table, p.k_page_table_stride, p.k_page_size, p.k_page_reciprocal, p.k_page_shift}, &p.map_k, job.batch, job.kv_head, job.kv_len, lane);
+    const VBlocks v_blocks(PageFetch{p.v_page_table, p.v_page_table_stride, p.v_page_size, p.v_page_reciprocal, p.v_page_shift}, &p.map_v, job.batch, job.kv_head, job.kv_len, lane);
     // A block ahead, so that no copy waits for the table.
     PagedBox k_box = k_blocks.find(job.begin);
     PagedBox v_box = v_blocks.find(job.begin);
+    named_barrier_sync(kReadyBarrier, 64);
 #pragma unroll 1
     for (int block = job.begin; block < job.end; ++block) {
       const u32 keys = smem + kSmemK + ring.stage * kQkBoxes * kKeyBoxBytes;
       const u32 values = smem + kSmemV + ring.stage * kVBoxes * kKeyBoxBytes;
       mbarrier_wait(smem + kKEmpty + ring.stage * 8, ring.parity ^ 1);
-      k_blocks.load(k_box, &p.map_k, keys, smem + kKFull + ring.stage * 8, job.kv_head, block, kEvictFirst);
+      k_blocks.load(k_box, keys, smem + kKFull + ring.stage * 8, block, kEvictFirst);
       k_box = k_blocks.find(block + 1);
       mbarrier_wait(smem + kVEmpty + ring.stage * 8, ring.parity ^ 1);
-      v_blocks.load(v_box, &p.map_v, values, smem + kVFull + ring.stage * 8, job.kv_head, block, kEvictFirst);
+      v_blocks.load(v_box, values, smem + kVFull + ring.stage * 8, block, kEvictFirst);
       v_box = v_blocks.find(block + 1);
       ring.advance();
     }
@@ -343,7 +365,7 @@ struct Consumer {
     const u32 zero[4] = {0, 0, 0, 0};
     for (int i = rows * 8 + warp * 32 + lane; i < kTileN * 8; i += kConsumerThreads) {
 #pragma unroll
-      for (int box = 0; box < kVBoxes; ++box) store_shared_x4(tile + box * kKeyBoxBytes + i * 16, zero);
+      for (int box = 0; box < kVBoxes; ++box) store_shared_x4(tile + i / 64 * kVGroupBytes + box * kVBoxBytes + i % 64 * 16, zero);
     }
     fence_async_shared();
     named_barrier_sync(kConsumersBarrier, kConsumerThreads);
@@ -364,15 +386,18 @@ struct Consumer {
     load_queries();
     const MaskList masks = mask_list(p);
     const Context ctx = job.context(job.kv_head * p.group_size);
+    // The thread's two rows, divided out while nothing has come yet.
+    const int queries[2] = {forget(query(row)), forget(query(row + 8))};
+    const int heads[2] = {forget(head(row)), forget(head(row + 8))};
     // Of the warp's 16: a thread's second row is of no query where a group has 8 heads and each one
     // query, and the softmax of no row waits for that of another.
     const int rows = job.q_len * p.group_size - job.first_row - warp % 4 * 16;
-    const auto keep_range = [&](int half) { return masks.row_range(ctx, query(row + half * 8)); };
+    const auto keep_range = [&](int half) { return masks.row_range(ctx, queries[half]); };
     RingPosition<kStages> ring;
 #pragma unroll 1
     for (int block = job.begin; block < job.end; ++block) {
       mbarrier_wait(smem + kKFull + ring.stage * 8, ring.parity);
-      gemm_shared_shared<QkMma, kQkSteps, kRowBoxBytes, kKeyBoxBytes>(scores, smem + kSmemQ, smem + kSmemK + ring.stage * kQkBoxes * kKeyBoxBytes);
+      gemm_shared_shared<QkMma, kQkSteps, kRowBoxBytes, kKBoxBytes, false, kKGroupBytes>(scores, smem + kSmemQ, smem + kSmemK + ring.stage * kQkBoxes * kKeyBoxBytes);
       wgmma_wait<0>();
       settle(scores);
       release(smem + kKEmpty + ring.stage * 8);
@@ -392,13 +417,13 @@ struct Consumer {
       const u32 values = smem + kSmemV + ring.stage * kVBoxes * kKeyBoxBytes;
       mbarrier_wait(smem + kVFull + ring.stage * 8, ring.parity);
       if ((block + 1) * kTileN > job.kv_len) clear_tail(values, job.kv_len - block * kTileN);
-      gemm_accumulate<PvMma, kTileN / 16, kKeyBoxBytes>(output, weights, values + first_column() / 64 * kKeyBoxBytes);
+      gemm_accumulate<PvMma, kTileN / 16, kVBoxBytes, kVGroupBytes>(output, weights, values + first_column() / 64 * kVBoxBytes);
       wgmma_wait<0>();
       settle(output);
       release(smem + kVEmpty + ring.stage * 8);
       ring.advance();
     }
-    finish(output, state, row);
+    finish(output, state, queries, heads);
     if (job.first_row == 0 && job.split == 0) {  // it sees to the rows behind the sequence that are no one's
       const QSequence queries = q_sequence(p);
       clear_rows(queries.gap(job.batch, p.sequences));
@@ -412,11 +437,11 @@ struct Consumer {
   }
 
   // Rows to memory: the output itself, or normalised float32 parts of it that are combined later.
-  ATTNGEN_DEVICE void finish(const float (&output)[kColumns / 2], const RowState& state, int row) const {
+  ATTNGEN_DEVICE void finish(const float (&output)[kColumns / 2], const RowState& state, const int (&queries)[2], const int (&heads)[2]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int i = query(row + half * 8);
-      const int h = head(row + half * 8);
+      const int i = queries[half];
+      const int h = heads[half];
       const float max_log2 = state.row_max[half] * p.scale_log2;
       const float sum = quad_sum(state.row_sum[half]);
       if (i >= job.q_len) continue;
@@ -473,15 +498,13 @@ struct Consumer {
 
 // Grid: key/value heads of row tiles of sequences, and splits.
 extern "C" __global__ void __launch_bounds__(160, 2)
-sm90_decode__causal_window_learnable_used_d64_bf16_paged__40efbb(const __grid_constant__ attngen::Params p) {
+sm90_decode__causal_window_learnable_used_d64_bf16_paged__96685d(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   const int lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
-    tma_prefetch_map(&p.map_k);
-    tma_prefetch_map(&p.map_v);
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(smem + kKFull + i * 8, 1);
       mbarrier_init(smem + kKEmpty + i * 8, 4 * kConsumers);
@@ -490,8 +513,11 @@ sm90_decode__causal_window_learnable_used_d64_bf16_paged__40efbb(const __grid_co
     }
     mbarrier_init_fence();
   }
+  if (warp == 0) {
+    __syncwarp();
+    named_barrier_arrive(kReadyBarrier, 64);
+  }
   allow_dependents();  // the kernel that combines waits for this one's end, but is there already
-  __syncthreads();
   const Job job = find_job(p);
   if (warp == kConsumerThreads / 32) {
     Loader{p, job, smem, lane}.run();

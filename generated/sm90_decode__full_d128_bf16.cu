@@ -1,4 +1,4 @@
-// sm90_decode__full_d128_bf16__faa4c8
+// sm90_decode__full_d128_bf16__f5ad9e
 // Rendered by attngen from kernels/sm90_decode.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -43,6 +43,7 @@ constexpr u32 kVEmpty = kVFull + 8 * kStages;
 
 // Named barriers: 0 is __syncthreads.
 constexpr u32 kConsumersBarrier = 1;
+constexpr u32 kReadyBarrier = 2;  // of the warp that makes mbarriers and the one that waits first
 
 // acc[64 x 64] (+)= A B^T, both in shared memory, the reduction along A's rows and along B's.
 struct QkMma {
@@ -159,6 +160,10 @@ static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, 
 static_assert(sizeof(Params) == 448, "packed by the host");
 
 
+// Where boxes and groups of rows of a block lie, as a product finds them.
+constexpr u32 kKBoxBytes = kKeyBoxBytes, kKGroupBytes = 1024;
+constexpr u32 kVBoxBytes = kKeyBoxBytes, kVGroupBytes = 1024;
+
 ATTNGEN_DEVICE MaskList mask_list(const Params& p) {
   return {};
 }
@@ -186,8 +191,8 @@ ATTNGEN_DEVICE Job find_job(const Params& p) {
   Job job;
   const int tile = blockIdx.x / p.heads_kv;
   const QSequence queries = q_sequence(p);
-  job.batch = tile / p.row_tiles;
-  job.first_row = tile % p.row_tiles * kRows;
+  job.batch = p.row_tiles == 1 ? tile : tile / p.row_tiles;
+  job.first_row = (tile - job.batch * p.row_tiles) * kRows;
   job.first_token = 0;
   job.kv_head = blockIdx.x % p.heads_kv;
   job.split = blockIdx.y;
@@ -218,7 +223,12 @@ struct Loader {
   }
 
   ATTNGEN_DEVICE void run() const {
+    if (lane == 0) {
+      tma_prefetch_map(&p.map_k);
+      tma_prefetch_map(&p.map_v);
+    }
     RingPosition<kStages> ring;
+    named_barrier_sync(kReadyBarrier, 64);
 #pragma unroll 1
     for (int block = job.begin; block < job.end; ++block) {
       const u32 keys = smem + kSmemK + ring.stage * kQkBoxes * kKeyBoxBytes;
@@ -285,7 +295,7 @@ struct Consumer {
     const u32 zero[4] = {0, 0, 0, 0};
     for (int i = rows * 8 + warp * 32 + lane; i < kTileN * 8; i += kConsumerThreads) {
 #pragma unroll
-      for (int box = 0; box < kVBoxes; ++box) store_shared_x4(tile + box * kKeyBoxBytes + i * 16, zero);
+      for (int box = 0; box < kVBoxes; ++box) store_shared_x4(tile + i / 64 * kVGroupBytes + box * kVBoxBytes + i % 64 * 16, zero);
     }
     fence_async_shared();
     named_barrier_sync(kConsumersBarrier, kConsumerThreads);
@@ -306,15 +316,18 @@ struct Consumer {
     load_queries();
     const MaskList masks = mask_list(p);
     const Context ctx = job.context(job.kv_head * p.group_size);
+    // The thread's two rows, divided out while nothing has come yet.
+    const int queries[2] = {forget(query(row)), forget(query(row + 8))};
+    const int heads[2] = {forget(head(row)), forget(head(row + 8))};
     // Of the warp's 16: a thread's second row is of no query where a group has 8 heads and each one
     // query, and the softmax of no row waits for that of another.
     const int rows = job.q_len * p.group_size - job.first_row - warp % 4 * 16;
-    const auto keep_range = [&](int half) { return masks.row_range(ctx, query(row + half * 8)); };
+    const auto keep_range = [&](int half) { return masks.row_range(ctx, queries[half]); };
     RingPosition<kStages> ring;
 #pragma unroll 1
     for (int block = job.begin; block < job.end; ++block) {
       mbarrier_wait(smem + kKFull + ring.stage * 8, ring.parity);
-      gemm_shared_shared<QkMma, kQkSteps, kRowBoxBytes, kKeyBoxBytes>(scores, smem + kSmemQ, smem + kSmemK + ring.stage * kQkBoxes * kKeyBoxBytes);
+      gemm_shared_shared<QkMma, kQkSteps, kRowBoxBytes, kKBoxBytes, false, kKGroupBytes>(scores, smem + kSmemQ, smem + kSmemK + ring.stage * kQkBoxes * kKeyBoxBytes);
       wgmma_wait<0>();
       settle(scores);
       release(smem + kKEmpty + ring.stage * 8);
@@ -334,13 +347,13 @@ struct Consumer {
       const u32 values = smem + kSmemV + ring.stage * kVBoxes * kKeyBoxBytes;
       mbarrier_wait(smem + kVFull + ring.stage * 8, ring.parity);
       if ((block + 1) * kTileN > job.kv_len) clear_tail(values, job.kv_len - block * kTileN);
-      gemm_accumulate<PvMma, kTileN / 16, kKeyBoxBytes>(output, weights, values + first_column() / 64 * kKeyBoxBytes);
+      gemm_accumulate<PvMma, kTileN / 16, kVBoxBytes, kVGroupBytes>(output, weights, values + first_column() / 64 * kVBoxBytes);
       wgmma_wait<0>();
       settle(output);
       release(smem + kVEmpty + ring.stage * 8);
       ring.advance();
     }
-    finish(output, state, row);
+    finish(output, state, queries, heads);
   }
 
   // Place of a row of the tensor among all rows, in the order of the LSE.
@@ -349,11 +362,11 @@ struct Consumer {
   }
 
   // Rows to memory: the output itself, or normalised float32 parts of it that are combined later.
-  ATTNGEN_DEVICE void finish(const float (&output)[kColumns / 2], const RowState& state, int row) const {
+  ATTNGEN_DEVICE void finish(const float (&output)[kColumns / 2], const RowState& state, const int (&queries)[2], const int (&heads)[2]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int i = query(row + half * 8);
-      const int h = head(row + half * 8);
+      const int i = queries[half];
+      const int h = heads[half];
       const float max_log2 = state.row_max[half] * p.scale_log2;
       const float sum = quad_sum(state.row_sum[half]);
       if (i >= job.q_len) continue;
@@ -397,15 +410,13 @@ struct Consumer {
 
 // Grid: key/value heads of row tiles of sequences, and splits.
 extern "C" __global__ void __launch_bounds__(160, 2)
-sm90_decode__full_d128_bf16__faa4c8(const __grid_constant__ attngen::Params p) {
+sm90_decode__full_d128_bf16__f5ad9e(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   const int lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
-    tma_prefetch_map(&p.map_k);
-    tma_prefetch_map(&p.map_v);
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(smem + kKFull + i * 8, 1);
       mbarrier_init(smem + kKEmpty + i * 8, 4 * kConsumers);
@@ -414,8 +425,11 @@ sm90_decode__full_d128_bf16__faa4c8(const __grid_constant__ attngen::Params p) {
     }
     mbarrier_init_fence();
   }
+  if (warp == 0) {
+    __syncwarp();
+    named_barrier_arrive(kReadyBarrier, 64);
+  }
   allow_dependents();  // the kernel that combines waits for this one's end, but is there already
-  __syncthreads();
   const Job job = find_job(p);
   if (warp == kConsumerThreads / 32) {
     Loader{p, job, smem, lane}.run();

@@ -182,6 +182,9 @@ static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, 
 static_assert(sizeof(Params) == 576, "packed by the host");
 
 
+constexpr u32 kKBoxBytes = kKeyBoxBytes, kKGroupBytes = 1024;
+constexpr u32 kVBoxBytes = kKeyBoxBytes, kVGroupBytes = 1024;
+
 ATTNGEN_DEVICE MaskList mask_list(const Params& p) {
   return {CausalMask{}};
 }
@@ -355,11 +358,11 @@ struct Consumer {
 
   ATTNGEN_DEVICE void take_queries(Queries&) const {}
   ATTNGEN_DEVICE void issue_scores(float (&scores)[kTileN / 2], const Queries&) const {
-    gemm_shared_shared<QkMma, kQkSteps, kRowBoxBytes, kKeyBoxBytes>(scores, q_tile(), k_tile());
+    gemm_shared_shared<QkMma, kQkSteps, kRowBoxBytes, kKBoxBytes, false, kKGroupBytes>(scores, q_tile(), k_tile());
   }
 
   ATTNGEN_DEVICE void issue_output(Accumulators& output, const u32 (&weights)[kWeightRegisters]) const {
-    gemm_accumulate<PvMma, kPvSteps, kKeyBoxBytes>(output.sum, weights, v_tile());
+    gemm_accumulate<PvMma, kPvSteps, kVBoxBytes, kVGroupBytes>(output.sum, weights, v_tile());
   }
 
   // Scores as the softmax takes them: score fragments applied, invisible keys at -inf.

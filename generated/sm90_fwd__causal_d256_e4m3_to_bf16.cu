@@ -207,6 +207,7 @@ static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, 
 static_assert(sizeof(Params) == 704, "packed by the host");
 
 
+
 ATTNGEN_DEVICE MaskList mask_list(const Params& p) {
   return {CausalMask{}};
 }
@@ -452,7 +453,7 @@ struct Consumer {
 
   ATTNGEN_DEVICE void take_queries(Queries&) const {}
   ATTNGEN_DEVICE void issue_scores(float (&scores)[kTileN / 2], const Queries&) const {
-    gemm_shared_shared<QkMma, kQkSteps, kRowBoxBytes, kKeyBoxBytes>(scores, q_tile(), k_tile());
+    gemm_shared_shared<QkMma, kQkSteps, kRowBoxBytes, kKeyBoxBytes, false>(scores, q_tile(), k_tile());
   }
 
   // `add`: to what is summed, else anew.

@@ -173,16 +173,22 @@ struct PageFetch {
   const void* page_table;
   int page_table_stride;
   int page_size;
+  int page_reciprocal;
+  int page_shift;
 
   // Positions that one copy brings, the largest power of two that divides pages and blocks of
   // kBlock: each lies on one page.
   template <int kBlock>
   ATTNGEN_HD int stretch() const { return min_of(page_size & -page_size, kBlock & -kBlock); }
-  // The tensor's batch index, which is the page, of a position of the sequence; and its row there.
-  ATTNGEN_HD int batch_index(int batch, int position) const {
-    return static_cast<const int*>(page_table)[static_cast<long long>(batch) * page_table_stride + static_cast<u32>(position) / page_size];
+  // The pages of a sequence.
+  ATTNGEN_HD const int* pages(int batch) const {
+    return static_cast<const int*>(page_table) + static_cast<long long>(batch) * page_table_stride;
   }
-  ATTNGEN_HD int row(int position) const { return static_cast<u32>(position) % page_size; }
+  // Which of them has a position below 2^30.
+  ATTNGEN_HD int place(int position) const {
+    const u64 product = static_cast<u64>(4 * static_cast<u32>(position)) * static_cast<u32>(page_reciprocal);
+    return static_cast<int>(static_cast<u32>(product >> 32) >> page_shift);
+  }
 };
 struct RangeIteration {
   template <int kBlock, class MaskList>
@@ -217,8 +223,8 @@ using Softmax = VanillaSoftmax;
 
 struct Params {
   SequenceMap map_q;
-  TensorMap map_k;
-  TensorMap map_v;
+  PageMap map_k;
+  PageMap map_v;
   SequenceMap map_o;
   void* lse;
   void* tile_counter;
@@ -241,15 +247,24 @@ struct Params {
   void* k_page_table;
   int k_page_table_stride;
   int k_page_size;
+  int k_page_reciprocal;
+  int k_page_shift;
   void* v_page_table;
   int v_page_table_stride;
   int v_page_size;
+  int v_page_reciprocal;
+  int v_page_shift;
 };
 // NVRTC has no offsetof; natural alignment and the total size pin every member's place.
 static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by the host");
 static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
-static_assert(sizeof(Params) == 832, "packed by the host");
+static_assert(sizeof(Params) == 960, "packed by the host");
 
+
+using KBlocks = PagedBlocks<kTileN, kHeadDimQk, KvFetch>;
+using VBlocks = PagedBlocks<kTileN, kHeadDimV, KvFetch>;
+constexpr u32 kKBoxBytes = KBlocks::kBoxBytes, kKGroupBytes = KBlocks::kGroupBytes;
+constexpr u32 kVBoxBytes = VBlocks::kBoxBytes, kVGroupBytes = VBlocks::kGroupBytes;
 
 ATTNGEN_DEVICE MaskList mask_list(const Params& p) {
   return {CausalMask{}};
@@ -347,12 +362,12 @@ struct QLoader {
 // The blocks of K, or of V, of one tile after another into a ring of kStages buffers: by a warp,
 // which finds the pages of a block ahead. kTail: a barrier of its own, where what lies behind a
 // sequence's end is cleared.
-template <int kBoxes, int kStages, u32 kTiles, u32 kFull, u32 kEmpty, u32 kTail>
+template <class Blocks, int kStages, u32 kTiles, u32 kFull, u32 kEmpty, u32 kTail>
 struct PagedLoader {
-  using Blocks = PagedBlocks<kTileN, kBoxes, KvFetch>;
+  static constexpr int kBoxes = Blocks::kBoxes;
   const Params& p;
   KvFetch fetch;
-  const TensorMap* map;
+  const PageMap* map;
   u32 smem;
   int lane;
 
@@ -369,7 +384,7 @@ struct PagedLoader {
       int block = slot->block_end;
       if (row_block < 0) break;
       mbarrier_arrive(smem + kJobEmpty);  // every lane: each has read the slot itself
-      const Blocks blocks = {fetch, batch, kv_sequence(p).length(batch), lane};
+      const Blocks blocks(fetch, map, batch, kv_head, kv_sequence(p).length(batch), lane);
       PagedBox box = blocks.find(block - 1);
       // A phase of that barrier a tile, whether there is anything to clear or not.
       if (kTail != 0 && lane == 0 && blocks.rows_of(block - 1) == kTileN) mbarrier_arrive(smem + kTail);
@@ -378,7 +393,7 @@ struct PagedLoader {
         const u32 tile = smem + kTiles + ring.stage * (kBoxes * kTileN * 128);
         mbarrier_wait(smem + kEmpty + ring.stage * 8, ring.parity ^ 1);
         const bool whole = kTail == 0 || blocks.rows_of(forget(block)) == kTileN;
-        blocks.load(box, map, tile, smem + (whole ? kFull + ring.stage * 8 : kTail), kv_head, block, kEvictLast);
+        blocks.load(box, tile, smem + (whole ? kFull + ring.stage * 8 : kTail), block, kEvictLast);
         if (kTail != 0 && blocks.rows_of(forget(block)) < kTileN) {
           mbarrier_wait(smem + kTail, parity);
           blocks.clear_tail(smem + kTiles + forget(ring.stage) * (kBoxes * kTileN * 128), block);
@@ -390,8 +405,8 @@ struct PagedLoader {
     }
   }
 };
-using KLoader = PagedLoader<kQkBoxes, kKStages, kSmemK, kKFull, kKEmpty, 0>;
-using VLoader = PagedLoader<kVBoxes, kVStages, kSmemV, kVFull, kVEmpty, kVTail>;
+using KLoader = PagedLoader<KBlocks, kKStages, kSmemK, kKFull, kKEmpty, 0>;
+using VLoader = PagedLoader<VBlocks, kVStages, kSmemV, kVFull, kVEmpty, kVTail>;
 
 // A thread's part of 64 rows of output.
 struct Accumulators {
@@ -433,11 +448,11 @@ struct Consumer {
     load_operand<kQkSteps, kRowBoxBytes>(queries, q_tile(), warp, lane);
   }
   ATTNGEN_DEVICE void issue_scores(float (&scores)[kTileN / 2], const Queries& queries) const {
-    gemm_register_shared<QkMma, kQkSteps, kKeyBoxBytes>(scores, queries, k_tile());
+    gemm_register_shared<QkMma, kQkSteps, kKBoxBytes, kKGroupBytes>(scores, queries, k_tile());
   }
 
   ATTNGEN_DEVICE void issue_output(Accumulators& output, const u32 (&weights)[kWeightRegisters]) const {
-    gemm_accumulate<PvMma, kPvSteps, kKeyBoxBytes>(output.sum, weights, v_tile());
+    gemm_accumulate<PvMma, kPvSteps, kVBoxBytes, kVGroupBytes>(output.sum, weights, v_tile());
   }
 
   // Scores as the softmax takes them: score fragments applied, invisible keys at -inf.
@@ -655,8 +670,8 @@ sm90_fwd__causal_packed_used_d128_bf16_paged__6aa62e(const __grid_constant__ att
     release_registers<kProducerRegisters>();
     if (threadIdx.x == 0) Scheduler{p, smem, slot}.run();
     if (threadIdx.x == 32) QLoader{p, smem, slot}.run();
-    if (warp == 2) KLoader{p, PageFetch{p.k_page_table, p.k_page_table_stride, p.k_page_size}, &p.map_k, smem, lane}.run();
-    if (warp == 3) VLoader{p, PageFetch{p.v_page_table, p.v_page_table_stride, p.v_page_size}, &p.map_v, smem, lane}.run();
+    if (warp == 2) KLoader{p, PageFetch{p.k_page_table, p.k_page_table_stride, p.k_page_size, p.k_page_reciprocal, p.k_page_shift}, &p.map_k, smem, lane}.run();
+    if (warp == 3) VLoader{p, PageFetch{p.v_page_table, p.v_page_table_stride, p.v_page_size, p.v_page_reciprocal, p.v_page_shift}, &p.map_v, smem, lane}.run();
   } else {
     take_registers<kConsumerRegisters>();
     Consumer{p, smem, role - 1, warp, lane}.run(slot);

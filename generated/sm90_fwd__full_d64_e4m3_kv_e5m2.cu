@@ -197,6 +197,7 @@ static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, 
 static_assert(sizeof(Params) == 704, "packed by the host");
 
 
+
 ATTNGEN_DEVICE MaskList mask_list(const Params& p) {
   return {};
 }

@@ -24,24 +24,25 @@ OPERANDS = {(1, 1): 208, (2, 1): 148, (1, 2): 192}
 OPERANDS_WIDENED = {(1, 1): 192, (2, 1): 128, (1, 2): 176}  # beside what is being widened
 SM_BYTES = SMEM_BYTES + CTA_RESERVED_BYTES
 # CTAs an SM, keys a block, stages, in the order of preference: two CTAs cover each other's ends,
-# and two stages of 64 keys are enough for both (measured at 128: as fast as three, or 2 % faster;
-# 32 keys and one CTA 3 to 14 % slower).
+# and two stages of 64 keys are enough for both, and for one that has the SM to itself (measured at
+# 128: as fast as three, or 2 % faster; blocks of 32 keys, or of 128 in three stages, are slower).
 CHOICES = ((2, 128, 2), (2, 64, 2), (1, 64, 3), (1, 64, 2), (1, 32, 3), (1, 32, 2))
 # Keys and values of 8 bits: the same beside what they are widened to.
 CHOICES_WIDENED = (
     *((2, 128, 2), (2, 64, 4), (2, 64, 3), (2, 64, 2)),
     *((1, 64, 4), (1, 64, 3), (1, 64, 2), (1, 32, 4), (1, 32, 3), (1, 32, 2)),
 )
-# One CTA an SM reads larger blocks, and has nobody beside it while it begins and ends: a call takes
-# it where all of them run at once and that spares parts (`ops/decode.py`); where several follow
-# each other it is 0 to 4 % slower (measured at 128; two CTAs have room for blocks of 64 there).
-ALONE = (1, 128, 3)
+# CTAs an SM that take what memory gives, where each reads keys of its own (measured at 128: 96 on
+# 132 SMs take 0.93 of what 128 do, 80 take 0.79). Where keys are widened, or a row has more columns
+# of output than a warpgroup holds, arithmetic binds, and no place may be empty.
+BUSY_CTAS = 0.76
 MAX_SPLITS = 128  # the combining kernel keeps as many weights in shared memory
 
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """The kernel that reads the keys. `ctas`: on one SM. `stages`: buffers of K, and of V.
+    """The kernel that reads the keys. `ctas`: on one SM; `busy_ctas`: those of them that keep the
+    memory busy, where each reads keys of its own. `stages`: buffers of K, and of V.
     `consumers`: warpgroups, each of which has as many columns of the output; registers: of a
     thread, where there are several and the loader, then a warpgroup, gives some of its own away."""
 
@@ -50,6 +51,7 @@ class DecodePlan:
     tile: Tile
     stages: int
     ctas: int
+    busy_ctas: float
     smem: tuple[SmemRegion, ...]
     smem_bytes: int
     threads: int
@@ -72,14 +74,12 @@ KernelPlan = DecodePlan | CombinePlan
 
 
 def plans(problem: Problem) -> tuple[KernelPlan, ...]:
-    """The plan of the kernel that reads the keys, or of two of which a call takes one, and that of
-    the kernel that joins; none where nothing fits."""
+    """The plans of the kernel that reads the keys and of the one that joins; none where nothing
+    fits."""
     choices = CHOICES_WIDENED if problem.widens else CHOICES
-    found = [plan for choice in choices if (plan := make_plan(problem, *choice))][:1]
-    if found and not problem.widens and (found[0].ctas, found[0].tile.n) == CHOICES[1][:2]:
-        found += filter(None, [make_plan(problem, *ALONE)])
+    found = next(filter(None, (make_plan(problem, *choice) for choice in choices)), None)
     join = CombinePlan(ARCH, "combine", COMBINE_THREADS, MAX_SPLITS)
-    return (*found, join) if found else ()
+    return (found, join) if found else ()
 
 
 def make_plan(problem: Problem, ctas: int, block: int, stages: int) -> DecodePlan | None:
@@ -113,6 +113,7 @@ def make_plan(problem: Problem, ctas: int, block: int, stages: int) -> DecodePla
         tile=Tile(ROWS, block),
         stages=stages,
         ctas=ctas,
+        busy_ctas=float(ctas) if problem.widens or several else BUSY_CTAS,
         smem=regions,
         smem_bytes=smem_bytes,
         threads=consumers * WARPGROUP_THREADS + loader_threads,

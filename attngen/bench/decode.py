@@ -135,13 +135,16 @@ def _load_flashinfer() -> tuple[str, Maker]:
     module: Any = import_module("flashinfer")
 
     def make(case: Case, x: Operands) -> Call:
-        buffer = torch.empty(128 << 20, dtype=torch.uint8, device=x.q.device)
-        wrapper = module.BatchDecodeWithPagedKVCacheWrapper(buffer, "NHD")
+        buffer = torch.empty(256 << 20, dtype=torch.uint8, device=x.q.device)
+        # Heads that share keys go through the tensor cores only where it is told to.
+        grouped = case.heads_q != case.heads_kv
+        wrapper = module.BatchDecodeWithPagedKVCacheWrapper(buffer, "NHD", use_tensor_cores=grouped)
         pages = case.length // case.page
         ends = torch.arange(case.batch + 1, dtype=torch.int32) * pages
         wrapper.plan(
             ends, x.table.flatten(), torch.full((case.batch,), case.page, dtype=torch.int32),
-            case.heads_q, case.heads_kv, case.head_dim, case.page, q_data_type=torch.bfloat16,
+            case.heads_q, case.heads_kv, case.head_dim, case.page,
+            q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
         )  # fmt: skip
         return lambda: wrapper.run(x.q[:, 0], (x.k_pages, x.v_pages))[:, None]
 

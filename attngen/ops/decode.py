@@ -10,14 +10,9 @@ from torch import Tensor
 from ..errors import SpecError
 from ..layouts import parse
 from ..load import LoadedKernel
-from ..run_time import MAX_SPLITS, Extent, choose_alone, choose_splits, row_tiles, share_busy
+from ..run_time import MAX_SPLITS, Extent, choose_splits, row_tiles
 from .operands import keys_of
 from .signature import Arguments
-
-# A CTA that has an SM to itself is the better choice where it spares the joining of parts (measured
-# +2 % at 16 sequences of 8k), or half of very many (+4 % at 63); else two that share one are, by 0
-# to 5 %, 8 % with pages of 16.
-MANY_PARTS = 32
 
 
 def choose(
@@ -30,26 +25,17 @@ def choose(
     """The kernels of a call in the order of launch, and into how many parts the keys of each
     sequence are split.
 
-    kernels: one that shares an SM, perhaps one that does not, and the one that joins parts; what
-    is not split is not joined. asked: how many parts, for which the first reads the keys, whatever
-    else there is to do, so that the bits do not depend on that; 0 for a number of our choice.
+    kernels: the one that reads the keys and the one that joins parts; what is not split is not
+    joined. asked: how many parts, 0 for a number of our choice.
     """
-    first, *others, join = kernels
-    tiles = row_tiles(first.kernel, extents, sequences) * extents["k"].heads * extents["q"].batch
-    keys = keys_of(extents, optional)
-
-    def room(kernel: LoadedKernel) -> tuple[int, int, int]:
-        blocks = -(-keys // kernel.kernel.block_keys)
-        return tiles, blocks, kernel.multiprocessors * kernel.kernel.ctas
-
-    reader, splits = first, asked or choose_splits(*room(first))
-    if others and not asked:
-        (other,), ctas, (_, _, slots) = others, tiles * splits, room(first)
-        slots = first.multiprocessors if ctas <= first.multiprocessors else slots
-        alone = choose_alone(*room(other), share_busy(ctas, slots))
-        if alone == 1 or (alone and splits > MANY_PARTS):
-            reader, splits = other, alone
-    return (reader, join)[: 1 + (splits > 1)], splits
+    reader, heads = kernels[0], extents["k"].heads
+    tiles = row_tiles(reader.kernel, extents, sequences) * heads * extents["q"].batch
+    blocks = -(-keys_of(extents, optional) // reader.kernel.block_keys)
+    slots = reader.multiprocessors * reader.kernel.ctas
+    sharing = max(1, tiles // max(1, sequences * heads))  # tiles that read the same keys
+    enough = min(slots, reader.multiprocessors * reader.kernel.busy_ctas * sharing)
+    splits = asked or choose_splits(tiles, blocks, slots, enough)
+    return tuple(kernels[: 1 + (splits > 1)]), splits
 
 
 def numbers_of(
@@ -61,9 +47,17 @@ def numbers_of(
         table = optional[f"page_table_{name}"]
         if table is not None:
             found[f"{name}_page_table_stride"] = table.stride(0)
-            found[f"{name}_page_size"] = extents[name].seq
+            fields = ("page_size", "page_reciprocal", "page_shift")
+            for field, value in zip(fields, page_numbers(extents[name].seq), strict=True):
+                found[f"{name}_{field}"] = value
             found["kv_len"] = keys_of(extents, optional)
     return found
+
+
+def page_numbers(size: int) -> tuple[int, int, int]:
+    """A page's size, and what positions, which are below 2^30, are divided by it with."""
+    shift = (size - 1).bit_length()
+    return size, -(-(1 << 30 + shift) // size), shift
 
 
 def check_splits(num_splits: Any) -> None:

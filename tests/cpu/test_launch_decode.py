@@ -69,11 +69,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return found
 
 
-def loaded(every: bool = False, **fields: Any) -> list[LoadedKernel]:
+def loaded(**fields: Any) -> list[LoadedKernel]:
     (problem,) = resolve.resolve(AttentionSpec(D, **fields), features.scan())
     entries = (render_problem(problem, plan).kernel for plan in plans(problem, "sm_90a"))
-    found = [LoadedKernel(entry.entry, entry, 0, 132) for entry in entries]
-    return found if every else [found[0], found[-1]]
+    return [LoadedKernel(entry.entry, entry, 0, 132) for entry in entries]
 
 
 def queries(packed: bool = False) -> Extent:
@@ -86,7 +85,13 @@ def queries(packed: bool = False) -> Extent:
 NUMBERS = {
     **{"splits": 7, "kv_len": 300, "q_least": 1 << 30, "kv_least": 0},
     **{f"{name}_page_table_stride": 25 for name in "kv"},
-    **{f"{name}_page_size": PAGE for name in "kv"},
+    **{
+        f"{name}_page_{field}": value
+        for name in "kv"
+        for field, value in zip(
+            ("size", "reciprocal", "shift"), decode.page_numbers(PAGE), strict=True
+        )
+    },
 }
 ADDRESSES = {
     name: 256 * (1 + place)
@@ -131,9 +136,9 @@ def test_launch_paged_decode_has_a_cta_for_tiles_and_splits_and_then_one_for_a_r
         assert decode[name] == ADDRESSES[name]
 
 
-def test_launch_page_is_one_box_and_streams(driver):
+def test_launch_page_is_one_copy_of_all_columns_and_streams(driver):
     started(driver, loaded(decode=True, layout="paged_kv_bshd_bshd_bshd")[:1], queries())
-    assert driver.boxes == [[64, PAGE, 1, 1]] * 2
+    assert driver.boxes == [[64, 8, D // 64, PAGE // 8, 1]] * 2
     promotion = bindings.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B
     assert driver.l2 == [promotion] * 2
 
@@ -213,30 +218,28 @@ def test_ready_paged_call_knows_its_addresses_and_needs_no_tile_counter(
 
 
 @pytest.mark.parametrize(
-    ("batch", "keys", "asked", "reader", "splits"),
+    ("batch", "queries", "keys", "asked", "splits"),
     [
-        (16, 8192, 0, 1, 1),  # 128 tiles on 132 SMs
-        (1, 65536, 0, 0, 32),  # it would have to split the keys, too
-        (64, 8192, 0, 0, 1),  # several waves
-        (12, 8192, 0, 0, 8),  # 96 tiles: 768 CTAs fill three waves
-        (16, 8192, 2, 0, 2),  # what is asked for has the same bits in any batch
-        (1, 65536, 1, 0, 1),
+        (16, 1, 8192, 0, 1),  # 128 tiles on 132 SMs
+        (1, 1, 65536, 0, 13),
+        (1, 16, 65536, 0, 13),  # two tiles read the same keys, so that both CTAs of an SM do
+        (64, 1, 8192, 0, 1),  # several waves
+        (16, 1, 8192, 2, 2),  # what is asked for has the same bits in any batch
+        (1, 1, 65536, 1, 1),
     ],
 )
-def test_choose_takes_a_cta_an_sm_where_all_run_at_once(batch, keys, asked, reader, splits):
-    kernels = loaded(every=True, decode=True, seqused=True)
-    q = Extent(batch, 1, 64, D, 64 * D, 64 * D, D)
+def test_choose_joins_what_is_split_alone(batch, queries, keys, asked, splits):
+    kernels = loaded(decode=True, seqused=True)
+    q = Extent(batch, queries, 64, D, queries * 64 * D, 64 * D, D)
     k = Extent(batch, keys, 8, D, keys * 8 * D, 8 * D, D)
     optional = dict.fromkeys(OPTIONAL)
     found, number = decode.choose(kernels, {"q": q, "k": k, "v": k}, optional, batch, asked)
-    assert number == splits and found[0] is kernels[reader]
-    assert [*found[1:]] == [kernels[-1]] * (splits > 1)
+    assert number == splits and [*found] == kernels[: 1 + (splits > 1)]
 
 
-def test_choose_takes_a_cta_an_sm_where_there_would_be_very_many_parts():
-    kernels = loaded(every=True, decode=True, seqused=True)
-    q = Extent(4, 1, 32, D, 32 * D, 32 * D, D)
-    k = Extent(4, 65536, 1, D, 65536 * D, D, D)
-    optional = dict.fromkeys(OPTIONAL)
-    found, number = decode.choose(kernels, {"q": q, "k": k, "v": k}, optional, 4, 0)
-    assert found == (kernels[1], kernels[-1]) and number == 33
+def test_choose_fills_all_places_where_arithmetic_binds():
+    kernels = loaded(decode=True, seqused=True, kv_dtype="e4m3")
+    q = Extent(16, 1, 64, D, 64 * D, 64 * D, D)
+    k = Extent(16, 8192, 8, D, 8192 * 8 * D, 8 * D, D)
+    extents = {"q": q, "k": k, "v": k}
+    assert decode.choose(kernels, extents, dict.fromkeys(OPTIONAL), 16, 0)[1] == 2

@@ -28,7 +28,7 @@ COMPILER_SIDE = {
     *("spec", "features", "resolve", "plan", "render", "render_bwd", "render_decode"),
     *("render_mask", "render_varlen", "compile", "builder", "digest"),
 }
-LAUNCH_SIDE = ("launch", "load", "program", "counters", "run_time", "tracing")
+LAUNCH_SIDE = ("launch", "load", "program", "geometry", "counters", "run_time", "tracing")
 # Outside package → the modules (or packages of ours) that may import it.
 HOMES = {
     "torch": {"ops", "reference", "tune", "bench"},

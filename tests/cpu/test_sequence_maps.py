@@ -10,7 +10,7 @@ import torch
 
 from attngen import AttentionSpec, features, launch, run_time
 from attngen.builder import render_problem
-from attngen.launch import LONGEST
+from attngen.geometry import LONGEST, geometry_of
 from attngen.load import LoadedKernel
 from attngen.ops.operands import extent
 from attngen.plan import plans
@@ -40,7 +40,7 @@ def address(kernel, name: str, where: Extent, row: int, head: int, length: int, 
     """Bytes from the tensor to the row of a box that starts at row 0 of a sequence, as the copy
     engine counts them; None where it sees nothing there."""
     recipe = next(each for each in kernel.tensor_maps if each.tensor == name)
-    dims, strides, units = launch._geometry(kernel, recipe, where)
+    dims, strides, _, units = geometry_of(kernel, recipe, where)
     shift = length * units[0] + start * units[1]
     place = (LONGEST - length + row, head, shift, LONGEST)
     assert all(stride % 16 == 0 and 0 <= stride < 1 << 40 for stride in strides)
@@ -123,4 +123,4 @@ def test_map_whose_strides_share_no_step_is_refused():
     kernel = forward_kernel("bshd", seqused=True)
     where = Extent(1 << 20, 1 << 20, 1, 64, (1 << 20) + 8, 64 * 1024 + 8, 64)
     recipe = next(each for each in kernel.tensor_maps if each.tensor == "q")
-    assert launch._geometry(kernel, recipe, where)[0][3] > 1 << 31
+    assert geometry_of(kernel, recipe, where).sizes[3] > 1 << 31

@@ -13,14 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attngen import features, files
+from attngen.ops.decode import page_numbers
 from attngen.render import emit_fragment
 from attngen.run_time import (
     MAX_SPLITS,
     SPLIT_BLOCKS,
     SPLIT_BUSY,
+    UNSPLIT_BUSY,
     blocks_of,
-    choose_alone,
     choose_splits,
+    share_busy,
 )
 from attngen.run_time import Extent as RunTimeExtent
 
@@ -42,12 +44,16 @@ extern "C" void tiles(const int* seqlens, int sequences, int rows_each, int coun
     out[2 * tile + 1] = (tile - packed.first(out[2 * tile])) * 64;
   }
 }
-extern "C" void pages(const int* table, int stride, int size, int batch, int count, int* out) {
-  const PageFetch fetch = {table, stride, size};
-  for (int i = 0; i < count; ++i) {
-    out[2 * i] = fetch.batch_index(batch, i), out[2 * i + 1] = fetch.row(i);
+extern "C" void pages(const int* table, int stride, const int* sizes, int batch, int n, int* out) {
+  const PageFetch fetch = {table, stride, sizes[0], sizes[1], sizes[2]};
+  for (int i = 0; i < n; ++i) {
+    out[2 * i] = fetch.pages(batch)[fetch.place(i)];
+    out[2 * i + 1] = i - fetch.place(i) * fetch.page_size;
   }
-  out[2 * count] = fetch.stretch<64>();
+  out[2 * n] = fetch.stretch<64>();
+}
+extern "C" int place(const int* sizes, int position) {
+  return PageFetch{nullptr, 0, sizes[0], sizes[1], sizes[2]}.place(position);
 }
 """
 
@@ -112,11 +118,11 @@ def test_packed_tiles_hold_every_row_of_every_sequence_once(library, lengths, gr
 def test_pages_are_found_at_every_position(library, size):
     table = np.random.default_rng(0).permutation(40).astype(np.int32).reshape(4, 10)[:, :7]
     table = np.ascontiguousarray(np.pad(table, ((0, 0), (0, 3)), constant_values=-1))
-    count = min(7 * size, 500)
+    count, numbers = min(7 * size, 500), (ctypes.c_int * 3)(*page_numbers(size))
     at = table.ctypes.data_as(ctypes.c_void_p)
     for batch in range(4):
         out = np.zeros(2 * count + 1, np.int32)
-        library.pages(at, 10, size, batch, count, out.ctypes.data_as(ctypes.c_void_p))
+        library.pages(at, 10, numbers, batch, count, out.ctypes.data_as(ctypes.c_void_p))
         position = np.arange(count)
         assert (out[:-1:2] == table[batch, position // size]).all()
         assert (out[1::2] == position % size).all()
@@ -126,40 +132,54 @@ def test_pages_are_found_at_every_position(library, size):
         assert (position[first] // size == position[first + stretch - 1] // size).all()
 
 
+@settings(deadline=None)
+@given(st.integers(1, LONGEST - 1), st.integers(0, LONGEST - 1))
+def test_places_of_positions_are_quotients(library, size, position):
+    numbers = (ctypes.c_int * 3)(*page_numbers(size))
+    for each in (position, position // size * size, max(position // size * size - 1, 0)):
+        assert library.place(numbers, each) == each // size
+
+
 WORK, BLOCKS, SLOTS = st.integers(1, 3000), st.integers(0, 5000), st.integers(1, 600)
 
 
-@given(WORK, BLOCKS, SLOTS)
-def test_choose_splits_is_the_fewest_that_keep_the_chip_busy(work, blocks, slots):
-    def busy(splits):
-        ctas = work * splits
-        return ctas / (-(-ctas // slots) * slots)
-
-    chosen = choose_splits(work, blocks, slots)
+@given(WORK, BLOCKS, SLOTS, st.floats(0.1, 1))
+def test_choose_splits_is_one_or_the_fewest_that_keep_the_chip_busy(work, blocks, slots, part):
+    enough = part * slots
+    chosen = choose_splits(work, blocks, slots, enough)
     limit = max(1, min(blocks // SPLIT_BLOCKS, MAX_SPLITS))
     assert 1 <= chosen <= limit
-    best = max(busy(n) for n in range(1, limit + 1))
-    assert busy(chosen) >= SPLIT_BUSY * best
-    assert all(busy(n) < SPLIT_BUSY * best for n in range(1, chosen))
+    busy = [share_busy(work * n, slots, enough) for n in range(1, limit + 1)]
+    if busy[0] >= UNSPLIT_BUSY * max(busy):
+        assert chosen == 1
+    else:
+        assert busy[chosen - 1] >= SPLIT_BUSY * max(busy)
+        assert all(share < SPLIT_BUSY * max(busy) for share in busy[: chosen - 1])
 
 
-@given(WORK, BLOCKS, SLOTS, st.floats(0, 1))
-def test_choose_alone_is_one_wave_or_nothing(work, blocks, slots, share):
-    chosen = choose_alone(work, blocks, slots, share)
-    limit = max(1, min(blocks // SPLIT_BLOCKS, MAX_SPLITS))
-    fitting = [n for n in range(1, limit + 1) if work * n <= slots]
-    busy = work * max(fitting, default=0) / slots
-    assert chosen == (max(fitting, default=0) if busy >= SPLIT_BUSY * share else 0)
+@given(WORK, SLOTS, st.floats(0.1, 1))
+def test_share_busy_is_full_waves_and_a_last_one_that_may_not_be_enough(ctas, slots, part):
+    enough = part * slots
+    waves, last = divmod(ctas, slots)
+    time = waves * slots + (max(last, enough) if last else 0)
+    assert share_busy(ctas, slots, enough) == pytest.approx(ctas / time)
 
 
-def test_choose_alone_known_cases():
-    assert choose_alone(128, 64, 132, 1.0) == 1  # 16 sequences of 8 heads
-    assert choose_alone(8, 512, 132, 1.0) == 16
-    assert choose_alone(96, 64, 132, 1.0) == 0  # a quarter of the chip would idle
-    assert choose_alone(512, 64, 132, 0.97) == 0  # several waves
+SMS, CTAS = 132, 2
 
 
-def test_choose_splits_known_cases():
-    assert choose_splits(512, 64, 264) <= 2  # many sequences: nothing to gain
-    assert choose_splits(8, 1024, 264) == 32  # one long sequence of 8 heads fills 256 places
-    assert choose_splits(8, 3, 264) == 1  # too short to share
+@pytest.mark.parametrize(
+    ("work", "blocks", "busy_ctas", "wanted"),
+    [
+        (128, 128, 0.76, 1),  # 16 sequences of 8 heads: a tile an SM
+        (96, 128, 0.76, 1),  # three quarters of the SMs take what there is
+        (48, 128, 0.76, 3),  # 96 parts would do as well, and have to be joined, too
+        (512, 128, 0.76, 1),  # many sequences: nothing to gain
+        (8, 1024, 0.76, 13),  # one long sequence of 8 heads
+        (8, 3, 0.76, 1),  # too short to share
+        (128, 128, 2.0, 2),  # arithmetic binds: two CTAs an SM
+        (8, 1024, 2.0, 32),
+    ],
+)
+def test_choose_splits_known_cases(work, blocks, busy_ctas, wanted):
+    assert choose_splits(work, blocks, SMS * CTAS, SMS * busy_ctas) == wanted

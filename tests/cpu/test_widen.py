@@ -26,9 +26,10 @@ int places(int* out) {
     for (int n = 0; n < share.kShare; ++n) {
       if (!share.has(n)) continue;
       const int slot = share.chunk(n);
-      const int found[] = {thread, share.row, slot, int(swizzled_slot<kRows>(share.row, slot)),
-                           int(swizzled_slot<kRows>(share.row, 2 * slot)),
-                           int(swizzled_slot<kRows>(share.row, 2 * slot + 1))};
+      constexpr u32 kBoxBytes = kRows * 128;
+      const int found[] = {thread, share.row, slot, int(swizzled_slot<kBoxBytes>(share.row, slot)),
+                           int(swizzled_slot<kBoxBytes>(share.row, 2 * slot)),
+                           int(swizzled_slot<kBoxBytes>(share.row, 2 * slot + 1))};
       for (int x : found) *out++ = x;
       ++count;
     }

@@ -13,7 +13,7 @@ import attngen
 from attngen import AttentionSpec
 
 from . import oracle
-from .test_decode import PAGED, cache, check, queries
+from .test_decode import PAGED, cache, check, check_rows_alone, queries
 from .test_decode_scores import CHOICES, check_all, spec_of
 
 pytestmark = pytest.mark.gpu
@@ -157,18 +157,8 @@ def test_prompt_tables_of_their_own_for_k_and_v_are_right(sizes):
 
 def test_prompt_result_does_not_depend_on_the_batch():
     """Bit for bit, whatever tiles of others are drawn beside it."""
-    lengths = [1500, 170, 128, 2500, 0, 640]
-    pages, q = cache(lengths, 2, 128), queries(6, 300, 8, 128)
-    named = {"layout": PAGED, "backend": "cuda", "mask": "causal_bottom_right"}
-    whole = attngen.attention(
-        q, pages.k, pages.v, page_table=pages.table, seqused_kv=pages.lengths, **named
-    )
-    for rows in ([3], [0, 5], [5, 4, 3, 2, 1, 0]):
-        alone = attngen.attention(
-            q[rows], pages.k, pages.v, page_table=pages.table[rows],
-            seqused_kv=pages.lengths[rows], **named,
-        )  # fmt: skip
-        assert torch.equal(alone, whole[rows])
+    pages, q = cache([1500, 170, 128, 2500, 0, 640], 2, 128), queries(6, 300, 8, 128)
+    check_rows_alone(q, pages, mask="causal_bottom_right")
 
 
 def test_prompt_graph_replay_follows_changed_lengths_and_pages():

@@ -8,50 +8,52 @@
 
 namespace attngen {
 
-// Where a lane's box of a block comes from, a page and its row there, and goes to, a row of the
-// block (past its end: nowhere).
+// Where a lane's copy of a block comes from: a page, none where it has nothing to copy, and its row
+// there.
 struct PagedBox {
   int page;
   int row;
-  int within;
 };
 
-// Blocks of kBlock keys of one sequence, of kBoxes boxes side by side: each has kColumns by a
-// stretch of one page. What boxes have in common is worked out for each block: a loading warp has
-// few registers to keep it in.
-template <int kBlock, int kBoxes, class Fetch, int kColumns = 64>
-struct PagedBlocks {
-  Fetch fetch;
-  int batch;
-  int kv_len;
-  int lane;
+// Blocks of kBlock keys of one head of a sequence, in shared memory as mma/gemm.cuh has tiles:
+// groups of 8 rows where boxes of kColumns make up a head's kHeadDim columns, so that one copy can
+// bring a stretch of a page with all of them; else boxes, one after another, of which a copy brings
+// one. A warp copies a block, its lanes a stretch each; what does not change from block to block
+// they know.
+template <int kBlock, int kHeadDim, class Fetch, int kColumns = 64>
+class PagedBlocks {
+ public:
+  static constexpr int kBoxes = ceil_div(kHeadDim, kColumns);
+  static constexpr bool kGrouped = kHeadDim % kColumns == 0;
+  static constexpr u32 kBoxBytes = kGrouped ? 1024 : kBlock * 128;
+  static constexpr u32 kGroupBytes = kGrouped ? kBoxes * 1024 : 1024;
 
-  // This lane's first box of a block, for `load`: asked for before there is room for the block, so
-  // that the copy waits for neither the table nor a division.
-  ATTNGEN_DEVICE PagedBox find(int block) const {
-    Fetch pages = fetch;
-    pages.page_size = forget(pages.page_size);
-    return locate(pages, block * kBlock, forget(lane));
+  ATTNGEN_DEVICE PagedBlocks(const Fetch& fetch, const PageMap* map, int batch, int head,
+                             int kv_len, int lane)
+      : fetch_(fetch), map_(map), pages_(fetch.pages(batch)), kv_len_(kv_len), lane_(lane) {
+    head_ = map->head_boxes > 0 ? head * map->head_boxes : head;
+    within_ = within(lane);
+    several_ = within(32) < kBlock;
   }
 
-  // Copies block `block` of a head to `tile`; `full` is told how many bytes come. Keys past the
-  // sequence's end are not copied, but for those that share a stretch with it.
-  ATTNGEN_DEVICE void load(PagedBox box, const TensorMap* map, u32 tile, u32 full, int head,
-                           int block, u64 policy) const {
-    Fetch pages = fetch;
-    pages.page_size = forget(pages.page_size);
-    const int stretch = pages.template stretch<kBlock>();
-    if (lane == 0) {
-      const int rows = (rows_of(block) + stretch - 1) & -stretch;
+  // This lane's first copy of a block, for `load`: asked for before there is room for the block, so
+  // that the copy does not wait for the table.
+  ATTNGEN_DEVICE PagedBox find(int block) const { return find_at(block, within_); }
+
+  // Copies block `block` to `tile`; `full` is told how many bytes come. Keys past the sequence's
+  // end are not copied, but for those that share a stretch with it.
+  ATTNGEN_DEVICE void load(const PagedBox& box, u32 tile, u32 full, int block, u64 policy) const {
+    if (lane_ == 0) {
+      int rows = rows_of(block);
+      if (rows < kBlock) rows = (rows + stretch() - 1) & -stretch();
       mbarrier_arrive_expect(full, kBoxes * 128 * rows);
     }
     __syncwarp();
-    if (box.within < kBlock) copy(box, lane, map, tile, full, head, policy);
-    if (32 * stretch < kBoxes * kBlock) {  // pages of few rows
+    copy(box, lane_, within_, tile, full, policy);
+    if (several_) {
 #pragma unroll 1
-      for (u32 i = lane + 32; i / kBoxes * stretch < kBlock; i += 32) {
-        box = locate(pages, block * kBlock, i);
-        if (box.within < kBlock) copy(box, i, map, tile, full, head, policy);
+      for (int i = lane_ + 32; within(i) < kBlock; i += 32) {
+        copy(find_at(block, within(i)), i, within(i), tile, full, policy);
       }
     }
     __syncwarp();
@@ -61,10 +63,10 @@ struct PagedBlocks {
   ATTNGEN_DEVICE void clear_tail(u32 tile, int block) const {
     const u32 zero[4] = {0, 0, 0, 0};
 #pragma unroll 1
-    for (int i = rows_of(block) * 8 + lane; i < kBlock * 8; i += 32) {
+    for (int i = rows_of(block) * 8 + lane_; i < kBlock * 8; i += 32) {
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) {
-        store_shared_x4(tile + box * (kBlock * 128) + i * 16, zero);
+        store_shared_x4(tile + i / 64 * kGroupBytes + box * kBoxBytes + i % 64 * 16, zero);
       }
     }
     fence_async_shared();
@@ -73,21 +75,43 @@ struct PagedBlocks {
 
   // Keys of a block that the sequence has.
   ATTNGEN_DEVICE int rows_of(int block) const {
-    return min_of(max_of(kv_len - block * kBlock, 0), kBlock);
+    return min_of(max_of(kv_len_ - block * kBlock, 0), kBlock);
   }
 
  private:
-  ATTNGEN_DEVICE PagedBox locate(const Fetch& pages, int first, u32 i) const {
-    const int stretch = pages.template stretch<kBlock>();
-    const int within = i / kBoxes * stretch;
-    if (first < 0 || within >= min_of(kv_len - first, kBlock)) return {0, 0, kBlock};
-    return {pages.batch_index(forget(batch), first + within), pages.row(first + within), within};
+  // Rows of a copy, worked out anew: a loading warp has few registers to keep them in.
+  ATTNGEN_DEVICE int stretch() const {
+    Fetch pages = fetch_;
+    pages.page_size = forget(pages.page_size);
+    const int rows = pages.template stretch<kBlock>();
+    return kGrouped && copies() > 1 ? min_of(rows, 8) : rows;
   }
-  ATTNGEN_DEVICE static void copy(const PagedBox& box, u32 i, const TensorMap* map, u32 tile,
-                                  u32 full, int head, u64 policy) {
-    tma_load(tile + i % kBoxes * (kBlock * 128) + box.within * 128, map, full,
-             i % kBoxes * kColumns, box.row, head, box.page, policy);
+  // Copies that bring as many rows of all columns.
+  ATTNGEN_DEVICE int copies() const { return kBoxes == 1 || map_->head_boxes > 0 ? 1 : kBoxes; }
+  // First row of copy `i`; past the block's end there is none.
+  ATTNGEN_DEVICE int within(int i) const { return i / copies() * stretch(); }
+  ATTNGEN_DEVICE PagedBox find_at(int block, int within) const {
+    const int position = block * kBlock + within;
+    const int place = fetch_.place(position);
+    const bool there = within < kBlock && static_cast<u32>(position) < static_cast<u32>(kv_len_);
+    return {there ? pages_[place] : -1, position - place * fetch_.page_size};
   }
+  ATTNGEN_DEVICE void copy(const PagedBox& at, int i, u32 row, u32 tile, u32 full,
+                           u64 policy) const {
+    if (at.page < 0) return;
+    const int box = i % copies();
+    const u32 to = tile + row / 8 * kGroupBytes + row % 8 * 128 + box * kBoxBytes;
+    tma_load(to, map_, full, box * kColumns, at.row, head_, at.page, policy);
+  }
+
+  Fetch fetch_;
+  const PageMap* map_;
+  const int* pages_;
+  int kv_len_;
+  int lane_;
+  int head_;
+  int within_;    // of the lane's first copy
+  bool several_;  // copies a lane
 };
 
 }  // namespace attngen

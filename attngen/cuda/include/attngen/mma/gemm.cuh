@@ -1,6 +1,7 @@
 // The two products of attention as chains of wgmma over 128-byte-swizzled tiles.
 //
-// A tile of R rows lies in shared memory as boxes of R rows by 128 bytes, one after another.
+// A tile of R rows lies in shared memory as boxes of R rows by 128 bytes, one after another, or as
+// groups of 8 rows, kGroupBytes each, of such boxes.
 #pragma once
 
 #include "attngen/ptx/matrix_move.cuh"
@@ -10,7 +11,8 @@ namespace attngen {
 
 // acc[64 x N] = A B^T, or += where kAccumulate: A (64 rows) and B (N rows) both have the reduction
 // along their rows, in kSteps steps of 32 bytes.
-template <class Mma, int kSteps, u32 kABoxBytes, u32 kBBoxBytes, bool kAccumulate = false>
+template <class Mma, int kSteps, u32 kABoxBytes, u32 kBBoxBytes, bool kAccumulate = false,
+          u32 kGroupBytes = 1024>
 ATTNGEN_DEVICE void gemm_shared_shared(float (&acc)[Mma::kN / 2], u32 a, u32 b) {
   const u32 a_base = operand_base(a, 16);
   const u32 b_base = operand_base(b, 16);
@@ -20,7 +22,8 @@ ATTNGEN_DEVICE void gemm_shared_shared(float (&acc)[Mma::kN / 2], u32 a, u32 b) 
     const u32 box = step / 4;
     const u32 within = (step % 4) * 32;
     Mma::issue(acc, operand_descriptor(a_base, box * kABoxBytes + within),
-               operand_descriptor(b_base, box * kBBoxBytes + within), kAccumulate || step != 0);
+               operand_descriptor<kGroupBytes>(b_base, box * kBBoxBytes + within),
+               kAccumulate || step != 0);
   }
   wgmma_commit();
 }
@@ -43,7 +46,7 @@ ATTNGEN_DEVICE void gemm_shared_across(float (&acc)[Mma::kN / 2], u32 a, u32 b) 
 }
 
 // acc[64 x N] = A B^T, or += where `accumulate`: as above, with A in registers.
-template <class Mma, int kSteps, u32 kBBoxBytes>
+template <class Mma, int kSteps, u32 kBBoxBytes, u32 kGroupBytes = 1024>
 ATTNGEN_DEVICE void gemm_register_shared(float (&acc)[Mma::kN / 2], const u32 (&a)[4 * kSteps],
                                          u32 b, bool accumulate = false) {
   const u32 b_base = operand_base(b, 16);
@@ -51,21 +54,22 @@ ATTNGEN_DEVICE void gemm_register_shared(float (&acc)[Mma::kN / 2], const u32 (&
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const u32 offset = (step / 4) * kBBoxBytes + (step % 4) * 32;
-    Mma::issue(acc, a + 4 * step, operand_descriptor(b_base, offset), accumulate || step != 0);
+    Mma::issue(acc, a + 4 * step, operand_descriptor<kGroupBytes>(b_base, offset),
+               accumulate || step != 0);
   }
   wgmma_commit();
 }
 
 // acc[64 x N] += A B: A (64 x 16 kSteps, 16-bit) in registers as accumulator fragments, B with N
 // along its rows and the reduction across them.
-template <class Mma, int kSteps, u32 kBBoxBytes>
+template <class Mma, int kSteps, u32 kBBoxBytes, u32 kGroupBytes = 1024>
 ATTNGEN_DEVICE void gemm_accumulate(float (&acc)[Mma::kN / 2], const u32 (&a)[4 * kSteps], u32 b) {
-  constexpr u32 kStepBytes = 16 * 128;
   const u32 b_base = operand_base(b, kBBoxBytes);
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    Mma::issue(acc, a + 4 * step, operand_descriptor(b_base, step * kStepBytes), 1);
+    Mma::issue(acc, a + 4 * step, operand_descriptor<kGroupBytes>(b_base, step * 2 * kGroupBytes),
+               1);
   }
   wgmma_commit();
 }

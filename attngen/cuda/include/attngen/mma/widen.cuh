@@ -10,10 +10,10 @@
 namespace attngen {
 
 // Where columns lie in a box's row of 128 bytes, swizzled: a slot is 16 bytes of the row, slots
-// from 8 on are in the boxes after it.
-template <int kBoxRows>
+// from 8 on are in the boxes after it; groups of 8 rows are kGroupBytes apart.
+template <u32 kBoxBytes, u32 kGroupBytes = 1024>
 ATTNGEN_HD constexpr u32 swizzled_slot(int row, int slot) {
-  return slot / 8 * (kBoxRows * 128) + row * 128 + ((slot ^ row) & 7) * 16;
+  return slot / 8 * kBoxBytes + row / 8 * kGroupBytes + row % 8 * 128 + ((slot ^ row) & 7) * 16;
 }
 
 // A thread's share of kRows rows of kColumns columns that kThreads threads have together: of one
@@ -35,12 +35,12 @@ struct WideningShare {
 };
 
 #if defined(__CUDACC__)
-// Widens kRows rows of kColumns columns from `source`, in boxes of kSourceRows rows by 128 columns,
-// to `target`, in boxes of kTargetRows rows by 64; rows from `rows` on become zeros, whatever they
-// are. Both are where a row begins whose number is a multiple of 8. A thread has kTogether loads on
-// their way at once; with 1 it needs the fewest registers.
-template <class From, class To, int kRows, int kColumns, int kThreads, int kSourceRows,
-          int kTargetRows, int kTogether>
+// Widens kRows rows of kColumns columns from `source`, in boxes of 128 columns and groups of rows,
+// to `target`, in boxes of 64 columns, whose groups are 1024 bytes apart; rows from `rows` on
+// become zeros, whatever they are. Both are where a row begins whose number is a multiple of 8. A
+// thread has kTogether loads on their way at once; with 1 it needs the fewest registers.
+template <class From, class To, int kRows, int kColumns, int kThreads, u32 kSourceBoxBytes,
+          u32 kSourceGroupBytes, u32 kTargetBoxBytes, int kTogether>
 ATTNGEN_DEVICE void widen_tile(u32 source, u32 target, int thread, int rows) {
   using Share = WideningShare<kRows, kColumns, kThreads>;
   const Share share(thread);
@@ -51,8 +51,8 @@ ATTNGEN_DEVICE void widen_tile(u32 source, u32 target, int thread, int rows) {
 #pragma unroll
     for (int n = 0; n < kTogether; ++n) {
       if (first + n >= Share::kShare || !share.has(first + n)) continue;
-      load_shared_x4(bytes[n],
-                     source + swizzled_slot<kSourceRows>(share.row, share.chunk(first + n)));
+      load_shared_x4(bytes[n], source + swizzled_slot<kSourceBoxBytes, kSourceGroupBytes>(
+                                            share.row, share.chunk(first + n)));
     }
 #pragma unroll
     for (int n = 0; n < kTogether; ++n) {
@@ -68,7 +68,7 @@ ATTNGEN_DEVICE void widen_tile(u32 source, u32 target, int thread, int rows) {
           wide[2 * i + 1] = To::from_widened(pairs[1]);
         }
         const int slot = 2 * share.chunk(first + n) + half;
-        store_shared_x4(target + swizzled_slot<kTargetRows>(share.row, slot), wide);
+        store_shared_x4(target + swizzled_slot<kTargetBoxBytes>(share.row, slot), wide);
       }
     }
   }

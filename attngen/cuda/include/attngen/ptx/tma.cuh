@@ -22,6 +22,12 @@ struct alignas(64) SequenceMap {
   }
 };
 
+// Pages, whose rows count in groups of 8.
+struct alignas(64) PageMap {
+  TensorMap map;
+  int head_boxes;  // from a head to the next, where a copy brings all boxes of its columns; else 0
+};
+
 // L2 policies in the form that createpolicy returns for a whole-tensor fraction of 1.
 constexpr u64 kEvictFirst = 0x12F0000000000000ull;
 constexpr u64 kEvictLast = 0x14F0000000000000ull;
@@ -31,6 +37,7 @@ ATTNGEN_DEVICE void tma_prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 ATTNGEN_DEVICE void tma_prefetch_map(const SequenceMap* map) { tma_prefetch_map(&map->map); }
+ATTNGEN_DEVICE void tma_prefetch_map(const PageMap* map) { tma_prefetch_map(&map->map); }
 ATTNGEN_DEVICE void tma_load(u32 destination, const TensorMap* map, u32 barrier, int column,
                              int row, int head, int batch, u64 policy) {
   asm volatile(
@@ -63,6 +70,16 @@ ATTNGEN_DEVICE void tma_store(const SequenceMap* map, u32 source, int column, in
       "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], "
       "[%1];" ::"l"(&map->map),
       "r"(source), "r"(column), "r"(row), "r"(head), "r"(map->shift(index)), "r"(kLongest)
+      : "memory");
+}
+// The same of a page: `head` counts boxes where a copy has several.
+ATTNGEN_DEVICE void tma_load(u32 destination, const PageMap* map, u32 barrier, int column, int row,
+                             int head, int page, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(destination),
+      "l"(&map->map), "r"(barrier), "r"(column), "r"(row & 7), "r"(head), "r"(row >> 3), "r"(page),
+      "l"(policy)
       : "memory");
 }
 // `bytes` contiguous bytes (a multiple of 16, like both addresses) to shared memory.

@@ -38,10 +38,11 @@ ATTNGEN_DEVICE void finish_first(u32 x) {
 ATTNGEN_DEVICE u32 operand_base(u32 address, u32 leading_bytes) {
   return (address & 0x3FFFF) >> 4 | (leading_bytes >> 4) << 16;
 }
-// The descriptor `offset_bytes` behind a base; groups of 8 rows lie 1024 bytes apart.
+// The descriptor `offset_bytes` behind a base; groups of 8 rows lie kGroupBytes apart.
+template <u32 kGroupBytes = 1024>
 ATTNGEN_DEVICE u64 operand_descriptor(u32 base, u32 offset_bytes) {
   constexpr u32 kSwizzle128 = 1u << 30;
-  constexpr u32 kGroupStride = 1024 >> 4;
+  constexpr u32 kGroupStride = kGroupBytes >> 4;
   u64 descriptor;
   asm("mov.b64 %0, {%1, %2};"
       : "=l"(descriptor)
