@@ -1,4 +1,4 @@
-// sm90_fwd__causal_d128_e4m3_to_bf16__4c74ea
+// sm90_fwd__causal_d128_e4m3_to_bf16__2ba695
 // Rendered by attngen from kernels/sm90_fwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -34,7 +34,7 @@ constexpr int kConsumers = 2;
 constexpr int kProducerRegisters = 32;
 constexpr int kConsumerRegisters = 224;
 constexpr int kLazyRescaleLog2 = 2;
-constexpr int kSoftmaxParts = 2;
+constexpr int kSoftmaxParts = 1;
 constexpr bool kPairSums = true;
 constexpr bool kLongestFirst = true;
 constexpr bool kOutputOverQ = false;
@@ -709,7 +709,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(512, 1)
-sm90_fwd__causal_d128_e4m3_to_bf16__4c74ea(const __grid_constant__ attngen::Params p) {
+sm90_fwd__causal_d128_e4m3_to_bf16__2ba695(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -1,4 +1,4 @@
-// sm90_fwd__full_d64_e4m3_kv_e5m2__581e40
+// sm90_fwd__full_d64_e4m3_kv_e5m2__502f85
 // Rendered by attngen from kernels/sm90_fwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -33,7 +33,7 @@ constexpr int kConsumers = 2;
 constexpr int kProducerRegisters = 32;
 constexpr int kConsumerRegisters = 224;
 constexpr int kLazyRescaleLog2 = 2;
-constexpr int kSoftmaxParts = 3;
+constexpr int kSoftmaxParts = 1;
 constexpr bool kPairSums = true;
 constexpr bool kLongestFirst = false;
 constexpr bool kOutputOverQ = false;
@@ -634,7 +634,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(512, 1)
-sm90_fwd__full_d64_e4m3_kv_e5m2__581e40(const __grid_constant__ attngen::Params p) {
+sm90_fwd__full_d64_e4m3_kv_e5m2__502f85(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

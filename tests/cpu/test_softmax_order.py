@@ -55,7 +55,7 @@ def test_order_of_8_bits_beside_true_maxima_and_scores_is_eager(feature: str) ->
     assert not (order.lazy_rescale_log2 or order.parts)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 256])
 def test_compiled_parts_begin_with_exponentials_whose_results_wait(head_dim: int) -> None:
     """A part is a run of instructions that nothing is moved into or out of."""
     problem = problem_of(head_dim, dtype="e4m3")
