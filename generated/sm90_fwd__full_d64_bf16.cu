@@ -1,4 +1,4 @@
-// sm90_fwd__full_d64_bf16__868f72
+// sm90_fwd__full_d64_bf16__007b26
 // Rendered by attngen from kernels/sm90_fwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -533,7 +533,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(512, 1)
-sm90_fwd__full_d64_bf16__868f72(const __grid_constant__ attngen::Params p) {
+sm90_fwd__full_d64_bf16__007b26(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -1,4 +1,4 @@
-// sm90_fwd__full_d64_e4m3_kv_e5m2__5fb0d5
+// sm90_fwd__full_d64_e4m3_kv_e5m2__502f85
 // Rendered by attngen from kernels/sm90_fwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -32,7 +32,8 @@ constexpr int kRawKeys = 192;
 constexpr int kConsumers = 2;
 constexpr int kProducerRegisters = 32;
 constexpr int kConsumerRegisters = 224;
-constexpr int kLazyRescaleLog2 = 0;
+constexpr int kLazyRescaleLog2 = 2;
+constexpr int kSoftmaxParts = 1;
 constexpr bool kPairSums = true;
 constexpr bool kLongestFirst = false;
 constexpr bool kOutputOverQ = false;
@@ -390,6 +391,7 @@ struct Consumer {
   // multiplied by, and what the output is multiplied by in the end.
   float scale_log2;
   float shift;
+  float slack;  // log2 of how far a row may outgrow its maximum before this is raised
   float output_scale;
 
   ATTNGEN_DEVICE u32 output_tile() const { return smem + kSmemO + warpgroup * kWarpgroupBytes; }
@@ -417,7 +419,9 @@ struct Consumer {
     // Without a scale of its own a weight of 1 is stored as 2^8, so that e4m3 holds down to 2^-17.
     const float scale_s = p.scale_s ? read_scale(p.scale_s, 0) : 256.f;
     const float descale_s = p.descale_s ? read_scale(p.descale_s, 0) : 1.f / 256.f;
-    shift = log2_approx(scale_s);
+    // With one, which says how the largest weight of a row is stored, maxima must be the true ones.
+    slack = p.scale_s ? 0.f : kLazyRescaleLog2;
+    shift = log2_approx(scale_s) - slack;
     output_scale = scale_s * descale_s *
                    read_scale(p.descale_v, job.batch * p.descale_v_stride_batch + job.kv_head * p.descale_v_stride_head);
   }
@@ -512,14 +516,12 @@ struct Consumer {
     release_k();
     prepare_scores<kMasked>(scores, ctx, row, block);
     BlockSoftmax<kTileN, kPairSums> softmax = {scale_log2, shift};
-    softmax.find_maxima(scores);
-    const bool grew = softmax.outgrow<kLazyRescaleLog2>(state);
-    softmax.raise(state, 0, grew, rescale);
-    softmax.raise(state, 1, grew, rescale);
+    softmax.find_own_maxima(scores);
+    const bool grew = softmax.raise_rarely(state, slack, rescale);
+    softmax.template scale_part<kSoftmaxParts>(scores);
+    schedule_fence();  // all that came before runs under the product
     finish_product(output, grew, rescale);
-    softmax.weigh(scores, state, 0, rescale);
-    softmax.weigh(scores, state, 1, rescale);
-    pack_weights<Element, kTileN>(weights, scores);
+    softmax.template weigh_in_parts<Element, kSoftmaxParts>(scores, weights, state, rescale);
   }
 
   // Writes LSE and turns the row sums into the factors that normalise the output.
@@ -633,7 +635,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(512, 1)
-sm90_fwd__full_d64_e4m3_kv_e5m2__5fb0d5(const __grid_constant__ attngen::Params p) {
+sm90_fwd__full_d64_e4m3_kv_e5m2__502f85(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -1,4 +1,4 @@
-// sm90_fwd__window_d64_bf16__52d562
+// sm90_fwd__window_d64_bf16__1623e4
 // Rendered by attngen from kernels/sm90_fwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -556,7 +556,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(512, 1)
-sm90_fwd__window_d64_bf16__52d562(const __grid_constant__ attngen::Params p) {
+sm90_fwd__window_d64_bf16__1623e4(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -48,13 +48,17 @@ class SoftmaxOrder:
     output rescaled before the block's exponentials, else after. `pair_sums`: weights are added to
     the row's sum two at a time, else into two sums. `quarters_ahead`: so many quarters (0 to 2) of
     a block's exponentials come before the previous product is awaited, and the output is rescaled
-    last, where it is rescaled lazily; 0 leaves it to the compiler.
+    last, where it is rescaled lazily; 0 leaves it to the compiler. `parts`: 8-bit weights are made
+    in so many parts, one's exponentials under the sums of the one before, after maxima of which the
+    threads of a row know their own until one outgrows its row's; the other fields but the first say
+    nothing then. 0: all at once.
     """
 
     lazy_rescale_log2: int
     rescale_first: bool
     pair_sums: bool
     quarters_ahead: int = 0
+    parts: int = 0
 
 
 @dataclass(frozen=True)

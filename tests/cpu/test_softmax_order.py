@@ -42,6 +42,34 @@ def test_order_beside_true_maxima_and_random_words_is_eager(feature: str) -> Non
     assert not (order.lazy_rescale_log2 or order.quarters_ahead)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_order_of_8_bits_is_lazy_and_in_parts(head_dim: int) -> None:
+    order = order_of(head_dim, dtype="e4m3", mask="causal")
+    assert order.lazy_rescale_log2 and order.parts
+    assert {other.parts for other in sm90.orders(order)} == set(sm90.PARTS)
+
+
+@pytest.mark.parametrize("feature", ["return_max_logit", "softcap"])
+def test_order_of_8_bits_beside_true_maxima_and_scores_is_eager(feature: str) -> None:
+    order = order_of(128, dtype="e4m3", **{feature: True})
+    assert not (order.lazy_rescale_log2 or order.parts)
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_compiled_parts_begin_with_exponentials_whose_results_wait(head_dim: int) -> None:
+    """A part is a run of instructions that nothing is moved into or out of."""
+    problem = problem_of(head_dim, dtype="e4m3")
+    chosen = plan(problem, "sm_90a")
+    assert isinstance(chosen, Plan)
+    cubin = run_nvrtc(render_problem(problem, chosen).text, "kernel.cu", "sm_90a").cubin
+    code = list_instructions(cubin)
+    fences = [i for i, text in enumerate(code) if text.startswith("PMTRIG")]
+    assert len(fences) == chosen.softmax.parts + 1
+    first = code[fences[0] : fences[1]]
+    assert sum(text.startswith("MUFU.EX2") for text in first) >= chosen.tile.n // 2 // 3 - 8
+    assert not any("E4M3.F32.PACK" in text for text in first)
+
+
 def test_orders_of_a_lazy_plan_have_every_share_ahead() -> None:
     found = list(sm90.orders(order_of(128)))
     assert len(found) == len(set(found))

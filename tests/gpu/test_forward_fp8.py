@@ -139,6 +139,25 @@ def test_fp8_64k_keys_are_right(d):
     oracle_fp8.check_call(q, k, positive, out_dtype=E4M3)
 
 
+@pytest.mark.parametrize("d", DIMS)
+@pytest.mark.parametrize("step", [1.25, 1.5, 6.0])
+@pytest.mark.parametrize("scale_s", [None, 448.0])
+def test_fp8_maximum_growing_near_the_lazy_limit_is_right(d, step, scale_s):
+    """Rows whose maxima grow by 1.8 to 8.7 in log2 units every 96 keys: they may by 2 before they
+    are raised, and not at all where a scale is given."""
+    q, k, v = oracle_fp8.operands(1, 1, 1, 128, 672, d)
+    q, k = torch.zeros_like(q.float()), torch.zeros_like(k.float())
+    q[..., 0] = 1.0
+    q[:, ::2, :, 0] = 0.25  # neighbouring rows that need no rescale
+    k[..., 0] = (step * (7 - torch.arange(672, device=q.device) // 96))[None, :, None]
+    q, k = q.to(E4M3), k.to(E4M3)
+    scale = None if scale_s is None else torch.tensor([scale_s], device=v.device)
+    arguments = {} if scale is None else {"scale_s": scale, "descale_s": 1 / scale}
+    oracle_fp8.check_call(q, k, v, softmax_scale=1.0, **arguments)
+    flipped = k.float().flip(1).to(E4M3)
+    oracle_fp8.check_call(q, flipped, v, softmax_scale=1.0, mask="causal_bottom_right", **arguments)
+
+
 @pytest.mark.parametrize("name", ["descale_q", "descale_k", "descale_v"])
 @pytest.mark.parametrize("kind", ["one", "heads", "transposed", "expanded"])
 def test_fp8_descale_is_read_through_its_strides(name, kind):

@@ -26,6 +26,8 @@ ATTNGEN_DEVICE int forget(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+// A performance event that nobody counts: the compiler moves no instruction across it.
+ATTNGEN_DEVICE void schedule_fence() { asm volatile("pmevent 1;" ::: "memory"); }
 ATTNGEN_DEVICE u64 wide_product(u32 a, u32 b) {
   u64 product;
   asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));

@@ -28,16 +28,32 @@ struct BlockSoftmax {
   ATTNGEN_DEVICE void find_maxima(const float (&scores)[kN / 2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float even = scores[fragment_index(half, 0)];
-      float odd = scores[fragment_index(half, 1)];
+      block_max[half] = own_maximum(scores, half);
+      if constexpr (kLines) block_max[half] += line[half];
+    }
+    agree();
+  }
+  // Those of the thread's part of each row, without lines: as integers, three an instruction. These
+  // are in the order of floats that are not negative; a warp that finds none in some part compares
+  // floats.
+  ATTNGEN_DEVICE void find_own_maxima(const float (&scores)[kN / 2]) {
+    const auto bits = [&](int i) { return __float_as_int(scores[i]); };
+    int best[4];
 #pragma unroll
-      for (int k = 2; k < kN / 4; k += 2) {
-        even = fmaxf(even, scores[fragment_index(half, k)]);
-        odd = fmaxf(odd, scores[fragment_index(half, k + 1)]);
+    for (int c = 0; c < 4; ++c) {
+      best[c] = max(bits(c), bits(kN / 2 - 4 + c));
+#pragma unroll
+      for (int i = 4; i < kN / 2 - 4; i += 8) {
+        best[c] = max(max(best[c], bits(i + c)), bits(i + 4 + c));
       }
-      float largest = fmaxf(even, odd);
-      if constexpr (kLines) largest += line[half];
-      block_max[half] = quad_max(largest);
+    }
+    const int first = max(best[0], best[1]);
+    const int second = max(best[2], best[3]);
+    block_max[0] = __int_as_float(first);
+    block_max[1] = __int_as_float(second);
+    if (__any_sync(~0u, min(first, second) < 0)) {
+      block_max[0] = own_maximum(scores, 0);
+      block_max[1] = own_maximum(scores, 1);
     }
   }
 
@@ -46,7 +62,9 @@ struct BlockSoftmax {
   template <int kLazyLog2>
   ATTNGEN_DEVICE bool outgrow(const RowState& state) const {
     if constexpr (kLazyLog2 == 0) return true;
-    const float limit = kLazyLog2;
+    return outgrow(state, kLazyLog2);
+  }
+  ATTNGEN_DEVICE bool outgrow(const RowState& state, float limit) const {
     return __any_sync(~0u, (block_max[0] - state.row_max[0]) * scale_log2 > limit ||
                                (block_max[1] - state.row_max[1]) * scale_log2 > limit);
   }
@@ -55,10 +73,9 @@ struct BlockSoftmax {
   ATTNGEN_DEVICE void raise(RowState& state, int half, bool grew, float (&rescale)[2]) {
     const float old_max = state.row_max[half];
     if (grew) state.row_max[half] = fmaxf(old_max, block_max[half]);
-    const float reference = finite(state.row_max[half]);
-    offset[half] = from_line(half, reference) * scale_log2 - shift;
+    find_offset(state, half);
     // The difference first: an unchanged maximum must give 1 exactly, or the sum drifts.
-    rescale[half] = exp2_approx((old_max - reference) * scale_log2);
+    rescale[half] = exp2_approx((old_max - finite(state.row_max[half])) * scale_log2);
   }
 
   // The row's new maximum, where the block's outgrows the old one by 2^kLazyLog2, and the factor
@@ -68,6 +85,21 @@ struct BlockSoftmax {
     const bool outgrown = (block_max[half] - state.row_max[half]) * scale_log2 > kLazyLog2;
     raise(state, half, outgrown, rescale);
     return outgrown;
+  }
+
+  // Both new maxima and factors, from what the thread found in its own part: the threads of a row
+  // agree only where some row of the warp outgrows its maximum by 2^slack. Returns whether.
+  ATTNGEN_DEVICE bool raise_rarely(RowState& state, float slack, float (&rescale)[2]) {
+    const bool grew = outgrow(state, slack);
+    rescale[0] = rescale[1] = 1.f;
+    find_offset(state, 0);
+    find_offset(state, 1);
+    if (grew) {
+      agree();
+      raise(state, 0, true, rescale);
+      raise(state, 1, true, rescale);
+    }
+    return grew;
   }
 
   // Replaces the row's scores, or the first kTo that the thread has of them, by weights relative to
@@ -91,18 +123,91 @@ struct BlockSoftmax {
         state.row_sum[half] * rescale[half] + exponentiate<0, kN / 4>(scores, half, factor);
   }
 
+  // Replaces the scores by weights, packs these and adds them to the sums, a kParts-th at a time:
+  // the exponentials of each run under the sums of the one before. Left to itself, the compiler
+  // puts what takes a result 17 cycles behind its exponential, which needs 34.
+  template <class Element, int kParts>
+  ATTNGEN_DEVICE void weigh_in_parts(float (&scores)[kN / 2], u32 (&packed)[kN / 8],
+                                     RowState& state, const float (&rescale)[2]) const {
+    float sum[2] = {0.f, 0.f};
+    weigh_part<Element, kParts, 0>(scores, packed, sum);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      state.row_sum[half] = state.row_sum[half] * rescale[half] + sum[half];
+    }
+  }
+  // To be called first, before the product is awaited.
+  template <int kParts, int kPart = 0>
+  ATTNGEN_DEVICE void scale_part(float (&scores)[kN / 2]) const {
+    if constexpr (kPart < kParts) {
+#pragma unroll
+      for (int i = part_begin(kParts, kPart); i < part_begin(kParts, kPart + 1); ++i) {
+        scores[i] = scores[i] * scale_log2 - offset[fragment_row(i)];
+      }
+    }
+  }
+
   // The first block of a row: maxima, weights and sums from nothing.
   ATTNGEN_DEVICE void begin(float (&scores)[kN / 2], RowState& state) {
     find_maxima(scores);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       state.row_max[half] = block_max[half];
-      offset[half] = from_line(half, finite(block_max[half])) * scale_log2 - shift;
+      find_offset(state, half);
       state.row_sum[half] = exponentiate<0, kN / 4>(scores, half, scale());
     }
   }
 
  private:
+  ATTNGEN_DEVICE static float own_maximum(const float (&scores)[kN / 2], int half) {
+    float even = scores[fragment_index(half, 0)];
+    float odd = scores[fragment_index(half, 1)];
+#pragma unroll
+    for (int k = 2; k < kN / 4; k += 2) {
+      even = fmaxf(even, scores[fragment_index(half, k)]);
+      odd = fmaxf(odd, scores[fragment_index(half, k + 1)]);
+    }
+    return fmaxf(even, odd);
+  }
+  // The four threads of a row.
+  ATTNGEN_DEVICE void agree() {
+    block_max[0] = quad_max(block_max[0]);
+    block_max[1] = quad_max(block_max[1]);
+  }
+  ATTNGEN_DEVICE void find_offset(const RowState& state, int half) {
+    offset[half] = from_line(half, finite(state.row_max[half])) * scale_log2 - shift;
+  }
+  // Of the thread's elements; whole groups of 16 columns, of which it packs two registers.
+  ATTNGEN_HD static constexpr int part_begin(int parts, int part) {
+    return kN / 16 * part / parts * 8;
+  }
+
+  template <class Element, int kParts, int kPart>
+  ATTNGEN_DEVICE void weigh_part(float (&scores)[kN / 2], u32 (&packed)[kN / 8],
+                                 float (&sum)[2]) const {
+    if constexpr (kPart < kParts) {
+#pragma unroll
+      for (int i = part_begin(kParts, kPart); i < part_begin(kParts, kPart + 1); ++i) {
+        scores[i] = exp2_approx(scores[i]);
+      }
+      scale_part<kParts, kPart + 1>(scores);
+    }
+    if constexpr (kPart > 0) {
+#pragma unroll
+      for (int i = part_begin(kParts, kPart - 1); i < part_begin(kParts, kPart); i += 8) {
+        const float* x = scores + i;
+        sum[0] += (x[0] + x[1]) + (x[4] + x[5]);
+        sum[1] += (x[2] + x[3]) + (x[6] + x[7]);
+        packed[i / 4] = Element::pack(x[0], x[1], x[4], x[5]);
+        packed[i / 4 + 1] = Element::pack(x[2], x[3], x[6], x[7]);
+      }
+    }
+    if constexpr (kPart < kParts) {
+      schedule_fence();
+      weigh_part<Element, kParts, kPart + 1>(scores, packed, sum);
+    }
+  }
+
   // A row that has seen no key keeps -inf; 0 stands in so that exp2 gives 0, not NaN.
   ATTNGEN_DEVICE static float finite(float max) { return max == -kInfinity ? 0.f : max; }
   ATTNGEN_DEVICE float from_line(int half, float x) const {
