@@ -185,9 +185,6 @@ static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, 
 static_assert(sizeof(Params) == 576, "packed by the host");
 
 
-constexpr u32 kKBoxBytes = kKeyBoxBytes, kKGroupBytes = 1024;
-constexpr u32 kVBoxBytes = kKeyBoxBytes, kVGroupBytes = 1024;
-
 ATTNGEN_DEVICE MaskList mask_list(const Params& p) {
   return {CausalMask{}};
 }
@@ -318,6 +315,9 @@ struct KvLoader {
 };
 using KLoader = KvLoader<kQkBoxes, kTileN, kKStages, kSmemK, kKFull, kKEmpty>;
 using VLoader = KvLoader<kVBoxes, kTileN, kVStages, kSmemV, kVFull, kVEmpty>;
+
+constexpr u32 kKBoxBytes = kKeyBoxBytes, kKGroupBytes = 1024;
+constexpr u32 kVBoxBytes = kKeyBoxBytes, kVGroupBytes = 1024;
 
 // A thread's part of 64 rows of output.
 struct Accumulators {

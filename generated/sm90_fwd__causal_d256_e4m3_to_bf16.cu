@@ -208,7 +208,6 @@ static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, 
 static_assert(sizeof(Params) == 704, "packed by the host");
 
 
-
 ATTNGEN_DEVICE MaskList mask_list(const Params& p) {
   return {CausalMask{}};
 }
@@ -378,6 +377,7 @@ struct VTransposer {
     }
   }
 };
+
 
 // A thread's part of 64 rows of output.
 struct Accumulators {

@@ -261,11 +261,6 @@ static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, 
 static_assert(sizeof(Params) == 960, "packed by the host");
 
 
-using KBlocks = PagedBlocks<kTileN, kHeadDimQk, KvFetch>;
-using VBlocks = PagedBlocks<kTileN, kHeadDimV, KvFetch>;
-constexpr u32 kKBoxBytes = KBlocks::kBoxBytes, kKGroupBytes = KBlocks::kGroupBytes;
-constexpr u32 kVBoxBytes = VBlocks::kBoxBytes, kVGroupBytes = VBlocks::kGroupBytes;
-
 ATTNGEN_DEVICE MaskList mask_list(const Params& p) {
   return {CausalMask{}};
 }
@@ -278,6 +273,8 @@ ATTNGEN_DEVICE Context tile_context(const Params& p, int batch, int head) {
   return {batch, head, q_len, kv_len, p.bottom_right ? kv_len - q_len : 0};
 }
 
+using KBlocks = PagedBlocks<kTileN, kHeadDimQk, KvFetch>;
+using VBlocks = PagedBlocks<kTileN, kHeadDimV, KvFetch>;
 // A tile, and the blocks of keys it visits, from block_end - 1 down to block_begin. A negative
 // row_block ends the work.
 struct Job {
@@ -407,6 +404,9 @@ struct PagedLoader {
 };
 using KLoader = PagedLoader<KBlocks, kKStages, kSmemK, kKFull, kKEmpty, 0>;
 using VLoader = PagedLoader<VBlocks, kVStages, kSmemV, kVFull, kVEmpty, kVTail>;
+
+constexpr u32 kKBoxBytes = KBlocks::kBoxBytes, kKGroupBytes = KBlocks::kGroupBytes;
+constexpr u32 kVBoxBytes = VBlocks::kBoxBytes, kVGroupBytes = VBlocks::kGroupBytes;
 
 // A thread's part of 64 rows of output.
 struct Accumulators {
