@@ -15,7 +15,8 @@ from .base import Pipeline, Plan, Schedule, SoftmaxOrder, Tile, lay_out, score_t
 
 ARCH = "sm_90a"
 SMEM_BYTES = 232_448  # 227 KB a CTA may use
-JOB_BYTES = 24  # struct Job of the forward
+JOB_BYTES = 24  # struct Job of the forward, and more for each side whose lengths vary
+JOB_BYTES_SIDE = 8
 BARRIER_BYTES = 8
 # Tensor cores cut 8-bit products to the bits of the running sum. Up to so many columns of V each
 # block's sum joins a total in registers (measured at 64: 541 and 534 TFLOP/s, full and causal, a
@@ -313,6 +314,7 @@ def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
     barriers = 2 * (choice.consumers + choice.k_stages + choice.v_stages + raw_stages + 1)
     barriers += problem.paged  # V's last block, which is cleared behind the sequence's end
     barriers += tile.m // 16 * problem.bias  # one a warp, for its part of the bias
+    varying = (problem.q_seq != "dense") + (problem.kv_seq != "dense")
     stage_v = tile.n * row_bytes_v
     if problem.eight_bit:  # transposed: a row a column of V, 128 keys a box
         stage_v = problem.head_dim_v * 128 * -(-tile.n // 128)
@@ -325,7 +327,7 @@ def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
         **({"O": tile.m * row_bytes_o} if staged else {}),
         **({"Bias": tile.m // 16 * score_tile_bytes(16, tile.n)} if problem.bias else {}),
         "Barriers": BARRIER_BYTES * barriers,
-        "Job": JOB_BYTES,
+        "Job": JOB_BYTES + JOB_BYTES_SIDE * varying,
     }
 
 
