@@ -5,6 +5,9 @@
 
 namespace attngen {
 
+// Each gap begins with another share, so that short ones do not all fall to the same.
+constexpr u32 kTurn = 613;
+
 // `visit(batch, row)` for each row of the tensor that belongs to no sequence and is in this one of
 // so many shares. These divide the gaps: 32 sequences a chunk, and where there are more shares than
 // chunks, several shares each of those.
@@ -21,7 +24,7 @@ ATTNGEN_HD void for_each_gap_row(Sequence sequence, int sequences, u32 share, u3
     for (int batch = first - 1; batch < min_of(static_cast<int>(first) + 31, sequences); ++batch) {
       const Range gap = sequence.gap(batch, sequences);
 #pragma unroll 1
-      for (int row = gap.lo + rank; row < gap.hi; row += sharers) visit(max_of(batch, 0), row);
+      for (int row = gap.lo + (rank + (batch + 1) * kTurn) % sharers; row < gap.hi; row += sharers) visit(max_of(batch, 0), row);
     }
   }
 }
@@ -29,13 +32,15 @@ ATTNGEN_HD void for_each_gap_row(Sequence sequence, int sequences, u32 share, u3
 // Zeros where all heads of a row are, kBytes each. Of few registers: loading warps have no more.
 template <int kBytes>
 ATTNGEN_DEVICE void clear_row(void* tensor, long long row_bytes, long long head_bytes, int heads, int lane) {
-  char* head = static_cast<char*>(tensor) + row_bytes + lane * 8;
+  constexpr int kLanes = kBytes < 512 ? kBytes / 16 : 32;  // of a head
+  constexpr int kHeads = 32 / kLanes;  // at once
+  int head = lane / kLanes;
+  if (head >= kHeads) return;
+  char* at = static_cast<char*>(tensor) + row_bytes + head * head_bytes + lane % kLanes * 16;
 #pragma unroll 1
-  for (; heads > 0; --heads, head += head_bytes) {
+  for (; head < heads; head += kHeads, at += kHeads * head_bytes) {
 #pragma unroll
-    for (int first = 0; first < kBytes; first += 256) {
-      if (first + lane * 8 < kBytes) *reinterpret_cast<uint2*>(head + first) = make_uint2(0, 0);
-    }
+    for (int i = 0; i < kBytes; i += kLanes * 16) *reinterpret_cast<uint4*>(at + i) = make_uint4(0, 0, 0, 0);
   }
 }
 // The same of heads that begin anywhere, `columns` elements each.

@@ -76,7 +76,6 @@ template <int kTailShare>
 ATTNGEN_HD OrderPlace place_among_few(const int* lengths, const int* tiles, int batch) {
   OrderPlace found = {0, 0, 0, 0};
   int rest = 0;
-#pragma unroll 8
   for (int other = 0; other < kFewSequences; ++other) {
     const int longer = lengths[other] - lengths[batch];
     const int kept = kept_tiles<kTailShare>(tiles[other]);
