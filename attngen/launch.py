@@ -121,6 +121,8 @@ def _grid(loaded: LoadedKernel, q: Extent, values: dict[str, int | float]) -> tu
         return min(loaded.multiprocessors, int(values["tiles"])), 1, 1
     if kernel.grid == "multiprocessors":
         return loaded.multiprocessors, 1, 1
+    if kernel.grid == "one":
+        return 1, 1, 1
     if kernel.grid == "splits":
         tiles = int(values["row_tiles"]) * int(values["heads_kv"]) * q.batch
         return tiles, int(values["splits"]), 1

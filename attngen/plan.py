@@ -56,7 +56,7 @@ def plans(problem: Problem, arch: str) -> tuple[KernelPlan, ...]:
     if problem.attn_mask:
         found = sm90_mask.with_mask(found)
     if problem.varlen and not problem.decode:
-        return (sm90_varlen.plan(problem, found), *found)
+        return (sm90_varlen.plan(found), *found)
     return found
 
 

@@ -58,7 +58,7 @@ class TensorMapRecipe:
     spare: bool = False
 
 
-Grid = Literal["persistent_tiles", "row_blocks", "multiprocessors", "splits", "rows"]
+Grid = Literal["persistent_tiles", "row_blocks", "multiprocessors", "splits", "rows", "one"]
 Workspace = Literal[
     "tile_counter",
     "lse_log2",
@@ -80,15 +80,16 @@ class KernelEntry:
 
     `grid`: at most one CTA an SM, which share the tiles; or `block_ctas` CTAs for each block of
     `row_block` queries of each head; or one CTA an SM; or one for each split of the keys of
-    `tile_rows` rows of a key/value head; or one for `tile_rows` rows of the output. `dependent`: it
-    may start before the kernel that it waits for has ended. `tile_axis` says whether a tile is
-    `tile_rows` queries of a query head or as many keys of a key/value head; `kv_group_bytes`,
-    `group_heads` and `tail_share` order the tiles (see arch.base.Schedule).
+    `tile_rows` rows of a key/value head; or one for `tile_rows` rows of the output; or one in all.
+    `dependent`: it may start before the kernel that it waits for has ended. `tile_axis` says
+    whether a tile is `tile_rows` queries of a query head or as many keys of a key/value head;
+    `kv_group_bytes`, `group_heads` and `tail_share` order the tiles (see arch.base.Schedule).
     `workspace`: device memory beside the operands, of run_time.workspace_bytes each; what one
     kernel of a problem leaves there the next ones read. `dq_floats`: those of `dq_acc` for a block.
     `block_keys`: keys that a split takes at a time; `ctas`: those that an SM holds; `busy_ctas`:
     those that keep its share of the memory busy; `part_floats`: of `o_parts` for a row.
     `q_seq`, `kv_seq`: the problem's; they decide how its tensor maps find a sequence.
+    `orders_few`: it finds the order of few sequences itself, where it has no schedule.
     """
 
     entry: str
@@ -114,6 +115,7 @@ class KernelEntry:
     ctas: int = 1
     busy_ctas: float = 1.0
     part_floats: int = 0
+    orders_few: bool = False
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,7 @@ def render(problem: Problem, plan: Plan, features: Features, root: Path) -> Sour
         q_seq=problem.q_seq,
         kv_seq="dense" if problem.paged else problem.kv_seq,  # its maps find pages
         dependent=problem.varlen,
+        orders_few=plan.orders_few,
     )
     return Source(fill(problem, plan, kernel, uses, root), kernel)
 
@@ -232,7 +233,10 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> list[tup
     partial = problem.dtype_o == "fp32"
     names = operand_names(problem, "q", "k", "v")
     direct = partial or problem.gather
-    names += [("o", "ptr")] if direct else [("map_o", map_type(problem, "o"))]
+    # Where rows of no sequence are filled, too.
+    addressed = direct or (plan.orders_few and problem.q_seq != "dense")
+    names += [] if direct else [("map_o", map_type(problem, "o"))]
+    names += [("o", "ptr")] if addressed else []
     names += [("map_bias", "tensor_map")] if problem.bias else []
     names += [("lse", "ptr")]
     names += [("max_logit", "ptr")] if problem.max_logit else []
@@ -245,7 +249,7 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> list[tup
     names += mask_names("mask_rows") if problem.attn_mask else []
     names += [("tile_counter", "ptr")] if plan.schedule.dynamic else []
     names += [("q_schedule", "ptr")] if problem.varlen else []
-    names += strides_of("o") if direct else []
+    names += strides_of("o") if addressed else []
     names += typed("i32", "dim_qk", "dim_v") if problem.gather else []
     names += [
         ("tiles", "i32"),
@@ -258,6 +262,7 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> list[tup
         ("bottom_right", "i32"),
         ("scale_log2", "f32"),
     ]
+    names += [("sequences", "i32")] if problem.varlen else []
     if problem.eight_bit or problem.widens:
         scaled = "kv" if problem.widens else "qkv"
         for tensor, axis in itertools.product(scaled, ("batch", "head")):

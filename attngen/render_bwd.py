@@ -132,6 +132,7 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
     names += typed("f32", "scale", "scale_log2")
     if problem.dropout:
         names += [*DROP_THRESHOLD, ("keep_scale", "f32")]
+    names += _filled(problem, plan, names) if problem.varlen else []
     return describe(
         problem,
         plan,
@@ -149,7 +150,20 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
         q_seq=problem.q_seq,
         kv_seq=problem.kv_seq,
         dq_floats=plan.dq_floats,
+        orders_few=plan.orders_few,
     )
+
+
+def _filled(problem: Problem, plan: BackwardPlan, names: Names) -> Names:
+    """What a main kernel knows beside these of gradients, whose rows it fills that belong to no
+    sequence: those that it makes, and dQ, which another one converts."""
+    sides = {"dq": problem.q_seq, "dk": problem.kv_seq, "dv": problem.kv_seq}
+    made = (*(("dq",) if plan.family == "sm90_bwd" else ()), *GRADIENTS[plan.family])
+    tensors = [tensor for tensor in made if sides[tensor] != "dense"]
+    found = typed("i32", "sequences")
+    for tensor in tensors:
+        found += [*typed("ptr", tensor), *strides_of(tensor)]
+    return [each for each in found if each not in names]
 
 
 def _bias(problem: Problem, plan: BiasPlan, operands: Names) -> KernelEntry:

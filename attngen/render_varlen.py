@@ -1,4 +1,4 @@
-"""Render, variable lengths: the kernel that runs before the others."""
+"""Render, variable lengths: the kernel that orders many sequences before the others."""
 
 from __future__ import annotations
 
@@ -20,26 +20,23 @@ from .render import (
 
 
 def render(problem: Problem, plan: VarlenPlan, features: Features, root: Path) -> Source:
-    """The source of the kernel that orders the sequences and fills what belongs to none.
+    """The source of the kernel that orders the sequences, and may fill what belongs to none.
 
     root: the templates' directory. Raises: jinja2.UndefinedError on a template's mistake.
     """
     uses = {role: use for role, use in uses_of(problem, features).items() if role.endswith("_seq")}
     schedules: tuple[Workspace, ...] = ("q_schedule",) if plan.q else ()
     schedules += ("kv_schedule",) if plan.kv else ()
-    filled = ("o",) if problem.direction == "fwd" else ("dq", "dk", "dv")
-    pointers = (*schedules, *filled, *(("lse",) if problem.direction == "fwd" else ()))
-    names = typed("ptr", *pointers)
-    for tensor in filled:
-        names += strides_of(tensor)
+    names = typed("ptr", *schedules)
+    if plan.fills and problem.q_seq != "dense":
+        names += [*typed("ptr", "o", "lse"), *strides_of("o")]
     names += typed("i32", "sequences", "heads_q", "heads_kv", "group_size", "kept")
-    names += typed("i32", "dim_qk", "dim_v") if problem.gather else []
     kernel = describe(
         problem,
         plan,
         [*names, *operands_of(uses)],
         tile_rows=1,
-        grid="multiprocessors",
+        grid="multiprocessors" if plan.fills else "one",
         workspace=schedules,
         q_seq=problem.q_seq,
         kv_seq=problem.kv_seq,

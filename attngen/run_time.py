@@ -13,6 +13,7 @@ UNBOUNDED = 1 << 30  # a window side without a bound
 SCHEDULE_BYTES = 16  # of a sequence in a schedule, and of what stands before the first
 MASK_AXES = ("rows", "columns")  # a packed mask has a row a query, or a row a key
 LOG2_E = 1.4426950408889634
+FEW_SEQUENCES = 32  # whose order each CTA finds itself, without a schedule
 MAX_SPLITS = 128  # as many weights has the kernel that combines them
 SPLIT_BLOCKS = 4  # of keys, at least, for each split
 # Of the best share. Measured at 8 heads: for 12 to 32 sequences no number of parts is more than 4 %

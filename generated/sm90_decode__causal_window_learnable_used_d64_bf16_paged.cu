@@ -113,10 +113,16 @@ struct UsedSequence {
   // Where a tensor map that ends where the sequence does has position 0.
   ATTNGEN_HD int first_row(int batch) const { return kLongest - length(batch); }
   ATTNGEN_HD SequenceIndex batch_index(int batch) const { return {length(batch), batch}; }
+  // Of one that was found before.
+  ATTNGEN_HD int length(SequenceIndex index) const { return index.length; }
+  ATTNGEN_HD int first_row(SequenceIndex index) const { return kLongest - index.length; }
+  ATTNGEN_HD int first_token(SequenceIndex) const { return 0; }
   // Row of the tensor, at the batch's index, that holds position 0.
   ATTNGEN_HD int first_token(int) const { return 0; }
   // Rows behind the sequence that belong to none; before the first sequence, -1, there are none.
   ATTNGEN_HD Range gap(int batch, int) const { return {batch < 0 ? len : length(batch), len}; }
+  // Whether there may be rows that belong to none.
+  ATTNGEN_HD bool may_have_gaps(int) const { return least == 0; }
   // Place of the tensor's row among floats [b, heads, len].
   ATTNGEN_HD long long place(int batch, int row, int head, int heads) const {
     return (static_cast<long long>(batch) * heads + head) * len + row;

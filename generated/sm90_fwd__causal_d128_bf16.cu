@@ -207,6 +207,17 @@ struct Job {
   int block_begin;
   int block_end;
 };
+// Where a tensor map has the sequence of a job, or of the slot that it is in.
+template <class AnyJob>
+ATTNGEN_DEVICE int q_index(const AnyJob& job) { return job.batch; }
+template <class AnyJob>
+ATTNGEN_DEVICE int kv_index(const AnyJob& job) { return job.batch; }
+
+ATTNGEN_DEVICE Context job_context(const Params& p, const Job& job) {
+  const int q_len = q_sequence(p).length(q_index(job));
+  const int kv_len = kv_sequence(p).length(kv_index(job));
+  return {job.batch, job.head, q_len, kv_len, p.bottom_right ? kv_len - q_len : 0};
+}
 
 // ---- scheduler: one thread that draws tiles and works out their blocks, one tile ahead
 struct Scheduler {
@@ -259,23 +270,27 @@ struct QLoader {
     for (u32 parity = 0;; parity ^= 1) {
       mbarrier_wait(smem + kJobFull, parity);
       const int row_block = slot->row_block;
-      const int batch = slot->batch;
       const int head = slot->head;
+      const auto index = q_index(*slot);
       if (row_block < 0) break;
-      mbarrier_arrive(smem + kJobEmpty);
-      int row = q_sequence(p).first_row(batch) + row_block * kTileM;
-      const auto index = q_sequence(p).batch_index(batch);
+      load(row_block, head, index, parity);
+    }
+  }
+
+  ATTNGEN_DEVICE void load(int row_block, int head, int index, u32 parity) const {
+    mbarrier_arrive(smem + kJobEmpty);
+    int row = q_sequence(p).first_row(index) + row_block * kTileM;
 #pragma unroll 1
-      for (u32 consumer = 0; consumer < kConsumers; ++consumer, row += 64) {
-        const u32 full = smem + kQFull + consumer * 8;
-        mbarrier_wait(smem + kQEmpty + consumer * 8, parity ^ 1);
-        mbarrier_arrive_expect(full, kQkBoxes * kWarpgroupBytes);
-        TmaFetch::load<kQkBoxes, kBoxColumns>(smem + kSmemQ + consumer * kWarpgroupBytes, kRowBoxBytes, &p.map_q,
-                                 full, row, head, index, kEvictFirst);
-      }
+    for (u32 consumer = 0; consumer < kConsumers; ++consumer, row += 64) {
+      const u32 full = smem + kQFull + consumer * 8;
+      mbarrier_wait(smem + kQEmpty + consumer * 8, parity ^ 1);
+      mbarrier_arrive_expect(full, kQkBoxes * kWarpgroupBytes);
+      TmaFetch::load<kQkBoxes, kBoxColumns>(smem + kSmemQ + consumer * kWarpgroupBytes, kRowBoxBytes, &p.map_q,
+                               full, row, head, index, kEvictFirst);
     }
   }
 };
+
 
 // The blocks of K, or of V, of one tile after another into a ring of kStages buffers of kRows keys.
 template <int kBoxes, int kRows, int kStages, u32 kTiles, u32 kFull, u32 kEmpty>
@@ -291,13 +306,12 @@ struct KvLoader {
       mbarrier_wait(smem + kJobFull, parity);
       const int row_block = slot->row_block;
       const int kv_head = slot->kv_head;
-      const int batch = slot->batch;
+      const auto index = kv_index(*slot);
       const int block_begin = slot->block_begin;
       int block = slot->block_end;
       if (row_block < 0) break;
       mbarrier_arrive(smem + kJobEmpty);
-      const int first_row = kv_sequence(p).first_row(batch);
-      const auto index = kv_sequence(p).batch_index(batch);
+      const int first_row = kv_sequence(p).first_row(index);
 #pragma unroll 1
       while (--block >= block_begin) {
 #pragma unroll
@@ -471,16 +485,16 @@ struct Consumer {
   }
   ATTNGEN_DEVICE void store_output(const Job& job) const {
     const QSequence sequence = q_sequence(p);
-    const int row = sequence.first_row(job.batch) + job.row_block * kTileM + warpgroup * 64;
+    const int row = sequence.first_row(q_index(job)) + job.row_block * kTileM + warpgroup * 64;
 #pragma unroll
     for (int box = 0; box < kOBoxes; ++box) {
-      tma_store(&p.map_o, output_tile() + box * kRowBoxBytes, box * kOBoxColumns, row, job.head, sequence.batch_index(job.batch));
+      tma_store(&p.map_o, output_tile() + box * kRowBoxBytes, box * kOBoxColumns, row, job.head, q_index(job));
     }
     tma_store_commit();
   }
 
   ATTNGEN_DEVICE void run_tile(const Job& job) {
-    const Context ctx = tile_context(p, job.batch, job.head);
+    const Context ctx = job_context(p, job);
     const int first = job.row_block * kTileM + warpgroup * 64;
     const int row = first + warp * 16 + lane / 4;
     const bool leader = warp == 0 && lane == 0;

@@ -1,4 +1,4 @@
-// sm90_fwd__causal_packed_used_d128_bf16_paged__527222
+// sm90_fwd__causal_packed_used_d128_bf16_paged__2d1188
 // Rendered by attngen from kernels/sm90_fwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/copy/paged_blocks.cuh"
@@ -9,6 +9,7 @@
 #include "attngen/ptx/math.cuh"
 #include "attngen/ptx/matrix_move.cuh"
 #include "attngen/ptx/tma.cuh"
+#include "attngen/scheduler/gap_rows.cuh"
 #include "attngen/scheduler/kv_blocks.cuh"
 #include "attngen/scheduler/sequence_order.cuh"
 #include "attngen/scheduler/tile_order.cuh"
@@ -57,6 +58,7 @@ constexpr u32 kSmemV = 131072;
 constexpr u32 kSmemO = 196608;
 constexpr u32 kSmemBarriers = 229376;
 constexpr u32 kSmemJob = 230400;
+constexpr u32 kSmemOrder = 230448;
 constexpr u32 kQFull = kSmemBarriers;
 constexpr u32 kQEmpty = kQFull + 8 * kConsumers;
 constexpr u32 kKFull = kQEmpty + 8 * kConsumers;
@@ -125,12 +127,20 @@ struct PackedSequence {
   // Where a tensor map that ends where the sequence does has position 0.
   ATTNGEN_HD int first_row(int batch) const { return kLongest - length(batch); }
   ATTNGEN_HD SequenceIndex batch_index(int batch) const { return {length(batch), first_token(batch)}; }
+  // Of one that was found before.
+  ATTNGEN_HD int length(SequenceIndex index) const { return index.length; }
+  ATTNGEN_HD int first_row(SequenceIndex index) const { return kLongest - index.length; }
+  ATTNGEN_HD int first_token(SequenceIndex index) const { return index.start; }
   // Row of the tensor that holds position 0.
   ATTNGEN_HD int first_token(int batch) const { return static_cast<const int*>(offsets)[batch]; }
   // Rows behind the sequence that belong to none; before the first sequence, -1, too.
   ATTNGEN_HD Range gap(int batch, int sequences) const {
     const int end = batch < 0 ? 0 : first_token(batch) + length(batch);
     return {end, batch + 1 < sequences ? first_token(batch + 1) : len};
+  }
+  // Whether there may be rows that belong to none.
+  ATTNGEN_HD bool may_have_gaps(int sequences) const {
+    return offsets != seqlens || gap(-1, sequences).hi > 0 || gap(sequences - 1, sequences).lo < len;
   }
   // Place of the tensor's row among floats [heads, len].
   ATTNGEN_HD long long place(int, int row, int head, int) const {
@@ -148,10 +158,16 @@ struct UsedSequence {
   // Where a tensor map that ends where the sequence does has position 0.
   ATTNGEN_HD int first_row(int batch) const { return kLongest - length(batch); }
   ATTNGEN_HD SequenceIndex batch_index(int batch) const { return {length(batch), batch}; }
+  // Of one that was found before.
+  ATTNGEN_HD int length(SequenceIndex index) const { return index.length; }
+  ATTNGEN_HD int first_row(SequenceIndex index) const { return kLongest - index.length; }
+  ATTNGEN_HD int first_token(SequenceIndex) const { return 0; }
   // Row of the tensor, at the batch's index, that holds position 0.
   ATTNGEN_HD int first_token(int) const { return 0; }
   // Rows behind the sequence that belong to none; before the first sequence, -1, there are none.
   ATTNGEN_HD Range gap(int batch, int) const { return {batch < 0 ? len : length(batch), len}; }
+  // Whether there may be rows that belong to none.
+  ATTNGEN_HD bool may_have_gaps(int) const { return least == 0; }
   // Place of the tensor's row among floats [b, heads, len].
   ATTNGEN_HD long long place(int batch, int row, int head, int heads) const {
     return (static_cast<long long>(batch) * heads + head) * len + row;
@@ -226,9 +242,13 @@ struct Params {
   PageMap map_k;
   PageMap map_v;
   SequenceMap map_o;
+  void* o;
   void* lse;
   void* tile_counter;
   void* q_schedule;
+  long long o_stride_row;
+  long long o_stride_head;
+  long long o_stride_batch;
   int tiles;
   int tiles_m;
   int heads_q;
@@ -238,6 +258,7 @@ struct Params {
   int group_size;
   int bottom_right;
   float scale_log2;
+  int sequences;
   int q_len;
   void* q_seqlens;
   void* q_offsets;
@@ -284,16 +305,72 @@ struct Job {
   int batch;
   int block_begin;
   int block_end;
+  int q_length;
+  int q_token;  // its first
+  int kv_length;
+  int share;  // of what belongs to no sequence: a tile's, or that of a CTA that has none
+  int shares;
 };
+// Where a tensor map has the sequence of a job, or of the slot that it is in.
+template <class AnyJob>
+ATTNGEN_DEVICE SequenceIndex q_index(const AnyJob& job) { return {job.q_length, job.q_token}; }
+template <class AnyJob>
+ATTNGEN_DEVICE SequenceIndex kv_index(const AnyJob& job) { return {job.kv_length, job.batch}; }
+
+ATTNGEN_DEVICE Context job_context(const Params& p, const Job& job) {
+  const int q_len = q_sequence(p).length(q_index(job));
+  const int kv_len = kv_sequence(p).length(kv_index(job));
+  return {job.batch, job.head, q_len, kv_len, p.bottom_right ? kv_len - q_len : 0};
+}
+
+ATTNGEN_DEVICE int query_heads_together(const Params& p, int length) {
+  const int groups = min_of(131072 / max_of(length, 1), 32 / p.group_size);
+  return min_of(max_of(groups, 1) * p.group_size, p.heads_q);
+}
+
+// By a whole warp, where no kernel before this one has written a schedule: that of few sequences, a
+// lane each, in shared memory.
+ATTNGEN_DEVICE void order_few(const Params& p, unsigned char* shared, int lane) {
+  if (p.q_schedule) return;
+  void* schedule = shared + kSmemOrder;
+  const int batch = min_of(lane, p.sequences - 1);
+  const int own = q_sequence(p).length(batch);
+  const int other = kv_sequence(p).length(batch);
+  const int length = lane < p.sequences ? other : -1;
+  const int count = lane < p.sequences ? ceil_div(own, 128) : 0;
+  int* lengths = static_cast<int*>(schedule);  // until all have their places
+  int* tiles = lengths + kFewSequences;
+  lengths[lane] = length;
+  tiles[lane] = count;
+  __syncwarp();
+  const OrderPlace at = place_among_few<4>(lengths, tiles, lane);
+  __syncwarp();
+  write_few<4>(static_cast<ScheduledSequence*>(schedule), at, lane, count, p.heads_q,
+            query_heads_together(p, length));
+}
+ATTNGEN_DEVICE SequenceOrder find_order(const Params& p, const unsigned char* shared) {
+  const void* schedule = p.q_schedule ? p.q_schedule : shared + kSmemOrder;
+  return {schedule, p.heads_q};
+}
+
+ATTNGEN_DEVICE void fill_gaps(const Params& p, int share, int shares, int lane) {
+  const auto queries = q_sequence(p);
+  for_each_gap_row(queries, p.sequences, share, shares, [&](int batch, int row) {
+    clear_row<256>(p.o, 2 * (static_cast<long long>(row) * p.o_stride_row), 2 * p.o_stride_head, p.heads_q, lane);
+    float* lse = static_cast<float*>(p.lse) + queries.place(batch, row, lane, p.heads_q);
+#pragma unroll 1
+    for (int head = lane; head < p.heads_q; head += 32, lse += 32ll * queries.len) *lse = -kInfinity;
+  });
+}
 
 // ---- scheduler: one thread that draws tiles and works out their blocks, one tile ahead
 struct Scheduler {
   const Params& p;
   u32 smem;
   Job* slot;
-  SequenceOrder order = {p.q_schedule, p.heads_q};
+  SequenceOrder order;
 
-  ATTNGEN_DEVICE void publish(int index) {
+  ATTNGEN_DEVICE void publish(int index, int tiles) {
     const TileCoord tile = order.at<kLongestFirst, 4>(index);
     const Context ctx = tile_context(p, tile.batch, tile.head);
     const int first = tile.row_block * kTileM;
@@ -306,6 +383,11 @@ struct Scheduler {
     slot->block_begin = blocks.begin;
     // A tile that sees no key visits one block, in which every key is masked.
     slot->block_end = max_of(blocks.end, blocks.begin + 1);
+    slot->q_length = ctx.q_len;
+    slot->q_token = q_sequence(p).first_token(tile.batch);
+    slot->share = index;
+    slot->shares = max_of(tiles, static_cast<int>(gridDim.x));
+    slot->kv_length = ctx.kv_len;
   }
 
   ATTNGEN_DEVICE void run() {
@@ -313,7 +395,7 @@ struct Scheduler {
     int index = blockIdx.x;
     const int tiles = order.tiles();
     while (index < tiles) {
-      publish(index);
+      publish(index, tiles);
       mbarrier_arrive(smem + kJobFull);
       parity ^= 1;
       mbarrier_wait(smem + kJobEmpty, parity);
@@ -324,6 +406,8 @@ struct Scheduler {
       index = drawn + gridDim.x;
     }
     slot->row_block = -1;
+    slot->share = blockIdx.x;
+    slot->shares = static_cast<int>(blockIdx.x) < tiles ? 0 : gridDim.x;
     mbarrier_arrive(smem + kJobFull);
   }
 };
@@ -333,28 +417,38 @@ struct QLoader {
   const Params& p;
   u32 smem;
   const volatile Job* slot;
+  int lane;
 
   ATTNGEN_DEVICE void run() const {
+    const bool gaps = q_sequence(p).may_have_gaps(p.sequences);
     for (u32 parity = 0;; parity ^= 1) {
       mbarrier_wait(smem + kJobFull, parity);
       const int row_block = slot->row_block;
-      const int batch = slot->batch;
       const int head = slot->head;
+      const auto index = q_index(*slot);
+      const int share = slot->share;
+      const int shares = slot->shares;
+      if (row_block >= 0) load(row_block, head, index, parity);
+      if (gaps && shares > 0) fill_gaps(p, share, shares, lane);
       if (row_block < 0) break;
-      mbarrier_arrive(smem + kJobEmpty);
-      int row = q_sequence(p).first_row(batch) + row_block * kTileM;
-      const auto index = q_sequence(p).batch_index(batch);
+    }
+  }
+
+  ATTNGEN_DEVICE void load(int row_block, int head, SequenceIndex index, u32 parity) const {
+    mbarrier_arrive(smem + kJobEmpty);  // every lane: each has read the slot itself
+    if (lane > 0) return;
+    int row = q_sequence(p).first_row(index) + row_block * kTileM;
 #pragma unroll 1
-      for (u32 consumer = 0; consumer < kConsumers; ++consumer, row += 64) {
-        const u32 full = smem + kQFull + consumer * 8;
-        mbarrier_wait(smem + kQEmpty + consumer * 8, parity ^ 1);
-        mbarrier_arrive_expect(full, kQkBoxes * kWarpgroupBytes);
-        TmaFetch::load<kQkBoxes, kBoxColumns>(smem + kSmemQ + consumer * kWarpgroupBytes, kRowBoxBytes, &p.map_q,
-                                 full, row, head, index, kEvictFirst);
-      }
+    for (u32 consumer = 0; consumer < kConsumers; ++consumer, row += 64) {
+      const u32 full = smem + kQFull + consumer * 8;
+      mbarrier_wait(smem + kQEmpty + consumer * 8, parity ^ 1);
+      mbarrier_arrive_expect(full, kQkBoxes * kWarpgroupBytes);
+      TmaFetch::load<kQkBoxes, kBoxColumns>(smem + kSmemQ + consumer * kWarpgroupBytes, kRowBoxBytes, &p.map_q,
+                               full, row, head, index, kEvictFirst);
     }
   }
 };
+
 
 // The blocks of K, or of V, of one tile after another into a ring of kStages buffers: by a warp,
 // which finds the pages of a block ahead. kTail: a barrier of its own, where what lies behind a
@@ -521,9 +615,9 @@ struct Consumer {
   }
 
   // Writes LSE and turns the row sums into the factors that normalise the output.
-  ATTNGEN_DEVICE void finish_rows(RowState& state, float (&normalizer)[2], const Context& ctx, int row) const {
+  ATTNGEN_DEVICE void finish_rows(RowState& state, float (&normalizer)[2], const Context& ctx, int row, const Job& job) const {
     const QSequence sequence = q_sequence(p);
-    float* lse = static_cast<float*>(p.lse) + sequence.place(ctx.batch, sequence.first_token(ctx.batch), ctx.head, p.heads_q);
+    float* lse = static_cast<float*>(p.lse) + sequence.place(ctx.batch, sequence.first_token(q_index(job)), ctx.head, p.heads_q);
     const Softmax softmax = VanillaSoftmax{};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -561,16 +655,16 @@ struct Consumer {
   }
   ATTNGEN_DEVICE void store_output(const Job& job) const {
     const QSequence sequence = q_sequence(p);
-    const int row = sequence.first_row(job.batch) + job.row_block * kTileM + warpgroup * 64;
+    const int row = sequence.first_row(q_index(job)) + job.row_block * kTileM + warpgroup * 64;
 #pragma unroll
     for (int box = 0; box < kOBoxes; ++box) {
-      tma_store(&p.map_o, output_tile() + box * kRowBoxBytes, box * kOBoxColumns, row, job.head, sequence.batch_index(job.batch));
+      tma_store(&p.map_o, output_tile() + box * kRowBoxBytes, box * kOBoxColumns, row, job.head, q_index(job));
     }
     tma_store_commit();
   }
 
   ATTNGEN_DEVICE void run_tile(const Job& job) {
-    const Context ctx = tile_context(p, job.batch, job.head);
+    const Context ctx = job_context(p, job);
     const int first = job.row_block * kTileM + warpgroup * 64;
     const int row = first + warp * 16 + lane / 4;
     const bool leader = warp == 0 && lane == 0;
@@ -602,7 +696,7 @@ struct Consumer {
 
     mbarrier_wait(smem + kVFull + v_ring.stage * 8, v_ring.parity);
     issue_output(output, weights);
-    finish_rows(state, factor, ctx, row);
+    finish_rows(state, factor, ctx, row, job);
     if (!kOutputOverQ) await_output_tile();
     wgmma_wait<0>();
     release_v();
@@ -634,7 +728,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_fwd__causal_packed_used_d128_bf16_paged__527222(const __grid_constant__ attngen::Params p) {
+sm90_fwd__causal_packed_used_d128_bf16_paged__2d1188(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);
@@ -660,16 +754,17 @@ sm90_fwd__causal_packed_used_d128_bf16_paged__527222(const __grid_constant__ att
       mbarrier_init(smem + kVEmpty + i * 8, kConsumers * 4);
     }
     mbarrier_init(smem + kJobFull, 1);
-    mbarrier_init(smem + kJobEmpty, kConsumers * 128 + 65);  // consumer threads, loaders
+    mbarrier_init(smem + kJobEmpty, kConsumers * 128 + 65 + 31);  // consumer threads, loaders
     mbarrier_init(smem + kVTail, 1);
     mbarrier_init_fence();
   }
   await_dependency();  // the order of the sequences, and whatever came before
+  if (threadIdx.x < 32) order_few(p, shared, lane);
   __syncthreads();
   if (role == 0) {
     release_registers<kProducerRegisters>();
-    if (threadIdx.x == 0) Scheduler{p, smem, slot}.run();
-    if (threadIdx.x == 32) QLoader{p, smem, slot}.run();
+    if (threadIdx.x == 0) Scheduler{p, smem, slot, find_order(p, shared)}.run();
+    if (warp == 1) QLoader{p, smem, slot, lane}.run();
     if (warp == 2) KLoader{p, PageFetch{p.k_page_table, p.k_page_table_stride, p.k_page_size, p.k_page_reciprocal, p.k_page_shift}, &p.map_k, smem, lane}.run();
     if (warp == 3) VLoader{p, PageFetch{p.v_page_table, p.v_page_table_stride, p.v_page_size, p.v_page_reciprocal, p.v_page_shift}, &p.map_v, smem, lane}.run();
   } else {

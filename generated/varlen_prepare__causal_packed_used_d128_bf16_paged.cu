@@ -1,4 +1,4 @@
-// varlen_prepare__causal_packed_used_d128_bf16_paged__2b463a
+// varlen_prepare__causal_packed_used_d128_bf16_paged__ff47f4
 // Rendered by attngen from kernels/varlen_prepare.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/ptx/global.cuh"
@@ -23,12 +23,20 @@ struct PackedSequence {
   // Where a tensor map that ends where the sequence does has position 0.
   ATTNGEN_HD int first_row(int batch) const { return kLongest - length(batch); }
   ATTNGEN_HD SequenceIndex batch_index(int batch) const { return {length(batch), first_token(batch)}; }
+  // Of one that was found before.
+  ATTNGEN_HD int length(SequenceIndex index) const { return index.length; }
+  ATTNGEN_HD int first_row(SequenceIndex index) const { return kLongest - index.length; }
+  ATTNGEN_HD int first_token(SequenceIndex index) const { return index.start; }
   // Row of the tensor that holds position 0.
   ATTNGEN_HD int first_token(int batch) const { return static_cast<const int*>(offsets)[batch]; }
   // Rows behind the sequence that belong to none; before the first sequence, -1, too.
   ATTNGEN_HD Range gap(int batch, int sequences) const {
     const int end = batch < 0 ? 0 : first_token(batch) + length(batch);
     return {end, batch + 1 < sequences ? first_token(batch + 1) : len};
+  }
+  // Whether there may be rows that belong to none.
+  ATTNGEN_HD bool may_have_gaps(int sequences) const {
+    return offsets != seqlens || gap(-1, sequences).hi > 0 || gap(sequences - 1, sequences).lo < len;
   }
   // Place of the tensor's row among floats [heads, len].
   ATTNGEN_HD long long place(int, int row, int head, int) const {
@@ -47,10 +55,16 @@ struct UsedSequence {
   // Where a tensor map that ends where the sequence does has position 0.
   ATTNGEN_HD int first_row(int batch) const { return kLongest - length(batch); }
   ATTNGEN_HD SequenceIndex batch_index(int batch) const { return {length(batch), batch}; }
+  // Of one that was found before.
+  ATTNGEN_HD int length(SequenceIndex index) const { return index.length; }
+  ATTNGEN_HD int first_row(SequenceIndex index) const { return kLongest - index.length; }
+  ATTNGEN_HD int first_token(SequenceIndex) const { return 0; }
   // Row of the tensor, at the batch's index, that holds position 0.
   ATTNGEN_HD int first_token(int) const { return 0; }
   // Rows behind the sequence that belong to none; before the first sequence, -1, there are none.
   ATTNGEN_HD Range gap(int batch, int) const { return {batch < 0 ? len : length(batch), len}; }
+  // Whether there may be rows that belong to none.
+  ATTNGEN_HD bool may_have_gaps(int) const { return least == 0; }
   // Place of the tensor's row among floats [b, heads, len].
   ATTNGEN_HD long long place(int batch, int row, int head, int heads) const {
     return (static_cast<long long>(batch) * heads + head) * len + row;
@@ -59,11 +73,6 @@ struct UsedSequence {
 
 struct Params {
   void* q_schedule;
-  void* o;
-  void* lse;
-  long long o_stride_row;
-  long long o_stride_head;
-  long long o_stride_batch;
   int sequences;
   int heads_q;
   int heads_kv;
@@ -79,7 +88,7 @@ struct Params {
 // NVRTC has no offsetof; natural alignment and the total size pin every member's place.
 static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by the host");
 static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
-static_assert(sizeof(Params) == 112, "packed by the host");
+static_assert(sizeof(Params) == 72, "packed by the host");
 
 
 using QSequence = PackedSequence;
@@ -152,70 +161,23 @@ ATTNGEN_DEVICE bool is_ordered(const Params& p, const void* schedule) {
   return p.kept && static_cast<const ScheduledSequence*>(schedule)->batch == kOrdered;
 }
 
+ATTNGEN_DEVICE int query_heads_together(const Params& p, int length) {
+  const int groups = min_of(131072 / max_of(length, 1), 32 / p.group_size);
+  return min_of(max_of(groups, 1) * p.group_size, p.heads_q);
+}
+
 ATTNGEN_DEVICE void schedule_queries(const Params& p) {
   const KvSequence keys = kv_sequence(p);
-  write_schedule<128, 4>(static_cast<ScheduledSequence*>(p.q_schedule), q_sequence(p), keys, p.sequences, p.heads_q, [&](int batch) {
-    const int fitting = 131072 / max_of(keys.length(batch), 1);
-    const int groups = max_of(min_of(fitting, 32 / p.group_size), 1);
-    return min_of(groups * p.group_size, p.heads_q);
-  });
-}
-
-// `visit(batch, row, lane)` by a whole warp for each row of the tensor that belongs to no sequence.
-// Warps share the gaps: 32 sequences a chunk, and where there are more warps than chunks, several
-// warps each of those.
-template <class Sequence, class Visitor>
-ATTNGEN_DEVICE void for_each_gap_row(Sequence sequence, int sequences, Visitor visit) {
-  const int lane = threadIdx.x % 32;
-  const int ctas = max_of(static_cast<int>(gridDim.x) - 1, 1);  // the first writes schedules
-  const int warp = threadIdx.x / 32 * ctas + max_of(static_cast<int>(blockIdx.x) - 1, 0);
-  const int warps = ctas * kWarps;
-  const int chunks = ceil_div(sequences + 1, 32);
-  const int lanes = min_of(chunks, warps);
-  const int rank = warp / lanes;
-  const int sharers = (warps - warp % lanes + lanes - 1) / lanes;
-  for (int chunk = warp % lanes; chunk < chunks; chunk += lanes) {
-    const int mine = chunk * 32 + lane - 1;
-    const Range gap = mine < sequences ? sequence.gap(mine, sequences) : Range{0, 0};
-    u32 gaps = __ballot_sync(~0u, gap.hi > gap.lo);
-    for (; gaps; gaps &= gaps - 1) {
-      const int source = __ffs(gaps) - 1;
-      const int begin = __shfl_sync(~0u, gap.lo, source);
-      const int end = __shfl_sync(~0u, gap.hi, source);
-#pragma unroll 1
-      for (int row = begin + rank; row < end; row += sharers) visit(max_of(chunk * 32 + source - 1, 0), row, lane);
-    }
-  }
-}
-
-// Zeros where all heads of a row are, kBytes each.
-template <int kBytes>
-ATTNGEN_DEVICE void clear_row(void* tensor, long long row_bytes, long long head_bytes, int heads, int lane) {
-  constexpr int kUnits = kBytes / 16;
-  char* row = static_cast<char*>(tensor) + row_bytes;
-  for (int i = lane; i < heads * kUnits; i += 32) {
-    *reinterpret_cast<uint4*>(row + i / kUnits * head_bytes + i % kUnits * 16) = make_uint4(0, 0, 0, 0);
-  }
-}
-
-ATTNGEN_DEVICE void fill_gaps(const Params& p) {
-  const QSequence queries = q_sequence(p);
-  for_each_gap_row(queries, p.sequences, [&](int batch, int row, int lane) {
-    clear_row<256>(p.o, 2 * (batch * p.o_stride_batch + row * p.o_stride_row), 2 * p.o_stride_head, p.heads_q, lane);
-#pragma unroll 1
-    for (int head = lane; head < p.heads_q; head += 32) {
-      static_cast<float*>(p.lse)[queries.place(batch, row, head, p.heads_q)] = -kInfinity;
-    }
-  });
+  write_schedule<128, 4>(static_cast<ScheduledSequence*>(p.q_schedule), q_sequence(p), keys, p.sequences, p.heads_q,
+                 [&](int batch) { return query_heads_together(p, keys.length(batch)); });
 }
 
 }  // namespace attngen
 
-// Grid: as many CTAs as there are multiprocessors. The first writes the schedules, the others fill.
+// Grid: one CTA.
 extern "C" __global__ void __launch_bounds__(1024)
-varlen_prepare__causal_packed_used_d128_bf16_paged__2b463a(const __grid_constant__ attngen::Params p) {
+varlen_prepare__causal_packed_used_d128_bf16_paged__ff47f4(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   allow_dependents();
-  if (blockIdx.x == 0 && !is_ordered(p, p.q_schedule)) schedule_queries(p);
-  if (blockIdx.x > 0 || gridDim.x == 1) fill_gaps(p);
+  if (!is_ordered(p, p.q_schedule)) schedule_queries(p);
 }

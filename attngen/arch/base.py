@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..run_time import FEW_SEQUENCES, SCHEDULE_BYTES
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -109,16 +111,35 @@ class Plan:
     operand_registers: int
     why: tuple[str, ...]
 
+    @property
+    def orders_few(self) -> bool:
+        """Whether its CTAs find the order of few sequences themselves, and fill rows of none."""
+        return has_order(self.smem)
+
+
+def has_order(smem: tuple[SmemRegion, ...]) -> bool:
+    """Whether there is room for the schedule of few sequences."""
+    return any(region.name == "Order" for region in smem)
+
 
 def score_tile_bytes(rows: int, columns: int) -> int:
     """Bytes of a warp's part of a tile that a score reads (attngen/mma/score_tile.cuh)."""
     return rows * (32 if columns == 16 else 128 * -(-columns // 64))
 
 
-def lay_out(sizes: dict[str, int]) -> tuple[SmemRegion, ...]:
-    """Regions one after another, each of the given bytes, 1024-aligned as the swizzle needs."""
+def order_bytes(tail_share: int) -> int:
+    """Bytes of the schedule of few sequences: a head, and of each an entry, or two."""
+    return SCHEDULE_BYTES * (1 + FEW_SEQUENCES * (2 if tail_share else 1))
+
+
+def lay_out(sizes: dict[str, int], small: dict[str, int] | None = None) -> tuple[SmemRegion, ...]:
+    """Regions one after another, each of the given bytes: 1024-aligned, as the swizzle needs, then
+    what needs no alignment but 16 bytes."""
     regions, offset = [], 0
     for name, size in sizes.items():
         regions.append(SmemRegion(name, offset, size))
         offset = -(-(offset + size) // 1024) * 1024
+    for name, size in (small or {}).items():
+        end = regions[-1].offset + regions[-1].bytes
+        regions.append(SmemRegion(name, -(-end // 16) * 16, size))
     return tuple(regions)

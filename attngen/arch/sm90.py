@@ -11,11 +11,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..problem import DTYPE_BYTES, Problem
-from .base import Pipeline, Plan, Schedule, SoftmaxOrder, Tile, lay_out, score_tile_bytes
+from .base import (
+    Pipeline,
+    Plan,
+    Schedule,
+    SoftmaxOrder,
+    Tile,
+    lay_out,
+    order_bytes,
+    score_tile_bytes,
+)
 
 ARCH = "sm_90a"
 SMEM_BYTES = 232_448  # 227 KB a CTA may use
-JOB_BYTES = 24  # struct Job of the forward
+JOB_BYTES = 24  # struct Job of the forward, and more of queries and of keys whose lengths vary
+JOB_BYTES_QUERIES, JOB_BYTES_KEYS = 16, 8
 BARRIER_BYTES = 8
 # Tensor cores cut 8-bit products to the bits of the running sum. Up to so many columns of V each
 # block's sum joins a total in registers (measured at 64: 541 and 534 TFLOP/s, full and causal, a
@@ -218,7 +228,11 @@ def make_plan(problem: Problem, choice: Choice) -> Plan | None:
     """The plan of these choices; None where it does not fit."""
     tile = Tile(ROWS_PER_CONSUMER * choice.consumers, choice.block)
     registers = operand_registers(problem, choice)
-    regions = lay_out(smem_sizes(problem, tile, choice))
+    schedule = CAUSAL_SCHEDULE if problem.masks else FULL_SCHEDULE
+    # Where V is transposed as well, its registers leave no room for what finds the order of few.
+    orders_few = problem.varlen and not problem.eight_bit
+    order = {"Order": order_bytes(schedule.tail_share)} if orders_few else {}
+    regions = lay_out(smem_sizes(problem, tile, choice), order)
     smem_bytes = regions[-1].offset + regions[-1].bytes
     if registers > operand_limit(problem, choice) or smem_bytes > SMEM_BYTES:
         return None
@@ -230,7 +244,6 @@ def make_plan(problem: Problem, choice: Choice) -> Plan | None:
         return None
     between = problem.eight_bit or problem.widens  # a warpgroup that transposes or widens
     producer, consumer = role_registers(problem, choice)
-    schedule = CAUSAL_SCHEDULE if problem.masks else FULL_SCHEDULE
     return Plan(
         arch=ARCH,
         family="sm90_fwd",
@@ -324,6 +337,8 @@ def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
     barriers = 2 * (choice.consumers + choice.k_stages + choice.v_stages + raw_stages + 1)
     barriers += problem.paged  # V's last block, which is cleared behind the sequence's end
     barriers += tile.m // 16 * problem.bias  # one a warp, for its part of the bias
+    job = JOB_BYTES + JOB_BYTES_QUERIES * (problem.q_seq != "dense")
+    job += JOB_BYTES_KEYS * (problem.kv_seq != "dense")
     stage_v = tile.n * row_bytes_v
     if problem.eight_bit:  # transposed: a row a column of V, 128 keys a box
         stage_v = problem.head_dim_v * 128 * -(-tile.n // 128)
@@ -336,7 +351,7 @@ def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
         **({"O": tile.m * row_bytes_o} if staged else {}),
         **({"Bias": tile.m // 16 * score_tile_bytes(16, tile.n)} if problem.bias else {}),
         "Barriers": BARRIER_BYTES * barriers,
-        "Job": JOB_BYTES,
+        "Job": job,
     }
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..problem import Problem
-from .base import Schedule, SmemRegion, Tile, lay_out, score_tile_bytes
+from .base import Schedule, SmemRegion, Tile, has_order, lay_out, order_bytes, score_tile_bytes
 from .sm90 import ARCH, BARRIER_BYTES, LIGHT_SCORES, SMEM_BYTES, _boxes
 
 JOB_BYTES = 20
@@ -87,6 +87,11 @@ class BackwardPlan:
     def dq_floats(self) -> int:
         """Floats of dQ's workspace for one block of queries."""
         return self.consumers * ROWS_PER_CONSUMER * self.dq_columns
+
+    @property
+    def orders_few(self) -> bool:
+        """As of a forward's plan."""
+        return has_order(self.smem)
 
     @property
     def descending(self) -> bool:
@@ -304,7 +309,7 @@ def _make_bias(problem: Problem, row_block: int, n: int, stages: int) -> BiasPla
     }
     barriers = 2 * stages + 4 * CONSUMERS  # the latter for a warp's part of the bias
     small = {"Barriers": barriers * BARRIER_BYTES, "Terms": stages * TERM_BYTES}
-    regions = _lay_out(sizes, small)
+    regions = lay_out(sizes, small)
     smem_bytes = regions[-1].offset + regions[-1].bytes
     if smem_bytes > SMEM_BYTES:
         return None
@@ -339,15 +344,6 @@ def _operand_bytes(problem: Problem, tile: Tile, q_stages: int, do_stages: int) 
     }
 
 
-def _lay_out(sizes: dict[str, int], small: dict[str, int]) -> tuple[SmemRegion, ...]:
-    """Regions of shared memory: swizzled tiles, then what needs no alignment but 16 bytes."""
-    regions = lay_out(sizes)
-    for name, size in small.items():
-        end = regions[-1].offset + regions[-1].bytes
-        regions = (*regions, SmemRegion(name, -(-end // 16) * 16, size))
-    return regions
-
-
 def _finish(
     problem: Problem,
     family: Family,
@@ -365,7 +361,8 @@ def _finish(
     deterministic: bool = False,
 ) -> BackwardPlan:
     """The plan with its shared memory laid out."""
-    regions = _lay_out(sizes, {**small, "Job": JOB_BYTES})
+    order = {"Order": order_bytes(0)} if problem.varlen else {}
+    regions = lay_out(sizes, {**small, "Job": JOB_BYTES, **order})
     producer, consumer = registers or REGISTERS[family]
     if problem.gather:
         producer, consumer = GATHER_REGISTERS

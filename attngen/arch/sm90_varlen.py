@@ -1,4 +1,4 @@
-"""Hopper (sm_90a), variable lengths: the kernel that runs before the others."""
+"""Hopper (sm_90a), variable lengths: the kernel that orders many sequences before the others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from ..problem import DTYPE_BYTES, Problem
 from .base import Plan
 from .sm90 import ARCH
 from .sm90_bwd import BackwardPlan
@@ -17,49 +16,51 @@ THREADS = 1024  # those of one CTA sort the sequences
 @dataclass(frozen=True)
 class Axis:
     """Tiles of one axis that a later kernel works through: `rows` queries of a query head, or keys
-    of a key/value head; of how many heads together `group_bytes` bound what they share, at
-    `row_bytes` a position of the other axis; one tile of `tail_share` is kept for the end, 0
+    of a key/value head; of how many heads together `group_bytes` bound what they share along the
+    other axis, with `sums` the float32 dQ, too; one tile of `tail_share` is kept for the end, 0
     keeps none."""
 
     rows: int
     group_heads: int
     group_bytes: int
-    row_bytes: int
+    sums: bool
     tail_share: int
 
 
 @dataclass(frozen=True)
 class VarlenPlan:
-    """The kernel before those of a problem whose lengths vary: it writes the schedules of the axes
-    and fills rows that belong to no sequence: of the output, or of the gradients."""
+    """The kernel before those of a problem whose lengths vary, where there are many sequences: it
+    writes the schedules of the axes. `fills`: where the others have no registers for it, it comes
+    before them whatever the number, and fills rows of the output that are of no sequence, too."""
 
     arch: str
     family: Literal["varlen_prepare"]
     q: Axis | None
     kv: Axis | None
+    fills: bool
     threads: int
 
 
-def plan(problem: Problem, others: Iterable[object]) -> VarlenPlan:
+def plan(others: Iterable[object]) -> VarlenPlan:
     """The plan of that kernel for the tiles of the kernels that follow."""
     axes: dict[str, Axis] = {}
+    fills = False
     for each in others:
         if isinstance(each, Plan | BackwardPlan):
-            name, axis = _axis(problem, each)
+            name, axis = _axis(each)
             axes[name] = axis
-    return VarlenPlan(ARCH, "varlen_prepare", axes.get("q"), axes.get("kv"), THREADS)
+            fills |= not each.orders_few
+    return VarlenPlan(ARCH, "varlen_prepare", axes.get("q"), axes.get("kv"), fills, THREADS)
 
 
-def _axis(problem: Problem, plan: Plan | BackwardPlan) -> tuple[str, Axis]:
+def _axis(plan: Plan | BackwardPlan) -> tuple[str, Axis]:
     """Of query tiles heads share keys and values, of key tiles queries, output gradients and the
     sums of dQ; groups are as large as those of equal lengths. A backward's key tiles measured no
     better with the shortest kept for the end."""
     of_queries = isinstance(plan, Plan) or plan.family == "sm90_bwd_dq"
-    row_bytes = (problem.head_dim_qk + problem.head_dim_v) * DTYPE_BYTES[problem.dtype_q]
-    if isinstance(plan, BackwardPlan) and plan.dq_floats and not of_queries:
-        row_bytes += problem.head_dim_qk * 4
+    sums = isinstance(plan, BackwardPlan) and plan.dq_floats > 0 and not of_queries
     rows = plan.tile.m if of_queries else plan.tile.n
     schedule = plan.schedule
     tail_share = schedule.tail_share if isinstance(plan, Plan) else 0
-    axis = Axis(rows, schedule.group_heads, schedule.kv_group_bytes, row_bytes, tail_share)
+    axis = Axis(rows, schedule.group_heads, schedule.kv_group_bytes, sums, tail_share)
     return ("q" if of_queries else "kv"), axis

@@ -16,7 +16,7 @@ from ..launch import prepare
 from ..spec import AttentionSpec
 from . import bias, schedule, sinks
 from .checks import device_violations, violations
-from .needed import GRADIENTS, names_of, needed, preparing, written_by
+from .needed import GRADIENTS, names_of, needed, preparing, unordered, written_by
 from .operands import (
     boxed,
     extents_of,
@@ -61,6 +61,8 @@ class Ready(Launches):
     dbias: bias.Gradient | None = None
 
 
+# What kernels may do without: gradients that nobody wants, schedules of few sequences.
+UNREAD = (*GRADIENTS, *schedule.PARTS["bwd"])
 _ready: dict[tuple[Any, ...], Ready] = {}
 Tensors = dict[str, Tensor | None]
 
@@ -142,7 +144,8 @@ def _run(ready: Ready, given: Tensors, wanted: Wanted) -> Tensor:
         if dlse is None:
             return sink.new_zeros(sink.shape)
         return dlse.sum(1 if dlse.ndim == 2 else (0, 2))
-    addresses = {name: 0 if x is None else x.data_ptr() for name, x in given.items()}
+    addresses = dict.fromkeys(UNREAD, 0)
+    addresses |= {name: 0 if x is None else x.data_ptr() for name, x in given.items()}
     locate(ready, addresses)
     rows = ready.rows if sink is not None else None
     workspace = start(ready, addresses, rows.reset if rows and ready.fills_rows else None)
@@ -185,16 +188,15 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bo
     gradients = unpacked(_present(carriers["q"]), carriers["k"], carriers["v"], layout)
     extents |= extents_of(dict(zip(GRADIENTS, gradients, strict=True)), layout)
     sources = sources_of(given, optional, layout)
-    # One that was made for the copy engine's tiles says nothing of those that threads copy.
+    kernels, unwritten = unordered(kernels, scalars.sequences)
     served = spec_of(q, k, v, optional, arguments).gathers == gather
-    table = optional["schedule"] if served else None
+    table = schedule.table_for(optional["schedule"], scalars.sequences, served)
     numbers = {**scalars.numbers, **schedule.numbers_of(table)}
     scalars = dataclasses.replace(scalars, numbers=numbers)
     sources += schedule.sources_of(table, "bwd")
     sources += tuple(s for s in packed_sources(carriers, layout, "d") if s[1] in written)
-    offsets, size = lay_out_workspaces(kernels, extents["q"], scalars)
-    if table is not None:
-        offsets = {name: at for name, at in offsets.items() if name not in schedule.PARTS["bwd"]}
+    elsewhere = schedule.PARTS["bwd"] if table is not None else unwritten
+    offsets, size = lay_out_workspaces(kernels, extents["q"], scalars, elsewhere=elsewhere)
     of_sink = None
     if prepares := preparing(kernels):
         of_sink = sinks.rows_of(prepares, offsets, extents["q"], scalars.sequences)

@@ -16,12 +16,14 @@ from ..launch import prepare
 from ..reference.fp8 import is_fp8
 from . import autograd, bias, decode, schedule
 from .checks import violations
+from .needed import unordered
 from .operands import (
     extents_of,
     heads_of,
     layout_of,
     new_outputs,
     scalars_of,
+    sequences_of,
     sources_of,
     spec_of,
     unpacked,
@@ -87,9 +89,9 @@ def _make_ready(operands: Operands, arguments: Arguments, gather: bool) -> Ready
     q, k, v, *rest = operands
     assert q is not None  # the operation's schema
     carriers, optional = {"q": q, "k": k, "v": v}, dict(zip(OPTIONAL, rest, strict=True))
-    # One that was made for the copy engine's tiles says nothing of those that threads copy.
-    table = None if gather else optional["schedule"]
     q, k, v = unpacked(q, k, v, arguments.layout)
+    sequences = sequences_of(q, optional, arguments.layout)
+    table = schedule.table_for(optional["schedule"], sequences, served=not gather)
     out, lse = new_outputs(q, v, arguments)
     tensors = {"q": q, "k": k, "v": v, "o": out}
     extents = extents_of(tensors, arguments.layout)
@@ -131,19 +133,20 @@ def _make_ready(operands: Operands, arguments: Arguments, gather: bool) -> Ready
         unaligned = partial(find_ready, arguments=arguments, gather=True)
     kernels, splits = kernels_of(spec, q.device), 1
     if spec.decode:
-        asked, sequences = arguments.num_splits, scalars.sequences
+        asked = arguments.num_splits
         kernels, splits = decode.choose(kernels, extents, optional, sequences, asked)
     numbers = {**scalars.numbers, **decode.numbers_of(extents, optional), "splits": splits}
+    kernels, unwritten = unordered(kernels, sequences)
     numbers |= schedule.numbers_of(table)
     scalars = replace(scalars, numbers=numbers)
     launches = tuple(prepare(each, extents, scalars) for each in kernels)
-    offsets, size = lay_out_workspaces(kernels, extents["q"], scalars, splits)
-    offsets = {name: at for name, at in offsets.items() if table is None or name != "q_schedule"}
+    elsewhere = schedule.PARTS["fwd"] if table is not None else unwritten
+    offsets, size = lay_out_workspaces(kernels, extents["q"], scalars, splits, elsewhere)
     counts = any("tile_counter" in each.kernel.workspace for each in kernels)
     named = {name for each in launches for _, name in each.pointers}
     return replace(
         ready,
-        fixed={name: 0 for name in (*UNUSED, *absent) if name in named},
+        fixed={name: 0 for name in (*UNUSED, *absent, *unwritten) if name in named},
         launches=launches,
         offsets=offsets,
         workspace_bytes=size,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import compress
+from itertools import chain, compress
 
 from ..load import LoadedKernel
 from ..program import KernelEntry
+from ..run_time import FEW_SEQUENCES
 from .signature import Wanted
 
 GRADIENTS = ("dq", "dk", "dv")
+ORDERS = "varlen_prepare"  # the family of the kernel that writes schedules
 PREPARES = "bwd_prepare"  # the family of the kernel that finds LSE and D of every row
 # Families of kernels that make gradients of one kind, and nothing that other kernels read.
 KIND_OF_FAMILY = {
@@ -35,15 +37,36 @@ def needed(kernels: tuple[LoadedKernel, ...], wanted: Wanted) -> tuple[LoadedKer
     return tuple(compress(kernels, (kind not in unwanted for kind in kinds)))
 
 
+def unordered(
+    kernels: tuple[LoadedKernel, ...], sequences: int | None
+) -> tuple[tuple[LoadedKernel, ...], tuple[str, ...]]:
+    """The kernels without the one that orders sequences, where these are so few that the others
+    find their order themselves, and the schedules that there are then none of."""
+    few = sequences is not None and sequences <= FEW_SEQUENCES
+    if not few or not any(each.kernel.orders_few for each in kernels):
+        return kernels, ()
+    written = (each.kernel.workspace for each in kernels if _family(each) == ORDERS)
+    left_out = tuple(chain.from_iterable(written))
+    return tuple(each for each in kernels if _family(each) != ORDERS), left_out
+
+
 def preparing(kernels: tuple[LoadedKernel, ...]) -> KernelEntry | None:
     """The one of them that finds LSE and D; None where there are none."""
     return next((each.kernel for each in kernels if _family(each) == PREPARES), None)
 
 
 def written_by(kernels: tuple[LoadedKernel, ...]) -> Iterator[str]:
-    """The gradients that kernels write."""
-    names = {field.name for each in kernels for field in each.kernel.fields}
-    names |= {recipe.tensor for each in kernels for recipe in each.kernel.tensor_maps}
+    """The gradients that kernels write. That of queries is the converting kernel's, though another
+    one fills rows that belong to no sequence."""
+    names = {
+        name
+        for each in kernels
+        for name in (
+            *(field.name for field in each.kernel.fields),
+            *(recipe.tensor for recipe in each.kernel.tensor_maps),
+        )
+        if (name, _family(each)) != ("dq", "sm90_bwd")
+    }
     return (name for name in GRADIENTS if name in names)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -177,16 +177,21 @@ def start(
 
 
 def lay_out_workspaces(
-    kernels: Sequence[load.LoadedKernel], q: Extent, scalars: Scalars, splits: int = 1
+    kernels: Sequence[load.LoadedKernel],
+    q: Extent,
+    scalars: Scalars,
+    splits: int = 1,
+    elsewhere: Collection[str] = (),
 ) -> tuple[dict[str, int], int]:
     """Offsets of the kernels' workspaces in one allocation, and its size in bytes. The counter is
-    not among them, since it must be zero."""
+    not among them, since it must be zero, nor is what lies elsewhere."""
     sizes: dict[str, int] = {}
     for each in kernels:
         sizes |= workspace_bytes(each.kernel, q, scalars.sequences, splits, scalars.numbers)
-    sizes.pop("tile_counter", None)
     offsets, end = {}, 0
     for name, size in sizes.items():
+        if name == "tile_counter" or name in elsewhere:
+            continue
         offsets[name] = end
         end += -(-size // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
     return offsets, end

@@ -11,7 +11,7 @@ from .. import features
 from ..errors import SpecError
 from ..problem import Problem
 from ..resolve import resolve
-from ..run_time import SCHEDULE_BYTES, schedule_entries
+from ..run_time import FEW_SEQUENCES, SCHEDULE_BYTES, schedule_entries
 from .operands import Source, extents_of, sequences_of, spec_of, unpacked
 from .signature import OPTIONAL, Arguments, Operands
 
@@ -70,7 +70,8 @@ class Schedule:
     def table_of(
         self, call: Ordered, lengths: tuple[Tensor | None, ...], device: torch.device
     ) -> Tensor | None:
-        """The operand of the operations, int32 [3, entries, 4]; None where they need no order.
+        """The operand of the operations, int32 [3, entries, 4]; None where they need no order, or
+        find that of few sequences faster than a table.
 
         call: what the order depends on beside the lengths. Raises: SpecError where another call
         has worked it out for others.
@@ -79,11 +80,8 @@ class Schedule:
             raise SpecError("schedule: compiled code orders each call itself; leave it out")
         if not call.problem.varlen or call.problem.decode:
             return None
-        if self._table is None:
+        if self._call is None:
             self._call = call
-            with torch.inference_mode(False):  # a call that trains may save it
-                shape = table_shape(call.sequences)
-                self._table = torch.zeros(shape, dtype=torch.int32, device=device)
         if self._call != call:
             raise SpecError(
                 "schedule: made for calls of another variant, other heads or another number of "
@@ -97,12 +95,22 @@ class Schedule:
         )
         if not all(same):
             raise SpecError("schedule: made for other lengths; reset() it, or make another")
+        if self._table is None and call.sequences > FEW_SEQUENCES:
+            with torch.inference_mode(False):  # a call that trains may save it
+                shape = table_shape(call.sequences)
+                self._table = torch.zeros(shape, dtype=torch.int32, device=device)
         return self._table
 
 
 def table_shape(sequences: int) -> tuple[int, int, int]:
     """That of a schedule's operand."""
     return 3, schedule_entries(sequences), WORDS
+
+
+def table_for(schedule: Tensor | None, sequences: int, served: bool = True) -> Tensor | None:
+    """The operand, where the kernels of a call read it: of few sequences they do not, nor where
+    threads copy what it was made for the copy engine's tiles of."""
+    return schedule if served and sequences > FEW_SEQUENCES else None
 
 
 def numbers_of(schedule: Tensor | None) -> dict[str, int | float]:

@@ -18,16 +18,20 @@ __all__ = ["launches"]  # a fixture
 CPU = torch.device("cpu")
 
 
-def ordered(heads=4, sequences=2, layout="thd"):
+MANY = 40  # sequences, of which none find their order themselves
+
+
+def ordered(heads=4, sequences=MANY, layout="thd"):
     spec = attngen.AttentionSpec(head_dim=64, layout=layout, mask="causal")
     (problem,) = resolve(spec, features.scan())
     return Ordered(problem, heads, heads, sequences)
 
 
-def run_both(table):
+def run_both(table, sequences=MANY):
     """Both operations on packed tokens, with a schedule's table."""
     q, k, v = carriers("thd")
-    given = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), cumulative())
+    lengths = int32(*(min(n, TOKENS) for n in range(sequences + 1)))
+    given = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), lengths)
     rest = (*optional(**given, schedule=table), *Arguments(layout="thd", mask="causal"))
     out, lse, *_ = forward.forward(q, k, v, *rest)
     backward.backward(torch.zeros_like(out), None, q, k, v, out, lse, *rest)
@@ -40,7 +44,7 @@ def kept(launch):
 
 
 def test_op_with_a_table_keeps_each_order_in_a_part_of_its_own(launches):
-    table = torch.zeros(table_shape(2), dtype=torch.int32)
+    table = torch.zeros(table_shape(MANY), dtype=torch.int32)
     run_both(table)
     places = [
         {name: each.addresses[name] for name in each.kernel.workspace if name.endswith("schedule")}
@@ -59,16 +63,26 @@ def test_op_without_a_table_orders_each_call_anew(launches):
     assert [kept(each) for each in launches if kept(each) is not None] == [0, 0]
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_op_of_few_sequences_has_no_order_before_its_kernels(launches, given):
+    run_both(torch.zeros(table_shape(32), dtype=torch.int32) if given else None, 32)
+    families = [each.kernel.entry.partition("__")[0] for each in launches]
+    assert families == ["sm90_fwd", "bwd_prepare", "sm90_bwd", "bwd_convert"]
+    for each in launches:
+        names = [name for name in each.kernel.workspace if name.endswith("schedule")]
+        assert all(each.addresses[name] == 0 for name in names)
+
+
 @pytest.mark.parametrize(
     "table",
     [
-        torch.zeros(3, 4, 4, dtype=torch.int32),
-        torch.zeros(3, 5, 4, dtype=torch.int64),
-        torch.zeros(3, 5, 8, dtype=torch.int32)[..., ::2],
+        torch.zeros(3, 80, 4, dtype=torch.int32),
+        torch.zeros(3, 81, 4, dtype=torch.int64),
+        torch.zeros(3, 81, 8, dtype=torch.int32)[..., ::2],
     ],
 )
 def test_op_table_of_another_kind_is_refused(launches, table):
-    with pytest.raises(SpecError, match=r"schedule needs contiguous int32 \[3, 5, 4\]"):
+    with pytest.raises(SpecError, match=r"schedule needs contiguous int32 \[3, 81, 4\]"):
         run_both(table)
     assert not launches
 
@@ -76,7 +90,7 @@ def test_op_table_of_another_kind_is_refused(launches, table):
 def test_schedule_serves_equal_calls_with_one_table():
     schedule, lengths = attngen.Schedule(), (cumulative(), None)
     first = schedule.table_of(ordered(), lengths, CPU)
-    assert first.shape == table_shape(2) and not first.any()
+    assert first.shape == table_shape(MANY) and not first.any()
     first[0, 0, 0] = 7
     assert schedule.table_of(ordered(), lengths, CPU) is first
     assert schedule.table_of(ordered(), (lengths[0].view(-1), None), CPU) is first
@@ -91,6 +105,16 @@ def test_schedule_of_another_call_is_refused(other):
             schedule.table_of(other, lengths, CPU)
     else:  # equal lengths need none
         assert schedule.table_of(other, lengths, CPU) is None
+
+
+def test_schedule_of_few_sequences_has_no_table():
+    schedule, few = attngen.Schedule(), ordered(sequences=32)
+    assert schedule.table_of(few, (cumulative(),), CPU) is None
+    with pytest.raises(SpecError, match="other lengths"):
+        schedule.table_of(few, (int32(0, 1, TOKENS),), CPU)
+    with pytest.raises(SpecError, match="another variant"):
+        schedule.table_of(ordered(), (cumulative(),), CPU)
+    schedule.reset()
 
 
 def test_schedule_of_other_lengths_is_refused_until_reset():

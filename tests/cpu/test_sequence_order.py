@@ -31,6 +31,19 @@ extern "C" void tiles_at(const int* schedule, int heads, int longest, int share,
   (share ? ends : none)(schedule, heads, n, at, out);
 }
 extern "C" int tiles(const int* schedule) { return SequenceOrder{schedule, 1}.tiles(); }
+// Each of few sequences finds its place; entries of none, too.
+template <int kTailShare>
+void few(int* schedule, int heads, const int* lengths, const int* tiles, const int* groups) {
+  for (int batch = 0; batch < kFewSequences; ++batch) {
+    const OrderPlace at = place_among_few<kTailShare>(lengths, tiles, batch);
+    write_few<kTailShare>(reinterpret_cast<ScheduledSequence*>(schedule), at, batch, tiles[batch],
+                          heads, groups[batch]);
+  }
+}
+extern "C" void order_few(int* schedule, int heads, int share, const int* lengths,
+                          const int* tiles, const int* groups) {
+  (share ? few<4> : few<0>)(schedule, heads, lengths, tiles, groups);
+}
 extern "C" int class_of(int length) { return length_class(length); }
 extern "C" int block_of(const int* offsets, int b) { return first_block<4>(offsets, b); }
 extern "C" int owner_of(const int* offsets, int sequences, int block) {
@@ -110,6 +123,26 @@ def test_order_keeps_the_last_tiles_of_every_head_for_the_end(compiled, longest)
     assert [tuple(x) for x in out[12:15].tolist()] == [
         (row, 0, 1) for row in ((2, 1, 0) if longest else (0, 1, 2))
     ]
+
+
+@pytest.mark.parametrize("share", [0, 4])
+@pytest.mark.parametrize("count", [1, 2, 9, 32])
+def test_few_sequences_are_ordered_as_many_are(compiled, count, share):
+    drawn = np.random.default_rng(count)
+    for _ in range(20):
+        lengths, tiles, groups = (np.zeros(32, int) for _ in range(3))
+        lengths[count:] = -1
+        lengths[:count], tiles[:count] = drawn.integers(0, 6, count), drawn.integers(0, 12, count)
+        groups[:count], heads = drawn.integers(1, 4, count), 3
+        table, schedule = ints(np.full((65, 4), -1))
+        arrays = [ints(x) for x in (lengths, tiles, groups)]
+        compiled.order_few(schedule, heads, share, *(pointer for _, pointer in arrays))
+        order = sorted(range(32), key=lambda b: -lengths[b])  # equal lengths as they come
+        wanted = schedule_of([tiles[b] for b in order], heads, 0, share)
+        assert table[0, 1] == wanted[0][1]
+        for place, (rank, end, n, _) in enumerate(wanted[1:]):
+            group = groups[order[rank]] if place < 32 else 0
+            assert table[1 + place].tolist() == [order[rank], end, n, group]
 
 
 def test_length_classes_grow_with_the_length_and_fit(compiled):

@@ -105,7 +105,7 @@ def test_op_dense_layout_addresses_every_operand_and_gradient_in_place(launches,
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_op_packed_tokens_launch_a_schedule_first_and_know_their_lengths(launches, name):
+def test_op_packed_tokens_know_their_lengths(launches, name):
     cu, padded = cumulative(), int32(0, 6, TOKENS)
     given = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), cu)
     layout = layouts.parse(name)
@@ -114,8 +114,7 @@ def test_op_packed_tokens_launch_a_schedule_first_and_know_their_lengths(launche
     _, out, lse, _ = run_both(name, **given, cu_seqlens_q_padded=padded)
     assert out.shape == (TOKENS, HEADS, DIM) and lse.shape == (HEADS, TOKENS)
     families = [each.kernel.entry.partition("__")[0] for each in launches]
-    assert families == ["varlen_prepare", "sm90_fwd",
-                        "varlen_prepare", "bwd_prepare", "sm90_bwd", "bwd_convert"]  # fmt: skip
+    assert families == ["sm90_fwd", "bwd_prepare", "sm90_bwd", "bwd_convert"]
     for each in launches:
         assert each.addresses["q_seqlens"] == cu.data_ptr()
         assert each.addresses["q_offsets"] == padded.data_ptr()
@@ -160,7 +159,7 @@ def test_op_takes_its_counter_when_nothing_is_allocated_any_more(launches, monke
     cu = cumulative()
     given = optional(cu_seqlens_q=cu, cu_seqlens_kv=cu)
     forward.forward(*carriers("thd"), *given, *Arguments(layout="thd", mask="causal"))
-    assert order == ["memory"] * 3 + ["counter"]  # output, LSE, schedule
+    assert order == ["memory"] * 2 + ["counter"]  # output and LSE
 
 
 def test_op_without_sequences_launches_nothing_and_is_zero(launches):

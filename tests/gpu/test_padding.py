@@ -29,6 +29,8 @@ CALLS = [
       for layout in ("bshd_bs2hd", "sbhd_sbh2d")),
     Call("bshd", USED, KEYS, room=(201, 311), d=192, d_v=128, mask="padding_causal"),
     Call("bshd", (0, 0), (0, 5), room=(130, 140), d=64, mask="padding"),
+    *(Call(layout, 8 * USED, 8 * KEYS, room=(200, 310), d=d, heads=(4, 2), mask="padding_causal")
+      for d, layout in ((64, "bshd"), (128, "sbhd"), (256, "bhsd"))),
 ]  # fmt: skip
 KERNELS = list(dict.fromkeys(call.spec for call in CALLS))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ pytestmark = pytest.mark.gpu
 SHORT = (0, 1, 3, 130, 64, 0, 257, 128, 0)
 OTHER = (5, 1, 0, 64, 200, 0, 130, 300, 7)
 UNEVEN = (1, 2500, 7, 16, 0, 33, 129)
+MANY = 4  # times as many sequences, whose order a kernel before the others finds
 MASKS = (
     {"mask": "none"},
     {"mask": "causal"},
@@ -41,6 +44,8 @@ CALLS = [
     Call("thd", (130, 0, 64), (0, 200, 0), gaps=True, d=64),
     Call("thd", (130, 0, 64), (0, 200, 0), gaps=True, d=256),
     Call("thd", (17,) * 1500, d=64, mask="causal"),
+    *(Call("thd", MANY * SHORT, MANY * OTHER, gaps=True, d=d, heads=(4, 2), mask="causal")
+      for d in (64, 128, 256)),
 ]  # fmt: skip
 KERNELS = list(dict.fromkeys(call.spec for call in CALLS))
 KERNELS += [
@@ -67,12 +72,13 @@ def test_varlen_deterministic_gives_right_and_equal_bits(d):
         assert oracle.same(first[2], again[2]) and oracle.same(first[:2], again[:2])
 
 
+@pytest.mark.parametrize("count", [3, 40])
 @pytest.mark.parametrize("d", [64, 256])
-def test_varlen_graph_replay_follows_changed_lengths(d):
+def test_varlen_graph_replay_follows_changed_lengths(d, count):
     total, heads = 900, 4
     q, k, v = (oracle.randn(total, heads, d, seed=n).requires_grad_() for n in range(3))
     d_o = oracle.randn(total, heads, d, seed=5)
-    lengths = varlen.int32((0, 300, 300, 900))
+    lengths = ends(count, 300, 300, 900)
     arguments = {"layout": "thd", "mask": "causal", "backend": "cuda", "deterministic": True}
 
     def step():
@@ -80,10 +86,15 @@ def test_varlen_graph_replay_follows_changed_lengths(d):
         return out, *torch.autograd.grad(out, (q, k, v), d_o)
 
     graph, found = oracle.capture(step)
-    for changed in ((0, 900, 900, 900), (0, 1, 2, 3), (0, 128, 256, 700), (0, 0, 0, 0)):
-        lengths.copy_(varlen.int32(changed))
+    for changed in ((900, 900, 900), (1, 2, 3), (128, 256, 700), (0, 0, 0)):
+        lengths.copy_(ends(count, *changed))
         graph.replay()
         assert oracle.same(found, step())
+
+
+def ends(count, *given):
+    """Cumulative lengths of so many sequences, of which the last have none."""
+    return varlen.int32((0, *given, *given[-1:] * (count - len(given))))
 
 
 def test_varlen_forward_captured_alone_follows_changed_lengths():
@@ -141,8 +152,9 @@ class SameLengths(Call):
 def test_schedule_that_layers_share_gives_the_bits_of_calls_of_their_own(d, layout):
     room = (300, 310) if layout == "bshd" else None
     call = SameLengths(
-        layout, SHORT, OTHER, room=room, gaps=room is None, d=d, heads=(4, 2), mask="causal"
-    )
+        layout, MANY * SHORT, MANY * OTHER, room=room, gaps=room is None, d=d, heads=(4, 2),
+        mask="causal",
+    )  # fmt: skip
     schedule = attngen.Schedule()
     found = layers(call, schedule)
     assert oracle.same(found, layers(call, None)) and oracle.same(found, layers(call, schedule))
@@ -152,7 +164,7 @@ def test_schedule_that_layers_share_gives_the_bits_of_calls_of_their_own(d, layo
 
 def test_schedule_follows_lengths_when_reset_and_in_replays_of_a_graph():
     q, k, v = (oracle.randn(900, 4, 64, seed=n) for n in range(3))
-    lengths = varlen.int32((0, 300, 300, 900))
+    lengths = ends(40, 300, 300, 900)
     arguments = {"layout": "thd", "mask": "causal", "backend": "cuda"}
     arguments |= {"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths}
 
@@ -165,8 +177,8 @@ def test_schedule_follows_lengths_when_reset_and_in_replays_of_a_graph():
     with torch.cuda.graph(graph):
         found = step(attngen.Schedule())
     kept = attngen.Schedule()
-    for changed in ((0, 300, 300, 900), (0, 900, 900, 900), (0, 128, 256, 700), (0, 0, 0, 0)):
-        lengths.copy_(varlen.int32(changed))
+    for changed in ((300, 300, 900), (900, 900, 900), (128, 256, 700), (0, 0, 0)):
+        lengths.copy_(ends(40, *changed))
         graph.replay()
         kept.reset()
         wanted = step()
@@ -199,6 +211,26 @@ def test_varlen_compiled_call_takes_new_token_counts_without_recompiling():
         expected = torch.autograd.grad((plain * 2).float().sum(), operands)
         assert oracle.same(gradients, expected)
         assert counter.frame_count == 1, f"compiled anew for call {number}"
+
+
+def test_varlen_256k_tokens_beside_thousands_of_short_sequences_give_the_bits_of_each_alone():
+    lens = [n % 23 for n in range(1500)] + [1 << 18] + [n % 31 for n in range(1500)]
+    starts = [0, *itertools.accumulate(lens)]
+    tensors = [oracle.randn(starts[-1], 1, 64, seed=n) for n in range(4)]
+
+    def both(q, k, v, d_o, **given):
+        operands = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = attngen.attention(
+            *operands, mask="causal", backend="cuda", deterministic=True, **given
+        )
+        return [out.detach(), *torch.autograd.grad(out, operands, d_o)]
+
+    lengths = varlen.int32(starts)
+    found = both(*tensors, layout="thd", cu_seqlens_q=lengths, cu_seqlens_kv=lengths)
+    for b in (3, 22, 1500, 1503, 3000):  # of 3, 22, 2^18, 2 and 11 tokens
+        rows = slice(starts[b], starts[b + 1])
+        alone = both(*(x[rows][None] for x in tensors))
+        assert oracle.same([x[rows] for x in found], [x[0] for x in alone]), f"sequence {b}"
 
 
 @pytest.mark.parametrize("layout", ["thd", "bshd"])

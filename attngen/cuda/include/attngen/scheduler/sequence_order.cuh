@@ -60,6 +60,43 @@ struct SequenceOrder {
   }
 };
 
+// A schedule of few sequences has entries for so many; those of none are behind all others, without
+// tiles.
+constexpr int kFewSequences = 32;
+
+// Where one of them stands, those first whose tiles take longer, and up to which tile of each head:
+// `lengths` says what a tile of each takes, -1 where there is none, `tiles` how many there are.
+struct OrderPlace {
+  int place;
+  int end;
+  int tail_end;  // of what is kept for the end, behind all others
+  int all;
+};
+template <int kTailShare>
+ATTNGEN_HD OrderPlace place_among_few(const int* lengths, const int* tiles, int batch) {
+  OrderPlace found = {0, 0, 0, 0};
+  int rest = 0;
+  for (int other = 0; other < kFewSequences; ++other) {
+    const int longer = lengths[other] - lengths[batch];
+    const int kept = kept_tiles<kTailShare>(tiles[other]);
+    const bool before = longer > 0 || (longer == 0 && other <= batch);
+    found.place += before;
+    found.end += before ? tiles[other] - kept : 0;
+    found.tail_end += before ? kept : 0;
+    rest += tiles[other] - kept;
+    found.all += tiles[other];
+  }
+  found.tail_end += rest;
+  return found;
+}
+// Its entries, and with those of sequence 0 the schedule's.
+template <int kTailShare>
+ATTNGEN_HD void write_few(ScheduledSequence* schedule, OrderPlace at, int batch, int tiles, int heads, int heads_per_group) {
+  schedule[at.place] = {batch, at.end * heads, tiles, heads_per_group};
+  if (kTailShare > 0) schedule[kFewSequences + at.place] = {batch, at.tail_end * heads, tiles, 0};
+  if (batch == 0) schedule[0] = {kOrdered, at.all * heads, 0, 0};
+}
+
 // Lengths sorted into classes, longer ones into higher classes: up to 63 each into its own, then 32
 // to an octave.
 constexpr int kLengthClasses = 1024;
