@@ -542,7 +542,10 @@ struct Consumer {
       finish_dq(dq);
     }
     wgmma_wait<0>();
-    // Every thread: each has read D and the LSE itself.
+    release_block();
+  }
+  // Every thread: each has read D and the LSE itself.
+  ATTNGEN_DEVICE void release_block() {
     mbarrier_arrive(smem + kDoEmpty + do_ring.stage * 8);
     mbarrier_arrive(smem + kQEmpty + q_ring.stage * 8);
     q_ring.advance();

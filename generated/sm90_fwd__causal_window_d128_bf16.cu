@@ -1,4 +1,4 @@
-// sm90_fwd__causal_window_d128_bf16__243ae2
+// sm90_fwd__causal_window_d128_bf16__9c9e57
 // Rendered by attngen from kernels/sm90_fwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -30,7 +30,7 @@ constexpr int kProducerRegisters = 40;
 constexpr int kConsumerRegisters = 232;
 constexpr int kLazyRescaleLog2 = 8;
 // Of the scores that a thread has of its first row, those weighed before the product is awaited.
-constexpr int kAhead = kTileN / 8 * 2;
+constexpr int kAhead = kTileN / 8 * 1;
 constexpr bool kPairSums = true;
 constexpr bool kLongestFirst = true;
 constexpr bool kOutputOverQ = false;
@@ -460,6 +460,7 @@ struct Consumer {
     softmax.template weigh<kAhead>(scores, state, 0, rescale);
     finish_first(__float_as_uint(state.row_sum[0]));
     await_product();
+    softmax.template weigh_rest<kAhead>(scores, state, 0);
     softmax.weigh(scores, state, 1, rescale);
     pack_weights<Element, kTileN>(weights, scores);
     rescale_output(output, grew, rescale);
@@ -579,7 +580,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_fwd__causal_window_d128_bf16__243ae2(const __grid_constant__ attngen::Params p) {
+sm90_fwd__causal_window_d128_bf16__9c9e57(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);
