@@ -192,9 +192,8 @@ def fuses(problem: Problem) -> bool:
     needy = problem.attn_mask or (problem.dropout and (problem.deterministic or problem.bias))
     if max(d, d_v) <= 64 and (d > 32 or d != d_v) and needy:
         return False
-    # Lengths beside a bias, of which what lies behind the last query is cleared, spill up to 64 and
-    # beside a window.
-    if problem.bias and problem.varlen and (max(d, d_v) <= 64 or "window" in problem.masks):
+    # Lengths beside a bias, of which what lies behind the last query is cleared, spill.
+    if problem.bias and problem.varlen:
         return False
     if problem.bias:  # whose addresses leave no room for much else
         more = (len(problem.scores) > 1) + problem.attn_mask + problem.varlen
