@@ -175,15 +175,17 @@ def choices(problem: Problem) -> Iterator[Choice]:
     busy = problem.dropout != problem.attn_mask and not problem.scores
     step = min((limit for limit, _ in SOFTMAX_ORDERS if largest <= limit), default=256)
     adds = bool(problem.scores) and light and not (step == 128 and "causal" in problem.masks)
-    take_turns = consumers == 3 or largest > 192 or busy or problem.bias or adds
+    # A lone softcap bends its scores within the exponentials.
+    capped = problem.scores == ("softcap",) and not (problem.dropout or problem.attn_mask)
+    take_turns = consumers == 3 or largest > 192 or busy or problem.bias or adds or capped
     softmax = SOFTMAX_ORDERS[step, bool(problem.masks)]
     if step == 128 and busy:
         softmax = replace(softmax, rescale_first=problem.dropout)
     if problem.max_logit:  # rows that rescale lazily do not keep their true maxima
         softmax = replace(softmax, lazy_rescale_log2=0)
-    # A lone softcap bends its scores within the exponentials, all in a row (measured +4 to +8 % at
-    # 128 causal; from exponentials ahead it had gained nothing).
-    elif not (problem.dropout or problem.attn_mask or problem.scores == ("softcap",)):
+    elif capped:
+        softmax = SoftmaxOrder(LAZY_LOG2, False, True, int(step in (128, 192)))
+    elif not (problem.dropout or problem.attn_mask):
         if quarters := QUARTERS_AHEAD.get((step, bool(problem.masks)), 0):
             # Under a window of 512 keys at 128 a quarter measured +0.5 to +2.5 % over half; beside
             # warps that copy rows it would spill.

@@ -64,6 +64,11 @@ extern "C" void softcap(float cap, int n, const float* x, float* y, float* grad,
   }
 }
 extern "C" float limit(float cap) { return SoftcapScore{cap, 1.f / cap}.small_limit(); }
+extern "C" float low(float cap, float unit, int n, const float* x, float* y) {
+  const SoftcapScore::Low low = SoftcapScore{cap, 1.f / cap}.low(unit);
+  for (int i = 0; i < n; ++i) y[i] = x[i] * low.factor(x[i]);
+  return low.limit;
+}
 """
 SINK = """
 }  // namespace attngen
@@ -128,7 +133,7 @@ def test_softcap_is_the_tanh_its_derivative_and_its_polynomial(compile_cpp, cap)
     code = library(compile_cpp, SOFTCAP, ("score", "softcap"))
     code.limit.restype = ctypes.c_float
     limit = code.limit(ctypes.c_float(cap))
-    assert limit == pytest.approx(0.45 * cap)
+    assert limit == pytest.approx(0.8 * cap)
     x = np.concatenate([np.linspace(-8 * cap, 8 * cap, 4001), np.geomspace(1e-20, 1e4, 400), [0]])
     x = x.astype(np.float32)
     y, grad, small, scaled = (np.empty_like(x) for _ in range(4))
@@ -138,8 +143,32 @@ def test_softcap_is_the_tanh_its_derivative_and_its_polynomial(compile_cpp, cap)
     assert np.abs(grad - (1 - tanh**2)).max() <= 2**-19
     near = np.abs(x) <= limit
     error = np.abs(small - cap * tanh)[near]
-    assert (error <= 1.26e-5 * np.abs(cap * tanh)[near]).all() and near.sum() > 300
+    assert (error <= 1.8e-5 * np.abs(cap * tanh)[near]).all() and near.sum() > 300
     np.testing.assert_allclose(scaled[near], 3 * small[near], rtol=1e-6)
+
+
+@pytest.mark.parametrize("unit", [1.4426950408889634, 0.1275])
+@pytest.mark.parametrize("cap", [12.0, 24.0, 26.0, 50.0, 300.0])
+def test_softcap_of_low_scores_is_close_and_below_falls_faster(compile_cpp, cap, unit) -> None:
+    """The cap is in the units of weights, scores are so many `unit`s of log2."""
+    code = library(compile_cpp, SOFTCAP, ("score", "softcap"))
+    code.low.restype = ctypes.c_float
+    scale = unit / 1.4426950408889634
+    x = np.linspace(-40 * cap / scale, 0.45 * cap / scale, 40001).astype(np.float32)
+    y = np.empty_like(x)
+    limit = code.low(
+        ctypes.c_float(cap / scale), ctypes.c_float(unit), len(x), pointer(x), pointer(y)
+    )
+    if cap < 25:
+        assert limit == 0 and np.signbit(limit), "as an integer less than that of any score"
+        return
+    assert limit == pytest.approx(0.45 * cap / scale)
+    wanted = cap * np.tanh(x.astype(np.float64) * scale / cap)
+    found = y * np.log(2)
+    near = x >= -limit
+    assert (np.abs(found - wanted)[near] <= 1.26e-5 * np.abs(wanted)[near]).all()
+    assert (np.exp(wanted[~near]) < 3e-5).all() and (np.diff(found) >= 0).all()
+    assert np.abs(np.exp(found) - np.exp(wanted))[~near].max() < 1.5e-8
 
 
 def test_softcap_infinite_scores_reach_the_cap(compile_cpp) -> None:

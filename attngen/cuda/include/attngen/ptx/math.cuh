@@ -20,6 +20,9 @@ ATTNGEN_DEVICE float reciprocal_approx(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// x, which is the same in all threads of the warp, as the compiler knows then: it need not keep it
+// in a register of each thread.
+ATTNGEN_DEVICE float uniform(float x) { return __shfl_sync(~0u, x, 0); }
 // x, of which the compiler does not know that it is the same as before: what follows from it is not
 // kept in registers from one pass of a loop to the next.
 ATTNGEN_DEVICE int forget(int x) {

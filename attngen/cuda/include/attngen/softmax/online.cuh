@@ -102,6 +102,11 @@ struct BlockSoftmax {
     return grew;
   }
 
+  // The row's maximum stays, which is finite.
+  ATTNGEN_DEVICE void keep(const RowState& state, int half) {
+    offset[half] = state.row_max[half] * scale_log2 - shift;
+  }
+
   // Replaces the row's scores, or the first kTo that the thread has of them, by weights relative to
   // its maximum, and adds them to its sum.
   template <int kTo = kN / 4>
@@ -115,12 +120,11 @@ struct BlockSoftmax {
   ATTNGEN_DEVICE void weigh_rest(float (&scores)[kN / 2], RowState& state, int half) const {
     state.row_sum[half] += exponentiate<kFrom, kN / 4>(scores, half, scale());
   }
-  // The same for all scores of the row, where `factor(x)` times x is the score in log2 units.
-  template <class Factor>
-  ATTNGEN_DEVICE void weigh_by(Factor factor, float (&scores)[kN / 2], RowState& state, int half,
-                               const float (&rescale)[2]) const {
-    state.row_sum[half] =
-        state.row_sum[half] * rescale[half] + exponentiate<0, kN / 4>(scores, half, factor);
+  // The same for those from kFrom to kTo, where `factor(x)` times x is the score in log2 units.
+  template <int kFrom, int kTo, class Factor>
+  ATTNGEN_DEVICE void weigh_by(Factor factor, float (&scores)[kN / 2], RowState& state,
+                               int half) const {
+    state.row_sum[half] += exponentiate<kFrom, kTo>(scores, half, factor);
   }
 
   // Replaces the scores by weights, packs these and adds them to the sums, a kParts-th at a time:
