@@ -159,10 +159,8 @@ def choices(problem: Problem) -> Iterator[Choice]:
     # A bias, a mask's bits and random words together leave three no room for a block of any size.
     lengths = problem.varlen and largest > 80  # whose ends are looked up
     crowded = problem.bias and problem.attn_mask and (problem.dropout or lengths)
-    # Nor do warps that copy rows, widen keys, or find pages beside a bias, which need registers of
-    # their own.
-    pages = problem.paged and problem.bias
-    alone = not (crowded or problem.gather or problem.widens or pages)
+    # Nor do warps that copy rows, widen keys, or find pages, which need registers of their own.
+    alone = not (crowded or problem.gather or problem.widens or problem.paged)
     consumers = 3 if largest <= 96 and alone else 2
     # With ALiBi two warpgroups do better in turns, too (measured +1 % at 128 full, +2 % at 192),
     # not at 128 causal, where its line precedes the products (-3 %); with a bias in turns (+3 %).
