@@ -103,7 +103,10 @@ def make_plan(problem: Problem, ctas: int, block: int, stages: int) -> DecodePla
     if ctas * (smem_bytes + CTA_RESERVED_BYTES) > SM_BYTES:
         return None
     limits = OPERANDS_WIDENED if problem.widens else OPERANDS
-    if registers > limits.get((ctas, consumers), 0) or (consumers > 1 and columns % 64):
+    limit = limits.get((ctas, consumers), 0)
+    if problem.widens and len(problem.scores) > 1:
+        limit -= 16  # found by spills
+    if registers > limit or (consumers > 1 and columns % 64):
         return None
     several = consumers > 1
     loader_threads = WARPGROUP_THREADS if several else LOADER_THREADS
