@@ -182,14 +182,15 @@ def fuses(problem: Problem) -> bool:
         and (problem.scores or problem.attn_mask or problem.varlen)
     ):
         return False
-    # Blocks of 128 queries, an order of additions, random words and masks need more than warps that
-    # copy rows leave.
-    crowded = problem.deterministic or problem.dropout or problem.attn_mask
+    # Blocks of 128 queries, an order of additions, random words, masks and lengths need more than
+    # warps that copy rows leave.
+    crowded = problem.deterministic or problem.dropout or problem.attn_mask or problem.varlen
     if problem.gather and (max(d, d_v) <= 64 or crowded):
         return False
     # From 33 to 64, or with unlike sizes, these spill where consumers have 232 registers; beside
     # 240 the producer spills in the 24 that are left.
-    needy = problem.attn_mask or (problem.dropout and (problem.deterministic or problem.bias))
+    more = problem.deterministic or problem.bias or problem.varlen
+    needy = problem.attn_mask or (problem.dropout and more)
     if max(d, d_v) <= 64 and (d > 32 or d != d_v) and needy:
         return False
     # Lengths beside a bias, of which what lies behind the last query is cleared, spill.
