@@ -301,7 +301,8 @@ def operand_limit(problem: Problem, choice: Choice) -> int:
     if problem.bias:
         limit -= BIAS_REGISTERS[choice.consumers] * (2 if problem.varlen else 1)
         gathered = problem.gather and not (problem.dropout or problem.attn_mask)
-        limit -= LENGTH_REGISTERS * (gathered or len(problem.scores) > 1)
+        several = choice.consumers == 3 and len(problem.scores) > 1
+        limit -= LENGTH_REGISTERS * (gathered or several)
         # Two masks spill beside the widest outputs.
         limit -= LENGTH_REGISTERS * (len(problem.masks) > 1 and problem.head_dim_v > 192)
     beside = problem.dropout or problem.attn_mask or problem.scores == ("softcap",)
