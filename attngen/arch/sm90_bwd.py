@@ -189,8 +189,8 @@ def fuses(problem: Problem) -> bool:
         return False
     # From 33 to 64, or with unlike sizes, these spill where consumers have 232 registers; beside
     # 240 the producer spills in the 24 that are left.
-    more = problem.deterministic or problem.bias or problem.varlen
-    needy = problem.attn_mask or (problem.dropout and more)
+    beside = problem.deterministic or problem.bias or problem.varlen
+    needy = problem.attn_mask or (problem.dropout and beside)
     if max(d, d_v) <= 64 and (d > 32 or d != d_v) and needy:
         return False
     # Lengths beside a bias, of which what lies behind the last query is cleared, spill.

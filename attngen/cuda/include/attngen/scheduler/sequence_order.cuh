@@ -91,7 +91,8 @@ ATTNGEN_HD OrderPlace place_among_few(const int* lengths, const int* tiles, int 
 }
 // Its entries, and with those of sequence 0 the schedule's.
 template <int kTailShare>
-ATTNGEN_HD void write_few(ScheduledSequence* schedule, OrderPlace at, int batch, int tiles, int heads, int heads_per_group) {
+ATTNGEN_HD void write_few(ScheduledSequence* schedule, OrderPlace at, int batch, int tiles,
+                          int heads, int heads_per_group) {
   schedule[at.place] = {batch, at.end * heads, tiles, heads_per_group};
   if (kTailShare > 0) schedule[kFewSequences + at.place] = {batch, at.tail_end * heads, tiles, 0};
   if (batch == 0) schedule[0] = {kOrdered, at.all * heads, 0, 0};
