@@ -56,8 +56,7 @@ def render(problem: Problem, plan: KernelPlan, features: Features, root: Path) -
 
 def _prepare(problem: Problem, plan: PreparePlan, operands: Names) -> KernelEntry:
     workspace: tuple[Workspace, ...] = ("lse_log2", "d")
-    workspace += ("dq_acc",) if plan.dq_floats else ()
-    workspace += ("turns",) if plan.deterministic else ()
+    workspace += ("turns",) if plan.turns else ()
     names = typed("ptr", "o", "d_o", "lse", "dlse", *workspace)
     names += [*strides_of("o"), *strides_of("d_o"), *_lengths(problem, operands)]
     if problem.gather:
@@ -73,12 +72,11 @@ def _prepare(problem: Problem, plan: PreparePlan, operands: Names) -> KernelEntr
         row_block=plan.row_block,
         q_seq=problem.q_seq,
         kv_seq=problem.kv_seq,
-        dq_floats=plan.dq_floats,
     )
 
 
 def _convert(problem: Problem, plan: ConvertPlan, operands: Names) -> KernelEntry:
-    names = [*typed("ptr", "dq_acc", "dq"), *strides_of("dq")]
+    names = [*typed("ptr", "dq_acc", "turns", "dq"), *strides_of("dq")]
     names += [*_lengths(problem, operands), ("scale", "f32")]
     names += [("keep_scale", "f32")] if problem.dropout else []
     names += typed("i32", "dim_qk") if problem.gather else []
@@ -88,7 +86,7 @@ def _convert(problem: Problem, plan: ConvertPlan, operands: Names) -> KernelEntr
         names,
         tile_rows=plan.row_block,
         grid="row_blocks",
-        workspace=("dq_acc",),
+        workspace=("dq_acc", "turns"),
         row_block=plan.row_block,
         q_seq=problem.q_seq,
         kv_seq=problem.kv_seq,
@@ -110,7 +108,7 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
     workspace: tuple[Workspace, ...] = ("lse_log2", "d")
     workspace += ("dq_acc",) if plan.dq_floats else ()
     workspace += ("tile_counter",)
-    workspace += ("turns",) if plan.deterministic else ()
+    workspace += ("turns",) if plan.dq_floats else ()
     if problem.varlen:
         workspace += ("q_schedule",) if of_queries else ("kv_schedule",)
     mask: tuple[Workspace, ...] = ()

@@ -16,6 +16,7 @@ using Element = Bf16;
 
 struct Params {
   void* dq_acc;
+  void* turns;
   void* dq;
   long long dq_stride_row;
   long long dq_stride_head;
@@ -28,7 +29,7 @@ struct Params {
 // NVRTC has no offsetof; natural alignment and the total size pin every member's place.
 static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by the host");
 static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
-static_assert(sizeof(Params) == 56, "packed by the host");
+static_assert(sizeof(Params) == 64, "packed by the host");
 
 
 }  // namespace attngen
@@ -46,6 +47,7 @@ bwd_convert__causal_d64_bf16_deterministic__5c22b9(const __grid_constant__ attng
   const int lane = threadIdx.x % 32;
   const long long slot = (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;
 
+  const bool summed = static_cast<const int*>(p.turns)[slot] > 0;
   const float4* acc = reinterpret_cast<const float4*>(static_cast<const float*>(p.dq_acc) + (slot * kParts + part) * kPartFloats) + threadIdx.x;
   // The part's rows in 16 bits, padded so that what a warp writes at once falls on different banks.
   constexpr int kRows = 64;
@@ -54,7 +56,7 @@ bwd_convert__causal_d64_bf16_deterministic__5c22b9(const __grid_constant__ attng
   unsigned short* mine = rows + (warp * 16 + lane / 4) * kPitch + (lane & 3) * 2;
 #pragma unroll
   for (int i = 0; i < kColumns / 2; i += 4) {
-    const float4 x = acc[i / 4 * kThreads];
+    const float4 x = summed ? acc[i / 4 * kThreads] : make_float4(0.f, 0.f, 0.f, 0.f);
     u32* at = reinterpret_cast<u32*>(mine + fragment_column(i));
     at[0] = Element::pack(x.x * p.scale, x.y * p.scale);
     at[4 * kPitch] = Element::pack(x.z * p.scale, x.w * p.scale);

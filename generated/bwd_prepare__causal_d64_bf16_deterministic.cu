@@ -1,4 +1,4 @@
-// bwd_prepare__causal_d64_bf16_deterministic__ef195d
+// bwd_prepare__causal_d64_bf16_deterministic__1e297d
 // Rendered by attngen from kernels/bwd_prepare.cu.j2; do not edit.
 #include "attngen/platform.cuh"
 #include "attngen/ptx/math.cuh"
@@ -11,7 +11,6 @@ constexpr int kTileM = 128;
 constexpr int kLanes = 8;  // threads a row
 constexpr int kChunks = kHeadDimV / 8;  // of 16 bytes
 constexpr int kThreads = 256;
-constexpr int kDqFloats = 8192;  // a block
 using Element = Bf16;
 
 struct Params {
@@ -21,7 +20,6 @@ struct Params {
   void* dlse;
   void* lse_log2;
   void* d;
-  void* dq_acc;
   void* turns;
   long long o_stride_row;
   long long o_stride_head;
@@ -36,23 +34,20 @@ struct Params {
 // NVRTC has no offsetof; natural alignment and the total size pin every member's place.
 static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by the host");
 static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
-static_assert(sizeof(Params) == 128, "packed by the host");
+static_assert(sizeof(Params) == 120, "packed by the host");
 
 
 }  // namespace attngen
 
 // Grid: blocks of queries, query heads, batch.
 extern "C" __global__ void __launch_bounds__(256)
-bwd_prepare__causal_d64_bf16_deterministic__ef195d(const __grid_constant__ attngen::Params p) {
+bwd_prepare__causal_d64_bf16_deterministic__1e297d(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   const int block = blockIdx.x;
   const int head = blockIdx.y;
   const int batch = blockIdx.z;
 
   const long long slot = (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;
-
-  float4* dq = reinterpret_cast<float4*>(static_cast<float*>(p.dq_acc) + slot * kDqFloats);
-  for (int i = threadIdx.x; i < kDqFloats / 4; i += kThreads) dq[i] = make_float4(0.f, 0.f, 0.f, 0.f);
 
   if (threadIdx.x == 0) static_cast<int*>(p.turns)[slot] = 0;
 

@@ -1,4 +1,4 @@
-// bwd_prepare__full_d256_bf16__f2eb11
+// bwd_prepare__full_d256_bf16__22329c
 // Rendered by attngen from kernels/bwd_prepare.cu.j2; do not edit.
 #include "attngen/platform.cuh"
 #include "attngen/ptx/math.cuh"
@@ -40,14 +40,13 @@ static_assert(sizeof(Params) == 112, "packed by the host");
 
 // Grid: blocks of queries, query heads, batch.
 extern "C" __global__ void __launch_bounds__(256)
-bwd_prepare__full_d256_bf16__f2eb11(const __grid_constant__ attngen::Params p) {
+bwd_prepare__full_d256_bf16__22329c(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   const int block = blockIdx.x;
   const int head = blockIdx.y;
   const int batch = blockIdx.z;
 
   const long long slot = (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;
-
 
 
   const int lane = threadIdx.x % kLanes;

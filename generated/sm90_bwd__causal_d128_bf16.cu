@@ -174,6 +174,7 @@ struct Params {
   void* d;
   void* dq_acc;
   void* tile_counter;
+  void* turns;
   int tiles;
   int kv_blocks;
   int q_blocks;
@@ -345,8 +346,9 @@ struct QueryLoader {
 };
 
 
-// ---- reducers: two threads that add dQ to the float32 workspace, every other block each, so that
-// one's additions may still be on their way when the other starts
+// ---- reducers: two threads that sum dQ in the float32 workspace, every other block each, so that one's
+// additions may still be on their way when the other starts. The tile that comes first to a block of
+// queries stores its part there, and others add theirs.
 struct Reducer {
   const Params& p;
   u32 smem;
@@ -356,16 +358,36 @@ struct Reducer {
   ATTNGEN_DEVICE void add(const Job& job, int head, int block, u32 parity) const {
     const long long at = workspace_block(p, job.batch, head, block);
     float* target = static_cast<float*>(p.dq_acc) + at * (kConsumers * kDqBytes / 4);
+    int* turns = static_cast<int*>(p.turns) + at;
+    const u32 full = smem + kDqFull + turn * kConsumers * 8;
+    // A tile claims the first turn, 1, with its part at hand, and waits for nobody then. Mostly the
+    // sums are there, 2, which is known before this tile's part is.
+    bool first = false;
+    if (!has_count(turns, 2)) {
+      mbarrier_wait(full, parity);
+      first = claim(turns);
+      if (!first) await_count(turns, 2);
+    }
 #pragma unroll
     for (u32 part = 0; part < kConsumers; ++part) {
-      mbarrier_wait(smem + kDqFull + (turn * kConsumers + part) * 8, parity);
-      bulk_add(target + part * (kDqBytes / 4), smem + kSmemDq + part * kDqBytes, kDqBytes);
+      mbarrier_wait(full + part * 8, parity);
+      float* sums = target + part * (kDqBytes / 4);
+      const u32 source = smem + kSmemDq + part * kDqBytes;
+      if (first) {
+        bulk_store(sums, source, kDqBytes);
+      } else {
+        bulk_add(sums, source, kDqBytes);
+      }
       tma_store_commit();
     }
     tma_store_wait_read<1>();
     mbarrier_arrive(smem + kDqEmpty);
     tma_store_wait_read<0>();
     mbarrier_arrive(smem + kDqEmpty + 8);
+    if (first) {
+      tma_store_wait();
+      count_up(turns);
+    }
   }
 
   ATTNGEN_DEVICE void run() const {

@@ -357,8 +357,9 @@ struct QueryLoader {
 };
 
 
-// ---- reducers: two threads that add dQ to the float32 workspace, every other block each, so that
-// one's additions may still be on their way when the other starts
+// ---- reducers: two threads that sum dQ in the float32 workspace, every other block each, so that one's
+// additions may still be on their way when the other starts. The tile that comes first to a block of
+// queries stores its part there, and others add theirs.
 struct Reducer {
   const Params& p;
   u32 smem;
@@ -368,16 +369,25 @@ struct Reducer {
   ATTNGEN_DEVICE void add(const Job& job, int head, int block, u32 parity) const {
     const long long at = workspace_block(p, job.batch, head, block);
     float* target = static_cast<float*>(p.dq_acc) + at * (kConsumers * kDqBytes / 4);
-    // Tiles add in the order in which they are drawn, from the first keys to the last.
+    int* turns = static_cast<int*>(p.turns) + at;
+    const u32 full = smem + kDqFull + turn * kConsumers * 8;
+    // Tiles have their turns in the order in which they are drawn, from the first keys to the last.
     const Context ctx = tile_context(p, job.batch, head);
-    const int first = block * kTileM;
-    const int last = min_of(first + kTileM, ctx.q_len) - 1;
-    int* tiles_done = static_cast<int*>(p.turns) + at;
-    await_count(tiles_done, job.tile - kv_block_range<kTileN>(mask_list(p), ctx, first, last).begin);
+    const int row = block * kTileM;
+    const int last_row = min_of(row + kTileM, ctx.q_len) - 1;
+    const int before = job.tile - kv_block_range<kTileN>(mask_list(p), ctx, row, last_row).begin;
+    await_count(turns, before);
+    const bool first = before == 0;
 #pragma unroll
     for (u32 part = 0; part < kConsumers; ++part) {
-      mbarrier_wait(smem + kDqFull + (turn * kConsumers + part) * 8, parity);
-      bulk_add(target + part * (kDqBytes / 4), smem + kSmemDq + part * kDqBytes, kDqBytes);
+      mbarrier_wait(full + part * 8, parity);
+      float* sums = target + part * (kDqBytes / 4);
+      const u32 source = smem + kSmemDq + part * kDqBytes;
+      if (first) {
+        bulk_store(sums, source, kDqBytes);
+      } else {
+        bulk_add(sums, source, kDqBytes);
+      }
       tma_store_commit();
     }
     tma_store_wait_read<1>();
@@ -385,7 +395,7 @@ struct Reducer {
     tma_store_wait_read<0>();
     mbarrier_arrive(smem + kDqEmpty + 8);
     tma_store_wait();
-    count_up(tiles_done);
+    count_up(turns);
   }
 
   ATTNGEN_DEVICE void run() const {

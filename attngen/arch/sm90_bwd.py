@@ -101,13 +101,13 @@ class BackwardPlan:
 
 @dataclass(frozen=True)
 class PreparePlan:
-    """The kernel before: D and LSE in blocks of `row_block` queries, zeros for sums of dQ."""
+    """The kernel before: D and LSE in blocks of `row_block` queries. `turns`: of tiles that sum dQ,
+    to none of which it was yet."""
 
     arch: str
     family: Literal["bwd_prepare"]
     row_block: int
-    dq_floats: int
-    deterministic: bool
+    turns: bool
     threads: int
 
 
@@ -158,8 +158,7 @@ def plans(problem: Problem) -> tuple[KernelPlan, ...]:
 
 
 def _prepare(main: BackwardPlan) -> PreparePlan:
-    floats, order = main.dq_floats, main.deterministic
-    return PreparePlan(ARCH, "bwd_prepare", main.row_block, floats, order, PREPARE_THREADS)
+    return PreparePlan(ARCH, "bwd_prepare", main.row_block, main.dq_floats > 0, PREPARE_THREADS)
 
 
 def _convert(main: BackwardPlan) -> ConvertPlan:

@@ -166,13 +166,15 @@ def test_kernel_entry_parameters_are_those_the_source_reads(case, make_backward)
         assert {name for name in names if name.startswith("map_")} == {
             recipe.field for recipe in source.kernel.tensor_maps
         }
-        assert {"turns"} & names == ({"turns"} if _orders_sums(each) else set())
+        assert ("turns" in names) == _has_turns(each)
         assert {*source.kernel.workspace} <= names
 
 
-def _orders_sums(each: sm90_bwd.KernelPlan) -> bool:
-    adding = sm90_bwd.PreparePlan | sm90_bwd.BackwardPlan
-    return isinstance(each, adding) and each.deterministic
+def _has_turns(each: sm90_bwd.KernelPlan) -> bool:
+    """Where tiles sum dQ, each in its turn."""
+    if isinstance(each, sm90_bwd.PreparePlan):
+        return each.turns
+    return each.family in ("sm90_bwd", "bwd_convert")
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 128])

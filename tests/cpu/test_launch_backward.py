@@ -154,7 +154,6 @@ def test_workspaces_hold_whole_blocks_and_are_one_size_in_a_set(case, make_probl
     wanted = dict.fromkeys(("lse_log2", "d"), 4 * plan.row_block * blocks) | {"tile_counter": 4}
     if "fused" in case:  # columns of dQ in shares of 64, or all of them
         wanted["dq_acc"] = 4 * plan.row_block * problem.head_dim_qk * blocks
-    if problem.deterministic:
         wanted["turns"] = 4 * blocks
     assert known == wanted
 

@@ -5,14 +5,27 @@
 
 namespace attngen {
 
-// Blocks until the counter holds `value`; what its writers did before is visible afterwards, to
+// Whether the counter holds `value`; if so, what its writers did before is visible afterwards, to
 // the copy engine too.
-ATTNGEN_DEVICE void await_count(const int* counter, int value) {
+ATTNGEN_DEVICE bool has_count(const int* counter, int value) {
   int found;
-  do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(counter) : "memory");
-  } while (found != value);
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(counter) : "memory");
   asm volatile("fence.proxy.async.global;" ::: "memory");
+  return found == value;
+}
+// Blocks until it does.
+ATTNGEN_DEVICE void await_count(const int* counter, int value) {
+  while (!has_count(counter, value)) {
+  }
+}
+// Takes the counter from 0 to 1; false where somebody has.
+ATTNGEN_DEVICE bool claim(int* counter) {
+  int found;
+  asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], 0, 1;"
+               : "=r"(found)
+               : "l"(counter)
+               : "memory");
+  return found == 0;
 }
 // Adds one, after everything that this thread did before.
 ATTNGEN_DEVICE void count_up(int* counter) {

@@ -97,6 +97,12 @@ ATTNGEN_DEVICE void bulk_add(float* destination, u32 source, u32 bytes) {
                "r"(source), "r"(bytes)
                : "memory");
 }
+// The same, stored.
+ATTNGEN_DEVICE void bulk_store(float* destination, u32 source, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination),
+               "r"(source), "r"(bytes)
+               : "memory");
+}
 ATTNGEN_DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until all but the last kPending committed stores of this thread have read their shared
 // memory.
