@@ -43,9 +43,12 @@ static_assert(sizeof(Params) == 120, "packed by the host");
 extern "C" __global__ void __launch_bounds__(256)
 bwd_prepare__causal_d64_bf16_deterministic__1e297d(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
-  const int block = blockIdx.x;
-  const int head = blockIdx.y;
-  const int batch = blockIdx.z;
+  // The last ones first: their sums are in L2 when the main kernel has ended, and of the first ones the
+  // output gradients when it begins.
+  const int index = gridDim.x - 1 - blockIdx.x;
+  const int block = index;
+  const int head = gridDim.y - 1 - blockIdx.y;
+  const int batch = gridDim.z - 1 - blockIdx.z;
 
   const long long slot = (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;
 
