@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("attngen")
 
-OPTIONS = ("-std=c++17", "--ptxas-options=-v", "--ptxas-options=--warn-on-spills")
+# -minimal: without what no kernel uses (textures, the runtime); the same cubins in 6 % less time.
+OPTIONS = ("-std=c++17", "-minimal", "--ptxas-options=-v", "--ptxas-options=--warn-on-spills")
 # ptxas: setmaxnreg ignored (C7504, C7508), wgmma serialised for one of several reasons (C7510 to
 # C7519, all with this phrase).
 FATAL_ADVISORIES = ("C7504", "C7508", "Potential Performance Loss")

@@ -7,7 +7,7 @@ Figures marked `measured` are from an H200 at 700 W.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -28,14 +28,30 @@ GATHER_REGISTERS = (56, 224)  # where the producer's warps copy rows themselves
 # Of a bias's gradient, where the loader looks lengths up or brings the widest rows.
 BIAS_LENGTH_REGISTERS = (72, 216)
 SMALL_REGISTERS = (56, 224)  # of the fused kernel up to head dim 32
-DQ_OPERANDS = 208  # dQ, S, dP and packed dS of a thread of the dQ kernel
-# Where scores with arithmetic of their own need registers, too; blocks of 96 keys at most, 80 where
-# lengths vary.
-DQ_OPERANDS_SCORES = 200
-# Of consumers with fewer registers; beside a mask's bits and scores with arithmetic of their own.
-DQ_OPERANDS_GATHER = {False: 192, True: 176}
-# Random words take the room of some, together with a mask's bits of more.
-DQ_OPERANDS_DROPOUT = {False: 200, True: 176}
+# What spills in the kernel that makes all three gradients: features (`_features`) where all of them
+# meet any of others. 240 registers a consumer would leave the producer 24, in which it spills.
+FUSED_SPILLS = (
+    ("deterministic dropout", "scores attn_mask varlen"),
+    ("gather", "small deterministic dropout attn_mask varlen"),
+    ("arithmetic", "small several deterministic varlen"),
+    ("small uneven", "attn_mask"),
+    ("small uneven dropout", "deterministic bias varlen"),
+    ("bias", "varlen"),
+    ("small bias", "unlike several deterministic attn_mask"),
+    ("large bias", "arithmetic dropout"),
+    ("large bias several", "attn_mask"),
+)
+# Of the dQ kernel, the values of dQ, S, dP and packed dS that a thread has registers for, and the
+# most keys a block: the least of those whose features meet.
+DQ_OPERANDS = (
+    ("", 208),
+    ("heavy", 200),
+    ("dropout", 200),
+    ("dropout attn_mask", 176),
+    ("gather", 192),
+    ("gather attn_mask heavy", 176),
+)
+DQ_KEYS = (("", 128), ("heavy", 96), ("heavy varlen", 80))
 # Heads whose queries and dQ together fill L2 are worked on together, the shortest quarter of the
 # tiles comes last: measured +2 to +7 % on causal masks over one head at a time or all at once.
 CAUSAL_SCHEDULE = Schedule(True, True, kv_group_bytes=64 << 20, group_heads=16, tail_share=4)
@@ -170,45 +186,42 @@ def _convert(main: BackwardPlan) -> ConvertPlan:
 def fuses(problem: Problem) -> bool:
     """Whether one kernel makes all three gradients: both accumulators of 64 keys in registers,
     and a box of 64 columns of dQ, or all of them, for each consumer."""
-    d, d_v = problem.head_dim_qk, problem.head_dim_v
-    # Scores with arithmetic of their own spill beside blocks of 128 queries; several of them, or
-    # one and an order of additions or lengths, beside 64 too.
-    light = LIGHT_SCORES.issuperset(problem.scores)
-    # So do random words, an order of additions and anything more.
-    if (
-        problem.deterministic
-        and problem.dropout
-        and (problem.scores or problem.attn_mask or problem.varlen)
-    ):
+    d, largest = problem.head_dim_qk, max(problem.head_dim_qk, problem.head_dim_v)
+    if largest > 128 or d <= 64 < largest:
         return False
-    # Blocks of 128 queries, an order of additions, random words, masks and lengths need more than
-    # warps that copy rows leave.
-    crowded = problem.deterministic or problem.dropout or problem.attn_mask or problem.varlen
-    if problem.gather and (max(d, d_v) <= 64 or crowded):
-        return False
-    # From 33 to 64, or with unlike sizes, these spill where consumers have 232 registers; beside
-    # 240 the producer spills in the 24 that are left.
-    beside = problem.deterministic or problem.bias or problem.varlen
-    needy = problem.attn_mask or (problem.dropout and beside)
-    if max(d, d_v) <= 64 and (d > 32 or d != d_v) and needy:
-        return False
-    # Lengths beside a bias, of which what lies behind the last query is cleared, spill.
-    if problem.bias and problem.varlen:
-        return False
-    if problem.bias:  # whose addresses leave no room for much else
-        more = (len(problem.scores) > 1) + problem.attn_mask + problem.varlen
-        if max(d, d_v) <= 64:
-            crowded = problem.deterministic or problem.attn_mask or len(problem.scores) > 1
-            return d == d_v and more <= 1 and not crowded
-        light = all(name in LIGHT_SCORES or name.endswith("_bias") for name in problem.scores)
-        return d > 64 and max(d, d_v) <= 128 and light and more <= 1 and not problem.dropout
-    if max(d, d_v) <= 64:
-        return light
-    return (
-        d > 64
-        and max(d, d_v) <= 128
-        and (light or (len(problem.scores) == 1 and not (problem.deterministic or problem.varlen)))
+    found = _features(problem)
+    return not any(
+        found.issuperset(these.split()) and not found.isdisjoint(others.split())
+        for these, others in FUSED_SPILLS
     )
+
+
+def _features(problem: Problem) -> frozenset[str]:
+    """What takes registers. Small: blocks of 128 queries; uneven: of these all but equal head dims
+    up to 32; heavy: scores that are more than a multiply-add; arithmetic: one that is no bias."""
+    d, d_v, scores = problem.head_dim_qk, problem.head_dim_v, problem.scores
+    heavy = set(scores) - LIGHT_SCORES
+    features = {
+        "small": max(d, d_v) <= 64,
+        "large": max(d, d_v) > 64,
+        "uneven": d > 32 or d != d_v,
+        "unlike": d != d_v,
+        "scores": bool(scores),
+        "several": len(scores) > 1,
+        "heavy": bool(heavy),
+        "arithmetic": not all(name.endswith("_bias") for name in heavy),
+        "bias": problem.bias,
+        "deterministic": problem.deterministic,
+        "dropout": problem.dropout,
+        "attn_mask": problem.attn_mask,
+        "varlen": problem.varlen,
+        "gather": problem.gather,
+    }
+    return frozenset(name for name, is_there in features.items() if is_there)
+
+
+def _least(limits: Iterable[tuple[str, int]], features: frozenset[str]) -> int:
+    return min(limit for these, limit in limits if features.issuperset(these.split()))
 
 
 def make_fused(problem: Problem) -> BackwardPlan:
@@ -264,15 +277,11 @@ def feasible_dq(problem: Problem, row_block: int) -> Iterator[BackwardPlan]:
     """dQ of 128 queries. A third stage of keys is worth 30 % of the block (measured at 192/128:
     80 keys in two stages are 27 % behind 64 in three; at 256, 48 in three 22 % behind
     64 in two)."""
-    light = LIGHT_SCORES.issuperset(problem.scores)
-    limit = DQ_OPERANDS if light else DQ_OPERANDS_SCORES
-    if problem.dropout:
-        limit = min(limit, DQ_OPERANDS_DROPOUT[problem.attn_mask])
-    if problem.gather:
-        limit = min(limit, DQ_OPERANDS_GATHER[problem.attn_mask and not light])
+    features = _features(problem)
+    limit = _least(DQ_OPERANDS, features)
     choices = [
         (n * (1.3 if k > 2 else 1.0) * (1.05 if v > 1 else 1.0), n, k, v)
-        for n in range(128 if light else 80 if problem.varlen else 96, 16, -16)
+        for n in range(_least(DQ_KEYS, features), 16, -16)
         for k in (3, 2)
         for v in (2, 1)
         if problem.head_dim_qk // 2 + n + n // 4 <= limit
