@@ -594,10 +594,9 @@ struct Consumer {
     BlockSoftmax<kTileN, kPairSums> softmax = {scale_log2, shift};
     softmax.find_own_maxima(scores);
     const bool grew = softmax.raise_rarely(state, slack, rescale);
-    softmax.template scale_part<kSoftmaxParts>(scores);
-    schedule_fence();  // all that came before runs under the product
+    softmax.exponentiate_all(scores);  // under the product
     finish_product(output, grew, rescale);
-    softmax.template weigh_in_parts<Element, kSoftmaxParts>(scores, weights, state, rescale);
+    softmax.template sum_and_pack<Element>(scores, weights, state, rescale);
   }
 
   // Writes LSE and turns the row sums into the factors that normalise the output.

@@ -135,10 +135,23 @@ struct BlockSoftmax {
                                      RowState& state, const float (&rescale)[2]) const {
     float sum[2] = {0.f, 0.f};
     weigh_part<Element, kParts, 0>(scores, packed, sum);
+    add_sums(state, sum, rescale);
+  }
+  // The two halves of the same with one part. The first touches no packed weights, so the product
+  // before may still be reading its own.
+  ATTNGEN_DEVICE void exponentiate_all(float (&scores)[kN / 2]) const {
+    scale_part<1>(scores);
+    schedule_fence();
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      state.row_sum[half] = state.row_sum[half] * rescale[half] + sum[half];
-    }
+    for (float& x : scores) x = exp2_approx(x);
+    schedule_fence();
+  }
+  template <class Element>
+  ATTNGEN_DEVICE void sum_and_pack(const float (&weights)[kN / 2], u32 (&packed)[kN / 8],
+                                   RowState& state, const float (&rescale)[2]) const {
+    float sum[2] = {0.f, 0.f};
+    sum_and_pack_part<Element, 1, 0>(weights, packed, sum);
+    add_sums(state, sum, rescale);
   }
   // To be called first, before the product is awaited.
   template <int kParts, int kPart = 0>
@@ -196,19 +209,30 @@ struct BlockSoftmax {
       }
       scale_part<kParts, kPart + 1>(scores);
     }
-    if constexpr (kPart > 0) {
-#pragma unroll
-      for (int i = part_begin(kParts, kPart - 1); i < part_begin(kParts, kPart); i += 8) {
-        const float* x = scores + i;
-        sum[0] += (x[0] + x[1]) + (x[4] + x[5]);
-        sum[1] += (x[2] + x[3]) + (x[6] + x[7]);
-        packed[i / 4] = Element::pack(x[0], x[1], x[4], x[5]);
-        packed[i / 4 + 1] = Element::pack(x[2], x[3], x[6], x[7]);
-      }
-    }
+    if constexpr (kPart > 0) sum_and_pack_part<Element, kParts, kPart - 1>(scores, packed, sum);
     if constexpr (kPart < kParts) {
       schedule_fence();
       weigh_part<Element, kParts, kPart + 1>(scores, packed, sum);
+    }
+  }
+
+  template <class Element, int kParts, int kPart>
+  ATTNGEN_DEVICE static void sum_and_pack_part(const float (&weights)[kN / 2],
+                                               u32 (&packed)[kN / 8], float (&sum)[2]) {
+#pragma unroll
+    for (int i = part_begin(kParts, kPart); i < part_begin(kParts, kPart + 1); i += 8) {
+      const float* x = weights + i;
+      sum[0] += (x[0] + x[1]) + (x[4] + x[5]);
+      sum[1] += (x[2] + x[3]) + (x[6] + x[7]);
+      packed[i / 4] = Element::pack(x[0], x[1], x[4], x[5]);
+      packed[i / 4 + 1] = Element::pack(x[2], x[3], x[6], x[7]);
+    }
+  }
+  ATTNGEN_DEVICE static void add_sums(RowState& state, const float (&sum)[2],
+                                      const float (&rescale)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      state.row_sum[half] = state.row_sum[half] * rescale[half] + sum[half];
     }
   }
 
