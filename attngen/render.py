@@ -295,8 +295,8 @@ def lay_out_fields(names: Iterable[tuple[str, str]]) -> tuple[tuple[Field, ...],
 
 
 def _tensor_maps(problem: Problem, plan: Plan) -> tuple[TensorMapRecipe, ...]:
-    """Q and O move in boxes of one warpgroup's 64 rows, K and V in blocks or parts of them."""
-    bias = bias_maps(problem)
+    """Q, O and a bias move in boxes of a warpgroup's 64 rows, K and V in blocks, or in parts."""
+    bias = tuple(replace(x, box_rows=64) for x in bias_maps(problem))
     if problem.gather:
         return bias
     raw_keys = plan.pipeline.raw_keys or plan.tile.n

@@ -57,7 +57,10 @@ MASK_REGISTERS = 12  # of a thread, for the bits of an arbitrary mask
 # For lengths told on the device, or both ends of a window, beside random words, a mask's bits or,
 # over pages, scores with arithmetic of their own.
 LENGTH_REGISTERS = 16
-BIAS_REGISTERS = {2: 0, 3: 12}  # for the addresses and elements of a bias
+BIAS_REGISTERS = {2: 0, 3: 4}  # for the elements of a bias
+# A producer that also copies a bias which the copy engine cannot read, beside two consumers where
+# lengths vary; else it needs no more than others there.
+BIAS_ROLES = {2: (56, 224), 3: (56, 152)}
 # Groups of 32 heads leave four SMs a head to share its keys, of 64 MB still mostly hit L2: measured
 # best or within 1 % from 1k to 16k tokens; smaller groups lose to the imbalance at their ends.
 CAUSAL_SCHEDULE = Schedule(True, True, kv_group_bytes=64 << 20, group_heads=32, tail_share=4)
@@ -202,6 +205,8 @@ def choices(problem: Problem) -> Iterator[Choice]:
     for block in range(largest_block, SMALLEST_BLOCK - 1, -16):
         for k_stages in (3, 2) if consumers == 2 else (2,):
             for q_in_registers, over_q in q_places:
+                if problem.bias and over_q and k_stages > 2:
+                    continue  # an output with a place of its own measured +2 % at 128
                 choice = Choice(
                     consumers, block, k_stages, 2, take_turns, q_in_registers, over_q, softmax
                 )
@@ -325,6 +330,8 @@ def role_registers(problem: Problem, choice: Choice) -> tuple[int, int]:
         return REGISTERS_8BIT[problem.head_dim_v % 64 == 0]
     if problem.widens:
         return REGISTERS_WIDENED
+    if problem.bias and (problem.varlen or choice.consumers == 3):
+        return BIAS_ROLES[choice.consumers]
     return GATHER_REGISTERS if problem.gather else REGISTERS[choice.consumers]
 
 
@@ -345,7 +352,7 @@ def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
     raw_stages = choice.raw_stages * (2 if problem.widens else 1)
     barriers = 2 * (choice.consumers + choice.k_stages + choice.v_stages + raw_stages + 1)
     barriers += problem.paged  # V's last block, which is cleared behind the sequence's end
-    barriers += tile.m // 16 * problem.bias  # one a warp, for its part of the bias
+    barriers += 2 * choice.consumers * problem.bias
     job = JOB_BYTES + JOB_BYTES_QUERIES * (problem.q_seq != "dense")
     job += JOB_BYTES_KEYS * (problem.kv_seq != "dense")
     stage_v = tile.n * row_bytes_v
@@ -358,7 +365,7 @@ def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
         **({"Raw": choice.raw_stages * choice.raw_keys * row_bytes_v} if problem.eight_bit else {}),
         **(raw_sizes(problem, choice) if problem.widens else {}),
         **({"O": tile.m * row_bytes_o} if staged else {}),
-        **({"Bias": tile.m // 16 * score_tile_bytes(16, tile.n)} if problem.bias else {}),
+        **({"Bias": choice.consumers * score_tile_bytes(64, tile.n)} if problem.bias else {}),
         "Barriers": BARRIER_BYTES * barriers,
         "Job": job,
     }

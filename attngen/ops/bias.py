@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import SpecError
 from ..run_time import UNBOUNDED, Extent
+from ..spec import is_boxed
 
 AXES = ("batch", "head", "row", "column")
 
@@ -37,6 +38,24 @@ def extent_of(bias: Tensor, sequences: int, heads: int) -> Extent:
     batch, head, row, column = (int(numbers[f"bias_stride_{axis}"]) for axis in AXES)
     *_, rows, columns = sizes_of(bias.shape)
     return Extent(sequences, rows, heads, columns, batch, row, head, column)
+
+
+def readable(bias: Tensor) -> Tensor:
+    """The bias, or, where it has several rows and the copy engine could not read it, a copy that it
+    can: a warp of the forward that copied them would take ten times as long. What is broadcast is
+    copied once."""
+    if bias.ndim < 2 or 1 in bias.shape[-2:] or 0 in bias.stride()[-2:]:
+        return bias
+    in_place = is_boxed(bias.shape, bias.stride(), bias.element_size())
+    if in_place and bias.data_ptr() % 16 == 0:
+        return bias
+    whole = bias[tuple(slice(1) if step == 0 else slice(None) for step in bias.stride())]
+    strides = whole.stride()  # kept where it only begins elsewhere: so are launches, by strides
+    if not in_place:
+        *outer, columns = whole.shape
+        strides = torch.empty(*outer, -(-columns // 8) * 8, device="meta").stride()
+    copy = torch.empty_strided(whole.shape, strides, dtype=bias.dtype, device=bias.device)
+    return copy.copy_(whole).expand(bias.shape)
 
 
 @dataclass(frozen=True)

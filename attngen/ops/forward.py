@@ -46,6 +46,7 @@ library.define(
 )
 UNUSED = ("o_parts", "lse_parts")  # workspaces that keys in one split do without
 _ready: dict[tuple[Any, ...], Ready] = {}
+_BIAS = INPUTS.index("bias")
 
 
 def forward(q: Tensor, k: Tensor | None, v: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
@@ -65,11 +66,19 @@ def forward(q: Tensor, k: Tensor | None, v: Tensor | None, *rest: Any) -> tuple[
     Raises: SpecError with every violation; CompileError, LaunchError.
     """
     optional, arguments = split(rest)
-    operands = (q, k, v, *optional)
+    operands = with_readable_bias((q, k, v, *optional))
     ready = find_ready(operands, arguments)
     found = dict(zip((each.name for each in ready.outputs), run(ready, operands), strict=True))
     absent = _new_maxima(q, 0, Arguments())
     return found["o"], found["lse"], *(found.get(name, x) for name, x in absent.items())
+
+
+def with_readable_bias(operands: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The operands with their bias as kernels are quick to read it."""
+    added = operands[_BIAS]
+    if added is None or (quick := bias.readable(added)) is added:
+        return operands
+    return (*operands[:_BIAS], quick, *operands[_BIAS + 1 :])
 
 
 def find_ready(operands: Operands, arguments: Arguments, gather: bool = False) -> Ready:

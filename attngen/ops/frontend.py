@@ -17,7 +17,7 @@ from ..results import AttentionAux
 from . import choice, nested, recent
 from .checks import refuse_derivatives
 from .decode import check_splits
-from .forward import find_ready
+from .forward import find_ready, with_readable_bias
 from .lengths import settle as settle_lengths
 from .operation import Ready, format_of, run, unobserved
 from .schedule import Ordered, Schedule, ordered_by
@@ -328,6 +328,7 @@ def _run_kernels(
     if differentiable or torch.compiler.is_compiling() or not unobserved(present):
         results = torch.ops.attngen.forward(*operands, *settled.arguments)
     else:
+        operands = with_readable_bias(operands)
         if ready is None:
             ready = settled.ready_all = find_ready(operands, settled.arguments)
             if not (wants_aux or torch.cuda.is_current_stream_capturing()):

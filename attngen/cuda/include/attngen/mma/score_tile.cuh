@@ -76,6 +76,35 @@ struct TileStage {
                  place + offset(i / kCount, first + i % kCount));
     }
   }
+  // What the copy engine cannot read, or one row for all, by a warp: `count` rows, two columns a
+  // lane at a time. Each lane arrives at `full` once its part is there.
+  ATTNGEN_DEVICE void gather(const TileSource& from, int row, int column, int count, u32 full,
+                             int lane) const {
+    static_assert(kBoxChunks == 8, "swizzled by 128 bytes");
+    const bool in_pairs = from.unit() > 2;
+    const unsigned short* source =
+        from.first + row * from.stride_row + (column + lane * 2) * from.stride_column;
+    const int columns = from.columns - column - lane * 2;
+#pragma unroll 1
+    for (int i = 0; i < count; ++i, source += from.stride_row) {
+      const int present = row + i < from.rows ? columns : 0;
+#pragma unroll
+      for (int at = 0; at < kColumns; at += 64) {
+        if (at + lane * 2 >= kColumns) continue;
+        const u32 target = place + offset(i, at / 8 + lane / 4) + lane % 4 * 4;
+        const int some = min_of(max_of(present - at, 0), 2);
+        if (in_pairs) {
+          copy_async<4>(target, source + at, some * 2);
+        } else {
+          const unsigned short* pair = source + at * from.stride_column;
+          store_shared_16(target, some > 0 ? pair[0] : 0);
+          store_shared_16(target + 2, some > 1 ? pair[from.stride_column] : 0);
+        }
+      }
+    }
+    if (in_pairs) return arrive_after_copies(full);
+    mbarrier_arrive(full);
+  }
   // Starts to copy what begins at [row, column]; all lanes have taken what lay here.
   ATTNGEN_DEVICE void fetch(const TileSource& from, int row, int column, int lane) const {
     const int chunk = lane % kLanes;
