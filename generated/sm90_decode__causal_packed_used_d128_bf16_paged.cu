@@ -1,4 +1,4 @@
-// sm90_decode__causal_packed_used_d128_bf16_paged__83552b
+// sm90_decode__causal_packed_used_d128_bf16_paged__e36f32
 // Rendered by attngen from kernels/sm90_decode.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/copy/paged_blocks.cuh"
@@ -24,7 +24,7 @@ using Element = Bf16;
 // ---- the plan
 constexpr int kRows = 64;
 constexpr int kTileN = 64;
-constexpr int kStages = 2;
+constexpr int kStages = 3;
 constexpr int kConsumers = 1;
 constexpr int kConsumerThreads = 128 * kConsumers;
 constexpr int kColumns = kHeadDimV / kConsumers;  // of the output, a warpgroup's
@@ -35,12 +35,15 @@ constexpr u32 kRowBoxBytes = kRows * 128;
 constexpr u32 kKeyBoxBytes = kTileN * 128;
 constexpr u32 kSmemQ = 0;
 constexpr u32 kSmemK = 16384;
-constexpr u32 kSmemV = 49152;
-constexpr u32 kSmemBarriers = 81920;
+constexpr u32 kSmemV = 65536;
+constexpr u32 kSmemBarriers = 114688;
 constexpr u32 kKFull = kSmemBarriers;
 constexpr u32 kKEmpty = kKFull + 8 * kStages;
 constexpr u32 kVFull = kKEmpty + 8 * kStages;
 constexpr u32 kVEmpty = kVFull + 8 * kStages;
+
+// Stages in use: all where each CTA has an SM to itself.
+ATTNGEN_DEVICE u32 used_stages() { return gridDim.x * gridDim.y > multiprocessors() ? 2 : kStages; }
 
 // Named barriers: 0 is __syncthreads.
 constexpr u32 kConsumersBarrier = 1;
@@ -309,6 +312,7 @@ struct Loader {
       tma_prefetch_map(&p.map_v);
     }
     RingPosition<kStages> ring;
+    const u32 stages = used_stages();
     const KBlocks k_blocks(PageFetch{p.k_page_table, p.k_page_table_stride, p.k_page_size, p.k_page_reciprocal, p.k_page_shift}, &p.map_k, job.batch, job.kv_head, job.kv_len, lane);
     const VBlocks v_blocks(PageFetch{p.v_page_table, p.v_page_table_stride, p.v_page_size, p.v_page_reciprocal, p.v_page_shift}, &p.map_v, job.batch, job.kv_head, job.kv_len, lane);
     // A block ahead, so that no copy waits for the table.
@@ -325,7 +329,7 @@ struct Loader {
       mbarrier_wait(smem + kVEmpty + ring.stage * 8, ring.parity ^ 1);
       v_blocks.load(v_box, values, smem + kVFull + ring.stage * 8, block, kEvictFirst);
       v_box = v_blocks.find(block + 1);
-      ring.advance();
+      ring.advance(stages);
     }
   }
 };
@@ -412,6 +416,7 @@ struct Consumer {
     const int rows = job.q_len * p.group_size - job.first_row - warp % 4 * 16;
     const auto keep_range = [&](int half) { return masks.row_range(ctx, queries[half]); };
     RingPosition<kStages> ring;
+    const u32 stages = used_stages();
 #pragma unroll 1
     for (int block = job.begin; block < job.end; ++block) {
       mbarrier_wait(smem + kKFull + ring.stage * 8, ring.parity);
@@ -439,7 +444,7 @@ struct Consumer {
       wgmma_wait<0>();
       settle(output);
       release(smem + kVEmpty + ring.stage * 8);
-      ring.advance();
+      ring.advance(stages);
     }
     finish(output, state, queries, heads);
     if (job.first_row == 0 && job.split == 0) {  // it sees to the rows behind the sequence that are no one's
@@ -516,7 +521,7 @@ struct Consumer {
 
 // Grid: key/value heads of row tiles of sequences, and splits.
 extern "C" __global__ void __launch_bounds__(160, 2)
-sm90_decode__causal_packed_used_d128_bf16_paged__83552b(const __grid_constant__ attngen::Params p) {
+sm90_decode__causal_packed_used_d128_bf16_paged__e36f32(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

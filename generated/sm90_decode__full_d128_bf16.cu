@@ -1,4 +1,4 @@
-// sm90_decode__full_d128_bf16__f5ad9e
+// sm90_decode__full_d128_bf16__063e91
 // Rendered by attngen from kernels/sm90_decode.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -23,7 +23,7 @@ using Element = Bf16;
 // ---- the plan
 constexpr int kRows = 64;
 constexpr int kTileN = 64;
-constexpr int kStages = 2;
+constexpr int kStages = 3;
 constexpr int kConsumers = 1;
 constexpr int kConsumerThreads = 128 * kConsumers;
 constexpr int kColumns = kHeadDimV / kConsumers;  // of the output, a warpgroup's
@@ -34,12 +34,15 @@ constexpr u32 kRowBoxBytes = kRows * 128;
 constexpr u32 kKeyBoxBytes = kTileN * 128;
 constexpr u32 kSmemQ = 0;
 constexpr u32 kSmemK = 16384;
-constexpr u32 kSmemV = 49152;
-constexpr u32 kSmemBarriers = 81920;
+constexpr u32 kSmemV = 65536;
+constexpr u32 kSmemBarriers = 114688;
 constexpr u32 kKFull = kSmemBarriers;
 constexpr u32 kKEmpty = kKFull + 8 * kStages;
 constexpr u32 kVFull = kKEmpty + 8 * kStages;
 constexpr u32 kVEmpty = kVFull + 8 * kStages;
+
+// Stages in use: all where each CTA has an SM to itself.
+ATTNGEN_DEVICE u32 used_stages() { return gridDim.x * gridDim.y > multiprocessors() ? 2 : kStages; }
 
 // Named barriers: 0 is __syncthreads.
 constexpr u32 kConsumersBarrier = 1;
@@ -228,6 +231,7 @@ struct Loader {
       tma_prefetch_map(&p.map_v);
     }
     RingPosition<kStages> ring;
+    const u32 stages = used_stages();
     named_barrier_sync(kReadyBarrier, 64);
 #pragma unroll 1
     for (int block = job.begin; block < job.end; ++block) {
@@ -237,7 +241,7 @@ struct Loader {
       load<kQkBoxes>(&p.map_k, keys, smem + kKFull + ring.stage * 8, block);
       mbarrier_wait(smem + kVEmpty + ring.stage * 8, ring.parity ^ 1);
       load<kVBoxes>(&p.map_v, values, smem + kVFull + ring.stage * 8, block);
-      ring.advance();
+      ring.advance(stages);
     }
   }
 };
@@ -324,6 +328,7 @@ struct Consumer {
     const int rows = job.q_len * p.group_size - job.first_row - warp % 4 * 16;
     const auto keep_range = [&](int half) { return masks.row_range(ctx, queries[half]); };
     RingPosition<kStages> ring;
+    const u32 stages = used_stages();
 #pragma unroll 1
     for (int block = job.begin; block < job.end; ++block) {
       mbarrier_wait(smem + kKFull + ring.stage * 8, ring.parity);
@@ -351,7 +356,7 @@ struct Consumer {
       wgmma_wait<0>();
       settle(output);
       release(smem + kVEmpty + ring.stage * 8);
-      ring.advance();
+      ring.advance(stages);
     }
     finish(output, state, queries, heads);
   }
@@ -410,7 +415,7 @@ struct Consumer {
 
 // Grid: key/value heads of row tiles of sequences, and splits.
 extern "C" __global__ void __launch_bounds__(160, 2)
-sm90_decode__full_d128_bf16__f5ad9e(const __grid_constant__ attngen::Params p) {
+sm90_decode__full_d128_bf16__063e91(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

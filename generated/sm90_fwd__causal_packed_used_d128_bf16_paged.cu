@@ -355,7 +355,7 @@ ATTNGEN_DEVICE SequenceOrder find_order(const Params& p, const unsigned char* sh
 
 ATTNGEN_DEVICE void fill_gaps(const Params& p, int share, int shares, int lane) {
   const auto queries = q_sequence(p);
-  for_each_gap_row(queries, p.sequences, share, shares, [&](int batch, int row) {
+  for_each_gap_row(queries, p.sequences, share, shares, lane, [&](int batch, int row) {
     clear_row<256>(p.o, 2 * (static_cast<long long>(row) * p.o_stride_row), 2 * p.o_stride_head, p.heads_q, lane);
     float* lse = static_cast<float*>(p.lse) + queries.place(batch, row, lane, p.heads_q);
 #pragma unroll 1

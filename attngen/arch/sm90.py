@@ -162,14 +162,15 @@ def choices(problem: Problem) -> Iterator[Choice]:
     # A bias, a mask's bits and random words together leave three no room for a block of any size.
     lengths = problem.varlen and largest > 80  # whose ends are looked up
     crowded = problem.bias and problem.attn_mask and (problem.dropout or lengths)
-    # Nor do warps that copy rows, widen keys, or find pages, which need registers of their own.
-    alone = not (crowded or problem.gather or problem.widens or problem.paged)
-    consumers = 3 if largest <= 96 and alone else 2
+    # Nor do warps that copy rows, widen keys or find the boxes of wider pages, which need registers
+    # of their own; over pages scores with arithmetic of their own would leave few keys a block.
+    light = LIGHT_SCORES.issuperset(problem.scores)
+    needy = problem.gather or problem.widens or (problem.paged and (largest > 64 or not light))
+    consumers = 3 if largest <= 96 and not (crowded or needy) else 2
     # With ALiBi two warpgroups do better in turns, too (measured +1 % at 128 full, +2 % at 192),
     # not at 128 causal, where its line precedes the products (-3 %); with a bias in turns (+3 %).
     # Beside a softcap queries in registers would cost the larger block (measured -5 % at 128), and
     # beside a bias (-2 to -3 %).
-    light = LIGHT_SCORES.issuperset(problem.scores)
     # So they do where random words or a mask's bits take time between products: at 128 causal
     # dropout measured +3 % in turns and +2 % more when rescaled first; a mask +10 % in this order.
     # Both at once, or scores beside them, leave no registers for it.

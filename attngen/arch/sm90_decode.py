@@ -23,10 +23,11 @@ CTA_RESERVED_BYTES = 1024  # of an SM's shared memory, for each CTA
 OPERANDS = {(1, 1): 208, (2, 1): 148, (1, 2): 192}
 OPERANDS_WIDENED = {(1, 1): 192, (2, 1): 128, (1, 2): 176}  # beside what is being widened
 SM_BYTES = SMEM_BYTES + CTA_RESERVED_BYTES
-# CTAs an SM, keys a block, stages, in the order of preference: two CTAs cover each other's ends,
-# and two stages of 64 keys are enough for both, and for one that has the SM to itself (measured at
-# 128: as fast as three, or 2 % faster; blocks of 32 keys, or of 128 in three stages, are slower).
-CHOICES = ((2, 128, 2), (2, 64, 2), (1, 64, 3), (1, 64, 2), (1, 32, 3), (1, 32, 2))
+# CTAs an SM, keys a block, stages, in the order of preference: two CTAs cover each other's ends.
+# Three stages of 64 keys are 1 to 3 % faster than two where a CTA has an SM to itself, and 0.4 to
+# 1.6 % slower where two share it, which use two of them (measured at 128; four are slower, as are
+# blocks of 32 keys, or of 128 in three stages).
+CHOICES = ((2, 128, 2), (2, 64, 3), (2, 64, 2), (1, 64, 3), (1, 64, 2), (1, 32, 3), (1, 32, 2))
 # Keys and values of 8 bits: the same beside what they are widened to.
 CHOICES_WIDENED = (
     *((2, 128, 2), (2, 64, 4), (2, 64, 3), (2, 64, 2)),

@@ -28,8 +28,9 @@ STUBS = """
 namespace attngen {
 struct PageMap { int head_boxes; };
 std::vector<int>* copies;
-int promised;
+int promised, place;
 int forget(int x) { return x; }
+int lane_id() { return place; }
 void __syncwarp() {}
 void mbarrier_arrive_expect(u32 barrier, u32 bytes) { promised += barrier == 77 ? bytes : 1; }
 void store_shared_x4(u32 address, const u32*) { copies->push_back(address); }
@@ -43,10 +44,10 @@ template <int kBlock, int kHeadDim>
 int load(const void* fetch, int head_boxes, int kv_len, int block, int* out) {
   std::vector<int> found;
   copies = &found, promised = 0;
-  for (int lane = 0; lane < 32; ++lane) {
+  for (place = 0; place < 32; ++place) {
     const PageMap map = {head_boxes};
     const PageFetch& pages = *static_cast<const PageFetch*>(fetch);
-    const PagedBlocks<kBlock, kHeadDim, PageFetch> blocks(pages, &map, 2, 5, kv_len, lane);
+    const PagedBlocks<kBlock, kHeadDim, PageFetch> blocks(pages, &map, 2, 5, kv_len, place);
     blocks.load(blocks.find(block), 1 << 20, 77, block, 0);
   }
   for (std::size_t i = 0; i < found.size(); ++i) out[i + 1] = found[i];
@@ -57,9 +58,9 @@ template <int kBlock, int kHeadDim>
 int clear(int kv_len, int block, int* out) {
   std::vector<int> found;
   copies = &found;
-  for (int lane = 0; lane < 32; ++lane) {
+  for (place = 0; place < 32; ++place) {
     const PageMap map = {0};
-    const PagedBlocks<kBlock, kHeadDim, PageFetch> blocks({}, &map, 0, 0, kv_len, lane);
+    const PagedBlocks<kBlock, kHeadDim, PageFetch> blocks({}, &map, 0, 0, kv_len, place);
     blocks.clear_tail(1 << 20, block);
   }
   for (std::size_t i = 0; i < found.size(); ++i) out[i] = found[i];

@@ -47,14 +47,15 @@ ATTNGEN_DEVICE void named_barrier_arrive(u32 id, u32 threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Position in a ring of `kStages` buffers, and the parity that tells one lap from the next.
+// Position in a ring of `kStages` buffers, or as many of them as are used, and the parity that
+// tells one lap from the next.
 template <int kStages>
 struct RingPosition {
   u32 stage = 0;
   u32 parity = 0;
 
-  ATTNGEN_DEVICE void advance() {
-    if (++stage == kStages) {
+  ATTNGEN_DEVICE void advance(u32 used = kStages) {
+    if (++stage == used) {
       stage = 0;
       parity ^= 1;
     }

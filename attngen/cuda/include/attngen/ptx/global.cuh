@@ -1,4 +1,5 @@
-// Counters in global memory by which CTAs take turns, and how a kernel waits for the one before it.
+// Counters in global memory by which CTAs take turns, how a kernel waits for the one before it, and
+// how large the chip is.
 #pragma once
 
 #include "attngen/platform.cuh"
@@ -38,5 +39,12 @@ ATTNGEN_DEVICE void count_up(int* counter) {
 ATTNGEN_DEVICE void allow_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::); }
 // Blocks until the kernel before has ended and what it wrote is visible.
 ATTNGEN_DEVICE void await_dependency() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Places for multiprocessors, of which some may be empty.
+ATTNGEN_DEVICE u32 multiprocessors() {
+  u32 count;
+  asm("mov.u32 %0, %%nsmid;" : "=r"(count));
+  return count;
+}
 
 }  // namespace attngen

@@ -29,6 +29,12 @@ ATTNGEN_DEVICE int forget(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+// The thread's place in its warp, read anew where a register to keep it in is dear.
+ATTNGEN_DEVICE int lane_id() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
 // A performance event that nobody counts: the compiler moves no instruction across it.
 ATTNGEN_DEVICE void schedule_fence() { asm volatile("pmevent 1;" ::: "memory"); }
 ATTNGEN_DEVICE u64 wide_product(u32 a, u32 b) {

@@ -5,28 +5,36 @@
 
 namespace attngen {
 
-// Each gap begins with another share, so that short ones do not all fall to the same.
-constexpr u32 kTurn = 613;
-
-// `visit(batch, row)` for each row of the tensor that belongs to no sequence and is in this one of
-// so many shares. These divide the gaps: 32 sequences a chunk, and where there are more shares than
-// chunks, several shares each of those.
+// `visit(batch, row)` by a whole warp for each row of the tensor that belongs to no sequence and is
+// in this one of so many shares. These divide the gaps: 32 of them a chunk, a lane each, whose rows
+// the shares of the chunk take in turn; where there are fewer shares, several chunks each.
 template <class Sequence, class Visitor>
-ATTNGEN_HD void for_each_gap_row(Sequence sequence, int sequences, u32 share, u32 shares,
-                                 Visitor visit) {
+ATTNGEN_DEVICE void for_each_gap_row(Sequence sequence, int sequences, u32 share, u32 shares,
+                                     int lane, Visitor visit) {
   const u32 step = min_of((sequences + 32u) / 32, shares);
-  const u32 rank = share / step;
-  const u32 chunk = share - rank * step;
-  const u32 sharers = (shares - 1 - chunk) / step + 1;
+  const u32 chunk = share % step;
 #pragma unroll 1
   for (u32 first = chunk * 32; first <= static_cast<u32>(sequences); first += step * 32) {
-    // The first gap is that before all sequences.
+    // The first gap is before all sequences.
+    const auto gap_of = [&](int place) {
+      return sequence.gap(static_cast<int>(first) - 1 + place, sequences);
+    };
+    u32 end = 0;  // of the lane's rows among those of the chunk
+    if (first + lane <= static_cast<u32>(sequences)) {
+      const Range gap = gap_of(lane);
+      end = max_of(gap.hi - gap.lo, 0);
+    }
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const u32 before = __shfl_up_sync(~0u, end, distance);
+      if (lane >= distance) end += before;
+    }
+    const u32 sharers = (shares - 1 - chunk) / step + 1;
 #pragma unroll 1
-    for (int batch = first - 1; batch < min_of(static_cast<int>(first) + 31, sequences); ++batch) {
-      const Range gap = sequence.gap(batch, sequences);
-#pragma unroll 1
-      for (int row = gap.lo + (rank + (batch + 1) * kTurn) % sharers; row < gap.hi; row += sharers)
-        visit(max_of(batch, 0), row);
+    for (u32 at = share / step; at < __shfl_sync(~0u, end, 31); at += sharers) {
+      const int owner = __ffs(__ballot_sync(~0u, at < end)) - 1;
+      const int behind = __shfl_sync(~0u, end, owner) - at;
+      visit(max_of(static_cast<int>(first) - 1 + owner, 0), gap_of(owner).hi - behind);
     }
   }
 }
