@@ -77,7 +77,7 @@ def find_kernels(
     problem: Problem, arch: str, short: bool | None = None
 ) -> tuple[tuple[Binary, bytes], ...]:
     """Launch programs and cubins of a problem, as a call needs them: from a mounted bundle, else
-    from the cache, else compiled. short: as `build_problem` has it, and what it raises; BundleError.
+    from the cache, else compiled. short: as `build_problem` has it. Raises: as that; BundleError.
     """
     if found := mounts.find(problem, arch, short):
         return found

@@ -24,6 +24,7 @@ KernelPlan = (
 )
 _CLASSES: dict[str, type[KernelPlan]] = {
     "sm90_fwd": Plan,
+    sm90_short.FAMILY: Plan,
     "bwd_prepare": sm90_bwd.PreparePlan,
     "sm90_bwd": sm90_bwd.BackwardPlan,
     "sm90_bwd_dkv": sm90_bwd.BackwardPlan,
@@ -40,8 +41,8 @@ _CLASSES: dict[str, type[KernelPlan]] = {
 def plans(problem: Problem, arch: str) -> tuple[KernelPlan, ...]:
     """The preferred plan of each kernel of the problem, in the order of their launches: one for a
     forward, several for a backward, and one more before them where lengths vary, or where a mask's
-    bits are packed; two for a decode. Many a forward has one more, last, for short calls (`ctas`
-    2), which is launched instead.
+    bits are packed; two for a decode. Many a forward has one more, for short calls, which launch
+    it instead.
     Raises: as `plan`."""
     _check_known(arch)
     _check_together(problem)

@@ -21,13 +21,6 @@ SPLIT_BLOCKS = 4  # of keys, at least, for each split
 UNSPLIT_BUSY, SPLIT_BUSY = 0.95, 0.96
 
 
-SHORT_QUERIES = 512  # of calls that may have tiles of 64
-# Rows that an SM takes in the same time, as shares of those that it takes in larger tiles: of two
-# tiles of 64 at once, without masks and with, and of one alone.
-SHORT_SPEEDS, SHORT_SPEED_ALONE = (0.84, 0.92), 0.6
-SHORT_GAIN = 0.97  # of the time, at most, so that what is not counted does not turn it
-
-
 class Extent(NamedTuple):
     """Sizes and strides (elements) of one operand, whatever its memory order."""
 
@@ -189,25 +182,6 @@ def choose_splits(work: int, blocks: int, slots: int, enough: float) -> int:
     if busy[0] >= UNSPLIT_BUSY * max(busy):
         return 1
     return 1 + next(n for n, share in enumerate(busy) if share >= SPLIT_BUSY * max(busy))
-
-
-def is_short(extents: Mapping[str, Extent], masked: bool, multiprocessors: int) -> bool:
-    """Whether a dense forward is faster with tiles of 64 query rows, of which an SM works on two at
-    once, than with larger ones: where these would be half empty, or too few for the chip.
-
-    Both kernels are compared by rows that an SM works on one after another, all of the same cost.
-    """
-    q, v = extents["q"], extents["v"]
-    if q.seq > SHORT_QUERIES:
-        return False
-    heads = q.batch * q.heads
-    rows = 192 if max(q.dim, v.dim) <= 96 else 128
-    usual = rows * -(-heads * -(-q.seq // rows) // multiprocessors)
-    full, rest = divmod(heads * -(-q.seq // 64), 2 * multiprocessors)
-    alone = 0 < rest <= multiprocessors
-    pairs = full + (rest > 0 and not alone)
-    short = 128 * pairs / SHORT_SPEEDS[masked] + alone * 64 / SHORT_SPEED_ALONE
-    return short < SHORT_GAIN * usual
 
 
 def share_busy(ctas: int, slots: int, enough: float) -> float:

@@ -38,8 +38,8 @@ RAW_STAGES = 2  # buffers of 8-bit V before it is transposed
 RAW_UNIT = 32  # keys, the fewest that are transposed at a time
 ROWS_PER_CONSUMER = 64
 # Registers a thread of the producer and of a consumer, by the number of consumers: setmaxnreg
-# moves the 256 of a launch (2 warpgroups, two CTAs an SM), 504 (3) or 512 (4) between roles. A producer of 24 spills
-# in some head-dim pairs, and no consumer of two needs more than 232.
+# moves the 256 of a launch (2 warpgroups, two CTAs an SM), 504 (3) or 512 (4) between roles. A
+# producer of 24 spills in some head-dim pairs, and no consumer of two needs more than 232.
 REGISTERS = {1: (40, 216), 2: (40, 232), 3: (32, 160)}
 # Where the producer's warps copy rows themselves, beside two consumers.
 GATHER_REGISTERS = (56, 224)

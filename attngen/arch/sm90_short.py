@@ -6,10 +6,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..problem import DTYPE_BYTES, Problem
+from ..spec import SHORT_HEAD_DIM
 from . import sm90
 from .base import Plan
 
-LARGEST_HEAD_DIM = 128  # above, two CTAs have no room for two stages of K and V each
+FAMILY = "sm90_fwd_short"
 
 
 def serves(problem: Problem) -> bool:
@@ -20,7 +21,7 @@ def serves(problem: Problem) -> bool:
         and not (problem.decode or problem.varlen or problem.gather or problem.paged)
         and (DTYPE_BYTES[problem.dtype_kv], problem.dtype_o) == (2, problem.dtype_q)
         and not (problem.bias or problem.attn_mask or problem.dropout)
-        and max(problem.head_dim_qk, problem.head_dim_v) <= LARGEST_HEAD_DIM
+        and max(problem.head_dim_qk, problem.head_dim_v) <= SHORT_HEAD_DIM
     )
 
 
@@ -42,4 +43,4 @@ def plans(problem: Problem) -> tuple[Plan, ...]:
         output_over_q=False,
     )
     plan = sm90.make_plan(problem, choice)
-    return (plan,) if plan else ()
+    return (replace(plan, family=FAMILY),) if plan else ()

@@ -14,7 +14,6 @@ from torch import Tensor
 from ..errors import SpecError
 from ..launch import prepare
 from ..reference.fp8 import is_fp8
-from ..run_time import is_short
 from . import autograd, bias, decode, schedule
 from .checks import violations
 from .needed import unordered
@@ -39,6 +38,7 @@ from .operation import (
     remember,
     run,
 )
+from .short import is_short
 from .signature import INPUTS, OPTIONAL, Arguments, Operands, schema, split
 
 library.define(
@@ -132,12 +132,10 @@ def _make_ready(operands: Operands, arguments: Arguments, gather: bool) -> Ready
         unaligned = None
     elif not is_fp8(q.dtype) and not layout_of(arguments.layout).paged:
         unaligned = partial(find_ready, arguments=arguments, gather=True)
-    asked, splits = arguments.num_splits, 1
-    multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    masked = spec.window or spec.mask != "none"
-    short = not asked and is_short(extents, masked, multiprocessors)
-    kernels = kernels_of(spec, q.device, short)
+    short = is_short(spec, extents, arguments, q.device)
+    kernels, splits = kernels_of(spec, q.device, short), 1
     if spec.decode:
+        asked = arguments.num_splits
         kernels, splits = decode.choose(kernels, extents, optional, sequences, asked)
     numbers = {**scalars.numbers, **decode.numbers_of(extents, optional), "splits": splits}
     kernels, unwritten = unordered(kernels, sequences)
