@@ -13,7 +13,7 @@ from .arch.sm90_mask import MaskPlan
 from .arch.sm90_varlen import VarlenPlan
 from .cache import Cache
 from .errors import CacheError
-from .plan import KernelPlan, plans
+from .plan import KernelPlan, plans, plans_of_call
 from .problem import Problem
 from .program import Binary
 from .spec import AttentionSpec
@@ -52,15 +52,18 @@ def build(
     )
 
 
-def build_problem(problem: Problem, arch: str, *, cache: Cache | None = None) -> tuple[Built, ...]:
-    """The problem's kernels in the order of their launches (a forward has one), each from the cache
-    or compiled and put there.
+def build_problem(
+    problem: Problem, arch: str, *, cache: Cache | None = None, short: bool | None = None
+) -> tuple[Built, ...]:
+    """The problem's kernels in the order of `plan.plans`, each from the cache or compiled and put
+    there. short: of a forward those alone that a call launches, which is short or not.
 
     Raises: CacheError with all that are missing, where ATTNGEN_DISABLE_JIT forbids to build them.
     """
     built: list[Built] = []
     missing: dict[str, None] = {}
-    for each in plans(problem, arch):
+    wanted = plans(problem, arch) if short is None else plans_of_call(problem, arch, short)
+    for each in wanted:
         try:
             built.append(build_plan(problem, each, arch, cache=cache))
         except CacheError as error:
@@ -70,14 +73,17 @@ def build_problem(problem: Problem, arch: str, *, cache: Cache | None = None) ->
     return tuple(built)
 
 
-def find_kernels(problem: Problem, arch: str) -> tuple[tuple[Binary, bytes], ...]:
+def find_kernels(
+    problem: Problem, arch: str, short: bool | None = None
+) -> tuple[tuple[Binary, bytes], ...]:
     """Launch programs and cubins of a problem, as a call needs them: from a mounted bundle, else
-    from the cache, else compiled. Raises: as `build_problem`; BundleError.
+    from the cache, else compiled. short: as `build_problem` has it. Raises: as that; BundleError.
     """
-    if found := mounts.find(problem, arch):
+    if found := mounts.find(problem, arch, short):
         return found
     try:
-        return tuple((built.binary, built.cubin) for built in build_problem(problem, arch))
+        made = build_problem(problem, arch, short=short)
+        return tuple((built.binary, built.cubin) for built in made)
     except CacheError as error:
         raise CacheError([*mounts.explain_absence(problem, arch), *error.reasons]) from error
 

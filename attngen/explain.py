@@ -28,7 +28,7 @@ INDENT = "  "
 MMA_FLOPS_PER_CYCLE = 8192
 EXPONENTIALS_PER_CYCLE = 16
 # Products of a block over Q's head dim, and over V's: S, dQ, dK; O or dP, dV.
-PRODUCTS = {"sm90_fwd": (1, 1), "sm90_bwd": (3, 2), "sm90_bwd_dkv": (2, 2), "sm90_bwd_dq": (2, 1)}
+PRODUCTS = {"sm90_bwd": (3, 2), "sm90_bwd_dkv": (2, 2), "sm90_bwd_dq": (2, 1)}  # else one each
 
 
 def explain(spec: AttentionSpec, cache: Cache | None, *, compiled: bool = True) -> Iterator[str]:
@@ -76,7 +76,8 @@ def _explain_kernel(
     problem: Problem, chosen: KernelPlan, arch: str, cache: Cache | None, compiled: bool
 ) -> Iterator[str]:
     yield ""
-    how = _choice(problem, arch) if isinstance(chosen, Plan) else "the heuristics' choice"
+    tuned_too = isinstance(chosen, Plan) and chosen.ctas == 1
+    how = _choice(problem, arch) if tuned_too else "the heuristics' choice"
     yield f"plan {arch} {chosen.family}, {how}"
     yield from _indented(describe(chosen))
     yield ""
@@ -135,13 +136,14 @@ def aim(problem: Problem, chosen: KernelPlan) -> Iterator[str]:
         yield "aims at the memory: no products, each operand read and each result written once"
         return
     d, d_v = problem.head_dim_qk, problem.head_dim_v
-    of_qk, of_v = PRODUCTS[chosen.family]
+    of_qk, of_v = PRODUCTS.get(chosen.family, (1, 1))
     pairs = chosen.tile.m * chosen.tile.n
     flops, size = 2 * pairs * (of_qk * d + of_v * d_v), DTYPE_BYTES[problem.dtype_kv]
     mma = flops * size / MMA_FLOPS_PER_CYCLE
     exponentials = pairs / EXPONENTIALS_PER_CYCLE
     binding = "tensor cores" if mma > exponentials else "exponentials"
-    keys_come = chosen.family in ("sm90_fwd", "sm90_bwd_dq")
+    ctas = chosen.ctas if isinstance(chosen, Plan) else 1
+    keys_come = isinstance(chosen, Plan) or chosen.family == "sm90_bwd_dq"
     reuse = flops / ((chosen.tile.n if keys_come else chosen.tile.m) * (d + d_v) * size)
     yield (
         f"aims at the {binding}: {max(mma, exponentials):.0f} cycles a block "
@@ -149,7 +151,7 @@ def aim(problem: Problem, chosen: KernelPlan) -> Iterator[str]:
     )
     yield (
         f"{reuse:.0f} FLOPs for each byte of {'K and V' if keys_come else 'Q and dO'} that an SM "
-        "loads; 1 persistent CTA an SM"
+        f"loads; {ctas} persistent CTA{'s' if ctas > 1 else ''} an SM"
     )
 
 

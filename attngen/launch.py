@@ -118,7 +118,7 @@ def prepare(loaded: LoadedKernel, extents: dict[str, Extent], scalars: Scalars) 
 def _grid(loaded: LoadedKernel, q: Extent, values: dict[str, int | float]) -> tuple[int, int, int]:
     kernel = loaded.kernel
     if kernel.grid == "persistent_tiles":
-        return min(loaded.multiprocessors, int(values["tiles"])), 1, 1
+        return min(loaded.multiprocessors * kernel.ctas, int(values["tiles"])), 1, 1
     if kernel.grid == "multiprocessors":
         return loaded.multiprocessors, 1, 1
     if kernel.grid == "one":

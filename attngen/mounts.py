@@ -20,7 +20,7 @@ from . import features, resolve
 from .bundle import Bundle, name_of
 from .errors import BundleError
 from .problem import Problem, Variant
-from .program import Binary
+from .program import Binary, binaries_of_call
 from .spec import AttentionSpec, load_specs
 from .values import to_json
 
@@ -83,15 +83,20 @@ def mounted() -> list[Bundle]:
         return [*_loaded, *_found]
 
 
-def find(problem: Problem, arch: str) -> tuple[tuple[Binary, bytes], ...] | None:
+def find(
+    problem: Problem, arch: str, short: bool | None = None
+) -> tuple[tuple[Binary, bytes], ...] | None:
     """Launch programs and cubins of a problem, from the first mounted bundle that has them; None
-    where none has. Raises: BundleError.
+    where none has. short: as `builder.find_kernels` has it. Raises: BundleError.
     """
     for bundle in mounted():
         program = bundle.program(problem, arch)
         if program is not None:
             log.debug("%s: found in %s", program.name, bundle.path)
-            return tuple((binary, bundle.cubin(binary)) for binary in program.binaries)
+            wanted = program.binaries
+            if short is not None:
+                wanted = binaries_of_call(wanted, short)
+            return tuple((binary, bundle.cubin(binary)) for binary in wanted)
     return None
 
 

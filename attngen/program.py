@@ -78,7 +78,7 @@ Workspace = Literal[
 class KernelEntry:
     """One launch of the program.
 
-    `grid`: at most one CTA an SM, which share the tiles; or `block_ctas` CTAs for each block of
+    `grid`: at most `ctas` CTAs an SM, which share the tiles; or `block_ctas` CTAs for each block of
     `row_block` queries of each head; or one CTA an SM; or one for each split of the keys of
     `tile_rows` rows of a key/value head; or one for `tile_rows` rows of the output; or one in all.
     `dependent`: it may start before the kernel that it waits for has ended. `tile_axis` says
@@ -86,7 +86,7 @@ class KernelEntry:
     `kv_group_bytes`, `group_heads` and `tail_share` order the tiles (see arch.base.Schedule).
     `workspace`: device memory beside the operands, of run_time.workspace_bytes each; what one
     kernel of a problem leaves there the next ones read. `dq_floats`: those of `dq_acc` for a block.
-    `block_keys`: keys that a split takes at a time; `ctas`: those that an SM holds; `busy_ctas`:
+    `block_keys`: keys that a split takes at a time; `ctas`: CTAs that an SM holds; `busy_ctas`:
     those that keep its share of the memory busy; `part_floats`: of `o_parts` for a row.
     `q_seq`, `kv_seq`: the problem's; they decide how its tensor maps find a sequence.
     `orders_few`: it finds the order of few sequences itself, where it has no schedule.
@@ -116,6 +116,12 @@ class KernelEntry:
     busy_ctas: float = 1.0
     part_floats: int = 0
     orders_few: bool = False
+
+
+def binaries_of_call(found: tuple[Binary, ...], short: bool) -> tuple[Binary, ...]:
+    """Those of a forward's that a call launches, which is short or not."""
+    forwards = [each for each in found if each.kernel.grid == "persistent_tiles"]
+    return (forwards[short],) if len(forwards) > 1 else found
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,11 @@ class Plan:
     why: tuple[str, ...]
 
     @property
+    def ctas(self) -> int:
+        """CTAs an SM: a lone consumer leaves room for a second CTA."""
+        return 2 if self.pipeline.consumers == 1 else 1
+
+    @property
     def orders_few(self) -> bool:
         """Whether its CTAs find the order of few sequences themselves, and fill rows of none."""
         return has_order(self.smem)

@@ -24,6 +24,7 @@ from .base import (
 
 ARCH = "sm_90a"
 SMEM_BYTES = 232_448  # 227 KB a CTA may use
+SMEM_BYTES_HALF = 115_712  # so that two fit an SM's 228 KB, of which each takes 1 more
 JOB_BYTES = 24  # struct Job of the forward, and more of queries and of keys whose lengths vary
 JOB_BYTES_QUERIES, JOB_BYTES_KEYS = 16, 8
 BARRIER_BYTES = 8
@@ -37,9 +38,9 @@ RAW_STAGES = 2  # buffers of 8-bit V before it is transposed
 RAW_UNIT = 32  # keys, the fewest that are transposed at a time
 ROWS_PER_CONSUMER = 64
 # Registers a thread of the producer and of a consumer, by the number of consumers: setmaxnreg
-# moves the 504 of a launch (3 warpgroups) or its 512 (4) between roles. A producer of 24 spills
-# in some head-dim pairs, and no consumer of two needs more than 232.
-REGISTERS = {2: (40, 232), 3: (32, 160)}
+# moves the 256 of a launch (2 warpgroups, two CTAs an SM), 504 (3) or 512 (4) between roles. A
+# producer of 24 spills in some head-dim pairs, and no consumer of two needs more than 232.
+REGISTERS = {1: (40, 216), 2: (40, 232), 3: (32, 160)}
 # Where the producer's warps copy rows themselves, beside two consumers.
 GATHER_REGISTERS = (56, 224)
 # Two consumers beside a producer and a transposer, 512 in all. A transposer whose warps have
@@ -48,9 +49,9 @@ REGISTERS_8BIT = {True: (32, 224), False: (40, 216)}
 REGISTERS_WIDENED = (40, 216)  # the same beside a warpgroup that widens K and V
 # Operands in registers (output, scores, packed weights, queries) that leave room for addresses
 # and row state.
-OPERANDS = {2: 204, 3: 132}
+OPERANDS = {1: 188, 2: 204, 3: 132}
 # Beside scores with arithmetic of their own: what compiles without spills from head dim 8 to 256.
-OPERANDS_SCORES = {2: 188, 3: 116}
+OPERANDS_SCORES = {1: 172, 2: 188, 3: 116}
 LIGHT_SCORES = frozenset({"alibi"})  # a multiply-add an element needs no registers
 SMALLEST_BLOCK = 32
 MASK_REGISTERS = 12  # of a thread, for the bits of an arbitrary mask
@@ -246,7 +247,8 @@ def make_plan(problem: Problem, choice: Choice) -> Plan | None:
     order = {"Order": order_bytes(schedule.tail_share)} if orders_few else {}
     regions = lay_out(smem_sizes(problem, tile, choice), order)
     smem_bytes = regions[-1].offset + regions[-1].bytes
-    if registers > operand_limit(problem, choice) or smem_bytes > SMEM_BYTES:
+    room = SMEM_BYTES_HALF if choice.consumers == 1 else SMEM_BYTES
+    if registers > operand_limit(problem, choice) or smem_bytes > room:
         return None
     if choice.output_over_q and (
         choice.q_in_registers  # the next tile's queries are already on their way there
@@ -387,8 +389,11 @@ def explain(
     keys = choice.promote_blocks * choice.block
     place = "total in registers" if choice.promote_blocks == 1 else "mean in shared memory"
     promoted = (f"sums of 8-bit products join a {place} every {keys} keys",) if keys else ()
+    lone = choice.consumers == 1
     return (
-        f"{choice.consumers} consumer warpgroups of 64 query rows "
+        "1 consumer warpgroup of 64 query rows shares the tensor cores with another CTA's"
+        if lone
+        else f"{choice.consumers} consumer warpgroups of 64 query rows "
         + ("take turns at the tensor cores" if choice.take_turns else "share the tensor cores"),
         f"{choice.block} keys a block: {registers} of {operand_limit(problem, choice)} operand "
         "registers a thread",
@@ -396,7 +401,7 @@ def explain(
         if choice.q_in_registers
         else "queries in shared memory: registers hold a larger block or output instead",
         f"{choice.k_stages} K and {choice.v_stages} V stages: {smem_bytes} of {SMEM_BYTES} bytes "
-        "of shared memory, 1 CTA an SM",
+        f"of shared memory, {'2 CTAs' if lone else '1 CTA'} an SM",
         "threads copy rows that the copy engine cannot, and store those of the output"
         if problem.gather
         else "output staged over Q: its own buffer would not fit"

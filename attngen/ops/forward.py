@@ -38,6 +38,7 @@ from .operation import (
     remember,
     run,
 )
+from .short import is_short
 from .signature import INPUTS, OPTIONAL, Arguments, Operands, schema, split
 
 library.define(
@@ -140,7 +141,8 @@ def _make_ready(operands: Operands, arguments: Arguments, gather: bool) -> Ready
         unaligned = None
     elif not is_fp8(q.dtype) and not layout_of(arguments.layout).paged:
         unaligned = partial(find_ready, arguments=arguments, gather=True)
-    kernels, splits = kernels_of(spec, q.device), 1
+    short = is_short(spec, extents, arguments, q.device)
+    kernels, splits = kernels_of(spec, q.device, short), 1
     if spec.decode:
         asked = arguments.num_splits
         kernels, splits = decode.choose(kernels, extents, optional, sequences, asked)

@@ -96,7 +96,7 @@ class Ready(Launches):
 
 _LIMIT = 4096
 WORKSPACE_ALIGNMENT = 256  # bytes; kernels need 16
-_kernels: dict[tuple[AttentionSpec, int], tuple[load.LoadedKernel, ...]] = {}
+_kernels: dict[tuple[AttentionSpec, int, bool | None], tuple[load.LoadedKernel, ...]] = {}
 
 
 def remember(known: dict[Any, Value], key: Any, make: Callable[[], Value]) -> Value:
@@ -234,14 +234,16 @@ def device_arch(device: torch.device) -> str | None:
     return ARCH_OF_CAPABILITY.get(torch.cuda.get_device_capability(device))
 
 
-def kernels_of(spec: AttentionSpec, device: torch.device) -> tuple[load.LoadedKernel, ...]:
+def kernels_of(
+    spec: AttentionSpec, device: torch.device, short: bool | None = None
+) -> tuple[load.LoadedKernel, ...]:
     """The kernels of a spec of one direction on this device, in the order of launch, found or built
-    and loaded once.
+    and loaded once. short: of a forward those of a call that is short or not.
 
     Raises: SpecError where the device or the spec has no kernels; BundleError, CompileError,
     LaunchError.
     """
-    key = (spec, device.index)
+    key = (spec, device.index, short)
     if key not in _kernels:
         arch = device_arch(device)
         if arch is None:
@@ -250,7 +252,7 @@ def kernels_of(spec: AttentionSpec, device: torch.device) -> tuple[load.LoadedKe
         with torch.cuda.device(device):
             _kernels[key] = tuple(
                 load.load(binary, cubin, device.index)
-                for binary, cubin in find_kernels(problem, arch)
+                for binary, cubin in find_kernels(problem, arch, short)
             )
     return _kernels[key]
 

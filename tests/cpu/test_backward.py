@@ -94,7 +94,7 @@ def test_plans_unknown_architecture_is_refused_with_those_there_are(make_backwar
 def test_plans_forward_is_its_plan_and_a_backward_has_no_single_one(
     make_problem, make_backward
 ) -> None:
-    assert plans(make_problem(), ARCH) == (plan(make_problem(), ARCH),)
+    assert plans(make_problem(256), ARCH) == (plan(make_problem(256), ARCH),)
     with pytest.raises(PlanError, match="several kernels"):
         plan(make_backward(), ARCH)
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,12 @@ from attngen.cache import Cache
 from attngen.errors import CacheError
 from attngen.plan import plan
 from attngen.spec import AttentionSpec
-from tests.cpu.cache_kit import ARCH, PROBLEM, ROOT
+from tests.cpu.cache_kit import ARCH, ROOT
+from tests.cpu.cache_kit import PROBLEM as OTHER
 
 pytestmark = pytest.mark.timeout(60)
-SPEC = AttentionSpec(head_dim=64, mask="causal")
+SPEC = AttentionSpec(head_dim=256, mask="causal")  # of one kernel
+PROBLEM = replace(OTHER, head_dim_qk=256, head_dim_v=256)
 
 # Neither the template engine nor the compiler exists for this process; nor does torch.
 BLOCKED = """
@@ -111,7 +114,7 @@ def test_damaged_kernel_is_compiled_again_to_the_same_bytes(cache: Cache) -> Non
 
 def test_disable_jit_miss_fails_without_importing_a_compiler(cache: Cache) -> None:
     reasons = " ".join(run_blocked(MISS, ATTNGEN_DISABLE_JIT="1"))
-    assert "causal_d64_bf16" in reasons and str(cache.root) in reasons
+    assert "causal_d256_bf16" in reasons and str(cache.root) in reasons
     assert not cache.root.exists()
 
 

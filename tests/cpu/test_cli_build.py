@@ -94,10 +94,10 @@ def test_build_dry_run_compiles_nothing_and_says_what_it_would(tmp_path: Path) -
     place = tmp_path / "kernels"
     result = run("build", CURATED, "--dry-run", "-o", place)
     assert result.exit_code == 0 and not place.exists()
-    assert "33 to compile, 0 cached" in result.stdout
+    assert "41 to compile, 0 cached" in result.stdout
     run("build", LLAMA, "-o", place)
     lines = run("build", LLAMA, GEMMA, "--dry-run", "--json", "-o", place).stdout.splitlines()
-    assert [json.loads(line)["cached"] for line in lines] == [True, False, False]
+    assert [json.loads(line)["cached"] for line in lines] == [True, True, False, False]
     assert run("bundle", "build", GEMMA, "--dry-run", "-o", tmp_path / "x").exit_code == 0
     assert not (tmp_path / "x").exists()
 
@@ -105,7 +105,7 @@ def test_build_dry_run_compiles_nothing_and_says_what_it_would(tmp_path: Path) -
 def test_build_dry_run_with_a_refusal_fails(tmp_path: Path) -> None:
     (tmp_path / "odd.toml").write_text(REFUSED)
     result = run("build", tmp_path / "odd.toml", LLAMA, "--dry-run", "-o", tmp_path / "kernels")
-    assert result.exit_code == 1 and "1 to compile, 0 cached, 1 refused" in result.stdout
+    assert result.exit_code == 1 and "2 to compile, 0 cached, 1 refused" in result.stdout
 
 
 def test_build_json_ends_with_the_bundle(tmp_path: Path) -> None:
@@ -166,21 +166,21 @@ def test_build_interrupted_goes_on_where_it_was(tmp_path: Path) -> None:
     first = process.stdout.readline()
     process.send_signal(signal.SIGINT)
     rest, _ = process.communicate(timeout=60)
-    assert first.startswith("[1/33") and " left] sm90_fwd__full_d64" in first
+    assert first.startswith("[1/41") and " left] sm90_fwd__full_d64" in first
     assert process.returncode == 1 and len(rest.splitlines()) < 28
     done = len(Cache(tmp_path).entries())
-    assert 1 <= done < 33 and Cache(tmp_path).verify() == []
+    assert 1 <= done < 41 and Cache(tmp_path).verify() == []
     result = CliRunner().invoke(
         main, ["build", str(CURATED), "--dry-run"], env={"ATTNGEN_CACHE_DIR": str(tmp_path)}
     )
-    assert f"{33 - done} to compile, {done} cached" in result.stdout
+    assert f"{41 - done} to compile, {done} cached" in result.stdout
 
 
 # ---- from a trace
 
 
 def test_build_from_trace_has_exactly_what_was_used(tmp_path: Path) -> None:
-    (job,) = batch.jobs_of(load_specs(LLAMA), None)[0]
+    job, _ = batch.jobs_of(load_specs(LLAMA), None)[0]
     Trace(variants={(job.problem, ARCH): None, (PROBLEM, ARCH): None}).save(tmp_path / "trace")
     result = run("bundle", "build", "--from-trace", tmp_path / "trace", "-o", tmp_path / "x")
     assert result.exit_code == 0

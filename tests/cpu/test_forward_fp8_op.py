@@ -11,7 +11,7 @@ from attngen import SpecError
 from attngen.load import LoadedKernel
 from attngen.ops import forward as op
 from attngen.ops import operands as op_operands
-from attngen.ops import operation
+from attngen.ops import operation, short
 from attngen.ops.signature import split
 from attngen.program import Field, KernelEntry, TensorMapRecipe
 from attngen.reference.call import SCALES
@@ -63,7 +63,8 @@ def launched(monkeypatch):
         found.append(SimpleNamespace(prepared=prepared, addresses=dict(addresses)))
 
     kernel = LoadedKernel("handle", ENTRY, 0, 132)
-    monkeypatch.setattr(op, "kernels_of", lambda spec, device: specs.append(spec) or (kernel,))
+    monkeypatch.setattr(op, "kernels_of", lambda spec, *_: specs.append(spec) or (kernel,))
+    monkeypatch.setattr(short, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(operation, "launch", note)
     monkeypatch.setattr(op, "_ready", {})
     monkeypatch.setattr(operation, "_empty_strided_cuda", filled)

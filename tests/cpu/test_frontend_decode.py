@@ -225,15 +225,16 @@ def dense(s_q, heads=(4, 2), **changes):
         (dense(1), True),
         (dense(32), True),  # 64 rows with the heads of a group
         (dense(33), False),
-        (dense(64, (1, 1)), True),
+        (dense(64, (1, 1)), False),  # a head has a tile of its own either way
+        (dense(64, (1, 1), out_dtype=torch.bfloat16, num_splits=1), True),
         (dense(33, num_splits=1), True),
         (dense(1, seqused_q=torch.tensor([1, 0], dtype=torch.int32)), True),
         (dense(1, out_dtype=torch.float32), False),
         (call(), True),
         (call("paged_kv_thd_sbhd_sbhd"), True),
-        ({"q": torch.randn(2, 20, 3, 1, 16).bfloat16(), "layout": "bs3hd"}, True),
+        ({"q": torch.randn(2, 20, 3, 1, 16).bfloat16(), "layout": "bs3hd"}, False),
         ({"q": torch.randn(2, 65, 3, 1, 16).bfloat16(), "layout": "bs3hd"}, False),
-        ({"q": torch.randn(2, 40, 3, 2, 16).bfloat16(), "layout": "bs3hd"}, True),
+        ({"q": torch.randn(2, 40, 3, 2, 136).bfloat16(), "layout": "bs3hd"}, True),
         (
             {
                 "q": torch.randn(2, 20, 8, 16).bfloat16(),

@@ -196,7 +196,7 @@ def test_ready_paged_call_knows_its_addresses_and_needs_no_tile_counter(
     """A counter would be a kernel more in every captured call, which sets it to zero."""
     layout = "paged_kv_bshd_bshd_bshd"
     kernels = tuple(loaded(decode=True, layout=layout))
-    monkeypatch.setattr(forward, "kernels_of", lambda spec, device: kernels)
+    monkeypatch.setattr(forward, "kernels_of", lambda spec, device, short: kernels)
     q = torch.zeros(BATCH, QUERIES, HEADS * GROUP, D, dtype=torch.bfloat16)
     k = torch.zeros(PAGES, PAGE, HEADS, D, dtype=torch.bfloat16)
     table = torch.zeros(BATCH, 9, dtype=torch.int32)

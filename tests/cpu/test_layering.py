@@ -17,7 +17,8 @@ PACKAGE = ROOT / "attngen"
 # The stages, each with the values it passes on; a module may import what stands before it.
 STAGES = (
     *("errors", "values", "spec", "features", "problem", "resolve", "arch.base"),
-    *("arch.sm90", "arch.sm90_bwd", "arch.sm90_decode", "arch.sm90_mask", "arch.sm90_varlen"),
+    *("arch.sm90", "arch.sm90_bwd", "arch.sm90_decode", "arch.sm90_mask", "arch.sm90_short"),
+    "arch.sm90_varlen",
     *("tuned", "plan", "program", "render", "render_bwd", "render_decode", "render_mask"),
     *("render_varlen", "compile", "digest"),
     *("cache_entry", "cache_lock", "cache", "bundle", "mounts", "builder", "batch", "ops"),

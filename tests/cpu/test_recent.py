@@ -11,8 +11,8 @@ import attngen
 from attngen import SpecError, features, resolve
 from attngen.builder import render_problem
 from attngen.load import LoadedKernel
-from attngen.ops import choice, forward, frontend, operation, recent
-from attngen.plan import plans
+from attngen.ops import choice, forward, frontend, operation, recent, short
+from attngen.plan import plans_of_call
 
 PAGED = "paged_kv_bshd_bshd_bshd"
 
@@ -23,9 +23,10 @@ def seen(monkeypatch):
     arguments were looked at."""
     found = []
 
-    def kernels_of(spec, device):
+    def kernels_of(spec, device, short):
         (problem,) = resolve.resolve(spec, features.scan())
-        entries = (render_problem(problem, plan).kernel for plan in plans(problem, "sm_90a"))
+        chosen = plans_of_call(problem, "sm_90a", short)
+        entries = (render_problem(problem, plan).kernel for plan in chosen)
         return tuple(LoadedKernel("handle", entry, 0, 132) for entry in entries)
 
     def checked(*arguments):
@@ -36,6 +37,7 @@ def seen(monkeypatch):
     monkeypatch.setattr(choice, "device_arch", lambda device: "sm_90a")
     monkeypatch.setattr(choice, "use_kernels", checked)
     monkeypatch.setattr(forward, "kernels_of", kernels_of)
+    monkeypatch.setattr(short, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(forward, "_ready", {})
     monkeypatch.setattr(frontend, "_settled", {})
     monkeypatch.setattr(recent, "_recent", {})

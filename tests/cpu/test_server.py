@@ -63,8 +63,10 @@ print(json.dumps({
     "refusals": choice.refusals(call),
     "spiral": choice.refusals(AttentionCall(q=q, k=q, v=q, mask="spiral")),
     "kernels": [
-        operation.kernels_of(AttentionSpec(head_dim=64, mask="causal", **more), q.device)
-        for more in ({"window": True}, {}, {"directions": ("bwd",)})
+        operation.kernels_of(AttentionSpec(head_dim=64, mask="causal", **more), q.device, short)
+        for more, short in (
+            ({"window": True}, False), ({}, True), ({"directions": ("bwd",)}, None)
+        )
     ],
 }))
 """
@@ -152,7 +154,8 @@ def test_server_call_with_a_bundle_gets_to_the_launch(
     assert isinstance(found, dict) and found["refusals"] == []
     assert "'spiral'" in found["spiral"][0] and "causal" in found["spiral"][0]
     kernels = [[name.partition("__")[0] for name, _ in each] for each in found["kernels"]]
-    assert kernels == [["sm90_fwd"], ["sm90_fwd"], ["bwd_prepare", "sm90_bwd", "bwd_convert"]]
+    backward = ["bwd_prepare", "sm90_bwd", "bwd_convert"]
+    assert kernels == [["sm90_fwd"], ["sm90_fwd_short"], backward]
     assert all(is_elf for each in found["kernels"] for _, is_elf in each)
 
 
@@ -163,7 +166,7 @@ def test_server_reference_needs_no_template(stripped: Path) -> None:
 def test_server_lists_all_that_is_missing_with_the_command(
     stripped: Path, built: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    (problem,) = (job.problem for job in batch.jobs_of([AttentionSpec(head_dim=96)], None)[0])
+    problem, _ = (job.problem for job in batch.jobs_of([AttentionSpec(head_dim=96)], None)[0])
     arguments = (str(built[0]), digest.to_json(problem))
     required, called = serve(stripped, MISSING, *arguments, ATTNGEN_CACHE_DIR=str(tmp_path))  # type: ignore[misc]
     *missing, command = required
@@ -175,7 +178,7 @@ def test_server_lists_all_that_is_missing_with_the_command(
 
 
 def test_server_finds_its_cache_too(stripped: Path, built: tuple[Path, Path]) -> None:
-    assert serve(stripped, CACHED, ATTNGEN_CACHE_DIR=str(built[1])) == [True]
+    assert serve(stripped, CACHED, ATTNGEN_CACHE_DIR=str(built[1])) == [True, True]
 
 
 def test_server_that_may_compile_says_what_is_missing(stripped: Path, tmp_path: Path) -> None:

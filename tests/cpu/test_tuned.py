@@ -138,7 +138,7 @@ def test_cache_key_follows_the_tuned_plan(problem: Problem, folder: Path) -> Non
 def test_explain_says_who_chose_the_plan(problem: Problem, folder: Path) -> None:
     def line() -> str:
         text = CliRunner().invoke(main, ["explain", str(LLAMA), "--no-compile"]).stdout
-        (found,) = (each for each in text.splitlines() if each.startswith("plan "))
+        found, *_ = (each for each in text.splitlines() if each.startswith("plan "))
         return found
 
     first, second, *_ = plans = feasible(problem, ARCH)

@@ -12,7 +12,7 @@ import attngen
 from attngen import SpecError, features, layouts
 from attngen.builder import render_problem
 from attngen.load import LoadedKernel
-from attngen.ops import backward, checks, forward, lengths, operands, operation
+from attngen.ops import backward, checks, forward, lengths, operands, operation, short
 from attngen.ops.signature import LENGTHS, OPTIONAL, Arguments
 from attngen.plan import plans
 from attngen.resolve import resolve
@@ -24,7 +24,7 @@ DENSE = [name for name in layouts.NAMES if "t" not in name and "paged" not in na
 PACKED = [name for name in layouts.NAMES if name.startswith("t") and "paged" not in name]
 
 
-def load(spec, device):
+def load(spec, device, short=None):
     (problem,) = resolve(spec, features.scan())
     entries = [render_problem(problem, each).kernel for each in plans(problem, "sm_90a")]
     return tuple(LoadedKernel("handle", entry, 0, 132) for entry in entries)
@@ -42,6 +42,7 @@ def launches(monkeypatch):
     for module in (forward, backward):
         monkeypatch.setattr(module, "kernels_of", load)
         monkeypatch.setattr(module, "_ready", {})
+    monkeypatch.setattr(short, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(operation, "launch", note)
     monkeypatch.setattr(operation, "tile_counter", lambda device, stream: 64)
     monkeypatch.setattr(operation, "_empty_strided_cuda", lambda size, stride, dtype:

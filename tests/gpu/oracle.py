@@ -22,13 +22,15 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 import attngen
 from attngen import layouts, reference
-from attngen.ops import operation
+from attngen.ops import forward, frontend, operation, recent
+from attngen.spec import SHORT_HEAD_DIM
 
 Result = TypeVar("Result")
 DEVICE = torch.device("cuda")
@@ -94,11 +96,26 @@ def _worst(error: Tensor) -> str:
 
 
 def check_call(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> None:
-    """Runs the kernel on memory full of NaN and asserts the rule."""
-    with nan_filled_allocations():
-        out, aux = attngen.attention(q, k, v, **arguments, backend="cuda", return_lse=True)
-    assert out.dtype == q.dtype
-    check(out, aux.lse, truth(q, k, v, **arguments), arguments.get("layout", "bshd"))
+    """Runs the kernel on memory full of NaN and asserts the rule; the one for short calls and the
+    other, where there are both."""
+    expected = truth(q, k, v, **arguments)
+    for small in (False, True)[: 1 + (max(q.shape[-1], v.shape[-1]) <= SHORT_HEAD_DIM)]:
+        with small_tiles(small), nan_filled_allocations():
+            out, aux = attngen.attention(q, k, v, **arguments, backend="cuda", return_lse=True)
+        assert out.dtype == q.dtype
+        check(out, aux.lse, expected, arguments.get("layout", "bshd"))
+
+
+@contextlib.contextmanager
+def small_tiles(wanted: bool) -> Iterator[None]:
+    """Calls launch the kernels for short calls, where there are some, or never do."""
+    known: tuple[dict[Any, Any], ...] = (forward._ready, frontend._settled, recent._recent)
+    with mock.patch.object(forward, "is_short", lambda *_: wanted):
+        for each in known:
+            each.clear()
+        yield
+    for each in known:
+        each.clear()
 
 
 def run(tensors: tuple[Tensor, ...], mask: str = "causal") -> tuple[Tensor, Tensor]:

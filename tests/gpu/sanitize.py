@@ -33,6 +33,7 @@ import attngen.ops.forward  # noqa: E402  # registers the operations
 from attngen import reference  # noqa: E402
 from attngen.errors import AttngenError  # noqa: E402
 from attngen.reference.call import SCALES  # noqa: E402
+from attngen.spec import SHORT_HEAD_DIM  # noqa: E402
 from tests.gpu import gradients, kv_cache, oracle, oracle_fp8, variants, varlen  # noqa: E402
 from tests.gpu.cases import Case  # noqa: E402
 from tests.gpu.cases_fp8 import Fp8Case  # noqa: E402
@@ -268,9 +269,11 @@ def run(
         run_fp8(case, operands, on_device, numbers)
         return
     out_dtype = torch.float32 if case.partial else None
-    out, lse, *_ = torch.ops.attngen.forward(*on_device, **numbers, out_dtype=out_dtype)
     expected = oracle.truth(*operands, **case.arguments)
-    oracle.check(out.cpu(), lse.cpu(), expected, case.layout)
+    for small in (False, True)[: 1 + (max(case.d, case.d_v) <= SHORT_HEAD_DIM)]:
+        with oracle.small_tiles(small):
+            out, lse, *_ = torch.ops.attngen.forward(*on_device, **numbers, out_dtype=out_dtype)
+        oracle.check(out.cpu(), lse.cpu(), expected, case.layout)
 
 
 def numbers_of(case: Case | Fp8Case) -> dict:

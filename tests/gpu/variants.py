@@ -25,6 +25,7 @@ import attngen
 from attngen import AttentionSpec, features, layouts, reference
 from attngen.problem import Problem
 from attngen.resolve import resolve
+from attngen.spec import SHORT_HEAD_DIM
 
 from . import cases, gradients, oracle, oracle_fp8
 from .cases import Case
@@ -102,7 +103,14 @@ def score_arguments(
 
 
 def check_forward(variant: Variant, seed: int = 0) -> None:
-    """Runs the kernel on memory full of NaN and asserts the rule for everything it returns."""
+    """Runs the kernel on memory full of NaN and asserts the rule for everything it returns; the one
+    for short calls and the other, where there are both."""
+    for small in (False, True)[: 1 + (max(variant.case.d, variant.case.d_v) <= SHORT_HEAD_DIM)]:
+        with oracle.small_tiles(small):
+            _check_forward(variant, seed)
+
+
+def _check_forward(variant: Variant, seed: int) -> None:
     q, k, v = variant.case.operands(seed)
     arguments = variant.arguments
     more: dict[str, Any] = {"return_amax": True} if variant.eight_bit else {}

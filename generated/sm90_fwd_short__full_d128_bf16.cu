@@ -1,0 +1,591 @@
+// sm90_fwd_short__full_d128_bf16__451eff
+// Rendered by attngen from kernels/sm90_fwd_short.cu.j2; do not edit.
+#include "attngen/context.cuh"
+#include "attngen/mma/fragment.cuh"
+#include "attngen/mma/gemm.cuh"
+#include "attngen/ptx/barrier.cuh"
+#include "attngen/ptx/math.cuh"
+#include "attngen/ptx/matrix_move.cuh"
+#include "attngen/ptx/tma.cuh"
+#include "attngen/scheduler/kv_blocks.cuh"
+#include "attngen/scheduler/tile_order.cuh"
+#include "attngen/softmax/online.cuh"
+#include "attngen/softmax/row.cuh"
+
+namespace attngen {
+
+// ---- the problem
+constexpr int kHeadDimQk = 128;
+constexpr int kHeadDimV = 128;
+using Element = Bf16;  // of the weights
+using Output = Bf16;
+
+// ---- the plan
+constexpr int kTileM = 64;
+constexpr int kTileN = 64;
+constexpr int kKStages = 2;
+constexpr int kVStages = 2;
+constexpr int kConsumers = 1;
+constexpr int kProducerRegisters = 40;
+constexpr int kConsumerRegisters = 216;
+constexpr int kLazyRescaleLog2 = 8;
+// Of the scores that a thread has of its first row, those weighed before the product is awaited.
+constexpr int kAhead = kTileN / 8 * 1;
+constexpr bool kPairSums = true;
+constexpr bool kLongestFirst = false;
+constexpr bool kOutputOverQ = false;
+
+// A row of a box is 128 bytes, a step of a product's reduction 32.
+constexpr int kBoxColumns = 64;
+constexpr int kQkSteps = ceil_div(kHeadDimQk, kBoxColumns / 4);
+constexpr int kPvSteps = kTileN / (kBoxColumns / 4);
+constexpr int kQkBoxes = ceil_div(kHeadDimQk, kBoxColumns);
+constexpr int kVBoxes = ceil_div(kHeadDimV, kBoxColumns);
+constexpr int kOBoxColumns = 64;
+constexpr int kOBoxes = ceil_div(kHeadDimV, kOBoxColumns);
+constexpr int kWeightRegisters = kTileN / 4;
+constexpr u32 kRowBoxBytes = kTileM * 128;
+constexpr u32 kKeyBoxBytes = kTileN * 128;
+constexpr u32 kWarpgroupBytes = 64 * 128;
+constexpr u32 kVStageBytes = kVBoxes * kKeyBoxBytes;
+constexpr u32 kSmemQ = 0;
+constexpr u32 kSmemK = 16384;
+constexpr u32 kSmemV = 49152;
+constexpr u32 kSmemO = 81920;
+constexpr u32 kSmemBarriers = 98304;
+constexpr u32 kSmemJob = 99328;
+constexpr u32 kQFull = kSmemBarriers;
+constexpr u32 kQEmpty = kQFull + 8 * kConsumers;
+constexpr u32 kKFull = kQEmpty + 8 * kConsumers;
+constexpr u32 kKEmpty = kKFull + 8 * kKStages;
+constexpr u32 kVFull = kKEmpty + 8 * kKStages;
+constexpr u32 kVEmpty = kVFull + 8 * kVStages;
+constexpr u32 kJobFull = kVEmpty + 8 * kVStages;
+constexpr u32 kJobEmpty = kJobFull + 8;
+
+// Named barriers: 0 is __syncthreads, then one a consumer for its turn, one for its epilogue.
+constexpr u32 kTurnBarrier = 1;
+constexpr u32 kEpilogueBarrier = kTurnBarrier + kConsumers;
+
+// acc[64 x 64] (+)= A B^T, A in registers, B in shared memory with the reduction along its rows.
+struct QkMma {
+  static constexpr int kN = 64;
+  ATTNGEN_DEVICE static void issue(float (&acc)[32], const u32* a, u64 b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]), "+f"(acc[4]), "+f"(acc[5]), "+f"(acc[6]), "+f"(acc[7]), "+f"(acc[8]), "+f"(acc[9]), "+f"(acc[10]), "+f"(acc[11]), "+f"(acc[12]), "+f"(acc[13]), "+f"(acc[14]), "+f"(acc[15]), "+f"(acc[16]), "+f"(acc[17]), "+f"(acc[18]), "+f"(acc[19]), "+f"(acc[20]), "+f"(acc[21]), "+f"(acc[22]), "+f"(acc[23]), "+f"(acc[24]), "+f"(acc[25]), "+f"(acc[26]), "+f"(acc[27]), "+f"(acc[28]), "+f"(acc[29]), "+f"(acc[30]), "+f"(acc[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+  }
+};
+
+// acc[64 x 128] (+)= A B, A in registers, B in shared memory with the reduction across its rows.
+struct PvMma {
+  static constexpr int kN = 128;
+  ATTNGEN_DEVICE static void issue(float (&acc)[64], const u32* a, u64 b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]), "+f"(acc[4]), "+f"(acc[5]), "+f"(acc[6]), "+f"(acc[7]), "+f"(acc[8]), "+f"(acc[9]), "+f"(acc[10]), "+f"(acc[11]), "+f"(acc[12]), "+f"(acc[13]), "+f"(acc[14]), "+f"(acc[15]), "+f"(acc[16]), "+f"(acc[17]), "+f"(acc[18]), "+f"(acc[19]), "+f"(acc[20]), "+f"(acc[21]), "+f"(acc[22]), "+f"(acc[23]), "+f"(acc[24]), "+f"(acc[25]), "+f"(acc[26]), "+f"(acc[27]), "+f"(acc[28]), "+f"(acc[29]), "+f"(acc[30]), "+f"(acc[31]), "+f"(acc[32]), "+f"(acc[33]), "+f"(acc[34]), "+f"(acc[35]), "+f"(acc[36]), "+f"(acc[37]), "+f"(acc[38]), "+f"(acc[39]), "+f"(acc[40]), "+f"(acc[41]), "+f"(acc[42]), "+f"(acc[43]), "+f"(acc[44]), "+f"(acc[45]), "+f"(acc[46]), "+f"(acc[47]), "+f"(acc[48]), "+f"(acc[49]), "+f"(acc[50]), "+f"(acc[51]), "+f"(acc[52]), "+f"(acc[53]), "+f"(acc[54]), "+f"(acc[55]), "+f"(acc[56]), "+f"(acc[57]), "+f"(acc[58]), "+f"(acc[59]), "+f"(acc[60]), "+f"(acc[61]), "+f"(acc[62]), "+f"(acc[63])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+  }
+};
+
+
+// ---- the fragments
+struct VanillaSoftmax {
+  // Factor that normalises the row's output, and its log-sum-exp (natural log), from the row's
+  // maximum in log2 units and the sum of its weights relative to that maximum.
+  ATTNGEN_HD SoftmaxRow finalize(const Context&, float max_log2, float sum) const {
+    if (sum == 0.f) return {0.f, -kInfinity};
+    return {1.f / sum, (max_log2 + log2_of(sum)) * kLn2};
+  }
+};
+struct DenseSequence {
+  int len;
+
+  ATTNGEN_HD int length(int) const { return len; }
+  // Row of the tensor that holds position 0, and the tensor's batch index.
+  ATTNGEN_HD int first_row(int) const { return 0; }
+  ATTNGEN_HD int batch_index(int batch) const { return batch; }
+};
+struct TmaFetch {
+  // Rows of one head into `kBoxes` boxes of kColumns columns and `box_bytes`; columns and rows outside the tensor
+  // arrive as zeros, so a tail never carries NaN into a product.
+  template <int kBoxes, int kColumns = 64, class Map, class BatchIndex>
+  ATTNGEN_DEVICE static void load(u32 destination, u32 box_bytes, const Map* map, u32 barrier,
+                                  int row, int head, BatchIndex batch, u64 policy) {
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      tma_load(destination + box * box_bytes, map, barrier, box * kColumns, row, head, batch, policy);
+    }
+  }
+};
+struct RangeIteration {
+  template <int kBlock, class MaskList>
+  ATTNGEN_HD static BlockRange blocks(const MaskList& masks, const Context& ctx, int first_row,
+                                      int last_row) {
+    return kv_block_range<kBlock>(masks, ctx, first_row, last_row);
+  }
+};
+// The masks of this kernel; a key is visible where all their ranges meet.
+struct MaskList {
+  static constexpr bool kBoundsLeft = false;
+  static constexpr bool kBoundsRight = false;
+
+  ATTNGEN_HD Range row_range(const Context& ctx, int i) const {
+    Range range = {0, ctx.kv_len};
+    return range;
+  }
+  ATTNGEN_HD Range col_range(const Context& ctx, int j) const {
+    Range range = {0, ctx.q_len};
+    return range;
+  }
+};
+
+using QSequence = DenseSequence;
+using KvSequence = DenseSequence;
+using KvFetch = TmaFetch;
+using KvIteration = RangeIteration;
+using Softmax = VanillaSoftmax;
+
+struct Params {
+  TensorMap map_q;
+  TensorMap map_k;
+  TensorMap map_v;
+  TensorMap map_o;
+  void* lse;
+  void* tile_counter;
+  int tiles;
+  int tiles_m;
+  int heads_q;
+  int total_heads;
+  int heads_per_group;
+  int tail_rows;
+  int group_size;
+  int bottom_right;
+  float scale_log2;
+  int q_len;
+  int kv_len;
+};
+// NVRTC has no offsetof; natural alignment and the total size pin every member's place.
+static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by the host");
+static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
+static_assert(sizeof(Params) == 576, "packed by the host");
+
+
+ATTNGEN_DEVICE MaskList mask_list(const Params& p) {
+  return {};
+}
+ATTNGEN_DEVICE QSequence q_sequence(const Params& p) { return DenseSequence{p.q_len}; }
+ATTNGEN_DEVICE KvSequence kv_sequence(const Params& p) { return DenseSequence{p.kv_len}; }
+
+ATTNGEN_DEVICE Context tile_context(const Params& p, int batch, int head) {
+  const int q_len = q_sequence(p).length(batch);
+  const int kv_len = kv_sequence(p).length(batch);
+  return {batch, head, q_len, kv_len, p.bottom_right ? kv_len - q_len : 0};
+}
+
+// A tile, and the blocks of keys it visits, from block_end - 1 down to block_begin. A negative
+// row_block ends the work.
+struct Job {
+  int row_block;
+  int head;
+  int kv_head;
+  int batch;
+  int block_begin;
+  int block_end;
+};
+// Where a tensor map has the sequence of a job, or of the slot that it is in.
+template <class AnyJob>
+ATTNGEN_DEVICE int q_index(const AnyJob& job) { return job.batch; }
+template <class AnyJob>
+ATTNGEN_DEVICE int kv_index(const AnyJob& job) { return job.batch; }
+
+ATTNGEN_DEVICE Context job_context(const Params& p, const Job& job) {
+  const int q_len = q_sequence(p).length(q_index(job));
+  const int kv_len = kv_sequence(p).length(kv_index(job));
+  return {job.batch, job.head, q_len, kv_len, p.bottom_right ? kv_len - q_len : 0};
+}
+
+// ---- scheduler: one thread that draws tiles and works out their blocks, one tile ahead
+struct Scheduler {
+  const Params& p;
+  u32 smem;
+  Job* slot;
+
+  ATTNGEN_DEVICE void publish(int index) const {
+    const TileOrder order = {p.tiles_m, p.heads_q, p.total_heads, p.heads_per_group, p.tail_rows};
+    const TileCoord tile = order.at<kLongestFirst>(index);
+    const Context ctx = tile_context(p, tile.batch, tile.head);
+    const int first = tile.row_block * kTileM;
+    const int last = min_of(first + kTileM, ctx.q_len) - 1;
+    const BlockRange blocks = KvIteration::blocks<kTileN>(mask_list(p), ctx, first, last);
+    slot->row_block = tile.row_block;
+    slot->head = tile.head;
+    slot->kv_head = tile.head / p.group_size;
+    slot->batch = tile.batch;
+    slot->block_begin = blocks.begin;
+    // A tile that sees no key visits one block, in which every key is masked.
+    slot->block_end = max_of(blocks.end, blocks.begin + 1);
+  }
+
+  ATTNGEN_DEVICE void run() const {
+    u32 parity = 1;
+    int index = blockIdx.x;
+    while (index < p.tiles) {
+      publish(index);
+      mbarrier_arrive(smem + kJobFull);
+      parity ^= 1;
+      mbarrier_wait(smem + kJobEmpty, parity);
+      // Each tile draws one number; whoever draws the last leaves the counter at zero.
+      int* counter = static_cast<int*>(p.tile_counter);
+      const int drawn = atomicAdd(counter, 1);
+      if (drawn == p.tiles - 1) atomicExch(counter, 0);
+      index = drawn + gridDim.x;
+    }
+    slot->row_block = -1;
+    mbarrier_arrive(smem + kJobFull);
+  }
+};
+
+// ---- loaders: one thread each for Q, K and V, so that none waits for another's buffer
+struct QLoader {
+  const Params& p;
+  u32 smem;
+  const volatile Job* slot;
+
+  ATTNGEN_DEVICE void run() const {
+    for (u32 parity = 0;; parity ^= 1) {
+      mbarrier_wait(smem + kJobFull, parity);
+      const int row_block = slot->row_block;
+      const int head = slot->head;
+      const auto index = q_index(*slot);
+      if (row_block < 0) break;
+      load(row_block, head, index, parity);
+    }
+  }
+
+  ATTNGEN_DEVICE void load(int row_block, int head, int index, u32 parity) const {
+    mbarrier_arrive(smem + kJobEmpty);
+    int row = q_sequence(p).first_row(index) + row_block * kTileM;
+#pragma unroll 1
+    for (u32 consumer = 0; consumer < kConsumers; ++consumer, row += 64) {
+      const u32 full = smem + kQFull + consumer * 8;
+      mbarrier_wait(smem + kQEmpty + consumer * 8, parity ^ 1);
+      mbarrier_arrive_expect(full, kQkBoxes * kWarpgroupBytes);
+      TmaFetch::load<kQkBoxes, kBoxColumns>(smem + kSmemQ + consumer * kWarpgroupBytes, kRowBoxBytes, &p.map_q,
+                               full, row, head, index, kEvictFirst);
+    }
+  }
+};
+
+
+// The blocks of K, or of V, of one tile after another into a ring of kStages buffers of kRows keys.
+template <int kBoxes, int kRows, int kStages, u32 kTiles, u32 kFull, u32 kEmpty>
+struct KvLoader {
+  const Params& p;
+  const TensorMap* map;
+  u32 smem;
+  const volatile Job* slot;
+
+  ATTNGEN_DEVICE void run() const {
+    RingPosition<kStages> ring;
+    for (u32 parity = 0;; parity ^= 1) {
+      mbarrier_wait(smem + kJobFull, parity);
+      const int row_block = slot->row_block;
+      const int kv_head = slot->kv_head;
+      const auto index = kv_index(*slot);
+      const int block_begin = slot->block_begin;
+      int block = slot->block_end;
+      if (row_block < 0) break;
+      mbarrier_arrive(smem + kJobEmpty);
+      const int first_row = kv_sequence(p).first_row(index);
+#pragma unroll 1
+      while (--block >= block_begin) {
+#pragma unroll
+        for (int row = 0; row < kTileN; row += kRows) {
+          const u32 barrier = smem + kFull + ring.stage * 8;
+          mbarrier_wait(smem + kEmpty + ring.stage * 8, ring.parity ^ 1);
+          mbarrier_arrive_expect(barrier, kBoxes * kRows * 128);
+          KvFetch::load<kBoxes, kBoxColumns>(smem + kTiles + ring.stage * (kBoxes * kRows * 128), kRows * 128,
+                                map, barrier, first_row + block * kTileN + row, kv_head, index, kEvictLast);
+          ring.advance();
+        }
+      }
+    }
+  }
+};
+using KLoader = KvLoader<kQkBoxes, kTileN, kKStages, kSmemK, kKFull, kKEmpty>;
+using VLoader = KvLoader<kVBoxes, kTileN, kVStages, kSmemV, kVFull, kVEmpty>;
+
+constexpr u32 kKBoxBytes = kKeyBoxBytes, kKGroupBytes = 1024;
+constexpr u32 kVBoxBytes = kKeyBoxBytes, kVGroupBytes = 1024;
+
+// A thread's part of 64 rows of output.
+struct Accumulators {
+  float sum[kHeadDimV / 2];
+};
+
+// ---- consumer: 64 rows of queries
+struct Consumer {
+  const Params& p;
+  u32 smem;
+  int warpgroup;
+  int warp;
+  int lane;
+  RingPosition<kKStages> k_ring;
+  RingPosition<kVStages> v_ring;
+
+  ATTNGEN_DEVICE u32 output_tile() const { return smem + kSmemO + warpgroup * kWarpgroupBytes; }
+  ATTNGEN_DEVICE u32 q_tile() const { return smem + kSmemQ + warpgroup * kWarpgroupBytes; }
+  ATTNGEN_DEVICE u32 k_tile() const { return smem + kSmemK + k_ring.stage * kQkBoxes * kKeyBoxBytes; }
+  ATTNGEN_DEVICE u32 v_tile() const { return smem + kSmemV + v_ring.stage * kVStageBytes; }
+
+  ATTNGEN_DEVICE void release_q() const {
+    if (lane == 0) mbarrier_arrive(smem + kQEmpty + warpgroup * 8);
+  }
+  ATTNGEN_DEVICE void release_k() {
+    if (lane == 0) mbarrier_arrive(smem + kKEmpty + k_ring.stage * 8);
+    k_ring.advance();
+  }
+  ATTNGEN_DEVICE void release_v() {
+    if (lane == 0) mbarrier_arrive(smem + kVEmpty + v_ring.stage * 8);
+    v_ring.advance();
+  }
+
+  // The warpgroup's queries, in registers for the whole tile: their buffer is free at once, and
+  // the products read half as much shared memory.
+  using Queries = u32[4 * kQkSteps];
+
+  ATTNGEN_DEVICE void take_queries(Queries& queries) const {
+    load_operand<kQkSteps, kRowBoxBytes>(queries, q_tile(), warp, lane);
+  }
+  ATTNGEN_DEVICE void issue_scores(float (&scores)[kTileN / 2], const Queries& queries) const {
+    gemm_register_shared<QkMma, kQkSteps, kKBoxBytes, kKGroupBytes>(scores, queries, k_tile());
+  }
+
+  ATTNGEN_DEVICE void issue_output(Accumulators& output, const u32 (&weights)[kWeightRegisters]) const {
+    gemm_accumulate<PvMma, kPvSteps, kVBoxBytes, kVGroupBytes>(output.sum, weights, v_tile());
+  }
+
+  // Scores as the softmax takes them: score fragments applied, invisible keys at -inf.
+  template <bool kMasked>
+  ATTNGEN_DEVICE void prepare_scores(float (&scores)[kTileN / 2], const Context& ctx, int row,
+                                     int block) const {
+    const int column = block * kTileN + (lane & 3) * 2;
+    if constexpr (kMasked) {
+      const MaskList masks = mask_list(p);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const Range range = masks.row_range(ctx, row + half * 8);
+        const int lo = MaskList::kBoundsLeft ? range.lo - column : 0;
+        hide_outside<kTileN>(scores, half, lo, range.hi - column);
+      }
+    }
+  }
+
+  // The previous block's output is complete.
+  ATTNGEN_DEVICE void await_product() {
+    wgmma_wait<0>();
+    release_v();
+  }
+  // The same, and what was summed becomes relative to the new maxima.
+  ATTNGEN_DEVICE void finish_product(Accumulators& output, bool grew, const float (&rescale)[2]) {
+    await_product();
+    rescale_output(output, grew, rescale);
+  }
+  ATTNGEN_DEVICE static void rescale_output(Accumulators& output, bool grew, const float (&rescale)[2]) {
+    if (grew) {
+#pragma unroll
+      for (int i = 0; i < kHeadDimV / 2; ++i) output.sum[i] *= rescale[fragment_row(i)];
+    }
+  }
+
+  ATTNGEN_DEVICE static void begin_sum(Accumulators& output) {
+#pragma unroll
+    for (int i = 0; i < kHeadDimV / 2; ++i) output.sum[i] = 0.f;
+  }
+
+  // One block: its scores are computed together with the previous block's output.
+  template <bool kMasked>
+  ATTNGEN_DEVICE void step(const Queries& queries, float (&scores)[kTileN / 2], Accumulators& output,
+                           u32 (&weights)[kWeightRegisters], RowState& state, const Context& ctx, int row,
+                           int block) {
+    float rescale[2];
+    mbarrier_wait(smem + kKFull + k_ring.stage * 8, k_ring.parity);
+    issue_scores(scores, queries);
+    mbarrier_wait(smem + kVFull + v_ring.stage * 8, v_ring.parity);
+    issue_output(output, weights);
+    wgmma_wait<1>();
+    release_k();
+    prepare_scores<kMasked>(scores, ctx, row, block);
+    BlockSoftmax<kTileN, kPairSums> softmax = {p.scale_log2, 0.f};
+    softmax.find_maxima(scores);
+    // Some weights while the product before still runs; its sum is rescaled last, and hardly ever.
+    const bool first_grew = softmax.template raise_outgrown<kLazyRescaleLog2>(state, 0, rescale);
+    const bool second_grew = softmax.template raise_outgrown<kLazyRescaleLog2>(state, 1, rescale);
+    const bool grew = __any_sync(~0u, first_grew || second_grew);
+    softmax.template weigh<kAhead>(scores, state, 0, rescale);
+    finish_first(__float_as_uint(state.row_sum[0]));
+    await_product();
+    softmax.template weigh_rest<kAhead>(scores, state, 0);
+    softmax.weigh(scores, state, 1, rescale);
+    pack_weights<Element, kTileN>(weights, scores);
+    rescale_output(output, grew, rescale);
+  }
+
+  // Writes LSE and turns the row sums into the factors that normalise the output.
+  ATTNGEN_DEVICE void finish_rows(RowState& state, float (&normalizer)[2], const Context& ctx, int row) const {
+    float* lse = static_cast<float*>(p.lse) + (static_cast<long long>(ctx.batch) * p.heads_q + ctx.head) * ctx.q_len;
+    const Softmax softmax = VanillaSoftmax{};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float max_log2 = state.row_max[half] * p.scale_log2;
+      const SoftmaxRow result = softmax.finalize(ctx, max_log2, quad_sum(state.row_sum[half]));
+      normalizer[half] = result.normalizer;
+      const int i = row + half * 8;
+      if ((lane & 3) == 0 && i < ctx.q_len) lse[i] = result.lse;
+    }
+  }
+
+  // The warpgroup's 64 rows into swizzled boxes, from where the copy engine clips the tail.
+  ATTNGEN_DEVICE void stage_output(const float (&output)[kHeadDimV / 2], const float (&normalizer)[2]) const {
+    const int row = warp * 16 + (lane & 15);
+#pragma unroll
+    for (int chunk = 0; chunk < kHeadDimV / 8; chunk += 2) {
+      const u32 slot = ((chunk & 7) + (lane >> 4)) ^ (row & 7);
+      const u32 address = output_tile() + chunk / 8 * kRowBoxBytes + row * 128 + slot * 16;
+      const float* x = output + chunk * 4;
+      const u32 a = Output::pack(x[0] * normalizer[0], x[1] * normalizer[0]);
+      const u32 b = Output::pack(x[2] * normalizer[1], x[3] * normalizer[1]);
+      if (chunk + 1 < kHeadDimV / 8) {
+        store_matrix_x4(address, a, b, Output::pack(x[4] * normalizer[0], x[5] * normalizer[0]),
+                        Output::pack(x[6] * normalizer[1], x[7] * normalizer[1]));
+      } else {
+        store_matrix_x2(address, a, b);
+      }
+    }
+  }
+
+  // The last tile's store must have read the staging buffer before anything is written there.
+  ATTNGEN_DEVICE void await_output_tile() const {
+    if (warp == 0 && lane == 0) tma_store_wait_read();
+    named_barrier_sync(kEpilogueBarrier + warpgroup, 128);
+  }
+  ATTNGEN_DEVICE void store_output(const Job& job) const {
+    const QSequence sequence = q_sequence(p);
+    const int row = sequence.first_row(q_index(job)) + job.row_block * kTileM + warpgroup * 64;
+#pragma unroll
+    for (int box = 0; box < kOBoxes; ++box) {
+      tma_store(&p.map_o, output_tile() + box * kRowBoxBytes, box * kOBoxColumns, row, job.head, q_index(job));
+    }
+    tma_store_commit();
+  }
+
+  ATTNGEN_DEVICE void run_tile(const Job& job) {
+    const Context ctx = job_context(p, job);
+    const int first = job.row_block * kTileM + warpgroup * 64;
+    const int row = first + warp * 16 + lane / 4;
+    const bool leader = warp == 0 && lane == 0;
+    Queries queries;
+    float scores[kTileN / 2];
+    Accumulators output;
+    u32 weights[kWeightRegisters];
+    RowState state;
+    float factor[2];
+    begin_sum(output);
+
+    take_queries(queries);
+    mbarrier_wait(smem + kKFull + k_ring.stage * 8, k_ring.parity);
+    issue_scores(scores, queries);
+    // Only now: ldmatrix may still be reading when the instruction after it runs, and an arrival
+    // does not wait for it (seen as rare wrong rows); the product does.
+    release_q();
+    wgmma_wait<0>();
+    release_k();
+    int block = job.block_end - 1;
+    prepare_scores<true>(scores, ctx, row, block);
+    BlockSoftmax<kTileN, kPairSums>{p.scale_log2, 0.f}.begin(scores, state);
+    pack_weights<Element, kTileN>(weights, scores);
+    --block;
+    const int full_begin = job.block_begin;
+    for (; block >= full_begin; --block) step<false>(queries, scores, output, weights, state, ctx, row, block);
+
+    mbarrier_wait(smem + kVFull + v_ring.stage * 8, v_ring.parity);
+    issue_output(output, weights);
+    finish_rows(state, factor, ctx, row);
+    if (!kOutputOverQ) await_output_tile();
+    wgmma_wait<0>();
+    release_v();
+    stage_output(output.sum, factor);
+    fence_async_shared();
+    named_barrier_sync(kEpilogueBarrier + warpgroup, 128);
+    if (leader) {
+      store_output(job);
+      if (kOutputOverQ) {
+        tma_store_wait_read();
+        mbarrier_arrive(smem + kQEmpty + warpgroup * 8);
+      }
+    }
+  }
+
+  ATTNGEN_DEVICE void run(const Job* slot) {
+    for (u32 parity = 0;; parity ^= 1) {
+      mbarrier_wait(smem + kJobFull, parity);
+      const Job job = *slot;
+      if (job.row_block < 0) break;
+      mbarrier_wait(smem + kQFull + warpgroup * 8, parity);
+      mbarrier_arrive(smem + kJobEmpty);  // every thread: each has read the slot itself
+      run_tile(job);
+    }
+    if (warp == 0 && lane == 0) tma_store_wait_read();
+  }
+};
+
+}  // namespace attngen
+
+extern "C" __global__ void __launch_bounds__(256, 2)
+sm90_fwd_short__full_d128_bf16__451eff(const __grid_constant__ attngen::Params p) {
+  using namespace attngen;
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const u32 smem = shared_address(shared);
+  Job* slot = reinterpret_cast<Job*>(shared + kSmemJob);
+  const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  const int warp = threadIdx.x % 128 / 32;
+  const int lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    tma_prefetch_map(&p.map_q);
+    tma_prefetch_map(&p.map_k);
+    tma_prefetch_map(&p.map_v);
+    tma_prefetch_map(&p.map_o);
+    for (int i = 0; i < kConsumers; ++i) {
+      mbarrier_init(smem + kQFull + i * 8, 1);
+      mbarrier_init(smem + kQEmpty + i * 8, kOutputOverQ ? 1 : 4);
+    }
+    for (int i = 0; i < kKStages; ++i) {
+      mbarrier_init(smem + kKFull + i * 8, 1);
+      mbarrier_init(smem + kKEmpty + i * 8, kConsumers * 4);
+    }
+    for (int i = 0; i < kVStages; ++i) {
+      mbarrier_init(smem + kVFull + i * 8, 1);
+      mbarrier_init(smem + kVEmpty + i * 8, kConsumers * 4);
+    }
+    mbarrier_init(smem + kJobFull, 1);
+    mbarrier_init(smem + kJobEmpty, kConsumers * 128 + 3);  // consumer threads, loaders
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  if (role == 0) {
+    release_registers<kProducerRegisters>();
+    if (threadIdx.x == 0) Scheduler{p, smem, slot}.run();
+    if (threadIdx.x == 32) QLoader{p, smem, slot}.run();
+    if (threadIdx.x == 64) KLoader{p, &p.map_k, smem, slot}.run();
+    if (threadIdx.x == 96) VLoader{p, &p.map_v, smem, slot}.run();
+  } else {
+    take_registers<kConsumerRegisters>();
+    Consumer{p, smem, role - 1, warp, lane}.run(slot);
+  }
+}

@@ -1,0 +1,111 @@
+"""Short calls: the plan with tiles of 64 queries, and which calls it serves."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from attngen import AttentionSpec, features, resolve
+from attngen.arch import sm90
+from attngen.ops.short import prefers_short
+from attngen.plan import plans, plans_of_call, read_plan
+from attngen.program import binaries_of_call
+from attngen.run_time import Extent
+from attngen.spec import is_decode
+from attngen.values import to_data
+from tests.cpu.cache_kit import ARCH, make_binary
+
+KNOWN = features.scan()
+
+
+def problem_of(head_dim=64, **fields):
+    (problem,) = resolve.resolve(AttentionSpec(head_dim, **fields), KNOWN)
+    return problem
+
+
+def test_plan_short_fits_twice_on_an_sm():
+    for d, mask, window, softcap, softmax in itertools.product(
+        range(8, 129, 8), ("none", "causal"), (False, True), (False, True), ("vanilla", "learnable")
+    ):
+        asked = {"mask": mask, "window": window, "softcap": softcap, "softmax": softmax}
+        _, plan = plans(problem_of(d, **asked), ARCH)
+        assert (plan.family, plan.tile.m, plan.threads, plan.ctas) == ("sm90_fwd_short", 64, 256, 2)
+        producer, consumer = plan.pipeline.producer_registers, plan.pipeline.consumer_registers
+        assert plan.ctas * 128 * (producer + consumer) <= 65536
+        assert plan.ctas * (plan.smem_bytes + 1024) <= sm90.SMEM_BYTES + 1024
+        assert "2 CTAs an SM" in " ".join(plan.why) and read_plan(to_data(plan)) == plan
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"head_dim": 136},
+        {"head_dim": 64, "head_dim_v": 192},
+        {"dtype": "e4m3"},
+        {"kv_dtype": "e4m3"},
+        {"out_dtype": "fp32"},
+        {"layout": "thd"},
+        {"seqused": True},
+        {"gather": True},
+        {"dropout": True},
+        {"attn_mask": True},
+        {"bias": "post_scale"},
+        {"decode": True},
+        {"layout": "paged_kv_bshd_bshd_bshd"},
+    ],
+    ids=str,
+)
+def test_plan_short_is_none_where_it_has_no_room_or_part(fields):
+    found = plans(problem_of(**fields), ARCH)
+    assert all(each.family != "sm90_fwd_short" for each in found)
+    assert all(plans_of_call(problem_of(**fields), ARCH, short) == found for short in (False, True))
+
+
+def test_plans_of_a_call_are_one_of_both():
+    found = plans(problem_of(), ARCH)
+    assert [plans_of_call(problem_of(), ARCH, short) for short in (False, True)] == [
+        found[:1],
+        found[1:],
+    ]
+    one, two = make_binary(b"a"), make_binary(b"b")
+    assert [binaries_of_call((one, two), short) for short in (False, True)] == [(one,), (two,)]
+    assert binaries_of_call((one,), True) == (one,)  # a bundle of an earlier version
+
+
+@pytest.mark.parametrize(
+    ("batch", "seq", "heads", "dim", "faster"),  # each measured, H200
+    [
+        (32, 64, 32, 64, (True, True)),
+        (32, 128, 32, 64, (True, True)),
+        (32, 256, 32, 64, (True, True)),
+        (32, 384, 32, 64, (False, False)),
+        (32, 512, 32, 64, (False, True)),
+        (1, 512, 32, 64, (True, True)),
+        (3, 192, 32, 64, (False, False)),
+        (32, 64, 16, 128, (True, True)),
+        (128, 128, 16, 128, (False, False)),
+        (32, 512, 16, 128, (False, False)),
+        (4, 128, 16, 128, (True, True)),
+        (1, 512, 16, 128, (True, True)),
+    ],
+)
+def test_prefers_short_follows_what_was_measured(batch, seq, heads, dim, faster):
+    extent = Extent(batch, seq, heads, dim, 0, 0, 0)
+    extents = dict.fromkeys("qkv", extent)
+    assert tuple(prefers_short(extents, masked, 132) for masked in (False, True)) == faster
+
+
+@pytest.mark.parametrize(
+    ("fields", "q", "k", "splits", "decode"),
+    [
+        ({}, (4, 64, 8, 64), (4, 64, 8, 64), None, False),
+        ({}, (4, 64, 8, 64), (4, 64, 8, 64), 1, True),  # the same bits in any batch
+        ({}, (4, 64, 8, 64), (4, 65, 8, 64), None, True),
+        ({}, (4, 16, 8, 64), (4, 64, 2, 64), None, True),  # heads of a group share a tile
+        ({"seqused": True}, (4, 64, 8, 64), (4, 64, 8, 64), None, True),
+        ({"head_dim": 256}, (4, 64, 8, 256), (4, 64, 8, 256), None, True),
+    ],
+)
+def test_few_queries_of_few_keys_are_not_split(fields, q, k, splits, decode):
+    assert is_decode(AttentionSpec(**{"head_dim": 64, **fields}), q, k, splits) == decode
