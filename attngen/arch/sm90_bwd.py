@@ -32,8 +32,8 @@ SMALL_REGISTERS = (56, 224)  # of the fused kernel up to head dim 32
 # meet any of others. 240 registers a consumer would leave the producer 24, in which it spills.
 FUSED_SPILLS = (
     ("deterministic dropout", "scores attn_mask varlen"),
-    ("gather", "small deterministic dropout attn_mask varlen"),
-    ("arithmetic", "small several deterministic varlen"),
+    ("gather", "small heavy deterministic dropout attn_mask varlen"),
+    ("arithmetic", "small several deterministic dropout varlen"),
     ("small uneven", "attn_mask"),
     ("small uneven dropout", "deterministic bias varlen"),
     ("bias", "varlen"),
