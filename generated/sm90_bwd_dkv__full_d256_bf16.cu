@@ -43,12 +43,13 @@ constexpr u32 kSmemD = 225856;
 constexpr u32 kSmemBarriers = 226432;
 constexpr u32 kSmemJob = 226608;
 
-constexpr int kQStages = 3;
-constexpr int kDoStages = 3;
+constexpr int kStages = 3;  // of queries and of output gradients
+constexpr int kQStages = kStages;
+constexpr int kDoStages = kStages;
 constexpr u32 kRowBytes = kTileM * 4;  // one float a query
 constexpr u32 kWeightBytes = 64 * kTileM * 2;
-// Whether a tile's first block has code of its own: 2 % at 192/128 (measured); at 256 it gains nothing
-// and costs a quarter of the compile time.
+// Whether a tile's first block has code of its own: 2 to 3 % at 192/128 (measured); at 256 it gains
+// nothing and costs a quarter of the compile time.
 constexpr bool kPeelFirst = kHeadDimQk <= 192 && kHeadDimV <= 192;
 
 constexpr u32 kKFull = kSmemBarriers;
@@ -318,61 +319,48 @@ struct QueryLoader {
 };
 
 
-// ---- what both consumers share: their place, the rings they read, the way out
+// ---- the two consumers, of values and of keys, one code where their head dims agree. Both make scores
+// from rows that they are the first to read, and sum a gradient of the block before by the other rows:
+// the one S^T from Q, P^T, and dV by dO; the other dP^T from dO, with P^T from shared memory dS^T, and
+// dK by Q.
+template <int kScoreDim, class GradientMma>
 struct Consumer {
-  const Params& p;
-  u32 smem;
-  int warp;
-  int lane;
-  RingPosition<kQStages> q_ring;
-  RingPosition<kDoStages> do_ring;
-  RingPosition<2> weights_ring;
-
+  static constexpr int kSteps = (kScoreDim + 15) / 16;
+  static constexpr int kBoxes = (GradientMma::kN + 63) / 64;
+  static constexpr u32 kScoreStageBytes = (kScoreDim + 63) / 64 * kQueryBoxBytes;
+  static constexpr u32 kGradientStageBytes = kBoxes * kQueryBoxBytes;
+  using Gradient = float[GradientMma::kN / 2];
   using Scores = float[kTileM / 2];
   using Packed = u32[kTileM / 4];
 
-  ATTNGEN_DEVICE u32 queries() const { return smem + kSmemQ + q_ring.stage * kQkBoxes * kQueryBoxBytes; }
-  ATTNGEN_DEVICE u32 output_gradients() const { return smem + kSmemDo + do_ring.stage * kVBoxes * kQueryBoxBytes; }
+  const Params& p;
+  u32 smem;
+  bool of_values;
+  int warp;
+  int lane;
+  RingPosition<kStages> score_ring;
+  RingPosition<kStages> gradient_ring;
+  RingPosition<2> weights_ring;
+
+  ATTNGEN_DEVICE u32 score_rows() const { return smem + (of_values ? kSmemQ : kSmemDo) + score_ring.stage * kScoreStageBytes; }
+  ATTNGEN_DEVICE u32 gradient_rows() const { return smem + (of_values ? kSmemDo : kSmemQ) + gradient_ring.stage * kGradientStageBytes; }
+  // The thread's first two of a float a query, LSE or D, that came with the rows for scores.
+  ATTNGEN_DEVICE u32 query_row() const { return smem + (of_values ? kSmemLse : kSmemD) + score_ring.stage * kRowBytes + (lane & 3) * 8; }
   ATTNGEN_DEVICE u32 weights() const { return smem + kSmemWeights + weights_ring.stage * kWeightBytes + (warp * 32 + lane) * 16; }
-  // The thread's first two values of a float a query.
-  ATTNGEN_DEVICE u32 query_row(u32 region, u32 stage) const { return smem + region + stage * kRowBytes + (lane & 3) * 8; }
 
-  ATTNGEN_DEVICE void await_queries() const { mbarrier_wait(smem + kQFull + q_ring.stage * 8, q_ring.parity); }
-  ATTNGEN_DEVICE void await_output_gradients() const { mbarrier_wait(smem + kDoFull + do_ring.stage * 8, do_ring.parity); }
+  ATTNGEN_DEVICE void await_score_rows() const { mbarrier_wait(smem + (of_values ? kQFull : kDoFull) + score_ring.stage * 8, score_ring.parity); }
+  ATTNGEN_DEVICE void await_gradient_rows() const { mbarrier_wait(smem + (of_values ? kDoFull : kQFull) + gradient_ring.stage * 8, gradient_ring.parity); }
   // Every thread arrives: each has read the LSE, or D, itself.
-  ATTNGEN_DEVICE void release_queries() {
-    mbarrier_arrive(smem + kQEmpty + q_ring.stage * 8);
-    q_ring.advance();
+  ATTNGEN_DEVICE void release_score_rows() {
+    mbarrier_arrive(smem + (of_values ? kQEmpty : kDoEmpty) + score_ring.stage * 8);
+    score_ring.advance();
   }
-  ATTNGEN_DEVICE void release_output_gradients() {
-    mbarrier_arrive(smem + kDoEmpty + do_ring.stage * 8);
-    do_ring.advance();
+  ATTNGEN_DEVICE void release_gradient_rows() {
+    mbarrier_arrive(smem + (of_values ? kDoEmpty : kQEmpty) + gradient_ring.stage * 8);
+    gradient_ring.advance();
   }
 
-  // Lays the gradient down where the tile was, once no warpgroup reads it, and stores it.
-  template <int kN, int kBoxes>
-  ATTNGEN_DEVICE void store(const float (&sums)[kN / 2], float factor, u32 tile, const TensorMap* map, const Job& job, u32 empty) const {
-    // Not one barrier for both, which they would reach at different instructions: synccheck stops there.
-    named_barrier_arrive(kReadBarrier + (empty == kKEmpty), 256);
-    named_barrier_sync(kReadBarrier + (empty != kKEmpty), 256);
-    stage_rows<Element, kN, kKeyBoxBytes>(tile, sums, factor, warp, lane);
-    fence_async_shared();
-    named_barrier_sync(kWarpgroupBarrier + (empty == kKEmpty), 128);
-    if (warp == 0 && lane == 0) {
-      const int row = kv_sequence(p).first_row(job.batch) + job.tile * kTileN;
-#pragma unroll
-      for (int box = 0; box < kBoxes; ++box) {
-        tma_store(map, tile + box * kKeyBoxBytes, box * 64, row, job.head, kv_sequence(p).batch_index(job.batch));
-      }
-      tma_store_commit();
-      tma_store_wait_read();
-      mbarrier_arrive(smem + empty);
-    }
-  }
-};
-
-// ---- first warpgroup: S^T, P^T and dV
-struct ValueConsumer : Consumer {
+  // ---- of values: weights from scores
   // One block's weights, packed, in registers and for the other warpgroup.
   ATTNGEN_DEVICE void weigh(Scores& scores, const Context& ctx, const BlockRange& blocks, int key, int block) const {
     if (block < blocks.full_begin || block >= blocks.full_end) {
@@ -386,7 +374,7 @@ struct ValueConsumer : Consumer {
         hide_outside<kTileM>(scores, half, lo, MaskList::kBoundsLeft ? range.hi - column : kTileM);
       }
     }
-    const u32 lse = query_row(kSmemLse, q_ring.stage);
+    const u32 lse = query_row();
 #pragma unroll
     for (int i = 0; i < kTileM / 2; i += 4) {
       const float2 reference = load_shared_pair(lse + i * 8);
@@ -406,70 +394,12 @@ struct ValueConsumer : Consumer {
     weights_ring.advance();
   }
 
-  // A block's scores and weights, and dV of the block before; goes on to the next.
-  ATTNGEN_DEVICE void visit(bool first, float (&dv)[kHeadDimV / 2], Scores& scores, Packed& packed, const Context& ctx, const BlockRange& blocks, const Job& job, int key, int& block) {
-    await_queries();
-    gemm_shared_shared<ScoreMma, kQkSteps, kKeyBoxBytes, kQueryBoxBytes>(scores, smem + kSmemK, queries());
-    if (!first) {
-      await_output_gradients();
-      gemm_accumulate<DvMma, kTileM / 16, kQueryBoxBytes>(dv, packed, output_gradients());
-    } else {
-      wgmma_commit();  // a group of none, so that the scores' is always the last but one
-    }
-    wgmma_wait<1>();
-    settle(scores);
-    weigh(scores, ctx, blocks, key, block);
-    release_queries();
-    wgmma_wait<0>();
-    if (!first) release_output_gradients();
-    hand_over(packed, scores);
-    if (++block == job.block_end) block = job.block_begin;
-  }
-
-  ATTNGEN_DEVICE void run_tile(const Job& job, u32 parity) {
-    const Context ctx = tile_context(p, job.batch, job.head * p.group_size);
-    const int first = job.tile * kTileN;
-    const int key = first + warp * 16 + lane / 4;
-    BlockRange blocks = q_block_range<kTileM>(mask_list(p), ctx, first, min_of(first + 64, ctx.kv_len) - 1);
-    if (first + 64 > ctx.kv_len) blocks.full_end = job.block_begin;
-    float dv[kHeadDimV / 2];
-    Scores scores;
-    Packed packed;
-#pragma unroll
-    for (int i = 0; i < kHeadDimV / 2; ++i) dv[i] = 0.f;
-    mbarrier_wait(smem + kKFull, parity);
-    const int steps = (job.block_end - job.block_begin) * p.group_size;
-    if (steps > 0) {
-      int block = job.block_begin;
-      if (kPeelFirst) visit(true, dv, scores, packed, ctx, blocks, job, key, block);
-#pragma unroll 1
-      for (int step = kPeelFirst; step < steps; ++step) visit(!kPeelFirst && step == 0, dv, scores, packed, ctx, blocks, job, key, block);
-      await_output_gradients();
-      gemm_accumulate<DvMma, kTileM / 16, kQueryBoxBytes>(dv, packed, output_gradients());
-      wgmma_wait<0>();
-      release_output_gradients();
-    }
-    store<kHeadDimV, kVBoxes>(dv, 1.f, smem + kSmemV, &p.map_dv, job, kVEmpty);
-  }
-};
-
-// ---- second warpgroup: dP^T, dS^T and dK
-struct KeyConsumer : Consumer {
-  // dP^T starts at -D, so that dS^T = P^T (dP^T - D) is one product.
-  ATTNGEN_DEVICE void start_gradients(Scores& gradients) const {
-    const u32 d = query_row(kSmemD, do_ring.stage);
-#pragma unroll
-    for (int i = 0; i < kTileM / 2; i += 4) {
-      const float2 mean = load_shared_pair(d + i * 8);
-      gradients[i] = gradients[i + 2] = -mean.x;
-      gradients[i + 1] = gradients[i + 3] = -mean.y;
-    }
-  }
-  ATTNGEN_DEVICE void issue_gradients(Scores& gradients) const {
-    gemm_shared_shared<ScoreMma, kVSteps, kKeyBoxBytes, kQueryBoxBytes, true>(gradients, smem + kSmemV, output_gradients());
-  }
-
+  // ---- of keys: gradients of scores
+  // dS^T, from dP^T, D and the weights.
   ATTNGEN_DEVICE void differentiate(Scores& gradients) {
+    float2 means[kTileM / 8];
+#pragma unroll
+    for (int i = 0; i < kTileM / 8; ++i) means[i] = load_shared_pair(query_row() + i * 32);
     mbarrier_wait(smem + kWeightsFull + weights_ring.stage * 8, weights_ring.parity);
 #pragma unroll
     for (int i = 0; i < kTileM / 16; ++i) {
@@ -478,64 +408,104 @@ struct KeyConsumer : Consumer {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const float2 weight = Element::unpack(words[k]);
-        gradients[8 * i + 2 * k] *= weight.x;
-        gradients[8 * i + 2 * k + 1] *= weight.y;
+        const float2 mean = means[2 * i + k / 2];
+        const int at = 8 * i + 2 * k;
+        gradients[at] = weight.x * (gradients[at] - mean.x);
+        gradients[at + 1] = weight.y * (gradients[at + 1] - mean.y);
       }
     }
     mbarrier_arrive(smem + kWeightsEmpty + weights_ring.stage * 8);
     weights_ring.advance();
   }
 
-  // A block's dS, and dK of the block before.
-  ATTNGEN_DEVICE void visit(bool first, float (&dk)[kHeadDimQk / 2], Scores& gradients, Packed& packed) {
-    await_output_gradients();
-    start_gradients(gradients);
-    issue_gradients(gradients);
+  // A block's scores, weighed or differentiated, and the gradient's part of the block before; goes on to
+  // the next.
+  ATTNGEN_DEVICE void visit(bool first, Gradient& sums, Scores& scores, Packed& packed, const Context& ctx, const BlockRange& blocks, const Job& job, int key, int& block) {
+    await_score_rows();
+    gemm_shared_shared<ScoreMma, kSteps, kKeyBoxBytes, kQueryBoxBytes>(scores, smem + (of_values ? kSmemK : kSmemV), score_rows());
     if (!first) {
-      await_queries();
-      gemm_accumulate<DkMma, kTileM / 16, kQueryBoxBytes>(dk, packed, queries());
+      await_gradient_rows();
+      gemm_accumulate<GradientMma, kTileM / 16, kQueryBoxBytes>(sums, packed, gradient_rows());
     } else {
-      wgmma_commit();
+      wgmma_commit();  // a group of none, so that the scores' is always the last but one
     }
     wgmma_wait<1>();
-    settle(gradients);
-    release_output_gradients();
-    differentiate(gradients);
+    settle(scores);
+    if (of_values) {
+      weigh(scores, ctx, blocks, key, block);
+    } else {
+      differentiate(scores);
+    }
+    release_score_rows();
     wgmma_wait<0>();
-    if (!first) release_queries();
-    pack_pairs<Element, kTileM / 2>(packed, gradients);
+    if (!first) release_gradient_rows();
+    if (of_values) {
+      hand_over(packed, scores);
+    } else {
+      pack_pairs<Element, kTileM / 2>(packed, scores);
+    }
+    if (++block == job.block_end) block = job.block_begin;
+  }
+
+  // The gradient leaves once no warpgroup reads what the scores' products had of the tile.
+  ATTNGEN_DEVICE void store(const Gradient& sums, const Job& job) const {
+    const u32 empty = smem + (of_values ? kVEmpty : kKEmpty);
+    const float factor = (of_values ? 1.f : p.scale);
+    // Not one barrier for both, which they would reach at different instructions: synccheck stops there.
+    named_barrier_arrive(kReadBarrier + !of_values, 256);
+    named_barrier_sync(kReadBarrier + of_values, 256);
+    const u32 tile = smem + (of_values ? kSmemV : kSmemK);  // its place
+    stage_rows<Element, GradientMma::kN, kKeyBoxBytes>(tile, sums, factor, warp, lane);
+    fence_async_shared();
+    named_barrier_sync(kWarpgroupBarrier + !of_values, 128);
+    if (warp == 0 && lane == 0) {
+      const auto* map = of_values ? &p.map_dv : &p.map_dk;
+      const int row = kv_sequence(p).first_row(job.batch) + job.tile * kTileN;
+#pragma unroll
+      for (int box = 0; box < kBoxes; ++box) {
+        tma_store(map, tile + box * kKeyBoxBytes, box * 64, row, job.head, kv_sequence(p).batch_index(job.batch));
+      }
+      tma_store_commit();
+      tma_store_wait_read();
+      mbarrier_arrive(empty);
+    }
   }
 
   ATTNGEN_DEVICE void run_tile(const Job& job, u32 parity) {
-    float dk[kHeadDimQk / 2];
-    Scores gradients;
+    const Context ctx = tile_context(p, job.batch, job.head * p.group_size);
+    const int first = job.tile * kTileN;
+    const int key = first + warp * 16 + lane / 4;
+    BlockRange blocks = q_block_range<kTileM>(mask_list(p), ctx, first, min_of(first + 64, ctx.kv_len) - 1);
+    if (first + 64 > ctx.kv_len) blocks.full_end = job.block_begin;
+    Gradient sums;
+    Scores scores;
     Packed packed;
 #pragma unroll
-    for (int i = 0; i < kHeadDimQk / 2; ++i) dk[i] = 0.f;
-    mbarrier_wait(smem + kVFull, parity);
+    for (int i = 0; i < GradientMma::kN / 2; ++i) sums[i] = 0.f;
+    mbarrier_wait(smem + (of_values ? kKFull : kVFull), parity);
     const int steps = (job.block_end - job.block_begin) * p.group_size;
     if (steps > 0) {
-      if (kPeelFirst) visit(true, dk, gradients, packed);
+      int block = job.block_begin;
+      if (kPeelFirst) visit(true, sums, scores, packed, ctx, blocks, job, key, block);
 #pragma unroll 1
-      for (int step = kPeelFirst; step < steps; ++step) visit(!kPeelFirst && step == 0, dk, gradients, packed);
-      await_queries();
-      gemm_accumulate<DkMma, kTileM / 16, kQueryBoxBytes>(dk, packed, queries());
+      for (int step = kPeelFirst; step < steps; ++step) visit(!kPeelFirst && step == 0, sums, scores, packed, ctx, blocks, job, key, block);
+      await_gradient_rows();
+      gemm_accumulate<GradientMma, kTileM / 16, kQueryBoxBytes>(sums, packed, gradient_rows());
       wgmma_wait<0>();
-      release_queries();
+      release_gradient_rows();
     }
-    store<kHeadDimQk, kQkBoxes>(dk, p.scale, smem + kSmemK, &p.map_dk, job, kKEmpty);
+    store(sums, job);
+  }
+
+  ATTNGEN_DEVICE void run(const volatile Job* slot) {
+    u32 parity = 0;
+    for_each_job(smem, slot, [&](const Job& job) {
+      run_tile(job, parity);
+      parity ^= 1;
+    });
+    if (warp == 0 && lane == 0) tma_store_wait();
   }
 };
-
-template <class Role>
-ATTNGEN_DEVICE void consume(Role role, const volatile Job* slot) {
-  u32 parity = 0;
-  for_each_job(role.smem, slot, [&](const Job& job) {
-    role.run_tile(job, parity);
-    parity ^= 1;
-  });
-  if (role.warp == 0 && role.lane == 0) tma_store_wait();
-}
 
 }  // namespace attngen
 
@@ -576,10 +546,6 @@ sm90_bwd_dkv__full_d256_bf16__019aea(const __grid_constant__ attngen::Params p) 
     if (threadIdx.x == 32) QueryLoader{p, smem, slot}.run();
   } else {
     take_registers<kConsumerRegisters>();
-    if (role == 1) {
-      consume(ValueConsumer{{p, smem, warp, lane}}, slot);
-    } else {
-      consume(KeyConsumer{{p, smem, warp, lane}}, slot);
-    }
+    Consumer<kHeadDimQk, DvMma>{p, smem, role == 1, warp, lane}.run(slot);
   }
 }
