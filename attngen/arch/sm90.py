@@ -320,7 +320,7 @@ def operand_limit(problem: Problem, choice: Choice) -> int:
     if problem.widens:  # whose product has two parts there
         beside = beside or problem.head_dim_v > 192
     if choice.block == SMALLEST_BLOCK and not choice.q_in_registers and not problem.widens:
-        limit += 8  # what spills here has no kernel at all; nothing does
+        limit += 16  # what spills here has no kernel at all; nothing does
     # Queries in registers beside random words: at 196 some spill, at 192 none.
     if problem.dropout and choice.q_in_registers:
         limit = min(limit, 192)
