@@ -30,11 +30,9 @@ class PagedBlocks {
 
   ATTNGEN_DEVICE PagedBlocks(const Fetch& fetch, const PageMap* map, int batch, int head,
                              int kv_len, int lane)
-      : fetch_(fetch), map_(map), pages_(fetch.pages(batch)), kv_len_(kv_len) {
-    head_ = kGrouped && map->head_boxes > 0 ? head * map->head_boxes : head;
+      : fetch_(fetch), map_(map), pages_(fetch.pages(batch)), kv_len_(kv_len), lane_(lane) {
+    head_ = map->head_boxes > 0 ? head * map->head_boxes : head;
     within_ = within(lane);
-    box_ = lane % copies();
-    first_ = lane == 0;
     several_ = within(32) < kBlock;
   }
 
@@ -45,17 +43,17 @@ class PagedBlocks {
   // Copies block `block` to `tile`; `full` is told how many bytes come. Keys past the sequence's
   // end are not copied, but for those that share a stretch with it.
   ATTNGEN_DEVICE void load(const PagedBox& box, u32 tile, u32 full, int block, u64 policy) const {
-    if (first_) {
+    if (kBoxes == 1 ? within_ == 0 : lane_ == 0) {  // of one box lane_ need not be kept
       int rows = rows_of(block);
       if (rows < kBlock) rows = (rows + stretch() - 1) & -stretch();
       mbarrier_arrive_expect(full, kBoxes * 128 * rows);
     }
     __syncwarp();
-    copy(box, box_, within_, tile, full, policy);
+    copy(box, lane_, within_, tile, full, policy);
     if (several_) {
 #pragma unroll 1
       for (int i = lane_id() + 32; within(i) < kBlock; i += 32) {
-        copy(find_at(block, within(i)), i % copies(), within(i), tile, full, policy);
+        copy(find_at(block, within(i)), i, within(i), tile, full, policy);
       }
     }
     __syncwarp();
@@ -89,7 +87,7 @@ class PagedBlocks {
     return kGrouped && copies() > 1 ? min_of(rows, 8) : rows;
   }
   // Copies that bring as many rows of all columns.
-  ATTNGEN_DEVICE int copies() const { return kGrouped && map_->head_boxes > 0 ? 1 : kBoxes; }
+  ATTNGEN_DEVICE int copies() const { return kBoxes == 1 || map_->head_boxes > 0 ? 1 : kBoxes; }
   // First row of copy `i`; past the block's end there is none.
   ATTNGEN_DEVICE int within(int i) const { return i / copies() * stretch(); }
   ATTNGEN_DEVICE PagedBox find_at(int block, int within) const {
@@ -98,9 +96,10 @@ class PagedBlocks {
     const bool there = within < kBlock && static_cast<u32>(position) < static_cast<u32>(kv_len_);
     return {there ? pages_[place] : -1, position - place * fetch_.page_size};
   }
-  ATTNGEN_DEVICE void copy(const PagedBox& at, int box, u32 row, u32 tile, u32 full,
+  ATTNGEN_DEVICE void copy(const PagedBox& at, int i, u32 row, u32 tile, u32 full,
                            u64 policy) const {
     if (at.page < 0) return;
+    const int box = i % copies();
     const u32 to = tile + row / 8 * kGroupBytes + row % 8 * 128 + box * kBoxBytes;
     tma_load(to, map_, full, box * kColumns, at.row, head_, at.page, policy);
   }
@@ -109,10 +108,9 @@ class PagedBlocks {
   const PageMap* map_;
   const int* pages_;
   int kv_len_;
+  int lane_;
   int head_;
-  int within_;    // row of the lane's first copy
-  int box_;       // and the box of its columns
-  bool first_;    // lane, which tells how many bytes come
+  int within_;    // of the lane's first copy
   bool several_;  // copies a lane
 };
 
