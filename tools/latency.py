@@ -146,6 +146,9 @@ def build_times() -> dict[str, float]:
             f"backward {d}": AttentionSpec(head_dim=d, mask="causal", directions=("bwd",))
             for d in (64, 128, 256)
         },
+        "backward 192/128": AttentionSpec(
+            head_dim=192, head_dim_v=128, mask="causal", directions=("bwd",)
+        ),
     }
     found = {}
     for name, spec in specs.items():
