@@ -280,10 +280,11 @@ def tune_(
         raise AttngenError([reason for error in refused for reason in error.reasons])
     effort = tune.Effort(lengths, window, limit, rounds, budget_ms)
     path = output or tuned.FOLDER / f"{tuned.slug(chip)}.json"
-    served = [job for job in jobs if tune.serves(job.problem)]
-    for job in (job for job in jobs if job not in served):
-        click.echo(f"{job.name}: left out; only plain dense forwards are tuned", err=True)
-    for job in served:
+    firsts = {(job.problem, job.arch): job for job in reversed(jobs)}  # kernels of their problems
+    for job in (job for job in jobs if job is firsts[job.problem, job.arch]):
+        if not tune.serves(job.problem):
+            click.echo(f"{job.name}: left out; only plain dense forwards are tuned", err=True)
+            continue
         tuning = tune.tune(job.problem, job.arch, effort)
         tuned.write(path, chip, [tuning.entry])
         for line in [to_json(tuning.entry)] if as_json else tuning.text(shown=5):
