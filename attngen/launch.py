@@ -139,7 +139,7 @@ def _violations(
         for name, extent in extents.items()
         if extent.seq >= LENGTH_LIMIT
     ]
-    if values["tiles"] + loaded.multiprocessors >= 1 << 31:
+    if values["tiles"] + loaded.multiprocessors * loaded.kernel.ctas >= 1 << 31:
         reasons.append(f"{values['tiles']} tiles; a kernel takes fewer than 2^31")
     if loaded.kernel.grid == "row_blocks":
         counts = {"query heads": extents["q"].heads, "sequences": extents["q"].batch}

@@ -59,8 +59,8 @@ MASK_REGISTERS = 12  # of a thread, for the bits of an arbitrary mask
 # over pages, scores with arithmetic of their own.
 LENGTH_REGISTERS = 16
 BIAS_REGISTERS = {2: 0, 3: 4}  # for the elements of a bias
-# A producer that also copies a bias which the copy engine cannot read, beside two consumers where
-# lengths vary; else it needs no more than others there.
+# Where a producer that may have to copy a bias itself needs more: beside two consumers where lengths
+# vary, beside three always.
 BIAS_ROLES = {2: (56, 224), 3: (56, 152)}
 # Groups of 32 heads leave four SMs a head to share its keys, of 64 MB still mostly hit L2: measured
 # best or within 1 % from 1k to 16k tokens; smaller groups lose to the imbalance at their ends.
@@ -400,7 +400,8 @@ def explain(
         "queries in registers: each product reads less shared memory"
         if choice.q_in_registers
         else "queries in shared memory: registers hold a larger block or output instead",
-        f"{choice.k_stages} K and {choice.v_stages} V stages: {smem_bytes} of {SMEM_BYTES} bytes "
+        f"{choice.k_stages} K and {choice.v_stages} V stages: {smem_bytes} of "
+        f"{SMEM_BYTES_HALF if lone else SMEM_BYTES} bytes "
         f"of shared memory, {'2 CTAs' if lone else '1 CTA'} an SM",
         "threads copy rows that the copy engine cannot, and store those of the output"
         if problem.gather

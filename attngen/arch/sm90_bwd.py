@@ -117,8 +117,8 @@ class BackwardPlan:
 
 @dataclass(frozen=True)
 class PreparePlan:
-    """The kernel before: D and LSE in blocks of `row_block` queries. `turns`: of tiles that sum dQ,
-    to none of which it was yet."""
+    """The kernel before: D and LSE in blocks of `row_block` queries. `turns`:
+    whether it zeroes the counts of tiles that have added to each block of dQ."""
 
     arch: str
     family: Literal["bwd_prepare"]

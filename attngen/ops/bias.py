@@ -13,6 +13,7 @@ from ..run_time import UNBOUNDED, Extent
 from ..spec import is_boxed
 
 AXES = ("batch", "head", "row", "column")
+MOST_SPREAD = 2  # elements of memory that a copy may take for each of the bias
 
 
 def sizes_of(shape: Sequence[int]) -> tuple[int, ...]:
@@ -41,9 +42,10 @@ def extent_of(bias: Tensor, sequences: int, heads: int) -> Extent:
 
 
 def readable(bias: Tensor) -> Tensor:
-    """The bias, or, where it has several rows and the copy engine could not read it, a copy that it
-    can: a warp of the forward that copied them would take ten times as long. What is broadcast is
-    copied once."""
+    """The 16-bit bias [.., s_q, s_kv], or, where it has several rows and the copy engine could not
+    read it, a copy that it can, made on the current stream: a warp of the forward that copied them
+    would take ten times as long. What is broadcast is copied once. A small part of a larger tensor
+    that only begins off a multiple of 16 bytes is left to that warp: a copy has its strides."""
     if bias.ndim < 2 or 1 in bias.shape[-2:] or 0 in bias.stride()[-2:]:
         return bias
     in_place = is_boxed(bias.shape, bias.stride(), bias.element_size())
@@ -51,7 +53,11 @@ def readable(bias: Tensor) -> Tensor:
         return bias
     whole = bias[tuple(slice(1) if step == 0 else slice(None) for step in bias.stride())]
     strides = whole.stride()  # kept where it only begins elsewhere: so are launches, by strides
-    if not in_place:
+    if in_place:
+        steps = zip(whole.shape, strides, strict=True)
+        if sum((size - 1) * step for size, step in steps) >= MOST_SPREAD * whole.numel():
+            return bias
+    else:
         *outer, columns = whole.shape
         strides = torch.empty(*outer, -(-columns // 8) * 8, device="meta").stride()
     copy = torch.empty_strided(whole.shape, strides, dtype=bias.dtype, device=bias.device)

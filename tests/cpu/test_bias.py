@@ -16,6 +16,9 @@ AS_THEY_ARE = {
     "rows of whole 16 bytes": bf16(2, 3, 6, 16),
     "rows apart": bf16(2, 3, 6, 32)[..., :11],
     "broadcast over sequences": bf16(1, 3, 6, 8).expand(2, 3, 6, 8),
+    "a part of a far larger tensor, which begins at an odd element": bf16(1, 2, 64, 64)[
+        ..., :8, 1:9
+    ],
     "one row": bf16(1, 1, 1, 9)[..., 1:],
     "one row, expanded": bf16(1, 1, 1, 9)[..., 1:].expand(1, 1, 6, 8),
     "one column": bf16(1, 3, 6, 1),

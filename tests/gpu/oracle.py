@@ -113,9 +113,11 @@ def small_tiles(wanted: bool) -> Iterator[None]:
     with mock.patch.object(forward, "is_short", lambda *_: wanted):
         for each in known:
             each.clear()
-        yield
-    for each in known:
-        each.clear()
+        try:
+            yield
+        finally:
+            for each in known:
+                each.clear()
 
 
 def run(tensors: tuple[Tensor, ...], mask: str = "causal") -> tuple[Tensor, Tensor]:
