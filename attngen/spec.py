@@ -198,14 +198,21 @@ def is_decode(
     few = layouts.size(q, layout.q_format, "s") * heads_q <= DECODE_ROWS * heads_kv
     # Measured at 32 and 64 tokens, 8 to 1024 heads in all: 1.1 to 2.2 times as fast.
     lone = heads_q == heads_kv and layouts.size(k, layout.kv_format, "s") <= DECODE_ROWS
-    return bool(num_splits) or (few and not (lone and _has_short(spec)))
+    return bool(num_splits) or (few and not (lone and has_short(spec)))
 
 
-def _has_short(spec: AttentionSpec) -> bool:
-    """Whether a dense 16-bit forward has a kernel with tiles of 64 queries."""
-    lengths = spec.seqused or spec.mask.startswith("padding")
-    largest = max(spec.head_dim, spec.head_dim_v or 0)
-    return not (lengths or spec.widens) and largest <= SHORT_HEAD_DIM
+def has_short(spec: AttentionSpec) -> bool:
+    """Whether its forward has a kernel with tiles of 64 queries: dense 16-bit operands that the
+    copy engine moves, without what is read or drawn beside the scores."""
+    layout = layouts.parse(spec.layout)
+    lengths = spec.seqused or spec.mask.startswith("padding") or "thd" in layout.formats
+    beside = spec.bias != "none" or spec.attn_mask or spec.mask == "arbitrary" or spec.dropout
+    one_dtype = {spec.kv_dtype, spec.out_dtype} <= {None, spec.dtype}
+    return (
+        not (spec.decode or lengths or layout.paged or spec.gathers or beside)
+        and (one_dtype and spec.dtype in DTYPES_16BIT)
+        and max(spec.head_dim, spec.head_dim_v or 0) <= SHORT_HEAD_DIM
+    )
 
 
 def is_boxed(shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:

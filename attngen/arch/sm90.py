@@ -59,8 +59,8 @@ MASK_REGISTERS = 12  # of a thread, for the bits of an arbitrary mask
 # over pages, scores with arithmetic of their own.
 LENGTH_REGISTERS = 16
 BIAS_REGISTERS = {2: 0, 3: 4}  # for the elements of a bias
-# Where a producer that may have to copy a bias itself needs more: beside two consumers where lengths
-# vary, beside three always.
+# Where a producer that may have to copy a bias itself needs more: beside two consumers where
+# lengths vary, beside three always.
 BIAS_ROLES = {2: (56, 224), 3: (56, 152)}
 # Groups of 32 heads leave four SMs a head to share its keys, of 64 MB still mostly hit L2: measured
 # best or within 1 % from 1k to 16k tokens; smaller groups lose to the imbalance at their ends.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from ..run_time import Extent
-from ..spec import AttentionSpec
+from ..spec import AttentionSpec, has_short
 from .signature import Arguments
 
 QUERIES = 512  # of a head of a sequence, at most
@@ -23,10 +23,10 @@ def is_short(
     arguments: Arguments,
     device: torch.device,
 ) -> bool:
-    """Whether a forward of these operands is faster with tiles of 64 query rows, where it has such
-    a kernel. Never where the call says how keys are split, which promises the same bits in batches
+    """Whether a forward of these operands has a kernel with tiles of 64 query rows, and is faster
+    with it. Never where the call says how keys are split, which promises the same bits in batches
     of any size."""
-    if spec.decode or arguments.num_splits or extents["q"].seq > QUERIES:
+    if not has_short(spec) or arguments.num_splits or extents["q"].seq > QUERIES:
         return False
     masked = spec.window or spec.mask != "none"
     return prefers_short(extents, masked, multiprocessors(device))

@@ -12,7 +12,7 @@ from attngen.ops.short import prefers_short
 from attngen.plan import plans, plans_of_call, read_plan
 from attngen.program import binaries_of_call
 from attngen.run_time import Extent
-from attngen.spec import is_decode
+from attngen.spec import has_short, is_decode
 from attngen.values import to_data
 from tests.cpu.cache_kit import ARCH, make_binary
 
@@ -29,6 +29,7 @@ def test_plan_short_fits_twice_on_an_sm():
         range(8, 129, 8), ("none", "causal"), (False, True), (False, True), ("vanilla", "learnable")
     ):
         asked = {"mask": mask, "window": window, "softcap": softcap, "softmax": softmax}
+        assert has_short(AttentionSpec(d, **asked))
         _, plan = plans(problem_of(d, **asked), ARCH)
         assert (plan.family, plan.tile.m, plan.threads, plan.ctas) == ("sm90_fwd_short", 64, 256, 2)
         producer, consumer = plan.pipeline.producer_registers, plan.pipeline.consumer_registers
@@ -57,6 +58,7 @@ def test_plan_short_fits_twice_on_an_sm():
     ids=str,
 )
 def test_plan_short_is_none_where_it_has_no_room_or_part(fields):
+    assert not has_short(AttentionSpec(**{"head_dim": 64, **fields}))
     found = plans(problem_of(**fields), ARCH)
     assert all(each.family != "sm90_fwd_short" for each in found)
     assert all(plans_of_call(problem_of(**fields), ARCH, short) == found for short in (False, True))
