@@ -174,7 +174,7 @@ PLACE = """
 #include "attngen/scheduler/sequence_order.cuh"
 using namespace attngen;
 struct Params { int q_len; const void* q_seqlens; const void* q_offsets; int sequences; };
-struct { int x, y; } blockIdx;
+struct { int x, y; } blockIdx, gridDim;
 %s
 static int marked;
 static void run(const Params& p) {
@@ -182,8 +182,9 @@ static void run(const Params& p) {
   (void)head, (void)first_token;
   marked = 1 + batch * 100 + block;
 }
-extern "C" int place_of(const int* seqlens, const int* offsets, int sequences, int tokens, int x) {
-  marked = 0, blockIdx = {x, 0};
+extern "C" int place_of(const int* seqlens, const int* offsets, int sequences, int tokens, int ctas,
+                        int x) {
+  marked = 0, blockIdx = {x, 0}, gridDim = {ctas, 1};
   run({tokens, seqlens, offsets, sequences});
   return marked - 1;
 }
@@ -191,7 +192,7 @@ extern "C" int place_of(const int* seqlens, const int* offsets, int sequences, i
 
 
 def test_blocks_of_no_sequence_have_no_cta(compile_cpp):
-    """Before the first sequence, between two, and behind the last."""
+    """Before the first sequence, between two, and behind the last. The first CTA has the last."""
     spec = AttentionSpec(64, layout="thd", directions=("bwd",))
     (problem,) = resolve(spec, features.scan())
     sources = [render_problem(problem, each) for each in plans(problem, "sm_90a")]
@@ -205,5 +206,6 @@ def test_blocks_of_no_sequence_have_no_cta(compile_cpp):
     lens, starts, tokens = (1, 0, 2 * rows), (3 * rows + 5, 5 * rows, 5 * rows + 9), 9 * rows
     _, seqlens = ints([0, *np.cumsum(lens)])
     _, offsets = ints([*starts, tokens])
-    found = [place_of(seqlens, offsets, 3, tokens, x) for x in range(tokens // rows + 3)]
-    assert [x for x in found if x >= 0] == [0, 200, 201] and set(found) == {-1, 0, 200, 201}
+    ctas = tokens // rows + 3
+    found = [place_of(seqlens, offsets, 3, tokens, ctas, x) for x in range(ctas)]
+    assert [x for x in found if x >= 0] == [201, 200, 0] and set(found) == {-1, 0, 200, 201}

@@ -43,7 +43,7 @@ class PagedBlocks {
   // Copies block `block` to `tile`; `full` is told how many bytes come. Keys past the sequence's
   // end are not copied, but for those that share a stretch with it.
   ATTNGEN_DEVICE void load(const PagedBox& box, u32 tile, u32 full, int block, u64 policy) const {
-    if (kBoxes == 1 ? within_ == 0 : lane_ == 0) {  // of one box lane_ need not be kept
+    if (kBoxes == 1 ? within_ == 0 : lane_ == 0) {
       int rows = rows_of(block);
       if (rows < kBlock) rows = (rows + stretch() - 1) & -stretch();
       mbarrier_arrive_expect(full, kBoxes * 128 * rows);
@@ -52,7 +52,7 @@ class PagedBlocks {
     copy(box, lane_, within_, tile, full, policy);
     if (several_) {
 #pragma unroll 1
-      for (int i = lane_id() + 32; within(i) < kBlock; i += 32) {
+      for (int i = lane() + 32; within(i) < kBlock; i += 32) {
         copy(find_at(block, within(i)), i, within(i), tile, full, policy);
       }
     }
@@ -63,7 +63,7 @@ class PagedBlocks {
   ATTNGEN_DEVICE void clear_tail(u32 tile, int block) const {
     const u32 zero[4] = {0, 0, 0, 0};
 #pragma unroll 1
-    for (int i = rows_of(block) * 8 + lane_id(); i < kBlock * 8; i += 32) {
+    for (int i = rows_of(block) * 8 + lane(); i < kBlock * 8; i += 32) {
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) {
         store_shared_x4(tile + i / 64 * kGroupBytes + box * kBoxBytes + i % 64 * 16, zero);
@@ -79,6 +79,9 @@ class PagedBlocks {
   }
 
  private:
+  // Kept, but where a head is one box: there it is found again when it is needed.
+  ATTNGEN_DEVICE int lane() const { return kBoxes == 1 ? lane_id() : lane_; }
+
   // Rows of a copy, worked out anew: a loading warp has few registers to keep them in.
   ATTNGEN_DEVICE int stretch() const {
     Fetch pages = fetch_;
