@@ -281,7 +281,7 @@ def tune_(
     effort = tune.Effort(lengths, window, limit, rounds, budget_ms)
     path = output or tuned.FOLDER / f"{tuned.slug(chip)}.json"
     firsts = {(job.problem, job.arch): job for job in reversed(jobs)}  # kernels of their problems
-    for job in (job for job in jobs if job is firsts[job.problem, job.arch]):
+    for job in reversed(firsts.values()):
         if not tune.serves(job.problem):
             click.echo(f"{job.name}: left out; only plain dense forwards are tuned", err=True)
             continue

@@ -247,8 +247,7 @@ def make_plan(problem: Problem, choice: Choice) -> Plan | None:
     order = {"Order": order_bytes(schedule.tail_share)} if orders_few else {}
     regions = lay_out(smem_sizes(problem, tile, choice), order)
     smem_bytes = regions[-1].offset + regions[-1].bytes
-    room = SMEM_BYTES_HALF if choice.consumers == 1 else SMEM_BYTES
-    if registers > operand_limit(problem, choice) or smem_bytes > room:
+    if registers > operand_limit(problem, choice) or smem_bytes > smem_room(choice):
         return None
     if choice.output_over_q and (
         choice.q_in_registers  # the next tile's queries are already on their way there
@@ -338,6 +337,11 @@ def role_registers(problem: Problem, choice: Choice) -> tuple[int, int]:
     return GATHER_REGISTERS if problem.gather else REGISTERS[choice.consumers]
 
 
+def smem_room(choice: Choice) -> int:
+    """Bytes of shared memory that a CTA may use: with a lone consumer half of an SM's."""
+    return SMEM_BYTES_HALF if choice.consumers == 1 else SMEM_BYTES
+
+
 def stores_directly(problem: Problem) -> bool:
     """Whether the output goes from registers to memory, without the copy engine."""
     return problem.dtype_o == "fp32" or problem.gather
@@ -400,9 +404,8 @@ def explain(
         "queries in registers: each product reads less shared memory"
         if choice.q_in_registers
         else "queries in shared memory: registers hold a larger block or output instead",
-        f"{choice.k_stages} K and {choice.v_stages} V stages: {smem_bytes} of "
-        f"{SMEM_BYTES_HALF if lone else SMEM_BYTES} bytes "
-        f"of shared memory, {'2 CTAs' if lone else '1 CTA'} an SM",
+        f"{choice.k_stages} K and {choice.v_stages} V stages: {smem_bytes} of {smem_room(choice)} "
+        f"bytes of shared memory, {'2 CTAs' if lone else '1 CTA'} an SM",
         "threads copy rows that the copy engine cannot, and store those of the output"
         if problem.gather
         else "output staged over Q: its own buffer would not fit"
