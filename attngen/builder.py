@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ class Built:
     problem: Problem
     plan: KernelPlan
     binary: Binary
-    cubin: bytes
+    cubin: bytes = field(repr=False)
     from_cache: bool
 
 
