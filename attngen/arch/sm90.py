@@ -47,18 +47,27 @@ GATHER_REGISTERS = (56, 224)
 # unequal shares of V's columns (False) spills with 32.
 REGISTERS_8BIT = {True: (32, 224), False: (40, 216)}
 REGISTERS_WIDENED = (40, 216)  # the same beside a warpgroup that widens K and V
-# Operands in registers (output, scores, packed weights, queries) that leave room for addresses
-# and row state.
-OPERANDS = {1: 188, 2: 204, 3: 132}
-# Beside scores with arithmetic of their own: what compiles without spills from head dim 8 to 256.
-OPERANDS_SCORES = {1: 172, 2: 188, 3: 116}
 LIGHT_SCORES = frozenset({"alibi"})  # a multiply-add an element needs no registers
 SMALLEST_BLOCK = 32
-MASK_REGISTERS = 12  # of a thread, for the bits of an arbitrary mask
-# For lengths told on the device, or both ends of a window, beside random words, a mask's bits or,
-# over pages, scores with arithmetic of their own.
-LENGTH_REGISTERS = 16
-BIAS_REGISTERS = {2: 0, 3: 4}  # for the elements of a bias
+# Operands in registers (output, scores, packed weights, queries) that leave room for addresses and
+# row state, by the number of consumers, and what features (`_features`) take from them where all of
+# a row's are there: what compiles without spills from head dim 8 to 256.
+OPERANDS = {1: 188, 2: 204, 3: 132}
+OPERANDS_TAKEN = (
+    ("heavy", 16),
+    ("attn_mask", 12),
+    ("copies", 8),  # that the producer has instead
+    ("widens", 16),
+    ("bias three", 4),
+    ("bias three varlen", 4),
+    ("bias three several", 16),
+    ("bias gather plain", 16),
+    ("bias masks wide", 16),
+    ("crowded lengths", 16),
+    ("paged alibi masked", 4),
+    ("smallest", -16),  # what spills in a block of so few keys has no kernel at all; nothing does
+)
+OPERANDS_RANDOM = 192  # of queries among them, beside random words; at 196 some spill
 # Where a producer that may have to copy a bias itself needs more: beside two consumers where
 # lengths vary, beside three always.
 BIAS_ROLES = {2: (56, 224), 3: (56, 152)}
@@ -294,36 +303,53 @@ def operand_registers(problem: Problem, choice: Choice) -> int:
 
 
 def operand_limit(problem: Problem, choice: Choice) -> int:
+    """Registers a thread has for its operands."""
     if problem.eight_bit:
         consumer = role_registers(problem, choice)[1]
         # At 152 of 216 some spill beside scores, at 148 none.
         return consumer - (32 if not problem.scores else 64 if consumer > 216 else 68)
-    light = LIGHT_SCORES.issuperset(problem.scores)
-    window = "window" in problem.masks
-    limit = (OPERANDS if light else OPERANDS_SCORES)[choice.consumers]
-    limit -= MASK_REGISTERS * problem.attn_mask
-    # Beside dropout at 256, whose limits have room to spare, blocks of 32 keys would not fit.
-    if not (problem.dropout and problem.head_dim_v > 192):
-        limit -= REGISTERS[choice.consumers][1] - role_registers(problem, choice)[1]
-    if problem.bias:
-        limit -= BIAS_REGISTERS[choice.consumers] * (2 if problem.varlen else 1)
-        gathered = problem.gather and not (problem.dropout or problem.attn_mask)
-        several = choice.consumers == 3 and len(problem.scores) > 1
-        limit -= LENGTH_REGISTERS * (gathered or several)
-        # Two masks spill beside the widest outputs.
-        limit -= LENGTH_REGISTERS * (len(problem.masks) > 1 and problem.head_dim_v > 192)
-    beside = problem.dropout or problem.attn_mask or problem.scores == ("softcap",)
-    if problem.paged:
-        beside = beside or not light
-        limit -= 4 * (problem.scores == ("alibi",) and bool(problem.masks))
-    if problem.widens:  # whose product has two parts there
-        beside = beside or problem.head_dim_v > 192
-    if choice.block == SMALLEST_BLOCK and not choice.q_in_registers and not problem.widens:
-        limit += 16  # what spills here has no kernel at all; nothing does
-    # Queries in registers beside random words: at 196 some spill, at 192 none.
+    features = _features(problem, choice)
+    taken = {these: count for these, count in OPERANDS_TAKEN if features.issuperset(these.split())}
+    limit = OPERANDS[choice.consumers] - sum(taken.values())
     if problem.dropout and choice.q_in_registers:
-        limit = min(limit, 192)
-    return limit - LENGTH_REGISTERS * (beside and (problem.varlen or window))
+        limit = min(limit, OPERANDS_RANDOM - taken.get("crowded lengths", 0))
+    return limit
+
+
+def _features(problem: Problem, choice: Choice) -> frozenset[str]:
+    """What takes registers beside 16-bit operands. Heavy: scores that are more than a multiply-add;
+    copies: a producer that has more registers to copy rows or a bias itself; lengths: told on the
+    device, or a window's two ends; crowded: what finds no room for these."""
+    light = LIGHT_SCORES.issuperset(problem.scores)
+    bits = problem.dropout or problem.attn_mask
+    wide = problem.head_dim_v > 192
+    of_bias = problem.bias and (problem.varlen or choice.consumers == 3)
+    features = {
+        "heavy": not light,
+        "several": len(problem.scores) > 1,
+        "alibi": problem.scores == ("alibi",),
+        "bias": problem.bias,
+        "attn_mask": problem.attn_mask,
+        "plain": not bits,
+        "masked": bool(problem.masks),
+        "masks": len(problem.masks) > 1,
+        "gather": problem.gather,
+        # Beside random words at 256, whose limits have room to spare, no block would fit.
+        "copies": (problem.gather or of_bias) and not (problem.dropout and wide),
+        "paged": problem.paged,
+        "widens": problem.widens,
+        "varlen": problem.varlen,
+        "lengths": problem.varlen or "window" in problem.masks,
+        "crowded": bits
+        or problem.scores == ("softcap",)
+        or (problem.paged and not light)
+        or (problem.widens and wide),
+        "three": choice.consumers == 3,
+        "wide": wide,
+        "smallest": choice.block == SMALLEST_BLOCK
+        and not (choice.q_in_registers or problem.widens),
+    }
+    return frozenset(name for name, is_there in features.items() if is_there)
 
 
 def role_registers(problem: Problem, choice: Choice) -> tuple[int, int]:
