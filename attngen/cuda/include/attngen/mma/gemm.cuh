@@ -9,22 +9,34 @@
 
 namespace attngen {
 
+// Where a chain's kSteps find an operand that has the reduction along its rows, 32 bytes a step, or
+// across them, 16 rows a step: the low words of descriptors.
+template <int kSteps, u32 kBoxBytes>
+ATTNGEN_DEVICE void steps_along(u32 (&low)[kSteps], u32 operand) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    low[step] = operand_base(operand, 16) + ((step / 4 * kBoxBytes + step % 4 * 32) >> 4);
+  }
+}
+template <int kSteps, u32 kBoxBytes, u32 kGroupBytes>
+ATTNGEN_DEVICE void steps_across(u32 (&low)[kSteps], u32 operand) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    low[step] = operand_base(operand, kBoxBytes) + (step * 2 * kGroupBytes >> 4);
+  }
+}
+
 // acc[64 x N] = A B^T, or += where kAccumulate: A (64 rows) and B (N rows) both have the reduction
 // along their rows, in kSteps steps of 32 bytes.
 template <class Mma, int kSteps, u32 kABoxBytes, u32 kBBoxBytes, bool kAccumulate = false,
           u32 kGroupBytes = 1024>
 ATTNGEN_DEVICE void gemm_shared_shared(float (&acc)[Mma::kN / 2], u32 a, u32 b) {
-  const u32 a_base = operand_base(a, 16);
-  const u32 b_base = operand_base(b, 16);
+  u32 a_steps[kSteps];
+  u32 b_steps[kSteps];
+  steps_along<kSteps, kABoxBytes>(a_steps, a);
+  steps_along<kSteps, kBBoxBytes>(b_steps, b);
   wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    const u32 box = step / 4;
-    const u32 within = (step % 4) * 32;
-    Mma::issue(acc, operand_descriptor(a_base, box * kABoxBytes + within),
-               operand_descriptor<kGroupBytes>(b_base, box * kBBoxBytes + within),
-               kAccumulate || step != 0);
-  }
+  Mma::template issue<kGroupBytes>(acc, a_steps, b_steps, kAccumulate);
   wgmma_commit();
 }
 
@@ -32,16 +44,12 @@ ATTNGEN_DEVICE void gemm_shared_shared(float (&acc)[Mma::kN / 2], u32 a, u32 b) 
 // reduction across them; kSteps steps of 16.
 template <class Mma, int kSteps, u32 kABoxBytes, u32 kBBoxBytes>
 ATTNGEN_DEVICE void gemm_shared_across(float (&acc)[Mma::kN / 2], u32 a, u32 b) {
-  constexpr u32 kStepBytes = 16 * 128;
-  const u32 a_base = operand_base(a, 16);
-  const u32 b_base = operand_base(b, kBBoxBytes);
+  u32 a_steps[kSteps];
+  u32 b_steps[kSteps];
+  steps_along<kSteps, kABoxBytes>(a_steps, a);
+  steps_across<kSteps, kBBoxBytes, 1024>(b_steps, b);
   wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    const u32 offset = (step / 4) * kABoxBytes + (step % 4) * 32;
-    Mma::issue(acc, operand_descriptor(a_base, offset),
-               operand_descriptor(b_base, step * kStepBytes), step != 0);
-  }
+  Mma::template issue<1024>(acc, a_steps, b_steps, 0);
   wgmma_commit();
 }
 
@@ -49,14 +57,10 @@ ATTNGEN_DEVICE void gemm_shared_across(float (&acc)[Mma::kN / 2], u32 a, u32 b) 
 template <class Mma, int kSteps, u32 kBBoxBytes, u32 kGroupBytes = 1024>
 ATTNGEN_DEVICE void gemm_register_shared(float (&acc)[Mma::kN / 2], const u32 (&a)[4 * kSteps],
                                          u32 b, bool accumulate = false) {
-  const u32 b_base = operand_base(b, 16);
+  u32 b_steps[kSteps];
+  steps_along<kSteps, kBBoxBytes>(b_steps, b);
   wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    const u32 offset = (step / 4) * kBBoxBytes + (step % 4) * 32;
-    Mma::issue(acc, a + 4 * step, operand_descriptor<kGroupBytes>(b_base, offset),
-               accumulate || step != 0);
-  }
+  Mma::template issue<kGroupBytes>(acc, a, b_steps, accumulate);
   wgmma_commit();
 }
 
@@ -64,13 +68,10 @@ ATTNGEN_DEVICE void gemm_register_shared(float (&acc)[Mma::kN / 2], const u32 (&
 // along its rows and the reduction across them.
 template <class Mma, int kSteps, u32 kBBoxBytes, u32 kGroupBytes = 1024>
 ATTNGEN_DEVICE void gemm_accumulate(float (&acc)[Mma::kN / 2], const u32 (&a)[4 * kSteps], u32 b) {
-  const u32 b_base = operand_base(b, kBBoxBytes);
+  u32 b_steps[kSteps];
+  steps_across<kSteps, kBBoxBytes, kGroupBytes>(b_steps, b);
   wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    Mma::issue(acc, a + 4 * step, operand_descriptor<kGroupBytes>(b_base, step * 2 * kGroupBytes),
-               1);
-  }
+  Mma::template issue<kGroupBytes>(acc, a, b_steps, 1);
   wgmma_commit();
 }
 

@@ -38,16 +38,10 @@ ATTNGEN_DEVICE void finish_first(u32 x) {
 ATTNGEN_DEVICE u32 operand_base(u32 address, u32 leading_bytes) {
   return (address & 0x3FFFF) >> 4 | (leading_bytes >> 4) << 16;
 }
-// The descriptor `offset_bytes` behind a base; groups of 8 rows lie kGroupBytes apart.
-template <u32 kGroupBytes = 1024>
-ATTNGEN_DEVICE u64 operand_descriptor(u32 base, u32 offset_bytes) {
+// The high word: groups of 8 rows lie so many bytes apart.
+ATTNGEN_DEVICE constexpr u32 descriptor_high(u32 group_bytes) {
   constexpr u32 kSwizzle128 = 1u << 30;
-  constexpr u32 kGroupStride = kGroupBytes >> 4;
-  u64 descriptor;
-  asm("mov.b64 %0, {%1, %2};"
-      : "=l"(descriptor)
-      : "r"(base + (offset_bytes >> 4)), "n"(kSwizzle128 | kGroupStride));
-  return descriptor;
+  return kSwizzle128 | group_bytes >> 4;
 }
 
 // setmaxnreg: a warpgroup gives registers back to its CTA, or takes them.
