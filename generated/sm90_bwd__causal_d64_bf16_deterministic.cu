@@ -12,6 +12,7 @@
 #include "attngen/scheduler/kv_blocks.cuh"
 #include "attngen/scheduler/q_blocks.cuh"
 #include "attngen/scheduler/tile_order.cuh"
+#include "attngen/softmax/transposed.cuh"
 
 namespace attngen {
 
@@ -263,7 +264,7 @@ struct Job {
   int block_end;
 };
 
-// ---- scheduler: one thread that draws tiles, works out their blocks and loads what a tile keeps
+// ---- scheduler: one thread that draws tiles and works out their blocks, and loads what a tile keeps
 struct Scheduler {
   const Params& p;
   u32 smem;
@@ -362,7 +363,6 @@ struct KvLoader {
 };
 
 // The blocks of queries, by a thread of its own.
-
 struct QueryLoader {
   const Params& p;
   u32 smem;
@@ -478,30 +478,13 @@ struct Consumer {
   // The thread's first two values of a float a query.
   ATTNGEN_DEVICE u32 query_row(u32 region, u32 stage) const { return smem + region + stage * kRowBytes + (lane & 3) * 8; }
 
-  // A query that does not see a key, and a key that is none, have scores of -inf.
   ATTNGEN_DEVICE void hide(Scores& scores, const Context& ctx, int key, int block) const {
-    const MaskList masks = mask_list(p);
-    const int column = block * kTileM + (lane & 3) * 2;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int j = key + half * 8;
-      const Range range = masks.col_range(ctx, j);
-      const int lo = j < ctx.kv_len ? range.lo - column : kTileM;
-      hide_outside<kTileM>(scores, half, lo, MaskList::kBoundsLeft ? range.hi - column : kTileM);
-    }
+    hide_queries<kTileM>(scores, mask_list(p), ctx, key, block * kTileM + (lane & 3) * 2);
   }
 
   // S^T becomes P^T.
   ATTNGEN_DEVICE void weigh(Scores& scores) const {
-    const u32 lse = query_row(kSmemLse, q_ring.stage);
-#pragma unroll
-    for (int i = 0; i < kTileM / 2; i += 4) {
-      const float2 reference = load_shared_pair(lse + i * 8);
-      scores[i] = exp2_approx(scores[i] * p.scale_log2 - reference.x);
-      scores[i + 1] = exp2_approx(scores[i + 1] * p.scale_log2 - reference.y);
-      scores[i + 2] = exp2_approx(scores[i + 2] * p.scale_log2 - reference.x);
-      scores[i + 3] = exp2_approx(scores[i + 3] * p.scale_log2 - reference.y);
-    }
+    weigh_queries<kTileM>(scores, p.scale_log2, query_row(kSmemLse, q_ring.stage));
   }
 
   // dP^T starts at -D, so that dS^T = P^T (dP^T - D) is one product.

@@ -221,7 +221,7 @@ struct Job {
   int block_end;
 };
 
-// ---- scheduler: one thread that draws tiles, works out their blocks and loads what a tile keeps
+// ---- scheduler: one thread that draws tiles and works out their blocks, and loads what a tile keeps
 struct Scheduler {
   const Params& p;
   u32 smem;
@@ -296,7 +296,6 @@ struct QueryLoader {
 };
 
 // The blocks of keys, or of values, by a thread of their own.
-
 template <int kBoxes, int kStages, u32 kTiles, u32 kFull, u32 kEmpty>
 struct BlockLoader {
   const Params& p;

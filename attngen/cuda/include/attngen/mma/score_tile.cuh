@@ -1,5 +1,6 @@
-// One warp's part of a tile [i, j] of a 16-bit tensor that a score reads: copied into shared memory
-// while the block before it is worked on, and from there into the layout of an accumulator.
+// What a warp or a warpgroup needs of a tile [i, j] of a 16-bit tensor that a score reads: brought
+// into shared memory by the copy engine or, what that cannot read, by threads, and taken from there
+// in the layout of an accumulator.
 #pragma once
 
 #include "attngen/platform.cuh"
@@ -122,8 +123,8 @@ struct TileStage {
     }
   }
 
-  // The fragment of kRows = 16 rows: a word has two columns of a row, in an accumulator's order.
-  // within: the lane's row, or that which all have.
+  // The fragment of 16 rows, of kCount times 16 columns from 16 `group` on: a word has two columns of
+  // a row, in an accumulator's order. within: the lane's row, or that which all have.
   template <int kCount>
   ATTNGEN_DEVICE void take(u32* words, int group, int within, int lane) const {
 #pragma unroll
