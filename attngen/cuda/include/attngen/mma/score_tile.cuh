@@ -123,8 +123,8 @@ struct TileStage {
     }
   }
 
-  // The fragment of 16 rows, of kCount times 16 columns from 16 `group` on: a word has two columns of
-  // a row, in an accumulator's order. within: the lane's row, or that which all have.
+  // The fragment of 16 rows, of kCount times 16 columns from 16 `group` on: a word has two columns
+  // of a row, in an accumulator's order. within: the lane's row, or that which all have.
   template <int kCount>
   ATTNGEN_DEVICE void take(u32* words, int group, int within, int lane) const {
 #pragma unroll
