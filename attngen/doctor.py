@@ -64,6 +64,7 @@ def check_python() -> str:
 
 
 def check_attngen() -> str:
+    """The package's version, and the place that it runs from."""
     return f"{__version__} at {Path(__file__).resolve().parent}"
 
 
@@ -83,10 +84,12 @@ def check_torch() -> str:
 
 
 def check_bindings() -> str:
+    """The version of cuda-bindings, by which kernels are compiled and launched."""
     return _package("cuda-bindings", "pip install attngen")
 
 
 def check_jinja2() -> str:
+    """The version of Jinja, by which kernels are rendered."""
     return _package("jinja2", "only building needs it: pip install 'attngen[compile]'")
 
 
@@ -123,6 +126,7 @@ def check_gpus() -> str:
 
 
 def check_headers() -> str:
+    """How many headers kernels may include, and their digest."""
     from .digest import source_digests
 
     count = len(files.headers())
@@ -132,6 +136,7 @@ def check_headers() -> str:
 
 
 def check_templates() -> str:
+    """The digest of the templates, and the place that they are read from."""
     from .digest import source_digests
 
     return f"sha256 {source_digests()['templates'][:12]}, in {files.templates_dir()}"
@@ -170,6 +175,7 @@ def check_bundles() -> str:
 
 
 def check_jit() -> str:
+    """Whether a kernel that is neither in a bundle nor in the cache is compiled."""
     disabled = os.environ.get("ATTNGEN_DISABLE_JIT", "") not in ("", "0")
     return "off: ATTNGEN_DISABLE_JIT is set" if disabled else "on: missing kernels are compiled"
 

@@ -445,6 +445,7 @@ def explain(
 
 
 def explain_order(order: SoftmaxOrder) -> str:
+    """The order of a block's softmax in prose."""
     if order.parts:
         slack = order.lazy_rescale_log2
         return f"weights in {order.parts} parts, maxima raised where outgrown by 2^{slack}"
