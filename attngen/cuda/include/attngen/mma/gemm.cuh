@@ -27,16 +27,22 @@ ATTNGEN_DEVICE void steps_across(u32 (&low)[kSteps], u32 operand) {
 }
 
 // acc[64 x N] = A B^T, or += where kAccumulate: A (64 rows) and B (N rows) both have the reduction
-// along their rows, in kSteps steps of 32 bytes.
+// along their rows, in kSteps steps of 32 bytes. More than 16 go box by box: places of all would
+// take registers.
 template <class Mma, int kSteps, u32 kABoxBytes, u32 kBBoxBytes, bool kAccumulate = false,
           u32 kGroupBytes = 1024>
 ATTNGEN_DEVICE void gemm_shared_shared(float (&acc)[Mma::kN / 2], u32 a, u32 b) {
-  u32 a_steps[kSteps];
-  u32 b_steps[kSteps];
-  steps_along<kSteps, kABoxBytes>(a_steps, a);
-  steps_along<kSteps, kBBoxBytes>(b_steps, b);
+  constexpr int kChain = kSteps > 16 ? 4 : kSteps;
+  static_assert(kSteps % kChain == 0, "whole boxes");
   wgmma_fence();
-  Mma::template issue<kGroupBytes>(acc, a_steps, b_steps, kAccumulate);
+#pragma unroll
+  for (int box = 0; box < kSteps / kChain; ++box) {
+    u32 a_steps[kChain];
+    u32 b_steps[kChain];
+    steps_along<kChain, kABoxBytes>(a_steps, a + box * kABoxBytes);
+    steps_along<kChain, kBBoxBytes>(b_steps, b + box * kBBoxBytes);
+    Mma::template issue<kGroupBytes>(acc, a_steps, b_steps, kAccumulate || box != 0);
+  }
   wgmma_commit();
 }
 
