@@ -306,6 +306,7 @@ def _tensor_maps(problem: Problem, plan: Plan) -> tuple[TensorMapRecipe, ...]:
     if problem.dtype_o != "fp32":
         rows["o"], dtypes["o"] = 64, problem.dtype_o
     recipes = {tensor: recipe(tensor, dtypes[tensor], rows[tensor]) for tensor in rows}
+    recipes = {tensor: replace(x, l2_bytes=128) for tensor, x in recipes.items()}
     pages = ("k", "v") if problem.paged else ()
     return (*(replace(x, paged=name in pages) for name, x in recipes.items()), *bias)
 

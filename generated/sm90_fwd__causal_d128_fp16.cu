@@ -325,7 +325,7 @@ struct QLoader {
 
 
 // The blocks of K, or of V, of one tile after another into a ring of kStages buffers of kRows keys.
-template <int kBoxes, int kRows, int kStages, u32 kTiles, u32 kFull, u32 kEmpty>
+template <bool kOfKeys, int kBoxes, int kRows, int kStages, u32 kTiles, u32 kFull, u32 kEmpty>
 struct KvLoader {
   const Params& p;
   const TensorMap* map;
@@ -334,6 +334,7 @@ struct KvLoader {
 
   ATTNGEN_DEVICE void run() const {
     RingPosition<kStages> ring;
+    bool held = !kOfKeys;
     for (u32 parity = 0;; parity ^= 1) {
       mbarrier_wait(smem + kJobFull, parity);
       const int row_block = slot->row_block;
@@ -342,6 +343,10 @@ struct KvLoader {
       const int block_begin = slot->block_begin;
       int block = slot->block_end;
       if (row_block < 0) break;
+      // All CTAs begin at once: their first values would hold up what the first scores need. A later
+      // phase of this barrier needs another tile, and so the arrival below.
+      if (held) mbarrier_wait(smem + kQFull + (kConsumers - 1) * 8, 0);
+      held = false;
       mbarrier_arrive(smem + kJobEmpty);
       const int first_row = kv_sequence(p).first_row(index);
 #pragma unroll 1
@@ -359,8 +364,8 @@ struct KvLoader {
     }
   }
 };
-using KLoader = KvLoader<kQkBoxes, kTileN, kKStages, kSmemK, kKFull, kKEmpty>;
-using VLoader = KvLoader<kVBoxes, kTileN, kVStages, kSmemV, kVFull, kVEmpty>;
+using KLoader = KvLoader<true, kQkBoxes, kTileN, kKStages, kSmemK, kKFull, kKEmpty>;
+using VLoader = KvLoader<false, kVBoxes, kTileN, kVStages, kSmemV, kVFull, kVEmpty>;
 
 constexpr u32 kKBoxBytes = kKeyBoxBytes, kKGroupBytes = 1024;
 constexpr u32 kVBoxBytes = kKeyBoxBytes, kVGroupBytes = 1024;
