@@ -269,7 +269,7 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> list[tup
         for tensor, axis in itertools.product(scaled, ("batch", "head")):
             names += [(f"descale_{tensor}_stride_{axis}", "i32")]
     if problem.dropout:
-        names += [*DROP_THRESHOLD, ("keep_scale", "f32")]
+        names += [("drop_limit", "i32"), ("keep_scale", "f32")]
     return [*names, *operands_of(uses)]
 
 

@@ -28,6 +28,7 @@ SMEM_BYTES_HALF = 115_712  # so that two fit an SM's 228 KB, of which each takes
 JOB_BYTES = 24  # struct Job of the forward, and more of queries and of keys whose lengths vary
 JOB_BYTES_QUERIES, JOB_BYTES_KEYS = 16, 8
 BARRIER_BYTES = 8
+DROP_WORD_BYTES = 20  # a key of a warp's block: struct DropWords
 # Tensor cores cut 8-bit products to the bits of the running sum. Up to so many columns of V each
 # block's sum joins a total in registers (measured at 64: 541 and 534 TFLOP/s, full and causal, a
 # mean every 1024 keys 501 and 518); above, sums of so many keys join a mean in shared memory, which
@@ -182,7 +183,7 @@ def choices(problem: Problem) -> Iterator[Choice]:
     # Beside a softcap queries in registers would cost the larger block (measured -5 % at 128), and
     # beside a bias (-2 to -3 %).
     # So they do where random words or a mask's bits take time between products: at 128 causal
-    # dropout measured +3 % in turns and +2 % more when rescaled first; a mask +10 % in this order.
+    # dropout measured +3 % in turns, a mask +10 % in this order.
     # Both at once, or scores beside them, leave no registers for it.
     busy = problem.dropout != problem.attn_mask and not problem.scores
     step = min((limit for limit, _ in SOFTMAX_ORDERS if largest <= limit), default=256)
@@ -192,12 +193,12 @@ def choices(problem: Problem) -> Iterator[Choice]:
     take_turns = consumers == 3 or largest > 192 or busy or problem.bias or adds or capped
     softmax = SOFTMAX_ORDERS[step, bool(problem.masks)]
     if step == 128 and busy:
-        softmax = replace(softmax, rescale_first=problem.dropout)
+        softmax = replace(softmax, rescale_first=False)
     if problem.max_logit:  # rows that rescale lazily do not keep their true maxima
         softmax = replace(softmax, lazy_rescale_log2=0)
     elif capped:
         softmax = SoftmaxOrder(LAZY_LOG2, False, True, int(step in (128, 192)))
-    elif not (problem.dropout or problem.attn_mask):
+    elif not problem.attn_mask and (busy or not problem.dropout):
         if quarters := QUARTERS_AHEAD.get((step, bool(problem.masks)), 0):
             # Under a window of 512 keys at 128 a quarter measured +0.5 to +2.5 % over half; beside
             # warps that copy rows it would spill.
@@ -214,7 +215,8 @@ def choices(problem: Problem) -> Iterator[Choice]:
     if problem.bias and problem.head_dim_v > 192:
         largest_block = 80  # a float32 output has room for more in shared memory, and spills
     for block in range(largest_block, SMALLEST_BLOCK - 1, -16):
-        for k_stages in (3, 2) if consumers == 2 else (2,):
+        # Beside random words 128 keys in two stages measured +8 % over 112 in three.
+        for k_stages in (3, 2) if consumers == 2 and not problem.dropout else (2,):
             for q_in_registers, over_q in q_places:
                 if problem.bias and over_q and k_stages > 2:
                     continue  # an output with a place of its own measured +2 % at 128
@@ -398,6 +400,7 @@ def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
         **({"Raw": choice.raw_stages * choice.raw_keys * row_bytes_v} if problem.eight_bit else {}),
         **(raw_sizes(problem, choice) if problem.widens else {}),
         **({"O": tile.m * row_bytes_o} if staged else {}),
+        **({"Words": choice.consumers * 4 * tile.n * DROP_WORD_BYTES} if problem.dropout else {}),
         **({"Bias": choice.consumers * score_tile_bytes(64, tile.n)} if problem.bias else {}),
         "Barriers": BARRIER_BYTES * barriers,
         "Job": job,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -156,11 +157,14 @@ def keys_of(extents: Mapping[str, Extent], optional: Mapping[str, Tensor | None]
 
 
 def dropout_numbers(p: float) -> dict[str, int | float]:
-    """What kernels know of the drop probability: the threshold as attngen/dropout.cuh takes it, and
-    what the weights that are kept are multiplied by, with its reciprocal."""
+    """What kernels know of the drop probability: the threshold as attngen/dropout.cuh takes it (as
+    bytes, or as a float16 number, twice), and what the weights that are kept are multiplied by,
+    with its reciprocal."""
     threshold = drop_threshold(p)
     high = threshold >= 128
     numbers = {"drop_low": (threshold - 128 * high) * 0x01010101, "drop_high": high * 0x80808080}
+    (limit,) = struct.unpack("<H", struct.pack("<e", -1023.0 - threshold))
+    numbers["drop_limit"] = limit * 0x00010001
     # Where nothing is kept the factor multiplies zeros alone.
     scale = keep_scale(p) or 1.0
     return {

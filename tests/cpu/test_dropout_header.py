@@ -33,11 +33,10 @@ extern "C" void draw_words(const u32* c, const u32* k, u32* out) {
 }
 extern "C" u32 kept(u32 bytes, u32 low, u32 high) { return DropThreshold{low, high}.kept(bytes); }
 
-// What a warp drops of 16 rows and kN columns, by the sign of each weight and by what multiplies
-// pairs.
+// What a warp drops of 16 rows and kN columns, by the sign of each weight.
 template <int kN, bool kKeysAreRows>
 void fragment(const long long* state, int b, int h, u32 low, u32 high, int row, int column,
-              char* signs, char* pairs) {
+              char* signs) {
   using Bits = DropBits<kN>;
   const DropoutKey key = dropout_key(state, b, h);
   const DropThreshold threshold = {low, high};
@@ -52,8 +51,31 @@ void fragment(const long long* state, int b, int h, u32 low, u32 high, int row, 
     for (int i = 0; i < kN / 2; ++i) {
       const int at = (lane / 4 + 8 * fragment_row(i)) * kN + lane % 4 * 2 + fragment_column(i);
       signs[at] = bits.template sign<kKeysAreRows>(i) != 0;
-      const u32 half = bits.template twice<kKeysAreRows>(i / 2) >> (i % 2 * 16) & 0xffff;
-      pairs[at] = half == 0 ? 1 : half == 0x4000 ? 0 : 2;
+    }
+  }
+}
+
+// The float16 numbers that decide the same, of S, from words that lanes leave each other.
+template <int kN>
+void words(const long long* state, int b, int h, int row, int column, unsigned short* numbers) {
+  using Words = DropWords<kN>;
+  u32 shared[Words::kBytes / 4];
+  for (int lane = 0; lane < 32; ++lane) {
+    const DropCalls<false> calls(dropout_key(state, b, h), row, column, lane);
+    for (int i = 0; i < Words::kCalls; ++i) {
+      const int tile = Words::tile_of(i, calls.odd_row);
+      u32 drawn[4];
+      calls.call(drawn, tile);
+      Words::in_rows(shared + (Words::place(lane) + tile * Words::kTileBytes) / 4, drawn);
+    }
+  }
+  for (int lane = 0; lane < 32; ++lane) {
+    for (int i = 0; i < kN / 2; ++i) {
+      const int pair = i / 2;
+      const u32* found = shared + (Words::half(lane) + pair / 4 * Words::kTileBytes) / 4;
+      const u32 two = Words::number(found[0], found[1], pair % 4, 0xe400e400u);
+      numbers[(lane / 4 + 8 * fragment_row(i)) * kN + lane % 4 * 2 + fragment_column(i)] =
+          two >> (i % 2 * 16);
     }
   }
 }
@@ -61,10 +83,14 @@ void fragment(const long long* state, int b, int h, u32 low, u32 high, int row, 
 WIDTHS = (16, 48, 64, 112, 128)
 ENTRIES = "".join(
     f'extern "C" void fragment_{n}_{int(turned)}(const long long* state, int b, int h, u32 low, '
-    "u32 high, int row, int column, char* signs, char* pairs) { "
-    f"fragment<{n}, {str(turned).lower()}>(state, b, h, low, high, row, column, signs, pairs); }}\n"
+    "u32 high, int row, int column, char* signs) { "
+    f"fragment<{n}, {str(turned).lower()}>(state, b, h, low, high, row, column, signs); }}\n"
     for n in WIDTHS
     for turned in (False, True)
+) + "".join(
+    f'extern "C" void words_{n}(const long long* state, int b, int h, int row, int column, '
+    f"unsigned short* numbers) {{ words<{n}>(state, b, h, row, column, numbers); }}\n"
+    for n in WIDTHS
 )
 
 
@@ -84,14 +110,22 @@ def words_of(p: float) -> tuple[int, int]:
 
 def fragment_of(library, n, turned, state, b, h, p, row, column) -> np.ndarray:
     """What a warp keeps of its 16 rows, bool [16, n], from the kernels' code."""
-    signs, pairs = (np.zeros((16, n), np.int8) for _ in range(2))
-    numbers = np.array(state, dtype=np.int64)
+    signs, numbers = np.zeros((16, n), np.int8), np.zeros((16, n), np.float16)
+    state_address = np.array(state, dtype=np.int64).ctypes
     low, high = (ctypes.c_uint32(word) for word in words_of(p))
     getattr(library, f"fragment_{n}_{int(turned)}")(
-        numbers.ctypes.data_as(ctypes.c_void_p), b, h, low, high, row, column,
-        signs.ctypes.data_as(ctypes.c_void_p), pairs.ctypes.data_as(ctypes.c_void_p),
+        state_address.data_as(ctypes.c_void_p), b, h, low, high, row, column,
+        signs.ctypes.data_as(ctypes.c_void_p),
     )  # fmt: skip
-    assert (signs == pairs).all()
+    if not turned:
+        getattr(library, f"words_{n}")(
+            state_address.data_as(ctypes.c_void_p), b, h, row, column,
+            numbers.ctypes.data_as(ctypes.c_void_p),
+        )  # fmt: skip
+        limit = np.array([dropout_numbers(p)["drop_limit"]], np.int32).view(np.float16)
+        assert limit[0] == limit[1] == -1023 - drop_threshold(p)
+        excess = np.clip(limit[0] - numbers, 0, 1)
+        assert ((excess == 0) == (signs == 1)).all() and ((excess == 1) == (signs == 0)).all()
     return signs == 0
 
 

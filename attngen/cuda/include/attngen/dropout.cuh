@@ -4,7 +4,7 @@
 // A Philox call decides 16 elements: rows {i, i + 1, i + 8, i + 9} and columns {j, j + 1, j + 8,
 // j + 9}. Of a 16 x 16 tile of an accumulator, lanes l and l ^ 4 need the same call, two of its
 // words each. So a lane computes the calls of every other tile, and the two exchange what the other
-// needs.
+// needs: as bits by a shuffle (DropBits), or whole words through shared memory (DropWords).
 #pragma once
 
 #include "attngen/platform.cuh"
@@ -161,15 +161,6 @@ struct DropBits {
     }
   }
 
-  // What multiplies elements 2 pair and 2 pair + 1 of the accumulator, as 16-bit numbers of either
-  // format: 2 (bit 14 alone) where one is kept, else 0.
-  template <bool kKeysAreRows>
-  ATTNGEN_HD u32 twice(int pair) const {
-    const int byte = drop_byte<kKeysAreRows>(pair & 1, pair >> 1 & 1);
-    const u32 halves = permute_bytes(even, odd, byte < 2 ? 0x5410u : 0x7632u);
-    const int left = 14 - byte % 2 * 8 - drop_bit(pair / 4);
-    return (left < 0 ? halves >> -left : halves << left) & 0x40004000u;
-  }
   // Whether element `index` is dropped, as the sign bit.
   template <bool kKeysAreRows>
   ATTNGEN_HD u32 sign(int index) const {
@@ -188,21 +179,87 @@ struct DropBits {
     finish_first(even ^ odd);
   }
 
-  // Doubles the kept ones among weights packed as 16-bit pairs, and zeroes the others: a mask of
-  // whole halves would take another instruction a pair, where integer instructions are the limit.
-  template <class Element, bool kKeysAreRows>
-  ATTNGEN_DEVICE void drop(u32 (&packed)[kN / 4]) const {
-#pragma unroll
-    for (int i = 0; i < kN / 4; ++i)
-      packed[i] = Element::multiply(packed[i], twice<kKeysAreRows>(i));
-  }
-
   // Makes the dropped ones among weights negative (or -0), so that one register has both.
   template <bool kKeysAreRows>
   ATTNGEN_DEVICE void mark(float (&weights)[kN / 2]) const {
 #pragma unroll
     for (int i = 0; i < kN / 2; ++i) {
       weights[i] = __uint_as_float(__float_as_uint(weights[i]) ^ sign<kKeysAreRows>(i));
+    }
+  }
+#endif
+};
+
+// The words of all calls of a warp for 16 rows of S and kN columns, in shared memory. Bytes that
+// are compared as float16 numbers, two an instruction, become what weights are multiplied by: fewer
+// of the integer instructions that are slow beside products than bits take, which have to be
+// gathered and spread again.
+template <int kN>
+struct DropWords {
+  static_assert(kN % 16 == 0, "whole tiles");
+  static constexpr int kTiles = kN / 16;
+  static constexpr int kCalls = (kTiles + 1) / 2;  // of a lane
+  // 16 calls of 16 bytes, and as much more as keeps two tiles, which are stored at once, from the
+  // same banks.
+  static constexpr u32 kTileBytes = 16 * 16 + 64;
+  static constexpr u32 kBytes = kTiles * kTileBytes;
+
+  // Where the calls that a lane's rows and columns need lie, of the first tile.
+  ATTNGEN_HD static constexpr u32 place(int lane) { return ((lane >> 3) * 4 + (lane & 3)) * 16; }
+  // The tile of a lane's call: every other one; the last of an odd number is every lane's.
+  ATTNGEN_HD static int tile_of(int call, bool odd_row) {
+    return 2 * call + (2 * call + 1 < kTiles ? odd_row : 0);
+  }
+  // Where a lane finds what its row needs of a tile, the words of its even and odd columns.
+  ATTNGEN_HD static constexpr u32 half(int lane) { return place(lane) + (lane >> 2 & 1) * 8; }
+
+  // A call's words in that order: those of an even row, then of an odd one.
+  ATTNGEN_HD static void in_rows(u32* to, const u32 (&words)[4]) {
+    to[0] = words[0];
+    to[1] = words[2];
+    to[2] = words[1];
+    to[3] = words[3];
+  }
+  // The bytes that decide a register of weights (of the four of a tile) as -(1024 + byte) in
+  // float16, from the words of the lane's even and odd columns; `signs` is 0xe400e400.
+  ATTNGEN_HD static u32 number(u32 even, u32 odd, int index, u32 signs) {
+    const u32 bytes = permute_bytes(even, odd, index >= 2 ? 0x7632u : 0x5410u);
+    return permute_bytes(bytes, signs, index % 2 != 0 ? 0x7351u : 0x7250u);
+  }
+
+#if defined(__CUDACC__)
+  u32 base;   // of the warp's part of shared memory
+  u32 limit;  // -(1023 + threshold) in float16, twice
+
+  ATTNGEN_DEVICE void draw(const DropCalls<false>& calls, int lane) const {
+    u32 words[kCalls][4];
+#pragma unroll
+    for (int i = 0; i < kCalls; ++i) calls.call(words[i], tile_of(i, calls.odd_row));
+    __syncwarp();  // what is there has been read
+#pragma unroll
+    for (int i = 0; i < kCalls; ++i) {
+      u32 stored[4];
+      in_rows(stored, words[i]);
+      store_shared_x4(base + place(lane) + tile_of(i, calls.odd_row) * kTileBytes, stored);
+    }
+    __syncwarp();
+  }
+
+  // Zeroes the dropped ones among weights packed as 16-bit pairs, and multiplies the others by what
+  // float16's 1 is in their format.
+  template <class Element>
+  ATTNGEN_DEVICE void drop(u32 (&packed)[kN / 4], int lane) const {
+    // Made of a parameter: where the compiler knows it, it moves it to a register for every use.
+    const u32 signs = (limit & 0x80008000u) | 0x64006400u;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      u32 words[2];
+      load_shared_x2(words, base + half(lane) + tile * kTileBytes);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const u32 kept = Fp16::excess(limit, number(words[0], words[1], i, signs));
+        packed[4 * tile + i] = Element::multiply(packed[4 * tile + i], kept);
+      }
     }
   }
 #endif

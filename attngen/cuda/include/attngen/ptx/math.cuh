@@ -44,6 +44,7 @@ ATTNGEN_DEVICE u64 wide_product(u32 a, u32 b) {
 }
 // 16-bit formats, two values a register.
 struct Bf16 {
+  static constexpr float kOfFp16One = 0x1p-7f;  // what the bits of float16's 1 are
   // Two floats rounded to nearest even; `low` in the low half.
   ATTNGEN_DEVICE static u32 pack(float low, float high) {
     u32 packed;
@@ -69,6 +70,7 @@ struct Bf16 {
   ATTNGEN_DEVICE static u32 from_widened(u32 packed);
 };
 struct Fp16 {
+  static constexpr float kOfFp16One = 1.f;
   ATTNGEN_DEVICE static u32 pack(float low, float high) {
     u32 packed;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
@@ -94,6 +96,12 @@ struct Fp16 {
     return x;
   }
   ATTNGEN_DEVICE static u32 from_widened(u32 packed) { return packed; }
+  // a - b of each half, at least 0 and at most 1.
+  ATTNGEN_DEVICE static u32 excess(u32 a, u32 b) {
+    u32 packed;
+    asm("sub.rn.sat.f16x2 %0, %1, %2;" : "=r"(packed) : "r"(a), "r"(b));
+    return packed;
+  }
   // a b + c of each half, rounded once.
   ATTNGEN_DEVICE static u32 fma(u32 a, u32 b, u32 c) {
     u32 packed;

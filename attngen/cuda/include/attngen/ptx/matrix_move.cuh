@@ -52,7 +52,7 @@ ATTNGEN_DEVICE void store_matrix_transposed_x4(u32 address, const u32* fragment)
       "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
       : "memory");
 }
-// Four registers to and from 16 aligned bytes of shared memory, two floats from 8.
+// Four registers to and from 16 aligned bytes of shared memory, two from 8.
 ATTNGEN_DEVICE void store_shared_x4(u32 address, const u32* x) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]),
                "r"(x[2]), "r"(x[3])
@@ -61,6 +61,12 @@ ATTNGEN_DEVICE void store_shared_x4(u32 address, const u32* x) {
 ATTNGEN_DEVICE void load_shared_x4(u32* x, u32 address) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
+ATTNGEN_DEVICE void load_shared_x2(u32* x, u32 address) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+               : "=r"(x[0]), "=r"(x[1])
                : "r"(address)
                : "memory");
 }
