@@ -36,10 +36,18 @@ def test_order_elsewhere_is_left_to_the_compiler(head_dim: int) -> None:
     assert not order_of(head_dim, mask="causal").quarters_ahead
 
 
-@pytest.mark.parametrize("feature", ["return_max_logit", "dropout", "attn_mask"])
-def test_order_beside_true_maxima_and_random_words_is_eager(feature: str) -> None:
-    order = order_of(128, mask="causal", **{feature: True})
+@pytest.mark.parametrize(
+    "asked",
+    [{"return_max_logit": True}, {"attn_mask": True}, {"dropout": True, "alibi": True}],
+    ids=lambda asked: "+".join(asked),
+)
+def test_order_beside_true_maxima_and_what_needs_registers_is_eager(asked: dict[str, bool]) -> None:
+    order = order_of(128, mask="causal", **asked)
     assert not (order.lazy_rescale_log2 or order.quarters_ahead)
+
+
+def test_order_beside_random_words_alone_is_lazy_and_ahead() -> None:
+    assert order_of(128, mask="causal", dropout=True) == order_of(128, mask="causal")
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
