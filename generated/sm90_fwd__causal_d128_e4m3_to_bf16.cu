@@ -615,8 +615,8 @@ struct Consumer {
     release_k();
     prepare_scores<kMasked>(scores, ctx, row, block);
     BlockSoftmax<kTileN, kPairSums> softmax = {scale_log2, shift};
-    softmax.find_own_maxima(scores);
-    const bool grew = softmax.raise_rarely(state, slack, rescale);
+    softmax.bound_maxima(scores);
+    const bool grew = softmax.raise_rarely(scores, state, slack, rescale);
     softmax.exponentiate_all(scores);  // under the product
     finish_product(output, grew, rescale);
     softmax.template sum_and_pack<Element>(scores, weights, state, rescale);

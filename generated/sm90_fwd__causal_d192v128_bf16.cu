@@ -1,4 +1,4 @@
-// sm90_fwd__causal_d192v128_bf16__8c9bf3
+// sm90_fwd__causal_d192v128_bf16__d20bc3
 // Rendered by attngen from kernels/sm90_fwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -30,7 +30,7 @@ constexpr int kProducerRegisters = 40;
 constexpr int kConsumerRegisters = 232;
 constexpr int kLazyRescaleLog2 = 8;
 // Of the scores that a thread has of its first row, those weighed before the product is awaited.
-constexpr int kAhead = kTileN / 8 * 2;
+constexpr int kAhead = kTileN / 8 * 1;
 constexpr bool kPairSums = true;
 constexpr bool kLongestFirst = true;
 constexpr bool kOutputOverQ = false;
@@ -475,14 +475,13 @@ struct Consumer {
     release_k();
     prepare_scores<kMasked>(scores, ctx, row, block);
     BlockSoftmax<kTileN, kPairSums> softmax = {p.scale_log2, 0.f};
-    softmax.find_maxima(scores);
+    softmax.bound_maxima(scores);
+    const bool grew = softmax.raise_rarely(scores, state, kLazyRescaleLog2, rescale);
     // Some weights while the product before still runs; its sum is rescaled last, and hardly ever.
-    const bool first_grew = softmax.template raise_outgrown<kLazyRescaleLog2>(state, 0, rescale);
-    const bool second_grew = softmax.template raise_outgrown<kLazyRescaleLog2>(state, 1, rescale);
-    const bool grew = __any_sync(~0u, first_grew || second_grew);
     softmax.template weigh<kAhead>(scores, state, 0, rescale);
     finish_first(__float_as_uint(state.row_sum[0]));
     await_product();
+    softmax.template weigh_rest<kAhead>(scores, state, 0);
     softmax.weigh(scores, state, 1, rescale);
     pack_weights<Element, kTileN>(weights, scores);
     rescale_output(output, grew, rescale);
@@ -601,7 +600,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_fwd__causal_d192v128_bf16__8c9bf3(const __grid_constant__ attngen::Params p) {
+sm90_fwd__causal_d192v128_bf16__d20bc3(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -616,8 +616,8 @@ struct Consumer {
     release_k();
     prepare_scores<kMasked>(scores, ctx, row, block);
     BlockSoftmax<kTileN, kPairSums> softmax = {scale_log2, shift};
-    softmax.find_own_maxima(scores);
-    const bool grew = softmax.raise_rarely(state, slack, rescale);
+    softmax.bound_maxima(scores);
+    const bool grew = softmax.raise_rarely(scores, state, slack, rescale);
     softmax.template scale_part<kSoftmaxParts>(scores);
     schedule_fence();  // all that came before runs under the product
     finish_product(output, grew, rescale);

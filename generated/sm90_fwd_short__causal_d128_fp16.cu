@@ -461,11 +461,9 @@ struct Consumer {
     release_k();
     prepare_scores<kMasked>(scores, ctx, row, block);
     BlockSoftmax<kTileN, kPairSums> softmax = {p.scale_log2, 0.f};
-    softmax.find_maxima(scores);
+    softmax.bound_maxima(scores);
+    const bool grew = softmax.raise_rarely(scores, state, kLazyRescaleLog2, rescale);
     // Some weights while the product before still runs; its sum is rescaled last, and hardly ever.
-    const bool first_grew = softmax.template raise_outgrown<kLazyRescaleLog2>(state, 0, rescale);
-    const bool second_grew = softmax.template raise_outgrown<kLazyRescaleLog2>(state, 1, rescale);
-    const bool grew = __any_sync(~0u, first_grew || second_grew);
     softmax.template weigh<kAhead>(scores, state, 0, rescale);
     finish_first(__float_as_uint(state.row_sum[0]));
     await_product();

@@ -1,4 +1,4 @@
-// sm90_fwd_short__full_d64_bf16__088d03
+// sm90_fwd_short__full_d64_bf16__5fe356
 // Rendered by attngen from kernels/sm90_fwd_short.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -28,8 +28,8 @@ constexpr int kVStages = 2;
 constexpr int kConsumers = 1;
 constexpr int kProducerRegisters = 40;
 constexpr int kConsumerRegisters = 216;
-constexpr int kLazyRescaleLog2 = 0;
-constexpr bool kPairSums = false;
+constexpr int kLazyRescaleLog2 = 8;
+constexpr bool kPairSums = true;
 constexpr bool kLongestFirst = false;
 constexpr bool kOutputOverQ = false;
 
@@ -450,11 +450,9 @@ struct Consumer {
     release_k();
     prepare_scores<kMasked>(scores, ctx, row, block);
     BlockSoftmax<kTileN, kPairSums> softmax = {p.scale_log2, 0.f};
-    softmax.find_maxima(scores);
-    const bool grew = softmax.outgrow<kLazyRescaleLog2>(state);
-    softmax.raise(state, 0, grew, rescale);
+    softmax.bound_maxima(scores);
+    const bool grew = softmax.raise_rarely(scores, state, kLazyRescaleLog2, rescale);
     softmax.weigh(scores, state, 0, rescale);
-    softmax.raise(state, 1, grew, rescale);
     softmax.weigh(scores, state, 1, rescale);
     finish_product(output, grew, rescale);
     pack_weights<Element, kTileN>(weights, scores);
@@ -571,7 +569,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(256, 2)
-sm90_fwd_short__full_d64_bf16__088d03(const __grid_constant__ attngen::Params p) {
+sm90_fwd_short__full_d64_bf16__5fe356(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

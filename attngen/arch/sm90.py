@@ -81,8 +81,7 @@ FULL_SCHEDULE = Schedule(True, False, kv_group_bytes=0, group_heads=1, tail_shar
 # Fastest of four orders, by largest head dim (up to) and whether there are masks: 16k tokens (8k
 # at 192), measured beside each other. Rescaling first: +1 % at 64 causal, +2 % at 128 full, +1.5 %
 # at 256 causal, but -2 to -5 % at 128 causal and 192. Sums in pairs: 0 to +2.5 %, but -3 % at 64
-# full. At 256, rescaling 128 registers only when a maximum grows: +5 to +9 %; up to 128 a vote
-# before the exponentials costs more than it saves (-2 to -18 %).
+# full. At 256, rescaling 128 registers only when a maximum grows: +5 to +9 %.
 SOFTMAX_ORDERS = {
     (96, False): SoftmaxOrder(0, rescale_first=False, pair_sums=False),
     (96, True): SoftmaxOrder(0, rescale_first=True, pair_sums=True),
@@ -93,10 +92,18 @@ SOFTMAX_ORDERS = {
     (256, False): SoftmaxOrder(8, rescale_first=True, pair_sums=True),
     (256, True): SoftmaxOrder(8, rescale_first=True, pair_sums=True),
 }
-# From 104 to 192 part of the exponentials is ahead of the wait for the product before, and the
-# output is rescaled lazily, last: quarters of a block, by the same keys. Measured beside the orders
-# above: +3 to +6 % at 128, +4 to +5 % at 192; but -3 to -1 % at 64, -1 to 0 % at 256.
-QUARTERS_AHEAD = {(128, False): 1, (128, True): 2, (192, False): 2, (192, True): 2}
+# Up to 192 the output is rescaled lazily, by bounds of the maxima, and from 104 part of the
+# exponentials is ahead of the wait for the product before: quarters of a block, by the same keys.
+# Measured beside the orders above: +2 to +4 % at 64 and +6 % at 96 with none ahead, +6 to +11 % at
+# 128, +4 to +5 % at 192; -1 to 0 % at 256.
+QUARTERS_AHEAD = {
+    (96, False): 0,
+    (96, True): 0,
+    (128, False): 1,
+    (128, True): 2,
+    (192, False): 2,
+    (192, True): 1,
+}
 LAZY_LOG2 = 8
 LAZY_LOG2_8BIT = 2  # of e4m3's range, which ends at 448; weights begin at 2^6 then instead of 2^8
 # Parts of a block's 8-bit weights worth trying. Measured beside each other: up to 128 one is mostly
@@ -198,13 +205,13 @@ def choices(problem: Problem) -> Iterator[Choice]:
         softmax = replace(softmax, lazy_rescale_log2=0)
     elif capped:
         softmax = SoftmaxOrder(LAZY_LOG2, False, True, int(step in (128, 192)))
-    elif not problem.attn_mask and (busy or not problem.dropout):
-        if quarters := QUARTERS_AHEAD.get((step, bool(problem.masks)), 0):
-            # Under a window of 512 keys at 128 a quarter measured +0.5 to +2.5 % over half; beside
-            # warps that copy rows it would spill.
-            if step == 128 and "window" in problem.masks and not problem.gather:
-                quarters = 1
-            softmax = SoftmaxOrder(LAZY_LOG2, False, True, quarters)
+    elif step < 256 and not problem.attn_mask and (not problem.dropout or (busy and step > 96)):
+        quarters = QUARTERS_AHEAD[step, bool(problem.masks)]
+        # Under a window of 512 keys at 128 a quarter measured +0.5 to +2.5 % over half; beside
+        # warps that copy rows it would spill.
+        if step == 128 and "window" in problem.masks and not problem.gather:
+            quarters = 1
+        softmax = SoftmaxOrder(LAZY_LOG2, False, True, quarters)
     # Queries in registers: measured +2 to +5 % at 128; three warpgroups have no room for them.
     q_places = [(False, False)] if consumers == 3 else [(False, False), (False, True)]
     if consumers == 2 and light:

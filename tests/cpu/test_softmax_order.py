@@ -32,8 +32,9 @@ def test_order_between_104_and_192_is_lazy_and_ahead(head_dim: int, mask: str) -
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 256])
-def test_order_elsewhere_is_left_to_the_compiler(head_dim: int) -> None:
-    assert not order_of(head_dim, mask="causal").quarters_ahead
+def test_order_elsewhere_is_lazy_and_left_to_the_compiler(head_dim: int) -> None:
+    order = order_of(head_dim, mask="causal")
+    assert order.lazy_rescale_log2 and not order.quarters_ahead
 
 
 @pytest.mark.parametrize(

@@ -33,37 +33,28 @@ struct BlockSoftmax {
     }
     agree();
   }
-  // Those of the thread's part of each row, without lines: as integers, three an instruction. These
-  // are in the order of floats that are not negative; a warp that finds none in some part compares
-  // floats.
-  ATTNGEN_DEVICE void find_own_maxima(const float (&scores)[kN / 2]) {
+  // Bounds of the thread's part of each row: its maximum, or 0 where that is negative. Floats that
+  // are not negative are ordered as integers, of which an instruction compares three.
+  ATTNGEN_DEVICE void bound_maxima(const float (&scores)[kN / 2]) {
     const auto bits = [&](int i) { return __float_as_int(scores[i]); };
     int best[4];
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      best[c] = max(bits(c), bits(kN / 2 - 4 + c));
+      best[c] = max(max(bits(c), bits(kN / 2 - 4 + c)), 0);
 #pragma unroll
       for (int i = 4; i < kN / 2 - 4; i += 8) {
         best[c] = max(max(best[c], bits(i + c)), bits(i + 4 + c));
       }
     }
-    const int first = max(best[0], best[1]);
-    const int second = max(best[2], best[3]);
-    block_max[0] = __int_as_float(first);
-    block_max[1] = __int_as_float(second);
-    if (__any_sync(~0u, min(first, second) < 0)) {
-      block_max[0] = own_maximum(scores, 0);
-      block_max[1] = own_maximum(scores, 1);
+    block_max[0] = __int_as_float(max(best[0], best[1]));
+    block_max[1] = __int_as_float(max(best[2], best[3]));
+    if constexpr (kLines) {
+      block_max[0] += line[0];
+      block_max[1] += line[1];
     }
   }
 
-  // Whether what was accumulated must be rescaled. With kLazyLog2 > 0 old maxima stay until some
-  // row of the warp outgrows its own by 2^kLazyLog2.
-  template <int kLazyLog2>
-  ATTNGEN_DEVICE bool outgrow(const RowState& state) const {
-    if constexpr (kLazyLog2 == 0) return true;
-    return outgrow(state, kLazyLog2);
-  }
+  // Whether some row of the warp outgrows its maximum by more than 2^limit.
   ATTNGEN_DEVICE bool outgrow(const RowState& state, float limit) const {
     return __any_sync(~0u, (block_max[0] - state.row_max[0]) * scale_log2 > limit ||
                                (block_max[1] - state.row_max[1]) * scale_log2 > limit);
@@ -78,24 +69,20 @@ struct BlockSoftmax {
     rescale[half] = exp2_approx((old_max - finite(state.row_max[half])) * scale_log2);
   }
 
-  // The row's new maximum, where the block's outgrows the old one by 2^kLazyLog2, and the factor
-  // for what was accumulated before. Returns whether it did: rows need not wait for each other.
-  template <int kLazyLog2>
-  ATTNGEN_DEVICE bool raise_outgrown(RowState& state, int half, float (&rescale)[2]) {
-    const bool outgrown = (block_max[half] - state.row_max[half]) * scale_log2 > kLazyLog2;
-    raise(state, half, outgrown, rescale);
-    return outgrown;
-  }
-
-  // Both new maxima and factors, from what the thread found in its own part: the threads of a row
-  // agree only where some row of the warp outgrows its maximum by 2^slack. Returns whether.
-  ATTNGEN_DEVICE bool raise_rarely(RowState& state, float slack, float (&rescale)[2]) {
-    const bool grew = outgrow(state, slack);
+  // Both new maxima and factors, from bounds: rows keep their maxima, and no maximum is looked for,
+  // where the bounds of the warp's rows outgrow these by no more than 2^slack, nor do rows change
+  // where maxima do not. Returns whether they do.
+  ATTNGEN_DEVICE bool raise_rarely(const float (&scores)[kN / 2], RowState& state, float slack,
+                                   float (&rescale)[2]) {
+    bool grew = outgrow(state, slack);
+    if (grew) {
+      find_maxima(scores);
+      grew = outgrow(state, slack);
+    }
     rescale[0] = rescale[1] = 1.f;
     find_offset(state, 0);
     find_offset(state, 1);
     if (grew) {
-      agree();
       raise(state, 0, true, rescale);
       raise(state, 1, true, rescale);
     }
