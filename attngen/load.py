@@ -74,14 +74,9 @@ def load(binary: Binary, cubin: bytes, device: int) -> LoadedKernel:
     another architecture.
     """
     cuda = driver()
-    attribute = cuda.CUdevice_attribute
     handle = checked("cuDeviceGet", cuda.cuDeviceGet(device))
-
-    def query(name: str) -> int:
-        code = getattr(attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-        return int(checked(name, cuda.cuDeviceGetAttribute(code, handle)))
-
-    capability = (query("COMPUTE_CAPABILITY_MAJOR"), query("COMPUTE_CAPABILITY_MINOR"))
+    axes = ("MAJOR", "MINOR")
+    capability = tuple(_attribute(f"COMPUTE_CAPABILITY_{axis}", device) for axis in axes)
     needed = _CAPABILITY[binary.arch]
     if capability != needed:
         raise LaunchError(
@@ -99,7 +94,19 @@ def load(binary: Binary, cubin: bytes, device: int) -> LoadedKernel:
     )
     function = cuda.CUfunction(int(kernel))  # cuLaunchKernel takes a CUkernel cast to CUfunction
     variant = (binary.problem, binary.arch)
-    return LoadedKernel(function, binary.kernel, device, query("MULTIPROCESSOR_COUNT"), variant)
+    return LoadedKernel(function, binary.kernel, device, multiprocessors(device), variant)
+
+
+def multiprocessors(device: int) -> int:
+    """Those of a device. Raises: LaunchError."""
+    return _attribute("MULTIPROCESSOR_COUNT", device)
+
+
+def _attribute(name: str, device: int) -> int:
+    cuda = driver()
+    handle = checked("cuDeviceGet", cuda.cuDeviceGet(device))
+    code = getattr(cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    return int(checked(name, cuda.cuDeviceGetAttribute(code, handle)))
 
 
 def _library(binary: Binary, cubin: bytes) -> Any:

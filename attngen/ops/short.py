@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from ..load import multiprocessors
 from ..run_time import Extent
 from ..spec import AttentionSpec, has_short
 from .signature import Arguments
@@ -29,7 +30,7 @@ def is_short(
     if not has_short(spec) or arguments.num_splits or extents["q"].seq > QUERIES:
         return False
     masked = spec.window or spec.mask != "none"
-    return prefers_short(extents, masked, multiprocessors(device))
+    return prefers_short(extents, masked, multiprocessors(device.index))
 
 
 def prefers_short(extents: Mapping[str, Extent], masked: bool, multiprocessors: int) -> bool:
@@ -44,8 +45,3 @@ def prefers_short(extents: Mapping[str, Extent], masked: bool, multiprocessors: 
     alone = 0 < rest <= multiprocessors
     pairs += rest > multiprocessors
     return 128 * pairs / SPEEDS[masked] + 64 * alone / SPEED_ALONE < GAIN * usual
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Those of a device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
