@@ -24,6 +24,7 @@ from attngen.run_time import Extent, Scalars
 PAGES, PAGE, HEADS, D = 50, 16, 2, 128
 BATCH, QUERIES, GROUP = 3, 5, 20
 TOKENS = 40
+PAIRED = "CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION"
 K = Extent(PAGES, PAGE, HEADS, D, PAGE * HEADS * D, HEADS * D, D)
 
 
@@ -55,9 +56,14 @@ class Driver:
         names = (f"{kind}Dim{axis}" for kind in ("grid", "block") for axis in "XYZ")
         sizes = [getattr(config, name) for name in names]
         start = (handle, *sizes, config.sharedMemBytes, int(config.hStream))
+        (attribute,) = config.attrs
         assert config.numAttrs == 1
-        self.launches.append((config.attrs[0].id.name, start, pointers))
-        assert config.attrs[0].value.programmaticStreamSerializationAllowed == 1
+        self.launches.append((attribute.id.name, start, pointers))
+        if attribute.id.name == PAIRED:
+            cluster = attribute.value.clusterDim
+            assert (cluster.x, cluster.y, cluster.z) == (2, 1, 1)
+        else:
+            assert attribute.value.programmaticStreamSerializationAllowed == 1
         return (bindings.CUresult.CUDA_SUCCESS,)
 
 
@@ -122,7 +128,7 @@ def test_launch_paged_decode_has_a_cta_for_tiles_and_splits_and_then_one_for_a_r
     decode, combine = started(driver, kernels, queries())
     (first, start, _), (second, next_start, _) = driver.launches
     tiles = -(-QUERIES * GROUP // 64)
-    assert first == "plain" and start[1:7] == (tiles * HEADS * BATCH, 7, 1, 160, 1, 1)
+    assert first == PAIRED and start[1:7] == (tiles * HEADS * BATCH, 7, 1, 160, 1, 1)
     assert start[7] == kernels[0].kernel.smem_bytes > 48 << 10
     assert second == "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
     rows = BATCH * HEADS * GROUP * QUERIES
@@ -159,12 +165,20 @@ def test_launch_packed_queries_have_a_tile_more_a_sequence(driver):
     assert decode["q_seqlens"] == ADDRESSES["q_seqlens"] and combine["q_len"] == TOKENS
 
 
+def test_launch_odd_number_of_tiles_has_no_pairs(driver, monkeypatch):
+    monkeypatch.setitem(globals(), "K", K._replace(heads=1))
+    one_tile = queries()._replace(seq=3, heads=GROUP)
+    started(driver, loaded(decode=True, layout="paged_kv_bshd_bshd_bshd")[:1], one_tile)
+    ((how, start, _),) = driver.launches
+    assert how == "plain" and start[1:4] == (BATCH, 7, 1)
+
+
 def test_launch_dependent_configuration_is_made_once_for_a_stream(driver, monkeypatch):
     kernels = loaded(decode=True)[1:]
     started(driver, kernels, queries())
-    before = launch._dependent_config.cache_info()
+    before = launch._config.cache_info()
     started(driver, kernels, queries())
-    after = launch._dependent_config.cache_info()
+    after = launch._config.cache_info()
     assert (after.hits, after.misses) == (before.hits + 1, before.misses)
     assert driver.launches[0][:2] == driver.launches[1][:2]
 
