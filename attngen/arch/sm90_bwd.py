@@ -33,7 +33,8 @@ SMALL_REGISTERS = (56, 224)  # of the fused kernel up to head dim 32
 FUSED_SPILLS = (
     ("deterministic dropout", "scores attn_mask varlen"),
     ("gather", "small heavy deterministic dropout attn_mask varlen"),
-    ("arithmetic", "small dropout"),
+    ("arithmetic", "small"),
+    ("arithmetic dropout", "varlen"),
     ("small uneven", "attn_mask"),
     ("small uneven dropout", "deterministic bias varlen"),
     ("bias", "varlen"),
