@@ -7,6 +7,7 @@ stream is a number. Whatever depends on shapes alone is worked out once (`prepar
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -112,8 +113,8 @@ def prepare(loaded: LoadedKernel, extents: dict[str, Extent], scalars: Scalars) 
             if f.type in _MAPS
         ),
         start=(loaded.handle, *grid, kernel.threads, 1, 1, kernel.smem_bytes),
-        # 0.4 % where an SM has room for two, -0.6 % where not (H200).
-        paired=kernel.grid == "splits" and kernel.ctas > 1 and grid[0] % 2 == 0,
+        # 0.3 to 0.9 % where SMs have two; where they have one each, -0.8 % on some chips (H200).
+        paired=grid[0] % 2 == 0 and kernel.ctas > 1 and _shares_sms(loaded, grid),
         addressed=itemgetter(*dict.fromkeys([*tensors, *(name for _, name in pointers)])),
     )
 
@@ -132,6 +133,11 @@ def _grid(loaded: LoadedKernel, q: Extent, values: dict[str, int | float]) -> tu
     if kernel.grid == "rows":
         return -(-q.batch * q.heads * q.seq // kernel.tile_rows), 1, 1
     return int(values["q_blocks"]) * kernel.block_ctas, q.heads, q.batch
+
+
+def _shares_sms(loaded: LoadedKernel, grid: tuple[int, int, int]) -> bool:
+    """Whether CTAs of split keys are more than SMs."""
+    return loaded.kernel.grid == "splits" and math.prod(grid) > loaded.multiprocessors
 
 
 def _violations(

@@ -128,7 +128,7 @@ def test_launch_paged_decode_has_a_cta_for_tiles_and_splits_and_then_one_for_a_r
     decode, combine = started(driver, kernels, queries())
     (first, start, _), (second, next_start, _) = driver.launches
     tiles = -(-QUERIES * GROUP // 64)
-    assert first == PAIRED and start[1:7] == (tiles * HEADS * BATCH, 7, 1, 160, 1, 1)
+    assert first == "plain" and start[1:7] == (tiles * HEADS * BATCH, 7, 1, 160, 1, 1)
     assert start[7] == kernels[0].kernel.smem_bytes > 48 << 10
     assert second == "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
     rows = BATCH * HEADS * GROUP * QUERIES
@@ -165,12 +165,20 @@ def test_launch_packed_queries_have_a_tile_more_a_sequence(driver):
     assert decode["q_seqlens"] == ADDRESSES["q_seqlens"] and combine["q_len"] == TOKENS
 
 
+def test_launch_more_ctas_than_sms_are_pairs(driver):
+    kernels = loaded(decode=True, layout="paged_kv_bshd_bshd_bshd")[:1]
+    started(driver, kernels, queries(), splits=11)
+    started(driver, kernels, queries(), splits=12)
+    assert [how for how, _, _ in driver.launches] == ["plain", PAIRED]
+    assert [start[1:3] for _, start, _ in driver.launches] == [(12, 11), (12, 12)]
+
+
 def test_launch_odd_number_of_tiles_has_no_pairs(driver, monkeypatch):
     monkeypatch.setitem(globals(), "K", K._replace(heads=1))
     one_tile = queries()._replace(seq=3, heads=GROUP)
-    started(driver, loaded(decode=True, layout="paged_kv_bshd_bshd_bshd")[:1], one_tile)
+    started(driver, loaded(decode=True, layout="paged_kv_bshd_bshd_bshd")[:1], one_tile, splits=60)
     ((how, start, _),) = driver.launches
-    assert how == "plain" and start[1:4] == (BATCH, 7, 1)
+    assert how == "plain" and start[1:4] == (BATCH, 60, 1)
 
 
 def test_launch_dependent_configuration_is_made_once_for_a_stream(driver, monkeypatch):
