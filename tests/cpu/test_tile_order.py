@@ -17,7 +17,7 @@ using namespace attngen;
 extern "C" void tiles_at(const int* shape, int longest, int begin, int count, int* out) {
   TileOrder order = {};
   order.tiles_m = shape[0], order.heads = shape[1], order.total_heads = shape[2];
-  order.heads_per_group = shape[3], order.tail_rows = shape[4];
+  order.heads_per_group = shape[3], order.tail_rows = shape[4], order.by_head = shape[5];
   for (int i = 0; i < count; ++i) {
     const TileCoord tile = longest ? order.at<true>(begin + i) : order.at<false>(begin + i);
     out[3 * i] = tile.row_block, out[3 * i + 1] = tile.head, out[3 * i + 2] = tile.batch;
@@ -38,13 +38,15 @@ LONGEST = pytest.mark.parametrize("longest", (False, True), ids=("ascending", "l
 
 @pytest.fixture(scope="module")
 def tiles_at(compile_cpp: Callable[..., Path]) -> TilesAt:
-    """`tiles_at(shape, longest, begin, count)` → the tiles of those indices."""
+    """`tiles_at(shape, longest, begin, count, by_head)` → the tiles of those indices."""
     function = ctypes.CDLL(str(compile_cpp(SOURCE))).tiles_at
 
-    def call(shape: Shape, longest: bool, begin: int, count: int) -> list[Tile]:
+    def call(
+        shape: Shape, longest: bool, begin: int, count: int, by_head: bool = False
+    ) -> list[Tile]:
         tiles_m, heads, batches, group, tail = shape
         out = (ctypes.c_int * (3 * count))()
-        numbers = (ctypes.c_int * 5)(tiles_m, heads, heads * batches, group, tail)
+        numbers = (ctypes.c_int * 6)(tiles_m, heads, heads * batches, group, tail, by_head)
         function(numbers, longest, begin, count, out)
         return [tuple(out[3 * i : 3 * i + 3]) for i in range(count)]
 
@@ -104,6 +106,16 @@ def test_tile_order_tail_takes_what_is_left_of_all_heads(longest: bool, tiles_at
         kept = tiles[len(grouped(tiles, shape)) :]
         rows = range(tail - 1, -1, -1) if longest else range(tiles_m - tail, tiles_m)
         assert kept == [(r, h, b) for r in rows for b in range(batches) for h in range(heads)]
+
+
+@LONGEST
+def test_tile_order_by_head_takes_sequences_as_else_heads(longest, tiles_at: TilesAt) -> None:
+    for shape in SHAPES:
+        tiles_m, heads, batches, group, tail = shape
+        count = tiles_m * heads * batches
+        turned = tiles_at((tiles_m, batches, heads, group, tail), longest, 0, count)
+        found = tiles_at(shape, longest, 0, count, by_head=True)
+        assert found == [(row, h, b) for row, b, h in turned], shape
 
 
 @settings(deadline=None)

@@ -14,13 +14,16 @@ struct TileCoord {
 
 // tiles_m row blocks for each of total_heads = heads * batches heads. Groups of heads_per_group
 // consecutive heads are finished one after another, inside a group all heads take the same row
-// block in turn; the first `tail_rows` row blocks of every head are kept for the end.
+// block in turn; the first `tail_rows` row blocks of every head are kept for the end. Consecutive
+// are the heads of a sequence or, `by_head`, the sequences of a head, which may share what it
+// reads.
 struct TileOrder {
   int tiles_m;
   int heads;
   int total_heads;
   int heads_per_group;
   int tail_rows;
+  bool by_head = false;
 
   // Tile `index` of tiles_m * total_heads. `kLongestFirst` starts at the last row block, which
   // under a causal mask sees the most keys.
@@ -38,9 +41,12 @@ struct TileOrder {
     const int group_heads = min_of(total_heads - first_head, group_size);
     const int rank = within / group_heads;
     const int any_head = first_head + within - rank * group_heads;
-    const int batch = any_head / heads;
+    const int inner_size = by_head ? total_heads / heads : heads;
+    const int outer = any_head / inner_size;
+    const int inner = any_head - outer * inner_size;
     const int row = (tail ? grouped_rows : 0) + rank;
-    return {kLongestFirst ? tiles_m - 1 - row : row, any_head - batch * heads, batch};
+    return {kLongestFirst ? tiles_m - 1 - row : row, by_head ? outer : inner,
+            by_head ? inner : outer};
   }
 };
 
