@@ -165,12 +165,10 @@ def _filled(problem: Problem, plan: BackwardPlan, names: Names) -> Names:
 
 
 def _bias(problem: Problem, plan: BiasPlan, operands: Names) -> KernelEntry:
-    warps = bias_maps(problem)
-    stored = tuple(replace(x, field="map_dbias", tensor="dbias") for x in warps)
-    maps = (*_tensor_maps(problem, plan), *warps, *stored)
+    maps = (*_tensor_maps(problem, plan), *bias_maps(problem))
     workspace: tuple[Workspace, ...] = ("lse_log2", "d", "tile_counter")
     names = _tensor_names(problem, plan)
-    names += typed("tensor_map", "map_bias", "map_dbias")
+    names += typed("tensor_map", "map_bias")
     names += typed("ptr", *workspace, "dbias", *(("rng_state",) if problem.dropout else ()))
     mask: tuple[Workspace, ...] = ("mask_rows",) if problem.attn_mask else ()
     for name in mask:

@@ -17,7 +17,7 @@ from .sm90 import ARCH, BARRIER_BYTES, LIGHT_SCORES, SMEM_BYTES, _boxes
 
 JOB_BYTES = 20
 SMALL_BYTES = 3072  # of the fused kernel's LSE, D, barriers and job, at most
-TERM_BYTES = 20  # struct Term of the kernel of a bias's gradient
+TERM_BYTES, PROGRESS_BYTES = 24, 8  # structs of the kernel of a bias's gradient
 CONSUMERS = 2
 ROWS_PER_CONSUMER = 64
 # Registers a thread of the producer and of a consumer. The fused kernel's producer spills at 24;
@@ -25,7 +25,7 @@ ROWS_PER_CONSUMER = 64
 REGISTERS = {"sm90_bwd": (40, 232), "sm90_bwd_dkv": (56, 224), "sm90_bwd_dq": (24, 240),
              "sm90_bwd_dbias": (40, 232)}  # fmt: skip
 GATHER_REGISTERS = (56, 224)  # where the producer's warps copy rows themselves
-# Of a bias's gradient, where the loader looks lengths up or brings the widest rows.
+# Of a bias's gradient, where the loader looks lengths up, copies rows or brings the widest.
 BIAS_LENGTH_REGISTERS = (72, 216)
 SMALL_REGISTERS = (56, 224)  # of the fused kernel up to head dim 32
 # What spills in the kernel that makes all three gradients: features (`_features`) where all of them
@@ -306,8 +306,8 @@ def _biases(problem: Problem, row_block: int) -> Iterator[BiasPlan]:
         return
     # Random words, a mask's bits and further scores take the room of some keys.
     crowded = problem.dropout or problem.attn_mask or len(problem.scores) > 1
-    # So does the loader where lengths vary.
-    most = ((128, 112), (96, 80))[bool(crowded)][problem.varlen]
+    # So does the loader where lengths vary, or that copies rows itself.
+    most = ((128, 112), (96, 80))[bool(crowded)][problem.varlen or problem.gather]
     sizes = (n for n in (128, 112, 96, 80, 64, 32) if n == most or n < most and n % 32 == 0)
     choices = [(n, stages) for n in sizes for stages in (4, 3, 2)]
     yield next(plan for choice in choices if (plan := _make_bias(problem, row_block, *choice)))
@@ -320,13 +320,13 @@ def _make_bias(problem: Problem, row_block: int, n: int, stages: int) -> BiasPla
         "Stages": stages * (tile.m + n) * 128 * boxes,
         "Bias": 4 * CONSUMERS * score_tile_bytes(16, n),
     }
-    barriers = 2 * stages + 4 * CONSUMERS  # the latter for a warp's part of the bias
-    small = {"Barriers": barriers * BARRIER_BYTES, "Terms": stages * TERM_BYTES}
+    barriers = 2 * stages + 4 * CONSUMERS + 4  # of a warp's part of the bias, of what is drawn
+    small = {"Barriers": barriers * BARRIER_BYTES, "Terms": stages * TERM_BYTES + PROGRESS_BYTES}
     regions = lay_out(sizes, small)
     smem_bytes = regions[-1].offset + regions[-1].bytes
     if smem_bytes > SMEM_BYTES:
         return None
-    loads_more = problem.varlen or boxes > 3
+    loads_more = problem.varlen or problem.gather or boxes > 3
     producer, consumer = BIAS_LENGTH_REGISTERS if loads_more else REGISTERS["sm90_bwd_dbias"]
     return BiasPlan(
         arch=ARCH,

@@ -177,7 +177,6 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bo
         full = (scalars.sequences or 0, extents["q"].heads, extents["q"].seq, extents["k"].seq)
         dbias = bias.gradient_of(_present(given["bias"]), full)
         scalars = dataclasses.replace(scalars, numbers={**scalars.numbers, **dbias.numbers})
-        extents["dbias"] = dbias.extent
     if (added := optional["bias"]) is not None:
         extents["bias"] = bias.extent_of(added, scalars.sequences or 0, extents["q"].heads)
     if not (scalars.sequences and all(tensor.numel() for tensor in tensors.values())):

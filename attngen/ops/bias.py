@@ -82,13 +82,6 @@ class Gradient:
         sizes["sums_rows"] = int(self.sums is not None)
         return {f"dbias_{name}": size for name, size in sizes.items()}
 
-    @property
-    def extent(self) -> Extent:
-        """Its sizes and strides, where it has rows."""
-        batches, heads, rows, columns = sizes_of(self.shape)
-        steps = (heads * rows * columns, columns, rows * columns)
-        return Extent(batches, rows, heads, columns, *steps)
-
     def new(self, bias: Tensor) -> Tensor:
         """A new tensor for its kernel to fill."""
         if self.sums:
