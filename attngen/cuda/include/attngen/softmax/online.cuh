@@ -76,7 +76,12 @@ struct BlockSoftmax {
                                    float (&rescale)[2]) {
     bool grew = outgrow(state, slack);
     if (grew) {
-      find_maxima(scores);
+      // Bounds above 0 are maxima.
+      if (kLines || __any_sync(~0u, fminf(block_max[0], block_max[1]) <= 0.f)) {
+        find_maxima(scores);
+      } else {
+        agree();
+      }
       grew = outgrow(state, slack);
     }
     rescale[0] = rescale[1] = 1.f;
