@@ -478,8 +478,10 @@ struct Consumer {
     release_k();
     prepare_scores<kMasked>(scores, ctx, row, block);
     BlockSoftmax<kTileN, kPairSums> softmax = {p.scale_log2, 0.f};
-    softmax.bound_maxima(scores);
-    const bool grew = softmax.raise_rarely(scores, state, kLazyRescaleLog2, rescale);
+    softmax.find_maxima(scores);
+    const bool grew = softmax.outgrow(state, kLazyRescaleLog2);
+    softmax.raise(state, 0, grew, rescale);
+    softmax.raise(state, 1, grew, rescale);
     finish_product(output, grew, rescale);
     softmax.weigh(scores, state, 0, rescale);
     softmax.weigh(scores, state, 1, rescale);

@@ -66,6 +66,7 @@ OPERANDS_TAKEN = (
     ("bias masks wide", 16),
     ("crowded lengths", 16),
     ("paged alibi masked", 4),
+    ("gather random wide", 4),
     ("smallest", -16),  # what spills in a block of so few keys has no kernel at all; nothing does
 )
 OPERANDS_RANDOM = 192  # of queries among them, beside random words; at 196 some spill
@@ -339,6 +340,7 @@ def _features(problem: Problem, choice: Choice) -> frozenset[str]:
         "alibi": problem.scores == ("alibi",),
         "bias": problem.bias,
         "attn_mask": problem.attn_mask,
+        "random": problem.dropout,
         "plain": not bits,
         "masked": bool(problem.masks),
         "masks": len(problem.masks) > 1,

@@ -269,8 +269,10 @@ def feasible_dkv(problem: Problem) -> Iterator[BackwardPlan]:
         small = {"Lse": rows, "D": rows, "Barriers": (10 + 4 * stages) * BARRIER_BYTES}
         counts = {"q_stages": stages, "do_stages": stages, "ds_stages": 0}
         made = _finish(problem, "sm90_bwd_dkv", tile, sizes, small, counts, row_block=m)
-        crowded = problem.bias and len(problem.scores) > 1 and problem.head_dim_v > 192
-        if made.smem_bytes <= SMEM_BYTES and not (crowded and m > 48):
+        several = len(problem.scores) > 1 and problem.head_dim_v > 192
+        crowded = several and problem.bias and m > 48
+        crowded = crowded or (several and problem.dropout and problem.attn_mask and m > 32)
+        if made.smem_bytes <= SMEM_BYTES and not crowded:
             yield made
 
 
