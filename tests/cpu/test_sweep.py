@@ -10,9 +10,24 @@ import pytest
 
 from attngen import features, resolve
 from attngen.plan import plans
+from attngen.spec import AttentionSpec
 from tools import sweep
 
 SM_REGISTERS = 65536
+# Everything a row of scores can ask for at once.
+CROWD: dict[str, Any] = {
+    "attn_mask": True, "alibi": True, "softcap": True, "softmax": "learnable", "dropout": True
+}  # fmt: skip
+# Kernels with no register to spare: a change of what they share makes these spill first.
+EDGES = [
+    AttentionSpec(64, dtype="fp16", mask="causal", softcap=True, directions=("fwd",)),
+    AttentionSpec(224, mask="causal", window=True, directions=("fwd",)),
+    AttentionSpec(250, mask="causal", gather=True, directions=("fwd",), **CROWD),
+    AttentionSpec(256, mask="causal", deterministic=True, directions=("bwd",), **CROWD),
+    AttentionSpec(
+        256, dtype="fp16", seqused=True, deterministic=True, directions=("bwd",), **CROWD
+    ),
+]
 
 
 def test_sample_is_of_legal_problems_and_the_same_each_time() -> None:
@@ -64,3 +79,10 @@ def test_check_names_what_may_not_ship(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.timeout(300)
 def test_sample_compiles_into_kernels_that_may_ship() -> None:
     assert list(sweep.failures(sweep.sample(24, seed=0))) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_kernels_with_no_register_to_spare_may_ship() -> None:
+    problems = [each for spec in EDGES for each in resolve.resolve(spec, features.scan())]
+    assert list(sweep.failures(problems)) == []
