@@ -95,8 +95,8 @@ SOFTMAX_ORDERS = {
 }
 # Up to 192 the output is rescaled lazily, by bounds of the maxima, and from 104 part of the
 # exponentials is ahead of the wait for the product before: quarters of a block, by the same keys.
-# Measured beside the orders above: +2 to +4 % at 64 and +6 % at 96 with none ahead, +6 to +11 % at
-# 128, +4 to +5 % at 192; -1 to 0 % at 256.
+# Measured beside the orders above: +2 to +4 % at 64 and +6 % at 96 with none ahead; +3 to +6 % at
+# 128 and +4 to +5 % at 192, before bounds, which bring +5 to +7 % and nothing; -1 to 0 % at 256.
 QUARTERS_AHEAD = {
     (96, False): 0,
     (96, True): 0,

@@ -53,6 +53,12 @@ DQ_OPERANDS = (
     ("gather attn_mask heavy", 176),
 )
 DQ_KEYS = (("", 128), ("heavy", 96), ("heavy varlen", 80))
+# Of the dK and dV kernel, the most queries a block, the same way.
+DKV_QUERIES = (
+    ("", 64),
+    ("wide several bias", 48),
+    ("wide several dropout attn_mask", 32),
+)
 # Heads whose queries and dQ together fill L2 are worked on together, the shortest quarter of the
 # tiles comes last: measured +2 to +7 % on causal masks over one head at a time or all at once.
 CAUSAL_SCHEDULE = Schedule(True, True, kv_group_bytes=64 << 20, group_heads=16, tail_share=4)
@@ -207,6 +213,7 @@ def _features(problem: Problem) -> frozenset[str]:
         "large": max(d, d_v) > 64,
         "uneven": d > 32 or d != d_v,
         "unlike": d != d_v,
+        "wide": d_v > 192,
         "scores": bool(scores),
         "several": len(scores) > 1,
         "heavy": bool(heavy),
@@ -258,6 +265,7 @@ def make_fused(problem: Problem) -> BackwardPlan:
 def feasible_dkv(problem: Problem) -> Iterator[BackwardPlan]:
     """dK and dV of 64 keys, a warpgroup each. Measured at 256: 48 queries in three stages 10 %
     ahead of 64 in two; at 192/128, three stages 1.9 x two, four 8 % ahead of three."""
+    most = _least(DKV_QUERIES, _features(problem))
     for m, stages in ((64, 4), (64, 3), (48, 3), (64, 2), (32, 3), (32, 2)):
         tile = Tile(m, ROWS_PER_CONSUMER)
         sizes = {
@@ -269,10 +277,7 @@ def feasible_dkv(problem: Problem) -> Iterator[BackwardPlan]:
         small = {"Lse": rows, "D": rows, "Barriers": (10 + 4 * stages) * BARRIER_BYTES}
         counts = {"q_stages": stages, "do_stages": stages, "ds_stages": 0}
         made = _finish(problem, "sm90_bwd_dkv", tile, sizes, small, counts, row_block=m)
-        several = len(problem.scores) > 1 and problem.head_dim_v > 192
-        crowded = several and problem.bias and m > 48
-        crowded = crowded or (several and problem.dropout and problem.attn_mask and m > 32)
-        if made.smem_bytes <= SMEM_BYTES and not crowded:
+        if made.smem_bytes <= SMEM_BYTES and m <= most:
             yield made
 
 
