@@ -305,10 +305,11 @@ def _tensor_maps(problem: Problem, plan: Plan) -> tuple[TensorMapRecipe, ...]:
     dtypes = {"q": problem.dtype_q, "k": problem.dtype_kv, "v": problem.dtype_kv}
     if problem.dtype_o != "fp32":
         rows["o"], dtypes["o"] = 64, problem.dtype_o
-    recipes = {tensor: recipe(tensor, dtypes[tensor], rows[tensor]) for tensor in rows}
-    recipes = {tensor: replace(x, l2_bytes=128) for tensor, x in recipes.items()}
     pages = ("k", "v") if problem.paged else ()
-    return (*(replace(x, paged=name in pages) for name, x in recipes.items()), *bias)
+    operands = (
+        replace(recipe(x, dtypes[x], rows[x]), l2_bytes=128, paged=x in pages) for x in rows
+    )
+    return (*operands, *bias)
 
 
 def bias_maps(problem: Problem) -> tuple[TensorMapRecipe, ...]:

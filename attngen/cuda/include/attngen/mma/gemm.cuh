@@ -18,7 +18,7 @@ ATTNGEN_DEVICE void steps_along(u32 (&low)[kSteps], u32 operand) {
     low[step] = operand_base(operand, 16) + ((step / 4 * kBoxBytes + step % 4 * 32) >> 4);
   }
 }
-template <int kSteps, u32 kBoxBytes, u32 kGroupBytes>
+template <int kSteps, u32 kBoxBytes, u32 kGroupBytes = 1024>
 ATTNGEN_DEVICE void steps_across(u32 (&low)[kSteps], u32 operand) {
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
@@ -53,7 +53,7 @@ ATTNGEN_DEVICE void gemm_shared_across(float (&acc)[Mma::kN / 2], u32 a, u32 b) 
   u32 a_steps[kSteps];
   u32 b_steps[kSteps];
   steps_along<kSteps, kABoxBytes>(a_steps, a);
-  steps_across<kSteps, kBBoxBytes, 1024>(b_steps, b);
+  steps_across<kSteps, kBBoxBytes>(b_steps, b);
   wgmma_fence();
   Mma::template issue<1024>(acc, a_steps, b_steps, 0);
   wgmma_commit();
