@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 import attngen
-import attngen.ops.forward  # registers the operation
+from attngen import load
+from attngen.ops import forward, frontend, operation, recent  # the first registers the operation
 
 from . import cases, oracle
 
@@ -113,6 +116,30 @@ def test_op_compiled_to_cuda_graphs_is_right_and_leaves_eager_calls_right():
             with torch.no_grad():
                 assert torch.equal(function(*tensors), want)
             assert torch.equal(calm(*tensors), want)
+
+
+@pytest.mark.parametrize("few_queries", [False, True])
+def test_op_first_call_captured_loads_its_kernels(few_queries, monkeypatch):
+    """Nothing has been called or loaded yet."""
+    for place, name in (
+        (load, "_libraries"), (operation, "_kernels"), (forward, "_ready"),
+        (frontend, "_settled"), (recent, "_recent"),
+    ):  # fmt: skip
+        monkeypatch.setattr(place, name, {})
+    pages = {
+        "layout": "paged_kv_bshd_bshd_bshd",
+        "page_table": torch.arange(12, dtype=torch.int32, device="cuda").view(2, 6),
+        "seqused_kv": torch.tensor([700, 765], dtype=torch.int32, device="cuda"),
+    }
+    q, k, v = oracle.operands(2, 4, 2, 1 if few_queries else 200, 768, 64)
+    if few_queries:
+        k, v = (x.view(12, 128, 2, 64) for x in (k, v))
+    call = partial(attngen.attention, q, k, v, **(pages if few_queries else {}), backend="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    graph.replay()
+    assert torch.equal(out, call())
 
 
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
