@@ -1,4 +1,4 @@
-// sm90_fwd__causal_d128_e4m3_to_bf16__2ba695
+// sm90_fwd__causal_d128_e4m3_to_bf16__ee3344
 // Rendered by attngen from kernels/sm90_fwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -23,16 +23,16 @@ using Element = E4m3;  // of the weights
 using Output = Bf16;
 
 // ---- the plan
-constexpr int kTileM = 128;
-constexpr int kTileN = 160;
+constexpr int kTileM = 192;
+constexpr int kTileN = 96;
 constexpr int kKStages = 2;
 constexpr int kVStages = 2;
 constexpr int kRawStages = 2;
-constexpr int kRawKeys = 160;
-constexpr int kPromoteBlocks = 6;
-constexpr int kConsumers = 2;
+constexpr int kRawKeys = 96;
+constexpr int kPromoteBlocks = 20;
+constexpr int kConsumers = 3;
 constexpr int kProducerRegisters = 32;
-constexpr int kConsumerRegisters = 224;
+constexpr int kConsumerRegisters = 160;
 constexpr int kLazyRescaleLog2 = 2;
 constexpr int kSoftmaxParts = 1;
 constexpr bool kPairSums = true;
@@ -54,12 +54,12 @@ constexpr u32 kWarpgroupBytes = 64 * 128;
 constexpr u32 kColumnBoxBytes = kHeadDimV * 128;  // 128 keys of V, transposed
 constexpr u32 kVStageBytes = ceil_div(kTileN, 128) * kColumnBoxBytes;
 constexpr u32 kSmemQ = 0;
-constexpr u32 kSmemK = 16384;
-constexpr u32 kSmemV = 57344;
-constexpr u32 kSmemRaw = 122880;
-constexpr u32 kSmemO = 163840;
-constexpr u32 kSmemBarriers = 196608;
-constexpr u32 kSmemJob = 197632;
+constexpr u32 kSmemK = 24576;
+constexpr u32 kSmemV = 49152;
+constexpr u32 kSmemRaw = 81920;
+constexpr u32 kSmemO = 106496;
+constexpr u32 kSmemBarriers = 155648;
+constexpr u32 kSmemJob = 156672;
 constexpr u32 kQFull = kSmemBarriers;
 constexpr u32 kQEmpty = kQFull + 8 * kConsumers;
 constexpr u32 kKFull = kQEmpty + 8 * kConsumers;
@@ -75,24 +75,24 @@ constexpr u32 kRawEmpty = kRawFull + 8 * kRawStages;
 constexpr u32 kTurnBarrier = 1;
 constexpr u32 kEpilogueBarrier = kTurnBarrier + kConsumers;
 
-// acc[64 x 160] (+)= A B^T, A (e4m3) in registers, B (e4m3) in shared memory with the reduction along its rows.
+// acc[64 x 96] (+)= A B^T, A (e4m3) and B (e4m3) in shared memory with the reduction along their rows.
 struct QkMma {
-  static constexpr int kN = 160;
+  static constexpr int kN = 96;
   template <u32 kGroupBytes>
-  ATTNGEN_DEVICE static void issue(float (&acc)[80], const u32 (&a)[16], const u32 (&b)[4], int accumulate) {
+  ATTNGEN_DEVICE static void issue(float (&acc)[48], const u32 (&a)[4], const u32 (&b)[4], int accumulate) {
     asm volatile(
-        "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %100, 0;\n"
-        "mov.b64 b, {%96, %101};\n"
-        "wgmma.mma_async.sync.aligned.m64n160k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79}, {%80, %81, %82, %83}, b, p, 1, 1;\n"
-        "mov.b64 b, {%97, %101};\n"
-        "wgmma.mma_async.sync.aligned.m64n160k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79}, {%84, %85, %86, %87}, b, 1, 1, 1;\n"
-        "mov.b64 b, {%98, %101};\n"
-        "wgmma.mma_async.sync.aligned.m64n160k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79}, {%88, %89, %90, %91}, b, 1, 1, 1;\n"
-        "mov.b64 b, {%99, %101};\n"
-        "wgmma.mma_async.sync.aligned.m64n160k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79}, {%92, %93, %94, %95}, b, 1, 1, 1;\n"
+        "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %56, 0;\n"
+        "mov.b64 a, {%48, %57};\nmov.b64 b, {%52, %58};\n"
+        "wgmma.mma_async.sync.aligned.m64n96k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, a, b, p, 1, 1;\n"
+        "mov.b64 a, {%49, %57};\nmov.b64 b, {%53, %58};\n"
+        "wgmma.mma_async.sync.aligned.m64n96k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, a, b, 1, 1, 1;\n"
+        "mov.b64 a, {%50, %57};\nmov.b64 b, {%54, %58};\n"
+        "wgmma.mma_async.sync.aligned.m64n96k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, a, b, 1, 1, 1;\n"
+        "mov.b64 a, {%51, %57};\nmov.b64 b, {%55, %58};\n"
+        "wgmma.mma_async.sync.aligned.m64n96k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, a, b, 1, 1, 1;\n"
         "}"
-        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]), "+f"(acc[4]), "+f"(acc[5]), "+f"(acc[6]), "+f"(acc[7]), "+f"(acc[8]), "+f"(acc[9]), "+f"(acc[10]), "+f"(acc[11]), "+f"(acc[12]), "+f"(acc[13]), "+f"(acc[14]), "+f"(acc[15]), "+f"(acc[16]), "+f"(acc[17]), "+f"(acc[18]), "+f"(acc[19]), "+f"(acc[20]), "+f"(acc[21]), "+f"(acc[22]), "+f"(acc[23]), "+f"(acc[24]), "+f"(acc[25]), "+f"(acc[26]), "+f"(acc[27]), "+f"(acc[28]), "+f"(acc[29]), "+f"(acc[30]), "+f"(acc[31]), "+f"(acc[32]), "+f"(acc[33]), "+f"(acc[34]), "+f"(acc[35]), "+f"(acc[36]), "+f"(acc[37]), "+f"(acc[38]), "+f"(acc[39]), "+f"(acc[40]), "+f"(acc[41]), "+f"(acc[42]), "+f"(acc[43]), "+f"(acc[44]), "+f"(acc[45]), "+f"(acc[46]), "+f"(acc[47]), "+f"(acc[48]), "+f"(acc[49]), "+f"(acc[50]), "+f"(acc[51]), "+f"(acc[52]), "+f"(acc[53]), "+f"(acc[54]), "+f"(acc[55]), "+f"(acc[56]), "+f"(acc[57]), "+f"(acc[58]), "+f"(acc[59]), "+f"(acc[60]), "+f"(acc[61]), "+f"(acc[62]), "+f"(acc[63]), "+f"(acc[64]), "+f"(acc[65]), "+f"(acc[66]), "+f"(acc[67]), "+f"(acc[68]), "+f"(acc[69]), "+f"(acc[70]), "+f"(acc[71]), "+f"(acc[72]), "+f"(acc[73]), "+f"(acc[74]), "+f"(acc[75]), "+f"(acc[76]), "+f"(acc[77]), "+f"(acc[78]), "+f"(acc[79])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "r"(a[8]), "r"(a[9]), "r"(a[10]), "r"(a[11]), "r"(a[12]), "r"(a[13]), "r"(a[14]), "r"(a[15]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(accumulate), "n"(descriptor_high(kGroupBytes)));
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]), "+f"(acc[4]), "+f"(acc[5]), "+f"(acc[6]), "+f"(acc[7]), "+f"(acc[8]), "+f"(acc[9]), "+f"(acc[10]), "+f"(acc[11]), "+f"(acc[12]), "+f"(acc[13]), "+f"(acc[14]), "+f"(acc[15]), "+f"(acc[16]), "+f"(acc[17]), "+f"(acc[18]), "+f"(acc[19]), "+f"(acc[20]), "+f"(acc[21]), "+f"(acc[22]), "+f"(acc[23]), "+f"(acc[24]), "+f"(acc[25]), "+f"(acc[26]), "+f"(acc[27]), "+f"(acc[28]), "+f"(acc[29]), "+f"(acc[30]), "+f"(acc[31]), "+f"(acc[32]), "+f"(acc[33]), "+f"(acc[34]), "+f"(acc[35]), "+f"(acc[36]), "+f"(acc[37]), "+f"(acc[38]), "+f"(acc[39]), "+f"(acc[40]), "+f"(acc[41]), "+f"(acc[42]), "+f"(acc[43]), "+f"(acc[44]), "+f"(acc[45]), "+f"(acc[46]), "+f"(acc[47])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(accumulate), "n"(descriptor_high(1024)), "n"(descriptor_high(kGroupBytes)));
   }
 };
 
@@ -101,22 +101,18 @@ constexpr int kPvParts = 1;
 struct PvMma {
   static constexpr int kN = 128;
   template <u32 kGroupBytes>
-  ATTNGEN_DEVICE static void issue(float (&acc)[64], const u32 (&a)[20], const u32 (&b)[5], int accumulate) {
+  ATTNGEN_DEVICE static void issue(float (&acc)[64], const u32 (&a)[12], const u32 (&b)[3], int accumulate) {
     asm volatile(
-        "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %89, 0;\n"
-        "mov.b64 b, {%84, %90};\n"
+        "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %79, 0;\n"
+        "mov.b64 b, {%76, %80};\n"
         "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, b, p, 1, 1;\n"
-        "mov.b64 b, {%85, %90};\n"
+        "mov.b64 b, {%77, %80};\n"
         "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%68, %69, %70, %71}, b, 1, 1, 1;\n"
-        "mov.b64 b, {%86, %90};\n"
+        "mov.b64 b, {%78, %80};\n"
         "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%72, %73, %74, %75}, b, 1, 1, 1;\n"
-        "mov.b64 b, {%87, %90};\n"
-        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%76, %77, %78, %79}, b, 1, 1, 1;\n"
-        "mov.b64 b, {%88, %90};\n"
-        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%80, %81, %82, %83}, b, 1, 1, 1;\n"
         "}"
         : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]), "+f"(acc[4]), "+f"(acc[5]), "+f"(acc[6]), "+f"(acc[7]), "+f"(acc[8]), "+f"(acc[9]), "+f"(acc[10]), "+f"(acc[11]), "+f"(acc[12]), "+f"(acc[13]), "+f"(acc[14]), "+f"(acc[15]), "+f"(acc[16]), "+f"(acc[17]), "+f"(acc[18]), "+f"(acc[19]), "+f"(acc[20]), "+f"(acc[21]), "+f"(acc[22]), "+f"(acc[23]), "+f"(acc[24]), "+f"(acc[25]), "+f"(acc[26]), "+f"(acc[27]), "+f"(acc[28]), "+f"(acc[29]), "+f"(acc[30]), "+f"(acc[31]), "+f"(acc[32]), "+f"(acc[33]), "+f"(acc[34]), "+f"(acc[35]), "+f"(acc[36]), "+f"(acc[37]), "+f"(acc[38]), "+f"(acc[39]), "+f"(acc[40]), "+f"(acc[41]), "+f"(acc[42]), "+f"(acc[43]), "+f"(acc[44]), "+f"(acc[45]), "+f"(acc[46]), "+f"(acc[47]), "+f"(acc[48]), "+f"(acc[49]), "+f"(acc[50]), "+f"(acc[51]), "+f"(acc[52]), "+f"(acc[53]), "+f"(acc[54]), "+f"(acc[55]), "+f"(acc[56]), "+f"(acc[57]), "+f"(acc[58]), "+f"(acc[59]), "+f"(acc[60]), "+f"(acc[61]), "+f"(acc[62]), "+f"(acc[63])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "r"(a[8]), "r"(a[9]), "r"(a[10]), "r"(a[11]), "r"(a[12]), "r"(a[13]), "r"(a[14]), "r"(a[15]), "r"(a[16]), "r"(a[17]), "r"(a[18]), "r"(a[19]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(b[4]), "r"(accumulate), "n"(descriptor_high(kGroupBytes)));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "r"(a[8]), "r"(a[9]), "r"(a[10]), "r"(a[11]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(accumulate), "n"(descriptor_high(kGroupBytes)));
   }
 };
 
@@ -282,13 +278,16 @@ struct Scheduler {
     slot->block_end = max_of(blocks.end, blocks.begin + 1);
   }
 
-  ATTNGEN_DEVICE void run() const {
+  // load(tile, parity): what the same thread loads of a tile.
+  template <class Load>
+  ATTNGEN_DEVICE void run(Load load) const {
     u32 parity = 1;
     int index = blockIdx.x;
     while (index < p.tiles) {
       publish(index);
       mbarrier_arrive(smem + kJobFull);
       parity ^= 1;
+      load(*slot, parity);
       mbarrier_wait(smem + kJobEmpty, parity);
       // Each tile draws one number; whoever draws the last leaves the counter at zero.
       int* counter = static_cast<int*>(p.tile_counter);
@@ -339,44 +338,45 @@ struct KvLoader {
   const Params& p;
   const TensorMap* map;
   u32 smem;
-  const volatile Job* slot;
+  RingPosition<kStages> ring;
 
-  ATTNGEN_DEVICE void run() const {
-    RingPosition<kStages> ring;
-    bool held = !kOfKeys;
-    for (u32 parity = 0;; parity ^= 1) {
-      mbarrier_wait(smem + kJobFull, parity);
-      const int row_block = slot->row_block;
-      const int kv_head = slot->kv_head;
-      const auto index = kv_index(*slot);
-      const int block_begin = slot->block_begin;
-      int block = slot->block_end;
-      if (row_block < 0) break;
-      // All CTAs begin at once: their first values would hold up what the first scores need. A later
-      // phase of this barrier needs another tile, and so the arrival below.
-      if (held) mbarrier_wait(smem + kQFull + (kConsumers - 1) * 8, 0);
-      held = false;
-      mbarrier_arrive(smem + kJobEmpty);
-      const int first_row = kv_sequence(p).first_row(index);
-#pragma unroll 1
-      while (--block >= block_begin) {
-#pragma unroll
-        for (int row = 0; row < kTileN; row += kRows) {
-          const u32 barrier = smem + kFull + ring.stage * 8;
-          mbarrier_wait(smem + kEmpty + ring.stage * 8, ring.parity ^ 1);
-          mbarrier_arrive_expect(barrier, kBoxes * kRows * 128);
-          KvFetch::load<kBoxes, kBoxColumns>(smem + kTiles + ring.stage * (kBoxes * kRows * 128), kRows * 128,
-                                map, barrier, first_row + block * kTileN + row, kv_head, index, kEvictLast);
-          ring.advance();
-        }
-      }
-    }
+  // A block whose first key is at `first`.
+  template <class Index>
+  ATTNGEN_DEVICE void load(int first, int kv_head, const Index& index) {
+    const u32 barrier = smem + kFull + ring.stage * 8;
+    mbarrier_wait(smem + kEmpty + ring.stage * 8, ring.parity ^ 1);
+    mbarrier_arrive_expect(barrier, kBoxes * kRows * 128);
+    KvFetch::load<kBoxes, kBoxColumns>(smem + kTiles + ring.stage * (kBoxes * kRows * 128), kRows * 128,
+                          map, barrier, first, kv_head, index, kEvictLast);
+    ring.advance();
   }
 };
 using KLoader = KvLoader<true, kQkBoxes, kTileN, kKStages, kSmemK, kKFull, kKEmpty>;
 using VLoader = KvLoader<false, kVBoxes, kRawKeys, kRawStages, kSmemRaw, kRawFull, kRawEmpty>;
 
-// ---- transposer: a warpgroup that turns loaded blocks of V into what an 8-bit product can read
+// All that one thread loads, in the order in which consumers need it.
+struct Loader {
+  const Params& p;
+  QLoader queries;
+  KLoader keys;
+  VLoader values;
+
+  ATTNGEN_DEVICE void load(const Job& job, u32 parity) {
+    const auto index = kv_index(job);
+    const int begin = kv_sequence(p).first_row(index) + job.block_begin * kTileN;
+    int first = begin + (job.block_end - 1 - job.block_begin) * kTileN;
+    keys.load(first, job.kv_head, index);
+    queries.load(job.row_block, job.head, q_index(job), parity);
+#pragma unroll 1
+    for (; first > begin; first -= kTileN) {
+      keys.load(first - kTileN, job.kv_head, index);
+      values.load(first, job.kv_head, index);
+    }
+    values.load(first, job.kv_head, index);
+  }
+};
+
+// ---- transposer: warps that turn loaded blocks of V into what an 8-bit product can read
 struct VTransposer {
   const Params& p;
   u32 smem;
@@ -385,7 +385,7 @@ struct VTransposer {
   int lane;
 
   ATTNGEN_DEVICE void run() const {
-    const ColumnTransposer columns(warp, lane);
+    const KeyTransposer values(warp, lane);
     RingPosition<kRawStages> raw;
     RingPosition<kVStages> ring;
     for (u32 parity = 0;; parity ^= 1) {
@@ -400,7 +400,7 @@ struct VTransposer {
 #pragma unroll
         for (int key = 0; key < kTileN; key += kRawKeys) {
           mbarrier_wait(smem + kRawFull + raw.stage * 8, raw.parity);
-          columns.transpose<kRawKeys, kHeadDimV>(smem + kSmemRaw + raw.stage * (kVBoxes * kRawKeys * 128),
+          values.transpose<kRawKeys, kHeadDimV>(smem + kSmemRaw + raw.stage * (kVBoxes * kRawKeys * 128),
                                                  smem + kSmemV + ring.stage * kVStageBytes, key);
           __syncwarp();
           if (lane == 0) mbarrier_arrive(smem + kRawEmpty + raw.stage * 8);
@@ -489,15 +489,12 @@ struct Consumer {
     }
   }
 
-  // The warpgroup's queries, in registers for the whole tile: their buffer is free at once, and
-  // the products read half as much shared memory.
-  using Queries = u32[4 * kQkSteps];
+  // The warpgroup's queries stay in shared memory.
+  struct Queries {};
 
-  ATTNGEN_DEVICE void take_queries(Queries& queries) const {
-    load_operand<kQkSteps, kRowBoxBytes>(queries, q_tile(), warp, lane);
-  }
-  ATTNGEN_DEVICE void issue_scores(float (&scores)[kTileN / 2], const Queries& queries) const {
-    gemm_register_shared<QkMma, kQkSteps, kKeyBoxBytes>(scores, queries, k_tile());
+  ATTNGEN_DEVICE void take_queries(Queries&) const {}
+  ATTNGEN_DEVICE void issue_scores(float (&scores)[kTileN / 2], const Queries&) const {
+    gemm_shared_shared<QkMma, kQkSteps, kRowBoxBytes, kKeyBoxBytes, false>(scores, q_tile(), k_tile());
   }
 
   // `add`: to what is summed, else anew.
@@ -539,9 +536,9 @@ struct Consumer {
     if (grew) {
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) output.sum[i] *= rescale[fragment_row(i)];
+      output.weight[0] *= rescale[0];
+      output.weight[1] *= rescale[1];
     }
-    output.weight[0] *= rescale[0];
-    output.weight[1] *= rescale[1];
   }
 
   // Where this thread keeps elements 8 i to 8 i + 7 of its mean, as float16: 16 bytes a thread, side
@@ -566,13 +563,15 @@ struct Consumer {
   // The sum joins the mean; the next product starts it anew. A stored weight is at most twice what
   // it should be (e4m3's smallest), so half of a mean is no larger than the largest of the values,
   // whatever the number of keys, and float16 holds it.
-  ATTNGEN_DEVICE void promote(Accumulators& output, const RowState& state) const {
+  // beside(i): what else is done among the pieces.
+  template <class Beside>
+  ATTNGEN_DEVICE void promote(Accumulators& output, const float (&row_sum)[2], Beside beside) const {
     u32 share[2];  // of the mean so far in the new one
     float factor[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float old = output.weight[half];
-      const float weight = fmaxf(2.f * quad_sum(state.row_sum[half]), 1e-30f);
+      const float weight = fmaxf(2.f * quad_sum(row_sum[half]), 1e-30f);
       share[half] = Fp16::pack(old * reciprocal_approx(weight), 0.f);
       const float rounded = Fp16::unpack(share[half]).x;
       share[half] |= share[half] << 16;
@@ -590,8 +589,10 @@ struct Consumer {
         const float* x = output.sum + 8 * i + 2 * j;
         mean[j] = Fp16::fma(mean[j], share[j % 2], Fp16::pack(x[0] * factor[j % 2], x[1] * factor[j % 2]));
       }
+      beside(i);
       store_shared_x4(mean_slot(i), mean);
     }
+    begin_sum(output);
     output.has_mean = true;
   }
 
@@ -601,25 +602,31 @@ struct Consumer {
   }
 
   // One block: its scores are computed together with the previous block's output.
-  template <bool kMasked>
+  template <bool kMasked, bool kDue = false>
   ATTNGEN_DEVICE void step(const Queries& queries, float (&scores)[kTileN / 2], Accumulators& output,
-                           u32 (&weights)[kWeightRegisters], RowState& state, const Context& ctx, int row,
-                           int block, bool due = false) {
+                           u32 (&weights)[kWeightRegisters], HeldRows& state, const Context& ctx, int row,
+                           int block) {
     float rescale[2];
+    forget(scores);
     mbarrier_wait(smem + kKFull + k_ring.stage * 8, k_ring.parity);
     issue_scores(scores, queries);
-    if (due) promote(output, state);
     mbarrier_wait(smem + kVFull + v_ring.stage * 8, v_ring.parity);
-    issue_output(output, weights, !due);
+    issue_output(output, weights, true);
     wgmma_wait<1>();
     release_k();
     prepare_scores<kMasked>(scores, ctx, row, block);
     BlockSoftmax<kTileN, kPairSums> softmax = {scale_log2, shift};
     softmax.bound_maxima(scores);
     const bool grew = softmax.raise_rarely(scores, state, slack, rescale);
-    softmax.exponentiate_all(scores);  // under the product
-    finish_product(output, grew, rescale);
-    softmax.template sum_and_pack<Element>(scores, weights, state, rescale);
+    if constexpr (kDue) {  // among the exponentials, which keep another unit busy
+      finish_product(output, grew, rescale);
+      softmax.template scale_part<1>(scores);
+      promote(output, state.row_sum, [&](int piece) { softmax.template exponentiate_piece<kHeadDimV / 16>(scores, piece); });
+    } else {
+      softmax.exponentiate_all(scores);  // under the product
+      finish_product(output, grew, rescale);
+    }
+    softmax.template sum_and_pack<Element>(scores, weights, state);
   }
 
   // Writes LSE and turns the row sums into the factors that normalise the output.
@@ -681,7 +688,7 @@ struct Consumer {
     float scores[kTileN / 2];
     Accumulators output;
     u32 weights[kWeightRegisters];
-    RowState state;
+    HeldRows state;
     float factor[2];
     begin_sum(output);
     output.weight[0] = output.weight[1] = 0.f;
@@ -691,25 +698,25 @@ struct Consumer {
     take_queries(queries);
     mbarrier_wait(smem + kKFull + k_ring.stage * 8, k_ring.parity);
     issue_scores(scores, queries);
-    // Only now: ldmatrix may still be reading when the instruction after it runs, and an arrival
-    // does not wait for it (seen as rare wrong rows); the product does.
-    release_q();
     wgmma_wait<0>();
     release_k();
     int block = job.block_end - 1;
     prepare_scores<true>(scores, ctx, row, block);
-    BlockSoftmax<kTileN, kPairSums>{scale_log2, shift}.begin(scores, state);
+    BlockSoftmax<kTileN, kPairSums>{scale_log2, shift}.begin(scores, state, slack);
     pack_weights<Element, kTileN>(weights, scores);
     --block;
     const BlockRange blocks = KvIteration::blocks<kTileN>(mask_list(p), ctx, first, max_of(min_of(first + 64, ctx.q_len) - 1, first));
     for (; block >= blocks.full_end && block >= job.block_begin; --block) step<true>(queries, scores, output, weights, state, ctx, row, block);
     const int full_begin = job.block_begin;
-    for (int summed = 1; block >= full_begin; --block, ++summed) {
-      const bool due = summed == kPromoteBlocks;
-      step<false>(queries, scores, output, weights, state, ctx, row, block, due);
-      if (due) summed = 0;
+    for (;;) {
+      const int due = block - (kPromoteBlocks - 1);
+      for (; block > due && block >= full_begin; --block) step<false>(queries, scores, output, weights, state, ctx, row, block);
+      if (block < full_begin) break;
+      step<false, true>(queries, scores, output, weights, state, ctx, row, block);
+      --block;
     }
 
+    if (!kOutputOverQ) release_q();
     mbarrier_wait(smem + kVFull + v_ring.stage * 8, v_ring.parity);
     issue_output(output, weights, true);
     finish_rows(state, factor, ctx, row);
@@ -746,7 +753,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(512, 1)
-sm90_fwd__causal_d128_e4m3_to_bf16__2ba695(const __grid_constant__ attngen::Params p) {
+sm90_fwd__causal_d128_e4m3_to_bf16__ee3344(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);
@@ -768,29 +775,27 @@ sm90_fwd__causal_d128_e4m3_to_bf16__2ba695(const __grid_constant__ attngen::Para
       mbarrier_init(smem + kKEmpty + i * 8, kConsumers * 4);
     }
     for (int i = 0; i < kVStages; ++i) {
-      mbarrier_init(smem + kVFull + i * 8, 4);
+      mbarrier_init(smem + kVFull + i * 8, 3);
       mbarrier_init(smem + kVEmpty + i * 8, kConsumers * 4);
     }
     mbarrier_init(smem + kJobFull, 1);
-    mbarrier_init(smem + kJobEmpty, kConsumers * 128 + 3 + 128);  // consumer threads, loaders, transposers
+    mbarrier_init(smem + kJobEmpty, kConsumers * 128 + 1 + 96);  // consumer threads, loaders, transposers
     for (int i = 0; i < kRawStages; ++i) {
       mbarrier_init(smem + kRawFull + i * 8, 1);
-      mbarrier_init(smem + kRawEmpty + i * 8, 4);
+      mbarrier_init(smem + kRawEmpty + i * 8, 3);
     }
     mbarrier_init_fence();
   }
   __syncthreads();
   if (role == 0) {
     release_registers<kProducerRegisters>();
-    if (threadIdx.x == 0) Scheduler{p, smem, slot}.run();
-    if (threadIdx.x == 32) QLoader{p, smem, slot}.run();
-    if (threadIdx.x == 64) KLoader{p, &p.map_k, smem, slot}.run();
-    if (threadIdx.x == 96) VLoader{p, &p.map_v, smem, slot}.run();
-  } else if (role == 1) {
-    release_registers<kProducerRegisters>();
-    VTransposer{p, smem, slot, warp, lane}.run();
+    if (threadIdx.x == 0) {
+      Loader loader = {p, {p, smem, slot}, {p, &p.map_k, smem, {}}, {p, &p.map_v, smem, {}}};
+      Scheduler{p, smem, slot}.run([&](const Job& job, u32 parity) { loader.load(job, parity); });
+    }
+    if (warp > 0) VTransposer{p, smem, slot, warp - 1, lane}.run();
   } else {
     take_registers<kConsumerRegisters>();
-    Consumer{p, smem, role - 2, warp, lane}.run(slot);
+    Consumer{p, smem, role - 1, warp, lane}.run(slot);
   }
 }

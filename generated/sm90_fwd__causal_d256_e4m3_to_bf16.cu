@@ -380,7 +380,7 @@ struct KvLoader {
 using KLoader = KvLoader<true, kQkBoxes, kTileN, kKStages, kSmemK, kKFull, kKEmpty>;
 using VLoader = KvLoader<false, kVBoxes, kRawKeys, kRawStages, kSmemRaw, kRawFull, kRawEmpty>;
 
-// ---- transposer: a warpgroup that turns loaded blocks of V into what an 8-bit product can read
+// ---- transposer: warps that turn loaded blocks of V into what an 8-bit product can read
 struct VTransposer {
   const Params& p;
   u32 smem;
@@ -389,7 +389,7 @@ struct VTransposer {
   int lane;
 
   ATTNGEN_DEVICE void run() const {
-    const ColumnTransposer columns(warp, lane);
+    const ColumnTransposer values(warp, lane);
     RingPosition<kRawStages> raw;
     RingPosition<kVStages> ring;
     for (u32 parity = 0;; parity ^= 1) {
@@ -404,7 +404,7 @@ struct VTransposer {
 #pragma unroll
         for (int key = 0; key < kTileN; key += kRawKeys) {
           mbarrier_wait(smem + kRawFull + raw.stage * 8, raw.parity);
-          columns.transpose<kRawKeys, kHeadDimV>(smem + kSmemRaw + raw.stage * (kVBoxes * kRawKeys * 128),
+          values.transpose<kRawKeys, kHeadDimV>(smem + kSmemRaw + raw.stage * (kVBoxes * kRawKeys * 128),
                                                  smem + kSmemV + ring.stage * kVStageBytes, key);
           __syncwarp();
           if (lane == 0) mbarrier_arrive(smem + kRawEmpty + raw.stage * 8);
@@ -540,9 +540,9 @@ struct Consumer {
     if (grew) {
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) output.sum[i] *= rescale[fragment_row(i)];
+      output.weight[0] *= rescale[0];
+      output.weight[1] *= rescale[1];
     }
-    output.weight[0] *= rescale[0];
-    output.weight[1] *= rescale[1];
   }
 
   // Where this thread keeps elements 8 i to 8 i + 7 of its mean, as float16: 16 bytes a thread, side
@@ -567,13 +567,15 @@ struct Consumer {
   // The sum joins the mean; the next product starts it anew. A stored weight is at most twice what
   // it should be (e4m3's smallest), so half of a mean is no larger than the largest of the values,
   // whatever the number of keys, and float16 holds it.
-  ATTNGEN_DEVICE void promote(Accumulators& output, const RowState& state) const {
+  // beside(i): what else is done among the pieces.
+  template <class Beside>
+  ATTNGEN_DEVICE void promote(Accumulators& output, const float (&row_sum)[2], Beside beside) const {
     u32 share[2];  // of the mean so far in the new one
     float factor[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float old = output.weight[half];
-      const float weight = fmaxf(2.f * quad_sum(state.row_sum[half]), 1e-30f);
+      const float weight = fmaxf(2.f * quad_sum(row_sum[half]), 1e-30f);
       share[half] = Fp16::pack(old * reciprocal_approx(weight), 0.f);
       const float rounded = Fp16::unpack(share[half]).x;
       share[half] |= share[half] << 16;
@@ -591,8 +593,10 @@ struct Consumer {
         const float* x = output.sum + 8 * i + 2 * j;
         mean[j] = Fp16::fma(mean[j], share[j % 2], Fp16::pack(x[0] * factor[j % 2], x[1] * factor[j % 2]));
       }
+      beside(i);
       store_shared_x4(mean_slot(i), mean);
     }
+    begin_sum(output);
     output.has_mean = true;
   }
 
@@ -602,16 +606,16 @@ struct Consumer {
   }
 
   // One block: its scores are computed together with the previous block's output.
-  template <bool kMasked>
+  template <bool kMasked, bool kDue = false>
   ATTNGEN_DEVICE void step(const Queries& queries, float (&scores)[kTileN / 2], Accumulators& output,
-                           u32 (&weights)[kWeightRegisters], RowState& state, const Context& ctx, int row,
-                           int block, bool due = false) {
+                           u32 (&weights)[kWeightRegisters], HeldRows& state, const Context& ctx, int row,
+                           int block) {
     float rescale[2];
+    forget(scores);
     mbarrier_wait(smem + kKFull + k_ring.stage * 8, k_ring.parity);
     issue_scores(scores, queries);
-    if (due) promote(output, state);
     mbarrier_wait(smem + kVFull + v_ring.stage * 8, v_ring.parity);
-    issue_output(output, weights, !due);
+    issue_output(output, weights, true);
     wgmma_wait<1>();
     release_k();
     prepare_scores<kMasked>(scores, ctx, row, block);
@@ -621,7 +625,8 @@ struct Consumer {
     softmax.template scale_part<kSoftmaxParts>(scores);
     schedule_fence();  // all that came before runs under the product
     finish_product(output, grew, rescale);
-    softmax.template weigh_in_parts<Element, kSoftmaxParts>(scores, weights, state, rescale);
+    if constexpr (kDue) promote(output, state.row_sum, [](int) {});
+    softmax.template weigh_in_parts<Element, kSoftmaxParts>(scores, weights, state);
   }
 
   // Writes LSE and turns the row sums into the factors that normalise the output.
@@ -683,7 +688,7 @@ struct Consumer {
     float scores[kTileN / 2];
     Accumulators output;
     u32 weights[kWeightRegisters];
-    RowState state;
+    HeldRows state;
     float factor[2];
     begin_sum(output);
     output.weight[0] = output.weight[1] = 0.f;
@@ -697,16 +702,18 @@ struct Consumer {
     release_k();
     int block = job.block_end - 1;
     prepare_scores<true>(scores, ctx, row, block);
-    BlockSoftmax<kTileN, kPairSums>{scale_log2, shift}.begin(scores, state);
+    BlockSoftmax<kTileN, kPairSums>{scale_log2, shift}.begin(scores, state, slack);
     pack_weights<Element, kTileN>(weights, scores);
     --block;
     const BlockRange blocks = KvIteration::blocks<kTileN>(mask_list(p), ctx, first, max_of(min_of(first + 64, ctx.q_len) - 1, first));
     for (; block >= blocks.full_end && block >= job.block_begin; --block) step<true>(queries, scores, output, weights, state, ctx, row, block);
     const int full_begin = job.block_begin;
-    for (int summed = 1; block >= full_begin; --block, ++summed) {
-      const bool due = summed == kPromoteBlocks;
-      step<false>(queries, scores, output, weights, state, ctx, row, block, due);
-      if (due) summed = 0;
+    for (;;) {
+      const int due = block - (kPromoteBlocks - 1);
+      for (; block > due && block >= full_begin; --block) step<false>(queries, scores, output, weights, state, ctx, row, block);
+      if (block < full_begin) break;
+      step<false, true>(queries, scores, output, weights, state, ctx, row, block);
+      --block;
     }
 
     if (!kOutputOverQ) release_q();

@@ -364,7 +364,7 @@ struct KvLoader {
 using KLoader = KvLoader<true, kQkBoxes, kTileN, kKStages, kSmemK, kKFull, kKEmpty>;
 using VLoader = KvLoader<false, kVBoxes, kRawKeys, kRawStages, kSmemRaw, kRawFull, kRawEmpty>;
 
-// ---- transposer: a warpgroup that turns loaded blocks of V into what an 8-bit product can read
+// ---- transposer: warps that turn loaded blocks of V into what an 8-bit product can read
 struct VTransposer {
   const Params& p;
   u32 smem;
@@ -373,7 +373,7 @@ struct VTransposer {
   int lane;
 
   ATTNGEN_DEVICE void run() const {
-    const ColumnTransposer columns(warp, lane);
+    const ColumnTransposer values(warp, lane);
     RingPosition<kRawStages> raw;
     RingPosition<kVStages> ring;
     for (u32 parity = 0;; parity ^= 1) {
@@ -388,7 +388,7 @@ struct VTransposer {
 #pragma unroll
         for (int key = 0; key < kTileN; key += kRawKeys) {
           mbarrier_wait(smem + kRawFull + raw.stage * 8, raw.parity);
-          columns.transpose<kRawKeys, kHeadDimV>(smem + kSmemRaw + raw.stage * (kVBoxes * kRawKeys * 128),
+          values.transpose<kRawKeys, kHeadDimV>(smem + kSmemRaw + raw.stage * (kVBoxes * kRawKeys * 128),
                                                  smem + kSmemV + ring.stage * kVStageBytes, key);
           __syncwarp();
           if (lane == 0) mbarrier_arrive(smem + kRawEmpty + raw.stage * 8);
@@ -540,9 +540,10 @@ struct Consumer {
   // One block: its scores are computed together with the previous block's output.
   template <bool kMasked>
   ATTNGEN_DEVICE void step(const Queries& queries, float (&scores)[kTileN / 2], Accumulators& output,
-                           u32 (&weights)[kWeightRegisters], RowState& state, const Context& ctx, int row,
+                           u32 (&weights)[kWeightRegisters], HeldRows& state, const Context& ctx, int row,
                            int block) {
-    float rescale[2];
+    float rescale[2] = {1.f, 1.f};
+    forget(scores);
     mbarrier_wait(smem + kKFull + k_ring.stage * 8, k_ring.parity);
     issue_scores(scores, queries);
     mbarrier_wait(smem + kVFull + v_ring.stage * 8, v_ring.parity);
@@ -555,7 +556,7 @@ struct Consumer {
     const bool grew = softmax.raise_rarely(scores, state, slack, rescale);
     softmax.exponentiate_all(scores);  // under the product
     finish_product(output, grew, rescale);
-    softmax.template sum_and_pack<Element>(scores, weights, state, rescale);
+    softmax.template sum_and_pack<Element>(scores, weights, state);
   }
 
   // Writes LSE and turns the row sums into the factors that normalise the output.
@@ -611,7 +612,7 @@ struct Consumer {
     float scores[kTileN / 2];
     Accumulators output;
     u32 weights[kWeightRegisters];
-    RowState state;
+    HeldRows state;
     float factor[2];
     begin_sum(output);
     output.rescale[0] = output.rescale[1] = 1.f;
@@ -627,7 +628,7 @@ struct Consumer {
     release_k();
     int block = job.block_end - 1;
     prepare_scores<true>(scores, ctx, row, block);
-    BlockSoftmax<kTileN, kPairSums>{scale_log2, shift}.begin(scores, state);
+    BlockSoftmax<kTileN, kPairSums>{scale_log2, shift}.begin(scores, state, slack);
     pack_weights<Element, kTileN>(weights, scores);
     --block;
     const int full_begin = job.block_begin;

@@ -31,10 +31,11 @@ BARRIER_BYTES = 8
 DROP_WORD_BYTES = 20  # a key of a warp's block: struct DropWords
 # Tensor cores cut 8-bit products to the bits of the running sum. Up to so many columns of V each
 # block's sum joins a total in registers (measured at 64: 541 and 534 TFLOP/s, full and causal, a
-# mean every 1024 keys 501 and 518); above, sums of so many keys join a mean in shared memory, which
-# loses 1.5 % of sums of one sign and 1 to 7 % of the speed (512 keys: 0.7 %, and 7 to 13 %).
+# mean every 1024 keys 501 and 518); above, sums of so many keys, by the number of consumers, join
+# a mean in shared memory: 1024 lose 1.5 % of sums of one sign and 1 to 7 % of the speed (512: 0.7
+# and 7 to 13 %). Three are 2 to 5 % faster with 1920, which lose 3 %, than with 960.
 TOTAL_COLUMNS = 64
-PROMOTE_KEYS = 1024
+PROMOTE_KEYS = {2: 1024, 3: 1920}
 RAW_STAGES = 2  # buffers of 8-bit V before it is transposed
 RAW_UNIT = 32  # keys, the fewest that are transposed at a time
 ROWS_PER_CONSUMER = 64
@@ -47,6 +48,9 @@ GATHER_REGISTERS = (56, 224)
 # Two consumers beside a producer and a transposer, 512 in all. A transposer whose warps have
 # unequal shares of V's columns (False) spills with 32.
 REGISTERS_8BIT = {True: (32, 224), False: (40, 216)}
+# Three beside one warpgroup that does both, 512 in all: from so many columns of V on.
+REGISTERS_8BIT_THREE = (32, 160)
+THREE_FROM = 112
 REGISTERS_WIDENED = (40, 216)  # the same beside a warpgroup that widens K and V
 LIGHT_SCORES = frozenset({"alibi"})  # a multiply-add an element needs no registers
 SMALLEST_BLOCK = 32
@@ -132,12 +136,18 @@ class Choice:
     def preference(self) -> float:
         """Higher is better, in keys a block: queries in registers are worth a block 24 keys
         smaller (40 of 8 bits), a third K stage 30 % (d256: 64 keys in three stages beat 80 in two
-        by 1.5 %), an output that waits for Q's buffer costs 16, as do parts of raw V."""
+        by 1.5 %), an output that waits for Q's buffer costs 16, as do parts of raw V. A third
+        warpgroup is worth any block."""
         keys = self.block * (1.3 if self.k_stages > 2 else 1.0)
         in_parts = self.raw_keys if self.promote_blocks else self.raw_keys * self.raw_stages
         keys -= 16 * (0 < in_parts < self.block)
         in_registers = 40 if self.promote_blocks else 24
-        return keys + in_registers * self.q_in_registers - 16 * self.output_over_q
+        return (
+            keys
+            + in_registers * self.q_in_registers
+            - 16 * self.output_over_q
+            + 256 * (self.consumers > 2)
+        )
 
 
 def feasible(problem: Problem) -> Iterator[Plan]:
@@ -246,12 +256,23 @@ def choices_8bit(problem: Problem) -> Iterator[Choice]:
     if not (problem.scores or problem.max_logit or problem.dropout or problem.attn_mask):
         parts_8bit = 1 if problem.head_dim_v <= 128 else 2
         softmax = replace(softmax, lazy_rescale_log2=LAZY_LOG2_8BIT, parts=parts_8bit)
+    # Three have room for few columns of V, and only for few keys of them; a thread that loads
+    # everything has none for lengths.
+    largest = max(problem.head_dim_qk, problem.head_dim_v)
+    few = THREE_FROM <= problem.head_dim_v and largest <= 128 and softmax.parts
+    if few and not problem.varlen:
+        for block in (96, 64):
+            three = Choice(3, block, 2, 2, False, False, False, softmax)
+            promote_blocks = PROMOTE_KEYS[3] // block
+            yield replace(
+                three, promote_blocks=promote_blocks, raw_keys=block, raw_stages=RAW_STAGES
+            )
     for block in range(192, 0, -32):
         parts = (block,) if block == RAW_UNIT else (block, RAW_UNIT)
         for q_in_registers, raw_keys in itertools.product((True, False), parts):
             plain = Choice(2, block, 2, 2, False, q_in_registers, False, softmax)
             in_registers = problem.head_dim_v <= TOTAL_COLUMNS
-            promote_blocks = 1 if in_registers else PROMOTE_KEYS // block
+            promote_blocks = 1 if in_registers else PROMOTE_KEYS[2] // block
             raw = replace(plain, raw_keys=raw_keys, raw_stages=RAW_STAGES)
             yield replace(raw, promote_blocks=promote_blocks)
 
@@ -297,7 +318,7 @@ def make_plan(problem: Problem, choice: Choice) -> Plan | None:
         promote_blocks=choice.promote_blocks,
         smem=regions,
         smem_bytes=smem_bytes,
-        threads=128 * (choice.consumers + 1 + between),
+        threads=128 * (choice.consumers + 1 + (between and choice.consumers < 3)),
         operand_registers=registers,
         why=explain(problem, choice, schedule, registers, smem_bytes),
     )
@@ -366,7 +387,8 @@ def _features(problem: Problem, choice: Choice) -> frozenset[str]:
 def role_registers(problem: Problem, choice: Choice) -> tuple[int, int]:
     """Registers a thread of the producer (and transposer) and of a consumer."""
     if problem.eight_bit:
-        return REGISTERS_8BIT[problem.head_dim_v % 64 == 0]
+        unequal = problem.head_dim_v % 64 != 0
+        return REGISTERS_8BIT_THREE if choice.consumers == 3 else REGISTERS_8BIT[not unequal]
     if problem.widens:
         return REGISTERS_WIDENED
     if problem.bias and (problem.varlen or choice.consumers == 3):

@@ -15,7 +15,7 @@ ARCH = "sm_90a"
 SMEM_BYTES = 227 * 1024
 BOX = 128  # bytes of a row in shared memory
 DIMS = range(16, 257, 16)
-KEYS = 1024  # that the tensor cores may sum
+KEYS = {2: 1024, 3: 1920}  # that the tensor cores may sum, by the number of consumers
 
 
 def boxes(columns: int, element_bytes: int = 1) -> int:
@@ -34,12 +34,14 @@ def check(problem: Problem, plan: Plan) -> None:
     assert region(plan, "K") == pipeline.k_stages * n * boxes(problem.head_dim_qk)
     assert region(plan, "V") == pipeline.v_stages * d_v * boxes(n)
     assert region(plan, "Raw") == pipeline.raw_stages * pipeline.raw_keys * boxes(d_v)
-    assert 1 <= plan.promote_blocks and plan.promote_blocks * n <= KEYS
+    assert 1 <= plan.promote_blocks and plan.promote_blocks * n <= KEYS[pipeline.consumers]
     output = m * boxes(d_v, 2 if problem.dtype_o == "bf16" else 1)
     mean = 0 if plan.promote_blocks == 1 else m * boxes(d_v, 2)
     assert region(plan, "O") == max(output, mean) and not pipeline.output_over_q
-    registers = [pipeline.producer_registers] * 2 + [pipeline.consumer_registers] * 2
-    assert plan.threads == 512 and sum(registers) == 512
+    consumers = pipeline.consumers  # of four warpgroups, two or three
+    assert consumers == 2 or (consumers == 3 and max(problem.head_dim_qk, d_v) <= 128)
+    registers = (4 - consumers) * pipeline.producer_registers
+    assert registers + consumers * pipeline.consumer_registers == plan.threads == 512
     assert plan.operand_registers <= pipeline.consumer_registers - 24
 
 

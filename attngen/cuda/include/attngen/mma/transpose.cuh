@@ -10,18 +10,17 @@
 
 namespace attngen {
 
-// A warp's share of the columns: 16 of each 64.
-struct ColumnTransposer {
-  u32 from;  // the lane's row and column of the first 16 columns, in bytes
+// How a warp transposes: what its lanes add to the places of a unit, 32 keys of 16 columns.
+struct TransposedUnit {
+  u32 from;  // the lane's row, in bytes
   u32 to;
   u32 slot;
-  u32 column;
   u32 first;
   u32 second;
 
-  ATTNGEN_DEVICE ColumnTransposer(int warp, int lane) {
+  ATTNGEN_DEVICE explicit TransposedUnit(int lane) {
     // Lane l addresses row l % 8 of the matrix l / 8 that it loads: keys in their order.
-    from = lane * 128 + (warp ^ (lane & 7)) * 16;
+    from = lane * 128;
     // A register then holds two neighbouring columns of two neighbouring keys. Lanes of the first
     // half keep even columns in the first matrix that they store, those of the second half odd
     // ones, so that the eight rows of a store differ modulo 8 and meet no bank conflict.
@@ -31,32 +30,70 @@ struct ColumnTransposer {
     second = lane < 16 ? odd : even;
     const u32 pair = lane & 7;
     const u32 is_odd = (pair >= 4) ^ ((lane >> 3) & 1);
-    column = warp * 16;
-    const u32 row = column + pair * 2 + is_odd;
+    const u32 row = pair * 2 + is_odd;
     to = row * 128;
     slot = ((lane >> 4) ^ (row & 7)) * 16;
   }
 
-  // kKeys keys of kColumns columns: from `source`, boxes of kKeys rows by 128 columns, to the keys
-  // from `key` on at `destination`, boxes of kColumns rows by 128 keys, both swizzled over 128
-  // bytes. Addresses differ by constants where `key` is one.
+  ATTNGEN_DEVICE void move(u32 load, u32 store) const {
+    u32 raw[4];
+    load_matrix_transposed_x4(raw, load);
+    store_matrix_x4(store, permute_bytes(raw[0], raw[1], first),
+                    permute_bytes(raw[0], raw[1], second), permute_bytes(raw[2], raw[3], first),
+                    permute_bytes(raw[2], raw[3], second));
+  }
+};
+
+// Both take kKeys keys of kColumns columns: from `source`, boxes of kKeys rows by 128 columns, to
+// the keys from `key` on at `destination`, boxes of kColumns rows by 128 keys, both swizzled over
+// 128 bytes. Addresses differ by constants where `key` is one.
+
+// A warp of four: 16 of each 64 columns.
+struct ColumnTransposer {
+  TransposedUnit unit;
+  u32 from;
+  u32 column;
+
+  ATTNGEN_DEVICE ColumnTransposer(int warp, int lane)
+      : unit(lane), from(unit.from + (warp ^ (lane & 7)) * 16), column(warp * 16) {}
+
   template <int kKeys, int kColumns>
   ATTNGEN_DEVICE void transpose(u32 source, u32 destination, int key) const {
 #pragma unroll
     for (int part = 0; part < ceil_div(kColumns, 64); ++part) {
       if (kColumns % 64 != 0 && part * 64 + column >= kColumns) break;
       const u32 load = source + (from ^ (part % 2 * 64)) + part / 2 * (kKeys * 128);
-      const u32 store = destination + to + part * (64 * 128);
+      const u32 store = destination + unit.to + column * 128 + part * (64 * 128);
 #pragma unroll
-      for (int unit = 0; unit < kKeys / 32; ++unit) {
-        const int place = key / 32 + unit;
-        u32 raw[4];
-        load_matrix_transposed_x4(raw, load + unit * (32 * 128));
-        store_matrix_x4(store + place / 4 * (kColumns * 128) + ((place % 4 * 32) ^ slot),
-                        permute_bytes(raw[0], raw[1], first), permute_bytes(raw[0], raw[1], second),
-                        permute_bytes(raw[2], raw[3], first),
-                        permute_bytes(raw[2], raw[3], second));
+      for (int i = 0; i < kKeys / 32; ++i) {
+        const int place = key / 32 + i;
+        unit.move(load + i * (32 * 128),
+                  store + place / 4 * (kColumns * 128) + ((place % 4 * 32) ^ unit.slot));
       }
+    }
+  }
+};
+
+// A warp of three: each third unit of keys, of all columns.
+struct KeyTransposer {
+  TransposedUnit unit;
+  u32 from;
+  int warp;
+
+  ATTNGEN_DEVICE KeyTransposer(int warp, int lane)
+      : unit(lane), from(unit.from + (lane & 7) * 16), warp(warp) {}
+
+  template <int kKeys, int kColumns>
+  ATTNGEN_DEVICE void transpose(u32 source, u32 destination, int key) const {
+    static_assert(kKeys <= 96);
+    if (kKeys < 96 && warp >= kKeys / 32) return;
+    const int place = key / 32 + warp;
+    const u32 load = source + from + warp * (32 * 128);
+    const u32 store =
+        destination + unit.to + place / 4 * (kColumns * 128) + ((place % 4 * 32) ^ unit.slot);
+#pragma unroll
+    for (int group = 0; group < kColumns / 16; ++group) {
+      unit.move((load ^ (group % 8 * 16)) + group / 8 * (kKeys * 128), store + group * (16 * 128));
     }
   }
 };

@@ -13,6 +13,11 @@ struct RowState {
   float row_max[2];
   float row_sum[2];
 };
+// Rows whose maxima stay until a block has scores above a ceiling; their offset stays as well.
+struct HeldRows : RowState {
+  float ceiling[2];
+  float offset[2];
+};
 
 // The softmax of one block of kN columns, in steps that a kernel orders as its plan says.
 // kPairSums: weights join the sum two at a time, else in two sums. kLines: the scores of each row
@@ -76,12 +81,7 @@ struct BlockSoftmax {
                                    float (&rescale)[2]) {
     bool grew = outgrow(state, slack);
     if (grew) {
-      // Bounds above 0 are maxima.
-      if (kLines || __any_sync(~0u, fminf(block_max[0], block_max[1]) <= 0.f)) {
-        find_maxima(scores);
-      } else {
-        agree();
-      }
+      find_raised(scores);
       grew = outgrow(state, slack);
     }
     rescale[0] = rescale[1] = 1.f;
@@ -91,6 +91,26 @@ struct BlockSoftmax {
       raise(state, 0, true, rescale);
       raise(state, 1, true, rescale);
     }
+    return grew;
+  }
+
+  // The same of rows that are held: sums change with the maxima, and `rescale` is set only then.
+  ATTNGEN_DEVICE bool raise_rarely(const float (&scores)[kN / 2], HeldRows& state, float slack,
+                                   float (&rescale)[2]) {
+    bool grew = outgrow(state);
+    if (grew) {
+      find_raised(scores);
+      grew = outgrow(state);
+    }
+    if (grew) {
+      raise(state, 0, true, rescale);
+      raise(state, 1, true, rescale);
+      state.row_sum[0] *= rescale[0];
+      state.row_sum[1] *= rescale[1];
+      hold(state, slack);
+    }
+    offset[0] = state.offset[0];
+    offset[1] = state.offset[1];
     return grew;
   }
 
@@ -124,10 +144,11 @@ struct BlockSoftmax {
   // puts what takes a result 17 cycles behind its exponential, which needs 34.
   template <class Element, int kParts>
   ATTNGEN_DEVICE void weigh_in_parts(float (&scores)[kN / 2], u32 (&packed)[kN / 8],
-                                     RowState& state, const float (&rescale)[2]) const {
+                                     RowState& state) const {
     float sum[2] = {0.f, 0.f};
     weigh_part<Element, kParts, 0>(scores, packed, sum);
-    add_sums(state, sum, rescale);
+    state.row_sum[0] += sum[0];
+    state.row_sum[1] += sum[1];
   }
   // The two halves of the same with one part. The first touches no packed weights, so the product
   // before may still be reading its own.
@@ -138,12 +159,21 @@ struct BlockSoftmax {
     for (float& x : scores) x = exp2_approx(x);
     schedule_fence();
   }
+  // One of kPieces of these, of scores that are scaled, without fences.
+  template <int kPieces>
+  ATTNGEN_DEVICE void exponentiate_piece(float (&scores)[kN / 2], int piece) const {
+#pragma unroll
+    for (int i = 0; i < kN / 2; ++i) {
+      if (i * kPieces / (kN / 2) == piece) scores[i] = exp2_approx(scores[i]);
+    }
+  }
   template <class Element>
   ATTNGEN_DEVICE void sum_and_pack(const float (&weights)[kN / 2], u32 (&packed)[kN / 8],
-                                   RowState& state, const float (&rescale)[2]) const {
+                                   RowState& state) const {
     float sum[2] = {0.f, 0.f};
     sum_and_pack_part<Element, 1, 0>(weights, packed, sum);
-    add_sums(state, sum, rescale);
+    state.row_sum[0] += sum[0];
+    state.row_sum[1] += sum[1];
   }
   // To be called first, before the product is awaited.
   template <int kParts, int kPart = 0>
@@ -153,6 +183,19 @@ struct BlockSoftmax {
       for (int i = part_begin(kParts, kPart); i < part_begin(kParts, kPart + 1); ++i) {
         scores[i] = scores[i] * scale_log2 - offset[fragment_row(i)];
       }
+    }
+  }
+
+  ATTNGEN_DEVICE bool outgrow(const HeldRows& state) const {
+    return __any_sync(~0u, block_max[0] > state.ceiling[0] || block_max[1] > state.ceiling[1]);
+  }
+  ATTNGEN_DEVICE void hold(HeldRows& state, float slack) const {
+    // Where every score is 0 no number is too large; a row that has seen no key stays at -inf.
+    const float room = fminf(slack * reciprocal_approx(scale_log2), 1e30f);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      state.ceiling[half] = state.row_max[half] + room;
+      state.offset[half] = offset[half];
     }
   }
 
@@ -166,6 +209,10 @@ struct BlockSoftmax {
       state.row_sum[half] = exponentiate<0, kN / 4>(scores, half, scale());
     }
   }
+  ATTNGEN_DEVICE void begin(float (&scores)[kN / 2], HeldRows& state, float slack) {
+    begin(scores, state);
+    hold(state, slack);
+  }
 
  private:
   ATTNGEN_DEVICE static float own_maximum(const float (&scores)[kN / 2], int half) {
@@ -177,6 +224,14 @@ struct BlockSoftmax {
       odd = fmaxf(odd, scores[fragment_index(half, k + 1)]);
     }
     return fmaxf(even, odd);
+  }
+  // Maxima from bounds: those above 0 are the thread's.
+  ATTNGEN_DEVICE void find_raised(const float (&scores)[kN / 2]) {
+    if (kLines || __any_sync(~0u, fminf(block_max[0], block_max[1]) <= 0.f)) {
+      find_maxima(scores);
+    } else {
+      agree();
+    }
   }
   // The four threads of a row.
   ATTNGEN_DEVICE void agree() {
@@ -218,13 +273,6 @@ struct BlockSoftmax {
       sum[1] += (x[2] + x[3]) + (x[6] + x[7]);
       packed[i / 4] = Element::pack(x[0], x[1], x[4], x[5]);
       packed[i / 4 + 1] = Element::pack(x[2], x[3], x[6], x[7]);
-    }
-  }
-  ATTNGEN_DEVICE static void add_sums(RowState& state, const float (&sum)[2],
-                                      const float (&rescale)[2]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      state.row_sum[half] = state.row_sum[half] * rescale[half] + sum[half];
     }
   }
 
