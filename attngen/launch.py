@@ -20,7 +20,7 @@ from .errors import LaunchError
 from .geometry import TMA_STRIDE_LIMIT, boxed, geometry_of
 from .load import LoadedKernel, checked, driver
 from .program import KernelEntry, TensorMapRecipe
-from .run_time import Extent, Scalars, values_of
+from .run_time import Extent, Scalars, smem_bytes_of, values_of
 
 LENGTH_LIMIT = 1 << 30  # positions; masks add lengths and windows in 32 bits
 GRID_LIMIT = 65535  # CTAs along the second and third axis
@@ -99,6 +99,7 @@ def prepare(loaded: LoadedKernel, extents: dict[str, Extent], scalars: Scalars) 
         raise LaunchError(reasons)
     recipes = {recipe.field: recipe for recipe in kernel.tensor_maps}
     grid = _grid(loaded, extents["q"], values)
+    smem_bytes = smem_bytes_of(kernel, -(-math.prod(grid) // loaded.multiprocessors))
     fields = tuple(enumerate(kernel.fields))
     pointers = tuple((index, f.name) for index, f in fields if f.type == "ptr")
     tensors = [recipes[f.name].tensor for f in kernel.fields if f.type in _MAPS]
@@ -112,7 +113,7 @@ def prepare(loaded: LoadedKernel, extents: dict[str, Extent], scalars: Scalars) 
             for index, f in fields
             if f.type in _MAPS
         ),
-        start=(loaded.handle, *grid, kernel.threads, 1, 1, kernel.smem_bytes),
+        start=(loaded.handle, *grid, kernel.threads, 1, 1, smem_bytes),
         # 0.3 to 0.9 % where SMs have two; where they have one each, -0.8 % on some chips (H200).
         paired=grid[0] % 2 == 0 and kernel.ctas > 1 and _shares_sms(loaded, grid),
         addressed=itemgetter(*dict.fromkeys([*tensors, *(name for _, name in pointers)])),
@@ -122,7 +123,9 @@ def prepare(loaded: LoadedKernel, extents: dict[str, Extent], scalars: Scalars) 
 def _grid(loaded: LoadedKernel, q: Extent, values: dict[str, int | float]) -> tuple[int, int, int]:
     kernel = loaded.kernel
     if kernel.grid == "persistent_tiles":
-        return min(loaded.multiprocessors * kernel.ctas, int(values["tiles"])), 1, 1
+        tiles, places = int(values["tiles"]), loaded.multiprocessors
+        turns = -(-tiles // (places * kernel.ctas))  # of an SM's CTAs; fewer CTAs may take as many
+        return min(places * -(-tiles // (places * turns)), tiles), 1, 1
     if kernel.grid == "multiprocessors":
         return loaded.multiprocessors, 1, 1
     if kernel.grid == "one":

@@ -11,6 +11,7 @@ from typing import Any
 from .errors import LaunchError
 from .problem import Problem
 from .program import Binary, KernelEntry
+from .run_time import smem_bytes_of
 
 _CAPABILITY = {"sm_90a": (9, 0)}
 _libraries: dict[str, Any] = {}
@@ -90,7 +91,7 @@ def load(binary: Binary, cubin: bytes, device: int) -> LoadedKernel:
     smem = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     checked(
         f"shared memory of {binary.kernel.entry}",
-        cuda.cuKernelSetAttribute(smem, binary.kernel.smem_bytes, kernel, handle),
+        cuda.cuKernelSetAttribute(smem, smem_bytes_of(binary.kernel, 1), kernel, handle),
     )
     function = cuda.CUfunction(int(kernel))  # cuLaunchKernel takes a CUkernel cast to CUfunction
     variant = (binary.problem, binary.arch)

@@ -4,6 +4,7 @@
 #include "attngen/mma/fragment.cuh"
 #include "attngen/mma/gemm.cuh"
 #include "attngen/ptx/barrier.cuh"
+#include "attngen/ptx/global.cuh"
 #include "attngen/ptx/math.cuh"
 #include "attngen/ptx/matrix_move.cuh"
 #include "attngen/ptx/tma.cuh"
@@ -301,8 +302,12 @@ struct Scheduler {
   ATTNGEN_DEVICE void run() const {
     u32 parity = 1;
     int index = blockIdx.x;
+    bool first = true;
     while (index < p.tiles) {
       publish(index);
+      // Without a tile no thread touches what another kernel may have written.
+      if (first) await_dependency();
+      first = false;
       mbarrier_arrive(smem + kJobFull);
       parity ^= 1;
       mbarrier_wait(smem + kJobEmpty, parity);
@@ -631,6 +636,7 @@ sm90_fwd__causal_window_d256_bf16__617fae(const __grid_constant__ attngen::Param
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
   const int warp = threadIdx.x % 128 / 32;
   const int lane = threadIdx.x % 32;
+  allow_dependents();  // the next kernel's CTAs may take the places of those that have ended
   if (threadIdx.x == 0) {
     tma_prefetch_map(&p.map_q);
     tma_prefetch_map(&p.map_k);

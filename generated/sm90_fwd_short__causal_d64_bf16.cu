@@ -1,9 +1,10 @@
-// sm90_fwd_short__causal_d64_bf16__481589
+// sm90_fwd_short__causal_d64_bf16__62217c
 // Rendered by attngen from kernels/sm90_fwd_short.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
 #include "attngen/mma/gemm.cuh"
 #include "attngen/ptx/barrier.cuh"
+#include "attngen/ptx/global.cuh"
 #include "attngen/ptx/math.cuh"
 #include "attngen/ptx/matrix_move.cuh"
 #include "attngen/ptx/tma.cuh"
@@ -26,8 +27,8 @@ constexpr int kTileN = 64;
 constexpr int kKStages = 2;
 constexpr int kVStages = 2;
 constexpr int kConsumers = 1;
-constexpr int kProducerRegisters = 40;
-constexpr int kConsumerRegisters = 216;
+constexpr int kProducerRegisters = 24;
+constexpr int kConsumerRegisters = 136;
 constexpr int kLazyRescaleLog2 = 8;
 constexpr bool kPairSums = true;
 constexpr bool kLongestFirst = true;
@@ -258,8 +259,12 @@ struct Scheduler {
   ATTNGEN_DEVICE void run() const {
     u32 parity = 1;
     int index = blockIdx.x;
+    bool first = true;
     while (index < p.tiles) {
       publish(index);
+      // Without a tile no thread touches what another kernel may have written.
+      if (first) await_dependency();
+      first = false;
       mbarrier_arrive(smem + kJobFull);
       parity ^= 1;
       mbarrier_wait(smem + kJobEmpty, parity);
@@ -571,8 +576,8 @@ struct Consumer {
 
 }  // namespace attngen
 
-extern "C" __global__ void __launch_bounds__(256, 2)
-sm90_fwd_short__causal_d64_bf16__481589(const __grid_constant__ attngen::Params p) {
+extern "C" __global__ void __launch_bounds__(256, 3)
+sm90_fwd_short__causal_d64_bf16__62217c(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);
@@ -580,6 +585,7 @@ sm90_fwd_short__causal_d64_bf16__481589(const __grid_constant__ attngen::Params 
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
   const int warp = threadIdx.x % 128 / 32;
   const int lane = threadIdx.x % 32;
+  allow_dependents();  // the next kernel's CTAs may take the places of those that have ended
   if (threadIdx.x == 0) {
     tma_prefetch_map(&p.map_q);
     tma_prefetch_map(&p.map_k);

@@ -1,9 +1,10 @@
-// sm90_fwd_short__full_d128_bf16__4fd93c
+// sm90_fwd_short__full_d128_bf16__40a4ba
 // Rendered by attngen from kernels/sm90_fwd_short.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
 #include "attngen/mma/gemm.cuh"
 #include "attngen/ptx/barrier.cuh"
+#include "attngen/ptx/global.cuh"
 #include "attngen/ptx/math.cuh"
 #include "attngen/ptx/matrix_move.cuh"
 #include "attngen/ptx/tma.cuh"
@@ -259,8 +260,12 @@ struct Scheduler {
   ATTNGEN_DEVICE void run() const {
     u32 parity = 1;
     int index = blockIdx.x;
+    bool first = true;
     while (index < p.tiles) {
       publish(index);
+      // Without a tile no thread touches what another kernel may have written.
+      if (first) await_dependency();
+      first = false;
       mbarrier_arrive(smem + kJobFull);
       parity ^= 1;
       mbarrier_wait(smem + kJobEmpty, parity);
@@ -575,7 +580,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(256, 2)
-sm90_fwd_short__full_d128_bf16__4fd93c(const __grid_constant__ attngen::Params p) {
+sm90_fwd_short__full_d128_bf16__40a4ba(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);
@@ -583,6 +588,7 @@ sm90_fwd_short__full_d128_bf16__4fd93c(const __grid_constant__ attngen::Params p
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
   const int warp = threadIdx.x % 128 / 32;
   const int lane = threadIdx.x % 32;
+  allow_dependents();  // the next kernel's CTAs may take the places of those that have ended
   if (threadIdx.x == 0) {
     tma_prefetch_map(&p.map_q);
     tma_prefetch_map(&p.map_k);

@@ -113,8 +113,11 @@ class Plan:
 
     @property
     def ctas(self) -> int:
-        """CTAs an SM: a lone consumer leaves room for a second CTA."""
-        return 2 if self.pipeline.consumers == 1 else 1
+        """CTAs an SM: as many as its registers hold, 512 for a thread of each place in a CTA."""
+        pipeline = self.pipeline
+        producers = self.threads // 128 - pipeline.consumers
+        registers = producers * pipeline.producer_registers
+        return 512 // (registers + pipeline.consumers * pipeline.consumer_registers)
 
     @property
     def orders_few(self) -> bool:

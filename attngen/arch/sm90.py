@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..problem import DTYPE_BYTES, Problem
+from ..run_time import CTA_RESERVED_BYTES, SM_BYTES
 from .base import (
     Pipeline,
     Plan,
@@ -23,8 +24,7 @@ from .base import (
 )
 
 ARCH = "sm_90a"
-SMEM_BYTES = 232_448  # 227 KB a CTA may use
-SMEM_BYTES_HALF = 115_712  # so that two fit an SM's 228 KB, of which each takes 1 more
+SMEM_BYTES = SM_BYTES - CTA_RESERVED_BYTES  # 227 KB a CTA may use
 JOB_BYTES = 24  # struct Job of the forward, and more of queries and of keys whose lengths vary
 JOB_BYTES_QUERIES, JOB_BYTES_KEYS = 16, 8
 BARRIER_BYTES = 8
@@ -39,10 +39,11 @@ PROMOTE_KEYS = {2: 1024, 3: 1920}
 RAW_STAGES = 2  # buffers of 8-bit V before it is transposed
 RAW_UNIT = 32  # keys, the fewest that are transposed at a time
 ROWS_PER_CONSUMER = 64
-# Registers a thread of the producer and of a consumer, by the number of consumers: setmaxnreg
-# moves the 256 of a launch (2 warpgroups, two CTAs an SM), 504 (3) or 512 (4) between roles. A
-# producer of 24 spills in some head-dim pairs, and no consumer of two needs more than 232.
-REGISTERS = {1: (40, 216), 2: (40, 232), 3: (32, 160)}
+# Registers a thread of the producer and of a consumer, by the numbers of consumers and of an SM's
+# CTAs: setmaxnreg moves the 256 or 160 of a launch (2 warpgroups, two or three CTAs), 504 (3) or
+# 512 (4) between roles. Beside two consumers, of which none needs more than 232, a producer of 24
+# spills in some head-dim pairs.
+REGISTERS = {(1, 2): (40, 216), (1, 3): (24, 136), (2, 1): (40, 232), (3, 1): (32, 160)}
 # Where the producer's warps copy rows themselves, beside two consumers.
 GATHER_REGISTERS = (56, 224)
 # Two consumers beside a producer and a transposer, 512 in all. A transposer whose warps have
@@ -55,9 +56,9 @@ REGISTERS_WIDENED = (40, 216)  # the same beside a warpgroup that widens K and V
 LIGHT_SCORES = frozenset({"alibi"})  # a multiply-add an element needs no registers
 SMALLEST_BLOCK = 32
 # Operands in registers (output, scores, packed weights, queries) that leave room for addresses and
-# row state, by the number of consumers, and what features (`_features`) take from them where all of
+# row state, by consumers and CTAs, and what features (`_features`) take from them where all of
 # a row's are there: what compiles without spills from head dim 8 to 256.
-OPERANDS = {1: 188, 2: 204, 3: 132}
+OPERANDS = {(1, 2): 188, (1, 3): 128, (2, 1): 204, (3, 1): 132}
 OPERANDS_TAKEN = (
     ("heavy", 16),
     ("attn_mask", 12),
@@ -131,6 +132,7 @@ class Choice:
     promote_blocks: int = 0
     raw_keys: int = 0
     raw_stages: int = 0
+    ctas: int = 1
 
     @property
     def preference(self) -> float:
@@ -341,7 +343,7 @@ def operand_limit(problem: Problem, choice: Choice) -> int:
         return consumer - (32 if not problem.scores else 64 if consumer > 216 else 68)
     features = _features(problem, choice)
     taken = {these: count for these, count in OPERANDS_TAKEN if features.issuperset(these.split())}
-    limit = OPERANDS[choice.consumers] - sum(taken.values())
+    limit = OPERANDS[choice.consumers, choice.ctas] - sum(taken.values())
     if problem.dropout and choice.q_in_registers:
         limit = min(limit, OPERANDS_RANDOM - taken.get("crowded lengths", 0))
     return limit
@@ -393,12 +395,12 @@ def role_registers(problem: Problem, choice: Choice) -> tuple[int, int]:
         return REGISTERS_WIDENED
     if problem.bias and (problem.varlen or choice.consumers == 3):
         return BIAS_ROLES[choice.consumers]
-    return GATHER_REGISTERS if problem.gather else REGISTERS[choice.consumers]
+    return GATHER_REGISTERS if problem.gather else REGISTERS[choice.consumers, choice.ctas]
 
 
 def smem_room(choice: Choice) -> int:
-    """Bytes of shared memory that a CTA may use: with a lone consumer half of an SM's."""
-    return SMEM_BYTES_HALF if choice.consumers == 1 else SMEM_BYTES
+    """Bytes of shared memory that a CTA may use."""
+    return SM_BYTES // choice.ctas - CTA_RESERVED_BYTES
 
 
 def stores_directly(problem: Problem) -> bool:
@@ -453,10 +455,9 @@ def explain(
     keys = choice.promote_blocks * choice.block
     place = "total in registers" if choice.promote_blocks == 1 else "mean in shared memory"
     promoted = (f"sums of 8-bit products join a {place} every {keys} keys",) if keys else ()
-    lone = choice.consumers == 1
     return (
-        "1 consumer warpgroup of 64 query rows shares the tensor cores with another CTA's"
-        if lone
+        "1 consumer warpgroup of 64 query rows shares the tensor cores with other CTAs'"
+        if choice.consumers == 1
         else f"{choice.consumers} consumer warpgroups of 64 query rows "
         + ("take turns at the tensor cores" if choice.take_turns else "share the tensor cores"),
         f"{choice.block} keys a block: {registers} of {operand_limit(problem, choice)} operand "
@@ -465,7 +466,7 @@ def explain(
         if choice.q_in_registers
         else "queries in shared memory: registers hold a larger block or output instead",
         f"{choice.k_stages} K and {choice.v_stages} V stages: {smem_bytes} of {smem_room(choice)} "
-        f"bytes of shared memory, {'2 CTAs' if lone else '1 CTA'} an SM",
+        f"bytes of shared memory, {choice.ctas} CTA{'s' if choice.ctas > 1 else ''} an SM",
         "threads copy rows that the copy engine cannot, and store those of the output"
         if problem.gather
         else "output staged over Q: its own buffer would not fit"

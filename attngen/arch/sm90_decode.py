@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..problem import DTYPE_BYTES, Problem
+from ..run_time import CTA_RESERVED_BYTES, SM_BYTES
 from .base import SmemRegion, Tile, lay_out
-from .sm90 import ARCH, BARRIER_BYTES, SMEM_BYTES, _boxes
+from .sm90 import ARCH, BARRIER_BYTES, _boxes
 
 ROWS = 64
 WARPGROUP_THREADS = 128
@@ -17,12 +18,10 @@ LOADER_THREADS = 32
 # a quarter of the SM; a loader of a whole warpgroup can give its own away.
 LOADER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 COMBINE_THREADS = 128
-CTA_RESERVED_BYTES = 1024  # of an SM's shared memory, for each CTA
 # Operands in registers that leave room for addresses and row state, by the CTAs that share an SM
 # and the warpgroups of each.
 OPERANDS = {(1, 1): 208, (2, 1): 148, (1, 2): 192}
 OPERANDS_WIDENED = {(1, 1): 192, (2, 1): 128, (1, 2): 176}  # beside what is being widened
-SM_BYTES = SMEM_BYTES + CTA_RESERVED_BYTES
 # CTAs an SM, keys a block, stages, in the order of preference: two CTAs cover each other's ends.
 # Three stages of 64 keys are 1 to 3 % faster than two where a CTA has an SM to itself, and 0.4 to
 # 1.6 % slower where two share it, which use two of them (measured at 128; four are slower, as are

@@ -141,7 +141,7 @@ def _make_ready(operands: Operands, arguments: Arguments, gather: bool) -> Ready
         unaligned = None
     elif not is_fp8(q.dtype) and not layout_of(arguments.layout).paged:
         unaligned = partial(find_ready, arguments=arguments, gather=True)
-    short = is_short(spec, extents, arguments, q.device)
+    short = is_short(spec, extents, scalars, arguments.num_splits, q.device)
     kernels, splits = kernels_of(spec, q.device, short), 1
     if spec.decode:
         asked = arguments.num_splits

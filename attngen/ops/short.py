@@ -1,4 +1,4 @@
-"""Short: which calls the kernels for short sequences serve."""
+"""Short: which calls the kernels for short sequences and narrow windows serve."""
 
 from __future__ import annotations
 
@@ -7,41 +7,65 @@ from collections.abc import Mapping
 import torch
 
 from ..load import multiprocessors
-from ..run_time import Extent
+from ..run_time import UNBOUNDED, Extent, Scalars
 from ..spec import AttentionSpec, has_short
-from .signature import Arguments
 
-QUERIES = 512  # of a head of a sequence, at most
-# Rows that an SM takes in a time in which it takes one in larger tiles: of two tiles of 64 at once,
-# without masks and with, and of one alone. H200: what the measured times of such calls follow.
-SPEEDS, SPEED_ALONE = (0.84, 0.92), 0.6
+QUERIES = 1024  # of a head of a sequence, at most, where a window does not bound what they see
+# Scores that an SM makes in a time in which it makes one in larger tiles: of one tile alone, of two
+# and of three at once. H200: what the measured times of such calls follow.
+SPEEDS = (0.6, 0.84, 0.91)
+ENDS = 128  # keys that take as long as a tile's beginning and end
 GAIN = 0.97  # of the time, at most, so that nothing is lost where the estimate is off
 
 
 def is_short(
     spec: AttentionSpec,
     extents: Mapping[str, Extent],
-    arguments: Arguments,
+    scalars: Scalars,
+    splits: int,
     device: torch.device,
 ) -> bool:
     """Whether a forward of these operands has a kernel with tiles of 64 query rows, and is faster
     with it. Never where the call says how keys are split, which promises the same bits in batches
     of any size."""
-    if not has_short(spec) or arguments.num_splits or extents["q"].seq > QUERIES:
+    if not has_short(spec) or splits:
         return False
-    masked = spec.window or spec.mask != "none"
-    return prefers_short(extents, masked, multiprocessors(device.index))
+    right = 0 if "causal" in spec.mask else scalars.window_right
+    sides = scalars.window_left, right
+    if extents["q"].seq > QUERIES and UNBOUNDED in sides:
+        return False
+    return prefers_short(extents, sides, scalars.bottom_right, multiprocessors(device.index))
 
 
-def prefers_short(extents: Mapping[str, Extent], masked: bool, multiprocessors: int) -> bool:
-    """Whether tiles of 64 rows, of which an SM works on two at once, take less time than larger
-    ones, which are half empty or too few for the chip: by the rows that the busiest SM takes, all
-    of the same cost."""
+def prefers_short(
+    extents: Mapping[str, Extent],
+    sides: tuple[int, int],
+    bottom_right: bool,
+    multiprocessors: int,
+) -> bool:
+    """Whether tiles of 64 rows, of which an SM works on several at once, take less time than larger
+    ones, which are half empty, too few for the chip, or see more keys than their rows: by the
+    scores of the tiles that the busiest SM takes. sides: keys that a query sees on either side of
+    its own."""
     q, v = extents["q"], extents["v"]
-    heads = q.batch * q.heads
-    rows = 192 if max(q.dim, v.dim) <= 96 else 128
-    usual = rows * -(-heads * -(-q.seq // rows) // multiprocessors)
-    pairs, rest = divmod(heads * -(-q.seq // 64), 2 * multiprocessors)
-    alone = 0 < rest <= multiprocessors
-    pairs += rest > multiprocessors
-    return 128 * pairs / SPEEDS[masked] + 64 * alone / SPEED_ALONE < GAIN * usual
+    widest = max(q.dim, v.dim)
+    aligned = v.seq - q.seq if bottom_right else 0
+
+    def work(rows: int, block: int) -> tuple[int, float]:
+        """Tiles of the busiest SM, and the mean scores of a tile."""
+        count = -(-q.seq // rows)
+        keys = 0
+        for first in range(aligned, aligned + count * rows, rows):
+            last = min(first + rows, aligned + q.seq) - 1
+            end = -(-min(v.seq, last + sides[1] + 1) // block)
+            keys += max(1, end - max(0, first - sides[0]) // block) * block
+        return -(-q.batch * q.heads * count // multiprocessors), rows * (keys / count + ENDS)
+
+    tiles, scores = work(192 if widest <= 96 else 128, 128)
+    usual = tiles * scores
+    masked = min(sides) < UNBOUNDED
+    tiles, scores = work(64, 64 if masked or widest > 64 else 128)
+    together = 3 if masked and widest <= 64 else 2
+    rounds, rest = divmod(tiles, together)
+    equal = rounds * together / SPEEDS[together - 1] + (rest / SPEEDS[rest - 1] if rest else 0)
+    return equal * scores < GAIN * usual

@@ -8,10 +8,11 @@ import pytest
 
 from attngen import AttentionSpec, features, resolve
 from attngen.arch import sm90
+from attngen.builder import render_problem
 from attngen.ops.short import prefers_short
 from attngen.plan import plans, plans_of_call, read_plan
 from attngen.program import binaries_of_call
-from attngen.run_time import Extent
+from attngen.run_time import UNBOUNDED, Extent, smem_bytes_of
 from attngen.spec import has_short, is_decode
 from attngen.values import to_data
 from tests.cpu.cache_kit import ARCH, make_binary
@@ -24,18 +25,20 @@ def problem_of(head_dim=64, **fields):
     return problem
 
 
-def test_plan_short_fits_twice_on_an_sm():
+def test_plan_short_fits_an_sm_twice_or_three_times():
     for d, mask, window, softcap, softmax in itertools.product(
         range(8, 129, 8), ("none", "causal"), (False, True), (False, True), ("vanilla", "learnable")
     ):
         asked = {"mask": mask, "window": window, "softcap": softcap, "softmax": softmax}
         assert has_short(AttentionSpec(d, **asked))
         _, plan = plans(problem_of(d, **asked), ARCH)
-        assert (plan.family, plan.tile.m, plan.threads, plan.ctas) == ("sm90_fwd_short", 64, 256, 2)
+        assert (plan.family, plan.tile.m, plan.threads) == ("sm90_fwd_short", 64, 256)
+        masked = mask != "none" or window
+        assert (plan.ctas, plan.tile.n) == ((2, 64) if d > 64 else (3, 64) if masked else (2, 128))
         producer, consumer = plan.pipeline.producer_registers, plan.pipeline.consumer_registers
         assert plan.ctas * 128 * (producer + consumer) <= 65536
         assert plan.ctas * (plan.smem_bytes + 1024) <= sm90.SMEM_BYTES + 1024
-        assert "2 CTAs an SM" in " ".join(plan.why) and read_plan(to_data(plan)) == plan
+        assert f"{plan.ctas} CTAs an SM" in " ".join(plan.why) and read_plan(to_data(plan)) == plan
 
 
 @pytest.mark.parametrize(
@@ -76,15 +79,16 @@ def test_plans_of_a_call_are_one_of_both():
 
 
 @pytest.mark.parametrize(
-    ("batch", "seq", "heads", "dim", "faster"),  # each measured, H200
+    ("batch", "seq", "heads", "dim", "faster"),  # each measured, H200 or H100
     [
         (32, 64, 32, 64, (True, True)),
         (32, 128, 32, 64, (True, True)),
         (32, 256, 32, 64, (True, True)),
-        (32, 384, 32, 64, (False, False)),
+        (32, 384, 32, 64, (False, True)),
         (32, 512, 32, 64, (False, True)),
         (1, 512, 32, 64, (True, True)),
-        (3, 192, 32, 64, (False, False)),
+        (3, 192, 32, 64, (False, True)),
+        (4, 1024, 32, 64, (False, True)),
         (32, 64, 16, 128, (True, True)),
         (128, 128, 16, 128, (False, False)),
         (32, 512, 16, 128, (False, False)),
@@ -93,9 +97,26 @@ def test_plans_of_a_call_are_one_of_both():
     ],
 )
 def test_prefers_short_follows_what_was_measured(batch, seq, heads, dim, faster):
-    extent = Extent(batch, seq, heads, dim, 0, 0, 0)
-    extents = dict.fromkeys("qkv", extent)
-    assert tuple(prefers_short(extents, masked, 132) for masked in (False, True)) == faster
+    extents = dict.fromkeys("qkv", Extent(batch, seq, heads, dim, 0, 0, 0))
+    sides = (UNBOUNDED, UNBOUNDED), (UNBOUNDED, 0)
+    assert tuple(prefers_short(extents, each, False, 132) for each in sides) == faster
+
+
+@pytest.mark.parametrize(("dim", "widest"), [(64, 1023), (96, 511), (128, 0)])  # measured, H200
+def test_prefers_short_under_narrow_windows(dim, widest):
+    extents = dict.fromkeys("qkv", Extent(4, 4096, 16, dim, 0, 0, 0))
+    for left in (127, 511, 1023, 2047):
+        assert prefers_short(extents, (left, 0), False, 132) == (left <= widest)
+
+
+def test_prefers_short_counts_the_keys_that_are_seen():
+    """Of rows aligned at the bottom right beside more keys, and of those that see none."""
+    q, k = (Extent(8, seq, 32, 64, 0, 0, 0) for seq in (512, 8192))
+    extents = {"q": q, "k": k, "v": k}
+    assert not prefers_short(extents, (UNBOUNDED, 0), True, 132)  # 15 of 16 keys in any case
+    assert prefers_short(extents, (UNBOUNDED, 0), False, 132)
+    assert prefers_short(extents, (127, 0), True, 132)
+    assert prefers_short({"q": k, "k": q, "v": q}, (127, 0), False, 132)
 
 
 @pytest.mark.parametrize(
@@ -111,3 +132,11 @@ def test_prefers_short_follows_what_was_measured(batch, seq, heads, dim, faster)
 )
 def test_few_queries_of_few_keys_are_not_split(fields, q, k, splits, decode):
     assert is_decode(AttentionSpec(**{"head_dim": 64, **fields}), q, k, splits) == decode
+
+
+def test_ctas_that_an_sm_has_fewer_of_leave_no_room_for_more():
+    _, plan = plans(problem_of(mask="causal"), ARCH)
+    kernel = render_problem(problem_of(mask="causal"), plan).kernel
+    assert kernel.dependent and kernel.ctas == 3
+    found = [smem_bytes_of(kernel, share) for share in range(1, 5)]
+    assert found == [232448, 115712, kernel.smem_bytes, kernel.smem_bytes]

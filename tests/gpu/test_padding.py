@@ -49,8 +49,8 @@ def test_padding_lengths_of_one_side_leave_the_other_whole(side):
 
 def test_padding_with_full_lengths_gives_the_bits_of_the_dense_kernel():
     # Longer than short calls, which have a kernel of their own where lengths are dense.
-    q, k, v = oracle.operands(2, 4, 2, 600, 700, 128)
-    lengths = {"seqused_q": varlen.int32((600, 600)), "seqused_kv": varlen.int32((700, 700))}
+    q, k, v = oracle.operands(2, 4, 2, 1100, 1200, 128)
+    lengths = {"seqused_q": varlen.int32((1100, 1100)), "seqused_kv": varlen.int32((1200, 1200))}
     dense = attngen.attention(q, k, v, mask="causal", backend="cuda")
     used = attngen.attention(q, k, v, mask="padding_causal", backend="cuda", **lengths)
     assert torch.equal(dense, used)
