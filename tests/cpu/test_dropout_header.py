@@ -61,11 +61,12 @@ void words(const long long* state, int b, int h, int row, int column, unsigned s
   using Words = DropWords<kN>;
   u32 shared[Words::kBytes / 4];
   for (int lane = 0; lane < 32; ++lane) {
-    const DropCalls<false> calls(dropout_key(state, b, h), row, column, lane);
+    DropRow rows;
+    rows.begin(dropout_key(state, b, h), row, lane);
     for (int i = 0; i < Words::kCalls; ++i) {
-      const int tile = Words::tile_of(i, calls.odd_row);
+      const int tile = Words::tile_of(i, lane);
       u32 drawn[4];
-      calls.call(drawn, tile);
+      rows.call(drawn, Words::counter(column, tile, lane));
       Words::in_rows(shared + (Words::place(lane) + tile * Words::kTileBytes) / 4, drawn);
     }
   }

@@ -30,19 +30,25 @@ inline u32 permute_bytes(u32 low, u32 high, u32 selector) {
 }
 #endif
 
-// Philox-4x32-10: four random words from four counter words and two key words.
+// Philox-4x32-10: four random words from four counter words and two key words, or from what these
+// are before round kFrom.
 // Source: J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+constexpr u32 kPhilox0 = 0xD2511F53u;
+constexpr u32 kPhilox1 = 0xCD9E8D57u;
+constexpr u32 kPhiloxKey0 = 0x9E3779B9u;  // what the key grows by in a round
+constexpr u32 kPhiloxKey1 = 0xBB67AE85u;
+template <int kFrom = 0>
 ATTNGEN_HD void philox(u32 (&words)[4], u32 c0, u32 c1, u32 c2, u32 c3, u32 k0, u32 k1) {
   ATTNGEN_UNROLL
-  for (int round = 0; round < 10; ++round) {
-    const u64 a = wide_product(0xD2511F53u, c0);
-    const u64 b = wide_product(0xCD9E8D57u, c2);
+  for (int round = kFrom; round < 10; ++round) {
+    const u64 a = wide_product(kPhilox0, c0);
+    const u64 b = wide_product(kPhilox1, c2);
     c0 = static_cast<u32>(b >> 32) ^ c1 ^ k0;
     c1 = static_cast<u32>(b);
     c2 = static_cast<u32>(a >> 32) ^ c3 ^ k1;
     c3 = static_cast<u32>(a);
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
+    k0 += kPhiloxKey0;
+    k1 += kPhiloxKey1;
   }
   words[0] = c0;
   words[1] = c1;
@@ -107,6 +113,30 @@ struct DropCalls {
   ATTNGEN_HD void call(u32 (&words)[4], int tile) const {
     const u32 at = column + 4 * tile;
     philox(words, kKeysAreRows ? at : row, kKeysAreRows ? row : at, 0, 0, key.k0, key.k1);
+  }
+};
+
+// The calls of a row of S, counter (row, column, 0, 0). Of the first two rounds' products one is of
+// 0, and two are the row's alone and kept.
+struct DropRow {
+  DropoutKey key;
+  u32 c3;      // after the first round
+  u64 second;  // the second round's product of the third word
+
+  // row: position of the fragment's first row, a multiple of 16.
+  ATTNGEN_HD void begin(DropoutKey of_head, int row, int lane) {
+    key = of_head;
+    const u64 first = wide_product(kPhilox0, row / 4 + (lane >> 3));
+    c3 = static_cast<u32>(first);
+    second = wide_product(kPhilox1, static_cast<u32>(first >> 32) ^ key.k1);
+  }
+  ATTNGEN_HD void call(u32 (&words)[4], u32 column) const {
+    const u64 first = wide_product(kPhilox0, column ^ key.k0);
+    const u32 k0 = key.k0 + kPhiloxKey0;
+    const u32 k1 = key.k1 + kPhiloxKey1;
+    philox<2>(words, static_cast<u32>(second >> 32) ^ k0, static_cast<u32>(second),
+              static_cast<u32>(first >> 32) ^ c3 ^ k1, static_cast<u32>(first), k0 + kPhiloxKey0,
+              k1 + kPhiloxKey1);
   }
 };
 
@@ -207,8 +237,12 @@ struct DropWords {
   // Where the calls that a lane's rows and columns need lie, of the first tile.
   ATTNGEN_HD static constexpr u32 place(int lane) { return ((lane >> 3) * 4 + (lane & 3)) * 16; }
   // The tile of a lane's call: every other one; the last of an odd number is every lane's.
-  ATTNGEN_HD static int tile_of(int call, bool odd_row) {
-    return 2 * call + (2 * call + 1 < kTiles ? odd_row : 0);
+  ATTNGEN_HD static int tile_of(int call, int lane) {
+    return 2 * call + (2 * call + 1 < kTiles ? lane >> 2 & 1 : 0);
+  }
+  // The column's counter of its call for a tile of the block from `column` on, a multiple of 16.
+  ATTNGEN_HD static u32 counter(int column, int tile, int lane) {
+    return column / 4 + 4 * tile + (lane & 3);
   }
   // Where a lane finds what its row needs of a tile, the words of its even and odd columns.
   ATTNGEN_HD static constexpr u32 half(int lane) { return place(lane) + (lane >> 2 & 1) * 8; }
@@ -231,16 +265,16 @@ struct DropWords {
   u32 base;   // of the warp's part of shared memory
   u32 limit;  // -(1023 + threshold) in float16, twice
 
-  ATTNGEN_DEVICE void draw(const DropCalls<false>& calls, int lane) const {
+  ATTNGEN_DEVICE void draw(const DropRow& row, int column, int lane) const {
     u32 words[kCalls][4];
 #pragma unroll
-    for (int i = 0; i < kCalls; ++i) calls.call(words[i], tile_of(i, calls.odd_row));
+    for (int i = 0; i < kCalls; ++i) row.call(words[i], counter(column, tile_of(i, lane), lane));
     __syncwarp();  // what is there has been read
 #pragma unroll
     for (int i = 0; i < kCalls; ++i) {
       u32 stored[4];
       in_rows(stored, words[i]);
-      store_shared_x4(base + place(lane) + tile_of(i, calls.odd_row) * kTileBytes, stored);
+      store_shared_x4(base + place(lane) + tile_of(i, lane) * kTileBytes, stored);
     }
     __syncwarp();
   }
