@@ -81,7 +81,7 @@ SETS = [
     Kernels(128, 128, CAUSAL, "fp16"),
     Kernels(64, 64, ("window",), "fp16"),
     Kernels(256, 256, ("window",), "fp16"),
-    Kernels(72, 72, BOTH, deterministic=True),
+    *(Kernels(d, d, BOTH, deterministic=True) for d in (72, 128)),
     Kernels(24, 40, CAUSAL, deterministic=True),
 ]  # fmt: skip
 CALLS = [
