@@ -235,7 +235,7 @@ def test_varlen_256k_tokens_beside_thousands_of_short_sequences_give_the_bits_of
 
 @pytest.mark.parametrize("layout", ["thd", "bshd"])
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_varlen_fp8_bits_are_those_of_each_sequence_alone(d, layout):
+def test_varlen_fp8_is_that_of_each_sequence_alone(d, layout):
     room = (300, 300) if layout == "bshd" else None
     shape = {"room": room, "gaps": room is None, "d": d, "heads": (4, 2), "dtype": "e4m3"}
     varlen.check_alone(Call(layout, SHORT, mask="causal", **shape))
