@@ -214,15 +214,18 @@ def choices(problem: Problem) -> Iterator[Choice]:
     softmax = SOFTMAX_ORDERS[step, bool(problem.masks)]
     if step == 128 and busy:
         softmax = replace(softmax, rescale_first=False)
-    if problem.max_logit:  # rows that rescale lazily do not keep their true maxima
+    # Rows that rescale lazily do not keep their true maxima, and three consumers have no registers
+    # to keep them beside.
+    if problem.max_logit and (capped or step <= 96):
         softmax = replace(softmax, lazy_rescale_log2=0)
     elif capped:
         softmax = SoftmaxOrder(LAZY_LOG2, False, True, int(step in (128, 192)))
     elif step < 256 and not problem.attn_mask and (not problem.dropout or (busy and step > 96)):
         quarters = QUARTERS_AHEAD[step, bool(problem.masks)]
-        # Under a window of 512 keys at 128 a quarter measured +0.5 to +2.5 % over half; beside
-        # warps that copy rows it would spill.
-        if step == 128 and "window" in problem.masks and not problem.gather:
+        # Under a window of 512 keys at 128 a quarter measured +0.5 to +2.5 % over half, with ALiBi,
+        # whose far blocks are passed over, +1 to +4 %; beside warps that copy rows it would spill.
+        brief = "window" in problem.masks or problem.scores == ("alibi",)
+        if step == 128 and brief and not problem.gather:
             quarters = 1
         softmax = SoftmaxOrder(LAZY_LOG2, False, True, quarters)
     # Queries in registers: measured +2 to +5 % at 128; three warpgroups have no room for them.

@@ -39,12 +39,22 @@ def test_order_elsewhere_is_lazy_and_left_to_the_compiler(head_dim: int) -> None
 
 @pytest.mark.parametrize(
     "asked",
-    [{"return_max_logit": True}, {"attn_mask": True}, {"dropout": True, "alibi": True}],
+    [
+        {"return_max_logit": True, "softcap": True},
+        {"attn_mask": True},
+        {"dropout": True, "alibi": True},
+    ],
     ids=lambda asked: "+".join(asked),
 )
 def test_order_beside_true_maxima_and_what_needs_registers_is_eager(asked: dict[str, bool]) -> None:
     order = order_of(128, mask="causal", **asked)
     assert not (order.lazy_rescale_log2 or order.quarters_ahead)
+
+
+@pytest.mark.parametrize("head_dim", [128, 192, 256])
+def test_order_beside_the_largest_score_is_that_without_it(head_dim: int) -> None:
+    asked = order_of(head_dim, mask="causal", return_max_logit=True)
+    assert asked == order_of(head_dim, mask="causal")
 
 
 def test_order_beside_random_words_alone_is_lazy_and_ahead() -> None:

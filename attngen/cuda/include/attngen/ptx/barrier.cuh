@@ -47,6 +47,18 @@ ATTNGEN_DEVICE void named_barrier_arrive(u32 id, u32 threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The same as a sync, and whether `condition` holds in all threads.
+ATTNGEN_DEVICE bool named_barrier_all(u32 id, u32 threads, bool condition) {
+  u32 all;
+  asm volatile(
+      "{\n.reg .pred mine, every;\nsetp.ne.u32 mine, %3, 0;\n"
+      "bar.red.and.pred every, %1, %2, mine;\nselp.u32 %0, 1, 0, every;\n}"
+      : "=r"(all)
+      : "r"(id), "r"(threads), "r"(static_cast<u32>(condition))
+      : "memory");
+  return __shfl_sync(~0u, all, 0) != 0;  // so the compiler knows it to be the same in a warp
+}
+
 // Position in a ring of `kStages` buffers, or as many of them as are used, and the parity that
 // tells one lap from the next.
 template <int kStages>

@@ -29,6 +29,10 @@ ATTNGEN_DEVICE int forget(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+ATTNGEN_DEVICE float forget_float(float x) {
+  asm volatile("" : "+f"(x));
+  return x;
+}
 // The thread's place in its warp, read anew where a register to keep it in is dear.
 ATTNGEN_DEVICE int lane_id() {
   int lane;

@@ -9,6 +9,10 @@
 
 namespace attngen {
 
+// A weight of less than 2^-kFaintLog2 of another of its row counts as none: as many as there may be
+// leave no trace in a float32 sum.
+constexpr float kFaintLog2 = 64.f;
+
 struct RowState {
   float row_max[2];
   float row_sum[2];
@@ -59,10 +63,22 @@ struct BlockSoftmax {
     }
   }
 
+  // Whether a row's bound is above `met` and may be more than its maximum.
+  ATTNGEN_DEVICE bool only_bounds(int half, float met) const {
+    const float least = kLines ? line[half] : 0.f;
+    return block_max[half] <= least && met < least;
+  }
+
   // Whether some row of the warp outgrows its maximum by more than 2^limit.
   ATTNGEN_DEVICE bool outgrow(const RowState& state, float limit) const {
     return __any_sync(~0u, (block_max[0] - state.row_max[0]) * scale_log2 > limit ||
                                (block_max[1] - state.row_max[1]) * scale_log2 > limit);
+  }
+
+  // Whether all of the thread's weights would be faint beside one that their row has already.
+  ATTNGEN_DEVICE bool faint(const RowState& state) const {
+    return (block_max[0] - state.row_max[0]) * scale_log2 < -kFaintLog2 &&
+           (block_max[1] - state.row_max[1]) * scale_log2 < -kFaintLog2;
   }
 
   // The row's new maximum, if it may grow, and the factor for what was accumulated before.
