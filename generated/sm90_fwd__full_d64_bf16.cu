@@ -1,4 +1,4 @@
-// sm90_fwd__full_d64_bf16__bcd2b4
+// sm90_fwd__full_d64_bf16__0ea007
 // Rendered by attngen from kernels/sm90_fwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -21,13 +21,13 @@ using Element = Bf16;  // of the weights
 using Output = Bf16;
 
 // ---- the plan
-constexpr int kTileM = 192;
-constexpr int kTileN = 128;
-constexpr int kKStages = 2;
+constexpr int kTileM = 256;
+constexpr int kTileN = 64;
+constexpr int kKStages = 4;
 constexpr int kVStages = 2;
-constexpr int kConsumers = 3;
+constexpr int kConsumers = 4;
 constexpr int kProducerRegisters = 32;
-constexpr int kConsumerRegisters = 160;
+constexpr int kConsumerRegisters = 112;
 constexpr int kLazyRescaleLog2 = 8;
 constexpr bool kPairSums = true;
 constexpr bool kLongestFirst = false;
@@ -47,9 +47,9 @@ constexpr u32 kKeyBoxBytes = kTileN * 128;
 constexpr u32 kWarpgroupBytes = 64 * 128;
 constexpr u32 kVStageBytes = kVBoxes * kKeyBoxBytes;
 constexpr u32 kSmemQ = 0;
-constexpr u32 kSmemK = 24576;
-constexpr u32 kSmemV = 57344;
-constexpr u32 kSmemO = 90112;
+constexpr u32 kSmemK = 32768;
+constexpr u32 kSmemV = 65536;
+constexpr u32 kSmemO = 81920;
 constexpr u32 kSmemBarriers = 114688;
 constexpr u32 kSmemJob = 115712;
 constexpr u32 kQFull = kSmemBarriers;
@@ -65,23 +65,23 @@ constexpr u32 kJobEmpty = kJobFull + 8;
 constexpr u32 kTurnBarrier = 1;
 constexpr u32 kEpilogueBarrier = kTurnBarrier + kConsumers;
 
-// acc[64 x 128] (+)= A B^T, both in shared memory, the reduction along A's rows and along B's.
+// acc[64 x 64] (+)= A B^T, both in shared memory, the reduction along A's rows and along B's.
 struct QkMma {
-  static constexpr int kN = 128;
+  static constexpr int kN = 64;
   template <u32 kGroupBytes>
-  ATTNGEN_DEVICE static void issue(float (&acc)[64], const u32 (&a)[4], const u32 (&b)[4], int accumulate) {
+  ATTNGEN_DEVICE static void issue(float (&acc)[32], const u32 (&a)[4], const u32 (&b)[4], int accumulate) {
     asm volatile(
-        "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %72, 0;\n"
-        "mov.b64 a, {%64, %73};\nmov.b64 b, {%68, %74};\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, a, b, p, 1, 1, 0, 0;\n"
-        "mov.b64 a, {%65, %73};\nmov.b64 b, {%69, %74};\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, a, b, 1, 1, 1, 0, 0;\n"
-        "mov.b64 a, {%66, %73};\nmov.b64 b, {%70, %74};\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, a, b, 1, 1, 1, 0, 0;\n"
-        "mov.b64 a, {%67, %73};\nmov.b64 b, {%71, %74};\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, a, b, 1, 1, 1, 0, 0;\n"
+        "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %40, 0;\n"
+        "mov.b64 a, {%32, %41};\nmov.b64 b, {%36, %42};\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, a, b, p, 1, 1, 0, 0;\n"
+        "mov.b64 a, {%33, %41};\nmov.b64 b, {%37, %42};\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, a, b, 1, 1, 1, 0, 0;\n"
+        "mov.b64 a, {%34, %41};\nmov.b64 b, {%38, %42};\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, a, b, 1, 1, 1, 0, 0;\n"
+        "mov.b64 a, {%35, %41};\nmov.b64 b, {%39, %42};\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, a, b, 1, 1, 1, 0, 0;\n"
         "}"
-        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]), "+f"(acc[4]), "+f"(acc[5]), "+f"(acc[6]), "+f"(acc[7]), "+f"(acc[8]), "+f"(acc[9]), "+f"(acc[10]), "+f"(acc[11]), "+f"(acc[12]), "+f"(acc[13]), "+f"(acc[14]), "+f"(acc[15]), "+f"(acc[16]), "+f"(acc[17]), "+f"(acc[18]), "+f"(acc[19]), "+f"(acc[20]), "+f"(acc[21]), "+f"(acc[22]), "+f"(acc[23]), "+f"(acc[24]), "+f"(acc[25]), "+f"(acc[26]), "+f"(acc[27]), "+f"(acc[28]), "+f"(acc[29]), "+f"(acc[30]), "+f"(acc[31]), "+f"(acc[32]), "+f"(acc[33]), "+f"(acc[34]), "+f"(acc[35]), "+f"(acc[36]), "+f"(acc[37]), "+f"(acc[38]), "+f"(acc[39]), "+f"(acc[40]), "+f"(acc[41]), "+f"(acc[42]), "+f"(acc[43]), "+f"(acc[44]), "+f"(acc[45]), "+f"(acc[46]), "+f"(acc[47]), "+f"(acc[48]), "+f"(acc[49]), "+f"(acc[50]), "+f"(acc[51]), "+f"(acc[52]), "+f"(acc[53]), "+f"(acc[54]), "+f"(acc[55]), "+f"(acc[56]), "+f"(acc[57]), "+f"(acc[58]), "+f"(acc[59]), "+f"(acc[60]), "+f"(acc[61]), "+f"(acc[62]), "+f"(acc[63])
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]), "+f"(acc[4]), "+f"(acc[5]), "+f"(acc[6]), "+f"(acc[7]), "+f"(acc[8]), "+f"(acc[9]), "+f"(acc[10]), "+f"(acc[11]), "+f"(acc[12]), "+f"(acc[13]), "+f"(acc[14]), "+f"(acc[15]), "+f"(acc[16]), "+f"(acc[17]), "+f"(acc[18]), "+f"(acc[19]), "+f"(acc[20]), "+f"(acc[21]), "+f"(acc[22]), "+f"(acc[23]), "+f"(acc[24]), "+f"(acc[25]), "+f"(acc[26]), "+f"(acc[27]), "+f"(acc[28]), "+f"(acc[29]), "+f"(acc[30]), "+f"(acc[31])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(accumulate), "n"(descriptor_high(1024)), "n"(descriptor_high(kGroupBytes)));
   }
 };
@@ -90,28 +90,20 @@ struct QkMma {
 struct PvMma {
   static constexpr int kN = 64;
   template <u32 kGroupBytes>
-  ATTNGEN_DEVICE static void issue(float (&acc)[32], const u32 (&a)[32], const u32 (&b)[8], int accumulate) {
+  ATTNGEN_DEVICE static void issue(float (&acc)[32], const u32 (&a)[16], const u32 (&b)[4], int accumulate) {
     asm volatile(
-        "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %72, 0;\n"
-        "mov.b64 b, {%64, %73};\n"
+        "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %52, 0;\n"
+        "mov.b64 b, {%48, %53};\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, b, p, 1, 1, 1;\n"
-        "mov.b64 b, {%65, %73};\n"
+        "mov.b64 b, {%49, %53};\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%36, %37, %38, %39}, b, 1, 1, 1, 1;\n"
-        "mov.b64 b, {%66, %73};\n"
+        "mov.b64 b, {%50, %53};\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%40, %41, %42, %43}, b, 1, 1, 1, 1;\n"
-        "mov.b64 b, {%67, %73};\n"
+        "mov.b64 b, {%51, %53};\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%44, %45, %46, %47}, b, 1, 1, 1, 1;\n"
-        "mov.b64 b, {%68, %73};\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%48, %49, %50, %51}, b, 1, 1, 1, 1;\n"
-        "mov.b64 b, {%69, %73};\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%52, %53, %54, %55}, b, 1, 1, 1, 1;\n"
-        "mov.b64 b, {%70, %73};\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%56, %57, %58, %59}, b, 1, 1, 1, 1;\n"
-        "mov.b64 b, {%71, %73};\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%60, %61, %62, %63}, b, 1, 1, 1, 1;\n"
         "}"
         : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]), "+f"(acc[4]), "+f"(acc[5]), "+f"(acc[6]), "+f"(acc[7]), "+f"(acc[8]), "+f"(acc[9]), "+f"(acc[10]), "+f"(acc[11]), "+f"(acc[12]), "+f"(acc[13]), "+f"(acc[14]), "+f"(acc[15]), "+f"(acc[16]), "+f"(acc[17]), "+f"(acc[18]), "+f"(acc[19]), "+f"(acc[20]), "+f"(acc[21]), "+f"(acc[22]), "+f"(acc[23]), "+f"(acc[24]), "+f"(acc[25]), "+f"(acc[26]), "+f"(acc[27]), "+f"(acc[28]), "+f"(acc[29]), "+f"(acc[30]), "+f"(acc[31])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "r"(a[8]), "r"(a[9]), "r"(a[10]), "r"(a[11]), "r"(a[12]), "r"(a[13]), "r"(a[14]), "r"(a[15]), "r"(a[16]), "r"(a[17]), "r"(a[18]), "r"(a[19]), "r"(a[20]), "r"(a[21]), "r"(a[22]), "r"(a[23]), "r"(a[24]), "r"(a[25]), "r"(a[26]), "r"(a[27]), "r"(a[28]), "r"(a[29]), "r"(a[30]), "r"(a[31]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(b[4]), "r"(b[5]), "r"(b[6]), "r"(b[7]), "r"(accumulate), "n"(descriptor_high(kGroupBytes)));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "r"(a[8]), "r"(a[9]), "r"(a[10]), "r"(a[11]), "r"(a[12]), "r"(a[13]), "r"(a[14]), "r"(a[15]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(accumulate), "n"(descriptor_high(kGroupBytes)));
   }
 };
 
@@ -433,6 +425,29 @@ struct Consumer {
     }
   }
 
+  // Weights of a block of which no key is hidden, relative to the rows' maxima as they are, and the
+  // end of the product before. Only what these sum up to says whether a score outgrew its row's
+  // maximum by far: then the warp makes its scores anew from the block, which is kept until now.
+  ATTNGEN_DEVICE void weigh_kept(float (&scores)[kTileN / 2], Accumulators& output, u32 (&weights)[kWeightRegisters], RowState& state) {
+    BlockSoftmax<kTileN, kPairSums> softmax = {p.scale_log2, 0.f};
+    softmax.keep(state, 0);
+    softmax.keep(state, 1);
+    float sum[2];
+    softmax.weigh_kept(scores, sum);
+    await_product();
+    pack_weights<Element, kTileN>(weights, scores);
+    if (softmax.outgrown(sum)) {
+      gemm_of_warp<Element, kTileN, kQkSteps, kRowBoxBytes, kKeyBoxBytes>(scores, q_tile(), k_tile(), forget(warp), lane_id());
+      float rescale[2];
+      softmax.weigh_raised(scores, state, sum, rescale);
+      rescale_output(output, true, rescale);
+      pack_weights<Element, kTileN>(weights, scores);
+    }
+    release_k();
+    state.row_sum[0] += sum[0];
+    state.row_sum[1] += sum[1];
+  }
+
   ATTNGEN_DEVICE static void begin_sum(Accumulators& output) {
 #pragma unroll
     for (int i = 0; i < kHeadDimV / 2; ++i) output.sum[i] = 0.f;
@@ -451,6 +466,10 @@ struct Consumer {
     issue_output(output, weights);
     pass_turn();
     wgmma_wait<1>();
+    if constexpr (!kMasked) {
+      weigh_kept(scores, output, weights, state);
+      return;
+    }
     release_k();
     prepare_scores<kMasked>(scores, ctx, row, block);
     BlockSoftmax<kTileN, kPairSums> softmax = {p.scale_log2, 0.f};
@@ -573,8 +592,8 @@ struct Consumer {
 
 }  // namespace attngen
 
-extern "C" __global__ void __launch_bounds__(512, 1)
-sm90_fwd__full_d64_bf16__bcd2b4(const __grid_constant__ attngen::Params p) {
+extern "C" __global__ void __launch_bounds__(640, 1)
+sm90_fwd__full_d64_bf16__0ea007(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

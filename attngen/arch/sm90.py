@@ -40,10 +40,16 @@ RAW_STAGES = 2  # buffers of 8-bit V before it is transposed
 RAW_UNIT = 32  # keys, the fewest that are transposed at a time
 ROWS_PER_CONSUMER = 64
 # Registers a thread of the producer and of a consumer, by the numbers of consumers and of an SM's
-# CTAs: setmaxnreg moves the 256 or 160 of a launch (2 warpgroups, two or three CTAs), 504 (3) or
-# 512 (4) between roles. Beside two consumers, of which none needs more than 232, a producer of 24
-# spills in some head-dim pairs.
-REGISTERS = {(1, 2): (40, 216), (1, 3): (24, 136), (2, 1): (40, 232), (3, 1): (32, 160)}
+# CTAs: setmaxnreg moves the 256 or 160 of a launch (2 warpgroups, two or three CTAs), 504 (3),
+# 512 (4) or 480 (5) between roles. Beside two consumers, of which none needs more than 232, a
+# producer of 24 spills in some head-dim pairs.
+REGISTERS = {
+    (1, 2): (40, 216),
+    (1, 3): (24, 136),
+    (2, 1): (40, 232),
+    (3, 1): (32, 160),
+    (4, 1): (32, 112),
+}
 # Where the producer's warps copy rows themselves, beside two consumers.
 GATHER_REGISTERS = (56, 224)
 # Two consumers beside a producer and a transposer, 512 in all. A transposer whose warps have
@@ -55,10 +61,11 @@ THREE_FROM = 112
 REGISTERS_WIDENED = (40, 216)  # the same beside a warpgroup that widens K and V
 LIGHT_SCORES = frozenset({"alibi"})  # a multiply-add an element needs no registers
 SMALLEST_BLOCK = 32
+K_STAGES = {2: (3, 2), 3: (2,), 4: (4,)}
 # Operands in registers (output, scores, packed weights, queries) that leave room for addresses and
 # row state, by consumers and CTAs, and what features (`_features`) take from them where all of
 # a row's are there: what compiles without spills from head dim 8 to 256.
-OPERANDS = {(1, 2): 188, (1, 3): 128, (2, 1): 204, (3, 1): 132}
+OPERANDS = {(1, 2): 188, (1, 3): 128, (2, 1): 204, (3, 1): 132, (4, 1): 80}
 OPERANDS_TAKEN = (
     ("heavy", 16),
     ("attn_mask", 12),
@@ -184,8 +191,9 @@ def orders(preferred: SoftmaxOrder) -> Iterator[SoftmaxOrder]:
 
 def choices(problem: Problem) -> Iterator[Choice]:
     """The choices worth trying. Up to head dim 96 three warpgroups of 64 rows (measured +16 to
-    +36 % over two at 64, +5 % at 96) that take turns (+8 to +13 % at 64); above, two, which at
-    128 run 1 to 2.5 % faster freely and at 256 the same either way."""
+    +36 % over two at 64, +5 % at 96) that take turns (+8 to +13 % at 64), of plain scores at 64
+    four, which look for no maxima (+3 to +8 % over three, +16 % at 1k tokens); above, two, which
+    at 128 run 1 to 2.5 % faster freely and at 256 the same either way."""
     if problem.eight_bit:
         yield from choices_8bit(problem)
         return
@@ -198,6 +206,8 @@ def choices(problem: Problem) -> Iterator[Choice]:
     light = LIGHT_SCORES.issuperset(problem.scores)
     needy = problem.gather or problem.widens or (problem.paged and (largest > 64 or not light))
     consumers = 3 if largest <= 96 and not (crowded or needy) else 2
+    if is_plain(problem) and (problem.head_dim_qk, problem.head_dim_v) == (64, 64):
+        consumers = 4
     # With ALiBi two warpgroups do better in turns, too (measured +1 % at 128 full, +2 % at 192),
     # not at 128 causal, where its line precedes the products (-3 %); with a bias in turns (+3 %).
     # Beside a softcap queries in registers would cost the larger block (measured -5 % at 128), and
@@ -210,7 +220,7 @@ def choices(problem: Problem) -> Iterator[Choice]:
     adds = bool(problem.scores) and light and not (step == 128 and "causal" in problem.masks)
     # A lone softcap bends its scores within the exponentials.
     capped = problem.scores == ("softcap",) and not (problem.dropout or problem.attn_mask)
-    take_turns = consumers == 3 or largest > 192 or busy or problem.bias or adds or capped
+    take_turns = consumers > 2 or largest > 192 or busy or problem.bias or adds or capped
     softmax = SOFTMAX_ORDERS[step, bool(problem.masks)]
     if step == 128 and busy:
         softmax = replace(softmax, rescale_first=False)
@@ -229,7 +239,7 @@ def choices(problem: Problem) -> Iterator[Choice]:
             quarters = 1
         softmax = SoftmaxOrder(LAZY_LOG2, False, True, quarters)
     # Queries in registers: measured +2 to +5 % at 128; three warpgroups have no room for them.
-    q_places = [(False, False)] if consumers == 3 else [(False, False), (False, True)]
+    q_places = [(False, False)] if consumers > 2 else [(False, False), (False, True)]
     if consumers == 2 and light:
         q_places.insert(0, (True, False))
     # With a bias blocks of 128 keys spill at head dim 8, at 128 beside what needs registers, too.
@@ -239,7 +249,7 @@ def choices(problem: Problem) -> Iterator[Choice]:
         largest_block = 80  # a float32 output has room for more in shared memory, and spills
     for block in range(largest_block, SMALLEST_BLOCK - 1, -16):
         # Beside random words 128 keys in two stages measured +8 % over 112 in three.
-        for k_stages in (3, 2) if consumers == 2 and not problem.dropout else (2,):
+        for k_stages in K_STAGES[consumers] if not problem.dropout else (2,):
             for q_in_registers, over_q in q_places:
                 if problem.bias and over_q and k_stages > 2:
                     continue  # an output with a place of its own measured +2 % at 128
@@ -251,6 +261,15 @@ def choices(problem: Problem) -> Iterator[Choice]:
                 elif block % RAW_UNIT == 0 and k_stages == 2:
                     for raw_stages in sorted({block // RAW_UNIT, RAW_STAGES}):
                         yield replace(choice, raw_keys=RAW_UNIT, raw_stages=raw_stages)
+
+
+def is_plain(problem: Problem) -> bool:
+    """Whether scores are products of dense operands and no more, no maximum is asked for, and no
+    window leaves most blocks with hidden keys (measured -2 % at 512 keys)."""
+    dense = (problem.q_seq, problem.kv_seq, problem.kv_fetch) == ("dense", "dense", "tma")
+    beside = problem.scores or problem.dropout or problem.attn_mask or problem.max_logit
+    hidden = "window" in problem.masks
+    return dense and problem.dtype_kv == problem.dtype_q and not (beside or hidden)
 
 
 def choices_8bit(problem: Problem) -> Iterator[Choice]:

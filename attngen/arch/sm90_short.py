@@ -1,5 +1,5 @@
 """Hopper, short sequences and narrow windows: a forward whose tiles are the 64 query rows of one
-warpgroup, with two or three CTAs an SM. Where tiles of two or three warpgroups would be half empty,
+warpgroup, with two or three CTAs an SM. Where tiles of two to four warpgroups would be half empty,
 too few for the chip, or see more keys than their rows do."""
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ def is_short(
     sides = scalars.window_left, right
     if extents["q"].seq > QUERIES and UNBOUNDED in sides:
         return False
-    return prefers_short(extents, sides, scalars.bottom_right, multiprocessors(device.index))
+    plain = not (spec.alibi or spec.softcap or spec.return_max_logit or spec.window)
+    return prefers_short(extents, sides, scalars.bottom_right, multiprocessors(device.index), plain)
 
 
 def prefers_short(
@@ -42,11 +43,13 @@ def prefers_short(
     sides: tuple[int, int],
     bottom_right: bool,
     multiprocessors: int,
+    plain: bool = False,
 ) -> bool:
     """Whether tiles of 64 rows, of which an SM works on several at once, take less time than larger
     ones, which are half empty, too few for the chip, or see more keys than their rows: by the
     scores of the tiles that the busiest SM takes. sides: keys that a query sees on either side of
-    its own."""
+    its own. plain: scores are products and no more, no window hides any, and no maximum is asked
+    for."""
     q, v = extents["q"], extents["v"]
     widest = max(q.dim, v.dim)
     aligned = v.seq - q.seq if bottom_right else 0
@@ -61,7 +64,8 @@ def prefers_short(
             keys += max(1, end - max(0, first - sides[0]) // block) * block
         return -(-q.batch * q.heads * count // multiprocessors), rows * (keys / count + ENDS)
 
-    tiles, scores = work(192 if widest <= 96 else 128, 128)
+    four = plain and q.dim == v.dim == 64
+    tiles, scores = work(256, 64) if four else work(192 if widest <= 96 else 128, 128)
     usual = tiles * scores
     masked = min(sides) < UNBOUNDED
     tiles, scores = work(64, 64 if masked or widest > 64 else 128)

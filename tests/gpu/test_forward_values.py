@@ -60,6 +60,22 @@ def test_values_maximum_growing_near_the_lazy_limit_is_right(d, step):
     oracle.check_call(q, k.flip(1), v, softmax_scale=1.0, mask="causal_bottom_right")
 
 
+@pytest.mark.parametrize("mask", ["none", "causal_bottom_right"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("power", [9, 13, 15, 17, 120, 130, 1000])
+def test_values_scores_far_beyond_a_rows_first_maximum_are_right(dtype, mask, power):
+    """By powers of two about what weights may become where maxima are not looked for, and about
+    the largest float; neighbouring rows see a quarter of it, and half a tile none."""
+    q, k, v = oracle.operands(1, 2, 1, 300, 700, 64, dtype=DTYPES[dtype])
+    q, k = torch.zeros_like(q), k * 0.125
+    q[:, :140, :, 0] = 1.0
+    q[:, 1:140:2, :, 0] = 0.25
+    k[:, 200:260, :, 0] += 0.5 * power * math.log(2)
+    k[:, 40:100, :, 0] += power * math.log(2)
+    oracle.check_call(q, k, v, softmax_scale=1.0, mask=mask)
+    oracle.check_call(q, -k, v, softmax_scale=1.0, mask=mask)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.0, 0.1])
 def test_values_constant_inputs_return_the_constant(dtype, value):

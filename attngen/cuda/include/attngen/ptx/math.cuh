@@ -61,6 +61,13 @@ struct Bf16 {
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(packed) : "r"(a), "r"(b));
     return packed;
   }
+  // acc[16 x 8] += A B^T of the warp's fragments: 16 rows, 8 rows, of 16 columns each.
+  ATTNGEN_DEVICE static void multiply_add(float* acc, const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
   // As pack, with 0 for what is negative.
   ATTNGEN_DEVICE static u32 pack_positive(float low, float high) {
     u32 packed;
@@ -85,6 +92,13 @@ struct Fp16 {
     u32 packed;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(packed) : "r"(a), "r"(b));
     return packed;
+  }
+  // acc[16 x 8] += A B^T of the warp's fragments: 16 rows, 8 rows, of 16 columns each.
+  ATTNGEN_DEVICE static void multiply_add(float* acc, const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
   ATTNGEN_DEVICE static u32 pack_positive(float low, float high) {
     u32 packed;

@@ -12,6 +12,8 @@ namespace attngen {
 // A weight of less than 2^-kFaintLog2 of another of its row counts as none: as many as there may be
 // leave no trace in a float32 sum.
 constexpr float kFaintLog2 = 64.f;
+// Of weights relative to a maximum that is not the row's: float16 holds them.
+constexpr float kLargestWeight = 0x1p14f;
 
 struct RowState {
   float row_max[2];
@@ -133,6 +135,30 @@ struct BlockSoftmax {
   // The row's maximum stays, which is finite.
   ATTNGEN_DEVICE void keep(const RowState& state, int half) {
     offset[half] = state.row_max[half] * scale_log2 - shift;
+  }
+
+  // Replaces the scores by weights relative to the rows' maxima as they are, and sums them.
+  ATTNGEN_DEVICE void weigh_kept(float (&scores)[kN / 2], float (&sum)[2]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sum[half] = exponentiate<0, kN / 4>(scores, half, scale());
+    }
+  }
+  // The same relative to maxima raised to the block's.
+  ATTNGEN_DEVICE void weigh_raised(float (&scores)[kN / 2], RowState& state, float (&sum)[2],
+                                   float (&rescale)[2]) {
+    find_maxima(scores);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      raise(state, half, true, rescale);
+      state.row_sum[half] *= rescale[half];
+    }
+    weigh_kept(scores, sum);
+  }
+  // Whether a weight of the warp may be too large: any that a thread's sums do not exclude, or that
+  // is no number.
+  ATTNGEN_DEVICE static bool outgrown(const float (&sum)[2]) {
+    return __any_sync(~0u, !(sum[0] + sum[1] <= kLargestWeight));
   }
 
   // Replaces the row's scores, or the first kTo that the thread has of them, by weights relative to
