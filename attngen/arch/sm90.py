@@ -224,9 +224,9 @@ def choices(problem: Problem) -> Iterator[Choice]:
     softmax = SOFTMAX_ORDERS[step, bool(problem.masks)]
     if step == 128 and busy:
         softmax = replace(softmax, rescale_first=False)
-    # Rows that rescale lazily do not keep their true maxima, and three consumers have no registers
-    # to keep them beside.
-    if problem.max_logit and (capped or step <= 96):
+    # Rows that rescale lazily do not keep their true maxima, and neither three consumers nor random
+    # words leave registers to keep them beside.
+    if problem.max_logit and (capped or step <= 96 or problem.dropout):
         softmax = replace(softmax, lazy_rescale_log2=0)
     elif capped:
         softmax = SoftmaxOrder(LAZY_LOG2, False, True, int(step in (128, 192)))
@@ -361,8 +361,10 @@ def operand_limit(problem: Problem, choice: Choice) -> int:
     """Registers a thread has for its operands."""
     if problem.eight_bit:
         consumer = role_registers(problem, choice)[1]
-        # At 152 of 216 some spill beside scores, at 148 none.
-        return consumer - (32 if not problem.scores else 64 if consumer > 216 else 68)
+        if problem.scores:  # at 152 of 216 some spill, at 148 none
+            return consumer - (64 if consumer > 216 else 68)
+        wide = max(problem.head_dim_qk, problem.head_dim_v) > 128  # some spill at 192 of 224
+        return consumer - (36 if wide else 32)
     features = _features(problem, choice)
     taken = {these: count for these, count in OPERANDS_TAKEN if features.issuperset(these.split())}
     limit = OPERANDS[choice.consumers, choice.ctas] - sum(taken.values())

@@ -23,6 +23,12 @@ EDGES = [
     AttentionSpec(64, dtype="fp16", mask="causal", softcap=True, directions=("fwd",)),
     AttentionSpec(224, mask="causal", window=True, directions=("fwd",)),
     AttentionSpec(250, mask="causal", gather=True, directions=("fwd",), **CROWD),
+    AttentionSpec(250, mask="causal", return_max_logit=True, directions=("fwd",), **CROWD),
+    AttentionSpec(128, head_dim_v=72, bias="pre_scale", directions=("fwd",)),
+    AttentionSpec(128, head_dim_v=192, dtype="e4m3", out_dtype="e4m3", mask="causal", window=True),
+    AttentionSpec(
+        240, head_dim_v=32, dtype="e4m3", kv_dtype="e5m2", out_dtype="fp16", mask="causal"
+    ),
     AttentionSpec(256, mask="causal", deterministic=True, directions=("bwd",), **CROWD),
     AttentionSpec(
         256, dtype="fp16", seqused=True, deterministic=True, directions=("bwd",), **CROWD

@@ -95,7 +95,7 @@ struct TileStage {
         const u32 target = place + offset(i, at / 8 + lane / 4) + lane % 4 * 4;
         const int some = min_of(max_of(present - at, 0), 2);
         if (in_pairs) {
-          copy_async<4>(target, some > 0 ? source + at : from.first, some * 2);
+          copy_async<4>(target, source + at, some * 2);
         } else {
           const unsigned short* pair = source + at * from.stride_column;
           store_shared_16(target, some > 0 ? pair[0] : 0);
