@@ -167,6 +167,19 @@ def run_emulation(call: Call) -> Tensor:
 
 def cudnn_runner(cudnn: Any) -> Runner:
     """cuDNN's FP8 forward, from a graph that is built for each call."""
+    build = cudnn_builder(cudnn)
+
+    def run(call: Call) -> Tensor:
+        out = build(call)()
+        torch.cuda.synchronize()
+        return out
+
+    return run
+
+
+def cudnn_builder(cudnn: Any) -> Callable[[Call], Callable[[], Tensor]]:
+    """Makes of a call what launches cuDNN's FP8 forward and returns its output; raises RuntimeError
+    where it has none."""
     handle = cudnn.create_handle()
     types = {
         E4M3: cudnn.data_type.FP8_E4M3,
@@ -174,13 +187,13 @@ def cudnn_runner(cudnn: Any) -> Runner:
         torch.float32: cudnn.data_type.FLOAT,
     }
 
-    def run(call: Call) -> Tensor:
+    def build(call: Call) -> Callable[[], Tensor]:
         try:
             return attend(call)
         except cudnn.cudnnGraphNotSupportedError as error:
             raise RuntimeError(f"cuDNN has no such graph: {error}") from error
 
-    def attend(call: Call) -> Tensor:
+    def attend(call: Call) -> Callable[[], Tensor]:
         cudnn.set_stream(handle, torch.cuda.current_stream().cuda_stream)
         graph = cudnn.pygraph(
             io_data_type=cudnn.data_type.FP8_E4M3,
@@ -213,7 +226,8 @@ def cudnn_runner(cudnn: Any) -> Runner:
         scale = call.case.head_dim**-0.5
         results = graph.sdpa_fp8(**nodes, attn_scale=scale, generate_stats=True, **causal)
         out = torch.empty(call.stored["q"].shape, device=device, dtype=call.out_dtype)
-        stats = torch.empty(1, call.case.heads, call.case.s_q, 1, device=device)
+        batch, s_q, heads, _ = out.shape
+        stats = torch.empty(batch, heads, s_q, 1, device=device)
         maxima = [torch.zeros(1, 1, 1, 1, device=device) for _ in range(2)]
         for node, tensor in zip(results, (out.transpose(1, 2), stats, *maxima), strict=True):
             give(node, tensor)
@@ -224,11 +238,14 @@ def cudnn_runner(cudnn: Any) -> Runner:
         graph.build_plans()
         size = max(16, graph.get_workspace_size())
         workspace = torch.empty(size, device=device, dtype=torch.uint8)
-        graph.execute(bound, workspace, handle=handle)
-        torch.cuda.synchronize()
-        return out
 
-    return run
+        def execute() -> Tensor:
+            graph.execute(bound, workspace, handle=handle)
+            return out
+
+        return execute
+
+    return build
 
 
 def find_runners(device: torch.device) -> tuple[dict[str, Runner], dict[str, str], dict[str, str]]:
