@@ -12,11 +12,9 @@ docs/results/README.md says what the fields mean.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import attngen  # noqa: E402  # a checkout not installed, too
 from attngen import reference  # noqa: E402
-from attngen.bench.machine import describe_machine  # noqa: E402
 from attngen.bench.peers import describe  # noqa: E402
 from attngen.errors import AttngenError  # noqa: E402
 from attngen.reference import fp8  # noqa: E402
 from attngen.values import to_data  # noqa: E402
+from tools.reports import write_report  # noqa: E402
 
 SCHEMA = 1
 E4M3 = torch.float8_e4m3fn
@@ -285,14 +283,8 @@ def main(arguments: list[str] | None = None) -> int:
             names = f"{inputs:16s} {row['mask']:7s} d{row['head_dim']:<4d} {row['output']}"
             print(f"{names:36s} {row['who']:10s} {figures}", flush=True)
     if options.output:
-        report = {
-            "schema": SCHEMA,
-            "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-            "machine": to_data(describe_machine()),
-            "scale_s": fp8.DEFAULT_SCALE_S,
-            **{"versions": versions, "absent": absent, "rows": rows},
-        }
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+        named = {"versions": versions, "absent": absent, "rows": rows}
+        write_report(options.output, SCHEMA, scale_s=fp8.DEFAULT_SCALE_S, **named)
     return 0
 
 

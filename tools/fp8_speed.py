@@ -10,10 +10,8 @@ Hopper. docs/results/README.md says what the fields mean.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 
 import attngen  # noqa: E402  # a checkout not installed, too
-from attngen.bench.machine import describe_machine  # noqa: E402
 from attngen.bench.peers import describe  # noqa: E402
 from attngen.bench.timing import Call as Timed  # noqa: E402
 from attngen.bench.timing import time_interleaved  # noqa: E402
-from attngen.values import to_data  # noqa: E402
 from tools import fp8_accuracy  # noqa: E402
 from tools.fp8_accuracy import E4M3, LARGEST, Call, Case  # noqa: E402
+from tools.reports import write_report  # noqa: E402
 
 SCHEMA = 1
 SHAPES = [(1, 16384), (4, 4096)]  # batch, tokens
@@ -122,17 +119,15 @@ def main(arguments: list[str] | None = None) -> int:
         absent["cudnn"] = describe(error)
     rows = measure(options.head_dims, options.rounds, options.budget_ms, builder)
     if options.output:
-        data = {
-            "schema": SCHEMA,
-            "date": datetime.now(timezone.utc).date().isoformat(),
-            "machine": to_data(describe_machine()),
-            "versions": versions,
-            "absent": absent,
-            "rounds": options.rounds,
-            "budget_ms": options.budget_ms,
-            "rows": rows,
-        }
-        options.output.write_text(json.dumps(data, indent=1) + "\n")
+        write_report(
+            options.output,
+            SCHEMA,
+            versions=versions,
+            absent=absent,
+            rounds=options.rounds,
+            budget_ms=options.budget_ms,
+            rows=rows,
+        )
     return 0
 
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +21,10 @@ import torch  # noqa: E402
 
 import attngen  # noqa: E402  # a checkout not installed, too
 from attngen import features, resolve  # noqa: E402
-from attngen.bench.machine import describe_machine  # noqa: E402
 from attngen.bench.timing import Call, time_interleaved  # noqa: E402
 from attngen.builder import build_problem  # noqa: E402
 from attngen.plan import plans  # noqa: E402
-from attngen.values import to_data  # noqa: E402
+from tools.reports import write_report  # noqa: E402
 
 SCHEMA = 1
 BATCH, LENGTH, HEADS, HEAD_DIM = 4, 4096, 16, 128
@@ -145,16 +142,14 @@ def main() -> int:
         print(f"{row['direction']} {row['variant']:<20} {row['ms']:8.4f} ms {row['tflops']:7.1f} "
               f"TFLOP/s  ratio {row['ratio']:.3f}")  # fmt: skip
     if options.output:
-        data = {
-            "schema": SCHEMA,
-            "date": datetime.now(timezone.utc).date().isoformat(),
-            "machine": to_data(describe_machine()),
-            "case": f"b{BATCH} s{LENGTH} h{HEADS} d{HEAD_DIM} causal bf16",
-            "rounds": options.rounds,
-            "budget_ms": options.budget_ms,
-            "rows": rows,
-        }
-        options.output.write_text(json.dumps(data, indent=1) + "\n")
+        write_report(
+            options.output,
+            SCHEMA,
+            case=f"b{BATCH} s{LENGTH} h{HEADS} d{HEAD_DIM} causal bf16",
+            rounds=options.rounds,
+            budget_ms=options.budget_ms,
+            rows=rows,
+        )
     return 0
 
 
