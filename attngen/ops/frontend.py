@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -23,7 +23,73 @@ from .operation import Ready, format_of, run, unobserved
 from .schedule import Ordered, Schedule, ordered_by
 from .signature import INPUTS, OPTIONAL, Arguments
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+    from .options import Options
+
+
+# What type checkers see: a tensor, or a pair where a by-product is asked for; either where that
+# depends on a value.
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    return_max_logit: Literal[False] = False,
+    return_amax: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    return_lse: Literal[True],
+    return_max_logit: bool = False,
+    return_amax: bool = False,
+    dropout_p: float = 0.0,
+    **options: Unpack[Options],
+) -> tuple[Tensor, AttentionAux]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    return_lse: bool = False,
+    return_max_logit: Literal[True],
+    return_amax: bool = False,
+    dropout_p: float = 0.0,
+    **options: Unpack[Options],
+) -> tuple[Tensor, AttentionAux]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    return_lse: bool = False,
+    return_max_logit: bool = False,
+    return_amax: Literal[True],
+    dropout_p: float = 0.0,
+    **options: Unpack[Options],
+) -> tuple[Tensor, AttentionAux]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    return_lse: bool = False,
+    return_max_logit: bool = False,
+    return_amax: bool = False,
+    dropout_p: float = 0.0,
+    **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, AttentionAux]: ...
 def attention(
     q: Tensor,
     k: Tensor | None = None,
