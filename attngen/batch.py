@@ -14,7 +14,7 @@ from .builder import Built, build_plan
 from .bundle import BundledKernel, Program
 from .cache import Cache, Entry
 from .digest import cache_key, digest_text
-from .errors import AttngenError, CacheError
+from .errors import AttngenError, CacheError, CompilerMissing
 from .plan import KernelPlan, plans
 from .problem import Problem, Variant
 from .program import Binary
@@ -157,6 +157,7 @@ def run(jobs: list[Job], cache: Cache, workers: int | None = None) -> Iterator[O
     """Build the jobs in threads (NVRTC releases the GIL); yields each outcome as it comes.
 
     workers: threads, None for one a core that this process may use.
+    Raises: CompilerMissing, since then no job that compiles can succeed.
     """
     count = workers or len(os.sched_getaffinity(0))
     pool = ThreadPoolExecutor(max_workers=max(1, min(count, len(jobs))))
@@ -175,6 +176,8 @@ def _build(job: Job, cache: Cache) -> Outcome:
         built = build_plan(job.problem, job.plan, job.arch, cache=cache)
         if not built.from_cache and find_cached(job, cache) is None:
             failure = CacheError(f"compiled, but {cache.root} cannot keep it")
+    except CompilerMissing:
+        raise  # it is every job's
     except (AttngenError, OSError) as error:
         failure = error
     binary, cached = (built.binary, built.from_cache) if built else (None, False)

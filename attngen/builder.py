@@ -12,7 +12,7 @@ from .arch.sm90_decode import CombinePlan, DecodePlan
 from .arch.sm90_mask import MaskPlan
 from .arch.sm90_varlen import VarlenPlan
 from .cache import Cache
-from .errors import CacheError
+from .errors import AttngenError, CacheError, CompilerMissing
 from .plan import KernelPlan, plans, plans_of_call
 from .problem import Problem
 from .program import Binary
@@ -20,6 +20,9 @@ from .spec import AttentionSpec
 
 if TYPE_CHECKING:
     from .render import Source
+
+
+_COMPILING_NEEDS = "compiling needs {}, which is not installed: pip install 'attngen[compile]'"
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ def build(
 
     arch: `sm_90a`, or None for the architectures the spec names. cache: the default cache where
     None. Returns one `Built` for each kernel of each architecture and direction.
-    Raises: SpecError, PlanError, CompileError; CacheError where ATTNGEN_DISABLE_JIT forbids it.
+    Raises: SpecError, PlanError, CompileError (CompilerMissing where Jinja or NVRTC is not
+    installed); CacheError where ATTNGEN_DISABLE_JIT forbids it.
     """
     problems = resolve.resolve(spec, features.scan())
     arches = spec.arch if arch is None else (arch,)
@@ -96,10 +100,19 @@ def build_plan(
     store = cache or Cache.default()
 
     def compile_now() -> tuple[Binary, bytes]:
-        from . import compile as compiler  # only a miss needs the compiler and the templates
+        try:
+            from . import compile as compiler  # only a miss needs the compiler and the templates
 
-        source = render_problem(problem, chosen)
-        return compiler.compile_source(source, problem, arch)
+            source = render_problem(problem, chosen)
+            return compiler.compile_source(source, problem, arch)
+        except AttngenError:
+            raise
+        except ModuleNotFoundError as error:
+            raise CompilerMissing(_COMPILING_NEEDS.format(error.name)) from error
+        except RuntimeError as error:
+            if type(error).__name__ != "DynamicLibNotFoundError":  # of the bindings' loader
+                raise
+            raise CompilerMissing(_COMPILING_NEEDS.format("NVRTC")) from error
 
     entry = store.get_or_build(key, compile_now)
     return Built(problem, chosen, entry.binary, entry.cubin, entry.hit)

@@ -25,6 +25,10 @@ class CompileError(AttngenError, RuntimeError):
     """The compiler refused a source, or produced a kernel that must not ship."""
 
 
+class CompilerMissing(CompileError):
+    """What compiles is not installed here (the extra `compile`)."""
+
+
 class CacheError(AttngenError, RuntimeError):
     """A binary is missing and may not be built here (ATTNGEN_DISABLE_JIT=1)."""
 

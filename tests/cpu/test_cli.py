@@ -269,6 +269,23 @@ def test_build_without_the_compile_extra_says_how_to_get_it(blocked: str) -> Non
     assert "attngen[compile]" in done.stderr and "Traceback" not in done.stderr
 
 
+class DynamicLibNotFoundError(RuntimeError):
+    """As the bindings' loader raises it, whose package a server may have without NVRTC."""
+
+
+@pytest.mark.parametrize("command", [["build"], ["explain"], ["bundle", "build", "-o", "x.attn"]])
+def test_command_without_nvrtc_says_once_how_to_get_it(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise DynamicLibNotFoundError('Failure finding "libnvrtc.so.13"')
+
+    monkeypatch.setattr("attngen.compile.compile_source", fail)
+    result = run(*command, GEMMA)
+    assert result.exit_code == 1
+    assert result.stderr.count("NVRTC") == result.stderr.count("attngen[compile]") == 1
+
+
 def test_build_commands_work_where_torch_cannot_be_imported() -> None:
     code = f"""
 from attngen.cli import main
