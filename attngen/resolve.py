@@ -11,7 +11,7 @@ from . import layouts
 from .errors import SpecError
 from .features import Features
 from .problem import Problem, Sequence
-from .spec import DTYPES_8BIT, DTYPES_16BIT, MAX_HEAD_DIM, AttentionSpec
+from .spec import DTYPES_8BIT, DTYPES_16BIT, MAX_HEAD_DIM, AttentionSpec, dtype_name
 
 DIRECTIONS = ("fwd", "bwd")
 DTYPES = (*DTYPES_16BIT, *DTYPES_8BIT)
@@ -91,6 +91,12 @@ def split_mask(name: str) -> tuple[tuple[str, ...], bool]:
     return (() if mask in ("none", "arbitrary") else (mask,)), base != name
 
 
+def mask_names(features: Features) -> list[str]:
+    """What a spec's mask may be, each also with `_bottom_right` behind it."""
+    named = [name for name, mask in features["mask"].items() if mask.selected_by == "mask"]
+    return ["none", *named, *PADDING_MASKS, "arbitrary"]
+
+
 def sequences_of(spec: AttentionSpec) -> tuple[Sequence, Sequence]:
     """The fragments that find the sequences of Q, and of K and V."""
     dense: Sequence = (
@@ -167,7 +173,7 @@ def _check_operands(spec: AttentionSpec) -> list[Violation]:
     found: list[Violation] = []
     if spec.dtype not in DTYPES:
         reason = f"dtype {spec.dtype!r} has no kernels; available: {DTYPES}"
-        found.append(Violation("dtype", reason, "bf16"))
+        found.append(Violation("dtype", reason, _nearest_dtype(spec.dtype)))
     dtype = spec.dtype if spec.dtype in DTYPES else "bf16"
     eight_bit = dtype in DTYPES_8BIT
     kv_dtypes = DTYPES_8BIT if eight_bit else (dtype, *DTYPES_8BIT)
@@ -180,6 +186,12 @@ def _check_operands(spec: AttentionSpec) -> list[Violation]:
         found.append(Violation("out_dtype", reason, None))
     found += _check_head_dims(spec, _head_dim_step(spec, dtype))
     return found + _check_decode(spec) + _check_gather(spec) + _check_widened(spec)
+
+
+def _nearest_dtype(name: str) -> str:
+    """The dtype that another name may mean, such as PyTorch's."""
+    meant = dtype_name(f"torch.{name.removeprefix('torch.')}")
+    return meant if meant in DTYPES else "bf16"
 
 
 def _check_gather(spec: AttentionSpec) -> list[Violation]:
@@ -232,8 +244,8 @@ def _check_decode(spec: AttentionSpec) -> list[Violation]:
         legal["out_dtype"] = None
     for field, value in legal.items():
         what = "split" if spec.decode else "read from pages"
-        reason = f"{field} {getattr(spec, field)!r}: keys are {what} beside 16-bit queries alone"
-        reason += ", to an output as these"
+        reason = f"{field} {getattr(spec, field)!r}: keys are {what} for queries and an output of "
+        reason += "one 16-bit dtype alone"
         found.append(Violation(field, reason, value))
     return found
 
@@ -258,7 +270,10 @@ def _check_head_dims(spec: AttentionSpec, step: int) -> list[Violation]:
         if dim != legal:
             which = f"multiples of {whole} up to" if whole > 1 else "1 to"
             reason = f"{field} {dim}: kernels exist for {which} {limit}"
-            found.append(Violation(field, f"{reason}, where {why}" if why else reason, legal))
+            if dim > limit and not spec.decode and spec.dtype in DTYPES_16BIT:
+                reason += f", those that split keys (decode) to {SPLIT_HEAD_DIMS[field][0]}"
+            limited = f", where {why}" if why and dim > limit else ""
+            found.append(Violation(field, reason + limited, legal))
     return found
 
 
@@ -302,17 +317,19 @@ def _check_together(spec: AttentionSpec) -> list[Violation]:
 def _check_features(spec: AttentionSpec, features: Features) -> list[Violation]:
     found: list[Violation] = []
     masks, _ = split_mask(spec.mask)
-    named = [name for name, mask in features["mask"].items() if mask.selected_by == "mask"]
+    known = mask_names(features)
     for mask in masks:
-        if mask not in named:
-            known = ["none", *named, *PADDING_MASKS]
-            reason = f"mask {spec.mask!r} has no fragment; available: {known}"
+        if mask not in known:
+            reason = f"mask {spec.mask!r} is unknown; available: {known}, and with _bottom_right "
+            reason += "behind the name for a diagonal that ends there"
+            if mask in features["mask"]:
+                reason = f"mask {spec.mask!r} is a switch of its own: {mask} = true"
             found.append(Violation("mask", reason, "causal" if "causal" in mask else "none"))
     if spec.softmax not in features["softmax"]:
-        reason = f"softmax {spec.softmax!r} has no fragment; available: {[*features['softmax']]}"
+        reason = f"softmax {spec.softmax!r} is unknown; available: {[*features['softmax']]}"
         found.append(Violation("softmax", reason, "vanilla"))
     if spec.bias not in ("none", *BIASES):
-        reason = f"bias {spec.bias!r} has no fragment; available: {['none', *BIASES]}"
+        reason = f"bias {spec.bias!r} is unknown; available: {['none', *BIASES]}"
         found.append(Violation("bias", reason, "none"))
     if spec.dtype in DTYPES_8BIT:
         if spec.mask == "arbitrary":

@@ -245,7 +245,9 @@ def load_specs(path: str | Path) -> tuple[AttentionSpec, ...]:
     try:
         with open(path, "rb") as file:
             data = tomllib.load(file)
-    except (OSError, ValueError, RecursionError) as error:  # not only TOML's own: huge numbers, too
+    except OSError as error:
+        raise SpecError(f"{path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:  # not only TOML's own: huge numbers, too
         raise SpecError(f"{path}: {error}") from error
     return parse_specs(data, str(path))
 
@@ -290,13 +292,26 @@ def parse_specs(data: Mapping[str, Any], origin: str) -> tuple[AttentionSpec, ..
             try:
                 specs.append(from_data(AttentionSpec, fields))
             except ValueError as error:
-                reasons.append(f"{where}: {error}")
+                text = str(error).removeprefix(f"{AttentionSpec.__name__}: ")
+                reasons.append(f"{where}: {text}{_about_switches(fields)}")
     names = Counter(spec.name for spec in specs if spec.name)
     repeated = sorted(name for name, count in names.items() if count > 1)
     reasons += [f"{origin}: several kernels are named {name!r}" for name in repeated]
     if reasons:
         raise SpecError(dict.fromkeys(reasons))
     return tuple(specs)
+
+
+def _about_switches(fields: Mapping[str, Any]) -> str:
+    """What to do where a table gives a number to what is only switched on."""
+    given = [
+        field.name
+        for field in dataclasses.fields(AttentionSpec)
+        if isinstance(field.default, bool) and type(fields.get(field.name)) in (int, float)
+    ]
+    if not given:
+        return ""
+    return f"; {', '.join(given)} = true switches it on, and each call gives the value"
 
 
 def _product(table: dict[str, Any]) -> Iterator[dict[str, Any]]:

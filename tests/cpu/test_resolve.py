@@ -395,3 +395,21 @@ def test_from_call_feature_without_kernels_is_never_dropped(arguments: dict) -> 
     q = SimpleNamespace(shape=(2, 10, 8, 64), dtype="torch.bfloat16")
     spec = AttentionSpec.from_call(q, q, q, **arguments)
     assert find_violations(spec, KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said", "legal"),
+    [
+        ({"mask": "window"}, "window = true", {}),
+        ({"mask": "spiral"}, "'arbitrary'", {}),
+        ({"dtype": "float16"}, "'fp16'", {"dtype": "fp16"}),
+        ({"dtype": "torch.float8_e5m2"}, "'e5m2'", {"dtype": "e5m2"}),
+        ({"dtype": "float32"}, "'bf16'", {}),
+        ({"head_dim": 576}, "decode) to 576", {"head_dim": 256}),
+    ],
+)
+def test_refusal_says_what_was_probably_meant(fields: dict, said: str, legal: dict) -> None:
+    spec = AttentionSpec(**{"head_dim": 64, **fields})
+    (violation,) = find_violations(spec, features.scan())
+    assert said in violation.reason
+    assert nearest(spec, features.scan()) == AttentionSpec(**{"head_dim": 64, **legal})

@@ -79,7 +79,7 @@ def test_load_specs_single_name_stays_as_it_is(tmp_path: Path) -> None:
         ('[[kernel]]\nhead_dim = "64"\n', ("head_dim", "int", "'64'")),
         ("[[kernel]]\nhead_dim = 64.0\n", ("head_dim", "int")),
         ("[[kernel]]\nhead_dim = true\n", ("head_dim", "int")),
-        ("[[kernel]]\nhead_dim = 64\nwindow = 128\n", ("window", "bool")),
+        ("[[kernel]]\nhead_dim = 64\nwindow = 128\n", ("window", "bool", "window = true")),
         ('[[kernel]]\nhead_dim = 64\ndirections = "fwd"\n', ("directions", "list")),
         ('[[kernel]]\nname = "x"\nmask = "causal"\n', ("kernel x", "missing", "head_dim")),
         ("[[kernel]]\nhead_dim = [64, 1.5]\n", ("head_dim", "1.5")),
