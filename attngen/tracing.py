@@ -43,7 +43,9 @@ class Trace:
         self.variants[variant] = None
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Adds the variants to a file that `attngen bundle build --from-trace` takes."""
+        """Adds the variants to a file that `attngen bundle build --from-trace` takes; it is there
+        then, whatever was launched. Raises: OSError."""
+        Path(path).touch()
         for variant in self.variants:
             _append(Path(path), variant)
 
@@ -55,7 +57,8 @@ _lock = threading.Lock()  # of the name above, never held in a launch: a fork le
 
 @contextlib.contextmanager
 def trace() -> Iterator[Trace]:
-    """Notes what every thread of this process launches inside the `with` block."""
+    """Notes what every thread of this process launches inside the `with` block. The reference
+    backend launches nothing, so that a machine without a GPU has nothing to note."""
     global recorders
     found = Trace()
     with _lock:

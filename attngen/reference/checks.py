@@ -121,11 +121,11 @@ def _mask_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
     if not _is_window(call.window):
         yield (
             f"window needs (left, right), each >= 0, or -1 or None for unbounded; got "
-            f"{call.window!r}. Use bottom_right to move the diagonal."
+            f"{call.window!r}. A query's own key and the 127 before it are (127, 0)."
         )
     if call.bottom_right not in (None, False, True):
         yield f"bottom_right needs True, False or None; got {call.bottom_right!r}. Pass one."
-    if call.bottom_right is False and call.mask.endswith("bottom_right"):
+    if call.bottom_right is False and str(call.mask).endswith("bottom_right"):
         yield (
             f"mask={call.mask!r} aligns to the bottom right; got bottom_right=False. "
             f"Leave bottom_right out, or use mask={call.mask.removesuffix('_bottom_right')!r}."

@@ -23,9 +23,9 @@ def dtype_violations(q: torch.dtype, k: torch.dtype, v: torch.dtype) -> Iterator
     together = fp8.DTYPES if fp8.is_fp8(q) else (q, *fp8.DTYPES) if q in BESIDE_CACHE else (q,)
     if q not in (*FLOATS, *fp8.DTYPES) or k not in together or k != v:
         yield (
-            f"q, k and v need one dtype of {names(FLOATS)}, or {names(fp8.DTYPES, ' or ')} in k "
-            f"and v alike beside a q of these, {names(BESIDE_CACHE, ' or ')}; got "
-            f"{names((q, k, v))}. Cast them."
+            f"q, k and v need one dtype of {names(FLOATS)}, {names(fp8.DTYPES)}; FP8 in k and v "
+            f"alike may also stand beside a q of the other FP8 format, or of "
+            f"{names(BESIDE_CACHE, ' or ')}; got {names((q, k, v))}. Cast them."
         )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..layouts import size
 from .call import AttentionCall, Operands, Side
 from .sequences import Span
+from .wording import shape_of
 
 
 def length_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
@@ -18,7 +19,8 @@ def length_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
     yield from _side_violations(call, operands, "kv")
     yield from _paging_violations(call, operands)
     lengths = call.lengths("kv", operands.layout)
-    if call.mask.startswith("padding") and lengths.cu_seqlens is None and lengths.seqused is None:
+    given = lengths.cu_seqlens is not None or lengths.seqused is not None
+    if str(call.mask).startswith("padding") and not given:
         yield (
             f"mask={call.mask!r} needs the lengths of k and v; got none. Pass seqused_kv "
             f"int32 [b], or cu_seqlens_kv int32 [b+1]."
@@ -58,9 +60,11 @@ def _side_violations(call: AttentionCall, operands: Operands, side: Side) -> Ite
     }
     for name, (tensor, shape, count) in expected.items():
         if tensor is not None and not _is_int32(tensor, (count,)):
+            fits = tuple(tensor.shape) == (count,)
+            advice = "Pass one entry a sequence, and one more in cu_seqlens."
             yield (
-                f"{name} needs int32 {shape} with b={batch}; got {tensor.dtype} "
-                f"{list(tensor.shape)}. Pass one entry a sequence, and one more in cu_seqlens."
+                f"{name} needs int32 {shape} with b={batch}; got {shape_of(tensor)}. "
+                f"{'Cast it to torch.int32.' if fits else advice}"
             )
     if fmt == "thd" and lengths.cu_seqlens is None:
         yield (
@@ -94,9 +98,11 @@ def _paging_violations(call: AttentionCall, operands: Operands) -> Iterator[str]
     if len(tables) != 2 or not all(
         t.dtype == torch.int32 and t.ndim == 2 and t.shape[0] == operands.batch for t in tables
     ):
+        got = ", ".join(map(shape_of, dict.fromkeys(tables))) or "None"
+        cast = all(t.ndim == 2 and t.shape[0] == operands.batch for t in tables) and tables
         yield (
             f"layout={name!r} needs page_table int32 [b={operands.batch}, max_pages], one or "
-            f"(for K, for V); got {[(t.dtype, list(t.shape)) for t in tables]}. Pass it."
+            f"(for K, for V); got {got}. {'Cast it to torch.int32.' if cast else 'Pass it.'}"
         )
     if call.seqused_kv is None or call.cu_seqlens_kv is not None:
         yield (

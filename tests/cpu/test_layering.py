@@ -154,6 +154,14 @@ def test_import_attngen_loads_nothing_heavy() -> None:
     assert not loaded & {"torch", "jinja2", "cuda", "click", "numpy", "cuda.bindings.nvrtc"}
 
 
+def test_public_names_are_listed_before_they_load() -> None:
+    code = "import attngen; print(*({*attngen.__all__} - {*dir(attngen)}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert done.stdout.split() == []
+
+
 def test_public_names_stay_callable_after_their_modules_are_imported() -> None:
     code = (
         "import attngen.batch, attngen; from attngen import __all__;"

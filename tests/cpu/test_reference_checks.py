@@ -41,6 +41,7 @@ REFUSED = {
         ["batch of q, 2 sequences"],
     ),
     "mask_unknown": ({"mask": "casual"}, ["'casual'", "causal_bottom_right"]),
+    "mask_none": ({"mask": None}, ["mask=None", "causal_bottom_right"]),
     "mask_arbitrary_alone": ({"mask": "arbitrary"}, ["needs attn_mask"]),
     "mask_padding_alone": ({"mask": "padding_causal"}, ["needs the lengths", "seqused_kv"]),
     "mask_padding_with_q_only": ({"mask": "padding", "seqused_q": int32(1, 2)}, ["seqused_kv"]),
@@ -49,6 +50,7 @@ REFUSED = {
         ["bottom_right=False", "'causal'"],
     ),
     "window_negative": ({"window": (-2, 0)}, ["(-2, 0)"]),
+    "window_one_number": ({"window": 128}, ["got 128", "(127, 0)"]),
     "attn_mask_float": ({"attn_mask": tensor(S, S)}, ["needs bool", "as bias"]),
     "attn_mask_shape": ({"attn_mask": tensor(3, 1, S, S, dtype=torch.bool)}, ["broadcast of"]),
     "block_mask_heads": (
@@ -90,7 +92,7 @@ REFUSED = {
         ["seqused_kv too"],
     ),
     "thd_empty_cu_seqlens": (THD | {"cu_seqlens_q": int32(), "cu_seqlens_kv": CU}, ["[b+1]"]),
-    "cu_seqlens_dtype": ({"cu_seqlens_kv": CU.long()}, ["cu_seqlens_kv needs int32", "int64"]),
+    "cu_seqlens_dtype": ({"cu_seqlens_kv": CU.long()}, ["needs int32", "int64 [3]", "Cast it"]),
     "cu_seqlens_count": ({"cu_seqlens_kv": int32(0, 6)}, ["int32 [b+1] with b=2"]),
     "seqused_count": ({"seqused_q": int32(1, 2, 3)}, ["seqused_q needs int32 [b]"]),
     "padded_offsets_dense": (

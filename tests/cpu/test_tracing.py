@@ -82,6 +82,13 @@ def test_trace_notes_launches_of_all_threads() -> None:
     assert set(trace.variants) == {variant(8 * n) for n in range(1, 21)}
 
 
+def test_save_of_nothing_makes_a_file_that_a_build_can_read(tmp_path: Path) -> None:
+    with attngen.trace() as trace:
+        pass
+    trace.save(tmp_path / "trace")
+    assert tracing.read(tmp_path / "trace") == []
+
+
 def test_save_adds_to_a_file_and_read_has_each_once(tmp_path: Path) -> None:
     with attngen.trace() as trace:
         use(8)
