@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import __version__
-from .cli_build import build
+from .cli_build import build, count_of
 from .cli_bundle import bundle, trace
 from .cli_measure import bench, tune_
 from .errors import AttngenError, SpecError
@@ -74,6 +74,8 @@ def list_(specs: Sequence[Path], coverage: bool) -> None:
     from .spec import load_all
 
     known = features.scan()
+    if coverage and specs:
+        raise click.UsageError("--coverage is of all features: leave the spec files out")
     if coverage:
         _print(list_coverage(known))
         return
@@ -82,7 +84,9 @@ def list_(specs: Sequence[Path], coverage: bool) -> None:
 
 @main.command()
 @click.argument("names", metavar="[NAME]...", nargs=-1)
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write a spec file.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write a spec file."
+)
 def specs(names: Sequence[str], output: Path | None) -> None:
     """Print or write the spec file of models' attention; without a name, list the models."""
     from . import presets
@@ -102,17 +106,28 @@ def specs(names: Sequence[str], output: Path | None) -> None:
 @one_name
 @click.option("--no-compile", is_flag=True, help="Stop after the source.")
 def explain(spec: Path, name: str | None, no_compile: bool) -> None:
-    """Print each stage's value, or every reason for refusal and the nearest legal spec."""
+    """Print each stage's value, or every reason for refusal and the nearest legal spec.
+
+    Exits with 1 where a spec has no kernel, once the others are explained.
+    """
     from .explain import explain as explain_spec
 
+    refused: list[str] = []
     for each in _select(spec, name):
-        _print(explain_spec(each, None, compiled=not no_compile))
+        try:
+            _print(explain_spec(each, None, compiled=not no_compile))
+        except SpecError as error:
+            refused += error.reasons
+    if refused:
+        raise SpecError(refused)
 
 
 @main.command()
 @one_spec_file
 @one_name
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write files here.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path, file_okay=False), help="Write files here."
+)
 def render(spec: Path, name: str | None, output: Path | None) -> None:
     """Print the CUDA source, or write a file a kernel."""
     from . import batch
@@ -174,8 +189,9 @@ def cache_ls() -> None:
 def cache_verify() -> None:
     """Check every entry against its digests; exit 1 where one is damaged."""
     if problems := _cache().verify(_source_sha256()):
-        raise AttngenError([f"{problem.path}: {problem.reason}" for problem in problems])
-    click.echo(f"{_kernels(len(_cache().entries()))}, all intact")
+        found = [f"{problem.path}: {problem.reason}" for problem in problems]
+        raise AttngenError([*found, "none of these is used: a kernel asked for compiles anew"])
+    click.echo(f"{count_of(len(_cache().entries()), 'kernel')}, all intact")
 
 
 @cache_group.command("prune")
@@ -188,13 +204,13 @@ def cache_prune(max_bytes: int | None, max_age_days: float | None) -> None:
     seconds = None if max_age_days is None else max_age_days * 86_400
     removed = _cache().prune(max_bytes=max_bytes, max_age_seconds=seconds)
     kilobytes = sum(entry.bytes for entry in removed) / 1000
-    click.echo(f"removed {_kernels(len(removed))}, {kilobytes:.0f} kB")
+    click.echo(f"removed {count_of(len(removed), 'kernel')}, {kilobytes:.0f} kB")
 
 
 @cache_group.command("clear")
 def cache_clear() -> None:
     """Remove every kernel."""
-    click.echo(f"removed {_kernels(_cache().clear())}")
+    click.echo(f"removed {count_of(_cache().clear(), 'kernel')}")
 
 
 def _cache() -> Cache:
@@ -222,10 +238,6 @@ def _select(path: Path, name: str | None) -> list[AttentionSpec]:
         known = ", ".join(spec.title for spec in specs)
         raise SpecError(f"{path} has no kernel named {name!r}; it has: {known}")
     return chosen
-
-
-def _kernels(count: int) -> str:
-    return "1 kernel" if count == 1 else f"{count} kernels"
 
 
 def _print(lines: Iterable[str]) -> None:

@@ -34,6 +34,11 @@ class Request:
     as_json: bool
 
 
+def count_of(number: int, noun: str) -> str:
+    """`1 kernel`, `2 kernels`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def _shard(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, int]:
     index, slash, count = value.partition("/")
     if not (slash and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
@@ -78,7 +83,12 @@ def takes_request(command: Callable[..., None]) -> Callable[..., None]:
 
 @click.command("build")
 @takes_request
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory; default: cache.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Directory; default: cache.",
+)
 def build(request: Request, output: Path | None) -> None:
     """Compile every kernel that the spec files name; no GPU is needed.
 

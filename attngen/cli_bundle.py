@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .cli_build import Request, build_all, takes_request
+from .cli_build import Request, build_all, count_of, takes_request
 from .errors import BundleError
 
 if TYPE_CHECKING:
@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 bundle_file = click.argument("bundle", metavar="FILE.attn", type=click.Path(path_type=Path))
 output_file = click.option(
-    "-o", "--output", required=True, type=click.Path(path_type=Path), help="The bundle to write."
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The bundle to write.",
 )
 
 
@@ -124,7 +128,14 @@ def merge(files: Sequence[Path], output: Path) -> None:
 @bundle_file
 @click.option("--name", required=True, help="The package's name, such as acme-attention-kernels.")
 @click.option("--version", default="0.1.0", show_default=True, help="The package's version.")
-@click.option("-o", "--output", default="dist", type=click.Path(path_type=Path), show_default=True)
+@click.option(
+    "-o",
+    "--output",
+    default="dist",
+    type=click.Path(path_type=Path, file_okay=False),
+    show_default=True,
+    help="Directory to write the wheel into.",
+)
 def wheel(bundle: Path, name: str, version: str, output: Path) -> None:
     """Wrap a bundle as a package: where pip installs it, calls find its kernels."""
     from .bundle_wheel import make_wheel
@@ -159,7 +170,7 @@ def trace(output: Path, command: Sequence[str]) -> None:
     output.touch()  # what launched nothing has a trace, too
     used = len(tracing.read(output))
     why = "" if used else ": no kernel of attngen was launched"
-    click.echo(f"{used} variants noted in {output}{why}", err=True)
+    click.echo(f"{count_of(used, 'variant')} noted in {output}{why}", err=True)
     raise SystemExit(done.returncode if done.returncode >= 0 else 128 - done.returncode)
 
 
@@ -184,7 +195,7 @@ def _tell(path: Path, as_json: bool) -> None:
 def _describe(found: Bundle) -> str:
     kernels = sum(len(program.kernels) for program in found.programs())
     return (
-        f"{found.path}: {len(found.problems)} variants, {kernels} kernels, "
+        f"{found.path}: {count_of(len(found.problems), 'variant')}, {count_of(kernels, 'kernel')}, "
         f"{found.bytes / 1000:.0f} kB, sha256 {found.sha256[:12]}"
     )
 

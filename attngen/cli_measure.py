@@ -63,7 +63,13 @@ _OPTIONS = (
         callback=_words,
         help="Only cases whose names fit one of these, as *d128* or b4-*-causal.",
     ),
-    click.option("--rounds", type=click.IntRange(min=1), default=9, show_default=True),
+    click.option(
+        "--rounds",
+        type=click.IntRange(min=1),
+        default=9,
+        show_default=True,
+        help="Measurements of each, in a shuffled order.",
+    ),
     click.option(
         "--budget-ms",
         type=click.FloatRange(min=0.1),
@@ -250,10 +256,28 @@ def _lengths(ctx: click.Context, param: click.Parameter, value: str) -> tuple[in
     show_default=True,
     help="Queries and keys of the sequences that are timed.",
 )
-@click.option("--window", type=click.IntRange(min=0), default=1024, show_default=True)
+@click.option(
+    "--window",
+    type=click.IntRange(min=0),
+    default=1024,
+    show_default=True,
+    help="Keys on each bounded side of a window.",
+)
 @click.option("--limit", type=click.IntRange(min=1), help="Only the first plans of a problem.")
-@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
-@click.option("--budget-ms", type=click.FloatRange(min=0.1), default=10.0, show_default=True)
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="Measurements of each plan.",
+)
+@click.option(
+    "--budget-ms",
+    type=click.FloatRange(min=0.1),
+    default=10.0,
+    show_default=True,
+    help="GPU time of one measurement.",
+)
 @click.option("-o", "--output", type=output_file, help="Default: the package's file of this chip.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a problem.")
 def tune_(

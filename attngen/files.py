@@ -71,7 +71,11 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
-        with open(aside, "x+b") as file:
+        try:
+            opened = open(aside, "x+b")
+        except OSError as error:  # by the name that the caller knows
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        with opened as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

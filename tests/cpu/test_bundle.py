@@ -138,6 +138,12 @@ def test_write_where_no_file_is_is_refused(target: str, tmp_path: Path) -> None:
     assert not Path("/dev/null").is_file() and not list(Path("/dev").glob(".null.*"))
 
 
+def test_write_that_is_not_possible_names_the_bundle() -> None:
+    with pytest.raises(OSError) as caught:
+        write(Path("/proc/x.attn"), A)
+    assert str(caught.value).endswith("'/proc/x.attn'")
+
+
 def test_write_through_a_link_keeps_the_link(path: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(path.name)
     write(tmp_path / "link", A)

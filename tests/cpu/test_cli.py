@@ -186,7 +186,8 @@ def test_list_spec_files_show_kernels_and_refusals(tmp_path: Path) -> None:
     result = run("list", GEMMA, write(tmp_path / "refused.toml", REFUSED))
     lines = result.stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["gemma3-local", "gemma3-global", "odd"]
-    assert "causal_window_d256_bf16" in lines[0] and "refused" in lines[2]
+    assert "causal_window_d256_bf16" in lines[0]
+    assert all(word in lines[2] for word in ("refused", "head_dim 260", "'spiral'"))
 
 
 def test_explain_legal_spec_prints_each_stage_in_turn() -> None:
@@ -208,6 +209,33 @@ def test_explain_refused_spec_ends_with_a_legal_one(tmp_path: Path) -> None:
     (nearest,) = load_specs(write(tmp_path / "nearest.toml", table))
     assert nearest.head_dim == 256 and nearest.name == "odd"
     assert resolve.find_violations(nearest, features.scan()) == []
+
+
+def test_explain_goes_on_after_a_refusal_and_exits_1(tmp_path: Path) -> None:
+    path = write(tmp_path / "three.toml", REFUSED + GOOD + REFUSED.replace("odd", "other"))
+    result = run("explain", path, "--no-compile")
+    assert result.exit_code == 1
+    assert "spec good" in result.stdout
+    assert "odd has no kernel" in result.stderr and "other has no kernel" in result.stderr
+
+
+def test_list_coverage_of_spec_files_is_a_usage_error() -> None:
+    assert run("list", "--coverage", GEMMA).exit_code == 2
+
+
+@pytest.mark.parametrize("command", [["build"], ["render"]])
+def test_output_directory_that_is_a_file_is_refused_before_anything_is_built(
+    command: list[str], tmp_path: Path
+) -> None:
+    result = run(*command, GEMMA, "-o", write(tmp_path / "file", ""))
+    assert result.exit_code == 2 and "is a file" in result.stderr and not result.stdout
+
+
+def test_bundle_in_the_place_of_a_directory_is_refused_before_anything_is_built(
+    tmp_path: Path,
+) -> None:
+    result = run("bundle", "build", GEMMA, "-o", tmp_path)
+    assert result.exit_code == 2 and "is a directory" in result.stderr and not result.stdout
 
 
 def test_explain_unknown_name_lists_the_names() -> None:

@@ -212,7 +212,7 @@ def test_trace_runs_the_command_and_hands_on_its_exit_code(tmp_path: Path) -> No
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 4 and f"1 variants noted in {output}" in done.stderr
+    assert done.returncode == 4 and f"1 variant noted in {output}" in done.stderr
     killed = subprocess.run([*command, "sh", "-c", "kill -9 $$"], cwd=ROOT, capture_output=True)
     assert killed.returncode == 128 + 9
 
