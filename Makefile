@@ -31,7 +31,7 @@ $(VENV)/.dev: $(VENV)/.run
 
 demo: $(VENV)/.run
 	$(PY) -m attngen bundle build $(SPEC) -o build/demo.attn
-	ATTNGEN_DISABLE_JIT=1 $(PY) examples/demo.py $(SPEC) build/demo.attn
+	ATTNGEN_DISABLE_JIT=1 PYTHONWARNINGS='ignore:Failed to initialize NumPy' $(PY) examples/demo.py $(SPEC) build/demo.attn
 
 test: $(VENV)/.dev
 	$(PY) -m pytest -n 2 --timeout 300 tests/cpu

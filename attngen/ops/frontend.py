@@ -139,32 +139,40 @@ def attention(
     """Scaled dot-product attention with any of attngen's masks, scores, softmaxes and layouts.
 
     q, k, v: tensors in `layout`, by default [b, s_q, h_q, d], [b, s_kv, h_kv, d] and
-    [b, s_kv, h_kv, d_v]; h_q a multiple of h_kv. window: keys visible before and after the
-    diagonal, −1 unbounded. softmax_scale defaults to 1/√d. cu_seqlens_*, seqused_*: int32 on the
-    device, never waited for; max_seqlen_* change nothing. A nested (jagged) [b, j, h, d] says them
-    itself where the layout has tokens (thd); the output of a nested q is nested. Of a paged layout
-    k and v are pages that page_table names; num_splits: parts in which each sequence's keys are
-    read, 1 to 128, None for as many as fill the chip. What each argument means is in
-    docs/semantics.md. schedule: shared by calls of equal lengths, which are then ordered once.
+    [b, s_kv, h_kv, d_v]; h_q a multiple of h_kv. mask: none, causal, padding, padding_causal (the
+    causal ones also with _bottom_right behind them) or arbitrary; attn_mask: bool, a broadcast of
+    [b, h_q, s_q, s_kv], True takes part. window: keys visible before and after the diagonal, −1
+    unbounded. softmax_scale defaults to 1/√d; softcap: 0 none. bias: of q's dtype, a broadcast as
+    attn_mask, with bias_type post_scale or pre_scale; alibi_slopes: float32 [h_q] or [b, h_q], or
+    True. softmax: vanilla, off_by_one, or learnable with sink, float32 [h_q]. rng_state: int64 [2],
+    drawn where dropout_p is above 0 and none is given. cu_seqlens_*: int32 [b + 1], seqused_*:
+    int32 [b], on the device, never waited for; max_seqlen_* change nothing. A nested (jagged) [b,
+    j, h, d] says them itself where the layout has tokens (thd); the output of a nested q is nested.
+    Of a paged layout k and v are pages that page_table names; num_splits: parts in which each
+    sequence's keys are read, 1 to 128, None for as many as fill the chip. What each argument means
+    is in docs/semantics.md. schedule: shared by calls of equal lengths, which are then ordered
+    once.
 
     FP8 (float8_e4m3fn, float8_e5m2) q, k and v take scales, float32 [1] on their device, which is
     never waited for: descale_q, descale_k and descale_v (or [b, h_kv]) give what a stored number
     stands for; scale_s and its reciprocal descale_s store the softmax's weights; scale_o stores
     the output, where out_dtype is FP8 too (default: bfloat16).
 
-    Gradients flow to q, k and v from the output and the LSE (16 bits; kernels refuse second and
-    forward-mode derivatives). deterministic: whether they have the same bits on every run; None
-    asks torch.are_deterministic_algorithms_enabled(). Under torch.autocast float32 operands are
-    cast to its dtype.
+    Gradients flow to q, k, v, bias and sink from the output and the LSE (16 bits; kernels refuse
+    second and forward-mode derivatives). deterministic: whether they have the same bits on every
+    run; None asks torch.are_deterministic_algorithms_enabled(). Under torch.autocast float32
+    operands are cast to its dtype.
 
     backend: `cuda` runs a compiled kernel or refuses; `reference` is the definition in plain
     PyTorch, on any device; `auto` takes the reference where the device or the variant has no
     kernel, and logs the reason once. Operands that kernels cannot read (FP8 and pages off multiples
     of 16 bytes) are refused, not computed some other way.
 
-    Returns the output in Q's format and dtype, or (output, AttentionAux) where `return_lse`,
-    `return_max_logit`, `return_amax` or dropout asks for by-products.
-    Raises: SpecError with every violation at once; CompileError, LaunchError.
+    Returns the output in Q's format, with V's head dim and Q's dtype (FP8: out_dtype), or (output,
+    AttentionAux) where `return_lse`, `return_max_logit`, `return_amax` or dropout asks for
+    by-products.
+    Raises: SpecError with every violation at once; CompileError, LaunchError; CacheError where
+    ATTNGEN_DISABLE_JIT is set and no kernel is found, BundleError where a bundle is damaged.
     """
     if q.is_nested or (k is not None and k.is_nested) or (v is not None and v.is_nested):
         return nested.attend(attention, dict(locals()))  # type: ignore[no-any-return]

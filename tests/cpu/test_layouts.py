@@ -113,3 +113,10 @@ def test_unpack_several_wrong_operands_reports_all():
 def test_size_named_axis_is_found_in_every_format(fmt):
     shape = packed_shape(fmt)
     assert {axis: layouts.size(shape, fmt, axis) for axis in fmt} == {a: SIZES[a] for a in fmt}
+
+
+def test_semantics_page_names_every_layout_of_dense_and_packed_operands():
+    page = (Path(__file__).parents[2] / "docs" / "semantics.md").read_text()
+    for name in layouts.NAMES:
+        short = name.split("_")[0] if len({*name.split("_")}) == 1 else name
+        assert layouts.parse(name).paged or f"`{short}`" in page, name
