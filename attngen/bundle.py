@@ -108,8 +108,9 @@ def member_of(cubin_sha256: str) -> str:
 class Bundle:
     """A bundle on disk whose bytes were checked when it was opened.
 
-    It stays open: whoever puts another file in its place leaves this one as it is. sha256: of the
-    whole, hex. problems: what it has kernels for, with the titles of the specs.
+    It stays open: whoever puts another file in its place leaves this one as it is. bytes: of the
+    file. sha256: of all but the last 64 of them, which have it, hex. problems: what it has kernels
+    for, with the titles of the specs.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

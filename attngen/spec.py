@@ -39,6 +39,18 @@ DECODE_ROWS = 64  # of a tile of the kernels that split keys: queries times the 
 SHORT_HEAD_DIM = 128  # up to which a forward has tiles of 64 queries, two at once on an SM
 
 
+# The arguments of `attngen.attention` beside q, k and v, which this module cannot ask for them.
+CALL_ARGUMENTS = (
+    *("layout", "mask", "window", "bottom_right", "attn_mask", "softmax_scale", "softcap"),
+    *("bias", "bias_type", "alibi_slopes", "softmax", "sink", "dropout_p", "rng_state"),
+    *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
+    *("max_seqlen_q", "max_seqlen_kv", "seqused_q", "seqused_kv", "page_table", "num_splits"),
+    *("schedule", "score_mod", "mask_mod", "block_mask", "descale_q", "descale_k", "descale_v"),
+    *("scale_s", "descale_s", "scale_o", "out_dtype", "deterministic", "return_lse"),
+    *("return_max_logit", "return_amax", "backend"),
+)
+
+
 @dataclass(frozen=True)
 class AttentionSpec:
     """One attention variant, in the terms of the main call; features that a call gives values
@@ -47,11 +59,11 @@ class AttentionSpec:
     `head_dim_v`, `kv_dtype` and `out_dtype` default to their counterparts of Q, the latter to bf16
     where Q is FP8 (e4m3, e5m2), which K and V may be beside 16 bits, too; `out_dtype` "fp32" asks
     for the float32 partial output that split computations combine. `seqused` says that sequences of
-    a dense format have lengths of their own,
-    as a padding mask does; `decode` that there are few queries a sequence, so that the kernel
-    splits the keys, as it does with pages; `gather` that rows or addresses of operands are no
-    multiples of 16 bytes, or their last axis is not contiguous, so that threads copy what the copy
-    engine cannot. Of head dims that are no multiples of 8 the same is true without saying.
+    a dense format have lengths of their own, as a padding mask does; `decode` that there are few
+    queries a sequence, so that the kernel splits the keys; `gather` that rows or addresses of
+    operands are no multiples of 16 bytes, or their last axis is not contiguous, so that threads
+    copy what the copy engine cannot. Of head dims that are no multiples of 8 the same is true
+    without saying. `attngen list` prints what fields may hold, docs/specs.md what each means.
     """
 
     head_dim: int
@@ -109,8 +121,11 @@ class AttentionSpec:
         """The spec that `attngen.attention(q, k, v, **arguments)` needs.
 
         q, k, v: tensors (anything with `dtype` and `shape`) in the call's layout.
-        Raises: SpecError where the layout is unknown or does not fit the tensors.
+        Raises: SpecError where the layout is unknown or does not fit the tensors, and where
+        `attention` has no argument of a name.
         """
+        if unknown := [name for name in arguments if name not in CALL_ARGUMENTS]:
+            raise SpecError([f"attention has no argument {name!r}" for name in unknown])
         layout = arguments.get("layout", "bshd")
         parsed = layouts.parse(layout)
         layouts.check_operands(parsed, q, k, v)
