@@ -14,7 +14,7 @@ from tools import sweep
 SPECS = sorted((Path(__file__).resolve().parents[2] / "examples" / "specs").glob("*.toml"))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_curated_every_kernel_is_a_fast_one(tmp_path: Path) -> None:
     jobs, refused = batch.jobs_of([spec for path in SPECS for spec in load_specs(path)], None)
     assert jobs and not refused
