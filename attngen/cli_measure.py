@@ -24,6 +24,7 @@ def _words(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
     return words
 
 
+_Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 output_file = click.Path(path_type=Path, dir_okay=False, writable=True)
 
 
@@ -32,7 +33,7 @@ def bench() -> None:
     """Time attngen's kernels beside public ones, and draw the figures."""
 
 
-def _measures(peers: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def _measures(peers: str) -> _Decorator:
     """The options of every benchmark; peers: whom it times where none are named."""
 
     def add(command: Callable[..., None]) -> Callable[..., None]:
@@ -51,6 +52,16 @@ def _measures(peers: str) -> Callable[[Callable[..., None]], Callable[..., None]
     return add
 
 
+def _takes_rounds(default: int, text: str) -> _Decorator:
+    least_one = click.IntRange(min=1)
+    return click.option("--rounds", type=least_one, default=default, show_default=True, help=text)
+
+
+def _takes_budget(default: float, text: str) -> _Decorator:
+    some = click.FloatRange(min=0.1)
+    return click.option("--budget-ms", type=some, default=default, show_default=True, help=text)
+
+
 _EPILOG = (
     "FlashAttention-3 is found as flash_attn_interface, inside xformers, or as the library "
     "with the flash_attn_3 operators that ATTNGEN_FA3_LIBRARY names."
@@ -63,20 +74,8 @@ _OPTIONS = (
         callback=_words,
         help="Only cases whose names fit one of these, as *d128* or b4-*-causal.",
     ),
-    click.option(
-        "--rounds",
-        type=click.IntRange(min=1),
-        default=9,
-        show_default=True,
-        help="Measurements of each, in a shuffled order.",
-    ),
-    click.option(
-        "--budget-ms",
-        type=click.FloatRange(min=0.1),
-        default=25.0,
-        show_default=True,
-        help="GPU time of one measurement in a round.",
-    ),
+    _takes_rounds(9, "Measurements of each, in a shuffled order."),
+    _takes_budget(25.0, "GPU time of one measurement in a round."),
     click.option("--json", "json_file", type=output_file, help="Write the report here."),
     click.option("--plot", "plot_file", type=output_file, help="Draw it here: .png, .svg, .pdf …"),
 )
@@ -264,20 +263,8 @@ def _lengths(ctx: click.Context, param: click.Parameter, value: str) -> tuple[in
     help="Keys on each bounded side of a window.",
 )
 @click.option("--limit", type=click.IntRange(min=1), help="Only the first plans of a problem.")
-@click.option(
-    "--rounds",
-    type=click.IntRange(min=1),
-    default=5,
-    show_default=True,
-    help="Measurements of each plan.",
-)
-@click.option(
-    "--budget-ms",
-    type=click.FloatRange(min=0.1),
-    default=10.0,
-    show_default=True,
-    help="GPU time of one measurement.",
-)
+@_takes_rounds(5, "Measurements of each plan.")
+@_takes_budget(10.0, "GPU time of one measurement.")
 @click.option("-o", "--output", type=output_file, help="Default: the package's file of this chip.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a problem.")
 def tune_(

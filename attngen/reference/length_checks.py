@@ -95,14 +95,12 @@ def _paging_violations(call: AttentionCall, operands: Operands) -> Iterator[str]
                 f"Use layout='paged_kv_…', or leave it out."
             )
         return
-    if len(tables) != 2 or not all(
-        t.dtype == torch.int32 and t.ndim == 2 and t.shape[0] == operands.batch for t in tables
-    ):
+    fit = len(tables) == 2 and all(t.ndim == 2 and t.shape[0] == operands.batch for t in tables)
+    if not fit or any(t.dtype != torch.int32 for t in tables):
         got = ", ".join(map(shape_of, dict.fromkeys(tables))) or "None"
-        cast = all(t.ndim == 2 and t.shape[0] == operands.batch for t in tables) and tables
         yield (
             f"layout={name!r} needs page_table int32 [b={operands.batch}, max_pages], one or "
-            f"(for K, for V); got {got}. {'Cast it to torch.int32.' if cast else 'Pass it.'}"
+            f"(for K, for V); got {got}. {'Cast it to torch.int32.' if fit else 'Pass it.'}"
         )
     if call.seqused_kv is None or call.cu_seqlens_kv is not None:
         yield (
