@@ -183,9 +183,10 @@ def _text_line(outcome: Outcome) -> str:
         return f"FAILED {outcome.job.name} {outcome.job.arch}  {titles}"
     binary = outcome.binary
     how = "cached" if outcome.cached else f"compiled in {outcome.seconds:.2f} s"
+    slow = f", {spills}" if (spills := binary.resources.in_local_memory) else ""
     return (
         f"{binary.kernel.entry}  {how}, {binary.resources.registers} registers, "
-        f"{binary.resources.cubin_bytes / 1000:.0f} kB  {titles}"
+        f"{binary.resources.cubin_bytes / 1000:.0f} kB{slow}  {titles}"
     )
 
 

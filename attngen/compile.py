@@ -1,7 +1,7 @@
 """Compile: from CUDA source to a cubin with NVRTC, with no driver, no nvcc and no include path.
 
-Kernels that would be slow or wrong do not leave this module: spills, serialised wgmma and ignored
-setmaxnreg are errors.
+Kernels that would be slow or wrong do not leave this module: a serialised wgmma and an ignored
+setmaxnreg are errors. A spill is a warning.
 """
 
 from __future__ import annotations
@@ -52,8 +52,11 @@ def compile_source(
     extra = ("--no-cache",) if bypass_nvrtc_cache else ()
     done = run_nvrtc(source.text, f"{source.kernel.entry}.cu", arch, extra)
     resources = read_resources(done.log, len(done.cubin))
-    if defects := find_defects(done.log, resources):
+    if defects := find_defects(done.log):
         raise CompileError([f"{source.kernel.entry}: {defect}" for defect in defects])
+    if resources.in_local_memory:
+        log.warning("%s: %s; right, but slower than it could be",
+                    source.kernel.entry, resources.in_local_memory)  # fmt: skip
     binary = Binary(
         schema=SCHEMA_VERSION,
         arch=arch,
@@ -121,18 +124,13 @@ def read_resources(report: str, cubin_bytes: int) -> Resources:
     )
 
 
-def find_defects(report: str, resources: Resources) -> list[str]:
-    """Why the kernel must not ship: each advisory of ptxas that means a slow kernel."""
-    defects = [
+def find_defects(report: str) -> list[str]:
+    """Why the kernel must not ship: each advisory of ptxas that means a far slower kernel."""
+    return [
         line.strip()
         for line in report.splitlines()
         if any(advisory in line for advisory in FATAL_ADVISORIES)
     ]
-    if resources.spill_bytes or resources.stack_bytes:
-        defects.append(
-            f"{resources.spill_bytes} bytes of spills, {resources.stack_bytes} bytes of stack"
-        )
-    return defects
 
 
 class _Heartbeat:

@@ -133,6 +133,13 @@ class Resources:
     stack_bytes: int
     cubin_bytes: int
 
+    @property
+    def in_local_memory(self) -> str:
+        """What a thread keeps there for want of registers; empty where that is nothing."""
+        if not (self.spill_bytes or self.stack_bytes):
+            return ""
+        return f"{self.spill_bytes} bytes of spills, {self.stack_bytes} bytes of stack"
+
 
 @dataclass(frozen=True)
 class Binary:

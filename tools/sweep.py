@@ -89,6 +89,8 @@ def check(problem: Problem, arch: str = "sm_90a") -> list[str]:
         except AttngenError as error:
             found.append(str(error))
             continue
+        if spills := binary.resources.in_local_memory:
+            found.append(f"{binary.kernel.entry}: {spills}")
         if (size := packed_bytes(cubin)) > MOST_BYTES:
             found.append(f"{binary.kernel.entry}: {size} bytes in a bundle")
     return found

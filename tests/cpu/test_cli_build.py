@@ -8,7 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -64,6 +66,20 @@ def test_build_kernels_are_those_of_the_cache(gemma: Path, cache_dir: Path) -> N
 
 def test_build_kernel_in_a_bundle_has_at_most_100_kB(gemma: Path) -> None:
     assert gemma.stat().st_size / 2 <= 100_000
+
+
+def test_build_says_of_a_kernel_what_it_keeps_in_local_memory(monkeypatch) -> None:
+    run_jobs = batch.run
+
+    def spilling(*given: Any) -> Iterator[batch.Outcome]:
+        for outcome in run_jobs(*given):
+            resources = dataclasses.replace(outcome.binary.resources, spill_bytes=8, stack_bytes=16)
+            binary = dataclasses.replace(outcome.binary, resources=resources)
+            yield dataclasses.replace(outcome, binary=binary)
+
+    assert "spills" not in run("build", GEMMA).stdout
+    monkeypatch.setattr(batch, "run", spilling)
+    assert run("build", GEMMA).stdout.count("8 bytes of spills, 16 bytes of stack") == 2
 
 
 def test_build_one_refused_writes_no_bundle_and_lists_it_last(tmp_path: Path) -> None:
