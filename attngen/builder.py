@@ -12,7 +12,7 @@ from .arch.sm90_decode import CombinePlan, DecodePlan
 from .arch.sm90_mask import MaskPlan
 from .arch.sm90_varlen import VarlenPlan
 from .cache import Cache
-from .errors import AttngenError, CacheError, CompilerMissing
+from .errors import CacheError, CompilerMissing
 from .plan import KernelPlan, plans, plans_of_call
 from .problem import Problem
 from .program import Binary
@@ -20,9 +20,6 @@ from .spec import AttentionSpec
 
 if TYPE_CHECKING:
     from .render import Source
-
-
-_COMPILING_NEEDS = "compiling needs {}, which is not installed: pip install 'attngen[compile]'"
 
 
 @dataclass(frozen=True)
@@ -104,15 +101,9 @@ def build_plan(
             from . import compile as compiler  # only a miss needs the compiler and the templates
 
             source = render_problem(problem, chosen)
-            return compiler.compile_source(source, problem, arch)
-        except AttngenError:
-            raise
         except ModuleNotFoundError as error:
-            raise CompilerMissing(_COMPILING_NEEDS.format(error.name)) from error
-        except RuntimeError as error:
-            if type(error).__name__ != "DynamicLibNotFoundError":  # of the bindings' loader
-                raise
-            raise CompilerMissing(_COMPILING_NEEDS.format("NVRTC")) from error
+            raise CompilerMissing(str(error.name)) from error
+        return compiler.compile_source(source, problem, arch)
 
     entry = store.get_or_build(key, compile_now)
     return Built(problem, chosen, entry.binary, entry.cubin, entry.hit)

@@ -6,6 +6,7 @@ setmaxnreg are errors. A spill is a warning.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import re
@@ -14,7 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .errors import CompileError
+from .errors import CompileError, CompilerMissing
 from .files import headers
 from .problem import Problem
 from .program import SCHEMA_VERSION, Binary, Resources
@@ -164,11 +165,15 @@ class _Heartbeat:
         self._schedule()
 
 
+@functools.cache
 def _nvrtc() -> Any:
+    """The bindings, whose library has been found."""
     try:
         from cuda.bindings import nvrtc
-    except ImportError as error:
-        raise CompileError(f"compiling needs NVRTC: {error}; install attngen[compile]") from error
+
+        nvrtc.nvrtcVersion()  # the bindings look for the library when it is first called
+    except (ImportError, RuntimeError) as error:
+        raise CompilerMissing("NVRTC") from error
     return nvrtc
 
 

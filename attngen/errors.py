@@ -26,7 +26,12 @@ class CompileError(AttngenError, RuntimeError):
 
 
 class CompilerMissing(CompileError):
-    """What compiles is not installed here (the extra `compile`)."""
+    """What compiles, Jinja or NVRTC, is not installed here (the extra `compile`)."""
+
+    def __init__(self, missing: str) -> None:
+        super().__init__(
+            f"compiling needs {missing}, which is not installed: pip install 'attngen[compile]'"
+        )
 
 
 class CacheError(AttngenError, RuntimeError):

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from attngen import batch, features, resolve
+from attngen import compile as compiler
 from attngen.cache import Cache
 from attngen.cli import main
 from attngen.explain import to_toml
@@ -305,10 +306,11 @@ class DynamicLibNotFoundError(RuntimeError):
 def test_command_without_nvrtc_says_once_how_to_get_it(
     command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail() -> None:
         raise DynamicLibNotFoundError('Failure finding "libnvrtc.so.13"')
 
-    monkeypatch.setattr("attngen.compile.compile_source", fail)
+    monkeypatch.setattr("cuda.bindings.nvrtc.nvrtcVersion", fail)
+    monkeypatch.setattr(compiler, "_nvrtc", compiler._nvrtc.__wrapped__)  # without its memory
     result = run(*command, GEMMA)
     assert result.exit_code == 1
     assert result.stderr.count("NVRTC") == result.stderr.count("attngen[compile]") == 1
