@@ -337,8 +337,15 @@ def _product(table: dict[str, Any]) -> Iterator[dict[str, Any]]:
         chosen = dict(zip(axes, choice, strict=True))
         fields = {**fixed, **chosen}
         if axes and isinstance(fields.get("name"), str):
-            fields["name"] = "-".join([fields["name"], *(str(value) for value in choice)])
+            fields["name"] = "-".join([fields["name"], *itertools.starmap(_say, chosen.items())])
         yield fields
+
+
+def _say(field: str, value: Any) -> str:
+    """A value in a product's name: a switch by its field's."""
+    if isinstance(value, bool):
+        return field if value else f"no_{field}"
+    return str(value)
 
 
 def _axes(table: dict[str, Any]) -> dict[str, list[Any]]:

@@ -63,7 +63,7 @@ def page_numbers(size: int) -> tuple[int, int, int]:
 def check_splits(num_splits: Any) -> None:
     """Raises: SpecError where this is no number of parts for a call's keys."""
     number = isinstance(num_splits, int) and not isinstance(num_splits, bool)
-    if num_splits is not None and not (number and 0 <= num_splits <= MAX_SPLITS):
+    if num_splits is not None and not (number and 1 <= num_splits <= MAX_SPLITS):
         raise SpecError(
             f"num_splits={num_splits!r} is no number of parts; pass 1 to {MAX_SPLITS}, or None for "
             "as many as fill the chip"
@@ -81,7 +81,7 @@ def violations(
     served: whether the kernels that split keys take the call.
     """
     try:
-        check_splits(arguments.num_splits)
+        check_splits(arguments.num_splits or None)
     except SpecError as error:
         yield from error.reasons
     if arguments.num_splits > 1 and not served:

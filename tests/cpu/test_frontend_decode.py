@@ -121,7 +121,7 @@ def test_settled_paged_call_vouches_for_no_list_of_one_table(on_reference):
         attngen.attention(**{**given, "page_table": [given["page_table"]]}, backend="cuda")
 
 
-@pytest.mark.parametrize("splits", [-1, 129, 1 << 40, 2.0, True, "2"])
+@pytest.mark.parametrize("splits", [-1, 0, 129, 1 << 40, 2.0, True, "2"])
 @pytest.mark.parametrize("backend", ["cuda", "reference"])
 def test_call_with_no_number_of_splits_is_refused(on_reference, splits, backend):
     with pytest.raises(SpecError, match="num_splits"):

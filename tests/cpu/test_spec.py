@@ -56,6 +56,11 @@ def test_load_specs_lists_are_products_with_names_that_differ(tmp_path: Path) ->
     assert [spec.name for spec in specs] == names
 
 
+def test_load_specs_product_of_a_switch_is_named_by_it(tmp_path: Path) -> None:
+    specs = load(tmp_path, '[[kernel]]\nname = "k"\nhead_dim = 64\nsoftcap = [true, false]\n')
+    assert [spec.name for spec in specs] == ["k-softcap", "k-no_softcap"]
+
+
 def test_load_specs_list_in_defaults_is_a_product_too(tmp_path: Path) -> None:
     specs = load(tmp_path, '[defaults]\ndtype = ["bf16", "fp16"]\n[[kernel]]\nhead_dim = 64\n')
     assert [spec.dtype for spec in specs] == ["bf16", "fp16"]
