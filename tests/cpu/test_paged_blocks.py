@@ -169,3 +169,25 @@ def test_paged_block_brings_every_key_once_and_promises_its_bytes(library, shape
             number, place = np.divmod(block * block_keys + key_of[at], size)
             wanted = table[2, np.minimum(number, width - 1)] * page_stride + place * row_stride
             assert (found == 2 * (wanted + HEAD * head_stride + 64 * box_of[at])).all()
+
+
+@pytest.mark.parametrize("size", [1, 16, 100])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_paged_block_has_the_bytes_it_promises_whether_pages_exist_or_not(library, shape, size):
+    """The copy engine writes zeros for those; a block that lacked bytes would be waited for."""
+    block_keys, d = shape
+    width = -(-700 // size)
+    load = getattr(library, f"load_{block_keys}_{d}")
+    out = np.zeros(1 + 6 * 4 * (block_keys * -(-d // 64) + 64), np.int32)
+    found = []
+    for page in (0, -1, 1 << 30):
+        table = np.full((3, width), page, np.int32)
+        fetch = PageFetch(table.ctypes.data, width, *page_numbers(size))
+        for head_boxes in (0, 2):
+            pointer = out.ctypes.data_as(ctypes.c_void_p)
+            count = load(ctypes.byref(fetch), head_boxes, 650, 650 // block_keys, pointer)
+            pages = out[6 : 1 + 6 * count : 6]
+            assert len(pages) == count and (pages == page).all()
+            found.append((page, head_boxes, count, out[0]))
+    by_page = [[each[1:] for each in found if each[0] == page] for page in (0, -1, 1 << 30)]
+    assert by_page[0] == by_page[1] == by_page[2]

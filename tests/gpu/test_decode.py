@@ -235,6 +235,24 @@ def test_decode_dense_lengths_on_the_device_are_right():
     oracle.check_call(q, k, v, seqused_kv=lengths, mask="padding_causal_bottom_right")
 
 
+@pytest.mark.parametrize("s_q", [1, 200], ids=["split keys", "prompt"])
+@pytest.mark.parametrize("page", [16, 64, 100])
+def test_decode_pages_that_do_not_exist_are_read_as_zeros(page, s_q):
+    """And are not waited for."""
+    pages, q = cache([900, 500], 2, 128, page), queries(2, s_q, 8, 128)
+    k, v = (torch.cat([x, torch.zeros_like(x[:1])]) for x in (pages.k, pages.v))
+    found = []
+    for below, above in ((-1, 1 << 30), (len(k) - 1, len(k) - 1)):
+        table = pages.table.clone()
+        table[0, 1], table[1, 0] = below, above
+        out = attngen.attention(
+            q, k, v, layout=PAGED, mask="causal_bottom_right", page_table=table,
+            seqused_kv=pages.lengths, backend="cuda",
+        )  # fmt: skip
+        found.append(out)
+    assert torch.equal(*found) and found[0].isfinite().all()
+
+
 @pytest.mark.parametrize("splits", [1, 4])
 def test_decode_result_does_not_depend_on_the_batch(splits):
     """With a given number of splits, bit for bit."""

@@ -8,8 +8,8 @@
 
 namespace attngen {
 
-// Where a lane's copy of a block comes from: a page, none where it has nothing to copy, and its row
-// there.
+// Where a lane's copy of a block comes from: a page, which need not exist (it reads as zeros then),
+// and its row there, below 0 where the lane has nothing to copy.
 struct PagedBox {
   int page;
   int row;
@@ -97,11 +97,11 @@ class PagedBlocks {
     const int position = block * kBlock + within;
     const int place = fetch_.place(position);
     const bool there = within < kBlock && static_cast<u32>(position) < static_cast<u32>(kv_len_);
-    return {there ? pages_[place] : -1, position - place * fetch_.page_size};
+    return {there ? pages_[place] : 0, there ? position - place * fetch_.page_size : -1};
   }
   ATTNGEN_DEVICE void copy(const PagedBox& at, int i, u32 row, u32 tile, u32 full,
                            u64 policy) const {
-    if (at.page < 0) return;
+    if (at.row < 0) return;
     const int box = i % copies();
     const u32 to = tile + row / 8 * kGroupBytes + row % 8 * 128 + box * kBoxBytes;
     tma_load(to, map_, full, box * kColumns, at.row, head_, at.page, policy);
