@@ -284,22 +284,28 @@ struct Scheduler {
     slot->block_end = blocks.end;
   }
 
+  // Each tile draws one number, each CTA one more; whoever draws the last leaves the counter at zero.
+  // Tiles wait for those before them, so a CTA draws its first one, too: those before it are then those of CTAs
+  // that run. By its own number one that waits for an SM, which another kernel has, would hold up all others.
+  ATTNGEN_DEVICE int draw(int tiles) const {
+    int* counter = static_cast<int*>(p.tile_counter);
+    const int drawn = atomicAdd(counter, 1);
+    if (drawn == tiles + static_cast<int>(gridDim.x) - 1) atomicExch(counter, 0);
+    return drawn;
+  }
+
   // `load(job)` fetches the tile once its place is free.
   template <class Loader>
   ATTNGEN_DEVICE void run(Loader load) const {
     u32 parity = 1;
-    int index = blockIdx.x;
+    int index = draw(p.tiles);
     while (index < p.tiles) {
       publish(index);
       mbarrier_arrive(smem + kJobFull);
       load(*slot);
       parity ^= 1;
       mbarrier_wait(smem + kJobEmpty, parity);
-      // Each tile draws one number; whoever draws the last leaves the counter at zero.
-      int* counter = static_cast<int*>(p.tile_counter);
-      const int drawn = atomicAdd(counter, 1);
-      if (drawn == p.tiles - 1) atomicExch(counter, 0);
-      index = drawn + gridDim.x;
+      index = draw(p.tiles);
     }
     slot->tile = -1;
     mbarrier_arrive(smem + kJobFull);

@@ -255,6 +255,14 @@ struct Scheduler {
     slot->block_end = blocks.end;
   }
 
+  // Each tile draws one number; whoever draws the last leaves the counter at zero.
+  ATTNGEN_DEVICE int draw(int tiles) const {
+    int* counter = static_cast<int*>(p.tile_counter);
+    const int drawn = atomicAdd(counter, 1);
+    if (drawn == tiles - 1) atomicExch(counter, 0);
+    return drawn + gridDim.x;
+  }
+
   // `load(job)` fetches the tile once its place is free.
   template <class Loader>
   ATTNGEN_DEVICE void run(Loader load) const {
@@ -266,11 +274,7 @@ struct Scheduler {
       load(*slot);
       parity ^= 1;
       mbarrier_wait(smem + kJobEmpty, parity);
-      // Each tile draws one number; whoever draws the last leaves the counter at zero.
-      int* counter = static_cast<int*>(p.tile_counter);
-      const int drawn = atomicAdd(counter, 1);
-      if (drawn == p.tiles - 1) atomicExch(counter, 0);
-      index = drawn + gridDim.x;
+      index = draw(p.tiles);
     }
     slot->tile = -1;
     mbarrier_arrive(smem + kJobFull);

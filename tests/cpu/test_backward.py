@@ -192,6 +192,16 @@ def test_deterministic_fused_plan_differs_in_its_wide_groups_alone(head_dim, mak
         assert family == ("sm90_bwd_dkv" if head_dim == 64 else "sm90_bwd")
 
 
+@pytest.mark.parametrize("named", [{}, {"deterministic": True}], ids=str)
+def test_ctas_draw_even_their_first_tiles_where_others_wait_for_these(named, make_backward) -> None:
+    """Else all wait for a CTA that may itself wait for an SM which another kernel has."""
+    for sequence in ("dense", "packed"):
+        problem = make_backward(128, **named)
+        problem = dataclasses.replace(problem, q_seq=sequence, kv_seq=sequence)
+        main = next(each for each in plans(problem, ARCH) if each.family == "sm90_bwd")
+        assert ("blockIdx" in render_problem(problem, main).text) == (not named)
+
+
 def test_deterministic_split_kernels_are_those_of_any_order(make_backward) -> None:
     """They add nothing to dQ from several tiles: only their names tell them apart."""
     problem = make_backward(256)

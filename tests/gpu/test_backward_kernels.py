@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from cuda.bindings import driver
 from torch import Tensor
 
+import attngen
+from attngen.compile import run_nvrtc
+from attngen.load import checked, multiprocessors
 from attngen.problem import Problem
 
 from . import gradients, oracle
@@ -17,6 +23,19 @@ from .cases import DTYPES
 
 pytestmark = pytest.mark.gpu
 WINDOW = (100, 30)
+# CTAs beside which an SM has no room for one of a backward, until somebody says so, or 4 s at most.
+HOLD = """
+extern "C" __global__ void hold(const volatile int* released) {
+  __shared__ volatile char room[48 << 10];
+  room[threadIdx.x] = 0;
+  long long start, now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+  do {
+    __nanosleep(1000);
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  } while (!*released && now - start < 4000000000);
+}
+"""
 
 
 @dataclass(frozen=True)
@@ -191,3 +210,36 @@ def test_backward_far_apart_scores_stay_finite(kernels):
     case.backward.tensors["o"].copy_(out)
     case.lse.copy_(lse)
     gradients.check(case.run(), case.operands, None, **arguments)
+
+
+@pytest.mark.parametrize("named", [{}, {"window": (2047, 0)}], ids=str)
+def test_backward_in_an_order_waits_for_no_cta_without_an_sm(named):
+    """Another kernel has half of the SMs: what runs of a backward does all of its work."""
+    module = checked("module", driver.cuModuleLoadData(run_nvrtc(HOLD, "hold.cu", "sm_90a").cubin))
+    hold = checked("kernel", driver.cuModuleGetFunction(module, b"hold"))
+    released = torch.zeros(1, dtype=torch.int32).pin_memory()
+    argument = ((released.data_ptr(),), (ctypes.c_void_p,))
+    ctas = multiprocessors(torch.cuda.current_device()) // 2
+    holding, done = torch.cuda.Stream(), torch.cuda.Event()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        q, k, v = (x.requires_grad_() for x in oracle.operands(1, 8, 8, 4096, 4096, 128))
+        d_o = oracle.randn(*q.shape, seed=1)
+        out = attngen.attention(q, k, v, mask="causal", deterministic=True, backend="cuda", **named)
+
+        def call():
+            return torch.autograd.grad(out, (q, k, v), d_o, retain_graph=True)
+
+        found, wanted = call(), call()
+        del found  # leaves memory for the next ones
+        torch.cuda.synchronize()
+        stream = holding.cuda_stream
+        checked("hold", driver.cuLaunchKernel(hold, ctas, 1, 1, 32, 1, 1, 0, stream, argument, 0))
+        found = call()
+        done.record()
+    limit = time.monotonic() + 2
+    while not done.query() and time.monotonic() < limit:
+        time.sleep(0.01)
+    finished = done.query()
+    released.fill_(1)
+    torch.cuda.synchronize()
+    assert finished and oracle.same(found, wanted)
