@@ -64,6 +64,11 @@ extern "C" void softcap(float cap, int n, const float* x, float* y, float* grad,
   }
 }
 extern "C" float limit(float cap) { return SoftcapScore{cap, 1.f / cap}.small_limit(); }
+extern "C" float small(float cap, float unit, int n, const float* x, float* y) {
+  const SoftcapScore score = {cap, 1.f / cap};
+  for (int i = 0; i < n; ++i) y[i] = x[i] * score.small_factor(x[i], unit);
+  return score.small_limit();
+}
 extern "C" float low(float cap, float unit, int n, const float* x, float* y) {
   const SoftcapScore::Low low = SoftcapScore{cap, 1.f / cap}.low(unit);
   for (int i = 0; i < n; ++i) y[i] = x[i] * low.factor(x[i]);
@@ -145,6 +150,24 @@ def test_softcap_is_the_tanh_its_derivative_and_its_polynomial(compile_cpp, cap)
     error = np.abs(small - cap * tanh)[near]
     assert (error <= 1.8e-5 * np.abs(cap * tanh)[near]).all() and near.sum() > 300
     np.testing.assert_allclose(scaled[near], 3 * small[near], rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 6e-5, 4e-5, 1e-9])
+def test_softcap_of_small_scores_is_close_at_every_scale(compile_cpp, scale) -> None:
+    """A cap of 50 in units that float32 holds coefficients of, or not: no score is small then."""
+    code = library(compile_cpp, SOFTCAP, ("score", "softcap"))
+    code.small.restype = code.low.restype = ctypes.c_float
+    x = np.linspace(-40 / scale, 40 / scale, 4001).astype(np.float32)
+    y = np.empty_like(x)
+    arguments = (
+        ctypes.c_float(50 / scale), ctypes.c_float(scale), len(x), pointer(x), pointer(y)
+    )  # fmt: skip
+    limit = code.small(*arguments)
+    wanted = 50 * np.tanh(x.astype(np.float64) * scale / 50)
+    assert limit == (pytest.approx(40 / scale) if scale > 5e-5 else 0)
+    if limit:
+        assert (np.abs(y - wanted) <= 2e-5 * np.abs(wanted)).all()
+    assert code.low(*arguments) == (pytest.approx(22.5 / scale) if limit else 0)
 
 
 @pytest.mark.parametrize("unit", [1.4426950408889634, 0.1275])
