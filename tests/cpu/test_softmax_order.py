@@ -57,6 +57,13 @@ def test_order_beside_the_largest_score_is_that_without_it(head_dim: int) -> Non
     assert asked == order_of(head_dim, mask="causal")
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_order_beside_a_softcap_is_as_lazy_as_float16_allows(head_dim: int) -> None:
+    capped = order_of(head_dim, dtype="fp16", softcap=True)
+    assert capped.lazy_rescale_log2 > order_of(head_dim, dtype="fp16").lazy_rescale_log2
+    assert 2.0**capped.lazy_rescale_log2 <= 65504 / 2
+
+
 def test_order_beside_random_words_alone_is_lazy_and_ahead() -> None:
     assert order_of(128, mask="causal", dropout=True) == order_of(128, mask="causal")
 
