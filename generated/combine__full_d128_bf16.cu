@@ -1,4 +1,4 @@
-// combine__full_d128_bf16__a10d08
+// combine__full_d128_bf16__1d6da8
 // Rendered by attngen from kernels/combine.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -48,13 +48,17 @@ static_assert(sizeof(Params) == 80, "packed by the host");
 
 // Grid: rows, which are a batch's heads, and a head's queries together.
 extern "C" __global__ void __launch_bounds__(128)
-combine__full_d128_bf16__a10d08(const __grid_constant__ attngen::Params p) {
+combine__full_d128_bf16__1d6da8(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int row = blockIdx.x;
-  __shared__ float weights[kMaxSplits];
-  __shared__ float2 sums[kWarps][kPairs * 32];
+  // Not of a fixed size: CTAs ask for more, so that SMs have equal numbers of them.
+  extern __shared__ __align__(16) unsigned char shared[];
+  using Sums = float2[kPairs * 32];
+  float* const weights = reinterpret_cast<float*>(shared);
+  Sums* const sums = reinterpret_cast<Sums*>(weights + kMaxSplits);
+  static_assert(2560 == 4 * kMaxSplits + kWarps * sizeof(Sums), "allocated by the host");
   await_dependency();
   const float* o_parts = static_cast<const float*>(p.o_parts) + static_cast<long long>(row) * kHeadDimV;
   const auto load = [&](float2 (&part)[kPairs], int split) {

@@ -18,6 +18,7 @@ LOADER_THREADS = 32
 # a quarter of the SM; a loader of a whole warpgroup can give its own away.
 LOADER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 COMBINE_THREADS = 128
+COMBINE_CTAS, WIDE_COMBINE_CTAS = 10, 6  # of an SM, whose registers hold so many
 # Operands in registers that leave room for addresses and row state, by the CTAs that share an SM
 # and the warpgroups of each.
 OPERANDS = {(1, 1): 208, (2, 1): 148, (1, 2): 192}
@@ -62,11 +63,13 @@ class DecodePlan:
 
 @dataclass(frozen=True)
 class CombinePlan:
-    """The kernel that joins the splits, a CTA a row."""
+    """The kernel that joins the splits, a CTA a row. `ctas`: on one SM."""
 
     arch: str
     family: Literal["combine"]
     threads: int
+    ctas: int
+    smem_bytes: int
     max_splits: int
 
 
@@ -78,8 +81,13 @@ def plans(problem: Problem) -> tuple[KernelPlan, ...]:
     fits."""
     choices = CHOICES_WIDENED if problem.widens else CHOICES
     found = next(filter(None, (make_plan(problem, *choice) for choice in choices)), None)
-    join = CombinePlan(ARCH, "combine", COMBINE_THREADS, MAX_SPLITS)
-    return (found, join) if found else ()
+    if not found:
+        return ()
+    smem_bytes = 4 * MAX_SPLITS + 8 * COMBINE_THREADS * _boxes(problem.head_dim_v)
+    wide = problem.head_dim_v > WARPGROUP_COLUMNS
+    ctas = WIDE_COMBINE_CTAS if wide else COMBINE_CTAS
+    join = CombinePlan(ARCH, "combine", COMBINE_THREADS, ctas, smem_bytes, MAX_SPLITS)
+    return found, join
 
 
 def make_plan(problem: Problem, ctas: int, block: int, stages: int) -> DecodePlan | None:
