@@ -84,6 +84,14 @@ class Problem:
         return (self.q_seq, self.kv_seq) != ("dense", "dense")
 
     @property
+    def narrow(self) -> bool:
+        """Whether a window may leave each row few keys, and nothing but blocks of keys, which the
+        copy engine brings as they are, is fetched or drawn beside them."""
+        plain = self.kv_fetch == "tma" and not (self.varlen or self.eight_bit or self.widens)
+        beside = self.bias or self.attn_mask or self.dropout
+        return "window" in self.masks and plain and not beside
+
+    @property
     def label(self) -> str:
         """Short readable name, part of the kernel's entry symbol: `causal_d128_bf16`."""
         dims = f"d{self.head_dim_qk}"

@@ -151,7 +151,15 @@ def starts_early(problem: Problem, plan: Plan) -> bool:
     where that one may tell it lengths, and where the beginning counts, in short calls and under
     windows. With three consumers the compiler makes slower code of it (measured 0.9 % at 64)."""
     window = "window" in problem.masks and plan.pipeline.consumers == 2
-    return problem.varlen or plan.ctas > 1 or window
+    return problem.varlen or plan.ctas > 1 or window or rolls(problem, plan)
+
+
+def rolls(problem: Problem, plan: Plan) -> bool:
+    """Whether a warpgroup visits the blocks that its own rows see, and passes over the tile's
+    others, since a block is no larger than what its rows see less than the tile."""
+    pipeline = plan.pipeline
+    free = pipeline.consumers > 1 and not (pipeline.take_turns or pipeline.q_in_registers)
+    return problem.narrow and free and plan.tile.n == 64
 
 
 def describe(
@@ -203,6 +211,7 @@ def fill(
         .render(
             entry=kernel.entry,
             dependent=kernel.dependent,
+            rolls=isinstance(plan, Plan) and rolls(problem, plan),
             template=template,
             problem=problem,
             plan=plan,
@@ -240,12 +249,10 @@ def uses_of(problem: Problem, features: Features) -> dict[str, list[Use]]:
 
 def _names(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> list[tuple[str, str]]:
     """Names and types of the parameters: tensor maps, pointers and strides, then 4-byte values."""
-    partial = problem.dtype_o == "fp32"
     names = operand_names(problem, "q", "k", "v")
-    direct = partial or problem.gather
     # Where rows of no sequence are filled, too.
-    addressed = direct or (plan.orders_few and problem.q_seq != "dense")
-    names += [] if direct else [("map_o", map_type(problem, "o"))]
+    addressed = plan.stores_rows or (plan.orders_few and problem.q_seq != "dense")
+    names += [] if plan.stores_rows else [("map_o", map_type(problem, "o"))]
     names += [("o", "ptr")] if addressed else []
     names += [("map_bias", "tensor_map")] if problem.bias else []
     names += [("lse", "ptr")]
@@ -312,7 +319,7 @@ def _tensor_maps(problem: Problem, plan: Plan) -> tuple[TensorMapRecipe, ...]:
     raw_keys = plan.pipeline.raw_keys or plan.tile.n
     rows = {"q": 64, "k": raw_keys if problem.widens else plan.tile.n, "v": raw_keys}
     dtypes = {"q": problem.dtype_q, "k": problem.dtype_kv, "v": problem.dtype_kv}
-    if problem.dtype_o != "fp32":
+    if not plan.stores_rows:
         rows["o"], dtypes["o"] = 64, problem.dtype_o
     pages = ("k", "v") if problem.paged else ()
     operands = (

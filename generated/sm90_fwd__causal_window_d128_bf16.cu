@@ -1,4 +1,4 @@
-// sm90_fwd__causal_window_d128_bf16__9c9e57
+// sm90_fwd__causal_window_d128_bf16__231e1f
 // Rendered by attngen from kernels/sm90_fwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -22,13 +22,13 @@ using Element = Bf16;  // of the weights
 using Output = Bf16;
 
 // ---- the plan
-constexpr int kTileM = 128;
-constexpr int kTileN = 128;
-constexpr int kKStages = 3;
-constexpr int kVStages = 2;
-constexpr int kConsumers = 2;
-constexpr int kProducerRegisters = 40;
-constexpr int kConsumerRegisters = 232;
+constexpr int kTileM = 192;
+constexpr int kTileN = 64;
+constexpr int kKStages = 4;
+constexpr int kVStages = 4;
+constexpr int kConsumers = 3;
+constexpr int kProducerRegisters = 32;
+constexpr int kConsumerRegisters = 160;
 constexpr int kLazyRescaleLog2 = 8;
 // Of the scores that a thread has of its first row, those weighed before the product is awaited.
 constexpr int kAhead = kTileN / 8 * 1;
@@ -50,9 +50,9 @@ constexpr u32 kKeyBoxBytes = kTileN * 128;
 constexpr u32 kWarpgroupBytes = 64 * 128;
 constexpr u32 kVStageBytes = kVBoxes * kKeyBoxBytes;
 constexpr u32 kSmemQ = 0;
-constexpr u32 kSmemK = 32768;
-constexpr u32 kSmemV = 131072;
-constexpr u32 kSmemO = 196608;
+constexpr u32 kSmemK = 49152;
+constexpr u32 kSmemV = 114688;
+constexpr u32 kSmemO = 180224;
 constexpr u32 kSmemBarriers = 229376;
 constexpr u32 kSmemJob = 230400;
 constexpr u32 kQFull = kSmemBarriers;
@@ -68,32 +68,32 @@ constexpr u32 kJobEmpty = kJobFull + 8;
 constexpr u32 kTurnBarrier = 1;
 constexpr u32 kEpilogueBarrier = kTurnBarrier + kConsumers;
 
-// acc[64 x 128] (+)= A B^T, A in registers, B in shared memory with the reduction along its rows.
+// acc[64 x 64] (+)= A B^T, both in shared memory, the reduction along A's rows and along B's.
 struct QkMma {
-  static constexpr int kN = 128;
+  static constexpr int kN = 64;
   template <u32 kGroupBytes>
-  ATTNGEN_DEVICE static void issue(float (&acc)[64], const u32 (&a)[32], const u32 (&b)[8], int accumulate) {
+  ATTNGEN_DEVICE static void issue(float (&acc)[32], const u32 (&a)[8], const u32 (&b)[8], int accumulate) {
     asm volatile(
-        "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %104, 0;\n"
-        "mov.b64 b, {%96, %105};\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, b, p, 1, 1, 0;\n"
-        "mov.b64 b, {%97, %105};\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%68, %69, %70, %71}, b, 1, 1, 1, 0;\n"
-        "mov.b64 b, {%98, %105};\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%72, %73, %74, %75}, b, 1, 1, 1, 0;\n"
-        "mov.b64 b, {%99, %105};\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%76, %77, %78, %79}, b, 1, 1, 1, 0;\n"
-        "mov.b64 b, {%100, %105};\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%80, %81, %82, %83}, b, 1, 1, 1, 0;\n"
-        "mov.b64 b, {%101, %105};\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%84, %85, %86, %87}, b, 1, 1, 1, 0;\n"
-        "mov.b64 b, {%102, %105};\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%88, %89, %90, %91}, b, 1, 1, 1, 0;\n"
-        "mov.b64 b, {%103, %105};\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%92, %93, %94, %95}, b, 1, 1, 1, 0;\n"
+        "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %48, 0;\n"
+        "mov.b64 a, {%32, %49};\nmov.b64 b, {%40, %50};\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, a, b, p, 1, 1, 0, 0;\n"
+        "mov.b64 a, {%33, %49};\nmov.b64 b, {%41, %50};\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, a, b, 1, 1, 1, 0, 0;\n"
+        "mov.b64 a, {%34, %49};\nmov.b64 b, {%42, %50};\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, a, b, 1, 1, 1, 0, 0;\n"
+        "mov.b64 a, {%35, %49};\nmov.b64 b, {%43, %50};\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, a, b, 1, 1, 1, 0, 0;\n"
+        "mov.b64 a, {%36, %49};\nmov.b64 b, {%44, %50};\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, a, b, 1, 1, 1, 0, 0;\n"
+        "mov.b64 a, {%37, %49};\nmov.b64 b, {%45, %50};\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, a, b, 1, 1, 1, 0, 0;\n"
+        "mov.b64 a, {%38, %49};\nmov.b64 b, {%46, %50};\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, a, b, 1, 1, 1, 0, 0;\n"
+        "mov.b64 a, {%39, %49};\nmov.b64 b, {%47, %50};\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, a, b, 1, 1, 1, 0, 0;\n"
         "}"
-        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]), "+f"(acc[4]), "+f"(acc[5]), "+f"(acc[6]), "+f"(acc[7]), "+f"(acc[8]), "+f"(acc[9]), "+f"(acc[10]), "+f"(acc[11]), "+f"(acc[12]), "+f"(acc[13]), "+f"(acc[14]), "+f"(acc[15]), "+f"(acc[16]), "+f"(acc[17]), "+f"(acc[18]), "+f"(acc[19]), "+f"(acc[20]), "+f"(acc[21]), "+f"(acc[22]), "+f"(acc[23]), "+f"(acc[24]), "+f"(acc[25]), "+f"(acc[26]), "+f"(acc[27]), "+f"(acc[28]), "+f"(acc[29]), "+f"(acc[30]), "+f"(acc[31]), "+f"(acc[32]), "+f"(acc[33]), "+f"(acc[34]), "+f"(acc[35]), "+f"(acc[36]), "+f"(acc[37]), "+f"(acc[38]), "+f"(acc[39]), "+f"(acc[40]), "+f"(acc[41]), "+f"(acc[42]), "+f"(acc[43]), "+f"(acc[44]), "+f"(acc[45]), "+f"(acc[46]), "+f"(acc[47]), "+f"(acc[48]), "+f"(acc[49]), "+f"(acc[50]), "+f"(acc[51]), "+f"(acc[52]), "+f"(acc[53]), "+f"(acc[54]), "+f"(acc[55]), "+f"(acc[56]), "+f"(acc[57]), "+f"(acc[58]), "+f"(acc[59]), "+f"(acc[60]), "+f"(acc[61]), "+f"(acc[62]), "+f"(acc[63])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "r"(a[8]), "r"(a[9]), "r"(a[10]), "r"(a[11]), "r"(a[12]), "r"(a[13]), "r"(a[14]), "r"(a[15]), "r"(a[16]), "r"(a[17]), "r"(a[18]), "r"(a[19]), "r"(a[20]), "r"(a[21]), "r"(a[22]), "r"(a[23]), "r"(a[24]), "r"(a[25]), "r"(a[26]), "r"(a[27]), "r"(a[28]), "r"(a[29]), "r"(a[30]), "r"(a[31]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(b[4]), "r"(b[5]), "r"(b[6]), "r"(b[7]), "r"(accumulate), "n"(descriptor_high(kGroupBytes)));
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]), "+f"(acc[4]), "+f"(acc[5]), "+f"(acc[6]), "+f"(acc[7]), "+f"(acc[8]), "+f"(acc[9]), "+f"(acc[10]), "+f"(acc[11]), "+f"(acc[12]), "+f"(acc[13]), "+f"(acc[14]), "+f"(acc[15]), "+f"(acc[16]), "+f"(acc[17]), "+f"(acc[18]), "+f"(acc[19]), "+f"(acc[20]), "+f"(acc[21]), "+f"(acc[22]), "+f"(acc[23]), "+f"(acc[24]), "+f"(acc[25]), "+f"(acc[26]), "+f"(acc[27]), "+f"(acc[28]), "+f"(acc[29]), "+f"(acc[30]), "+f"(acc[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(b[4]), "r"(b[5]), "r"(b[6]), "r"(b[7]), "r"(accumulate), "n"(descriptor_high(1024)), "n"(descriptor_high(kGroupBytes)));
   }
 };
 
@@ -101,28 +101,20 @@ struct QkMma {
 struct PvMma {
   static constexpr int kN = 128;
   template <u32 kGroupBytes>
-  ATTNGEN_DEVICE static void issue(float (&acc)[64], const u32 (&a)[32], const u32 (&b)[8], int accumulate) {
+  ATTNGEN_DEVICE static void issue(float (&acc)[64], const u32 (&a)[16], const u32 (&b)[4], int accumulate) {
     asm volatile(
-        "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %104, 0;\n"
-        "mov.b64 b, {%96, %105};\n"
+        "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %84, 0;\n"
+        "mov.b64 b, {%80, %85};\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, b, p, 1, 1, 1;\n"
-        "mov.b64 b, {%97, %105};\n"
+        "mov.b64 b, {%81, %85};\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%68, %69, %70, %71}, b, 1, 1, 1, 1;\n"
-        "mov.b64 b, {%98, %105};\n"
+        "mov.b64 b, {%82, %85};\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%72, %73, %74, %75}, b, 1, 1, 1, 1;\n"
-        "mov.b64 b, {%99, %105};\n"
+        "mov.b64 b, {%83, %85};\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%76, %77, %78, %79}, b, 1, 1, 1, 1;\n"
-        "mov.b64 b, {%100, %105};\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%80, %81, %82, %83}, b, 1, 1, 1, 1;\n"
-        "mov.b64 b, {%101, %105};\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%84, %85, %86, %87}, b, 1, 1, 1, 1;\n"
-        "mov.b64 b, {%102, %105};\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%88, %89, %90, %91}, b, 1, 1, 1, 1;\n"
-        "mov.b64 b, {%103, %105};\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%92, %93, %94, %95}, b, 1, 1, 1, 1;\n"
         "}"
         : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]), "+f"(acc[4]), "+f"(acc[5]), "+f"(acc[6]), "+f"(acc[7]), "+f"(acc[8]), "+f"(acc[9]), "+f"(acc[10]), "+f"(acc[11]), "+f"(acc[12]), "+f"(acc[13]), "+f"(acc[14]), "+f"(acc[15]), "+f"(acc[16]), "+f"(acc[17]), "+f"(acc[18]), "+f"(acc[19]), "+f"(acc[20]), "+f"(acc[21]), "+f"(acc[22]), "+f"(acc[23]), "+f"(acc[24]), "+f"(acc[25]), "+f"(acc[26]), "+f"(acc[27]), "+f"(acc[28]), "+f"(acc[29]), "+f"(acc[30]), "+f"(acc[31]), "+f"(acc[32]), "+f"(acc[33]), "+f"(acc[34]), "+f"(acc[35]), "+f"(acc[36]), "+f"(acc[37]), "+f"(acc[38]), "+f"(acc[39]), "+f"(acc[40]), "+f"(acc[41]), "+f"(acc[42]), "+f"(acc[43]), "+f"(acc[44]), "+f"(acc[45]), "+f"(acc[46]), "+f"(acc[47]), "+f"(acc[48]), "+f"(acc[49]), "+f"(acc[50]), "+f"(acc[51]), "+f"(acc[52]), "+f"(acc[53]), "+f"(acc[54]), "+f"(acc[55]), "+f"(acc[56]), "+f"(acc[57]), "+f"(acc[58]), "+f"(acc[59]), "+f"(acc[60]), "+f"(acc[61]), "+f"(acc[62]), "+f"(acc[63])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "r"(a[8]), "r"(a[9]), "r"(a[10]), "r"(a[11]), "r"(a[12]), "r"(a[13]), "r"(a[14]), "r"(a[15]), "r"(a[16]), "r"(a[17]), "r"(a[18]), "r"(a[19]), "r"(a[20]), "r"(a[21]), "r"(a[22]), "r"(a[23]), "r"(a[24]), "r"(a[25]), "r"(a[26]), "r"(a[27]), "r"(a[28]), "r"(a[29]), "r"(a[30]), "r"(a[31]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(b[4]), "r"(b[5]), "r"(b[6]), "r"(b[7]), "r"(accumulate), "n"(descriptor_high(kGroupBytes)));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "r"(a[8]), "r"(a[9]), "r"(a[10]), "r"(a[11]), "r"(a[12]), "r"(a[13]), "r"(a[14]), "r"(a[15]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(accumulate), "n"(descriptor_high(kGroupBytes)));
   }
 };
 
@@ -336,9 +328,10 @@ struct QLoader {
 
   ATTNGEN_DEVICE void load(int row_block, int head, int index, u32 parity) const {
     mbarrier_arrive(smem + kJobEmpty);
-    int row = q_sequence(p).first_row(index) + row_block * kTileM;
+    // The last rows visit the first blocks, and are done first.
+    int row = q_sequence(p).first_row(index) + row_block * kTileM + kTileM - 64;
 #pragma unroll 1
-    for (u32 consumer = 0; consumer < kConsumers; ++consumer, row += 64) {
+    for (u32 consumer = kConsumers; consumer-- > 0; row -= 64) {
       const u32 full = smem + kQFull + consumer * 8;
       mbarrier_wait(smem + kQEmpty + consumer * 8, parity ^ 1);
       mbarrier_arrive_expect(full, kQkBoxes * kWarpgroupBytes);
@@ -370,7 +363,7 @@ struct KvLoader {
       if (row_block < 0) break;
       // All CTAs begin at once: their first values would hold up what the first scores need. A later
       // phase of this barrier needs another tile, and so the arrival below.
-      if (held) mbarrier_wait(smem + kQFull + (kConsumers - 1) * 8, 0);
+      if (held) mbarrier_wait(smem + kQFull, 0);
       held = false;
       mbarrier_arrive(smem + kJobEmpty);
       const int first_row = kv_sequence(p).first_row(index);
@@ -409,6 +402,8 @@ struct Consumer {
   int lane;
   RingPosition<kKStages> k_ring;
   RingPosition<kVStages> v_ring;
+  int last_block;  // that the warpgroup visits of the tile
+  int passed_v = 0;  // blocks of the tile before behind that one, whose values are not passed over yet
 
   ATTNGEN_DEVICE u32 output_tile() const { return smem + kSmemO + warpgroup * kWarpgroupBytes; }
   ATTNGEN_DEVICE u32 q_tile() const { return smem + kSmemQ + warpgroup * kWarpgroupBytes; }
@@ -426,16 +421,29 @@ struct Consumer {
     if (lane == 0) mbarrier_arrive(smem + kVEmpty + v_ring.stage * 8);
     v_ring.advance();
   }
-
-  // The warpgroup's queries, in registers for the whole tile: their buffer is free at once, and
-  // the products read half as much shared memory.
-  using Queries = u32[4 * kQkSteps];
-
-  ATTNGEN_DEVICE void take_queries(Queries& queries) const {
-    load_operand<kQkSteps, kRowBoxBytes>(queries, q_tile(), warp, lane);
+  // So many blocks that none of the warpgroup's rows sees. Awaited, since an arrival may otherwise count
+  // for what lay there before.
+  ATTNGEN_DEVICE void pass_over_k(int count) {
+#pragma unroll 1
+    for (; count > 0; --count) {
+      mbarrier_wait(smem + kKFull + k_ring.stage * 8, k_ring.parity);
+      release_k();
+    }
   }
-  ATTNGEN_DEVICE void issue_scores(float (&scores)[kTileN / 2], const Queries& queries) const {
-    gemm_register_shared<QkMma, kQkSteps, kKBoxBytes, kKGroupBytes>(scores, queries, k_tile());
+  ATTNGEN_DEVICE void pass_over_v(int count) {
+#pragma unroll 1
+    for (; count > 0; --count) {
+      mbarrier_wait(smem + kVFull + v_ring.stage * 8, v_ring.parity);
+      release_v();
+    }
+  }
+
+  // The warpgroup's queries stay in shared memory.
+  struct Queries {};
+
+  ATTNGEN_DEVICE void take_queries(Queries&) const {}
+  ATTNGEN_DEVICE void issue_scores(float (&scores)[kTileN / 2], const Queries&) const {
+    gemm_shared_shared<QkMma, kQkSteps, kRowBoxBytes, kKBoxBytes, false, kKGroupBytes>(scores, q_tile(), k_tile());
   }
 
   ATTNGEN_DEVICE void issue_output(Accumulators& output, const u32 (&weights)[kWeightRegisters]) const {
@@ -475,6 +483,29 @@ struct Consumer {
     }
   }
 
+  // Weights of a block of which no key is hidden, relative to the rows' maxima as they are, and the
+  // end of the product before. Only what these sum up to says whether a score outgrew its row's
+  // maximum by far: then the warp makes its scores anew from the block, which is kept until now.
+  ATTNGEN_DEVICE void weigh_kept(float (&scores)[kTileN / 2], Accumulators& output, u32 (&weights)[kWeightRegisters], RowState& state) {
+    BlockSoftmax<kTileN, kPairSums> softmax = {p.scale_log2, 0.f};
+    softmax.keep(state, 0);
+    softmax.keep(state, 1);
+    float sum[2];
+    softmax.weigh_kept(scores, sum);
+    await_product();
+    pack_weights<Element, kTileN>(weights, scores);
+    if (softmax.outgrown(sum)) {
+      gemm_of_warp<Element, kTileN, kQkSteps, kRowBoxBytes, kKeyBoxBytes>(scores, q_tile(), k_tile(), forget(warp), lane_id());
+      float rescale[2];
+      softmax.weigh_raised(scores, state, sum, rescale);
+      rescale_output(output, true, rescale);
+      pack_weights<Element, kTileN>(weights, scores);
+    }
+    release_k();
+    state.row_sum[0] += sum[0];
+    state.row_sum[1] += sum[1];
+  }
+
   ATTNGEN_DEVICE static void begin_sum(Accumulators& output) {
 #pragma unroll
     for (int i = 0; i < kHeadDimV / 2; ++i) output.sum[i] = 0.f;
@@ -491,7 +522,13 @@ struct Consumer {
     mbarrier_wait(smem + kVFull + v_ring.stage * 8, v_ring.parity);
     issue_output(output, weights);
     wgmma_wait<1>();
+    if constexpr (!kMasked) {
+      weigh_kept(scores, output, weights, state);
+      if (!kOutputOverQ && block == last_block) release_q();
+      return;
+    }
     release_k();
+    if (!kOutputOverQ && block == last_block) release_q();
     prepare_scores<kMasked>(scores, ctx, row, block);
     BlockSoftmax<kTileN, kPairSums> softmax = {p.scale_log2, 0.f};
     softmax.bound_maxima(scores);
@@ -567,28 +604,45 @@ struct Consumer {
     float factor[2];
     begin_sum(output);
 
+    // Of a tile that sees no key the one block, in which every key is masked.
+    const BlockRange blocks = KvIteration::blocks<kTileN>(mask_list(p), ctx, first, max_of(min_of(first + 64, ctx.q_len) - 1, first));
+    const bool sees = blocks.begin < blocks.end;
+    const int block_end = sees ? blocks.end : job.block_end;
+    last_block = max_of(sees ? blocks.begin : job.block_end - 1, job.block_begin);
+    if (first >= ctx.q_len) {
+      pass_over_v(passed_v);
+      passed_v = 0;
+      release_q();
+#pragma unroll 1
+      for (int passed = job.block_begin; passed < job.block_end; ++passed) {
+        pass_over_k(1);  // in turns, or it would hold up values that others need to go on
+        pass_over_v(1);
+      }
+      return;
+    }
+    pass_over_k(job.block_end - block_end);
     take_queries(queries);
     mbarrier_wait(smem + kKFull + k_ring.stage * 8, k_ring.parity);
     issue_scores(scores, queries);
-    // Only now: ldmatrix may still be reading when the instruction after it runs, and an arrival
-    // does not wait for it (seen as rare wrong rows); the product does.
-    release_q();
+    pass_over_v(passed_v + job.block_end - block_end);
     wgmma_wait<0>();
     release_k();
-    int block = job.block_end - 1;
+    int block = block_end - 1;
+    if (!kOutputOverQ && block == last_block) release_q();
     prepare_scores<true>(scores, ctx, row, block);
     BlockSoftmax<kTileN, kPairSums>{p.scale_log2, 0.f}.begin(scores, state);
     pack_weights<Element, kTileN>(weights, scores);
     --block;
-    const BlockRange blocks = KvIteration::blocks<kTileN>(mask_list(p), ctx, first, max_of(min_of(first + 64, ctx.q_len) - 1, first));
-    for (; block >= blocks.full_end && block >= job.block_begin; --block) step<true>(queries, scores, output, weights, state, ctx, row, block);
-    const int full_begin = max_of(blocks.full_begin, job.block_begin);
+    for (; block >= blocks.full_end && block >= last_block; --block) step<true>(queries, scores, output, weights, state, ctx, row, block);
+    const int full_begin = max_of(blocks.full_begin, last_block);
     for (; block >= full_begin; --block) step<false>(queries, scores, output, weights, state, ctx, row, block);
-    for (; block >= job.block_begin; --block) step<true>(queries, scores, output, weights, state, ctx, row, block);
+    for (; block >= last_block; --block) step<true>(queries, scores, output, weights, state, ctx, row, block);
 
     mbarrier_wait(smem + kVFull + v_ring.stage * 8, v_ring.parity);
     issue_output(output, weights);
     finish_rows(state, factor, ctx, row);
+    pass_over_k(last_block - job.block_begin);
+    passed_v = last_block - job.block_begin;
     if (!kOutputOverQ) await_output_tile();
     wgmma_wait<0>();
     release_v();
@@ -619,8 +673,8 @@ struct Consumer {
 
 }  // namespace attngen
 
-extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_fwd__causal_window_d128_bf16__9c9e57(const __grid_constant__ attngen::Params p) {
+extern "C" __global__ void __launch_bounds__(512, 1)
+sm90_fwd__causal_window_d128_bf16__231e1f(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -1,8 +1,9 @@
-// sm90_fwd__causal_window_d256_bf16__617fae
+// sm90_fwd__causal_window_d256_bf16__577020
 // Rendered by attngen from kernels/sm90_fwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
 #include "attngen/mma/gemm.cuh"
+#include "attngen/mma/store.cuh"
 #include "attngen/ptx/barrier.cuh"
 #include "attngen/ptx/global.cuh"
 #include "attngen/ptx/math.cuh"
@@ -32,7 +33,7 @@ constexpr int kConsumerRegisters = 232;
 constexpr int kLazyRescaleLog2 = 8;
 constexpr bool kPairSums = true;
 constexpr bool kLongestFirst = true;
-constexpr bool kOutputOverQ = true;
+constexpr bool kOutputOverQ = false;
 
 // A row of a box is 128 bytes, a step of a product's reduction 32.
 constexpr int kBoxColumns = 64;
@@ -220,9 +221,12 @@ struct Params {
   TensorMap map_q;
   TensorMap map_k;
   TensorMap map_v;
-  TensorMap map_o;
+  void* o;
   void* lse;
   void* tile_counter;
+  long long o_stride_row;
+  long long o_stride_head;
+  long long o_stride_batch;
   int tiles;
   int tiles_m;
   int heads_q;
@@ -240,7 +244,7 @@ struct Params {
 // NVRTC has no offsetof; natural alignment and the total size pin every member's place.
 static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by the host");
 static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
-static_assert(sizeof(Params) == 640, "packed by the host");
+static_assert(sizeof(Params) == 512, "packed by the host");
 
 
 ATTNGEN_DEVICE MaskList mask_list(const Params& p) {
@@ -341,9 +345,10 @@ struct QLoader {
 
   ATTNGEN_DEVICE void load(int row_block, int head, int index, u32 parity) const {
     mbarrier_arrive(smem + kJobEmpty);
-    int row = q_sequence(p).first_row(index) + row_block * kTileM;
+    // The last rows visit the first blocks, and are done first.
+    int row = q_sequence(p).first_row(index) + row_block * kTileM + kTileM - 64;
 #pragma unroll 1
-    for (u32 consumer = 0; consumer < kConsumers; ++consumer, row += 64) {
+    for (u32 consumer = kConsumers; consumer-- > 0; row -= 64) {
       const u32 full = smem + kQFull + consumer * 8;
       mbarrier_wait(smem + kQEmpty + consumer * 8, parity ^ 1);
       mbarrier_arrive_expect(full, kQkBoxes * kWarpgroupBytes);
@@ -375,7 +380,7 @@ struct KvLoader {
       if (row_block < 0) break;
       // All CTAs begin at once: their first values would hold up what the first scores need. A later
       // phase of this barrier needs another tile, and so the arrival below.
-      if (held) mbarrier_wait(smem + kQFull + (kConsumers - 1) * 8, 0);
+      if (held) mbarrier_wait(smem + kQFull, 0);
       held = false;
       mbarrier_arrive(smem + kJobEmpty);
       const int first_row = kv_sequence(p).first_row(index);
@@ -414,17 +419,13 @@ struct Consumer {
   int lane;
   RingPosition<kKStages> k_ring;
   RingPosition<kVStages> v_ring;
+  int last_block;  // that the warpgroup visits of the tile
+  int passed_v = 0;  // blocks of the tile before behind that one, whose values are not passed over yet
 
-  ATTNGEN_DEVICE u32 output_tile() const { return smem + kSmemQ + warpgroup * kWarpgroupBytes; }
   ATTNGEN_DEVICE u32 q_tile() const { return smem + kSmemQ + warpgroup * kWarpgroupBytes; }
   ATTNGEN_DEVICE u32 k_tile() const { return smem + kSmemK + k_ring.stage * kQkBoxes * kKeyBoxBytes; }
   ATTNGEN_DEVICE u32 v_tile() const { return smem + kSmemV + v_ring.stage * kVStageBytes; }
 
-  // Warpgroups take turns, so that one's softmax runs while the others' products do.
-  ATTNGEN_DEVICE void await_turn() const { named_barrier_sync(kTurnBarrier + warpgroup, 256); }
-  ATTNGEN_DEVICE void pass_turn() const {
-    named_barrier_arrive(kTurnBarrier + (warpgroup + 1) % kConsumers, 256);
-  }
   ATTNGEN_DEVICE void release_q() const {
     if (lane == 0) mbarrier_arrive(smem + kQEmpty + warpgroup * 8);
   }
@@ -435,6 +436,22 @@ struct Consumer {
   ATTNGEN_DEVICE void release_v() {
     if (lane == 0) mbarrier_arrive(smem + kVEmpty + v_ring.stage * 8);
     v_ring.advance();
+  }
+  // So many blocks that none of the warpgroup's rows sees. Awaited, since an arrival may otherwise count
+  // for what lay there before.
+  ATTNGEN_DEVICE void pass_over_k(int count) {
+#pragma unroll 1
+    for (; count > 0; --count) {
+      mbarrier_wait(smem + kKFull + k_ring.stage * 8, k_ring.parity);
+      release_k();
+    }
+  }
+  ATTNGEN_DEVICE void pass_over_v(int count) {
+#pragma unroll 1
+    for (; count > 0; --count) {
+      mbarrier_wait(smem + kVFull + v_ring.stage * 8, v_ring.parity);
+      release_v();
+    }
   }
 
   // The warpgroup's queries stay in shared memory.
@@ -482,6 +499,29 @@ struct Consumer {
     }
   }
 
+  // Weights of a block of which no key is hidden, relative to the rows' maxima as they are, and the
+  // end of the product before. Only what these sum up to says whether a score outgrew its row's
+  // maximum by far: then the warp makes its scores anew from the block, which is kept until now.
+  ATTNGEN_DEVICE void weigh_kept(float (&scores)[kTileN / 2], Accumulators& output, u32 (&weights)[kWeightRegisters], RowState& state) {
+    BlockSoftmax<kTileN, kPairSums> softmax = {p.scale_log2, 0.f};
+    softmax.keep(state, 0);
+    softmax.keep(state, 1);
+    float sum[2];
+    softmax.weigh_kept(scores, sum);
+    await_product();
+    pack_weights<Element, kTileN>(weights, scores);
+    if (softmax.outgrown(sum)) {
+      gemm_of_warp<Element, kTileN, kQkSteps, kRowBoxBytes, kKeyBoxBytes>(scores, q_tile(), k_tile(), forget(warp), lane_id());
+      float rescale[2];
+      softmax.weigh_raised(scores, state, sum, rescale);
+      rescale_output(output, true, rescale);
+      pack_weights<Element, kTileN>(weights, scores);
+    }
+    release_k();
+    state.row_sum[0] += sum[0];
+    state.row_sum[1] += sum[1];
+  }
+
   ATTNGEN_DEVICE static void begin_sum(Accumulators& output) {
 #pragma unroll
     for (int i = 0; i < kHeadDimV / 2; ++i) output.sum[i] = 0.f;
@@ -494,13 +534,17 @@ struct Consumer {
                            int block) {
     float rescale[2];
     mbarrier_wait(smem + kKFull + k_ring.stage * 8, k_ring.parity);
-    await_turn();
     issue_scores(scores, queries);
     mbarrier_wait(smem + kVFull + v_ring.stage * 8, v_ring.parity);
     issue_output(output, weights);
-    pass_turn();
     wgmma_wait<1>();
+    if constexpr (!kMasked) {
+      weigh_kept(scores, output, weights, state);
+      if (!kOutputOverQ && block == last_block) release_q();
+      return;
+    }
     release_k();
+    if (!kOutputOverQ && block == last_block) release_q();
     prepare_scores<kMasked>(scores, ctx, row, block);
     BlockSoftmax<kTileN, kPairSums> softmax = {p.scale_log2, 0.f};
     softmax.find_maxima(scores);
@@ -527,38 +571,9 @@ struct Consumer {
     }
   }
 
-  // The warpgroup's 64 rows into swizzled boxes, from where the copy engine clips the tail.
-  ATTNGEN_DEVICE void stage_output(const float (&output)[kHeadDimV / 2], const float (&normalizer)[2]) const {
-    const int row = warp * 16 + (lane & 15);
-#pragma unroll
-    for (int chunk = 0; chunk < kHeadDimV / 8; chunk += 2) {
-      const u32 slot = ((chunk & 7) + (lane >> 4)) ^ (row & 7);
-      const u32 address = output_tile() + chunk / 8 * kRowBoxBytes + row * 128 + slot * 16;
-      const float* x = output + chunk * 4;
-      const u32 a = Output::pack(x[0] * normalizer[0], x[1] * normalizer[0]);
-      const u32 b = Output::pack(x[2] * normalizer[1], x[3] * normalizer[1]);
-      if (chunk + 1 < kHeadDimV / 8) {
-        store_matrix_x4(address, a, b, Output::pack(x[4] * normalizer[0], x[5] * normalizer[0]),
-                        Output::pack(x[6] * normalizer[1], x[7] * normalizer[1]));
-      } else {
-        store_matrix_x2(address, a, b);
-      }
-    }
-  }
-
-  // The last tile's store must have read the staging buffer before anything is written there.
-  ATTNGEN_DEVICE void await_output_tile() const {
-    if (warp == 0 && lane == 0) tma_store_wait_read();
-    named_barrier_sync(kEpilogueBarrier + warpgroup, 128);
-  }
-  ATTNGEN_DEVICE void store_output(const Job& job) const {
-    const QSequence sequence = q_sequence(p);
-    const int row = sequence.first_row(q_index(job)) + job.row_block * kTileM + warpgroup * 64;
-#pragma unroll
-    for (int box = 0; box < kOBoxes; ++box) {
-      tma_store(&p.map_o, output_tile() + box * kRowBoxBytes, box * kOBoxColumns, row, job.head, q_index(job));
-    }
-    tma_store_commit();
+  ATTNGEN_DEVICE void store_output(const float (&output)[kHeadDimV / 2], const float (&normalizer)[2], const Context& ctx, int row) const {
+    store_whole_rows<Output, kHeadDimV>(static_cast<char*>(p.o) + 2 * (static_cast<long long>(ctx.batch) * p.o_stride_batch + static_cast<long long>(ctx.head) * p.o_stride_head + (static_cast<long long>(row)) * p.o_stride_row),
+               2 * p.o_stride_row, ctx.q_len - (row), output, normalizer[0], normalizer[1], lane);
   }
 
   ATTNGEN_DEVICE void run_tile(const Job& job) {
@@ -574,45 +589,51 @@ struct Consumer {
     float factor[2];
     begin_sum(output);
 
+    // Of a tile that sees no key the one block, in which every key is masked.
+    const BlockRange blocks = KvIteration::blocks<kTileN>(mask_list(p), ctx, first, max_of(min_of(first + 64, ctx.q_len) - 1, first));
+    const bool sees = blocks.begin < blocks.end;
+    const int block_end = sees ? blocks.end : job.block_end;
+    last_block = max_of(sees ? blocks.begin : job.block_end - 1, job.block_begin);
+    if (first >= ctx.q_len) {
+      pass_over_v(passed_v);
+      passed_v = 0;
+      release_q();
+#pragma unroll 1
+      for (int passed = job.block_begin; passed < job.block_end; ++passed) {
+        pass_over_k(1);  // in turns, or it would hold up values that others need to go on
+        pass_over_v(1);
+      }
+      return;
+    }
+    pass_over_k(job.block_end - block_end);
     take_queries(queries);
     mbarrier_wait(smem + kKFull + k_ring.stage * 8, k_ring.parity);
-    await_turn();
     issue_scores(scores, queries);
-    pass_turn();
+    pass_over_v(passed_v + job.block_end - block_end);
     wgmma_wait<0>();
     release_k();
-    int block = job.block_end - 1;
+    int block = block_end - 1;
+    if (!kOutputOverQ && block == last_block) release_q();
     prepare_scores<true>(scores, ctx, row, block);
     BlockSoftmax<kTileN, kPairSums>{p.scale_log2, 0.f}.begin(scores, state);
     pack_weights<Element, kTileN>(weights, scores);
     --block;
-    const BlockRange blocks = KvIteration::blocks<kTileN>(mask_list(p), ctx, first, max_of(min_of(first + 64, ctx.q_len) - 1, first));
-    for (; block >= blocks.full_end && block >= job.block_begin; --block) step<true>(queries, scores, output, weights, state, ctx, row, block);
-    const int full_begin = max_of(blocks.full_begin, job.block_begin);
+    for (; block >= blocks.full_end && block >= last_block; --block) step<true>(queries, scores, output, weights, state, ctx, row, block);
+    const int full_begin = max_of(blocks.full_begin, last_block);
     for (; block >= full_begin; --block) step<false>(queries, scores, output, weights, state, ctx, row, block);
-    for (; block >= job.block_begin; --block) step<true>(queries, scores, output, weights, state, ctx, row, block);
+    for (; block >= last_block; --block) step<true>(queries, scores, output, weights, state, ctx, row, block);
 
-    if (!kOutputOverQ) release_q();
     mbarrier_wait(smem + kVFull + v_ring.stage * 8, v_ring.parity);
     issue_output(output, weights);
     finish_rows(state, factor, ctx, row);
-    if (!kOutputOverQ) await_output_tile();
+    pass_over_k(last_block - job.block_begin);
+    passed_v = last_block - job.block_begin;
     wgmma_wait<0>();
     release_v();
-    stage_output(output.sum, factor);
-    fence_async_shared();
-    named_barrier_sync(kEpilogueBarrier + warpgroup, 128);
-    if (leader) {
-      store_output(job);
-      if (kOutputOverQ) {
-        tma_store_wait_read();
-        mbarrier_arrive(smem + kQEmpty + warpgroup * 8);
-      }
-    }
+    store_output(output.sum, factor, ctx, row);
   }
 
   ATTNGEN_DEVICE void run(const Job* slot) {
-    if (warpgroup == kConsumers - 1) named_barrier_arrive(kTurnBarrier, 256);
     for (u32 parity = 0;; parity ^= 1) {
       mbarrier_wait(smem + kJobFull, parity);
       const Job job = *slot;
@@ -621,14 +642,13 @@ struct Consumer {
       mbarrier_arrive(smem + kJobEmpty);  // every thread: each has read the slot itself
       run_tile(job);
     }
-    if (warp == 0 && lane == 0) tma_store_wait_read();
   }
 };
 
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_fwd__causal_window_d256_bf16__617fae(const __grid_constant__ attngen::Params p) {
+sm90_fwd__causal_window_d256_bf16__577020(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);
@@ -641,7 +661,6 @@ sm90_fwd__causal_window_d256_bf16__617fae(const __grid_constant__ attngen::Param
     tma_prefetch_map(&p.map_q);
     tma_prefetch_map(&p.map_k);
     tma_prefetch_map(&p.map_v);
-    tma_prefetch_map(&p.map_o);
     for (int i = 0; i < kConsumers; ++i) {
       mbarrier_init(smem + kQFull + i * 8, 1);
       mbarrier_init(smem + kQEmpty + i * 8, kOutputOverQ ? 1 : 4);

@@ -120,6 +120,12 @@ class Plan:
         return 512 // (registers + pipeline.consumers * pipeline.consumer_registers)
 
     @property
+    def stores_rows(self) -> bool:
+        """Whether the output goes from registers to memory: shared memory has no place for it."""
+        staged = any(region.name == "O" for region in self.smem)
+        return not (staged or self.pipeline.output_over_q)
+
+    @property
     def orders_few(self) -> bool:
         """Whether its CTAs find the order of few sequences themselves, and fill rows of none."""
         return has_order(self.smem)

@@ -62,6 +62,7 @@ REGISTERS_WIDENED = (40, 216)  # the same beside a warpgroup that widens K and V
 LIGHT_SCORES = frozenset({"alibi"})  # a multiply-add an element needs no registers
 SMALLEST_BLOCK = 32
 K_STAGES = {2: (3, 2), 3: (2,), 4: (4,)}
+NARROW_STAGES = {1: (6, 5), 2: (4, 4), 3: (3, 2), 4: (3, 2)}  # of K and of V, by boxes of a row
 # Operands in registers (output, scores, packed weights, queries) that leave room for addresses and
 # row state, by consumers and CTAs, and what features (`_features`) take from them where all of
 # a row's are there: what compiles without spills from head dim 8 to 256.
@@ -143,13 +144,15 @@ class Choice:
     raw_keys: int = 0
     raw_stages: int = 0
     ctas: int = 1
+    rolls: bool = False
+    stores_rows: bool = False
 
     @property
     def preference(self) -> float:
         """Higher is better, in keys a block: queries in registers are worth a block 24 keys
         smaller (40 of 8 bits), a third K stage 30 % (d256: 64 keys in three stages beat 80 in two
         by 1.5 %), an output that waits for Q's buffer costs 16, as do parts of raw V. A third
-        warpgroup is worth any block."""
+        warpgroup is worth any block, and what a window has of its own any other choice."""
         keys = self.block * (1.3 if self.k_stages > 2 else 1.0)
         in_parts = self.raw_keys if self.promote_blocks else self.raw_keys * self.raw_stages
         keys -= 16 * (0 < in_parts < self.block)
@@ -159,6 +162,8 @@ class Choice:
             + in_registers * self.q_in_registers
             - 16 * self.output_over_q
             + 256 * (self.consumers > 2)
+            + 512 * self.rolls
+            - 64 * self.stores_rows
         )
 
 
@@ -166,12 +171,16 @@ def feasible(problem: Problem) -> Iterator[Plan]:
     """Every plan that fits shared memory and registers, the preferred first, and that one with
     its softmax in every order next."""
     ranked = sorted(choices(problem), key=lambda choice: -choice.preference)
-    fitting = ((choice, plan) for choice in ranked if (plan := make_plan(problem, choice)))
-    for place, (choice, plan) in enumerate(fitting):
-        yield plan
-        for softmax in orders(choice.softmax) if place == 0 else ():
-            if softmax != choice.softmax:
-                yield from filter(None, [make_plan(problem, replace(choice, softmax=softmax))])
+    found: set[Plan] = set()  # of which several choices may make one
+    for choice in ranked:
+        if not (plan := make_plan(problem, choice)) or plan in found:
+            continue
+        others = orders(choice.softmax) if not found else ()
+        ordered = (make_plan(problem, replace(choice, softmax=softmax)) for softmax in others)
+        for each in filter(None, (plan, *ordered)):
+            if each not in found:
+                found.add(each)
+                yield each
 
 
 def orders(preferred: SoftmaxOrder) -> Iterator[SoftmaxOrder]:
@@ -264,15 +273,35 @@ def choices(problem: Problem) -> Iterator[Choice]:
                 elif block % RAW_UNIT == 0 and k_stages == 2:
                     for raw_stages in sorted({block // RAW_UNIT, RAW_STAGES}):
                         yield replace(choice, raw_keys=RAW_UNIT, raw_stages=raw_stages)
+    if problem.narrow:
+        yield from narrow_choices(problem, softmax)
+
+
+def narrow_choices(problem: Problem, softmax: SoftmaxOrder) -> Iterator[Choice]:
+    """Under a window: free warpgroups, as many as registers hold, each of which visits the blocks
+    of 64 keys that its rows see. Measured over those of whole tiles, at 128, 512, 1024 and 2048
+    keys: +59, +35, +20 and +17 % at 64, +52, +37, +24 and +15 % at 96, +17, +10, +7 and +4 % at
+    128, +12, +13, +9 and +6 % at 192, +27, +22, +10 and +6 % at 256, there over outputs that wait
+    for Q's buffer by 2 to 7 %. A softcap leaves no registers for four."""
+    largest = max(problem.head_dim_qk, problem.head_dim_v)
+    if largest <= 64 and not LIGHT_SCORES.issuperset(problem.scores):
+        return
+    few = largest <= 192 and problem.head_dim_v <= 128
+    consumers = 4 if largest <= 64 else 3 if few else 2
+    stages = NARROW_STAGES[_boxes(largest)]
+    for stores_rows in (False, True):
+        yield Choice(
+            *(consumers, 64, *stages, False, False, False, softmax),
+            rolls=True,
+            stores_rows=stores_rows,
+        )
 
 
 def is_plain(problem: Problem) -> bool:
-    """Whether scores are products of dense operands and no more, no maximum is asked for, and no
-    window leaves most blocks with hidden keys (measured -2 % at 512 keys)."""
+    """Whether scores are products of dense operands and no more, and no maximum is asked for."""
     dense = (problem.q_seq, problem.kv_seq, problem.kv_fetch) == ("dense", "dense", "tma")
     beside = problem.scores or problem.dropout or problem.attn_mask or problem.max_logit
-    hidden = "window" in problem.masks
-    return dense and problem.dtype_kv == problem.dtype_q and not (beside or hidden)
+    return dense and problem.dtype_kv == problem.dtype_q and not beside
 
 
 def choices_8bit(problem: Problem) -> Iterator[Choice]:
@@ -400,7 +429,7 @@ def _features(problem: Problem, choice: Choice) -> frozenset[str]:
         "paged": problem.paged,
         "widens": problem.widens,
         "varlen": problem.varlen,
-        "lengths": problem.varlen or "window" in problem.masks,
+        "lengths": problem.varlen or ("window" in problem.masks and not choice.rolls),
         "crowded": bits
         or problem.scores == ("softcap",)
         or (problem.paged and not light)
@@ -443,7 +472,7 @@ def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
     row_bytes_o = 128 * _boxes(problem.head_dim_v, DTYPE_BYTES[problem.dtype_o])
     if choice.promote_blocks > 1:  # the float16 means lie where the output is staged
         row_bytes_o = max(row_bytes_o, 128 * _boxes(problem.head_dim_v, 2))
-    staged = not (stores_directly(problem) or choice.output_over_q)
+    staged = not (stores_directly(problem) or choice.output_over_q or choice.stores_rows)
     raw_stages = choice.raw_stages * (2 if problem.widens else 1)
     barriers = 2 * (choice.consumers + choice.k_stages + choice.v_stages + raw_stages + 1)
     barriers += problem.paged  # V's last block, which is cleared behind the sequence's end
@@ -486,7 +515,8 @@ def explain(
         "1 consumer warpgroup of 64 query rows shares the tensor cores with other CTAs'"
         if choice.consumers == 1
         else f"{choice.consumers} consumer warpgroups of 64 query rows "
-        + ("take turns at the tensor cores" if choice.take_turns else "share the tensor cores"),
+        + ("take turns at the tensor cores" if choice.take_turns else "share the tensor cores")
+        + (", and visit each the blocks that its rows see" if choice.rolls else ""),
         f"{choice.block} keys a block: {registers} of {operand_limit(problem, choice)} operand "
         "registers a thread",
         "queries in registers: each product reads less shared memory"
@@ -496,6 +526,8 @@ def explain(
         f"bytes of shared memory, {choice.ctas} CTA{'s' if choice.ctas > 1 else ''} an SM",
         "threads copy rows that the copy engine cannot, and store those of the output"
         if problem.gather
+        else "output from registers to memory: stages have its place"
+        if choice.stores_rows
         else "output staged over Q: its own buffer would not fit"
         if choice.output_over_q
         else "output has a place of its own, so that the next tile's Q loads early",

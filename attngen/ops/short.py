@@ -34,8 +34,11 @@ def is_short(
     sides = scalars.window_left, right
     if extents["q"].seq > QUERIES and UNBOUNDED in sides:
         return False
-    plain = not (spec.alibi or spec.softcap or spec.return_max_logit or spec.window)
-    return prefers_short(extents, sides, scalars.bottom_right, multiprocessors(device.index), plain)
+    plain = not (spec.alibi or spec.softcap or spec.return_max_logit)
+    # A softcap leaves narrow heads no kernel for windows.
+    own = spec.window and not (spec.softcap and max(extents["q"].dim, extents["v"].dim) <= 64)
+    chip = multiprocessors(device.index)
+    return prefers_short(extents, sides, scalars.bottom_right, chip, plain, own)
 
 
 def prefers_short(
@@ -44,28 +47,35 @@ def prefers_short(
     bottom_right: bool,
     multiprocessors: int,
     plain: bool = False,
+    window: bool = False,
 ) -> bool:
     """Whether tiles of 64 rows, of which an SM works on several at once, take less time than larger
     ones, which are half empty, too few for the chip, or see more keys than their rows: by the
     scores of the tiles that the busiest SM takes. sides: keys that a query sees on either side of
-    its own. plain: scores are products and no more, no window hides any, and no maximum is asked
-    for."""
+    its own. plain: scores are products and no more, and no maximum is asked for. window: the larger
+    tiles are those for windows, each of whose warpgroups visits its own blocks."""
     q, v = extents["q"], extents["v"]
     widest = max(q.dim, v.dim)
     aligned = v.seq - q.seq if bottom_right else 0
 
-    def work(rows: int, block: int) -> tuple[int, float]:
-        """Tiles of the busiest SM, and the mean scores of a tile."""
+    def work(rows: int, block: int, own: int = 0) -> tuple[int, float]:
+        """Tiles of the busiest SM, and the mean scores of a tile; so many rows visit their own
+        blocks, else all of the tile's."""
+        own = own or rows
         count = -(-q.seq // rows)
         keys = 0
-        for first in range(aligned, aligned + count * rows, rows):
-            last = min(first + rows, aligned + q.seq) - 1
+        for first in range(aligned, aligned + q.seq, own):
+            last = min(first + own, aligned + q.seq) - 1
             end = -(-min(v.seq, last + sides[1] + 1) // block)
             keys += max(1, end - max(0, first - sides[0]) // block) * block
-        return -(-q.batch * q.heads * count // multiprocessors), rows * (keys / count + ENDS)
+        return -(-q.batch * q.heads * count // multiprocessors), own * keys / count + rows * ENDS
 
-    four = plain and q.dim == v.dim == 64
-    tiles, scores = work(256, 64) if four else work(192 if widest <= 96 else 128, 128)
+    if window:
+        tiles, scores = work(192 if widest > 64 else 256, 64, own=64)
+    elif plain and q.dim == v.dim == 64:
+        tiles, scores = work(256, 64)
+    else:
+        tiles, scores = work(192 if widest <= 96 else 128, 128)
     usual = tiles * scores
     masked = min(sides) < UNBOUNDED
     tiles, scores = work(64, 64 if masked or widest > 64 else 128)

@@ -116,6 +116,28 @@ def test_block_ranges_any_length_visit_what_is_visible(masks, mask_library, data
         assert all(hi >= full_end * block - 1 for _, hi in all_rows)
 
 
+@pytest.mark.parametrize("warpgroups", [2, 3, 4])
+@pytest.mark.parametrize("masks", MASK_LISTS[1:], ids=lambda masks: "+".join(masks))
+def test_block_ranges_of_a_part_of_a_tile_lack_few_of_its_blocks(
+    masks, warpgroups, mask_library
+) -> None:
+    """A warpgroup visits blocks of its tile, and passes over no more of them at either end than
+    there are warpgroups."""
+    library, own = mask_library(masks), 2
+    for q_len, kv_len, corner in itertools.product((1, 2, 5, 6, 7, 13), range(1, 14), (0, 1)):
+        sequence = (q_len, kv_len, corner)
+        for window in windows(masks):
+            tiles = library.block_ranges(sequence, window, tiles_of(q_len, warpgroups * own), own)
+            parts = library.block_ranges(sequence, window, tiles_of(q_len, own), own)
+            for number, (begin, _, _, end) in enumerate(parts.tolist()):
+                tile_begin, tile_end = tiles[number // warpgroups, [0, 3]].tolist()
+                tile_end = max(tile_end, tile_begin + 1)
+                if begin == end:  # then the first that the tile visits, in which all is hidden
+                    begin, end = tile_end - 1, tile_end
+                assert tile_begin <= begin < end <= tile_end
+                assert max(tile_end - end, begin - tile_begin) <= warpgroups
+
+
 def test_block_ranges_long_causal_sequence_are_mostly_full(mask_library) -> None:
     """Blocks below the diagonal take the fast path; a range with no full block would be legal."""
     library = mask_library(("causal",))

@@ -40,7 +40,7 @@ def expected_bytes(problem: Problem, chosen: Plan) -> dict[str, int]:
     qk_bytes, v_bytes = up(problem.head_dim_qk, 64) * 2, up(problem.head_dim_v, 64) * 2
     k_bytes, v_total = pipeline.k_stages * n * qk_bytes, pipeline.v_stages * n * v_bytes
     sizes = {"Q": m * qk_bytes, "K": k_bytes, "V": v_total}
-    if problem.dtype_o != "fp32" and not pipeline.output_over_q:
+    if problem.dtype_o != "fp32" and not (pipeline.output_over_q or chosen.stores_rows):
         sizes["O"] = m * v_bytes
     # Full and empty: Q of each consumer, K and V of each stage, and the job slot.
     barriers = 2 * (pipeline.consumers + pipeline.k_stages + pipeline.v_stages + 1)

@@ -101,11 +101,13 @@ def test_prefers_short_follows_what_was_measured(batch, seq, heads, dim, faster)
     assert found == faster
 
 
-@pytest.mark.parametrize(("dim", "widest"), [(64, 1023), (96, 511), (128, 0)])  # measured, H200
-def test_prefers_short_under_narrow_windows(dim, widest):
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_prefers_short_under_windows_where_tiles_are_few(dim):  # each measured, H200
     extents = dict.fromkeys("qkv", Extent(4, 4096, 16, dim, 0, 0, 0))
     for left in (127, 511, 1023, 2047):
-        assert prefers_short(extents, (left, 0), False, 132) == (left <= widest)
+        assert not prefers_short(extents, (left, 0), False, 132, window=True)
+    extents = dict.fromkeys("qkv", Extent(1, 1024, 16, dim, 0, 0, 0))
+    assert prefers_short(extents, (511, 0), False, 132, window=True)
 
 
 def test_prefers_short_counts_the_keys_that_are_seen():

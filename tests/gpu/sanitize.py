@@ -139,6 +139,7 @@ CASES = [
     Case(128, 128, mask="causal", lengths=(130, 130), heads=(2, 80, 8)),  # 320 tiles
     Case(64, 64, lengths=(130, 130), heads=(2, 80, 8)),
     Case(64, 64, window=(5, 5), lengths=(200, 30), heads=(2, 80, 8)),  # and tiles that see nothing
+    Case(128, 128, mask="causal", window=(70, 0), lengths=(200, 200), heads=(2, 80, 8)),
     Case(256, 256, lengths=SMALL),
     Case(256, 256, mask="causal", lengths=SMALL),
     Case(256, 256, "fp16", mask="causal", window=(40, 0), lengths=SMALL),

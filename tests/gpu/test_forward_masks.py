@@ -16,7 +16,11 @@ from attngen import reference
 from . import cases, oracle
 
 pytestmark = pytest.mark.gpu
-KERNELS = cases.core_specs(64, 128, 256)
+WINDOW_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128), (104, 56), (128, 8), (64, 120))
+KERNELS = [
+    *cases.core_specs(64, 128, 256),
+    *(cases.spec(*dims, window=(1, 1)) for dims in WINDOW_DIMS[3:]),
+]
 
 INF = float("-inf")
 LSE_ERROR = 1e-5  # of log(count): keys within 2^16 differ by more
@@ -66,7 +70,36 @@ def test_masks_every_window_sees_exactly_its_keys(d, lengths, kind):
         check_seen(*lengths, d, mask=mask, window=window, bottom_right=bottom_right)
 
 
-@pytest.mark.parametrize("side", [0, 1, 62, 63, 64, 65, 127, 128, 129, 191, 192, 193, 1 << 20])
+SIDES = [0, 1, 62, 63, 64, 65, 127, 128, 129, 191, 192, 193, 1 << 20]
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("side", SIDES)
+def test_masks_window_at_a_warpgroups_edge_sees_exactly_its_keys(side, d):
+    """Of a tile's blocks each warpgroup visits its own, and passes over the others."""
+    with oracle.small_tiles(False):
+        for lengths in ((450, 450), (65, 700), (700, 193), (1, 130)):
+            for low in (False, True):
+                check_seen(*lengths, d, window=(side, 0), bottom_right=low)
+                check_seen(*lengths, d, window=(side, 70), bottom_right=low)
+                check_seen(*lengths, d, window=(-1, side), bottom_right=low)
+        check_seen(300, 450, d, mask="causal_bottom_right", window=(side, -1))
+
+
+@pytest.mark.parametrize("dims", WINDOW_DIMS, ids=str)
+def test_masks_window_of_many_tiles_for_each_cta_is_right(dims):
+    """What one tile leaves behind must not reach the next, whatever its warpgroups passed over."""
+    for s_q, s_kv, window, low in (
+        (130, 130, (40, 0), False),
+        (193, 700, (300, 0), True),
+        (700, 193, (64, 64), False),
+        (577, 577, (127, 0), False),
+    ):
+        q, k, v = oracle.operands(20, 12, 4, s_q, s_kv, *dims)
+        oracle.check_call(q, k, v, window=window, bottom_right=low)
+
+
+@pytest.mark.parametrize("side", SIDES)
 def test_masks_window_at_a_tile_edge_sees_exactly_its_keys(side):
     for d in (64, 256):
         check_seen(450, 450, d, window=(side, 0))
