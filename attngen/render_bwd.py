@@ -41,7 +41,9 @@ def render(problem: Problem, plan: KernelPlan, features: Features, root: Path) -
     """
     uses = {role: use for role, use in uses_of(problem, features).items() if role in ROLES}
     if isinstance(plan, PreparePlan | ConvertPlan):
-        uses = {"q_seq": uses["q_seq"]}
+        masked = isinstance(plan, PreparePlan) and plan.zeros
+        read = ("mask", "q_seq", "kv_seq") if masked else ("q_seq",)
+        uses = {role: uses[role] for role in read}
         operands = operands_of(uses)
         if isinstance(plan, PreparePlan):
             kernel = _prepare(problem, plan, operands)
@@ -58,7 +60,9 @@ def _prepare(problem: Problem, plan: PreparePlan, operands: Names) -> KernelEntr
     workspace: tuple[Workspace, ...] = ("lse_log2", "d")
     workspace += ("turns",) if plan.turns else ()
     names = typed("ptr", "o", "d_o", "lse", "dlse", *workspace)
-    names += [*strides_of("o"), *strides_of("d_o"), *_lengths(problem, operands)]
+    names += [*strides_of("o"), *strides_of("d_o"), *_lengths(problem, operands, plan.zeros)]
+    if plan.zeros:
+        names += [*typed("ptr", "dq"), *strides_of("dq"), *typed("i32", "bottom_right")]
     if problem.gather:
         names += typed("i64", "o_stride_column", "d_o_stride_column") + typed("i32", "dim_v")
     names += [("keep_share", "f32")] if problem.dropout else []
@@ -95,11 +99,12 @@ def _convert(problem: Problem, plan: ConvertPlan, operands: Names) -> KernelEntr
     )
 
 
-def _lengths(problem: Problem, operands: Names) -> Names:
-    """What the kernels around the main ones know of sequences and of the grid of blocks."""
-    if not problem.varlen:
-        return typed("i32", "q_len", "heads_q", "q_blocks")
-    return [*operands, *typed("i32", "sequences", "heads_q", "q_blocks")]
+def _lengths(problem: Problem, operands: Names, masked: bool = False) -> Names:
+    """What the kernels around the main ones know of sequences, where they are `masked` of keys,
+    too, and of the grid of blocks."""
+    known = operands if problem.varlen or masked else typed("i32", "q_len")
+    known = [*known, *typed("i32", "sequences")] if problem.varlen else known
+    return [*known, *typed("i32", "heads_q", "q_blocks")]
 
 
 def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
@@ -154,10 +159,10 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
 
 def _filled(problem: Problem, plan: BackwardPlan, names: Names) -> Names:
     """What a main kernel knows beside these of gradients, whose rows it fills that belong to no
-    sequence: those that it makes, and dQ, which another one converts."""
+    sequence: those that it makes, and dQ, which another one may convert."""
     sides = {"dq": problem.q_seq, "dk": problem.kv_seq, "dv": problem.kv_seq}
-    made = (*(("dq",) if plan.family == "sm90_bwd" else ()), *GRADIENTS[plan.family])
-    tensors = [tensor for tensor in made if sides[tensor] != "dense"]
+    made = {*(("dq",) if plan.family == "sm90_bwd" else ()), *_gradients(plan)}
+    tensors = [tensor for tensor in sides if tensor in made and sides[tensor] != "dense"]
     found = typed("i32", "sequences")
     for tensor in tensors:
         found += [*typed("ptr", tensor), *strides_of(tensor)]
@@ -196,9 +201,15 @@ def _bias(problem: Problem, plan: BiasPlan, operands: Names) -> KernelEntry:
 GRADIENTS = {"sm90_bwd_dq": ("dq",), "sm90_bwd": ("dk", "dv"), "sm90_bwd_dkv": ("dk", "dv")}
 
 
+def _gradients(plan: BackwardPlan | BiasPlan) -> tuple[str, ...]:
+    """Those that the kernel makes, whole."""
+    made = GRADIENTS.get(plan.family, ())
+    return ("dq", *made) if isinstance(plan, BackwardPlan) and plan.completes else made
+
+
 def _tensor_names(problem: Problem, plan: BackwardPlan | BiasPlan) -> Names:
     """The parameters by which a kernel finds its operands and gradients."""
-    gradients = GRADIENTS.get(plan.family, ())
+    gradients = _gradients(plan)
     if not problem.gather:
         return operand_names(problem, "q", "k", "v", "d_o", *gradients)
     names = [*operand_names(problem, "q", "k", "v", "d_o"), *typed("ptr", *gradients)]
@@ -212,5 +223,5 @@ def _tensor_maps(problem: Problem, plan: BackwardPlan | BiasPlan) -> tuple[Tenso
     if problem.gather:
         return ()
     rows = {"q": plan.tile.m, "k": plan.tile.n, "v": plan.tile.n, "d_o": plan.tile.m}
-    rows |= dict.fromkeys(GRADIENTS.get(plan.family, ()), STORE_ROWS)
+    rows |= dict.fromkeys(_gradients(plan), STORE_ROWS)
     return tuple(recipe(tensor, problem.dtype_q, n) for tensor, n in rows.items())

@@ -81,7 +81,9 @@ def values_of(
         "heads_kv": k.heads,
         "total_heads": total_heads,
         "total_rows": q.batch * q.heads * q.seq,
-        "heads_per_group": heads_per_group(kernel, extents),
+        "heads_per_group": heads_per_group(
+            kernel, extents, scalars.window_left + scalars.window_right
+        ),
         "tail_rows": tiles // kernel.tail_share if kernel.tail_share else 0,
         "group_size": q.heads // k.heads,
         "dim_qk": q.dim,
@@ -110,14 +112,19 @@ def _strides(extents: dict[str, Extent]) -> dict[str, int]:
     }
 
 
-def heads_per_group(kernel: KernelEntry, extents: dict[str, Extent]) -> int:
+def heads_per_group(
+    kernel: KernelEntry, extents: dict[str, Extent], window: int = UNBOUNDED
+) -> int:
     """Heads that are worked on together, so that what their tiles share stays in L2: of query
-    heads the keys and values, of key/value heads the queries, output gradients and sums of dQ."""
+    heads the keys and values, of key/value heads the queries, output gradients and sums of dQ.
+    Where tiles in an order follow a window of so many keys, these are its queries of one head."""
     q, k, v = extents["q"], extents["k"], extents["v"]
     group_size = q.heads // k.heads
     if kernel.tile_axis == "kv":
+        follows = window < q.seq and not kernel.tail_share
+        rows = window if follows else q.seq * group_size
         bytes_per_row = (q.dim + v.dim) * 2 + q.dim * 4 * (kernel.dq_floats > 0)
-        fitting = kernel.kv_group_bytes // max(1, q.seq * bytes_per_row * group_size)
+        fitting = kernel.kv_group_bytes // max(1, rows * bytes_per_row)
         return max(1, min(k.batch * k.heads, kernel.group_heads, fitting))
     element_bytes = next((DTYPE_BYTES[m.dtype] for m in kernel.tensor_maps if m.tensor == "k"), 2)
     bytes_per_head = max(1, k.seq * (k.dim + v.dim) * element_bytes)

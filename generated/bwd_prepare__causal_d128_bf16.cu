@@ -1,4 +1,4 @@
-// bwd_prepare__causal_d128_bf16__30e5fa
+// bwd_prepare__causal_d128_bf16__da635c
 // Rendered by attngen from kernels/bwd_prepare.cu.j2; do not edit.
 #include "attngen/platform.cuh"
 #include "attngen/ptx/math.cuh"
@@ -41,7 +41,7 @@ static_assert(sizeof(Params) == 120, "packed by the host");
 
 // Grid: blocks of queries, query heads, batch.
 extern "C" __global__ void __launch_bounds__(256)
-bwd_prepare__causal_d128_bf16__30e5fa(const __grid_constant__ attngen::Params p) {
+bwd_prepare__causal_d128_bf16__da635c(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   // The last ones first: their sums are in L2 when the main kernel has ended, and of the first ones the
   // output gradients when it begins.

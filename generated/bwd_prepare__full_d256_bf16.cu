@@ -1,4 +1,4 @@
-// bwd_prepare__full_d256_bf16__22329c
+// bwd_prepare__full_d256_bf16__b1bc1d
 // Rendered by attngen from kernels/bwd_prepare.cu.j2; do not edit.
 #include "attngen/platform.cuh"
 #include "attngen/ptx/math.cuh"
@@ -40,7 +40,7 @@ static_assert(sizeof(Params) == 112, "packed by the host");
 
 // Grid: blocks of queries, query heads, batch.
 extern "C" __global__ void __launch_bounds__(256)
-bwd_prepare__full_d256_bf16__22329c(const __grid_constant__ attngen::Params p) {
+bwd_prepare__full_d256_bf16__b1bc1d(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   // The last ones first: their sums are in L2 when the main kernel has ended, and of the first ones the
   // output gradients when it begins.

@@ -1,4 +1,4 @@
-// sm90_bwd__causal_d128_bf16__a5b5c1
+// sm90_bwd__causal_d128_bf16__47aa86
 // Rendered by attngen from kernels/sm90_bwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -423,11 +423,9 @@ struct Reducer {
         bulk_add(sums, source, kDqBytes);
       }
       tma_store_commit();
+      tma_store_wait_read();
+      mbarrier_arrive(smem + kDqEmpty + part * 8);
     }
-    tma_store_wait_read<1>();
-    mbarrier_arrive(smem + kDqEmpty);
-    tma_store_wait_read<0>();
-    mbarrier_arrive(smem + kDqEmpty + 8);
     if (first) {
       tma_store_wait();
       count_up(turns);
@@ -661,7 +659,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_bwd__causal_d128_bf16__a5b5c1(const __grid_constant__ attngen::Params p) {
+sm90_bwd__causal_d128_bf16__47aa86(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -15,7 +15,7 @@ from ..problem import Problem
 from .base import Schedule, SmemRegion, Tile, has_order, lay_out, order_bytes, score_tile_bytes
 from .sm90 import ARCH, BARRIER_BYTES, LIGHT_SCORES, SMEM_BYTES, _boxes
 
-JOB_BYTES = 20
+JOB_BYTES, TURN_BYTES = 20, 8  # of a tile's blocks, and which of them have which turns
 SMALL_BYTES = 3072  # of the fused kernel's LSE, D, barriers and job, at most
 TERM_BYTES, PROGRESS_BYTES = 24, 8  # structs of the kernel of a bias's gradient
 CONSUMERS = 2
@@ -66,6 +66,12 @@ FULL_SCHEDULE = Schedule(True, False, kv_group_bytes=64 << 20, group_heads=16, t
 # In an order of additions the tiles of a head move along its queries in step, so that L2 need not
 # hold all of them, and fewer of them at once wait for each other.
 ORDERED_GROUP_BYTES, ORDERED_GROUP_HEADS = 256 << 20, 32
+# Under a window a tile follows the one before it by as many blocks as it has keys; where that is
+# one of 128 queries, more heads keep them apart. Queries in use have to fit L2, besides: measured
+# at 128 8 heads as fast as 4, 16 1 % behind; at 64 8, 16 and 64 heads 6, 2 and 4 % behind 32.
+WINDOW_GROUP_HEADS, WINDOW_GROUP_BYTES = {64: 8, 128: 32}, 8 << 20
+
+STAGED_COLUMNS = 32  # floats of dQ a row that leave room for a box of its 16-bit columns
 
 PREPARE_THREADS = 256
 CONVERT_THREADS = 128  # those whose fragments a part of dQ's workspace is
@@ -82,8 +88,10 @@ class BackwardPlan:
     for blocks of keys and values. `ds_stages`: buffers for dS. `dq_split`: consumers divide dQ's
     rows or its columns, `dq_columns` each; `dk_columns` and `dv_columns` of their accumulators are
     whole steps of 16, of which the copy engine stores the head dim's. `row_block`: queries a block
-    of the workspaces. `deterministic`: tiles add to dQ in the order in which they are drawn, for
-    which they visit the last block first.
+    of the workspaces. `deterministic`: tiles add to dQ in the order in which they are drawn; they
+    visit the last block first, or where the last tile is drawn first, `descending`, the first.
+    `completes`: the tile that has the last part of a block's dQ stores it, so that no other kernel
+    converts it; tiles have an order for that.
     """
 
     arch: str
@@ -101,6 +109,8 @@ class BackwardPlan:
     dv_columns: int
     row_block: int
     deterministic: bool
+    completes: bool
+    descending: bool
     schedule: Schedule
     smem: tuple[SmemRegion, ...]
     smem_bytes: int
@@ -116,21 +126,18 @@ class BackwardPlan:
         """As of a forward's plan."""
         return has_order(self.smem)
 
-    @property
-    def descending(self) -> bool:
-        """Whether the last tile is the longest."""
-        return self.family == "sm90_bwd_dq" and self.schedule.longest_first
-
 
 @dataclass(frozen=True)
 class PreparePlan:
     """The kernel before: D and LSE in blocks of `row_block` queries. `turns`:
-    whether it zeroes the counts of tiles that have added to each block of dQ."""
+    whether it zeroes the counts of tiles that have added to each block of dQ; `zeros`: and the dQ
+    of blocks that no tile visits, since no kernel converts it."""
 
     arch: str
     family: Literal["bwd_prepare"]
     row_block: int
     turns: bool
+    zeros: bool
     threads: int
 
 
@@ -174,14 +181,16 @@ def plans(problem: Problem) -> tuple[KernelPlan, ...]:
         return ()
     if fuses(problem):
         fused = make_fused(problem)
-        return _prepare(fused), fused, _convert(fused), *_biases(problem, fused.row_block)
+        converts = () if fused.completes else (_convert(fused),)
+        return _prepare(fused), fused, *converts, *_biases(problem, fused.row_block)
     dkv = next(feasible_dkv(problem), None)
     dq = dkv and next(feasible_dq(problem, dkv.row_block), None)
     return (_prepare(dkv), dkv, dq, *_biases(problem, dkv.row_block)) if dkv and dq else ()
 
 
 def _prepare(main: BackwardPlan) -> PreparePlan:
-    return PreparePlan(ARCH, "bwd_prepare", main.row_block, main.dq_floats > 0, PREPARE_THREADS)
+    turns, zeros = main.dq_floats > 0, main.completes
+    return PreparePlan(ARCH, "bwd_prepare", main.row_block, turns, zeros, PREPARE_THREADS)
 
 
 def _convert(main: BackwardPlan) -> ConvertPlan:
@@ -240,7 +249,11 @@ def make_fused(problem: Problem) -> BackwardPlan:
     d, d_v = _whole_steps(problem.head_dim_qk), _whole_steps(problem.head_dim_v)
     # Small accumulators of unlike sizes spill: equal ones, clipped by the copy engine, do not.
     dk_columns, dv_columns = (64, 64) if rows and d != d_v else (d, d_v)
-    dq_columns = d if rows else 64
+    crowded = problem.dropout or problem.attn_mask or problem.bias or problem.gather
+    # Under a window, where tiles have few blocks, a kernel that converts dQ takes an eighth of the
+    # time. Without an order anyway, wide windows would lose up to a tenth by one.
+    completes = problem.deterministic and "window" in problem.masks and not crowded
+    dq_columns = (max(d, STAGED_COLUMNS) if completes else d) if rows else 64
     stages = {"q_stages": 2, "do_stages": 2, "ds_stages": 2}
     sizes = {
         **_operand_bytes(problem, tile, 2, 2),
@@ -249,15 +262,14 @@ def make_fused(problem: Problem) -> BackwardPlan:
         **({"Bias": CONSUMERS * score_tile_bytes(tile.m, 64)} if problem.bias else {}),
     }
     # With a place of its own for dV the next tile's values come while this one's end is worked on.
-    crowded = problem.dropout or problem.attn_mask or problem.bias or problem.gather
     if not crowded and sum(sizes.values()) + sizes["V"] <= SMEM_BYTES - SMALL_BYTES:
         sizes["Dv"] = sizes["V"]
-    barriers = 24 + 2 * problem.bias
+    barriers = 24 + 2 * problem.bias + 2 * completes
     small = {"Lse": 2 * tile.m * 4, "D": 2 * tile.m * 4, "Barriers": barriers * BARRIER_BYTES}
     return _finish(
         problem, "sm90_bwd", tile, sizes, small, stages, row_block=tile.m,
         dq_split="rows" if rows else "columns", dq_columns=dq_columns, dk_columns=dk_columns,
-        dv_columns=dv_columns, deterministic=problem.deterministic,
+        dv_columns=dv_columns, deterministic=problem.deterministic, completes=completes,
         registers=SMALL_REGISTERS if max(dk_columns, dv_columns) <= 32 else None,
     )  # fmt: skip
 
@@ -379,17 +391,25 @@ def _finish(
     dv_columns: int = 0,
     registers: tuple[int, int] | None = None,
     deterministic: bool = False,
+    completes: bool = False,
 ) -> BackwardPlan:
     """The plan with its shared memory laid out."""
     order = {"Order": order_bytes(0)} if problem.varlen else {}
-    regions = lay_out(sizes, {**small, "Job": JOB_BYTES, **order})
+    regions = lay_out(sizes, {**small, "Job": JOB_BYTES + TURN_BYTES * completes, **order})
     producer, consumer = registers or REGISTERS[family]
     if problem.gather:
         producer, consumer = GATHER_REGISTERS
     schedule = CAUSAL_SCHEDULE if problem.masks else FULL_SCHEDULE
+    descending = family == "sm90_bwd_dq" and schedule.longest_first
     if deterministic:
         size, heads = ORDERED_GROUP_BYTES, ORDERED_GROUP_HEADS
         schedule = replace(schedule, kv_group_bytes=size, group_heads=heads)
+        if "window" in problem.masks:
+            # The short tiles at a sequence's end first, since they end with it, too: those before
+            # them in the other order had the same block to begin with, each waiting for another.
+            descending = True
+            size, heads = WINDOW_GROUP_BYTES, WINDOW_GROUP_HEADS[tile.m]
+            schedule = replace(schedule, kv_group_bytes=size, group_heads=heads, tail_share=0)
     return BackwardPlan(
         arch=ARCH,
         family=family,
@@ -404,6 +424,8 @@ def _finish(
         dv_columns=dv_columns,
         row_block=row_block,
         deterministic=deterministic,
+        completes=completes,
+        descending=descending,
         schedule=schedule,
         smem=regions,
         smem_bytes=regions[-1].offset + regions[-1].bytes,

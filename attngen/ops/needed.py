@@ -13,6 +13,9 @@ from .signature import Wanted
 GRADIENTS = ("dq", "dk", "dv")
 ORDERS = "varlen_prepare"  # the family of the kernel that writes schedules
 PREPARES = "bwd_prepare"  # the family of the kernel that finds LSE and D of every row
+# Families of kernels that do without dQ's address, by which they only fill rows that no tile
+# visits, or that belong to no sequence.
+FILL_DQ = (PREPARES, "sm90_bwd")
 # Families of kernels that make gradients of one kind, and nothing that other kernels read.
 KIND_OF_FAMILY = {
     **{"sm90_bwd_dq": "dq", "bwd_convert": "dq", "sm90_bwd_dkv": "dkv"},
@@ -56,17 +59,11 @@ def preparing(kernels: tuple[LoadedKernel, ...]) -> KernelEntry | None:
 
 
 def written_by(kernels: tuple[LoadedKernel, ...]) -> Iterator[str]:
-    """The gradients that kernels write. That of queries is the converting kernel's, though another
-    one fills rows that belong to no sequence."""
-    names = {
-        name
-        for each in kernels
-        for name in (
-            *(field.name for field in each.kernel.fields),
-            *(recipe.tensor for recipe in each.kernel.tensor_maps),
-        )
-        if (name, _family(each)) != ("dq", "sm90_bwd")
-    }
+    """The gradients that kernels write, beside rows that they fill."""
+    names = {recipe.tensor for each in kernels for recipe in each.kernel.tensor_maps}
+    for each in kernels:
+        filled = {"dq"} if _family(each) in FILL_DQ else set()
+        names |= {field.name for field in each.kernel.fields} - filled
     return (name for name in GRADIENTS if name in names)
 
 

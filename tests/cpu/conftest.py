@@ -68,6 +68,17 @@ extern "C" void col_ranges(const int* lengths, int left, int right, int n, const
   }
 }
 template <int kBlock>
+static void turns_of(const Params& p, int n, const int* tiles, int* out) {
+  const Context ctx = tile_context(p, 0, 0);
+  constexpr int kTile = 3;
+  for (int k = 0; k < n; ++k) {
+    const int first = tiles[2 * k], last = tiles[2 * k + 1];
+    const BlockRange blocks = q_block_range<kBlock>(mask_list(p), ctx, first, last);
+    const BlockTurns turns = block_turns<kBlock, kTile>(mask_list(p), ctx, first, blocks);
+    out[2 * k] = turns.summed_begin, out[2 * k + 1] = turns.last_begin;
+  }
+}
+template <int kBlock>
 static void blocks_of(const Params& p, int n, const int* tiles, int* out, bool of_queries) {
   const Context ctx = tile_context(p, 0, 0);
   for (int k = 0; k < n; ++k) {
@@ -88,6 +99,16 @@ extern "C" void block_ranges(const int* lengths, int left, int right, int n, con
     case 4: return blocks_of<4>(p, n, tiles, out, of_queries);
     case 80: return blocks_of<80>(p, n, tiles, out, of_queries);
     case 128: return blocks_of<128>(p, n, tiles, out, of_queries);
+    default: __builtin_trap();
+  }
+}
+extern "C" void block_turns_of(const int* lengths, int left, int right, int n, const int* tiles,
+                               int* out, int block) {
+  const Params p = make(lengths, left, right);
+  switch (block) {
+    case 2: return turns_of<2>(p, n, tiles, out);
+    case 3: return turns_of<3>(p, n, tiles, out);
+    case 4: return turns_of<4>(p, n, tiles, out);
     default: __builtin_trap();
   }
 }
@@ -209,6 +230,10 @@ class MaskLibrary:
     def query_block_ranges(self, sequence, window, tiles, block: int) -> np.ndarray:
         """The same for tiles of keys (first key, last key) and blocks of queries: [tiles, 4]."""
         return self._call("block_ranges", sequence, window, tiles, 4, block, 1)
+
+    def block_turns(self, sequence, window, tiles, block: int) -> np.ndarray:
+        """summed_end, last_end for tiles of 3 keys and blocks of queries: [tiles, 2]."""
+        return self._call("block_turns_of", sequence, window, tiles, 2, block)
 
 
 @pytest.fixture(scope="session")

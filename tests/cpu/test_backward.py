@@ -22,6 +22,7 @@ from tests.cpu.test_render import offsets_in_cpp
 ARCH = "sm_90a"
 SMEM_BYTES = 227 * 1024
 FUSED = ["bwd_prepare", "sm90_bwd", "bwd_convert"]
+COMPLETED = ["bwd_prepare", "sm90_bwd"]
 SPLIT = ["bwd_prepare", "sm90_bwd_dkv", "sm90_bwd_dq"]
 DIMS = range(8, 257, 8)
 CASES = {
@@ -31,6 +32,7 @@ CASES = {
     "d8 window fp16": {"head_dim": 8, "masks": ("window",), "dtype": "fp16"},
     "d24v40 deterministic": {"head_dim": 24, "head_dim_v": 40, "deterministic": True},
     "d72v104 causal+window": {"head_dim": 72, "head_dim_v": 104, "masks": ("causal", "window")},
+    "d72 window deterministic": {"head_dim": 72, "masks": ("window",), "deterministic": True},
     "d256 full": {"head_dim": 256},
     "d192v128 causal": {"head_dim": 192, "head_dim_v": 128, "masks": ("causal",)},
     "d8v256 window fp16": {"head_dim": 8, "head_dim_v": 256, "masks": ("window",), "dtype": "fp16"},
@@ -190,6 +192,22 @@ def test_deterministic_fused_plan_differs_in_its_wide_groups_alone(head_dim, mak
     for named in ("dropout", "attn_mask"):  # which need registers: at 64 more than one kernel has
         family = fused(deterministic=True, **{named: True}).family
         assert family == ("sm90_bwd_dkv" if head_dim == 64 else "sm90_bwd")
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 128])
+def test_orders_under_a_window_complete_dq_unless_registers_lack(head_dim, make_backward) -> None:
+    def found(**named) -> tuple[sm90_bwd.KernelPlan, ...]:
+        return plans(make_backward(head_dim, masks=("causal", "window"), **named), ARCH)
+
+    prepare, main = found(deterministic=True)
+    assert [prepare.family, main.family] == COMPLETED
+    assert isinstance(prepare, sm90_bwd.PreparePlan) and prepare.zeros
+    assert isinstance(main, sm90_bwd.BackwardPlan) and main.completes and main.deterministic
+    # Room for a box of 64 rows of 64 columns in 16 bits.
+    assert main.dq_columns * 4 >= 64 * 2
+    assert [each.family for each in found()] == FUSED
+    crowded = found(deterministic=True, attn_mask=True)
+    assert all(not each.completes for each in crowded if isinstance(each, sm90_bwd.BackwardPlan))
 
 
 @pytest.mark.parametrize("named", [{}, {"deterministic": True}], ids=str)

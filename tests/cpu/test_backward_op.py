@@ -120,6 +120,19 @@ def test_op_launches_nothing_that_makes_unwanted_gradients_alone(launched, wante
     assert [x.shape for x in fakes] == [x.shape for x in gradients]
 
 
+@pytest.mark.parametrize("wanted", [(True, True), (False, True), (True, False)], ids=str)
+def test_op_under_a_window_one_kernel_makes_all_gradients(launched, wanted):
+    """It stores dQ by a tensor map, for which there must be a tensor, wanted or not."""
+    gradients = op.backward(
+        *given().values(), *rest(window_left=2, window_right=0, deterministic=True), *wanted
+    )
+    entries = [each.kernel.entry.partition("__")[0] for each in launched.launches]
+    assert entries == ["bwd_prepare", "sm90_bwd"]
+    for each in launched.launches:
+        assert all(each.addresses[recipe.tensor] for recipe in each.kernel.tensor_maps)
+    assert [bool(x.numel()) for x in gradients[:3]] == [wanted[0], wanted[1], wanted[1]]
+
+
 def test_op_same_shapes_with_other_gradients_wanted_are_prepared_anew(launched):
     for _ in range(2):
         for wanted, count in (((True, True), 3), ((True, False), 2), ((False, True), 2)):

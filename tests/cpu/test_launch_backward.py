@@ -81,6 +81,7 @@ def launched(
 CASES = {
     "fused": {"head_dim": 128, "masks": ("causal",)},
     "fused rows deterministic": {"head_dim": 64, "head_dim_v": 40, "deterministic": True},
+    "completed": {"head_dim": 64, "masks": ("causal", "window"), "deterministic": True},
     "split": {"head_dim": 192, "head_dim_v": 128, "masks": ("causal", "window")},
 }
 
@@ -117,7 +118,7 @@ def test_launch_each_kernel_of_a_backward_gets_its_values(case, make_problem, mo
                 "heads_q": HEADS_Q,
                 "heads_kv": HEADS_KV,
                 "total_heads": heads,
-                "tail_rows": along // 4 if problem.masks else 0,
+                "tail_rows": along // plan.schedule.tail_share if plan.schedule.tail_share else 0,
                 "group_size": HEADS_Q // HEADS_KV,
                 "bottom_right": 1,
                 "scale": 0.25,
@@ -126,10 +127,11 @@ def test_launch_each_kernel_of_a_backward_gets_its_values(case, make_problem, mo
                 "q_len": S_Q,
             }
             expected |= {"window_left": 40, "window_right": 7} if "window" in problem.masks else {}
-            # All fit into L2: 16 heads at most, whole groups of query heads.
+            # All fit into L2, as whole groups of query heads.
             expected["heads_per_group"] = 15 if of_queries else heads
             rows = {"q": plan.tile.m, "k": plan.tile.n, "v": plan.tile.n, "d_o": plan.tile.m}
             rows |= dict.fromkeys(("dq",) if of_queries else ("dk", "dv"), 64)
+            rows |= {"dq": 64} if plan.completes else {}
             boxes = {ADDRESSES[name]: (64, n, 1, 1) for name, n in rows.items()}
             assert driver.boxes == boxes
         pointers = {name: ADDRESSES[name] for name in values if name in ADDRESSES}
@@ -152,7 +154,7 @@ def test_workspaces_hold_whole_blocks_and_are_one_size_in_a_set(case, make_probl
         assert all(known.setdefault(name, size) == size for name, size in sizes.items())
     blocks = BATCH * HEADS_Q * up(S_Q, plan.row_block)
     wanted = dict.fromkeys(("lse_log2", "d"), 4 * plan.row_block * blocks) | {"tile_counter": 4}
-    if "fused" in case:  # columns of dQ in shares of 64, or all of them
+    if case != "split":  # columns of dQ in shares of 64, or all of them
         wanted["dq_acc"] = 4 * plan.row_block * problem.head_dim_qk * blocks
         wanted["turns"] = 4 * blocks
     assert known == wanted
@@ -167,6 +169,17 @@ def test_launch_many_heads_are_grouped_by_what_they_share(make_problem) -> None:
     # 3 query heads a group, 16384 positions of 256 + 256 + 512 bytes: 48 MiB.
     assert run_time.heads_per_group(fused, long) == 1
     assert run_time.heads_per_group(fused, {**sizes, "k": sizes["k"]._replace(batch=99)}) == 16
+
+
+def test_launch_heads_under_a_window_are_grouped_by_what_it_sees(make_problem) -> None:
+    """Tiles in an order follow the window, one query head after another."""
+    problem = make_problem(128, masks=("causal", "window"), direction="bwd", deterministic=True)
+    _, fused = (render_problem(problem, each).kernel for each in plans(problem, ARCH))
+    sizes = {name: extent._replace(seq=16384) for name, extent in extents(128, 128).items()}
+    sizes["k"] = sizes["k"]._replace(batch=99)
+    # Positions of 256 + 256 + 512 bytes, 8 MiB of which are worked on together.
+    assert [run_time.heads_per_group(fused, sizes, keys) for keys in (512, 2048, 4096)] == [8, 4, 2]
+    assert run_time.heads_per_group(fused, sizes) == 1  # of all keys
 
 
 @pytest.mark.parametrize(("name", "change"), [("query heads", "heads"), ("sequences", "batch")])

@@ -75,3 +75,25 @@ def test_both_directions_agree_on_the_pairs_of_blocks_that_are_visited(
             visits = (n >= by_rows[:, 0, None]) & (n < by_rows[:, 3, None])
             visited = (m[:, None] >= by_keys[:, 0]) & (m[:, None] < by_keys[:, 3])
             assert (visits == visited).all(), f"{sequence=} {window=} {rows=} {keys=}"
+
+
+@pytest.mark.parametrize("corner", (0, 1), ids=("top_left", "bottom_right"))
+@pytest.mark.parametrize("masks", MASK_LISTS, ids=lambda masks: "+".join(masks) or "none")
+def test_block_turns_say_which_blocks_have_tiles_before_and_after(
+    masks, corner, mask_library
+) -> None:
+    """What a tile of keys knows of the others by which it visits a block of queries, too."""
+    library = mask_library(masks)
+    for q_len, kv_len, window in itertools.product(range(1, 12), range(1, 10), windows(masks)):
+        sequence, keys = (q_len, kv_len, corner), 3
+        tiles = tiles_of(kv_len, keys)
+        for rows in BLOCKS:
+            begin, *_, end = library.query_block_ranges(sequence, window, tiles, rows).T
+            summed_begin, last_begin = library.block_turns(sequence, window, tiles, rows).T
+            number = np.arange(-(-q_len // rows))
+            visited = (number >= begin[:, None]) & (number < end[:, None])
+            after = np.cumsum(visited, axis=0) - visited  # the last tile is the first
+            before = visited.sum(0) - after - visited
+            at = f"{sequence=} {window=} {rows=}"
+            assert (((number >= summed_begin[:, None]) == (before > 0)) | ~visited).all(), at
+            assert (((number >= last_begin[:, None]) == (after == 0)) | ~visited).all(), at

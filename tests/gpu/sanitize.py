@@ -173,6 +173,8 @@ CASES = [
     BackwardCase(Case(128, 128, mask="causal", lengths=SMALL, heads=(1, 8, 1), layout="bhsd")),
     BackwardCase(Case(128, 128, mask="causal_bottom_right", lengths=(200, 130)), lse=True),
     BackwardCase(Case(128, 128, mask="causal", window=(40, 0), lengths=SMALL)),
+    # Up to three tiles of keys a block of queries, whose sums the last one joins.
+    BackwardCase(Case(128, 128, mask="causal", window=(200, 0), lengths=(400, 400)), True),
     BackwardCase(Case(128, 128, lengths=(200, 300)), True),
     BackwardCase(Case(128, 128, mask="causal", lengths=(130, 300), heads=(1, 80, 80)), True),
     BackwardCase(Case(256, 256, lengths=SMALL)),

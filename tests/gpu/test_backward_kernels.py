@@ -100,7 +100,7 @@ SETS = [
     Kernels(128, 128, CAUSAL, "fp16"),
     Kernels(64, 64, ("window",), "fp16"),
     Kernels(256, 256, ("window",), "fp16"),
-    *(Kernels(d, d, BOTH, deterministic=True) for d in (72, 128)),
+    *(Kernels(d, d, BOTH, deterministic=True) for d in (8, 32, 48, 64, 72, 96, 128)),
     Kernels(24, 40, CAUSAL, deterministic=True),
 ]  # fmt: skip
 CALLS = [
@@ -110,6 +110,7 @@ CALLS = [
     Call((1, 2, 1), (513, 1029), lse=True, layout="bhsd"),
     Call((3, 6, 3), (65, 2), surrounded=True),
     Call((1, 8, 2), (1500, 1500)),
+    Call((2, 40, 20), (900, 700), bottom_right=True),  # more tiles than a chip has SMs
 ]
 
 
@@ -198,6 +199,21 @@ def test_backward_rows_that_see_no_key_add_nothing(d):
     dq, _, _ = case.run()
     assert torch.isneginf(case.lse[:, :, : 300 - 77]).all()
     assert not dq[:, : 300 - 77].any()
+
+
+@pytest.mark.parametrize("d", [8, 48, 128])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_backward_blocks_behind_a_window_get_zeros(d, layout):
+    """More queries than keys: blocks of the last ones are visited by no tile of keys."""
+    call = Call((2, 4, 2), (700, 77), lse=True, surrounded=True, layout=layout)
+    case = given(Kernels(d, d, BOTH, deterministic=True), call)
+    dq, *_ = found = case.run()
+    assert case.memory is not None
+    case.memory.assert_untouched()
+    first = 77 + WINDOW[0]
+    unseen = dq[:, first:] if layout == "bshd" else dq[:, :, first:]
+    assert not unseen.any()
+    gradients.check(found, case.operands, case.dlse, **case.arguments)
 
 
 @pytest.mark.parametrize("kernels", [Kernels(128, 128, CAUSAL), Kernels(256, 256, CAUSAL)], ids=str)

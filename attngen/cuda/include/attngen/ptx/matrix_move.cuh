@@ -30,6 +30,12 @@ ATTNGEN_DEVICE void store_shared_x4(u32 address, const float* x) {
                "f"(x[2]), "f"(x[3])
                : "memory");
 }
+ATTNGEN_DEVICE void load_shared_x4(float* x, u32 address) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+               : "r"(address)
+               : "memory");
+}
 ATTNGEN_DEVICE void store_shared_16(u32 address, u32 low_half) {
   asm volatile("{\n.reg .b16 x;\ncvt.u16.u32 x, %1;\nst.shared.b16 [%0], x;\n}" ::"r"(address),
                "r"(low_half)

@@ -17,4 +17,28 @@ ATTNGEN_HD BlockRange q_block_range(const Masks& masks, const Context& ctx, int 
   return blocks;
 }
 
+// Where tiles of keys have turns at a block of queries, from the last keys to the first: of the
+// blocks that a tile visits those from `summed_begin` on have had an earlier tile's, those from
+// `last_begin` on get no later one's.
+struct BlockTurns {
+  int summed_begin;
+  int last_begin;
+};
+
+// Of the tile of `kTile` keys that begins at `first` and visits `blocks`.
+template <int kBlock, int kTile, class Masks>
+ATTNGEN_HD BlockTurns block_turns(const Masks& masks, const Context& ctx, int first,
+                                  const BlockRange& blocks) {
+  BlockTurns turns = {blocks.end, blocks.begin};
+  if (first + kTile < ctx.kv_len) {
+    const int last = min_of(first + 2 * kTile, ctx.kv_len) - 1;
+    const BlockRange before = q_block_range<kBlock>(masks, ctx, first + kTile, last);
+    if (before.begin < before.end) turns.summed_begin = max_of(before.begin, blocks.begin);
+  }
+  if (first > 0) {
+    turns.last_begin = q_block_range<kBlock>(masks, ctx, first - kTile, first - 1).end;
+  }
+  return turns;
+}
+
 }  // namespace attngen
