@@ -252,7 +252,7 @@ def test_backward_in_an_order_waits_for_no_cta_without_an_sm(named):
         checked("hold", driver.cuLaunchKernel(hold, ctas, 1, 1, 32, 1, 1, 0, stream, argument, 0))
         found = call()
         done.record()
-    limit = time.monotonic() + 2
+    limit = time.monotonic() + 20
     while not done.query() and time.monotonic() < limit:
         time.sleep(0.01)
     finished = done.query()
