@@ -23,17 +23,13 @@ from .cases import DTYPES
 
 pytestmark = pytest.mark.gpu
 WINDOW = (100, 30)
-# CTAs beside which an SM has no room for one of a backward, until somebody says so, or 4 s at most.
+# CTAs beside which an SM has no room for one of a backward, until somebody says so, or for a
+# million looks, some seconds: looks, not time, since kernels of other processes may stop both.
 HOLD = """
 extern "C" __global__ void hold(const volatile int* released) {
   __shared__ volatile char room[48 << 10];
   room[threadIdx.x] = 0;
-  long long start, now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
-  do {
-    __nanosleep(1000);
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-  } while (!*released && now - start < 4000000000);
+  for (int looks = 0; looks < 1000000 && !*released; ++looks) __nanosleep(1000);
 }
 """
 
@@ -236,7 +232,7 @@ def test_backward_in_an_order_waits_for_no_cta_without_an_sm(named):
     released = torch.zeros(1, dtype=torch.int32).pin_memory()
     argument = ((released.data_ptr(),), (ctypes.c_void_p,))
     ctas = multiprocessors(torch.cuda.current_device()) // 2
-    holding, done = torch.cuda.Stream(), torch.cuda.Event()
+    holding, held, done = torch.cuda.Stream(), torch.cuda.Event(), torch.cuda.Event()
     with torch.cuda.stream(torch.cuda.Stream()):
         q, k, v = (x.requires_grad_() for x in oracle.operands(1, 8, 8, 4096, 4096, 128))
         d_o = oracle.randn(*q.shape, seed=1)
@@ -250,12 +246,12 @@ def test_backward_in_an_order_waits_for_no_cta_without_an_sm(named):
         torch.cuda.synchronize()
         stream = holding.cuda_stream
         checked("hold", driver.cuLaunchKernel(hold, ctas, 1, 1, 32, 1, 1, 0, stream, argument, 0))
+        held.record(holding)
         found = call()
         done.record()
-    limit = time.monotonic() + 20
-    while not done.query() and time.monotonic() < limit:
+    while not (done.query() or held.query()):
         time.sleep(0.01)
-    finished = done.query()
+    finished = not held.query()
     released.fill_(1)
     torch.cuda.synchronize()
     assert finished and oracle.same(found, wanted)
