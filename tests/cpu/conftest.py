@@ -232,7 +232,7 @@ class MaskLibrary:
         return self._call("block_ranges", sequence, window, tiles, 4, block, 1)
 
     def block_turns(self, sequence, window, tiles, block: int) -> np.ndarray:
-        """summed_end, last_end for tiles of 3 keys and blocks of queries: [tiles, 2]."""
+        """summed_begin, last_begin for tiles of 3 keys and blocks of queries: [tiles, 2]."""
         return self._call("block_turns_of", sequence, window, tiles, 2, block)
 
 
