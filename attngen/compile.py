@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("attngen")
 
 # -minimal: without what no kernel uses (textures, the runtime); the same cubins in 6 % less time.
-OPTIONS = ("-std=c++17", "-minimal", "--ptxas-options=-v", "--ptxas-options=--warn-on-spills")
+# --no-cache: beside a driver NVRTC has a cache of its own, which keeps no log.
+OPTIONS = (
+    *("-std=c++17", "-minimal", "--no-cache"),
+    *("--ptxas-options=-v", "--ptxas-options=--warn-on-spills"),
+)
 # ptxas: setmaxnreg ignored (C7504, C7508), wgmma serialised for one of several reasons (C7510 to
 # C7519, all with this phrase).
 FATAL_ADVISORIES = ("C7504", "C7508", "Potential Performance Loss")
@@ -42,16 +46,12 @@ class Compiled:
     seconds: float
 
 
-def compile_source(
-    source: Source, problem: Problem, arch: str, *, bypass_nvrtc_cache: bool = False
-) -> tuple[Binary, bytes]:
+def compile_source(source: Source, problem: Problem, arch: str) -> tuple[Binary, bytes]:
     """The launch program and its cubin.
 
-    bypass_nvrtc_cache: have NVRTC compile even what its own cache holds (for timing).
     Raises: CompileError with the compiler's log, or with why the kernel must not ship.
     """
-    extra = ("--no-cache",) if bypass_nvrtc_cache else ()
-    done = run_nvrtc(source.text, f"{source.kernel.entry}.cu", arch, extra)
+    done = run_nvrtc(source.text, f"{source.kernel.entry}.cu", arch)
     resources = read_resources(done.log, len(done.cubin))
     if defects := find_defects(done.log):
         raise CompileError([f"{source.kernel.entry}: {defect}" for defect in defects])
@@ -78,7 +78,7 @@ def toolchain() -> str:
     return f"nvrtc {major}.{minor}"
 
 
-def run_nvrtc(text: str, name: str, arch: str, extra: tuple[str, ...] = ()) -> Compiled:
+def run_nvrtc(text: str, name: str, arch: str) -> Compiled:
     """Compile `text` with attngen's headers handed over in memory.
 
     Raises: CompileError with the log.
@@ -92,23 +92,24 @@ def run_nvrtc(text: str, name: str, arch: str, extra: tuple[str, ...] = ()) -> C
             text.encode(), name.encode(), len(known), list(known.values()), names
         ),
     )
-    options = [option.encode() for option in (*OPTIONS, f"-arch={arch}", *extra)]
+    options = [option.encode() for option in (*OPTIONS, f"-arch={arch}")]
     log.info("compiling %s", name)
     start = time.perf_counter()
     with _Heartbeat(name):
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     seconds = time.perf_counter() - start
-    message = b" " * _checked(nvrtc, nvrtc.nvrtcGetProgramLogSize(program))
+    # Not bytes: Python has each of a single character once, and the bindings write into it.
+    message = bytearray(_checked(nvrtc, nvrtc.nvrtcGetProgramLogSize(program)))
     _checked(nvrtc, nvrtc.nvrtcGetProgramLog(program, message))
     report = message.rstrip(b"\0 ").decode(errors="replace")
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         nvrtc.nvrtcDestroyProgram(program)
         raise CompileError(f"{name}: {status.name}\n{report}")
-    cubin = b" " * _checked(nvrtc, nvrtc.nvrtcGetCUBINSize(program))
+    cubin = bytearray(_checked(nvrtc, nvrtc.nvrtcGetCUBINSize(program)))
     _checked(nvrtc, nvrtc.nvrtcGetCUBIN(program, cubin))
     nvrtc.nvrtcDestroyProgram(program)
     log.info("compiled %s in %.2f s", name, seconds)
-    return Compiled(cubin, report, seconds)
+    return Compiled(bytes(cubin), report, seconds)
 
 
 def read_resources(report: str, cubin_bytes: int) -> Resources:

@@ -43,6 +43,13 @@ def test_launch_new_shapes_compile_nothing(monkeypatch, tmp_path):
         assert len(compiled) == 2, f"{len(compiled)} compiles after {number + 1} shapes"
 
 
+def test_compile_beside_a_driver_has_the_compilers_report_each_time():
+    """NVRTC has a cache of its own there, which keeps no report."""
+    text = "__global__ void f(float* x) { *x = 1; }"
+    first, again = (attngen.compile.run_nvrtc(text, "f.cu", "sm_90a") for _ in range(2))
+    assert "Used" in first.log and again.log == first.log
+
+
 FRESH_PROCESS = """
 import sys
 blocked = ("jinja2", "cuda.bindings.nvrtc", "cuda.core")
