@@ -12,6 +12,12 @@ from pathlib import Path
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
 _WHOLE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*?)\s*;")
+_LABEL = re.compile(r"\s*(\.L_x_\d+):")
+_GUARDED = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+)?\s*([A-Z][^;]*?)\s*;")
+_TARGET = re.compile(r"\((\.L_x_\d+)\)")
+_PREDICATE = re.compile(r"\bU?P\d\b")
+_OF_WARPGROUP = ("HGMMA", "QGMMA", "WARPGROUP")
+_SETS_PREDICATES = ("ISETP", "FSETP", "PLOP3", "UISETP", "UPLOP3", "B2R", "SYNCS")
 _FIGURE = re.compile(r"(\w+(?:\[\d+\])?):(\d+)")
 
 
@@ -36,6 +42,68 @@ def count_instructions(cubin: bytes) -> Counter[str]:
 def list_instructions(cubin: bytes) -> list[str]:
     """The cubin's instructions in order, without predicates: `WARPGROUP.DEPBAR.LE gsb0, 0x1`."""
     return _WHOLE.findall(_run("nvdisasm", cubin, "-c"))
+
+
+def find_split_warpgroups(cubin: bytes) -> list[str]:
+    """Branches that a vote of one warp decides and behind which the next of a warpgroup's
+    instructions is another: its warps must all execute the same one, so a vote of all decides."""
+    code, labels = [], {}
+    for line in _run("nvdisasm", cubin, "-c").splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(code)
+        elif found := _GUARDED.search(line):
+            code.append(found.groups(""))
+    after = [_successors(code, labels, i) for i in range(len(code))]
+    # What a warp may meet first from an instruction on, itself included.
+    first = [{i} if text.startswith(_OF_WARPGROUP) else set() for i, (_, text) in enumerate(code)]
+    changed = True
+    while changed:
+        changed = False
+        for i in reversed(range(len(code))):
+            if code[i][1].startswith(_OF_WARPGROUP):
+                continue
+            reached = set().union(*(first[k] for k in after[i]))
+            changed, first[i] = changed or reached != first[i], reached
+    before: list[list[int]] = [[] for _ in code]
+    for i, targets in enumerate(after):
+        for target in targets:
+            before[target].append(i)
+    found = []
+    for i, (guard, text) in enumerate(code):
+        if text.startswith("BRA") and len({frozenset(first[k]) for k in after[i]}) > 1:
+            names = _PREDICATE.findall(f"{guard} {text}")
+            if any(_is_voted(code, before, i, name) for name in names):
+                found.append(f"{guard} {text}")
+    return found
+
+
+def _successors(code: list[tuple[str, str]], labels: dict[str, int], i: int) -> list[int]:
+    guard, text = code[i]
+    following = [i + 1] if i + 1 < len(code) else []
+    if text.startswith("BRA") and (target := _TARGET.search(text)):
+        always = not guard and not _PREDICATE.search(text)
+        return [labels[target[1]], *([] if always else following)]
+    return [] if text.startswith(("EXIT", "RET")) and not guard else following
+
+
+def _is_voted(code: list[tuple[str, str]], before: list[list[int]], i: int, name: str) -> bool:
+    """Whether a definition of the predicate that reaches instruction i is a vote of a warp."""
+    seen: set[int] = set()
+    ahead = [*before[i]]
+    while ahead:
+        k = ahead.pop()
+        if k in seen:
+            continue
+        seen.add(k)
+        guard, text = code[k]
+        opcode, _, operands = text.partition(" ")
+        if name in [word.strip() for word in operands.split(",")[:2]]:
+            if opcode.startswith("VOTE"):
+                return True
+            if not guard and opcode.startswith(_SETS_PREDICATES):
+                continue
+        ahead += before[k]
+    return False
 
 
 def read_usage(cubin: bytes) -> dict[str, int]:

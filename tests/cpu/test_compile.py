@@ -15,11 +15,13 @@ import pytest
 
 from attngen import compile as compiler
 from attngen import files
+from attngen.builder import render_problem
 from attngen.compile import compile_source, find_defects, read_resources, run_nvrtc
 from attngen.errors import CompileError
+from attngen.plan import plans
 from attngen.program import SCHEMA_VERSION, Resources
 from attngen.render import Source
-from tests.cpu.sass import count_instructions, read_usage
+from tests.cpu.sass import count_instructions, find_split_warpgroups, read_usage
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -98,7 +100,28 @@ def test_kernel_has_no_spills_and_the_instructions_that_make_it_fast(case: str, 
     assert found["HGMMA"] > 0 and found["UTMALDG"] > 0
     assert (found["STL"], found["LDL"]) == (0, 0)
     assert found["USETMAXREG"] == 2, "registers do not move from the producer to the consumers"
+    assert find_split_warpgroups(cubin) == []
     assert (found["UTMASTG"] > 0) == ("map_o" in {field.name for field in source.kernel.fields})
+
+
+@pytest.mark.parametrize("alibi", [False, True], ids=("softcap", "softcap and ALiBi"))
+def test_warps_that_bend_scores_in_ways_of_their_own_await_products_together(
+    alibi, make_problem
+) -> None:
+    problem = make_problem(128, masks=CAUSAL, scores=("softcap", "alibi")[: 1 + alibi])
+    for each in plans(problem, ARCH):
+        _, cubin = compile_source(render_problem(problem, each), problem, ARCH)
+        assert find_split_warpgroups(cubin) == []
+
+
+def test_find_split_warpgroups_finds_warps_that_await_a_product_in_two_places(built) -> None:
+    source, _, _ = built("d128 causal")
+    split = altered(
+        source,
+        r"await_product\(\);\n    softmax\.weigh",
+        "if (grew) { await_product(); rescale[0] += 1; } else await_product();\n    softmax.weigh",
+    )
+    assert find_split_warpgroups(compile_again(split))
 
 
 @pytest.mark.parametrize("case", CASES)

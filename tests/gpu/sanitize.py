@@ -120,7 +120,29 @@ class PagedCase:
         return {**found, "layout": self.layout, "mask": "causal_bottom_right"}
 
 
+@dataclass(frozen=True)
+class SoftcapCase:
+    """A forward with a softcap, beside which scores are low in some blocks of some warps alone."""
+
+    variant: Variant
+
+    def __str__(self) -> str:
+        return f"some-low-{self.variant}"
+
+    @property
+    def spec(self) -> attngen.AttentionSpec:
+        """The kernels that serve the case, of usual and of short calls."""
+        return self.variant.spec
+
+    def operands(self) -> list[Tensor]:
+        """A few large keys, in no two warps' rows the same."""
+        q, k, v = self.variant.case.operands()
+        k[:, 37::389] *= 12
+        return [q, k, v]
+
+
 SMALL, SHORT = (130, 200), (1, 1)
+LOW = Case(128, 128, mask="causal_bottom_right", lengths=(330, 900))
 CASES = [
     Case(64, 64, lengths=SMALL),
     Case(64, 64, mask="causal", lengths=SMALL),
@@ -187,6 +209,9 @@ CASES = [
     Variant(Case(64, 64, lengths=SMALL), "h", "learnable", deterministic=True),
     Variant(Case(128, 128, window=(50, 20), lengths=SMALL), "", "off_by_one", 1.5),
     Variant(Case(256, 256, mask="causal", lengths=SMALL), "default", "learnable", 30.0, True),
+    *(SoftcapCase(Variant(replace(LOW, d=d, d_v=d), softcap=30.0)) for d in (64, 128, 256)),
+    SoftcapCase(Variant(replace(LOW, window=(700, 0)), softcap=30.0)),
+    SoftcapCase(Variant(LOW, "default", softcap=30.0)),
     PagedCase(128, 64, 3),
     PagedCase(128, 16, 1, packed=True),
     PagedCase(64, 8, 5, packed=True),
@@ -239,7 +264,8 @@ CASES = [
 
 
 def run(
-    case: Case | Fp8Case | BackwardCase | Variant | PagedCase | Call, device: torch.device
+    case: Case | Fp8Case | BackwardCase | Variant | SoftcapCase | PagedCase | Call,
+    device: torch.device,
 ) -> None:
     """One call, checked on the CPU. Raises: AssertionError where the result is wrong."""
     if isinstance(case, PagedCase):
@@ -264,6 +290,9 @@ def run(
         return
     if isinstance(case, Variant):
         run_variant(case, device)
+        return
+    if isinstance(case, SoftcapCase):
+        run_softcap(case, device)
         return
     operands = case.operands()
     on_device = [x.to(device) for x in operands]
@@ -328,6 +357,21 @@ def run_variant(variant: Variant, device: torch.device) -> None:
     gradients.check([x.cpu() for x in found], (q, k, v, d_o), dlse, **arguments)
     if sink is not None:
         variants.check_sink_gradient_of((q, k, v), dsink.cpu(), arguments, d_o, dlse)
+
+
+def run_softcap(case: SoftcapCase, device: torch.device) -> None:
+    """As `run`, by the kernels of usual and of short calls."""
+    variant, operands = case.variant, case.operands()
+    numbers = {**numbers_of(variant.case), "softcap": variant.softcap}
+    if variant.alibi:
+        slopes = reference.default_alibi_slopes(variant.case.heads[1])
+        numbers["alibi_slopes"] = slopes.to(device)
+    on_device = [x.to(device) for x in operands]
+    expected = oracle.truth(*operands, **variant.arguments)
+    for small in (False, True)[: 1 + (variant.case.d <= SHORT_HEAD_DIM)]:
+        with oracle.small_tiles(small):
+            out, lse, *_ = torch.ops.attngen.forward(*on_device, **numbers)
+        oracle.check(out.cpu(), lse.cpu(), expected, variant.case.layout)
 
 
 def run_fp8(
