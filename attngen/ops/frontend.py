@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import layouts, reference
+from ..errors import SpecError
 from ..reference import fp8
 from ..reference.call import AttentionCall, MaskMod, ScoreMod, Window
 from ..reference.dropout import draw_rng_state
+from ..reference.type_checks import type_violations
 from ..results import AttentionAux
 from . import choice, nested, recent
 from .checks import refuse_derivatives
@@ -174,6 +176,12 @@ def attention(
     Raises: SpecError with every violation at once; CompileError, LaunchError; CacheError where
     ATTNGEN_DISABLE_JIT is set and no kernel is found, BundleError where a bundle is damaged.
     """
+    if not (
+        isinstance(q, Tensor)
+        and (k is None or isinstance(k, Tensor))
+        and (v is None or isinstance(v, Tensor))
+    ):
+        raise SpecError(type_violations({"q": q, "k": k, "v": v}))
     if q.is_nested or (k is not None and k.is_nested) or (v is not None and v.is_nested):
         return nested.attend(attention, dict(locals()))  # type: ignore[no-any-return]
     plain: recent.Call | None = None
@@ -200,7 +208,7 @@ def attention(
         output = recent.serve(*plain)
         if output is not None:
             return output
-    wants_aux = return_lse or return_max_logit or return_amax or dropout_p > 0
+    wants_aux = return_lse or return_max_logit or return_amax or dropout_p != 0
     device = q.device.type
     if device != "meta" and torch.is_autocast_enabled(device):  # which knows no meta tensors
         q, k, v, bias = _autocast(q, k, v, bias)
@@ -245,7 +253,7 @@ def attention(
         key += (
             *[None if x is None else format_of(x) for x in (*scales, *lengths, *scored)],
             tuple(map(format_of, tables)) if paired else format_of(page_table),
-            slopes is None and alibi_slopes,
+            (alibi_slopes is True, type(alibi_slopes)),
             schedule is None,
         )
         settled = _settled.get(key)

@@ -15,28 +15,26 @@ from torch import Tensor
 from .. import layouts
 from ..errors import SpecError
 from ..layouts import Layout, size
-from .call import SCALES, AttentionCall, Operands
+from .call import AttentionCall, Operands
 from .fp8_checks import dtype_violations, fp8_violations
 from .length_checks import length_violations, value_violations
 from .masks import MASKS
 from .sequences import Span
+from .type_checks import TENSORS, type_violations
 from .wording import names, shape_of
 
 BIAS_TYPES = ("post_scale", "pre_scale", "alibi")
 SOFTMAXES = ("vanilla", "off_by_one", "learnable")
-TENSOR_ARGUMENTS = (
-    *("q", "k", "v", "attn_mask", "bias", "alibi_slopes", "sink", "rng_state"),
-    *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
-    *("seqused_q", "seqused_kv", "page_table", *SCALES),
-)
 
 
 def check(call: AttentionCall) -> Operands:
     """The operands of a call whose arguments agree with each other.
 
-    Raises: SpecError with every violation at once; violations of the layout alone where the
-    operands cannot even be told apart.
+    Raises: SpecError with every violation at once; violations of types or of the layout alone where
+    the operands cannot even be told apart.
     """
+    if reasons := [*type_violations(vars(call))]:
+        raise SpecError(reasons)
     operands = find_operands(call)
     reasons = [
         *dtype_violations(operands.q.dtype, operands.k.dtype, operands.v.dtype),
@@ -151,7 +149,10 @@ def _mask_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
 def _is_window(window: object) -> bool:
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         return False
-    return all(side is None or (isinstance(side, int) and side >= -1) for side in window)
+    return all(
+        side is None or (isinstance(side, int) and not isinstance(side, bool) and side >= -1)
+        for side in window
+    )
 
 
 def _softmax_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
@@ -222,7 +223,7 @@ def _dropout_violations(call: AttentionCall, operands: Operands) -> Iterator[str
 
 
 def _device_violations(call: AttentionCall) -> Iterator[str]:
-    given = {name: getattr(call, name) for name in TENSOR_ARGUMENTS}
+    given = {name: getattr(call, name) for name in (*TENSORS, "alibi_slopes")}
     tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
     tables = zip(("page_table (K)", "page_table (V)"), call.page_tables, strict=False)
     for name, tensor in (tensors | dict(tables)).items():

@@ -1,0 +1,64 @@
+"""Whether the arguments of a call are tensors, numbers and callables where these are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from .call import SCALES
+
+TENSORS = (
+    *("q", "k", "v", "attn_mask", "bias", "sink", "rng_state"),
+    *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
+    *("seqused_q", "seqused_kv", *SCALES),
+)
+NUMBERS = {  # and their defaults
+    "softmax_scale": None,
+    "softcap": 0.0,
+    "dropout_p": 0.0,
+    "max_seqlen_q": None,
+    "max_seqlen_kv": None,
+}
+
+
+def type_violations(given: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the types of these arguments of `attention`; q must be among them."""
+    for name in TENSORS:
+        value = given.get(name)
+        if not isinstance(value, Tensor) and (value is not None or name == "q"):
+            yield f"{name} needs a tensor; got {_kind(value)}. Pass a torch.Tensor."
+    tables = given.get("page_table")
+    for table in tables if isinstance(tables, (tuple, list)) else (tables,):
+        if not isinstance(table, Tensor) and tables is not None:
+            yield (
+                f"page_table needs a tensor, or a pair of them for K and V; got {_kind(table)}. "
+                f"Pass a torch.Tensor."
+            )
+    for name, default in NUMBERS.items():
+        value = given.get(name, default)
+        if not (value is default or _is_number(value)):
+            yield f"{name} needs a number; got {_kind(value)}. Its default is {default}."
+    for name in ("score_mod", "mask_mod"):
+        if (value := given.get(name)) is not None and not callable(value):
+            yield f"{name} needs a function; got {_kind(value)}. Pass one, or leave it out."
+    block_mask = given.get("block_mask")
+    if block_mask is not None and not hasattr(block_mask, "mask_mod"):
+        yield (
+            f"block_mask needs a BlockMask of FlexAttention; got {_kind(block_mask)}. "
+            f"Make one with create_block_mask, or pass bools as attn_mask."
+        )
+
+
+def _is_number(value: object) -> bool:
+    """Whether this is a real number: of Python, NumPy or a trace, or a tensor with one element."""
+    return value.numel() == 1 if isinstance(value, Tensor) else hasattr(value, "__float__")
+
+
+def _kind(value: object) -> str:
+    """A value for a message: short ones as they are, of others their type."""
+    text = repr(value)
+    if isinstance(value, Tensor) or len(text) > 40 or "\n" in text:
+        return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    return text

@@ -1,0 +1,75 @@
+"""Arguments that are no tensors, numbers or functions are refused by name, like all others."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+import attngen
+from attngen.errors import SpecError
+
+Q = torch.randn(2, 6, 4, 8)
+ROW = np.ones(4, dtype=np.float32)
+TENSORS = [
+    *("attn_mask", "bias", "sink", "rng_state", "cu_seqlens_q", "cu_seqlens_kv"),
+    *("cu_seqlens_q_padded", "cu_seqlens_kv_padded", "seqused_q", "seqused_kv", "page_table"),
+    *("descale_q", "scale_o", "alibi_slopes"),
+]
+OTHERS = {
+    "softmax_scale": ["0.1", torch.ones(2), 1j],
+    "softcap": [None, "30"],
+    "dropout_p": [None, "0.5"],
+    "max_seqlen_q": ["8"],
+    "page_table": [(ROW, ROW), (None, None)],
+    "score_mod": [3],
+    "mask_mod": ["causal"],
+    "block_mask": [3, torch.ones(6, 6)],
+    "window": [(True, 0)],
+}
+
+
+@pytest.mark.parametrize("backend", ["auto", "cuda", "reference"])
+@pytest.mark.parametrize("wrong", [None, [[1.0]], ROW, "q"], ids=["None", "list", "array", "str"])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_operand_that_is_no_tensor_is_refused_by_name(name, wrong, backend) -> None:
+    operands = {"q": Q, "k": Q, "v": Q, name: wrong}
+    with pytest.raises(SpecError, match=f"(?m)(^| ){name}[ ;].*got "):
+        attngen.attention(**operands, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("wrong", [ROW, [1.0, 2.0], 3.0], ids=["array", "list", "number"])
+@pytest.mark.parametrize("name", TENSORS)
+def test_argument_that_is_no_tensor_is_refused_by_name(name, wrong, backend) -> None:
+    with pytest.raises(SpecError, match=f"^{name} needs"):
+        attngen.attention(Q, Q, Q, **{name: wrong}, backend=backend)
+
+
+@pytest.mark.parametrize(
+    "name, wrong", [(name, wrong) for name, values in OTHERS.items() for wrong in values], ids=str
+)
+def test_argument_of_a_wrong_type_is_refused_by_name(name, wrong) -> None:
+    with pytest.raises(SpecError, match=f"^{name} needs"):
+        attngen.attention(Q, Q, Q, **{name: wrong})
+
+
+def test_wrong_types_are_refused_all_at_once() -> None:
+    with pytest.raises(SpecError) as refusal:
+        attngen.attention(Q, Q, Q, bias=ROW, softcap=None, seqused_kv=[6, 6])
+    assert [reason.split()[0] for reason in refusal.value.reasons] == [
+        *("bias", "seqused_kv", "softcap")
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"softmax_scale": np.float32(0.3), "softcap": torch.tensor(30.0)},
+        {"softmax_scale": 1, "max_seqlen_q": np.int64(6)},
+        {"block_mask": create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 6, 6, "cpu")},
+        {"alibi_slopes": False, "score_mod": lambda s, *_: s},
+    ],
+    ids=str,
+)
+def test_numbers_and_functions_of_other_packages_are_taken(arguments) -> None:
+    assert attngen.attention(Q, Q, Q, **arguments).shape == Q.shape
