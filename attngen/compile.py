@@ -171,10 +171,15 @@ def _nvrtc() -> Any:
     """The bindings, whose library has been found."""
     try:
         from cuda.bindings import nvrtc
-
-        nvrtc.nvrtcVersion()  # the bindings look for the library when it is first called
-    except (ImportError, RuntimeError) as error:
+        from cuda.pathfinder import DynamicLibNotFoundError
+    except ImportError as error:
         raise CompilerMissing("NVRTC") from error
+    try:
+        nvrtc.nvrtcVersion()  # the bindings look for the library when it is first called
+    except DynamicLibNotFoundError as error:
+        raise CompilerMissing("NVRTC") from error
+    except RuntimeError as error:  # it is there, but cannot be loaded, or is another library
+        raise CompilerMissing("NVRTC", f"does not load ({error})") from error
     return nvrtc
 
 

@@ -26,11 +26,11 @@ class CompileError(AttngenError, RuntimeError):
 
 
 class CompilerMissing(CompileError):
-    """What compiles, Jinja or NVRTC, is not installed here (the extra `compile`)."""
+    """What compiles, Jinja or NVRTC, is not installed here (the extra `compile`), or broken."""
 
-    def __init__(self, missing: str) -> None:
+    def __init__(self, missing: str, why: str = "is not installed") -> None:
         super().__init__(
-            f"compiling needs {missing}, which is not installed: pip install 'attngen[compile]'"
+            f"compiling needs {missing}, which {why}: pip install 'attngen[compile]'"
         )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from cuda.pathfinder import DynamicLibNotFoundError
 
 from attngen import batch, features, resolve
 from attngen import compile as compiler
@@ -298,22 +299,35 @@ def test_build_without_the_compile_extra_says_how_to_get_it(blocked: str) -> Non
     assert "attngen[compile]" in done.stderr and "Traceback" not in done.stderr
 
 
-class DynamicLibNotFoundError(RuntimeError):
-    """As the bindings' loader raises it, whose package a server may have without NVRTC."""
-
-
 @pytest.mark.parametrize("command", [["build"], ["explain"], ["bundle", "build", "-o", "x.attn"]])
 def test_command_without_nvrtc_says_once_how_to_get_it(
     command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    error = DynamicLibNotFoundError('Failure finding "libnvrtc.so.13"')
+    result = run_without_nvrtc(command, error, monkeypatch)
+    assert "which is not installed" in result.stderr and "libnvrtc" not in result.stderr
+
+
+def test_command_with_an_nvrtc_that_does_not_load_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = RuntimeError("Failed to dlopen libnvrtc.so.13: invalid ELF header")
+    result = run_without_nvrtc(["build"], error, monkeypatch)
+    assert "invalid ELF header" in result.stderr and "not installed" not in result.stderr
+
+
+def run_without_nvrtc(
+    command: list[str], error: RuntimeError, monkeypatch: pytest.MonkeyPatch
+) -> Result:
+    """A command that compiles, where the bindings' first call ends with this error."""
+
     def fail() -> None:
-        raise DynamicLibNotFoundError('Failure finding "libnvrtc.so.13"')
+        raise error
 
     monkeypatch.setattr("cuda.bindings.nvrtc.nvrtcVersion", fail)
     monkeypatch.setattr(compiler, "_nvrtc", compiler._nvrtc.__wrapped__)  # without its memory
     result = run(*command, GEMMA)
     assert result.exit_code == 1
     assert result.stderr.count("NVRTC") == result.stderr.count("attngen[compile]") == 1
+    return result
 
 
 def test_build_commands_work_where_torch_cannot_be_imported() -> None:
