@@ -174,7 +174,9 @@ def bench_decode(
     cases = workloads.select_named(patterns, decode_report.CASES)
     _prepare(json_file, plot_file)
     from .bench import decode, report, run
+    from .bench.peers import require_known
 
+    require_known(decode.LOADERS, peers)
     run.require_gpu()
     found, absent = decode.load(peers)
     columns = (report.OURS, *found)
@@ -221,6 +223,7 @@ def _measure(
     """Time the cases, printing each row as it comes."""
     from .bench import peers, report, run
 
+    peers.require_known(peers.LOADERS, names)
     run.require_gpu()
     found, absent = peers.load(names)
     columns = tuple(run.participants(direction, found, deterministic))

@@ -66,12 +66,17 @@ def load(names: Sequence[str]) -> tuple[dict[str, Peer], dict[str, str]]:
     return load_from(LOADERS, names)
 
 
+def require_known(loaders: Mapping[str, object], names: Sequence[str]) -> None:
+    """Raises: MeasureError where one of the names has no loader."""
+    if unknown := [name for name in names if name not in loaders]:
+        raise MeasureError(f"unknown peers: {', '.join(unknown)}; there are: {', '.join(loaders)}")
+
+
 def load_from(
     loaders: Mapping[str, Callable[[], Found]], names: Sequence[str]
 ) -> tuple[dict[str, Found], dict[str, str]]:
     """What these loaders find, and why the others found nothing. Raises: as `load`."""
-    if unknown := [name for name in names if name not in loaders]:
-        raise MeasureError(f"unknown peers: {', '.join(unknown)}; there are: {', '.join(loaders)}")
+    require_known(loaders, names)
     found: dict[str, Found] = {}
     absent: dict[str, str] = {}
     for name in names:

@@ -232,6 +232,7 @@ def test_load_fa3_looks_into_xformers_without_importing_it(monkeypatch, tmp_path
         (["--cases", "a,,b"], 2, "--cases"),
         (["--rounds", "0"], 2, "--rounds"),
         (["--peers", ""], 2, "--peers"),
+        (["--peers", "fa3,fa9"], 1, "unknown peers: fa9; there are: sdpa"),
     ],
 )
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])

@@ -121,6 +121,7 @@ def test_peers_that_are_not_here_are_named() -> None:
     ("options", "reason"),
     [
         (["--cases", "b9-*"], "no case fits"),
+        (["--peers", "fa9"], "unknown peers: fa9; there are: fa3"),
         ([], "timing needs a GPU"),
     ],
 )
