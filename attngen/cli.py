@@ -148,14 +148,27 @@ def render(spec: Path, name: str | None, output: Path | None) -> None:
 
 
 @main.command()
+@click.argument("items", metavar="[ITEM]...", nargs=-1)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object an item.")
-def doctor(as_json: bool) -> None:
-    """What this machine has for building and running kernels, and what to do about the rest."""
+def doctor(items: Sequence[str], as_json: bool) -> None:
+    """What this machine has for building and running kernels, and what to do about the rest.
+
+    With items, as `doctor nvrtc cache` or `doctor gpu bundles`, these alone. Exits with 1 where one
+    that is named is not in order (--), and always where a check fails (!!): what a machine may lack
+    depends on what it is for.
+    """
     from . import doctor as doctors
     from .values import to_data
 
-    for finding in doctors.examine():
+    if unknown := [item for item in items if item not in doctors.CHECKS]:
+        known = ", ".join(doctors.CHECKS)
+        raise click.UsageError(f"unknown items: {', '.join(unknown)}; there are: {known}")
+    failed = False
+    for finding in doctors.examine(items):
         click.echo(json.dumps(to_data(finding)) if as_json else doctors.format_finding(finding))
+        failed |= finding.status == "problem" or (bool(items) and finding.status == "missing")
+    if failed:
+        sys.exit(1)
 
 
 main.add_command(bench)

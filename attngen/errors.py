@@ -29,9 +29,7 @@ class CompilerMissing(CompileError):
     """What compiles, Jinja or NVRTC, is not installed here (the extra `compile`), or broken."""
 
     def __init__(self, missing: str, why: str = "is not installed") -> None:
-        super().__init__(
-            f"compiling needs {missing}, which {why}: pip install 'attngen[compile]'"
-        )
+        super().__init__(f"compiling needs {missing}, which {why}: pip install 'attngen[compile]'")
 
 
 class CacheError(AttngenError, RuntimeError):

@@ -140,3 +140,17 @@ def test_doctor_check_that_breaks_is_a_finding(monkeypatch: pytest.MonkeyPatch) 
     assert (broken.status, broken.detail) == ("problem", "ZeroDivisionError: seven")
     assert sound.status == "ok"
     assert "seven" in doctor.format_finding(broken)
+    assert CliRunner().invoke(main, ["doctor"]).exit_code == 1
+
+
+def test_doctor_fails_where_a_named_item_is_not_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lack() -> str:
+        raise doctor.Missing("none", "get one")
+
+    monkeypatch.setattr(doctor, "CHECKS", {"gpu": lack, "jit": doctor.check_jit})
+    outcomes = {items: CliRunner().invoke(main, ["doctor", *items])
+                for items in ((), ("jit",), ("jit", "gpu"), ("gpus",))}  # fmt: skip
+    assert [outcome.exit_code for outcome in outcomes.values()] == [0, 0, 1, 2]
+    assert outcomes["jit",].output.count("\n") == 1
+    assert "get one" in outcomes["jit", "gpu"].output
+    assert "unknown items: gpus; there are: gpu, jit" in outcomes["gpus",].output
