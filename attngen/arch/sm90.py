@@ -7,7 +7,7 @@ plans reach.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ..problem import DTYPE_BYTES, Problem
@@ -282,9 +282,9 @@ def narrow_choices(problem: Problem, softmax: SoftmaxOrder) -> Iterator[Choice]:
     of 64 keys that its rows see. Measured over those of whole tiles, at 128, 512, 1024 and 2048
     keys: +59, +35, +20 and +17 % at 64, +52, +37, +24 and +15 % at 96, +17, +10, +7 and +4 % at
     128, +12, +13, +9 and +6 % at 192, +27, +22, +10 and +6 % at 256, there over outputs that wait
-    for Q's buffer by 2 to 7 %. A softcap leaves no registers for four."""
+    for Q's buffer by 2 to 7 %."""
     largest = max(problem.head_dim_qk, problem.head_dim_v)
-    if largest <= 64 and not LIGHT_SCORES.issuperset(problem.scores):
+    if not has_narrow(largest, problem.scores):
         return
     few = largest <= 192 and problem.head_dim_v <= 128
     consumers = 4 if largest <= 64 else 3 if few else 2
@@ -295,6 +295,12 @@ def narrow_choices(problem: Problem, softmax: SoftmaxOrder) -> Iterator[Choice]:
             rolls=True,
             stores_rows=stores_rows,
         )
+
+
+def has_narrow(largest: int, scores: Iterable[str]) -> bool:
+    """Whether a window has choices of its own at these head dims: up to 64 columns they are four
+    warpgroups, for which a softcap leaves no registers."""
+    return largest > 64 or LIGHT_SCORES.issuperset(scores)
 
 
 def is_plain(problem: Problem) -> bool:

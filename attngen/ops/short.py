@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from ..arch.sm90 import has_narrow
 from ..load import multiprocessors
 from ..run_time import UNBOUNDED, Extent, Scalars
 from ..spec import AttentionSpec, has_short
@@ -35,8 +36,8 @@ def is_short(
     if extents["q"].seq > QUERIES and UNBOUNDED in sides:
         return False
     plain = not (spec.alibi or spec.softcap or spec.return_max_logit)
-    # A softcap leaves narrow heads no kernel for windows.
-    own = spec.window and not (spec.softcap and max(extents["q"].dim, extents["v"].dim) <= 64)
+    largest = max(extents["q"].dim, extents["v"].dim)
+    own = spec.window and has_narrow(largest, ("softcap",) if spec.softcap else ())
     chip = multiprocessors(device.index)
     return prefers_short(extents, sides, scalars.bottom_right, chip, plain, own)
 
