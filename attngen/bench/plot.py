@@ -17,6 +17,7 @@ COLOURS = {
     "fa3": "#d9822b",
     "fa4": "#e5b567",
     "cudnn": "#5a9e4b",
+    "cudnn-paged": "#a9cf9c",
     "sdpa": "#8f6bb3",
     "flex": "#9a9a9a",
     "flashinfer": "#e5b567",

@@ -87,6 +87,15 @@ def test_plot_of_a_decode_report_is_drawn(tmp_path) -> None:
     assert "</svg>" in drawn
 
 
+def test_plot_has_a_colour_for_everybody_who_is_timed() -> None:
+    pytest.importorskip("matplotlib")
+    from attngen.bench import plot, report
+
+    for titles in (report.TITLES, decode_report.TITLES):
+        names = {name.removesuffix(report.DETERMINISTIC) for name in titles}
+        assert len({plot.COLOURS[name] for name in names}) == len(names)
+
+
 def test_check_right_outputs_pass_and_wrong_ones_have_no_call(operands) -> None:
     def wrong(case: Case, x: decode.Operands) -> decode.Call:
         other = x.table.flip(0).contiguous()  # of another sequence
