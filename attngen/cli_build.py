@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .errors import AttngenError
+from .files import can_write_into
 
 if TYPE_CHECKING:
     from .batch import Job, Outcome
@@ -114,6 +115,8 @@ def build_all(request: Request, cache: Cache) -> list[Outcome]:
     outcomes: list[Outcome] = []
     if request.dry_run:
         _show_plan(request, jobs, cache, len(refused))
+    elif not can_write_into(cache.root) and (lacking := _lacking(jobs, cache)):
+        failures.append(f"{cache.root} cannot be written, and lacks {count_of(lacking, 'kernel')}")
     else:
         start = time.monotonic()
         for outcome in batch.run(jobs, cache, request.jobs):
@@ -140,6 +143,12 @@ def _find_jobs(request: Request) -> tuple[list[Job], list[AttngenError]]:
         traced, also_refused = batch.jobs_for(variants, "trace", request.arch)
         jobs, refused = batch.join([*jobs, *traced]), [*refused, *also_refused]
     return batch.shard(jobs, *request.shard), refused
+
+
+def _lacking(jobs: Sequence[Job], cache: Cache) -> int:
+    from . import batch
+
+    return sum(batch.find_cached(job, cache) is None for job in jobs)
 
 
 def _show_plan(request: Request, jobs: Sequence[Job], cache: Cache, refused: int) -> None:

@@ -13,6 +13,7 @@ import click
 
 from .cli_build import Request, build_all, count_of, takes_request
 from .errors import BundleError
+from .files import can_write_into
 
 if TYPE_CHECKING:
     from .bundle import Bundle, BundledKernel, Program
@@ -43,6 +44,7 @@ def build(request: Request, output: Path) -> None:
     from . import batch, bundle_write
     from .cache import Cache
 
+    _check_output(output)
     cache = Cache.default()
     outcomes = build_all(request, cache)
     if request.dry_run:
@@ -120,6 +122,7 @@ def merge(files: Sequence[Path], output: Path) -> None:
     """Put the kernels of several bundles into one, such as those of several build machines."""
     from .bundle_write import merge as merge_bundles
 
+    _check_output(output)
     merge_bundles(output, [_open(file) for file in files])
     _tell(output, as_json=False)
 
@@ -163,6 +166,10 @@ def trace(output: Path, command: Sequence[str]) -> None:
     from . import tracing
 
     environment = {**os.environ, tracing.VARIABLE: str(output.absolute())}
+    # Where no trace can be, or something else is, shows before anything runs.
+    output.parent.mkdir(parents=True, exist_ok=True)
+    if output.exists():
+        tracing.read(output)
     try:
         done = subprocess.run(list(command), env=environment)
     except OSError as error:
@@ -172,6 +179,16 @@ def trace(output: Path, command: Sequence[str]) -> None:
     why = "" if used else ": no kernel of attngen was launched"
     click.echo(f"{count_of(used, 'variant')} noted in {output}{why}", err=True)
     raise SystemExit(done.returncode if done.returncode >= 0 else 128 - done.returncode)
+
+
+def _check_output(path: Path) -> None:
+    """Raises: BundleError where a bundle cannot be put there, or would replace another file."""
+    if not can_write_into(path.parent):
+        raise BundleError(f"{path} cannot be written: no file can be made in {path.parent}")
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(2) not in (b"", b"PK"):
+                raise BundleError(f"{path} is no bundle, and is not replaced by one")
 
 
 def _open(path: Path) -> Bundle:

@@ -147,8 +147,7 @@ def check_cache() -> str:
     from .cache import Cache
 
     store = Cache.default()
-    existing = next(path for path in (store.root, *store.root.parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+    if not files.can_write_into(store.root):
         advice = "kernels are compiled again in each process; set ATTNGEN_CACHE_DIR"
         raise Missing(f"{store.root} is not writable", advice)
     entries = store.entries() if store.root.is_dir() else []

@@ -58,6 +58,13 @@ def headers() -> dict[str, bytes]:
     }
 
 
+def can_write_into(folder: Path) -> bool:
+    """Whether files may be made in a folder, or in one made in its place; nothing is made."""
+    places = (folder, *folder.absolute().parents)
+    existing = next(place for place in places if os.path.exists(place))
+    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A new file, synced and put in the place of `path` where the block ends without an error.

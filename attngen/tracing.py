@@ -95,7 +95,7 @@ def read(path: Path) -> list[Variant]:
             data = json.loads(line)
             found[from_data(Problem, data["problem"]), str(data["arch"])] = None
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            mistakes.append(f"{path}, line {number}: {error!r}")
+            mistakes.append(f"{path}, line {number}: not of a trace: {error!r}")
     if mistakes:
         raise AttngenError(mistakes)
     return [*found]

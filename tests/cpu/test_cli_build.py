@@ -158,11 +158,32 @@ def test_shard_keeps_a_problems_kernels_together_and_no_spec_moves_another() -> 
 def test_build_cache_that_cannot_be_written_makes_no_bundle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    (tmp_path / "entries").write_text("")
+    monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path))
     result = run("bundle", "build", LLAMA, "-o", tmp_path / "x")
-    assert result.exit_code == 1 and "cannot keep it" in result.stderr
+    assert result.exit_code == 1 and "2 failed" in result.stdout
+    assert "cannot keep it" in result.stderr
     assert not (tmp_path / "x").exists()
+
+
+def test_build_all_cached_needs_to_write_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("build", LLAMA, "-o", tmp_path)
+    monkeypatch.setattr("attngen.cli_build.can_write_into", lambda _: False)
+    assert "0 compiled, 2 cached" in run("build", LLAMA, "-o", tmp_path).stdout
+    assert "lacks 2 kernels" in run("build", LLAMA, GEMMA, "-o", tmp_path).stderr
+
+
+@pytest.mark.parametrize("command", [["build", str(LLAMA)], ["merge", "absent.attn"]])
+def test_bundle_is_not_put_where_another_file_is_or_none_can_be(
+    command: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "spec.toml").write_text(REFUSED)
+    for output, why in (("spec.toml", "is no bundle"), ("spec.toml/x", "cannot be written")):
+        result = run("bundle", *command, "-o", tmp_path / output)
+        assert result.exit_code == 1 and not result.stdout and why in result.stderr
+    assert (tmp_path / "spec.toml").read_text() == REFUSED
 
 
 def test_build_interrupted_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -245,6 +266,16 @@ def test_trace_of_a_program_without_launches_is_empty_and_says_why(tmp_path: Pat
     assert built.exit_code == 0 and Bundle(tmp_path / "x").problems == {}
     absent = run("bundle", "build", "--from-trace", tmp_path / "none", "-o", tmp_path / "y")
     assert absent.exit_code == 1 and f"{tmp_path / 'none'}: No such file" in absent.stderr
+
+
+@pytest.mark.parametrize("output", ["file", "file/trace", "."])
+def test_trace_where_none_can_be_is_refused_before_anything_runs(
+    output: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("an important one\n")
+    result = run("trace", "-o", tmp_path / output, "touch", tmp_path / "ran")
+    assert result.exit_code == 1 and "Error" in result.stderr
+    assert not (tmp_path / "ran").exists()
 
 
 def test_trace_command_that_does_not_exist_says_so() -> None:
