@@ -4,6 +4,8 @@ why not with the nearest spec that is legal."""
 from __future__ import annotations
 
 import dataclasses
+import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,7 +167,8 @@ def _check_layout(spec: AttentionSpec) -> list[Violation]:
     try:
         layouts.parse(spec.layout)
     except ValueError as error:
-        return [Violation("layout", str(error), "bshd")]
+        meant = _closest(spec.layout, (*layouts.FORMATS, *layouts.NAMES), "bshd")
+        return [Violation("layout", str(error), meant)]
     return []
 
 
@@ -192,6 +195,11 @@ def _nearest_dtype(name: str) -> str:
     """The dtype that another name may mean, such as PyTorch's."""
     meant = dtype_name(f"torch.{name.removeprefix('torch.')}")
     return meant if meant in DTYPES else "bf16"
+
+
+def _closest(name: str, known: Iterable[str], default: str) -> str:
+    """The known name that this one may be a slip of."""
+    return next(iter(difflib.get_close_matches(name, [*known], 1)), default)
 
 
 def _check_gather(spec: AttentionSpec) -> list[Violation]:
@@ -324,10 +332,13 @@ def _check_features(spec: AttentionSpec, features: Features) -> list[Violation]:
             reason += "behind the name for a diagonal that ends there"
             if mask in features["mask"]:
                 reason = f"mask {spec.mask!r} is a switch of its own: {mask} = true"
-            found.append(Violation("mask", reason, "causal" if "causal" in mask else "none"))
+            legal = [name for name in known if name != "arbitrary"]  # of all kernels
+            default = "causal" if "causal" in mask else "none"
+            found.append(Violation("mask", reason, _closest(spec.mask, legal, default)))
     if spec.softmax not in features["softmax"]:
         reason = f"softmax {spec.softmax!r} is unknown; available: {[*features['softmax']]}"
-        found.append(Violation("softmax", reason, "vanilla"))
+        meant = _closest(spec.softmax, [*features["softmax"]], "vanilla")
+        found.append(Violation("softmax", reason, meant))
     if spec.bias not in ("none", *BIASES):
         reason = f"bias {spec.bias!r} is unknown; available: {['none', *BIASES]}"
         found.append(Violation("bias", reason, "none"))

@@ -283,6 +283,11 @@ def test_split_mask_names_give_fragments_and_alignment(name: str, expected: tupl
         ("layout", "dhsb", "bshd"),
         # No name of the semantics; with window=True the same fragment would be there twice.
         ("mask", "window", "none"),
+        ("mask", "casual", "causal"),
+        ("mask", "paddingcausal", "padding_causal"),
+        ("layout", "bhs", "bhsd"),
+        ("layout", "paged", "bshd"),
+        ("softmax", "off-by-one", "off_by_one"),
         ("softmax", "smooth", "vanilla"),
         ("bias", "alibi", "none"),
         ("score_mod", True, False),
