@@ -285,11 +285,12 @@ def tune_(
     From then on planning prefers the fastest. Results are compared before anything is timed.
     """
     from . import batch, tune, tuned
-    from .spec import load_specs
+    from .spec import load_all
     from .values import to_json
 
+    wanted = load_all(specs)
     arch, chip = tune.current_device()
-    jobs, refused = batch.jobs_of([spec for path in specs for spec in load_specs(path)], arch)
+    jobs, refused = batch.jobs_of(wanted, arch)
     if refused:
         raise AttngenError([reason for error in refused for reason in error.reasons])
     effort = tune.Effort(lengths, window, limit, rounds, budget_ms)

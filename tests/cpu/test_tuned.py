@@ -212,6 +212,13 @@ def test_tune_refuses_wrong_options_and_machines_without_a_gpu(
     assert not folder.exists()
 
 
+def test_tune_refuses_spec_files_before_it_looks_for_a_gpu(tmp_path: Path) -> None:
+    (tmp_path / "odd.toml").write_text("[[kernel]]\nhead_dm = 64\n")
+    result = CliRunner().invoke(main, ["tune", str(tmp_path / "odd.toml"), str(tmp_path / "none")])
+    assert result.exit_code == 1 and "head_dm" in result.output
+    assert "No such file" in result.output and "GPU" not in result.output
+
+
 @pytest.mark.parametrize(
     "fields",
     [
