@@ -16,7 +16,7 @@ from .errors import CacheError, CompilerMissing
 from .plan import KernelPlan, plans, plans_of_call
 from .problem import Problem
 from .program import Binary
-from .spec import AttentionSpec
+from .spec import AttentionSpec, checked
 
 if TYPE_CHECKING:
     from .render import Source
@@ -43,6 +43,7 @@ def build(
     Raises: SpecError, PlanError, CompileError (CompilerMissing where Jinja or NVRTC is not
     installed); CacheError where ATTNGEN_DISABLE_JIT forbids it.
     """
+    spec = checked(spec)
     problems = resolve.resolve(spec, features.scan())
     arches = spec.arch if arch is None else (arch,)
     return tuple(

@@ -21,7 +21,7 @@ from .bundle import Bundle, name_of
 from .errors import BundleError
 from .problem import Problem, Variant
 from .program import Binary, binaries_of_call
-from .spec import AttentionSpec, load_specs
+from .spec import AttentionSpec, checked, load_specs
 from .values import to_json
 
 log = logging.getLogger("attngen")
@@ -109,7 +109,7 @@ def check_complete(
     """
     known = {key for bundle in bundles for key in bundle.problems}
     missing: dict[str, None] = {}
-    for spec in specs:
+    for spec in map(checked, specs):
         for problem in resolve.resolve(spec, features.scan()):
             for arch in spec.arch:
                 if (problem, arch) not in known:

@@ -14,7 +14,7 @@ from typing import Any
 
 from . import layouts
 from .errors import SpecError
-from .values import from_data
+from .values import from_data, to_data
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -307,8 +307,7 @@ def parse_specs(data: Mapping[str, Any], origin: str) -> tuple[AttentionSpec, ..
             try:
                 specs.append(from_data(AttentionSpec, fields))
             except ValueError as error:
-                text = str(error).removeprefix(f"{AttentionSpec.__name__}: ")
-                reasons.append(f"{where}: {text}{_about_switches(fields)}")
+                reasons.append(f"{where}: {_mistakes(error, fields)}")
     names = Counter(spec.name for spec in specs if spec.name)
     repeated = sorted(name for name, count in names.items() if count > 1)
     reasons += [f"{origin}: several kernels are named {name!r}" for name in repeated]
@@ -317,16 +316,32 @@ def parse_specs(data: Mapping[str, Any], origin: str) -> tuple[AttentionSpec, ..
     return tuple(specs)
 
 
-def _about_switches(fields: Mapping[str, Any]) -> str:
-    """What to do where a table gives a number to what is only switched on."""
+def checked(spec: object) -> AttentionSpec:
+    """A spec made in Python, whose fields have the types that those of a file have.
+
+    Raises: SpecError with every field of a wrong type.
+    """
+    if not isinstance(spec, AttentionSpec):
+        raise SpecError(f"{spec!r} is no AttentionSpec; attngen.load_specs reads those of a file")
+    fields = to_data(spec)
+    try:
+        return from_data(AttentionSpec, fields)
+    except ValueError as error:
+        raise SpecError(f"{spec.title}: {_mistakes(error, fields)}") from error
+
+
+def _mistakes(error: ValueError, fields: Mapping[str, Any]) -> str:
+    """What is wrong with fields, and what to do where one has a value of what is only switched
+    on."""
+    text = str(error).removeprefix(f"{AttentionSpec.__name__}: ")
     given = [
         field.name
         for field in dataclasses.fields(AttentionSpec)
-        if isinstance(field.default, bool) and type(fields.get(field.name)) in (int, float)
+        if isinstance(field.default, bool) and type(fields.get(field.name, False)) is not bool
     ]
     if not given:
-        return ""
-    return f"; {', '.join(given)} = true switches it on, and each call gives the value"
+        return text
+    return f"{text}; {', '.join(given)} = true switches it on, and each call gives the value"
 
 
 def _product(table: dict[str, Any]) -> Iterator[dict[str, Any]]:

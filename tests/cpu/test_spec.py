@@ -7,8 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+import attngen
 from attngen.errors import SpecError
-from attngen.spec import AttentionSpec, dtype_name, load_specs, parse_specs
+from attngen.mounts import check_complete
+from attngen.spec import AttentionSpec, checked, dtype_name, load_specs, parse_specs
 
 
 def load(folder: Path, text: str) -> tuple[AttentionSpec, ...]:
@@ -137,6 +139,37 @@ def test_parse_specs_same_mistake_in_a_product_is_reported_once() -> None:
     with pytest.raises(SpecError) as caught:
         parse_specs({"kernel": [{"head_dim": [64, 128], "colour": "red"}]}, "here")
     assert len(caught.value.reasons) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"window": (1024, 0)}, ["window: expected bool", "each call gives the value"]),
+        ({"softcap": 30.0, "dropout": 0.1}, ["softcap, dropout = true", "bool, got 0.1"]),
+        ({"head_dim": 64.0}, ["head_dim: expected int"]),
+        ({"dtype": object}, ["dtype: expected str"]),
+        ({"mask": None, "layout": None}, ["mask: expected str", "layout: expected str"]),
+        ({"directions": "fwd"}, ["directions: expected a list, got 'fwd'"]),
+    ],
+    ids=str,
+)
+def test_build_and_require_refuse_a_spec_with_fields_of_wrong_types(fields, words) -> None:
+    spec = AttentionSpec(**{"head_dim": 64, **fields})
+    for refuse in (attngen.build, lambda spec: check_complete([], [spec])):
+        with pytest.raises(SpecError) as refusal:
+            refuse(spec)
+        assert all(word in str(refusal.value) for word in words)
+
+
+@pytest.mark.parametrize("spec", [None, "specs.toml", {"head_dim": 64}])
+def test_build_of_what_is_no_spec_says_so(spec: object) -> None:
+    with pytest.raises(SpecError, match="is no AttentionSpec; attngen.load_specs"):
+        attngen.build(spec)  # type: ignore[arg-type]
+
+
+def test_checked_takes_lists_for_tuples() -> None:
+    spec = AttentionSpec(head_dim=64, directions=["fwd", "bwd"])  # type: ignore[arg-type]
+    assert checked(spec) == AttentionSpec(head_dim=64, directions=("fwd", "bwd"))
 
 
 def test_title_without_a_name_says_what_differs() -> None:
