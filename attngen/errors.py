@@ -10,7 +10,8 @@ class AttngenError(Exception):
 
     def __init__(self, reasons: str | Iterable[str]) -> None:
         self.reasons: tuple[str, ...] = (reasons,) if isinstance(reasons, str) else tuple(reasons)
-        super().__init__("\n".join(self.reasons))
+        # torch.compile, which cannot trace super().__init__, then reports the reasons.
+        self.args = ("\n".join(self.reasons),)
 
 
 class SpecError(AttngenError, ValueError):

@@ -52,8 +52,11 @@ def type_violations(given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_number(value: object) -> bool:
-    """Whether this is a real number: of Python, NumPy or a trace, or a tensor with one element."""
-    return value.numel() == 1 if isinstance(value, Tensor) else hasattr(value, "__float__")
+    """Whether this is a real number, of Python or NumPy, or a tensor with one element."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    # In a trace a number may be symbolic, and be asked for nothing but its type.
+    return isinstance(value, (int, float)) or hasattr(value, "__float__")
 
 
 def _kind(value: object) -> str:

@@ -61,6 +61,22 @@ def test_wrong_types_are_refused_all_at_once() -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["softmax_scale", "softcap"])
+def test_numbers_may_be_symbolic_in_a_trace(name) -> None:
+    def call(q: torch.Tensor, number: float) -> torch.Tensor:
+        return attngen.attention(q, q, q, **{name: number})
+
+    compiled = torch.compile(call, backend="eager", fullgraph=True, dynamic=True)
+    for number in (0.5, 0.25):
+        assert torch.allclose(compiled(Q, number), call(Q, number), atol=1e-6)
+
+
+def test_refusal_is_in_the_report_of_a_trace_that_must_be_whole() -> None:
+    compiled = torch.compile(lambda q: attngen.attention(q, q, q, bias=3), fullgraph=True)
+    with pytest.raises(Exception, match="SpecError.*bias needs a tensor"):
+        compiled(Q)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
