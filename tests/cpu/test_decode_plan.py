@@ -114,6 +114,7 @@ def test_plans_of_wide_head_dims_fit():
         ({"head_dim": 1024, "head_dim_v": 512}, "head_dim", 576, "208 of 227 KiB"),
         ({"head_dim": 576, "head_dim_v": 576}, "head_dim_v", 512, "128 registers"),
         ({"head_dim": 576, "head_dim_v": 264}, "head_dim_v", 384, "multiples of 128"),
+        ({"head_dim": 560, "head_dim_v": 512}, "head_dim", 576, "multiples of 64 up to 576"),
     ],
     ids=str,
 )
