@@ -222,8 +222,11 @@ def cache_prune(max_bytes: int | None, max_age_days: float | None) -> None:
 
 @cache_group.command("clear")
 def cache_clear() -> None:
-    """Remove every kernel."""
-    click.echo(f"removed {count_of(_cache().clear(), 'kernel')}")
+    """Remove every kernel; exit 1 where some cannot be."""
+    cache = _cache()
+    click.echo(f"removed {count_of(cache.clear(), 'kernel')}")
+    if left := len(cache.entries()):
+        raise AttngenError(f"{count_of(left, 'kernel')} could not be removed from {cache.root}")
 
 
 def _cache() -> Cache:

@@ -272,6 +272,14 @@ def test_cache_commands_see_what_was_built(cache_dir: Path) -> None:
     assert "removed 0 kernels" in run("cache", "clear").stdout
 
 
+def test_cache_clear_of_what_cannot_be_removed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    run("build", LLAMA)
+    monkeypatch.setattr(Cache, "_discard", lambda *_: False)
+    result = run("cache", "clear")
+    assert result.exit_code == 1 and "removed 0 kernels" in result.stdout
+    assert "2 kernels could not be removed" in result.stderr
+
+
 def test_cache_verify_damaged_entry_exits_1(cache_dir: Path) -> None:
     run("build", LLAMA)
     info, _ = Cache(cache_dir).entries()
