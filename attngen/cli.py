@@ -259,4 +259,3 @@ def _select(path: Path, name: str | None) -> list[AttentionSpec]:
 def _print(lines: Iterable[str]) -> None:
     for line in lines:
         click.echo(line)
-    sys.stdout.flush()

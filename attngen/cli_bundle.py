@@ -185,9 +185,9 @@ def _check_output(path: Path) -> None:
     """Raises: BundleError where a bundle cannot be put there, or would replace another file."""
     if not can_write_into(path.parent):
         raise BundleError(f"{path} cannot be written: no file can be made in {path.parent}")
-    if path.is_file():
+    if path.exists():
         with path.open("rb") as file:
-            if file.read(2) not in (b"", b"PK"):
+            if not path.is_file() or file.read(2) not in (b"", b"PK"):
                 raise BundleError(f"{path} is no bundle, and is not replaced by one")
 
 

@@ -280,6 +280,8 @@ def attention(
         return_max_logit=return_max_logit, return_amax=return_amax,
     )  # fmt: skip
     check_splits(num_splits)
+    if not (schedule is None or isinstance(schedule, Schedule)):
+        raise SpecError(f"schedule needs an attngen.Schedule; got {schedule!r}. Make one.")
     if not choice.use_kernels(call, backend, num_splits):
         out, aux = reference.run(call)
         return (out, aux) if wants_aux else out

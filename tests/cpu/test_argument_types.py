@@ -25,6 +25,7 @@ OTHERS = {
     "mask_mod": ["causal"],
     "block_mask": [3, torch.ones(6, 6)],
     "window": [(True, 0)],
+    "schedule": [True, torch.ones(2, dtype=torch.int32)],
 }
 
 

@@ -263,6 +263,12 @@ def test_render_prints_what_it_writes(tmp_path: Path) -> None:
     assert printed.count('extern "C"') == len(paths) == 2
 
 
+def test_list_with_its_output_closed_ends_quietly() -> None:
+    command = f"{sys.executable} -m attngen list >&-"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_cache_commands_see_what_was_built(cache_dir: Path) -> None:
     run("build", GEMMA)
     assert run("cache", "dir").stdout.strip() == str(cache_dir)
