@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..layouts import Format, parse
@@ -36,6 +37,22 @@ def _of_side(side: Given, axes: Format) -> Given:
     if axes == "thd" or cu_seqlens is None:
         return side
     return None, None, cu_seqlens.diff()
+
+
+def rows_of_none(lse: Tensor, given: Mapping[str, Tensor | None]) -> Tensor | None:
+    """Which rows of an LSE belong to no sequence, a broadcast of it; None where all do for certain.
+    given: the lengths of an operation, by their names."""
+    rows = lse.shape[-1]
+    if (used := given.get("seqused_q")) is not None:
+        return torch.arange(rows, device=lse.device) >= used[:, None, None]
+    if (ends := given.get("cu_seqlens_q")) is None:
+        return None
+    offsets = given.get("cu_seqlens_q_padded")
+    starts = (ends if offsets is None else offsets)[:-1]
+    steps = torch.zeros(rows + 1, dtype=torch.int32, device=lse.device)
+    steps.index_add_(0, starts, torch.ones_like(starts))
+    steps.index_add_(0, starts + ends.diff(), -torch.ones_like(starts))
+    return steps[:-1].cumsum(0) == 0
 
 
 def violations(

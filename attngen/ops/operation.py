@@ -22,6 +22,7 @@ from ..errors import SpecError
 from ..launch import Prepared, launch
 from ..run_time import Extent, Scalars, workspace_bytes
 from ..spec import AttentionSpec
+from .lengths import rows_of_none
 from .operands import Source
 from .signature import Operands
 
@@ -137,7 +138,7 @@ def run(ready: Ready, operands: Operands) -> list[Tensor]:
     for output in ready.outputs:
         tensor = _empty_strided_cuda(output.sizes, output.strides, output.dtype)
         if output.preset or not ready.launches:
-            _fill(tensor, output.rest, {name: operands[place] for place, name in ready.operands})
+            _fill(tensor, output, {name: operands[place] for place, name in ready.operands})
         addresses[output.name] = tensor.data_ptr()
         results.append(tensor)
     if ready.launches:
@@ -197,13 +198,15 @@ def lay_out_workspaces(
     return offsets, end
 
 
-def _fill(tensor: Tensor, rest: float | str, operands: dict[str, Tensor | None]) -> None:
-    if isinstance(rest, str):
-        per_head = operands[rest]
+def _fill(tensor: Tensor, output: Output, operands: dict[str, Tensor | None]) -> None:
+    if isinstance(output.rest, str):
+        per_head = operands[output.rest]
         assert per_head is not None  # checked with the call
         tensor.copy_(per_head[:, None])
     else:
-        tensor.fill_(rest)
+        tensor.fill_(output.rest)
+    if output.name == "lse" and (spare := rows_of_none(tensor, operands)) is not None:
+        tensor.masked_fill_(spare, -math.inf)
 
 
 def unobserved(operands: Operands) -> bool:

@@ -253,6 +253,37 @@ def test_op_descales_of_packed_sequences_are_one_for_each_and_head(name):
     assert checks.violations(views, extents, known, arguments, False)
 
 
+@pytest.mark.parametrize("name", ["thd", "bshd"])
+@pytest.mark.parametrize("softmax", ["off_by_one", "learnable"])
+def test_op_without_any_key_gives_sinks_to_rows_of_sequences_alone(launches, name, softmax):
+    sink = torch.tensor([1.0, 2.0]) if softmax == "learnable" else None
+    given = {"seqused_q": int32(3, 0), "seqused_kv": int32(0, 0)}
+    shape, members = (2, 4, HEADS, DIM), [[1, 1, 1, 0], [0, 0, 0, 0]]
+    if name == "thd":
+        given = {"cu_seqlens_q": int32(0, 3, 3, 5), "cu_seqlens_kv": int32(0, 0, 0, 0)}
+        given["cu_seqlens_q_padded"] = int32(1, 5, 5, 9)
+        shape, members = (8, HEADS, DIM), [0, 1, 1, 1, 0, 1, 1, 0]
+    q = torch.zeros(shape, dtype=torch.bfloat16)
+    k = q.narrow(-3, 0, 0)
+    rest = (*optional(**given, sink=sink), *Arguments(layout=name, softmax=softmax))
+    out, lse, *_ = forward.forward(q, k, k, *rest)
+    seen = torch.tensor(members, dtype=torch.bool).unsqueeze(-2).expand(lse.shape)
+    alpha = torch.zeros(HEADS) if sink is None else sink
+    wanted = torch.where(seen, alpha[:, None].expand(lse.shape), -torch.inf)
+    assert torch.equal(lse, wanted) and not out.any() and not launches
+    dlse = torch.where(seen, 1.0, torch.nan)
+    *_, dsink, _ = backward.backward(torch.zeros_like(out), dlse, q, k, k, out, lse, *rest)
+    assert sink is None or torch.equal(dsink, seen.float().sum(-1).reshape(-1, HEADS).sum(0))
+
+
+def test_op_no_gradient_of_an_lse_comes_from_rows_without_a_key():
+    lse = torch.tensor([[0.5, -torch.inf], [-torch.inf, 2.0]])
+    dlse = torch.tensor([[1.0, torch.nan], [torch.inf, torch.nan]])
+    found = backward._of_seen(dlse, lse)
+    assert found.is_contiguous()
+    assert found[0].tolist() == [1.0, 0.0] and found[1, 0] == 0 and found[1, 1].isnan()
+
+
 def test_spec_from_call_knows_lengths_of_dense_sides_only():
     q = SimpleNamespace(shape=(4, 2, 64), dtype="torch.bfloat16")
     kv = SimpleNamespace(shape=(2, 4, 2, 64), dtype="torch.bfloat16")
