@@ -346,7 +346,9 @@ def _settle(call: AttentionCall, deterministic: bool, num_splits: int | None) ->
         num_splits=num_splits or 0,
         bias_type="post_scale" if call.bias is None else call.bias_type,
     )
-    heads = call.q.shape[layouts.parse(call.layout).q_format.index("h")]
+    layout = layouts.parse(call.layout)
+    q = layouts.unpack(layout, call.q, call.k, call.v)[0]
+    heads = layouts.size(q.shape, layout.q_format, "h")
     given = isinstance(call.alibi_slopes, Tensor)
     return _Settled(arguments, heads if call.has_alibi and not given else 0)
 

@@ -275,6 +275,16 @@ def test_default_slopes_of_an_inference_serve_training_too(kernels, monkeypatch)
     assert q.grad is not None
 
 
+@pytest.mark.parametrize("layout", ["bs3hd", "bsh3d", "sb3hd"])
+def test_default_slopes_of_a_packed_tensor_are_one_for_each_head(kernels, layout):
+    packed = torch.randn(2, 5, *((4, 3) if layout == "bsh3d" else (3, 4)), 16).bfloat16()
+    found, expected = (
+        attngen.attention(packed, layout=layout, alibi_slopes=True, backend=backend)
+        for backend in ("cuda", "reference")
+    )
+    assert torch.equal(found, expected) and kernels.names == ["forward"]
+
+
 def test_op_called_with_its_operands_alone_has_gradients(kernels):
     """No argument stands behind them for the dispatcher to keep."""
     q, k, v = operands()
