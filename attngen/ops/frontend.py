@@ -176,14 +176,16 @@ def attention(
     Raises: SpecError with every violation at once; CompileError, LaunchError; CacheError where
     ATTNGEN_DISABLE_JIT is set and no kernel is found, BundleError where a bundle is damaged.
     """
-    if not (
-        isinstance(q, Tensor)
-        and (k is None or isinstance(k, Tensor))
-        and (v is None or isinstance(v, Tensor))
-    ):
-        raise SpecError(type_violations({"q": q, "k": k, "v": v}))
-    if q.is_nested or (k is not None and k.is_nested) or (v is not None and v.is_nested):
-        return nested.attend(attention, dict(locals()))  # type: ignore[no-any-return]
+    try:  # which costs a call less than to ask for types
+        nesting = (
+            dict(locals())
+            if q.is_nested or (k is not None and k.is_nested) or (v is not None and v.is_nested)
+            else None
+        )
+    except AttributeError as error:
+        raise SpecError(type_violations({"q": q, "k": k, "v": v})) from error
+    if nesting is not None:
+        return nested.attend(attention, nesting)  # type: ignore[no-any-return]
     plain: recent.Call | None = None
     if (
         (cu_seqlens_kv is None and cu_seqlens_q_padded is None and cu_seqlens_kv_padded is None)
