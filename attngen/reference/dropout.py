@@ -41,7 +41,7 @@ def drop_threshold(p: float) -> int:
     """Bytes below this number, 0..256, drop their element; p is the drop probability."""
     if p <= 0.0 or p >= 1.0:
         return 0 if p <= 0.0 else 256
-    return min(max(round(p * 256), 1), 255)
+    return min(max(round(float(p * 256)), 1), 255)  # a tensor has no round()
 
 
 def keep_scale(p: float) -> float:

@@ -236,3 +236,7 @@ def test_attention_mask_of_a_packed_sequence_is_that_of_its_index():
     )
     kept = out.view(2, n, n) != 0
     assert torch.equal(kept, dropout_keep_mask(state, 0.5, 2, 1, n, n)[:, 0])
+
+
+def test_probability_may_be_a_tensor():
+    assert drop_threshold(torch.tensor(0.3)) == drop_threshold(0.3) == 77
