@@ -45,9 +45,14 @@ def use_kernels(call: AttentionCall, backend: str, num_splits: int | None = None
 
 def refusals(call: AttentionCall, num_splits: int | None = None) -> list[str]:
     """Why no kernel can serve this call; empty where one can."""
-    if device_arch(call.q.device) is None:
+    device = call.q.device
+    if device_arch(device) is None:
         available = ", ".join(ARCH_OF_CAPABILITY.values())
-        return [f"{call.q.device} has no kernels; available: {available}"]
+        which = str(device)
+        if device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(device)
+            which += f" (sm_{major}{minor})"
+        return [f"{which} has no kernels; available: {available}"]
     spec = AttentionSpec.from_call(
         call.q,
         call.k,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -310,3 +313,13 @@ def test_keys_of_tables_of_two_widths_are_those_of_the_narrower():
     numbers = decode.numbers_of(extents, tables)
     assert numbers["kv_len"] == 32 and numbers["v_page_size"] == 32
     assert (numbers["k_page_table_stride"], numbers["v_page_table_stride"]) == (5, 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "which"), [("cpu", "^cpu has no kernels"), ("cuda:1", r"^cuda:1 \(sm_80\) has no")]
+)
+def test_device_without_kernels_is_refused_with_what_it_is(device, which, monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (8, 0))
+    q = SimpleNamespace(device=torch.device(device))
+    (reason,) = choice.refusals(reference.AttentionCall(q=q))
+    assert re.search(which, reason) and "sm_90a" in reason
