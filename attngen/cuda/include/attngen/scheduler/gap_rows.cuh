@@ -51,8 +51,10 @@ ATTNGEN_DEVICE void clear_row(void* tensor, long long row_bytes, long long head_
 #pragma unroll 1
   for (; head < heads; head += kHeads, at += kHeads * head_bytes) {
 #pragma unroll
-    for (int i = 0; i < kBytes; i += kLanes * 16)
-      *reinterpret_cast<uint4*>(at + i) = make_uint4(0, 0, 0, 0);
+    for (int i = 0; i < kBytes; i += kLanes * 16) {
+      const bool within = kBytes % (kLanes * 16) == 0 || lane % kLanes * 16 + i < kBytes;
+      if (within) *reinterpret_cast<uint4*>(at + i) = make_uint4(0, 0, 0, 0);
+    }
   }
 }
 // The same of heads that begin anywhere, `columns` elements each.
