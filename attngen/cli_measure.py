@@ -207,8 +207,11 @@ def bench_plot(report_file: Path, output: Path) -> None:
     found: report.Report | decode_report.Report
     try:
         found = report.read(report_file)
-    except MeasureError:
-        found = decode_report.read(report_file)
+    except MeasureError as of_calls:
+        try:
+            found = decode_report.read(report_file)
+        except MeasureError as of_decode:
+            raise MeasureError([*of_calls.reasons, *of_decode.reasons]) from of_decode
     plot.save(found, output)
 
 

@@ -118,7 +118,7 @@ def _mask_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
         yield f"mask={call.mask!r} is not a mask. Use one of {', '.join(MASKS)}."
     if not _is_window(call.window):
         yield (
-            f"window needs (left, right), each >= 0, or -1 or None for unbounded; got "
+            f"window needs (left, right), each an int >= 0, or -1 or None for unbounded; got "
             f"{call.window!r}. A query's own key and the 127 before it are (127, 0)."
         )
     if call.bottom_right not in (None, False, True):

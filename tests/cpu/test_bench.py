@@ -264,6 +264,16 @@ def test_bench_plot_without_matplotlib_names_the_extra() -> None:
     assert "attngen[bench]" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_bench_plot_of_no_report_says_of_which_commands_it_is_none(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "odd.json").write_text("{}")
+    files = [str(tmp_path / name) for name in ("odd.json", "odd.svg")]
+    result = CliRunner().invoke(main, ["bench", "plot", *files])
+    assert result.exit_code == 1
+    for command in ("attngen bench", "attngen bench decode"):
+        assert f"is no report of `{command}`" in result.output
+
+
 def test_bench_plot_draws_a_bar_a_figure_and_the_ceiling(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from attngen.bench import plot
