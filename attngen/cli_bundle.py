@@ -185,10 +185,12 @@ def _check_output(path: Path) -> None:
     """Raises: BundleError where a bundle cannot be put there, or would replace another file."""
     if not can_write_into(path.parent):
         raise BundleError(f"{path} cannot be written: no file can be made in {path.parent}")
-    if path.exists():
+    replaceable = not path.exists()
+    if path.is_file():  # nothing else is opened: a pipe would wait
         with path.open("rb") as file:
-            if not path.is_file() or file.read(2) not in (b"", b"PK"):
-                raise BundleError(f"{path} is no bundle, and is not replaced by one")
+            replaceable = file.read(2) in (b"", b"PK")
+    if not replaceable:
+        raise BundleError(f"{path} is no bundle, and is not replaced by one")
 
 
 def _open(path: Path) -> Bundle:

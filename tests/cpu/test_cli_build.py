@@ -180,10 +180,11 @@ def test_bundle_is_not_put_where_another_file_is_or_none_can_be(
     command: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "spec.toml").write_text(REFUSED)
+    os.mkfifo(tmp_path / "pipe")
     for output, why in (
         ("spec.toml", "is no bundle"),
         ("spec.toml/x", "cannot be written"),
-        ("/dev/null", "is no bundle"),
+        ("pipe", "is no bundle"),
     ):
         result = run("bundle", *command, "-o", tmp_path / output)
         assert result.exit_code == 1 and not result.stdout and why in result.stderr
