@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import layouts
 from ..errors import SpecError
 from ..layouts import Layout, size
-from .call import AttentionCall, Operands
+from .call import SCALES, AttentionCall, Operands
 from .fp8_checks import dtype_violations, fp8_violations
 from .length_checks import length_violations, value_violations
 from .masks import MASKS
@@ -223,7 +223,7 @@ def _dropout_violations(call: AttentionCall, operands: Operands) -> Iterator[str
 
 
 def _device_violations(call: AttentionCall) -> Iterator[str]:
-    given = {name: getattr(call, name) for name in (*TENSORS, "alibi_slopes")}
+    given = {name: getattr(call, name) for name in (*TENSORS, "alibi_slopes", *SCALES)}
     tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
     tables = zip(("page_table (K)", "page_table (V)"), call.page_tables, strict=False)
     for name, tensor in (tensors | dict(tables)).items():

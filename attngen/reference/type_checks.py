@@ -7,12 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from .call import SCALES
-
+# Those of FP8 and ALiBi's slopes are refused where their shapes are.
 TENSORS = (
     *("q", "k", "v", "attn_mask", "bias", "sink", "rng_state"),
     *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
-    *("seqused_q", "seqused_kv", *SCALES),
+    *("seqused_q", "seqused_kv"),
 )
 NUMBERS = {  # and their defaults
     "softmax_scale": None,

@@ -13,7 +13,7 @@ ROW = np.ones(4, dtype=np.float32)
 TENSORS = [
     *("attn_mask", "bias", "sink", "rng_state", "cu_seqlens_q", "cu_seqlens_kv"),
     *("cu_seqlens_q_padded", "cu_seqlens_kv_padded", "seqused_q", "seqused_kv", "page_table"),
-    *("descale_q", "scale_o", "alibi_slopes"),
+    "alibi_slopes",
 ]
 OTHERS = {
     "softmax_scale": ["0.1", torch.ones(2), 1j],
