@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
-HEADERS := $(shell find attngen/cuda/include -name '*.cuh')
+HEADERS := $(shell find attngen/cuda/include tests/emulator -name '*.cuh' -o -name '*.?pp')
 DIST ?= dist
 SPEC ?= examples/specs/gemma3.toml
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from torch import Tensor
 import attngen
 from attngen import AttentionSpec
 
-from . import oracle
+from ..emulator import device
+from . import gradients, oracle
 from .cases import Case
 
 HANG_SECONDS = 150  # a test takes seconds; a kernel that never ends would hold the GPU for good
@@ -49,9 +51,15 @@ def missing() -> str | None:
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    """Before the modules are imported, which may make tensors."""
+    if config.getoption("emulate"):
+        oracle.DEVICE = torch.device("cpu")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     ours = [item for item in items if HERE in item.path.parents]
-    reason = missing() if ours else None
+    reason = missing() if ours and not config.getoption("emulate") else None
     if reason:
         for item in ours:
             item.add_marker(pytest.mark.skip(reason=reason))
@@ -69,11 +77,28 @@ def specs_of(items: list[pytest.Item]) -> list[AttentionSpec]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kernels(request: pytest.FixtureRequest) -> None:
+def emulator(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With --emulate the host is the device, and kernels are compiled when they are called."""
+    if not request.config.getoption("emulate"):
+        yield
+        return
+    cache = request.config.cache
+    assert cache is not None
+    with (
+        device.emulated(device.Emulator(cache.mkdir("emulator"))),
+        mock.patch.object(gradients, "compile_all"),
+    ):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels(request: pytest.FixtureRequest, emulator: None) -> None:
     """Builds every kernel in parallel, so that no test waits for the compiler.
 
     A spec that does not build is reported by the tests that need it.
     """
+    if request.config.getoption("emulate"):
+        return
     torch.backends.cuda.matmul.allow_tf32 = False  # the float32 reference is float32
     specs = specs_of(request.session.items)
     start = time.perf_counter()

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen import AttentionSpec, features, launch, load, reference, resolve, run_time
+from attngen import AttentionSpec, builder, features, launch, load, reference, resolve, run_time
 from attngen.builder import build_problem
 from attngen.launch import Prepared
 from attngen.ops.operands import extent
@@ -56,12 +56,12 @@ class Backward:
         scalars = Scalars(problem.head_dim_qk**-0.5, left, right, bottom_right)
         self.prepared: list[Prepared] = []
         sizes: dict[str, int] = {}
-        for built in build_problem(problem, "sm_90a"):
-            loaded = load.load(built.binary, built.cubin, device)
+        for binary, cubin in builder.find_kernels(problem, "sm_90a"):
+            loaded = load.load(binary, cubin, device)
             self.prepared.append(launch.prepare(loaded, extents, scalars))
             sizes |= run_time.workspace_bytes(loaded.kernel, extents["q"])
         self.workspaces = {
-            name: torch.full((size,), GARBAGE, dtype=torch.uint8, device="cuda")
+            name: torch.full((size,), GARBAGE, dtype=torch.uint8, device=oracle.DEVICE)
             for name, size in sizes.items()
         }
         self.workspaces["tile_counter"].zero_()

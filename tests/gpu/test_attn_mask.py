@@ -50,8 +50,8 @@ def random_mask(shape, heads, lengths, seed=5, share=0.5):
     """A mask of the broadcast `shape`; some whole tiles are hidden, some shown."""
     full = dict(zip("bhsk", (heads[0], heads[1], *lengths), strict=True))
     sizes = [full[axis] if letter != "1" else 1 for axis, letter in zip("bhsk", shape, strict=True)]
-    generator = torch.Generator("cuda").manual_seed(seed)
-    mask = torch.rand(sizes, generator=generator, device="cuda") < share
+    generator = torch.Generator(oracle.DEVICE).manual_seed(seed)
+    mask = torch.rand(sizes, generator=generator, device=oracle.DEVICE) < share
     if min(sizes[2:]) > 64:
         mask[..., :64, 64:] = False
         mask[..., 64:130, :128] = True
@@ -65,7 +65,7 @@ def given(case):
     arguments = {"mask": mask, "window": window, "layout": layout}
     arguments["attn_mask"] = random_mask(shape, heads, lengths)
     if dropout:
-        arguments |= {"dropout_p": dropout, "rng_state": torch.tensor([3, 9], device="cuda")}
+        arguments |= {"dropout_p": dropout, "rng_state": torch.tensor([3, 9], device=oracle.DEVICE)}
     return (q, k, v), arguments
 
 
@@ -103,7 +103,7 @@ def check_gradients(case, **more):
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_mask_that_shows_all_or_nothing_is_right_or_zero(d):
     q, k, v = (x.requires_grad_() for x in oracle.operands(2, 4, 2, 200, 300, d))
-    everything = torch.ones(1, 1, 200, 300, dtype=torch.bool, device="cuda")
+    everything = torch.ones(1, 1, 200, 300, dtype=torch.bool, device=oracle.DEVICE)
     oracle.check_call(q.detach(), k.detach(), v.detach(), attn_mask=everything)
     hidden, aux = attngen.attention(q, k, v, attn_mask=~everything, backend="cuda", return_lse=True)
     assert not hidden.any() and torch.isneginf(aux.lse).all()
@@ -143,8 +143,8 @@ def test_op_mask_that_does_not_fit_is_refused():
     q, k, v = oracle.operands(2, 2, 2, 64, 64, 64)
     for wrong in (torch.ones(2, 2, 64, 63), torch.ones(3, 1, 64, 64), torch.ones(1, 2, 2, 64, 64)):
         with pytest.raises(SpecError, match="attn_mask needs bool"):
-            torch.ops.attngen.forward(q, k, v, attn_mask=wrong.bool().cuda())
+            torch.ops.attngen.forward(q, k, v, attn_mask=wrong.bool().to(oracle.DEVICE))
     with pytest.raises(SpecError, match="attn_mask needs bool"):
-        torch.ops.attngen.forward(q, k, v, attn_mask=torch.ones(64, 64, device="cuda"))
+        torch.ops.attngen.forward(q, k, v, attn_mask=torch.ones(64, 64, device=oracle.DEVICE))
     with pytest.raises(SpecError, match="needs attn_mask"):
         torch.ops.attngen.forward(q, k, v, mask="arbitrary")

@@ -240,7 +240,7 @@ def test_autograd_under_autocast_gives_float32_gradients(case):
 def busy():
     """Matrix products on another stream, enough for some tens of milliseconds."""
     stream, size = torch.cuda.Stream(), 4096
-    a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    a = torch.randn(size, size, device=oracle.DEVICE, dtype=torch.bfloat16)
     with torch.cuda.stream(stream):
         for _ in range(100):
             a @ a

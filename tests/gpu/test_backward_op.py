@@ -42,7 +42,7 @@ def test_op_on_the_kernels_own_output_is_right(d, mask, layout):
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_op_gradient_expanded_from_one_number_is_read_right(d):
     q, k, v, d_o = operands(d)
-    one = torch.ones((), dtype=q.dtype, device="cuda").expand(d_o.shape)
+    one = torch.ones((), dtype=q.dtype, device=oracle.DEVICE).expand(d_o.shape)
     gradients.check(results((q, k, v, one)), (q, k, v, one.contiguous()), None, mask="causal")
 
 
@@ -86,6 +86,6 @@ def test_op_several_streams_at_once_do_not_meet():
 
 def test_op_without_keys_is_zero():
     q, k, v, d_o = operands(64, lengths=(100, 0))
-    lse = torch.full((2, 8, 100), float("-inf"), device="cuda")
+    lse = torch.full((2, 8, 100), float("-inf"), device=oracle.DEVICE)
     dq, dk, dv, *_ = torch.ops.attngen.backward(d_o, None, q, k, v, torch.zeros_like(q), lse)
     assert not dq.any() and dk.numel() == dv.numel() == 0

@@ -61,7 +61,7 @@ class BiasCase:
         arguments |= {"bias": self.bias(), "bias_type": self.kind}
         batch, heads, _ = self.case.heads
         if "dropout_p" in self.more:
-            arguments["rng_state"] = torch.tensor([3, 9], device="cuda")
+            arguments["rng_state"] = torch.tensor([3, 9], device=oracle.DEVICE)
         if self.more.get("softmax") == "learnable":
             arguments["sink"] = oracle.randn(heads, dtype=torch.float32, seed=8)
         if "attn_mask" in self.more:
@@ -326,7 +326,7 @@ def test_op_bias_that_does_not_fit_is_refused():
         with pytest.raises(SpecError, match="bias needs bfloat16"):
             torch.ops.attngen.forward(q, k, v, bias=wrong)
     with pytest.raises(SpecError, match="bias needs bfloat16"):
-        torch.ops.attngen.forward(q, k, v, bias=torch.ones(64, 64, device="cuda"))
+        torch.ops.attngen.forward(q, k, v, bias=torch.ones(64, 64, device=oracle.DEVICE))
     with pytest.raises(SpecError, match="bias_type='alibi'"):
         torch.ops.attngen.forward(q, k, v, bias=q.new_ones(64, 64), bias_type="alibi")
 
@@ -335,7 +335,7 @@ def test_op_bias_that_does_not_fit_is_refused():
 def test_bias_of_minus_infinity_hides_what_it_meets(d):
     """Whole rows of it, too: they are 0, and so are their gradients."""
     tensors = oracle.operands(2, 4, 2, 200, 264, d)
-    bias = torch.zeros(1, 4, 200, 264, device="cuda", dtype=torch.bfloat16)
+    bias = torch.zeros(1, 4, 200, 264, device=oracle.DEVICE, dtype=torch.bfloat16)
     bias[..., 60:90] = -math.inf
     bias[:, 1:3, 30:140] = -math.inf
     oracle.check_call(*tensors, bias=bias)
@@ -344,7 +344,7 @@ def test_bias_of_minus_infinity_hides_what_it_meets(d):
 def test_bias_at_hidden_positions_is_never_read_into_a_result():
     tensors = oracle.operands(2, 4, 2, 300, 300, 128)
     bias = oracle.randn(1, 4, 300, 300, seed=9)
-    hidden = ~torch.ones(300, 300, dtype=torch.bool, device="cuda").tril()
+    hidden = ~torch.ones(300, 300, dtype=torch.bool, device=oracle.DEVICE).tril()
     for value in (math.nan, math.inf):
         oracle.check_call(*tensors, bias=torch.where(hidden, value, bias), mask="causal")
 

@@ -65,9 +65,9 @@ def cache(
         table[row, : len(pages)] = pages
         for place, number in enumerate(pages.tolist()):
             unused[number, : length - place * page] = False
-    k[unused.cuda()] = math.nan
-    v[unused.cuda()] = math.nan
-    return Cache(k, v, table.cuda(), torch.tensor(lengths, dtype=torch.int32, device="cuda"))
+    k[unused.to(oracle.DEVICE)] = math.nan
+    v[unused.to(oracle.DEVICE)] = math.nan
+    return Cache(k, v, table.to(oracle.DEVICE), torch.tensor(lengths, dtype=torch.int32, device=oracle.DEVICE))
 
 
 def queries(batch: int, s_q: int, heads: int, d: int, seed: int = 9) -> Tensor:
@@ -183,12 +183,12 @@ def test_decode_tables_of_their_own_for_k_and_v_are_right(sizes):
 def test_decode_packed_queries_over_pages_are_right(splits, padded):
     counts, gaps = [1, 40, 0, 7, 300], [3, 0, 5, 0, 2]
     pages = cache([700, 64, 90, 7, 333], 2, 128, 32)
-    ends = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).cuda()
+    ends = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(oracle.DEVICE)
     offsets = None
     total = sum(counts)
     if padded:  # rows of no sequence before the first, between, and behind the last
         steps = [4, *(n + gap for n, gap in zip(counts, gaps, strict=True))]
-        offsets = torch.tensor(steps).cumsum(0).to(torch.int32).cuda()
+        offsets = torch.tensor(steps).cumsum(0).to(torch.int32).to(oracle.DEVICE)
         total = int(offsets[-1]) + 6
     q = oracle.randn(total, 8, 128, seed=3)
     for kv in ("bshd", "sbhd"):
@@ -201,7 +201,7 @@ def test_decode_packed_queries_over_pages_are_right(splits, padded):
 @pytest.mark.parametrize("splits", [1, 3])
 def test_decode_queries_in_use_over_pages_are_right(splits):
     pages, q = cache([700, 64, 90, 333], 2, 128, 32), queries(4, 5, 8, 128)
-    used = torch.tensor([5, 0, 3, 1], dtype=torch.int32, device="cuda")
+    used = torch.tensor([5, 0, 3, 1], dtype=torch.int32, device=oracle.DEVICE)
     for row, n in enumerate(used.tolist()):
         q[row, n:] = math.nan
     for mask in ("none", "causal_bottom_right"):
@@ -228,7 +228,7 @@ def test_decode_dense_calls_are_right(lengths, layout):
 
 def test_decode_dense_lengths_on_the_device_are_right():
     q, k, v = oracle.operands(3, 8, 2, 1, 500, 128)
-    lengths = torch.tensor([0, 17, 500], dtype=torch.int32, device="cuda")
+    lengths = torch.tensor([0, 17, 500], dtype=torch.int32, device=oracle.DEVICE)
     for row, n in enumerate(lengths.tolist()):
         k[row, n:], v[row, n:] = math.nan, math.nan
     oracle.check_call(q, k, v, seqused_kv=lengths)

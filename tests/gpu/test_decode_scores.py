@@ -117,12 +117,12 @@ def test_decode_rows_of_no_sequence_have_no_sink(choice, splits):
     pages, turn = cache([700, 0, 90, 333], 2, 64, 32), 0
     given = {**arguments(choice, 8, turn), "num_splits": splits}
     q = queries(4, 5, 8, 64)
-    used = torch.tensor([5, 2, 0, 1], dtype=torch.int32, device="cuda")
+    used = torch.tensor([5, 2, 0, 1], dtype=torch.int32, device=oracle.DEVICE)
     for row, n in enumerate(used.tolist()):
         q[row, n:] = math.nan
     check(q, pages, seqused_q=used, **given)
-    ends = torch.tensor([0, 1, 41, 41, 48], dtype=torch.int32, device="cuda")
-    offsets = torch.tensor([4, 8, 48, 53, 60], dtype=torch.int32, device="cuda")
+    ends = torch.tensor([0, 1, 41, 41, 48], dtype=torch.int32, device=oracle.DEVICE)
+    offsets = torch.tensor([4, 8, 48, 53, 60], dtype=torch.int32, device=oracle.DEVICE)
     q = oracle.randn(66, 8, 64, seed=3)
     check(
         q, pages, "paged_kv_thd_bshd_bshd", cu_seqlens_q=ends, cu_seqlens_q_padded=offsets, **given
@@ -136,7 +136,7 @@ def test_decode_sink_of_any_size_leaves_no_nan():
         call = {**named, "num_splits": splits, "backend": "cuda", "return_lse": True}
         plain, plain_aux = attngen.attention(q, pages.k, pages.v, **call)
         for value in (-math.inf, -1e30, 200.0, 1e30):
-            sink = torch.full((4,), value, device="cuda")
+            sink = torch.full((4,), value, device=oracle.DEVICE)
             out, aux = attngen.attention(
                 q, pages.k, pages.v, softmax="learnable", sink=sink, mask="causal",
                 bottom_right=True, **call,

@@ -47,7 +47,7 @@ KERNELS = [
 ]
 
 
-def rng_state(device="cuda"):
+def rng_state(device=oracle.DEVICE):
     return torch.tensor(STATE, device=device)
 
 
@@ -95,9 +95,9 @@ def check_gradients(case, **more):
 def test_mask_of_the_kernel_is_the_reference_s_bit_for_bit(d, p):
     """Scores of 0 and one-hot values: the output is the mask."""
     batch, heads, s_q = 3, 5, 300
-    q = torch.zeros(batch, s_q, heads, d, dtype=torch.bfloat16, device="cuda")
-    k = torch.zeros(batch, d, heads, d, dtype=torch.bfloat16, device="cuda")
-    v = torch.eye(d, dtype=torch.bfloat16, device="cuda")[None, :, None].expand_as(k).contiguous()
+    q = torch.zeros(batch, s_q, heads, d, dtype=torch.bfloat16, device=oracle.DEVICE)
+    k = torch.zeros(batch, d, heads, d, dtype=torch.bfloat16, device=oracle.DEVICE)
+    v = torch.eye(d, dtype=torch.bfloat16, device=oracle.DEVICE)[None, :, None].expand_as(k).contiguous()
     out, aux = attngen.attention(
         q, k, v, dropout_p=p, rng_state=rng_state(), backend="cuda", return_lse=True
     )
@@ -162,6 +162,6 @@ def test_op_without_a_state_is_refused():
     q, k, v = oracle.operands(1, 1, 1, 64, 64, 64)
     with pytest.raises(SpecError, match="rng_state"):
         torch.ops.attngen.forward(q, k, v, dropout_p=0.1)
-    short = torch.zeros(1, dtype=torch.int64, device="cuda")
+    short = torch.zeros(1, dtype=torch.int64, device=oracle.DEVICE)
     with pytest.raises(SpecError, match="int64 \\[2\\]"):
         torch.ops.attngen.forward(q, k, v, rng_state=short, dropout_p=0.1)

@@ -51,7 +51,7 @@ def test_far_keys_count_as_much_as_they_weigh(dtype, kind, lengths, slopes):
     k[:, : lengths[1] // 8] *= 60
     arguments = {
         "mask": "causal_bottom_right",
-        "alibi_slopes": torch.tensor(SLOPES[slopes], device="cuda"),
+        "alibi_slopes": torch.tensor(SLOPES[slopes], device=oracle.DEVICE),
         **{name: x for name, x in kind.items() if name != "return_max_logit"},
     }
     seeks = "return_max_logit" in kind

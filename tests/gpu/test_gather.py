@@ -119,7 +119,7 @@ def test_gather_copies_no_operand(monkeypatch):
 
     call = Call("bshd", (130,) * 2, (200,) * 2, d=67, heads=(4, 2), mask="causal")
     operands, d_o = call.operands(), call.tensor("q", 4, 67, 7)
-    wanted = varlen.run(operands, d_o, torch.zeros(2, 4, 130, device="cuda"), mask="causal",
+    wanted = varlen.run(operands, d_o, torch.zeros(2, 4, 130, device=oracle.DEVICE), mask="causal",
                         deterministic=True)  # fmt: skip
     leaves = [x.requires_grad_() for x in operands]
     for name in ("clone", "copy_"):
@@ -134,10 +134,10 @@ def test_gather_copies_no_operand(monkeypatch):
 def test_gather_of_what_only_the_copy_engine_reads_is_refused():
     q, k, v = oracle.operands(1, 2, 2, 130, 130, 64)
     eight_bit = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
-    buffer = torch.zeros(eight_bit[0].numel() + 1, dtype=torch.uint8, device="cuda")
+    buffer = torch.zeros(eight_bit[0].numel() + 1, dtype=torch.uint8, device=oracle.DEVICE)
     odd = buffer[1:].view(torch.float8_e4m3fn).view(q.shape)
     with pytest.raises(attngen.SpecError, match="FP8 operands"):
         attngen.attention(odd, *eight_bit[1:], backend="cuda")
-    wide = torch.zeros(1, 130, 2, 72, device="cuda").to(torch.float8_e4m3fn)[..., :64]
+    wide = torch.zeros(1, 130, 2, 72, device=oracle.DEVICE).to(torch.float8_e4m3fn)[..., :64]
     with pytest.raises(attngen.SpecError, match="FP8 operands"):
         attngen.attention(wide, *eight_bit[1:], backend="cuda")

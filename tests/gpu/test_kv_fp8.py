@@ -99,7 +99,7 @@ def test_kv_fp8_scores_and_sinks_are_right(choice):
 def test_kv_fp8_packed_queries_over_pages_are_right(splits):
     counts = [1, 40, 0, 7, 300]
     cached = pages([700, 64, 90, 7, 333], 2, 128, 32, scales="head")
-    ends = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).cuda()
+    ends = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(oracle.DEVICE)
     q = oracle.randn(sum(counts), 8, 128, seed=3)
     out, aux = attngen.attention(
         q, cached.k, cached.v, layout="paged_kv_thd_bshd_bshd", page_table=cached.table,
@@ -133,7 +133,7 @@ def test_kv_fp8_dense_calls_are_right(lengths, layout):
 
 def test_kv_fp8_dense_lengths_on_the_device_are_right():
     q, k, v = oracle.operands(3, 8, 2, 1, 500, 128)
-    lengths = torch.tensor([0, 17, 500], dtype=torch.int32, device="cuda")
+    lengths = torch.tensor([0, 17, 500], dtype=torch.int32, device=oracle.DEVICE)
     for row, n in enumerate(lengths.tolist()):
         k[row, n:], v[row, n:] = math.nan, math.nan
     check_call(q, narrow(k, "e4m3"), narrow(v, "e4m3"), seqused_kv=lengths)
@@ -153,10 +153,10 @@ def test_kv_fp8_largest_score_is_scaled():
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_kv_fp8_every_number_is_widened_exactly(kv, dtype):
     """One key a sequence: the output is its value, the LSE its score; all numbers in turn."""
-    numbers = torch.arange(256, dtype=torch.uint8, device="cuda").view(DTYPES[kv])
+    numbers = torch.arange(256, dtype=torch.uint8, device=oracle.DEVICE).view(DTYPES[kv])
     numbers = numbers[numbers.float().isfinite()]
     v = numbers.reshape(-1, 1, 1, 1).expand(-1, 1, 1, 64).contiguous()
-    q = torch.zeros(len(v), 1, 1, 64, dtype=DTYPES[dtype], device="cuda")
+    q = torch.zeros(len(v), 1, 1, 64, dtype=DTYPES[dtype], device=oracle.DEVICE)
     out = attngen.attention(q, torch.zeros_like(v), v, backend="cuda")
     assert torch.equal(out.float(), v.float())
     q[..., 0] = 1

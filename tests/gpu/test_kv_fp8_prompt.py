@@ -77,7 +77,7 @@ def test_kv_fp8_prompt_scores_and_sinks_are_right(choice):
 
 def test_kv_fp8_prompt_lengths_on_the_device_are_right():
     q, k, v = oracle.operands(3, 4, 2, 200, 500, 128)
-    lengths = torch.tensor([0, 170, 500], dtype=torch.int32, device="cuda")
+    lengths = torch.tensor([0, 170, 500], dtype=torch.int32, device=oracle.DEVICE)
     for row, n in enumerate(lengths.tolist()):
         k[row, n:], v[row, n:] = math.nan, math.nan
     scales = make_scales("head", 3, 2)
@@ -87,7 +87,7 @@ def test_kv_fp8_prompt_lengths_on_the_device_are_right():
 @pytest.mark.parametrize("d", [64, 128])
 def test_kv_fp8_prompt_of_packed_tokens_is_right(d):
     counts = [1, 740, 0, 7, 300]
-    ends = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).cuda()
+    ends = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(oracle.DEVICE)
     q = oracle.randn(sum(counts), 4, d, seed=1)
     k, v = (narrow(oracle.randn(sum(counts), 2, d, seed=n), "e4m3") for n in (2, 3))
     scales = make_scales("head", 5, 2)

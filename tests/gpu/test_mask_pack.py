@@ -30,10 +30,10 @@ KERNELS = [spec_of(reader) for reader in READERS]
 
 def masks(s_q: int, s_kv: int):
     """Masks of all broadcasts, and what views make of them."""
-    generator = torch.Generator("cuda").manual_seed(s_q + s_kv)
+    generator = torch.Generator(oracle.DEVICE).manual_seed(s_q + s_kv)
 
     def random(*sizes: int) -> torch.Tensor:
-        return torch.rand(sizes, generator=generator, device="cuda") < 0.5
+        return torch.rand(sizes, generator=generator, device=oracle.DEVICE) < 0.5
 
     for b, h in ((1, 1), (BATCH, 1), (1, HEADS), (BATCH, HEADS)):
         for rows, columns in ((s_q, s_kv), (1, s_kv), (s_q, 1), (1, 1)):
@@ -44,7 +44,7 @@ def masks(s_q: int, s_kv: int):
     yield random(BATCH, HEADS, s_q, s_kv + 48)[..., 16:-32]
     yield random(BATCH, HEADS, s_q, s_kv + 3)[..., 1:-2]
     shown = random(BATCH, HEADS, s_q, s_kv)
-    bytes_ = torch.randint(1, 256, shown.shape, generator=generator, device="cuda")
+    bytes_ = torch.randint(1, 256, shown.shape, generator=generator, device=oracle.DEVICE)
     yield (bytes_ * shown).to(torch.uint8).view(torch.bool)  # True is any byte but 0
 
 
@@ -63,7 +63,7 @@ def test_bits_are_the_mask_s_and_zero_behind_its_end(reader, lengths):
         numbers = numbers_of(mask, s_q, s_kv)
         sizes = run_time.workspace_bytes(loaded.kernel, q, numbers=numbers)
         packed = {
-            name: torch.full((size,), GARBAGE, dtype=torch.uint8, device="cuda")
+            name: torch.full((size,), GARBAGE, dtype=torch.uint8, device=oracle.DEVICE)
             for name, size in sizes.items()
         }
         addresses = {name: bits.data_ptr() for name, bits in packed.items()}
@@ -83,7 +83,7 @@ def test_bits_are_the_mask_s_and_zero_behind_its_end(reader, lengths):
 
 def unpacked(bits: torch.Tensor) -> torch.Tensor:
     """A bool a bit, words one after another."""
-    shifts = torch.arange(8, device="cuda")
+    shifts = torch.arange(8, device=oracle.DEVICE)
     return (bits[:, None] >> shifts & 1).bool().flatten()
 
 

@@ -22,8 +22,8 @@ def test_nested_call_gives_the_bits_of_packed_tokens(gaps):
     operands = [x.requires_grad_() for x in call.operands()]
     arguments = {"backend": "cuda", "return_lse": True, "deterministic": True}
     wanted, by = attngen.attention(*operands, **call.arguments(), **arguments)
-    offsets = torch.tensor(call.offsets(LENGTHS), device="cuda")
-    lengths = torch.tensor(LENGTHS, device="cuda") if gaps else None
+    offsets = torch.tensor(call.offsets(LENGTHS), device=oracle.DEVICE)
+    lengths = torch.tensor(LENGTHS, device=oracle.DEVICE) if gaps else None
     jagged = torch.nested.nested_tensor_from_jagged
     nested = [jagged(x, offsets, lengths) for x in operands]
     plain = {"layout": "thd", "mask": "causal"}
@@ -37,6 +37,6 @@ def test_nested_call_gives_the_bits_of_packed_tokens(gaps):
 
 def test_nested_operands_that_are_mixed_are_refused():
     q = varlen.Call("thd", (3, 4), d=64).operands()[0]
-    nested = torch.nested.nested_tensor_from_jagged(q, torch.tensor([0, 3, 7], device="cuda"))
+    nested = torch.nested.nested_tensor_from_jagged(q, torch.tensor([0, 3, 7], device=oracle.DEVICE))
     with pytest.raises(attngen.SpecError, match="nested"):
         attngen.attention(nested, q, q, layout="thd", backend="cuda")

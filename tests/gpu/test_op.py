@@ -128,8 +128,8 @@ def test_op_first_call_captured_loads_its_kernels(few_queries, monkeypatch):
         monkeypatch.setattr(place, name, {})
     pages = {
         "layout": "paged_kv_bshd_bshd_bshd",
-        "page_table": torch.arange(12, dtype=torch.int32, device="cuda").view(2, 6),
-        "seqused_kv": torch.tensor([700, 765], dtype=torch.int32, device="cuda"),
+        "page_table": torch.arange(12, dtype=torch.int32, device=oracle.DEVICE).view(2, 6),
+        "seqused_kv": torch.tensor([700, 765], dtype=torch.int32, device=oracle.DEVICE),
     }
     q, k, v = oracle.operands(2, 4, 2, 1 if few_queries else 200, 768, 64)
     if few_queries:

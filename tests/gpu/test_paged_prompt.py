@@ -84,7 +84,7 @@ def beside(more: dict, queries: int, room: int, turn: int) -> dict:
     if "attn_mask" in more:
         given["attn_mask"] = oracle.randn(*shape, seed=32) > -0.5
     if "dropout" in more:
-        given |= {"dropout_p": 0.25, "rng_state": torch.tensor([3, 9], device="cuda")}
+        given |= {"dropout_p": 0.25, "rng_state": torch.tensor([3, 9], device=oracle.DEVICE)}
     return given
 
 
@@ -104,7 +104,7 @@ def test_biases_masks_and_dropout_over_pages_are_right(more, d, s_q):
 def test_biases_masks_and_dropout_of_packed_queries_over_pages_are_right(more):
     counts = [1, 140, 0, 7]
     pages, longest = cache([700, 764, 90, 7], 2, 128, 32), 140
-    ends = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).cuda()
+    ends = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(oracle.DEVICE)
     q = oracle.randn(sum(counts), 4, 128, seed=3)
     given = beside(more, longest, pages.table.shape[1] * 32, 1)
     check(q, pages, PACKED, cu_seqlens_q=ends, mask="causal_bottom_right", **given)
@@ -122,11 +122,11 @@ def test_prompt_paged_layouts_are_right(layout):
 def test_prompt_of_packed_queries_over_pages_is_right(d, padded):
     counts, gaps = [1, 740, 0, 7, 300], [3, 0, 5, 0, 2]
     pages = cache([700, 764, 90, 7, 333], 2, d, 32)
-    ends = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).cuda()
+    ends = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(oracle.DEVICE)
     offsets, total = None, sum(counts)
     if padded:  # rows of no sequence before the first, between, and behind the last
         steps = [4, *(n + gap for n, gap in zip(counts, gaps, strict=True))]
-        offsets = torch.tensor(steps).cumsum(0).to(torch.int32).cuda()
+        offsets = torch.tensor(steps).cumsum(0).to(torch.int32).to(oracle.DEVICE)
         total = int(offsets[-1]) + 6
     q = oracle.randn(total, 4, d, seed=3)
     for kv in ("bshd", "sbhd"):
@@ -138,7 +138,7 @@ def test_prompt_of_packed_queries_over_pages_is_right(d, padded):
 
 def test_prompt_queries_in_use_over_pages_are_right():
     pages, q = cache([700, 64, 190, 333], 2, 128, 32), queries(4, 200, 4, 128)
-    used = torch.tensor([200, 0, 150, 1], dtype=torch.int32, device="cuda")
+    used = torch.tensor([200, 0, 150, 1], dtype=torch.int32, device=oracle.DEVICE)
     for row, n in enumerate(used.tolist()):
         q[row, n:] = math.nan
     for mask in ("none", "causal_bottom_right"):

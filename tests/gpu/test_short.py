@@ -102,7 +102,7 @@ def takes_small_tiles(q, k, v, **asked) -> bool:
     ],
 )
 def test_short_kernel_serves_calls_of_few_rows(shape, mask, short):
-    x = torch.zeros(shape, device="cuda", dtype=torch.bfloat16)
+    x = torch.zeros(shape, device=oracle.DEVICE, dtype=torch.bfloat16)
     assert takes_small_tiles(x, x, x, mask=mask) == short
 
 
@@ -110,7 +110,7 @@ def test_short_kernel_serves_calls_of_few_rows(shape, mask, short):
 def test_short_kernel_serves_windows_of_few_tiles(d):
     for batch, length, left, short in ((4, 4096, 127, False), (1, 1024, 511, True)):
         window = {"mask": "causal", "window_left": left, "window_right": 0}
-        x = torch.zeros(batch, length, 16, d, device="cuda", dtype=torch.bfloat16)
+        x = torch.zeros(batch, length, 16, d, device=oracle.DEVICE, dtype=torch.bfloat16)
         assert takes_small_tiles(x, x, x, **window) == short
     oracle.check_call(*oracle.operands(2, 8, 2, 1500, 1500, d), mask="causal", window=(127, 0))
 

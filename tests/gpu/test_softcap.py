@@ -142,7 +142,7 @@ def test_scores_above_the_low_ones_of_packed_tokens_are_right(kind):
     k = KINDS[kind](k)
     arguments = {"mask": case.mask, "softcap": 30.0}
     expected = oracle.truth(q, k, v, **arguments)
-    ends = [torch.arange(3, dtype=torch.int32, device="cuda") * n for n in case.lengths]
+    ends = [torch.arange(3, dtype=torch.int32, device=oracle.DEVICE) * n for n in case.lengths]
     packed = {
         "layout": "thd_thd_thd", "cu_seqlens_q": ends[0], "cu_seqlens_kv": ends[1],
         "max_seqlen_q": case.lengths[0], "max_seqlen_kv": case.lengths[1],

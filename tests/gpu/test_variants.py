@@ -52,7 +52,7 @@ def test_lengths_at_the_edges_are_right(number, lengths):
 
 def test_sink_alone_is_the_lse_of_rows_that_see_no_key():
     q, k, v = Case(128, 128, lengths=(200, 100), heads=(1, 3, 3)).operands()
-    sink = torch.tensor([-2.0, 0.0, 5.0], device="cuda")
+    sink = torch.tensor([-2.0, 0.0, 5.0], device=oracle.DEVICE)
     arguments = {"mask": "causal_bottom_right", "softmax": "learnable", "sink": sink}
     out, aux = attngen.attention(
         *(q, k, v), **arguments, backend="cuda", return_lse=True, return_max_logit=True
@@ -63,12 +63,12 @@ def test_sink_alone_is_the_lse_of_rows_that_see_no_key():
 
 def test_sink_without_keys_is_the_lse_and_takes_its_gradient():
     q, k, v = (x.requires_grad_() for x in Case(64, 64, lengths=(9, 0), heads=(2, 3, 3)).operands())
-    sink = torch.tensor([-2.0, 0.0, 5.0], device="cuda", requires_grad=True)
+    sink = torch.tensor([-2.0, 0.0, 5.0], device=oracle.DEVICE, requires_grad=True)
     for softmax, given in (("learnable", sink), ("off_by_one", None)):
         out, aux = attngen.attention(
             q, k, v, softmax=softmax, sink=given, backend="cuda", return_lse=True
         )
-        wanted = torch.zeros(3, device="cuda") if given is None else given.detach()
+        wanted = torch.zeros(3, device=oracle.DEVICE) if given is None else given.detach()
         assert not out.any() and torch.equal(aux.lse, wanted[:, None].expand(2, 3, 9))
         if given is not None:
             dlse = oracle.randn(2, 3, 9, dtype=torch.float32)
@@ -78,7 +78,7 @@ def test_sink_without_keys_is_the_lse_and_takes_its_gradient():
 
 def test_gradient_of_the_sink_alone_is_that_beside_the_others():
     q, k, v = PLAIN.operands()
-    sink = torch.linspace(-1, 3, 4, device="cuda", requires_grad=True)
+    sink = torch.linspace(-1, 3, 4, device=oracle.DEVICE, requires_grad=True)
     arguments = {"mask": "causal", "softmax": "learnable", "sink": sink, "backend": "cuda"}
     d_o = oracle.randn(*q.shape, seed=5)
     (alone,) = torch.autograd.grad(attngen.attention(q, k, v, **arguments), [sink], [d_o])
@@ -90,7 +90,7 @@ def test_gradient_of_the_sink_alone_is_that_beside_the_others():
 def test_sink_of_any_size_leaves_no_nan():
     q, k, v = PLAIN.operands()
     for value in (-float("inf"), -1e30, -200.0, 200.0, 1e30):
-        sink = torch.full((4,), value, device="cuda")
+        sink = torch.full((4,), value, device=oracle.DEVICE)
         out, aux = attngen.attention(
             *(q, k, v), mask="causal", softmax="learnable", sink=sink, backend="cuda",
             return_lse=True,
@@ -115,7 +115,7 @@ def test_max_logit_below_zero_is_found():
 
 def test_gradient_of_slopes_is_refused():
     q, k, v = (x.requires_grad_() for x in PLAIN.operands())
-    slopes = torch.ones(4, device="cuda", requires_grad=True)
+    slopes = torch.ones(4, device=oracle.DEVICE, requires_grad=True)
     with pytest.raises(attngen.SpecError, match="alibi_slopes has no gradient"):
         attngen.attention(q, k, v, mask="causal", alibi_slopes=slopes, backend="cuda")
 

@@ -65,7 +65,7 @@ def test_varlen_deterministic_gives_right_and_equal_bits(d):
     call = Call("thd", (700, 0, 1300, 129), gaps=True, d=d, heads=(4, 2), mask="causal")
     varlen.check(call, deterministic=True)
     operands, d_o = call.operands(), call.tensor("q", 4, d, 7)
-    dlse = torch.zeros(4, d_o.shape[0], device="cuda")
+    dlse = torch.zeros(4, d_o.shape[0], device=oracle.DEVICE)
     first = varlen.run(operands, d_o, dlse, **call.arguments(), deterministic=True)
     for _ in range(5):
         again = varlen.run(operands, d_o, dlse, **call.arguments(), deterministic=True)
@@ -245,7 +245,7 @@ def test_varlen_fp8_is_that_of_each_sequence_alone(d, layout):
 
 
 def test_varlen_lengths_of_a_wrong_kind_are_refused():
-    q = torch.zeros(10, 2, 64, dtype=torch.bfloat16, device="cuda")
+    q = torch.zeros(10, 2, 64, dtype=torch.bfloat16, device=oracle.DEVICE)
     lengths = varlen.int32((0, 4, 10))
     arguments = {"layout": "thd", "backend": "cuda"}
     for given, word in [

@@ -1,0 +1,204 @@
+"""The device on the host: it computes what kernels say, and finds what is wrong with them.
+
+Each fault is put into the text of a kernel that is right without it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import attngen
+from attngen.files import headers
+from tests.emulator import compiler, device, instructions
+
+NUMBERS = """
+#include "cuda.hpp"
+using namespace emulator;
+extern "C" void decode_all(int format, float* values, int count) {
+  for (int i = 0; i < count; ++i) values[i] = decode(static_cast<Format>(format), i);
+}
+extern "C" void encode_all(int format, const float* values, unsigned* bits, int count) {
+  for (int i = 0; i < count; ++i) bits[i] = encode(static_cast<Format>(format), values[i]);
+}
+"""
+DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+# What is written instead of what, when it is found out, and by what.
+FAULTS = {
+    "a product is not awaited": (
+        "wgmma_wait<0>();\n    release_k();", "release_k();", "late",
+        "accumulators were written",
+    ),
+    "a product before the last is not awaited": (
+        "wgmma_wait<1>();", "wgmma_wait<2>();", "late", "wrong|accumulators",
+    ),
+    "keys are released before they are read": (
+        "wgmma_wait<0>();\n    release_k();", "release_k();\n    wgmma_wait<0>();", "random",
+        "wrong",
+    ),
+    "an accumulator is scaled while a product is summed up in it": (
+        "wgmma_wait<1>();", "output.sum[0] *= 2.f;\n    wgmma_wait<1>();", "late",
+        "accumulators were written",
+    ),
+    "values are taken before they are there": (
+        "mbarrier_wait(smem + kVFull + v_ring.stage * 8, v_ring.parity);", "", "late",
+        "wrong|counts fewer",
+    ),
+    "too many bytes are announced": (
+        "mbarrier_arrive_expect(barrier, kBoxes * kRows * 128)",
+        "mbarrier_arrive_expect(barrier, kBoxes * kRows * 128 + 16)", "early",
+        "deadlock.*an mbarrier",
+    ),
+    "an mbarrier counts one thread too few": (
+        "mbarrier_init(smem + kKEmpty + i * 8, kConsumers * 4)",
+        "mbarrier_init(smem + kKEmpty + i * 8, kConsumers * 4 - 1)", "late",
+        "wrong|counts fewer|deadlock",
+    ),
+    "an mbarrier is not initialised": (
+        "mbarrier_init(smem + kJobFull, 1);", "", "early", "no mbarrier at",
+    ),
+    "no fence before the output is stored": (
+        "    fence_async_shared();\n    named_barrier_sync(kEpilogueBarrier", "    "
+        "named_barrier_sync(kEpilogueBarrier", "early", "no fence between thread",
+    ),
+    "nobody waits until all warps have staged the output": (
+        "fence_async_shared();\n    named_barrier_sync(kEpilogueBarrier + warpgroup, 128);",
+        "fence_async_shared();", "early", "wrong|no fence",
+    ),
+    "stores may read shared memory that the next CTA has": (
+        "    if (warp == 0 && lane == 0) tma_store_wait_read();\n  }\n};", "  }\n};", "late",
+        "stores may still read",
+    ),
+    "a lane leaves before the others meet": (
+        "Consumer{p, smem, role - 1, warp, lane}.run(slot);",
+        "if (lane != 3) Consumer{p, smem, role - 1, warp, lane}.run(slot);", "early", "deadlock",
+    ),
+    "lanes meet at different operations": (
+        "wgmma_wait<1>();", "if (lane == 5) { __syncwarp(); } else { wgmma_wait<1>(); }", "early",
+        "lanes of a warp meet at",
+    ),
+    "a warp awaits its products at a place of its own": (
+        "wgmma_wait<1>();", "if (warp == 2) { wgmma_wait<1>(); } else { wgmma_wait<1>(); }",
+        "early", "warps of a warpgroup part",
+    ),
+    "a named barrier of two sizes": (
+        "named_barrier_sync(kEpilogueBarrier + warpgroup, 128)",
+        "named_barrier_sync(kEpilogueBarrier + warpgroup, warp == 3 ? 64 : 128)", "early",
+        "is for 128 and for 64",
+    ),
+    "shared memory beyond what was asked for": (
+        "constexpr u32 kSmemBarriers = ", "constexpr u32 kSmemBarriers = 131072 + ", "early",
+        "of shared memory",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("emulator")
+
+
+def call(seed: int = 0, length: int = 300) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a kernel of several blocks returns, and what it should."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, length, 2, 64, generator=generator).bfloat16() for _ in range(3))
+    with torch.no_grad():
+        found = attngen.attention(q, k, v, mask="causal", backend="cuda")
+        wanted = attngen.attention(q, k, v, mask="causal", backend="reference")
+    return found, wanted
+
+
+def agree(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return bool(((found - wanted).abs() < 0.02).all())
+
+
+@pytest.mark.parametrize("timing", device.TIMINGS)
+def test_sound_kernel_is_right_at_any_time(timing, folder):
+    with device.emulated(device.Emulator(folder, timing)):
+        for seed in range(3):
+            assert agree(*call(seed))
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_found(name, folder, monkeypatch):
+    before, after, timing, found_as = FAULTS[name]
+    rewrite, places = instructions.rewrite, []
+
+    def break_first(source: str) -> str:
+        places.append(source.count(before))
+        return rewrite(source.replace(before, after))
+
+    monkeypatch.setattr(instructions, "rewrite", break_first)
+    with device.emulated(device.Emulator(folder, timing)):
+        message = ""
+        for seed in range(8):
+            try:
+                if not agree(*call(seed, 600)):
+                    message = "wrong"
+            except AssertionError as error:
+                message = str(error)
+            if message:
+                break
+    assert sum(places), "nothing was broken"
+    assert re.search(found_as, message), message or "not found"
+
+
+def test_same_seed_is_the_same_launch(folder):
+    q = torch.randn(1, 300, 2, 64).bfloat16().requires_grad_()
+    gradients = []
+    for _ in range(2):  # of which dQ is summed up in the order in which CTAs come
+        with device.emulated(device.Emulator(folder)):
+            out = attngen.attention(q, q, q, backend="cuda")
+            gradients += torch.autograd.grad(out, q, torch.ones_like(out))
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_formats_are_those_of_torch(number, tmp_path):
+    (tmp_path / "numbers.cpp").write_text(NUMBERS)
+    library = tmp_path / "numbers.so"
+    sources = [tmp_path / "numbers.cpp", compiler.HERE / "numbers.cpp"]
+    subprocess.run(["g++", *compiler.FLAGS, "-O1", "-shared", "-o", library, *sources], check=True)
+    functions, dtype = ctypes.CDLL(str(library)), DTYPES[number]
+    count = 1 << 8 * dtype.itemsize
+    integers = torch.arange(count, dtype=torch.int32)
+    narrow = integers.to(torch.uint8 if dtype.itemsize == 1 else torch.uint16)
+    wanted = narrow.view(dtype).float()
+    values = torch.empty(count)
+    functions.decode_all(number, ctypes.c_void_p(values.data_ptr()), count)
+    assert torch.equal(values.nan_to_num(nan=-7.0), wanted.nan_to_num(nan=-7.0))
+
+    finite = wanted[wanted.isfinite()].sort().values
+    halves = (finite[1:] + finite[:-1]) / 2
+    inputs = torch.cat([
+        finite, halves, halves.nextafter(finite[1:]), halves.nextafter(finite[:-1]),
+        torch.randn(10000), torch.randn(10000) * 1e-3, torch.tensor([0.0, -0.0]),
+    ]).contiguous()  # fmt: skip
+    inputs = inputs[inputs.abs() <= finite.max()]
+    bits = torch.empty(len(inputs), dtype=torch.int32)
+    functions.encode_all(
+        number, ctypes.c_void_p(inputs.data_ptr()), ctypes.c_void_p(bits.data_ptr()), len(inputs)
+    )
+    as_torch = inputs.to(dtype).view(narrow.dtype).to(torch.int32)
+    assert torch.equal(bits, as_torch)
+
+
+def test_each_statement_of_the_headers_is_known_and_none_else(monkeypatch):
+    met = set()
+
+    class Noting(dict):
+        def __missing__(self, text: str) -> str:
+            met.add(text)
+            return ""
+
+    monkeypatch.setattr(instructions, "STATEMENTS", Noting())
+    for text in headers().values():
+        instructions.rewrite(text.decode())
+    monkeypatch.undo()
+    assert met == set(instructions.STATEMENTS)

@@ -1,0 +1,243 @@
+// What a kernel's source finds where a host compiles it: CUDA's qualifiers and intrinsics, and what
+// its inline PTX became (instructions.py).
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __shared__ thread_local
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(bytes) __attribute__((aligned(bytes)))
+
+struct float2 {
+  float x, y;
+};
+struct float4 {
+  float x, y, z, w;
+};
+struct uint2 {
+  unsigned x, y;
+};
+struct int2 {
+  int x, y;
+};
+struct int4 {
+  int x, y, z, w;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+namespace emulator {
+
+using u32 = unsigned;
+using u64 = unsigned long long;
+
+struct Index {
+  u32 x, y, z;
+};
+Index thread_index();
+Index block_index();
+Index block_size();
+Index grid_size();
+u32 multiprocessors();
+inline int lane() { return thread_index().x % 32; }
+
+// Ends the launch with this message.
+[[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
+// All 32 lanes meet at an operation of this kind; the last one carries it out for all.
+void collective(const char* kind, void* mine, void (*execute)(void* const* lanes));
+
+// ---- shared memory
+constexpr u32 kSharedBytes = 227 << 10;
+u32 address_of(const void* pointer);
+// Where `bytes` bytes lie. Fails outside of the CTA's memory, or where they are not aligned.
+unsigned char* shared_at(u32 address, u32 bytes);
+template <class T>
+T& shared_as(u32 address) {
+  return *reinterpret_cast<T*>(shared_at(address, sizeof(T)));
+}
+// Notes a write that the copy engine and tensor cores see after a fence only.
+void wrote(u32 address, u32 bytes);
+template <class T, int kCount>
+void store_shared(u32 address, const T (&x)[kCount]) {
+  std::memcpy(shared_at(address, sizeof(x)), x, sizeof(x));
+  wrote(address, sizeof(x));
+}
+template <class T, int kCount>
+void load_shared(T (&x)[kCount], u32 address) {
+  std::memcpy(x, shared_at(address, sizeof(x)), sizeof(x));
+}
+
+// ---- barriers
+void mbarrier_init(u32 barrier, u32 arrivals);
+void mbarrier_arrive(u32 barrier, u32 bytes = 0);
+void mbarrier_wait(u32 barrier, u32 parity);
+void barrier_sync(u32 id, u32 threads);
+void barrier_arrive(u32 id, u32 threads);
+bool barrier_all(u32 id, u32 threads, bool condition);
+
+// ---- copies
+void copy_async(u32 destination, const void* source, u32 bytes, u32 present);
+void await_copies();
+void arrive_after_copies(u32 barrier);
+void tensor_load(u32 destination, const void* map, u32 barrier, std::initializer_list<int> at);
+void tensor_store(const void* map, u32 source, std::initializer_list<int> at);
+void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier);
+void bulk_store(void* destination, u32 source, u32 bytes);
+void bulk_add(void* destination, u32 source, u32 bytes);
+void bulk_commit();
+void bulk_wait_read(u32 pending);
+void bulk_wait();
+void fence_async();
+
+// ---- matrices
+enum class Format { kBf16, kFp16, kE4m3, kE5m2 };
+struct Product {
+  int n, steps;
+  Format a, b;
+  bool a_in_registers;
+  bool across;  // B has the reduction across its rows
+};
+// a: registers, or low words of descriptors as those of b are; the high words are the same in all.
+void multiply(const Product& product, float* acc, const u32* a, const u32* b, bool accumulate,
+              u32 a_high, u32 b_high);
+void multiply_commit();
+void multiply_wait(int pending);
+void warp_multiply(Format format, float* acc, const u32 (&a)[4], u32 b0, u32 b1);
+void load_matrices(u32* fragment, u32 address, bool transposed);
+void store_matrices(u32 address, const u32* fragment, int count, bool transposed);
+
+// ---- numbers
+u32 encode(Format format, float x);  // to nearest even; 8 bits saturate
+float decode(Format format, u32 bits);
+inline u32 pack16(Format format, float low, float high) {
+  return encode(format, low) | encode(format, high) << 16;
+}
+inline u32 pack8(Format format, float low, float high) {
+  return encode(format, low) | encode(format, high) << 8;
+}
+template <class Operation>
+u32 each_half(Format format, Operation operation) {
+  return pack16(format, operation([&](u32 x) { return decode(format, x & 0xffff); }),
+                operation([&](u32 x) { return decode(format, x >> 16); }));
+}
+inline float positive(float x) { return x > 0.f || x != x ? x : 0.f; }
+inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.f, x) : x; }
+u32 permute(u32 low, u32 high, u32 selector);
+
+// ---- memory that CTAs share
+int load_acquire(const int* counter);
+
+struct Vote {
+  u32 in, out;
+  int source;
+};
+template <class T>
+T shuffle(T value, int source) {
+  static_assert(sizeof(T) == 4);
+  Vote vote{0, 0, source};
+  std::memcpy(&vote.in, &value, 4);
+  collective("shuffle", &vote, [](void* const* lanes) {
+    auto* const* votes = reinterpret_cast<Vote* const*>(lanes);
+    for (int i = 0; i < 32; ++i) votes[i]->out = votes[votes[i]->source]->in;
+  });
+  std::memcpy(&value, &vote.out, 4);
+  return value;
+}
+inline u32 ballot(bool condition) {
+  Vote vote{condition, 0, 0};
+  collective("vote", &vote, [](void* const* lanes) {
+    auto* const* votes = reinterpret_cast<Vote* const*>(lanes);
+    u32 all = 0;
+    for (int i = 0; i < 32; ++i) all |= votes[i]->in << i;
+    for (int i = 0; i < 32; ++i) votes[i]->out = all;
+  });
+  return vote.out;
+}
+
+}  // namespace emulator
+
+#define threadIdx (emulator::thread_index())
+#define blockIdx (emulator::block_index())
+#define blockDim (emulator::block_size())
+#define gridDim (emulator::grid_size())
+
+template <class T>
+T __shfl_sync(unsigned, T value, int source) {
+  return emulator::shuffle(value, source & 31);
+}
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+  return emulator::shuffle(value, emulator::lane() ^ mask);
+}
+template <class T>
+T __shfl_up_sync(unsigned, T value, int distance) {
+  const int lane = emulator::lane();
+  return emulator::shuffle(value, lane < distance ? lane : lane - distance);
+}
+inline unsigned __ballot_sync(unsigned, int condition) { return emulator::ballot(condition != 0); }
+inline int __any_sync(unsigned, int condition) { return emulator::ballot(condition != 0) != 0; }
+inline int __all_sync(unsigned, int condition) { return emulator::ballot(condition != 0) == ~0u; }
+inline void __syncwarp(unsigned = ~0u) {
+  emulator::collective("__syncwarp", nullptr, [](void* const*) {});
+}
+inline void __syncthreads() { emulator::barrier_sync(0, emulator::block_size().x); }
+inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
+inline int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
+inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
+inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline int max(int a, int b) { return a < b ? b : a; }
+inline int min(int a, int b) { return b < a ? b : a; }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+template <class T>
+T __ldg(const T* pointer) {
+  return *pointer;
+}
+inline unsigned long long __cvta_generic_to_shared(const void* p) {
+  return emulator::address_of(p);
+}
+inline void* __cvta_shared_to_generic(unsigned long long address) {
+  return emulator::shared_at(static_cast<unsigned>(address), 0);
+}
+template <class T>
+T atomicAdd(T* target, T x) {
+  T found = *target;
+  *target += x;
+  return found;
+}
+template <class T>
+T atomicExch(T* target, T x) {
+  T found = *target;
+  *target = x;
+  return found;
+}
+template <class T>
+T atomicMax(T* target, T x) {
+  T found = *target;
+  if (found < x) *target = x;
+  return found;
+}
+template <class T>
+T atomicMin(T* target, T x) {
+  T found = *target;
+  if (x < found) *target = x;
+  return found;
+}
+template <class T>
+T atomicCAS(T* target, T compare, T x) {
+  T found = *target;
+  if (found == compare) *target = x;
+  return found;
+}

@@ -1,0 +1,177 @@
+"""A device on the host, which launches kernels on tensors of the CPU.
+
+`emulated()` puts it where attngen looks for a GPU, so that `attention(…, backend="cuda")` on CPU
+tensors runs the rendered kernels with everything around them: plans, launches, tensor maps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from cuda.bindings import driver as bindings
+
+from attngen import builder, counters, load, plan
+from attngen.ops import backward, forward, frontend, operation, recent
+from attngen.problem import Problem
+from attngen.program import SCHEMA_VERSION, Binary, Resources
+
+from .compiler import HostCompiler
+
+MULTIPROCESSORS = 5  # of which each runs a CTA at a time
+TIMINGS = ("early", "late", "random")  # when copies and products are done
+ALIGNMENT = 256
+MAP_BYTES = 128
+MESSAGE_BYTES = 4096
+
+
+class Emulator:
+    """Kernels, compiled into `folder`, and launches of them, each of a seed of its own."""
+
+    def __init__(self, folder: Path, timing: str = "random") -> None:
+        self.timing = timing
+        self.launches = 0
+        self._compiler = HostCompiler(folder)
+        self._kernels: list[ctypes.CDLL] = []
+        self._memory: list[Any] = []
+        self._stream = threading.Lock()  # on which launches follow each other
+
+    # ---- what attngen asks of the driver; types and constants are its own
+    def __getattr__(self, name: str) -> Any:
+        return getattr(bindings, name)
+
+    def cuMemAlloc(self, size: int) -> tuple[int, int]:
+        memory = ctypes.create_string_buffer(size + ALIGNMENT)
+        self._memory.append(memory)
+        return 0, -(-ctypes.addressof(memory) // ALIGNMENT) * ALIGNMENT
+
+    def cuMemsetD32(self, address: int, value: int, count: int) -> tuple[int]:
+        ctypes.memmove(address, struct.pack("<I", value) * count, 4 * count)
+        return (0,)
+
+    def cuCtxSynchronize(self) -> tuple[int]:
+        return (0,)
+
+    def cuTensorMapEncodeTiled(
+        self, dtype: Any, rank: int, address: int, sizes: Any, strides: Any, box: Any, *_: Any
+    ) -> tuple[Any, Any]:
+        """A map as copies.cpp reads it, refused where the driver would."""
+        sizes, strides, box = ([int(x) for x in part] for part in (sizes, strides, box))
+        legal = (
+            address % 16 == 0
+            and all(1 <= size <= 1 << 32 for size in sizes)
+            and all(stride % 16 == 0 and stride < 1 << 40 for stride in strides)
+            and all(1 <= size <= 256 for size in box)
+        )
+        if not legal:
+            return bindings.CUresult.CUDA_ERROR_INVALID_VALUE, None
+        element_bytes = 1 if dtype.name.endswith("UINT8") else 2
+        absent = [0] * (5 - rank)
+        dimensions = (*sizes, *absent, *strides, *absent, *box, *absent)
+        packed = struct.pack("<Q5Q4Q5IBB", address, *dimensions, rank, element_bytes)
+        memory = ctypes.create_string_buffer(packed, MAP_BYTES)
+        return 0, SimpleNamespace(getPtr=lambda: ctypes.addressof(memory))
+
+    def cuLaunchKernel(
+        self, handle: int, x: int, y: int, z: int, threads: int, _y: int, _z: int, *rest: Any
+    ) -> tuple[int]:
+        shared_bytes, _, parameters, _ = rest
+        self.run(handle, (x, y, z), threads, shared_bytes, parameters)
+        return (0,)
+
+    def cuLaunchKernelEx(self, config: Any, handle: int, parameters: int, _: int) -> tuple[int]:
+        grid = config.gridDimX, config.gridDimY, config.gridDimZ
+        self.run(handle, grid, config.blockDimX, config.sharedMemBytes, parameters)
+        return (0,)
+
+    # ---- kernels
+    def run(
+        self, handle: int, grid: tuple[int, ...], threads: int, shared_bytes: int, parameters: int
+    ) -> None:
+        """One launch, to its end. Raises: AssertionError with what the kernel did wrong."""
+        library = self._kernels[handle]
+        message = ctypes.create_string_buffer(MESSAGE_BYTES)
+        first = ctypes.c_void_p.from_address(parameters).value
+        with self._stream:
+            self.launches += 1
+            failed = library.emulator_run(
+                library.emulator_entry, ctypes.c_void_p(first), (ctypes.c_uint * 3)(*grid),
+                threads, shared_bytes, MULTIPROCESSORS, TIMINGS.index(self.timing),
+                ctypes.c_ulonglong(self.launches), message, MESSAGE_BYTES,
+            )  # fmt: skip
+        assert not failed, message.value.decode()
+
+    def find_kernels(
+        self, problem: Problem, arch: str, short: bool | None = None
+    ) -> tuple[tuple[Binary, bytes], ...]:
+        """As `builder.find_kernels`; the path of a library stands for a cubin."""
+        found = []
+        all_plans = plan.plans(problem, arch)
+        for each in all_plans if short is None else plan.plans_of_call(problem, arch, short):
+            source = builder.render_problem(problem, each)
+            binary = Binary(
+                SCHEMA_VERSION, arch, problem, source.kernel, Resources(0, 0, 0, 0), "g++",
+                source.sha256, "",
+            )  # fmt: skip
+            found.append((binary, bytes(self._compiler.compile(source.text))))
+        return tuple(found)
+
+    def load(self, binary: Binary, library: bytes, device: Any) -> load.LoadedKernel:
+        """As `load.load`."""
+        self._kernels.append(ctypes.CDLL(library.decode()))
+        handle, variant = len(self._kernels) - 1, (binary.problem, binary.arch)
+        return load.LoadedKernel(handle, binary.kernel, device, MULTIPROCESSORS, variant)
+
+
+def _allocate(sizes: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+    tensor = torch.empty_strided(sizes, strides, dtype=dtype)
+    tensor.untyped_storage().fill_(0xFF)  # NaN in every floating dtype
+    return tensor
+
+
+@contextlib.contextmanager
+def emulated(emulator: Emulator) -> Iterator[None]:
+    """CPU tensors have the kernels of sm_90a."""
+    stand_ins = {
+        "attngen.builder.find_kernels": emulator.find_kernels,
+        "attngen.counters.driver": lambda: emulator,
+        "attngen.launch.driver": lambda: emulator,
+        "attngen.load.current_device": lambda: None,
+        "attngen.load.ensure_context": lambda _: None,
+        "attngen.load.load": emulator.load,
+        "attngen.ops.choice.device_arch": lambda _: "sm_90a",
+        "attngen.ops.operation._empty_strided_cuda": _allocate,
+        "attngen.ops.operation.device_arch": lambda _: "sm_90a",
+        "attngen.ops.operation.find_kernels": emulator.find_kernels,
+        "attngen.ops.short.multiprocessors": lambda _: MULTIPROCESSORS,
+        "torch._C._cuda_getCurrentRawStream": lambda _: 0,
+        "torch._C._cuda_getDevice": lambda: None,
+        "torch._C._cuda_isCurrentStreamCapturing": lambda: False,
+        "torch.cuda.current_device": lambda: 0,
+        "torch.cuda.current_stream": lambda: SimpleNamespace(cuda_stream=0),
+        "torch.cuda.device": contextlib.nullcontext,
+        "torch.cuda.is_current_stream_capturing": lambda: False,
+        "torch.cuda.synchronize": lambda: None,
+    }
+    remembered = (
+        *(backward._ready, forward._ready, frontend._settled, operation._kernels, recent._recent),
+        *(counters._addresses, counters._free, counters._unread),
+    )
+    library = torch.library.Library("attngen", "IMPL")
+    library.impl("forward", forward.forward, "CPU")
+    library.impl("backward", backward.backward, "CPU")
+    with contextlib.ExitStack() as stack:
+        stack.callback(library._destroy)
+        for name, stand_in in stand_ins.items():  # torch._C of a CPU build lacks some of them
+            stack.enter_context(mock.patch(name, stand_in, create=name.startswith("torch._C.")))
+        for known in remembered:
+            stack.enter_context(mock.patch.dict(known, clear=True))
+        yield
