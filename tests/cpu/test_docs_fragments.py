@@ -1,4 +1,5 @@
-"""The worked example of docs/adding-a-fragment.md: its files compile and do what they say."""
+"""The worked example of docs/adding-a-fragment.md: its files compile and do what they say, alone
+and in kernels."""
 
 from __future__ import annotations
 
@@ -9,14 +10,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from attngen import features, files
+from attngen import features, files, launch, run_time
 from attngen.builder import render_problem
 from attngen.compile import compile_source
+from attngen.ops.operands import extent
 from attngen.plan import plans
 from attngen.resolve import resolve
 from attngen.spec import AttentionSpec
 from tests.cpu.conftest import EXCERPT, HOST_HEAD
+from tests.emulator import device
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "adding-a-fragment.md"
 FILES = dict(re.findall(r"^```jinja templates/(\S+)\n(.*?)^```$", PAGE.read_text(), re.M | re.S))
@@ -89,3 +93,41 @@ def test_mask_is_named_in_a_spec_and_both_compile_in_both_directions(root, make_
             if plan.family.startswith("sm90"):
                 wanted = {"prefix", "coolness", "coolness_stride_head"}
                 assert wanted <= {field.name for field in source.kernel.fields}
+
+
+def run(root, folder, problem, tensors, numbers):
+    """Runs the kernels of a problem on the host; what they write is among the tensors."""
+    extents = {name: extent(x, "bshd") for name, x in tensors.items() if x.ndim == 4}
+    scalars = run_time.Scalars(problem.head_dim_qk**-0.5, numbers=numbers)
+    emulator = device.Emulator(folder)
+    with device.emulated(emulator):
+        for plan in plans(problem, "sm_90a"):
+            loaded = emulator.load(*emulator.build(problem, plan, "sm_90a", root), 0)
+            sizes = run_time.workspace_bytes(loaded.kernel, extents["q"])
+            for name in sizes.keys() - tensors.keys():  # kernels share them
+                tensors[name] = torch.zeros(sizes[name], dtype=torch.uint8)
+            addresses = {name: x.data_ptr() for name, x in tensors.items()} | {"dlse": 0}
+            launch.launch(launch.prepare(loaded, extents, scalars), addresses, 0)
+
+
+def test_kernels_of_both_are_right(root, tmp_path, make_problem) -> None:
+    length, prefix = 300, 170
+    problem = make_problem(64, masks=("prefix",), scores=("temperature",))
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, d_o = (torch.randn(1, length, 2, 64, generator=generator).bfloat16() for _ in "qkvd")
+    coolness = torch.tensor([0.5, 2.0])
+    empty = {name: torch.full_like(q, torch.nan) for name in ("o", "dq", "dk", "dv")}
+    given = {"q": q, "k": k, "v": v, "coolness": coolness, "lse": torch.empty(1, 2, length)}
+    numbers = {"prefix": prefix, "coolness_stride_head": 1}
+    run(root, tmp_path, problem, (found := given | {"o": empty["o"]}), numbers)
+    run(root, tmp_path, problem.backward(), (back := found | empty | {"d_o": d_o}), numbers)
+
+    exact = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    scores = exact[0] @ exact[1].mT / 8 * coolness[:, None, None]
+    seen = torch.ones(length, length, dtype=torch.bool).tril()
+    seen[:, :prefix] = True
+    out = scores.where(seen, -torch.inf).softmax(-1) @ exact[2]
+    gradients = torch.autograd.grad(out, exact, d_o.double().transpose(1, 2))
+    for name, wanted in zip(("o", "dq", "dk", "dv"), (out, *gradients), strict=True):
+        error = (back[name].transpose(1, 2) - wanted).abs().max()
+        assert error < 0.01 * wanted.abs().max(), name

@@ -21,6 +21,7 @@ from cuda.bindings import driver as bindings
 
 from attngen import builder, counters, load, plan
 from attngen.ops import backward, forward, frontend, operation, recent
+from attngen.plan import KernelPlan
 from attngen.problem import Problem
 from attngen.program import SCHEMA_VERSION, Binary, Resources
 
@@ -113,16 +114,20 @@ class Emulator:
         self, problem: Problem, arch: str, short: bool | None = None
     ) -> tuple[tuple[Binary, bytes], ...]:
         """As `builder.find_kernels`; the path of a library stands for a cubin."""
-        found = []
         all_plans = plan.plans(problem, arch)
-        for each in all_plans if short is None else plan.plans_of_call(problem, arch, short):
-            source = builder.render_problem(problem, each)
-            binary = Binary(
-                SCHEMA_VERSION, arch, problem, source.kernel, Resources(0, 0, 0, 0), "g++",
-                source.sha256, "",
-            )  # fmt: skip
-            found.append((binary, bytes(self._compiler.compile(source.text))))
-        return tuple(found)
+        wanted = all_plans if short is None else plan.plans_of_call(problem, arch, short)
+        return tuple(self.build(problem, each, arch) for each in wanted)
+
+    def build(
+        self, problem: Problem, chosen: KernelPlan, arch: str, templates: Path | None = None
+    ) -> tuple[Binary, bytes]:
+        """One kernel, of these templates or the shipped ones."""
+        source = builder.render_problem(problem, chosen, templates)
+        binary = Binary(
+            SCHEMA_VERSION, arch, problem, source.kernel, Resources(0, 0, 0, 0), "g++",
+            source.sha256, "",
+        )  # fmt: skip
+        return binary, bytes(self._compiler.compile(source.text))
 
     def load(self, binary: Binary, library: bytes, device: Any) -> load.LoadedKernel:
         """As `load.load`."""
