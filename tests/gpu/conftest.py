@@ -59,7 +59,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     ours = [item for item in items if HERE in item.path.parents]
-    reason = missing() if ours and not config.getoption("emulate") else None
+    reason: str | None
+    if config.getoption("emulate"):
+        ours = [item for item in ours if item.get_closest_marker("device")]
+        reason = "needs a real GPU"
+    else:
+        reason = missing() if ours else None
     if reason:
         for item in ours:
             item.add_marker(pytest.mark.skip(reason=reason))

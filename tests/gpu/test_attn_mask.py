@@ -110,6 +110,7 @@ def test_mask_that_shows_all_or_nothing_is_right_or_zero(d):
     assert not any(x.any() for x in torch.autograd.grad(hidden.sum(), (q, k, v)))
 
 
+@pytest.mark.device
 def test_graph_replay_follows_a_mask_that_changes():
     (q, k, v), arguments = given(CASES[0])
     mask = arguments.pop("attn_mask")

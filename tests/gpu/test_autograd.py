@@ -168,7 +168,9 @@ def checkpointed(function, *arguments):
     return checkpoint(function, *arguments, use_reentrant=False)
 
 
-@pytest.mark.parametrize("way", [checkpointed, saved_on_cpu])
+@pytest.mark.parametrize(
+    "way", [checkpointed, pytest.param(saved_on_cpu, marks=pytest.mark.device)]
+)
 @pytest.mark.parametrize("case", PLAIN, ids=str)
 def test_autograd_checkpointed_or_saved_on_the_cpu_has_the_same_bits(case, way):
     tensors, seeds = given(case)
@@ -190,6 +192,7 @@ def test_autograd_training_step_compiled_whole_is_right(dynamic):
     torch._dynamo.reset()
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("case", PLAIN, ids=str)
 def test_autograd_captured_in_a_graph_follows_changed_inputs(case):
     """Forward and backward in one graph, replayed."""
@@ -210,6 +213,7 @@ def test_autograd_captured_in_a_graph_follows_changed_inputs(case):
         assert_right(found, fresh, *fresh_seeds, case)
 
 
+@pytest.mark.device
 def test_autograd_in_graphed_callables_is_right():
     case = PLAIN[1]
 
@@ -228,7 +232,7 @@ def test_autograd_in_graphed_callables_is_right():
 def test_autograd_under_autocast_gives_float32_gradients(case):
     tensors, seeds = given(case)
     wide = [x.detach().float().requires_grad_() for x in tensors]
-    with torch.autocast("cuda", torch.bfloat16):
+    with torch.autocast(oracle.DEVICE.type, torch.bfloat16):
         loss = step(*wide, *seeds, case, True)
     found = torch.autograd.grad(loss, wide)
     expected = torch.autograd.grad(step(*tensors, *seeds, case, True), tensors)
@@ -248,6 +252,7 @@ def busy():
     stream.synchronize()
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("d", DIMS)
 def test_autograd_deterministic_gives_the_same_bits_in_20_runs_under_load(d):
     case = Case(d, d, mask="causal", heads=(2, 8, 2), lengths=(2000, 2000))
@@ -264,6 +269,7 @@ def test_autograd_deterministic_gives_the_same_bits_in_20_runs_under_load(d):
     assert_right(first, tensors, *seeds, case)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("case", PLAIN, ids=str)
 def test_autograd_backward_called_on_another_stream_is_right(case):
     tensors, seeds = given(case)
@@ -277,6 +283,7 @@ def test_autograd_backward_called_on_another_stream_is_right(case):
     assert oracle.same(found, expected)
 
 
+@pytest.mark.device
 def test_autograd_of_tensors_past_two_to_the_31_elements_is_right():
     """Chunks of a windowed call, whose gradients depend on their neighbourhood alone."""
     length, heads, left = 1 << 20, 33, 128

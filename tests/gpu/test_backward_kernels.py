@@ -224,6 +224,7 @@ def test_backward_far_apart_scores_stay_finite(kernels):
     gradients.check(case.run(), case.operands, None, **arguments)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("named", [{}, {"window": (2047, 0)}], ids=str)
 def test_backward_in_an_order_waits_for_no_cta_without_an_sm(named):
     """Another kernel has half of the SMs: what runs of a backward does all of its work."""

@@ -46,6 +46,7 @@ def test_op_gradient_expanded_from_one_number_is_read_right(d):
     gradients.check(results((q, k, v, one)), (q, k, v, one.contiguous()), None, mask="causal")
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_op_deterministic_gives_the_same_bits_on_every_stream(d):
     tensors = operands(d, lengths=(1500, 1500))
@@ -59,6 +60,7 @@ def test_op_deterministic_gives_the_same_bits_on_every_stream(d):
         assert oracle.same(found, first)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("d", [64, 256])
 def test_op_graph_replay_follows_changed_inputs(d):
     tensors = operands(d)
@@ -70,6 +72,7 @@ def test_op_graph_replay_follows_changed_inputs(d):
         assert oracle.same(found, results(tensors, deterministic=True))
 
 
+@pytest.mark.device
 def test_op_several_streams_at_once_do_not_meet():
     given = [operands(d, seed=d) for d in (64, 128, 256)]
     wanted = [results(each, deterministic=True) for each in given]

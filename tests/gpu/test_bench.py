@@ -13,7 +13,7 @@ from attngen.bench.peers import Call, Operands
 from attngen.bench.workloads import CASES, Case
 from attngen.cli import main
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.device]
 
 BOTH = ("fwd", "bwd")
 KERNELS = [

@@ -290,6 +290,7 @@ def test_gradient_of_one_column_for_all_keys_is_refused():
         out.sum().backward()
 
 
+@pytest.mark.device
 def test_graph_replay_follows_a_bias_that_changes():
     tensors, arguments = CASES[0].given()
     bias = arguments.pop("bias")

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.device, pytest.mark.timeout(300)]
 
 # Two forwards, one of them with its gradients, against the reference.
 PROGRAM = """

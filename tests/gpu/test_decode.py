@@ -260,6 +260,7 @@ def test_decode_result_does_not_depend_on_the_batch(splits):
     check_rows_alone(q, pages, num_splits=splits, bottom_right=True)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("splits", [None, 7])
 def test_decode_graph_replay_follows_changed_lengths_and_pages(splits):
     pages, q = cache([900, 900, 900], 2, 128), queries(3, 1, 8, 128)
@@ -279,6 +280,7 @@ def test_decode_graph_replay_follows_changed_lengths_and_pages(splits):
         assert torch.equal(out, call())
 
 
+@pytest.mark.device
 def test_decode_streams_at_once_do_not_meet():
     pages, wanted, found = cache([3000, 100], 2, 64), [], []
     given = [queries(2, 1, 4, 64, seed) for seed in range(4)]

@@ -120,6 +120,7 @@ def test_state_is_drawn_from_the_generator_and_returned():
     assert torch.equal(out, replayed)
 
 
+@pytest.mark.device
 def test_graph_replays_draw_new_masks_and_gradients_follow():
     tensors, arguments = given(CASES[0])
     del arguments["rng_state"]

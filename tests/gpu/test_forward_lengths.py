@@ -91,6 +91,7 @@ def test_forward_a_million_keys_one_query_is_right():
     oracle.check_call(q, k, v, mask="causal_bottom_right")
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("partial", [False, True])
 def test_forward_output_past_two_to_the_31_elements_is_right(partial):
     length, heads = 1 << 20, 33

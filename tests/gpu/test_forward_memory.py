@@ -117,6 +117,7 @@ def test_memory_size_one_axis_may_have_any_stride(layout, axis):
         oracle.check_call(*tensors, layout=layout, mask="causal")
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "seq", "heads"])
 @pytest.mark.parametrize("mask", ["none", "causal"])
 def test_memory_elements_past_two_to_the_32_are_reached(axis, mask):

@@ -183,6 +183,7 @@ def test_kv_fp8_result_does_not_depend_on_the_batch(splits):
         assert torch.equal(call(rows), whole[rows])
 
 
+@pytest.mark.device
 def test_kv_fp8_graph_replay_follows_changed_lengths_and_scales():
     cached, q = pages([900, 900, 900], 2, 128, scales="head"), queries(3, 1, 8, 128)
     lengths = cached.lengths.clone()

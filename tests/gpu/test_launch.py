@@ -15,7 +15,7 @@ import attngen
 from . import cases, oracle
 from .oracle import run, same
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.device]
 KERNELS = cases.core_specs(64, 128, 256)
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -14,7 +14,7 @@ from attngen import counters
 from . import cases, oracle
 from .oracle import run, same
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.device]
 KERNELS = cases.core_specs(64, 128, 256)
 
 

@@ -98,6 +98,7 @@ def test_op_compiled_without_dynamic_follows_changed_shapes():
         assert torch.equal(compiled(q, k, v), model(q, k, v))
 
 
+@pytest.mark.device
 def test_op_compiled_to_cuda_graphs_is_right_and_leaves_eager_calls_right():
     """Warm-up, capture and replay share one memory pool, in which nothing must outlive its call."""
 
@@ -118,6 +119,7 @@ def test_op_compiled_to_cuda_graphs_is_right_and_leaves_eager_calls_right():
             assert torch.equal(calm(*tensors), want)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("few_queries", [False, True])
 def test_op_first_call_captured_loads_its_kernels(few_queries, monkeypatch):
     """Nothing has been called or loaded yet."""

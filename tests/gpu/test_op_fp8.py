@@ -113,6 +113,7 @@ def all_scales(device, factor=1.0):
     return {name: torch.tensor(each, device=device) for name, each in numbers.items()}
 
 
+@pytest.mark.device
 def test_fp8_graph_replay_follows_changed_operands_and_scales():
     q, k, v = oracle_fp8.operands(2, 4, 2, 1100, 1100, 64)
     scales = all_scales(q.device)

@@ -161,6 +161,7 @@ def test_prompt_result_does_not_depend_on_the_batch():
     check_rows_alone(q, pages, mask="causal_bottom_right")
 
 
+@pytest.mark.device
 def test_prompt_graph_replay_follows_changed_lengths_and_pages():
     pages, q = cache([900, 900, 900], 2, 128), queries(3, 256, 4, 128)
     lengths, table = pages.lengths.clone(), pages.table.clone()

@@ -58,6 +58,7 @@ def test_short_with_scores_sinks_and_maxima_is_right(variant):
     variants.check_forward(variant)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("mask", ["none", "causal"])
 def test_short_captured_call_is_replayed_and_runs_agree(mask):
     q, k, v = oracle.operands(3, 6, 2, 129, 200, 64)

@@ -15,7 +15,7 @@ from attngen.errors import MeasureError
 from attngen.plan import candidates, feasible
 from attngen.tune import Effort, tune
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.device]
 KERNELS = [
     AttentionSpec(head_dim=64, mask="causal", window=True),
     AttentionSpec(head_dim=64, dtype="e4m3", out_dtype="e4m3"),

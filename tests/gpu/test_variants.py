@@ -134,6 +134,7 @@ def test_calls_with_other_slopes_and_sinks_follow_them():
         oracle.check(out, aux.lse, oracle.truth(q, k, v, **given))
 
 
+@pytest.mark.device
 def test_default_slopes_first_used_in_a_capture_are_the_graphs_own():
     """Later calls must not read what exists only once the graph was replayed."""
     case = Case(128, 128, mask="causal", lengths=(300, 300), heads=(1, 7, 7))

@@ -72,6 +72,7 @@ def test_varlen_deterministic_gives_right_and_equal_bits(d):
         assert oracle.same(first[2], again[2]) and oracle.same(first[:2], again[:2])
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("count", [3, 40])
 @pytest.mark.parametrize("d", [64, 256])
 def test_varlen_graph_replay_follows_changed_lengths(d, count):
@@ -97,6 +98,7 @@ def ends(count, *given):
     return varlen.int32((0, *given, *given[-1:] * (count - len(given))))
 
 
+@pytest.mark.device
 def test_varlen_forward_captured_alone_follows_changed_lengths():
     """Without gradients a call reaches its kernels by a shorter way; workspaces are the graph's."""
     q, k, v = (oracle.randn(900, 4, 64, seed=n) for n in range(3))
@@ -162,6 +164,7 @@ def test_schedule_that_layers_share_gives_the_bits_of_calls_of_their_own(d, layo
     assert ordered.tolist() == [True, True, d == 256]  # dQ's queries where it has its own kernel
 
 
+@pytest.mark.device
 def test_schedule_follows_lengths_when_reset_and_in_replays_of_a_graph():
     q, k, v = (oracle.randn(900, 4, 64, seed=n) for n in range(3))
     lengths = ends(40, 300, 300, 900)
