@@ -67,7 +67,8 @@ def cache(
             unused[number, : length - place * page] = False
     k[unused.to(oracle.DEVICE)] = math.nan
     v[unused.to(oracle.DEVICE)] = math.nan
-    return Cache(k, v, table.to(oracle.DEVICE), torch.tensor(lengths, dtype=torch.int32, device=oracle.DEVICE))
+    held = torch.tensor(lengths, dtype=torch.int32, device=oracle.DEVICE)
+    return Cache(k, v, table.to(oracle.DEVICE), held)
 
 
 def queries(batch: int, s_q: int, heads: int, d: int, seed: int = 9) -> Tensor:

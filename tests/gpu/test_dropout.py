@@ -97,7 +97,8 @@ def test_mask_of_the_kernel_is_the_reference_s_bit_for_bit(d, p):
     batch, heads, s_q = 3, 5, 300
     q = torch.zeros(batch, s_q, heads, d, dtype=torch.bfloat16, device=oracle.DEVICE)
     k = torch.zeros(batch, d, heads, d, dtype=torch.bfloat16, device=oracle.DEVICE)
-    v = torch.eye(d, dtype=torch.bfloat16, device=oracle.DEVICE)[None, :, None].expand_as(k).contiguous()
+    unit = torch.eye(d, dtype=torch.bfloat16, device=oracle.DEVICE)
+    v = unit[None, :, None].expand_as(k).contiguous()
     out, aux = attngen.attention(
         q, k, v, dropout_p=p, rng_state=rng_state(), backend="cuda", return_lse=True
     )
@@ -109,11 +110,11 @@ def test_mask_of_the_kernel_is_the_reference_s_bit_for_bit(d, p):
 def test_state_is_drawn_from_the_generator_and_returned():
     tensors, arguments = given(CASES[0])
     del arguments["rng_state"]
-    torch.cuda.manual_seed(11)
+    torch.manual_seed(11)
     out, aux = attngen.attention(*tensors, **arguments, backend="cuda")
     other, other_aux = attngen.attention(*tensors, **arguments, backend="cuda")
     assert not torch.equal(aux.rng_state, other_aux.rng_state) and not torch.equal(out, other)
-    torch.cuda.manual_seed(11)
+    torch.manual_seed(11)
     again, again_aux = attngen.attention(*tensors, **arguments, backend="cuda")
     assert torch.equal(aux.rng_state, again_aux.rng_state) and torch.equal(out, again)
     replayed, _ = attngen.attention(*tensors, **arguments, rng_state=aux.rng_state, backend="cuda")

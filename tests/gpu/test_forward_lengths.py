@@ -69,6 +69,7 @@ def sample(length: int, count: int = 64) -> torch.Tensor:
     return torch.cat([ends, rows]).to(oracle.DEVICE)
 
 
+@pytest.mark.device
 def test_forward_128k_tokens_causal_is_right():
     length = 131072
     q, k, v = oracle.operands(1, 1, 1, length, length, 128)
@@ -76,6 +77,7 @@ def test_forward_128k_tokens_causal_is_right():
     oracle.check_rows(out, aux.lse, q, k, v, sample(length), left=None, right=0)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("mask, window", [("none", (128, 64)), ("causal", (128, -1))])
 def test_forward_a_million_tokens_windowed_is_right(mask, window):
     length = 1_000_003
@@ -85,6 +87,7 @@ def test_forward_a_million_tokens_windowed_is_right(mask, window):
     oracle.check_rows(out, aux.lse, q, k, v, sample(length), left=window[0], right=right)
 
 
+@pytest.mark.device
 def test_forward_a_million_keys_one_query_is_right():
     q, k, v = oracle.operands(1, 2, 1, 1, 1_000_001, 64)
     oracle.check_call(q, k, v)
@@ -115,6 +118,7 @@ def test_forward_more_positions_than_a_kernel_counts_is_refused(length):
         attngen.attention(q, *(x.expand(1, length, 1, 64) for x in (k, v)), backend="cuda")
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("mask", ["none", "causal"])
 @pytest.mark.parametrize("batch, heads", [(70_000, 1), (1, 70_000), (300, 300)])
 def test_forward_batch_times_heads_past_65535_is_right(mask, batch, heads):

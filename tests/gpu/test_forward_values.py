@@ -146,6 +146,7 @@ def test_values_nan_and_infinity_stay_in_the_head_that_holds_them(mask):
     assert torch.equal(clean[0, :, 2:, :7], spoilt[0, :, 2:, :7])
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("d", DIMS)
 @pytest.mark.parametrize("mask", ["none", "causal"])
 def test_values_two_hundred_runs_give_the_same_bits(d, mask):

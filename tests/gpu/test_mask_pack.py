@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attngen import AttentionSpec, features, launch, load, resolve, run_time
-from attngen.builder import build_problem
+from attngen import AttentionSpec, builder, features, launch, load, resolve, run_time
 from attngen.ops.mask_bits import numbers_of
 from attngen.run_time import Extent, Scalars
+
+from . import oracle
 
 pytestmark = pytest.mark.gpu
 # By what reads the bits: tiles of queries, of keys, and of both.
@@ -52,10 +53,9 @@ def masks(s_q: int, s_kv: int):
 @pytest.mark.parametrize("reader", READERS)
 def test_bits_are_the_mask_s_and_zero_behind_its_end(reader, lengths):
     (problem,) = resolve.resolve(spec_of(reader), features.scan())
-    (built,) = (
-        each for each in build_problem(problem, "sm_90a") if each.plan.family == "mask_pack"
-    )
-    loaded = load.load(built.binary, built.cubin, torch.cuda.current_device())
+    (binary, cubin), *_ = builder.find_kernels(problem, "sm_90a")
+    assert binary.kernel.entry.startswith("mask_pack")
+    loaded = load.load(binary, cubin, torch.cuda.current_device())
     s_q, s_kv = lengths
     q = Extent(BATCH, s_q, HEADS, 64, s_q * HEADS * 64, HEADS * 64, 64)
     k = q._replace(seq=s_kv, stride_batch=s_kv * HEADS * 64)

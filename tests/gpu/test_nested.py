@@ -37,6 +37,7 @@ def test_nested_call_gives_the_bits_of_packed_tokens(gaps):
 
 def test_nested_operands_that_are_mixed_are_refused():
     q = varlen.Call("thd", (3, 4), d=64).operands()[0]
-    nested = torch.nested.nested_tensor_from_jagged(q, torch.tensor([0, 3, 7], device=oracle.DEVICE))
+    offsets = torch.tensor([0, 3, 7], device=oracle.DEVICE)
+    nested = torch.nested.nested_tensor_from_jagged(q, offsets)
     with pytest.raises(attngen.SpecError, match="nested"):
         attngen.attention(nested, q, q, layout="thd", backend="cuda")

@@ -83,6 +83,7 @@ def test_fp8_output_next_to_other_tensors_stays_in_its_bounds():
     assert all((guard == 0x5A).all() for guard in guards)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("mask", ["none", "causal"])
 def test_fp8_hundred_runs_give_the_same_bits(d, mask):
@@ -130,6 +131,7 @@ def test_fp8_graph_replay_follows_changed_operands_and_scales():
         assert same(results, full_call(q, k, v, scales))
 
 
+@pytest.mark.device
 def test_fp8_call_never_waits_for_the_device():
     q, k, v = oracle_fp8.operands(2, 4, 2, 130, 130, 64)
     scales = all_scales(q.device)

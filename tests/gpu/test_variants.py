@@ -153,4 +153,4 @@ def test_default_slopes_first_used_in_a_capture_are_the_graphs_own():
 def test_default_slopes_are_the_same_on_every_device():
     for heads in (1, 2, 6, 7, 12, 16, 48, 71, 128):
         slopes = attngen.reference.default_alibi_slopes
-        assert torch.equal(slopes(heads, "cuda").cpu(), slopes(heads))
+        assert torch.equal(slopes(heads, oracle.DEVICE).cpu(), slopes(heads))

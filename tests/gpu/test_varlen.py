@@ -216,6 +216,7 @@ def test_varlen_compiled_call_takes_new_token_counts_without_recompiling():
         assert counter.frame_count == 1, f"compiled anew for call {number}"
 
 
+@pytest.mark.device
 def test_varlen_256k_tokens_beside_thousands_of_short_sequences_give_the_bits_of_each_alone():
     lens = [n % 23 for n in range(1500)] + [1 << 18] + [n % 31 for n in range(1500)]
     starts = [0, *itertools.accumulate(lens)]
