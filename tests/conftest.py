@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,17 @@ CPU_TESTS = Path(__file__).parent / "cpu"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--emulate", action="store_true",
-                     help="GPU tests run on the host: kernels' sources, compiled by g++")  # fmt: skip
+    parser.addoption(
+        "--emulate",
+        action="store_true",
+        help="GPU tests run on the host: kernels' sources, compiled by g++",
+    )
+    parser.addoption(
+        "--each",
+        type=int,
+        metavar="N",
+        help="of each test at most N sets of parameters, evenly spread",
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -19,3 +29,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.getoption("markexpr") == "gpu" and collection_path == CPU_TESTS:
         return True
     return None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`--each`."""
+    most = config.getoption("each")
+    if not most:
+        return
+    every: list[pytest.Item] = list(items)
+    kept: dict[pytest.Item, None] = {}
+    for _, group in groupby(every, lambda item: item.nodeid.partition("[")[0]):
+        sets = list(group)
+        count = min(most, len(sets))
+        kept |= {sets[(2 * n + 1) * len(sets) // (2 * count)]: None for n in range(count)}
+    items[:] = kept
+    config.hook.pytest_deselected(items=[item for item in every if item not in kept])

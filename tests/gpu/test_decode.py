@@ -209,6 +209,7 @@ def test_decode_queries_in_use_over_pages_are_right(splits):
         check(q, pages, seqused_q=used, mask=mask, num_splits=splits)
 
 
+@pytest.mark.device
 def test_decode_more_sequences_than_a_grid_axis_has_places():
     q, k, v = oracle.operands(1 << 17, 1, 1, 1, 1, 64)
     out = attngen.attention(q, k, v, backend="cuda")
