@@ -1,13 +1,15 @@
 """The float64 rule for gradients, and the backward's kernels run on given tensors.
 
 With G64 the gradient in float64 of the same 16-bit inputs, and e_torch the largest error against it
-of the reference's gradient (float32 arithmetic, rounded to 16 bits at its end):
+of the reference's gradient (float32 arithmetic, D of an output in 16 bits, rounded to 16 bits at
+its end):
     max |G - G64|  <=  4 e_torch + eps/2 max |G64|,    eps the spacing of the dtype's numbers at 1.
-Beside the gradient itself a kernel rounds three things to 16 bits: the weights, the gradients of
-the scores, and the output inside D. Each errs about as much as rounding the gradient does: hence
-the 4. These roundings alone, written down in PyTorch on a CPU, come to at most 3.8 e_torch over
-head dims from 8 to 256, masks, lengths and dtypes. The last term is one rounding of the largest
-element, for calls so small that the reference's largest error is a lucky one.
+Beside these a kernel rounds two things to 16 bits: the weights and the gradients of the scores.
+Each errs about as much as rounding the gradient does: hence the 4. All the roundings, written down
+in PyTorch on a CPU, come to at most 3.8 times the error of rounding the gradient alone, over head
+dims from 8 to 256, masks, lengths and dtypes; where a query sees one key, what D loses is all there
+is. The last term is one rounding of the largest element, for calls so small that the reference's
+largest error is a lucky one.
 """
 
 from __future__ import annotations
@@ -22,7 +24,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen import AttentionSpec, builder, features, launch, load, reference, resolve, run_time
+from attngen import (
+    AttentionSpec,
+    builder,
+    features,
+    launch,
+    layouts,
+    load,
+    reference,
+    resolve,
+    run_time,
+)
 from attngen.builder import build_problem
 from attngen.launch import Prepared
 from attngen.ops.operands import extent
@@ -102,8 +114,13 @@ def check(
     found: Sequence[Tensor | None], tensors: Sequence[Tensor], dlse: Tensor | None, **arguments: Any
 ) -> None:
     """Asserts the rule for dq, dk and dv, or those that there are."""
-    *_, expected = reference_gradients(tensors, dlse, torch.float64, **arguments)
-    *_, rounded = reference_gradients(tensors, dlse, tensors[0].dtype, **arguments)
+    dtype, d_o = tensors[0].dtype, tensors[-1].double()
+    out, lse, expected = reference_gradients(tensors, dlse, torch.float64, **arguments)
+    # D = rowsum(d_o * out) - dlse: what rounding adds to the one is taken from the other.
+    axes = oracle.TO_BHSD[layouts.parse(arguments.get("layout", "bshd")).q_format][:-1]
+    added = ((out.to(dtype) - out) * d_o).sum(-1).permute(axes)
+    shifted = (0 if dlse is None else dlse) - added
+    *_, rounded = reference_gradients(tensors, shifted, dtype, **arguments)
     check_against(found, expected, rounded)
 
 
