@@ -350,6 +350,7 @@ def test_bias_at_hidden_positions_is_never_read_into_a_result():
         oracle.check_call(*tensors, bias=torch.where(hidden, value, bias), mask="causal")
 
 
+@pytest.mark.device
 def test_bias_large_call_is_right_in_its_rows():
     """More tiles than multiprocessors, keys in many blocks."""
     tensors = oracle.operands(2, 8, 8, 2048, 2048, 128)
