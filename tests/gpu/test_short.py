@@ -36,6 +36,7 @@ def test_short_any_lengths_are_right(dims, number):
     oracle.check_call(*case.operands(), **case.arguments)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("mask", ["none", "causal"])
 def test_short_many_tiles_for_each_cta_are_right(d, mask):
@@ -90,6 +91,7 @@ def takes_small_tiles(q, k, v, **asked) -> bool:
     return entry.ctas > 1
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     ("shape", "mask", "short"),
     [
@@ -107,6 +109,7 @@ def test_short_kernel_serves_calls_of_few_rows(shape, mask, short):
     assert takes_small_tiles(x, x, x, mask=mask) == short
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("d", [64, 128])
 def test_short_kernel_serves_windows_of_few_tiles(d):
     for batch, length, left, short in ((4, 4096, 127, False), (1, 1024, 511, True)):
