@@ -7,11 +7,12 @@ HEADERS := $(shell find attngen/cuda/include tests/emulator -name '*.cuh' -o -na
 DIST ?= dist
 SPEC ?= examples/specs/gemma3.toml
 
-.PHONY: help demo test gpu-test lint types format generated generated-check wheel clean
+.PHONY: help demo test emulate gpu-test lint types format generated generated-check wheel clean
 
 help:
 	@echo 'make demo             bundle the kernels of a model, run them from it, check the result'
 	@echo 'make test             every test that needs no GPU'
+	@echo 'make emulate          kernels on the host, a part of the tests that need a GPU'
 	@echo 'make gpu-test         every test that needs one, with the python3 at hand'
 	@echo 'make lint types       ruff and clang-format; mypy --strict'
 	@echo 'make format           let ruff and clang-format mend what they can'
@@ -35,6 +36,12 @@ demo: $(VENV)/.run
 
 test: $(VENV)/.dev
 	$(PY) -m pytest -n 2 --timeout 300 tests/cpu
+
+# The covering set whole; of each other test one set of parameters.
+EMULATE := $(PY) -m pytest -m 'gpu and not slow' --emulate -n 2 --timeout 300
+emulate: $(VENV)/.dev
+	$(EMULATE) tests/gpu/test_coverage.py
+	$(EMULATE) --each 1
 
 gpu-test:
 	PYTHONPATH=. python3 -m pytest -m gpu

@@ -26,11 +26,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """`-m gpu` leaves out the CPU tests before they import what a GPU machine need not have."""
-    if config.getoption("markexpr") == "gpu" and collection_path == CPU_TESTS:
+    if config.getoption("markexpr").startswith("gpu") and collection_path == CPU_TESTS:
         return True
     return None
 
 
+@pytest.hookimpl(trylast=True)  # of what -m has left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`--each`."""
     most = config.getoption("each")

@@ -80,6 +80,7 @@ def test_gradients_with_a_mask_are_those_of_float64(case):
     check_gradients(case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [CASES[0], CASES[4]], ids=str)
 def test_gradients_with_a_mask_deterministic_repeat_bit_for_bit(case):
     first = check_gradients(case, deterministic=True)

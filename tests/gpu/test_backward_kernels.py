@@ -175,6 +175,7 @@ def test_backward_gradients_are_those_of_float64(kernels, call):
     gradients.check(found, case.operands, case.dlse, **case.arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [CALLS[0], CALLS[1], CALLS[5], Call((2, 8, 1), (700, 900))],
                          ids=str)  # fmt: skip
 @pytest.mark.parametrize(

@@ -193,6 +193,7 @@ def test_gradients_with_a_bias_are_those_of_float64(case):
     check_gradients(case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [CASES[n] for n in (0, 8, 12)], ids=str)
 def test_gradients_with_a_bias_deterministic_repeat_bit_for_bit(case):
     first = check_gradients(case, deterministic=True)
@@ -261,6 +262,7 @@ def test_gradients_with_lengths_and_a_bias_are_those_of_float64(number):
     check_call_gradients(call.operands(), arguments, call.layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 8, 12])
 def test_gradient_of_the_bias_alone_is_the_same(number):
     """The other kernels are left out, or all but it are."""

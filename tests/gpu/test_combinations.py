@@ -58,6 +58,7 @@ def test_features_beside_lengths_are_right(call):
     varlen.check(call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS[-6::2], ids=str)
 def test_features_beside_lengths_repeat_bit_for_bit_where_they_should(call):
     varlen.check(call, deterministic=True)

@@ -101,6 +101,7 @@ def test_decode_heads_of_a_tile_have_their_own_slopes_and_sinks(choice, heads):
         check_all(choice, queries(BATCH, 3, heads[0], 64), pages, turn, splits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("s_q", [1, 7])
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd"])
 def test_decode_scores_of_dense_calls_are_right(layout, s_q):

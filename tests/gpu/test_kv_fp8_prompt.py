@@ -96,6 +96,7 @@ def test_kv_fp8_prompt_of_packed_tokens_is_right(d):
     check(out, aux.lse, q, k, v, **given, **scales)
 
 
+@pytest.mark.slow
 def test_kv_fp8_prompt_of_many_tiles_is_right():
     q, k, v = oracle.operands(4, 32, 4, 700, 700, 128)
     scales = make_scales("head", 4, 4)

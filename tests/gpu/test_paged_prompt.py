@@ -155,6 +155,7 @@ def test_prompt_tables_of_their_own_for_k_and_v_are_right(sizes):
     oracle.check(out, None, oracle.truth(q, a.k, b.v, page_table=tables, **named), PAGED)
 
 
+@pytest.mark.slow
 def test_prompt_result_does_not_depend_on_the_batch():
     """Bit for bit, whatever tiles of others are drawn beside it."""
     pages, q = cache([1500, 170, 128, 2500, 0, 640], 2, 128), queries(6, 300, 8, 128)

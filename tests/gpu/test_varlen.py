@@ -60,6 +60,7 @@ def test_varlen_both_directions_are_right(call):
     varlen.check(call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_varlen_deterministic_gives_right_and_equal_bits(d):
     call = Call("thd", (700, 0, 1300, 129), gaps=True, d=d, heads=(4, 2), mask="causal")
@@ -149,6 +150,7 @@ class SameLengths(Call):
         return known
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("layout", ["thd", "bshd"])
 def test_schedule_that_layers_share_gives_the_bits_of_calls_of_their_own(d, layout):
