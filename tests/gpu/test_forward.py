@@ -66,6 +66,7 @@ def test_forward_head_ratio_reads_the_right_group(heads, mask):
     oracle.check_call(q, k, v, mask=mask)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (192, 128)], ids=str)
 @pytest.mark.parametrize("kind", cases.KINDS)
 def test_forward_many_tiles_for_each_multiprocessor_is_right(dims, kind):

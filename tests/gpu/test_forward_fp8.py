@@ -91,6 +91,7 @@ def test_fp8_head_ratio_reads_the_right_group_and_scales(heads):
     oracle_fp8.check_call(*case.operands(), **case.arguments)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("d", DIMS)
 def test_fp8_many_tiles_for_each_multiprocessor_is_right(d):
     for s_q, s_kv in ((1300, 1300), (1300, 77), (60, 500)):
@@ -129,6 +130,7 @@ def test_fp8_outliers_are_right(d):
     oracle_fp8.check_call(*(x.to(E4M3) for x in (q, k, v)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("d", DIMS)
 def test_fp8_64k_keys_are_right(d):
     """Sums of 2000 steps: what each step loses must not add up."""

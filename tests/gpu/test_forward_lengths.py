@@ -22,6 +22,7 @@ EDGES = (1, 2, 63, 64, 65, 79, 80, 81, 127, 128, 129, 191, 192, 193, 255, 257)
 UNEQUAL = [(1, 500), (500, 1), (3, 1025), (1025, 3), (64, 1000), (1000, 64), (192, 8), (8, 192)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("mask", ["none", "causal", "causal_bottom_right"])
 def test_forward_tile_edges_is_right(d, mask):

@@ -73,6 +73,7 @@ def test_masks_every_window_sees_exactly_its_keys(d, lengths, kind):
 SIDES = [0, 1, 62, 63, 64, 65, 127, 128, 129, 191, 192, 193, 1 << 20]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("side", SIDES)
 def test_masks_window_at_a_warpgroups_edge_sees_exactly_its_keys(side, d):
@@ -86,6 +87,7 @@ def test_masks_window_at_a_warpgroups_edge_sees_exactly_its_keys(side, d):
         check_seen(300, 450, d, mask="causal_bottom_right", window=(side, -1))
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("dims", WINDOW_DIMS, ids=str)
 def test_masks_window_of_many_tiles_for_each_cta_is_right(dims):
     """What one tile leaves behind must not reach the next, whatever its warpgroups passed over."""
@@ -99,6 +101,7 @@ def test_masks_window_of_many_tiles_for_each_cta_is_right(dims):
         oracle.check_call(q, k, v, window=window, bottom_right=low)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", SIDES)
 def test_masks_window_at_a_tile_edge_sees_exactly_its_keys(side):
     for d in (64, 256):
@@ -122,6 +125,7 @@ lengths = st.one_of(
 sides = st.one_of(st.just(-1), st.integers(0, 700), st.sampled_from([0, 63, 64, 127, 128, 192]))
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None, derandomize=True, database=None)
 @given(
     d=st.sampled_from([64, 128, 256]),

@@ -161,6 +161,7 @@ def test_values_two_hundred_runs_give_the_same_bits(d, mask):
     assert not differ.any(), f"runs {differ.nonzero().flatten().tolist()} differ from the first"
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("mask", ["none", "causal"])
 def test_values_a_head_is_computed_alike_whatever_stands_beside_it(mask):
     """Order of tiles, head groups and batch must not reach the bits of a row, where all calls have
