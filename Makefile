@@ -37,11 +37,15 @@ demo: $(VENV)/.run
 test: $(VENV)/.dev
 	$(PY) -m pytest -n 2 --timeout 300 tests/cpu
 
-# The covering set whole; of each other test one set of parameters.
+# The covering set whole; of the tests of these subjects, which vary in more than kernels, one set of
+# parameters each.
+ONCE := backward_kernels backward_op decode decode_scores dropout fading forward forward_lengths \
+        forward_masks forward_memory forward_refusals forward_values gather kv_fp8 layouts \
+        mask_pack nested op padding paged_prompt short softcap variants varlen
 EMULATE := $(PY) -m pytest -m 'gpu and not slow' --emulate -n 2 --timeout 300
 emulate: $(VENV)/.dev
 	$(EMULATE) tests/gpu/test_coverage.py
-	$(EMULATE) --each 1
+	$(EMULATE) --each 1 $(ONCE:%=tests/gpu/test_%.py)
 
 gpu-test:
 	PYTHONPATH=. python3 -m pytest -m gpu

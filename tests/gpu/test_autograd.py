@@ -146,6 +146,7 @@ def test_autograd_through_the_lse_alone_is_right(case):
     assert_right(found, tensors, torch.zeros_like(d_o), dlse, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [(0,), (1,), (2,), (0, 1), (1, 2), (3,), (0, 1, 2), (0, 1, 2, 3)])
 @pytest.mark.parametrize("case", [*PLAIN, LONE], ids=str)
 def test_autograd_of_a_sum_over_any_axes_is_right(case, axes):
@@ -180,6 +181,7 @@ def test_autograd_checkpointed_or_saved_on_the_cpu_has_the_same_bits(case, way):
     assert_right(found, tensors, *seeds, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_autograd_training_step_compiled_whole_is_right(dynamic):
     torch._dynamo.reset()
@@ -228,6 +230,7 @@ def test_autograd_in_graphed_callables_is_right():
         gradients.check(found, (*(x.detach() for x in tensors), d_o), None, **case.arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PLAIN, ids=str)
 def test_autograd_under_autocast_gives_float32_gradients(case):
     tensors, seeds = given(case)

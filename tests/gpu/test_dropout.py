@@ -144,6 +144,7 @@ def test_graph_replays_draw_new_masks_and_gradients_follow():
     assert len(set(seen)) == 3
 
 
+@pytest.mark.slow
 def test_compiled_call_drops_what_its_state_says():
     tensors, arguments = given(CASES[0])
     del arguments["rng_state"]

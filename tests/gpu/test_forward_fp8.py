@@ -64,6 +64,7 @@ def check_counts(s_q, s_kv, d, **arguments):
     torch.testing.assert_close(out.double(), want, rtol=2**-8, atol=2**-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("d", DIMS)
 @pytest.mark.parametrize("kind", cases.KINDS)
 def test_fp8_every_mask_shows_the_right_keys(d, kind):

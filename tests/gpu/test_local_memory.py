@@ -36,6 +36,7 @@ EIGHT_BITS = Call(
 KERNELS = [call.spec for call in (*CALLS, EIGHT_BITS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS, ids=str)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_crowded_kernel_is_right(call, deterministic):

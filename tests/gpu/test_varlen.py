@@ -190,6 +190,7 @@ def test_schedule_follows_lengths_when_reset_and_in_replays_of_a_graph():
         assert oracle.same(found, wanted) and oracle.same(step(kept), wanted)
 
 
+@pytest.mark.slow
 def test_varlen_compiled_call_takes_new_token_counts_without_recompiling():
     from torch._dynamo.testing import CompileCounterWithBackend  # takes seconds
 
