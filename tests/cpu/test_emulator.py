@@ -52,7 +52,7 @@ FAULTS = {
     ),
     "too many bytes are announced": (
         "mbarrier_arrive_expect(barrier, kBoxes * kRows * 128)",
-        "mbarrier_arrive_expect(barrier, kBoxes * kRows * 128 + 16)", "early",
+        "mbarrier_arrive_expect(barrier, kBoxes * kRows * 128 + 16)", "random",
         "deadlock.*an mbarrier",
     ),
     "an mbarrier counts one thread too few": (
@@ -62,6 +62,16 @@ FAULTS = {
     ),
     "an mbarrier is not initialised": (
         "mbarrier_init(smem + kJobFull, 1);", "", "early", "no mbarrier at",
+    ),
+    "no fence before copies count at mbarriers": (
+        "    mbarrier_init_fence();\n", "", "early", "no fence between the start of the mbarrier",
+    ),
+    "no fence before a product of registers": (
+        "  wgmma_fence();\n", "", "early", "no wgmma.fence",
+    ),
+    "a warp takes a step more than the others": (
+        "    finish_rows(state, factor, ctx, row);", "    finish_rows(state, factor, ctx, row);\n"
+        "    if (warp == 1) wgmma_wait<1>();", "early", "fewer steps|warpgroup part",
     ),
     "no fence before the output is stored": (
         "    fence_async_shared();\n    named_barrier_sync(kEpilogueBarrier", "    "

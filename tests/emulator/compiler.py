@@ -14,7 +14,11 @@ from . import instructions
 
 HERE = Path(__file__).parent
 # As NVRTC sees them, but for what cuda.hpp defines. No warnings: of unknown pragmas, most of all.
-FLAGS = ("-std=c++17", "-fPIC", "-D__CUDACC__", "-w", f"-I{HERE}")
+# Fibers leave frames that a fortified longjmp would miss; each kernel has a runtime of its own.
+FLAGS = (
+    *("-std=c++17", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-fno-gnu-unique"),
+    *("-D__CUDACC__", f"-I{HERE}"),
+)
 ENTRY = """
 extern "C" void emulator_entry(const void* parameters) {{
   {name}(*static_cast<const attngen::Params*>(parameters));
@@ -64,7 +68,7 @@ class HostCompiler:
 
 
 def _digest(*texts: str) -> str:
-    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:20]
+    return hashlib.sha256("\0".join([*FLAGS, *texts]).encode()).hexdigest()[:20]
 
 
 def _compile(text: str, target: Path, *flags: str) -> None:

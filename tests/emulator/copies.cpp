@@ -54,6 +54,9 @@ void each_piece(const Map& map, const Place& at, Move move) {
   }
 }
 
+// What a copy in flight will write is nobody's to read: NaN, until it arrives.
+void poison(u32 address, u32 bytes) { std::memset(shared_at(address, bytes), 0xff, bytes); }
+
 void start_copy(Action copy) {
   if (late()) {
     cta->copies.push_back(std::move(copy));
@@ -90,13 +93,17 @@ void read_oldest(Fiber& fiber) {
 
 // ---- by threads
 void copy_async(u32 destination, const void* source, u32 bytes, u32 present) {
-  if (present > bytes) fail("a copy of %u bytes, %u of them there", bytes, present);
-  Action copy = [=] {
+  const bool aligned = reinterpret_cast<u64>(source) % bytes == 0;
+  if (present > bytes || (present != 0 && !aligned)) {
+    fail("a copy of %u bytes from %p, %u of them there", bytes, source, present);
+  }
+  Action copy = [=, thread = self().thread] {
     unsigned char* to = shared_at(destination, bytes);
     std::memset(to, 0, bytes);
     std::memcpy(to, source, present);
+    note_write(destination, bytes, thread);
   };
-  wrote(destination, bytes);
+  poison(destination, bytes);
   self().copies.push_back(std::move(copy));
   if (!late()) await_copies();
 }
@@ -116,7 +123,8 @@ void arrive_after_copies(u32 barrier) {
 void tensor_load(u32 destination, const void* map_address, u32 barrier,
                  std::initializer_list<int> at) {
   const Map map = map_at(map_address, at.size(), destination);
-  shared_at(destination, bytes_of(map));
+  check_visible(barrier);
+  poison(destination, bytes_of(map));
   start_copy([map, destination, barrier, place = Place(at)] {
     each_piece(map, place, [&](u64 address, u32 offset, u32 inside) {
       unsigned char* to = write_async(swizzled(destination + offset), 16);
@@ -128,6 +136,8 @@ void tensor_load(u32 destination, const void* map_address, u32 barrier,
 }
 void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier) {
   check_bulk(source, destination, bytes);
+  check_visible(barrier);
+  poison(destination, bytes);
   start_copy([=] {
     std::memcpy(write_async(destination, bytes), source, bytes);
     deliver(barrier, bytes);

@@ -15,19 +15,19 @@
 #define __grid_constant__
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
-struct float2 {
+struct alignas(8) float2 {
   float x, y;
 };
-struct float4 {
+struct alignas(16) float4 {
   float x, y, z, w;
 };
-struct uint2 {
+struct alignas(8) uint2 {
   unsigned x, y;
 };
-struct int2 {
+struct alignas(8) int2 {
   int x, y;
 };
-struct int4 {
+struct alignas(16) int4 {
   int x, y, z, w;
 };
 struct alignas(16) uint4 {
@@ -55,6 +55,9 @@ inline int lane() { return thread_index().x % 32; }
 // Ends the launch with this message.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
+// Lets others run now and then: after what they may have waited for.
+void pause();
+
 // All 32 lanes meet at an operation of this kind; the last one carries it out for all.
 void collective(const char* kind, void* mine, void (*execute)(void* const* lanes));
 
@@ -81,6 +84,7 @@ void load_shared(T (&x)[kCount], u32 address) {
 
 // ---- barriers
 void mbarrier_init(u32 barrier, u32 arrivals);
+void mbarrier_init_fence();
 void mbarrier_arrive(u32 barrier, u32 bytes = 0);
 void mbarrier_wait(u32 barrier, u32 parity);
 void barrier_sync(u32 id, u32 threads);
@@ -112,6 +116,7 @@ struct Product {
 // a: registers, or low words of descriptors as those of b are; the high words are the same in all.
 void multiply(const Product& product, float* acc, const u32* a, const u32* b, bool accumulate,
               u32 a_high, u32 b_high);
+void multiply_fence();
 void multiply_commit();
 void multiply_wait(int pending);
 void warp_multiply(Format format, float* acc, const u32 (&a)[4], u32 b0, u32 b1);
@@ -136,9 +141,19 @@ inline float positive(float x) { return x > 0.f || x != x ? x : 0.f; }
 inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.f, x) : x; }
 u32 permute(u32 low, u32 high, u32 selector);
 
-// ---- memory that CTAs share
+// ---- memory that CTAs share: they take turns
 int load_acquire(const int* counter);
+template <class T, class Change>
+T exchange(T* target, Change change) {
+  const T found = *target;
+  *target = change(found);
+  pause();
+  return found;
+}
 
+inline void require_all(u32 lanes) {
+  if (lanes != ~0u) fail("an operation of a part of a warp, %x", lanes);
+}
 struct Vote {
   u32 in, out;
   int source;
@@ -174,22 +189,33 @@ inline u32 ballot(bool condition) {
 #define gridDim (emulator::grid_size())
 
 template <class T>
-T __shfl_sync(unsigned, T value, int source) {
+T __shfl_sync(unsigned lanes, T value, int source) {
+  emulator::require_all(lanes);
   return emulator::shuffle(value, source & 31);
 }
 template <class T>
-T __shfl_xor_sync(unsigned, T value, int mask) {
+T __shfl_xor_sync(unsigned lanes, T value, int mask) {
+  emulator::require_all(lanes);
   return emulator::shuffle(value, emulator::lane() ^ mask);
 }
 template <class T>
-T __shfl_up_sync(unsigned, T value, int distance) {
+T __shfl_up_sync(unsigned lanes, T value, int distance) {
+  emulator::require_all(lanes);
   const int lane = emulator::lane();
   return emulator::shuffle(value, lane < distance ? lane : lane - distance);
 }
-inline unsigned __ballot_sync(unsigned, int condition) { return emulator::ballot(condition != 0); }
-inline int __any_sync(unsigned, int condition) { return emulator::ballot(condition != 0) != 0; }
-inline int __all_sync(unsigned, int condition) { return emulator::ballot(condition != 0) == ~0u; }
-inline void __syncwarp(unsigned = ~0u) {
+inline unsigned __ballot_sync(unsigned lanes, int condition) {
+  emulator::require_all(lanes);
+  return emulator::ballot(condition != 0);
+}
+inline int __any_sync(unsigned lanes, int condition) {
+  return __ballot_sync(lanes, condition) != 0;
+}
+inline int __all_sync(unsigned lanes, int condition) {
+  return __ballot_sync(lanes, condition) == ~0u;
+}
+inline void __syncwarp(unsigned lanes = ~0u) {
+  emulator::require_all(lanes);
   emulator::collective("__syncwarp", nullptr, [](void* const*) {});
 }
 inline void __syncthreads() { emulator::barrier_sync(0, emulator::block_size().x); }
@@ -213,31 +239,21 @@ inline void* __cvta_shared_to_generic(unsigned long long address) {
 }
 template <class T>
 T atomicAdd(T* target, T x) {
-  T found = *target;
-  *target += x;
-  return found;
+  return emulator::exchange(target, [=](T found) { return found + x; });
 }
 template <class T>
 T atomicExch(T* target, T x) {
-  T found = *target;
-  *target = x;
-  return found;
+  return emulator::exchange(target, [=](T) { return x; });
 }
 template <class T>
 T atomicMax(T* target, T x) {
-  T found = *target;
-  if (found < x) *target = x;
-  return found;
+  return emulator::exchange(target, [=](T found) { return found < x ? x : found; });
 }
 template <class T>
 T atomicMin(T* target, T x) {
-  T found = *target;
-  if (x < found) *target = x;
-  return found;
+  return emulator::exchange(target, [=](T found) { return x < found ? x : found; });
 }
 template <class T>
 T atomicCAS(T* target, T compare, T x) {
-  T found = *target;
-  if (found == compare) *target = x;
-  return found;
+  return emulator::exchange(target, [=](T found) { return found == compare ? x : found; });
 }

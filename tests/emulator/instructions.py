@@ -39,9 +39,9 @@ STATEMENTS: dict[str, str] = {
     # Fences of the compiler, and what changes no result.
     "": "",
     "pmevent 1;": "",
-    "fence.mbarrier_init.release.cluster;": "",
+    "fence.mbarrier_init.release.cluster;": f"{_E}mbarrier_init_fence()",
     "fence.proxy.async.global;": "",
-    "wgmma.fence.sync.aligned;": "",
+    "wgmma.fence.sync.aligned;": f"{_E}multiply_fence()",
     "prefetch.tensormap [%0];": "",
     "setmaxnreg.dec.sync.aligned.u32 %0;": "",
     "setmaxnreg.inc.sync.aligned.u32 %0;": "",
@@ -167,7 +167,7 @@ STATEMENTS: dict[str, str] = {
 _FORMATS = {"bf16": "kBf16", "f16": "kFp16", "e4m3": "kE4m3", "e5m2": "kE5m2"}
 _PRODUCT = re.compile(
     r"wgmma\.mma_async\.sync\.aligned\.m64n(?P<n>\d+)k(?:16|32)\.f32\.(?P<a>\w+)\.(?P<b>\w+) "
-    r"\{[^}]*\}, (?P<in_a>a|\{[^}]*\}), b, (?:p|1), 1, 1(?P<across>(?:, [01])*);"
+    r"\{[^}]*\}, (?P<in_a>a|\{[^}]*\}), b, (?P<add>p|1), 1, 1(?P<across>|, 0|, 1|, 0, 0|, 0, 1);"
 )
 _STATEMENT = re.compile(r"\basm(?:\s+volatile)?\s*\(")
 
@@ -188,16 +188,21 @@ def rewrite(source: str) -> str:
 def _statement(sections: list[str]) -> str:
     text = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', sections[0])).replace("\\n", "")
     operands = [_operand(each) for part in sections[1:3] for each in _split(part, ",") if each]
-    if chain := _PRODUCT.findall(text):
+    if "wgmma.mma_async" in text:
+        chain = _PRODUCT.findall(text)
+        if len(chain) != text.count("wgmma.mma_async"):
+            raise KeyError(text)
         return _product(chain, operands)
     return re.sub(r"%(\d+)", lambda m: f"({operands[int(m[1])]})", STATEMENTS[text])
 
 
 def _product(chain: list[tuple[str, ...]], operands: list[str]) -> str:
     """A chain of wgmma, whose operands are acc, a, b, whether to add, and high words."""
-    if len(set(chain)) > (len(chain) if chain[0][3] != "a" else 1):
+    shapes = {(n, a, b, in_a == "a", flags) for n, a, b, in_a, _, flags in chain}
+    adds = [add for *_, add, _ in chain]
+    if len(shapes) > 1 or adds != ["p"] + ["1"] * (len(chain) - 1):
         raise ValueError(f"a chain of different products: {chain}")
-    n, a, b, in_a, flags = chain[0]
+    n, a, b, in_a, _, flags = chain[0]
     registers = in_a != "a"
     product = (
         f"{_E}Product{{{n}, {len(chain)}, {_E}Format::{_FORMATS[a]}, {_E}Format::{_FORMATS[b]}, "

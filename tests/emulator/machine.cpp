@@ -3,6 +3,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdarg>
 #include <cstdio>
@@ -113,7 +114,11 @@ bool run_threads(bool some) {
   for (size_t w = 0; w < warps; ++w) {
     if (some && cta->random() % 2 != 0) continue;
     const size_t warp = (first + w) % warps;
-    for (size_t i = warp * 32; i < std::min(warp * 32 + 32, cta->fibers.size()); ++i) {
+    const size_t turn = some ? cta->random() : 0;
+    for (size_t lane = 0; lane < 32; ++lane) {
+      if (some && (turn >> lane & 1)) continue;
+      const size_t i = warp * 32 + (lane + (turn >> 32)) % 32;
+      if (i >= cta->fibers.size()) continue;
       Fiber& fiber = cta->fibers[i];
       if (fiber.ended || (fiber.ready && !fiber.ready(fiber.context))) continue;
       resume(fiber);
@@ -134,7 +139,8 @@ bool run_once() {
     moved = true;
   }
   const bool some = cta->launch->timing == Timing::kRandom && cta->random() % 4 != 0;
-  moved |= run_threads(some) || some;
+  moved |= run_threads(some);
+  if (some && !moved) moved = run_threads(false);  // those whom chance left out
   if (!moved && !cta->copies.empty()) {
     run_copy(cta->random() % cta->copies.size());
     moved = true;
@@ -177,6 +183,10 @@ bool take_turn(Launch& launch, std::unique_ptr<Cta>& own, Stacks& stacks) {
   if (std::chrono::steady_clock::now() > launch.deadline) launch.error = "it took too long";
   if (own->alive == 0) {
     if (!own->copies.empty()) launch.error = "a CTA ends before its copies have arrived";
+    for (const Warp& warp : own->warps) {
+      if (warp.steps == own->steps[warp.index / 4].size()) continue;
+      launch.error = "warp " + std::to_string(warp.index) + " takes fewer steps than its warpgroup";
+    }
     own.reset();
   }
   return true;
@@ -265,33 +275,32 @@ Index grid_size() { return cta->launch->grid; }
 u32 multiprocessors() { return static_cast<u32>(cta->launch->places); }
 
 // ---- shared memory
-namespace {
-// Static arrays lie elsewhere than what a launch asks for.
-bool is_dynamic(u32 address) { return address < kSharedBytes; }
-}  // namespace
-
 u32 address_of(const void* pointer) {
   return static_cast<u32>(static_cast<const unsigned char*>(pointer) - shared);
 }
 unsigned char* shared_at(u32 address, u32 bytes) {
-  if (is_dynamic(address) && address + bytes > cta->launch->shared_bytes) {
-    fail("%u bytes at %u of %u of shared memory", bytes, address, cta->launch->shared_bytes);
+  const u32 size = cta->launch->shared_bytes;  // 0 where a kernel has static arrays instead
+  if (size != 0 && u64{address} + bytes > size) {
+    fail("%u bytes at %u of %u of shared memory", bytes, address, size);
   }
   const u32 unit = bytes < 16 ? bytes : 16;
   if (unit != 0 && address % unit != 0) fail("%u bytes at %u are not aligned", bytes, address);
   return shared + static_cast<int>(address);
 }
-void wrote(u32 address, u32 bytes) {
-  if (!is_dynamic(address)) return;
+void wrote(u32 address, u32 bytes) { note_write(address, bytes, self().thread); }
+void note_write(u32 address, u32 bytes, u32 thread) {
+  shared_at(address, bytes);
+  if (cta->launch->shared_bytes == 0) return;
   ++cta->time;
   for (u32 i = address / 16; i < (address + bytes + 15) / 16; ++i) {
-    cta->writes[i] = {cta->time, self().thread};
+    cta->writes[i] = {cta->time, thread};
   }
 }
 void fence_async() { self().fenced = ++cta->time; }
 
 const unsigned char* read_async(u32 address, u32 bytes) {
   const unsigned char* from = shared_at(address, bytes);
+  if (cta->launch->shared_bytes == 0) fail("a copy or a product of static shared memory");
   for (u32 i = address / 16; i < (address + bytes + 15) / 16; ++i) {
     const Write& write = cta->writes[i];
     if (write.time > cta->fibers[write.thread].fenced && write.time > self().fenced) {
@@ -302,8 +311,9 @@ const unsigned char* read_async(u32 address, u32 bytes) {
   return from;
 }
 unsigned char* write_async(u32 address, u32 bytes) {
+  unsigned char* to = shared_at(address, bytes);
   for (u32 i = address / 16; i < (address + bytes + 15) / 16; ++i) cta->writes[i] = {};
-  return shared_at(address, bytes);
+  return to;
 }
 
 // ---- mbarriers
@@ -321,44 +331,57 @@ Mbarrier& mbarrier_at(u32 address) {
   if (barrier.tag != kTag) fail("no mbarrier at %u", address);
   return barrier;
 }
-void complete(Mbarrier& barrier) {
+void complete(Mbarrier& barrier, u32 address) {
   if (barrier.pending != 0 || barrier.bytes != 0) return;
   barrier.phase ^= 1;
   barrier.pending = barrier.expected;
+  ++cta->phases[address];
 }
 
 }  // namespace
 
 void mbarrier_init(u32 address, u32 arrivals) {
   shared_as<Mbarrier>(address) = {0, arrivals, arrivals, 0, kTag};
+  cta->unfenced.push_back(address);
+}
+void mbarrier_init_fence() { cta->unfenced.clear(); }
+void check_visible(u32 address) {
+  const auto& hidden = cta->unfenced;
+  if (std::find(hidden.begin(), hidden.end(), address) != hidden.end()) {
+    fail("no fence between the start of the mbarrier at %u and a copy that it counts", address);
+  }
 }
 void mbarrier_arrive(u32 address, u32 bytes) {
   Mbarrier& barrier = mbarrier_at(address);
   if (barrier.pending == 0) fail("the mbarrier at %u counts fewer threads than arrive", address);
   barrier.bytes += static_cast<int>(bytes);
   barrier.pending -= 1;
-  complete(barrier);
+  complete(barrier, address);
   if (cta->current) pause();
 }
-// Lanes of a warp look at an mbarrier together: what one has seen complete, all have.
+// Lanes of a warp look at an mbarrier together: a phase that one has seen complete, all have.
 void mbarrier_wait(u32 address, u32 parity) {
   const Mbarrier& barrier = mbarrier_at(address);
+  u32& own = self().phases[address];
+  u32& warps = own_warp().phases[address];
+  const u32 phase = own + (own % 2 != (parity & 1) ? 1 : 0);
   self().waits_at = address;
-  const u32 mine = ++self().waits[address];
-  u32& seen = own_warp().waits[address];
-  wait_until("an mbarrier", [&] { return seen >= mine || barrier.phase != (parity & 1); });
-  seen = std::max(seen, mine);
+  wait_until("an mbarrier", [&] { return warps > phase || barrier.phase != (parity & 1); });
+  own = warps > phase ? phase + 1 : cta->phases[address];
+  warps = std::max(warps, own);
 }
 void deliver(u32 address, u32 bytes) {
   Mbarrier& barrier = mbarrier_at(address);
   barrier.bytes -= static_cast<int>(bytes);
-  complete(barrier);
+  complete(barrier, address);
 }
 
 // ---- named barriers
 namespace {
 void enter(u32 id, u32 threads, bool condition) {
-  if (id > 15) fail("a named barrier %u", id);
+  if (id > 15 || threads % 32 != 0 || threads == 0 || threads > cta->launch->block.x) {
+    fail("named barrier %u for %u threads", id, threads);
+  }
   NamedBarrier& barrier = cta->barriers[id];
   if (barrier.arrived == 0) {
     barrier.threads = threads;

@@ -57,7 +57,7 @@ struct Fiber {
   void* context = nullptr;
   const char* waits_for = "";
   u32 waits_at = 0;            // of an mbarrier, its address
-  std::map<u32, u32> waits;    // for each mbarrier: how many so far
+  std::map<u32, u32> phases;   // of each mbarrier, that it has seen complete
   u64 fenced = 0;              // when it last made its writes visible to the copy engine
   std::vector<Action> copies;  // cp.async that have not arrived
   std::vector<Action> stores;  // bulk copies to global memory, not committed
@@ -88,12 +88,13 @@ struct Warp {
   u32 generation = 0;
   const char* kind = "";
   void* lanes[32];
-  std::map<u32, u32> waits;  // for each mbarrier: of how many a lane has seen the end
+  std::map<u32, u32> phases;  // of each mbarrier, that a lane has seen complete
   // Products.
   std::deque<PendingProduct> products;
   std::map<float*, Accumulators> accumulators;
   u32 committed = 0;
-  size_t steps = 0;  // of the warpgroup's that it has taken
+  bool fenced = false;  // registers, since it last awaited products
+  size_t steps = 0;     // of the warpgroup's that it has taken
 };
 
 struct NamedBarrier {
@@ -116,6 +117,8 @@ struct Cta {
   NamedBarrier barriers[16];
   std::vector<Action> copies;  // in flight, in any order
   std::vector<Write> writes;   // of shared memory
+  std::map<u32, u32> phases;   // of each mbarrier, that are complete
+  std::vector<u32> unfenced;   // mbarriers that the copy engine may not see yet
   u64 time = 0;                // counts writes and fences
   std::mt19937_64 random;
   Fiber* current = nullptr;
@@ -137,14 +140,16 @@ void wait_until(const char* what, Ready ready) {
 }
 // Lets others run, without having got anywhere.
 void spin();
-// Lets others run now and then: after what they may have waited for.
-void pause();
 
 // Bytes that the copy engine, or a product, reads or writes.
 const unsigned char* read_async(u32 address, u32 bytes);
 unsigned char* write_async(u32 address, u32 bytes);
 inline u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
 
+// What a thread wrote is visible to it, and to the copy engine after a fence.
+void note_write(u32 address, u32 bytes, u32 thread);
+// Fails where the copy engine may not see an mbarrier.
+void check_visible(u32 barrier);
 // Bytes arrive that an mbarrier awaits.
 void deliver(u32 barrier, u32 bytes);
 

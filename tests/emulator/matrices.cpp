@@ -182,6 +182,9 @@ void issue(void* const* lanes) {
   const int half = product.n / 2;
   Accumulators& acc = warp.accumulators[first.acc];
   const bool in_flight = acc.products++ != 0;
+  if (!warp.fenced && (!in_flight || product.a_in_registers)) {
+    fail("no wgmma.fence between threads' registers and a product");
+  }
   acc.values.resize(32 * half);
   for (int lane = 0; lane < 32; ++lane) {
     const Issue& mine = *issues[lane];
@@ -245,6 +248,9 @@ void multiply(const Product& product, float* acc, const u32* a, const u32* b, bo
   Issue mine{&product, acc, a, b, accumulate, a_high, b_high, __builtin_return_address(0)};
   collective("a product", &mine, issue);
 }
+void multiply_fence() {
+  collective("a fence of products", nullptr, [](void* const*) { own_warp().fenced = true; });
+}
 void multiply_commit() {
   collective("a commit", __builtin_return_address(0), [](void* const* lanes) {
     take_step("a commit", lanes[0]);
@@ -257,6 +263,7 @@ void multiply_wait(int pending) {
     const auto& [left, site] = *static_cast<std::pair<u32, const void*>*>(lanes[0]);
     take_step("a wait for all but %d", site, static_cast<int>(left));
     const u32 committed = own_warp().committed;
+    own_warp().fenced = false;
     if (committed > left) run_products(own_warp(), committed - left);
   });
 }

@@ -71,7 +71,9 @@ u32 permute(u32 low, u32 high, u32 selector) {
   const u64 bytes = low | static_cast<u64>(high) << 32;
   u32 result = 0;
   for (int i = 0; i < 4; ++i) {
-    result |= static_cast<u32>(bytes >> (selector >> i * 4 & 7) * 8 & 0xff) << i * 8;
+    const u32 nibble = selector >> i * 4 & 0xf;
+    const auto byte = static_cast<u32>(bytes >> (nibble & 7) * 8 & 0xff);
+    result |= (nibble < 8 ? byte : byte >> 7 ? 0xff : 0) << i * 8;  // from 8 on its sign
   }
   return result;
 }
