@@ -100,6 +100,7 @@ def test_fp8_many_tiles_for_each_multiprocessor_is_right(d):
         oracle_fp8.check_call(q, k, v, mask="causal")
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("d", [16, *DIMS])
 @pytest.mark.parametrize("kv", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("factor", [0.01, 1.0, 30.0])
