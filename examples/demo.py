@@ -1,10 +1,11 @@
-"""Run every kernel of a spec file out of a bundle, and check it against plain PyTorch.
+"""Run the forwards of a spec file out of a bundle, and check them against plain PyTorch.
 
     attngen bundle build examples/specs/gemma3.toml -o build/demo.attn
     python examples/demo.py examples/specs/gemma3.toml build/demo.attn
 
 `make demo` does both, the second with compiling switched off. On a GPU the kernels run; on any
-other machine the reference backend takes their place, and is checked the same way.
+other machine the reference backend takes their place, and is checked the same way. Specs that ask
+for more than causal masks and windows in 16 bits are left out.
 """
 
 import math
@@ -33,8 +34,26 @@ def main() -> int:
     print(f"device {torch.cuda.get_device_name() if has_kernels else 'CPU'}, backend {backend}")
     torch.manual_seed(0)
     with torch.no_grad():
-        correct = [check(spec, device, backend) for spec in attngen.load_specs(spec_file)]
+        specs = [spec for spec in attngen.load_specs(spec_file) if is_plain(spec)]
+        correct = [check(spec, device, backend) for spec in specs]
     return 0 if correct and all(correct) else 1
+
+
+def is_plain(spec: attngen.AttentionSpec) -> bool:
+    """Whether `check` knows all that the spec asks for; says so where it does not."""
+    plain = attngen.AttentionSpec(
+        spec.head_dim,
+        spec.head_dim_v,
+        dtype=spec.dtype,
+        mask=spec.mask,
+        window=spec.window,
+        directions=spec.directions,
+        name=spec.name,
+    )
+    known = spec == plain and spec.mask in ("none", "causal") and spec.dtype in DTYPES
+    if not known:
+        print(f"{spec.title:<16} left out: this program checks causal masks and windows in 16 bits")
+    return known
 
 
 def check(spec: attngen.AttentionSpec, device: str, backend: str) -> bool:

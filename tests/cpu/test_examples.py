@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from attngen import AttentionSpec
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
@@ -79,3 +81,20 @@ def test_generating_a_wrong_token_fails(generate, monkeypatch):
 
     monkeypatch.setattr(generate, "generate", wrong)
     assert generate.main(["--tokens", "1"]) == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"softcap": True},
+        {"mask": "padding"},
+        {"dtype": "e4m3"},
+        {"layout": "bhsd"},
+        {"seqused": True},
+    ],
+)
+def test_demo_says_what_it_does_not_check(fields, monkeypatch, capsys):
+    demo = load("demo.py", monkeypatch)
+    assert demo.is_plain(AttentionSpec(64, mask="causal", window=True, name="plain"))
+    assert not demo.is_plain(AttentionSpec(64, **{"mask": "causal", "name": "more", **fields}))
+    assert capsys.readouterr().out.startswith("more             left out")
