@@ -114,11 +114,7 @@ bool run_threads(bool some) {
   for (size_t w = 0; w < warps; ++w) {
     if (some && cta->random() % 2 != 0) continue;
     const size_t warp = (first + w) % warps;
-    const size_t turn = some ? cta->random() : 0;
-    for (size_t lane = 0; lane < 32; ++lane) {
-      if (some && (turn >> lane & 1)) continue;
-      const size_t i = warp * 32 + (lane + (turn >> 32)) % 32;
-      if (i >= cta->fibers.size()) continue;
+    for (size_t i = warp * 32; i < std::min(warp * 32 + 32, cta->fibers.size()); ++i) {
       Fiber& fiber = cta->fibers[i];
       if (fiber.ended || (fiber.ready && !fiber.ready(fiber.context))) continue;
       resume(fiber);
