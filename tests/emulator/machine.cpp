@@ -327,11 +327,10 @@ Mbarrier& mbarrier_at(u32 address) {
   if (barrier.tag != kTag) fail("no mbarrier at %u", address);
   return barrier;
 }
-void complete(Mbarrier& barrier, u32 address) {
+void complete(Mbarrier& barrier) {
   if (barrier.pending != 0 || barrier.bytes != 0) return;
   barrier.phase ^= 1;
   barrier.pending = barrier.expected;
-  ++cta->phases[address];
 }
 
 }  // namespace
@@ -352,24 +351,23 @@ void mbarrier_arrive(u32 address, u32 bytes) {
   if (barrier.pending == 0) fail("the mbarrier at %u counts fewer threads than arrive", address);
   barrier.bytes += static_cast<int>(bytes);
   barrier.pending -= 1;
-  complete(barrier, address);
+  complete(barrier);
   if (cta->current) pause();
 }
-// Lanes of a warp look at an mbarrier together: a phase that one has seen complete, all have.
+// Lanes of a warp look at an mbarrier together: of as many waits there as one has seen the end, all
+// have. It would be wrong of lanes that wait at one a different number of times.
 void mbarrier_wait(u32 address, u32 parity) {
   const Mbarrier& barrier = mbarrier_at(address);
-  u32& own = self().phases[address];
-  u32& warps = own_warp().phases[address];
-  const u32 phase = own + (own % 2 != (parity & 1) ? 1 : 0);
   self().waits_at = address;
-  wait_until("an mbarrier", [&] { return warps > phase || barrier.phase != (parity & 1); });
-  own = warps > phase ? phase + 1 : cta->phases[address];
-  warps = std::max(warps, own);
+  const u32 mine = ++self().waits[address];
+  u32& ended = own_warp().waits[address];
+  wait_until("an mbarrier", [&] { return ended >= mine || barrier.phase != (parity & 1); });
+  ended = std::max(ended, mine);
 }
 void deliver(u32 address, u32 bytes) {
   Mbarrier& barrier = mbarrier_at(address);
   barrier.bytes -= static_cast<int>(bytes);
-  complete(barrier, address);
+  complete(barrier);
 }
 
 // ---- named barriers

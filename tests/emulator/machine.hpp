@@ -57,7 +57,7 @@ struct Fiber {
   void* context = nullptr;
   const char* waits_for = "";
   u32 waits_at = 0;            // of an mbarrier, its address
-  std::map<u32, u32> phases;   // of each mbarrier, that it has seen complete
+  std::map<u32, u32> waits;    // at each mbarrier: how many so far
   u64 fenced = 0;              // when it last made its writes visible to the copy engine
   std::vector<Action> copies;  // cp.async that have not arrived
   std::vector<Action> stores;  // bulk copies to global memory, not committed
@@ -88,7 +88,7 @@ struct Warp {
   u32 generation = 0;
   const char* kind = "";
   void* lanes[32];
-  std::map<u32, u32> phases;  // of each mbarrier, that a lane has seen complete
+  std::map<u32, u32> waits;  // at each mbarrier: of how many a lane has seen the end
   // Products.
   std::deque<PendingProduct> products;
   std::map<float*, Accumulators> accumulators;
@@ -117,7 +117,6 @@ struct Cta {
   NamedBarrier barriers[16];
   std::vector<Action> copies;  // in flight, in any order
   std::vector<Write> writes;   // of shared memory
-  std::map<u32, u32> phases;   // of each mbarrier, that are complete
   std::vector<u32> unfenced;   // mbarriers that the copy engine may not see yet
   u64 time = 0;                // counts writes and fences
   std::mt19937_64 random;
