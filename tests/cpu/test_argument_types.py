@@ -86,7 +86,7 @@ def test_refusal_is_in_the_report_of_a_trace_that_must_be_whole() -> None:
         {"block_mask": create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 6, 6, "cpu")},
         {"alibi_slopes": False, "score_mod": lambda s, *_: s},
     ],
-    ids=str,
+    ids=["numpy and torch", "int64", "block_mask", "score_mod"],
 )
 def test_numbers_and_functions_of_other_packages_are_taken(arguments) -> None:
     assert attngen.attention(Q, Q, Q, **arguments).shape == Q.shape
