@@ -39,9 +39,9 @@ test: $(VENV)/.dev
 
 # The covering set whole; of the tests of these subjects, which vary in more than kernels, one set of
 # parameters each.
-ONCE := backward_kernels backward_op decode decode_scores dropout fading forward forward_lengths \
-        forward_masks forward_memory forward_refusals forward_values gather kv_fp8 layouts \
-        mask_pack nested op padding paged_prompt short softcap variants varlen
+ONCE := backward_kernels decode decode_scores dropout fading forward forward_lengths forward_masks \
+        forward_refusals forward_values layouts mask_pack nested op padding paged_prompt short \
+        softcap varlen
 EMULATE := $(PY) -m pytest -m 'gpu and not slow' --emulate -n 2 --timeout 300
 emulate: $(VENV)/.dev
 	$(EMULATE) tests/gpu/test_coverage.py
