@@ -8,7 +8,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from attngen.files import headers
+from attngen.files import headers, replacing
 
 from . import instructions
 
@@ -48,11 +48,8 @@ class HostCompiler:
         known = {name: instructions.rewrite(text.decode()) for name, text in headers().items()}
         folder = self.folder / _digest((HERE / "cuda.hpp").read_text(), *known.values())
         for name, text in known.items():
-            target = folder / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            temporary = target.with_name(f"{target.name}.{os.getpid()}")
-            temporary.write_text(text)
-            temporary.replace(target)  # processes beside this one see whole files
+            with replacing(folder / name) as file:  # processes beside this one see whole files
+                file.write(text.encode())
         return folder
 
     @functools.cached_property
