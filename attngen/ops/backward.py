@@ -142,7 +142,9 @@ def _run(ready: Ready, given: Tensors, wanted: Wanted) -> Tensor:
     """Fills the gradients among the given tensors, on the current stream; returns that of the
     sink."""
     sink, lse = given["sink"] if wanted.dsink else None, _present(given["lse"])
-    dlse = None if given["dlse"] is None else _of_seen(given["dlse"], lse)
+    if (dlse := given["dlse"]) is not None:
+        dlse = _of_seen(dlse, lse)
+        given = {**given, "dlse": dlse}
     if not ready.launches:
         for name in (*ready.gradients, *(["dbias"] if ready.dbias else [])):
             _present(given[name]).zero_()
@@ -154,7 +156,6 @@ def _run(ready: Ready, given: Tensors, wanted: Wanted) -> Tensor:
         return dlse.sum(1 if dlse.ndim == 2 else (0, 2))
     addresses = dict.fromkeys(UNREAD, 0)
     addresses |= {name: 0 if x is None else x.data_ptr() for name, x in given.items()}
-    addresses["dlse"] = 0 if dlse is None else dlse.data_ptr()
     locate(ready, addresses)
     rows = ready.rows if sink is not None else None
     workspace = start(ready, addresses, rows.reset if rows and ready.fills_rows else None)
