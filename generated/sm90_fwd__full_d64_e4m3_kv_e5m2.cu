@@ -570,8 +570,9 @@ struct Consumer {
       normalizer[half] = result.normalizer;
       const int i = row + half * 8;
       if ((lane & 3) == 0 && i < ctx.q_len) lse[i] = result.lse;
-      // The largest weight of a row is 1, that of its maximum, wherever a key is visible.
-      if (p.amax_s && (lane & 3) == 0 && i < ctx.q_len && result.normalizer != 0.f) *static_cast<float*>(p.amax_s) = 1.f;
+      // The largest weight of a row is 1, that of its maximum, wherever a key is visible, though beside
+      // its sink it may be nothing.
+      if (p.amax_s && (lane & 3) == 0 && i < ctx.q_len && state.row_max[half] != -kInfinity) *static_cast<float*>(p.amax_s) = 1.f;
     }
   }
 

@@ -258,6 +258,19 @@ def test_fp8_maxima_where_only_some_rows_see_a_key():
         oracle_fp8.check_call(q, k, v, window=window)
 
 
+@pytest.mark.parametrize("d", DIMS)
+def test_fp8_largest_weight_is_that_beside_no_sink(d):
+    """Weights are relative to the largest score of their row, however far above it the sink is."""
+    q, k, v = oracle_fp8.operands(2, 2, 2, 70, 90, d)
+    more = {"softmax": "learnable", "return_amax": True, "backend": "cuda"}
+    for value in (0.0, 100.0, 1e4):
+        sink = torch.full((2,), value, device=q.device)
+        for keys in (0, 90):
+            used = torch.tensor([0, keys], dtype=torch.int32, device=q.device)
+            _, aux = attngen.attention(q, k, v, mask="padding", seqused_kv=used, sink=sink, **more)
+            assert aux.amax_s.item() == float(keys > 0)
+
+
 @pytest.mark.parametrize("layout", cases.LAYOUTS)
 @pytest.mark.parametrize("sizes", [(2, 0, 5), (2, 5, 0), (0, 5, 5)], ids=str)
 @pytest.mark.parametrize("out", ["bf16", "e4m3"])
