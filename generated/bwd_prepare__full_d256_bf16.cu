@@ -69,13 +69,14 @@ bwd_prepare__full_d256_bf16__b1bc1d(const __grid_constant__ attngen::Params p) {
 #pragma unroll
     for (int distance = 1; distance < kLanes; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
     if (lane == 0) {
-      // Padding and rows that see no key get an LSE of +inf, and so weights of 0.
+      // Padding and rows that see no key get an LSE of +inf, and so weights of 0; what comes in for
+      // the LSE of the latter, NaN where two of them were joined, must not reach a product.
       float lse_log2 = kInfinity;
       if (row < p.q_len) {
         const long long at = (static_cast<long long>(batch) * p.heads_q + head) * p.q_len + row;
         const float lse = static_cast<const float*>(p.lse)[at];
         if (lse != -kInfinity) lse_log2 = lse * kLog2E;
-        if (p.dlse != nullptr) sum -= static_cast<const float*>(p.dlse)[at];
+        if (p.dlse != nullptr && lse != -kInfinity) sum -= static_cast<const float*>(p.dlse)[at];
       }
       static_cast<float*>(p.lse_log2)[slot * kTileM + within] = lse_log2;
       static_cast<float*>(p.d)[slot * kTileM + within] = sum;

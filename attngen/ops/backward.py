@@ -115,13 +115,6 @@ def _gradient_of(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def _of_seen(dlse: Tensor, lse: Tensor) -> Tensor:
-    """The gradient of an LSE as kernels take it, 0 where that is -inf: rows without a key have no
-    gradients, whatever comes in (NaN, where two such LSEs were joined), and those of no sequence
-    have nothing that comes in."""
-    return dlse.masked_fill(lse == -math.inf, 0)
-
-
 def readable(tensor: Tensor) -> bool:
     """Whether the copy engine can read a tensor where it is."""
     return tensor.data_ptr() % 16 == 0 and boxed(tensor)
@@ -142,18 +135,15 @@ def _run(ready: Ready, given: Tensors, wanted: Wanted) -> Tensor:
     """Fills the gradients among the given tensors, on the current stream; returns that of the
     sink."""
     sink, lse = given["sink"] if wanted.dsink else None, _present(given["lse"])
-    if (dlse := given["dlse"]) is not None:
-        dlse = _of_seen(dlse, lse)
-        given = {**given, "dlse": dlse}
     if not ready.launches:
         for name in (*ready.gradients, *(["dbias"] if ready.dbias else [])):
             _present(given[name]).zero_()
         if sink is None:
             return lse.new_empty(0)
-        # No query sees a key: each LSE is its head's sink.
-        if dlse is None:
+        # No query sees a key: each LSE is its head's sink, but for rows of no sequence.
+        if (dlse := given["dlse"]) is None:
             return sink.new_zeros(sink.shape)
-        return dlse.sum(1 if dlse.ndim == 2 else (0, 2))
+        return dlse.masked_fill(lse == -math.inf, 0).sum(1 if dlse.ndim == 2 else (0, 2))
     addresses = dict.fromkeys(UNREAD, 0)
     addresses |= {name: 0 if x is None else x.data_ptr() for name, x in given.items()}
     locate(ready, addresses)

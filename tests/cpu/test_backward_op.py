@@ -85,9 +85,7 @@ def test_op_launches_each_kernel_in_order_with_every_address(launched, d, famili
     (problem,) = launched.problems
     assert (problem.direction, problem.deterministic, problem.masks) == ("bwd", True, ("causal",))
     tensors |= dict(zip(op.GRADIENTS, gradients, strict=True))
-    own = tensors.pop("dlse").data_ptr()  # of which kernels get a copy
     for launch in launched.launches:
-        assert launch.addresses["dlse"] not in (0, own)
         assert launch.stream == 7 and launch.addresses["tile_counter"] == 64
         assert launch.addresses.items() >= {n: x.data_ptr() for n, x in tensors.items()}.items()
         needed = {field.name for field in launch.kernel.fields if field.type == "ptr"}

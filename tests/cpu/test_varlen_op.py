@@ -276,14 +276,6 @@ def test_op_without_any_key_gives_sinks_to_rows_of_sequences_alone(launches, nam
     assert sink is None or torch.equal(dsink, seen.float().sum(-1).reshape(-1, HEADS).sum(0))
 
 
-def test_op_no_gradient_of_an_lse_comes_from_rows_without_a_key():
-    lse = torch.tensor([[0.5, -torch.inf], [-torch.inf, 2.0]])
-    dlse = torch.tensor([[1.0, torch.nan], [torch.inf, torch.nan]])
-    found = backward._of_seen(dlse, lse)
-    assert found.is_contiguous()
-    assert found[0].tolist() == [1.0, 0.0] and found[1, 0] == 0 and found[1, 1].isnan()
-
-
 def test_spec_from_call_knows_lengths_of_dense_sides_only():
     q = SimpleNamespace(shape=(4, 2, 64), dtype="torch.bfloat16")
     kv = SimpleNamespace(shape=(2, 4, 2, 64), dtype="torch.bfloat16")
