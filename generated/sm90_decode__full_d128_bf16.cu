@@ -235,7 +235,7 @@ ATTNGEN_DEVICE Job find_job(const Params& p) {
   return job;
 }
 
-// ---- loader: a warp whose lanes each bring a box
+// ---- loader: one thread, of a warp
 struct Loader {
   const Params& p;
   const Job& job;
@@ -244,7 +244,6 @@ struct Loader {
 
   template <int kBoxes>
   ATTNGEN_DEVICE void load(const TensorMap* map, u32 tile, u32 full, int block) const {
-    if (lane != 0) return;
     mbarrier_arrive_expect(full, kBoxes * kKeyBoxBytes);
     KvFetch::load<kBoxes>(tile, kKeyBoxBytes, map, full, block * kTileN, job.kv_head, job.batch, kEvictFirst);
   }
@@ -257,6 +256,7 @@ struct Loader {
     RingPosition<kStages> ring;
     const u32 stages = used_stages();
     named_barrier_sync(kReadyBarrier, 64);
+    if (lane > 0) return;
 #pragma unroll 1
     for (int block = job.begin; block < job.end; ++block) {
       const u32 keys = smem + kSmemK + ring.stage * kQkBoxes * kKeyBoxBytes;

@@ -422,11 +422,12 @@ struct Consumer {
     v_ring.advance();
   }
   // So many blocks that none of the warpgroup's rows sees. Awaited, since an arrival may otherwise count
-  // for what lay there before.
+  // for what lay there before, and by every lane before one arrives: the barrier might move on.
   ATTNGEN_DEVICE void pass_over_k(int count) {
 #pragma unroll 1
     for (; count > 0; --count) {
       mbarrier_wait(smem + kKFull + k_ring.stage * 8, k_ring.parity);
+      __syncwarp();
       release_k();
     }
   }
@@ -434,6 +435,7 @@ struct Consumer {
 #pragma unroll 1
     for (; count > 0; --count) {
       mbarrier_wait(smem + kVFull + v_ring.stage * 8, v_ring.parity);
+      __syncwarp();
       release_v();
     }
   }

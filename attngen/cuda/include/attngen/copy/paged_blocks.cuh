@@ -43,6 +43,7 @@ class PagedBlocks {
   // Copies block `block` to `tile`; `full` is told how many bytes come. Keys past the sequence's
   // end are not copied, but for those that share a stretch with it.
   ATTNGEN_DEVICE void load(const PagedBox& box, u32 tile, u32 full, int block, u64 policy) const {
+    __syncwarp();  // all have seen that there is room: of no bytes, `full` moves on at once
     if (kBoxes == 1 ? within_ == 0 : lane_ == 0) {
       int rows = rows_of(block);
       if (rows < kBlock) rows = (rows + stretch() - 1) & -stretch();
