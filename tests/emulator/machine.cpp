@@ -105,8 +105,8 @@ void run_copy(size_t index) {
   if (_setjmp(cta->scheduler) == 0) copy();  // else it has failed
 }
 
-// Runs the threads that can, once; at random times only some of the warps. Whether one got
-// anywhere.
+// Runs the threads that can, once; at random times only some of the warps, of which lanes may rest
+// for a while: they keep in step no longer than it takes to part them. Whether one got anywhere.
 bool run_threads(bool some) {
   bool moved = false;
   const size_t warps = cta->warps.size();
@@ -114,7 +114,12 @@ bool run_threads(bool some) {
   for (size_t w = 0; w < warps; ++w) {
     if (some && cta->random() % 2 != 0) continue;
     const size_t warp = (first + w) % warps;
+    u32& resting = cta->warps[warp].resting;
+    if (some && cta->random() % 8 == 0) {
+      resting = cta->random() % 4 == 0 ? static_cast<u32>(cta->random()) : 0;
+    }
     for (size_t i = warp * 32; i < std::min(warp * 32 + 32, cta->fibers.size()); ++i) {
+      if (some && (resting >> i % 32 & 1)) continue;
       Fiber& fiber = cta->fibers[i];
       if (fiber.ended || (fiber.ready && !fiber.ready(fiber.context))) continue;
       resume(fiber);
@@ -134,7 +139,7 @@ bool run_once() {
     run_copy(i);
     moved = true;
   }
-  const bool some = cta->launch->timing == Timing::kRandom && cta->random() % 4 != 0;
+  const bool some = cta->launch->timing == Timing::kRandom && cta->random() % 16 != 0;
   moved |= run_threads(some);
   if (some && !moved) moved = run_threads(false);  // those whom chance left out
   if (!moved && !cta->copies.empty()) {
@@ -354,15 +359,10 @@ void mbarrier_arrive(u32 address, u32 bytes) {
   complete(barrier);
   if (cta->current) pause();
 }
-// Lanes of a warp look at an mbarrier together: of as many waits there as one has seen the end, all
-// have. It would be wrong of lanes that wait at one a different number of times.
 void mbarrier_wait(u32 address, u32 parity) {
   const Mbarrier& barrier = mbarrier_at(address);
   self().waits_at = address;
-  const u32 mine = ++self().waits[address];
-  u32& ended = own_warp().waits[address];
-  wait_until("an mbarrier", [&] { return ended >= mine || barrier.phase != (parity & 1); });
-  ended = std::max(ended, mine);
+  wait_until("an mbarrier", [&] { return barrier.phase != (parity & 1); });
 }
 void deliver(u32 address, u32 bytes) {
   Mbarrier& barrier = mbarrier_at(address);

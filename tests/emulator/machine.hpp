@@ -57,7 +57,6 @@ struct Fiber {
   void* context = nullptr;
   const char* waits_for = "";
   u32 waits_at = 0;            // of an mbarrier, its address
-  std::map<u32, u32> waits;    // at each mbarrier: how many so far
   u64 fenced = 0;              // when it last made its writes visible to the copy engine
   std::vector<Action> copies;  // cp.async that have not arrived
   std::vector<Action> stores;  // bulk copies to global memory, not committed
@@ -83,12 +82,12 @@ struct PendingProduct {
 
 struct Warp {
   u32 index = 0;
+  u32 resting = 0;  // lanes
   // Where its lanes meet.
   int arrived = 0;
   u32 generation = 0;
   const char* kind = "";
   void* lanes[32];
-  std::map<u32, u32> waits;  // at each mbarrier: of how many a lane has seen the end
   // Products.
   std::deque<PendingProduct> products;
   std::map<float*, Accumulators> accumulators;
