@@ -106,7 +106,7 @@ def parse(name: str) -> Layout:
 
     Raises: SpecError (a ValueError) that lists every name, where there is no such layout.
     """
-    layout = _SHORT_NAMES.get(name) or _BY_NAME.get(name)
+    layout = (_SHORT_NAMES.get(name) or _BY_NAME.get(name)) if isinstance(name, str) else None
     if layout is None:
         raise SpecError(
             f"layout={name!r} is not a layout. Use one of {', '.join(NAMES)}, "

@@ -14,7 +14,7 @@ from ..errors import SpecError
 from ..reference import fp8
 from ..reference.call import AttentionCall, MaskMod, ScoreMod, Window
 from ..reference.dropout import draw_rng_state
-from ..reference.type_checks import type_violations
+from ..reference.type_checks import is_flag, type_violations
 from ..results import AttentionAux
 from . import choice, nested, recent
 from .checks import refuse_derivatives
@@ -240,8 +240,12 @@ def attention(
             dropout_p, deterministic, return_max_logit, max_seqlen_q, max_seqlen_kv, backend,
             out_dtype, return_amax, num_splits,
         )  # fmt: skip
-        if bare and (settled := _settled.get(key)) is not None:
-            return _run_kernels((q, k, v, *_NO_OTHERS), settled, wants_aux, plain)
+        try:
+            known = _settled.get(key) if bare else None
+        except TypeError:  # an argument has no hash: its check says what it needs
+            key = known = None
+        if known is not None:
+            return _run_kernels((q, k, v, *_NO_OTHERS), known, wants_aux, plain)
     scales = (descale_q, descale_k, descale_v, scale_s, descale_s, scale_o)
     lengths: tuple[Tensor | None, ...] = (
         *(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
@@ -258,16 +262,19 @@ def attention(
             (alibi_slopes is True, type(alibi_slopes)),
             schedule is None,
         )
-        settled = _settled.get(key)
-        if settled is not None:
+        try:
+            known = _settled.get(key)
+        except TypeError:
+            key = known = None
+        if known is not None:
             given = lengths
-            if not (dense or settled.lengths_as_given):
+            if not (dense or known.lengths_as_given):
                 lengths = settle_lengths(layout, lengths)
             operands = (q, k, v, *scales, *lengths, *tables, *scored, None)
             if schedule is not None:
-                operands = _ordered(operands, settled, schedule, given)
-            plain = plain if dense or settled.lengths_as_given else None
-            return _run_kernels(operands, settled, wants_aux, plain)
+                operands = _ordered(operands, known, schedule, given)
+            plain = plain if dense or known.lengths_as_given else None
+            return _run_kernels(operands, known, wants_aux, plain)
     call = AttentionCall(
         q=q, k=k, v=v, layout=layout, mask=mask, window=window, bottom_right=bottom_right,
         attn_mask=attn_mask, softmax_scale=softmax_scale, softcap=softcap, bias=bias,
@@ -282,6 +289,9 @@ def attention(
         return_max_logit=return_max_logit, return_amax=return_amax,
     )  # fmt: skip
     check_splits(num_splits)
+    if not is_flag(deterministic):
+        got = f"got {deterministic!r}"
+        raise SpecError(f"deterministic needs True, False or None; {got}. Pass one.")
     if not (schedule is None or isinstance(schedule, Schedule)):
         raise SpecError(f"schedule needs an attngen.Schedule; got {schedule!r}. Make one.")
     if not choice.use_kernels(call, backend, num_splits):

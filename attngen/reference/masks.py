@@ -5,12 +5,15 @@ True = takes part, everywhere. Positions i (query) and j (key) count inside one 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ..errors import SpecError
 from .call import AttentionCall, MaskMod, ScoreMod, Window
+from .wording import shape_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -93,7 +96,7 @@ def map_positions(
     """`mod(b, h, i, j)` of every position of sequence b, bool [heads, s_q, s_kv]."""
     if heads * s_q * s_kv == 0:
         return torch.ones(heads, s_q, s_kv, dtype=torch.bool, device=device)
-    every_j = torch.vmap(mod, in_dims=(None, None, None, 0))
+    every_j = torch.vmap(_one_number("mask_mod", mod), in_dims=(None, None, None, 0))
     every_ij = torch.vmap(every_j, in_dims=(None, None, 0, None))
     every_hij = torch.vmap(every_ij, in_dims=(None, 0, None, None))
     mapped: Tensor = every_hij(*_indices(b, heads, s_q, s_kv, device))
@@ -104,12 +107,26 @@ def map_scores(mod: ScoreMod, scores: Tensor, b: int) -> Tensor:
     """`mod(score, b, h, i, j)` of every score of sequence b, [heads, s_q, s_kv]."""
     if scores.numel() == 0:
         return scores
-    every_j = torch.vmap(mod, in_dims=(0, None, None, None, 0))
+    every_j = torch.vmap(_one_number("score_mod", mod), in_dims=(0, None, None, None, 0))
     every_ij = torch.vmap(every_j, in_dims=(0, None, None, 0, None))
     every_hij = torch.vmap(every_ij, in_dims=(0, None, 0, None, None))
     heads, s_q, s_kv = scores.shape
     mapped: Tensor = every_hij(scores, *_indices(b, heads, s_q, s_kv, scores.device))
     return mapped.to(scores.dtype)
+
+
+def _one_number(name: str, mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function, which raises SpecError where it returns anything but a tensor of one number."""
+
+    def checked(*position: Tensor) -> Tensor:
+        found: object = mod(*position)
+        if isinstance(found, Tensor) and not found.ndim:
+            return found
+        raise SpecError(
+            f"{name} needs to return one number a position, as a tensor; got {shape_of(found)}."
+        )
+
+    return checked
 
 
 def block_mask_visible(block_mask: BlockMask, b: int, heads: int, s_q: int, s_kv: int) -> Tensor:

@@ -20,6 +20,7 @@ NUMBERS = {  # and their defaults
     "max_seqlen_q": None,
     "max_seqlen_kv": None,
 }
+FLAGS = ("return_lse", "return_max_logit", "return_amax")
 
 
 def type_violations(given: Mapping[str, Any]) -> Iterator[str]:
@@ -39,6 +40,9 @@ def type_violations(given: Mapping[str, Any]) -> Iterator[str]:
         value = given.get(name, default)
         if not (value is default or _is_number(value)):
             yield f"{name} needs a number; got {_kind(value)}. Its default is {default}."
+    for name in FLAGS:
+        if not is_flag(value := given.get(name, False)):
+            yield f"{name} needs True or False; got {_kind(value)}. Pass one, or leave it out."
     for name in ("score_mod", "mask_mod"):
         if (value := given.get(name)) is not None and not callable(value):
             yield f"{name} needs a function; got {_kind(value)}. Pass one, or leave it out."
@@ -48,6 +52,11 @@ def type_violations(given: Mapping[str, Any]) -> Iterator[str]:
             f"block_mask needs a BlockMask of FlexAttention; got {_kind(block_mask)}. "
             f"Make one with create_block_mask, or pass bools as attn_mask."
         )
+
+
+def is_flag(value: object) -> bool:
+    """Whether this is a truth value, or what stands for one: a number, None."""
+    return hasattr(value, "__bool__")
 
 
 def _is_number(value: object) -> bool:

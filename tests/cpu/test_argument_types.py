@@ -16,15 +16,20 @@ TENSORS = [
     "alibi_slopes",
 ]
 OTHERS = {
-    "softmax_scale": ["0.1", torch.ones(2), 1j],
-    "softcap": [None, "30"],
+    "softmax_scale": ["0.1", torch.ones(2), 1j, [0.1]],
+    "softcap": [None, "30", {}],
     "dropout_p": [None, "0.5"],
     "max_seqlen_q": ["8"],
     "page_table": [(ROW, ROW), (None, None)],
     "score_mod": [3],
     "mask_mod": ["causal"],
     "block_mask": [3, torch.ones(6, 6)],
-    "window": [(True, 0)],
+    "window": [(True, 0), ([1], 0)],
+    "bottom_right": [[True]],
+    "deterministic": [[True], "no"],
+    "return_lse": [[]],
+    "return_max_logit": [{}],
+    "return_amax": [()],
     "schedule": [True, torch.ones(2, dtype=torch.int32)],
 }
 
@@ -52,6 +57,24 @@ def test_argument_that_is_no_tensor_is_refused_by_name(name, wrong, backend) -> 
 def test_argument_of_a_wrong_type_is_refused_by_name(name, wrong) -> None:
     with pytest.raises(SpecError, match=f"^{name} needs"):
         attngen.attention(Q, Q, Q, **{name: wrong})
+
+
+@pytest.mark.parametrize("backend", ["auto", "cuda", "reference"])
+@pytest.mark.parametrize("bias", [None, torch.ones(6, 6)], ids=["bare", "bias"])
+@pytest.mark.parametrize("name", ["layout", "mask", "softmax", "bias_type"])
+def test_choice_without_a_hash_is_refused_like_any_other(name, bias, backend) -> None:
+    for wrong in (["none"], {"none": 1}, (["none"], 0)):
+        with pytest.raises(SpecError, match=f"^{name}=.*Use one of"):
+            attngen.attention(Q, Q, Q, bias=bias, **{name: wrong}, backend=backend)
+    with pytest.raises(SpecError, match="^backend="):
+        attngen.attention(Q, Q, Q, bias=bias, backend=[backend])
+
+
+@pytest.mark.parametrize("found", [None, True, 1.5, (torch.ones(()),), torch.ones(3)], ids=repr)
+@pytest.mark.parametrize("name", ["score_mod", "mask_mod"])
+def test_function_that_returns_no_number_is_refused_by_name(name, found) -> None:
+    with pytest.raises(SpecError, match=f"^{name} needs to return one number.*; got "):
+        attngen.attention(Q, Q, Q, **{name: lambda *_: found})
 
 
 def test_wrong_types_are_refused_all_at_once() -> None:
