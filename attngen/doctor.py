@@ -142,6 +142,21 @@ def check_templates() -> str:
     return f"sha256 {source_digests()['templates'][:12]}, in {files.templates_dir()}"
 
 
+def check_tuned() -> str:
+    """Which measured plans go before the heuristics' choice."""
+    from . import tuned
+    from .errors import PlanError
+
+    try:
+        found = {path: tuned.read(path) for path in map(tuned.file_of, tuned.DEFAULT_CHIPS) if path}
+    except PlanError as error:
+        advice = f"no kernel builds until it is: unset {tuned.CHIP_VARIABLE}, or run attngen tune"
+        raise Missing(str(error), advice) from error
+    if not found:
+        return "none: the heuristics decide"
+    return ", ".join(f"{path} (problems: {len(each.entries)})" for path, each in found.items())
+
+
 def check_cache() -> str:
     """Where binaries are kept, whether they can be, and how many there are."""
     from .cache import Cache
@@ -164,13 +179,13 @@ def check_bundles() -> str:
     if differing := [each for each in shadowed if each.differing]:
         first = differing[0]
         raise Missing(
-            f"{len(differing)} variants differ from those of a bundle before it: "
+            f"variants that a bundle before theirs has otherwise: {len(differing)}, those of "
             f"{first.shadowed} behind {first.used}",
             f"take one of them out of {mounts.VARIABLE}, or out of the installed packages",
         )
     if not found:
         return f"none mounted; {mounts.VARIABLE} or a package's entry point names them"
-    return ", ".join(f"{bundle.path} ({len(bundle.problems)} variants)" for bundle in found)
+    return ", ".join(f"{bundle.path} (variants: {len(bundle.problems)})" for bundle in found)
 
 
 def check_jit() -> str:
@@ -190,6 +205,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "gpu": check_gpus,
     "headers": check_headers,
     "templates": check_templates,
+    "tuned": check_tuned,
     "bundles": check_bundles,
     "cache": check_cache,
     "jit": check_jit,

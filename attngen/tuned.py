@@ -92,10 +92,10 @@ def settings(plan: object) -> dict[str, Any]:
     return {name: item for name, item in data.items() if name not in _DERIVED}
 
 
-def entry_of(problem: Problem, arch: str) -> Entry | None:
-    """What was measured for this problem; None where nothing was.
+def file_of(arch: str) -> Path | None:
+    """The file of the chip whose plans are taken; None where it has none.
 
-    Raises: PlanError where ATTNGEN_CHIP names a chip without a file, or the file is damaged.
+    Raises: PlanError where ATTNGEN_CHIP names a chip without a file.
     """
     named = os.environ.get(CHIP_VARIABLE)
     chip = named or DEFAULT_CHIPS.get(arch)
@@ -104,6 +104,17 @@ def entry_of(problem: Problem, arch: str) -> Entry | None:
         if named:
             known = ", ".join(sorted(each.stem for each in FOLDER.glob("*.json"))) or "none"
             raise PlanError(f"{CHIP_VARIABLE}={named}: no plans were tuned for it; chips: {known}")
+        return None
+    return path
+
+
+def entry_of(problem: Problem, arch: str) -> Entry | None:
+    """What was measured for this problem; None where nothing was.
+
+    Raises: PlanError where ATTNGEN_CHIP names a chip without a file, or the file is damaged.
+    """
+    path = file_of(arch)
+    if path is None:
         return None
     found = (each for each in read(path).entries if (each.problem, each.arch) == (problem, arch))
     return next(found, None)

@@ -13,13 +13,13 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from attngen import doctor
+from attngen import doctor, tuned
 from attngen.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 ITEMS = [
     *("python", "attngen", "torch", "cuda-bindings", "jinja2", "nvrtc", "driver", "gpu"),
-    *("headers", "templates", "bundles", "cache", "jit"),
+    *("headers", "templates", "tuned", "bundles", "cache", "jit"),
 ]
 # Enough of the driver for the doctor: one device of compute capability 9.0.
 STUB_DRIVER = """
@@ -129,6 +129,18 @@ def test_doctor_cache_that_cannot_be_made_is_missing(
 def test_doctor_looks_at_the_cache_without_making_it(cache_dir: Path) -> None:
     assert "kernels: 0," in doctor.check_cache()
     assert not cache_dir.exists()
+
+
+def test_doctor_chip_without_tuned_plans_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuned, "FOLDER", tmp_path)
+    monkeypatch.delenv("ATTNGEN_CHIP", raising=False)
+    assert doctor.check_tuned() == "none: the heuristics decide"
+    monkeypatch.setenv("ATTNGEN_CHIP", "h2000")
+    (finding,) = doctor.examine(["tuned"])
+    assert finding.status == "missing" and "ATTNGEN_CHIP=h2000" in finding.detail
+    assert "unset ATTNGEN_CHIP" in finding.advice
 
 
 def test_doctor_check_that_breaks_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:

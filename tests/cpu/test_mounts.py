@@ -232,7 +232,7 @@ def test_find_kernels_absent_from_bundles_compiles(tmp_path: Path) -> None:
 def test_doctor_names_bundles_and_what_they_hide(tmp_path: Path) -> None:
     assert doctor.check_bundles().startswith("none mounted")
     one = attngen.load_bundle(write(tmp_path / "1", A))
-    assert doctor.check_bundles() == f"{one.path} (1 variants)"
+    assert doctor.check_bundles() == f"{one.path} (variants: 1)"
     attngen.load_bundle(write(tmp_path / "2", make_program(64, "b")))
-    with pytest.raises(doctor.Missing, match="1 variants differ.*1 behind .*2"):
+    with pytest.raises(doctor.Missing, match="has otherwise: 1, .*1 behind .*2"):
         doctor.check_bundles()
