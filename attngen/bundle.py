@@ -231,7 +231,8 @@ def _check_digest(file: BinaryIO, size: int) -> str:
         left -= len(chunk)
     found = state.hexdigest()
     if found.encode() != digest:
-        raise BundleError(f"damaged: its sha256 is {found[:12]}…, not {digest[:12]!r}…")
+        said = repr(digest[:12])[2:-1]  # whatever bytes they are
+        raise BundleError(f"damaged: its sha256 is {found[:12]}…, not {said}…")
     return found
 
 
