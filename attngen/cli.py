@@ -97,8 +97,13 @@ def specs(names: Sequence[str], output: Path | None) -> None:
     text = presets.text(names)
     if output is None:
         click.echo(text, nl=False)
-    else:
-        output.write_text(text)
+        return
+    try:
+        with output.open("x") as file:
+            file.write(text)
+    except FileExistsError as error:
+        advice = "take it away, or name another file"
+        raise SpecError(f"{output} is there, and is not replaced: {advice}") from error
 
 
 @main.command()

@@ -32,6 +32,13 @@ def test_specs_of_all_models_make_one_spec_file(tmp_path: Path) -> None:
     assert list(together) == alone and len(alone) > len(presets.names())
 
 
+def test_specs_replace_no_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("an important one\n")
+    result = run("specs", "llama3", "-o", tmp_path / "mine.toml")
+    assert result.exit_code == 1 and f"{tmp_path / 'mine.toml'} is there" in result.stderr
+    assert (tmp_path / "mine.toml").read_text() == "an important one\n"
+
+
 @pytest.mark.parametrize("name", presets.names())
 def test_specs_each_names_its_source_and_is_built_or_refused_by_field(name: str) -> None:
     text = presets.text([name])
