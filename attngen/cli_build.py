@@ -140,6 +140,9 @@ def _find_jobs(request: Request) -> tuple[list[Job], list[AttngenError]]:
     jobs, refused = batch.jobs_of(load_all(request.specs), request.arch)
     if request.from_trace is not None:
         variants = tracing.read(request.from_trace)
+        if not (variants or request.specs):
+            why = "no kernel of attngen was launched while it was on"
+            raise AttngenError(f"{request.from_trace} names nothing to build: {why}")
         traced, also_refused = batch.jobs_for(variants, "trace", request.arch)
         jobs, refused = batch.join([*jobs, *traced]), [*refused, *also_refused]
     return batch.shard(jobs, *request.shard), refused

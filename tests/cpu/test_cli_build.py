@@ -268,7 +268,8 @@ def test_trace_of_a_program_without_launches_is_empty_and_says_why(tmp_path: Pat
     result = run("trace", "-o", tmp_path / "trace", "true")
     assert "0 variants noted" in result.stderr and "no kernel of attngen" in result.stderr
     built = run("bundle", "build", "--from-trace", tmp_path / "trace", "-o", tmp_path / "x")
-    assert built.exit_code == 0 and Bundle(tmp_path / "x").problems == {}
+    assert built.exit_code == 1 and "trace names nothing to build" in built.stderr
+    assert not (tmp_path / "x").exists()
     absent = run("bundle", "build", "--from-trace", tmp_path / "none", "-o", tmp_path / "y")
     assert absent.exit_code == 1 and f"{tmp_path / 'none'}: No such file" in absent.stderr
 
