@@ -21,10 +21,9 @@ def list_features(known: Features) -> Iterator[str]:
     yield f"kv_dtype       as dtype, or {' '.join(DTYPES_8BIT)} beside any"
     yield f"head dims      1 to {MAX_HEAD_DIM} ({' '.join(DTYPES_16BIT)})"
     yield f"head dims      multiples of 16 up to {MAX_HEAD_DIM} ({' '.join(DTYPES_8BIT)})"
-    for field, (limit, _, step) in resolve.SPLIT_HEAD_DIMS.items():
+    for field, (limit, _) in resolve.SPLIT_HEAD_DIMS.items():
         whose = " of V" if field == "head_dim_v" else ""
-        beyond = f"multiples of {step} beyond that, up to {limit}"
-        yield f"head dims{whose:<6}multiples of 8 up to {MAX_HEAD_DIM}, {beyond} (decode)"
+        yield f"head dims{whose:<6}multiples of 8 up to {limit} (decode)"
     yield f"head dims      multiples of 8 up to {MAX_HEAD_DIM} (pages without decode)"
     yield f"directions     {' '.join(resolve.DIRECTIONS)} (bwd: {' '.join(DTYPES_16BIT)})"
     yield from _wrapped("layouts", (*layouts.FORMATS, *layouts.NAMES))

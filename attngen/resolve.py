@@ -18,11 +18,10 @@ from .spec import DTYPES_8BIT, DTYPES_16BIT, MAX_HEAD_DIM, AttentionSpec, dtype_
 DIRECTIONS = ("fwd", "bwd")
 DTYPES = (*DTYPES_16BIT, *DTYPES_8BIT)
 ARCHES = ("sm_90a",)
-# Of the kernels that split keys: the largest, what they have no room for beyond, and the steps
-# above MAX_HEAD_DIM: a chain of products is a box, two warpgroups share an output in whole boxes.
+# Of the kernels that split keys: the largest, and what they have no room for beyond.
 SPLIT_HEAD_DIMS = {
-    "head_dim": (576, "64 queries and two stages of 32 keys and values take 208 of 227 KiB", 64),
-    "head_dim_v": (512, "64 rows of output take 128 registers a thread of two warpgroups", 128),
+    "head_dim": (576, "64 queries and two stages of 32 keys and values take 208 of 227 KiB"),
+    "head_dim_v": (512, "64 rows of output take 128 registers a thread of two warpgroups"),
 }
 _NO_SPLITS = (
     "kernels that split keys have none of it; without num_splits, up to head dim "
@@ -272,11 +271,10 @@ def _check_head_dims(spec: AttentionSpec, step: int) -> list[Violation]:
     for field, dim in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
         if dim is None:
             continue
-        limit, why, above = SPLIT_HEAD_DIMS[field] if spec.decode else (MAX_HEAD_DIM, "", step)
-        whole = above if dim > MAX_HEAD_DIM else step
-        legal = min(max(whole, -(-dim // whole) * whole), limit)
+        limit, why = SPLIT_HEAD_DIMS[field] if spec.decode else (MAX_HEAD_DIM, "")
+        legal = min(max(step, -(-dim // step) * step), limit)
         if dim != legal:
-            which = f"multiples of {whole} up to" if whole > 1 else "1 to"
+            which = f"multiples of {step} up to" if step > 1 else "1 to"
             reason = f"{field} {dim}: kernels exist for {which} {limit}"
             if dim > limit and not spec.decode and spec.dtype in DTYPES_16BIT:
                 reason += f", those that split keys (decode) to {SPLIT_HEAD_DIMS[field][0]}"

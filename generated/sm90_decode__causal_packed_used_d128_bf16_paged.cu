@@ -1,4 +1,4 @@
-// sm90_decode__causal_packed_used_d128_bf16_paged__e36f32
+// sm90_decode__causal_packed_used_d128_bf16_paged__fa1b3e
 // Rendered by attngen from kernels/sm90_decode.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/copy/paged_blocks.cuh"
@@ -27,7 +27,7 @@ constexpr int kTileN = 64;
 constexpr int kStages = 3;
 constexpr int kConsumers = 1;
 constexpr int kConsumerThreads = 128 * kConsumers;
-constexpr int kColumns = kHeadDimV / kConsumers;  // of the output, a warpgroup's
+constexpr int kColumns = 128;  // of the output, a warpgroup's: of two in whole boxes
 constexpr int kQkSteps = ceil_div(kHeadDimQk, 16);
 constexpr int kQkBoxes = ceil_div(kHeadDimQk, 64);
 constexpr int kVBoxes = ceil_div(kHeadDimV, 64);
@@ -545,7 +545,7 @@ struct Consumer {
 
 // Grid: key/value heads of row tiles of sequences, and splits.
 extern "C" __global__ void __launch_bounds__(160, 2)
-sm90_decode__causal_packed_used_d128_bf16_paged__e36f32(const __grid_constant__ attngen::Params p) {
+sm90_decode__causal_packed_used_d128_bf16_paged__fa1b3e(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

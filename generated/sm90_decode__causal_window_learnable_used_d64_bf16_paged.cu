@@ -1,4 +1,4 @@
-// sm90_decode__causal_window_learnable_used_d64_bf16_paged__96685d
+// sm90_decode__causal_window_learnable_used_d64_bf16_paged__b6945d
 // Rendered by attngen from kernels/sm90_decode.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/copy/paged_blocks.cuh"
@@ -27,7 +27,7 @@ constexpr int kTileN = 128;
 constexpr int kStages = 2;
 constexpr int kConsumers = 1;
 constexpr int kConsumerThreads = 128 * kConsumers;
-constexpr int kColumns = kHeadDimV / kConsumers;  // of the output, a warpgroup's
+constexpr int kColumns = 64;  // of the output, a warpgroup's: of two in whole boxes
 constexpr int kQkSteps = ceil_div(kHeadDimQk, 16);
 constexpr int kQkBoxes = ceil_div(kHeadDimQk, 64);
 constexpr int kVBoxes = ceil_div(kHeadDimV, 64);
@@ -528,7 +528,7 @@ struct Consumer {
 
 // Grid: key/value heads of row tiles of sequences, and splits.
 extern "C" __global__ void __launch_bounds__(160, 2)
-sm90_decode__causal_window_learnable_used_d64_bf16_paged__96685d(const __grid_constant__ attngen::Params p) {
+sm90_decode__causal_window_learnable_used_d64_bf16_paged__b6945d(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -1,4 +1,4 @@
-// sm90_decode__full_d128_bf16__063e91
+// sm90_decode__full_d128_bf16__2914c5
 // Rendered by attngen from kernels/sm90_decode.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -26,7 +26,7 @@ constexpr int kTileN = 64;
 constexpr int kStages = 3;
 constexpr int kConsumers = 1;
 constexpr int kConsumerThreads = 128 * kConsumers;
-constexpr int kColumns = kHeadDimV / kConsumers;  // of the output, a warpgroup's
+constexpr int kColumns = 128;  // of the output, a warpgroup's: of two in whole boxes
 constexpr int kQkSteps = ceil_div(kHeadDimQk, 16);
 constexpr int kQkBoxes = ceil_div(kHeadDimQk, 64);
 constexpr int kVBoxes = ceil_div(kHeadDimV, 64);
@@ -439,7 +439,7 @@ struct Consumer {
 
 // Grid: key/value heads of row tiles of sequences, and splits.
 extern "C" __global__ void __launch_bounds__(160, 2)
-sm90_decode__full_d128_bf16__063e91(const __grid_constant__ attngen::Params p) {
+sm90_decode__full_d128_bf16__2914c5(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

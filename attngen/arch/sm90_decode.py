@@ -18,7 +18,8 @@ LOADER_THREADS = 32
 # a quarter of the SM; a loader of a whole warpgroup can give its own away.
 LOADER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 COMBINE_THREADS = 128
-COMBINE_CTAS, WIDE_COMBINE_CTAS = 10, 6  # of an SM, whose registers hold so many
+# Of an SM, whose registers hold so many; one less of wide rows whose last box is not whole.
+COMBINE_CTAS, WIDE_COMBINE_CTAS = 10, 6
 # Operands in registers that leave room for addresses and row state, by the CTAs that share an SM
 # and the warpgroups of each.
 OPERANDS = {(1, 1): 208, (2, 1): 148, (1, 2): 192}
@@ -44,8 +45,9 @@ MAX_SPLITS = 128  # the combining kernel keeps as many weights in shared memory
 class DecodePlan:
     """The kernel that reads the keys. `ctas`: on one SM; `busy_ctas`: those of them that keep the
     memory busy, where each reads keys of its own. `stages`: buffers of K, and of V.
-    `consumers`: warpgroups, each of which has as many columns of the output; registers: of a
-    thread, where there are several and the loader, then a warpgroup, gives some of its own away."""
+    `consumers`: warpgroups, each of which has `columns` of the output, of two the second what is
+    left; registers: of a thread, where there are several and the loader, then a warpgroup, gives
+    some of its own away."""
 
     arch: str
     family: Literal["sm90_decode"]
@@ -56,6 +58,7 @@ class DecodePlan:
     smem: tuple[SmemRegion, ...]
     smem_bytes: int
     threads: int
+    columns: int
     consumers: int = 1
     loader_registers: int = 0
     consumer_registers: int = 0
@@ -85,28 +88,31 @@ def plans(problem: Problem) -> tuple[KernelPlan, ...]:
         return ()
     smem_bytes = 4 * MAX_SPLITS + 8 * COMBINE_THREADS * _boxes(problem.head_dim_v)
     wide = problem.head_dim_v > WARPGROUP_COLUMNS
-    ctas = WIDE_COMBINE_CTAS if wide else COMBINE_CTAS
+    ctas = WIDE_COMBINE_CTAS - bool(problem.head_dim_v % 64) if wide else COMBINE_CTAS
     join = CombinePlan(ARCH, "combine", COMBINE_THREADS, ctas, smem_bytes, MAX_SPLITS)
     return found, join
 
 
 def make_plan(problem: Problem, ctas: int, block: int, stages: int) -> DecodePlan | None:
     """The plan of these choices; None where shared memory or registers do not hold it."""
-    columns_qk, columns_v = _boxes(problem.head_dim_qk), _boxes(problem.head_dim_v)
+    boxes_qk, boxes_v = _boxes(problem.head_dim_qk), _boxes(problem.head_dim_v)
+    consumers = -(-problem.head_dim_v // WARPGROUP_COLUMNS)
+    columns = problem.head_dim_v if consumers == 1 else 64 * -(-boxes_v // consumers)
+    # A box that does not exist is read behind the last one.
+    behind = block * 128 * (consumers > 1 and consumers * columns > 64 * boxes_v)
     size = DTYPE_BYTES[problem.dtype_kv]
-    wide = {"WideK": block * 128 * columns_qk, "WideV": block * 128 * columns_v}
+    wide = {"WideK": block * 128 * boxes_qk, "WideV": block * 128 * boxes_v + behind}
     regions = lay_out(
         {
-            "Q": ROWS * 128 * columns_qk,
+            "Q": ROWS * 128 * boxes_qk,
             "K": stages * block * 128 * _boxes(problem.head_dim_qk, size),
-            "V": stages * block * 128 * _boxes(problem.head_dim_v, size),
+            "V": stages * block * 128 * _boxes(problem.head_dim_v, size)
+            + (0 if problem.widens else behind),
             **(wide if problem.widens else {}),
             "Barriers": BARRIER_BYTES * 4 * stages,
         }
     )
     smem_bytes = regions[-1].offset + regions[-1].bytes
-    consumers = -(-problem.head_dim_v // WARPGROUP_COLUMNS)
-    columns = problem.head_dim_v // consumers
     registers = columns // 2 + block // 2 + block // 4  # output, scores, weights
     if ctas * (smem_bytes + CTA_RESERVED_BYTES) > SM_BYTES:
         return None
@@ -114,7 +120,7 @@ def make_plan(problem: Problem, ctas: int, block: int, stages: int) -> DecodePla
     limit = limits.get((ctas, consumers), 0)
     if problem.widens and len(problem.scores) > 1:
         limit -= 16  # found by spills
-    if registers > limit or (consumers > 1 and columns % 64):
+    if registers > limit:
         return None
     several = consumers > 1
     loader_threads = WARPGROUP_THREADS if several else LOADER_THREADS
@@ -128,6 +134,7 @@ def make_plan(problem: Problem, ctas: int, block: int, stages: int) -> DecodePla
         smem=regions,
         smem_bytes=smem_bytes,
         threads=consumers * WARPGROUP_THREADS + loader_threads,
+        columns=columns,
         consumers=consumers,
         loader_registers=LOADER_REGISTERS * several,
         consumer_registers=CONSUMER_REGISTERS * several,

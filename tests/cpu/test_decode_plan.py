@@ -56,6 +56,9 @@ def test_plans_of_every_pair_of_head_dims_fit():
         },
         {"head_dim": 576, "head_dim_v": 512, "layout": PAGED, "softcap": True},
         {"head_dim": 64, "head_dim_v": 384, "layout": "paged_kv_thd_bshd_bshd"},
+        {"head_dim": 264, "head_dim_v": 456, "layout": PAGED},
+        {"head_dim": 560, "head_dim_v": 320, "mask": "causal"},
+        {"head_dim": 304, "head_dim_v": 272, "kv_dtype": "e4m3", "layout": PAGED},
         {
             "head_dim": 256,
             "mask": "causal",
@@ -98,13 +101,19 @@ def test_plans_say_how_many_ctas_keep_the_memory_busy():
 
 def test_plans_of_wide_head_dims_fit():
     plain = problem_of(decode=True)
-    for d in (8, 256, 320, 512, 576):
-        for d_v in (8, 256, 384, 512):
+    for d in (8, 256, 264, 320, 512, 576):
+        for d_v in (8, 256, 264, 320, 384, 456, 512):
             problem = dataclasses.replace(plain, head_dim_qk=d, head_dim_v=d_v)
             decode, *_ = plans(problem, ARCH)
             assert decode.smem_bytes <= SMEM_BYTES and decode.consumers == (1 + (d_v > 256))
             assert decode.threads == (160 if d_v <= 256 else 384)
             assert decode.stages > 1
+            # Of the last stage two warpgroups read as many boxes each, whether they exist or not.
+            columns = decode.consumers * decode.columns
+            behind = max(0, columns - 64 * -(-d_v // 64))
+            values = next(region for region in decode.smem if region.name == "V")
+            whole = decode.stages * decode.tile.n * 128 * -(-d_v // 64)
+            assert columns >= d_v and values.bytes == whole + decode.tile.n * 2 * behind
 
 
 @pytest.mark.parametrize(
@@ -113,8 +122,8 @@ def test_plans_of_wide_head_dims_fit():
         ({"head_dim": 577}, "head_dim", 576, "208 of 227 KiB"),
         ({"head_dim": 1024, "head_dim_v": 512}, "head_dim", 576, "208 of 227 KiB"),
         ({"head_dim": 576, "head_dim_v": 576}, "head_dim_v", 512, "128 registers"),
-        ({"head_dim": 576, "head_dim_v": 264}, "head_dim_v", 384, "multiples of 128"),
-        ({"head_dim": 560, "head_dim_v": 512}, "head_dim", 576, "multiples of 64 up to 576"),
+        ({"head_dim": 576, "head_dim_v": 260}, "head_dim_v", 264, "multiples of 8 up to 512"),
+        ({"head_dim": 561, "head_dim_v": 512}, "head_dim", 568, "multiples of 8 up to 576"),
     ],
     ids=str,
 )

@@ -16,6 +16,7 @@ from . import gradients, oracle
 
 pytestmark = pytest.mark.gpu
 PAGED = "paged_kv_bshd_bshd_bshd"
+WIDE = [(576, 512), (64, 512), (320, 384), (512, 256), (264, 320), (560, 264), (328, 456)]
 KERNELS = [
     AttentionSpec(d, kv_dtype="bf16", out_dtype="bf16", layout=layout, mask=mask, decode=True)
     for d in (64, 128, 256)
@@ -24,7 +25,7 @@ KERNELS = [
 ]
 KERNELS += [
     AttentionSpec(d, d_v, kv_dtype="bf16", out_dtype="bf16", layout=PAGED, mask=mask, decode=True)
-    for d, d_v in ((576, 512), (64, 512), (320, 384), (512, 256), (192, None))
+    for d, d_v in (*WIDE, (192, None))
     for mask in ("none", "causal")
 ]
 
@@ -159,7 +160,7 @@ def test_decode_latent_keys_whose_first_columns_are_the_values_are_right(heads, 
         check(queries(4, s_q, heads, 576), shared, softmax_scale=192**-0.5, **given)
 
 
-@pytest.mark.parametrize("dims", [(576, 512), (64, 512), (320, 384), (512, 256)], ids=str)
+@pytest.mark.parametrize("dims", WIDE, ids=str)
 @pytest.mark.parametrize("page", [1, 48, 64])
 def test_decode_wide_head_dims_are_right(dims, page):
     pages = cache([300, 0, 65], 2, dims[0], page, dims[1])

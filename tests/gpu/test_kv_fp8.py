@@ -18,7 +18,7 @@ from .test_decode import PAGED, queries
 from .test_decode_scores import BATCH, CHOICES, HEADS, LENGTHS, arguments
 
 pytestmark = pytest.mark.gpu
-DIMS = [(64, 64), (128, 128), (256, 256), (192, 128), (80, 48), (16, 16), (576, 512)]
+DIMS = [(64, 64), (128, 128), (256, 256), (192, 128), (80, 48), (16, 16), (576, 512), (304, 272)]
 
 
 def spec(d: int, d_v: int, layout: str = PAGED, mask: str = "none", kv: str = "e4m3"):

@@ -36,21 +36,29 @@ ATTNGEN_DEVICE void forget(float (&acc)[kElements]) {
 }
 
 // acc[64 x N] = A B^T, or += where kAccumulate: A (64 rows) and B (N rows) both have the reduction
-// along their rows, in kSteps steps of 32 bytes. More than 16 go box by box: places of all would
-// take registers.
+// along their rows, in kSteps steps of 32 bytes. More than 16 go box by box, the last of which may
+// have fewer: places of all would take registers.
 template <class Mma, int kSteps, u32 kABoxBytes, u32 kBBoxBytes, bool kAccumulate = false,
           u32 kGroupBytes = 1024>
 ATTNGEN_DEVICE void gemm_shared_shared(float (&acc)[Mma::kN / 2], u32 a, u32 b) {
   constexpr int kChain = kSteps > 16 ? 4 : kSteps;
-  static_assert(kSteps % kChain == 0, "whole boxes");
+  constexpr int kWhole = kSteps / kChain;
+  constexpr int kRest = kSteps % kChain;
   wgmma_fence();
 #pragma unroll
-  for (int box = 0; box < kSteps / kChain; ++box) {
+  for (int box = 0; box < kWhole; ++box) {
     u32 a_steps[kChain];
     u32 b_steps[kChain];
     steps_along<kChain, kABoxBytes>(a_steps, a + box * kABoxBytes);
     steps_along<kChain, kBBoxBytes>(b_steps, b + box * kBBoxBytes);
     Mma::template issue<kGroupBytes>(acc, a_steps, b_steps, kAccumulate || box != 0);
+  }
+  if constexpr (kRest != 0) {
+    u32 a_steps[kRest];
+    u32 b_steps[kRest];
+    steps_along<kRest, kABoxBytes>(a_steps, a + kWhole * kABoxBytes);
+    steps_along<kRest, kBBoxBytes>(b_steps, b + kWhole * kBBoxBytes);
+    Mma::template issue<kGroupBytes>(acc, a_steps, b_steps, 1);
   }
   wgmma_commit();
 }
