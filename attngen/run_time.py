@@ -18,9 +18,14 @@ LOG2_E = 1.4426950408889634
 FEW_SEQUENCES = 32  # whose order each CTA finds itself, without a schedule
 MAX_SPLITS = 128  # as many weights has the kernel that combines them
 SPLIT_BLOCKS = 4  # of keys, at least, for each split
-# Of the best share. Measured at 8 heads: for 12 to 32 sequences no number of parts is more than 4 %
-# faster than one; where there are parts to join, 128 or 144 CTAs are 4 % faster than 96.
+# Where arithmetic binds, too: of the best share, so that few parts are joined.
 UNSPLIT_BUSY, SPLIT_BUSY = 0.95, 0.96
+# Where memory alone binds: fitted to `decode_parts` of docs/results/experiments.json, of whose 45
+# shapes the choice is on average 0.3 % behind the fastest number of parts, at most 2.3 %.
+UNEVEN = 0.14  # so many of the places that CTAs leave empty are as good as taken
+PART_COST = 0.006  # of the time, for each part
+JOIN_BLOCKS = 1.25  # in each place, for the kernel that joins
+JOIN_ROWS = 32  # of a part, in the time of a block
 
 
 class Extent(NamedTuple):
@@ -186,23 +191,44 @@ def blocks_of(extent: Extent, rows: int, sequence: str, sequences: int) -> int:
     return -(-extent.seq // rows)
 
 
-def choose_splits(work: int, blocks: int, slots: int, enough: float) -> int:
-    """CTAs that share the keys of one tile: one where that keeps the chip busy enough, since parts
-    have to be joined; else the fewest that do so about as well as any number, each with some
-    blocks to read.
+class Places(NamedTuple):
+    """Of CTAs on a chip: `slots` run at once, as many on each of the `multiprocessors`; `enough` of
+    them keep the chip busy. `memory_binds`: each reads keys of its own and waits for them."""
 
-    work: tiles; blocks: of keys, of the longest sequence; slots: CTAs that run at once; enough: as
-    many of them as keep the chip busy.
+    slots: int
+    multiprocessors: int
+    enough: float
+    memory_binds: bool
+
+
+def choose_splits(tiles: int, blocks: int, rows: float, places: Places) -> int:
+    """CTAs that share the keys of one tile, each with some blocks to read. Where memory binds, the
+    number that takes the least time; else one if that keeps the chip busy enough, or the fewest
+    that do so about as well as any number.
+
+    blocks: of keys, of the longest sequence; rows: of a tile, which are joined.
     """
     limit = max(1, min(blocks // SPLIT_BLOCKS, MAX_SPLITS))
-    busy = [share_busy(work * splits, slots, enough) for splits in range(1, limit + 1)]
-    if busy[0] >= UNSPLIT_BUSY * max(busy):
-        return 1
-    return 1 + next(n for n, share in enumerate(busy) if share >= SPLIT_BUSY * max(busy))
+    busy = [share_busy(tiles * splits, places) for splits in range(1, limit + 1)]
+    if not places.memory_binds:
+        if busy[0] >= UNSPLIT_BUSY * max(busy):
+            return 1
+        return 1 + next(n for n, share in enumerate(busy) if share >= SPLIT_BUSY * max(busy))
+    times = []  # in blocks that the chip reads
+    for splits, share in enumerate(busy, 1):
+        read = tiles * blocks * (1 + PART_COST * splits) / share
+        joined = tiles * splits * rows / JOIN_ROWS + JOIN_BLOCKS * places.slots
+        times.append(read + joined * (splits > 1))
+    return 1 + times.index(min(times))
 
 
-def share_busy(ctas: int, slots: int, enough: float) -> float:
-    """The part of the time that the chip is busy, all CTAs being equal, of which so many run at
-    once: all of it, but for the last ones where these are not enough."""
-    last = ctas % slots
-    return ctas / (ctas - last + max(last, enough)) if last else 1.0
+def share_busy(ctas: int, places: Places) -> float:
+    """The part of the time that the chip is busy, all CTAs being equal: all of it, but for those
+    that do not fill their places. Where memory binds, it counts that these lie unevenly, some SMs
+    having more than others, but for CTAs that all have an SM to themselves."""
+    last = ctas % places.slots
+    empty = places.slots - last
+    if ctas < places.slots:
+        empty = min(empty, max(0, ctas - places.multiprocessors))
+    taken = max(last + UNEVEN * empty * places.memory_binds, places.enough)
+    return ctas / (ctas - last + taken) if last else 1.0

@@ -35,9 +35,10 @@ CHOICES_WIDENED = (
     *((1, 64, 4), (1, 64, 3), (1, 64, 2), (1, 32, 4), (1, 32, 3), (1, 32, 2)),
 )
 # CTAs an SM that take what memory gives, where each reads keys of its own (measured at 128: 96 on
-# 132 SMs take 0.93 of what 128 do, 80 take 0.79). Where keys are widened, or a row has more columns
+# 132 SMs take 0.93 of what 128 do, 80 take 0.79; in blocks of 128 keys, at 64, 96 take 0.80 and 80
+# 0.67 of what 224 do). Where keys are widened, or a row has more columns
 # of output than a warpgroup holds, arithmetic binds, and no place may be empty.
-BUSY_CTAS = 0.76
+BUSY_CTAS, LONG_BUSY_CTAS = 0.76, 0.92
 MAX_SPLITS = 128  # the combining kernel keeps as many weights in shared memory
 
 
@@ -123,6 +124,7 @@ def make_plan(problem: Problem, ctas: int, block: int, stages: int) -> DecodePla
     if registers > limit:
         return None
     several = consumers > 1
+    busy = LONG_BUSY_CTAS if block == 128 else BUSY_CTAS
     loader_threads = WARPGROUP_THREADS if several else LOADER_THREADS
     return DecodePlan(
         arch=ARCH,
@@ -130,7 +132,7 @@ def make_plan(problem: Problem, ctas: int, block: int, stages: int) -> DecodePla
         tile=Tile(ROWS, block),
         stages=stages,
         ctas=ctas,
-        busy_ctas=float(ctas) if problem.widens or several else BUSY_CTAS,
+        busy_ctas=float(ctas) if problem.widens or several else busy,
         smem=regions,
         smem_bytes=smem_bytes,
         threads=consumers * WARPGROUP_THREADS + loader_threads,

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import SpecError
 from ..layouts import parse
 from ..load import LoadedKernel
-from ..run_time import MAX_SPLITS, Extent, choose_splits, row_tiles
+from ..run_time import MAX_SPLITS, Extent, Places, choose_splits, row_tiles
 from .operands import keys_of
 from .signature import Arguments
 
@@ -28,13 +28,15 @@ def choose(
     kernels: the one that reads the keys and the one that joins parts; what is not split is not
     joined. asked: how many parts, 0 for a number of our choice.
     """
-    reader, heads = kernels[0], extents["k"].heads
-    tiles = row_tiles(reader.kernel, extents, sequences) * heads * extents["q"].batch
+    reader, q, heads = kernels[0], extents["q"], extents["k"].heads
+    tiles = row_tiles(reader.kernel, extents, sequences) * heads * q.batch
     blocks = -(-keys_of(extents, optional) // reader.kernel.block_keys)
     slots = reader.multiprocessors * reader.kernel.ctas
     sharing = max(1, tiles // max(1, sequences * heads))  # tiles that read the same keys
     enough = min(slots, reader.multiprocessors * reader.kernel.busy_ctas * sharing)
-    splits = asked or choose_splits(tiles, blocks, slots, enough)
+    rows = q.batch * q.heads * q.seq / max(1, tiles)
+    places = Places(slots, reader.multiprocessors, enough, sharing == 1 and enough < slots)
+    splits = asked or choose_splits(tiles, blocks, rows, places)
     return tuple(kernels[: 1 + (splits > 1)]), splits
 
 

@@ -89,7 +89,7 @@ def test_build_decode_keeps_everything_in_registers(fields, tmp_path):
 
 def test_plans_say_how_many_ctas_keep_the_memory_busy():
     for fields, wanted in (
-        ({"head_dim": 64}, (2, 128, 0.76)),
+        ({"head_dim": 64}, (2, 128, 0.92)),
         ({"head_dim": 128}, (2, 64, 0.76)),
         ({"head_dim": 256}, (1, 64, 0.76)),
         ({"head_dim": 576, "head_dim_v": 512}, (1, 32, 1.0)),
