@@ -83,10 +83,12 @@ def jobs_of(
 def jobs_for(
     variants: Iterable[Variant], title: str, arch: str | None = None
 ) -> tuple[list[Job], list[AttngenError]]:
-    """The kernels of problems that a trace names, and what was refused. arch: as in `jobs_of`."""
+    """The kernels of problems that a trace names, for windows of any size, and what was refused.
+    arch: as in `jobs_of`."""
     jobs: list[Job] = []
     refused: list[AttngenError] = []
-    for problem, name in dict.fromkeys((problem, arch or name) for problem, name in variants):
+    named = ((each, arch or name) for problem, name in variants for each in problem.orders())
+    for problem, name in dict.fromkeys(named):
         try:
             jobs += [Job(problem, each, name, (title,)) for each in plans(problem, name)]
         except AttngenError as error:

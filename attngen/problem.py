@@ -91,6 +91,17 @@ class Problem:
         beside = self.bias or self.attn_mask or self.dropout
         return "window" in self.masks and plain and not beside
 
+    def orders(self) -> tuple[Problem, ...]:
+        """The problem, and of a backward whose windows may be narrow or wide the one in whose order
+        calls under narrow ones add up dQ, though they ask for none: where one kernel makes all
+        gradients, and nothing is read or drawn beside the scores."""
+        largest = max(self.head_dim_qk, self.head_dim_v)
+        one_kernel = self.head_dim_qk > 64 or (largest <= 64 and "softcap" not in self.scores)
+        backward = self.direction == "bwd" and not self.deterministic
+        if not (backward and self.narrow and one_kernel and largest <= 128):
+            return (self,)
+        return self, replace(self, deterministic=True)
+
     @property
     def label(self) -> str:
         """Short readable name, part of the kernel's entry symbol: `causal_d128_bf16`."""

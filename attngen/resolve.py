@@ -42,7 +42,8 @@ class Violation:
 
 
 def resolve(spec: AttentionSpec, features: Features) -> tuple[Problem, ...]:
-    """One problem for each direction of the spec.
+    """The problem of each direction of the spec: two of a backward under windows, which may be
+    narrow or wide (`Problem.orders`).
 
     Raises: SpecError with every violation, and the nearest legal spec.
     """
@@ -72,8 +73,8 @@ def resolve(spec: AttentionSpec, features: Features) -> tuple[Problem, ...]:
         attn_mask=spec.attn_mask or spec.mask == "arbitrary",
         decode=spec.decode,
     )
-    found = {"fwd": forward, "bwd": forward.backward(spec.deterministic)}
-    return tuple(found[direction] for direction in spec.directions)
+    found = {"fwd": (forward,), "bwd": forward.backward(spec.deterministic).orders()}
+    return tuple(problem for direction in spec.directions for problem in found[direction])
 
 
 def nearest(spec: AttentionSpec, features: Features) -> AttentionSpec:

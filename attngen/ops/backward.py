@@ -17,6 +17,7 @@ from ..launch import prepare
 from ..spec import AttentionSpec
 from . import bias, schedule, sinks
 from .checks import device_violations, violations
+from .narrow import is_narrow
 from .needed import GRADIENTS, names_of, needed, preparing, unordered, written_by
 from .operands import (
     boxed,
@@ -182,7 +183,9 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bo
     if not (scalars.sequences and all(tensor.numel() for tensor in tensors.values())):
         written = tuple(n for n in names_of(wanted) if carriers[n[1]] is not None)
         return Ready(device=q.device, gradients=written, dbias=dbias)
-    kernels = needed(kernels_of(_spec(tensors, optional, arguments, gather), q.device), wanted)
+    spec = _spec(tensors, optional, arguments, gather)
+    narrow = wanted.dq and is_narrow(spec.mask, extents, scalars)
+    kernels = needed(kernels_of(spec, q.device, narrow=narrow), wanted)
     written = tuple(name for name in written_by(kernels) if carriers[name[1]] is not None)
     gradients = unpacked(_present(carriers["q"]), carriers["k"], carriers["v"], layout)
     extents |= extents_of(dict(zip(GRADIENTS, gradients, strict=True)), layout)

@@ -97,7 +97,7 @@ class Ready(Launches):
 
 _LIMIT = 4096
 WORKSPACE_ALIGNMENT = 256  # bytes; kernels need 16
-_kernels: dict[tuple[AttentionSpec, int, bool | None], tuple[load.LoadedKernel, ...]] = {}
+_kernels: dict[tuple[AttentionSpec, int, bool | None, bool], tuple[load.LoadedKernel, ...]] = {}
 
 
 def remember(known: dict[Any, Value], key: Any, make: Callable[[], Value]) -> Value:
@@ -238,25 +238,31 @@ def device_arch(device: torch.device) -> str | None:
 
 
 def kernels_of(
-    spec: AttentionSpec, device: torch.device, short: bool | None = None
+    spec: AttentionSpec, device: torch.device, short: bool | None = None, narrow: bool = False
 ) -> tuple[load.LoadedKernel, ...]:
     """The kernels of a spec of one direction on this device, in the order of launch, found or built
-    and loaded once. short: of a forward those of a call that is short or not.
+    and loaded once. short: of a forward those of a call that is short or not; narrow: of a backward
+    those of a call under a narrow window, where there are others for these. A trace notes what the
+    spec names itself.
 
     Raises: SpecError where the device or the spec has no kernels; BundleError, CompileError,
     LaunchError.
     """
-    key = (spec, device.index, short)
+    key = (spec, device.index, short, narrow)
     if key not in _kernels:
         arch = device_arch(device)
         if arch is None:
             raise SpecError(f"no kernels for {device}; available: {[*ARCH_OF_CAPABILITY.values()]}")
-        (problem,) = resolve.resolve(spec, features.scan())
+        problems = resolve.resolve(spec, features.scan())
+        problem = problems[-1] if narrow else problems[0]
         with torch.cuda.device(device):
-            _kernels[key] = tuple(
+            found = tuple(
                 load.load(binary, cubin, device.index)
                 for binary, cubin in find_kernels(problem, arch, short)
             )
+        if narrow:
+            found = tuple(replace(each, variant=(problems[0], arch)) for each in found)
+        _kernels[key] = found
     return _kernels[key]
 
 

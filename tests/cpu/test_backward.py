@@ -210,6 +210,27 @@ def test_orders_under_a_window_complete_dq_unless_registers_lack(head_dim, make_
     assert all(not each.completes for each in crowded if isinstance(each, sm90_bwd.BackwardPlan))
 
 
+def test_orders_are_two_where_the_second_completes_dq_of_dense_operands(make_backward) -> None:
+    features = [{}, *({name: True} for name in ("dropout", "attn_mask", "deterministic"))]
+    features += [{"scores": (name,)} for name in ("softcap", "alibi", "post_scale_bias")]
+    fields = ({}, {"kv_fetch": "gather"}, {"q_seq": "packed", "kv_seq": "packed"})
+    masks = ((), ("window",), ("causal", "window"))
+    dims = (8, 64, 72, 128, 136)
+    two = 0
+    for d, d_v, masked, more, changed in itertools.product(dims, dims, masks, features, fields):
+        problem = make_backward(d, head_dim_v=d_v, masks=masked, **more)
+        problem = dataclasses.replace(problem, **changed)
+        orders = problem.orders()
+        assert orders[0] == problem
+        ordered = dataclasses.replace(problem, deterministic=True)
+        found = sm90_bwd.plans(ordered)
+        completes = any(getattr(each, "completes", False) for each in found)
+        wanted = completes and not (problem.deterministic or problem.varlen)
+        assert orders[1:] == ((ordered,) if wanted else ()), problem.label
+        two += wanted
+    assert two > 50
+
+
 @pytest.mark.parametrize("named", [{}, {"deterministic": True}], ids=str)
 def test_ctas_draw_even_their_first_tiles_where_others_wait_for_these(named, make_backward) -> None:
     """Else all wait for a CTA that may itself wait for an SM which another kernel has."""

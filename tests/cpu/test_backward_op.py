@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attngen import SpecError, features, resolve
+from attngen import AttentionSpec, SpecError, features, resolve
 from attngen.builder import render_problem
 from attngen.load import LoadedKernel
 from attngen.ops import backward as op
@@ -49,8 +49,9 @@ def launched(monkeypatch):
     """Launches on the CPU of the kernels that plan and renderer describe, and their problems."""
     launches, problems = [], []
 
-    def load(spec, device):
-        (problem,) = resolve.resolve(spec, features.scan())
+    def load(spec, device, narrow):
+        found = resolve.resolve(spec, features.scan())
+        problem = found[-1] if narrow else found[0]
         problems.append(problem)
         entries = [render_problem(problem, each).kernel for each in plans(problem, ARCH)]
         return tuple(LoadedKernel("handle", entry, 0, 132) for entry in entries)
@@ -131,6 +132,63 @@ def test_op_under_a_window_one_kernel_makes_all_gradients(launched, wanted):
     for each in launched.launches:
         assert all(each.addresses[recipe.tensor] for recipe in each.kernel.tensor_maps)
     assert [bool(x.numel()) for x in gradients[:3]] == [wanted[0], wanted[1], wanted[1]]
+
+
+@pytest.mark.parametrize(
+    ("reached", "d", "heads_kv", "arguments", "wanted"),
+    [
+        ("ordered", 64, HEADS_Q, {"window_left": 1024}, ()),
+        ("plain", 64, HEADS_Q, {"window_left": 1025}, ()),
+        ("ordered", 64, HEADS_KV, {"window_left": 512}, ()),
+        ("plain", 64, HEADS_KV, {"window_left": 513}, ()),
+        ("ordered", 128, HEADS_Q, {"window_left": 1024}, ()),
+        ("ordered", 32, HEADS_Q, {"window_left": 256}, ()),
+        ("plain", 32, HEADS_Q, {"window_left": 257}, ()),
+        ("ordered", 64, HEADS_Q, {"window_left": 500, "window_right": 524, "mask": "none"}, ()),
+        ("plain", 64, HEADS_Q, {"window_left": 500, "window_right": 525, "mask": "none"}, ()),
+        ("plain", 64, HEADS_Q, {"window_left": 500, "window_right": -1, "mask": "none"}, ()),
+        ("plain", 64, HEADS_Q, {}, ()),
+        ("plain", 64, HEADS_Q, {"window_left": 5, "softcap": 30.0}, ()),
+        ("ordered", 128, HEADS_Q, {"window_left": 5, "softcap": 30.0}, ()),
+        ("plain", 256, HEADS_Q, {"window_left": 5}, ()),
+        ("plain", 64, HEADS_Q, {"window_left": 5}, (False, True)),
+        ("ordered", 64, HEADS_Q, {"window_left": 5}, (True, False)),
+        ("ordered", 64, HEADS_Q, {"window_left": 5000, "deterministic": True}, ()),
+    ],
+)
+def test_op_adds_in_an_order_where_that_is_asked_for_or_a_window_narrow(
+    launched, reached, d, heads_kv, arguments, wanted
+):
+    tensors = given(d, d)
+    for name in "kv":
+        tensors[name] = tensors[name][:, :, :1].repeat(1, 1, heads_kv, 1)
+    op.backward(*tensors.values(), *rest(**arguments), *wanted)
+    (problem,) = launched.problems
+    assert problem.deterministic == (reached == "ordered")
+
+
+def test_kernels_of_a_narrow_window_are_noted_as_those_that_the_spec_names(monkeypatch):
+    """So that what is built from a trace serves windows of any size."""
+    spec = AttentionSpec(64, dtype="bf16", window=True, directions=("bwd",))
+    plain, ordered = resolve.resolve(spec, features.scan())
+    found = []
+
+    def find(problem, arch, short):
+        found.append(problem)
+        return [(problem, b"")]
+
+    def load(binary, cubin, device):
+        return LoadedKernel("handle", None, device, 132, (binary, ARCH))
+
+    monkeypatch.setattr(operation, "_kernels", {})
+    monkeypatch.setattr(operation, "find_kernels", find)
+    monkeypatch.setattr(operation, "device_arch", lambda device: ARCH)
+    monkeypatch.setattr(operation.load, "load", load)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    for narrow in (False, True, False):
+        (kernel,) = operation.kernels_of(spec, torch.device("cuda", 0), narrow=narrow)
+        assert kernel.variant == (plain, ARCH)
+    assert found == [plain, ordered]
 
 
 def test_op_same_shapes_with_other_gradients_wanted_are_prepared_anew(launched):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attngen import features, resolve
+from attngen import batch, features, resolve
 from attngen.builder import build_problem
 from attngen.spec import load_specs
 from tests.cpu.test_cli import cache_dir, run, write  # noqa: F401  # a cache of each test's own
@@ -19,6 +19,7 @@ name = "trained"
 head_dim = 256
 directions = ["fwd", "bwd"]
 """
+WINDOWED = TRAINED.replace("256", "128") + 'window = true\nmask = "causal"\n'
 FAMILIES = ["sm90_fwd", "bwd_prepare", "sm90_bwd_dkv", "sm90_bwd_dq"]
 
 
@@ -65,3 +66,26 @@ def test_render_writes_a_file_a_kernel(path: Path, tmp_path: Path) -> None:
 def test_list_has_a_line_a_direction(path: Path) -> None:
     lines = run("list", path).stdout.splitlines()
     assert [line.split()[2] for line in lines] == ["fwd", "bwd"]
+
+
+def test_windowed_backward_is_two_problems_in_every_list(tmp_path: Path) -> None:
+    """Which of them a call launches is decided by its window's size."""
+    path = write(tmp_path / "windowed.toml", WINDOWED)
+    labels = ["causal_window_d128_bf16", "causal_window_d128_bf16_deterministic"]
+    named = [line.split()[2:] for line in run("list", path).stdout.splitlines()]
+    assert named == [["fwd", labels[0]], ["bwd", labels[0]], ["bwd", labels[1]]]
+    explained = run("explain", path, "--no-compile").stdout.splitlines()
+    problems = [line.split()[1:] for line in explained if line.startswith("problem")]
+    assert problems == named
+    lines = run("build", path, "--dry-run", "--json").stdout.splitlines()
+    assert {(each["direction"], each["label"]) for each in map(json.loads, lines)} == {
+        tuple(each) for each in named
+    }
+
+
+def test_trace_of_a_windowed_backward_is_built_for_windows_of_any_size(tmp_path: Path) -> None:
+    (spec,) = load_specs(write(tmp_path / "windowed.toml", WINDOWED))
+    _, plain, ordered = resolve.resolve(spec, features.scan())
+    for noted, wanted in ((plain, {plain, ordered}), (ordered, {ordered})):
+        jobs, refused = batch.jobs_for([(noted, "sm_90a")], "trace")
+        assert {job.problem for job in jobs} == wanted and not refused

@@ -188,6 +188,14 @@ def test_resolve_a_problem_each_direction_and_order_matters_backward_only(
     assert resolve(spec, KNOWN) == (backward, make_problem(64))
 
 
+def test_resolve_a_windowed_backward_has_a_second_problem_unless_an_order_is_asked_for() -> None:
+    spec = AttentionSpec(head_dim=64, window=True, directions=("fwd", "bwd"))
+    forward, *backwards = resolve(spec, KNOWN)
+    plain, ordered = forward.backward(), forward.backward(True)
+    assert backwards == [plain, ordered] == [*plain.orders()]
+    assert resolve(replace(spec, deterministic=True), KNOWN) == (forward, ordered)
+
+
 @pytest.mark.parametrize(
     ("fields", "mask", "dropout"),
     [

@@ -46,6 +46,20 @@ def test_op_gradient_expanded_from_one_number_is_read_right(d):
     gradients.check(results((q, k, v, one)), (q, k, v, one.contiguous()), None, mask="causal")
 
 
+@pytest.mark.parametrize("keys", [256, 257])
+def test_op_with_the_widest_narrow_window_or_a_wider_one_is_right(keys):
+    """Either has kernels of its own; a trace notes what was asked for, which is no order."""
+    q, k, v, d_o = operands(32, heads=(1, 2, 2), lengths=(400, 400))
+    arguments = {"mask": "causal", "window": (keys, 0)}
+    sides = {"window_left": keys, "window_right": 0, "mask": "causal"}
+    out, aux = attngen.attention(q, k, v, **arguments, backend="cuda", return_lse=True)
+    with oracle.nan_filled_allocations(), attngen.trace() as trace:
+        found = torch.ops.attngen.backward(d_o, None, q, k, v, out, aux.lse, **sides)[:3]
+    gradients.check(found, (q, k, v, d_o), None, **arguments)
+    ((problem, _),) = trace.variants
+    assert problem.direction == "bwd" and not problem.deterministic
+
+
 @pytest.mark.device
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_op_deterministic_gives_the_same_bits_on_every_stream(d):
