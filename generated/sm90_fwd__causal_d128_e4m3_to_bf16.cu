@@ -75,6 +75,10 @@ constexpr u32 kRawEmpty = kRawFull + 8 * kRawStages;
 constexpr u32 kTurnBarrier = 1;
 constexpr u32 kEpilogueBarrier = kTurnBarrier + kConsumers;
 
+// A job's row block says where a tile ends, in 64 rows: none of its rows above row 0 is there, nor is any
+// output of theirs stored.
+ATTNGEN_DEVICE int first_row_of(int row_block) { return (row_block - kConsumers) * 64; }
+
 // acc[64 x 96] (+)= A B^T, A (e4m3) and B (e4m3) in shared memory with the reduction along their rows.
 struct QkMma {
   static constexpr int kN = 96;
@@ -266,10 +270,11 @@ struct Scheduler {
     const TileOrder order = {p.tiles_m, p.heads_q, p.total_heads, p.heads_per_group, p.tail_rows};
     const TileCoord tile = order.at<kLongestFirst>(index);
     const Context ctx = tile_context(p, tile.batch, tile.head);
-    const int first = tile.row_block * kTileM;
+    const int row_block = end_of_tile<kConsumers>(tile.row_block, p.tiles_m, ceil_div(ctx.q_len, 64));
+    const int first = first_row_of(row_block);
     const int last = min_of(first + kTileM, ctx.q_len) - 1;
-    const BlockRange blocks = KvIteration::blocks<kTileN>(mask_list(p), ctx, first, last);
-    slot->row_block = tile.row_block;
+    const BlockRange blocks = KvIteration::blocks<kTileN>(mask_list(p), ctx, max_of(first, 0), last);
+    slot->row_block = row_block;
     slot->head = tile.head;
     slot->kv_head = tile.head / p.group_size;
     slot->batch = tile.batch;
@@ -319,7 +324,7 @@ struct QLoader {
 
   ATTNGEN_DEVICE void load(int row_block, int head, int index, u32 parity) const {
     mbarrier_arrive(smem + kJobEmpty);
-    int row = q_sequence(p).first_row(index) + row_block * kTileM;
+    int row = q_sequence(p).first_row(index) + first_row_of(row_block);
 #pragma unroll 1
     for (u32 consumer = 0; consumer < kConsumers; ++consumer, row += 64) {
       const u32 full = smem + kQFull + consumer * 8;
@@ -457,6 +462,24 @@ struct Consumer {
   ATTNGEN_DEVICE void release_v() {
     if (lane == 0) mbarrier_arrive(smem + kVEmpty + v_ring.stage * 8);
     v_ring.advance();
+  }
+  // So many blocks that none of the warpgroup's rows sees. Awaited, since an arrival may otherwise count
+  // for what lay there before, and by every lane before one arrives: the barrier might move on.
+  ATTNGEN_DEVICE void pass_over_k(int count) {
+#pragma unroll 1
+    for (; count > 0; --count) {
+      mbarrier_wait(smem + kKFull + k_ring.stage * 8, k_ring.parity);
+      __syncwarp();
+      release_k();
+    }
+  }
+  ATTNGEN_DEVICE void pass_over_v(int count) {
+#pragma unroll 1
+    for (; count > 0; --count) {
+      mbarrier_wait(smem + kVFull + v_ring.stage * 8, v_ring.parity);
+      __syncwarp();
+      release_v();
+    }
   }
 
   // What stored numbers stand for, read where the job's sequence and head find it.
@@ -672,7 +695,7 @@ struct Consumer {
   }
   ATTNGEN_DEVICE void store_output(const Job& job) const {
     const QSequence sequence = q_sequence(p);
-    const int row = sequence.first_row(q_index(job)) + job.row_block * kTileM + warpgroup * 64;
+    const int row = sequence.first_row(q_index(job)) + first_row_of(job.row_block) + warpgroup * 64;
 #pragma unroll
     for (int box = 0; box < kOBoxes; ++box) {
       tma_store(&p.map_o, output_tile() + box * kRowBoxBytes, box * kOBoxColumns, row, job.head, q_index(job));
@@ -682,7 +705,7 @@ struct Consumer {
 
   ATTNGEN_DEVICE void run_tile(const Job& job) {
     const Context ctx = job_context(p, job);
-    const int first = job.row_block * kTileM + warpgroup * 64;
+    const int first = first_row_of(job.row_block) + warpgroup * 64;
     const int row = first + warp * 16 + lane / 4;
     const bool leader = warp == 0 && lane == 0;
     Queries queries;
@@ -696,17 +719,29 @@ struct Consumer {
     output.has_mean = false;
     take_scales(job);
 
+    if (first < 0) {  // rows that are not there
+      release_q();
+#pragma unroll 1
+      for (int passed = job.block_begin; passed < job.block_end; ++passed) {
+        pass_over_k(1);  // in turns, or it would hold up values that others need to go on
+        pass_over_v(1);
+      }
+      return;
+    }
+    const BlockRange blocks = KvIteration::blocks<kTileN>(mask_list(p), ctx, first, min_of(first + 64, ctx.q_len) - 1);
+    const int block_end = end_of_share(blocks, job.block_end);
+    pass_over_k(job.block_end - block_end);
     take_queries(queries);
     mbarrier_wait(smem + kKFull + k_ring.stage * 8, k_ring.parity);
     issue_scores(scores, queries);
+    pass_over_v(job.block_end - block_end);
     wgmma_wait<0>();
     release_k();
-    int block = job.block_end - 1;
+    int block = block_end - 1;
     prepare_scores<true>(scores, ctx, row, block);
     BlockSoftmax<kTileN, kPairSums>{scale_log2, shift}.begin(scores, state, slack);
     pack_weights<Element, kTileN>(weights, scores);
     --block;
-    const BlockRange blocks = KvIteration::blocks<kTileN>(mask_list(p), ctx, first, max_of(min_of(first + 64, ctx.q_len) - 1, first));
     for (; block >= blocks.full_end && block >= job.block_begin; --block) step<true>(queries, scores, output, weights, state, ctx, row, block);
     const int full_begin = job.block_begin;
     for (;;) {

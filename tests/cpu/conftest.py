@@ -98,6 +98,7 @@ extern "C" void block_ranges(const int* lengths, int left, int right, int n, con
     case 3: return blocks_of<3>(p, n, tiles, out, of_queries);
     case 4: return blocks_of<4>(p, n, tiles, out, of_queries);
     case 80: return blocks_of<80>(p, n, tiles, out, of_queries);
+    case 96: return blocks_of<96>(p, n, tiles, out, of_queries);
     case 128: return blocks_of<128>(p, n, tiles, out, of_queries);
     default: __builtin_trap();
   }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -71,6 +72,17 @@ def test_fp8_every_mask_shows_the_right_keys(d, kind):
     for mask, window, bottom_right in cases.MASKS[kind]:
         for s_q, s_kv in cases.LENGTHS:
             check_counts(s_q, s_kv, d, mask=mask, window=window, bottom_right=bottom_right)
+
+
+@pytest.mark.parametrize("s_q", [1, 63, 64, 65, 191, 192, 193, 255, 257, 384, 449])
+@pytest.mark.parametrize("kind", ["causal", "window"])
+def test_fp8_rows_at_ends_of_tiles_see_the_right_keys(kind, s_q):
+    """Tiles of 192 rows end with the last 64; their warpgroups see different blocks of 96 keys."""
+    masks = {"causal": ((-1, -1),), "window": ((5, 5), (0, 200), (70, 0))}[kind]
+    for window, bottom_right in itertools.product(masks, (False, True)):
+        for s_kv in (s_q, s_q + 100, max(1, s_q - 70)):
+            mask = "causal" if kind == "causal" else "none"
+            check_counts(s_q, s_kv, 128, mask=mask, window=window, bottom_right=bottom_right)
 
 
 @pytest.mark.parametrize("d", [16, *DIMS])

@@ -32,4 +32,10 @@ ATTNGEN_HD BlockRange block_range(Range top, Range bottom, int length) {
   return blocks;
 }
 
+// Where the blocks of some of a tile's rows end, `share`; the tile's end at `end`. Rows that see no
+// key visit all of these, so that one at least tells them.
+ATTNGEN_HD int end_of_share(const BlockRange& share, int end) {
+  return share.begin < share.end ? share.end : end;
+}
+
 }  // namespace attngen

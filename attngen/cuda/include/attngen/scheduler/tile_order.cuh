@@ -50,4 +50,12 @@ struct TileOrder {
   }
 };
 
+// The units of rows before the end of row block `row_block` of `tiles_m`, kUnits each, the last of
+// which ends with the last of `units`: what is left is above the first, whose rows see the fewest
+// keys under a causal mask.
+template <int kUnits>
+ATTNGEN_HD int end_of_tile(int row_block, int tiles_m, int units) {
+  return units - kUnits * (tiles_m - 1 - row_block);
+}
+
 }  // namespace attngen
