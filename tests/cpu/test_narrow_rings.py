@@ -23,7 +23,7 @@ def blocks(first: int, last: int, left: int, right: int, keys: int) -> tuple[int
 def operations(
     tiles: list[int], warpgroup: int, of: int, queries: int, window: tuple[int, int, int]
 ) -> list[str]:
-    """What one of `of` waits for, and releases ("-k"), as sm90_fwd/consumer.cuh.j2 has it."""
+    """What one of `of` waits for, and releases ("-k"), as sm90_fwd/tile.cuh.j2 has it."""
     found: list[str] = []
     owed = 0  # values that it has yet to pass over
     for tile in tiles:
