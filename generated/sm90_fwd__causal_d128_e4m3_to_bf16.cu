@@ -481,6 +481,15 @@ struct Consumer {
       release_v();
     }
   }
+  // A tile of which the warpgroup has no row.
+  ATTNGEN_DEVICE void pass_over_tile(const Job& job) {
+    release_q();
+#pragma unroll 1
+    for (int passed = job.block_begin; passed < job.block_end; ++passed) {
+      pass_over_k(1);  // in turns, or it would hold up values that others need to go on
+      pass_over_v(1);
+    }
+  }
 
   // What stored numbers stand for, read where the job's sequence and head find it.
   ATTNGEN_DEVICE void take_scales(const Job& job) {
@@ -719,15 +728,7 @@ struct Consumer {
     output.has_mean = false;
     take_scales(job);
 
-    if (first < 0) {  // rows that are not there
-      release_q();
-#pragma unroll 1
-      for (int passed = job.block_begin; passed < job.block_end; ++passed) {
-        pass_over_k(1);  // in turns, or it would hold up values that others need to go on
-        pass_over_v(1);
-      }
-      return;
-    }
+    if (first < 0) return pass_over_tile(job);
     const BlockRange blocks = KvIteration::blocks<kTileN>(mask_list(p), ctx, first, min_of(first + 64, ctx.q_len) - 1);
     const int block_end = end_of_share(blocks, job.block_end);
     pass_over_k(job.block_end - block_end);

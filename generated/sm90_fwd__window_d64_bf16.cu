@@ -420,6 +420,15 @@ struct Consumer {
       release_v();
     }
   }
+  // A tile of which the warpgroup has no row.
+  ATTNGEN_DEVICE void pass_over_tile(const Job& job) {
+    release_q();
+#pragma unroll 1
+    for (int passed = job.block_begin; passed < job.block_end; ++passed) {
+      pass_over_k(1);  // in turns, or it would hold up values that others need to go on
+      pass_over_v(1);
+    }
+  }
 
   // The warpgroup's queries stay in shared memory.
   struct Queries {};
@@ -591,13 +600,7 @@ struct Consumer {
     if (first >= ctx.q_len) {
       pass_over_v(passed_v);
       passed_v = 0;
-      release_q();
-#pragma unroll 1
-      for (int passed = job.block_begin; passed < job.block_end; ++passed) {
-        pass_over_k(1);  // in turns, or it would hold up values that others need to go on
-        pass_over_v(1);
-      }
-      return;
+      return pass_over_tile(job);
     }
     pass_over_k(job.block_end - block_end);
     take_queries(queries);
