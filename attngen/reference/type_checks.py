@@ -64,7 +64,9 @@ def _is_number(value: object) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1
     # In a trace a number may be symbolic, and be asked for nothing but its type.
-    return isinstance(value, (int, float)) or hasattr(value, "__float__")
+    if isinstance(value, (int, float)):
+        return True
+    return hasattr(value, "__float__") and not hasattr(value, "__len__")  # nor an array
 
 
 def _kind(value: object) -> str:

@@ -16,10 +16,10 @@ TENSORS = [
     "alibi_slopes",
 ]
 OTHERS = {
-    "softmax_scale": ["0.1", torch.ones(2), 1j, [0.1]],
-    "softcap": [None, "30", {}],
+    "softmax_scale": ["0.1", torch.ones(2), 1j, [0.1], ROW, np.array(0.1)],
+    "softcap": [None, "30", {}, np.array(30)],
     "dropout_p": [None, "0.5"],
-    "max_seqlen_q": ["8"],
+    "max_seqlen_q": ["8", ROW],
     "page_table": [(ROW, ROW), (None, None)],
     "score_mod": [3],
     "mask_mod": ["causal"],
