@@ -29,7 +29,7 @@ from torch import Tensor
 
 import attngen
 from attngen import layouts, reference
-from attngen.ops import forward, frontend, operation, recent
+from attngen.ops import backward, forward, frontend, operation, recent
 from attngen.spec import SHORT_HEAD_DIM
 
 Result = TypeVar("Result")
@@ -118,6 +118,17 @@ def small_tiles(wanted: bool) -> Iterator[None]:
         finally:
             for each in known:
                 each.clear()
+
+
+@contextlib.contextmanager
+def narrow_windows(wanted: bool) -> Iterator[None]:
+    """Backwards launch the kernels for narrow windows, where there are some, or never do."""
+    with mock.patch.object(backward, "is_narrow", lambda *_: wanted):
+        backward._ready.clear()
+        try:
+            yield
+        finally:
+            backward._ready.clear()
 
 
 def run(tensors: tuple[Tensor, ...], mask: str = "causal") -> tuple[Tensor, Tensor]:

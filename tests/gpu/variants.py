@@ -157,7 +157,14 @@ def check_max_logit(
 
 
 def check_backward(variant: Variant, seed: int = 0) -> None:
-    """Asserts the rules for the gradients of q, k, v and the sink, LSE's gradient included."""
+    """Asserts the rules for the gradients of q, k, v and the sink, LSE's gradient included; by the
+    kernels for narrow windows and by the others, where there are both."""
+    for narrow in (False, True)[: len(variant.backward.orders())]:
+        with oracle.narrow_windows(narrow):
+            _check_backward(variant, seed)
+
+
+def _check_backward(variant: Variant, seed: int) -> None:
     operands = variant.case.operands(seed)
     arguments = variant.arguments
     d_o = oracle.randn(*operands[0].shape[:-1], variant.case.d_v, dtype=operands[0].dtype, seed=91)
