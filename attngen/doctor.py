@@ -150,7 +150,7 @@ def check_tuned() -> str:
     try:
         found = {path: tuned.read(path) for path in map(tuned.file_of, tuned.DEFAULT_CHIPS) if path}
     except PlanError as error:
-        advice = f"no kernel builds until it is: unset {tuned.CHIP_VARIABLE}, or run attngen tune"
+        advice = f"no forward builds so: unset {tuned.CHIP_VARIABLE}, or run attngen tune"
         raise Missing(str(error), advice) from error
     if not found:
         return "none: the heuristics decide"
