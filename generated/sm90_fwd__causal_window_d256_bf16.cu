@@ -602,9 +602,8 @@ struct Consumer {
 
     // Of a tile that sees no key the one block, in which every key is masked.
     const BlockRange blocks = KvIteration::blocks<kTileN>(mask_list(p), ctx, first, max_of(min_of(first + 64, ctx.q_len) - 1, first));
-    const bool sees = blocks.begin < blocks.end;
-    const int block_end = sees ? blocks.end : job.block_end;
-    last_block = max_of(sees ? blocks.begin : job.block_end - 1, job.block_begin);
+    const int block_end = end_of_share(blocks, job.block_end);
+    last_block = max_of(blocks.begin < blocks.end ? blocks.begin : job.block_end - 1, job.block_begin);
     if (first >= ctx.q_len) {
       pass_over_v(passed_v);
       passed_v = 0;
