@@ -55,7 +55,7 @@ OPERANDS = {
         lambda: {"q": make(2, 99, 4, 264), "k": make(2, 7, 2, 264)},
         "head_dim",
     ),
-    "v head dim": (lambda: {"v": make(2, 7, 2, 264)}, "head_dim_v"),
+    "v head dim": (lambda: {"v": make(2, 7, 2, 520)}, "head_dim_v"),
 }
 
 # Keyword arguments, and a word of the message.
