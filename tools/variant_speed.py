@@ -2,7 +2,8 @@
 
     python tools/variant_speed.py -o docs/results/variants.json
 
-Forward and backward at batch 4, 4096 tokens, 16 heads, head dim 128, causal; interleaved rounds,
+Forward and backward at batch 4, 4096 tokens, 16 heads, head dim 128, causal; calls in CUDA graphs,
+since autograd keeps the host longer than a windowed backward keeps the GPU; interleaved rounds,
 medians. docs/results/README.md says what the fields mean.
 """
 
@@ -29,6 +30,7 @@ from tools.reports import write_report  # noqa: E402
 SCHEMA = 1
 BATCH, LENGTH, HEADS, HEAD_DIM = 4, 4096, 16, 128
 WINDOW = 512
+CALLS = 4  # in a graph
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "alibi": {"alibi_slopes": True},
@@ -102,17 +104,33 @@ def calls_of(arguments: dict[str, Any]) -> tuple[Call, Call]:
     return forward, backward
 
 
+def captured(call: Call, stream: torch.cuda.Stream) -> Call:
+    """A graph of CALLS such calls. stream: where what a backward differentiates was made."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(CALLS):
+            call()
+    return graph.replay
+
+
 def measure(rounds: int, budget_ms: float) -> list[dict[str, Any]]:
     """One row a variant and direction."""
     made = {name: problems(arguments) for name, arguments in VARIANTS.items()}
     wanted = {problem for pair in made.values() for problem in pair}
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda problem: build_problem(problem, "sm_90a"), wanted))
-    calls = {name: calls_of(arguments) for name, arguments in VARIANTS.items()}
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        calls = {name: calls_of(arguments) for name, arguments in VARIANTS.items()}
+        for pair in calls.values():
+            for call in pair:
+                call()  # kernels are loaded
+    stream.synchronize()
     rows = []
     for index, direction in enumerate(("fwd", "bwd")):
-        timed = {name: pair[index] for name, pair in calls.items()}
-        ms = time_interleaved(timed, rounds, budget_ms)
+        graphs = {name: captured(pair[index], stream) for name, pair in calls.items()}
+        taken = time_interleaved(graphs, rounds, budget_ms)
+        ms = {name: each / CALLS for name, each in taken.items()}
         flops = (4, 10)[index] * BATCH * HEADS * LENGTH**2 * HEAD_DIM / 2
         for name, arguments in VARIANTS.items():
             main = max(plans(made[name][index], "sm_90a"), key=lambda plan: hasattr(plan, "tile"))
