@@ -74,6 +74,14 @@ extern "C" float low(float cap, float unit, int n, const float* x, float* y) {
   for (int i = 0; i < n; ++i) y[i] = x[i] * low.factor(x[i]);
   return low.limit;
 }
+extern "C" float low_log2(float cap, float unit) {
+  return SoftcapScore{cap, 1.f / cap}.low_log2(unit);
+}
+extern "C" float middle(float cap, float unit, int n, const float* x, float* y) {
+  const SoftcapScore::Middle middle = SoftcapScore{cap, 1.f / cap}.middle(unit);
+  for (int i = 0; i < n; ++i) y[i] = x[i] * middle.factor(x[i]);
+  return middle.limit_log2;
+}
 """
 SINK = """
 }  // namespace attngen
@@ -192,6 +200,40 @@ def test_softcap_of_low_scores_is_close_and_below_falls_faster(compile_cpp, cap,
     assert (np.abs(found - wanted)[near] <= 1.26e-5 * np.abs(wanted)[near]).all()
     assert (np.exp(wanted[~near]) < 3e-5).all() and (np.diff(found) >= 0).all()
     assert np.abs(np.exp(found) - np.exp(wanted))[~near].max() < 1.5e-8
+
+
+@pytest.mark.parametrize("unit", [1.4426950408889634, 0.1275])
+@pytest.mark.parametrize("cap", [12.0, 19.0, 20.5, 50.0, 300.0, 2e4])
+def test_softcap_up_to_the_cap_is_close_and_beyond_rises_and_falls(compile_cpp, cap, unit) -> None:
+    code = library(compile_cpp, SOFTCAP, ("score", "softcap"))
+    code.middle.restype = ctypes.c_float
+    scale = unit / 1.4426950408889634
+    x = np.linspace(-40 * cap / scale, 40 * cap / scale, 80001).astype(np.float32)
+    y = np.empty_like(x)
+    limit = code.middle(
+        ctypes.c_float(cap / scale), ctypes.c_float(unit), len(x), pointer(x), pointer(y)
+    )
+    if cap < 20 or cap / scale > 1e4:
+        assert limit == -np.inf
+        return
+    wanted = cap * np.tanh(x.astype(np.float64) * scale / cap)
+    found = y * np.log(2)
+    near, below = np.abs(x) * scale <= cap, x * scale < -cap
+    assert (np.abs(found - wanted)[near] <= 7.3e-6 * np.abs(wanted)[near]).all()
+    assert (np.diff(found) >= 0).all()
+    assert np.abs(np.exp(found[below]) - np.exp(wanted[below])).max() < 1.5e-8
+    assert (y[x * scale > cap] >= limit).all() and limit == pytest.approx(y[near][-1], rel=1e-3)
+
+
+@pytest.mark.parametrize("cap", [12.0, 26.0, 50.0, 300.0])
+def test_softcap_above_low_scores_no_weight_is_as_small(compile_cpp, cap) -> None:
+    code = library(compile_cpp, SOFTCAP, ("score", "softcap"))
+    code.low_log2.restype = ctypes.c_float
+    limit = code.low_log2(ctypes.c_float(cap), ctypes.c_float(1.4427))
+    x = np.linspace(0.45 * cap, 40 * cap, 40001).astype(np.float32)
+    y = np.empty_like(x)
+    code.low(ctypes.c_float(cap), ctypes.c_float(1.4427), len(x), pointer(x), pointer(y))
+    assert limit == -np.inf if cap < 25 else (y >= limit).all() and limit > 0.999 * y[0]
 
 
 def test_softcap_infinite_scores_reach_the_cap(compile_cpp) -> None:

@@ -99,22 +99,23 @@ ATTNGEN_DEVICE void gemm_accumulate(float (&acc)[Mma::kN / 2], const u32 (&a)[4 
 }
 
 // The warp's rows of gemm_shared_shared's product by the warp alone, for what is hardly ever done.
-template <class Element, int kN, int kSteps, u32 kABoxBytes, u32 kBBoxBytes>
+template <class Element, int kN, int kSteps, u32 kABoxBytes, u32 kBBoxBytes,
+          u32 kBGroupBytes = 1024>
 ATTNGEN_DEVICE void gemm_of_warp(float (&acc)[kN / 2], u32 a_tile, u32 b_tile, int warp, int lane) {
   const u32 row = warp * 16 + (lane & 15);
-  const u32 key = (lane & 7) + (lane >> 4) * 8;
+  const u32 key = (lane & 7) * 128 + (lane >> 4) * kBGroupBytes;
 #pragma unroll
   for (float& x : acc) x = 0.f;
 #pragma unroll 1
   for (int step = 0; step < kSteps; ++step) {
     const u32 a_slot = (step % 4 * 2 + (lane >> 4)) ^ (row & 7);
-    const u32 b_slot = (step % 4 * 2 + (lane >> 3 & 1)) ^ (key & 7);
+    const u32 b_slot = (step % 4 * 2 + (lane >> 3 & 1)) ^ (lane & 7);
     u32 a[4];
     load_matrix_x4(a, a_tile + step / 4 * kABoxBytes + row * 128 + a_slot * 16);
 #pragma unroll
     for (int n = 0; n < kN / 16; ++n) {
       u32 b[4];
-      load_matrix_x4(b, b_tile + step / 4 * kBBoxBytes + n * 2048 + key * 128 + b_slot * 16);
+      load_matrix_x4(b, b_tile + step / 4 * kBBoxBytes + n * 2 * kBGroupBytes + key + b_slot * 16);
       Element::multiply_add(acc + n * 8, a, b[0], b[1]);
       Element::multiply_add(acc + n * 8 + 4, a, b[2], b[3]);
     }

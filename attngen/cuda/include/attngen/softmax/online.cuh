@@ -181,6 +181,12 @@ struct BlockSoftmax {
     state.row_sum[half] += exponentiate<kFrom, kTo>(scores, half, factor);
   }
 
+  // The same, and their sum alone.
+  template <int kFrom, int kTo, class Factor>
+  ATTNGEN_DEVICE float weights_by(Factor factor, float (&scores)[kN / 2], int half) const {
+    return exponentiate<kFrom, kTo>(scores, half, factor);
+  }
+
   // Replaces the scores by weights, packs these and adds them to the sums, a kParts-th at a time:
   // the exponentials of each run under the sums of the one before. Left to itself, the compiler
   // puts what takes a result 17 cycles behind its exponential, which needs 34.
