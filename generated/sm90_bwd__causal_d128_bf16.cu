@@ -514,10 +514,13 @@ struct Consumer {
     gemm_shared_across<DqMma, kTileN / 16, kQueryBoxBytes, kKeyBoxBytes>(dq, dq_rows(), dq_keys());
   }
   // dQ is there, and the dS that it took has been read.
-  ATTNGEN_DEVICE void finish_dq(Dq& dq) {
+  ATTNGEN_DEVICE void release_ds(Dq& dq) {
     settle(dq);
     if (lane == 0) mbarrier_arrive(smem + kDsEmpty + ds_read.stage * 8);
     ds_read.advance();
+  }
+  ATTNGEN_DEVICE void finish_dq(Dq& dq) {
+    release_ds(dq);
     hand_over_dq(dq);
   }
   ATTNGEN_DEVICE void issue_dk(Gradients& sums, const u32 (&packed_gradients)[kTileM / 4]) const {
@@ -598,6 +601,22 @@ struct Consumer {
       tma_store(map, tile + box * kBoxBytes, box * 64, row, job.head, kv_sequence(p).batch_index(job.batch));
     }
   }
+  // dK goes where dS was, and to memory with dV, which is staged; keys are read no more.
+  ATTNGEN_DEVICE void leave(const Gradients& sums, u32 dv_tile, const Job& job) const {
+    if (lane == 0) mbarrier_arrive(smem + kKEmpty);
+    named_barrier_sync(kConsumersBarrier, kConsumers * 128);  // every warpgroup's dQ has read dS
+    const u32 dk_tile = smem + kSmemDs + warpgroup * kQueryBoxBytes;
+    constexpr u32 kDkBoxBytes = kConsumers * kQueryBoxBytes;
+    static_assert(kQkBoxes <= kDsStages && kTileM >= 64, "room for dK");
+    stage_rows<Element, DkMma::kN, kDkBoxBytes>(dk_tile, sums.dk, p.scale, warp, lane);
+    fence_async_shared();
+    named_barrier_sync(kWarpgroupBarrier + warpgroup, 128);
+    if (warp == 0 && lane == 0) {
+      store<kVBoxes, kKeyBoxBytes>(dv_tile, &p.map_dv, job);
+      store<kQkBoxes, kDkBoxBytes>(dk_tile, &p.map_dk, job);
+      tma_store_commit();
+    }
+  }
 
   ATTNGEN_DEVICE void run_tile(const Job& job, u32 parity) {
     const Context ctx = tile_context(p, job.batch, job.head * p.group_size);
@@ -630,19 +649,7 @@ struct Consumer {
       wgmma_wait<0>();
       finish_dq(dq);
     }
-    if (lane == 0) mbarrier_arrive(smem + kKEmpty);
-    named_barrier_sync(kConsumersBarrier, kConsumers * 128);  // every warpgroup's dQ has read dS
-    const u32 dk_tile = smem + kSmemDs + warpgroup * kQueryBoxBytes;
-    constexpr u32 kDkBoxBytes = kConsumers * kQueryBoxBytes;
-    static_assert(kQkBoxes <= kDsStages && kTileM >= 64, "room for dK");
-    stage_rows<Element, DkMma::kN, kDkBoxBytes>(dk_tile, sums.dk, p.scale, warp, lane);
-    fence_async_shared();
-    named_barrier_sync(kWarpgroupBarrier + warpgroup, 128);
-    if (warp == 0 && lane == 0) {
-      store<kVBoxes, kKeyBoxBytes>(dv_tile, &p.map_dv, job);
-      store<kQkBoxes, kDkBoxBytes>(dk_tile, &p.map_dk, job);
-      tma_store_commit();
-    }
+    leave(sums, dv_tile, job);
   }
 
   ATTNGEN_DEVICE void run(const volatile Job* slot) {
