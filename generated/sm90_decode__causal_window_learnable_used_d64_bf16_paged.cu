@@ -42,6 +42,12 @@ constexpr u32 kKEmpty = kKFull + 8 * kStages;
 constexpr u32 kVFull = kKEmpty + 8 * kStages;
 constexpr u32 kVEmpty = kVFull + 8 * kStages;
 
+// Whether SMs have two CTAs or one, and neither but a few.
+ATTNGEN_DEVICE bool shared_unevenly() {
+  const u32 ctas = gridDim.x * gridDim.y;
+  return ctas * 8 > multiprocessors() * 9 && ctas * 8 < multiprocessors() * 15;
+}
+
 // Named barriers: 0 is __syncthreads.
 constexpr u32 kConsumersBarrier = 1;
 constexpr u32 kReadyBarrier = 2;  // of the warp that makes mbarriers and the one that waits first
@@ -321,6 +327,7 @@ struct Loader {
       tma_prefetch_map(&p.map_v);
     }
     RingPosition<kStages> ring;
+    const bool together = shared_unevenly();
     const KBlocks k_blocks(PageFetch{p.k_page_table, p.k_page_table_stride, p.k_page_size, p.k_page_reciprocal, p.k_page_shift}, &p.map_k, job.batch, job.kv_head, job.kv_len, lane);
     const VBlocks v_blocks(PageFetch{p.v_page_table, p.v_page_table_stride, p.v_page_size, p.v_page_reciprocal, p.v_page_shift}, &p.map_v, job.batch, job.kv_head, job.kv_len, lane);
     // A block ahead, so that no copy waits for the table.
@@ -332,6 +339,7 @@ struct Loader {
       const u32 keys = smem + kSmemK + ring.stage * kQkBoxes * kKeyBoxBytes;
       const u32 values = smem + kSmemV + ring.stage * kVBoxes * kKeyBoxBytes;
       mbarrier_wait(smem + kKEmpty + ring.stage * 8, ring.parity ^ 1);
+      if (together) mbarrier_wait(smem + kVEmpty + ring.stage * 8, ring.parity ^ 1);
       k_blocks.load(k_box, keys, smem + kKFull + ring.stage * 8, block, kEvictFirst);
       k_box = k_blocks.find(block + 1);
       mbarrier_wait(smem + kVEmpty + ring.stage * 8, ring.parity ^ 1);

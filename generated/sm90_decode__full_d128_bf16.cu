@@ -44,6 +44,12 @@ constexpr u32 kVEmpty = kVFull + 8 * kStages;
 // Stages in use: all where each CTA has an SM to itself.
 ATTNGEN_DEVICE u32 used_stages() { return gridDim.x * gridDim.y > multiprocessors() ? 2 : kStages; }
 
+// Whether SMs have two CTAs or one, and neither but a few.
+ATTNGEN_DEVICE bool shared_unevenly() {
+  const u32 ctas = gridDim.x * gridDim.y;
+  return ctas * 8 > multiprocessors() * 9 && ctas * 8 < multiprocessors() * 15;
+}
+
 // Named barriers: 0 is __syncthreads.
 constexpr u32 kConsumersBarrier = 1;
 constexpr u32 kReadyBarrier = 2;  // of the warp that makes mbarriers and the one that waits first
@@ -255,6 +261,7 @@ struct Loader {
     }
     RingPosition<kStages> ring;
     const u32 stages = used_stages();
+    const bool together = shared_unevenly();
     named_barrier_sync(kReadyBarrier, 64);
     if (lane > 0) return;
 #pragma unroll 1
@@ -262,6 +269,7 @@ struct Loader {
       const u32 keys = smem + kSmemK + ring.stage * kQkBoxes * kKeyBoxBytes;
       const u32 values = smem + kSmemV + ring.stage * kVBoxes * kKeyBoxBytes;
       mbarrier_wait(smem + kKEmpty + ring.stage * 8, ring.parity ^ 1);
+      if (together) mbarrier_wait(smem + kVEmpty + ring.stage * 8, ring.parity ^ 1);
       load<kQkBoxes>(&p.map_k, keys, smem + kKFull + ring.stage * 8, block);
       mbarrier_wait(smem + kVEmpty + ring.stage * 8, ring.parity ^ 1);
       load<kVBoxes>(&p.map_v, values, smem + kVFull + ring.stage * 8, block);

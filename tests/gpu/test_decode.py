@@ -11,6 +11,7 @@ from torch import Tensor
 
 import attngen
 from attngen import AttentionSpec
+from attngen.ops import short
 
 from . import gradients, oracle
 
@@ -117,6 +118,34 @@ def test_decode_every_page_size_is_right(d, page):
 @pytest.mark.parametrize("lengths", [[5000, 3, 0, 64], [1], [65, 4096]], ids=str)
 def test_decode_any_number_of_splits_is_right(lengths, splits):
     check(queries(len(lengths), 1, 8, 128), cache(lengths, 1, 128), num_splits=splits)
+
+
+def places() -> tuple[int, int]:
+    """SMs of the device, and heads of sequences of which some ten fill them."""
+    found = short.multiprocessors(0)
+    return found, max(1, found // 16)
+
+
+def check_layout(layout: str, lengths: list[int], heads: int, d: int) -> None:
+    """Over pages, or dense, where equal lengths are those of the tensors."""
+    q = queries(len(lengths), 1, 2 * heads, d)
+    if layout == PAGED:
+        check(q, cache(lengths, heads, d))
+        return
+    k, v = (oracle.randn(len(lengths), max(lengths), heads, d, seed=part) for part in (1, 2))
+    if len({*lengths}) > 1:
+        held = torch.tensor(lengths, dtype=torch.int32, device=oracle.DEVICE)
+        oracle.check_call(q, k, v, seqused_kv=held)
+    else:
+        oracle.check_call(q, k, v)
+
+
+@pytest.mark.parametrize("layout", [PAGED, "bshd"])
+@pytest.mark.parametrize("share", [1.2, 1.5, 1.8])
+def test_decode_ctas_that_share_sms_unevenly_are_right(share, layout):
+    sms, heads = places()
+    n = round(share * sms / heads)
+    check_layout(layout, [i * 37 % 300 for i in range(n)], heads, 128)
 
 
 @pytest.mark.parametrize("s_q", [1, 2, 3, 7, 16, 40, 150])
