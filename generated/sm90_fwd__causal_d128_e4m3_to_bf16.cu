@@ -271,9 +271,9 @@ struct Scheduler {
     const TileCoord tile = order.at<kLongestFirst>(index);
     const Context ctx = tile_context(p, tile.batch, tile.head);
     const int row_block = end_of_tile<kConsumers>(tile.row_block, p.tiles_m, ceil_div(ctx.q_len, 64));
-    const int first = first_row_of(row_block);
-    const int last = min_of(first + kTileM, ctx.q_len) - 1;
-    const BlockRange blocks = KvIteration::blocks<kTileN>(mask_list(p), ctx, max_of(first, 0), last);
+    const int first = max_of(first_row_of(row_block), 0);
+    const int last = min_of(row_block * 64, ctx.q_len) - 1;
+    const BlockRange blocks = KvIteration::blocks<kTileN>(mask_list(p), ctx, first, last);
     slot->row_block = row_block;
     slot->head = tile.head;
     slot->kv_head = tile.head / p.group_size;

@@ -27,6 +27,7 @@ ARCH = "sm_90a"
 SMEM_BYTES = SM_BYTES - CTA_RESERVED_BYTES  # 227 KB a CTA may use
 JOB_BYTES = 24  # struct Job of the forward, and more of queries and of keys whose lengths vary
 JOB_BYTES_QUERIES, JOB_BYTES_KEYS = 16, 8
+JOB_BYTES_CUT = 8  # and of tiles of two sizes
 BARRIER_BYTES = 8
 DROP_WORD_BYTES = 20  # a key of a warp's block: struct DropWords
 # Tensor cores cut 8-bit products to the bits of the running sum. Up to so many columns of V each
@@ -470,6 +471,11 @@ def stores_directly(problem: Problem) -> bool:
     return problem.dtype_o == "fp32" or problem.gather
 
 
+def cuts_tiles(problem: Problem, choice: Choice) -> bool:
+    """Whether tiles, which cost the same, are of two sizes, so that a last round is short."""
+    return problem.eight_bit and choice.consumers == 3 and not problem.masks
+
+
 def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
     """Bytes of each shared-memory region; head dims round up to whole 128-byte boxes."""
     row_bytes_qk = 128 * _boxes(problem.head_dim_qk, DTYPE_BYTES[problem.dtype_q])
@@ -485,6 +491,7 @@ def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
     barriers += 2 * choice.consumers * problem.bias
     job = JOB_BYTES + JOB_BYTES_QUERIES * (problem.q_seq != "dense")
     job += JOB_BYTES_KEYS * (problem.kv_seq != "dense")
+    job += JOB_BYTES_CUT * cuts_tiles(problem, choice)
     stage_v = tile.n * row_bytes_v
     if problem.eight_bit:  # transposed: a row a column of V, 128 keys a box
         stage_v = problem.head_dim_v * 128 * -(-tile.n // 128)
@@ -540,7 +547,8 @@ def explain(
         explain_order(choice.softmax),
         *promoted,
         "tiles drawn from a counter, "
-        + ("longest rows first" if schedule.longest_first else "one head after another"),
+        + ("longest rows first" if schedule.longest_first else "one head after another")
+        + (", those of a last round of 128 rows" if cuts_tiles(problem, choice) else ""),
     )
 
 

@@ -18,6 +18,7 @@ HOST_HEADERS = (
     "attngen/mma/fragment.cuh",
     "attngen/platform.cuh",
     "attngen/scheduler/block_range.cuh",
+    "attngen/scheduler/cut_tiles.cuh",
     "attngen/scheduler/kv_blocks.cuh",
     "attngen/scheduler/q_blocks.cuh",
     "attngen/scheduler/sequence_order.cuh",

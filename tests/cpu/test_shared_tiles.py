@@ -16,13 +16,22 @@ from attngen.plan import plan
 
 UNBOUNDED = 1 << 30
 UNITS = 3  # warpgroups of a tile
+CTAS = 2
 SOURCE = """
 #include "attngen/scheduler/block_range.cuh"
+#include "attngen/scheduler/cut_tiles.cuh"
 #include "attngen/scheduler/tile_order.cuh"
 using namespace attngen;
 extern "C" int tile_end(int row_block, int tiles_m, int units) {
   return end_of_tile<3>(row_block, tiles_m, units);
 }
+// Of one head's tiles.
+extern "C" void cut_tile(int units, int ctas, int index, int* tile) {
+  const CutTile found = CutTiles<3, 2>::of(units, 1, ctas).at(index);
+  tile[0] = found.begin;
+  tile[1] = found.end;
+}
+extern "C" int cut_tiles(int units, int ctas) { return CutTiles<3, 2>::of(units, 1, ctas).count(); }
 extern "C" int share_end(int begin, int end, int tile_end) {
   return end_of_share({begin, begin, end, end}, tile_end);
 }
@@ -36,7 +45,8 @@ SEQUENCES = [*itertools.product((1, 2, 3, 4, 5, 6, 7, 12, 13), (1, 2, 5, 6, 9, 1
 @pytest.fixture(scope="module")
 def tiles_of(compile_cpp: Callable[..., Path], mask_library) -> TilesOf:
     """`tiles_of(masks, sequence, window, own, block)` → tiles of which a warpgroup has `own` rows,
-    as sm90_fwd/producer.cuh.j2 and tile.cuh.j2 find their blocks; end -1: it has no rows."""
+    as sm90_fwd/producer.cuh.j2 and tile.cuh.j2 find their blocks; end -1: it has no rows. Without
+    masks tiles are cut for two CTAs."""
     found = ctypes.CDLL(str(compile_cpp(SOURCE)))
 
     def call(
@@ -46,20 +56,26 @@ def tiles_of(compile_cpp: Callable[..., Path], mask_library) -> TilesOf:
         ranges = mask_library(masks).block_ranges
         units = -(-sequence[0] // own)
         tiles_m = -(-sequence[0] // (UNITS * own))
-        for number in range(tiles_m):
-            end = found.tile_end(number, tiles_m, units)
+        for number in range(tiles_m if masks else found.cut_tiles(units, CTAS)):
+            cut = (ctypes.c_int * 2)()
+            if masks:
+                cut[1] = found.tile_end(number, tiles_m, units)
+                cut[0] = max(cut[1] - UNITS, 0)
+            else:
+                found.cut_tile(units, CTAS, number, cut)
+            begin, end = cut
             first = (end - UNITS) * own
-            rows = [(max(first, 0), min(end * own, sequence[0]) - 1)]
-            begin, _, _, last = ranges(sequence, window, rows, block)[0].tolist()
-            blocks = range(begin, max(last, begin + 1))
+            rows = [(begin * own, min(end * own, sequence[0]) - 1)]
+            low, _, _, last = ranges(sequence, window, rows, block)[0].tolist()
+            blocks = range(low, max(last, low + 1))
             shares = []
             for row in range(first, end * own, own):
-                if row < 0:
+                if row < begin * own:
                     shares.append((row, -1))
                     continue
                 rows = [(row, min(row + own, sequence[0]) - 1)]
-                low, _, _, high = ranges(sequence, window, rows, block)[0].tolist()
-                own_end = found.share_end(low, high, blocks.stop) if masks else blocks.stop
+                least, _, _, most = ranges(sequence, window, rows, block)[0].tolist()
+                own_end = found.share_end(least, most, blocks.stop) if masks else blocks.stop
                 shares.append((row, own_end))
             yield blocks, shares
 
@@ -158,13 +174,14 @@ def stuck(
     found: list[tuple[int, ...]] = []
     draw = random.Random(0)
     lengths = ((1, 64, 65, 130, 192, 193, 333, 700), (1, 96, 130, 1000))
-    windows = [(UNBOUNDED, 0), (5, 5), (0, 0), (300, 64), (63, 300)]
+    windows = [(UNBOUNDED, 0), (5, 5), (0, 0), (300, 64), (63, 300), None]
     for queries, keys, window, corner in itertools.product(*lengths, windows, (0, 1)):
         sequence = (queries, keys, corner)
-        every = [*tiles_of(("window",), sequence, window, 64, 96)]
+        masks, bounds = (("window",), window) if window else ((), (UNBOUNDED, UNBOUNDED))
+        every = [*tiles_of(masks, sequence, bounds, 64, 96)]
         tiles = [draw.choice(every) for _ in range(6)]
         if not is_done(programs_of(tiles, in_turns), stages):
-            found.append((*sequence, *window))
+            found.append((*sequence, *bounds))
     return found
 
 
