@@ -252,8 +252,11 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> list[tup
     names = operand_names(problem, "q", "k", "v")
     # Where rows of no sequence are filled, too.
     addressed = plan.stores_rows or (plan.orders_few and problem.q_seq != "dense")
+    # Scores that outgrow float32 are made anew where no maximum was looked for.
+    remakes = problem.eight_bit and plan.pipeline.consumers == 3 and problem.masks
     names += [] if plan.stores_rows else [("map_o", map_type(problem, "o"))]
     names += [("o", "ptr")] if addressed else []
+    names += typed("ptr", "q", "k") if remakes else []
     names += [("map_bias", "tensor_map")] if problem.bias else []
     names += [("lse", "ptr")]
     names += [("max_logit", "ptr")] if problem.max_logit else []
@@ -267,6 +270,7 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[Use]]) -> list[tup
     names += [("tile_counter", "ptr")] if plan.schedule.dynamic else []
     names += [("q_schedule", "ptr")] if problem.varlen else []
     names += strides_of("o") if addressed else []
+    names += [*strides_of("q"), *strides_of("k")] if remakes else []
     names += typed("i32", "dim_qk", "dim_v") if problem.gather else []
     names += [
         ("tiles", "i32"),

@@ -1,4 +1,4 @@
-// sm90_fwd__causal_d128_e4m3_to_bf16__ee3344
+// sm90_fwd__causal_d128_e4m3_to_bf16__bdefe5
 // Rendered by attngen from kernels/sm90_fwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -33,7 +33,7 @@ constexpr int kPromoteBlocks = 20;
 constexpr int kConsumers = 3;
 constexpr int kProducerRegisters = 32;
 constexpr int kConsumerRegisters = 160;
-constexpr int kLazyRescaleLog2 = 2;
+constexpr int kLazyRescaleLog2 = 3;
 constexpr int kSoftmaxParts = 1;
 constexpr bool kPairSums = true;
 constexpr bool kLongestFirst = true;
@@ -192,6 +192,8 @@ struct Params {
   TensorMap map_k;
   TensorMap map_v;
   TensorMap map_o;
+  void* q;
+  void* k;
   void* lse;
   void* descale_q;
   void* descale_k;
@@ -202,6 +204,12 @@ struct Params {
   void* amax_s;
   void* amax_o;
   void* tile_counter;
+  long long q_stride_row;
+  long long q_stride_head;
+  long long q_stride_batch;
+  long long k_stride_row;
+  long long k_stride_head;
+  long long k_stride_batch;
   int tiles;
   int tiles_m;
   int heads_q;
@@ -223,7 +231,7 @@ struct Params {
 // NVRTC has no offsetof; natural alignment and the total size pin every member's place.
 static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by the host");
 static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
-static_assert(sizeof(Params) == 704, "packed by the host");
+static_assert(sizeof(Params) == 768, "packed by the host");
 
 
 ATTNGEN_DEVICE MaskList mask_list(const Params& p) {
@@ -628,6 +636,59 @@ struct Consumer {
     output.has_mean = true;
   }
 
+  // The thread's scores of a block of which no key is hidden, made anew from memory: slowly, but hardly ever.
+  ATTNGEN_DEVICE void remake_scores(float (&scores)[kTileN / 2], const Context& ctx, int row, int block) const {
+    const char* queries = static_cast<const char*>(p.q) + ctx.batch * p.q_stride_batch + ctx.head * p.q_stride_head;
+    const char* keys = static_cast<const char*>(p.k) + ctx.batch * p.k_stride_batch + ctx.head / p.group_size * p.k_stride_head;
+    const int first = block * kTileN + (lane & 3) * 2;
+    forget(scores);
+#pragma unroll 1
+    for (int i = 0; i < kTileN / 2; ++i) {
+      const char* query = queries + min_of(row + fragment_row(i) * 8, ctx.q_len - 1) * p.q_stride_row;
+      const char* key = keys + (first + fragment_column(i)) * p.k_stride_row;
+      float sum = 0.f;
+#pragma unroll 1
+      for (int d = 0; d < kHeadDimQk; d += 4) {
+        u32 a[2], b[2];
+        E4m3::widen(a, *reinterpret_cast<const u32*>(query + d));
+        E4m3::widen(b, *reinterpret_cast<const u32*>(key + d));
+#pragma unroll
+        for (int pair = 0; pair < 2; ++pair) {
+          const float2 x = Fp16::unpack(a[pair]);
+          const float2 y = Fp16::unpack(b[pair]);
+          sum += x.x * y.x + x.y * y.y;
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kTileN / 2; ++j) scores[j] = j == i ? sum : scores[j];
+    }
+  }
+  // Weights of a block of which no key is hidden, by rows' offsets as they are, and the end of the product
+  // before. Only what they sum up to says whether one is too large: then they and all before become smaller.
+  ATTNGEN_DEVICE void weigh_trusted(float (&scores)[kTileN / 2], Accumulators& output, u32 (&weights)[kWeightRegisters], TrustedRows& state, const Context& ctx, int row, int block) {
+    BlockSoftmax<kTileN, kPairSums> softmax = {scale_log2, shift};
+    softmax.trust(state);
+    float sum[2];
+    softmax.exponentiate_all(scores);  // under the product
+    await_product();
+    // Packed on either way: of what both left, the compiler would pack four bytes in three instructions.
+    if (!softmax.add_up(scores, sum)) {
+      pack_weights<Element, kTileN>(weights, scores);
+    } else {
+      float rescale[2];
+      if (softmax.overflowed(sum)) {
+        remake_scores(scores, ctx, row, block);
+        softmax.weigh_raised(scores, state, sum, rescale);
+      } else {
+        softmax.lower(scores, state, sum, rescale);
+      }
+      rescale_output(output, true, rescale);
+      pack_weights<Element, kTileN>(weights, scores);
+    }
+    state.row_sum[0] += sum[0];
+    state.row_sum[1] += sum[1];
+  }
+
   ATTNGEN_DEVICE static void begin_sum(Accumulators& output) {
 #pragma unroll
     for (int i = 0; i < kHeadDimV / 2; ++i) output.sum[i] = 0.f;
@@ -636,8 +697,8 @@ struct Consumer {
   // One block: its scores are computed together with the previous block's output.
   template <bool kMasked, bool kDue = false>
   ATTNGEN_DEVICE void step(const Queries& queries, float (&scores)[kTileN / 2], Accumulators& output,
-                           u32 (&weights)[kWeightRegisters], HeldRows& state, const Context& ctx, int row,
-                           int block) {
+                           u32 (&weights)[kWeightRegisters], TrustedRows& state, const Context& ctx, int row,
+                           int block, bool due = false) {
     float rescale[2];
     forget(scores);
     mbarrier_wait(smem + kKFull + k_ring.stage * 8, k_ring.parity);
@@ -646,11 +707,15 @@ struct Consumer {
     issue_output(output, weights, true);
     wgmma_wait<1>();
     release_k();
+    if constexpr (!kMasked && !kDue) {
+      weigh_trusted(scores, output, weights, state, ctx, row, block);
+      return;
+    }
     prepare_scores<kMasked>(scores, ctx, row, block);
     BlockSoftmax<kTileN, kPairSums> softmax = {scale_log2, shift};
     softmax.bound_maxima(scores);
     const bool grew = softmax.raise_rarely(scores, state, slack, rescale);
-    if constexpr (kDue) {  // among the exponentials, which keep another unit busy
+    if (due) {  // among the exponentials, which keep another unit busy
       finish_product(output, grew, rescale);
       softmax.template scale_part<1>(scores);
       promote(output, state.row_sum, [&](int piece) { softmax.template exponentiate_piece<kHeadDimV / 16>(scores, piece); });
@@ -662,19 +727,19 @@ struct Consumer {
   }
 
   // Writes LSE and turns the row sums into the factors that normalise the output.
-  ATTNGEN_DEVICE void finish_rows(RowState& state, float (&normalizer)[2], const Context& ctx, int row) const {
+  ATTNGEN_DEVICE void finish_rows(TrustedRows& state, float (&normalizer)[2], const Context& ctx, int row) const {
     float* lse = static_cast<float*>(p.lse) + (static_cast<long long>(ctx.batch) * p.heads_q + ctx.head) * ctx.q_len;
     const Softmax softmax = VanillaSoftmax{};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float max_log2 = state.row_max[half] * scale_log2 - shift;
+      const float max_log2 = state.offset[half];
       const SoftmaxRow result = softmax.finalize(ctx, max_log2, quad_sum(state.row_sum[half]));
       normalizer[half] = result.normalizer;
       const int i = row + half * 8;
       if ((lane & 3) == 0 && i < ctx.q_len) lse[i] = result.lse;
       // The largest weight of a row is 1, that of its maximum, wherever a key is visible, though beside
       // its sink it may be nothing.
-      if (p.amax_s && (lane & 3) == 0 && i < ctx.q_len && state.row_max[half] != -kInfinity) *static_cast<float*>(p.amax_s) = 1.f;
+      if (p.amax_s && (lane & 3) == 0 && i < ctx.q_len && max_log2 != -kInfinity) *static_cast<float*>(p.amax_s) = 1.f;
     }
   }
 
@@ -721,7 +786,7 @@ struct Consumer {
     float scores[kTileN / 2];
     Accumulators output;
     u32 weights[kWeightRegisters];
-    HeldRows state;
+    TrustedRows state;
     float factor[2];
     begin_sum(output);
     output.weight[0] = output.weight[1] = 0.f;
@@ -740,17 +805,20 @@ struct Consumer {
     release_k();
     int block = block_end - 1;
     prepare_scores<true>(scores, ctx, row, block);
-    BlockSoftmax<kTileN, kPairSums>{scale_log2, shift}.begin(scores, state, slack);
+    BlockSoftmax<kTileN, kPairSums>{scale_log2, shift}.begin(scores, state);
     pack_weights<Element, kTileN>(weights, scores);
     --block;
-    for (; block >= blocks.full_end && block >= job.block_begin; --block) step<true>(queries, scores, output, weights, state, ctx, row, block);
+    // Less a row, so that each has seen a key where none is hidden.
+    const int full_end = KvIteration::blocks<kTileN>(mask_list(p), ctx, first - 1, min_of(first + 64, ctx.q_len) - 1).full_end;
+    for (; block >= full_end && block >= job.block_begin; --block) step<true>(queries, scores, output, weights, state, ctx, row, block);
     const int full_begin = job.block_begin;
-    for (;;) {
-      const int due = block - (kPromoteBlocks - 1);
-      for (; block > due && block >= full_begin; --block) step<false>(queries, scores, output, weights, state, ctx, row, block);
-      if (block < full_begin) break;
-      step<false, true>(queries, scores, output, weights, state, ctx, row, block);
-      --block;
+    for (int due = block - (kPromoteBlocks - 1); block >= full_begin; --block) {
+      if (!p.scale_s) {  // else every maximum must be the true one
+        for (; block > due && block >= full_begin; --block) step<false>(queries, scores, output, weights, state, ctx, row, block);
+        if (block < full_begin) break;
+      }
+      step<false, true>(queries, scores, output, weights, state, ctx, row, block, block == due);
+      if (block == due) due -= kPromoteBlocks;
     }
 
     if (!kOutputOverQ) release_q();
@@ -790,7 +858,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(512, 1)
-sm90_fwd__causal_d128_e4m3_to_bf16__ee3344(const __grid_constant__ attngen::Params p) {
+sm90_fwd__causal_d128_e4m3_to_bf16__bdefe5(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -124,6 +124,7 @@ LAZY_LOG2 = 8
 # +10 to +13 % over 8 where scores deviate by three or four, the same where they do by one.
 LAZY_LOG2_CAPPED = 14
 LAZY_LOG2_8BIT = 2  # of e4m3's range, which ends at 448; weights begin at 2^6 then instead of 2^8
+LAZY_LOG2_TRUSTING = 3  # where sums of twelve weights tell whether one is larger than that
 # Parts of a block's 8-bit weights worth trying. Measured beside each other: up to 128 one is mostly
 # ahead, by up to 8 %, at 256 two and three are level.
 PARTS = (1, 2, 3)
@@ -187,7 +188,9 @@ def feasible(problem: Problem) -> Iterator[Plan]:
 def orders(preferred: SoftmaxOrder) -> Iterator[SoftmaxOrder]:
     """Every order that rescales as lazily as the preferred one."""
     if preferred.parts:
-        yield from (replace(preferred, parts=parts) for parts in PARTS)
+        # Sums of a whole block tell whether maxima have to be found.
+        trusting = preferred.lazy_rescale_log2 == LAZY_LOG2_TRUSTING
+        yield from (replace(preferred, parts=parts) for parts in PARTS[: 1 if trusting else None])
         return
     ahead = (0, 1, 2) if preferred.lazy_rescale_log2 else (0,)
     for quarters, rescale_first, pair_sums in itertools.product(
@@ -324,8 +327,11 @@ def choices_8bit(problem: Problem) -> Iterator[Choice]:
     largest = max(problem.head_dim_qk, problem.head_dim_v)
     few = THREE_FROM <= problem.head_dim_v and largest <= 128 and softmax.parts
     if few and not problem.varlen:
+        trusting = replace(softmax, lazy_rescale_log2=LAZY_LOG2_TRUSTING)
         for block in (96, 64):
-            three = Choice(3, block, 2, 2, False, False, False, softmax)
+            three = Choice(
+                3, block, 2, 2, False, False, False, trusting if problem.masks else softmax
+            )
             promote_blocks = PROMOTE_KEYS[3] // block
             yield replace(
                 three, promote_blocks=promote_blocks, raw_keys=block, raw_stages=RAW_STAGES
@@ -544,7 +550,10 @@ def explain(
         else "output staged over Q: its own buffer would not fit"
         if choice.output_over_q
         else "output has a place of its own, so that the next tile's Q loads early",
-        explain_order(choice.softmax),
+        explain_order(choice.softmax)
+        + (
+            " and a key is hidden" if choice.softmax.lazy_rescale_log2 == LAZY_LOG2_TRUSTING else ""
+        ),
         *promoted,
         "tiles drawn from a counter, "
         + ("longest rows first" if schedule.longest_first else "one head after another")

@@ -109,6 +109,30 @@ def test_shared_tiles_hold_every_row_once_and_visit_what_it_sees(masks, tiles_of
         assert sorted(rows) == [*range(sequence[0])], (sequence, window)
 
 
+@pytest.mark.parametrize("less", (1, 0))
+@pytest.mark.parametrize("masks", (("causal",), ("window",), ("causal", "window")), ids="+".join)
+def test_shared_tiles_rows_see_a_key_before_none_is_hidden(
+    masks, less, tiles_of, mask_library, defined
+) -> None:
+    """Weights are taken relative to what their row saw, in tile.cuh.j2 from the block on that hides
+    no key of a warpgroup's rows and of the one above: of these rows alone it would be too soon."""
+    own, block = 2, 3
+    blind = 0
+    for sequence, window in cases(masks):
+        seen = defined(masks, sequence, window)
+        for blocks, shares in tiles_of(masks, sequence, window, own, block):
+            for first, end in shares:
+                rows = range(first, min(first + own, sequence[0]))
+                if end < 0 or not rows:
+                    continue
+                ranges = mask_library(masks).block_ranges
+                bounds = ranges(sequence, window, [(first - less, rows[-1])], block)[0].tolist()
+                met = min(bounds[2], end - 1)  # in the first block maxima are found anyway
+                if met > max(bounds[1], blocks.start):
+                    blind += sum(not seen[row, met * block :].any() for row in rows)
+    assert (blind > 0) == (less == 0)
+
+
 def programs_of(tiles: list[Tile], in_turns: bool = True) -> list[list[str]]:
     """What the loading thread, the transposing warps and each warpgroup wait for, fill ("+k") and
     release ("-k"): stages of keys, of values as they lie ("r") and transposed, queries of each.

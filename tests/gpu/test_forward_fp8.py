@@ -174,6 +174,20 @@ def test_fp8_maximum_growing_near_the_lazy_limit_is_right(d, step, scale_s):
     oracle_fp8.check_call(q, flipped, v, softmax_scale=1.0, mask="causal_bottom_right", **arguments)
 
 
+@pytest.mark.parametrize("d", DIMS)
+@pytest.mark.parametrize("mask", ["none", "causal_bottom_right"])
+def test_fp8_maximum_growing_beyond_float32_is_right(d, mask):
+    """Weights relative to what a row saw before may be more than float32 holds: they grow by 2^92
+    in half of the rows, 2^369 in others, every 96 keys, and where steep scores have any sign."""
+    q, k, v = oracle_fp8.operands(2, 4, 2, 128, 672, d)
+    oracle_fp8.check_call(q, k, v, softmax_scale=30.0, mask=mask)
+    q, k = torch.zeros_like(q.float()), torch.zeros_like(k.float())
+    q[..., 0] = 1.0
+    q[:, ::2, :, 0] = 0.25
+    k[..., 0] = (64.0 * (7 - torch.arange(672, device=q.device) // 96))[None, :, None]
+    oracle_fp8.check_call(q.to(E4M3), k.to(E4M3), v, softmax_scale=4.0, mask=mask)
+
+
 @pytest.mark.parametrize("name", ["descale_q", "descale_k", "descale_v"])
 @pytest.mark.parametrize("kind", ["one", "heads", "transposed", "expanded"])
 def test_fp8_descale_is_read_through_its_strides(name, kind):

@@ -15,6 +15,9 @@ constexpr float kFaintLog2 = 64.f;
 // Of weights relative to a maximum that is not the row's: float16 holds them.
 constexpr float kLargestWeight = 0x1p14f;
 
+// Of a part of a thread's weights, up to which it holds none that e4m3 does not.
+constexpr float kLargestTrusted = 448.f;
+
 struct RowState {
   float row_max[2];
   float row_sum[2];
@@ -22,6 +25,12 @@ struct RowState {
 // Rows whose maxima stay until a block has scores above a ceiling; their offset stays as well.
 struct HeldRows : RowState {
   float ceiling[2];
+  float offset[2];
+};
+
+// Rows whose offset stays until weights become too large; -inf where no key was seen.
+struct TrustedRows {
+  float row_sum[2];
   float offset[2];
 };
 
@@ -215,9 +224,9 @@ struct BlockSoftmax {
       if (i * kPieces / (kN / 2) == piece) scores[i] = exp2_approx(scores[i]);
     }
   }
-  template <class Element>
+  template <class Element, class Rows>
   ATTNGEN_DEVICE void sum_and_pack(const float (&weights)[kN / 2], u32 (&packed)[kN / 8],
-                                   RowState& state) const {
+                                   Rows& state) const {
     float sum[2] = {0.f, 0.f};
     sum_and_pack_part<Element, 1, 0>(weights, packed, sum);
     state.row_sum[0] += sum[0];
@@ -247,6 +256,81 @@ struct BlockSoftmax {
     }
   }
 
+  // Rows that are trusted: their first block,
+  ATTNGEN_DEVICE void begin(float (&scores)[kN / 2], TrustedRows& state) {
+    find_maxima(scores);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      state.offset[half] = from_maximum(half);
+      offset[half] = finite(state.offset[half]);
+      state.row_sum[half] = exponentiate<0, kN / 4>(scores, half, scale());
+    }
+  }
+  // a block with bounds of its maxima, where rows change if these outgrow theirs by 2^slack,
+  ATTNGEN_DEVICE bool raise_rarely(const float (&scores)[kN / 2], TrustedRows& state, float slack,
+                                   float (&rescale)[2]) {
+    bool grew = outgrow(state, slack);
+    if (grew) {
+      find_raised(scores);
+      grew = outgrow(state, slack);
+    }
+    offset[0] = finite(state.offset[0]);
+    offset[1] = finite(state.offset[1]);
+    if (grew) raise(state, rescale);
+    return grew;
+  }
+  // and one whose scores are taken relative to the offsets as they are.
+  ATTNGEN_DEVICE void trust(const TrustedRows& state) {
+    offset[0] = state.offset[0];
+    offset[1] = state.offset[1];
+  }
+  // Sums of weights, and whether one of the warp may be too large, or is no number.
+  ATTNGEN_DEVICE static bool add_up(const float (&weights)[kN / 2], float (&sum)[2]) {
+    float part[4];
+#pragma unroll
+    for (int i = 0; i < kN / 2; i += 8) {
+      const float* x = weights + i;
+      const float first = (x[0] + x[1]) + (x[4] + x[5]);
+      const float second = (x[2] + x[3]) + (x[6] + x[7]);
+      const int c = i < kN / 4 ? 0 : 2;
+      const bool begins = i == 0 || i == kN / 4;
+      part[c] = begins ? first : part[c] + first;
+      part[c + 1] = begins ? second : part[c + 1] + second;
+    }
+    sum[0] = part[0] + part[2];
+    sum[1] = part[1] + part[3];
+    const auto bits = [&](int i) { return __float_as_int(part[i]); };
+    const int largest = max(max(max(bits(0), bits(1)), bits(2)), bits(3));
+    return __any_sync(~0u, largest > __float_as_int(kLargestTrusted));
+  }
+  // Whether weights of the warp are too large for float32.
+  ATTNGEN_DEVICE static bool overflowed(const float (&sum)[2]) {
+    return __any_sync(~0u, fmaxf(sum[0], sum[1]) == kInfinity);
+  }
+  // Raises offsets by whole numbers until the largest weight is 2^shift or less.
+  ATTNGEN_DEVICE void lower(float (&weights)[kN / 2], TrustedRows& state, float (&sum)[2],
+                            float (&rescale)[2]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float largest = quad_max(own_maximum(weights, half));
+      const float by = fmaxf(ceilf(log2_approx(largest)) - shift, 0.f);
+      rescale[half] = exp2_approx(-by);
+      state.offset[half] += by;
+      state.row_sum[half] *= rescale[half];
+      sum[half] *= rescale[half];
+    }
+#pragma unroll
+    for (int i = 0; i < kN / 2; ++i) weights[i] *= rescale[fragment_row(i)];
+  }
+
+  // The same of scores, whatever their maxima.
+  ATTNGEN_DEVICE void weigh_raised(float (&scores)[kN / 2], TrustedRows& state, float (&sum)[2],
+                                   float (&rescale)[2]) {
+    find_maxima(scores);
+    raise(state, rescale);
+    weigh_kept(scores, sum);
+  }
+
   // The first block of a row: maxima, weights and sums from nothing.
   ATTNGEN_DEVICE void begin(float (&scores)[kN / 2], RowState& state) {
     find_maxima(scores);
@@ -263,6 +347,24 @@ struct BlockSoftmax {
   }
 
  private:
+  ATTNGEN_DEVICE float from_maximum(int half) const {
+    return block_max[half] == -kInfinity ? -kInfinity : block_max[half] * scale_log2 - shift;
+  }
+  ATTNGEN_DEVICE bool outgrow(const TrustedRows& state, float slack) const {
+    return __any_sync(~0u, from_maximum(0) - state.offset[0] > slack ||
+                               from_maximum(1) - state.offset[1] > slack);
+  }
+  // Offsets, and what was summed by them, raised to the block's maxima.
+  ATTNGEN_DEVICE void raise(TrustedRows& state, float (&rescale)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float old = state.offset[half];
+      state.offset[half] = fmaxf(old, from_maximum(half));
+      rescale[half] = exp2_approx(old - finite(state.offset[half]));
+      state.row_sum[half] *= rescale[half];
+      offset[half] = finite(state.offset[half]);
+    }
+  }
   ATTNGEN_DEVICE static float own_maximum(const float (&scores)[kN / 2], int half) {
     float even = scores[fragment_index(half, 0)];
     float odd = scores[fragment_index(half, 1)];
