@@ -9,8 +9,9 @@ import attngen
 from attngen import AttentionSpec, SpecError
 from attngen.reference import dropout_keep_mask
 
-from . import gradients, oracle
+from . import gradients, oracle, varlen
 from .cases import DTYPES
+from .varlen import Call, Features
 
 pytestmark = pytest.mark.gpu
 STATE = (0x123456789ABCDEF, 2**40 + 5)
@@ -27,9 +28,25 @@ CASES = [
     ((40, 24), "causal_bottom_right", (-1, -1), "bf16", (2, 2, 2), (300, 77), "bshd", 0.4),
     ((248, 248), "none", (30, -1), "bf16", (1, 2, 2), (130, 130), "bhsd", 0.1),
     ((128, 128), "causal", (-1, -1), "bf16", (1, 2, 2), (200, 200), "bshd", 1.0),
+    (
+        (104, 120),
+        "causal",
+        (200, 0),
+        "bf16",
+        (1, 2, 1),
+        (400, 400),
+        "bshd",
+        0.1,
+    ),  # 112 keys a block
 ]
 IDS = [f"d{c[0][0]}x{c[0][1]}-{c[1]}-{c[3]}-s{c[5][0]}x{c[5][1]}-p{c[7]}" for c in CASES]
 EACH = pytest.mark.parametrize("case", CASES, ids=IDS)
+LENGTHS = [
+    Call("thd", (130, 0, 1, 257, 64), (300, 7, 0, 300, 129), d=128, heads=(4, 2),
+         mask="causal_bottom_right", more=Features(dropout=0.1)),
+    Call("bshd", (260, 130, 40), (257, 300, 129), room=(260, 300), d=128, dtype="fp16",
+         more=Features(dropout=0.3)),
+]  # fmt: skip
 
 
 def spec_of(case, direction="fwd", deterministic=False) -> AttentionSpec:
@@ -44,6 +61,7 @@ def spec_of(case, direction="fwd", deterministic=False) -> AttentionSpec:
 KERNELS = [
     *(spec_of(case, direction) for case in CASES for direction in ("fwd", "bwd")),
     *(spec_of(case, "bwd", True) for case in (CASES[0], CASES[3], CASES[5])),
+    *(call.spec for call in LENGTHS),
 ]
 
 
@@ -63,6 +81,11 @@ def given(case, seed=0):
 def test_forward_with_dropout_is_right(case):
     tensors, arguments = given(case)
     oracle.check_call(*tensors, **arguments)
+
+
+@pytest.mark.parametrize("call", LENGTHS, ids=str)
+def test_lengths_beside_dropout_are_right(call):
+    varlen.check(call)
 
 
 @EACH
@@ -169,3 +192,14 @@ def test_op_without_a_state_is_refused():
     short = torch.zeros(1, dtype=torch.int64, device=oracle.DEVICE)
     with pytest.raises(SpecError, match="int64 \\[2\\]"):
         torch.ops.attngen.forward(q, k, v, rng_state=short, dropout_p=0.1)
+
+
+@pytest.mark.parametrize("times", [8, 400])
+@pytest.mark.parametrize("case", CASES[:2], ids=IDS[:2])
+def test_forward_where_scores_outgrow_maxima_is_right(case, times):
+    """Keys are visited from the last on and score ever higher, so that maxima rise."""
+    (q, k, v), arguments = given(case)
+    axis = arguments["layout"].index("s")
+    ramp = torch.linspace(times, 0, k.shape[axis], device=k.device)
+    k = (k * ramp.view([-1 if i == axis else 1 for i in range(4)])).to(k.dtype)
+    oracle.check_call(q, k, v, **arguments)
