@@ -70,9 +70,16 @@ def test_order_beside_random_words_alone_is_lazy_and_ahead() -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_order_of_8_bits_is_lazy_and_in_parts(head_dim: int) -> None:
-    order = order_of(head_dim, dtype="e4m3", mask="causal")
+    order = order_of(head_dim, dtype="e4m3")
     assert order.lazy_rescale_log2 and order.parts
     assert {other.parts for other in sm90.orders(order)} == set(sm90.PARTS)
+
+
+def test_order_of_8_bits_by_sums_of_a_block_is_in_one_part() -> None:
+    """Three consumers under a mask: two, at other head dims, look for maxima."""
+    order = order_of(128, dtype="e4m3", mask="causal")
+    assert order.lazy_rescale_log2 > order_of(64, dtype="e4m3", mask="causal").lazy_rescale_log2
+    assert {other.parts for other in sm90.orders(order)} == {1}
 
 
 @pytest.mark.parametrize("feature", ["return_max_logit", "softcap"])
