@@ -156,6 +156,22 @@ def test_time_interleaved_takes_medians_of_shuffled_rounds(monkeypatch) -> None:
     assert {repeats for name, repeats in seen[2:] if name == "slow"} == {2}
 
 
+def test_time_interleaved_runs_a_call_for_a_while_before_it_counts() -> None:
+    seen: list[tuple[str, int]] = []
+    speeds = {"a": [2.0, 9.0, 1.0, 8.0, 3.0], "b": [4.0, 9.0, 7.0, 8.0, 5.0]}
+
+    def stopwatch(call, repeats: int) -> float:
+        seen.append((call(), repeats))
+        return speeds[call()].pop(0)
+
+    calls = {name: lambda name=name: name for name in speeds}
+    measured = timing.time_interleaved(calls, 2, 20.0, stopwatch, settle_ms=100.0)
+    assert measured == {"a": 2.0, "b": 6.0}  # 9 and 8 are not counted
+    expected = {"a": [50, 10], "b": [25, 5]}
+    for (name, settle), (again, counted) in zip(seen[2::2], seen[3::2], strict=True):
+        assert name == again and [settle, counted] == expected[name]
+
+
 def test_check_right_output_passes_and_wrong_ones_do_not() -> None:
     torch.manual_seed(0)
     shapes = (SMALL.heads_q, SMALL.head_dim), (2, SMALL.head_dim), (2, SMALL.head_dim_v)
