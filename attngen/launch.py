@@ -204,12 +204,13 @@ def launch(prepared: Prepared, addresses: dict[str, int], stream: int) -> None:
         if len(prepared.kept) >= PARAMETERS_KEPT:
             prepared.kept.clear()
         prepared.kept[key] = parameters
-    if prepared.loaded.kernel.dependent or prepared.paired:
-        config = _config(prepared.start, stream, prepared.loaded.kernel.dependent, prepared.paired)
+    kernel = prepared.loaded.kernel
+    if kernel.dependent or prepared.paired:
+        config = _config(prepared.start, stream, kernel.dependent, prepared.paired)
         result = driver().cuLaunchKernelEx(config, prepared.loaded.handle, parameters.pointers, 0)
     else:
         result = driver().cuLaunchKernel(*prepared.start, stream, parameters.pointers, 0)
-    checked(prepared.loaded.kernel.entry, result)
+    checked(kernel.entry, result)
 
 
 def _pack(prepared: Prepared, addresses: dict[str, int]) -> Parameters:

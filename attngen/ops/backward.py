@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import load
 from ..errors import SpecError
 from ..launch import prepare
 from ..spec import AttentionSpec
-from . import bias, schedule, sinks
+from . import bias, recent, schedule, sinks
 from .checks import device_violations, violations
 from .narrow import is_narrow
 from .needed import GRADIENTS, names_of, needed, preparing, unordered, written_by
@@ -31,15 +30,30 @@ from .operands import (
 )
 from .operation import (
     Launches,
+    Output,
+    current,
     format_of,
+    is_current,
+    is_plain,
     kernels_of,
     lay_out_workspaces,
     library,
     locate,
+    new_tensor,
     remember,
     start,
 )
-from .signature import OPTIONAL, Arguments, Wanted, schema, split, wanted_of
+from .signature import (
+    INPUTS,
+    OPTIONAL,
+    Arguments,
+    Call,
+    Wanted,
+    places_of,
+    schema,
+    split,
+    wanted_of,
+)
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -52,20 +66,31 @@ library.define(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Ready(Launches):
-    """What calls of equal shapes, strides and arguments share beside their launches: the gradients
-    that these write, which are zero where there are none. rows: where kernels leave LSE and D;
-    fills_rows: they leave out those that belong to no sequence; d_unit: what D is relative to."""
+    """What calls of equal shapes, strides and arguments share beside their launches.
 
-    gradients: tuple[str, ...]
+    outputs: the gradients that these write, contiguous, zero where there are none; returned: those
+    of q, k and v that are wanted, of_sink, dbias: whether and how those of sink and bias are.
+    gathers: whether operands begin anywhere. fixed: addresses that are the same for all. rows:
+    where kernels leave LSE and D; fills_rows: they leave out those that belong to no sequence;
+    d_unit: what D is relative to.
+    """
+
+    outputs: tuple[Output, ...]
+    returned: tuple[str, ...]
+    fixed: dict[str, int]
+    gathers: bool
+    of_sink: bool
+    dbias: bias.Gradient | None
     rows: sinks.Rows | None = None
     fills_rows: bool = False
     d_unit: float = 1.0
-    dbias: bias.Gradient | None = None
 
 
 # What kernels may do without: gradients that nobody wants, schedules of few sequences.
 UNREAD = (*GRADIENTS, *schedule.PARTS["bwd"])
+READ = ("d_o", "o", "q", "k", "v")  # by the copy engine
 _ready: dict[tuple[Any, ...], Ready] = {}
+_recent: recent.Known[tuple[Ready, tuple[str, ...]]] = {}
 Tensors = dict[str, Tensor | None]
 
 
@@ -88,32 +113,86 @@ def backward(
     Raises: SpecError with every violation; CompileError, LaunchError.
     """
     (optional, arguments), wanted = split(rest), wanted_of(rest, k is None)
-    gather = not all(readable(x) for x in (q, k, v) if x is not None) or _odd(q) or _odd(o)
-    if not gather:
-        o, d_o = copied(o), copied(d_o)
-    given: Tensors = {"q": q, "k": k, "v": v, "o": o, "d_o": d_o}
-    given |= {"lse": lse.contiguous(), "dlse": None if dlse is None else dlse.float().contiguous()}
-    given |= dict(zip(OPTIONAL, optional, strict=True))
+    operands = dict(zip(INPUTS, (q, k, v, *optional), strict=True))
     wanted = wanted._replace(
-        dsink=wanted.dsink and given["sink"] is not None,
-        dbias=wanted.dbias and given["bias"] is not None,
+        dsink=wanted.dsink and operands["sink"] is not None,
+        dbias=wanted.dbias and operands["bias"] is not None,
     )
-    key = (arguments, wanted, gather, *map(format_of, given.values()))
-    ready = remember(_ready, key, lambda: _make_ready(given, arguments, wanted, gather))
-    with torch.cuda.device(q.device):
-        load.ensure_context(q.device.index)
-        made = {name: _gradient_of(_present(given[name[1]])) for name in ready.gradients}
-        if ready.dbias:
-            made["dbias"] = ready.dbias.new(_present(given["bias"]))
-        dsink = _run(ready, {**given, **made}, wanted)
-        dbias = ready.dbias.finish(made["dbias"], q.dtype) if ready.dbias else q.new_empty(0)
-    names = [name for name in names_of(wanted) if name in made]
-    dq, dk, dv = (made[name] if name in names else q.new_empty(0) for name in GRADIENTS)
-    return dq, dk, dv, dsink, dbias
+    call = Call(arguments, places_of(tuple(operands.values())))
+    present = [x for x in operands.values() if x is not None]
+    found = differentiate(call, wanted, d_o, dlse, o, lse, present)
+    absent = (q, q, q, lse, q)  # of their dtypes
+    names = zip((*GRADIENTS, "dsink", "dbias"), absent, strict=True)
+    return tuple(found[name] if name in found else like.new_empty(0) for name, like in names)
 
 
-def _gradient_of(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+def differentiate(
+    call: Call,
+    wanted: Wanted,
+    d_o: Tensor,
+    dlse: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    operands: list[Tensor],
+) -> dict[str, Tensor]:
+    """The gradients that are wanted, by their names, of a call that nobody looks on at. operands:
+    those that it has.
+
+    Raises: SpecError with every violation; CompileError, LaunchError.
+    """
+    tensors = [d_o, o, lse, *operands]
+    if dlse is not None:
+        tensors.append(dlse)
+    key = call, wanted, dlse is None
+    known = recent.find(_recent, key, tensors)
+    if known is not None:
+        ready, names = known
+        addresses = _addresses(ready, names, tensors)
+        if ready.gathers or not any([addresses[name] % 16 for name in READ]):
+            return _run(ready, dict(zip(names, tensors, strict=True)), addresses)
+    if not all(map(is_plain, tensors)):  # but then it is dispatched
+        return dispatch(call, wanted, d_o, dlse, o, lse, operands)
+    there = {"d_o": d_o, "o": o, "lse": lse, **call.by_name(operands), "dlse": dlse}
+    q, k, v = (there[name] for name in "qkv")
+    boxes = not (_odd(_present(q)) or _odd(o)) and all(boxed(x) for x in (q, k, v) if x is not None)
+    gather = not (boxes and all(readable(x) for x in (q, k, v) if x is not None))
+    if not gather:
+        there |= {"o": copied(o), "d_o": copied(d_o)}
+    there["lse"] = lse.contiguous()
+    if dlse is not None:
+        there["dlse"] = dlse.float().contiguous()
+    formats = (call.arguments, wanted, gather, *map(format_of, there.values()))
+    ready = remember(_ready, formats, lambda: _make_ready(there, call.arguments, wanted, gather))
+    given = {name: x for name, x in there.items() if x is not None}
+    as_given = all(x is y for x, y in zip(given.values(), tensors, strict=True))
+    if as_given and gather != boxes:  # formats, and not the addresses, say where it is read from
+        recent.keep(_recent, key, tensors, (ready, tuple(given)))
+    return _run(ready, given, _addresses(ready, given, given.values()))
+
+
+def dispatch(
+    call: Call,
+    wanted: Wanted,
+    d_o: Tensor | None,
+    dlse: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    operands: list[Tensor],
+) -> dict[str, Tensor]:
+    """The same by the operation, for whoever looks on."""
+    q, k, v, *optional = call.by_name(operands).values()
+    found = torch.ops.attngen.backward(
+        *(torch.zeros_like(o) if d_o is None else d_o, dlse, q, k, v, o, lse),
+        *(*optional, *call.arguments, *wanted),
+    )
+    return dict(zip((*GRADIENTS, "dsink", "dbias"), found, strict=True))
+
+
+def _addresses(ready: Ready, names: Iterable[str], tensors: Iterable[Tensor]) -> dict[str, int]:
+    addresses = ready.fixed.copy()
+    for name, tensor in zip(names, tensors, strict=True):
+        addresses[name] = tensor.data_ptr()
+    return addresses
 
 
 def readable(tensor: Tensor) -> bool:
@@ -132,27 +211,40 @@ def copied(tensor: Tensor) -> Tensor:
     return tensor if readable(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _run(ready: Ready, given: Tensors, wanted: Wanted) -> Tensor:
-    """Fills the gradients among the given tensors, on the current stream; returns that of the
-    sink."""
-    sink, lse = given["sink"] if wanted.dsink else None, _present(given["lse"])
+def _run(ready: Ready, given: dict[str, Tensor], addresses: dict[str, int]) -> dict[str, Tensor]:
+    """The gradients that are wanted, on the current stream. given: tensors that there are;
+    addresses: theirs, and the fixed ones."""
+    if not is_current(ready.device):
+        with current(ready.device):
+            return _run(ready, given, addresses)
+    made = {}
+    for output in ready.outputs:
+        made[output.name] = tensor = new_tensor(output.sizes, output.strides, output.dtype)
+        addresses[output.name] = tensor.data_ptr()
+    found = {name: made[name] for name in ready.returned}
     if not ready.launches:
-        for name in (*ready.gradients, *(["dbias"] if ready.dbias else [])):
-            _present(given[name]).zero_()
-        if sink is None:
-            return lse.new_empty(0)
-        # No query sees a key: each LSE is its head's sink, but for rows of no sequence.
-        if (dlse := given["dlse"]) is None:
-            return sink.new_zeros(sink.shape)
-        return dlse.masked_fill(lse == -math.inf, 0).sum(1 if dlse.ndim == 2 else (0, 2))
-    addresses = dict.fromkeys(UNREAD, 0)
-    addresses |= {name: 0 if x is None else x.data_ptr() for name, x in given.items()}
-    locate(ready, addresses)
-    rows = ready.rows if sink is not None else None
-    workspace = start(ready, addresses, rows.reset if rows and ready.fills_rows else None)
-    if sink is None or rows is None:
-        return lse.new_empty(0)
-    return sinks.gradient(sink, rows, _present(workspace)).mul_(ready.d_unit)
+        for tensor in made.values():
+            tensor.zero_()
+        if ready.of_sink:
+            found["dsink"] = _of_unseen(given["sink"], given["lse"], given.get("dlse"))
+    else:
+        locate(ready, addresses)
+        rows = ready.rows if ready.of_sink else None
+        workspace = start(ready, addresses, rows.reset if rows and ready.fills_rows else None)
+        if rows:
+            workspace = _present(workspace)
+            found["dsink"] = sinks.gradient(given["sink"], rows, workspace, ready.d_unit)
+    if ready.dbias:
+        found["dbias"] = ready.dbias.finish(made["dbias"], given["q"].dtype)
+    return found
+
+
+def _of_unseen(sink: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
+    """The gradient of a sink where no query sees a key: each LSE is its head's, but for rows of no
+    sequence."""
+    if dlse is None:
+        return sink.new_zeros(sink.shape)
+    return dlse.masked_fill(lse == -math.inf, 0).sum(1 if dlse.ndim == 2 else (0, 2))
 
 
 def _present(tensor: Tensor | None) -> Tensor:
@@ -171,7 +263,7 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bo
     reasons += device_violations({"q": q, **rows})
     if reasons := [*reasons, *_mismatches(tensors, rows, arguments)]:
         raise SpecError(reasons)
-    carriers = {n: None if (x := given[n]) is None else _gradient_of(x.to("meta")) for n in "qkv"}
+    carriers = {n: None if (x := given[n]) is None else _new(x) for n in "qkv"}
     scalars = scalars_of(q, optional, arguments, extents)
     dbias = None
     if wanted.dbias:
@@ -180,9 +272,20 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bo
         scalars = dataclasses.replace(scalars, numbers={**scalars.numbers, **dbias.numbers})
     if (added := optional["bias"]) is not None:
         extents["bias"] = bias.extent_of(added, scalars.sequences or 0, extents["q"].heads)
+    wanted_here = tuple(name for name in names_of(wanted) if carriers[name[1]] is not None)
+    new = {name: _present(carriers[name[1]]) for name in wanted_here}
+    made = {} if dbias is None else {"dbias": dbias.new(_present(given["bias"]).to("meta"))}
+    ready = Ready(
+        device=q.device,
+        outputs=_outputs({**new, **made}),
+        returned=wanted_here,
+        fixed=dict.fromkeys((*UNREAD, *(name for name, x in given.items() if x is None)), 0),
+        gathers=gather,
+        of_sink=wanted.dsink,
+        dbias=dbias,
+    )
     if not (scalars.sequences and all(tensor.numel() for tensor in tensors.values())):
-        written = tuple(n for n in names_of(wanted) if carriers[n[1]] is not None)
-        return Ready(device=q.device, gradients=written, dbias=dbias)
+        return ready
     spec = _spec(tensors, optional, arguments, gather)
     narrow = wanted.dq and is_narrow(spec.mask, extents, scalars)
     kernels = needed(kernels_of(spec, q.device, narrow=narrow), wanted)
@@ -202,19 +305,28 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bo
     of_sink = None
     if prepares := preparing(kernels):
         of_sink = sinks.rows_of(prepares, offsets, extents["q"], scalars.sequences)
-    return Ready(
-        device=q.device,
+    new = {name: _present(carriers[name[1]]) for name in written}
+    return dataclasses.replace(
+        ready,
+        outputs=_outputs({**new, **made}),
         sources=sources,
         launches=tuple(prepare(each, extents, scalars) for each in kernels),
         offsets=offsets,
         workspace_bytes=size,
         counts_tiles=any("tile_counter" in each.kernel.workspace for each in kernels),
-        gradients=written,
         rows=of_sink,
         fills_rows=any(each.kernel.q_seq != "dense" for each in kernels),
         d_unit=scalars.numbers["keep_scale"],  # with dropout
-        dbias=dbias,
     )
+
+
+def _new(tensor: Tensor) -> Tensor:
+    """A gradient of it, of which only the format counts."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _outputs(tensors: dict[str, Tensor]) -> tuple[Output, ...]:
+    return tuple(Output.like(name, x, 0.0) for name, x in tensors.items())
 
 
 def _mismatches(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -17,13 +18,14 @@ from ..reference.dropout import draw_rng_state
 from ..reference.type_checks import is_flag, type_violations
 from ..results import AttentionAux
 from . import choice, nested, recent
+from .autograd import Trained
 from .checks import refuse_derivatives
 from .decode import check_splits
 from .forward import find_ready, with_readable_bias
 from .lengths import settle as settle_lengths
 from .operation import Ready, format_of, run, unobserved
 from .schedule import Ordered, Schedule, ordered_by
-from .signature import INPUTS, OPTIONAL, Arguments
+from .signature import INPUTS, OPTIONAL, Arguments, Call, places_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -186,9 +188,11 @@ def attention(
         raise SpecError(type_violations({"q": q, "k": k, "v": v})) from error
     if nesting is not None:
         return nested.attend(attention, nesting)  # type: ignore[no-any-return]
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
     plain: recent.Call | None = None
     if (
-        (cu_seqlens_kv is None and cu_seqlens_q_padded is None and cu_seqlens_kv_padded is None)
+        (cu_seqlens_q_padded is None and cu_seqlens_kv_padded is None)
         and (attn_mask is None and bias is None and alibi_slopes is None and sink is None)
         and (descale_q is None and descale_k is None and descale_v is None and rng_state is None)
         and (scale_s is None and descale_s is None and scale_o is None and dropout_p == 0)
@@ -198,12 +202,13 @@ def attention(
         and type(window) is tuple
         and not (choice.CHECK_VALUES or torch.compiler.is_compiling())
     ):
-        tensors = (q, k, v, page_table, seqused_kv, seqused_q, cu_seqlens_q)
+        tensors = (q, k, v, page_table, seqused_kv, seqused_q, cu_seqlens_q, cu_seqlens_kv)
         plain = (
             (
                 page_table is None, seqused_kv is None, seqused_q is None, cu_seqlens_q is None,
-                layout, mask, window, bottom_right, softmax_scale, softcap, bias_type, softmax,
-                deterministic, max_seqlen_q, max_seqlen_kv, backend, out_dtype, num_splits,
+                cu_seqlens_kv is None, layout, mask, window, bottom_right, softmax_scale, softcap,
+                bias_type, softmax, deterministic, max_seqlen_q, max_seqlen_kv, backend, out_dtype,
+                num_splits,
             ),
             [x for x in tensors if x is not None],
         )  # fmt: skip
@@ -214,8 +219,6 @@ def attention(
     device = q.device.type
     if device != "meta" and torch.is_autocast_enabled(device):  # which knows no meta tensors
         q, k, v, bias = _autocast(q, k, v, bias)
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
     dense = (cu_seqlens_q is None and cu_seqlens_kv is None and seqused_q is None) and (
         seqused_kv is None and cu_seqlens_q_padded is None and cu_seqlens_kv_padded is None
     )
@@ -322,15 +325,18 @@ def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
 class _Settled:
     """What is known of calls that were checked and have a kernel: the operation's arguments, the
     query heads that take ALiBi's own slopes, whether operations take the lengths that a call gives,
-    what an order of its sequences depends on and, once launched from here, all that a launch needs:
-    for the output, or for all outputs."""
+    what an order of its sequences depends on and, once launched from here, which operands there are
+    and all that a launch needs: for the output, or for all outputs, without gradients or with."""
 
     arguments: Arguments
     default_slopes: int = 0
     lengths_as_given: bool = False
     ordered: Ordered | None = None
+    places: tuple[int, ...] | None = None
     ready: Ready | None = None
     ready_all: Ready | None = None
+    trained: Trained | None = None
+    trained_all: Trained | None = None
 
 
 _KEY_LIMIT = 4096
@@ -401,6 +407,28 @@ def _ordered(
     return _with(operands, SCHEDULE, table) if table is not None else operands
 
 
+def _train(
+    operands: tuple[Tensor | None, ...],
+    present: list[Any],
+    settled: _Settled,
+    wants_aux: bool,
+    plain: recent.Call | None,
+) -> Sequence[Tensor]:
+    """The results of a call that has gradients. present: the operands that there are."""
+    trained = settled.trained_all if wants_aux else settled.trained
+    if trained is None:
+        ready = find_ready(with_readable_bias(operands), settled.arguments)
+        assert settled.places is not None
+        trained = Trained.of(Call(settled.arguments, settled.places), ready, wants_aux)
+        if wants_aux:
+            settled.trained_all = trained
+        else:
+            settled.trained = trained
+    if plain is not None and not wants_aux:
+        recent.note(*plain, operands, trained.ready, trained)
+    return trained(present)
+
+
 def _run_kernels(
     operands: tuple[Tensor | None, ...],
     settled: _Settled,
@@ -416,16 +444,19 @@ def _run_kernels(
     if settled.arguments.dropout_p > 0:
         rng_state = draw_rng_state(q.device) if rng_state is None else rng_state.contiguous()
         operands = _with(operands, RNG_STATE, rng_state)
-    ready = settled.ready_all if wants_aux else settled.ready
-    present = operands if ready is None else [operands[place] for place, _ in ready.operands]
-    differentiable = torch.is_grad_enabled() and any(
-        [x.requires_grad for x in present if x is not None]
-    )
+    if settled.places is None:
+        settled.places = places_of(operands)
+    present: list[Any] = [operands[place] for place in settled.places]
+    differentiable = torch.is_grad_enabled() and any([x.requires_grad for x in present])
     if differentiable or forward_ad._current_level >= 0:
         refuse_derivatives(operands, differentiable)
-    if differentiable or torch.compiler.is_compiling() or not unobserved(present):
+    results: Sequence[Tensor]
+    if torch.compiler.is_compiling() or not unobserved(present):
         results = torch.ops.attngen.forward(*operands, *settled.arguments)
+    elif differentiable:
+        results = _train(operands, present, settled, wants_aux, plain)
     else:
+        ready = settled.ready_all if wants_aux else settled.ready
         operands = with_readable_bias(operands)
         if ready is None:
             ready = settled.ready_all = find_ready(operands, settled.arguments)
@@ -435,7 +466,7 @@ def _run_kernels(
             recent.note(*plain, operands, ready)
         results = run(ready, operands)
     if not wants_aux:
-        return results[0]  # type: ignore[no-any-return]
+        return results[0]
     asked = settled.arguments
     more = iter(x for x in results[2:] if x.numel())
     amax_s, amax_o = (next(more) if asked.amax else None for _ in range(2))

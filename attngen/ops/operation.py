@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -94,8 +95,27 @@ class Ready(Launches):
         unread = dict.fromkeys((x.name for x in others), unread_memory(self.device))
         return replace(self, outputs=(first,), fixed=self.fixed | unread)
 
+    def placed(self, homes: Sequence[int | None]) -> Ready:
+        """The same for a list of tensors alone. homes: of each operand, its place among these."""
+        known = {name: homes[place] for place, name in self.operands}
+        known |= {name: known[source] for name, source, offset in self.sources if not offset}
+        unaligned = self.unaligned
+
+        def elsewhere(tensors: Operands) -> Ready:
+            assert unaligned is not None  # else nobody asks
+            operands = tuple(None if home is None else tensors[home] for home in homes)
+            return unaligned(operands).placed(homes)
+
+        return replace(
+            self,
+            operands=tuple((home, name) for name, home in known.items() if home is not None),
+            sources=tuple(source for source in self.sources if source[2]),
+            unaligned=None if unaligned is None else elsewhere,
+        )
+
 
 _LIMIT = 4096
+_PLAIN = (Tensor, torch.nn.Parameter)
 WORKSPACE_ALIGNMENT = 256  # bytes; kernels need 16
 _kernels: dict[tuple[AttentionSpec, int, bool | None, bool], tuple[load.LoadedKernel, ...]] = {}
 
@@ -120,11 +140,8 @@ def format_of(operand: object) -> object:
 
 def run(ready: Ready, operands: Operands) -> list[Tensor]:
     """The outputs for operands that `ready` was made for. Raises: SpecError, LaunchError."""
-    index = ready.device.index
-    # Torch's idea of the current device and the driver's differ in a thread without a context.
-    if not torch._C._cuda_getDevice() == index == load.current_device():
-        with torch.cuda.device(ready.device):
-            load.ensure_context(index)
+    if not is_current(ready.device):
+        with current(ready.device):
             return run(ready, operands)
     results = []
     addresses = ready.fixed.copy()
@@ -136,7 +153,7 @@ def run(ready: Ready, operands: Operands) -> list[Tensor]:
     if (addresses["q"] | addresses["k"] | addresses["v"]) % 16 and ready.unaligned:
         return run(ready.unaligned(operands), operands)
     for output in ready.outputs:
-        tensor = _empty_strided_cuda(output.sizes, output.strides, output.dtype)
+        tensor = new_tensor(output.sizes, output.strides, output.dtype)
         if output.preset or not ready.launches:
             _fill(tensor, output, {name: operands[place] for place, name in ready.operands})
         addresses[output.name] = tensor.data_ptr()
@@ -144,6 +161,25 @@ def run(ready: Ready, operands: Operands) -> list[Tensor]:
     if ready.launches:
         start(ready, addresses)
     return results
+
+
+def new_tensor(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """One on the current device."""
+    return _empty_strided_cuda(sizes, strides, dtype)  # type: ignore[no-any-return]
+
+
+def is_current(device: torch.device) -> bool:
+    """Whether launches go to this device. Torch's idea of the current device and the driver's
+    differ in a thread without a context."""
+    return bool(torch._C._cuda_getDevice() == device.index == load.current_device())
+
+
+@contextmanager
+def current(device: torch.device) -> Iterator[None]:
+    """Makes it so."""
+    with torch.cuda.device(device):
+        load.ensure_context(device.index)
+        yield
 
 
 def locate(ready: Launches, addresses: dict[str, int]) -> None:
@@ -213,10 +249,12 @@ def unobserved(operands: Operands) -> bool:
     """Whether an operation on these tensors would reach its kernel with nothing before it: no
     subclass, mode, transform, trace or profiler, no lazy negation. `run` may then stand for the
     operation, whose dispatch takes 4 µs (H200 machine, torch 2.11)."""
-    for operand in operands:
-        if operand is not None and (type(operand) is not Tensor or operand.is_neg()):
-            return False
-    return undisturbed()
+    return undisturbed() and all([is_plain(x) for x in operands if x is not None])
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is of no subclass, and no lazy negation."""
+    return type(tensor) in _PLAIN and not tensor.is_neg()
 
 
 def undisturbed() -> bool:

@@ -3,8 +3,9 @@ look at its arguments."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -16,57 +17,96 @@ from torch.autograd import forward_ad
 from .operation import Ready, run, undisturbed
 from .signature import Operands
 
+if TYPE_CHECKING:
+    from .autograd import Trained
+
 _KEPT = 4  # with the same arguments; older ones are found by a key of all formats
 _KEYS = 1024
 
+Value = TypeVar("Value")
 Call = tuple[tuple[Any, ...], list[Tensor]]  # arguments and which tensors there are, and these
-_recent: dict[tuple[Any, ...], list[tuple[TensorGuards, Ready]]] = {}
+Served = Callable[[list[Tensor]], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Kept(Generic[Value]):
+    """What is known of calls of some formats. distinct: places of their tensors, each once, if one
+    is given twice; same: places of equal ones."""
+
+    guards: TensorGuards
+    value: Value
+    distinct: tuple[int, ...] | None = None
+    same: tuple[tuple[int, int], ...] = ()
+
+    def fits(self, tensors: list[Tensor]) -> bool:
+        """Whether tensors are of these formats."""
+        if self.distinct is None:
+            return bool(self.guards.check(*tensors))
+        same = all([tensors[one] is tensors[other] for one, other in self.same])
+        return same and bool(self.guards.check(*[tensors[place] for place in self.distinct]))
+
+
+Known = dict[Any, list[Kept[Value]]]
+_recent: Known[Served] = {}
+
+
+def find(known: Known[Value], arguments: Any, tensors: list[Tensor]) -> Value | None:
+    """What was kept of these arguments and of tensors of these formats. Raises: TypeError where an
+    argument has no hash."""
+    for kept in known.get(arguments, ()):
+        if kept.fits(tensors):
+            return kept.value
+    return None
+
+
+def keep(known: Known[Value], arguments: Any, tensors: list[Tensor], value: Value) -> None:
+    """What `find` then finds."""
+    first = {id(tensor): place for place, tensor in reversed([*enumerate(tensors)])}
+    pairs = [(first[id(tensor)], place) for place, tensor in enumerate(tensors)]
+    same = tuple((one, other) for one, other in pairs if one != other)
+    distinct = tuple(sorted(first.values()))
+    # It has to be told that no size or stride may vary.
+    guards = TensorGuards(
+        *[tensors[place] for place in distinct],
+        dynamic_dims_sizes=None,
+        dynamic_dims_strides=None,
+    )
+    if len(known) >= _KEYS:
+        known.clear()
+    # In one assignment: another thread may be looking.
+    kept = Kept(guards, value, distinct if same else None, same)
+    known[arguments] = [kept, *known.get(arguments, [])[: _KEPT - 1]]
 
 
 def serve(arguments: tuple[Any, ...], tensors: list[Tensor]) -> Tensor | None:
     """The output, if there was a recent call of these arguments and of tensors of these formats,
     and nobody looks on. Raises: SpecError, LaunchError."""
     try:
-        kept = _recent.get(arguments, ())
+        served = find(_recent, arguments, tensors)
     except TypeError:  # an argument has no hash: its check says what it needs
         return None
-    for guards, ready in kept:
-        if guards.check(*tensors):
-            watched = forward_ad._current_level >= 0 or not undisturbed()
-            return None if watched else run(ready, tensors)[0]
-    return None
+    if served is None or forward_ad._current_level >= 0 or not undisturbed():
+        return None
+    return served(tensors)
 
 
 def note(
-    arguments: tuple[Any, ...], tensors: list[Tensor], operands: Operands, ready: Ready
+    arguments: tuple[Any, ...],
+    tensors: list[Tensor],
+    operands: Operands,
+    ready: Ready,
+    trained: Trained | None = None,
 ) -> None:
-    """Remember a call that went straight to its kernels. operands: what became of its tensors."""
-    # It has to be told that no size or stride may vary.
-    guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    """Remember a call that went straight to its kernels. operands: what became of its tensors;
+    trained: how it did, if it has gradients."""
     place_of = {id(tensor): place for place, tensor in enumerate(tensors)}
     homes = [None if x is None else place_of.get(id(x), -1) for x in operands]
-    # All but a tensor given twice, one cast, and one that addresses parts of another.
-    if not guards.check(*tensors) or -1 in homes or any(x[2] for x in ready.sources):
+    # All but one cast, and one that addresses parts of another.
+    if -1 in homes or any(x[2] for x in ready.sources):
         return
-    if len(_recent) >= _KEYS:
-        _recent.clear()
-    # In one assignment: another thread may be looking.
-    kept = _recent.get(arguments, [])[: _KEPT - 1]
-    _recent[arguments] = [(guards, _placed(ready, homes)), *kept]
-
-
-def _placed(ready: Ready, homes: list[int | None]) -> Ready:
-    """The same for a call's own tensors alone. homes: of each operand, its place among these."""
-    known = {name: homes[place] for place, name in ready.operands}
-    known |= {name: known[source] for name, source, _ in ready.sources}
-    places = tuple((place, name) for name, place in known.items() if place is not None)
-    unaligned = ready.unaligned
-
-    def elsewhere(tensors: Operands) -> Ready:
-        assert unaligned is not None  # else nobody asks
-        operands = tuple(None if home is None else tensors[home] for home in homes)
-        return _placed(unaligned(operands), homes)
-
-    return replace(
-        ready, operands=places, sources=(), unaligned=None if unaligned is None else elsewhere
-    )
+    if trained is None:
+        placed = ready.placed(homes)
+        keep(_recent, arguments, tensors, lambda tensors: run(placed, tensors)[0])
+    else:
+        order, train = [home for home in homes if home is not None], trained
+        keep(_recent, arguments, tensors, lambda tensors: train([tensors[i] for i in order])[0])

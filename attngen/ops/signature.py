@@ -62,6 +62,23 @@ class Arguments(NamedTuple):
     bias_type: str = "post_scale"
 
 
+class Call(NamedTuple):
+    """A call but for its tensors: its arguments, and which of `INPUTS` it has."""
+
+    arguments: Arguments
+    places: tuple[int, ...]
+
+    def by_name(self, present: Sequence[Tensor]) -> dict[str, Tensor | None]:
+        """All operands by their names. present: those that the call has."""
+        names = (INPUTS[place] for place in self.places)
+        return dict.fromkeys(INPUTS) | dict(zip(names, present, strict=True))
+
+
+def places_of(operands: Operands) -> tuple[int, ...]:
+    """Those of the operands that there are."""
+    return tuple([place for place, x in enumerate(operands) if x is not None])
+
+
 class Wanted(NamedTuple):
     """Which gradients a call of the backward is for; those of k and v come together."""
 

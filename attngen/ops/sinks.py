@@ -23,9 +23,9 @@ class Rows:
 
     def of(self, workspace: Tensor) -> tuple[Tensor, Tensor]:
         """LSE and D. After the launches LSE is +inf where there is no row or nothing to weigh."""
-        size = 4 * math.prod(self.shape)
+        floats, (_, heads, rows) = workspace.view(torch.float32), self.shape
         lse_log2, d = (
-            workspace[offset:][:size].view(torch.float32).view(self.shape)
+            floats.as_strided(self.shape, (heads * rows, rows, 1), offset // 4)
             for offset in (self.lse_log2, self.d)
         )
         return lse_log2, d
@@ -46,7 +46,9 @@ def rows_of(
     return Rows(shape, offsets["lse_log2"], offsets["d"])
 
 
-def gradient(sink: Tensor, rows: Rows, workspace: Tensor) -> Tensor:
-    """-Σ exp(sink - LSE) D over sequences and rows, float32 [h_q], the same bits on every run."""
+def gradient(sink: Tensor, rows: Rows, workspace: Tensor, d_unit: float) -> Tensor:
+    """-Σ exp(sink - LSE) D over sequences and rows, float32 [h_q], the same bits on every run.
+    d_unit: what D is relative to."""
     lse_log2, d = rows.of(workspace)
-    return -(torch.exp2(sink[:, None] * LOG2_E - lse_log2) * d).sum((0, 2))
+    weights = torch.sub(sink[:, None] * LOG2_E, lse_log2).exp2_()
+    return weights.mul_(d).sum((0, 2)).mul_(-d_unit)

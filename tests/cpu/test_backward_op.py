@@ -62,12 +62,12 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(op, "kernels_of", load)
     monkeypatch.setattr(op, "_ready", {})
+    monkeypatch.setattr(op, "_recent", {})
     monkeypatch.setattr(operation, "launch", note)
     monkeypatch.setattr(operation, "tile_counter", lambda device, stream: 64)
     monkeypatch.setattr(operation, "_empty_strided_cuda", lambda size, stride, dtype:
                         torch.empty_strided(size, stride, dtype=dtype))  # fmt: skip
-    monkeypatch.setattr(op.load, "ensure_context", lambda index: None)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(op, "is_current", lambda device: True)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
     return SimpleNamespace(launches=launches, problems=problems)
 
@@ -321,8 +321,8 @@ def test_gradient_of_the_sink_is_summed_from_the_workspace():
     workspace = torch.cat([(lse / math.log(2)).flatten(), d.flatten()]).view(torch.uint8)
     places = sinks.Rows(tuple(d.shape), lse_log2=0, d=4 * d.numel())
     sink = torch.linspace(-1, 4, HEADS_Q)
-    wanted = -(torch.exp(sink[:, None] - lse) * d).sum((0, 2))
-    torch.testing.assert_close(sinks.gradient(sink, places, workspace), wanted)
+    wanted = -2 * (torch.exp(sink[:, None] - lse) * d).sum((0, 2))
+    torch.testing.assert_close(sinks.gradient(sink, places, workspace, 2.0), wanted)
 
 
 def test_op_sink_alone_needs_the_first_kernel_only(launched):

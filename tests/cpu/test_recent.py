@@ -147,6 +147,25 @@ def test_call_with_gradients_modes_or_by_products_is_not_among_the_recent(seen, 
     assert len(reached) == 4 and answers == [None] * 3
 
 
+def test_call_with_gradients_is_remembered_apart(seen):
+    def trained():
+        call = plain()
+        return {**call, "k": call["k"].requires_grad_()}
+
+    assert found_again(plain, seen) and found_again(trained, seen)
+    del seen[:]
+    for make in (trained, plain, trained):
+        call = make()
+        out = attngen.attention(**call)
+        assert out.requires_grad == (make is trained)
+        (addresses,) = seen  # nothing was checked
+        assert [addresses[name] for name in "qkv"] == [call[name].data_ptr() for name in "qkv"]
+        assert (addresses["lse"] == 1 << 40) == (make is plain)  # gradients read it
+        with torch.no_grad():
+            assert not attngen.attention(**call).requires_grad
+        del seen[:]
+
+
 def test_call_under_autocast_is_remembered_apart(seen):
     assert found_again(plain, seen)
     wide = {name: plain()[name].float() for name in "qkv"}
@@ -176,13 +195,18 @@ def test_call_like_another_whose_tensors_begin_anywhere_reaches_other_kernels(se
         attngen.attention(**paged(k=shifted(paged()["k"])))
 
 
-def test_tensor_given_twice_is_served_and_not_remembered(seen):
+def test_tensor_given_twice_is_remembered_apart_from_two_tensors(seen):
     def same():
         call = plain()
         return {**call, "v": call["k"]}
 
-    assert not found_again(same, seen)
+    assert found_again(same, seen)
     assert all(x["k"] == x["v"] for x in seen if x != "checked")
+    for make in (plain, same, plain):  # the others' formats are the same
+        del seen[:]
+        call = make()
+        attngen.attention(**call)
+        assert [(x["k"], x["v"]) for x in seen] == [tuple(call[name].data_ptr() for name in "kv")]
 
 
 def test_recent_calls_of_many_shapes_are_few(seen):
