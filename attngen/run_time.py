@@ -98,6 +98,7 @@ def values_of(
         "scale_log2": scalars.softmax_scale * LOG2_E,
         "window_left": scalars.window_left,
         "window_right": scalars.window_right,
+        "dbias_terms": 0,
         **_strides(extents),
         **scalars.numbers,
     }
@@ -157,6 +158,7 @@ def workspace_bytes(
         "d": 4 * kernel.row_block * blocks,
         "dq_acc": 4 * kernel.dq_floats * blocks,
         "turns": 4 * blocks,
+        "dbias_turns": 8 * int(given.get("dbias_tiles", 0)),
         "o_parts": 4 * kernel.part_floats * rows if splits > 1 else 0,
         "lse_parts": 4 * rows if splits > 1 else 0,
         "q_schedule": schedule,

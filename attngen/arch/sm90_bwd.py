@@ -91,7 +91,8 @@ class BackwardPlan:
     of the workspaces. `deterministic`: tiles add to dQ in the order in which they are drawn; they
     visit the last block first, or where the last tile is drawn first, `descending`, the first.
     `completes`: the tile that has the last part of a block's dQ stores it, so that no other kernel
-    converts it; tiles have an order for that.
+    converts it; tiles have an order for that. `adds_bias`: where a call wants that, tiles of keys
+    add their dS to the gradient of the bias, those of one sequence after those of the one before.
     """
 
     arch: str
@@ -111,6 +112,7 @@ class BackwardPlan:
     deterministic: bool
     completes: bool
     descending: bool
+    adds_bias: bool
     schedule: Schedule
     smem: tuple[SmemRegion, ...]
     smem_bytes: int
@@ -143,7 +145,8 @@ class PreparePlan:
 
 @dataclass(frozen=True)
 class ConvertPlan:
-    """The kernel after the fused one: dQ of a block in `parts`, each 64 rows of `dq_columns`."""
+    """The kernel after the fused one: dQ of a block in `parts`, each 64 rows of `dq_columns`.
+    `scaled`: whether the sums are."""
 
     arch: str
     family: Literal["bwd_convert"]
@@ -151,6 +154,7 @@ class ConvertPlan:
     parts: int
     dq_split: DqSplit
     dq_columns: int
+    scaled: bool
     threads: int
 
 
@@ -181,7 +185,8 @@ def plans(problem: Problem) -> tuple[KernelPlan, ...]:
         return ()
     if fuses(problem):
         fused = make_fused(problem)
-        converts = () if fused.completes else (_convert(fused),)
+        scaled = fused.adds_bias and "pre_scale_bias" in problem.scores
+        converts = () if fused.completes else (_convert(fused, scaled),)
         return _prepare(fused), fused, *converts, *_biases(problem, fused.row_block)
     dkv = next(feasible_dkv(problem), None)
     dq = dkv and next(feasible_dq(problem, dkv.row_block), None)
@@ -193,10 +198,10 @@ def _prepare(main: BackwardPlan) -> PreparePlan:
     return PreparePlan(ARCH, "bwd_prepare", main.row_block, turns, zeros, PREPARE_THREADS)
 
 
-def _convert(main: BackwardPlan) -> ConvertPlan:
+def _convert(main: BackwardPlan, scaled: bool) -> ConvertPlan:
     split, columns = main.dq_split, main.dq_columns
     rows, parts = main.row_block, main.consumers
-    return ConvertPlan(ARCH, "bwd_convert", rows, parts, split, columns, CONVERT_THREADS)
+    return ConvertPlan(ARCH, "bwd_convert", rows, parts, split, columns, scaled, CONVERT_THREADS)
 
 
 def fuses(problem: Problem) -> bool:
@@ -264,12 +269,19 @@ def make_fused(problem: Problem) -> BackwardPlan:
     # With a place of its own for dV the next tile's values come while this one's end is worked on.
     if not crowded and sum(sizes.values()) + sizes["V"] <= SMEM_BYTES - SMALL_BYTES:
         sizes["Dv"] = sizes["V"]
+    # dS lies there as the copy engine adds it to the gradient of a bias, but for its factors.
+    plain = not (problem.deterministic or problem.dropout or problem.attn_mask or problem.gather)
+    blank = tile.m * 128  # zeros for what no tile visits
+    adds_bias = problem.bias and plain and sum(sizes.values()) + blank <= SMEM_BYTES - SMALL_BYTES
+    if adds_bias:
+        sizes["Blank"] = blank
     barriers = 24 + 2 * problem.bias + 2 * completes
     small = {"Lse": 2 * tile.m * 4, "D": 2 * tile.m * 4, "Barriers": barriers * BARRIER_BYTES}
     return _finish(
         problem, "sm90_bwd", tile, sizes, small, stages, row_block=tile.m,
         dq_split="rows" if rows else "columns", dq_columns=dq_columns, dk_columns=dk_columns,
         dv_columns=dv_columns, deterministic=problem.deterministic, completes=completes,
+        adds_bias=adds_bias,
         registers=SMALL_REGISTERS if max(dk_columns, dv_columns) <= 32 else None,
     )  # fmt: skip
 
@@ -392,6 +404,7 @@ def _finish(
     registers: tuple[int, int] | None = None,
     deterministic: bool = False,
     completes: bool = False,
+    adds_bias: bool = False,
 ) -> BackwardPlan:
     """The plan with its shared memory laid out."""
     order = {"Order": order_bytes(0)} if problem.varlen else {}
@@ -426,6 +439,7 @@ def _finish(
         deterministic=deterministic,
         completes=completes,
         descending=descending,
+        adds_bias=adds_bias,
         schedule=schedule,
         smem=regions,
         smem_bytes=regions[-1].offset + regions[-1].bytes,

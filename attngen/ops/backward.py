@@ -18,7 +18,7 @@ from ..spec import AttentionSpec
 from . import bias, schedule, sinks
 from .checks import device_violations, violations
 from .narrow import is_narrow
-from .needed import GRADIENTS, names_of, needed, preparing, unordered, written_by
+from .needed import GRADIENTS, names_of, needed, preparing, unordered, without, written_by
 from .operands import (
     boxed,
     extents_of,
@@ -54,17 +54,26 @@ library.define(
 class Ready(Launches):
     """What calls of equal shapes, strides and arguments share beside their launches: the gradients
     that these write, which are zero where there are none. rows: where kernels leave LSE and D;
-    fills_rows: they leave out those that belong to no sequence; d_unit: what D is relative to."""
+    fills_rows: they leave out those that belong to no sequence; d_unit: what D is relative to;
+    counts: of the workspace, what must be zero."""
 
     gradients: tuple[str, ...]
     rows: sinks.Rows | None = None
     fills_rows: bool = False
     d_unit: float = 1.0
+    counts: slice | None = None
     dbias: bias.Gradient | None = None
+
+    def reset(self, workspace: Tensor, sink: bool) -> None:
+        """Prepares the workspace, for the gradient of a sink, too."""
+        if self.counts:
+            workspace[self.counts].zero_()
+        if sink and self.rows and self.fills_rows:
+            self.rows.reset(workspace)
 
 
 # What kernels may do without: gradients that nobody wants, schedules of few sequences.
-UNREAD = (*GRADIENTS, *schedule.PARTS["bwd"])
+UNREAD = (*GRADIENTS, "dbias", *schedule.PARTS["bwd"])
 _ready: dict[tuple[Any, ...], Ready] = {}
 Tensors = dict[str, Tensor | None]
 
@@ -149,7 +158,7 @@ def _run(ready: Ready, given: Tensors, wanted: Wanted) -> Tensor:
     addresses |= {name: 0 if x is None else x.data_ptr() for name, x in given.items()}
     locate(ready, addresses)
     rows = ready.rows if sink is not None else None
-    workspace = start(ready, addresses, rows.reset if rows and ready.fills_rows else None)
+    workspace = start(ready, addresses, lambda memory: ready.reset(memory, rows is not None))
     if sink is None or rows is None:
         return lse.new_empty(0)
     return sinks.gradient(sink, rows, _present(workspace)).mul_(ready.d_unit)
@@ -180,12 +189,17 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bo
         scalars = dataclasses.replace(scalars, numbers={**scalars.numbers, **dbias.numbers})
     if (added := optional["bias"]) is not None:
         extents["bias"] = bias.extent_of(added, scalars.sequences or 0, extents["q"].heads)
+        extents["dbias"] = dbias.extent if dbias else extents["bias"]
     if not (scalars.sequences and all(tensor.numel() for tensor in tensors.values())):
         written = tuple(n for n in names_of(wanted) if carriers[n[1]] is not None)
         return Ready(device=q.device, gradients=written, dbias=dbias)
     spec = _spec(tensors, optional, arguments, gather)
     narrow = wanted.dq and is_narrow(spec.mask, extents, scalars)
     kernels = needed(kernels_of(spec, q.device, narrow=narrow), wanted)
+    of_bias = bias.added_of(kernels, dbias, full) if dbias else bias.Added()
+    if of_bias.terms:
+        kernels = without(kernels, "dbias")
+        scalars = dataclasses.replace(scalars, numbers={**scalars.numbers, **of_bias.numbers})
     written = tuple(name for name in written_by(kernels) if carriers[name[1]] is not None)
     gradients = unpacked(_present(carriers["q"]), carriers["k"], carriers["v"], layout)
     extents |= extents_of(dict(zip(GRADIENTS, gradients, strict=True)), layout)
@@ -199,7 +213,9 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bo
     sources += tuple(s for s in packed_sources(carriers, layout, "d") if s[1] in written)
     elsewhere = schedule.PARTS["bwd"] if table is not None else unwritten
     offsets, size = lay_out_workspaces(kernels, extents["q"], scalars, elsewhere=elsewhere)
-    of_sink = None
+    of_sink, counts = None, None
+    if of_bias.terms > 1:
+        counts = slice(offsets["dbias_turns"], offsets["dbias_turns"] + 8 * of_bias.tiles)
     if prepares := preparing(kernels):
         of_sink = sinks.rows_of(prepares, offsets, extents["q"], scalars.sequences)
     return Ready(
@@ -211,6 +227,7 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bo
         counts_tiles=any("tile_counter" in each.kernel.workspace for each in kernels),
         gradients=written,
         rows=of_sink,
+        counts=counts,
         fills_rows=any(each.kernel.q_seq != "dense" for each in kernels),
         d_unit=scalars.numbers["keep_scale"],  # with dropout
         dbias=dbias,

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from ..errors import SpecError
+from ..load import LoadedKernel
 from ..run_time import UNBOUNDED, Extent
 from ..spec import is_boxed
 
 AXES = ("batch", "head", "row", "column")
+MOST_ADDED = 8  # terms of a gradient that are added in 16 bits, each sum rounded
 MOST_SPREAD = 2  # elements of memory that a copy may take for each of the bias
 
 
@@ -65,12 +67,47 @@ def readable(bias: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Added:
+    """How the kernel that makes dK and dV makes the gradient of a bias, too: from the dS of `terms`
+    sequences each, in their order, none of them where a kernel of its own does that; `tiles` of keys
+    of all heads and sequences."""
+
+    terms: int = 0
+    tiles: int = 0
+
+    @property
+    def numbers(self) -> dict[str, int | float]:
+        """What kernels know of it."""
+        return {"dbias_terms": self.terms, "dbias_tiles": self.tiles if self.terms > 1 else 0}
+
+
+def added_of(
+    kernels: Sequence[LoadedKernel], gradient: Gradient, full: tuple[int, int, int, int]
+) -> Added:
+    """How one of these kernels, where it can, adds the gradient in a call of so many sequences, heads,
+    queries and keys, where its bias has all heads and few terms."""
+    batches, heads, _, columns = sizes_of(gradient.shape)
+    main = next((x.kernel for x in kernels if "dbias_turns" in x.kernel.workspace), None)
+    terms = full[0] // batches
+    if main is None or gradient.sums or heads != full[1] or columns % 8 or terms > MOST_ADDED:
+        return Added()
+    return Added(terms, full[0] * full[1] * -(-full[3] // main.tile_rows))
+
+
+@dataclass(frozen=True)
 class Gradient:
     """How a kernel leaves the gradient of a bias: as it is, contiguous, or, where the bias is one
     row for all queries, float32 sums [b, h, s_kv] of them for each sequence and head."""
 
     shape: tuple[int, ...]
     sums: tuple[int, int, int] | None
+
+    @property
+    def extent(self) -> Extent:
+        """Its sizes and strides, where it has rows."""
+        batches, heads, rows, columns = sizes_of(self.shape)
+        strides = (heads * rows * columns, columns, rows * columns)
+        return Extent(batches, rows, heads, columns, *strides)
 
     @property
     def numbers(self) -> dict[str, int | float]:

@@ -40,6 +40,11 @@ def needed(kernels: tuple[LoadedKernel, ...], wanted: Wanted) -> tuple[LoadedKer
     return tuple(compress(kernels, (kind not in unwanted for kind in kinds)))
 
 
+def without(kernels: tuple[LoadedKernel, ...], kind: str) -> tuple[LoadedKernel, ...]:
+    """The kernels without those that make gradients of one kind alone."""
+    return tuple(each for each in kernels if KIND_OF_FAMILY.get(_family(each)) != kind)
+
+
 def unordered(
     kernels: tuple[LoadedKernel, ...], sequences: int | None
 ) -> tuple[tuple[LoadedKernel, ...], tuple[str, ...]]:

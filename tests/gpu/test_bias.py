@@ -125,6 +125,12 @@ CASES = [
     BiasCase(_case(64, 64, (130, 200), mask="causal"), "111s", "pre_scale",
              more={"attn_mask": True}),
     BiasCase(_case(256, 256, (200, 136)), "1hss", more={"attn_mask": True}),
+    # Rows of whole 16 bytes, whose gradient the kernel of dK and dV adds.
+    BiasCase(_case(128, 128, (264, 392), (3, 4, 2), mask="causal"), "1hss"),
+    BiasCase(_case(128, 128, (392, 264), (4, 2, 2), mask="causal"), "1hss", "pre_scale"),
+    BiasCase(_case(96, 128, (136, 520), mask="causal_bottom_right", dtype="fp16"), "bhss"),
+    BiasCase(_case(80, 80, (520, 392), (3, 4, 4), window=(100, 30)), "1hss", "pre_scale",
+             more={"alibi_slopes": True}),
 ]  # fmt: skip
 EACH = pytest.mark.parametrize("case", CASES, ids=str)
 PACKED = varlen.Call("thd", (200, 1, 0, 333, 77), (130, 64, 5, 333, 0), heads=(4, 2), gaps=True)
