@@ -199,7 +199,6 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bo
     of_bias = bias.added_of(kernels, dbias, full) if dbias else bias.Added()
     if of_bias.terms:
         kernels = without(kernels, "dbias")
-        scalars = dataclasses.replace(scalars, numbers={**scalars.numbers, **of_bias.numbers})
     written = tuple(name for name in written_by(kernels) if carriers[name[1]] is not None)
     gradients = unpacked(_present(carriers["q"]), carriers["k"], carriers["v"], layout)
     extents |= extents_of(dict(zip(GRADIENTS, gradients, strict=True)), layout)
@@ -207,7 +206,7 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bo
     kernels, unwritten = unordered(kernels, scalars.sequences)
     served = spec_of(q, k, v, optional, arguments).gathers == gather
     table = schedule.table_for(optional["schedule"], scalars.sequences, served)
-    numbers = {**scalars.numbers, **schedule.numbers_of(table)}
+    numbers = {**scalars.numbers, **of_bias.numbers, **schedule.numbers_of(table)}
     scalars = dataclasses.replace(scalars, numbers=numbers)
     sources += schedule.sources_of(table, "bwd")
     sources += tuple(s for s in packed_sources(carriers, layout, "d") if s[1] in written)

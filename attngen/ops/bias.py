@@ -69,8 +69,8 @@ def readable(bias: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Added:
     """How the kernel that makes dK and dV makes the gradient of a bias, too: from the dS of `terms`
-    sequences each, in their order, none of them where a kernel of its own does that; `tiles` of keys
-    of all heads and sequences."""
+    sequences each, in their order, none of them where a kernel of its own does that; `tiles` of
+    keys of all heads and sequences."""
 
     terms: int = 0
     tiles: int = 0
@@ -84,8 +84,8 @@ class Added:
 def added_of(
     kernels: Sequence[LoadedKernel], gradient: Gradient, full: tuple[int, int, int, int]
 ) -> Added:
-    """How one of these kernels, where it can, adds the gradient in a call of so many sequences, heads,
-    queries and keys, where its bias has all heads and few terms."""
+    """How one of these kernels adds the gradient in a call of so many sequences, heads, queries and
+    keys: where the bias has all heads, the gradient few terms, and the copy engine reaches it."""
     batches, heads, _, columns = sizes_of(gradient.shape)
     main = next((x.kernel for x in kernels if "dbias_turns" in x.kernel.workspace), None)
     terms = full[0] // batches

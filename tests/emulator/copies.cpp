@@ -162,21 +162,24 @@ void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier) {
   });
 }
 void tensor_store(const void* map_address, u32 source, std::initializer_list<int> at) {
-  start_box(map_address, source, at, [](const Map&, void* to, const unsigned char* from, u32 inside) {
-    std::memcpy(to, from, inside);
-  });
+  start_box(map_address, source, at,
+            [](const Map&, void* to, const unsigned char* from, u32 inside) {
+              std::memcpy(to, from, inside);
+            });
 }
 void tensor_add(const void* map_address, u32 source, std::initializer_list<int> at) {
-  start_box(map_address, source, at, [](const Map& map, void* to, const unsigned char* from, u32 inside) {
-    const Format format = map.is_bf16 ? Format::kBf16 : Format::kFp16;
-    for (u32 i = 0; i < inside; i += 2) {
-      unsigned short sum, part;
-      std::memcpy(&sum, static_cast<unsigned char*>(to) + i, 2);
-      std::memcpy(&part, from + i, 2);
-      sum = static_cast<unsigned short>(encode(format, decode(format, sum) + decode(format, part)));
-      std::memcpy(static_cast<unsigned char*>(to) + i, &sum, 2);
-    }
-  });
+  start_box(map_address, source, at,
+            [](const Map& map, void* to, const unsigned char* from, u32 inside) {
+              const Format format = map.is_bf16 ? Format::kBf16 : Format::kFp16;
+              for (u32 i = 0; i < inside; i += 2) {
+                unsigned short sum, part;
+                std::memcpy(&sum, static_cast<unsigned char*>(to) + i, 2);
+                std::memcpy(&part, from + i, 2);
+                sum = static_cast<unsigned short>(
+                    encode(format, decode(format, sum) + decode(format, part)));
+                std::memcpy(static_cast<unsigned char*>(to) + i, &sum, 2);
+              }
+            });
 }
 void bulk_store(void* destination, u32 source, u32 bytes) {
   check_bulk(destination, source, bytes);
