@@ -54,21 +54,13 @@ ATTNGEN_DEVICE void tma_store(const TensorMap* map, u32 source, int column, int 
       "r"(source), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
-ATTNGEN_DEVICE void tma_store(const TensorMap* map, u32 source, int column, int row, int head,
-                              int batch, u64 policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group.L2::cache_hint "
-      "[%0, {%2, %3, %4, %5}], [%1], %6;" ::"l"(map),
-      "r"(source), "r"(column), "r"(row), "r"(head), "r"(batch), "l"(policy)
-      : "memory");
-}
 // Adds a box of 16-bit numbers in shared memory to those in global memory, rounding each sum.
 ATTNGEN_DEVICE void tma_add(const TensorMap* map, u32 source, int column, int row, int head,
-                            int batch, u64 policy) {
+                            int batch) {
   asm volatile(
-      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group.L2::cache_hint "
-      "[%0, {%2, %3, %4, %5}], [%1], %6;" ::"l"(map),
-      "r"(source), "r"(column), "r"(row), "r"(head), "r"(batch), "l"(policy)
+      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group "
+      "[%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+      "r"(source), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
 // The same of a sequence, from and to rows that belong to it.
