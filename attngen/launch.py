@@ -293,7 +293,7 @@ def _tensor_map(
 def _encoded(tensor_map: TensorMap, address: int) -> bytes:
     """The 128 bytes that the copy engine reads, and what a kernel reads behind them. They depend on
     the arguments alone. Zeros where the copy engine cannot read the tensor, and need not."""
-    if tensor_map.spare and (not (tensor_map.before and address) or address % 16):
+    if tensor_map.spare and (not tensor_map.before or address % 16):
         return bytes(128)
     encoded = checked(
         f"tensor map of {tensor_map.tensor}",

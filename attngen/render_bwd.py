@@ -125,7 +125,7 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
         maps += tuple(replace(x, box_rows=plan.tile.m) for x in bias_maps(problem))
     if plan.adds_bias:
         names += typed("tensor_map", "map_dbias")
-        maps += (replace(recipe("dbias", problem.dtype_q, plan.tile.m), spare=True),)
+        maps += (recipe("dbias", problem.dtype_q, plan.tile.m),)
         workspace += ("dbias_turns",)
     names += typed("ptr", *workspace)
     names += [("rng_state", "ptr")] if problem.dropout else []

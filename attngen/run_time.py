@@ -98,7 +98,6 @@ def values_of(
         "scale_log2": scalars.softmax_scale * LOG2_E,
         "window_left": scalars.window_left,
         "window_right": scalars.window_right,
-        "dbias_terms": 0,
         **_strides(extents),
         **scalars.numbers,
     }

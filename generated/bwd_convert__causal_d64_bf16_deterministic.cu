@@ -1,4 +1,4 @@
-// bwd_convert__causal_d64_bf16_deterministic__8689a0
+// bwd_convert__causal_d64_bf16_deterministic__5c22b9
 // Rendered by attngen from kernels/bwd_convert.cu.j2; do not edit.
 #include "attngen/mma/fragment.cuh"
 #include "attngen/ptx/math.cuh"
@@ -36,7 +36,7 @@ static_assert(sizeof(Params) == 64, "packed by the host");
 
 // Grid: parts of blocks of queries, query heads, batch.
 extern "C" __global__ void __launch_bounds__(128)
-bwd_convert__causal_d64_bf16_deterministic__8689a0(const __grid_constant__ attngen::Params p) {
+bwd_convert__causal_d64_bf16_deterministic__5c22b9(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   // The last ones first: their sums are in L2 when the main kernel has ended, and of the first ones the
   // output gradients when it begins.

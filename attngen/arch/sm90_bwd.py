@@ -91,8 +91,8 @@ class BackwardPlan:
     of the workspaces. `deterministic`: tiles add to dQ in the order in which they are drawn; they
     visit the last block first, or where the last tile is drawn first, `descending`, the first.
     `completes`: the tile that has the last part of a block's dQ stores it, so that no other kernel
-    converts it; tiles have an order for that. `adds_bias`: where a call wants that, tiles of keys
-    add their dS to the gradient of the bias, those of one sequence after those of the one before.
+    converts it; tiles have an order for that. `adds_bias`: tiles add their dS to the gradient
+    of the bias, those of one sequence after those of the one before.
     """
 
     arch: str
@@ -145,8 +145,7 @@ class PreparePlan:
 
 @dataclass(frozen=True)
 class ConvertPlan:
-    """The kernel after the fused one: dQ of a block in `parts`, each 64 rows of `dq_columns`.
-    `scaled`: whether the sums are."""
+    """The kernel after the fused one: dQ of a block in `parts`, each 64 rows of `dq_columns`."""
 
     arch: str
     family: Literal["bwd_convert"]
@@ -154,7 +153,6 @@ class ConvertPlan:
     parts: int
     dq_split: DqSplit
     dq_columns: int
-    scaled: bool
     threads: int
 
 
@@ -185,9 +183,14 @@ def plans(problem: Problem) -> tuple[KernelPlan, ...]:
         return ()
     if fuses(problem):
         fused = make_fused(problem)
-        scaled = fused.adds_bias and "pre_scale_bias" in problem.scores
-        converts = () if fused.completes else (_convert(fused, scaled),)
-        return _prepare(fused), fused, *converts, *_biases(problem, fused.row_block)
+        converts = () if fused.completes else (_convert(fused),)
+        return (
+            _prepare(fused),
+            fused,
+            *_adding(problem),
+            *converts,
+            *_biases(problem, fused.row_block),
+        )
     dkv = next(feasible_dkv(problem), None)
     dq = dkv and next(feasible_dq(problem, dkv.row_block), None)
     return (_prepare(dkv), dkv, dq, *_biases(problem, dkv.row_block)) if dkv and dq else ()
@@ -198,10 +201,10 @@ def _prepare(main: BackwardPlan) -> PreparePlan:
     return PreparePlan(ARCH, "bwd_prepare", main.row_block, turns, zeros, PREPARE_THREADS)
 
 
-def _convert(main: BackwardPlan, scaled: bool) -> ConvertPlan:
+def _convert(main: BackwardPlan) -> ConvertPlan:
     split, columns = main.dq_split, main.dq_columns
     rows, parts = main.row_block, main.consumers
-    return ConvertPlan(ARCH, "bwd_convert", rows, parts, split, columns, scaled, CONVERT_THREADS)
+    return ConvertPlan(ARCH, "bwd_convert", rows, parts, split, columns, CONVERT_THREADS)
 
 
 def fuses(problem: Problem) -> bool:
@@ -246,7 +249,17 @@ def _least(limits: Iterable[tuple[str, int]], features: frozenset[str]) -> int:
     return min(limit for these, limit in limits if features.issuperset(these.split()))
 
 
-def make_fused(problem: Problem) -> BackwardPlan:
+def _adding(problem: Problem) -> Iterator[BackwardPlan]:
+    """The plan of the fused kernel for calls whose bias's gradient it can make, too, where there is
+    room: dS lies in shared memory as the copy engine adds it."""
+    others = problem.deterministic or problem.dropout or problem.attn_mask or problem.gather
+    if problem.bias and not others:
+        made = make_fused(problem, adds_bias=True)
+        if made.smem_bytes <= SMEM_BYTES:
+            yield made
+
+
+def make_fused(problem: Problem, *, adds_bias: bool = False) -> BackwardPlan:
     """128 keys and, up to head dim 64, 128 queries, else 64: as many as registers hold. 80 queries
     at 128, as others have, measured 4 % behind."""
     rows = max(problem.head_dim_qk, problem.head_dim_v) <= 64
@@ -269,12 +282,8 @@ def make_fused(problem: Problem) -> BackwardPlan:
     # With a place of its own for dV the next tile's values come while this one's end is worked on.
     if not crowded and sum(sizes.values()) + sizes["V"] <= SMEM_BYTES - SMALL_BYTES:
         sizes["Dv"] = sizes["V"]
-    # dS lies there as the copy engine adds it to the gradient of a bias, but for its factors.
-    plain = not (problem.deterministic or problem.dropout or problem.attn_mask or problem.gather)
-    blank = tile.m * 128  # zeros for what no tile visits
-    adds_bias = problem.bias and plain and sum(sizes.values()) + blank <= SMEM_BYTES - SMALL_BYTES
     if adds_bias:
-        sizes["Blank"] = blank
+        sizes["Blank"] = tile.m * 128  # zeros for what no tile visits
     barriers = 24 + 2 * problem.bias + 2 * completes
     small = {"Lse": 2 * tile.m * 4, "D": 2 * tile.m * 4, "Barriers": barriers * BARRIER_BYTES}
     return _finish(

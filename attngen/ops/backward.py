@@ -14,11 +14,23 @@ from torch import Tensor
 from .. import load
 from ..errors import SpecError
 from ..launch import prepare
+from ..load import LoadedKernel
+from ..run_time import Scalars
 from ..spec import AttentionSpec
 from . import bias, schedule, sinks
 from .checks import device_violations, violations
 from .narrow import is_narrow
-from .needed import GRADIENTS, names_of, needed, preparing, unordered, without, written_by
+from .needed import (
+    CONVERTS,
+    GRADIENTS,
+    choose_adding,
+    family_of,
+    names_of,
+    needed,
+    preparing,
+    unordered,
+    written_by,
+)
 from .operands import (
     boxed,
     extents_of,
@@ -73,7 +85,7 @@ class Ready(Launches):
 
 
 # What kernels may do without: gradients that nobody wants, schedules of few sequences.
-UNREAD = (*GRADIENTS, "dbias", *schedule.PARTS["bwd"])
+UNREAD = (*GRADIENTS, *schedule.PARTS["bwd"])
 _ready: dict[tuple[Any, ...], Ready] = {}
 Tensors = dict[str, Tensor | None]
 
@@ -189,16 +201,17 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bo
         scalars = dataclasses.replace(scalars, numbers={**scalars.numbers, **dbias.numbers})
     if (added := optional["bias"]) is not None:
         extents["bias"] = bias.extent_of(added, scalars.sequences or 0, extents["q"].heads)
-        extents["dbias"] = dbias.extent if dbias else extents["bias"]
     if not (scalars.sequences and all(tensor.numel() for tensor in tensors.values())):
         written = tuple(n for n in names_of(wanted) if carriers[n[1]] is not None)
         return Ready(device=q.device, gradients=written, dbias=dbias)
     spec = _spec(tensors, optional, arguments, gather)
     narrow = wanted.dq and is_narrow(spec.mask, extents, scalars)
     kernels = needed(kernels_of(spec, q.device, narrow=narrow), wanted)
-    of_bias = bias.added_of(kernels, dbias, full) if dbias else bias.Added()
-    if of_bias.terms:
-        kernels = without(kernels, "dbias")
+    of_bias = bias.Added()
+    if dbias:
+        extents["dbias"] = dbias.extent
+        of_bias = bias.added_of(kernels, dbias, full, arguments.bias_type == "pre_scale")
+    kernels = choose_adding(kernels, of_bias.terms > 0)
     written = tuple(name for name in written_by(kernels) if carriers[name[1]] is not None)
     gradients = unpacked(_present(carriers["q"]), carriers["k"], carriers["v"], layout)
     extents |= extents_of(dict(zip(GRADIENTS, gradients, strict=True)), layout)
@@ -213,14 +226,17 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bo
     elsewhere = schedule.PARTS["bwd"] if table is not None else unwritten
     offsets, size = lay_out_workspaces(kernels, extents["q"], scalars, elsewhere=elsewhere)
     of_sink, counts = None, None
-    if of_bias.terms > 1:
-        counts = slice(offsets["dbias_turns"], offsets["dbias_turns"] + 8 * of_bias.tiles)
+    if of_bias.counts_bytes:
+        first = offsets["dbias_turns"]
+        counts = slice(first, first + of_bias.counts_bytes)
     if prepares := preparing(kernels):
         of_sink = sinks.rows_of(prepares, offsets, extents["q"], scalars.sequences)
     return Ready(
         device=q.device,
         sources=sources,
-        launches=tuple(prepare(each, extents, scalars) for each in kernels),
+        launches=tuple(
+            prepare(each, extents, _scalars_for(each, scalars, of_bias)) for each in kernels
+        ),
         offsets=offsets,
         workspace_bytes=size,
         counts_tiles=any("tile_counter" in each.kernel.workspace for each in kernels),
@@ -231,6 +247,13 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bo
         d_unit=scalars.numbers["keep_scale"],  # with dropout
         dbias=dbias,
     )
+
+
+def _scalars_for(each: LoadedKernel, scalars: Scalars, of_bias: bias.Added) -> Scalars:
+    """Those of one kernel: what converts sums of dQ finds them scaled where dS was."""
+    if not (of_bias.scaled and family_of(each) == CONVERTS):
+        return scalars
+    return dataclasses.replace(scalars, numbers={**scalars.numbers, "scale": 1.0})
 
 
 def _mismatches(
