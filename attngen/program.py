@@ -65,6 +65,7 @@ Workspace = Literal[
     "d",
     "dq_acc",
     "turns",
+    "dbias_turns",
     "q_schedule",
     "kv_schedule",
     "mask_rows",

@@ -123,6 +123,10 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
     if problem.bias and plan.family == "sm90_bwd":
         names += typed("tensor_map", "map_bias")
         maps += tuple(replace(x, box_rows=plan.tile.m) for x in bias_maps(problem))
+    if plan.adds_bias:
+        names += typed("tensor_map", "map_dbias")
+        maps += (recipe("dbias", problem.dtype_q, plan.tile.m),)
+        workspace += ("dbias_turns",)
     names += typed("ptr", *workspace)
     names += [("rng_state", "ptr")] if problem.dropout else []
     for name in mask:
@@ -132,6 +136,7 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
     place = 1 if plan.family == "sm90_bwd" else len(integers)
     integers.insert(place, "q_tiles" if of_queries else "kv_blocks")
     names += typed("i32", *integers)
+    names += typed("i32", "dbias_terms") if plan.adds_bias else []
     names += typed("f32", "scale", "scale_log2")
     if problem.dropout:
         names += [*DROP_THRESHOLD, ("keep_scale", "f32")]

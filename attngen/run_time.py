@@ -157,6 +157,7 @@ def workspace_bytes(
         "d": 4 * kernel.row_block * blocks,
         "dq_acc": 4 * kernel.dq_floats * blocks,
         "turns": 4 * blocks,
+        "dbias_turns": 8 * int(given.get("dbias_tiles", 0)),
         "o_parts": 4 * kernel.part_floats * rows if splits > 1 else 0,
         "lse_parts": 4 * rows if splits > 1 else 0,
         "q_schedule": schedule,

@@ -91,7 +91,8 @@ class BackwardPlan:
     of the workspaces. `deterministic`: tiles add to dQ in the order in which they are drawn; they
     visit the last block first, or where the last tile is drawn first, `descending`, the first.
     `completes`: the tile that has the last part of a block's dQ stores it, so that no other kernel
-    converts it; tiles have an order for that.
+    converts it; tiles have an order for that. `adds_bias`: tiles add their dS to the gradient
+    of the bias, those of one sequence after those of the one before.
     """
 
     arch: str
@@ -111,6 +112,7 @@ class BackwardPlan:
     deterministic: bool
     completes: bool
     descending: bool
+    adds_bias: bool
     schedule: Schedule
     smem: tuple[SmemRegion, ...]
     smem_bytes: int
@@ -182,7 +184,13 @@ def plans(problem: Problem) -> tuple[KernelPlan, ...]:
     if fuses(problem):
         fused = make_fused(problem)
         converts = () if fused.completes else (_convert(fused),)
-        return _prepare(fused), fused, *converts, *_biases(problem, fused.row_block)
+        return (
+            _prepare(fused),
+            fused,
+            *_adding(problem),
+            *converts,
+            *_biases(problem, fused.row_block),
+        )
     dkv = next(feasible_dkv(problem), None)
     dq = dkv and next(feasible_dq(problem, dkv.row_block), None)
     return (_prepare(dkv), dkv, dq, *_biases(problem, dkv.row_block)) if dkv and dq else ()
@@ -241,7 +249,17 @@ def _least(limits: Iterable[tuple[str, int]], features: frozenset[str]) -> int:
     return min(limit for these, limit in limits if features.issuperset(these.split()))
 
 
-def make_fused(problem: Problem) -> BackwardPlan:
+def _adding(problem: Problem) -> Iterator[BackwardPlan]:
+    """The plan of the fused kernel for calls whose bias's gradient it can make, too, where there is
+    room: dS lies in shared memory as the copy engine adds it."""
+    others = problem.deterministic or problem.dropout or problem.attn_mask or problem.gather
+    if problem.bias and not others:
+        made = make_fused(problem, adds_bias=True)
+        if made.smem_bytes <= SMEM_BYTES:
+            yield made
+
+
+def make_fused(problem: Problem, *, adds_bias: bool = False) -> BackwardPlan:
     """128 keys and, up to head dim 64, 128 queries, else 64: as many as registers hold. 80 queries
     at 128, as others have, measured 4 % behind."""
     rows = max(problem.head_dim_qk, problem.head_dim_v) <= 64
@@ -264,12 +282,15 @@ def make_fused(problem: Problem) -> BackwardPlan:
     # With a place of its own for dV the next tile's values come while this one's end is worked on.
     if not crowded and sum(sizes.values()) + sizes["V"] <= SMEM_BYTES - SMALL_BYTES:
         sizes["Dv"] = sizes["V"]
+    if adds_bias:
+        sizes["Blank"] = tile.m * 128  # zeros for what no tile visits
     barriers = 24 + 2 * problem.bias + 2 * completes
     small = {"Lse": 2 * tile.m * 4, "D": 2 * tile.m * 4, "Barriers": barriers * BARRIER_BYTES}
     return _finish(
         problem, "sm90_bwd", tile, sizes, small, stages, row_block=tile.m,
         dq_split="rows" if rows else "columns", dq_columns=dq_columns, dk_columns=dk_columns,
         dv_columns=dv_columns, deterministic=problem.deterministic, completes=completes,
+        adds_bias=adds_bias,
         registers=SMALL_REGISTERS if max(dk_columns, dv_columns) <= 32 else None,
     )  # fmt: skip
 
@@ -392,6 +413,7 @@ def _finish(
     registers: tuple[int, int] | None = None,
     deterministic: bool = False,
     completes: bool = False,
+    adds_bias: bool = False,
 ) -> BackwardPlan:
     """The plan with its shared memory laid out."""
     order = {"Order": order_bytes(0)} if problem.varlen else {}
@@ -426,6 +448,7 @@ def _finish(
         deterministic=deterministic,
         completes=completes,
         descending=descending,
+        adds_bias=adds_bias,
         schedule=schedule,
         smem=regions,
         smem_bytes=regions[-1].offset + regions[-1].bytes,

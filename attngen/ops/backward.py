@@ -13,11 +13,23 @@ from torch import Tensor
 
 from ..errors import SpecError
 from ..launch import prepare
+from ..load import LoadedKernel
+from ..run_time import Scalars
 from ..spec import AttentionSpec
 from . import bias, recent, schedule, sinks
 from .checks import device_violations, violations
 from .narrow import is_narrow
-from .needed import GRADIENTS, names_of, needed, preparing, unordered, written_by
+from .needed import (
+    CONVERTS,
+    GRADIENTS,
+    choose_adding,
+    family_of,
+    names_of,
+    needed,
+    preparing,
+    unordered,
+    written_by,
+)
 from .operands import (
     boxed,
     extents_of,
@@ -72,7 +84,7 @@ class Ready(Launches):
     of q, k and v that are wanted, of_sink, dbias: whether and how those of sink and bias are.
     gathers: whether operands begin anywhere. fixed: addresses that are the same for all. rows:
     where kernels leave LSE and D; fills_rows: they leave out those that belong to no sequence;
-    d_unit: what D is relative to.
+    d_unit: what D is relative to; counts: of the workspace, what must be zero.
     """
 
     outputs: tuple[Output, ...]
@@ -84,6 +96,19 @@ class Ready(Launches):
     rows: sinks.Rows | None = None
     fills_rows: bool = False
     d_unit: float = 1.0
+    counts: slice | None = None
+
+    @property
+    def resets(self) -> bool:
+        """Whether kernels need some of the workspace prepared."""
+        return self.counts is not None or self.of_sink and self.rows is not None and self.fills_rows
+
+    def reset(self, workspace: Tensor) -> None:
+        """Prepares that."""
+        if self.counts:
+            workspace[self.counts].zero_()
+        if self.of_sink and self.rows and self.fills_rows:
+            self.rows.reset(workspace)
 
 
 # What kernels may do without: gradients that nobody wants, schedules of few sequences.
@@ -230,7 +255,7 @@ def _run(ready: Ready, given: dict[str, Tensor], addresses: dict[str, int]) -> d
     else:
         locate(ready, addresses)
         rows = ready.rows if ready.of_sink else None
-        workspace = start(ready, addresses, rows.reset if rows and ready.fills_rows else None)
+        workspace = start(ready, addresses, ready.reset if ready.resets else None)
         if rows:
             workspace = _present(workspace)
             found["dsink"] = sinks.gradient(given["sink"], rows, workspace, ready.d_unit)
@@ -289,6 +314,11 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bo
     spec = _spec(tensors, optional, arguments, gather)
     narrow = wanted.dq and is_narrow(spec.mask, extents, scalars)
     kernels = needed(kernels_of(spec, q.device, narrow=narrow), wanted)
+    of_bias = bias.Added()
+    if dbias:
+        extents["dbias"] = dbias.extent
+        of_bias = bias.added_of(kernels, dbias, full, arguments.bias_type == "pre_scale")
+    kernels = choose_adding(kernels, of_bias.terms > 0)
     written = tuple(name for name in written_by(kernels) if carriers[name[1]] is not None)
     gradients = unpacked(_present(carriers["q"]), carriers["k"], carriers["v"], layout)
     extents |= extents_of(dict(zip(GRADIENTS, gradients, strict=True)), layout)
@@ -296,13 +326,16 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bo
     kernels, unwritten = unordered(kernels, scalars.sequences)
     served = spec_of(q, k, v, optional, arguments).gathers == gather
     table = schedule.table_for(optional["schedule"], scalars.sequences, served)
-    numbers = {**scalars.numbers, **schedule.numbers_of(table)}
+    numbers = {**scalars.numbers, **of_bias.numbers, **schedule.numbers_of(table)}
     scalars = dataclasses.replace(scalars, numbers=numbers)
     sources += schedule.sources_of(table, "bwd")
     sources += tuple(s for s in packed_sources(carriers, layout, "d") if s[1] in written)
     elsewhere = schedule.PARTS["bwd"] if table is not None else unwritten
     offsets, size = lay_out_workspaces(kernels, extents["q"], scalars, elsewhere=elsewhere)
-    of_sink = None
+    of_sink, counts = None, None
+    if of_bias.counts_bytes:
+        first = offsets["dbias_turns"]
+        counts = slice(first, first + of_bias.counts_bytes)
     if prepares := preparing(kernels):
         of_sink = sinks.rows_of(prepares, offsets, extents["q"], scalars.sequences)
     new = {name: _present(carriers[name[1]]) for name in written}
@@ -310,11 +343,14 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bo
         ready,
         outputs=_outputs({**new, **made}),
         sources=sources,
-        launches=tuple(prepare(each, extents, scalars) for each in kernels),
+        launches=tuple(
+            prepare(each, extents, _scalars_for(each, scalars, of_bias)) for each in kernels
+        ),
         offsets=offsets,
         workspace_bytes=size,
         counts_tiles=any("tile_counter" in each.kernel.workspace for each in kernels),
         rows=of_sink,
+        counts=counts,
         fills_rows=any(each.kernel.q_seq != "dense" for each in kernels),
         d_unit=scalars.numbers["keep_scale"],  # with dropout
     )
@@ -327,6 +363,13 @@ def _new(tensor: Tensor) -> Tensor:
 
 def _outputs(tensors: dict[str, Tensor]) -> tuple[Output, ...]:
     return tuple(Output.like(name, x, 0.0) for name, x in tensors.items())
+
+
+def _scalars_for(each: LoadedKernel, scalars: Scalars, of_bias: bias.Added) -> Scalars:
+    """Those of one kernel: what converts sums of dQ finds them scaled where dS was."""
+    if not (of_bias.scaled and family_of(each) == CONVERTS):
+        return scalars
+    return dataclasses.replace(scalars, numbers={**scalars.numbers, "scale": 1.0})
 
 
 def _mismatches(

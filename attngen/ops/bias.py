@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from ..errors import SpecError
+from ..load import LoadedKernel
 from ..run_time import UNBOUNDED, Extent
 from ..spec import is_boxed
+from .needed import adds_bias
 
 AXES = ("batch", "head", "row", "column")
+MOST_ADDED = 8  # terms of a gradient that are added in 16 bits, each sum rounded
 MOST_SPREAD = 2  # elements of memory that a copy may take for each of the bias
 
 
@@ -65,12 +68,56 @@ def readable(bias: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Added:
+    """How the kernel that makes dK and dV makes the gradient of a bias, too: from the dS of `terms`
+    sequences each, in their order, 0 where it does not; `tiles` of keys of all heads and
+    sequences; `scaled`: its dS are multiplied by the scale."""
+
+    terms: int = 0
+    tiles: int = 0
+    scaled: bool = False
+
+    @property
+    def numbers(self) -> dict[str, int | float]:
+        """What kernels know of it."""
+        return {"dbias_terms": self.terms, "dbias_tiles": self.tiles} if self.terms else {}
+
+    @property
+    def counts_bytes(self) -> int:
+        """Those of a workspace that must be zero: two counts a tile."""
+        return 8 * self.tiles if self.terms > 1 else 0
+
+
+def added_of(
+    kernels: Sequence[LoadedKernel],
+    gradient: Gradient,
+    full: tuple[int, int, int, int],
+    scaled: bool,
+) -> Added:
+    """How one of these kernels adds the gradient in a call of so many sequences, heads, queries and
+    keys: where the bias has all heads, the gradient few terms, and the copy engine reaches it."""
+    batches, heads, _, columns = sizes_of(gradient.shape)
+    main = next((each.kernel for each in kernels if adds_bias(each)), None)
+    terms = full[0] // batches
+    if main is None or gradient.sums or heads != full[1] or columns % 8 or terms > MOST_ADDED:
+        return Added()
+    return Added(terms, full[0] * full[1] * -(-full[3] // main.tile_rows), scaled)
+
+
+@dataclass(frozen=True)
 class Gradient:
     """How a kernel leaves the gradient of a bias: as it is, contiguous, or, where the bias is one
     row for all queries, float32 sums [b, h, s_kv] of them for each sequence and head."""
 
     shape: tuple[int, ...]
     sums: tuple[int, int, int] | None
+
+    @property
+    def extent(self) -> Extent:
+        """Its sizes and strides, where it has rows."""
+        batches, heads, rows, columns = sizes_of(self.shape)
+        strides = (heads * rows * columns, columns, rows * columns)
+        return Extent(batches, rows, heads, columns, *strides)
 
     @property
     def numbers(self) -> dict[str, int | float]:

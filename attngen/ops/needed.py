@@ -12,13 +12,14 @@ from .signature import Wanted
 
 GRADIENTS = ("dq", "dk", "dv")
 ORDERS = "varlen_prepare"  # the family of the kernel that writes schedules
+CONVERTS = "bwd_convert"  # the family of the kernel that rounds sums of dQ
 PREPARES = "bwd_prepare"  # the family of the kernel that finds LSE and D of every row
 # Families of kernels that do without dQ's address, by which they only fill rows that no tile
 # visits, or that belong to no sequence.
 FILL_DQ = (PREPARES, "sm90_bwd")
 # Families of kernels that make gradients of one kind, and nothing that other kernels read.
 KIND_OF_FAMILY = {
-    **{"sm90_bwd_dq": "dq", "bwd_convert": "dq", "sm90_bwd_dkv": "dkv"},
+    **{"sm90_bwd_dq": "dq", CONVERTS: "dq", "sm90_bwd_dkv": "dkv"},
     "sm90_bwd_dbias": "dbias",
 }
 
@@ -34,10 +35,25 @@ def needed(kernels: tuple[LoadedKernel, ...], wanted: Wanted) -> tuple[LoadedKer
     if not (wanted.dq or wanted.dkv):
         families = {PREPARES: wanted.dsink or wanted.dbias}
         families |= dict.fromkeys(("mask_pack", "sm90_bwd_dbias"), wanted.dbias)
-        return tuple(each for each in kernels if families.get(_family(each)))
+        return tuple(each for each in kernels if families.get(family_of(each)))
     unwanted = {kind for kind, want in wanted._asdict().items() if not want}
-    kinds = (KIND_OF_FAMILY.get(_family(each)) for each in kernels)
+    kinds = (KIND_OF_FAMILY.get(family_of(each)) for each in kernels)
     return tuple(compress(kernels, (kind not in unwanted for kind in kinds)))
+
+
+def adds_bias(each: LoadedKernel) -> bool:
+    """Whether it makes the gradient of the bias beside others."""
+    return "dbias_turns" in each.kernel.workspace
+
+
+def choose_adding(kernels: tuple[LoadedKernel, ...], adding: bool) -> tuple[LoadedKernel, ...]:
+    """The kernels without one of two for the same: that which makes the gradient of the bias, too,
+    or the other and the bias's own."""
+    if adding:
+        main = next(family_of(each) for each in kernels if adds_bias(each))
+        others = (main, "sm90_bwd_dbias")
+        return tuple(each for each in kernels if adds_bias(each) or family_of(each) not in others)
+    return tuple(each for each in kernels if not adds_bias(each))
 
 
 def unordered(
@@ -48,24 +64,25 @@ def unordered(
     few = sequences is not None and sequences <= FEW_SEQUENCES
     if not few or not any(each.kernel.orders_few for each in kernels):
         return kernels, ()
-    written = (each.kernel.workspace for each in kernels if _family(each) == ORDERS)
+    written = (each.kernel.workspace for each in kernels if family_of(each) == ORDERS)
     left_out = tuple(chain.from_iterable(written))
-    return tuple(each for each in kernels if _family(each) != ORDERS), left_out
+    return tuple(each for each in kernels if family_of(each) != ORDERS), left_out
 
 
 def preparing(kernels: tuple[LoadedKernel, ...]) -> KernelEntry | None:
     """The one of them that finds LSE and D; None where there are none."""
-    return next((each.kernel for each in kernels if _family(each) == PREPARES), None)
+    return next((each.kernel for each in kernels if family_of(each) == PREPARES), None)
 
 
 def written_by(kernels: tuple[LoadedKernel, ...]) -> Iterator[str]:
     """The gradients that kernels write, beside rows that they fill."""
     names = {recipe.tensor for each in kernels for recipe in each.kernel.tensor_maps}
     for each in kernels:
-        filled = {"dq"} if _family(each) in FILL_DQ else set()
+        filled = {"dq"} if family_of(each) in FILL_DQ else set()
         names |= {field.name for field in each.kernel.fields} - filled
     return (name for name in GRADIENTS if name in names)
 
 
-def _family(each: LoadedKernel) -> str:
+def family_of(each: LoadedKernel) -> str:
+    """The first part of its name."""
     return each.kernel.entry.partition("__")[0]

@@ -12,7 +12,7 @@ struct Map {
   u64 sizes[5];
   u64 strides[4];  // bytes
   u32 box[5];
-  unsigned char rank, element_bytes;
+  unsigned char rank, element_bytes, is_bf16;
 };
 using Place = std::vector<int>;
 
@@ -83,6 +83,24 @@ void start_store(std::function<Action()> read) {
     }
   });
 }
+// One of a box: put(map, address, what is in shared memory, bytes that are inside the tensor) for
+// each 16 bytes.
+template <class Put>
+void start_box(const void* map_address, u32 source, std::initializer_list<int> at, Put put) {
+  const Map map = map_at(map_address, at.size(), source);
+  shared_at(source, bytes_of(map));
+  start_store([map, source, put, place = Place(at)]() -> Action {
+    std::vector<unsigned char> box(bytes_of(map));
+    each_piece(map, place, [&](u64, u32 offset, u32 inside) {
+      std::memcpy(&box[offset], read_async(swizzled(source + offset), 16), inside);
+    });
+    return [map, place, put, box = std::move(box)] {
+      each_piece(map, place, [&](u64 address, u32 offset, u32 inside) {
+        if (inside != 0) put(map, reinterpret_cast<void*>(address), &box[offset], inside);
+      });
+    };
+  });
+}
 void read_oldest(Fiber& fiber) {
   const std::vector<Action> group = std::move(fiber.groups.front());
   fiber.groups.pop_front();
@@ -144,19 +162,24 @@ void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier) {
   });
 }
 void tensor_store(const void* map_address, u32 source, std::initializer_list<int> at) {
-  const Map map = map_at(map_address, at.size(), source);
-  shared_at(source, bytes_of(map));
-  start_store([map, source, place = Place(at)]() -> Action {
-    std::vector<unsigned char> box(bytes_of(map));
-    each_piece(map, place, [&](u64, u32 offset, u32 inside) {
-      std::memcpy(&box[offset], read_async(swizzled(source + offset), 16), inside);
-    });
-    return [map, place, box = std::move(box)] {
-      each_piece(map, place, [&](u64 address, u32 offset, u32 inside) {
-        if (inside != 0) std::memcpy(reinterpret_cast<void*>(address), &box[offset], inside);
-      });
-    };
-  });
+  start_box(map_address, source, at,
+            [](const Map&, void* to, const unsigned char* from, u32 inside) {
+              std::memcpy(to, from, inside);
+            });
+}
+void tensor_add(const void* map_address, u32 source, std::initializer_list<int> at) {
+  start_box(map_address, source, at,
+            [](const Map& map, void* to, const unsigned char* from, u32 inside) {
+              const Format format = map.is_bf16 ? Format::kBf16 : Format::kFp16;
+              for (u32 i = 0; i < inside; i += 2) {
+                unsigned short sum, part;
+                std::memcpy(&sum, static_cast<unsigned char*>(to) + i, 2);
+                std::memcpy(&part, from + i, 2);
+                sum = static_cast<unsigned short>(
+                    encode(format, decode(format, sum) + decode(format, part)));
+                std::memcpy(static_cast<unsigned char*>(to) + i, &sum, 2);
+              }
+            });
 }
 void bulk_store(void* destination, u32 source, u32 bytes) {
   check_bulk(destination, source, bytes);

@@ -91,6 +91,7 @@ void await_copies();
 void arrive_after_copies(u32 barrier);
 void tensor_load(u32 destination, const void* map, u32 barrier, std::initializer_list<int> at);
 void tensor_store(const void* map, u32 source, std::initializer_list<int> at);
+void tensor_add(const void* map, u32 source, std::initializer_list<int> at);
 void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier);
 void bulk_store(void* destination, u32 source, u32 bytes);
 void bulk_add(void* destination, u32 source, u32 bytes);

@@ -77,7 +77,8 @@ class Emulator:
         element_bytes = 1 if dtype.name.endswith("UINT8") else 2
         absent = [0] * (5 - rank)
         dimensions = (*sizes, *absent, *strides, *absent, *box, *absent)
-        packed = struct.pack("<Q5Q4Q5IBB", address, *dimensions, rank, element_bytes)
+        kinds = rank, element_bytes, dtype.name.endswith("BFLOAT16")
+        packed = struct.pack("<Q5Q4Q5IBBB", address, *dimensions, *kinds)
         memory = ctypes.create_string_buffer(packed, MAP_BYTES)
         return 0, SimpleNamespace(getPtr=lambda: ctypes.addressof(memory))
 

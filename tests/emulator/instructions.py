@@ -30,6 +30,14 @@ def _tensor_load(rank: int) -> str:
     )
 
 
+def _tensor_add(rank: int) -> str:
+    places = ", ".join(f"%{2 + i}" for i in range(rank))
+    return (
+        f"cp.reduce.async.bulk.tensor.{rank}d.global.shared::cta.add.tile.bulk_group "
+        f"[%0, {{{places}}}], [%1];"
+    )
+
+
 def _tensor_store(rank: int) -> str:
     places = ", ".join(f"%{2 + i}" for i in range(rank))
     return f"cp.async.bulk.tensor.{rank}d.global.shared::cta.bulk_group [%0, {{{places}}}], [%1];"
@@ -74,6 +82,7 @@ STATEMENTS: dict[str, str] = {
     _tensor_load(4): f"{_E}tensor_load(%0, %1, %2, {{%3, %4, %5, %6}})",
     _tensor_load(5): f"{_E}tensor_load(%0, %1, %2, {{%3, %4, %5, %6, %7}})",
     _tensor_store(4): f"{_E}tensor_store(%0, %1, {{%2, %3, %4, %5}})",
+    _tensor_add(4): f"{_E}tensor_add(%0, %1, {{%2, %3, %4, %5}})",
     _tensor_store(5): f"{_E}tensor_store(%0, %1, {{%2, %3, %4, %5, %6}})",
     "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];": (
         f"{_E}bulk_load(%0, %1, %2, %3)"

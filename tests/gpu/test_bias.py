@@ -93,6 +93,14 @@ def _case(
     return Case(d, d_v, dtype, mask, window, None, heads, lengths, layout)
 
 
+# Rows of whole 16 bytes, whose gradient the kernel of dK and dV adds.
+ADDED = [
+    BiasCase(_case(128, 128, (264, 392), (3, 4, 2), mask="causal"), "1hss"),
+    BiasCase(_case(128, 128, (392, 264), (4, 2, 2), mask="causal"), "1hss", "pre_scale"),
+    BiasCase(_case(96, 128, (136, 520), mask="causal_bottom_right", dtype="fp16"), "bhss"),
+    BiasCase(_case(80, 80, (520, 392), (3, 4, 4), window=(100, 30)), "1hss", "pre_scale",
+             more={"alibi_slopes": True}),
+]  # fmt: skip
 CASES = [
     BiasCase(_case(128, 128, (200, 333), mask="causal"), "1hss"),
     BiasCase(_case(128, 128, (256, 384)), "bhss", place="padded"),
@@ -125,6 +133,7 @@ CASES = [
     BiasCase(_case(64, 64, (130, 200), mask="causal"), "111s", "pre_scale",
              more={"attn_mask": True}),
     BiasCase(_case(256, 256, (200, 136)), "1hss", more={"attn_mask": True}),
+    *ADDED,
 ]  # fmt: skip
 EACH = pytest.mark.parametrize("case", CASES, ids=str)
 PACKED = varlen.Call("thd", (200, 1, 0, 333, 77), (130, 64, 5, 333, 0), heads=(4, 2), gaps=True)
@@ -199,6 +208,14 @@ def test_gradients_with_a_bias_deterministic_repeat_bit_for_bit(case):
     first = check_gradients(case, deterministic=True)
     for _ in range(3):
         assert oracle.same(check_gradients(case, deterministic=True), first)
+
+
+@pytest.mark.parametrize("case", ADDED, ids=str)
+def test_gradient_of_a_bias_beside_others_repeats_bit_for_bit(case):
+    """In any order of additions to dQ, sequences add to the bias's in theirs."""
+    first = check_gradients(case)[3]
+    for _ in range(3):
+        assert oracle.same(check_gradients(case)[3], first)
 
 
 def check_gradients(case, **more):

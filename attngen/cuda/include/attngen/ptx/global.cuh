@@ -19,6 +19,14 @@ ATTNGEN_DEVICE void await_count(const int* counter, int value) {
   while (!has_count(counter, value)) {
   }
 }
+// Blocks until it holds that or more; then as has_count.
+ATTNGEN_DEVICE void await_reached(const int* counter, int value) {
+  int found;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(counter) : "memory");
+  } while (found < value);
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
 // Takes the counter from 0 to 1; false where somebody has.
 ATTNGEN_DEVICE bool claim(int* counter) {
   int found;

@@ -54,6 +54,15 @@ ATTNGEN_DEVICE void tma_store(const TensorMap* map, u32 source, int column, int 
       "r"(source), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
+// Adds a box of 16-bit numbers in shared memory to those in global memory, rounding each sum.
+ATTNGEN_DEVICE void tma_add(const TensorMap* map, u32 source, int column, int row, int head,
+                            int batch) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group "
+      "[%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+      "r"(source), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
 // The same of a sequence, from and to rows that belong to it.
 ATTNGEN_DEVICE void tma_load(u32 destination, const SequenceMap* map, u32 barrier, int column,
                              int row, int head, SequenceIndex index, u64 policy) {
