@@ -184,7 +184,7 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bo
         written = tuple(n for n in names_of(wanted) if carriers[n[1]] is not None)
         return Ready(device=q.device, gradients=written, dbias=dbias)
     spec = _spec(tensors, optional, arguments, gather)
-    narrow = wanted.dq and is_narrow(spec.mask, extents, scalars)
+    narrow = wanted.dq and is_narrow(extents, scalars)
     kernels = needed(kernels_of(spec, q.device, narrow=narrow), wanted)
     written = tuple(name for name in written_by(kernels) if carriers[name[1]] is not None)
     gradients = unpacked(_present(carriers["q"]), carriers["k"], carriers["v"], layout)

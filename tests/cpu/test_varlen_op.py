@@ -126,6 +126,20 @@ def test_op_packed_tokens_know_their_lengths(launches, name):
         assert launches[-1].addresses["kv_offsets"] == cu.data_ptr()
 
 
+@pytest.mark.parametrize("name", ["thd", "bshd"])
+@pytest.mark.parametrize("keys, ordered", [(1024, True), (1025, False)])
+def test_op_narrow_window_beside_lengths_adds_in_an_order(launches, name, keys, ordered):
+    lengths = cumulative() if name == "thd" else int32(4, ROOM)
+    given = dict.fromkeys(LENGTHS[:2] if name == "thd" else LENGTHS[4:], lengths)
+    q, k, v = carriers(name)
+    rest = (*optional(**given), *Arguments(layout=name, mask="causal", window_left=keys))
+    out, lse, *_ = forward.forward(q, k, v, *rest)
+    backward.backward(torch.zeros_like(out), None, q, k, v, out, lse, *rest)
+    families = [each.kernel.entry.partition("__")[0] for each in launches]
+    wanted = ["bwd_prepare", "sm90_bwd", *["bwd_convert"] * (not ordered)]
+    assert [each for each in families if "bwd" in each] == wanted
+
+
 def test_op_packed_grids_and_workspaces_hold_whatever_the_lengths_are(launches):
     cu = cumulative()
     run_both("thd", cu_seqlens_q=cu, cu_seqlens_kv=cu)
