@@ -140,6 +140,20 @@ def test_op_narrow_window_beside_lengths_adds_in_an_order(launches, name, keys, 
     assert [each for each in families if "bwd" in each] == wanted
 
 
+@pytest.mark.parametrize("mask, right", [("causal", 0), ("padding_causal", 0), ("none", 1 << 30)])
+def test_scalars_have_no_keys_that_a_causal_mask_hides(mask, right):
+    """So that tiles which follow a window know how wide it is."""
+    tensors = dict(zip("qkv", carriers("bshd"), strict=True))
+    extents = operands.extents_of(tensors, "bshd")
+    for given in (-1, 5):
+        arguments = Arguments(mask=mask, window_left=5, window_right=given)
+        found = operands.scalars_of(
+            tensors["q"], dict(zip(OPTIONAL, optional(), strict=True)), arguments, extents
+        )
+        wanted = right if given < 0 else min(right, given)
+        assert (found.window_left, found.window_right) == (5, wanted)
+
+
 def test_op_packed_grids_and_workspaces_hold_whatever_the_lengths_are(launches):
     cu = cumulative()
     run_both("thd", cu_seqlens_q=cu, cu_seqlens_kv=cu)

@@ -4,8 +4,11 @@ order though nobody asks for it."""
 from __future__ import annotations
 
 import pytest
+import torch
 
-from . import varlen
+import attngen
+
+from . import oracle, varlen
 from .varlen import Call, Features
 
 pytestmark = pytest.mark.gpu
@@ -36,6 +39,8 @@ CALLS = [
       for d, mask in ((64, NARROW), (128, NARROW), (256, WIDE)) for more in MORE),
     *(Call("sbhd", QUERIES, KEYS, d=d, d_v=d_v, dtype="fp16", more=more, **NARROW, **USED)
       for d, d_v, more in ((128, 96, MORE[0]), (192, 128, MORE[2]), (32, 32, MORE[1]))),
+    *(Call(q_lens=QUERIES, kv_lens=KEYS, d=128, loose="start1", more=MORE[0], **NARROW, **lengths)
+      for lengths in (PACKED, {"layout": "bshd", **USED})),
     Call("thd", QUERIES, d=128, heads=(2, 1), mask="causal", window=(1 << 20, 0)),
     Call("thd", (0, 300, 0), (130, 0, 0), d=64, window=(50, 5)),
     Call("thd", 7 * QUERIES, d=64, **NARROW),
@@ -53,3 +58,22 @@ def test_window_beside_lengths_is_right_both_ways(call):
 def test_window_deterministic_beside_lengths_gives_right_and_equal_bits(d, layout):
     call = Call(q_lens=QUERIES, kv_lens=KEYS, d=d, heads=(4, 2), **WIDE, **layout)
     varlen.check(call, deterministic=True)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_schedule_of_a_narrow_window_serves_a_wide_one(d):
+    """How many heads its tiles take together is the window's that came first."""
+    call = Call("thd", 7 * QUERIES, 7 * KEYS, d=d, heads=(4, 2), mask="causal")
+    narrow, wide = ({**call.arguments(), "window": (keys, 0)} for keys in (40, 600))
+    lengths = {name: x for name, x in narrow.items() if name.startswith("cu_seqlens")}
+    operands, d_o = call.operands(), call.tensor("q", 4, d, 7)
+    dlse = torch.zeros(4, d_o.shape[0], device=oracle.DEVICE)
+
+    def run(arguments, schedule=None):
+        given = {**arguments, **lengths, "deterministic": True, "schedule": schedule}
+        return varlen.run(operands, d_o, dlse, **given)
+
+    schedule = attngen.Schedule()
+    for arguments in (narrow, wide, narrow):
+        (*found, gradients), (*wanted, expected) = run(arguments, schedule), run(arguments)
+        assert oracle.same(found, wanted) and oracle.same(gradients, expected)
