@@ -87,7 +87,7 @@ class Problem:
     def narrow(self) -> bool:
         """Whether a window may leave each row few keys, and nothing but blocks of keys, which the
         copy engine brings as they are, is fetched or drawn beside them."""
-        plain = self.kv_fetch == "tma" and not (self.varlen or self.eight_bit or self.widens)
+        plain = self.kv_fetch == "tma" and not (self.eight_bit or self.widens)
         beside = self.bias or self.attn_mask or self.dropout
         return "window" in self.masks and plain and not beside
 

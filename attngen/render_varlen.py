@@ -31,6 +31,8 @@ def render(problem: Problem, plan: VarlenPlan, features: Features, root: Path) -
     if plan.fills and problem.q_seq != "dense":
         names += [*typed("ptr", "o", "lse"), *strides_of("o")]
     names += typed("i32", "sequences", "heads_q", "heads_kv", "group_size", "kept")
+    if plan.kv and plan.kv.follows:
+        names += typed("i32", "window_left", "window_right")
     kernel = describe(
         problem,
         plan,

@@ -15,6 +15,7 @@ SM_BYTES = 228 << 10  # of shared memory, sm_90a
 CTA_RESERVED_BYTES = 1024  # of these, for each CTA
 MASK_AXES = ("rows", "columns")  # a packed mask has a row a query, or a row a key
 LOG2_E = 1.4426950408889634
+FEW_HEADS = 4  # under a window: more where L2 holds the queries of all heads of a group
 FEW_SEQUENCES = 32  # whose order each CTA finds itself, without a schedule
 MAX_SPLITS = 128  # as many weights has the kernel that combines them
 SPLIT_BLOCKS = 4  # of keys, at least, for each split
@@ -122,7 +123,8 @@ def heads_per_group(
 ) -> int:
     """Heads that are worked on together, so that what their tiles share stays in L2: of query
     heads the keys and values, of key/value heads the queries, output gradients and sums of dQ.
-    Where tiles in an order follow a window of so many keys, these are its queries of one head."""
+    Where tiles in an order follow a window of so many keys, these are its queries; those of all
+    heads of a group, while four fit, which are as fast as fewer."""
     q, k, v = extents["q"], extents["k"], extents["v"]
     group_size = q.heads // k.heads
     if kernel.tile_axis == "kv":
@@ -130,6 +132,8 @@ def heads_per_group(
         rows = window if follows else q.seq * group_size
         bytes_per_row = (q.dim + v.dim) * 2 + q.dim * 4 * (kernel.dq_floats > 0)
         fitting = kernel.kv_group_bytes // max(1, rows * bytes_per_row)
+        if follows:
+            fitting = max(fitting // group_size, min(fitting, FEW_HEADS))
         return max(1, min(k.batch * k.heads, kernel.group_heads, fitting))
     element_bytes = next((DTYPE_BYTES[m.dtype] for m in kernel.tensor_maps if m.tensor == "k"), 2)
     bytes_per_head = max(1, k.seq * (k.dim + v.dim) * element_bytes)

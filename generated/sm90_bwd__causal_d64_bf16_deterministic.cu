@@ -467,7 +467,6 @@ struct Consumer {
   RingPosition<kDoStages> do_ring;
   RingPosition<kDsStages> ds_ring;
   RingPosition<kDsStages> ds_read;
-  u32 dq_turn = 0;  // which reducer's
 
   using Scores = float[kTileM / 2];
   using Dq = float[kDqColumns / 2];
@@ -506,6 +505,8 @@ struct Consumer {
   }
 
   ATTNGEN_DEVICE void hand_over_dq(const Dq& dq) {
+    static_assert(kDsStages == 2, "dS just read lay in the other stage");
+    const u32 dq_turn = ds_read.stage ^ 1;  // which reducer's
     mbarrier_wait(smem + kDqEmpty + warpgroup * 8, dq_turn ^ 1);
     const u32 part = smem + kSmemDq + warpgroup * kDqBytes + (warp * 32 + lane) * 16;
 #pragma unroll
@@ -513,7 +514,6 @@ struct Consumer {
     fence_async_shared();
     __syncwarp();
     if (lane == 0) mbarrier_arrive(smem + kDqFull + (dq_turn * kConsumers + warpgroup) * 8);
-    dq_turn ^= 1;
   }
 
   // The products of one warpgroup run under the other's arithmetic: each takes its turn.

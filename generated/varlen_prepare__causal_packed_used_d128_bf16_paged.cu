@@ -1,4 +1,4 @@
-// varlen_prepare__causal_packed_used_d128_bf16_paged__ff47f4
+// varlen_prepare__causal_packed_used_d128_bf16_paged__e1571f
 // Rendered by attngen from kernels/varlen_prepare.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/ptx/global.cuh"
@@ -176,7 +176,7 @@ ATTNGEN_DEVICE void schedule_queries(const Params& p) {
 
 // Grid: one CTA.
 extern "C" __global__ void __launch_bounds__(1024)
-varlen_prepare__causal_packed_used_d128_bf16_paged__ff47f4(const __grid_constant__ attngen::Params p) {
+varlen_prepare__causal_packed_used_d128_bf16_paged__e1571f(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   allow_dependents();
   if (!is_ordered(p, p.q_schedule)) schedule_queries(p);

@@ -442,7 +442,7 @@ def _features(problem: Problem, choice: Choice) -> frozenset[str]:
         "paged": problem.paged,
         "widens": problem.widens,
         "varlen": problem.varlen,
-        "lengths": problem.varlen or ("window" in problem.masks and not choice.rolls),
+        "lengths": (problem.varlen or "window" in problem.masks) and not choice.rolls,
         "crowded": bits
         or problem.scores == ("softcap",)
         or (problem.paged and not light)

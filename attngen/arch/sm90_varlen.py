@@ -17,13 +17,14 @@ THREADS = 1024  # those of one CTA sort the sequences
 class Axis:
     """Tiles of one axis that a later kernel works through: `rows` queries of a query head, or keys
     of a key/value head; of how many heads together `group_bytes` bound what they share along the
-    other axis, with `sums` the float32 dQ, too; one tile of `tail_share` is kept for the end, 0
-    keeps none."""
+    other axis, with `sums` the float32 dQ, too, and where tiles follow a window (`follows`) its
+    queries of one head; one tile of `tail_share` is kept for the end, 0 keeps none."""
 
     rows: int
     group_heads: int
     group_bytes: int
     sums: bool
+    follows: bool
     tail_share: int
 
 
@@ -62,5 +63,6 @@ def _axis(plan: Plan | BackwardPlan) -> tuple[str, Axis]:
     rows = plan.tile.m if of_queries else plan.tile.n
     schedule = plan.schedule
     tail_share = schedule.tail_share if isinstance(plan, Plan) else 0
-    axis = Axis(rows, schedule.group_heads, schedule.kv_group_bytes, sums, tail_share)
+    follows = isinstance(plan, BackwardPlan) and not of_queries and plan.descending
+    axis = Axis(rows, schedule.group_heads, schedule.kv_group_bytes, sums, follows, tail_share)
     return ("q" if of_queries else "kv"), axis

@@ -312,7 +312,7 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bo
     if not (scalars.sequences and all(tensor.numel() for tensor in tensors.values())):
         return ready
     spec = _spec(tensors, optional, arguments, gather)
-    narrow = wanted.dq and is_narrow(spec.mask, extents, scalars)
+    narrow = wanted.dq and is_narrow(extents, scalars)
     kernels = needed(kernels_of(spec, q.device, narrow=narrow), wanted)
     of_bias = bias.Added()
     if dbias:

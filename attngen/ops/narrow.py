@@ -12,10 +12,10 @@ KEYS = ((64, 1024), (1, 256))
 GROUPED_SHARE = 2  # of them, where heads share keys and values: these lose with 1024
 
 
-def is_narrow(mask: str, extents: Mapping[str, Extent], scalars: Scalars) -> bool:
-    """Whether a window beside the mask leaves each query so few keys that kernels with an order are
-    faster, where there are any."""
-    right = 0 if "causal" in mask else scalars.window_right
+def is_narrow(extents: Mapping[str, Extent], scalars: Scalars) -> bool:
+    """Whether a window leaves each query so few keys that kernels with an order are faster, where
+    there are any."""
     q, k, v = extents["q"], extents["k"], extents["v"]
-    most = next(keys for least, keys in KEYS if max(q.dim, v.dim) >= least)
-    return scalars.window_left + right <= (most if q.heads == k.heads else most // GROUPED_SHARE)
+    most = next(most for least, most in KEYS if max(q.dim, v.dim) >= least)
+    keys = scalars.window_left + scalars.window_right
+    return keys <= (most if q.heads == k.heads else most // GROUPED_SHARE)

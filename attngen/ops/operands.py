@@ -132,9 +132,11 @@ def scalars_of(
     arguments: Arguments,
     extents: Mapping[str, Extent],
 ) -> Scalars:
-    """The run-time values of a call; a window side of −1, or too long to end, is unbounded."""
+    """The run-time values of a call; a window side of −1, or too long to end, is unbounded, but
+    for what a causal mask hides anyway."""
     sides = (arguments.window_left, arguments.window_right)
     left, right = (side if 0 <= side < UNBOUNDED else UNBOUNDED for side in sides)
+    right = 0 if "causal" in arguments.mask else right
     scale, aligned = softmax_scale_of(q, arguments), arguments.bottom_right
     sequences = sequences_of(q, optional, arguments.layout)
     numbers = {**_stride_numbers(optional), **dropout_numbers(arguments.dropout_p)}

@@ -31,8 +31,7 @@ def is_short(
     of any size."""
     if not has_short(spec) or splits:
         return False
-    right = 0 if "causal" in spec.mask else scalars.window_right
-    sides = scalars.window_left, right
+    sides = scalars.window_left, scalars.window_right
     if extents["q"].seq > QUERIES and UNBOUNDED in sides:
         return False
     plain = not (spec.alibi or spec.softcap or spec.return_max_logit)

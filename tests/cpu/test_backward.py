@@ -210,7 +210,7 @@ def test_orders_under_a_window_complete_dq_unless_registers_lack(head_dim, make_
     assert all(not each.completes for each in crowded if isinstance(each, sm90_bwd.BackwardPlan))
 
 
-def test_orders_are_two_where_the_second_completes_dq_of_dense_operands(make_backward) -> None:
+def test_orders_are_two_where_the_second_completes_dq(make_backward) -> None:
     features = [{}, *({name: True} for name in ("dropout", "attn_mask", "deterministic"))]
     features += [{"scores": (name,)} for name in ("softcap", "alibi", "post_scale_bias")]
     fields = ({}, {"kv_fetch": "gather"}, {"q_seq": "packed", "kv_seq": "packed"})
@@ -225,7 +225,7 @@ def test_orders_are_two_where_the_second_completes_dq_of_dense_operands(make_bac
         ordered = dataclasses.replace(problem, deterministic=True)
         found = sm90_bwd.plans(ordered)
         completes = any(getattr(each, "completes", False) for each in found)
-        wanted = completes and not (problem.deterministic or problem.varlen)
+        wanted = completes and not problem.deterministic
         assert orders[1:] == ((ordered,) if wanted else ()), problem.label
         two += wanted
     assert two > 50

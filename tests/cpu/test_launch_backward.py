@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import itertools
+import re
 import struct
 from typing import Any
 
@@ -14,7 +17,7 @@ from attngen.builder import render_problem
 from attngen.load import LoadedKernel
 from attngen.plan import plans
 from attngen.program import KernelEntry
-from attngen.run_time import Extent, Scalars
+from attngen.run_time import UNBOUNDED, Extent, Scalars
 from tests.cpu.test_launch import Driver
 
 ARCH = "sm_90a"
@@ -172,14 +175,55 @@ def test_launch_many_heads_are_grouped_by_what_they_share(make_problem) -> None:
 
 
 def test_launch_heads_under_a_window_are_grouped_by_what_it_sees(make_problem) -> None:
-    """Tiles in an order follow the window, one query head after another."""
+    """Tiles in an order follow the window, for each of three query heads where four others fit."""
     problem = make_problem(128, masks=("causal", "window"), direction="bwd", deterministic=True)
     _, fused = (render_problem(problem, each).kernel for each in plans(problem, ARCH))
     sizes = {name: extent._replace(seq=16384) for name, extent in extents(128, 128).items()}
     sizes["k"] = sizes["k"]._replace(batch=99)
     # Positions of 256 + 256 + 512 bytes, 8 MiB of which are worked on together.
-    assert [run_time.heads_per_group(fused, sizes, keys) for keys in (512, 2048, 4096)] == [8, 4, 2]
+    found = [run_time.heads_per_group(fused, sizes, keys) for keys in (256, 512, 1024, 2048, 4096)]
+    assert found == [8, 5, 4, 4, 2]
     assert run_time.heads_per_group(fused, sizes) == 1  # of all keys
+
+
+HEADS_TOGETHER = """
+#define ATTNGEN_DEVICE inline
+#include "attngen/scheduler/sequence_order.cuh"
+namespace attngen {
+struct Params { int window_left, window_right, group_size, heads_kv; };
+%s
+}
+extern "C" int heads(int left, int right, int group_size, int heads_kv, int length) {
+  return attngen::key_heads_together({left, right, group_size, heads_kv}, length);
+}
+"""
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_launch_heads_beside_lengths_are_as_many_as_of_equal_ones(
+    head_dim, make_problem, compile_cpp
+) -> None:
+    masks = {"masks": ("causal", "window"), "direction": "bwd", "deterministic": True}
+    dense = make_problem(head_dim, **masks)
+    packed = dataclasses.replace(dense, q_seq="packed", kv_seq="packed")
+    kernel = render_problem(dense, plans(dense, ARCH)[1]).kernel
+    functions = {
+        re.search(r"ATTNGEN_DEVICE int key_heads_together.*?\n}\n", source.text, re.DOTALL)[0]
+        for each in plans(packed, ARCH)
+        if "bwd_prepare" != each.family
+        for source in [render_problem(packed, each)]
+    }
+    (function,) = functions  # the kernel that orders many sequences, and the main one, agree
+    heads = ctypes.CDLL(str(compile_cpp(HEADS_TOGETHER % function))).heads
+    sizes = extents(head_dim, head_dim)
+    windows = [(40, 0), (512, 0), (300, 300), (2048, 0), (UNBOUNDED, 0), (UNBOUNDED, UNBOUNDED)]
+    for length, groups, of_keys, (left, right) in itertools.product(
+        (1, 100, 600, 4096, 100_000), (1, 4), (1, 8, 64), windows
+    ):
+        sizes["q"] = sizes["q"]._replace(seq=length, heads=groups * of_keys, batch=1)
+        sizes["k"] = sizes["k"]._replace(heads=of_keys, batch=1)
+        wanted = run_time.heads_per_group(kernel, sizes, left + right)
+        assert heads(left, right, groups, of_keys, length) == wanted
 
 
 @pytest.mark.parametrize(("name", "change"), [("query heads", "heads"), ("sequences", "batch")])

@@ -171,6 +171,20 @@ def test_plan_unknown_architecture_is_refused_with_those_there_are(make_problem)
         plan(make_problem(64), "sm_80")
 
 
+@pytest.mark.parametrize("lengths", [{"q_seq": "packed", "kv_seq": "packed"}, {"q_seq": "used"}])
+@pytest.mark.parametrize("scores", [(), ("softcap",), ("alibi",), ("softcap", "alibi")], ids=str)
+def test_plan_window_beside_lengths_has_the_warpgroups_of_equal_ones(
+    lengths, scores, make_problem
+) -> None:
+    for d in DIMS:
+        problem = replace(make_problem(d, masks=("causal", "window")), scores=scores)
+        dense, varying = (plan(each, ARCH) for each in (problem, replace(problem, **lengths)))
+        # Up to 64 columns a softcap leaves four warpgroups no registers, and windows nothing own.
+        if d > 64 or "softcap" not in scores:
+            assert (varying.tile, varying.pipeline) == (dense.tile, dense.pipeline), d
+            assert (varying.tile.n, varying.pipeline.take_turns) == (64, False)
+
+
 def test_plan_says_why(make_problem) -> None:
     chosen = plan(make_problem(128, masks=("causal",)), ARCH)
     assert any(str(chosen.smem_bytes) in line for line in chosen.why)

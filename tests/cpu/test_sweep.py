@@ -22,6 +22,18 @@ CROWD: dict[str, Any] = {
 EDGES = [
     AttentionSpec(64, dtype="fp16", mask="causal", softcap=True, directions=("fwd",)),
     AttentionSpec(224, mask="causal", window=True, directions=("fwd",)),
+    AttentionSpec(128, layout="thd", window=True, softcap=True, directions=("fwd",)),
+    AttentionSpec(128, gather=True, window=True, softcap=True, directions=("fwd",)),
+    AttentionSpec(
+        112,
+        layout="paged_kv_thd_bshd_bshd",
+        mask="causal",
+        window=True,
+        softcap=True,
+        directions=("fwd",),
+    ),
+    AttentionSpec(128, layout="thd", window=True, directions=("bwd",)),
+    AttentionSpec(64, seqused=True, window=True, alibi=True, directions=("bwd",)),
     AttentionSpec(250, mask="causal", gather=True, directions=("fwd",), **CROWD),
     AttentionSpec(250, mask="causal", return_max_logit=True, directions=("fwd",), **CROWD),
     AttentionSpec(128, head_dim_v=72, bias="pre_scale", directions=("fwd",)),

@@ -124,6 +124,34 @@ def test_op_packed_tokens_know_their_lengths(launches, name):
         assert launches[-1].addresses["kv_offsets"] == cu.data_ptr()
 
 
+@pytest.mark.parametrize("name", ["thd", "bshd"])
+@pytest.mark.parametrize("keys, ordered", [(1024, True), (1025, False)])
+def test_op_narrow_window_beside_lengths_adds_in_an_order(launches, name, keys, ordered):
+    lengths = cumulative() if name == "thd" else int32(4, ROOM)
+    given = dict.fromkeys(LENGTHS[:2] if name == "thd" else LENGTHS[4:], lengths)
+    q, k, v = carriers(name)
+    rest = (*optional(**given), *Arguments(layout=name, mask="causal", window_left=keys))
+    out, lse, *_ = forward.forward(q, k, v, *rest)
+    backward.backward(torch.zeros_like(out), None, q, k, v, out, lse, *rest)
+    families = [each.kernel.entry.partition("__")[0] for each in launches]
+    wanted = ["bwd_prepare", "sm90_bwd", *["bwd_convert"] * (not ordered)]
+    assert [each for each in families if "bwd" in each] == wanted
+
+
+@pytest.mark.parametrize("mask, right", [("causal", 0), ("padding_causal", 0), ("none", 1 << 30)])
+def test_scalars_have_no_keys_that_a_causal_mask_hides(mask, right):
+    """So that tiles which follow a window know how wide it is."""
+    tensors = dict(zip("qkv", carriers("bshd"), strict=True))
+    extents = operands.extents_of(tensors, "bshd")
+    for given in (-1, 5):
+        arguments = Arguments(mask=mask, window_left=5, window_right=given)
+        found = operands.scalars_of(
+            tensors["q"], dict(zip(OPTIONAL, optional(), strict=True)), arguments, extents
+        )
+        wanted = right if given < 0 else min(right, given)
+        assert (found.window_left, found.window_right) == (5, wanted)
+
+
 def test_op_packed_grids_and_workspaces_hold_whatever_the_lengths_are(launches):
     cu = cumulative()
     run_both("thd", cu_seqlens_q=cu, cu_seqlens_kv=cu)

@@ -42,7 +42,7 @@ KERNELS += [
 ]
 KERNELS += [
     dataclasses.replace(spec_of(choice, d), decode=False)
-    for choice in (CHOICES[4], *CHOICES[-2:])
+    for choice in (CHOICES[4], *CHOICES[-4:])
     for d in (64, 128)
 ]
 
@@ -68,7 +68,7 @@ def test_prompt_windows_over_pages_are_right(window):
         check(queries(4, 300, 4, d), pages, window=window, bottom_right=True)
 
 
-@pytest.mark.parametrize("choice", [CHOICES[4], *CHOICES[-2:]], ids=str)
+@pytest.mark.parametrize("choice", [CHOICES[4], *CHOICES[-4:]], ids=str)
 @pytest.mark.parametrize("d", [64, 128])
 def test_prompt_scores_and_sinks_over_pages_are_right(d, choice):
     for turn, s_q in enumerate((140, 300)):

@@ -19,6 +19,8 @@ struct alignas(16) ScheduledSequence {
 };
 
 constexpr int kOrdered = 0x6f726421;
+// Under a window so many heads are worked on together, however many heads of queries share each.
+constexpr int kFewHeads = 4;
 
 // Of a head's tiles those that are kept for the end.
 template <int kTailShare>
