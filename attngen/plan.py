@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import tuned
-from .arch import sm90, sm90_bwd, sm90_decode, sm90_mask, sm90_short, sm90_varlen
+from .arch import sm90, sm90_alone, sm90_bwd, sm90_decode, sm90_mask, sm90_short, sm90_varlen
 from .arch.base import Plan
 from .errors import PlanError
 from .problem import Problem
@@ -15,6 +15,7 @@ ARCHITECTURES = {sm90.ARCH: sm90}
 BACKWARDS = {sm90.ARCH: sm90_bwd}
 DECODES = {sm90.ARCH: sm90_decode}
 SHORTS = {sm90.ARCH: sm90_short}
+ALONES = {sm90.ARCH: sm90_alone}
 KernelPlan = (
     Plan
     | sm90_bwd.KernelPlan
@@ -25,6 +26,7 @@ KernelPlan = (
 _CLASSES: dict[str, type[KernelPlan]] = {
     "sm90_fwd": Plan,
     sm90_short.FAMILY: Plan,
+    sm90_alone.FAMILY: Plan,
     "bwd_prepare": sm90_bwd.PreparePlan,
     "sm90_bwd": sm90_bwd.BackwardPlan,
     "sm90_bwd_dkv": sm90_bwd.BackwardPlan,
@@ -41,8 +43,8 @@ _CLASSES: dict[str, type[KernelPlan]] = {
 def plans(problem: Problem, arch: str) -> tuple[KernelPlan, ...]:
     """The preferred plan of each kernel of the problem, in the order of their launches: one for a
     forward, several for a backward, and one more before them where lengths vary, or where a mask's
-    bits are packed; two for a decode. Many a forward has one more, for short calls, which launch
-    it instead.
+    bits are packed; two for a decode. Many a forward has one more, for short calls, or those that
+    want the output alone, which launch it instead.
     Raises: as `plan`."""
     _check_known(arch)
     _check_together(problem)
@@ -50,7 +52,8 @@ def plans(problem: Problem, arch: str) -> tuple[KernelPlan, ...]:
     if problem.decode:
         found = DECODES[arch].plans(problem)
     elif problem.direction == "fwd":
-        found = (plan(problem, arch), *SHORTS[arch].plans(problem))
+        others = SHORTS[arch].plans(problem) or ALONES[arch].plans(problem)
+        found = (plan(problem, arch), *others)
     else:
         found = BACKWARDS[arch].plans(problem)
     if not found:
@@ -64,7 +67,8 @@ def plans(problem: Problem, arch: str) -> tuple[KernelPlan, ...]:
 
 
 def plans_of_call(problem: Problem, arch: str, short: bool) -> tuple[KernelPlan, ...]:
-    """Those of them that a call of a forward launches, which is short or not. Raises: as `plan`."""
+    """Those of them that a call of a forward launches, which is short, or wants the output alone,
+    or not. Raises: as `plan`."""
     found = plans(problem, arch)
     forwards = [each for each in found if isinstance(each, Plan)]
     return (forwards[short],) if len(forwards) > 1 else found

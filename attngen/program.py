@@ -91,6 +91,7 @@ class KernelEntry:
     those that keep its share of the memory busy; `part_floats`: of `o_parts` for a row.
     `q_seq`, `kv_seq`: the problem's; they decide how its tensor maps find a sequence.
     `orders_few`: it finds the order of few sequences itself, where it has no schedule.
+    `no_lse`: it writes the output alone.
     """
 
     entry: str
@@ -117,10 +118,12 @@ class KernelEntry:
     busy_ctas: float = 1.0
     part_floats: int = 0
     orders_few: bool = False
+    no_lse: bool = False
 
 
 def binaries_of_call(found: tuple[Binary, ...], short: bool) -> tuple[Binary, ...]:
-    """Those of a forward's that a call launches, which is short or not."""
+    """Those of a forward's that a call launches, which is short, or wants the output alone, or
+    not."""
     forwards = [each for each in found if each.kernel.grid == "persistent_tiles"]
     return (forwards[short],) if len(forwards) > 1 else found
 

@@ -141,6 +141,7 @@ def render(problem: Problem, plan: Plan, features: Features, root: Path) -> Sour
         kv_seq="dense" if problem.paged else problem.kv_seq,  # its maps find pages
         dependent=starts_early(problem, plan),
         orders_few=plan.orders_few,
+        no_lse=plan.sums_stored,
         ctas=plan.ctas,
     )
     return Source(fill(problem, plan, kernel, uses, root), kernel)

@@ -126,6 +126,11 @@ class Plan:
         return not (staged or self.pipeline.output_over_q)
 
     @property
+    def sums_stored(self) -> bool:
+        """Whether weights are summed as they are stored, which is no LSE: see sm90_alone."""
+        return self.family == "sm90_fwd_alone"
+
+    @property
     def orders_few(self) -> bool:
         """Whether its CTAs find the order of few sequences themselves, and fill rows of none."""
         return has_order(self.smem)

@@ -29,6 +29,7 @@ JOB_BYTES = 24  # struct Job of the forward, and more of queries and of keys who
 JOB_BYTES_QUERIES, JOB_BYTES_KEYS = 16, 8
 JOB_BYTES_CUT = 8  # and of tiles of two sizes
 BARRIER_BYTES = 8
+ONES_BYTES = 8 * 128  # columns of ones behind V's, transposed
 DROP_WORD_BYTES = 20  # a key of a warp's block: struct DropWords
 # Tensor cores cut 8-bit products to the bits of the running sum. Up to so many columns of V each
 # block's sum joins a total in registers (measured at 64: 541 and 534 TFLOP/s, full and causal, a
@@ -148,6 +149,7 @@ class Choice:
     ctas: int = 1
     rolls: bool = False
     stores_rows: bool = False
+    sums_stored: bool = False
 
     @property
     def preference(self) -> float:
@@ -172,7 +174,7 @@ class Choice:
 def feasible(problem: Problem) -> Iterator[Plan]:
     """Every plan that fits shared memory and registers, the preferred first, and that one with
     its softmax in every order next."""
-    ranked = sorted(choices(problem), key=lambda choice: -choice.preference)
+    ranked = ranked_choices(problem)
     found: set[Plan] = set()  # of which several choices may make one
     for choice in ranked:
         if not (plan := make_plan(problem, choice)) or plan in found:
@@ -183,6 +185,11 @@ def feasible(problem: Problem) -> Iterator[Plan]:
             if each not in found:
                 found.add(each)
                 yield each
+
+
+def ranked_choices(problem: Problem) -> list[Choice]:
+    """The choices worth trying, the preferred first."""
+    return sorted(choices(problem), key=lambda choice: -choice.preference)
 
 
 def orders(preferred: SoftmaxOrder) -> Iterator[SoftmaxOrder]:
@@ -501,6 +508,7 @@ def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
     stage_v = tile.n * row_bytes_v
     if problem.eight_bit:  # transposed: a row a column of V, 128 keys a box
         stage_v = problem.head_dim_v * 128 * -(-tile.n // 128)
+        stage_v += ONES_BYTES * choice.sums_stored
     return {
         "Q": tile.m * (max(row_bytes_qk, row_bytes_o) if choice.output_over_q else row_bytes_qk),
         "K": choice.k_stages * tile.n * row_bytes_qk,

@@ -47,7 +47,7 @@ library.define(
 )
 UNUSED = ("o_parts", "lse_parts")  # workspaces that keys in one split do without
 _ready: dict[tuple[Any, ...], Ready] = {}
-_BIAS = INPUTS.index("bias")
+_BIAS, _SCALE_S = map(INPUTS.index, ("bias", "scale_s"))
 
 
 def forward(q: Tensor, k: Tensor | None, v: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
@@ -82,11 +82,21 @@ def with_readable_bias(operands: tuple[Tensor | None, ...]) -> tuple[Tensor | No
     return (*operands[:_BIAS], quick, *operands[_BIAS + 1 :])
 
 
-def find_ready(operands: Operands, arguments: Arguments, gather: bool = False) -> Ready:
+def find_ready(
+    operands: Operands, arguments: Arguments, gather: bool = False, alone: bool = False
+) -> Ready:
     """What a call needs, worked out once. gather: threads copy the operands, since some begin at no
-    multiple of 16 bytes. Raises: SpecError, CompileError, LaunchError."""
-    key = (arguments, gather, *map(format_of, operands))
-    return remember(_ready, key, lambda: _make_ready(operands, arguments, gather))
+    multiple of 16 bytes. alone: where there is a kernel that writes the output alone, it is that
+    one. Raises: SpecError, CompileError, LaunchError."""
+    key = (arguments, gather, alone, *map(format_of, operands))
+    return remember(_ready, key, lambda: _make_ready(operands, arguments, gather, alone))
+
+
+def find_alone(operands: Operands, arguments: Arguments) -> Ready:
+    """The same for a call that wants the output alone. A scale says how the largest weight of a row
+    is stored, and may cut it, which sums of stored weights would not show. Raises: as that."""
+    plain = is_fp8(operands[0].dtype) and operands[_SCALE_S] is None  # type: ignore[union-attr]
+    return find_ready(operands, arguments, alone=plain).first_alone()
 
 
 def _refuse_addresses(_: Operands) -> Ready:
@@ -95,7 +105,7 @@ def _refuse_addresses(_: Operands) -> Ready:
     )
 
 
-def _make_ready(operands: Operands, arguments: Arguments, gather: bool) -> Ready:
+def _make_ready(operands: Operands, arguments: Arguments, gather: bool, alone: bool) -> Ready:
     q, k, v, *rest = operands
     assert q is not None  # the operation's schema
     carriers, optional = {"q": q, "k": k, "v": v}, dict(zip(OPTIONAL, rest, strict=True))
@@ -142,7 +152,7 @@ def _make_ready(operands: Operands, arguments: Arguments, gather: bool) -> Ready
     elif not is_fp8(q.dtype) and not layout_of(arguments.layout).paged:
         unaligned = partial(find_ready, arguments=arguments, gather=True)
     short = is_short(spec, extents, scalars, arguments.num_splits, q.device)
-    kernels, splits = kernels_of(spec, q.device, short), 1
+    kernels, splits = kernels_of(spec, q.device, short or alone), 1
     if spec.decode:
         asked = arguments.num_splits
         kernels, splits = decode.choose(kernels, extents, optional, sequences, asked)

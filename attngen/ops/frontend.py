@@ -21,7 +21,7 @@ from . import choice, nested, recent
 from .autograd import Trained
 from .checks import refuse_derivatives
 from .decode import check_splits
-from .forward import find_ready, with_readable_bias
+from .forward import find_alone, find_ready, with_readable_bias
 from .lengths import settle as settle_lengths
 from .operation import Ready, format_of, run, unobserved
 from .schedule import Ordered, Schedule, ordered_by
@@ -459,9 +459,10 @@ def _run_kernels(
         ready = settled.ready_all if wants_aux else settled.ready
         operands = with_readable_bias(operands)
         if ready is None:
-            ready = settled.ready_all = find_ready(operands, settled.arguments)
-            if not (wants_aux or torch.cuda.is_current_stream_capturing()):
-                ready = settled.ready = ready.first_alone()
+            if wants_aux or torch.cuda.is_current_stream_capturing():
+                ready = settled.ready_all = find_ready(operands, settled.arguments)
+            else:
+                ready = settled.ready = find_alone(operands, settled.arguments)
         if plain is not None and ready is settled.ready:
             recent.note(*plain, operands, ready)
         results = run(ready, operands)

@@ -86,14 +86,21 @@ class Ready(Launches):
     unaligned: Callable[[Operands], Ready] | None = None
 
     def first_alone(self) -> Ready:
-        """The same for calls that want the first output alone. Where the others are small, so that
-        the host is what takes time, they are written where nobody reads."""
-        first, *others = self.outputs
-        sizes = [math.prod(each.sizes) * each.dtype.itemsize for each in others]
-        if not self.launches or max(sizes) > counters.UNREAD_BYTES:
+        """The same for calls that want the first output alone. Some kernels write no LSE; where the
+        others are small, so that the host is what takes time, they are written where nobody
+        reads."""
+        if not self.launches:
             return self
-        unread = dict.fromkeys((x.name for x in others), unread_memory(self.device))
-        return replace(self, outputs=(first,), fixed=self.fixed | unread)
+        first, *others = self.outputs
+        fixed = self.fixed.copy()
+        if any(each.loaded.kernel.no_lse for each in self.launches):
+            fixed["lse"] = 0
+            others = [each for each in others if each.name != "lse"]
+        sizes = [math.prod(each.sizes) * each.dtype.itemsize for each in others]
+        if max(sizes, default=0) <= counters.UNREAD_BYTES:
+            fixed |= dict.fromkeys((x.name for x in others), unread_memory(self.device))
+            others = []
+        return replace(self, outputs=(first, *others), fixed=fixed)
 
     def placed(self, homes: Sequence[int | None]) -> Ready:
         """The same for a list of tensors alone. homes: of each operand, its place among these."""

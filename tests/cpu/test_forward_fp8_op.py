@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -188,3 +189,29 @@ def test_ready_for_the_output_alone_writes_the_rest_where_nobody_reads(launched,
     assert out.shape == (2, 5, 4, 16) and len(others) == (not room)
     found = launched.launches[-1].addresses["lse"]
     assert found == (1 << 40 if room else others[0].data_ptr())
+
+
+@pytest.mark.parametrize("unread_bytes", [0, 1 << 20])
+def test_ready_for_the_output_alone_has_no_lse_where_the_kernel_writes_none(
+    launched, monkeypatch, unread_bytes
+):
+    monkeypatch.setattr(operation.counters, "UNREAD_BYTES", unread_bytes)
+    monkeypatch.setattr(operation, "unread_memory", lambda device: 1 << 40)
+    asked = []
+
+    def load(spec, device, second):
+        asked.append(second)
+        return (LoadedKernel("handle", replace(ENTRY, no_lse=second), 0, 132),)
+
+    monkeypatch.setattr(op, "kernels_of", load)
+    optional, arguments = split(rest_of())
+    (out,) = operation.run(op.find_alone(given := (*operands(), *optional), arguments), given)
+    assert out.shape == (2, 5, 4, 16) and launched.launches[-1].addresses["lse"] == 0
+    _, lse = operation.run(op.find_ready(given, arguments), given)
+    assert launched.launches[-1].addresses["lse"] == lse.data_ptr()
+    scaled = [
+        torch.ones(1) if name.endswith("scale_s") else x
+        for name, x in zip(op.INPUTS, given, strict=True)
+    ]
+    op.find_alone(scaled, arguments)
+    assert asked == [True, False, False]

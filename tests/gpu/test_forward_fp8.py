@@ -57,6 +57,8 @@ def check_counts(s_q, s_kv, d, **arguments):
     v = v.float().round().clamp(-4, 4).to(v.dtype)
     with oracle.nan_filled_allocations():
         out, aux = attngen.attention(q, k, v, **arguments, backend="cuda", return_lse=True)
+        alone = attngen.attention(q, k, v, **arguments, backend="cuda")
+    assert torch.equal(alone, out), "equal weights sum up to the same as they are stored"
     want, want_aux = attngen.attention(
         *(x.double() for x in (q, k, v)), **arguments, backend="reference", return_lse=True
     )
