@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,36 +72,62 @@ def problems(arguments: dict[str, Any]) -> tuple[Any, Any]:
     return forward, backwards[-1]
 
 
-def calls_of(arguments: dict[str, Any]) -> tuple[Call, Call]:
-    """The forward and the backward of a variant, on operands of their own."""
+@dataclass(frozen=True)
+class Operands:
+    """Of a variant: q, k and v, the output's gradient, what `attention` takes beside them, and of
+    all that what gets gradients. bf16, [b, s, h, d]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    d_o: torch.Tensor
+    given: dict[str, Any]
+
+    @property
+    def differentiated(self) -> list[torch.Tensor]:
+        more = [self.given[name] for name in ("sink", "bias") if name in self.given]
+        return [self.q, self.k, self.v, *more]
+
+
+def operands_of(arguments: dict[str, Any]) -> Operands:
+    """Random ones, the same for equal variants."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device="cuda").to(torch.bfloat16)
 
-    tensors = [randn(BATCH, LENGTH, HEADS, HEAD_DIM) for _ in range(4)]
-    inputs, d_o = [x.requires_grad_() for x in tensors[:3]], tensors[3]
-    given = {"mask": "causal", "backend": "cuda", **arguments}
+    q, k, v, d_o = (randn(BATCH, LENGTH, HEADS, HEAD_DIM) for _ in range(4))
+    for each in (q, k, v):
+        each.requires_grad_()
+    given = dict(arguments)
     if given.get("softmax") == "learnable":
         given["sink"] = torch.zeros(HEADS, device="cuda", requires_grad=True)
-        inputs.append(given["sink"])
     if "bias" in given:
         full = zip(given["bias"], (BATCH, HEADS, LENGTH, LENGTH), strict=True)
         sizes = [1 if letter == "1" else n for letter, n in full]
         given["bias"] = randn(*sizes).requires_grad_()
-        inputs.append(given["bias"])
     if "attn_mask" in given:
         drawn = torch.rand(LENGTH, LENGTH, generator=generator, device="cuda")
         given["attn_mask"] = drawn < given["attn_mask"]
-    result = attngen.attention(*inputs[:3], **given)
-    out = result[0] if isinstance(result, tuple) else result
+    return Operands(q, k, v, d_o, given)
+
+
+def calls_of(x: Operands) -> tuple[Call, Call]:
+    """The forward and the backward of a variant."""
+
+    def attend() -> torch.Tensor:
+        result = attngen.attention(x.q, x.k, x.v, mask="causal", backend="cuda", **x.given)
+        out: torch.Tensor = result[0] if isinstance(result, tuple) else result
+        return out
 
     def forward() -> object:
         with torch.no_grad():
-            return attngen.attention(*tensors[:3], **given)
+            return attend()
+
+    out = attend()
 
     def backward() -> object:
-        return torch.autograd.grad(out, inputs, d_o, retain_graph=True)
+        return torch.autograd.grad(out, x.differentiated, x.d_o, retain_graph=True)
 
     return forward, backward
 
@@ -122,7 +149,7 @@ def measure(rounds: int, settle_ms: float, budget_ms: float) -> list[dict[str, A
         list(pool.map(lambda problem: build_problem(problem, "sm_90a"), wanted))
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        calls = {name: calls_of(arguments) for name, arguments in VARIANTS.items()}
+        calls = {name: calls_of(operands_of(each)) for name, each in VARIANTS.items()}
         for pair in calls.values():
             for call in pair:
                 call()  # kernels are loaded

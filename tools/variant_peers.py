@@ -1,0 +1,375 @@
+"""Times variants of attention beside the peers that have them, on one GPU, as JSON.
+
+    ATTNGEN_FA3_LIBRARY=path/to/flash_attn_3/_C.so python tools/variant_peers.py \
+        -o docs/results/variant-peers.json
+
+The variants and the shape of tools/variant_speed.py, on the same operands: cuDNN by its frontend,
+FlashAttention-3's operators, FlashAttention-4, FlexAttention compiled. Interleaved rounds, medians.
+A peer's results are compared with attngen's first, but for dropout, whose bits are each one's own;
+a peer without a variant, or with another result, is named with the reason.
+docs/results/README.md says what the fields mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+import attngen  # noqa: E402
+from attngen.bench.peers import Absent, describe, load_fa3_operators  # noqa: E402
+from attngen.bench.timing import Call, time_interleaved  # noqa: E402
+from attngen.reference.core import default_alibi_slopes  # noqa: E402
+from tools.reports import write_report  # noqa: E402
+from tools.variant_speed import (  # noqa: E402
+    BATCH,
+    HEAD_DIM,
+    HEADS,
+    LENGTH,
+    VARIANTS,
+    WINDOW,
+    Operands,
+    operands_of,
+)
+
+SCHEMA = 1
+TOLERANCE = 0.02  # of the largest of a result: both round to bf16, and order sums their own way
+UNCOMPARED = ("dropout",)
+SCALE = HEAD_DIM**-0.5
+DIRECTIONS = ("fwd", "bwd")
+
+
+class Both(NamedTuple):
+    """A variant's calls: the forward gives o, the backward the gradients of q, k and v first."""
+
+    forward: Call
+    backward: Call
+
+
+Maker = Callable[[str, Operands], Both]  # raises Absent where it has no such variant
+
+
+def ours(_: str, x: Operands) -> Both:
+    return differentiated(
+        lambda: attngen.attention(x.q, x.k, x.v, mask="causal", backend="cuda", **x.given), x
+    )
+
+
+def differentiated(attend: Callable[[], Any], x: Operands) -> Both:
+    """Of a forward that autograd knows."""
+    made = attend()
+    out = made[0] if isinstance(made, tuple) else made
+
+    def forward() -> object:
+        with torch.no_grad():
+            made = attend()
+        return made[0] if isinstance(made, tuple) else made
+
+    return Both(
+        forward, lambda: torch.autograd.grad(out, x.differentiated, x.d_o, retain_graph=True)
+    )
+
+
+def load_cudnn() -> Maker:
+    cudnn: Any = import_module("cudnn")
+    return partial(cudnn_calls, cudnn, cudnn.create_handle())
+
+
+def cudnn_calls(cudnn: Any, handle: Any, name: str, x: Operands) -> Both:
+    """A graph for the forward, which leaves the log-sum-exp, too, and one for the backward. Results
+    are written in place."""
+    options: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "alibi": {"use_alibi_mask": True},
+        "window": {"diagonal_band_left_bound": WINDOW + 1},
+        **dict.fromkeys(("sink", "bias", "bias of keys", "dropout"), {}),
+    }
+    if name not in options:
+        raise Absent("cuDNN has no such variant")
+    q, k, v, d_o = (each.detach().transpose(1, 2) for each in (x.q, x.k, x.v, x.d_o))
+    o, stats = torch.empty_like(q), q.new_empty(BATCH, HEADS, LENGTH, 1, dtype=torch.float32)
+    more: dict[str, Tensor] = {}  # both directions read them
+    gradients: dict[str, Tensor] = {}
+    if "bias" in x.given:
+        more["bias"] = x.given["bias"].detach()
+        gradients["dBias"] = torch.empty_like(more["bias"])
+    if "sink" in x.given:
+        more["sink_token"] = x.given["sink"].detach().view(1, HEADS, 1, 1)
+        gradients["dSink_token"] = torch.empty_like(more["sink_token"])
+    kinds = cudnn.data_type
+
+    def graph_of(
+        operation: str, given: dict[str, Tensor], results: dict[str, Tensor], **others: Any
+    ) -> Call:
+        graph = cudnn.pygraph(
+            io_data_type=kinds.BFLOAT16, intermediate_data_type=kinds.FLOAT,
+            compute_data_type=kinds.FLOAT, handle=handle,
+        )  # fmt: skip
+        bound = {}
+
+        def known(tensor: Tensor) -> Any:
+            found = graph.tensor_like(tensor)
+            bound[found] = tensor
+            return found
+
+        arguments = {key: known(tensor) for key, tensor in given.items()}
+        if name == "dropout":
+            words = torch.ones(2, 1, 1, 1, 1, dtype=torch.int64, device="cuda")
+            arguments["dropout"] = (x.given["dropout_p"], *map(known, words))
+        made = getattr(graph, operation)(
+            **arguments, **others, **options[name], attn_scale=SCALE, diagonal_band_right_bound=0
+        )
+        for result, tensor in zip(made, results.values(), strict=True):
+            result.set_output(True).set_dim(list(tensor.shape)).set_stride(list(tensor.stride()))
+            if tensor.dtype == torch.float32:
+                result.set_data_type(kinds.FLOAT)
+            bound[result] = tensor
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([cudnn.heur_mode.A])
+        graph.check_support()
+        graph.build_plans()
+        memory = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
+        out = [tensor.transpose(1, 2) for tensor in results.values() if tensor is not stats]
+
+        def call() -> object:
+            cudnn.set_stream(handle, torch.cuda.current_stream().cuda_stream)
+            graph.execute(bound, memory, handle=handle)
+            return out if len(out) > 1 else out[0]
+
+        return call
+
+    operands = {"q": q, "k": k, "v": v}
+    forward = graph_of("sdpa", {**operands, **more}, {"O": o, "Stats": stats}, generate_stats=True)
+    forward()
+    beside = {"o": o, "dO": d_o, "stats": stats}
+    dq, dk, dv = (torch.empty_like(each) for each in (q, k, v))
+    backward = graph_of(
+        "sdpa_backward", {**operands, **beside, **more, **gradients},
+        {"dQ": dq, "dK": dk, "dV": dv},
+    )  # fmt: skip
+    return Both(forward, backward)
+
+
+def load_fa3() -> Maker:
+    _, operators = load_fa3_operators()
+    options: dict[str, dict[str, Any]] = {
+        "plain": {"is_causal": True},
+        "window": {"is_causal": False, "window_size_left": WINDOW, "window_size_right": 0},
+        "softcap": {"is_causal": True, "softcap": VARIANTS["softcap"]["softcap"]},
+    }
+
+    def make(name: str, x: Operands) -> Both:
+        if name not in options:
+            raise Absent("FlashAttention-3 has no such variant")
+        q, k, v = (each.detach() for each in (x.q, x.k, x.v))
+        out, lse, *_ = operators.fwd(q, k, v, num_splits=1, **options[name])
+        return Both(
+            lambda: operators.fwd(q, k, v, num_splits=1, **options[name])[0],
+            lambda: operators.bwd(x.d_o, q, k, v, out, lse, **options[name])[:3],
+        )
+
+    return make
+
+
+def load_fa4() -> Maker:
+    function = import_module("flash_attn.cute").flash_attn_func
+
+    def make(name: str, x: Operands) -> Both:
+        options: dict[str, dict[str, Any]] = {
+            "plain": {"causal": True},
+            "window": {"window_size": (WINDOW, 0)},
+            "softcap": {"causal": True, "softcap": VARIANTS["softcap"]["softcap"]},
+            "sink": {"causal": True},
+        }
+        if name not in options:
+            raise Absent("FlashAttention-4 has no such variant")
+        more = {}
+        if name == "sink":
+            more["learnable_sink"] = x.given["sink"].detach().bfloat16()
+        attend = partial(function, x.q, x.k, x.v, **options[name], **more)
+        both = differentiated(attend, Operands(x.q, x.k, x.v, x.d_o, {}))
+        return both._replace(backward=refuse("no gradient of a sink")) if more else both
+
+    return make
+
+
+def refuse(reason: str) -> Call:
+    def call() -> object:
+        raise Absent(reason)
+
+    return call
+
+
+def load_flex() -> Maker:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    slopes = default_alibi_slopes(HEADS, "cuda")
+
+    def make(name: str, x: Operands) -> Both:
+        bias: Any
+        mask: Any
+        cap: Any
+        bias, mask, cap = (x.given.get(each) for each in ("bias", "attn_mask", "softcap"))
+
+        def causal(b: Any, h: Any, i: Any, j: Any) -> Any:
+            return i >= j
+
+        def windowed(b: Any, h: Any, i: Any, j: Any) -> Any:
+            return (i >= j) & (i - j <= WINDOW)
+
+        def masked(b: Any, h: Any, i: Any, j: Any) -> Any:
+            return (i >= j) & mask[i, j]
+
+        scores: dict[str, Any] = {
+            "plain": None,
+            "window": None,
+            "mask": None,
+            "alibi": lambda s, b, h, i, j: s + slopes[h] * (j - i),
+            "softcap": lambda s, b, h, i, j: cap * torch.tanh(s / cap),
+            "bias": lambda s, b, h, i, j: s + bias[0, h, i, j],
+            "pre_scale bias": lambda s, b, h, i, j: s + bias[0, h, i, j] * SCALE,
+            "bias of keys": lambda s, b, h, i, j: s + bias[0, 0, 0, j],
+        }
+        if name not in scores:
+            raise Absent("FlexAttention has no such variant")
+        torch.compiler.reset()  # past a number of variants it would silently stop compiling
+        compiled = torch.compile(flex_attention, dynamic=False)
+        visible = {"window": windowed, "mask": masked}.get(name, causal)
+        blocks = create_block_mask(visible, None, None, LENGTH, LENGTH, "cuda")
+        q, k, v = (each.transpose(1, 2) for each in (x.q, x.k, x.v))
+
+        def attend() -> Tensor:
+            out: Tensor = compiled(q, k, v, score_mod=scores[name], block_mask=blocks)
+            return out.transpose(1, 2)
+
+        return differentiated(attend, x)
+
+    return make
+
+
+LOADERS = {"cudnn": load_cudnn, "fa3": load_fa3, "fa4": load_fa4, "flex": load_flex}
+
+
+def results_of(call: Call) -> list[Tensor]:
+    """The output, or the gradients of q, k and v."""
+    made = call()
+    return list(made)[:3] if isinstance(made, list | tuple) else [made]  # type: ignore[list-item]
+
+
+def compare(found: list[Tensor], expected: list[Tensor]) -> None:
+    """Raises: Absent where results differ by more than rounding does."""
+    names = ("dq", "dk", "dv") if len(expected) > 1 else ("o",)
+    for name, one, other in zip(names, found, expected, strict=True):
+        error = float((one.float() - other.float()).abs().max() / other.float().abs().max())
+        if not error <= TOLERANCE:  # so that NaN is wrong
+            raise Absent(f"wrong result: {name} is off by {error:.3f} of its largest")
+
+
+def load_makers(names: list[str]) -> tuple[dict[str, Maker], dict[str, str]]:
+    """Of the peers that are here, and why the others are not."""
+    makers: dict[str, Maker] = {}
+    absent: dict[str, str] = {}
+    for name in names:
+        try:
+            makers[name] = LOADERS[name]()
+        except Exception as error:  # a package that is broken is as good as absent
+            absent[name] = reason_of(error)
+    return makers, absent
+
+
+def reason_of(error: Exception) -> str:
+    return str(error) if isinstance(error, Absent) else describe(error)
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row a variant and direction."""
+    makers, absent = load_makers(options.peers)
+    rows = []
+    for variant in options.variants:
+        x = operands_of(VARIANTS[variant])
+        made = {"attngen": ours(variant, x)}
+        missing = dict(absent)
+        for name, make in makers.items():
+            try:
+                made[name] = make(variant, x)
+            except Exception as error:
+                missing[name] = reason_of(error)
+        for index, direction in enumerate(DIRECTIONS):
+            calls, lacking = {}, dict(missing)
+            expected = results_of(made["attngen"][index])
+            for name, both in made.items():
+                try:
+                    found = results_of(both[index])
+                    if variant not in UNCOMPARED:
+                        compare(found, expected)
+                    calls[name] = both[index]
+                except Exception as error:
+                    lacking[name] = reason_of(error)
+            rows.append(row_of(direction, variant, calls, lacking, options))
+            print(line_of(rows[-1]), flush=True)
+    return rows
+
+
+def row_of(
+    direction: str,
+    variant: str,
+    calls: dict[str, Call],
+    missing: dict[str, str],
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    taken = time_interleaved(calls, options.rounds, options.budget_ms, settle_ms=options.settle_ms)
+    flops = (4, 10)[direction == "bwd"] * BATCH * HEADS * LENGTH**2 * HEAD_DIM / 2
+    others = {name: ms for name, ms in taken.items() if name != "attngen"}
+    best = min(others, key=others.__getitem__) if others else None
+    return {
+        "direction": direction,
+        "variant": variant,
+        "ms": {name: round(ms, 4) for name, ms in taken.items()},
+        "tflops": {name: round(flops / ms / 1e9, 1) for name, ms in taken.items()},
+        "best_peer": best,
+        "ratio": round(others[best] / taken["attngen"], 3) if best else None,
+        "missing": missing,
+    }
+
+
+def line_of(row: dict[str, Any]) -> str:
+    speeds = "  ".join(f"{name} {speed:6.1f}" for name, speed in row["tflops"].items())
+    lacking = "; ".join(f"{name}: {reason}" for name, reason in row["missing"].items())
+    return f"{row['direction']} {row['variant']:<20} {row['ratio']} | {speeds} | {lacking}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--settle-ms", type=float, default=20)
+    parser.add_argument("--budget-ms", type=float, default=20)
+    parser.add_argument("--peers", nargs="+", default=list(LOADERS), choices=LOADERS)
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    options = parser.parse_args()
+    rows = measure(options)
+    if options.output:
+        write_report(
+            options.output,
+            SCHEMA,
+            case=f"b{BATCH} s{LENGTH} h{HEADS} d{HEAD_DIM} causal bf16",
+            rounds=options.rounds,
+            settle_ms=options.settle_ms,
+            budget_ms=options.budget_ms,
+            rows=rows,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
