@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 # The path above serves a checkout that is not installed.
 from attngen.bench import decode_report, report  # noqa: E402
 from attngen.errors import MeasureError  # noqa: E402
+from tools import variant_table  # noqa: E402
 
 _TABLE = re.compile(
     r"(?P<begin><!-- table: (?P<path>\S+) -->\n).*?(?P<end><!-- end of table -->)", re.DOTALL
@@ -39,7 +40,9 @@ def render(text: str, root: Path) -> tuple[str, int]:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """The table of a report of either kind."""
+    """The table of a report of any kind."""
+    if path.name == "variant-peers.json":
+        return variant_table.markdown(path)
     try:
         return report.markdown(report.read(path))
     except MeasureError:

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +57,7 @@ class Both(NamedTuple):
 
 
 Maker = Callable[[str, Operands], Both]  # raises Absent where it has no such variant
+Source = str  # the package and version that are called
 
 
 def ours(_: str, x: Operands) -> Both:
@@ -79,9 +81,12 @@ def differentiated(attend: Callable[[], Any], x: Operands) -> Both:
     )
 
 
-def load_cudnn() -> Maker:
+def load_cudnn() -> tuple[Source, Maker]:
     cudnn: Any = import_module("cudnn")
-    return partial(cudnn_calls, cudnn, cudnn.create_handle())
+    number = cudnn.backend_version()
+    backend = f"{number // 10_000}.{number // 100 % 100}.{number % 100}"
+    source = f"cuDNN {backend} through cudnn-frontend {cudnn.__version__}"
+    return source, partial(cudnn_calls, cudnn, cudnn.create_handle())
 
 
 def cudnn_calls(cudnn: Any, handle: Any, name: str, x: Operands) -> Both:
@@ -160,8 +165,8 @@ def cudnn_calls(cudnn: Any, handle: Any, name: str, x: Operands) -> Both:
     return Both(forward, backward)
 
 
-def load_fa3() -> Maker:
-    _, operators = load_fa3_operators()
+def load_fa3() -> tuple[Source, Maker]:
+    source, operators = load_fa3_operators()
     options: dict[str, dict[str, Any]] = {
         "plain": {"is_causal": True},
         "window": {"is_causal": False, "window_size_left": WINDOW, "window_size_right": 0},
@@ -178,10 +183,10 @@ def load_fa3() -> Maker:
             lambda: operators.bwd(x.d_o, q, k, v, out, lse, **options[name])[:3],
         )
 
-    return make
+    return source, make
 
 
-def load_fa4() -> Maker:
+def load_fa4() -> tuple[Source, Maker]:
     function = import_module("flash_attn.cute").flash_attn_func
 
     def make(name: str, x: Operands) -> Both:
@@ -200,7 +205,7 @@ def load_fa4() -> Maker:
         both = differentiated(attend, Operands(x.q, x.k, x.v, x.d_o, {}))
         return both._replace(backward=refuse("no gradient of a sink")) if more else both
 
-    return make
+    return f"flash_attn.cute {version('flash-attn-4')}", make
 
 
 def refuse(reason: str) -> Call:
@@ -210,7 +215,7 @@ def refuse(reason: str) -> Call:
     return call
 
 
-def load_flex() -> Maker:
+def load_flex() -> tuple[Source, Maker]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     slopes = default_alibi_slopes(HEADS, "cuda")
@@ -254,10 +259,15 @@ def load_flex() -> Maker:
 
         return differentiated(attend, x)
 
-    return make
+    return f"torch {torch.__version__}, compiled", make
 
 
-LOADERS = {"cudnn": load_cudnn, "fa3": load_fa3, "fa4": load_fa4, "flex": load_flex}
+LOADERS: dict[str, Callable[[], tuple[Source, Maker]]] = {
+    "cudnn": load_cudnn,
+    "fa3": load_fa3,
+    "fa4": load_fa4,
+    "flex": load_flex,
+}
 
 
 def results_of(call: Call) -> list[Tensor]:
@@ -275,30 +285,32 @@ def compare(found: list[Tensor], expected: list[Tensor]) -> None:
             raise Absent(f"wrong result: {name} is off by {error:.3f} of its largest")
 
 
-def load_makers(names: list[str]) -> tuple[dict[str, Maker], dict[str, str]]:
+def load_makers(
+    names: list[str],
+) -> tuple[dict[str, Source], dict[str, Maker], dict[str, str]]:
     """Of the peers that are here, and why the others are not."""
+    sources: dict[str, Source] = {}
     makers: dict[str, Maker] = {}
     absent: dict[str, str] = {}
     for name in names:
         try:
-            makers[name] = LOADERS[name]()
+            sources[name], makers[name] = LOADERS[name]()
         except Exception as error:  # a package that is broken is as good as absent
             absent[name] = reason_of(error)
-    return makers, absent
+    return sources, makers, absent
 
 
 def reason_of(error: Exception) -> str:
     return str(error) if isinstance(error, Absent) else describe(error)
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(makers: dict[str, Maker], options: argparse.Namespace) -> list[dict[str, Any]]:
     """One row a variant and direction."""
-    makers, absent = load_makers(options.peers)
     rows = []
     for variant in options.variants:
         x = operands_of(VARIANTS[variant])
         made = {"attngen": ours(variant, x)}
-        missing = dict(absent)
+        missing: dict[str, str] = {}
         for name, make in makers.items():
             try:
                 made[name] = make(variant, x)
@@ -357,7 +369,8 @@ def main() -> int:
     parser.add_argument("--peers", nargs="+", default=list(LOADERS), choices=LOADERS)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     options = parser.parse_args()
-    rows = measure(options)
+    sources, makers, absent = load_makers(options.peers)
+    rows = measure(makers, options)
     if options.output:
         write_report(
             options.output,
@@ -366,6 +379,8 @@ def main() -> int:
             rounds=options.rounds,
             settle_ms=options.settle_ms,
             budget_ms=options.budget_ms,
+            peers=sources,
+            absent=absent,
             rows=rows,
         )
     return 0

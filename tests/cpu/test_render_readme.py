@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,27 @@ def test_render_unreadable_report_is_refused(tmp_path: Path) -> None:
     (tmp_path / "odd.json").write_text("{}")
     with pytest.raises(MeasureError, match="odd.json"):
         render_readme.render(BLOCK.format(path="odd.json"), tmp_path)
+
+
+def test_render_variants_beside_their_peers(tmp_path: Path) -> None:
+    report = {
+        "case": "b1", "date": "2026-01-01", "rounds": 3, "peers": {"cudnn": "cuDNN 1"},
+        "machine": {"chip": "C", "torch": "2", "driver": "5"},
+        "rows": [
+            {"variant": "alibi", "direction": "fwd", "tflops": {"attngen": 500.4, "cudnn": 250},
+             "ratio": 2.004},
+            {"variant": "alibi", "direction": "bwd", "tflops": {"attngen": 300}, "ratio": None},
+            {"variant": "sink", "direction": "fwd", "tflops": {"attngen": 7}, "ratio": None},
+            {"variant": "sink", "direction": "bwd", "tflops": {"attngen": 8}, "ratio": None},
+        ],
+    }  # fmt: skip
+    (tmp_path / "variant-peers.json").write_text(json.dumps(report))
+    text, _ = render_readme.render(BLOCK.format(path="variant-peers.json"), tmp_path)
+    assert "| variant | attngen | cuDNN | to best peer |\n|---|---:|---:|---:|\n" in text
+    assert "| alibi | 500 / 300 | 250 / – | 2.00 / – |\n| sink | 7 / 8 | – | – |\n" in text
+    (tmp_path / "variant-peers.json").write_text("[]")
+    with pytest.raises(MeasureError, match="variant-peers.json"):
+        render_readme.render(BLOCK.format(path="variant-peers.json"), tmp_path)
 
 
 def test_main_check_fails_on_a_difference_and_writes_nothing(tmp_path: Path, capsys) -> None:
