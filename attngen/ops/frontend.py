@@ -208,7 +208,7 @@ def attention(
                 page_table is None, seqused_kv is None, seqused_q is None, cu_seqlens_q is None,
                 cu_seqlens_kv is None, layout, mask, window, bottom_right, softmax_scale, softcap,
                 bias_type, softmax, deterministic, max_seqlen_q, max_seqlen_kv, backend, out_dtype,
-                num_splits,
+                num_splits, torch.is_grad_enabled(),
             ),
             [x for x in tensors if x is not None],
         )  # fmt: skip

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
 
-# What torch.compile tells calls apart with: type, dtype, device, sizes, strides, dispatch keys and
-# whether there will be a gradient, in a quarter of the time that Python needs for a key of these.
+# What torch.compile tells tensors apart with: type, dtype, device, sizes, strides, dispatch keys,
+# whether they require a gradient, but not whether gradients are enabled; in a quarter of the time
+# that Python needs for a key of these.
 from torch._C._dynamo.guards import TensorGuards
 from torch.autograd import forward_ad
 
@@ -24,7 +25,8 @@ _KEPT = 4  # with the same arguments; older ones are found by a key of all forma
 _KEYS = 1024
 
 Value = TypeVar("Value")
-Call = tuple[tuple[Any, ...], list[Tensor]]  # arguments and which tensors there are, and these
+# Arguments, which tensors there are, whether gradients are enabled; and these tensors.
+Call = tuple[tuple[Any, ...], list[Tensor]]
 Served = Callable[[list[Tensor]], Tensor]
 
 

@@ -3,6 +3,8 @@ a device with kernels, which start nothing."""
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -164,6 +166,34 @@ def test_call_with_gradients_is_remembered_apart(seen):
         with torch.no_grad():
             assert not attngen.attention(**call).requires_grad
         del seen[:]
+
+
+def test_call_without_gradients_is_none_of_one_that_has_them(seen):
+    """Of the same tensors, as a checkpoint's first pass and its second are."""
+    leaf = {**plain(), "q": plain()["q"].requires_grad_()}
+
+    def evaluated():
+        with torch.no_grad():
+            return attngen.attention(**leaf)
+
+    for _ in range(3):
+        assert not evaluated().requires_grad
+    for _ in range(3):
+        assert attngen.attention(**leaf).requires_grad
+        assert not evaluated().requires_grad
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_recent_calls_keep_no_tensor_alive(seen, trained):
+    def call():
+        given = plain()
+        given["q"].requires_grad_(trained)
+        out = attngen.attention(**given)
+        assert out.requires_grad == trained
+        return [weakref.ref(x) for x in (*(given[name] for name in "qkv"), out)]
+
+    for _ in range(3):
+        assert all(held() is None for held in call())
 
 
 def test_call_under_autocast_is_remembered_apart(seen):
