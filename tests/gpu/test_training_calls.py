@@ -4,10 +4,13 @@ dispatcher's calls holds for them, and what is known of one call is not taken fo
 from __future__ import annotations
 
 import contextlib
+import threading
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import attngen
 from attngen import SpecError
@@ -140,6 +143,24 @@ def test_incoming_gradients_of_any_strides_and_addresses_are_read_right(dispatch
     assert not dispatched
 
 
+def test_several_incoming_gradients_at_once_are_read_right():
+    tensors = leaves()
+    d_o = torch.stack([oracle.randn(1, 130, 2, D, seed=seed) for seed in (5, 6)])
+    for _ in range(2):
+        found = torch.autograd.grad(attend(*tensors), tensors, d_o, is_grads_batched=True)
+        for place in range(2):
+            expected = torch.autograd.grad(attend(*tensors), tensors, d_o[place])
+            assert oracle.same([x[place] for x in found], expected)
+
+
+def test_incoming_gradients_that_lie_nowhere_are_read_right():
+    tensors, d_o = leaves(), oracle.randn(1, 130, 2, D, seed=9)
+    minus = torch.autograd.grad(attend(*tensors), tensors, torch._neg_view(d_o))
+    assert oracle.same([-x for x in minus], torch.autograd.grad(attend(*tensors), tensors, d_o))
+    nothing = torch._efficientzerotensor(d_o.shape, dtype=d_o.dtype, device=d_o.device)
+    assert not any(x.any() for x in torch.autograd.grad(attend(*tensors), tensors, nothing))
+
+
 def test_operands_that_come_back_with_other_strides_are_read_right():
     """As `save_on_cpu` does with what it keeps."""
     tensors = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in leaves()]
@@ -191,6 +212,62 @@ def test_retained_graph_gives_the_same_bits_and_a_freed_one_is_refused():
     assert oracle.same(torch.autograd.grad(out, tensors, d_o), first)
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(out, tensors, d_o)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_checkpointed_again_and_again_have_all_their_gradients(reentrant):
+    """A first pass under no_grad and a second one with gradients, of calls that are alike."""
+    tensors, d_o = leaves(), oracle.randn(1, 130, 2, D, seed=9)
+
+    def layer(q, k, v):
+        return attend(attend(q, k, v) + q, k, v) + q
+
+    expected = torch.autograd.grad(layer(*tensors), tensors, d_o)
+    for _ in range(3):
+        fresh = [x.detach().requires_grad_() for x in tensors]
+        checkpoint(layer, *fresh, use_reentrant=reentrant).backward(d_o)
+        assert oracle.same([x.grad for x in fresh], expected)
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in Attention")
+def test_anomalies_are_found():
+    tensors = leaves()
+    with torch.autograd.set_detect_anomaly(True):
+        out = attend(*tensors)
+        with pytest.raises(RuntimeError, match="nan values in its 0th output"):
+            torch.autograd.grad(out, tensors, torch.full_like(out, torch.nan))
+
+
+def test_traced_step_has_both_operations():
+    def step(*tensors):
+        some = [x.detach().requires_grad_() for x in tensors]
+        return torch.autograd.grad(attend(*some).sum(), some)
+
+    tensors = [x.detach() for x in leaves()]
+    traced = make_fx(step)(*tensors)
+    names = [str(node.target) for node in traced.graph.nodes]
+    assert all(f"attngen.{part}.default" in names for part in PARTS)
+    other = [x.detach() for x in leaves(1)]
+    assert oracle.same(traced(*other), step(*other))
+
+
+def test_steps_in_several_threads_are_right():
+    failed = []
+
+    def run(seed):
+        try:
+            for _ in range(2):
+                tensors, d_o = leaves(seed), oracle.randn(1, 130, 2, D, seed=seed + 50)
+                check(torch.autograd.grad(attend(*tensors), tensors, d_o), tensors, d_o)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not failed
 
 
 @pytest.mark.parametrize("which", ["q", "out"])
