@@ -13,6 +13,8 @@ from torch import Tensor
 
 import attngen
 from attngen import AttentionSpec, SpecError, reference
+from attngen.ops import backward
+from attngen.ops.needed import adds_bias, family_of
 
 from . import oracle, varlen
 from .cases import DTYPES, Case
@@ -100,7 +102,20 @@ ADDED = [
     BiasCase(_case(96, 128, (136, 520), mask="causal_bottom_right", dtype="fp16"), "bhss"),
     BiasCase(_case(80, 80, (520, 392), (3, 4, 4), window=(100, 30)), "1hss", "pre_scale",
              more={"alibi_slopes": True}),
+    # Queries that see nothing, and blocks of them; keys that nobody sees; blocks that end early.
+    BiasCase(_case(128, 128, (392, 136), (2, 4, 2), mask="causal_bottom_right"), "1hss"),
+    BiasCase(_case(128, 128, (520, 136), (2, 2, 1), window=(20, 0)), "1hss", "pre_scale",
+             more={"softmax": "learnable"}),
+    BiasCase(_case(128, 128, (136, 648), (5, 2, 1), window=(40, 10)), "1hss", place="padded"),
+    BiasCase(_case(128, 128, (1, 264), (8, 1, 1)), "1hss"),
+    BiasCase(_case(96, 80, (72, 8), (8, 4, 1), mask="causal"), "1hss", "pre_scale", "odd"),
+    BiasCase(_case(128, 128, (130, 264), (1, 3, 1), mask="causal", layout="sbhd"), "1hss"),
 ]  # fmt: skip
+NOT_ADDED = [
+    BiasCase(_case(128, 128, (72, 136), (9, 2, 1)), "1hss"),
+    BiasCase(_case(128, 128, (72, 136), (2, 2, 1)), "11ss"),
+    BiasCase(_case(128, 128, (72, 135), (2, 2, 1)), "1hss"),
+]
 CASES = [
     BiasCase(_case(128, 128, (200, 333), mask="causal"), "1hss"),
     BiasCase(_case(128, 128, (256, 384)), "bhss", place="padded"),
@@ -134,6 +149,7 @@ CASES = [
              more={"attn_mask": True}),
     BiasCase(_case(256, 256, (200, 136)), "1hss", more={"attn_mask": True}),
     *ADDED,
+    *NOT_ADDED,
 ]  # fmt: skip
 EACH = pytest.mark.parametrize("case", CASES, ids=str)
 PACKED = varlen.Call("thd", (200, 1, 0, 333, 77), (130, 64, 5, 333, 0), heads=(4, 2), gaps=True)
@@ -216,6 +232,40 @@ def test_gradient_of_a_bias_beside_others_repeats_bit_for_bit(case):
     first = check_gradients(case)[3]
     for _ in range(3):
         assert oracle.same(check_gradients(case)[3], first)
+
+
+@pytest.mark.parametrize("case", [*ADDED, *NOT_ADDED], ids=str)
+def test_gradient_of_a_bias_is_added_where_the_copy_engine_can_and_terms_are_few(case):
+    backward._ready.clear()
+    check_gradients(case)
+    launches = [each for ready in backward._ready.values() for each in ready.launches]
+    families = [family_of(each.loaded) for each in launches]
+    added = [adds_bias(each.loaded) for each in launches]
+    assert added.count(True) == (case in ADDED) and families.count("sm90_bwd") == 1
+    assert ("sm90_bwd_dbias" in families) == (case not in ADDED)
+
+
+@pytest.mark.parametrize("case", ADDED[:2], ids=str)
+def test_gradient_of_a_bias_is_the_same_beside_any_others(case):
+    """The same bits by the kernel that makes others, too; by its own to the last sums."""
+    tensors, arguments = case.given()
+    bias = arguments.pop("bias")
+    every = [x.requires_grad_() for x in (*tensors, bias)]
+    out = attngen.attention(*every[:3], bias=bias, **arguments, backend="cuda")
+    d_o = oracle.randn(*out.shape, dtype=out.dtype, seed=100)
+
+    def gradients_of(*places):
+        given = [x if n in places else x.detach() for n, x in enumerate(every)]
+        out = attngen.attention(*given[:3], bias=given[3], **arguments, backend="cuda")
+        return torch.autograd.grad(out, [given[n] for n in places], d_o)
+
+    all_four = gradients_of(0, 1, 2, 3)
+    for places in ((0, 3), (1, 3), (2, 3), (1, 2, 3)):
+        assert oracle.same(gradients_of(*places)[-1:], all_four[3:])
+    (alone,) = gradients_of(3)
+    torch.testing.assert_close(alone, all_four[3], rtol=0.02, atol=0.02)
+    for found, expected in zip(gradients_of(1, 2), all_four[1:3], strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
 
 def check_gradients(case, **more):
