@@ -419,6 +419,49 @@ def test_bias_at_hidden_positions_is_never_read_into_a_result():
         oracle.check_call(*tensors, bias=torch.where(hidden, value, bias), mask="causal")
 
 
+@pytest.mark.parametrize("d", [64, 128])
+def test_gradients_with_a_bias_that_hides_or_is_hidden_are_zero_there(d):
+    """By the kernel of its own at 64, beside dK and dV at 128."""
+    tensors = oracle.operands(2, 4, 2, 200, 264, d)
+    bias = oracle.randn(1, 4, 200, 264, seed=9)
+    bias[..., 60:90] = -math.inf
+    bias[:, 1:3, 30:140] = -math.inf
+    seen = torch.ones(200, 264, dtype=torch.bool, device=oracle.DEVICE).tril()
+    given = [x.detach().requires_grad_() for x in (*tensors, torch.where(seen, bias, math.nan))]
+    out = attngen.attention(*given[:3], bias=given[3], mask="causal", backend="cuda")
+    d_o = oracle.randn(*out.shape, seed=100)
+    found = torch.autograd.grad(out, given, d_o)
+    assert not any(x.isnan().any() for x in found)
+    assert not found[3][~seen.expand(1, 4, -1, -1)].any() and not found[3][bias == -math.inf].any()
+    assert not found[0][:, 30:140, 1:3].any() and found[3].any()
+
+
+@pytest.mark.device
+def test_gradient_of_a_bias_past_two_to_the_31_elements_is_right_in_its_last_rows():
+    length, heads, rows = 16384, 9, 40
+    q, k, v = oracle.operands(1, heads, 3, length, length, 128)
+    bias = oracle.randn(1, heads, length, length, seed=9)
+    assert bias.numel() > 1 << 31
+    bias.requires_grad_()
+    q.requires_grad_()
+    out = attngen.attention(q, k, v, bias=bias, mask="causal", backend="cuda")
+    d_o = oracle.randn(*out.shape, seed=5)
+    _, dbias = torch.autograd.grad(out, (q, bias), d_o)
+    del out
+    for head in (0, heads - 1):
+        some = [x.detach()[:, -rows:, head : head + 1] for x in (q, d_o)]
+        keys = [x[:, :, head // 3 : head // 3 + 1] for x in (k, v)]
+        part = bias.detach()[:, head : head + 1, -rows:]
+        arguments = {"mask": "causal_bottom_right"}
+        results = []
+        for dtype in (torch.float64, torch.bfloat16):
+            wide = [x.to(dtype) for x in (some[0], *keys, some[1])]
+            added = part.to(dtype).requires_grad_()
+            found = reference.attention(*wide[:3], bias=added, **arguments)[0]
+            results += torch.autograd.grad(found, added, wide[3])
+        hold("dbias", dbias[:, head : head + 1, -rows:], *results)
+
+
 @pytest.mark.device
 def test_bias_large_call_is_right_in_its_rows():
     """More tiles than multiprocessors, keys in many blocks."""
