@@ -55,16 +55,16 @@ def build(
 
 
 def build_problem(
-    problem: Problem, arch: str, *, cache: Cache | None = None, short: bool | None = None
+    problem: Problem, arch: str, *, cache: Cache | None = None, second: bool | None = None
 ) -> tuple[Built, ...]:
     """The problem's kernels in the order of `plan.plans`, each from the cache or compiled and put
-    there. short: of a forward those alone that a call launches, which is short or not.
+    there. second: of a forward those alone that a call launches, as `plan.plans_of_call` has it.
 
     Raises: CacheError with all that are missing, where ATTNGEN_DISABLE_JIT forbids to build them.
     """
     built: list[Built] = []
     missing: dict[str, None] = {}
-    wanted = plans(problem, arch) if short is None else plans_of_call(problem, arch, short)
+    wanted = plans(problem, arch) if second is None else plans_of_call(problem, arch, second)
     for each in wanted:
         try:
             built.append(build_plan(problem, each, arch, cache=cache))
@@ -76,15 +76,15 @@ def build_problem(
 
 
 def find_kernels(
-    problem: Problem, arch: str, short: bool | None = None
+    problem: Problem, arch: str, second: bool | None = None
 ) -> tuple[tuple[Binary, bytes], ...]:
     """Launch programs and cubins of a problem, as a call needs them: from a mounted bundle, else
-    from the cache, else compiled. short: as `build_problem` has it. Raises: as that; BundleError.
+    from the cache, else compiled. second: as `build_problem` has it. Raises: as that; BundleError.
     """
-    if found := mounts.find(problem, arch, short):
+    if found := mounts.find(problem, arch, second):
         return found
     try:
-        made = build_problem(problem, arch, short=short)
+        made = build_problem(problem, arch, second=second)
         return tuple((built.binary, built.cubin) for built in made)
     except CacheError as error:
         raise CacheError([*mounts.explain_absence(problem, arch), *error.reasons]) from error

@@ -84,18 +84,18 @@ def mounted() -> list[Bundle]:
 
 
 def find(
-    problem: Problem, arch: str, short: bool | None = None
+    problem: Problem, arch: str, second: bool | None = None
 ) -> tuple[tuple[Binary, bytes], ...] | None:
     """Launch programs and cubins of a problem, from the first mounted bundle that has them; None
-    where none has. short: as `builder.find_kernels` has it. Raises: BundleError.
+    where none has. second: as `builder.find_kernels` has it. Raises: BundleError.
     """
     for bundle in mounted():
         program = bundle.program(problem, arch)
         if program is not None:
             log.debug("%s: found in %s", program.name, bundle.path)
             wanted = program.binaries
-            if short is not None:
-                wanted = binaries_of_call(wanted, short)
+            if second is not None:
+                wanted = binaries_of_call(wanted, second)
             return tuple((binary, bundle.cubin(binary)) for binary in wanted)
     return None
 

@@ -43,8 +43,8 @@ _CLASSES: dict[str, type[KernelPlan]] = {
 def plans(problem: Problem, arch: str) -> tuple[KernelPlan, ...]:
     """The preferred plan of each kernel of the problem, in the order of their launches: one for a
     forward, several for a backward, and one more before them where lengths vary, or where a mask's
-    bits are packed; two for a decode. Many a forward has one more, for short calls, or those that
-    want the output alone, which launch it instead.
+    bits are packed; two for a decode. Many a forward has a second one, for short calls, or those
+    that want the output alone, which launch it instead.
     Raises: as `plan`."""
     _check_known(arch)
     _check_together(problem)
@@ -66,12 +66,12 @@ def plans(problem: Problem, arch: str) -> tuple[KernelPlan, ...]:
     return found
 
 
-def plans_of_call(problem: Problem, arch: str, short: bool) -> tuple[KernelPlan, ...]:
-    """Those of them that a call of a forward launches, which is short, or wants the output alone,
-    or not. Raises: as `plan`."""
+def plans_of_call(problem: Problem, arch: str, second: bool) -> tuple[KernelPlan, ...]:
+    """Those of them that a call of a forward launches. second: whether the second kernel, where
+    there are two. Raises: as `plan`."""
     found = plans(problem, arch)
     forwards = [each for each in found if isinstance(each, Plan)]
-    return (forwards[short],) if len(forwards) > 1 else found
+    return (forwards[second],) if len(forwards) > 1 else found
 
 
 def read_plan(data: dict[str, Any]) -> KernelPlan:

@@ -121,11 +121,11 @@ class KernelEntry:
     no_lse: bool = False
 
 
-def binaries_of_call(found: tuple[Binary, ...], short: bool) -> tuple[Binary, ...]:
-    """Those of a forward's that a call launches, which is short, or wants the output alone, or
-    not."""
+def binaries_of_call(found: tuple[Binary, ...], second: bool) -> tuple[Binary, ...]:
+    """Those of a forward's that a call launches. second: whether the second kernel, where there are
+    two: a bundle of an earlier version may lack it."""
     forwards = [each for each in found if each.kernel.grid == "persistent_tiles"]
-    return (forwards[short],) if len(forwards) > 1 else found
+    return (forwards[second],) if len(forwards) > 1 else found
 
 
 @dataclass(frozen=True)

@@ -151,8 +151,8 @@ def _make_ready(operands: Operands, arguments: Arguments, gather: bool, alone: b
         unaligned = None
     elif not is_fp8(q.dtype) and not layout_of(arguments.layout).paged:
         unaligned = partial(find_ready, arguments=arguments, gather=True)
-    short = is_short(spec, extents, scalars, arguments.num_splits, q.device)
-    kernels, splits = kernels_of(spec, q.device, short or alone), 1
+    second = alone or is_short(spec, extents, scalars, arguments.num_splits, q.device)
+    kernels, splits = kernels_of(spec, q.device, second), 1
     if spec.decode:
         asked = arguments.num_splits
         kernels, splits = decode.choose(kernels, extents, optional, sequences, asked)

@@ -459,10 +459,12 @@ def _run_kernels(
         ready = settled.ready_all if wants_aux else settled.ready
         operands = with_readable_bias(operands)
         if ready is None:
-            if wants_aux or torch.cuda.is_current_stream_capturing():
+            if wants_aux:
                 ready = settled.ready_all = find_ready(operands, settled.arguments)
             else:
-                ready = settled.ready = find_alone(operands, settled.arguments)
+                ready = find_alone(operands, settled.arguments)
+                if not torch.cuda.is_current_stream_capturing():
+                    settled.ready = ready
         if plain is not None and ready is settled.ready:
             recent.note(*plain, operands, ready)
         results = run(ready, operands)

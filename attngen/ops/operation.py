@@ -93,7 +93,7 @@ class Ready(Launches):
     def first_alone(self) -> Ready:
         """The same for calls that want the first output alone. Some kernels write no LSE; where the
         others are small, so that the host is what takes time, they are written where nobody
-        reads."""
+        reads, but not under capture, in which the driver allocates nothing."""
         if not self.launches:
             return self
         first, *others = self.outputs
@@ -102,7 +102,8 @@ class Ready(Launches):
             fixed["lse"] = 0
             others = [each for each in others if each.name != "lse"]
         sizes = [math.prod(each.sizes) * each.dtype.itemsize for each in others]
-        if max(sizes, default=0) <= counters.UNREAD_BYTES:
+        small = max(sizes, default=0) <= counters.UNREAD_BYTES
+        if others and small and not torch.cuda.is_current_stream_capturing():
             fixed |= dict.fromkeys((x.name for x in others), unread_memory(self.device))
             others = []
         return replace(self, outputs=(first, *others), fixed=fixed)
@@ -290,17 +291,17 @@ def device_arch(device: torch.device) -> str | None:
 
 
 def kernels_of(
-    spec: AttentionSpec, device: torch.device, short: bool | None = None, narrow: bool = False
+    spec: AttentionSpec, device: torch.device, second: bool | None = None, narrow: bool = False
 ) -> tuple[load.LoadedKernel, ...]:
     """The kernels of a spec of one direction on this device, in the order of launch, found or built
-    and loaded once. short: of a forward those of a call that is short or not; narrow: of a backward
-    those of a call under a narrow window, where there are others for these. A trace notes what the
-    spec names itself.
+    and loaded once. second: of a forward those of a call, as `plan.plans_of_call` has it; narrow:
+    of a backward those of a call under a narrow window, where there are others for these. A trace
+    notes what the spec names itself.
 
     Raises: SpecError where the device or the spec has no kernels; BundleError, CompileError,
     LaunchError.
     """
-    key = (spec, device.index, short, narrow)
+    key = (spec, device.index, second, narrow)
     if key not in _kernels:
         arch = device_arch(device)
         if arch is None:
@@ -310,7 +311,7 @@ def kernels_of(
         with torch.cuda.device(device):
             found = tuple(
                 load.load(binary, cubin, device.index)
-                for binary, cubin in find_kernels(problem, arch, short)
+                for binary, cubin in find_kernels(problem, arch, second)
             )
         if narrow:
             found = tuple(replace(each, variant=(problems[0], arch)) for each in found)

@@ -174,11 +174,15 @@ def test_head_strides_of_each_kind(descale, strides):
     assert op_operands.head_strides(descale) == strides
 
 
-@pytest.mark.parametrize("room", [True, False])
-def test_ready_for_the_output_alone_writes_the_rest_where_nobody_reads(launched, monkeypatch, room):
+@pytest.mark.parametrize(("room", "captured"), [(True, False), (False, False), (True, True)])
+def test_ready_for_the_output_alone_writes_the_rest_where_nobody_reads(
+    launched, monkeypatch, room, captured
+):
     lse_bytes = 2 * 4 * 5 * 4
     monkeypatch.setattr(operation.counters, "UNREAD_BYTES", lse_bytes - (not room))
     monkeypatch.setattr(operation, "unread_memory", lambda device: 1 << 40)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+    room = room and not captured  # nothing is allocated under capture
     optional, arguments = split(rest_of())
     given = (*operands(), *optional)
     ready = op.find_ready(given, arguments)
@@ -196,7 +200,7 @@ def test_ready_for_the_output_alone_has_no_lse_where_the_kernel_writes_none(
     launched, monkeypatch, unread_bytes
 ):
     monkeypatch.setattr(operation.counters, "UNREAD_BYTES", unread_bytes)
-    monkeypatch.setattr(operation, "unread_memory", lambda device: 1 << 40)
+    monkeypatch.setattr(operation, "unread_memory", lambda device: pytest.fail("not needed"))
     asked = []
 
     def load(spec, device, second):
@@ -213,5 +217,7 @@ def test_ready_for_the_output_alone_has_no_lse_where_the_kernel_writes_none(
         torch.ones(1) if name.endswith("scale_s") else x
         for name, x in zip(op.INPUTS, given, strict=True)
     ]
+    monkeypatch.setattr(operation, "unread_memory", lambda device: 1 << 40)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     op.find_alone(scaled, arguments)
     assert asked == [True, False, False]

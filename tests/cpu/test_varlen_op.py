@@ -23,7 +23,7 @@ DENSE = [name for name in layouts.NAMES if "t" not in name and "paged" not in na
 PACKED = [name for name in layouts.NAMES if name.startswith("t") and "paged" not in name]
 
 
-def load(spec, device, short=None, narrow=False):
+def load(spec, device, second=None, narrow=False):
     found = resolve(spec, features.scan())
     problem = found[-1] if narrow else found[0]
     entries = [render_problem(problem, each).kernel for each in plans(problem, "sm_90a")]

@@ -112,11 +112,11 @@ class Emulator:
         assert not failed, message.value.decode()
 
     def find_kernels(
-        self, problem: Problem, arch: str, short: bool | None = None
+        self, problem: Problem, arch: str, second: bool | None = None
     ) -> tuple[tuple[Binary, bytes], ...]:
         """As `builder.find_kernels`; the path of a library stands for a cubin."""
         all_plans = plan.plans(problem, arch)
-        wanted = all_plans if short is None else plan.plans_of_call(problem, arch, short)
+        wanted = all_plans if second is None else plan.plans_of_call(problem, arch, second)
         return tuple(self.build(problem, each, arch) for each in wanted)
 
     def build(

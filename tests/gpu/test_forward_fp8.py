@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 import attngen
+from attngen.ops import forward, frontend, operation, recent
+from attngen.ops.needed import family_of
 
 from . import cases, cases_fp8, oracle, oracle_fp8, tensor_core
 from .cases_fp8 import Fp8Case
@@ -297,6 +300,66 @@ def test_fp8_largest_weight_is_that_beside_no_sink(d):
             used = torch.tensor([0, keys], dtype=torch.int32, device=q.device)
             _, aux = attngen.attention(q, k, v, mask="padding", seqused_kv=used, sink=sink, **more)
             assert aux.amax_s.item() == float(keys > 0)
+
+
+ALONE = ("sm90_fwd_alone",)  # the kernels of a call that wants the output alone
+USUAL = ("sm90_fwd",)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Families of the kernels that calls launch, each call's in a list; each is worked out anew."""
+    found = []
+
+    def note(ready, *rest):
+        found.append(tuple(family_of(each.loaded) for each in ready.launches))
+        return start(ready, *rest)
+
+    start = operation.start
+    monkeypatch.setattr(operation, "start", note)
+    for place, name in ((forward, "_ready"), (frontend, "_settled"), (recent, "_recent")):
+        monkeypatch.setattr(place, name, {})
+    return found
+
+
+@pytest.mark.parametrize("kv", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("softmax", ["vanilla", "off_by_one", "learnable"])
+@pytest.mark.parametrize("lengths", [(200, 97), (65, 96), (1, 1), (130, 420)], ids=str)
+def test_fp8_sums_of_stored_weights_are_right_beside_sinks_and_scales(
+    launched, kv, softmax, lengths
+):
+    q, k, v = oracle_fp8.operands(2, 4, 2, *lengths, 128, 112, kv_dtype=kv)
+    more = {"descale_v": torch.tensor([[0.5, 2.0], [1.5, 0.25]], device=q.device)}
+    if softmax == "learnable":
+        more["sink"] = torch.tensor([-3.0, 0.0, 6.0, 30.0], device=q.device)
+    oracle_fp8.check_call(q, k, v, softmax=softmax, **more)
+    assert launched == [USUAL, ALONE]
+
+
+def test_fp8_calls_that_want_more_than_the_output_reach_the_usual_kernel(launched):
+    q, k, v = oracle_fp8.operands(2, 4, 2, 200, 260, 128)
+    call = functools.partial(attngen.attention, q, k, v, backend="cuda")
+    scale = torch.tensor([64.0], device=q.device)
+    wanted = {name: {name: True} for name in ("return_lse", "return_amax", "return_max_logit")}
+    wanted |= {"scales": {"scale_s": scale, "descale_s": 1 / scale}, "mask": {"mask": "causal"}}
+    for more in wanted.values():
+        call(**more)
+    torch.ops.attngen.forward(q, k, v)
+    assert launched == [USUAL] * 6
+    outputs = [call() for _ in range(3)]  # the third is a recent call
+    assert launched[6:] == [ALONE] * 3
+    assert all(torch.equal(outputs[0], each) for each in outputs)
+
+
+@pytest.mark.device
+def test_fp8_first_call_captured_has_the_bits_of_the_next_ones(launched):
+    q, k, v = oracle_fp8.operands(2, 4, 2, 200, 260, 128)
+    call = functools.partial(attngen.attention, q, k, v, backend="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    graph.replay()
+    assert torch.equal(out, call()) and launched == [ALONE] * 2
 
 
 @pytest.mark.parametrize("layout", cases.LAYOUTS)
