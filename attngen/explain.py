@@ -9,7 +9,7 @@ from typing import Any
 
 from . import features, resolve, tuned
 from .arch.base import Plan
-from .arch.sm90_bwd import BackwardPlan
+from .arch.sm90_bwd import FUSED, BackwardPlan
 from .arch.sm90_decode import DecodePlan
 from .builder import build_plan, render_problem
 from .cache import Cache
@@ -28,7 +28,10 @@ INDENT = "  "
 MMA_FLOPS_PER_CYCLE = 8192
 EXPONENTIALS_PER_CYCLE = 16
 # Products of a block over Q's head dim, and over V's: S, dQ, dK; O or dP, dV.
-PRODUCTS = {"sm90_bwd": (3, 2), "sm90_bwd_dkv": (2, 2), "sm90_bwd_dq": (2, 1)}  # else one each
+PRODUCTS = {  # else one each
+    **dict.fromkeys(FUSED, (3, 2)),
+    **{"sm90_bwd_dkv": (2, 2), "sm90_bwd_dq": (2, 1)},
+}
 
 
 def explain(spec: AttentionSpec, cache: Cache | None, *, compiled: bool = True) -> Iterator[str]:

@@ -28,7 +28,7 @@ _CLASSES: dict[str, type[KernelPlan]] = {
     sm90_short.FAMILY: Plan,
     sm90_alone.FAMILY: Plan,
     "bwd_prepare": sm90_bwd.PreparePlan,
-    "sm90_bwd": sm90_bwd.BackwardPlan,
+    **dict.fromkeys(sm90_bwd.FUSED, sm90_bwd.BackwardPlan),
     "sm90_bwd_dkv": sm90_bwd.BackwardPlan,
     "sm90_bwd_dq": sm90_bwd.BackwardPlan,
     "bwd_convert": sm90_bwd.ConvertPlan,

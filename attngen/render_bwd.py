@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from .arch.sm90_bwd import BackwardPlan, BiasPlan, ConvertPlan, KernelPlan, PreparePlan
+from .arch.sm90_bwd import FUSED, BackwardPlan, BiasPlan, ConvertPlan, KernelPlan, PreparePlan
 from .features import Features
 from .problem import Problem
 from .program import KernelEntry, TensorMapRecipe, Workspace
@@ -120,7 +120,7 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
     if problem.attn_mask:
         mask = ("mask_rows",) if of_queries else ("mask_columns",)
     names = _tensor_names(problem, plan)
-    if problem.bias and plan.family == "sm90_bwd":
+    if problem.bias and plan.fused:
         names += typed("tensor_map", "map_bias")
         maps += tuple(replace(x, box_rows=plan.tile.m) for x in bias_maps(problem))
     if plan.adds_bias:
@@ -133,7 +133,7 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
         names += mask_names(name)
     integers = [*INTEGERS]
     # Neighbours are loaded together, so that their order shapes the code: that which was measured.
-    place = 1 if plan.family == "sm90_bwd" else len(integers)
+    place = 1 if plan.fused else len(integers)
     integers.insert(place, "q_tiles" if of_queries else "kv_blocks")
     names += typed("i32", *integers)
     names += typed("i32", "dbias_terms") if plan.adds_bias else []
@@ -166,7 +166,7 @@ def _filled(problem: Problem, plan: BackwardPlan, names: Names) -> Names:
     """What a main kernel knows beside these of gradients, whose rows it fills that belong to no
     sequence: those that it makes, and dQ, which another one may convert."""
     sides = {"dq": problem.q_seq, "dk": problem.kv_seq, "dv": problem.kv_seq}
-    made = {*(("dq",) if plan.family == "sm90_bwd" else ()), *_gradients(plan)}
+    made = {*(("dq",) if plan.fused else ()), *_gradients(plan)}
     tensors = [tensor for tensor in sides if tensor in made and sides[tensor] != "dense"]
     found = typed("i32", "sequences")
     for tensor in tensors:
@@ -203,7 +203,7 @@ def _bias(problem: Problem, plan: BiasPlan, operands: Names) -> KernelEntry:
     )
 
 
-GRADIENTS = {"sm90_bwd_dq": ("dq",), "sm90_bwd": ("dk", "dv"), "sm90_bwd_dkv": ("dk", "dv")}
+GRADIENTS = {"sm90_bwd_dq": ("dq",), **dict.fromkeys((*FUSED, "sm90_bwd_dkv"), ("dk", "dv"))}
 
 
 def _gradients(plan: BackwardPlan | BiasPlan) -> tuple[str, ...]:

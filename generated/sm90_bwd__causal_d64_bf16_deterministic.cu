@@ -1,4 +1,4 @@
-// sm90_bwd__causal_d64_bf16_deterministic__056929
+// sm90_bwd__causal_d64_bf16_deterministic__d1793a
 // Rendered by attngen from kernels/sm90_bwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -678,7 +678,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_bwd__causal_d64_bf16_deterministic__056929(const __grid_constant__ attngen::Params p) {
+sm90_bwd__causal_d64_bf16_deterministic__d1793a(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -11,6 +11,7 @@ from . import sm90
 from .base import Plan
 
 FAMILY = "sm90_fwd_alone"
+WHY = "weights summed as they are stored, by columns of ones: for calls that want no log-sum-exp"
 
 
 def plans(problem: Problem) -> tuple[Plan, ...]:
@@ -22,4 +23,4 @@ def plans(problem: Problem) -> tuple[Plan, ...]:
     if usual is None or usual.consumers != 3:
         return ()
     plan = sm90.make_plan(problem, replace(usual, sums_stored=True))
-    return (replace(plan, family=FAMILY),) if plan else ()
+    return (replace(plan, family=FAMILY, why=(*plan.why, WHY)),) if plan else ()

@@ -22,8 +22,8 @@ CONSUMERS = 2
 ROWS_PER_CONSUMER = 64
 # Registers a thread of the producer and of a consumer. The fused kernel's producer spills at 24;
 # dQ's needs no more, and its consumers all that is left.
-REGISTERS = {"sm90_bwd": (40, 232), "sm90_bwd_dkv": (56, 224), "sm90_bwd_dq": (24, 240),
-             "sm90_bwd_dbias": (40, 232)}  # fmt: skip
+REGISTERS = {"sm90_bwd": (40, 232), "sm90_bwd_with_dbias": (40, 232), "sm90_bwd_dkv": (56, 224),
+             "sm90_bwd_dq": (24, 240), "sm90_bwd_dbias": (40, 232)}  # fmt: skip
 GATHER_REGISTERS = (56, 224)  # where the producer's warps copy rows themselves
 # Of a bias's gradient, where the loader looks lengths up, copies rows or brings the widest.
 BIAS_LENGTH_REGISTERS = (72, 216)
@@ -76,7 +76,8 @@ STAGED_COLUMNS = 32  # floats of dQ a row that leave room for a box of its 16-bi
 PREPARE_THREADS = 256
 CONVERT_THREADS = 128  # those whose fragments a part of dQ's workspace is
 
-Family = Literal["sm90_bwd", "sm90_bwd_dkv", "sm90_bwd_dq"]
+Family = Literal["sm90_bwd", "sm90_bwd_with_dbias", "sm90_bwd_dkv", "sm90_bwd_dq"]
+FUSED = ("sm90_bwd", "sm90_bwd_with_dbias")
 DqSplit = Literal["rows", "columns", "none"]
 
 
@@ -91,8 +92,7 @@ class BackwardPlan:
     of the workspaces. `deterministic`: tiles add to dQ in the order in which they are drawn; they
     visit the last block first, or where the last tile is drawn first, `descending`, the first.
     `completes`: the tile that has the last part of a block's dQ stores it, so that no other kernel
-    converts it; tiles have an order for that. `adds_bias`: tiles add their dS to the gradient
-    of the bias, those of one sequence after those of the one before.
+    converts it; tiles have an order for that.
     """
 
     arch: str
@@ -112,11 +112,21 @@ class BackwardPlan:
     deterministic: bool
     completes: bool
     descending: bool
-    adds_bias: bool
     schedule: Schedule
     smem: tuple[SmemRegion, ...]
     smem_bytes: int
     threads: int
+
+    @property
+    def fused(self) -> bool:
+        """Whether it makes all three gradients."""
+        return self.family in FUSED
+
+    @property
+    def adds_bias(self) -> bool:
+        """Whether tiles add their dS to the gradient of the bias, too, those of one sequence after
+        those of the one before."""
+        return self.family == "sm90_bwd_with_dbias"
 
     @property
     def dq_floats(self) -> int:
@@ -287,10 +297,10 @@ def make_fused(problem: Problem, *, adds_bias: bool = False) -> BackwardPlan:
     barriers = 24 + 2 * problem.bias + 2 * completes
     small = {"Lse": 2 * tile.m * 4, "D": 2 * tile.m * 4, "Barriers": barriers * BARRIER_BYTES}
     return _finish(
-        problem, "sm90_bwd", tile, sizes, small, stages, row_block=tile.m,
+        problem, "sm90_bwd_with_dbias" if adds_bias else "sm90_bwd",
+        tile, sizes, small, stages, row_block=tile.m,
         dq_split="rows" if rows else "columns", dq_columns=dq_columns, dk_columns=dk_columns,
         dv_columns=dv_columns, deterministic=problem.deterministic, completes=completes,
-        adds_bias=adds_bias,
         registers=SMALL_REGISTERS if max(dk_columns, dv_columns) <= 32 else None,
     )  # fmt: skip
 
@@ -413,7 +423,6 @@ def _finish(
     registers: tuple[int, int] | None = None,
     deterministic: bool = False,
     completes: bool = False,
-    adds_bias: bool = False,
 ) -> BackwardPlan:
     """The plan with its shared memory laid out."""
     order = {"Order": order_bytes(0)} if problem.varlen else {}
@@ -448,7 +457,6 @@ def _finish(
         deterministic=deterministic,
         completes=completes,
         descending=descending,
-        adds_bias=adds_bias,
         schedule=schedule,
         smem=regions,
         smem_bytes=regions[-1].offset + regions[-1].bytes,

@@ -43,17 +43,14 @@ def needed(kernels: tuple[LoadedKernel, ...], wanted: Wanted) -> tuple[LoadedKer
 
 def adds_bias(each: LoadedKernel) -> bool:
     """Whether it makes the gradient of the bias beside others."""
-    return "dbias_turns" in each.kernel.workspace
+    return family_of(each) == "sm90_bwd_with_dbias"
 
 
 def choose_adding(kernels: tuple[LoadedKernel, ...], adding: bool) -> tuple[LoadedKernel, ...]:
     """The kernels without one of two for the same: that which makes the gradient of the bias, too,
     or the other and the bias's own."""
-    if adding:
-        main = next(family_of(each) for each in kernels if adds_bias(each))
-        others = (main, "sm90_bwd_dbias")
-        return tuple(each for each in kernels if adds_bias(each) or family_of(each) not in others)
-    return tuple(each for each in kernels if not adds_bias(each))
+    others = ("sm90_bwd", "sm90_bwd_dbias") if adding else ("sm90_bwd_with_dbias",)
+    return tuple(each for each in kernels if family_of(each) not in others)
 
 
 def unordered(
