@@ -236,7 +236,8 @@ def test_gradient_of_a_bias_beside_others_repeats_bit_for_bit(case):
 
 @pytest.mark.parametrize("case", [*ADDED, *NOT_ADDED], ids=str)
 def test_gradient_of_a_bias_is_added_where_the_copy_engine_can_and_terms_are_few(case):
-    backward._ready.clear()
+    for known in (backward._ready, backward._recent):
+        known.clear()
     check_gradients(case)
     launches = [each for ready in backward._ready.values() for each in ready.launches]
     families = [family_of(each.loaded) for each in launches]
@@ -262,7 +263,7 @@ def test_gradient_of_a_bias_is_the_same_beside_any_others(case):
     for places in ((0, 3), (1, 3), (2, 3), (1, 2, 3)):
         assert oracle.same(gradients_of(*places)[-1:], all_four[3:])
     (alone,) = gradients_of(3)
-    torch.testing.assert_close(alone, all_four[3], rtol=0.02, atol=0.02)
+    torch.testing.assert_close(alone, all_four[3], rtol=0.02, atol=0.05)  # sums of 3 and 4 terms
     for found, expected in zip(gradients_of(1, 2), all_four[1:3], strict=True):
         torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
