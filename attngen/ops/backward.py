@@ -145,7 +145,7 @@ def backward(
     )
     call = Call(arguments, places_of(tuple(operands.values())))
     present = [x for x in operands.values() if x is not None]
-    found = differentiate(call, wanted, d_o, dlse, o, lse, present)
+    found = differentiate(call, wanted, d_o, dlse, o, lse, present, dispatched=True)
     absent = (q, q, q, lse, q)  # of their dtypes
     names = zip((*GRADIENTS, "dsink", "dbias"), absent, strict=True)
     return tuple(found[name] if name in found else like.new_empty(0) for name, like in names)
@@ -159,9 +159,11 @@ def differentiate(
     o: Tensor,
     lse: Tensor,
     operands: list[Tensor],
+    *,
+    dispatched: bool = False,
 ) -> dict[str, Tensor]:
     """The gradients that are wanted, by their names, of a call that nobody looks on at. operands:
-    those that it has.
+    those that it has. dispatched: by the operation, which else is asked where one is not plain.
 
     Raises: SpecError with every violation; CompileError, LaunchError.
     """
@@ -175,7 +177,7 @@ def differentiate(
         addresses = _addresses(ready, names, tensors)
         if ready.gathers or not any([addresses[name] % 16 for name in READ]):
             return _run(ready, dict(zip(names, tensors, strict=True)), addresses)
-    if not all(map(is_plain, tensors)):  # but then it is dispatched
+    if not (dispatched or all(map(is_plain, tensors))):
         return dispatch(call, wanted, d_o, dlse, o, lse, operands)
     there = {"d_o": d_o, "o": o, "lse": lse, **call.by_name(operands), "dlse": dlse}
     q, k, v = (there[name] for name in "qkv")

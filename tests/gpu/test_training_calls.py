@@ -161,6 +161,33 @@ def test_incoming_gradients_that_lie_nowhere_are_read_right():
     assert not any(x.any() for x in torch.autograd.grad(attend(*tensors), tensors, nothing))
 
 
+class Named(torch.Tensor):
+    """Of a type of its own, but read as any other."""
+
+
+class Weight(torch.nn.Parameter):
+    pass
+
+
+@pytest.mark.parametrize("named", [(0,), (3,), (0, 1, 2, 3)], ids=str)
+def test_tensors_of_a_type_of_their_own_are_read_right(named):
+    values = [*(x.detach() for x in leaves()), oracle.randn(1, 130, 2, D, seed=9)]
+    given = [x.as_subclass(Named) if n in named else x.clone() for n, x in enumerate(values)]
+    tensors = [x.requires_grad_() for x in given[:3]]
+    for _ in range(2):
+        check(torch.autograd.grad(attend(*tensors), tensors, given[3]), values[:3], values[3])
+
+
+def test_parameter_of_a_type_of_its_own_has_its_gradient():
+    tensors, d_o = leaves(), oracle.randn(1, 130, 2, D, seed=9)
+    found = []
+    for kind in (Weight, torch.nn.Parameter):
+        sink = kind(torch.zeros(2, device=oracle.DEVICE))
+        out = attend(*tensors, softmax="learnable", sink=sink)
+        found.append(torch.autograd.grad(out, (*tensors, sink), d_o))
+    assert oracle.same(*found)
+
+
 def test_operands_that_come_back_with_other_strides_are_read_right():
     """As `save_on_cpu` does with what it keeps."""
     tensors = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in leaves()]
