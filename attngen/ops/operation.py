@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch._C import (
+    _get_function_stack_at,
     _get_tracing_state,
     _has_storage,
     _len_torch_dispatch_stack,
@@ -21,6 +22,7 @@ from torch._C._autograd import _profiler_enabled
 # What Inductor's code allocates with: the dispatcher is behind us.
 from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]
 from torch._C._functorch import peek_interpreter_stack
+from torch.utils._device import DeviceContext
 
 from .. import counters, features, load, resolve
 from ..builder import find_kernels
@@ -273,14 +275,20 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def undisturbed() -> bool:
-    """Whether no mode, transform, trace or profiler is on."""
+    """Whether no mode, transform, trace or profiler is on; the mode of `torch.set_default_device`
+    only sees to where new tensors are."""
     return not (
         _len_torch_dispatch_stack()
-        or _len_torch_function_stack()
+        or (_len_torch_function_stack() and _functions_are_watched())
         or peek_interpreter_stack() is not None
         or _get_tracing_state() is not None
         or _profiler_enabled()
     )
+
+
+def _functions_are_watched() -> bool:
+    modes = map(_get_function_stack_at, range(_len_torch_function_stack()))
+    return any(type(mode) is not DeviceContext for mode in modes)
 
 
 def device_arch(device: torch.device) -> str | None:

@@ -149,6 +149,14 @@ def test_call_with_gradients_modes_or_by_products_is_not_among_the_recent(seen, 
     assert len(reached) == 4 and answers == [None] * 3
 
 
+def test_default_device_looks_on_at_nothing(seen):
+    assert found_again(plain, seen)
+    del seen[:]
+    with torch.device("cpu"):
+        attngen.attention(**plain())
+    assert len(seen) == 1 and "checked" not in seen and seen[0]["lse"] == 1 << 40
+
+
 def test_call_with_gradients_is_remembered_apart(seen):
     def trained():
         call = plain()
