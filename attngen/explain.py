@@ -79,7 +79,7 @@ def _explain_kernel(
     problem: Problem, chosen: KernelPlan, arch: str, cache: Cache | None, compiled: bool
 ) -> Iterator[str]:
     yield ""
-    tuned_too = isinstance(chosen, Plan) and chosen.ctas == 1
+    tuned_too = chosen.family == "sm90_fwd"
     how = _choice(problem, arch) if tuned_too else "the heuristics' choice"
     yield f"plan {arch} {chosen.family}, {how}"
     yield from _indented(describe(chosen))
