@@ -3,9 +3,9 @@ look at its arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -18,9 +18,6 @@ from torch.autograd import forward_ad
 from .operation import Ready, run, undisturbed
 from .signature import Operands
 
-if TYPE_CHECKING:
-    from .autograd import Trained
-
 _KEPT = 4  # with the same arguments; older ones are found by a key of all formats
 _KEYS = 1024
 
@@ -28,6 +25,7 @@ Value = TypeVar("Value")
 # Arguments, which tensors there are, whether gradients are enabled; and these tensors.
 Call = tuple[tuple[Any, ...], list[Tensor]]
 Served = Callable[[list[Tensor]], Tensor]
+Train = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # outputs with their gradients
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +95,7 @@ def note(
     tensors: list[Tensor],
     operands: Operands,
     ready: Ready,
-    trained: Trained | None = None,
+    trained: Train | None = None,
 ) -> None:
     """Remember a call that went straight to its kernels. operands: what became of its tensors;
     trained: how it did, if it has gradients."""
