@@ -38,8 +38,7 @@ static_assert(sizeof(Params) == 64, "packed by the host");
 extern "C" __global__ void __launch_bounds__(128)
 bwd_convert__causal_d128_bf16__0df625(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
-  // The last ones first: their sums are in L2 when the main kernel has ended, and of the first ones the
-  // output gradients when it begins.
+  // The last ones first: their sums are in L2 when the main kernel has ended.
   const int index = gridDim.x - 1 - blockIdx.x;
   const int block = index / kParts;
   const int part = index % kParts;

@@ -1,6 +1,7 @@
 // bwd_prepare__causal_pre_scale_bias_d128_bf16__5cab08
 // Rendered by attngen from kernels/bwd_prepare.cu.j2; do not edit.
 #include "attngen/platform.cuh"
+#include "attngen/ptx/global.cuh"
 #include "attngen/ptx/math.cuh"
 #include "attngen/ptx/tma.cuh"
 
@@ -9,8 +10,12 @@ namespace attngen {
 constexpr int kHeadDimV = 128;
 constexpr int kTileM = 64;
 constexpr int kLanes = 8;  // threads a row
-constexpr int kChunks = kHeadDimV / 8;  // of 16 bytes
 constexpr int kThreads = 256;
+constexpr int kGroups = kThreads / kLanes;
+constexpr int kRows = ceil_div(kTileM, kGroups);  // of a group
+static_assert(kTileM <= kThreads);
+constexpr int kChunks = kHeadDimV / 8;  // of 16 bytes
+constexpr int kSteps = ceil_div(kChunks, kLanes);
 using Element = Bf16;
 
 struct Params {
@@ -43,8 +48,7 @@ static_assert(sizeof(Params) == 120, "packed by the host");
 extern "C" __global__ void __launch_bounds__(256)
 bwd_prepare__causal_pre_scale_bias_d128_bf16__5cab08(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
-  // The last ones first: their sums are in L2 when the main kernel has ended, and of the first ones the
-  // output gradients when it begins.
+  // The last ones first: their sums are in L2 when the main kernel has ended.
   const int index = gridDim.x - 1 - blockIdx.x;
   const int block = index;
   const int head = gridDim.y - 1 - blockIdx.y;
@@ -55,33 +59,56 @@ bwd_prepare__causal_pre_scale_bias_d128_bf16__5cab08(const __grid_constant__ att
   if (threadIdx.x == 0) static_cast<int*>(p.turns)[slot] = 0;
 
   const int lane = threadIdx.x % kLanes;
-  for (int within = threadIdx.x / kLanes; within < kTileM; within += kThreads / kLanes) {
-    const int row = block * kTileM + within;
-    float sum = 0.f;
-    if (row < p.q_len) {
-      const char* o = static_cast<const char*>(p.o) + 2 * (batch * p.o_stride_batch + head * p.o_stride_head + row * p.o_stride_row);
-      const char* d_o = static_cast<const char*>(p.d_o) + 2 * (batch * p.d_o_stride_batch + head * p.d_o_stride_head + row * p.d_o_stride_row);
+  const int group = threadIdx.x / kLanes;
+  const char* o = static_cast<const char*>(p.o) + 2 * (batch * p.o_stride_batch + head * p.o_stride_head);
+  const char* d_o = static_cast<const char*>(p.d_o) + 2 * (batch * p.d_o_stride_batch + head * p.d_o_stride_head);
+  __shared__ float sums[kTileM];
+  // All that a thread reads is on its way before its first sum.
+  const int own_row = block * kTileM + threadIdx.x;  // whose LSE and D it writes
+  float lse = -kInfinity;
+  float dlse = 0.f;
+  if (threadIdx.x < kTileM && own_row < p.q_len) {
+    const long long at = (static_cast<long long>(batch) * p.heads_q + head) * p.q_len + own_row;
+    lse = static_cast<const float*>(p.lse)[at];
+    if (p.dlse != nullptr) dlse = static_cast<const float*>(p.dlse)[at];
+  }
+  uint4 a[kRows][kSteps];
+  uint4 b[kRows][kSteps];
 #pragma unroll
-      for (int chunk = lane; chunk < kChunks; chunk += kLanes) {
-        const uint4 a = *reinterpret_cast<const uint4*>(o + chunk * 16);
-        const uint4 b = *reinterpret_cast<const uint4*>(d_o + chunk * 16);
-        sum += dot<Element>(a.x, b.x) + dot<Element>(a.y, b.y) + dot<Element>(a.z, b.z) + dot<Element>(a.w, b.w);
+  for (int i = 0; i < kRows; ++i) {
+    const int within = group + i * kGroups;
+    const int row = block * kTileM + within;
+    const bool read = within < kTileM && row < p.q_len;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      const int chunk = lane + k * kLanes;
+      a[i][k] = b[i][k] = make_uint4(0, 0, 0, 0);
+      if (read && chunk < kChunks) {
+        a[i][k] = load_once(o + 2 * (row * p.o_stride_row) + chunk * 16);
+        b[i][k] = load_once(d_o + 2 * (row * p.d_o_stride_row) + chunk * 16);
       }
+    }
+  }
+  schedule_fence();
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int within = group + i * kGroups;
+    float sum = 0.f;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      sum += dot<Element>(a[i][k].x, b[i][k].x) + dot<Element>(a[i][k].y, b[i][k].y) + dot<Element>(a[i][k].z, b[i][k].z) + dot<Element>(a[i][k].w, b[i][k].w);
     }
 #pragma unroll
     for (int distance = 1; distance < kLanes; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
-    if (lane == 0) {
-      // Padding and rows that see no key get an LSE of +inf, and so weights of 0; what comes in for
-      // the LSE of the latter, NaN where two of them were joined, must not reach a product.
-      float lse_log2 = kInfinity;
-      if (row < p.q_len) {
-        const long long at = (static_cast<long long>(batch) * p.heads_q + head) * p.q_len + row;
-        const float lse = static_cast<const float*>(p.lse)[at];
-        if (lse != -kInfinity) lse_log2 = lse * kLog2E;
-        if (p.dlse != nullptr && lse != -kInfinity) sum -= static_cast<const float*>(p.dlse)[at];
-      }
-      static_cast<float*>(p.lse_log2)[slot * kTileM + within] = lse_log2;
-      static_cast<float*>(p.d)[slot * kTileM + within] = sum;
-    }
+    if (lane == 0 && within < kTileM) sums[within] = sum;
+  }
+  __syncthreads();
+  if (threadIdx.x < kTileM) {
+    // Padding and rows that see no key get an LSE of +inf, and so weights of 0; what comes in for
+    // the LSE of the latter, NaN where two of them were joined, must not reach a product.
+    const bool seen = lse != -kInfinity;
+    const float sum = sums[threadIdx.x] - (seen ? dlse : 0.f);
+    static_cast<float*>(p.lse_log2)[slot * kTileM + threadIdx.x] = seen ? lse * kLog2E : kInfinity;
+    static_cast<float*>(p.d)[slot * kTileM + threadIdx.x] = sum;
   }
 }

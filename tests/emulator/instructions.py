@@ -73,6 +73,10 @@ STATEMENTS: dict[str, str] = {
     "ld.acquire.gpu.global.s32 %0, [%1];": f"%0 = {_E}load_acquire(%1)",
     "atom.relaxed.gpu.global.cas.b32 %0, [%1], 0, 1;": "%0 = atomicCAS(%1, 0, 1)",
     "red.release.gpu.global.add.s32 [%0], 1;": "atomicAdd(%0, 1)",
+    "ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];": (
+        "const auto* loaded = static_cast<const uint4*>(%4); "
+        "%0 = loaded->x; %1 = loaded->y; %2 = loaded->z; %3 = loaded->w;"
+    ),
     # Copies.
     "cp.async.ca.shared.global [%0], [%1], 16, %2;": f"{_E}copy_async(%0, %1, 16, %2)",
     "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;": f"{_E}copy_async(%0, %1, 16, %2)",

@@ -1,5 +1,5 @@
-// Counters in global memory by which CTAs take turns, how a kernel waits for the one before it, and
-// how large the chip is.
+// Counters in global memory by which CTAs take turns, what is read there once, how a kernel waits
+// for the one before it, and how large the chip is.
 #pragma once
 
 #include "attngen/platform.cuh"
@@ -40,6 +40,16 @@ ATTNGEN_DEVICE bool claim(int* counter) {
 ATTNGEN_DEVICE void count_up(int* counter) {
   asm volatile("fence.proxy.async.global;" ::: "memory");
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+// 16 bytes that are not read again soon: caches give their place away first, and keep what kernels
+// before have written.
+ATTNGEN_DEVICE uint4 load_once(const void* address) {
+  uint4 x;
+  asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(address));
+  return x;
 }
 
 // Programmatic dependent launch: once every CTA has called this or ended, the next kernel may
