@@ -1,4 +1,4 @@
-// sm90_decode__causal_window_learnable_used_d64_bf16_paged__56e0da
+// sm90_decode__causal_window_learnable_used_d64_bf16_paged__0f2746
 // Rendered by attngen from kernels/sm90_decode.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/copy/paged_blocks.cuh"
@@ -10,6 +10,7 @@
 #include "attngen/ptx/matrix_move.cuh"
 #include "attngen/ptx/tma.cuh"
 #include "attngen/scheduler/kv_blocks.cuh"
+#include "attngen/scheduler/pace.cuh"
 #include "attngen/scheduler/splits.cuh"
 #include "attngen/softmax/online.cuh"
 #include "attngen/softmax/row.cuh"
@@ -37,6 +38,7 @@ constexpr u32 kSmemQ = 0;
 constexpr u32 kSmemK = 8192;
 constexpr u32 kSmemV = 40960;
 constexpr u32 kSmemBarriers = 73728;
+constexpr u32 kSmemPace = 73792;
 constexpr u32 kKFull = kSmemBarriers;
 constexpr u32 kKEmpty = kKFull + 8 * kStages;
 constexpr u32 kVFull = kKEmpty + 8 * kStages;
@@ -46,6 +48,14 @@ constexpr u32 kVEmpty = kVFull + 8 * kStages;
 ATTNGEN_DEVICE bool shared_unevenly() {
   const u32 ctas = gridDim.x * gridDim.y;
   return ctas * 8 > multiprocessors() * 9 && ctas * 8 < multiprocessors() * 15;
+}
+
+// What CTAs have read: see Pace.
+__device__ __align__(16) u32 paced_reads[4];
+// Whether CTAs have an SM each, and leave hardly one free: fewer take what their SMs can. Parts of
+// keys gain less by it, and some lose.
+ATTNGEN_DEVICE bool paced() {
+  return gridDim.y == 1 && gridDim.x <= multiprocessors() && gridDim.x * 20 > multiprocessors() * 19;
 }
 
 // Named barriers: 0 is __syncthreads.
@@ -334,6 +344,26 @@ struct Loader {
     PagedBox k_box = k_blocks.find(job.begin);
     PagedBox v_box = v_blocks.find(job.begin);
     named_barrier_sync(kReadyBarrier, 64);
+    // Two loops: where nobody waits, a few instructions more a block would count.
+    const int blocks = job.end - job.begin;
+    const bool counts = paced() && p.k_page_size >= kTileN;
+    Pace<kStages * kTileN * 2 * (kHeadDimQk + kHeadDimV)> pace(counts && lane == 0 ? paced_reads : nullptr, smem + kSmemPace, blocks, 16, blockIdx.x, gridDim.x, blockIdx.x / p.heads_kv);
+    if (counts && blocks >= pace.kLeast) {
+#pragma unroll 1
+    for (int block = job.begin; block < job.end; ++block) {
+      const u32 keys = smem + kSmemK + ring.stage * kQkBoxes * kKeyBoxBytes;
+      const u32 values = smem + kSmemV + ring.stage * kVBoxes * kKeyBoxBytes;
+      mbarrier_wait(smem + kKEmpty + ring.stage * 8, ring.parity ^ 1);
+      if (lane == 0) pace.wait();
+      k_blocks.load(k_box, keys, smem + kKFull + ring.stage * 8, block, kEvictFirst);
+      k_box = k_blocks.find(block + 1);
+      mbarrier_wait(smem + kVEmpty + ring.stage * 8, ring.parity ^ 1);
+      v_blocks.load(v_box, values, smem + kVFull + ring.stage * 8, block, kEvictFirst);
+      v_box = v_blocks.find(block + 1);
+      if (lane == 0) pace.count();
+      ring.advance();
+    }
+    } else {
 #pragma unroll 1
     for (int block = job.begin; block < job.end; ++block) {
       const u32 keys = smem + kSmemK + ring.stage * kQkBoxes * kKeyBoxBytes;
@@ -347,6 +377,8 @@ struct Loader {
       v_box = v_blocks.find(block + 1);
       ring.advance();
     }
+    }
+    pace.end();
   }
 };
 
@@ -536,7 +568,7 @@ struct Consumer {
 
 // Grid: key/value heads of row tiles of sequences, and splits.
 extern "C" __global__ void __launch_bounds__(160, 2)
-sm90_decode__causal_window_learnable_used_d64_bf16_paged__56e0da(const __grid_constant__ attngen::Params p) {
+sm90_decode__causal_window_learnable_used_d64_bf16_paged__0f2746(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -1,4 +1,4 @@
-// sm90_decode__full_d128_bf16__2914c5
+// sm90_decode__full_d128_bf16__4238fa
 // Rendered by attngen from kernels/sm90_decode.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -9,6 +9,7 @@
 #include "attngen/ptx/matrix_move.cuh"
 #include "attngen/ptx/tma.cuh"
 #include "attngen/scheduler/kv_blocks.cuh"
+#include "attngen/scheduler/pace.cuh"
 #include "attngen/scheduler/splits.cuh"
 #include "attngen/softmax/online.cuh"
 #include "attngen/softmax/row.cuh"
@@ -36,6 +37,7 @@ constexpr u32 kSmemQ = 0;
 constexpr u32 kSmemK = 16384;
 constexpr u32 kSmemV = 65536;
 constexpr u32 kSmemBarriers = 114688;
+constexpr u32 kSmemPace = 114784;
 constexpr u32 kKFull = kSmemBarriers;
 constexpr u32 kKEmpty = kKFull + 8 * kStages;
 constexpr u32 kVFull = kKEmpty + 8 * kStages;
@@ -48,6 +50,14 @@ ATTNGEN_DEVICE u32 used_stages() { return gridDim.x * gridDim.y > multiprocessor
 ATTNGEN_DEVICE bool shared_unevenly() {
   const u32 ctas = gridDim.x * gridDim.y;
   return ctas * 8 > multiprocessors() * 9 && ctas * 8 < multiprocessors() * 15;
+}
+
+// What CTAs have read: see Pace.
+__device__ __align__(16) u32 paced_reads[4];
+// Whether CTAs have an SM each, and leave hardly one free: fewer take what their SMs can. Parts of
+// keys gain less by it, and some lose.
+ATTNGEN_DEVICE bool paced() {
+  return gridDim.y == 1 && gridDim.x <= multiprocessors() && gridDim.x * 20 > multiprocessors() * 19;
 }
 
 // Named barriers: 0 is __syncthreads.
@@ -264,6 +274,24 @@ struct Loader {
     const bool together = shared_unevenly();
     named_barrier_sync(kReadyBarrier, 64);
     if (lane > 0) return;
+    // Two loops: where nobody waits, a few instructions more a block would count.
+    const int blocks = job.end - job.begin;
+    const bool counts = paced();
+    Pace<kStages * kTileN * 2 * (kHeadDimQk + kHeadDimV)> pace(counts && lane == 0 ? paced_reads : nullptr, smem + kSmemPace, blocks, 16, blockIdx.x, gridDim.x, blockIdx.x / p.heads_kv);
+    if (counts && blocks >= pace.kLeast) {
+#pragma unroll 1
+    for (int block = job.begin; block < job.end; ++block) {
+      const u32 keys = smem + kSmemK + ring.stage * kQkBoxes * kKeyBoxBytes;
+      const u32 values = smem + kSmemV + ring.stage * kVBoxes * kKeyBoxBytes;
+      mbarrier_wait(smem + kKEmpty + ring.stage * 8, ring.parity ^ 1);
+      if (lane == 0) pace.wait();
+      load<kQkBoxes>(&p.map_k, keys, smem + kKFull + ring.stage * 8, block);
+      mbarrier_wait(smem + kVEmpty + ring.stage * 8, ring.parity ^ 1);
+      load<kVBoxes>(&p.map_v, values, smem + kVFull + ring.stage * 8, block);
+      if (lane == 0) pace.count();
+      ring.advance();
+    }
+    } else {
 #pragma unroll 1
     for (int block = job.begin; block < job.end; ++block) {
       const u32 keys = smem + kSmemK + ring.stage * kQkBoxes * kKeyBoxBytes;
@@ -275,6 +303,8 @@ struct Loader {
       load<kVBoxes>(&p.map_v, values, smem + kVFull + ring.stage * 8, block);
       ring.advance(stages);
     }
+    }
+    pace.end();
   }
 };
 
@@ -447,7 +477,7 @@ struct Consumer {
 
 // Grid: key/value heads of row tiles of sequences, and splits.
 extern "C" __global__ void __launch_bounds__(160, 2)
-sm90_decode__full_d128_bf16__2914c5(const __grid_constant__ attngen::Params p) {
+sm90_decode__full_d128_bf16__4238fa(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

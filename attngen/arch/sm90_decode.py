@@ -39,6 +39,7 @@ CHOICES_WIDENED = (
 # 0.67 of what 224 do). Where keys are widened, or a row has more columns
 # of output than a warpgroup holds, arithmetic binds, and no place may be empty.
 BUSY_CTAS, LONG_BUSY_CTAS = 0.76, 0.92
+PACE_BYTES = 16  # what CTAs have read, as each sees it
 MAX_SPLITS = 128  # the combining kernel keeps as many weights in shared memory
 
 
@@ -103,6 +104,8 @@ def make_plan(problem: Problem, ctas: int, block: int, stages: int) -> DecodePla
     behind = block * 128 * (consumers > 1 and consumers * columns > 64 * boxes_v)
     size = DTYPE_BYTES[problem.dtype_kv]
     wide = {"WideK": block * 128 * boxes_qk, "WideV": block * 128 * boxes_v + behind}
+    # Where CTAs may have an SM each, and have enough on the way.
+    paces = ctas > 1 and not problem.widens and problem.q_seq != "packed"
     regions = lay_out(
         {
             "Q": ROWS * 128 * boxes_qk,
@@ -111,7 +114,8 @@ def make_plan(problem: Problem, ctas: int, block: int, stages: int) -> DecodePla
             + (0 if problem.widens else behind),
             **(wide if problem.widens else {}),
             "Barriers": BARRIER_BYTES * 4 * stages,
-        }
+        },
+        {"Pace": PACE_BYTES} if paces else {},
     )
     smem_bytes = regions[-1].offset + regions[-1].bytes
     registers = columns // 2 + block // 2 + block // 4  # output, scores, weights

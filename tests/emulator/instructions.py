@@ -59,6 +59,7 @@ STATEMENTS: dict[str, str] = {
     # Places.
     "mov.u32 %0, %%laneid;": f"%0 = {_E}lane()",
     "mov.u32 %0, %%nsmid;": f"%0 = {_E}multiprocessors()",
+    "mov.u32 %0, %%clock;": f"%0 = {_E}clock()",
     # Barriers.
     "mbarrier.init.shared::cta.b64 [%0], %1;": f"{_E}mbarrier_init(%0, %1)",
     "mbarrier.arrive.shared::cta.b64 _, [%0];": f"{_E}mbarrier_arrive(%0)",

@@ -148,6 +148,19 @@ def test_decode_ctas_that_share_sms_unevenly_are_right(share, layout):
     check_layout(layout, [i * 37 % 300 for i in range(n)], heads, 128)
 
 
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("mask", ["none", "causal_bottom_right"])
+@pytest.mark.parametrize("blocks", [(50,), (50, 0, 17, 90)], ids=str)
+def test_decode_ctas_that_wait_for_each_other_are_right(d, mask, blocks):
+    """An SM each, and enough blocks for CTAs to count them."""
+    sms, heads = places()
+    n = sms // heads
+    size = 64 if d > 64 else 128
+    pages = cache([blocks[i % len(blocks)] * size + i % 9 for i in range(n)], heads, d)
+    for seed in (3, 4):
+        check(queries(n, 1, 2 * heads, d, seed), pages, mask=mask, num_splits=1)
+
+
 @pytest.mark.parametrize("s_q", [1, 2, 3, 7, 16, 40, 150])
 @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (8, 1), (6, 2), (71, 1)], ids=str)
 def test_decode_several_queries_share_tiles_rightly(heads, s_q):
