@@ -152,13 +152,20 @@ def test_decode_ctas_that_share_sms_unevenly_are_right(share, layout):
 @pytest.mark.parametrize("mask", ["none", "causal_bottom_right"])
 @pytest.mark.parametrize("blocks", [(50,), (50, 0, 17, 90)], ids=str)
 def test_decode_ctas_that_wait_for_each_other_are_right(d, mask, blocks):
-    """An SM each, and enough blocks for CTAs to count them."""
+    """An SM each, pages that hold a block, and enough blocks for CTAs to count them."""
     sms, heads = places()
     n = sms // heads
     size = 64 if d > 64 else 128
-    pages = cache([blocks[i % len(blocks)] * size + i % 9 for i in range(n)], heads, d)
+    pages = cache([blocks[i % len(blocks)] * size + i % 9 for i in range(n)], heads, d, size)
     for seed in (3, 4):
         check(queries(n, 1, 2 * heads, d, seed), pages, mask=mask, num_splits=1)
+
+
+@pytest.mark.parametrize("blocks", [(50,), (50, 1, 17, 90)], ids=str)
+def test_decode_dense_ctas_that_wait_for_each_other_are_right(blocks):
+    sms, heads = places()
+    lengths = [blocks[i % len(blocks)] * 64 for i in range(sms // heads)]
+    check_layout("bshd", lengths, heads, 128)
 
 
 @pytest.mark.parametrize("s_q", [1, 2, 3, 7, 16, 40, 150])
