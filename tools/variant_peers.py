@@ -47,6 +47,7 @@ TOLERANCE = 0.02  # of the largest of a result: both round to bf16, and order su
 UNCOMPARED = ("dropout",)
 SCALE = HEAD_DIM**-0.5
 DIRECTIONS = ("fwd", "bwd")
+BROKE = "left out: an illegal memory access"
 
 
 class Both(NamedTuple):
@@ -300,6 +301,14 @@ def load_makers(
     return sources, makers, absent
 
 
+def require_device(who: str) -> None:
+    """Raises: SystemExit where a call has left the device unusable."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        raise SystemExit(f"{who} broke the device ({describe(error)}): leave it out") from None
+
+
 def reason_of(error: Exception) -> str:
     return str(error) if isinstance(error, Absent) else describe(error)
 
@@ -313,8 +322,11 @@ def measure(makers: dict[str, Maker], options: argparse.Namespace) -> list[dict[
         missing: dict[str, str] = {}
         for name, make in makers.items():
             try:
+                if f"{name}:{variant}" in options.without:
+                    raise Absent(BROKE)
                 made[name] = make(variant, x)
             except Exception as error:
+                require_device(f"{name} in {variant}")
                 missing[name] = reason_of(error)
         for index, direction in enumerate(DIRECTIONS):
             calls, lacking = {}, dict(missing)
@@ -326,6 +338,7 @@ def measure(makers: dict[str, Maker], options: argparse.Namespace) -> list[dict[
                         compare(found, expected)
                     calls[name] = both[index]
                 except Exception as error:
+                    require_device(f"{name} in {variant}, {direction}")
                     lacking[name] = reason_of(error)
             rows.append(row_of(direction, variant, calls, lacking, options))
             print(line_of(rows[-1]), flush=True)
@@ -368,6 +381,9 @@ def main() -> int:
     parser.add_argument("--budget-ms", type=float, default=20)
     parser.add_argument("--peers", nargs="+", default=list(LOADERS), choices=LOADERS)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument(
+        "--without", nargs="+", default=[], metavar="PEER:VARIANT", help="that break the device"
+    )
     options = parser.parse_args()
     sources, makers, absent = load_makers(options.peers)
     rows = measure(makers, options)
