@@ -36,7 +36,7 @@ def markdown(path: Path) -> Iterator[str]:
         f"TFLOP/s, forward / backward, {report['case']}, causal FLOPs also where a window leaves "
         f"fewer; {machine['chip']}, {report['date']}, medians of {report['rounds']} rounds in "
         f"shuffled order; torch {machine['torch']}, driver {machine['driver']}. –: the peer has no "
-        "such variant."
+        "such variant, or this build of it has none."
     )
     yield "; ".join(f"{TITLES[name]}: {source}" for name, source in peers.items()) + "."
 
