@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..errors import SpecError
 from . import bias
@@ -141,8 +142,9 @@ class Attention(torch.autograd.Function):
             return (None,) * (1 + len(call.places))
         out, lse, *operands = ctx.saved_tensors
         wanted, names = _asked(call.places, ctx.needs_input_grad[1:])
-        # Second derivatives are the operation's to refuse.
-        looked_at = torch.is_grad_enabled() or torch.compiler.is_compiling() or not undisturbed()
+        # Second and forward-mode derivatives are the operation's to refuse.
+        looked_at = torch.is_grad_enabled() or forward_ad._current_level >= 0
+        looked_at = looked_at or torch.compiler.is_compiling() or not undisturbed()
         if d_o is None or looked_at:
             found = dispatch(call, wanted, d_o, dlse, out, lse, operands)
         else:

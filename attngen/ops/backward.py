@@ -66,6 +66,7 @@ from .signature import (
     split,
     wanted_of,
 )
+from .transforms import differentiable, refuse_tangents
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -206,9 +207,10 @@ def dispatch(
     lse: Tensor,
     operands: list[Tensor],
 ) -> dict[str, Tensor]:
-    """The same by the operation, for whoever looks on."""
+    """The same by the operation, for whoever looks on. Raises: SpecError, also for a tangent."""
+    refuse_tangents((d_o, dlse))
     q, k, v, *optional = call.by_name(operands).values()
-    found = torch.ops.attngen.backward(
+    found = _dispatched(
         *(torch.zeros_like(o) if d_o is None else d_o, dlse, q, k, v, o, lse),
         *(*optional, *call.arguments, *wanted),
     )
@@ -431,4 +433,4 @@ def _second_derivative(*_: Any) -> None:
 
 library.impl("backward", backward, "CUDA")
 torch.library.register_fake("attngen::backward", _fake_backward, lib=library)
-torch.library.register_autograd("attngen::backward", _second_derivative, lib=library)
+_dispatched = differentiable("backward", _second_derivative)

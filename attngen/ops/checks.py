@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..errors import SpecError
 from ..reference.call import SCALES
@@ -23,6 +22,7 @@ from ..spec import MAX_HEAD_DIM
 from . import decode, lengths, schedule
 from .operands import layout_of, output_dtype, sequences_of, softmax_scale_of, spec_of
 from .signature import INPUTS, Arguments, Operands
+from .transforms import refuse_tangents
 
 SCALE_LIMIT = 2.0**127  # in log2 units it must still be a float32
 PAGES = INPUTS.index("page_table_k")
@@ -44,10 +44,7 @@ def refuse_derivatives(operands: Operands, gradients: bool) -> None:
             f"a gradient is needed, but head dims above {MAX_HEAD_DIM} have none; call under "
             "torch.no_grad()"
         )
-    if forward_ad._current_level >= 0 and any(
-        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in operands
-    ):
-        raise SpecError("kernels have no forward-mode derivative; pass backend='reference'")
+    refuse_tangents(operands)
 
 
 def violations(

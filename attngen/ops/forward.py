@@ -40,6 +40,7 @@ from .operation import (
 )
 from .short import is_short
 from .signature import INPUTS, OPTIONAL, Arguments, Operands, schema, split
+from .transforms import differentiable
 
 library.define(
     f"forward(Tensor q, Tensor? k, Tensor? v, {schema()}) -> (Tensor, Tensor, Tensor, Tensor, "
@@ -193,6 +194,4 @@ def _fake_forward(q: Tensor, k: Tensor | None, v: Tensor | None, *rest: Any) -> 
 
 library.impl("forward", forward, "CUDA")
 torch.library.register_fake("attngen::forward", _fake_forward, lib=library)
-torch.library.register_autograd(
-    "attngen::forward", autograd.gradients, setup_context=autograd.setup_context, lib=library
-)
+dispatched = differentiable("forward", autograd.gradients, autograd.setup_context)

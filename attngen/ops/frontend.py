@@ -21,7 +21,7 @@ from . import choice, nested, recent
 from .autograd import Trained
 from .checks import refuse_derivatives
 from .decode import check_splits
-from .forward import find_alone, find_ready, with_readable_bias
+from .forward import dispatched, find_alone, find_ready, with_readable_bias
 from .lengths import settle as settle_lengths
 from .operation import Ready, format_of, run, unobserved
 from .schedule import Ordered, Schedule, ordered_by
@@ -452,7 +452,7 @@ def _run_kernels(
         refuse_derivatives(operands, differentiable)
     results: Sequence[Tensor]
     if torch.compiler.is_compiling() or not unobserved(present):
-        results = torch.ops.attngen.forward(*operands, *settled.arguments)
+        results = dispatched(*operands, *settled.arguments)
     elif differentiable:
         results = _train(operands, present, settled, wants_aux, plain)
     else:

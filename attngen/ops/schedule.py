@@ -14,6 +14,7 @@ from ..resolve import resolve
 from ..run_time import FEW_SEQUENCES, SCHEDULE_BYTES, schedule_entries
 from .operands import Source, extents_of, sequences_of, spec_of, unpacked
 from .signature import OPTIONAL, Arguments, Operands
+from .transforms import is_transformed
 
 # Of a forward's queries, and of a backward's keys and queries, each its part of the table.
 PARTS = {"fwd": {"q_schedule": 0}, "bwd": {"kv_schedule": 1, "q_schedule": 2}}
@@ -70,16 +71,16 @@ class Schedule:
     def table_of(
         self, call: Ordered, lengths: tuple[Tensor | None, ...], device: torch.device
     ) -> Tensor | None:
-        """The operand of the operations, int32 [3, entries, 4]; None where they need no order, or
-        find that of few sequences faster than a table.
+        """The operand of the operations, int32 [3, entries, 4]; None where they need no order,
+        find that of few sequences faster than a table, or are transformed.
 
         call: what the order depends on beside the lengths. Raises: SpecError where another call
         has worked it out for others.
         """
         if torch.compiler.is_compiling():
             raise SpecError("schedule: compiled code orders each call itself; leave it out")
-        if not call.problem.varlen or call.problem.decode:
-            return None
+        if not call.problem.varlen or call.problem.decode or is_transformed():
+            return None  # under vmap each sample may have lengths of its own
         if self._call is None:
             self._call = call
         if self._call != call:
