@@ -1,4 +1,4 @@
-// sm90_bwd__causal_d128_bf16__47aa86
+// sm90_bwd__causal_d128_bf16__9b497b
 // Rendered by attngen from kernels/sm90_bwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -255,6 +255,8 @@ ATTNGEN_DEVICE long long workspace_block(const Params& p, int batch, int head, i
 }
 
 
+constexpr int kShortHead = 16;  // tiles of keys
+
 // A tile of one axis, and the blocks of the other that it visits. A negative tile ends the work.
 struct Job {
   int tile;
@@ -262,6 +264,7 @@ struct Job {
   int batch;
   int block_begin;
   int block_end;
+  int ascends;  // whether the first block is visited first, else the last one
 };
 
 // ---- scheduler: one thread that draws tiles and works out their blocks, and loads what a tile keeps
@@ -270,9 +273,21 @@ struct Scheduler {
   u32 smem;
   Job* slot;
 
-  ATTNGEN_DEVICE void publish(int index) const {
+  // Where query heads share keys, or heads have few tiles, in waves; of others L2 holds the queries and sums in any
+  // order.
+  ATTNGEN_DEVICE WaveTile find(int index) const {
+    if (p.group_size > 1 || p.kv_blocks < kShortHead) {
+      const TileWaves waves = tile_waves(p.kv_blocks, gridDim.x);
+      const TileOrder order = {p.kv_blocks, p.heads_kv, p.total_heads, waves.heads_per_group, 0};
+      return {order.at<false>(index), index / waves.tiles % 2 == 1};
+    }
     const TileOrder order = {p.kv_blocks, p.heads_kv, p.total_heads, p.heads_per_group, p.tail_rows};
-    const TileCoord tile = order.at<false>(index);
+return {order.at<false>(index), true};
+  }
+
+  ATTNGEN_DEVICE void publish(int index) const {
+    const WaveTile found = find(index);
+    const TileCoord tile = found.tile;
     const Context ctx = tile_context(p, tile.batch, tile.head * p.group_size);
     const int first = tile.row_block * kTileN;
     const int last = min_of(first + kTileN, ctx.kv_len) - 1;
@@ -282,6 +297,7 @@ struct Scheduler {
     slot->batch = tile.batch;
     slot->block_begin = blocks.begin;
     slot->block_end = blocks.end;
+    slot->ascends = found.ascends;
   }
 
   // Each tile draws one number; whoever draws the last leaves the counter at zero.
@@ -316,7 +332,7 @@ template <bool kReleaseLate = false, class Visitor>
 ATTNGEN_DEVICE void for_each_job(u32 smem, const volatile Job* slot, Visitor visit) {
   for (u32 parity = 0;; parity ^= 1) {
     mbarrier_wait(smem + kJobFull, parity);
-    const Job job = {slot->tile, slot->head, slot->batch, slot->block_begin, slot->block_end};
+    const Job job = {slot->tile, slot->head, slot->batch, slot->block_begin, slot->block_end, slot->ascends};
     if (job.tile < 0) break;
     if (!kReleaseLate) mbarrier_arrive(smem + kJobEmpty);
     visit(job);
@@ -325,15 +341,27 @@ ATTNGEN_DEVICE void for_each_job(u32 smem, const volatile Job* slot, Visitor vis
 }
 
 
+ATTNGEN_DEVICE int first_block(const Job& job) { return job.ascends ? job.block_begin : job.block_end - 1; }
+// Goes on to what is visited next; false where that was the last.
+ATTNGEN_DEVICE bool next_block(const Params& p, const Job& job, int& head, int& block) {
+  const int first_head = job.head * p.group_size;
+  if (++head < first_head + p.group_size) return true;
+  head = first_head;
+  if (job.ascends) return ++block < job.block_end;
+  return --block >= job.block_begin;
+}
 // The blocks of queries that a tile of keys visits for the query heads of its group.
 template <class Visitor>
 ATTNGEN_DEVICE void for_each_block(const Params& p, const Job& job, Visitor visit) {
-  const int first_head = job.head * p.group_size;
+  // A loop over heads inside one over blocks, which mostly goes round once, measured up to 10 % slower
+  // than one loop.
+  int head = job.head * p.group_size;
+  int block = first_block(job);
+  if (job.block_begin >= job.block_end) return;
 #pragma unroll 1
-  for (int member = 0; member < p.group_size; ++member) {
-#pragma unroll 1
-    for (int block = job.block_begin; block < job.block_end; ++block) visit(first_head + member, block);
-  }
+  do {
+    visit(head, block);
+  } while (next_block(p, job, head, block));
 }
 
 // ---- loaders: the tile's keys and values, by the scheduler's thread
@@ -666,7 +694,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_bwd__causal_d128_bf16__47aa86(const __grid_constant__ attngen::Params p) {
+sm90_bwd__causal_d128_bf16__9b497b(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -60,6 +60,25 @@ struct SequenceOrder {
     const int head = first_head + within - rank * group_heads;
     return {kLongestFirst ? found.tiles - 1 - row : row, head, found.batch};
   }
+
+  // The same from the first row block, in waves of tiles that keep `ctas` busy; none are kept for
+  // the end.
+  ATTNGEN_HD WaveTile at_wave(int index, int ctas) {
+    while (sequences()[place].end <= index) ++place;
+    const ScheduledSequence found = sequences()[place];
+    const TileWaves waves = tile_waves(found.tiles, ctas);
+    const int begin = found.end - found.tiles * heads;
+    const int group = min_of(waves.heads_per_group, heads);
+    const int first_head = (index - begin) / (found.tiles * group) * group;
+    const int group_begin = begin + first_head * found.tiles;
+    const int within = index - group_begin;
+    const int group_heads = min_of(heads - first_head, group);
+    const int rank = within / group_heads;
+    // Sequences unlike in length, or of few tiles, share waves: which one a group is in, its first
+    // tile's number says.
+    const int wave = (group_begin + ctas / 2) / ctas + within / waves.tiles;
+    return {{rank, first_head + within - rank * group_heads, found.batch}, wave % 2 == 1};
+  }
 };
 
 // A schedule of few sequences has entries for so many; those of none are behind all others, without

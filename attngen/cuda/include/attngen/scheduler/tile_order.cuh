@@ -50,6 +50,28 @@ struct TileOrder {
   }
 };
 
+// Groups of heads whose tiles keep all CTAs busy about once, where a tile of keys visits each block
+// of queries for several heads, which L2 would not hold if tiles were far apart. Under a causal mask
+// tiles that begin together, the longest first, with the last block, are at the same block at any
+// time; a CTA that has ended a short one draws a long one of the next wave, and if those begin with
+// their first block, they are at the same block, too, and all end together. A head with more tiles
+// than CTAs has several waves.
+struct TileWaves {
+  int heads_per_group;
+  int tiles;  // of a wave
+};
+// A tile, and whether it visits its first block first.
+struct WaveTile {
+  TileCoord tile;
+  bool ascends;
+};
+ATTNGEN_HD TileWaves tile_waves(int tiles_m, int ctas) {
+  const int heads = max_of(1, ctas / max_of(1, tiles_m));
+  const int tiles = heads * tiles_m;
+  const int waves = max_of(1, (tiles + ctas / 2) / ctas);
+  return {heads, max_of(1, ceil_div(tiles, waves))};
+}
+
 // The units of rows before the end of row block `row_block` of `tiles_m`, kUnits each, the last of
 // which ends with the last of `units`: what is left is above the first, whose rows see the fewest
 // keys under a causal mask.
