@@ -1,4 +1,5 @@
-"""Schedules of varying lengths: every tile once, in order; classes of length; own blocks."""
+"""Schedules of varying lengths: every tile once, in order; in waves, whose tiles keep to the same
+block; classes of length; own blocks."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from attngen import AttentionSpec, features
 from attngen.builder import render_problem
 from attngen.plan import plans
 from attngen.resolve import resolve
+from tests.cpu.wave_kit import descending, farthest_apart
 
 SOURCE = """
 #include "attngen/scheduler/sequence_order.cuh"
@@ -29,6 +31,14 @@ extern "C" void tiles_at(const int* schedule, int heads, int longest, int share,
   const auto ends = longest ? find<true, 4> : find<false, 4>;
   const auto none = longest ? find<true, 0> : find<false, 0>;
   (share ? ends : none)(schedule, heads, n, at, out);
+}
+extern "C" void waves_at(const int* schedule, int heads, int ctas, int n, const int* at, int* out) {
+  SequenceOrder order = {schedule, heads};
+  for (int i = 0; i < n; ++i) {
+    const WaveTile found = order.at_wave(at[i], ctas);
+    out[4 * i] = found.tile.row_block, out[4 * i + 1] = found.tile.head;
+    out[4 * i + 2] = found.tile.batch, out[4 * i + 3] = found.ascends;
+  }
 }
 extern "C" int tiles(const int* schedule) { return SequenceOrder{schedule, 1}.tiles(); }
 // Each of few sequences finds its place; entries of none, too.
@@ -123,6 +133,84 @@ def test_order_keeps_the_last_tiles_of_every_head_for_the_end(compiled, longest)
     assert [tuple(x) for x in out[12:15].tolist()] == [
         (row, 0, 1) for row in ((2, 1, 0) if longest else (0, 1, 2))
     ]
+
+
+def waves(compiled, tiles, heads, ctas, group=1, numbers=None):
+    """Tiles of these numbers, or all, as a CTA finds them: row, head, batch, whether it ascends."""
+    _, schedule = ints(schedule_of(tiles, heads, group))
+    at, pointer = ints(range(compiled.tiles(schedule)) if numbers is None else numbers)
+    out, results = ints(np.zeros((len(at), 4)))
+    compiled.waves_at(schedule, heads, ctas, len(at), pointer, results)
+    return [(*tile, bool(ascends)) for *tile, ascends in out.tolist()]
+
+
+@pytest.mark.parametrize("tiles", [*TILES, (0, 0), (300, 132, 40, 0, 3)], ids=str)
+def test_waves_hand_out_every_tile_once_whoever_draws(compiled, tiles):
+    for heads, ctas in itertools.product((1, 2, 5), (1, 3, 7, 132)):
+        total = sum(tiles) * heads
+        every = waves(compiled, tiles, heads, ctas)
+        found = [
+            waves(compiled, tiles, heads, ctas, numbers=range(cta, total, ctas))
+            for cta in range(ctas)
+        ]
+        assert all(each == every[cta::ctas] for cta, each in enumerate(found))
+        wanted = itertools.chain.from_iterable(
+            itertools.product(range(n), range(heads), [b]) for b, n in enumerate(tiles)
+        )
+        assert sorted(tile[:3] for tile in every) == sorted(wanted)
+
+
+@pytest.mark.parametrize("tiles", [*TILES, (300, 132, 40, 0, 3)], ids=str)
+def test_waves_rows_of_a_head_come_from_the_first_on(compiled, tiles):
+    """In an order of additions a tile waits for those of its head with smaller numbers."""
+    for heads, ctas in itertools.product((1, 2, 5), (1, 3, 7, 132)):
+        rows = {(h, b): [] for b, n in enumerate(tiles) for h in range(heads) if n}
+        for row, head, batch, _ in waves(compiled, tiles, heads, ctas):
+            rows[head, batch].append(row)
+        assert all(found == [*range(tiles[b])] for (_, b), found in rows.items())
+
+
+def test_waves_take_so_many_heads_of_a_sequence_as_fill_the_ctas(compiled):
+    """Whatever the schedule has of heads together."""
+    for group in (1, 2, 4):
+        found = waves(compiled, (2, 0, 1), 4, 4, group)
+        down = [(row, head, 0, False) for row in (0, 1) for head in (0, 1)]
+        up = [(row, head, 0, True) for row in (0, 1) for head in (2, 3)]
+        assert found == [*down, *up, *((0, head, 2, False) for head in range(4))]
+
+
+def test_waves_of_a_long_head_turn_inside_it(compiled):
+    found = waves(compiled, (12, 8), 2, 4)
+    assert [ascends for *_, ascends in found] == [bool(n // 4 % 2) for n in range(40)]
+
+
+@pytest.mark.parametrize("tiles", [(2,) * 6 + (1,) * 12, (3,) * 9, (3, 2, 2, 1, 1, 1, 1)], ids=str)
+def test_waves_of_short_sequences_turn_about_once_the_ctas_are_filled(compiled, tiles):
+    found = waves(compiled, tiles, 2, 12)
+    runs = [(up, len([*each])) for up, each in itertools.groupby(up for *_, up in found)]
+    assert [up for up, _ in runs] == [bool(n % 2) for n in range(len(runs))] and len(runs) > 1
+    assert all(length <= 18 for _, length in runs) and all(length >= 6 for _, length in runs[:-1])
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [(32,) * 8, (64,) * 4, (66,) * 4, (132,) * 4, (130,) * 4, (64, 32, 32, 16, 16),
+     (128, 64, 32, 16, 8), (132, 66, 66, 33, 33, 33, 33)],
+    ids=str,
+)  # fmt: skip
+def test_tiles_of_a_head_are_at_nearly_the_same_block_at_any_time(compiled, tiles):
+    """What keeps what they share in L2. If all descended, those of the second wave would begin at
+    the end while others are at the middle."""
+    found = waves(compiled, tiles, 8, 132)
+    assert farthest_apart(found, tiles, 132) < 8
+    assert farthest_apart(descending(found), tiles, 132) >= tiles[0] * 3 // 4
+
+
+@pytest.mark.parametrize("tiles", [(264, 132, 66), (396, 264), (262,) * 3], ids=str)
+def test_tiles_of_a_long_head_are_at_one_block_a_direction(compiled, tiles):
+    found = waves(compiled, tiles, 4, 132)
+    assert farthest_apart(found, tiles, 132, apart=True) < 2
+    assert farthest_apart(descending(found), tiles, 132, apart=True) >= tiles[0] // 2
 
 
 @pytest.mark.parametrize("share", [0, 4])

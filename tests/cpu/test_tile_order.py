@@ -1,4 +1,5 @@
-"""The order of tiles: every tile once, heads in groups, the longest rows first, a common tail."""
+"""The order of tiles: every tile once, heads in groups, the longest rows first, a common tail; in
+waves, whose tiles keep to the same block."""
 
 from __future__ import annotations
 
@@ -10,6 +11,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from attngen import AttentionSpec, features
+from attngen.builder import render_problem
+from attngen.plan import plans
+from attngen.resolve import resolve
+from tests.cpu.wave_kit import Drawn, descending, farthest_apart
 
 SOURCE = """
 #include "attngen/scheduler/tile_order.cuh"
@@ -23,6 +30,32 @@ extern "C" void tiles_at(const int* shape, int longest, int begin, int count, in
     out[3 * i] = tile.row_block, out[3 * i + 1] = tile.head, out[3 * i + 2] = tile.batch;
   }
 }
+extern "C" void waves_of(int tiles_m, int ctas, int* out) {
+  const TileWaves waves = tile_waves(tiles_m, ctas);
+  out[0] = waves.heads_per_group, out[1] = waves.tiles;
+}
+"""
+# How the backward's kernel finds the tile of a number: its own lines, and what they read.
+FIND = """
+#include "attngen/scheduler/tile_order.cuh"
+#define ATTNGEN_DEVICE
+using namespace attngen;
+struct Params { int kv_blocks, heads_kv, total_heads, group_size, heads_per_group, tail_rows; };
+struct { int x; } gridDim;
+%s
+struct Scheduler {
+  const Params& p;
+%s
+};
+extern "C" void find_all(const int* numbers, int ctas, int* out) {
+  const Params p = {numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5]};
+  gridDim = {ctas};
+  for (int i = 0; i < p.kv_blocks * p.total_heads; ++i) {
+    const WaveTile found = Scheduler{p}.find(i);
+    out[4 * i] = found.tile.row_block, out[4 * i + 1] = found.tile.head;
+    out[4 * i + 2] = found.tile.batch, out[4 * i + 3] = found.ascends;
+  }
+}
 """
 Tile = tuple[int, int, int]  # row block, head, batch
 Shape = tuple[int, int, int, int, int]  # tiles_m, heads, batches, heads_per_group, tail_rows
@@ -33,6 +66,7 @@ SHAPES: list[Shape] = [
     for group in range(1, heads * batches + 2)
     for tail in range(tiles_m + 1)
 ]
+CTAS = (1, 2, 5, 7, 132)
 LONGEST = pytest.mark.parametrize("longest", (False, True), ids=("ascending", "longest_first"))
 
 
@@ -142,3 +176,147 @@ def test_tile_order_large_shapes_give_the_tile_of_that_rank(
         index = rank * total + any_head
     found = tiles_at((tiles_m, heads, batches, group, tail), longest, index, 1)
     assert found == [(row, any_head % heads, any_head // heads)]
+
+
+# ---- waves of the backward's tiles of keys
+Find = Callable[..., list[Drawn]]
+
+
+@pytest.fixture(scope="module")
+def waves_of(compile_cpp: Callable[..., Path]) -> Callable[[int, int], tuple[int, int]]:
+    """`waves_of(tiles_m, ctas)` → heads of a group, and tiles of a wave."""
+    function = ctypes.CDLL(str(compile_cpp(SOURCE))).waves_of
+
+    def call(tiles_m: int, ctas: int) -> tuple[int, int]:
+        out = (ctypes.c_int * 2)()
+        function(tiles_m, ctas, out)
+        return out[0], out[1]
+
+    return call
+
+
+@pytest.fixture(scope="module", params=(False, True), ids=("any_order", "deterministic"))
+def deterministic(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def find(compile_cpp: Callable[..., Path], deterministic: bool) -> Find:
+    """`find(tiles_m, heads, batches, ctas, group_size, groups)` → all tiles, as they are drawn;
+    `groups`: heads together and rows kept for the end, of what is not in waves."""
+    spec = AttentionSpec(64, mask="causal", directions=("bwd",), deterministic=deterministic)
+    (problem,) = resolve(spec, features.scan())
+    (fused,) = (each for each in plans(problem, "sm_90a") if each.family == "sm90_bwd")
+    text = render_problem(problem, fused).text
+    (constant,) = (line for line in text.splitlines() if "int kShortHead =" in line)
+    start = text.index("  ATTNGEN_DEVICE WaveTile find(")
+    code = FIND % (constant, text[start : text.index("\n  }\n", start) + 5])
+    function = ctypes.CDLL(str(compile_cpp(code))).find_all
+
+    def call(
+        tiles_m: int, heads: int, batches: int, ctas: int, group_size: int = 2,
+        groups: tuple[int, int] = (1, 0),
+    ) -> list[Drawn]:  # fmt: skip
+        total = heads * batches
+        out = (ctypes.c_int * (4 * tiles_m * total))()
+        numbers = (ctypes.c_int * 6)(tiles_m, heads, total, group_size, *groups)
+        function(numbers, ctas, out)
+        return [(*out[i : i + 3], bool(out[i + 3])) for i in range(0, len(out), 4)]
+
+    return call
+
+
+WAVE_SHAPES = [*itertools.product((1, 2, 5, 9, 13, 40), (1, 2, 3), (1, 2, 4), CTAS)]
+
+
+def test_waves_any_shape_draws_every_tile_once(find: Find) -> None:
+    for tiles_m, heads, batches, ctas in WAVE_SHAPES:
+        drawn = find(tiles_m, heads, batches, ctas)
+        every = itertools.product(range(tiles_m), range(heads), range(batches))
+        assert sorted(tile[:3] for tile in drawn) == sorted(every), (tiles_m, heads, batches, ctas)
+
+
+def test_waves_rows_of_a_head_are_drawn_from_the_first_on(find: Find) -> None:
+    """In an order of additions a tile waits for those of its head with smaller numbers: they have
+    been drawn by then, so that none waits for one that nobody works on."""
+    for tiles_m, heads, batches, ctas in WAVE_SHAPES:
+        rows: dict[tuple[int, int], list[int]] = {}
+        for row, head, batch, _ in find(tiles_m, heads, batches, ctas):
+            rows.setdefault((head, batch), []).append(row)
+        assert all(found == [*range(tiles_m)] for found in rows.values())
+
+
+def test_waves_have_the_heads_that_fill_the_ctas_once(waves_of) -> None:
+    for ctas in (*range(1, 40), 114, 132):
+        for tiles_m in range(1, ctas + 1):
+            heads, tiles = waves_of(tiles_m, ctas)
+            assert heads * tiles_m <= ctas < (heads + 1) * tiles_m and tiles == heads * tiles_m
+
+
+def test_waves_of_a_long_head_are_about_as_many_tiles_as_ctas(waves_of) -> None:
+    for ctas in (*range(1, 40), 114, 132):
+        for tiles_m in range(ctas + 1, 8 * ctas):
+            heads, tiles = waves_of(tiles_m, ctas)
+            assert heads == 1 and ctas <= 1.5 * tiles and tiles <= 1.5 * ctas, (tiles_m, ctas)
+
+
+def test_waves_that_heads_fill_turn_with_each_group_of_them(find: Find) -> None:
+    """The first one descends."""
+    for tiles_m, ctas in ((1, 1), (2, 4), (3, 7), (5, 5), (5, 17), (33, 132), (60, 132)):
+        together = ctas // tiles_m
+        for row, head, batch, ascends in find(tiles_m, 3, 4, ctas):
+            assert ascends == (batch * 3 + head) // together % 2, (tiles_m, ctas, row)
+
+
+def test_waves_of_a_long_head_turn_inside_it(find: Find) -> None:
+    for waves, ctas in ((2, 5), (3, 7), (4, 132)):
+        directions = [ascends for *_, ascends in find(waves * ctas, 3, 2, ctas)]
+        assert directions == [bool(n // ctas % 2) for n in range(6 * waves * ctas)]
+
+
+def test_heads_alone_keep_their_groups_and_one_direction(
+    find: Find, tiles_at: TilesAt, deterministic: bool
+) -> None:
+    """Long heads that share keys with no other: L2 holds what they read in any order."""
+    for tiles_m, groups in itertools.product((16, 40), ((1, 0), (2, 0), (3, 4))):
+        drawn = find(tiles_m, 3, 2, 5, group_size=1, groups=groups)
+        plain = tiles_at((tiles_m, 3, 2, *groups), False, 0, len(drawn))
+        assert drawn == [(*tile, not deterministic) for tile in plain]
+
+
+def test_short_heads_alone_are_in_waves_unless_additions_have_an_order(
+    find: Find, deterministic: bool
+) -> None:
+    for tiles_m in (1, 5, 15):
+        alone, grouped = (find(tiles_m, 3, 4, 7, group_size=n) for n in (1, 2))
+        assert (alone == grouped) == (not deterministic)
+
+
+@pytest.mark.parametrize("blocks", (1, 2))
+@pytest.mark.parametrize("heads", (1, 2, 3, 4))
+@pytest.mark.parametrize("ctas", (24, 132))
+def test_tiles_of_a_head_are_at_the_same_block_at_any_time(ctas, heads, blocks, find: Find) -> None:
+    """What keeps what they share in L2. If all descended, those of the second wave would begin at
+    the end while others are at the middle."""
+    for tiles_m in (ctas // heads, ctas // heads - 1):
+        drawn = find(tiles_m, 8, 4, ctas)
+        assert farthest_apart(drawn, 4 * [tiles_m], ctas, blocks) < 2 * blocks
+        all_down = farthest_apart(descending(drawn), 4 * [tiles_m], ctas, blocks)
+        assert all_down >= tiles_m * blocks * 3 // 4
+
+
+@pytest.mark.parametrize("tiles_m", (1, 2, 11, 16, 31, 32, 42, 64, 130, 133))
+def test_tiles_of_a_head_are_near_each_other_where_waves_hardly_differ_from_ctas(
+    tiles_m, find: Find
+) -> None:
+    assert farthest_apart(find(tiles_m, 8, 4, 132), 4 * [tiles_m], 132) < 8
+
+
+@pytest.mark.parametrize("ctas", (12, 24, 132))
+@pytest.mark.parametrize("waves", (2, 3, 4))
+def test_tiles_of_a_long_head_are_at_one_block_a_direction(ctas, waves, find: Find) -> None:
+    """One wave goes on to the first block as the next begins, which goes to the last."""
+    tiles_m = waves * ctas
+    drawn = find(tiles_m, 3, 2, ctas)
+    assert farthest_apart(drawn, 2 * [tiles_m], ctas, apart=True) < 2
+    assert farthest_apart(descending(drawn), 2 * [tiles_m], ctas, apart=True) >= tiles_m // 2
