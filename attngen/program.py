@@ -66,6 +66,7 @@ Workspace = Literal[
     "dq_acc",
     "turns",
     "dbias_turns",
+    "dkv_acc",
     "q_schedule",
     "kv_schedule",
     "mask_rows",
@@ -86,7 +87,8 @@ class KernelEntry:
     whether a tile is `tile_rows` queries of a query head or as many keys of a key/value head;
     `kv_group_bytes`, `group_heads` and `tail_share` order the tiles (see arch.base.Schedule).
     `workspace`: device memory beside the operands, of run_time.workspace_bytes each; what one
-    kernel of a problem leaves there the next ones read. `dq_floats`: those of `dq_acc` for a block.
+    kernel of a problem leaves there the next ones read. `dq_floats`: those of `dq_acc` for a block;
+    `dkv_floats`: of `dkv_acc` for a tile of keys, where each query head may have its own.
     `block_keys`: keys that a split takes at a time; `ctas`: CTAs that an SM holds; `busy_ctas`:
     those that keep its share of the memory busy; `part_floats`: of `o_parts` for a row.
     `q_seq`, `kv_seq`: the problem's; they decide how its tensor maps find a sequence.
@@ -110,6 +112,7 @@ class KernelEntry:
     row_block: int = 0
     block_ctas: int = 1
     dq_floats: int = 0
+    dkv_floats: int = 0
     q_seq: Sequence = "dense"
     kv_seq: Sequence = "dense"
     dependent: bool = False

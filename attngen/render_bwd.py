@@ -84,13 +84,18 @@ def _convert(problem: Problem, plan: ConvertPlan, operands: Names) -> KernelEntr
     names += [*_lengths(problem, operands), ("scale", "f32")]
     names += [("keep_scale", "f32")] if problem.dropout else []
     names += typed("i32", "dim_qk") if problem.gather else []
+    workspace: tuple[Workspace, ...] = ("dq_acc", "turns")
+    if plan.dk_columns:
+        workspace += ("dkv_acc",)
+        names += [*typed("ptr", "dkv_acc", "dk", "dv"), *strides_of("dk"), *strides_of("dv")]
+        names += typed("i32", "key_parts", "heads_kv", "kv_len")
     return describe(
         problem,
         plan,
         names,
         tile_rows=plan.row_block,
         grid="row_blocks",
-        workspace=("dq_acc", "turns"),
+        workspace=workspace,
         row_block=plan.row_block,
         q_seq=problem.q_seq,
         kv_seq=problem.kv_seq,
@@ -127,6 +132,7 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
         names += typed("tensor_map", "map_dbias")
         maps += (recipe("dbias", problem.dtype_q, plan.tile.m),)
         workspace += ("dbias_turns",)
+    workspace += ("dkv_acc",) if plan.splits_heads else ()
     names += typed("ptr", *workspace)
     names += [("rng_state", "ptr")] if problem.dropout else []
     for name in mask:
@@ -137,6 +143,7 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
     integers.insert(place, "q_tiles" if of_queries else "kv_blocks")
     names += typed("i32", *integers)
     names += typed("i32", "dbias_terms") if plan.adds_bias else []
+    names += typed("i32", "key_group") if plan.splits_heads else []
     names += typed("f32", "scale", "scale_log2")
     if problem.dropout:
         names += [*DROP_THRESHOLD, ("keep_scale", "f32")]
@@ -158,6 +165,7 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
         q_seq=problem.q_seq,
         kv_seq=problem.kv_seq,
         dq_floats=plan.dq_floats,
+        dkv_floats=plan.dkv_floats,
         orders_few=plan.orders_few,
     )
 

@@ -97,7 +97,8 @@ class BackwardPlan:
     `completes`: the tile that has the last part of a block's dQ stores it, so that no other kernel
     converts it; tiles have an order for that. `waves`: where query heads share keys, or a head has
     fewer than `short_head` tiles, tiles are drawn in waves that keep to the same block of queries
-    (scheduler/tile_order.cuh).
+    (scheduler/tile_order.cuh). `splits_heads`: where calls have few tiles, each query head of a
+    group may have tiles of its own, which add to float32 sums of dK and dV in memory.
     """
 
     arch: str
@@ -119,6 +120,7 @@ class BackwardPlan:
     descending: bool
     waves: bool
     short_head: int
+    splits_heads: bool
     schedule: Schedule
     smem: tuple[SmemRegion, ...]
     smem_bytes: int
@@ -139,6 +141,13 @@ class BackwardPlan:
     def dq_floats(self) -> int:
         """Floats of dQ's workspace for one block of queries."""
         return self.consumers * ROWS_PER_CONSUMER * self.dq_columns
+
+    @property
+    def dkv_floats(self) -> int:
+        """Those of dK's and dV's for one tile of keys, where heads of a group have their own, and
+        as many counts of turns as there are warpgroups."""
+        columns = self.dk_columns + self.dv_columns
+        return self.consumers * (ROWS_PER_CONSUMER * columns + 1) * self.splits_heads
 
     @property
     def orders_few(self) -> bool:
@@ -162,7 +171,8 @@ class PreparePlan:
 
 @dataclass(frozen=True)
 class ConvertPlan:
-    """The kernel after the fused one: dQ of a block in `parts`, each 64 rows of `dq_columns`."""
+    """The kernel after the fused one: dQ of a block in `parts`, each 64 rows of `dq_columns`; and
+    where that one may sum dK and dV, too, 64 keys of so many columns, else 0."""
 
     arch: str
     family: Literal["bwd_convert"]
@@ -170,6 +180,8 @@ class ConvertPlan:
     parts: int
     dq_split: DqSplit
     dq_columns: int
+    dk_columns: int
+    dv_columns: int
     threads: int
 
 
@@ -221,7 +233,8 @@ def _prepare(main: BackwardPlan) -> PreparePlan:
 def _convert(main: BackwardPlan) -> ConvertPlan:
     split, columns = main.dq_split, main.dq_columns
     rows, parts = main.row_block, main.consumers
-    return ConvertPlan(ARCH, "bwd_convert", rows, parts, split, columns, CONVERT_THREADS)
+    dk, dv = (main.dk_columns, main.dv_columns) if main.splits_heads else (0, 0)
+    return ConvertPlan(ARCH, "bwd_convert", rows, parts, split, columns, dk, dv, CONVERT_THREADS)
 
 
 def fuses(problem: Problem) -> bool:
@@ -448,12 +461,15 @@ def _finish(
             descending = True
             size, heads = WINDOW_GROUP_BYTES, WINDOW_GROUP_HEADS[tile.m]
             schedule = replace(schedule, kv_group_bytes=size, group_heads=heads, tail_share=0)
-    # Measured with 8 query heads a key head: 1.10 to 1.13 for 2 sequences of 8k, 1.41 to 1.45 for one
-    # of 4k; with 4 heads 1.02 for 4 of 4k, 1.10 for one of 32k.
-    # At 256, where nothing is summed in memory, 1.02 and 1.01, but heads alone were behind in two of
-    # three runs.
+    # Measured with 8 query heads a key head: 1.09 to 1.17 for 2 sequences of 8k, 1.41 to 1.46 for
+    # one of 4k; with 4 heads 1.01 to 1.03 for 4 of 4k, 1.10 for one of 32k. At 256, where nothing
+    # is summed in memory, 1.01 to 1.02, but heads alone were behind in two of three runs.
     waves = family == "sm90_bwd" and problem.masks == ("causal",)
     waves = waves and not problem.bias
+    splits_heads = family == "sm90_bwd" and problem.masks in ((), ("causal",))
+    unlike = problem.varlen or problem.gather or problem.bias
+    unlike = unlike or problem.dropout and tile.m > 64  # spills
+    splits_heads = splits_heads and not unlike
     return BackwardPlan(
         arch=ARCH,
         family=family,
@@ -472,6 +488,7 @@ def _finish(
         descending=descending,
         waves=waves,
         short_head=SHORT_HEAD if waves and not (deterministic or problem.varlen) else 0,
+        splits_heads=splits_heads,
         schedule=schedule,
         smem=regions,
         smem_bytes=regions[-1].offset + regions[-1].bytes,

@@ -16,7 +16,7 @@ from ..launch import prepare
 from ..load import LoadedKernel
 from ..run_time import Scalars
 from ..spec import AttentionSpec
-from . import bias, recent, schedule, sinks
+from . import bias, heads, recent, schedule, sinks
 from .checks import device_violations, violations
 from .narrow import is_narrow
 from .needed import (
@@ -323,6 +323,9 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bo
         extents["dbias"] = dbias.extent
         of_bias = bias.added_of(kernels, dbias, full, arguments.bias_type == "pre_scale")
     kernels = choose_adding(kernels, of_bias.terms > 0)
+    apart = heads.TOGETHER
+    if wanted.dq and wanted.dkv:
+        apart = heads.apart_of(kernels, extents, "causal" in arguments.mask)
     written = tuple(name for name in written_by(kernels) if carriers[name[1]] is not None)
     gradients = unpacked(_present(carriers["q"]), carriers["k"], carriers["v"], layout)
     extents |= extents_of(dict(zip(GRADIENTS, gradients, strict=True)), layout)
@@ -330,7 +333,8 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bo
     kernels, unwritten = unordered(kernels, scalars.sequences)
     served = spec_of(q, k, v, optional, arguments).gathers == gather
     table = schedule.table_for(optional["schedule"], scalars.sequences, served)
-    numbers = {**scalars.numbers, **of_bias.numbers, **schedule.numbers_of(table)}
+    numbers = {**scalars.numbers, **of_bias.numbers, **apart.numbers}
+    numbers |= schedule.numbers_of(table)
     scalars = dataclasses.replace(scalars, numbers=numbers)
     sources += schedule.sources_of(table, "bwd")
     sources += tuple(s for s in packed_sources(carriers, layout, "d") if s[1] in written)
@@ -340,6 +344,9 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bo
     if of_bias.counts_bytes:
         first = offsets["dbias_turns"]
         counts = slice(first, first + of_bias.counts_bytes)
+    if apart.floats:
+        first = offsets["dkv_acc"]
+        counts = slice(first, first + 4 * apart.floats)
     if prepares := preparing(kernels):
         of_sink = sinks.rows_of(prepares, offsets, extents["q"], scalars.sequences)
     new = {name: _present(carriers[name[1]]) for name in written}
@@ -348,7 +355,7 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bo
         outputs=_outputs({**new, **made}),
         sources=sources,
         launches=tuple(
-            prepare(each, extents, _scalars_for(each, scalars, of_bias)) for each in kernels
+            prepare(each, extents, _scalars_for(each, scalars, of_bias, apart)) for each in kernels
         ),
         offsets=offsets,
         workspace_bytes=size,
@@ -369,11 +376,18 @@ def _outputs(tensors: dict[str, Tensor]) -> tuple[Output, ...]:
     return tuple(Output.like(name, x, 0.0) for name, x in tensors.items())
 
 
-def _scalars_for(each: LoadedKernel, scalars: Scalars, of_bias: bias.Added) -> Scalars:
-    """Those of one kernel: what converts sums of dQ finds them scaled where dS was."""
-    if not (of_bias.scaled and family_of(each) == CONVERTS):
-        return scalars
-    return dataclasses.replace(scalars, numbers={**scalars.numbers, "scale": 1.0})
+def _scalars_for(
+    each: LoadedKernel, scalars: Scalars, of_bias: bias.Added, apart: heads.Apart
+) -> Scalars:
+    """Those of one kernel: what converts sums of dQ finds them scaled where dS was; heads of a
+    group may have tiles of their own."""
+    numbers = {**scalars.numbers}
+    if family_of(each) == CONVERTS:
+        numbers |= apart.rounding
+        numbers |= {"scale": 1.0} if of_bias.scaled else {}
+    elif each.kernel.dkv_floats:
+        numbers |= apart.main
+    return dataclasses.replace(scalars, numbers=numbers)
 
 
 def _mismatches(

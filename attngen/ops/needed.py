@@ -76,6 +76,8 @@ def written_by(kernels: tuple[LoadedKernel, ...]) -> Iterator[str]:
     names = {recipe.tensor for each in kernels for recipe in each.kernel.tensor_maps}
     for each in kernels:
         filled = {"dq"} if family_of(each) in FILL_DQ else set()
+        # Where their sums are in memory, which another kernel has made.
+        filled |= {"dk", "dv"} if family_of(each) == CONVERTS else set()
         names |= {field.name for field in each.kernel.fields} - filled
     return (name for name in GRADIENTS if name in names)
 

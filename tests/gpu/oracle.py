@@ -29,7 +29,7 @@ from torch import Tensor
 
 import attngen
 from attngen import layouts, reference
-from attngen.ops import backward, forward, frontend, operation, recent
+from attngen.ops import backward, forward, frontend, heads, operation, recent
 from attngen.spec import SHORT_HEAD_DIM
 
 Result = TypeVar("Result")
@@ -129,6 +129,21 @@ def narrow_windows(wanted: bool) -> Iterator[None]:
             each.clear()
         try:
             yield
+        finally:
+            for each in known:
+                each.clear()
+
+
+@contextlib.contextmanager
+def heads_apart(wanted: bool) -> Iterator[mock.Mock]:
+    """Backwards give each query head key tiles of its own, where kernels can sum what these make,
+    or never do. Yields what was asked about every call whose kernels can."""
+    known: tuple[dict[Any, Any], ...] = (backward._ready, backward._recent)
+    with mock.patch.object(heads, "is_faster", return_value=wanted) as asked:
+        for each in known:
+            each.clear()
+        try:
+            yield asked
         finally:
             for each in known:
                 each.clear()

@@ -1,0 +1,321 @@
+"""Heads of a group with key tiles of their own: which calls have them, what kernels are told."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from attngen import features, layouts, resolve, run_time
+from attngen.arch.sm90_bwd import BackwardPlan
+from attngen.builder import render_problem
+from attngen.load import LoadedKernel
+from attngen.ops import backward as op
+from attngen.ops import heads
+from attngen.ops.heads import TOGETHER, apart_of, is_faster
+from attngen.ops.needed import family_of
+from attngen.ops.signature import OPTIONAL, Arguments, Wanted
+from attngen.plan import plans
+from attngen.run_time import Extent
+
+ARCH = "sm_90a"
+SMS = 132
+SIZES = (1, 2, 3, 5, 8, 16, 31, 64, 200)
+MASKS = pytest.mark.parametrize("masks", [(), ("causal",)], ids=("full", "causal"))
+
+
+def faster(sequences, length, heads_q, heads_kv, causal, rows):
+    """`is_faster` of sequences of as many keys as queries, in blocks of so many rows."""
+    tiles, blocks = -(-length // 128), -(-length // rows)
+    return is_faster(tiles, blocks, heads_kv * sequences, heads_q // heads_kv, causal, SMS)
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+@pytest.mark.parametrize(
+    ("shape", "full", "causal"),
+    [
+        ((1, 512, 8, 1), True, True),
+        ((1, 4096, 8, 1), True, True),
+        ((1, 8192, 8, 1), True, True),
+        ((1, 4096, 8, 4), False, True),
+        ((1, 1024, 64, 8), True, True),
+        ((1, 2048, 64, 8), False, True),
+        ((1, 4096, 64, 8), False, False),
+        ((2, 8192, 64, 8), False, False),
+        ((1, 65536, 64, 8), False, False),
+        ((1, 128, 2, 1), False, False),
+        ((64, 512, 32, 4), False, False),
+    ],
+    ids=str,
+)
+def test_heads_apart_are_faster_where_a_call_has_few_tiles(shape, full, causal, rows):
+    assert faster(*shape, False, rows) == full
+    assert faster(*shape, True, rows) == causal
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_heads_one_a_group_are_never_faster_apart(causal):
+    for tiles, blocks, key_heads in itertools.product(SIZES, SIZES, SIZES):
+        assert not is_faster(tiles, blocks, key_heads, 1, causal, SMS)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_heads_apart_are_never_faster_where_tiles_keep_all_multiprocessors_busy(causal):
+    """Whole rounds of equal tiles; of causal ones so many that all take as long as the longest."""
+    for rounds, blocks, group in itertools.product((2, 3, 10), SIZES, (2, 3, 8, 64)):
+        assert not is_faster(rounds, blocks, SMS, group, causal, SMS)
+        assert not is_faster(SMS, blocks, rounds, group, causal, SMS)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_heads_apart_that_are_faster_remain_so_with_more_queries(causal):
+    for tiles, key_heads, group in itertools.product(SIZES, (1, 2, 8, 40), (2, 4, 8)):
+        found = [is_faster(tiles, blocks, key_heads, group, causal, SMS) for blocks in range(1, 99)]
+        assert found == sorted(found)
+
+
+def test_heads_apart_that_are_faster_remain_so_with_fewer_tiles_or_more_multiprocessors():
+    """Under a causal mask, where no rounds count."""
+    for fixed, blocks, group in itertools.product(SIZES, SIZES, (2, 4, 8)):
+        numbers = range(1, 300)
+        of_tiles = [is_faster(n, blocks, fixed, group, True, SMS) for n in numbers]
+        of_heads = [is_faster(fixed, blocks, n, group, True, SMS) for n in numbers]
+        of_sms = [is_faster(8, blocks, fixed, group, True, n) for n in numbers]
+        assert of_tiles == of_heads == sorted(of_tiles, reverse=True)
+        assert of_sms == sorted(of_sms)
+
+
+def load(problem):
+    """The kernels of a backward as those of a device."""
+    entries = (render_problem(problem, each).kernel for each in plans(problem, ARCH))
+    return tuple(LoadedKernel("handle", entry, 0, SMS) for entry in entries)
+
+
+def extents(batch, heads_q, heads_kv, s_q, s_kv, d, d_v):
+    """bshd tensors, contiguous."""
+
+    def make(seq, heads, dim):
+        return Extent(batch, seq, heads, dim, seq * heads * dim, heads * dim, dim)
+
+    k, v = make(s_kv, heads_kv, d), make(s_kv, heads_kv, d_v)
+    return {"q": make(s_q, heads_q, d), "k": k, "v": v}
+
+
+@MASKS
+@pytest.mark.parametrize(
+    ("d", "d_v", "floats"), [(128, 128, 256), (96, 80, 176), (64, 64, 128), (64, 40, 128)]
+)
+def test_apart_tiles_count_query_heads_and_sums_those_of_keys(
+    d, d_v, floats, masks, make_problem, monkeypatch
+):
+    """16 tiles of 128 keys, of which the last has fewer than 64; whole accumulators, `floats` a
+    key, and perhaps some counts."""
+    monkeypatch.setattr(heads, "is_faster", lambda *_: True)
+    kernels = load(make_problem(d, d_v, masks, direction="bwd"))
+    shapes = extents(3, 6, 2, 2000, 2000 - 37, d, d_v)
+    main = kernels[1].kernel
+    apart = apart_of(kernels, shapes, bool(masks))
+    of_queries = {**shapes, "k": shapes["k"]._replace(heads=6)}
+    assert apart.main == {
+        "key_group": 3,
+        "group_size": 1,
+        "heads_kv": 6,
+        "total_heads": 18,
+        "tiles": 16 * 18,
+        "heads_per_group": run_time.heads_per_group(main, of_queries),
+    }
+    assert apart.rounding == {"key_parts": 32}
+    assert main.dkv_floats // 128 == floats
+    assert apart.floats == 16 * 3 * 2 * main.dkv_floats
+    assert apart.numbers == {"dkv_floats": apart.floats}
+
+
+def test_apart_heads_are_grouped_by_what_each_reads_alone(make_problem):
+    """Queries, output gradients and sums of dQ of one head, not of eight: 8192 times 1 KiB."""
+    kernels = load(make_problem(128, masks=("causal",), direction="bwd"))
+    shapes = extents(1, 16, 2, 8192, 8192, 128, 128)
+    assert run_time.heads_per_group(kernels[1].kernel, shapes) == 1
+    assert apart_of(kernels, shapes, True).main["heads_per_group"] == 8
+
+
+@MASKS
+@pytest.mark.parametrize(
+    "shape", [(1, 8, 8, 4096, 4096), (1, 1, 1, 4096, 4096), (2, 64, 8, 8192, 8192)], ids=str
+)
+def test_apart_are_no_heads_that_share_no_keys_or_have_many_tiles(shape, masks, make_problem):
+    kernels = load(make_problem(128, masks=masks, direction="bwd"))
+    assert apart_of(kernels, extents(*shape, 128, 128), bool(masks)) is TOGETHER
+    assert TOGETHER.numbers == TOGETHER.main == TOGETHER.rounding == {} and not TOGETHER.floats
+
+
+def test_apart_are_asked_for_with_what_a_call_has(make_problem, monkeypatch):
+    """Tiles and blocks of a head, key heads of all sequences, heads of a group."""
+    asked = []
+    monkeypatch.setattr(heads, "is_faster", lambda *what: asked.append(what))
+    for d in (64, 128):
+        for masks in ((), ("causal",)):
+            kernels = load(make_problem(d, masks=masks, direction="bwd"))
+            assert apart_of(kernels, extents(3, 6, 2, 300, 517, d, d), bool(masks)) is TOGETHER
+            assert asked.pop() == (5, 3 if d == 64 else 5, 6, 3, bool(masks), SMS)
+
+
+KINDS = {  # arguments of a problem, beside head dim 128, and its fields; whether its heads may be
+    "full": ({}, {}, True),
+    "causal": ({"masks": ("causal",)}, {}, True),
+    "small": ({"head_dim": 64, "masks": ("causal",)}, {}, True),
+    "scores": ({"scores": ("softcap", "alibi")}, {}, True),
+    "mask": ({"attn_mask": True, "masks": ("causal",)}, {}, True),
+    "dropout": ({"dropout": True}, {}, True),
+    "small dropout": ({"head_dim": 64, "dropout": True}, {}, False),
+    "window": ({"masks": ("causal", "window")}, {}, False),
+    "packed": ({}, {"q_seq": "packed", "kv_seq": "packed"}, False),
+    "used": ({}, {"q_seq": "used", "kv_seq": "used"}, False),
+    "gather": ({}, {"kv_fetch": "gather"}, False),
+    "bias": ({"scores": ("post_scale_bias",)}, {}, False),
+    "two kernels": ({"head_dim": 256}, {}, False),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_apart_are_heads_of_dense_calls_alone_for_which_there_are_registers(kind, make_problem):
+    arguments, fields, can = KINDS[kind]
+    problem = make_problem(**{"head_dim": 128, **arguments}, direction="bwd")
+    problem = dataclasses.replace(problem, **fields)
+    made = [each for each in plans(problem, ARCH) if isinstance(each, BackwardPlan)]
+    assert any(each.splits_heads for each in made) == can
+    kernels, d = load(problem), problem.head_dim_qk
+    sums = ["dkv_acc" in each.kernel.workspace for each in kernels]
+    names = [{field.name for field in each.kernel.fields} for each in kernels]
+    families = {family_of(each) for each, has in zip(kernels, sums, strict=True) if has}
+    assert families == ({"sm90_bwd", "bwd_convert"} if can else set())
+    assert [("dkv_acc" in known) for known in names] == sums
+    found = apart_of(kernels, extents(1, 8, 1, 4096, 4096, d, d), "causal" in problem.masks)
+    assert (found is not TOGETHER) == can
+
+
+@pytest.fixture
+def ready_of(monkeypatch):
+    """`ready_of(q, k, v, wanted, **arguments)` → what a call of these shapes launches."""
+
+    def load_spec(spec, device, narrow):
+        problems = resolve.resolve(spec, features.scan())
+        return load(problems[-1] if narrow else problems[0])
+
+    monkeypatch.setattr(op, "kernels_of", load_spec)
+
+    def make(q, k, v, wanted=(), **arguments):
+        arguments = Arguments(**{"mask": "causal", **arguments})
+        axes = layouts.parse(arguments.layout).q_format
+        tensors = {
+            name: None if shape is None else torch.empty(shape, dtype=torch.bfloat16, device="meta")
+            for name, shape in zip("qkv", (q, k, v), strict=True)
+        }
+        d_v = (k if v is None else v)[-1]
+        o = tensors["q"].new_empty((*q[:-1], d_v))
+        lse = o.new_empty([o.shape[axes.index(axis)] for axis in "bhs"], dtype=torch.float32)
+        there = {**dict.fromkeys(OPTIONAL), "d_o": o, "o": o, "lse": lse, "dlse": None, **tensors}
+        wanted = Wanted(*wanted)._replace(dsink=False, dbias=False)
+        return op._make_ready(there, arguments, wanted, False)
+
+    return make
+
+
+def values_of(prepared):
+    """Parameters by name; 0 where an address decides."""
+    fields = prepared.loaded.kernel.fields
+    return dict(zip((field.name for field in fields), prepared.values, strict=True))
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "causal_bottom_right"])
+@pytest.mark.parametrize(("d", "rows"), [(64, 128), (128, 64)])
+def test_launch_of_heads_apart_has_tiles_of_each_and_rounds_their_sums(mask, d, rows, ready_of):
+    q, k = (1, 4096, 16, d), (1, 4000, 2, d)
+    ready = ready_of(q, k, k, mask=mask)
+    prepare, main, convert = ready.launches
+    families = [family_of(each.loaded) for each in ready.launches]
+    assert families == ["bwd_prepare", "sm90_bwd", "bwd_convert"]
+    tiles, blocks = 32, 4096 // rows
+    assert prepare.start[1:4] == (blocks, 16, 1)
+
+    assert main.start[1:4] == (SMS, 1, 1)
+    expected = {"tiles": tiles * 16, "kv_blocks": tiles, "total_heads": 16, "heads_kv": 16}
+    expected |= {"heads_q": 16, "group_size": 1, "key_group": 8, "kv_len": 4000, "q_len": 4096}
+    expected |= {"q_blocks": blocks, "scale": d**-0.5}
+    assert values_of(main).items() >= expected.items()
+
+    assert convert.start[1:4] == (blocks * 2 + tiles * 2, 16, 1)
+    expected = {"key_parts": tiles * 2, "heads_kv": 2, "kv_len": 4000, "q_len": 4096}
+    expected |= {"q_blocks": blocks, "heads_q": 16, "scale": d**-0.5}
+    for name in ("dk", "dv"):
+        strides = {"row": 2 * d, "head": d, "batch": 4000 * 2 * d}
+        expected |= {f"{name}_stride_{axis}": stride for axis, stride in strides.items()}
+    assert values_of(convert).items() >= expected.items()
+
+
+@pytest.mark.parametrize("mask", ["none", "causal"])
+def test_launch_of_few_tiles_apart_has_no_more_ctas_than_these(mask, ready_of):
+    q, k = (2, 300, 8, 128), (2, 130, 1, 128)
+    _, main, convert = ready_of(q, k, k, mask=mask).launches
+    assert main.start[1:4] == (2 * 2 * 8, 1, 1) and values_of(main)["tiles"] == 32
+    assert convert.start[1:4] == (5 * 2 + 2 * 2, 8, 2)
+
+
+def test_launch_of_heads_apart_in_one_tensor_of_keys_and_values_strides_over_both(ready_of):
+    q, kv = (1, 4096, 8, 64), (1, 4096, 2, 1, 64)
+    ready = ready_of(q, kv, None, layout="bshd_bs2hd")
+    assert [output.name for output in ready.outputs] == ["dq", "dk"]
+    assert ("dv", "dk", 64 * 2) in ready.sources
+    values = values_of(ready.launches[-1])
+    assert values["key_parts"] == 64
+    assert values["dk_stride_row"] == values["dv_stride_row"] == 2 * 64
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted", "arguments"),
+    [
+        ((2, 8192, 64, 8), (), {}),
+        ((1, 4096, 8, 8), (), {}),
+        ((1, 4096, 8, 1), (True, False), {}),
+        ((1, 4096, 8, 1), (False, True), {}),
+        ((1, 4096, 8, 1), (), {"window_left": 4000}),
+    ],
+    ids=str,
+)
+def test_launch_of_heads_together_has_tiles_of_key_heads_and_no_sums(
+    shape, wanted, arguments, ready_of
+):
+    batch, length, heads_q, heads_kv = shape
+    q, k = (batch, length, heads_q, 128), (batch, length, heads_kv, 128)
+    ready = ready_of(q, k, k, wanted, **arguments)
+    assert not ready.resets
+    by_family = {family_of(each.loaded): each for each in ready.launches}
+    values = values_of(by_family["sm90_bwd"])
+    tiles = batch * heads_kv * length // 128
+    assert values["tiles"] == tiles and values["group_size"] == heads_q // heads_kv
+    assert values.get("key_group", 1) == 1
+    assert ("bwd_convert" in by_family) == (wanted != (False, True))
+    for each in [by_family[name] for name in by_family if name == "bwd_convert"]:
+        assert each.start[1:4] == (length // 64 * 2, heads_q, batch)
+        assert values_of(each).get("key_parts", 0) == 0
+    blocks = batch * heads_q * length // 64
+    sizes = {"lse_log2": 64 * 4, "d": 64 * 4, "dq_acc": 64 * 128 * 4, "turns": 4}
+    assert ready.workspace_bytes == sum(-(-n * blocks // 256) * 256 for n in sizes.values())
+
+
+@pytest.mark.parametrize(("d", "d_v"), [(128, 128), (64, 40)])
+def test_sums_of_heads_apart_have_a_place_of_their_own_which_is_zeroed(d, d_v, ready_of):
+    ready = ready_of((2, 300, 8, d), (2, 200, 1, d), (2, 200, 1, d_v))
+    main = ready.launches[1].loaded.kernel
+    size = 4 * 2 * 2 * main.dkv_floats  # bytes of sequences' tiles
+    first = ready.offsets["dkv_acc"]
+    assert ready.counts == slice(first, first + size) and ready.resets
+    ends = sorted([*ready.offsets.values(), ready.workspace_bytes])
+    assert ends[ends.index(first) + 1] - first == -(-size // 256) * 256
+    workspace = torch.full((ready.workspace_bytes,), 255, dtype=torch.uint8)
+    for _ in range(2):
+        ready.reset(workspace)
+        assert not workspace[ready.counts].any()
+        assert (workspace == 255).sum() == ready.workspace_bytes - size
+        workspace.fill_(255)
