@@ -1,4 +1,4 @@
-// bwd_convert__causal_d128_bf16__0df625
+// bwd_convert__causal_d128_bf16__8f5316
 // Rendered by attngen from kernels/bwd_convert.cu.j2; do not edit.
 #include "attngen/mma/fragment.cuh"
 #include "attngen/ptx/math.cuh"
@@ -11,6 +11,11 @@ constexpr int kTileM = 64;
 constexpr int kParts = 2;
 constexpr int kColumns = 64;  // of a part
 constexpr int kPartFloats = 64 * kColumns;
+constexpr int kDkColumns = 128;
+constexpr int kDvColumns = 128;
+constexpr int kHeadDimV = 128;
+constexpr int kMostColumns = max_of(kColumns, max_of(kDkColumns, kDvColumns));
+constexpr int kRows = 64;  // of a part
 constexpr int kThreads = 128;
 using Element = Bf16;
 
@@ -25,19 +30,83 @@ struct Params {
   int heads_q;
   int q_blocks;
   float scale;
+  void* dkv_acc;
+  void* dk;
+  void* dv;
+  long long dk_stride_row;
+  long long dk_stride_head;
+  long long dk_stride_batch;
+  long long dv_stride_row;
+  long long dv_stride_head;
+  long long dv_stride_batch;
+  int key_parts;
+  int heads_kv;
+  int kv_len;
 };
 // NVRTC has no offsetof; natural alignment and the total size pin every member's place.
 static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by the host");
 static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
-static_assert(sizeof(Params) == 64, "packed by the host");
+static_assert(sizeof(Params) == 152, "packed by the host");
 
+
+// A part's rows in 16 bits, padded so that what a warp writes at once falls on different banks.
+template <int kN>
+constexpr int kPitch = kN + 8;
+
+// Rounds accumulator fragments of a part, or zeros, into `rows`.
+template <int kN>
+ATTNGEN_DEVICE void round_part(unsigned short* rows, const float4* acc, bool summed, float scale) {
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  unsigned short* mine = rows + (warp * 16 + lane / 4) * kPitch<kN> + (lane & 3) * 2;
+#pragma unroll
+  for (int i = 0; i < kN / 2; i += 4) {
+    const float4 x = summed ? acc[i / 4 * kThreads + threadIdx.x] : make_float4(0.f, 0.f, 0.f, 0.f);
+    u32* at = reinterpret_cast<u32*>(mine + fragment_column(i));
+    at[0] = Element::pack(x.x * scale, x.y * scale);
+    at[4 * kPitch<kN>] = Element::pack(x.z * scale, x.w * scale);
+  }
+  __syncthreads();
+}
+// Stores them from position `first_row` of a sequence of `length`, whose first is row `start` of the tensor.
+template <int kN, int kHeadDim>
+ATTNGEN_DEVICE void store_rows(const unsigned short* rows, char* tensor, int start, int first_row, int length, int first_column, long long stride) {
+  constexpr int kChunks = kN / 8;  // of 16 bytes, a row
+#pragma unroll
+  for (int i = threadIdx.x; i < kRows * kChunks; i += kThreads) {
+    const int within = i / kChunks;
+    const int row = first_row + within;
+    const int column = first_column + i % kChunks * 8;
+    if (row < length && column < kHeadDim) {
+      *reinterpret_cast<uint4*>(tensor + 2 * ((start + row) * stride + column)) = *reinterpret_cast<const uint4*>(rows + within * kPitch<kN> + i % kChunks * 8);
+    }
+  }
+}
+// Of 64 keys of a key head dV and dK, from the sums of its query heads.
+ATTNGEN_DEVICE void convert_keys(const Params& p, unsigned short* rows, int part, int head, int batch) {
+  constexpr int kFloats = kRows * (kDvColumns + kDkColumns);
+  const long long place = (static_cast<long long>(batch) * p.heads_kv + head) * p.key_parts + part;
+  const float* sums = static_cast<const float*>(p.dkv_acc) + place * kFloats;
+  char* dv = static_cast<char*>(p.dv) + 2 * (batch * p.dv_stride_batch + head * p.dv_stride_head);
+  char* dk = static_cast<char*>(p.dk) + 2 * (batch * p.dk_stride_batch + head * p.dk_stride_head);
+  round_part<kDvColumns>(rows, reinterpret_cast<const float4*>(sums), true, 1.f);
+  store_rows<kDvColumns, kHeadDimV>(rows, dv, 0, part * kRows, p.kv_len, 0, p.dv_stride_row);
+  __syncthreads();
+  round_part<kDkColumns>(rows, reinterpret_cast<const float4*>(sums + kRows * kDvColumns), true, p.scale);
+  store_rows<kDkColumns, kHeadDimQk>(rows, dk, 0, part * kRows, p.kv_len, 0, p.dk_stride_row);
+}
 
 }  // namespace attngen
 
 // Grid: parts of blocks of queries, query heads, batch.
 extern "C" __global__ void __launch_bounds__(128)
-bwd_convert__causal_d128_bf16__0df625(const __grid_constant__ attngen::Params p) {
+bwd_convert__causal_d128_bf16__8f5316(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
+  __shared__ unsigned short __align__(16) rows[kRows * kPitch<kMostColumns>];
+  if (blockIdx.x < p.key_parts) {
+    if (blockIdx.y < p.heads_kv) convert_keys(p, rows, blockIdx.x, blockIdx.y, blockIdx.z);
+    return;
+  }
   // The last ones first: their sums are in L2 when the main kernel has ended.
   const int index = gridDim.x - 1 - blockIdx.x;
   const int block = index / kParts;
@@ -45,36 +114,13 @@ bwd_convert__causal_d128_bf16__0df625(const __grid_constant__ attngen::Params p)
   const int head = gridDim.y - 1 - blockIdx.y;
   const int batch = gridDim.z - 1 - blockIdx.z;
 
-  const int warp = threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
   const long long slot = (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;
 
   const bool summed = static_cast<const int*>(p.turns)[slot] > 0;
-  const float4* acc = reinterpret_cast<const float4*>(static_cast<const float*>(p.dq_acc) + (slot * kParts + part) * kPartFloats) + threadIdx.x;
-  // The part's rows in 16 bits, padded so that what a warp writes at once falls on different banks.
-  constexpr int kRows = 64;
-  constexpr int kPitch = kColumns + 8;
-  __shared__ unsigned short __align__(16) rows[kRows * kPitch];
-  unsigned short* mine = rows + (warp * 16 + lane / 4) * kPitch + (lane & 3) * 2;
-#pragma unroll
-  for (int i = 0; i < kColumns / 2; i += 4) {
-    const float4 x = summed ? acc[i / 4 * kThreads] : make_float4(0.f, 0.f, 0.f, 0.f);
-    u32* at = reinterpret_cast<u32*>(mine + fragment_column(i));
-    at[0] = Element::pack(x.x * p.scale, x.y * p.scale);
-    at[4 * kPitch] = Element::pack(x.z * p.scale, x.w * p.scale);
-  }
-  __syncthreads();
-  constexpr int kChunks = kColumns / 8;  // of 16 bytes, a row
+  const float4* acc = reinterpret_cast<const float4*>(static_cast<const float*>(p.dq_acc) + (slot * kParts + part) * kPartFloats);
+  round_part<kColumns>(rows, acc, summed, p.scale);
   const int first_row = block * kTileM;
   const int first_column = part * kColumns;
   char* dq = static_cast<char*>(p.dq) + 2 * (batch * p.dq_stride_batch + head * p.dq_stride_head);
-#pragma unroll
-  for (int i = threadIdx.x; i < kRows * kChunks; i += kThreads) {
-    const int within = i / kChunks;
-    const int row = first_row + within;
-    const int column = first_column + i % kChunks * 8;
-    if (row < p.q_len && column < kHeadDimQk) {
-      *reinterpret_cast<uint4*>(dq + 2 * (row * p.dq_stride_row + column)) = *reinterpret_cast<const uint4*>(rows + within * kPitch + i % kChunks * 8);
-    }
-  }
+  store_rows<kColumns, kHeadDimQk>(rows, dq, 0, first_row, p.q_len, first_column, p.dq_stride_row);
 }

@@ -1,4 +1,4 @@
-// sm90_bwd__causal_d64_bf16_deterministic__c958c5
+// sm90_bwd__causal_d64_bf16_deterministic__8c6b03
 // Rendered by attngen from kernels/sm90_bwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -216,6 +216,7 @@ struct Params {
   void* dq_acc;
   void* tile_counter;
   void* turns;
+  void* dkv_acc;
   int tiles;
   int kv_blocks;
   int q_blocks;
@@ -226,6 +227,7 @@ struct Params {
   int tail_rows;
   int group_size;
   int bottom_right;
+  int key_group;
   float scale;
   float scale_log2;
   int q_len;
@@ -377,12 +379,13 @@ struct KvLoader {
   ATTNGEN_DEVICE void operator()(const Job& job) {
     const int row = kv_sequence(p).first_row(job.batch) + job.tile * kTileN;
     const auto batch = kv_sequence(p).batch_index(job.batch);
+    const int head = job.head / p.key_group;
     mbarrier_wait(smem + kVEmpty, parity);
     mbarrier_arrive_expect(smem + kVFull, kVBoxes * kKeyBoxBytes);
-    KvFetch::load<kVBoxes>(smem + kSmemV, kKeyBoxBytes, &p.map_v, smem + kVFull, row, job.head, batch, kEvictFirst);
+    KvFetch::load<kVBoxes>(smem + kSmemV, kKeyBoxBytes, &p.map_v, smem + kVFull, row, head, batch, kEvictFirst);
     mbarrier_wait(smem + kKEmpty, parity);
     mbarrier_arrive_expect(smem + kKFull, kQkBoxes * kKeyBoxBytes);
-    KvFetch::load<kQkBoxes>(smem + kSmemK, kKeyBoxBytes, &p.map_k, smem + kKFull, row, job.head, batch, kEvictFirst);
+    KvFetch::load<kQkBoxes>(smem + kSmemK, kKeyBoxBytes, &p.map_k, smem + kKFull, row, head, batch, kEvictFirst);
     parity ^= 1;
   }
 };
@@ -648,6 +651,50 @@ struct Consumer {
     }
   }
 
+  // Adds a gradient of the warpgroup's keys, accumulator fragments as they are, to sums in memory: in pieces, by way of
+  // where dS was.
+  template <int kValues>
+  ATTNGEN_DEVICE void add(const float (&sums)[kValues], float* target) const {
+    constexpr int kPiece = min_of(static_cast<int>(kQueryBoxBytes / 512), kValues);  // of a thread's values
+    static_assert(kDsStages == 2 && kValues % 4 == 0, "pieces in turn");
+    const bool leads = warp == 0 && lane == 0;
+    if (leads) tma_store_wait_read();
+#pragma unroll
+    for (int i = 0; i < kValues; i += kPiece) {
+      const int count = min_of(kPiece, kValues - i);
+      const u32 place = smem + kSmemDs + (i / kPiece % 2 * kConsumers + warpgroup) * kQueryBoxBytes;
+      if (leads) tma_store_wait_read<1>();
+      named_barrier_sync(kWarpgroupBarrier + warpgroup, 128);
+#pragma unroll
+      for (int k = 0; k < count; k += 4) store_shared_x4(place + k * 512 + (warp * 32 + lane) * 16, sums + i + k);
+      fence_async_shared();
+      named_barrier_sync(kWarpgroupBarrier + warpgroup, 128);
+      if (leads) {
+        bulk_add(target + i * 128, place, count * 512);
+        tma_store_commit();
+      }
+    }
+  }
+  // What a tile of one query head adds to the gradients of its key head.
+  ATTNGEN_DEVICE void leave_sums(const Gradients& sums, const Job& job) const {
+    constexpr int kValues = DvMma::kN / 2 + DkMma::kN / 2;
+    const int heads = p.heads_kv / p.key_group;  // of keys: here each query head counts as one
+    const long long tile = (static_cast<long long>(job.batch) * heads + job.head / p.key_group) * p.kv_blocks + job.tile;
+    const long long part = tile * kConsumers + warpgroup;
+    float* target = static_cast<float*>(p.dkv_acc) + part * kValues * 128;
+    // The heads of a group in their order, in which a tile of theirs is drawn.
+    const long long parts = static_cast<long long>(p.tiles / p.key_group) * kConsumers;
+    int* turns = static_cast<int*>(p.dkv_acc) + parts * kValues * 128 + part;
+    if (warp == 0 && lane == 0) await_count(turns, job.head % p.key_group);
+    add(sums.dv, target);
+    add(sums.dk, target + DvMma::kN / 2 * 128);
+    if (warp == 0 && lane == 0) {
+      tma_store_wait();
+      count_up(turns);
+    }
+    named_barrier_sync(kWarpgroupBarrier + warpgroup, 128);
+  }
+
   ATTNGEN_DEVICE void run_tile(const Job& job, u32 parity) {
     const Context ctx = tile_context(p, job.batch, job.head * p.group_size);
     const int first = job.tile * kTileN + warpgroup * 64;
@@ -668,6 +715,20 @@ struct Consumer {
       step(sums, ctx, key, block, block < blocks.full_begin || block >= blocks.full_end, first_step);
       first_step = false;
     });
+    if (p.key_group > 1) {
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(smem + kVEmpty);
+      if (!first_step) {
+        Dq dq;
+        issue_dq(dq);
+        wgmma_wait<0>();
+        finish_dq(dq);
+      }
+      if (lane == 0) mbarrier_arrive(smem + kKEmpty);
+      named_barrier_sync(kConsumersBarrier, kConsumers * 128);  // every warpgroup's dQ has read dS
+      leave_sums(sums, job);
+      return;
+    }
     if (lane == 0) mbarrier_arrive(smem + kVEmpty);
     const u32 dv_tile = smem + kSmemDv + warpgroup * kWarpgroupBytes;
     if (first_step) {
@@ -696,7 +757,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_bwd__causal_d64_bf16_deterministic__c958c5(const __grid_constant__ attngen::Params p) {
+sm90_bwd__causal_d64_bf16_deterministic__8c6b03(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -1,4 +1,4 @@
-// sm90_bwd_dkv__full_d256_bf16__14d2af
+// sm90_bwd_dkv__full_d256_bf16__8bbf03
 // Rendered by attngen from kernels/sm90_bwd_dkv.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -316,12 +316,13 @@ struct KvLoader {
   ATTNGEN_DEVICE void operator()(const Job& job) {
     const int row = kv_sequence(p).first_row(job.batch) + job.tile * kTileN;
     const auto batch = kv_sequence(p).batch_index(job.batch);
+    const int head = job.head;
     mbarrier_wait(smem + kKEmpty, parity);
     mbarrier_arrive_expect(smem + kKFull, kQkBoxes * kKeyBoxBytes);
-    KvFetch::load<kQkBoxes>(smem + kSmemK, kKeyBoxBytes, &p.map_k, smem + kKFull, row, job.head, batch, kEvictFirst);
+    KvFetch::load<kQkBoxes>(smem + kSmemK, kKeyBoxBytes, &p.map_k, smem + kKFull, row, head, batch, kEvictFirst);
     mbarrier_wait(smem + kVEmpty, parity);
     mbarrier_arrive_expect(smem + kVFull, kVBoxes * kKeyBoxBytes);
-    KvFetch::load<kVBoxes>(smem + kSmemV, kKeyBoxBytes, &p.map_v, smem + kVFull, row, job.head, batch, kEvictFirst);
+    KvFetch::load<kVBoxes>(smem + kSmemV, kKeyBoxBytes, &p.map_v, smem + kVFull, row, head, batch, kEvictFirst);
     parity ^= 1;
   }
 };
@@ -536,7 +537,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_bwd_dkv__full_d256_bf16__14d2af(const __grid_constant__ attngen::Params p) {
+sm90_bwd_dkv__full_d256_bf16__8bbf03(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);
