@@ -279,12 +279,15 @@ struct Scheduler {
   // order.
   ATTNGEN_DEVICE WaveTile find(int index) const {
     if (p.group_size > 1 || p.kv_blocks < kShortHead) {
-      const TileWaves waves = tile_waves(p.kv_blocks, gridDim.x);
+      const TileWaves waves = tile_waves(p.kv_blocks, gridDim.x, p.total_heads);
       const TileOrder order = {p.kv_blocks, p.heads_kv, p.total_heads, waves.heads_per_group, 0};
-      return {order.at<false>(index), index / waves.tiles % 2 == 1};
+      const int group_tiles = waves.heads_per_group * p.kv_blocks;
+      const int group = index / group_tiles;
+      return {order.at<false>(index), waves.ascends(group * waves.count, index - group * group_tiles)};
     }
     const TileOrder order = {p.kv_blocks, p.heads_kv, p.total_heads, p.heads_per_group, p.tail_rows};
-return {order.at<false>(index), false};
+
+    return {order.at<false>(index), false};
   }
 
   ATTNGEN_DEVICE void publish(int index) const {

@@ -204,7 +204,7 @@ def test_op_workspaces_share_one_allocation_without_overlap(launched):
     op.backward(*given(64).values(), *rest(deterministic=True))
     (ready,) = op._ready.values()
     blocks = BATCH * HEADS_Q  # 5 queries are one block of 128
-    sizes = {"lse_log2": 512, "d": 512, "dq_acc": 128 * 64 * 4, "turns": 4}
+    sizes = {"lse_log2": 512, "d": 512, "dq_acc": 128 * 64 * 4, "turns": 4, "dkv_acc": 0}
     assert ready.offsets.keys() == sizes.keys()
     places = sorted((ready.offsets[name], sizes[name] * blocks) for name in sizes)
     ends = [start + size for start, size in places]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from attngen import AttentionSpec, features
 from attngen.builder import render_problem
 from attngen.plan import plans
 from attngen.resolve import resolve
-from tests.cpu.wave_kit import Drawn, descending, farthest_apart
+from tests.cpu.wave_kit import Drawn, descending, farthest_apart, loads
 
 SOURCE = """
 #include "attngen/scheduler/tile_order.cuh"
@@ -30,9 +31,9 @@ extern "C" void tiles_at(const int* shape, int longest, int begin, int count, in
     out[3 * i] = tile.row_block, out[3 * i + 1] = tile.head, out[3 * i + 2] = tile.batch;
   }
 }
-extern "C" void waves_of(int tiles_m, int ctas, int* out) {
-  const TileWaves waves = tile_waves(tiles_m, ctas);
-  out[0] = waves.heads_per_group, out[1] = waves.tiles;
+extern "C" void waves_of(int tiles_m, int ctas, int heads, int* out) {
+  const TileWaves waves = tile_waves(tiles_m, ctas, heads);
+  out[0] = waves.heads_per_group, out[1] = waves.count, out[2] = waves.tiles;
 }
 """
 # How the backward's kernel finds the tile of a number: its own lines, and what they read.
@@ -183,14 +184,14 @@ Find = Callable[..., list[Drawn]]
 
 
 @pytest.fixture(scope="module")
-def waves_of(compile_cpp: Callable[..., Path]) -> Callable[[int, int], tuple[int, int]]:
-    """`waves_of(tiles_m, ctas)` → heads of a group, and tiles of a wave."""
+def waves_of(compile_cpp: Callable[..., Path]) -> Callable[[int, int, int], tuple[int, int, int]]:
+    """`waves_of(tiles_m, ctas, heads)` → heads of a group, its waves, and tiles of a wave."""
     function = ctypes.CDLL(str(compile_cpp(SOURCE))).waves_of
 
-    def call(tiles_m: int, ctas: int) -> tuple[int, int]:
-        out = (ctypes.c_int * 2)()
-        function(tiles_m, ctas, out)
-        return out[0], out[1]
+    def call(tiles_m: int, ctas: int, heads: int) -> tuple[int, int, int]:
+        out = (ctypes.c_int * 3)()
+        function(tiles_m, ctas, heads, out)
+        return out[0], out[1], out[2]
 
     return call
 
@@ -246,23 +247,23 @@ def test_waves_rows_of_a_head_are_drawn_from_the_first_on(find: Find) -> None:
         assert all(found == [*range(tiles_m)] for found in rows.values())
 
 
-def test_waves_have_the_heads_that_fill_the_ctas_once(waves_of) -> None:
-    for ctas in (*range(1, 40), 114, 132):
-        for tiles_m in range(1, ctas + 1):
-            heads, tiles = waves_of(tiles_m, ctas)
-            assert heads * tiles_m <= ctas < (heads + 1) * tiles_m and tiles == heads * tiles_m
-
-
-def test_waves_of_a_long_head_are_about_as_many_tiles_as_ctas(waves_of) -> None:
-    for ctas in (*range(1, 40), 114, 132):
-        for tiles_m in range(ctas + 1, 8 * ctas):
-            heads, tiles = waves_of(tiles_m, ctas)
-            assert heads == 1 and ctas <= 1.5 * tiles and tiles <= 1.5 * ctas, (tiles_m, ctas)
+def test_waves_are_whole_or_as_nearly_as_heads_allow(waves_of) -> None:
+    """The fewest heads whose tiles are whole waves but for a 16th, or those that are nearest."""
+    for ctas, total in itertools.product((*range(1, 24), 114, 132), (1, 3, 8, 64)):
+        for tiles_m in range(1, 4 * ctas):
+            fewest = min(max(1, ctas // tiles_m), total)
+            tried = range(fewest, min(total, fewest + 16) + 1)
+            counts = {n: max(1, (n * tiles_m + ctas // 2) // ctas) for n in tried}
+            off = {n: Fraction(abs(n * tiles_m - m * ctas), m * ctas) for n, m in counts.items()}
+            whole = (n for n in tried if off[n] <= Fraction(1, 16))
+            heads = next(whole, min(tried, key=lambda n: (off[n], n)))
+            wanted = (heads, counts[heads], -(-heads * tiles_m // counts[heads]))
+            assert waves_of(tiles_m, ctas, total) == wanted, (tiles_m, ctas, total)
 
 
 def test_waves_that_heads_fill_turn_with_each_group_of_them(find: Find) -> None:
     """The first one descends."""
-    for tiles_m, ctas in ((1, 1), (2, 4), (3, 7), (5, 5), (5, 17), (33, 132), (60, 132)):
+    for tiles_m, ctas in ((1, 1), (2, 4), (5, 5), (8, 17), (33, 132), (64, 132)):
         together = ctas // tiles_m
         for row, head, batch, ascends in find(tiles_m, 3, 4, ctas):
             assert ascends == (batch * 3 + head) // together % 2, (tiles_m, ctas, row)
@@ -298,7 +299,7 @@ def test_short_heads_alone_are_in_waves_unless_additions_have_an_order(
 def test_tiles_of_a_head_are_at_the_same_block_at_any_time(ctas, heads, blocks, find: Find) -> None:
     """What keeps what they share in L2. If all descended, those of the second wave would begin at
     the end while others are at the middle."""
-    for tiles_m in (ctas // heads, ctas // heads - 1):
+    for tiles_m in (ctas // heads, ctas // heads - (ctas == 132)):
         drawn = find(tiles_m, 8, 4, ctas)
         assert farthest_apart(drawn, 4 * [tiles_m], ctas, blocks) < 2 * blocks
         all_down = farthest_apart(descending(drawn), 4 * [tiles_m], ctas, blocks)
@@ -310,6 +311,15 @@ def test_tiles_of_a_head_are_near_each_other_where_waves_hardly_differ_from_ctas
     tiles_m, find: Find
 ) -> None:
     assert farthest_apart(find(tiles_m, 8, 4, 132), 4 * [tiles_m], 132) < 8
+
+
+@pytest.mark.parametrize("tiles_m", (32, 48, 64, 67, 80, 96, 100, 128, 160, 180, 192))
+def test_waves_load_blocks_a_few_times_whatever_the_length(tiles_m, find: Find) -> None:
+    """Of eight heads that 60 blocks have room for; all descending they would be loaded 7 times or
+    more."""
+    drawn = find(tiles_m, 8, 2, 132)
+    found = loads(drawn, tiles_m, 132, 60)
+    assert found < 5 and loads(descending(drawn), tiles_m, 132, 60) > 5 * found
 
 
 @pytest.mark.parametrize("ctas", (12, 24, 132))

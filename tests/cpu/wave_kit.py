@@ -44,3 +44,26 @@ def _farthest(visits: Sequence[tuple[range, range]], end: int) -> int:
         first[when] = np.minimum(first[when], where)
         last[when] = np.maximum(last[when], where)
     return int((last - first).max())
+
+
+def loads(drawn: Sequence[Drawn], tiles_m: int, ctas: int, places: int) -> float:
+    """How often a block is loaded where so many have a place, the one that was not read for longest
+    going first. Of heads with so many tiles: as farthest_apart, a block a tile."""
+    clock = [(0, cta) for cta in range(ctas)]
+    visits: list[tuple[int, int, tuple[int, int, int]]] = []
+    for row, head, batch, ascends in drawn:
+        start, cta = heapq.heappop(clock)
+        path = range(row, tiles_m) if ascends else range(tiles_m - 1, row - 1, -1)
+        visits += ((start + n, cta, (head, batch, block)) for n, block in enumerate(path))
+        heapq.heappush(clock, (start + len(path), cta))
+    held: dict[tuple[int, int, int], None] = {}
+    loaded = 0
+    for *_, block in sorted(visits):
+        if block in held:
+            del held[block]
+        else:
+            loaded += 1
+            if len(held) == places:
+                del held[next(iter(held))]
+        held[block] = None
+    return loaded / len({block for *_, block in visits})

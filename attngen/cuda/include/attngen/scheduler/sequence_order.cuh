@@ -34,6 +34,7 @@ struct SequenceOrder {
   const void* schedule;
   int heads;
   int place = 1;
+  int before = 0;  // where tiles are asked for by waves, those of the sequences before
 
   ATTNGEN_HD const ScheduledSequence* sequences() const {
     return static_cast<const ScheduledSequence*>(schedule);
@@ -64,20 +65,27 @@ struct SequenceOrder {
   // The same from the first row block, in waves of tiles that keep `ctas` busy; none are kept for
   // the end.
   ATTNGEN_HD WaveTile at_wave(int index, int ctas) {
-    while (sequences()[place].end <= index) ++place;
-    const ScheduledSequence found = sequences()[place];
-    const TileWaves waves = tile_waves(found.tiles, ctas);
+    ScheduledSequence found = sequences()[place];
+    TileWaves own = tile_waves(found.tiles, ctas, heads);
+    while (found.end <= index) {
+      // Where these are about whole waves, they count as such: what is off would add up.
+      const int tiles = own.heads_per_group * found.tiles;
+      const bool whole = own.is_whole(tiles, ctas);
+      before +=
+          whole ? ceil_div(heads, own.heads_per_group) * own.count * ctas : found.tiles * heads;
+      found = sequences()[++place];
+      own = tile_waves(found.tiles, ctas, heads);
+    }
+    const int group = own.heads_per_group;
     const int begin = found.end - found.tiles * heads;
-    const int group = min_of(waves.heads_per_group, heads);
     const int first_head = (index - begin) / (found.tiles * group) * group;
-    const int group_begin = begin + first_head * found.tiles;
-    const int within = index - group_begin;
+    const int within = index - begin - first_head * found.tiles;
     const int group_heads = min_of(heads - first_head, group);
     const int rank = within / group_heads;
-    // Sequences unlike in length, or of few tiles, share waves: which one a group is in, its first
-    // tile's number says.
-    const int wave = (group_begin + ctas / 2) / ctas + within / waves.tiles;
-    return {{rank, first_head + within - rank * group_heads, found.batch}, wave % 2 == 1};
+    const TileCoord tile = {rank, first_head + within - rank * group_heads, found.batch};
+    // Short sequences share waves.
+    const int waves = (before + ctas / 2) / ctas + first_head / group * own.count;
+    return {tile, own.ascends(waves, within)};
   }
 };
 

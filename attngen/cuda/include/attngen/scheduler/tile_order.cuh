@@ -50,26 +50,51 @@ struct TileOrder {
   }
 };
 
-// Groups of heads whose tiles keep all CTAs busy about once, where a tile of keys visits each block
-// of queries for several heads, which L2 would not hold if tiles were far apart. Under a causal mask
-// tiles that begin together, the longest first, with the last block, are at the same block at any
-// time; a CTA that has ended a short one draws a long one of the next wave, and if those begin with
-// their first block, they are at the same block, too, and all end together. A head with more tiles
-// than CTAs has several waves.
+// Groups of heads that keep all CTAs busy for whole waves of tiles, where a tile of keys visits
+// each block of queries for several heads, which L2 would not hold if tiles were far apart. Under a
+// causal mask tiles that begin together, the longest first, with the last block, are at the same
+// block at any time; a CTA that has ended a short one draws a long one of the next wave, and if
+// those begin with their first block, they are at the same block, too, and all end together.
 struct TileWaves {
   int heads_per_group;
+  int count;  // of a group's waves
   int tiles;  // of a wave
+
+  // Whether a wave begins with the first blocks: that of a group's tile `within`, behind so many
+  // waves of the groups before.
+  ATTNGEN_HD bool ascends(int waves, int within) const { return (waves + within / tiles) % 2 == 1; }
+  // Whether so many tiles of a group are about its waves: more or fewer by one in 16.
+  ATTNGEN_HD bool is_whole(int group_tiles, int ctas) const {
+    const int off = group_tiles - count * ctas;
+    return max_of(off, -off) * 16 <= count * ctas;
+  }
 };
 // A tile, and whether it visits its first block first.
 struct WaveTile {
   TileCoord tile;
   bool ascends;
 };
-ATTNGEN_HD TileWaves tile_waves(int tiles_m, int ctas) {
-  const int heads = max_of(1, ctas / max_of(1, tiles_m));
-  const int tiles = heads * tiles_m;
-  const int waves = max_of(1, (tiles + ctas / 2) / ctas);
-  return {heads, max_of(1, ceil_div(tiles, waves))};
+
+constexpr int kWaveTries = 16;
+
+// Of the fewest heads, of so many, whose tiles are about whole waves.
+ATTNGEN_HD TileWaves tile_waves(int tiles_m, int ctas, int heads) {
+  const int fewest = min_of(max_of(1, ctas / max_of(1, tiles_m)), heads);
+  TileWaves best = {};
+  long long least = 0;
+  for (int group = fewest; group <= min_of(heads, fewest + kWaveTries); ++group) {
+    const int tiles = group * tiles_m;
+    const int count = max_of(1, (tiles + ctas / 2) / ctas);
+    const int whole = count * ctas;
+    const int off = max_of(tiles - whole, whole - tiles);
+    // In parts of its waves: off / whole below that of the best.
+    if (group == fewest || static_cast<long long>(off) * best.count < least * count) {
+      best = {group, count, max_of(1, ceil_div(tiles, count))};
+      least = off;
+    }
+    if (best.is_whole(tiles, ctas)) break;
+  }
+  return best;
 }
 
 // The units of rows before the end of row block `row_block` of `tiles_m`, kUnits each, the last of
