@@ -40,8 +40,8 @@ test: $(VENV)/.dev
 # The covering set whole; of the tests of these subjects, which vary in more than kernels, one set of
 # parameters each.
 ONCE := backward_kernels decode decode_scores dropout fading forward forward_lengths forward_masks \
-        forward_refusals forward_values layouts mask_pack nested op padding paged_prompt short \
-        softcap varlen
+        forward_refusals forward_values heads_apart layouts mask_pack nested op padding paged_prompt \
+        short softcap varlen
 EMULATE := $(PY) -m pytest -m 'gpu and not slow' --emulate -n 2 --timeout 300
 emulate: $(VENV)/.dev
 	$(EMULATE) tests/gpu/test_coverage.py

@@ -111,7 +111,7 @@ def test_apart_tiles_count_query_heads_and_sums_those_of_keys(
     d, d_v, floats, masks, make_problem, monkeypatch
 ):
     """16 tiles of 128 keys, of which the last has fewer than 64; whole accumulators, `floats` a
-    key, and perhaps some counts."""
+    key, and a count for each half of a tile."""
     monkeypatch.setattr(heads, "is_faster", lambda *_: True)
     kernels = load(make_problem(d, d_v, masks, direction="bwd"))
     shapes = extents(3, 6, 2, 2000, 2000 - 37, d, d_v)
@@ -127,7 +127,7 @@ def test_apart_tiles_count_query_heads_and_sums_those_of_keys(
         "heads_per_group": run_time.heads_per_group(main, of_queries),
     }
     assert apart.rounding == {"key_parts": 32}
-    assert main.dkv_floats // 128 == floats
+    assert main.dkv_floats == 128 * floats + 2
     assert apart.floats == 16 * 3 * 2 * main.dkv_floats
     assert apart.numbers == {"dkv_floats": apart.floats}
 
@@ -169,6 +169,8 @@ KINDS = {  # arguments of a problem, beside head dim 128, and its fields; whethe
     "mask": ({"attn_mask": True, "masks": ("causal",)}, {}, True),
     "dropout": ({"dropout": True}, {}, True),
     "small dropout": ({"head_dim": 64, "dropout": True}, {}, False),
+    "deterministic": ({"deterministic": True}, {}, True),
+    "small deterministic": ({"head_dim": 64, "deterministic": True}, {}, True),
     "window": ({"masks": ("causal", "window")}, {}, False),
     "packed": ({}, {"q_seq": "packed", "kv_seq": "packed"}, False),
     "used": ({}, {"q_seq": "used", "kv_seq": "used"}, False),
@@ -179,7 +181,7 @@ KINDS = {  # arguments of a problem, beside head dim 128, and its fields; whethe
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_apart_are_heads_of_dense_calls_alone_for_which_there_are_registers(kind, make_problem):
+def test_apart_may_be_heads_of_dense_calls_for_which_there_are_registers(kind, make_problem):
     arguments, fields, can = KINDS[kind]
     problem = make_problem(**{"head_dim": 128, **arguments}, direction="bwd")
     problem = dataclasses.replace(problem, **fields)
@@ -228,11 +230,14 @@ def values_of(prepared):
     return dict(zip((field.name for field in fields), prepared.values, strict=True))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("mask", ["none", "causal", "causal_bottom_right"])
 @pytest.mark.parametrize(("d", "rows"), [(64, 128), (128, 64)])
-def test_launch_of_heads_apart_has_tiles_of_each_and_rounds_their_sums(mask, d, rows, ready_of):
+def test_launch_of_heads_apart_has_tiles_of_each_and_rounds_their_sums(
+    d, rows, mask, deterministic, ready_of
+):
     q, k = (1, 4096, 16, d), (1, 4000, 2, d)
-    ready = ready_of(q, k, k, mask=mask)
+    ready = ready_of(q, k, k, mask=mask, deterministic=deterministic)
     prepare, main, convert = ready.launches
     families = [family_of(each.loaded) for each in ready.launches]
     assert families == ["bwd_prepare", "sm90_bwd", "bwd_convert"]
@@ -279,6 +284,7 @@ def test_launch_of_heads_apart_in_one_tensor_of_keys_and_values_strides_over_bot
         ((1, 4096, 8, 8), (), {}),
         ((1, 4096, 8, 1), (True, False), {}),
         ((1, 4096, 8, 1), (False, True), {}),
+        ((1, 4096, 8, 1), (False, True), {"deterministic": True}),
         ((1, 4096, 8, 1), (), {"window_left": 4000}),
     ],
     ids=str,

@@ -199,6 +199,9 @@ CASES = [
     BackwardCase(Case(128, 128, mask="causal", window=(200, 0), lengths=(400, 400)), True),
     BackwardCase(Case(128, 128, lengths=(200, 300)), True),
     BackwardCase(Case(128, 128, mask="causal", lengths=(130, 300), heads=(1, 80, 80)), True),
+    # 320 tiles of query heads, which add to those of 32 key heads, in an order and in none.
+    BackwardCase(Case(64, 64, lengths=(130, 130), heads=(2, 80, 8)), lse=True),
+    BackwardCase(Case(128, 128, mask="causal", lengths=(130, 130), heads=(2, 80, 8)), True),
     BackwardCase(Case(256, 256, lengths=SMALL)),
     BackwardCase(Case(256, 256, mask="causal", lengths=SMALL, heads=(2, 4, 2)), lse=True),
     BackwardCase(Case(256, 256, mask="causal_bottom_right", lengths=(200, 70))),
