@@ -41,7 +41,7 @@ test: $(VENV)/.dev
 # parameters each.
 ONCE := backward_kernels decode decode_scores dropout fading forward forward_lengths forward_masks \
         forward_refusals forward_values heads_apart layouts mask_pack nested op padding paged_prompt \
-        short softcap varlen
+        short softcap varlen waves
 EMULATE := $(PY) -m pytest -m 'gpu and not slow' --emulate -n 2 --timeout 300
 emulate: $(VENV)/.dev
 	$(EMULATE) tests/gpu/test_coverage.py
