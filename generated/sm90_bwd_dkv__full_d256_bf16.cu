@@ -316,13 +316,12 @@ struct KvLoader {
   ATTNGEN_DEVICE void operator()(const Job& job) {
     const int row = kv_sequence(p).first_row(job.batch) + job.tile * kTileN;
     const auto batch = kv_sequence(p).batch_index(job.batch);
-    const int head = job.head;
     mbarrier_wait(smem + kKEmpty, parity);
     mbarrier_arrive_expect(smem + kKFull, kQkBoxes * kKeyBoxBytes);
-    KvFetch::load<kQkBoxes>(smem + kSmemK, kKeyBoxBytes, &p.map_k, smem + kKFull, row, head, batch, kEvictFirst);
+    KvFetch::load<kQkBoxes>(smem + kSmemK, kKeyBoxBytes, &p.map_k, smem + kKFull, row, job.head, batch, kEvictFirst);
     mbarrier_wait(smem + kVEmpty, parity);
     mbarrier_arrive_expect(smem + kVFull, kVBoxes * kKeyBoxBytes);
-    KvFetch::load<kVBoxes>(smem + kSmemV, kKeyBoxBytes, &p.map_v, smem + kVFull, row, head, batch, kEvictFirst);
+    KvFetch::load<kVBoxes>(smem + kSmemV, kKeyBoxBytes, &p.map_v, smem + kVFull, row, job.head, batch, kEvictFirst);
     parity ^= 1;
   }
 };
