@@ -164,8 +164,9 @@ def attention(
 
     Gradients flow to q, k, v, bias and sink from the output and the LSE (16 bits; kernels refuse
     second and forward-mode derivatives). deterministic: whether they have the same bits on every
-    run; None asks torch.are_deterministic_algorithms_enabled(). Under torch.autocast float32
-    operands are cast to its dtype.
+    run, on GPUs with as many multiprocessors; None asks
+    torch.are_deterministic_algorithms_enabled(). Under torch.autocast float32 operands are cast to
+    its dtype.
 
     backend: `cuda` runs a compiled kernel or refuses; `reference` is the definition in plain
     PyTorch, on any device; `auto` takes the reference where the device or the variant has no
