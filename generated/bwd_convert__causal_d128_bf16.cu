@@ -14,7 +14,6 @@ constexpr int kPartFloats = 64 * kColumns;
 constexpr int kDkColumns = 128;
 constexpr int kDvColumns = 128;
 constexpr int kHeadDimV = 128;
-constexpr int kMostColumns = max_of(kColumns, max_of(kDkColumns, kDvColumns));
 constexpr int kRows = 64;  // of a part
 constexpr int kThreads = 128;
 using Element = Bf16;
@@ -82,6 +81,15 @@ ATTNGEN_DEVICE void store_rows(const unsigned short* rows, char* tensor, int sta
     }
   }
 }
+// A gradient of 64 keys, as many columns at a time as `rows` has room for.
+template <int kN, int kHeadDim, int kFirst = 0>
+ATTNGEN_DEVICE void convert_columns(const Params& p, unsigned short* rows, const float* sums, float scale, char* tensor, int first_row, long long stride) {
+  constexpr int kNow = min_of(kN - kFirst, kColumns);
+  round_part<kNow>(rows, reinterpret_cast<const float4*>(sums + kRows * kFirst), true, scale);
+  store_rows<kNow, kHeadDim>(rows, tensor, 0, first_row, p.kv_len, kFirst, stride);
+  __syncthreads();
+  if constexpr (kFirst + kNow < kN) convert_columns<kN, kHeadDim, kFirst + kNow>(p, rows, sums, scale, tensor, first_row, stride);
+}
 // Of 64 keys of a key head dV and dK, from the sums of its query heads.
 ATTNGEN_DEVICE void convert_keys(const Params& p, unsigned short* rows, int part, int head, int batch) {
   constexpr int kFloats = kRows * (kDvColumns + kDkColumns);
@@ -89,11 +97,8 @@ ATTNGEN_DEVICE void convert_keys(const Params& p, unsigned short* rows, int part
   const float* sums = static_cast<const float*>(p.dkv_acc) + place * kFloats;
   char* dv = static_cast<char*>(p.dv) + 2 * (batch * p.dv_stride_batch + head * p.dv_stride_head);
   char* dk = static_cast<char*>(p.dk) + 2 * (batch * p.dk_stride_batch + head * p.dk_stride_head);
-  round_part<kDvColumns>(rows, reinterpret_cast<const float4*>(sums), true, 1.f);
-  store_rows<kDvColumns, kHeadDimV>(rows, dv, 0, part * kRows, p.kv_len, 0, p.dv_stride_row);
-  __syncthreads();
-  round_part<kDkColumns>(rows, reinterpret_cast<const float4*>(sums + kRows * kDvColumns), true, p.scale);
-  store_rows<kDkColumns, kHeadDimQk>(rows, dk, 0, part * kRows, p.kv_len, 0, p.dk_stride_row);
+  convert_columns<kDvColumns, kHeadDimV>(p, rows, sums, 1.f, dv, part * kRows, p.dv_stride_row);
+  convert_columns<kDkColumns, kHeadDimQk>(p, rows, sums + kRows * kDvColumns, p.scale, dk, part * kRows, p.dk_stride_row);
 }
 
 }  // namespace attngen
@@ -102,7 +107,7 @@ ATTNGEN_DEVICE void convert_keys(const Params& p, unsigned short* rows, int part
 extern "C" __global__ void __launch_bounds__(128)
 bwd_convert__causal_d128_bf16__8f5316(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
-  __shared__ unsigned short __align__(16) rows[kRows * kPitch<kMostColumns>];
+  __shared__ unsigned short __align__(16) rows[kRows * kPitch<kColumns>];
   if (blockIdx.x < p.key_parts) {
     if (blockIdx.y < p.heads_kv) convert_keys(p, rows, blockIdx.x, blockIdx.y, blockIdx.z);
     return;

@@ -11,7 +11,6 @@ constexpr int kTileM = 64;
 constexpr int kParts = 2;
 constexpr int kColumns = 64;  // of a part
 constexpr int kPartFloats = 64 * kColumns;
-constexpr int kMostColumns = kColumns;
 constexpr int kRows = 64;  // of a part
 constexpr int kThreads = 128;
 using Element = Bf16;
@@ -74,7 +73,7 @@ ATTNGEN_DEVICE void store_rows(const unsigned short* rows, char* tensor, int sta
 extern "C" __global__ void __launch_bounds__(128)
 bwd_convert__causal_pre_scale_bias_d128_bf16__df3c18(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
-  __shared__ unsigned short __align__(16) rows[kRows * kPitch<kMostColumns>];
+  __shared__ unsigned short __align__(16) rows[kRows * kPitch<kColumns>];
   // The last ones first: their sums are in L2 when the main kernel has ended.
   const int index = gridDim.x - 1 - blockIdx.x;
   const int block = index / kParts;

@@ -470,7 +470,7 @@ def _finish(
     waves = waves and not (problem.bias or problem.varlen and deterministic)
     splits_heads = family == "sm90_bwd" and problem.masks in ((), ("causal",))
     unlike = problem.varlen or problem.gather or problem.bias
-    unlike = unlike or problem.dropout and tile.m > 64  # spills
+    unlike = unlike or problem.dropout and (tile.m > 64 or problem.attn_mask)  # spills
     splits_heads = splits_heads and not unlike
     return BackwardPlan(
         arch=ARCH,
