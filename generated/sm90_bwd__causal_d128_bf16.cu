@@ -1,4 +1,4 @@
-// sm90_bwd__causal_d128_bf16__5e273d
+// sm90_bwd__causal_d128_bf16__ab29be
 // Rendered by attngen from kernels/sm90_bwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -45,6 +45,7 @@ constexpr u32 kSmemLse = 229376;
 constexpr u32 kSmemD = 229888;
 constexpr u32 kSmemBarriers = 230400;
 constexpr u32 kSmemJob = 230592;
+constexpr u32 kJobBytes = 24;
 
 constexpr int kQStages = 2;
 constexpr int kDoStages = 2;
@@ -268,6 +269,7 @@ struct Job {
   int block_end;
   int ascends;  // whether the first block is visited first, else the last one
 };
+static_assert(sizeof(Job) <= kJobBytes);
 
 // ---- scheduler: one thread that draws tiles and works out their blocks, and loads what a tile keeps
 struct Scheduler {
@@ -753,7 +755,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_bwd__causal_d128_bf16__5e273d(const __grid_constant__ attngen::Params p) {
+sm90_bwd__causal_d128_bf16__ab29be(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -1,4 +1,4 @@
-// sm90_bwd__causal_d64_bf16_deterministic__8c6b03
+// sm90_bwd__causal_d64_bf16_deterministic__e7877b
 // Rendered by attngen from kernels/sm90_bwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -45,6 +45,7 @@ constexpr u32 kSmemLse = 212992;
 constexpr u32 kSmemD = 214016;
 constexpr u32 kSmemBarriers = 215040;
 constexpr u32 kSmemJob = 215232;
+constexpr u32 kJobBytes = 24;
 
 constexpr int kQStages = 2;
 constexpr int kDoStages = 2;
@@ -268,6 +269,7 @@ struct Job {
   int block_end;
   int ascends;  // whether the first block is visited first, else the last one
 };
+static_assert(sizeof(Job) <= kJobBytes);
 
 // ---- scheduler: one thread that draws tiles and works out their blocks, and loads what a tile keeps
 struct Scheduler {
@@ -760,7 +762,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_bwd__causal_d64_bf16_deterministic__8c6b03(const __grid_constant__ attngen::Params p) {
+sm90_bwd__causal_d64_bf16_deterministic__e7877b(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -47,6 +47,7 @@ constexpr u32 kSmemLse = 212992;
 constexpr u32 kSmemD = 213504;
 constexpr u32 kSmemBarriers = 214016;
 constexpr u32 kSmemJob = 214224;
+constexpr u32 kJobBytes = 20;
 
 constexpr int kQStages = 2;
 constexpr int kDoStages = 2;
@@ -310,6 +311,7 @@ struct Job {
   int block_begin;
   int block_end;
 };
+static_assert(sizeof(Job) <= kJobBytes);
 
 // ---- scheduler: one thread that draws tiles and works out their blocks, and loads what a tile keeps
 struct Scheduler {

@@ -43,6 +43,7 @@ constexpr u32 kSmemLse = 225280;
 constexpr u32 kSmemD = 225856;
 constexpr u32 kSmemBarriers = 226432;
 constexpr u32 kSmemJob = 226608;
+constexpr u32 kJobBytes = 20;
 
 constexpr int kStages = 3;  // of queries and of output gradients
 constexpr int kQStages = kStages;
@@ -234,6 +235,7 @@ struct Job {
   int block_begin;
   int block_end;
 };
+static_assert(sizeof(Job) <= kJobBytes);
 
 // ---- scheduler: one thread that draws tiles and works out their blocks, and loads what a tile keeps
 struct Scheduler {

@@ -39,6 +39,7 @@ constexpr u32 kSmemK = 131072;
 constexpr u32 kSmemV = 196608;
 constexpr u32 kSmemBarriers = 229376;
 constexpr u32 kSmemJob = 229456;
+constexpr u32 kJobBytes = 20;
 
 constexpr int kKStages = 2;
 constexpr int kVStages = 1;
@@ -220,6 +221,7 @@ struct Job {
   int block_begin;
   int block_end;
 };
+static_assert(sizeof(Job) <= kJobBytes);
 
 // ---- scheduler: one thread that draws tiles and works out their blocks, and loads what a tile keeps
 struct Scheduler {

@@ -48,6 +48,7 @@ constexpr u32 kSmemLse = 221184;
 constexpr u32 kSmemD = 221696;
 constexpr u32 kSmemBarriers = 222208;
 constexpr u32 kSmemJob = 222416;
+constexpr u32 kJobBytes = 20;
 
 constexpr int kQStages = 2;
 constexpr int kDoStages = 2;
@@ -314,6 +315,7 @@ struct Job {
   int block_begin;
   int block_end;
 };
+static_assert(sizeof(Job) <= kJobBytes);
 
 // ---- scheduler: one thread that draws tiles and works out their blocks, and loads what a tile keeps
 struct Scheduler {

@@ -50,6 +50,7 @@ constexpr u32 kSmemK = 32768;
 constexpr u32 kSmemV = 131072;
 constexpr u32 kSmemBarriers = 196608;
 constexpr u32 kSmemJob = 197632;
+constexpr u32 kJobBytes = 24;
 constexpr u32 kQFull = kSmemBarriers;
 constexpr u32 kQEmpty = kQFull + 8 * kConsumers;
 constexpr u32 kKFull = kQEmpty + 8 * kConsumers;
@@ -238,6 +239,7 @@ struct Job {
   int block_begin;
   int block_end;
 };
+static_assert(sizeof(Job) <= kJobBytes);
 // Where a tensor map has the sequence of a job, or of the slot that it is in.
 template <class AnyJob>
 ATTNGEN_DEVICE int q_index(const AnyJob& job) { return job.batch; }

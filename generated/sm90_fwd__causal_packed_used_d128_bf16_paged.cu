@@ -58,6 +58,7 @@ constexpr u32 kSmemV = 131072;
 constexpr u32 kSmemO = 196608;
 constexpr u32 kSmemBarriers = 229376;
 constexpr u32 kSmemJob = 230400;
+constexpr u32 kJobBytes = 48;
 constexpr u32 kSmemOrder = 230448;
 constexpr u32 kQFull = kSmemBarriers;
 constexpr u32 kQEmpty = kQFull + 8 * kConsumers;
@@ -343,6 +344,7 @@ struct Job {
   int share;  // of what belongs to no sequence: a tile's, or that of a CTA that has none
   int shares;
 };
+static_assert(sizeof(Job) <= kJobBytes);
 // Where a tensor map has the sequence of a job, or of the slot that it is in.
 template <class AnyJob>
 ATTNGEN_DEVICE SequenceIndex q_index(const AnyJob& job) { return {job.q_length, job.q_token}; }

@@ -53,6 +53,7 @@ constexpr u32 kSmemK = 65536;
 constexpr u32 kSmemV = 163840;
 constexpr u32 kSmemBarriers = 229376;
 constexpr u32 kSmemJob = 230400;
+constexpr u32 kJobBytes = 24;
 constexpr u32 kQFull = kSmemBarriers;
 constexpr u32 kQEmpty = kQFull + 8 * kConsumers;
 constexpr u32 kKFull = kQEmpty + 8 * kConsumers;
@@ -269,6 +270,7 @@ struct Job {
   int block_begin;
   int block_end;
 };
+static_assert(sizeof(Job) <= kJobBytes);
 // Where a tensor map has the sequence of a job, or of the slot that it is in.
 template <class AnyJob>
 ATTNGEN_DEVICE int q_index(const AnyJob& job) { return job.batch; }

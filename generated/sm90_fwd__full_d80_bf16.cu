@@ -52,6 +52,7 @@ constexpr u32 kSmemV = 106496;
 constexpr u32 kSmemO = 163840;
 constexpr u32 kSmemBarriers = 212992;
 constexpr u32 kSmemJob = 214016;
+constexpr u32 kJobBytes = 24;
 constexpr u32 kQFull = kSmemBarriers;
 constexpr u32 kQEmpty = kQFull + 8 * kConsumers;
 constexpr u32 kKFull = kQEmpty + 8 * kConsumers;
@@ -220,6 +221,7 @@ struct Job {
   int block_begin;
   int block_end;
 };
+static_assert(sizeof(Job) <= kJobBytes);
 // Where a tensor map has the sequence of a job, or of the slot that it is in.
 template <class AnyJob>
 ATTNGEN_DEVICE int q_index(const AnyJob& job) { return job.batch; }

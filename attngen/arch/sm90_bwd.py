@@ -15,7 +15,8 @@ from ..problem import Problem
 from .base import Schedule, SmemRegion, Tile, has_order, lay_out, order_bytes, score_tile_bytes
 from .sm90 import ARCH, BARRIER_BYTES, LIGHT_SCORES, SMEM_BYTES, _boxes
 
-JOB_BYTES, TURN_BYTES = 20, 8  # of a tile's blocks, and which of them have which turns
+# Of struct Job, and more of tiles that come in waves and of those that have turns.
+JOB_BYTES, JOB_BYTES_WAVES, JOB_BYTES_TURNS = 20, 4, 8
 SMALL_BYTES = 3072  # of the fused kernel's LSE, D, barriers and job, at most
 TERM_BYTES, PROGRESS_BYTES = 24, 8  # structs of the kernel of a bias's gradient
 CONSUMERS = 2
@@ -445,8 +446,6 @@ def _finish(
     completes: bool = False,
 ) -> BackwardPlan:
     """The plan with its shared memory laid out."""
-    order = {"Order": order_bytes(0)} if problem.varlen else {}
-    regions = lay_out(sizes, {**small, "Job": JOB_BYTES + TURN_BYTES * completes, **order})
     producer, consumer = registers or REGISTERS[family]
     if problem.gather:
         producer, consumer = GATHER_REGISTERS
@@ -468,6 +467,9 @@ def _finish(
     # Packed tiles in an order keep theirs: where many sequences stand among those of their length
     # is chance, and which way a tile goes decides bits.
     waves = waves and not (problem.bias or problem.varlen and deterministic)
+    job = JOB_BYTES + JOB_BYTES_WAVES * waves + JOB_BYTES_TURNS * completes
+    order = {"Order": order_bytes(0)} if problem.varlen else {}
+    regions = lay_out(sizes, {**small, "Job": job, **order})
     splits_heads = family == "sm90_bwd" and problem.masks in ((), ("causal",))
     unlike = problem.varlen or problem.gather or problem.bias
     unlike = unlike or problem.dropout and (tile.m > 64 or problem.attn_mask)  # spills

@@ -109,6 +109,10 @@ FAULTS = {
         "constexpr u32 kSmemBarriers = ", "constexpr u32 kSmemBarriers = 131072 + ", "early",
         "of shared memory",
     ),
+    "a pointer beyond what was asked for": (
+        "reinterpret_cast<Job*>(shared + kSmemJob)",
+        "reinterpret_cast<Job*>(shared + kSmemJob + 8)", "early", "behind the end of shared memory",
+    ),
 }  # fmt: skip
 
 
@@ -145,9 +149,9 @@ def test_sound_kernel_is_right_at_any_time(timing, folder):
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_found(name, folder, monkeypatch):
     before, after, timing, found_as = FAULTS[name]
-    window = (-1, -1)
-    if "not looked" in name:  # where warps pass over blocks: not in kernels for short calls
-        window = (500, 0)
+    window = (500, 0) if "not looked" in name else (-1, -1)
+    if window[0] > 0 or "pointer" in name:
+        # Kernels for short calls have no warps that pass over blocks, and ask for more memory.
         monkeypatch.setattr("attngen.ops.forward.is_short", lambda *_: False)
     rewrite, places = instructions.rewrite, []
 

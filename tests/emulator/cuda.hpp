@@ -62,6 +62,7 @@ void collective(const char* kind, void* mine, void (*execute)(void* const* lanes
 
 // ---- shared memory
 constexpr u32 kSharedBytes = 227 << 10;
+constexpr u32 kGuardBytes = 64;  // behind what a kernel asks for
 u32 address_of(const void* pointer);
 // Where `bytes` bytes lie. Fails outside of the CTA's memory, or where they are not aligned.
 unsigned char* shared_at(u32 address, u32 bytes);

@@ -10,7 +10,7 @@
 #include <memory>
 #include <thread>
 
-alignas(1024) thread_local unsigned char shared[emulator::kSharedBytes];
+alignas(1024) thread_local unsigned char shared[emulator::kSharedBytes + emulator::kGuardBytes];
 
 namespace emulator {
 
@@ -18,6 +18,7 @@ thread_local Cta* cta;
 
 namespace {
 
+constexpr unsigned char kGuard = 0x5a;
 constexpr size_t kPage = 4096;
 constexpr size_t kStackBytes = 64 * kPage;
 constexpr int kPasses = 16;                    // of a CTA in its turn
@@ -95,7 +96,15 @@ std::unique_ptr<Cta> begin_cta(Launch& launch, u32 index, Stacks& stacks) {
     stacks.begin(made->fibers[i]);
   }
   std::memset(shared, 0xff, kSharedBytes);  // NaN in every format
+  if (launch.shared_bytes > 0) std::memset(shared + launch.shared_bytes, kGuard, kGuardBytes);
   return made;
+}
+
+// Whether nothing was written behind a CTA's shared memory: pointers into it are not looked at.
+bool guard_is_whole(const Launch& launch) {
+  const unsigned char* guard = shared + launch.shared_bytes;
+  const auto is_guard = [](unsigned char byte) { return byte == kGuard; };
+  return launch.shared_bytes == 0 || std::all_of(guard, guard + kGuardBytes, is_guard);
 }
 
 void run_copy(size_t index) {
@@ -184,6 +193,7 @@ bool take_turn(Launch& launch, std::unique_ptr<Cta>& own, Stacks& stacks) {
   if (std::chrono::steady_clock::now() > launch.deadline) launch.error = "it took too long";
   if (own->alive == 0) {
     if (!own->copies.empty()) launch.error = "a CTA ends before its copies have arrived";
+    if (!guard_is_whole(launch)) launch.error = "a write behind the end of shared memory";
     for (const Warp& warp : own->warps) {
       if (warp.steps == own->steps[warp.index / 4].size()) continue;
       launch.error = "warp " + std::to_string(warp.index) + " takes fewer steps than its warpgroup";

@@ -43,14 +43,13 @@ CALLS = [
     Call("bshd", (64,), (2050,), d=64, heads=(4, 2), mask="causal_bottom_right"),
     # What else changes scores and weights.
     Call("bshd", (130,), (200,), d=128, heads=(4, 2), mask="causal", more=Features(dropout=0.2)),
-    Call("bshd", (130,), (200,), d=128, heads=(4, 2), more=Features(dropout=0.2, seen=0.5)),
     Call("sbhd", (130,) * 2, (200,) * 2, d=64, heads=(4, 2), mask="causal",
          more=Features("bh", softmax="learnable")),
     Call("bshd", (130,), (200,), d=128, heads=(8, 2),
          more=Features(softcap=1.5, softmax="off_by_one")),
     Call("bshd", (130,), (200,), d=16, heads=(6, 2), more=Features("h", seen=0.3)),
     Call("bshd", (130,), (200,), d=96, heads=(6, 3), mask="causal",
-         more=Features("h", 1.5, "learnable", 0.1, 0.5)),
+         more=Features("h", 1.5, "learnable", 0.1)),
 ]  # fmt: skip
 # Nothing of which is summed in memory.
 OTHERS = [
@@ -58,6 +57,7 @@ OTHERS = [
     Call("bshd", (130,), (200,), d=67, heads=(4, 2), mask="causal"),
     Call("bshd", (130,), (200,), d=64, heads=(4, 2), mask="causal", window=(50, 0)),
     Call("bshd", (130,), (200,), d=64, heads=(4, 2), more=Features(dropout=0.2)),
+    Call("bshd", (130,), (200,), d=128, heads=(4, 2), more=Features(dropout=0.2, seen=0.5)),
     Call("bshd", (130,), (200,), d=128, heads=(4, 2), more=Features(bias="post_scale")),
     Call("bshd", (130,), (200,), d=192, d_v=128, heads=(4, 2), mask="causal"),
     Call("bshd", (130,), (200,), d=64, heads=(2, 2), mask="causal"),
