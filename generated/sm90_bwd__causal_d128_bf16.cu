@@ -285,7 +285,7 @@ struct Scheduler {
       const TileOrder order = {p.kv_blocks, p.heads_kv, p.total_heads, waves.heads_per_group, 0};
       const int group_tiles = waves.heads_per_group * p.kv_blocks;
       const int group = index / group_tiles;
-      return {order.at<false>(index), waves.ascends(group * waves.count, index - group * group_tiles)};
+      return {order.at<false>(index), waves.ascends(group * waves.count, index - group * group_tiles, group_tiles)};
     }
     const TileOrder order = {p.kv_blocks, p.heads_kv, p.total_heads, p.heads_per_group, p.tail_rows};
 

@@ -33,7 +33,7 @@ extern "C" void tiles_at(const int* shape, int longest, int begin, int count, in
 }
 extern "C" void waves_of(int tiles_m, int ctas, int heads, int* out) {
   const TileWaves waves = tile_waves(tiles_m, ctas, heads);
-  out[0] = waves.heads_per_group, out[1] = waves.count, out[2] = waves.tiles;
+  out[0] = waves.heads_per_group, out[1] = waves.count;
 }
 """
 # How the backward's kernel finds the tile of a number: its own lines, and what they read.
@@ -184,14 +184,14 @@ Find = Callable[..., list[Drawn]]
 
 
 @pytest.fixture(scope="module")
-def waves_of(compile_cpp: Callable[..., Path]) -> Callable[[int, int, int], tuple[int, int, int]]:
-    """`waves_of(tiles_m, ctas, heads)` → heads of a group, its waves, and tiles of a wave."""
+def waves_of(compile_cpp: Callable[..., Path]) -> Callable[[int, int, int], tuple[int, int]]:
+    """`waves_of(tiles_m, ctas, heads)` → heads of a group, and its waves."""
     function = ctypes.CDLL(str(compile_cpp(SOURCE))).waves_of
 
-    def call(tiles_m: int, ctas: int, heads: int) -> tuple[int, int, int]:
-        out = (ctypes.c_int * 3)()
+    def call(tiles_m: int, ctas: int, heads: int) -> tuple[int, int]:
+        out = (ctypes.c_int * 2)()
         function(tiles_m, ctas, heads, out)
-        return out[0], out[1], out[2]
+        return out[0], out[1]
 
     return call
 
@@ -257,7 +257,7 @@ def test_waves_are_whole_or_as_nearly_as_heads_allow(waves_of) -> None:
             off = {n: Fraction(abs(n * tiles_m - m * ctas), m * ctas) for n, m in counts.items()}
             whole = (n for n in tried if off[n] <= Fraction(1, 16))
             heads = next(whole, min(tried, key=lambda n: (off[n], n)))
-            wanted = (heads, counts[heads], -(-heads * tiles_m // counts[heads]))
+            wanted = (heads, counts[heads])
             assert waves_of(tiles_m, ctas, total) == wanted, (tiles_m, ctas, total)
 
 

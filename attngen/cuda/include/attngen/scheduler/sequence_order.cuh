@@ -85,7 +85,7 @@ struct SequenceOrder {
     const TileCoord tile = {rank, first_head + within - rank * group_heads, found.batch};
     // Short sequences share waves.
     const int waves = (before + ctas / 2) / ctas + first_head / group * own.count;
-    return {tile, own.ascends(waves, within)};
+    return {tile, own.ascends(waves, within, group * found.tiles)};
   }
 };
 

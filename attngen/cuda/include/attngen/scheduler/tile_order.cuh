@@ -58,11 +58,12 @@ struct TileOrder {
 struct TileWaves {
   int heads_per_group;
   int count;  // of a group's waves
-  int tiles;  // of a wave
 
-  // Whether a wave begins with the first blocks: that of a group's tile `within`, behind so many
+  // Whether a wave begins with the first blocks: that of tile `within` of a group's, behind so many
   // waves of the groups before.
-  ATTNGEN_HD bool ascends(int waves, int within) const { return (waves + within / tiles) % 2 == 1; }
+  ATTNGEN_HD bool ascends(int waves, int within, int group_tiles) const {
+    return (waves + within / max_of(1, ceil_div(group_tiles, count))) % 2 == 1;
+  }
   // Whether so many tiles of a group are about its waves: more or fewer by one in 16.
   ATTNGEN_HD bool is_whole(int group_tiles, int ctas) const {
     const int off = group_tiles - count * ctas;
@@ -81,15 +82,15 @@ constexpr int kWaveTries = 16;
 ATTNGEN_HD TileWaves tile_waves(int tiles_m, int ctas, int heads) {
   const int fewest = min_of(max_of(1, ctas / max_of(1, tiles_m)), heads);
   TileWaves best = {};
-  long long least = 0;
+  int least = 0;
   for (int group = fewest; group <= min_of(heads, fewest + kWaveTries); ++group) {
     const int tiles = group * tiles_m;
     const int count = max_of(1, (tiles + ctas / 2) / ctas);
     const int whole = count * ctas;
     const int off = max_of(tiles - whole, whole - tiles);
-    // In parts of its waves: off / whole below that of the best.
-    if (group == fewest || static_cast<long long>(off) * best.count < least * count) {
-      best = {group, count, max_of(1, ceil_div(tiles, count))};
+    // In parts of its waves: off / whole below that of the best. Products are at most all tiles.
+    if (group == fewest || off * best.count < least * count) {
+      best = {group, count};
       least = off;
     }
     if (best.is_whole(tiles, ctas)) break;
