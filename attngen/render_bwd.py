@@ -42,7 +42,8 @@ def render(problem: Problem, plan: KernelPlan, features: Features, root: Path) -
     uses = {role: use for role, use in uses_of(problem, features).items() if role in ROLES}
     if isinstance(plan, PreparePlan | ConvertPlan):
         masked = isinstance(plan, PreparePlan) and plan.zeros
-        read = ("mask", "q_seq", "kv_seq") if masked else ("q_seq",)
+        of_keys = isinstance(plan, ConvertPlan) and plan.dk_columns > 0 and problem.varlen
+        read = ("mask",) * masked + ("q_seq",) + ("kv_seq",) * (masked or of_keys)
         uses = {role: uses[role] for role in read}
         operands = operands_of(uses)
         if isinstance(plan, PreparePlan):
@@ -88,7 +89,8 @@ def _convert(problem: Problem, plan: ConvertPlan, operands: Names) -> KernelEntr
     if plan.dk_columns:
         workspace += ("dkv_acc",)
         names += [*typed("ptr", "dkv_acc", "dk", "dv"), *strides_of("dk"), *strides_of("dv")]
-        names += typed("i32", "key_parts", "heads_kv", "kv_len")
+        names += typed("i32", "key_parts", "heads_kv")
+        names += [] if problem.varlen else typed("i32", "kv_len")
     return describe(
         problem,
         plan,

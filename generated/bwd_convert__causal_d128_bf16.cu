@@ -1,4 +1,4 @@
-// bwd_convert__causal_d128_bf16__8f5316
+// bwd_convert__causal_d128_bf16__fc386b
 // Rendered by attngen from kernels/bwd_convert.cu.j2; do not edit.
 #include "attngen/mma/fragment.cuh"
 #include "attngen/ptx/math.cuh"
@@ -14,6 +14,7 @@ constexpr int kPartFloats = 64 * kColumns;
 constexpr int kDkColumns = 128;
 constexpr int kDvColumns = 128;
 constexpr int kHeadDimV = 128;
+constexpr int kTileN = 128;
 constexpr int kRows = 64;  // of a part
 constexpr int kThreads = 128;
 using Element = Bf16;
@@ -83,29 +84,32 @@ ATTNGEN_DEVICE void store_rows(const unsigned short* rows, char* tensor, int sta
 }
 // A gradient of 64 keys, as many columns at a time as `rows` has room for.
 template <int kN, int kHeadDim, int kFirst = 0>
-ATTNGEN_DEVICE void convert_columns(const Params& p, unsigned short* rows, const float* sums, float scale, char* tensor, int first_row, long long stride) {
+ATTNGEN_DEVICE void convert_columns(unsigned short* rows, const float* sums, float scale, char* tensor, int start, int first_row, int length, long long stride) {
   constexpr int kNow = min_of(kN - kFirst, kColumns);
   round_part<kNow>(rows, reinterpret_cast<const float4*>(sums + kRows * kFirst), true, scale);
-  store_rows<kNow, kHeadDim>(rows, tensor, 0, first_row, p.kv_len, kFirst, stride);
+  store_rows<kNow, kHeadDim>(rows, tensor, start, first_row, length, kFirst, stride);
   __syncthreads();
-  if constexpr (kFirst + kNow < kN) convert_columns<kN, kHeadDim, kFirst + kNow>(p, rows, sums, scale, tensor, first_row, stride);
+  if constexpr (kFirst + kNow < kN) convert_columns<kN, kHeadDim, kFirst + kNow>(rows, sums, scale, tensor, start, first_row, length, stride);
 }
 // Of 64 keys of a key head dV and dK, from the sums of its query heads.
 ATTNGEN_DEVICE void convert_keys(const Params& p, unsigned short* rows, int part, int head, int batch) {
   constexpr int kFloats = kRows * (kDvColumns + kDkColumns);
   const long long place = (static_cast<long long>(batch) * p.heads_kv + head) * p.key_parts + part;
   const float* sums = static_cast<const float*>(p.dkv_acc) + place * kFloats;
+  const int first_row = part * kRows;
+  const int length = p.kv_len;
+  const int start = 0;
   char* dv = static_cast<char*>(p.dv) + 2 * (batch * p.dv_stride_batch + head * p.dv_stride_head);
   char* dk = static_cast<char*>(p.dk) + 2 * (batch * p.dk_stride_batch + head * p.dk_stride_head);
-  convert_columns<kDvColumns, kHeadDimV>(p, rows, sums, 1.f, dv, part * kRows, p.dv_stride_row);
-  convert_columns<kDkColumns, kHeadDimQk>(p, rows, sums + kRows * kDvColumns, p.scale, dk, part * kRows, p.dk_stride_row);
+  convert_columns<kDvColumns, kHeadDimV>(rows, sums, 1.f, dv, start, first_row, length, p.dv_stride_row);
+  convert_columns<kDkColumns, kHeadDimQk>(rows, sums + kRows * kDvColumns, p.scale, dk, start, first_row, length, p.dk_stride_row);
 }
 
 }  // namespace attngen
 
 // Grid: parts of blocks of queries, query heads, batch.
 extern "C" __global__ void __launch_bounds__(128)
-bwd_convert__causal_d128_bf16__8f5316(const __grid_constant__ attngen::Params p) {
+bwd_convert__causal_d128_bf16__fc386b(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   __shared__ unsigned short __align__(16) rows[kRows * kPitch<kColumns>];
   if (blockIdx.x < p.key_parts) {

@@ -173,7 +173,7 @@ class PreparePlan:
 @dataclass(frozen=True)
 class ConvertPlan:
     """The kernel after the fused one: dQ of a block in `parts`, each 64 rows of `dq_columns`; and
-    where that one may sum dK and dV, too, 64 keys of so many columns, else 0."""
+    where that one may sum dK and dV, too, 64 keys of so many columns, else 0, `key_rows` a tile."""
 
     arch: str
     family: Literal["bwd_convert"]
@@ -183,6 +183,7 @@ class ConvertPlan:
     dq_columns: int
     dk_columns: int
     dv_columns: int
+    key_rows: int
     threads: int
 
 
@@ -235,7 +236,10 @@ def _convert(main: BackwardPlan) -> ConvertPlan:
     split, columns = main.dq_split, main.dq_columns
     rows, parts = main.row_block, main.consumers
     dk, dv = (main.dk_columns, main.dv_columns) if main.splits_heads else (0, 0)
-    return ConvertPlan(ARCH, "bwd_convert", rows, parts, split, columns, dk, dv, CONVERT_THREADS)
+    keys = main.tile.n if main.splits_heads else 0
+    return ConvertPlan(
+        ARCH, "bwd_convert", rows, parts, split, columns, dk, dv, keys, CONVERT_THREADS
+    )
 
 
 def fuses(problem: Problem) -> bool:
@@ -467,12 +471,17 @@ def _finish(
     # Packed tiles in an order keep theirs: where many sequences stand among those of their length
     # is chance, and which way a tile goes decides bits.
     waves = waves and not (problem.bias or problem.varlen and deterministic)
+    waves = waves and not (problem.varlen and len(problem.scores) > 1)  # would spill
     job = JOB_BYTES + JOB_BYTES_WAVES * waves + JOB_BYTES_TURNS * completes
     order = {"Order": order_bytes(0)} if problem.varlen else {}
     regions = lay_out(sizes, {**small, "Job": job, **order})
     splits_heads = family == "sm90_bwd" and problem.masks in ((), ("causal",))
-    unlike = problem.varlen or problem.gather or problem.bias
-    unlike = unlike or problem.dropout and (tile.m > 64 or problem.attn_mask)  # spills
+    unlike = problem.gather or problem.bias
+    unlike = unlike or (problem.q_seq == "packed") != (problem.kv_seq == "packed")
+    beside_alibi = problem.attn_mask or len(problem.scores) > 1
+    spills = problem.varlen and "alibi" in problem.scores and beside_alibi
+    spills = spills or problem.dropout and (tile.m > 64 or problem.attn_mask)
+    unlike = unlike or spills
     splits_heads = splits_heads and not unlike
     return BackwardPlan(
         arch=ARCH,

@@ -22,6 +22,7 @@ from .narrow import is_narrow
 from .needed import (
     CONVERTS,
     GRADIENTS,
+    ORDERS,
     choose_adding,
     family_of,
     names_of,
@@ -323,16 +324,17 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bo
         extents["dbias"] = dbias.extent
         of_bias = bias.added_of(kernels, dbias, full, arguments.bias_type == "pre_scale")
     kernels = choose_adding(kernels, of_bias.terms > 0)
+    served = spec_of(q, k, v, optional, arguments).gathers == gather
+    table = schedule.table_for(optional["schedule"], scalars.sequences, served)
     apart = heads.TOGETHER
-    if wanted.dq and wanted.dkv:
-        apart = heads.apart_of(kernels, extents, "causal" in arguments.mask)
+    if wanted.dq and wanted.dkv and table is None:  # which holds the order of all calls it serves
+        causal = "causal" in arguments.mask
+        apart = heads.apart_of(kernels, extents, causal, scalars.sequences)
     written = tuple(name for name in written_by(kernels) if carriers[name[1]] is not None)
     gradients = unpacked(_present(carriers["q"]), carriers["k"], carriers["v"], layout)
     extents |= extents_of(dict(zip(GRADIENTS, gradients, strict=True)), layout)
     sources = sources_of(given, optional, layout)
     kernels, unwritten = unordered(kernels, scalars.sequences)
-    served = spec_of(q, k, v, optional, arguments).gathers == gather
-    table = schedule.table_for(optional["schedule"], scalars.sequences, served)
     numbers = {**scalars.numbers, **of_bias.numbers, **apart.numbers}
     numbers |= schedule.numbers_of(table)
     scalars = dataclasses.replace(scalars, numbers=numbers)
@@ -385,7 +387,7 @@ def _scalars_for(
     if family_of(each) == CONVERTS:
         numbers |= apart.rounding
         numbers |= {"scale": 1.0} if of_bias.scaled else {}
-    elif each.kernel.dkv_floats:
+    elif each.kernel.dkv_floats or family_of(each) == ORDERS:
         numbers |= apart.main
     return dataclasses.replace(scalars, numbers=numbers)
 

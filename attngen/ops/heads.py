@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..load import LoadedKernel
-from ..run_time import Extent, heads_per_group
+from ..run_time import Extent, blocks_of, heads_per_group
 
 # In blocks of queries that a tile visits: what one adds to sums in memory, and the kernel that
 # rounds these. Calls by them: `heads apart` in docs/results/experiments.json.
@@ -34,18 +34,23 @@ class Apart:
 TOGETHER = Apart({}, {}, 0)
 
 
-def apart_of(kernels: Sequence[LoadedKernel], extents: Mapping[str, Extent], causal: bool) -> Apart:
+def apart_of(
+    kernels: Sequence[LoadedKernel], extents: Mapping[str, Extent], causal: bool, sequences: int
+) -> Apart:
     """How the tiles are made of a call that wants all gradients, by the `kernels` of its
-    backward."""
+    backward. Packed sequences count as if they were equally long."""
     main = next((each for each in kernels if each.kernel.dkv_floats), None)
     q, k = extents["q"], extents["k"]
     group = q.heads // k.heads
     if main is None or group == 1:
         return TOGETHER
-    tiles = -(-k.seq // main.kernel.tile_rows)
-    blocks = -(-q.seq // main.kernel.row_block)
-    if not is_faster(tiles, blocks, k.heads * q.batch, group, causal, main.multiprocessors):
+    rows, parts = main.kernel.tile_rows, sequences // k.batch  # packed ones are one batch
+    mean_tiles = -(-k.seq // (parts * rows))
+    blocks = -(-q.seq // (parts * main.kernel.row_block))
+    heads = k.heads * sequences
+    if not is_faster(mean_tiles, blocks, heads, group, causal, main.multiprocessors):
         return TOGETHER
+    tiles = blocks_of(k, rows, main.kernel.kv_seq, sequences)
     alone = {**extents, "k": k._replace(heads=q.heads)}
     numbers = {
         "key_group": group,
@@ -55,8 +60,8 @@ def apart_of(kernels: Sequence[LoadedKernel], extents: Mapping[str, Extent], cau
         "tiles": tiles * q.heads * q.batch,
         "heads_per_group": heads_per_group(main.kernel, alone),
     }
-    parts = tiles * main.kernel.tile_rows // 64
-    return Apart(numbers, {"key_parts": parts}, main.kernel.dkv_floats * tiles * k.heads * q.batch)
+    floats = main.kernel.dkv_floats * tiles * k.heads * k.batch
+    return Apart(numbers, {"key_parts": tiles * rows // 64}, floats)
 
 
 def is_faster(

@@ -116,7 +116,7 @@ def test_apart_tiles_count_query_heads_and_sums_those_of_keys(
     kernels = load(make_problem(d, d_v, masks, direction="bwd"))
     shapes = extents(3, 6, 2, 2000, 2000 - 37, d, d_v)
     main = kernels[1].kernel
-    apart = apart_of(kernels, shapes, bool(masks))
+    apart = apart_of(kernels, shapes, bool(masks), 3)
     of_queries = {**shapes, "k": shapes["k"]._replace(heads=6)}
     assert apart.main == {
         "key_group": 3,
@@ -137,7 +137,7 @@ def test_apart_heads_are_grouped_by_what_each_reads_alone(make_problem):
     kernels = load(make_problem(128, masks=("causal",), direction="bwd"))
     shapes = extents(1, 16, 2, 8192, 8192, 128, 128)
     assert run_time.heads_per_group(kernels[1].kernel, shapes) == 1
-    assert apart_of(kernels, shapes, True).main["heads_per_group"] == 8
+    assert apart_of(kernels, shapes, True, 1).main["heads_per_group"] == 8
 
 
 @MASKS
@@ -146,7 +146,7 @@ def test_apart_heads_are_grouped_by_what_each_reads_alone(make_problem):
 )
 def test_apart_are_no_heads_that_share_no_keys_or_have_many_tiles(shape, masks, make_problem):
     kernels = load(make_problem(128, masks=masks, direction="bwd"))
-    assert apart_of(kernels, extents(*shape, 128, 128), bool(masks)) is TOGETHER
+    assert apart_of(kernels, extents(*shape, 128, 128), bool(masks), shape[0]) is TOGETHER
     assert TOGETHER.numbers == TOGETHER.main == TOGETHER.rounding == {} and not TOGETHER.floats
 
 
@@ -157,7 +157,7 @@ def test_apart_are_asked_for_with_what_a_call_has(make_problem, monkeypatch):
     for d in (64, 128):
         for masks in ((), ("causal",)):
             kernels = load(make_problem(d, masks=masks, direction="bwd"))
-            assert apart_of(kernels, extents(3, 6, 2, 300, 517, d, d), bool(masks)) is TOGETHER
+            assert apart_of(kernels, extents(3, 6, 2, 300, 517, d, d), bool(masks), 3) is TOGETHER
             assert asked.pop() == (5, 3 if d == 64 else 5, 6, 3, bool(masks), SMS)
 
 
@@ -172,8 +172,10 @@ KINDS = {  # arguments of a problem, beside head dim 128, and its fields; whethe
     "deterministic": ({"deterministic": True}, {}, True),
     "small deterministic": ({"head_dim": 64, "deterministic": True}, {}, True),
     "window": ({"masks": ("causal", "window")}, {}, False),
-    "packed": ({}, {"q_seq": "packed", "kv_seq": "packed"}, False),
-    "used": ({}, {"q_seq": "used", "kv_seq": "used"}, False),
+    "packed": ({}, {"q_seq": "packed", "kv_seq": "packed"}, True),
+    "packed queries": ({}, {"q_seq": "packed"}, False),
+    "used": ({}, {"q_seq": "used", "kv_seq": "used"}, True),
+    "used, scores": ({"scores": ("softcap", "alibi")}, {"kv_seq": "used"}, False),
     "gather": ({}, {"kv_fetch": "gather"}, False),
     "bias": ({"scores": ("post_scale_bias",)}, {}, False),
     "two kernels": ({"head_dim": 256}, {}, False),
@@ -181,7 +183,7 @@ KINDS = {  # arguments of a problem, beside head dim 128, and its fields; whethe
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_apart_may_be_heads_of_dense_calls_for_which_there_are_registers(kind, make_problem):
+def test_apart_may_be_heads_for_which_there_are_registers(kind, make_problem):
     arguments, fields, can = KINDS[kind]
     problem = make_problem(**{"head_dim": 128, **arguments}, direction="bwd")
     problem = dataclasses.replace(problem, **fields)
@@ -193,7 +195,7 @@ def test_apart_may_be_heads_of_dense_calls_for_which_there_are_registers(kind, m
     families = {family_of(each) for each, has in zip(kernels, sums, strict=True) if has}
     assert families == ({"sm90_bwd", "bwd_convert"} if can else set())
     assert [("dkv_acc" in known) for known in names] == sums
-    found = apart_of(kernels, extents(1, 8, 1, 4096, 4096, d, d), "causal" in problem.masks)
+    found = apart_of(kernels, extents(1, 8, 1, 4096, 4096, d, d), "causal" in problem.masks, 1)
     assert (found is not TOGETHER) == can
 
 

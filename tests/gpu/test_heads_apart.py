@@ -41,6 +41,19 @@ CALLS = [
     Call("bshd", (1,), (300,), d=128, heads=(8, 2), mask="causal_bottom_right"),
     # Tiles enough for the other order of these.
     Call("bshd", (64,), (2050,), d=64, heads=(4, 2), mask="causal_bottom_right"),
+    # Lengths that vary: packed, with rows of no sequence or none, of no keys or queries; padded.
+    Call("thd", (130, 0, 7), (70, 9, 200), gaps=True, d=64, heads=(4, 2), mask="causal"),
+    Call("thd", (64, 200, 129), (300, 128, 1), d=128, heads=(6, 2)),
+    Call("thd", (1, 130, 257), (1, 130, 257), gaps=True, d=128, heads=(8, 1), mask="causal"),
+    Call("thd", (100,) * 40, (70, 130) * 20, d=64, heads=(4, 2), mask="causal"),
+    Call("thd", (30, 64), (0, 200), d=96, d_v=72, heads=(3, 1), mask="causal_bottom_right"),
+    Call("thd_th2d", (130, 65), (130, 65), d=64, heads=(4, 2), mask="causal"),
+    Call("bshd", (130, 1, 70), (200, 64, 0), (150, 290), d=128, heads=(4, 1), mask="causal"),
+    Call("sbhd", (130, 70), (257, 100), (130, 300), d=64, heads=(6, 2)),
+    Call("thd", (130, 200), (200, 300), d=128, heads=(4, 2), mask="causal",
+         more=Features("h", softmax="learnable")),
+    Call("thd", (130, 200), (200, 300), d=128, heads=(4, 2), mask="causal",
+         more=Features(dropout=0.2)),
     # What else changes scores and weights.
     Call("bshd", (130,), (200,), d=128, heads=(4, 2), mask="causal", more=Features(dropout=0.2)),
     Call("sbhd", (130,) * 2, (200,) * 2, d=64, heads=(4, 2), mask="causal",
@@ -53,7 +66,7 @@ CALLS = [
 ]  # fmt: skip
 # Nothing of which is summed in memory.
 OTHERS = [
-    Call("thd", (130, 0, 7), (70, 9, 200), gaps=True, d=64, heads=(4, 2), mask="causal"),
+    Call("thd", (130, 200), (200, 300), d=128, heads=(4, 2), more=Features("h", 1.5)),
     Call("bshd", (130,), (200,), d=67, heads=(4, 2), mask="causal"),
     Call("bshd", (130,), (200,), d=64, heads=(4, 2), mask="causal", window=(50, 0)),
     Call("bshd", (130,), (200,), d=64, heads=(4, 2), more=Features(dropout=0.2)),
@@ -286,3 +299,10 @@ def test_heads_apart_in_a_graph_start_from_zero_at_every_replay(d):
 @pytest.mark.parametrize("d", [64, 128])
 def test_heads_of_a_long_sequence_are_right_as_they_are_chosen(d, mask):
     check(*operands(d, (1, 8, 1), (2000, 2100)), mask=mask)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("mask", ["none", "causal"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_heads_of_long_packed_sequences_are_right_as_they_are_chosen(d, mask):
+    varlen.check(Call("thd", (1000, 1500), (1100, 1400), d=d, heads=(8, 1), mask=mask))
