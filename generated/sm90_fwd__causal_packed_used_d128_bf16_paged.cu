@@ -344,7 +344,6 @@ struct Job {
   int share;  // of what belongs to no sequence: a tile's, or that of a CTA that has none
   int shares;
 };
-static_assert(sizeof(Job) <= kJobBytes);
 // Where a tensor map has the sequence of a job, or of the slot that it is in.
 template <class AnyJob>
 ATTNGEN_DEVICE SequenceIndex q_index(const AnyJob& job) { return {job.q_length, job.q_token}; }
@@ -764,6 +763,7 @@ sm90_fwd__causal_packed_used_d128_bf16_paged__2d1188(const __grid_constant__ att
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);
+  static_assert(sizeof(Job) <= kJobBytes);
   Job* slot = reinterpret_cast<Job*>(shared + kSmemJob);
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
   const int warp = threadIdx.x % 128 / 32;

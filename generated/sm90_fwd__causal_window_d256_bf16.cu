@@ -270,7 +270,6 @@ struct Job {
   int block_begin;
   int block_end;
 };
-static_assert(sizeof(Job) <= kJobBytes);
 // Where a tensor map has the sequence of a job, or of the slot that it is in.
 template <class AnyJob>
 ATTNGEN_DEVICE int q_index(const AnyJob& job) { return job.batch; }
@@ -658,6 +657,7 @@ sm90_fwd__causal_window_d256_bf16__577020(const __grid_constant__ attngen::Param
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);
+  static_assert(sizeof(Job) <= kJobBytes);
   Job* slot = reinterpret_cast<Job*>(shared + kSmemJob);
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
   const int warp = threadIdx.x % 128 / 32;

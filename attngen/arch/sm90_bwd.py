@@ -475,11 +475,12 @@ def _finish(
     job = JOB_BYTES + JOB_BYTES_WAVES * waves + JOB_BYTES_TURNS * completes
     order = {"Order": order_bytes(0)} if problem.varlen else {}
     regions = lay_out(sizes, {**small, "Job": job, **order})
-    splits_heads = family == "sm90_bwd" and problem.masks in ((), ("causal",))
+    windowed = "window" in problem.masks
+    splits_heads = family == "sm90_bwd" and not (windowed and deterministic)
     unlike = problem.gather or problem.bias
     unlike = unlike or (problem.q_seq == "packed") != (problem.kv_seq == "packed")
-    beside_alibi = problem.attn_mask or len(problem.scores) > 1
-    spills = problem.varlen and "alibi" in problem.scores and beside_alibi
+    beside_alibi = windowed or problem.varlen and (problem.attn_mask or len(problem.scores) > 1)
+    spills = "alibi" in problem.scores and beside_alibi
     spills = spills or problem.dropout and (tile.m > 64 or problem.attn_mask)
     unlike = unlike or spills
     splits_heads = splits_heads and not unlike

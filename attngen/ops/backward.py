@@ -317,19 +317,22 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bo
     if not (scalars.sequences and all(tensor.numel() for tensor in tensors.values())):
         return ready
     spec = _spec(tensors, optional, arguments, gather)
-    narrow = wanted.dq and is_narrow(extents, scalars)
+    narrow = wanted.dq and not spec.deterministic and is_narrow(extents, scalars)
+    served = spec_of(q, k, v, optional, arguments).gathers == gather
+    table = schedule.table_for(optional["schedule"], scalars.sequences, served)
     kernels = needed(kernels_of(spec, q.device, narrow=narrow), wanted)
+    # A table holds the order of all calls that it serves.
+    parts = wanted.dq and wanted.dkv and table is None
+    parts = parts and heads.have_few_tiles(kernels, extents, scalars, arguments.mask, narrow)
+    if parts and narrow:  # whose kernels cannot
+        others = needed(kernels_of(spec, q.device), wanted)
+        kernels, parts = (others, True) if heads.can_part(others) else (kernels, False)
     of_bias = bias.Added()
     if dbias:
         extents["dbias"] = dbias.extent
         of_bias = bias.added_of(kernels, dbias, full, arguments.bias_type == "pre_scale")
     kernels = choose_adding(kernels, of_bias.terms > 0)
-    served = spec_of(q, k, v, optional, arguments).gathers == gather
-    table = schedule.table_for(optional["schedule"], scalars.sequences, served)
-    apart = heads.TOGETHER
-    if wanted.dq and wanted.dkv and table is None:  # which holds the order of all calls it serves
-        causal = "causal" in arguments.mask
-        apart = heads.apart_of(kernels, extents, causal, scalars.sequences)
+    apart = heads.apart_of(kernels, extents, scalars.sequences) if parts else heads.TOGETHER
     written = tuple(name for name in written_by(kernels) if carriers[name[1]] is not None)
     gradients = unpacked(_present(carriers["q"]), carriers["k"], carriers["v"], layout)
     extents |= extents_of(dict(zip(GRADIENTS, gradients, strict=True)), layout)

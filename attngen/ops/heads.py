@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..load import LoadedKernel
-from ..run_time import Extent, blocks_of, heads_per_group
+from ..run_time import Extent, Scalars, blocks_of, heads_per_group
+from .needed import family_of
 
 # In blocks of queries that a tile visits: what one adds to sums in memory, and the kernel that
 # rounds these. Calls by them: `heads apart` in docs/results/experiments.json.
 ENDS = 3
 ROUNDING = 5
 GAIN = 1.05  # at least, for which sums in memory are worth their while
+GAIN_NARROW = 1.2  # where kernels in an order, which are that much faster, cannot part heads
 
 
 @dataclass(frozen=True)
@@ -34,26 +36,51 @@ class Apart:
 TOGETHER = Apart({}, {}, 0)
 
 
-def apart_of(
-    kernels: Sequence[LoadedKernel], extents: Mapping[str, Extent], causal: bool, sequences: int
-) -> Apart:
-    """How the tiles are made of a call that wants all gradients, by the `kernels` of its
-    backward. Packed sequences count as if they were equally long."""
-    main = next((each for each in kernels if each.kernel.dkv_floats), None)
-    q, k = extents["q"], extents["k"]
+def can_part(kernels: Sequence[LoadedKernel]) -> bool:
+    """Whether those of a backward can sum what tiles of query heads make."""
+    return any(each.kernel.dkv_floats for each in kernels)
+
+
+def have_few_tiles(
+    kernels: Sequence[LoadedKernel],
+    extents: Mapping[str, Extent],
+    scalars: Scalars,
+    mask: str,
+    narrow: bool,
+) -> bool:
+    """Whether key heads of a call have so few tiles that those of query heads are faster, by the
+    `kernels` of its backward if these can part them, or have the tiles of others that may: those in
+    an order, under a `narrow` window. Packed sequences count as if they were equally long."""
+    main = next((each for each in kernels if family_of(each) == "sm90_bwd"), None)
+    if main is None or not (narrow or main.kernel.dkv_floats):
+        return False
+    q, k, causal = extents["q"], extents["k"], "causal" in mask
     group = q.heads // k.heads
-    if main is None or group == 1:
-        return TOGETHER
-    rows, parts = main.kernel.tile_rows, sequences // k.batch  # packed ones are one batch
-    mean_tiles = -(-k.seq // (parts * rows))
-    blocks = -(-q.seq // (parts * main.kernel.row_block))
+    if group == 1:
+        return False
+    sequences = scalars.sequences or k.batch
+    parts = sequences // k.batch  # packed ones are one batch
+    rows, row_block = main.kernel.tile_rows, main.kernel.row_block
+    tiles, blocks = (-(-x.seq // (parts * n)) for x, n in ((k, rows), (q, row_block)))
+    seen = min(blocks, -(-(scalars.window_left + scalars.window_right + rows) // row_block))
+    if 2 * seen < blocks:  # a window's tiles are alike
+        blocks, causal = seen, False
+    gain = GAIN_NARROW if narrow else GAIN
     heads = k.heads * sequences
-    if not is_faster(mean_tiles, blocks, heads, group, causal, main.multiprocessors):
-        return TOGETHER
-    tiles = blocks_of(k, rows, main.kernel.kv_seq, sequences)
+    return is_faster(tiles, blocks, heads, group, causal, main.multiprocessors, gain)
+
+
+def apart_of(
+    kernels: Sequence[LoadedKernel], extents: Mapping[str, Extent], sequences: int
+) -> Apart:
+    """How each query head has tiles of its own, by the `kernels` of a backward that can part
+    them."""
+    main = next(each for each in kernels if each.kernel.dkv_floats)
+    q, k = extents["q"], extents["k"]
+    tiles = blocks_of(k, main.kernel.tile_rows, main.kernel.kv_seq, sequences)
     alone = {**extents, "k": k._replace(heads=q.heads)}
     numbers = {
-        "key_group": group,
+        "key_group": q.heads // k.heads,
         "group_size": 1,
         "heads_kv": q.heads,
         "total_heads": q.heads * q.batch,
@@ -61,11 +88,17 @@ def apart_of(
         "heads_per_group": heads_per_group(main.kernel, alone),
     }
     floats = main.kernel.dkv_floats * tiles * k.heads * k.batch
-    return Apart(numbers, {"key_parts": tiles * rows // 64}, floats)
+    return Apart(numbers, {"key_parts": tiles * main.kernel.tile_rows // 64}, floats)
 
 
 def is_faster(
-    tiles: int, blocks: int, key_heads: int, group: int, causal: bool, multiprocessors: int
+    tiles: int,
+    blocks: int,
+    key_heads: int,
+    group: int,
+    causal: bool,
+    multiprocessors: int,
+    gain: float = GAIN,
 ) -> bool:
     """Whether a tile for each of a group's query heads is faster than one for all of them: key
     heads of so many tiles, which visit so many blocks of queries of each head, if `causal` half of
@@ -81,4 +114,4 @@ def is_faster(
 
     ends = ENDS * tiles * key_heads * group / multiprocessors
     apart = taken(key_heads * group, blocks) + ends + ROUNDING
-    return GAIN * apart < taken(key_heads, blocks * group)
+    return gain * apart < taken(key_heads, blocks * group)

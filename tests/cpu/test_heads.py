@@ -93,6 +93,13 @@ def load(problem):
     return tuple(LoadedKernel("handle", entry, 0, SMS) for entry in entries)
 
 
+def few_tiles(kernels, shapes, masks, window=None, narrow=False, sequences=None):
+    """`have_few_tiles` of a call's shapes."""
+    left, right = window or (run_time.UNBOUNDED, 0)
+    scalars = run_time.Scalars(1.0, left, right, sequences=sequences)
+    return heads.have_few_tiles(kernels, shapes, scalars, "_".join(masks) or "none", narrow)
+
+
 def extents(batch, heads_q, heads_kv, s_q, s_kv, d, d_v):
     """bshd tensors, contiguous."""
 
@@ -107,16 +114,13 @@ def extents(batch, heads_q, heads_kv, s_q, s_kv, d, d_v):
 @pytest.mark.parametrize(
     ("d", "d_v", "floats"), [(128, 128, 256), (96, 80, 176), (64, 64, 128), (64, 40, 128)]
 )
-def test_apart_tiles_count_query_heads_and_sums_those_of_keys(
-    d, d_v, floats, masks, make_problem, monkeypatch
-):
+def test_apart_tiles_count_query_heads_and_sums_those_of_keys(d, d_v, floats, masks, make_problem):
     """16 tiles of 128 keys, of which the last has fewer than 64; whole accumulators, `floats` a
     key, and a count for each half of a tile."""
-    monkeypatch.setattr(heads, "is_faster", lambda *_: True)
     kernels = load(make_problem(d, d_v, masks, direction="bwd"))
     shapes = extents(3, 6, 2, 2000, 2000 - 37, d, d_v)
     main = kernels[1].kernel
-    apart = apart_of(kernels, shapes, bool(masks), 3)
+    apart = apart_of(kernels, shapes, 3)
     of_queries = {**shapes, "k": shapes["k"]._replace(heads=6)}
     assert apart.main == {
         "key_group": 3,
@@ -137,7 +141,7 @@ def test_apart_heads_are_grouped_by_what_each_reads_alone(make_problem):
     kernels = load(make_problem(128, masks=("causal",), direction="bwd"))
     shapes = extents(1, 16, 2, 8192, 8192, 128, 128)
     assert run_time.heads_per_group(kernels[1].kernel, shapes) == 1
-    assert apart_of(kernels, shapes, True, 1).main["heads_per_group"] == 8
+    assert apart_of(kernels, shapes, 1).main["heads_per_group"] == 8
 
 
 @MASKS
@@ -146,7 +150,7 @@ def test_apart_heads_are_grouped_by_what_each_reads_alone(make_problem):
 )
 def test_apart_are_no_heads_that_share_no_keys_or_have_many_tiles(shape, masks, make_problem):
     kernels = load(make_problem(128, masks=masks, direction="bwd"))
-    assert apart_of(kernels, extents(*shape, 128, 128), bool(masks), shape[0]) is TOGETHER
+    assert not few_tiles(kernels, extents(*shape, 128, 128), masks)
     assert TOGETHER.numbers == TOGETHER.main == TOGETHER.rounding == {} and not TOGETHER.floats
 
 
@@ -157,8 +161,39 @@ def test_apart_are_asked_for_with_what_a_call_has(make_problem, monkeypatch):
     for d in (64, 128):
         for masks in ((), ("causal",)):
             kernels = load(make_problem(d, masks=masks, direction="bwd"))
-            assert apart_of(kernels, extents(3, 6, 2, 300, 517, d, d), bool(masks), 3) is TOGETHER
-            assert asked.pop() == (5, 3 if d == 64 else 5, 6, 3, bool(masks), SMS)
+            assert not few_tiles(kernels, extents(3, 6, 2, 300, 517, d, d), masks)
+            assert asked.pop() == (5, 3 if d == 64 else 5, 6, 3, bool(masks), SMS, heads.GAIN)
+
+
+def test_apart_are_asked_for_with_packed_sequences_as_if_equally_long(make_problem, monkeypatch):
+    asked = []
+    monkeypatch.setattr(heads, "is_faster", lambda *what: asked.append(what))
+    problem = make_problem(128, masks=("causal",), direction="bwd")
+    kernels = load(dataclasses.replace(problem, q_seq="packed", kv_seq="packed"))
+    few_tiles(kernels, extents(1, 6, 2, 3000, 4000, 128, 128), ("causal",), sequences=4)
+    assert asked.pop() == (8, 12, 8, 3, True, SMS, heads.GAIN)
+
+
+@pytest.mark.parametrize(
+    ("window", "expected"),
+    [((512, 0), (10, False)), ((300, 340), (12, False)), ((1919, 0), (64, True))],
+    ids=str,
+)
+def test_apart_are_asked_for_with_the_blocks_that_a_window_leaves(
+    window, expected, make_problem, monkeypatch
+):
+    """Where these are fewer than half, all tiles have as many; what has not is not parted."""
+    asked = []
+    monkeypatch.setattr(heads, "is_faster", lambda *what: asked.append(what))
+    problem = make_problem(128, masks=("causal", "window"), direction="bwd")
+    shapes = extents(1, 8, 1, 4096, 4096, 128, 128)
+    for narrow, gain in ((False, heads.GAIN), (True, heads.GAIN_NARROW)):
+        kernels = load(dataclasses.replace(problem, deterministic=narrow))
+        assert heads.can_part(kernels) == (not narrow)
+        few_tiles(kernels, shapes, ("causal", "window"), window, narrow=narrow)
+        assert asked.pop() == (32, expected[0], 1, 8, expected[1], SMS, gain)
+    few_tiles(kernels, shapes, ("causal", "window"), window)
+    assert not asked
 
 
 KINDS = {  # arguments of a problem, beside head dim 128, and its fields; whether its heads may be
@@ -171,7 +206,9 @@ KINDS = {  # arguments of a problem, beside head dim 128, and its fields; whethe
     "small dropout": ({"head_dim": 64, "dropout": True}, {}, False),
     "deterministic": ({"deterministic": True}, {}, True),
     "small deterministic": ({"head_dim": 64, "deterministic": True}, {}, True),
-    "window": ({"masks": ("causal", "window")}, {}, False),
+    "window": ({"masks": ("causal", "window")}, {}, True),
+    "window, alibi": ({"masks": ("causal", "window"), "scores": ("alibi",)}, {}, False),
+    "window in an order": ({"masks": ("window",), "deterministic": True}, {}, False),
     "packed": ({}, {"q_seq": "packed", "kv_seq": "packed"}, True),
     "packed queries": ({}, {"q_seq": "packed"}, False),
     "used": ({}, {"q_seq": "used", "kv_seq": "used"}, True),
@@ -195,15 +232,15 @@ def test_apart_may_be_heads_for_which_there_are_registers(kind, make_problem):
     families = {family_of(each) for each, has in zip(kernels, sums, strict=True) if has}
     assert families == ({"sm90_bwd", "bwd_convert"} if can else set())
     assert [("dkv_acc" in known) for known in names] == sums
-    found = apart_of(kernels, extents(1, 8, 1, 4096, 4096, d, d), "causal" in problem.masks, 1)
-    assert (found is not TOGETHER) == can
+    assert heads.can_part(kernels) == can
+    assert few_tiles(kernels, extents(1, 8, 1, 4096, 4096, d, d), problem.masks) == can
 
 
 @pytest.fixture
 def ready_of(monkeypatch):
     """`ready_of(q, k, v, wanted, **arguments)` → what a call of these shapes launches."""
 
-    def load_spec(spec, device, narrow):
+    def load_spec(spec, device, narrow=False):
         problems = resolve.resolve(spec, features.scan())
         return load(problems[-1] if narrow else problems[0])
 
@@ -287,7 +324,7 @@ def test_launch_of_heads_apart_in_one_tensor_of_keys_and_values_strides_over_bot
         ((1, 4096, 8, 1), (True, False), {}),
         ((1, 4096, 8, 1), (False, True), {}),
         ((1, 4096, 8, 1), (False, True), {"deterministic": True}),
-        ((1, 4096, 8, 1), (), {"window_left": 4000}),
+        ((2, 8192, 64, 8), (), {"window_left": 4000}),
     ],
     ids=str,
 )
@@ -310,6 +347,18 @@ def test_launch_of_heads_together_has_tiles_of_key_heads_and_no_sums(
     blocks = batch * heads_q * length // 64
     sizes = {"lse_log2": 64 * 4, "d": 64 * 4, "dq_acc": 64 * 128 * 4, "turns": 4}
     assert ready.workspace_bytes == sum(-(-n * blocks // 256) * 256 for n in sizes.values())
+
+
+def test_launch_under_a_narrow_window_has_heads_apart_or_an_order(ready_of):
+    """Kernels in an order cannot part heads."""
+    families = []
+    for batch, length, heads_q, heads_kv in ((1, 4096, 8, 1), (2, 8192, 64, 8)):
+        q, k = ((batch, length, n, 128) for n in (heads_q, heads_kv))
+        ready = ready_of(q, k, k, window_left=512)
+        families.append([family_of(each.loaded) for each in ready.launches])
+        main = next(x for x in ready.launches if family_of(x.loaded) == "sm90_bwd")
+        assert values_of(main).get("key_group", 1) == (8 if batch == 1 else 1)
+    assert families == [["bwd_prepare", "sm90_bwd", "bwd_convert"], ["bwd_prepare", "sm90_bwd"]]
 
 
 @pytest.mark.parametrize(("d", "d_v"), [(128, 128), (64, 40)])

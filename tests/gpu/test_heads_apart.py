@@ -54,6 +54,14 @@ CALLS = [
          more=Features("h", softmax="learnable")),
     Call("thd", (130, 200), (200, 300), d=128, heads=(4, 2), mask="causal",
          more=Features(dropout=0.2)),
+    # Windows, narrow and wide; of rows that see no key, and beside lengths.
+    Call("bshd", (130,), (200,), d=64, heads=(4, 2), mask="causal", window=(50, 0)),
+    Call("bshd", (300,), (400,), d=128, heads=(8, 1), window=(70, 30)),
+    Call("bshd", (700,), (1400,), d=128, heads=(4, 1), mask="causal_bottom_right",
+         window=(1100, 0)),
+    Call("sbhd", (300,), (100,), d=64, heads=(6, 2), mask="causal", window=(20, 0)),
+    Call("thd", (130, 0, 300), (130, 9, 300), gaps=True, d=128, heads=(4, 2), mask="causal",
+         window=(65, 0)),
     # What else changes scores and weights.
     Call("bshd", (130,), (200,), d=128, heads=(4, 2), mask="causal", more=Features(dropout=0.2)),
     Call("sbhd", (130,) * 2, (200,) * 2, d=64, heads=(4, 2), mask="causal",
@@ -68,9 +76,10 @@ CALLS = [
 OTHERS = [
     Call("thd", (130, 200), (200, 300), d=128, heads=(4, 2), more=Features("h", 1.5)),
     Call("bshd", (130,), (200,), d=67, heads=(4, 2), mask="causal"),
-    Call("bshd", (130,), (200,), d=64, heads=(4, 2), mask="causal", window=(50, 0)),
     Call("bshd", (130,), (200,), d=64, heads=(4, 2), more=Features(dropout=0.2)),
     Call("bshd", (130,), (200,), d=128, heads=(4, 2), more=Features(dropout=0.2, seen=0.5)),
+    Call("bshd", (130,), (900,), d=64, heads=(4, 2), mask="causal_bottom_right", window=(600, 0),
+         more=Features("h")),
     Call("bshd", (130,), (200,), d=128, heads=(4, 2), more=Features(bias="post_scale")),
     Call("bshd", (130,), (200,), d=192, d_v=128, heads=(4, 2), mask="causal"),
     Call("bshd", (130,), (200,), d=64, heads=(2, 2), mask="causal"),
