@@ -235,6 +235,9 @@ CASES = [
     PagedCase(256, 64, 0, queries=130, kv_dtype="e4m3"),
     Case(128, 128, lengths=(3, 300), heads=(2, 8, 2)),  # few queries, dense
     Call("thd", (130, 0, 70), (70, 9, 200), gaps=True, d=128, heads=(4, 2), mask="causal"),
+    # Tiles of query heads, beside lengths and under a window.
+    Call("thd", (130, 0, 70), (200, 9, 130), gaps=True, d=128, heads=(80, 8), mask="causal"),
+    Call("bshd", (300,), (400,), d=64, heads=(16, 1), mask="causal", window=(100, 0)),
     Call("thd", (130, 0, 70), gaps=True, d=256, heads=(4, 2), mask="causal_bottom_right"),
     Call("bshd", (0, 130, 64), (7, 70, 200), room=(140, 210), d=64, mask="padding_causal"),
     Call("bhsd", (130,), (200,), d=128, mask="causal", more=Features(dropout=0.2)),
