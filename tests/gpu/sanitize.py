@@ -9,7 +9,8 @@
 Operands are made and results checked on the CPU, so that attngen's kernels are all that runs on
 the device. Without torch's caching every tensor is an allocation of its own, whose bounds memcheck
 knows.  Arguments: words that the names of the cases to run contain; --list prints the names,
---shard 1/4 runs a quarter of them.
+--shard 1/4 runs a quarter of them. Where there are shards, those of all three tools are taken to run
+side by side, and to share the cores.
 """
 
 from __future__ import annotations
@@ -410,6 +411,8 @@ def main() -> int:
     chosen = [c for c in CASES if all(word in str(c) for word in options.words)]
     shard, shards = map(int, options.shard.split("/"))
     chosen = chosen[shard - 1 :: shards]
+    if shards > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // (3 * shards)))
     if options.list or not chosen:
         print(*CASES, sep="\n")
         return 0 if options.list else 2

@@ -86,7 +86,7 @@ MANY = Call("bshd", (64,), (130,), d=128, heads=(80, 8), mask="causal_bottom_rig
 # Nothing either, of which that is known when its kernels are.
 SLOPED = Call("bshd", (130,), (200,), d=64, heads=(4, 2), mask="causal", window=(50, 0),
               more=Features("h"))  # fmt: skip
-ORDERED = [MANY, *(CALLS[n] for n in (0, 1, 2, 3, 9, 16, 17, 20, 21, 23))]
+ORDERED = [MANY, *(CALLS[n] for n in (0, 1, 2, 3, 9, 16, 17, 20, 21, 23, 24, 36, 37))]
 KERNELS = list(dict.fromkeys([
     *(call.spec for call in (*CALLS, *OTHERS, SLOPED, MANY)),
     *(dataclasses.replace(call.spec, deterministic=True) for call in ORDERED),
