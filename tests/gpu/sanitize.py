@@ -9,8 +9,8 @@
 Operands are made and results checked on the CPU, so that attngen's kernels are all that runs on
 the device. Without torch's caching every tensor is an allocation of its own, whose bounds memcheck
 knows.  Arguments: words that the names of the cases to run contain; --list prints the names,
---shard 1/4 runs a quarter of them. Where there are shards, those of all three tools are taken to run
-side by side, and to share the cores.
+--shard 1/4 runs a quarter of them. Shards of all three tools are taken to run side by side, and to
+share the cores.
 """
 
 from __future__ import annotations
