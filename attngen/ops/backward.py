@@ -323,10 +323,9 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bo
     kernels = needed(kernels_of(spec, q.device, narrow=narrow), wanted)
     # A table holds the order of all calls that it serves.
     parts = wanted.dq and wanted.dkv and table is None
-    parts = parts and heads.have_few_tiles(kernels, extents, scalars, arguments.mask, narrow)
-    if parts and narrow:  # whose kernels cannot
-        others = needed(kernels_of(spec, q.device), wanted)
-        kernels, parts = (others, True) if heads.can_part(others) else (kernels, False)
+    parts = parts and heads.have_few_tiles(kernels, extents, scalars, arguments.mask, spec)
+    if parts and not heads.can_part(kernels):  # those in an order
+        kernels = needed(kernels_of(spec, q.device), wanted)
     of_bias = bias.Added()
     if dbias:
         extents["dbias"] = dbias.extent

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from .. import features
 from ..load import LoadedKernel
+from ..plan import plans
+from ..resolve import resolve
 from ..run_time import Extent, Scalars, blocks_of, heads_per_group
+from ..spec import AttentionSpec
 from .needed import family_of
 
 # In blocks of queries that a tile visits: what one adds to sums in memory, and the kernel that
@@ -41,23 +45,27 @@ def can_part(kernels: Sequence[LoadedKernel]) -> bool:
     return any(each.kernel.dkv_floats for each in kernels)
 
 
+def has_parts(spec: AttentionSpec) -> bool:
+    """Whether kernels of a backward in the order that its spec asks for could."""
+    problem = resolve(spec, features.scan())[0]
+    return any(getattr(each, "splits_heads", False) for each in plans(problem, spec.arch[0]))
+
+
 def have_few_tiles(
     kernels: Sequence[LoadedKernel],
     extents: Mapping[str, Extent],
     scalars: Scalars,
     mask: str,
-    narrow: bool,
+    spec: AttentionSpec,
 ) -> bool:
     """Whether key heads of a call have so few tiles that those of query heads are faster, by the
-    `kernels` of its backward if these can part them, or have the tiles of others that may: those in
-    an order, under a `narrow` window. Packed sequences count as if they were equally long."""
-    main = next((each for each in kernels if family_of(each) == "sm90_bwd"), None)
-    if main is None or not (narrow or main.kernel.dkv_floats):
-        return False
+    `kernels` of its backward, which may be those in an order under a narrow window, or others of
+    its spec with the same tiles. Packed sequences count as if they were equally long."""
     q, k, causal = extents["q"], extents["k"], "causal" in mask
     group = q.heads // k.heads
-    if group == 1:
+    if group == 1 or not has_parts(spec):
         return False
+    main = next(each for each in kernels if family_of(each) == "sm90_bwd")
     sequences = scalars.sequences or k.batch
     parts = sequences // k.batch  # packed ones are one batch
     rows, row_block = main.kernel.tile_rows, main.kernel.row_block
@@ -65,7 +73,7 @@ def have_few_tiles(
     seen = min(blocks, -(-(scalars.window_left + scalars.window_right + rows) // row_block))
     if 2 * seen < blocks:  # a window's tiles are alike
         blocks, causal = seen, False
-    gain = GAIN_NARROW if narrow else GAIN
+    gain = GAIN if can_part(kernels) else GAIN_NARROW
     heads = k.heads * sequences
     return is_faster(tiles, blocks, heads, group, causal, main.multiprocessors, gain)
 
