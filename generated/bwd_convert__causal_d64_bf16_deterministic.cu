@@ -107,7 +107,7 @@ ATTNGEN_DEVICE void convert_keys(const Params& p, unsigned short* rows, int part
 
 }  // namespace attngen
 
-// Grid: parts of blocks of queries, query heads, batch.
+// Grid: parts of tiles of keys, then of blocks of queries, query heads, batch.
 extern "C" __global__ void __launch_bounds__(128)
 bwd_convert__causal_d64_bf16_deterministic__55eead(const __grid_constant__ attngen::Params p) {
   using namespace attngen;

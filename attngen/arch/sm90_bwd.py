@@ -432,6 +432,19 @@ def _operand_bytes(problem: Problem, tile: Tile, q_stages: int, do_stages: int) 
     }
 
 
+def _splits_heads(problem: Problem, tile: Tile) -> bool:
+    """Whether there is a place for sums of dK and dV, and there are registers to find it."""
+    windowed = "window" in problem.masks
+    if problem.gather or problem.bias or windowed and problem.deterministic:
+        return False
+    if (problem.q_seq == "packed") != (problem.kv_seq == "packed"):
+        return False
+    beside_alibi = windowed or problem.varlen and (problem.attn_mask or len(problem.scores) > 1)
+    spills = "alibi" in problem.scores and beside_alibi
+    spills = spills or problem.dropout and (tile.m > 64 or problem.attn_mask)
+    return not spills
+
+
 def _finish(
     problem: Problem,
     family: Family,
@@ -475,15 +488,6 @@ def _finish(
     job = JOB_BYTES + JOB_BYTES_WAVES * waves + JOB_BYTES_TURNS * completes
     order = {"Order": order_bytes(0)} if problem.varlen else {}
     regions = lay_out(sizes, {**small, "Job": job, **order})
-    windowed = "window" in problem.masks
-    splits_heads = family == "sm90_bwd" and not (windowed and deterministic)
-    unlike = problem.gather or problem.bias
-    unlike = unlike or (problem.q_seq == "packed") != (problem.kv_seq == "packed")
-    beside_alibi = windowed or problem.varlen and (problem.attn_mask or len(problem.scores) > 1)
-    spills = "alibi" in problem.scores and beside_alibi
-    spills = spills or problem.dropout and (tile.m > 64 or problem.attn_mask)
-    unlike = unlike or spills
-    splits_heads = splits_heads and not unlike
     return BackwardPlan(
         arch=ARCH,
         family=family,
@@ -502,7 +506,7 @@ def _finish(
         descending=descending,
         waves=waves,
         short_head=SHORT_HEAD if waves and not (deterministic or problem.varlen) else 0,
-        splits_heads=splits_heads,
+        splits_heads=family == "sm90_bwd" and _splits_heads(problem, tile),
         schedule=schedule,
         smem=regions,
         smem_bytes=regions[-1].offset + regions[-1].bytes,

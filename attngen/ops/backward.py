@@ -320,12 +320,10 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bo
     narrow = wanted.dq and not spec.deterministic and is_narrow(extents, scalars)
     served = spec_of(q, k, v, optional, arguments).gathers == gather
     table = schedule.table_for(optional["schedule"], scalars.sequences, served)
-    kernels = needed(kernels_of(spec, q.device, narrow=narrow), wanted)
     # A table holds the order of all calls that it serves.
     parts = wanted.dq and wanted.dkv and table is None
-    parts = parts and heads.have_few_tiles(kernels, extents, scalars, arguments.mask, spec)
-    if parts and not heads.can_part(kernels):  # those in an order
-        kernels = needed(kernels_of(spec, q.device), wanted)
+    parts = parts and heads.have_few_tiles(spec, q.device, extents, scalars, narrow)
+    kernels = needed(kernels_of(spec, q.device, narrow=narrow and not parts), wanted)
     of_bias = bias.Added()
     if dbias:
         extents["dbias"] = dbias.extent

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from .. import features
-from ..load import LoadedKernel
+from ..arch.sm90_bwd import BackwardPlan
+from ..load import LoadedKernel, multiprocessors
 from ..plan import plans
 from ..resolve import resolve
 from ..run_time import Extent, Scalars, blocks_of, heads_per_group
 from ..spec import AttentionSpec
-from .needed import family_of
 
 # In blocks of queries that a tile visits: what one adds to sums in memory, and the kernel that
 # rounds these. Calls by them: `heads apart` in docs/results/experiments.json.
@@ -40,42 +42,35 @@ class Apart:
 TOGETHER = Apart({}, {}, 0)
 
 
-def can_part(kernels: Sequence[LoadedKernel]) -> bool:
-    """Whether those of a backward can sum what tiles of query heads make."""
-    return any(each.kernel.dkv_floats for each in kernels)
-
-
-def has_parts(spec: AttentionSpec) -> bool:
-    """Whether kernels of a backward in the order that its spec asks for could."""
-    problem = resolve(spec, features.scan())[0]
-    return any(getattr(each, "splits_heads", False) for each in plans(problem, spec.arch[0]))
-
-
 def have_few_tiles(
-    kernels: Sequence[LoadedKernel],
+    spec: AttentionSpec,
+    device: torch.device,
     extents: Mapping[str, Extent],
     scalars: Scalars,
-    mask: str,
-    spec: AttentionSpec,
+    narrow: bool,
 ) -> bool:
-    """Whether key heads of a call have so few tiles that those of query heads are faster, by the
-    `kernels` of its backward, which may be those in an order under a narrow window, or others of
-    its spec with the same tiles. Packed sequences count as if they were equally long."""
-    q, k, causal = extents["q"], extents["k"], "causal" in mask
+    """Whether key heads of a call have so few tiles that those of query heads are faster, where the
+    kernels of its spec can part them; under a `narrow` window they stand in for those in an order.
+    Packed sequences count as if they were equally long. Raises: LaunchError."""
+    q, k = extents["q"], extents["k"]
     group = q.heads // k.heads
-    if group == 1 or not has_parts(spec):
+    if group == 1:
         return False
-    main = next(each for each in kernels if family_of(each) == "sm90_bwd")
+    problem, *in_order = resolve(spec, features.scan())
+    made = (x for x in plans(problem, spec.arch[0]) if isinstance(x, BackwardPlan))
+    main = next((plan for plan in made if plan.splits_heads), None)
+    if main is None:
+        return False
     sequences = scalars.sequences or k.batch
     parts = sequences // k.batch  # packed ones are one batch
-    rows, row_block = main.kernel.tile_rows, main.kernel.row_block
+    rows, row_block, causal = main.tile.n, main.row_block, "causal" in problem.masks
     tiles, blocks = (-(-x.seq // (parts * n)) for x, n in ((k, rows), (q, row_block)))
     seen = min(blocks, -(-(scalars.window_left + scalars.window_right + rows) // row_block))
     if 2 * seen < blocks:  # a window's tiles are alike
         blocks, causal = seen, False
-    gain = GAIN if can_part(kernels) else GAIN_NARROW
-    heads = k.heads * sequences
-    return is_faster(tiles, blocks, heads, group, causal, main.multiprocessors, gain)
+    gain = GAIN_NARROW if narrow and in_order else GAIN
+    heads, chip = k.heads * sequences, multiprocessors(device.index)
+    return is_faster(tiles, blocks, heads, group, causal, chip, gain)
 
 
 def apart_of(

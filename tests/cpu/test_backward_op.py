@@ -13,7 +13,7 @@ from attngen import AttentionSpec, SpecError, features, resolve
 from attngen.builder import render_problem
 from attngen.load import LoadedKernel
 from attngen.ops import backward as op
-from attngen.ops import operation, sinks
+from attngen.ops import heads, operation, sinks
 from attngen.ops.signature import OPTIONAL, Arguments
 from attngen.plan import plans
 
@@ -61,6 +61,7 @@ def launched(monkeypatch):
         launches.append(SimpleNamespace(kernel=kernel, addresses=dict(addresses), stream=stream))
 
     monkeypatch.setattr(op, "kernels_of", load)
+    monkeypatch.setattr(heads, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(op, "_ready", {})
     monkeypatch.setattr(op, "_recent", {})
     monkeypatch.setattr(operation, "launch", note)

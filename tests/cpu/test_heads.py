@@ -94,7 +94,12 @@ def load(problem):
     return tuple(LoadedKernel("handle", entry, 0, SMS) for entry in entries)
 
 
-def few_tiles(kernels, shapes, masks, window=None, sequences=None, **fields):
+@pytest.fixture(autouse=True)
+def chip(monkeypatch):
+    monkeypatch.setattr(heads, "multiprocessors", lambda device: SMS)
+
+
+def few_tiles(shapes, masks, window=None, sequences=None, narrow=False, **fields):
     """`have_few_tiles` of a call's shapes."""
     left, right = window or (run_time.UNBOUNDED, 0)
     scalars = run_time.Scalars(1.0, left, right, sequences=sequences)
@@ -102,7 +107,7 @@ def few_tiles(kernels, shapes, masks, window=None, sequences=None, **fields):
     spec = attngen.AttentionSpec(
         shapes["q"].dim, mask=mask, window="window" in masks, directions=("bwd",), **fields
     )
-    return heads.have_few_tiles(kernels, shapes, scalars, mask, spec)
+    return heads.have_few_tiles(spec, torch.device("cuda", 0), shapes, scalars, narrow)
 
 
 def extents(batch, heads_q, heads_kv, s_q, s_kv, d, d_v):
@@ -153,30 +158,26 @@ def test_apart_heads_are_grouped_by_what_each_reads_alone(make_problem):
 @pytest.mark.parametrize(
     "shape", [(1, 8, 8, 4096, 4096), (1, 1, 1, 4096, 4096), (2, 64, 8, 8192, 8192)], ids=str
 )
-def test_apart_are_no_heads_that_share_no_keys_or_have_many_tiles(shape, masks, make_problem):
-    kernels = load(make_problem(128, masks=masks, direction="bwd"))
-    assert not few_tiles(kernels, extents(*shape, 128, 128), masks)
+def test_apart_are_no_heads_that_share_no_keys_or_have_many_tiles(shape, masks):
+    assert not few_tiles(extents(*shape, 128, 128), masks)
     assert TOGETHER.numbers == TOGETHER.main == TOGETHER.rounding == {} and not TOGETHER.floats
 
 
-def test_apart_are_asked_for_with_what_a_call_has(make_problem, monkeypatch):
+def test_apart_are_asked_for_with_what_a_call_has(monkeypatch):
     """Tiles and blocks of a head, key heads of all sequences, heads of a group."""
     asked = []
     monkeypatch.setattr(heads, "is_faster", lambda *what: asked.append(what))
     for d in (64, 128):
         for masks in ((), ("causal",)):
-            kernels = load(make_problem(d, masks=masks, direction="bwd"))
-            assert not few_tiles(kernels, extents(3, 6, 2, 300, 517, d, d), masks)
+            assert not few_tiles(extents(3, 6, 2, 300, 517, d, d), masks)
             assert asked.pop() == (5, 3 if d == 64 else 5, 6, 3, bool(masks), SMS, heads.GAIN)
 
 
-def test_apart_are_asked_for_with_packed_sequences_as_if_equally_long(make_problem, monkeypatch):
+def test_apart_are_asked_for_with_packed_sequences_as_if_equally_long(monkeypatch):
     asked = []
     monkeypatch.setattr(heads, "is_faster", lambda *what: asked.append(what))
-    problem = make_problem(128, masks=("causal",), direction="bwd")
-    kernels = load(dataclasses.replace(problem, q_seq="packed", kv_seq="packed"))
     shapes = extents(1, 6, 2, 3000, 4000, 128, 128)
-    few_tiles(kernels, shapes, ("causal",), sequences=4, layout="thd")
+    few_tiles(shapes, ("causal",), sequences=4, layout="thd")
     assert asked.pop() == (8, 12, 8, 3, True, SMS, heads.GAIN)
 
 
@@ -185,21 +186,19 @@ def test_apart_are_asked_for_with_packed_sequences_as_if_equally_long(make_probl
     [((512, 0), (10, False)), ((300, 340), (12, False)), ((1919, 0), (64, True))],
     ids=str,
 )
-def test_apart_are_asked_for_with_the_blocks_that_a_window_leaves(
-    window, expected, make_problem, monkeypatch
-):
+def test_apart_are_asked_for_with_the_blocks_that_a_window_leaves(window, expected, monkeypatch):
     """Where these are fewer than half, all tiles have as many; what has not is not parted."""
     asked = []
     monkeypatch.setattr(heads, "is_faster", lambda *what: asked.append(what))
-    problem = make_problem(128, masks=("causal", "window"), direction="bwd")
     shapes = extents(1, 8, 1, 4096, 4096, 128, 128)
     for narrow, gain in ((False, heads.GAIN), (True, heads.GAIN_NARROW)):
-        kernels = load(dataclasses.replace(problem, deterministic=narrow))
-        assert heads.can_part(kernels) == (not narrow)
-        few_tiles(kernels, shapes, ("causal", "window"), window)
+        few_tiles(shapes, ("causal", "window"), window, narrow=narrow)
         assert asked.pop() == (32, expected[0], 1, 8, expected[1], SMS, gain)
-    few_tiles(kernels, shapes, ("causal", "window"), window, alibi=True)
-    few_tiles(kernels, shapes, ("causal", "window"), window, deterministic=True)
+    # Where no other kernels have an order, what parts heads has nothing to make up for.
+    few_tiles(shapes, ("causal", "window"), window, narrow=True, dropout=True)
+    assert asked.pop() == (32, expected[0], 1, 8, expected[1], SMS, heads.GAIN)
+    few_tiles(shapes, ("causal", "window"), window, alibi=True)
+    few_tiles(shapes, ("causal", "window"), window, deterministic=True)
     assert not asked
 
 
@@ -233,25 +232,24 @@ def test_apart_may_be_heads_for_which_there_are_registers(kind, make_problem):
     problem = dataclasses.replace(problem, **fields)
     made = [each for each in plans(problem, ARCH) if isinstance(each, BackwardPlan)]
     assert any(each.splits_heads for each in made) == can
-    kernels, d = load(problem), problem.head_dim_qk
+    kernels = load(problem)
     sums = ["dkv_acc" in each.kernel.workspace for each in kernels]
     names = [{field.name for field in each.kernel.fields} for each in kernels]
     families = {family_of(each) for each, has in zip(kernels, sums, strict=True) if has}
     assert families == ({"sm90_bwd", "bwd_convert"} if can else set())
     assert [("dkv_acc" in known) for known in names] == sums
-    assert heads.can_part(kernels) == can
-    if can and not problem.varlen:
-        assert few_tiles(kernels, extents(1, 8, 1, 4096, 4096, d, d), problem.masks)
 
 
 @pytest.fixture
 def ready_of(monkeypatch):
     """`ready_of(q, k, v, wanted, **arguments)` → what a call of these shapes launches."""
 
-    def load_spec(spec, device, narrow=False):
+    def load_spec(spec, device, narrow):
+        loaded.append(narrow)
         problems = resolve.resolve(spec, features.scan())
         return load(problems[-1] if narrow else problems[0])
 
+    loaded = []
     monkeypatch.setattr(op, "kernels_of", load_spec)
 
     def make(q, k, v, wanted=(), **arguments):
@@ -266,7 +264,10 @@ def ready_of(monkeypatch):
         lse = o.new_empty([o.shape[axes.index(axis)] for axis in "bhs"], dtype=torch.float32)
         there = {**dict.fromkeys(OPTIONAL), "d_o": o, "o": o, "lse": lse, "dlse": None, **tensors}
         wanted = Wanted(*wanted)._replace(dsink=False, dbias=False)
-        return op._make_ready(there, arguments, wanted, False)
+        ready = op._make_ready(there, arguments, wanted, False)
+        assert len(loaded) == 1, "what is not launched is not loaded"
+        loaded.clear()
+        return ready
 
     return make
 

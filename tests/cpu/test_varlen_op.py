@@ -11,7 +11,7 @@ import attngen
 from attngen import SpecError, features, layouts
 from attngen.builder import render_problem
 from attngen.load import LoadedKernel
-from attngen.ops import backward, checks, forward, lengths, operands, operation, short
+from attngen.ops import backward, checks, forward, heads, lengths, operands, operation, short
 from attngen.ops.signature import LENGTHS, OPTIONAL, Arguments
 from attngen.plan import plans
 from attngen.resolve import resolve
@@ -42,7 +42,8 @@ def launches(monkeypatch):
     for module in (forward, backward):
         monkeypatch.setattr(module, "kernels_of", load)
         monkeypatch.setattr(module, "_ready", {})
-    monkeypatch.setattr(short, "multiprocessors", lambda device: 132)
+    for module in (short, heads):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(operation, "launch", note)
     monkeypatch.setattr(operation, "tile_counter", lambda device, stream: 64)
     monkeypatch.setattr(operation, "_empty_strided_cuda", lambda size, stride, dtype:

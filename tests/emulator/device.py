@@ -157,6 +157,7 @@ def emulated(emulator: Emulator) -> Iterator[None]:
         "attngen.ops.operation._empty_strided_cuda": _allocate,
         "attngen.ops.operation.device_arch": lambda _: "sm_90a",
         "attngen.ops.operation.find_kernels": emulator.find_kernels,
+        "attngen.ops.heads.multiprocessors": lambda _: MULTIPROCESSORS,
         "attngen.ops.short.multiprocessors": lambda _: MULTIPROCESSORS,
         "torch._C._cuda_getCurrentRawStream": lambda _: 0,
         "torch._C._cuda_getDevice": lambda: None,

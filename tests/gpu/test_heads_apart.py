@@ -102,28 +102,29 @@ KERNELS = list(dict.fromkeys([
 APART = pytest.mark.parametrize("apart", [False, True], ids=("together", "apart"))
 
 
+def check_call(call, apart, **arguments):
+    """The rule of a call whose kernels can have it either way."""
+    with oracle.heads_apart(apart) as asked:
+        varlen.check(call, **arguments)
+    assert asked.called
+
+
 @APART
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_heads_of_a_group_have_right_gradients(call, apart):
-    with oracle.heads_apart(apart) as asked:
-        varlen.check(call)
-    assert asked.called
+    check_call(call, apart)
 
 
 @APART
 @pytest.mark.parametrize("call", LENGTHS, ids=str)
 def test_heads_of_a_group_beside_lengths_have_right_gradients(call, apart):
-    with oracle.heads_apart(apart) as asked:
-        varlen.check(call)
-    assert asked.called
+    check_call(call, apart)
 
 
 @APART
 @pytest.mark.parametrize("call", WINDOWS, ids=str)
 def test_heads_of_a_group_under_windows_have_right_gradients(call, apart):
-    with oracle.heads_apart(apart) as asked:
-        varlen.check(call)
-    assert asked.called
+    check_call(call, apart)
 
 
 @pytest.mark.parametrize("call", OTHERS, ids=str)
@@ -136,17 +137,13 @@ def test_heads_of_a_call_that_sums_nothing_have_right_gradients(call):
 @APART
 @pytest.mark.parametrize("call", ORDERED, ids=str)
 def test_heads_of_a_group_in_an_order_have_right_and_equal_bits(call, apart):
-    with oracle.heads_apart(apart) as asked:
-        varlen.check(call, deterministic=True)
-    assert asked.called
+    check_call(call, apart, deterministic=True)
 
 
 @APART
 def test_heads_of_more_tiles_than_ctas_have_right_gradients(apart):
     """One CTA works on tiles of several query heads, one after another."""
-    with oracle.heads_apart(apart) as asked:
-        varlen.check(MANY)
-    assert asked.called
+    check_call(MANY, apart)
 
 
 def operands(d=64, heads=(2, 4, 2), lengths=(130, 200), seed=0):
