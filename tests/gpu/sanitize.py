@@ -10,7 +10,8 @@ Operands are made and results checked on the CPU, so that attngen's kernels are 
 the device. Without torch's caching every tensor is an allocation of its own, whose bounds memcheck
 knows.  Arguments: words that the names of the cases to run contain; --list prints the names,
 --shard 1/4 runs a quarter of them. Shards of all three tools are taken to run side by side, and to
-share the cores.
+share the cores: with OMP_NUM_THREADS=1 and kernels that are in the cache five of each take half a
+minute on 16 cores.
 """
 
 from __future__ import annotations
