@@ -324,6 +324,8 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bo
     parts = wanted.dq and wanted.dkv and table is None
     parts = parts and heads.have_few_tiles(spec, q.device, extents, scalars, narrow)
     kernels = needed(kernels_of(spec, q.device, narrow=narrow and not parts), wanted)
+    if parts and not any(each.kernel.dkv_floats for each in kernels):  # an earlier version's
+        parts, kernels = False, needed(kernels_of(spec, q.device, narrow=narrow), wanted)
     of_bias = bias.Added()
     if dbias:
         extents["dbias"] = dbias.extent

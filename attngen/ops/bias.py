@@ -144,16 +144,21 @@ class Gradient:
         return total.to(dtype).unsqueeze(2).view(self.shape)
 
 
+def refuse_column(bias: Tensor, keys: int) -> None:
+    """Raises: SpecError where a bias that needs a gradient has one column for all keys."""
+    if sizes_of(bias.shape)[3] == 1 < keys:
+        raise SpecError(
+            f"bias {list(bias.shape)} has one column for {keys} keys, and kernels no gradient "
+            "of that: pass bias.expand(…, s_kv), or detach it"
+        )
+
+
 def gradient_of(bias: Tensor, full: tuple[int, int, int, int]) -> Gradient:
     """How the gradient of a bias is made in a call of so many sequences, heads, queries and keys.
 
     Raises: SpecError where the bias has one column for all keys.
     """
+    refuse_column(bias, full[3])
     _, _, rows, columns = sizes_of(bias.shape)
-    if columns == 1 < full[3]:
-        raise SpecError(
-            f"bias {list(bias.shape)} has one column for {full[3]} keys, and kernels no gradient "
-            "of that: pass bias.expand(…, s_kv), or detach it"
-        )
     sums = (full[0], full[1], columns) if rows == 1 < full[2] else None
     return Gradient(tuple(bias.shape), sums)

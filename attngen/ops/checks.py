@@ -19,17 +19,25 @@ from ..reference.fp8_checks import (
 from ..resolve import BIASES
 from ..run_time import Extent
 from ..spec import MAX_HEAD_DIM
-from . import decode, lengths, schedule
-from .operands import layout_of, output_dtype, sequences_of, softmax_scale_of, spec_of
+from . import bias, decode, lengths, schedule
+from .operands import (
+    extents_of,
+    layout_of,
+    output_dtype,
+    sequences_of,
+    softmax_scale_of,
+    spec_of,
+    unpacked,
+)
 from .signature import INPUTS, Arguments, Operands
 from .transforms import refuse_tangents
 
 SCALE_LIMIT = 2.0**127  # in log2 units it must still be a float32
-PAGES = INPUTS.index("page_table_k")
+PAGES, BIAS = map(INPUTS.index, ("page_table_k", "bias"))
 OFFSET_LIMIT = 1 << 31  # elements; kernels index scales in 32 bits
 
 
-def refuse_derivatives(operands: Operands, gradients: bool) -> None:
+def refuse_derivatives(operands: Operands, arguments: Arguments, gradients: bool) -> None:
     """Raises: SpecError where a call needs derivatives that kernels do not have. gradients: whether
     it needs those."""
     if gradients and any(x is not None and is_fp8(x.dtype) for x in operands[:2]):
@@ -44,6 +52,11 @@ def refuse_derivatives(operands: Operands, gradients: bool) -> None:
             f"a gradient is needed, but head dims above {MAX_HEAD_DIM} have none; call under "
             "torch.no_grad()"
         )
+    if gradients and (added := operands[BIAS]) is not None and added.requires_grad:
+        q, k, v = operands[:3]
+        assert q is not None  # the operation's schema
+        _, k, _ = unpacked(q, k, v, arguments.layout)
+        bias.refuse_column(added, extents_of({"k": k}, arguments.layout)["k"].seq)
     refuse_tangents(operands)
 
 

@@ -26,6 +26,7 @@ from .lengths import settle as settle_lengths
 from .operation import Ready, format_of, run, unobserved
 from .schedule import Ordered, Schedule, ordered_by
 from .signature import INPUTS, OPTIONAL, Arguments, Call, places_of
+from .transforms import is_transformed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -264,7 +265,7 @@ def attention(
             *[None if x is None else format_of(x) for x in (*scales, *lengths, *scored)],
             tuple(map(format_of, tables)) if paired else format_of(page_table),
             (alibi_slopes is True, type(alibi_slopes)),
-            schedule is None,
+            schedule is None or is_transformed(),  # which has none either
         )
         try:
             known = _settled.get(key)
@@ -450,7 +451,7 @@ def _run_kernels(
     present: list[Any] = [operands[place] for place in settled.places]
     differentiable = torch.is_grad_enabled() and any([x.requires_grad for x in present])
     if differentiable or forward_ad._current_level >= 0:
-        refuse_derivatives(operands, differentiable)
+        refuse_derivatives(operands, settled.arguments, differentiable)
     results: Sequence[Tensor]
     if torch.compiler.is_compiling() or not unobserved(present):
         results = dispatched(*operands, *settled.arguments)
@@ -474,7 +475,7 @@ def _run_kernels(
     asked = settled.arguments
     more = iter(x for x in results[2:] if x.numel())
     amax_s, amax_o = (next(more) if asked.amax else None for _ in range(2))
-    max_logit = next(more) if asked.max_logit else None
+    max_logit = next(more, results[1].new_empty(0)) if asked.max_logit else None  # of no heads
     return results[0], AttentionAux(
         lse=results[1], max_logit=max_logit, rng_state=rng_state, amax_s=amax_s, amax_o=amax_o
     )

@@ -31,6 +31,11 @@ class Ragged:
         ends = torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
         return {f"cu_seqlens_{side}": ends.to(torch.int32), f"cu_seqlens_{side}_padded": offsets}
 
+    @property
+    def keeps_lengths(self) -> bool:
+        """Whether calls get the same tensors each time."""
+        return self.lengths is None and self.offsets.dtype == torch.int32
+
     def same_as(self, other: Ragged) -> bool:
         """Whether both are the same tensors; their values stay on the device."""
         return self.offsets is other.offsets and self.lengths is other.lengths
@@ -52,6 +57,11 @@ def attend(attention: Callable[..., Any], call: Mapping[str, Any]) -> Any:
         raise SpecError(
             "k and v must have the same offsets, as the same tensor; make v with "
             "torch.nested.nested_tensor_from_jagged(values, k.offsets(), k.lengths())"
+        )
+    if call["schedule"] is not None and not all(x.keeps_lengths for x in found.values()):
+        raise SpecError(
+            "schedule: these nested tensors make the lengths of a call anew each time; give them "
+            "int32 offsets and no holes, or leave it out"
         )
     lengths: dict[str, Tensor] = {}
     for side, name in (("q", "q"), ("kv", "k")):

@@ -22,10 +22,11 @@ WORDS = SCHEDULE_BYTES // 4
 
 
 class Ordered(NamedTuple):
-    """What an order depends on beside the lengths: the forward's problem, heads of queries and of
-    keys, sequences."""
+    """What an order depends on beside the lengths: the forward's problem, whether its gradients are
+    to be deterministic, which may take other tiles, heads of queries and of keys, sequences."""
 
     problem: Problem
+    deterministic: bool
     heads_q: int
     heads_kv: int
     sequences: int
@@ -40,7 +41,8 @@ def ordered_by(operands: Operands, arguments: Arguments) -> Ordered:
     (problem,) = resolve(spec_of(q, k, v, optional, arguments), features.scan())
     extents = extents_of({"q": q, "k": k}, arguments.layout)
     sequences = sequences_of(q, optional, arguments.layout)
-    return Ordered(problem, extents["q"].heads, extents["k"].heads, sequences)
+    heads = extents["q"].heads, extents["k"].heads
+    return Ordered(problem, arguments.deterministic, *heads, sequences)
 
 
 class Schedule:
@@ -85,8 +87,8 @@ class Schedule:
             self._call = call
         if self._call != call:
             raise SpecError(
-                "schedule: made for calls of another variant, other heads or another number of "
-                "sequences; use one for each"
+                "schedule: made for calls of another variant, other heads, another number of "
+                "sequences or the other of deterministic and not; use one for each"
             )
         if not self._lengths:
             self._lengths = lengths

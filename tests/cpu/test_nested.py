@@ -98,3 +98,17 @@ def test_nested_operands_that_do_not_fit_are_refused(change, word):
         change = {"q": torch.nested.nested_tensor([torch.zeros(3, 2, 8)])}
     with pytest.raises(SpecError, match=word):
         attngen.attention(**{"q": q, "k": k, "v": v, "layout": "thd", **change})
+
+
+@pytest.mark.parametrize("kind", ["int64", "holes", "int32"])
+def test_nested_shares_a_schedule_where_its_lengths_stay(kind):
+    """What is made anew for each call could not be told from other lengths."""
+    values, q = nest(LENGTHS, seed=1, holes=kind == "holes")
+    if kind == "int32":
+        q = torch.nested.nested_tensor_from_jagged(values, q.offsets().int())
+    given = {"layout": "thd", "backend": "reference", "schedule": attngen.Schedule()}
+    if kind == "int32":
+        assert attngen.attention(q, q, q, **given).is_nested
+    else:
+        with pytest.raises(SpecError, match="make the lengths of a call anew"):
+            attngen.attention(q, q, q, **given)

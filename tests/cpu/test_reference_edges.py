@@ -112,3 +112,18 @@ def test_max_logit_padding_does_not_count():
     _, first = attention(q[:1], k[:1, :, :3], v[:1, :, :3], **asked)
     _, second = attention(q[1:], k[1:], v[1:], **asked)
     close(cut.max_logit, torch.maximum(first.max_logit, second.max_logit))
+
+
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+def test_gradients_of_no_sequence_are_zeros(layout):
+    shape = (0, 5, 2, 4) if layout == "bshd" else (5, 2, 4)
+    q, k, v = (torch.full(shape, math.nan, requires_grad=True) for _ in range(3))
+    sink = torch.zeros(2, requires_grad=True)
+    ends = torch.zeros(1, dtype=torch.int32)
+    lengths = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), ends) if layout == "thd" else {}
+    out, aux = attention(q, k, v, layout=layout, softmax="learnable", sink=sink, **lengths)
+    assert out.shape == shape and not out.any()
+    for of in (out, aux.lse):
+        found = torch.autograd.grad(of.sum(), (q, k, v, sink), retain_graph=True)
+        assert all(x.shape == y.shape for x, y in zip(found, (q, k, v, sink), strict=True))
+        assert not any(x.any() for x in found)

@@ -21,10 +21,10 @@ CPU = torch.device("cpu")
 MANY = 40  # sequences, of which none find their order themselves
 
 
-def ordered(heads=4, sequences=MANY, layout="thd"):
+def ordered(heads=4, sequences=MANY, layout="thd", deterministic=False):
     spec = attngen.AttentionSpec(head_dim=64, layout=layout, mask="causal")
     (problem,) = resolve(spec, features.scan())
-    return Ordered(problem, heads, heads, sequences)
+    return Ordered(problem, deterministic, heads, heads, sequences)
 
 
 def run_both(table, sequences=MANY):
@@ -96,7 +96,15 @@ def test_schedule_serves_equal_calls_with_one_table():
     assert schedule.table_of(ordered(), (lengths[0].view(-1), None), CPU) is first
 
 
-@pytest.mark.parametrize("other", [ordered(heads=8), ordered(sequences=3), ordered(layout="bshd")])
+@pytest.mark.parametrize(
+    "other",
+    [
+        ordered(heads=8),
+        ordered(sequences=3),
+        ordered(layout="bshd"),
+        ordered(deterministic=True),  # whose backward may have tiles of other sizes
+    ],
+)
 def test_schedule_of_another_call_is_refused(other):
     schedule, lengths = attngen.Schedule(), (cumulative(),)
     schedule.table_of(ordered(), lengths, CPU)
@@ -136,3 +144,5 @@ def test_call_is_ordered_by_its_problem_heads_and_sequences():
     found = ordered_by(operands, Arguments(layout="thd", mask="causal"))
     assert found.problem.masks == ("causal",) and found.problem.varlen
     assert (found.heads_q, found.heads_kv, found.sequences) == (q.shape[1], k.shape[1], 2)
+    in_order = ordered_by(operands, Arguments(layout="thd", mask="causal", deterministic=True))
+    assert in_order == found._replace(deterministic=True) != found

@@ -354,9 +354,14 @@ def test_gradient_of_one_column_for_all_keys_is_refused():
     q, k, v = oracle.operands(2, 4, 2, 64, 64, 64)
     bias = oracle.randn(2, 4, 64, 1).requires_grad_()
     oracle.check_call(q, k, v, bias=bias.detach())
-    out = attngen.attention(q, k, v, bias=bias, backend="cuda")
-    with pytest.raises(SpecError, match="expand"):
-        out.sum().backward()
+    for backend in ("cuda", "auto"):
+        with pytest.raises(SpecError, match="one column for 64 keys.*expand"):
+            attngen.attention(q, k, v, bias=bias, backend=backend)
+    with torch.no_grad():
+        attngen.attention(q, k, v, bias=bias, backend="cuda")
+    one_key = [x[:, :1].contiguous() for x in (k, v)]
+    out = attngen.attention(q, *one_key, bias=bias, backend="cuda")
+    assert torch.autograd.grad(out.sum(), bias)[0].shape == bias.shape
 
 
 @pytest.mark.device

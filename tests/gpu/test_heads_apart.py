@@ -10,6 +10,7 @@ import torch
 
 import attngen
 import attngen.ops.backward  # noqa: F401  # defines the operation
+from attngen.ops import operation
 
 from . import cases, gradients, oracle, varlen
 from .varlen import Call, Features
@@ -125,6 +126,20 @@ def test_heads_of_a_group_beside_lengths_have_right_gradients(call, apart):
 @pytest.mark.parametrize("call", WINDOWS, ids=str)
 def test_heads_of_a_group_under_windows_have_right_gradients(call, apart):
     check_call(call, apart)
+
+
+def test_kernels_of_an_earlier_version_have_heads_together(monkeypatch):
+    find = operation.find_kernels
+
+    def without_sums(binary):
+        return dataclasses.replace(binary, kernel=dataclasses.replace(binary.kernel, dkv_floats=0))
+
+    def find_earlier(*arguments):
+        return tuple((without_sums(binary), cubin) for binary, cubin in find(*arguments))
+
+    monkeypatch.setattr(operation, "find_kernels", find_earlier)
+    monkeypatch.setattr(operation, "_kernels", {})
+    check_call(CALLS[0], True)
 
 
 @pytest.mark.parametrize("call", OTHERS, ids=str)

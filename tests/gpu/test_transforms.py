@@ -160,6 +160,31 @@ def test_vmap_orders_the_sequences_of_each_sample_whatever_the_schedule():
     assert torch.equal(call(lengths[1], schedule), call(lengths[1]))
 
 
+@pytest.mark.parametrize("transformed_first", [False, True])
+def test_schedule_serves_calls_under_transforms_and_others(transformed_first):
+    lengths = torch.arange(0, 41 * 3, 3, dtype=torch.int32, device=oracle.DEVICE)
+    q, k, v = (oracle.randn(120, 1, 64, seed=n) for n in range(3))
+    schedule = attngen.Schedule()
+
+    def weight(x):
+        given = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), lengths)
+        out = attngen.attention(x, k, v, layout="thd", **given, schedule=schedule, backend="cuda")
+        return out.float().square().sum()
+
+    def by_func():
+        return torch.func.grad(weight)(q)
+
+    def by_autograd():
+        weight(q)
+        leaf = q.clone().requires_grad_()
+        return torch.autograd.grad(weight(leaf), leaf)[0]
+
+    order = (by_func, by_autograd)[:: 1 if transformed_first else -1]
+    first, second, again = (each() for each in (*order, order[0]))
+    torch.testing.assert_close(first, second, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(first, again, rtol=2e-2, atol=2e-2)
+
+
 def test_second_derivative_by_func_is_refused():
     tensors = operands()
     gradient = torch.func.grad(lambda q: weighted(q, *tensors[1:]))

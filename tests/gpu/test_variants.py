@@ -113,6 +113,19 @@ def test_max_logit_below_zero_is_found():
     variants.check_max_logit(aux.max_logit, q, k, v, {"mask": "causal"}, False)
 
 
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+def test_max_logit_of_no_heads_is_empty(layout):
+    shape = (2, 5, 0, 64) if layout == "bshd" else (10, 0, 64)
+    q = torch.empty(shape, dtype=torch.bfloat16, device=oracle.DEVICE)
+    k = torch.zeros(*shape[:-2], 1, 64, dtype=torch.bfloat16, device=oracle.DEVICE)
+    ends = torch.tensor([0, 5, 10], dtype=torch.int32, device=oracle.DEVICE)
+    lengths = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), ends) if layout == "thd" else {}
+    _, aux = attngen.attention(
+        q, k, k, layout=layout, **lengths, backend="cuda", return_max_logit=True
+    )
+    assert aux.max_logit.shape == (0,) and aux.max_logit.dtype == torch.float32
+
+
 def test_gradient_of_slopes_is_refused():
     q, k, v = (x.requires_grad_() for x in PLAIN.operands())
     slopes = torch.ones(4, device=oracle.DEVICE, requires_grad=True)
