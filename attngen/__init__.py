@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from .mounts import load_bundle
     from .ops.frontend import attention
+    from .ops.merge import merge_states
     from .ops.schedule import Schedule
     from .results import AttentionAux
     from .spec import AttentionSpec, load_specs
@@ -52,6 +53,7 @@ __all__ = [
     "build",
     "load_bundle",
     "load_specs",
+    "merge_states",
     "trace",
 ]
 
@@ -66,6 +68,7 @@ _HOMES = {
     "build": "builder",
     "load_bundle": "mounts",
     "load_specs": "spec",
+    "merge_states": "ops.merge",
     "trace": "tracing",
 }
 

@@ -45,6 +45,11 @@ def refuse_derivatives(operands: Operands, arguments: Arguments, gradients: bool
             "a gradient is needed, but FP8 kernels have no backward yet: call under "
             "torch.no_grad(), or detach what requires it"
         )
+    if gradients and arguments.out_dtype not in (None, operands[0].dtype):  # type: ignore[union-attr]
+        raise SpecError(
+            "a gradient is needed, but kernels have none of a float32 output beside 16-bit "
+            "operands: call under torch.no_grad(), or leave out_dtype out"
+        )
     if gradients and operands[PAGES] is not None:
         raise SpecError("pages are inference only; call under torch.no_grad()")
     if gradients and any(x is not None and x.shape[-1] > MAX_HEAD_DIM for x in operands[:3]):

@@ -89,7 +89,7 @@ def violations(
     if arguments.num_splits > 1 and not served:
         yield (
             f"num_splits={arguments.num_splits}: kernels split the keys of plain bshd, sbhd and "
-            "bhsd operands beside 16-bit queries, and of pages; leave it out"
+            "bhsd operands beside 16-bit queries and outputs, and of pages; leave it out"
         )
     if parse(arguments.layout).paged:
         yield from _page_violations(optional)

@@ -161,7 +161,8 @@ def attention(
     FP8 (float8_e4m3fn, float8_e5m2) q, k and v take scales, float32 [1] on their device, which is
     never waited for: descale_q, descale_k and descale_v (or [b, h_kv]) give what a stored number
     stands for; scale_s and its reciprocal descale_s store the softmax's weights; scale_o stores
-    the output, where out_dtype is FP8 too (default: bfloat16).
+    the output, where out_dtype is FP8 too (default: bfloat16). Beside 16 bits out_dtype may be
+    torch.float32, for parts that `merge_states` joins; kernels have no gradient of that.
 
     Gradients flow to q, k, v, bias and sink from the output and the LSE (16 bits; kernels refuse
     second and forward-mode derivatives). deterministic: whether they have the same bits on every

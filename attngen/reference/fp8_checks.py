@@ -85,9 +85,11 @@ def _misplaced(call: AttentionCall, q: torch.dtype, fitting: tuple[str, ...]) ->
                 f"{name} belongs to FP8 q, k and v; q is {dtype}, whose numbers stand for "
                 f"themselves. Leave it out."
             )
-    if call.out_dtype not in (None, q):
+    if call.out_dtype not in (None, q) and not (
+        call.out_dtype == torch.float32 and q in (torch.float16, torch.bfloat16)
+    ):
         yield (
-            f"out_dtype is a choice beside FP8 q, k and v; q is {dtype} and so is the output; got "
+            f"out_dtype: q is {dtype}, and so is the output, or float32 beside 16 bits; got "
             f"{call.out_dtype!r}. Leave it out and cast the output."
         )
     if call.return_amax:
