@@ -40,29 +40,36 @@ OFFSET_LIMIT = 1 << 31  # elements; kernels index scales in 32 bits
 def refuse_derivatives(operands: Operands, arguments: Arguments, gradients: bool) -> None:
     """Raises: SpecError where a call needs derivatives that kernels do not have. gradients: whether
     it needs those."""
-    if gradients and any(x is not None and is_fp8(x.dtype) for x in operands[:2]):
+    if gradients:
+        _refuse_gradients(operands, arguments)
+    refuse_tangents(operands)
+
+
+def _refuse_gradients(operands: Operands, arguments: Arguments) -> None:
+    """Raises: SpecError where kernels have none of a call."""
+    q, k, v = operands[:3]
+    assert q is not None  # the operation's schema
+    if is_fp8(q.dtype) or (k is not None and is_fp8(k.dtype)):
         raise SpecError(
             "a gradient is needed, but FP8 kernels have no backward yet: call under "
             "torch.no_grad(), or detach what requires it"
         )
-    if gradients and arguments.out_dtype not in (None, operands[0].dtype):  # type: ignore[union-attr]
+    if arguments.out_dtype not in (None, q.dtype):
         raise SpecError(
             "a gradient is needed, but kernels have none of a float32 output beside 16-bit "
             "operands: call under torch.no_grad(), or leave out_dtype out"
         )
-    if gradients and operands[PAGES] is not None:
+    if operands[PAGES] is not None:
         raise SpecError("pages are inference only; call under torch.no_grad()")
-    if gradients and any(x is not None and x.shape[-1] > MAX_HEAD_DIM for x in operands[:3]):
+    if any(x is not None and x.shape[-1] > MAX_HEAD_DIM for x in (q, k, v)):
         raise SpecError(
             f"a gradient is needed, but head dims above {MAX_HEAD_DIM} have none; call under "
             "torch.no_grad()"
         )
-    if gradients and (added := operands[BIAS]) is not None and added.requires_grad:
-        q, k, v = operands[:3]
-        assert q is not None  # the operation's schema
+    added = operands[BIAS]
+    if added is not None and added.requires_grad and bias.sizes_of(added.shape)[3] == 1:
         _, k, _ = unpacked(q, k, v, arguments.layout)
         bias.refuse_column(added, extents_of({"k": k}, arguments.layout)["k"].seq)
-    refuse_tangents(operands)
 
 
 def violations(

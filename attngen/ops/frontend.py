@@ -476,7 +476,9 @@ def _run_kernels(
     asked = settled.arguments
     more = iter(x for x in results[2:] if x.numel())
     amax_s, amax_o = (next(more) if asked.amax else None for _ in range(2))
-    max_logit = next(more, results[1].new_empty(0)) if asked.max_logit else None  # of no heads
+    max_logit = next(more, None) if asked.max_logit else None
+    if asked.max_logit and max_logit is None:  # of no heads
+        max_logit = results[1].new_empty(0)
     return results[0], AttentionAux(
         lse=results[1], max_logit=max_logit, rng_state=rng_state, amax_s=amax_s, amax_o=amax_o
     )

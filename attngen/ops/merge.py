@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SpecError
-from ..layouts import parse
-
-# Where the LSE's axes, [b, h, s] or [h, t], lie in the output's.
-_AXES = {"bshd": (0, 2, 1), "sbhd": (2, 0, 1), "bhsd": (0, 1, 2), "thd": (1, 0)}
+from ..layouts import Format, parse, size
 
 
 def merge_states(
@@ -32,33 +29,34 @@ def merge_states(
 
     Raises: SpecError where parts do not fit each other or the layout.
     """
-    axes = _AXES[parse(layout).q_format]
-    if reasons := _violations(outs, lses, layout, axes):
+    fmt = parse(layout).q_format
+    lse_axes = "ht" if fmt == "thd" else "bhs"
+    if reasons := _violations(outs, lses, fmt, lse_axes):
         raise SpecError(reasons)
+    order = [lse_axes.index(axis) for axis in fmt[:-1]]  # of the output's axes
     parts = torch.stack([*lses])
     # Of rows that see nothing anywhere −∞ − −∞ and the gradient of log 0 would be NaN.
     most = parts.detach().amax(0)
     empty = most == -torch.inf
     weights = (parts - most.masked_fill(empty, 0)).exp()
     total = weights.sum(0).masked_fill(empty, 1)
-    weights = weights / total
     lse = (most + total.log()).masked_fill(empty, -torch.inf)
-    merged = torch.zeros_like(outs[0], dtype=lse.dtype)
-    for out, weight in zip(outs, weights, strict=True):
-        merged = merged + out * weight.permute(axes).unsqueeze(-1)
+    shares = (weights / total).unsqueeze(-1)
+    weighed = (x * share.permute(*order, -1) for x, share in zip(outs, shares, strict=True))
+    merged = sum(weighed, lse.new_zeros(()))
     return merged.to(out_dtype or outs[0].dtype), lse
 
 
 def _violations(
-    outs: Sequence[Tensor], lses: Sequence[Tensor], layout: str, axes: tuple[int, ...]
+    outs: Sequence[Tensor], lses: Sequence[Tensor], fmt: Format, lse_axes: str
 ) -> list[str]:
     if not outs or len(outs) != len(lses):
         return [f"as many outs as lses, and at least one; got {len(outs)} and {len(lses)}"]
     first = outs[0]
     shapes = [tuple(x.shape) for x in (*outs, *lses)]
-    if first.ndim != len(axes) + 1:
-        return [f"outs of layout {layout!r} have {len(axes) + 1} axes; got {list(first.shape)}"]
-    rows = tuple(first.shape[axes.index(axis)] for axis in range(len(axes)))
+    if first.ndim != len(fmt):
+        return [f"outs in {fmt} have {len(fmt)} axes; got {list(first.shape)}"]
+    rows = tuple(size(first.shape, fmt, axis) for axis in lse_axes)
     if shapes != [shapes[0]] * len(outs) + [rows] * len(lses):
         return [
             f"outs need the shape of the first, {list(first.shape)}, and lses {list(rows)}; got "

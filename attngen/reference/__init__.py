@@ -149,11 +149,11 @@ def run(call: AttentionCall) -> tuple[Tensor, AttentionAux]:
         max_logit = torch.maximum(max_logit, result.max_logit)
         if call.return_amax:
             amax_o = torch.cat([amax_o, result.o.abs().flatten()]).amax(0, keepdim=True)
-    given = (operands.q, operands.k, operands.v, call.sink, call.bias)
-    trained = [x for x in given if x is not None and x.requires_grad]
-    if not queries and trained:  # nothing was copied, and yet there are gradients: zeros
-        nothing = sum(x.flatten()[:0].sum() for x in trained)
-        out, lse = out + nothing, lse + nothing
+    if not queries:  # nothing was copied, and yet there are gradients: zeros
+        for x in (operands.q, operands.k, operands.v, call.sink, call.bias, call.alibi_slopes):
+            if isinstance(x, Tensor) and x.requires_grad:
+                nothing = x.flatten()[:0].sum()
+                out, lse = out + nothing, lse + nothing
     amax_s = (max_logit > float("-inf")).any().float()[None]  # of a row that sees a key, e^0
     aux = AttentionAux(
         lse=lse,

@@ -118,12 +118,14 @@ def test_max_logit_padding_does_not_count():
 def test_gradients_of_no_sequence_are_zeros(layout):
     shape = (0, 5, 2, 4) if layout == "bshd" else (5, 2, 4)
     q, k, v = (torch.full(shape, math.nan, requires_grad=True) for _ in range(3))
-    sink = torch.zeros(2, requires_grad=True)
+    sink, slopes = torch.zeros(2, requires_grad=True), torch.ones(2, requires_grad=True)
     ends = torch.zeros(1, dtype=torch.int32)
     lengths = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), ends) if layout == "thd" else {}
-    out, aux = attention(q, k, v, layout=layout, softmax="learnable", sink=sink, **lengths)
+    more = {"softmax": "learnable", "sink": sink, "alibi_slopes": slopes, **lengths}
+    out, aux = attention(q, k, v, layout=layout, **more)
     assert out.shape == shape and not out.any()
     for of in (out, aux.lse):
-        found = torch.autograd.grad(of.sum(), (q, k, v, sink), retain_graph=True)
-        assert all(x.shape == y.shape for x, y in zip(found, (q, k, v, sink), strict=True))
+        leaves = (q, k, v, sink, slopes)
+        found = torch.autograd.grad(of.sum(), leaves, retain_graph=True)
+        assert all(x.shape == y.shape for x, y in zip(found, leaves, strict=True))
         assert not any(x.any() for x in found)
