@@ -1,4 +1,4 @@
-// sm90_bwd__causal_d128_bf16__ab29be
+// sm90_bwd__causal_d128_bf16__d28c9d
 // Rendered by attngen from kernels/sm90_bwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -79,6 +79,24 @@ constexpr u32 kTurnBarrier = 2 + kConsumers;
 struct ScoreMma {
   static constexpr int kN = 64;
   template <u32 kGroupBytes>
+  ATTNGEN_DEVICE static void issue(float (&acc)[32], const u32 (&a)[5], const u32 (&b)[5], int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %42, 0;\n"
+        "mov.b64 a, {%32, %43};\nmov.b64 b, {%37, %44};\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, a, b, p, 1, 1, 0, 0;\n"
+        "mov.b64 a, {%33, %43};\nmov.b64 b, {%38, %44};\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, a, b, 1, 1, 1, 0, 0;\n"
+        "mov.b64 a, {%34, %43};\nmov.b64 b, {%39, %44};\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, a, b, 1, 1, 1, 0, 0;\n"
+        "mov.b64 a, {%35, %43};\nmov.b64 b, {%40, %44};\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, a, b, 1, 1, 1, 0, 0;\n"
+        "mov.b64 a, {%36, %43};\nmov.b64 b, {%41, %44};\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, a, b, 1, 1, 1, 0, 0;\n"
+        "}"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]), "+f"(acc[4]), "+f"(acc[5]), "+f"(acc[6]), "+f"(acc[7]), "+f"(acc[8]), "+f"(acc[9]), "+f"(acc[10]), "+f"(acc[11]), "+f"(acc[12]), "+f"(acc[13]), "+f"(acc[14]), "+f"(acc[15]), "+f"(acc[16]), "+f"(acc[17]), "+f"(acc[18]), "+f"(acc[19]), "+f"(acc[20]), "+f"(acc[21]), "+f"(acc[22]), "+f"(acc[23]), "+f"(acc[24]), "+f"(acc[25]), "+f"(acc[26]), "+f"(acc[27]), "+f"(acc[28]), "+f"(acc[29]), "+f"(acc[30]), "+f"(acc[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(b[4]), "r"(accumulate), "n"(descriptor_high(1024)), "n"(descriptor_high(kGroupBytes)));
+  }
+  template <u32 kGroupBytes>
   ATTNGEN_DEVICE static void issue(float (&acc)[32], const u32 (&a)[8], const u32 (&b)[8], int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %48, 0;\n"
@@ -101,6 +119,25 @@ struct ScoreMma {
         "}"
         : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]), "+f"(acc[4]), "+f"(acc[5]), "+f"(acc[6]), "+f"(acc[7]), "+f"(acc[8]), "+f"(acc[9]), "+f"(acc[10]), "+f"(acc[11]), "+f"(acc[12]), "+f"(acc[13]), "+f"(acc[14]), "+f"(acc[15]), "+f"(acc[16]), "+f"(acc[17]), "+f"(acc[18]), "+f"(acc[19]), "+f"(acc[20]), "+f"(acc[21]), "+f"(acc[22]), "+f"(acc[23]), "+f"(acc[24]), "+f"(acc[25]), "+f"(acc[26]), "+f"(acc[27]), "+f"(acc[28]), "+f"(acc[29]), "+f"(acc[30]), "+f"(acc[31])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(b[4]), "r"(b[5]), "r"(b[6]), "r"(b[7]), "r"(accumulate), "n"(descriptor_high(1024)), "n"(descriptor_high(kGroupBytes)));
+  }
+};
+
+// acc[64 x 64] (+)= A B^T, A in registers, B in shared memory with the reduction along its rows.
+struct HeldMma {
+  static constexpr int kN = 64;
+  template <u32 kGroupBytes>
+  ATTNGEN_DEVICE static void issue(float (&acc)[32], const u32 (&a)[12], const u32 (&b)[3], int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %47, 0;\n"
+        "mov.b64 b, {%44, %48};\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, b, p, 1, 1, 0;\n"
+        "mov.b64 b, {%45, %48};\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%36, %37, %38, %39}, b, 1, 1, 1, 0;\n"
+        "mov.b64 b, {%46, %48};\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%40, %41, %42, %43}, b, 1, 1, 1, 0;\n"
+        "}"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]), "+f"(acc[4]), "+f"(acc[5]), "+f"(acc[6]), "+f"(acc[7]), "+f"(acc[8]), "+f"(acc[9]), "+f"(acc[10]), "+f"(acc[11]), "+f"(acc[12]), "+f"(acc[13]), "+f"(acc[14]), "+f"(acc[15]), "+f"(acc[16]), "+f"(acc[17]), "+f"(acc[18]), "+f"(acc[19]), "+f"(acc[20]), "+f"(acc[21]), "+f"(acc[22]), "+f"(acc[23]), "+f"(acc[24]), "+f"(acc[25]), "+f"(acc[26]), "+f"(acc[27]), "+f"(acc[28]), "+f"(acc[29]), "+f"(acc[30]), "+f"(acc[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "r"(a[8]), "r"(a[9]), "r"(a[10]), "r"(a[11]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(accumulate), "n"(descriptor_high(kGroupBytes)));
   }
 };
 
@@ -399,23 +436,34 @@ struct QueryLoader {
   RingPosition<kQStages> q_ring;
   RingPosition<kDoStages> do_ring;
 
-  // Queries with their LSE, output gradients with their D.
-  ATTNGEN_DEVICE void load(const Job& job, int head, int block) {
-    const int row = q_sequence(p).first_row(job.batch) + block * kTileM;
-    const auto batch = q_sequence(p).batch_index(job.batch);
-    const long long at = workspace_block(p, job.batch, head, block) * kTileM;
+  // Queries with their LSE.
+  ATTNGEN_DEVICE void load_queries(int row, int head, int batch, long long at) {
     const u32 q_full = smem + kQFull + q_ring.stage * 8;
     mbarrier_wait(smem + kQEmpty + q_ring.stage * 8, q_ring.parity ^ 1);
     mbarrier_arrive_expect(q_full, kQkBoxes * kQueryBoxBytes + kRowBytes);
     TmaFetch::load<kQkBoxes>(smem + kSmemQ + q_ring.stage * kQkBoxes * kQueryBoxBytes, kQueryBoxBytes, &p.map_q, q_full, row, head, batch, kEvictLast);
-    bulk_load(smem + kSmemLse + q_ring.stage * kRowBytes, static_cast<const float*>(p.lse_log2) + at, kRowBytes, q_full);
+    load_row(kSmemLse, q_ring.stage, p.lse_log2, at, q_full);
     q_ring.advance();
+  }
+  // Output gradients with their D.
+  ATTNGEN_DEVICE void load_output_gradients(int row, int head, int batch, long long at) {
     const u32 do_full = smem + kDoFull + do_ring.stage * 8;
     mbarrier_wait(smem + kDoEmpty + do_ring.stage * 8, do_ring.parity ^ 1);
     mbarrier_arrive_expect(do_full, kVBoxes * kQueryBoxBytes + kRowBytes);
     TmaFetch::load<kVBoxes>(smem + kSmemDo + do_ring.stage * kVBoxes * kQueryBoxBytes, kQueryBoxBytes, &p.map_d_o, do_full, row, head, batch, kEvictLast);
-    bulk_load(smem + kSmemD + do_ring.stage * kRowBytes, static_cast<const float*>(p.d) + at, kRowBytes, do_full);
+    load_row(kSmemD, do_ring.stage, p.d, at, do_full);
     do_ring.advance();
+  }
+  // A float a query, from a workspace.
+  ATTNGEN_DEVICE void load_row(u32 region, u32 stage, const void* workspace, long long at, u32 full) const {
+    bulk_load(smem + region + stage * kRowBytes, static_cast<const float*>(workspace) + at, kRowBytes, full);
+  }
+  ATTNGEN_DEVICE void load(const Job& job, int head, int block) {
+    const int row = q_sequence(p).first_row(job.batch) + block * kTileM;
+    const auto batch = q_sequence(p).batch_index(job.batch);
+    const long long at = workspace_block(p, job.batch, head, block) * kTileM;
+    load_queries(row, head, batch, at);
+    load_output_gradients(row, head, batch, at);
   }
 
   ATTNGEN_DEVICE void run() {
@@ -498,6 +546,8 @@ struct Consumer {
     float dk[DkMma::kN / 2];
     float dv[DvMma::kN / 2];
   };
+  // The keys' first columns, which products would read from shared memory for each block.
+  using HeldKeys = u32[4 * 3];
 
   ATTNGEN_DEVICE u32 keys() const { return smem + kSmemK + warpgroup * kWarpgroupBytes; }
   ATTNGEN_DEVICE u32 values() const { return smem + kSmemV + warpgroup * kWarpgroupBytes; }
@@ -565,7 +615,7 @@ struct Consumer {
 
   // One block of queries. Its dQ waits for the next block: by then the other warpgroups have laid
   // down their dS, and nobody waits for anybody.
-  ATTNGEN_DEVICE void step(Gradients& sums, const Context& ctx, int key, int block, bool masked, bool first) {
+  ATTNGEN_DEVICE void step(Gradients& sums, const HeldKeys& held, const Context& ctx, int key, int block, bool masked, bool first) {
     Scores scores;
     Scores gradients;
     u32 packed_weights[kTileM / 4];
@@ -573,7 +623,7 @@ struct Consumer {
     mbarrier_wait(smem + kDoFull + do_ring.stage * 8, do_ring.parity);
     start_gradients(gradients);
     mbarrier_wait(smem + kQFull + q_ring.stage * 8, q_ring.parity);
-    gemm_shared_shared<ScoreMma, kQkSteps, kKeyBoxBytes, kQueryBoxBytes>(scores, keys(), queries());
+    gemm_partly_held<HeldMma, ScoreMma, 3, kQkSteps, kKeyBoxBytes, kQueryBoxBytes>(scores, held, keys(), queries());
     gemm_shared_shared<ScoreMma, kVSteps, kKeyBoxBytes, kQueryBoxBytes, true>(gradients, values(), output_gradients());
     wgmma_wait<1>();
     settle(scores);
@@ -706,11 +756,14 @@ struct Consumer {
     for (int i = 0; i < DvMma::kN / 2; ++i) sums.dv[i] = 0.f;
     mbarrier_wait(smem + kKFull, parity);
     mbarrier_wait(smem + kVFull, parity);
+    HeldKeys held;
+    load_operand<3, kKeyBoxBytes>(held, keys(), warp, lane);
+    __syncwarp();  // a thread frees the keys for its warp
     await_stores();  // of the tile before, while the keys were on their way
     const int key = first + warp * 16 + lane / 4;
     bool first_step = true;
     for_each_block(p, job, [&](int, int block) {
-      step(sums, ctx, key, block, block < blocks.full_begin || block >= blocks.full_end, first_step);
+      step(sums, held, ctx, key, block, block < blocks.full_begin || block >= blocks.full_end, first_step);
       first_step = false;
     });
     if (p.key_group > 1) {
@@ -755,7 +808,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_bwd__causal_d128_bf16__ab29be(const __grid_constant__ attngen::Params p) {
+sm90_bwd__causal_d128_bf16__d28c9d(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -1,4 +1,4 @@
-// sm90_bwd__causal_d64_bf16_deterministic__e7877b
+// sm90_bwd__causal_d64_bf16_deterministic__ff9a5b
 // Rendered by attngen from kernels/sm90_bwd.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -403,23 +403,34 @@ struct QueryLoader {
   RingPosition<kQStages> q_ring;
   RingPosition<kDoStages> do_ring;
 
-  // Queries with their LSE, output gradients with their D.
+  // Queries with their LSE and D.
+  ATTNGEN_DEVICE void load_queries(int row, int head, int batch, long long at) {
+    const u32 q_full = smem + kQFull + q_ring.stage * 8;
+    mbarrier_wait(smem + kQEmpty + q_ring.stage * 8, q_ring.parity ^ 1);
+    mbarrier_arrive_expect(q_full, kQkBoxes * kQueryBoxBytes + 2 * kRowBytes);
+    TmaFetch::load<kQkBoxes>(smem + kSmemQ + q_ring.stage * kQkBoxes * kQueryBoxBytes, kQueryBoxBytes, &p.map_q, q_full, row, head, batch, kEvictLast);
+    load_row(kSmemLse, q_ring.stage, p.lse_log2, at, q_full);
+    load_row(kSmemD, q_ring.stage, p.d, at, q_full);
+    q_ring.advance();
+  }
+  // Output gradients.
+  ATTNGEN_DEVICE void load_output_gradients(int row, int head, int batch, long long at) {
+    const u32 do_full = smem + kDoFull + do_ring.stage * 8;
+    mbarrier_wait(smem + kDoEmpty + do_ring.stage * 8, do_ring.parity ^ 1);
+    mbarrier_arrive_expect(do_full, kVBoxes * kQueryBoxBytes);
+    TmaFetch::load<kVBoxes>(smem + kSmemDo + do_ring.stage * kVBoxes * kQueryBoxBytes, kQueryBoxBytes, &p.map_d_o, do_full, row, head, batch, kEvictLast);
+    do_ring.advance();
+  }
+  // A float a query, from a workspace.
+  ATTNGEN_DEVICE void load_row(u32 region, u32 stage, const void* workspace, long long at, u32 full) const {
+    bulk_load(smem + region + stage * kRowBytes, static_cast<const float*>(workspace) + at, kRowBytes, full);
+  }
   ATTNGEN_DEVICE void load(const Job& job, int head, int block) {
     const int row = q_sequence(p).first_row(job.batch) + block * kTileM;
     const auto batch = q_sequence(p).batch_index(job.batch);
     const long long at = workspace_block(p, job.batch, head, block) * kTileM;
-    const u32 q_full = smem + kQFull + q_ring.stage * 8;
-    mbarrier_wait(smem + kQEmpty + q_ring.stage * 8, q_ring.parity ^ 1);
-    mbarrier_arrive_expect(q_full, kQkBoxes * kQueryBoxBytes + kRowBytes);
-    TmaFetch::load<kQkBoxes>(smem + kSmemQ + q_ring.stage * kQkBoxes * kQueryBoxBytes, kQueryBoxBytes, &p.map_q, q_full, row, head, batch, kEvictLast);
-    bulk_load(smem + kSmemLse + q_ring.stage * kRowBytes, static_cast<const float*>(p.lse_log2) + at, kRowBytes, q_full);
-    q_ring.advance();
-    const u32 do_full = smem + kDoFull + do_ring.stage * 8;
-    mbarrier_wait(smem + kDoEmpty + do_ring.stage * 8, do_ring.parity ^ 1);
-    mbarrier_arrive_expect(do_full, kVBoxes * kQueryBoxBytes + kRowBytes);
-    TmaFetch::load<kVBoxes>(smem + kSmemDo + do_ring.stage * kVBoxes * kQueryBoxBytes, kQueryBoxBytes, &p.map_d_o, do_full, row, head, batch, kEvictLast);
-    bulk_load(smem + kSmemD + do_ring.stage * kRowBytes, static_cast<const float*>(p.d) + at, kRowBytes, do_full);
-    do_ring.advance();
+    load_output_gradients(row, head, batch, at);
+    load_queries(row, head, batch, at);
   }
 
   ATTNGEN_DEVICE void run() {
@@ -572,9 +583,9 @@ struct Consumer {
     Scores gradients;
     u32 packed_weights[kTileM / 4];
     u32 packed_gradients[kTileM / 4];
-    mbarrier_wait(smem + kDoFull + do_ring.stage * 8, do_ring.parity);
-    start_gradients(gradients);
     mbarrier_wait(smem + kQFull + q_ring.stage * 8, q_ring.parity);
+    start_gradients(gradients);
+    mbarrier_wait(smem + kDoFull + do_ring.stage * 8, do_ring.parity);
     gemm_shared_shared<ScoreMma, kQkSteps, kKeyBoxBytes, kQueryBoxBytes>(scores, keys(), queries());
     gemm_shared_shared<ScoreMma, kVSteps, kKeyBoxBytes, kQueryBoxBytes, true>(gradients, values(), output_gradients());
     wgmma_wait<1>();
@@ -607,14 +618,19 @@ struct Consumer {
       pass_turn();
       issue_dk(sums, packed_gradients);
       wgmma_wait<1>();
+      free_output_gradients();
       finish_dq(dq);
     }
     wgmma_wait<0>();
+    if (first) free_output_gradients();
     release_block();
+  }
+  // Products alone have read output gradients.
+  ATTNGEN_DEVICE void free_output_gradients() const {
+    if (lane == 0) mbarrier_arrive(smem + kDoEmpty + do_ring.stage * 8);
   }
   // Every thread: each has read D and the LSE itself.
   ATTNGEN_DEVICE void release_block() {
-    mbarrier_arrive(smem + kDoEmpty + do_ring.stage * 8);
     mbarrier_arrive(smem + kQEmpty + q_ring.stage * 8);
     q_ring.advance();
     do_ring.advance();
@@ -762,7 +778,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_bwd__causal_d64_bf16_deterministic__e7877b(const __grid_constant__ attngen::Params p) {
+sm90_bwd__causal_d64_bf16_deterministic__ff9a5b(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);
@@ -785,7 +801,7 @@ sm90_bwd__causal_d64_bf16_deterministic__e7877b(const __grid_constant__ attngen:
     }
     for (int i = 0; i < kDoStages; ++i) {
       mbarrier_init(smem + kDoFull + i * 8, 1);
-      mbarrier_init(smem + kDoEmpty + i * 8, kConsumers * 128);
+      mbarrier_init(smem + kDoEmpty + i * 8, kConsumers * 4);
     }
     for (int i = 0; i < kConsumers; ++i) {
       mbarrier_init(smem + kDqFull + i * 8, 4);

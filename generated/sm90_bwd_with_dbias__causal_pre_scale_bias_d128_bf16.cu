@@ -1,4 +1,4 @@
-// sm90_bwd_with_dbias__causal_pre_scale_bias_d128_bf16__2adba0
+// sm90_bwd_with_dbias__causal_pre_scale_bias_d128_bf16__69f045
 // Rendered by attngen from kernels/sm90_bwd_with_dbias.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -437,23 +437,34 @@ struct QueryLoader {
   RingPosition<kDoStages> do_ring;
   ScoreTileLoader score_tiles = {p, smem};
 
-  // Queries with their LSE, output gradients with their D.
-  ATTNGEN_DEVICE void load(const Job& job, int head, int block) {
-    const int row = q_sequence(p).first_row(job.batch) + block * kTileM;
-    const auto batch = q_sequence(p).batch_index(job.batch);
-    const long long at = workspace_block(p, job.batch, head, block) * kTileM;
+  // Queries with their LSE.
+  ATTNGEN_DEVICE void load_queries(int row, int head, int batch, long long at) {
     const u32 q_full = smem + kQFull + q_ring.stage * 8;
     mbarrier_wait(smem + kQEmpty + q_ring.stage * 8, q_ring.parity ^ 1);
     mbarrier_arrive_expect(q_full, kQkBoxes * kQueryBoxBytes + kRowBytes);
     TmaFetch::load<kQkBoxes>(smem + kSmemQ + q_ring.stage * kQkBoxes * kQueryBoxBytes, kQueryBoxBytes, &p.map_q, q_full, row, head, batch, kEvictLast);
-    bulk_load(smem + kSmemLse + q_ring.stage * kRowBytes, static_cast<const float*>(p.lse_log2) + at, kRowBytes, q_full);
+    load_row(kSmemLse, q_ring.stage, p.lse_log2, at, q_full);
     q_ring.advance();
+  }
+  // Output gradients with their D.
+  ATTNGEN_DEVICE void load_output_gradients(int row, int head, int batch, long long at) {
     const u32 do_full = smem + kDoFull + do_ring.stage * 8;
     mbarrier_wait(smem + kDoEmpty + do_ring.stage * 8, do_ring.parity ^ 1);
     mbarrier_arrive_expect(do_full, kVBoxes * kQueryBoxBytes + kRowBytes);
     TmaFetch::load<kVBoxes>(smem + kSmemDo + do_ring.stage * kVBoxes * kQueryBoxBytes, kQueryBoxBytes, &p.map_d_o, do_full, row, head, batch, kEvictLast);
-    bulk_load(smem + kSmemD + do_ring.stage * kRowBytes, static_cast<const float*>(p.d) + at, kRowBytes, do_full);
+    load_row(kSmemD, do_ring.stage, p.d, at, do_full);
     do_ring.advance();
+  }
+  // A float a query, from a workspace.
+  ATTNGEN_DEVICE void load_row(u32 region, u32 stage, const void* workspace, long long at, u32 full) const {
+    bulk_load(smem + region + stage * kRowBytes, static_cast<const float*>(workspace) + at, kRowBytes, full);
+  }
+  ATTNGEN_DEVICE void load(const Job& job, int head, int block) {
+    const int row = q_sequence(p).first_row(job.batch) + block * kTileM;
+    const auto batch = q_sequence(p).batch_index(job.batch);
+    const long long at = workspace_block(p, job.batch, head, block) * kTileM;
+    load_queries(row, head, batch, at);
+    load_output_gradients(row, head, batch, at);
     score_tiles.load(job.batch, head, block, job.tile);
   }
 
@@ -852,7 +863,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_bwd_with_dbias__causal_pre_scale_bias_d128_bf16__2adba0(const __grid_constant__ attngen::Params p) {
+sm90_bwd_with_dbias__causal_pre_scale_bias_d128_bf16__69f045(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -180,7 +180,9 @@ def _has_turns(each: sm90_bwd.KernelPlan) -> bool:
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 128])
-def test_deterministic_fused_plan_differs_in_its_wide_groups_alone(head_dim, make_backward) -> None:
+def test_deterministic_fused_plan_differs_in_wide_groups_and_held_keys(
+    head_dim, make_backward
+) -> None:
     def fused(**named) -> sm90_bwd.BackwardPlan:
         found = plans(make_backward(head_dim, **named), ARCH)
         return next(each for each in found if isinstance(each, sm90_bwd.BackwardPlan))
@@ -188,10 +190,69 @@ def test_deterministic_fused_plan_differs_in_its_wide_groups_alone(head_dim, mak
     plain, ordered = fused(), fused(deterministic=True)
     assert ordered.schedule.group_heads > plain.schedule.group_heads
     assert ordered.schedule.kv_group_bytes > plain.schedule.kv_group_bytes
-    assert ordered == dataclasses.replace(plain, deterministic=True, schedule=ordered.schedule)
+    assert (plain.held_steps, ordered.held_steps) == ((3, 0) if head_dim == 128 else (0, 0))
+    assert ordered == dataclasses.replace(
+        plain, deterministic=True, schedule=ordered.schedule, held_steps=0
+    )
     for named in ("dropout", "attn_mask"):  # which need registers: at 64 more than one kernel has
         family = fused(deterministic=True, **{named: True}).family
         assert family == ("sm90_bwd_dkv" if head_dim == 64 else "sm90_bwd")
+
+
+PACKED = {"q_seq": "packed", "kv_seq": "packed"}
+GATHERED = {"kv_fetch": "gather"}
+
+
+@pytest.fixture(scope="session")
+def main_plans(make_backward):
+    """`main_plans(head_dim, fields, **arguments)` → the plans of the kernels that make gradients,
+    of the problem of these arguments with fields replaced."""
+
+    def found(head_dim, fields=None, **arguments) -> list[sm90_bwd.BackwardPlan]:
+        problem = dataclasses.replace(make_backward(head_dim, **arguments), **(fields or {}))
+        return [x for x in plans(problem, ARCH) if isinstance(x, sm90_bwd.BackwardPlan)]
+
+    return found
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "named", "fields", "held"),
+    [
+        ((128, 128), {}, {}, 3),
+        ((128, 128), {"scores": ("alibi",)}, {}, 2),
+        ((96, 96), {"scores": ("alibi",)}, {}, 3),
+        ((128, 128), {"masks": ("causal", "window")}, {}, 3),
+        ((128, 128), {"masks": ("causal", "window"), "deterministic": True}, {}, 2),
+        ((96, 96), {"masks": ("causal", "window"), "deterministic": True}, {}, 3),
+        ((128, 128), {"deterministic": True}, {}, 0),
+        ((128, 128), {"scores": ("softcap",)}, {}, 0),
+        ((128, 128), {"dropout": True}, {}, 0),
+        ((128, 128), {"attn_mask": True}, {}, 0),
+        ((128, 128), {}, GATHERED, 0),
+        ((128, 128), {}, PACKED, 3),
+        ((128, 96), {}, {}, 3),
+        ((128, 96), {}, PACKED, 0),
+        ((64, 64), {}, {}, 0),
+    ],
+)
+def test_keys_are_held_where_registers_are_left_and_it_gains(
+    head_dims, named, fields, held, main_plans
+) -> None:
+    d, d_v = head_dims
+    (made,) = main_plans(d, fields, head_dim_v=d_v, **named)
+    assert made.held_steps == held
+
+
+def test_output_gradients_are_freed_early_with_128_queries_unless_completing_or_gathering(
+    main_plans,
+) -> None:
+    def early(*arguments, **named) -> list[bool]:
+        return [x.frees_early for x in main_plans(*arguments, **named)]
+
+    assert early(64) == early(8, deterministic=True) == [True]
+    assert early(128) == [False]
+    assert early(256) == early(64, GATHERED) == [False, False]
+    assert early(64, masks=("causal", "window"), deterministic=True) == [False]
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 128])

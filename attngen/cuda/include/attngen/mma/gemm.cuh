@@ -9,13 +9,14 @@
 
 namespace attngen {
 
-// Where a chain's kSteps find an operand that has the reduction along its rows, 32 bytes a step, or
-// across them, 16 rows a step: the low words of descriptors.
-template <int kSteps, u32 kBoxBytes>
+// Where a chain's kSteps from kFirst on find an operand that has the reduction along its rows, 32
+// bytes a step, or across them, 16 rows a step: the low words of descriptors.
+template <int kSteps, u32 kBoxBytes, int kFirst = 0>
 ATTNGEN_DEVICE void steps_along(u32 (&low)[kSteps], u32 operand) {
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    low[step] = operand_base(operand, 16) + ((step / 4 * kBoxBytes + step % 4 * 32) >> 4);
+  for (int i = 0; i < kSteps; ++i) {
+    const int step = kFirst + i;
+    low[i] = operand_base(operand, 16) + ((step / 4 * kBoxBytes + step % 4 * 32) >> 4);
   }
 }
 template <int kSteps, u32 kBoxBytes, u32 kGroupBytes = 1024>
@@ -60,6 +61,23 @@ ATTNGEN_DEVICE void gemm_shared_shared(float (&acc)[Mma::kN / 2], u32 a, u32 b) 
     steps_along<kRest, kBBoxBytes>(b_steps, b + kWhole * kBBoxBytes);
     Mma::template issue<kGroupBytes>(acc, a_steps, b_steps, 1);
   }
+  wgmma_commit();
+}
+
+// The same with A's first kHeld steps in registers, of at most 16.
+template <class HeldMma, class Mma, int kHeld, int kSteps, u32 kABoxBytes, u32 kBBoxBytes>
+ATTNGEN_DEVICE void gemm_partly_held(float (&acc)[Mma::kN / 2], const u32 (&held)[4 * kHeld], u32 a,
+                                     u32 b) {
+  static_assert(kHeld < kSteps && kSteps <= 16);
+  u32 b_held[kHeld];
+  u32 a_steps[kSteps - kHeld];
+  u32 b_steps[kSteps - kHeld];
+  steps_along<kHeld, kBBoxBytes>(b_held, b);
+  steps_along<kSteps - kHeld, kABoxBytes, kHeld>(a_steps, a);
+  steps_along<kSteps - kHeld, kBBoxBytes, kHeld>(b_steps, b);
+  wgmma_fence();
+  HeldMma::template issue<1024>(acc, held, b_held, 0);
+  Mma::template issue<1024>(acc, a_steps, b_steps, 1);
   wgmma_commit();
 }
 
