@@ -255,6 +255,14 @@ def test_output_gradients_are_freed_early_with_128_queries_unless_completing_or_
     assert early(64, masks=("causal", "window"), deterministic=True) == [False]
 
 
+def test_rows_that_are_gathered_are_not_freed_early_even_where_one_kernel_had_room(
+    main_plans, monkeypatch
+) -> None:
+    monkeypatch.setattr(sm90_bwd, "FUSED_SPILLS", ())
+    (gathered,) = main_plans(64, GATHERED)
+    assert gathered.fused and not gathered.frees_early  # its loader brings D with output gradients
+
+
 @pytest.mark.parametrize("head_dim", [8, 64, 128])
 def test_orders_under_a_window_complete_dq_unless_registers_lack(head_dim, make_backward) -> None:
     def found(**named) -> tuple[sm90_bwd.KernelPlan, ...]:
