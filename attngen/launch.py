@@ -136,7 +136,8 @@ def _grid(loaded: LoadedKernel, q: Extent, values: dict[str, int | float]) -> tu
         return tiles, int(values["splits"]), 1
     if kernel.grid == "rows":
         return -(-q.batch * q.heads * q.seq // kernel.tile_rows), 1, 1
-    return int(values["q_blocks"]) * kernel.block_ctas + int(values["key_parts"]), q.heads, q.batch
+    blocks = -(-int(values["q_blocks"]) // kernel.cta_blocks) * kernel.block_ctas
+    return blocks + int(values["key_parts"]), q.heads, q.batch
 
 
 def _fill_sms(loaded: LoadedKernel, grid: tuple[int, int, int]) -> bool:

@@ -64,6 +64,7 @@ def _prepare(problem: Problem, plan: PreparePlan, operands: Names) -> KernelEntr
     names += [*strides_of("o"), *strides_of("d_o"), *_lengths(problem, operands, plan.zeros)]
     if plan.zeros:
         names += [*typed("ptr", "dq"), *strides_of("dq"), *typed("i32", "bottom_right")]
+    names += typed("i32", "group_size", "main_follows") if plan.made_tile else []
     if problem.gather:
         names += typed("i64", "o_stride_column", "d_o_stride_column") + typed("i32", "dim_v")
     names += [("keep_share", "f32")] if problem.dropout else []
@@ -77,6 +78,7 @@ def _prepare(problem: Problem, plan: PreparePlan, operands: Names) -> KernelEntr
         row_block=plan.row_block,
         q_seq=problem.q_seq,
         kv_seq=problem.kv_seq,
+        cta_blocks=plan.cta_blocks,
     )
 
 
@@ -136,6 +138,8 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
         workspace += ("dbias_turns",)
     workspace += ("dkv_acc",) if plan.splits_heads else ()
     names += typed("ptr", *workspace)
+    if plan.makes_d:
+        names += [*typed("ptr", "o", "lse", "dlse"), *strides_of("o")]
     names += [("rng_state", "ptr")] if problem.dropout else []
     for name in mask:
         names += mask_names(name)
@@ -168,6 +172,7 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
         kv_seq=problem.kv_seq,
         dq_floats=plan.dq_floats,
         dkv_floats=plan.dkv_floats,
+        dependent=plan.starts_early,
         orders_few=plan.orders_few,
     )
 
@@ -222,11 +227,16 @@ def _gradients(plan: BackwardPlan | BiasPlan) -> tuple[str, ...]:
     return ("dq", *made) if isinstance(plan, BackwardPlan) and plan.completes else made
 
 
+def _outputs(plan: BackwardPlan | BiasPlan) -> tuple[str, ...]:
+    """Those of the forward that the kernel reads."""
+    return ("o",) if isinstance(plan, BackwardPlan) and plan.makes_d else ()
+
+
 def _tensor_names(problem: Problem, plan: BackwardPlan | BiasPlan) -> Names:
     """The parameters by which a kernel finds its operands and gradients."""
     gradients = _gradients(plan)
     if not problem.gather:
-        return operand_names(problem, "q", "k", "v", "d_o", *gradients)
+        return operand_names(problem, "q", "k", "v", "d_o", *_outputs(plan), *gradients)
     names = [*operand_names(problem, "q", "k", "v", "d_o"), *typed("ptr", *gradients)]
     for tensor in gradients:
         names += strides_of(tensor)
@@ -238,5 +248,6 @@ def _tensor_maps(problem: Problem, plan: BackwardPlan | BiasPlan) -> tuple[Tenso
     if problem.gather:
         return ()
     rows = {"q": plan.tile.m, "k": plan.tile.n, "v": plan.tile.n, "d_o": plan.tile.m}
+    rows |= dict.fromkeys(_outputs(plan), plan.tile.m)
     rows |= dict.fromkeys(_gradients(plan), STORE_ROWS)
     return tuple(recipe(tensor, problem.dtype_q, n) for tensor, n in rows.items())

@@ -94,6 +94,7 @@ def values_of(
         "group_size": q.heads // k.heads,
         "key_group": 1,
         "key_parts": 0,
+        "main_follows": 1,
         "dim_qk": q.dim,
         "dim_v": extents["v"].dim,
         "bottom_right": int(scalars.bottom_right),

@@ -1,4 +1,4 @@
-// bwd_prepare__causal_d128_bf16__da635c
+// bwd_prepare__causal_d128_bf16__df130a
 // Rendered by attngen from kernels/bwd_prepare.cu.j2; do not edit.
 #include "attngen/platform.cuh"
 #include "attngen/ptx/global.cuh"
@@ -46,8 +46,9 @@ static_assert(sizeof(Params) == 120, "packed by the host");
 
 // Grid: blocks of queries, query heads, batch.
 extern "C" __global__ void __launch_bounds__(256)
-bwd_prepare__causal_d128_bf16__da635c(const __grid_constant__ attngen::Params p) {
+bwd_prepare__causal_d128_bf16__df130a(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
+  allow_dependents();  // the main kernel waits for this one's end where it needs it
   // The last ones first: their sums are in L2 when the main kernel has ended.
   const int index = gridDim.x - 1 - blockIdx.x;
   const int block = index;
@@ -111,4 +112,5 @@ bwd_prepare__causal_d128_bf16__da635c(const __grid_constant__ attngen::Params p)
     static_cast<float*>(p.lse_log2)[slot * kTileM + threadIdx.x] = seen ? lse * kLog2E : kInfinity;
     static_cast<float*>(p.d)[slot * kTileM + threadIdx.x] = sum;
   }
+
 }

@@ -1,4 +1,4 @@
-// bwd_prepare__full_d256_bf16__b1bc1d
+// bwd_prepare__full_d256_bf16__4d50b2
 // Rendered by attngen from kernels/bwd_prepare.cu.j2; do not edit.
 #include "attngen/platform.cuh"
 #include "attngen/ptx/global.cuh"
@@ -45,8 +45,9 @@ static_assert(sizeof(Params) == 112, "packed by the host");
 
 // Grid: blocks of queries, query heads, batch.
 extern "C" __global__ void __launch_bounds__(256)
-bwd_prepare__full_d256_bf16__b1bc1d(const __grid_constant__ attngen::Params p) {
+bwd_prepare__full_d256_bf16__4d50b2(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
+  allow_dependents();  // the main kernel waits for this one's end where it needs it
   // The last ones first: their sums are in L2 when the main kernel has ended.
   const int index = gridDim.x - 1 - blockIdx.x;
   const int block = index;
@@ -109,4 +110,5 @@ bwd_prepare__full_d256_bf16__b1bc1d(const __grid_constant__ attngen::Params p) {
     static_cast<float*>(p.lse_log2)[slot * kTileM + threadIdx.x] = seen ? lse * kLog2E : kInfinity;
     static_cast<float*>(p.d)[slot * kTileM + threadIdx.x] = sum;
   }
+
 }

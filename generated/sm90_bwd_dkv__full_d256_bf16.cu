@@ -1,4 +1,4 @@
-// sm90_bwd_dkv__full_d256_bf16__db92a7
+// sm90_bwd_dkv__full_d256_bf16__45dd41
 // Rendered by attngen from kernels/sm90_bwd_dkv.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -309,6 +309,9 @@ ATTNGEN_DEVICE void for_each_block(const Params& p, const Job& job, Visitor visi
   }
 }
 
+// A float a query of a block, from a workspace.
+ATTNGEN_DEVICE void load_row(u32 place, const void* workspace, long long at, u32 full) { bulk_load(place, static_cast<const float*>(workspace) + at, kRowBytes, full); }
+
 // ---- loaders: the tile's keys and values, by the scheduler's thread
 struct KvLoader {
   const Params& p;
@@ -342,7 +345,7 @@ struct QueryLoader {
     mbarrier_wait(smem + kQEmpty + q_ring.stage * 8, q_ring.parity ^ 1);
     mbarrier_arrive_expect(q_full, kQkBoxes * kQueryBoxBytes + kRowBytes);
     TmaFetch::load<kQkBoxes>(smem + kSmemQ + q_ring.stage * kQkBoxes * kQueryBoxBytes, kQueryBoxBytes, &p.map_q, q_full, row, head, batch, kEvictLast);
-    load_row(kSmemLse, q_ring.stage, p.lse_log2, at, q_full);
+    load_row(smem + kSmemLse + q_ring.stage * kRowBytes, p.lse_log2, at, q_full);
     q_ring.advance();
   }
   // Output gradients with their D.
@@ -351,12 +354,8 @@ struct QueryLoader {
     mbarrier_wait(smem + kDoEmpty + do_ring.stage * 8, do_ring.parity ^ 1);
     mbarrier_arrive_expect(do_full, kVBoxes * kQueryBoxBytes + kRowBytes);
     TmaFetch::load<kVBoxes>(smem + kSmemDo + do_ring.stage * kVBoxes * kQueryBoxBytes, kQueryBoxBytes, &p.map_d_o, do_full, row, head, batch, kEvictLast);
-    load_row(kSmemD, do_ring.stage, p.d, at, do_full);
+    load_row(smem + kSmemD + do_ring.stage * kRowBytes, p.d, at, do_full);
     do_ring.advance();
-  }
-  // A float a query, from a workspace.
-  ATTNGEN_DEVICE void load_row(u32 region, u32 stage, const void* workspace, long long at, u32 full) const {
-    bulk_load(smem + region + stage * kRowBytes, static_cast<const float*>(workspace) + at, kRowBytes, full);
   }
   ATTNGEN_DEVICE void load(const Job& job, int head, int block) {
     const int row = q_sequence(p).first_row(job.batch) + block * kTileM;
@@ -367,6 +366,7 @@ struct QueryLoader {
   }
 
   ATTNGEN_DEVICE void run() {
+    await_dependency();
     for_each_job<true>(smem, slot, [&](const Job& job) {
       for_each_block(p, job, [&](int head, int block) { load(job, head, block); });
     });
@@ -549,7 +549,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_bwd_dkv__full_d256_bf16__db92a7(const __grid_constant__ attngen::Params p) {
+sm90_bwd_dkv__full_d256_bf16__45dd41(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

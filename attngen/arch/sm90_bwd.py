@@ -72,12 +72,14 @@ SHORT_HEAD = 16
 ORDERED_GROUP_BYTES, ORDERED_GROUP_HEADS = 256 << 20, 32
 # Under a window a tile follows the one before it by as many blocks as it has keys; where that is
 # one of 128 queries, more heads keep them apart. Queries in use have to fit L2, besides: measured
-# at 128 8 heads as fast as 4, 16 1 % behind; at 64 8, 16 and 64 heads 6, 2 and 4 % behind 32.
-WINDOW_GROUP_HEADS, WINDOW_GROUP_BYTES = {64: 8, 128: 32}, 8 << 20
+# at 128 4 heads 1 % ahead of 8 under 512 keys once power sets the clocks, 1 % behind under 128,
+# 2 and 6 level, 16 1 % behind; at 64 8, 16 and 64 heads 6, 2 and 4 % behind 32.
+WINDOW_GROUP_HEADS, WINDOW_GROUP_BYTES = {64: 4, 128: 32}, 8 << 20
 
 STAGED_COLUMNS = 32  # floats of dQ a row that leave room for a box of its 16-bit columns
 
 PREPARE_THREADS = 256
+MADE_BLOCKS = 8  # a CTA, where it has hardly anything to do with most
 CONVERT_THREADS = 128  # those whose fragments a part of dQ's workspace is
 
 Family = Literal["sm90_bwd", "sm90_bwd_with_dbias", "sm90_bwd_dkv", "sm90_bwd_dq"]
@@ -101,7 +103,10 @@ class BackwardPlan:
     (scheduler/tile_order.cuh). `splits_heads`: where calls have few tiles, each query head of a
     group may have tiles of its own, which add to float32 sums of dK and dV in memory. `held_steps`:
     of 16 columns of a tile's keys that consumers have in registers, too. `frees_early`: output
-    gradients are freed before queries, with which D comes then, and loaded before them.
+    gradients are freed before queries, with which D comes then, and loaded before them. `makes_d`:
+    consumers make D and LSE of a tile's first blocks, one each, where no other tile visits these
+    before it; the kernel before makes the rest. `starts_early`: it may start before that one has
+    ended, which it awaits where it needs it.
     """
 
     arch: str
@@ -126,6 +131,8 @@ class BackwardPlan:
     splits_heads: bool
     held_steps: int
     frees_early: bool
+    makes_d: bool
+    starts_early: bool
     schedule: Schedule
     smem: tuple[SmemRegion, ...]
     smem_bytes: int
@@ -164,13 +171,17 @@ class BackwardPlan:
 class PreparePlan:
     """The kernel before: D and LSE in blocks of `row_block` queries. `turns`:
     whether it zeroes the counts of tiles that have added to each block of dQ; `zeros`: and the dQ
-    of blocks that no tile visits, since no kernel converts it."""
+    of blocks that no tile visits, since no kernel converts it. `made_tile`: keys of a tile whose
+    consumers make D themselves where they are first, 0 where there are none. `cta_blocks`: of the
+    blocks that a CTA has."""
 
     arch: str
     family: Literal["bwd_prepare"]
     row_block: int
     turns: bool
     zeros: bool
+    made_tile: int
+    cta_blocks: int
     threads: int
 
 
@@ -233,7 +244,9 @@ def plans(problem: Problem) -> tuple[KernelPlan, ...]:
 
 def _prepare(main: BackwardPlan) -> PreparePlan:
     turns, zeros = main.dq_floats > 0, main.completes
-    return PreparePlan(ARCH, "bwd_prepare", main.row_block, turns, zeros, PREPARE_THREADS)
+    made, blocks = (main.tile.n, MADE_BLOCKS) if main.makes_d else (0, 1)
+    threads = PREPARE_THREADS
+    return PreparePlan(ARCH, "bwd_prepare", main.row_block, turns, zeros, made, blocks, threads)
 
 
 def _convert(main: BackwardPlan) -> ConvertPlan:
@@ -323,7 +336,7 @@ def make_fused(problem: Problem, *, adds_bias: bool = False) -> BackwardPlan:
         sizes["Dv"] = sizes["V"]
     if adds_bias:
         sizes["Blank"] = tile.m * 128  # zeros for what no tile visits
-    barriers = 24 + 2 * problem.bias + 2 * completes
+    barriers = 24 + 2 * problem.bias + 2 * completes + 4 * _makes_d(problem, tile, completes)
     small = {"Lse": 2 * tile.m * 4, "D": 2 * tile.m * 4, "Barriers": barriers * BARRIER_BYTES}
     return _finish(
         problem, "sm90_bwd_with_dbias" if adds_bias else "sm90_bwd",
@@ -463,6 +476,11 @@ def _held_steps(problem: Problem, tile: Tile, completes: bool) -> int:
     return 2 if largest > 112 and (completes or problem.scores) else 3
 
 
+def _makes_d(problem: Problem, tile: Tile, completes: bool) -> bool:
+    """Measured 1.00 to 1.04 of whole calls, most where these are short."""
+    return completes and tile.m == 64 and not problem.varlen
+
+
 def _frees_early(problem: Problem, tile: Tile, completes: bool) -> bool:
     """Measured with 128 queries a block 1.01 to 1.04, 0.98 where tiles complete dQ; with 64 level,
     or behind beside held keys."""
@@ -533,6 +551,8 @@ def _finish(
         splits_heads=family == "sm90_bwd" and _splits_heads(problem, tile),
         held_steps=_held_steps(problem, tile, completes) if family in FUSED else 0,
         frees_early=family in FUSED and _frees_early(problem, tile, completes),
+        makes_d=_makes_d(problem, tile, completes),
+        starts_early=family != "sm90_bwd_dq" and not problem.gather,
         schedule=schedule,
         smem=regions,
         smem_bytes=regions[-1].offset + regions[-1].bytes,

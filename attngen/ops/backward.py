@@ -339,6 +339,7 @@ def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bo
     kernels, unwritten = unordered(kernels, scalars.sequences)
     numbers = {**scalars.numbers, **of_bias.numbers, **apart.numbers}
     numbers |= schedule.numbers_of(table)
+    numbers |= {"main_follows": int(wanted.dq or wanted.dkv)}
     scalars = dataclasses.replace(scalars, numbers=numbers)
     sources += schedule.sources_of(table, "bwd")
     sources += tuple(s for s in packed_sources(carriers, layout, "d") if s[1] in written)

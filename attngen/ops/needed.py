@@ -31,7 +31,8 @@ def names_of(wanted: Wanted) -> tuple[str, ...]:
 
 def needed(kernels: tuple[LoadedKernel, ...], wanted: Wanted) -> tuple[LoadedKernel, ...]:
     """All but those that make unwanted gradients alone; none where nothing is wanted. The sink's
-    needs no more than LSE and D, the bias's a kernel of its own besides."""
+    needs no more than LSE and D, which that kernel then makes for all rows, the bias's a kernel of
+    its own besides."""
     if not (wanted.dq or wanted.dkv):
         families = {PREPARES: wanted.dsink or wanted.dbias}
         families |= dict.fromkeys(("mask_pack", "sm90_bwd_dbias"), wanted.dbias)

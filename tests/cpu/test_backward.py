@@ -279,6 +279,25 @@ def test_orders_under_a_window_complete_dq_unless_registers_lack(head_dim, make_
     assert all(not each.completes for each in crowded if isinstance(each, sm90_bwd.BackwardPlan))
 
 
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+def test_consumers_make_d_of_blocks_of_64_queries_in_an_order(head_dim, make_backward) -> None:
+    def found(q_seq="dense", **named) -> tuple[sm90_bwd.PreparePlan, sm90_bwd.BackwardPlan]:
+        named = {"masks": ("causal", "window"), "deterministic": True, **named}
+        problem = make_backward(head_dim, **named)
+        problem = dataclasses.replace(problem, q_seq=q_seq, kv_seq=q_seq)
+        made = plans(problem, ARCH)
+        (prepare,) = (each for each in made if isinstance(each, sm90_bwd.PreparePlan))
+        return prepare, next(each for each in made if isinstance(each, sm90_bwd.BackwardPlan))
+
+    prepare, main = found()
+    assert main.makes_d == (head_dim > 64)
+    assert prepare.made_tile == (main.tile.n if main.makes_d else 0)
+    others = ({"masks": ("causal",)}, {"deterministic": False}, {"dropout": True})
+    for named in (*others, {"q_seq": "packed"}):
+        prepare, main = found(**named)
+        assert not main.makes_d and not prepare.made_tile
+
+
 def test_orders_are_two_where_the_second_completes_dq(make_backward) -> None:
     features = [{}, *({name: True} for name in ("dropout", "attn_mask", "deterministic"))]
     features += [{"scores": (name,)} for name in ("softcap", "alibi", "post_scale_bias")]

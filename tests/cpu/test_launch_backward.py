@@ -36,6 +36,7 @@ class Recorder(Driver):
     def __init__(self) -> None:
         super().__init__()
         self.boxes: dict[int, tuple[int, ...]] = {}
+        self.early = False
 
     def cuTensorMapEncodeTiled(self, dtype: Any, rank: int, address: int, *rest: Any) -> Any:
         self.boxes[address] = tuple(int(each) for each in rest[2])
@@ -47,6 +48,13 @@ class Recorder(Driver):
         assert address is not None
         self.launches.append((tuple(start), ctypes.string_at(address, 2048)))
         return (bindings.CUresult.CUDA_SUCCESS,)
+
+    def cuLaunchKernelEx(self, config: Any, handle: Any, pointers: int, _: int) -> Any:
+        (attribute,) = config.attrs
+        self.early = attribute.value.programmaticStreamSerializationAllowed == 1
+        sizes = (getattr(config, f"{of}Dim{axis}") for of in ("grid", "block") for axis in "XYZ")
+        rest = config.sharedMemBytes, int(config.hStream), pointers, 0
+        return self.cuLaunchKernel(handle, *sizes, *rest)
 
 
 def extents(d: int, d_v: int) -> dict[str, Extent]:
@@ -85,6 +93,7 @@ CASES = {
     "fused": {"head_dim": 128, "masks": ("causal",)},
     "fused rows deterministic": {"head_dim": 64, "head_dim_v": 40, "deterministic": True},
     "completed": {"head_dim": 64, "masks": ("causal", "window"), "deterministic": True},
+    "made": {"head_dim": 128, "masks": ("causal", "window"), "deterministic": True},
     "split": {"head_dim": 192, "head_dim_v": 128, "masks": ("causal", "window")},
 }
 
@@ -101,8 +110,10 @@ def test_launch_each_kernel_of_a_backward_gets_its_values(case, make_problem, mo
     for plan, entry, start, values, driver in launched(problem, monkeypatch, d, d_v):
         blocks = up(S_Q, plan.row_block)
         if plan.family == "bwd_prepare":
-            grid = (blocks, HEADS_Q, BATCH)
+            grid = (up(blocks, plan.cta_blocks), HEADS_Q, BATCH)
             expected = {"q_blocks": blocks, "q_len": S_Q, "heads_q": HEADS_Q}
+            if plan.made_tile:
+                expected |= {"group_size": HEADS_Q // HEADS_KV, "main_follows": 1}
             expected |= {"o_stride_row": HEADS_Q * d_v, "d_o_stride_head": d_v}
             expected |= {"o_stride_batch": S_Q * HEADS_Q * d_v}
         elif plan.family == "bwd_convert":
@@ -131,16 +142,19 @@ def test_launch_each_kernel_of_a_backward_gets_its_values(case, make_problem, mo
             }
             expected |= {"window_left": 40, "window_right": 7} if "window" in problem.masks else {}
             # All fit into L2, as whole groups of query heads.
-            expected["heads_per_group"] = 15 if of_queries else heads
+            together = min(heads, plan.schedule.group_heads) if plan.completes else heads
+            expected["heads_per_group"] = 15 if of_queries else together
             rows = {"q": plan.tile.m, "k": plan.tile.n, "v": plan.tile.n, "d_o": plan.tile.m}
             rows |= dict.fromkeys(("dq",) if of_queries else ("dk", "dv"), 64)
             rows |= {"dq": 64} if plan.completes else {}
+            rows |= {"o": plan.tile.m} if plan.makes_d else {}
             boxes = {ADDRESSES[name]: (64, n, 1, 1) for name, n in rows.items()}
             assert driver.boxes == boxes
         pointers = {name: ADDRESSES[name] for name in values if name in ADDRESSES}
         maps = {name: ADDRESSES[name[4:]] for name in values if name.startswith("map_")}
         assert start[1:4] == grid and start[4] == plan.threads
         assert start[7] == entry.smem_bytes and start[8] == 5
+        assert driver.early == (plan.family in ("sm90_bwd", "sm90_bwd_dkv"))
         for name, value in {**pointers, **maps, **expected}.items():
             assert values[name] == value, f"{plan.family}: {name}"
 
@@ -184,7 +198,7 @@ def test_launch_heads_under_a_window_are_grouped_by_what_it_sees(make_problem) -
     sizes["k"] = sizes["k"]._replace(batch=99)
     # Positions of 256 + 256 + 512 bytes, 8 MiB of which are worked on together.
     found = [run_time.heads_per_group(fused, sizes, keys) for keys in (256, 512, 1024, 2048, 4096)]
-    assert found == [8, 5, 4, 4, 2]
+    assert found == [4, 4, 4, 4, 2]
     assert run_time.heads_per_group(fused, sizes) == 1  # of all keys
 
 

@@ -265,6 +265,7 @@ struct Params { int q_len; const void* q_seqlens; const void* q_offsets; int seq
 struct { int x, y; } blockIdx, gridDim;
 %s
 static int marked;
+static void allow_dependents() {}
 static void run(const Params& p) {
 %s
   (void)head, (void)first_token;

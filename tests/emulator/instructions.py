@@ -51,6 +51,7 @@ STATEMENTS: dict[str, str] = {
     "fence.proxy.async.global;": "",
     "wgmma.fence.sync.aligned;": f"{_E}multiply_fence()",
     "prefetch.tensormap [%0];": "",
+    "cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];": "",
     "setmaxnreg.dec.sync.aligned.u32 %0;": "",
     "setmaxnreg.inc.sync.aligned.u32 %0;": "",
     "griddepcontrol.launch_dependents;": "",
@@ -63,6 +64,9 @@ STATEMENTS: dict[str, str] = {
     # Barriers.
     "mbarrier.init.shared::cta.b64 [%0], %1;": f"{_E}mbarrier_init(%0, %1)",
     "mbarrier.arrive.shared::cta.b64 _, [%0];": f"{_E}mbarrier_arrive(%0)",
+    "mbarrier.arrive.shared::cta.b64 _, [%0], %1;": (
+        f"for (u32 left = %1; left > 0; --left) {_E}mbarrier_arrive(%0)"
+    ),
     "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;": f"{_E}mbarrier_arrive(%0, %1)",
     "{.reg .pred done;WAIT:mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;"
     "@done bra DONE;bra WAIT;DONE:}": f"{_E}mbarrier_wait(%0, %1)",
@@ -74,6 +78,7 @@ STATEMENTS: dict[str, str] = {
     "ld.acquire.gpu.global.s32 %0, [%1];": f"%0 = {_E}load_acquire(%1)",
     "atom.relaxed.gpu.global.cas.b32 %0, [%1], 0, 1;": "%0 = atomicCAS(%1, 0, 1)",
     "red.release.gpu.global.add.s32 [%0], 1;": "atomicAdd(%0, 1)",
+    "red.release.gpu.global.add.s32 [%0], %1;": "atomicAdd(%0, %1)",
     "ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];": (
         "const auto* loaded = static_cast<const uint4*>(%4); "
         "%0 = loaded->x; %1 = loaded->y; %2 = loaded->z; %3 = loaded->w;"
@@ -101,6 +106,7 @@ STATEMENTS: dict[str, str] = {
     "cp.async.bulk.wait_group 0;": f"{_E}bulk_wait()",
     "fence.proxy.async.shared::cta;": f"{_E}fence_async()",
     # Shared memory.
+    "st.shared.f32 [%0], %1;": f"{_E}store_shared(%0, {{%1}})",
     "st.shared.v4.f32 [%0], {%1, %2, %3, %4};": f"{_E}store_shared(%0, {{%1, %2, %3, %4}})",
     "st.shared.v4.b32 [%0], {%1, %2, %3, %4};": f"{_E}store_shared(%0, {{%1, %2, %3, %4}})",
     "{.reg .b16 x;cvt.u16.u32 x, %1;st.shared.b16 [%0], x;}": (

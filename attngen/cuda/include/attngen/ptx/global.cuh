@@ -36,6 +36,13 @@ ATTNGEN_DEVICE bool claim(int* counter) {
                : "memory");
   return found == 0;
 }
+// Beyond any count: a counter that holds as much tells of something else, too.
+constexpr int kReady = 1 << 24;
+// Adds that, after everything that this thread did before.
+ATTNGEN_DEVICE void make_ready(int* counter) {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "n"(kReady) : "memory");
+}
 // Adds one, after everything that this thread did before.
 ATTNGEN_DEVICE void count_up(int* counter) {
   asm volatile("fence.proxy.async.global;" ::: "memory");

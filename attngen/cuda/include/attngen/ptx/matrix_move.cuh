@@ -36,6 +36,9 @@ ATTNGEN_DEVICE void load_shared_x4(float* x, u32 address) {
                : "r"(address)
                : "memory");
 }
+ATTNGEN_DEVICE void store_shared(u32 address, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+}
 ATTNGEN_DEVICE void store_shared_16(u32 address, u32 low_half) {
   asm volatile("{\n.reg .b16 x;\ncvt.u16.u32 x, %1;\nst.shared.b16 [%0], x;\n}" ::"r"(address),
                "r"(low_half)

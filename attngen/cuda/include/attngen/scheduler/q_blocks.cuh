@@ -25,6 +25,10 @@ struct BlockTurns {
   int last_begin;
 };
 
+// Of the blocks from `begin` on that a tile visits before all others, those before `summed_begin`,
+// how many its consumers prepare themselves, for the first head of a group: one a warpgroup.
+ATTNGEN_HD int first_visits(int begin, int summed_begin) { return min_of(summed_begin - begin, 2); }
+
 // Of the tile of `kTile` keys that begins at `first` and visits `blocks`.
 template <int kBlock, int kTile, class Masks>
 ATTNGEN_HD BlockTurns block_turns(const Masks& masks, const Context& ctx, int first,
