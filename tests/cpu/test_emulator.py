@@ -5,16 +5,19 @@ Each fault is put into the text of a kernel that is right without it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import attngen
 from attngen.files import headers
+from attngen.ops import operation
 from tests.emulator import compiler, device, instructions
 
 NUMBERS = """
@@ -227,3 +230,59 @@ def test_each_statement_of_the_headers_is_known_and_none_else(monkeypatch):
         instructions.rewrite(text.decode())
     monkeypatch.undo()
     assert met == set(instructions.STATEMENTS)
+
+
+# Waits for the kernel before, each left out of a backward that starts early.
+WAIT = "await_dependency();"
+WAITS = {
+    "queries": (f"ATTNGEN_DEVICE void run() {{\n    {WAIT}", "ATTNGEN_DEVICE void run() {", -1),
+    "sums": (
+        f"ATTNGEN_DEVICE void run() const {{\n    {WAIT}", "ATTNGEN_DEVICE void run() const {", -1,
+    ),
+    "what others are told": (f"{WAIT}\n    for (int i = 0;", "\n    for (int i = 0;", 80),
+    "what others tell": (f"{WAIT}\n      await_reached(", "await_reached(", 80),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "timing"),
+    [*((None, timing) for timing in device.TIMINGS), *((name, "late") for name in WAITS)],
+)
+def test_kernel_that_starts_early_awaits_the_one_before(name, timing, folder, monkeypatch):
+    """Late, it gets as far as it can before that one begins, in workspaces that hold what the
+    call before left there."""
+    before, after, window = WAITS.get(name, ("", "", 80))
+    rewrite, places = instructions.rewrite, []
+
+    def leave_out(source: str) -> str:
+        places.append(source.count(before))
+        return rewrite(source.replace(before, after) if before else source)
+
+    monkeypatch.setattr(instructions, "rewrite", leave_out)
+    generator = torch.Generator().manual_seed(0)
+    # One head of keys, so that D of the second query head is the kernel's before in any case.
+    calls = [
+        [torch.randn(1, 300, heads, 128, generator=generator).bfloat16() for heads in (2, 1, 1, 2)]
+        for _ in range(2)
+    ]
+
+    def gradients(call: int, backend: str) -> tuple[torch.Tensor, ...]:
+        *given, d_o = (x.clone().requires_grad_() for x in calls[call])
+        out = attngen.attention(*given, mask="causal", window=(window, 0), backend=backend)
+        return torch.autograd.grad(out, given, d_o)
+
+    workspaces: dict[int, torch.Tensor] = {}
+
+    def allocate(sizes: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+        made = device._allocate(sizes, strides, dtype)
+        return workspaces.setdefault(sizes[0], made) if dtype == torch.uint8 else made
+
+    right = False
+    with device.emulated(device.Emulator(folder, timing)):
+        monkeypatch.setattr(operation, "_empty_strided_cuda", allocate)
+        with contextlib.suppress(AssertionError):
+            gradients(0, "cuda")
+            pairs = zip(gradients(1, "cuda"), gradients(1, "reference"), strict=True)
+            right = all(((x - y).abs() < 0.05).all() for x, y in pairs)
+    assert sum(places), "nothing was left out"
+    assert right == (name is None)

@@ -144,6 +144,7 @@ u32 permute(u32 low, u32 high, u32 selector);
 
 // ---- memory that CTAs share: they take turns
 int load_acquire(const int* counter);
+void await_kernel_before();
 template <class T, class Change>
 T exchange(T* target, Change change) {
   const T found = *target;

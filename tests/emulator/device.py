@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +44,9 @@ class Emulator:
         self._compiler = HostCompiler(folder)
         self._kernels: list[ctypes.CDLL] = []
         self._memory: list[Any] = []
-        self._stream = threading.Lock()  # on which launches follow each other
+        self._stream = threading.RLock()  # on which launches follow each other
+        self._lets: set[bytes] = set()  # libraries of kernels that let the next one start
+        self._waiting: Callable[[], None] | None = None  # such a launch
 
     # ---- what attngen asks of the driver; types and constants are its own
     def __getattr__(self, name: str) -> Any:
@@ -86,29 +89,64 @@ class Emulator:
         self, handle: int, x: int, y: int, z: int, threads: int, _y: int, _z: int, *rest: Any
     ) -> tuple[int]:
         shared_bytes, _, parameters, _ = rest
-        self.run(handle, (x, y, z), threads, shared_bytes, parameters)
+        with self._stream:
+            self.finish()
+            self._launch(handle, (x, y, z), threads, shared_bytes, parameters, None)
         return (0,)
 
     def cuLaunchKernelEx(self, config: Any, handle: int, parameters: int, _: int) -> tuple[int]:
         grid = config.gridDimX, config.gridDimY, config.gridDimZ
-        self.run(handle, grid, config.blockDimX, config.sharedMemBytes, parameters)
+        early = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        with self._stream:
+            if early not in (each.id for each in config.attrs):
+                self.finish()
+            before, self._waiting = self._waiting, None
+            threads, shared_bytes = config.blockDimX, config.sharedMemBytes
+            self._launch(handle, grid, threads, shared_bytes, parameters, before)
         return (0,)
 
     # ---- kernels
-    def run(
-        self, handle: int, grid: tuple[int, ...], threads: int, shared_bytes: int, parameters: int
-    ) -> None:
-        """One launch, to its end. Raises: AssertionError with what the kernel did wrong."""
+    def _launch(self, handle: int, *arguments: Any) -> None:
+        """At once, unless the next one may start before this one has ended."""
+        self._waiting = functools.partial(self._run, handle, *arguments)
+        if self._kernels[handle]._name.encode() not in self._lets:
+            self.finish()
+
+    def finish(self) -> None:
+        """What was launched has ended. Raises: AssertionError with what a kernel did wrong."""
+        with self._stream:
+            waiting, self._waiting = self._waiting, None
+            if waiting:
+                waiting()
+
+    def _run(
+        self, handle: int, grid: tuple[int, ...], threads: int, shared_bytes: int, parameters: int,
+        before: Callable[[], None] | None,
+    ) -> None:  # fmt: skip
+        """One launch, to its end, and what it starts before the end of."""
         library = self._kernels[handle]
         message = ctypes.create_string_buffer(MESSAGE_BYTES)
         first = ctypes.c_void_p.from_address(parameters).value
-        with self._stream:
-            self.launches += 1
-            failed = library.emulator_run(
-                library.emulator_entry, ctypes.c_void_p(first), (ctypes.c_uint * 3)(*grid),
-                threads, shared_bytes, MULTIPROCESSORS, TIMINGS.index(self.timing),
-                ctypes.c_ulonglong(self.launches), message, MESSAGE_BYTES,
-            )  # fmt: skip
+        errors: list[AssertionError] = []
+
+        @ctypes.CFUNCTYPE(ctypes.c_int)
+        def run_before() -> int:
+            try:
+                assert before is not None
+                before()
+            except AssertionError as error:
+                errors.append(error)
+            return len(errors)
+
+        self.launches += 1
+        failed = library.emulator_run(
+            library.emulator_entry, ctypes.c_void_p(first), (ctypes.c_uint * 3)(*grid),
+            threads, shared_bytes, MULTIPROCESSORS, TIMINGS.index(self.timing),
+            ctypes.c_ulonglong(self.launches), run_before if before else None,
+            message, MESSAGE_BYTES,
+        )  # fmt: skip
+        if errors:
+            raise errors[0]
         assert not failed, message.value.decode()
 
     def find_kernels(
@@ -128,7 +166,10 @@ class Emulator:
             SCHEMA_VERSION, arch, problem, source.kernel, Resources(0, 0, 0, 0), "g++",
             source.sha256, "",
         )  # fmt: skip
-        return binary, bytes(self._compiler.compile(source.text))
+        library = bytes(self._compiler.compile(source.text))
+        if "allow_dependents();" in source.text:
+            self._lets.add(library)
+        return binary, library
 
     def load(self, binary: Binary, library: bytes, device: Any) -> load.LoadedKernel:
         """As `load.load`."""
@@ -146,6 +187,13 @@ def _allocate(sizes: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
 @contextlib.contextmanager
 def emulated(emulator: Emulator) -> Iterator[None]:
     """CPU tensors have the kernels of sm_90a."""
+    start = operation.start
+
+    def start_and_finish(*arguments: Any) -> torch.Tensor | None:
+        workspace = start(*arguments)
+        emulator.finish()  # nobody else would wait for the last one
+        return workspace
+
     stand_ins = {
         "attngen.builder.find_kernels": emulator.find_kernels,
         "attngen.counters.driver": lambda: emulator,
@@ -157,6 +205,8 @@ def emulated(emulator: Emulator) -> Iterator[None]:
         "attngen.ops.operation._empty_strided_cuda": _allocate,
         "attngen.ops.operation.device_arch": lambda _: "sm_90a",
         "attngen.ops.operation.find_kernels": emulator.find_kernels,
+        "attngen.ops.backward.start": start_and_finish,
+        "attngen.ops.operation.start": start_and_finish,
         "attngen.ops.heads.multiprocessors": lambda _: MULTIPROCESSORS,
         "attngen.ops.short.multiprocessors": lambda _: MULTIPROCESSORS,
         "torch._C._cuda_getCurrentRawStream": lambda _: 0,
@@ -173,6 +223,7 @@ def emulated(emulator: Emulator) -> Iterator[None]:
         *(backward._recent, recent._recent),
         *(counters._addresses, counters._free, counters._unread),
     )
+
     library = torch.library.Library("attngen", "IMPL")
     library.impl("forward", forward.forward, "CPU")
     library.impl("backward", backward.backward, "CPU")

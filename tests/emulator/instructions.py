@@ -55,7 +55,7 @@ STATEMENTS: dict[str, str] = {
     "setmaxnreg.dec.sync.aligned.u32 %0;": "",
     "setmaxnreg.inc.sync.aligned.u32 %0;": "",
     "griddepcontrol.launch_dependents;": "",
-    "griddepcontrol.wait;": "",
+    "griddepcontrol.wait;": f"{_E}await_kernel_before()",
     "{.reg .pred p;setp.eq.u32 p, %0, 0x9E3779B9;@p griddepcontrol.launch_dependents;}": "",
     # Places.
     "mov.u32 %0, %%laneid;": f"%0 = {_E}lane()",

@@ -175,6 +175,15 @@ std::string describe_deadlock() {
 }
 
 // ---- the launch
+// The kernel before, whose end threads may wait for.
+void run_kernel_before(Launch& launch) {
+  const auto begun = std::chrono::steady_clock::now();
+  if (launch.kernel_before() != 0) launch.error = "the kernel before has failed";
+  launch.kernel_before = nullptr;
+  launch.fruitless = 0;
+  launch.deadline += std::chrono::steady_clock::now() - begun;
+}
+
 // Of one place: goes on with its CTA, or takes the next. Whether there was one.
 bool take_turn(Launch& launch, std::unique_ptr<Cta>& own, Stacks& stacks) {
   if (!launch.error.empty()) return false;
@@ -189,7 +198,13 @@ bool take_turn(Launch& launch, std::unique_ptr<Cta>& own, Stacks& stacks) {
     if (!launch.error.empty()) return false;
   }
   launch.fruitless = moved ? 0 : launch.fruitless + 1;
-  if (launch.fruitless > 2 * launch.working) launch.error = describe_deadlock();
+  const bool stuck = launch.fruitless > 2 * launch.working;
+  const bool by_chance = launch.timing == Timing::kRandom && own->random() % 64 == 0;
+  if (launch.kernel_before && (stuck || by_chance)) {
+    run_kernel_before(launch);
+    return launch.error.empty();
+  }
+  if (stuck) launch.error = describe_deadlock();
   if (std::chrono::steady_clock::now() > launch.deadline) launch.error = "it took too long";
   if (own->alive == 0) {
     if (!own->copies.empty()) launch.error = "a CTA ends before its copies have arrived";
@@ -420,13 +435,18 @@ int load_acquire(const int* counter) {
   return *counter;
 }
 
+void await_kernel_before() {
+  wait_until("the kernel before", [] { return !cta->launch->kernel_before; });
+}
+
 }  // namespace emulator
 
-// Runs a grid to its end. Returns 0, or 1 with what went wrong in `message`.
+// Runs a grid to its end; `kernel_before`, unless null, when threads that wait for its end are all
+// that is left, or before, as the timing has it. Returns 0, or 1 with what went wrong in `message`.
 extern "C" int emulator_run(void (*entry)(const void*), const void* parameters,
                             const unsigned* grid, unsigned threads, unsigned shared_bytes,
-                            int places, int timing, unsigned long long seed, char* message,
-                            unsigned message_bytes) {
+                            int places, int timing, unsigned long long seed, int (*kernel_before)(),
+                            char* message, unsigned message_bytes) {
   using namespace emulator;
   Launch launch;
   launch.entry = entry;
@@ -437,10 +457,13 @@ extern "C" int emulator_run(void (*entry)(const void*), const void* parameters,
   launch.places = launch.working = places;
   launch.timing = static_cast<Timing>(timing);
   launch.seed = seed;
+  launch.kernel_before = kernel_before;
   launch.deadline = std::chrono::steady_clock::now() + kLongest;
+  if (kernel_before && launch.timing == Timing::kEarly) run_kernel_before(launch);
   std::vector<std::thread> workers;
   for (int i = 0; i < places; ++i) workers.emplace_back(work, std::ref(launch), i);
   for (std::thread& worker : workers) worker.join();
+  if (launch.kernel_before && launch.error.empty()) run_kernel_before(launch);
   std::snprintf(message, message_bytes, "%s", launch.error.c_str());
   return launch.error.empty() ? 0 : 1;
 }

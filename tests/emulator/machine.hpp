@@ -37,6 +37,7 @@ struct Launch {
   int places;  // of CTAs, which run beside each other
   Timing timing;
   u64 seed;
+  int (*kernel_before)();  // runs it to its end, 0 if all went well; null once it has ended
 
   std::chrono::steady_clock::time_point deadline;
   u32 next_cta = 0;
