@@ -43,6 +43,7 @@ class Emulator:
         self.launches = 0
         self._compiler = HostCompiler(folder)
         self._kernels: list[ctypes.CDLL] = []
+        self._sizes: list[int] = []  # of their parameters, in bytes
         self._memory: list[Any] = []
         self._stream = threading.RLock()  # on which launches follow each other
         self._lets: set[bytes] = set()  # libraries of kernels that let the next one start
@@ -106,9 +107,18 @@ class Emulator:
         return (0,)
 
     # ---- kernels
-    def _launch(self, handle: int, *arguments: Any) -> None:
-        """At once, unless the next one may start before this one has ended."""
-        self._waiting = functools.partial(self._run, handle, *arguments)
+    def _launch(
+        self, handle: int, grid: tuple[int, ...], threads: int, shared_bytes: int, parameters: int,
+        before: Callable[[], None] | None,
+    ) -> None:  # fmt: skip
+        """At once, unless the next one may start before this one has ended: so with a copy of what
+        its parameters are now."""
+        size = self._sizes[handle]
+        copy = ctypes.create_string_buffer(size + ALIGNMENT)
+        first = -(-ctypes.addressof(copy) // ALIGNMENT) * ALIGNMENT
+        ctypes.memmove(first, ctypes.c_void_p.from_address(parameters).value, size)
+        run = functools.partial(self._run, handle, grid, threads, shared_bytes, first, copy, before)
+        self._waiting = run
         if self._kernels[handle]._name.encode() not in self._lets:
             self.finish()
 
@@ -120,13 +130,13 @@ class Emulator:
                 waiting()
 
     def _run(
-        self, handle: int, grid: tuple[int, ...], threads: int, shared_bytes: int, parameters: int,
-        before: Callable[[], None] | None,
+        self, handle: int, grid: tuple[int, ...], threads: int, shared_bytes: int, first: int,
+        _copy: Any, before: Callable[[], None] | None,
     ) -> None:  # fmt: skip
-        """One launch, to its end, and what it starts before the end of."""
+        """One launch, to its end, and what it starts before the end of; the address `first` of its
+        parameters is in the copy."""
         library = self._kernels[handle]
         message = ctypes.create_string_buffer(MESSAGE_BYTES)
-        first = ctypes.c_void_p.from_address(parameters).value
         errors: list[AssertionError] = []
 
         @ctypes.CFUNCTYPE(ctypes.c_int)
@@ -174,6 +184,7 @@ class Emulator:
     def load(self, binary: Binary, library: bytes, device: Any) -> load.LoadedKernel:
         """As `load.load`."""
         self._kernels.append(ctypes.CDLL(library.decode()))
+        self._sizes.append(binary.kernel.params_bytes)
         handle, variant = len(self._kernels) - 1, (binary.problem, binary.arch)
         return load.LoadedKernel(handle, binary.kernel, device, MULTIPROCESSORS, variant)
 
@@ -186,7 +197,7 @@ def _allocate(sizes: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
 
 @contextlib.contextmanager
 def emulated(emulator: Emulator) -> Iterator[None]:
-    """CPU tensors have the kernels of sm_90a."""
+    """CPU tensors have the kernels of sm_90a, all of which have ended in the end."""
     start = operation.start
 
     def start_and_finish(*arguments: Any) -> torch.Tensor | None:
@@ -234,3 +245,4 @@ def emulated(emulator: Emulator) -> Iterator[None]:
         for known in remembered:
             stack.enter_context(mock.patch.dict(known, clear=True))
         yield
+        emulator.finish()
