@@ -43,6 +43,12 @@ EXTENTS = dict.fromkeys(("q", "k", "v", "o"), EXTENT)
 ADDRESSES = {"q": 16, "k": 32, "v": 48, "o": 64, "lse": 80, "tile_counter": 96}
 
 
+def start_of(config: Any, handle: Any) -> tuple[Any, ...]:
+    """What cuLaunchKernel takes before the parameters, of what cuLaunchKernelEx does."""
+    sizes = (getattr(config, f"{of}Dim{axis}") for of in ("grid", "block") for axis in "XYZ")
+    return handle, *sizes, config.sharedMemBytes, int(config.hStream)
+
+
 class Driver:
     """Writes down launches; its tensor map is the address sixteen times."""
 

@@ -18,7 +18,7 @@ from attngen.load import LoadedKernel
 from attngen.plan import plans
 from attngen.program import KernelEntry
 from attngen.run_time import UNBOUNDED, Extent, Scalars
-from tests.cpu.test_launch import Driver
+from tests.cpu.test_launch import Driver, start_of
 
 ARCH = "sm_90a"
 SMS = 132
@@ -52,9 +52,7 @@ class Recorder(Driver):
     def cuLaunchKernelEx(self, config: Any, handle: Any, pointers: int, _: int) -> Any:
         (attribute,) = config.attrs
         self.early = attribute.value.programmaticStreamSerializationAllowed == 1
-        sizes = (getattr(config, f"{of}Dim{axis}") for of in ("grid", "block") for axis in "XYZ")
-        rest = config.sharedMemBytes, int(config.hStream), pointers, 0
-        return self.cuLaunchKernel(handle, *sizes, *rest)
+        return self.cuLaunchKernel(*start_of(config, handle), pointers, 0)
 
 
 def extents(d: int, d_v: int) -> dict[str, Extent]:

@@ -20,6 +20,7 @@ from attngen.ops.operation import lay_out_workspaces
 from attngen.ops.signature import OPTIONAL, Arguments
 from attngen.plan import plans
 from attngen.run_time import SM_BYTES, Extent, Scalars
+from tests.cpu.test_launch import start_of
 
 PAGES, PAGE, HEADS, D = 50, 16, 2, 128
 BATCH, QUERIES, GROUP = 3, 5, 20
@@ -53,9 +54,7 @@ class Driver:
         return (bindings.CUresult.CUDA_SUCCESS,)
 
     def cuLaunchKernelEx(self, config: Any, handle: Any, pointers: int, _: int) -> Any:
-        names = (f"{kind}Dim{axis}" for kind in ("grid", "block") for axis in "XYZ")
-        sizes = [getattr(config, name) for name in names]
-        start = (handle, *sizes, config.sharedMemBytes, int(config.hStream))
+        start = start_of(config, handle)
         (attribute,) = config.attrs
         assert config.numAttrs == 1
         self.launches.append((attribute.id.name, start, pointers))

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -35,6 +35,19 @@ MAP_BYTES = 128
 MESSAGE_BYTES = 4096
 
 
+class Kernel(NamedTuple):
+    """`lets_start`: whether the next one may start before it has ended."""
+
+    library: ctypes.CDLL
+    params_bytes: int
+    lets_start: bool
+
+
+def _aligned(memory: Any) -> int:
+    """The first place in it that is."""
+    return -(-ctypes.addressof(memory) // ALIGNMENT) * ALIGNMENT
+
+
 class Emulator:
     """Kernels, compiled into `folder`, and launches of them, each of a seed of its own."""
 
@@ -42,12 +55,11 @@ class Emulator:
         self.timing = timing
         self.launches = 0
         self._compiler = HostCompiler(folder)
-        self._kernels: list[ctypes.CDLL] = []
-        self._sizes: list[int] = []  # of their parameters, in bytes
+        self._kernels: list[Kernel] = []
         self._memory: list[Any] = []
         self._stream = threading.RLock()  # on which launches follow each other
-        self._lets: set[bytes] = set()  # libraries of kernels that let the next one start
-        self._waiting: Callable[[], None] | None = None  # such a launch
+        self._lets_start: set[bytes] = set()  # libraries of such kernels
+        self._waiting: Callable[[], None] | None = None  # a launch of one
 
     # ---- what attngen asks of the driver; types and constants are its own
     def __getattr__(self, name: str) -> Any:
@@ -56,7 +68,7 @@ class Emulator:
     def cuMemAlloc(self, size: int) -> tuple[int, int]:
         memory = ctypes.create_string_buffer(size + ALIGNMENT)
         self._memory.append(memory)
-        return 0, -(-ctypes.addressof(memory) // ALIGNMENT) * ALIGNMENT
+        return 0, _aligned(memory)
 
     def cuMemsetD32(self, address: int, value: int, count: int) -> tuple[int]:
         ctypes.memmove(address, struct.pack("<I", value) * count, 4 * count)
@@ -90,37 +102,35 @@ class Emulator:
         self, handle: int, x: int, y: int, z: int, threads: int, _y: int, _z: int, *rest: Any
     ) -> tuple[int]:
         shared_bytes, _, parameters, _ = rest
-        with self._stream:
-            self.finish()
-            self._launch(handle, (x, y, z), threads, shared_bytes, parameters, None)
+        self._launch(handle, (x, y, z), threads, shared_bytes, parameters, early=False)
         return (0,)
 
     def cuLaunchKernelEx(self, config: Any, handle: int, parameters: int, _: int) -> tuple[int]:
         grid = config.gridDimX, config.gridDimY, config.gridDimZ
-        early = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        with self._stream:
-            if early not in (each.id for each in config.attrs):
-                self.finish()
-            before, self._waiting = self._waiting, None
-            threads, shared_bytes = config.blockDimX, config.sharedMemBytes
-            self._launch(handle, grid, threads, shared_bytes, parameters, before)
+        kind = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early = kind in (each.id for each in config.attrs)
+        threads, shared_bytes = config.blockDimX, config.sharedMemBytes
+        self._launch(handle, grid, threads, shared_bytes, parameters, early=early)
         return (0,)
 
     # ---- kernels
     def _launch(
         self, handle: int, grid: tuple[int, ...], threads: int, shared_bytes: int, parameters: int,
-        before: Callable[[], None] | None,
+        *, early: bool,
     ) -> None:  # fmt: skip
         """At once, unless the next one may start before this one has ended: so with a copy of what
-        its parameters are now."""
-        size = self._sizes[handle]
-        copy = ctypes.create_string_buffer(size + ALIGNMENT)
-        first = -(-ctypes.addressof(copy) // ALIGNMENT) * ALIGNMENT
-        ctypes.memmove(first, ctypes.c_void_p.from_address(parameters).value, size)
-        run = functools.partial(self._run, handle, grid, threads, shared_bytes, first, copy, before)
-        self._waiting = run
-        if self._kernels[handle]._name.encode() not in self._lets:
-            self.finish()
+        its parameters are now. early: it may do so itself."""
+        kernel = self._kernels[handle]
+        copy = ctypes.create_string_buffer(kernel.params_bytes + ALIGNMENT)
+        first = ctypes.c_void_p.from_address(parameters).value
+        ctypes.memmove(_aligned(copy), first, kernel.params_bytes)
+        with self._stream:
+            if not early:
+                self.finish()
+            run = functools.partial(self._run, kernel, grid, threads, shared_bytes, copy)
+            self._waiting = functools.partial(run, before=self._waiting)
+            if not kernel.lets_start:
+                self.finish()
 
     def finish(self) -> None:
         """What was launched has ended. Raises: AssertionError with what a kernel did wrong."""
@@ -130,12 +140,11 @@ class Emulator:
                 waiting()
 
     def _run(
-        self, handle: int, grid: tuple[int, ...], threads: int, shared_bytes: int, first: int,
-        _copy: Any, before: Callable[[], None] | None,
+        self, kernel: Kernel, grid: tuple[int, ...], threads: int, shared_bytes: int,
+        parameters: Any, before: Callable[[], None] | None,
     ) -> None:  # fmt: skip
-        """One launch, to its end, and what it starts before the end of; the address `first` of its
-        parameters is in the copy."""
-        library = self._kernels[handle]
+        """One launch, to its end; and what it starts before the end of."""
+        library = kernel.library
         message = ctypes.create_string_buffer(MESSAGE_BYTES)
         errors: list[AssertionError] = []
 
@@ -150,10 +159,10 @@ class Emulator:
 
         self.launches += 1
         failed = library.emulator_run(
-            library.emulator_entry, ctypes.c_void_p(first), (ctypes.c_uint * 3)(*grid),
-            threads, shared_bytes, MULTIPROCESSORS, TIMINGS.index(self.timing),
-            ctypes.c_ulonglong(self.launches), run_before if before else None,
-            message, MESSAGE_BYTES,
+            library.emulator_entry, ctypes.c_void_p(_aligned(parameters)),
+            (ctypes.c_uint * 3)(*grid), threads, shared_bytes, MULTIPROCESSORS,
+            TIMINGS.index(self.timing), ctypes.c_ulonglong(self.launches),
+            run_before if before else None, message, MESSAGE_BYTES,
         )  # fmt: skip
         if errors:
             raise errors[0]
@@ -178,13 +187,13 @@ class Emulator:
         )  # fmt: skip
         library = bytes(self._compiler.compile(source.text))
         if "allow_dependents();" in source.text:
-            self._lets.add(library)
+            self._lets_start.add(library)
         return binary, library
 
     def load(self, binary: Binary, library: bytes, device: Any) -> load.LoadedKernel:
         """As `load.load`."""
-        self._kernels.append(ctypes.CDLL(library.decode()))
-        self._sizes.append(binary.kernel.params_bytes)
+        size, lets_start = binary.kernel.params_bytes, library in self._lets_start
+        self._kernels.append(Kernel(ctypes.CDLL(library.decode()), size, lets_start))
         handle, variant = len(self._kernels) - 1, (binary.problem, binary.arch)
         return load.LoadedKernel(handle, binary.kernel, device, MULTIPROCESSORS, variant)
 
