@@ -75,8 +75,14 @@ static void turns_of(const Params& p, int n, const int* tiles, int* out) {
     const int first = tiles[2 * k], last = tiles[2 * k + 1];
     const BlockRange blocks = q_block_range<kBlock>(mask_list(p), ctx, first, last);
     const BlockTurns turns = block_turns<kBlock, kTile>(mask_list(p), ctx, first, blocks);
-    out[2 * k] = turns.summed_begin, out[2 * k + 1] = turns.last_begin;
+    out[3 * k] = turns.summed_begin, out[3 * k + 1] = turns.last_begin;
+    out[3 * k + 2] = first_visits(blocks.begin, turns.summed_begin);
   }
+}
+template <int kBlock>
+static void first_visited(const Params& p, int n, const int* blocks, int* out) {
+  const Context ctx = tile_context(p, 0, 0);
+  for (int k = 0; k < n; ++k) out[k] = is_first_visit<kBlock, 3>(mask_list(p), ctx, blocks[k]);
 }
 template <int kBlock>
 static void blocks_of(const Params& p, int n, const int* tiles, int* out, bool of_queries) {
@@ -110,6 +116,16 @@ extern "C" void block_turns_of(const int* lengths, int left, int right, int n, c
     case 2: return turns_of<2>(p, n, tiles, out);
     case 3: return turns_of<3>(p, n, tiles, out);
     case 4: return turns_of<4>(p, n, tiles, out);
+    default: __builtin_trap();
+  }
+}
+extern "C" void first_visited_of(const int* lengths, int left, int right, int n, const int* blocks,
+                                 int* out, int block) {
+  const Params p = make(lengths, left, right);
+  switch (block) {
+    case 2: return first_visited<2>(p, n, blocks, out);
+    case 3: return first_visited<3>(p, n, blocks, out);
+    case 4: return first_visited<4>(p, n, blocks, out);
     default: __builtin_trap();
   }
 }
@@ -233,8 +249,13 @@ class MaskLibrary:
         return self._call("block_ranges", sequence, window, tiles, 4, block, 1)
 
     def block_turns(self, sequence, window, tiles, block: int) -> np.ndarray:
-        """summed_begin, last_begin for tiles of 3 keys and blocks of queries: [tiles, 2]."""
-        return self._call("block_turns_of", sequence, window, tiles, 2, block)
+        """summed_begin, last_begin, first visits for tiles of 3 keys and blocks of queries:
+        [tiles, 3]."""
+        return self._call("block_turns_of", sequence, window, tiles, 3, block)
+
+    def first_visited(self, sequence, window, blocks, block: int) -> np.ndarray:
+        """Whether consumers of a tile of 3 keys prepare each block of queries: [blocks, 1]."""
+        return self._call("first_visited_of", sequence, window, blocks, 1, block)
 
 
 @pytest.fixture(scope="session")

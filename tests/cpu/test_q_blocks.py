@@ -89,7 +89,8 @@ def test_block_turns_say_which_blocks_have_tiles_before_and_after(
         tiles = tiles_of(kv_len, keys)
         for rows in BLOCKS:
             begin, *_, end = library.query_block_ranges(sequence, window, tiles, rows).T
-            summed_begin, last_begin = library.block_turns(sequence, window, tiles, rows).T
+            turns = library.block_turns(sequence, window, tiles, rows)
+            summed_begin, last_begin, first_visits = turns.T
             number = np.arange(-(-q_len // rows))
             visited = (number >= begin[:, None]) & (number < end[:, None])
             after = np.cumsum(visited, axis=0) - visited  # the last tile is the first
@@ -97,3 +98,8 @@ def test_block_turns_say_which_blocks_have_tiles_before_and_after(
             at = f"{sequence=} {window=} {rows=}"
             assert (((number >= summed_begin[:, None]) == (before > 0)) | ~visited).all(), at
             assert (((number >= last_begin[:, None]) == (after == 0)) | ~visited).all(), at
+            # What consumers prepare is what the kernel before leaves them, by one tile alone.
+            ahead = (number >= begin[:, None]) & (number < (begin + first_visits)[:, None])
+            left = library.first_visited(sequence, window, number, rows)[:, 0]
+            assert (ahead.sum(0) == left).all() and not (ahead & (before > 0)).any(), at
+            assert (ahead.sum(1) == np.minimum((visited & (before == 0)).sum(1), 2)).all(), at

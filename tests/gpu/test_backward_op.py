@@ -20,11 +20,13 @@ def operands(d, heads=(2, 8, 2), lengths=(513, 700), layout="bshd", dtype=torch.
     return q, k, v, oracle.randn(*q.shape, dtype=dtype, seed=seed + 50)
 
 
-def results(tensors, mask="causal", layout="bshd", dlse=None, deterministic=False):
+def results(tensors, mask="causal", layout="bshd", dlse=None, deterministic=False, left=-1):
     """dq, dk, dv by the kernels, forward included."""
     q, k, v, d_o = tensors
-    out, aux = attngen.attention(q, k, v, mask=mask, layout=layout, backend="cuda", return_lse=True)
+    given = {"mask": mask, "layout": layout, "window": (left, -1)}
+    out, aux = attngen.attention(q, k, v, **given, backend="cuda", return_lse=True)
     arguments = {"layout": layout, "mask": mask, "deterministic": deterministic}
+    arguments["window_left"] = left
     return torch.ops.attngen.backward(d_o, dlse, q, k, v, out, aux.lse, **arguments)[:3]
 
 
@@ -75,28 +77,31 @@ def test_op_deterministic_gives_the_same_bits_on_every_stream(d):
 
 
 @pytest.mark.device
-@pytest.mark.parametrize("d", [64, 256])
-def test_op_graph_replay_follows_changed_inputs(d):
+@pytest.mark.parametrize(("d", "left"), [(64, -1), (256, -1), (128, -1), (128, 150), (72, 0)])
+def test_op_graph_replay_follows_changed_inputs(d, left):
+    """Of narrow windows the main kernel waits for D that its other CTAs make."""
     tensors = operands(d)
-    graph, found = oracle.capture(lambda: results(tensors, deterministic=True))
+    graph, found = oracle.capture(lambda: results(tensors, deterministic=True, left=left))
     for number in range(5):
         for tensor, fresh in zip(tensors, operands(d, seed=number + 1), strict=True):
             tensor.copy_(fresh)
         graph.replay()
-        assert oracle.same(found, results(tensors, deterministic=True))
+        assert oracle.same(found, results(tensors, deterministic=True, left=left))
 
 
 @pytest.mark.device
 def test_op_several_streams_at_once_do_not_meet():
-    given = [operands(d, seed=d) for d in (64, 128, 256)]
-    wanted = [results(each, deterministic=True) for each in given]
+    given = [
+        (operands(d, seed=d), left) for d, left in ((64, -1), (128, -1), (256, -1), (128, 150))
+    ]
+    wanted = [results(each, deterministic=True, left=left) for each, left in given]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in given]
     for _ in range(5):
         found = []
-        for each, stream in zip(given, streams, strict=True):
+        for (each, left), stream in zip(given, streams, strict=True):
             with torch.cuda.stream(stream):
-                found.append(results(each, deterministic=True))
+                found.append(results(each, deterministic=True, left=left))
         torch.cuda.synchronize()
         assert all(oracle.same(a, b) for a, b in zip(found, wanted, strict=True))
 

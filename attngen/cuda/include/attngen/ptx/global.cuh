@@ -36,7 +36,8 @@ ATTNGEN_DEVICE bool claim(int* counter) {
                : "memory");
   return found == 0;
 }
-// Beyond any count: a counter that holds as much tells of something else, too.
+// Beyond any count, of at most 2^23 tiles of keys. A block's count of turns that holds as much says
+// that its D and LSE are in memory.
 constexpr int kReady = 1 << 24;
 // Adds that, after everything that this thread did before.
 ATTNGEN_DEVICE void make_ready(int* counter) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attngen/scheduler/block_range.cuh"
+#include "attngen/scheduler/kv_blocks.cuh"
 
 namespace attngen {
 
@@ -25,9 +26,14 @@ struct BlockTurns {
   int last_begin;
 };
 
+// Blocks of a tile's first visits that consumers prepare themselves, at most: one a warpgroup.
+constexpr int kMostFirstVisits = 2;
+
 // Of the blocks from `begin` on that a tile visits before all others, those before `summed_begin`,
-// how many its consumers prepare themselves, for the first head of a group: one a warpgroup.
-ATTNGEN_HD int first_visits(int begin, int summed_begin) { return min_of(summed_begin - begin, 2); }
+// how many its consumers prepare themselves, for the first head of a group.
+ATTNGEN_HD int first_visits(int begin, int summed_begin) {
+  return min_of(summed_begin - begin, kMostFirstVisits);
+}
 
 // Of the tile of `kTile` keys that begins at `first` and visits `blocks`.
 template <int kBlock, int kTile, class Masks>
@@ -43,6 +49,20 @@ ATTNGEN_HD BlockTurns block_turns(const Masks& masks, const Context& ctx, int fi
     turns.last_begin = q_block_range<kBlock>(masks, ctx, first - kTile, first - 1).end;
   }
   return turns;
+}
+
+// Whether they prepare a block: the tile of `kTile` keys that is the first to see it, the last that
+// does, is the first to see all up to it, too.
+template <int kBlock, int kTile, class Masks>
+ATTNGEN_HD bool is_first_visit(const Masks& masks, const Context& ctx, int block) {
+  const int row = block * kBlock;
+  const int last_row = min_of(row + kBlock, ctx.q_len) - 1;
+  const BlockRange tiles = kv_block_range<kTile>(masks, ctx, row, last_row);
+  if (tiles.begin >= tiles.end) return false;
+  const int first = (tiles.end - 1) * kTile;
+  const int last = min_of(first + kTile, ctx.kv_len) - 1;
+  const int begin = q_block_range<kBlock>(masks, ctx, first, last).begin;
+  return block < begin + kMostFirstVisits;
 }
 
 }  // namespace attngen
