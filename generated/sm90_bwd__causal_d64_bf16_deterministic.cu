@@ -406,20 +406,20 @@ struct QueryLoader {
   RingPosition<kQStages> q_ring;
   RingPosition<kDoStages> do_ring;
 
-  // Queries with their LSE and D.
-  ATTNGEN_DEVICE void load_queries(int row, int head, int batch, long long at) {
+  // Queries, and their LSE and D unless these are made here.
+  ATTNGEN_DEVICE void load_queries(int row, int head, int batch, long long at, bool made_here) {
     const u32 q_full = smem + kQFull + q_ring.stage * 8;
     mbarrier_wait(smem + kQEmpty + q_ring.stage * 8, q_ring.parity ^ 1);
-    mbarrier_arrive_expect(q_full, kQkBoxes * kQueryBoxBytes + 2 * kRowBytes);
+    mbarrier_arrive_expect(q_full, kQkBoxes * kQueryBoxBytes + (made_here ? 0 : 2 * kRowBytes));
     TmaFetch::load<kQkBoxes>(smem + kSmemQ + q_ring.stage * kQkBoxes * kQueryBoxBytes, kQueryBoxBytes, &p.map_q, q_full, row, head, batch, kEvictLast);
-    load_row(smem + kSmemLse + q_ring.stage * kRowBytes, p.lse_log2, at, q_full);
+    if (!made_here) load_row(smem + kSmemLse + q_ring.stage * kRowBytes, p.lse_log2, at, q_full);
     load_row(smem + kSmemD + q_ring.stage * kRowBytes, p.d, at, q_full);
     q_ring.advance();
   }
   // Output gradients.
-  ATTNGEN_DEVICE void load_output_gradients(int row, int head, int batch, long long at) {
-    const u32 do_full = smem + kDoFull + do_ring.stage * 8;
+  ATTNGEN_DEVICE void load_output_gradients(int row, int head, int batch, long long at, bool made_here) {
     mbarrier_wait(smem + kDoEmpty + do_ring.stage * 8, do_ring.parity ^ 1);
+    const u32 do_full = smem + kDoFull + do_ring.stage * 8;
     mbarrier_arrive_expect(do_full, kVBoxes * kQueryBoxBytes);
     TmaFetch::load<kVBoxes>(smem + kSmemDo + do_ring.stage * kVBoxes * kQueryBoxBytes, kQueryBoxBytes, &p.map_d_o, do_full, row, head, batch, kEvictLast);
     do_ring.advance();
@@ -428,8 +428,9 @@ struct QueryLoader {
     const int row = q_sequence(p).first_row(job.batch) + block * kTileM;
     const auto batch = q_sequence(p).batch_index(job.batch);
     const long long at = workspace_block(p, job.batch, head, block) * kTileM;
-    load_output_gradients(row, head, batch, at);
-    load_queries(row, head, batch, at);
+    constexpr bool made_here = false;
+    load_output_gradients(row, head, batch, at, made_here);
+    load_queries(row, head, batch, at, made_here);
   }
 
   ATTNGEN_DEVICE void run() {

@@ -440,30 +440,31 @@ struct QueryLoader {
   RingPosition<kDoStages> do_ring;
   ScoreTileLoader score_tiles = {p, smem};
 
-  // Queries with their LSE.
-  ATTNGEN_DEVICE void load_queries(int row, int head, int batch, long long at) {
+  // Queries, and their LSE unless these are made here.
+  ATTNGEN_DEVICE void load_queries(int row, int head, int batch, long long at, bool made_here) {
     const u32 q_full = smem + kQFull + q_ring.stage * 8;
     mbarrier_wait(smem + kQEmpty + q_ring.stage * 8, q_ring.parity ^ 1);
-    mbarrier_arrive_expect(q_full, kQkBoxes * kQueryBoxBytes + kRowBytes);
+    mbarrier_arrive_expect(q_full, kQkBoxes * kQueryBoxBytes + (made_here ? 0 : kRowBytes));
     TmaFetch::load<kQkBoxes>(smem + kSmemQ + q_ring.stage * kQkBoxes * kQueryBoxBytes, kQueryBoxBytes, &p.map_q, q_full, row, head, batch, kEvictLast);
-    load_row(smem + kSmemLse + q_ring.stage * kRowBytes, p.lse_log2, at, q_full);
+    if (!made_here) load_row(smem + kSmemLse + q_ring.stage * kRowBytes, p.lse_log2, at, q_full);
     q_ring.advance();
   }
-  // Output gradients with their D.
-  ATTNGEN_DEVICE void load_output_gradients(int row, int head, int batch, long long at) {
-    const u32 do_full = smem + kDoFull + do_ring.stage * 8;
+  // Output gradients, and their D unless it is made here.
+  ATTNGEN_DEVICE void load_output_gradients(int row, int head, int batch, long long at, bool made_here) {
     mbarrier_wait(smem + kDoEmpty + do_ring.stage * 8, do_ring.parity ^ 1);
-    mbarrier_arrive_expect(do_full, kVBoxes * kQueryBoxBytes + kRowBytes);
+    const u32 do_full = smem + kDoFull + do_ring.stage * 8;
+    mbarrier_arrive_expect(do_full, kVBoxes * kQueryBoxBytes + (made_here ? 0 : kRowBytes));
     TmaFetch::load<kVBoxes>(smem + kSmemDo + do_ring.stage * kVBoxes * kQueryBoxBytes, kQueryBoxBytes, &p.map_d_o, do_full, row, head, batch, kEvictLast);
-    load_row(smem + kSmemD + do_ring.stage * kRowBytes, p.d, at, do_full);
+    if (!made_here) load_row(smem + kSmemD + do_ring.stage * kRowBytes, p.d, at, do_full);
     do_ring.advance();
   }
   ATTNGEN_DEVICE void load(const Job& job, int head, int block) {
     const int row = q_sequence(p).first_row(job.batch) + block * kTileM;
     const auto batch = q_sequence(p).batch_index(job.batch);
     const long long at = workspace_block(p, job.batch, head, block) * kTileM;
-    load_queries(row, head, batch, at);
-    load_output_gradients(row, head, batch, at);
+    constexpr bool made_here = false;
+    load_queries(row, head, batch, at, made_here);
+    load_output_gradients(row, head, batch, at, made_here);
     score_tiles.load(job.batch, head, block, job.tile);
   }
 
