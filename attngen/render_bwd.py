@@ -139,7 +139,7 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
     workspace += ("dkv_acc",) if plan.splits_heads else ()
     names += typed("ptr", *workspace)
     if plan.makes_d:
-        names += [*typed("ptr", "o", "lse", "dlse"), *strides_of("o")]
+        names += typed("ptr", "lse", "dlse")
     names += [("rng_state", "ptr")] if problem.dropout else []
     for name in mask:
         names += mask_names(name)

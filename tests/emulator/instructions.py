@@ -51,7 +51,6 @@ STATEMENTS: dict[str, str] = {
     "fence.proxy.async.global;": "",
     "wgmma.fence.sync.aligned;": f"{_E}multiply_fence()",
     "prefetch.tensormap [%0];": "",
-    "cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];": "",
     "setmaxnreg.dec.sync.aligned.u32 %0;": "",
     "setmaxnreg.inc.sync.aligned.u32 %0;": "",
     "griddepcontrol.launch_dependents;": "",

@@ -46,12 +46,6 @@ ATTNGEN_DEVICE void tma_load(u32 destination, const TensorMap* map, u32 barrier,
       "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch), "l"(policy)
       : "memory");
 }
-// Brings a box to L2.
-ATTNGEN_DEVICE void tma_prefetch(const TensorMap* map, int column, int row, int head, int batch) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map),
-               "r"(column), "r"(row), "r"(head), "r"(batch)
-               : "memory");
-}
 ATTNGEN_DEVICE void tma_store(const TensorMap* map, u32 source, int column, int row, int head,
                               int batch) {
   asm volatile(
