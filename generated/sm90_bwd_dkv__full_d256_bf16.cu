@@ -340,7 +340,8 @@ struct QueryLoader {
   RingPosition<kDoStages> do_ring;
 
   // Queries, and their LSE unless these are made here.
-  ATTNGEN_DEVICE void load_queries(int row, int head, int batch, long long at, bool made_here) {
+  ATTNGEN_DEVICE void load_queries(int row, int head, int batch, long long at, int visit) {
+    const bool made_here = visit >= 0;
     const u32 q_full = smem + kQFull + q_ring.stage * 8;
     mbarrier_wait(smem + kQEmpty + q_ring.stage * 8, q_ring.parity ^ 1);
     mbarrier_arrive_expect(q_full, kQkBoxes * kQueryBoxBytes + (made_here ? 0 : kRowBytes));
@@ -349,7 +350,8 @@ struct QueryLoader {
     q_ring.advance();
   }
   // Output gradients, and their D unless it is made here.
-  ATTNGEN_DEVICE void load_output_gradients(int row, int head, int batch, long long at, bool made_here) {
+  ATTNGEN_DEVICE void load_output_gradients(int row, int head, int batch, long long at, int visit) {
+    const bool made_here = visit >= 0;
     mbarrier_wait(smem + kDoEmpty + do_ring.stage * 8, do_ring.parity ^ 1);
     const u32 do_full = smem + kDoFull + do_ring.stage * 8;
     mbarrier_arrive_expect(do_full, kVBoxes * kQueryBoxBytes + (made_here ? 0 : kRowBytes));
@@ -361,9 +363,9 @@ struct QueryLoader {
     const int row = q_sequence(p).first_row(job.batch) + block * kTileM;
     const auto batch = q_sequence(p).batch_index(job.batch);
     const long long at = workspace_block(p, job.batch, head, block) * kTileM;
-    constexpr bool made_here = false;
-    load_queries(row, head, batch, at, made_here);
-    load_output_gradients(row, head, batch, at, made_here);
+    constexpr int visit = -1;
+    load_queries(row, head, batch, at, visit);
+    load_output_gradients(row, head, batch, at, visit);
   }
 
   ATTNGEN_DEVICE void run() {

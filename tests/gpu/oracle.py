@@ -175,20 +175,22 @@ def capture(call: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
 
 
 @contextlib.contextmanager
-def nan_filled_allocations() -> Iterator[None]:
-    """Makes what an operation allocates NaN, so that an element nobody writes shows up."""
+def filled_allocations(byte: int) -> Iterator[None]:
+    """Whatever an operation allocates, workspaces included, holds the byte everywhere."""
     allocate = operation._empty_strided_cuda
 
     def allocate_filled(*arguments: Any) -> Tensor:
         tensor = allocate(*arguments)
-        tensor.view(torch.uint8).fill_(0xFF)  # NaN in every floating dtype
+        tensor.view(torch.uint8).fill_(byte)
         return tensor
 
-    operation._empty_strided_cuda = allocate_filled
-    try:
+    with mock.patch.object(operation, "_empty_strided_cuda", allocate_filled):
         yield
-    finally:
-        operation._empty_strided_cuda = allocate
+
+
+def nan_filled_allocations() -> contextlib.AbstractContextManager[None]:
+    """Makes what an operation allocates NaN, so that an element nobody writes shows up."""
+    return filled_allocations(0xFF)  # NaN in every floating dtype
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:

@@ -4,19 +4,15 @@ wherever these end."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 import attngen
-from attngen.ops import operation
 
 from . import cases, gradients, oracle, variants
 from .cases import Case
@@ -106,20 +102,6 @@ def compiled() -> None:
     gradients.compile_all([*problems, *(variant.backward for variant in SCORES)])
 
 
-@contextlib.contextmanager
-def filled_allocations(byte: int) -> Iterator[None]:
-    """Whatever an operation allocates, workspaces included, holds the byte everywhere."""
-    allocate = operation._empty_strided_cuda
-
-    def allocate_filled(*arguments: Any) -> Tensor:
-        tensor = allocate(*arguments)
-        tensor.view(torch.uint8).fill_(byte)
-        return tensor
-
-    with mock.patch.object(operation, "_empty_strided_cuda", allocate_filled):
-        yield
-
-
 def incoming(case: Case, seed: int = 100) -> tuple[Tensor, Tensor]:
     """Gradients of output and LSE."""
     q = case.operands()[0]
@@ -183,7 +165,7 @@ def test_gradients_do_not_depend_on_what_memory_holds(case, byte):
     leaves = [x.clone().requires_grad_() for x in tensors]
     arguments = {**case.arguments, "deterministic": True, "return_lse": True}
     for _ in range(2):
-        with filled_allocations(byte):
+        with oracle.filled_allocations(byte):
             out, aux = attngen.attention(*leaves, **arguments, backend="cuda")
             found = torch.autograd.grad((out, aux.lse), leaves, (d_o, dlse))
         assert oracle.same(found, expected)
