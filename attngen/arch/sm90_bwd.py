@@ -336,7 +336,7 @@ def make_fused(problem: Problem, *, adds_bias: bool = False) -> BackwardPlan:
         sizes["Dv"] = sizes["V"]
     if adds_bias:
         sizes["Blank"] = tile.m * 128  # zeros for what no tile visits
-    makes_d = _makes_d(tile, completes)
+    makes_d = _makes_d(problem, tile, completes)
     barriers = 24 + 2 * problem.bias + 2 * completes + 7 * makes_d
     small = {"Lse": 2 * tile.m * 4, "D": 2 * tile.m * 4, "Barriers": barriers * BARRIER_BYTES}
     return _finish(
@@ -475,12 +475,13 @@ def _held_steps(problem: Problem, tile: Tile, completes: bool) -> int:
     if features >= {"unlike", "varlen"}:
         return 0  # no registers
     largest = max(problem.head_dim_qk, problem.head_dim_v)
-    return 2 if largest > 112 and problem.scores else 3
+    few = largest > 112 and (problem.scores or completes and problem.varlen)  # registers
+    return 2 if few else 3
 
 
-def _makes_d(tile: Tile, completes: bool) -> bool:
-    """Measured 1.02 to 1.08 of whole calls, most where these are short or lengths vary."""
-    return completes and tile.m == 64
+def _makes_d(problem: Problem, tile: Tile, completes: bool) -> bool:
+    """Measured 1.02 to 1.08 of whole calls, most where these are short."""
+    return completes and tile.m == 64 and not problem.varlen
 
 
 def _frees_early(problem: Problem, tile: Tile, completes: bool) -> bool:

@@ -240,9 +240,6 @@ CASES = [
     # Tiles of query heads, beside lengths and under a window.
     Call("thd", (130, 0, 70), (200, 9, 130), gaps=True, d=128, heads=(80, 8), mask="causal"),
     Call("bshd", (300,), (400,), d=64, heads=(16, 1), mask="causal", window=(100, 0)),
-    # D by consumers, of tiles that follow others, beside lengths.
-    Call("thd", (130, 0, 70, 200), gaps=True, d=128, heads=(80, 40), mask="causal", window=(70, 0)),
-    Call("bshd", (0, 130, 64), (7, 200, 70), room=(140, 210), d=96, heads=(4, 2), window=(50, 20)),
     Call("thd", (130, 0, 70), gaps=True, d=256, heads=(4, 2), mask="causal_bottom_right"),
     Call("bshd", (0, 130, 64), (7, 70, 200), room=(140, 210), d=64, mask="padding_causal"),
     Call("bhsd", (130,), (200,), d=128, mask="causal", more=Features(dropout=0.2)),
