@@ -30,6 +30,7 @@ EXCERPT = ("-Wno-unknown-pragmas", "-Wno-unused-parameter")
 HOST_PART = ("// ---- the fragments\n", "// ---- scheduler")
 HOST_HEAD = """
 #include <initializer_list>
+#include <type_traits>
 #include "attngen/context.cuh"
 #include "attngen/scheduler/kv_blocks.cuh"
 #include "attngen/scheduler/q_blocks.cuh"
@@ -96,38 +97,33 @@ static void blocks_of(const Params& p, int n, const int* tiles, int* out, bool o
     out[4 * k + 2] = blocks.full_end, out[4 * k + 3] = blocks.end;
   }
 }
+// Calls `of` with the number of rows or keys of a block as a constant.
+template <class Function>
+static void with_block(int block, Function of) {
+  switch (block) {
+    case 2: return of(std::integral_constant<int, 2>());
+    case 3: return of(std::integral_constant<int, 3>());
+    case 4: return of(std::integral_constant<int, 4>());
+    case 80: return of(std::integral_constant<int, 80>());
+    case 96: return of(std::integral_constant<int, 96>());
+    case 128: return of(std::integral_constant<int, 128>());
+    default: __builtin_trap();
+  }
+}
 extern "C" void block_ranges(const int* lengths, int left, int right, int n, const int* tiles,
                              int* out, int block, int of_queries) {
   const Params p = make(lengths, left, right);
-  switch (block) {
-    case 2: return blocks_of<2>(p, n, tiles, out, of_queries);
-    case 3: return blocks_of<3>(p, n, tiles, out, of_queries);
-    case 4: return blocks_of<4>(p, n, tiles, out, of_queries);
-    case 80: return blocks_of<80>(p, n, tiles, out, of_queries);
-    case 96: return blocks_of<96>(p, n, tiles, out, of_queries);
-    case 128: return blocks_of<128>(p, n, tiles, out, of_queries);
-    default: __builtin_trap();
-  }
+  with_block(block, [&](auto size) { blocks_of<size()>(p, n, tiles, out, of_queries); });
 }
 extern "C" void block_turns_of(const int* lengths, int left, int right, int n, const int* tiles,
                                int* out, int block) {
   const Params p = make(lengths, left, right);
-  switch (block) {
-    case 2: return turns_of<2>(p, n, tiles, out);
-    case 3: return turns_of<3>(p, n, tiles, out);
-    case 4: return turns_of<4>(p, n, tiles, out);
-    default: __builtin_trap();
-  }
+  with_block(block, [&](auto size) { turns_of<size()>(p, n, tiles, out); });
 }
 extern "C" void first_visited_of(const int* lengths, int left, int right, int n, const int* blocks,
                                  int* out, int block) {
   const Params p = make(lengths, left, right);
-  switch (block) {
-    case 2: return first_visited<2>(p, n, blocks, out);
-    case 3: return first_visited<3>(p, n, blocks, out);
-    case 4: return first_visited<4>(p, n, blocks, out);
-    default: __builtin_trap();
-  }
+  with_block(block, [&](auto size) { first_visited<size()>(p, n, blocks, out); });
 }
 """
 

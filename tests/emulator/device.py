@@ -243,7 +243,6 @@ def emulated(emulator: Emulator) -> Iterator[None]:
         *(backward._recent, recent._recent),
         *(counters._addresses, counters._free, counters._unread),
     )
-
     library = torch.library.Library("attngen", "IMPL")
     library.impl("forward", forward.forward, "CPU")
     library.impl("backward", backward.backward, "CPU")
