@@ -60,7 +60,8 @@ class Fragment:
     diagonal; `selected_by` which field of a spec asks for it: `mask` by its name, or a switch such
     as `window`. `additive`: a score whose derivative is 1; `linear`: one
     that has a rate of change by the distance from the diagonal; `small`: one that grows with
-    the score and is cheaper up to a limit.
+    the score and is cheaper up to a limit; `scaled`: one so large, maybe, that it must meet scores
+    in their own units: in those of products it might be infinite.
     """
 
     axis: str
@@ -74,6 +75,7 @@ class Fragment:
     additive: bool = False
     linear: bool = False
     small: bool = False
+    scaled: bool = False
 
     @property
     def template(self) -> str:

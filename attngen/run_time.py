@@ -15,6 +15,7 @@ SM_BYTES = 228 << 10  # of shared memory, sm_90a
 CTA_RESERVED_BYTES = 1024  # of these, for each CTA
 MASK_AXES = ("rows", "columns")  # a packed mask has a row a query, or a row a key
 LOG2_E = 1.4426950408889634
+LEAST_NORMAL = 2.0**-126  # float32: a scale that is no number makes none of a hidden score
 FEW_HEADS = 4  # under a window: more where L2 holds the queries of all heads of a group
 FEW_SEQUENCES = 32  # whose order each CTA finds itself, without a schedule
 MAX_SPLITS = 128  # as many weights has the kernel that combines them
@@ -99,7 +100,7 @@ def values_of(
         "dim_v": extents["v"].dim,
         "bottom_right": int(scalars.bottom_right),
         "scale": scalars.softmax_scale,
-        "scale_log2": scalars.softmax_scale * LOG2_E,
+        "scale_log2": max(scalars.softmax_scale * LOG2_E, LEAST_NORMAL),
         "window_left": scalars.window_left,
         "window_right": scalars.window_right,
         **_strides(extents),
@@ -167,7 +168,7 @@ def workspace_bytes(
         "dbias_turns": 8 * int(given.get("dbias_tiles", 0)),
         "dkv_acc": 4 * int(given.get("dkv_floats", 0)),
         "o_parts": 4 * kernel.part_floats * rows if splits > 1 else 0,
-        "lse_parts": 4 * rows if splits > 1 else 0,
+        "lse_parts": 8 * rows if splits > 1 else 0,
         "q_schedule": schedule,
         "kv_schedule": schedule,
         **{f"mask_{axis}": 4 * int(given.get(f"mask_{axis}_words", 0)) for axis in MASK_AXES},

@@ -19,10 +19,10 @@ using Element = Bf16;
 
 struct VanillaSoftmax {
   // Factor that normalises the row's output, and its log-sum-exp (natural log), from the row's
-  // maximum in log2 units and the sum of its weights relative to that maximum.
-  ATTNGEN_HD SoftmaxRow finalize(const Context&, float max_log2, float sum) const {
+  // largest scaled score and the sum of its weights relative to that one's.
+  ATTNGEN_HD SoftmaxRow finalize(const Context&, float largest, float sum) const {
     if (sum == 0.f) return {0.f, -kInfinity};
-    return {1.f / sum, (max_log2 + log2_of(sum)) * kLn2};
+    return {1.f / sum, largest + log2_of(sum) * kLn2};
   }
 };
 struct Params {
@@ -73,22 +73,23 @@ combine__causal_packed_used_d128_bf16_paged__d6bb4f(const __grid_constant__ attn
 #pragma unroll
   for (int n = 0; n < kEarly; ++n) load(early[n], warp + n * kWarps);
   // Every warp finds the maximum and the sum for itself: 4 loads a lane at most, and no barrier.
-  const float* lse_parts = static_cast<const float*>(p.lse_parts) + row;
-  float lse[kMaxSplits / 32];
-  float max_log2 = -kInfinity;
+  const float2* lse_parts = static_cast<const float2*>(p.lse_parts) + row;
+  float2 lse[kMaxSplits / 32];
+  float largest = -kInfinity;
 #pragma unroll
   for (int i = 0; i < kMaxSplits / 32; ++i) {
     const int split = i * 32 + lane;
-    lse[i] = split < p.splits ? lse_parts[split * p.total_rows] : -kInfinity;
-    max_log2 = fmaxf(max_log2, lse[i]);
+    lse[i] = split < p.splits ? lse_parts[split * p.total_rows] : make_float2(-kInfinity, 0.f);
+    largest = fmaxf(largest, lse[i].x);
   }
-  max_log2 = warp_max(max_log2);
-  if (max_log2 == kInfinity) return;  // a row of no sequence, which the kernel before has cleared
-  const float reference = max_log2 == -kInfinity ? 0.f : max_log2;
+  largest = warp_max(largest);
+  if (largest == kInfinity) return;  // a row of no sequence, which the kernel before has cleared
+  const float reference = largest == -kInfinity ? 0.f : largest;
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < kMaxSplits / 32; ++i) {
-    const float weight = exp2_approx(lse[i] - reference);
+    const float below = (lse[i].x - reference) * kLog2E;
+    const float weight = below == -kInfinity ? 0.f : exp2_approx(below + lse[i].y);
     sum += weight;
     if (warp == 0) weights[i * 32 + lane] = weight;
   }
@@ -119,7 +120,7 @@ combine__causal_packed_used_d128_bf16_paged__d6bb4f(const __grid_constant__ attn
   const int head = row / p.q_len % p.heads_q;
   const int batch = row / p.q_len / p.heads_q;
   const Context ctx = {batch, head, p.q_len, 0, 0};
-  const SoftmaxRow result = VanillaSoftmax{}.finalize(ctx, max_log2, sum);
+  const SoftmaxRow result = VanillaSoftmax{}.finalize(ctx, largest, sum);
   if (threadIdx.x == 0) static_cast<float*>(p.lse)[row] = result.lse;
   char* o = static_cast<char*>(p.o) + 2 * (batch * p.o_stride_batch + position * p.o_stride_row + head * p.o_stride_head);
   for (int pair = threadIdx.x; pair * 2 < kHeadDimV; pair += kThreads) {

@@ -115,10 +115,10 @@ struct CausalMask {
 };
 struct VanillaSoftmax {
   // Factor that normalises the row's output, and its log-sum-exp (natural log), from the row's
-  // maximum in log2 units and the sum of its weights relative to that maximum.
-  ATTNGEN_HD SoftmaxRow finalize(const Context&, float max_log2, float sum) const {
+  // largest scaled score and the sum of its weights relative to that one's.
+  ATTNGEN_HD SoftmaxRow finalize(const Context&, float largest, float sum) const {
     if (sum == 0.f) return {0.f, -kInfinity};
-    return {1.f / sum, (max_log2 + log2_of(sum)) * kLn2};
+    return {1.f / sum, largest + log2_of(sum) * kLn2};
   }
 };
 struct PackedSequence {
@@ -434,7 +434,7 @@ struct Consumer {
     float scores[kTileN / 2];
     float output[kColumns / 2];
     u32 weights[kTileN / 4];
-    RowState state = {{-kInfinity, -kInfinity}, {0.f, 0.f}};
+    RowState state = {{-kInfinity, -kInfinity}, {0.f, 0.f}, false};
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) output[i] = 0.f;
     load_queries();
@@ -462,8 +462,12 @@ struct Consumer {
       softmax.find_maxima(scores);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
+        if (half * 8 < rows) softmax.raise(state, half, true, rescale);
+      }
+      softmax.settle_raised(scores, state);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
         if (half * 8 >= rows) break;
-        softmax.raise(state, half, true, rescale);
         softmax.weigh(scores, state, half, rescale);
 #pragma unroll
         for (int k = 0; k < kColumns / 4; ++k) output[fragment_index(half, k)] *= rescale[half];
@@ -497,7 +501,7 @@ struct Consumer {
     for (int half = 0; half < 2; ++half) {
       const int i = queries[half];
       const int h = heads[half];
-      const float max_log2 = state.row_max[half] * p.scale_log2;
+      const float largest = state.row_max[half] * (p.scale_log2 * kLn2);
       const float sum = quad_sum(state.row_sum[half]);
       if (i >= job.q_len) continue;
       const bool tells = (lane & 3) == 0 && warp < 4;  // one thread for all that have the row
@@ -505,11 +509,11 @@ struct Consumer {
       if (p.splits > 1) {  // empty splits store zeros, which are read and weigh nothing
         const long long slot = job.split * p.total_rows + at;
         const bool seen = sum != 0.f;
-        if (tells) static_cast<float*>(p.lse_parts)[slot] = seen ? max_log2 + log2_approx(sum) : -kInfinity;
+        if (tells) static_cast<float2*>(p.lse_parts)[slot] = make_float2(seen ? largest : -kInfinity, log2_approx(sum));
         store_part(output, half, slot, seen ? 1.f / sum : 0.f);
       } else {
         const Context ctx = job.context(h);
-        const SoftmaxRow result = VanillaSoftmax{}.finalize(ctx, max_log2, sum);
+        const SoftmaxRow result = VanillaSoftmax{}.finalize(ctx, largest, sum);
         if (tells) static_cast<float*>(p.lse)[at] = result.lse;
         store_row(output, half, job.first_token + i, h, result.normalizer);
       }
@@ -544,7 +548,7 @@ struct Consumer {
       for (int k = lane; k < kHeadDimV / 8; k += 32) target[k] = make_uint4(0, 0, 0, 0);
       if (lane > 0) continue;
       static_cast<float*>(p.lse)[at] = -kInfinity;
-      if (p.splits > 1) static_cast<float*>(p.lse_parts)[at] = kInfinity;
+      if (p.splits > 1) static_cast<float2*>(p.lse_parts)[at] = make_float2(kInfinity, 0.f);
     }
   }
 };

@@ -138,8 +138,8 @@ struct WindowMask {
 struct LearnableSoftmax {
   float sink;
 
-  ATTNGEN_HD SoftmaxRow finalize(const Context&, float max_log2, float sum) const {
-    return finalize_with_sink(max_log2, sum, sink);
+  ATTNGEN_HD SoftmaxRow finalize(const Context&, float largest, float sum) const {
+    return finalize_with_sink(largest, sum, sink);
   }
 };
 struct UsedSequence {
@@ -450,7 +450,7 @@ struct Consumer {
     float scores[kTileN / 2];
     float output[kColumns / 2];
     u32 weights[kTileN / 4];
-    RowState state = {{-kInfinity, -kInfinity}, {0.f, 0.f}};
+    RowState state = {{-kInfinity, -kInfinity}, {0.f, 0.f}, false};
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) output[i] = 0.f;
     load_queries();
@@ -477,8 +477,12 @@ struct Consumer {
       softmax.find_maxima(scores);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
+        if (half * 8 < rows) softmax.raise(state, half, true, rescale);
+      }
+      softmax.settle_raised(scores, state);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
         if (half * 8 >= rows) break;
-        softmax.raise(state, half, true, rescale);
         softmax.weigh(scores, state, half, rescale);
 #pragma unroll
         for (int k = 0; k < kColumns / 4; ++k) output[fragment_index(half, k)] *= rescale[half];
@@ -512,7 +516,7 @@ struct Consumer {
     for (int half = 0; half < 2; ++half) {
       const int i = queries[half];
       const int h = heads[half];
-      const float max_log2 = state.row_max[half] * p.scale_log2;
+      const float largest = state.row_max[half] * (p.scale_log2 * kLn2);
       const float sum = quad_sum(state.row_sum[half]);
       if (i >= job.q_len) continue;
       const bool tells = (lane & 3) == 0 && warp < 4;  // one thread for all that have the row
@@ -520,11 +524,11 @@ struct Consumer {
       if (p.splits > 1) {  // empty splits store zeros, which are read and weigh nothing
         const long long slot = job.split * p.total_rows + at;
         const bool seen = sum != 0.f;
-        if (tells) static_cast<float*>(p.lse_parts)[slot] = seen ? max_log2 + log2_approx(sum) : -kInfinity;
+        if (tells) static_cast<float2*>(p.lse_parts)[slot] = make_float2(seen ? largest : -kInfinity, log2_approx(sum));
         store_part(output, half, slot, seen ? 1.f / sum : 0.f);
       } else {
         const Context ctx = job.context(h);
-        const SoftmaxRow result = LearnableSoftmax{read_operand(p.sink, ctx.head * p.sink_stride_head)}.finalize(ctx, max_log2, sum);
+        const SoftmaxRow result = LearnableSoftmax{read_operand(p.sink, ctx.head * p.sink_stride_head)}.finalize(ctx, largest, sum);
         if (tells) static_cast<float*>(p.lse)[at] = result.lse;
         store_row(output, half, job.first_token + i, h, result.normalizer);
       }
@@ -559,7 +563,7 @@ struct Consumer {
       for (int k = lane; k < kHeadDimV / 8; k += 32) target[k] = make_uint4(0, 0, 0, 0);
       if (lane > 0) continue;
       static_cast<float*>(p.lse)[at] = -kInfinity;
-      if (p.splits > 1) static_cast<float*>(p.lse_parts)[at] = kInfinity;
+      if (p.splits > 1) static_cast<float2*>(p.lse_parts)[at] = make_float2(kInfinity, 0.f);
     }
   }
 };

@@ -131,10 +131,10 @@ struct CausalMask {
 };
 struct VanillaSoftmax {
   // Factor that normalises the row's output, and its log-sum-exp (natural log), from the row's
-  // maximum in log2 units and the sum of its weights relative to that maximum.
-  ATTNGEN_HD SoftmaxRow finalize(const Context&, float max_log2, float sum) const {
+  // largest scaled score and the sum of its weights relative to that one's.
+  ATTNGEN_HD SoftmaxRow finalize(const Context&, float largest, float sum) const {
     if (sum == 0.f) return {0.f, -kInfinity};
-    return {1.f / sum, (max_log2 + log2_of(sum)) * kLn2};
+    return {1.f / sum, largest + log2_of(sum) * kLn2};
   }
 };
 struct DenseSequence {
@@ -504,9 +504,9 @@ struct Consumer {
   ATTNGEN_DEVICE void take_scales(const Job& job) {
     const float qk = read_scale(p.descale_q, job.batch * p.descale_q_stride_batch + job.kv_head * p.descale_q_stride_head) *
                      read_scale(p.descale_k, job.batch * p.descale_k_stride_batch + job.kv_head * p.descale_k_stride_head);
-    scale_log2 = p.scale_log2 * qk;
+    scale_log2 = log2_scale(p.scale_log2 * qk);
     // Without a scale of its own a weight of 1 is stored as 2^8, so that e4m3 holds down to 2^-17.
-    const float scale_s = p.scale_s ? read_scale(p.scale_s, 0) : 256.f;
+    const float scale_s = p.scale_s ? weight_scale(read_scale(p.scale_s, 0)) : 256.f;
     const float descale_s = p.descale_s ? read_scale(p.descale_s, 0) : 1.f / 256.f;
     // With one, which says how the largest weight of a row is stored, maxima must be the true ones.
     slack = p.scale_s ? 0.f : kLazyRescaleLog2;
@@ -668,7 +668,7 @@ struct Consumer {
   // before. Only what they sum up to says whether one is too large: then they and all before become smaller.
   ATTNGEN_DEVICE void weigh_trusted(float (&scores)[kTileN / 2], Accumulators& output, u32 (&weights)[kWeightRegisters], TrustedRows& state, const Context& ctx, int row, int block) {
     BlockSoftmax<kTileN, kPairSums> softmax = {scale_log2, shift};
-    softmax.trust(state);
+    softmax.trust(scores, state);
     float sum[2];
     softmax.exponentiate_all(scores);  // under the product
     await_product();
@@ -677,8 +677,9 @@ struct Consumer {
       pack_weights<Element, kTileN>(weights, scores);
     } else {
       float rescale[2];
-      if (softmax.overflowed(sum)) {
+      if (softmax.overflowed(state, sum)) {
         remake_scores(scores, ctx, row, block);
+        softmax.scale_log2 = scale_log2;
         softmax.weigh_raised(scores, state, sum, rescale);
       } else {
         softmax.lower(scores, state, sum, rescale);
@@ -733,14 +734,14 @@ struct Consumer {
     const Softmax softmax = VanillaSoftmax{};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float max_log2 = state.offset[half];
-      const SoftmaxRow result = softmax.finalize(ctx, max_log2, quad_sum(state.row_sum[half]));
+      const float most = state.offset[half] * kLn2;
+      const SoftmaxRow result = softmax.finalize(ctx, most, quad_sum(state.row_sum[half]));
       normalizer[half] = result.normalizer;
       const int i = row + half * 8;
       if ((lane & 3) == 0 && i < ctx.q_len) lse[i] = result.lse;
       // The largest weight of a row is 1, that of its maximum, wherever a key is visible, though beside
       // its sink it may be nothing.
-      if (p.amax_s && (lane & 3) == 0 && i < ctx.q_len && max_log2 != -kInfinity) *static_cast<float*>(p.amax_s) = 1.f;
+      if (p.amax_s && (lane & 3) == 0 && i < ctx.q_len && most != -kInfinity) *static_cast<float*>(p.amax_s) = 1.f;
     }
   }
 

@@ -126,10 +126,10 @@ struct PvMma {
 // ---- the fragments
 struct VanillaSoftmax {
   // Factor that normalises the row's output, and its log-sum-exp (natural log), from the row's
-  // maximum in log2 units and the sum of its weights relative to that maximum.
-  ATTNGEN_HD SoftmaxRow finalize(const Context&, float max_log2, float sum) const {
+  // largest scaled score and the sum of its weights relative to that one's.
+  ATTNGEN_HD SoftmaxRow finalize(const Context&, float largest, float sum) const {
     if (sum == 0.f) return {0.f, -kInfinity};
-    return {1.f / sum, (max_log2 + log2_of(sum)) * kLn2};
+    return {1.f / sum, largest + log2_of(sum) * kLn2};
   }
 };
 struct DenseSequence {
@@ -498,9 +498,9 @@ struct Consumer {
   ATTNGEN_DEVICE void take_scales(const Job& job) {
     const float qk = read_scale(p.descale_q, job.batch * p.descale_q_stride_batch + job.kv_head * p.descale_q_stride_head) *
                      read_scale(p.descale_k, job.batch * p.descale_k_stride_batch + job.kv_head * p.descale_k_stride_head);
-    scale_log2 = p.scale_log2 * qk;
+    scale_log2 = log2_scale(p.scale_log2 * qk);
     // Without a scale of its own a weight of 1 is stored as 2^8, so that e4m3 holds down to 2^-17.
-    const float scale_s = p.scale_s ? read_scale(p.scale_s, 0) : 256.f;
+    const float scale_s = p.scale_s ? weight_scale(read_scale(p.scale_s, 0)) : 256.f;
     const float descale_s = p.descale_s ? read_scale(p.descale_s, 0) : 1.f / 256.f;
     // With one, which says how the largest weight of a row is stored, maxima must be the true ones.
     slack = p.scale_s ? 0.f : kLazyRescaleLog2;
@@ -670,8 +670,8 @@ struct Consumer {
     const Softmax softmax = VanillaSoftmax{};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float max_log2 = state.row_max[half] * scale_log2 - shift;
-      const SoftmaxRow result = softmax.finalize(ctx, max_log2, quad_sum(state.row_sum[half]));
+      const float most = state.row_max[half] * (scale_log2 * kLn2) - shift * kLn2;
+      const SoftmaxRow result = softmax.finalize(ctx, most, quad_sum(state.row_sum[half]));
       normalizer[half] = result.normalizer;
       const int i = row + half * 8;
       if ((lane & 3) == 0 && i < ctx.q_len) lse[i] = result.lse;

@@ -129,10 +129,10 @@ struct CausalMask {
 };
 struct VanillaSoftmax {
   // Factor that normalises the row's output, and its log-sum-exp (natural log), from the row's
-  // maximum in log2 units and the sum of its weights relative to that maximum.
-  ATTNGEN_HD SoftmaxRow finalize(const Context&, float max_log2, float sum) const {
+  // largest scaled score and the sum of its weights relative to that one's.
+  ATTNGEN_HD SoftmaxRow finalize(const Context&, float largest, float sum) const {
     if (sum == 0.f) return {0.f, -kInfinity};
-    return {1.f / sum, (max_log2 + log2_of(sum)) * kLn2};
+    return {1.f / sum, largest + log2_of(sum) * kLn2};
   }
 };
 struct DenseSequence {
@@ -484,8 +484,8 @@ struct Consumer {
     const Softmax softmax = VanillaSoftmax{};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float max_log2 = state.row_max[half] * p.scale_log2;
-      const SoftmaxRow result = softmax.finalize(ctx, max_log2, quad_sum(state.row_sum[half]));
+      const float most = state.row_max[half] * (p.scale_log2 * kLn2);
+      const SoftmaxRow result = softmax.finalize(ctx, most, quad_sum(state.row_sum[half]));
       normalizer[half] = result.normalizer;
       const int i = row + half * 8;
       if ((lane & 3) == 0 && i < ctx.q_len) lse[i] = result.lse;

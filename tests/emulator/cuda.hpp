@@ -226,6 +226,8 @@ inline int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
 inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
 inline int max(int a, int b) { return a < b ? b : a; }
 inline int min(int a, int b) { return b < a ? b : a; }
 inline int __ffs(int x) { return __builtin_ffs(x); }

@@ -16,6 +16,7 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 
 constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
+constexpr float kLargestFloat = 0x1.fffffep127f;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 

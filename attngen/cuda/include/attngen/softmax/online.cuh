@@ -15,14 +15,21 @@ constexpr float kFaintLog2 = 64.f;
 // Of weights relative to a maximum that is not the row's: float16 holds them.
 constexpr float kLargestWeight = 0x1p14f;
 
+// Up to this magnitude of a row's maximum in log2 units, a multiply-add gives weights that are
+// off by 2^-14. Of larger ones the difference of score and maximum comes first, which is exact.
+constexpr float kFineLog2 = 1024.f;
+
 // Of a part of a thread's weights, up to which it holds none that e4m3 does not.
 constexpr float kLargestTrusted = 448.f;
 
+// large: whether a maximum of the warp's rows is beyond kFineLog2.
 struct RowState {
   float row_max[2];
   float row_sum[2];
+  bool large;
 };
-// Rows whose maxima stay until a block has scores above a ceiling; their offset stays as well.
+// Rows whose maxima stay until a block has scores above a ceiling; their offset stays as well:
+// of a large maximum, as of 0, that of what scores lack to it. This takes no register.
 struct HeldRows : RowState {
   float ceiling[2];
   float offset[2];
@@ -32,6 +39,7 @@ struct HeldRows : RowState {
 struct TrustedRows {
   float row_sum[2];
   float offset[2];
+  bool large;
 };
 
 // The softmax of one block of kN columns, in steps that a kernel orders as its plan says.
@@ -104,7 +112,7 @@ struct BlockSoftmax {
   // Both new maxima and factors, from bounds: rows keep their maxima, and no maximum is looked for,
   // where the bounds of the warp's rows outgrow these by no more than 2^slack, nor do rows change
   // where maxima do not. Returns whether they do.
-  ATTNGEN_DEVICE bool raise_rarely(const float (&scores)[kN / 2], RowState& state, float slack,
+  ATTNGEN_DEVICE bool raise_rarely(float (&scores)[kN / 2], RowState& state, float slack,
                                    float (&rescale)[2]) {
     bool grew = outgrow(state, slack);
     if (grew) {
@@ -117,12 +125,14 @@ struct BlockSoftmax {
     if (grew) {
       raise(state, 0, true, rescale);
       raise(state, 1, true, rescale);
+      note_large(state);
     }
+    if (state.large) subtract_maxima(scores, state);
     return grew;
   }
 
   // The same of rows that are held: sums change with the maxima, and `rescale` is set only then.
-  ATTNGEN_DEVICE bool raise_rarely(const float (&scores)[kN / 2], HeldRows& state, float slack,
+  ATTNGEN_DEVICE bool raise_rarely(float (&scores)[kN / 2], HeldRows& state, float slack,
                                    float (&rescale)[2]) {
     bool grew = outgrow(state);
     if (grew) {
@@ -138,7 +148,18 @@ struct BlockSoftmax {
     }
     offset[0] = state.offset[0];
     offset[1] = state.offset[1];
+    if (is_held_large(0) || is_held_large(1)) subtract_maxima(scores, state);
     return grew;
+  }
+
+  // Rows whose maxima may have risen, or did not: where one is large, scores become what they lack
+  // to it.
+  ATTNGEN_DEVICE void settle_raised(float (&scores)[kN / 2], RowState& state, bool grew = true) {
+    if (grew) note_large(state);
+    settle_kept(scores, state);
+  }
+  ATTNGEN_DEVICE void settle_kept(float (&scores)[kN / 2], const RowState& state) {
+    if (state.large) subtract_maxima(scores, state);
   }
 
   // The row's maximum stays, which is finite.
@@ -162,6 +183,7 @@ struct BlockSoftmax {
       raise(state, half, true, rescale);
       state.row_sum[half] *= rescale[half];
     }
+    settle_raised(scores, state);
     weigh_kept(scores, sum);
   }
   // Whether a weight of the warp may be too large: any that a thread's sums do not exclude, or that
@@ -247,12 +269,13 @@ struct BlockSoftmax {
     return __any_sync(~0u, block_max[0] > state.ceiling[0] || block_max[1] > state.ceiling[1]);
   }
   ATTNGEN_DEVICE void hold(HeldRows& state, float slack) const {
+    const bool large = is_large(state);
     // Where every score is 0 no number is too large; a row that has seen no key stays at -inf.
     const float room = fminf(slack * reciprocal_approx(scale_log2), 1e30f);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       state.ceiling[half] = state.row_max[half] + room;
-      state.offset[half] = offset[half];
+      state.offset[half] = large ? -shift : offset[half];
     }
   }
 
@@ -263,11 +286,16 @@ struct BlockSoftmax {
     for (int half = 0; half < 2; ++half) {
       state.offset[half] = from_maximum(half);
       offset[half] = finite(state.offset[half]);
+    }
+    note_large(state);
+    if (state.large) subtract_offsets(scores);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
       state.row_sum[half] = exponentiate<0, kN / 4>(scores, half, scale());
     }
   }
   // a block with bounds of its maxima, where rows change if these outgrow theirs by 2^slack,
-  ATTNGEN_DEVICE bool raise_rarely(const float (&scores)[kN / 2], TrustedRows& state, float slack,
+  ATTNGEN_DEVICE bool raise_rarely(float (&scores)[kN / 2], TrustedRows& state, float slack,
                                    float (&rescale)[2]) {
     bool grew = outgrow(state, slack);
     if (grew) {
@@ -277,12 +305,14 @@ struct BlockSoftmax {
     offset[0] = finite(state.offset[0]);
     offset[1] = finite(state.offset[1]);
     if (grew) raise(state, rescale);
+    if (state.large) subtract_offsets(scores);
     return grew;
   }
   // and one whose scores are taken relative to the offsets as they are.
-  ATTNGEN_DEVICE void trust(const TrustedRows& state) {
+  ATTNGEN_DEVICE void trust(float (&scores)[kN / 2], const TrustedRows& state) {
     offset[0] = state.offset[0];
     offset[1] = state.offset[1];
+    if (state.large) subtract_offsets(scores);
   }
   // Sums of weights, and whether one of the warp may be too large, or is no number.
   ATTNGEN_DEVICE static bool add_up(const float (&weights)[kN / 2], float (&sum)[2]) {
@@ -303,9 +333,9 @@ struct BlockSoftmax {
     const int largest = max(max(max(bits(0), bits(1)), bits(2)), bits(3));
     return __any_sync(~0u, largest > __float_as_int(kLargestTrusted));
   }
-  // Whether weights of the warp are too large for float32.
-  ATTNGEN_DEVICE static bool overflowed(const float (&sum)[2]) {
-    return __any_sync(~0u, fmaxf(sum[0], sum[1]) == kInfinity);
+  // Whether weights of the warp are too large for float32, or offsets for `lower`.
+  ATTNGEN_DEVICE static bool overflowed(const TrustedRows& state, const float (&sum)[2]) {
+    return state.large || __any_sync(~0u, fmaxf(sum[0], sum[1]) == kInfinity);
   }
   // Raises offsets by whole numbers until the largest weight is 2^shift or less.
   ATTNGEN_DEVICE void lower(float (&weights)[kN / 2], TrustedRows& state, float (&sum)[2],
@@ -319,6 +349,7 @@ struct BlockSoftmax {
       state.row_sum[half] *= rescale[half];
       sum[half] *= rescale[half];
     }
+    note_large(state);
 #pragma unroll
     for (int i = 0; i < kN / 2; ++i) weights[i] *= rescale[fragment_row(i)];
   }
@@ -328,6 +359,7 @@ struct BlockSoftmax {
                                    float (&rescale)[2]) {
     find_maxima(scores);
     raise(state, rescale);
+    if (state.large) subtract_offsets(scores);
     weigh_kept(scores, sum);
   }
 
@@ -338,6 +370,10 @@ struct BlockSoftmax {
     for (int half = 0; half < 2; ++half) {
       state.row_max[half] = block_max[half];
       find_offset(state, half);
+    }
+    settle_raised(scores, state);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
       state.row_sum[half] = exponentiate<0, kN / 4>(scores, half, scale());
     }
   }
@@ -346,9 +382,40 @@ struct BlockSoftmax {
     hold(state, slack);
   }
 
+  // To be called whenever rows' maxima may have risen.
+  ATTNGEN_DEVICE void note_large(RowState& state) const { state.large = is_large(state); }
+
  private:
+  ATTNGEN_DEVICE bool is_held_large(int half) const { return offset[half] == -shift; }
+  ATTNGEN_DEVICE bool is_large(const RowState& state) const {
+    return __any_sync(~0u, !(is_fine(finite(state.row_max[0]) * scale_log2) &&
+                             is_fine(finite(state.row_max[1]) * scale_log2)));
+  }
+  ATTNGEN_DEVICE static void note_large(TrustedRows& state) {
+    state.large = !(is_fine(finite(state.offset[0])) && is_fine(finite(state.offset[1])));
+    state.large = __any_sync(~0u, state.large);
+  }
+  ATTNGEN_DEVICE static bool is_fine(float log2) { return fabsf(log2) <= kFineLog2; }
+  ATTNGEN_DEVICE void subtract_maxima(float (&scores)[kN / 2], const RowState& state) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float most = from_line(half, finite(state.row_max[half]));
+      offset[half] = -shift;
+#pragma unroll
+      for (int k = 0; k < kN / 4; ++k) scores[fragment_index(half, k)] -= most;
+    }
+  }
+  // By offsets, scores in log2 units: rounded as these are, the largest lacks nothing to its own.
+  ATTNGEN_DEVICE void subtract_offsets(float (&scores)[kN / 2]) {
+#pragma unroll
+    for (int i = 0; i < kN / 2; ++i) {
+      scores[i] = __fsub_rn(__fmul_rn(scores[i], scale_log2), offset[fragment_row(i)]);
+    }
+    scale_log2 = 1.f;
+    offset[0] = offset[1] = 0.f;
+  }
   ATTNGEN_DEVICE float from_maximum(int half) const {
-    return block_max[half] == -kInfinity ? -kInfinity : block_max[half] * scale_log2 - shift;
+    return __fsub_rn(__fmul_rn(block_max[half], scale_log2), shift);
   }
   ATTNGEN_DEVICE bool outgrow(const TrustedRows& state, float slack) const {
     return __any_sync(~0u, from_maximum(0) - state.offset[0] > slack ||
@@ -364,6 +431,7 @@ struct BlockSoftmax {
       state.row_sum[half] *= rescale[half];
       offset[half] = finite(state.offset[half]);
     }
+    note_large(state);
   }
   ATTNGEN_DEVICE static float own_maximum(const float (&scores)[kN / 2], int half) {
     float even = scores[fragment_index(half, 0)];

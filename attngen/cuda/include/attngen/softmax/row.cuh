@@ -11,14 +11,13 @@ struct SoftmaxRow {
 };
 
 // A row beside a sink, a score that has a weight but no value. `sum` is that of the weights
-// relative to `max_log2`; a row that sees no key has only its sink.
-ATTNGEN_HD SoftmaxRow finalize_with_sink(float max_log2, float sum, float sink) {
+// relative to the largest score's; a row that sees no key has only its sink.
+ATTNGEN_HD SoftmaxRow finalize_with_sink(float largest, float sum, float sink) {
   if (sum == 0.f) return {0.f, sink};
-  const float sink_log2 = sink * kLog2E;
-  const float top = max_of(max_log2, sink_log2);  // so that neither weight overflows
-  const float weight = exp2_of(max_log2 - top);
-  const float total = sum * weight + exp2_of(sink_log2 - top);
-  return {weight / total, (top + log2_of(total)) * kLn2};
+  const float top = max_of(largest, sink);  // so that neither weight overflows
+  const float weight = exp2_of((largest - top) * kLog2E);
+  const float total = sum * weight + exp2_of((sink - top) * kLog2E);
+  return {weight / total, top + log2_of(total) * kLn2};
 }
 
 }  // namespace attngen
