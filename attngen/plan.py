@@ -32,6 +32,7 @@ _CLASSES: dict[str, type[KernelPlan]] = {
     "sm90_bwd_dkv": sm90_bwd.BackwardPlan,
     "sm90_bwd_dq": sm90_bwd.BackwardPlan,
     "bwd_convert": sm90_bwd.ConvertPlan,
+    "bwd_row_sums": sm90_bwd.RowSumsPlan,
     "sm90_bwd_dbias": sm90_bwd.BiasPlan,
     "mask_pack": sm90_mask.MaskPlan,
     "varlen_prepare": sm90_varlen.VarlenPlan,

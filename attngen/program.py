@@ -73,6 +73,7 @@ Workspace = Literal[
     "mask_columns",
     "o_parts",
     "lse_parts",
+    "row_sums",
 ]
 
 

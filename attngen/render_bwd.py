@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from .arch.sm90_bwd import FUSED, BackwardPlan, BiasPlan, ConvertPlan, KernelPlan, PreparePlan
+from .arch.sm90_bwd import (
+    FUSED,
+    BackwardPlan,
+    BiasPlan,
+    ConvertPlan,
+    KernelPlan,
+    PreparePlan,
+    RowSumsPlan,
+)
 from .features import Features
 from .problem import Problem
 from .program import KernelEntry, TensorMapRecipe, Workspace
@@ -28,6 +36,7 @@ from .render import (
 STORE_ROWS = 64  # gradients leave in boxes of one warpgroup's rows
 # Those of a forward that its backward shares.
 ROLES = ("mask", "score", "q_seq", "kv_seq", "kv_fetch")
+ROW_SUMS_ROLES = ("mask", "score", "q_seq", "kv_seq", "kv_iter")
 INTEGERS = (
     *("tiles", "q_blocks", "heads_q", "heads_kv", "total_heads", "heads_per_group"),
     *("tail_rows", "group_size", "bottom_right"),
@@ -39,7 +48,8 @@ def render(problem: Problem, plan: KernelPlan, features: Features, root: Path) -
 
     root: the templates' directory. Raises: jinja2.UndefinedError on a template's mistake.
     """
-    uses = {role: use for role, use in uses_of(problem, features).items() if role in ROLES}
+    roles = ROW_SUMS_ROLES if isinstance(plan, RowSumsPlan) else ROLES
+    uses = {role: use for role, use in uses_of(problem, features).items() if role in roles}
     if isinstance(plan, PreparePlan | ConvertPlan):
         masked = isinstance(plan, PreparePlan) and plan.zeros
         of_keys = isinstance(plan, ConvertPlan) and plan.dk_columns > 0 and problem.varlen
@@ -50,6 +60,8 @@ def render(problem: Problem, plan: KernelPlan, features: Features, root: Path) -
             kernel = _prepare(problem, plan, operands)
         else:
             kernel = _convert(problem, plan, operands)
+    elif isinstance(plan, RowSumsPlan):
+        kernel = _row_sums(problem, plan, operands_of(uses))
     elif isinstance(plan, BiasPlan):
         kernel = _bias(problem, plan, operands_of(uses))
     else:
@@ -108,6 +120,27 @@ def _convert(problem: Problem, plan: ConvertPlan, operands: Names) -> KernelEntr
     )
 
 
+def _row_sums(problem: Problem, plan: RowSumsPlan, operands: Names) -> KernelEntry:
+    names = typed("ptr", "q", "k", "lse", "row_sums")
+    names += [*strides_of("q"), *strides_of("k")]
+    if problem.gather:
+        names += typed("i64", "q_stride_column", "k_stride_column") + typed("i32", "dim_qk")
+    names += mask_names("mask_rows") if problem.attn_mask else []
+    names += typed("i32", "heads_q", "group_size", "q_blocks", "bottom_right")
+    names += typed("i32", "sequences") if problem.varlen else []
+    return describe(
+        problem,
+        plan,
+        [*names, ("scale", "f32"), *operands],
+        tile_rows=plan.row_block,
+        grid="row_blocks",
+        workspace=("row_sums", *(("mask_rows",) if problem.attn_mask else ())),
+        row_block=plan.row_block,
+        q_seq=problem.q_seq,
+        kv_seq=problem.kv_seq,
+    )
+
+
 def _lengths(problem: Problem, operands: Names, masked: bool = False) -> Names:
     """What the kernels around the main ones know of sequences, where they are `masked` of keys,
     too, and of the grid of blocks."""
@@ -137,9 +170,12 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
         maps += (recipe("dbias", problem.dtype_q, plan.tile.m),)
         workspace += ("dbias_turns",)
     workspace += ("dkv_acc",) if plan.splits_heads else ()
+    workspace += ("row_sums",) if problem.bias else ()
     names += typed("ptr", *workspace)
     if plan.makes_d:
         names += typed("ptr", "lse", "dlse")
+    elif problem.bias:
+        names += typed("ptr", "lse")
     names += [("rng_state", "ptr")] if problem.dropout else []
     for name in mask:
         names += mask_names(name)
@@ -191,8 +227,8 @@ def _filled(problem: Problem, plan: BackwardPlan, names: Names) -> Names:
 
 def _bias(problem: Problem, plan: BiasPlan, operands: Names) -> KernelEntry:
     maps = (*_tensor_maps(problem, plan), *bias_maps(problem))
-    workspace: tuple[Workspace, ...] = ("lse_log2", "d", "tile_counter")
-    names = _tensor_names(problem, plan)
+    workspace: tuple[Workspace, ...] = ("lse_log2", "d", "tile_counter", "row_sums")
+    names = [*_tensor_names(problem, plan), *typed("ptr", "lse")]
     names += typed("tensor_map", "map_bias")
     names += typed("ptr", *workspace, "dbias", *(("rng_state",) if problem.dropout else ()))
     mask: tuple[Workspace, ...] = ("mask_rows",) if problem.attn_mask else ()

@@ -169,6 +169,7 @@ def workspace_bytes(
         "dkv_acc": 4 * int(given.get("dkv_floats", 0)),
         "o_parts": 4 * kernel.part_floats * rows if splits > 1 else 0,
         "lse_parts": 8 * rows if splits > 1 else 0,
+        "row_sums": 8 * q.batch * q.heads * q.seq,
         "q_schedule": schedule,
         "kv_schedule": schedule,
         **{f"mask_{axis}": 4 * int(given.get(f"mask_{axis}_words", 0)) for axis in MASK_AXES},

@@ -4,6 +4,7 @@
 #include "attngen/ptx/global.cuh"
 #include "attngen/ptx/math.cuh"
 #include "attngen/ptx/tma.cuh"
+#include "attngen/softmax/row.cuh"
 
 namespace attngen {
 
@@ -109,7 +110,8 @@ bwd_prepare__causal_pre_scale_bias_d128_bf16__81a9fd(const __grid_constant__ att
     // the LSE of the latter, NaN where two of them were joined, must not reach a product.
     const bool seen = lse != -kInfinity;
     const float sum = sums[threadIdx.x] - (seen ? dlse : 0.f);
-    static_cast<float*>(p.lse_log2)[slot * kTileM + threadIdx.x] = seen ? lse * kLog2E : kInfinity;
+    // Weights of rows whose LSE shows no sum are not made of it: -inf marks them.
+    static_cast<float*>(p.lse_log2)[slot * kTileM + threadIdx.x] = is_large(lse) ? -kInfinity : lse_in_log2(lse);
     static_cast<float*>(p.d)[slot * kTileM + threadIdx.x] = sum;
   }
 

@@ -4,6 +4,7 @@
 #include "attngen/ptx/global.cuh"
 #include "attngen/ptx/math.cuh"
 #include "attngen/ptx/tma.cuh"
+#include "attngen/softmax/row.cuh"
 
 namespace attngen {
 
@@ -107,7 +108,7 @@ bwd_prepare__full_d256_bf16__4d50b2(const __grid_constant__ attngen::Params p) {
     // the LSE of the latter, NaN where two of them were joined, must not reach a product.
     const bool seen = lse != -kInfinity;
     const float sum = sums[threadIdx.x] - (seen ? dlse : 0.f);
-    static_cast<float*>(p.lse_log2)[slot * kTileM + threadIdx.x] = seen ? lse * kLog2E : kInfinity;
+    static_cast<float*>(p.lse_log2)[slot * kTileM + threadIdx.x] = lse_in_log2(lse);
     static_cast<float*>(p.d)[slot * kTileM + threadIdx.x] = sum;
   }
 

@@ -13,6 +13,8 @@
 #include "attngen/scheduler/kv_blocks.cuh"
 #include "attngen/scheduler/q_blocks.cuh"
 #include "attngen/scheduler/tile_order.cuh"
+#include "attngen/softmax/exactly.cuh"
+#include "attngen/softmax/row.cuh"
 #include "attngen/special.cuh"
 
 namespace attngen {
@@ -149,6 +151,21 @@ struct ScoreList {
   }
 };
 
+// What happens to a score before the softmax, in order, to scaled ones.
+struct ScaledScoreList {
+  PreScaleBias pre_scale_bias;
+  float unit;  // of scores until they are scaled
+
+  // What an element of the tile is in the units of the scores that it joins.
+  ATTNGEN_HD static float tile_value(float element) { return element; }
+  using At = Place<true>;
+
+  ATTNGEN_HD float apply(const Context& ctx, float score, At at) const {
+    score = pre_scale_bias.apply(ctx, score, at);
+    return score * unit;
+  }
+};
+
 using QSequence = DenseSequence;
 using KvSequence = DenseSequence;
 using KvFetch = TmaFetch;
@@ -158,10 +175,12 @@ struct Params {
   TensorMap map_k;
   TensorMap map_v;
   TensorMap map_d_o;
+  void* lse;
   TensorMap map_bias;
   void* lse_log2;
   void* d;
   void* tile_counter;
+  void* row_sums;
   void* dbias;
   int dbias_batches;
   int dbias_heads;
@@ -188,7 +207,7 @@ struct Params {
 // NVRTC has no offsetof; natural alignment and the total size pin every member's place.
 static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by the host");
 static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
-static_assert(sizeof(Params) == 832, "packed by the host");
+static_assert(sizeof(Params) == 896, "packed by the host");
 
 
 ATTNGEN_DEVICE MaskList mask_list(const Params& p) {
@@ -216,6 +235,32 @@ ATTNGEN_DEVICE bool tile_boxed(const Params& p) {
   const long long strides = p.bias_stride_batch | p.bias_stride_head | p.bias_stride_row;
   const long long places = reinterpret_cast<long long>(p.bias) | strides * 2;
   return places % 16 == 0 && strides < (1ll << 39) && p.bias_stride_column == 1;
+}
+
+ATTNGEN_DEVICE ScaledScoreList scaled_score_list(const Params& p, const Context&, float unit) {
+  return {PreScaleBias{}, unit};
+}
+
+// The scaled score of a query and a key that it sees, from their product.
+ATTNGEN_DEVICE float scaled_score(const Params& p, const Context& ctx, int query, int key, float product) {
+  const ScaledScoreList list = scaled_score_list(p, ctx, p.scale);
+  const TileSource source = tile_source(p, ctx);
+  const bool there = query < source.rows && key < source.columns;
+  const u32 bits = there ? source.first[query * source.stride_row + key * source.stride_column] : 0;
+  const ScaledScoreList::At at = {query, key, static_cast<float>(key - ctx.delta - query), 0.f, list.tile_value(Element::unpack(bits).x)};
+  return list.apply(ctx, product, at);
+}
+// Where the LSE of a query lies, and what is known beside it.
+ATTNGEN_DEVICE long long lse_place(const Params& p, const Context& ctx, int query) {
+  return (static_cast<long long>(ctx.batch) * p.heads_q + ctx.head) * ctx.q_len + query;
+}
+// What the weights of a query's row are relative to, and log2 of what they are divided by.
+ATTNGEN_DEVICE float2 reference_of(const Params& p, const Context& ctx, int query) {
+  if (query >= ctx.q_len) return make_float2(kInfinity, 0.f);
+  const long long place = lse_place(p, ctx, query);
+  const float lse = static_cast<const float*>(p.lse)[place];
+  if (is_large(lse)) return static_cast<const float2*>(p.row_sums)[place];
+  return make_float2(lse == -kInfinity ? kInfinity : lse, 0.f);
 }
 
 // Where the block's rows lie in the workspaces: a number of blocks from their start.
@@ -510,6 +555,22 @@ struct Consumer {
     }
   }
 
+  // The same of rows of which one has an LSE that shows no sum.
+  ATTNGEN_DEVICE void weigh_large(Scores& scores, const Context& ctx, bool partial, int row, int key_block) const {
+    hide(scores, ctx, partial, row, key_block);
+    replace_pairs(scores, nullptr, [&](int i, float& one, float& other) -> u32 {
+      const int query = row + fragment_row(i) * 8;
+      const int j = key_block * kTileN + (lane & 3) * 2 + fragment_column(i);
+      const float2 reference = reference_of(p, ctx, query);
+      const auto weigh_one = [&](float product, int n) {
+        if (product == -kInfinity || reference.x == kInfinity) return 0.f;
+        return weight_beside(scaled_score(p, ctx, query, j + n, product), reference);
+      };
+      one = weigh_one(one, 0);
+      other = weigh_one(other, 1);
+      return 0;
+    });
+  }
   // S becomes the weights.
   ATTNGEN_DEVICE void weigh(Scores& scores, const Rows& rows, const Context& ctx, bool partial, int row, int key_block) const {
     const ScoreList list = score_list(p, ctx, p.scale);
@@ -586,7 +647,11 @@ struct Consumer {
     settle(scores);
     release(of_queries);
     if (term.kind & kFirst) await_score_tile();
-    weigh(scores, rows, ctx, (term.kind & kPartial) != 0, row, key_block);
+    if (__any_sync(~0u, rows.lse[0] == -kInfinity || rows.lse[1] == -kInfinity)) {
+      weigh_large(scores, ctx, (term.kind & kPartial) != 0, row, key_block);
+    } else {
+      weigh(scores, rows, ctx, (term.kind & kPartial) != 0, row, key_block);
+    }
     settle(scores);  // the weights, while the second product runs
     wgmma_wait<0>();
     settle(gradients);

@@ -13,6 +13,8 @@
 #include "attngen/scheduler/kv_blocks.cuh"
 #include "attngen/scheduler/q_blocks.cuh"
 #include "attngen/scheduler/tile_order.cuh"
+#include "attngen/softmax/exactly.cuh"
+#include "attngen/softmax/row.cuh"
 #include "attngen/special.cuh"
 #include "attngen/softmax/transposed.cuh"
 
@@ -226,6 +228,21 @@ struct ScoreList {
   }
 };
 
+// What happens to a score before the softmax, in order, to scaled ones.
+struct ScaledScoreList {
+  PreScaleBias pre_scale_bias;
+  float unit;  // of scores until they are scaled
+
+  // What an element of the tile is in the units of the scores that it joins.
+  ATTNGEN_HD static float tile_value(float element) { return element; }
+  using At = Place<true>;
+
+  ATTNGEN_HD float apply(const Context& ctx, float score, At at) const {
+    score = pre_scale_bias.apply(ctx, score, at);
+    return score * unit;
+  }
+};
+
 using QSequence = DenseSequence;
 using KvSequence = DenseSequence;
 using KvFetch = TmaFetch;
@@ -245,6 +262,8 @@ struct Params {
   void* tile_counter;
   void* turns;
   void* dbias_turns;
+  void* row_sums;
+  void* lse;
   int tiles;
   int kv_blocks;
   int q_blocks;
@@ -299,6 +318,32 @@ ATTNGEN_DEVICE bool tile_boxed(const Params& p) {
   const long long strides = p.bias_stride_batch | p.bias_stride_head | p.bias_stride_row;
   const long long places = reinterpret_cast<long long>(p.bias) | strides * 2;
   return places % 16 == 0 && strides < (1ll << 39) && p.bias_stride_column == 1;
+}
+
+ATTNGEN_DEVICE ScaledScoreList scaled_score_list(const Params& p, const Context&, float unit) {
+  return {PreScaleBias{}, unit};
+}
+
+// The scaled score of a query and a key that it sees, from their product.
+ATTNGEN_DEVICE float scaled_score(const Params& p, const Context& ctx, int query, int key, float product) {
+  const ScaledScoreList list = scaled_score_list(p, ctx, p.scale);
+  const TileSource source = tile_source(p, ctx);
+  const bool there = query < source.rows && key < source.columns;
+  const u32 bits = there ? source.first[query * source.stride_row + key * source.stride_column] : 0;
+  const ScaledScoreList::At at = {query, key, static_cast<float>(key - ctx.delta - query), 0.f, list.tile_value(Element::unpack(bits).x)};
+  return list.apply(ctx, product, at);
+}
+// Where the LSE of a query lies, and what is known beside it.
+ATTNGEN_DEVICE long long lse_place(const Params& p, const Context& ctx, int query) {
+  return (static_cast<long long>(ctx.batch) * p.heads_q + ctx.head) * ctx.q_len + query;
+}
+// What the weights of a query's row are relative to, and log2 of what they are divided by.
+ATTNGEN_DEVICE float2 reference_of(const Params& p, const Context& ctx, int query) {
+  if (query >= ctx.q_len) return make_float2(kInfinity, 0.f);
+  const long long place = lse_place(p, ctx, query);
+  const float lse = static_cast<const float*>(p.lse)[place];
+  if (is_large(lse)) return static_cast<const float2*>(p.row_sums)[place];
+  return make_float2(lse == -kInfinity ? kInfinity : lse, 0.f);
 }
 
 // Where the block's rows lie in the workspaces: a number of blocks from their start.
@@ -670,6 +715,38 @@ struct Consumer {
     weigh_queries<kTileM>(scores, p.scale_log2, query_row(kSmemLse, q_ring.stage));
   }
 
+  // Whether the block at hand has rows whose LSE shows no sum; their weights are made of scores anew, without a bias.
+  ATTNGEN_DEVICE bool has_large_rows() const {
+    bool large = false;
+#pragma unroll
+    for (int i = 0; i < kTileM; i += 64) {
+      if (i + lane * 2 >= kTileM) continue;
+      const float2 lse = load_shared_pair(smem + kSmemLse + q_ring.stage * kRowBytes + (i + lane * 2) * 4);
+      large = large || lse.x == -kInfinity || lse.y == -kInfinity;
+    }
+    return __any_sync(~0u, large);
+  }
+
+  ATTNGEN_DEVICE void remake_scores(Scores& scores) const {
+    gemm_of_warp<Element, kTileM, kQkSteps, kKeyBoxBytes, kQueryBoxBytes>(scores, keys(), queries(), forget(warp), lane_id());
+  }
+  ATTNGEN_DEVICE void weigh_large_rows(Scores& scores, const Context& ctx, int key, int block) const {
+    const int first = block * kTileM + (lane & 3) * 2;
+    replace_pairs(scores, nullptr, [&](int i, float& one, float& other) -> u32 {
+      const int query = first + fragment_column(i);
+      const int j = key + fragment_row(i) * 8;
+      const float2 references[2] = {reference_of(p, ctx, query), reference_of(p, ctx, query + 1)};
+      float derivatives[2] = {1.f, 1.f};
+      const auto weigh_one = [&](float product, int n) {
+        if (product == -kInfinity || references[n].x == kInfinity) return 0.f;
+        return weight_beside(scaled_score(p, ctx, query + n, j, product), references[n]);
+      };
+      one = weigh_one(one, 0);
+      other = weigh_one(other, 1);
+      return Element::pack(one * derivatives[0], other * derivatives[1]);
+    });
+  }
+
   // dP^T starts at -D, so that dS^T = P^T (dP^T - D) is one product.
   ATTNGEN_DEVICE void start_gradients(Scores& gradients) const {
     const u32 d = query_row(kSmemD, do_ring.stage);
@@ -733,8 +810,14 @@ struct Consumer {
     release_score_tile();
     wgmma_wait<1>();
     settle(scores);
+    const bool large = has_large_rows();
+    if (large) remake_scores(scores);
     if (masked) hide(scores, ctx, key, block);
-    weigh(scores);
+    if (large) {
+      weigh_large_rows(scores, ctx, key, block);
+    } else {
+      weigh(scores);
+    }
     pack_pairs<Element, kTileM / 2>(packed_weights, scores);
 #pragma unroll
     for (int i = 0; i < kTileM / 2; ++i) scores[i] *= p.scale;

@@ -576,7 +576,8 @@ struct Consumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float old = output.weight[half];
-      const float weight = fmaxf(2.f * quad_sum(row_sum[half]), 1e-30f);
+      // At most what stored weights may sum up to: of a scale that cuts them, sums of the others are far above.
+      const float weight = fminf(fmaxf(2.f * quad_sum(row_sum[half]), 1e-30f), 0x1p28f);
       share[half] = Fp16::pack(old * reciprocal_approx(weight), 0.f);
       const float rounded = Fp16::unpack(share[half]).x;
       share[half] |= share[half] << 16;

@@ -220,7 +220,18 @@ class BiasPlan:
     threads: int
 
 
-KernelPlan = PreparePlan | BackwardPlan | ConvertPlan | BiasPlan
+@dataclass(frozen=True)
+class RowSumsPlan:
+    """The kernel that finds the sums of rows whose LSE, of a large bias, shows none: a warp has 16
+    rows of a block of `row_block` queries."""
+
+    arch: str
+    family: Literal["bwd_row_sums"]
+    row_block: int
+    threads: int
+
+
+KernelPlan = PreparePlan | BackwardPlan | ConvertPlan | BiasPlan | RowSumsPlan
 
 
 def plans(problem: Problem) -> tuple[KernelPlan, ...]:
@@ -232,6 +243,7 @@ def plans(problem: Problem) -> tuple[KernelPlan, ...]:
         converts = () if fused.completes else (_convert(fused),)
         return (
             _prepare(fused),
+            *_row_sums(problem, fused.row_block),
             fused,
             *_adding(problem),
             *converts,
@@ -239,7 +251,10 @@ def plans(problem: Problem) -> tuple[KernelPlan, ...]:
         )
     dkv = next(feasible_dkv(problem), None)
     dq = dkv and next(feasible_dq(problem, dkv.row_block), None)
-    return (_prepare(dkv), dkv, dq, *_biases(problem, dkv.row_block)) if dkv and dq else ()
+    if not (dkv and dq):
+        return ()
+    rows = dkv.row_block
+    return (_prepare(dkv), *_row_sums(problem, rows), dkv, dq, *_biases(problem, rows))
 
 
 def _prepare(main: BackwardPlan) -> PreparePlan:
@@ -247,6 +262,12 @@ def _prepare(main: BackwardPlan) -> PreparePlan:
     made, blocks = (main.tile.n, MADE_BLOCKS) if main.makes_d else (0, 1)
     threads = PREPARE_THREADS
     return PreparePlan(ARCH, "bwd_prepare", main.row_block, turns, zeros, made, blocks, threads)
+
+
+def _row_sums(problem: Problem, row_block: int) -> Iterator[RowSumsPlan]:
+    """The plan of the kernel for rows of large scores, which a bias may have."""
+    if problem.bias:
+        yield RowSumsPlan(ARCH, "bwd_row_sums", row_block, 2 * row_block)
 
 
 def _convert(main: BackwardPlan) -> ConvertPlan:

@@ -7,10 +7,11 @@ from typing import Literal, TypeVar
 
 from .base import Plan
 from .sm90 import ARCH
-from .sm90_bwd import BackwardPlan, BiasPlan
+from .sm90_bwd import BackwardPlan, BiasPlan, RowSumsPlan
 
 THREADS = 512  # of one CTA an SM
 Other = TypeVar("Other")
+_READERS = (Plan, BackwardPlan, BiasPlan, RowSumsPlan)
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class MaskPlan:
 
 def with_mask(found: tuple[Other, ...]) -> tuple[Other | MaskPlan, ...]:
     """The plans of a problem's kernels with that one before the first which reads the bits."""
-    readers = [each for each in found if isinstance(each, Plan | BackwardPlan | BiasPlan)]
-    of_queries = ("sm90_fwd", "sm90_bwd_dq", "sm90_bwd_dbias")
+    readers = [each for each in found if isinstance(each, _READERS)]
+    of_queries = ("sm90_fwd", "sm90_bwd_dq", "sm90_bwd_dbias", "bwd_row_sums")
     queries = {each.family in of_queries for each in readers}
     first = next(place for place, each in enumerate(found) if each is readers[0])
     plan = MaskPlan(ARCH, "mask_pack", True in queries, False in queries, THREADS)

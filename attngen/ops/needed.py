@@ -35,7 +35,7 @@ def needed(kernels: tuple[LoadedKernel, ...], wanted: Wanted) -> tuple[LoadedKer
     its own besides."""
     if not (wanted.dq or wanted.dkv):
         families = {PREPARES: wanted.dsink or wanted.dbias}
-        families |= dict.fromkeys(("mask_pack", "sm90_bwd_dbias"), wanted.dbias)
+        families |= dict.fromkeys(("mask_pack", "bwd_row_sums", "sm90_bwd_dbias"), wanted.dbias)
         return tuple(each for each in kernels if families.get(family_of(each)))
     unwanted = {kind for kind, want in wanted._asdict().items() if not want}
     kinds = (KIND_OF_FAMILY.get(family_of(each)) for each in kernels)

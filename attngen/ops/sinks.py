@@ -22,7 +22,8 @@ class Rows:
     d: int
 
     def of(self, workspace: Tensor) -> tuple[Tensor, Tensor]:
-        """LSE and D. After the launches LSE is +inf where there is no row or nothing to weigh."""
+        """LSE and D. After the launches LSE is infinite where there is no row or nothing to weigh:
+        +inf, or -inf of large scores."""
         floats, (_, heads, rows) = workspace.view(torch.float32), self.shape
         lse_log2, d = (
             floats.as_strided(self.shape, (heads * rows, rows, 1), offset // 4)
@@ -50,5 +51,7 @@ def gradient(sink: Tensor, rows: Rows, workspace: Tensor, d_unit: float) -> Tens
     """-Σ exp(sink - LSE) D over sequences and rows, float32 [h_q], the same bits on every run.
     d_unit: what D is relative to."""
     lse_log2, d = rows.of(workspace)
-    weights = torch.sub(sink[:, None] * LOG2_E, lse_log2).exp2_()
+    # Its magnitude: of a row that a sink is part of, no score is far below.
+    above = torch.where(lse_log2 == -math.inf, math.inf, lse_log2)
+    weights = torch.sub(sink[:, None] * LOG2_E, above).exp2_()
     return weights.mul_(d).sum((0, 2)).mul_(-d_unit)
