@@ -669,7 +669,7 @@ struct Consumer {
   // before. Only what they sum up to says whether one is too large: then they and all before become smaller.
   ATTNGEN_DEVICE void weigh_trusted(float (&scores)[kTileN / 2], Accumulators& output, u32 (&weights)[kWeightRegisters], TrustedRows& state, const Context& ctx, int row, int block) {
     BlockSoftmax<kTileN, kPairSums> softmax = {scale_log2, shift};
-    softmax.trust(scores, state);
+    softmax.trust(state);
     float sum[2];
     softmax.exponentiate_all(scores);  // under the product
     await_product();

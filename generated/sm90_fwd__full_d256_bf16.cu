@@ -474,7 +474,7 @@ struct Consumer {
     const bool grew = softmax.outgrow(state, kLazyRescaleLog2);
     softmax.raise(state, 0, grew, rescale);
     softmax.raise(state, 1, grew, rescale);
-    softmax.settle_raised(scores, state, grew);
+    if (grew) softmax.settle_raised(scores, state);
     finish_product(output, grew, rescale);
     softmax.weigh(scores, state, 0, rescale);
     softmax.weigh(scores, state, 1, rescale);

@@ -227,6 +227,11 @@ inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); 
 inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmul_rd(float a, float b) {
+  const double exact = static_cast<double>(a) * b;  // two floats fit
+  const float near = static_cast<float>(exact);
+  return near > exact ? std::nextafter(near, -INFINITY) : near;
+}
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline int max(int a, int b) { return a < b ? b : a; }
 inline int min(int a, int b) { return b < a ? b : a; }

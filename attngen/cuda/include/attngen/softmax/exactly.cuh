@@ -1,5 +1,5 @@
-// Weights of blocks with rows whose log-sum-exp shows no sum: one pair of scores after the other, in
-// few instructions, since such blocks are rare.
+// Weights of blocks with rows whose log-sum-exp shows no sum: one pair of scores after the other,
+// in few instructions, since such blocks are rare.
 #pragma once
 
 #include "attngen/platform.cuh"
@@ -7,8 +7,8 @@
 
 namespace attngen {
 
-// Replaces neighbours x[i] and x[i + 1] of an accumulator by what `weigh(i, first, second)` makes of
-// them, and words[i / 2] by what that returns, where there are words.
+// Replaces neighbours x[i] and x[i + 1] of an accumulator by what `weigh(i, first, second)` makes
+// of them, and words[i / 2] by what that returns, where there are words.
 template <int kCount, class Weigh>
 ATTNGEN_DEVICE void replace_pairs(float (&x)[kCount], u32* words, Weigh weigh) {
 #pragma unroll 1

@@ -22,14 +22,15 @@ constexpr float kFineLog2 = 1024.f;
 // Of a part of a thread's weights, up to which it holds none that e4m3 does not.
 constexpr float kLargestTrusted = 448.f;
 
-// large: whether a maximum of the warp's rows is beyond kFineLog2.
+// large: whether a maximum of the warp's rows is beyond kFineLog2, so that blocks are looked at one
+// by one: this costs others no branch.
 struct RowState {
   float row_max[2];
   float row_sum[2];
   bool large;
 };
-// Rows whose maxima stay until a block has scores above a ceiling; their offset stays as well:
-// of a large maximum, as of 0, that of what scores lack to it. This takes no register.
+// Rows whose maxima stay until a block has scores above a ceiling; their offset stays. Of a
+// large maximum every score counts as above it.
 struct HeldRows : RowState {
   float ceiling[2];
   float offset[2];
@@ -39,7 +40,6 @@ struct HeldRows : RowState {
 struct TrustedRows {
   float row_sum[2];
   float offset[2];
-  bool large;
 };
 
 // The softmax of one block of kN columns, in steps that a kernel orders as its plan says.
@@ -89,9 +89,11 @@ struct BlockSoftmax {
   }
 
   // Whether some row of the warp outgrows its maximum by more than 2^limit.
+  // Of large maxima always.
   ATTNGEN_DEVICE bool outgrow(const RowState& state, float limit) const {
-    return __any_sync(~0u, (block_max[0] - state.row_max[0]) * scale_log2 > limit ||
-                               (block_max[1] - state.row_max[1]) * scale_log2 > limit);
+    const bool grew = __any_sync(~0u, (block_max[0] - state.row_max[0]) * scale_log2 > limit ||
+                                          (block_max[1] - state.row_max[1]) * scale_log2 > limit);
+    return grew | state.large;
   }
 
   // Whether all of the thread's weights would be faint beside one that their row has already.
@@ -125,9 +127,8 @@ struct BlockSoftmax {
     if (grew) {
       raise(state, 0, true, rescale);
       raise(state, 1, true, rescale);
-      note_large(state);
+      settle_raised(scores, state);
     }
-    if (state.large) subtract_maxima(scores, state);
     return grew;
   }
 
@@ -142,20 +143,20 @@ struct BlockSoftmax {
     if (grew) {
       raise(state, 0, true, rescale);
       raise(state, 1, true, rescale);
+      settle_raised(scores, state);
       state.row_sum[0] *= rescale[0];
       state.row_sum[1] *= rescale[1];
       hold(state, slack);
     }
     offset[0] = state.offset[0];
     offset[1] = state.offset[1];
-    if (is_held_large(0) || is_held_large(1)) subtract_maxima(scores, state);
     return grew;
   }
 
   // Rows whose maxima may have risen, or did not: where one is large, scores become what they lack
   // to it.
-  ATTNGEN_DEVICE void settle_raised(float (&scores)[kN / 2], RowState& state, bool grew = true) {
-    if (grew) note_large(state);
+  ATTNGEN_DEVICE void settle_raised(float (&scores)[kN / 2], RowState& state) {
+    note_large(state);
     settle_kept(scores, state);
   }
   ATTNGEN_DEVICE void settle_kept(float (&scores)[kN / 2], const RowState& state) {
@@ -269,13 +270,12 @@ struct BlockSoftmax {
     return __any_sync(~0u, block_max[0] > state.ceiling[0] || block_max[1] > state.ceiling[1]);
   }
   ATTNGEN_DEVICE void hold(HeldRows& state, float slack) const {
-    const bool large = is_large(state);
     // Where every score is 0 no number is too large; a row that has seen no key stays at -inf.
     const float room = fminf(slack * reciprocal_approx(scale_log2), 1e30f);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      state.ceiling[half] = state.row_max[half] + room;
-      state.offset[half] = large ? -shift : offset[half];
+      state.ceiling[half] = state.large ? -kInfinity : state.row_max[half] + room;
+      state.offset[half] = offset[half];
     }
   }
 
@@ -287,8 +287,7 @@ struct BlockSoftmax {
       state.offset[half] = from_maximum(half);
       offset[half] = finite(state.offset[half]);
     }
-    note_large(state);
-    if (state.large) subtract_offsets(scores);
+    settle_offsets(scores);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       state.row_sum[half] = exponentiate<0, kN / 4>(scores, half, scale());
@@ -305,14 +304,14 @@ struct BlockSoftmax {
     offset[0] = finite(state.offset[0]);
     offset[1] = finite(state.offset[1]);
     if (grew) raise(state, rescale);
-    if (state.large) subtract_offsets(scores);
+    settle_offsets(scores);
     return grew;
   }
-  // and one whose scores are taken relative to the offsets as they are.
-  ATTNGEN_DEVICE void trust(float (&scores)[kN / 2], const TrustedRows& state) {
+  // and one whose scores are taken relative to the offsets as they are. Offsets are no more than
+  // what they stand for, so that a weight which a large one makes wrong is too large.
+  ATTNGEN_DEVICE void trust(const TrustedRows& state) {
     offset[0] = state.offset[0];
     offset[1] = state.offset[1];
-    if (state.large) subtract_offsets(scores);
   }
   // Sums of weights, and whether one of the warp may be too large, or is no number.
   ATTNGEN_DEVICE static bool add_up(const float (&weights)[kN / 2], float (&sum)[2]) {
@@ -335,7 +334,8 @@ struct BlockSoftmax {
   }
   // Whether weights of the warp are too large for float32, or offsets for `lower`.
   ATTNGEN_DEVICE static bool overflowed(const TrustedRows& state, const float (&sum)[2]) {
-    return state.large || __any_sync(~0u, fmaxf(sum[0], sum[1]) == kInfinity);
+    return __any_sync(~0u, fmaxf(sum[0], sum[1]) == kInfinity || !is_fine(state.offset[0]) ||
+                               !is_fine(state.offset[1]));
   }
   // Raises offsets by whole numbers until the largest weight is 2^shift or less.
   ATTNGEN_DEVICE void lower(float (&weights)[kN / 2], TrustedRows& state, float (&sum)[2],
@@ -349,7 +349,6 @@ struct BlockSoftmax {
       state.row_sum[half] *= rescale[half];
       sum[half] *= rescale[half];
     }
-    note_large(state);
 #pragma unroll
     for (int i = 0; i < kN / 2; ++i) weights[i] *= rescale[fragment_row(i)];
   }
@@ -359,7 +358,7 @@ struct BlockSoftmax {
                                    float (&rescale)[2]) {
     find_maxima(scores);
     raise(state, rescale);
-    if (state.large) subtract_offsets(scores);
+    settle_offsets(scores);
     weigh_kept(scores, sum);
   }
 
@@ -386,14 +385,9 @@ struct BlockSoftmax {
   ATTNGEN_DEVICE void note_large(RowState& state) const { state.large = is_large(state); }
 
  private:
-  ATTNGEN_DEVICE bool is_held_large(int half) const { return offset[half] == -shift; }
   ATTNGEN_DEVICE bool is_large(const RowState& state) const {
     return __any_sync(~0u, !(is_fine(finite(state.row_max[0]) * scale_log2) &&
                              is_fine(finite(state.row_max[1]) * scale_log2)));
-  }
-  ATTNGEN_DEVICE static void note_large(TrustedRows& state) {
-    state.large = !(is_fine(finite(state.offset[0])) && is_fine(finite(state.offset[1])));
-    state.large = __any_sync(~0u, state.large);
   }
   ATTNGEN_DEVICE static bool is_fine(float log2) { return fabsf(log2) <= kFineLog2; }
   ATTNGEN_DEVICE void subtract_maxima(float (&scores)[kN / 2], const RowState& state) {
@@ -405,17 +399,19 @@ struct BlockSoftmax {
       for (int k = 0; k < kN / 4; ++k) scores[fragment_index(half, k)] -= most;
     }
   }
-  // By offsets, scores in log2 units: rounded as these are, the largest lacks nothing to its own.
-  ATTNGEN_DEVICE void subtract_offsets(float (&scores)[kN / 2]) {
+  // Where an offset is large, scores become what they lack to it in log2 units: rounded as offsets
+  // are, the largest lacks nothing to its own.
+  ATTNGEN_DEVICE void settle_offsets(float (&scores)[kN / 2]) {
+    if (is_fine(offset[0]) && is_fine(offset[1])) return;
 #pragma unroll
     for (int i = 0; i < kN / 2; ++i) {
-      scores[i] = __fsub_rn(__fmul_rn(scores[i], scale_log2), offset[fragment_row(i)]);
+      scores[i] = __fsub_rn(__fmul_rd(scores[i], scale_log2), offset[fragment_row(i)]);
     }
     scale_log2 = 1.f;
     offset[0] = offset[1] = 0.f;
   }
   ATTNGEN_DEVICE float from_maximum(int half) const {
-    return __fsub_rn(__fmul_rn(block_max[half], scale_log2), shift);
+    return __fsub_rn(__fmul_rd(block_max[half], scale_log2), shift);
   }
   ATTNGEN_DEVICE bool outgrow(const TrustedRows& state, float slack) const {
     return __any_sync(~0u, from_maximum(0) - state.offset[0] > slack ||
@@ -431,7 +427,6 @@ struct BlockSoftmax {
       state.row_sum[half] *= rescale[half];
       offset[half] = finite(state.offset[half]);
     }
-    note_large(state);
   }
   ATTNGEN_DEVICE static float own_maximum(const float (&scores)[kN / 2], int half) {
     float even = scores[fragment_index(half, 0)];

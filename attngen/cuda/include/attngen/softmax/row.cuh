@@ -14,8 +14,8 @@ ATTNGEN_HD bool is_large(float lse) {
   return magnitude > kFineLse && magnitude != kInfinity;
 }
 
-// An LSE as weights 2^(S - LSE) want it: +inf, beside which they are 0, of a row that sees no key, and
-// of scores from 2^24 on, beside which float32 has no weight.
+// An LSE as weights 2^(S - LSE) want it: +inf, beside which they are 0, of a row that sees no key,
+// and of scores from 2^24 on, beside which float32 has no weight.
 ATTNGEN_HD float lse_in_log2(float lse) {
   return magnitude_of(lse) < 0x1p24f ? lse * kLog2E : lse == lse ? kInfinity : lse;
 }
