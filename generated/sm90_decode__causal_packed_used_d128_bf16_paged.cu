@@ -434,7 +434,7 @@ struct Consumer {
     float scores[kTileN / 2];
     float output[kColumns / 2];
     u32 weights[kTileN / 4];
-    RowState state = {{-kInfinity, -kInfinity}, {0.f, 0.f}, false};
+    RowState state = {{-kInfinity, -kInfinity}, {0.f, 0.f}};
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) output[i] = 0.f;
     load_queries();

@@ -483,7 +483,6 @@ struct Consumer {
     BlockSoftmax<kTileN, kPairSums> softmax = {p.scale_log2, 0.f};
     softmax.keep(state, 0);
     softmax.keep(state, 1);
-    softmax.settle_kept(scores, state);
     float sum[2];
     softmax.weigh_kept(scores, sum);
     await_product();

@@ -22,12 +22,9 @@ constexpr float kFineLog2 = 1024.f;
 // Of a part of a thread's weights, up to which it holds none that e4m3 does not.
 constexpr float kLargestTrusted = 448.f;
 
-// large: whether a maximum of the warp's rows is beyond kFineLog2, so that blocks are looked at one
-// by one: this costs others no branch.
 struct RowState {
   float row_max[2];
   float row_sum[2];
-  bool large;
 };
 // Rows whose maxima stay until a block has scores above a ceiling; their offset stays. Of a
 // large maximum every score counts as above it.
@@ -88,12 +85,12 @@ struct BlockSoftmax {
     return block_max[half] <= least && met < least;
   }
 
-  // Whether some row of the warp outgrows its maximum by more than 2^limit.
-  // Of large maxima always.
+  // Whether some row of the warp outgrows its maximum by more than 2^limit, or has a large one:
+  // tested together, which costs other rows no branch.
   ATTNGEN_DEVICE bool outgrow(const RowState& state, float limit) const {
-    const bool grew = __any_sync(~0u, (block_max[0] - state.row_max[0]) * scale_log2 > limit ||
-                                          (block_max[1] - state.row_max[1]) * scale_log2 > limit);
-    return grew | state.large;
+    const bool first = (block_max[0] - state.row_max[0]) * scale_log2 > limit;
+    const bool second = (block_max[1] - state.row_max[1]) * scale_log2 > limit;
+    return __any_sync(~0u, first | second | lacks_detail(state));
   }
 
   // Whether all of the thread's weights would be faint beside one that their row has already.
@@ -143,24 +140,22 @@ struct BlockSoftmax {
     if (grew) {
       raise(state, 0, true, rescale);
       raise(state, 1, true, rescale);
-      settle_raised(scores, state);
+      const bool large = settle_raised(scores, state);
       state.row_sum[0] *= rescale[0];
       state.row_sum[1] *= rescale[1];
-      hold(state, slack);
+      hold(state, slack, large);
     }
     offset[0] = state.offset[0];
     offset[1] = state.offset[1];
     return grew;
   }
 
-  // Rows whose maxima may have risen, or did not: where one is large, scores become what they lack
-  // to it.
-  ATTNGEN_DEVICE void settle_raised(float (&scores)[kN / 2], RowState& state) {
-    note_large(state);
-    settle_kept(scores, state);
-  }
-  ATTNGEN_DEVICE void settle_kept(float (&scores)[kN / 2], const RowState& state) {
-    if (state.large) subtract_maxima(scores, state);
+  // Rows whose maxima may have risen: where one is large, scores become what they lack to it.
+  // Returns whether one is.
+  ATTNGEN_DEVICE bool settle_raised(float (&scores)[kN / 2], const RowState& state) {
+    const bool large = __any_sync(~0u, lacks_detail(state));
+    if (__builtin_expect(large, false)) subtract_maxima(scores, state);
+    return large;
   }
 
   // The row's maximum stays, which is finite.
@@ -188,9 +183,9 @@ struct BlockSoftmax {
     weigh_kept(scores, sum);
   }
   // Whether a weight of the warp may be too large: any that a thread's sums do not exclude, or that
-  // is no number.
-  ATTNGEN_DEVICE static bool outgrown(const float (&sum)[2]) {
-    return __any_sync(~0u, !(sum[0] + sum[1] <= kLargestWeight));
+  // is no number; or a maximum is.
+  ATTNGEN_DEVICE bool outgrown(const float (&sum)[2]) const {
+    return __any_sync(~0u, !(sum[0] + sum[1] <= kLargestWeight) | !are_fine(offset[0], offset[1]));
   }
 
   // Replaces the row's scores, or the first kTo that the thread has of them, by weights relative to
@@ -269,12 +264,12 @@ struct BlockSoftmax {
   ATTNGEN_DEVICE bool outgrow(const HeldRows& state) const {
     return __any_sync(~0u, block_max[0] > state.ceiling[0] || block_max[1] > state.ceiling[1]);
   }
-  ATTNGEN_DEVICE void hold(HeldRows& state, float slack) const {
+  ATTNGEN_DEVICE void hold(HeldRows& state, float slack, bool large) const {
     // Where every score is 0 no number is too large; a row that has seen no key stays at -inf.
     const float room = fminf(slack * reciprocal_approx(scale_log2), 1e30f);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      state.ceiling[half] = state.large ? -kInfinity : state.row_max[half] + room;
+      state.ceiling[half] = large ? -kInfinity : state.row_max[half] + room;
       state.offset[half] = offset[half];
     }
   }
@@ -334,8 +329,8 @@ struct BlockSoftmax {
   }
   // Whether weights of the warp are too large for float32, or offsets for `lower`.
   ATTNGEN_DEVICE static bool overflowed(const TrustedRows& state, const float (&sum)[2]) {
-    return __any_sync(~0u, fmaxf(sum[0], sum[1]) == kInfinity || !is_fine(state.offset[0]) ||
-                               !is_fine(state.offset[1]));
+    return __any_sync(
+        ~0u, (fmaxf(sum[0], sum[1]) == kInfinity) | !are_fine(state.offset[0], state.offset[1]));
   }
   // Raises offsets by whole numbers until the largest weight is 2^shift or less.
   ATTNGEN_DEVICE void lower(float (&weights)[kN / 2], TrustedRows& state, float (&sum)[2],
@@ -362,34 +357,35 @@ struct BlockSoftmax {
     weigh_kept(scores, sum);
   }
 
-  // The first block of a row: maxima, weights and sums from nothing.
-  ATTNGEN_DEVICE void begin(float (&scores)[kN / 2], RowState& state) {
+  // The first block of a row: maxima, weights and sums from nothing. Returns whether one is large.
+  ATTNGEN_DEVICE bool begin(float (&scores)[kN / 2], RowState& state) {
     find_maxima(scores);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       state.row_max[half] = block_max[half];
       find_offset(state, half);
     }
-    settle_raised(scores, state);
+    const bool large = settle_raised(scores, state);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       state.row_sum[half] = exponentiate<0, kN / 4>(scores, half, scale());
     }
+    return large;
   }
   ATTNGEN_DEVICE void begin(float (&scores)[kN / 2], HeldRows& state, float slack) {
-    begin(scores, state);
-    hold(state, slack);
+    const bool large = begin(scores, static_cast<RowState&>(state));
+    find_offset(state, 0);
+    find_offset(state, 1);
+    hold(state, slack, large);
   }
-
-  // To be called whenever rows' maxima may have risen.
-  ATTNGEN_DEVICE void note_large(RowState& state) const { state.large = is_large(state); }
 
  private:
-  ATTNGEN_DEVICE bool is_large(const RowState& state) const {
-    return __any_sync(~0u, !(is_fine(finite(state.row_max[0]) * scale_log2) &&
-                             is_fine(finite(state.row_max[1]) * scale_log2)));
+  ATTNGEN_DEVICE bool lacks_detail(const RowState& state) const {
+    return !are_fine(finite(state.row_max[0]) * scale_log2, finite(state.row_max[1]) * scale_log2);
   }
-  ATTNGEN_DEVICE static bool is_fine(float log2) { return fabsf(log2) <= kFineLog2; }
+  ATTNGEN_DEVICE static bool are_fine(float first, float second) {
+    return fmaxf(fabsf(first), fabsf(second)) <= kFineLog2;
+  }
   ATTNGEN_DEVICE void subtract_maxima(float (&scores)[kN / 2], const RowState& state) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -402,7 +398,7 @@ struct BlockSoftmax {
   // Where an offset is large, scores become what they lack to it in log2 units: rounded as offsets
   // are, the largest lacks nothing to its own.
   ATTNGEN_DEVICE void settle_offsets(float (&scores)[kN / 2]) {
-    if (is_fine(offset[0]) && is_fine(offset[1])) return;
+    if (__builtin_expect(are_fine(offset[0], offset[1]), true)) return;
 #pragma unroll
     for (int i = 0; i < kN / 2; ++i) {
       scores[i] = __fsub_rn(__fmul_rd(scores[i], scale_log2), offset[fragment_row(i)]);
