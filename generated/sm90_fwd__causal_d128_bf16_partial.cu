@@ -485,7 +485,7 @@ struct Consumer {
     const Softmax softmax = VanillaSoftmax{};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float most = state.row_max[half] * (p.scale_log2 * kLn2);
+      const float most = state.row_max[half] * kLn2 * p.scale_log2;
       const SoftmaxRow result = softmax.finalize(ctx, most, quad_sum(state.row_sum[half]));
       normalizer[half] = result.normalizer;
       const int i = row + half * 8;
@@ -532,7 +532,7 @@ struct Consumer {
     release_k();
     int block = job.block_end - 1;
     prepare_scores<true>(scores, ctx, row, block);
-    BlockSoftmax<kTileN, kPairSums>{p.scale_log2, 0.f}.begin(scores, state);
+    BlockSoftmax<kTileN, kPairSums>{p.scale_log2, 0.f}.begin(scores, state, kLazyRescaleLog2);
     pack_weights<Element, kTileN>(weights, scores);
     --block;
     const BlockRange blocks = KvIteration::blocks<kTileN>(mask_list(p), ctx, first, max_of(min_of(first + 64, ctx.q_len) - 1, first));

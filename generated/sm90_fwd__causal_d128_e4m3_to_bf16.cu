@@ -678,9 +678,8 @@ struct Consumer {
       pack_weights<Element, kTileN>(weights, scores);
     } else {
       float rescale[2];
-      if (softmax.overflowed(state, sum)) {
+      if (softmax.overflowed(sum)) {
         remake_scores(scores, ctx, row, block);
-        softmax.scale_log2 = scale_log2;
         softmax.weigh_raised(scores, state, sum, rescale);
       } else {
         softmax.lower(scores, state, sum, rescale);

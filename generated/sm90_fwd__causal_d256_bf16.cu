@@ -480,10 +480,10 @@ struct Consumer {
     prepare_scores<kMasked>(scores, ctx, row, block);
     BlockSoftmax<kTileN, kPairSums> softmax = {p.scale_log2, 0.f};
     softmax.find_maxima(scores);
-    const bool grew = softmax.outgrow(state, kLazyRescaleLog2);
+    const bool grew = softmax.outgrow(state);
     softmax.raise(state, 0, grew, rescale);
     softmax.raise(state, 1, grew, rescale);
-    if (grew) softmax.settle_raised(scores, state);
+    if (grew) softmax.settle_raised(scores, state, kLazyRescaleLog2);
     finish_product(output, grew, rescale);
     softmax.weigh(scores, state, 0, rescale);
     softmax.weigh(scores, state, 1, rescale);
@@ -496,7 +496,7 @@ struct Consumer {
     const Softmax softmax = VanillaSoftmax{};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float most = state.row_max[half] * (p.scale_log2 * kLn2);
+      const float most = state.row_max[half] * kLn2 * p.scale_log2;
       const SoftmaxRow result = softmax.finalize(ctx, most, quad_sum(state.row_sum[half]));
       normalizer[half] = result.normalizer;
       const int i = row + half * 8;
@@ -560,7 +560,7 @@ struct Consumer {
     release_k();
     int block = job.block_end - 1;
     prepare_scores<true>(scores, ctx, row, block);
-    BlockSoftmax<kTileN, kPairSums>{p.scale_log2, 0.f}.begin(scores, state);
+    BlockSoftmax<kTileN, kPairSums>{p.scale_log2, 0.f}.begin(scores, state, kLazyRescaleLog2);
     pack_weights<Element, kTileN>(weights, scores);
     --block;
     const BlockRange blocks = KvIteration::blocks<kTileN>(mask_list(p), ctx, first, max_of(min_of(first + 64, ctx.q_len) - 1, first));

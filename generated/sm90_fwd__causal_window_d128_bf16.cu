@@ -561,7 +561,7 @@ struct Consumer {
     const Softmax softmax = VanillaSoftmax{};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float most = state.row_max[half] * (p.scale_log2 * kLn2);
+      const float most = state.row_max[half] * kLn2 * p.scale_log2;
       const SoftmaxRow result = softmax.finalize(ctx, most, quad_sum(state.row_sum[half]));
       normalizer[half] = result.normalizer;
       const int i = row + half * 8;
@@ -635,7 +635,7 @@ struct Consumer {
     int block = block_end - 1;
     if (!kOutputOverQ && block == last_block) release_q();
     prepare_scores<true>(scores, ctx, row, block);
-    BlockSoftmax<kTileN, kPairSums>{p.scale_log2, 0.f}.begin(scores, state);
+    BlockSoftmax<kTileN, kPairSums>{p.scale_log2, 0.f}.begin(scores, state, kLazyRescaleLog2);
     pack_weights<Element, kTileN>(weights, scores);
     --block;
     for (; block >= blocks.full_end && block >= last_block; --block) step<true>(queries, scores, output, weights, state, ctx, row, block);

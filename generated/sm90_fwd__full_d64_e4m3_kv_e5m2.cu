@@ -567,7 +567,7 @@ struct Consumer {
     const Softmax softmax = VanillaSoftmax{};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float most = state.row_max[half] * (scale_log2 * kLn2) - shift * kLn2;
+      const float most = state.row_max[half] * kLn2 * scale_log2 - shift * kLn2;
       const SoftmaxRow result = softmax.finalize(ctx, most, quad_sum(state.row_sum[half]));
       normalizer[half] = result.normalizer;
       const int i = row + half * 8;

@@ -226,13 +226,12 @@ inline int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
 inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fmul_rd(float a, float b) {
-  const double exact = static_cast<double>(a) * b;  // two floats fit
+// Rounded up, by way of a sum that hardly ever rounds.
+inline float __fmaf_ru(float a, float b, float c) {
+  const double exact = static_cast<double>(a) * b + c;
   const float near = static_cast<float>(exact);
-  return near > exact ? std::nextafter(near, -INFINITY) : near;
+  return near < exact ? std::nextafter(near, INFINITY) : near;
 }
-inline float __fsub_rn(float a, float b) { return a - b; }
 inline int max(int a, int b) { return a < b ? b : a; }
 inline int min(int a, int b) { return b < a ? b : a; }
 inline int __ffs(int x) { return __builtin_ffs(x); }

@@ -22,12 +22,16 @@ constexpr float kFineLog2 = 1024.f;
 // Of a part of a thread's weights, up to which it holds none that e4m3 does not.
 constexpr float kLargestTrusted = 448.f;
 
+// room: log2 of how far a block may outgrow a row's maximum before this is raised; -inf where one
+// of the warp's rows is large, so that every block counts as outgrowing it, and others need no
+// test.
 struct RowState {
   float row_max[2];
   float row_sum[2];
+  float room;
 };
-// Rows whose maxima stay until a block has scores above a ceiling; their offset stays. Of a
-// large maximum every score counts as above it.
+// Rows whose maxima stay until a block has scores above a ceiling; their offset stays as well.
+// Scores of 8 bits are no more exact than offsets: rounded up, these leave no weight above 1.
 struct HeldRows : RowState {
   float ceiling[2];
   float offset[2];
@@ -85,12 +89,10 @@ struct BlockSoftmax {
     return block_max[half] <= least && met < least;
   }
 
-  // Whether some row of the warp outgrows its maximum by more than 2^limit, or has a large one:
-  // tested together, which costs other rows no branch.
-  ATTNGEN_DEVICE bool outgrow(const RowState& state, float limit) const {
-    const bool first = (block_max[0] - state.row_max[0]) * scale_log2 > limit;
-    const bool second = (block_max[1] - state.row_max[1]) * scale_log2 > limit;
-    return __any_sync(~0u, first | second | lacks_detail(state));
+  // Whether some row of the warp outgrows its maximum by more than there is room for.
+  ATTNGEN_DEVICE bool outgrow(const RowState& state) const {
+    return __any_sync(~0u, (block_max[0] - state.row_max[0]) * scale_log2 > state.room ||
+                               (block_max[1] - state.row_max[1]) * scale_log2 > state.room);
   }
 
   // Whether all of the thread's weights would be faint beside one that their row has already.
@@ -113,10 +115,10 @@ struct BlockSoftmax {
   // where maxima do not. Returns whether they do.
   ATTNGEN_DEVICE bool raise_rarely(float (&scores)[kN / 2], RowState& state, float slack,
                                    float (&rescale)[2]) {
-    bool grew = outgrow(state, slack);
+    bool grew = outgrow(state);
     if (grew) {
       find_raised(scores);
-      grew = outgrow(state, slack);
+      grew = outgrow(state);
     }
     rescale[0] = rescale[1] = 1.f;
     find_offset(state, 0);
@@ -124,7 +126,7 @@ struct BlockSoftmax {
     if (grew) {
       raise(state, 0, true, rescale);
       raise(state, 1, true, rescale);
-      settle_raised(scores, state);
+      settle_raised(scores, state, slack);
     }
     return grew;
   }
@@ -140,10 +142,9 @@ struct BlockSoftmax {
     if (grew) {
       raise(state, 0, true, rescale);
       raise(state, 1, true, rescale);
-      const bool large = settle_raised(scores, state);
       state.row_sum[0] *= rescale[0];
       state.row_sum[1] *= rescale[1];
-      hold(state, slack, large);
+      hold(state, slack);
     }
     offset[0] = state.offset[0];
     offset[1] = state.offset[1];
@@ -151,16 +152,16 @@ struct BlockSoftmax {
   }
 
   // Rows whose maxima may have risen: where one is large, scores become what they lack to it.
-  // Returns whether one is.
-  ATTNGEN_DEVICE bool settle_raised(float (&scores)[kN / 2], const RowState& state) {
-    const bool large = __any_sync(~0u, lacks_detail(state));
-    if (__builtin_expect(large, false)) subtract_maxima(scores, state);
-    return large;
+  ATTNGEN_DEVICE void settle_raised(float (&scores)[kN / 2], RowState& state, float slack = 0.f) {
+    const float most = fmaxf(fabsf(finite(state.row_max[0])), fabsf(finite(state.row_max[1])));
+    const bool large = __any_sync(~0u, !(most * scale_log2 <= kFineLog2));
+    state.room = large ? -kInfinity : slack;
+    if (large) subtract_maxima(scores, state);
   }
 
   // The row's maximum stays, which is finite.
   ATTNGEN_DEVICE void keep(const RowState& state, int half) {
-    offset[half] = state.row_max[half] * scale_log2 - shift;
+    offset[half] = __fmaf_ru(state.row_max[half], scale_log2, -shift);
   }
 
   // Replaces the scores by weights relative to the rows' maxima as they are, and sums them.
@@ -264,12 +265,12 @@ struct BlockSoftmax {
   ATTNGEN_DEVICE bool outgrow(const HeldRows& state) const {
     return __any_sync(~0u, block_max[0] > state.ceiling[0] || block_max[1] > state.ceiling[1]);
   }
-  ATTNGEN_DEVICE void hold(HeldRows& state, float slack, bool large) const {
+  ATTNGEN_DEVICE void hold(HeldRows& state, float slack) const {
     // Where every score is 0 no number is too large; a row that has seen no key stays at -inf.
     const float room = fminf(slack * reciprocal_approx(scale_log2), 1e30f);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      state.ceiling[half] = large ? -kInfinity : state.row_max[half] + room;
+      state.ceiling[half] = state.row_max[half] + room;
       state.offset[half] = offset[half];
     }
   }
@@ -282,7 +283,6 @@ struct BlockSoftmax {
       state.offset[half] = from_maximum(half);
       offset[half] = finite(state.offset[half]);
     }
-    settle_offsets(scores);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       state.row_sum[half] = exponentiate<0, kN / 4>(scores, half, scale());
@@ -299,11 +299,9 @@ struct BlockSoftmax {
     offset[0] = finite(state.offset[0]);
     offset[1] = finite(state.offset[1]);
     if (grew) raise(state, rescale);
-    settle_offsets(scores);
     return grew;
   }
-  // and one whose scores are taken relative to the offsets as they are. Offsets are no more than
-  // what they stand for, so that a weight which a large one makes wrong is too large.
+  // and one whose scores are taken relative to the offsets as they are.
   ATTNGEN_DEVICE void trust(const TrustedRows& state) {
     offset[0] = state.offset[0];
     offset[1] = state.offset[1];
@@ -327,10 +325,9 @@ struct BlockSoftmax {
     const int largest = max(max(max(bits(0), bits(1)), bits(2)), bits(3));
     return __any_sync(~0u, largest > __float_as_int(kLargestTrusted));
   }
-  // Whether weights of the warp are too large for float32, or offsets for `lower`.
-  ATTNGEN_DEVICE static bool overflowed(const TrustedRows& state, const float (&sum)[2]) {
-    return __any_sync(
-        ~0u, (fmaxf(sum[0], sum[1]) == kInfinity) | !are_fine(state.offset[0], state.offset[1]));
+  // Whether weights of the warp are too large for float32.
+  ATTNGEN_DEVICE static bool overflowed(const float (&sum)[2]) {
+    return __any_sync(~0u, fmaxf(sum[0], sum[1]) == kInfinity);
   }
   // Raises offsets by whole numbers until the largest weight is 2^shift or less.
   ATTNGEN_DEVICE void lower(float (&weights)[kN / 2], TrustedRows& state, float (&sum)[2],
@@ -353,38 +350,39 @@ struct BlockSoftmax {
                                    float (&rescale)[2]) {
     find_maxima(scores);
     raise(state, rescale);
-    settle_offsets(scores);
     weigh_kept(scores, sum);
   }
 
-  // The first block of a row: maxima, weights and sums from nothing. Returns whether one is large.
-  ATTNGEN_DEVICE bool begin(float (&scores)[kN / 2], RowState& state) {
+  // The first block of a row: maxima, weights and sums from nothing.
+  ATTNGEN_DEVICE void begin(float (&scores)[kN / 2], RowState& state, float slack = 0.f) {
+    start(scores, state);
+    settle_raised(scores, state, slack);
+    weigh_first(scores, state);
+  }
+  ATTNGEN_DEVICE void begin(float (&scores)[kN / 2], HeldRows& state, float slack) {
+    start(scores, state);
+    weigh_first(scores, state);
+    hold(state, slack);
+  }
+
+ private:
+  ATTNGEN_DEVICE static bool are_fine(float first, float second) {
+    return fmaxf(fabsf(first), fabsf(second)) <= kFineLog2;
+  }
+  template <class Rows>
+  ATTNGEN_DEVICE void start(const float (&scores)[kN / 2], Rows& state) {
     find_maxima(scores);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       state.row_max[half] = block_max[half];
       find_offset(state, half);
     }
-    const bool large = settle_raised(scores, state);
+  }
+  ATTNGEN_DEVICE void weigh_first(float (&scores)[kN / 2], RowState& state) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       state.row_sum[half] = exponentiate<0, kN / 4>(scores, half, scale());
     }
-    return large;
-  }
-  ATTNGEN_DEVICE void begin(float (&scores)[kN / 2], HeldRows& state, float slack) {
-    const bool large = begin(scores, static_cast<RowState&>(state));
-    find_offset(state, 0);
-    find_offset(state, 1);
-    hold(state, slack, large);
-  }
-
- private:
-  ATTNGEN_DEVICE bool lacks_detail(const RowState& state) const {
-    return !are_fine(finite(state.row_max[0]) * scale_log2, finite(state.row_max[1]) * scale_log2);
-  }
-  ATTNGEN_DEVICE static bool are_fine(float first, float second) {
-    return fmaxf(fabsf(first), fabsf(second)) <= kFineLog2;
   }
   ATTNGEN_DEVICE void subtract_maxima(float (&scores)[kN / 2], const RowState& state) {
 #pragma unroll
@@ -395,19 +393,8 @@ struct BlockSoftmax {
       for (int k = 0; k < kN / 4; ++k) scores[fragment_index(half, k)] -= most;
     }
   }
-  // Where an offset is large, scores become what they lack to it in log2 units: rounded as offsets
-  // are, the largest lacks nothing to its own.
-  ATTNGEN_DEVICE void settle_offsets(float (&scores)[kN / 2]) {
-    if (__builtin_expect(are_fine(offset[0], offset[1]), true)) return;
-#pragma unroll
-    for (int i = 0; i < kN / 2; ++i) {
-      scores[i] = __fsub_rn(__fmul_rd(scores[i], scale_log2), offset[fragment_row(i)]);
-    }
-    scale_log2 = 1.f;
-    offset[0] = offset[1] = 0.f;
-  }
   ATTNGEN_DEVICE float from_maximum(int half) const {
-    return __fsub_rn(__fmul_rd(block_max[half], scale_log2), shift);
+    return __fmaf_ru(block_max[half], scale_log2, -shift);
   }
   ATTNGEN_DEVICE bool outgrow(const TrustedRows& state, float slack) const {
     return __any_sync(~0u, from_maximum(0) - state.offset[0] > slack ||
@@ -448,7 +435,7 @@ struct BlockSoftmax {
     block_max[1] = quad_max(block_max[1]);
   }
   ATTNGEN_DEVICE void find_offset(const RowState& state, int half) {
-    offset[half] = from_line(half, finite(state.row_max[half])) * scale_log2 - shift;
+    offset[half] = __fmaf_ru(from_line(half, finite(state.row_max[half])), scale_log2, -shift);
   }
   // Of the thread's elements; whole groups of 16 columns, of which it packs two registers.
   ATTNGEN_HD static constexpr int part_begin(int parts, int part) {
