@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +14,7 @@ from .arch.base import Plan
 from .arch.sm90_decode import CombinePlan, DecodePlan
 from .arch.sm90_mask import MaskPlan
 from .arch.sm90_varlen import VarlenPlan
-from .cache import Cache
+from .cache import Cache, jit_disabled
 from .errors import CacheError, CompilerMissing
 from .plan import KernelPlan, plans, plans_of_call
 from .problem import Problem
@@ -20,6 +23,8 @@ from .spec import AttentionSpec, checked
 
 if TYPE_CHECKING:
     from .render import Source
+
+log = logging.getLogger("attngen")
 
 
 @dataclass(frozen=True)
@@ -95,19 +100,36 @@ def build_plan(
 ) -> Built:
     """The kernel of one plan, preferred or not."""
     key = digest.cache_key(problem, chosen, arch)
-    store = cache or Cache.default()
-
-    def compile_now() -> tuple[Binary, bytes]:
-        try:
+    try:
+        store = cache or Cache.default()
+    except CacheError as error:
+        if jit_disabled():
+            raise
+        _say_not_stored(str(error))
+        return Built(problem, chosen, *_compile(problem, chosen, arch), from_cache=False)
+    entry = store.get(key)
+    if entry is None:
+        if not jit_disabled():
             from . import compile as compiler  # only a miss needs the compiler and the templates
 
-            source = render_problem(problem, chosen)
-        except ModuleNotFoundError as error:
-            raise CompilerMissing(str(error.name)) from error
-        return compiler.compile_source(source, problem, arch)
-
-    entry = store.get_or_build(key, compile_now)
+            key = dataclasses.replace(key, toolchain=compiler.load_toolchain())
+        entry = store.get_or_build(key, lambda: _compile(problem, chosen, arch))
     return Built(problem, chosen, entry.binary, entry.cubin, entry.hit)
+
+
+def _compile(problem: Problem, chosen: KernelPlan, arch: str) -> tuple[Binary, bytes]:
+    from . import compile as compiler
+
+    try:
+        source = render_problem(problem, chosen)
+    except ModuleNotFoundError as error:
+        raise CompilerMissing(str(error.name)) from error
+    return compiler.compile_source(source, problem, arch)
+
+
+@functools.cache  # said once
+def _say_not_stored(why: str) -> None:
+    log.warning("%s; kernels are not stored and compile anew in each process", why)
 
 
 def render_problem(problem: Problem, plan: KernelPlan, root: Path | None = None) -> Source:

@@ -13,7 +13,7 @@ import click
 
 from .cli_build import Request, build_all, count_of, takes_request
 from .errors import BundleError
-from .files import can_write_into
+from .files import can_write_into, require_own
 
 if TYPE_CHECKING:
     from .bundle import Bundle, BundledKernel, Program
@@ -182,15 +182,13 @@ def trace(output: Path, command: Sequence[str]) -> None:
 
 
 def _check_output(path: Path) -> None:
-    """Raises: BundleError where a bundle cannot be put there, or would replace another file."""
+    """Raises: BundleError where a bundle cannot be put there; OSError where it would replace
+    another file."""
+    from .bundle import is_bundle
+
     if not can_write_into(path.parent):
         raise BundleError(f"{path} cannot be written: no file can be made in {path.parent}")
-    replaceable = not path.exists()
-    if path.is_file():  # nothing else is opened: a pipe would wait
-        with path.open("rb") as file:
-            replaceable = file.read(2) in (b"", b"PK")
-    if not replaceable:
-        raise BundleError(f"{path} is no bundle, and is not replaced by one")
+    require_own(path, is_bundle, "bundle")
 
 
 def _open(path: Path) -> Bundle:

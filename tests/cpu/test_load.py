@@ -9,7 +9,7 @@ import pytest
 
 from attngen import load
 from attngen.errors import LaunchError
-from tests.cpu.cache_kit import CUBIN, make_binary
+from tests.cpu.cache_kit import CUBIN, KERNEL, make_binary
 
 
 class Driver:
@@ -26,6 +26,7 @@ class Driver:
     def __init__(self, major: int, minor: int) -> None:
         self.attributes = {"major": major, "minor": minor, "multiprocessors": 132}
         self.loaded: list[bytes] = []
+        self.parameters: list[int] = [KERNEL.params_bytes]
 
     def cuDeviceGet(self, device: int) -> tuple[int, int]:
         return 0, device
@@ -39,6 +40,10 @@ class Driver:
 
     def cuLibraryGetKernel(self, library: str, entry: bytes) -> tuple[int, int]:
         return 0, 7
+
+    def cuKernelGetParamInfo(self, kernel: int, index: int) -> tuple[int, int, int]:
+        sizes = self.parameters
+        return (0, 0, sizes[index]) if index < len(sizes) else (1, 0, 0)
 
     def cuKernelSetAttribute(self, *_: Any) -> tuple[int]:
         return (0,)
