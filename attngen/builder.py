@@ -113,8 +113,28 @@ def build_plan(
             from . import compile as compiler  # only a miss needs the compiler and the templates
 
             key = dataclasses.replace(key, toolchain=compiler.load_toolchain())
-        entry = store.get_or_build(key, lambda: _compile(problem, chosen, arch))
+        try:
+            entry = store.get_or_build(key, lambda: _compile_unchanged(problem, chosen, arch))
+        except _Unkeyed as changed:
+            return Built(problem, chosen, *changed.made, from_cache=False)
     return Built(problem, chosen, entry.binary, entry.cubin, entry.hit)
+
+
+class _Unkeyed(Exception):
+    """A kernel was made that its key may not describe."""
+
+    def __init__(self, made: tuple[Binary, bytes]) -> None:
+        super().__init__()
+        self.made = made
+
+
+def _compile_unchanged(problem: Problem, chosen: KernelPlan, arch: str) -> tuple[Binary, bytes]:
+    """As `_compile`. Raises: _Unkeyed where attngen was changed under this process."""
+    made = _compile(problem, chosen, arch)
+    if digest.have_changed():
+        _say_not_stored("attngen's files have changed since this process read them: start it anew")
+        raise _Unkeyed(made)
+    return made
 
 
 def _compile(problem: Problem, chosen: KernelPlan, arch: str) -> tuple[Binary, bytes]:

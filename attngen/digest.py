@@ -151,18 +151,43 @@ def source_digests() -> dict[str, str]:
     Where templates or headers were removed, those of the wheel that brought them.
     Raises: FileNotFoundError.
     """
-    generator = {name: read_module(name) for name in GENERATOR}
+    generator = _as_imported or _digest_generator()
     said = files.shipped()
     if said is None:
         said = {
             "templates": digest_files(read_tree(files.templates_dir())),
             "headers": digest_files(files.headers()),
         }
-    return {
-        "templates": said["templates"],
-        "headers": said["headers"],
-        "generator": digest_files(generator),
-    }
+    return {"templates": said["templates"], "headers": said["headers"], "generator": generator}
+
+
+def have_changed() -> bool:
+    """Whether templates or modules are others on the disk than when this process read them, so
+    that what it compiles may not be what its keys say.
+
+    Raises: FileNotFoundError.
+    """
+    known = source_digests()
+    if known["generator"] != _digest_generator():
+        return True
+    templates = files.shipped() or {"templates": digest_files(read_tree(files.templates_dir()))}
+    return bool(known["templates"] != templates["templates"])
+
+
+def _digest_generator() -> str:
+    return digest_files({name: read_module(name) for name in GENERATOR})
+
+
+def _digest_as_imported() -> str | None:
+    """The generator's digest now, while its modules are imported: an upgrade may come before the
+    first key is asked for."""
+    try:
+        return _digest_generator()
+    except FileNotFoundError:
+        return None  # which a key says, too
+
+
+_as_imported = _digest_as_imported()
 
 
 def build_command(problem: Problem, arch: str) -> str:

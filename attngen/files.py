@@ -186,9 +186,7 @@ def _written_aside(path: Path) -> Iterator[tuple[BinaryIO, Path, Path]]:
     target = aside = Path(os.path.realpath(path))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        leftover = re.compile(re.escape(f".{target.name}.") + "[0-9a-f]{32}")
-        names = [name for name in os.listdir(target.parent) if leftover.fullmatch(name)]
-        file_lock.sweep(target.with_name(name) for name in names)
+        _sweep_beside(target)
         lock = None
         while lock is None:
             aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
@@ -204,6 +202,14 @@ def _written_aside(path: Path) -> Iterator[tuple[BinaryIO, Path, Path]]:
         if error.errno is None or named not in (None, str(aside), str(target)):
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _sweep_beside(target: Path) -> None:
+    """Remove what writers of the file that were killed left beside it."""
+    leftover = re.compile(re.escape(f".{target.name}.") + "[0-9a-f]{32}")
+    with contextlib.suppress(OSError):  # of a folder whose names may not be read
+        names = [name for name in os.listdir(target.parent) if leftover.fullmatch(name)]
+        file_lock.sweep(target.with_name(name) for name in names)
 
 
 def _sync(file: BinaryIO) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backend_bases import FigureCanvasBase
@@ -90,9 +91,9 @@ def save(report: Report | decode_report.Report, path: Path) -> None:
     Raises: OSError, also over a file that is no figure of attngen's.
     """
     ending = path.suffix[1:].lower()
-    metadata = {key: "attngen" for key in [_MAKER.get(ending)] if key}
+    named: dict[str, Any] = {"metadata": {_MAKER[ending]: "attngen"}} if ending in _MAKER else {}
     with replacing(path, is_figure, FIGURE) as file:
-        draw(report).savefig(file, dpi=150, format=ending, metadata=metadata or None)
+        draw(report).savefig(file, dpi=150, format=ending, **named)
 
 
 def is_figure(path: Path) -> bool:

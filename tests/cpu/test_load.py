@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,4 +80,24 @@ def test_load_another_cubin_is_refused_unloaded(
     driver = on_device(monkeypatch, 9, 0)
     with pytest.raises(LaunchError, match="not the one described"):
         load.load(make_binary(), cubin, 0)
+    assert driver.loaded == []
+
+
+@pytest.mark.parametrize(
+    "sizes", [[], [KERNEL.params_bytes + 8], [KERNEL.params_bytes - 4], [8, 8]]
+)
+def test_load_cubin_that_takes_other_parameters_is_refused(
+    sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver reads from a launch as much as the cubin says."""
+    driver = on_device(monkeypatch, 9, 0)
+    driver.parameters = sizes
+    with pytest.raises(LaunchError, match="its cubin takes parameters of"):
+        load.load(make_binary(), CUBIN, 0)
+
+
+def test_load_unknown_architecture_is_refused_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = on_device(monkeypatch, 9, 0)
+    with pytest.raises(LaunchError, match="is for sm_100a; known: sm_90a"):
+        load.load(replace(make_binary(), arch="sm_100a"), CUBIN, 0)
     assert driver.loaded == []
