@@ -129,7 +129,10 @@ class _Unkeyed(Exception):
 
 
 def _compile_unchanged(problem: Problem, chosen: KernelPlan, arch: str) -> tuple[Binary, bytes]:
-    """As `_compile`. Raises: _Unkeyed where attngen was changed under this process."""
+    """Compile, unless the kernel may not be what its key says: then it is not to be stored.
+
+    Raises: as `_compile`; _Unkeyed where attngen was changed under this process.
+    """
     made = _compile(problem, chosen, arch)
     if digest.have_changed():
         _say_not_stored("attngen's files have changed since this process read them: start it anew")

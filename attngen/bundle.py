@@ -38,6 +38,7 @@ MANIFEST = "manifest.json"
 MARK = b"sha256:"
 DIGEST_BYTES = 64
 _MEMBER = re.compile(r"cubins/([0-9a-f]{64})\.cubin")
+_FIRST_NAME = 30  # where the name of an archive's first member begins
 _CHUNK = 1 << 20
 _MOST_BYTES = 1 << 24  # that a cubin may say it has: what claims more is none of ours
 _MOST_MANIFEST_BYTES = 1 << 29  # some 8 kB a kernel, and at most 65535 of them
@@ -98,13 +99,14 @@ class _Place:
 
 
 def is_bundle(path: Path) -> bool:
-    """Whether a file was written as a bundle, of this version or another, damaged or not: it
-    begins with an archive's member of cubins, or ends with the mark of a digest."""
+    """Whether a file was written as a bundle, of this version or another, damaged or not: its
+    first member is a cubin, or it ends with the mark of a digest."""
     with open_regular(path) as file:
-        head = file.read(64)
+        name = file.read(_FIRST_NAME + 77)[_FIRST_NAME:]
         end = file.seek(0, os.SEEK_END) - DIGEST_BYTES - len(MARK)
         file.seek(max(0, end))
-        return head[:4] + head[30:37] == b"PK\3\4cubins/" or file.read(len(MARK)) == MARK
+        marked = file.read(len(MARK)) == MARK
+    return marked or re.match(rb"cubins/|.{7}[0-9a-f]{64}\.cubin", name, re.DOTALL) is not None
 
 
 def name_of(variant: Variant) -> str:

@@ -89,7 +89,9 @@ class Cache:
         try:
             return cls(Path.home() / ".cache" / "attngen")
         except RuntimeError as error:
-            raise CacheError(f"no place for the cache: {error}; set ATTNGEN_CACHE_DIR") from error
+            raise CacheError(
+                f"no place for the cache: {str(error).rstrip('.')}; set ATTNGEN_CACHE_DIR"
+            ) from error
 
     def get(self, key: CacheKey) -> Entry | None:
         """The entry, or None. A defective one is removed where that is possible.

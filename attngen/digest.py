@@ -133,7 +133,7 @@ def read_module(name: str) -> bytes:
 
 
 def _facts_of(constant: object) -> object:
-    """What a constant of a module's code is, free of places, addresses and orders by chance."""
+    """A constant of a module's code, free of places, addresses and orders by chance."""
     if isinstance(constant, CodeType):
         facts = [getattr(constant, name, None) for name in _CODE_FACTS]
         return facts, [_facts_of(each) for each in constant.co_consts]

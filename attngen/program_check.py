@@ -1,5 +1,5 @@
-"""What a launch program may say, so that nothing crafted makes a launcher write, or the driver
-read, out of bounds: every number, name and reference of one, whoever made it, with all reasons.
+"""Program check: every number, name and reference of a launch program, whoever made it, so that
+nothing crafted makes a launcher write, or the driver read, out of bounds.
 
 A cubin is code, which nobody can check; a bundle is taken from whom one trusts. This is about the
 host: parameters are packed by these offsets, grids and workspaces worked out by these numbers.

@@ -168,6 +168,12 @@ def test_build_without_a_home_stores_nothing_and_says_so_once(
     assert json.loads(done.stdout) == [[False, False]] * 2
     assert done.stderr.count("kernels are not stored") == 1 and "ATTNGEN_CACHE_DIR" in done.stderr
     assert list(tmp_path.iterdir()) == [], "no folder named ~ either"
+    (tmp_path / "a.toml").write_text("[[kernel]]\nhead_dim = 16\n")
+    command = [*"attngen bundle build a.toml -o".split(), "x.attn"]
+    patched = NO_HOME.partition("import attngen")[0] + f"sys.argv = {command}\n"
+    done = run_there(patched + "from attngen.cli import main; main()")
+    assert done.returncode == 0 and "nothing but the bundle is kept" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.toml", "x.attn"]
     done = run_there(NO_HOME, ATTNGEN_DISABLE_JIT="1")
     assert done.returncode and "CacheError" in done.stderr
 

@@ -54,7 +54,7 @@ def plant(entry: Path) -> None:
 
 
 def check_not_used(cache: Cache, caplog: pytest.LogCaptureFixture, stored: bool) -> str:
-    """What the log says, once, of a kernel that is compiled instead of the planted one."""
+    """The one line in the log of a kernel that is compiled instead of the planted one."""
     with caplog.at_level(logging.WARNING, logger="attngen"):
         for _ in range(2):
             assert cache.get(make_key()) is None
@@ -96,7 +96,7 @@ def test_entry_or_file_that_others_write_to_is_replaced_by_ones_own(
 def test_sticky_directory_will_do_as_a_place_for_a_cache(
     cache: Cache, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As /tmp: anyone may add to it, but not replace what lies in it. Not so among entries."""
+    """Anyone may add to /tmp, but not replace what lies in it. Not so among entries."""
     cache.root.chmod(0o1777)
     assert cache.get(make_key()) is not None
     (cache.root / "entries").chmod(0o1777)

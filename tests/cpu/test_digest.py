@@ -253,7 +253,7 @@ def digests_in(checkout: Path, **environment: str) -> dict[str, str]:
 
 
 def drop_sources(package: Path) -> None:
-    """As bundlers of applications and slim images do: bytecode alone."""
+    """Leave bytecode alone, like bundlers of applications and slim images."""
     compileall.compile_dir(package, legacy=True, quiet=1)
     for path in package.rglob("*.py"):
         path.unlink()
@@ -284,7 +284,7 @@ def test_key_of_bytecode_is_one_wherever_and_whenever_it_was_compiled(
 def test_key_of_a_module_with_neither_source_nor_code_says_what_is_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As where modules are compiled to machine code."""
+    """Modules that are compiled to machine code have neither."""
 
     class Loader:
         def get_code(self, name: str) -> None:
