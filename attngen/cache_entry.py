@@ -239,7 +239,7 @@ def _read_file(entry: Path, name: str) -> bytes:
             if status.st_size > MOST_BYTES:
                 raise Defect(f"{name}: {status.st_size} bytes; at most {MOST_BYTES}")
             with open(descriptor, "rb", closefd=False) as file:
-                return file.read(MOST_BYTES + 1)
+                return file.read(status.st_size + 1)
         finally:
             os.close(descriptor)
     except OSError as error:
