@@ -144,7 +144,7 @@ class Cache:
 
         Raises: CacheError where ATTNGEN_TRUSTED_UIDS is malformed.
         """
-        for place in (self.root, self._entries):
+        for place in (self.root, self._entries, self._locks):
             with contextlib.suppress(OSError):  # nothing there yet, or nothing to be seen
                 # In a place like /tmp others cannot replace what lies in it, such as `entries`.
                 if reason := trust.distrust(os.stat(place), sticky=place == self.root):

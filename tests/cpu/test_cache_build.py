@@ -207,7 +207,7 @@ def test_build_of_a_package_that_changed_under_the_process_is_not_stored(
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / folder, tmp_path / "copy" / folder, ignore=ignore)
     done = subprocess.run(
-        [sys.executable, "-P", "-c", UPGRADED, str(tmp_path / "copy"), when, name, text],
+        [sys.executable, "-c", UPGRADED, str(tmp_path / "copy"), when, name, text],
         cwd=tmp_path,
         env=os.environ
         | {"PYTHONPATH": str(tmp_path / "copy"), "ATTNGEN_CACHE_DIR": str(tmp_path / "cache")},

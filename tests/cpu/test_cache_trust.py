@@ -67,12 +67,12 @@ def check_not_used(cache: Cache, caplog: pytest.LogCaptureFixture, stored: bool)
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o757, 0o2775])
-@pytest.mark.parametrize("place", ["root", "entries"])
+@pytest.mark.parametrize("place", ["root", "entries", "locks"])
 def test_directory_that_others_write_to_is_neither_used_nor_added_to(
     place: str, mode: int, cache: Cache, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert cache.get(make_key()) is not None
-    target = cache.root if place == "root" else cache.root / "entries"
+    target = cache.root if place == "root" else cache.root / place
     target.chmod(mode)
     before = sorted(cache.root.rglob("*"))
     said = check_not_used(cache, caplog, stored=False)

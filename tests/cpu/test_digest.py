@@ -236,7 +236,7 @@ def test_key_what_a_plan_computes_of_itself_is_in_it(what: str, checkout: Path) 
 def digests_in(checkout: Path, **environment: str) -> dict[str, str]:
     code = "import json; from attngen.digest import source_digests as f; print(json.dumps(f()))"
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code],
+        [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -301,7 +301,7 @@ def test_key_of_a_module_with_neither_source_nor_code_says_what_is_needed(
 def run_from_zip(checkout: Path, tmp_path: Path, code: str) -> subprocess.CompletedProcess[str]:
     archive = shutil.make_archive(str(tmp_path / "app"), "zip", checkout)
     return subprocess.run(
-        [sys.executable, "-P", "-c", code],
+        [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": archive, "ATTNGEN_CACHE_DIR": str(tmp_path / "cache")},
