@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +14,7 @@ from .arch.base import Plan
 from .arch.sm90_decode import CombinePlan, DecodePlan
 from .arch.sm90_mask import MaskPlan
 from .arch.sm90_varlen import VarlenPlan
-from .cache import Cache
+from .cache import Cache, jit_disabled
 from .errors import CacheError, CompilerMissing
 from .plan import KernelPlan, plans, plans_of_call
 from .problem import Problem
@@ -20,6 +23,8 @@ from .spec import AttentionSpec, checked
 
 if TYPE_CHECKING:
     from .render import Source
+
+log = logging.getLogger("attngen")
 
 
 @dataclass(frozen=True)
@@ -95,19 +100,59 @@ def build_plan(
 ) -> Built:
     """The kernel of one plan, preferred or not."""
     key = digest.cache_key(problem, chosen, arch)
-    store = cache or Cache.default()
-
-    def compile_now() -> tuple[Binary, bytes]:
-        try:
+    try:
+        store = cache or Cache.default()
+    except CacheError as error:
+        if jit_disabled():
+            raise
+        _say_not_stored(str(error))
+        return Built(problem, chosen, *_compile(problem, chosen, arch), from_cache=False)
+    entry = store.get(key)
+    if entry is None:
+        if not jit_disabled():
             from . import compile as compiler  # only a miss needs the compiler and the templates
 
-            source = render_problem(problem, chosen)
-        except ModuleNotFoundError as error:
-            raise CompilerMissing(str(error.name)) from error
-        return compiler.compile_source(source, problem, arch)
-
-    entry = store.get_or_build(key, compile_now)
+            key = dataclasses.replace(key, toolchain=compiler.load_toolchain())
+        try:
+            entry = store.get_or_build(key, lambda: _compile_unchanged(problem, chosen, arch))
+        except _Unkeyed as changed:
+            return Built(problem, chosen, *changed.made, from_cache=False)
     return Built(problem, chosen, entry.binary, entry.cubin, entry.hit)
+
+
+class _Unkeyed(Exception):
+    """A kernel was made that its key may not describe."""
+
+    def __init__(self, made: tuple[Binary, bytes]) -> None:
+        super().__init__()
+        self.made = made
+
+
+def _compile_unchanged(problem: Problem, chosen: KernelPlan, arch: str) -> tuple[Binary, bytes]:
+    """Compile, unless the kernel may not be what its key says: then it is not to be stored.
+
+    Raises: as `_compile`; _Unkeyed where attngen was changed under this process.
+    """
+    made = _compile(problem, chosen, arch)
+    if digest.have_changed():
+        _say_not_stored("attngen's files have changed since this process read them: start it anew")
+        raise _Unkeyed(made)
+    return made
+
+
+def _compile(problem: Problem, chosen: KernelPlan, arch: str) -> tuple[Binary, bytes]:
+    from . import compile as compiler
+
+    try:
+        source = render_problem(problem, chosen)
+    except ModuleNotFoundError as error:
+        raise CompilerMissing(str(error.name)) from error
+    return compiler.compile_source(source, problem, arch)
+
+
+@functools.cache  # said once
+def _say_not_stored(why: str) -> None:
+    log.warning("%s; kernels are not stored and compile anew in each process", why)
 
 
 def render_problem(problem: Problem, plan: KernelPlan, root: Path | None = None) -> Source:

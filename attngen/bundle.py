@@ -26,8 +26,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from .errors import BundleError
+from .files import open_regular
 from .problem import Problem, Variant
 from .program import SCHEMA_VERSION, Binary
+from .program_check import mistakes_of
 from .values import from_data
 
 SUFFIX = ".attn"
@@ -36,8 +38,10 @@ MANIFEST = "manifest.json"
 MARK = b"sha256:"
 DIGEST_BYTES = 64
 _MEMBER = re.compile(r"cubins/([0-9a-f]{64})\.cubin")
+_FIRST_NAME = 30  # where the name of an archive's first member begins
 _CHUNK = 1 << 20
 _MOST_BYTES = 1 << 24  # that a cubin may say it has: what claims more is none of ours
+_MOST_MANIFEST_BYTES = 1 << 29  # some 8 kB a kernel, and at most 65535 of them
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,17 @@ class _Place:
     bytes: int
 
 
+def is_bundle(path: Path) -> bool:
+    """Whether a file was written as a bundle, of this version or another, damaged or not: its
+    first member is a cubin, or it ends with the mark of a digest."""
+    with open_regular(path) as file:
+        name = file.read(_FIRST_NAME + 77)[_FIRST_NAME:]
+        end = file.seek(0, os.SEEK_END) - DIGEST_BYTES - len(MARK)
+        file.seek(max(0, end))
+        marked = file.read(len(MARK)) == MARK
+    return marked or re.match(rb"cubins/|.{7}[0-9a-f]{64}\.cubin", name, re.DOTALL) is not None
+
+
 def name_of(variant: Variant) -> str:
     """`causal_d128_bf16 (fwd, sm_90a)`."""
     problem, arch = variant
@@ -117,7 +132,7 @@ class Bundle:
         """Raises: BundleError where there is no bundle, or not as it was made."""
         self.path = Path(path)
         try:
-            with open(self.path, "rb") as file:
+            with open_regular(self.path) as file:
                 self._descriptor = os.dup(file.fileno())
                 weakref.finalize(self, os.close, self._descriptor)
                 self.bytes = os.fstat(self._descriptor).st_size
@@ -151,8 +166,15 @@ class Bundle:
             raise BundleError(f"{where}: has no kernel")
         if any((k.binary.problem, k.binary.arch) != (problem, arch) for k in kernels):
             raise BundleError(f"{where}: a kernel of another problem or architecture")
-        if absent := [k.binary for k in kernels if k.binary.cubin_sha256 not in self._places]:
-            raise BundleError([f"{where}: {each.kernel.entry} has no cubin" for each in absent])
+        mistakes = [
+            f"{k.binary.kernel.entry[:80]}: {mistake}"
+            for k in kernels
+            for mistake in mistakes_of(k.binary)
+        ]
+        absent = [k.binary for k in kernels if k.binary.cubin_sha256 not in self._places]
+        mistakes += [f"{each.kernel.entry[:80]} has no cubin" for each in absent]
+        if mistakes:
+            raise BundleError([f"{where}: {mistake}" for mistake in mistakes])
         return Program(problem, arch, record.titles, kernels)
 
     def programs(self) -> Iterator[Program]:
@@ -280,6 +302,8 @@ def _read_manifest(archive: zipfile.ZipFile, file: BinaryIO) -> Any:
     plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits
     if not plain or info.file_size != info.compress_size:
         raise BundleError(f"{MANIFEST}: is stored as it is in a bundle")
+    if info.file_size > _MOST_MANIFEST_BYTES:
+        raise BundleError(f"{MANIFEST}: {info.file_size} bytes; at most {_MOST_MANIFEST_BYTES}")
     start = info.header_offset + len(info.FileHeader(zip64=False))
     if start + info.file_size > archive.start_dir:
         raise BundleError(f"{MANIFEST}: is not where the directory says")

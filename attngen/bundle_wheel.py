@@ -18,6 +18,7 @@ from .mounts import GROUP
 
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 _VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?")
+_GENERATOR = b"Generator: attngen\n"
 _INIT = '''"""Prebuilt attention kernels, found by attngen through this package's entry point."""
 
 from pathlib import Path
@@ -32,7 +33,8 @@ def path() -> Path:
 def make_wheel(bundle: Bundle, name: str, version: str, folder: Path) -> Path:
     """Writes the wheel of a bundle, the same bytes for the same bundle, and returns its path.
 
-    name, version: as the package index would take them. Raises: BundleError; OSError.
+    name, version: as the package index would take them. Raises: BundleError; OSError,
+    also where a wheel of that name is another's.
     """
     reasons = []
     module = re.sub(r"[-_.]+", "_", name).lower()
@@ -50,7 +52,7 @@ def make_wheel(bundle: Bundle, name: str, version: str, folder: Path) -> Path:
         f"{module}/__init__.py": _INIT.encode(),
         f"{module}/kernels.attn": bundle.data(),
         f"{info}/METADATA": _metadata(name, version, arches).encode(),
-        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: attngen\nRoot-Is-Purelib: true\n"
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\n" + _GENERATOR + b"Root-Is-Purelib: true\n"
         b"Tag: py3-none-any\n",
         f"{info}/entry_points.txt": f"[{GROUP}]\n{module} = {module}:path\n".encode(),
     }
@@ -61,9 +63,21 @@ def make_wheel(bundle: Bundle, name: str, version: str, folder: Path) -> Path:
         for path, data in files.items():
             wheel.writestr(plain_member(path), data)
     target = folder / f"{module}-{version}-py3-none-any.whl"
-    with replacing(target) as file:
+    with replacing(target, _is_ours, "wheel of attngen's") as file:
         file.write(archive.getvalue())
     return target
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a wheel was made here, of whatever bundle."""
+    try:
+        with zipfile.ZipFile(path) as wheel:
+            infos = [
+                each for each in wheel.infolist() if each.filename.endswith(".dist-info/WHEEL")
+            ]
+            return len(infos) == 1 and _GENERATOR in wheel.open(infos[0]).read(1000)
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError):
+        return False
 
 
 def _metadata(name: str, version: str, arches: list[str]) -> str:

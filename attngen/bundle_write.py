@@ -14,7 +14,17 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from .bundle import DIGEST_BYTES, FORMAT, MANIFEST, MARK, Bundle, Program, member_of, name_of
+from .bundle import (
+    DIGEST_BYTES,
+    FORMAT,
+    MANIFEST,
+    MARK,
+    Bundle,
+    Program,
+    is_bundle,
+    member_of,
+    name_of,
+)
 from .errors import BundleError
 from .files import replacing
 from .problem import Variant
@@ -30,7 +40,8 @@ def write(path: Path, programs: Iterable[Program], cubin_of: Callable[[Binary], 
     """Puts the bundle of these programs in place, in one step; their order does not count.
 
     Raises: BundleError where two are for one problem and architecture, or a cubin is not the one
-    that its launch program describes; what `cubin_of` raises; OSError.
+    that its launch program describes; what `cubin_of` raises; OSError, also where another
+    kind of file is at `path`.
     """
     ordered = sorted(programs, key=lambda each: (each.arch, to_json(each.problem)))
     counts = Counter(program.key for program in ordered)
@@ -39,7 +50,7 @@ def write(path: Path, programs: Iterable[Program], cubin_of: Callable[[Binary], 
     sorted_titles = [dataclasses.replace(p, titles=tuple(sorted(p.titles))) for p in ordered]
     manifest = {"format": FORMAT, "schema": SCHEMA_VERSION, "programs": sorted_titles}
     cubins = {binary.cubin_sha256: binary for each in ordered for binary in each.binaries}
-    with replacing(path) as file:
+    with replacing(path, is_bundle, "bundle") as file:
         try:
             with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=False) as archive:
                 for sha256 in sorted(cubins):

@@ -19,14 +19,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import trust
 from .digest import CacheKey, digest_text, source_digests
 from .plan import KernelPlan, read_plan
 from .problem import Problem
-from .program import SCHEMA_VERSION, Binary
+from .program import Binary
+from .program_check import mistakes_of
 from .values import from_data, to_data, to_json
 
 FORMAT = 1  # of metadata.json
 CUBIN, METADATA, CHECKSUMS = "kernel.cubin", "metadata.json", "SHA256SUMS"
+MOST_BYTES = 1 << 24  # of a file: what is longer is none of ours
 # Conditions of this process or its rights: the entry cannot be read here, yet may be sound.
 _NOT_THE_ENTRY = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
@@ -37,6 +40,13 @@ class Defect(Exception):
     def __init__(self, reason: str, removable: bool = True) -> None:
         super().__init__(reason)
         self.removable = removable
+
+
+class Distrust(Defect):
+    """The entry may be another user's work: it is neither used nor removed."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason, removable=False)
 
 
 @dataclass(frozen=True)
@@ -102,9 +112,10 @@ def write(path: Path, key: CacheKey, toolchain: str, binary: Binary, cubin: byte
         "binary": to_data(binary),
     }
     text = json.dumps(metadata, sort_keys=True, indent=1).encode() + b"\n"
-    os.mkdir(path)
+    os.mkdir(path, 0o755)  # what its group may write to is not trusted, whatever the umask
     for name, data in ((CUBIN, cubin), (METADATA, text), (CHECKSUMS, _checksums(cubin, text))):
-        with open(path / name, "xb") as file:
+        descriptor = os.open(path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        with open(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -125,8 +136,11 @@ def sync_directory(path: Path) -> None:
 def read(path: Path) -> Stored:
     """The entry at `path`, checked.
 
-    Raises: FileNotFoundError where nothing is there; Defect.
+    Raises: FileNotFoundError where nothing is there; Defect; Distrust where another user may have
+    written it.
     """
+    with contextlib.suppress(OSError):  # which reading its files says better
+        _require_trust(path.name, os.stat(path))
     cubin, text, sums = (_read_file(path, name) for name in (CUBIN, METADATA, CHECKSUMS))
     if sums != _checksums(cubin, text):
         raise Defect(f"{CHECKSUMS} does not fit the files")
@@ -138,8 +152,8 @@ def read(path: Path) -> Stored:
         binary = from_data(Binary, metadata["binary"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Defect(f"{METADATA}: {error!r}") from error
-    if binary.schema != SCHEMA_VERSION:
-        raise Defect(f"schema {binary.schema}, not {SCHEMA_VERSION}")
+    if mistakes := mistakes_of(binary):
+        raise Defect(f"{METADATA}: {'; '.join(mistakes)}")
     if path.name.partition("-")[0] != digest_text(key):
         raise Defect("its key is not the one that its name is the digest of")
     if hashlib.sha256(cubin).hexdigest() != binary.cubin_sha256:
@@ -204,6 +218,11 @@ def _checksums(cubin: bytes, metadata: bytes) -> bytes:
     return "".join(f"{each.hexdigest()}  {name}\n" for name, each in digests.items()).encode()
 
 
+def _require_trust(name: str, status: os.stat_result) -> None:
+    if reason := trust.distrust(status):
+        raise Distrust(f"{name} {reason}")
+
+
 def _read_file(entry: Path, name: str) -> bytes:
     """All of a regular file; a link to one is read through.
 
@@ -213,10 +232,14 @@ def _read_file(entry: Path, name: str) -> bytes:
         # Never blocks: a pipe in the file's place must not hang the reader.
         descriptor = os.open(entry / name, os.O_RDONLY | os.O_NONBLOCK)
         try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
                 raise Defect(f"{name}: not a regular file")
+            _require_trust(name, status)
+            if status.st_size > MOST_BYTES:
+                raise Defect(f"{name}: {status.st_size} bytes; at most {MOST_BYTES}")
             with open(descriptor, "rb", closefd=False) as file:
-                return file.read()
+                return file.read(status.st_size + 1)
         finally:
             os.close(descriptor)
     except OSError as error:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from . import file_lock
+from .file_lock import FileLock
+from .files import make_directory
+
 log = logging.getLogger("attngen")
 
 POLL_SECONDS = 0.05
+WARNING_SECONDS = 10.0  # longer than nearly every kernel compiles
 TIMEOUT_SECONDS = 900.0  # a holder that hangs must not hang the others for ever
 
 
@@ -23,62 +26,39 @@ def hold(path: Path, label: str) -> Iterator[None]:
     Where it cannot be had (no right to write, a file system without locks, a holder that hangs)
     the body runs without it: a kernel is then compiled twice at worst. label: for the log.
     """
-    descriptor = _acquire(path, label)
-    try:
+    lock = _acquire(path, label)
+    with contextlib.nullcontext() if lock is None else lock:
         yield
-    finally:
-        if descriptor is not None:
-            _release(descriptor)
 
 
 def sweep(directory: Path) -> None:
     """Removes the lock files that nobody holds."""
     with contextlib.suppress(OSError):
-        for path in directory.iterdir():
-            if (descriptor := _try(path)) is not None:
-                # Whoever has opened it meanwhile finds, once it has the lock, that it is gone.
-                path.unlink()
-                _release(descriptor)
+        file_lock.sweep(directory.iterdir())
 
 
-def _acquire(path: Path, label: str) -> int | None:
-    """A descriptor that holds the lock, or None where it cannot be had."""
-    start, told = time.monotonic(), False
+def _acquire(path: Path, label: str) -> FileLock | None:
+    """The lock, or None where it cannot be had."""
+    start, told = time.monotonic(), 0
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        while (descriptor := _try(path)) is None:
-            if time.monotonic() - start > TIMEOUT_SECONDS:
+        make_directory(path.parent)
+        if path.is_symlink():
+            path.unlink()  # attngen makes none: whoever did meant another file to be made
+        while (lock := file_lock.try_lock(path)) is None:
+            waited = time.monotonic() - start
+            if waited > TIMEOUT_SECONDS:
                 log.warning("%s: still locked by another, going on without: %s", label, path)
                 return None
-            if not told:
+            if told == 0:
                 log.info("%s: waiting for another process or thread that builds it", label)
-                told = True
+                told = 1
+            if told == 1 and waited > WARNING_SECONDS:
+                log.warning("%s: waiting for %.0f s for another process or thread that builds it; "
+                            "it is built beside that one after %.0f s: %s",
+                            label, waited, TIMEOUT_SECONDS, path)  # fmt: skip
+                told = 2
             time.sleep(POLL_SECONDS)
     except OSError as error:
         log.info("%s: no lock, going on without: %s", label, error)
         return None
-    return descriptor
-
-
-def _try(path: Path) -> int | None:
-    """A descriptor that holds the lock, or None where another holds it. Raises: OSError."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-            return descriptor
-    except (BlockingIOError, FileNotFoundError):  # held, or swept between open and lock
-        pass
-    except BaseException:
-        os.close(descriptor)
-        raise
-    os.close(descriptor)
-    return None
-
-
-def _release(descriptor: int) -> None:
-    # Unlocked, not only closed: a child forked meanwhile shares the lock with its descriptor.
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-    finally:
-        os.close(descriptor)
+    return lock

@@ -16,6 +16,7 @@ from .cli_build import build, count_of
 from .cli_bundle import bundle, trace
 from .cli_measure import bench, tune_
 from .errors import AttngenError, SpecError
+from .files import creating, replacing
 
 if TYPE_CHECKING:
     from .cache import Cache
@@ -99,8 +100,8 @@ def specs(names: Sequence[str], output: Path | None) -> None:
         click.echo(text, nl=False)
         return
     try:
-        with output.open("x") as file:
-            file.write(text)
+        with creating(output) as file:
+            file.write(text.encode())
     except FileExistsError as error:
         advice = "take it away, or name another file"
         raise SpecError(f"{output} is there, and is not replaced: {advice}") from error
@@ -137,6 +138,7 @@ def render(spec: Path, name: str | None, output: Path | None) -> None:
     """Print the CUDA source, or write a file a kernel."""
     from . import batch
     from .builder import render_problem
+    from .render import is_rendered
 
     wanted, refused = batch.jobs_of(_select(spec, name), None)
     if refused:
@@ -146,9 +148,9 @@ def render(spec: Path, name: str | None, output: Path | None) -> None:
         if output is None:
             click.echo(source.text, nl=False)
             continue
-        output.mkdir(parents=True, exist_ok=True)
         path = output / f"{source.kernel.entry}.cu"
-        path.write_text(source.text)
+        with replacing(path, is_rendered, "source rendered by attngen") as file:
+            file.write(source.text.encode())
         click.echo(path)
 
 

@@ -115,6 +115,8 @@ def build_all(request: Request, cache: Cache) -> list[Outcome]:
     outcomes: list[Outcome] = []
     if request.dry_run:
         _show_plan(request, jobs, cache, len(refused))
+    elif reason := cache.distrust():
+        failures.append(f"{reason}; no kernel is found or kept there")
     elif not can_write_into(cache.root) and (lacking := _lacking(jobs, cache)):
         failures.append(f"{cache.root} cannot be written, and lacks {count_of(lacking, 'kernel')}")
     else:

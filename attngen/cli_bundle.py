@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import subprocess
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from .cli_build import Request, build_all, count_of, takes_request
-from .errors import BundleError
-from .files import can_write_into
+from .errors import BundleError, CacheError
+from .files import can_write_into, require_own
 
 if TYPE_CHECKING:
     from .bundle import Bundle, BundledKernel, Program
+    from .cache import Cache
 
+log = logging.getLogger("attngen")
 bundle_file = click.argument("bundle", metavar="FILE.attn", type=click.Path(path_type=Path))
 output_file = click.option(
     "-o",
@@ -42,15 +47,14 @@ def build(request: Request, output: Path) -> None:
     Nothing is written where a kernel fails; those that did not are in the cache for the next try.
     """
     from . import batch, bundle_write
-    from .cache import Cache
 
     _check_output(output)
-    cache = Cache.default()
-    outcomes = build_all(request, cache)
-    if request.dry_run:
-        return
-    programs = batch.programs_of(outcomes)
-    bundle_write.write(output, programs, batch.cubins_of(outcomes, cache))
+    with _cache() as cache:
+        outcomes = build_all(request, cache)
+        if request.dry_run:
+            return
+        programs = batch.programs_of(outcomes)
+        bundle_write.write(output, programs, batch.cubins_of(outcomes, cache))
     _tell(output, request.as_json)
 
 
@@ -182,15 +186,28 @@ def trace(output: Path, command: Sequence[str]) -> None:
 
 
 def _check_output(path: Path) -> None:
-    """Raises: BundleError where a bundle cannot be put there, or would replace another file."""
+    """Raises: BundleError where a bundle cannot be put there; OSError where it would replace
+    another file."""
+    from .bundle import is_bundle
+
     if not can_write_into(path.parent):
         raise BundleError(f"{path} cannot be written: no file can be made in {path.parent}")
-    replaceable = not path.exists()
-    if path.is_file():  # nothing else is opened: a pipe would wait
-        with path.open("rb") as file:
-            replaceable = file.read(2) in (b"", b"PK")
-    if not replaceable:
-        raise BundleError(f"{path} is no bundle, and is not replaced by one")
+    require_own(path, is_bundle, "bundle")
+
+
+@contextlib.contextmanager
+def _cache() -> Iterator[Cache]:
+    """The cache, or one for this command alone where its user has no home."""
+    from .cache import Cache
+
+    try:
+        found = Cache.default()
+    except CacheError as error:
+        log.warning("%s; nothing but the bundle is kept", error)
+        with tempfile.TemporaryDirectory(prefix="attngen-") as folder:
+            yield Cache(folder)
+    else:
+        yield found
 
 
 def _open(path: Path) -> Bundle:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .errors import AttngenError, MeasureError
+from .files import require_own
 
 if TYPE_CHECKING:
     from .bench import decode_report
@@ -139,6 +140,11 @@ def _prepare(json_file: Path | None, plot_file: Path | None) -> None:
         from .bench import plot
 
         plot.check_format(plot_file)
+        require_own(plot_file, plot.is_figure, plot.FIGURE)
+    if json_file:
+        from .bench.report import is_report
+
+        require_own(json_file, is_report, "report")
     for path in (json_file, plot_file):
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -298,6 +304,8 @@ def tune_(
         raise AttngenError([reason for error in refused for reason in error.reasons])
     effort = tune.Effort(lengths, window, limit, rounds, budget_ms)
     path = output or tuned.FOLDER / f"{tuned.slug(chip)}.json"
+    if path.exists():
+        tuned.read(path)  # something else in its place shows before anything is timed
     firsts = {(job.problem, job.arch): job for job in reversed(jobs)}  # kernels of their problems
     for job in reversed(firsts.values()):
         if not tune.serves(job.problem):

@@ -19,6 +19,7 @@ from .errors import CompileError, CompilerMissing
 from .files import headers
 from .problem import Problem
 from .program import SCHEMA_VERSION, Binary, Resources
+from .toolchain import installed_toolchain, note_loaded
 
 if TYPE_CHECKING:
     from .render import Source
@@ -175,12 +176,22 @@ def _nvrtc() -> Any:
     except ImportError as error:
         raise CompilerMissing("NVRTC") from error
     try:
-        nvrtc.nvrtcVersion()  # the bindings look for the library when it is first called
+        _, *version = nvrtc.nvrtcVersion()  # the bindings look for the library in the first call
     except DynamicLibNotFoundError as error:
         raise CompilerMissing("NVRTC") from error
     except RuntimeError as error:  # it is there, but cannot be loaded, or is another library
         raise CompilerMissing("NVRTC", f"does not load ({error})") from error
+    note_loaded(*version)
     return nvrtc
+
+
+def load_toolchain() -> str | None:
+    """The version of the compiler that kernels are compiled with, which is loaded for that.
+
+    Raises: CompilerMissing.
+    """
+    _nvrtc()
+    return installed_toolchain()
 
 
 def _checked(nvrtc: Any, result: tuple[Any, ...]) -> Any:

@@ -8,38 +8,48 @@ that a machine without a compiler can use what any compiler built.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
+import importlib.util
 import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import CodeType
+from typing import Any
 
 from . import files
 from .compile import OPTIONS
 from .plan import KernelPlan
 from .problem import Problem
 from .program import SCHEMA_VERSION
+from .toolchain import installed_toolchain
 from .values import to_data, to_json
 
-# The modules that turn a problem and its plan into a cubin and a launch program. They belong to
-# the key as the templates do: a changed parameter layout must not find the old kernel.
+# The modules that turn a problem and its plan into a cubin and a launch program, and that fill its
+# parameters: what a plan computes of itself shapes a kernel as much as what it holds. They belong
+# to the key as the templates do: a changed parameter layout must not find the old kernel.
 GENERATOR = (
-    *("compile.py", "features.py", "program.py"),
-    *("render.py", "render_bwd.py", "render_decode.py", "render_mask.py", "render_varlen.py"),
+    *("builder", "compile", "features", "files", "geometry", "plan", "problem", "program"),
+    *("render", "render_bwd", "render_decode", "render_mask", "render_varlen", "run_time"),
+    *("values", "arch", "arch.base", "arch.sm90", "arch.sm90_alone", "arch.sm90_bwd"),
+    *("arch.sm90_decode", "arch.sm90_mask", "arch.sm90_short", "arch.sm90_varlen"),
 )
-BINDINGS = "cuda-bindings"
-NVRTC_PACKAGES = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc-cu12")
-_PACKAGE = Path(__file__).resolve().parent
+# Of a code object, beside its constants: all but names of files and numbers of lines.
+_CODE_FACTS = (
+    *("co_name", "co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_flags", "co_code"),
+    *("co_names", "co_varnames", "co_freevars", "co_cellvars", "co_exceptiontable"),
+)
 
 
 @dataclass(frozen=True)
 class CacheKey:
     """What a cached kernel answers to.
 
-    digest: sha256 of `material`, hex. toolchain: version of the NVRTC installed here (`13.0.88`),
-    None where there is none. material: the key in full, canonical JSON. label: the kernel's name
-    without its digest. command: a shell command, free of paths, that builds the kernel.
+    digest: sha256 of `material`, hex. toolchain: version of the NVRTC loaded or installed here
+    (`13.0.88`), None where there is none. material: the key in full, canonical JSON. label: the
+    kernel's name without its digest. command: a shell command, free of paths, that builds the
+    kernel.
     """
 
     digest: str
@@ -99,44 +109,85 @@ def read_tree(root: Path) -> dict[str, bytes]:
     return found
 
 
+def read_module(name: str) -> bytes:
+    """The bytes of a module of this package: of its source, else of its code, which depends on
+    the version of Python. Nothing is imported.
+
+    Raises: FileNotFoundError where neither is there.
+    """
+    full = f"{__package__}.{name}"
+    spec = importlib.util.find_spec(full)
+    loader: Any = None if spec is None else spec.loader
+    if spec is not None and spec.origin and spec.origin.endswith(".py"):
+        try:
+            return bytes(loader.get_data(spec.origin))
+        except (OSError, AttributeError):
+            pass  # a bundler of applications names the file that it took in
+    code = loader.get_code(full) if hasattr(loader, "get_code") else None
+    if not isinstance(code, CodeType):
+        raise FileNotFoundError(
+            f"{full} has neither source nor bytecode here, of which the keys of kernels are made: "
+            "install attngen's .py or .pyc files, or use a bundle of kernels"
+        )
+    return repr((sys.version_info[:2], _facts_of(code))).encode()
+
+
+def _facts_of(constant: object) -> object:
+    """A constant of a module's code, free of places, addresses and orders by chance."""
+    if isinstance(constant, CodeType):
+        facts = [getattr(constant, name, None) for name in _CODE_FACTS]
+        return facts, [_facts_of(each) for each in constant.co_consts]
+    if isinstance(constant, tuple):
+        return tuple(_facts_of(each) for each in constant)
+    if isinstance(constant, frozenset):
+        return "frozenset", sorted(repr(_facts_of(each)) for each in constant)
+    return constant
+
+
 @cache
 def source_digests() -> dict[str, str]:
     """Digests of the templates, the CUDA headers and the generator; read once a process.
 
     Where templates or headers were removed, those of the wheel that brought them.
+    Raises: FileNotFoundError.
     """
-    generator = {name: (_PACKAGE / name).read_bytes() for name in GENERATOR}
+    generator = _as_imported or _digest_generator()
     said = files.shipped()
     if said is None:
         said = {
             "templates": digest_files(read_tree(files.templates_dir())),
             "headers": digest_files(files.headers()),
         }
-    return {
-        "templates": said["templates"],
-        "headers": said["headers"],
-        "generator": digest_files(generator),
-    }
+    return {"templates": said["templates"], "headers": said["headers"], "generator": generator}
 
 
-@cache
-def installed_toolchain() -> str | None:
-    """The version of the installed NVRTC, from its package's metadata; None where there is none.
+def have_changed() -> bool:
+    """Whether templates or modules are others on the disk than when this process read them, so
+    that what it compiles may not be what its keys say.
 
-    Where several are installed (PyTorch brings its own), the first that fits the bindings' major
-    version, since that is the one they load.
+    Raises: FileNotFoundError.
     """
-    versions = [v for name in NVRTC_PACKAGES if (v := _version(name)) is not None]
-    major = (_version(BINDINGS) or "").partition(".")[0]
-    fitting = [v for v in versions if v.partition(".")[0] == major]
-    return next(iter(fitting or versions), None)
+    known = source_digests()
+    if known["generator"] != _digest_generator():
+        return True
+    templates = files.shipped() or {"templates": digest_files(read_tree(files.templates_dir()))}
+    return bool(known["templates"] != templates["templates"])
 
 
-def _version(package: str) -> str | None:
+def _digest_generator() -> str:
+    return digest_files({name: read_module(name) for name in GENERATOR})
+
+
+def _digest_as_imported() -> str | None:
+    """The generator's digest now, while its modules are imported: an upgrade may come before the
+    first key is asked for."""
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+        return _digest_generator()
+    except FileNotFoundError:
+        return None  # which a key says, too
+
+
+_as_imported = _digest_as_imported()
 
 
 def build_command(problem: Problem, arch: str) -> str:

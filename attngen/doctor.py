@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from . import __version__, files
+from .toolchain import mapped_file
 
 Status = Literal["ok", "missing", "problem"]
 TORCH_TIMEOUT_SECONDS = 120
@@ -104,14 +105,14 @@ def check_nvrtc() -> str:
         raise Missing(" ".join(str(error).split())[:200], advice) from error
     if int(status) != 0:
         raise Missing(f"nvrtcVersion: {status.name}", advice)
-    return f"{major}.{minor} at {_mapped_file('libnvrtc.so') or 'an unknown place'}"
+    return f"{major}.{minor} at {mapped_file('libnvrtc.so') or 'an unknown place'}"
 
 
 def check_driver() -> str:
     """The CUDA version that the driver supports; nothing is initialised."""
     version = ctypes.c_int()
     _call(_libcuda(), "cuDriverGetVersion", ctypes.byref(version))
-    where = _mapped_file("libcuda.so") or "libcuda.so.1"
+    where = mapped_file("libcuda.so") or "libcuda.so.1"
     return f"CUDA {version.value // 1000}.{version.value % 1000 // 10} at {where}"
 
 
@@ -162,6 +163,8 @@ def check_cache() -> str:
     from .cache import Cache
 
     store = Cache.default()
+    if reason := store.distrust():
+        raise Missing(reason, "until then kernels are compiled again in each process")
     if not files.can_write_into(store.root):
         advice = "kernels are compiled again in each process; set ATTNGEN_CACHE_DIR"
         raise Missing(f"{store.root} is not writable", advice)
@@ -244,13 +247,3 @@ def _describe_gpu(cuda: ctypes.CDLL, ordinal: int) -> str:
     _call(cuda, "cuDeviceGetAttribute", ctypes.byref(major), _CAPABILITY_MAJOR, device)
     _call(cuda, "cuDeviceGetAttribute", ctypes.byref(minor), _CAPABILITY_MINOR, device)
     return f"{name.value.decode(errors='replace')} (sm_{major.value}{minor.value})"
-
-
-def _mapped_file(name: str) -> str | None:
-    """The file of a library that this process has loaded. Source: /proc/self/maps."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return None
-    paths = (line.split(maxsplit=5)[5] for line in lines if line.count("/"))
-    return next((path for path in paths if Path(path).name.startswith(name)), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 
 class AttngenError(Exception):
@@ -12,6 +13,16 @@ class AttngenError(Exception):
         self.reasons: tuple[str, ...] = (reasons,) if isinstance(reasons, str) else tuple(reasons)
         # torch.compile, which cannot trace super().__init__, then reports the reasons.
         self.args = ("\n".join(self.reasons),)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles and copies as its reasons: what a subclass takes may be no reason yet."""
+        return _restore, (type(self), self.reasons), self.__dict__
+
+
+def _restore(kind: type[AttngenError], reasons: tuple[str, ...]) -> AttngenError:
+    error = kind.__new__(kind)
+    AttngenError.__init__(error, reasons)
+    return error
 
 
 class SpecError(AttngenError, ValueError):

@@ -96,7 +96,7 @@ def prepare(loaded: LoadedKernel, extents: dict[str, Extent], scalars: Scalars) 
     """
     kernel = loaded.kernel
     values = values_of(kernel, extents, scalars)
-    if reasons := _violations(loaded, extents, values):
+    if reasons := _unfilled(kernel, extents, values) or _violations(loaded, extents, values):
         raise LaunchError(reasons)
     recipes = {recipe.field: recipe for recipe in kernel.tensor_maps}
     grid = _grid(loaded, extents["q"], values)
@@ -143,6 +143,18 @@ def _grid(loaded: LoadedKernel, q: Extent, values: dict[str, int | float]) -> tu
 def _fill_sms(loaded: LoadedKernel, grid: tuple[int, int, int]) -> bool:
     """Whether CTAs of split keys leave hardly an SM free."""
     return loaded.kernel.grid == "splits" and math.prod(grid) > FILLED * loaded.multiprocessors
+
+
+def _unfilled(
+    kernel: KernelEntry, extents: dict[str, Extent], values: dict[str, int | float]
+) -> list[str]:
+    """Parameters of which a call of this kind knows nothing: the kernel is for another one."""
+    numbers = [f.name for f in kernel.fields if f.type not in _ADDRESSED and f.name not in values]
+    tensors = [each.tensor for each in kernel.tensor_maps if each.tensor not in extents]
+    return [
+        f"{kernel.entry}: a call of this kind has no {name}; it is the kernel of another one"
+        for name in dict.fromkeys([*numbers, *tensors])
+    ]
 
 
 def _violations(

@@ -11,9 +11,10 @@ from typing import Any
 from .errors import LaunchError
 from .problem import Problem
 from .program import Binary, KernelEntry
+from .program_check import mistakes_of
 from .run_time import smem_bytes_of
 
-_CAPABILITY = {"sm_90a": (9, 0)}
+CAPABILITIES = {"sm_90a": (9, 0)}  # architecture → compute capability of its devices
 _libraries: dict[str, Any] = {}
 _lock = threading.Lock()
 
@@ -71,14 +72,19 @@ def load(binary: Binary, cubin: bytes, device: int) -> LoadedKernel:
     """Load the cubin (once a process) and prepare its kernel on device `device`.
 
     The device's primary context must exist (torch has made it once it touched the device).
-    Raises: LaunchError where the cubin is not what the binary describes, or the device is of
-    another architecture.
+    Raises: LaunchError where the binary describes no launch, the cubin is not what it describes, or
+    the device is of another architecture.
     """
+    if mistakes := mistakes_of(binary):
+        raise LaunchError([f"{binary.kernel.entry[:80]}: {each}" for each in mistakes])
+    if binary.arch not in CAPABILITIES:
+        known = ", ".join(CAPABILITIES)
+        raise LaunchError(f"{binary.kernel.entry} is for {binary.arch}; known: {known}")
     cuda = driver()
     handle = checked("cuDeviceGet", cuda.cuDeviceGet(device))
     axes = ("MAJOR", "MINOR")
     capability = tuple(_attribute(f"COMPUTE_CAPABILITY_{axis}", device) for axis in axes)
-    needed = _CAPABILITY[binary.arch]
+    needed = CAPABILITIES[binary.arch]
     if capability != needed:
         raise LaunchError(
             f"{binary.kernel.entry} is for {binary.arch} (compute capability {needed}); "
@@ -88,6 +94,7 @@ def load(binary: Binary, cubin: bytes, device: int) -> LoadedKernel:
         f"cuLibraryGetKernel({binary.kernel.entry})",
         cuda.cuLibraryGetKernel(_library(binary, cubin), binary.kernel.entry.encode()),
     )
+    _check_parameters(binary.kernel, kernel)
     smem = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     checked(
         f"shared memory of {binary.kernel.entry}",
@@ -96,6 +103,21 @@ def load(binary: Binary, cubin: bytes, device: int) -> LoadedKernel:
     function = cuda.CUfunction(int(kernel))  # cuLaunchKernel takes a CUkernel cast to CUfunction
     variant = (binary.problem, binary.arch)
     return LoadedKernel(function, binary.kernel, device, multiprocessors(device), variant)
+
+
+def _check_parameters(described: KernelEntry, kernel: Any) -> None:
+    """Refuse a kernel whose parameters are not the one block that a launch hands over: the driver
+    reads as much as the kernel says. Raises: LaunchError."""
+    cuda, sizes = driver(), []
+    for index in range(2):
+        status, _, size = cuda.cuKernelGetParamInfo(kernel, index)
+        if not status:
+            sizes.append(int(size))
+    if sizes != [described.params_bytes] * (described.params_bytes > 0):
+        raise LaunchError(
+            f"{described.entry}: its cubin takes parameters of {sizes} bytes, its description has "
+            f"one of {described.params_bytes}"
+        )
 
 
 def multiprocessors(device: int) -> int:

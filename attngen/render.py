@@ -14,6 +14,7 @@ import jinja2
 
 from .arch.base import Plan
 from .features import Features, Fragment
+from .files import open_regular
 from .plan import KernelPlan
 from .problem import DTYPE_BYTES, Problem
 from .program import FIELD_BYTES, Field, Grid, KernelEntry, TensorMapRecipe, Workspace
@@ -145,6 +146,12 @@ def render(problem: Problem, plan: Plan, features: Features, root: Path) -> Sour
         ctas=plan.ctas,
     )
     return Source(fill(problem, plan, kernel, uses, root), kernel)
+
+
+def is_rendered(path: Path) -> bool:
+    """Whether a file was rendered from a template of attngen's."""
+    with open_regular(path) as file:
+        return b"\n// Rendered by attngen from " in file.read(1000)
 
 
 def starts_early(problem: Problem, plan: Plan) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 from . import layouts
 from .errors import SpecError
+from .files import read_regular
 from .values import from_data, to_data
 
 if sys.version_info >= (3, 11):
@@ -31,6 +32,7 @@ _TORCH_DTYPES = {
 }
 _TUPLES = ("directions", "arch")
 PRODUCT_LIMIT = 10_000  # specs of one table: more are a slip, and would fill the memory
+MOST_BYTES = 1 << 24  # of a spec file
 DTYPES_16BIT = ("fp16", "bf16")
 DTYPES_8BIT = ("e4m3", "e5m2")
 PROMPT_QUERIES = 128  # of a head of a sequence: they fill a tile of the forward
@@ -258,8 +260,7 @@ def load_specs(path: str | Path) -> tuple[AttentionSpec, ...]:
     Raises: SpecError with every unknown key, wrong type and repeated name in the file.
     """
     try:
-        with open(path, "rb") as file:
-            data = tomllib.load(file)
+        data = tomllib.loads(read_regular(Path(path), MOST_BYTES).decode())
     except OSError as error:
         raise SpecError(f"{path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:  # not only TOML's own: huge numbers, too

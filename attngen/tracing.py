@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import stat
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,10 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .errors import AttngenError
+from .files import open_regular, read_regular
 from .problem import Problem, Variant
 from .values import from_data, to_data
 
 VARIABLE = "ATTNGEN_TRACE"
+MOST_BYTES = 1 << 26  # of a file: some hundred thousand variants
 
 
 @dataclass(eq=False)
@@ -44,8 +47,8 @@ class Trace:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Adds the variants to a file that `attngen bundle build --from-trace` takes; it is there
-        then, whatever was launched. Raises: OSError."""
-        Path(path).touch()
+        then, whatever was launched. Raises: OSError, also where another kind of file is there."""
+        os.close(_open(Path(path)))
         for variant in self.variants:
             _append(Path(path), variant)
 
@@ -84,7 +87,8 @@ def read(path: Path) -> list[Variant]:
     found: dict[Variant, None] = {}
     mistakes = []
     try:
-        text = sys.stdin.read() if path == Path("-") else path.read_text()
+        stdin = path == Path("-")
+        text = sys.stdin.read() if stdin else read_regular(path, MOST_BYTES).decode()
         lines = text.splitlines()
     except OSError as error:
         raise AttngenError(f"{path}: {error.strerror}") from error
@@ -104,13 +108,48 @@ def read(path: Path) -> list[Variant]:
 def _append(path: Path, variant: Variant) -> None:
     problem, arch = variant
     line = json.dumps({"arch": arch, "problem": to_data(problem)}, sort_keys=True).encode() + b"\n"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    descriptor = _open(path)
     try:
         # One write, so that processes do not mix their lines.
-        if os.write(descriptor, line) < len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        if (written := os.write(descriptor, line)) < len(line):
+            _take_back(descriptor, written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
+
+
+def _open(path: Path) -> int:
+    """The file, made where it is missing, open to add lines at its end.
+
+    Raises: OSError, also where it has bytes already and is no trace.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_size and not _is_trace(path):
+        os.close(descriptor)
+        raise OSError(f"{path} is no trace, and nothing is added to it: name another file")
+    return descriptor
+
+
+def _is_trace(path: Path) -> bool:
+    """Whether the first line of a file is one of a trace."""
+    with open_regular(path) as file:
+        line = file.readline(1 << 16)
+    try:
+        data = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(data, dict) and "problem" in data
+
+
+def _take_back(descriptor: int, count: int) -> None:
+    """Removes what was just written, where nothing stands behind it."""
+    end = os.lseek(descriptor, 0, os.SEEK_CUR)
+    with contextlib.suppress(OSError):
+        if os.fstat(descriptor).st_size == end:
+            os.ftruncate(descriptor, end - count)
 
 
 if _path := os.environ.get(VARIABLE):

@@ -18,10 +18,12 @@ from typing import Any
 
 from .arch.base import Plan
 from .errors import PlanError
+from .files import read_regular, replacing
 from .problem import Problem
 from .values import from_json, to_data, to_json
 
 SCHEMA = 1
+MOST_BYTES = 1 << 26  # of a file
 CHIP_VARIABLE = "ATTNGEN_CHIP"
 DEFAULT_CHIPS = {"sm_90a": "nvidia-h200"}
 FOLDER = Path(__file__).resolve().parent / "arch" / "tuned"
@@ -137,20 +139,31 @@ def prefer(plans: Sequence[Plan], entry: Entry | None) -> tuple[Plan, ...]:
 def read(path: Path) -> Tuned:
     """The contents of a chip's file; read once a process. Raises: PlanError where it is damaged."""
     try:
-        found = from_json(Tuned, path.read_text())
-    except ValueError as error:
+        found = from_json(Tuned, read_regular(path, MOST_BYTES).decode())
+    except (ValueError, OSError) as error:
         raise PlanError(f"{path} holds no tuned plans: {error}") from error
     if found.schema != SCHEMA:
         raise PlanError(f"{path}: schema {found.schema}; this version reads {SCHEMA}")
     return found
 
 
+def _holds_plans(path: Path) -> bool:
+    try:
+        return bool(read.__wrapped__(path))
+    except PlanError:
+        return False
+
+
 def write(path: Path, chip: str, entries: Iterable[Entry]) -> None:
-    """Put the entries into the file in place of those of the same problems."""
+    """Put the entries into the file in place of those of the same problems.
+
+    Raises: PlanError where the file holds something else; OSError.
+    """
     new = {(entry.problem, entry.arch): entry for entry in entries}
     old = read(path).entries if path.is_file() else ()
     kept = [entry for entry in old if (entry.problem, entry.arch) not in new]
     ordered = sorted([*kept, *new.values()], key=lambda entry: (entry.arch, entry.problem.label))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_json(Tuned(SCHEMA, chip, tuple(ordered)), indent=1) + "\n")
+    text = to_json(Tuned(SCHEMA, chip, tuple(ordered)), indent=1) + "\n"
+    with replacing(path, _holds_plans, "file of tuned plans") as file:
+        file.write(text.encode())
     read.cache_clear()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..values import to_json
-from .report import OURS, Machine, Mean, geometric_means, read_as
+from .report import OURS, Machine, Mean, geometric_means, read_as, write
 
 SCHEMA = 1
 CASE_WIDTH = 24  # of a text column
@@ -121,8 +121,8 @@ def means_of(rows: Sequence[Row]) -> dict[str, Mean]:
 
 
 def save(report: Report, path: Path) -> None:
-    """Write the report's JSON form."""
-    path.write_text(to_json(report, indent=1) + "\n")
+    """Write the report's JSON form. Raises: OSError, also over a file that is no report."""
+    write(to_json(report, indent=1), path)
 
 
 def read(path: Path) -> Report:

@@ -6,6 +6,7 @@ import platform
 import subprocess
 
 from .. import digest
+from ..toolchain import installed_toolchain
 from .report import Machine
 
 
@@ -32,7 +33,7 @@ def describe_machine() -> Machine:
         driver=driver,
         torch=torch_version,
         cuda=cuda_version,
-        nvrtc=digest.installed_toolchain(),
+        nvrtc=installed_toolchain(),
         python=platform.python_version(),
         sources=digest.source_digests(),
     )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 
 from ..errors import MeasureError
+from ..files import read_regular, replacing
 from . import decode_report
 from .report import DETERMINISTIC, OURS, TITLES, Report
 
@@ -23,6 +25,9 @@ COLOURS = {
     "flashinfer": "#e5b567",
 }
 LIGHTER = 0.55  # the opacity of bars of a deterministic mode, in the colour of the ordinary one
+MOST_BYTES = 1 << 26  # of a figure
+FIGURE = "figure of attngen's"
+_MAKER = {"png": "Software", **dict.fromkeys(("svg", "pdf", "ps", "eps"), "Creator")}
 GROUP_WIDTH = 0.84  # of the distance between two cases
 
 
@@ -81,5 +86,19 @@ def _draw_bars(axes: Axes, rates: list[dict[str, float]], titles: dict[str, str]
 
 
 def save(report: Report | decode_report.Report, path: Path) -> None:
-    """Write the figure in the format of the file's ending."""
-    draw(report).savefig(path, dpi=150)
+    """Write the figure in the format of the file's ending.
+
+    Raises: OSError, also over a file that is no figure of attngen's.
+    """
+    ending = path.suffix[1:].lower()
+    named: dict[str, Any] = {"metadata": {_MAKER[ending]: "attngen"}} if ending in _MAKER else {}
+    with replacing(path, is_figure, FIGURE) as file:
+        draw(report).savefig(file, dpi=150, format=ending, **named)
+
+
+def is_figure(path: Path) -> bool:
+    """Whether a file names attngen, as figures do: as their maker, or in a legend."""
+    try:
+        return b"attngen" in read_regular(path, MOST_BYTES)
+    except OSError:
+        return False

@@ -5,6 +5,7 @@ Needs no torch: a table can be rendered anywhere.
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,9 +14,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..errors import MeasureError
+from ..files import read_regular, replacing
 from ..values import from_json, to_json
 
 SCHEMA = 1
+MOST_BYTES = 1 << 26  # of a file
 Kind = TypeVar("Kind")
 OURS = "attngen"
 DETERMINISTIC = "-det"  # ends the name of whoever is timed in its deterministic mode, too
@@ -152,8 +155,23 @@ def geometric_means(rows: Iterable[Mapping[str, float]]) -> dict[str, Mean]:
 
 
 def save(report: Report, path: Path) -> None:
-    """Write the report's JSON form."""
-    path.write_text(to_json(report, indent=1) + "\n")
+    """Write the report's JSON form. Raises: OSError, also over a file that is no report."""
+    write(to_json(report, indent=1), path)
+
+
+def write(text: str, path: Path) -> None:
+    """Write a report of any kind. Raises: OSError, also over a file that is none."""
+    with replacing(path, is_report, "report") as file:
+        file.write(text.encode() + b"\n")
+
+
+def is_report(path: Path) -> bool:
+    """Whether a file is a report of any kind and version."""
+    try:
+        data = json.loads(read_regular(path, MOST_BYTES))
+    except (ValueError, OSError, RecursionError):
+        return False
+    return isinstance(data, dict) and {"schema", "machine"} <= data.keys()
 
 
 def read(path: Path) -> Report:
@@ -164,7 +182,7 @@ def read(path: Path) -> Report:
 def read_as(kind: type[Kind], path: Path, command: str, schema: int) -> Kind:
     """A report of this kind and schema, which a command wrote. Raises: MeasureError."""
     try:
-        report = from_json(kind, path.read_text())
+        report = from_json(kind, read_regular(path, MOST_BYTES).decode())
     except ValueError as error:
         raise MeasureError(f"{path} is no report of `{command}`: {error}") from error
     found: int = report.schema  # type: ignore[attr-defined]  # every report has one

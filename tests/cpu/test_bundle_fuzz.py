@@ -40,6 +40,12 @@ FUZZ = settings(
 )
 
 
+def anew(path: Path) -> Path:
+    """The bundle again; what an example made of it may be no bundle, which none replaces."""
+    path.unlink(missing_ok=True)
+    return write(path, A, B)
+
+
 def opens_or_is_refused(path: Path, data: bytes) -> None:
     path.write_bytes(data)
     try:
@@ -55,7 +61,7 @@ def opens_or_is_refused(path: Path, data: bytes) -> None:
 def test_fuzz_overwritten_bytes_with_the_right_digest(
     path: Path, changes: list[tuple[int, bytes]]
 ) -> None:
-    good = write(path, A, B).read_bytes()
+    good = anew(path).read_bytes()
     data = bytearray(good)
     for place, new in changes:
         at = place % len(data)
@@ -68,7 +74,7 @@ def test_fuzz_overwritten_bytes_with_the_right_digest(
 def test_fuzz_cut_and_inserted_bytes_with_the_right_digest(
     path: Path, place: int, removed: int, new: bytes
 ) -> None:
-    good = write(path, A, B).read_bytes()[: -DIGEST_BYTES - len(MARK)]
+    good = anew(path).read_bytes()[: -DIGEST_BYTES - len(MARK)]
     at = place % len(good)
     opens_or_is_refused(path, reseal(good[:at] + new + good[at + removed :] + COMMENT))
 
@@ -89,7 +95,7 @@ def test_fuzz_any_stream_of_any_size_in_the_place_of_a_cubin(
     """Never more than what the directory has is unpacked, and never another cubin is handed out."""
     stream = zlib.compressobj(level, wbits=-zlib.MAX_WBITS)
     packed = stream.compress(data) + stream.flush() if deflated else data
-    (first, good), *rest = members(write(path, A, B))
+    (first, good), *rest = members(anew(path))
     own = our_member(first.filename)
     own.compress_type = zipfile.ZIP_STORED
     crafted = bytearray(craft([(own, packed), *((our_member(i.filename), x) for i, x in rest)]))
@@ -134,7 +140,7 @@ def test_fuzz_any_value_anywhere_in_the_manifest(path: Path, number: int, new: A
         inner[place[-1]] = copy.deepcopy(new)
         return None
 
-    edit_manifest(write(path, A, B), edit)
+    edit_manifest(anew(path), edit)
     try:
         programs = read_all(path)
     except BundleError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -132,3 +133,93 @@ def test_disable_jit_command_of_the_error_builds_the_missing_kernel(
     subprocess.run(command, shell=True, check=True, cwd=tmp_path, timeout=60)
     (built,) = build(SPEC, ARCH, cache=cache)
     assert built.from_cache and built.plan == plan(PROBLEM, ARCH)
+
+
+# As in a container of an arbitrary user: nobody knows where its home is.
+NO_HOME = """
+import pwd, sys
+def unknown(uid): raise KeyError(f"getpwuid(): uid not found: {uid}")
+pwd.getpwuid = unknown
+import attngen, json
+built = [attngen.build(attngen.AttentionSpec(head_dim=16), "sm_90a") for _ in range(2)]
+print(json.dumps([[each.from_cache for each in found] for found in built]))
+"""
+
+
+@pytest.mark.parametrize("own", [None, "~/cache"])
+def test_build_without_a_home_stores_nothing_and_says_so_once(
+    own: str | None, tmp_path: Path
+) -> None:
+    places = ("HOME", "XDG_CACHE_HOME", "ATTNGEN_CACHE_DIR", "ATTNGEN_DISABLE_JIT")
+    environment = {name: value for name, value in os.environ.items() if name not in places}
+    environment |= {"PYTHONPATH": str(ROOT)} | ({"ATTNGEN_CACHE_DIR": own} if own else {})
+
+    def run_there(code: str, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            cwd=tmp_path,
+            env=environment | more,
+            capture_output=True,
+            text=True,
+        )
+
+    done = run_there(NO_HOME)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[False, False]] * 2
+    assert done.stderr.count("kernels are not stored") == 1 and "ATTNGEN_CACHE_DIR" in done.stderr
+    assert list(tmp_path.iterdir()) == [], "no folder named ~ either"
+    (tmp_path / "a.toml").write_text("[[kernel]]\nhead_dim = 16\n")
+    command = [*"attngen bundle build a.toml -o".split(), "x.attn"]
+    patched = NO_HOME.partition("import attngen")[0] + f"sys.argv = {command}\n"
+    done = run_there(patched + "from attngen.cli import main; main()")
+    assert done.returncode == 0 and "nothing but the bundle is kept" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.toml", "x.attn"]
+    done = run_there(NO_HOME, ATTNGEN_DISABLE_JIT="1")
+    assert done.returncode and "CacheError" in done.stderr
+
+
+# An upgrade of attngen while a process runs: what it compiles is a mixture that no key describes.
+UPGRADED = """
+import json, sys
+from pathlib import Path
+import attngen, attngen.builder
+before, when = Path(sys.argv[1]), sys.argv[2]
+spec = attngen.AttentionSpec(head_dim=16)
+if when == "later":
+    attngen.build(spec, "sm_90a")
+path = before / sys.argv[3]
+path.write_text(path.read_text() + sys.argv[4])
+built = attngen.build(attngen.AttentionSpec(head_dim=24), "sm_90a")
+print(json.dumps([each.from_cache for each in built]))
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("when", ["before the first build", "later"])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("attngen/arch/base.py", "# new\n"), ("templates/kernels/sm90_fwd.cu.j2", "// new\n")],
+)
+def test_build_of_a_package_that_changed_under_the_process_is_not_stored(
+    name: str, text: str, when: str, tmp_path: Path
+) -> None:
+    for folder in ("attngen", "templates"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder, tmp_path / "copy" / folder, ignore=ignore)
+    done = subprocess.run(
+        [sys.executable, "-c", UPGRADED, str(tmp_path / "copy"), when, name, text],
+        cwd=tmp_path,
+        env=os.environ
+        | {"PYTHONPATH": str(tmp_path / "copy"), "ATTNGEN_CACHE_DIR": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [False, False]
+    labels = {entry.label for entry in Cache(tmp_path / "cache").entries()}
+    of_first = {label for label in labels if "d16" in label}
+    assert bool(of_first) == (when == "later")
+    if (name.startswith("templates"), when) == (True, "before the first build"):
+        assert len(labels) == 2  # templates are read with the first key, and are the new ones
+    else:
+        assert labels == of_first and done.stderr.count("have changed since") == 1

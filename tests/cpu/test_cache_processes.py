@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import threading
 import time
@@ -174,6 +175,47 @@ def test_writer_killed_at_any_line_leaves_whole_entries_or_none(tmp_path: Path) 
     assert process.returncode == 0, err
     seen = json.loads(out)
     assert min(seen.values()) > 0, f"no kill fell into some part of a write: {seen}"
+
+
+# Is about to publish an entry, says so, and never does.
+HANGING_WRITER = """
+import os, sys, time
+from attngen import cache_entry
+from attngen.cache import Cache
+from tests.cpu.cache_kit import CUBIN, make_binary, make_key
+cache_entry.sync_directory = lambda path: (print("writing", flush=True), time.sleep(600))
+Cache(sys.argv[1]).put(make_key("slow"), make_binary(), CUBIN)
+"""
+
+
+@pytest.mark.parametrize("age", [-1e9, 0.0, 1e9])
+def test_what_a_living_writer_has_aside_stays_and_a_dead_ones_goes(
+    age: float, tmp_path: Path
+) -> None:
+    """Whatever the clock says: that of the writer's machine, or this one's, may be wrong."""
+    cache, process = Cache(tmp_path), start_python(HANGING_WRITER, tmp_path)
+
+    def aside() -> list[Path]:
+        parts = (cache.root / "entries", cache.root / "locks")
+        return [path for part in parts for path in part.glob(".tmp-*")]
+
+    try:
+        wait_for_line(process, "writing")
+        assert len(aside()) == 2
+        for path in aside():
+            os.utime(path, (time.time() - age,) * 2)
+        for upkeep in (
+            lambda: cache.put(make_key(), make_binary(), CUBIN),
+            cache.prune,
+            cache.clear,
+        ):
+            upkeep()
+            assert len(aside()) == 2
+            assert [p for p in cache.verify() if "died" in p.reason] == []
+    finally:
+        kill(process)
+    cache.put(make_key(), make_binary(), CUBIN)
+    assert aside() == []
 
 
 def test_builder_killed_while_compiling_frees_its_lock(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from attngen import cache_lock
+from attngen import cache_lock, file_lock
 from attngen.cache import Cache
 from tests.cpu.cache_kit import (
     CUBIN,
@@ -137,7 +137,7 @@ def test_get_or_build_locks_failing_builds_and_stores(
     def fail(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(cache_lock.fcntl, "flock", fail)
+    monkeypatch.setattr(file_lock.fcntl, "lockf", fail)
     descriptors = os.listdir("/proc/self/fd")
     with caplog.at_level(logging.WARNING, logger="attngen"):
         assert not cache.get_or_build(make_key(), FakeCompiler()).hit
@@ -178,7 +178,7 @@ def test_clear_removes_free_locks_and_spares_held_ones(cache: Cache) -> None:
 
 def test_lock_file_swept_while_waited_for_is_taken_anew(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    real = cache_lock.fcntl.flock
+    real = file_lock.fcntl.lockf
     opened = []
 
     def sweep_first(descriptor: int, operation: int) -> None:
@@ -188,7 +188,7 @@ def test_lock_file_swept_while_waited_for_is_taken_anew(tmp_path: Path) -> None:
         real(descriptor, operation)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache_lock.fcntl, "flock", sweep_first)
+        patch.setattr(file_lock.fcntl, "lockf", sweep_first)
         with cache_lock.hold(path, "a"):
             assert path.exists()
-            assert cache_lock._try(path) is None
+            assert file_lock.try_lock(path) is None

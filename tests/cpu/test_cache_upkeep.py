@@ -143,6 +143,19 @@ def test_prune_no_limit_removes_only_what_the_dead_left(cache: Cache) -> None:
     assert not stale.exists() and fresh.exists() and len(cache.entries()) == 1
 
 
+def test_removal_that_was_broken_off_is_taken_up(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.put(make_key("a"), make_binary(), CUBIN)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_entry, "remove", lambda path: None)
+        assert cache.clear() == 1
+    (left,) = (cache.root / "entries").iterdir()
+    age_directory(left, -1e9)
+    cache.put(make_key("b"), make_binary(), CUBIN)
+    assert not left.exists()
+
+
 def test_put_removes_what_the_dead_left(cache: Cache) -> None:
     cache.put(make_key("a"), make_binary(), CUBIN)
     stale = cache.root / "entries" / ".tmp-stale"

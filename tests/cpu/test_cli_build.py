@@ -166,6 +166,14 @@ def test_build_cache_that_cannot_be_written_makes_no_bundle(
     assert not (tmp_path / "x").exists()
 
 
+def test_build_into_a_folder_that_others_write_to_compiles_nothing(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o777)
+    result = run("build", LLAMA, "-o", tmp_path / "shared")
+    assert result.exit_code == 1 and "may be written to by anyone" in result.stderr
+    assert "compiled" not in result.stdout and not list((tmp_path / "shared").iterdir())
+
+
 def test_build_all_cached_needs_to_write_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

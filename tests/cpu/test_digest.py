@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import compileall
 import dataclasses
+import importlib.machinery
 import importlib.metadata
+import importlib.util
 import json
 import os
 import shutil
@@ -12,15 +15,19 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from attngen import compile as compiler
-from attngen import digest, files
+from attngen import digest, features, files, toolchain
+from attngen.builder import build_plan
+from attngen.cache import Cache
 from attngen.digest import cache_key, digest_files, read_tree
 from attngen.plan import plan
-from tests.cpu.cache_kit import ARCH, PROBLEM, ROOT
+from attngen.program import Binary
+from tests.cpu.cache_kit import ARCH, CUBIN, PROBLEM, ROOT, make_binary
 
 PLAN = plan(PROBLEM, ARCH)
 KEY_OF_CHECKOUT = """
@@ -169,17 +176,152 @@ def test_key_material_is_readable_and_has_no_path() -> None:
         assert str(path) not in key.material + key.command
 
 
+def imported_by(module: str) -> set[str]:
+    """The modules of attngen that a module imports when it is imported itself."""
+    path = ROOT / "attngen" / f"{module.replace('.', '/')}.py"
+    tree = ast.parse(path.read_text())
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            parts = ["", *module.split(".")][: -node.level]
+            base = ".".join([*filter(None, parts), *filter(None, [node.module])])
+            names = [f"{base}.{alias.name}".strip(".") for alias in node.names]
+            found |= {base, *names}
+    return {name for name in found if (ROOT / "attngen" / f"{name.replace('.', '/')}.py").is_file()}
+
+
 def test_generator_holds_every_module_that_shapes_a_kernel() -> None:
-    """Whatever the renderer and the compile stage import is hashed, or is known not to matter."""
-    messages_and_places = {"errors", "files"}
-    values_of_the_key = {"problem", "base", "plan", "sm90_bwd", "values"}
-    imported = set()
-    for name in ("render.py", "render_bwd.py", "compile.py"):
-        tree = ast.parse((ROOT / "attngen" / name).read_text())
-        relative = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level]
-        imported |= {str(node.module).rpartition(".")[2] for node in relative}
-    hashed = {name.removesuffix(".py") for name in digest.GENERATOR}
-    assert imported - messages_and_places - values_of_the_key <= hashed
+    """Whatever the renderers and the compile stage bring along, the plans' own modules too, is in
+    the key, or is known to shape nothing: reasons, places, what a key has beside its digest."""
+    shapes_nothing = {"errors", "file_lock", "toolchain"}
+    chooses_what_the_key_has = {"tuned", "spec", "layouts"}  # a problem, and its plan
+    renderers = {name for name in digest.GENERATOR if name.startswith(("render", "arch."))}
+    pending, reached = [*renderers, "compile", "geometry"], set()
+    while pending:
+        module = pending.pop()
+        if module not in reached:
+            reached.add(module)
+            pending += imported_by(module)
+    assert {"arch.base", "problem", "program", "run_time", "plan", "features"} <= reached
+    assert reached - shapes_nothing - chooses_what_the_key_has <= {*digest.GENERATOR}
+    arch = {f"arch.{path.stem}" for path in (ROOT / "attngen" / "arch").glob("[!_]*.py")}
+    assert arch <= {*digest.GENERATOR}
+
+
+@pytest.mark.parametrize("name", digest.GENERATOR)
+def test_key_any_module_that_generates_edited_differs(name: str, checkout: Path) -> None:
+    """By a comment in it, which shapes nothing: bytes count."""
+    path = checkout / "attngen" / name.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    before = digests_in(checkout)
+    path.write_bytes(path.read_bytes() + b"# edited\n")
+    after = digests_in(checkout)
+    assert {key for key in before if before[key] != after[key]} == {"generator"}
+
+
+PLAN_PROPERTIES = {
+    "CTAs an SM": ("arch/base.py", "return 512 // (", "return 2 * 512 // ("),
+    "sums of dK and dV": ("arch/sm90_bwd.py", "* columns + 1)", "* columns + 2)"),
+}
+
+
+@pytest.mark.parametrize("what", PLAN_PROPERTIES)
+def test_key_what_a_plan_computes_of_itself_is_in_it(what: str, checkout: Path) -> None:
+    name, old, new = PLAN_PROPERTIES[what]
+    before = key_in(checkout)[0]
+    replace_text(checkout / "attngen" / name, old, new)
+    assert key_in(checkout)[0] != before
+
+
+def digests_in(checkout: Path, **environment: str) -> dict[str, str]:
+    code = "import json; from attngen.digest import source_digests as f; print(json.dumps(f()))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
+        | environment,
+        cwd=checkout.parent,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+# ---- installs without sources
+
+
+def drop_sources(package: Path) -> None:
+    """Leave bytecode alone, like bundlers of applications and slim images."""
+    compileall.compile_dir(package, legacy=True, quiet=1)
+    for path in package.rglob("*.py"):
+        path.unlink()
+
+
+def test_key_of_bytecode_is_one_wherever_and_whenever_it_was_compiled(
+    checkout: Path, tmp_path: Path
+) -> None:
+    """Neither places nor times nor the order of a set are in it; code is."""
+    other = tmp_path / "other" / "place"
+    shutil.copytree(checkout, other)
+    edited = tmp_path / "edited"
+    shutil.copytree(checkout, edited)
+    name, old, new = PLAN_PROPERTIES["CTAs an SM"]
+    replace_text(edited / "attngen" / name, old, new)
+    for path in (other / "attngen").rglob("*.py"):
+        os.utime(path, (1, 1))
+    for copy in (checkout, other, edited):
+        drop_sources(copy / "attngen")
+    found = [
+        digests_in(copy, PYTHONHASHSEED=seed)["generator"]
+        for copy, seed in ((checkout, "1"), (other, "2"), (edited, "1"))
+    ]
+    assert found[0] == found[1] != found[2]
+    assert found[0] != digest.source_digests()["generator"]
+
+
+def test_key_of_a_module_with_neither_source_nor_code_says_what_is_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Modules that are compiled to machine code have neither."""
+
+    class Loader:
+        def get_code(self, name: str) -> None:
+            return None
+
+    spec = importlib.machinery.ModuleSpec("attngen.values", Loader(), origin="values.so")  # type: ignore[arg-type]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    with pytest.raises(
+        FileNotFoundError, match=r"attngen\.values has neither .* install attngen's"
+    ):
+        digest.read_module("values")
+
+
+def run_from_zip(checkout: Path, tmp_path: Path, code: str) -> subprocess.CompletedProcess[str]:
+    archive = shutil.make_archive(str(tmp_path / "app"), "zip", checkout)
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": archive, "ATTNGEN_CACHE_DIR": str(tmp_path / "cache")},
+        cwd=tmp_path,
+    )
+
+
+def test_install_in_a_zip_has_the_keys_of_a_wheel_and_says_what_building_needs(
+    checkout: Path, tmp_path: Path
+) -> None:
+    """Its wheel says what its templates and headers are; NVRTC cannot read them there."""
+    facts = {"features": features.scan(), **digest.source_digests()}
+    (checkout / "attngen" / "shipped.json").write_text(digest.to_json(facts))
+    code = "import json; from attngen.digest import source_digests as f; print(json.dumps(f()))"
+    done = run_from_zip(checkout, tmp_path, code)
+    assert json.loads(done.stdout) == digest.source_digests(), done.stderr
+    code = "import attngen; attngen.build(attngen.AttentionSpec(head_dim=16))"
+    done = run_from_zip(checkout, tmp_path, code)
+    assert done.returncode and "app.zip, out of which its templates" in done.stderr
+    assert "install it with pip" in done.stderr
 
 
 def test_digest_files_byte_moved_to_neighbour_differs() -> None:
@@ -237,13 +379,13 @@ def test_toolchain_is_the_installed_nvrtc_of_the_bindings_major_version(
         return installed[package]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert digest.installed_toolchain.__wrapped__() == expected
+    assert toolchain.packaged_toolchain.__wrapped__() == expected
 
 
 def test_toolchain_stands_beside_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = []
-    for toolchain in ("13.0.88", None):
-        monkeypatch.setattr(digest, "installed_toolchain", lambda each=toolchain: each)
+    for version in ("13.0.88", None):
+        monkeypatch.setattr(digest, "installed_toolchain", lambda each=version: each)
         keys.append(cache_key(PROBLEM, PLAN, ARCH))
     assert keys[0].digest == keys[1].digest
     assert [key.toolchain for key in keys] == ["13.0.88", None]
@@ -255,3 +397,49 @@ def test_toolchain_agrees_with_the_compiler_that_runs() -> None:
     if known is None:
         pytest.skip("NVRTC is not from a wheel")
     assert compiler.toolchain() == f"nvrtc {'.'.join(known.split('.')[:2])}"
+
+
+LABELS = {  # version that the library says it has, its file → its label, beside package 13.0.88
+    "the package's": ((13, 0), "/site/nvidia/cu13/lib/libnvrtc.so.13", "13.0.88"),
+    "of an unknown place": ((13, 0), None, "13.0.88"),
+    "of a toolkit": ((13, 1), "/usr/local/cuda/lib64/libnvrtc.so.13.1.80", "13.1.80"),
+    "of a toolkit of that version": ((13, 0), "/opt/libnvrtc.so.13.0.48", "13.0.48"),
+    "of a file without a version": ((13, 0), "/opt/libnvrtc.so.13", "13.0"),
+    "newer under the package's place": ((13, 2), "/site/nvidia/lib/libnvrtc.so.13", "13.2"),
+    "with a file's name that lies": ((13, 1), "/opt/libnvrtc.so.13.0.48", "13.1"),
+}
+
+
+@pytest.mark.parametrize("which", LABELS)
+def test_toolchain_label_is_that_of_the_library_that_is_loaded(
+    which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version, file, label = LABELS[which]
+    packages = {"cuda-bindings": "13.0.1", "nvidia-cuda-nvrtc": "13.0.88"}
+    monkeypatch.setattr(toolchain, "_version", packages.get)
+    place = SimpleNamespace(locate_file=lambda name: f"/site/{name}")
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: place)
+    monkeypatch.setattr(toolchain, "mapped_file", lambda name: file)
+    monkeypatch.setattr(toolchain, "_loaded", None)
+    toolchain.note_loaded(*version)
+    assert toolchain.installed_toolchain() == label
+
+
+def test_build_stores_under_the_library_that_is_loaded_and_finds_it_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the package's metadata name another version than the library that was found."""
+    monkeypatch.setattr(toolchain, "packaged_toolchain", lambda: "13.9.1")
+    monkeypatch.setattr(toolchain, "_loaded", None)
+    compiled = []
+
+    def compile_source(*_: object) -> tuple[Binary, bytes]:
+        compiled.append(1)
+        return make_binary(), CUBIN
+
+    monkeypatch.setattr(compiler, "compile_source", compile_source)
+    monkeypatch.setattr(compiler, "load_toolchain", lambda: "13.0.48")
+    cache = Cache(tmp_path / "cache")
+    for _ in range(2):
+        build_plan(PROBLEM, PLAN, ARCH, cache=cache)
+    assert [entry.toolchain for entry in cache.entries()] == ["13.0.48"] and len(compiled) == 1

@@ -126,6 +126,13 @@ def test_doctor_cache_that_cannot_be_made_is_missing(
     assert finding.status == "missing" and "ATTNGEN_CACHE_DIR" in finding.advice
 
 
+def test_doctor_cache_that_is_not_trusted_is_missing(cache_dir: Path) -> None:
+    cache_dir.mkdir()
+    cache_dir.chmod(0o777)
+    finding = next(finding for finding in doctor.examine() if finding.item == "cache")
+    assert finding.status == "missing" and "may be written to by anyone" in finding.detail
+
+
 def test_doctor_looks_at_the_cache_without_making_it(cache_dir: Path) -> None:
     assert "kernels: 0," in doctor.check_cache()
     assert not cache_dir.exists()

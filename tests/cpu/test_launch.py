@@ -189,3 +189,13 @@ def test_launch_heads_that_share_l2_are_counted_in_bytes_of_their_dtype() -> Non
     assert run_time.heads_per_group(entry, extents) == 4
     recipe = replace(entry.tensor_maps[0], dtype="bf16")
     assert run_time.heads_per_group(replace(entry, tensor_maps=(recipe,)), extents) == 2
+
+
+def test_prepare_a_kernel_of_another_kind_of_call_names_what_it_lacks() -> None:
+    fields = (*ENTRY.fields, Field("nonsense", "i32", 168))
+    maps = (*ENTRY.tensor_maps, TensorMapRecipe("map_k", "dbias", "bf16", 64, 128))
+    kernel = replace(ENTRY, fields=fields, tensor_maps=maps, params_bytes=172)
+    with pytest.raises(LaunchError) as caught:
+        launch.prepare(LoadedKernel(0, kernel, 0, 132), EXTENTS, Scalars(1.0))
+    found = [reason.partition(" has no ")[2].partition(";")[0] for reason in caught.value.reasons]
+    assert found == ["nonsense", "dbias"]

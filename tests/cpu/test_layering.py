@@ -16,11 +16,21 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "attngen"
 # The stages, each with the values it passes on; a module may import what stands before it.
 STAGES = (
-    *("errors", "values", "spec", "features", "problem", "resolve", "arch.base"),
+    *(
+        "errors",
+        "file_lock",
+        "files",
+        "values",
+        "spec",
+        "features",
+        "problem",
+        "resolve",
+        "arch.base",
+    ),
     *("arch.sm90", "arch.sm90_bwd", "arch.sm90_decode", "arch.sm90_mask", "arch.sm90_short"),
     "arch.sm90_varlen",
     *("tuned", "plan", "program", "render", "render_bwd", "render_decode", "render_mask"),
-    *("render_varlen", "compile", "digest"),
+    *("render_varlen", "toolchain", "compile", "digest", "trust", "program_check"),
     *("cache_entry", "cache_lock", "cache", "bundle", "mounts", "builder", "batch", "ops"),
     *("bench", "tune", "bundle_write", "bundle_wheel", "presets", "cli_build", "cli_bundle"),
     *("cli_measure", "cli"),
@@ -29,7 +39,9 @@ COMPILER_SIDE = {
     *("spec", "features", "resolve", "plan", "render", "render_bwd", "render_decode"),
     *("render_mask", "render_varlen", "compile", "builder", "digest"),
 }
-LAUNCH_SIDE = ("launch", "load", "program", "geometry", "counters", "run_time", "tracing")
+LAUNCH_SIDE = (
+    *("launch", "load", "program", "program_check", "geometry", "counters", "run_time", "tracing"),
+)
 # Outside package → the modules (or packages of ours) that may import it.
 HOMES = {
     "torch": {"ops", "reference", "tune", "bench"},

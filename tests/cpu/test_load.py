@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from attngen import load
 from attngen.errors import LaunchError
-from tests.cpu.cache_kit import CUBIN, make_binary
+from tests.cpu.cache_kit import CUBIN, KERNEL, make_binary
 
 
 class Driver:
@@ -26,6 +27,7 @@ class Driver:
     def __init__(self, major: int, minor: int) -> None:
         self.attributes = {"major": major, "minor": minor, "multiprocessors": 132}
         self.loaded: list[bytes] = []
+        self.parameters: list[int] = [KERNEL.params_bytes]
 
     def cuDeviceGet(self, device: int) -> tuple[int, int]:
         return 0, device
@@ -39,6 +41,10 @@ class Driver:
 
     def cuLibraryGetKernel(self, library: str, entry: bytes) -> tuple[int, int]:
         return 0, 7
+
+    def cuKernelGetParamInfo(self, kernel: int, index: int) -> tuple[int, int, int]:
+        sizes = self.parameters
+        return (0, 0, sizes[index]) if index < len(sizes) else (1, 0, 0)
 
     def cuKernelSetAttribute(self, *_: Any) -> tuple[int]:
         return (0,)
@@ -74,4 +80,24 @@ def test_load_another_cubin_is_refused_unloaded(
     driver = on_device(monkeypatch, 9, 0)
     with pytest.raises(LaunchError, match="not the one described"):
         load.load(make_binary(), cubin, 0)
+    assert driver.loaded == []
+
+
+@pytest.mark.parametrize(
+    "sizes", [[], [KERNEL.params_bytes + 8], [KERNEL.params_bytes - 4], [8, 8]]
+)
+def test_load_cubin_that_takes_other_parameters_is_refused(
+    sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver reads from a launch as much as the cubin says."""
+    driver = on_device(monkeypatch, 9, 0)
+    driver.parameters = sizes
+    with pytest.raises(LaunchError, match="its cubin takes parameters of"):
+        load.load(make_binary(), CUBIN, 0)
+
+
+def test_load_unknown_architecture_is_refused_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = on_device(monkeypatch, 9, 0)
+    with pytest.raises(LaunchError, match="is for sm_100a; known: sm_90a"):
+        load.load(replace(make_binary(), arch="sm_100a"), CUBIN, 0)
     assert driver.loaded == []

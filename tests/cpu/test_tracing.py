@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -137,25 +139,47 @@ def test_note_in_a_file_that_cannot_be_written_raises_each_time(tmp_path: Path) 
 
 
 @pytest.mark.timeout(60)
-def test_note_on_a_full_disk_raises(tmp_path: Path) -> None:
+def test_note_on_a_full_disk_names_the_file_and_leaves_no_half_line(tmp_path: Path) -> None:
     code = """
 import resource, sys
 from pathlib import Path
 from attngen import tracing
 from tests.cpu.test_tracing import variant
-resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 trace = tracing.Trace(Path(sys.argv[1]))
+trace.note(variant(24))
+room = trace.path.stat().st_size + 100
+resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
 for n in (8, 16):
     try:
         trace.note(variant(n))
     except OSError as error:
-        print(type(error).__name__)
+        print(type(error).__name__, error.filename == sys.argv[1])
 print(len(trace.variants))
 """
     process = start_python(code, tmp_path / "trace")
     out, err = process.communicate()
-    assert out.split() == ["OSError", "OSError", "0"], err
-    with pytest.raises(AttngenError, match="line 1"):
+    assert out.split() == ["OSError", "True", "OSError", "True", "1"], err
+    assert tracing.read(tmp_path / "trace") == [variant(24)]
+
+
+@pytest.mark.parametrize("content", [b"PK\3\4 a checkpoint", b"{}\n", b"notes\n", b"\n"])
+def test_nothing_is_added_to_a_file_that_is_no_trace(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(OSError, match="is no trace, and nothing is added to it"):
+        tracing.Trace(path).note(variant(8))
+    for variants in ({}, {variant(8): None}):
+        with pytest.raises(OSError, match="is no trace, and nothing is added to it"):
+            tracing.Trace(variants=variants).save(path)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir])
+def test_read_what_is_no_file_is_refused_at_once(
+    make: Callable[[Path], object], tmp_path: Path
+) -> None:
+    make(tmp_path / "trace")
+    with pytest.raises(AttngenError, match="not a regular file|Is a directory"):
         tracing.read(tmp_path / "trace")
 
 

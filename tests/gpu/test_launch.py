@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import attngen
+from attngen import load
 
 from . import cases, oracle
 from .oracle import run, same
@@ -48,6 +50,19 @@ def test_compile_beside_a_driver_has_the_compilers_report_each_time():
     text = "__global__ void f(float* x) { *x = 1; }"
     for _ in range(2):
         assert "Used" in attngen.compile.run_nvrtc(text, "f.cu", "sm_90a").log
+
+
+def test_load_cubin_whose_parameters_are_not_those_described_is_refused():
+    """The driver says itself how many bytes it would read from a launch."""
+    (built, *_) = attngen.build(attngen.AttentionSpec(head_dim=64), "sm_90a")
+    device = torch.cuda.current_device()
+    torch.zeros(1, device="cuda")
+    kernel = built.binary.kernel
+    assert load.load(built.binary, built.cubin, device).kernel == kernel
+    for params_bytes in (kernel.params_bytes + 64, 4096):
+        changed = replace(kernel, params_bytes=params_bytes)
+        with pytest.raises(attngen.LaunchError, match="its cubin takes parameters of"):
+            load.load(replace(built.binary, kernel=changed), built.cubin, device)
 
 
 FRESH_PROCESS = """
