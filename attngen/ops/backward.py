@@ -47,15 +47,14 @@ from .operation import (
     current,
     format_of,
     is_current,
-    is_plain,
     kernels_of,
     lay_out_workspaces,
-    library,
     locate,
     new_tensor,
     remember,
     start,
 )
+from .registry import operator
 from .signature import (
     INPUTS,
     OPTIONAL,
@@ -67,14 +66,16 @@ from .signature import (
     split,
     wanted_of,
 )
+from .torch_private import is_plain
 from .transforms import differentiable, refuse_tangents
 
 DTYPES = (torch.float16, torch.bfloat16)
 
-library.define(
-    "backward(Tensor d_o, Tensor? dlse, Tensor q, Tensor? k, Tensor? v, Tensor o, Tensor lse, "
+library = operator(
+    "backward",
+    "(Tensor d_o, Tensor? dlse, Tensor q, Tensor? k, Tensor? v, Tensor o, Tensor lse, "
     f"{schema()}, bool want_dq=True, bool want_dkv=True, bool want_dsink=True, "
-    "bool want_dbias=True) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "bool want_dbias=True) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 
 
@@ -452,4 +453,4 @@ def _second_derivative(*_: Any) -> None:
 
 library.impl("backward", backward, "CUDA")
 torch.library.register_fake("attngen::backward", _fake_backward, lib=library)
-_dispatched = differentiable("backward", _second_derivative)
+_dispatched = differentiable("backward", _second_derivative, library=library)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .. import layouts, reference
 from ..errors import SpecError
@@ -17,7 +16,7 @@ from ..reference.call import AttentionCall, MaskMod, ScoreMod, Window
 from ..reference.dropout import draw_rng_state
 from ..reference.type_checks import is_flag, type_violations
 from ..results import AttentionAux
-from . import choice, nested, recent
+from . import choice, nested, on_reference, recent
 from .autograd import Trained
 from .checks import refuse_derivatives
 from .decode import check_splits
@@ -25,7 +24,9 @@ from .forward import dispatched, find_alone, find_ready, with_readable_bias
 from .lengths import settle as settle_lengths
 from .operation import Ready, format_of, run, unobserved
 from .schedule import Ordered, Schedule, ordered_by
+from .sharding import is_distributed, over_shards
 from .signature import INPUTS, OPTIONAL, Arguments, Call, places_of
+from .torch_private import levels
 from .transforms import is_transformed
 
 if TYPE_CHECKING:
@@ -301,7 +302,8 @@ def attention(
     if not (schedule is None or isinstance(schedule, Schedule)):
         raise SpecError(f"schedule needs an attngen.Schedule; got {schedule!r}. Make one.")
     if not choice.use_kernels(call, backend, num_splits):
-        out, aux = reference.run(call)
+        made = lambda: _settle(call, deterministic, num_splits).arguments  # noqa: E731
+        out, aux = on_reference.run(call, made)
         return (out, aux) if wants_aux else out
     settled = _settle(call, deterministic, num_splits)
     numbers = (softmax_scale, softcap, dropout_p)  # the value of a tensor may change
@@ -451,11 +453,12 @@ def _run_kernels(
         settled.places = places_of(operands)
     present: list[Any] = [operands[place] for place in settled.places]
     differentiable = torch.is_grad_enabled() and any([x.requires_grad for x in present])
-    if differentiable or forward_ad._current_level >= 0:
+    if differentiable or levels._current_level >= 0:
         refuse_derivatives(operands, settled.arguments, differentiable)
     results: Sequence[Tensor]
     if torch.compiler.is_compiling() or not unobserved(present):
-        results = dispatched(*operands, *settled.arguments)
+        attend = over_shards(dispatched) if is_distributed(operands) else dispatched
+        results = attend(*operands, *settled.arguments)
     elif differentiable:
         results = _train(operands, present, settled, wants_aux, plain)
     else:

@@ -50,8 +50,8 @@ def seen(monkeypatch):
     monkeypatch.setattr(operation, "unread_memory", lambda device: 1 << 40)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(operation.load, "current_device", lambda: None)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    monkeypatch.setattr(operation, "current_device", lambda: None)
+    monkeypatch.setattr(operation, "current_stream", lambda index: 7)
     return found
 
 

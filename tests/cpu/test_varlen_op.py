@@ -50,8 +50,8 @@ def launches(monkeypatch):
                         torch.empty_strided(size, stride, dtype=dtype))  # fmt: skip
     monkeypatch.setattr(operation.load, "current_device", lambda: None)
     monkeypatch.setattr(backward, "_recent", {})
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    monkeypatch.setattr(operation, "current_device", lambda: None)
+    monkeypatch.setattr(operation, "current_stream", lambda index: 7)
     return found
 
 
