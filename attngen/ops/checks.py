@@ -16,6 +16,7 @@ from ..reference.fp8_checks import (
     output_violations,
     scale_violations,
 )
+from ..reference.sizes import surely
 from ..resolve import BIASES
 from ..run_time import Extent
 from ..spec import MAX_HEAD_DIM
@@ -67,7 +68,7 @@ def _refuse_gradients(operands: Operands, arguments: Arguments) -> None:
             "torch.no_grad()"
         )
     added = operands[BIAS]
-    if added is not None and added.requires_grad and bias.sizes_of(added.shape)[3] == 1:
+    if added is not None and added.requires_grad and surely(bias.sizes_of(added.shape)[3], 1):
         _, k, _ = unpacked(q, k, v, arguments.layout)
         bias.refuse_column(added, extents_of({"k": k}, arguments.layout)["k"].seq)
 

@@ -389,12 +389,12 @@ _slopes: dict[tuple[int, torch.device], Tensor] = {}  # for ever, since graphs m
 
 def _slopes_of(heads: int, q: Tensor) -> Tensor:
     """ALiBi's own slopes. What a graph makes is not there before its replay: it keeps its own."""
-    slopes = _slopes.get((heads, q.device))
-    if slopes is not None and unobserved((q,)):
+    known = unobserved((q,))  # else heads may be a symbol
+    if known and (slopes := _slopes.get((heads, q.device))) is not None:
         return slopes
     with torch.inference_mode(False):  # a call that trains may save them
         slopes = reference.default_alibi_slopes(heads, q.device)
-    if unobserved((q,)) and not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if known and not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         _slopes[heads, q.device] = slopes
     return slopes
 

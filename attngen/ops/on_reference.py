@@ -25,8 +25,8 @@ from . import sharding
 from .operands import heads_of, new_outputs, unpacked
 from .registry import operator
 from .signature import INPUTS, OPTIONAL, Arguments, schema, split
-from .torch_private import is_traced
-from .transforms import differentiable, is_transformed
+from .torch_private import has_transforms, is_traced
+from .transforms import differentiable
 
 DIFFERENTIABLE = ("q", "k", "v", "alibi_slopes", "sink", "bias")
 _NUMBERS = ("softmax_scale", "softcap", "dropout_p")
@@ -87,7 +87,7 @@ def _must_be_followed(call: AttentionCall) -> bool:
     differentiated twice, or that has functions, or numbers in tensors, which may have gradients."""
     functions = [getattr(call, name) is not None for name in FUNCTIONS]
     numbers = [isinstance(getattr(call, name), Tensor) for name in _NUMBERS]
-    return is_transformed() or any(functions) or any(numbers)
+    return has_transforms() or any(functions) or any(numbers)
 
 
 def _operands_of(call: AttentionCall) -> tuple[Tensor | None, ...]:

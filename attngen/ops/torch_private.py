@@ -86,10 +86,16 @@ def _functions_are_watched() -> bool:
     return any(type(mode) is not _DeviceMode for mode in modes)
 
 
+@torch.compiler.assume_constant_result  # which torch.compile asks as it traces
+def has_transforms() -> bool:
+    """Whether a transform of torch.func is on, in code that torch.compile traces, too; true where
+    nobody knows."""
+    return _innermost_transform() is not None
+
+
 def is_transformed() -> bool:
     """Whether a transform of torch.func is on that takes functions of autograd, which functionalize
-    does not; in code that torch.compile traces, too. True where nobody knows: such functions serve
-    all calls."""
+    does not. True where nobody knows: such functions serve all calls."""
     innermost = _innermost_transform()
     return innermost is not None and (innermost is True or innermost.key() != _functionalize)
 
