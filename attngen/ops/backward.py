@@ -35,6 +35,7 @@ from .operands import (
     boxed,
     extents_of,
     new_outputs,
+    output_dtype,
     packed_sources,
     scalars_of,
     sources_of,
@@ -401,7 +402,7 @@ def _mismatches(
 ) -> Iterator[str]:
     """What does not fit q, k and v."""
     q, v = tensors["q"], tensors["v"]
-    if q.dtype not in DTYPES or arguments.out_dtype not in (None, q.dtype):
+    if q.dtype not in DTYPES or output_dtype(q, arguments) != q.dtype:
         yield "the backward takes float16 and bfloat16, with an output of their dtype; " + (
             f"q is {q.dtype}, out_dtype is {arguments.out_dtype}"
         )

@@ -55,7 +55,7 @@ def _refuse_gradients(operands: Operands, arguments: Arguments) -> None:
             "a gradient is needed, but FP8 kernels have no backward yet: call under "
             "torch.no_grad(), or detach what requires it"
         )
-    if arguments.out_dtype not in (None, q.dtype):
+    if output_dtype(q, arguments) != q.dtype:
         raise SpecError(
             "a gradient is needed, but kernels have none of a float32 output beside 16-bit "
             "operands: call under torch.no_grad(), or leave out_dtype out"

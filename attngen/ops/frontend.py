@@ -25,7 +25,7 @@ from .lengths import settle as settle_lengths
 from .operation import Ready, format_of, run, unobserved
 from .schedule import Ordered, Schedule, ordered_by
 from .sharding import is_distributed, over_shards
-from .signature import INPUTS, OPTIONAL, Arguments, Call, places_of
+from .signature import INPUTS, OPTIONAL, Arguments, Call, name_of, places_of
 from .torch_private import levels
 from .transforms import is_transformed
 
@@ -359,7 +359,7 @@ def _settle(call: AttentionCall, deterministic: bool, num_splits: int | None) ->
         window_left=-1 if left is None else left,
         window_right=-1 if right is None else right,
         bottom_right=aligned if call.bottom_right is None else call.bottom_right,
-        out_dtype=fp8.output_dtype(call),
+        out_dtype=name_of(fp8.output_dtype(call)),
         amax=call.return_amax,
         deterministic=deterministic,
         softcap=float(call.softcap),

@@ -24,7 +24,7 @@ from ..results import AttentionAux
 from . import sharding
 from .operands import heads_of, new_outputs, unpacked
 from .registry import operator
-from .signature import INPUTS, OPTIONAL, Arguments, schema, split
+from .signature import INPUTS, OPTIONAL, Arguments, dtype_of, schema, split
 from .torch_private import has_transforms, is_traced
 from .transforms import differentiable
 
@@ -118,7 +118,7 @@ def _call_of(operands: Sequence[Tensor | None], rest: Sequence[Any]) -> Attentio
         softmax=arguments.softmax,
         bias_type=arguments.bias_type,
         dropout_p=arguments.dropout_p,
-        out_dtype=arguments.out_dtype,
+        out_dtype=None if arguments.out_dtype is None else dtype_of(arguments.out_dtype),
         return_max_logit=arguments.max_logit,
         return_amax=arguments.amax,
         max_seqlen_q=most[0],

@@ -16,7 +16,7 @@ from ..run_time import UNBOUNDED, Extent, Scalars
 from ..spec import DTYPES_16BIT, AttentionSpec, dtype_name, is_boxed, is_decode
 from . import bias as bias_of
 from . import mask_bits
-from .signature import Arguments
+from .signature import Arguments, dtype_of
 
 
 def layout_of(name: str) -> Layout:
@@ -33,7 +33,9 @@ def unpacked(
 
 def output_dtype(q: Tensor, arguments: Arguments) -> torch.dtype:
     """That of a call's output."""
-    return arguments.out_dtype or (torch.bfloat16 if is_fp8(q.dtype) else q.dtype)
+    if arguments.out_dtype is not None:
+        return dtype_of(arguments.out_dtype)
+    return torch.bfloat16 if is_fp8(q.dtype) else q.dtype
 
 
 def heads_of(q: Tensor, arguments: Arguments) -> int:

@@ -12,7 +12,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import attngen
 from attngen import SpecError
-from attngen.ops import operation
 from tests.cpu.autograd_kit import OnReference
 
 SIZES = [(3, 50), (5, 7), (1, 6), (4, 1), (1, 1)]  # of a batch, and of queries
@@ -268,9 +267,3 @@ def test_fake_cuda_tensors_have_shapes_without_a_gpu(backend, dtype, symbols):
     for x, shape in zip(tensors, (q.shape, (2, 4, 33), q.shape, k.shape, k.shape), strict=True):
         assert isinstance(x, FakeTensor) and x.device.type == "cuda"
         assert tuple(map(int, x.shape)) == tuple(map(int, shape))
-
-
-def test_arch_of_a_gpu_that_is_there_is_its_own(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert operation.device_arch(torch.device("cuda", 0)) is None

@@ -272,7 +272,7 @@ def test_op_descales_of_packed_sequences_are_one_for_each_and_head(name):
     given = {"cu_seqlens_q": cumulative(), "descale_k": torch.ones(BATCH, HEADS)}
     if layouts.parse(name).kv_format == "thd":
         given["cu_seqlens_kv"] = cumulative()
-    arguments = Arguments(layout=name, out_dtype=torch.bfloat16)
+    arguments = Arguments(layout=name, out_dtype="bfloat16")
     views = {"q": q, "k": k, "v": v, "o": operands.new_outputs(q, v, arguments)[0]}
     extents = operands.extents_of(views, name)
     known = dict.fromkeys(OPTIONAL) | given

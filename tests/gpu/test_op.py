@@ -35,7 +35,7 @@ def test_op_passes_opcheck(layout, partial):
     torch.library.opcheck(
         torch.ops.attngen.forward,
         (q, k, v),
-        {"layout": layout, "mask": "causal", "out_dtype": torch.float32 if partial else None},
+        {"layout": layout, "mask": "causal", "out_dtype": "float32" if partial else None},
     )
 
 
@@ -56,7 +56,7 @@ def test_op_fake_result_has_the_real_ones_shape_and_strides(layout, partial):
     whole = oracle.operands(2, 4, 4, 70, 70, 128, layout=layout)
     h = layout.index("h")
     q, k, v = (x.narrow(h, 1, 2) for x in whole)
-    out_dtype = torch.float32 if partial else None
+    out_dtype = "float32" if partial else None
     arguments = {"layout": layout, "mask": "causal", "out_dtype": out_dtype}
     real = torch.ops.attngen.forward(q, k, v, **arguments)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
