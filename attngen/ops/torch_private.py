@@ -82,15 +82,21 @@ def undisturbed() -> bool:
 
 
 def _functions_are_watched() -> bool:
-    modes = map(_function_mode_at, range(_watched_by_functions()))
-    return any(type(mode) is not _DeviceMode for mode in modes)
+    count = _watched_by_functions()
+    if count is True:  # nobody knows
+        return True
+    return any(type(_function_mode_at(place)) is not _DeviceMode for place in range(count))
 
 
-@torch.compiler.assume_constant_result  # which torch.compile asks as it traces
 def has_transforms() -> bool:
     """Whether a transform of torch.func is on, in code that torch.compile traces, too; true where
     nobody knows."""
     return _innermost_transform() is not None
+
+
+# What torch.compiler.assume_constant_result does, which would import the compiler: torch.compile
+# asks this as it traces.
+has_transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_transformed() -> bool:

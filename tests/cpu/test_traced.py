@@ -3,12 +3,13 @@ trace, at other sizes, is right."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, export
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import attngen
 from attngen import SpecError
@@ -249,21 +250,29 @@ def test_traced_reference_keeps_what_only_python_can_follow():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("backend", ["auto", "cuda", "reference"])
 def test_fake_cuda_tensors_have_shapes_without_a_gpu(backend, dtype, symbols):
-    with FakeTensorMode(shape_env=ShapeEnv() if symbols else None) as mode:
-        shapes = [mode.from_tensor(x).shape if symbols else x.shape for x in dense(2, 33)]
-        q, k = (torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes)
-        call = {"mask": "causal", "alibi_slopes": True, "dropout_p": 0.1, "backend": backend}
-        if (backend, dtype) == ("cuda", torch.float32):
-            with pytest.raises(SpecError, match="fp32"):
-                attngen.attention(q, k, k, **call)
-            return
-        out, aux = attngen.attention(q, k, k, **call, return_lse=True)
-        # A build of torch for the CPU aborts where autograd meets such a device.
-        if dtype == torch.bfloat16:
-            gradients = torch.ops.attngen.backward(out, None, q, k, k, out, aux.lse)
-        else:
-            gradients = torch.ops.attngen.reference_backward(out, None, q, k, k)
+    if symbols:
+        trace = make_fx(partial(call_on_fake_gpu, backend, dtype), tracing_mode="symbolic")
+        trace(*dense(2, 33))
+        return
+    with FakeTensorMode() as mode:
+        call_on_fake_gpu(backend, dtype, *map(mode.from_tensor, dense(2, 33)))
+
+
+def call_on_fake_gpu(backend, dtype, *like):
+    q, k = (torch.empty(x.shape, dtype=dtype, device="cuda") for x in like)
+    call = {"mask": "causal", "alibi_slopes": True, "dropout_p": 0.1, "backend": backend}
+    if (backend, dtype) == ("cuda", torch.float32):
+        with pytest.raises(SpecError, match="fp32"):
+            attngen.attention(q, k, k, **call)
+        return q
+    out, aux = attngen.attention(q, k, k, **call, return_lse=True)
+    # A build of torch for the CPU aborts where autograd meets such a device.
+    if dtype == torch.bfloat16:
+        gradients = torch.ops.attngen.backward(out, None, q, k, k, out, aux.lse)
+    else:
+        gradients = torch.ops.attngen.reference_backward(out, None, q, k, k)
     tensors = (out, aux.lse, *gradients[:3])
     for x, shape in zip(tensors, (q.shape, (2, 4, 33), q.shape, k.shape, k.shape), strict=True):
         assert isinstance(x, FakeTensor) and x.device.type == "cuda"
         assert tuple(map(int, x.shape)) == tuple(map(int, shape))
+    return out
