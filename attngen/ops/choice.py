@@ -60,9 +60,9 @@ MANY = 1 << 20  # positions: no few queries
 def _described(
     call: AttentionCall, num_splits: int | None
 ) -> tuple[Tensor | _Described | None, ...]:
-    """Q, K and V as the choice of a kernel sees them. Of a trace, whose sizes may be symbols, dtypes
-    and head dims alone: which of the kernels for a variant a call takes is for the operation to say
-    when it runs. Heads that are so wide that only kernels for few queries have them, and operands
+    """Q, K and V as the choice of a kernel sees them. Of a trace, whose sizes may be symbols,
+    dtypes and head dims alone: which of a variant's kernels a call takes is for the operation to
+    say when it runs. Heads that are so wide that only kernels for few queries have them, and operands
     that the copy engine alone reads, are looked at as they are."""
     operands = call.q, call.k, call.v
     if not is_traced(operands):
@@ -72,14 +72,14 @@ def _described(
     unboxed = any(x is not None and dtype_name(x.dtype) in DTYPES_8BIT for x in operands)
     if widest > MAX_HEAD_DIM or unboxed or num_splits or layout.paged:
         return operands
-    described = []
+    sizes = {"h": 1, "3": 3, "2": 2}
+    described: list[_Described | None] = []
     for name, x in zip("qkv", operands, strict=True):
         if x is None:
             described.append(None)
-            continue
-        axes = axes_of(layout, name)
-        sizes = {"d": x.shape[-1], "h": 1, "3": 3, "2": 2}
-        described.append(_Described(x.dtype, tuple(sizes.get(axis, MANY) for axis in axes)))
+        else:
+            shape = [sizes.get(axis, MANY) for axis in axes_of(layout, name)]
+            described.append(_Described(x.dtype, (*shape[:-1], x.shape[-1])))
     return tuple(described)
 
 

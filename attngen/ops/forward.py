@@ -193,6 +193,4 @@ def _fake_forward(q: Tensor, k: Tensor | None, v: Tensor | None, *rest: Any) -> 
 
 library.impl("forward", forward, "CUDA")
 torch.library.register_fake("attngen::forward", _fake_forward, lib=library)
-dispatched = differentiable(
-    "forward", autograd.gradients, autograd.setup_context, library=library
-)
+dispatched = differentiable("forward", autograd.gradients, autograd.setup_context, library=library)

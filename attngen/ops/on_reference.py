@@ -44,9 +44,7 @@ _backwards = operator(
 )
 
 
-def run(
-    call: AttentionCall, arguments_of: Callable[[], Arguments]
-) -> tuple[Tensor, AttentionAux]:
+def run(call: AttentionCall, arguments_of: Callable[[], Arguments]) -> tuple[Tensor, AttentionAux]:
     """Attention by the reference: as one operation for those who need one, else as the definition
     says, which may be differentiated as often as one likes. arguments_of: makes the operation's
     arguments, of a call that was checked.
@@ -162,7 +160,7 @@ def backward(
 
     found: list[Tensor] = []
     if leaves:
-        _, pull = torch.func.vjp(outputs, *leaves)
+        pull = torch.func.vjp(outputs, *leaves)[1]
         found += pull(tuple(x for x in (d_o, dlse) if x is not None))
     gradients = iter(found)
     places = [INPUTS.index(name) for name in DIFFERENTIABLE]
@@ -253,6 +251,4 @@ for _library, _name, _run, _fake in (
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"attngen::{_name}", _fake, lib=_library)
 dispatched = differentiable("reference", _gradients, _setup_context, library=_forwards)
-_dispatched_backward = differentiable(
-    "reference_backward", _second_derivative, library=_backwards
-)
+_dispatched_backward = differentiable("reference_backward", _second_derivative, library=_backwards)

@@ -23,7 +23,7 @@ from .signature import INPUTS, Arguments, Operands, split
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Placement
+    from torch.distributed.tensor import Placement
 
 Outputs = tuple[Tensor, ...]
 Parted = Literal["whole", "batch", "heads"]
@@ -103,9 +103,7 @@ class _Sharded:
             ranks *= size
         return ranks
 
-    def _violations(
-        self, operands: Mapping[str, Tensor | None], arguments: Arguments
-    ) -> list[str]:
+    def _violations(self, operands: Mapping[str, Tensor | None], arguments: Arguments) -> list[str]:
         reasons, ranks = [], self._ranks("heads")
         for name in _CARRIERS:
             x, axis = operands[name], self._axis_of(name, operands[name], "heads")
@@ -125,8 +123,8 @@ class _Sharded:
             reasons.append(f"{', '.join(names)}: of a sharded batch pass seqused_q and seqused_kv")
         if arguments.dropout_p > 0 and not hasattr(operands["rng_state"], "device_mesh"):
             reasons.append(
-                "dropout_p: each rank would draw a state of its own; pass rng_state=distribute_tensor("
-                "torch.randint(2**62, (2,)), mesh, [Replicate()])"
+                "dropout_p: each rank would draw a state of its own; pass rng_state="
+                "distribute_tensor(torch.randint(2**62, (2,)), mesh, [Replicate()])"
             )
         if arguments.dropout_p > 0 and (batch or ranks > 1):
             reasons.append(

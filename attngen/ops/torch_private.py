@@ -59,7 +59,7 @@ def _find_device_mode() -> Any:
 
 
 _DeviceMode = _find_device_mode()
-levels = forward_ad
+levels: Any = forward_ad
 """Has `_current_level`, that of forward-mode differentiation, −1 outside of it."""
 if not hasattr(forward_ad, "_current_level"):
     log.warning(

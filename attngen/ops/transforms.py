@@ -59,6 +59,7 @@ def differentiable(
 
     keep: what torch calls setup_context. library: its implementations.
     """
+
     def operation(*inputs: Any) -> Outputs:
         found = getattr(torch.ops.attngen, name)  # anew: it may be defined again
         return found(*inputs)  # type: ignore[no-any-return]

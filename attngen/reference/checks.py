@@ -256,7 +256,7 @@ def _broadcast_violations(
         for have, dense, least in zip(
             shape[2:], (s_q, s_kv), (call.max_seqlen_q, call.max_seqlen_kv), strict=True
         ):
-            reaches = at_least(have, least or 0) if dense is None else agree(have, dense)
+            reaches = at_least(have, least) if dense is None else agree(have, dense)
             fits = fits and (surely(have, 1) or reaches)
     if not fits:
         wanted = f"b={operands.batch}, h_q={operands.h_q}, s_q={s_q or 'max_seqlen_q'}"

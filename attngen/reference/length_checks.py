@@ -96,7 +96,9 @@ def _paging_violations(call: AttentionCall, operands: Operands) -> Iterator[str]
                 f"Use layout='paged_kv_…', or leave it out."
             )
         return
-    fit = len(tables) == 2 and all(t.ndim == 2 and agree(t.shape[0], operands.batch) for t in tables)
+    fit = len(tables) == 2 and all(
+        t.ndim == 2 and agree(t.shape[0], operands.batch) for t in tables
+    )
     if not fit or any(t.dtype != torch.int32 for t in tables):
         got = ", ".join(map(shape_of, dict.fromkeys(tables))) or "None"
         yield (
@@ -130,7 +132,7 @@ def _packed_span_violations(side: Side, spans: list[Span], tokens: int) -> Itera
 
 
 def _longest_violations(
-    side: Side, spans: list[Span], room: int | None, max_seqlen: int | None
+    side: Side, spans: list[Span], room: int | None, max_seqlen: int | Tensor | None
 ) -> Iterator[str]:
     """Lengths must be in 0..room, and none longer than the maximum that the call states."""
     lengths = [span.length for span in spans]

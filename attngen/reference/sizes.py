@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 
 def agree(one: int, other: int) -> bool:
@@ -28,8 +29,11 @@ def agree_all(shape: Sequence[int], other: Sequence[int]) -> bool:
     )
 
 
-def at_least(number: int, least: int) -> bool:
-    """Whether the number is no less than another, as far as is known."""
+def at_least(number: int, least: int | Tensor | None) -> bool:
+    """Whether the number is no less than another, as far as is known; nothing is of one in a
+    tensor, which nobody waits for."""
+    if least is None or isinstance(least, Tensor):
+        return True
     if type(number) is type(least) is int and not torch.compiler.is_compiling():
         return number >= least
     from torch.fx.experimental.symbolic_shapes import guard_or_true  # loads SymPy

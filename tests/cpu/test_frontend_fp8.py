@@ -25,7 +25,8 @@ def on_reference(monkeypatch):
             q, k, v, layout=arguments.layout, mask=arguments.mask,
             softmax_scale=arguments.softmax_scale, bottom_right=arguments.bottom_right,
             window=(arguments.window_left, arguments.window_right), return_amax=True,
-            out_dtype=arguments.out_dtype and dtype_of(arguments.out_dtype), softcap=arguments.softcap, softmax=arguments.softmax,
+            out_dtype=arguments.out_dtype and dtype_of(arguments.out_dtype),
+            softcap=arguments.softcap, softmax=arguments.softmax,
             return_max_logit=True, **keywords_of(optional),
         )  # fmt: skip
         empty = q.new_empty(0, dtype=torch.float32)

@@ -23,7 +23,11 @@ from tests.cpu.private_kit import LEVEL, hide
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = re.findall(r'_find\(\s*"([\w.]+)"', Path(torch_private.__file__).read_text())
-OF_CUDA = {"_C._cuda_getDevice", "_C._cuda_getCurrentRawStream", "_C._cuda_isCurrentStreamCapturing"}
+OF_CUDA = {
+    "_C._cuda_getDevice",
+    "_C._cuda_getCurrentRawStream",
+    "_C._cuda_isCurrentStreamCapturing",
+}
 WATCHING = {
     *("_C._len_torch_function_stack", "_C._len_torch_dispatch_stack", "_C._get_tracing_state"),
     *("_C._autograd._profiler_enabled", "_C._functorch.peek_interpreter_stack"),
@@ -53,7 +57,9 @@ def private(request, caplog):
 
 
 def test_every_private_name_is_looked_up_in_one_module():
-    pattern = re.compile(r"torch\._C|torch\._dynamo|_functorch|forward_ad\._|torch\._is_|torch\._guards")
+    pattern = re.compile(
+        r"torch\._C|torch\._dynamo|_functorch|forward_ad\._|torch\._is_|torch\._guards"
+    )
     users = {
         path.name
         for path in (ROOT / "attngen").rglob("*.py")
@@ -85,7 +91,11 @@ def test_undisturbed_is_a_call_that_nobody_looks_on_at(private):
     torch.jit.trace(note, torch.ones(2), check_trace=False)
     assert seen == [False] * 7
     with torch.device("cpu"):
-        known = private.missing not in (*WATCHING, "_C._get_function_stack_at", "utils._device.DeviceContext")
+        known = private.missing not in (
+            *WATCHING,
+            "_C._get_function_stack_at",
+            "utils._device.DeviceContext",
+        )
         assert private.undisturbed() == known
 
 

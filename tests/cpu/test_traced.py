@@ -113,7 +113,11 @@ def packed(tokens, *ends):
 def test_exported_call_of_packed_tokens_takes_other_numbers_of_them(served, strict):
     layer = Layer(layout="thd", mask="padding_causal")
     tokens, sequences = Dim("t", min=1, max=999), Dim("n", min=2, max=99)
-    dims = ({0: tokens}, {0: tokens}, dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), {0: sequences}))
+    dims = (
+        {0: tokens},
+        {0: tokens},
+        dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), {0: sequences}),
+    )
     program = export(layer, packed(12, 4, 9), strict=strict, dynamic_shapes=dims).module()
     for given in (packed(30, 5, 6, 30), packed(7, 7), packed(9, 0, 9)):
         torch.testing.assert_close(program(*given), layer(*given))
@@ -155,19 +159,20 @@ class Kept(torch.nn.Module):
         return attngen.attention(q[keep], k[keep_k], k[keep_k], **named, **self.arguments)
 
 
-KEEP = torch.tensor([True, False, True, True])
+KEEP, USED = torch.tensor([True, False, True, True]), torch.tensor([3, 4, 5, 6]).int()
+X, PLACES = new(4, 9, 2, 16), torch.arange(12)
 KEPT = {
-    "sequences": ((new(4, 9, 2, 16), new(4, 9, 2, 16), KEEP, KEEP.clone(), {}), {"mask": "causal"}),
+    "sequences": ((X, X, KEEP, KEEP.clone(), {}), {"mask": "causal"}),
     "tokens": (
-        (*packed(12, 4, 9)[:2], torch.arange(12) % 4 != 0, torch.arange(12) % 4 != 1, packed(1, 4, 9)[2]),
+        (*packed(12, 4, 9)[:2], PLACES % 4 != 0, PLACES % 4 != 1, packed(1, 4, 9)[2]),
         {"layout": "thd", "mask": "padding_causal"},
     ),
     "lengths": (
-        (new(4, 9, 2, 16), new(4, 9, 2, 16), KEEP, KEEP.clone(), {"seqused_kv": torch.tensor([3, 4, 5, 6]).int()}),
+        (X, X, KEEP, KEEP.clone(), {"seqused_kv": USED}),
         {"mask": "padding"},
     ),
     "bias": (
-        (new(4, 9, 2, 16), new(4, 9, 2, 16), KEEP, KEEP.clone(), {"bias": new(4, 1, 9, 9)}),
+        (X, X, KEEP, KEEP.clone(), {"bias": new(4, 1, 9, 9)}),
         {},
     ),
 }  # fmt: skip
