@@ -15,6 +15,7 @@ from ..layouts import axes_of, parse
 from ..reference.call import AttentionCall
 from ..resolve import find_violations
 from ..spec import DTYPES_8BIT, MAX_HEAD_DIM, AttentionSpec, dtype_name
+from .decode import unsplit
 from .operation import ARCH_OF_CAPABILITY, device_arch
 from .signature import LENGTHS
 from .torch_private import is_traced
@@ -62,8 +63,8 @@ def _described(
 ) -> tuple[Tensor | _Described | None, ...]:
     """Q, K and V as the choice of a kernel sees them. Of a trace, whose sizes may be symbols,
     dtypes and head dims alone: which of a variant's kernels a call takes is for the operation to
-    say when it runs. Heads that are so wide that only kernels for few queries have them, and operands
-    that the copy engine alone reads, are looked at as they are."""
+    say when it runs. Heads that are so wide that only kernels for few queries have them, and
+    operands that the copy engine alone reads, are looked at as they are."""
     operands = call.q, call.k, call.v
     if not is_traced(operands):
         return operands
@@ -113,7 +114,8 @@ def refusals(call: AttentionCall, num_splits: int | None = None) -> list[str]:
         num_splits=num_splits,
         **{name: getattr(call, name) for name in LENGTHS},
     )
-    return [violation.reason for violation in find_violations(spec, _FEATURES)]
+    reasons = [violation.reason for violation in find_violations(spec, _FEATURES)]
+    return reasons + unsplit(num_splits or 0, spec.decode)
 
 
 _logged: set[str] = set()

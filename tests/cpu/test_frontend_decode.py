@@ -326,3 +326,24 @@ def test_device_without_kernels_is_refused_with_what_it_is(device, which, monkey
     q = SimpleNamespace(device=torch.device(device))
     (reason,) = choice.refusals(reference.AttentionCall(q=q))
     assert re.search(which, reason) and "sm_90a" in reason
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_splits_that_no_kernel_makes_are_the_references_to_ignore(monkeypatch, traced, caplog):
+    """A trace says so, too, rather than the run."""
+    monkeypatch.setattr(choice, "device_arch", lambda device: "sm_90a")
+    monkeypatch.setattr(choice, "_logged", set())
+    q = torch.randn(6, 2, 16).bfloat16()
+    ends = torch.tensor([0, 1, 4, 6], dtype=torch.int32)
+
+    def attend(q, backend):
+        named = {"layout": "thd", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+        return attngen.attention(q, q, q, **named, num_splits=2, backend=backend)
+
+    call = attend
+    if traced:
+        torch._dynamo.reset()
+        call = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    assert torch.equal(call(q, "auto"), attend(q, "reference"))
+    with pytest.raises(Exception, match="num_splits=2: kernels split the keys of plain"):
+        call(q, "cuda")
