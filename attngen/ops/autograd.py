@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..errors import SpecError
 from . import bias
 from .backward import differentiate, dispatch
-from .operation import Ready, run, undisturbed
+from .operation import Ready, run
 from .signature import INPUTS, Call, Wanted, places_of, split
+from .torch_private import levels, undisturbed
 
 # Whose gradients `attngen::backward` returns, and what it calls them, in order.
 GRADIENT_OF = {"q": "dq", "k": "dk", "v": "dv", "sink": "dsink", "bias": "dbias"}
@@ -143,7 +143,7 @@ class Attention(torch.autograd.Function):
         out, lse, *operands = ctx.saved_tensors
         wanted, names = _asked(call.places, ctx.needs_input_grad[1:])
         # Second and forward-mode derivatives are the operation's to refuse.
-        looked_at = torch.is_grad_enabled() or forward_ad._current_level >= 0
+        looked_at = torch.is_grad_enabled() or levels._current_level >= 0
         looked_at = looked_at or torch.compiler.is_compiling() or not undisturbed()
         if d_o is None or looked_at:
             found = dispatch(call, wanted, d_o, dlse, out, lse, operands)

@@ -35,6 +35,7 @@ from .operands import (
     boxed,
     extents_of,
     new_outputs,
+    output_dtype,
     packed_sources,
     scalars_of,
     sources_of,
@@ -47,15 +48,14 @@ from .operation import (
     current,
     format_of,
     is_current,
-    is_plain,
     kernels_of,
     lay_out_workspaces,
-    library,
     locate,
     new_tensor,
     remember,
     start,
 )
+from .registry import operator
 from .signature import (
     INPUTS,
     OPTIONAL,
@@ -67,14 +67,16 @@ from .signature import (
     split,
     wanted_of,
 )
+from .torch_private import is_plain
 from .transforms import differentiable, refuse_tangents
 
 DTYPES = (torch.float16, torch.bfloat16)
 
-library.define(
-    "backward(Tensor d_o, Tensor? dlse, Tensor q, Tensor? k, Tensor? v, Tensor o, Tensor lse, "
+library = operator(
+    "backward",
+    "(Tensor d_o, Tensor? dlse, Tensor q, Tensor? k, Tensor? v, Tensor o, Tensor lse, "
     f"{schema()}, bool want_dq=True, bool want_dkv=True, bool want_dsink=True, "
-    "bool want_dbias=True) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "bool want_dbias=True) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 
 
@@ -400,7 +402,7 @@ def _mismatches(
 ) -> Iterator[str]:
     """What does not fit q, k and v."""
     q, v = tensors["q"], tensors["v"]
-    if q.dtype not in DTYPES or arguments.out_dtype not in (None, q.dtype):
+    if q.dtype not in DTYPES or output_dtype(q, arguments) != q.dtype:
         yield "the backward takes float16 and bfloat16, with an output of their dtype; " + (
             f"q is {q.dtype}, out_dtype is {arguments.out_dtype}"
         )
@@ -452,4 +454,4 @@ def _second_derivative(*_: Any) -> None:
 
 library.impl("backward", backward, "CUDA")
 torch.library.register_fake("attngen::backward", _fake_backward, lib=library)
-_dispatched = differentiable("backward", _second_derivative)
+_dispatched = differentiable("backward", _second_derivative, library=library)

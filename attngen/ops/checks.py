@@ -16,6 +16,7 @@ from ..reference.fp8_checks import (
     output_violations,
     scale_violations,
 )
+from ..reference.sizes import surely
 from ..resolve import BIASES
 from ..run_time import Extent
 from ..spec import MAX_HEAD_DIM
@@ -54,7 +55,7 @@ def _refuse_gradients(operands: Operands, arguments: Arguments) -> None:
             "a gradient is needed, but FP8 kernels have no backward yet: call under "
             "torch.no_grad(), or detach what requires it"
         )
-    if arguments.out_dtype not in (None, q.dtype):
+    if output_dtype(q, arguments) != q.dtype:
         raise SpecError(
             "a gradient is needed, but kernels have none of a float32 output beside 16-bit "
             "operands: call under torch.no_grad(), or leave out_dtype out"
@@ -67,7 +68,7 @@ def _refuse_gradients(operands: Operands, arguments: Arguments) -> None:
             "torch.no_grad()"
         )
     added = operands[BIAS]
-    if added is not None and added.requires_grad and bias.sizes_of(added.shape)[3] == 1:
+    if added is not None and added.requires_grad and surely(bias.sizes_of(added.shape)[3], 1):
         _, k, _ = unpacked(q, k, v, arguments.layout)
         bias.refuse_column(added, extents_of({"k": k}, arguments.layout)["k"].seq)
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .. import features, reference
 from ..errors import SpecError
+from ..layouts import axes_of, parse
 from ..reference.call import AttentionCall
 from ..resolve import find_violations
-from ..spec import AttentionSpec
+from ..spec import DTYPES_8BIT, MAX_HEAD_DIM, AttentionSpec, dtype_name
+from .decode import unsplit
 from .operation import ARCH_OF_CAPABILITY, device_arch
 from .signature import LENGTHS
+from .torch_private import is_traced
 
 log = logging.getLogger("attngen")
 
@@ -33,7 +38,7 @@ def use_kernels(call: AttentionCall, backend: str, num_splits: int | None = None
     if backend == "reference":
         return False
     operands = reference.check(call)
-    if CHECK_VALUES and not torch.compiler.is_compiling():
+    if CHECK_VALUES and not is_traced((call.q,)):
         reference.check_on_host(call, operands)
     reasons = refusals(call, num_splits)
     if reasons and backend == "cuda":
@@ -41,6 +46,42 @@ def use_kernels(call: AttentionCall, backend: str, num_splits: int | None = None
     if reasons:
         _log_once("; ".join(reasons))
     return not reasons
+
+
+class _Described(NamedTuple):
+    """An operand of which a trace says nothing but this."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+MANY = 1 << 20  # positions: no few queries
+
+
+def _described(
+    call: AttentionCall, num_splits: int | None
+) -> tuple[Tensor | _Described | None, ...]:
+    """Q, K and V as the choice of a kernel sees them. Of a trace, whose sizes may be symbols,
+    dtypes and head dims alone: which of a variant's kernels a call takes is for the operation to
+    say when it runs. Heads that are so wide that only kernels for few queries have them, and
+    operands that the copy engine alone reads, are looked at as they are."""
+    operands = call.q, call.k, call.v
+    if not is_traced(operands):
+        return operands
+    layout = parse(call.layout)
+    widest = max(*[x.shape[-1] for x in operands if x is not None], 0)
+    unboxed = any(x is not None and dtype_name(x.dtype) in DTYPES_8BIT for x in operands)
+    if widest > MAX_HEAD_DIM or unboxed or num_splits or layout.paged:
+        return operands
+    sizes = {"h": 1, "3": 3, "2": 2}
+    described: list[_Described | None] = []
+    for name, x in zip("qkv", operands, strict=True):
+        if x is None:
+            described.append(None)
+        else:
+            shape = [sizes.get(axis, MANY) for axis in axes_of(layout, name)]
+            described.append(_Described(x.dtype, (*shape[:-1], x.shape[-1])))
+    return tuple(described)
 
 
 def refusals(call: AttentionCall, num_splits: int | None = None) -> list[str]:
@@ -54,9 +95,7 @@ def refusals(call: AttentionCall, num_splits: int | None = None) -> list[str]:
             which += f" (sm_{major}{minor})"
         return [f"{which} has no kernels; available: {available}"]
     spec = AttentionSpec.from_call(
-        call.q,
-        call.k,
-        call.v,
+        *_described(call, num_splits),
         layout=call.layout,
         mask=call.mask,
         window=call.window,
@@ -75,7 +114,8 @@ def refusals(call: AttentionCall, num_splits: int | None = None) -> list[str]:
         num_splits=num_splits,
         **{name: getattr(call, name) for name in LENGTHS},
     )
-    return [violation.reason for violation in find_violations(spec, _FEATURES)]
+    reasons = [violation.reason for violation in find_violations(spec, _FEATURES)]
+    return reasons + unsplit(num_splits or 0, spec.decode)
 
 
 _logged: set[str] = set()

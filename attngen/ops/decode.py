@@ -72,6 +72,16 @@ def check_splits(num_splits: Any) -> None:
         )
 
 
+def unsplit(num_splits: int, served: bool) -> list[str]:
+    """Why keys cannot be split. served: whether the kernels that split them take the call."""
+    if num_splits <= 1 or served:
+        return []
+    return [
+        f"num_splits={num_splits}: kernels split the keys of plain bshd, sbhd and bhsd operands "
+        "beside 16-bit queries and outputs, and of pages; leave it out"
+    ]
+
+
 def violations(
     extents: Mapping[str, Extent],
     optional: Mapping[str, Tensor | None],
@@ -86,11 +96,7 @@ def violations(
         check_splits(arguments.num_splits or None)
     except SpecError as error:
         yield from error.reasons
-    if arguments.num_splits > 1 and not served:
-        yield (
-            f"num_splits={arguments.num_splits}: kernels split the keys of plain bshd, sbhd and "
-            "bhsd operands beside 16-bit queries and outputs, and of pages; leave it out"
-        )
+    yield from unsplit(arguments.num_splits, served)
     if parse(arguments.layout).paged:
         yield from _page_violations(optional)
 

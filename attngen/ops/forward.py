@@ -34,17 +34,17 @@ from .operation import (
     format_of,
     kernels_of,
     lay_out_workspaces,
-    library,
     remember,
     run,
 )
+from .registry import operator
 from .short import is_short
 from .signature import INPUTS, OPTIONAL, Arguments, Operands, schema, split
 from .transforms import differentiable
 
-library.define(
-    f"forward(Tensor q, Tensor? k, Tensor? v, {schema()}) -> (Tensor, Tensor, Tensor, Tensor, "
-    "Tensor)"
+library = operator(
+    "forward",
+    f"(Tensor q, Tensor? k, Tensor? v, {schema()}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 UNUSED = ("o_parts", "lse_parts")  # workspaces that keys in one split do without
 _ready: dict[tuple[Any, ...], Ready] = {}
@@ -179,10 +179,9 @@ def _make_ready(operands: Operands, arguments: Arguments, gather: bool, alone: b
 
 def _new_maxima(q: Tensor, heads: int, arguments: Arguments) -> dict[str, Tensor]:
     """New tensors for the maxima of a call; [0] where nobody asks for them."""
-    sizes = {**dict.fromkeys(("amax_s", "amax_o"), arguments.amax), "max_logit": 0}
-    if arguments.max_logit:
-        sizes["max_logit"] = heads
-    return {name: q.new_empty(int(n), dtype=torch.float32) for name, n in sizes.items()}
+    sizes = dict.fromkeys(("amax_s", "amax_o"), int(arguments.amax))
+    sizes["max_logit"] = heads if arguments.max_logit else 0  # a symbol in a trace
+    return {name: q.new_empty(n, dtype=torch.float32) for name, n in sizes.items()}
 
 
 def _fake_forward(q: Tensor, k: Tensor | None, v: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
@@ -194,4 +193,4 @@ def _fake_forward(q: Tensor, k: Tensor | None, v: Tensor | None, *rest: Any) -> 
 
 library.impl("forward", forward, "CUDA")
 torch.library.register_fake("attngen::forward", _fake_forward, lib=library)
-dispatched = differentiable("forward", autograd.gradients, autograd.setup_context)
+dispatched = differentiable("forward", autograd.gradients, autograd.setup_context, library=library)

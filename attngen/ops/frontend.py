@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .. import layouts, reference
 from ..errors import SpecError
@@ -17,15 +16,19 @@ from ..reference.call import AttentionCall, MaskMod, ScoreMod, Window
 from ..reference.dropout import draw_rng_state
 from ..reference.type_checks import is_flag, type_violations
 from ..results import AttentionAux
-from . import choice, nested, recent
+from . import choice, nested, on_reference, recent
 from .autograd import Trained
 from .checks import refuse_derivatives
 from .decode import check_splits
 from .forward import dispatched, find_alone, find_ready, with_readable_bias
 from .lengths import settle as settle_lengths
+from .lengths import unread
+from .operands import autocast
 from .operation import Ready, format_of, run, unobserved
 from .schedule import Ordered, Schedule, ordered_by
-from .signature import INPUTS, OPTIONAL, Arguments, Call, places_of
+from .sharding import is_distributed, over_shards
+from .signature import INPUTS, OPTIONAL, Arguments, Call, name_of, places_of
+from .torch_private import levels
 from .transforms import is_transformed
 
 if TYPE_CHECKING:
@@ -118,8 +121,8 @@ def attention(
     cu_seqlens_kv: Tensor | None = None,
     cu_seqlens_q_padded: Tensor | None = None,
     cu_seqlens_kv_padded: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_kv: int | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_kv: int | Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_kv: Tensor | None = None,
     page_table: Tensor | tuple[Tensor, Tensor] | None = None,
@@ -151,12 +154,12 @@ def attention(
     attn_mask, with bias_type post_scale or pre_scale; alibi_slopes: float32 [h_q] or [b, h_q], or
     True. softmax: vanilla, off_by_one, or learnable with sink, float32 [h_q]. rng_state: int64 [2],
     drawn where dropout_p is above 0 and none is given. cu_seqlens_*: int32 [b + 1], seqused_*:
-    int32 [b], on the device, never waited for; max_seqlen_* change nothing. A nested (jagged) [b,
-    j, h, d] says them itself where the layout has tokens (thd); the output of a nested q is nested.
-    Of a paged layout k and v are pages that page_table names; num_splits: parts in which each
-    sequence's keys are read, 1 to 128, None for as many as fill the chip. What each argument means
-    is in docs/semantics.md. schedule: shared by calls of equal lengths, which are then ordered
-    once.
+    int32 [b], on the device, never waited for; max_seqlen_*, numbers or tensors of one, change
+    nothing. A nested (jagged) [b, j, h, d] says them itself where the layout has tokens (thd); the
+    output of a nested q is nested. Of a paged layout k and v are pages that page_table names;
+    num_splits: parts in which each sequence's keys are read, 1 to 128, None for as many as fill the
+    chip. schedule: shared by calls of equal lengths, which are then ordered once. What each
+    argument means is in docs/semantics.md.
 
     FP8 (float8_e4m3fn, float8_e5m2) q, k and v take scales, float32 [1] on their device, which is
     never waited for: descale_q, descale_k and descale_v (or [b, h_kv]) give what a stored number
@@ -218,10 +221,16 @@ def attention(
         output = recent.serve(*plain)
         if output is not None:
             return output
+    if (max_seqlen_q is not None or max_seqlen_kv is not None) and not choice.CHECK_VALUES:
+        max_seqlen_q, max_seqlen_kv = unread(max_seqlen_q), unread(max_seqlen_kv)
+        if plain is not None and any([isinstance(x, Tensor) for x in plain[0]]):
+            plain = tuple(map(unread, plain[0])), plain[1]
+            if (output := recent.serve(*plain)) is not None:
+                return output
     wants_aux = return_lse or return_max_logit or return_amax or dropout_p != 0
     device = q.device.type
     if device != "meta" and torch.is_autocast_enabled(device):  # which knows no meta tensors
-        q, k, v, bias = _autocast(q, k, v, bias)
+        q, k, v, bias = autocast(q, k, v, bias)
     dense = (cu_seqlens_q is None and cu_seqlens_kv is None and seqused_q is None) and (
         seqused_kv is None and cu_seqlens_q_padded is None and cu_seqlens_kv_padded is None
     )
@@ -301,7 +310,7 @@ def attention(
     if not (schedule is None or isinstance(schedule, Schedule)):
         raise SpecError(f"schedule needs an attngen.Schedule; got {schedule!r}. Make one.")
     if not choice.use_kernels(call, backend, num_splits):
-        out, aux = reference.run(call)
+        out, aux = on_reference.run(call, lambda: _settle(call, deterministic, 0).arguments)
         return (out, aux) if wants_aux else out
     settled = _settle(call, deterministic, num_splits)
     numbers = (softmax_scale, softcap, dropout_p)  # the value of a tensor may change
@@ -315,13 +324,6 @@ def attention(
     if schedule is not None:
         operands = _ordered(operands, settled, schedule, given)
     return _run_kernels(operands, settled, wants_aux)
-
-
-def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """The tensors, float32 ones in the dtype of the autocast that is on."""
-    first = next(x for x in tensors if x is not None)
-    dtype = torch.get_autocast_dtype(first.device.type)
-    return tuple(x.to(dtype) if x is not None and x.dtype == torch.float32 else x for x in tensors)
 
 
 @dataclass
@@ -357,7 +359,7 @@ def _settle(call: AttentionCall, deterministic: bool, num_splits: int | None) ->
         window_left=-1 if left is None else left,
         window_right=-1 if right is None else right,
         bottom_right=aligned if call.bottom_right is None else call.bottom_right,
-        out_dtype=fp8.output_dtype(call),
+        out_dtype=name_of(fp8.output_dtype(call)),
         amax=call.return_amax,
         deterministic=deterministic,
         softcap=float(call.softcap),
@@ -387,12 +389,12 @@ _slopes: dict[tuple[int, torch.device], Tensor] = {}  # for ever, since graphs m
 
 def _slopes_of(heads: int, q: Tensor) -> Tensor:
     """ALiBi's own slopes. What a graph makes is not there before its replay: it keeps its own."""
-    slopes = _slopes.get((heads, q.device))
-    if slopes is not None and unobserved((q,)):
+    known = unobserved((q,))  # else heads may be a symbol
+    if known and (slopes := _slopes.get((heads, q.device))) is not None:
         return slopes
     with torch.inference_mode(False):  # a call that trains may save them
         slopes = reference.default_alibi_slopes(heads, q.device)
-    if unobserved((q,)) and not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if known and not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         _slopes[heads, q.device] = slopes
     return slopes
 
@@ -451,11 +453,12 @@ def _run_kernels(
         settled.places = places_of(operands)
     present: list[Any] = [operands[place] for place in settled.places]
     differentiable = torch.is_grad_enabled() and any([x.requires_grad for x in present])
-    if differentiable or forward_ad._current_level >= 0:
+    if differentiable or levels._current_level >= 0:
         refuse_derivatives(operands, settled.arguments, differentiable)
     results: Sequence[Tensor]
     if torch.compiler.is_compiling() or not unobserved(present):
-        results = dispatched(*operands, *settled.arguments)
+        attend = over_shards(dispatched) if is_distributed(operands) else dispatched
+        results = attend(*operands, *settled.arguments)
     elif differentiable:
         results = _train(operands, present, settled, wants_aux, plain)
     else:

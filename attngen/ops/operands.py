@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from ..run_time import UNBOUNDED, Extent, Scalars
 from ..spec import DTYPES_16BIT, AttentionSpec, dtype_name, is_boxed, is_decode
 from . import bias as bias_of
 from . import mask_bits
-from .signature import Arguments
+from .signature import Arguments, dtype_of
 
 
 def layout_of(name: str) -> Layout:
@@ -33,7 +34,9 @@ def unpacked(
 
 def output_dtype(q: Tensor, arguments: Arguments) -> torch.dtype:
     """That of a call's output."""
-    return arguments.out_dtype or (torch.bfloat16 if is_fp8(q.dtype) else q.dtype)
+    if arguments.out_dtype is not None:
+        return dtype_of(arguments.out_dtype)
+    return torch.bfloat16 if is_fp8(q.dtype) else q.dtype
 
 
 def heads_of(q: Tensor, arguments: Arguments) -> int:
@@ -48,6 +51,13 @@ def new_outputs(q: Tensor, v: Tensor, arguments: Arguments) -> tuple[Tensor, Ten
     out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=output_dtype(q, arguments))
     sizes = [q.shape[axes.index(axis)] for axis in rows]
     return out, q.new_empty(sizes, dtype=torch.float32)
+
+
+def autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """The tensors, float32 ones in the dtype of the autocast that is on."""
+    first = next(x for x in tensors if x is not None)
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return tuple(x.to(dtype) if x is not None and x.dtype == torch.float32 else x for x in tensors)
 
 
 def extent(tensor: Tensor, axes: str) -> Extent:

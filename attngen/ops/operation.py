@@ -10,19 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C import (
-    _get_function_stack_at,
-    _get_tracing_state,
-    _has_storage,
-    _len_torch_dispatch_stack,
-    _len_torch_function_stack,
-)
-from torch._C._autograd import _profiler_enabled
-
-# What Inductor's code allocates with: the dispatcher is behind us.
-from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]
-from torch._C._functorch import peek_interpreter_stack
-from torch.utils._device import DeviceContext
 
 from .. import counters, features, load, resolve
 from ..builder import find_kernels
@@ -33,11 +20,11 @@ from ..spec import AttentionSpec
 from .lengths import rows_of_none
 from .operands import Source
 from .signature import Operands
+from .torch_private import current_device, current_stream, is_capturing, is_plain, undisturbed
+from .torch_private import empty_strided_cuda as _empty_strided_cuda
 
 ARCH_OF_CAPABILITY = {(9, 0): "sm_90a"}
 Value = TypeVar("Value")
-
-library = torch.library.Library("attngen", "DEF")
 
 
 @dataclass(frozen=True)
@@ -130,7 +117,6 @@ class Ready(Launches):
 
 
 _LIMIT = 4096
-_PLAIN = (Tensor, torch.nn.Parameter)
 WORKSPACE_ALIGNMENT = 256  # bytes; kernels need 16
 _kernels: dict[tuple[AttentionSpec, int, bool | None, bool], tuple[load.LoadedKernel, ...]] = {}
 
@@ -180,13 +166,13 @@ def run(ready: Ready, operands: Operands) -> list[Tensor]:
 
 def new_tensor(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """One on the current device."""
-    return _empty_strided_cuda(sizes, strides, dtype)  # type: ignore[no-any-return]
+    return _empty_strided_cuda(sizes, strides, dtype)
 
 
 def is_current(device: torch.device) -> bool:
     """Whether launches go to this device. Torch's idea of the current device and the driver's
     differ in a thread without a context."""
-    return bool(torch._C._cuda_getDevice() == device.index == load.current_device())
+    return bool(current_device() == device.index == load.current_device())
 
 
 @contextmanager
@@ -211,7 +197,7 @@ def start(
 
     Raises: LaunchError.
     """
-    stream = torch._C._cuda_getCurrentRawStream(ready.device.index)
+    stream = current_stream(ready.device.index)
     workspace = None
     if ready.workspace_bytes:
         # Freed before the kernels end, and safely so: it is handed out on this stream only.
@@ -267,34 +253,12 @@ def unobserved(operands: Operands) -> bool:
     return undisturbed() and all([is_plain(x) for x in operands if x is not None])
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Whether it is of no subclass, and its values lie where it says: no lazy negation, no zeros
-    that nobody has written, none of several gradients that autograd takes at once."""
-    lazy = tensor.is_neg() or tensor._is_zerotensor()
-    return type(tensor) in _PLAIN and not lazy and _has_storage(tensor)
-
-
-def undisturbed() -> bool:
-    """Whether no mode, transform, trace or profiler is on; the mode of `torch.set_default_device`
-    only sees to where new tensors are."""
-    return not (
-        _len_torch_dispatch_stack()
-        or (_len_torch_function_stack() and _functions_are_watched())
-        or peek_interpreter_stack() is not None
-        or _get_tracing_state() is not None
-        or _profiler_enabled()
-    )
-
-
-def _functions_are_watched() -> bool:
-    modes = map(_get_function_stack_at, range(_len_torch_function_stack()))
-    return any(type(mode) is not DeviceContext for mode in modes)
-
-
 def device_arch(device: torch.device) -> str | None:
     """The architecture whose kernels run on this device; None where there are none."""
     if device.type != "cuda":
         return None
+    if not torch.cuda.is_available():  # fake tensors, traced here for another machine
+        return next(iter(ARCH_OF_CAPABILITY.values()))
     return ARCH_OF_CAPABILITY.get(torch.cuda.get_device_capability(device))
 
 
@@ -340,6 +304,6 @@ def tile_counter(device: torch.device, stream: int) -> int:
     Launches on one stream follow each other and leave it at zero, so a stream keeps its own. A
     captured launch may be replayed on any stream, so it gets one that lives in the graph.
     """
-    if torch._C._cuda_isCurrentStreamCapturing():
+    if is_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device).data_ptr()
     return counters.address(device.index, stream)

@@ -31,8 +31,8 @@ class Options(TypedDict, total=False):
     cu_seqlens_kv: Tensor | None
     cu_seqlens_q_padded: Tensor | None
     cu_seqlens_kv_padded: Tensor | None
-    max_seqlen_q: int | None
-    max_seqlen_kv: int | None
+    max_seqlen_q: int | Tensor | None
+    max_seqlen_kv: int | Tensor | None
     seqused_q: Tensor | None
     seqused_kv: Tensor | None
     page_table: Tensor | tuple[Tensor, Tensor] | None

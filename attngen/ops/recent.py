@@ -9,14 +9,9 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-# What torch.compile tells tensors apart with: type, dtype, device, sizes, strides, dispatch keys,
-# whether they require a gradient, but not whether gradients are enabled; in a quarter of the time
-# that Python needs for a key of these.
-from torch._C._dynamo.guards import TensorGuards
-from torch.autograd import forward_ad
-
-from .operation import Ready, run, undisturbed
+from .operation import Ready, run
 from .signature import Operands
+from .torch_private import guard, levels, undisturbed
 
 _KEPT = 4  # with the same arguments; older ones are found by a key of all formats
 _KEYS = 1024
@@ -33,7 +28,7 @@ class Kept(Generic[Value]):
     """What is known of calls of some formats. distinct: places of their tensors, each once, if one
     is given twice; same: places of equal ones."""
 
-    guards: TensorGuards
+    guards: Any
     value: Value
     distinct: tuple[int, ...] | None = None
     same: tuple[tuple[int, int], ...] = ()
@@ -65,12 +60,7 @@ def keep(known: Known[Value], arguments: Any, tensors: list[Tensor], value: Valu
     pairs = [(first[id(tensor)], place) for place, tensor in enumerate(tensors)]
     same = tuple((one, other) for one, other in pairs if one != other)
     distinct = tuple(sorted(first.values()))
-    # It has to be told that no size or stride may vary.
-    guards = TensorGuards(
-        *[tensors[place] for place in distinct],
-        dynamic_dims_sizes=None,
-        dynamic_dims_strides=None,
-    )
+    guards = guard([tensors[place] for place in distinct])
     if len(known) >= _KEYS:
         known.clear()
     # In one assignment: another thread may be looking.
@@ -85,7 +75,7 @@ def serve(arguments: tuple[Any, ...], tensors: list[Tensor]) -> Tensor | None:
         served = find(_recent, arguments, tensors)
     except TypeError:  # an argument has no hash: its check says what it needs
         return None
-    if served is None or forward_ad._current_level >= 0 or not undisturbed():
+    if served is None or levels._current_level >= 0 or not undisturbed():
         return None
     return served(tensors)
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
+from ..errors import SpecError
 from ..reference.call import SCALES
 
 # q, k, v and then OPTIONAL; k and v are None where the layout packs them into q or k.
@@ -35,7 +36,8 @@ class Arguments(NamedTuple):
     """The arguments of a call that are no tensors.
 
     layout: any name. softmax_scale: None for 1/√d. Window sides in keys, −1 unbounded. out_dtype:
-    None for Q's, or bfloat16 beside FP8; of 16 bits float32 asks for the partial output that split
+    torch's name of it (AOTInductor of torch 2.11 hands over dtypes as others), None for Q's, or
+    bfloat16 beside FP8; of 16 bits float32 asks for the partial output that split
     computations combine. amax: whether the maxima of an FP8 call are wanted. deterministic: whether
     gradients have the same bits on every run, at the cost of some speed. softcap: bound of the
     scores, 0 for none. softmax: `vanilla`, `off_by_one` or, with a sink tensor, `learnable`.
@@ -51,7 +53,7 @@ class Arguments(NamedTuple):
     window_left: int = -1
     window_right: int = -1
     bottom_right: bool = False
-    out_dtype: torch.dtype | None = None
+    out_dtype: str | None = None
     amax: bool = False
     deterministic: bool = False
     softcap: float = 0.0
@@ -74,6 +76,19 @@ class Call(NamedTuple):
         return dict.fromkeys(INPUTS) | dict(zip(names, present, strict=True))
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """Torch's name of a dtype, as `Arguments` have it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that torch has under a name. Raises: SpecError where there is none."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise SpecError(f"out_dtype={name!r} is no dtype of torch; pass a name such as 'float32'")
+    return found
+
+
 def places_of(operands: Operands) -> tuple[int, ...]:
     """Those of the operands that there are."""
     return tuple([place for place, x in enumerate(operands) if x is not None])
@@ -94,7 +109,7 @@ _TYPES = {
     bool: "bool",
     float: "float",
     float | None: "float?",
-    torch.dtype | None: "ScalarType?",
+    str | None: "str?",
 }
 
 

@@ -11,11 +11,12 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch.autograd import forward_ad
+from torch.library import Library
 
 from ..errors import SpecError
-from .operation import library
+from . import torch_private
+from .torch_private import is_functional, levels
 
 Outputs = tuple[Tensor, ...]
 
@@ -23,22 +24,19 @@ Outputs = tuple[Tensor, ...]
 def is_transformed() -> bool:
     """Whether a transform is on that takes functions of autograd: functionalize does not, and
     torch.compile transforms operations."""
-    if torch.compiler.is_compiling():
-        return False
-    innermost = peek_interpreter_stack()
-    return innermost is not None and innermost.key() != TransformType.Functionalize
+    return not torch.compiler.is_compiling() and torch_private.is_transformed()
 
 
 def refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
     """Raises: SpecError where one has a tangent, or may have one and does not say. Transforms ask
     for the derivative itself."""
-    if forward_ad._current_level >= 0 and not is_transformed():
+    if levels._current_level >= 0 and not is_transformed():
         if any(x is not None and _may_have_tangent(x) for x in tensors):
             _refuse_forward_mode()
 
 
 def _may_have_tangent(tensor: Tensor) -> bool:
-    hidden = torch.compiler.is_compiling() or torch._is_functional_tensor(tensor)
+    hidden = torch.compiler.is_compiling() or is_functional(tensor)
     return hidden or forward_ad.unpack_dual(tensor).tangent is not None
 
 
@@ -54,18 +52,24 @@ def differentiable(
     name: str,
     gradients: Callable[..., Any],
     keep: Callable[[Any, tuple[Any, ...], Outputs], None] = _keep_nothing,
+    *,
+    library: Library,
 ) -> Callable[..., Outputs]:
     """Registers the gradients of an operation; returns it for whoever looks on, transforms too.
 
-    keep: what torch calls setup_context.
+    keep: what torch calls setup_context. library: its implementations.
     """
-    operation = getattr(torch.ops.attngen, name)
+
+    def operation(*inputs: Any) -> Outputs:
+        found = getattr(torch.ops.attngen, name)  # anew: it may be defined again
+        return found(*inputs)  # type: ignore[no-any-return]
+
     torch.library.register_autograd(f"attngen::{name}", gradients, setup_context=keep, lib=library)
 
     class Transformed(torch.autograd.Function):
         @staticmethod
         def forward(*inputs: Any) -> Outputs:
-            return operation(*inputs)  # type: ignore[no-any-return]
+            return operation(*inputs)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:

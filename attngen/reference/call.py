@@ -60,8 +60,8 @@ class AttentionCall:
     cu_seqlens_kv: Tensor | None = None
     cu_seqlens_q_padded: Tensor | None = None
     cu_seqlens_kv_padded: Tensor | None = None
-    max_seqlen_q: int | None = None
-    max_seqlen_kv: int | None = None
+    max_seqlen_q: int | Tensor | None = None
+    max_seqlen_kv: int | Tensor | None = None
     seqused_q: Tensor | None = None
     seqused_kv: Tensor | None = None
     page_table: Tensor | tuple[Tensor, Tensor] | None = None

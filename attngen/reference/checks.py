@@ -20,6 +20,7 @@ from .fp8_checks import dtype_violations, fp8_violations
 from .length_checks import length_violations, value_violations
 from .masks import MASKS
 from .sequences import Span
+from .sizes import agree, agree_all, at_least, surely
 from .type_checks import TENSORS, type_violations
 from .wording import names, shape_of
 
@@ -85,7 +86,7 @@ def _batch(call: AttentionCall, layout: Layout, q: Tensor) -> int:
             f"layout={layout.name!r} needs cu_seqlens_q int32 [b+1]; got None. "
             f"Pass the cumulative lengths of the sequences."
         )
-    return max(cu_seqlens.numel() - 1, 0)
+    return cu_seqlens.numel() - 1 if at_least(cu_seqlens.numel(), 1) else 0
 
 
 def _operand_violations(operands: Operands) -> Iterator[str]:
@@ -106,7 +107,8 @@ def _operand_violations(operands: Operands) -> Iterator[str]:
         return
     axes = [axis for axis in fmt if axis in "bst"]
     k_sizes, v_sizes = ([size(x.shape, fmt, a) for a in axes] for x in (k, v))
-    if k_sizes != v_sizes or (fmt != "thd" and size(k.shape, fmt, "b") != operands.batch):
+    batch = operands.batch if fmt == "thd" else size(k.shape, fmt, "b")
+    if not (agree_all(k_sizes, v_sizes) and agree(batch, operands.batch)):
         yield (
             f"k and v need equal lengths and the batch of q, {operands.batch} sequences; got "
             f"[{', '.join(axes)}] = {k_sizes} in k, {v_sizes} in v. Cut them to fit."
@@ -210,7 +212,7 @@ def _dropout_violations(call: AttentionCall, operands: Operands) -> Iterator[str
     if not 0 <= call.dropout_p <= 1:
         yield f"dropout_p needs a probability in 0..1; got {call.dropout_p!r}. Pass one."
     state = call.rng_state
-    if state is not None and (state.dtype != torch.int64 or state.shape != (2,)):
+    if state is not None and (state.dtype != torch.int64 or not agree_all(state.shape, (2,))):
         yield (
             f"rng_state needs int64 [2], (seed, offset); got {shape_of(state)}. "
             f"Pass aux.rng_state of an earlier call, or leave it out to draw one."
@@ -233,7 +235,7 @@ def _device_violations(call: AttentionCall) -> Iterator[str]:
 
 def _is_float(tensor: object, shapes: list[tuple[int, ...]], call: AttentionCall) -> bool:
     """Whether this is a float32 tensor of one of the shapes; float64 passes beside float64 Q."""
-    if not isinstance(tensor, Tensor) or tuple(tensor.shape) not in shapes:
+    if not isinstance(tensor, Tensor) or not any(agree_all(tensor.shape, x) for x in shapes):
         return False
     return tensor.dtype in (torch.float32, call.q.dtype) and tensor.dtype.itemsize >= 4
 
@@ -249,12 +251,13 @@ def _broadcast_violations(
     s_q, s_kv = operands.dense_s_q, operands.dense_s_kv
     fits = len(shape) == 4
     if fits:
-        fits = shape[0] in (1, operands.batch) and shape[1] in (1, operands.h_q)
-        for have, dense, at_least in zip(
+        whole = (operands.batch, operands.h_q)
+        fits = all(surely(n, 1) or agree(n, m) for n, m in zip(shape[:2], whole, strict=True))
+        for have, dense, least in zip(
             shape[2:], (s_q, s_kv), (call.max_seqlen_q, call.max_seqlen_kv), strict=True
         ):
-            long_enough = have == dense if dense is not None else have >= (at_least or 0)
-            fits = fits and (have == 1 or long_enough)
+            reaches = at_least(have, least) if dense is None else agree(have, dense)
+            fits = fits and (surely(have, 1) or reaches)
     if not fits:
         wanted = f"b={operands.batch}, h_q={operands.h_q}, s_q={s_q or 'max_seqlen_q'}"
         yield (

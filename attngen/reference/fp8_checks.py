@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import fp8
 from .call import AttentionCall, Operands
+from .sizes import agree_all
 from .wording import names, shape_of
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -100,4 +101,5 @@ def _misplaced(call: AttentionCall, q: torch.dtype, fitting: tuple[str, ...]) ->
 
 
 def _is_float32(x: object, *shapes: tuple[int, ...]) -> bool:
-    return isinstance(x, Tensor) and x.dtype == torch.float32 and tuple(x.shape) in shapes
+    fits = isinstance(x, Tensor) and any(agree_all(x.shape, shape) for shape in shapes)
+    return fits and x.dtype == torch.float32  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..layouts import size
 from .call import AttentionCall, Operands, Side
 from .sequences import Span
+from .sizes import agree, agree_all
 from .wording import shape_of
 
 
@@ -60,7 +61,7 @@ def _side_violations(call: AttentionCall, operands: Operands, side: Side) -> Ite
     }
     for name, (tensor, shape, count) in expected.items():
         if tensor is not None and not _is_int32(tensor, (count,)):
-            fits = tuple(tensor.shape) == (count,)
+            fits = agree_all(tensor.shape, (count,))
             advice = "Pass one entry a sequence, and one more in cu_seqlens."
             yield (
                 f"{name} needs int32 {shape} with b={batch}; got {shape_of(tensor)}. "
@@ -95,7 +96,9 @@ def _paging_violations(call: AttentionCall, operands: Operands) -> Iterator[str]
                 f"Use layout='paged_kv_…', or leave it out."
             )
         return
-    fit = len(tables) == 2 and all(t.ndim == 2 and t.shape[0] == operands.batch for t in tables)
+    fit = len(tables) == 2 and all(
+        t.ndim == 2 and agree(t.shape[0], operands.batch) for t in tables
+    )
     if not fit or any(t.dtype != torch.int32 for t in tables):
         got = ", ".join(map(shape_of, dict.fromkeys(tables))) or "None"
         yield (
@@ -129,7 +132,7 @@ def _packed_span_violations(side: Side, spans: list[Span], tokens: int) -> Itera
 
 
 def _longest_violations(
-    side: Side, spans: list[Span], room: int | None, max_seqlen: int | None
+    side: Side, spans: list[Span], room: int | None, max_seqlen: int | Tensor | None
 ) -> Iterator[str]:
     """Lengths must be in 0..room, and none longer than the maximum that the call states."""
     lengths = [span.length for span in spans]
@@ -190,4 +193,4 @@ def _extent_violations(
 
 
 def _is_int32(tensor: Tensor, shape: tuple[int, ...]) -> bool:
-    return tensor.dtype == torch.int32 and tuple(tensor.shape) == shape
+    return tensor.dtype == torch.int32 and agree_all(tensor.shape, shape)

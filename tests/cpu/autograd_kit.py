@@ -8,7 +8,7 @@ import torch
 
 from attngen import reference
 from attngen.ops import choice, frontend
-from attngen.ops.signature import OPTIONAL, Arguments, split, wanted_of
+from attngen.ops.signature import OPTIONAL, Arguments, dtype_of, split, wanted_of
 
 
 class OnReference:
@@ -74,7 +74,8 @@ def call(q, k, v, given: dict, arguments: Arguments):
     out, aux = reference.attention(
         q, k, v, layout=arguments.layout, mask=arguments.mask,
         softmax_scale=arguments.softmax_scale, bottom_right=arguments.bottom_right,
-        window=(arguments.window_left, arguments.window_right), out_dtype=arguments.out_dtype,
+        window=(arguments.window_left, arguments.window_right),
+        out_dtype=arguments.out_dtype and dtype_of(arguments.out_dtype),
         softcap=arguments.softcap, softmax=arguments.softmax, bias_type=arguments.bias_type,
         **given,
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attngen.ops.signature import OPTIONAL, PAGE_TABLES, Arguments
+from attngen.ops.signature import OPTIONAL, PAGE_TABLES, Arguments, name_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -35,7 +35,7 @@ def same(a, b):
 
 def rest_of(out_dtype=torch.bfloat16, amax=False, **given):
     """What the operation takes after q, k and v: optional tensors, then arguments."""
-    arguments = Arguments(softmax_scale=0.25, out_dtype=out_dtype, amax=amax)
+    arguments = Arguments(softmax_scale=0.25, out_dtype=name_of(out_dtype), amax=amax)
     return *(given.get(name) for name in OPTIONAL), *arguments
 
 

@@ -69,7 +69,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(operation, "_empty_strided_cuda", lambda size, stride, dtype:
                         torch.empty_strided(size, stride, dtype=dtype))  # fmt: skip
     monkeypatch.setattr(op, "is_current", lambda device: True)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    monkeypatch.setattr(operation, "current_stream", lambda index: 7)
     return SimpleNamespace(launches=launches, problems=problems)
 
 

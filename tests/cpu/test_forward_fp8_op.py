@@ -70,8 +70,8 @@ def launched(monkeypatch):
     monkeypatch.setattr(op, "_ready", {})
     monkeypatch.setattr(operation, "_empty_strided_cuda", filled)
     monkeypatch.setattr(operation.load, "current_device", lambda: None)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    monkeypatch.setattr(operation, "current_device", lambda: None)
+    monkeypatch.setattr(operation, "current_stream", lambda index: 7)
     return SimpleNamespace(launches=found, specs=specs)
 
 

@@ -13,7 +13,7 @@ from attngen import AttentionSpec, SpecError, features, reference, resolve
 from attngen.layouts import parse
 from attngen.ops import checks, choice, decode, frontend
 from attngen.ops.operands import extents_of, scalars_of, spec_of
-from attngen.ops.signature import OPTIONAL, Arguments, split
+from attngen.ops.signature import OPTIONAL, Arguments, name_of, split
 from attngen.run_time import Extent
 from tests.cpu.fp8_kit import keywords_of
 
@@ -255,6 +255,8 @@ def test_spec_of_a_call_is_the_one_whose_kernels_it_reaches(given, few):
     assert spec.decode == few
     optional = dict.fromkeys(OPTIONAL) | {k: v for k, v in given.items() if k in OPTIONAL}
     asked = {k: v for k, v in given.items() if k in Arguments._fields}
+    if "out_dtype" in asked:
+        asked["out_dtype"] = name_of(asked["out_dtype"])
     arguments = Arguments(**asked)
     q, k, v = attngen.layouts.unpack(parse(arguments.layout), named["q"], named["k"], named["v"])
     known = features.scan()
@@ -319,7 +321,29 @@ def test_keys_of_tables_of_two_widths_are_those_of_the_narrower():
     ("device", "which"), [("cpu", "^cpu has no kernels"), ("cuda:1", r"^cuda:1 \(sm_80\) has no")]
 )
 def test_device_without_kernels_is_refused_with_what_it_is(device, which, monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (8, 0))
     q = SimpleNamespace(device=torch.device(device))
     (reason,) = choice.refusals(reference.AttentionCall(q=q))
     assert re.search(which, reason) and "sm_90a" in reason
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_splits_that_no_kernel_makes_are_the_references_to_ignore(monkeypatch, traced, caplog):
+    """A trace says so, too, rather than the run."""
+    monkeypatch.setattr(choice, "device_arch", lambda device: "sm_90a")
+    monkeypatch.setattr(choice, "_logged", set())
+    q = torch.randn(6, 2, 16).bfloat16()
+    ends = torch.tensor([0, 1, 4, 6], dtype=torch.int32)
+
+    def attend(q, backend):
+        named = {"layout": "thd", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+        return attngen.attention(q, q, q, **named, num_splits=2, backend=backend)
+
+    call = attend
+    if traced:
+        torch._dynamo.reset()
+        call = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    assert torch.equal(call(q, "auto"), attend(q, "reference"))
+    with pytest.raises(Exception, match="num_splits=2: kernels split the keys of plain"):
+        call(q, "cuda")

@@ -8,7 +8,7 @@ import torch
 import attngen
 from attngen import SpecError, reference
 from attngen.ops import choice, frontend
-from attngen.ops.signature import Arguments, split
+from attngen.ops.signature import Arguments, dtype_of, name_of, split
 from tests.cpu.fp8_kit import E4M3, E5M2, keywords_of, operands, rest_of, same, scales
 
 
@@ -25,7 +25,8 @@ def on_reference(monkeypatch):
             q, k, v, layout=arguments.layout, mask=arguments.mask,
             softmax_scale=arguments.softmax_scale, bottom_right=arguments.bottom_right,
             window=(arguments.window_left, arguments.window_right), return_amax=True,
-            out_dtype=arguments.out_dtype, softcap=arguments.softcap, softmax=arguments.softmax,
+            out_dtype=arguments.out_dtype and dtype_of(arguments.out_dtype),
+            softcap=arguments.softcap, softmax=arguments.softmax,
             return_max_logit=True, **keywords_of(optional),
         )  # fmt: skip
         empty = q.new_empty(0, dtype=torch.float32)
@@ -61,7 +62,7 @@ def test_call_with_every_argument_equals_the_reference(on_reference, out_dtype, 
             assert torch.equal(getattr(aux, name), getattr(want_aux, name)), name
     expected = Arguments(
         *("bshd", "causal_bottom_right", 0.3, 3, -1, True),
-        out_dtype=out.dtype,
+        out_dtype=name_of(out.dtype),
         amax=True,
     )
     assert on_reference == [expected] * 2

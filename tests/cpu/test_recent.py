@@ -50,8 +50,8 @@ def seen(monkeypatch):
     monkeypatch.setattr(operation, "unread_memory", lambda device: 1 << 40)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(operation.load, "current_device", lambda: None)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    monkeypatch.setattr(operation, "current_device", lambda: None)
+    monkeypatch.setattr(operation, "current_stream", lambda index: 7)
     return found
 
 
@@ -253,3 +253,44 @@ def test_recent_calls_of_many_shapes_are_few(seen):
         attngen.attention(q, k, v, backend="cuda")
     assert seen.count("checked") == 19
     assert all(len(kept) <= 4 for kept in recent._recent.values())
+
+
+def packed(longest=200, **changes):
+    q, k, v = (torch.zeros(300, 4, 64, dtype=torch.bfloat16) for _ in "qkv")
+    ends = torch.tensor([0, 100, 300], dtype=torch.int32)
+    named = {"layout": "thd", "mask": "padding_causal", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+    return {"q": q, "k": k, "v": v, **named, "max_seqlen_q": longest, **changes, "backend": "cuda"}
+
+
+class Unread(torch.Tensor):
+    """A number whose device would have to be waited for."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        names = ("__bool__", "__int__", "__index__", "__float__", "item", "tolist", "__ge__")
+        assert function.__name__ not in names
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+@pytest.mark.parametrize("subclass", [False, True])
+@pytest.mark.parametrize("by_products", [{}, {"return_lse": True}], ids=["bare", "lse"])
+def test_fresh_tensor_of_the_longest_length_is_like_any_other(seen, by_products, subclass):
+    def fresh():
+        number = torch.tensor(200, dtype=torch.int32)
+        return number.as_subclass(Unread) if subclass else number
+
+    for _ in range(2):  # its arguments are known, and it is remembered
+        attngen.attention(**packed(fresh(), max_seqlen_kv=fresh(), **by_products))
+    sizes = len(recent._recent), len(frontend._settled), len(forward._ready)
+    del seen[:]
+    for _ in range(3):
+        attngen.attention(**packed(fresh(), max_seqlen_kv=fresh(), **by_products))
+    assert seen and "checked" not in seen
+    assert (len(recent._recent), len(frontend._settled), len(forward._ready)) == sizes
+    attngen.attention(**packed(None, **by_products))  # as if none were given
+    assert "checked" not in seen
+
+
+def test_longest_length_of_more_than_one_number_is_refused(seen):
+    with pytest.raises(SpecError, match="max_seqlen_q needs a number"):
+        attngen.attention(**packed(torch.tensor([200, 100])))

@@ -50,8 +50,8 @@ def launches(monkeypatch):
                         torch.empty_strided(size, stride, dtype=dtype))  # fmt: skip
     monkeypatch.setattr(operation.load, "current_device", lambda: None)
     monkeypatch.setattr(backward, "_recent", {})
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    monkeypatch.setattr(operation, "current_device", lambda: None)
+    monkeypatch.setattr(operation, "current_stream", lambda index: 7)
     return found
 
 
@@ -272,7 +272,7 @@ def test_op_descales_of_packed_sequences_are_one_for_each_and_head(name):
     given = {"cu_seqlens_q": cumulative(), "descale_k": torch.ones(BATCH, HEADS)}
     if layouts.parse(name).kv_format == "thd":
         given["cu_seqlens_kv"] = cumulative()
-    arguments = Arguments(layout=name, out_dtype=torch.bfloat16)
+    arguments = Arguments(layout=name, out_dtype="bfloat16")
     views = {"q": q, "k": k, "v": v, "o": operands.new_outputs(q, v, arguments)[0]}
     extents = operands.extents_of(views, name)
     known = dict.fromkeys(OPTIONAL) | given

@@ -34,6 +34,7 @@ import attngen  # noqa: E402
 import attngen.ops.forward  # noqa: E402  # registers the operations
 from attngen import reference  # noqa: E402
 from attngen.errors import AttngenError  # noqa: E402
+from attngen.ops.signature import name_of  # noqa: E402
 from attngen.reference.call import SCALES  # noqa: E402
 from attngen.spec import SHORT_HEAD_DIM  # noqa: E402
 from tests.gpu import gradients, kv_cache, oracle, oracle_fp8, variants, varlen  # noqa: E402
@@ -309,7 +310,7 @@ def run(
     if isinstance(case, Fp8Case):
         run_fp8(case, operands, on_device, numbers)
         return
-    out_dtype = torch.float32 if case.partial else None
+    out_dtype = "float32" if case.partial else None
     expected = oracle.truth(*operands, **case.arguments)
     for small in (False, True)[: 1 + (max(case.d, case.d_v) <= SHORT_HEAD_DIM)]:
         with oracle.small_tiles(small):
@@ -391,7 +392,7 @@ def run_fp8(
     device = on_device[0].device
     scales = {name: arguments[name].to(device) for name in SCALES if name in arguments}
     results = torch.ops.attngen.forward(
-        *on_device, **scales, **numbers, out_dtype=arguments["out_dtype"], amax=True
+        *on_device, **scales, **numbers, out_dtype=name_of(arguments["out_dtype"]), amax=True
     )
     out, lse, amax_s, amax_o, _ = (x.cpu() for x in results)
     expected = oracle_fp8.truth(*operands, **arguments)

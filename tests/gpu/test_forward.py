@@ -51,7 +51,7 @@ def test_forward_partial_returns_right_float32(case):
             window_left=case.window[0],
             window_right=case.window[1],
             bottom_right=low,
-            out_dtype=torch.float32,
+            out_dtype="float32",
         )
     assert out.dtype == torch.float32
     oracle.check(out, lse, oracle.truth(q, k, v, **case.arguments), case.layout)

@@ -172,6 +172,6 @@ def test_memory_output_next_to_other_tensors_stays_in_its_bounds(partial):
     size = q.numel() * (4 if partial else 2)
     guards = [torch.full((size,), 0x5A, dtype=torch.uint8, device=q.device) for _ in range(17)]
     del guards[8]
-    out_dtype = torch.float32 if partial else None
+    out_dtype = "float32" if partial else None
     torch.ops.attngen.forward(q, k, v, mask="causal", out_dtype=out_dtype)
     assert all((guard == 0x5A).all() for guard in guards)

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.export import Dim, export
 
 import attngen
 from attngen import load
@@ -35,7 +36,7 @@ def test_op_passes_opcheck(layout, partial):
     torch.library.opcheck(
         torch.ops.attngen.forward,
         (q, k, v),
-        {"layout": layout, "mask": "causal", "out_dtype": torch.float32 if partial else None},
+        {"layout": layout, "mask": "causal", "out_dtype": "float32" if partial else None},
     )
 
 
@@ -56,7 +57,7 @@ def test_op_fake_result_has_the_real_ones_shape_and_strides(layout, partial):
     whole = oracle.operands(2, 4, 4, 70, 70, 128, layout=layout)
     h = layout.index("h")
     q, k, v = (x.narrow(h, 1, 2) for x in whole)
-    out_dtype = torch.float32 if partial else None
+    out_dtype = "float32" if partial else None
     arguments = {"layout": layout, "mask": "causal", "out_dtype": out_dtype}
     real = torch.ops.attngen.forward(q, k, v, **arguments)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -230,3 +231,45 @@ def test_op_scale_in_a_tensor_is_read_each_time():
         scale.fill_(value)
         out = attngen.attention(q, k, v, softmax_scale=scale, backend="cuda")
         assert torch.equal(out, attngen.attention(q, k, v, softmax_scale=value, backend="cuda"))
+
+
+class Layer(torch.nn.Module):
+    def forward(self, q, k):
+        return attngen.attention(q, k, k, mask="causal", backend="cuda")
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_op_exported_runs_at_other_sizes_with_the_kernels_for_these(strict):
+    """Those for few queries among them, of which a trace knows nothing."""
+    dims = {0: Dim("b", min=1, max=64), 1: Dim("s", min=1, max=4096)}
+
+    def tensors(b, s):
+        q, k, _ = oracle.operands(b, 4, 2, s, s, 64, seed=s)
+        return q, k
+
+    program = export(Layer(), tensors(2, 133), strict=strict, dynamic_shapes=(dims, dims)).module()
+    for b, s in ((3, 50), (5, 7), (1, 1), (1, 300), (2, 1024)):
+        given = tensors(b, s)
+        assert torch.equal(program(*given), Layer()(*given))
+
+
+@pytest.mark.device
+def test_op_longest_length_in_a_fresh_tensor_waits_for_nothing_and_is_found_again():
+    q, k, v = (x[0] for x in oracle.operands(1, 4, 4, 300, 300, 64))
+    ends = torch.tensor([0, 100, 300], dtype=torch.int32, device=q.device)
+    call = partial(
+        attngen.attention, q, k, v, layout="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends,
+        mask="padding_causal", backend="cuda",
+    )  # fmt: skip
+    numbers = [torch.tensor(200, dtype=torch.int32, device=q.device) for _ in range(20)]
+    expected = call(max_seqlen_q=200, max_seqlen_kv=200)
+    call(max_seqlen_q=numbers[0], max_seqlen_kv=numbers[1])
+    call(max_seqlen_q=numbers[0], max_seqlen_kv=numbers[1])
+    sizes = len(recent._recent), len(frontend._settled)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outs = [call(max_seqlen_q=x, max_seqlen_kv=x) for x in numbers]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (len(recent._recent), len(frontend._settled)) == sizes
+    assert all(torch.equal(out, expected) for out in outs)

@@ -61,5 +61,5 @@ def test_padding_of_a_partial_output_clears_nothing_else(d_v):
     q, k, v = oracle.operands(2, 3, 3, 70, 90, 64, d_v)
     lengths = {"seqused_q": varlen.int32((40, 70))}
     with oracle.nan_filled_allocations():
-        out, lse, *_ = torch.ops.attngen.forward(q, k, v, **lengths, out_dtype=torch.float32)
+        out, lse, *_ = torch.ops.attngen.forward(q, k, v, **lengths, out_dtype="float32")
     oracle.check(out, lse, oracle.truth(q, k, v, **lengths))
