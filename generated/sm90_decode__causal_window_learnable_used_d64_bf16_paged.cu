@@ -148,7 +148,7 @@ struct UsedSequence {
   int least;
 
   ATTNGEN_HD int length(int batch) const {
-    return min_of(max_of(static_cast<const int*>(lengths)[batch], least), len);
+    return length_within(max_of(static_cast<const int*>(lengths)[batch], least), len);
   }
   // Where a tensor map that ends where the sequence does has position 0.
   ATTNGEN_HD int first_row(int batch) const { return kLongest - length(batch); }

@@ -1,0 +1,242 @@
+"""Calls whose integers in device tensors are garbage, between memory that nobody may touch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import attngen
+from attngen import layouts
+
+from ..emulator.fences import Fences
+from . import oracle
+from .varlen import Call, int32
+
+LOWEST, HIGHEST = -(1 << 31), (1 << 31) - 1
+ZONE_BYTES = 1 << 16  # before and behind each tensor
+TOLERANCE = 0.02  # of the largest gradient: sums of float32 come in any order
+
+
+class Memory(Protocol):
+    """Where the tensors of a call lie."""
+
+    def empty_strided(
+        self, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+    ) -> Tensor: ...
+    def copy(self, tensor: Tensor) -> Tensor: ...
+    def check(self) -> None:
+        """Asserts that nothing was written outside of them."""
+
+
+class Zones:
+    """Tensors of a device, each in the middle of an allocation that is all 0xFF, NaN in every
+    floating dtype."""
+
+    def __init__(self) -> None:
+        self._zones: list[Tensor] = []
+
+    def empty_strided(
+        self, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        reach = sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
+        size = (reach + 1) * dtype.itemsize if 0 not in sizes else 0
+        whole = torch.full((2 * ZONE_BYTES + size,), 0xFF, dtype=torch.uint8, device=oracle.DEVICE)
+        self._zones += [whole[:ZONE_BYTES], whole[ZONE_BYTES + size :]]
+        inside = whole[ZONE_BYTES : ZONE_BYTES + size].view(dtype)
+        return inside.as_strided(tuple(sizes), tuple(strides), inside.storage_offset())
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        made = self.empty_strided(tensor.shape, tensor.stride(), tensor.dtype)
+        return made.copy_(tensor) if tensor.numel() else made
+
+    def check(self) -> None:
+        assert all(bool((zone == 0xFF).all()) for zone in self._zones), "written outside"
+
+
+def memories() -> Iterator[Memory]:
+    """Those that show an access outside: of an emulated device exactly, at either end."""
+    if oracle.DEVICE.type == "cuda":
+        yield Zones()
+        return
+    for at_end in (True, False):
+        yield Fences(at_end=at_end)
+
+
+@contextmanager
+def allocating(memory: Memory) -> Iterator[None]:
+    """Outputs and workspaces of kernels lie in that memory."""
+    name = "attngen.ops.operation._empty_strided_cuda"
+    with mock.patch(name, memory.empty_strided):
+        yield
+
+
+class Claims(NamedTuple):
+    """What packed lengths say of each sequence: where it begins, and how long it is."""
+
+    starts: list[int]
+    lengths: list[int]
+
+    def tamed(self, tokens: int, longest: int) -> tuple[Claims, list[bool]]:
+        """The same, all sequences but the sane ones empty, and which these are: they lie in the
+        tensor, behind those before them that do, and before those behind them that do."""
+        spans = [*zip(self.starts, self.lengths, strict=True)]
+        lies = [0 <= s <= tokens and 0 <= n <= min(tokens - s, longest) for s, n in spans]
+
+        def follows(a: int, b: int) -> bool:
+            return not (lies[a] and lies[b]) or sum(spans[a]) <= spans[b][0]
+
+        pairs = [*itertools.combinations(range(len(spans)), 2)]
+        out_of_order = {x for a, b in pairs if not follows(a, b) for x in (a, b)}
+        sane = [ok and b not in out_of_order for b, ok in enumerate(lies)]
+        starts, end = [], 0
+        for ok, (start, length) in zip(sane, spans, strict=True):
+            starts.append(start if ok else end)
+            end = start + length if ok else end
+        return Claims(
+            starts, [n if ok else 0 for ok, n in zip(sane, self.lengths, strict=True)]
+        ), sane
+
+
+def claims_of(arguments: Mapping[str, Any], side: str) -> Claims:
+    """Those of packed tokens."""
+    ends = arguments[f"cu_seqlens_{side}"].tolist()
+    starts = arguments.get(f"cu_seqlens_{side}_padded", arguments[f"cu_seqlens_{side}"]).tolist()
+    return Claims(starts[:-1], [wrapped(b - a) for a, b in itertools.pairwise(ends)])
+
+
+def wrapped(number: int) -> int:
+    """As 32 bits have it."""
+    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+@dataclass(frozen=True)
+class Hostile:
+    """A call, and which entries of its integers become what. `exact`: the same bits again."""
+
+    call: Call
+    faults: tuple[tuple[str, int, int], ...]
+    deterministic: bool = False
+
+    def __str__(self) -> str:
+        values = {LOWEST: "lowest", HIGHEST: "highest"}
+        faults = (
+            f"{n.removeprefix('cu_seqlens_')}{i}={values.get(x, x)}" for n, i, x in self.faults
+        )
+        return "-".join((str(self.call), *faults, *["deterministic"] * self.deterministic))
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `attention`, faults and all."""
+        found = self.call.arguments()
+        for name, index, value in self.faults:
+            found[name] = found[name].clone()
+            found[name][index] = value
+        return found
+
+    def check(self) -> None:
+        """Asserts that the call touches nothing but its operands, and that sane sequences have the
+        results of a call in which all others are empty."""
+        hostile = self.arguments()
+        tamed, sane = self.tamed(hostile)
+        wanted = self.run(Zones() if oracle.DEVICE.type == "cuda" else Fences(at_end=True), tamed)
+        assert not self.faults or not all(sane.values()) or self.call.room, "nothing is wrong"
+        for memory in memories():
+            found = self.run(memory, hostile)
+            self.compare(found, wanted, tamed, sane)
+
+    def tamed(self, hostile: dict[str, Any]) -> tuple[dict[str, Any], dict[int, bool]]:
+        """The arguments with none but sane sequences, and which these are."""
+        found, sane = {**hostile}, dict.fromkeys(range(len(self.call.q_lens)), True)
+        operands = self.call.operands()
+        q, k, _ = layouts.unpack(self.call.parsed, *operands)
+        for side, axes, x in zip(("q", "kv"), self.call.parsed.formats, (q, k), strict=True):
+            name = f"cu_seqlens_{side}"
+            if name in found and axes == "thd":
+                mask = found.get("attn_mask")
+                longest = x.shape[0] if mask is None else mask.shape[-2 if side == "q" else -1]
+                claims, ok = claims_of(found, side).tamed(x.shape[0], longest)
+                ends = (0, *itertools.accumulate(claims.lengths))
+                found[name] = int32(ends)
+                found[f"{name}_padded"] = int32([*claims.starts, x.shape[0]])
+                sane = {b: sane[b] and ok[b] for b in sane}
+            elif f"seqused_{side}" in found:
+                room = x.shape[axes.index("s")]
+                found[f"seqused_{side}"] = found[f"seqused_{side}"].clamp(0, room)
+        return found, sane
+
+    def run(self, memory: Memory, arguments: dict[str, Any]) -> list[Tensor]:
+        """Output, LSE and the gradients of the operands, in that memory."""
+        given = [None if x is None else x.detach() for x in self.call.operands()]
+        trained = self.call.dtype != "e4m3"
+        if not trained:
+            given = [None if x is None else x.to(torch.float8_e4m3fn) for x in given]
+        placed = [None if x is None else memory.copy(x).requires_grad_(trained) for x in given]
+        placed_arguments = {
+            name: memory.copy(x) if isinstance(x, Tensor) else x for name, x in arguments.items()
+        }
+        more = {"backend": "cuda", "return_lse": True}
+        if trained:
+            more["deterministic"] = self.deterministic
+        with allocating(memory):
+            out, aux = attngen.attention(*placed, **placed_arguments, **more)
+            found = [out.detach(), aux.lse.detach()]
+            if trained:
+                incoming = self.call.tensor(
+                    "q", self.call.heads[0], self.call.d_v or self.call.d, 7
+                )
+                present = [x for x in placed if x is not None]
+                found += torch.autograd.grad(out, present, memory.copy(incoming))
+        if oracle.DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        memory.check()
+        return [x.clone() for x in found]
+
+    def compare(
+        self,
+        found: list[Tensor],
+        wanted: list[Tensor],
+        tamed: Mapping[str, Any],
+        sane: Mapping[int, bool],
+    ) -> None:
+        """Asserts that sane sequences have the same results."""
+        parsed = self.call.parsed
+        names = [name for name in "qkv" if parsed.home(name)[0] == name]
+
+        def parts(results: list[Tensor]) -> list[Tensor]:
+            gradients = dict(zip(names, results[2:], strict=False))
+            apart = layouts.unpack(parsed, *(gradients.get(n) for n in "qkv")) if gradients else ()
+            return [results[0], *apart]
+
+        sides = ("q", "q", "kv", "kv")
+        for b, ok in sane.items():
+            if not ok:
+                continue
+            for index, (side, x, y) in enumerate(
+                zip(sides, parts(found), parts(wanted), strict=False)
+            ):
+                rows = self.rows(tamed, side, b)
+                a, c = x[rows].float(), y[rows].float()
+                if index == 0 or self.deterministic:
+                    assert torch.equal(a, c), f"sequence {b}: {('o', 'dq', 'dk', 'dv')[index]}"
+                elif c.numel():
+                    limit = TOLERANCE * float(c.abs().max()) + 1e-6
+                    assert float((a - c).abs().max()) <= limit, f"sequence {b}: d{'oqkv'[index]}"
+            axes = parsed.q_format
+            positions = self.rows(tamed, "q", b)[0] if axes == "thd" else slice(None)
+            lse = (x[:, positions] if axes == "thd" else x[b] for x in (found[1], wanted[1]))
+            assert torch.equal(*lse), f"sequence {b}: lse"
+
+    def rows(self, tamed: Mapping[str, Any], side: str, b: int) -> tuple[Any, ...]:
+        """What indexes a sequence in an operand of that side."""
+        axes = self.call.parsed.q_format if side == "q" else self.call.parsed.kv_format
+        if axes != "thd":
+            return tuple({"b": b}.get(axis, slice(None)) for axis in axes)
+        claims = claims_of(tamed, "q" if self.call.parsed.one_length else side)
+        start, length = claims.starts[b], claims.lengths[b]
+        return (slice(start, start + length),)
