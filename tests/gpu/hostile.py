@@ -172,7 +172,7 @@ class Hostile:
 
     def run(self, memory: Memory, arguments: dict[str, Any]) -> list[Tensor]:
         """Output, LSE and the gradients of the operands, in that memory."""
-        given = [None if x is None else x.detach() for x in self.call.operands()]
+        given = [None if x is None else self.filled(x) for x in self.call.operands()]
         trained = self.call.dtype != "e4m3"
         if not trained:
             given = [None if x is None else x.to(torch.float8_e4m3fn) for x in given]
@@ -187,15 +187,19 @@ class Hostile:
             out, aux = attngen.attention(*placed, **placed_arguments, **more)
             found = [out.detach(), aux.lse.detach()]
             if trained:
-                incoming = self.call.tensor(
-                    "q", self.call.heads[0], self.call.d_v or self.call.d, 7
-                )
+                d_v = self.call.d_v or self.call.d
+                d_o = self.filled(self.call.tensor("q", self.call.heads[0], d_v, 7))
                 present = [x for x in placed if x is not None]
-                found += torch.autograd.grad(out, present, memory.copy(incoming))
+                found += torch.autograd.grad(out, present, memory.copy(d_o))
         if oracle.DEVICE.type == "cuda":
             torch.cuda.synchronize()
         memory.check()
         return [x.clone() for x in found]
+
+    def filled(self, x: Tensor) -> Tensor:
+        """An operand, less the NaN that dense ones have where positions are not in use: lengths
+        that count for all that there is room for reach these."""
+        return x.detach().nan_to_num() if self.call.room else x.detach()
 
     def compare(
         self,
@@ -240,3 +244,84 @@ class Hostile:
         claims = claims_of(tamed, "q" if self.call.parsed.one_length else side)
         start, length = claims.starts[b], claims.lengths[b]
         return (slice(start, start + length),)
+
+
+@dataclass(frozen=True)
+class HostilePages:
+    """Queries over pages of so many positions, split or as prompts (no `splits`), whose lengths in
+    use and whose table have entries that become others: a name, an index, a value each."""
+
+    faults: tuple[tuple[str, tuple[int, ...], int], ...]
+    splits: int = 0
+    packed: bool = False
+    page: int = 16
+    kv_dtype: str = ""
+    d: int = 64
+
+    def __str__(self) -> str:
+        values = {LOWEST: "lowest", HIGHEST: "highest"}
+        faults = (f"{n}{'.'.join(map(str, i))}={values.get(x, x)}" for n, i, x in self.faults)
+        kind = f"pages{self.page}-d{self.d}-splits{self.splits}" + "-packed" * self.packed
+        return "-".join((kind, *filter(None, [self.kv_dtype]), *faults))
+
+    @property
+    def layout(self) -> str:
+        return f"paged_kv_{'thd' if self.packed else 'bshd'}_bshd_bshd"
+
+    @property
+    def spec(self) -> attngen.AttentionSpec:
+        """The kernels that serve the call."""
+        return attngen.AttentionSpec(
+            self.d, layout=self.layout, mask="causal", decode=self.splits > 0,
+            kv_dtype=self.kv_dtype or None, directions=("fwd",),
+        )  # fmt: skip
+
+    def arguments(self) -> dict[str, Any]:
+        """Every tensor of the call, as it should be."""
+        width, queries = 5, 3 if self.splits else 70
+        k, v = (oracle.randn(4 * width, self.page, 2, self.d, seed=n) for n in (1, 2))
+        if self.kv_dtype:
+            k, v = (x.to(torch.float8_e4m3fn) for x in (k, v))
+        lengths = [width * self.page, self.page + 1, 0, 2 * self.page]
+        table = torch.randperm(4 * width, generator=torch.Generator().manual_seed(0)).int()
+        shape = (4 * queries, 8, self.d) if self.packed else (4, queries, 8, self.d)
+        found: dict[str, Any] = {
+            "q": oracle.randn(*shape, seed=3), "k": k, "v": v, "seqused_kv": int32(lengths),
+            "page_table": int32(table.tolist()).view(4, width),
+            "layout": self.layout, "mask": "causal_bottom_right",
+        }  # fmt: skip
+        if self.kv_dtype:
+            one = torch.ones(1, device=oracle.DEVICE)
+            found |= {"descale_k": one, "descale_v": one}
+        if self.packed:
+            found["cu_seqlens_q"] = int32([queries * b for b in range(5)])
+        if self.splits:
+            found["num_splits"] = self.splits
+        return found
+
+    def check(self) -> None:
+        """Asserts that the call touches nothing but its operands, and that sequences without a
+        wrong entry have the results that they have beside right ones."""
+        arguments = self.arguments()
+        wanted = self.run(arguments, next(iter(memories())))
+        wrong = set()
+        for name, index, value in self.faults:
+            arguments[name] = arguments[name].clone()
+            arguments[name][index] = value
+            wrong |= {index[0] - 1, index[0]} if name == "cu_seqlens_q" else {index[0]}
+        queries = arguments["q"].shape[0] // 4
+        for memory in memories():
+            found = self.run(arguments, memory)
+            for b in {0, 1, 2, 3} - wrong:
+                rows = slice(queries * b, queries * (b + 1)) if self.packed else b
+                assert torch.equal(found[rows], wanted[rows]), f"sequence {b}"
+
+    def run(self, arguments: dict[str, Any], memory: Memory) -> Tensor:
+        """The output, in that memory."""
+        placed = {n: memory.copy(x) if isinstance(x, Tensor) else x for n, x in arguments.items()}
+        with torch.no_grad(), allocating(memory):
+            out = attngen.attention(**placed, backend="cuda")
+        if oracle.DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        memory.check()
+        return out.clone()

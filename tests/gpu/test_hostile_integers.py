@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from . import hostile
-from .hostile import HIGHEST, LOWEST, Hostile
+from .hostile import HIGHEST, LOWEST, Hostile, HostilePages
 from .varlen import Call, Features
 
 pytestmark = pytest.mark.gpu
@@ -76,10 +76,43 @@ CALLS = [
     Hostile(Call("bshd", (70, 0, 128, 33), (90, 0, 5, 70), room=(128, 100), d=64,
                  more=Features(seen=0.7, bias="post_scale")), USED[0], deterministic=True),
 ]  # fmt: skip
-KERNELS = list(dict.fromkeys(each.call.spec for each in CALLS))
+TABLE = (
+    ("page_table", (0, 1), LOWEST),
+    ("page_table", (0, 4), HIGHEST),
+    ("page_table", (3, 0), -1),
+    ("page_table", (3, 1), 20),
+    ("page_table", (3, 2), HIGHEST),
+    ("page_table", (1, 4), LOWEST),
+)
+LENGTHS_OF_PAGES = (
+    ("seqused_kv", (0,), HIGHEST),
+    ("seqused_kv", (2,), LOWEST),
+    ("seqused_kv", (3,), 81),
+)
+QUERIES = (("cu_seqlens_q", (2,), HIGHEST), ("cu_seqlens_q", (0,), LOWEST))
+PAGES = [
+    HostilePages(faults, splits, packed, page)
+    for faults in (TABLE, LENGTHS_OF_PAGES)
+    for splits, packed, page in (
+        (0, False, 16),
+        (0, True, 16),
+        (1, True, 16),
+        (3, False, 16),
+        (2, True, 5),
+    )
+]
+PAGES += [
+    *(HostilePages(QUERIES, splits, True) for splits in (0, 1, 3)),
+    *(
+        HostilePages((*TABLE, *LENGTHS_OF_PAGES), splits, True, kv_dtype="e4m3")
+        for splits in (0, 2)
+    ),
+    HostilePages((*TABLE, *LENGTHS_OF_PAGES, *QUERIES), 2, True, 64, d=128),
+]
+KERNELS = list(dict.fromkeys(each.spec for each in (*(x.call for x in CALLS), *PAGES)))
 
 
-@pytest.mark.parametrize("case", CALLS, ids=str)
+@pytest.mark.parametrize("case", [*CALLS, *PAGES], ids=str)
 def test_garbage_touches_nothing_but_operands(case):
     case.check()
 

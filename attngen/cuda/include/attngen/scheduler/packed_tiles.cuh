@@ -6,8 +6,8 @@
 
 namespace attngen {
 
-// kRows rows a tile, `rows_each` of a token. Those of sequence s begin at first(s), at least as many
-// as its rows fill, whatever lies elsewhere: of a sequence in the tensor the last one is below
+// kRows rows a tile, `rows_each` of a token. Those of sequence s begin at first(s), at least as
+// many as its rows fill, whatever lies elsewhere: of a sequence in the tensor the last one is below
 // tokens * rows_each / kRows + sequences. Two that follow each other share none.
 template <int kRows, class Sequence>
 struct PackedTiles {
