@@ -54,7 +54,7 @@ def numbers_of(
             for field, value in zip(fields, page_numbers(extents[name].seq), strict=True):
                 found[f"{name}_{field}"] = value
             found["kv_len"] = keys_of(extents, optional)
-    if found and (mask := optional["attn_mask"]) is not None:
+    if found and (mask := optional.get("attn_mask")) is not None:
         reach = reach_of(mask).get("kv_longest", found["kv_len"])
         found["kv_len"] = min(found["kv_len"], reach)
     return found

@@ -271,8 +271,6 @@ def test_more_ctas_than_a_grid_holds_are_refused(make_problem, monkeypatch):
     problem = make_problem(64, direction="bwd")
     prepare, *_ = plans(problem, ARCH)
     loaded = LoadedKernel("handle", render_problem(problem, prepare).kernel, 0, SMS)
-    many = {
-        each: x._replace(heads=1 << 16, batch=1 << 15) for each, x in extents(64, 64).items()
-    }
+    many = {each: x._replace(heads=1 << 16, batch=1 << 15) for each, x in extents(64, 64).items()}
     with pytest.raises(LaunchError, match="this kernel takes at most 2147483647"):
         launch.prepare(loaded, many, SCALARS)
