@@ -179,10 +179,14 @@ struct PackedSequence {
   // the first sequence, -1, too. None behind one that does not.
   ATTNGEN_HD Range gap(int batch, int sequences) const {
     if (batch >= 0 && !lies(batch)) return {0, 0};
-    int next = batch + 1;
-    while (next < sequences && !lies(next)) ++next;
     const Span own = batch < 0 ? Span{0, 0} : span(batch);
-    return {own.start + own.length, next < sequences ? first_token(next) : len};
+    return {own.start + own.length, gap_end(batch, sequences)};
+  }
+  ATTNGEN_HD int gap_end(int batch, int sequences) const {
+    do {
+      if (++batch >= sequences) return len;
+    } while (!lies(batch));
+    return static_cast<const int*>(offsets)[batch];
   }
   // Whether there may be rows that belong to none.
   ATTNGEN_HD bool may_have_gaps(int sequences) const {
@@ -212,6 +216,7 @@ struct UsedSequence {
   ATTNGEN_HD int first_token(int) const { return 0; }
   // Rows behind the sequence that belong to none; before the first sequence, -1, there are none.
   ATTNGEN_HD Range gap(int batch, int) const { return {batch < 0 ? len : length(batch), len}; }
+  ATTNGEN_HD int gap_end(int, int) const { return len; }
   // Whether there may be rows that belong to none.
   ATTNGEN_HD bool may_have_gaps(int) const { return least == 0; }
   // Place of the tensor's row among floats [b, heads, len].
@@ -419,7 +424,12 @@ struct Scheduler {
 
   ATTNGEN_DEVICE void publish(int index, int tiles) {
     const TileCoord tile = order.at<kLongestFirst, 4>(index);
-    const Context ctx = tile_context(p, tile.batch, tile.head);
+    // One side after the other, each once: the thread has few registers.
+    const SequenceIndex q_place = q_sequence(p).batch_index(forget(tile.batch));
+    slot->q_token = q_place.start;
+    const int q_len = forget(q_place.length);
+    const int kv_len = kv_sequence(p).length(tile.batch);
+    const Context ctx = {tile.batch, tile.head, q_len, kv_len, p.bottom_right ? kv_len - q_len : 0};
     const int first = tile.row_block * kTileM;
     const int last = min_of(first + kTileM, ctx.q_len) - 1;
     const BlockRange blocks = KvIteration::blocks<kTileN>(mask_list(p), ctx, first, last);
@@ -431,7 +441,6 @@ struct Scheduler {
     // A tile that sees no key visits one block, in which every key is masked.
     slot->block_end = max_of(blocks.end, blocks.begin + 1);
     slot->q_length = ctx.q_len;
-    slot->q_token = q_sequence(p).first_token(tile.batch);
     slot->share = index;
     slot->shares = max_of(tiles, static_cast<int>(gridDim.x));
     slot->kv_length = ctx.kv_len;

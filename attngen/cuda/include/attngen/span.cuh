@@ -17,15 +17,27 @@ ATTNGEN_HD int difference(int end, int begin) {
   return static_cast<int>(static_cast<u32>(end) - static_cast<u32>(begin));
 }
 
-// Whether a tensor of `rows` rows has all of the span, which is of `longest` rows at most.
-ATTNGEN_HD bool lies_within(Span span, int rows, int longest) {
-  const u32 room = static_cast<u32>(rows) - static_cast<u32>(span.start);
-  return static_cast<u32>(span.start) <= static_cast<u32>(rows) &&
-         static_cast<u32>(span.length) <= min_of(room, static_cast<u32>(longest));
+// Whether a tensor of `rows` rows has a row, or its end, there.
+ATTNGEN_HD bool is_place(int start, int rows) {
+  return static_cast<u32>(start) <= static_cast<u32>(rows);
 }
-// The span, or none of the rows: to shorten it would let it reach over its neighbours' rows.
+// Rows of a span that begins there at most: as many as the tensor has from there on, `longest` if
+// these are fewer.
+ATTNGEN_HD u32 room_from(int start, int rows, int longest) {
+  const u32 room = is_place(start, rows) ? static_cast<u32>(rows) - static_cast<u32>(start) : 0u;
+  return min_of(room, static_cast<u32>(longest));
+}
+// Whether the tensor has all of the span.
+ATTNGEN_HD bool lies_within(Span span, int rows, int longest) {
+  const u32 room = room_from(span.start, rows, longest);
+  return is_place(span.start, rows) && static_cast<u32>(span.length) <= room;
+}
+// The span, or none of the rows: to shorten it would let it reach over its neighbours' rows. In few
+// registers, since some find it between products.
 ATTNGEN_HD Span span_within(Span span, int rows, int longest) {
-  return lies_within(span, rows, longest) ? span : Span{0, 0};
+  const u32 room = room_from(span.start, rows, longest);
+  return {is_place(span.start, rows) ? span.start : 0,
+          static_cast<u32>(span.length) <= room ? span.length : 0};
 }
 // How many of its first positions a sequence uses that has room for so many.
 ATTNGEN_HD int length_within(int length, int room) { return min_of(max_of(length, 0), room); }

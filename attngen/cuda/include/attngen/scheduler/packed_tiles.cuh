@@ -15,7 +15,10 @@ struct PackedTiles {
   int sequences;
   int rows_each = 1;
 
-  ATTNGEN_HD int first(int s) const { return sequence.first_token(s) * rows_each / kRows + s; }
+  ATTNGEN_HD static int first_of(int first_token, int s, int rows_each = 1) {
+    return first_token * rows_each / kRows + s;
+  }
+  ATTNGEN_HD int first(int s) const { return first_of(sequence.first_token(s), s, rows_each); }
   // The sequence among whose tiles `tile` is, or behind which it lies unused; the first one for
   // those before it, too. Sequences that do not lie in the tensor are passed over, so that it is
   // found if it follows the others that do, and they follow it.
