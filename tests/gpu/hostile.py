@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -60,6 +61,24 @@ class Zones:
         assert all(bool((zone == 0xFF).all()) for zone in self._zones), "written outside"
 
 
+class OnDevice:
+    """Tensors of a device, each an allocation, whose bounds a tool looks at."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def empty_strided(
+        self, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        return torch.empty_strided(tuple(sizes), tuple(strides), dtype=dtype, device=self._device)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device)
+
+    def check(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
 def memories() -> Iterator[Memory]:
     """Those that show an access outside: of an emulated device exactly, at either end."""
     if oracle.DEVICE.type == "cuda":
@@ -116,6 +135,16 @@ def wrapped(number: int) -> int:
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
+def told(faults: Sequence[tuple[str, Any, int]]) -> str:
+    """Some of them, and how many there are."""
+    values = {LOWEST: "lowest", HIGHEST: "highest"}
+    words = [
+        f"{name.removeprefix('cu_seqlens_')}{str(index).replace(' ', '')}={values.get(x, x)}"
+        for name, index, x in faults
+    ]
+    return "-".join([*words[:2], *[f"of{len(words)}"] * (len(words) > 2)])
+
+
 @dataclass(frozen=True)
 class Hostile:
     """A call, and which entries of its integers become what. `exact`: the same bits again."""
@@ -125,11 +154,14 @@ class Hostile:
     deterministic: bool = False
 
     def __str__(self) -> str:
-        values = {LOWEST: "lowest", HIGHEST: "highest"}
-        faults = (
-            f"{n.removeprefix('cu_seqlens_')}{i}={values.get(x, x)}" for n, i, x in self.faults
+        return "-".join(
+            (str(self.call), told(self.faults), *["deterministic"] * self.deterministic)
         )
-        return "-".join((str(self.call), *faults, *["deterministic"] * self.deterministic))
+
+    @property
+    def spec(self) -> attngen.AttentionSpec:
+        """The kernels that serve the call, both directions."""
+        return dataclasses.replace(self.call.spec, deterministic=self.deterministic)
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `attention`, faults and all."""
@@ -139,16 +171,18 @@ class Hostile:
             found[name][index] = value
         return found
 
-    def check(self) -> None:
-        """Asserts that the call touches nothing but its operands, and that sane sequences have the
-        results of a call in which all others are empty."""
+    def check(self, places: Sequence[Memory] = (), surely_wrong: bool = True) -> None:
+        """Asserts that the call touches nothing but its operands, in each of these memories, or
+        all, and that sane sequences have the results of a call in which all others are empty.
+        surely_wrong: whether there must be others."""
         hostile = self.arguments()
         tamed, sane = self.tamed(hostile)
-        wanted = self.run(Zones() if oracle.DEVICE.type == "cuda" else Fences(at_end=True), tamed)
-        assert not self.faults or not all(sane.values()) or self.call.room, "nothing is wrong"
-        for memory in memories():
-            found = self.run(memory, hostile)
-            self.compare(found, wanted, tamed, sane)
+        if surely_wrong and self.faults:
+            assert self.call.room or not all(sane.values()), "nothing is wrong"
+        places = places or [*memories()]
+        wanted = self.run(places[0], tamed)
+        for memory in places:
+            self.compare(self.run(memory, hostile), wanted, tamed, sane)
 
     def tamed(self, hostile: dict[str, Any]) -> tuple[dict[str, Any], dict[int, bool]]:
         """The arguments with none but sane sequences, and which these are."""
@@ -191,10 +225,8 @@ class Hostile:
                 d_o = self.filled(self.call.tensor("q", self.call.heads[0], d_v, 7))
                 present = [x for x in placed if x is not None]
                 found += torch.autograd.grad(out, present, memory.copy(d_o))
-        if oracle.DEVICE.type == "cuda":
-            torch.cuda.synchronize()
         memory.check()
-        return [x.clone() for x in found]
+        return [x.to(oracle.DEVICE, copy=True) for x in found]
 
     def filled(self, x: Tensor) -> Tensor:
         """An operand, less the NaN that dense ones have where positions are not in use: lengths
@@ -249,7 +281,8 @@ class Hostile:
 @dataclass(frozen=True)
 class HostilePages:
     """Queries over pages of so many positions, split or as prompts (no `splits`), whose lengths in
-    use and whose table have entries that become others: a name, an index, a value each."""
+    use and whose table have entries that become others: a name, an index, a value each. `reach`:
+    keys of an arbitrary mask, less than pages have room for."""
 
     faults: tuple[tuple[str, tuple[int, ...], int], ...]
     splits: int = 0
@@ -257,12 +290,12 @@ class HostilePages:
     page: int = 16
     kv_dtype: str = ""
     d: int = 64
+    reach: int = 0
 
     def __str__(self) -> str:
-        values = {LOWEST: "lowest", HIGHEST: "highest"}
-        faults = (f"{n}{'.'.join(map(str, i))}={values.get(x, x)}" for n, i, x in self.faults)
         kind = f"pages{self.page}-d{self.d}-splits{self.splits}" + "-packed" * self.packed
-        return "-".join((kind, *filter(None, [self.kv_dtype]), *faults))
+        kind += f"-reach{self.reach}" * bool(self.reach)
+        return "-".join((kind, *filter(None, [self.kv_dtype]), told(self.faults)))
 
     @property
     def layout(self) -> str:
@@ -273,7 +306,7 @@ class HostilePages:
         """The kernels that serve the call."""
         return attngen.AttentionSpec(
             self.d, layout=self.layout, mask="causal", decode=self.splits > 0,
-            kv_dtype=self.kv_dtype or None, directions=("fwd",),
+            kv_dtype=self.kv_dtype or None, directions=("fwd",), attn_mask=self.reach > 0,
         )  # fmt: skip
 
     def arguments(self) -> dict[str, Any]:
@@ -282,7 +315,7 @@ class HostilePages:
         k, v = (oracle.randn(4 * width, self.page, 2, self.d, seed=n) for n in (1, 2))
         if self.kv_dtype:
             k, v = (x.to(torch.float8_e4m3fn) for x in (k, v))
-        lengths = [width * self.page, self.page + 1, 0, 2 * self.page]
+        lengths = [self.reach or width * self.page, self.page + 1, 0, 2 * self.page]
         table = torch.randperm(4 * width, generator=torch.Generator().manual_seed(0)).int()
         shape = (4 * queries, 8, self.d) if self.packed else (4, queries, 8, self.d)
         found: dict[str, Any] = {
@@ -293,24 +326,28 @@ class HostilePages:
         if self.kv_dtype:
             one = torch.ones(1, device=oracle.DEVICE)
             found |= {"descale_k": one, "descale_v": one}
+        if self.reach:
+            shape = (4, 8, queries, self.reach)
+            found["attn_mask"] = oracle.randn(*shape, dtype=torch.float32, seed=4) > -0.5
         if self.packed:
             found["cu_seqlens_q"] = int32([queries * b for b in range(5)])
         if self.splits:
             found["num_splits"] = self.splits
         return found
 
-    def check(self) -> None:
-        """Asserts that the call touches nothing but its operands, and that sequences without a
-        wrong entry have the results that they have beside right ones."""
-        arguments = self.arguments()
-        wanted = self.run(arguments, next(iter(memories())))
+    def check(self, places: Sequence[Memory] = ()) -> None:
+        """Asserts that the call touches nothing but its operands, in each of these memories, or
+        all, and that sequences without a wrong entry have the results that they have beside right
+        ones."""
+        arguments, places = self.arguments(), places or [*memories()]
+        wanted = self.run(arguments, places[0])
         wrong = set()
         for name, index, value in self.faults:
             arguments[name] = arguments[name].clone()
             arguments[name][index] = value
             wrong |= {index[0] - 1, index[0]} if name == "cu_seqlens_q" else {index[0]}
         queries = arguments["q"].shape[0] // 4
-        for memory in memories():
+        for memory in places:
             found = self.run(arguments, memory)
             for b in {0, 1, 2, 3} - wrong:
                 rows = slice(queries * b, queries * (b + 1)) if self.packed else b
@@ -321,7 +358,5 @@ class HostilePages:
         placed = {n: memory.copy(x) if isinstance(x, Tensor) else x for n, x in arguments.items()}
         with torch.no_grad(), allocating(memory):
             out = attngen.attention(**placed, backend="cuda")
-        if oracle.DEVICE.type == "cuda":
-            torch.cuda.synchronize()
         memory.check()
-        return out.clone()
+        return out.to(oracle.DEVICE, copy=True)
