@@ -84,6 +84,7 @@ LENGTHS_OF_PAGES = (
     ("seqused_kv", (2,), LOWEST),
     ("seqused_kv", (3,), 81),
 )
+BEYOND = (("seqused_kv", (0,), LOWEST), ("seqused_kv", (3,), HIGHEST))
 QUERIES = (("cu_seqlens_q", (2,), HIGHEST), ("cu_seqlens_q", (0,), LOWEST))
 PAGES = [
     HostilePages(faults, splits, packed, page)
@@ -97,7 +98,7 @@ PAGES = [
     )
 ]
 PAGES += [
-    *(HostilePages(LENGTHS_OF_PAGES, 0, packed, reach=40) for packed in (False, True)),
+    *(HostilePages(BEYOND, 0, packed, 256, reach=70) for packed in (False, True)),
     *(HostilePages(QUERIES, splits, True) for splits in (0, 1, 3)),
     *(
         HostilePages((*TABLE, *LENGTHS_OF_PAGES), splits, True, kv_dtype="e4m3")

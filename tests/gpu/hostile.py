@@ -315,7 +315,8 @@ class HostilePages:
         k, v = (oracle.randn(4 * width, self.page, 2, self.d, seed=n) for n in (1, 2))
         if self.kv_dtype:
             k, v = (x.to(torch.float8_e4m3fn) for x in (k, v))
-        lengths = [self.reach or width * self.page, self.page + 1, 0, 2 * self.page]
+        lengths = [width * self.page, self.page + 1, 0, 2 * self.page]
+        lengths = [min(length, self.reach or length) for length in lengths]
         table = torch.randperm(4 * width, generator=torch.Generator().manual_seed(0)).int()
         shape = (4 * queries, 8, self.d) if self.packed else (4, queries, 8, self.d)
         found: dict[str, Any] = {
