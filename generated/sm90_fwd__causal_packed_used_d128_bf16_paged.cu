@@ -180,9 +180,14 @@ struct PackedSequence {
   ATTNGEN_HD Range gap(int batch, int sequences) const {
     if (batch >= 0 && !lies(batch)) return {0, 0};
     const Span own = batch < 0 ? Span{0, 0} : span(batch);
-    int next = batch + 1;
-    while (next < sequences && !lies(next)) ++next;
-    return {own.start + own.length, next < sequences ? first_token(next) : len};
+    return {own.start + own.length, gap_end(batch, sequences)};
+  }
+  // Where the next sequence begins that lies in the tensor, else where this ends.
+  ATTNGEN_HD int gap_end(int batch, int sequences) const {
+    do {
+      if (++batch >= sequences) return len;
+    } while (!lies(batch));
+    return static_cast<const int*>(offsets)[batch];
   }
   // Whether there may be rows that belong to none.
   ATTNGEN_HD bool may_have_gaps(int sequences) const {
@@ -212,6 +217,7 @@ struct UsedSequence {
   ATTNGEN_HD int first_token(int) const { return 0; }
   // Rows behind the sequence that belong to none; before the first sequence, -1, there are none.
   ATTNGEN_HD Range gap(int batch, int) const { return {batch < 0 ? len : length(batch), len}; }
+  ATTNGEN_HD int gap_end(int, int) const { return len; }
   // Whether there may be rows that belong to none.
   ATTNGEN_HD bool may_have_gaps(int) const { return least == 0; }
   // Place of the tensor's row among floats [b, heads, len].

@@ -18,12 +18,10 @@ ATTNGEN_DEVICE void for_each_gap_row(Sequence sequence, int sequences, u32 share
 #pragma unroll 1
   for (u32 first = chunk * 32; first <= static_cast<u32>(sequences); first += step * 32) {
     u32 end = 0;  // of the lane's rows among those of the chunk
-    int last = 0;
     if (first + lane <= static_cast<u32>(sequences)) {
       // The first gap is before all sequences.
       const Range gap = sequence.gap(static_cast<int>(first) - 1 + lane, sequences);
       end = max_of(gap.hi - gap.lo, 0);
-      last = gap.hi;
     }
     // Gaps that are in no order may be more rows than there are, even than an integer counts.
 #pragma unroll
@@ -37,7 +35,7 @@ ATTNGEN_DEVICE void for_each_gap_row(Sequence sequence, int sequences, u32 share
       const int owner = __ffs(__ballot_sync(~0u, at < end)) - 1;
       const int behind = __shfl_sync(~0u, end, owner) - at;
       const int before = static_cast<int>(first) - 1 + owner;
-      visit(max_of(before, 0), __shfl_sync(~0u, last, owner) - behind);
+      visit(max_of(before, 0), sequence.gap_end(before, sequences) - behind);
     }
   }
 }
