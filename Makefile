@@ -39,13 +39,14 @@ test: $(VENV)/.dev
 
 # The covering set whole; of the tests of these subjects, which vary in more than kernels, one set of
 # parameters each.
-ONCE := backward_kernels decode decode_scores dropout fading first_visits forward forward_lengths forward_masks \
+ONCE := backward_kernels decode decode_scores dropout fading first_visits folded_grids forward forward_lengths forward_masks \
         forward_refusals forward_values heads_apart layouts mask_pack nested op padding paged_prompt \
         short softcap varlen waves
 EMULATE := $(PY) -m pytest -m 'gpu and not slow' --emulate -n 2 --timeout 300
 emulate: $(VENV)/.dev
 	$(EMULATE) tests/gpu/test_coverage.py
 	$(EMULATE) --each 1 $(ONCE:%=tests/gpu/test_%.py)
+	$(EMULATE) --each 16 tests/gpu/test_hostile_integers.py
 
 gpu-test:
 	PYTHONPATH=. python3 -m pytest -m gpu

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import itemgetter
@@ -137,7 +137,10 @@ def _grid(loaded: LoadedKernel, q: Extent, values: dict[str, int | float]) -> tu
     if kernel.grid == "rows":
         return -(-q.batch * q.heads * q.seq // kernel.tile_rows), 1, 1
     blocks = -(-int(values["q_blocks"]) // kernel.cta_blocks) * kernel.block_ctas
-    return blocks + int(values["key_parts"]), q.heads, q.batch
+    blocks += int(values["key_parts"])
+    if kernel.folds and max(q.heads, q.batch) > GRID_LIMIT:
+        return blocks * q.heads * q.batch, 1, 1
+    return blocks, q.heads, q.batch
 
 
 def _fill_sms(loaded: LoadedKernel, grid: tuple[int, int, int]) -> bool:
@@ -167,20 +170,19 @@ def _violations(
     ]
     if values["tiles"] + loaded.multiprocessors * loaded.kernel.ctas >= 1 << 31:
         reasons.append(f"{values['tiles']} tiles; a kernel takes fewer than 2^31")
-    if loaded.kernel.grid == "row_blocks":
-        counts = {"query heads": extents["q"].heads, "sequences": extents["q"].batch}
-        reasons += [
-            f"{count} {what}; a backward takes at most {GRID_LIMIT}"
-            for what, count in counts.items()
-            if count > GRID_LIMIT
-        ]
+    reasons += _grid_violations(_grid(loaded, extents["q"], values))
     if loaded.kernel.grid == "splits":
         rows = extents["q"].seq * int(values["group_size"])
         if rows >= LENGTH_LIMIT:
             reasons.append(f"{rows} queries of a group of heads; one has fewer than {LENGTH_LIMIT}")
-        if values["kv_len"] >= LENGTH_LIMIT:
-            room = values["kv_len"]
-            reasons.append(f"room for {room} keys; a sequence has fewer than {LENGTH_LIMIT}")
+    if values["kv_len"] >= LENGTH_LIMIT and extents["k"].seq < LENGTH_LIMIT:
+        room = values["kv_len"]
+        reasons.append(f"room for {room} keys; a sequence has fewer than {LENGTH_LIMIT}")
+    reasons += [
+        f"{each.name}={values[each.name]}; a kernel takes 32-bit integers"
+        for each in loaded.kernel.fields
+        if each.type == "i32" and not -(1 << 31) <= values[each.name] < 1 << 31
+    ]
     reasons += [
         f"{recipe.tensor}: strides {extents[recipe.tensor][4:6]} of sequences and positions have "
         "too small a common step; make it contiguous"
@@ -197,6 +199,15 @@ def _violations(
         if min(strides) < 0 or max(strides) >= TMA_STRIDE_LIMIT
     ]
     return reasons
+
+
+def _grid_violations(grid: tuple[int, int, int]) -> Iterator[str]:
+    """Axes of a grid that are longer than a launch may have them."""
+    limits = (1 << 31) - 1, GRID_LIMIT, GRID_LIMIT
+    names = "blocks of rows", "query heads", "sequences"
+    for size, limit, name in zip(grid, limits, names, strict=True):
+        if size > limit:
+            yield f"{size} {name} in a grid of {grid}; this kernel takes at most {limit}"
 
 
 def launch(prepared: Prepared, addresses: dict[str, int], stream: int) -> None:

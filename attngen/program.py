@@ -95,7 +95,8 @@ class KernelEntry:
     those that keep its share of the memory busy; `part_floats`: of `o_parts` for a row.
     `q_seq`, `kv_seq`: the problem's; they decide how its tensor maps find a sequence.
     `orders_few`: it finds the order of few sequences itself, where it has no schedule.
-    `no_lse`: it writes the output alone.
+    `no_lse`: it writes the output alone. `folds`: CTAs of more heads or sequences than a grid's
+    second and third axis may have can all be in the first.
     """
 
     entry: str
@@ -125,6 +126,7 @@ class KernelEntry:
     part_floats: int = 0
     orders_few: bool = False
     no_lse: bool = False
+    folds: bool = False
 
 
 def binaries_of_call(found: tuple[Binary, ...], second: bool) -> tuple[Binary, ...]:

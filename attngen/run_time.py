@@ -96,6 +96,8 @@ def values_of(
         "key_group": 1,
         "key_parts": 0,
         "main_follows": 1,
+        "q_longest": UNBOUNDED,
+        "kv_longest": UNBOUNDED,
         "dim_qk": q.dim,
         "dim_v": extents["v"].dim,
         "bottom_right": int(scalars.bottom_right),

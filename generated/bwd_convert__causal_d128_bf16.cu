@@ -3,6 +3,7 @@
 #include "attngen/mma/fragment.cuh"
 #include "attngen/ptx/math.cuh"
 #include "attngen/ptx/tma.cuh"
+#include "attngen/scheduler/grid_place.cuh"
 
 namespace attngen {
 
@@ -112,17 +113,18 @@ extern "C" __global__ void __launch_bounds__(128)
 bwd_convert__causal_d128_bf16__fc386b(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   __shared__ unsigned short __align__(16) rows[kRows * kPitch<kColumns>];
-  if (blockIdx.x < p.key_parts) {
-    if (blockIdx.y < p.heads_kv) convert_keys(p, rows, blockIdx.x, blockIdx.y, blockIdx.z);
+  const int ctas = p.q_blocks * kParts + p.key_parts;
+  const GridPlace at = grid_place(ctas, p.heads_q);
+  if (at.index < p.key_parts) {
+    if (at.head < p.heads_kv) convert_keys(p, rows, at.index, at.head, at.batch);
     return;
   }
   // The last ones first: their sums are in L2 when the main kernel has ended.
-  const int index = gridDim.x - 1 - blockIdx.x;
+  const int index = ctas - 1 - at.index;
+  const int head = p.heads_q - 1 - at.head;
   const int block = index / kParts;
+  const int batch = at.batches - 1 - at.batch;
   const int part = index % kParts;
-  const int head = gridDim.y - 1 - blockIdx.y;
-  const int batch = gridDim.z - 1 - blockIdx.z;
-
   const long long slot = (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;
 
   const bool summed = static_cast<const int*>(p.turns)[slot] > 0;

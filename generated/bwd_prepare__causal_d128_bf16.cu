@@ -4,7 +4,11 @@
 #include "attngen/ptx/global.cuh"
 #include "attngen/ptx/math.cuh"
 #include "attngen/ptx/tma.cuh"
+<<<<<<< HEAD
 #include "attngen/softmax/row.cuh"
+=======
+#include "attngen/scheduler/grid_place.cuh"
+>>>>>>> memory
 
 namespace attngen {
 
@@ -50,16 +54,15 @@ extern "C" __global__ void __launch_bounds__(256)
 bwd_prepare__causal_d128_bf16__df130a(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   allow_dependents();  // the main kernel waits for this one's end where it needs it
+  const int ctas = p.q_blocks;
+  const GridPlace at = grid_place(ctas, p.heads_q);
   // The last ones first: their sums are in L2 when the main kernel has ended.
-  const int index = gridDim.x - 1 - blockIdx.x;
+  const int index = ctas - 1 - at.index;
+  const int head = p.heads_q - 1 - at.head;
   const int block = index;
-  const int head = gridDim.y - 1 - blockIdx.y;
-  const int batch = gridDim.z - 1 - blockIdx.z;
-
+  const int batch = at.batches - 1 - at.batch;
   const long long slot = (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;
-
   if (threadIdx.x == 0) static_cast<int*>(p.turns)[slot] = 0;
-
   const int lane = threadIdx.x % kLanes;
   const int group = threadIdx.x / kLanes;
   const char* o = static_cast<const char*>(p.o) + 2 * (batch * p.o_stride_batch + head * p.o_stride_head);

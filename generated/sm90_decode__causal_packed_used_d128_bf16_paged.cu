@@ -10,6 +10,7 @@
 #include "attngen/ptx/matrix_move.cuh"
 #include "attngen/ptx/tma.cuh"
 #include "attngen/scheduler/kv_blocks.cuh"
+#include "attngen/scheduler/packed_tiles.cuh"
 #include "attngen/scheduler/splits.cuh"
 #include "attngen/softmax/online.cuh"
 #include "attngen/softmax/row.cuh"
@@ -125,24 +126,42 @@ struct PackedSequence {
   int len;
   const void* seqlens;
   const void* offsets;
+  int longest;
 
-  ATTNGEN_HD int length(int batch) const {
+  // Where the tensors say that the sequence lies, which may be anywhere.
+  ATTNGEN_HD Span claim(int batch) const {
     const int* ends = static_cast<const int*>(seqlens) + batch;
-    return ends[1] - ends[0];
+    return {static_cast<const int*>(offsets)[batch], difference(ends[1], ends[0])};
   }
+  // Whether that is inside the tensor; a sequence that is not has no tokens.
+  ATTNGEN_HD bool lies(int batch) const { return lies_within(claim(batch), len, longest); }
+  ATTNGEN_HD Span span(int batch) const { return span_within(claim(batch), len, longest); }
+  ATTNGEN_HD int length(int batch) const { return span(batch).length; }
   // Where a tensor map that ends where the sequence does has position 0.
   ATTNGEN_HD int first_row(int batch) const { return kLongest - length(batch); }
-  ATTNGEN_HD SequenceIndex batch_index(int batch) const { return {length(batch), first_token(batch)}; }
+  ATTNGEN_HD SequenceIndex batch_index(int batch) const {
+    const Span found = span(batch);
+    return {found.length, found.start};
+  }
   // Of one that was found before.
   ATTNGEN_HD int length(SequenceIndex index) const { return index.length; }
   ATTNGEN_HD int first_row(SequenceIndex index) const { return kLongest - index.length; }
   ATTNGEN_HD int first_token(SequenceIndex index) const { return index.start; }
   // Row of the tensor that holds position 0.
-  ATTNGEN_HD int first_token(int batch) const { return static_cast<const int*>(offsets)[batch]; }
-  // Rows behind the sequence that belong to none; before the first sequence, -1, too.
+  ATTNGEN_HD int first_token(int batch) const { return span(batch).start; }
+  // Rows behind the sequence that belong to none, up to the next one that lies in the tensor; before
+  // the first sequence, -1, too. None behind one that does not.
   ATTNGEN_HD Range gap(int batch, int sequences) const {
-    const int end = batch < 0 ? 0 : first_token(batch) + length(batch);
-    return {end, batch + 1 < sequences ? first_token(batch + 1) : len};
+    if (batch >= 0 && !lies(batch)) return {0, 0};
+    const Span own = batch < 0 ? Span{0, 0} : span(batch);
+    return {own.start + own.length, gap_end(batch, sequences)};
+  }
+  // Where the next sequence begins that lies in the tensor, else where this ends.
+  ATTNGEN_HD int gap_end(int batch, int sequences) const {
+    do {
+      if (++batch >= sequences) return len;
+    } while (!lies(batch));
+    return static_cast<const int*>(offsets)[batch];
   }
   // Whether there may be rows that belong to none.
   ATTNGEN_HD bool may_have_gaps(int sequences) const {
@@ -159,7 +178,7 @@ struct UsedSequence {
   int least;
 
   ATTNGEN_HD int length(int batch) const {
-    return min_of(max_of(static_cast<const int*>(lengths)[batch], least), len);
+    return length_within(max_of(static_cast<const int*>(lengths)[batch], least), len);
   }
   // Where a tensor map that ends where the sequence does has position 0.
   ATTNGEN_HD int first_row(int batch) const { return kLongest - length(batch); }
@@ -172,6 +191,7 @@ struct UsedSequence {
   ATTNGEN_HD int first_token(int) const { return 0; }
   // Rows behind the sequence that belong to none; before the first sequence, -1, there are none.
   ATTNGEN_HD Range gap(int batch, int) const { return {batch < 0 ? len : length(batch), len}; }
+  ATTNGEN_HD int gap_end(int, int) const { return len; }
   // Whether there may be rows that belong to none.
   ATTNGEN_HD bool may_have_gaps(int) const { return least == 0; }
   // Place of the tensor's row among floats [b, heads, len].
@@ -257,6 +277,7 @@ struct Params {
   int q_len;
   void* q_seqlens;
   void* q_offsets;
+  int q_longest;
   int kv_len;
   void* kv_lengths;
   int kv_least;
@@ -286,7 +307,7 @@ constexpr u32 kVBoxBytes = VBlocks::kBoxBytes, kVGroupBytes = VBlocks::kGroupByt
 ATTNGEN_DEVICE MaskList mask_list(const Params& p) {
   return {CausalMask{}};
 }
-ATTNGEN_DEVICE QSequence q_sequence(const Params& p) { return PackedSequence{p.q_len, p.q_seqlens, p.q_offsets}; }
+ATTNGEN_DEVICE QSequence q_sequence(const Params& p) { return PackedSequence{p.q_len, p.q_seqlens, p.q_offsets, p.q_longest}; }
 ATTNGEN_DEVICE KvSequence kv_sequence(const Params& p) { return UsedSequence{p.kv_len, p.kv_lengths, p.kv_least}; }
 
 // What a CTA does: rows of one key/value head of one sequence, and blocks of keys.
@@ -310,13 +331,15 @@ ATTNGEN_DEVICE Job find_job(const Params& p) {
   Job job;
   const int tile = blockIdx.x / p.heads_kv;
   const QSequence queries = q_sequence(p);
-  const PackedTiles<kRows> tiles = {static_cast<const int*>(p.q_seqlens), p.sequences, p.group_size};
+  const PackedTiles<kRows, QSequence> tiles = {queries, p.sequences, p.group_size};
   job.batch = tiles.sequence_of(tile);
-  job.first_row = (tile - tiles.first(job.batch)) * kRows;
+  const int within = tile - tiles.first(job.batch);
   job.first_token = queries.first_token(job.batch);
   job.kv_head = blockIdx.x % p.heads_kv;
   job.split = blockIdx.y;
   job.q_len = queries.length(job.batch);
+  // Tiles before the first sequence have rows that are no one's, like those behind another's.
+  job.first_row = within < 0 ? job.q_len * p.group_size + kRows : within * kRows;
   job.kv_len = kv_sequence(p).length(job.batch);
   job.delta = p.bottom_right ? job.kv_len - job.q_len : 0;
   const int last_row = min_of(job.first_row + kRows, job.q_len * p.group_size) - 1;

@@ -148,7 +148,7 @@ struct UsedSequence {
   int least;
 
   ATTNGEN_HD int length(int batch) const {
-    return min_of(max_of(static_cast<const int*>(lengths)[batch], least), len);
+    return length_within(max_of(static_cast<const int*>(lengths)[batch], least), len);
   }
   // Where a tensor map that ends where the sequence does has position 0.
   ATTNGEN_HD int first_row(int batch) const { return kLongest - length(batch); }
@@ -161,6 +161,7 @@ struct UsedSequence {
   ATTNGEN_HD int first_token(int) const { return 0; }
   // Rows behind the sequence that belong to none; before the first sequence, -1, there are none.
   ATTNGEN_HD Range gap(int batch, int) const { return {batch < 0 ? len : length(batch), len}; }
+  ATTNGEN_HD int gap_end(int, int) const { return len; }
   // Whether there may be rows that belong to none.
   ATTNGEN_HD bool may_have_gaps(int) const { return least == 0; }
   // Place of the tensor's row among floats [b, heads, len].

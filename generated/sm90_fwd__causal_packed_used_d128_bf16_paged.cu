@@ -152,24 +152,42 @@ struct PackedSequence {
   int len;
   const void* seqlens;
   const void* offsets;
+  int longest;
 
-  ATTNGEN_HD int length(int batch) const {
+  // Where the tensors say that the sequence lies, which may be anywhere.
+  ATTNGEN_HD Span claim(int batch) const {
     const int* ends = static_cast<const int*>(seqlens) + batch;
-    return ends[1] - ends[0];
+    return {static_cast<const int*>(offsets)[batch], difference(ends[1], ends[0])};
   }
+  // Whether that is inside the tensor; a sequence that is not has no tokens.
+  ATTNGEN_HD bool lies(int batch) const { return lies_within(claim(batch), len, longest); }
+  ATTNGEN_HD Span span(int batch) const { return span_within(claim(batch), len, longest); }
+  ATTNGEN_HD int length(int batch) const { return span(batch).length; }
   // Where a tensor map that ends where the sequence does has position 0.
   ATTNGEN_HD int first_row(int batch) const { return kLongest - length(batch); }
-  ATTNGEN_HD SequenceIndex batch_index(int batch) const { return {length(batch), first_token(batch)}; }
+  ATTNGEN_HD SequenceIndex batch_index(int batch) const {
+    const Span found = span(batch);
+    return {found.length, found.start};
+  }
   // Of one that was found before.
   ATTNGEN_HD int length(SequenceIndex index) const { return index.length; }
   ATTNGEN_HD int first_row(SequenceIndex index) const { return kLongest - index.length; }
   ATTNGEN_HD int first_token(SequenceIndex index) const { return index.start; }
   // Row of the tensor that holds position 0.
-  ATTNGEN_HD int first_token(int batch) const { return static_cast<const int*>(offsets)[batch]; }
-  // Rows behind the sequence that belong to none; before the first sequence, -1, too.
+  ATTNGEN_HD int first_token(int batch) const { return span(batch).start; }
+  // Rows behind the sequence that belong to none, up to the next one that lies in the tensor; before
+  // the first sequence, -1, too. None behind one that does not.
   ATTNGEN_HD Range gap(int batch, int sequences) const {
-    const int end = batch < 0 ? 0 : first_token(batch) + length(batch);
-    return {end, batch + 1 < sequences ? first_token(batch + 1) : len};
+    if (batch >= 0 && !lies(batch)) return {0, 0};
+    const Span own = batch < 0 ? Span{0, 0} : span(batch);
+    return {own.start + own.length, gap_end(batch, sequences)};
+  }
+  // Where the next sequence begins that lies in the tensor, else where this ends.
+  ATTNGEN_HD int gap_end(int batch, int sequences) const {
+    do {
+      if (++batch >= sequences) return len;
+    } while (!lies(batch));
+    return static_cast<const int*>(offsets)[batch];
   }
   // Whether there may be rows that belong to none.
   ATTNGEN_HD bool may_have_gaps(int sequences) const {
@@ -186,7 +204,7 @@ struct UsedSequence {
   int least;
 
   ATTNGEN_HD int length(int batch) const {
-    return min_of(max_of(static_cast<const int*>(lengths)[batch], least), len);
+    return length_within(max_of(static_cast<const int*>(lengths)[batch], least), len);
   }
   // Where a tensor map that ends where the sequence does has position 0.
   ATTNGEN_HD int first_row(int batch) const { return kLongest - length(batch); }
@@ -199,6 +217,7 @@ struct UsedSequence {
   ATTNGEN_HD int first_token(int) const { return 0; }
   // Rows behind the sequence that belong to none; before the first sequence, -1, there are none.
   ATTNGEN_HD Range gap(int batch, int) const { return {batch < 0 ? len : length(batch), len}; }
+  ATTNGEN_HD int gap_end(int, int) const { return len; }
   // Whether there may be rows that belong to none.
   ATTNGEN_HD bool may_have_gaps(int) const { return least == 0; }
   // Place of the tensor's row among floats [b, heads, len].
@@ -295,6 +314,7 @@ struct Params {
   int q_len;
   void* q_seqlens;
   void* q_offsets;
+  int q_longest;
   int kv_len;
   void* kv_lengths;
   int kv_least;
@@ -318,7 +338,7 @@ static_assert(sizeof(Params) == 960, "packed by the host");
 ATTNGEN_DEVICE MaskList mask_list(const Params& p) {
   return {CausalMask{}};
 }
-ATTNGEN_DEVICE QSequence q_sequence(const Params& p) { return PackedSequence{p.q_len, p.q_seqlens, p.q_offsets}; }
+ATTNGEN_DEVICE QSequence q_sequence(const Params& p) { return PackedSequence{p.q_len, p.q_seqlens, p.q_offsets, p.q_longest}; }
 ATTNGEN_DEVICE KvSequence kv_sequence(const Params& p) { return UsedSequence{p.kv_len, p.kv_lengths, p.kv_least}; }
 
 ATTNGEN_DEVICE Context tile_context(const Params& p, int batch, int head) {
@@ -405,7 +425,12 @@ struct Scheduler {
 
   ATTNGEN_DEVICE void publish(int index, int tiles) {
     const TileCoord tile = order.at<kLongestFirst, 4>(index);
-    const Context ctx = tile_context(p, tile.batch, tile.head);
+    // One side after the other, each once: the thread has few registers.
+    const SequenceIndex q_place = q_sequence(p).batch_index(forget(tile.batch));
+    slot->q_token = q_place.start;
+    const int q_len = forget(q_place.length);
+    const int kv_len = kv_sequence(p).length(tile.batch);
+    const Context ctx = {tile.batch, tile.head, q_len, kv_len, p.bottom_right ? kv_len - q_len : 0};
     const int first = tile.row_block * kTileM;
     const int last = min_of(first + kTileM, ctx.q_len) - 1;
     const BlockRange blocks = KvIteration::blocks<kTileN>(mask_list(p), ctx, first, last);
@@ -417,7 +442,6 @@ struct Scheduler {
     // A tile that sees no key visits one block, in which every key is masked.
     slot->block_end = max_of(blocks.end, blocks.begin + 1);
     slot->q_length = ctx.q_len;
-    slot->q_token = q_sequence(p).first_token(tile.batch);
     slot->share = index;
     slot->shares = max_of(tiles, static_cast<int>(gridDim.x));
     slot->kv_length = ctx.kv_len;

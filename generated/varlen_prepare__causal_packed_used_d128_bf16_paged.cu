@@ -15,24 +15,42 @@ struct PackedSequence {
   int len;
   const void* seqlens;
   const void* offsets;
+  int longest;
 
-  ATTNGEN_HD int length(int batch) const {
+  // Where the tensors say that the sequence lies, which may be anywhere.
+  ATTNGEN_HD Span claim(int batch) const {
     const int* ends = static_cast<const int*>(seqlens) + batch;
-    return ends[1] - ends[0];
+    return {static_cast<const int*>(offsets)[batch], difference(ends[1], ends[0])};
   }
+  // Whether that is inside the tensor; a sequence that is not has no tokens.
+  ATTNGEN_HD bool lies(int batch) const { return lies_within(claim(batch), len, longest); }
+  ATTNGEN_HD Span span(int batch) const { return span_within(claim(batch), len, longest); }
+  ATTNGEN_HD int length(int batch) const { return span(batch).length; }
   // Where a tensor map that ends where the sequence does has position 0.
   ATTNGEN_HD int first_row(int batch) const { return kLongest - length(batch); }
-  ATTNGEN_HD SequenceIndex batch_index(int batch) const { return {length(batch), first_token(batch)}; }
+  ATTNGEN_HD SequenceIndex batch_index(int batch) const {
+    const Span found = span(batch);
+    return {found.length, found.start};
+  }
   // Of one that was found before.
   ATTNGEN_HD int length(SequenceIndex index) const { return index.length; }
   ATTNGEN_HD int first_row(SequenceIndex index) const { return kLongest - index.length; }
   ATTNGEN_HD int first_token(SequenceIndex index) const { return index.start; }
   // Row of the tensor that holds position 0.
-  ATTNGEN_HD int first_token(int batch) const { return static_cast<const int*>(offsets)[batch]; }
-  // Rows behind the sequence that belong to none; before the first sequence, -1, too.
+  ATTNGEN_HD int first_token(int batch) const { return span(batch).start; }
+  // Rows behind the sequence that belong to none, up to the next one that lies in the tensor; before
+  // the first sequence, -1, too. None behind one that does not.
   ATTNGEN_HD Range gap(int batch, int sequences) const {
-    const int end = batch < 0 ? 0 : first_token(batch) + length(batch);
-    return {end, batch + 1 < sequences ? first_token(batch + 1) : len};
+    if (batch >= 0 && !lies(batch)) return {0, 0};
+    const Span own = batch < 0 ? Span{0, 0} : span(batch);
+    return {own.start + own.length, gap_end(batch, sequences)};
+  }
+  // Where the next sequence begins that lies in the tensor, else where this ends.
+  ATTNGEN_HD int gap_end(int batch, int sequences) const {
+    do {
+      if (++batch >= sequences) return len;
+    } while (!lies(batch));
+    return static_cast<const int*>(offsets)[batch];
   }
   // Whether there may be rows that belong to none.
   ATTNGEN_HD bool may_have_gaps(int sequences) const {
@@ -50,7 +68,7 @@ struct UsedSequence {
   int least;
 
   ATTNGEN_HD int length(int batch) const {
-    return min_of(max_of(static_cast<const int*>(lengths)[batch], least), len);
+    return length_within(max_of(static_cast<const int*>(lengths)[batch], least), len);
   }
   // Where a tensor map that ends where the sequence does has position 0.
   ATTNGEN_HD int first_row(int batch) const { return kLongest - length(batch); }
@@ -63,6 +81,7 @@ struct UsedSequence {
   ATTNGEN_HD int first_token(int) const { return 0; }
   // Rows behind the sequence that belong to none; before the first sequence, -1, there are none.
   ATTNGEN_HD Range gap(int batch, int) const { return {batch < 0 ? len : length(batch), len}; }
+  ATTNGEN_HD int gap_end(int, int) const { return len; }
   // Whether there may be rows that belong to none.
   ATTNGEN_HD bool may_have_gaps(int) const { return least == 0; }
   // Place of the tensor's row among floats [b, heads, len].
@@ -81,6 +100,7 @@ struct Params {
   int q_len;
   void* q_seqlens;
   void* q_offsets;
+  int q_longest;
   int kv_len;
   void* kv_lengths;
   int kv_least;
@@ -93,25 +113,25 @@ static_assert(sizeof(Params) == 72, "packed by the host");
 
 using QSequence = PackedSequence;
 using KvSequence = UsedSequence;
-ATTNGEN_DEVICE QSequence q_sequence(const Params& p) { return PackedSequence{p.q_len, p.q_seqlens, p.q_offsets}; }
+ATTNGEN_DEVICE QSequence q_sequence(const Params& p) { return PackedSequence{p.q_len, p.q_seqlens, p.q_offsets, p.q_longest}; }
 ATTNGEN_DEVICE KvSequence kv_sequence(const Params& p) { return UsedSequence{p.kv_len, p.kv_lengths, p.kv_least}; }
 
-// Sum of x over the CTA's threads up to this one. `sums`: an int a warp.
+// Sum of x over the CTA's threads up to this one, kMostTiles at most. `sums`: an int a warp.
 ATTNGEN_DEVICE int sum_up_to(int x, int* sums) {
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
     const int before = __shfl_up_sync(~0u, x, distance);
-    if (lane >= distance) x += before;
+    if (lane >= distance) x = add_tiles(x, before);
   }
   if (lane == 31) sums[warp] = x;
   __syncthreads();
   int before = lane < warp ? sums[lane] : 0;
 #pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) before += __shfl_xor_sync(~0u, before, distance);
+  for (int distance = 1; distance < 32; distance *= 2) before = add_tiles(before, __shfl_xor_sync(~0u, before, distance));
   __syncthreads();
-  return x + before;
+  return add_tiles(x, before);
 }
 
 // Writes the order of the sequences: the time of a tile grows with the length of the other axis.
@@ -145,7 +165,7 @@ ATTNGEN_DEVICE void write_schedule(ScheduledSequence* schedule, Own own, Other o
       const int batch = place >= sequences ? -1 : sequences > kThreads ? schedule[1 + place].batch : order[place];
       const int tiles = batch < 0 ? 0 : ceil_div(own.length(batch), kRows);
       const int kept = kept_tiles<kTailShare>(tiles);
-      const int end = total + sum_up_to((tail ? kept : tiles - kept) * heads, sums);
+      const int end = add_tiles(total, sum_up_to((tail ? kept : tiles - kept) * heads, sums));
       if (batch >= 0) schedule[1 + tail * sequences + place] = {batch, end, tiles, tail ? 0 : group(batch)};
       if (thread == kThreads - 1) sums[0] = end;
       __syncthreads();

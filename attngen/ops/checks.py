@@ -36,6 +36,7 @@ from .transforms import refuse_tangents
 SCALE_LIMIT = 2.0**127  # in log2 units it must still be a float32
 PAGES, BIAS = map(INPUTS.index, ("page_table_k", "bias"))
 OFFSET_LIMIT = 1 << 31  # elements; kernels index scales in 32 bits
+TILED = ("bias", "attn_mask")  # but not what they read in tiles
 
 
 def refuse_derivatives(operands: Operands, arguments: Arguments, gradients: bool) -> None:
@@ -177,7 +178,8 @@ def _variant_violations(
     if not (arguments.softcap == 0 or 1 / SCALE_LIMIT < arguments.softcap < SCALE_LIMIT):
         yield f"softcap={arguments.softcap}: kernels take a positive float32 number, 0 for none"
     for name, tensor in optional.items():
-        if tensor is not None and name != "bias" and _last_offset(tensor) >= OFFSET_LIMIT:
+        far = tensor is not None and name not in TILED and _last_offset(tensor) >= OFFSET_LIMIT
+        if tensor is not None and far:
             yield f"{name}: strides {tensor.stride()} reach beyond 2^31 elements"
 
 

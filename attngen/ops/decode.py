@@ -11,6 +11,7 @@ from ..errors import SpecError
 from ..layouts import parse
 from ..load import LoadedKernel
 from ..run_time import MAX_SPLITS, Extent, Places, choose_splits, row_tiles
+from .mask_bits import reach_of
 from .operands import keys_of
 from .signature import Arguments
 
@@ -53,6 +54,9 @@ def numbers_of(
             for field, value in zip(fields, page_numbers(extents[name].seq), strict=True):
                 found[f"{name}_{field}"] = value
             found["kv_len"] = keys_of(extents, optional)
+    if found and (mask := optional.get("attn_mask")) is not None:
+        reach = reach_of(mask).get("kv_longest", found["kv_len"])
+        found["kv_len"] = min(found["kv_len"], reach)
     return found
 
 

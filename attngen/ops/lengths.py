@@ -54,10 +54,15 @@ def rows_of_none(lse: Tensor, given: Mapping[str, Tensor | None]) -> Tensor | No
     if (ends := given.get("cu_seqlens_q")) is None:
         return None
     offsets = given.get("cu_seqlens_q_padded")
-    starts = (ends if offsets is None else offsets)[:-1]
+    starts = (ends if offsets is None else offsets)[:-1].long()
+    lengths = ends.long().diff()
+    # As kernels have it, whatever the integers say: what does not lie in the tensor has no rows.
+    lies = (starts >= 0) & (lengths >= 0) & (starts + lengths <= rows)
+    starts, lengths = starts.where(lies, 0), lengths.where(lies, 0)
     steps = torch.zeros(rows + 1, dtype=torch.int32, device=lse.device)
-    steps.index_add_(0, starts, torch.ones_like(starts))
-    steps.index_add_(0, starts + ends.diff(), -torch.ones_like(starts))
+    ones = torch.ones_like(starts, dtype=torch.int32)
+    steps.index_add_(0, starts, ones)
+    steps.index_add_(0, starts + lengths, -ones)
     return steps[:-1].cumsum(0) == 0
 
 

@@ -45,6 +45,14 @@ def numbers_of(mask: Tensor, s_q: int, s_kv: int) -> dict[str, int]:
     }
 
 
+def reach_of(mask: Tensor) -> dict[str, int]:
+    """Tokens of a packed sequence that a mask reaches at most: kernels take none of one that has
+    more, of which there are no bits."""
+    rows, columns = (1, 1, *mask.shape)[-2:]
+    sides = {"q_longest": rows, "kv_longest": columns}
+    return {name: size for name, size in sides.items() if size > 1}
+
+
 def _packed(name: str, sizes: tuple[int, int, int], words: int) -> dict[str, int]:
     batch, heads, rows = sizes
     steps = {"batch": (batch, heads * rows), "head": (heads, rows), "row": (rows, 1)}

@@ -156,6 +156,7 @@ def scalars_of(
         numbers[f"{side}_least"] = UNBOUNDED if optional[f"seqused_{side}"] is None else 0
     if (mask := optional["attn_mask"]) is not None:
         numbers |= mask_bits.numbers_of(mask, extents["q"].seq, keys_of(extents, optional))
+        numbers |= mask_bits.reach_of(mask)
     if (bias := optional["bias"]) is not None:
         numbers |= bias_of.numbers_of(bias)
     return Scalars(scale, left, right, aligned, numbers, sequences)

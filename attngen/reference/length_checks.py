@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..layouts import size
 from .call import AttentionCall, Operands, Side
+from .entry_checks import entry_violations
 from .sequences import Span
 from .sizes import agree, agree_all
 from .wording import shape_of
@@ -32,20 +32,17 @@ def value_violations(
     call: AttentionCall, operands: Operands, queries: list[Span], keys: list[Span]
 ) -> Iterator[str]:
     """Violations that the lengths themselves show, once they are on the host."""
-    q_room, kv_room = operands.dense_s_q, operands.dense_s_kv
-    if q_room is None:
-        yield from _packed_span_violations("q", queries, operands.q.shape[0])
-    if operands.layout.kv_format == "thd":
-        yield from _packed_span_violations("kv", keys, operands.k.shape[0])
-    yield from _longest_violations("q", queries, q_room, call.max_seqlen_q)
-    yield from _longest_violations("kv", keys, kv_room, call.max_seqlen_kv)
+    wrong = [*entry_violations(call, operands)]
+    yield from wrong
+    if wrong:
+        return  # of what they say no more can be told
+    yield from _longest_violations("q", queries, call.max_seqlen_q)
+    yield from _longest_violations("kv", keys, call.max_seqlen_kv)
     if operands.layout.one_length and queries != keys:
         yield (
             f"layout={operands.layout.name!r} has one length for q, k and v; got different "
             f"ones. Leave the lengths of kv out."
         )
-    if operands.layout.paged:
-        yield from _page_violations(call, operands, keys)
     yield from _extent_violations(call, operands, queries, keys)
 
 
@@ -118,55 +115,16 @@ def _paging_violations(call: AttentionCall, operands: Operands) -> Iterator[str]
         )
 
 
-def _packed_span_violations(side: Side, spans: list[Span], tokens: int) -> Iterator[str]:
-    """Sequences of packed tokens must follow each other inside the tensor without overlap."""
-    end = 0
-    for b, span in enumerate(spans):
-        if span.length < 0 or span.start < end or span.start + span.length > tokens:
-            yield (
-                f"cu_seqlens_{side} and its padded form need sequences one after another inside "
-                f"the {tokens} tokens; got tokens {span.start}..{span.start + span.length} for "
-                f"sequence {b}, after {end}. Correct the offsets."
-            )
-        end = max(end, span.start + span.length)
-
-
 def _longest_violations(
-    side: Side, spans: list[Span], room: int | None, max_seqlen: int | Tensor | None
+    side: Side, spans: list[Span], max_seqlen: int | Tensor | None
 ) -> Iterator[str]:
-    """Lengths must be in 0..room, and none longer than the maximum that the call states."""
+    """No length may be above the maximum that the call states."""
     lengths = [span.length for span in spans]
-    if room is not None and not all(0 <= length <= room for length in lengths):
-        yield (
-            f"{side} has room for {room} positions a sequence; got lengths {lengths}. "
-            f"Pass lengths in 0..{room}."
-        )
     if max_seqlen is not None and max([0, *lengths]) > max_seqlen:
         yield (
             f"max_seqlen_{side}={max_seqlen} must be no less than any length; got lengths "
             f"{lengths}. Pass at least {max(lengths)}."
         )
-
-
-def _page_violations(call: AttentionCall, operands: Operands, keys: list[Span]) -> Iterator[str]:
-    """Every position of every sequence must lie on a page that exists."""
-    fmt = operands.layout.kv_format
-    for name, x, table in zip("KV", (operands.k, operands.v), call.page_tables, strict=True):
-        pages, page_size = size(x.shape, fmt, "b"), size(x.shape, fmt, "s")
-        for b, span in enumerate(keys):
-            room = table.shape[1] * page_size
-            if not 0 <= span.length <= room:
-                yield (
-                    f"page_table of {name} has room for {room} positions; got seqused_kv"
-                    f"[{b}]={span.length}. Pass a wider table."
-                )
-                continue
-            used = table[b, : -(-span.length // page_size)].tolist() if page_size else []
-            if not all(0 <= page < pages for page in used):
-                yield (
-                    f"page_table of {name} needs pages in 0..{pages - 1}; got {used} for "
-                    f"sequence {b}. Correct the table."
-                )
 
 
 def _extent_violations(

@@ -18,7 +18,7 @@ import torch
 import attngen
 from attngen.files import headers
 from attngen.ops import operation
-from tests.emulator import compiler, device, instructions
+from tests.emulator import compiler, device, fences, instructions
 
 NUMBERS = """
 #include "cuda.hpp"
@@ -175,6 +175,24 @@ def test_fault_is_found(name, folder, monkeypatch):
                 break
     assert sum(places), "nothing was broken"
     assert re.search(found_as, message), message or "not found"
+
+
+@pytest.mark.parametrize(("at_end", "shift"), [(True, "+ 1"), (False, "- 1"), (True, "- 1")])
+def test_access_outside_operands_is_named(at_end, shift, folder, monkeypatch):
+    """Rows of the LSE, the last or the first of which lies beside a page that nobody may touch."""
+    before, wrong = "lse[i] = result.lse;", f"lse[i {shift}] = result.lse;"
+    rewrite = instructions.rewrite
+    monkeypatch.setattr(instructions, "rewrite", lambda text: rewrite(text.replace(before, wrong)))
+    q, found = torch.randn(1, 1000, 2, 64).bfloat16(), ""
+    with device.emulated(device.Emulator(folder, "early")):
+        memory = fences.Fences(at_end=at_end)
+        monkeypatch.setattr(operation, "_empty_strided_cuda", memory.empty_strided)
+        try:
+            attngen.attention(q, q, q, backend="cuda", return_lse=True)
+        except AssertionError as error:
+            found = str(error)
+    named = re.search(r"an access at 0x[0-9a-f]+, outside of every operand \(CTA ", found)
+    assert bool(named) == (at_end == (shift == "+ 1")), found
 
 
 def test_same_seed_is_the_same_launch(folder):

@@ -240,12 +240,37 @@ def test_launch_heads_beside_lengths_are_as_many_as_of_equal_ones(
         assert heads(left, right, groups, of_keys, length) == wanted
 
 
-@pytest.mark.parametrize(("name", "change"), [("query heads", "heads"), ("sequences", "batch")])
-def test_launch_more_than_a_grid_holds_is_refused(name, change, make_problem, monkeypatch) -> None:
+@pytest.mark.parametrize("change", ["heads", "batch"])
+def test_more_than_an_axis_of_a_grid_holds_are_all_in_the_first(change, make_problem, monkeypatch):
+    """But by a kernel of an earlier version, which cannot tell them apart there."""
+    monkeypatch.setattr("attngen.launch.driver", lambda: Recorder())
+    problem = make_problem(64, direction="bwd")
+    kernels = [
+        render_problem(problem, each).kernel
+        for each in plans(problem, ARCH)
+        if each.family in ("bwd_prepare", "bwd_convert")
+    ]
+    assert len(kernels) == 2
+    for kernel, count in itertools.product(kernels, (launch.GRID_LIMIT, launch.GRID_LIMIT + 1)):
+        many = {each: x._replace(**{change: count}) for each, x in extents(64, 64).items()}
+        values = run_time.values_of(kernel, many, SCALARS)
+        blocks = -(-values["q_blocks"] // kernel.cta_blocks) * kernel.block_ctas
+        q = many["q"]
+        axes = (blocks, q.heads, q.batch)
+        if count > launch.GRID_LIMIT:
+            axes = (blocks * q.heads * q.batch, 1, 1)
+        prepared = launch.prepare(LoadedKernel("handle", kernel, 0, SMS), many, SCALARS)
+        assert prepared.start[1:4] == axes
+    old = LoadedKernel("handle", dataclasses.replace(kernels[0], folds=False), 0, SMS)
+    with pytest.raises(LaunchError, match="65536 .* takes at most 65535"):
+        launch.prepare(old, many, SCALARS)
+
+
+def test_more_ctas_than_a_grid_holds_are_refused(make_problem, monkeypatch):
     monkeypatch.setattr("attngen.launch.driver", lambda: Recorder())
     problem = make_problem(64, direction="bwd")
     prepare, *_ = plans(problem, ARCH)
     loaded = LoadedKernel("handle", render_problem(problem, prepare).kernel, 0, SMS)
-    many = {each: x._replace(**{change: 65536}) for each, x in extents(64, 64).items()}
-    with pytest.raises(LaunchError, match=f"65536 {name}"):
+    many = {each: x._replace(heads=1 << 16, batch=1 << 15) for each, x in extents(64, 64).items()}
+    with pytest.raises(LaunchError, match="this kernel takes at most 2147483647"):
         launch.prepare(loaded, many, SCALARS)

@@ -100,20 +100,20 @@ REFUSED = {
         ["belongs to thd", "bshd"],
     ),
     "lengths_said_twice": ({"seqused_q": int32(1, 2), "cu_seqlens_q": CU}, ["Pass one"]),
-    "seqused_too_long": ({"seqused_kv": int32(2, 7)}, ["room for 6", "[2, 7]"]),
-    "seqused_negative": ({"seqused_q": int32(-1, 2)}, ["0..6"]),
+    "seqused_too_long": ({"seqused_kv": int32(2, 7)}, ["room for 6", "seqused_kv[1]=7", "0..6"]),
+    "seqused_negative": ({"seqused_q": int32(-1, 2)}, ["seqused_q[0]=-1", "0..6"]),
     "max_seqlen_too_small": ({"max_seqlen_q": 5}, ["max_seqlen_q=5", "at least 6"]),
     "cu_seqlens_beyond_tokens": (
         THD | {"cu_seqlens_q": int32(0, 6, 13), "cu_seqlens_kv": CU},
-        ["the 12 tokens"],
+        ["cu_seqlens_q[2]=13", "12 tokens", "6..12"],
     ),
     "cu_seqlens_decreasing": (
         THD | {"cu_seqlens_q": CU, "cu_seqlens_kv": int32(0, 6, 5)},
-        ["cu_seqlens_kv", "6..5"],
+        ["cu_seqlens_kv[2]=5", "6..12"],
     ),
     "padded_offsets_overlap": (
         THD | {"cu_seqlens_q": CU, "cu_seqlens_kv": CU, "cu_seqlens_q_padded": int32(0, 5, 12)},
-        ["5..11", "after 6"],
+        ["cu_seqlens_q_padded[1]=5", "a sequence of 6", "6..6"],
     ),
     "packed_lengths_differ": (
         {
@@ -156,7 +156,7 @@ REFUSED = {
     ),
     "paged_no_such_page": (
         PAGED | {"seqused_kv": int32(6, 6), "page_table": TABLE + 1},
-        ["0..3", "[3, 4]"],
+        ["page_table[1, 1]=4", "0..3"],
     ),
 }
 

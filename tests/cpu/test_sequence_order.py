@@ -9,10 +9,6 @@ import itertools
 import numpy as np
 import pytest
 
-from attngen import AttentionSpec, features
-from attngen.builder import render_problem
-from attngen.plan import plans
-from attngen.resolve import resolve
 from tests.cpu.wave_kit import descending, farthest_apart
 
 SOURCE = """
@@ -55,10 +51,6 @@ extern "C" void order_few(int* schedule, int heads, int share, const int* length
   (share ? few<4> : few<0>)(schedule, heads, lengths, tiles, groups);
 }
 extern "C" int class_of(int length) { return length_class(length); }
-extern "C" int block_of(const int* offsets, int b) { return first_block<4>(offsets, b); }
-extern "C" int owner_of(const int* offsets, int sequences, int block) {
-  return sequence_of_block<4>(offsets, sequences, block);
-}
 """
 
 
@@ -238,63 +230,3 @@ def test_length_classes_grow_with_the_length_and_fit(compiled):
     classes = [compiled.class_of(n) for n in sorted(lengths)]
     assert classes == sorted(classes) and 0 <= classes[0] and classes[-1] < 1024
     assert [compiled.class_of(n) for n in range(64)] == [*range(64)]
-
-
-def test_blocks_of_packed_sequences_are_their_own_wherever_they_begin(compiled):
-    for lens in itertools.product((0, 1, 3, 4, 5, 9), repeat=3):
-        for gap in (0, 1, 3):
-            offsets = [gap + sum(lens[:b]) + gap * b for b in range(4)]
-            _, pointer = ints(offsets)
-            total = offsets[-1] + gap
-            starts = [compiled.block_of(pointer, b) for b in range(3)]
-            used = [
-                start + n for start, x in zip(starts, lens, strict=True) for n in range(-(-x // 4))
-            ]
-            assert len(set(used)) == len(used) and all(n < total // 4 + 3 for n in used)
-            for b, (start, x) in enumerate(zip(starts, lens, strict=True)):
-                for n in range(-(-x // 4)):
-                    assert compiled.owner_of(pointer, 3, start + n) == b
-
-
-# The place of a CTA of the kernel before a backward: its block, or a return where it has none.
-PLACE = """
-#include "attngen/context.cuh"
-#include "attngen/scheduler/sequence_order.cuh"
-using namespace attngen;
-struct Params { int q_len; const void* q_seqlens; const void* q_offsets; int sequences; };
-struct { int x, y; } blockIdx, gridDim;
-%s
-static int marked;
-static void allow_dependents() {}
-static void run(const Params& p) {
-%s
-  (void)head, (void)first_token;
-  marked = 1 + batch * 100 + block;
-}
-extern "C" int place_of(const int* seqlens, const int* offsets, int sequences, int tokens, int ctas,
-                        int x) {
-  marked = 0, blockIdx = {x, 0}, gridDim = {ctas, 1};
-  run({tokens, seqlens, offsets, sequences});
-  return marked - 1;
-}
-"""
-
-
-def test_blocks_of_no_sequence_have_no_cta(compile_cpp):
-    """Before the first sequence, between two, and behind the last. The first CTA has the last."""
-    spec = AttentionSpec(64, layout="thd", directions=("bwd",))
-    (problem,) = resolve(spec, features.scan())
-    sources = [render_problem(problem, each) for each in plans(problem, "sm_90a")]
-    (source,) = (each for each in sources if each.kernel.entry.startswith("bwd_prepare"))
-    rows = source.kernel.row_block
-    struct = "struct PackedSequence {" + source.text.split("struct PackedSequence {")[1]
-    body = source.text.split("using namespace attngen;")[1].split("  const long long slot")[0]
-    constant = f"constexpr int kTileM = {rows};\n"
-    code = PLACE % (constant + struct.split("\n};\n")[0] + "\n};", body)
-    place_of = ctypes.CDLL(str(compile_cpp(code))).place_of
-    lens, starts, tokens = (1, 0, 2 * rows), (3 * rows + 5, 5 * rows, 5 * rows + 9), 9 * rows
-    _, seqlens = ints([0, *np.cumsum(lens)])
-    _, offsets = ints([*starts, tokens])
-    ctas = tokens // rows + 3
-    found = [place_of(seqlens, offsets, 3, tokens, ctas, x) for x in range(ctas)]
-    assert [x for x in found if x >= 0] == [201, 200, 0] and set(found) == {-1, 0, 200, 201}

@@ -1,4 +1,4 @@
-"""Keys over CTAs, packed queries over tiles, positions over pages: by the kernels' own code."""
+"""Keys over CTAs, positions over pages: by the kernels' own code."""
 
 from __future__ import annotations
 
@@ -27,13 +27,10 @@ from attngen.run_time import (
     UNEVEN,
     UNSPLIT_BUSY,
     Places,
-    blocks_of,
     choose_splits,
     share_busy,
 )
-from attngen.run_time import Extent as RunTimeExtent
 
-ROWS = 64
 RESULTS = Path(__file__).parents[2] / "docs/results/experiments.json"
 LONGEST = 1 << 30
 HARNESS = """
@@ -43,13 +40,6 @@ extern "C" void ranges(int lo, int hi, int count, int* out) {
   for (int i = 0; i < count; ++i) {
     const Range found = split_range({lo, hi}, i, count);
     out[2 * i] = found.lo, out[2 * i + 1] = found.hi;
-  }
-}
-extern "C" void tiles(const int* seqlens, int sequences, int rows_each, int count, int* out) {
-  const PackedTiles<64> packed = {seqlens, sequences, rows_each};
-  for (int tile = 0; tile < count; ++tile) {
-    out[2 * tile] = packed.sequence_of(tile);
-    out[2 * tile + 1] = (tile - packed.first(out[2 * tile])) * 64;
   }
 }
 extern "C" void pages(const int* table, int stride, const int* sizes, int batch, int n, int* out) {
@@ -103,23 +93,6 @@ def test_split_ranges_of_long_sequences_meet_end_to_end(library, a, b, count):
     found = pairs(library.ranges, count, lo, hi)
     assert found[0, 0] == lo and found[-1, 1] == hi
     assert (found[1:, 0] == found[:-1, 1]).all() and (found[:, 0] <= found[:, 1]).all()
-
-
-@settings(deadline=None)
-@given(
-    st.lists(st.integers(0, 200), min_size=1, max_size=20), st.integers(1, 130), st.integers(0, 9)
-)
-def test_packed_tiles_hold_every_row_of_every_sequence_once(library, lengths, group, start):
-    """Also where lengths are not counted from 0. The host makes as many tiles as there may be."""
-    ends = (start + np.cumsum([0, *lengths])).astype(np.int32)
-    rows = RunTimeExtent(1, sum(lengths) * group, 1, 64, 0, 0, 0)
-    count = blocks_of(rows, ROWS, "packed", len(lengths))
-    found = pairs(library.tiles, count, ends.ctypes.data_as(ctypes.c_void_p), len(lengths), group)
-    seen = {(int(s), int(first)) for s, first in found}
-    assert len(seen) == count and min(found[:, 1]) >= 0
-    for s, length in enumerate(lengths):
-        assert {(s, first) for first in range(0, length * group, ROWS)} <= seen
-        assert (s, 0) in seen  # it sees to the rows that are no one's
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 8, 12, 16, 48, 64, 100, 256])

@@ -304,6 +304,35 @@ def test_op_without_any_key_gives_sinks_to_rows_of_sequences_alone(launches, nam
     assert sink is None or torch.equal(dsink, seen.float().sum(-1).reshape(-1, HEADS).sum(0))
 
 
+def test_rows_of_none_are_those_that_lie_in_no_sequence_whatever_the_lengths_say():
+    lowest, highest = -(1 << 31), (1 << 31) - 1
+    lse = torch.zeros(2, 8)
+    for ends, starts, members in (
+        ((0, 3, 3, 5), (1, 5, 5, 9), (1, 2, 3, 5, 6)),
+        ((0, 3, highest, 5), None, (0, 1, 2)),
+        ((lowest, 3, 5, 9), None, (3, 4)),
+        ((0, 3, 5, 7), (lowest, 6, highest, 0), (6, 7)),
+        ((0, 3, 5, 7), (6, 0, 4, 8), (0, 1, 4, 5)),
+        ((5, 3, 1, 0), None, ()),
+    ):
+        given = {"cu_seqlens_q": int32(*ends)}
+        given |= {} if starts is None else {"cu_seqlens_q_padded": int32(*starts)}
+        found = lengths.rows_of_none(lse, given)
+        assert found.tolist() == [row not in members for row in range(8)]
+
+
+def test_mask_and_bias_may_reach_beyond_two_to_the_31_elements():
+    """Kernels index them in 64 bits."""
+    q = torch.empty(1, 50_000, HEADS, DIM, dtype=torch.bfloat16, device="meta")
+    arguments = Arguments(layout="bshd", out_dtype=torch.bfloat16)
+    views = {"q": q, "k": q, "v": q, "o": q}
+    extents = operands.extents_of(views, "bshd")
+    for name, dtype in (("attn_mask", torch.bool), ("bias", torch.bfloat16)):
+        large = torch.empty(50_000, 50_000, dtype=dtype, device="meta")
+        known = dict.fromkeys(OPTIONAL) | {name: large}
+        assert not checks.violations(views, extents, known, arguments, False)
+
+
 def test_spec_from_call_knows_lengths_of_dense_sides_only():
     q = SimpleNamespace(shape=(4, 2, 64), dtype="torch.bfloat16")
     kv = SimpleNamespace(shape=(2, 4, 2, 64), dtype="torch.bfloat16")

@@ -459,6 +459,7 @@ extern "C" int emulator_run(void (*entry)(const void*), const void* parameters,
   launch.seed = seed;
   launch.kernel_before = kernel_before;
   launch.deadline = std::chrono::steady_clock::now() + kLongest;
+  const Faults faults;
   if (kernel_before && launch.timing == Timing::kEarly) run_kernel_before(launch);
   std::vector<std::thread> workers;
   for (int i = 0; i < places; ++i) workers.emplace_back(work, std::ref(launch), i);

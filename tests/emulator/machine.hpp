@@ -6,6 +6,7 @@
 #pragma once
 
 #include <setjmp.h>
+#include <signal.h>
 #include <ucontext.h>
 
 #include <chrono>
@@ -139,6 +140,13 @@ void wait_until(const char* what, Ready ready) {
 }
 // Lets others run, without having got anywhere.
 void spin();
+
+// While there is one, an access to memory that is not there ends the launch with what it was.
+class Faults {
+ public:
+  Faults();
+  ~Faults();
+};
 
 // Bytes that the copy engine, or a product, reads or writes.
 const unsigned char* read_async(u32 address, u32 bytes);

@@ -40,6 +40,8 @@ from attngen.spec import SHORT_HEAD_DIM  # noqa: E402
 from tests.gpu import gradients, kv_cache, oracle, oracle_fp8, variants, varlen  # noqa: E402
 from tests.gpu.cases import Case  # noqa: E402
 from tests.gpu.cases_fp8 import Fp8Case  # noqa: E402
+from tests.gpu.cases_hostile import SOME  # noqa: E402
+from tests.gpu.hostile import Hostile, HostilePages, OnDevice  # noqa: E402
 from tests.gpu.variants import Variant  # noqa: E402
 from tests.gpu.varlen import Call, Features  # noqa: E402
 
@@ -270,11 +272,20 @@ CASES = [
             ("bshd", (0, 130), (7, 200), (140, 216), 64, 64, "padding", "pre_scale", "111s", 0.0),
         )
     ),
+    *SOME,
 ]  # fmt: skip
 
 
 def run(
-    case: Case | Fp8Case | BackwardCase | Variant | SoftcapCase | PagedCase | Call,
+    case: Case
+    | Fp8Case
+    | BackwardCase
+    | Variant
+    | SoftcapCase
+    | PagedCase
+    | Call
+    | Hostile
+    | HostilePages,
     device: torch.device,
 ) -> None:
     """One call, checked on the CPU. Raises: AssertionError where the result is wrong."""
@@ -291,6 +302,9 @@ def run(
             kv_cache.check(out, lse, given.pop("q"), **dense, **{**given, "layout": "bshd"})
         else:
             oracle.check(out, lse, oracle.truth(**given), case.layout)
+        return
+    if isinstance(case, Hostile | HostilePages):
+        case.check([OnDevice(device)])
         return
     if isinstance(case, Call):
         varlen.check(case, device=device)

@@ -141,6 +141,29 @@ def test_compiled_call_takes_its_mask():
     assert torch.equal(call(*tensors), expected)
 
 
+@pytest.mark.device
+def test_mask_past_two_to_the_31_elements_is_right_in_its_last_rows_and_columns():
+    length, rows = 50_000, 40
+    q, k, v = (x.requires_grad_() for x in oracle.operands(1, 2, 1, length, length, 64))
+    mask = torch.ones(length, length, dtype=torch.bool, device=oracle.DEVICE)
+    mask[:, : length // 2] = torch.rand(length, length // 2, device=oracle.DEVICE) > 0.5
+    mask[:-rows, -rows:] = False  # only the last queries see the last keys
+    assert mask.numel() > 1 << 31
+    out, aux = attngen.attention(q, k, v, attn_mask=mask, backend="cuda", return_lse=True)
+    d_o = oracle.randn(*out.shape, seed=5)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), d_o)
+    some = (q.detach()[:, -rows:], k.detach(), v.detach(), d_o[:, -rows:])
+    part = {"attn_mask": mask[-rows:]}
+    oracle.check(out.detach()[:, -rows:], aux.lse[..., -rows:], oracle.truth(*some[:3], **part))
+    truth, rounded = (
+        gradients.reference_gradients(some, None, dtype, **part)[2]
+        for dtype in (torch.float64, q.dtype)
+    )
+    found = (dq[:, -rows:], dk[:, -rows:], dv[:, -rows:])
+    last = [(x[0], x[1][:, -rows:], x[2][:, -rows:]) for x in (truth, rounded)]
+    gradients.check_against(found, *last)
+
+
 def test_op_mask_that_does_not_fit_is_refused():
     q, k, v = oracle.operands(2, 2, 2, 64, 64, 64)
     for wrong in (torch.ones(2, 2, 64, 63), torch.ones(3, 1, 64, 64), torch.ones(1, 2, 2, 64, 64)):

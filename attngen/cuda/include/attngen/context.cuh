@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attngen/platform.cuh"
+#include "attngen/span.cuh"
 
 namespace attngen {
 

@@ -5,6 +5,8 @@
 
 namespace attngen {
 
+constexpr u32 kMostGapRows = (1u << 31) - 1;  // of 32 gaps
+
 // `visit(batch, row)` by a whole warp for each row of the tensor that belongs to no sequence and is
 // in this one of so many shares. These divide the gaps: 32 of them a chunk, a lane each, whose rows
 // the shares of the chunk take in turn; where there are fewer shares, several chunks each.
@@ -15,26 +17,25 @@ ATTNGEN_DEVICE void for_each_gap_row(Sequence sequence, int sequences, u32 share
   const u32 chunk = share % step;
 #pragma unroll 1
   for (u32 first = chunk * 32; first <= static_cast<u32>(sequences); first += step * 32) {
-    // The first gap is before all sequences.
-    const auto gap_of = [&](int place) {
-      return sequence.gap(static_cast<int>(first) - 1 + place, sequences);
-    };
     u32 end = 0;  // of the lane's rows among those of the chunk
     if (first + lane <= static_cast<u32>(sequences)) {
-      const Range gap = gap_of(lane);
+      // The first gap is before all sequences.
+      const Range gap = sequence.gap(static_cast<int>(first) - 1 + lane, sequences);
       end = max_of(gap.hi - gap.lo, 0);
     }
+    // Gaps that are in no order may be more rows than there are, even than an integer counts.
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
       const u32 before = __shfl_up_sync(~0u, end, distance);
-      if (lane >= distance) end += before;
+      if (lane >= distance) end = min_of(end + before, kMostGapRows);
     }
     const u32 sharers = (shares - 1 - chunk) / step + 1;
 #pragma unroll 1
     for (u32 at = share / step; at < __shfl_sync(~0u, end, 31); at += sharers) {
       const int owner = __ffs(__ballot_sync(~0u, at < end)) - 1;
       const int behind = __shfl_sync(~0u, end, owner) - at;
-      visit(max_of(static_cast<int>(first) - 1 + owner, 0), gap_of(owner).hi - behind);
+      const int before = static_cast<int>(first) - 1 + owner;
+      visit(max_of(before, 0), sequence.gap_end(before, sequences) - behind);
     }
   }
 }

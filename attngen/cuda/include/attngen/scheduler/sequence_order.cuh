@@ -19,6 +19,17 @@ struct alignas(16) ScheduledSequence {
 };
 
 constexpr int kOrdered = 0x6f726421;
+// Tiles of a schedule at most, beside which a number for each CTA is left: sequences that lie over
+// each other may have more.
+constexpr int kMostTiles = 0x7fff0000;
+ATTNGEN_HD int add_tiles(int some, int others) {
+  const u32 sum = static_cast<u32>(some) + static_cast<u32>(others);
+  return static_cast<int>(min_of(sum, static_cast<u32>(kMostTiles)));
+}
+ATTNGEN_HD int tiles_of_heads(int tiles, int heads) {
+  const long long all = static_cast<long long>(tiles) * heads;
+  return static_cast<int>(min_of(all, static_cast<long long>(kMostTiles)));
+}
 // Under a window so many heads are worked on together, however many heads of queries share each.
 constexpr int kFewHeads = 4;
 
@@ -34,7 +45,7 @@ struct SequenceOrder {
   const void* schedule;
   int heads;
   int place = 1;
-  int before = 0;  // where tiles are asked for by waves, those of the sequences before
+  u32 before = 0;  // where tiles are asked for by waves, those of the sequences before
 
   ATTNGEN_HD const ScheduledSequence* sequences() const {
     return static_cast<const ScheduledSequence*>(schedule);
@@ -84,7 +95,7 @@ struct SequenceOrder {
     const int rank = within / group_heads;
     const TileCoord tile = {rank, first_head + within - rank * group_heads, found.batch};
     // Short sequences share waves.
-    const int waves = (before + ctas / 2) / ctas + first_head / group * own.count;
+    const u32 waves = (before + ctas / 2) / ctas + first_head / group * own.count;
     return {tile, own.ascends(waves, within, group * found.tiles)};
   }
 };
@@ -122,9 +133,11 @@ ATTNGEN_HD OrderPlace place_among_few(const int* lengths, const int* tiles, int 
 template <int kTailShare>
 ATTNGEN_HD void write_few(ScheduledSequence* schedule, OrderPlace at, int batch, int tiles,
                           int heads, int heads_per_group) {
-  schedule[at.place] = {batch, at.end * heads, tiles, heads_per_group};
-  if (kTailShare > 0) schedule[kFewSequences + at.place] = {batch, at.tail_end * heads, tiles, 0};
-  if (batch == 0) schedule[0] = {kOrdered, at.all * heads, 0, 0};
+  schedule[at.place] = {batch, tiles_of_heads(at.end, heads), tiles, heads_per_group};
+  if (kTailShare > 0) {
+    schedule[kFewSequences + at.place] = {batch, tiles_of_heads(at.tail_end, heads), tiles, 0};
+  }
+  if (batch == 0) schedule[0] = {kOrdered, tiles_of_heads(at.all, heads), 0, 0};
 }
 
 // Lengths sorted into classes, longer ones into higher classes: up to 63 each into its own, then 32
@@ -134,24 +147,6 @@ ATTNGEN_HD int length_class(int length) {
   int octave = 0;
   while ((length >> octave) >= 64) ++octave;
   return octave * 32 + (length >> octave);
-}
-
-// Where packed sequences begin anywhere, each has blocks of kBlock rows of its own in a workspace.
-template <int kBlock>
-ATTNGEN_HD int first_block(const int* offsets, int batch) {
-  return offsets[batch] / kBlock + batch;
-}
-// The sequence whose blocks `block` is among, or behind which it lies unused; the first one for
-// those before it, too.
-template <int kBlock>
-ATTNGEN_HD int sequence_of_block(const int* offsets, int sequences, int block) {
-  int low = 0;
-  int high = sequences;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (first_block<kBlock>(offsets, middle) <= block ? low : high) = middle;
-  }
-  return low;
 }
 
 }  // namespace attngen
