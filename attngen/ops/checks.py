@@ -93,7 +93,9 @@ def violations(
     else:
         reasons += _misplaced(q, scales, CACHE_SCALES if cached else (), arguments)
     if cached:
-        reasons += scale_violations(scales, sequences, extents["k"].heads)
+        reasons += scale_violations(
+            scales, sequences, extents["k"].heads, (torch.float32,)
+        )
     reasons += lengths.violations(q, k, v, optional, arguments, sequences)
     reasons += batch_violations(extents, arguments.layout, sequences)
     reasons += _variant_violations(extents["q"].heads, sequences, optional, arguments)

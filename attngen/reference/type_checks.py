@@ -7,6 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from .call import SCALES
+from .subclasses import unreadable
+
 # Those of FP8 and ALiBi's slopes are refused where their shapes are.
 TENSORS = (
     *("q", "k", "v", "attn_mask", "bias", "sink", "rng_state"),
@@ -29,6 +32,9 @@ def type_violations(given: Mapping[str, Any]) -> Iterator[str]:
         value = given.get(name)
         if not isinstance(value, Tensor) and (value is not None or name == "q"):
             yield f"{name} needs a tensor; got {_kind(value)}. Pass a torch.Tensor."
+    for name, value in _tensors(given):
+        if reason := unreadable(value):
+            yield f"{name} {reason}"
     tables = given.get("page_table")
     for table in tables if isinstance(tables, (tuple, list)) else (tables,):
         if not isinstance(table, Tensor) and tables is not None:
@@ -52,6 +58,16 @@ def type_violations(given: Mapping[str, Any]) -> Iterator[str]:
             f"block_mask needs a BlockMask of FlexAttention; got {_kind(block_mask)}. "
             f"Make one with create_block_mask, or pass bools as attn_mask."
         )
+
+
+def _tensors(given: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor among the arguments, with its name."""
+    tables = given.get("page_table")
+    paired = tables if isinstance(tables, (tuple, list)) else (tables,)
+    named = [(name, given.get(name)) for name in (*TENSORS, "alibi_slopes", *SCALES)]
+    for name, value in (*named, *(("page_table", table) for table in paired)):
+        if isinstance(value, Tensor):
+            yield name, value
 
 
 def is_flag(value: object) -> bool:

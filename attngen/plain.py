@@ -1,0 +1,65 @@
+"""Arguments of a call as plain Python values, whatever package their numbers come from.
+
+Neither torch nor NumPy is imported: a spec is made from a call without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# What None stands for in arguments whose default is something else.
+UNLESS_GIVEN: dict[str, Any] = {"window": (-1, -1), "mask": "none", "softcap": 0.0}
+_MASK_OF_VARIANT = {"UPPER_LEFT": "causal", "LOWER_RIGHT": "causal_bottom_right"}
+
+
+def differing(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `attention` that are not plain, as plain values: NumPy's numbers and arrays of
+    one number as Python's, a window as a pair of ints, None as what it stands for."""
+    found = {}
+    for name, value in given.items():
+        if value is None and name in UNLESS_GIVEN:
+            found[name] = UNLESS_GIVEN[name]
+        elif name == "window":
+            window = _pair(value)
+            if window is not value:
+                found[name] = window
+        elif _is_number_of_another_package(value):
+            found[name] = value.item()
+    return found
+
+
+def causal_variant(value: object) -> str | None:
+    """The mask that a `torch.nn.attention.bias.CausalBias` means; None of anything else. Such a
+    tensor has sizes and a variant, and no numbers."""
+    for kind in type(value).__mro__:
+        if (kind.__module__, kind.__name__) == ("torch.nn.attention.bias", "CausalBias"):
+            return _MASK_OF_VARIANT.get(value.variant.name)  # type: ignore[attr-defined]
+    return None
+
+
+def _pair(window: Any) -> Any:
+    """The window with sides of Python, in a tuple; itself where it is so, or has not two sides."""
+    if type(window) is tuple and all(type(side) in (int, type(None)) for side in window):
+        return window
+    if getattr(window, "shape", None) == (2,) and not hasattr(window, "requires_grad"):
+        return tuple(window.tolist())
+    if not isinstance(window, (tuple, list)):
+        return window
+    sides = tuple(
+        side.item() if _is_number_of_another_package(side) else side for side in window
+    )
+    unchanged = type(window) is tuple and all(map(_same, sides, window))
+    return window if unchanged else sides
+
+
+def _same(one: object, other: object) -> bool:
+    return one is other
+
+
+def _is_number_of_another_package(value: Any) -> bool:
+    """Whether this is a NumPy number or an array of no axes, of whatever package but torch."""
+    if type(value) in (str, int, float, bool, type(None), tuple):
+        return False
+    alone = getattr(value, "shape", None) == () and hasattr(value, "item")
+    return alone and not hasattr(value, "requires_grad")

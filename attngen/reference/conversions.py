@@ -1,0 +1,104 @@
+"""Arguments as calls give them, in the form in which attention is defined of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import layouts, plain
+from ..errors import SpecError
+from .call import SCALES, AttentionCall
+from .fp8_checks import FLOATS
+from .masks import visible
+
+LENGTHS = (
+    *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
+    *("seqused_q", "seqused_kv"),
+)
+
+
+def converted(call: AttentionCall) -> AttentionCall:
+    """The call with plain numbers, and a mask instead of a CausalBias; itself where it has these."""
+    changed = plain.differing(vars(call))
+    if changed:
+        call = AttentionCall(**{**vars(call), **changed})
+    for name in ("attn_mask", "bias"):
+        if (mask := plain.causal_variant(getattr(call, name))) is not None:
+            call = _without_causal_bias(call, name, mask)
+    return call
+
+
+def _without_causal_bias(call: AttentionCall, name: str, mask: str) -> AttentionCall:
+    """The call with a mask of that name, or with booleans where it has more that a mask's name
+    would change: another mask, lengths, what depends on the diagonal."""
+    sizes = (getattr(call, name).seq_len_q, getattr(call, name).seq_len_kv)
+    others: dict[str, Any] = {**vars(call), name: None}
+    alone = (
+        call.mask in ("none", "arbitrary")
+        and call.window == (-1, -1)
+        and call.bottom_right is None
+        and not call.has_alibi
+        and (others["attn_mask"] is None or call.mask == "none")
+        and all(getattr(call, length) is None for length in LENGTHS)
+        and sizes == _lengths(call)
+    )
+    if alone:
+        return AttentionCall(**{**others, "mask": mask})
+    shown = visible(*sizes, mask=mask, device=call.q.device)
+    if others["attn_mask"] is not None:
+        shown = others["attn_mask"] & shown
+    return AttentionCall(**{**others, "attn_mask": shown})
+
+
+def _lengths(call: AttentionCall) -> tuple[int, int] | None:
+    """Queries and keys of each sequence of a dense call; None of others."""
+    try:
+        layout = layouts.parse(call.layout)
+        q, k, _ = layouts.unpack(layout, call.q, call.k, call.v)
+    except SpecError:
+        return None  # which the check of the call says
+    if "thd" in layout.formats or layout.paged:
+        return None
+    s_q, s_kv = (layouts.size(x.shape, f, "s") for x, f in zip((q, k), layout.formats, strict=True))
+    return s_q, s_kv
+
+
+def dtype_of(name: str, tensor: Tensor, q: torch.dtype) -> torch.dtype | None:
+    """The dtype that a tensor argument is cast to; None where it stays as it is. Biases have that
+    of q; sinks, slopes and scales float32, or float64 beside such a q."""
+    if tensor.dtype not in FLOATS:
+        return None
+    if name == "bias":
+        wanted = q if q in FLOATS else tensor.dtype
+    elif name in ("sink", "alibi_slopes", *SCALES):
+        wanted = torch.float32 if tensor.dtype != q or q != torch.float64 else q
+    else:
+        return None
+    return None if wanted == tensor.dtype else wanted
+
+
+def saturated(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in another floating dtype, with its gradient: finite numbers out of range become
+    the largest finite ones, and −∞ stays. What is broadcast is cast once."""
+    if not torch.compiler.is_compiling() and 0 in tensor.stride():
+        once = tuple(slice(1) if step == 0 else slice(None) for step in tensor.stride())
+        return saturated(tensor[once].clone(), dtype).expand(tensor.shape)
+    largest = torch.finfo(dtype).max
+    if torch.finfo(tensor.dtype).max > largest:
+        tensor = torch.where(
+            tensor == float("-inf"), tensor, tensor.clamp(-largest, largest)
+        )
+    return tensor.to(dtype)
+
+
+def with_dtypes(call: AttentionCall) -> AttentionCall:
+    """The call with its tensors in the dtypes that attention is defined of."""
+    changed = {
+        name: saturated(tensor, dtype)
+        for name in ("bias", "sink", "alibi_slopes", *SCALES)
+        if isinstance(tensor := getattr(call, name), Tensor)
+        and (dtype := dtype_of(name, tensor, call.q.dtype)) is not None
+    }
+    return AttentionCall(**{**vars(call), **changed}) if changed else call
