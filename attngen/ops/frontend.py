@@ -10,22 +10,23 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .. import layouts, reference
-from ..errors import SpecError
-from ..reference import fp8
+from .. import reference
+from ..errors import LimitError, SpecError
+from ..plain import differing
 from ..reference.call import AttentionCall, MaskMod, ScoreMod, Window
 from ..reference.dropout import draw_rng_state
-from ..reference.type_checks import is_flag, type_violations
+from ..reference.type_checks import type_violations
 from ..results import AttentionAux
 from . import choice, nested, recent
+from .arguments import arguments_of, default_slopes_of
 from .autograd import Trained
-from .checks import refuse_derivatives
-from .decode import check_splits
+from .casts import Casts, autocast, cast, casts_of
+from .checks import check_rest, refuse_derivatives, traced_refusal
 from .forward import dispatched, find_alone, find_ready, with_readable_bias
 from .lengths import settle as settle_lengths
 from .operation import Ready, format_of, run, unobserved
 from .schedule import Ordered, Schedule, ordered_by
-from .signature import INPUTS, OPTIONAL, Arguments, Call, places_of
+from .signature import INPUTS, LENGTHS, OPTIONAL, Arguments, Call, places_of
 from .transforms import is_transformed
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ def attention(
             if q.is_nested or (k is not None and k.is_nested) or (v is not None and v.is_nested)
             else None
         )
-    except AttributeError as error:
+    except (AttributeError, ValueError) as error:
         raise SpecError(type_violations({"q": q, "k": k, "v": v})) from error
     if nesting is not None:
         return nested.attend(attention, nesting)  # type: ignore[no-any-return]
@@ -202,7 +203,7 @@ def attention(
         and (score_mod is None and mask_mod is None and block_mask is None and schedule is None)
         and not (return_lse or return_max_logit or return_amax or k is None or v is None)
         and (page_table is None or isinstance(page_table, Tensor))
-        and type(window) is tuple
+        and (type(window) is tuple or window is None)
         and not (choice.CHECK_VALUES or torch.compiler.is_compiling())
     ):
         tensors = (q, k, v, page_table, seqused_kv, seqused_q, cu_seqlens_q, cu_seqlens_kv)
@@ -215,13 +216,16 @@ def attention(
             ),
             [x for x in tensors if x is not None],
         )  # fmt: skip
-        output = recent.serve(*plain)
+        try:
+            output = recent.serve(*plain)
+        except (SpecError, LimitError):  # of where operands begin: met again below
+            output = None
         if output is not None:
             return output
     wants_aux = return_lse or return_max_logit or return_amax or dropout_p != 0
     device = q.device.type
     if device != "meta" and torch.is_autocast_enabled(device):  # which knows no meta tensors
-        q, k, v, bias = _autocast(q, k, v, bias)
+        q, k, v = autocast(q, k, v)
     dense = (cu_seqlens_q is None and cu_seqlens_kv is None and seqused_q is None) and (
         seqused_kv is None and cu_seqlens_q_padded is None and cu_seqlens_kv_padded is None
     )
@@ -233,25 +237,29 @@ def attention(
     )
     # What the checks of a call depend on; None where they must run again.
     key: tuple[Any, ...] | None = None
+    refusal: SpecError | LimitError | None = None
     if (
         (score_mod is None and mask_mod is None and block_mask is None)
-        and type(window) is tuple
+        and (type(window) is tuple or window is None)
         and not (choice.CHECK_VALUES or torch.compiler.is_compiling())
     ):
-        key = (
-            q.shape, q.stride(), q.dtype, q.device,
-            None if k is None else (k.shape, k.stride(), k.dtype, k.device),
-            None if v is None else (v.shape, v.stride(), v.dtype, v.device),
-            layout, mask, window, bottom_right, softmax_scale, softcap, bias_type, softmax,
-            dropout_p, deterministic, return_max_logit, max_seqlen_q, max_seqlen_kv, backend,
-            out_dtype, return_amax, num_splits,
-        )  # fmt: skip
         try:
+            key = (
+                q.shape, q.stride(), q.dtype, q.device,
+                None if k is None else (k.shape, k.stride(), k.dtype, k.device),
+                None if v is None else (v.shape, v.stride(), v.dtype, v.device),
+                layout, mask, window, bottom_right, softmax_scale, softcap, bias_type, softmax,
+                dropout_p, deterministic, return_max_logit, max_seqlen_q, max_seqlen_kv, backend,
+                out_dtype, return_amax, num_splits,
+            )  # fmt: skip
             known = _settled.get(key) if bare else None
-        except TypeError:  # an argument has no hash: its check says what it needs
+        except _UNKEYED:
             key = known = None
         if known is not None:
-            return _run_kernels((q, k, v, *_NO_OTHERS), known, wants_aux, plain)
+            try:
+                return _run_kernels((q, k, v, *_NO_OTHERS), known, wants_aux, plain)
+            except (SpecError, LimitError) as error:
+                refusal = error
     scales = (descale_q, descale_k, descale_v, scale_s, descale_s, scale_o)
     lengths: tuple[Tensor | None, ...] = (
         *(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
@@ -262,25 +270,30 @@ def attention(
     slopes = alibi_slopes if isinstance(alibi_slopes, Tensor) else None
     scored = (slopes, sink, rng_state, attn_mask, bias)
     if key is not None and not bare:
-        key += (
-            *[None if x is None else format_of(x) for x in (*scales, *lengths, *scored)],
-            tuple(map(format_of, tables)) if paired else format_of(page_table),
-            (alibi_slopes is True, type(alibi_slopes)),
-            schedule is None or is_transformed(),  # which has none either
-        )
         try:
+            key += (
+                *[None if x is None else format_of(x) for x in (*scales, *lengths, *scored)],
+                tuple(map(format_of, tables)) if paired else format_of(page_table),
+                (alibi_slopes is True, type(alibi_slopes)),
+                schedule is None or is_transformed(),  # which has none either
+            )
             known = _settled.get(key)
-        except TypeError:
+        except _UNKEYED:
             key = known = None
         if known is not None:
             given = lengths
             if not (dense or known.lengths_as_given):
                 lengths = settle_lengths(layout, lengths)
             operands = (q, k, v, *scales, *lengths, *tables, *scored, None)
+            if known.casts:
+                operands, plain = cast(operands, known.casts), None
             if schedule is not None:
                 operands = _ordered(operands, known, schedule, given)
             plain = plain if dense or known.lengths_as_given else None
-            return _run_kernels(operands, known, wants_aux, plain)
+            try:
+                return _run_kernels(operands, known, wants_aux, plain)
+            except (SpecError, LimitError) as error:
+                refusal = error
     call = AttentionCall(
         q=q, k=k, v=v, layout=layout, mask=mask, window=window, bottom_right=bottom_right,
         attn_mask=attn_mask, softmax_scale=softmax_scale, softcap=softcap, bias=bias,
@@ -294,34 +307,57 @@ def attention(
         descale_s=descale_s, scale_o=scale_o, out_dtype=out_dtype, return_lse=return_lse,
         return_max_logit=return_max_logit, return_amax=return_amax,
     )  # fmt: skip
-    check_splits(num_splits)
-    if not is_flag(deterministic):
-        got = f"got {deterministic!r}"
-        raise SpecError(f"deterministic needs True, False or None; {got}. Pass one.")
-    if not (schedule is None or isinstance(schedule, Schedule)):
-        raise SpecError(f"schedule needs an attngen.Schedule; got {schedule!r}. Make one.")
-    if not choice.use_kernels(call, backend, num_splits):
-        out, aux = reference.run(call)
-        return (out, aux) if wants_aux else out
-    settled = _settle(call, deterministic, num_splits)
-    numbers = (softmax_scale, softcap, dropout_p)  # the value of a tensor may change
-    if key is not None and not any(isinstance(x, Tensor) for x in numbers):
-        if len(_settled) >= _KEY_LIMIT:
-            _settled.clear()
-        _settled[key] = settled
-    given, lengths = lengths, lengths if dense else settle_lengths(layout, lengths)
-    settled.lengths_as_given = all(a is b for a, b in zip(given, lengths, strict=True))
-    operands = (q, k, v, *scales, *lengths, *tables, *scored, None)
-    if schedule is not None:
-        operands = _ordered(operands, settled, schedule, given)
-    return _run_kernels(operands, settled, wants_aux)
+    rest = {"num_splits": num_splits, "deterministic": deterministic, "schedule": schedule}
+    return _attend_anew(call, {**rest, "backend": backend}, key, refusal)
 
 
-def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """The tensors, float32 ones in the dtype of the autocast that is on."""
-    first = next(x for x in tensors if x is not None)
-    dtype = torch.get_autocast_dtype(first.device.type)
-    return tuple(x.to(dtype) if x is not None and x.dtype == torch.float32 else x for x in tensors)
+def _attend_anew(
+    call: AttentionCall,
+    rest: dict[str, Any],
+    key: tuple[Any, ...] | None,
+    refusal: SpecError | LimitError | None,
+) -> Tensor | tuple[Tensor, AttentionAux]:
+    """`attention` of a call like none before, whose arguments are checked; `rest` are those that
+    the reference does without. key: what later calls like it have in common; refusal: of kernels
+    that were to serve it."""
+    plainly, changed = reference.converted(call), differing(rest)
+    if changed or plainly is not call:
+        return attention(**vars(plainly), **{**rest, **changed})  # type: ignore[no-any-return]
+    check_rest(rest["num_splits"], rest["deterministic"], rest["schedule"])
+    wants_aux = call.return_lse or call.return_max_logit or call.return_amax or call.dropout_p != 0
+    schedule, backend = rest["schedule"], rest["backend"]
+    if refusal is None and choice.use_kernels(call, backend, rest["num_splits"]):
+        arguments = arguments_of(call, rest["deterministic"], rest["num_splits"])
+        settled = _Settled(arguments, default_slopes_of(call))
+        numbers = (call.softmax_scale, call.softcap, call.dropout_p)
+        if key is not None and not any(isinstance(x, Tensor) for x in numbers):  # which may change
+            if len(_settled) >= _KEY_LIMIT:
+                _settled.clear()
+            _settled[key] = settled
+        given = tuple(getattr(call, name) for name in LENGTHS)
+        lengths = settle_lengths(call.layout, given)
+        settled.lengths_as_given = all(a is b for a, b in zip(given, lengths, strict=True))
+        slopes = call.alibi_slopes if isinstance(call.alibi_slopes, Tensor) else None
+        scored = (slopes, call.sink, call.rng_state, call.attn_mask, call.bias)
+        tables = call.page_tables or (None, None)
+        operands = (call.q, call.k, call.v, *call.scales.values(), *lengths, *tables, *scored, None)
+        settled.casts = casts_of(operands)
+        operands = cast(operands, settled.casts)
+        if schedule is not None:
+            operands = _ordered(operands, settled, schedule, given)
+        if torch.compiler.is_compiling():
+            refusal = traced_refusal(operands, settled.arguments, backend)
+            if refusal is None:
+                return _run_kernels(operands, settled, wants_aux)
+        else:
+            try:
+                return _run_kernels(operands, settled, wants_aux)
+            except (SpecError, LimitError) as error:
+                refusal = error
+    if refusal is not None:
+        choice.leave_kernels(refusal, backend)
+    out, aux = reference.run(call, choice.CHECK_VALUES)
+    return (out, aux) if wants_aux else out
 
 
 @dataclass
@@ -333,6 +369,7 @@ class _Settled:
 
     arguments: Arguments
     default_slopes: int = 0
+    casts: Casts = ()
     lengths_as_given: bool = False
     ordered: Ordered | None = None
     places: tuple[int, ...] | None = None
@@ -343,35 +380,9 @@ class _Settled:
 
 
 _KEY_LIMIT = 4096
+# Raised by arguments without a hash, and by tensors without sizes: their checks say what they need.
+_UNKEYED = (TypeError, RuntimeError, ValueError)
 _settled: dict[tuple[Any, ...], _Settled] = {}
-
-
-def _settle(call: AttentionCall, deterministic: bool, num_splits: int | None) -> _Settled:
-    """The arguments of the operation that serves a call."""
-    scale, (left, right) = call.softmax_scale, call.window
-    aligned = call.mask.endswith("_bottom_right")
-    arguments = Arguments(
-        layout=call.layout,
-        mask=call.mask,
-        softmax_scale=None if scale is None else float(scale),
-        window_left=-1 if left is None else left,
-        window_right=-1 if right is None else right,
-        bottom_right=aligned if call.bottom_right is None else call.bottom_right,
-        out_dtype=fp8.output_dtype(call),
-        amax=call.return_amax,
-        deterministic=deterministic,
-        softcap=float(call.softcap),
-        softmax=call.softmax,
-        max_logit=call.return_max_logit,
-        dropout_p=float(call.dropout_p),
-        num_splits=num_splits or 0,
-        bias_type="post_scale" if call.bias is None else call.bias_type,
-    )
-    layout = layouts.parse(call.layout)
-    q = layouts.unpack(layout, call.q, call.k, call.v)[0]
-    heads = layouts.size(q.shape, layout.q_format, "h")
-    given = isinstance(call.alibi_slopes, Tensor)
-    return _Settled(arguments, heads if call.has_alibi and not given else 0)
 
 
 _NO_OTHERS = (None,) * len(OPTIONAL)

@@ -148,9 +148,11 @@ def remember(known: dict[Any, Value], key: Any, make: Callable[[], Value]) -> Va
 
 def format_of(operand: object) -> object:
     """What a launch depends on in a tensor, but for its address; of anything else its type."""
+    if type(operand) in _PLAIN:
+        return operand.shape, operand.stride(), operand.dtype, operand.device  # type: ignore[attr-defined]
     if not isinstance(operand, Tensor):
         return type(operand)
-    return operand.shape, operand.stride(), operand.dtype, operand.device
+    return type(operand), operand.shape, operand.stride(), operand.dtype, operand.device
 
 
 def run(ready: Ready, operands: Operands) -> list[Tensor]:

@@ -122,8 +122,10 @@ def check_on_host(call: AttentionCall, operands: Operands) -> None:
     check_values(call, operands, q_spans(call, operands), kv_spans(call, operands))
 
 
-def run(call: AttentionCall) -> tuple[Tensor, AttentionAux]:
+def run(call: AttentionCall, checks_reads: bool = False) -> tuple[Tensor, AttentionAux]:
     """Attention of a call that is already a value: check, then one sequence after another.
+
+    checks_reads: name what callables read out of range, waiting for the device.
 
     Raises: SpecError with every violation at once.
     """

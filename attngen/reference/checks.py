@@ -234,9 +234,7 @@ def _device_violations(call: AttentionCall) -> Iterator[str]:
 
 def _is_float(tensor: object, shapes: list[tuple[int, ...]]) -> bool:
     """Whether this is a tensor of 16, 32 or 64-bit floats and of one of the shapes."""
-    return (
-        isinstance(tensor, Tensor) and tuple(tensor.shape) in shapes and tensor.dtype in FLOATS
-    )
+    return isinstance(tensor, Tensor) and tuple(tensor.shape) in shapes and tensor.dtype in FLOATS
 
 
 def _broadcast_violations(

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from .. import layouts, plain
-from ..errors import SpecError
+from .. import plain
 from .call import SCALES, AttentionCall
 from .fp8_checks import FLOATS
 from .masks import visible
 
-LENGTHS = (
-    *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
-    *("seqused_q", "seqused_kv"),
-)
-
 
 def converted(call: AttentionCall) -> AttentionCall:
-    """The call with plain numbers, and a mask instead of a CausalBias; itself where it has these."""
+    """The call with plain numbers and a mask for a CausalBias; itself where it has these."""
     changed = plain.differing(vars(call))
     if changed:
         call = AttentionCall(**{**vars(call), **changed})
@@ -32,37 +24,14 @@ def converted(call: AttentionCall) -> AttentionCall:
 
 def _without_causal_bias(call: AttentionCall, name: str, mask: str) -> AttentionCall:
     """The call with a mask of that name, or with booleans where it has more that a mask's name
-    would change: another mask, lengths, what depends on the diagonal."""
-    sizes = (getattr(call, name).seq_len_q, getattr(call, name).seq_len_kv)
-    others: dict[str, Any] = {**vars(call), name: None}
-    alone = (
-        call.mask in ("none", "arbitrary")
-        and call.window == (-1, -1)
-        and call.bottom_right is None
-        and not call.has_alibi
-        and (others["attn_mask"] is None or call.mask == "none")
-        and all(getattr(call, length) is None for length in LENGTHS)
-        and sizes == _lengths(call)
-    )
-    if alone:
+    would change."""
+    bias, others = getattr(call, name), {**vars(call), name: None}
+    if plain.is_mask_by_name(vars(call), name, call.q, call.k, call.v):
         return AttentionCall(**{**others, "mask": mask})
-    shown = visible(*sizes, mask=mask, device=call.q.device)
+    shown = visible(bias.seq_len_q, bias.seq_len_kv, mask=mask, device=call.q.device)
     if others["attn_mask"] is not None:
         shown = others["attn_mask"] & shown
     return AttentionCall(**{**others, "attn_mask": shown})
-
-
-def _lengths(call: AttentionCall) -> tuple[int, int] | None:
-    """Queries and keys of each sequence of a dense call; None of others."""
-    try:
-        layout = layouts.parse(call.layout)
-        q, k, _ = layouts.unpack(layout, call.q, call.k, call.v)
-    except SpecError:
-        return None  # which the check of the call says
-    if "thd" in layout.formats or layout.paged:
-        return None
-    s_q, s_kv = (layouts.size(x.shape, f, "s") for x, f in zip((q, k), layout.formats, strict=True))
-    return s_q, s_kv
 
 
 def dtype_of(name: str, tensor: Tensor, q: torch.dtype) -> torch.dtype | None:
@@ -87,9 +56,7 @@ def saturated(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return saturated(tensor[once].clone(), dtype).expand(tensor.shape)
     largest = torch.finfo(dtype).max
     if torch.finfo(tensor.dtype).max > largest:
-        tensor = torch.where(
-            tensor == float("-inf"), tensor, tensor.clamp(-largest, largest)
-        )
+        tensor = torch.where(tensor == float("-inf"), tensor, tensor.clamp(-largest, largest))
     return tensor.to(dtype)
 
 

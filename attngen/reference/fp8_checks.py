@@ -57,9 +57,7 @@ def scale_violations(
     floats: the dtypes that they may have."""
     for name, scale in scales.items():
         per_head = name in ("descale_q", "descale_k", "descale_v")
-        if scale is not None and not _fits(
-            scale, floats, (1,), *[(b, h_kv)] * per_head
-        ):
+        if scale is not None and not _fits(scale, floats, (1,), *[(b, h_kv)] * per_head):
             wanted = f"float32 [1] or [b={b}, h_kv={h_kv}]" if per_head else "float32 [1]"
             yield f"{name} needs {wanted}; got {shape_of(scale)}. Pass a tensor on q's device."
     if (scales["scale_s"] is None) != (scales["descale_s"] is None):

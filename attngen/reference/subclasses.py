@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-# Classes of PyTorch by module and name, which are not imported for this: what they are, the way out.
+# Classes of PyTorch by module and name, not imported for this: what they are, and the way out.
 _BY_NAME = {
     ("torch.nn.attention.bias", "CausalBias"): (
         "is a CausalBias, which has no numbers. Pass it as attn_mask."

@@ -1,0 +1,42 @@
+"""The arguments of the operation that serves a call."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .. import layouts
+from ..reference import fp8
+from ..reference.call import AttentionCall
+from .signature import Arguments
+
+
+def arguments_of(call: AttentionCall, deterministic: bool, num_splits: int | None) -> Arguments:
+    """Arguments of the operation for a checked call."""
+    scale, (left, right) = call.softmax_scale, call.window
+    aligned = call.mask.endswith("_bottom_right")
+    return Arguments(
+        layout=call.layout,
+        mask=call.mask,
+        softmax_scale=None if scale is None else float(scale),
+        window_left=-1 if left is None else left,
+        window_right=-1 if right is None else right,
+        bottom_right=aligned if call.bottom_right is None else call.bottom_right,
+        out_dtype=fp8.output_dtype(call),
+        amax=call.return_amax,
+        deterministic=deterministic,
+        softcap=float(call.softcap),
+        softmax=call.softmax,
+        max_logit=call.return_max_logit,
+        dropout_p=float(call.dropout_p),
+        num_splits=num_splits or 0,
+        bias_type="post_scale" if call.bias is None else call.bias_type,
+    )
+
+
+def default_slopes_of(call: AttentionCall) -> int:
+    """Query heads of a checked call that take ALiBi's own slopes; 0 where none do."""
+    if not call.has_alibi or isinstance(call.alibi_slopes, Tensor):
+        return 0
+    layout = layouts.parse(call.layout)
+    q = layouts.unpack(layout, call.q, call.k, call.v)[0]
+    return layouts.size(q.shape, layout.q_format, "h")
