@@ -28,6 +28,7 @@ from .conversions import converted, with_dtypes
 from .core import accumulation_dtype, attend_one, default_alibi_slopes
 from .dropout import draw_rng_state, dropout_keep_mask
 from .masks import visible
+from .reads import check_reads
 from .sequences import (
     join_lse,
     join_outputs,
@@ -141,6 +142,8 @@ def run(call: AttentionCall, checks_reads: bool = False) -> tuple[Tensor, Attent
     for b, (q_span, kv_span) in enumerate(zip(queries, keys, strict=True)):
         q = sequence_view(operands.q, operands.layout.q_format, b, q_span)
         k, v = kv_sequences(call, operands, b, kv_span)
+        if checks_reads:
+            check_reads(call, b, (operands.h_q, q_span.length, kv_span.length))
         with _without_autocast(q.device.type):  # which would multiply in 16 bits
             results.append(attend_one(call, b, q, k, v, rng_state))
     accumulated = accumulation_dtype(operands.q.dtype)
