@@ -173,7 +173,7 @@ def _violations(layout: Layout, tensors: dict[str, Any]) -> list[str]:
         if tensor is None:
             reasons.append(f"layout={layout.name!r} needs {name}; got None. Pass {name}.")
             continue
-        expected = _axes(layout, name)
+        expected = axes_of(layout, name)
         if len(tensor.shape) != len(expected) or not _packed_axis_fits(layout, name, tensor):
             reasons.append(
                 f"layout={layout.name!r} needs {name} of shape [{', '.join(expected)}]; "
@@ -189,7 +189,7 @@ def _carriers(layout: Layout) -> tuple[str, ...]:
     return ("q",) if layout.one_length else ("q", "k")
 
 
-def _axes(layout: Layout, name: str) -> list[str]:
+def axes_of(layout: Layout, name: str) -> list[str]:
     """Axis names of the tensor passed as `name`, the packed axis included as its length."""
     axes = list(layout.q_format if name == "q" else layout.kv_format)
     if layout.paged and name != "q":

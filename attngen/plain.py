@@ -40,10 +40,9 @@ def differing(given: Mapping[str, Any]) -> dict[str, Any]:
 def causal_variant(value: object) -> str | None:
     """The mask that a `torch.nn.attention.bias.CausalBias` means; None of anything else. Such a
     tensor has sizes and a variant, and no numbers."""
-    for kind in type(value).__mro__:
-        if (kind.__module__, kind.__name__) == ("torch.nn.attention.bias", "CausalBias"):
-            return _MASK_OF_VARIANT.get(value.variant.name)  # type: ignore[attr-defined]
-    return None
+    if not (hasattr(value, "variant") and hasattr(value, "seq_len_q")):
+        return None
+    return _MASK_OF_VARIANT.get(getattr(value.variant, "name", ""))
 
 
 def is_mask_by_name(given: Mapping[str, Any], name: str, q: Any, k: Any, v: Any) -> bool:
@@ -73,7 +72,7 @@ def _pair(window: Any) -> Any:
     """The window with sides of Python, in a tuple; itself where it is so, or has not two sides."""
     if type(window) is tuple and all(type(side) in (int, type(None)) for side in window):
         return window
-    if getattr(window, "shape", None) == (2,) and not hasattr(window, "requires_grad"):
+    if not hasattr(window, "requires_grad") and getattr(window, "shape", None) == (2,):
         return tuple(window.tolist())
     if not isinstance(window, (tuple, list)):
         return window
@@ -90,5 +89,6 @@ def _is_number_of_another_package(value: Any) -> bool:
     """Whether this is a NumPy number or an array of no axes, of whatever package but torch."""
     if type(value) in (str, int, float, bool, type(None), tuple):
         return False
-    alone = getattr(value, "shape", None) == () and hasattr(value, "item")
-    return alone and not hasattr(value, "requires_grad")
+    if hasattr(value, "requires_grad"):  # a tensor of torch, which may not know its shape yet
+        return False
+    return getattr(value, "shape", None) == () and hasattr(value, "item")

@@ -16,6 +16,7 @@ from ..reference.fp8_checks import (
     output_violations,
     scale_violations,
 )
+from ..reference.subclasses import unreadable
 from ..reference.type_checks import is_flag
 from ..resolve import BIASES
 from ..run_time import Extent
@@ -47,6 +48,14 @@ def check_rest(num_splits: object, deterministic: object, schedule: object) -> N
         raise SpecError(f"deterministic needs True, False or None; {got}. Pass one.")
     if not (schedule is None or isinstance(schedule, Schedule)):
         raise SpecError(f"schedule needs an attngen.Schedule; got {schedule!r}. Make one.")
+
+
+def refuse_unreadable(operands: Operands) -> None:
+    """Raises: SpecError where the storage of an operand does not hold its numbers."""
+    named = zip(INPUTS, operands, strict=True)
+    reasons = [f"{name} {why}" for name, x in named if x is not None and (why := unreadable(x))]
+    if reasons:
+        raise SpecError(reasons)
 
 
 def refuse_derivatives(operands: Operands, arguments: Arguments, gradients: bool) -> None:

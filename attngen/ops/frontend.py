@@ -21,7 +21,7 @@ from . import choice, nested, recent
 from .arguments import arguments_of, default_slopes_of
 from .autograd import Trained
 from .casts import Casts, autocast, cast, casts_of
-from .checks import check_rest, refuse_derivatives, traced_refusal
+from .checks import check_rest, refuse_derivatives, refuse_unreadable, traced_refusal
 from .forward import dispatched, find_alone, find_ready, with_readable_bias
 from .lengths import settle as settle_lengths
 from .operation import Ready, format_of, run, unobserved
@@ -466,6 +466,7 @@ def _run_kernels(
         refuse_derivatives(operands, settled.arguments, differentiable)
     results: Sequence[Tensor]
     if torch.compiler.is_compiling() or not unobserved(present):
+        refuse_unreadable(operands)
         results = dispatched(*operands, *settled.arguments)
     elif differentiable:
         results = _train(operands, present, settled, wants_aux, plain)

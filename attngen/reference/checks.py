@@ -35,8 +35,20 @@ def check(call: AttentionCall) -> Operands:
     """
     if reasons := [*type_violations(vars(call))]:
         raise SpecError(reasons)
-    operands = find_operands(call)
-    reasons = [
+    operands, reasons = _judge(call)
+    if operands is None or reasons:
+        raise SpecError([*reasons, *_layout_hints(call)])
+    return operands
+
+
+def _judge(call: AttentionCall) -> tuple[Operands | None, list[str]]:
+    """The operands of a call whose arguments have the right types, None where they cannot be told
+    apart, and every violation."""
+    try:
+        operands = find_operands(call)
+    except SpecError as error:
+        return None, [*error.reasons]
+    return operands, [
         *dtype_violations(operands.q.dtype, operands.k.dtype, operands.v.dtype),
         *_operand_violations(operands),
         *fp8_violations(call, operands),
@@ -48,9 +60,27 @@ def check(call: AttentionCall) -> Operands:
         *_dropout_violations(call, operands),
         *_device_violations(call),
     ]
-    if reasons:
-        raise SpecError(reasons)
-    return operands
+
+
+def _layout_hints(call: AttentionCall) -> Iterator[str]:
+    """Other layouts in which nothing would be wrong with a call, as of [b, h, s, d] that is passed
+    for [b, s, h, d]."""
+    if call.layout not in (*layouts.FORMATS, *layouts.NAMES) or torch.compiler.is_compiling():
+        return
+    asked = layouts.parse(call.layout)
+    fitting: list[tuple[Layout, str]] = []
+    for name in (*layouts.FORMATS, *layouts.NAMES):
+        layout = layouts.parse(name)
+        repeated = layout == asked or any(layout == each for each, _ in fitting)
+        if repeated or _judge(AttentionCall(**{**vars(call), "layout": name}))[1]:
+            continue
+        fitting.append((layout, name))
+    for layout, name in fitting[:2]:
+        axes = ", ".join(layouts.axes_of(layout, "q"))
+        yield (
+            f"layout={name!r}, with q [{axes}], has nothing against these shapes. Pass it if that "
+            "is what they are."
+        )
 
 
 def check_values(
