@@ -51,13 +51,14 @@ def dtype_of(name: str, tensor: Tensor, q: torch.dtype) -> torch.dtype | None:
 def saturated(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor in another floating dtype, with its gradient: finite numbers out of range become
     the largest finite ones, and −∞ stays. What is broadcast is cast once."""
-    if not torch.compiler.is_compiling() and 0 in tensor.stride():
-        once = tuple(slice(1) if step == 0 else slice(None) for step in tensor.stride())
-        return saturated(tensor[once].clone(), dtype).expand(tensor.shape)
-    largest = torch.finfo(dtype).max
+    shape, largest = tensor.shape, torch.finfo(dtype).max
+    if not torch.compiler.is_compiling():
+        axes = zip(shape, tensor.stride(), strict=True)
+        tensor = tensor[tuple(slice(1) if step == 0 and n > 1 else slice(None) for n, step in axes)]
     if torch.finfo(tensor.dtype).max > largest:
-        tensor = torch.where(tensor == float("-inf"), tensor, tensor.clamp(-largest, largest))
-    return tensor.to(dtype)
+        wide = tensor if tensor.dtype.itemsize >= 4 else tensor.float()  # which has that number
+        tensor = torch.where(wide == float("-inf"), wide, wide.clamp(-largest, largest))
+    return tensor.to(dtype).expand(shape)
 
 
 def with_dtypes(call: AttentionCall) -> AttentionCall:

@@ -65,29 +65,21 @@ def visible(
 def sequence_visible(call: AttentionCall, b: int, heads: int, s_q: int, s_kv: int) -> Tensor:
     """What sequence b sees under all masks of the call, bool, broadcasts to [heads, s_q, s_kv]."""
     device = call.q.device
-    seen = visible_without_callables(call, b, s_q, s_kv)
-    hidden = seen if hides(call) else None
-    if call.mask_mod is not None:
-        seen = seen & map_mask(call.mask_mod, b, (heads, s_q, s_kv), hidden, device)
-        hidden = seen
-    if call.block_mask is not None:
-        seen = seen & block_mask_visible(call.block_mask, b, (heads, s_q, s_kv), hidden)
-    return seen
-
-
-def visible_without_callables(call: AttentionCall, b: int, s_q: int, s_kv: int) -> Tensor:
-    """What sequence b sees under the mask, the window and the attn_mask of a call, as
-    `sequence_visible` has it."""
     seen = visible(
         s_q,
         s_kv,
         mask=call.mask,
         window=call.window,
         bottom_right=call.bottom_right,
-        device=call.q.device,
+        device=device,
     )
     if call.attn_mask is not None:
         seen = seen & sequence_slice(call.attn_mask, b, s_q, s_kv)
+    hidden = seen if hides(call) else None
+    if call.block_mask is not None:
+        hidden = seen = seen & block_mask_visible(call.block_mask, b, (heads, s_q, s_kv), hidden)
+    if call.mask_mod is not None:
+        seen = seen & map_mask(call.mask_mod, b, (heads, s_q, s_kv), hidden, device)
     return seen
 
 

@@ -13,22 +13,27 @@ from ..errors import SpecError
 from .call import AttentionCall
 from .callables import Shape
 from .core import accumulation_dtype
-from .masks import sequence_visible, visible_without_callables
+from .masks import sequence_visible
 from .mod_errors import line_of
 
 _aten = torch.ops.aten
 
 
 class _OutOfRange(Exception):
-    """An index that a tensor does not have: `position` in `index` says which."""
+    """An index that a tensor does not have, and the pair, by its place, that reads it; None where
+    the indices are not one for each pair."""
 
-    def __init__(self, value: int, shape: list[int], axis: int, first: int) -> None:
+    def __init__(self, value: int, shape: list[int], axis: int, pair: int | None) -> None:
         super().__init__(f"index {value} of axis {axis} of a tensor {shape}")
-        self.first = first  # along the first axis of the indices
+        self.pair = pair
 
 
 class _Watch(TorchDispatchMode):
-    """Raises _OutOfRange before an operation reads what is not there."""
+    """Raises _OutOfRange before an operation on so many pairs reads what is not there."""
+
+    def __init__(self, pairs: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.pairs = pairs
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -38,9 +43,10 @@ class _Watch(TorchDispatchMode):
             wrong = (index < low * size) | (index >= size)
             if bool(wrong.any()):
                 place = wrong.nonzero()[0]
-                first = int(place[0]) if len(place) else 0
+                of_pairs = index.ndim > 0 and index.shape[0] == self.pairs
+                pair = int(place[0]) if of_pairs else None
                 value = int(index[tuple(place)])
-                raise _OutOfRange(value, [*tensor.shape], max(axis, 0), first)
+                raise _OutOfRange(value, [*tensor.shape], max(axis, 0), pair)
         return func(*args, **(kwargs or {}))
 
 
@@ -72,7 +78,8 @@ def check_reads(call: AttentionCall, b: int, shape: Shape) -> None:
     """
     heads, s_q, s_kv = shape
     if call.mask_mod is not None:
-        seen = visible_without_callables(call, b, s_q, s_kv)
+        others = AttentionCall(**{**vars(call), "mask_mod": None})
+        seen = sequence_visible(others, b, heads, s_q, s_kv)
         _check("mask_mod", call.mask_mod, b, seen.expand(shape), None)
     if call.score_mod is not None:
         seen = sequence_visible(call, b, heads, s_q, s_kv)
@@ -92,14 +99,15 @@ def _check(
     if dtype is not None:
         given.insert(0, torch.zeros(len(h), dtype=dtype, device=seen.device))
     try:
-        with torch.no_grad(), _Watch():  # type: ignore[no-untyped-call]
+        with torch.no_grad(), _Watch(len(h)):
             torch.vmap(mod)(*given)
     except _OutOfRange as error:
-        at = min(error.first, len(h) - 1)
+        where = f"for sequence {b}"
+        if (at := error.pair) is not None:
+            where += f", head {int(h[at])}, query {int(i[at])} and key {int(j[at])}"
         raise SpecError(
-            f"{name} reads {error}{line_of(error)}, for sequence {b}, head {int(h[at])}, query "
-            f"{int(i[at])} and key {int(j[at])}, which take part. Hide the pair by a mask, or "
-            "clamp the index."
+            f"{name} reads {error}{line_of(error)}, {where}, which take part. Hide the pair by a "
+            "mask, or clamp the index."
         ) from error
     except Exception:  # said where the callable is called for its result
         return

@@ -1,4 +1,4 @@
-"""`backend="auto"` computes by the reference what kernels refuse, and says why; `"cuda"` refuses."""
+"""`backend="auto"` computes by the reference what kernels refuse, and says why."""
 
 from __future__ import annotations
 
@@ -116,7 +116,9 @@ def test_auto_computes_what_kernels_refuse(case, caplog):
         assert torch.equal(output_of(found), output_of(wanted))
     assert sum(word in each.message for each in caplog.records) == 1
     if leaves:
-        gradients = [torch.autograd.grad(output_of(x).float().sum(), leaves) for x in (found, wanted)]
+        gradients = [
+            torch.autograd.grad(output_of(x).float().sum(), leaves) for x in (found, wanted)
+        ]
         assert oracle.same(*gradients)
 
 
