@@ -1,13 +1,39 @@
-"""The arguments of the operation that serves a call."""
+"""Arguments of the operation that serves a call, and what else is known of a checked call."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from .. import layouts
 from ..reference import fp8
 from ..reference.call import AttentionCall
+from .autograd import Trained
+from .casts import Casts
+from .operation import Ready
+from .schedule import Ordered
 from .signature import Arguments
+
+
+@dataclass
+class Settled:
+    """Facts about calls that were checked and have a kernel: the operation's arguments, the query
+    heads that take ALiBi's own slopes, operands that are cast, whether operations take the lengths
+    that a call gives, what an order of its sequences depends on and, once launched from here, which
+    operands there are and all that a launch needs: for the output, or for all outputs, without
+    gradients or with."""
+
+    arguments: Arguments
+    default_slopes: int = 0
+    casts: Casts = ()
+    lengths_as_given: bool = False
+    ordered: Ordered | None = None
+    places: tuple[int, ...] | None = None
+    ready: Ready | None = None
+    ready_all: Ready | None = None
+    trained: Trained | None = None
+    trained_all: Trained | None = None
 
 
 def arguments_of(call: AttentionCall, deterministic: bool, num_splits: int | None) -> Arguments:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -18,15 +17,15 @@ from ..reference.dropout import draw_rng_state
 from ..reference.type_checks import type_violations
 from ..results import AttentionAux
 from . import choice, nested, recent
-from .arguments import arguments_of, default_slopes_of
+from .arguments import Settled, arguments_of, default_slopes_of
 from .autograd import Trained
-from .casts import Casts, autocast, cast, casts_of
+from .casts import autocast, cast, casts_of
 from .checks import check_rest, refuse_derivatives, refuse_unreadable, traced_refusal
 from .forward import dispatched, find_alone, find_ready, with_readable_bias
 from .lengths import settle as settle_lengths
-from .operation import Ready, format_of, run, unobserved
-from .schedule import Ordered, Schedule, ordered_by
-from .signature import INPUTS, LENGTHS, OPTIONAL, Arguments, Call, places_of
+from .operation import format_of, run, unobserved
+from .schedule import Schedule, ordered_by
+from .signature import INPUTS, LENGTHS, OPTIONAL, Call, places_of
 from .transforms import is_transformed
 
 if TYPE_CHECKING:
@@ -102,12 +101,12 @@ def attention(
     v: Tensor | None = None,
     *,
     layout: str = "bshd",
-    mask: str = "none",
+    mask: str | None = "none",
     window: Window = (-1, -1),
     bottom_right: bool | None = None,
     attn_mask: Tensor | None = None,
     softmax_scale: float | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     bias: Tensor | None = None,
     bias_type: str = "post_scale",
     alibi_slopes: Tensor | bool | None = None,
@@ -150,10 +149,12 @@ def attention(
     [b, h_q, s_q, s_kv], True takes part. window: keys visible before and after the diagonal, −1
     unbounded. softmax_scale defaults to 1/√d; softcap: 0 none. bias: of q's dtype, a broadcast as
     attn_mask, with bias_type post_scale or pre_scale; alibi_slopes: float32 [h_q] or [b, h_q], or
-    True. softmax: vanilla, off_by_one, or learnable with sink, float32 [h_q]. rng_state: int64 [2],
-    drawn where dropout_p is above 0 and none is given. cu_seqlens_*: int32 [b + 1], seqused_*:
-    int32 [b], on the device, never waited for; max_seqlen_* change nothing. A nested (jagged) [b,
-    j, h, d] says them itself where the layout has tokens (thd); the output of a nested q is nested.
+    True. softmax: vanilla, off_by_one, or learnable with sink, float32 [h_q]. Other floats of 16 to
+    64 bits are cast, saturating, with their gradient. None is no mask, window or softcap, numbers
+    may be NumPy's. rng_state: int64 [2], drawn where dropout_p is above 0 and none is given.
+    cu_seqlens_*: int32 or int64 [b + 1], seqused_*: [b], on the device, never waited for;
+    max_seqlen_* change nothing. A nested (jagged) [b, j, h, d] says them itself where the layout
+    has tokens (thd); the output of a nested q is nested.
     Of a paged layout k and v are pages that page_table names; num_splits: parts in which each
     sequence's keys are read, 1 to 128, None for as many as fill the chip. What each argument means
     is in docs/semantics.md. schedule: shared by calls of equal lengths, which are then ordered
@@ -172,9 +173,8 @@ def attention(
     its dtype.
 
     backend: `cuda` runs a compiled kernel or refuses; `reference` is the definition in plain
-    PyTorch, on any device; `auto` takes the reference where the device or the variant has no
-    kernel, and logs the reason once. Operands that kernels cannot read (FP8 and pages off multiples
-    of 16 bytes) are refused, not computed some other way.
+    PyTorch, on any device; `auto` takes the reference where kernels refuse a call (the device, the
+    variant, a gradient, operands off multiples of 16 bytes), and logs the reason once.
 
     Returns the output in Q's format, with V's head dim and Q's dtype (FP8: out_dtype), or (output,
     AttentionAux) where `return_lse`, `return_max_logit`, `return_amax` or dropout asks for
@@ -294,7 +294,7 @@ def attention(
                 return _run_kernels(operands, known, wants_aux, plain)
             except (SpecError, LimitError) as error:
                 refusal = error
-    call = AttentionCall(
+    named: dict[str, Any] = dict(
         q=q, k=k, v=v, layout=layout, mask=mask, window=window, bottom_right=bottom_right,
         attn_mask=attn_mask, softmax_scale=softmax_scale, softcap=softcap, bias=bias,
         bias_type=bias_type, alibi_slopes=alibi_slopes, softmax=softmax, sink=sink,
@@ -307,6 +307,7 @@ def attention(
         descale_s=descale_s, scale_o=scale_o, out_dtype=out_dtype, return_lse=return_lse,
         return_max_logit=return_max_logit, return_amax=return_amax,
     )  # fmt: skip
+    call = AttentionCall(**named)
     rest = {"num_splits": num_splits, "deterministic": deterministic, "schedule": schedule}
     return _attend_anew(call, {**rest, "backend": backend}, key, refusal)
 
@@ -328,12 +329,7 @@ def _attend_anew(
     schedule, backend = rest["schedule"], rest["backend"]
     if refusal is None and choice.use_kernels(call, backend, rest["num_splits"]):
         arguments = arguments_of(call, rest["deterministic"], rest["num_splits"])
-        settled = _Settled(arguments, default_slopes_of(call))
-        numbers = (call.softmax_scale, call.softcap, call.dropout_p)
-        if key is not None and not any(isinstance(x, Tensor) for x in numbers):  # which may change
-            if len(_settled) >= _KEY_LIMIT:
-                _settled.clear()
-            _settled[key] = settled
+        settled = Settled(arguments, default_slopes_of(call))
         given = tuple(getattr(call, name) for name in LENGTHS)
         lengths = settle_lengths(call.layout, given)
         settled.lengths_as_given = all(a is b for a, b in zip(given, lengths, strict=True))
@@ -343,6 +339,11 @@ def _attend_anew(
         operands = (call.q, call.k, call.v, *call.scales.values(), *lengths, *tables, *scored, None)
         settled.casts = casts_of(operands)
         operands = cast(operands, settled.casts)
+        numbers = (call.softmax_scale, call.softcap, call.dropout_p)
+        if key is not None and not any(isinstance(x, Tensor) for x in numbers):  # which may change
+            if len(_settled) >= _KEY_LIMIT:
+                _settled.clear()
+            _settled[key] = settled
         if schedule is not None:
             operands = _ordered(operands, settled, schedule, given)
         if torch.compiler.is_compiling():
@@ -360,29 +361,10 @@ def _attend_anew(
     return (out, aux) if wants_aux else out
 
 
-@dataclass
-class _Settled:
-    """What is known of calls that were checked and have a kernel: the operation's arguments, the
-    query heads that take ALiBi's own slopes, whether operations take the lengths that a call gives,
-    what an order of its sequences depends on and, once launched from here, which operands there are
-    and all that a launch needs: for the output, or for all outputs, without gradients or with."""
-
-    arguments: Arguments
-    default_slopes: int = 0
-    casts: Casts = ()
-    lengths_as_given: bool = False
-    ordered: Ordered | None = None
-    places: tuple[int, ...] | None = None
-    ready: Ready | None = None
-    ready_all: Ready | None = None
-    trained: Trained | None = None
-    trained_all: Trained | None = None
-
-
 _KEY_LIMIT = 4096
 # Raised by arguments without a hash, and by tensors without sizes: their checks say what they need.
 _UNKEYED = (TypeError, RuntimeError, ValueError)
-_settled: dict[tuple[Any, ...], _Settled] = {}
+_settled: dict[tuple[Any, ...], Settled] = {}
 
 
 _NO_OTHERS = (None,) * len(OPTIONAL)
@@ -410,7 +392,7 @@ def _slopes_of(heads: int, q: Tensor) -> Tensor:
 
 def _ordered(
     operands: tuple[Any, ...],
-    settled: _Settled,
+    settled: Settled,
     schedule: Schedule,
     given: tuple[Tensor | None, ...],
 ) -> tuple[Any, ...]:
@@ -424,7 +406,7 @@ def _ordered(
 def _train(
     operands: tuple[Tensor | None, ...],
     present: list[Any],
-    settled: _Settled,
+    settled: Settled,
     wants_aux: bool,
     plain: recent.Call | None,
 ) -> Sequence[Tensor]:
@@ -445,7 +427,7 @@ def _train(
 
 def _run_kernels(
     operands: tuple[Tensor | None, ...],
-    settled: _Settled,
+    settled: Settled,
     wants_aux: bool,
     plain: recent.Call | None = None,
 ) -> Tensor | tuple[Tensor, AttentionAux]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .call import AttentionCall, Window
+from .call import AttentionCall, Sides
 from .callables import Shape, map_mask
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ MASKS = (
 )
 
 
-def band(mask: str, window: Window) -> tuple[int | None, int | None]:
+def band(mask: str, window: Sides) -> tuple[int | None, int | None]:
     """Keys left and right of the diagonal that are seen, both inclusive; None = all of them."""
     left, right = (None if side is None or side < 0 else side for side in window)
     return left, 0 if "causal" in mask else right
@@ -45,7 +45,7 @@ def visible(
     s_kv: int,
     *,
     mask: str = "none",
-    window: Window = (-1, -1),
+    window: Sides = (-1, -1),
     bottom_right: bool | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
