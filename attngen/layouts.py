@@ -150,7 +150,7 @@ def size(shape: Sequence[int], fmt: Format, axis: str) -> int:
 
 
 def shape_of(layout: Layout, operand: str, q: Any, k: Any) -> list[int]:
-    """That of Q or K in its format, whichever tensor of the call holds it."""
+    """Shape of Q or K in its format, whichever tensor of the call holds it."""
     carrier, axis, _ = layout.home(operand)
     shape = [*(q if carrier == "q" else k).shape]
     if axis:

@@ -155,7 +155,7 @@ def violations(
 
 
 def number_violations(softmax_scale: float, softcap: float) -> Iterator[str]:
-    """What is wrong with the scale and the softcap."""
+    """Faults of the scale and the softcap."""
     if not (0 < softmax_scale < SCALE_LIMIT):
         yield f"softmax_scale={softmax_scale}: kernels take a positive float32 number"
     if not (softcap == 0 or 1 / SCALE_LIMIT < softcap < SCALE_LIMIT):
@@ -186,7 +186,7 @@ def stride_violations(tensors: Mapping[str, Tensor], paged: bool) -> Iterator[st
 
 
 def operand_violations(extents: dict[str, Extent], paged: bool) -> Iterator[str]:
-    """What is wrong with sizes, whatever the dtypes."""
+    """Faults of sizes, whatever the dtypes."""
     q, k, v = extents["q"], extents["k"], extents["v"]
     if k.heads != v.heads or (not paged and (k.batch, k.seq) != (v.batch, v.seq)):
         yield (
@@ -212,7 +212,7 @@ def device_violations(tensors: Mapping[str, Tensor | None]) -> list[str]:
 def _variant_violations(
     heads: int, sequences: int, optional: Mapping[str, Tensor | None], arguments: Arguments
 ) -> Iterator[str]:
-    """What is wrong with the tensors of ALiBi and the sink, and with far strides."""
+    """Faults of the tensors of ALiBi and the sink, and strides that reach too far."""
     slopes, sink = optional["alibi_slopes"], optional["sink"]
     whole = f"float32 [h_q={heads}]"
     if slopes is not None and not _is_float32(slopes, (heads,), (sequences, heads)):

@@ -95,7 +95,7 @@ def sequence_slice(tensor: Tensor, b: int, s_q: int, s_kv: int) -> Tensor:
 
 
 def block_mask_visible(block_mask: BlockMask, b: int, shape: Shape, seen: Tensor | None) -> Tensor:
-    """What a BlockMask shows, bool [heads, s_q, s_kv].
+    """Pairs that a BlockMask shows, bool [heads, s_q, s_kv].
 
     A full block shows all its positions, a partial block those that its mask_mod keeps, and
     a block in neither list shows none. For masks of `create_block_mask` that is the mask_mod.

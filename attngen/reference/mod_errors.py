@@ -1,4 +1,4 @@
-"""What callables of a call do wrong, in words that name the argument, the line and the way out."""
+"""Faults of callables, in words that name the argument, the line and the way out."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _MEANINGS = (
 def called(
     name: str, mod: Callable[..., Tensor], mapped: Callable[..., Tensor], given: tuple[Tensor, ...]
 ) -> Tensor:
-    """What `mapped`, which maps `mod`, returns. Raises: SpecError that says what mod does wrong."""
+    """Call `mapped`, which maps `mod`. Raises: SpecError that says what mod does wrong."""
     if torch.compiler.is_compiling():
         return mapped(*given)
     _check_arity(name, mod)
@@ -100,7 +100,7 @@ def _has_version(value: Any) -> bool:
 
 
 def _reason(name: str, error: Exception) -> str:
-    """What an exception out of a callable means."""
+    """Say what an exception out of a callable means."""
     text = str(error)
     first = (text.strip().splitlines() or ["no message"])[0]
     said = f"{type(error).__name__}: {first if len(first) <= 160 else first[:159] + '…'}"

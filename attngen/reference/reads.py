@@ -1,4 +1,4 @@
-"""What callables read out of range, found before a device does; asked for by ATTNGEN_CHECK=1."""
+"""Reads of callables out of range, found before a device does; asked for by ATTNGEN_CHECK=1."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _indices_of(func: Any, args: tuple[Any, ...]) -> Iterator[tuple[Tensor, int, Tensor, int]]:
-    """What an operation reads: a tensor, the axis (−1: all as one), the indices, and whether these
+    """Reads of an operation: a tensor, the axis (−1: all as one), the indices, and whether these
     may count from the end, −1, or begin at 0."""
     packet = func.overloadpacket
     if packet in (_aten.index, _aten._unsafe_index):

@@ -45,8 +45,8 @@ def unreadable(tensor: Tensor) -> str | None:
 
 
 def _freed(tensor: Tensor) -> str | None:
-    """What is wrong where memory is too small for a tensor's sizes, as of a parameter that a
-    sharding keeps elsewhere."""
+    """Say that memory is too small for a tensor's sizes, as of a parameter that a sharding keeps
+    elsewhere."""
     try:
         held = tensor.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):  # a transform's, which has none
