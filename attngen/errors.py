@@ -56,5 +56,9 @@ class LaunchError(AttngenError, RuntimeError):
     """The driver refused a kernel, or the arguments do not fit the launch program."""
 
 
+class LimitError(LaunchError):
+    """Sizes or strides do not fit a kernel's integers, grid or copy engine: nothing launched."""
+
+
 class MeasureError(AttngenError, RuntimeError):
     """Nothing can be measured here, or what was measured is not right."""

@@ -16,7 +16,7 @@ from operator import itemgetter
 from typing import Any
 
 from . import tracing
-from .errors import LaunchError
+from .errors import LaunchError, LimitError
 from .geometry import TMA_STRIDE_LIMIT, boxed, geometry_of
 from .load import LoadedKernel, checked, driver
 from .program import KernelEntry, TensorMapRecipe
@@ -92,12 +92,14 @@ def prepare(loaded: LoadedKernel, extents: dict[str, Extent], scalars: Scalars) 
     """Everything about a launch that the tensors' addresses do not change.
 
     extents: those of q, k, v and o, for a backward of d_o, dq, dk and dv too; none is empty.
-    Raises: LaunchError where the kernel's integers, grid or copy engine cannot express them.
+    Raises: LimitError where the kernel's integers, grid or copy engine cannot express them.
     """
     kernel = loaded.kernel
     values = values_of(kernel, extents, scalars)
-    if reasons := _unfilled(kernel, extents, values) or _violations(loaded, extents, values):
+    if reasons := _unfilled(kernel, extents, values):
         raise LaunchError(reasons)
+    if reasons := _violations(loaded, extents, values):
+        raise LimitError(reasons)
     recipes = {recipe.field: recipe for recipe in kernel.tensor_maps}
     grid = _grid(loaded, extents["q"], values)
     smem_bytes = smem_bytes_of(kernel, -(-math.prod(grid) // loaded.multiprocessors))

@@ -149,6 +149,15 @@ def size(shape: Sequence[int], fmt: Format, axis: str) -> int:
     return shape[fmt.index(axis)]
 
 
+def shape_of(layout: Layout, operand: str, q: Any, k: Any) -> list[int]:
+    """Shape of Q or K in its format, whichever tensor of the call holds it."""
+    carrier, axis, _ = layout.home(operand)
+    shape = [*(q if carrier == "q" else k).shape]
+    if axis:
+        del shape[axis]
+    return shape
+
+
 def _violations(layout: Layout, tensors: dict[str, Any]) -> list[str]:
     """Why these tensors cannot be the operands of the layout; empty where they can."""
     carriers = _carriers(layout)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import layouts
+from . import layouts, plain
 from .errors import SpecError
 from .files import read_regular
 from .values import from_data, to_data
@@ -128,6 +128,11 @@ class AttentionSpec:
         """
         if unknown := [name for name in arguments if name not in CALL_ARGUMENTS]:
             raise SpecError([f"attention has no argument {name!r}" for name in unknown])
+        arguments |= plain.differing(arguments)
+        for name in ("attn_mask", "bias"):
+            if (meant := plain.causal_variant(arguments.get(name))) is not None:
+                by_name = plain.is_mask_by_name(arguments, name, q, k, v)
+                arguments |= {name: None, **({"mask": meant} if by_name else {"attn_mask": True})}
         layout = arguments.get("layout", "bshd")
         parsed = layouts.parse(layout)
         layouts.check_operands(parsed, q, k, v)
@@ -167,7 +172,7 @@ class AttentionSpec:
         strides = (is_boxed(x.shape, x.stride(), x.element_size()) for x in given)
         if not (spec.dtype not in DTYPES_16BIT or parsed.paged or all(strides)):
             spec = dataclasses.replace(spec, gather=True)
-        q_shape, k_shape = (_shape_of(parsed, name, q, k) for name in ("q", "k"))
+        q_shape, k_shape = (layouts.shape_of(parsed, name, q, k) for name in ("q", "k"))
         ends = arguments.get("cu_seqlens_q")
         sequences = None if ends is None else ends.shape[0] - 1
         decode = is_decode(spec, q_shape, k_shape, arguments.get("num_splits"), sequences)
@@ -238,15 +243,6 @@ def is_boxed(shape: Sequence[int], strides: Sequence[int], element_bytes: int) -
     *steps, last = zip(shape, strides, strict=True)
     contiguous = last[1] == 1 or last[0] <= 1
     return contiguous and all(n <= 1 or step * element_bytes % 16 == 0 for n, step in steps)
-
-
-def _shape_of(layout: layouts.Layout, operand: str, q: Any, k: Any) -> list[int]:
-    """That of Q or K in its format, whichever tensor of the call holds it."""
-    carrier, axis, _ = layout.home(operand)
-    shape = [*(q if carrier == "q" else k).shape]
-    if axis:
-        del shape[axis]
-    return shape
 
 
 def dtype_name(dtype: Any) -> str:

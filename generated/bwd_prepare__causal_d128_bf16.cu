@@ -4,11 +4,8 @@
 #include "attngen/ptx/global.cuh"
 #include "attngen/ptx/math.cuh"
 #include "attngen/ptx/tma.cuh"
-<<<<<<< HEAD
 #include "attngen/softmax/row.cuh"
-=======
 #include "attngen/scheduler/grid_place.cuh"
->>>>>>> memory
 
 namespace attngen {
 

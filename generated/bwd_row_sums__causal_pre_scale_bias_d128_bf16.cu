@@ -6,8 +6,8 @@
 #include "attngen/ptx/global.cuh"
 #include "attngen/ptx/math.cuh"
 #include "attngen/ptx/tma.cuh"
+#include "attngen/scheduler/grid_place.cuh"
 #include "attngen/scheduler/kv_blocks.cuh"
-#include "attngen/scheduler/sequence_order.cuh"
 #include "attngen/softmax/exactly.cuh"
 #include "attngen/softmax/row.cuh"
 #include "attngen/special.cuh"
@@ -197,13 +197,15 @@ extern "C" __global__ void __launch_bounds__(128)
 bwd_row_sums__causal_pre_scale_bias_d128_bf16__49fcae(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   allow_dependents();
+  const int ctas = p.q_blocks;
+  const GridPlace at = grid_place(ctas, p.heads_q);
   // The last ones first: their sums are in L2 when the main kernel has ended.
-  const int index = gridDim.x - 1 - blockIdx.x;
+  const int index = ctas - 1 - at.index;
+  const int head = p.heads_q - 1 - at.head;
   const int block = index;
-  const int head = gridDim.y - 1 - blockIdx.y;
-  const int batch = gridDim.z - 1 - blockIdx.z;
-
-  const int warp = threadIdx.x / 32;
+  const int batch = at.batches - 1 - at.batch;
+  const long long slot = (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;
+const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int row = block * kTileM + warp * 16 + lane / 4;
   const Context ctx = tile_context(p, batch, head);
@@ -234,9 +236,9 @@ bwd_row_sums__causal_pre_scale_bias_d128_bf16__49fcae(const __grid_constant__ at
   const Range ranges[2] = {masks.row_range(ctx, min_of(row, last_row)), masks.row_range(ctx, min_of(row + 8, last_row))};
   RowSums sums;
   const int first_row = block * kTileM + warp * 16;
-  const BlockRange blocks = KvIteration::blocks<kKeys>(masks, ctx, min_of(first_row, last_row), min_of(first_row + 15, last_row));
+  const BlockRange visits = KvIteration::blocks<kKeys>(masks, ctx, min_of(first_row, last_row), min_of(first_row + 15, last_row));
 #pragma unroll 1
-  for (int key_block = blocks.begin; key_block < blocks.end; ++key_block) {
+  for (int key_block = visits.begin; key_block < visits.end; ++key_block) {
     float products[8] = {};
     const unsigned short* keys[2];
 #pragma unroll

@@ -16,18 +16,16 @@ from ..errors import SpecError
 from . import bias
 from .backward import differentiate, dispatch
 from .operation import Ready, run
-from .signature import INPUTS, Call, Wanted, places_of, split
+from .signature import GRADIENT_OF, INPUTS, Call, Wanted, no_gradient, places_of, split
 from .torch_private import levels, undisturbed
 
-# Whose gradients `attngen::backward` returns, and what it calls them, in order.
-GRADIENT_OF = {"q": "dq", "k": "dk", "v": "dv", "sink": "dsink", "bias": "dbias"}
 _BIAS = INPUTS.index("bias")
 
 
 def refuse_gradient(name: str) -> None:
     """Raises: SpecError where the operand of that name has none."""
-    if name not in GRADIENT_OF:
-        raise SpecError(f"{name} has no gradient: detach it, or pass backend='reference'")
+    if (reason := no_gradient(name)) is not None:
+        raise SpecError(reason)
 
 
 # ---- of the operation

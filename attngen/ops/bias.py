@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -144,10 +144,10 @@ class Gradient:
         return total.to(dtype).unsqueeze(2).view(self.shape)
 
 
-def refuse_column(bias: Tensor, keys: int) -> None:
-    """Raises: SpecError where a bias that needs a gradient has one column for all keys."""
+def column_violations(bias: Tensor, keys: int) -> Iterator[str]:
+    """Why kernels have no gradient of a bias: it has one column for all keys."""
     if sizes_of(bias.shape)[3] == 1 < keys:
-        raise SpecError(
+        yield (
             f"bias {list(bias.shape)} has one column for {keys} keys, and kernels no gradient "
             "of that: pass bias.expand(…, s_kv), or detach it"
         )
@@ -158,7 +158,8 @@ def gradient_of(bias: Tensor, full: tuple[int, int, int, int]) -> Gradient:
 
     Raises: SpecError where the bias has one column for all keys.
     """
-    refuse_column(bias, full[3])
+    if reasons := [*column_violations(bias, full[3])]:
+        raise SpecError(reasons)
     _, _, rows, columns = sizes_of(bias.shape)
     sums = (full[0], full[1], columns) if rows == 1 < full[2] else None
     return Gradient(tuple(bias.shape), sums)

@@ -17,6 +17,8 @@ from ..reference.fp8_checks import (
     scale_violations,
 )
 from ..reference.sizes import surely
+from ..reference.subclasses import unreadable
+from ..reference.type_checks import is_flag
 from ..resolve import BIASES
 from ..run_time import Extent
 from ..spec import MAX_HEAD_DIM
@@ -30,8 +32,9 @@ from .operands import (
     spec_of,
     unpacked,
 )
-from .signature import INPUTS, Arguments, Operands
-from .transforms import refuse_tangents
+from .schedule import Schedule
+from .signature import INPUTS, Arguments, Operands, no_gradient
+from .transforms import NO_TANGENTS, may_have_tangents, refuse_tangents
 
 SCALE_LIMIT = 2.0**127  # in log2 units it must still be a float32
 PAGES, BIAS = map(INPUTS.index, ("page_table_k", "bias"))
@@ -39,39 +42,79 @@ OFFSET_LIMIT = 1 << 31  # elements; kernels index scales in 32 bits
 TILED = ("bias", "attn_mask")  # but not what they read in tiles
 
 
+def check_rest(num_splits: object, deterministic: object, schedule: object) -> None:
+    """Raises: SpecError where these arguments, which the reference does without, are wrong."""
+    decode.check_splits(num_splits)
+    if not is_flag(deterministic):
+        got = f"got {deterministic!r}"
+        raise SpecError(f"deterministic needs True, False or None; {got}. Pass one.")
+    if not (schedule is None or isinstance(schedule, Schedule)):
+        raise SpecError(f"schedule needs an attngen.Schedule; got {schedule!r}. Make one.")
+
+
+def refuse_unreadable(operands: Operands) -> None:
+    """Raises: SpecError where the storage of an operand does not hold its numbers."""
+    if torch.compiler.is_compiling():
+        return
+    found = [None if x is None else unreadable(x) for x in operands]
+    reasons = [f"{name} {why}" for name, why in zip(INPUTS, found, strict=True) if why is not None]
+    if reasons:
+        raise SpecError(reasons)
+
+
 def refuse_derivatives(operands: Operands, arguments: Arguments, gradients: bool) -> None:
     """Raises: SpecError where a call needs derivatives that kernels do not have. gradients: whether
     it needs those."""
-    if gradients:
-        _refuse_gradients(operands, arguments)
+    if gradients and (reasons := [*_gradient_violations(operands, arguments)]):
+        raise SpecError(reasons)
     refuse_tangents(operands)
 
 
-def _refuse_gradients(operands: Operands, arguments: Arguments) -> None:
-    """Raises: SpecError where kernels have none of a call."""
-    q, k, v = operands[:3]
-    assert q is not None  # the operation's schema
+def traced_refusal(operands: Operands, arguments: Arguments, backend: str) -> SpecError | None:
+    """Why a call in code that is being compiled leaves the kernels, where any backend may serve
+    it: of what a trace knows, which is not where operands begin."""
+    if backend != "auto":
+        return None
+    reasons = [*number_violations(softmax_scale_of(_q_of(operands), arguments), arguments.softcap)]
+    given = [(name, x) for name, x in zip(INPUTS, operands, strict=True) if x is not None]
+    if torch.is_grad_enabled() and any(x.requires_grad for _, x in given):
+        reasons += _gradient_violations(operands, arguments)
+        refused = [no_gradient(name) for name, x in given if x.requires_grad]
+        reasons += [reason for reason in refused if reason is not None]
+    if may_have_tangents(operands):
+        reasons.append(NO_TANGENTS)
+    return SpecError(reasons) if reasons else None
+
+
+def _q_of(operands: Operands) -> Tensor:
+    assert operands[0] is not None  # the operation's schema
+    return operands[0]
+
+
+def _gradient_violations(operands: Operands, arguments: Arguments) -> Iterator[str]:
+    """Why kernels have no gradients of a call that needs them."""
+    (q, k, v), q = operands[:3], _q_of(operands)
     if is_fp8(q.dtype) or (k is not None and is_fp8(k.dtype)):
-        raise SpecError(
+        yield (
             "a gradient is needed, but FP8 kernels have no backward yet: call under "
             "torch.no_grad(), or detach what requires it"
         )
-    if output_dtype(q, arguments) != q.dtype:
-        raise SpecError(
+    elif output_dtype(q, arguments) != q.dtype:
+        yield (
             "a gradient is needed, but kernels have none of a float32 output beside 16-bit "
             "operands: call under torch.no_grad(), or leave out_dtype out"
         )
     if operands[PAGES] is not None:
-        raise SpecError("pages are inference only; call under torch.no_grad()")
+        yield "pages are inference only; call under torch.no_grad()"
     if any(x is not None and x.shape[-1] > MAX_HEAD_DIM for x in (q, k, v)):
-        raise SpecError(
+        yield (
             f"a gradient is needed, but head dims above {MAX_HEAD_DIM} have none; call under "
             "torch.no_grad()"
         )
     added = operands[BIAS]
     if added is not None and added.requires_grad and surely(bias.sizes_of(added.shape)[3], 1):
         _, k, _ = unpacked(q, k, v, arguments.layout)
-        bias.refuse_column(added, extents_of({"k": k}, arguments.layout)["k"].seq)
+        yield from bias.column_violations(added, extents_of({"k": k}, arguments.layout)["k"].seq)
 
 
 def violations(
@@ -95,7 +138,7 @@ def violations(
     else:
         reasons += _misplaced(q, scales, CACHE_SCALES if cached else (), arguments)
     if cached:
-        reasons += scale_violations(scales, sequences, extents["k"].heads)
+        reasons += scale_violations(scales, sequences, extents["k"].heads, (torch.float32,))
     reasons += lengths.violations(q, k, v, optional, arguments, sequences)
     reasons += batch_violations(extents, arguments.layout, sequences)
     reasons += _variant_violations(extents["q"].heads, sequences, optional, arguments)
@@ -109,7 +152,16 @@ def violations(
     paged = layout_of(arguments.layout).paged
     if not spec.gathers:
         reasons += stride_violations(tensors, paged)
-    return [*reasons, *operand_violations(extents, softmax_scale_of(q, arguments), paged)]
+    reasons += operand_violations(extents, paged)
+    return reasons + [*number_violations(softmax_scale_of(q, arguments), arguments.softcap)]
+
+
+def number_violations(softmax_scale: float, softcap: float) -> Iterator[str]:
+    """Faults of the scale and the softcap."""
+    if not (0 < softmax_scale < SCALE_LIMIT):
+        yield f"softmax_scale={softmax_scale}: kernels take a positive float32 number"
+    if not (softcap == 0 or 1 / SCALE_LIMIT < softcap < SCALE_LIMIT):
+        yield f"softcap={softcap}: kernels take a positive float32 number, 0 for none"
 
 
 def batch_violations(extents: dict[str, Extent], layout: str, sequences: int) -> Iterator[str]:
@@ -135,10 +187,8 @@ def stride_violations(tensors: Mapping[str, Tensor], paged: bool) -> Iterator[st
             )
 
 
-def operand_violations(
-    extents: dict[str, Extent], softmax_scale: float, paged: bool
-) -> Iterator[str]:
-    """What is wrong with sizes and the scale, whatever the dtypes."""
+def operand_violations(extents: dict[str, Extent], paged: bool) -> Iterator[str]:
+    """Faults of sizes, whatever the dtypes."""
     q, k, v = extents["q"], extents["k"], extents["v"]
     if k.heads != v.heads or (not paged and (k.batch, k.seq) != (v.batch, v.seq)):
         yield (
@@ -149,8 +199,6 @@ def operand_violations(
         yield f"head dims of q and k differ: {q.dim} and {k.dim}"
     if q.heads and (not k.heads or q.heads % k.heads):
         yield f"{q.heads} query heads are not a multiple of {k.heads} key/value heads"
-    if not (0 < softmax_scale < SCALE_LIMIT):
-        yield f"softmax_scale={softmax_scale}: kernels take a positive float32 number"
 
 
 def device_violations(tensors: Mapping[str, Tensor | None]) -> list[str]:
@@ -166,7 +214,7 @@ def device_violations(tensors: Mapping[str, Tensor | None]) -> list[str]:
 def _variant_violations(
     heads: int, sequences: int, optional: Mapping[str, Tensor | None], arguments: Arguments
 ) -> Iterator[str]:
-    """What is wrong with the tensors of ALiBi and the sink, and with the softcap."""
+    """Faults of the tensors of ALiBi and the sink, and strides that reach too far."""
     slopes, sink = optional["alibi_slopes"], optional["sink"]
     whole = f"float32 [h_q={heads}]"
     if slopes is not None and not _is_float32(slopes, (heads,), (sequences, heads)):
@@ -175,8 +223,6 @@ def _variant_violations(
         yield f"sink belongs to softmax='learnable', which needs it; got {arguments.softmax!r}"
     elif sink is not None and not _is_float32(sink, (heads,)):
         yield f"sink needs {whole}, got {_shape_of(sink)}"
-    if not (arguments.softcap == 0 or 1 / SCALE_LIMIT < arguments.softcap < SCALE_LIMIT):
-        yield f"softcap={arguments.softcap}: kernels take a positive float32 number, 0 for none"
     for name, tensor in optional.items():
         far = tensor is not None and name not in TILED and _last_offset(tensor) >= OFFSET_LIMIT
         if tensor is not None and far:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import features, reference
-from ..errors import SpecError
+from ..errors import AttngenError, SpecError
 from ..layouts import axes_of, parse
 from ..reference.call import AttentionCall
 from ..resolve import find_violations
@@ -94,6 +94,13 @@ def refusals(call: AttentionCall, num_splits: int | None = None) -> list[str]:
             major, minor = torch.cuda.get_device_capability(device)
             which += f" (sm_{major}{minor})"
         return [f"{which} has no kernels; available: {available}"]
+    learned = [
+        f"{name} requires a gradient, of which kernels have none; pass a number, or detach it"
+        for name in ("softmax_scale", "softcap")
+        if isinstance(number := getattr(call, name), Tensor)
+        and number.requires_grad
+        and torch.is_grad_enabled()
+    ]
     spec = AttentionSpec.from_call(
         *_described(call, num_splits),
         layout=call.layout,
@@ -115,7 +122,17 @@ def refusals(call: AttentionCall, num_splits: int | None = None) -> list[str]:
         **{name: getattr(call, name) for name in LENGTHS},
     )
     reasons = [violation.reason for violation in find_violations(spec, _FEATURES)]
-    return reasons + unsplit(num_splits or 0, spec.decode)
+    return learned + reasons + unsplit(num_splits or 0, spec.decode)
+
+
+def leave_kernels(refusal: AttngenError, backend: str) -> None:
+    """Log why a call that kernels were to serve goes to the reference.
+
+    Raises: the refusal, where the call named its backend.
+    """
+    if backend != "auto":
+        raise refusal
+    _log_once("; ".join(refusal.reasons))
 
 
 _logged: set[str] = set()

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from .. import layouts, reference
-from ..errors import SpecError
-from ..reference import fp8
+from .. import reference
+from ..errors import LimitError, SpecError
+from ..plain import differing
 from ..reference.call import AttentionCall, MaskMod, ScoreMod, Window
 from ..reference.dropout import draw_rng_state
-from ..reference.type_checks import is_flag, type_violations
+from ..reference.type_checks import type_violations
 from ..results import AttentionAux
 from . import choice, nested, on_reference, recent
+from .arguments import Settled, arguments_of, default_slopes_of
 from .autograd import Trained
-from .checks import refuse_derivatives
-from .decode import check_splits
+from .casts import autocast, cast, casts_of
+from .checks import check_rest, refuse_derivatives, refuse_unreadable, traced_refusal
 from .forward import dispatched, find_alone, find_ready, with_readable_bias
 from .lengths import settle as settle_lengths
 from .lengths import unread
-from .operands import autocast
-from .operation import Ready, format_of, run, unobserved
-from .schedule import Ordered, Schedule, ordered_by
+from .operation import format_of, run, unobserved
+from .schedule import Schedule, ordered_by
 from .sharding import is_distributed, over_shards
-from .signature import INPUTS, OPTIONAL, Arguments, Call, name_of, places_of
+from .signature import INPUTS, LENGTHS, OPTIONAL, Call, places_of
 from .torch_private import levels
 from .transforms import is_transformed
 
@@ -104,12 +103,12 @@ def attention(
     v: Tensor | None = None,
     *,
     layout: str = "bshd",
-    mask: str = "none",
+    mask: str | None = "none",
     window: Window = (-1, -1),
     bottom_right: bool | None = None,
     attn_mask: Tensor | None = None,
     softmax_scale: float | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     bias: Tensor | None = None,
     bias_type: str = "post_scale",
     alibi_slopes: Tensor | bool | None = None,
@@ -152,14 +151,16 @@ def attention(
     [b, h_q, s_q, s_kv], True takes part. window: keys visible before and after the diagonal, −1
     unbounded. softmax_scale defaults to 1/√d; softcap: 0 none. bias: of q's dtype, a broadcast as
     attn_mask, with bias_type post_scale or pre_scale; alibi_slopes: float32 [h_q] or [b, h_q], or
-    True. softmax: vanilla, off_by_one, or learnable with sink, float32 [h_q]. rng_state: int64 [2],
-    drawn where dropout_p is above 0 and none is given. cu_seqlens_*: int32 [b + 1], seqused_*:
-    int32 [b], on the device, never waited for; max_seqlen_*, numbers or tensors of one, change
-    nothing. A nested (jagged) [b, j, h, d] says them itself where the layout has tokens (thd); the
-    output of a nested q is nested. Of a paged layout k and v are pages that page_table names;
-    num_splits: parts in which each sequence's keys are read, 1 to 128, None for as many as fill the
-    chip. schedule: shared by calls of equal lengths, which are then ordered once. What each
-    argument means is in docs/semantics.md.
+    True. softmax: vanilla, off_by_one, or learnable with sink, float32 [h_q]. Other floats of 16 to
+    64 bits are cast, saturating, with their gradient. None is no mask, window or softcap, numbers
+    may be NumPy's. rng_state: int64 [2], drawn where dropout_p is above 0 and none is given.
+    cu_seqlens_*: int32 or int64 [b + 1], seqused_*: [b], on the device, never waited for;
+    max_seqlen_*, numbers or tensors of one, change nothing. A nested (jagged) [b, j, h, d] says
+    them itself where the layout has tokens (thd); the output of a nested q is nested.
+    Of a paged layout k and v are pages that page_table names; num_splits: parts in which each
+    sequence's keys are read, 1 to 128, None for as many as fill the chip. What each argument means
+    is in docs/semantics.md. schedule: shared by calls of equal lengths, which are then ordered
+    once.
 
     FP8 (float8_e4m3fn, float8_e5m2) q, k and v take scales, float32 [1] on their device, which is
     never waited for: descale_q, descale_k and descale_v (or [b, h_kv]) give what a stored number
@@ -174,9 +175,8 @@ def attention(
     its dtype.
 
     backend: `cuda` runs a compiled kernel or refuses; `reference` is the definition in plain
-    PyTorch, on any device; `auto` takes the reference where the device or the variant has no
-    kernel, and logs the reason once. Operands that kernels cannot read (FP8 and pages off multiples
-    of 16 bytes) are refused, not computed some other way.
+    PyTorch, on any device; `auto` takes the reference where kernels refuse a call (the device, the
+    variant, a gradient, operands off multiples of 16 bytes), and logs the reason once.
 
     Returns the output in Q's format, with V's head dim and Q's dtype (FP8: out_dtype), or (output,
     AttentionAux) where `return_lse`, `return_max_logit`, `return_amax` or dropout asks for
@@ -190,7 +190,7 @@ def attention(
             if q.is_nested or (k is not None and k.is_nested) or (v is not None and v.is_nested)
             else None
         )
-    except AttributeError as error:
+    except (AttributeError, ValueError) as error:
         raise SpecError(type_violations({"q": q, "k": k, "v": v})) from error
     if nesting is not None:
         return nested.attend(attention, nesting)  # type: ignore[no-any-return]
@@ -205,7 +205,7 @@ def attention(
         and (score_mod is None and mask_mod is None and block_mask is None and schedule is None)
         and not (return_lse or return_max_logit or return_amax or k is None or v is None)
         and (page_table is None or isinstance(page_table, Tensor))
-        and type(window) is tuple
+        and (type(window) is tuple or window is None)
         and not (choice.CHECK_VALUES or torch.compiler.is_compiling())
     ):
         tensors = (q, k, v, page_table, seqused_kv, seqused_q, cu_seqlens_q, cu_seqlens_kv)
@@ -218,7 +218,10 @@ def attention(
             ),
             [x for x in tensors if x is not None],
         )  # fmt: skip
-        output = recent.serve(*plain)
+        try:
+            output = recent.serve(*plain)
+        except (SpecError, LimitError):  # of where operands begin: met again below
+            output = None
         if output is not None:
             return output
     if (max_seqlen_q is not None or max_seqlen_kv is not None) and not choice.CHECK_VALUES:
@@ -230,7 +233,7 @@ def attention(
     wants_aux = return_lse or return_max_logit or return_amax or dropout_p != 0
     device = q.device.type
     if device != "meta" and torch.is_autocast_enabled(device):  # which knows no meta tensors
-        q, k, v, bias = autocast(q, k, v, bias)
+        q, k, v = autocast(q, k, v)
     dense = (cu_seqlens_q is None and cu_seqlens_kv is None and seqused_q is None) and (
         seqused_kv is None and cu_seqlens_q_padded is None and cu_seqlens_kv_padded is None
     )
@@ -242,25 +245,29 @@ def attention(
     )
     # What the checks of a call depend on; None where they must run again.
     key: tuple[Any, ...] | None = None
+    refusal: SpecError | LimitError | None = None
     if (
         (score_mod is None and mask_mod is None and block_mask is None)
-        and type(window) is tuple
+        and (type(window) is tuple or window is None)
         and not (choice.CHECK_VALUES or torch.compiler.is_compiling())
     ):
-        key = (
-            q.shape, q.stride(), q.dtype, q.device,
-            None if k is None else (k.shape, k.stride(), k.dtype, k.device),
-            None if v is None else (v.shape, v.stride(), v.dtype, v.device),
-            layout, mask, window, bottom_right, softmax_scale, softcap, bias_type, softmax,
-            dropout_p, deterministic, return_max_logit, max_seqlen_q, max_seqlen_kv, backend,
-            out_dtype, return_amax, num_splits,
-        )  # fmt: skip
         try:
+            key = (
+                q.shape, q.stride(), q.dtype, q.device,
+                None if k is None else (k.shape, k.stride(), k.dtype, k.device),
+                None if v is None else (v.shape, v.stride(), v.dtype, v.device),
+                layout, mask, window, bottom_right, softmax_scale, softcap, bias_type, softmax,
+                dropout_p, deterministic, return_max_logit, max_seqlen_q, max_seqlen_kv, backend,
+                out_dtype, return_amax, num_splits,
+            )  # fmt: skip
             known = _settled.get(key) if bare else None
-        except TypeError:  # an argument has no hash: its check says what it needs
+        except _UNKEYED:
             key = known = None
         if known is not None:
-            return _run_kernels((q, k, v, *_NO_OTHERS), known, wants_aux, plain)
+            try:
+                return _run_kernels((q, k, v, *_NO_OTHERS), known, wants_aux, plain)
+            except (SpecError, LimitError) as error:
+                refusal = error
     scales = (descale_q, descale_k, descale_v, scale_s, descale_s, scale_o)
     lengths: tuple[Tensor | None, ...] = (
         *(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
@@ -271,26 +278,31 @@ def attention(
     slopes = alibi_slopes if isinstance(alibi_slopes, Tensor) else None
     scored = (slopes, sink, rng_state, attn_mask, bias)
     if key is not None and not bare:
-        key += (
-            *[None if x is None else format_of(x) for x in (*scales, *lengths, *scored)],
-            tuple(map(format_of, tables)) if paired else format_of(page_table),
-            (alibi_slopes is True, type(alibi_slopes)),
-            schedule is None or is_transformed(),  # which has none either
-        )
         try:
+            key += (
+                *[None if x is None else format_of(x) for x in (*scales, *lengths, *scored)],
+                tuple(map(format_of, tables)) if paired else format_of(page_table),
+                (alibi_slopes is True, type(alibi_slopes)),
+                schedule is None or is_transformed(),  # which has none either
+            )
             known = _settled.get(key)
-        except TypeError:
+        except _UNKEYED:
             key = known = None
         if known is not None:
             given = lengths
             if not (dense or known.lengths_as_given):
                 lengths = settle_lengths(layout, lengths)
             operands = (q, k, v, *scales, *lengths, *tables, *scored, None)
+            if known.casts:
+                operands, plain = cast(operands, known.casts), None
             if schedule is not None:
                 operands = _ordered(operands, known, schedule, given)
             plain = plain if dense or known.lengths_as_given else None
-            return _run_kernels(operands, known, wants_aux, plain)
-    call = AttentionCall(
+            try:
+                return _run_kernels(operands, known, wants_aux, plain)
+            except (SpecError, LimitError) as error:
+                refusal = error
+    named: dict[str, Any] = dict(
         q=q, k=k, v=v, layout=layout, mask=mask, window=window, bottom_right=bottom_right,
         attn_mask=attn_mask, softmax_scale=softmax_scale, softcap=softcap, bias=bias,
         bias_type=bias_type, alibi_slopes=alibi_slopes, softmax=softmax, sink=sink,
@@ -303,77 +315,67 @@ def attention(
         descale_s=descale_s, scale_o=scale_o, out_dtype=out_dtype, return_lse=return_lse,
         return_max_logit=return_max_logit, return_amax=return_amax,
     )  # fmt: skip
-    check_splits(num_splits)
-    if not is_flag(deterministic):
-        got = f"got {deterministic!r}"
-        raise SpecError(f"deterministic needs True, False or None; {got}. Pass one.")
-    if not (schedule is None or isinstance(schedule, Schedule)):
-        raise SpecError(f"schedule needs an attngen.Schedule; got {schedule!r}. Make one.")
-    if not choice.use_kernels(call, backend, num_splits):
-        out, aux = on_reference.run(call, lambda: _settle(call, deterministic, 0).arguments)
-        return (out, aux) if wants_aux else out
-    settled = _settle(call, deterministic, num_splits)
-    numbers = (softmax_scale, softcap, dropout_p)  # the value of a tensor may change
-    if key is not None and not any(isinstance(x, Tensor) for x in numbers):
-        if len(_settled) >= _KEY_LIMIT:
-            _settled.clear()
-        _settled[key] = settled
-    given, lengths = lengths, lengths if dense else settle_lengths(layout, lengths)
-    settled.lengths_as_given = all(a is b for a, b in zip(given, lengths, strict=True))
-    operands = (q, k, v, *scales, *lengths, *tables, *scored, None)
-    if schedule is not None:
-        operands = _ordered(operands, settled, schedule, given)
-    return _run_kernels(operands, settled, wants_aux)
+    call = AttentionCall(**named)
+    rest = {"num_splits": num_splits, "deterministic": deterministic, "schedule": schedule}
+    return _attend_anew(call, {**rest, "backend": backend}, key, refusal)
 
 
-@dataclass
-class _Settled:
-    """What is known of calls that were checked and have a kernel: the operation's arguments, the
-    query heads that take ALiBi's own slopes, whether operations take the lengths that a call gives,
-    what an order of its sequences depends on and, once launched from here, which operands there are
-    and all that a launch needs: for the output, or for all outputs, without gradients or with."""
-
-    arguments: Arguments
-    default_slopes: int = 0
-    lengths_as_given: bool = False
-    ordered: Ordered | None = None
-    places: tuple[int, ...] | None = None
-    ready: Ready | None = None
-    ready_all: Ready | None = None
-    trained: Trained | None = None
-    trained_all: Trained | None = None
+def _attend_anew(
+    call: AttentionCall,
+    rest: dict[str, Any],
+    key: tuple[Any, ...] | None,
+    refusal: SpecError | LimitError | None,
+) -> Tensor | tuple[Tensor, AttentionAux]:
+    """`attention` of a call like none before, whose arguments are checked; `rest` are those that
+    the reference does without. key: what later calls like it have in common; refusal: of kernels
+    that were to serve it."""
+    plainly, changed = reference.converted(call), differing(rest)
+    if changed or plainly is not call:
+        return attention(**vars(plainly), **{**rest, **changed})  # type: ignore[no-any-return]
+    check_rest(rest["num_splits"], rest["deterministic"], rest["schedule"])
+    wants_aux = call.return_lse or call.return_max_logit or call.return_amax or call.dropout_p != 0
+    schedule, backend = rest["schedule"], rest["backend"]
+    if refusal is None and choice.use_kernels(call, backend, rest["num_splits"]):
+        arguments = arguments_of(call, rest["deterministic"], rest["num_splits"])
+        settled = Settled(arguments, default_slopes_of(call))
+        given = tuple(getattr(call, name) for name in LENGTHS)
+        lengths = settle_lengths(call.layout, given)
+        settled.lengths_as_given = all(a is b for a, b in zip(given, lengths, strict=True))
+        slopes = call.alibi_slopes if isinstance(call.alibi_slopes, Tensor) else None
+        scored = (slopes, call.sink, call.rng_state, call.attn_mask, call.bias)
+        tables = call.page_tables or (None, None)
+        operands = (call.q, call.k, call.v, *call.scales.values(), *lengths, *tables, *scored, None)
+        settled.casts = casts_of(operands)
+        operands = cast(operands, settled.casts)
+        numbers = (call.softmax_scale, call.softcap, call.dropout_p)
+        if key is not None and not any(isinstance(x, Tensor) for x in numbers):  # which may change
+            if len(_settled) >= _KEY_LIMIT:
+                _settled.clear()
+            _settled[key] = settled
+        if schedule is not None:
+            operands = _ordered(operands, settled, schedule, given)
+        if torch.compiler.is_compiling():
+            refusal = traced_refusal(operands, settled.arguments, backend)
+            if refusal is None:
+                return _run_kernels(operands, settled, wants_aux)
+        else:
+            try:
+                return _run_kernels(operands, settled, wants_aux)
+            except (SpecError, LimitError) as error:
+                refusal = error
+    if refusal is not None:
+        choice.leave_kernels(refusal, backend)
+    deterministic = rest["deterministic"]
+    out, aux = on_reference.run(
+        call, lambda: arguments_of(call, deterministic, 0), choice.CHECK_VALUES
+    )
+    return (out, aux) if wants_aux else out
 
 
 _KEY_LIMIT = 4096
-_settled: dict[tuple[Any, ...], _Settled] = {}
-
-
-def _settle(call: AttentionCall, deterministic: bool, num_splits: int | None) -> _Settled:
-    """The arguments of the operation that serves a call."""
-    scale, (left, right) = call.softmax_scale, call.window
-    aligned = call.mask.endswith("_bottom_right")
-    arguments = Arguments(
-        layout=call.layout,
-        mask=call.mask,
-        softmax_scale=None if scale is None else float(scale),
-        window_left=-1 if left is None else left,
-        window_right=-1 if right is None else right,
-        bottom_right=aligned if call.bottom_right is None else call.bottom_right,
-        out_dtype=name_of(fp8.output_dtype(call)),
-        amax=call.return_amax,
-        deterministic=deterministic,
-        softcap=float(call.softcap),
-        softmax=call.softmax,
-        max_logit=call.return_max_logit,
-        dropout_p=float(call.dropout_p),
-        num_splits=num_splits or 0,
-        bias_type="post_scale" if call.bias is None else call.bias_type,
-    )
-    layout = layouts.parse(call.layout)
-    q = layouts.unpack(layout, call.q, call.k, call.v)[0]
-    heads = layouts.size(q.shape, layout.q_format, "h")
-    given = isinstance(call.alibi_slopes, Tensor)
-    return _Settled(arguments, heads if call.has_alibi and not given else 0)
+# Raised by arguments without a hash, and by tensors without sizes: their checks say what they need.
+_UNKEYED = (TypeError, RuntimeError, ValueError)
+_settled: dict[tuple[Any, ...], Settled] = {}
 
 
 _NO_OTHERS = (None,) * len(OPTIONAL)
@@ -401,7 +403,7 @@ def _slopes_of(heads: int, q: Tensor) -> Tensor:
 
 def _ordered(
     operands: tuple[Any, ...],
-    settled: _Settled,
+    settled: Settled,
     schedule: Schedule,
     given: tuple[Tensor | None, ...],
 ) -> tuple[Any, ...]:
@@ -415,7 +417,7 @@ def _ordered(
 def _train(
     operands: tuple[Tensor | None, ...],
     present: list[Any],
-    settled: _Settled,
+    settled: Settled,
     wants_aux: bool,
     plain: recent.Call | None,
 ) -> Sequence[Tensor]:
@@ -436,7 +438,7 @@ def _train(
 
 def _run_kernels(
     operands: tuple[Tensor | None, ...],
-    settled: _Settled,
+    settled: Settled,
     wants_aux: bool,
     plain: recent.Call | None = None,
 ) -> Tensor | tuple[Tensor, AttentionAux]:
@@ -457,6 +459,7 @@ def _run_kernels(
         refuse_derivatives(operands, settled.arguments, differentiable)
     results: Sequence[Tensor]
     if torch.compiler.is_compiling() or not unobserved(present):
+        refuse_unreadable(operands)
         attend = over_shards(dispatched) if is_distributed(operands) else dispatched
         results = attend(*operands, *settled.arguments)
     elif differentiable:

@@ -79,7 +79,7 @@ def violations(
     known: dict[str, Any] = {"layout": arguments.layout, "mask": arguments.mask, **lengths}
     tables = tuple(x for name in PAGE_TABLES if (x := optional[name]) is not None)
     call = AttentionCall(q=q, k=k, v=v, page_table=tables or None, **known)  # type: ignore[arg-type]
-    yield from length_violations(call, Operands(parsed, q, k, v, sequences))
+    yield from length_violations(call, Operands(parsed, q, k, v, sequences), (torch.int32,))
     for side, axes in (("q", parsed.q_format), ("kv", parsed.kv_format)):
         if axes != "thd" and lengths[f"cu_seqlens_{side}"] is not None:
             yield f"cu_seqlens_{side} belongs to thd here; pass seqused_{side}, its differences"

@@ -44,10 +44,12 @@ _backwards = operator(
 )
 
 
-def run(call: AttentionCall, arguments_of: Callable[[], Arguments]) -> tuple[Tensor, AttentionAux]:
+def run(
+    call: AttentionCall, arguments_of: Callable[[], Arguments], checks_reads: bool = False
+) -> tuple[Tensor, AttentionAux]:
     """Attention by the reference: as one operation for those who need one, else as the definition
     says, which may be differentiated as often as one likes. arguments_of: makes the operation's
-    arguments, of a call that was checked.
+    arguments, of a call that was checked; checks_reads: as `reference.run` has it.
 
     Raises: SpecError with every violation at once.
     """
@@ -56,7 +58,7 @@ def run(call: AttentionCall, arguments_of: Callable[[], Arguments]) -> tuple[Ten
     if distributed:
         sharding.refuse_functions({name: getattr(call, name) for name in FUNCTIONS})
     elif not is_traced(operands) or _must_be_followed(call):
-        return reference.run(call)
+        return reference.run(call, checks_reads)
     reference.check(call)
     arguments = arguments_of()
     rng_state = call.rng_state

@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,13 +50,6 @@ def new_outputs(q: Tensor, v: Tensor, arguments: Arguments) -> tuple[Tensor, Ten
     out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=output_dtype(q, arguments))
     sizes = [q.shape[axes.index(axis)] for axis in rows]
     return out, q.new_empty(sizes, dtype=torch.float32)
-
-
-def autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """The tensors, float32 ones in the dtype of the autocast that is on."""
-    first = next(x for x in tensors if x is not None)
-    dtype = torch.get_autocast_dtype(first.device.type)
-    return tuple(x.to(dtype) if x is not None and x.dtype == torch.float32 else x for x in tensors)
 
 
 def extent(tensor: Tensor, axes: str) -> Extent:

@@ -20,7 +20,14 @@ from ..spec import AttentionSpec
 from .lengths import rows_of_none
 from .operands import Source
 from .signature import Operands
-from .torch_private import current_device, current_stream, is_capturing, is_plain, undisturbed
+from .torch_private import (
+    PLAIN,
+    current_device,
+    current_stream,
+    is_capturing,
+    is_plain,
+    undisturbed,
+)
 from .torch_private import empty_strided_cuda as _empty_strided_cuda
 
 ARCH_OF_CAPABILITY = {(9, 0): "sm_90a"}
@@ -134,9 +141,11 @@ def remember(known: dict[Any, Value], key: Any, make: Callable[[], Value]) -> Va
 
 def format_of(operand: object) -> object:
     """What a launch depends on in a tensor, but for its address; of anything else its type."""
+    if type(operand) in PLAIN:
+        return operand.shape, operand.stride(), operand.dtype, operand.device  # type: ignore[attr-defined]
     if not isinstance(operand, Tensor):
         return type(operand)
-    return operand.shape, operand.stride(), operand.dtype, operand.device
+    return type(operand), operand.shape, operand.stride(), operand.dtype, operand.device
 
 
 def run(ready: Ready, operands: Operands) -> list[Tensor]:

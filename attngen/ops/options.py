@@ -15,12 +15,12 @@ class Options(TypedDict, total=False):
     """Each has the name and the type that `attention` says."""
 
     layout: str
-    mask: str
+    mask: str | None
     window: Window
     bottom_right: bool | None
     attn_mask: Tensor | None
     softmax_scale: float | None
-    softcap: float
+    softcap: float | None
     bias: Tensor | None
     bias_type: str
     alibi_slopes: Tensor | bool | None

@@ -30,6 +30,15 @@ OPTIONAL = (
 """Tensors that a call may have beside q, k and v, in the order in which operations take them."""
 
 INPUTS = ("q", "k", "v", *OPTIONAL)
+# Whose gradients `attngen::backward` returns, and what it calls them, in order.
+GRADIENT_OF = {"q": "dq", "k": "dk", "v": "dv", "sink": "dsink", "bias": "dbias"}
+
+
+def no_gradient(name: str) -> str | None:
+    """Why kernels have no gradient of the operand of that name; None where they have."""
+    if name in GRADIENT_OF:
+        return None
+    return f"{name} has no gradient: detach it, or pass backend='reference'"
 
 
 class Arguments(NamedTuple):

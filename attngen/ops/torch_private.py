@@ -122,14 +122,14 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 _has_storage = _find("_C._has_storage", _has_memory, _ASKED)
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether it is of no subclass, and its values lie where it says: no lazy negation, no zeros
     that nobody has written, none of several gradients that autograd takes at once."""
     lazy = tensor.is_neg() or (_is_zero is not None and _is_zero(tensor))
-    return type(tensor) in _PLAIN and not lazy and _has_storage(tensor)
+    return type(tensor) in PLAIN and not lazy and _has_storage(tensor)
 
 
 class FormatGuards:
@@ -198,7 +198,7 @@ def is_traced(operands: Sequence[Tensor | None]) -> bool:
     values are not there to be read, and sizes may be symbols."""
     if torch.compiler.is_compiling():
         return True
-    if undisturbed() and all([x is None or type(x) in _PLAIN for x in operands]):
+    if undisturbed() and all([x is None or type(x) in PLAIN for x in operands]):
         return False
     return _finds_tracer([x for x in operands if x is not None])
 

@@ -19,6 +19,7 @@ from . import torch_private
 from .torch_private import is_functional, levels
 
 Outputs = tuple[Tensor, ...]
+NO_TANGENTS = "kernels have no forward-mode derivative; pass backend='reference'"
 
 
 def is_transformed() -> bool:
@@ -30,9 +31,16 @@ def is_transformed() -> bool:
 def refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
     """Raises: SpecError where one has a tangent, or may have one and does not say. Transforms ask
     for the derivative itself."""
-    if levels._current_level >= 0 and not is_transformed():
-        if any(x is not None and _may_have_tangent(x) for x in tensors):
-            _refuse_forward_mode()
+    if may_have_tangents(tensors):
+        _refuse_forward_mode()
+
+
+def may_have_tangents(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether one of the tensors has a tangent, or may have one and does not say, and no transform
+    asks for the derivative itself."""
+    if levels._current_level < 0 or is_transformed():
+        return False
+    return any(x is not None and _may_have_tangent(x) for x in tensors)
 
 
 def _may_have_tangent(tensor: Tensor) -> bool:
@@ -41,7 +49,7 @@ def _may_have_tangent(tensor: Tensor) -> bool:
 
 
 def _refuse_forward_mode() -> NoReturn:
-    raise SpecError("kernels have no forward-mode derivative; pass backend='reference'")
+    raise SpecError(NO_TANGENTS)
 
 
 def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:

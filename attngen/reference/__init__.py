@@ -24,15 +24,16 @@ from .call import (
     Window,
 )
 from .checks import check, check_values
+from .conversions import converted, with_dtypes
 from .core import accumulation_dtype, attend_one, default_alibi_slopes
 from .dropout import draw_rng_state, dropout_keep_mask
 from .masks import visible
+from .reads import check_reads
 from .sequences import (
+    join_lse,
+    join_outputs,
     kv_sequences,
     kv_spans,
-    lse_view,
-    new_lse,
-    new_output,
     q_spans,
     sequence_view,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "attention",
     "check",
     "check_on_host",
+    "converted",
     "default_alibi_slopes",
     "dropout_keep_mask",
     "run",
@@ -60,12 +62,12 @@ def attention(
     v: Tensor | None = None,
     *,
     layout: str = "bshd",
-    mask: str = "none",
+    mask: str | None = "none",
     window: Window = (-1, -1),
     bottom_right: bool | None = None,
     attn_mask: Tensor | None = None,
     softmax_scale: float | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     bias: Tensor | None = None,
     bias_type: str = "post_scale",
     alibi_slopes: Tensor | bool | None = None,
@@ -104,7 +106,7 @@ def attention(
     Raises: SpecError with every violation at once.
     """
     # The arguments are, name by name, the fields of AttentionCall.
-    return run(AttentionCall(**locals()))
+    return run(converted(AttentionCall(**locals())))
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
@@ -121,35 +123,40 @@ def check_on_host(call: AttentionCall, operands: Operands) -> None:
     check_values(call, operands, q_spans(call, operands), kv_spans(call, operands))
 
 
-def run(call: AttentionCall) -> tuple[Tensor, AttentionAux]:
+def run(call: AttentionCall, checks_reads: bool = False) -> tuple[Tensor, AttentionAux]:
     """Attention of a call that is already a value: check, then one sequence after another.
+
+    checks_reads: name what callables read out of range, waiting for the device.
 
     Raises: SpecError with every violation at once.
     """
     operands = check(call)
+    call = with_dtypes(call)
     queries, keys = q_spans(call, operands), kv_spans(call, operands)
     check_values(call, operands, queries, keys)
     rng_state = call.rng_state
     if call.dropout_p > 0 and rng_state is None:
         rng_state = draw_rng_state(operands.q.device)
 
-    q_format = operands.layout.q_format
-    out = new_output(operands, fp8.output_dtype(call))
-    lse = new_lse(operands, accumulation_dtype(operands.q.dtype))
-    max_logit = lse.new_full((operands.h_q,), float("-inf"))
-    amax_o = lse.new_zeros(1)
+    results = []
     for b, (q_span, kv_span) in enumerate(zip(queries, keys, strict=True)):
-        q = sequence_view(operands.q, q_format, b, q_span)
+        q = sequence_view(operands.q, operands.layout.q_format, b, q_span)
         k, v = kv_sequences(call, operands, b, kv_span)
+        if checks_reads:
+            check_reads(call, b, (operands.h_q, q_span.length, kv_span.length))
         with _without_autocast(q.device.type):  # which would multiply in 16 bits
-            result = attend_one(call, b, q, k, v, rng_state)
-        stored = fp8.store(result.o, out.dtype, call.scale_o)
-        sequence_view(out, q_format, b, q_span).copy_(stored)
-        lse_view(lse, b, q_span).copy_(result.lse)
+            results.append(attend_one(call, b, q, k, v, rng_state))
+    accumulated = accumulation_dtype(operands.q.dtype)
+    joined = join_outputs(operands, queries, [result.o for result in results])
+    out = fp8.store(joined, fp8.output_dtype(call), call.scale_o)
+    lse = join_lse(operands, queries, [result.lse for result in results])
+    max_logit = operands.q.new_full((operands.h_q,), float("-inf"), dtype=accumulated)
+    amax_o = operands.q.new_zeros(1, dtype=accumulated)
+    for result in results:
         max_logit = torch.maximum(max_logit, result.max_logit)
         if call.return_amax:
             amax_o = torch.cat([amax_o, result.o.abs().flatten()]).amax(0, keepdim=True)
-    if not queries:  # nothing was copied, and yet there are gradients: zeros
+    if not queries:  # nothing was computed, and yet there are gradients: zeros
         for x in (operands.q, operands.k, operands.v, call.sink, call.bias, call.alibi_slopes):
             if isinstance(x, Tensor) and x.requires_grad:
                 nothing = x.flatten()[:0].sum()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 ScoreMod = Callable[["Tensor", "Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]
 MaskMod = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]
-Window = tuple["int | None", "int | None"]
-
+Sides = tuple["int | None", "int | None"]  # keys before and after the diagonal, None or −1 for all
+Window = Sequence["int | None"] | None  # as a call gives them, a list or NumPy's; None for all
 
 Side = Literal["q", "kv"]
 # The arguments that scale FP8 tensors, in the order in which operations take them.
@@ -44,7 +44,7 @@ class AttentionCall:
     v: Tensor | None = None
     layout: str = "bshd"
     mask: str = "none"
-    window: Window = (-1, -1)
+    window: Sides = (-1, -1)
     bottom_right: bool | None = None
     attn_mask: Tensor | None = None
     softmax_scale: float | None = None

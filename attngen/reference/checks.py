@@ -16,7 +16,7 @@ from .. import layouts
 from ..errors import SpecError
 from ..layouts import Layout, size
 from .call import SCALES, AttentionCall, Operands
-from .fp8_checks import dtype_violations, fp8_violations
+from .fp8_checks import FLOATS, dtype_violations, fp8_violations
 from .length_checks import length_violations, value_violations
 from .masks import MASKS
 from .sequences import Span
@@ -36,8 +36,20 @@ def check(call: AttentionCall) -> Operands:
     """
     if reasons := [*type_violations(vars(call))]:
         raise SpecError(reasons)
-    operands = find_operands(call)
-    reasons = [
+    operands, reasons = _judge(call)
+    if operands is None or reasons:
+        raise SpecError([*reasons, *_layout_hints(call)])
+    return operands
+
+
+def _judge(call: AttentionCall) -> tuple[Operands | None, list[str]]:
+    """The operands of a call whose arguments have the right types, None where they cannot be told
+    apart, and every violation."""
+    try:
+        operands = find_operands(call)
+    except SpecError as error:
+        return None, [*error.reasons]
+    return operands, [
         *dtype_violations(operands.q.dtype, operands.k.dtype, operands.v.dtype),
         *_operand_violations(operands),
         *fp8_violations(call, operands),
@@ -49,9 +61,27 @@ def check(call: AttentionCall) -> Operands:
         *_dropout_violations(call, operands),
         *_device_violations(call),
     ]
-    if reasons:
-        raise SpecError(reasons)
-    return operands
+
+
+def _layout_hints(call: AttentionCall) -> Iterator[str]:
+    """Other layouts in which nothing would be wrong with a call, as of [b, h, s, d] that is passed
+    for [b, s, h, d]."""
+    if call.layout not in (*layouts.FORMATS, *layouts.NAMES) or torch.compiler.is_compiling():
+        return
+    asked = layouts.parse(call.layout)
+    fitting: list[tuple[Layout, str]] = []
+    for name in (*layouts.FORMATS, *layouts.NAMES):
+        layout = layouts.parse(name)
+        repeated = layout == asked or any(layout == each for each, _ in fitting)
+        if repeated or _judge(AttentionCall(**{**vars(call), "layout": name}))[1]:
+            continue
+        fitting.append((layout, name))
+    for layout, name in fitting[:2]:
+        axes = ", ".join(layouts.axes_of(layout, "q"))
+        yield (
+            f"layout={name!r}, with q [{axes}], has nothing against these shapes. Pass it if that "
+            "is what they are."
+        )
 
 
 def check_values(
@@ -165,7 +195,7 @@ def _softmax_violations(call: AttentionCall, operands: Operands) -> Iterator[str
             f"softmax={call.softmax!r} takes no sink; got {shape_of(call.sink)}. "
             f"Use softmax='learnable', or leave sink out."
         )
-    elif call.softmax == "learnable" and not _is_float(call.sink, [(operands.h_q,)], call):
+    elif call.softmax == "learnable" and not _is_float(call.sink, [(operands.h_q,)]):
         yield (
             f"softmax='learnable' needs sink float32 [h_q={operands.h_q}]; got "
             f"{shape_of(call.sink)}. Pass sink.float() of shape ({operands.h_q},)."
@@ -187,10 +217,11 @@ def _bias_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
             "bias_type='alibi' takes no bias tensor, as it says not where to add one. Pass "
             "alibi_slopes=True with bias_type='post_scale' or 'pre_scale' to have both."
         )
-    if call.bias.dtype != operands.q.dtype:
+    if call.bias.dtype != operands.q.dtype and not {call.bias.dtype, operands.q.dtype} <= {*FLOATS}:
+        advice = "Pass it as attn_mask." if call.bias.dtype == torch.bool else "Cast it."
         yield (
             f"bias needs q's dtype, {names([operands.q.dtype])}; got {shape_of(call.bias)}. "
-            f"Cast it."
+            f"{advice}"
         )
     yield from _broadcast_violations("bias", call.bias, call, operands)
 
@@ -201,7 +232,7 @@ def _alibi_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
     if call.alibi_slopes is None or isinstance(call.alibi_slopes, bool):
         return
     b, h = operands.batch, operands.h_q
-    if not _is_float(call.alibi_slopes, [(h,), (b, h)], call):
+    if not _is_float(call.alibi_slopes, [(h,), (b, h)]):
         yield (
             f"alibi_slopes needs float32 [h_q={h}] or [b={b}, h_q={h}]; got "
             f"{shape_of(call.alibi_slopes)}. Pass one slope a head, or True for the default ones."
@@ -233,11 +264,11 @@ def _device_violations(call: AttentionCall) -> Iterator[str]:
             yield (f"{name} needs q's device, {call.q.device}; got {tensor.device}. Move it there.")
 
 
-def _is_float(tensor: object, shapes: list[tuple[int, ...]], call: AttentionCall) -> bool:
-    """Whether this is a float32 tensor of one of the shapes; float64 passes beside float64 Q."""
-    if not isinstance(tensor, Tensor) or not any(agree_all(tensor.shape, x) for x in shapes):
+def _is_float(tensor: object, shapes: list[tuple[int, ...]]) -> bool:
+    """Whether this is a tensor of 16, 32 or 64-bit floats and of one of the shapes."""
+    if not isinstance(tensor, Tensor) or tensor.dtype not in FLOATS:
         return False
-    return tensor.dtype in (torch.float32, call.q.dtype) and tensor.dtype.itemsize >= 4
+    return any(agree_all(tensor.shape, shape) for shape in shapes)
 
 
 def _broadcast_violations(

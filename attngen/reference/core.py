@@ -10,12 +10,8 @@ from torch import Tensor
 
 from . import dropout, fp8
 from .call import AttentionCall
-from .masks import (
-    diagonal_offset,
-    map_scores,
-    sequence_slice,
-    sequence_visible,
-)
+from .callables import map_scores
+from .masks import diagonal_offset, hides, sequence_slice, sequence_visible
 
 NEG_INF = float("-inf")
 
@@ -100,7 +96,8 @@ def scores(call: AttentionCall, b: int, q: Tensor, k: Tensor) -> Tensor:
     if call.softcap > 0:
         s = call.softcap * torch.tanh(s / call.softcap)
     if call.score_mod is not None:
-        s = map_scores(call.score_mod, s, b)
+        masked = hides(call) or call.mask_mod is not None or call.block_mask is not None
+        s = map_scores(call.score_mod, s, b, seen if masked else None)
     if bias is not None:
         s = s + bias
     if call.has_alibi:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -48,11 +48,17 @@ def fp8_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
         )
 
 
-def scale_violations(scales: Mapping[str, Tensor | None], b: int, h_kv: int) -> Iterator[str]:
-    """Shapes and dtypes of the scales, by their names; S has both of its scales or neither."""
+def scale_violations(
+    scales: Mapping[str, Tensor | None],
+    b: int,
+    h_kv: int,
+    floats: Sequence[torch.dtype] = FLOATS,
+) -> Iterator[str]:
+    """Shapes and dtypes of the scales, by their names; S has both of its scales or neither.
+    floats: the dtypes that they may have."""
     for name, scale in scales.items():
         per_head = name in ("descale_q", "descale_k", "descale_v")
-        if scale is not None and not _is_float32(scale, (1,), *[(b, h_kv)] * per_head):
+        if scale is not None and not _fits(scale, floats, (1,), *[(b, h_kv)] * per_head):
             wanted = f"float32 [1] or [b={b}, h_kv={h_kv}]" if per_head else "float32 [1]"
             yield f"{name} needs {wanted}; got {shape_of(scale)}. Pass a tensor on q's device."
     if (scales["scale_s"] is None) != (scales["descale_s"] is None):
@@ -100,6 +106,7 @@ def _misplaced(call: AttentionCall, q: torch.dtype, fitting: tuple[str, ...]) ->
         )
 
 
-def _is_float32(x: object, *shapes: tuple[int, ...]) -> bool:
-    fits = isinstance(x, Tensor) and any(agree_all(x.shape, shape) for shape in shapes)
-    return fits and x.dtype == torch.float32  # type: ignore[attr-defined]
+def _fits(x: object, floats: Sequence[torch.dtype], *shapes: tuple[int, ...]) -> bool:
+    if not isinstance(x, Tensor) or x.dtype not in floats:
+        return False
+    return any(agree_all(x.shape, shape) for shape in shapes)

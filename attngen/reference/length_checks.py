@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -13,12 +13,17 @@ from .sequences import Span
 from .sizes import agree, agree_all
 from .wording import shape_of
 
+INTEGERS = (torch.int32, torch.int64)  # of lengths, offsets and pages; kernels take the first
 
-def length_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
-    """Violations that shapes and dtypes of the length arguments show."""
-    yield from _side_violations(call, operands, "q")
-    yield from _side_violations(call, operands, "kv")
-    yield from _paging_violations(call, operands)
+
+def length_violations(
+    call: AttentionCall, operands: Operands, integers: Sequence[torch.dtype] = INTEGERS
+) -> Iterator[str]:
+    """Violations that shapes and dtypes of the length arguments show. integers: the dtypes that
+    they may have."""
+    yield from _side_violations(call, operands, "q", integers)
+    yield from _side_violations(call, operands, "kv", integers)
+    yield from _paging_violations(call, operands, integers)
     lengths = call.lengths("kv", operands.layout)
     given = lengths.cu_seqlens is not None or lengths.seqused is not None
     if str(call.mask).startswith("padding") and not given:
@@ -46,7 +51,9 @@ def value_violations(
     yield from _extent_violations(call, operands, queries, keys)
 
 
-def _side_violations(call: AttentionCall, operands: Operands, side: Side) -> Iterator[str]:
+def _side_violations(
+    call: AttentionCall, operands: Operands, side: Side, integers: Sequence[torch.dtype]
+) -> Iterator[str]:
     """Dtypes, shapes and presence of cu_seqlens, its padded form and seqused of Q or K/V."""
     layout, batch = operands.layout, operands.batch
     lengths = call.lengths(side, layout)
@@ -57,8 +64,10 @@ def _side_violations(call: AttentionCall, operands: Operands, side: Side) -> Ite
         f"seqused_{side}": (lengths.seqused, "[b]", batch),
     }
     for name, (tensor, shape, count) in expected.items():
-        if tensor is not None and not _is_int32(tensor, (count,)):
-            fits = agree_all(tensor.shape, (count,))
+        if tensor is None:
+            continue
+        fits = agree_all(tensor.shape, (count,))
+        if not fits or tensor.dtype not in integers:
             advice = "Pass one entry a sequence, and one more in cu_seqlens."
             yield (
                 f"{name} needs int32 {shape} with b={batch}; got {shape_of(tensor)}. "
@@ -83,7 +92,9 @@ def _side_violations(call: AttentionCall, operands: Operands, side: Side) -> Ite
         yield f"cu_seqlens_{side} and seqused_{side} both say the lengths. Pass one of them."
 
 
-def _paging_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
+def _paging_violations(
+    call: AttentionCall, operands: Operands, integers: Sequence[torch.dtype]
+) -> Iterator[str]:
     """Paged K/V have tables and seqused_kv and no gradient; other layouts have no table."""
     name, tables = operands.layout.name, call.page_tables
     if not operands.layout.paged:
@@ -96,7 +107,7 @@ def _paging_violations(call: AttentionCall, operands: Operands) -> Iterator[str]
     fit = len(tables) == 2 and all(
         t.ndim == 2 and agree(t.shape[0], operands.batch) for t in tables
     )
-    if not fit or any(t.dtype != torch.int32 for t in tables):
+    if not fit or any(t.dtype not in integers for t in tables):
         got = ", ".join(map(shape_of, dict.fromkeys(tables))) or "None"
         yield (
             f"layout={name!r} needs page_table int32 [b={operands.batch}, max_pages], one or "
@@ -148,7 +159,3 @@ def _extent_violations(
             f"block_mask needs at least [{longest[0]}, {longest[1]}] positions; got "
             f"{list(call.block_mask.shape)}. Make it anew for the longest sequence."
         )
-
-
-def _is_int32(tensor: Tensor, shape: tuple[int, ...]) -> bool:
-    return tensor.dtype == torch.int32 and agree_all(tensor.shape, shape)

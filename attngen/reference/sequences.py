@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, dtype
+import torch
+from torch import Tensor
 
-from ..layouts import Format, size
+from ..layouts import Format
 from .call import AttentionCall, Lengths, Operands
+from .core import accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -66,27 +69,52 @@ def _collect_pages(pages: Tensor, fmt: Format, table: Tensor, length: int) -> Te
     return pages[used].flatten(0, 1)[:length].transpose(0, 1)
 
 
-def new_output(operands: Operands, dtype: dtype) -> Tensor:
-    """Zeros in the shape of O: Q's format, with V's head dim."""
-    shape = (*operands.q.shape[:-1], operands.v.shape[-1])
-    return operands.q.new_zeros(shape, dtype=dtype)
+def join_outputs(operands: Operands, spans: Sequence[Span], parts: Sequence[Tensor]) -> Tensor:
+    """O of outputs [h, length, d_v] of each sequence: Q's format, with zeros beside them."""
+    fmt = operands.layout.q_format
+    if not parts:
+        shape = (*operands.q.shape[:-1], operands.v.shape[-1])
+        return operands.q.new_zeros(shape, dtype=accumulation_dtype(operands.q.dtype))
+    joined = _join(operands, spans, parts, 0.0)
+    if fmt == "thd":
+        return joined.transpose(0, 1).contiguous()
+    return joined.permute(["bhsd".index(axis) for axis in fmt]).contiguous()
 
 
-def new_lse(operands: Operands, dtype: dtype) -> Tensor:
-    """−∞ in the shape of the LSE, [b, h_q, s_q], or [h_q, total_q] where Q is `thd`."""
+def join_lse(operands: Operands, spans: Sequence[Span], parts: Sequence[Tensor]) -> Tensor:
+    """The LSE of those [h, length] of each sequence: [b, h_q, s_q], of packed tokens [h_q, t], with
+    −∞ beside them."""
+    if parts:
+        return _join(operands, spans, parts, float("-inf"))
     q, s_q = operands.q, operands.dense_s_q
-    if s_q is None:
-        shape = [operands.h_q, size(q.shape, "thd", "t")]
-    else:
-        shape = [operands.batch, operands.h_q, s_q]
-    return q.new_full(shape, float("-inf"), dtype=dtype)
+    sizes = [operands.h_q, q.shape[0]] if s_q is None else [0, operands.h_q, s_q]
+    return q.new_full(sizes, float("-inf"), dtype=accumulation_dtype(q.dtype))
 
 
-def lse_view(lse: Tensor, b: int, span: Span) -> Tensor:
-    """Sequence b of an LSE as a view [h_q, length] of its actual positions."""
-    if lse.ndim == 2:
-        return lse[:, span.start : span.start + span.length]
-    return lse[b, :, : span.length]
+def _join(
+    operands: Operands, spans: Sequence[Span], parts: Sequence[Tensor], filling: float
+) -> Tensor:
+    """Parts [h, length, …] of sequences, in one tensor: [b, h, s_q, …], or [h, t, …] where tokens
+    are packed. Nothing is written in place: under `torch.vmap` parts may be mapped over that no
+    operand is."""
+    like = parts[0]
+
+    def gap(length: int) -> Tensor:
+        return like.new_full((like.shape[0], length, *like.shape[2:]), filling)
+
+    room = operands.dense_s_q
+    if room is not None:
+        pairs = zip(parts, spans, strict=True)
+        padded = (
+            part if span.length == room else torch.cat([part, gap(room - span.length)], 1)
+            for part, span in pairs
+        )
+        return torch.stack([*padded])
+    pieces, end = [], 0
+    for part, span in zip(parts, spans, strict=True):
+        pieces += [gap(span.start - end), part] if span.length else []
+        end = span.start + span.length if span.length else end
+    return torch.cat([*pieces, gap(operands.q.shape[0] - end)], 1)
 
 
 def _spans(batch: int, dense_length: int | None, lengths: Lengths) -> list[Span]:

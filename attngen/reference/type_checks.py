@@ -7,6 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from .call import SCALES
+from .subclasses import unreadable
+from .wording import kind_of
+
 # Those of FP8 and ALiBi's slopes are refused where their shapes are.
 TENSORS = (
     *("q", "k", "v", "attn_mask", "bias", "sink", "rng_state"),
@@ -28,30 +32,43 @@ def type_violations(given: Mapping[str, Any]) -> Iterator[str]:
     for name in TENSORS:
         value = given.get(name)
         if not isinstance(value, Tensor) and (value is not None or name == "q"):
-            yield f"{name} needs a tensor; got {_kind(value)}. Pass a torch.Tensor."
+            yield f"{name} needs a tensor; got {kind_of(value)}. Pass a torch.Tensor."
+    for name, value in _tensors(given):
+        if reason := unreadable(value):
+            yield f"{name} {reason}"
     tables = given.get("page_table")
     for table in tables if isinstance(tables, (tuple, list)) else (tables,):
         if not isinstance(table, Tensor) and tables is not None:
             yield (
-                f"page_table needs a tensor, or a pair of them for K and V; got {_kind(table)}. "
+                f"page_table needs a tensor, or a pair of them for K and V; got {kind_of(table)}. "
                 f"Pass a torch.Tensor."
             )
     for name, default in NUMBERS.items():
         value = given.get(name, default)
         if not (value is default or _is_number(value)):
-            yield f"{name} needs a number; got {_kind(value)}. Its default is {default}."
+            yield f"{name} needs a number; got {kind_of(value)}. Its default is {default}."
     for name in FLAGS:
         if not is_flag(value := given.get(name, False)):
-            yield f"{name} needs True or False; got {_kind(value)}. Pass one, or leave it out."
+            yield f"{name} needs True or False; got {kind_of(value)}. Pass one, or leave it out."
     for name in ("score_mod", "mask_mod"):
         if (value := given.get(name)) is not None and not callable(value):
-            yield f"{name} needs a function; got {_kind(value)}. Pass one, or leave it out."
+            yield f"{name} needs a function; got {kind_of(value)}. Pass one, or leave it out."
     block_mask = given.get("block_mask")
     if block_mask is not None and not hasattr(block_mask, "mask_mod"):
         yield (
-            f"block_mask needs a BlockMask of FlexAttention; got {_kind(block_mask)}. "
+            f"block_mask needs a BlockMask of FlexAttention; got {kind_of(block_mask)}. "
             f"Make one with create_block_mask, or pass bools as attn_mask."
         )
+
+
+def _tensors(given: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor among the arguments, with its name."""
+    tables = given.get("page_table")
+    paired = tables if isinstance(tables, (tuple, list)) else (tables,)
+    named = [(name, given.get(name)) for name in (*TENSORS, "alibi_slopes", *SCALES)]
+    for name, value in (*named, *(("page_table", table) for table in paired)):
+        if isinstance(value, Tensor):
+            yield name, value
 
 
 def is_flag(value: object) -> bool:
@@ -67,11 +84,3 @@ def _is_number(value: object) -> bool:
     if isinstance(value, (int, float)):
         return True
     return hasattr(value, "__float__") and not hasattr(value, "__len__")  # nor an array
-
-
-def _kind(value: object) -> str:
-    """A value for a message: short ones as they are, of others their type."""
-    text = repr(value)
-    if isinstance(value, Tensor) or len(text) > 40 or "\n" in text:
-        return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-    return text

@@ -16,8 +16,8 @@ TENSORS = [
     "alibi_slopes",
 ]
 OTHERS = {
-    "softmax_scale": ["0.1", torch.ones(2), 1j, [0.1], ROW, np.array(0.1)],
-    "softcap": [None, "30", {}, np.array(30)],
+    "softmax_scale": ["0.1", torch.ones(2), 1j, [0.1], ROW, np.array(1j)],
+    "softcap": ["30", {}, np.ones((1, 1))],
     "dropout_p": [None, "0.5"],
     "max_seqlen_q": ["8", ROW],
     "page_table": [(ROW, ROW), (None, None)],
@@ -79,7 +79,7 @@ def test_function_that_returns_no_number_is_refused_by_name(name, found) -> None
 
 def test_wrong_types_are_refused_all_at_once() -> None:
     with pytest.raises(SpecError) as refusal:
-        attngen.attention(Q, Q, Q, bias=ROW, softcap=None, seqused_kv=[6, 6])
+        attngen.attention(Q, Q, Q, bias=ROW, softcap="1", seqused_kv=[6, 6])
     assert [reason.split()[0] for reason in refusal.value.reasons] == [
         *("bias", "seqused_kv", "softcap")
     ]

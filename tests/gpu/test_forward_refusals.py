@@ -73,7 +73,7 @@ ARGUMENTS = {
     "layout mixed": ({"layout": "bshd_sbhd_sbhd"}, "lengths"),
     "layout thd": ({"layout": "thd"}, "layout"),
     "layout paged": ({"layout": "paged_kv_bshd_bshd_bshd"}, "page_table"),
-    "lengths int64": ({"seqused_kv": torch.tensor([3, 7])}, "int32"),
+    "lengths int16": ({"seqused_kv": torch.tensor([3, 7], dtype=torch.int16)}, "int32"),
     "lengths of another batch": ({"seqused_q": torch.zeros(3, dtype=torch.int32)}, "seqused_q"),
     "softmax": ({"softmax": "softmin"}, "softmax"),
     **{
