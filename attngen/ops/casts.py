@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..reference.conversions import dtype_of, saturated
+from ..reference.sizes import surely
 from .signature import INPUTS, LENGTHS, PAGE_TABLES, Operands
 
 Casts = tuple[tuple[int, torch.dtype], ...]  # places among the operands
@@ -32,7 +33,7 @@ def casts_of(operands: Operands) -> Casts:
             continue
         dtype = dtype_of(INPUTS[place], tensor, q.dtype)
         if INPUTS[place] in _INTEGERS:
-            apart = tensor.shape[-1] > 1 and tensor.stride(-1) != 1
+            apart = not (surely(tensor.stride(-1), 1) or surely(tensor.shape[-1], 1))
             dtype = torch.int32 if apart or tensor.dtype != torch.int32 else None
         if dtype is not None:
             found.append((place, dtype))

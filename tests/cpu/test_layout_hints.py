@@ -52,7 +52,7 @@ def test_refusal_names_the_layout_that_fits(case, backend) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"mask": "x"}, {"softcap": -1.0}, {"bias": randn(3, 5)}], ids=str
+    "wrong", [{"mask": "x"}, {"softcap": -1.0}, {"bias": randn(3, 5)}], ids="-".join
 )
 def test_refusal_that_no_layout_helps_names_none(wrong) -> None:
     with pytest.raises(SpecError) as refusal:

@@ -30,7 +30,7 @@ REFUSED = {
     "cache_amax": (CACHE | {"return_amax": True}, ["return_amax", "float16"]),
     "cache_gradient": (CACHE | {"q": X.half().requires_grad_()}, ["no backward", "no_grad"]),
     "descale_number": (FP8 | {"descale_q": 1.0}, ["descale_q needs float32 [1]", "got 1.0"]),
-    "descale_dtype": (FP8 | {"descale_k": ONE.half()}, ["descale_k needs", "got float16 [1]"]),
+    "descale_dtype": (FP8 | {"descale_k": ONE.int()}, ["descale_k needs", "got int32 [1]"]),
     "descale_scalar": (FP8 | {"descale_v": torch.tensor(1.0)}, ["descale_v", "got float32 []"]),
     "descale_query_heads": (
         FP8 | {"descale_q": torch.ones(2, 4)},
@@ -45,8 +45,8 @@ REFUSED = {
     "descale_s_alone": (FP8 | {"descale_s": ONE}, ["belong together", "got descale_s alone"]),
     "scale_o_16_bit_output": (FP8 | {"scale_o": ONE}, ["scale_o", "out_dtype=bfloat16"]),
     "scale_o_dtype": (
-        FP8 | {"scale_o": ONE.double(), "out_dtype": E4M3},
-        ["scale_o needs float32 [1]", "float64 [1]"],
+        FP8 | {"scale_o": ONE.long(), "out_dtype": E4M3},
+        ["scale_o needs float32 [1]", "int64 [1]"],
     ),
     "out_dtype_float32": (FP8 | {"out_dtype": torch.float32}, ["out_dtype", "torch.float32"]),
     "out_dtype_name": (FP8 | {"out_dtype": "bf16"}, ["out_dtype", "'bf16'"]),
@@ -70,7 +70,7 @@ def test_fp8_inconsistent_call_is_refused_with_reason(case):
 
 
 def test_fp8_several_violations_are_reported_together():
-    wrong = {"descale_q": 1.0, "scale_s": ONE, "out_dtype": torch.int8, "descale_k": ONE.half()}
+    wrong = {"descale_q": 1.0, "scale_s": ONE, "out_dtype": torch.int8, "descale_k": ONE.int()}
     with pytest.raises(SpecError) as caught:
         attention(**FP8, **wrong)
     assert len(caught.value.reasons) == 4

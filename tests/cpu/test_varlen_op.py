@@ -324,7 +324,7 @@ def test_rows_of_none_are_those_that_lie_in_no_sequence_whatever_the_lengths_say
 def test_mask_and_bias_may_reach_beyond_two_to_the_31_elements():
     """Kernels index them in 64 bits."""
     q = torch.empty(1, 50_000, HEADS, DIM, dtype=torch.bfloat16, device="meta")
-    arguments = Arguments(layout="bshd", out_dtype=torch.bfloat16)
+    arguments = Arguments(layout="bshd", out_dtype="bfloat16")
     views = {"q": q, "k": q, "v": q, "o": q}
     extents = operands.extents_of(views, "bshd")
     for name, dtype in (("attn_mask", torch.bool), ("bias", torch.bfloat16)):
