@@ -54,7 +54,9 @@ def test_traced_call_that_kernels_refuse_is_the_reference(kernels, case) -> None
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("options", [{}, {"bias": torch.randn(S, S)}, {"window": None}], ids="-".join)
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": torch.randn(S, S)}, {"window": None}], ids="-".join
+)
 def test_traced_call_that_kernels_serve_stays_with_them(kernels, options) -> None:
     tensors = operands(grad=True)
 
