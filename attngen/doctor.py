@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from . import __version__, files
+from .errors import install_command
 
 Status = Literal["ok", "missing", "problem"]
 TORCH_TIMEOUT_SECONDS = 120
@@ -85,17 +86,17 @@ def check_torch() -> str:
 
 def check_bindings() -> str:
     """The version of cuda-bindings, by which kernels are compiled and launched."""
-    return _package("cuda-bindings", "pip install attngen")
+    return _package("cuda-bindings", install_command())
 
 
 def check_jinja2() -> str:
     """The version of Jinja, by which kernels are rendered."""
-    return _package("jinja2", "only building needs it: pip install 'attngen[compile]'")
+    return _package("jinja2", f"only building needs it: {install_command('compile')}")
 
 
 def check_nvrtc() -> str:
     """The version of the NVRTC that is loaded, and the file it came from."""
-    advice = "only building needs it: pip install 'attngen[compile]'"
+    advice = f"only building needs it: {install_command('compile')}"
     try:
         from cuda.bindings import nvrtc
 
@@ -129,9 +130,11 @@ def check_headers() -> str:
     """How many headers kernels may include, and their digest."""
     from .digest import source_digests
 
+    if files.shipped() and not files.headers():
+        return _removed("headers")
     count = len(files.headers())
     if not count:
-        raise Missing(f"none in {files.include_dir()}", "reinstall attngen")
+        raise Missing(f"none in {files.include_dir()}", f"reinstall it: {install_command()}")
     return f"{count} files, sha256 {source_digests()['headers'][:12]}, in {files.include_dir()}"
 
 
@@ -139,7 +142,18 @@ def check_templates() -> str:
     """The digest of the templates, and the place that they are read from."""
     from .digest import source_digests
 
-    return f"sha256 {source_digests()['templates'][:12]}, in {files.templates_dir()}"
+    try:
+        folder = files.templates_dir()
+    except FileNotFoundError as error:
+        if files.shipped():
+            return _removed("templates")
+        raise Missing(str(error), install_command()) from error
+    return f"sha256 {source_digests()['templates'][:12]}, in {folder}"
+
+
+def _removed(what: str) -> str:
+    """Of what a server may be without (docs/shipping.md)."""
+    return f"removed: no {what}, which bundles and cached kernels do without; nothing compiles here"
 
 
 def check_tuned() -> str:
