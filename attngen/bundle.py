@@ -28,6 +28,7 @@ from typing import Any, BinaryIO
 from .errors import BundleError
 from .problem import Problem, Variant
 from .program import SCHEMA_VERSION, Binary
+from .text import printable
 from .values import from_data
 
 SUFFIX = ".attn"
@@ -97,7 +98,7 @@ class _Place:
 def name_of(variant: Variant) -> str:
     """`causal_d128_bf16 (fwd, sm_90a)`."""
     problem, arch = variant
-    return f"{problem.label} ({problem.direction}, {arch})"
+    return printable(f"{problem.label} ({problem.direction}, {arch})")
 
 
 def member_of(cubin_sha256: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from .cli_output import (
     CommandError,
     FiniteFloat,
     PrintableFormatter,
+    fitted,
     prepare,
     show,
     show_all,
@@ -46,7 +48,11 @@ class ErrorsAsMessages(click.Group):
 
     def main(self, *arguments: Any, **options: Any) -> Any:
         prepare()
-        return super().main(*arguments, **options)
+        try:
+            return super().main(*arguments, **options)
+        except OSError as error:  # of --help; what commands raise, `invoke` has
+            CommandError(str(error)).show()
+            sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -55,7 +61,7 @@ class ErrorsAsMessages(click.Group):
             raise  # click's own: the reader went away
         except click.UsageError as error:
             said = error.format_message()
-            if (shown := printable_lines(said)) == said:
+            if (shown := fitted(printable_lines(said), sys.stderr)) == said:
                 raise
             raise click.UsageError(shown, error.ctx) from error
         except (AttngenError, OSError) as error:
@@ -132,7 +138,7 @@ def specs(names: Sequence[str], output: Path | None) -> None:
         show(text, nl=False)
         return
     try:
-        with output.open("x") as file:
+        with output.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
         advice = "take it away, or name another file"
@@ -234,7 +240,9 @@ def cache_ls(as_json: bool) -> None:
     """List the kernels, with size, architecture and toolchain."""
     for entry in _cache().entries():
         if as_json:
-            show(json.dumps({**dataclasses.asdict(entry), "path": str(entry.path)}))
+            created = entry.created if math.isfinite(entry.created) else None
+            known = {"created": created, "path": str(entry.path)}
+            show(json.dumps({**dataclasses.asdict(entry), **known}))
             continue
         size = f"{entry.bytes / 1000:.0f} kB"
         words = map(printable, (entry.arch, entry.toolchain, entry.label))

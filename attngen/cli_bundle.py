@@ -218,8 +218,8 @@ def _tell(path: Path, as_json: bool) -> None:
 def _describe(found: Bundle) -> str:
     kernels = sum(len(program.kernels) for program in found.programs())
     return (
-        f"{found.path}: {count_of(len(found.problems), 'variant')}, {count_of(kernels, 'kernel')}, "
-        f"{found.bytes / 1000:.0f} kB, sha256 {found.sha256[:12]}"
+        f"{printable(str(found.path))}: {count_of(len(found.problems), 'variant')}, "
+        f"{count_of(kernels, 'kernel')}, {found.bytes / 1000:.0f} kB, sha256 {found.sha256[:12]}"
     )
 
 

@@ -78,7 +78,9 @@ _OPTIONS = (
     _takes_rounds(9, "Measurements of each, in a shuffled order."),
     _takes_budget(25.0, "GPU time of one measurement in a round."),
     click.option("--json", "json_file", type=output_file, help="Write the report here."),
-    click.option("--plot", "plot_file", type=output_file, help="Draw it here: .png, .svg, .pdf …"),
+    click.option(
+        "--plot", "plot_file", type=output_file, help="Draw it here: .png, .svg, .pdf, ..."
+    ),
 )
 
 

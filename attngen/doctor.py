@@ -16,6 +16,7 @@ from typing import Literal
 
 from . import __version__, files
 from .errors import install_command
+from .text import printable
 
 Status = Literal["ok", "missing", "problem"]
 TORCH_TIMEOUT_SECONDS = 120
@@ -55,7 +56,7 @@ def examine(items: Iterable[str] = ()) -> Iterator[Finding]:
 def format_finding(finding: Finding) -> str:
     """A line of the report, and the advice below it."""
     mark = {"ok": "ok", "missing": "--", "problem": "!!"}[finding.status]
-    line = f"{mark}  {finding.item:<14} {finding.detail}"
+    line = f"{mark}  {finding.item:<14} {printable(finding.detail)}"
     return line + (f"\n    {'':<14} → {finding.advice}" if finding.advice else "")
 
 
@@ -263,7 +264,7 @@ def _describe_gpu(cuda: ctypes.CDLL, ordinal: int) -> str:
 def _mapped_file(name: str) -> str | None:
     """The file of a library that this process has loaded. Source: /proc/self/maps."""
     try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
+        lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
     except OSError:
         return None
     paths = (line.split(maxsplit=5)[5] for line in lines if line.count("/"))

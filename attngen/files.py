@@ -40,7 +40,7 @@ def shipped() -> dict[str, Any] | None:
         if templates_dir() and include_dir().is_dir():
             return None
     path = _PACKAGE / SHIPPED
-    return json.loads(path.read_text()) if path.is_file() else None
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 @cache
@@ -56,6 +56,18 @@ def headers() -> dict[str, bytes]:
     return {
         path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(root.rglob("*.cuh"))
     }
+
+
+def read_at_most(path: str | os.PathLike[str], limit: int) -> bytes:
+    """The bytes of a file, or of a device or pipe in its place.
+
+    Raises: OSError; ValueError where there are more than the limit.
+    """
+    with open(path, "rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise ValueError(f"more than {limit} bytes")
+    return data
 
 
 def can_write_into(folder: Path) -> bool:

@@ -40,4 +40,4 @@ def text(wanted: Iterable[str]) -> str:
             unknown.append(f"no preset is named {name!r}; there are: {', '.join(known)}")
     if unknown:
         raise SpecError(unknown)
-    return "\n".join((FOLDER / f"{name}.toml").read_text() for name in chosen)
+    return "\n".join((FOLDER / f"{name}.toml").read_text(encoding="utf-8") for name in chosen)

@@ -10,7 +10,7 @@ from typing import Any
 
 from . import layouts, toml_text
 from .errors import SpecError
-from .spec_tables import PRODUCT_LIMIT, Place, Table, at_most, count_specs, tables_of
+from .spec_tables import PRODUCT_LIMIT, REASON_LIMIT, Place, Table, at_most, count_specs, tables_of
 from .text import printable
 from .values import DataError, from_data, to_data
 
@@ -292,17 +292,20 @@ def _parse(
     """The specs of a parsed file, at most so many. Raises: SpecError."""
     fields = [field.name for field in dataclasses.fields(AttentionSpec)]
     tables, reasons = tables_of(data, origin, lines, fields)
-    reasons += (too_many := count_specs(tables, origin, limit))
+    if too_many := count_specs(tables, origin, limit):
+        raise SpecError(at_most([*reasons, *too_many], origin))
     found: list[Placed] = []
-    for table in () if too_many else tables:
-        for values in table.products():
-            try:
-                found.append(Placed(from_data(AttentionSpec, values), table.place))
-            except DataError as error:
-                reasons += _mistakes(error, values, table)
-    reasons += _repeated_names(found, origin)
-    if reasons:
-        raise SpecError(at_most(reasons, origin))
+    distinct = dict.fromkeys(reasons)
+    for table, values in ((each, values) for each in tables for values in each.products()):
+        try:
+            found.append(Placed(from_data(AttentionSpec, values), table.place))
+        except DataError as error:
+            distinct |= dict.fromkeys(_mistakes(error, values, table))
+            if len(distinct) >= REASON_LIMIT:
+                break
+    distinct |= dict.fromkeys(_repeated_names(found, origin))
+    if distinct:
+        raise SpecError(at_most(distinct, origin))
     return found
 
 

@@ -22,12 +22,16 @@ _TUPLES = ("directions", "arch")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a table stands: its file, what it is called there, and its lines, by key (the table's
-    own: "") where they are known."""
+    """Where a table stands.
+
+    origin: its file. label: what it is called there. lines: by key, the table's own as "", where
+    they are known. inherited: keys that are those of [defaults].
+    """
 
     origin: str
     label: str = ""
     lines: Mapping[str, int] = field(default_factory=dict)
+    inherited: frozenset[str] = frozenset()
 
     def at(self, key: str = "") -> str:
         """`specs.toml, line 7`: of a key, else of the table."""
@@ -35,8 +39,9 @@ class Place:
         return f"{self.origin}, line {line}" if line else self.origin
 
     def of(self, key: str = "") -> str:
-        """`specs.toml, line 7: kernel train`."""
-        return f"{self.at(key)}: kernel {self.label}"
+        """`specs.toml, line 7: kernel train`, or `…: defaults` of a key that is from there."""
+        whose = "defaults" if key in self.inherited else f"kernel {self.label}"
+        return f"{self.at(key)}: {whose}"
 
 
 @dataclass(frozen=True)
@@ -83,25 +88,30 @@ def tables_of(
     if not isinstance(kernels, list) or not all(isinstance(each, dict) for each in kernels):
         where = Place(origin, "", {**before, **lines.of("kernel")}).at("kernel")
         raise SpecError(f"{where}: kernels must be tables, [[kernel]]")
+    unknown = itertools.islice((key for key in data if key not in TABLES), REASON_LIMIT)
     reasons = [
         f"{Place(origin, '', {**before, **lines.of(key)}).at(key)}: unknown table {quoted(key)}"
         f"{suggestion(key, TABLES)}; allowed: [defaults], [[kernel]]"
-        for key in data
-        if key not in TABLES
+        for key in unknown
     ]
     if not kernels:
         reasons.append(f"{origin}: no [[kernel]] table")
     fields, found = [*known], []
-    inherited = {key: line for key, line in lines.of("defaults").items() if key}
+    written = dict.fromkeys(defaults, before.get("defaults", 0)) | lines.of("defaults")
+    inherited = {key: line for key, line in written.items() if key}
     for number, own in enumerate(kernels, 1):
         name = own.get("name")
         label = name if isinstance(name, str) and len(name) <= WORD_CHARACTERS else str(number)
-        place = Place(origin, printable(label), {**inherited, **lines.of("kernel", number)})
+        its = lines.of("kernel", number) or {"": before.get("kernel", 0)}
+        places = {**inherited, **dict.fromkeys(own, 0), **its}
+        place = Place(origin, printable(label), places, frozenset(defaults.keys() - own.keys()))
         found.append(Table(place, {**defaults, **own}))
     checked = []
     for table in found:
         mistakes = _find_mistakes(table, fields)
         reasons += mistakes.values()
+        if len(reasons) >= REASON_LIMIT:
+            raise SpecError(at_most(reasons, origin))
         sound = {key: value for key, value in table.fields.items() if key not in mistakes}
         checked.append(Table(table.place, sound, frozenset(mistakes)))
     return checked, reasons
@@ -120,17 +130,20 @@ def count_specs(tables: Iterable[Table], origin: str, limit: int) -> list[str]:
 
 
 def at_most(reasons: Iterable[str], origin: str) -> list[str]:
-    """The reasons, each once, and how many more there are than anybody reads."""
+    """The reasons, each once, but no more than anybody reads."""
     distinct = [*dict.fromkeys(reasons)]
-    if (more := len(distinct) - REASON_LIMIT) <= 0:
+    if len(distinct) < REASON_LIMIT:
         return distinct
-    return [*distinct[:REASON_LIMIT], f"{origin}: {more} more of these"]
+    return [*distinct[:REASON_LIMIT], f"{origin}: what else is wrong is left out"]
 
 
 def _find_mistakes(table: Table, known: list[str]) -> dict[str, str]:
     """Key → why it cannot be a spec's, or has more in it than a spec can."""
-    reasons, place = {}, table.place
+    reasons: dict[str, str] = {}
+    place = table.place
     for key, value in table.fields.items():
+        if len(reasons) == REASON_LIMIT:
+            break
         if key not in known:
             others = f"; known: {', '.join(known)}"
             reasons[key] = f"unknown key {quoted(key)}{suggestion(key, known) or others}"

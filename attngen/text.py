@@ -51,4 +51,9 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def _printable_character(character: str) -> str:
-    return character if character.isprintable() else character.encode("unicode_escape").decode()
+    if character.isprintable():
+        return character
+    code = ord(character)
+    if code < 0x80:
+        return character.encode("unicode_escape").decode()
+    return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"  # as TOML has them, too

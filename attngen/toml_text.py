@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from .files import read_at_most
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -58,11 +60,7 @@ def read(path: str | os.PathLike[str], byte_limit: int = BYTE_LIMIT) -> Document
 
     Raises: OSError; ValueError where it is larger, has deeper keys or is no TOML.
     """
-    with open(path, "rb") as file:
-        data = file.read(byte_limit + 1)
-    if len(data) > byte_limit:
-        raise ValueError(f"more than {byte_limit} bytes, which no spec file needs")
-    return parse(data.decode())
+    return parse(read_at_most(path, byte_limit).decode())
 
 
 def parse(text: str) -> Document:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .errors import AttngenError
+from .files import read_at_most
 from .problem import Problem, Variant
 from .text import printable, quoted
 from .values import from_data, to_data
@@ -98,6 +99,8 @@ def read_places(path: Path) -> dict[Variant, str]:
         lines = _read_bytes(path).splitlines()
     except OSError as error:
         raise AttngenError(f"{origin}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise AttngenError(f"{origin}: {error}") from error
     for number, line in enumerate(lines, 1):
         place = f"{origin}, line {number}"
         try:
@@ -113,16 +116,13 @@ def read_places(path: Path) -> dict[Variant, str]:
 
 
 def _read_bytes(path: Path) -> bytes:
-    """Raises: OSError; AttngenError where there are more than a trace has."""
+    """Raises: OSError; ValueError where there are more than a trace has."""
     if path != Path("-"):
-        with path.open("rb") as file:
-            data = file.read(BYTE_LIMIT + 1)
-    elif sys.stdin is None:
-        raise AttngenError("-: standard input is closed")
-    else:
-        data = sys.stdin.buffer.read(BYTE_LIMIT + 1)
-    if len(data) > BYTE_LIMIT:
-        raise AttngenError(f"{printable(str(path))}: more than {BYTE_LIMIT} bytes are no trace")
+        return read_at_most(path, BYTE_LIMIT)
+    if sys.stdin is None:
+        raise ValueError("standard input is closed")
+    if len(data := sys.stdin.buffer.read(BYTE_LIMIT + 1)) > BYTE_LIMIT:
+        raise ValueError(f"more than {BYTE_LIMIT} bytes")
     return data
 
 

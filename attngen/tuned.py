@@ -137,7 +137,7 @@ def prefer(plans: Sequence[Plan], entry: Entry | None) -> tuple[Plan, ...]:
 def read(path: Path) -> Tuned:
     """The contents of a chip's file; read once a process. Raises: PlanError where it is damaged."""
     try:
-        found = from_json(Tuned, path.read_text())
+        found = from_json(Tuned, path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise PlanError(f"{path} holds no tuned plans: {error}") from error
     if found.schema != SCHEMA:
@@ -152,5 +152,5 @@ def write(path: Path, chip: str, entries: Iterable[Entry]) -> None:
     kept = [entry for entry in old if (entry.problem, entry.arch) not in new]
     ordered = sorted([*kept, *new.values()], key=lambda entry: (entry.arch, entry.problem.label))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_json(Tuned(SCHEMA, chip, tuple(ordered)), indent=1) + "\n")
+    path.write_text(to_json(Tuned(SCHEMA, chip, tuple(ordered)), indent=1) + "\n", encoding="utf-8")
     read.cache_clear()

@@ -78,8 +78,12 @@ def _required(field: dataclasses.Field[Any]) -> bool:
 
 
 def from_json(cls: type[T], text: str) -> T:
-    """The dataclass `cls` read back from `to_json`."""
-    return from_data(cls, json.loads(text))
+    """The dataclass `cls` read back from `to_json`. Raises: ValueError."""
+    try:
+        data = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    return from_data(cls, data)
 
 
 def _coerce(hint: Any, item: Any, name: str) -> Any:

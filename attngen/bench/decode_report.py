@@ -122,7 +122,7 @@ def means_of(rows: Sequence[Row]) -> dict[str, Mean]:
 
 def save(report: Report, path: Path) -> None:
     """Write the report's JSON form."""
-    path.write_text(to_json(report, indent=1) + "\n")
+    path.write_text(to_json(report, indent=1) + "\n", encoding="utf-8")
 
 
 def read(path: Path) -> Report:

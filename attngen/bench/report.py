@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..errors import MeasureError
+from ..files import read_at_most
 from ..values import from_json, to_json
 
 SCHEMA = 1
+BYTE_LIMIT = 16 << 20  # of a report; one of all cases has 50 kB
 Kind = TypeVar("Kind")
 OURS = "attngen"
 DETERMINISTIC = "-det"  # ends the name of whoever is timed in its deterministic mode, too
@@ -153,7 +155,7 @@ def geometric_means(rows: Iterable[Mapping[str, float]]) -> dict[str, Mean]:
 
 def save(report: Report, path: Path) -> None:
     """Write the report's JSON form."""
-    path.write_text(to_json(report, indent=1) + "\n")
+    path.write_text(to_json(report, indent=1) + "\n", encoding="utf-8")
 
 
 def read(path: Path) -> Report:
@@ -164,7 +166,7 @@ def read(path: Path) -> Report:
 def read_as(kind: type[Kind], path: Path, command: str, schema: int) -> Kind:
     """A report of this kind and schema, which a command wrote. Raises: MeasureError."""
     try:
-        report = from_json(kind, path.read_text())
+        report = from_json(kind, read_at_most(path, BYTE_LIMIT).decode())
     except ValueError as error:
         raise MeasureError(f"{path} is no report of `{command}`: {error}") from error
     found: int = report.schema  # type: ignore[attr-defined]  # every report has one
