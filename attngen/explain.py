@@ -20,6 +20,7 @@ from .plan import KernelPlan, candidates, plans
 from .problem import DTYPE_BYTES, Problem
 from .spec import AttentionSpec
 from .spec_tables import Place
+from .text import printable
 from .values import to_data
 
 INDENT = "  "
@@ -194,7 +195,7 @@ def _inline(item: Any) -> str:
         return " ".join(_inline(each) for each in item) or "–"
     if isinstance(item, bool):
         return "yes" if item else "no"
-    return "–" if item is None else str(item)
+    return "–" if item is None else printable(str(item))
 
 
 def _indented(lines: Iterable[str]) -> Iterator[str]:
