@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .problem import Problem
     from .spec import Placed
 
+NAMES_SHOWN = 100  # of a spec file, where a name is none of them
 # Package → what needs it, and the extra that brings it.
 _OPTIONAL = {
     "jinja2": ("rendering", "compile"),
@@ -304,5 +305,8 @@ def _select(path: Path, name: str | None) -> list[Placed]:
     if not chosen:
         titles = [each.spec.title for each in found]
         meant = suggestion(name or "", titles)
-        raise SpecError(f"{path} has no kernel named {name!r}; it has: {', '.join(titles)}{meant}")
+        has = ", ".join(titles[:NAMES_SHOWN])
+        if (more := len(titles) - NAMES_SHOWN) > 0:
+            has += f" and {more} more"
+        raise SpecError(f"{path} has no kernel named {name!r}; it has: {has}{meant}")
     return chosen
