@@ -96,7 +96,7 @@ one_name = click.option("--name", help="Only the kernel of this name in the file
 @click.option("--coverage", is_flag=True, help="Calls in which every pair of choices meets.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a kernel or refusal.")
 def list_(specs: Sequence[Path], coverage: bool, as_json: bool) -> None:
-    """What a spec may name; with spec files, the kernels that they name.
+    """Print what a spec may name; with spec files, the kernels that they name.
 
     Exits with 1 where a spec has no kernel, once all are listed.
     """

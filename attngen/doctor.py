@@ -153,7 +153,7 @@ def check_templates() -> str:
 
 
 def _removed(what: str) -> str:
-    """Of what a server may be without (docs/shipping.md)."""
+    """Say that a part was removed that servers may lack (docs/shipping.md)."""
     return f"removed: no {what}, which bundles and cached kernels do without; nothing compiles here"
 
 

@@ -73,7 +73,7 @@ class Listed:
 
     @property
     def data(self) -> dict[str, Any]:
-        """What its line says, and the problem in full, for JSON."""
+        """The facts of its line, and the problem in full, for JSON."""
         names = {"spec": self.spec.title, "arch": self.arch, "label": self.problem.label}
         return {**names, "problem": to_data(self.problem), "refused": None}
 

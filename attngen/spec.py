@@ -11,7 +11,7 @@ from typing import Any
 from . import layouts, toml_text
 from .errors import SpecError
 from .spec_tables import PRODUCT_LIMIT, REASON_LIMIT, Place, Table, at_most, count_specs, tables_of
-from .text import printable
+from .text import printable, shortened
 from .values import DataError, from_data, to_data
 
 _TORCH_DTYPES = {
@@ -275,7 +275,7 @@ def load_placed(paths: Iterable[str | os.PathLike[str]]) -> tuple[Placed, ...]:
         except OSError as error:
             reasons.append(f"{origin}: {error.strerror or error}")
         except ValueError as error:  # not only TOML's own: huge numbers, too
-            reasons.append(f"{origin}: {error}")
+            reasons.append(f"{origin}: {shortened(str(error))}")
     if reasons:
         raise SpecError(reasons)
     return tuple(found)
@@ -310,7 +310,7 @@ def _parse(
 
 
 def _repeated_names(placed: Iterable[Placed], origin: str) -> list[str]:
-    """Why names do not tell the specs of a file apart."""
+    """Reasons why names do not tell the specs of a file apart."""
     places: dict[str, list[Place]] = {}
     for each in placed:
         if each.spec.name:
@@ -338,14 +338,14 @@ def checked(spec: object) -> AttentionSpec:
 
 
 def _mistakes(error: DataError, fields: Mapping[str, Any], table: Table) -> Iterator[str]:
-    """What is wrong with the fields of a table, each with its line."""
+    """Reasons against the fields of a table, each with its line."""
     for name, reason in sorted(error.reasons.items()):
         if name not in table.refused:
             yield f"{table.place.of(name)}: {reason}{_advice({name: fields.get(name, False)})}"
 
 
 def _advice(fields: Mapping[str, Any]) -> str:
-    """What to do where a field has a value of what is only switched on."""
+    """Advice for fields that hold the value of a feature that is only switched on."""
     given = [
         field.name
         for field in dataclasses.fields(AttentionSpec)

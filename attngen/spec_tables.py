@@ -57,7 +57,7 @@ class Table:
 
     @property
     def specs(self) -> int:
-        """How many its lists make."""
+        """The number of specs that its lists make."""
         return math.prod(map(len, _axes(self.fields).values()))
 
     def products(self) -> Iterator[dict[str, Any]]:
@@ -118,7 +118,7 @@ def tables_of(
 
 
 def count_specs(tables: Iterable[Table], origin: str, limit: int) -> list[str]:
-    """Why the tables make too many specs, before any is made; empty where they do not."""
+    """Reasons why the tables make too many specs, before any is made."""
     counts = [(table.place, table.specs) for table in tables]
     if large := [f"{place.of()}: its lists make {n} specs; at most {PRODUCT_LIMIT}"
                  for place, n in counts if n > PRODUCT_LIMIT]:  # fmt: skip

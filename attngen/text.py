@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-SHOWN_CHARACTERS = 120
+SHOWN_CHARACTERS = 160
 GUESSED_CHARACTERS = 64  # comparing names takes time by the square of their length
 
 
@@ -25,16 +25,21 @@ def printable_lines(text: str) -> str:
     return "".join(each if each in "\n\t" else _printable_character(each) for each in text)
 
 
+def shortened(text: str) -> str:
+    """The text on one line, cut in the middle where it is long."""
+    if len(text) <= SHOWN_CHARACTERS:
+        return printable(text)
+    half = SHOWN_CHARACTERS // 2
+    return f"{printable(text[:half])} … {printable(text[-half:])}"
+
+
 def quoted(value: Any) -> str:
     """The value's repr, cut in the middle where it is long."""
     try:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python writes
         return f"a long {type(value).__name__}"
-    if len(text) <= SHOWN_CHARACTERS:
-        return printable(text)
-    half = SHOWN_CHARACTERS // 2
-    return f"{printable(text[:half])} … {printable(text[-half:])}"
+    return shortened(text)
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:

@@ -74,7 +74,7 @@ def parse(text: str) -> Document:
 
 
 def _find_lines(text: str) -> Lines:
-    """Where keys stand, in one pass. Raises: ValueError where one has too many parts."""
+    """The lines of keys, found in one pass. Raises: ValueError where one has too many parts."""
     found: dict[tuple[str, int], dict[str, int]] = {("", 1): {}}
     counts: dict[str, int] = {}
     table = found["", 1]

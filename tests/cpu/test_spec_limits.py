@@ -133,6 +133,8 @@ def test_file_of_too_many_bytes_is_refused_unread(tmp_path: Path) -> None:
         (f"head_dim = [0x{'f' * 50_000}]\nname = 'x'\n", "expected 64 bits, got a long int"),
         (f"head_dim = 64\n{'k' * 100_000} = 1\n", "unknown key 'kkkk"),
         (f"head_dim = 64\nwindow = '{'w' * 200}'\n", "got 'wwww"),
+        (f"{'k' * 100_000} = 1\n" * 2, "(at line 3, column"),
+        (f"[{'k' * 100_000}]\n" * 2, "(at line 3, column"),
     ],
     ids=lambda each: each[:16],
 )
