@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
@@ -14,12 +14,13 @@ from .builder import Built, build_plan
 from .bundle import BundledKernel, Program
 from .cache import Cache, Entry
 from .digest import cache_key, digest_text
-from .errors import AttngenError, CacheError, CompilerMissing
+from .errors import AttngenError, CacheError, CompilerMissing, SpecError
 from .plan import KernelPlan, plans
 from .problem import Problem, Variant
 from .program import Binary
-from .spec import AttentionSpec
+from .spec import AttentionSpec, Placed
 from .values import to_data, to_json
+from .variants import find_faults
 
 
 @dataclass(frozen=True)
@@ -54,22 +55,24 @@ class Outcome:
 
 
 def jobs_of(
-    specs: Iterable[AttentionSpec], arch: str | None
+    specs: Iterable[AttentionSpec | Placed], arch: str | None
 ) -> tuple[list[Job], list[AttngenError]]:
-    """The distinct kernels of the specs, in their order, and what was refused.
+    """The distinct kernels of the specs, in their order, and what was refused, with its place in a
+    file where that is known.
 
     arch: replaces the architectures that the specs name; None keeps them.
     """
     titles: dict[tuple[Problem, KernelPlan, str], list[str]] = {}
     refused: list[AttngenError] = []
-    for spec in specs:
+    for each in specs:
+        spec, place = (each.spec, each.place) if isinstance(each, Placed) else (each, None)
         asked = spec if arch is None else dataclasses.replace(spec, arch=(arch,))
         try:
             found = [
-                (problem, each, name)
-                for problem in resolve.resolve(asked, features.scan())
+                (problem, chosen, name)
+                for problem in resolve.resolve(asked, features.scan(), place)
                 for name in asked.arch
-                for each in plans(problem, name)
+                for chosen in plans(problem, name)
             ]
         except AttngenError as error:
             refused.append(error)
@@ -81,14 +84,27 @@ def jobs_of(
 
 
 def jobs_for(
-    variants: Iterable[Variant], title: str, arch: str | None = None
+    variants: Iterable[Variant],
+    title: str,
+    arch: str | None = None,
+    places: Mapping[Variant, str] | None = None,
 ) -> tuple[list[Job], list[AttngenError]]:
-    """The kernels of problems that a trace names, for windows of any size, and what was refused.
-    arch: as in `jobs_of`."""
+    """The kernels of problems that a trace names, for windows of any size, and what was refused,
+    by the rules for specs.
+
+    places: where each variant was read, for those that are refused; arch: as in `jobs_of`.
+    """
     jobs: list[Job] = []
     refused: list[AttngenError] = []
-    named = ((each, arch or name) for problem, name in variants for each in problem.orders())
-    for problem, name in dict.fromkeys(named):
+    named: dict[Variant, None] = {}
+    for problem, name in variants:
+        wanted = arch or name
+        if faults := find_faults(problem, wanted, features.scan()):
+            where = (places or {}).get((problem, name), title)
+            refused.append(SpecError([f"{where}: {fault}" for fault in faults]))
+        else:
+            named |= dict.fromkeys((each, wanted) for each in problem.orders())
+    for problem, name in named:
         try:
             jobs += [Job(problem, each, name, (title,)) for each in plans(problem, name)]
         except AttngenError as error:

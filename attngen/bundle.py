@@ -30,6 +30,7 @@ from .files import open_regular
 from .problem import Problem, Variant
 from .program import SCHEMA_VERSION, Binary
 from .program_check import mistakes_of
+from .text import printable
 from .values import from_data
 
 SUFFIX = ".attn"
@@ -112,7 +113,7 @@ def is_bundle(path: Path) -> bool:
 def name_of(variant: Variant) -> str:
     """`causal_d128_bf16 (fwd, sm_90a)`."""
     problem, arch = variant
-    return f"{problem.label} ({problem.direction}, {arch})"
+    return printable(f"{problem.label} ({problem.direction}, {arch})")
 
 
 def member_of(cubin_sha256: str) -> str:
@@ -131,6 +132,7 @@ class Bundle:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Raises: BundleError where there is no bundle, or not as it was made."""
         self.path = Path(path)
+        self._shown = printable(str(path))  # in messages
         try:
             with open_regular(self.path) as file:
                 self._descriptor = os.dup(file.fileno())
@@ -139,11 +141,11 @@ class Bundle:
                 self.sha256 = _check_digest(file, self.bytes)
                 self._places, self._records = _read_members(file)
         except BundleError as error:
-            raise BundleError([f"{self.path}: {reason}" for reason in error.reasons]) from error
+            raise BundleError([f"{self._shown}: {reason}" for reason in error.reasons]) from error
         except OSError as error:
-            raise BundleError(f"{self.path}: {error.strerror or error}") from error
+            raise BundleError(f"{self._shown}: {error.strerror or error}") from error
         except Exception as error:  # whatever a crafted archive makes the readers trip over
-            raise BundleError(f"{self.path}: not a bundle: {error!r}") from error
+            raise BundleError(f"{self._shown}: not a bundle: {error!r}") from error
         self.problems = {key: record.titles for key, record in self._records.items()}
 
     def __repr__(self) -> str:
@@ -157,7 +159,7 @@ class Bundle:
         record = self._records.get((problem, arch))
         if record is None:
             return None
-        where = f"{self.path}: {name_of((problem, arch))}"
+        where = f"{self._shown}: {name_of((problem, arch))}"
         try:
             kernels = tuple(from_data(BundledKernel, each) for each in record.kernels)
         except (ValueError, TypeError) as error:
@@ -174,7 +176,7 @@ class Bundle:
         absent = [k.binary for k in kernels if k.binary.cubin_sha256 not in self._places]
         mistakes += [f"{each.kernel.entry[:80]} has no cubin" for each in absent]
         if mistakes:
-            raise BundleError([f"{where}: {mistake}" for mistake in mistakes])
+            raise BundleError([printable(f"{where}: {mistake}") for mistake in mistakes])
         return Program(problem, arch, record.titles, kernels)
 
     def programs(self) -> Iterator[Program]:
@@ -202,9 +204,9 @@ class Bundle:
         try:
             cubin = _inflate(self._read(place.offset, place.stored_bytes), place.bytes)
         except OSError as error:
-            raise BundleError(f"{self.path}: {error.strerror}") from error
+            raise BundleError(f"{self._shown}: {error.strerror}") from error
         if cubin is None or hashlib.sha256(cubin).hexdigest() != binary.cubin_sha256:
-            where = f"{self.path}: {member_of(binary.cubin_sha256)}"
+            where = f"{self._shown}: {member_of(binary.cubin_sha256)}"
             raise BundleError(f"{where} is damaged, or has changed since it was opened")
         return cubin
 
@@ -216,7 +218,7 @@ class Bundle:
         """The whole file. Raises: BundleError where it was written to since it was opened."""
         data = self._read(0, self.bytes)
         if hashlib.sha256(data[:-DIGEST_BYTES]).hexdigest() != self.sha256:
-            raise BundleError(f"{self.path}: has changed since it was opened")
+            raise BundleError(f"{self._shown}: has changed since it was opened")
         return data
 
     def verify(self) -> list[Program]:
@@ -229,7 +231,7 @@ class Bundle:
         for binary in used.values():
             self.cubin(binary)
         if idle := self._places.keys() - used.keys():
-            raise BundleError(f"{self.path}: no program uses {', '.join(map(member_of, idle))}")
+            raise BundleError(f"{self._shown}: no program uses {', '.join(map(member_of, idle))}")
         return programs
 
     def _read(self, offset: int, size: int) -> bytes:

@@ -184,7 +184,7 @@ def describe(path: Path) -> CacheEntryInfo:
         metadata = json.loads(_read_file(path, METADATA))
         label, created = str(metadata["label"]), float(metadata["created"])
         arch = str(metadata["binary"]["arch"])
-    except (Defect, OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (Defect, OSError, ArithmeticError, ValueError, KeyError, TypeError, RecursionError):
         label, arch, created = "(defective)", "", modified(path)
     return CacheEntryInfo(digest, label, arch, toolchain, _size(path), created, path)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
+import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +17,26 @@ from . import __version__
 from .cli_build import build, count_of
 from .cli_bundle import bundle, trace
 from .cli_measure import bench, tune_
-from .errors import AttngenError, SpecError
+from .cli_output import (
+    CommandError,
+    FiniteFloat,
+    PrintableFormatter,
+    fitted,
+    prepare,
+    show,
+    show_all,
+)
+from .errors import AttngenError, SpecError, install_command
 from .files import creating, replacing
+from .text import printable, printable_lines, suggestion
 
 if TYPE_CHECKING:
     from .cache import Cache
     from .plan import KernelPlan
     from .problem import Problem
-    from .spec import AttentionSpec
+    from .spec import Placed
 
+NAMES_SHOWN = 100  # of a spec file, where a name is none of them
 # Package → what needs it, and the extra that brings it.
 _OPTIONAL = {
     "jinja2": ("rendering", "compile"),
@@ -35,20 +48,33 @@ _OPTIONAL = {
 class ErrorsAsMessages(click.Group):
     """A group whose commands end with a message and exit code 1 where attngen refuses."""
 
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        prepare()
+        try:
+            return super().main(*arguments, **options)
+        except OSError as error:  # of --help; what commands raise, `invoke` has
+            CommandError(str(error)).show()
+            sys.exit(1)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
             raise  # click's own: the reader went away
+        except click.UsageError as error:
+            said = error.format_message()
+            if (shown := fitted(printable_lines(said), sys.stderr)) == said:
+                raise
+            raise click.UsageError(shown, error.ctx) from error
         except (AttngenError, OSError) as error:
-            raise click.ClickException(str(error)) from error
+            raise CommandError(str(error)) from error
         except ModuleNotFoundError as error:
             top = (error.name or "").partition(".")[0]
             if top not in _OPTIONAL:
                 raise
             what, extra = _OPTIONAL[top]
-            advice = f"{what} needs {error.name}: pip install 'attngen[{extra}]'"
-            raise click.ClickException(advice) from error
+            advice = f"{what} needs {error.name}: {install_command(extra)}"
+            raise CommandError(advice) from error
 
 
 @click.group(cls=ErrorsAsMessages, context_settings={"help_option_names": ["-h", "--help"]})
@@ -57,7 +83,9 @@ class ErrorsAsMessages(click.Group):
 def main(verbose: bool) -> None:
     """Compile fused attention kernels from spec files."""
     level = logging.INFO if verbose else logging.WARNING
-    logging.basicConfig(format="%(name)s: %(message)s", level=level)
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter("%(name)s: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=level)
 
 
 one_spec_file = click.argument("spec", metavar="SPEC.toml", type=click.Path(path_type=Path))
@@ -67,20 +95,32 @@ one_name = click.option("--name", help="Only the kernel of this name in the file
 @main.command("list")
 @click.argument("specs", metavar="[SPEC.toml]...", nargs=-1, type=click.Path(path_type=Path))
 @click.option("--coverage", is_flag=True, help="Calls in which every pair of choices meets.")
-def list_(specs: Sequence[Path], coverage: bool) -> None:
-    """What a spec may name; with spec files, the kernels that they name."""
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a kernel or refusal.")
+def list_(specs: Sequence[Path], coverage: bool, as_json: bool) -> None:
+    """Print what a spec may name; with spec files, the kernels that they name.
+
+    Exits with 1 where a spec has no kernel, once all are listed.
+    """
     from . import features
     from .coverage import list_coverage
-    from .listing import list_features, list_kernels
-    from .spec import load_all
+    from .listing import Refused, kernels_of, list_features
+    from .spec import load_placed
 
     known = features.scan()
     if coverage and specs:
         raise click.UsageError("--coverage is of all features: leave the spec files out")
-    if coverage:
-        _print(list_coverage(known))
+    if as_json and not specs:
+        raise click.UsageError("--json is of spec files: name one")
+    if not specs:
+        show_all(list_coverage(known) if coverage else list_features(known))
         return
-    _print(list_kernels(load_all(specs), known) if specs else list_features(known))
+    refused = 0
+    for found in kernels_of(load_placed(specs), known):
+        refused += isinstance(found, Refused)
+        show(json.dumps(found.data) if as_json else found.text)
+    if refused:
+        advice = "`attngen explain` names the nearest that has"
+        raise AttngenError(f"{count_of(refused, 'spec')} without a kernel; {advice}")
 
 
 @main.command()
@@ -93,11 +133,11 @@ def specs(names: Sequence[str], output: Path | None) -> None:
     from . import presets
 
     if not names:
-        _print(f"{name:<16} {presets.summary(name)}" for name in presets.names())
+        show_all(f"{name:<16} {presets.summary(name)}" for name in presets.names())
         return
     text = presets.text(names)
     if output is None:
-        click.echo(text, nl=False)
+        show(text, nl=False)
         return
     try:
         with creating(output) as file:
@@ -121,7 +161,7 @@ def explain(spec: Path, name: str | None, no_compile: bool) -> None:
     refused: list[str] = []
     for each in _select(spec, name):
         try:
-            _print(explain_spec(each, None, compiled=not no_compile))
+            show_all(explain_spec(each.spec, None, compiled=not no_compile, place=each.place))
         except SpecError as error:
             refused += error.reasons
     if refused:
@@ -146,12 +186,12 @@ def render(spec: Path, name: str | None, output: Path | None) -> None:
     for job in wanted:
         source = render_problem(job.problem, job.plan)
         if output is None:
-            click.echo(source.text, nl=False)
+            show(source.text, nl=False)
             continue
         path = output / f"{source.kernel.entry}.cu"
         with replacing(path, is_rendered, "source rendered by attngen") as file:
             file.write(source.text.encode())
-        click.echo(path)
+        show(path)
 
 
 @main.command()
@@ -169,10 +209,11 @@ def doctor(items: Sequence[str], as_json: bool) -> None:
 
     if unknown := [item for item in items if item not in doctors.CHECKS]:
         known = ", ".join(doctors.CHECKS)
-        raise click.UsageError(f"unknown items: {', '.join(unknown)}; there are: {known}")
+        meant = suggestion(unknown[0], doctors.CHECKS)
+        raise click.UsageError(f"unknown items: {', '.join(unknown)}; there are: {known}{meant}")
     failed = False
     for finding in doctors.examine(items):
-        click.echo(json.dumps(to_data(finding)) if as_json else doctors.format_finding(finding))
+        show(json.dumps(to_data(finding)) if as_json else doctors.format_finding(finding))
         failed |= finding.status == "problem" or (bool(items) and finding.status == "missing")
     if failed:
         sys.exit(1)
@@ -193,16 +234,22 @@ def cache_group() -> None:
 @cache_group.command("dir")
 def cache_dir() -> None:
     """Print where it is."""
-    click.echo(_cache().root)
+    show(_cache().root)
 
 
 @cache_group.command("ls")
-def cache_ls() -> None:
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a kernel.")
+def cache_ls(as_json: bool) -> None:
     """List the kernels, with size, architecture and toolchain."""
     for entry in _cache().entries():
+        if as_json:
+            created = entry.created if math.isfinite(entry.created) else None
+            known = {"created": created, "path": str(entry.path)}
+            show(json.dumps({**dataclasses.asdict(entry), **known}))
+            continue
         size = f"{entry.bytes / 1000:.0f} kB"
-        where = f"{entry.arch}  {entry.toolchain}"
-        click.echo(f"{entry.digest[:12]}  {size:>8}  {where}  {entry.label}")
+        words = map(printable, (entry.arch, entry.toolchain, entry.label))
+        show(f"{entry.digest[:12]}  {size:>8}  {'  '.join(words)}")
 
 
 @cache_group.command("verify")
@@ -211,12 +258,12 @@ def cache_verify() -> None:
     if problems := _cache().verify(_source_sha256()):
         found = [f"{problem.path}: {problem.reason}" for problem in problems]
         raise AttngenError([*found, "none of these is used: a kernel asked for compiles anew"])
-    click.echo(f"{count_of(len(_cache().entries()), 'kernel')}, all intact")
+    show(f"{count_of(len(_cache().entries()), 'kernel')}, all intact")
 
 
 @cache_group.command("prune")
 @click.option("--max-bytes", type=click.IntRange(min=0), help="Keep at most this many bytes.")
-@click.option("--max-age-days", type=click.FloatRange(min=0), help="Keep what is younger.")
+@click.option("--max-age-days", type=FiniteFloat(min=0), help="Keep what is younger.")
 def cache_prune(max_bytes: int | None, max_age_days: float | None) -> None:
     """Remove the oldest kernels."""
     if max_bytes is None and max_age_days is None:
@@ -224,14 +271,14 @@ def cache_prune(max_bytes: int | None, max_age_days: float | None) -> None:
     seconds = None if max_age_days is None else max_age_days * 86_400
     removed = _cache().prune(max_bytes=max_bytes, max_age_seconds=seconds)
     kilobytes = sum(entry.bytes for entry in removed) / 1000
-    click.echo(f"removed {count_of(len(removed), 'kernel')}, {kilobytes:.0f} kB")
+    show(f"removed {count_of(len(removed), 'kernel')}, {kilobytes:.0f} kB")
 
 
 @cache_group.command("clear")
 def cache_clear() -> None:
     """Remove every kernel; exit 1 where some cannot be."""
     cache = _cache()
-    click.echo(f"removed {count_of(cache.clear(), 'kernel')}")
+    show(f"removed {count_of(cache.clear(), 'kernel')}")
     if left := len(cache.entries()):
         raise AttngenError(f"{count_of(left, 'kernel')} could not be removed from {cache.root}")
 
@@ -252,17 +299,16 @@ def _source_sha256() -> Callable[[Problem, KernelPlan], str] | None:
     return lambda problem, plan: render_problem(problem, plan).sha256
 
 
-def _select(path: Path, name: str | None) -> list[AttentionSpec]:
-    from .spec import load_all
+def _select(path: Path, name: str | None) -> list[Placed]:
+    from .spec import load_placed
 
-    specs = load_all([path])
-    chosen = [spec for spec in specs if name in (None, spec.title)]
+    found = load_placed([path])
+    chosen = [each for each in found if name in (None, each.spec.title, each.spec.name)]
     if not chosen:
-        known = ", ".join(spec.title for spec in specs)
-        raise SpecError(f"{path} has no kernel named {name!r}; it has: {known}")
+        titles = [each.spec.title for each in found]
+        meant = suggestion(name or "", titles)
+        has = ", ".join(titles[:NAMES_SHOWN])
+        if (more := len(titles) - NAMES_SHOWN) > 0:
+            has += f" and {more} more"
+        raise SpecError(f"{path} has no kernel named {name!r}; it has: {has}{meant}")
     return chosen
-
-
-def _print(lines: Iterable[str]) -> None:
-    for line in lines:
-        click.echo(line)

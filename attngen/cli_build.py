@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .cli_output import show
 from .errors import AttngenError
 from .files import can_write_into
 
@@ -42,7 +43,8 @@ def count_of(number: int, noun: str) -> str:
 
 def _shard(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, int]:
     index, slash, count = value.partition("/")
-    if not (slash and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+    numbers = slash and all(each.isdecimal() and len(each) <= 9 for each in (index, count))
+    if not (numbers and 1 <= int(index) <= int(count)):
         raise click.BadParameter(f"{value!r}: a machine's number and how many, as 2/8", ctx, param)
     return int(index), int(count)
 
@@ -127,7 +129,7 @@ def build_all(request: Request, cache: Cache) -> list[Outcome]:
             _show(request, outcome, len(outcomes), len(jobs), _left(outcomes, len(jobs), seconds))
         failures += [f"{o.job.name} {o.job.arch}: {o.error}" for o in outcomes if o.error]
         if not request.as_json:
-            click.echo(_summary(outcomes, len(refused), cache))
+            show(_summary(outcomes, len(refused), cache))
     if failures:
         raise AttngenError(failures)
     return outcomes
@@ -135,17 +137,17 @@ def build_all(request: Request, cache: Cache) -> list[Outcome]:
 
 def _find_jobs(request: Request) -> tuple[list[Job], list[AttngenError]]:
     from . import batch, tracing
-    from .spec import load_all
+    from .spec import load_placed
 
     if not request.specs and request.from_trace is None:
         raise click.UsageError("name spec files, or a trace with --from-trace")
-    jobs, refused = batch.jobs_of(load_all(request.specs), request.arch)
+    jobs, refused = batch.jobs_of(load_placed(request.specs), request.arch)
     if request.from_trace is not None:
-        variants = tracing.read(request.from_trace)
+        variants = tracing.read_places(request.from_trace)
         if not (variants or request.specs):
             why = "no kernel of attngen was launched while it was on"
             raise AttngenError(f"{request.from_trace} names nothing to build: {why}")
-        traced, also_refused = batch.jobs_for(variants, "trace", request.arch)
+        traced, also_refused = batch.jobs_for(variants, "trace", request.arch, variants)
         jobs, refused = batch.join([*jobs, *traced]), [*refused, *also_refused]
     return batch.shard(jobs, *request.shard), refused
 
@@ -164,15 +166,15 @@ def _show_plan(request: Request, jobs: Sequence[Job], cache: Cache, refused: int
         cached = batch.find_cached(job, cache) is not None
         missing += not cached
         if request.as_json:
-            click.echo(json.dumps({**_identity(job), "cached": cached}))
+            show(json.dumps({**_identity(job), "cached": cached}))
         else:
             state = "cached" if cached else "to compile"
             titles = " ".join(job.titles)
-            click.echo(f"[{number}/{len(jobs)}] {job.name} {job.arch}  {state}  {titles}")
+            show(f"[{number}/{len(jobs)}] {job.name} {job.arch}  {state}  {titles}")
     if not request.as_json:
         refusals = f", {refused} refused" if refused else ""
         found = len(jobs) - missing
-        click.echo(f"{missing} to compile, {found} cached{refusals}, in {cache.root}")
+        show(f"{missing} to compile, {found} cached{refusals}, in {cache.root}")
 
 
 def _left(outcomes: Sequence[Outcome], total: int, elapsed: float | None) -> str:
@@ -186,9 +188,9 @@ def _left(outcomes: Sequence[Outcome], total: int, elapsed: float | None) -> str
 
 def _show(request: Request, outcome: Outcome, number: int, total: int, left: str) -> None:
     if request.as_json:
-        click.echo(_json_line(outcome))
+        show(_json_line(outcome))
     else:
-        click.echo(f"[{number}/{total}{left}] {_text_line(outcome)}")
+        show(f"[{number}/{total}{left}] {_text_line(outcome)}")
 
 
 def _text_line(outcome: Outcome) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -15,8 +16,10 @@ from typing import TYPE_CHECKING
 import click
 
 from .cli_build import Request, build_all, count_of, takes_request
+from .cli_output import CommandError, show
 from .errors import BundleError, CacheError
 from .files import can_write_into, require_own
+from .text import printable
 
 if TYPE_CHECKING:
     from .bundle import Bundle, BundledKernel, Program
@@ -73,10 +76,11 @@ def verify(bundle: Path, require: Sequence[Path]) -> None:
     found.verify()
     if require:
         from .mounts import check_complete
-        from .spec import load_all
+        from .spec import load_placed
 
-        check_complete([found], load_all(require), " ".join(map(str, require)))
-    click.echo(_describe(found) + ", intact")
+        specs = [each.spec for each in load_placed(require)]
+        check_complete([found], specs, shlex.join(map(str, require)))
+    show(_describe(found) + ", intact")
 
 
 @bundle.command()
@@ -87,7 +91,7 @@ def ls(bundle: Path, as_json: bool) -> None:
     found = _open(bundle)
     for program in found.programs():
         for kernel in program.kernels:
-            click.echo(_kernel_line(found, program, kernel, as_json))
+            show(_kernel_line(found, program, kernel, as_json))
 
 
 @bundle.command()
@@ -102,7 +106,7 @@ def diff(a: Path, b: Path) -> None:
         ours = {program.key: program for program in _open(a).programs()}
         theirs = {program.key: program for program in _open(b).programs()}
     except BundleError as error:
-        click.echo(f"Error: {error}", err=True)
+        show(f"Error: {error}", err=True)
         raise SystemExit(2) from error
     found = []
     for key in sorted({*ours, *theirs}, key=lambda key: (key[1], key[0].label, key[0].direction)):
@@ -113,7 +117,7 @@ def diff(a: Path, b: Path) -> None:
         elif ours[key].binaries != theirs[key].binaries:
             found.append(f"~ {ours[key].name}: {_difference(ours[key], theirs[key])}")
     for line in found:
-        click.echo(line)
+        show(line)
     raise SystemExit(1 if found else 0)
 
 
@@ -149,7 +153,7 @@ def wheel(bundle: Path, name: str, version: str, output: Path) -> None:
 
     found = _open(bundle)
     found.verify()
-    click.echo(make_wheel(found, name, version, output))
+    show(make_wheel(found, name, version, output))
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -177,11 +181,11 @@ def trace(output: Path, command: Sequence[str]) -> None:
     try:
         done = subprocess.run(list(command), env=environment)
     except OSError as error:
-        raise click.ClickException(f"{command[0]}: {error.strerror}") from error
+        raise CommandError(f"{command[0]}: {error.strerror}") from error
     output.touch()  # what launched nothing has a trace, too
     used = len(tracing.read(output))
     why = "" if used else ": no kernel of attngen was launched"
-    click.echo(f"{count_of(used, 'variant')} noted in {output}{why}", err=True)
+    show(f"{count_of(used, 'variant')} noted in {output}{why}", err=True)
     raise SystemExit(done.returncode if done.returncode >= 0 else 128 - done.returncode)
 
 
@@ -223,16 +227,16 @@ def _tell(path: Path, as_json: bool) -> None:
         kernels = sum(len(program.kernels) for program in found.programs())
         facts = {"variants": len(found.problems), "kernels": kernels}
         sizes = {"bytes": found.bytes, "sha256": found.sha256}
-        click.echo(json.dumps({"bundle": str(path), **facts, **sizes}))
+        show(json.dumps({"bundle": str(path), **facts, **sizes}))
     else:
-        click.echo(_describe(found))
+        show(_describe(found))
 
 
 def _describe(found: Bundle) -> str:
     kernels = sum(len(program.kernels) for program in found.programs())
     return (
-        f"{found.path}: {count_of(len(found.problems), 'variant')}, {count_of(kernels, 'kernel')}, "
-        f"{found.bytes / 1000:.0f} kB, sha256 {found.sha256[:12]}"
+        f"{printable(str(found.path))}: {count_of(len(found.problems), 'variant')}, "
+        f"{count_of(kernels, 'kernel')}, {found.bytes / 1000:.0f} kB, sha256 {found.sha256[:12]}"
     )
 
 
@@ -257,8 +261,8 @@ def _kernel_line(found: Bundle, program: Program, kernel: BundledKernel, as_json
         )
     size = f"{stored / 1000:.0f} kB"
     registers = f"{binary.resources.registers} registers"
-    names = ", ".join(program.titles)
-    return f"{program.arch}  {size:>7}  {registers:>13}  {binary.kernel.entry}  {names}"
+    names = printable(f"{binary.kernel.entry}  {', '.join(program.titles)}")
+    return f"{printable(program.arch)}  {size:>7}  {registers:>13}  {names}"
 
 
 def _difference(a: Program, b: Program) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .cli_output import FiniteFloat, show
 from .errors import AttngenError, MeasureError
 from .files import require_own
 
@@ -59,7 +60,7 @@ def _takes_rounds(default: int, text: str) -> _Decorator:
 
 
 def _takes_budget(default: float, text: str) -> _Decorator:
-    some = click.FloatRange(min=0.1)
+    some = FiniteFloat(min=0.1)
     return click.option("--budget-ms", type=some, default=default, show_default=True, help=text)
 
 
@@ -78,7 +79,9 @@ _OPTIONS = (
     _takes_rounds(9, "Measurements of each, in a shuffled order."),
     _takes_budget(25.0, "GPU time of one measurement in a round."),
     click.option("--json", "json_file", type=output_file, help="Write the report here."),
-    click.option("--plot", "plot_file", type=output_file, help="Draw it here: .png, .svg, .pdf …"),
+    click.option(
+        "--plot", "plot_file", type=output_file, help="Draw it here: .png, .svg, .pdf, ..."
+    ),
 )
 
 
@@ -186,13 +189,13 @@ def bench_decode(
     run.require_gpu()
     found, absent = decode.load(peers)
     columns = (report.OURS, *found)
-    click.echo(decode_report.text_header(columns))
+    show(decode_report.text_header(columns))
     measured = decode.run(
         *(cases, found, absent, rounds, budget_ms),
-        progress=lambda row: click.echo(decode_report.text_row(row, columns)),
+        progress=lambda row: show(decode_report.text_row(row, columns)),
     )
     for line in decode_report.text_summary(measured):
-        click.echo(line)
+        show(line)
     if json_file:
         decode_report.save(measured, json_file)
     if plot_file:
@@ -236,19 +239,19 @@ def _measure(
     run.require_gpu()
     found, absent = peers.load(names)
     columns = tuple(run.participants(direction, found, deterministic))
-    click.echo(report.text_header(columns))
+    show(report.text_header(columns))
     measured = run.run(
         *(direction, cases, found, absent, deterministic, rounds, budget_ms),
-        progress=lambda row: click.echo(report.text_row(row, columns)),
+        progress=lambda row: show(report.text_row(row, columns)),
     )
     for line in report.text_summary(measured):
-        click.echo(line)
+        show(line)
     return measured
 
 
 def _lengths(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
     words = _words(ctx, param, value)
-    if not all(word.isdecimal() and int(word) for word in words):
+    if not all(word.isdecimal() and len(word) <= 9 and int(word) for word in words):
         raise click.BadParameter(
             f"{value!r}: positive numbers with commas between them", ctx, param
         )
@@ -294,10 +297,10 @@ def tune_(
     From then on planning prefers the fastest. Results are compared before anything is timed.
     """
     from . import batch, tune, tuned
-    from .spec import load_all
+    from .spec import load_placed
     from .values import to_json
 
-    wanted = load_all(specs)
+    wanted = load_placed(specs)
     arch, chip = tune.current_device()
     jobs, refused = batch.jobs_of(wanted, arch)
     if refused:
@@ -309,11 +312,11 @@ def tune_(
     firsts = {(job.problem, job.arch): job for job in reversed(jobs)}  # kernels of their problems
     for job in reversed(firsts.values()):
         if not tune.serves(job.problem):
-            click.echo(f"{job.name}: left out; only plain dense forwards are tuned", err=True)
+            show(f"{job.name}: left out; only plain dense forwards are tuned", err=True)
             continue
         tuning = tune.tune(job.problem, job.arch, effort)
         tuned.write(path, chip, [tuning.entry])
         for line in [to_json(tuning.entry)] if as_json else tuning.text(shown=5):
-            click.echo(line)
+            show(line)
     if not as_json:
-        click.echo(f"wrote {path}")
+        show(f"wrote {path}")

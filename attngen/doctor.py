@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Literal
 
 from . import __version__, files
+from .errors import install_command
+from .text import printable
 from .toolchain import mapped_file
 
 Status = Literal["ok", "missing", "problem"]
@@ -55,7 +57,7 @@ def examine(items: Iterable[str] = ()) -> Iterator[Finding]:
 def format_finding(finding: Finding) -> str:
     """A line of the report, and the advice below it."""
     mark = {"ok": "ok", "missing": "--", "problem": "!!"}[finding.status]
-    line = f"{mark}  {finding.item:<14} {finding.detail}"
+    line = f"{mark}  {finding.item:<14} {printable(finding.detail)}"
     return line + (f"\n    {'':<14} → {finding.advice}" if finding.advice else "")
 
 
@@ -86,17 +88,17 @@ def check_torch() -> str:
 
 def check_bindings() -> str:
     """The version of cuda-bindings, by which kernels are compiled and launched."""
-    return _package("cuda-bindings", "pip install attngen")
+    return _package("cuda-bindings", install_command())
 
 
 def check_jinja2() -> str:
     """The version of Jinja, by which kernels are rendered."""
-    return _package("jinja2", "only building needs it: pip install 'attngen[compile]'")
+    return _package("jinja2", f"only building needs it: {install_command('compile')}")
 
 
 def check_nvrtc() -> str:
     """The version of the NVRTC that is loaded, and the file it came from."""
-    advice = "only building needs it: pip install 'attngen[compile]'"
+    advice = f"only building needs it: {install_command('compile')}"
     try:
         from cuda.bindings import nvrtc
 
@@ -130,9 +132,11 @@ def check_headers() -> str:
     """How many headers kernels may include, and their digest."""
     from .digest import source_digests
 
+    if files.shipped() and not files.headers():
+        return _removed("headers")
     count = len(files.headers())
     if not count:
-        raise Missing(f"none in {files.include_dir()}", "reinstall attngen")
+        raise Missing(f"none in {files.include_dir()}", f"reinstall it: {install_command()}")
     return f"{count} files, sha256 {source_digests()['headers'][:12]}, in {files.include_dir()}"
 
 
@@ -140,7 +144,18 @@ def check_templates() -> str:
     """The digest of the templates, and the place that they are read from."""
     from .digest import source_digests
 
-    return f"sha256 {source_digests()['templates'][:12]}, in {files.templates_dir()}"
+    try:
+        folder = files.templates_dir()
+    except FileNotFoundError as error:
+        if files.shipped():
+            return _removed("templates")
+        raise Missing(str(error), install_command()) from error
+    return f"sha256 {source_digests()['templates'][:12]}, in {folder}"
+
+
+def _removed(what: str) -> str:
+    """Say that a part was removed that servers may lack (docs/shipping.md)."""
+    return f"removed: no {what}, which bundles and cached kernels do without; nothing compiles here"
 
 
 def check_tuned() -> str:

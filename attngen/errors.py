@@ -6,6 +6,15 @@ from collections.abc import Iterable
 from typing import Any
 
 
+def install_command(extra: str | None = None) -> str:
+    """How to install attngen, with an extra: there is no package of it on an index."""
+    from . import __version__  # the package imports this module
+
+    wanted = f"[{extra}]" if extra else ""
+    wheel = f"./attngen-{__version__}-py3-none-any.whl{wanted}"
+    return f"pip install '.{wanted}' in a checkout of attngen, or pip install '{wheel}'"
+
+
 class AttngenError(Exception):
     """Base of all errors; `reasons` lists every violation that was found, not only the first."""
 
@@ -41,7 +50,7 @@ class CompilerMissing(CompileError):
     """What compiles, Jinja or NVRTC, is not installed here (the extra `compile`), or broken."""
 
     def __init__(self, missing: str, why: str = "is not installed") -> None:
-        super().__init__(f"compiling needs {missing}, which {why}: pip install 'attngen[compile]'")
+        super().__init__(f"compiling needs {missing}, which {why}: {install_command('compile')}")
 
 
 class CacheError(AttngenError, RuntimeError):

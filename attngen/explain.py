@@ -19,6 +19,8 @@ from .files import templates_dir
 from .plan import KernelPlan, candidates, plans
 from .problem import DTYPE_BYTES, Problem
 from .spec import AttentionSpec
+from .spec_tables import Place
+from .text import printable
 from .values import to_data
 
 INDENT = "  "
@@ -34,18 +36,25 @@ PRODUCTS = {  # else one each
 }
 
 
-def explain(spec: AttentionSpec, cache: Cache | None, *, compiled: bool = True) -> Iterator[str]:
+def explain(
+    spec: AttentionSpec,
+    cache: Cache | None,
+    *,
+    compiled: bool = True,
+    place: Place | None = None,
+) -> Iterator[str]:
     """The lines that explain a spec: each stage's value in turn.
 
     cache: where the binary is looked up and kept, None for the default one. compiled: whether to
-    go on to the compiler. Raises: AttngenError where a later stage fails; SpecError of
-    `explain_refusal` where the spec has no kernel.
+    go on to the compiler. place: the table that the spec is from.
+    Raises: AttngenError where a later stage fails; SpecError of `explain_refusal` where the spec
+    has no kernel.
     """
     known = features.scan()
     try:
         problems = resolve.resolve(spec, known)
     except SpecError as error:
-        raise explain_refusal(spec, known) from error
+        raise explain_refusal(spec, known, place) from error
     yield f"spec {spec.title}"
     yield from _indented(_settings(spec))
     for arch in spec.arch:
@@ -57,11 +66,12 @@ def explain(spec: AttentionSpec, cache: Cache | None, *, compiled: bool = True) 
                 yield from _explain_kernel(problem, chosen, arch, cache, compiled)
 
 
-def explain_refusal(spec: AttentionSpec, known: Features) -> SpecError:
+def explain_refusal(spec: AttentionSpec, known: Features, place: Place | None = None) -> SpecError:
     """Every reason why the spec has no kernel, and the nearest spec that has, ready to paste."""
     violations = resolve.find_violations(spec, known)
     reasons = [f"{spec.title} has no kernel:"]
-    reasons += [f"{INDENT}- {violation.reason}" for violation in violations]
+    for each in violations:
+        reasons.append(f"{INDENT}- {f'{place.at(each.field)}: ' if place else ''}{each.reason}")
     reasons += ["nearest legal spec:", *_indented(to_toml(resolve.nearest(spec, known)))]
     return SpecError(reasons)
 
@@ -185,7 +195,7 @@ def _inline(item: Any) -> str:
         return " ".join(_inline(each) for each in item) or "–"
     if isinstance(item, bool):
         return "yes" if item else "no"
-    return "–" if item is None else str(item)
+    return "–" if item is None else printable(str(item))
 
 
 def _indented(lines: Iterable[str]) -> Iterator[str]:

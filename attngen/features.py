@@ -121,7 +121,7 @@ def _scan(root: Path) -> Features:
 
 def read_header(path: Path, axis: str) -> Fragment:
     """The fragment that the file at `path` declares."""
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     head, closed, _ = text.removeprefix("<#").partition("#>")
     if not text.startswith("<#") or not closed:
         raise ValueError(f"{path}: a fragment starts with its TOML header between <# and #>")

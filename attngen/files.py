@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from . import file_lock
+from .text import printable
 
 SHIPPED = "shipped.json"
 _PACKAGE = Path(__file__).resolve().parent
@@ -91,7 +92,7 @@ def make_directory(path: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, "no directory of attngen's own", str(path))
 
 
-def read_regular(path: Path, most_bytes: int) -> bytes:
+def read_regular(path: str | os.PathLike[str], most_bytes: int) -> bytes:
     """All bytes of a file that is no pipe and no device, which could make a reader wait for ever.
 
     Raises: OSError, also where it is longer than `most_bytes`.
@@ -105,7 +106,7 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
     return data
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """The file, open for reading; a link to one is followed.
 
     Raises: OSError, also where it is a pipe, a device or a directory.
@@ -131,12 +132,12 @@ def require_own(path: Path, recognise: Callable[[Path], bool], kind: str) -> Non
     """
     if not os.path.lexists(path):
         return
-    advice = "name another file, or take it away"
+    name, advice = printable(str(path)), "name another file, or take it away"
     if not path.is_file():  # nothing else is opened: a pipe would wait
         if path.exists():  # and not a link to where nothing is yet
-            raise OSError(f"{path} is no file, is no {kind}, and is not replaced by one: {advice}")
+            raise OSError(f"{name} is no file, is no {kind}, and is not replaced by one: {advice}")
     elif path.stat().st_size and not recognise(path):
-        raise OSError(f"{path} is no {kind}, and is not replaced by one: {advice}")
+        raise OSError(f"{name} is no {kind}, and is not replaced by one: {advice}")
 
 
 @contextlib.contextmanager

@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from . import layouts, resolve
-from .errors import SpecError
 from .features import Features
-from .spec import DTYPES_8BIT, DTYPES_16BIT, MAX_HEAD_DIM, AttentionSpec
+from .problem import Problem
+from .spec import DTYPES_8BIT, DTYPES_16BIT, MAX_HEAD_DIM, AttentionSpec, Placed
+from .spec_tables import Place
+from .values import to_data
 
 WIDTH = 80
 
@@ -54,16 +58,54 @@ def _wrapped(what: str, words: Iterable[str]) -> Iterator[str]:
         yield f"{what if number == 0 else '':<14} {line}"
 
 
-def list_kernels(specs: Iterable[AttentionSpec], known: Features) -> Iterator[str]:
-    """One line a forward or backward that the specs name: title, architecture, what it computes."""
-    for spec in specs:
-        try:
-            problems = resolve.resolve(spec, known)
-        except SpecError as error:
-            *reasons, _ = error.reasons  # the last one is the nearest legal spec
-            said = "; ".join(reason.removeprefix(f"{spec.title}: ") for reason in reasons)
-            yield f"{spec.title:<24} refused: {said}"
+@dataclass(frozen=True)
+class Listed:
+    """A forward or backward that a spec names."""
+
+    spec: AttentionSpec
+    arch: str
+    problem: Problem
+
+    @property
+    def text(self) -> str:
+        direction, label = self.problem.direction, self.problem.label
+        return f"{self.spec.title:<24} {self.arch}  {direction}  {label}"
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The facts of its line, and the problem in full, for JSON."""
+        names = {"spec": self.spec.title, "arch": self.arch, "label": self.problem.label}
+        return {**names, "problem": to_data(self.problem), "refused": None}
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A spec without kernels, the place that it is from, and every reason."""
+
+    spec: AttentionSpec
+    place: Place
+    violations: tuple[resolve.Violation, ...]
+
+    @property
+    def text(self) -> str:
+        said = "; ".join(each.reason for each in self.violations)
+        return f"{self.spec.title:<24} refused: {self.place.at()}: {said}"
+
+    @property
+    def data(self) -> dict[str, Any]:
+        reasons = [
+            {"field": each.field, "place": self.place.at(each.field), "reason": each.reason}
+            for each in self.violations
+        ]
+        return {"spec": self.spec.title, "refused": reasons}
+
+
+def kernels_of(placed: Iterable[Placed], known: Features) -> Iterator[Listed | Refused]:
+    """Each forward or backward that specs name, and each spec that is refused, in their order."""
+    for each in placed:
+        if violations := resolve.find_violations(each.spec, known):
+            yield Refused(each.spec, each.place, tuple(violations))
             continue
-        for problem in problems:
-            for arch in spec.arch:
-                yield f"{spec.title:<24} {arch}  {problem.direction}  {problem.label}"
+        for problem in resolve.resolve(each.spec, known):
+            for arch in each.spec.arch:
+                yield Listed(each.spec, arch, problem)

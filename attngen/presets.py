@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .errors import SpecError
+from .text import suggestion
 
 FOLDER = Path(__file__).resolve().parent / "presets"
 
@@ -37,7 +38,8 @@ def text(wanted: Iterable[str]) -> str:
         meant = [each for each in known if each == name or each.startswith(f"{name}-")]
         chosen.update(dict.fromkeys(meant))
         if not meant:
-            unknown.append(f"no preset is named {name!r}; there are: {', '.join(known)}")
+            all_ = f"there are: {', '.join(known)}{suggestion(name, known)}"
+            unknown.append(f"no preset is named {name!r}; {all_}")
     if unknown:
         raise SpecError(unknown)
-    return "\n".join((FOLDER / f"{name}.toml").read_text() for name in chosen)
+    return "\n".join((FOLDER / f"{name}.toml").read_text(encoding="utf-8") for name in chosen)

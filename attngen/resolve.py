@@ -4,8 +4,6 @@ why not with the nearest spec that is legal."""
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +12,8 @@ from .errors import SpecError
 from .features import Features
 from .problem import Problem, Sequence
 from .spec import DTYPES_8BIT, DTYPES_16BIT, MAX_HEAD_DIM, AttentionSpec, dtype_name
+from .spec_tables import Place
+from .text import closest, suggestion
 
 DIRECTIONS = ("fwd", "bwd")
 DTYPES = (*DTYPES_16BIT, *DTYPES_8BIT)
@@ -41,16 +41,18 @@ class Violation:
     nearest: Any
 
 
-def resolve(spec: AttentionSpec, features: Features) -> tuple[Problem, ...]:
+def resolve(
+    spec: AttentionSpec, features: Features, place: Place | None = None
+) -> tuple[Problem, ...]:
     """The problem of each direction of the spec: two of a backward under windows, which may be
-    narrow or wide (`Problem.orders`).
+    narrow or wide (`Problem.orders`). place: the table that it is from.
 
-    Raises: SpecError with every violation, and the nearest legal spec.
+    Raises: SpecError with every violation, the line that it is at, and the nearest legal spec.
     """
     violations = find_violations(spec, features)
     if violations:
         changes = ", ".join(dict.fromkeys(f"{v.field}={v.nearest!r}" for v in violations))
-        reasons = [f"{spec.title}: {v.reason}" for v in violations]
+        reasons = [f"{_at(place, v.field)}{spec.title}: {v.reason}" for v in violations]
         raise SpecError([*reasons, f"nearest legal spec: the same with {changes}"])
     masks, _ = split_mask(spec.mask)
     q_seq, kv_seq = sequences_of(spec)
@@ -75,6 +77,10 @@ def resolve(spec: AttentionSpec, features: Features) -> tuple[Problem, ...]:
     )
     found = {"fwd": (forward,), "bwd": forward.backward(spec.deterministic).orders()}
     return tuple(problem for direction in spec.directions for problem in found[direction])
+
+
+def _at(place: Place | None, field: str) -> str:
+    return f"{place.at(field)}: " if place else ""
 
 
 def nearest(spec: AttentionSpec, features: Features) -> AttentionSpec:
@@ -160,6 +166,7 @@ def find_violations(spec: AttentionSpec, features: Features) -> list[Violation]:
     for arch in spec.arch:
         if arch not in ARCHES:
             reason = f"architecture {arch!r} has no kernels; available: {ARCHES}"
+            reason += suggestion(arch, ARCHES)
             found.append(Violation("arch", reason, ARCHES))
     return found
 
@@ -168,8 +175,9 @@ def _check_layout(spec: AttentionSpec) -> list[Violation]:
     try:
         layouts.parse(spec.layout)
     except ValueError as error:
-        meant = _closest(spec.layout, (*layouts.FORMATS, *layouts.NAMES), "bshd")
-        return [Violation("layout", str(error), meant)]
+        known = (*layouts.FORMATS, *layouts.NAMES)
+        reason = f"{str(error).rstrip('.')}{suggestion(spec.layout, known)}"
+        return [Violation("layout", reason, closest(spec.layout, known) or "bshd")]
     return []
 
 
@@ -177,16 +185,19 @@ def _check_operands(spec: AttentionSpec) -> list[Violation]:
     found: list[Violation] = []
     if spec.dtype not in DTYPES:
         reason = f"dtype {spec.dtype!r} has no kernels; available: {DTYPES}"
+        reason += _dtype_suggestion(spec.dtype, DTYPES)
         found.append(Violation("dtype", reason, _nearest_dtype(spec.dtype)))
     dtype = spec.dtype if spec.dtype in DTYPES else "bf16"
     eight_bit = dtype in DTYPES_8BIT
     kv_dtypes = DTYPES_8BIT if eight_bit else (dtype, *DTYPES_8BIT)
     if spec.kv_dtype not in (None, *kv_dtypes):
         reason = f"kv_dtype {spec.kv_dtype!r}: allowed beside {dtype!r} queries are {kv_dtypes}"
+        reason += _dtype_suggestion(spec.kv_dtype, kv_dtypes)
         found.append(Violation("kv_dtype", reason, None))
     out_dtypes = DTYPES if eight_bit else (dtype, "fp32")
     if spec.out_dtype not in (None, *out_dtypes):
         reason = f"out_dtype {spec.out_dtype!r}: allowed for {dtype!r} queries are {out_dtypes}"
+        reason += _dtype_suggestion(spec.out_dtype, out_dtypes)
         found.append(Violation("out_dtype", reason, None))
     found += _check_head_dims(spec, _head_dim_step(spec, dtype))
     return found + _check_decode(spec) + _check_gather(spec) + _check_widened(spec)
@@ -198,9 +209,12 @@ def _nearest_dtype(name: str) -> str:
     return meant if meant in DTYPES else "bf16"
 
 
-def _closest(name: str, known: Iterable[str], default: str) -> str:
-    """The known name that this one may be a slip of."""
-    return next(iter(difflib.get_close_matches(name, [*known], 1)), default)
+def _dtype_suggestion(name: str | None, known: tuple[str, ...]) -> str:
+    """A suggestion that knows PyTorch's names too."""
+    if name is None:
+        return ""
+    meant = dtype_name(f"torch.{name.removeprefix('torch.')}")
+    return f"; did you mean {meant!r}?" if meant in known else suggestion(name, known)
 
 
 def _check_gather(spec: AttentionSpec) -> list[Violation]:
@@ -304,7 +318,8 @@ def _check_directions(spec: AttentionSpec) -> list[Violation]:
         if direction in available:
             continue
         reason = f"direction {direction!r} has no kernels{whose if direction in DIRECTIONS else ''}"
-        found.append(Violation("directions", f"{reason}; available: {available}", legal))
+        reason += f"; available: {available}{suggestion(direction, available)}"
+        found.append(Violation("directions", reason, legal))
     return found
 
 
@@ -329,17 +344,20 @@ def _check_features(spec: AttentionSpec, features: Features) -> list[Violation]:
         if mask not in known:
             reason = f"mask {spec.mask!r} is unknown; available: {known}, and with _bottom_right "
             reason += "behind the name for a diagonal that ends there"
+            reason += suggestion(spec.mask, [*known, *(f"{each}_bottom_right" for each in known)])
             if mask in features["mask"]:
                 reason = f"mask {spec.mask!r} is a switch of its own: {mask} = true"
             legal = [name for name in known if name != "arbitrary"]  # of all kernels
             default = "causal" if "causal" in mask else "none"
-            found.append(Violation("mask", reason, _closest(spec.mask, legal, default)))
+            found.append(Violation("mask", reason, closest(spec.mask, legal) or default))
     if spec.softmax not in features["softmax"]:
         reason = f"softmax {spec.softmax!r} is unknown; available: {[*features['softmax']]}"
-        meant = _closest(spec.softmax, [*features["softmax"]], "vanilla")
+        reason += suggestion(spec.softmax, features["softmax"])
+        meant = closest(spec.softmax, features["softmax"]) or "vanilla"
         found.append(Violation("softmax", reason, meant))
     if spec.bias not in ("none", *BIASES):
         reason = f"bias {spec.bias!r} is unknown; available: {['none', *BIASES]}"
+        reason += suggestion(spec.bias, ("none", *BIASES))
         found.append(Violation("bias", reason, "none"))
     if spec.dtype in DTYPES_8BIT:
         if spec.mask == "arbitrary":

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
-import sys
-from collections import Counter
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from . import layouts, plain
+from . import layouts, plain, toml_text
 from .errors import SpecError
-from .files import read_regular
-from .values import from_data, to_data
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from .spec_tables import PRODUCT_LIMIT, REASON_LIMIT, Place, Table, at_most, count_specs, tables_of
+from .text import printable, shortened
+from .values import DataError, from_data, to_data
 
 _TORCH_DTYPES = {
     "torch.bfloat16": "bf16",
@@ -30,9 +22,6 @@ _TORCH_DTYPES = {
     "torch.float8_e4m3fn": "e4m3",
     "torch.float8_e5m2": "e5m2",
 }
-_TUPLES = ("directions", "arch")
-PRODUCT_LIMIT = 10_000  # specs of one table: more are a slip, and would fill the memory
-MOST_BYTES = 1 << 24  # of a spec file
 DTYPES_16BIT = ("fp16", "bf16")
 DTYPES_8BIT = ("e4m3", "e5m2")
 PROMPT_QUERIES = 128  # of a head of a sequence: they fill a tile of the forward
@@ -100,16 +89,16 @@ class AttentionSpec:
 
     @property
     def title(self) -> str:
-        """The spec's name, or a readable one made from what it asks for."""
+        """The spec's name, or a readable one made from what it asks for, on one line."""
         if self.name:
-            return self.name
+            return printable(self.name)
         plain = AttentionSpec(head_dim=self.head_dim)
         differing = [
             f"{field.name}={getattr(self, field.name)}"
             for field in dataclasses.fields(self)
             if getattr(self, field.name) != getattr(plain, field.name)
         ]
-        return " ".join([f"head_dim={self.head_dim}", *differing])
+        return printable(" ".join([f"head_dim={self.head_dim}", *differing]))
 
     @property
     def gathers(self) -> bool:
@@ -250,67 +239,83 @@ def dtype_name(dtype: Any) -> str:
     return _TORCH_DTYPES.get(str(dtype), str(dtype))
 
 
-def load_specs(path: str | Path) -> tuple[AttentionSpec, ...]:
+@dataclass(frozen=True)
+class Placed:
+    """A spec of a file, and the table that it is from."""
+
+    spec: AttentionSpec
+    place: Place
+
+
+def load_specs(path: str | os.PathLike[str]) -> tuple[AttentionSpec, ...]:
     """Every spec of a TOML file: `[defaults]`, `[[kernel]]` tables, lists as products.
 
-    Raises: SpecError with every unknown key, wrong type and repeated name in the file.
+    Raises: SpecError with every unknown key, wrong type and repeated name in the file, and the
+    lines that they are at.
     """
-    try:
-        data = tomllib.loads(read_regular(Path(path), MOST_BYTES).decode())
-    except OSError as error:
-        raise SpecError(f"{path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:  # not only TOML's own: huge numbers, too
-        raise SpecError(f"{path}: {error}") from error
-    return parse_specs(data, str(path))
+    return tuple(each.spec for each in load_placed([path]))
 
 
-def load_all(paths: Iterable[str | Path]) -> tuple[AttentionSpec, ...]:
+def load_placed(paths: Iterable[str | os.PathLike[str]]) -> tuple[Placed, ...]:
     """The specs of several files. Raises: SpecError with the defects of every file."""
-    specs: list[AttentionSpec] = []
+    found: list[Placed] = []
     reasons: list[str] = []
     for path in paths:
+        origin = printable(os.fspath(path))
         try:
-            specs += load_specs(path)
+            document = toml_text.read(path)
+            left = PRODUCT_LIMIT - len(found)
+            found += _parse(document.data, origin, document.lines, left)
         except SpecError as error:
             reasons += error.reasons
+        except OSError as error:
+            reasons.append(f"{origin}: {error.strerror or error}")
+        except ValueError as error:  # not only TOML's own: huge numbers, too
+            reasons.append(f"{origin}: {shortened(str(error))}")
     if reasons:
         raise SpecError(reasons)
-    return tuple(specs)
+    return tuple(found)
 
 
 def parse_specs(data: Mapping[str, Any], origin: str) -> tuple[AttentionSpec, ...]:
-    """The specs of a parsed file; `origin` names it in errors."""
-    reasons = [
-        f"{origin}: unknown table {key!r}; allowed: [defaults], [[kernel]]"
-        for key in data
-        if key not in ("defaults", "kernel")
+    """The specs of a parsed file; `origin` names it in errors. Raises: as `load_specs`."""
+    return tuple(each.spec for each in _parse(data, origin, toml_text.Lines(), PRODUCT_LIMIT))
+
+
+def _parse(
+    data: Mapping[str, Any], origin: str, lines: toml_text.Lines, limit: int
+) -> list[Placed]:
+    """The specs of a parsed file, at most so many. Raises: SpecError."""
+    fields = [field.name for field in dataclasses.fields(AttentionSpec)]
+    tables, reasons = tables_of(data, origin, lines, fields)
+    if too_many := count_specs(tables, origin, limit):
+        raise SpecError(at_most([*reasons, *too_many], origin))
+    found: list[Placed] = []
+    distinct = dict.fromkeys(reasons)
+    for table, values in ((each, values) for each in tables for values in each.products()):
+        try:
+            found.append(Placed(from_data(AttentionSpec, values), table.place))
+        except DataError as error:
+            distinct |= dict.fromkeys(_mistakes(error, values, table))
+            if len(distinct) >= REASON_LIMIT:
+                break
+    distinct |= dict.fromkeys(_repeated_names(found, origin))
+    if distinct:
+        raise SpecError(at_most(distinct, origin))
+    return found
+
+
+def _repeated_names(placed: Iterable[Placed], origin: str) -> list[str]:
+    """Reasons why names do not tell the specs of a file apart."""
+    places: dict[str, list[Place]] = {}
+    for each in placed:
+        if each.spec.name:
+            places.setdefault(each.spec.name, []).append(each.place)
+    return [
+        f"{found[1].at('name')}: several kernels are named {name!r}"
+        for name, found in sorted(places.items())
+        if len(found) > 1
     ]
-    defaults, kernels = data.get("defaults", {}), data.get("kernel", [])
-    if not isinstance(defaults, dict):
-        raise SpecError(f"{origin}: defaults must be a table, [defaults]")
-    if not isinstance(kernels, list) or not all(isinstance(k, dict) for k in kernels):
-        raise SpecError(f"{origin}: kernels must be tables, [[kernel]]")
-    if not kernels:
-        reasons.append(f"{origin}: no [[kernel]] table")
-    specs: list[AttentionSpec] = []
-    for number, table in enumerate(kernels, 1):
-        where = f"{origin}: kernel {table.get('name', number)}"
-        merged = {**defaults, **table}
-        reasons += [f"{where}: {key} is an empty list" for key, v in merged.items() if v == []]
-        if (count := math.prod(map(len, _axes(merged).values()))) > PRODUCT_LIMIT:
-            reasons.append(f"{where}: its lists make {count} specs; at most {PRODUCT_LIMIT}")
-            continue
-        for fields in _product(merged):
-            try:
-                specs.append(from_data(AttentionSpec, fields))
-            except ValueError as error:
-                reasons.append(f"{where}: {_mistakes(error, fields)}")
-    names = Counter(spec.name for spec in specs if spec.name)
-    repeated = sorted(name for name, count in names.items() if count > 1)
-    reasons += [f"{origin}: several kernels are named {name!r}" for name in repeated]
-    if reasons:
-        raise SpecError(dict.fromkeys(reasons))
-    return tuple(specs)
 
 
 def checked(spec: object) -> AttentionSpec:
@@ -323,43 +328,25 @@ def checked(spec: object) -> AttentionSpec:
     fields = to_data(spec)
     try:
         return from_data(AttentionSpec, fields)
-    except ValueError as error:
-        raise SpecError(f"{spec.title}: {_mistakes(error, fields)}") from error
+    except DataError as error:
+        reasons = "; ".join(dict.fromkeys(sorted(error.reasons.values())))
+        raise SpecError(f"{spec.title}: {reasons}{_advice(fields)}") from error
 
 
-def _mistakes(error: ValueError, fields: Mapping[str, Any]) -> str:
-    """What is wrong with fields, and what to do where one has a value of what is only switched
-    on."""
-    text = str(error).removeprefix(f"{AttentionSpec.__name__}: ")
+def _mistakes(error: DataError, fields: Mapping[str, Any], table: Table) -> Iterator[str]:
+    """Reasons against the fields of a table, each with its line."""
+    for name, reason in sorted(error.reasons.items()):
+        if name not in table.refused:
+            yield f"{table.place.of(name)}: {reason}{_advice({name: fields.get(name, False)})}"
+
+
+def _advice(fields: Mapping[str, Any]) -> str:
+    """Advice for fields that hold the value of a feature that is only switched on."""
     given = [
         field.name
         for field in dataclasses.fields(AttentionSpec)
         if isinstance(field.default, bool) and type(fields.get(field.name, False)) is not bool
     ]
     if not given:
-        return text
-    return f"{text}; {', '.join(given)} = true switches it on, and each call gives the value"
-
-
-def _product(table: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """One table for each combination of the listed values; a product's name tells them apart."""
-    axes = _axes(table)
-    fixed = {k: v for k, v in table.items() if k not in axes}
-    for choice in itertools.product(*axes.values()):
-        chosen = dict(zip(axes, choice, strict=True))
-        fields = {**fixed, **chosen}
-        if axes and isinstance(fields.get("name"), str):
-            fields["name"] = "-".join([fields["name"], *itertools.starmap(_say, chosen.items())])
-        yield fields
-
-
-def _say(field: str, value: Any) -> str:
-    """A value in a product's name: a switch by its field's."""
-    if isinstance(value, bool):
-        return field if value else f"no_{field}"
-    return str(value)
-
-
-def _axes(table: dict[str, Any]) -> dict[str, list[Any]]:
-    """The fields that have a list where a spec has one value."""
-    return {k: v for k, v in table.items() if isinstance(v, list) and k not in _TUPLES}
+        return ""
+    return f"; {', '.join(given)} = true switches it on, and each call gives the value"

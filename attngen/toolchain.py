@@ -58,7 +58,7 @@ def label_of(major: int, minor: int, file: str | None) -> str:
 def mapped_file(name: str) -> str | None:
     """The file of a library that this process has loaded. Source: /proc/self/maps."""
     try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
+        lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
     except OSError:
         return None
     paths = (line.split(maxsplit=5)[5] for line in lines if line.count("/"))

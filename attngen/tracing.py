@@ -16,10 +16,13 @@ from pathlib import Path
 from .errors import AttngenError
 from .files import open_regular, read_regular
 from .problem import Problem, Variant
+from .text import printable, quoted
 from .values import from_data, to_data
 
 VARIABLE = "ATTNGEN_TRACE"
-MOST_BYTES = 1 << 26  # of a file: some hundred thousand variants
+BYTE_LIMIT = 32 << 20  # some 70,000 variants
+LINE_LIMIT = 10_000  # bytes; a variant has 500
+_MISTAKE_LIMIT = 200
 
 
 @dataclass(eq=False)
@@ -80,29 +83,60 @@ def note(variant: Variant) -> None:
 
 
 def read(path: Path) -> list[Variant]:
-    """The variants in a file (`-`: standard input), each once.
+    """The variants in a file (`-`: standard input), each once. Raises: as `read_places`."""
+    return [*read_places(path)]
 
-    Raises: AttngenError with every line that is none.
+
+def read_places(path: Path) -> dict[Variant, str]:
+    """The variants in a file (`-`: standard input), each with the line that has it first, as
+    `trace.jsonl, line 3`.
+
+    Raises: AttngenError with every line that is none, and where the file is no trace at all.
     """
-    found: dict[Variant, None] = {}
-    mistakes = []
+    origin = printable(str(path))
+    found: dict[Variant, str] = {}
+    mistakes: list[str] = []
     try:
-        stdin = path == Path("-")
-        text = sys.stdin.read() if stdin else read_regular(path, MOST_BYTES).decode()
-        lines = text.splitlines()
+        lines = _read_bytes(path).splitlines()
     except OSError as error:
-        raise AttngenError(f"{path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise AttngenError(f"{path}: {error}") from error
+        raise AttngenError(f"{origin}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise AttngenError(f"{origin}: {error}") from error
     for number, line in enumerate(lines, 1):
+        place = f"{origin}, line {number}"
         try:
-            data = json.loads(line)
-            found[from_data(Problem, data["problem"]), str(data["arch"])] = None
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            mistakes.append(f"{path}, line {number}: not of a trace: {error!r}")
+            found.setdefault(_variant_of(line), place)
+        except (ValueError, RecursionError) as error:
+            reason = "nested too deeply" if isinstance(error, RecursionError) else error
+            if len(mistakes) == _MISTAKE_LIMIT:
+                raise AttngenError([*mistakes, f"{origin}: reading ends here"]) from error
+            mistakes.append(f"{place}: not of a trace: {printable(str(reason))}")
     if mistakes:
         raise AttngenError(mistakes)
-    return [*found]
+    return found
+
+
+def _read_bytes(path: Path) -> bytes:
+    """Raises: OSError or ValueError, also where there are more than a trace has."""
+    if path != Path("-"):
+        return read_regular(path, BYTE_LIMIT)
+    if sys.stdin is None:
+        raise ValueError("standard input is closed")
+    if len(data := sys.stdin.buffer.read(BYTE_LIMIT + 1)) > BYTE_LIMIT:
+        raise ValueError(f"more than {BYTE_LIMIT} bytes")
+    return data
+
+
+def _variant_of(line: bytes) -> Variant:
+    """The variant of a line. Raises: ValueError, RecursionError."""
+    if len(line) > LINE_LIMIT:
+        raise ValueError(f"more than {LINE_LIMIT} bytes")
+    data = json.loads(line.decode())
+    if not isinstance(data, dict) or data.keys() != {"arch", "problem"}:
+        raise ValueError("expected an object of arch and problem")
+    if not isinstance(data["arch"], str):
+        raise ValueError(f"arch: expected str, got {quoted(data['arch'])}")
+    return from_data(Problem, data["problem"]), data["arch"]
 
 
 def _append(path: Path, variant: Variant) -> None:
@@ -129,19 +163,20 @@ def _open(path: Path) -> int:
     status = os.fstat(descriptor)
     if stat.S_ISREG(status.st_mode) and status.st_size and not _is_trace(path):
         os.close(descriptor)
-        raise OSError(f"{path} is no trace, and nothing is added to it: name another file")
+        name = printable(str(path))
+        raise OSError(f"{name} is no trace, and nothing is added to it: name another file")
     return descriptor
 
 
 def _is_trace(path: Path) -> bool:
     """Whether the first line of a file is one of a trace."""
     with open_regular(path) as file:
-        line = file.readline(1 << 16)
+        line = file.readline(LINE_LIMIT + 1)
     try:
         data = json.loads(line)
     except (ValueError, RecursionError):
         return False
-    return isinstance(data, dict) and "problem" in data
+    return isinstance(data, dict) and data.keys() == {"arch", "problem"}
 
 
 def _take_back(descriptor: int, count: int) -> None:

@@ -10,6 +10,7 @@ import os
 import stat
 
 from .errors import CacheError
+from .text import quoted
 
 VARIABLE = "ATTNGEN_TRUSTED_UIDS"
 
@@ -17,10 +18,10 @@ VARIABLE = "ATTNGEN_TRUSTED_UIDS"
 def trusted_uids() -> frozenset[int]:
     """The users whose files are used. Raises: CacheError where the environment names no ids."""
     named = os.environ.get(VARIABLE, "").replace(",", " ").split()
-    if wrong := [word for word in named if not word.isdecimal()]:
+    if wrong := [word for word in named if not word.isdecimal() or len(word) > 10]:
         raise CacheError(
-            f"{VARIABLE} has {', '.join(map(repr, wrong))}; allowed: numbers of users with commas "
-            "between them, as 1000,1001 (`id -u NAME` prints one)"
+            f"{VARIABLE} has {', '.join(map(quoted, wrong))}; allowed: numbers of users with "
+            "commas between them, as 1000,1001 (`id -u NAME` prints one)"
         )
     return frozenset({0, os.geteuid(), *map(int, named)})
 

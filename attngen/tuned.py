@@ -20,6 +20,7 @@ from .arch.base import Plan
 from .errors import PlanError
 from .files import read_regular, replacing
 from .problem import Problem
+from .text import printable
 from .values import from_json, to_data, to_json
 
 SCHEMA = 1
@@ -102,12 +103,14 @@ def file_of(arch: str) -> Path | None:
     named = os.environ.get(CHIP_VARIABLE)
     chip = named or DEFAULT_CHIPS.get(arch)
     path = FOLDER / f"{chip}.json"
-    if not path.is_file():
-        if named:
-            known = ", ".join(sorted(each.stem for each in FOLDER.glob("*.json"))) or "none"
-            raise PlanError(f"{CHIP_VARIABLE}={named}: no plans were tuned for it; chips: {known}")
-        return None
-    return path
+    if chip == slug(chip or "") and os.path.isfile(path):  # a name, not a path
+        return path
+    if named:
+        known = ", ".join(sorted(each.stem for each in FOLDER.glob("*.json"))) or "none"
+        said = named if len(named) <= 80 else f"{named[:80]}…"
+        reason = f"no plans were tuned for it; chips: {known}"
+        raise PlanError(f"{CHIP_VARIABLE}={printable(said)}: {reason}")
+    return None
 
 
 def entry_of(problem: Problem, arch: str) -> Entry | None:
@@ -144,6 +147,8 @@ def read(path: Path) -> Tuned:
         raise PlanError(f"{path} holds no tuned plans: {error}") from error
     if found.schema != SCHEMA:
         raise PlanError(f"{path}: schema {found.schema}; this version reads {SCHEMA}")
+    if any(not _is_sound(entry) for entry in found.entries):
+        raise PlanError(f"{path} holds no tuned plans: a candidate lacks the time of a length")
     return found
 
 
@@ -152,6 +157,15 @@ def _holds_plans(path: Path) -> bool:
         return bool(read.__wrapped__(path))
     except PlanError:
         return False
+
+
+def _is_sound(entry: Entry) -> bool:
+    """Whether there are candidates, each with a time for each length."""
+    return bool(entry.candidates and entry.lengths) and all(
+        0 < candidate.ms.get(str(length), math.nan) < math.inf
+        for candidate in entry.candidates
+        for length in entry.lengths
+    )
 
 
 def write(path: Path, chip: str, entries: Iterable[Entry]) -> None:

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from ..errors import MeasureError
 from ..files import read_regular, replacing
+from ..text import printable
 from . import decode_report
 from .report import DETERMINISTIC, OURS, TITLES, Report
 
@@ -29,6 +30,7 @@ MOST_BYTES = 1 << 26  # of a figure
 FIGURE = "figure of attngen's"
 _MAKER = {"png": "Software", **dict.fromkeys(("svg", "pdf", "ps", "eps"), "Creator")}
 GROUP_WIDTH = 0.84  # of the distance between two cases
+ROW_LIMIT = 200
 
 
 def check_format(path: Path) -> None:
@@ -39,7 +41,12 @@ def check_format(path: Path) -> None:
 
 
 def draw(report: Report | decode_report.Report) -> Figure:
-    """The figure; whoever has no figure in a case leaves a gap there."""
+    """The figure; whoever has no figure in a case leaves a gap there.
+
+    Raises: MeasureError where there are no rows, or more than a figure has room for.
+    """
+    if not 0 < len(report.rows) <= ROW_LIMIT:
+        raise MeasureError(f"{len(report.rows)} rows: a figure has 1 to {ROW_LIMIT}")
     if isinstance(report, Report):
         rates = [row.tflops for row in report.rows]
         ceilings, ceiling = [row.ceiling_tflops for row in report.rows], report.ceiling
@@ -59,15 +66,21 @@ def draw(report: Report | decode_report.Report) -> Figure:
         color="black",
         linestyle="--",
         linewidth=1,
-        label=ceiling,
+        label=_plain(ceiling),
     )
-    cases = [row.case for row in report.rows]
+    cases = [_plain(row.case) for row in report.rows]
     axes.set_xticks(range(len(rates)), cases, rotation=40, ha="right")
     axes.set_ylabel(unit)
-    axes.set_title(f"{what}, {report.dtype}, {report.machine.chip}, {report.date}")
+    title = f"{what}, {report.dtype}, {report.machine.chip}, {report.date}"
+    axes.set_title(_plain(title))
     axes.set_ylim(bottom=0)
     figure.legend(ncols=len(names) + 1, loc="outside lower center", fontsize="small")
     return figure
+
+
+def _plain(text: str) -> str:
+    """The text with signs that matplotlib would take for mathematics escaped."""
+    return printable(text).replace("$", r"\$")
 
 
 def _draw_bars(axes: Axes, rates: list[dict[str, float]], titles: dict[str, str]) -> None:

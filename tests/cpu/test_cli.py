@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -13,12 +14,15 @@ import pytest
 from click.testing import CliRunner, Result
 from cuda.pathfinder import DynamicLibNotFoundError
 
+import attngen
 from attngen import batch, features, resolve
 from attngen import compile as compiler
 from attngen.cache import Cache
 from attngen.cli import main
+from attngen.errors import install_command
 from attngen.explain import to_toml
 from attngen.spec import AttentionSpec, load_specs
+from attngen.values import to_data
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = ROOT / "examples" / "specs" / "llama3-8b.toml"
@@ -144,7 +148,7 @@ def test_build_json_prints_one_object_a_kernel() -> None:
 def test_build_jobs_of_a_product_are_distinct() -> None:
     jobs, refused = batch.jobs_of(load_specs(ROOT / "examples/specs/curated.toml"), None)
     assert not refused
-    assert len({(job.name, job.arch) for job in jobs}) == len(jobs) == 48
+    assert len({(job.name, job.arch) for job in jobs}) == len(jobs) == 49
 
 
 @pytest.mark.parametrize("command", ["build", "list", "explain", "render"])
@@ -190,6 +194,58 @@ def test_list_spec_files_show_kernels_and_refusals(tmp_path: Path) -> None:
     assert [line.split()[0] for line in lines] == ["gemma3-local", "gemma3-global", "odd"]
     assert "causal_window_d256_bf16" in lines[0]
     assert all(word in lines[2] for word in ("refused", "head_dim 260", "'spiral'"))
+
+
+def test_list_of_a_refused_spec_exits_1_once_all_are_listed(tmp_path: Path) -> None:
+    path = write(tmp_path / "mixed.toml", REFUSED + GOOD)
+    for options in ([], ["--json"]):
+        result = run("list", path, *options)
+        assert result.exit_code == 1 and len(result.stdout.splitlines()) == 2
+        assert "1 spec without a kernel" in result.stderr
+    assert run("list", write(tmp_path / "good.toml", GOOD)).exit_code == 0
+
+
+def test_list_json_has_what_each_kernel_computes_or_each_reason(tmp_path: Path) -> None:
+    path = write(tmp_path / "mixed.toml", REFUSED + GOOD)
+    refused, good = map(json.loads, run("list", path, "--json").stdout.splitlines())
+    assert refused["spec"] == "odd"
+    assert [(each["field"], each["place"]) for each in refused["refused"]] == [
+        ("head_dim", f"{path}, line 3"),
+        ("mask", f"{path}, line 4"),
+    ]
+    (problem,) = resolve.resolve(AttentionSpec(head_dim=64), features.scan())
+    assert good.pop("problem") == to_data(problem)
+    assert good == {"spec": "good", "arch": "sm_90a", "label": problem.label, "refused": None}
+
+
+def test_list_json_of_no_spec_file_is_a_usage_error() -> None:
+    assert run("list", "--json").exit_code == 2
+
+
+@pytest.mark.parametrize("command", ["build", "explain", "list", "render"])
+def test_refusal_names_the_line_and_what_was_meant(command: str, tmp_path: Path) -> None:
+    text = '[defaults]\ndtype = "bfloat16"\n\n[[kernel]]\nhead_dim = 64\nmask = "casual"\n'
+    path = write(tmp_path / "slips.toml", text + 'softmax = "learnble"\nlayout = "bhsdd"\n')
+    result = run(command, path, *(["--json"] if command == "list" else []))
+    said = result.stderr.splitlines()
+    if command == "list":
+        (listed,) = map(json.loads, result.stdout.splitlines())
+        said = [f"{each['place']}: {each['reason']}" for each in listed["refused"]]
+    for line, meant in ((2, "bf16"), (6, "causal"), (7, "learnable"), (8, "bhsd")):
+        (reason,) = [each for each in said if f"slips.toml, line {line}: " in each]
+        assert f"did you mean {meant!r}?" in reason
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["explain", str(GEMMA), "--name", "gemma3-locl"], "gemma3-local"),
+        (["doctor", "cahce"], "cache"),
+        (["specs", "lama3-8b"], "llama3-8b"),
+    ],
+)
+def test_unknown_name_is_told_the_one_that_it_may_mean(words: list[str], meant: str) -> None:
+    assert f"did you mean {meant!r}" in run(*words).stderr
 
 
 def test_explain_legal_spec_prints_each_stage_in_turn() -> None:
@@ -273,6 +329,12 @@ def test_cache_commands_see_what_was_built(cache_dir: Path) -> None:
     run("build", GEMMA)
     assert run("cache", "dir").stdout.strip() == str(cache_dir)
     assert len(run("cache", "ls").stdout.splitlines()) == 2
+    listed = [json.loads(line) for line in run("cache", "ls", "--json").stdout.splitlines()]
+    entries = Cache(cache_dir).entries()
+    assert [(each["digest"], each["path"]) for each in listed] == [
+        (entry.digest, str(entry.path)) for entry in entries
+    ]
+    assert {each["arch"] for each in listed} == {"sm_90a"} and listed[0]["bytes"] > 1000
     assert "2 kernels, all intact" in run("cache", "verify").stdout
     assert "removed 2 kernels" in run("cache", "prune", "--max-bytes", 0).stdout
     assert "removed 0 kernels" in run("cache", "clear").stdout
@@ -310,7 +372,7 @@ def test_build_without_the_compile_extra_says_how_to_get_it(blocked: str) -> Non
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 1
-    assert "attngen[compile]" in done.stderr and "Traceback" not in done.stderr
+    assert install_command("compile") in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("command", [["build"], ["explain"], ["bundle", "build", "-o", "x.attn"]])
@@ -328,6 +390,24 @@ def test_command_with_an_nvrtc_that_does_not_load_says_why(monkeypatch: pytest.M
     assert "invalid ELF header" in result.stderr and "not installed" not in result.stderr
 
 
+def test_advice_names_no_package_of_an_index() -> None:
+    """There is none of attngen: it is installed from a checkout, or from the file of a wheel."""
+    advice = re.compile(r"pip install\b(?! '?\.| torch| dist/| /| -)[^\n]*attngen")
+    for path in [
+        *(ROOT / "attngen").rglob("*.py"),
+        *(ROOT / "docs").glob("*.md"),
+        ROOT / "README.md",
+    ]:
+        assert not advice.findall(path.read_text(encoding="utf-8")), path
+    assert advice.search("pip install 'attngen[compile]'") and advice.search("pip install attngen")
+
+
+def test_advice_of_an_install_names_the_wheel_of_this_version() -> None:
+    said = install_command("compile")
+    assert "pip install '.[compile]'" in said
+    assert f"pip install './attngen-{attngen.__version__}-py3-none-any.whl[compile]'" in said
+
+
 def run_without_nvrtc(
     command: list[str], error: RuntimeError, monkeypatch: pytest.MonkeyPatch
 ) -> Result:
@@ -340,13 +420,14 @@ def run_without_nvrtc(
     monkeypatch.setattr(compiler, "_nvrtc", compiler._nvrtc.__wrapped__)  # without its memory
     result = run(*command, GEMMA)
     assert result.exit_code == 1
-    assert result.stderr.count("NVRTC") == result.stderr.count("attngen[compile]") == 1
+    assert result.stderr.count("NVRTC") == result.stderr.count(install_command("compile")) == 1
     return result
 
 
 def test_build_commands_work_where_torch_cannot_be_imported() -> None:
     code = f"""
 from attngen.cli import main
+from attngen.errors import install_command
 for command in (["list"], ["explain", {str(LLAMA)!r}], ["build", {str(LLAMA)!r}], ["cache", "ls"]):
     main(command, standalone_mode=False)
 """

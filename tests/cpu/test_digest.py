@@ -193,8 +193,9 @@ def imported_by(module: str) -> set[str]:
 def test_generator_holds_every_module_that_shapes_a_kernel() -> None:
     """Whatever the renderers and the compile stage bring along, the plans' own modules too, is in
     the key, or is known to shape nothing: reasons, places, what a key has beside its digest."""
-    shapes_nothing = {"errors", "file_lock", "toolchain"}
-    chooses_what_the_key_has = {"tuned", "spec", "layouts"}  # a problem, and its plan
+    shapes_nothing = {"errors", "text", "file_lock", "toolchain"}
+    # A problem, and its plan.
+    chooses_what_the_key_has = {"tuned", "spec", "spec_tables", "toml_text", "layouts"}
     renderers = {name for name in digest.GENERATOR if name.startswith(("render", "arch."))}
     pending, reached = [*renderers, "compile", "geometry"], set()
     while pending:

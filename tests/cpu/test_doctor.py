@@ -13,8 +13,10 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from attngen import doctor, tuned
+from attngen import digest, doctor, features, files, tuned
 from attngen.cli import main
+from attngen.errors import install_command
+from attngen.values import to_json
 
 ROOT = Path(__file__).resolve().parents[2]
 ITEMS = [
@@ -87,6 +89,41 @@ def test_doctor_where_nothing_is_installed_says_what_to_do(tmp_path: Path) -> No
         assert found[item]["status"] == "missing"
         assert "pip install" in found[item]["advice"]
     assert found["headers"]["status"] == found["templates"]["status"] == "ok"
+
+
+@pytest.mark.parametrize("removed", [("templates", "cuda"), ("templates",), ("cuda",)])
+def test_doctor_of_an_install_without_its_sources_says_that_this_is_fine(
+    removed: tuple[str, ...], tmp_path: Path
+) -> None:
+    """A wheel's files as docs/shipping.md lets a server have them."""
+    package = shutil.copytree(ROOT / "attngen", tmp_path / "attngen",
+                              ignore=shutil.ignore_patterns("__pycache__"))  # fmt: skip
+    shutil.copytree(ROOT / "templates", package / "templates")
+    facts = {"features": features.scan(), **digest.source_digests()}
+    (package / files.SHIPPED).write_text(to_json(facts))
+    for name in removed:
+        shutil.rmtree(package / name)
+    command = [sys.executable, "-P", "-m", "attngen", "doctor", "--json", "headers", "templates"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path,
+                          env={**os.environ, "PYTHONPATH": str(tmp_path)})  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    for line, folder in zip(done.stdout.splitlines(), ("cuda", "templates"), strict=True):
+        finding = json.loads(line)
+        assert finding["status"] == "ok"
+        assert finding["detail"].startswith("removed: ") == (folder in removed)
+
+
+@pytest.mark.parametrize("item", ["headers", "templates"])
+def test_doctor_of_a_broken_install_says_how_to_mend_it(item: str, tmp_path: Path) -> None:
+    """One that lacks its sources, and nothing says what they were."""
+    shutil.copytree(ROOT / "attngen", tmp_path / "attngen",
+                    ignore=shutil.ignore_patterns("__pycache__", "cuda"))  # fmt: skip
+    command = [sys.executable, "-P", "-m", "attngen", "doctor", "--json", item]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path,
+                          env={**os.environ, "PYTHONPATH": str(tmp_path)})  # fmt: skip
+    finding = json.loads(done.stdout)
+    assert done.returncode == 1 and finding["status"] == "missing"
+    assert install_command() in finding["advice"]
 
 
 def test_doctor_without_driver_says_that_building_works(monkeypatch: pytest.MonkeyPatch) -> None:

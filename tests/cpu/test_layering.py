@@ -16,27 +16,18 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "attngen"
 # The stages, each with the values it passes on; a module may import what stands before it.
 STAGES = (
-    *(
-        "errors",
-        "file_lock",
-        "files",
-        "values",
-        "spec",
-        "features",
-        "problem",
-        "resolve",
-        "arch.base",
-    ),
+    *("text", "errors", "file_lock", "files", "values", "toml_text", "spec_tables", "spec"),
+    *("features", "problem", "resolve", "variants", "arch.base"),
     *("arch.sm90", "arch.sm90_bwd", "arch.sm90_decode", "arch.sm90_mask", "arch.sm90_short"),
     "arch.sm90_varlen",
     *("tuned", "plan", "program", "render", "render_bwd", "render_decode", "render_mask"),
     *("render_varlen", "toolchain", "compile", "digest", "trust", "program_check"),
     *("cache_entry", "cache_lock", "cache", "bundle", "mounts", "builder", "batch", "ops"),
-    *("bench", "tune", "bundle_write", "bundle_wheel", "presets", "cli_build", "cli_bundle"),
-    *("cli_measure", "cli"),
+    *("bench", "tune", "bundle_write", "bundle_wheel", "presets", "cli_output", "cli_build"),
+    *("cli_bundle", "cli_measure", "cli"),
 )
 COMPILER_SIDE = {
-    *("spec", "features", "resolve", "plan", "render", "render_bwd", "render_decode"),
+    *("spec", "features", "resolve", "variants", "plan", "render", "render_bwd", "render_decode"),
     *("render_mask", "render_varlen", "compile", "builder", "digest"),
 }
 LAUNCH_SIDE = (
@@ -47,7 +38,7 @@ HOMES = {
     "torch": {"ops", "reference", "tune", "bench"},
     "jax": {"jax", "ops.jax"},
     "jinja2": {"render"},
-    "click": {"cli", "cli_build", "cli_bundle", "cli_measure"},
+    "click": {"cli", "cli_build", "cli_bundle", "cli_measure", "cli_output"},
     "matplotlib": {"bench.plot"},
     "cuda": {"compile", "doctor", "load", "launch"},
 }

@@ -14,6 +14,7 @@ from attngen import features, resolve
 from attngen.errors import SpecError
 from attngen.explain import to_toml
 from attngen.spec import AttentionSpec, load_specs, parse_specs
+from attngen.toml_text import parse, tomllib
 
 FUZZ = settings(
     max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -38,6 +39,26 @@ FILES = st.dictionaries(
     TABLES | st.lists(TABLES | VALUES, max_size=3) | VALUES,
     max_size=3,
 )
+MARKS = [
+    '"',
+    "'",
+    '"""',
+    "'''",
+    "\\",
+    "#",
+    "\n",
+    "\r\n",
+    "[",
+    "]",
+    "{",
+    "}",
+    "=",
+    ".",
+    ",",
+    " ",
+    "x",
+]
+MARKS += ["x = ", "x.y = 1", '""', "''", "1.5", "[[x]]", "[y]", '\\"']
 WORDS = ["[[kernel]]", "[defaults]", "\n", "=", "[", "]", '"', "{", "}", ",", "#", "'''", *NAMES]
 
 
@@ -75,6 +96,43 @@ def test_fuzz_text(tmp_path: Path, text: str) -> None:
         assert str(path) in str(error)
         return
     check(specs)
+
+
+def depth(value: Any) -> int:
+    """How many tables lie in one another."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return isinstance(value, dict) + max(map(depth, inner), default=0)
+
+
+@settings(FUZZ, max_examples=2000)
+@given(st.lists(st.sampled_from(MARKS) | st.text(max_size=2), max_size=12).map("".join))
+@example("x = '''a'''''\n")
+@example('x = """\\"""a""""\n')
+@example("x = [ # ]\n")
+def test_fuzz_deep_keys_are_seen_wherever_a_parser_sees_them(text: str) -> None:
+    """Behind strings, comments and brackets of any kind, which it takes as a parser does."""
+    text += "\n" + ".".join(["k"] * 20) + " = 1\n"
+    try:
+        data = tomllib.loads(text)
+    except (ValueError, RecursionError):
+        with pytest.raises(ValueError):
+            parse(text)
+        return
+    if depth(data) > 20:
+        with pytest.raises(ValueError, match="a key of more than"):
+            parse(text)
+
+
+@FUZZ
+@given(st.lists(st.sampled_from([*WORDS, *MARKS]) | st.text(max_size=4), max_size=30).map(" ".join))
+def test_fuzz_text_is_parsed_as_a_parser_does(text: str) -> None:
+    try:
+        data = tomllib.loads(text)
+    except ValueError:
+        with pytest.raises(ValueError):
+            parse(text)
+        return
+    assert repr(parse(text).data) == repr(data)
 
 
 @FUZZ
