@@ -94,6 +94,7 @@ def load(binary: Binary, cubin: bytes, device: int) -> LoadedKernel:
         f"cuLibraryGetKernel({binary.kernel.entry})",
         cuda.cuLibraryGetKernel(_library(binary, cubin), binary.kernel.entry.encode()),
     )
+    ensure_context(device)  # which a thread of autograd may lack, and the driver's answer needs
     _check_parameters(binary.kernel, kernel)
     smem = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     checked(

@@ -78,7 +78,7 @@ def traced_refusal(operands: Operands, arguments: Arguments, backend: str) -> Sp
     reasons = [*number_violations(softmax_scale_of(_q_of(operands), arguments), arguments.softcap)]
     given = [(name, x) for name, x in zip(INPUTS, operands, strict=True) if x is not None]
     if torch.is_grad_enabled() and any(x.requires_grad for _, x in given):
-        reasons += _gradient_violations(operands, arguments)
+        reasons += [*_gradient_violations(operands, arguments)]
         refused = [no_gradient(name) for name, x in given if x.requires_grad]
         reasons += [reason for reason in refused if reason is not None]
     if may_have_tangents(operands):

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import reference
 from ..errors import LimitError, SpecError
 from ..plain import differing
-from ..reference.call import AttentionCall, MaskMod, ScoreMod, Window
+from ..reference.call import AttentionCall, MaskMod, ScoreMod, Window, named
 from ..reference.dropout import draw_rng_state
 from ..reference.type_checks import type_violations
 from ..results import AttentionAux
@@ -302,7 +302,7 @@ def attention(
                 return _run_kernels(operands, known, wants_aux, plain)
             except (SpecError, LimitError) as error:
                 refusal = error
-    named: dict[str, Any] = dict(
+    given_by_name: dict[str, Any] = dict(
         q=q, k=k, v=v, layout=layout, mask=mask, window=window, bottom_right=bottom_right,
         attn_mask=attn_mask, softmax_scale=softmax_scale, softcap=softcap, bias=bias,
         bias_type=bias_type, alibi_slopes=alibi_slopes, softmax=softmax, sink=sink,
@@ -315,7 +315,7 @@ def attention(
         descale_s=descale_s, scale_o=scale_o, out_dtype=out_dtype, return_lse=return_lse,
         return_max_logit=return_max_logit, return_amax=return_amax,
     )  # fmt: skip
-    call = AttentionCall(**named)
+    call = AttentionCall(**given_by_name)
     rest = {"num_splits": num_splits, "deterministic": deterministic, "schedule": schedule}
     return _attend_anew(call, {**rest, "backend": backend}, key, refusal)
 
@@ -331,7 +331,7 @@ def _attend_anew(
     that were to serve it."""
     plainly, changed = reference.converted(call), differing(rest)
     if changed or plainly is not call:
-        return attention(**vars(plainly), **{**rest, **changed})  # type: ignore[no-any-return]
+        return attention(**named(plainly), **{**rest, **changed})  # type: ignore[no-any-return]
     check_rest(rest["num_splits"], rest["deterministic"], rest["schedule"])
     wants_aux = call.return_lse or call.return_max_logit or call.return_amax or call.dropout_p != 0
     schedule, backend = rest["schedule"], rest["backend"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..layouts import Layout, size
 
@@ -138,3 +138,12 @@ class Operands:
         if fmt == "thd" or self.layout.paged:
             return None
         return size(self.k.shape, fmt, "s")
+
+
+_NAMES = tuple(field.name for field in fields(AttentionCall))
+
+
+def named(call: AttentionCall) -> dict[str, Any]:
+    """The arguments of a call by their names, as torch.compile can follow: not `vars`, which it
+    does not know of dataclasses everywhere."""
+    return {name: getattr(call, name) for name in _NAMES}

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import layouts
 from ..errors import SpecError
 from ..layouts import Layout, size
-from .call import SCALES, AttentionCall, Operands
+from .call import SCALES, AttentionCall, Operands, named
 from .fp8_checks import FLOATS, dtype_violations, fp8_violations
 from .length_checks import length_violations, value_violations
 from .masks import MASKS
@@ -34,7 +34,7 @@ def check(call: AttentionCall) -> Operands:
     Raises: SpecError with every violation at once; violations of types or of the layout alone where
     the operands cannot even be told apart.
     """
-    if reasons := [*type_violations(vars(call))]:
+    if reasons := [*type_violations(named(call))]:
         raise SpecError(reasons)
     operands, reasons = _judge(call)
     if operands is None or reasons:
@@ -73,7 +73,7 @@ def _layout_hints(call: AttentionCall) -> Iterator[str]:
     for name in (*layouts.FORMATS, *layouts.NAMES):
         layout = layouts.parse(name)
         repeated = layout == asked or any(layout == each for each, _ in fitting)
-        if repeated or _judge(AttentionCall(**{**vars(call), "layout": name}))[1]:
+        if repeated or _judge(AttentionCall(**{**named(call), "layout": name}))[1]:
             continue
         fitting.append((layout, name))
     for layout, name in fitting[:2]:

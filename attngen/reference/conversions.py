@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from .. import plain
-from .call import SCALES, AttentionCall
+from .call import SCALES, AttentionCall, named
 from .fp8_checks import FLOATS
 from .masks import visible
 
 
 def converted(call: AttentionCall) -> AttentionCall:
     """The call with plain numbers and a mask for a CausalBias; itself where it has these."""
-    changed = plain.differing(vars(call))
+    changed = plain.differing(named(call))
     if changed:
-        call = AttentionCall(**{**vars(call), **changed})
+        call = AttentionCall(**{**named(call), **changed})
     for name in ("attn_mask", "bias"):
         if (mask := plain.causal_variant(getattr(call, name))) is not None:
             call = _without_causal_bias(call, name, mask)
@@ -25,8 +25,8 @@ def converted(call: AttentionCall) -> AttentionCall:
 def _without_causal_bias(call: AttentionCall, name: str, mask: str) -> AttentionCall:
     """The call with a mask of that name, or with booleans where it has more that a mask's name
     would change."""
-    bias, others = getattr(call, name), {**vars(call), name: None}
-    if plain.is_mask_by_name(vars(call), name, call.q, call.k, call.v):
+    bias, others = getattr(call, name), {**named(call), name: None}
+    if plain.is_mask_by_name(named(call), name, call.q, call.k, call.v):
         return AttentionCall(**{**others, "mask": mask})
     shown = visible(bias.seq_len_q, bias.seq_len_kv, mask=mask, device=call.q.device)
     if others["attn_mask"] is not None:
@@ -69,4 +69,4 @@ def with_dtypes(call: AttentionCall) -> AttentionCall:
         if isinstance(tensor := getattr(call, name), Tensor)
         and (dtype := dtype_of(name, tensor, call.q.dtype)) is not None
     }
-    return AttentionCall(**{**vars(call), **changed}) if changed else call
+    return AttentionCall(**{**named(call), **changed}) if changed else call

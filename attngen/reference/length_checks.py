@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .call import AttentionCall, Operands, Side
+from .call import AttentionCall, Operands, Side, named
 from .entry_checks import entry_violations
 from .sequences import Span
 from .sizes import agree, agree_all
@@ -118,7 +118,7 @@ def _paging_violations(
             f"layout={name!r} needs the lengths of k and v in seqused_kv int32 [b], and in no "
             f"other argument. Pass it, and leave cu_seqlens_kv out."
         )
-    given = [x for x in vars(call).values() if isinstance(x, Tensor) and x.requires_grad]
+    given = [x for x in named(call).values() if isinstance(x, Tensor) and x.requires_grad]
     if given and torch.is_grad_enabled():
         yield (
             f"layout={name!r} is inference only; got tensors that require a gradient. "

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import SpecError
-from .call import AttentionCall
+from .call import AttentionCall, named
 from .callables import Shape
 from .core import accumulation_dtype
 from .masks import sequence_visible
@@ -78,7 +78,7 @@ def check_reads(call: AttentionCall, b: int, shape: Shape) -> None:
     """
     heads, s_q, s_kv = shape
     if call.mask_mod is not None:
-        others = AttentionCall(**{**vars(call), "mask_mod": None})
+        others = AttentionCall(**{**named(call), "mask_mod": None})
         seen = sequence_visible(others, b, heads, s_q, s_kv)
         _check("mask_mod", call.mask_mod, b, seen.expand(shape), None)
     if call.score_mod is not None:

@@ -42,6 +42,9 @@ class Driver:
     def cuLibraryGetKernel(self, library: str, entry: bytes) -> tuple[int, int]:
         return 0, 7
 
+    def cuCtxGetDevice(self) -> tuple[int, int]:
+        return 0, 0
+
     def cuKernelGetParamInfo(self, kernel: int, index: int) -> tuple[int, int, int]:
         sizes = self.parameters
         return (0, 0, sizes[index]) if index < len(sizes) else (1, 0, 0)
