@@ -52,6 +52,7 @@ DQ_OPERANDS = (
     ("dropout attn_mask", 176),
     ("gather", 192),
     ("gather attn_mask heavy", 176),
+    ("gather dropout bias", 176),
 )
 DQ_KEYS = (("", 128), ("heavy", 96), ("heavy varlen", 80))
 # Of the dK and dV kernel, the most queries a block, the same way.
