@@ -112,7 +112,8 @@ def _join(
         return torch.stack([*padded])
     pieces, end = [], 0
     for part, span in zip(parts, spans, strict=True):
-        pieces += [gap(span.start - end), part] if span.length else []
+        # One without positions lies anywhere; it keeps what comes of them differentiable.
+        pieces += [gap(span.start - end), part] if span.length else [part]
         end = span.start + span.length if span.length else end
     return torch.cat([*pieces, gap(operands.q.shape[0] - end)], 1)
 

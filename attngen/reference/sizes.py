@@ -17,9 +17,7 @@ def agree(one: int, other: int) -> bool:
     """Whether both are the same number, as far as is known."""
     if type(one) is type(other) is int and not torch.compiler.is_compiling():
         return one == other
-    from torch.fx.experimental.symbolic_shapes import guard_or_true  # loads SymPy
-
-    return bool(guard_or_true(one == other))
+    return _unless_known(one == other, True)
 
 
 def agree_all(shape: Sequence[int], other: Sequence[int]) -> bool:
@@ -36,15 +34,22 @@ def at_least(number: int, least: int | Tensor | None) -> bool:
         return True
     if type(number) is type(least) is int and not torch.compiler.is_compiling():
         return number >= least
-    from torch.fx.experimental.symbolic_shapes import guard_or_true  # loads SymPy
-
-    return bool(guard_or_true(number >= least))
+    return _unless_known(number >= least, True)
 
 
 def surely(number: int, value: int) -> bool:
     """Whether a number is known to be this one."""
     if type(number) is int and not torch.compiler.is_compiling():
         return number == value
-    from torch.fx.experimental.symbolic_shapes import guard_or_false  # loads SymPy
+    return _unless_known(number == value, False)
 
-    return bool(guard_or_false(number == value))
+
+def _unless_known(found: object, default: bool) -> bool:
+    """The outcome of a comparison of sizes, or a default where only a run will show it. In a trace
+    of torch.jit sizes are tensors, whose numbers are there."""
+    if isinstance(found, Tensor):
+        return bool(found)
+    from torch.fx.experimental import symbolic_shapes  # loads SymPy
+
+    guard = symbolic_shapes.guard_or_true if default else symbolic_shapes.guard_or_false
+    return bool(guard(found))  # type: ignore[arg-type]  # a bool, or a symbol of one

@@ -129,3 +129,15 @@ def test_gradients_of_no_sequence_are_zeros(layout):
         found = torch.autograd.grad(of.sum(), leaves, retain_graph=True)
         assert all(x.shape == y.shape for x, y in zip(found, leaves, strict=True))
         assert not any(x.any() for x in found)
+
+
+def test_packed_sequences_without_tokens_have_gradients_of_zero() -> None:
+    """All of the rows belong to no sequence."""
+    q, k, v = (torch.randn(7, 2, 8, requires_grad=True) for _ in "qkv")
+    none, starts = (torch.tensor(x, dtype=torch.int32) for x in ([0] * 4, [2, 3, 4, 7]))
+    lengths = {f"cu_seqlens_{side}": none for side in ("q", "kv")}
+    lengths |= {f"cu_seqlens_{side}_padded": starts for side in ("q", "kv")}
+    out, aux = attention(q, k, v, layout="thd", **lengths)
+    for result in out, aux.lse:
+        for gradient in torch.autograd.grad(result, (q, k, v), torch.ones_like(result)):
+            assert not gradient.any()

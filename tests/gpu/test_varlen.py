@@ -260,7 +260,7 @@ def test_varlen_lengths_of_a_wrong_kind_are_refused():
     for given, word in [
         ({}, "cu_seqlens_q"),
         ({"cu_seqlens_q": lengths}, "cu_seqlens_kv"),
-        ({"cu_seqlens_q": lengths.long(), "cu_seqlens_kv": lengths}, "int32"),
+        ({"cu_seqlens_q": lengths.short(), "cu_seqlens_kv": lengths}, "int32"),
         ({"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths.to("meta")}, "device"),
         ({"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths[:2]}, "cu_seqlens_kv"),
     ]:
