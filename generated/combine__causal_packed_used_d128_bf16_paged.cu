@@ -13,7 +13,7 @@ constexpr int kHeadDimV = 128;
 constexpr int kPairs = ceil_div(kHeadDimV, 64);  // of columns, a lane
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
-constexpr int kEarly = 4;  // parts that a warp asks for before it knows their weights
+constexpr int kEarly = kPairs > 4 ? 3 : 4;  // parts that a warp asks for before it knows their weights
 constexpr int kMaxSplits = 128;
 using Element = Bf16;
 
@@ -47,7 +47,7 @@ static_assert(sizeof(Params) == 80, "packed by the host");
 }  // namespace attngen
 
 // Grid: rows, which are a batch's heads, and a head's queries together.
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(128, 10)
 combine__causal_packed_used_d128_bf16_paged__d6bb4f(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   const int warp = threadIdx.x / 32;
@@ -74,13 +74,11 @@ combine__causal_packed_used_d128_bf16_paged__d6bb4f(const __grid_constant__ attn
   for (int n = 0; n < kEarly; ++n) load(early[n], warp + n * kWarps);
   // Every warp finds the maximum and the sum for itself: 4 loads a lane at most, and no barrier.
   const float2* lse_parts = static_cast<const float2*>(p.lse_parts) + row;
-  float2 lse[kMaxSplits / 32];
   float largest = -kInfinity;
 #pragma unroll
   for (int i = 0; i < kMaxSplits / 32; ++i) {
     const int split = i * 32 + lane;
-    lse[i] = split < p.splits ? lse_parts[split * p.total_rows] : make_float2(-kInfinity, 0.f);
-    largest = fmaxf(largest, lse[i].x);
+    largest = fmaxf(largest, split < p.splits ? lse_parts[split * p.total_rows].x : -kInfinity);
   }
   largest = warp_max(largest);
   if (largest == kInfinity) return;  // a row of no sequence, which the kernel before has cleared
@@ -88,8 +86,11 @@ combine__causal_packed_used_d128_bf16_paged__d6bb4f(const __grid_constant__ attn
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < kMaxSplits / 32; ++i) {
-    const float below = (lse[i].x - reference) * kLog2E;
-    const float weight = below == -kInfinity ? 0.f : exp2_approx(below + lse[i].y);
+    // Read again, from where it came before: registers are those of CTAs that share an SM.
+    const int split = forget(i * 32 + lane);
+    float2 part = make_float2(-kInfinity, 0.f);
+    if (split < p.splits) part = static_cast<const float2*>(p.lse_parts)[split * p.total_rows + forget(row)];
+    const float weight = part.x == -kInfinity ? 0.f : exp2_approx((part.x - reference) * kLog2E + part.y);
     sum += weight;
     if (warp == 0) weights[i * 32 + lane] = weight;
   }

@@ -195,7 +195,7 @@ def test_generator_holds_every_module_that_shapes_a_kernel() -> None:
     the key, or is known to shape nothing: reasons, places, what a key has beside its digest."""
     shapes_nothing = {"errors", "text", "file_lock", "toolchain"}
     # A problem, and its plan.
-    chooses_what_the_key_has = {"tuned", "spec", "spec_tables", "toml_text", "layouts"}
+    chooses_what_the_key_has = {"tuned", "spec", "spec_tables", "toml_text", "layouts", "plain"}
     renderers = {name for name in digest.GENERATOR if name.startswith(("render", "arch."))}
     pending, reached = [*renderers, "compile", "geometry"], set()
     while pending:
