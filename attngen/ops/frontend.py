@@ -390,13 +390,16 @@ _slopes: dict[tuple[int, torch.device], Tensor] = {}  # for ever, since graphs m
 
 
 def _slopes_of(heads: int, q: Tensor) -> Tensor:
-    """ALiBi's own slopes. What a graph makes is not there before its replay: it keeps its own."""
+    """ALiBi's own slopes, there for every stream. What a graph makes is not there before its
+    replay: it keeps its own."""
     known = unobserved((q,))  # else heads may be a symbol
     if known and (slopes := _slopes.get((heads, q.device))) is not None:
         return slopes
     with torch.inference_mode(False):  # a call that trains may save them
         slopes = reference.default_alibi_slopes(heads, q.device)
     if known and not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if q.is_cuda:  # later calls may be on other streams
+            torch.cuda.current_stream(q.device).synchronize()
         _slopes[heads, q.device] = slopes
     return slopes
 

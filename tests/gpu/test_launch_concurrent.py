@@ -10,6 +10,7 @@ from cuda.bindings import driver
 
 import attngen
 from attngen import counters
+from attngen.ops import operation
 
 from . import cases, oracle
 from .oracle import run, same
@@ -105,6 +106,42 @@ def test_launch_thread_that_lost_its_context_is_right(workloads):
 
     in_threads(work)
     assert len(found) == 2 and all(same(results, wanted) for results in found)
+
+
+def counter_on(handle: int) -> int:
+    """The tile counter of a launch on the stream of this handle, which torch has not made."""
+    with torch.cuda.stream(torch.cuda.ExternalStream(handle)):
+        return operation.tile_counter(torch.device("cuda", 0), handle)
+
+
+def test_per_thread_default_streams_share_no_counter():
+    per_thread, found = int(driver.CU_STREAM_PER_THREAD), []
+    gate = threading.Barrier(4)
+
+    def work():
+        gate.wait()  # all are alive at once
+        found.append({counter_on(per_thread) for _ in range(3)})
+        gate.wait()
+
+    in_threads(*[work] * 4)
+    assert all(len(each) == 1 for each in found) and len(set.union(*found)) == 4
+
+
+def test_stream_made_anew_has_another_counter_and_launches_right(workloads):
+    """A destroyed stream's handle is given again, while its last launch may still run."""
+    found = []
+    for turn in range(4):
+        status, stream = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        assert int(status) == 0
+        tensors, wanted = workloads[turn % len(workloads)]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.ExternalStream(int(stream))):
+            results = run(tensors)
+            found.append(counter_on(int(stream)))
+        torch.cuda.synchronize()
+        assert same(results, wanted)
+        assert int(driver.cuStreamDestroy(stream)[0]) == 0
+    assert len(set(found)) == 4
 
 
 def test_launch_operands_at_ever_new_addresses_are_right():
