@@ -16,8 +16,8 @@ from ..launch import prepare
 from ..load import LoadedKernel
 from ..run_time import Scalars
 from ..spec import AttentionSpec
-from . import bias, heads, recent, schedule, sinks
-from .checks import device_violations, violations
+from . import bias, choice, heads, recent, schedule, sinks
+from .checks import check_rows, device_violations, violations
 from .narrow import is_narrow
 from .needed import (
     CONVERTS,
@@ -171,6 +171,8 @@ def differentiate(
 
     Raises: SpecError with every violation; CompileError, LaunchError.
     """
+    if choice.CHECK_VALUES and call.by_name(operands)["bias"] is None and is_plain(lse):
+        check_rows(lse)
     tensors = [d_o, o, lse, *operands]
     if dlse is not None:
         tensors.append(dlse)

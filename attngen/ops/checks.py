@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..errors import SpecError
 from ..reference.call import SCALES
+from ..reference.entry_checks import few
 from ..reference.fp8 import is_fp8
 from ..reference.fp8_checks import (
     CACHE_SCALES,
@@ -36,6 +37,7 @@ from .schedule import Schedule
 from .signature import INPUTS, Arguments, Operands, no_gradient
 from .transforms import NO_TANGENTS, may_have_tangents, refuse_tangents
 
+LSE_LIMIT = 2.0**24  # from there on, without a bias, a row has no gradient
 SCALE_LIMIT = 2.0**127  # in log2 units it must still be a float32
 PAGES, BIAS = map(INPUTS.index, ("page_table_k", "bias"))
 OFFSET_LIMIT = 1 << 31  # elements; kernels index scales in 32 bits
@@ -313,3 +315,21 @@ def _last_offset(tensor: Tensor) -> int:
     """Elements from the first to the last."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return sum((size - 1) * stride for size, stride in steps)
+
+
+def check_rows(lse: Tensor) -> None:
+    """Refuse rows that kernels of a call without a bias give no gradient; waits for the device.
+    lse: [b, h, s] or [h, t], of the forward.
+
+    Raises: SpecError naming the first of them.
+    """
+    size = lse.abs()
+    lost = ((size >= LSE_LIMIT) & (size < float("inf"))).nonzero().tolist()
+    if lost:
+        raise SpecError(
+            few(
+                f"lse{place}={lse[tuple(place)].item():g}: rows of a call without a bias have no "
+                "gradient from 2^24 on. Scale q or k down."
+                for place in lost
+            )
+        )

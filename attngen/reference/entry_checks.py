@@ -48,12 +48,12 @@ def _packed_violations(lengths: Lengths, side: Side, tokens: int) -> Iterator[st
     assert lengths.cu_seqlens is not None  # shapes were checked
     name, ends = f"cu_seqlens_{side}", lengths.cu_seqlens.tolist()
     wrong = [*_unordered(name, ends, tokens)]
-    yield from _few(wrong)
+    yield from few(wrong)
     if lengths.padded is None:
         return
     starts = lengths.padded.tolist()
     sizes = [0] * len(starts) if wrong else [b - a for a, b in zip(ends, ends[1:], strict=False)]
-    yield from _few(_misplaced(f"{name}_padded", starts[: len(ends) - 1], sizes, tokens))
+    yield from few(_misplaced(f"{name}_padded", starts[: len(ends) - 1], sizes, tokens))
 
 
 def _unordered(name: str, ends: Sequence[int], most: int) -> Iterator[str]:
@@ -112,12 +112,12 @@ def _dense_violations(lengths: Lengths, side: Side, room: int) -> Iterator[str]:
         used = enumerate(lengths.seqused.tolist())
         wrong = ((b, x) for b, x in used if not 0 <= x <= room)
         named = (f"seqused_{side}[{b}]={x}, {has_room}; allowed: 0..{room}." for b, x in wrong)
-        yield from _few(f"{each} Pass lengths that fit." for each in named)
+        yield from few(f"{each} Pass lengths that fit." for each in named)
     if lengths.cu_seqlens is not None:
         ends = lengths.cu_seqlens.tolist()
         steps = enumerate(zip(ends, ends[1:], strict=False))
         wrong = ((b, x) for b, x in steps if not 0 <= x[1] - x[0] <= room)
-        yield from _few(
+        yield from few(
             f"cu_seqlens_{side}[{b + 1}]={end}, {has_room}; allowed: {begin}..{begin + room}, "
             f"behind [{b}]={begin}. Pass lengths that fit."
             for b, (begin, end) in wrong
@@ -133,13 +133,13 @@ def _page_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
     for (name, x), table in zip(operand.items(), call.page_tables, strict=False):
         pages, page_size = size(x.shape, fmt, "b"), size(x.shape, fmt, "s")
         room, entries = table.shape[1] * page_size, table.tolist()
-        yield from _few(
+        yield from few(
             f"seqused_kv[{b}]={length}, {name} has room for {room} positions; "
             f"allowed: 0..{room}. Pass a wider table."
             for b, length in enumerate(used)
             if not 0 <= length <= room
         )
-        yield from _few(
+        yield from few(
             f"{name}[{b}, {i}]={page}, of {pages} pages; allowed: 0..{pages - 1}. Correct it."
             for b, length in enumerate(used)
             if 0 <= length <= room and page_size
@@ -152,7 +152,7 @@ def _list(tensor: Tensor | None) -> list[int]:
     return [] if tensor is None else [int(x) for x in tensor.tolist()]
 
 
-def _few(reasons: Sequence[str] | Iterator[str]) -> Iterator[str]:
+def few(reasons: Sequence[str] | Iterator[str]) -> Iterator[str]:
     """The first of them, and how many more there are."""
     named = [*reasons]
     yield from named[:MOST_NAMED]

@@ -13,7 +13,7 @@ from attngen import AttentionSpec, SpecError, features, resolve
 from attngen.builder import render_problem
 from attngen.load import LoadedKernel
 from attngen.ops import backward as op
-from attngen.ops import heads, operation, sinks
+from attngen.ops import choice, heads, operation, sinks
 from attngen.ops.signature import OPTIONAL, Arguments
 from attngen.plan import plans
 
@@ -93,6 +93,33 @@ def test_op_launches_each_kernel_in_order_with_every_address(launched, d, famili
         needed = {field.name for field in launch.kernel.fields if field.type == "ptr"}
         needed |= {recipe.tensor for recipe in launch.kernel.tensor_maps}
         assert needed <= launch.addresses.keys()
+
+
+@pytest.mark.parametrize("score", [2.0**24, -(2.0**26)])
+def test_op_names_rows_without_a_gradient_where_values_are_checked(launched, monkeypatch, score):
+    tensors = given()
+    tensors["lse"][1, 2, 3] = score
+    for place, harmless in enumerate((-math.inf, math.nan, 2.0**24 - 1)):
+        tensors["lse"][0, 0, place] = harmless
+    op.backward(*tensors.values(), *rest())  # nobody asked
+    monkeypatch.setattr(choice, "CHECK_VALUES", True)
+    for _ in range(2):
+        with pytest.raises(SpecError) as caught:
+            op.backward(*tensors.values(), *rest())
+        (reason,) = caught.value.reasons
+        assert reason.startswith(f"lse[1, 2, 3]={score:g}: ") and "2^24" in reason
+    tensors["lse"][1, 2, 3] = 0
+    op.backward(*tensors.values(), *rest())
+
+
+def test_op_names_no_rows_beside_a_bias(launched, monkeypatch):
+    monkeypatch.setattr(choice, "CHECK_VALUES", True)
+    tensors = given()
+    tensors["lse"][1, 2, 3] = 2.0**26
+    others = [None] * len(OPTIONAL)
+    others[OPTIONAL.index("bias")] = torch.zeros(S_Q, S_KV, dtype=torch.bfloat16)
+    op.backward(*tensors.values(), *others, *Arguments(mask="causal", bias_type="post_scale"))
+    assert launched.launches
 
 
 LAUNCHED = {  # by what is wanted, then by head dim
