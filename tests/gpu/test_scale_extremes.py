@@ -163,5 +163,3 @@ def test_tiny_descales_of_keys_beside_16_bits(splits: int | None, tiny: str, mor
     )
     check(out, wanted, 2**-5)
     check_lse(aux.lse, expected.lse)
-
-
