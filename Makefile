@@ -16,7 +16,7 @@ help:
 	@echo 'make gpu-test         every test that needs one, with the python3 at hand'
 	@echo 'make lint types       ruff and clang-format; mypy --strict'
 	@echo 'make format           let ruff and clang-format mend what they can'
-	@echo "make generated        write generated/ and README's tables; generated-check: do they differ?"
+	@echo "make generated        write generated/, kernels' hashes and README's tables; generated-check: do they differ?"
 	@echo 'make wheel            build the wheel into dist/'
 	@echo 'make clean            remove what make made, .venv included'
 
@@ -64,10 +64,12 @@ format: $(VENV)/.dev
 
 generated: $(VENV)/.run
 	$(PY) tools/generate.py
+	$(PY) tools/corpus.py
 	$(PY) tools/render_readme.py
 
 generated-check: $(VENV)/.run
 	$(PY) tools/generate.py --check
+	$(PY) tools/corpus.py --check
 	$(PY) tools/render_readme.py --check
 
 wheel: $(VENV)/.dev
