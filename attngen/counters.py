@@ -15,42 +15,30 @@ UNREAD_BYTES = 1 << 20
 LEGACY_DEFAULT = 0
 
 _lock = threading.Lock()
-_lasting = {LEGACY_DEFAULT}
 _addresses: dict[tuple[int, int], int] = {}
 _free: dict[int, list[int]] = {}
 _unread: dict[int, int] = {}
 
 
-def address(device: int, stream: int) -> int:
-    """Address of the counter that launches on this stream of this device share, one after another.
-    stream: a number that names no other stream while the process lives.
+def address(device: int, stream: int, lasts: Callable[[int, int], bool]) -> int:
+    """Address of the counter that launches on the stream of this handle share, one after another.
+
+    A handle alone may name several streams: the per-thread default one is another in every thread,
+    and a destroyed stream leaves its handle to one made later, while its launches may still run.
+    The driver's id of a stream is never used twice. lasts: whether the stream of a device and a
+    handle lives as long as the process, which spares asking the driver at each launch. The thread
+    has a context.
 
     Allocated by the driver, not by torch, whose pools may take memory back that was handed out
     while a graph was being prepared. Kept for the life of the process.
     """
     found = _addresses.get((device, stream))
-    if found is None:
-        with _lock:
-            if (device, stream) not in _addresses:
-                _addresses[device, stream] = _take(device)
-            found = _addresses[device, stream]
-    return found
-
-
-def of_stream(device: int, stream: int, lasts: Callable[[], bool]) -> int:
-    """Address of the counter of the stream that this handle names now.
-
-    A handle alone may name several: the per-thread default stream is another in every thread, and
-    a destroyed stream leaves its handle to one made later, while its launches may still run. The
-    driver's id of a stream is never used twice. lasts: whether the stream lives as long as the
-    process, which spares asking the driver at each launch. The thread has a context.
-    """
-    if stream not in _lasting:
-        if not lasts():
-            identity = checked("identity of a stream", driver().cuStreamGetId(stream))
-            return address(device, -1 - int(identity))  # negative: no handle is
-        _lasting.add(stream)
-    return address(device, stream)
+    if found is not None:  # of a stream that lasts
+        return found
+    if stream == LEGACY_DEFAULT or lasts(device, stream):
+        return _of(device, stream)
+    identity = checked("identity of a stream", driver().cuStreamGetId(stream))
+    return _of(device, -1 - int(identity))  # negative: no handle is
 
 
 def unread(device: int) -> int:
@@ -61,6 +49,14 @@ def unread(device: int) -> int:
             memory = driver().cuMemAlloc(UNREAD_BYTES)
             _unread[device] = int(checked("memory for unread outputs", memory))
         return _unread[device]
+
+
+def _of(device: int, identity: int) -> int:
+    """The counter of a stream, given a number that names no other one."""
+    with _lock:
+        if (device, identity) not in _addresses:
+            _addresses[device, identity] = _take(device)
+        return _addresses[device, identity]
 
 
 def _take(device: int) -> int:

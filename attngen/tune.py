@@ -12,7 +12,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from . import counters, digest, load
+from . import digest, load
 from .arch.base import Plan
 from .bench.machine import describe_machine
 from .bench.run import require_gpu
@@ -20,6 +20,7 @@ from .bench.timing import Call, time_interleaved
 from .builder import Built, build_plan
 from .errors import CompileError, MeasureError
 from .launch import launch, prepare
+from .ops.operation import tile_counter
 from .plan import feasible
 from .problem import Problem
 from .reference.call import SCALES
@@ -224,7 +225,7 @@ def _call(built: Built, tensors: dict[str, Tensor], scalars: Scalars) -> Call:
     prepared = prepare(loaded, extents, scalars)
     others = dict.fromkeys((*SCALES, "amax_s", "amax_o"), 0)  # of 8-bit kernels, none given
     if loaded.kernel.workspace:
-        others["tile_counter"] = counters.address(device, stream)
+        others["tile_counter"] = tile_counter(torch.device("cuda", device), stream)
 
     def call() -> None:
         addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}

@@ -315,11 +315,11 @@ def tile_counter(device: torch.device, stream: int) -> int:
     """
     if is_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device).data_ptr()
-    return counters.of_stream(device.index, stream, lambda: is_torchs_own(device, stream))
+    return counters.address(device.index, stream, is_torchs_own)
 
 
-def is_torchs_own(device: torch.device, stream: int) -> bool:
+def is_torchs_own(device: int, stream: int) -> bool:
     """Whether the current stream of the device, of this handle, is from torch's pools, whose
     streams are never destroyed. Of others the handle is torch's identity, too."""
-    load.ensure_context(device.index)  # asked once of torch's, before the driver is of others
+    load.ensure_context(device)  # asked once of torch's, before the driver is of others
     return torch.cuda.current_stream(device).stream_id != stream

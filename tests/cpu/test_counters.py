@@ -44,7 +44,6 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     stand_in = Driver()
     monkeypatch.setattr(counters, "driver", lambda: stand_in)
-    monkeypatch.setattr(counters, "_lasting", {counters.LEGACY_DEFAULT})
     for known in ("_addresses", "_free"):
         monkeypatch.setattr(counters, known, {})
     return stand_in
