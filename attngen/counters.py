@@ -11,7 +11,6 @@ from .load import checked, driver
 SLAB_COUNTERS = 1024
 COUNTER_BYTES = 4
 UNREAD_BYTES = 1 << 20
-
 LEGACY_DEFAULT = 0
 
 _lock = threading.Lock()

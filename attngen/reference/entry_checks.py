@@ -156,6 +156,5 @@ def few(reasons: Sequence[str] | Iterator[str]) -> Iterator[str]:
     """The first of them, and how many more there are."""
     named = [*reasons]
     yield from named[:MOST_NAMED]
-    if more := len(named) - MOST_NAMED:
-        if more > 0:
-            yield f"{more} more entries like these"
+    if (more := len(named) - MOST_NAMED) > 0:
+        yield f"{more} more entries like these"

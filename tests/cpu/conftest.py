@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -126,6 +128,18 @@ extern "C" void first_visited_of(const int* lengths, int left, int right, int n,
   with_block(block, [&](auto size) { first_visited<size()>(p, n, blocks, out); });
 }
 """
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """An `OnReference`, which stands in for kernels; nothing is traced yet."""
+    from tests.cpu.autograd_kit import OnReference
+
+    stand_in = OnReference(monkeypatch)
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.reset()
+    yield stand_in
+    stand_in.library._destroy()
 
 
 @pytest.fixture(scope="session")

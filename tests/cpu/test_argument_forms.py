@@ -12,18 +12,10 @@ import attngen
 from attngen import AttentionSpec, SpecError
 from attngen.ops import frontend
 from attngen.reference.conversions import saturated
-from tests.cpu.autograd_kit import OnReference
 
 BACKENDS = ("reference", "cuda")
 BATCH, QUERIES, KEYS, HEADS, DIM = 2, 6, 9, 4, 16
 INF = math.inf
-
-
-@pytest.fixture
-def kernels(monkeypatch):
-    stand_in = OnReference(monkeypatch)
-    yield stand_in
-    stand_in.library._destroy()
 
 
 def operands(dtype=torch.bfloat16):
@@ -137,7 +129,7 @@ def test_bias_of_another_float_is_cast_and_has_its_gradient(kernels, shape, dtyp
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("q_dtype", [torch.float16, torch.bfloat16])
 def test_bias_out_of_range_hides_no_row_as_a_whole(kernels, q_dtype, backend) -> None:
-    """What masks by the lowest float32 number leaves the weights of a row that it masks whole."""
+    """A bias of the lowest float32 number leaves the weights of a row that it masks whole."""
     tensors = operands(q_dtype)
     bias = torch.zeros(QUERIES, KEYS)
     bias[0], bias[1, 3:] = torch.finfo(torch.float32).min, -INF

@@ -7,17 +7,8 @@ import torch
 from torch.autograd import forward_ad
 
 import attngen
-from tests.cpu.autograd_kit import OnReference
 
 BATCH, S, H, D = 2, 6, 4, 16
-
-
-@pytest.fixture
-def kernels(monkeypatch):
-    stand_in = OnReference(monkeypatch)
-    torch._dynamo.reset()
-    yield stand_in
-    stand_in.library._destroy()
 
 
 def operands(dtype=torch.bfloat16, grad=False):

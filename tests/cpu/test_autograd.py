@@ -16,7 +16,6 @@ import attngen
 from attngen import SpecError
 from attngen.ops import frontend
 from attngen.ops.signature import Wanted
-from tests.cpu.autograd_kit import OnReference
 
 CALL = {"mask": "causal_bottom_right", "window": (3, -1), "softmax_scale": 0.3}
 SUBSETS = [
@@ -25,14 +24,6 @@ SUBSETS = [
     for wanted in itertools.product((True, False), repeat=3)
     if any(wanted[: 2 if parts == ("lse",) else 3])  # the LSE does not depend on v
 ]
-
-
-@pytest.fixture
-def kernels(monkeypatch):
-    stand_in = OnReference(monkeypatch)
-    torch._dynamo.reset()
-    yield stand_in
-    stand_in.library._destroy()
 
 
 def operands(wanted=(True, True, True), seed=0, dtype=torch.bfloat16, d=16, d_v=24):

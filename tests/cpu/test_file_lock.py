@@ -41,7 +41,7 @@ import sys, time
 from pathlib import Path
 from attngen import file_lock
 lock = file_lock.try_lock(Path(sys.argv[1]))
-print("held" if lock else "free for another", flush=True)
+print("held" if lock else "refused", flush=True)
 time.sleep(600)
 """
 
@@ -56,6 +56,16 @@ def is_free(path: Path) -> bool:
 def kill(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.communicate()
+
+
+def check_refused_elsewhere(path: Path) -> None:
+    """Another process does not get the lock."""
+    process = start_python(HOLDER, path)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "refused\n"
+    finally:
+        kill(process)
 
 
 def test_lock_of_a_dead_process_is_free_while_its_forked_child_lives(tmp_path: Path) -> None:
@@ -85,12 +95,7 @@ def test_child_that_ends_leaves_its_parents_lock_alone(tmp_path: Path) -> None:
         lock.release()  # what it has inherited of it
         os._exit(2 * is_free(path))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the child got the lock"
-    process = start_python(HOLDER, path)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "free for another\n"
-    finally:
-        kill(process)
+    check_refused_elsewhere(path)
     lock.release()
     assert is_free(path)
 
@@ -104,12 +109,7 @@ def test_threads_and_other_spellings_of_a_path_exclude_each_other(tmp_path: Path
             thread.start()
             thread.join()
         # What was opened and closed meanwhile has not taken the lock back.
-        process = start_python(HOLDER, first)
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "free for another\n"
-        finally:
-            kill(process)
+        check_refused_elsewhere(first)
     assert found == [False, False] and is_free(first)
 
 

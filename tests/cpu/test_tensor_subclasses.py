@@ -10,7 +10,6 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import attngen
 from attngen import AttentionSpec, SpecError
-from tests.cpu.autograd_kit import OnReference
 
 B, S_Q, S_KV, H, D = 2, 6, 9, 4, 16
 VARIANTS = {"causal": causal_upper_left, "causal_bottom_right": causal_lower_right}
@@ -30,13 +29,6 @@ def quiet():
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
-
-
-@pytest.fixture
-def kernels(monkeypatch):
-    stand_in = OnReference(monkeypatch)
-    yield stand_in
-    stand_in.library._destroy()
 
 
 def operands(dtype=torch.float32):

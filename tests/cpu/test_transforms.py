@@ -13,17 +13,8 @@ from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, linear
 
 import attngen
 from attngen import SpecError
-from tests.cpu.autograd_kit import OnReference
 
 SAMPLES = 3
-
-
-@pytest.fixture
-def kernels(monkeypatch):
-    stand_in = OnReference(monkeypatch)
-    torch._dynamo.reset()
-    yield stand_in
-    stand_in.library._destroy()
 
 
 def operands(batch=2, seed=0):
