@@ -82,7 +82,7 @@ def spec_files() -> list[Path]:
 
 
 def problems() -> Iterator[Problem]:
-    """Those of the corpus, some of them twice, always in this order."""
+    """Problems of the corpus, some of them twice, always in this order."""
     known = features.scan()
     for spec in itertools.chain.from_iterable(map(load_specs, spec_files())):
         try:

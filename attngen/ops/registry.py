@@ -15,7 +15,7 @@ _PLACE = "_attngen_registered"  # where a module that is removed and imported ag
 
 
 class _Registered(NamedTuple):
-    """What an import of an operator's module left with torch."""
+    """Registrations that an import of an operator's module left with torch."""
 
     schema: str
     definition: Library

@@ -72,7 +72,7 @@ class _Sharded:
 
     @classmethod
     def of(cls, operands: Mapping[str, Tensor | None], arguments: Arguments) -> _Sharded:
-        """That of a call. Raises: SpecError where the operands' parts do not belong together."""
+        """Shards of a call's operands. Raises: SpecError where they do not belong together."""
         layout = parse(arguments.layout)
         carriers = {name: x for name in _CARRIERS if (x := operands[name]) is not None}
         mesh = next(x.device_mesh for x in operands.values() if hasattr(x, "device_mesh"))  # type: ignore[union-attr]
@@ -151,7 +151,7 @@ class _Sharded:
         return 0 if rows and kind == "batch" else _WHOLE
 
     def part_of(self, name: str, tensor: Tensor | None) -> Tensor | None:
-        """What this rank has of an operand; a gradient of it is that of all ranks."""
+        """This rank's part of an operand; a gradient of it is that of all ranks."""
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
         if tensor is None:

@@ -21,7 +21,7 @@ log = logging.getLogger("attngen")
 
 
 def _find(path: str, stand_in: Any, instead: str, of_cuda: bool = False) -> Any:
-    """What torch has under that dotted name; without it the stand-in, said in the log. of_cuda:
+    """Torch's object of that dotted name; without it the stand-in, said in the log. of_cuda:
     a build for the CPU is right to lack it."""
     try:
         return operator.attrgetter(path)(torch)
@@ -133,7 +133,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 class FormatGuards:
-    """What stands in for torch's guards of tensors: the same question, asked in Python."""
+    """Stand-in for torch's guards of tensors: the same question, asked in Python."""
 
     def __init__(self, *tensors: Tensor, **_: Any) -> None:
         self._formats = [*map(_format_of, tensors)]
@@ -153,7 +153,7 @@ _TensorGuards = _find("_C._dynamo.guards.TensorGuards", FormatGuards, _ASKED)
 
 
 def guard(tensors: Sequence[Tensor]) -> Any:
-    """What `.check(*others)` tells tensors apart with: type, dtype, device, sizes, strides,
+    """Guards whose `.check(*others)` tells tensors apart by type, dtype, device, sizes, strides,
     dispatch keys, whether they require a gradient, but not whether gradients are enabled; in a
     quarter of the time that Python needs for a key of these."""
     # It has to be told that no size or stride may vary.

@@ -69,7 +69,7 @@ PACKED = Case(
 
 
 def tensors_of(case: Case) -> dict[str, Tensor]:
-    """Those of a case, the same on each rank."""
+    """Operands of a case, the same on each rank."""
     make = torch.Generator().manual_seed(0)
     shapes = case.shapes if "q" in case.shapes else OPERANDS | case.shapes
     made = {}
@@ -134,7 +134,7 @@ def every_check(ranks: int, path: str) -> None:
 
 
 def check_mixed(mesh: DeviceMesh) -> None:
-    """What is whole, or a sum that is due, becomes what others are."""
+    """Operands that are whole, or a sum that is due, are sharded as the others are."""
     q, k, v = (tensors_of(CASES["plain"])[name] for name in "qkv")
     parts = [distribute_tensor(k, mesh, [HEADS]), distribute_tensor(v, mesh, [WHOLE])]
     share = DTensor.from_local(q / mesh.size(), mesh, [Partial()], run_check=False)

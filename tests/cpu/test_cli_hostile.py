@@ -74,7 +74,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run_safely(*words: object, codes: tuple[int, ...] = (1, 2), **environment: str) -> str:
-    """What a command says, which is short and ends it with one of these exit codes."""
+    """Output of a command, which is short and ends it with one of these exit codes."""
     result = run(*words, **environment)
     assert result.exit_code in codes, result.output[:1000]
     assert len(result.output) < OUTPUT_BYTES and "Traceback" not in result.output

@@ -26,7 +26,7 @@ def blocks_of(path: Path) -> list[str]:
 
 
 def space_of(page: str) -> dict:
-    """What the code of a page defines, run as it stands."""
+    """Names that the code of a page defines, run as it stands."""
     space: dict = {}
     for code in blocks_of(ROOT / "docs" / f"{page}.md"):
         exec(code, space)

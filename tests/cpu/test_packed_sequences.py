@@ -82,7 +82,7 @@ def pointer(numbers: Sequence[int]) -> tuple[np.ndarray, ctypes.c_void_p]:
 def ask(
     function, count: int, ends: Sequence[int], starts: Sequence[int], *numbers: int
 ) -> list[int]:
-    """What a function of the harness fills in, for lengths by their ends, and places."""
+    """Numbers that a function of the harness fills in, for lengths by their ends, and places."""
     (_, a), (_, b) = pointer(ends), pointer(starts)
     out, to = pointer([-9] * count)
     function(a, b, len(ends) - 1, *numbers, to)

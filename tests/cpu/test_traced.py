@@ -80,7 +80,7 @@ BESIDE = {
 
 
 def dimensions(beside):
-    """What torch.export is told of operands."""
+    """Dimensions of operands, as torch.export is told of them."""
     dims = {axis: Dim(axis, min=1, max=4096) for axis in "bst"}
     named = {n: {place: dims[axis] for place, axis in of.items()} for n, of in beside.items()}
     return {0: dims["b"], 1: dims["s"]}, {0: dims["b"], 1: dims["t"]}, named

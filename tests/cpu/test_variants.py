@@ -80,7 +80,7 @@ WRONG = [
 
 
 def problems_of_specs() -> Iterator[Problem]:
-    """Those of the covering set, and of random legal specs."""
+    """Problems of the covering set, and of random legal specs."""
     for member in coverage.members(KNOWN):
         yield from member.problems(KNOWN)
     chance = random.Random(1)

@@ -80,7 +80,7 @@ class OnDevice:
 
 
 def memories() -> Iterator[Memory]:
-    """Those that show an access outside: of an emulated device exactly, at either end."""
+    """Memories that show an access outside: of an emulated device exactly, at either end."""
     if oracle.DEVICE.type == "cuda":
         yield Zones()
         return
@@ -97,13 +97,13 @@ def allocating(memory: Memory) -> Iterator[None]:
 
 
 class Claims(NamedTuple):
-    """What packed lengths say of each sequence: where it begins, and how long it is."""
+    """Claims of packed lengths about each sequence: where it begins, and how long it is."""
 
     starts: list[int]
     lengths: list[int]
 
     def tamed(self, tokens: int, longest: int) -> tuple[Claims, list[bool]]:
-        """The same, all sequences but the sane ones empty, and which these are: they lie in the
+        """These claims, all sequences but the sane ones empty, and which these are: they lie in the
         tensor, behind those before them that do, and before those behind them that do."""
         spans = [*zip(self.starts, self.lengths, strict=True)]
         lies = [0 <= s <= tokens and 0 <= n <= min(tokens - s, longest) for s, n in spans]
@@ -124,14 +124,14 @@ class Claims(NamedTuple):
 
 
 def claims_of(arguments: Mapping[str, Any], side: str) -> Claims:
-    """Those of packed tokens."""
+    """Claims of a call's packed tokens."""
     ends = arguments[f"cu_seqlens_{side}"].tolist()
     starts = arguments.get(f"cu_seqlens_{side}_padded", arguments[f"cu_seqlens_{side}"]).tolist()
     return Claims(starts[:-1], [wrapped(b - a) for a, b in itertools.pairwise(ends)])
 
 
 def wrapped(number: int) -> int:
-    """As 32 bits have it."""
+    """The number as 32 signed bits have it."""
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
@@ -269,7 +269,7 @@ class Hostile:
             assert torch.equal(*lse), f"sequence {b}: lse"
 
     def rows(self, tamed: Mapping[str, Any], side: str, b: int) -> tuple[Any, ...]:
-        """What indexes a sequence in an operand of that side."""
+        """The index of a sequence in an operand of that side."""
         axes = self.call.parsed.q_format if side == "q" else self.call.parsed.kv_format
         if axes != "thd":
             return tuple({"b": b}.get(axis, slice(None)) for axis in axes)

@@ -240,7 +240,7 @@ class Layer(torch.nn.Module):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_op_exported_runs_at_other_sizes_with_the_kernels_for_these(strict):
-    """Those for few queries among them, of which a trace knows nothing."""
+    """Kernels for few queries are among them, of which a trace knows nothing."""
     dims = {0: Dim("b", min=1, max=64), 1: Dim("s", min=1, max=4096)}
 
     def tensors(b, s):
