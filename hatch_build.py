@@ -1,5 +1,5 @@
 """Build hook of the wheel: writes down what its templates and headers are, so that a machine from
-which they were removed still knows which kernels there are (attngen/files.py, `shipped`)."""
+which they were removed still knows which kernels there are (attngen/io/files.py, `shipped`)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ class ShippedFacts(BuildHookInterface):  # type: ignore[type-arg]
         if version != "standard":
             return
         sys.path.insert(0, self.root)
-        from attngen import digest, features, files
-        from attngen.values import to_json
+        from attngen.compiler import digest
+        from attngen.fragments import features
+        from attngen.io import files
+        from attngen.io.values import to_json
 
         digests = digest.source_digests()
         facts = {
@@ -33,6 +35,6 @@ class ShippedFacts(BuildHookInterface):  # type: ignore[type-arg]
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         if version == "standard":
-            from attngen import files
+            from attngen.io import files
 
             (Path(self.directory) / files.SHIPPED).unlink()

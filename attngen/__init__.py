@@ -12,8 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .builder import Built, build
-    from .bundle import Bundle
+    from .compiler.builder import Built, build
     from .errors import (
         AttngenError,
         BundleError,
@@ -24,13 +23,14 @@ if TYPE_CHECKING:
         PlanError,
         SpecError,
     )
-    from .mounts import load_bundle
-    from .ops.frontend import attention
-    from .ops.merge import merge_states
-    from .ops.schedule import Schedule
+    from .frontends.pytorch.attention import attention
+    from .frontends.pytorch.merge import merge_states
+    from .frontends.pytorch.schedule import Schedule
     from .results import AttentionAux
-    from .spec import AttentionSpec, load_specs
-    from .tracing import Trace, trace
+    from .runtime.tracing import Trace, trace
+    from .ship.bundle import Bundle
+    from .ship.lookup import load_bundle
+    from .spec.attention_spec import AttentionSpec, load_specs
 
 __version__ = "0.1.0"
 
@@ -59,17 +59,17 @@ __all__ = [
 
 _HOMES = {
     "AttentionAux": "results",
-    "AttentionSpec": "spec",
-    "Built": "builder",
-    "Bundle": "bundle",
-    "Schedule": "ops.schedule",
-    "Trace": "tracing",
-    "attention": "ops.frontend",
-    "build": "builder",
-    "load_bundle": "mounts",
-    "load_specs": "spec",
-    "merge_states": "ops.merge",
-    "trace": "tracing",
+    "AttentionSpec": "spec.attention_spec",
+    "Built": "compiler.builder",
+    "Bundle": "ship.bundle",
+    "Schedule": "frontends.pytorch.schedule",
+    "Trace": "runtime.tracing",
+    "attention": "frontends.pytorch.attention",
+    "build": "compiler.builder",
+    "load_bundle": "ship.lookup",
+    "load_specs": "spec.attention_spec",
+    "merge_states": "frontends.pytorch.merge",
+    "trace": "runtime.tracing",
 }
 
 

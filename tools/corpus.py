@@ -25,14 +25,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from attngen import coverage, features, files, presets  # noqa: E402  # of this checkout
-from attngen.builder import render_problem  # noqa: E402
+from attngen.compiler.builder import render_problem  # noqa: E402
 from attngen.errors import AttngenError  # noqa: E402
-from attngen.plan import KernelPlan, plans  # noqa: E402
-from attngen.problem import Problem  # noqa: E402
-from attngen.resolve import resolve  # noqa: E402
-from attngen.spec import load_specs  # noqa: E402
-from attngen.values import to_json  # noqa: E402
+from attngen.fragments import features  # noqa: E402  # of this checkout
+from attngen.io import files  # noqa: E402  # of this checkout
+from attngen.io.values import to_json  # noqa: E402
+from attngen.kernels.plan import KernelPlan, plans  # noqa: E402
+from attngen.spec import coverage, presets  # noqa: E402  # of this checkout
+from attngen.spec.attention_spec import load_specs  # noqa: E402
+from attngen.spec.problem import Problem  # noqa: E402
+from attngen.spec.resolve import resolve  # noqa: E402
 from tools import sweep  # noqa: E402
 
 HASHES = ROOT / "tests" / "corpus.json"

@@ -27,8 +27,8 @@ import attngen  # noqa: E402  # a checkout not installed, too
 from attngen import reference  # noqa: E402
 from attngen.bench.peers import describe  # noqa: E402
 from attngen.errors import AttngenError  # noqa: E402
+from attngen.io.values import to_data  # noqa: E402
 from attngen.reference import fp8  # noqa: E402
-from attngen.values import to_data  # noqa: E402
 from tools.reports import write_report  # noqa: E402
 
 SCHEMA = 1

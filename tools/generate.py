@@ -17,10 +17,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from attngen import batch  # noqa: E402  # the path above serves a checkout that is not installed
-from attngen.builder import render_problem  # noqa: E402
-from attngen.spec import load_specs  # noqa: E402
-from attngen.values import to_data, to_json  # noqa: E402
+from attngen.compiler import (  # noqa: E402  # the path above serves a checkout that is not installed
+    batch,
+)
+from attngen.compiler.builder import render_problem  # noqa: E402
+from attngen.io.values import to_data, to_json  # noqa: E402
+from attngen.spec.attention_spec import load_specs  # noqa: E402
 
 SPEC = ROOT / "examples" / "specs" / "curated.toml"
 SCHEMA_VERSION = 1

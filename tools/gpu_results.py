@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from attngen.bench.machine import describe_machine  # noqa: E402  # a checkout not installed, too
-from attngen.values import to_data  # noqa: E402
+from attngen.io.values import to_data  # noqa: E402
 
 SCHEMA = 1
 _SUMMARY = re.compile(r"^=+\s*(?P<kind>RACECHECK|ERROR|LEAK)?\s*SUMMARY:\s*(?P<text>.+?)\s*$")

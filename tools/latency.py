@@ -130,9 +130,10 @@ def _time_stages(found: dict[str, float]) -> None:
 def build_times() -> dict[str, float]:
     """Seconds from spec to cubins: forwards of head dim 128, sets of backward kernels."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    from attngen import AttentionSpec, features
-    from attngen.builder import Built, build_problem
-    from attngen.resolve import resolve
+    from attngen import AttentionSpec
+    from attngen.compiler.builder import Built, build_problem
+    from attngen.fragments import features
+    from attngen.spec.resolve import resolve
 
     def build(spec: AttentionSpec) -> tuple[Built, ...]:
         (problem,) = resolve(spec, features.scan())
@@ -212,7 +213,7 @@ def main() -> int:
         print(json.dumps(CHILDREN[options.child]()))
         return 0
     from attngen.bench.machine import describe_machine
-    from attngen.values import to_data
+    from attngen.io.values import to_data
 
     report = measure(options.runs)
     for title, figures in report.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from attngen.bench.machine import describe_machine
-from attngen.values import to_data
+from attngen.io.values import to_data
 
 
 def write_report(path: Path, schema: int, **fields: Any) -> None:

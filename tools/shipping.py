@@ -168,7 +168,7 @@ def main() -> int:
         print(json.dumps(start(options.start)))
         return 0
     from attngen.bench.machine import describe_machine
-    from attngen.values import to_data
+    from attngen.io.values import to_data
 
     report = {**to_data(describe_machine()), "runs": options.runs, **measure(options.runs)}
     text = json.dumps(report, indent=1)

@@ -23,13 +23,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from attngen import features, resolve  # noqa: E402
-from attngen.builder import render_problem  # noqa: E402
-from attngen.compile import compile_source  # noqa: E402
+from attngen.compiler.builder import render_problem  # noqa: E402
+from attngen.compiler.compile import compile_source  # noqa: E402
 from attngen.errors import AttngenError  # noqa: E402
-from attngen.plan import plans  # noqa: E402
-from attngen.problem import Problem  # noqa: E402
-from attngen.spec import AttentionSpec  # noqa: E402
+from attngen.fragments import features  # noqa: E402
+from attngen.kernels.plan import plans  # noqa: E402
+from attngen.spec import resolve  # noqa: E402
+from attngen.spec.attention_spec import AttentionSpec  # noqa: E402
+from attngen.spec.problem import Problem  # noqa: E402
 
 MOST_BYTES = 90_000  # of a cubin in a bundle, of 100 kB with what the manifest says of it
 LAYOUTS = ("bshd", "bshd", "bshd", "thd", "thd", "thd_bshd_bshd")

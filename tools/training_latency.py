@@ -211,7 +211,7 @@ def main() -> int:
         print(f"{name:36s} {figure:8.1f}")
     if options.output:
         from attngen.bench.machine import describe_machine
-        from attngen.values import to_data
+        from attngen.io.values import to_data
 
         about = {**to_data(describe_machine()), "rounds": options.rounds}
         options.output.write_text(json.dumps({**about, "host_us": host_us}, indent=1) + "\n")

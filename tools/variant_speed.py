@@ -23,10 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 
 import attngen  # noqa: E402  # a checkout not installed, too
-from attngen import features, resolve  # noqa: E402
 from attngen.bench.timing import Call, time_interleaved  # noqa: E402
-from attngen.builder import build_problem  # noqa: E402
-from attngen.plan import plans  # noqa: E402
+from attngen.compiler.builder import build_problem  # noqa: E402
+from attngen.fragments import features  # noqa: E402
+from attngen.kernels.plan import plans  # noqa: E402
+from attngen.spec import resolve  # noqa: E402
 from tools.reports import write_report  # noqa: E402
 
 SCHEMA = 1

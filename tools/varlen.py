@@ -29,13 +29,13 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import attngen  # noqa: E402
-import attngen.ops.forward  # noqa: E402  # defines the operations
-from attngen import layouts  # noqa: E402
+import attngen.frontends.pytorch.forward  # noqa: E402  # defines the operations
 from attngen.bench.machine import describe_machine  # noqa: E402
 from attngen.bench.timing import time_interleaved  # noqa: E402
-from attngen.ops.lengths import settle  # noqa: E402
-from attngen.ops.signature import LENGTHS, OPTIONAL, Arguments  # noqa: E402
-from attngen.values import to_data  # noqa: E402
+from attngen.frontends.pytorch.lengths import settle  # noqa: E402
+from attngen.frontends.pytorch.signature import LENGTHS, OPTIONAL, Arguments  # noqa: E402
+from attngen.io.values import to_data  # noqa: E402
+from attngen.spec import layouts  # noqa: E402
 
 HEADS = 16
 Calls = dict[str, Callable[[], Any]]

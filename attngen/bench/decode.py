@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .. import __version__
 from ..errors import MeasureError
-from ..ops.frontend import attention
+from ..frontends.pytorch.attention import attention
 from . import peers, timing
 from .checking import EPSILON, Expected, check
 from .decode_report import SCHEMA, Case, Report, Row, make_row, means_of

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..values import to_json
+from ..io.values import to_json
 from .report import OURS, Machine, Mean, geometric_means, read_as, write
 
 SCHEMA = 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import platform
 import subprocess
 
-from .. import digest
-from ..toolchain import installed_toolchain
+from ..compiler import digest
+from ..compiler.toolchain import installed_toolchain
 from .report import Machine
 
 

@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .. import __version__
 from ..errors import MeasureError
-from ..ops.frontend import attention
+from ..frontends.pytorch.attention import attention
 from .workloads import Case
 
 # A file with the operators `torch.ops.flash_attn_3`, for whoever built them outside any package.

@@ -10,8 +10,8 @@ from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 
 from ..errors import MeasureError
-from ..files import read_regular, replacing
-from ..text import printable
+from ..io.files import read_regular, replacing
+from ..io.text import printable
 from . import decode_report
 from .report import DETERMINISTIC, OURS, TITLES, Report
 

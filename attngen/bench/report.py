@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..errors import MeasureError
-from ..files import read_regular, replacing
-from ..values import from_json, to_json
+from ..io.files import read_regular, replacing
+from ..io.values import from_json, to_json
 
 SCHEMA = 1
 BYTE_LIMIT = 16 << 20  # of a report; one of all cases has 50 kB

@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 import torch
 
 from ..errors import MeasureError
-from ..ops.operation import ARCH_OF_CAPABILITY, device_arch
+from ..frontends.pytorch.operation import ARCH_OF_CAPABILITY, device_arch
 from . import checking, timing
 from .machine import describe_machine
 from .peers import Call, Maker, Operands, Peer, describe, ours

@@ -16,27 +16,14 @@ from torch import Tensor
 
 from ..results import AttentionAux
 from . import fp8
-from .call import (
-    AttentionCall,
-    MaskMod,
-    Operands,
-    ScoreMod,
-    Window,
-)
+from .call import AttentionCall, MaskMod, Operands, ScoreMod, Window
 from .checks import check, check_values
 from .conversions import converted, with_dtypes
 from .core import accumulation_dtype, attend_one, default_alibi_slopes
 from .dropout import draw_rng_state, dropout_keep_mask
 from .masks import visible
 from .reads import check_reads
-from .sequences import (
-    join_lse,
-    join_outputs,
-    kv_sequences,
-    kv_spans,
-    q_spans,
-    sequence_view,
-)
+from .sequences import join_lse, join_outputs, kv_sequences, kv_spans, q_spans, sequence_view
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

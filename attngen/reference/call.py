@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..layouts import Layout, size
+from ..spec.layouts import Layout, size
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype

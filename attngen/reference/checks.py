@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .. import layouts
 from ..errors import SpecError
-from ..layouts import Layout, size
+from ..spec import layouts
+from ..spec.layouts import Layout, size
 from .call import SCALES, AttentionCall, Operands, named
 from .fp8_checks import FLOATS, dtype_violations, fp8_violations
 from .length_checks import length_violations, value_violations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import plain
+from ..spec import plain
 from .call import SCALES, AttentionCall, named
 from .fp8_checks import FLOATS
 from .masks import visible

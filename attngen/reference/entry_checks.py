@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from ..layouts import size
+from ..spec.layouts import size
 from .call import AttentionCall, Lengths, Operands, Side
 
 MOST_NAMED = 8  # entries of a tensor

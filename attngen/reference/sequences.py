@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..layouts import Format
+from ..spec.layouts import Format
 from .call import AttentionCall, Lengths, Operands
 from .core import accumulation_dtype
 

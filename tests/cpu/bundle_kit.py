@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from attngen import bundle_write
-from attngen.bundle import DIGEST_BYTES, MANIFEST, MARK, Bundle, BundledKernel, Program
-from attngen.program import Binary
+from attngen.runtime.program import Binary
+from attngen.ship import writer as bundle_write
+from attngen.ship.bundle import DIGEST_BYTES, MANIFEST, MARK, Bundle, BundledKernel, Program
 from tests.cpu.cache_kit import ARCH, PROBLEM, make_binary
 
 Edit = Callable[[dict[str, Any]], object]

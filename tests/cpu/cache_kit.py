@@ -8,10 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from attngen.digest import CacheKey, digest_text
-from attngen.problem import Problem
-from attngen.program import SCHEMA_VERSION, Binary, Field, KernelEntry, Resources
-from attngen.values import to_data, to_json
+from attngen.compiler.digest import CacheKey, digest_text
+from attngen.io.values import to_data, to_json
+from attngen.runtime.program import SCHEMA_VERSION, Binary, Field, KernelEntry, Resources
+from attngen.spec.problem import Problem
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCH = "sm_90a"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from click.testing import CliRunner, Result
 
-from attngen.cli import main
+from attngen.cli.main import main
 from tests.cpu.cache_kit import ROOT
 
 CURATED = ROOT / "examples" / "specs" / "curated.toml"

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attngen import features, files
-from attngen.arch.base import Plan
-from attngen.builder import render_problem
-from attngen.plan import plan
-from attngen.problem import Direction, Problem
+from attngen.compiler.builder import render_problem
+from attngen.fragments import features
+from attngen.io import files
+from attngen.kernels.base import Plan
+from attngen.kernels.plan import plan
+from attngen.kernels.render import Source
 from attngen.reference import visible
-from attngen.render import Source
+from attngen.spec.problem import Direction, Problem
 
 ARCH = "sm_90a"
 UNBOUNDED = 1 << 30

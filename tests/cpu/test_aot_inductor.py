@@ -10,7 +10,11 @@ import torch
 from torch.export import Dim, export
 
 import attngen
-from attngen.ops import backward, forward, on_reference  # noqa: F401  # which define operations
+from attngen.frontends.pytorch import (  # noqa: F401  # which define operations
+    backward,
+    forward,
+    on_reference,
+)
 from tests.cpu.autograd_kit import OnReference
 
 NAMES = ("forward", "backward", "reference", "reference_backward")

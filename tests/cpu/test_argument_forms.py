@@ -10,7 +10,7 @@ import torch
 
 import attngen
 from attngen import AttentionSpec, SpecError
-from attngen.ops import frontend
+from attngen.frontends.pytorch import attention as frontend
 from attngen.reference.conversions import saturated
 
 BACKENDS = ("reference", "cuda")

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import attngen
 from attngen import SpecError
-from attngen.ops import frontend
-from attngen.ops.signature import Wanted
+from attngen.frontends.pytorch import attention as frontend
+from attngen.frontends.pytorch.signature import Wanted
 
 CALL = {"mask": "causal_bottom_right", "window": (3, -1), "softmax_scale": 0.3}
 SUBSETS = [
@@ -290,7 +290,8 @@ def test_op_called_with_its_operands_alone_has_gradients(kernels):
 @pytest.mark.parametrize("module", ["frontend", "forward"])
 def test_module_that_runs_the_forward_brings_its_gradient_along(module):
     code = (
-        f"import torch, attngen.ops.{module}; assert hasattr(torch.ops.attngen, 'backward'), "
+        f"import torch, attngen.frontends.pytorch.{module};"
+        "assert hasattr(torch.ops.attngen, 'backward'), "
         "'a call would have no gradient'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from attngen.arch import sm90_bwd
-from attngen.builder import build_problem, render_problem
-from attngen.cache import Cache
-from attngen.digest import cache_key
+from attngen.compiler.builder import build_problem, render_problem
+from attngen.compiler.cache import Cache
+from attngen.compiler.digest import cache_key
 from attngen.errors import PlanError
-from attngen.plan import plan, plans, read_plan
-from attngen.values import to_data
+from attngen.io.values import to_data
+from attngen.kernels.plan import plan, plans, read_plan
+from attngen.kernels.wgmma.backward import plans as sm90_bwd
 from tests.cpu.sass import count_instructions
 from tests.cpu.test_render import offsets_in_cpp
 

@@ -9,13 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attngen import AttentionSpec, SpecError, features, resolve
-from attngen.builder import render_problem
-from attngen.load import LoadedKernel
-from attngen.ops import backward as op
-from attngen.ops import choice, heads, operation, sinks
-from attngen.ops.signature import OPTIONAL, Arguments
-from attngen.plan import plans
+from attngen import AttentionSpec, SpecError
+from attngen.compiler.builder import render_problem
+from attngen.fragments import features
+from attngen.frontends.pytorch import backward as op
+from attngen.frontends.pytorch import head_split as heads
+from attngen.frontends.pytorch import operation, sinks
+from attngen.frontends.pytorch import routing as choice
+from attngen.frontends.pytorch.signature import OPTIONAL, Arguments
+from attngen.kernels.plan import plans
+from attngen.runtime.load import LoadedKernel
+from attngen.spec import resolve
 
 ARCH = "sm_90a"
 BATCH, S_Q, S_KV, HEADS_Q, HEADS_KV = 2, 5, 7, 4, 2

@@ -18,7 +18,7 @@ from attngen.bench import checking, peers, report, timing, workloads
 from attngen.bench.peers import FA3_VARIABLE, Operands
 from attngen.bench.report import Machine, Mean, Report, make_row, means_of
 from attngen.bench.workloads import CASES, Case, forward_flops, select
-from attngen.cli import main
+from attngen.cli.main import main
 from attngen.errors import MeasureError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -271,7 +271,7 @@ def test_bench_fwd_without_a_gpu_says_so_and_writes_nothing(monkeypatch, tmp_pat
 def test_bench_plot_without_matplotlib_names_the_extra() -> None:
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
-        "from attngen.cli import main; main(['bench', 'fwd', '--plot', 'x.png'])"
+        "from attngen.cli.main import main; main(['bench', 'fwd', '--plot', 'x.png'])"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code]

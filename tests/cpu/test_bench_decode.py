@@ -14,7 +14,7 @@ import attngen
 from attngen.bench import decode, decode_report, peers
 from attngen.bench.decode_report import CASES, Case, make_row, means_of
 from attngen.bench.report import Machine, Mean
-from attngen.cli import main
+from attngen.cli.main import main
 from attngen.errors import MeasureError
 from tools import render_readme
 

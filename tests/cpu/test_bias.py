@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attngen.ops.bias import readable
+from attngen.frontends.pytorch.bias import readable
 
 
 def bf16(*sizes: int) -> torch.Tensor:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from attngen import bundle_write
-from attngen.bundle import MANIFEST, SUFFIX, Bundle, member_of
 from attngen.errors import BundleError
-from attngen.program import Binary
+from attngen.runtime.program import Binary
+from attngen.ship import writer as bundle_write
+from attngen.ship.bundle import MANIFEST, SUFFIX, Bundle, member_of
 from tests.cpu.bundle_kit import cubin_for, cubin_of, make_program, read_all, write
 
 A, B = make_program(64, "a", "first"), make_program(128, ("b", "c"), "second")

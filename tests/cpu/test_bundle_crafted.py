@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from attngen.bundle import DIGEST_BYTES, FORMAT, MANIFEST, MARK, Bundle
-from attngen.bundle_write import plain_member
 from attngen.errors import BundleError
-from attngen.program import SCHEMA_VERSION
-from attngen.values import to_data
+from attngen.io.values import to_data
+from attngen.runtime.program import SCHEMA_VERSION
+from attngen.ship.bundle import DIGEST_BYTES, FORMAT, MANIFEST, MARK, Bundle
+from attngen.ship.writer import plain_member
 from tests.cpu.bundle_kit import (
     Edit,
     Members,

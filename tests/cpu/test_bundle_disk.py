@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(120)
 KILLER = """
 import json, sys
 from pathlib import Path
-from attngen.bundle import Bundle
+from attngen.ship.bundle import Bundle
 from tests.cpu.bundle_kit import make_program, write
 from tests.cpu.kill_kit import killed_at_each_line
 
@@ -45,7 +45,7 @@ print(json.dumps(seen))
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from attngen.cache import Cache
+from attngen.compiler.cache import Cache
 from tests.cpu.bundle_kit import make_program, write
 from tests.cpu.cache_kit import CUBIN, FakeCompiler, make_key
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
@@ -62,8 +62,8 @@ print(len(entry.cubin), entry.path)
 SMALL_DISK = """
 import subprocess, sys
 from pathlib import Path
-from attngen.bundle import Bundle
-from attngen.cache import Cache
+from attngen.ship.bundle import Bundle
+from attngen.compiler.cache import Cache
 from tests.cpu.bundle_kit import make_program, read_all, write
 from tests.cpu.cache_kit import CUBIN, FakeCompiler, make_key, never
 disk = sys.argv[1]

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from attngen.bundle import DIGEST_BYTES, MARK, Bundle
 from attngen.errors import BundleError
+from attngen.ship.bundle import DIGEST_BYTES, MARK, Bundle
 from tests.cpu.bundle_kit import (
     craft,
     edit_manifest,

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from attngen.bundle import DIGEST_BYTES, MARK, Bundle
-from attngen.bundle_write import merge
 from attngen.errors import BundleError
+from attngen.ship.bundle import DIGEST_BYTES, MARK, Bundle
+from attngen.ship.writer import merge
 from tests.cpu.bundle_kit import (
     craft,
     cubin_for,

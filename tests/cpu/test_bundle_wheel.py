@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from attngen import bundle_wheel
-from attngen.bundle import Bundle
 from attngen.errors import BundleError
+from attngen.ship import wheel as bundle_wheel
+from attngen.ship.bundle import Bundle
 from tests.cpu.bundle_kit import cubin_for, make_program, write
 from tests.cpu.cache_kit import ROOT
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from attngen import digest
-from attngen.cache import Cache
+from attngen.compiler import digest
+from attngen.compiler.cache import Cache
 from attngen.errors import CacheError
-from attngen.plan import plan
+from attngen.kernels.plan import plan
 from tests.cpu.cache_kit import (
     ARCH,
     CUBIN,

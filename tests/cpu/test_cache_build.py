@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from attngen import digest
-from attngen.builder import build, render_problem
-from attngen.cache import Cache
+from attngen.compiler import digest
+from attngen.compiler.builder import build, render_problem
+from attngen.compiler.cache import Cache
 from attngen.errors import CacheError
-from attngen.plan import plan
-from attngen.spec import AttentionSpec
+from attngen.kernels.plan import plan
+from attngen.spec.attention_spec import AttentionSpec
 from tests.cpu.cache_kit import ARCH, ROOT
 from tests.cpu.cache_kit import PROBLEM as OTHER
 
@@ -35,10 +35,10 @@ class Blocker:
 sys.meta_path.insert(0, Blocker())
 import json
 from attngen import digest, problem, values
-from attngen.builder import build_problem
-from attngen.cache import Cache
+from attngen.compiler.builder import build_problem
+from attngen.compiler.cache import Cache
 from attngen.errors import CacheError
-from attngen.plan import plan
+from attngen.kernels.plan import plan
 wanted = values.from_json(problem.Problem, sys.argv[1])
 """
 HIT = """
@@ -171,7 +171,7 @@ def test_build_without_a_home_stores_nothing_and_says_so_once(
     (tmp_path / "a.toml").write_text("[[kernel]]\nhead_dim = 16\n")
     command = [*"attngen bundle build a.toml -o".split(), "x.attn"]
     patched = NO_HOME.partition("import attngen")[0] + f"sys.argv = {command}\n"
-    done = run_there(patched + "from attngen.cli import main; main()")
+    done = run_there(patched + "from attngen.cli.main import main; main()")
     assert done.returncode == 0 and "nothing but the bundle is kept" in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.toml", "x.attn"]
     done = run_there(NO_HOME, ATTNGEN_DISABLE_JIT="1")
@@ -182,7 +182,7 @@ def test_build_without_a_home_stores_nothing_and_says_so_once(
 UPGRADED = """
 import json, sys
 from pathlib import Path
-import attngen, attngen.builder
+import attngen, attngen.compiler.builder
 before, when = Path(sys.argv[1]), sys.argv[2]
 spec = attngen.AttentionSpec(head_dim=16)
 if when == "later":
@@ -198,7 +198,7 @@ print(json.dumps([each.from_cache for each in built]))
 @pytest.mark.parametrize("when", ["before the first build", "later"])
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("attngen/arch/base.py", "# new\n"), ("templates/kernels/sm90_fwd.cu.j2", "// new\n")],
+    [("attngen/kernels/base.py", "# new\n"), ("templates/kernels/sm90_fwd.cu.j2", "// new\n")],
 )
 def test_build_of_a_package_that_changed_under_the_process_is_not_stored(
     name: str, text: str, when: str, tmp_path: Path

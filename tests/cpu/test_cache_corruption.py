@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from attngen import cache_entry
-from attngen.cache import Cache
-from attngen.cache_entry import Defect
-from attngen.values import to_data
+from attngen.compiler import cache_entry
+from attngen.compiler.cache import Cache
+from attngen.compiler.cache_entry import Defect
+from attngen.io.values import to_data
 from tests.cpu.cache_kit import (
     CUBIN,
     FakeCompiler,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from attngen.cache import Cache, Entry
+from attngen.compiler.cache import Cache, Entry
 from tests.cpu.cache_kit import CUBIN, FakeCompiler, make_binary, make_key, start_python
 
 pytestmark = pytest.mark.timeout(60)
@@ -23,7 +23,7 @@ KEYS = "abcd"
 BUILDER = """
 import os, random, sys, time
 from pathlib import Path
-from attngen.cache import Cache
+from attngen.compiler.cache import Cache
 from tests.cpu.cache_kit import CUBIN, make_binary, make_key
 root, compiled, go = map(Path, sys.argv[1:4])
 keys = list(sys.argv[4])
@@ -50,7 +50,7 @@ for tag in keys:
 # kill the cache must be whole and usable.
 KILLER = """
 import json, sys
-from attngen.cache import Cache
+from attngen.compiler.cache import Cache
 from tests.cpu.cache_kit import CUBIN, FakeCompiler, make_binary, make_key, never
 from tests.cpu.kill_kit import killed_at_each_line
 
@@ -81,7 +81,7 @@ print(json.dumps(seen))
 # Takes the lock, says so, and never comes back.
 HANGING_BUILDER = """
 import sys, time
-from attngen.cache import Cache
+from attngen.compiler.cache import Cache
 from tests.cpu.cache_kit import make_key
 
 def compile_now():
@@ -181,7 +181,7 @@ def test_writer_killed_at_any_line_leaves_whole_entries_or_none(tmp_path: Path) 
 HANGING_WRITER = """
 import os, sys, time
 from attngen import cache_entry
-from attngen.cache import Cache
+from attngen.compiler.cache import Cache
 from tests.cpu.cache_kit import CUBIN, make_binary, make_key
 cache_entry.sync_directory = lambda path: (print("writing", flush=True), time.sleep(600))
 Cache(sys.argv[1]).put(make_key("slow"), make_binary(), CUBIN)

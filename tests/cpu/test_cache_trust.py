@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from attngen import cache as cache_module
-from attngen import trust
-from attngen.cache import Cache
+from attngen.compiler import cache as cache_module
+from attngen.compiler.cache import Cache
 from attngen.errors import CacheError
+from attngen.io import trust
 from tests.cpu.cache_kit import CUBIN, FakeCompiler, make_binary, make_key, never, seal
 
 pytestmark = pytest.mark.timeout(60)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from attngen import cache_lock, file_lock
-from attngen.cache import Cache
+from attngen.compiler import cache_lock
+from attngen.compiler.cache import Cache
+from attngen.io import file_lock
 from tests.cpu.cache_kit import (
     CUBIN,
     FakeCompiler,

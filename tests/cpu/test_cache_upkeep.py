@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from attngen import cache_entry, digest
-from attngen.cache import Cache
-from attngen.plan import plan
+from attngen.compiler import cache_entry, digest
+from attngen.compiler.cache import Cache
+from attngen.kernels.plan import plan
 from tests.cpu.cache_kit import (
     ARCH,
     CUBIN,

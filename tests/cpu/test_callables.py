@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import attngen
 from attngen import SpecError
-from attngen.ops import choice
+from attngen.frontends.pytorch import routing as choice
 
 B, H, S, KEYS, D = 2, 4, 9, 11, 8
 TABLE = torch.randn(KEYS, generator=torch.Generator().manual_seed(3))

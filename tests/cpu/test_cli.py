@@ -15,14 +15,16 @@ from click.testing import CliRunner, Result
 from cuda.pathfinder import DynamicLibNotFoundError
 
 import attngen
-from attngen import batch, features, resolve
-from attngen import compile as compiler
-from attngen.cache import Cache
-from attngen.cli import main
+from attngen.cli.main import main
+from attngen.compiler import batch
+from attngen.compiler import compile as compiler
+from attngen.compiler.cache import Cache
+from attngen.compiler.explain import to_toml
 from attngen.errors import install_command
-from attngen.explain import to_toml
-from attngen.spec import AttentionSpec, load_specs
-from attngen.values import to_data
+from attngen.fragments import features
+from attngen.io.values import to_data
+from attngen.spec import resolve
+from attngen.spec.attention_spec import AttentionSpec, load_specs
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = ROOT / "examples" / "specs" / "llama3-8b.toml"
@@ -52,7 +54,7 @@ class Blocker:
 sys.meta_path.insert(0, Blocker())
 {code}
 """
-RUN_MAIN = "from attngen.cli import main; main({arguments!r})"
+RUN_MAIN = "from attngen.cli.main import main; main({arguments!r})"
 COMPILER = ("jinja2", "cuda.bindings.nvrtc", "cuda.bindings.cynvrtc", "cutlass", "cuda.core")
 
 
@@ -426,7 +428,7 @@ def run_without_nvrtc(
 
 def test_build_commands_work_where_torch_cannot_be_imported() -> None:
     code = f"""
-from attngen.cli import main
+from attngen.cli.main import main
 from attngen.errors import install_command
 for command in (["list"], ["explain", {str(LLAMA)!r}], ["build", {str(LLAMA)!r}], ["cache", "ls"]):
     main(command, standalone_mode=False)

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from attngen import batch, features, resolve
-from attngen.builder import build_problem
-from attngen.spec import load_specs
+from attngen.compiler import batch
+from attngen.compiler.builder import build_problem
+from attngen.fragments import features
+from attngen.spec import resolve
+from attngen.spec.attention_spec import load_specs
 from tests.cpu.test_cli import cache_dir, run, write  # noqa: F401  # a cache of each test's own
 
 TRAINED = """

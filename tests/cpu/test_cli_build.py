@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from attngen import batch
-from attngen.bundle import Bundle
-from attngen.cache import Cache
-from attngen.cli import main
-from attngen.spec import load_specs
-from attngen.tracing import Trace
+from attngen.cli.main import main
+from attngen.compiler import batch
+from attngen.compiler.cache import Cache
+from attngen.runtime.tracing import Trace
+from attngen.ship.bundle import Bundle
+from attngen.spec.attention_spec import load_specs
 from tests.cpu.cache_kit import ARCH, PROBLEM, ROOT
 from tests.cpu.cli_kit import CURATED, GEMMA, LLAMA, run
 
@@ -178,7 +178,7 @@ def test_build_all_cached_needs_to_write_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run("build", LLAMA, "-o", tmp_path)
-    monkeypatch.setattr("attngen.cli_build.can_write_into", lambda _: False)
+    monkeypatch.setattr("attngen.cli.build.can_write_into", lambda _: False)
     assert "0 compiled, 2 cached" in run("build", LLAMA, "-o", tmp_path).stdout
     assert "lacks 2 kernels" in run("build", LLAMA, GEMMA, "-o", tmp_path).stderr
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from attngen import batch, bundle_write
-from attngen.bundle import Bundle
-from attngen.cache import Cache
-from attngen.spec import load_specs
+from attngen.compiler import batch
+from attngen.compiler.cache import Cache
+from attngen.ship import writer as bundle_write
+from attngen.ship.bundle import Bundle
+from attngen.spec.attention_spec import load_specs
 from tests.cpu.bundle_kit import make_program, write
 from tests.cpu.cache_kit import ARCH
 from tests.cpu.cli_kit import CURATED, GEMMA, LLAMA, run

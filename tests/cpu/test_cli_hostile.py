@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from attngen import tuned
-from attngen.spec import AttentionSpec
+from attngen.kernels import tuned
+from attngen.spec.attention_spec import AttentionSpec
 from tests.cpu.cache_kit import PROBLEM, ROOT
 from tests.cpu.cli_kit import run
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import click
 import pytest
 
-from attngen import doctor
-from attngen.cache import Cache, CacheEntryInfo
-from attngen.cli import main
-from attngen.cli_output import PrintableFormatter, fitted
-from attngen.text import printable, printable_lines, quoted
+from attngen.cli import doctor
+from attngen.cli.main import main
+from attngen.cli.output import PrintableFormatter, fitted
+from attngen.compiler.cache import Cache, CacheEntryInfo
+from attngen.io.text import printable, printable_lines, quoted
 from tests.cpu.bundle_kit import make_program, write
 from tests.cpu.cache_kit import ROOT
 from tests.cpu.cli_kit import run
@@ -241,7 +241,7 @@ def test_help_of_every_command_is_ascii() -> None:
 
 def test_commands_print_in_one_place_alone() -> None:
     for path in (ROOT / "attngen").glob("cli*.py"):
-        if path.name == "cli_output.py":
+        if path.name == "cli/output.py":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""

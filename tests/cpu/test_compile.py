@@ -13,14 +13,14 @@ from dataclasses import replace
 
 import pytest
 
-from attngen import compile as compiler
-from attngen import files
-from attngen.builder import render_problem
-from attngen.compile import compile_source, find_defects, read_resources, run_nvrtc
+from attngen.compiler import compile as compiler
+from attngen.compiler.builder import render_problem
+from attngen.compiler.compile import compile_source, find_defects, read_resources, run_nvrtc
 from attngen.errors import CompileError
-from attngen.plan import plans
-from attngen.program import SCHEMA_VERSION, Resources
-from attngen.render import Source
+from attngen.io import files
+from attngen.kernels.plan import plans
+from attngen.kernels.render import Source
+from attngen.runtime.program import SCHEMA_VERSION, Resources
 from tests.cpu.sass import count_instructions, find_split_warpgroups, read_usage
 
 pytestmark = pytest.mark.timeout(300)
@@ -172,7 +172,7 @@ def test_run_nvrtc_fresh_process_gives_the_same_bytes_without_torch_or_cuda_core
     """cuda.core hangs at its second touch of a driver that is not there."""
     source, _, cubin = built("d8")
     script = (
-        "import hashlib, sys; from attngen.compile import run_nvrtc;"
+        "import hashlib, sys; from attngen.compiler.compile import run_nvrtc;"
         f"cubin = run_nvrtc(sys.stdin.read(), '{source.kernel.entry}.cu', {ARCH!r}).cubin;"
         "print(hashlib.sha256(cubin).hexdigest());"
         "print(*(name for name in ('cuda.core', 'torch') if name in sys.modules))"

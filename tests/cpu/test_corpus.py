@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from attngen import features, files
-from attngen.builder import render_problem
-from attngen.plan import KernelPlan, plans
-from attngen.problem import Problem
-from attngen.render import Source
-from attngen.resolve import resolve
-from attngen.spec import AttentionSpec
+from attngen.compiler.builder import render_problem
+from attngen.fragments import features
+from attngen.io import files
+from attngen.kernels.plan import KernelPlan, plans
+from attngen.kernels.render import Source
+from attngen.spec.attention_spec import AttentionSpec
+from attngen.spec.problem import Problem
+from attngen.spec.resolve import resolve
 from tools import corpus
 
 HEADERS = {

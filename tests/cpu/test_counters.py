@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attngen import counters, load
 from attngen.errors import LaunchError
-from attngen.ops import frontend, operation
+from attngen.frontends.pytorch import attention as frontend
+from attngen.frontends.pytorch import operation
+from attngen.runtime import counters, load
 
 DEVICE = torch.device("cuda", 0)
 

@@ -8,10 +8,11 @@ import re
 import pytest
 from click.testing import CliRunner
 
-from attngen import coverage, features
-from attngen.cli import main
-from attngen.coverage import AXES, Member
-from attngen.resolve import resolve
+from attngen.cli.main import main
+from attngen.fragments import features
+from attngen.spec import coverage
+from attngen.spec.coverage import AXES, Member
+from attngen.spec.resolve import resolve
 from tools import sweep
 
 KNOWN = features.scan()

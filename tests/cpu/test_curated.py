@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from attngen import batch, load_specs
-from attngen.cache import Cache
+from attngen import load_specs
+from attngen.compiler import batch
+from attngen.compiler.cache import Cache
 from tests.cpu.sass import count_instructions
 from tools import sweep
 

@@ -7,14 +7,17 @@ import itertools
 
 import pytest
 
-from attngen import AttentionSpec, batch, features, resolve
-from attngen.arch import sm90_decode
-from attngen.arch.sm90 import SMEM_BYTES
-from attngen.builder import render_problem
-from attngen.cache import Cache
-from attngen.explain import aim
-from attngen.plan import plans, read_plan
-from attngen.values import to_data
+from attngen import AttentionSpec
+from attngen.compiler import batch
+from attngen.compiler.builder import render_problem
+from attngen.compiler.cache import Cache
+from attngen.compiler.explain import aim
+from attngen.fragments import features
+from attngen.io.values import to_data
+from attngen.kernels.plan import plans, read_plan
+from attngen.kernels.wgmma.decode import plans as sm90_decode
+from attngen.kernels.wgmma.forward.plans import SMEM_BYTES
+from attngen.spec import resolve
 
 ARCH = "sm_90a"
 PAGED = "paged_kv_bshd_bshd_bshd"

@@ -20,13 +20,15 @@ from typing import Any
 
 import pytest
 
-from attngen import compile as compiler
-from attngen import digest, features, files, toolchain
-from attngen.builder import build_plan
-from attngen.cache import Cache
-from attngen.digest import cache_key, digest_files, read_tree
-from attngen.plan import plan
-from attngen.program import Binary
+from attngen.compiler import compile as compiler
+from attngen.compiler import digest, toolchain
+from attngen.compiler.builder import build_plan
+from attngen.compiler.cache import Cache
+from attngen.compiler.digest import cache_key, digest_files, read_tree
+from attngen.fragments import features
+from attngen.io import files
+from attngen.kernels.plan import plan
+from attngen.runtime.program import Binary
 from tests.cpu.cache_kit import ARCH, CUBIN, PROBLEM, ROOT, make_binary
 
 PLAN = plan(PROBLEM, ARCH)
@@ -37,7 +39,7 @@ assert str(files.templates_dir()).startswith(sys.argv[1])
 wanted = values.from_json(problem.Problem, sys.argv[2])
 key = digest.cache_key(wanted, plan.plan(wanted, "sm_90a"), "sm_90a")
 print(key.digest, key.material)
-assert not {"jinja2", "cuda", "attngen.render"} & sys.modules.keys()
+assert not {"jinja2", "cuda", "attngen.kernels.render"} & sys.modules.keys()
 """
 
 
@@ -105,12 +107,15 @@ EDITS: dict[str, tuple[str, Callable[[Path], object]]] = {
         "headers",
         lambda c: flip_byte(c / "attngen/cuda/include/attngen/context.cuh"),
     ),
-    "option": ("flags", lambda c: replace_text(c / "attngen/compile.py", "c++17", "c++20")),
-    "renderer": ("generator", lambda c: replace_text(c / "attngen/render.py", "64", "32")),
+    "option": (
+        "flags",
+        lambda c: replace_text(c / "attngen/compiler/compile.py", "c++17", "c++20"),
+    ),
+    "renderer": ("generator", lambda c: replace_text(c / "attngen/kernels/render.py", "64", "32")),
     "schema": (
         "schema",
         lambda c: replace_text(
-            c / "attngen/program.py",
+            c / "attngen/runtime/program.py",
             f"SCHEMA_VERSION = {digest.SCHEMA_VERSION}",
             f"SCHEMA_VERSION = {digest.SCHEMA_VERSION + 1}",
         ),
@@ -221,8 +226,8 @@ def test_key_any_module_that_generates_edited_differs(name: str, checkout: Path)
 
 
 PLAN_PROPERTIES = {
-    "CTAs an SM": ("arch/base.py", "return 512 // (", "return 2 * 512 // ("),
-    "sums of dK and dV": ("arch/sm90_bwd.py", "* columns + 1)", "* columns + 2)"),
+    "CTAs an SM": ("kernels/base.py", "return 512 // (", "return 2 * 512 // ("),
+    "sums of dK and dV": ("kernels/wgmma/backward/plans.py", "* columns + 1)", "* columns + 2)"),
 }
 
 
@@ -235,7 +240,10 @@ def test_key_what_a_plan_computes_of_itself_is_in_it(what: str, checkout: Path) 
 
 
 def digests_in(checkout: Path, **environment: str) -> dict[str, str]:
-    code = "import json; from attngen.digest import source_digests as f; print(json.dumps(f()))"
+    code = (
+        "import json; from attngen.compiler.digest import source_digests as f;"
+        "print(json.dumps(f()))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -291,7 +299,7 @@ def test_key_of_a_module_with_neither_source_nor_code_says_what_is_needed(
         def get_code(self, name: str) -> None:
             return None
 
-    spec = importlib.machinery.ModuleSpec("attngen.values", Loader(), origin="values.so")  # type: ignore[arg-type]
+    spec = importlib.machinery.ModuleSpec("attngen.io.values", Loader(), origin="values.so")  # type: ignore[arg-type]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     with pytest.raises(
         FileNotFoundError, match=r"attngen\.values has neither .* install attngen's"
@@ -316,7 +324,10 @@ def test_install_in_a_zip_has_the_keys_of_a_wheel_and_says_what_building_needs(
     """Its wheel says what its templates and headers are; NVRTC cannot read them there."""
     facts = {"features": features.scan(), **digest.source_digests()}
     (checkout / "attngen" / "shipped.json").write_text(digest.to_json(facts))
-    code = "import json; from attngen.digest import source_digests as f; print(json.dumps(f()))"
+    code = (
+        "import json; from attngen.compiler.digest import source_digests as f;"
+        "print(json.dumps(f()))"
+    )
     done = run_from_zip(checkout, tmp_path, code)
     assert json.loads(done.stdout) == digest.source_digests(), done.stderr
     code = "import attngen; attngen.build(attngen.AttentionSpec(head_dim=16))"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from attngen.cache import Cache
+from attngen.compiler.cache import Cache
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "environment.md").read_text()
@@ -57,7 +57,7 @@ def test_cache_is_where_the_page_says(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_completion_is_made_as_the_page_says(shell: str) -> None:
     (line,) = re.findall(rf"^\| {shell}.* \| `(.*)` \|$", PAGE, re.MULTILINE)
     name, value = re.search(r"(_ATTNGEN_COMPLETE)=(\w+)", line).groups()
-    code = "from attngen.cli import main; main(prog_name='attngen')"
+    code = "from attngen.cli.main import main; main(prog_name='attngen')"
     for instruction, word in ((value, name), (f"{shell}_complete", "cache")):
         words = {"COMP_WORDS": "attngen cach", "COMP_CWORD": "cach" if shell == "fish" else "1"}
         done = subprocess.run(

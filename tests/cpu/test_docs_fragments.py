@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from attngen import features, files, launch, run_time
-from attngen.builder import render_problem
-from attngen.compile import compile_source
-from attngen.ops.operands import extent
-from attngen.plan import plans
-from attngen.resolve import resolve
-from attngen.spec import AttentionSpec
+from attngen.compiler.builder import render_problem
+from attngen.compiler.compile import compile_source
+from attngen.fragments import features
+from attngen.frontends.pytorch.operands import extent
+from attngen.io import files
+from attngen.kernels.plan import plans
+from attngen.runtime import launch, run_time
+from attngen.spec.attention_spec import AttentionSpec
+from attngen.spec.resolve import resolve
 from tests.cpu.conftest import EXCERPT, HOST_HEAD
 from tests.emulator import device
 
@@ -53,7 +55,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def code(root, compile_cpp):
-    from attngen.render import emit_fragment
+    from attngen.kernels.render import emit_fragment
 
     known = features.scan(root)
     structs = [known["mask"]["prefix"], known["score"]["temperature"]]

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 import attngen
-from attngen import features, resolve
-from attngen.spec import load_specs
+from attngen.fragments import features
+from attngen.spec import resolve
+from attngen.spec.attention_spec import load_specs
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
 

@@ -7,9 +7,10 @@ import json
 import re
 from pathlib import Path
 
-from attngen import features, resolve
-from attngen.listing import list_features
-from attngen.spec import AttentionSpec, load_specs
+from attngen.fragments import features
+from attngen.spec import resolve
+from attngen.spec.attention_spec import AttentionSpec, load_specs
+from attngen.spec.listing import list_features
 
 PAGE = (Path(__file__).parents[2] / "docs" / "specs.md").read_text()
 

@@ -13,10 +13,14 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from attngen import digest, doctor, features, files, tuned
-from attngen.cli import main
+from attngen.cli import doctor
+from attngen.cli.main import main
+from attngen.compiler import digest
 from attngen.errors import install_command
-from attngen.values import to_json
+from attngen.fragments import features
+from attngen.io import files
+from attngen.io.values import to_json
+from attngen.kernels import tuned
 
 ROOT = Path(__file__).resolve().parents[2]
 ITEMS = [

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from attngen.ops.operands import dropout_numbers
+from attngen.frontends.pytorch.operands import dropout_numbers
 from attngen.reference.dropout import (
     drop_threshold,
     dropout_keep_mask,

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import attngen
-from attngen.files import headers
-from attngen.ops import operation
+from attngen.frontends.pytorch import operation
+from attngen.io.files import headers
 from tests.emulator import compiler, device, fences, instructions
 
 NUMBERS = """
@@ -155,7 +155,7 @@ def test_fault_is_found(name, folder, monkeypatch):
     window = (500, 0) if "not looked" in name else (-1, -1)
     if window[0] > 0 or "pointer" in name:
         # Kernels for short calls have no warps that pass over blocks, and ask for more memory.
-        monkeypatch.setattr("attngen.ops.forward.is_short", lambda *_: False)
+        monkeypatch.setattr("attngen.frontends.pytorch.forward.is_short", lambda *_: False)
     rewrite, places = instructions.rewrite, []
 
     def break_first(source: str) -> str:

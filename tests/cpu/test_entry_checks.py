@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import attngen
 from attngen import SpecError
-from attngen.ops import choice
+from attngen.frontends.pytorch import routing as choice
 from attngen.reference.entry_checks import MOST_NAMED, longest_ascent
 
 LOWEST, HIGHEST = -(1 << 31), (1 << 31) - 1

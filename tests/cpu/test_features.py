@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from attngen import features, files
+from attngen.fragments import features
+from attngen.io import files
 
 HEADER = """<#
 name = "prefix"

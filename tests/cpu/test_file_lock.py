@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from attngen import cache_lock, file_lock
+from attngen.compiler import cache_lock
+from attngen.io import file_lock
 from tests.cpu.cache_kit import start_python
 
 pytestmark = pytest.mark.timeout(60)

@@ -15,12 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from attngen import bundle_wheel, bundle_write, files, tuned
 from attngen.bench import report as bench_report
-from attngen.bundle import Bundle
 from attngen.errors import BundleError, PlanError, SpecError
-from attngen.spec import load_specs
-from attngen.tracing import Trace
+from attngen.io import files
+from attngen.kernels import tuned
+from attngen.runtime.tracing import Trace
+from attngen.ship import wheel as bundle_wheel
+from attngen.ship import writer as bundle_write
+from attngen.ship.bundle import Bundle
+from attngen.spec.attention_spec import load_specs
 from tests.cpu.bundle_kit import cubin_of, make_program, write
 from tests.cpu.cache_kit import ARCH, PROBLEM, ROOT, start_python
 from tests.cpu.kill_kit import killed_at_each_line

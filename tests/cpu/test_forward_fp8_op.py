@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from attngen import SpecError
-from attngen.load import LoadedKernel
-from attngen.ops import forward as op
-from attngen.ops import operands as op_operands
-from attngen.ops import operation, short
-from attngen.ops.signature import split
-from attngen.program import Field, KernelEntry, TensorMapRecipe
+from attngen.frontends.pytorch import forward as op
+from attngen.frontends.pytorch import operands as op_operands
+from attngen.frontends.pytorch import operation, short
+from attngen.frontends.pytorch.signature import split
 from attngen.reference.call import SCALES
+from attngen.runtime.load import LoadedKernel
+from attngen.runtime.program import Field, KernelEntry, TensorMapRecipe
 from tests.cpu.fp8_kit import E4M3, E5M2, operands, rest_of, scales
 
 STRIDES = tuple(f"descale_{name}_stride_{axis}" for name in "qkv" for axis in ("batch", "head"))

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import meta
 
-from attngen import features, files
-from attngen.compile import run_nvrtc
-from attngen.features import Fragment
-from attngen.render import emit_fragment, environment
+from attngen.compiler.compile import run_nvrtc
+from attngen.fragments import features
+from attngen.fragments.features import Fragment
+from attngen.io import files
+from attngen.kernels.render import emit_fragment, environment
 
 FRAGMENTS = [fragment for axis in features.scan().values() for fragment in axis.values()]
 EACH = pytest.mark.parametrize("fragment", FRAGMENTS, ids=lambda f: f"{f.axis}-{f.name}")

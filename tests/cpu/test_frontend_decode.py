@@ -9,12 +9,16 @@ import pytest
 import torch
 
 import attngen
-from attngen import AttentionSpec, SpecError, features, reference, resolve
-from attngen.layouts import parse
-from attngen.ops import checks, choice, decode, frontend
-from attngen.ops.operands import extents_of, scalars_of, spec_of
-from attngen.ops.signature import OPTIONAL, Arguments, name_of, split
-from attngen.run_time import Extent
+from attngen import AttentionSpec, SpecError, reference
+from attngen.fragments import features
+from attngen.frontends.pytorch import attention as frontend
+from attngen.frontends.pytorch import checks, decode
+from attngen.frontends.pytorch import routing as choice
+from attngen.frontends.pytorch.operands import extents_of, scalars_of, spec_of
+from attngen.frontends.pytorch.signature import OPTIONAL, Arguments, name_of, split
+from attngen.runtime.run_time import Extent
+from attngen.spec import resolve
+from attngen.spec.layouts import parse
 from tests.cpu.fp8_kit import keywords_of
 
 PAGED = [f"paged_kv_{q}_{kv}_{kv}" for q in ("bshd", "sbhd", "thd") for kv in ("bshd", "sbhd")]
@@ -257,7 +261,9 @@ def test_spec_of_a_call_is_the_one_whose_kernels_it_reaches(given, few):
     if "out_dtype" in asked:
         asked["out_dtype"] = name_of(asked["out_dtype"])
     arguments = Arguments(**asked)
-    q, k, v = attngen.layouts.unpack(parse(arguments.layout), named["q"], named["k"], named["v"])
+    q, k, v = attngen.spec.layouts.unpack(
+        parse(arguments.layout), named["q"], named["k"], named["v"]
+    )
     known = features.scan()
     reached = spec_of(q, k, v, optional, arguments)
     assert reached.decode == few

@@ -7,8 +7,9 @@ import torch
 
 import attngen
 from attngen import SpecError, reference
-from attngen.ops import choice, frontend
-from attngen.ops.signature import Arguments, dtype_of, name_of, split
+from attngen.frontends.pytorch import attention as frontend
+from attngen.frontends.pytorch import routing as choice
+from attngen.frontends.pytorch.signature import Arguments, dtype_of, name_of, split
 from tests.cpu.fp8_kit import E4M3, E5M2, keywords_of, operands, rest_of, same, scales
 
 

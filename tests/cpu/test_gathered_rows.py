@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attngen import files
+from attngen.io import files
 
 SHAPES = [(16, 64), (32, 128), (48, 64), (64, 48), (80, 112), (128, 128), (176, 32), (256, 64)]
 STUBS = """

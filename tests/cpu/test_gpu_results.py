@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from attngen import digest
+from attngen.compiler import digest
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "gpu_results.py"
 _spec = importlib.util.spec_from_file_location("gpu_results", TOOL)

@@ -7,8 +7,8 @@ import itertools
 
 import pytest
 
-from attngen import files
-from attngen.compile import run_nvrtc
+from attngen.compiler.compile import run_nvrtc
+from attngen.io import files
 
 # Headers of scalar code; the others hold PTX, or build on those that do.
 HOST_HEADERS = (

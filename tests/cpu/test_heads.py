@@ -9,17 +9,19 @@ import pytest
 import torch
 
 import attngen
-from attngen import features, layouts, resolve, run_time
-from attngen.arch.sm90_bwd import BackwardPlan
-from attngen.builder import render_problem
-from attngen.load import LoadedKernel
-from attngen.ops import backward as op
-from attngen.ops import heads
-from attngen.ops.heads import TOGETHER, apart_of, is_faster
-from attngen.ops.needed import family_of
-from attngen.ops.signature import OPTIONAL, Arguments, Wanted
-from attngen.plan import plans
-from attngen.run_time import Extent
+from attngen.compiler.builder import render_problem
+from attngen.fragments import features
+from attngen.frontends.pytorch import backward as op
+from attngen.frontends.pytorch import head_split as heads
+from attngen.frontends.pytorch.gradient_kernels import family_of
+from attngen.frontends.pytorch.head_split import TOGETHER, apart_of, is_faster
+from attngen.frontends.pytorch.signature import OPTIONAL, Arguments, Wanted
+from attngen.kernels.plan import plans
+from attngen.kernels.wgmma.backward.plans import BackwardPlan
+from attngen.runtime import run_time
+from attngen.runtime.load import LoadedKernel
+from attngen.runtime.run_time import Extent
+from attngen.spec import layouts, resolve
 
 ARCH = "sm_90a"
 SMS = 132

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from cuda.bindings import driver as bindings
 
-from attngen import LaunchError, launch, run_time
-from attngen.load import LoadedKernel
-from attngen.program import Field, KernelEntry, TensorMapRecipe
-from attngen.run_time import Extent, Scalars
+from attngen import LaunchError
+from attngen.runtime import launch, run_time
+from attngen.runtime.load import LoadedKernel
+from attngen.runtime.program import Field, KernelEntry, TensorMapRecipe
+from attngen.runtime.run_time import Extent, Scalars
 
 ENTRY = KernelEntry(
     entry="kernel",
@@ -81,7 +82,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     found = Driver()
-    monkeypatch.setattr("attngen.launch.driver", lambda: found)
+    monkeypatch.setattr("attngen.runtime.launch.driver", lambda: found)
     return found
 
 

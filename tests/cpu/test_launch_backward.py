@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 from cuda.bindings import driver as bindings
 
-from attngen import LaunchError, launch, run_time
-from attngen.builder import render_problem
-from attngen.load import LoadedKernel
-from attngen.plan import plans
-from attngen.program import KernelEntry
-from attngen.run_time import UNBOUNDED, Extent, Scalars
+from attngen import LaunchError
+from attngen.compiler.builder import render_problem
+from attngen.kernels.plan import plans
+from attngen.runtime import launch, run_time
+from attngen.runtime.load import LoadedKernel
+from attngen.runtime.program import KernelEntry
+from attngen.runtime.run_time import UNBOUNDED, Extent, Scalars
 from tests.cpu.test_launch import Driver, start_of
 
 ARCH = "sm_90a"
@@ -73,7 +74,7 @@ def launched(
     found = []
     for plan in plans(problem, ARCH):
         driver = Recorder()
-        monkeypatch.setattr("attngen.launch.driver", lambda driver=driver: driver)
+        monkeypatch.setattr("attngen.runtime.launch.driver", lambda driver=driver: driver)
         launch._encoded.cache_clear()
         entry = render_problem(problem, plan).kernel
         loaded = LoadedKernel("handle", entry, 0, SMS)
@@ -243,7 +244,7 @@ def test_launch_heads_beside_lengths_are_as_many_as_of_equal_ones(
 @pytest.mark.parametrize("change", ["heads", "batch"])
 def test_more_than_an_axis_of_a_grid_holds_are_all_in_the_first(change, make_problem, monkeypatch):
     """But by a kernel of an earlier version, which cannot tell them apart there."""
-    monkeypatch.setattr("attngen.launch.driver", lambda: Recorder())
+    monkeypatch.setattr("attngen.runtime.launch.driver", lambda: Recorder())
     problem = make_problem(64, direction="bwd")
     kernels = [
         render_problem(problem, each).kernel
@@ -267,7 +268,7 @@ def test_more_than_an_axis_of_a_grid_holds_are_all_in_the_first(change, make_pro
 
 
 def test_more_ctas_than_a_grid_holds_are_refused(make_problem, monkeypatch):
-    monkeypatch.setattr("attngen.launch.driver", lambda: Recorder())
+    monkeypatch.setattr("attngen.runtime.launch.driver", lambda: Recorder())
     problem = make_problem(64, direction="bwd")
     prepare, *_ = plans(problem, ARCH)
     loaded = LoadedKernel("handle", render_problem(problem, prepare).kernel, 0, SMS)

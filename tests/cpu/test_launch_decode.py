@@ -12,14 +12,17 @@ import pytest
 import torch
 from cuda.bindings import driver as bindings
 
-from attngen import AttentionSpec, LaunchError, features, launch, resolve
-from attngen.builder import render_problem
-from attngen.load import LoadedKernel
-from attngen.ops import decode, forward
-from attngen.ops.operation import lay_out_workspaces
-from attngen.ops.signature import OPTIONAL, Arguments
-from attngen.plan import plans
-from attngen.run_time import SM_BYTES, Extent, Scalars
+from attngen import AttentionSpec, LaunchError
+from attngen.compiler.builder import render_problem
+from attngen.fragments import features
+from attngen.frontends.pytorch import decode, forward
+from attngen.frontends.pytorch.operation import lay_out_workspaces
+from attngen.frontends.pytorch.signature import OPTIONAL, Arguments
+from attngen.kernels.plan import plans
+from attngen.runtime import launch
+from attngen.runtime.load import LoadedKernel
+from attngen.runtime.run_time import SM_BYTES, Extent, Scalars
+from attngen.spec import resolve
 from tests.cpu.test_launch import start_of
 
 PAGES, PAGE, HEADS, D = 50, 16, 2, 128
@@ -69,7 +72,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     found = Driver()
-    monkeypatch.setattr("attngen.launch.driver", lambda: found)
+    monkeypatch.setattr("attngen.runtime.launch.driver", lambda: found)
     launch._encoded.cache_clear()
     return found
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from attngen import layouts
 from attngen.errors import SpecError
+from attngen.spec import layouts
 
 SIZES = {"s": 5, "b": 2, "h": 4, "d": 8, "t": 11}
 PACKED = [name for name in layouts.NAMES if layouts.parse(name).packing != "none"]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from attngen import load
 from attngen.errors import LaunchError
+from attngen.runtime import load
 from tests.cpu.cache_kit import CUBIN, KERNEL, make_binary
 
 

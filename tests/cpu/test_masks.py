@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attngen import features
+from attngen.fragments import features
 
 MASK_LISTS = ((), ("causal",), ("window",), ("causal", "window"), ("window", "causal"))
 UNBOUNDED = 1 << 30

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 import attngen
-from attngen import doctor, mounts
-from attngen.builder import build_problem, find_kernels
-from attngen.bundle import Bundle
+from attngen.cli import doctor
+from attngen.compiler.builder import build_problem, find_kernels
 from attngen.errors import BundleError, CacheError
-from attngen.spec import AttentionSpec
-from attngen.tracing import read
+from attngen.runtime.tracing import read
+from attngen.ship import lookup as mounts
+from attngen.ship.bundle import Bundle
+from attngen.spec.attention_spec import AttentionSpec
 from tests.cpu.bundle_kit import cubin_for, make_program, write
 from tests.cpu.cache_kit import ARCH, PROBLEM
 
@@ -196,7 +197,7 @@ def test_find_kernels_takes_a_bundle_before_cache_and_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attngen.load_bundle(write(tmp_path / "x", A))
-    monkeypatch.setattr("attngen.builder.build_problem", None)
+    monkeypatch.setattr("attngen.compiler.builder.build_problem", None)
     ((binary, cubin),) = find_kernels(A.problem, ARCH)
     assert (binary, cubin) == (A.binaries[0], cubin_for("a"))
 

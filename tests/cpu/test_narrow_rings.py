@@ -8,8 +8,10 @@ import random
 
 import pytest
 
-from attngen import AttentionSpec, features, resolve
-from attngen.plan import plan
+from attngen import AttentionSpec
+from attngen.fragments import features
+from attngen.kernels.plan import plan
+from attngen.spec import resolve
 
 BLOCK = 64
 

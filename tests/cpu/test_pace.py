@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attngen import files
+from attngen.io import files
 
 MOST = 1200
 STUBS = """

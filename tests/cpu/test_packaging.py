@@ -74,7 +74,7 @@ def test_wheel_metadata_names_licence_extras_and_command(wheel: Path) -> None:
     assert {"bench", "compile", "dev"} == {
         line.split()[1] for line in text.splitlines() if line.startswith("Provides-Extra:")
     }
-    assert "attngen = attngen.cli:main" in entry_points
+    assert "attngen = attngen.cli.main:main" in entry_points
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 

@@ -13,12 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attngen import AttentionSpec, features, files
-from attngen.builder import render_problem
-from attngen.plan import plans
-from attngen.render import emit_fragment
-from attngen.resolve import resolve
-from attngen.run_time import Extent, blocks_of
+from attngen import AttentionSpec
+from attngen.compiler.builder import render_problem
+from attngen.fragments import features
+from attngen.io import files
+from attngen.kernels.plan import plans
+from attngen.kernels.render import emit_fragment
+from attngen.runtime.run_time import Extent, blocks_of
+from attngen.spec.resolve import resolve
 
 ROWS, LONGEST = 4, 1 << 30
 LOWEST, HIGHEST = -(1 << 31), (1 << 31) - 1

@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attngen import features, files
-from attngen.geometry import page_geometry
-from attngen.ops.decode import page_numbers
-from attngen.program import TensorMapRecipe
-from attngen.render import emit_fragment
-from attngen.run_time import Extent
+from attngen.fragments import features
+from attngen.frontends.pytorch.decode import page_numbers
+from attngen.io import files
+from attngen.kernels.render import emit_fragment
+from attngen.runtime.geometry import page_geometry
+from attngen.runtime.program import TensorMapRecipe
+from attngen.runtime.run_time import Extent
 
 # Keys a block, columns of a head: whole boxes or not.
 SHAPES = [(32, 576), (64, 128), (64, 80), (80, 64), (112, 72), (128, 8), (128, 128), (128, 192)]

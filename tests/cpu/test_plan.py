@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from attngen.arch.base import Plan, lay_out
 from attngen.errors import PlanError
-from attngen.plan import candidates, plan
-from attngen.plan import plans as plans_of
-from attngen.problem import Problem
+from attngen.kernels.base import Plan, lay_out
+from attngen.kernels.plan import candidates, plan
+from attngen.kernels.plan import plans as plans_of
+from attngen.spec.problem import Problem
 
 ARCH = "sm_90a"
 SMEM_BYTES = 227 * 1024  # a CTA may use, of the SM's 228 KB

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from attngen.arch.base import Plan
-from attngen.plan import candidates
-from attngen.problem import Problem
+from attngen.kernels.base import Plan
+from attngen.kernels.plan import candidates
+from attngen.spec.problem import Problem
 
 ARCH = "sm_90a"
 SMEM_BYTES = 227 * 1024

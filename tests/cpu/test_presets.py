@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from attngen import features, presets, resolve
 from attngen.errors import SpecError
-from attngen.spec import load_specs
+from attngen.fragments import features
+from attngen.spec import presets, resolve
+from attngen.spec.attention_spec import load_specs
 from tests.cpu.cli_kit import run
 
 

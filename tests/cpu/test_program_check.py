@@ -12,14 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attngen import batch, launch, load
-from attngen.builder import render_problem
-from attngen.bundle import Bundle
+from attngen.compiler import batch
+from attngen.compiler.builder import render_problem
 from attngen.errors import BundleError, LaunchError
-from attngen.program import FIELD_BYTES, Binary, KernelEntry, Resources
-from attngen.program_check import mistakes_of
-from attngen.spec import AttentionSpec, load_placed
-from attngen.values import from_data, to_data
+from attngen.io.values import from_data, to_data
+from attngen.runtime import launch, load
+from attngen.runtime.program import FIELD_BYTES, Binary, KernelEntry, Resources
+from attngen.runtime.program_check import mistakes_of
+from attngen.ship.bundle import Bundle
+from attngen.spec.attention_spec import AttentionSpec, load_placed
 from tests.cpu.bundle_kit import cubin_for, edit_manifest, make_program, write
 from tests.cpu.cache_kit import ROOT, make_binary
 

@@ -10,11 +10,26 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import attngen
-from attngen import SpecError, features, resolve
-from attngen.builder import render_problem
-from attngen.load import LoadedKernel
-from attngen.ops import choice, forward, frontend, operation, recent, short
-from attngen.plan import plans_of_call
+from attngen import SpecError
+from attngen.compiler.builder import render_problem
+from attngen.fragments import features
+from attngen.frontends.pytorch import (
+    attention as frontend,
+)
+from attngen.frontends.pytorch import (
+    call_cache as recent,
+)
+from attngen.frontends.pytorch import (
+    forward,
+    operation,
+    short,
+)
+from attngen.frontends.pytorch import (
+    routing as choice,
+)
+from attngen.kernels.plan import plans_of_call
+from attngen.runtime.load import LoadedKernel
+from attngen.spec import resolve
 
 PAGED = "paged_kv_bshd_bshd_bshd"
 

@@ -8,12 +8,7 @@ import pytest
 import torch
 
 from attngen.reference import attention, dropout_keep_mask
-from attngen.reference.dropout import (
-    drop_threshold,
-    keep_scale,
-    philox_4x32_10,
-    sequence_bytes,
-)
+from attngen.reference.dropout import drop_threshold, keep_scale, philox_4x32_10, sequence_bytes
 
 FROZEN = json.loads((Path(__file__).parent / "data" / "dropout_bits.json").read_text())
 STATES = [(0, 0), (1, 2), (-1, -(2**63)), (2**63 - 1, 0x0123456789ABCDEF)]

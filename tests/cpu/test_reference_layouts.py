@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attngen import layouts
 from attngen.reference import attention
+from attngen.spec import layouts
 
 H_Q, H_KV, D, D_V = 4, 2, 6, 3
 NAN = math.nan

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from attngen.ops.registry import operator
+from attngen.frontends.pytorch.registry import operator
 
 ROOT = Path(__file__).resolve().parents[2]
 BEFORE = """
 import importlib, sys, torch, attngen
-from attngen.ops import backward, forward, on_reference
+from attngen.frontends.pytorch import backward, forward, on_reference
 q = torch.randn(1, 4, 2, 8)
 old = attngen.attention
 want = old(q, q, q)
@@ -45,9 +45,9 @@ assert out.shape == dq.shape == q.shape
 WAYS = {
     "removed and imported": "forget(); importlib.import_module('attngen')",
     "twice": "for _ in range(2): forget(); importlib.import_module('attngen').attention(q, q, q)",
-    "operation reloaded": "importlib.reload(sys.modules['attngen.ops.operation'])",
-    "forward reloaded": "importlib.reload(sys.modules['attngen.ops.forward'])",
-    "reference reloaded": "importlib.reload(sys.modules['attngen.ops.on_reference'])",
+    "operation reloaded": "importlib.reload(sys.modules['attngen.frontends.pytorch.operation'])",
+    "forward reloaded": "importlib.reload(sys.modules['attngen.frontends.pytorch.forward'])",
+    "reference reloaded": "importlib.reload(sys.modules['attngen.frontends.pytorch.on_reference'])",
     "all reloaded": (
         "for name in [n for n in sys.modules if n.startswith('attngen.')]:"
         " importlib.reload(sys.modules[name])"
@@ -57,7 +57,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_module_imported_again_serves_its_operators(way):
-    code = "\n".join([BEFORE, WAYS[way], "import attngen.ops.forward", AFTER])
+    code = "\n".join([BEFORE, WAYS[way], "import attngen.frontends.pytorch.forward", AFTER])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import jinja2
 import pytest
 
-from attngen import files
-from attngen.compile import compile_source
-from attngen.plan import candidates, plan
-from attngen.program import FIELD_BYTES, Field
-from attngen.render import entry_name
+from attngen.compiler.compile import compile_source
+from attngen.io import files
+from attngen.kernels.plan import candidates, plan
+from attngen.kernels.render import entry_name
+from attngen.runtime.program import FIELD_BYTES, Field
 from tests.cpu.conftest import EXCERPT
 from tests.cpu.sass import count_instructions
 
@@ -134,8 +134,9 @@ def test_render_twice_and_in_a_fresh_process_gives_the_same_text(
     source = render(problem)
     assert render(problem) == source
     script = (
-        "from attngen.builder import render_problem; from attngen.plan import plan;"
-        f"from attngen.problem import Problem; problem = {problem!r};"
+        "from attngen.compiler.builder import render_problem;"
+        "from attngen.kernels.plan import plan;"
+        f"from attngen.spec.problem import Problem; problem = {problem!r};"
         f"print(render_problem(problem, plan(problem, {ARCH!r})).sha256)"
     )
     for seed in ("1", "2") if case == "causal+window" else ("1",):

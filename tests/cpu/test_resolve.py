@@ -10,10 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attngen import features, layouts
 from attngen.errors import SpecError
-from attngen.resolve import find_violations, nearest, resolve, split_mask
-from attngen.spec import AttentionSpec
+from attngen.fragments import features
+from attngen.spec import layouts
+from attngen.spec.attention_spec import AttentionSpec
+from attngen.spec.resolve import find_violations, nearest, resolve, split_mask
 
 KNOWN = features.scan()
 DTYPES = ("bf16", "fp16", "fp32", "fp64", "e4m3", "e5m2", "int8", "")

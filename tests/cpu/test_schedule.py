@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import attngen
-from attngen import SpecError, features
-from attngen.ops import backward, forward
-from attngen.ops.schedule import Ordered, ordered_by, table_shape
-from attngen.ops.signature import INPUTS, Arguments
-from attngen.resolve import resolve
+from attngen import SpecError
+from attngen.fragments import features
+from attngen.frontends.pytorch import backward, forward
+from attngen.frontends.pytorch.schedule import Ordered, ordered_by, table_shape
+from attngen.frontends.pytorch.signature import INPUTS, Arguments
+from attngen.spec.resolve import resolve
 
 from .test_varlen_op import TOKENS, carriers, cumulative, int32, launches, optional
 

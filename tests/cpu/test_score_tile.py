@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from attngen.arch.base import score_tile_bytes
-from attngen.ops import bias
-from attngen.run_time import UNBOUNDED
+from attngen.frontends.pytorch import bias
+from attngen.kernels.base import score_tile_bytes
+from attngen.runtime.run_time import UNBOUNDED
 
 SHAPES = [(16, n) for n in range(16, 129, 16)] + [(m, 16) for m in (32, 48, 64, 128)]
 SOURCE = """

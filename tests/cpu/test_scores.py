@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from attngen import features, files, reference
+from attngen import reference
+from attngen.fragments import features
+from attngen.io import files
+from attngen.kernels.render import emit_fragment
 from attngen.reference import core
 from attngen.reference.call import AttentionCall
-from attngen.render import emit_fragment
 
 HEADERS = """
 #include "attngen/context.cuh"

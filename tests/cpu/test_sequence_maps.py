@@ -8,15 +8,17 @@ import struct
 import pytest
 import torch
 
-from attngen import AttentionSpec, features, launch, run_time
-from attngen.builder import render_problem
-from attngen.geometry import LONGEST, geometry_of
-from attngen.load import LoadedKernel
-from attngen.ops.operands import extent
-from attngen.plan import plans
-from attngen.problem import DTYPE_BYTES
-from attngen.resolve import resolve
-from attngen.run_time import Extent, Scalars
+from attngen import AttentionSpec
+from attngen.compiler.builder import render_problem
+from attngen.fragments import features
+from attngen.frontends.pytorch.operands import extent
+from attngen.kernels.plan import plans
+from attngen.runtime import launch, run_time
+from attngen.runtime.geometry import LONGEST, geometry_of
+from attngen.runtime.load import LoadedKernel
+from attngen.runtime.run_time import Extent, Scalars
+from attngen.spec.problem import DTYPE_BYTES
+from attngen.spec.resolve import resolve
 
 ADDRESSES = 1 << 64
 ROOM, BATCH, HEADS, DIM = 7, 3, 2, 8

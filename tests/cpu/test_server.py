@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from attngen import batch, bundle_write, digest, features
-from attngen.cache import Cache
-from attngen.spec import AttentionSpec
+from attngen.compiler import batch, digest
+from attngen.compiler.cache import Cache
+from attngen.fragments import features
+from attngen.ship import writer as bundle_write
+from attngen.spec.attention_spec import AttentionSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 SPECS = [
@@ -52,7 +54,7 @@ assert not (Path(attngen.__file__).parent / "templates").exists()
 CALL = """
 import contextlib, torch
 from attngen import AttentionSpec, load
-from attngen.ops import choice, operation
+from attngen.frontends.pytorch import choice, operation
 from attngen.reference.call import AttentionCall
 operation.device_arch = choice.device_arch = lambda device: "sm_90a"
 torch.cuda.device = lambda device: contextlib.nullcontext()
@@ -80,9 +82,9 @@ print(json.dumps(list(attngen.attention(x, x, x, mask="causal").shape)))
 
 MISSING = """
 from attngen.errors import BundleError, CacheError
-from attngen.builder import find_kernels
-from attngen.problem import Problem
-from attngen.values import from_json
+from attngen.compiler.builder import find_kernels
+from attngen.spec.problem import Problem
+from attngen.io.values import from_json
 specs = [attngen.AttentionSpec(head_dim=dim, directions=("fwd", "bwd"), name="wide")
          for dim in (64, 128)]
 reasons = []
@@ -98,7 +100,7 @@ print(json.dumps(reasons))
 """
 
 CACHED = """
-from attngen.builder import build
+from attngen.compiler.builder import build
 print(json.dumps([built.from_cache for built in build(attngen.AttentionSpec(
     head_dim=64, mask="causal", window=True))]))
 """
@@ -197,7 +199,7 @@ def test_server_that_may_compile_says_what_is_missing(stripped: Path, tmp_path: 
 def test_shipped_facts_are_those_of_the_templates(stripped: Path) -> None:
     code = """
 from attngen import digest, features
-from attngen.values import to_data
+from attngen.io.values import to_data
 print(json.dumps([to_data(features.scan()), digest.source_digests()]))
 """
     found, digests = serve(stripped, code)  # type: ignore[misc]

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from attngen import AttentionSpec, features, resolve
-from attngen.plan import plan
+from attngen import AttentionSpec
+from attngen.fragments import features
+from attngen.kernels.plan import plan
+from attngen.spec import resolve
 
 UNBOUNDED = 1 << 30
 UNITS = 3  # warpgroups of a tile

@@ -42,9 +42,9 @@ def test_report_meets_the_targets() -> None:
 
 
 def test_specs_of_the_tool_make_as_many_kernels_as_it_says() -> None:
-    from attngen import batch
-    from attngen.spec import parse_specs
-    from attngen.toml_text import tomllib
+    from attngen.compiler import batch
+    from attngen.io.toml_text import tomllib
+    from attngen.spec.attention_spec import parse_specs
 
     many, fifty = (shipping.MANY, shipping.MANY_DIMS), (shipping.FIFTY, shipping.FIFTY_DIMS)
     for (text, dims), count in ((many, 512), (fifty, 50)):

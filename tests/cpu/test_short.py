@@ -6,15 +6,17 @@ import itertools
 
 import pytest
 
-from attngen import AttentionSpec, features, resolve
-from attngen.arch import sm90
-from attngen.builder import render_problem
-from attngen.ops.short import prefers_short
-from attngen.plan import plans, plans_of_call, read_plan
-from attngen.program import binaries_of_call
-from attngen.run_time import UNBOUNDED, Extent, smem_bytes_of
-from attngen.spec import has_short, is_decode
-from attngen.values import to_data
+from attngen import AttentionSpec
+from attngen.compiler.builder import render_problem
+from attngen.fragments import features
+from attngen.frontends.pytorch.short import prefers_short
+from attngen.io.values import to_data
+from attngen.kernels.plan import plans, plans_of_call, read_plan
+from attngen.kernels.wgmma.forward import plans as sm90
+from attngen.runtime.program import binaries_of_call
+from attngen.runtime.run_time import UNBOUNDED, Extent, smem_bytes_of
+from attngen.spec import resolve
+from attngen.spec.attention_spec import has_short, is_decode
 from tests.cpu.cache_kit import ARCH, make_binary
 
 KNOWN = features.scan()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from attngen import features, resolve
-from attngen.arch import sm90
-from attngen.arch.base import Plan, SoftmaxOrder
-from attngen.builder import render_problem
-from attngen.compile import run_nvrtc
-from attngen.plan import plan
-from attngen.problem import Problem
-from attngen.spec import AttentionSpec
+from attngen.compiler.builder import render_problem
+from attngen.compiler.compile import run_nvrtc
+from attngen.fragments import features
+from attngen.kernels.base import Plan, SoftmaxOrder
+from attngen.kernels.plan import plan
+from attngen.kernels.wgmma.forward import plans as sm90
+from attngen.spec import resolve
+from attngen.spec.attention_spec import AttentionSpec
+from attngen.spec.problem import Problem
 
 from .sass import list_instructions
 

@@ -9,8 +9,8 @@ import pytest
 
 import attngen
 from attngen.errors import SpecError
-from attngen.mounts import check_complete
-from attngen.spec import AttentionSpec, checked, dtype_name, load_specs, parse_specs
+from attngen.ship.lookup import check_complete
+from attngen.spec.attention_spec import AttentionSpec, checked, dtype_name, load_specs, parse_specs
 
 
 def load(folder: Path, text: str) -> tuple[AttentionSpec, ...]:

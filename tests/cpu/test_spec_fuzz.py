@@ -10,11 +10,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from attngen import features, resolve
+from attngen.compiler.explain import to_toml
 from attngen.errors import SpecError
-from attngen.explain import to_toml
-from attngen.spec import AttentionSpec, load_specs, parse_specs
-from attngen.toml_text import parse, tomllib
+from attngen.fragments import features
+from attngen.io.toml_text import parse, tomllib
+from attngen.spec import resolve
+from attngen.spec.attention_spec import AttentionSpec, load_specs, parse_specs
 
 FUZZ = settings(
     max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from attngen import spec, spec_tables, toml_text
 from attngen.errors import SpecError
-from attngen.spec import load_placed, load_specs
-from attngen.spec_tables import LIST_LIMIT, PRODUCT_LIMIT, REASON_LIMIT, WORD_CHARACTERS
-from attngen.toml_text import KEY_LIMIT, parse
+from attngen.io import toml_text
+from attngen.io.toml_text import KEY_LIMIT, parse
+from attngen.spec import attention_spec as spec
+from attngen.spec import tables as spec_tables
+from attngen.spec.attention_spec import load_placed, load_specs
+from attngen.spec.tables import LIST_LIMIT, PRODUCT_LIMIT, REASON_LIMIT, WORD_CHARACTERS
 
 HUNDRED = ", ".join(map(str, range(1, 101)))
 ONE_LIMIT = f"[[kernel]]\nhead_dim = [{HUNDRED}]\nhead_dim_v = [{HUNDRED}]\n"  # 10^4 specs

@@ -14,13 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attngen import AttentionSpec, features, files, resolve
-from attngen.arch.sm90_decode import DecodePlan
-from attngen.ops.decode import page_numbers
-from attngen.plan import plans
-from attngen.problem import Problem
-from attngen.render import emit_fragment
-from attngen.run_time import (
+from attngen import AttentionSpec
+from attngen.fragments import features
+from attngen.frontends.pytorch.decode import page_numbers
+from attngen.io import files
+from attngen.kernels.plan import plans
+from attngen.kernels.render import emit_fragment
+from attngen.kernels.wgmma.decode.plans import DecodePlan
+from attngen.runtime.run_time import (
     MAX_SPLITS,
     SPLIT_BLOCKS,
     SPLIT_BUSY,
@@ -30,6 +31,8 @@ from attngen.run_time import (
     choose_splits,
     share_busy,
 )
+from attngen.spec import resolve
+from attngen.spec.problem import Problem
 
 RESULTS = Path(__file__).parents[2] / "docs/results/experiments.json"
 LONGEST = 1 << 30

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from attngen import features, resolve
-from attngen.plan import plans
-from attngen.spec import AttentionSpec
+from attngen.fragments import features
+from attngen.kernels.plan import plans
+from attngen.spec import resolve
+from attngen.spec.attention_spec import AttentionSpec
 from tools import sweep
 
 SM_REGISTERS = 65536

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attngen import AttentionSpec, features
-from attngen.builder import render_problem
-from attngen.plan import plans
-from attngen.resolve import resolve
+from attngen import AttentionSpec
+from attngen.compiler.builder import render_problem
+from attngen.fragments import features
+from attngen.kernels.plan import plans
+from attngen.spec.resolve import resolve
 from tests.cpu.wave_kit import Drawn, descending, farthest_apart, loads
 
 SOURCE = """

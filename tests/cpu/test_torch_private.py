@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attngen.ops import torch_private
+from attngen.frontends.pytorch import torch_private
 from tests.cpu.private_kit import LEVEL, hide
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -209,7 +209,7 @@ import sys, pytest, torch
 from tests.cpu.private_kit import hide
 old, patch = pytest.MonkeyPatch(), pytest.MonkeyPatch()
 hide(old, sys.argv[1:])
-from attngen.ops import torch_private
+from attngen.frontends.pytorch import torch_private
 old.undo()
 import attngen
 from tests.cpu.autograd_kit import OnReference

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 
 import attngen
-from attngen import launch, tracing
 from attngen.errors import AttngenError
-from attngen.load import LoadedKernel
-from attngen.problem import Variant
+from attngen.runtime import launch, tracing
+from attngen.runtime.load import LoadedKernel
+from attngen.spec.problem import Variant
 from tests.cpu.cache_kit import ARCH, KERNEL, PROBLEM, start_python
 
 

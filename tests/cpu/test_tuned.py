@@ -10,17 +10,18 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from attngen import digest, tuned
-from attngen import tune as tuner
-from attngen.arch.base import Plan
-from attngen.cli import main
+from attngen.bench import tune as tuner
+from attngen.bench.tune import Tuning, agree, shape_of
+from attngen.cli.main import main
+from attngen.compiler import digest
 from attngen.errors import MeasureError, PlanError
-from attngen.plan import candidates, feasible, plan
-from attngen.problem import Problem
+from attngen.kernels import tuned
+from attngen.kernels.base import Plan
+from attngen.kernels.plan import candidates, feasible, plan
+from attngen.kernels.tuned import CHIP_VARIABLE, Candidate, Entry
 from attngen.reference.call import SCALES
-from attngen.run_time import Extent, values_of
-from attngen.tune import Tuning, agree, shape_of
-from attngen.tuned import CHIP_VARIABLE, Candidate, Entry
+from attngen.runtime.run_time import Extent, values_of
+from attngen.spec.problem import Problem
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = ROOT / "examples" / "specs" / "llama3-8b.toml"

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import attngen
-from attngen.ops.options import Options
-from attngen.spec import CALL_ARGUMENTS
+from attngen.frontends.pytorch.options import Options
+from attngen.spec.attention_spec import CALL_ARGUMENTS
 
 OPERANDS = {"q", "k", "v"}
 DECIDING = {"return_lse", "return_max_logit", "return_amax", "dropout_p"}  # what is returned

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attngen.arch.base import Plan
-from attngen.plan import candidates
-from attngen.problem import Problem
-from attngen.program import SCHEMA_VERSION, Binary, Resources
-from attngen.spec import AttentionSpec
-from attngen.values import from_data, from_json, to_data, to_json
+from attngen.io.values import from_data, from_json, to_data, to_json
+from attngen.kernels.base import Plan
+from attngen.kernels.plan import candidates
+from attngen.runtime.program import SCHEMA_VERSION, Binary, Resources
+from attngen.spec.attention_spec import AttentionSpec
+from attngen.spec.problem import Problem
 
 WORDS = st.text(max_size=12)
 OPTIONAL_WORDS = st.none() | WORDS

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
-from attngen import coverage, features, layouts, resolve, tracing
-from attngen.problem import Problem
-from attngen.spec import AttentionSpec
-from attngen.values import to_data
-from attngen.variants import find_faults
+from attngen.fragments import features
+from attngen.io.values import to_data
+from attngen.runtime import tracing
+from attngen.spec import coverage, layouts, resolve
+from attngen.spec.attention_spec import AttentionSpec
+from attngen.spec.problem import Problem
+from attngen.spec.variants import find_faults
 from tests.cpu.cli_kit import run
 
 ARCH = "sm_90a"

@@ -8,13 +8,26 @@ import pytest
 import torch
 
 import attngen
-from attngen import SpecError, features, layouts
-from attngen.builder import render_problem
-from attngen.load import LoadedKernel
-from attngen.ops import backward, checks, forward, heads, lengths, operands, operation, short
-from attngen.ops.signature import LENGTHS, OPTIONAL, Arguments
-from attngen.plan import plans
-from attngen.resolve import resolve
+from attngen import SpecError
+from attngen.compiler.builder import render_problem
+from attngen.fragments import features
+from attngen.frontends.pytorch import (
+    backward,
+    checks,
+    forward,
+    lengths,
+    operands,
+    operation,
+    short,
+)
+from attngen.frontends.pytorch import (
+    head_split as heads,
+)
+from attngen.frontends.pytorch.signature import LENGTHS, OPTIONAL, Arguments
+from attngen.kernels.plan import plans
+from attngen.runtime.load import LoadedKernel
+from attngen.spec import layouts
+from attngen.spec.resolve import resolve
 
 BATCH, ROOM, HEADS, DIM = 2, 6, 2, 64
 TOKENS = BATCH * ROOM

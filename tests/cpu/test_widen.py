@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from attngen import files
+from attngen.io import files
 from attngen.reference import attention, fp8
 
 SHAPES = [(32, 576, 256), (64, 128, 128), (128, 64, 128), (64, 16, 128), (64, 80, 128)]

@@ -7,12 +7,15 @@ import itertools
 
 import pytest
 
-from attngen import AttentionSpec, errors, features, resolve
-from attngen.arch import sm90, sm90_decode
-from attngen.builder import render_problem
-from attngen.compile import compile_source
-from attngen.plan import plans, read_plan
-from attngen.values import to_data
+from attngen import AttentionSpec, errors
+from attngen.compiler.builder import render_problem
+from attngen.compiler.compile import compile_source
+from attngen.fragments import features
+from attngen.io.values import to_data
+from attngen.kernels.plan import plans, read_plan
+from attngen.kernels.wgmma.decode import plans as sm90_decode
+from attngen.kernels.wgmma.forward import plans as sm90
+from attngen.spec import resolve
 
 from .sass import count_instructions
 

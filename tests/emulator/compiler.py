@@ -8,7 +8,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from attngen.files import headers, replacing
+from attngen.io.files import headers, replacing
 
 from . import instructions
 

@@ -20,11 +20,23 @@ from unittest import mock
 import torch
 from cuda.bindings import driver as bindings
 
-from attngen import builder, counters, load, plan
-from attngen.ops import backward, forward, frontend, operation, recent
-from attngen.plan import KernelPlan
-from attngen.problem import Problem
-from attngen.program import SCHEMA_VERSION, Binary, Resources
+from attngen.compiler import builder
+from attngen.frontends.pytorch import (
+    attention as frontend,
+)
+from attngen.frontends.pytorch import (
+    backward,
+    forward,
+    operation,
+)
+from attngen.frontends.pytorch import (
+    call_cache as recent,
+)
+from attngen.kernels import plan
+from attngen.kernels.plan import KernelPlan
+from attngen.runtime import counters, load
+from attngen.runtime.program import SCHEMA_VERSION, Binary, Resources
+from attngen.spec.problem import Problem
 
 from .compiler import HostCompiler
 
@@ -215,23 +227,23 @@ def emulated(emulator: Emulator) -> Iterator[None]:
         return workspace
 
     stand_ins = {
-        "attngen.builder.find_kernels": emulator.find_kernels,
-        "attngen.counters.driver": lambda: emulator,
-        "attngen.launch.driver": lambda: emulator,
-        "attngen.load.current_device": lambda: None,
-        "attngen.load.ensure_context": lambda _: None,
-        "attngen.load.load": emulator.load,
-        "attngen.ops.choice.device_arch": lambda _: "sm_90a",
-        "attngen.ops.operation._empty_strided_cuda": _allocate,
-        "attngen.ops.operation.device_arch": lambda _: "sm_90a",
-        "attngen.ops.operation.find_kernels": emulator.find_kernels,
-        "attngen.ops.backward.start": start_and_finish,
-        "attngen.ops.operation.start": start_and_finish,
-        "attngen.ops.heads.multiprocessors": lambda _: MULTIPROCESSORS,
-        "attngen.ops.short.multiprocessors": lambda _: MULTIPROCESSORS,
-        "attngen.ops.operation.current_stream": lambda _: 0,
-        "attngen.ops.operation.current_device": lambda: None,
-        "attngen.ops.operation.is_capturing": lambda: False,
+        "attngen.compiler.builder.find_kernels": emulator.find_kernels,
+        "attngen.runtime.counters.driver": lambda: emulator,
+        "attngen.runtime.launch.driver": lambda: emulator,
+        "attngen.runtime.load.current_device": lambda: None,
+        "attngen.runtime.load.ensure_context": lambda _: None,
+        "attngen.runtime.load.load": emulator.load,
+        "attngen.frontends.pytorch.routing.device_arch": lambda _: "sm_90a",
+        "attngen.frontends.pytorch.operation._empty_strided_cuda": _allocate,
+        "attngen.frontends.pytorch.operation.device_arch": lambda _: "sm_90a",
+        "attngen.frontends.pytorch.operation.find_kernels": emulator.find_kernels,
+        "attngen.frontends.pytorch.backward.start": start_and_finish,
+        "attngen.frontends.pytorch.operation.start": start_and_finish,
+        "attngen.frontends.pytorch.head_split.multiprocessors": lambda _: MULTIPROCESSORS,
+        "attngen.frontends.pytorch.short.multiprocessors": lambda _: MULTIPROCESSORS,
+        "attngen.frontends.pytorch.operation.current_stream": lambda _: 0,
+        "attngen.frontends.pytorch.operation.current_device": lambda: None,
+        "attngen.frontends.pytorch.operation.is_capturing": lambda: False,
         "torch.cuda.current_device": lambda: 0,
         "torch.cuda.current_stream": lambda: SimpleNamespace(cuda_stream=0),
         "torch.cuda.device": contextlib.nullcontext,

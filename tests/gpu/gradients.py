@@ -24,22 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen import (
-    AttentionSpec,
-    builder,
-    features,
-    launch,
-    layouts,
-    load,
-    reference,
-    resolve,
-    run_time,
-)
-from attngen.builder import build_problem
-from attngen.launch import Prepared
-from attngen.ops.operands import extent
-from attngen.problem import Problem
-from attngen.run_time import UNBOUNDED, Scalars
+from attngen import AttentionSpec, reference
+from attngen.compiler import builder
+from attngen.compiler.builder import build_problem
+from attngen.fragments import features
+from attngen.frontends.pytorch.operands import extent
+from attngen.runtime import launch, load, run_time
+from attngen.runtime.launch import Prepared
+from attngen.runtime.run_time import UNBOUNDED, Scalars
+from attngen.spec import layouts, resolve
+from attngen.spec.problem import Problem
 
 from . import oracle
 

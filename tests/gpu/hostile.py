@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen import layouts
+from attngen.spec import layouts
 
 from ..emulator.fences import Fences
 from . import oracle
@@ -91,7 +91,7 @@ def memories() -> Iterator[Memory]:
 @contextmanager
 def allocating(memory: Memory) -> Iterator[None]:
     """Outputs and workspaces of kernels lie in that memory."""
-    name = "attngen.ops.operation._empty_strided_cuda"
+    name = "attngen.frontends.pytorch.operation._empty_strided_cuda"
     with mock.patch(name, memory.empty_strided):
         yield
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen import layouts, reference
+from attngen import reference
+from attngen.spec import layouts
 
 from . import oracle
 from .oracle_fp8 import DTYPES

@@ -28,9 +28,23 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen import layouts, reference
-from attngen.ops import backward, forward, frontend, heads, operation, recent
-from attngen.spec import SHORT_HEAD_DIM
+from attngen import reference
+from attngen.frontends.pytorch import (
+    attention as frontend,
+)
+from attngen.frontends.pytorch import (
+    backward,
+    forward,
+    operation,
+)
+from attngen.frontends.pytorch import (
+    call_cache as recent,
+)
+from attngen.frontends.pytorch import (
+    head_split as heads,
+)
+from attngen.spec import layouts
+from attngen.spec.attention_spec import SHORT_HEAD_DIM
 
 Result = TypeVar("Result")
 DEVICE = torch.device("cuda")

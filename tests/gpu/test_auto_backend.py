@@ -100,7 +100,7 @@ def test_auto_computes_what_kernels_refuse(case, caplog):
     with pytest.raises(SpecError, match=word):
         attngen.attention(**given, backend="cuda")
     wanted = attngen.attention(**given, backend="reference")
-    attngen.ops.choice._logged.clear()
+    attngen.frontends.pytorch.routing._logged.clear()
     for _ in range(2):  # the second one is known
         with caplog.at_level("WARNING", logger="attngen"):
             found = attngen.attention(**given)

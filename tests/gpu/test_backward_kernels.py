@@ -14,9 +14,9 @@ from cuda.bindings import driver
 from torch import Tensor
 
 import attngen
-from attngen.compile import run_nvrtc
-from attngen.load import checked, multiprocessors
-from attngen.problem import Problem
+from attngen.compiler.compile import run_nvrtc
+from attngen.runtime.load import checked, multiprocessors
+from attngen.spec.problem import Problem
 
 from . import gradients, oracle
 from .cases import DTYPES

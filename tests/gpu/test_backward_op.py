@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attngen
-import attngen.ops.backward  # noqa: F401  # defines the operation
+import attngen.frontends.pytorch.backward  # noqa: F401  # defines the operation
 
 from . import cases, gradients, oracle
 

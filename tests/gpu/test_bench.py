@@ -11,7 +11,7 @@ from attngen import AttentionSpec
 from attngen.bench import decode_report, report, run
 from attngen.bench.peers import Call, Operands
 from attngen.bench.workloads import CASES, Case
-from attngen.cli import main
+from attngen.cli.main import main
 
 pytestmark = [pytest.mark.gpu, pytest.mark.device]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import attngen
 from attngen import AttentionSpec, SpecError, reference
-from attngen.ops import backward
-from attngen.ops.needed import family_of
+from attngen.frontends.pytorch import backward
+from attngen.frontends.pytorch.gradient_kernels import family_of
 
 from . import oracle, varlen
 from .cases import DTYPES, Case

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from attngen import coverage, features
+from attngen.fragments import features
+from attngen.spec import coverage
 
 from . import gradients, kv_cache, variants, varlen
 from .cases import Case

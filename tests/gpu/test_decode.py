@@ -11,7 +11,7 @@ from torch import Tensor
 
 import attngen
 from attngen import AttentionSpec
-from attngen.ops import short
+from attngen.frontends.pytorch import short
 
 from . import gradients, oracle
 

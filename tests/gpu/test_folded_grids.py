@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import attngen
-from attngen.ops import backward
+from attngen.frontends.pytorch import backward
 
 from . import gradients, oracle, varlen
 from .varlen import Call
@@ -33,7 +33,7 @@ KERNELS = list(dict.fromkeys(call.spec for call in CALLS))
 @pytest.fixture
 def few_places(monkeypatch) -> Iterator[None]:
     """Axes of grids but the first have two places; launches that were prepared count no more."""
-    monkeypatch.setattr("attngen.launch.GRID_LIMIT", 2)
+    monkeypatch.setattr("attngen.runtime.launch.GRID_LIMIT", 2)
     known = (mock.patch.dict(x, clear=True) for x in (backward._ready, backward._recent))
     first, second = known
     with first, second:
@@ -48,7 +48,7 @@ def test_gradients_by_a_folded_grid_are_right(call, deterministic, few_places):
 
 def test_gradients_of_heads_apart_by_a_folded_grid_are_right(few_places, monkeypatch):
     """Sums of dK and dV are rounded by CTAs of the same grid."""
-    monkeypatch.setattr("attngen.ops.heads.is_faster", lambda *_: True)
+    monkeypatch.setattr("attngen.frontends.pytorch.head_split.is_faster", lambda *_: True)
     for call in CALLS[0], CALLS[5]:
         varlen.check(call)
 

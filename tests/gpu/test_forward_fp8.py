@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import attngen
-from attngen.ops import forward, frontend, operation, recent
-from attngen.ops.needed import family_of
+from attngen.frontends.pytorch import attention as frontend
+from attngen.frontends.pytorch import call_cache as recent
+from attngen.frontends.pytorch import forward, operation
+from attngen.frontends.pytorch.gradient_kernels import family_of
 
 from . import cases, cases_fp8, oracle, oracle_fp8, tensor_core
 from .cases_fp8 import Fp8Case

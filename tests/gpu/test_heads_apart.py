@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import attngen
-import attngen.ops.backward  # noqa: F401  # defines the operation
-from attngen.ops import operation
+import attngen.frontends.pytorch.backward  # noqa: F401  # defines the operation
+from attngen.frontends.pytorch import operation
 
 from . import cases, gradients, oracle, varlen
 from .varlen import Call, Features

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import attngen
-from attngen import load
+from attngen.runtime import load
 
 from . import cases, oracle
 from .oracle import run, same
@@ -26,13 +26,13 @@ def test_launch_new_shapes_compile_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("ATTNGEN_DISABLE_JIT", raising=False)
     compiled = []
-    original = attngen.compile.run_nvrtc
+    original = attngen.compiler.compile.run_nvrtc
 
     def counted(*args, **kwargs):
         compiled.append(args)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr("attngen.compile.run_nvrtc", counted)
+    monkeypatch.setattr("attngen.compiler.compile.run_nvrtc", counted)
     for number in range(20):  # a kernel that no other test uses
         heads = cases.HEADS[number % len(cases.HEADS)]
         layout = cases.LAYOUTS[number % 3]
@@ -49,7 +49,7 @@ def test_compile_beside_a_driver_has_the_compilers_report_each_time():
     """NVRTC has a cache of its own there, which keeps no report."""
     text = "__global__ void f(float* x) { *x = 1; }"
     for _ in range(2):
-        assert "Used" in attngen.compile.run_nvrtc(text, "f.cu", "sm_90a").log
+        assert "Used" in attngen.compiler.compile.run_nvrtc(text, "f.cu", "sm_90a").log
 
 
 def test_load_cubin_whose_parameters_are_not_those_described_is_refused():

@@ -9,8 +9,8 @@ import torch
 from cuda.bindings import driver
 
 import attngen
-from attngen import counters
-from attngen.ops import operation
+from attngen.frontends.pytorch import operation
+from attngen.runtime import counters
 
 from . import cases, oracle
 from .oracle import run, same

@@ -35,7 +35,7 @@ def test_layout_both_directions_are_right(call):
 def test_layout_packed_bits_are_those_of_separate_tensors(layout):
     call = Call(layout, (300, 300), d=128, mask="causal")
     operands = call.operands()
-    q, k, v = attngen.layouts.unpack(call.parsed, *operands)
+    q, k, v = attngen.spec.layouts.unpack(call.parsed, *operands)
     d_o = call.tensor("q", 2, 128, 7)
     lse_shape = (2, 2, 300)
     dlse = oracle.randn(*lse_shape, dtype=torch.float32, seed=3)
@@ -46,7 +46,7 @@ def test_layout_packed_bits_are_those_of_separate_tensors(layout):
     assert oracle.same(packed[:2], (out, lse))
     named = iter(packed[2])
     carriers = [None if x is None else next(named) for x in operands]
-    assert oracle.same(attngen.layouts.unpack(call.parsed, *carriers), gradients)
+    assert oracle.same(attngen.spec.layouts.unpack(call.parsed, *carriers), gradients)
 
 
 def test_layout_packed_strides_that_the_copy_engine_cannot_take_are_right():

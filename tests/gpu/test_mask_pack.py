@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attngen import AttentionSpec, builder, features, launch, load, resolve, run_time
-from attngen.ops.mask_bits import numbers_of
-from attngen.run_time import Extent, Scalars
+from attngen import AttentionSpec
+from attngen.compiler import builder
+from attngen.fragments import features
+from attngen.frontends.pytorch.mask_bits import numbers_of
+from attngen.runtime import launch, load, run_time
+from attngen.runtime.run_time import Extent, Scalars
+from attngen.spec import resolve
 
 from . import oracle
 

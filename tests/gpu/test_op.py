@@ -9,8 +9,17 @@ import torch
 from torch.export import Dim, export
 
 import attngen
-from attngen import load
-from attngen.ops import forward, frontend, operation, recent  # the first registers the operation
+from attngen.frontends.pytorch import (
+    attention as frontend,
+)
+from attngen.frontends.pytorch import (
+    call_cache as recent,
+)
+from attngen.frontends.pytorch import (  # the first registers the operation
+    forward,
+    operation,
+)
+from attngen.runtime import load
 
 from . import cases, oracle
 

@@ -140,7 +140,7 @@ def test_fp8_call_never_waits_for_the_device():
     try:
         for _ in range(2):
             full_call(q, k, v, scales)
-        attngen.ops.frontend._settled.clear()  # nor when it is checked anew
+        attngen.frontends.pytorch.attention._settled.clear()  # nor when it is checked anew
         full_call(q, k, v, scales)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attngen import AttentionSpec
-from attngen.ops import forward  # noqa: F401  # registers the operations
+from attngen.frontends.pytorch import forward  # noqa: F401  # registers the operations
 
 from . import oracle
 

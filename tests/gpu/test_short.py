@@ -7,8 +7,8 @@ import torch
 
 import attngen
 from attngen import AttentionSpec
-from attngen.ops import forward
-from attngen.ops.signature import OPTIONAL, Arguments
+from attngen.frontends.pytorch import forward
+from attngen.frontends.pytorch.signature import OPTIONAL, Arguments
 
 from . import cases, gradients, oracle, variants
 from .cases import Case

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attngen
 from attngen import SpecError
-from attngen.ops import autograd
+from attngen.frontends.pytorch import autograd
 
 from . import cases, gradients, oracle
 

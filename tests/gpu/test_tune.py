@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from attngen import AttentionSpec, features, resolve, tuned
-from attngen.cli import main
+from attngen import AttentionSpec
+from attngen.bench.tune import Effort, tune
+from attngen.cli.main import main
 from attngen.errors import MeasureError
-from attngen.plan import candidates, feasible
-from attngen.tune import Effort, tune
+from attngen.fragments import features
+from attngen.kernels import tuned
+from attngen.kernels.plan import candidates, feasible
+from attngen.spec import resolve
 
 pytestmark = [pytest.mark.gpu, pytest.mark.device]
 KERNELS = [
@@ -47,7 +50,7 @@ def test_tune_wrong_candidate_is_not_timed(monkeypatch) -> None:
     """A kernel that is told to scale differently stands for one that computes something else."""
     (problem,) = resolve.resolve(KERNELS[0], features.scan())
     plans = feasible(problem, "sm_90a")
-    from attngen import tune as module
+    from attngen.bench import tune as module
 
     original, seen = module.prepare, []
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from attngen.plan import plans
+from attngen.kernels.plan import plans
 
 from . import gradients, oracle, varlen
 from .varlen import Call, Features

@@ -22,10 +22,12 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen import AttentionSpec, features, layouts, reference
-from attngen.problem import Problem
-from attngen.resolve import resolve
-from attngen.spec import SHORT_HEAD_DIM
+from attngen import AttentionSpec, reference
+from attngen.fragments import features
+from attngen.spec import layouts
+from attngen.spec.attention_spec import SHORT_HEAD_DIM
+from attngen.spec.problem import Problem
+from attngen.spec.resolve import resolve
 
 from . import cases, gradients, oracle, oracle_fp8
 from .cases import Case

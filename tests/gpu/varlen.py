@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen import AttentionSpec, features, layouts, reference, resolve
-from attngen.plan import plan
+from attngen import AttentionSpec, reference
+from attngen.fragments import features
+from attngen.kernels.plan import plan
+from attngen.spec import layouts, resolve
 
 from . import oracle, oracle_fp8, variants
 from .cases import DTYPES

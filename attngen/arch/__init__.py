@@ -1,1 +1,0 @@
-"""One module an architecture: its limits, its feasible tiles, its heuristics."""

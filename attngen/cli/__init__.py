@@ -1,0 +1,1 @@
+"""The `attngen` command."""

@@ -1,0 +1,206 @@
+"""Digest: the key under which a compiled kernel is cached, found without any compiler.
+
+A key holds everything that decides the bytes of a cubin and its launch program, and nothing else:
+no path, no time stamp, no tensor, no length. The compiler's version stands beside the digest, so
+that a machine without a compiler can use what any compiler built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from ..io import files
+from ..io.values import to_data, to_json
+from ..kernels.plan import KernelPlan
+from ..runtime.program import SCHEMA_VERSION
+from ..spec.problem import Problem
+from .compile import OPTIONS
+from .toolchain import installed_toolchain
+
+# The modules that turn a problem and its plan into a cubin and a launch program, and that fill its
+# parameters: what a plan computes of itself shapes a kernel as much as what it holds. They belong
+# to the key as the templates do: a changed parameter layout must not find the old kernel.
+GENERATOR = (
+    *("compiler.builder", "compiler.compile", "fragments.features", "io.files", "io.values"),
+    *("spec.problem", "runtime.geometry", "runtime.program", "runtime.run_time"),
+    *("kernels", "kernels.base", "kernels.plan", "kernels.render"),
+    *("kernels.support", "kernels.support.mask_pack", "kernels.support.order"),
+    *("kernels.support.render_mask_pack", "kernels.support.render_order"),
+    *("kernels.wgmma", "kernels.wgmma.backward", "kernels.wgmma.backward.plans"),
+    *("kernels.wgmma.backward.render", "kernels.wgmma.decode", "kernels.wgmma.decode.plans"),
+    *("kernels.wgmma.decode.render", "kernels.wgmma.forward", "kernels.wgmma.forward.alone"),
+    *("kernels.wgmma.forward.plans", "kernels.wgmma.forward.short"),
+)
+# Of a code object, beside its constants: all but names of files and numbers of lines.
+_CODE_FACTS = (
+    *("co_name", "co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_flags", "co_code"),
+    *("co_names", "co_varnames", "co_freevars", "co_cellvars", "co_exceptiontable"),
+)
+
+
+@dataclass(frozen=True)
+class CacheKey:
+    """What a cached kernel answers to.
+
+    digest: sha256 of `material`, hex. toolchain: version of the NVRTC loaded or installed here
+    (`13.0.88`), None where there is none. material: the key in full, canonical JSON. label: the
+    kernel's name without its digest. command: a shell command, free of paths, that builds the
+    kernel.
+    """
+
+    digest: str
+    toolchain: str | None
+    label: str
+    material: str
+    command: str
+
+
+def cache_key(problem: Problem, plan: KernelPlan, arch: str) -> CacheKey:
+    """The key of the kernel that computes `problem` as `plan` says on `arch`.
+
+    Imports neither the template engine nor the compiler.
+    Raises: FileNotFoundError where the templates or this package's sources are missing.
+    """
+    material = to_json(
+        {
+            "schema": SCHEMA_VERSION,
+            "arch": arch,
+            "problem": to_data(problem),
+            "plan": to_data(plan),
+            "flags": list(OPTIONS),
+            **source_digests(),
+        }
+    )
+    return CacheKey(
+        digest=digest_text(material),
+        toolchain=installed_toolchain(),
+        label=f"{plan.family}__{problem.label}",
+        material=material,
+        command=build_command(problem, arch),
+    )
+
+
+def digest_text(text: str) -> str:
+    """sha256 of the text, hex."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def digest_files(contents: Mapping[str, bytes]) -> str:
+    """sha256 (hex) over names and contents, in the order of the names; both are length-prefixed,
+    so that no byte can move from one file or name to its neighbour unnoticed."""
+    state = hashlib.sha256()
+    for name in sorted(contents):
+        for part in (name.encode(), contents[name]):
+            state.update(len(part).to_bytes(8, "little") + part)
+    return state.hexdigest()
+
+
+def read_tree(root: Path) -> dict[str, bytes]:
+    """Every file under `root` by its name relative to it, hidden ones (editors' own) left out."""
+    found: dict[str, bytes] = {}
+    for path in sorted(root.rglob("*")):
+        name = path.relative_to(root)
+        if path.is_file() and not any(part.startswith(".") for part in name.parts):
+            found[name.as_posix()] = path.read_bytes()
+    return found
+
+
+def read_module(name: str) -> bytes:
+    """The bytes of a module of this package: of its source, else of its code, which depends on
+    the version of Python. Nothing is imported.
+
+    Raises: FileNotFoundError where neither is there.
+    """
+    full = f"attngen.{name}"
+    spec = importlib.util.find_spec(full)
+    loader: Any = None if spec is None else spec.loader
+    if spec is not None and spec.origin and spec.origin.endswith(".py"):
+        try:
+            return bytes(loader.get_data(spec.origin))
+        except (OSError, AttributeError):
+            pass  # a bundler of applications names the file that it took in
+    code = loader.get_code(full) if hasattr(loader, "get_code") else None
+    if not isinstance(code, CodeType):
+        raise FileNotFoundError(
+            f"{full} has neither source nor bytecode here, of which the keys of kernels are made: "
+            "install attngen's .py or .pyc files, or use a bundle of kernels"
+        )
+    return repr((sys.version_info[:2], _facts_of(code))).encode()
+
+
+def _facts_of(constant: object) -> object:
+    """A constant of a module's code, free of places, addresses and orders by chance."""
+    if isinstance(constant, CodeType):
+        facts = [getattr(constant, name, None) for name in _CODE_FACTS]
+        return facts, [_facts_of(each) for each in constant.co_consts]
+    if isinstance(constant, tuple):
+        return tuple(_facts_of(each) for each in constant)
+    if isinstance(constant, frozenset):
+        return "frozenset", sorted(repr(_facts_of(each)) for each in constant)
+    return constant
+
+
+@cache
+def source_digests() -> dict[str, str]:
+    """Digests of the templates, the CUDA headers and the generator; read once a process.
+
+    Where templates or headers were removed, those of the wheel that brought them.
+    Raises: FileNotFoundError.
+    """
+    generator = _as_imported or _digest_generator()
+    said = files.shipped()
+    if said is None:
+        said = {
+            "templates": digest_files(read_tree(files.templates_dir())),
+            "headers": digest_files(files.headers()),
+        }
+    return {"templates": said["templates"], "headers": said["headers"], "generator": generator}
+
+
+def have_changed() -> bool:
+    """Whether templates or modules are others on the disk than when this process read them, so
+    that what it compiles may not be what its keys say.
+
+    Raises: FileNotFoundError.
+    """
+    known = source_digests()
+    if known["generator"] != _digest_generator():
+        return True
+    templates = files.shipped() or {"templates": digest_files(read_tree(files.templates_dir()))}
+    return bool(known["templates"] != templates["templates"])
+
+
+def _digest_generator() -> str:
+    return digest_files({name: read_module(name) for name in GENERATOR})
+
+
+def _digest_as_imported() -> str | None:
+    """The generator's digest now, while its modules are imported: an upgrade may come before the
+    first key is asked for."""
+    try:
+        return _digest_generator()
+    except FileNotFoundError:
+        return None  # which a key says, too
+
+
+_as_imported = _digest_as_imported()
+
+
+def build_command(problem: Problem, arch: str) -> str:
+    """A shell command that builds the problem's kernels as they stand: exact where the caller's
+    spec is not known, as in a call from a model."""
+    program = (
+        "import sys; from attngen.compiler.builder import build_problem; "
+        "from attngen.spec.problem import Problem; from attngen.io.values import from_json; "
+        "build_problem(from_json(Problem, sys.argv[1]), sys.argv[2])"
+    )
+    return shlex.join(["python", "-c", program, to_json(problem), arch])

@@ -1,0 +1,1 @@
+"""Fragments: what their headers say, found by looking into the templates."""

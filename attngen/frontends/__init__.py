@@ -1,0 +1,1 @@
+"""Interfaces by which frameworks call attngen."""

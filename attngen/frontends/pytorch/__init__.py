@@ -1,0 +1,1 @@
+"""PyTorch: `attngen.attention`, its operators and gradients."""

@@ -1,0 +1,150 @@
+"""Gradients of `attngen::forward`, which are `attngen::backward`'s: as the operations have them,
+and as a function of autograd that launches both with nothing between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import compress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import SpecError
+from . import bias
+from .backward import differentiate, dispatch
+from .operation import Ready, run
+from .signature import GRADIENT_OF, INPUTS, Call, Wanted, no_gradient, places_of, split
+from .torch_private import levels, undisturbed
+
+_BIAS = INPUTS.index("bias")
+
+
+def refuse_gradient(name: str) -> None:
+    """Raises: SpecError where the operand of that name has none."""
+    if (reason := no_gradient(name)) is not None:
+        raise SpecError(reason)
+
+
+# ---- of the operation
+
+
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Keeps what the gradients need. Raises: SpecError where one is needed that there is not."""
+    for name, wanted in zip(INPUTS, ctx.needs_input_grad, strict=False):
+        if wanted:
+            refuse_gradient(name)
+    q, k, v, *rest = inputs
+    optional, arguments = split(rest)
+    out, lse, *maxima = output
+    ctx.save_for_backward(out, lse, q, k, v, *optional)
+    ctx.arguments = arguments
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*maxima)
+
+
+def gradients(
+    ctx: Any, d_o: Tensor | None, dlse: Tensor | None, *_: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Those of the operation's arguments, from those of its output and LSE."""
+    given = ctx.needs_input_grad  # the dispatcher left out what equals its default at the end
+    returned: list[Tensor | None] = [None] * len(given)
+    if d_o is None and dlse is None:
+        return tuple(returned)
+    out, lse, *operands = ctx.saved_tensors
+    call = Call(ctx.arguments, places_of(operands))
+    needed = tuple(place < len(given) and given[place] for place in call.places)
+    wanted, names = _asked(call.places, needed)
+    present = [x for x in operands if x is not None]
+    found = dispatch(call, wanted, d_o, dlse, out, lse, present)
+    for place, name in zip(call.places, names, strict=True):
+        if name is not None:
+            returned[place] = found[name]
+    return tuple(returned)
+
+
+@lru_cache
+def _asked(
+    places: tuple[int, ...], needed: tuple[bool, ...]
+) -> tuple[Wanted, tuple[str | None, ...]]:
+    """What a backward is asked for, and the gradient of each operand that there is, None where it
+    needs none."""
+    present = [INPUTS[place] for place in places]
+    wanted = set(compress(present, needed))
+    of_keys = bool(wanted & ({"k", "v"} if "k" in present else {"q"}))  # else all are one tensor
+    names = tuple(GRADIENT_OF[name] if name in wanted else None for name in present)
+    return Wanted("q" in wanted, of_keys, "sink" in wanted, "bias" in wanted), names
+
+
+# ---- of calls that nobody looks on at
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """What calls share that differ in the addresses of their tensors alone, and have gradients.
+
+    ready: the launch, for a list of the tensors that there are; constant: which of these have no
+    gradient, and their names; bias: which of them is one; by_products: whether all outputs are
+    wanted or the first alone.
+    """
+
+    call: Call
+    ready: Ready
+    constant: tuple[tuple[int, str], ...]
+    bias: int | None
+    by_products: bool
+
+    @classmethod
+    def of(cls, call: Call, ready: Ready, by_products: bool) -> Trained:
+        """That of a call; ready: its launch, for all operands."""
+        place_of = {place: index for index, place in enumerate(call.places)}
+        homes = [place_of.get(place) for place in range(len(INPUTS))]
+        names = enumerate(INPUTS[place] for place in call.places)
+        constant = tuple((index, name) for index, name in names if name not in GRADIENT_OF)
+        return cls(call, ready.placed(homes), constant, place_of.get(_BIAS), by_products)
+
+    def __call__(self, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The outputs that are wanted, with their gradients. Raises: SpecError, LaunchError."""
+        return Attention.apply(self, *operands)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Attention(torch.autograd.Function):
+    """What the dispatcher makes of the operation, whose way through Python takes it a millisecond
+    (H200 machine, torch 2.11)."""
+
+    @staticmethod
+    def forward(ctx: Any, trained: Trained, *operands: Tensor) -> tuple[Tensor, ...]:
+        for index, name in trained.constant:
+            if ctx.needs_input_grad[1 + index]:
+                refuse_gradient(name)
+        given = operands
+        if (place := trained.bias) is not None:
+            given = (*given[:place], bias.readable(given[place]), *given[place + 1 :])
+        outputs = run(trained.ready, given)
+        ctx.save_for_backward(*outputs[:2], *operands)
+        ctx.call = trained.call
+        ctx.set_materialize_grads(False)
+        if not trained.by_products:
+            return (outputs[0],)
+        ctx.mark_non_differentiable(*outputs[2:])
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(
+        ctx: Any, d_o: Tensor | None, dlse: Tensor | None = None, *_: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        call: Call = ctx.call
+        if d_o is None and dlse is None:
+            return (None,) * (1 + len(call.places))
+        out, lse, *operands = ctx.saved_tensors
+        wanted, names = _asked(call.places, ctx.needs_input_grad[1:])
+        # Second and forward-mode derivatives are the operation's to refuse.
+        looked_at = torch.is_grad_enabled() or levels._current_level >= 0
+        looked_at = looked_at or torch.compiler.is_compiling() or not undisturbed()
+        if d_o is None or looked_at:
+            found = dispatch(call, wanted, d_o, dlse, out, lse, operands)
+        else:
+            found = differentiate(call, wanted, d_o, dlse, out, lse, operands)
+        return None, *[None if name is None else found[name] for name in names]

@@ -1,0 +1,56 @@
+"""Operands of a call in the dtypes that operations take, on the device and without a wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...reference.conversions import dtype_of, saturated
+from ...reference.sizes import surely
+from .signature import INPUTS, LENGTHS, PAGE_TABLES, Operands
+
+Casts = tuple[tuple[int, torch.dtype], ...]  # places among the operands
+_INTEGERS = (*LENGTHS, *PAGE_TABLES)
+
+
+def autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """The tensors, float32 ones in the dtype of the autocast that is on."""
+    first = next(x for x in tensors if x is not None)
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return tuple(x.to(dtype) if x is not None and x.dtype == torch.float32 else x for x in tensors)
+
+
+def casts_of(operands: Operands) -> Casts:
+    """Which operands of a checked call are made anew in each call: tensors of other floats, lengths
+    and tables of int64, or of entries that do not follow each other."""
+    q = operands[0]
+    assert q is not None  # the operation's schema
+    found = []
+    for place, tensor in enumerate(operands):
+        if tensor is None:
+            continue
+        dtype = dtype_of(INPUTS[place], tensor, q.dtype)
+        if INPUTS[place] in _INTEGERS:
+            apart = not (surely(tensor.stride(-1), 1) or surely(tensor.shape[-1], 1))
+            dtype = torch.int32 if apart or tensor.dtype != torch.int32 else None
+        if dtype is not None:
+            found.append((place, dtype))
+    return tuple(found)
+
+
+def cast(operands: Operands, casts: Casts) -> tuple[Tensor | None, ...]:
+    """The operands with those that `casts` names in other dtypes."""
+    changed = [*operands]
+    made: dict[int, Tensor] = {}  # a table may be that of K and V
+    for place, dtype in casts:
+        tensor = operands[place]
+        assert tensor is not None  # as when the casts were found
+        if id(tensor) not in made:
+            integer = not tensor.is_floating_point()
+            made[id(tensor)] = (
+                tensor.to(dtype).contiguous() if integer else saturated(tensor, dtype)
+            )
+        changed[place] = made[id(tensor)]
+    return tuple(changed)

@@ -1,0 +1,112 @@
+"""Decode: into how many parts keys are split, and where pages lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import SpecError
+from ...runtime.load import LoadedKernel
+from ...runtime.run_time import MAX_SPLITS, Extent, Places, choose_splits, row_tiles
+from ...spec.layouts import parse
+from .mask_bits import reach_of
+from .operands import keys_of
+from .signature import Arguments
+
+
+def choose(
+    kernels: Sequence[LoadedKernel],
+    extents: Mapping[str, Extent],
+    optional: Mapping[str, Tensor | None],
+    sequences: int,
+    asked: int,
+) -> tuple[tuple[LoadedKernel, ...], int]:
+    """The kernels of a call in the order of launch, and into how many parts the keys of each
+    sequence are split.
+
+    kernels: the one that reads the keys and the one that joins parts; what is not split is not
+    joined. asked: how many parts, 0 for a number of our choice.
+    """
+    reader, q, heads = kernels[0], extents["q"], extents["k"].heads
+    tiles = row_tiles(reader.kernel, extents, sequences) * heads * q.batch
+    blocks = -(-keys_of(extents, optional) // reader.kernel.block_keys)
+    slots = reader.multiprocessors * reader.kernel.ctas
+    sharing = max(1, tiles // max(1, sequences * heads))  # tiles that read the same keys
+    enough = min(slots, reader.multiprocessors * reader.kernel.busy_ctas * sharing)
+    rows = q.batch * q.heads * q.seq / max(1, tiles)
+    places = Places(slots, reader.multiprocessors, enough, sharing == 1 and enough < slots)
+    splits = asked or choose_splits(tiles, blocks, rows, places)
+    return tuple(kernels[: 1 + (splits > 1)]), splits
+
+
+def numbers_of(
+    extents: Mapping[str, Extent], optional: Mapping[str, Tensor | None]
+) -> dict[str, int | float]:
+    """Parameters that say where pages lie; none where there are none."""
+    found: dict[str, int | float] = {}
+    for name in ("k", "v"):
+        table = optional[f"page_table_{name}"]
+        if table is not None:
+            found[f"{name}_page_table_stride"] = table.stride(0)
+            fields = ("page_size", "page_reciprocal", "page_shift")
+            for field, value in zip(fields, page_numbers(extents[name].seq), strict=True):
+                found[f"{name}_{field}"] = value
+            found["kv_len"] = keys_of(extents, optional)
+    if found and (mask := optional.get("attn_mask")) is not None:
+        reach = reach_of(mask).get("kv_longest", found["kv_len"])
+        found["kv_len"] = min(found["kv_len"], reach)
+    return found
+
+
+def page_numbers(size: int) -> tuple[int, int, int]:
+    """A page's size, and what positions, which are below 2^30, are divided by it with."""
+    shift = (size - 1).bit_length()
+    return size, -(-(1 << 30 + shift) // size), shift
+
+
+def check_splits(num_splits: Any) -> None:
+    """Raises: SpecError where this is no number of parts for a call's keys."""
+    number = isinstance(num_splits, int) and not isinstance(num_splits, bool)
+    if num_splits is not None and not (number and 1 <= num_splits <= MAX_SPLITS):
+        raise SpecError(
+            f"num_splits={num_splits!r} is no number of parts; pass 1 to {MAX_SPLITS}, or None for "
+            "as many as fill the chip"
+        )
+
+
+def unsplit(num_splits: int, served: bool) -> list[str]:
+    """Why keys cannot be split. served: whether the kernels that split them take the call."""
+    if num_splits <= 1 or served:
+        return []
+    return [
+        f"num_splits={num_splits}: kernels split the keys of plain bshd, sbhd and bhsd operands "
+        "beside 16-bit queries and outputs, and of pages; leave it out"
+    ]
+
+
+def violations(
+    extents: Mapping[str, Extent],
+    optional: Mapping[str, Tensor | None],
+    arguments: Arguments,
+    served: bool,
+) -> Iterator[str]:
+    """What is wrong with splits and pages.
+
+    served: whether the kernels that split keys take the call.
+    """
+    try:
+        check_splits(arguments.num_splits or None)
+    except SpecError as error:
+        yield from error.reasons
+    yield from unsplit(arguments.num_splits, served)
+    if parse(arguments.layout).paged:
+        yield from _page_violations(optional)
+
+
+def _page_violations(optional: Mapping[str, Tensor | None]) -> Iterator[str]:
+    for name in ("k", "v"):
+        table = optional[f"page_table_{name}"]
+        if table is not None and table.ndim == 2 and table.shape[1] > 1 and table.stride(1) != 1:
+            yield f"page_table_{name}: a sequence's pages have stride {table.stride(1)}, need 1"

@@ -1,0 +1,88 @@
+"""Lengths that vary: as calls say them, as operations take them, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...reference.call import AttentionCall, Operands
+from ...reference.length_checks import length_violations
+from ...spec.layouts import Format, parse
+from .signature import LENGTHS, PAGE_TABLES, Arguments
+
+Given = tuple[Tensor | None, ...]  # in the order of signature.LENGTHS
+
+
+def settle(layout: str, given: Given) -> Given:
+    """The lengths of a call as operations take them: of each side, dense operands' as `seqused`."""
+    parsed = parse(layout)
+    if given[0] is None and given[1] is None and not parsed.one_length:
+        return given
+    q, kv = given[0::2], given[1::2]
+    if parsed.one_length:
+        q, kv = (own if _any(own) else other for own, other in ((q, kv), (kv, q)))
+    sides = zip(_of_side(q, parsed.q_format), _of_side(kv, parsed.kv_format), strict=True)
+    return tuple(x for pair in sides for x in pair)
+
+
+def unread(longest: Any) -> Any:
+    """A longest length as a call's key has it: of one in a tensor, which may be another in each
+    call and would have to be waited for, nothing. Kernels do without."""
+    return None if isinstance(longest, Tensor) and longest.numel() == 1 else longest
+
+
+def _any(side: Given) -> bool:
+    return any(x is not None for x in side)
+
+
+def _of_side(side: Given, axes: Format) -> Given:
+    cu_seqlens = side[0]
+    if axes == "thd" or cu_seqlens is None:
+        return side
+    return None, None, cu_seqlens.diff()
+
+
+def rows_of_none(lse: Tensor, given: Mapping[str, Tensor | None]) -> Tensor | None:
+    """Which rows of an LSE belong to no sequence, a broadcast of it; None where all do for certain.
+    given: the lengths of an operation, by their names."""
+    rows = lse.shape[-1]
+    if (used := given.get("seqused_q")) is not None:
+        return torch.arange(rows, device=lse.device) >= used[:, None, None]
+    if (ends := given.get("cu_seqlens_q")) is None:
+        return None
+    offsets = given.get("cu_seqlens_q_padded")
+    starts = (ends if offsets is None else offsets)[:-1].long()
+    lengths = ends.long().diff()
+    # As kernels have it, whatever the integers say: what does not lie in the tensor has no rows.
+    lies = (starts >= 0) & (lengths >= 0) & (starts + lengths <= rows)
+    starts, lengths = starts.where(lies, 0), lengths.where(lies, 0)
+    steps = torch.zeros(rows + 1, dtype=torch.int32, device=lse.device)
+    ones = torch.ones_like(starts, dtype=torch.int32)
+    steps.index_add_(0, starts, ones)
+    steps.index_add_(0, starts + lengths, -ones)
+    return steps[:-1].cumsum(0) == 0
+
+
+def violations(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    optional: Mapping[str, Tensor | None],
+    arguments: Arguments,
+    sequences: int,
+) -> Iterator[str]:
+    """What is wrong with the lengths of an operation, whose q, k and v are views."""
+    parsed, lengths = parse(arguments.layout), {name: optional[name] for name in LENGTHS}
+    known: dict[str, Any] = {"layout": arguments.layout, "mask": arguments.mask, **lengths}
+    tables = tuple(x for name in PAGE_TABLES if (x := optional[name]) is not None)
+    call = AttentionCall(q=q, k=k, v=v, page_table=tables or None, **known)  # type: ignore[arg-type]
+    yield from length_violations(call, Operands(parsed, q, k, v, sequences), (torch.int32,))
+    for side, axes in (("q", parsed.q_format), ("kv", parsed.kv_format)):
+        if axes != "thd" and lengths[f"cu_seqlens_{side}"] is not None:
+            yield f"cu_seqlens_{side} belongs to thd here; pass seqused_{side}, its differences"
+    for name, tensor in lengths.items():
+        if tensor is not None and tensor.ndim == 1 and not tensor.is_contiguous():
+            yield f"{name} has stride {tensor.stride(0)}; kernels need 1, so make it contiguous"

@@ -1,0 +1,238 @@
+"""Operands of the torch operations: their sizes, the outputs' shapes, and what a launch is told."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ...reference.dropout import drop_threshold, keep_scale
+from ...reference.fp8 import is_fp8
+from ...runtime.run_time import UNBOUNDED, Extent, Scalars
+from ...spec.attention_spec import DTYPES_16BIT, AttentionSpec, dtype_name, is_boxed, is_decode
+from ...spec.layouts import Layout, parse, size, unpack
+from . import bias as bias_of
+from . import mask_bits
+from .signature import Arguments, dtype_of
+
+
+def layout_of(name: str) -> Layout:
+    """The layout of that name. Raises: SpecError where there is none."""
+    return parse(name)
+
+
+def unpacked(
+    q: Tensor, k: Tensor | None, v: Tensor | None, layout: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Q, K and V of a call as views. Raises: SpecError where they do not fit the layout."""
+    return unpack(layout_of(layout), q, k, v)
+
+
+def output_dtype(q: Tensor, arguments: Arguments) -> torch.dtype:
+    """That of a call's output."""
+    if arguments.out_dtype is not None:
+        return dtype_of(arguments.out_dtype)
+    return torch.bfloat16 if is_fp8(q.dtype) else q.dtype
+
+
+def heads_of(q: Tensor, arguments: Arguments) -> int:
+    """Query heads of a call."""
+    return size(q.shape, layout_of(arguments.layout).q_format, "h")
+
+
+def new_outputs(q: Tensor, v: Tensor, arguments: Arguments) -> tuple[Tensor, Tensor]:
+    """New tensors for the output and the LSE of a forward call, whose q and v are views."""
+    axes = layout_of(arguments.layout).q_format
+    rows = "ht" if axes == "thd" else "bhs"
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=output_dtype(q, arguments))
+    sizes = [q.shape[axes.index(axis)] for axis in rows]
+    return out, q.new_empty(sizes, dtype=torch.float32)
+
+
+def extent(tensor: Tensor, axes: str) -> Extent:
+    """Sizes and strides of a tensor whose axes are in the order of `axes`; packed tokens are the
+    positions of a batch of one."""
+    if axes == "thd":
+        tokens, heads, dim = tensor.shape
+        return Extent(1, tokens, heads, dim, 0, *tensor.stride())
+    order = [axes.index(axis) for axis in "bshd"]
+    sizes = (tensor.shape[axis] for axis in order)
+    strides = (tensor.stride(axis) for axis in order)
+    return Extent(*sizes, *strides)
+
+
+def extents_of(tensors: Mapping[str, Tensor], layout: str) -> dict[str, Extent]:
+    """Those of the tensors of a call, or of its gradients, by their names."""
+    parsed = layout_of(layout)
+    formats = {name: parsed.kv_format for name in ("k", "v", "dk", "dv")}
+    return {name: extent(x, formats.get(name, parsed.q_format)) for name, x in tensors.items()}
+
+
+def sequences_of(q: Tensor, optional: Mapping[str, Tensor | None], layout: str) -> int:
+    """How many sequences a call has; -1 where packed tokens come without their lengths."""
+    axes = layout_of(layout).q_format
+    if axes != "thd":
+        return size(q.shape, axes, "b")
+    lengths = optional["cu_seqlens_q"]
+    return -1 if lengths is None else lengths.numel() - 1
+
+
+def boxed(tensor: Tensor) -> bool:
+    """Whether the copy engine can read a tensor, wherever it begins at a multiple of 16 bytes."""
+    return is_boxed(tensor.shape, tensor.stride(), tensor.element_size())
+
+
+def spec_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    optional: Mapping[str, Tensor | None],
+    arguments: Arguments,
+    gather: bool = False,
+) -> AttentionSpec:
+    """The spec of the forward kernel that serves a call. gather: whether threads copy its operands,
+    as they do where strides ask for it, because of addresses."""
+    sides = (arguments.window_left, arguments.window_right)
+    spec = AttentionSpec(
+        head_dim=q.shape[-1],
+        head_dim_v=v.shape[-1],
+        dtype=dtype_name(q.dtype),
+        kv_dtype=dtype_name(k.dtype),
+        out_dtype=dtype_name(output_dtype(q, arguments)),
+        layout=arguments.layout,
+        mask=arguments.mask,
+        seqused=any(optional[name] is not None for name in ("seqused_q", "seqused_kv")),
+        window=any(0 <= side < UNBOUNDED for side in sides),
+        alibi=optional["alibi_slopes"] is not None,
+        softcap=arguments.softcap != 0,
+        softmax=arguments.softmax,
+        return_max_logit=arguments.max_logit,
+        attn_mask=optional["attn_mask"] is not None,
+        bias="none" if optional["bias"] is None else arguments.bias_type,
+        dropout=arguments.dropout_p > 0,
+    )
+    can = spec.dtype in DTYPES_16BIT and not layout_of(arguments.layout).paged
+    if can and (gather or not all(map(boxed, (q, k, v)))):
+        spec = replace(spec, gather=True)
+    sequences = sequences_of(q, optional, arguments.layout)
+    decode = is_decode(spec, q.shape, k.shape, arguments.num_splits, sequences)
+    return replace(spec, decode=decode)
+
+
+def softmax_scale_of(q: Tensor, arguments: Arguments) -> float:
+    """The factor of the scores, 1/√d where a call names none."""
+    scale = arguments.softmax_scale
+    return float(q.shape[-1]) ** -0.5 if scale is None and q.shape[-1] else scale or 0.0
+
+
+def scalars_of(
+    q: Tensor,
+    optional: Mapping[str, Tensor | None],
+    arguments: Arguments,
+    extents: Mapping[str, Extent],
+) -> Scalars:
+    """The run-time values of a call; a window side of −1, or too long to end, is unbounded, but
+    for what a causal mask hides anyway."""
+    sides = (arguments.window_left, arguments.window_right)
+    left, right = (side if 0 <= side < UNBOUNDED else UNBOUNDED for side in sides)
+    right = 0 if "causal" in arguments.mask else right
+    scale, aligned = softmax_scale_of(q, arguments), arguments.bottom_right
+    sequences = sequences_of(q, optional, arguments.layout)
+    numbers = {**_stride_numbers(optional), **dropout_numbers(arguments.dropout_p)}
+    if arguments.softcap:
+        numbers |= {"softcap": arguments.softcap, "softcap_inverse": 1 / arguments.softcap}
+    for side in ("q", "kv"):  # where only the other side has lengths, all positions are in use
+        numbers[f"{side}_least"] = UNBOUNDED if optional[f"seqused_{side}"] is None else 0
+    if (mask := optional["attn_mask"]) is not None:
+        numbers |= mask_bits.numbers_of(mask, extents["q"].seq, keys_of(extents, optional))
+        numbers |= mask_bits.reach_of(mask)
+    if (bias := optional["bias"]) is not None:
+        numbers |= bias_of.numbers_of(bias)
+    return Scalars(scale, left, right, aligned, numbers, sequences)
+
+
+def keys_of(extents: Mapping[str, Extent], optional: Mapping[str, Tensor | None]) -> int:
+    """Keys that a sequence has room for; of pages in the table that has less."""
+    tables = ((name, optional[f"page_table_{name}"]) for name in ("k", "v"))
+    rooms = [extents[name].seq * (1 if x is None else x.shape[1]) for name, x in tables]
+    return min(rooms)
+
+
+def dropout_numbers(p: float) -> dict[str, int | float]:
+    """What kernels know of the drop probability: the threshold as attngen/dropout.cuh takes it (as
+    bytes, or as a float16 number, twice), and what the weights that are kept are multiplied by,
+    with its reciprocal."""
+    threshold = drop_threshold(p)
+    high = threshold >= 128
+    numbers = {"drop_low": (threshold - 128 * high) * 0x01010101, "drop_high": high * 0x80808080}
+    (limit,) = struct.unpack("<H", struct.pack("<e", -1023.0 - threshold))
+    numbers["drop_limit"] = limit * 0x00010001
+    # Where nothing is kept the factor multiplies zeros alone.
+    scale = keep_scale(p) or 1.0
+    return {
+        **{name: word - (word >> 31 << 32) for name, word in numbers.items()},  # as an int32
+        "keep_scale": scale,
+        "keep_share": 1 / scale,
+    }
+
+
+Source = tuple[str, str, int]  # a parameter, the tensor of the call that it points into, bytes
+
+
+def packed_sources(
+    carriers: Mapping[str, Tensor | None], layout: str, prefix: str = ""
+) -> tuple[Source, ...]:
+    """Where packed operands lie; with the prefix `d` their gradients, the carriers being those."""
+    parsed = layout_of(layout)
+    found = []
+    for name in parsed.packed_operands:
+        carrier, axis, place = parsed.home(name)
+        tensor = carriers[carrier]
+        assert tensor is not None  # `unpack` has seen it
+        offset = place * tensor.stride(axis) * tensor.element_size()
+        found.append((prefix + name, prefix + carrier, offset))
+    return tuple(found)
+
+
+def sources_of(
+    carriers: Mapping[str, Tensor | None], optional: Mapping[str, Tensor | None], layout: str
+) -> tuple[Source, ...]:
+    """What addresses parts of the call's tensors: packed operands, and the lengths by the names
+    under which kernels know them; those that are absent are left out."""
+    parsed = layout_of(layout)
+    found = [*packed_sources(carriers, layout)]
+    for side, other, axes in (("q", "kv", parsed.q_format), ("kv", "q", parsed.kv_format)):
+        offsets = (f"cu_seqlens_{side}_padded", f"cu_seqlens_{side}")
+        wanted: dict[str, tuple[str, ...]] = {
+            f"{side}_lengths": (f"seqused_{side}", f"seqused_{other}")
+        }
+        if axes == "thd":
+            wanted = {f"{side}_seqlens": offsets[1:], f"{side}_offsets": offsets}
+        for parameter, names in wanted.items():
+            given = [name for name in names if optional[name] is not None]
+            found += [(parameter, name, 0) for name in given[:1]]
+    tables = {"k_page_table": "page_table_k", "v_page_table": "page_table_v"}
+    found += [(field, name, 0) for field, name in tables.items() if optional[name] is not None]
+    return tuple(found)
+
+
+def _stride_numbers(optional: Mapping[str, Tensor | None]) -> dict[str, int | float]:
+    numbers: dict[str, int | float] = {}
+    for name in ("descale_q", "descale_k", "descale_v", "alibi_slopes", "sink"):
+        strides = zip(("batch", "head"), head_strides(optional[name]), strict=True)
+        numbers |= {f"{name}_stride_{axis}": stride for axis, stride in strides}
+    return numbers
+
+
+def head_strides(tensor: Tensor | None) -> tuple[int, int]:
+    """Elements from one sequence to the next and from one head to the next, of a tensor [h] or
+    [b, h]; 0 over a single one."""
+    if tensor is None:
+        return 0, 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    strides = [stride if size > 1 else 0 for size, stride in steps]
+    batch, head = strides if len(strides) == 2 else (0, *strides)
+    return batch, head

@@ -1,0 +1,228 @@
+"""DTensor operands: each rank attends with its own part of the batch, or of the heads.
+
+An operation on tensors of a device mesh is the same operation on what each rank holds of them.
+Along each dimension of the mesh Q, K and V are whole, or parted by sequences, or by heads, and all
+else follows: a bias that is broadcast over what is parted stays whole, and its gradient is a sum
+over ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from ...errors import SpecError
+from ...reference.call import SCALES
+from ...spec.layouts import Layout, axes_of, parse
+from .signature import INPUTS, Arguments, Operands, split
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
+
+Outputs = tuple[Tensor, ...]
+Parted = Literal["whole", "batch", "heads"]
+_CARRIERS = ("q", "k", "v")
+_AXIS = {"batch": "b", "heads": "h"}
+_WHOLE = -1  # the axis of what is not parted
+
+
+def is_distributed(operands: Operands) -> bool:
+    """Whether one of them is a DTensor."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
+    return any([x is not None and hasattr(x, "device_mesh") for x in operands])
+
+
+def refuse_functions(given: Mapping[str, Any]) -> None:
+    """Raises: SpecError where a call of DTensors has functions, which see a rank's own heads and
+    sequences by their place among these alone."""
+    if names := [name for name, function in given.items() if function is not None]:
+        raise SpecError(
+            f"{', '.join(names)}: functions of heads and sequences do not know which a rank has; "
+            "pass attn_mask or bias, or call with to_local() of whole heads and sequences"
+        )
+
+
+def over_shards(attend: Callable[..., Outputs]) -> Callable[..., Outputs]:
+    """The operation for operands of which some are DTensors."""
+
+    def attend_sharded(*inputs: Any) -> Outputs:
+        operands, rest = inputs[: len(INPUTS)], inputs[3:]
+        call = _Sharded.of(dict(zip(INPUTS, operands, strict=True)), split(rest)[1])
+        local = [call.part_of(name, x) for name, x in zip(INPUTS, operands, strict=True)]
+        outputs = attend(*local, *inputs[len(INPUTS) :])
+        return call.joined(outputs, operands)
+
+    return attend_sharded
+
+
+@dataclass(frozen=True)
+class _Sharded:
+    """How a call is parted: along each dimension of the mesh."""
+
+    mesh: DeviceMesh
+    parted: tuple[Parted, ...]
+    layout: Layout
+
+    @classmethod
+    def of(cls, operands: Mapping[str, Tensor | None], arguments: Arguments) -> _Sharded:
+        """Shards of a call's operands. Raises: SpecError where they do not belong together."""
+        layout = parse(arguments.layout)
+        carriers = {name: x for name in _CARRIERS if (x := operands[name]) is not None}
+        mesh = next(x.device_mesh for x in operands.values() if hasattr(x, "device_mesh"))  # type: ignore[union-attr]
+        reasons = [
+            f"{name} is a tensor of this rank beside DTensors; pass distribute_tensor({name}, mesh)"
+            for name, x in carriers.items()
+            if not hasattr(x, "device_mesh")
+        ]
+        reasons += [
+            f"{name} lies on another device mesh than others; redistribute it"
+            for name, x in operands.items()
+            if getattr(x, "device_mesh", mesh) != mesh
+        ]
+        if reasons:
+            raise SpecError(reasons)
+        dims = range(mesh.ndim)
+        found = [_parted_along(dim, carriers, layout, reasons) for dim in dims]
+        call = cls(mesh, tuple(found), layout)
+        reasons += call._violations(operands, arguments)
+        if reasons:
+            raise SpecError(reasons)
+        return call
+
+    def _ranks(self, kind: Parted) -> int:
+        sizes = [self.mesh.size(dim) for dim, parted in enumerate(self.parted) if parted == kind]
+        ranks = 1
+        for size in sizes:
+            ranks *= size
+        return ranks
+
+    def _violations(self, operands: Mapping[str, Tensor | None], arguments: Arguments) -> list[str]:
+        reasons, ranks = [], self._ranks("heads")
+        for name in _CARRIERS:
+            x, axis = operands[name], self._axis_of(name, operands[name], "heads")
+            if ranks > 1 and x is not None and x.shape[axis] % ranks:
+                reasons.append(
+                    f"{name} has {x.shape[axis]} heads for {ranks} ranks: these must divide the "
+                    "heads of q and of k and v alike; replicate them, or repeat those of k and v"
+                )
+        batch = self._ranks("batch") > 1
+        if batch and "thd" in self.layout.formats:
+            reasons.append(
+                f"layout={arguments.layout!r} has packed tokens, whose sequences do not end where "
+                "those of a rank do: shard the heads, or call with to_local() of each rank's own"
+            )
+        names = [name for name in ("cu_seqlens_q", "cu_seqlens_kv") if operands[name] is not None]
+        if batch and names and "thd" not in self.layout.formats:
+            reasons.append(f"{', '.join(names)}: of a sharded batch pass seqused_q and seqused_kv")
+        if arguments.dropout_p > 0 and not hasattr(operands["rng_state"], "device_mesh"):
+            reasons.append(
+                "dropout_p: each rank would draw a state of its own; pass rng_state="
+                "distribute_tensor(torch.randint(2**62, (2,)), mesh, [Replicate()])"
+            )
+        if arguments.dropout_p > 0 and (batch or ranks > 1):
+            reasons.append(
+                "dropout_p: what is dropped depends on the numbers of sequences and heads, which a "
+                "rank counts from its own first; replicate q, k and v, or leave it out"
+            )
+        return reasons
+
+    def _axis_of(self, name: str, tensor: Tensor | None, kind: Parted) -> int:
+        """The axis of an operand that is parted, _WHOLE where none is."""
+        if tensor is None or kind == "whole":
+            return _WHOLE
+        if name in _CARRIERS:
+            axes = axes_of(self.layout, name)
+            return axes.index(_AXIS[kind]) if _AXIS[kind] in axes else _WHOLE
+        if name in ("bias", "attn_mask"):
+            axis = tensor.ndim - (4 if kind == "batch" else 3)
+            return axis if axis >= 0 and tensor.shape[axis] > 1 else _WHOLE
+        if name in ("sink", "alibi_slopes", *SCALES):
+            axis = tensor.ndim - (2 if kind == "batch" else 1)
+            per_head = name in ("sink", "alibi_slopes") or tensor.ndim == 2
+            return axis if axis >= 0 and per_head else _WHOLE
+        rows = name.startswith(("seqused", "page_table"))
+        return 0 if rows and kind == "batch" else _WHOLE
+
+    def part_of(self, name: str, tensor: Tensor | None) -> Tensor | None:
+        """This rank's part of an operand; a gradient of it is that of all ranks."""
+        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+        if tensor is None:
+            return None
+        axes = [self._axis_of(name, tensor, kind) for kind in self.parted]
+        placed = [Replicate() if axis == _WHOLE else Shard(axis) for axis in axes]
+        of_gradient = [
+            Partial() if axis == _WHOLE and kind != "whole" else place
+            for axis, kind, place in zip(axes, self.parted, placed, strict=True)
+        ]
+        if not isinstance(tensor, DTensor):  # the same on each rank, as slopes are
+            whole = [Replicate()] * self.mesh.ndim
+            tensor = DTensor.from_local(tensor, self.mesh, whole, run_check=False)
+        return tensor.redistribute(self.mesh, placed).to_local(grad_placements=of_gradient)
+
+    def joined(self, outputs: Outputs, operands: Sequence[Any]) -> Outputs:
+        """The outputs of all ranks, from this one's."""
+        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+        q = dict(zip(INPUTS, operands, strict=True))["q"]
+        axes = axes_of(self.layout, "q")
+        rows = "ht" if self.layout.q_format == "thd" else "bhs"
+        # Of the output, the LSE, the maxima of S and O, and the largest score of each head.
+        of_outputs = (self.layout.q_format, rows, "", "", "h")
+        sizes = {axis: q.shape[axes.index(axis)] for axis in self.layout.q_format}
+        joined = []
+        for axes_of_output, local in zip(of_outputs, outputs, strict=True):
+            placed: list[Placement] = []
+            for kind in self.parted:
+                axis = axes_of_output.find(_AXIS.get(kind, "-"))
+                maximum = Replicate() if kind == "whole" else Partial("max")
+                placed.append(maximum if axis == _WHOLE else Shard(axis))
+            shape = [sizes[axis] for axis in axes_of_output] or [*local.shape]
+            if axes_of_output == self.layout.q_format:
+                shape[-1] = local.shape[-1]
+            if not local.numel() and axes_of_output in ("", "h") and 0 not in shape:
+                joined.append(local)  # nobody has asked for it
+                continue
+            strides = torch.empty(shape, device="meta").stride()
+            made = DTensor.from_local(
+                local, self.mesh, placed, run_check=False, shape=torch.Size(shape), stride=strides
+            )
+            joined.append(made)
+        return tuple(joined)
+
+
+def _parted_along(
+    dim: int, carriers: Mapping[str, Any], layout: Layout, reasons: list[str]
+) -> Parted:
+    """How q, k and v are parted along a dimension of their mesh; adds to `reasons` why they cannot
+    be. What is whole, or a sum that is due, becomes what others are."""
+    kinds: dict[str, Parted] = {}
+    for name, x in carriers.items():
+        placement = x.placements[dim]
+        if not placement.is_shard():
+            continue
+        axes = axes_of(layout, name)
+        axis = axes[placement.dim]
+        if axis in ("b", "h"):
+            kinds[name] = "batch" if axis == "b" else "heads"
+        elif axis == "t":
+            reasons.append(
+                f"{name} is sharded over packed tokens, whose sequences do not end where those of "
+                "a rank do: shard the heads, or call with to_local() of each rank's own sequences"
+            )
+        else:
+            reasons.append(
+                f"{name} is sharded along {axis!r} of [{', '.join(axes)}]; whole, or sharded over "
+                "b or h, each rank attends by itself. Redistribute it."
+            )
+    if len({*kinds.values()}) > 1:
+        said = ", ".join(f"{name} over {kind}" for name, kind in kinds.items())
+        reasons.append(f"operands are sharded differently: {said}; redistribute one")
+    return next(iter(kinds.values()), "whole")

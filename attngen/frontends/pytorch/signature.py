@@ -1,0 +1,153 @@
+"""What the torch operations take beside q, k and v, and how their schemas say it.
+
+A feature that reads another tensor adds its name to `OPTIONAL`, one with a number a field to
+`Arguments`; the operations, their fakes and their gradients follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, get_type_hints
+
+import torch
+from torch import Tensor
+
+from ...errors import SpecError
+from ...reference.call import SCALES
+
+# q, k, v and then OPTIONAL; k and v are None where the layout packs them into q or k.
+Operands = Sequence[Tensor | None]
+
+LENGTHS = (
+    *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
+    *("seqused_q", "seqused_kv"),
+)
+PAGE_TABLES = ("page_table_k", "page_table_v")
+OPTIONAL = (
+    *(*SCALES, *LENGTHS, *PAGE_TABLES),
+    *("alibi_slopes", "sink", "rng_state", "attn_mask", "bias", "schedule"),
+)
+"""Tensors that a call may have beside q, k and v, in the order in which operations take them."""
+
+INPUTS = ("q", "k", "v", *OPTIONAL)
+# Whose gradients `attngen::backward` returns, and what it calls them, in order.
+GRADIENT_OF = {"q": "dq", "k": "dk", "v": "dv", "sink": "dsink", "bias": "dbias"}
+
+
+def no_gradient(name: str) -> str | None:
+    """Why kernels have no gradient of the operand of that name; None where they have."""
+    if name in GRADIENT_OF:
+        return None
+    return f"{name} has no gradient: detach it, or pass backend='reference'"
+
+
+class Arguments(NamedTuple):
+    """The arguments of a call that are no tensors.
+
+    layout: any name. softmax_scale: None for 1/√d. Window sides in keys, −1 unbounded. out_dtype:
+    torch's name of it (AOTInductor of torch 2.11 hands over dtypes as others), None for Q's, or
+    bfloat16 beside FP8; of 16 bits float32 asks for the partial output that split
+    computations combine. amax: whether the maxima of an FP8 call are wanted. deterministic: whether
+    gradients have the same bits on every run, at the cost of some speed. softcap: bound of the
+    scores, 0 for none. softmax: `vanilla`, `off_by_one` or, with a sink tensor, `learnable`.
+    max_logit: whether the largest score of each head is wanted. dropout_p: probability in 0..1;
+    above 0 it needs `rng_state`. num_splits: CTAs that share the keys of one sequence where there
+    are few queries, 0 for as many as fill the chip. bias_type: whether a bias tensor is added to
+    scaled scores, `post_scale`, or to the products before that, `pre_scale`.
+    """
+
+    layout: str = "bshd"
+    mask: str = "none"
+    softmax_scale: float | None = None
+    window_left: int = -1
+    window_right: int = -1
+    bottom_right: bool = False
+    out_dtype: str | None = None
+    amax: bool = False
+    deterministic: bool = False
+    softcap: float = 0.0
+    softmax: str = "vanilla"
+    max_logit: bool = False
+    dropout_p: float = 0.0
+    num_splits: int = 0
+    bias_type: str = "post_scale"
+
+
+class Call(NamedTuple):
+    """A call but for its tensors: its arguments, and which of `INPUTS` it has."""
+
+    arguments: Arguments
+    places: tuple[int, ...]
+
+    def by_name(self, present: Sequence[Tensor]) -> dict[str, Tensor | None]:
+        """All operands by their names. present: those that the call has."""
+        names = (INPUTS[place] for place in self.places)
+        return dict.fromkeys(INPUTS) | dict(zip(names, present, strict=True))
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Torch's name of a dtype, as `Arguments` have it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that torch has under a name. Raises: SpecError where there is none."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise SpecError(f"out_dtype={name!r} is no dtype of torch; pass a name such as 'float32'")
+    return found
+
+
+def places_of(operands: Operands) -> tuple[int, ...]:
+    """Those of the operands that there are."""
+    return tuple([place for place, x in enumerate(operands) if x is not None])
+
+
+class Wanted(NamedTuple):
+    """Which gradients a call of the backward is for; those of k and v come together."""
+
+    dq: bool = True
+    dkv: bool = True
+    dsink: bool = True
+    dbias: bool = True
+
+
+_TYPES = {
+    str: "str",
+    int: "int",
+    bool: "bool",
+    float: "float",
+    float | None: "float?",
+    str | None: "str?",
+}
+
+
+def schema() -> str:
+    """What follows q, k and v in the schemas of the operations; everything has a default."""
+    tensors = [f"Tensor? {name}=None" for name in OPTIONAL]
+    types = get_type_hints(Arguments)
+    return ", ".join([*tensors, *(_declaration(name, types[name]) for name in Arguments._fields)])
+
+
+def _declaration(name: str, type_: Any) -> str:
+    default = Arguments._field_defaults[name]
+    shown = f'"{default}"' if isinstance(default, str) else default
+    return f"{_TYPES[type_]} {name}={shown}"
+
+
+def split(rest: Sequence[Any]) -> tuple[tuple[Tensor | None, ...], Arguments]:
+    """The optional tensors, and the arguments, of what an operation got after q, k and v.
+
+    The dispatcher leaves out what stands at the end and equals its default.
+    """
+    count = len(OPTIONAL)
+    tensors = (*rest[:count], *(None for _ in range(count - len(rest))))
+    return tensors, Arguments(*rest[count : count + len(Arguments._fields)])
+
+
+def wanted_of(rest: Sequence[Any], one_tensor: bool = False) -> Wanted:
+    """What stands behind those in the schema of the backward. one_tensor: whether Q, K and V are
+    one, which has one gradient."""
+    wanted = Wanted(*rest[len(OPTIONAL) + len(Arguments._fields) :])
+    both = wanted.dq or wanted.dkv
+    return wanted._replace(dq=both, dkv=both) if one_tensor else wanted

@@ -1,0 +1,1 @@
+"""Kernel families: plans and rendered sources."""

@@ -1,0 +1,1 @@
+"""Kernels of no architecture, which run before or after others."""

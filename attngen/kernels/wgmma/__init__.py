@@ -1,0 +1,1 @@
+"""Kernels that multiply by wgmma: Hopper's."""

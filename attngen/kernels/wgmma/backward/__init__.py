@@ -1,0 +1,1 @@
+"""The gradients of Q, K, V, of sinks and of biases."""

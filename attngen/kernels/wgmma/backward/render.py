@@ -1,0 +1,284 @@
+"""Render, backward: each kernel of a backward to its source and the description of its launch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from ....fragments.features import Features
+from ....runtime.program import KernelEntry, TensorMapRecipe, Workspace
+from ....spec.problem import Problem
+from ...render import (
+    DROP_THRESHOLD,
+    Names,
+    Source,
+    bias_maps,
+    describe,
+    fill,
+    mask_names,
+    operand_names,
+    operands_of,
+    recipe,
+    strides_of,
+    typed,
+    uses_of,
+)
+from .plans import FUSED, BackwardPlan, BiasPlan, ConvertPlan, KernelPlan, PreparePlan, RowSumsPlan
+
+STORE_ROWS = 64  # gradients leave in boxes of one warpgroup's rows
+# Those of a forward that its backward shares.
+ROLES = ("mask", "score", "q_seq", "kv_seq", "kv_fetch")
+ROW_SUMS_ROLES = ("mask", "score", "q_seq", "kv_seq", "kv_iter")
+INTEGERS = (
+    *("tiles", "q_blocks", "heads_q", "heads_kv", "total_heads", "heads_per_group"),
+    *("tail_rows", "group_size", "bottom_right"),
+)
+
+
+def render(problem: Problem, plan: KernelPlan, features: Features, root: Path) -> Source:
+    """The source of the kernel that does the plan's part of the backward `problem`.
+
+    root: the templates' directory. Raises: jinja2.UndefinedError on a template's mistake.
+    """
+    roles = ROW_SUMS_ROLES if isinstance(plan, RowSumsPlan) else ROLES
+    uses = {role: use for role, use in uses_of(problem, features).items() if role in roles}
+    if isinstance(plan, PreparePlan | ConvertPlan):
+        masked = isinstance(plan, PreparePlan) and plan.zeros
+        of_keys = isinstance(plan, ConvertPlan) and plan.dk_columns > 0 and problem.varlen
+        read = ("mask",) * masked + ("q_seq",) + ("kv_seq",) * (masked or of_keys)
+        uses = {role: uses[role] for role in read}
+        operands = operands_of(uses)
+        if isinstance(plan, PreparePlan):
+            kernel = _prepare(problem, plan, operands)
+        else:
+            kernel = _convert(problem, plan, operands)
+    elif isinstance(plan, RowSumsPlan):
+        kernel = _row_sums(problem, plan, operands_of(uses))
+    elif isinstance(plan, BiasPlan):
+        kernel = _bias(problem, plan, operands_of(uses))
+    else:
+        kernel = _main(problem, plan, operands_of(uses))
+    return Source(fill(problem, plan, kernel, uses, root), kernel)
+
+
+def _prepare(problem: Problem, plan: PreparePlan, operands: Names) -> KernelEntry:
+    workspace: tuple[Workspace, ...] = ("lse_log2", "d")
+    workspace += ("turns",) if plan.turns else ()
+    names = typed("ptr", "o", "d_o", "lse", "dlse", *workspace)
+    names += [*strides_of("o"), *strides_of("d_o"), *_lengths(problem, operands, plan.zeros)]
+    if plan.zeros:
+        names += [*typed("ptr", "dq"), *strides_of("dq"), *typed("i32", "bottom_right")]
+    names += typed("i32", "group_size", "main_follows") if plan.made_tile else []
+    if problem.gather:
+        names += typed("i64", "o_stride_column", "d_o_stride_column") + typed("i32", "dim_v")
+    names += [("keep_share", "f32")] if problem.dropout else []
+    return describe(
+        problem,
+        plan,
+        names,
+        tile_rows=plan.row_block,
+        grid="row_blocks",
+        folds=True,
+        workspace=workspace,
+        row_block=plan.row_block,
+        q_seq=problem.q_seq,
+        kv_seq=problem.kv_seq,
+        cta_blocks=plan.cta_blocks,
+    )
+
+
+def _convert(problem: Problem, plan: ConvertPlan, operands: Names) -> KernelEntry:
+    names = [*typed("ptr", "dq_acc", "turns", "dq"), *strides_of("dq")]
+    names += [*_lengths(problem, operands), ("scale", "f32")]
+    names += [("keep_scale", "f32")] if problem.dropout else []
+    names += typed("i32", "dim_qk") if problem.gather else []
+    workspace: tuple[Workspace, ...] = ("dq_acc", "turns")
+    if plan.dk_columns:
+        workspace += ("dkv_acc",)
+        names += [*typed("ptr", "dkv_acc", "dk", "dv"), *strides_of("dk"), *strides_of("dv")]
+        names += typed("i32", "key_parts", "heads_kv")
+        names += [] if problem.varlen else typed("i32", "kv_len")
+    return describe(
+        problem,
+        plan,
+        names,
+        tile_rows=plan.row_block,
+        grid="row_blocks",
+        folds=True,
+        workspace=workspace,
+        row_block=plan.row_block,
+        q_seq=problem.q_seq,
+        kv_seq=problem.kv_seq,
+        block_ctas=plan.parts,
+        dq_floats=plan.parts * 64 * plan.dq_columns,
+    )
+
+
+def _row_sums(problem: Problem, plan: RowSumsPlan, operands: Names) -> KernelEntry:
+    names = typed("ptr", "q", "k", "lse", "row_sums")
+    names += [*strides_of("q"), *strides_of("k")]
+    if problem.gather:
+        names += typed("i64", "q_stride_column", "k_stride_column") + typed("i32", "dim_qk")
+    names += mask_names("mask_rows") if problem.attn_mask else []
+    names += typed("i32", "heads_q", "group_size", "q_blocks", "bottom_right")
+    names += typed("i32", "sequences") if problem.varlen else []
+    return describe(
+        problem,
+        plan,
+        [*names, ("scale", "f32"), *operands],
+        tile_rows=plan.row_block,
+        grid="row_blocks",
+        folds=True,
+        workspace=("row_sums", *(("mask_rows",) if problem.attn_mask else ())),
+        row_block=plan.row_block,
+        q_seq=problem.q_seq,
+        kv_seq=problem.kv_seq,
+    )
+
+
+def _lengths(problem: Problem, operands: Names, masked: bool = False) -> Names:
+    """What the kernels around the main ones know of sequences, where they are `masked` of keys,
+    too, and of the grid of blocks."""
+    known = operands if problem.varlen or masked else typed("i32", "q_len")
+    known = [*known, *typed("i32", "sequences")] if problem.varlen else known
+    return [*known, *typed("i32", "heads_q", "q_blocks")]
+
+
+def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
+    of_queries = plan.family == "sm90_bwd_dq"
+    maps = _tensor_maps(problem, plan)
+    workspace: tuple[Workspace, ...] = ("lse_log2", "d")
+    workspace += ("dq_acc",) if plan.dq_floats else ()
+    workspace += ("tile_counter",)
+    workspace += ("turns",) if plan.dq_floats else ()
+    if problem.varlen:
+        workspace += ("q_schedule",) if of_queries else ("kv_schedule",)
+    mask: tuple[Workspace, ...] = ()
+    if problem.attn_mask:
+        mask = ("mask_rows",) if of_queries else ("mask_columns",)
+    names = _tensor_names(problem, plan)
+    if problem.bias and plan.fused:
+        names += typed("tensor_map", "map_bias")
+        maps += tuple(replace(x, box_rows=plan.tile.m) for x in bias_maps(problem))
+    if plan.adds_bias:
+        names += typed("tensor_map", "map_dbias")
+        maps += (recipe("dbias", problem.dtype_q, plan.tile.m),)
+        workspace += ("dbias_turns",)
+    workspace += ("dkv_acc",) if plan.splits_heads else ()
+    workspace += ("row_sums",) if problem.bias else ()
+    names += typed("ptr", *workspace)
+    if plan.makes_d:
+        names += typed("ptr", "lse", "dlse")
+    elif problem.bias:
+        names += typed("ptr", "lse")
+    names += [("rng_state", "ptr")] if problem.dropout else []
+    for name in mask:
+        names += mask_names(name)
+    integers = [*INTEGERS]
+    # Neighbours are loaded together, so that their order shapes the code: that which was measured.
+    place = 1 if plan.fused else len(integers)
+    integers.insert(place, "q_tiles" if of_queries else "kv_blocks")
+    names += typed("i32", *integers)
+    names += typed("i32", "dbias_terms") if plan.adds_bias else []
+    names += typed("i32", "key_group") if plan.splits_heads else []
+    names += typed("f32", "scale", "scale_log2")
+    if problem.dropout:
+        names += [*DROP_THRESHOLD, ("keep_scale", "f32")]
+    names += _filled(problem, plan, names) if problem.varlen else []
+    return describe(
+        problem,
+        plan,
+        [*names, *operands],
+        smem_bytes=plan.smem_bytes,
+        tile_rows=plan.tile.m if of_queries else plan.tile.n,
+        tensor_maps=maps,
+        grid="persistent_tiles",
+        workspace=(*workspace, *mask),
+        kv_group_bytes=plan.schedule.kv_group_bytes,
+        group_heads=plan.schedule.group_heads,
+        tail_share=plan.schedule.tail_share,
+        tile_axis="q" if of_queries else "kv",
+        row_block=plan.row_block,
+        q_seq=problem.q_seq,
+        kv_seq=problem.kv_seq,
+        dq_floats=plan.dq_floats,
+        dkv_floats=plan.dkv_floats,
+        dependent=plan.starts_early,
+        orders_few=plan.orders_few,
+    )
+
+
+def _filled(problem: Problem, plan: BackwardPlan, names: Names) -> Names:
+    """What a main kernel knows beside these of gradients, whose rows it fills that belong to no
+    sequence: those that it makes, and dQ, which another one may convert."""
+    sides = {"dq": problem.q_seq, "dk": problem.kv_seq, "dv": problem.kv_seq}
+    made = {*(("dq",) if plan.fused else ()), *_gradients(plan)}
+    tensors = [tensor for tensor in sides if tensor in made and sides[tensor] != "dense"]
+    found = typed("i32", "sequences")
+    for tensor in tensors:
+        found += [*typed("ptr", tensor), *strides_of(tensor)]
+    return [each for each in found if each not in names]
+
+
+def _bias(problem: Problem, plan: BiasPlan, operands: Names) -> KernelEntry:
+    maps = (*_tensor_maps(problem, plan), *bias_maps(problem))
+    workspace: tuple[Workspace, ...] = ("lse_log2", "d", "tile_counter", "row_sums")
+    names = [*_tensor_names(problem, plan), *typed("ptr", "lse")]
+    names += typed("tensor_map", "map_bias")
+    names += typed("ptr", *workspace, "dbias", *(("rng_state",) if problem.dropout else ()))
+    mask: tuple[Workspace, ...] = ("mask_rows",) if problem.attn_mask else ()
+    for name in mask:
+        names += mask_names(name)
+    sizes = (f"dbias_{name}" for name in ("batches", "heads", "rows", "columns", "sums_rows"))
+    places = ("sequences", "heads_q", "q_blocks", "group_size", "bottom_right")
+    names += [*typed("i32", *sizes, *places), *typed("f32", "scale", "scale_log2")]
+    if problem.dropout:
+        names += [*DROP_THRESHOLD, ("keep_scale", "f32")]
+    return describe(
+        problem,
+        plan,
+        [*names, *operands],
+        smem_bytes=plan.smem_bytes,
+        tile_rows=plan.tile.m,
+        tensor_maps=maps,
+        grid="multiprocessors",
+        workspace=(*workspace, *mask),
+        row_block=plan.row_block,
+        q_seq=problem.q_seq,
+        kv_seq=problem.kv_seq,
+    )
+
+
+GRADIENTS = {"sm90_bwd_dq": ("dq",), **dict.fromkeys((*FUSED, "sm90_bwd_dkv"), ("dk", "dv"))}
+
+
+def _gradients(plan: BackwardPlan | BiasPlan) -> tuple[str, ...]:
+    """Those that the kernel makes, whole."""
+    made = GRADIENTS.get(plan.family, ())
+    return ("dq", *made) if isinstance(plan, BackwardPlan) and plan.completes else made
+
+
+def _outputs(plan: BackwardPlan | BiasPlan) -> tuple[str, ...]:
+    """Those of the forward that the kernel reads."""
+    return ("o",) if isinstance(plan, BackwardPlan) and plan.makes_d else ()
+
+
+def _tensor_names(problem: Problem, plan: BackwardPlan | BiasPlan) -> Names:
+    """The parameters by which a kernel finds its operands and gradients."""
+    gradients = _gradients(plan)
+    if not problem.gather:
+        return operand_names(problem, "q", "k", "v", "d_o", *_outputs(plan), *gradients)
+    names = [*operand_names(problem, "q", "k", "v", "d_o"), *typed("ptr", *gradients)]
+    for tensor in gradients:
+        names += strides_of(tensor)
+    return [*names, *typed("i32", "dim_qk", "dim_v")]
+
+
+def _tensor_maps(problem: Problem, plan: BackwardPlan | BiasPlan) -> tuple[TensorMapRecipe, ...]:
+    """Operands in whole tiles and blocks, gradients in a warpgroup's rows."""
+    if problem.gather:
+        return ()
+    rows = {"q": plan.tile.m, "k": plan.tile.n, "v": plan.tile.n, "d_o": plan.tile.m}
+    rows |= dict.fromkeys(_outputs(plan), plan.tile.m)
+    rows |= dict.fromkeys(_gradients(plan), STORE_ROWS)
+    return tuple(recipe(tensor, problem.dtype_q, n) for tensor, n in rows.items())

@@ -1,0 +1,1 @@
+"""Few queries, whose keys are split among CTAs."""

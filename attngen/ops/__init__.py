@@ -1,1 +1,0 @@
-"""Frontends: attngen as torch operations."""

@@ -1,0 +1,1 @@
+"""Launch programs: loaded, bound to values, launched and traced. No torch, no templates."""

@@ -1,0 +1,247 @@
+"""Run-time values: parameters and workspaces of a launch, as shapes and scalars decide them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..spec.problem import DTYPE_BYTES
+from .program import KernelEntry
+
+UNBOUNDED = 1 << 30  # a window side without a bound
+SCHEDULE_BYTES = 16  # of a sequence in a schedule, and of what stands before the first
+SM_BYTES = 228 << 10  # of shared memory, sm_90a
+CTA_RESERVED_BYTES = 1024  # of these, for each CTA
+MASK_AXES = ("rows", "columns")  # a packed mask has a row a query, or a row a key
+LOG2_E = 1.4426950408889634
+LEAST_NORMAL = 2.0**-126  # float32: a scale that is no number makes none of a hidden score
+FEW_HEADS = 4  # under a window: more where L2 holds the queries of all heads of a group
+FEW_SEQUENCES = 32  # whose order each CTA finds itself, without a schedule
+MAX_SPLITS = 128  # as many weights has the kernel that combines them
+SPLIT_BLOCKS = 4  # of keys, at least, for each split
+# Where arithmetic binds, too: of the best share, so that few parts are joined.
+UNSPLIT_BUSY, SPLIT_BUSY = 0.95, 0.96
+# Where memory alone binds: fitted to `decode_parts` of docs/results/experiments.json, of whose 45
+# shapes the choice is on average 0.3 % behind the fastest number of parts, at most 2.3 %.
+UNEVEN = 0.14  # so many of the places that CTAs leave empty are as good as taken
+PART_COST = 0.006  # of the time, for each part
+JOIN_BLOCKS = 1.25  # in each place, for the kernel that joins
+JOIN_ROWS = 32  # of a part, in the time of a block
+
+
+class Extent(NamedTuple):
+    """Sizes and strides (elements) of one operand, whatever its memory order."""
+
+    batch: int
+    seq: int
+    heads: int
+    dim: int
+    stride_batch: int
+    stride_seq: int
+    stride_heads: int
+    stride_dim: int = 1
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """Run-time values of one call: natural-domain scale, window sides in keys (UNBOUNDED where
+    there is none), whether the diagonal is aligned to the bottom right; further parameters by their
+    names, such as strides of tensors beside q, k and v; how many sequences there are, where a
+    batch axis does not say so."""
+
+    softmax_scale: float
+    window_left: int = UNBOUNDED
+    window_right: int = UNBOUNDED
+    bottom_right: bool = False
+    numbers: Mapping[str, int | float] = field(default_factory=dict)
+    sequences: int | None = None
+
+
+def smem_bytes_of(kernel: KernelEntry, share: int) -> int:
+    """Shared memory that a CTA asks for where each SM gets so many. Those of a kernel that starts
+    early would crowd on the SMs that are free first, had these room for more: up to 1.4 times
+    as long (measured in a stream), or 1 to 2 µs where parts of keys are joined."""
+    crowds = kernel.dependent and kernel.ctas > share
+    return SM_BYTES // share - CTA_RESERVED_BYTES if crowds else kernel.smem_bytes
+
+
+def values_of(
+    kernel: KernelEntry, extents: dict[str, Extent], scalars: Scalars
+) -> dict[str, int | float]:
+    """Every value that a parameter may name, from shapes and scalars."""
+    q, k = extents["q"], extents["k"]
+    sequences = q.batch if scalars.sequences is None else scalars.sequences
+    of_queries = kernel.tile_axis == "q"
+    tiled, sequence = (q, kernel.q_seq) if of_queries else (k, kernel.kv_seq)
+    tiles = blocks_of(tiled, kernel.tile_rows, sequence, sequences)  # along one head
+    total_heads = tiled.batch * tiled.heads
+    return {
+        "sequences": sequences,
+        "q_len": q.seq,
+        "kv_len": k.seq,
+        "tiles": tiles * total_heads,
+        **dict.fromkeys(("tiles_m", "q_tiles", "kv_blocks"), tiles),
+        "row_tiles": row_tiles(kernel, extents, sequences),
+        "q_blocks": row_blocks(kernel, q, sequences),
+        "heads_q": q.heads,
+        "heads_kv": k.heads,
+        "total_heads": total_heads,
+        "total_rows": q.batch * q.heads * q.seq,
+        "heads_per_group": heads_per_group(
+            kernel, extents, scalars.window_left + scalars.window_right
+        ),
+        "tail_rows": tiles // kernel.tail_share if kernel.tail_share else 0,
+        "group_size": q.heads // k.heads,
+        "key_group": 1,
+        "key_parts": 0,
+        "main_follows": 1,
+        "q_longest": UNBOUNDED,
+        "kv_longest": UNBOUNDED,
+        "dim_qk": q.dim,
+        "dim_v": extents["v"].dim,
+        "bottom_right": int(scalars.bottom_right),
+        "scale": scalars.softmax_scale,
+        "scale_log2": max(scalars.softmax_scale * LOG2_E, LEAST_NORMAL),
+        "window_left": scalars.window_left,
+        "window_right": scalars.window_right,
+        **_strides(extents),
+        **scalars.numbers,
+    }
+
+
+def _strides(extents: dict[str, Extent]) -> dict[str, int]:
+    """`o_stride_row` … of the tensors that kernels address themselves."""
+    return {
+        f"{name}_stride_{axis}": stride
+        for name in ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")
+        if (x := extents.get(name))
+        for axis, stride in zip(
+            ("row", "head", "batch", "column"),
+            (x.stride_seq, x.stride_heads, x.stride_batch, x.stride_dim),
+            strict=True,
+        )
+    }
+
+
+def heads_per_group(
+    kernel: KernelEntry, extents: dict[str, Extent], window: int = UNBOUNDED
+) -> int:
+    """Heads that are worked on together, so that what their tiles share stays in L2: of query
+    heads the keys and values, of key/value heads the queries, output gradients and sums of dQ.
+    Where tiles in an order follow a window of so many keys, these are its queries; those of all
+    heads of a group, while four fit, which are as fast as fewer."""
+    q, k, v = extents["q"], extents["k"], extents["v"]
+    group_size = q.heads // k.heads
+    if kernel.tile_axis == "kv":
+        follows = window < q.seq and not kernel.tail_share
+        rows = window if follows else q.seq * group_size
+        bytes_per_row = (q.dim + v.dim) * 2 + q.dim * 4 * (kernel.dq_floats > 0)
+        fitting = kernel.kv_group_bytes // max(1, rows * bytes_per_row)
+        if follows:
+            fitting = max(fitting // group_size, min(fitting, FEW_HEADS))
+        return max(1, min(k.batch * k.heads, kernel.group_heads, fitting))
+    element_bytes = next((DTYPE_BYTES[m.dtype] for m in kernel.tensor_maps if m.tensor == "k"), 2)
+    bytes_per_head = max(1, k.seq * (k.dim + v.dim) * element_bytes)
+    kv_heads = min(kernel.kv_group_bytes // bytes_per_head, kernel.group_heads // group_size)
+    return max(1, min(q.batch * q.heads, group_size * max(1, kv_heads)))
+
+
+def workspace_bytes(
+    kernel: KernelEntry,
+    q: Extent,
+    sequences: int | None = None,
+    splits: int = 1,
+    numbers: Mapping[str, int | float] | None = None,
+) -> dict[str, int]:
+    """Bytes of each workspace that the kernel names. The kernels of one problem share them, 16-byte
+    aligned; only `tile_counter` has to be zero before the first launch."""
+    sequences = q.batch if sequences is None else sequences
+    given = numbers or {}
+    blocks = q.batch * q.heads * row_blocks(kernel, q, sequences)
+    schedule = SCHEDULE_BYTES * schedule_entries(sequences)
+    rows = splits * q.batch * q.heads * q.seq
+    known = {
+        "tile_counter": 4,
+        "lse_log2": 4 * kernel.row_block * blocks,
+        "d": 4 * kernel.row_block * blocks,
+        "dq_acc": 4 * kernel.dq_floats * blocks,
+        "turns": 4 * blocks,
+        "dbias_turns": 8 * int(given.get("dbias_tiles", 0)),
+        "dkv_acc": 4 * int(given.get("dkv_floats", 0)),
+        "o_parts": 4 * kernel.part_floats * rows if splits > 1 else 0,
+        "lse_parts": 8 * rows if splits > 1 else 0,
+        "row_sums": 8 * q.batch * q.heads * q.seq,
+        "q_schedule": schedule,
+        "kv_schedule": schedule,
+        **{f"mask_{axis}": 4 * int(given.get(f"mask_{axis}_words", 0)) for axis in MASK_AXES},
+    }
+    return {name: known[name] for name in kernel.workspace}
+
+
+def schedule_entries(sequences: int) -> int:
+    """Those of a schedule: one before the first, and two a sequence at most."""
+    return 1 + 2 * sequences
+
+
+def row_blocks(kernel: KernelEntry, q: Extent, sequences: int) -> int:
+    """Blocks of a head's queries in the workspaces; 0 for a kernel that has none."""
+    return blocks_of(q, kernel.row_block, kernel.q_seq, sequences) if kernel.row_block else 0
+
+
+def row_tiles(kernel: KernelEntry, extents: Mapping[str, Extent], sequences: int) -> int:
+    """Tiles of queries times heads of a group: of one sequence, or of all where they are packed."""
+    q = extents["q"]
+    rows = q._replace(seq=q.seq * (q.heads // extents["k"].heads))
+    return blocks_of(rows, kernel.tile_rows, kernel.q_seq, sequences)
+
+
+def blocks_of(extent: Extent, rows: int, sequence: str, sequences: int) -> int:
+    """Blocks of so many rows along one head. Packed sequences begin anywhere, each in a block of
+    its own: at most one more a sequence than the rows make, whatever the lengths."""
+    if sequence == "packed":
+        return extent.seq // rows + sequences
+    return -(-extent.seq // rows)
+
+
+class Places(NamedTuple):
+    """Of CTAs on a chip: `slots` run at once, as many on each of the `multiprocessors`; `enough` of
+    them keep the chip busy. `memory_binds`: each reads keys of its own and waits for them."""
+
+    slots: int
+    multiprocessors: int
+    enough: float
+    memory_binds: bool
+
+
+def choose_splits(tiles: int, blocks: int, rows: float, places: Places) -> int:
+    """CTAs that share the keys of one tile, each with some blocks to read. Where memory binds, the
+    number that takes the least time; else one if that keeps the chip busy enough, or the fewest
+    that do so about as well as any number.
+
+    blocks: of keys, of the longest sequence; rows: of a tile, which are joined.
+    """
+    limit = max(1, min(blocks // SPLIT_BLOCKS, MAX_SPLITS))
+    busy = [share_busy(tiles * splits, places) for splits in range(1, limit + 1)]
+    if not places.memory_binds:
+        if busy[0] >= UNSPLIT_BUSY * max(busy):
+            return 1
+        return 1 + next(n for n, share in enumerate(busy) if share >= SPLIT_BUSY * max(busy))
+    times = []  # in blocks that the chip reads
+    for splits, share in enumerate(busy, 1):
+        read = tiles * blocks * (1 + PART_COST * splits) / share
+        joined = tiles * splits * rows / JOIN_ROWS + JOIN_BLOCKS * places.slots
+        times.append(read + joined * (splits > 1))
+    return 1 + times.index(min(times))
+
+
+def share_busy(ctas: int, places: Places) -> float:
+    """The part of the time that the chip is busy, all CTAs being equal: all of it, but for those
+    that do not fill their places. Where memory binds, it counts that these lie unevenly, some SMs
+    having more than others, but for CTAs that all have an SM to themselves."""
+    last = ctas % places.slots
+    empty = places.slots - last
+    if ctas < places.slots:
+        empty = min(empty, max(0, ctas - places.multiprocessors))
+    taken = max(last + UNEVEN * empty * places.memory_binds, places.enough)
+    return ctas / (ctas - last + taken) if last else 1.0

@@ -1,0 +1,1 @@
+"""Bundles: written, read, found by calls, and put into wheels."""

@@ -1,0 +1,1 @@
+"""What is asked: specs, layouts, presets, problems. No chip, no torch."""

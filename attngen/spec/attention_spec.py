@@ -1,0 +1,353 @@
+"""AttentionSpec: what the user says, as a value, a TOML file or a call."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import SpecError
+from ..io import toml_text
+from ..io.text import printable, shortened
+from ..io.values import DataError, from_data, to_data
+from . import layouts, plain
+from .tables import PRODUCT_LIMIT, REASON_LIMIT, Place, Table, at_most, count_specs, tables_of
+
+_TORCH_DTYPES = {
+    "torch.bfloat16": "bf16",
+    "torch.float16": "fp16",
+    "torch.float32": "fp32",
+    "torch.float64": "fp64",
+    "torch.float8_e4m3fn": "e4m3",
+    "torch.float8_e5m2": "e5m2",
+}
+DTYPES_16BIT = ("fp16", "bf16")
+DTYPES_8BIT = ("e4m3", "e5m2")
+PROMPT_QUERIES = 128  # of a head of a sequence: they fill a tile of the forward
+MAX_HEAD_DIM = 256  # of kernels that do not split keys
+DECODE_ROWS = 64  # of a tile of the kernels that split keys: queries times the heads of a group
+SHORT_HEAD_DIM = 128  # up to which a forward has tiles of 64 queries, two at once on an SM
+
+
+# The arguments of `attngen.attention` beside q, k and v, which this module cannot ask for them.
+CALL_ARGUMENTS = (
+    *("layout", "mask", "window", "bottom_right", "attn_mask", "softmax_scale", "softcap"),
+    *("bias", "bias_type", "alibi_slopes", "softmax", "sink", "dropout_p", "rng_state"),
+    *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
+    *("max_seqlen_q", "max_seqlen_kv", "seqused_q", "seqused_kv", "page_table", "num_splits"),
+    *("schedule", "score_mod", "mask_mod", "block_mask", "descale_q", "descale_k", "descale_v"),
+    *("scale_s", "descale_s", "scale_o", "out_dtype", "deterministic", "return_lse"),
+    *("return_max_logit", "return_amax", "backend"),
+)
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One attention variant, in the terms of the main call; features that a call gives values
+    to (a window, a softcap, dropout) are only switched on here, their values are run-time.
+
+    `head_dim_v`, `kv_dtype` and `out_dtype` default to their counterparts of Q, the latter to bf16
+    where Q is FP8 (e4m3, e5m2), which K and V may be beside 16 bits, too; `out_dtype` "fp32" asks
+    for the float32 partial output that split computations combine. `seqused` says that sequences of
+    a dense format have lengths of their own, as a padding mask does; `decode` that there are few
+    queries a sequence, so that the kernel splits the keys; `gather` that rows or addresses of
+    operands are no multiples of 16 bytes, or their last axis is not contiguous, so that threads
+    copy what the copy engine cannot. Of head dims that are no multiples of 8 the same is true
+    without saying. `attngen list` prints what fields may hold, docs/specs.md what each means.
+    """
+
+    head_dim: int
+    head_dim_v: int | None = None
+    dtype: str = "bf16"
+    kv_dtype: str | None = None
+    out_dtype: str | None = None
+    layout: str = "bshd"
+    mask: str = "none"
+    window: bool = False
+    attn_mask: bool = False
+    bias: str = "none"
+    alibi: bool = False
+    softcap: bool = False
+    score_mod: bool = False
+    mask_mod: bool = False
+    softmax: str = "vanilla"
+    seqused: bool = False
+    decode: bool = False
+    gather: bool = False
+    dropout: bool = False
+    return_max_logit: bool = False
+    deterministic: bool = False
+    directions: tuple[str, ...] = ("fwd",)
+    arch: tuple[str, ...] = ("sm_90a",)
+    name: str | None = None
+
+    @property
+    def widens(self) -> bool:
+        """Whether K and V are FP8 beside a Q that is not."""
+        return self.kv_dtype in DTYPES_8BIT and self.dtype not in DTYPES_8BIT
+
+    @property
+    def title(self) -> str:
+        """The spec's name, or a readable one made from what it asks for, on one line."""
+        if self.name:
+            return printable(self.name)
+        plain = AttentionSpec(head_dim=self.head_dim)
+        differing = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != getattr(plain, field.name)
+        ]
+        return printable(" ".join([f"head_dim={self.head_dim}", *differing]))
+
+    @property
+    def gathers(self) -> bool:
+        """Whether threads copy the operands."""
+        dims = (self.head_dim, self.head_dim_v or 0)
+        wide = self.dtype in DTYPES_16BIT and not self.widens
+        return self.gather or (wide and any(dim % 8 for dim in dims))
+
+    @classmethod
+    def from_call(cls, q: Any, k: Any, v: Any, **arguments: Any) -> AttentionSpec:
+        """The spec that `attngen.attention(q, k, v, **arguments)` needs.
+
+        q, k, v: tensors (anything with `dtype` and `shape`) in the call's layout.
+        Raises: SpecError where the layout is unknown or does not fit the tensors, and where
+        `attention` has no argument of a name.
+        """
+        if unknown := [name for name in arguments if name not in CALL_ARGUMENTS]:
+            raise SpecError([f"attention has no argument {name!r}" for name in unknown])
+        arguments |= plain.differing(arguments)
+        for name in ("attn_mask", "bias"):
+            if (meant := plain.causal_variant(arguments.get(name))) is not None:
+                by_name = plain.is_mask_by_name(arguments, name, q, k, v)
+                arguments |= {name: None, **({"mask": meant} if by_name else {"attn_mask": True})}
+        layout = arguments.get("layout", "bshd")
+        parsed = layouts.parse(layout)
+        layouts.check_operands(parsed, q, k, v)
+        last = (k if k is not None else q, v if v is not None else k if k is not None else q)
+        window = arguments.get("window", (-1, -1))
+        mask = arguments.get("mask", "none")
+        has_mask = arguments.get("attn_mask") is not None
+        mask = "arbitrary" if has_mask and mask == "none" else mask
+        bias_type = arguments.get("bias_type", "post_scale")
+        out_dtype, slopes = arguments.get("out_dtype"), arguments.get("alibi_slopes")
+        formats = zip(("q", "kv"), parsed.formats, strict=True)
+        lengths = [f"seqused_{side}" for side in ("q", "kv")]
+        lengths += [f"cu_seqlens_{side}" for side, axes in formats if axes != "thd"]
+        spec = cls(
+            head_dim=q.shape[-1],
+            head_dim_v=None if last[1].shape[-1] == q.shape[-1] else last[1].shape[-1],
+            dtype=dtype_name(q.dtype),
+            kv_dtype=None if last[0].dtype == q.dtype else dtype_name(last[0].dtype),
+            out_dtype=None if out_dtype is None else dtype_name(out_dtype),
+            layout=layout,
+            mask=mask,
+            attn_mask=has_mask,
+            window=any(side is not None and side >= 0 for side in window),
+            bias=bias_type if arguments.get("bias") is not None else "none",
+            alibi=slopes is not None and slopes is not False or bias_type == "alibi",
+            softcap=bool(arguments.get("softcap", 0.0)),
+            score_mod=arguments.get("score_mod") is not None,
+            mask_mod=arguments.get("mask_mod") is not None
+            or arguments.get("block_mask") is not None,
+            softmax=arguments.get("softmax", "vanilla"),
+            seqused=any(arguments.get(name) is not None for name in lengths),
+            dropout=arguments.get("dropout_p", 0.0) > 0,
+            return_max_logit=bool(arguments.get("return_max_logit", False)),
+            deterministic=bool(arguments.get("deterministic") or False),
+        )
+        given = [x for x in (q, k, v) if hasattr(x, "stride")]
+        strides = (is_boxed(x.shape, x.stride(), x.element_size()) for x in given)
+        if not (spec.dtype not in DTYPES_16BIT or parsed.paged or all(strides)):
+            spec = dataclasses.replace(spec, gather=True)
+        q_shape, k_shape = (layouts.shape_of(parsed, name, q, k) for name in ("q", "k"))
+        ends = arguments.get("cu_seqlens_q")
+        sequences = None if ends is None else ends.shape[0] - 1
+        decode = is_decode(spec, q_shape, k_shape, arguments.get("num_splits"), sequences)
+        return dataclasses.replace(spec, decode=decode)
+
+
+# What kernels that split keys leave out.
+_BESIDE_SPLITS = ("attn_mask", "score_mod", "mask_mod", "dropout")
+
+
+def is_decode(
+    spec: AttentionSpec,
+    q: Sequence[int],
+    k: Sequence[int],
+    num_splits: int | None,
+    sequences: int | None = None,
+) -> bool:
+    """Whether a call reaches the kernels that split keys: those over pages whose sequences have
+    fewer than PROMPT_QUERIES queries (packed ones on average) and nothing that these kernels leave
+    out, or wider heads than others take, and dense 16-bit ones whose queries, with the heads of a
+    group, fill no more than a tile, but for those whose heads have a tile of their own either way
+    and few keys to split; of both those that say `num_splits`.
+
+    spec: the call's, whatever it says of this; q, k: shapes in the layout's formats; sequences: how
+    many the packed queries are of.
+    """
+    layout = layouts.parse(spec.layout)
+    more = spec.bias != "none" or any(getattr(spec, name) for name in _BESIDE_SPLITS)
+    if layout.paged:
+        tokens = layouts.size(q, layout.q_format, "t" if layout.q_format == "thd" else "s")
+        few = tokens < PROMPT_QUERIES * (max(1, sequences or 1) if layout.q_format == "thd" else 1)
+        wide = max(spec.head_dim, spec.head_dim_v or 0) > MAX_HEAD_DIM
+        return (few and not more) or wide or bool(num_splits)
+    if (
+        "thd" in layout.formats
+        or spec.dtype not in DTYPES_16BIT
+        or spec.gathers
+        or spec.kv_dtype not in (None, spec.dtype, *DTYPES_8BIT)
+        or spec.out_dtype not in (None, spec.dtype)
+        or more
+    ):
+        return False
+    heads_q = layouts.size(q, layout.q_format, "h")
+    heads_kv = max(1, layouts.size(k, layout.kv_format, "h"))
+    few = layouts.size(q, layout.q_format, "s") * heads_q <= DECODE_ROWS * heads_kv
+    # Measured at 32 and 64 tokens, 8 to 1024 heads in all: 1.1 to 2.2 times as fast.
+    lone = heads_q == heads_kv and layouts.size(k, layout.kv_format, "s") <= DECODE_ROWS
+    return bool(num_splits) or (few and not (lone and has_short(spec)))
+
+
+def has_short(spec: AttentionSpec) -> bool:
+    """Whether its forward has a kernel with tiles of 64 queries: dense 16-bit operands that the
+    copy engine moves, without what is read or drawn beside the scores."""
+    layout = layouts.parse(spec.layout)
+    lengths = spec.seqused or spec.mask.startswith("padding") or "thd" in layout.formats
+    beside = spec.bias != "none" or spec.attn_mask or spec.mask == "arbitrary" or spec.dropout
+    one_dtype = {spec.kv_dtype, spec.out_dtype} <= {None, spec.dtype}
+    return (
+        not (spec.decode or lengths or layout.paged or spec.gathers or beside)
+        and (one_dtype and spec.dtype in DTYPES_16BIT)
+        and max(spec.head_dim, spec.head_dim_v or 0) <= SHORT_HEAD_DIM
+    )
+
+
+def is_boxed(shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:
+    """Whether the copy engine can read a tensor of these strides, wherever it begins at a multiple
+    of 16 bytes: the last axis contiguous, other strides multiples of 16 bytes."""
+    *steps, last = zip(shape, strides, strict=True)
+    contiguous = last[1] == 1 or last[0] <= 1
+    return contiguous and all(n <= 1 or step * element_bytes % 16 == 0 for n, step in steps)
+
+
+def dtype_name(dtype: Any) -> str:
+    """attngen's name of a torch dtype: `torch.bfloat16` → `bf16`."""
+    return _TORCH_DTYPES.get(str(dtype), str(dtype))
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A spec of a file, and the table that it is from."""
+
+    spec: AttentionSpec
+    place: Place
+
+
+def load_specs(path: str | os.PathLike[str]) -> tuple[AttentionSpec, ...]:
+    """Every spec of a TOML file: `[defaults]`, `[[kernel]]` tables, lists as products.
+
+    Raises: SpecError with every unknown key, wrong type and repeated name in the file, and the
+    lines that they are at.
+    """
+    return tuple(each.spec for each in load_placed([path]))
+
+
+def load_placed(paths: Iterable[str | os.PathLike[str]]) -> tuple[Placed, ...]:
+    """The specs of several files. Raises: SpecError with the defects of every file."""
+    found: list[Placed] = []
+    reasons: list[str] = []
+    for path in paths:
+        origin = printable(os.fspath(path))
+        try:
+            document = toml_text.read(path)
+            left = PRODUCT_LIMIT - len(found)
+            found += _parse(document.data, origin, document.lines, left)
+        except SpecError as error:
+            reasons += error.reasons
+        except OSError as error:
+            reasons.append(f"{origin}: {error.strerror or error}")
+        except ValueError as error:  # not only TOML's own: huge numbers, too
+            reasons.append(f"{origin}: {shortened(str(error))}")
+    if reasons:
+        raise SpecError(reasons)
+    return tuple(found)
+
+
+def parse_specs(data: Mapping[str, Any], origin: str) -> tuple[AttentionSpec, ...]:
+    """The specs of a parsed file; `origin` names it in errors. Raises: as `load_specs`."""
+    return tuple(each.spec for each in _parse(data, origin, toml_text.Lines(), PRODUCT_LIMIT))
+
+
+def _parse(
+    data: Mapping[str, Any], origin: str, lines: toml_text.Lines, limit: int
+) -> list[Placed]:
+    """The specs of a parsed file, at most so many. Raises: SpecError."""
+    fields = [field.name for field in dataclasses.fields(AttentionSpec)]
+    tables, reasons = tables_of(data, origin, lines, fields)
+    if too_many := count_specs(tables, origin, limit):
+        raise SpecError(at_most([*reasons, *too_many], origin))
+    found: list[Placed] = []
+    distinct = dict.fromkeys(reasons)
+    for table, values in ((each, values) for each in tables for values in each.products()):
+        try:
+            found.append(Placed(from_data(AttentionSpec, values), table.place))
+        except DataError as error:
+            distinct |= dict.fromkeys(_mistakes(error, values, table))
+            if len(distinct) >= REASON_LIMIT:
+                break
+    distinct |= dict.fromkeys(_repeated_names(found, origin))
+    if distinct:
+        raise SpecError(at_most(distinct, origin))
+    return found
+
+
+def _repeated_names(placed: Iterable[Placed], origin: str) -> list[str]:
+    """Reasons why names do not tell the specs of a file apart."""
+    places: dict[str, list[Place]] = {}
+    for each in placed:
+        if each.spec.name:
+            places.setdefault(each.spec.name, []).append(each.place)
+    return [
+        f"{found[1].at('name')}: several kernels are named {name!r}"
+        for name, found in sorted(places.items())
+        if len(found) > 1
+    ]
+
+
+def checked(spec: object) -> AttentionSpec:
+    """A spec made in Python, whose fields have the types that those of a file have.
+
+    Raises: SpecError with every field of a wrong type.
+    """
+    if not isinstance(spec, AttentionSpec):
+        raise SpecError(f"{spec!r} is no AttentionSpec; attngen.load_specs reads those of a file")
+    fields = to_data(spec)
+    try:
+        return from_data(AttentionSpec, fields)
+    except DataError as error:
+        reasons = "; ".join(dict.fromkeys(sorted(error.reasons.values())))
+        raise SpecError(f"{spec.title}: {reasons}{_advice(fields)}") from error
+
+
+def _mistakes(error: DataError, fields: Mapping[str, Any], table: Table) -> Iterator[str]:
+    """Reasons against the fields of a table, each with its line."""
+    for name, reason in sorted(error.reasons.items()):
+        if name not in table.refused:
+            yield f"{table.place.of(name)}: {reason}{_advice({name: fields.get(name, False)})}"
+
+
+def _advice(fields: Mapping[str, Any]) -> str:
+    """Advice for fields that hold the value of a feature that is only switched on."""
+    given = [
+        field.name
+        for field in dataclasses.fields(AttentionSpec)
+        if isinstance(field.default, bool) and type(fields.get(field.name, False)) is not bool
+    ]
+    if not given:
+        return ""
+    return f"; {', '.join(given)} = true switches it on, and each call gives the value"

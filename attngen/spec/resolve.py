@@ -1,0 +1,378 @@
+"""Resolve: from what the user says to the problems a kernel can be made for, or every reason
+why not with the nearest spec that is legal."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import SpecError
+from ..fragments.features import Features
+from ..io.text import closest, suggestion
+from . import layouts
+from .attention_spec import DTYPES_8BIT, DTYPES_16BIT, MAX_HEAD_DIM, AttentionSpec, dtype_name
+from .problem import Problem, Sequence
+from .tables import Place
+
+DIRECTIONS = ("fwd", "bwd")
+DTYPES = (*DTYPES_16BIT, *DTYPES_8BIT)
+ARCHES = ("sm_90a",)
+# Of the kernels that split keys: the largest, and what they have no room for beyond.
+SPLIT_HEAD_DIMS = {
+    "head_dim": (576, "64 queries and two stages of 32 keys and values take 208 of 227 KiB"),
+    "head_dim_v": (512, "64 rows of output take 128 registers a thread of two warpgroups"),
+}
+_NO_SPLITS = (
+    "kernels that split keys have none of it; without num_splits, up to head dim "
+    f"{MAX_HEAD_DIM}, others serve the call"
+)
+PADDING_MASKS = {"padding": "none", "padding_causal": "causal"}  # and what else they mask
+SWITCHES = ("score_mod", "mask_mod")  # fields of a spec that no kernel serves yet
+BIASES = ("pre_scale", "post_scale")
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One field that no kernel serves, why, and the nearest value that one does."""
+
+    field: str
+    reason: str
+    nearest: Any
+
+
+def resolve(
+    spec: AttentionSpec, features: Features, place: Place | None = None
+) -> tuple[Problem, ...]:
+    """The problem of each direction of the spec: two of a backward under windows, which may be
+    narrow or wide (`Problem.orders`). place: the table that it is from.
+
+    Raises: SpecError with every violation, the line that it is at, and the nearest legal spec.
+    """
+    violations = find_violations(spec, features)
+    if violations:
+        changes = ", ".join(dict.fromkeys(f"{v.field}={v.nearest!r}" for v in violations))
+        reasons = [f"{_at(place, v.field)}{spec.title}: {v.reason}" for v in violations]
+        raise SpecError([*reasons, f"nearest legal spec: the same with {changes}"])
+    masks, _ = split_mask(spec.mask)
+    q_seq, kv_seq = sequences_of(spec)
+    forward = Problem(
+        direction="fwd",
+        dtype_q=spec.dtype,  # type: ignore[arg-type]  # checked above
+        dtype_kv=spec.kv_dtype or spec.dtype,  # type: ignore[arg-type]
+        dtype_o=spec.out_dtype or default_out_dtype(spec.dtype),  # type: ignore[arg-type]
+        head_dim_qk=_tile_dim(spec, spec.head_dim),
+        head_dim_v=_tile_dim(spec, spec.head_dim_v or spec.head_dim),
+        masks=(*masks, *(("window",) if spec.window else ())),
+        scores=scores_of(spec),
+        softmax=spec.softmax,
+        q_seq=q_seq,
+        kv_seq=kv_seq,
+        kv_fetch=fetch_of(spec),
+        kv_iter="range",
+        max_logit=spec.return_max_logit,
+        dropout=spec.dropout,
+        attn_mask=spec.attn_mask or spec.mask == "arbitrary",
+        decode=spec.decode,
+    )
+    found = {"fwd": (forward,), "bwd": forward.backward(spec.deterministic).orders()}
+    return tuple(problem for direction in spec.directions for problem in found[direction])
+
+
+def _at(place: Place | None, field: str) -> str:
+    return f"{place.at(field)}: " if place else ""
+
+
+def nearest(spec: AttentionSpec, features: Features) -> AttentionSpec:
+    """The spec with each violated field replaced by the nearest legal value."""
+    changes = {v.field: v.nearest for v in find_violations(spec, features)}
+    return dataclasses.replace(spec, **changes)
+
+
+def split_mask(name: str) -> tuple[tuple[str, ...], bool]:
+    """The fragments that a mask's name means, and whether it aligns to the bottom right.
+
+    The alignment is a run-time argument, so `causal` and `causal_bottom_right` are one kernel, and
+    `padding` is no mask but lengths (see `sequences_of`).
+    """
+    base = name.removesuffix("_bottom_right")
+    mask = PADDING_MASKS.get(base, base)
+    return (() if mask in ("none", "arbitrary") else (mask,)), base != name
+
+
+def mask_names(features: Features) -> list[str]:
+    """What a spec's mask may be, each also with `_bottom_right` behind it."""
+    named = [name for name, mask in features["mask"].items() if mask.selected_by == "mask"]
+    return ["none", *named, *PADDING_MASKS, "arbitrary"]
+
+
+def sequences_of(spec: AttentionSpec) -> tuple[Sequence, Sequence]:
+    """The fragments that find the sequences of Q, and of K and V."""
+    dense: Sequence = (
+        "used"
+        if spec.seqused or spec.mask.removesuffix("_bottom_right") in PADDING_MASKS
+        else "dense"
+    )
+    axes = layouts.parse(spec.layout)
+    dense = "used" if axes.paged else dense
+    return (
+        "packed" if axes.q_format == "thd" else dense,
+        "packed" if axes.kv_format == "thd" else dense,
+    )
+
+
+def fetch_of(spec: AttentionSpec) -> str:
+    """The fragment that brings the operands."""
+    if layouts.parse(spec.layout).paged:
+        return "page_tma"
+    return "gather" if spec.gathers else "tma"
+
+
+def _tile_dim(spec: AttentionSpec, dim: int) -> int:
+    """A head dim of a problem: where threads copy rows, one kernel serves all of a step of 16."""
+    return -(-dim // 16) * 16 if spec.gathers else dim
+
+
+def scores_of(spec: AttentionSpec) -> tuple[str, ...]:
+    """The score fragments of a spec, in the order of application."""
+    asked = {
+        "pre_scale_bias": spec.bias == "pre_scale",
+        "softcap": spec.softcap,
+        "post_scale_bias": spec.bias == "post_scale",
+        "alibi": spec.alibi,
+    }
+    return tuple(name for name, wanted in asked.items() if wanted)
+
+
+def default_out_dtype(dtype: str) -> str:
+    """The output's dtype where none was asked for: Q's, and bf16 of 8-bit Q."""
+    return "bf16" if dtype in DTYPES_8BIT else dtype
+
+
+def find_violations(spec: AttentionSpec, features: Features) -> list[Violation]:
+    """Every field of the spec for which no kernel can be made. Of a layout that there is not the
+    rest is judged as it will be with the nearest."""
+    found = _check_layout(spec)
+    if found:
+        spec = dataclasses.replace(spec, layout=found[0].nearest)
+    found += [
+        *_check_operands(spec),
+        *_check_features(spec, features),
+        *_check_together(spec),
+        *_check_directions(spec),
+    ]
+    if not spec.arch:
+        found.append(Violation("arch", f"arch is empty; available: {ARCHES}", ARCHES))
+    for arch in spec.arch:
+        if arch not in ARCHES:
+            reason = f"architecture {arch!r} has no kernels; available: {ARCHES}"
+            reason += suggestion(arch, ARCHES)
+            found.append(Violation("arch", reason, ARCHES))
+    return found
+
+
+def _check_layout(spec: AttentionSpec) -> list[Violation]:
+    try:
+        layouts.parse(spec.layout)
+    except ValueError as error:
+        known = (*layouts.FORMATS, *layouts.NAMES)
+        reason = f"{str(error).rstrip('.')}{suggestion(spec.layout, known)}"
+        return [Violation("layout", reason, closest(spec.layout, known) or "bshd")]
+    return []
+
+
+def _check_operands(spec: AttentionSpec) -> list[Violation]:
+    found: list[Violation] = []
+    if spec.dtype not in DTYPES:
+        reason = f"dtype {spec.dtype!r} has no kernels; available: {DTYPES}"
+        reason += _dtype_suggestion(spec.dtype, DTYPES)
+        found.append(Violation("dtype", reason, _nearest_dtype(spec.dtype)))
+    dtype = spec.dtype if spec.dtype in DTYPES else "bf16"
+    eight_bit = dtype in DTYPES_8BIT
+    kv_dtypes = DTYPES_8BIT if eight_bit else (dtype, *DTYPES_8BIT)
+    if spec.kv_dtype not in (None, *kv_dtypes):
+        reason = f"kv_dtype {spec.kv_dtype!r}: allowed beside {dtype!r} queries are {kv_dtypes}"
+        reason += _dtype_suggestion(spec.kv_dtype, kv_dtypes)
+        found.append(Violation("kv_dtype", reason, None))
+    out_dtypes = DTYPES if eight_bit else (dtype, "fp32")
+    if spec.out_dtype not in (None, *out_dtypes):
+        reason = f"out_dtype {spec.out_dtype!r}: allowed for {dtype!r} queries are {out_dtypes}"
+        reason += _dtype_suggestion(spec.out_dtype, out_dtypes)
+        found.append(Violation("out_dtype", reason, None))
+    found += _check_head_dims(spec, _head_dim_step(spec, dtype))
+    return found + _check_decode(spec) + _check_gather(spec) + _check_widened(spec)
+
+
+def _nearest_dtype(name: str) -> str:
+    """The dtype that another name may mean, such as PyTorch's."""
+    meant = dtype_name(f"torch.{name.removeprefix('torch.')}")
+    return meant if meant in DTYPES else "bf16"
+
+
+def _dtype_suggestion(name: str | None, known: tuple[str, ...]) -> str:
+    """A suggestion that knows PyTorch's names too."""
+    if name is None:
+        return ""
+    meant = dtype_name(f"torch.{name.removeprefix('torch.')}")
+    return f"; did you mean {meant!r}?" if meant in known else suggestion(name, known)
+
+
+def _check_gather(spec: AttentionSpec) -> list[Violation]:
+    """What only the copy engine reads."""
+    what = (
+        f"{spec.dtype} operands" if spec.dtype in DTYPES_8BIT
+        else "8-bit keys" if spec.widens
+        else "pages" if layouts.parse(spec.layout).paged
+        else "split keys" if spec.decode
+        else ""
+    )  # fmt: skip
+    if not (spec.gather and what):
+        return []
+    reason = f"gather: {what} are read by the copy engine alone, at multiples of 16 bytes"
+    return [Violation("gather", reason, False)]
+
+
+def _check_widened(spec: AttentionSpec) -> list[Violation]:
+    """What kernels lack whose K and V have 8 bits beside a Q of 16."""
+    if not spec.widens:
+        return []
+    found, layout = [], layouts.parse(spec.layout)
+    if "q" in layout.packed_operands:
+        reason = f"kv_dtype {spec.kv_dtype!r}: layout {spec.layout!r} has q, k and v in one tensor"
+        found.append(Violation("kv_dtype", reason, None))
+    beside = f"beside {spec.kv_dtype!r} keys and 16-bit queries has no kernels yet"
+    asked: dict[str, Any] = {n: False for n in ("dropout", "attn_mask") if getattr(spec, n)}
+    if spec.bias in BIASES:
+        asked["bias"] = "none"
+    if spec.mask == "arbitrary":
+        asked["mask"] = "none"
+    return found + [Violation(name, f"{name} {beside}", value) for name, value in asked.items()]
+
+
+def _check_decode(spec: AttentionSpec) -> list[Violation]:
+    """What kernels that split the keys lack, or read pages."""
+    found, layout = [], layouts.parse(spec.layout)
+    if not (spec.decode or layout.paged):
+        return []
+    if "thd" in layout.formats and not layout.paged:
+        reason = f"layout {spec.layout!r} has no kernels that split the keys"
+        found.append(Violation("layout", reason, "bshd"))
+    eight_bit, out = spec.dtype in DTYPES_8BIT, spec.out_dtype
+    legal: dict[str, str | None] = {}
+    if eight_bit:
+        legal["dtype"] = "bf16"
+        if spec.kv_dtype in DTYPES_8BIT and "q" in layout.packed_operands:
+            legal["kv_dtype"] = None
+    if out == "fp32" or (eight_bit and out in DTYPES and out != "bf16"):
+        legal["out_dtype"] = None
+    for field, value in legal.items():
+        what = "split" if spec.decode else "read from pages"
+        reason = f"{field} {getattr(spec, field)!r}: keys are {what} for queries and an output of "
+        reason += "one 16-bit dtype alone"
+        found.append(Violation(field, reason, value))
+    return found
+
+
+def _head_dim_step(spec: AttentionSpec, dtype: str) -> int:
+    """Head dims are multiples of this: where the copy engine alone reads, a row of any operand is a
+    number of 16-byte units."""
+    if dtype in DTYPES_8BIT or spec.widens:
+        return 16
+    return 8 if spec.decode or layouts.parse(spec.layout).paged else 1
+
+
+def _check_head_dims(spec: AttentionSpec, step: int) -> list[Violation]:
+    found = []
+    for field, dim in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
+        if dim is None:
+            continue
+        limit, why = SPLIT_HEAD_DIMS[field] if spec.decode else (MAX_HEAD_DIM, "")
+        legal = min(max(step, -(-dim // step) * step), limit)
+        if dim != legal:
+            which = f"multiples of {step} up to" if step > 1 else "1 to"
+            reason = f"{field} {dim}: kernels exist for {which} {limit}"
+            if dim > limit and not spec.decode and spec.dtype in DTYPES_16BIT:
+                reason += f", those that split keys (decode) to {SPLIT_HEAD_DIMS[field][0]}"
+            limited = f", where {why}" if why and dim > limit else ""
+            found.append(Violation(field, reason + limited, legal))
+    return found
+
+
+def available_directions(spec: AttentionSpec) -> tuple[str, ...]:
+    """The directions with kernels; a backward starts from a 16-bit output, as `attention` gives."""
+    eight_bit = spec.dtype in DTYPES_8BIT or spec.widens
+    return ("fwd",) if eight_bit or spec.out_dtype == "fp32" else DIRECTIONS
+
+
+def _check_directions(spec: AttentionSpec) -> list[Violation]:
+    available = available_directions(spec)
+    whose = f" for {spec.dtype!r} queries, {spec.kv_dtype or spec.dtype!r} keys and"
+    whose += f" {spec.out_dtype or 'default'!r} output"
+    if spec.decode or layouts.parse(spec.layout).paged:
+        available, whose = ("fwd",), " that split keys or read pages"
+    legal = tuple(each for each in spec.directions if each in available) or ("fwd",)
+    if not spec.directions:
+        return [Violation("directions", f"directions is empty; available: {available}", legal)]
+    found = []
+    for direction in dict.fromkeys(spec.directions):
+        if direction in available:
+            continue
+        reason = f"direction {direction!r} has no kernels{whose if direction in DIRECTIONS else ''}"
+        reason += f"; available: {available}{suggestion(direction, available)}"
+        found.append(Violation("directions", reason, legal))
+    return found
+
+
+def _check_together(spec: AttentionSpec) -> list[Violation]:
+    """Features that kernels which split keys do not have: a block's scores are read and hidden a
+    warpgroup's 64 queries of one head at a time, and these kernels have several heads in a tile."""
+    if not spec.decode:
+        return []
+    asked: dict[str, Any] = {n: False for n in ("dropout", "attn_mask") if getattr(spec, n)}
+    if spec.bias in BIASES:
+        asked["bias"] = "none"
+    if spec.mask == "arbitrary":
+        asked["mask"] = "none"
+    return [Violation(name, f"{name}: {_NO_SPLITS}", nearest) for name, nearest in asked.items()]
+
+
+def _check_features(spec: AttentionSpec, features: Features) -> list[Violation]:
+    found: list[Violation] = []
+    masks, _ = split_mask(spec.mask)
+    known = mask_names(features)
+    for mask in masks:
+        if mask not in known:
+            reason = f"mask {spec.mask!r} is unknown; available: {known}, and with _bottom_right "
+            reason += "behind the name for a diagonal that ends there"
+            reason += suggestion(spec.mask, [*known, *(f"{each}_bottom_right" for each in known)])
+            if mask in features["mask"]:
+                reason = f"mask {spec.mask!r} is a switch of its own: {mask} = true"
+            legal = [name for name in known if name != "arbitrary"]  # of all kernels
+            default = "causal" if "causal" in mask else "none"
+            found.append(Violation("mask", reason, closest(spec.mask, legal) or default))
+    if spec.softmax not in features["softmax"]:
+        reason = f"softmax {spec.softmax!r} is unknown; available: {[*features['softmax']]}"
+        reason += suggestion(spec.softmax, features["softmax"])
+        meant = closest(spec.softmax, features["softmax"]) or "vanilla"
+        found.append(Violation("softmax", reason, meant))
+    if spec.bias not in ("none", *BIASES):
+        reason = f"bias {spec.bias!r} is unknown; available: {['none', *BIASES]}"
+        reason += suggestion(spec.bias, ("none", *BIASES))
+        found.append(Violation("bias", reason, "none"))
+    if spec.dtype in DTYPES_8BIT:
+        if spec.mask == "arbitrary":
+            reason = f"mask 'arbitrary' has no {spec.dtype} kernels yet"
+            found.append(Violation("mask", reason, "none"))
+        if spec.attn_mask:
+            reason = f"attn_mask has no {spec.dtype} kernels yet"
+            found.append(Violation("attn_mask", reason, False))
+        if spec.dropout:
+            reason = f"dropout has no {spec.dtype} kernels yet"
+            found.append(Violation("dropout", reason, False))
+        if spec.bias in BIASES:
+            reason = f"bias has Q's dtype, and {spec.dtype} would leave it 2 or 3 bits of mantissa"
+            found.append(Violation("bias", f"{reason}: no kernels", "none"))
+    for switch in SWITCHES:
+        if getattr(spec, switch):
+            found.append(Violation(switch, f"{switch} has no kernels yet", False))
+    return found

@@ -1,0 +1,96 @@
+"""Variants that come from outside, as in a trace: held against the spec that would name them.
+
+A template takes a problem's fields as they are, so that only those of a spec with kernels may reach
+one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..fragments.features import Features
+from ..io.text import quoted, suggestion
+from .attention_spec import AttentionSpec
+from .problem import Problem
+from .resolve import default_out_dtype, find_violations, resolve
+
+# Fields of a problem that name fragments → the axis of these.
+_FRAGMENTS = {
+    "masks": "mask",
+    "scores": "score",
+    "softmax": "softmax",
+    "q_seq": "sequence",
+    "kv_seq": "sequence",
+    "kv_fetch": "fetch",
+    "kv_iter": "iteration",
+}
+# (q_seq, kv_seq) → the layout of a spec: of keys and values in one tensor, and in pages.
+_LAYOUTS = {
+    ("dense", "dense"): ("bshd", None),
+    ("used", "used"): ("bshd", "paged_kv_bshd_bshd_bshd"),
+    ("packed", "packed"): ("thd", None),
+    ("packed", "dense"): ("thd_bshd_bshd", None),
+    ("packed", "used"): ("thd_bshd_bshd", "paged_kv_thd_bshd_bshd"),
+}
+
+
+def spec_of(problem: Problem, arch: str) -> AttentionSpec:
+    """The spec whose kernels these are, as far as there is one."""
+    layouts = _LAYOUTS.get((problem.q_seq, problem.kv_seq), ("bshd", None))
+    masks = [name for name in problem.masks if name != "window"]
+    biases = [name.removesuffix("_bias") for name in problem.scores if name.endswith("_bias")]
+    d, d_v, dtype = problem.head_dim_qk, problem.head_dim_v, problem.dtype_q
+    return AttentionSpec(
+        head_dim=d,
+        head_dim_v=None if d_v == d else d_v,
+        dtype=dtype,
+        kv_dtype=None if problem.dtype_kv == dtype else problem.dtype_kv,
+        out_dtype=None if problem.dtype_o == default_out_dtype(dtype) else problem.dtype_o,
+        layout=(problem.paged and layouts[1]) or layouts[0],
+        mask=next(iter(masks), "none"),
+        window="window" in problem.masks,
+        attn_mask=problem.attn_mask,
+        bias=next(iter(biases), "none"),
+        alibi="alibi" in problem.scores,
+        softcap="softcap" in problem.scores,
+        softmax=problem.softmax,
+        seqused="used" in (problem.q_seq, problem.kv_seq) and not problem.paged,
+        decode=problem.decode,
+        gather=problem.gather,
+        dropout=problem.dropout,
+        return_max_logit=problem.max_logit,
+        deterministic=problem.deterministic,
+        directions=(problem.direction,),
+        arch=(arch,),
+    )
+
+
+def find_faults(problem: Problem, arch: str, known: Features) -> list[str]:
+    """Every reason why no spec names the problem; empty where one does."""
+    if faults := _unknown_fragments(problem, known):
+        return faults
+    spec = spec_of(problem, arch)
+    if violations := find_violations(spec, known):
+        return [violation.reason for violation in violations]
+    named = resolve(spec, known)
+    if problem in named:
+        return []
+    differing = [
+        f"{field.name}: {quoted(getattr(problem, field.name))}, where the nearest spec has "
+        f"{quoted(getattr(named[0], field.name))}"
+        for field in dataclasses.fields(Problem)
+        if getattr(problem, field.name) != getattr(named[0], field.name)
+    ]
+    return [f"no spec names this problem: {'; '.join(differing)}"]
+
+
+def _unknown_fragments(problem: Problem, known: Features) -> list[str]:
+    """Names of fragments that there are none of."""
+    faults = []
+    for field, axis in _FRAGMENTS.items():
+        value = getattr(problem, field)
+        for name in dict.fromkeys(value if isinstance(value, tuple) else (value,)):
+            if name not in known[axis]:
+                meant = suggestion(name, known[axis])
+                faults.append(f"{field}: {quoted(name)} is unknown; known: {[*known[axis]]}{meant}")
+    return faults
