@@ -1,5 +1,5 @@
 // bwd_convert__causal_pre_scale_bias_d128_bf16__44dc0f
-// Rendered by attngen from kernels/bwd_convert.cu.j2; do not edit.
+// Rendered by attngen from kernels/support/convert.cu.j2; do not edit.
 #include "attngen/mma/fragment.cuh"
 #include "attngen/ptx/math.cuh"
 #include "attngen/ptx/tma.cuh"

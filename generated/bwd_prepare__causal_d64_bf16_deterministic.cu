@@ -1,5 +1,5 @@
 // bwd_prepare__causal_d64_bf16_deterministic__dd5679
-// Rendered by attngen from kernels/bwd_prepare.cu.j2; do not edit.
+// Rendered by attngen from kernels/support/prepare.cu.j2; do not edit.
 #include "attngen/platform.cuh"
 #include "attngen/ptx/global.cuh"
 #include "attngen/ptx/math.cuh"

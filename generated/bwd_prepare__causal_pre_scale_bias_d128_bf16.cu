@@ -1,5 +1,5 @@
 // bwd_prepare__causal_pre_scale_bias_d128_bf16__81a9fd
-// Rendered by attngen from kernels/bwd_prepare.cu.j2; do not edit.
+// Rendered by attngen from kernels/support/prepare.cu.j2; do not edit.
 #include "attngen/platform.cuh"
 #include "attngen/ptx/global.cuh"
 #include "attngen/ptx/math.cuh"

@@ -1,5 +1,5 @@
 // bwd_prepare__full_d256_bf16__4d50b2
-// Rendered by attngen from kernels/bwd_prepare.cu.j2; do not edit.
+// Rendered by attngen from kernels/support/prepare.cu.j2; do not edit.
 #include "attngen/platform.cuh"
 #include "attngen/ptx/global.cuh"
 #include "attngen/ptx/math.cuh"

@@ -1,5 +1,5 @@
 // bwd_row_sums__causal_pre_scale_bias_d128_bf16__49fcae
-// Rendered by attngen from kernels/bwd_row_sums.cu.j2; do not edit.
+// Rendered by attngen from kernels/support/row_sums.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
 #include "attngen/mma/score_tile.cuh"

@@ -1,5 +1,5 @@
 // combine__causal_packed_used_d128_bf16_paged__d6bb4f
-// Rendered by attngen from kernels/combine.cu.j2; do not edit.
+// Rendered by attngen from kernels/support/combine.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
 #include "attngen/ptx/global.cuh"

@@ -1,5 +1,5 @@
 // combine__causal_window_learnable_used_d64_bf16_paged__cbb279
-// Rendered by attngen from kernels/combine.cu.j2; do not edit.
+// Rendered by attngen from kernels/support/combine.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
 #include "attngen/ptx/global.cuh"

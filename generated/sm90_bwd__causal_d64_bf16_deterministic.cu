@@ -1,5 +1,5 @@
 // sm90_bwd__causal_d64_bf16_deterministic__4ede2f
-// Rendered by attngen from kernels/sm90_bwd.cu.j2; do not edit.
+// Rendered by attngen from kernels/wgmma/backward/fused.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
 #include "attngen/mma/gemm.cuh"

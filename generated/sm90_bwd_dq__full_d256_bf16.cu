@@ -1,5 +1,5 @@
 // sm90_bwd_dq__full_d256_bf16__445c19
-// Rendered by attngen from kernels/sm90_bwd_dq.cu.j2; do not edit.
+// Rendered by attngen from kernels/wgmma/backward/dq.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
 #include "attngen/mma/gemm.cuh"

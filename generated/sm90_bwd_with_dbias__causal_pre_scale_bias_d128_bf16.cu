@@ -1,5 +1,5 @@
 // sm90_bwd_with_dbias__causal_pre_scale_bias_d128_bf16__276ec0
-// Rendered by attngen from kernels/sm90_bwd_with_dbias.cu.j2; do not edit.
+// Rendered by attngen from kernels/wgmma/backward/fused_with_dbias.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
 #include "attngen/mma/gemm.cuh"

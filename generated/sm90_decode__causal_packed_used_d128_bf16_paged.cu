@@ -1,5 +1,5 @@
 // sm90_decode__causal_packed_used_d128_bf16_paged__fa1b3e
-// Rendered by attngen from kernels/sm90_decode.cu.j2; do not edit.
+// Rendered by attngen from kernels/wgmma/decode/decode.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/copy/paged_blocks.cuh"
 #include "attngen/mma/fragment.cuh"

@@ -1,5 +1,5 @@
 // sm90_decode__causal_window_learnable_used_d64_bf16_paged__0f2746
-// Rendered by attngen from kernels/sm90_decode.cu.j2; do not edit.
+// Rendered by attngen from kernels/wgmma/decode/decode.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/copy/paged_blocks.cuh"
 #include "attngen/mma/fragment.cuh"

@@ -1,5 +1,5 @@
 // sm90_decode__full_d128_bf16__4238fa
-// Rendered by attngen from kernels/sm90_decode.cu.j2; do not edit.
+// Rendered by attngen from kernels/wgmma/decode/decode.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
 #include "attngen/mma/gemm.cuh"

@@ -1,5 +1,5 @@
 // sm90_fwd__causal_d128_bf16_partial__783e0b
-// Rendered by attngen from kernels/sm90_fwd.cu.j2; do not edit.
+// Rendered by attngen from kernels/wgmma/forward/forward.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
 #include "attngen/mma/gemm.cuh"

@@ -1,5 +1,5 @@
 // sm90_fwd__causal_packed_used_d128_bf16_paged__2d1188
-// Rendered by attngen from kernels/sm90_fwd.cu.j2; do not edit.
+// Rendered by attngen from kernels/wgmma/forward/forward.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/copy/paged_blocks.cuh"
 #include "attngen/mma/fragment.cuh"

@@ -1,5 +1,5 @@
 // sm90_fwd__full_d128_e4m3_to_bf16__ffb590
-// Rendered by attngen from kernels/sm90_fwd.cu.j2; do not edit.
+// Rendered by attngen from kernels/wgmma/forward/forward.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
 #include "attngen/mma/gemm.cuh"

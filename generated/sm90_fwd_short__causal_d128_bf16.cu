@@ -1,5 +1,5 @@
 // sm90_fwd_short__causal_d128_bf16__cddbcc
-// Rendered by attngen from kernels/sm90_fwd_short.cu.j2; do not edit.
+// Rendered by attngen from kernels/wgmma/forward/short.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
 #include "attngen/mma/gemm.cuh"

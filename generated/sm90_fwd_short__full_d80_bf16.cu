@@ -1,5 +1,5 @@
 // sm90_fwd_short__full_d80_bf16__6d4f5c
-// Rendered by attngen from kernels/sm90_fwd_short.cu.j2; do not edit.
+// Rendered by attngen from kernels/wgmma/forward/short.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
 #include "attngen/mma/gemm.cuh"

@@ -1,5 +1,5 @@
 // varlen_prepare__causal_packed_used_d128_bf16_paged__e1571f
-// Rendered by attngen from kernels/varlen_prepare.cu.j2; do not edit.
+// Rendered by attngen from kernels/support/order.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/ptx/global.cuh"
 #include "attngen/ptx/tma.cuh"

@@ -15,7 +15,7 @@ from ..io.text import printable
 from ..io.values import to_data
 from ..kernels import tuned
 from ..kernels.base import Plan
-from ..kernels.plan import KernelPlan, candidates, plans
+from ..kernels.plan import KernelPlan, candidates, plans, template_of
 from ..kernels.wgmma.backward.plans import FUSED, BackwardPlan
 from ..kernels.wgmma.decode.plans import DecodePlan
 from ..spec import resolve
@@ -102,7 +102,7 @@ def _explain_kernel(
     yield ""
     yield f"source {source.kernel.entry}.cu"
     yield f"{INDENT}{source.text.count(chr(10))} lines, sha256 {source.sha256}"
-    yield f"{INDENT}skeleton {templates_dir() / 'kernels' / chosen.family}.cu.j2"
+    yield f"{INDENT}skeleton {templates_dir() / template_of(chosen)}"
     yield f"{INDENT}`attngen render` prints it"
     if not compiled:
         return

@@ -45,6 +45,29 @@ _CLASSES: dict[str, type[KernelPlan]] = {
     "sm90_decode": sm90_decode.DecodePlan,
     "combine": sm90_decode.CombinePlan,
 }
+# Family → its template under templates/kernels.
+TEMPLATES = {
+    "sm90_fwd": "wgmma/forward/forward",
+    sm90_short.FAMILY: "wgmma/forward/short",
+    sm90_alone.FAMILY: "wgmma/forward/alone",
+    "sm90_bwd": "wgmma/backward/fused",
+    "sm90_bwd_with_dbias": "wgmma/backward/fused_with_dbias",
+    "sm90_bwd_dkv": "wgmma/backward/dkv",
+    "sm90_bwd_dq": "wgmma/backward/dq",
+    "sm90_bwd_dbias": "wgmma/backward/dbias",
+    "sm90_decode": "wgmma/decode/decode",
+    "bwd_prepare": "support/prepare",
+    "bwd_convert": "support/convert",
+    "bwd_row_sums": "support/row_sums",
+    "mask_pack": "support/mask_pack",
+    "varlen_prepare": "support/order",
+    "combine": "support/combine",
+}
+
+
+def template_of(plan: KernelPlan) -> str:
+    """The template that is filled for a plan, by its name under the templates' root."""
+    return f"kernels/{TEMPLATES[plan.family]}.cu.j2"
 
 
 def plans(problem: Problem, arch: str) -> tuple[KernelPlan, ...]:

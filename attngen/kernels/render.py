@@ -18,7 +18,7 @@ from ..io.values import to_json
 from ..runtime.program import FIELD_BYTES, Field, Grid, KernelEntry, TensorMapRecipe, Workspace
 from ..spec.problem import DTYPE_BYTES, Problem
 from .base import Plan
-from .plan import KernelPlan
+from .plan import KernelPlan, template_of
 
 _OPTIONS: dict[str, Any] = {
     "undefined": jinja2.StrictUndefined,
@@ -208,7 +208,7 @@ def fill(
 ) -> str:
     """The template of the plan's family, filled. Fragments that serve several roles stand once;
     a role that at most one fragment fills is named without a list."""
-    template = f"kernels/{plan.family}.cu.j2"
+    template = template_of(plan)
     fragments = {use.fragment.struct: use.fragment for group in uses.values() for use in group}
     lists = {"mask": "masks", "score": "scores"}
     roles = {lists.get(role, role): group if role in lists else group[0]

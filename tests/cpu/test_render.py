@@ -306,7 +306,7 @@ def test_render_unknown_fragment_is_refused(root_given, make_problem, render, te
 def test_render_mistake_in_a_template_is_an_error_not_an_empty_word(
     make_problem, render, templates
 ) -> None:
-    kernel = templates / "kernels" / "sm90_fwd.cu.j2"
+    kernel = templates / "kernels" / "wgmma" / "forward" / "forward.cu.j2"
     kernel.write_text(kernel.read_text() + "@{ not_defined }@\n")
     with pytest.raises(jinja2.UndefinedError, match="not_defined"):
         render(make_problem(64), root=templates)
