@@ -170,7 +170,7 @@ def render(spec: Path, name: str | None, output: Path | None) -> None:
     """Print the CUDA source, or write a file a kernel."""
     from ..compiler import batch
     from ..compiler.builder import render_problem
-    from ..kernels.render import is_rendered
+    from ..kernels.fill import is_rendered
 
     wanted, refused = batch.jobs_of(_select(spec, name), None)
     if refused:
@@ -285,7 +285,7 @@ def _source_sha256() -> Callable[[Problem, KernelPlan], str] | None:
     """Renders a kernel's source anew, for its digest; None where no template engine is."""
     try:
         from ..compiler.builder import render_problem
-        from ..kernels.render import environment  # noqa: F401  # needs the engine
+        from ..kernels.fill import environment  # noqa: F401  # needs the engine
     except ModuleNotFoundError:
         return None
     return lambda problem, plan: render_problem(problem, plan).sha256

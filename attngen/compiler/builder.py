@@ -26,7 +26,7 @@ from . import digest
 from .cache import Cache, jit_disabled
 
 if TYPE_CHECKING:
-    from ..kernels.render import Source
+    from ..kernels.fill import Source
 
 log = logging.getLogger("attngen")
 
@@ -161,15 +161,15 @@ def _say_not_stored(why: str) -> None:
 
 def render_problem(problem: Problem, plan: KernelPlan, root: Path | None = None) -> Source:
     """The source of one kernel; `root` is a templates directory other than the shipped one."""
-    from ..kernels import render
     from ..kernels.support import render_mask_pack as render_mask
     from ..kernels.support import render_order as render_varlen
     from ..kernels.wgmma.backward import render as render_bwd
     from ..kernels.wgmma.decode import render as render_decode
+    from ..kernels.wgmma.forward import render as render_fwd
 
     known, folder = features.scan(root), root or files.templates_dir()
     if isinstance(plan, Plan):
-        return render.render(problem, plan, known, folder)
+        return render_fwd.render(problem, plan, known, folder)
     if isinstance(plan, VarlenPlan):
         return render_varlen.render(problem, plan, known, folder)
     if isinstance(plan, MaskPlan):

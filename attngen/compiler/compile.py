@@ -22,7 +22,7 @@ from ..spec.problem import Problem
 from .toolchain import installed_toolchain, note_loaded
 
 if TYPE_CHECKING:
-    from ..kernels.render import Source
+    from ..kernels.fill import Source
 
 log = logging.getLogger("attngen")
 

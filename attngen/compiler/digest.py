@@ -32,13 +32,13 @@ from .toolchain import installed_toolchain
 GENERATOR = (
     *("compiler.builder", "compiler.compile", "fragments.features", "io.files", "io.values"),
     *("spec.problem", "runtime.geometry", "runtime.program", "runtime.run_time"),
-    *("kernels", "kernels.base", "kernels.plan", "kernels.render"),
+    *("kernels", "kernels.base", "kernels.fill", "kernels.params", "kernels.plan", "kernels.uses"),
     *("kernels.support", "kernels.support.mask_pack", "kernels.support.order"),
     *("kernels.support.render_mask_pack", "kernels.support.render_order"),
     *("kernels.wgmma", "kernels.wgmma.backward", "kernels.wgmma.backward.plans"),
     *("kernels.wgmma.backward.render", "kernels.wgmma.decode", "kernels.wgmma.decode.plans"),
     *("kernels.wgmma.decode.render", "kernels.wgmma.forward", "kernels.wgmma.forward.alone"),
-    *("kernels.wgmma.forward.plans", "kernels.wgmma.forward.short"),
+    *("kernels.wgmma.forward.plans", "kernels.wgmma.forward.render", "kernels.wgmma.forward.short"),
 )
 # Of a code object, beside its constants: all but names of files and numbers of lines.
 _CODE_FACTS = (

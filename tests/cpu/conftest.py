@@ -18,8 +18,8 @@ from attngen.compiler.builder import render_problem
 from attngen.fragments import features
 from attngen.io import files
 from attngen.kernels.base import Plan
+from attngen.kernels.fill import Source
 from attngen.kernels.plan import plan
-from attngen.kernels.render import Source
 from attngen.reference import visible
 from attngen.spec.problem import Direction, Problem
 

@@ -198,7 +198,10 @@ print(json.dumps([each.from_cache for each in built]))
 @pytest.mark.parametrize("when", ["before the first build", "later"])
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("attngen/kernels/base.py", "# new\n"), ("templates/kernels/wgmma/forward/forward.cu.j2", "// new\n")],
+    [
+        ("attngen/kernels/base.py", "# new\n"),
+        ("templates/kernels/wgmma/forward/forward.cu.j2", "// new\n"),
+    ],
 )
 def test_build_of_a_package_that_changed_under_the_process_is_not_stored(
     name: str, text: str, when: str, tmp_path: Path

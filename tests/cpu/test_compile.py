@@ -18,8 +18,8 @@ from attngen.compiler.builder import render_problem
 from attngen.compiler.compile import compile_source, find_defects, read_resources, run_nvrtc
 from attngen.errors import CompileError
 from attngen.io import files
+from attngen.kernels.fill import Source
 from attngen.kernels.plan import plans
-from attngen.kernels.render import Source
 from attngen.runtime.program import SCHEMA_VERSION, Resources
 from tests.cpu.sass import count_instructions, find_split_warpgroups, read_usage
 

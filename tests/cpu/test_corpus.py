@@ -12,8 +12,8 @@ import pytest
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
 from attngen.io import files
+from attngen.kernels.fill import Source
 from attngen.kernels.plan import KernelPlan, plans
-from attngen.kernels.render import Source
 from attngen.spec.attention_spec import AttentionSpec
 from attngen.spec.problem import Problem
 from attngen.spec.resolve import resolve

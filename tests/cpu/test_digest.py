@@ -39,7 +39,7 @@ assert str(files.templates_dir()).startswith(sys.argv[1])
 wanted = values.from_json(problem.Problem, sys.argv[2])
 key = digest.cache_key(wanted, plan.plan(wanted, "sm_90a"), "sm_90a")
 print(key.digest, key.material)
-assert not {"jinja2", "cuda", "attngen.kernels.render"} & sys.modules.keys()
+assert not {"jinja2", "cuda", "attngen.kernels.fill"} & sys.modules.keys()
 """
 
 
@@ -111,7 +111,7 @@ EDITS: dict[str, tuple[str, Callable[[Path], object]]] = {
         "flags",
         lambda c: replace_text(c / "attngen/compiler/compile.py", "c++17", "c++20"),
     ),
-    "renderer": ("generator", lambda c: replace_text(c / "attngen/kernels/render.py", "64", "32")),
+    "renderer": ("generator", lambda c: replace_text(c / "attngen/kernels/params.py", "64", "32")),
     "schema": (
         "schema",
         lambda c: replace_text(

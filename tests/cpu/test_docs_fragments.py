@@ -55,7 +55,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def code(root, compile_cpp):
-    from attngen.kernels.render import emit_fragment
+    from attngen.kernels.fill import emit_fragment
 
     known = features.scan(root)
     structs = [known["mask"]["prefix"], known["score"]["temperature"]]

@@ -16,7 +16,7 @@ from attngen.compiler.compile import run_nvrtc
 from attngen.fragments import features
 from attngen.fragments.features import Fragment
 from attngen.io import files
-from attngen.kernels.render import emit_fragment, environment
+from attngen.kernels.fill import emit_fragment, environment
 
 FRAGMENTS = [fragment for axis in features.scan().values() for fragment in axis.values()]
 EACH = pytest.mark.parametrize("fragment", FRAGMENTS, ids=lambda f: f"{f.axis}-{f.name}")

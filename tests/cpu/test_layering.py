@@ -22,7 +22,7 @@ LAYERS = (
 # Of packages that hold both what makes kernels and what only names them.
 COMPILER_SIDE = {
     *("spec.attention_spec", "fragments.features", "spec.resolve", "spec.variants"),
-    *("kernels.plan", "kernels.render", "compiler.compile", "compiler.builder", "compiler.digest"),
+    *("kernels.plan", "kernels.fill", "compiler.compile", "compiler.builder", "compiler.digest"),
 }
 LAUNCH_SIDE = ("runtime",)
 MOST_PACKAGES = 25  # with the modules at the root
@@ -30,7 +30,7 @@ MOST_PACKAGES = 25  # with the modules at the root
 HOMES = {
     "torch": {"frontends", "reference", "bench"},
     "jax": {"frontends.jax"},
-    "jinja2": {"kernels.render"},
+    "jinja2": {"kernels.fill"},
     "click": {"cli"},
     "matplotlib": {"bench.plot"},
     "cuda": {"compiler.compile", "cli.doctor", "runtime.load", "runtime.launch"},

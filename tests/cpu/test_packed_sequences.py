@@ -17,8 +17,8 @@ from attngen import AttentionSpec
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
 from attngen.io import files
+from attngen.kernels.fill import emit_fragment
 from attngen.kernels.plan import plans
-from attngen.kernels.render import emit_fragment
 from attngen.runtime.run_time import Extent, blocks_of
 from attngen.spec.resolve import resolve
 

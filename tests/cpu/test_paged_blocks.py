@@ -14,7 +14,7 @@ import pytest
 from attngen.fragments import features
 from attngen.frontends.pytorch.decode import page_numbers
 from attngen.io import files
-from attngen.kernels.render import emit_fragment
+from attngen.kernels.fill import emit_fragment
 from attngen.runtime.geometry import page_geometry
 from attngen.runtime.program import TensorMapRecipe
 from attngen.runtime.run_time import Extent

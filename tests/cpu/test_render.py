@@ -15,8 +15,8 @@ import pytest
 
 from attngen.compiler.compile import compile_source
 from attngen.io import files
+from attngen.kernels.params import entry_name
 from attngen.kernels.plan import candidates, plan
-from attngen.kernels.render import entry_name
 from attngen.runtime.program import FIELD_BYTES, Field
 from tests.cpu.conftest import EXCERPT
 from tests.cpu.sass import count_instructions

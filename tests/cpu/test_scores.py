@@ -13,7 +13,7 @@ import torch
 from attngen import reference
 from attngen.fragments import features
 from attngen.io import files
-from attngen.kernels.render import emit_fragment
+from attngen.kernels.fill import emit_fragment
 from attngen.reference import core
 from attngen.reference.call import AttentionCall
 

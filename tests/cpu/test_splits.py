@@ -18,8 +18,8 @@ from attngen import AttentionSpec
 from attngen.fragments import features
 from attngen.frontends.pytorch.decode import page_numbers
 from attngen.io import files
+from attngen.kernels.fill import emit_fragment
 from attngen.kernels.plan import plans
-from attngen.kernels.render import emit_fragment
 from attngen.kernels.wgmma.decode.plans import DecodePlan
 from attngen.runtime.run_time import (
     MAX_SPLITS,

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from ...runtime.program import Workspace
 from ...spec.problem import Problem
-from ..render import Source, describe, fill, mask_names, typed
+from ..fill import Source, fill
 from .mask_pack import MaskPlan
+from ..params import describe, mask_names, typed
 
 BLOCK = 128  # keys that a warp packs at a time
 AXES = ("batch", "head", "row", "column")

@@ -7,8 +7,10 @@ from pathlib import Path
 from ...fragments.features import Features
 from ...runtime.program import Workspace
 from ...spec.problem import Problem
-from ..render import Source, describe, fill, operands_of, strides_of, typed, uses_of
+from ..fill import Source, fill
 from .order import VarlenPlan
+from ..params import describe, operands_of, strides_of, typed
+from ..uses import uses_of
 
 
 def render(problem: Problem, plan: VarlenPlan, features: Features, root: Path) -> Source:

@@ -8,21 +8,20 @@ from pathlib import Path
 from ....fragments.features import Features
 from ....runtime.program import KernelEntry, TensorMapRecipe, Workspace
 from ....spec.problem import Problem
-from ...render import (
+from ...fill import Source, fill
+from ...params import (
     DROP_THRESHOLD,
     Names,
-    Source,
     bias_maps,
     describe,
-    fill,
     mask_names,
     operand_names,
     operands_of,
     recipe,
     strides_of,
     typed,
-    uses_of,
 )
+from ...uses import uses_of
 from .plans import FUSED, BackwardPlan, BiasPlan, ConvertPlan, KernelPlan, PreparePlan, RowSumsPlan
 
 STORE_ROWS = 64  # gradients leave in boxes of one warpgroup's rows

@@ -8,17 +8,9 @@ from pathlib import Path
 from ....fragments.features import Features
 from ....runtime.program import KernelEntry, Workspace
 from ....spec.problem import Problem
-from ...render import (
-    Names,
-    Source,
-    describe,
-    fill,
-    operands_of,
-    recipe,
-    strides_of,
-    typed,
-    uses_of,
-)
+from ...fill import Source, fill
+from ...params import Names, describe, operands_of, recipe, strides_of, typed
+from ...uses import uses_of
 from .plans import CombinePlan, DecodePlan, KernelPlan
 
 ROLES = {

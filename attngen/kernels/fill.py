@@ -1,0 +1,100 @@
+"""Templates, filled: from a problem and its plan to CUDA source."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from ..fragments.features import Fragment
+from ..io.files import open_regular
+from ..runtime.program import KernelEntry
+from ..spec.problem import Problem
+from .plan import KernelPlan, template_of
+from .uses import FragmentUse
+
+_OPTIONS: dict[str, Any] = {
+    "undefined": jinja2.StrictUndefined,
+    "block_start_string": "<%",
+    "block_end_string": "%>",
+    "variable_start_string": "@{",
+    "variable_end_string": "}@",
+    "comment_start_string": "<#",
+    "comment_end_string": "#>",
+    "trim_blocks": True,
+    "lstrip_blocks": True,
+    "keep_trailing_newline": True,
+    "autoescape": False,
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """CUDA C++ of one kernel, and how to launch what it compiles to."""
+
+    text: str
+    kernel: KernelEntry
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+@cache
+def environment(root: Path) -> jinja2.Environment:
+    """The template environment: delimiters that do not collide with PTX, strict names."""
+    return jinja2.Environment(loader=jinja2.FileSystemLoader(root), **_OPTIONS)
+
+
+def emit_fragment(root: Path, fragment: Fragment) -> str:
+    """The struct of one fragment, rendered without any context."""
+    module: Any = environment(root).get_template(fragment.template).module
+    return str(module.emit()).strip()
+
+
+def fill(
+    problem: Problem,
+    plan: KernelPlan,
+    kernel: KernelEntry,
+    uses: dict[str, list[FragmentUse]],
+    root: Path,
+    **more: Any,
+) -> str:
+    """The template of the plan's family, filled. Fragments that serve several roles stand once;
+    a role that at most one fragment fills is named without a list. more: what this family's
+    templates ask for beside."""
+    template = template_of(plan)
+    fragments = {use.fragment.struct: use.fragment for group in uses.values() for use in group}
+    lists = {"mask": "masks", "score": "scores"}
+    roles = {lists.get(role, role): group if role in lists else group[0]
+             for role, group in uses.items()}  # fmt: skip
+    return (
+        environment(root)
+        .get_template(template)
+        .render(
+            entry=kernel.entry,
+            dependent=kernel.dependent,
+            **more,
+            template=template,
+            problem=problem,
+            plan=plan,
+            fields=kernel.fields,
+            params_bytes=kernel.params_bytes,
+            mma_element={"bf16": "bf16", "fp16": "f16"}.get(problem.dtype_q),
+            fragments=[{"source": emit_fragment(root, each)} for each in fragments.values()],
+            bounds_left=any(use.bounds_left for use in uses.get("mask", ())),
+            bounds_right=any(use.bounds_right for use in uses.get("mask", ())),
+            tile=next((use.tile for use in uses.get("score", ()) if use.tile), None),
+            **roles,
+        )
+    )
+
+
+def is_rendered(path: Path) -> bool:
+    """Whether a file was rendered from a template of attngen's."""
+    with open_regular(path) as file:
+        return b"\n// Rendered by attngen from " in file.read(1000)

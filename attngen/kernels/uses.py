@@ -1,0 +1,76 @@
+"""Fragments in a kernel: in which role, and by which of its parameters they are filled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..fragments.features import Features, Fragment
+from ..spec.problem import Problem
+
+
+@dataclass(frozen=True)
+class FragmentUse:
+    """A fragment in a kernel: the names of the parameters that fill its struct, in order."""
+
+    fragment: Fragment
+    fields: tuple[str, ...]
+
+    @property
+    def parameters(self) -> Iterator[tuple[str, str]]:
+        """Names and types of the kernel's parameters: of a tensor its address and strides, of one
+        that is read in tiles its sizes, too."""
+        for name, operand in zip(self.fields, self.fragment.operands, strict=True):
+            tile = operand.domain == "tile"
+            yield name, "ptr" if operand.axes else operand.dtype
+            stride = "i64" if tile else "i32"
+            yield from ((f"{name}_stride_{axis}", stride) for axis in operand.axes)
+            yield from ((f"{name}_{axis}s", "i32") for axis in operand.axes[2:])
+
+    @property
+    def reads_tensors(self) -> bool:
+        return any(operand.axes for operand in self.fragment.operands if operand.domain != "tile")
+
+    @property
+    def tile(self) -> str | None:
+        """The parameter that holds the address of the tensor that is read in tiles."""
+        operands = zip(self.fields, self.fragment.operands, strict=True)
+        return next((name for name, operand in operands if operand.domain == "tile"), None)
+
+    @property
+    def tile_power(self) -> int:
+        """The dimension of what is read in tiles, as a power of that of scores."""
+        operands = self.fragment.operands
+        return next((each.score_power for each in operands if each.domain == "tile"), 0)
+
+    @property
+    def score_powers(self) -> tuple[int, ...]:
+        return tuple(operand.score_power for operand in self.fragment.operands)
+
+    @property
+    def bounds_left(self) -> bool:
+        return "left" in self.fragment.bounds
+
+    @property
+    def bounds_right(self) -> bool:
+        return "right" in self.fragment.bounds
+
+
+def uses_of(problem: Problem, features: Features) -> dict[str, list[FragmentUse]]:
+    """The fragments of each role; those that serve a role twice prefix their parameters."""
+
+    def use(axis: str, name: str, prefix: str = "") -> FragmentUse:
+        fragment = features[axis][name]
+        return FragmentUse(fragment, tuple(prefix + operand.name for operand in fragment.operands))
+
+    return {
+        "mask": [use("mask", name) for name in problem.masks],
+        "score": [use("score", name) for name in problem.scores],
+        "softmax": [use("softmax", problem.softmax)],
+        "q_seq": [use("sequence", problem.q_seq, "q_")],
+        "kv_seq": [use("sequence", problem.kv_seq, "kv_")],
+        "q_fetch": [use("fetch", "gather" if problem.gather else "tma")],
+        "kv_fetch": [use("fetch", problem.kv_fetch, "k_")],
+        "v_fetch": [use("fetch", problem.kv_fetch, "v_")],
+        "kv_iter": [use("iteration", problem.kv_iter)],
+    }

@@ -1,0 +1,136 @@
+"""Render, forward: from a problem and its plan to a source and the description of its launch."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+from ....fragments.features import Features
+from ....runtime.program import TensorMapRecipe
+from ....spec.problem import Problem
+from ...base import Plan
+from ...fill import Source, fill
+from ...params import (
+    bias_maps,
+    describe,
+    map_type,
+    mask_names,
+    operand_names,
+    operands_of,
+    recipe,
+    strides_of,
+    typed,
+)
+from ...uses import FragmentUse, uses_of
+
+
+def render(problem: Problem, plan: Plan, features: Features, root: Path) -> Source:
+    """The source of the kernel that computes the forward `problem` as `plan` says.
+
+    root: the templates' directory. Raises: jinja2.UndefinedError on a template's mistake.
+    """
+    uses = uses_of(problem, features)
+    kernel = describe(
+        problem,
+        plan,
+        _names(problem, plan, uses),
+        smem_bytes=plan.smem_bytes,
+        tile_rows=plan.tile.m,
+        tensor_maps=_tensor_maps(problem, plan),
+        grid="persistent_tiles",
+        workspace=(
+            *(("tile_counter",) if plan.schedule.dynamic else ()),
+            *(("q_schedule",) if problem.varlen else ()),
+            *(("mask_rows",) if problem.attn_mask else ()),
+        ),
+        kv_group_bytes=plan.schedule.kv_group_bytes,
+        group_heads=plan.schedule.group_heads,
+        tail_share=plan.schedule.tail_share,
+        q_seq=problem.q_seq,
+        kv_seq="dense" if problem.paged else problem.kv_seq,  # its maps find pages
+        dependent=starts_early(problem, plan),
+        orders_few=plan.orders_few,
+        no_lse=plan.sums_stored,
+        ctas=plan.ctas,
+    )
+    return Source(fill(problem, plan, kernel, uses, root, rolls=rolls(problem, plan)), kernel)
+
+
+def starts_early(problem: Problem, plan: Plan) -> bool:
+    """Whether the kernel may start before the one in front has ended, for which it waits itself:
+    where that one may tell it lengths, and where the beginning counts, in short calls and under
+    windows. With three consumers the compiler makes slower code of it (measured 0.9 % at 64)."""
+    window = "window" in problem.masks and plan.pipeline.consumers == 2
+    return problem.varlen or plan.ctas > 1 or window or rolls(problem, plan)
+
+
+def rolls(problem: Problem, plan: Plan) -> bool:
+    """Whether a warpgroup visits the blocks that its own rows see, and passes over the tile's
+    others, since a block is no larger than what its rows see less than the tile."""
+    pipeline = plan.pipeline
+    free = pipeline.consumers > 1 and not (pipeline.take_turns or pipeline.q_in_registers)
+    return problem.narrow and free and plan.tile.n == 64
+
+
+def _names(problem: Problem, plan: Plan, uses: dict[str, list[FragmentUse]]) -> Names:
+    """Names and types of the parameters: tensor maps, pointers and strides, then 4-byte values."""
+    names = operand_names(problem, "q", "k", "v")
+    # Where rows of no sequence are filled, too.
+    addressed = plan.stores_rows or (plan.orders_few and problem.q_seq != "dense")
+    # Scores that outgrow float32 are made anew where no maximum was looked for.
+    remakes = problem.eight_bit and plan.pipeline.consumers == 3 and problem.masks
+    names += [] if plan.stores_rows else [("map_o", map_type(problem, "o"))]
+    names += [("o", "ptr")] if addressed else []
+    names += typed("ptr", "q", "k") if remakes else []
+    names += [("map_bias", "tensor_map")] if problem.bias else []
+    names += [("lse", "ptr")]
+    names += [("max_logit", "ptr")] if problem.max_logit else []
+    if problem.eight_bit:
+        pointers = ("descale_q", "descale_k", "descale_v", "scale_s", "descale_s", "scale_o")
+        names += [(name, "ptr") for name in (*pointers, "amax_s", "amax_o")]
+    if problem.widens:
+        names += typed("ptr", "descale_k", "descale_v")
+    names += [("rng_state", "ptr")] if problem.dropout else []
+    names += mask_names("mask_rows") if problem.attn_mask else []
+    names += [("tile_counter", "ptr")] if plan.schedule.dynamic else []
+    names += [("q_schedule", "ptr")] if problem.varlen else []
+    names += strides_of("o") if addressed else []
+    names += [*strides_of("q"), *strides_of("k")] if remakes else []
+    names += typed("i32", "dim_qk", "dim_v") if problem.gather else []
+    names += [
+        ("tiles", "i32"),
+        ("tiles_m", "i32"),
+        ("heads_q", "i32"),
+        ("total_heads", "i32"),
+        ("heads_per_group", "i32"),
+        ("tail_rows", "i32"),
+        ("group_size", "i32"),
+        ("bottom_right", "i32"),
+        ("scale_log2", "f32"),
+    ]
+    names += [("sequences", "i32")] if problem.varlen else []
+    if problem.eight_bit or problem.widens:
+        scaled = "kv" if problem.widens else "qkv"
+        for tensor, axis in itertools.product(scaled, ("batch", "head")):
+            names += [(f"descale_{tensor}_stride_{axis}", "i32")]
+    if problem.dropout:
+        names += [("drop_limit", "i32"), ("keep_scale", "f32")]
+    return [*names, *operands_of(uses)]
+
+
+def _tensor_maps(problem: Problem, plan: Plan) -> tuple[TensorMapRecipe, ...]:
+    """Q, O and a bias move in boxes of a warpgroup's 64 rows, K and V in blocks, or in parts."""
+    bias = tuple(replace(x, box_rows=64) for x in bias_maps(problem))
+    if problem.gather:
+        return bias
+    raw_keys = plan.pipeline.raw_keys or plan.tile.n
+    rows = {"q": 64, "k": raw_keys if problem.widens else plan.tile.n, "v": raw_keys}
+    dtypes = {"q": problem.dtype_q, "k": problem.dtype_kv, "v": problem.dtype_kv}
+    if not plan.stores_rows:
+        rows["o"], dtypes["o"] = 64, problem.dtype_o
+    pages = ("k", "v") if problem.paged else ()
+    operands = (
+        replace(recipe(x, dtypes[x], rows[x]), l2_bytes=128, paged=x in pages) for x in rows
+    )
+    return (*operands, *bias)
