@@ -26,7 +26,7 @@ def test_wheel_installed_is_found_by_its_entry_point(tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"]
     subprocess.run([*pip, "--target", target, wheel], check=True, capture_output=True)
     code = """
-from attngen import mounts
+from attngen.ship import lookup as mounts
 from tests.cpu.bundle_kit import make_program
 (bundle,) = mounts.mounted()
 ((binary, cubin),) = mounts.find(*make_program(64, "a").key)

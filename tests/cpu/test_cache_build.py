@@ -34,7 +34,9 @@ class Blocker:
             raise ModuleNotFoundError(f"{name} is blocked", name=name)
 sys.meta_path.insert(0, Blocker())
 import json
-from attngen import digest, problem, values
+from attngen.compiler import digest
+from attngen.spec import problem
+from attngen.io import values
 from attngen.compiler.builder import build_problem
 from attngen.compiler.cache import Cache
 from attngen.errors import CacheError

@@ -180,7 +180,7 @@ def test_writer_killed_at_any_line_leaves_whole_entries_or_none(tmp_path: Path) 
 # Is about to publish an entry, says so, and never does.
 HANGING_WRITER = """
 import os, sys, time
-from attngen import cache_entry
+from attngen.compiler import cache_entry
 from attngen.compiler.cache import Cache
 from tests.cpu.cache_kit import CUBIN, make_binary, make_key
 cache_entry.sync_directory = lambda path: (print("writing", flush=True), time.sleep(600))

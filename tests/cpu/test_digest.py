@@ -34,7 +34,11 @@ from tests.cpu.cache_kit import ARCH, CUBIN, PROBLEM, ROOT, make_binary
 PLAN = plan(PROBLEM, ARCH)
 KEY_OF_CHECKOUT = """
 import sys; sys.path.insert(0, sys.argv[1])
-from attngen import digest, files, plan, problem, values
+from attngen.compiler import digest
+from attngen.io import files
+from attngen.kernels import plan
+from attngen.spec import problem
+from attngen.io import values
 assert str(files.templates_dir()).startswith(sys.argv[1])
 wanted = values.from_json(problem.Problem, sys.argv[2])
 key = digest.cache_key(wanted, plan.plan(wanted, "sm_90a"), "sm_90a")

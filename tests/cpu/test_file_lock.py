@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(60)
 FORKER = """
 import os, sys, threading, time
 from pathlib import Path
-from attngen import cache_lock
+from attngen.compiler import cache_lock
 held = threading.Event()
 def hold():
     with cache_lock.hold(Path(sys.argv[1]), "a"):

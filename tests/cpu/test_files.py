@@ -127,7 +127,7 @@ def test_what_killed_writers_left_goes_with_the_next_write(tmp_path: Path) -> No
 LIVING = """
 import sys, time
 from pathlib import Path
-from attngen import files
+from attngen.io import files
 with files.replacing(Path(sys.argv[1])) as file:
     file.write(b"ours, slow")
     print("writing", flush=True)
@@ -311,7 +311,7 @@ def test_trace_of_a_program_goes_to_no_file_of_others(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     foreign_zip(path)
     before = path.read_bytes()
-    code = "from attngen import tracing; from tests.cpu.test_tracing import variant\n"
+    code = "from attngen.runtime import tracing; from tests.cpu.test_tracing import variant\n"
     process = start_python(
         f"import os; os.environ['ATTNGEN_TRACE'] = {str(path)!r}\n{code}tracing.note(variant(8))"
     )

@@ -85,7 +85,7 @@ def test_wheel_twice_from_one_tree_is_the_same(wheel: Path, tmp_path: Path) -> N
 
 
 def test_installed_wheel_finds_its_own_templates(installed: Path) -> None:
-    code = "from attngen import files; print(files.templates_dir(), files.include_dir())"
+    code = "from attngen.io import files; print(files.templates_dir(), files.include_dir())"
     for found in run(["-c", code], installed).split():
         assert Path(found).is_relative_to(installed)
 

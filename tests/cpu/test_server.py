@@ -198,7 +198,8 @@ def test_server_that_may_compile_says_what_is_missing(stripped: Path, tmp_path: 
 
 def test_shipped_facts_are_those_of_the_templates(stripped: Path) -> None:
     code = """
-from attngen import digest, features
+from attngen.compiler import digest
+from attngen.fragments import features
 from attngen.io.values import to_data
 print(json.dumps([to_data(features.scan()), digest.source_digests()]))
 """

@@ -143,7 +143,7 @@ def test_note_on_a_full_disk_names_the_file_and_leaves_no_half_line(tmp_path: Pa
     code = """
 import resource, sys
 from pathlib import Path
-from attngen import tracing
+from attngen.runtime import tracing
 from tests.cpu.test_tracing import variant
 trace = tracing.Trace(Path(sys.argv[1]))
 trace.note(variant(24))

@@ -7,8 +7,8 @@ from pathlib import Path
 from ...runtime.program import Workspace
 from ...spec.problem import Problem
 from ..fill import Source, fill
-from .mask_pack import MaskPlan
 from ..params import describe, mask_names, typed
+from .mask_pack import MaskPlan
 
 BLOCK = 128  # keys that a warp packs at a time
 AXES = ("batch", "head", "row", "column")

@@ -8,9 +8,9 @@ from ...fragments.features import Features
 from ...runtime.program import Workspace
 from ...spec.problem import Problem
 from ..fill import Source, fill
-from .order import VarlenPlan
 from ..params import describe, operands_of, strides_of, typed
 from ..uses import uses_of
+from .order import VarlenPlan
 
 
 def render(problem: Problem, plan: VarlenPlan, features: Features, root: Path) -> Source:

@@ -12,6 +12,7 @@ from ....spec.problem import Problem
 from ...base import Plan
 from ...fill import Source, fill
 from ...params import (
+    Names,
     bias_maps,
     describe,
     map_type,
