@@ -155,7 +155,7 @@ def check_templates() -> str:
 
 
 def _removed(what: str) -> str:
-    """Say that a part was removed that servers may lack (docs/shipping.md)."""
+    """Say that a part was removed that servers may lack (docs/guide/shipping.md)."""
     return f"removed: no {what}, which bundles and cached kernels do without; nothing compiles here"
 
 

@@ -55,7 +55,7 @@ class AttentionSpec:
     queries a sequence, so that the kernel splits the keys; `gather` that rows or addresses of
     operands are no multiples of 16 bytes, or their last axis is not contiguous, so that threads
     copy what the copy engine cannot. Of head dims that are no multiples of 8 the same is true
-    without saying. `attngen list` prints what fields may hold, docs/specs.md what each means.
+    without saying. `attngen list` prints what fields may hold, docs/guide/specs.md what each means.
     """
 
     head_dim: int

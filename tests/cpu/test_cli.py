@@ -397,7 +397,7 @@ def test_advice_names_no_package_of_an_index() -> None:
     advice = re.compile(r"pip install\b(?! '?\.| torch| dist/| /| -)[^\n]*attngen")
     for path in [
         *(ROOT / "attngen").rglob("*.py"),
-        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
         ROOT / "README.md",
     ]:
         assert not advice.findall(path.read_text(encoding="utf-8")), path

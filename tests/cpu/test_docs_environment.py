@@ -1,4 +1,4 @@
-"""docs/environment.md: its table has every variable that the code reads; completion works."""
+"""docs/guide/environment.md: its table has every variable that the code reads; completion works."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from attngen.compiler.cache import Cache
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "environment.md").read_text()
+PAGE = (ROOT / "docs" / "guide" / "environment.md").read_text()
 OTHERS = {"XDG_CACHE_HOME"}  # read, and not attngen's own
 
 
@@ -39,7 +39,7 @@ def test_table_has_every_variable_that_the_code_reads() -> None:
 def test_readme_says_where_the_cache_is_and_where_the_table() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "`~/.cache/attngen`" in readme and "ATTNGEN_CACHE_DIR=" in readme
-    assert "(docs/environment.md)" in readme
+    assert "(docs/guide/environment.md)" in readme
 
 
 def test_cache_is_where_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The worked example of docs/adding-a-fragment.md: its files compile and do what they say, alone
+"""The example of docs/internals/adding-a-fragment.md: its files compile and do what they say, alone
 and in kernels."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from attngen.spec.resolve import resolve
 from tests.cpu.conftest import EXCERPT, HOST_HEAD
 from tests.emulator import device
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "adding-a-fragment.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "internals" / "adding-a-fragment.md"
 FILES = dict(re.findall(r"^```jinja templates/(\S+)\n(.*?)^```$", PAGE.read_text(), re.M | re.S))
 HARNESS = """
 extern "C" int sees(int prefix, int i, int j, int q_len, int kv_len, int delta) {

@@ -28,7 +28,7 @@ def blocks_of(path: Path) -> list[str]:
 def space_of(page: str) -> dict:
     """Names that the code of a page defines, run as it stands."""
     space: dict = {}
-    for code in blocks_of(ROOT / "docs" / f"{page}.md"):
+    for code in blocks_of(ROOT / "docs" / "guide" / f"{page}.md"):
         exec(code, space)
     return space
 
@@ -46,7 +46,7 @@ def bhsd(queries: int = S, keys: int = KEYS, heads_kv: int = H) -> list[torch.Te
 
 
 @pytest.mark.parametrize(
-    "path", [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"], ids=str
+    "path", [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"], ids=str
 )
 def test_python_of_a_page_is_run_by_a_test(path: Path) -> None:
     """Pages with code are those that this file and its neighbours run."""
@@ -56,8 +56,8 @@ def test_python_of_a_page_is_run_by_a_test(path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_page_is_linked_and_names_arguments_that_there_are(page: str) -> None:
-    assert f"docs/{page}.md" in (ROOT / "README.md").read_text()
-    text = (ROOT / "docs" / f"{page}.md").read_text()
+    assert f"docs/guide/{page}.md" in (ROOT / "README.md").read_text()
+    text = (ROOT / "docs" / "guide" / f"{page}.md").read_text()
     ours = [line.split("|")[2] for line in text.splitlines() if line.count("|") == 3][2:]
     named = {*re.findall(r"`([a-z_]+)=", " ".join(ours))}
     assert named <= {*inspect.signature(attngen.attention).parameters}
@@ -72,7 +72,7 @@ def test_call_of_the_readme_runs() -> None:
 
 
 def test_call_of_the_shipping_page_is_one_of_load_bundle(monkeypatch) -> None:
-    (code,) = blocks_of(ROOT / "docs" / "shipping.md")
+    (code,) = blocks_of(ROOT / "docs" / "guide" / "shipping.md")
     signature, calls = inspect.signature(attngen.load_bundle), []
     monkeypatch.setattr(
         attngen, "load_bundle", lambda *x, **y: calls.append(signature.bind(*x, **y))

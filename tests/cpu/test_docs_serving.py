@@ -1,4 +1,4 @@
-"""The examples of docs/serving.md: the specs are legal, and the call runs as it stands."""
+"""The examples of docs/guide/serving.md: the specs are legal, and the call runs as it stands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attngen.fragments import features
 from attngen.spec import resolve
 from attngen.spec.attention_spec import load_specs
 
-PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "serving.md").read_text()
 
 
 def block(language: str) -> str:

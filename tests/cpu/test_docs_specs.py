@@ -1,4 +1,4 @@
-"""docs/specs.md: its file is legal, its table has every field of a spec with its default."""
+"""docs/guide/specs.md: its file is legal, its table has every field of a spec with its default."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attngen.spec import resolve
 from attngen.spec.attention_spec import AttentionSpec, load_specs
 from attngen.spec.listing import list_features
 
-PAGE = (Path(__file__).parents[2] / "docs" / "specs.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "specs.md").read_text()
 
 
 def rows() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""docs/transformer-engine.md: its function computes what TransformerEngine's masks mean."""
+"""docs/guide/transformer-engine.md: its function computes what TransformerEngine's masks mean."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-PAGE = (Path(__file__).parents[2] / "docs" / "transformer-engine.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "transformer-engine.md").read_text()
 BATCH, QUERIES, KEYS, HEADS, DIM = 3, 6, 9, 4, 16
 
 

@@ -99,7 +99,7 @@ def test_doctor_where_nothing_is_installed_says_what_to_do(tmp_path: Path) -> No
 def test_doctor_of_an_install_without_its_sources_says_that_this_is_fine(
     removed: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """A wheel's files as docs/shipping.md lets a server have them."""
+    """A wheel's files as docs/guide/shipping.md lets a server have them."""
     package = shutil.copytree(ROOT / "attngen", tmp_path / "attngen",
                               ignore=shutil.ignore_patterns("__pycache__"))  # fmt: skip
     shutil.copytree(ROOT / "templates", package / "templates")

@@ -116,7 +116,7 @@ def test_size_named_axis_is_found_in_every_format(fmt):
 
 
 def test_semantics_page_names_every_layout_of_dense_and_packed_operands():
-    page = (Path(__file__).parents[2] / "docs" / "semantics.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "semantics.md").read_text()
     for name in layouts.NAMES:
         short = name.split("_")[0] if len({*name.split("_")}) == 1 else name
         assert layouts.parse(name).paged or f"`{short}`" in page, name
