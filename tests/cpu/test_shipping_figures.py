@@ -1,4 +1,4 @@
-"""The figures of the guide to shipping and of README are those of the report, and meet the targets."""
+"""Figures in the guide to shipping and in README are those of the report, and meet the targets."""
 
 from __future__ import annotations
 

@@ -161,7 +161,8 @@ def attention(
     them itself where the layout has tokens (thd); the output of a nested q is nested.
     Of a paged layout k and v are pages that page_table names; num_splits: parts in which each
     sequence's keys are read, 1 to 128, None for as many as fill the chip. What each argument means
-    is in docs/guide/semantics.md. schedule: shared by calls of equal lengths, which are ordered once.
+    is in docs/guide/semantics.md. schedule: shared by calls of equal lengths, which are ordered
+    once.
 
     FP8 (float8_e4m3fn, float8_e5m2) q, k and v take scales, float32 [1] on their device, which is
     never waited for: descale_q, descale_k and descale_v (or [b, h_kv]) give what a stored number
