@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 
@@ -16,6 +16,9 @@ from ..runtime.program import KernelEntry
 from ..spec.problem import Problem
 from .plan import KernelPlan, template_of
 from .uses import FragmentUse
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _OPTIONS: dict[str, Any] = {
     "undefined": jinja2.StrictUndefined,
@@ -54,6 +57,17 @@ def emit_fragment(root: Path, fragment: Fragment) -> str:
     """The struct of one fragment, rendered without any context."""
     module: Any = environment(root).get_template(fragment.template).module
     return str(module.emit()).strip()
+
+
+def fill_view(template: str, view: DataclassInstance, root: Path) -> str:
+    """Fill a template with the fields of its view, and with nothing else.
+
+    template: its name under `root`, the templates' directory. view: a frozen dataclass, whose
+    fields are what the template and its includes may name; nested ones are reached by attributes.
+    Returns: CUDA C++. Raises: jinja2.UndefinedError where a template names what no field has.
+    """
+    context = {field.name: getattr(view, field.name) for field in fields(view)}
+    return environment(root).get_template(template).render(context)
 
 
 def fill(
