@@ -59,6 +59,12 @@ def emit_fragment(root: Path, fragment: Fragment) -> str:
     return str(module.emit()).strip()
 
 
+def emit_fragments(root: Path, uses: dict[str, list[FragmentUse]]) -> tuple[str, ...]:
+    """The structs of a kernel's fragments, each once, however many roles it serves."""
+    fragments = {use.fragment.struct: use.fragment for group in uses.values() for use in group}
+    return tuple(emit_fragment(root, fragment) for fragment in fragments.values())
+
+
 def fill_view(template: str, view: DataclassInstance, root: Path) -> str:
     """Fill a template with the fields of its view, and with nothing else.
 

@@ -1,0 +1,298 @@
+"""Views: what a template reads, in the parts that several families' views are made of.
+
+A family's view is a frozen dataclass in its own folder (`view.py`); its fields are all that its
+template names (`fill.fill_view`). It holds decisions and values, made here or there by small
+functions: a template asks whether a field is set, and loops over it, no more. Macros under
+templates/kernels/common take the parts of this module by value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..runtime.program import KernelEntry
+from ..spec.problem import DTYPE_BYTES, Problem
+from .uses import FragmentUse
+
+if TYPE_CHECKING:
+    from .support.order import Axis
+
+CPP_TYPES = {
+    **{"i32": "int", "i64": "long long", "f32": "float", "ptr": "void*"},
+    **{"tensor_map": "TensorMap", "sequence_map": "SequenceMap", "page_map": "PageMap"},
+}
+# Element types of products, as headers name them.
+CPP_ELEMENTS = {"bf16": "Bf16", "fp16": "Fp16", "e4m3": "E4m3", "e5m2": "E5m2"}
+MMA_ELEMENTS = {"bf16": "bf16", "fp16": "f16"}  # as PTX names them
+# Tensors with a row a query, and those whose heads have as many columns as V.
+_OF_QUERIES = ("q", "o", "d_o", "dq")
+_OF_VALUES = ("v", "o", "d_o", "dv")
+
+
+@dataclass(frozen=True)
+class Member:
+    """A member of the parameter struct: its C++ type and its name."""
+
+    type: str
+    name: str
+
+
+@dataclass(frozen=True)
+class KernelView:
+    """The kernel's symbol, the template it is rendered from, and its parameter struct."""
+
+    entry: str
+    template: str
+    members: tuple[Member, ...]
+    params_bytes: int
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value of a fragment's struct: a parameter, or an element of the tensor that it points to.
+
+    axes: of the tensor, which the context indexes; none for a parameter. factor: the C++ name of
+    what the value is multiplied by, or empty.
+    """
+
+    parameter: str
+    axes: tuple[str, ...] = ()
+    factor: str = ""
+
+
+@dataclass(frozen=True)
+class FragmentView:
+    """A fragment in a kernel: its struct, its name in lists, and the values that fill it."""
+
+    struct: str
+    name: str
+    values: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class MaskListView:
+    """A kernel's masks, and on which sides any of them limits the keys of a row."""
+
+    fragments: tuple[FragmentView, ...]
+    bounds_left: bool
+    bounds_right: bool
+
+
+@dataclass(frozen=True)
+class ScoreView(FragmentView):
+    """A score in a list. meets_scaled: whether scores are multiplied by `unit` before it, as it
+    takes scaled ones; additive: whether its derivative is 1."""
+
+    meets_scaled: bool
+    additive: bool
+
+
+@dataclass(frozen=True)
+class ScoreListView:
+    """A kernel's scores in the order in which they apply, as a struct and what makes it.
+
+    name, function: C++ names of the struct and of the function that makes it. past: whether a
+    mask hides whatever is past the diagonal. unit: the member that a tile's elements or results
+    are multiplied by (`unit`, `tile_unit`), unit_value: what fills it, both empty where there is
+    none. reads_tile: whether a score reads a tensor in tiles; scales_tile: whether its elements
+    are multiplied by `tile_unit`. scales_result: whether scores are multiplied by `unit` after the
+    last fragment. small: the name of the first fragment where it has a cheaper form for small
+    scores, else empty; after_small: those behind it. differentiates: whether the struct has the
+    derivative. reads_params, reads_tensors, reads_unit: whether making it takes the parameters,
+    the context, and the unit of scores; reads_per_unit: whether also the unit's reciprocal.
+    """
+
+    name: str
+    function: str
+    scores: tuple[ScoreView, ...]
+    past: bool
+    unit: str
+    unit_value: str
+    reads_tile: bool
+    scales_tile: bool
+    scales_result: bool
+    small: str
+    after_small: tuple[ScoreView, ...]
+    differentiates: bool
+    reads_params: bool
+    reads_tensors: bool
+    reads_unit: bool
+    reads_per_unit: bool
+
+
+@dataclass(frozen=True)
+class TensorView:
+    """A tensor whose rows a kernel finds by its address and strides.
+
+    sequence: C++, the sequence that says how many rows it has. dense: whether each sequence begins
+    at the batch's own row; packed: whether all lie behind each other, so that there is no stride of
+    the batch. gathered: whether columns may lie apart, and are counted at run time by
+    `columns_parameter`. word: the C++ type that holds an element's bits; element_bytes, row_bytes:
+    of an element, and of a head's row.
+    """
+
+    name: str
+    sequence: str
+    dense: bool
+    packed: bool
+    gathered: bool
+    columns_parameter: str
+    word: str
+    element_bytes: int
+    row_bytes: int
+
+
+@dataclass(frozen=True)
+class AxisView:
+    """Tiles of queries or of keys, as kernels order them where lengths vary.
+
+    side: `query` or `key`; own, other: C++, the sequences of this axis and the other one; schedule,
+    heads: parameters, the order that a kernel before may have written, and the number of heads.
+    rows: of a tile. tail_share: one tile of so many is kept for the end, 0 keeps none. positions:
+    of the other axis, as many as L2 keeps for heads that are worked on together; group_heads: at
+    most so many. follows: whether tiles follow a window. orders_few: whether the kernel orders few
+    sequences itself.
+    """
+
+    of_queries: bool
+    side: str
+    own: str
+    other: str
+    schedule: str
+    heads: str
+    rows: int
+    tail_share: int
+    positions: int
+    group_heads: int
+    follows: bool
+    orders_few: bool
+
+
+def kernel_view(kernel: KernelEntry, template: str) -> KernelView:
+    """The part of a kernel's launch description that its source repeats."""
+    members = tuple(Member(CPP_TYPES[field.type], field.name) for field in kernel.fields)
+    return KernelView(kernel.entry, template, members, kernel.params_bytes)
+
+
+def fragment_view(use: FragmentUse) -> FragmentView:
+    """A fragment with all the parameters that fill it."""
+    fragment = use.fragment
+    values = zip(use.fields, fragment.operands, strict=True)
+    return FragmentView(
+        fragment.struct, fragment.name, tuple(Value(name, each.axes) for name, each in values)
+    )
+
+
+def mask_list_view(masks: Iterable[FragmentUse]) -> MaskListView:
+    """The list of a kernel's masks, which may be empty."""
+    masks = tuple(masks)
+    return MaskListView(
+        tuple(map(fragment_view, masks)),
+        bounds_left=any(use.bounds_left for use in masks),
+        bounds_right=any(use.bounds_right for use in masks),
+    )
+
+
+def score_list_view(
+    scores: Sequence[FragmentUse],
+    masks: Iterable[FragmentUse],
+    *,
+    gradient: bool = False,
+    scales: bool = False,
+    name: str = "ScoreList",
+    function: str = "score_list",
+) -> ScoreListView | None:
+    """The list of a kernel's scores; None where it has none.
+
+    gradient: whether the kernel wants derivatives. scales: whether scores leave the list scaled,
+    from the first fragment on that takes scaled ones, or in the end; else all are in the units of
+    products. name, function: C++ names of the struct and of what makes it.
+    """
+    if not scores:
+        return None
+    first_scaled = next(
+        (place for place, use in enumerate(scores) if scales and use.fragment.scaled), len(scores)
+    )
+    views = tuple(
+        _score_view(use, meets_scaled=scales and use.fragment.scaled, scaled=place >= first_scaled)
+        for place, use in enumerate(scores)
+    )
+    # Dimensions of what meets scores in the units of products.
+    powers = [power for use in scores[:first_scaled] for power in use.score_powers]
+    tiled = next((use for use in scores if use.tile), None)
+    scales_tile = tiled is not None and not scales and tiled.tile_power != 0
+    small = scores[0].fragment.small
+    return ScoreListView(
+        name=name,
+        function=function,
+        scores=views,
+        past=any(use.fragment.past for use in masks),
+        unit="tile_unit" if scales_tile else "unit" if tiled and scales else "",
+        unit_value="per_unit" if scales_tile else "unit" if scales else "",
+        reads_tile=tiled is not None,
+        scales_tile=scales_tile,
+        scales_result=scales and first_scaled == len(scores),
+        small=scores[0].fragment.name if small else "",
+        after_small=views[1:] if small else (),
+        differentiates=gradient and not all(use.fragment.additive for use in scores),
+        reads_params=any(use.fields for use in scores),
+        reads_tensors=any(use.reads_tensors for use in scores),
+        reads_unit=scales or any(powers),
+        reads_per_unit=1 in powers,
+    )
+
+
+def _score_view(use: FragmentUse, *, meets_scaled: bool, scaled: bool) -> ScoreView:
+    """A score with what it reads, but elements of tiles, in the units of the scores it meets.
+    scaled: whether these are scaled."""
+    factors = {} if scaled else {1: "per_unit", -1: "unit"}
+    fragment = use.fragment
+    values = tuple(
+        Value(name, operand.axes, factors.get(operand.score_power, ""))
+        for name, operand in zip(use.fields, fragment.operands, strict=True)
+        if name != use.tile
+    )
+    return ScoreView(fragment.struct, fragment.name, values, meets_scaled, fragment.additive)
+
+
+def tensor_view(problem: Problem, name: str) -> TensorView:
+    """An operand, the output or a gradient of a problem, as a kernel addresses it."""
+    kind = problem.q_seq if name in _OF_QUERIES else problem.kv_seq
+    of_values = name in _OF_VALUES
+    element_bytes = DTYPE_BYTES[problem.dtype_o if name == "o" else problem.dtype_q]
+    return TensorView(
+        name=name,
+        sequence="q_sequence(p)" if name in _OF_QUERIES else "kv_sequence(p)",
+        dense=kind == "dense",
+        packed=kind == "packed",
+        gathered=problem.gather,
+        columns_parameter="dim_v" if of_values else "dim_qk",
+        word="u32" if element_bytes == 4 else "unsigned short",
+        element_bytes=element_bytes,
+        row_bytes=element_bytes * (problem.head_dim_v if of_values else problem.head_dim_qk),
+    )
+
+
+def axis_view(
+    problem: Problem, axis: Axis, *, of_queries: bool, orders_few: bool = False
+) -> AxisView:
+    """An axis of tiles. orders_few: whether the kernel has room to order few sequences itself."""
+    row_bytes = (problem.head_dim_qk + problem.head_dim_v) * DTYPE_BYTES[problem.dtype_q]
+    sums_bytes = problem.head_dim_qk * 4 if axis.sums else 0
+    own, other = ("q", "kv") if of_queries else ("kv", "q")
+    return AxisView(
+        of_queries=of_queries,
+        side="query" if of_queries else "key",
+        own=f"{own}_sequence(p)",
+        other=f"{other}_sequence(p)",
+        schedule=f"{own}_schedule",
+        heads=f"heads_{own}",
+        rows=axis.rows,
+        tail_share=axis.tail_share,
+        positions=axis.group_bytes // (row_bytes + sums_bytes),
+        group_heads=axis.group_heads,
+        follows=axis.follows,
+        orders_few=orders_few,
+    )
