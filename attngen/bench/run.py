@@ -8,7 +8,8 @@ from datetime import datetime, timezone
 import torch
 
 from ..errors import MeasureError
-from ..frontends.pytorch.operation import ARCH_OF_CAPABILITY, device_arch
+from ..frontends.pytorch.operation import device_arch
+from ..targets.target import names
 from . import checking, timing
 from .machine import describe_machine
 from .peers import Call, Maker, Operands, Peer, describe, ours
@@ -22,7 +23,7 @@ def require_gpu() -> str:
         raise MeasureError("timing needs a GPU, and PyTorch sees none; `attngen doctor` says more")
     arch = device_arch(torch.device("cuda"))
     if arch is None:
-        available = ", ".join(ARCH_OF_CAPABILITY.values())
+        available = ", ".join(names())
         raise MeasureError(f"{torch.cuda.get_device_name()} has no kernels; available: {available}")
     return arch
 

@@ -163,9 +163,10 @@ def check_tuned() -> str:
     """Which measured plans go before the heuristics' choice."""
     from ..errors import PlanError
     from ..kernels import tuned
+    from ..targets.target import names
 
     try:
-        found = {path: tuned.read(path) for path in map(tuned.file_of, tuned.DEFAULT_CHIPS) if path}
+        found = {path: tuned.read(path) for path in map(tuned.file_of, names()) if path}
     except PlanError as error:
         advice = f"no forward builds so: unset {tuned.CHIP_VARIABLE}, or run attngen tune"
         raise Missing(str(error), advice) from error

@@ -47,8 +47,8 @@ def build(
 ) -> tuple[Built, ...]:
     """Compile every kernel of the spec that the cache lacks; nothing is run and no driver used.
 
-    arch: `sm_90a`, or None for the architectures the spec names. cache: the default cache where
-    None. Returns one `Built` for each kernel of each architecture and direction.
+    arch: an architecture's name, or None for those that the spec names. cache: the default cache
+    where None. Returns one `Built` for each kernel of each architecture and direction.
     Raises: SpecError, PlanError, CompileError (CompilerMissing where Jinja or NVRTC is not
     installed); CacheError where ATTNGEN_DISABLE_JIT forbids it.
     """

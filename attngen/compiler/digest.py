@@ -31,7 +31,7 @@ from .toolchain import installed_toolchain
 # to the key as the templates do: a changed parameter layout must not find the old kernel.
 GENERATOR = (
     *("compiler.builder", "compiler.compile", "fragments.features", "io.files", "io.values"),
-    *("spec.problem", "runtime.geometry", "runtime.program", "runtime.run_time"),
+    *("spec.problem", "runtime.geometry", "runtime.program", "runtime.run_time", "targets.target"),
     *("kernels", "kernels.base", "kernels.fill", "kernels.params", "kernels.plan", "kernels.uses"),
     *("kernels.support", "kernels.support.mask_pack", "kernels.support.order"),
     *("kernels.support.render_mask_pack", "kernels.support.render_order"),

@@ -22,15 +22,11 @@ from ..spec import resolve
 from ..spec.attention_spec import AttentionSpec
 from ..spec.problem import DTYPE_BYTES, Problem
 from ..spec.tables import Place
+from ..targets.target import TARGETS
 from .builder import build_plan, render_problem
 from .cache import Cache
 
 INDENT = "  "
-# Of one SM in one cycle: dense 8-bit FLOPs of its tensor cores (half as many of 16 bits),
-# exponentials. Source: H100 datasheet, 1978.9 TFLOP/s on 132 SMs at 1.83 GHz; CUDA programming
-# guide, arithmetic throughput of compute capability 9.0.
-MMA_FLOPS_PER_CYCLE = 8192
-EXPONENTIALS_PER_CYCLE = 16
 # Products of a block over Q's head dim, and over V's: S, dQ, dK; O or dP, dV.
 PRODUCTS = {  # else one each
     **dict.fromkeys(FUSED, (3, 2)),
@@ -154,8 +150,9 @@ def aim(problem: Problem, chosen: KernelPlan) -> Iterator[str]:
     of_qk, of_v = PRODUCTS.get(chosen.family, (1, 1))
     pairs = chosen.tile.m * chosen.tile.n
     flops, size = 2 * pairs * (of_qk * d + of_v * d_v), DTYPE_BYTES[problem.dtype_kv]
-    mma = flops * size / MMA_FLOPS_PER_CYCLE
-    exponentials = pairs / EXPONENTIALS_PER_CYCLE
+    target = TARGETS[chosen.arch]
+    mma = flops * size / target.mma_flops
+    exponentials = pairs / target.exponentials
     binding = "tensor cores" if mma > exponentials else "exponentials"
     ctas = chosen.ctas if isinstance(chosen, Plan) else 1
     keys_come = isinstance(chosen, Plan) or chosen.family == "sm90_bwd_dq"

@@ -21,12 +21,12 @@ from ..io.files import read_regular, replacing
 from ..io.text import printable
 from ..io.values import from_json, to_data, to_json
 from ..spec.problem import Problem
+from ..targets.target import TARGETS
 from .base import Plan
 
 SCHEMA = 1
 MOST_BYTES = 1 << 26  # of a file
 CHIP_VARIABLE = "ATTNGEN_CHIP"
-DEFAULT_CHIPS = {"sm_90a": "nvidia-h200"}
 FOLDER = Path(__file__).resolve().parent / "tuned"
 # Fields of a plan that follow from the others and the problem.
 _DERIVED = ("arch", "family", "smem", "smem_bytes", "threads", "operand_registers", "why")
@@ -101,7 +101,8 @@ def file_of(arch: str) -> Path | None:
     Raises: PlanError where ATTNGEN_CHIP names a chip without a file.
     """
     named = os.environ.get(CHIP_VARIABLE)
-    chip = named or DEFAULT_CHIPS.get(arch)
+    target = TARGETS.get(arch)
+    chip = named or (target and target.chip)
     path = FOLDER / f"{chip}.json"
     if chip == slug(chip or "") and os.path.isfile(path):  # a name, not a path
         return path

@@ -102,7 +102,7 @@ def prepare(loaded: LoadedKernel, extents: dict[str, Extent], scalars: Scalars) 
         raise LimitError(reasons)
     recipes = {recipe.field: recipe for recipe in kernel.tensor_maps}
     grid = _grid(loaded, extents["q"], values)
-    smem_bytes = smem_bytes_of(kernel, -(-math.prod(grid) // loaded.multiprocessors))
+    share = -(-math.prod(grid) // loaded.multiprocessors)
     fields = tuple(enumerate(kernel.fields))
     pointers = tuple((index, f.name) for index, f in fields if f.type == "ptr")
     tensors = [recipes[f.name].tensor for f in kernel.fields if f.type in _MAPS]
@@ -116,7 +116,10 @@ def prepare(loaded: LoadedKernel, extents: dict[str, Extent], scalars: Scalars) 
             for index, f in fields
             if f.type in _MAPS
         ),
-        start=(loaded.handle, *grid, kernel.threads, 1, 1, smem_bytes),
+        start=(
+            *(loaded.handle, *grid, kernel.threads, 1, 1),
+            smem_bytes_of(kernel, share, loaded.target),
+        ),
         # 0.3 to 1.5 %, -0.9 % on one chip of 13; 112 or 120 CTAs lose 2 % (H200, 132 SMs).
         paired=grid[0] % 2 == 0 and kernel.ctas > 1 and _fill_sms(loaded, grid),
         addressed=itemgetter(*dict.fromkeys([*tensors, *(name for _, name in pointers)])),

@@ -10,25 +10,26 @@ from typing import Any
 
 from ..errors import LaunchError
 from ..spec.problem import Problem
+from ..targets.target import DEFAULT, TARGETS, Target
 from .program import Binary, KernelEntry
 from .program_check import mistakes_of
 from .run_time import smem_bytes_of
 
-CAPABILITIES = {"sm_90a": (9, 0)}  # architecture → compute capability of its devices
 _libraries: dict[str, Any] = {}
 _lock = threading.Lock()
 
 
 @dataclass(frozen=True)
 class LoadedKernel:
-    """A kernel on one device: what cuLaunchKernel takes, its launch description, and the problem
-    and architecture that it is for."""
+    """A kernel on one device: what cuLaunchKernel takes, its launch description, the problem
+    and architecture that it is for, and what that architecture has."""
 
     handle: Any
     kernel: KernelEntry
     device: int
     multiprocessors: int
     variant: tuple[Problem, str] | None = None
+    target: Target = DEFAULT
 
 
 @cache  # the import system takes half a microsecond to find what is imported
@@ -77,17 +78,17 @@ def load(binary: Binary, cubin: bytes, device: int) -> LoadedKernel:
     """
     if mistakes := mistakes_of(binary):
         raise LaunchError([f"{binary.kernel.entry[:80]}: {each}" for each in mistakes])
-    if binary.arch not in CAPABILITIES:
-        known = ", ".join(CAPABILITIES)
+    target = TARGETS.get(binary.arch)
+    if target is None:
+        known = ", ".join(TARGETS)
         raise LaunchError(f"{binary.kernel.entry} is for {binary.arch}; known: {known}")
     cuda = driver()
     handle = checked("cuDeviceGet", cuda.cuDeviceGet(device))
     axes = ("MAJOR", "MINOR")
     capability = tuple(_attribute(f"COMPUTE_CAPABILITY_{axis}", device) for axis in axes)
-    needed = CAPABILITIES[binary.arch]
-    if capability != needed:
+    if capability != target.capability:
         raise LaunchError(
-            f"{binary.kernel.entry} is for {binary.arch} (compute capability {needed}); "
+            f"{binary.kernel.entry} is for {binary.arch} (compute capability {target.capability}); "
             f"device {device} has {capability}"
         )
     kernel = checked(
@@ -99,11 +100,11 @@ def load(binary: Binary, cubin: bytes, device: int) -> LoadedKernel:
     smem = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     checked(
         f"shared memory of {binary.kernel.entry}",
-        cuda.cuKernelSetAttribute(smem, smem_bytes_of(binary.kernel, 1), kernel, handle),
+        cuda.cuKernelSetAttribute(smem, smem_bytes_of(binary.kernel, 1, target), kernel, handle),
     )
     function = cuda.CUfunction(int(kernel))  # cuLaunchKernel takes a CUkernel cast to CUfunction
-    variant = (binary.problem, binary.arch)
-    return LoadedKernel(function, binary.kernel, device, multiprocessors(device), variant)
+    variant, count = (binary.problem, binary.arch), multiprocessors(device)
+    return LoadedKernel(function, binary.kernel, device, count, variant, target)
 
 
 def _check_parameters(described: KernelEntry, kernel: Any) -> None:

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 from typing import get_args
 
 from ..spec.problem import DTYPE_BYTES
+from ..targets.target import DEFAULT, TARGETS
 from .program import FIELD_BYTES, SCHEMA_VERSION, Binary, KernelEntry, TensorMapRecipe, Workspace
-from .run_time import CTA_RESERVED_BYTES, SM_BYTES
 
 MOST_PARAMS_BYTES = 4096  # that a launch hands over
 MOST_HEAD_DIM = 1024
@@ -30,7 +30,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 # Field of a description → the least and the most that it may be.
 _LIMITS = {
     "threads": (32, 1024),
-    "smem_bytes": (0, SM_BYTES - CTA_RESERVED_BYTES),
+    "smem_bytes": (0, max(each.cta_smem_bytes for each in TARGETS.values())),
     "tile_rows": (1, 1 << 16),
     "params_bytes": (0, MOST_PARAMS_BYTES),
     "kv_group_bytes": (0, 1 << 40),
@@ -55,7 +55,7 @@ def mistakes_of(binary: Binary) -> list[str]:
     if binary.schema != SCHEMA_VERSION:
         found.append(f"schema {binary.schema}, not {SCHEMA_VERSION}")
     if not _ARCHITECTURE.fullmatch(binary.arch):
-        found.append(f"arch {binary.arch[:80]!r} is no architecture, such as sm_90a")
+        found.append(f"arch {binary.arch[:80]!r} is no architecture, such as {DEFAULT.name}")
     dims = {name: getattr(binary.problem, name) for name in ("head_dim_qk", "head_dim_v")}
     found += [
         f"{name} {dim} is not in 1 … {MOST_HEAD_DIM}"

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..spec.problem import DTYPE_BYTES
+from ..targets.target import Target
 from .program import KernelEntry
 
 UNBOUNDED = 1 << 30  # a window side without a bound
 SCHEDULE_BYTES = 16  # of a sequence in a schedule, and of what stands before the first
-SM_BYTES = 228 << 10  # of shared memory, sm_90a
-CTA_RESERVED_BYTES = 1024  # of these, for each CTA
 MASK_AXES = ("rows", "columns")  # a packed mask has a row a query, or a row a key
 LOG2_E = 1.4426950408889634
 LEAST_NORMAL = 2.0**-126  # float32: a scale that is no number makes none of a hidden score
@@ -58,12 +57,12 @@ class Scalars:
     sequences: int | None = None
 
 
-def smem_bytes_of(kernel: KernelEntry, share: int) -> int:
-    """Shared memory that a CTA asks for where each SM gets so many. Those of a kernel that starts
-    early would crowd on the SMs that are free first, had these room for more: up to 1.4 times
-    as long (measured in a stream), or 1 to 2 µs where parts of keys are joined."""
+def smem_bytes_of(kernel: KernelEntry, share: int, target: Target) -> int:
+    """Shared memory that a CTA asks for where each SM gets `share` of them. CTAs of a kernel that
+    starts early would crowd on the SMs that are free first, had these room for more: up to 1.4
+    times as long (measured in a stream), or 1 to 2 µs where parts of keys are joined."""
     crowds = kernel.dependent and kernel.ctas > share
-    return SM_BYTES // share - CTA_RESERVED_BYTES if crowds else kernel.smem_bytes
+    return target.smem_share(share) if crowds else kernel.smem_bytes
 
 
 def values_of(

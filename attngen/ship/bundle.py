@@ -111,7 +111,7 @@ def is_bundle(path: Path) -> bool:
 
 
 def name_of(variant: Variant) -> str:
-    """`causal_d128_bf16 (fwd, sm_90a)`."""
+    """Its label, direction and architecture: `causal_d128_bf16 (fwd, …)`."""
     problem, arch = variant
     return printable(f"{problem.label} ({problem.direction}, {arch})")
 

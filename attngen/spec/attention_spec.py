@@ -12,6 +12,7 @@ from ..errors import SpecError
 from ..io import toml_text
 from ..io.text import printable, shortened
 from ..io.values import DataError, from_data, to_data
+from ..targets.target import DEFAULT
 from . import layouts, plain
 from .tables import PRODUCT_LIMIT, REASON_LIMIT, Place, Table, at_most, count_specs, tables_of
 
@@ -80,7 +81,7 @@ class AttentionSpec:
     return_max_logit: bool = False
     deterministic: bool = False
     directions: tuple[str, ...] = ("fwd",)
-    arch: tuple[str, ...] = ("sm_90a",)
+    arch: tuple[str, ...] = (DEFAULT.name,)
     name: str | None = None
 
     @property

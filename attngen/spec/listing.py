@@ -10,6 +10,7 @@ from typing import Any
 
 from ..fragments.features import Features
 from ..io.values import to_data
+from ..targets.target import names
 from . import layouts, resolve
 from .attention_spec import DTYPES_8BIT, DTYPES_16BIT, MAX_HEAD_DIM, AttentionSpec, Placed
 from .problem import Problem
@@ -20,7 +21,7 @@ WIDTH = 80
 
 def list_features(known: Features) -> Iterator[str]:
     """What a spec may name: the values of its fields, and each axis's fragments."""
-    yield f"architectures  {' '.join(resolve.ARCHES)}"
+    yield f"architectures  {' '.join(names())}"
     yield f"dtypes         {' '.join(resolve.DTYPES)}"
     yield f"kv_dtype       as dtype, or {' '.join(DTYPES_8BIT)} beside any"
     yield f"head dims      1 to {MAX_HEAD_DIM} ({' '.join(DTYPES_16BIT)})"

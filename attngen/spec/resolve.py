@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import SpecError
 from ..fragments.features import Features
 from ..io.text import closest, suggestion
+from ..targets.target import TARGETS, names
 from . import layouts
 from .attention_spec import DTYPES_8BIT, DTYPES_16BIT, MAX_HEAD_DIM, AttentionSpec, dtype_name
 from .problem import Problem, Sequence
@@ -17,7 +18,6 @@ from .tables import Place
 
 DIRECTIONS = ("fwd", "bwd")
 DTYPES = (*DTYPES_16BIT, *DTYPES_8BIT)
-ARCHES = ("sm_90a",)
 # Of the kernels that split keys: the largest, and what they have no room for beyond.
 SPLIT_HEAD_DIMS = {
     "head_dim": (576, "64 queries and two stages of 32 keys and values take 208 of 227 KiB"),
@@ -161,13 +161,23 @@ def find_violations(spec: AttentionSpec, features: Features) -> list[Violation]:
         *_check_together(spec),
         *_check_directions(spec),
     ]
+    return found + _check_targets(spec)
+
+
+def _check_targets(spec: AttentionSpec) -> list[Violation]:
+    """Architectures that there are no kernels for, and what those lack that the spec asks for."""
+    known = names()
     if not spec.arch:
-        found.append(Violation("arch", f"arch is empty; available: {ARCHES}", ARCHES))
+        return [Violation("arch", f"arch is empty; available: {known}", known)]
+    found = []
     for arch in spec.arch:
-        if arch not in ARCHES:
-            reason = f"architecture {arch!r} has no kernels; available: {ARCHES}"
-            reason += suggestion(arch, ARCHES)
-            found.append(Violation("arch", reason, ARCHES))
+        target = TARGETS.get(arch)
+        if target is None:
+            reason = f"architecture {arch!r} has no kernels; available: {known}"
+            found.append(Violation("arch", reason + suggestion(arch, known), known))
+        elif spec.dtype in DTYPES_8BIT and not target.fp8:
+            reason = f"dtype {spec.dtype!r}: tensor cores of {arch} multiply no FP8"
+            found.append(Violation("dtype", reason, "bf16"))
     return found
 
 

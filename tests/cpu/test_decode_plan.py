@@ -18,6 +18,7 @@ from attngen.kernels.plan import plans, read_plan
 from attngen.kernels.wgmma.decode import plans as sm90_decode
 from attngen.kernels.wgmma.forward.plans import SMEM_BYTES
 from attngen.spec import resolve
+from attngen.targets.target import DEFAULT
 
 ARCH = "sm_90a"
 PAGED = "paged_kv_bshd_bshd_bshd"
@@ -34,8 +35,8 @@ def test_plans_of_every_pair_of_head_dims_fit():
     for d, d_v in itertools.product(range(8, 257, 8), repeat=2):
         problem = dataclasses.replace(plain, head_dim_qk=d, head_dim_v=d_v)
         decode, combine = plans(problem, ARCH)
-        room = SMEM_BYTES + sm90_decode.CTA_RESERVED_BYTES
-        assert decode.ctas * (decode.smem_bytes + sm90_decode.CTA_RESERVED_BYTES) <= room
+        room = SMEM_BYTES + DEFAULT.cta_reserved_bytes
+        assert decode.ctas * (decode.smem_bytes + DEFAULT.cta_reserved_bytes) <= room
         assert decode.smem[0].offset == 0 and all(r.offset % 1024 == 0 for r in decode.smem[:3])
         assert decode.tile.n % 8 == 0 and combine.max_splits == sm90_decode.MAX_SPLITS
         assert [read_plan(to_data(each)) for each in (decode, combine)] == [decode, combine]

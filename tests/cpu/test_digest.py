@@ -185,44 +185,55 @@ def test_key_material_is_readable_and_has_no_path() -> None:
         assert str(path) not in key.material + key.command
 
 
+def path_of(module: str) -> Path:
+    """The source of a module of attngen, or of a package's own."""
+    path = ROOT / "attngen" / module.replace(".", "/")
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
 def imported_by(module: str) -> set[str]:
     """The modules of attngen that a module imports when it is imported itself."""
-    path = ROOT / "attngen" / f"{module.replace('.', '/')}.py"
-    tree = ast.parse(path.read_text())
+    path = path_of(module)
+    package = [*module.split("."), ""] if path.stem == "__init__" else module.split(".")
     found = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
-            parts = ["", *module.split(".")][: -node.level]
-            base = ".".join([*filter(None, parts), *filter(None, [node.module])])
-            names = [f"{base}.{alias.name}".strip(".") for alias in node.names]
-            found |= {base, *names}
-    return {name for name in found if (ROOT / "attngen" / f"{name.replace('.', '/')}.py").is_file()}
+            base = ".".join([*package[: -node.level], *filter(None, [node.module])])
+            found |= {base, *(f"{base}.{alias.name}".strip(".") for alias in node.names)}
+    return {name for name in found if name and path_of(name).is_file()}
+
+
+# What generators import and does not shape a kernel: reasons, places, what a key has beside its
+# digest, and the choice of a problem and its plan, which are in the key themselves.
+SHAPES_NOTHING = {"errors", "io.text", "io.file_lock", "compiler.toolchain"}
+CHOOSES = {"spec.attention_spec", "spec.tables", "io.toml_text", "spec.layouts", "spec.plain"}
+CHOOSES |= {"kernels.tuned"}
 
 
 def test_generator_holds_every_module_that_shapes_a_kernel() -> None:
-    """Whatever the renderers and the compile stage bring along, the plans' own modules too, is in
-    the key, or is known to shape nothing: reasons, places, what a key has beside its digest."""
-    shapes_nothing = {"errors", "text", "file_lock", "toolchain"}
-    # A problem, and its plan.
-    chooses_what_the_key_has = {"tuned", "spec", "spec_tables", "toml_text", "layouts", "plain"}
-    renderers = {name for name in digest.GENERATOR if name.startswith(("render", "arch."))}
-    pending, reached = [*renderers, "compile", "geometry"], set()
+    renderers = {name for name in digest.GENERATOR if name.startswith("kernels.")}
+    pending, reached = [*renderers, "compiler.compile", "runtime.geometry"], set()
     while pending:
         module = pending.pop()
         if module not in reached:
             reached.add(module)
             pending += imported_by(module)
-    assert {"arch.base", "problem", "program", "run_time", "plan", "features"} <= reached
-    assert reached - shapes_nothing - chooses_what_the_key_has <= {*digest.GENERATOR}
-    arch = {f"arch.{path.stem}" for path in (ROOT / "attngen" / "arch").glob("[!_]*.py")}
-    assert arch <= {*digest.GENERATOR}
+    assert {"kernels.base", "spec.problem", "runtime.program", "targets.target"} <= reached
+    packages = {name for name in reached if path_of(name).stem == "__init__"}
+    assert reached - packages - SHAPES_NOTHING - CHOOSES <= {*digest.GENERATOR}
+    assert not (SHAPES_NOTHING | CHOOSES) & {*digest.GENERATOR}
+    folder = ROOT / "attngen" / "kernels"
+    parts = (
+        path.relative_to(ROOT / "attngen").with_suffix("").parts for path in folder.rglob("*.py")
+    )
+    modules = {".".join(each).removesuffix(".__init__") for each in parts}
+    assert modules - CHOOSES <= {*digest.GENERATOR}, "a kernel may come of it"
 
 
 @pytest.mark.parametrize("name", digest.GENERATOR)
 def test_key_any_module_that_generates_edited_differs(name: str, checkout: Path) -> None:
     """By a comment in it, which shapes nothing: bytes count."""
-    path = checkout / "attngen" / name.replace(".", "/")
-    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    path = checkout / path_of(name).relative_to(ROOT)
     before = digests_in(checkout)
     path.write_bytes(path.read_bytes() + b"# edited\n")
     after = digests_in(checkout)

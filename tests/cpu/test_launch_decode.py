@@ -21,8 +21,9 @@ from attngen.frontends.pytorch.signature import OPTIONAL, Arguments
 from attngen.kernels.plan import plans
 from attngen.runtime import launch
 from attngen.runtime.load import LoadedKernel
-from attngen.runtime.run_time import SM_BYTES, Extent, Scalars
+from attngen.runtime.run_time import Extent, Scalars
 from attngen.spec import resolve
+from attngen.targets.target import DEFAULT
 from tests.cpu.test_launch import start_of
 
 PAGES, PAGE, HEADS, D = 50, 16, 2, 128
@@ -134,7 +135,7 @@ def test_launch_paged_decode_has_a_cta_for_tiles_and_splits_and_then_one_for_a_r
     assert start[7] == kernels[0].kernel.smem_bytes > 48 << 10
     assert second == "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
     rows = BATCH * HEADS * GROUP * QUERIES
-    spread = SM_BYTES // -(-rows // 132) - 1024  # as much as leaves SMs equal numbers of CTAs
+    spread = DEFAULT.smem_share(-(-rows // 132))  # as leaves SMs equal numbers of CTAs
     assert next_start == (kernels[1].handle, rows, 1, 1, 128, 1, 1, spread, 9)
     assert spread > kernels[1].kernel.smem_bytes
     assert decode["row_tiles"] == tiles and decode["group_size"] == GROUP

@@ -17,6 +17,7 @@ from attngen.runtime.program import binaries_of_call
 from attngen.runtime.run_time import UNBOUNDED, Extent, smem_bytes_of
 from attngen.spec import resolve
 from attngen.spec.attention_spec import has_short, is_decode
+from attngen.targets.target import DEFAULT
 from tests.cpu.cache_kit import ARCH, make_binary
 
 KNOWN = features.scan()
@@ -148,5 +149,5 @@ def test_ctas_that_an_sm_has_fewer_of_leave_no_room_for_more():
     _, plan = plans(problem_of(mask="causal"), ARCH)
     kernel = render_problem(problem_of(mask="causal"), plan).kernel
     assert kernel.dependent and kernel.ctas == 3
-    found = [smem_bytes_of(kernel, share) for share in range(1, 5)]
+    found = [smem_bytes_of(kernel, share, DEFAULT) for share in range(1, 5)]
     assert found == [232448, 115712, kernel.smem_bytes, kernel.smem_bytes]

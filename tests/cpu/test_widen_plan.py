@@ -13,9 +13,9 @@ from attngen.compiler.compile import compile_source
 from attngen.fragments import features
 from attngen.io.values import to_data
 from attngen.kernels.plan import plans, read_plan
-from attngen.kernels.wgmma.decode import plans as sm90_decode
 from attngen.kernels.wgmma.forward import plans as sm90
 from attngen.spec import resolve
+from attngen.targets.target import DEFAULT
 
 from .sass import count_instructions
 
@@ -63,8 +63,8 @@ def test_decode_plans_of_every_pair_of_head_dims_fit(layout):
     for d, d_v in [*itertools.product(DIMS, repeat=2), (576, 512), (16, 512), (320, 384)]:
         problem = dataclasses.replace(plain, head_dim_qk=d, head_dim_v=d_v)
         plan, combine = plans(problem, ARCH)
-        room = sm90.SMEM_BYTES + sm90_decode.CTA_RESERVED_BYTES
-        assert plan.ctas * (plan.smem_bytes + sm90_decode.CTA_RESERVED_BYTES) <= room
+        room = sm90.SMEM_BYTES + DEFAULT.cta_reserved_bytes
+        assert plan.ctas * (plan.smem_bytes + DEFAULT.cta_reserved_bytes) <= room
         assert combine.family == "combine" and read_plan(to_data(plan)) == plan
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from attngen.fragments import features
 from attngen.kernels import tuned
 from attngen.kernels.plan import candidates, feasible
 from attngen.spec import resolve
+from attngen.targets.target import DEFAULT, TARGETS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.device]
 KERNELS = [
@@ -28,7 +30,7 @@ SPEC = '[[kernel]]\nhead_dim = 64\nmask = "causal"\nwindow = true\n'
 
 def test_tune_writes_what_planning_then_prefers(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tuned, "FOLDER", tmp_path)
-    monkeypatch.setitem(tuned.DEFAULT_CHIPS, "sm_90a", "here")
+    monkeypatch.setitem(TARGETS, DEFAULT.name, replace(DEFAULT, chip="here"))
     spec = tmp_path / "spec.toml"
     spec.write_text(SPEC)
     options = ["--lengths", "256,700", "--window", "100", "--limit", "3", "--rounds", "2"]

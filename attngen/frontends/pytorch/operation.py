@@ -19,6 +19,7 @@ from ...runtime.launch import Prepared, launch
 from ...runtime.run_time import Extent, Scalars, workspace_bytes
 from ...spec import resolve
 from ...spec.attention_spec import AttentionSpec
+from ...targets.target import DEFAULT, names, of_capability
 from .lengths import rows_of_none
 from .operands import Source
 from .signature import Operands
@@ -32,7 +33,6 @@ from .torch_private import (
 )
 from .torch_private import empty_strided_cuda as _empty_strided_cuda
 
-ARCH_OF_CAPABILITY = {(9, 0): "sm_90a"}
 Value = TypeVar("Value")
 
 
@@ -269,8 +269,9 @@ def device_arch(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     if not torch.cuda.is_available():  # fake tensors, traced here for another machine
-        return next(iter(ARCH_OF_CAPABILITY.values()))
-    return ARCH_OF_CAPABILITY.get(torch.cuda.get_device_capability(device))
+        return DEFAULT.name
+    target = of_capability(torch.cuda.get_device_capability(device))
+    return None if target is None else target.name
 
 
 def kernels_of(
@@ -288,7 +289,7 @@ def kernels_of(
     if key not in _kernels:
         arch = device_arch(device)
         if arch is None:
-            raise SpecError(f"no kernels for {device}; available: {[*ARCH_OF_CAPABILITY.values()]}")
+            raise SpecError(f"no kernels for {device}; available: {[*names()]}")
         problems = resolve.resolve(spec, features.scan())
         problem = problems[-1] if narrow else problems[0]
         with torch.cuda.device(device):

@@ -16,8 +16,9 @@ from ...reference.call import AttentionCall
 from ...spec.attention_spec import DTYPES_8BIT, MAX_HEAD_DIM, AttentionSpec, dtype_name
 from ...spec.layouts import axes_of, parse
 from ...spec.resolve import find_violations
+from ...targets.target import names
 from .decode import unsplit
-from .operation import ARCH_OF_CAPABILITY, device_arch
+from .operation import device_arch
 from .signature import LENGTHS
 from .torch_private import is_traced
 
@@ -89,7 +90,7 @@ def refusals(call: AttentionCall, num_splits: int | None = None) -> list[str]:
     """Why no kernel can serve this call; empty where one can."""
     device = call.q.device
     if device_arch(device) is None:
-        available = ", ".join(ARCH_OF_CAPABILITY.values())
+        available = ", ".join(names())
         which = str(device)
         if device.type == "cuda":
             major, minor = torch.cuda.get_device_capability(device)

@@ -1,4 +1,4 @@
-"""Hopper (sm_90a), arbitrary masks: the kernel that packs a mask's bits before others read them."""
+"""Hopper, arbitrary masks: the kernel that packs a mask's bits before others read them."""
 
 from __future__ import annotations
 

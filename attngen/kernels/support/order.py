@@ -1,4 +1,4 @@
-"""Hopper (sm_90a), variable lengths: the kernel that orders many sequences before the others."""
+"""Hopper, variable lengths: the kernel that orders many sequences before the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hopper (sm_90a), backward: limits, feasible plans, and what justified the heuristics.
+"""Hopper, backward: limits, feasible plans, and what justified the heuristics.
 
 Up to head dim 128 one kernel makes dQ, dK and dV with five products a block. Above, one warpgroup
 cannot hold dK and dV of 64 keys, and dQ's additions would use up L2: two kernels, seven products.

@@ -1,14 +1,13 @@
-"""Hopper (sm_90a), decode: few queries a sequence, so that reading the keys is all that counts."""
+"""Hopper, decode: few queries a sequence, so that reading the keys is all that counts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from ....runtime.run_time import CTA_RESERVED_BYTES, SM_BYTES
 from ....spec.problem import DTYPE_BYTES, Problem
 from ...base import SmemRegion, Tile, lay_out
-from ..forward.plans import ARCH, BARRIER_BYTES, _boxes
+from ..forward.plans import ARCH, BARRIER_BYTES, TARGET, _boxes
 
 ROWS = 64
 WARPGROUP_THREADS = 128
@@ -119,7 +118,7 @@ def make_plan(problem: Problem, ctas: int, block: int, stages: int) -> DecodePla
     )
     smem_bytes = regions[-1].offset + regions[-1].bytes
     registers = columns // 2 + block // 2 + block // 4  # output, scores, weights
-    if ctas * (smem_bytes + CTA_RESERVED_BYTES) > SM_BYTES:
+    if smem_bytes > TARGET.smem_share(ctas):
         return None
     limits = OPERANDS_WIDENED if problem.widens else OPERANDS
     limit = limits.get((ctas, consumers), 0)

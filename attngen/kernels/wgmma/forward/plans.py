@@ -1,4 +1,4 @@
-"""Hopper (sm_90a): limits, feasible plans, and the heuristics with what justified them.
+"""Hopper: limits, feasible plans, and the heuristics with what justified them.
 
 Figures marked `measured` are from an H200 at 700 W; docs/results/forward.json has what the chosen
 plans reach.
@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ....runtime.run_time import CTA_RESERVED_BYTES, SM_BYTES
 from ....spec.problem import DTYPE_BYTES, Problem
+from ....targets.target import DEFAULT
 from ...base import (
     Pipeline,
     Plan,
@@ -23,8 +23,9 @@ from ...base import (
     score_tile_bytes,
 )
 
-ARCH = "sm_90a"
-SMEM_BYTES = SM_BYTES - CTA_RESERVED_BYTES  # 227 KB a CTA may use
+TARGET = DEFAULT
+ARCH = TARGET.name
+SMEM_BYTES = TARGET.cta_smem_bytes
 JOB_BYTES = 24  # struct Job of the forward, and more of queries and of keys whose lengths vary
 JOB_BYTES_QUERIES, JOB_BYTES_KEYS = 16, 8
 JOB_BYTES_CUT = 8  # and of tiles of two sizes
@@ -476,7 +477,7 @@ def role_registers(problem: Problem, choice: Choice) -> tuple[int, int]:
 
 def smem_room(choice: Choice) -> int:
     """Bytes of shared memory that a CTA may use."""
-    return SM_BYTES // choice.ctas - CTA_RESERVED_BYTES
+    return TARGET.smem_share(choice.ctas)
 
 
 def stores_directly(problem: Problem) -> bool:
