@@ -6,9 +6,12 @@ from pathlib import Path
 
 from ...runtime.program import Workspace
 from ...spec.problem import Problem
-from ..fill import Source, fill
+from ..fill import Source, fill_view
 from ..params import describe, mask_names, typed
+from ..plan import template_of
+from ..view import kernel_view
 from .mask_pack import MaskPlan
+from .view_mask_pack import mask_pack_view
 
 BLOCK = 128  # keys that a warp packs at a time
 AXES = ("batch", "head", "row", "column")
@@ -35,4 +38,6 @@ def render(problem: Problem, plan: MaskPlan, root: Path) -> Source:
         grid="multiprocessors",
         workspace=packed,
     )
-    return Source(fill(problem, plan, kernel, {}, root), kernel)
+    template = template_of(plan)
+    view = mask_pack_view(plan, kernel_view(kernel, template))
+    return Source(fill_view(template, view, root), kernel)

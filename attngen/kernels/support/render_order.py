@@ -7,10 +7,13 @@ from pathlib import Path
 from ...fragments.features import Features
 from ...runtime.program import Workspace
 from ...spec.problem import Problem
-from ..fill import Source, fill
+from ..fill import Source, emit_fragments, fill_view
 from ..params import describe, operands_of, strides_of, typed
+from ..plan import template_of
 from ..uses import uses_of
+from ..view import kernel_view
 from .order import VarlenPlan
+from .view_order import fills_output, order_view
 
 
 def render(problem: Problem, plan: VarlenPlan, features: Features, root: Path) -> Source:
@@ -22,7 +25,7 @@ def render(problem: Problem, plan: VarlenPlan, features: Features, root: Path) -
     schedules: tuple[Workspace, ...] = ("q_schedule",) if plan.q else ()
     schedules += ("kv_schedule",) if plan.kv else ()
     names = typed("ptr", *schedules)
-    if plan.fills and problem.q_seq != "dense":
+    if fills_output(problem, plan):
         names += [*typed("ptr", "o", "lse"), *strides_of("o")]
     names += typed("i32", "sequences", "heads_q", "heads_kv", "group_size", "kept")
     if plan.kv and plan.kv.follows:
@@ -37,4 +40,7 @@ def render(problem: Problem, plan: VarlenPlan, features: Features, root: Path) -
         q_seq=problem.q_seq,
         kv_seq=problem.kv_seq,
     )
-    return Source(fill(problem, plan, kernel, uses, root), kernel)
+    template = template_of(plan)
+    fragments = emit_fragments(root, uses)
+    view = order_view(problem, plan, kernel_view(kernel, template), uses, fragments)
+    return Source(fill_view(template, view, root), kernel)

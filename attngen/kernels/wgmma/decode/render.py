@@ -8,9 +8,12 @@ from pathlib import Path
 from ....fragments.features import Features
 from ....runtime.program import KernelEntry, Workspace
 from ....spec.problem import Problem
-from ...fill import Source, fill
+from ...fill import Source, emit_fragments, fill, fill_view
 from ...params import Names, describe, operands_of, recipe, strides_of, typed
+from ...plan import template_of
+from ...support.view_combine import combine_view
 from ...uses import uses_of
+from ...view import kernel_view
 from .plans import CombinePlan, DecodePlan, KernelPlan
 
 ROLES = {
@@ -34,8 +37,11 @@ def render(problem: Problem, plan: KernelPlan, features: Features, root: Path) -
     uses = {role: known[role] for role in ROLES[plan.family]}
     if isinstance(plan, CombinePlan):
         kernel = _combine(problem, plan, operands_of(uses))
-    else:
-        kernel = _decode(problem, plan, operands_of(uses))
+        template = template_of(plan)
+        fragments = emit_fragments(root, uses)
+        view = combine_view(problem, plan, kernel_view(kernel, template), uses, fragments)
+        return Source(fill_view(template, view, root), kernel)
+    kernel = _decode(problem, plan, operands_of(uses))
     return Source(fill(problem, plan, kernel, uses, root), kernel)
 
 
