@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import pkgutil
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,22 +27,30 @@ from ..spec.problem import Problem
 from .compile import OPTIONS
 from .toolchain import installed_toolchain
 
-# The modules that turn a problem and its plan into a cubin and a launch program, and that fill its
-# parameters: what a plan computes of itself shapes a kernel as much as what it holds. They belong
-# to the key as the templates do: a changed parameter layout must not find the old kernel.
-GENERATOR = (
+# What turns a problem and its plan into a cubin and a launch program, and fills its parameters:
+# what a plan computes of itself shapes a kernel as much as what it holds. These modules belong to
+# the key as the templates do: a changed parameter layout must not find the old kernel. Of packages
+# every module does, so that one that is new is not forgotten.
+_PACKAGES = ("kernels", "targets")
+_MODULES = (
     *("compiler.builder", "compiler.compile", "fragments.features", "io.files", "io.values"),
-    *("spec.problem", "runtime.geometry", "runtime.program", "runtime.run_time", "targets.target"),
-    *("kernels", "kernels.base", "kernels.fill", "kernels.params", "kernels.plan", "kernels.uses"),
-    "kernels.view",
-    *("kernels.support", "kernels.support.mask_pack", "kernels.support.order"),
-    *("kernels.support.render_mask_pack", "kernels.support.render_order"),
-    *("kernels.support.view_combine", "kernels.support.view_mask_pack"),
-    "kernels.support.view_order",
-    *("kernels.wgmma", "kernels.wgmma.backward", "kernels.wgmma.backward.plans"),
-    *("kernels.wgmma.backward.render", "kernels.wgmma.decode", "kernels.wgmma.decode.plans"),
-    *("kernels.wgmma.decode.render", "kernels.wgmma.forward", "kernels.wgmma.forward.alone"),
-    *("kernels.wgmma.forward.plans", "kernels.wgmma.forward.render", "kernels.wgmma.forward.short"),
+    *("spec.problem", "runtime.geometry", "runtime.program", "runtime.run_time"),
+)
+CHOOSES = frozenset({"kernels.tuned"})  # among plans, which a key has in full
+
+
+def _modules_of(package: str) -> Iterator[str]:
+    """A package of attngen and every module below it. Imports packages, and none of these."""
+    spec = importlib.util.find_spec(f"attngen.{package}")
+    yield package
+    places = None if spec is None else spec.submodule_search_locations
+    for found in pkgutil.iter_modules(places or ()):
+        name = f"{package}.{found.name}"
+        yield from _modules_of(name) if found.ispkg else (name,)
+
+
+GENERATOR = tuple(
+    sorted({*_MODULES, *(name for each in _PACKAGES for name in _modules_of(each))} - CHOOSES)
 )
 # Of a code object, beside its constants: all but names of files and numbers of lines.
 _CODE_FACTS = (
