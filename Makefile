@@ -35,7 +35,7 @@ demo: $(VENV)/.run
 	ATTNGEN_DISABLE_JIT=1 PYTHONWARNINGS='ignore:Failed to initialize NumPy' $(PY) examples/demo.py $(SPEC) build/demo.attn
 
 test: $(VENV)/.dev
-	$(PY) -m pytest -n 2 --timeout 300 tests/cpu
+	$(PY) -m pytest -n 2 --timeout 300 tests/unit
 
 # The covering set whole; of the tests of these subjects, which vary in more than kernels, one set of
 # parameters each.

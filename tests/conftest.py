@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-CPU_TESTS = Path(__file__).parent / "cpu"
+UNIT_TESTS = Path(__file__).parent / "unit"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,8 +25,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """`-m gpu` leaves out the CPU tests before they import what a GPU machine need not have."""
-    if config.getoption("markexpr").startswith("gpu") and collection_path == CPU_TESTS:
+    """`-m gpu` leaves out the unit tests before they import what a GPU machine need not have."""
+    if config.getoption("markexpr").startswith("gpu") and collection_path == UNIT_TESTS:
         return True
     return None
 

@@ -1,0 +1,194 @@
+"""attngen/dropout.cuh: the bits of the kernels are the reference's, in S and in its transpose."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from attngen.frontends.pytorch.operands import dropout_numbers
+from attngen.reference.dropout import (
+    drop_threshold,
+    dropout_keep_mask,
+    keep_scale,
+    philox_4x32_10,
+    sequence_bytes,
+)
+from tests.support.paths import ROOT
+
+FROZEN = json.loads((ROOT / "tests/support/data" / "dropout_bits.json").read_text())
+STATES = [(0, 0), (1, 2), (-1, -(2**63)), (2**63 - 1, 0x0123456789ABCDEF)]
+SOURCE = """
+#include "attngen/dropout.cuh"
+#include "attngen/mma/fragment.cuh"
+using namespace attngen;
+
+extern "C" void draw_words(const u32* c, const u32* k, u32* out) {
+  u32 words[4];
+  philox(words, c[0], c[1], c[2], c[3], k[0], k[1]);
+  for (int i = 0; i < 4; ++i) out[i] = words[i];
+}
+extern "C" u32 kept(u32 bytes, u32 low, u32 high) { return DropThreshold{low, high}.kept(bytes); }
+
+// What a warp drops of 16 rows and kN columns, by the sign of each weight.
+template <int kN, bool kKeysAreRows>
+void fragment(const long long* state, int b, int h, u32 low, u32 high, int row, int column,
+              char* signs) {
+  using Bits = DropBits<kN>;
+  const DropoutKey key = dropout_key(state, b, h);
+  const DropThreshold threshold = {low, high};
+  for (int lane = 0; lane < 32; ++lane) {
+    const DropCalls<kKeysAreRows> calls(key, row, column, lane);
+    const DropCalls<kKeysAreRows> partner(key, row, column, lane ^ 4);
+    u32 own[4], others[4];
+    Bits::decide(own, calls, threshold);
+    Bits::decide(others, partner, threshold);
+    Bits bits;
+    bits.join(own, Bits::template passed<kKeysAreRows>(others, partner.odd_row), calls, threshold);
+    for (int i = 0; i < kN / 2; ++i) {
+      const int at = (lane / 4 + 8 * fragment_row(i)) * kN + lane % 4 * 2 + fragment_column(i);
+      signs[at] = bits.template sign<kKeysAreRows>(i) != 0;
+    }
+  }
+}
+
+// The float16 numbers that decide the same, of S, from words that lanes leave each other.
+template <int kN>
+void words(const long long* state, int b, int h, int row, int column, unsigned short* numbers) {
+  using Words = DropWords<kN>;
+  u32 shared[Words::kBytes / 4];
+  for (int lane = 0; lane < 32; ++lane) {
+    DropRow rows;
+    rows.begin(dropout_key(state, b, h), row, lane);
+    for (int i = 0; i < Words::kCalls; ++i) {
+      const int tile = Words::tile_of(i, lane);
+      u32 drawn[4];
+      rows.call(drawn, Words::counter(column, tile, lane));
+      Words::in_rows(shared + (Words::place(lane) + tile * Words::kTileBytes) / 4, drawn);
+    }
+  }
+  for (int lane = 0; lane < 32; ++lane) {
+    for (int i = 0; i < kN / 2; ++i) {
+      const int pair = i / 2;
+      const u32* found = shared + (Words::half(lane) + pair / 4 * Words::kTileBytes) / 4;
+      const u32 two = Words::number(found[0], found[1], pair % 4, 0xe400e400u);
+      numbers[(lane / 4 + 8 * fragment_row(i)) * kN + lane % 4 * 2 + fragment_column(i)] =
+          two >> (i % 2 * 16);
+    }
+  }
+}
+"""
+WIDTHS = (16, 48, 64, 112, 128)
+ENTRIES = "".join(
+    f'extern "C" void fragment_{n}_{int(turned)}(const long long* state, int b, int h, u32 low, '
+    "u32 high, int row, int column, char* signs) { "
+    f"fragment<{n}, {str(turned).lower()}>(state, b, h, low, high, row, column, signs); }}\n"
+    for n in WIDTHS
+    for turned in (False, True)
+) + "".join(
+    f'extern "C" void words_{n}(const long long* state, int b, int h, int row, int column, '
+    f"unsigned short* numbers) {{ words<{n}>(state, b, h, row, column, numbers); }}\n"
+    for n in WIDTHS
+)
+
+
+@pytest.fixture(scope="module")
+def library(compile_cpp) -> ctypes.CDLL:
+    found = ctypes.CDLL(str(compile_cpp(SOURCE + ENTRIES)))
+    found.kept.restype = ctypes.c_uint32
+    found.kept.argtypes = [ctypes.c_uint32] * 3
+    return found
+
+
+def words_of(p: float) -> tuple[int, int]:
+    """The threshold as a kernel's parameters hold it."""
+    numbers = dropout_numbers(p)
+    return int(numbers["drop_low"]) & 0xFFFFFFFF, int(numbers["drop_high"]) & 0xFFFFFFFF
+
+
+def fragment_of(library, n, turned, state, b, h, p, row, column) -> np.ndarray:
+    """What a warp keeps of its 16 rows, bool [16, n], from the kernels' code."""
+    signs, numbers = np.zeros((16, n), np.int8), np.zeros((16, n), np.float16)
+    state_address = np.array(state, dtype=np.int64).ctypes
+    low, high = (ctypes.c_uint32(word) for word in words_of(p))
+    getattr(library, f"fragment_{n}_{int(turned)}")(
+        state_address.data_as(ctypes.c_void_p), b, h, low, high, row, column,
+        signs.ctypes.data_as(ctypes.c_void_p),
+    )  # fmt: skip
+    if not turned:
+        getattr(library, f"words_{n}")(
+            state_address.data_as(ctypes.c_void_p), b, h, row, column,
+            numbers.ctypes.data_as(ctypes.c_void_p),
+        )  # fmt: skip
+        limit = np.array([dropout_numbers(p)["drop_limit"]], np.int32).view(np.float16)
+        assert limit[0] == limit[1] == -1023 - drop_threshold(p)
+        excess = np.clip(limit[0] - numbers, 0, 1)
+        assert ((excess == 0) == (signs == 1)).all() and ((excess == 1) == (signs == 0)).all()
+    return signs == 0
+
+
+def test_philox_of_the_header_equals_the_reference(library) -> None:
+    inputs = np.random.default_rng(3).integers(0, 2**32, (200, 6), dtype=np.uint32)
+    for row in inputs:
+        out = np.zeros(4, np.uint32)
+        counter, key = row[:4].copy(), row[4:].copy()
+        library.draw_words(*(x.ctypes.data_as(ctypes.c_void_p) for x in (counter, key, out)))
+        words = [torch.tensor(int(word)) for word in row]
+        assert out.tolist() == [int(x) for x in philox_4x32_10(tuple(words[:4]), tuple(words[4:]))]
+
+
+@pytest.mark.parametrize("p", [0.0, 1e-9, 0.1, 0.4999, 0.5, 0.501, 0.9, 0.9999, 1.0])
+def test_threshold_every_byte_is_compared_alone(p: float, library) -> None:
+    """In each of the four places, beside neighbours that could lend or borrow."""
+    threshold = drop_threshold(p)
+    for byte in range(256):
+        for others in (0x00, 0x7F, 0x80, 0xFF):
+            for place in range(4):
+                bytes_ = [others] * 4
+                bytes_[place] = byte
+                found = library.kept(int.from_bytes(bytes(bytes_), "little"), *words_of(p))
+                expected = [0x80 * (each >= threshold) for each in bytes_]
+                assert [*found.to_bytes(4, "little")] == expected
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.8, 1.0])
+def test_dropout_numbers_scale_is_the_reference_s_and_finite(p: float) -> None:
+    numbers = dropout_numbers(p)
+    assert numbers["keep_scale"] == (keep_scale(p) if p < 1 else 1.0)
+    assert numbers["keep_scale"] * numbers["keep_share"] == pytest.approx(1, rel=1e-15)
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("n", WIDTHS)
+def test_fragment_every_decision_is_the_reference_s(n, turned, state, library) -> None:
+    for number, (row, column) in enumerate([(0, 0), (48, 2 * n), (16 * 7, 0)]):
+        p, b, h = (0.1, 0.5, 0.7)[number], number, 2 - number
+        s_q, s_kv = (column + n, row + 16) if turned else (row + 16, column + n)
+        mask = dropout_keep_mask(torch.tensor(state), p, b + 1, h + 1, s_q, s_kv)[b, h].numpy()
+        expected = mask.T if turned else mask
+        found = fragment_of(library, n, turned, state, b, h, p, row, column)
+        assert (found == expected[row : row + 16, column : column + n]).all()
+
+
+@pytest.mark.parametrize("case", FROZEN["cases"], ids=lambda c: f"seed{c['seed']}_b{c['b']}")
+def test_fragment_decisions_are_the_frozen_ones(case, library) -> None:
+    rows = np.array([list(bytes.fromhex(row)) for row in case["rows"]])
+    s_q, s_kv = (size // 16 * 16 for size in rows.shape)
+    state = (case["seed"], case["offset"])
+    assert s_q >= 16 and s_kv >= 16
+    for row in range(0, s_q, 16):
+        for column in range(0, s_kv, 16):
+            found = fragment_of(library, 16, False, state, case["b"], case["h"], 0.3, row, column)
+            assert (found == (rows[row : row + 16, column : column + 16] >= 77)).all()
+
+
+def test_sequence_bytes_far_positions_are_the_header_s(library) -> None:
+    """Counters beyond 16 bits, where a narrower one would wrap."""
+    column = 5 * 2**16
+    drawn = sequence_bytes(torch.tensor((3, 4)), 0, 1, 16, column + 16)[0, :, column:]
+    found = fragment_of(library, 16, False, (3, 4), 0, 0, 0.5, 0, column)
+    assert (found == (drawn >= 128).numpy()).all()

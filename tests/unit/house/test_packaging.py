@@ -1,0 +1,98 @@
+"""The wheel: everything that building and launching need, nothing else, and it works alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+LLAMA = ROOT / "examples" / "specs" / "llama3-8b.toml"
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("hatchling") is None, reason="needs hatchling"
+)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    command = ["-m", "build", "--no-isolation", "--wheel", "--outdir", str(folder), str(ROOT)]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = folder.glob("attngen-*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory for PYTHONPATH that holds what the wheel installs."""
+    folder = tmp_path_factory.mktemp("installed")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def tracked(folder: str, *suffixes: str) -> set[str]:
+    found = (path for suffix in suffixes for path in (ROOT / folder).rglob(f"*{suffix}"))
+    return {path.relative_to(ROOT).as_posix() for path in found}
+
+
+def run(code_or_module: list[str], path: Path, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *code_or_module],
+        capture_output=True,
+        text=True,
+        cwd="/",
+        env={**os.environ, "PYTHONPATH": str(path), **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_wheel_contents_are_modules_headers_and_templates(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    wanted = tracked("attngen", ".py", ".cuh", ".json", ".toml", "py.typed")
+    wanted |= {"attngen/shipped.json"}  # made with the wheel
+    wanted |= {f"attngen/{name}" for name in tracked("templates", ".j2")}
+    shipped = {name for name in names if ".dist-info/" not in name}
+    assert shipped == wanted
+
+
+def test_wheel_metadata_names_licence_extras_and_command(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        text = archive.read(metadata).decode()
+        entry_points = archive.read(metadata.replace("METADATA", "entry_points.txt")).decode()
+        names = archive.namelist()
+    assert "License-Expression: Apache-2.0" in text
+    assert {"bench", "compile", "dev"} == {
+        line.split()[1] for line in text.splitlines() if line.startswith("Provides-Extra:")
+    }
+    assert "attngen = attngen.cli.main:main" in entry_points
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_wheel_twice_from_one_tree_is_the_same(wheel: Path, tmp_path: Path) -> None:
+    command = ["-m", "build", "--no-isolation", "--wheel", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run([sys.executable, *command], check=True, capture_output=True)
+    assert (tmp_path / wheel.name).read_bytes() == wheel.read_bytes()
+
+
+def test_installed_wheel_finds_its_own_templates(installed: Path) -> None:
+    code = "from attngen.io import files; print(files.templates_dir(), files.include_dir())"
+    for found in run(["-c", code], installed).split():
+        assert Path(found).is_relative_to(installed)
+
+
+def test_installed_wheel_shares_its_cache_with_a_checkout(installed: Path, tmp_path: Path) -> None:
+    command = ["-m", "attngen", "build", str(LLAMA)]
+    environment = {"ATTNGEN_CACHE_DIR": str(tmp_path)}
+    assert "2 compiled, 0 cached" in run(command, installed, **environment)
+    assert "0 compiled, 2 cached" in run(command, ROOT, **environment)
