@@ -153,7 +153,7 @@ def test_run_nvrtc_twice_gives_the_same_bytes(built) -> None:
 def test_run_nvrtc_with_an_empty_log_leaves_pythons_own_bytes_alone() -> None:
     """An empty log is one zero byte long, and Python keeps one object for each such string."""
     script = (
-        "from attngen import compile;"
+        "from attngen.compiler import compile;"
         "compile.OPTIONS = ('--no-cache',);"
         f"print(len(compile.run_nvrtc('__global__ void f() {{}}', 'f.cu', {ARCH!r}).log), 'log');"
     )

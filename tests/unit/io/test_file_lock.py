@@ -40,7 +40,7 @@ time.sleep(600)
 HOLDER = """
 import sys, time
 from pathlib import Path
-from attngen import file_lock
+from attngen.io import file_lock
 lock = file_lock.try_lock(Path(sys.argv[1]))
 print("held" if lock else "refused", flush=True)
 time.sleep(600)

@@ -53,17 +53,18 @@ assert not (Path(attngen.__file__).parent / "templates").exists()
 # Everything up to the launch, as on a Hopper GPU: the driver's part is replaced.
 CALL = """
 import contextlib, torch
-from attngen import AttentionSpec, load
-from attngen.frontends.pytorch import choice, operation
+from attngen import AttentionSpec
+from attngen.frontends.pytorch import operation, routing
 from attngen.reference.call import AttentionCall
-operation.device_arch = choice.device_arch = lambda device: "sm_90a"
+from attngen.runtime import load
+operation.device_arch = routing.device_arch = lambda device: "sm_90a"
 torch.cuda.device = lambda device: contextlib.nullcontext()
 load.load = lambda binary, cubin, device: (binary.kernel.entry, cubin[:4] == b"\\x7fELF")
 q = torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16)
 call = AttentionCall(q=q, k=q, v=q, mask="causal", window=(4, 0))
 print(json.dumps({
-    "refusals": choice.refusals(call),
-    "spiral": choice.refusals(AttentionCall(q=q, k=q, v=q, mask="spiral")),
+    "refusals": routing.refusals(call),
+    "spiral": routing.refusals(AttentionCall(q=q, k=q, v=q, mask="spiral")),
     "kernels": [
         operation.kernels_of(AttentionSpec(head_dim=64, mask="causal", **more), q.device, short)
         for more, short in (
