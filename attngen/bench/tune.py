@@ -12,6 +12,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from ..call.table import SCALES
 from ..compiler import digest
 from ..compiler.builder import Built, build_plan
 from ..errors import CompileError, MeasureError
@@ -19,7 +20,6 @@ from ..frontends.pytorch.operation import tile_counter
 from ..kernels.base import Plan
 from ..kernels.plan import feasible
 from ..kernels.tuned import Candidate, Entry, settings
-from ..reference.call import SCALES
 from ..runtime import load
 from ..runtime.launch import launch, prepare
 from ..runtime.run_time import UNBOUNDED, Extent, Scalars

@@ -9,24 +9,22 @@ gradients, but for FP8. It is slow and holds whole score matrices.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..call.table import REFERENCE_ROWS, AttentionCall, make_call, signature
 from ..results import AttentionAux
 from . import fp8
-from .call import AttentionCall, MaskMod, Operands, ScoreMod, Window
 from .checks import check, check_values
 from .conversions import converted, with_dtypes
 from .core import accumulation_dtype, attend_one, default_alibi_slopes
 from .dropout import draw_rng_state, dropout_keep_mask
 from .masks import visible
+from .operands import Operands
 from .reads import check_reads
 from .sequences import join_lse, join_outputs, kv_sequences, kv_spans, q_spans, sequence_view
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
 
 __all__ = [
     "AttentionAux",
@@ -44,46 +42,7 @@ __all__ = [
 
 
 def attention(
-    q: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    *,
-    layout: str = "bshd",
-    mask: str | None = "none",
-    window: Window = (-1, -1),
-    bottom_right: bool | None = None,
-    attn_mask: Tensor | None = None,
-    softmax_scale: float | None = None,
-    softcap: float | None = 0.0,
-    bias: Tensor | None = None,
-    bias_type: str = "post_scale",
-    alibi_slopes: Tensor | bool | None = None,
-    softmax: str = "vanilla",
-    sink: Tensor | None = None,
-    dropout_p: float = 0.0,
-    rng_state: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_kv: Tensor | None = None,
-    cu_seqlens_q_padded: Tensor | None = None,
-    cu_seqlens_kv_padded: Tensor | None = None,
-    max_seqlen_q: int | Tensor | None = None,
-    max_seqlen_kv: int | Tensor | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_kv: Tensor | None = None,
-    page_table: Tensor | tuple[Tensor, Tensor] | None = None,
-    score_mod: ScoreMod | None = None,
-    mask_mod: MaskMod | None = None,
-    block_mask: BlockMask | None = None,
-    descale_q: Tensor | None = None,
-    descale_k: Tensor | None = None,
-    descale_v: Tensor | None = None,
-    scale_s: Tensor | None = None,
-    descale_s: Tensor | None = None,
-    scale_o: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    return_lse: bool = False,
-    return_max_logit: bool = False,
-    return_amax: bool = False,
+    q: Tensor, k: Tensor | None = None, v: Tensor | None = None, **arguments: Any
 ) -> tuple[Tensor, AttentionAux]:
     """Attention as `attngen.attention` defines it; the arguments are that function's.
 
@@ -92,8 +51,13 @@ def attention(
 
     Raises: SpecError with every violation at once.
     """
-    # The arguments are, name by name, the fields of AttentionCall.
-    return run(converted(AttentionCall(**locals())))
+    call = make_call("reference.attention", REFERENCE_ROWS, dict(q=q, k=k, v=v), arguments)
+    return run(converted(call))
+
+
+attention.__signature__ = signature(  # type: ignore[attr-defined]
+    REFERENCE_ROWS, "tuple[Tensor, AttentionAux]"
+)
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:

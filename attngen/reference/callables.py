@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..call.table import MaskMod, ScoreMod
 from ..errors import SpecError
-from .call import MaskMod, ScoreMod
 from .mod_errors import called
 from .wording import kind_of, shape_of
 

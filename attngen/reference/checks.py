@@ -12,16 +12,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..call.table import AttentionCall, named
 from ..errors import SpecError
 from ..spec import layouts
 from ..spec.layouts import Layout, size
-from .call import SCALES, AttentionCall, Operands, named
 from .fp8_checks import FLOATS, dtype_violations, fp8_violations
 from .length_checks import length_violations, value_violations
 from .masks import MASKS
+from .operands import Operands
 from .sequences import Span
 from .sizes import agree, agree_all, at_least, surely
-from .type_checks import TENSORS, type_violations
+from .type_checks import SHAPED, TENSORS, type_violations
 from .wording import names, shape_of
 
 BIAS_TYPES = ("post_scale", "pre_scale", "alibi")
@@ -256,7 +257,7 @@ def _dropout_violations(call: AttentionCall, operands: Operands) -> Iterator[str
 
 
 def _device_violations(call: AttentionCall) -> Iterator[str]:
-    given = {name: getattr(call, name) for name in (*TENSORS, "alibi_slopes", *SCALES)}
+    given = {name: getattr(call, name) for name in (*TENSORS, *SHAPED)}
     tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
     tables = zip(("page_table (K)", "page_table (V)"), call.page_tables, strict=False)
     for name, tensor in (tensors | dict(tables)).items():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..call.table import ROW_OF_OPERAND, ROWS, AttentionCall, named
 from ..spec import plain
-from .call import SCALES, AttentionCall, named
 from .fp8_checks import FLOATS
 from .masks import visible
 
@@ -39,9 +39,10 @@ def dtype_of(name: str, tensor: Tensor, q: torch.dtype) -> torch.dtype | None:
     of q; sinks, slopes and scales float32, or float64 beside such a q."""
     if tensor.dtype not in FLOATS:
         return None
-    if name == "bias":
+    wants = ROW_OF_OPERAND[name].dtype
+    if wants == "q":
         wanted = q if q in FLOATS else tensor.dtype
-    elif name in ("sink", "alibi_slopes", *SCALES):
+    elif wants == "float32":
         wanted = torch.float32 if tensor.dtype != q or q != torch.float64 else q
     else:
         return None
@@ -65,8 +66,9 @@ def with_dtypes(call: AttentionCall) -> AttentionCall:
     """The call with its tensors in the dtypes that attention is defined of."""
     changed = {
         name: saturated(tensor, dtype)
-        for name in ("bias", "sink", "alibi_slopes", *SCALES)
-        if isinstance(tensor := getattr(call, name), Tensor)
+        for name, row in ROWS.items()
+        if row.dtype in ("q", "float32")
+        and isinstance(tensor := getattr(call, name), Tensor)
         and (dtype := dtype_of(name, tensor, call.q.dtype)) is not None
     }
     return AttentionCall(**{**named(call), **changed}) if changed else call

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..call.table import AttentionCall
 from . import dropout, fp8
-from .call import AttentionCall
 from .callables import map_scores
 from .masks import diagonal_offset, hides, sequence_slice, sequence_visible
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from ..call.table import AttentionCall, Lengths, Side
 from ..spec.layouts import size
-from .call import AttentionCall, Lengths, Operands, Side
+from .operands import Operands
 
 MOST_NAMED = 8  # entries of a tensor
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .call import AttentionCall
+from ..call.table import AttentionCall
 
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 WEIGHTS_DTYPE = torch.float8_e4m3fn

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ..call.table import AttentionCall
 from . import fp8
-from .call import AttentionCall, Operands
+from .operands import Operands
 from .sizes import agree_all
 from .wording import names, shape_of
 

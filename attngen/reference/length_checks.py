@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .call import AttentionCall, Operands, Side, named
+from ..call.table import AttentionCall, Side, named
 from .entry_checks import entry_violations
+from .operands import Operands
 from .sequences import Span
 from .sizes import agree, agree_all
 from .wording import shape_of

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .call import AttentionCall, Sides
+from ..call.table import AttentionCall, Sides
 from .callables import Shape, map_mask
 
 if TYPE_CHECKING:

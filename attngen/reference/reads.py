@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..call.table import AttentionCall, named
 from ..errors import SpecError
-from .call import AttentionCall, named
 from .callables import Shape
 from .core import accumulation_dtype
 from .masks import sequence_visible

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..call.table import AttentionCall, Lengths
 from ..spec.layouts import Format
-from .call import AttentionCall, Lengths, Operands
 from .core import accumulation_dtype
+from .operands import Operands
 
 
 @dataclass(frozen=True)

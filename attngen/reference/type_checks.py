@@ -7,24 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from .call import SCALES
+from ..call.table import ROWS, names
 from .subclasses import unreadable
 from .wording import kind_of
 
-# Those of FP8 and ALiBi's slopes are refused where their shapes are.
-TENSORS = (
-    *("q", "k", "v", "attn_mask", "bias", "sink", "rng_state"),
-    *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
-    *("seqused_q", "seqused_kv"),
-)
-NUMBERS = {  # and their defaults
-    "softmax_scale": None,
-    "softcap": 0.0,
-    "dropout_p": 0.0,
-    "max_seqlen_q": None,
-    "max_seqlen_kv": None,
-}
-FLAGS = ("return_lse", "return_max_logit", "return_amax")
+# Scales of FP8 and ALiBi's slopes are refused where their shapes are.
+TENSORS = names("tensor", "lengths")
+SHAPED = names("slopes", "scale")
+NUMBERS = {name: ROWS[name].default for name in names("number", "longest")}
 
 
 def type_violations(given: Mapping[str, Any]) -> Iterator[str]:
@@ -47,7 +37,7 @@ def type_violations(given: Mapping[str, Any]) -> Iterator[str]:
         value = given.get(name, default)
         if not (value is default or _is_number(value)):
             yield f"{name} needs a number; got {kind_of(value)}. Its default is {default}."
-    for name in FLAGS:
+    for name in names("flag"):
         if not is_flag(value := given.get(name, False)):
             yield f"{name} needs True or False; got {kind_of(value)}. Pass one, or leave it out."
     for name in ("score_mod", "mask_mod"):
@@ -65,7 +55,7 @@ def _tensors(given: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Every tensor among the arguments, with its name."""
     tables = given.get("page_table")
     paired = tables if isinstance(tables, (tuple, list)) else (tables,)
-    named = [(name, given.get(name)) for name in (*TENSORS, "alibi_slopes", *SCALES)]
+    named = [(name, given.get(name)) for name in (*TENSORS, *SHAPED)]
     for name, value in (*named, *(("page_table", table) for table in paired)):
         if isinstance(value, Tensor):
             yield name, value

@@ -34,6 +34,7 @@ from torch import Tensor
 
 import attngen
 from attngen import reference
+from attngen.call.table import SCALES
 from attngen.reference import fp8
 
 from . import oracle, tensor_core
@@ -86,7 +87,7 @@ def exact(x: Tensor, descale: Tensor | None, layout: str, heads: int) -> Tensor:
 def truth(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Truth:
     """What `attention(q, k, v, **arguments)` should return, and how far from it it may be."""
     layout = arguments.get("layout", "bshd")
-    scales = {name: arguments.get(name) for name in reference.call.SCALES}
+    scales = {name: arguments.get(name) for name in SCALES}
     plain = {n: x for n, x in arguments.items() if n not in (*scales, "out_dtype")}
     q64, k64, v64 = (
         exact(x, scales[f"descale_{name}"], layout, x.shape[layout.index("h")])

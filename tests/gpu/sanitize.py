@@ -33,9 +33,9 @@ from torch import Tensor  # noqa: E402
 import attngen  # noqa: E402
 import attngen.frontends.pytorch.forward  # noqa: E402  # registers the operations
 from attngen import reference  # noqa: E402
+from attngen.call.table import SCALES  # noqa: E402
 from attngen.errors import AttngenError  # noqa: E402
 from attngen.frontends.pytorch.signature import name_of  # noqa: E402
-from attngen.reference.call import SCALES  # noqa: E402
 from attngen.spec.attention_spec import SHORT_HEAD_DIM  # noqa: E402
 from tests.gpu import gradients, kv_cache, oracle, oracle_fp8, variants, varlen  # noqa: E402
 from tests.gpu.cases import Case  # noqa: E402

@@ -7,9 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from attngen import reference
+from attngen.call.table import OPTIONAL
 from attngen.frontends.pytorch import attention as frontend
 from attngen.frontends.pytorch import routing as choice
-from attngen.frontends.pytorch.signature import OPTIONAL, Arguments, dtype_of, split, wanted_of
+from attngen.frontends.pytorch.signature import Arguments, dtype_of, split, wanted_of
 
 
 class OnReference:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from attngen.frontends.pytorch.signature import OPTIONAL, PAGE_TABLES, Arguments, name_of
+from attngen.call.table import OPTIONAL, PAGE_TABLES
+from attngen.frontends.pytorch.signature import Arguments, name_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 

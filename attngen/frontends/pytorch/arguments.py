@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ...call.table import AttentionCall
 from ...reference import fp8
-from ...reference.call import AttentionCall
 from ...spec import layouts
 from .autograd import Trained
 from .casts import Casts

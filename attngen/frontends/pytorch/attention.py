@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ... import reference
+from ...call.table import INPUTS, LENGTHS, OPTIONAL, AttentionCall, MaskMod, ScoreMod, Window, named
 from ...errors import LimitError, SpecError
-from ...reference.call import AttentionCall, MaskMod, ScoreMod, Window, named
 from ...reference.dropout import draw_rng_state
 from ...reference.type_checks import type_violations
 from ...results import AttentionAux
@@ -28,7 +28,7 @@ from .lengths import unread
 from .operation import format_of, run, unobserved
 from .schedule import Schedule, ordered_by
 from .sharding import is_distributed, over_shards
-from .signature import INPUTS, LENGTHS, OPTIONAL, Call, places_of
+from .signature import Call, places_of
 from .torch_private import levels
 from .transforms import is_transformed
 
@@ -333,7 +333,7 @@ def _attend_anew(
     that were to serve it."""
     plainly, changed = reference.converted(call), differing(rest)
     if changed or plainly is not call:
-        return attention(**named(plainly), **{**rest, **changed})  # type: ignore[no-any-return]
+        return attention(**{**named(plainly), **rest, **changed})  # type: ignore[no-any-return]
     check_rest(rest["num_splits"], rest["deterministic"], rest["schedule"])
     wants_aux = call.return_lse or call.return_max_logit or call.return_amax or call.dropout_p != 0
     schedule, backend = rest["schedule"], rest["backend"]

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...call.table import GRADIENT_OF, INPUTS
 from ...errors import SpecError
 from . import bias
 from .backward import differentiate, dispatch
 from .operation import Ready, run
-from .signature import GRADIENT_OF, INPUTS, Call, Wanted, no_gradient, places_of, split
+from .signature import Call, Wanted, no_gradient, places_of, split
 from .torch_private import levels, undisturbed
 
 _BIAS = INPUTS.index("bias")

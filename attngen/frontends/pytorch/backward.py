@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...call.table import INPUTS, OPTIONAL
 from ...errors import SpecError
 from ...runtime.launch import prepare
 from ...runtime.load import LoadedKernel
@@ -59,17 +60,7 @@ from .operation import (
     start,
 )
 from .registry import operator
-from .signature import (
-    INPUTS,
-    OPTIONAL,
-    Arguments,
-    Call,
-    Wanted,
-    places_of,
-    schema,
-    split,
-    wanted_of,
-)
+from .signature import Arguments, Call, Wanted, places_of, schema, split, wanted_of
 from .torch_private import is_plain
 from .transforms import differentiable, refuse_tangents
 

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...call.table import INPUTS, LENGTHS, PAGE_TABLES
 from ...reference.conversions import dtype_of, saturated
 from ...reference.sizes import surely
-from .signature import INPUTS, LENGTHS, PAGE_TABLES, Operands
+from .signature import Operands
 
 Casts = tuple[tuple[int, torch.dtype], ...]  # places among the operands
 _INTEGERS = (*LENGTHS, *PAGE_TABLES)

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from ...call.table import INPUTS, SCALES
 from ...errors import SpecError
-from ...reference.call import SCALES
 from ...reference.entry_checks import few
 from ...reference.fp8 import is_fp8
 from ...reference.fp8_checks import (
@@ -34,7 +34,7 @@ from .operands import (
     unpacked,
 )
 from .schedule import Schedule
-from .signature import INPUTS, Arguments, Operands, no_gradient
+from .signature import Arguments, Operands, no_gradient
 from .transforms import NO_TANGENTS, may_have_tangents, refuse_tangents
 
 LSE_LIMIT = 2.0**24  # from there on, without a bias, a row has no gradient

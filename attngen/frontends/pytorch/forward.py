@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...call.table import INPUTS, OPTIONAL
 from ...errors import SpecError
 from ...reference.fp8 import is_fp8
 from ...runtime.launch import prepare
@@ -31,7 +32,7 @@ from .operands import (
 from .operation import Output, Ready, format_of, kernels_of, lay_out_workspaces, remember, run
 from .registry import operator
 from .short import is_short
-from .signature import INPUTS, OPTIONAL, Arguments, Operands, schema, split
+from .signature import Arguments, Operands, schema, split
 from .transforms import differentiable
 
 library = operator(

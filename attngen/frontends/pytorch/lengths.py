@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...reference.call import AttentionCall, Operands
+from ...call.table import LENGTHS, PAGE_TABLES, AttentionCall
 from ...reference.length_checks import length_violations
+from ...reference.operands import Operands
 from ...spec.layouts import Format, parse
-from .signature import LENGTHS, PAGE_TABLES, Arguments
+from .signature import Arguments
 
 Given = tuple[Tensor | None, ...]  # in the order of signature.LENGTHS
 

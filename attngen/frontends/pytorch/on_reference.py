@@ -16,21 +16,26 @@ import torch
 from torch import Tensor
 
 from ... import reference
+from ...call.table import (
+    DIFFERENTIABLE,
+    FUNCTIONS,
+    INPUTS,
+    OPTIONAL,
+    AttentionCall,
+    names,
+)
 from ...errors import SpecError
-from ...reference.call import AttentionCall
 from ...reference.core import accumulation_dtype, default_alibi_slopes
 from ...reference.dropout import draw_rng_state
 from ...results import AttentionAux
 from . import sharding
 from .operands import heads_of, new_outputs, unpacked
 from .registry import operator
-from .signature import INPUTS, OPTIONAL, Arguments, dtype_of, schema, split
+from .signature import Arguments, dtype_of, schema, split
 from .torch_private import has_transforms, is_traced
 from .transforms import differentiable
 
-DIFFERENTIABLE = ("q", "k", "v", "alibi_slopes", "sink", "bias")
-_NUMBERS = ("softmax_scale", "softcap", "dropout_p")
-FUNCTIONS = ("score_mod", "mask_mod", "block_mask")
+_NUMBERS = names("number")
 _GIVEN = (
     f"Tensor q, Tensor? k, Tensor? v, {schema()}, "
     "SymInt? max_seqlen_q=None, SymInt? max_seqlen_kv=None"

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ...call.table import OPTIONAL, ROW_OF_OPERAND
 from ...reference.dropout import drop_threshold, keep_scale
 from ...reference.fp8 import is_fp8
 from ...runtime.run_time import UNBOUNDED, Extent, Scalars
@@ -219,9 +220,12 @@ def sources_of(
     return tuple(found)
 
 
+_BY_HEAD = tuple(name for name in OPTIONAL if ROW_OF_OPERAND[name].has_heads)
+
+
 def _stride_numbers(optional: Mapping[str, Tensor | None]) -> dict[str, int | float]:
     numbers: dict[str, int | float] = {}
-    for name in ("descale_q", "descale_k", "descale_v", "alibi_slopes", "sink"):
+    for name in _BY_HEAD:
         strides = zip(("batch", "head"), head_strides(optional[name]), strict=True)
         numbers |= {f"{name}_stride_{axis}": stride for axis, stride in strides}
     return numbers

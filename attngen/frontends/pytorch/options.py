@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from ...reference.call import MaskMod, ScoreMod, Window
+from ...call.table import MaskMod, ScoreMod, Window
 from .schedule import Schedule
 
 

@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 
 from ... import reference
+from ...call.table import LENGTHS, AttentionCall
 from ...errors import AttngenError, SpecError
 from ...fragments import features
-from ...reference.call import AttentionCall
 from ...spec.attention_spec import DTYPES_8BIT, MAX_HEAD_DIM, AttentionSpec, dtype_name
 from ...spec.layouts import axes_of, parse
 from ...spec.resolve import find_violations
 from ...targets.target import names
 from .decode import unsplit
 from .operation import device_arch
-from .signature import LENGTHS
 from .torch_private import is_traced
 
 log = logging.getLogger("attngen")

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from ...call.table import CARRIERS, INPUTS, ROW_OF_OPERAND
 from ...errors import SpecError
-from ...reference.call import SCALES
 from ...spec.layouts import Layout, axes_of, parse
-from .signature import INPUTS, Arguments, Operands, split
+from .signature import Arguments, Operands, split
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 Outputs = tuple[Tensor, ...]
 Parted = Literal["whole", "batch", "heads"]
-_CARRIERS = ("q", "k", "v")
 _AXIS = {"batch": "b", "heads": "h"}
 _WHOLE = -1  # the axis of what is not parted
 
@@ -74,7 +73,7 @@ class _Sharded:
     def of(cls, operands: Mapping[str, Tensor | None], arguments: Arguments) -> _Sharded:
         """Shards of a call's operands. Raises: SpecError where they do not belong together."""
         layout = parse(arguments.layout)
-        carriers = {name: x for name in _CARRIERS if (x := operands[name]) is not None}
+        carriers = {name: x for name in CARRIERS if (x := operands[name]) is not None}
         mesh = next(x.device_mesh for x in operands.values() if hasattr(x, "device_mesh"))  # type: ignore[union-attr]
         reasons = [
             f"{name} is a tensor of this rank beside DTensors; pass distribute_tensor({name}, mesh)"
@@ -105,7 +104,7 @@ class _Sharded:
 
     def _violations(self, operands: Mapping[str, Tensor | None], arguments: Arguments) -> list[str]:
         reasons, ranks = [], self._ranks("heads")
-        for name in _CARRIERS:
+        for name in CARRIERS:
             x, axis = operands[name], self._axis_of(name, operands[name], "heads")
             if ranks > 1 and x is not None and x.shape[axis] % ranks:
                 reasons.append(
@@ -137,18 +136,16 @@ class _Sharded:
         """The axis of an operand that is parted, _WHOLE where none is."""
         if tensor is None or kind == "whole":
             return _WHOLE
-        if name in _CARRIERS:
-            axes = axes_of(self.layout, name)
-            return axes.index(_AXIS[kind]) if _AXIS[kind] in axes else _WHOLE
-        if name in ("bias", "attn_mask"):
+        if name in CARRIERS:
+            carried = axes_of(self.layout, name)
+            return carried.index(_AXIS[kind]) if _AXIS[kind] in carried else _WHOLE
+        row = ROW_OF_OPERAND[name]
+        if row.is_broadcast:
             axis = tensor.ndim - (4 if kind == "batch" else 3)
             return axis if axis >= 0 and tensor.shape[axis] > 1 else _WHOLE
-        if name in ("sink", "alibi_slopes", *SCALES):
-            axis = tensor.ndim - (2 if kind == "batch" else 1)
-            per_head = name in ("sink", "alibi_slopes") or tensor.ndim == 2
-            return axis if axis >= 0 and per_head else _WHOLE
-        rows = name.startswith(("seqused", "page_table"))
-        return 0 if rows and kind == "batch" else _WHOLE
+        wanted = ("b",) if kind == "batch" else ("h_q", "h_kv")
+        axes = next((shape for shape in row.shapes if len(shape) == tensor.ndim), ())
+        return next((place for place, axis in enumerate(axes) if axis in wanted), _WHOLE)
 
     def part_of(self, name: str, tensor: Tensor | None) -> Tensor | None:
         """This rank's part of an operand; a gradient of it is that of all ranks."""

@@ -1,7 +1,7 @@
 """What the torch operations take beside q, k and v, and how their schemas say it.
 
-A feature that reads another tensor adds its name to `OPTIONAL`, one with a number a field to
-`Arguments`; the operations, their fakes and their gradients follow.
+A feature that reads another tensor adds a row to `call/table.py`, one with a number a field to
+`Arguments`, too; the operations, their fakes and their gradients follow.
 """
 
 from __future__ import annotations
@@ -12,26 +12,11 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
+from ...call.table import GRADIENT_OF, INPUTS, OPTIONAL
 from ...errors import SpecError
-from ...reference.call import SCALES
 
 # q, k, v and then OPTIONAL; k and v are None where the layout packs them into q or k.
 Operands = Sequence[Tensor | None]
-
-LENGTHS = (
-    *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
-    *("seqused_q", "seqused_kv"),
-)
-PAGE_TABLES = ("page_table_k", "page_table_v")
-OPTIONAL = (
-    *(*SCALES, *LENGTHS, *PAGE_TABLES),
-    *("alibi_slopes", "sink", "rng_state", "attn_mask", "bias", "schedule"),
-)
-"""Tensors that a call may have beside q, k and v, in the order in which operations take them."""
-
-INPUTS = ("q", "k", "v", *OPTIONAL)
-# Whose gradients `attngen::backward` returns, and what it calls them, in order.
-GRADIENT_OF = {"q": "dq", "k": "dk", "v": "dv", "sink": "dsink", "bias": "dbias"}
 
 
 def no_gradient(name: str) -> str | None:

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from attngen import reference
+from attngen.call.table import AttentionCall
 from attngen.fragments import features
 from attngen.io import files
 from attngen.kernels.fill import emit_fragment
 from attngen.reference import core
-from attngen.reference.call import AttentionCall
 
 HEADERS = """
 #include "attngen/context.cuh"

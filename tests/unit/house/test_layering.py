@@ -18,7 +18,7 @@ PACKAGE = ROOT / "attngen"
 # Packages and root modules, lowest first: one may import what stands before it, and itself.
 LAYERS = (
     *("errors", "results", "io", "targets", "fragments", "spec", "runtime", "kernels", "ship"),
-    *("compiler", "reference", "frontends", "bench", "cli"),
+    *("compiler", "call", "reference", "frontends", "bench", "cli"),
 )
 # Of packages that hold both what makes kernels and what only names them.
 COMPILER_SIDE = {

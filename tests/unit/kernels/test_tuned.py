@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from attngen.bench import tune as tuner
 from attngen.bench.tune import Tuning, agree, shape_of
+from attngen.call.table import SCALES
 from attngen.cli.main import main
 from attngen.compiler import digest
 from attngen.errors import MeasureError, PlanError
@@ -19,7 +20,6 @@ from attngen.kernels import tuned
 from attngen.kernels.base import Plan
 from attngen.kernels.plan import candidates, feasible, plan
 from attngen.kernels.tuned import CHIP_VARIABLE, Candidate, Entry
-from attngen.reference.call import SCALES
 from attngen.runtime.run_time import Extent, values_of
 from attngen.spec.problem import Problem
 from tests.support.paths import ROOT

@@ -1,15 +1,13 @@
 """The reference's arithmetic, against PyTorch's own attention and against plain loops."""
 
-import inspect
 import itertools
 import math
-from dataclasses import fields
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from attngen.reference import AttentionCall, attention, default_alibi_slopes, dropout_keep_mask
+from attngen.reference import attention, default_alibi_slopes, dropout_keep_mask
 
 INF = math.inf
 
@@ -48,14 +46,6 @@ def loops(q, k, v, *, seen, score, sink=None, keep=None, keep_factor=1.0):
 
 def close(got, want):
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-
-
-def test_signature_has_the_fields_of_a_call():
-    parameters = inspect.signature(attention).parameters
-    defaults = {f.name: f.default for f in fields(AttentionCall) if f.name != "q"}
-    assert list(parameters)[:3] == ["q", "k", "v"]
-    assert {n: p.default for n, p in parameters.items() if n != "q"} == defaults
-    assert all(p.kind == p.KEYWORD_ONLY for n, p in parameters.items() if n not in "qkv")
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])

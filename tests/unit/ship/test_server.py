@@ -55,7 +55,7 @@ CALL = """
 import contextlib, torch
 from attngen import AttentionSpec
 from attngen.frontends.pytorch import operation, routing
-from attngen.reference.call import AttentionCall
+from attngen.call.table import AttentionCall
 from attngen.runtime import load
 operation.device_arch = routing.device_arch = lambda device: "sm_90a"
 torch.cuda.device = lambda device: contextlib.nullcontext()

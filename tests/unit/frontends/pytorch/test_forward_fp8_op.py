@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from attngen import SpecError
+from attngen.call.table import SCALES
 from attngen.frontends.pytorch import forward as op
 from attngen.frontends.pytorch import operands as op_operands
 from attngen.frontends.pytorch import operation, short
 from attngen.frontends.pytorch.signature import split
-from attngen.reference.call import SCALES
 from attngen.runtime.load import LoadedKernel
 from attngen.runtime.program import Field, KernelEntry, TensorMapRecipe
 from tests.support.fp8_kit import E4M3, E5M2, operands, rest_of, scales

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 import attngen
+from attngen.call.table import OPTIONAL
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
 from attngen.frontends.pytorch import backward as op
 from attngen.frontends.pytorch import head_split as heads
 from attngen.frontends.pytorch.gradient_kernels import family_of
 from attngen.frontends.pytorch.head_split import TOGETHER, apart_of, is_faster
-from attngen.frontends.pytorch.signature import OPTIONAL, Arguments, Wanted
+from attngen.frontends.pytorch.signature import Arguments, Wanted
 from attngen.kernels.plan import plans
 from attngen.kernels.wgmma.backward.plans import BackwardPlan
 from attngen.runtime import run_time

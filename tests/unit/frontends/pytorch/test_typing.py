@@ -1,31 +1,14 @@
-"""What type checkers see of `attngen.attention` has every argument, with the function's types."""
+"""Specs that are derived from calls: arguments are known by name, and traces follow."""
 
 from __future__ import annotations
-
-import inspect
 
 import pytest
 import torch
 
 import attngen
-from attngen.frontends.pytorch.options import Options
-from attngen.spec.attention_spec import CALL_ARGUMENTS
-
-OPERANDS = {"q", "k", "v"}
-DECIDING = {"return_lse", "return_max_logit", "return_amax", "dropout_p"}  # what is returned
 
 
-def test_options_are_the_arguments_that_do_not_decide_what_is_returned() -> None:
-    parameters = inspect.signature(attngen.attention).parameters
-    expected = {name: x.annotation for name, x in parameters.items()}
-    for name in OPERANDS | DECIDING:
-        del expected[name]
-    found = {name: x.__forward_arg__ for name, x in Options.__annotations__.items()}
-    assert found == expected
-
-
-def test_from_call_knows_every_argument_and_refuses_others() -> None:
-    assert {*CALL_ARGUMENTS} == inspect.signature(attngen.attention).parameters.keys() - OPERANDS
+def test_from_call_refuses_what_is_no_argument() -> None:
     q = torch.zeros(1, 200, 1, 8)
     with pytest.raises(attngen.SpecError, match="'maks'"):
         attngen.AttentionSpec.from_call(q, q, q, maks="causal")

@@ -9,6 +9,7 @@ import torch
 
 import attngen
 from attngen import SpecError
+from attngen.call.table import LENGTHS, OPTIONAL
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
 from attngen.frontends.pytorch import (
@@ -23,7 +24,7 @@ from attngen.frontends.pytorch import (
 from attngen.frontends.pytorch import (
     head_split as heads,
 )
-from attngen.frontends.pytorch.signature import LENGTHS, OPTIONAL, Arguments
+from attngen.frontends.pytorch.signature import Arguments
 from attngen.kernels.plan import plans
 from attngen.runtime.load import LoadedKernel
 from attngen.spec import layouts

@@ -1,0 +1,1 @@
+"""A call of attention before any tensor library: its table of arguments, its key, its cache."""
