@@ -8,13 +8,14 @@ from pathlib import Path
 from ....fragments.features import Features
 from ....runtime.program import KernelEntry, Workspace
 from ....spec.problem import Problem
-from ...fill import Source, emit_fragments, fill, fill_view
+from ...fill import Source, emit_fragments, fill_view
 from ...params import Names, describe, operands_of, recipe, strides_of, typed
 from ...plan import template_of
 from ...support.view_combine import combine_view
 from ...uses import uses_of
 from ...view import kernel_view
 from .plans import CombinePlan, DecodePlan, KernelPlan
+from .view import decode_view
 
 ROLES = {
     "sm90_decode": (
@@ -35,14 +36,14 @@ def render(problem: Problem, plan: KernelPlan, features: Features, root: Path) -
     """
     known = uses_of(problem, features)
     uses = {role: known[role] for role in ROLES[plan.family]}
+    template, fragments = template_of(plan), emit_fragments(root, uses)
     if isinstance(plan, CombinePlan):
         kernel = _combine(problem, plan, operands_of(uses))
-        template = template_of(plan)
-        fragments = emit_fragments(root, uses)
-        view = combine_view(problem, plan, kernel_view(kernel, template), uses, fragments)
-        return Source(fill_view(template, view, root), kernel)
+        combine = combine_view(problem, plan, kernel_view(kernel, template), uses, fragments)
+        return Source(fill_view(template, combine, root), kernel)
     kernel = _decode(problem, plan, operands_of(uses))
-    return Source(fill(problem, plan, kernel, uses, root), kernel)
+    decode = decode_view(problem, plan, kernel_view(kernel, template), uses, fragments)
+    return Source(fill_view(template, decode, root), kernel)
 
 
 def _decode(problem: Problem, plan: DecodePlan, operands: Names) -> KernelEntry:
