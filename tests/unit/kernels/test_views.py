@@ -18,6 +18,7 @@ from attngen.kernels.fill import environment, fill_view
 from attngen.kernels.support.view_combine import CombineView
 from attngen.kernels.support.view_mask_pack import MaskPackView
 from attngen.kernels.support.view_order import OrderView
+from attngen.kernels.wgmma.backward.view_around import ConvertView, PrepareView, RowSumsView
 from attngen.kernels.wgmma.decode.view import DecodeView
 
 ROOT = files.templates_dir()
@@ -27,6 +28,9 @@ VIEWS: dict[str, Any] = {
     "kernels/support/mask_pack.cu.j2": MaskPackView,
     "kernels/support/order.cu.j2": OrderView,
     "kernels/wgmma/decode/decode.cu.j2": DecodeView,
+    "kernels/support/prepare.cu.j2": PrepareView,
+    "kernels/support/convert.cu.j2": ConvertView,
+    "kernels/support/row_sums.cu.j2": RowSumsView,
 }
 # Kernels' templates that are still filled from a problem and a plan.
 UNCONVERTED = {
@@ -34,8 +38,6 @@ UNCONVERTED = {
     *("kernels/wgmma/forward/alone.cu.j2", "kernels/wgmma/backward/fused.cu.j2"),
     *("kernels/wgmma/backward/fused_with_dbias.cu.j2", "kernels/wgmma/backward/dkv.cu.j2"),
     *("kernels/wgmma/backward/dq.cu.j2", "kernels/wgmma/backward/dbias.cu.j2"),
-    *("kernels/support/prepare.cu.j2", "kernels/support/convert.cu.j2"),
-    "kernels/support/row_sums.cu.j2",
 }
 EACH = pytest.mark.parametrize("template", VIEWS)
 MOST_LINES = 400

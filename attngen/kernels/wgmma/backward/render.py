@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ....fragments.features import Features
 from ....runtime.program import KernelEntry, TensorMapRecipe, Workspace
 from ....spec.problem import Problem
-from ...fill import Source, fill
+from ...fill import Source, fill, fill_view
 from ...params import (
     DROP_THRESHOLD,
     Names,
@@ -21,8 +22,14 @@ from ...params import (
     strides_of,
     typed,
 )
+from ...plan import template_of
 from ...uses import uses_of
 from .plans import FUSED, BackwardPlan, BiasPlan, ConvertPlan, KernelPlan, PreparePlan, RowSumsPlan
+from .view_around import convert_view, prepare_view, row_sums_view
+from .view_parts import Uses, sequence_view
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 STORE_ROWS = 64  # gradients leave in boxes of one warpgroup's rows
 # Those of a forward that its backward shares.
@@ -41,23 +48,35 @@ def render(problem: Problem, plan: KernelPlan, features: Features, root: Path) -
     """
     roles = ROW_SUMS_ROLES if isinstance(plan, RowSumsPlan) else ROLES
     uses = {role: use for role, use in uses_of(problem, features).items() if role in roles}
+    view: DataclassInstance
+    keys = sequence_view(uses["kv_seq"][0])
     if isinstance(plan, PreparePlan | ConvertPlan):
-        masked = isinstance(plan, PreparePlan) and plan.zeros
-        of_keys = isinstance(plan, ConvertPlan) and plan.dk_columns > 0 and problem.varlen
-        read = ("mask",) * masked + ("q_seq",) + ("kv_seq",) * (masked or of_keys)
-        uses = {role: uses[role] for role in read}
-        operands = operands_of(uses)
-        if isinstance(plan, PreparePlan):
-            kernel = _prepare(problem, plan, operands)
-        else:
-            kernel = _convert(problem, plan, operands)
+        uses = _used_around(problem, plan, uses)
+    operands = operands_of(uses)
+    if isinstance(plan, PreparePlan):
+        kernel = _prepare(problem, plan, operands)
+        view = prepare_view(problem, plan, kernel, uses, root)
+    elif isinstance(plan, ConvertPlan):
+        kernel = _convert(problem, plan, operands)
+        view = convert_view(problem, plan, kernel, uses, keys, root)
     elif isinstance(plan, RowSumsPlan):
-        kernel = _row_sums(problem, plan, operands_of(uses))
+        kernel = _row_sums(problem, plan, operands)
+        view = row_sums_view(problem, plan, kernel, uses, root)
     elif isinstance(plan, BiasPlan):
-        kernel = _bias(problem, plan, operands_of(uses))
+        kernel = _bias(problem, plan, operands)
+        return Source(fill(problem, plan, kernel, uses, root), kernel)
     else:
-        kernel = _main(problem, plan, operands_of(uses))
-    return Source(fill(problem, plan, kernel, uses, root), kernel)
+        kernel = _main(problem, plan, operands)
+        return Source(fill(problem, plan, kernel, uses, root), kernel)
+    return Source(fill_view(template_of(plan), view, root), kernel)
+
+
+def _used_around(problem: Problem, plan: PreparePlan | ConvertPlan, uses: Uses) -> Uses:
+    """The fragments of which a kernel around the main ones makes use."""
+    masked = isinstance(plan, PreparePlan) and plan.zeros
+    of_keys = isinstance(plan, ConvertPlan) and plan.dk_columns > 0 and problem.varlen
+    read = ("mask",) * masked + ("q_seq",) + ("kv_seq",) * (masked or of_keys)
+    return {role: uses[role] for role in read}
 
 
 def _prepare(problem: Problem, plan: PreparePlan, operands: Names) -> KernelEntry:

@@ -1,0 +1,267 @@
+"""Views, backward: the kernels before and after those that make gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ....runtime.program import KernelEntry
+from ....spec.problem import Problem
+from ...plan import template_of
+from ...view import (
+    CPP_ELEMENTS,
+    KernelView,
+    MaskListView,
+    kernel_view,
+    mask_list_view,
+)
+from .plans import ConvertPlan, PreparePlan, RowSumsPlan
+from .view_parts import (
+    Alias,
+    ScoresView,
+    SequenceView,
+    Uses,
+    included,
+    q_len_of,
+    scores_view,
+    sequence_view,
+    structs_of,
+)
+
+# Up to this head dim a thread has a quarter of an SM's registers where lengths vary.
+FEW_REGISTERS_HEAD_DIM = 192
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockView:
+    """What the template of a kernel reads whose CTAs have a block of queries each, or a part.
+
+    Strings are C++ in this module's views. headers: the lines that include them. structs: those of
+    the fragments in use. element: the struct of operands'
+    elements. row_block: queries a block. varlen: whether lengths vary. gather: whether rows are
+    read, or written, an element at a time. parts: CTAs that share a block, None where a CTA has all
+    of it. zeroes_turns: whether the block's count of tiles that have added to dQ is zeroed.
+    """
+
+    kernel: KernelView
+    threads: int
+    headers: str
+    structs: str
+    element: str
+    row_block: int
+    varlen: bool
+    gather: bool
+    queries: SequenceView
+    parts: str | None
+    zeroes_turns: bool
+    head_dim_qk: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareView(BlockView):
+    """What prepare.cu.j2 reads: D and LSE before the main kernels.
+
+    q_len: queries of the sequence; tensor_row: the tensor's row of position `row`. keys, masks:
+    None where no dQ is zeroed. zeros: whether dQ of blocks that no tile visits is zeroed.
+    marks_large: whether an LSE that shows no sum becomes -inf. made_tile: keys of a tile whose
+    consumers make D of its first blocks, 0 of none. cta_blocks: blocks of queries a CTA.
+    ctas_an_sm: CTAs for which registers are kept, None for as many as the compiler likes.
+    """
+
+    head_dim_v: int
+    q_len: str
+    tensor_row: str
+    keys: SequenceView | None
+    masks: MaskListView | None
+    zeros: bool
+    marks_large: bool
+    dropout: bool
+    made_tile: int
+    cta_blocks: int
+    ctas_an_sm: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertView(BlockView):
+    """What convert.cu.j2 reads: dQ, and maybe dK and dV, from their float32 sums.
+
+    q_len: queries of the sequence; tensor_row: the tensor's row of position `row`. block_parts:
+    warpgroups that left a part each of a block's dQ, of `dq_columns` columns. splits_rows: whether
+    parts are rows of dQ, else columns. sums_keys: whether dK and dV have sums in memory, too, of
+    `key_rows` keys a tile.
+    """
+
+    head_dim_v: int
+    q_len: str
+    tensor_row: str
+    keys: SequenceView
+    block_parts: int
+    splits_rows: bool
+    dq_columns: int
+    sums_keys: bool
+    dk_columns: int
+    dv_columns: int
+    key_rows: int
+    dropout: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSumsView(BlockView):
+    """What row_sums.cu.j2 reads: sums of rows whose LSE shows none.
+
+    kv_alias: the fragment that says which blocks of keys rows see. attn_mask: whether a mask's bits
+    hide keys.
+    """
+
+    keys: SequenceView
+    masks: MaskListView
+    scores: ScoresView
+    kv_alias: Alias
+    attn_mask: bool
+
+
+def prepare_view(
+    problem: Problem, plan: PreparePlan, kernel: KernelEntry, uses: Uses, root: Path
+) -> PrepareView:
+    """What prepare.cu.j2 reads. uses: fragments of the queries' sequence, and where dQ is zeroed
+    of masks and of the keys' sequence. root: the templates' directory."""
+    few_registers = problem.varlen and problem.head_dim_v <= FEW_REGISTERS_HEAD_DIM
+    return PrepareView(
+        kernel=kernel_view(kernel, template_of(plan)),
+        threads=plan.threads,
+        headers=_prepare_headers(problem, plan),
+        structs=structs_of(uses, root) if problem.varlen or plan.zeros else "",
+        element=CPP_ELEMENTS[problem.dtype_q],
+        row_block=plan.row_block,
+        varlen=problem.varlen,
+        gather=problem.gather,
+        queries=sequence_view(uses["q_seq"][0]),
+        parts=None,
+        zeroes_turns=plan.turns,
+        head_dim_qk=problem.head_dim_qk,
+        head_dim_v=problem.head_dim_v,
+        q_len=q_len_of(problem),
+        tensor_row=_tensor_row(problem),
+        keys=sequence_view(uses["kv_seq"][0]) if plan.zeros else None,
+        masks=mask_list_view(uses["mask"]) if plan.zeros else None,
+        zeros=plan.zeros,
+        marks_large=problem.bias,
+        dropout=problem.dropout,
+        made_tile=plan.made_tile,
+        cta_blocks=plan.cta_blocks,
+        ctas_an_sm=4 if few_registers else None,
+    )
+
+
+def convert_view(
+    problem: Problem,
+    plan: ConvertPlan,
+    kernel: KernelEntry,
+    uses: Uses,
+    keys: SequenceView,
+    root: Path,
+) -> ConvertView:
+    """What convert.cu.j2 reads. uses: fragments of the sequences that it reads. root: the
+    templates' directory."""
+    return ConvertView(
+        kernel=kernel_view(kernel, template_of(plan)),
+        threads=plan.threads,
+        headers=_convert_headers(problem),
+        structs=structs_of(uses, root) if problem.varlen else "",
+        element=CPP_ELEMENTS[problem.dtype_q],
+        row_block=plan.row_block,
+        varlen=problem.varlen,
+        gather=problem.gather,
+        queries=sequence_view(uses["q_seq"][0]),
+        parts="kParts",
+        zeroes_turns=False,
+        head_dim_qk=problem.head_dim_qk,
+        head_dim_v=problem.head_dim_v,
+        q_len=q_len_of(problem),
+        tensor_row=_tensor_row(problem),
+        keys=keys,
+        block_parts=plan.parts,
+        splits_rows=plan.dq_split == "rows",
+        dq_columns=plan.dq_columns,
+        sums_keys=plan.dk_columns > 0,
+        dk_columns=plan.dk_columns,
+        dv_columns=plan.dv_columns,
+        key_rows=plan.key_rows,
+        dropout=problem.dropout,
+    )
+
+
+def row_sums_view(
+    problem: Problem, plan: RowSumsPlan, kernel: KernelEntry, uses: Uses, root: Path
+) -> RowSumsView:
+    """What row_sums.cu.j2 reads. uses: fragments of the backward, and of the walk over blocks of
+    keys. root: the templates' directory."""
+    masks = uses["mask"]
+    return RowSumsView(
+        kernel=kernel_view(kernel, template_of(plan)),
+        threads=plan.threads,
+        headers=_row_sums_headers(problem),
+        structs=structs_of(uses, root),
+        element=CPP_ELEMENTS[problem.dtype_q],
+        row_block=plan.row_block,
+        varlen=problem.varlen,
+        gather=problem.gather,
+        queries=sequence_view(uses["q_seq"][0]),
+        parts=None,
+        zeroes_turns=False,
+        head_dim_qk=problem.head_dim_qk,
+        keys=sequence_view(uses["kv_seq"][0]),
+        masks=mask_list_view(masks),
+        scores=scores_view(uses["score"], masks, weighed=False),
+        kv_alias=Alias("KvIteration", uses["kv_iter"][0].fragment.struct),
+        attn_mask=problem.attn_mask,
+    )
+
+
+def _tensor_row(problem: Problem) -> str:
+    return "(first_token + row)" if problem.varlen else "row"
+
+
+def _prepare_headers(problem: Problem, plan: PreparePlan) -> str:
+    made = plan.made_tile > 0
+    return included(
+        ("context.cuh", problem.varlen or plan.zeros),
+        ("platform.cuh", True),
+        ("ptx/global.cuh", True),
+        ("ptx/math.cuh", True),
+        ("ptx/tma.cuh", True),
+        ("softmax/row.cuh", True),
+        ("scheduler/q_blocks.cuh", made),
+        ("scheduler/kv_blocks.cuh", plan.zeros and not made),
+        ("scheduler/grid_place.cuh", True),
+        ("scheduler/packed_tiles.cuh", problem.q_seq == "packed"),
+    )
+
+
+def _convert_headers(problem: Problem) -> str:
+    return included(
+        ("context.cuh", problem.varlen),
+        ("mma/fragment.cuh", True),
+        ("ptx/math.cuh", True),
+        ("ptx/tma.cuh", True),
+        ("scheduler/grid_place.cuh", True),
+        ("scheduler/packed_tiles.cuh", "packed" in (problem.q_seq, problem.kv_seq)),
+    )
+
+
+def _row_sums_headers(problem: Problem) -> str:
+    return included(
+        ("context.cuh", True),
+        ("mask_bits.cuh", problem.attn_mask),
+        ("mma/fragment.cuh", True),
+        ("mma/score_tile.cuh", True),
+        ("ptx/global.cuh", True),
+        ("ptx/math.cuh", True),
+        ("ptx/tma.cuh", True),
+        ("scheduler/grid_place.cuh", True),
+        ("scheduler/kv_blocks.cuh", True),
+        ("scheduler/packed_tiles.cuh", problem.q_seq == "packed"),
+        ("softmax/exactly.cuh", True),
+        ("softmax/row.cuh", True),
+        ("special.cuh", True),
+    )
