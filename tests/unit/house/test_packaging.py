@@ -96,3 +96,47 @@ def test_installed_wheel_shares_its_cache_with_a_checkout(installed: Path, tmp_p
     environment = {"ATTNGEN_CACHE_DIR": str(tmp_path)}
     assert "2 compiled, 0 cached" in run(command, installed, **environment)
     assert "0 compiled, 2 cached" in run(command, ROOT, **environment)
+
+
+# torch is gigabytes, and nothing that compiles imports it: pip is told that it is there.
+TORCH = "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n"
+FOUND = """
+import importlib.metadata, sys
+from cuda.bindings import nvrtc
+print(nvrtc.__file__, *map(importlib.metadata.version, ("cuda-python", "cuda-bindings")))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_wheel_in_an_empty_environment_brings_an_nvrtc_that_runs(
+    wheel: Path, tmp_path: Path
+) -> None:
+    """pip finds versions that fit each other, and what it installs compiles a kernel."""
+    environment = tmp_path / "venv"
+    python = str(environment / "bin" / "python")
+    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
+    (site,) = environment.glob("lib/python3.*/site-packages")
+    (site / "torch-2.13.0.dist-info").mkdir()
+    (site / "torch-2.13.0.dist-info" / "METADATA").write_text(TORCH)
+    (site / "torch-2.13.0.dist-info" / "INSTALLER").write_text("pip\n")
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def call(*arguments: str) -> str:
+        done = subprocess.run(
+            [python, *arguments],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**clean, "ATTNGEN_CACHE_DIR": str(tmp_path / "cache")},
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    call("-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt"), f"{wheel}[compile]")
+    call("-m", "pip", "check")
+    file, metapackage, bindings = call("-c", FOUND).split()
+    assert Path(file).is_relative_to(site)
+    assert metapackage.split(".")[:2] == bindings.split(".")[:2]
+    call("-m", "attngen", "doctor", "cuda-bindings", "jinja2", "nvrtc")
+    assert "2 compiled, 0 cached" in call("-m", "attngen", "build", str(LLAMA))
