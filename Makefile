@@ -7,7 +7,7 @@ HEADERS := $(shell find attngen/cuda/include tests/emulator -name '*.cuh' -o -na
 DIST ?= dist
 SPEC ?= examples/specs/gemma3.toml
 
-.PHONY: help demo test emulate gpu-test lint types format generated generated-check wheel clean
+.PHONY: help demo docs test emulate gpu-test lint types format generated generated-check wheel clean
 
 help:
 	@echo 'make demo             bundle the kernels of a model, run them from it, check the result'
@@ -17,6 +17,7 @@ help:
 	@echo 'make lint types       ruff and clang-format; mypy --strict'
 	@echo 'make format           let ruff and clang-format mend what they can'
 	@echo "make generated        write generated/, kernels' hashes and README's tables; generated-check: do they differ?"
+	@echo 'make docs             these pages as a site, in build/site; fails on a dead link'
 	@echo 'make wheel            build the wheel into dist/'
 	@echo 'make clean            remove what make made, .venv included'
 
@@ -27,7 +28,7 @@ $(VENV)/.run: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(PY) -m pip install -q -c constraints.txt -e '.[compile,bench,dev]'
+	$(PY) -m pip install -q -c constraints.txt -e '.[compile,bench,dev,docs]'
 	@touch $@
 
 demo: $(VENV)/.run
@@ -61,6 +62,9 @@ types: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(PY) -m ruff check --fix .
 	$(VENV)/bin/clang-format -i $(HEADERS)
+
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 
 generated: $(VENV)/.run
 	$(PY) tools/generate.py

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .ship.lookup import load_bundle
     from .spec.attention_spec import AttentionSpec, load_specs
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AttentionAux",

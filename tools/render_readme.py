@@ -1,8 +1,8 @@
-"""Write the tables of README.md from the reports that they name.
+"""Write the tables of README.md and the guide from the reports that they name.
 
-A table stands between `<!-- table: docs/results/forward.json -->` and `<!-- end of table -->`.
-`python tools/render_readme.py --check` writes nothing and exits 1 where a table is not what its
-report says.
+A table stands between `<!-- table: docs/results/forward.json -->` and `<!-- end of table -->`; that
+of `docs/results`, the folder, sums up its reports. `python tools/render_readme.py --check` writes
+nothing and exits 1 where a table is not what its report says.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ sys.path.insert(0, str(ROOT))
 # The path above serves a checkout that is not installed.
 from attngen.bench import decode_report, report  # noqa: E402
 from attngen.errors import MeasureError  # noqa: E402
-from tools import variant_table  # noqa: E402
+from tools import speed_summary, variant_table  # noqa: E402
+
+FILES = (ROOT / "README.md", ROOT / "docs" / "guide" / "speed.md")
 
 _TABLE = re.compile(
     r"(?P<begin><!-- table: (?P<path>\S+) -->\n).*?(?P<end><!-- end of table -->)", re.DOTALL
@@ -41,6 +43,8 @@ def render(text: str, root: Path) -> tuple[str, int]:
 
 def _lines(path: Path) -> Iterator[str]:
     """The table of a report of any kind."""
+    if path.is_dir():
+        return speed_summary.markdown(path)
     if path.name == "variant-peers.json":
         return variant_table.markdown(path)
     try:
@@ -52,19 +56,24 @@ def _lines(path: Path) -> Iterator[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--check", action="store_true", help="compare only; exit 1 if it differs")
-    parser.add_argument("--file", type=Path, default=ROOT / "README.md", help="Markdown file")
+    parser.add_argument("--file", type=Path, action="append", help="Markdown file; may be repeated")
     options = parser.parse_args(arguments)
-    text = options.file.read_text()
+    return max(bring_up(file, options.check) for file in options.file or FILES)
+
+
+def bring_up(file: Path, check: bool) -> int:
+    """Render a file's tables anew, or only compare; the exit status."""
+    text = file.read_text()
     wanted, count = render(text, ROOT)
     if not count:
-        print(f"{options.file} has no table to render", file=sys.stderr)
+        print(f"{file} has no table to render", file=sys.stderr)
         return 1
-    if not options.check:
-        options.file.write_text(wanted)
-        print(f"{count} tables in {options.file}")
+    if not check:
+        file.write_text(wanted)
+        print(f"{count} tables in {file}")
         return 0
     if wanted != text:
-        print(f"{options.file} is not what its reports say: run `make generated` and commit it")
+        print(f"{file} is not what its reports say: run `make generated` and commit it")
     return 1 if wanted != text else 0
 
 
