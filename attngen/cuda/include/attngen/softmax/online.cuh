@@ -2,6 +2,7 @@
 //
 // Scores x are in units where exp2(x * scale_log2) is the weight; `row_max` is kept in the units
 // of x, `row_sum` is this thread's share of the row's sum until `quad_sum` joins the four shares.
+// Two subjects of BlockSoftmax have files of their own, which its body includes.
 #pragma once
 
 #include "attngen/mma/fragment.cuh"
@@ -164,103 +165,7 @@ struct BlockSoftmax {
     offset[half] = __fmaf_ru(state.row_max[half], scale_log2, -shift);
   }
 
-  // Replaces the scores by weights relative to the rows' maxima as they are, and sums them.
-  ATTNGEN_DEVICE void weigh_kept(float (&scores)[kN / 2], float (&sum)[2]) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      sum[half] = exponentiate<0, kN / 4>(scores, half, scale());
-    }
-  }
-  // The same relative to maxima raised to the block's.
-  ATTNGEN_DEVICE void weigh_raised(float (&scores)[kN / 2], RowState& state, float (&sum)[2],
-                                   float (&rescale)[2]) {
-    find_maxima(scores);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      raise(state, half, true, rescale);
-      state.row_sum[half] *= rescale[half];
-    }
-    settle_raised(scores, state);
-    weigh_kept(scores, sum);
-  }
-  // Whether a weight of the warp may be too large: any that a thread's sums do not exclude, or that
-  // is no number; or a maximum is.
-  ATTNGEN_DEVICE bool outgrown(const float (&sum)[2]) const {
-    return __any_sync(~0u, !(sum[0] + sum[1] <= kLargestWeight) | !are_fine(offset[0], offset[1]));
-  }
-
-  // Replaces the row's scores, or the first kTo that the thread has of them, by weights relative to
-  // its maximum, and adds them to its sum.
-  template <int kTo = kN / 4>
-  ATTNGEN_DEVICE void weigh(float (&scores)[kN / 2], RowState& state, int half,
-                            const float (&rescale)[2]) const {
-    state.row_sum[half] =
-        state.row_sum[half] * rescale[half] + exponentiate<0, kTo>(scores, half, scale());
-  }
-  // The same for those from kFrom on.
-  template <int kFrom>
-  ATTNGEN_DEVICE void weigh_rest(float (&scores)[kN / 2], RowState& state, int half) const {
-    state.row_sum[half] += exponentiate<kFrom, kN / 4>(scores, half, scale());
-  }
-  // The same for those from kFrom to kTo, where `factor(x)` times x is the score in log2 units.
-  template <int kFrom, int kTo, class Factor>
-  ATTNGEN_DEVICE void weigh_by(Factor factor, float (&scores)[kN / 2], RowState& state,
-                               int half) const {
-    state.row_sum[half] += exponentiate<kFrom, kTo>(scores, half, factor);
-  }
-
-  // The same, and their sum alone.
-  template <int kFrom, int kTo, class Factor>
-  ATTNGEN_DEVICE float weights_by(Factor factor, float (&scores)[kN / 2], int half) const {
-    return exponentiate<kFrom, kTo>(scores, half, factor);
-  }
-
-  // Replaces the scores by weights, packs these and adds them to the sums, a kParts-th at a time:
-  // the exponentials of each run under the sums of the one before. Left to itself, the compiler
-  // puts what takes a result 17 cycles behind its exponential, which needs 34.
-  template <class Element, int kParts>
-  ATTNGEN_DEVICE void weigh_in_parts(float (&scores)[kN / 2], u32 (&packed)[kN / 8],
-                                     RowState& state) const {
-    float sum[2] = {0.f, 0.f};
-    weigh_part<Element, kParts, 0>(scores, packed, sum);
-    state.row_sum[0] += sum[0];
-    state.row_sum[1] += sum[1];
-  }
-  // The two halves of the same with one part. The first touches no packed weights, so the product
-  // before may still be reading its own.
-  ATTNGEN_DEVICE void exponentiate_all(float (&scores)[kN / 2]) const {
-    scale_part<1>(scores);
-    schedule_fence();
-#pragma unroll
-    for (float& x : scores) x = exp2_approx(x);
-    schedule_fence();
-  }
-  // One of kPieces of these, of scores that are scaled, without fences.
-  template <int kPieces>
-  ATTNGEN_DEVICE void exponentiate_piece(float (&scores)[kN / 2], int piece) const {
-#pragma unroll
-    for (int i = 0; i < kN / 2; ++i) {
-      if (i * kPieces / (kN / 2) == piece) scores[i] = exp2_approx(scores[i]);
-    }
-  }
-  template <class Element, class Rows>
-  ATTNGEN_DEVICE void sum_and_pack(const float (&weights)[kN / 2], u32 (&packed)[kN / 8],
-                                   Rows& state) const {
-    float sum[2] = {0.f, 0.f};
-    sum_and_pack_part<Element, 1, 0>(weights, packed, sum);
-    state.row_sum[0] += sum[0];
-    state.row_sum[1] += sum[1];
-  }
-  // To be called first, before the product is awaited.
-  template <int kParts, int kPart = 0>
-  ATTNGEN_DEVICE void scale_part(float (&scores)[kN / 2]) const {
-    if constexpr (kPart < kParts) {
-#pragma unroll
-      for (int i = part_begin(kParts, kPart); i < part_begin(kParts, kPart + 1); ++i) {
-        scores[i] = scores[i] * scale_log2 - offset[fragment_row(i)];
-      }
-    }
-  }
+#include "attngen/softmax/online/weights.cuh"
 
   ATTNGEN_DEVICE bool outgrow(const HeldRows& state) const {
     return __any_sync(~0u, block_max[0] > state.ceiling[0] || block_max[1] > state.ceiling[1]);
@@ -275,83 +180,7 @@ struct BlockSoftmax {
     }
   }
 
-  // Rows that are trusted: their first block,
-  ATTNGEN_DEVICE void begin(float (&scores)[kN / 2], TrustedRows& state) {
-    find_maxima(scores);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      state.offset[half] = from_maximum(half);
-      offset[half] = finite(state.offset[half]);
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      state.row_sum[half] = exponentiate<0, kN / 4>(scores, half, scale());
-    }
-  }
-  // a block with bounds of its maxima, where rows change if these outgrow theirs by 2^slack,
-  ATTNGEN_DEVICE bool raise_rarely(float (&scores)[kN / 2], TrustedRows& state, float slack,
-                                   float (&rescale)[2]) {
-    bool grew = outgrow(state, slack);
-    if (grew) {
-      find_raised(scores);
-      grew = outgrow(state, slack);
-    }
-    offset[0] = finite(state.offset[0]);
-    offset[1] = finite(state.offset[1]);
-    if (grew) raise(state, rescale);
-    return grew;
-  }
-  // and one whose scores are taken relative to the offsets as they are.
-  ATTNGEN_DEVICE void trust(const TrustedRows& state) {
-    offset[0] = state.offset[0];
-    offset[1] = state.offset[1];
-  }
-  // Sums of weights, and whether one of the warp may be too large, or is no number.
-  ATTNGEN_DEVICE static bool add_up(const float (&weights)[kN / 2], float (&sum)[2]) {
-    float part[4];
-#pragma unroll
-    for (int i = 0; i < kN / 2; i += 8) {
-      const float* x = weights + i;
-      const float first = (x[0] + x[1]) + (x[4] + x[5]);
-      const float second = (x[2] + x[3]) + (x[6] + x[7]);
-      const int c = i < kN / 4 ? 0 : 2;
-      const bool begins = i == 0 || i == kN / 4;
-      part[c] = begins ? first : part[c] + first;
-      part[c + 1] = begins ? second : part[c + 1] + second;
-    }
-    sum[0] = part[0] + part[2];
-    sum[1] = part[1] + part[3];
-    const auto bits = [&](int i) { return __float_as_int(part[i]); };
-    const int largest = max(max(max(bits(0), bits(1)), bits(2)), bits(3));
-    return __any_sync(~0u, largest > __float_as_int(kLargestTrusted));
-  }
-  // Whether weights of the warp are too large for float32.
-  ATTNGEN_DEVICE static bool overflowed(const float (&sum)[2]) {
-    return __any_sync(~0u, fmaxf(sum[0], sum[1]) == kInfinity);
-  }
-  // Raises offsets by whole numbers until the largest weight is 2^shift or less.
-  ATTNGEN_DEVICE void lower(float (&weights)[kN / 2], TrustedRows& state, float (&sum)[2],
-                            float (&rescale)[2]) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float largest = quad_max(own_maximum(weights, half));
-      const float by = fmaxf(ceilf(log2_approx(largest)) - shift, 0.f);
-      rescale[half] = exp2_approx(-by);
-      state.offset[half] += by;
-      state.row_sum[half] *= rescale[half];
-      sum[half] *= rescale[half];
-    }
-#pragma unroll
-    for (int i = 0; i < kN / 2; ++i) weights[i] *= rescale[fragment_row(i)];
-  }
-
-  // The same of scores, whatever their maxima.
-  ATTNGEN_DEVICE void weigh_raised(float (&scores)[kN / 2], TrustedRows& state, float (&sum)[2],
-                                   float (&rescale)[2]) {
-    find_maxima(scores);
-    raise(state, rescale);
-    weigh_kept(scores, sum);
-  }
+#include "attngen/softmax/online/trusted_rows.cuh"
 
   // The first block of a row: maxima, weights and sums from nothing.
   ATTNGEN_DEVICE void begin(float (&scores)[kN / 2], RowState& state, float slack = 0.f) {
