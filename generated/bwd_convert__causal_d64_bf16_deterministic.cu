@@ -49,7 +49,6 @@ static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by t
 static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
 static_assert(sizeof(Params) == 152, "packed by the host");
 
-
 // A part's rows in 16 bits, padded so that what a warp writes at once falls on different banks.
 template <int kN>
 constexpr int kPitch = kN + 8;
@@ -83,7 +82,7 @@ ATTNGEN_DEVICE void store_rows(const unsigned short* rows, char* tensor, int sta
     }
   }
 }
-// A gradient of 64 keys, as many columns at a time as `rows` has room for.
+// Converts a gradient of 64 keys, as many columns at a time as `rows` has room for.
 template <int kN, int kHeadDim, int kFirst = 0>
 ATTNGEN_DEVICE void convert_columns(unsigned short* rows, const float* sums, float scale, char* tensor, int start, int first_row, int length, long long stride) {
   constexpr int kNow = min_of(kN - kFirst, kColumns);
@@ -92,7 +91,7 @@ ATTNGEN_DEVICE void convert_columns(unsigned short* rows, const float* sums, flo
   __syncthreads();
   if constexpr (kFirst + kNow < kN) convert_columns<kN, kHeadDim, kFirst + kNow>(rows, sums, scale, tensor, start, first_row, length, stride);
 }
-// Of 64 keys of a key head dV and dK, from the sums of its query heads.
+// Converts dV and dK of 64 keys of a key head, from the sums of its query heads.
 ATTNGEN_DEVICE void convert_keys(const Params& p, unsigned short* rows, int part, int head, int batch) {
   constexpr int kFloats = kRows * (kDvColumns + kDkColumns);
   const long long place = (static_cast<long long>(batch) * p.heads_kv + head) * p.key_parts + part;
@@ -100,6 +99,7 @@ ATTNGEN_DEVICE void convert_keys(const Params& p, unsigned short* rows, int part
   const int first_row = part * kRows;
   const int length = p.kv_len;
   const int start = 0;
+
   char* dv = static_cast<char*>(p.dv) + 2 * (batch * p.dv_stride_batch + head * p.dv_stride_head);
   char* dk = static_cast<char*>(p.dk) + 2 * (batch * p.dk_stride_batch + head * p.dk_stride_head);
   convert_columns<kDvColumns, kHeadDimV>(rows, sums, 1.f, dv, start, first_row, length, p.dv_stride_row);
@@ -119,13 +119,14 @@ bwd_convert__causal_d64_bf16_deterministic__55eead(const __grid_constant__ attng
     if (at.head < p.heads_kv) convert_keys(p, rows, at.index, at.head, at.batch);
     return;
   }
-  // The last ones first: their sums are in L2 when the main kernel has ended.
+  // The last blocks come first: their sums are in L2 when the main kernel has ended.
   const int index = ctas - 1 - at.index;
   const int head = p.heads_q - 1 - at.head;
   const int block = index / kParts;
   const int batch = at.batches - 1 - at.batch;
+
   const int part = index % kParts;
-  const long long slot = (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;
+  const long long slot = (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;  // in the workspaces
 
   const bool summed = static_cast<const int*>(p.turns)[slot] > 0;
   const float4* acc = reinterpret_cast<const float4*>(static_cast<const float*>(p.dq_acc) + (slot * kParts + part) * kPartFloats);

@@ -33,7 +33,6 @@ static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by t
 static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
 static_assert(sizeof(Params) == 64, "packed by the host");
 
-
 // A part's rows in 16 bits, padded so that what a warp writes at once falls on different banks.
 template <int kN>
 constexpr int kPitch = kN + 8;
@@ -77,13 +76,14 @@ bwd_convert__causal_pre_scale_bias_d128_bf16__44dc0f(const __grid_constant__ att
   __shared__ unsigned short __align__(16) rows[kRows * kPitch<kColumns>];
   const int ctas = p.q_blocks * kParts;
   const GridPlace at = grid_place(ctas, p.heads_q);
-  // The last ones first: their sums are in L2 when the main kernel has ended.
+  // The last blocks come first: their sums are in L2 when the main kernel has ended.
   const int index = ctas - 1 - at.index;
   const int head = p.heads_q - 1 - at.head;
   const int block = index / kParts;
   const int batch = at.batches - 1 - at.batch;
+
   const int part = index % kParts;
-  const long long slot = (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;
+  const long long slot = (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;  // in the workspaces
 
   const bool summed = static_cast<const int*>(p.turns)[slot] > 0;
   const float4* acc = reinterpret_cast<const float4*>(static_cast<const float*>(p.dq_acc) + (slot * kParts + part) * kPartFloats);

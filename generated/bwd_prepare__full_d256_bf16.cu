@@ -42,7 +42,6 @@ static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by t
 static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
 static_assert(sizeof(Params) == 112, "packed by the host");
 
-
 }  // namespace attngen
 
 // Grid: blocks of queries, query heads, batch.
@@ -52,19 +51,21 @@ bwd_prepare__full_d256_bf16__4d50b2(const __grid_constant__ attngen::Params p) {
   allow_dependents();  // the main kernel waits for this one's end where it needs it
   const int ctas = p.q_blocks;
   const GridPlace at = grid_place(ctas, p.heads_q);
-  // The last ones first: their sums are in L2 when the main kernel has ended.
+  // The last blocks come first: their sums are in L2 when the main kernel has ended.
   const int index = ctas - 1 - at.index;
   const int head = p.heads_q - 1 - at.head;
   const int block = index;
   const int batch = at.batches - 1 - at.batch;
-  const long long slot = (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;
+
+  const long long slot = (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;  // in the workspaces
+
   const int lane = threadIdx.x % kLanes;
   const int group = threadIdx.x / kLanes;
   const char* o = static_cast<const char*>(p.o) + 2 * (batch * p.o_stride_batch + head * p.o_stride_head);
   const char* d_o = static_cast<const char*>(p.d_o) + 2 * (batch * p.d_o_stride_batch + head * p.d_o_stride_head);
   __shared__ float sums[kTileM];
   // All that a thread reads is on its way before its first sum.
-  const int own_row = block * kTileM + threadIdx.x;  // whose LSE and D it writes
+  const int own_row = block * kTileM + threadIdx.x;  // whose LSE and D the thread writes
   float lse = -kInfinity;
   float dlse = 0.f;
   if (threadIdx.x < kTileM && own_row < p.q_len) {
@@ -108,8 +109,9 @@ bwd_prepare__full_d256_bf16__4d50b2(const __grid_constant__ attngen::Params p) {
     // the LSE of the latter, NaN where two of them were joined, must not reach a product.
     const bool seen = lse != -kInfinity;
     const float sum = sums[threadIdx.x] - (seen ? dlse : 0.f);
+    // Weights of rows whose LSE shows no sum, as of a large bias, are not made of it: -inf marks such rows.
     static_cast<float*>(p.lse_log2)[slot * kTileM + threadIdx.x] = lse_in_log2(lse);
+    // Under dropout gradients of scores are relative to 1 / (1 - p).
     static_cast<float*>(p.d)[slot * kTileM + threadIdx.x] = sum;
   }
-
 }

@@ -20,18 +20,21 @@ constexpr int kTileM = 64;
 constexpr int kKeys = 16;  // that a warp looks at at once
 using Element = Bf16;
 
+// ---- the fragments
 struct CausalMask {
   // Keys that query i sees.
   ATTNGEN_HD Range row_range(const Context& ctx, int i) const { return {0, i + ctx.delta + 1}; }
   // Queries that see key j.
   ATTNGEN_HD Range col_range(const Context& ctx, int j) const { return {j - ctx.delta, ctx.q_len}; }
 };
+
 struct PreScaleBias {
   template <class At>
   ATTNGEN_HD float apply(const Context&, float score, At at) const {
     return score + at.tile;
   }
 };
+
 struct DenseSequence {
   int len;
 
@@ -40,6 +43,7 @@ struct DenseSequence {
   ATTNGEN_HD int first_row(int) const { return 0; }
   ATTNGEN_HD int batch_index(int batch) const { return batch; }
 };
+
 struct RangeIteration {
   template <int kBlock, class MaskList>
   ATTNGEN_HD static BlockRange blocks(const MaskList& masks, const Context& ctx, int first_row,
@@ -65,12 +69,12 @@ struct MaskList {
   }
 };
 
-// What happens to a score before the softmax, in order, to scaled ones.
+// What happens to a score before the softmax, in order.
 struct ScaledScoreList {
   PreScaleBias pre_scale_bias;
-  float unit;  // of scores until they are scaled
+  float unit;
 
-  // What an element of the tile is in the units of the scores that it joins.
+  // An element of the tile is in the units of the scores that it joins.
   ATTNGEN_HD static float tile_value(float element) { return element; }
   using At = Place<true>;
 
@@ -115,12 +119,13 @@ static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by t
 static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
 static_assert(sizeof(Params) == 160, "packed by the host");
 
-
 ATTNGEN_DEVICE MaskList mask_list(const Params& p) {
   return {CausalMask{}};
 }
+
 ATTNGEN_DEVICE QSequence q_sequence(const Params& p) { return DenseSequence{p.q_len}; }
 ATTNGEN_DEVICE KvSequence kv_sequence(const Params& p) { return DenseSequence{p.kv_len}; }
+
 ATTNGEN_DEVICE Context tile_context(const Params& p, int batch, int head) {
   const int q_len = q_sequence(p).length(batch);
   const int kv_len = kv_sequence(p).length(batch);
@@ -141,7 +146,7 @@ ATTNGEN_DEVICE ScaledScoreList scaled_score_list(const Params& p, const Context&
   return {PreScaleBias{}, unit};
 }
 
-// The scaled score of a query and a key that it sees, from their product.
+// The scaled score of a query and a key that it sees, from their product, and its derivative if scores bend.
 ATTNGEN_DEVICE float scaled_score(const Params& p, const Context& ctx, int query, int key, float product) {
   const ScaledScoreList list = scaled_score_list(p, ctx, p.scale);
   const TileSource source = tile_source(p, ctx);
@@ -154,7 +159,7 @@ ATTNGEN_DEVICE float scaled_score(const Params& p, const Context& ctx, int query
 ATTNGEN_DEVICE long long lse_place(const Params& p, const Context& ctx, int query) {
   return (static_cast<long long>(ctx.batch) * p.heads_q + ctx.head) * ctx.q_len + query;
 }
-// What the weights of a query's row are relative to, and log2 of what they are divided by.
+// The reference of the weights of a query's row, and log2 of the sum that they are divided by.
 ATTNGEN_DEVICE float2 reference_of(const Params& p, const Context& ctx, int query) {
   if (query >= ctx.q_len) return make_float2(kInfinity, 0.f);
   const long long place = lse_place(p, ctx, query);
@@ -162,7 +167,6 @@ ATTNGEN_DEVICE float2 reference_of(const Params& p, const Context& ctx, int quer
   if (is_large(lse)) return static_cast<const float2*>(p.row_sums)[place];
   return make_float2(lse == -kInfinity ? kInfinity : lse, 0.f);
 }
-
 // Two neighbours of a row of queries or keys: zeros beyond its end.
 ATTNGEN_DEVICE u32 load_pair(const unsigned short* row, int column) {
   return column < kHeadDimQk ? *reinterpret_cast<const u32*>(row + column) : 0;
@@ -199,13 +203,15 @@ bwd_row_sums__causal_pre_scale_bias_d128_bf16__49fcae(const __grid_constant__ at
   allow_dependents();
   const int ctas = p.q_blocks;
   const GridPlace at = grid_place(ctas, p.heads_q);
-  // The last ones first: their sums are in L2 when the main kernel has ended.
+  // The last blocks come first: their sums are in L2 when the main kernel has ended.
   const int index = ctas - 1 - at.index;
   const int head = p.heads_q - 1 - at.head;
   const int block = index;
   const int batch = at.batches - 1 - at.batch;
-  const long long slot = (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;
-const int warp = threadIdx.x / 32;
+
+  const long long slot = (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;  // in the workspaces
+
+  const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int row = block * kTileM + warp * 16 + lane / 4;
   const Context ctx = tile_context(p, batch, head);
@@ -261,6 +267,7 @@ const int warp = threadIdx.x / 32;
       const int key = key_block * kKeys + (lane & 3) * 2 + fragment_column(i);
       const int query = min_of(row + half * 8, last_row);
       bool seen = key >= ranges[half].lo && key < ranges[half].hi;
+
       sums.add(half, seen ? scaled_score(p, ctx, query, key, products[i]) : -kInfinity);
     }
   }

@@ -43,7 +43,6 @@ static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by t
 static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
 static_assert(sizeof(Params) == 80, "packed by the host");
 
-
 }  // namespace attngen
 
 // Grid: rows, which are a batch's heads, and a head's queries together.

@@ -106,7 +106,6 @@ struct PvMma {
   }
 };
 
-
 // ---- the fragments
 struct CausalMask {
   // Keys that query i sees.
@@ -297,7 +296,6 @@ static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by t
 static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
 static_assert(sizeof(Params) == 640, "packed by the host");
 
-
 // Where boxes and groups of rows of a block lie, as a product finds them.
 using KBlocks = PagedBlocks<kTileN, kHeadDimQk, KvFetch>;
 using VBlocks = PagedBlocks<kTileN, kHeadDimV, KvFetch>;
@@ -357,7 +355,6 @@ struct Loader {
   const Job& job;
   u32 smem;
   int lane;
-
 
   ATTNGEN_DEVICE void run() const {
     if (lane == 0) {

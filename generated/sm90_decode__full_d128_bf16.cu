@@ -114,7 +114,6 @@ struct PvMma {
   }
 };
 
-
 // ---- the fragments
 struct VanillaSoftmax {
   // Factor that normalises the row's output, and its log-sum-exp (natural log), from the row's
@@ -201,7 +200,6 @@ struct Params {
 static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by the host");
 static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
 static_assert(sizeof(Params) == 448, "packed by the host");
-
 
 // Where boxes and groups of rows of a block lie, as a product finds them.
 constexpr u32 kKBoxBytes = kKeyBoxBytes, kKGroupBytes = 1024;

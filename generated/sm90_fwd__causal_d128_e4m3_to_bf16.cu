@@ -121,7 +121,6 @@ struct PvMma {
   }
 };
 
-
 // ---- the fragments
 struct CausalMask {
   // Keys that query i sees.
@@ -234,10 +233,10 @@ static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by t
 static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
 static_assert(sizeof(Params) == 768, "packed by the host");
 
-
 ATTNGEN_DEVICE MaskList mask_list(const Params& p) {
   return {CausalMask{}};
 }
+
 ATTNGEN_DEVICE QSequence q_sequence(const Params& p) { return DenseSequence{p.q_len}; }
 ATTNGEN_DEVICE KvSequence kv_sequence(const Params& p) { return DenseSequence{p.kv_len}; }
 
@@ -248,7 +247,9 @@ ATTNGEN_DEVICE Context tile_context(const Params& p, int batch, int head) {
 }
 
 // A tile, and the blocks of keys it visits, from block_end - 1 down to block_begin. A negative
-// row_block ends the work.
+// row_block ends the work. Of tiles of two sizes: first_row, above which are another tile's rows, and
+// large_tiles of each head, in every job. Of sequences: their lengths and first tokens, where these vary;
+// share of shares: of what belongs to no sequence, a tile's, or that of a CTA that has none.
 struct Job {
   int row_block;
   int head;
@@ -314,7 +315,7 @@ struct Scheduler {
   }
 };
 
-// ---- loaders: one thread each for Q, K and V, so that none waits for another's buffer
+// ---- loaders: a thread or a warp each for Q, K and V, so that none waits for another's buffer
 struct QLoader {
   const Params& p;
   u32 smem;
@@ -332,7 +333,7 @@ struct QLoader {
   }
 
   ATTNGEN_DEVICE void load(int row_block, int head, int index, u32 parity) const {
-    mbarrier_arrive(smem + kJobEmpty);
+    mbarrier_arrive(smem + kJobEmpty);  // every thread: each has read the slot itself
     int row = q_sequence(p).first_row(index) + first_row_of(row_block);
 #pragma unroll 1
     for (u32 consumer = 0; consumer < kConsumers; ++consumer, row += 64) {
@@ -344,7 +345,6 @@ struct QLoader {
     }
   }
 };
-
 
 // The blocks of K, or of V, of one tile after another into a ring of kStages buffers of kRows keys.
 template <bool kOfKeys, int kBoxes, int kRows, int kStages, u32 kTiles, u32 kFull, u32 kEmpty>
@@ -389,7 +389,6 @@ struct Loader {
     values.load(first, job.kv_head, index);
   }
 };
-
 // ---- transposer: warps that turn loaded blocks of V into what an 8-bit product can read
 struct VTransposer {
   const Params& p;
@@ -429,7 +428,6 @@ struct VTransposer {
   }
 };
 
-
 // A thread's part of 64 rows of output.
 struct Accumulators {
   float sum[kHeadDimV / 2];
@@ -449,10 +447,9 @@ struct Consumer {
   int lane;
   RingPosition<kKStages> k_ring;
   RingPosition<kVStages> v_ring;
-  // Of the tile: what a product of stored Q and K is multiplied by, log2 of what weights are
-  // multiplied by, and what the output is multiplied by in the end.
+  // Of the tile: what a product of Q and K as stored is multiplied by, and the output in the end.
   float scale_log2;
-  float shift;
+  float shift;  // log2 of what weights are multiplied by
   float slack;  // log2 of how far a row may outgrow its maximum before this is raised
   float output_scale;
 
@@ -696,7 +693,8 @@ struct Consumer {
     for (int i = 0; i < kHeadDimV / 2; ++i) output.sum[i] = 0.f;
   }
 
-  // One block: its scores are computed together with the previous block's output.
+  // One block: its scores are computed together with the previous block's output. Where far blocks may be passed
+  // over, returns whether it was; kAfterFaint: as the previous one was.
   template <bool kMasked, bool kDue = false>
   ATTNGEN_DEVICE void step(const Queries& queries, float (&scores)[kTileN / 2], Accumulators& output,
                            u32 (&weights)[kWeightRegisters], TrustedRows& state, const Context& ctx, int row,
@@ -887,7 +885,7 @@ sm90_fwd__causal_d128_e4m3_to_bf16__bdefe5(const __grid_constant__ attngen::Para
       mbarrier_init(smem + kVEmpty + i * 8, kConsumers * 4);
     }
     mbarrier_init(smem + kJobFull, 1);
-    mbarrier_init(smem + kJobEmpty, kConsumers * 128 + 1 + 96);  // consumer threads, loaders, transposers
+    mbarrier_init(smem + kJobEmpty, kConsumers * 128 + 1 + 96);  // consumers, loaders, and who transposes or widens
     for (int i = 0; i < kRawStages; ++i) {
       mbarrier_init(smem + kRawFull + i * 8, 1);
       mbarrier_init(smem + kRawEmpty + i * 8, 3);

@@ -33,7 +33,6 @@ constexpr int kConsumers = 2;
 constexpr int kProducerRegisters = 40;
 constexpr int kConsumerRegisters = 232;
 constexpr int kLazyRescaleLog2 = 8;
-// Of the scores that a thread has of its first row, those weighed before the product is awaited.
 constexpr int kAhead = kTileN / 8 * 2;
 constexpr bool kPairSums = true;
 constexpr bool kLongestFirst = true;
@@ -131,7 +130,6 @@ struct PvMma {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "r"(a[8]), "r"(a[9]), "r"(a[10]), "r"(a[11]), "r"(a[12]), "r"(a[13]), "r"(a[14]), "r"(a[15]), "r"(a[16]), "r"(a[17]), "r"(a[18]), "r"(a[19]), "r"(a[20]), "r"(a[21]), "r"(a[22]), "r"(a[23]), "r"(a[24]), "r"(a[25]), "r"(a[26]), "r"(a[27]), "r"(a[28]), "r"(a[29]), "r"(a[30]), "r"(a[31]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(b[4]), "r"(b[5]), "r"(b[6]), "r"(b[7]), "r"(accumulate), "n"(descriptor_high(kGroupBytes)));
   }
 };
-
 
 // ---- the fragments
 struct CausalMask {
@@ -334,10 +332,10 @@ static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by t
 static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
 static_assert(sizeof(Params) == 960, "packed by the host");
 
-
 ATTNGEN_DEVICE MaskList mask_list(const Params& p) {
   return {CausalMask{}};
 }
+
 ATTNGEN_DEVICE QSequence q_sequence(const Params& p) { return PackedSequence{p.q_len, p.q_seqlens, p.q_offsets, p.q_longest}; }
 ATTNGEN_DEVICE KvSequence kv_sequence(const Params& p) { return UsedSequence{p.kv_len, p.kv_lengths, p.kv_least}; }
 
@@ -350,7 +348,9 @@ ATTNGEN_DEVICE Context tile_context(const Params& p, int batch, int head) {
 using KBlocks = PagedBlocks<kTileN, kHeadDimQk, KvFetch>;
 using VBlocks = PagedBlocks<kTileN, kHeadDimV, KvFetch>;
 // A tile, and the blocks of keys it visits, from block_end - 1 down to block_begin. A negative
-// row_block ends the work.
+// row_block ends the work. Of tiles of two sizes: first_row, above which are another tile's rows, and
+// large_tiles of each head, in every job. Of sequences: their lengths and first tokens, where these vary;
+// share of shares: of what belongs to no sequence, a tile's, or that of a CTA that has none.
 struct Job {
   int row_block;
   int head;
@@ -359,9 +359,9 @@ struct Job {
   int block_begin;
   int block_end;
   int q_length;
-  int q_token;  // its first
+  int q_token;
   int kv_length;
-  int share;  // of what belongs to no sequence: a tile's, or that of a CTA that has none
+  int share;
   int shares;
 };
 // Where a tensor map has the sequence of a job, or of the slot that it is in.
@@ -469,7 +469,7 @@ struct Scheduler {
   }
 };
 
-// ---- loaders: one thread each for Q, K and V, so that none waits for another's buffer
+// ---- loaders: a thread or a warp each for Q, K and V, so that none waits for another's buffer
 struct QLoader {
   const Params& p;
   u32 smem;
@@ -492,7 +492,7 @@ struct QLoader {
   }
 
   ATTNGEN_DEVICE void load(int row_block, int head, SequenceIndex index, u32 parity) const {
-    mbarrier_arrive(smem + kJobEmpty);  // every lane: each has read the slot itself
+    mbarrier_arrive(smem + kJobEmpty);  // every thread: each has read the slot itself
     if (lane > 0) return;
     int row = q_sequence(p).first_row(index) + row_block * kTileM;
 #pragma unroll 1
@@ -505,7 +505,6 @@ struct QLoader {
     }
   }
 };
-
 
 // The blocks of K, or of V, of one tile after another into a ring of kStages buffers: by a warp,
 // which finds the pages of a block ahead. kTail: a barrier of its own, where what lies behind a
@@ -644,7 +643,8 @@ struct Consumer {
     for (int i = 0; i < kHeadDimV / 2; ++i) output.sum[i] = 0.f;
   }
 
-  // One block: its scores are computed together with the previous block's output.
+  // One block: its scores are computed together with the previous block's output. Where far blocks may be passed
+  // over, returns whether it was; kAfterFaint: as the previous one was.
   template <bool kMasked>
   ATTNGEN_DEVICE void step(const Queries& queries, float (&scores)[kTileN / 2], Accumulators& output,
                            u32 (&weights)[kWeightRegisters], RowState& state, const Context& ctx, int row,
@@ -810,7 +810,7 @@ sm90_fwd__causal_packed_used_d128_bf16_paged__2d1188(const __grid_constant__ att
       mbarrier_init(smem + kVEmpty + i * 8, kConsumers * 4);
     }
     mbarrier_init(smem + kJobFull, 1);
-    mbarrier_init(smem + kJobEmpty, kConsumers * 128 + 65 + 31);  // consumer threads, loaders
+    mbarrier_init(smem + kJobEmpty, kConsumers * 128 + 65 + 31);  // consumers, loaders, and who transposes or widens
     mbarrier_init(smem + kVTail, 1);
     mbarrier_init_fence();
   }

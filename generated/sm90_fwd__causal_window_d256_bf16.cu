@@ -133,7 +133,6 @@ struct PvMma {
   }
 };
 
-
 // ---- the fragments
 struct CausalMask {
   // Keys that query i sees.
@@ -247,10 +246,10 @@ static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by t
 static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
 static_assert(sizeof(Params) == 512, "packed by the host");
 
-
 ATTNGEN_DEVICE MaskList mask_list(const Params& p) {
   return {CausalMask{}, WindowMask{p.window_left, p.window_right}};
 }
+
 ATTNGEN_DEVICE QSequence q_sequence(const Params& p) { return DenseSequence{p.q_len}; }
 ATTNGEN_DEVICE KvSequence kv_sequence(const Params& p) { return DenseSequence{p.kv_len}; }
 
@@ -261,7 +260,9 @@ ATTNGEN_DEVICE Context tile_context(const Params& p, int batch, int head) {
 }
 
 // A tile, and the blocks of keys it visits, from block_end - 1 down to block_begin. A negative
-// row_block ends the work.
+// row_block ends the work. Of tiles of two sizes: first_row, above which are another tile's rows, and
+// large_tiles of each head, in every job. Of sequences: their lengths and first tokens, where these vary;
+// share of shares: of what belongs to no sequence, a tile's, or that of a CTA that has none.
 struct Job {
   int row_block;
   int head;
@@ -327,7 +328,7 @@ struct Scheduler {
   }
 };
 
-// ---- loaders: one thread each for Q, K and V, so that none waits for another's buffer
+// ---- loaders: a thread or a warp each for Q, K and V, so that none waits for another's buffer
 struct QLoader {
   const Params& p;
   u32 smem;
@@ -345,7 +346,7 @@ struct QLoader {
   }
 
   ATTNGEN_DEVICE void load(int row_block, int head, int index, u32 parity) const {
-    mbarrier_arrive(smem + kJobEmpty);
+    mbarrier_arrive(smem + kJobEmpty);  // every thread: each has read the slot itself
     // The last rows visit the first blocks, and are done first.
     int row = q_sequence(p).first_row(index) + row_block * kTileM + kTileM - 64;
 #pragma unroll 1
@@ -358,7 +359,6 @@ struct QLoader {
     }
   }
 };
-
 
 // The blocks of K, or of V, of one tile after another into a ring of kStages buffers of kRows keys.
 template <bool kOfKeys, int kBoxes, int kRows, int kStages, u32 kTiles, u32 kFull, u32 kEmpty>
@@ -539,7 +539,8 @@ struct Consumer {
     for (int i = 0; i < kHeadDimV / 2; ++i) output.sum[i] = 0.f;
   }
 
-  // One block: its scores are computed together with the previous block's output.
+  // One block: its scores are computed together with the previous block's output. Where far blocks may be passed
+  // over, returns whether it was; kAfterFaint: as the previous one was.
   template <bool kMasked>
   ATTNGEN_DEVICE void step(const Queries& queries, float (&scores)[kTileN / 2], Accumulators& output,
                            u32 (&weights)[kWeightRegisters], RowState& state, const Context& ctx, int row,
@@ -681,7 +682,7 @@ sm90_fwd__causal_window_d256_bf16__577020(const __grid_constant__ attngen::Param
       mbarrier_init(smem + kVEmpty + i * 8, kConsumers * 4);
     }
     mbarrier_init(smem + kJobFull, 1);
-    mbarrier_init(smem + kJobEmpty, kConsumers * 128 + 3);  // consumer threads, loaders
+    mbarrier_init(smem + kJobEmpty, kConsumers * 128 + 3);  // consumers, loaders, and who transposes or widens
     mbarrier_init_fence();
   }
   __syncthreads();

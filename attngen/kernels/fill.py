@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -33,6 +34,7 @@ _OPTIONS: dict[str, Any] = {
     "keep_trailing_newline": True,
     "autoescape": False,
 }
+_EMPTY_EXPRESSION, _EMPTY_LINES = re.compile(r"^ +\n", re.MULTILINE), re.compile(r"\n{3,}")
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,12 @@ def fill_view(template: str, view: DataclassInstance, root: Path) -> str:
 
     template: its name under `root`, the templates' directory. view: a frozen dataclass, whose
     fields are what the template and its includes may name; nested ones are reached by attributes.
-    Returns: CUDA C++. Raises: jinja2.UndefinedError where a template names what no field has.
+    Returns: CUDA C++. Lines of spaces alone, which empty expressions leave, are dropped, and empty
+    lines in a row are one. Raises: jinja2.UndefinedError where a template names what no field has.
     """
     context = {field.name: getattr(view, field.name) for field in fields(view)}
-    return environment(root).get_template(template).render(context)
+    text = environment(root).get_template(template).render(context)
+    return _EMPTY_LINES.sub("\n\n", _EMPTY_EXPRESSION.sub("", text))
 
 
 def fill(

@@ -20,6 +20,7 @@ from attngen.kernels.support.view_mask_pack import MaskPackView
 from attngen.kernels.support.view_order import OrderView
 from attngen.kernels.wgmma.backward.view_around import ConvertView, PrepareView, RowSumsView
 from attngen.kernels.wgmma.decode.view import DecodeView
+from attngen.kernels.wgmma.forward.view import ForwardView
 
 ROOT = files.templates_dir()
 # Kernel's template → the dataclass that fills it.
@@ -31,11 +32,13 @@ VIEWS: dict[str, Any] = {
     "kernels/support/prepare.cu.j2": PrepareView,
     "kernels/support/convert.cu.j2": ConvertView,
     "kernels/support/row_sums.cu.j2": RowSumsView,
+    "kernels/wgmma/forward/alone.cu.j2": ForwardView,
+    "kernels/wgmma/forward/forward.cu.j2": ForwardView,
+    "kernels/wgmma/forward/short.cu.j2": ForwardView,
 }
 # Kernels' templates that are still filled from a problem and a plan.
 UNCONVERTED = {
-    *("kernels/wgmma/forward/forward.cu.j2", "kernels/wgmma/forward/short.cu.j2"),
-    *("kernels/wgmma/forward/alone.cu.j2", "kernels/wgmma/backward/fused.cu.j2"),
+    "kernels/wgmma/backward/fused.cu.j2",
     *("kernels/wgmma/backward/fused_with_dbias.cu.j2", "kernels/wgmma/backward/dkv.cu.j2"),
     *("kernels/wgmma/backward/dq.cu.j2", "kernels/wgmma/backward/dbias.cu.j2"),
 }

@@ -10,7 +10,7 @@ from ....fragments.features import Features
 from ....runtime.program import TensorMapRecipe
 from ....spec.problem import Problem
 from ...base import Plan
-from ...fill import Source, fill
+from ...fill import Source, emit_fragments, fill_view
 from ...params import (
     Names,
     bias_maps,
@@ -23,7 +23,10 @@ from ...params import (
     strides_of,
     typed,
 )
+from ...plan import template_of
 from ...uses import FragmentUse, uses_of
+from .traits import starts_early
+from .view import forward_view
 
 
 def render(problem: Problem, plan: Plan, features: Features, root: Path) -> Source:
@@ -55,23 +58,8 @@ def render(problem: Problem, plan: Plan, features: Features, root: Path) -> Sour
         no_lse=plan.sums_stored,
         ctas=plan.ctas,
     )
-    return Source(fill(problem, plan, kernel, uses, root, rolls=rolls(problem, plan)), kernel)
-
-
-def starts_early(problem: Problem, plan: Plan) -> bool:
-    """Whether the kernel may start before the one in front has ended, for which it waits itself:
-    where that one may tell it lengths, and where the beginning counts, in short calls and under
-    windows. With three consumers the compiler makes slower code of it (measured 0.9 % at 64)."""
-    window = "window" in problem.masks and plan.pipeline.consumers == 2
-    return problem.varlen or plan.ctas > 1 or window or rolls(problem, plan)
-
-
-def rolls(problem: Problem, plan: Plan) -> bool:
-    """Whether a warpgroup visits the blocks that its own rows see, and passes over the tile's
-    others, since a block is no larger than what its rows see less than the tile."""
-    pipeline = plan.pipeline
-    free = pipeline.consumers > 1 and not (pipeline.take_turns or pipeline.q_in_registers)
-    return problem.narrow and free and plan.tile.n == 64
+    view = forward_view(problem, plan, uses, kernel, emit_fragments(root, uses))
+    return Source(fill_view(template_of(plan), view, root), kernel)
 
 
 def _names(problem: Problem, plan: Plan, uses: dict[str, list[FragmentUse]]) -> Names:

@@ -1,0 +1,253 @@
+"""View, constants: headers, types, sizes, and shapes of products of a forward kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ....spec.problem import Problem
+from ...base import Plan
+from ...view import CPP_ELEMENTS, MMA_ELEMENTS
+from .traits import converts, cuts_tiles, fills_gaps, starts_early
+
+# Columns of an instruction's sum that 128 registers a thread hold beside scores of widened keys.
+WIDENED_COLUMNS, WIDENED_LARGEST = 128, 192
+PARTED_COLUMNS = 128  # beyond which an 8-bit product has two parts, for the same reason
+ONES_COLUMNS, ONES_REGISTERS = 8, 4  # behind V's, where products sum weights as they are stored
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A constant of the kernel: C++ type, name and value."""
+
+    type: str
+    name: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Element types, by their C++ names, and what follows from their sizes.
+
+    weights: as the second product reads them; q, kv: as stored; output: empty where rows are
+    float32. box_columns, output_box_columns: of a box of 128 bytes. scores_a_register: as many
+    weights as a register's worth of them has, times the lanes of a row. four_ones: four ones of V's
+    type in a word.
+    """
+
+    weights: str
+    q: str
+    kv: str
+    output: str
+    box_columns: int
+    output_box_columns: int
+    scores_a_register: int
+    four_ones: str
+
+
+@dataclass(frozen=True)
+class Product:
+    """Shape of a product's instructions, as the macros under templates/mma take it.
+
+    operands: the macro, by where the operands lie. columns: of the sum. a, b: element types, in
+    PTX's names. steps: lengths of chains along the reduction. sum_registers: the last registers of
+    the sum, which are an array of their own. places: C++, where boxes of the second operand lie.
+    """
+
+    operands: str
+    columns: int
+    a: str
+    b: str
+    steps: tuple[int, ...]
+    sum_registers: int = 0
+    places: str = ""
+
+
+@dataclass(frozen=True)
+class BlockPlaces:
+    """Where boxes and groups of 8 rows of a block lie, as products find them. C++."""
+
+    box_bytes: str
+    group_bytes: str
+
+
+@dataclass(frozen=True)
+class Products:
+    """The two products of a consumer.
+
+    qk: of queries and keys; pv: of weights and values, or its first part. pv_parts: equal parts of
+    an 8-bit one; pv_rest_columns: of a second part, or 0. k_block, v_block: blocks of K and V, as
+    products of 16 bits read them.
+    """
+
+    qk: Product
+    pv: Product
+    pv_parts: int
+    pv_rest_columns: int
+    k_block: BlockPlaces
+    v_block: BlockPlaces
+
+
+def headers_of(problem: Problem, plan: Plan, reads_tile: bool) -> tuple[str, ...]:
+    """Headers that a kernel includes, in their order. reads_tile: whether scores read a tensor."""
+    stores = problem.gather or (plan.stores_rows and problem.dtype_o != "fp32")
+    wanted = {
+        "context.cuh": True,
+        "copy/gathered_rows.cuh": problem.gather,
+        "copy/paged_blocks.cuh": problem.paged,
+        "dropout.cuh": problem.dropout,
+        "mask_bits.cuh": problem.attn_mask,
+        "mma/fragment.cuh": True,
+        "mma/gemm.cuh": True,
+        "mma/score_tile.cuh": reads_tile,
+        "mma/store.cuh": stores,
+        "mma/transpose.cuh": problem.eight_bit,
+        "mma/widen.cuh": problem.widens,
+        "ptx/barrier.cuh": True,
+        "ptx/global.cuh": starts_early(problem, plan),
+        "ptx/math.cuh": True,
+        "ptx/matrix_move.cuh": True,
+        "ptx/tma.cuh": True,
+        "maximum.cuh": problem.max_logit,
+        "scale.cuh": converts(problem),
+        "scheduler/cut_tiles.cuh": cuts_tiles(problem, plan),
+        "scheduler/gap_rows.cuh": fills_gaps(problem, plan),
+        "scheduler/kv_blocks.cuh": True,
+        "scheduler/sequence_order.cuh": problem.varlen,
+        "scheduler/tile_order.cuh": True,
+        "softmax/online.cuh": True,
+        "softmax/row.cuh": True,
+    }
+    return tuple(name for name, is_wanted in wanted.items() if is_wanted)
+
+
+def elements_of(problem: Problem) -> Elements:
+    """The element types of a problem's operands, weights and output."""
+    q, kv = CPP_ELEMENTS[problem.dtype_q], CPP_ELEMENTS[problem.dtype_kv]
+    return Elements(
+        weights="E4m3" if problem.eight_bit else "Fp16" if problem.widens else q,
+        q=q,
+        kv=kv,
+        output=CPP_ELEMENTS.get(problem.dtype_o, ""),
+        box_columns=128 if problem.eight_bit else 64,
+        output_box_columns=128 if problem.dtype_o in ("e4m3", "e5m2") else 64,
+        scores_a_register=8 if problem.eight_bit else 4,
+        four_ones="0x3C3C3C3C" if problem.dtype_kv == "e5m2" else "0x38383838",
+    )
+
+
+def plan_constants(problem: Problem, plan: Plan) -> Iterator[Constant]:
+    """The plan's numbers, as constants. kAhead: of the scores that a thread has of its first row,
+    those weighed before the product is awaited."""
+    pipeline, softmax = plan.pipeline, plan.softmax
+    numbers = {
+        "kTileM": plan.tile.m,
+        "kTileN": plan.tile.n,
+        "kKStages": pipeline.k_stages,
+        "kVStages": pipeline.v_stages,
+    }
+    if converts(problem):
+        numbers |= {"kRawStages": pipeline.raw_stages, "kRawKeys": pipeline.raw_keys}
+        numbers |= {"kPromoteBlocks": plan.promote_blocks} if plan.promote_blocks > 1 else {}
+    numbers |= {
+        "kConsumers": pipeline.consumers,
+        "kProducerRegisters": pipeline.producer_registers,
+        "kConsumerRegisters": pipeline.consumer_registers,
+        "kLazyRescaleLog2": softmax.lazy_rescale_log2,
+    }
+    yield from (Constant("int", name, str(value)) for name, value in numbers.items())
+    if softmax.quarters_ahead:
+        yield Constant("int", "kAhead", f"kTileN / 8 * {softmax.quarters_ahead}")
+    if softmax.parts:
+        yield Constant("int", "kSoftmaxParts", str(softmax.parts))
+    flags = {
+        "kPairSums": softmax.pair_sums,
+        "kLongestFirst": plan.schedule.longest_first,
+        "kOutputOverQ": pipeline.output_over_q,
+    }
+    yield from (Constant("bool", name, str(flag).lower()) for name, flag in flags.items())
+
+
+def smem_constants(plan: Plan) -> Iterator[Constant]:
+    """Places of the regions of shared memory, in bytes, and the size of a job's."""
+    for region in plan.smem:
+        yield Constant("u32", f"kSmem{region.name}", str(region.offset))
+        if region.name == "Job":
+            yield Constant("u32", "kJobBytes", str(region.bytes))
+
+
+def products_of(problem: Problem, plan: Plan, line_in_products: bool) -> Products:
+    """Both products. line_in_products: whether sums of queries and keys begin with a line."""
+    return Products(
+        qk=qk_product(problem, plan, line_in_products),
+        pv=pv_product(problem, plan),
+        pv_parts=pv_parts(problem),
+        pv_rest_columns=pv_rest_columns(problem),
+        k_block=product_block(problem, "K"),
+        v_block=product_block(problem, "V"),
+    )
+
+
+def qk_product(problem: Problem, plan: Plan, line_in_products: bool) -> Product:
+    """The product of queries and keys. line_in_products: whether sums begin with a line."""
+    in_registers = plan.pipeline.q_in_registers
+    step = 32 if problem.eight_bit else 16
+    boxes = ["kKeyBoxBytes" if problem.eight_bit else "kKBoxBytes"]
+    adds = [] if in_registers else ["true" if line_in_products else "false"]
+    groups = [] if problem.eight_bit else ["kKGroupBytes"]
+    return Product(
+        operands="register_shared" if in_registers else "shared_shared",
+        columns=plan.tile.n,
+        a=_operand_type(problem, problem.dtype_q),
+        b=problem.dtype_kv,
+        steps=(-(-problem.head_dim_qk // step),),
+        places=", ".join([*boxes, *adds, *groups]),
+    )
+
+
+def pv_product(problem: Problem, plan: Plan) -> Product:
+    """The product of weights and values, or its first part."""
+    columns, sum_registers = problem.head_dim_v // pv_parts(problem), 0
+    if plan.sums_stored:
+        columns, sum_registers = problem.head_dim_v + ONES_COLUMNS, ONES_REGISTERS
+    if problem.widens and problem.head_dim_v > WIDENED_LARGEST:
+        columns = WIDENED_COLUMNS
+    weights = "e4m3" if problem.eight_bit else "fp16" if problem.widens else problem.dtype_q
+    return Product(
+        operands="register_shared",
+        columns=columns,
+        a=_operand_type(problem, weights),
+        b=problem.dtype_kv,
+        steps=(plan.tile.n // (32 if problem.eight_bit else 16),),
+        sum_registers=sum_registers,
+    )
+
+
+def pv_parts(problem: Problem) -> int:
+    """Equal parts of an 8-bit product of weights and values."""
+    return 2 if problem.eight_bit and problem.head_dim_v > PARTED_COLUMNS else 1
+
+
+def pv_rest_columns(problem: Problem) -> int:
+    """Columns of a second product of weights and widened values, where one has no room for all."""
+    wide = problem.widens and problem.head_dim_v > WIDENED_LARGEST
+    return problem.head_dim_v - WIDENED_COLUMNS if wide else 0
+
+
+def block_places(problem: Problem, tensor: str, box_bytes: str = "kKeyBoxBytes") -> BlockPlaces:
+    """Where boxes of K or V lie as they were loaded. box_bytes: of boxes that are one copy."""
+    if problem.paged:
+        return BlockPlaces(f"{tensor}Blocks::kBoxBytes", f"{tensor}Blocks::kGroupBytes")
+    return BlockPlaces(box_bytes, "1024")
+
+
+def product_block(problem: Problem, tensor: str) -> BlockPlaces:
+    """Where boxes of K or V lie as products of 16 bits read them."""
+    if problem.widens:
+        return BlockPlaces("kKeyBoxBytes", "1024")
+    return block_places(problem, tensor)
+
+
+def _operand_type(problem: Problem, dtype: str) -> str:
+    """A dtype in PTX's names."""
+    return dtype if problem.eight_bit else MMA_ELEMENTS[dtype]

@@ -1,0 +1,370 @@
+"""View, loads: sequences, jobs, the scheduler, loaders, and the barriers between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ....spec.problem import Problem
+from ...base import Plan
+from ...uses import FragmentUse
+from ...view import FragmentView, fragment_view
+from .traits import (
+    clears_tail,
+    converts,
+    cuts_tiles,
+    fills_gaps,
+    first_row_of,
+    one_loader,
+    starts_early,
+)
+from .view_constants import Constant, block_places
+
+Uses = dict[str, list[FragmentUse]]
+
+
+@dataclass(frozen=True)
+class Side:
+    """The sequences of queries, or of keys and values.
+
+    fragment: finds a sequence. varies: whether lengths are told on the device; packed: whether one
+    sequence follows the other; dense: neither. index_type, index: C++, where a tensor map has the
+    sequence of a job. map_type: C++, of tensor maps.
+    """
+
+    name: str
+    fragment: FragmentView
+    varies: bool
+    packed: bool
+    dense: bool
+    index_type: str
+    index: str
+    map_type: str
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """How tiles are drawn and handed out.
+
+    tiles: C++, their number. dynamic: drawn from a counter, else in strides. finds_places: whether
+    a packed sequence's place is found with its length. skips_far_keys: whether a line leaves faint
+    weights of far keys, whose blocks are left out. stops_at_bits: whether
+    a window may begin behind the last block of which an arbitrary mask has bits. row_block,
+    block_begin: C++, what a job gets.
+    """
+
+    tiles: str
+    dynamic: bool
+    finds_places: bool
+    skips_far_keys: bool
+    stops_at_bits: bool
+    row_block: str
+    block_begin: str
+
+
+@dataclass(frozen=True)
+class QLoader:
+    """The loader of queries.
+
+    by_warp: a whole warp loads, which also copies rows, fills those of no sequence, or brings what
+    scores read. place, batch: C++, the sequence in the tensor map, and the batch. first_row: C++.
+    """
+
+    by_warp: bool
+    place: str
+    batch: str
+    first_row: str
+
+
+@dataclass(frozen=True)
+class LoadedRing:
+    """The buffers into which loaders bring keys, or values.
+
+    name: of the ring, which completes the names of its region and barriers. boxes, rows, stages,
+    box_columns: C++, of a buffer. box_bytes, group_bytes: C++, how far boxes and groups of 8 rows
+    lie apart. tail: C++, the barrier at which a tail is cleared, or 0. valid_rows: C++, rows of a
+    block that widening keeps.
+    """
+
+    name: str
+    boxes: str
+    rows: str
+    stages: str
+    box_columns: str
+    box_bytes: str
+    group_bytes: str
+    tail: str
+    valid_rows: str
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """An mbarrier of each stage of a ring, and C++ for how many arrive at it."""
+
+    name: str
+    arrivals: str
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Barriers of a ring of buffers. stages: C++."""
+
+    stages: str
+    barriers: tuple[Barrier, ...]
+
+
+@dataclass(frozen=True)
+class Barriers:
+    """All mbarriers of a kernel.
+
+    places: in shared memory. operands: of Q, K and V as products read them; others: of what scores
+    read, and of what is transposed or widened. job_readers: C++, threads beside consumers that read
+    a job. clears_tail: whether one awaits what clears the last block of V.
+    """
+
+    places: tuple[Constant, ...]
+    operands: tuple[Ring, ...]
+    others: tuple[Ring, ...]
+    job_readers: str
+    clears_tail: bool
+
+
+@dataclass(frozen=True)
+class Role:
+    """Threads of the producer warpgroup, and what they run.
+
+    threads: C++, which. struct: C++. fetch: the fragment that it begins with, if any. arguments:
+    C++, what follows.
+    """
+
+    threads: str
+    struct: str
+    arguments: str
+    fetch: FragmentView | None = None
+
+
+@dataclass(frozen=True)
+class Loads:
+    """What loads operands.
+
+    mapped: tensors whose maps are fetched ahead. queries: their loader; keys, values: where loaders
+    bring these. by_one_thread: one thread loads everything; producers: else, roles of the producer
+    warpgroup.
+    """
+
+    mapped: tuple[str, ...]
+    queries: QLoader
+    keys: LoadedRing
+    values: LoadedRing
+    by_one_thread: bool
+    producers: tuple[Role, ...]
+
+
+def side_of(name: str, problem: Problem, use: FragmentUse) -> Side:
+    """The sequences of `q`, or of `kv`."""
+    kind = problem.q_seq if name == "q" else problem.kv_seq
+    packed, dense = kind == "packed", kind == "dense"
+    place = f"{name}_token" if packed else "batch"
+    return Side(
+        name=name,
+        fragment=fragment_view(use),
+        varies=not dense,
+        packed=packed,
+        dense=dense,
+        index_type="int" if dense else "SequenceIndex",
+        index="job.batch" if dense else f"{{job.{name}_length, job.{place}}}",
+        map_type="TensorMap" if dense else "SequenceMap",
+    )
+
+
+def job_fields(problem: Problem, plan: Plan) -> Iterator[str]:
+    """Members of a job, an int each, beside those of all kernels."""
+    if cuts_tiles(problem, plan):
+        yield from ("first_row", "large_tiles")
+    for name, kind in (("q", problem.q_seq), ("kv", problem.kv_seq)):
+        if kind != "dense":
+            yield f"{name}_length"
+        if kind == "packed":
+            yield f"{name}_token"
+    if fills_gaps(problem, plan):
+        yield from ("share", "shares")
+
+
+def scheduler_of(
+    problem: Problem, plan: Plan, *, skips_far_keys: bool, bounds_left: bool
+) -> Scheduler:
+    """How a plan's tiles are drawn. bounds_left: whether a mask hides keys before some."""
+    cuts = cuts_tiles(problem, plan)
+    return Scheduler(
+        tiles="tiles" if problem.varlen else "tiles().count()" if cuts else "p.tiles",
+        dynamic=plan.schedule.dynamic,
+        finds_places="packed" in (problem.q_seq, problem.kv_seq),
+        skips_far_keys=skips_far_keys,
+        stops_at_bits=problem.attn_mask and bounds_left,
+        row_block="row_block" if one_loader(problem, plan) else "tile.row_block",
+        block_begin="begin" if skips_far_keys else "blocks.begin",
+    )
+
+
+def loads_of(problem: Problem, plan: Plan, uses: Uses, reads_tile: bool) -> Loads:
+    """What loads operands. reads_tile: whether scores read a tensor."""
+    return Loads(
+        mapped=mapped_tensors(problem, plan),
+        queries=q_loader_of(problem, plan, reads_tile),
+        keys=k_ring_of(problem),
+        values=v_ring_of(problem),
+        by_one_thread=one_loader(problem, plan),
+        producers=tuple(producers_of(problem, plan, uses, reads_tile)),
+    )
+
+
+def q_loader_of(problem: Problem, plan: Plan, reads_tile: bool) -> QLoader:
+    """The loader of queries. reads_tile: whether scores read a tensor."""
+    return QLoader(
+        by_warp=q_by_warp(problem, plan, reads_tile),
+        place="batch" if problem.gather else "index",
+        batch="batch" if problem.gather else "slot->batch",
+        first_row=first_row_of(problem, plan, "row_block"),
+    )
+
+
+def q_by_warp(problem: Problem, plan: Plan, reads_tile: bool) -> bool:
+    """Whether a whole warp loads queries."""
+    return fills_gaps(problem, plan) or problem.gather or reads_tile
+
+
+def k_ring_of(problem: Problem) -> LoadedRing:
+    """Where loaders bring keys."""
+    widens = problem.widens
+    places = block_places(problem, "K", "kRawKeys * 128" if widens else "kKeyBoxBytes")
+    return LoadedRing(
+        name="RawK" if widens else "K",
+        boxes="kRawKBoxes" if widens else "kQkBoxes",
+        rows="kRawKeys" if widens else "kTileN",
+        stages="kRawStages" if widens else "kKStages",
+        box_columns="kRawColumns" if widens else "kBoxColumns",
+        box_bytes=places.box_bytes,
+        group_bytes=places.group_bytes,
+        tail="0",
+        valid_rows="kTileN",
+    )
+
+
+def v_ring_of(problem: Problem) -> LoadedRing:
+    """Where loaders bring values."""
+    widens, raw = problem.widens, converts(problem)
+    places = block_places(problem, "V", "kRawKeys * 128" if raw else "kKeyBoxBytes")
+    return LoadedRing(
+        name="RawV" if widens else "Raw" if raw else "V",
+        boxes="kRawVBoxes" if widens else "kVBoxes",
+        rows="kRawKeys" if raw else "kTileN",
+        stages="kRawStages" if raw else "kVStages",
+        box_columns="kRawColumns" if widens else "kBoxColumns",
+        box_bytes=places.box_bytes,
+        group_bytes=places.group_bytes,
+        tail="kVTail" if clears_tail(problem) else "0",
+        valid_rows="kv_len - block * kTileN" if problem.paged else "kTileN",
+    )
+
+
+def barriers_of(problem: Problem, plan: Plan, reads_tile: bool) -> Barriers:
+    """Every mbarrier of a kernel. reads_tile: whether scores read a tensor."""
+    operands = tuple(_operand_rings(problem, plan))
+    others = tuple(_other_rings(problem, plan, reads_tile))
+    tail = clears_tail(problem)
+    return Barriers(
+        places=tuple(_places(operands, others, tail)),
+        operands=operands,
+        others=others,
+        job_readers=" + ".join(map(str, _job_readers(problem, plan, reads_tile))),
+        clears_tail=tail,
+    )
+
+
+def _operand_rings(problem: Problem, plan: Plan) -> Iterator[Ring]:
+    """Barriers of Q, K and V: at a full one who loads, or converts, arrives, at an empty one a lane
+    of each consumer warp."""
+    copies = "32" if problem.gather else "1"
+    k_full = "4" if problem.widens else copies
+    v_full = "3" if one_loader(problem, plan) else "4" if converts(problem) else copies
+    yield _ring("Q", "kConsumers", copies, "kOutputOverQ ? 1 : 4")
+    yield _ring("K", "kKStages", k_full, "kConsumers * 4")
+    yield _ring("V", "kVStages", v_full, "kConsumers * 4")
+
+
+def _other_rings(problem: Problem, plan: Plan, reads_tile: bool) -> Iterator[Ring]:
+    """Barriers of tiles that scores read, and of keys and values as they are loaded."""
+    if reads_tile:
+        yield _ring("Tile", "kConsumers", "32", "128")
+    if problem.eight_bit:
+        yield _ring("Raw", "kRawStages", "1", "3" if one_loader(problem, plan) else "4")
+    elif problem.widens:
+        rings = [_ring(name, "kRawStages", "1", "4") for name in ("RawK", "RawV")]
+        yield Ring("kRawStages", tuple(barrier for ring in rings for barrier in ring.barriers))
+
+
+def _ring(name: str, stages: str, full: str, empty: str) -> Ring:
+    return Ring(stages, (Barrier(f"{name}Full", full), Barrier(f"{name}Empty", empty)))
+
+
+def _places(operands: tuple[Ring, ...], others: tuple[Ring, ...], tail: bool) -> Iterator[Constant]:
+    """The address of each barrier, one ring after another."""
+    job = Ring("", (Barrier("JobFull", ""), Barrier("JobEmpty", "")))
+    tails = (Ring("", (Barrier("VTail", ""),)),) if tail else ()
+    place = "kSmemBarriers"
+    for ring in (*operands, job, *tails, *others):
+        for barrier in ring.barriers:
+            yield Constant("u32", f"k{barrier.name}", place)
+            place = f"k{barrier.name} + 8" + (f" * {ring.stages}" if ring.stages else "")
+
+
+def _job_readers(problem: Problem, plan: Plan, reads_tile: bool) -> Iterator[int]:
+    """Threads that read a job: loaders, the other lanes of a warp that loads queries, and those
+    that transpose or widen."""
+    alone = one_loader(problem, plan)
+    yield 96 if problem.gather else 65 if problem.paged else 1 if alone else 3
+    if q_by_warp(problem, plan, reads_tile) and not problem.gather:
+        yield 31
+    if converts(problem):
+        yield 96 if alone else 128
+
+
+def producers_of(problem: Problem, plan: Plan, uses: Uses, reads_tile: bool) -> Iterator[Role]:
+    """Roles of the producer warpgroup, but where one thread loads everything."""
+    if one_loader(problem, plan):
+        return
+    order = ", find_order(p, shared)" if plan.orders_few else ", find_order(p)"
+    yield Role("threadIdx.x == 0", "Scheduler", "smem, slot" + order * problem.varlen)
+    if q_by_warp(problem, plan, reads_tile):
+        yield Role("warp == 1", "QLoader", "smem, slot, lane")
+    else:
+        yield Role("threadIdx.x == 32", "QLoader", "smem, slot")
+    if problem.gather:
+        yield Role("warp == 2", "KLoader", "smem, slot, lane")
+        yield Role("warp == 3", "VLoader", "smem, slot, lane")
+    elif problem.paged:
+        k_fetch, v_fetch = (fragment_view(uses[role][0]) for role in ("kv_fetch", "v_fetch"))
+        yield Role("warp == 2", "KLoader", "&p.map_k, smem, lane", k_fetch)
+        yield Role("warp == 3", "VLoader", "&p.map_v, smem, lane", v_fetch)
+    else:
+        yield Role("threadIdx.x == 64", "KLoader", "&p.map_k, smem, slot")
+        yield Role("threadIdx.x == 96", "VLoader", "&p.map_v, smem, slot")
+
+
+def converter_of(problem: Problem, plan: Plan) -> str:
+    """C++: the struct that a warpgroup of its own runs between loaders and consumers, or empty."""
+    if problem.widens:
+        return "Widener"
+    return "VTransposer" if problem.eight_bit and not one_loader(problem, plan) else ""
+
+
+def mapped_tensors(problem: Problem, plan: Plan) -> tuple[str, ...]:
+    """Tensors whose maps are fetched ahead."""
+    if problem.gather:
+        return ()
+    return ("q", "k", "v") if plan.stores_rows else ("q", "k", "v", "o")
+
+
+def waits_at_first_tile(problem: Problem, plan: Plan) -> bool:
+    """Whether the kernel in front may still run until the first tile is handed out."""
+    return starts_early(problem, plan) and not problem.varlen
