@@ -47,7 +47,7 @@ SEQUENCES = [*itertools.product((1, 2, 3, 4, 5, 6, 7, 12, 13), (1, 2, 5, 6, 9, 1
 @pytest.fixture(scope="module")
 def tiles_of(compile_cpp: Callable[..., Path], mask_library) -> TilesOf:
     """`tiles_of(masks, sequence, window, own, block)` → tiles of which a warpgroup has `own` rows,
-    as sm90_fwd/producer.cuh.j2 and tile.cuh.j2 find their blocks; end -1: it has no rows. Without
+    as forward/scheduler.cuh.j2 and tile.cuh.j2 find their blocks; end -1: it has no rows. Without
     masks tiles are cut for two CTAs."""
     found = ctypes.CDLL(str(compile_cpp(SOURCE)))
 
