@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import ast
 import graphlib
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 
 import pytest
 
+from tests.support.exceptions import check
+from tests.support.import_graph import (
+    belongs_to,
+    children,
+    crosses,
+    imports,
+    imports_by_name,
+    modules,
+    own_imports,
+    reached_from,
+)
 from tests.support.paths import ROOT
 
-PACKAGE = ROOT / "attngen"
 # Packages and root modules, lowest first: one may import what stands before it, and itself.
 LAYERS = (
     *("errors", "results", "io", "targets", "fragments", "spec", "runtime", "kernels", "ship"),
@@ -37,70 +43,9 @@ HOMES = {
     "cuda": {"compiler.compile", "cli.doctor", "runtime.load", "runtime.launch"},
 }
 
-
-@cache
-def modules() -> dict[str, Path]:
-    """Module name without `attngen.` → file; the package itself is ``."""
-    found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
-
-
-def imports(module: str) -> set[str]:
-    """Absolute names of what a module imports anywhere in it, types alone left out."""
-    path = modules()[module]
-    return set(_imports_of(ast.parse(path.read_text()).body, module, path.stem == "__init__"))
-
-
-def _imports_of(body: list[ast.stmt], module: str, is_package: bool) -> Iterator[str]:
-    for node in _reachable(body):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parts = ["attngen", *filter(None, module.split("."))]
-                parts = parts[: len(parts) - node.level + is_package]
-                base = ".".join([*parts, *filter(None, [base])])
-            for name in (f"{base}.{alias.name}" for alias in node.names):
-                yield name if name.removeprefix("attngen.") in modules() else base
-
-
-def _reachable(body: list[ast.stmt]) -> Iterator[ast.AST]:
-    for statement in body:
-        if isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.unparse(statement.test):
-            continue
-        yield statement
-        for _, value in ast.iter_fields(statement):
-            if isinstance(value, list):
-                yield from _reachable([item for item in value if isinstance(item, ast.stmt)])
-                handlers = [item for item in value if isinstance(item, ast.ExceptHandler)]
-                for handler in handlers:
-                    yield from _reachable(handler.body)
-
-
-def own_imports(module: str) -> set[str]:
-    """The modules of attngen that a module imports."""
-    names = {name.removeprefix("attngen.") for name in imports(module) if "attngen." in name}
-    return (names & modules().keys()) - {module, ""}
-
-
-def belongs_to(module: str, homes: set[str]) -> bool:
-    return any(module == home or module.startswith(f"{home}.") for home in homes)
-
-
-def reached_from(module: str) -> set[str]:
-    """Everything of attngen that importing the module brings along, at once or in a call."""
-    seen: set[str] = set()
-    pending = [module]
-    while pending:
-        current = pending.pop()
-        if current not in seen:
-            seen.add(current)
-            pending += own_imports(current)
-    return seen
+# Packages that import no framework, at once or in a call, nor anything that does.
+FREE_OF_FRAMEWORKS = ("targets", "fragments", "spec", "runtime", "kernels", "call")
+FRAMEWORKS = {"torch", "jax"}
 
 
 def test_imports_relative_and_absolute_are_both_seen() -> None:
@@ -148,6 +93,39 @@ def test_package_is_imported_only_at_home(package: str) -> None:
     }
     strangers = {module for module in users if not belongs_to(module, HOMES[package])}
     assert not strangers, f"{package} belongs to {HOMES[package]}"
+
+
+@pytest.mark.parametrize("package", FREE_OF_FRAMEWORKS)
+def test_package_reaches_no_framework(package: str) -> None:
+    mine = [module for module in modules() if belongs_to(module, {package})]
+    assert mine, f"{package} is gone: take it out of FREE_OF_FRAMEWORKS"
+    for module in set().union(*map(reached_from, mine)):
+        names = {name.partition(".")[0] for name in imports(module) | imports_by_name(module)}
+        assert not names & FRAMEWORKS, f"{module} imports {names & FRAMEWORKS}"
+
+
+def test_import_by_name_is_seen() -> None:
+    assert "flash_attn_interface" in imports_by_name("bench.peers")
+
+
+def test_kernel_families_do_not_import_each_other() -> None:
+    """What families of one instruction share lies beside them; support/ is of none."""
+    instructions = children("kernels") - {"kernels.support"}
+    families = {family for each in instructions for family in children(each)} | {"kernels.support"}
+    assert len(families) > 3
+    crossing = {
+        f"{family} imports {other}"
+        for family in families
+        for other in families - {family, "kernels.support"}
+        if crosses(family, other)
+    }
+    check("families", crossing)
+
+
+def test_front_ends_do_not_import_each_other() -> None:
+    ends = children("frontends")
+    assert "frontends.pytorch" in ends
+    assert not [(one, two) for one in ends for two in ends - {one} if crosses(one, two)]
 
 
 def test_import_attngen_loads_nothing_heavy() -> None:
