@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import jinja2
 import pytest
@@ -18,6 +18,7 @@ from attngen.kernels.fill import environment, fill_view
 from attngen.kernels.support.view_combine import CombineView
 from attngen.kernels.support.view_mask_pack import MaskPackView
 from attngen.kernels.support.view_order import OrderView
+from attngen.kernels.view import KernelView, Value
 from attngen.kernels.wgmma.backward.view_around import ConvertView, PrepareView, RowSumsView
 from attngen.kernels.wgmma.decode.view import DecodeView
 from attngen.kernels.wgmma.forward.view import ForwardView
@@ -133,6 +134,17 @@ def control_share(env: jinja2.Environment, parts: Iterable[str]) -> float:
     return sum(CONTROL.search(line) is not None for line in lines) / len(lines)
 
 
+def dataclasses_in(view: type) -> set[Any]:
+    """The dataclasses that a view's fields hold, and those that these hold."""
+    pending, found = [*get_type_hints(view).values()], set()
+    for hint in pending:
+        if dataclasses.is_dataclass(hint) and hint not in found:
+            found.add(hint)
+            pending += get_type_hints(hint).values()
+        pending += get_args(hint)
+    return found
+
+
 def environment_of(**sources: str) -> jinja2.Environment:
     """An environment of attngen's syntax with these templates."""
     return environment(ROOT).overlay(loader=jinja2.DictLoader(sources))
@@ -148,6 +160,24 @@ def test_views_every_kernel_has_one() -> None:
 def test_views_fields_are_what_the_template_names(template: str) -> None:
     fields = {field.name for field in dataclasses.fields(VIEWS[template])}
     assert variables_of(environment(ROOT), template) == fields
+
+
+def test_views_fields_of_their_parts_are_named_by_some_template() -> None:
+    env = environment(ROOT)
+    named = {
+        node.attr
+        for path in ROOT.glob("kernels/**/*.j2")
+        for node in parse(env, str(path.relative_to(ROOT))).find_all(nodes.Getattr)
+    }
+    parts = {part for view in VIEWS.values() for part in dataclasses_in(view)}
+    assert KernelView in parts and Value in parts
+    unnamed = {
+        f"{part.__name__}.{field.name}"
+        for part in parts
+        for field in dataclasses.fields(part)
+        if field.name not in named
+    }
+    assert unnamed == set()
 
 
 @EACH
