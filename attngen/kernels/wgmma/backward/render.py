@@ -25,6 +25,7 @@ from ...params import (
 from ...plan import template_of
 from ...uses import uses_of
 from .plans import FUSED, BackwardPlan, BiasPlan, ConvertPlan, KernelPlan, PreparePlan, RowSumsPlan
+from .view import dq_view
 from .view_around import convert_view, prepare_view, row_sums_view
 from .view_parts import Uses, sequence_view
 
@@ -67,6 +68,9 @@ def render(problem: Problem, plan: KernelPlan, features: Features, root: Path) -
         return Source(fill(problem, plan, kernel, uses, root), kernel)
     else:
         kernel = _main(problem, plan, operands)
+        if plan.family == "sm90_bwd_dq":
+            view = dq_view(problem, plan, kernel, uses, root)
+            return Source(fill_view(template_of(plan), view, root), kernel)
         return Source(fill(problem, plan, kernel, uses, root), kernel)
     return Source(fill_view(template_of(plan), view, root), kernel)
 

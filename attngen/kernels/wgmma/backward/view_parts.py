@@ -47,13 +47,17 @@ class ScoresView:
     list: the scores of which the kernel makes weights, in the units of products; None where there
     are none. scaled_list: the scores of rows whose LSE shows no sum, scaled; None without a bias.
     bend: whether the derivative of some score is not 1. tile: the parameter of the tensor that
-    scores read in tiles, a bias; None without one.
+    scores read in tiles, a bias; None without one. added: whether a tile's elements are added to
+    products, and nothing bends scores, so that the list comes before any is hidden; listed: whether
+    weights are made by way of the list otherwise.
     """
 
     list: ScoreListView | None
     scaled_list: ScoreListView | None
     bend: bool
     tile: str | None
+    added: bool
+    listed: bool
 
 
 def structs_of(uses: Uses, root: Path) -> str:
@@ -74,6 +78,7 @@ def scores_view(
     """The scores of a backward's kernel. weighed: whether it makes weights of any but those of
     rows whose LSE shows no sum."""
     tile = next((use.tile for use in scores if use.tile), None)
+    bend = any(not use.fragment.additive for use in scores)
     scaled = score_list_view(
         *(scores, masks),
         gradient=True,
@@ -84,8 +89,10 @@ def scores_view(
     return ScoresView(
         list=score_list_view(scores, masks, gradient=True) if weighed else None,
         scaled_list=scaled if tile else None,
-        bend=any(not use.fragment.additive for use in scores),
+        bend=bend,
         tile=tile,
+        added=tile is not None and not bend,
+        listed=bool(scores) and (tile is None or bend),
     )
 
 

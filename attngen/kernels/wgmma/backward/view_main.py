@@ -1,0 +1,181 @@
+"""View parts, backward: what templates of all kernels read that make gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ....runtime.program import KernelEntry
+from ....spec.problem import Problem
+from ...base import SmemRegion
+from ...plan import template_of
+from ...view import (
+    CPP_ELEMENTS,
+    MMA_ELEMENTS,
+    KernelView,
+    MaskListView,
+    TensorView,
+    kernel_view,
+    mask_list_view,
+    tensor_view,
+)
+from .plans import BackwardPlan, BiasPlan
+from .view_parts import (
+    Alias,
+    ScoresView,
+    SequenceView,
+    Uses,
+    included,
+    scores_view,
+    sequence_view,
+    structs_of,
+)
+
+GATHERED = ("q", "k", "v", "d_o")  # operands whose rows warps may copy
+MMA_DEPTH = 16  # of a product's reduction, in 16-bit elements
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A constant of the source: its C++ name and its value."""
+
+    name: str
+    value: int
+
+
+@dataclass(frozen=True)
+class Product:
+    """Products of one shape: columns of the accumulator, and lengths of chains in steps."""
+
+    columns: int
+    steps: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MainView:
+    """What the template of every kernel that makes a gradient reads. Strings are C++.
+
+    headers: the lines that include them. structs: those of the fragments in use. element: the
+    struct of operands' elements; mma_element: their type in PTX. head_dim_qk, head_dim_v: columns.
+    tile_m, tile_n: queries and keys a tile, or a block. consumers: warpgroups beside the producer.
+    smem: places in shared memory. kv_alias: the fragment that fetches keys. varlen: whether lengths
+    vary. gather: whether warps copy rows that the copy engine cannot read; gathered: the operands
+    then, else none. row_block: queries a block of the workspaces. mask_tensor: the parameter that
+    has a mask's bits, empty where there is none. dropout: whether weights are dropped.
+    """
+
+    kernel: KernelView
+    threads: int
+    headers: str
+    structs: str
+    element: str
+    mma_element: str
+    head_dim_qk: int
+    head_dim_v: int
+    tile_m: int
+    tile_n: int
+    consumers: int
+    producer_registers: int
+    consumer_registers: int
+    smem: tuple[Constant, ...]
+    masks: MaskListView
+    scores: ScoresView
+    queries: SequenceView
+    keys: SequenceView
+    kv_alias: Alias
+    varlen: bool
+    gather: bool
+    gathered: tuple[TensorView, ...]
+    row_block: int
+    mask_tensor: str
+    dropout: bool
+    score_product: Product
+
+
+def main_fields(
+    problem: Problem, plan: BackwardPlan | BiasPlan, kernel: KernelEntry, uses: Uses, root: Path
+) -> dict[str, Any]:
+    """The fields of `MainView` but those in which kernels differ: headers, the parameter that has a
+    mask's bits, and products of scores. uses: fragments of the backward."""
+    masks = uses["mask"]
+    return {
+        "kernel": kernel_view(kernel, template_of(plan)),
+        "threads": plan.threads,
+        "structs": structs_of(uses, root),
+        "element": CPP_ELEMENTS[problem.dtype_q],
+        "mma_element": MMA_ELEMENTS[problem.dtype_q],
+        "head_dim_qk": problem.head_dim_qk,
+        "head_dim_v": problem.head_dim_v,
+        "tile_m": plan.tile.m,
+        "tile_n": plan.tile.n,
+        "consumers": plan.consumers,
+        "producer_registers": plan.producer_registers,
+        "consumer_registers": plan.consumer_registers,
+        "smem": smem_constants(plan.smem),
+        "masks": mask_list_view(masks),
+        "scores": scores_view(uses["score"], masks),
+        "queries": sequence_view(uses["q_seq"][0]),
+        "keys": sequence_view(uses["kv_seq"][0]),
+        "kv_alias": Alias("KvFetch", uses["kv_fetch"][0].fragment.struct),
+        "varlen": problem.varlen,
+        "gather": problem.gather,
+        "gathered": tuple(tensor_view(problem, name) for name in GATHERED * problem.gather),
+        "row_block": plan.row_block,
+        "dropout": problem.dropout,
+    }
+
+
+def smem_constants(regions: tuple[SmemRegion, ...]) -> tuple[Constant, ...]:
+    """The places in shared memory, and how large that of a job is."""
+    found = []
+    for region in regions:
+        found.append(Constant(f"kSmem{region.name}", region.offset))
+        if region.name == "Job":
+            found.append(Constant("kJobBytes", region.bytes))
+    return tuple(found)
+
+
+def steps_of(extent: int) -> int:
+    """The steps of a reduction along so many elements."""
+    return -(-extent // MMA_DEPTH)
+
+
+def score_product(problem: Problem, columns: int, held_steps: int = 0) -> Product:
+    """S and dP, or their transposes. held_steps: those of S that another product makes."""
+    qk, v = steps_of(problem.head_dim_qk), steps_of(problem.head_dim_v)
+    return Product(columns, (qk - held_steps, v))
+
+
+def main_headers(problem: Problem, *, keys_as_rows: bool = False, makes_d: bool = False) -> str:
+    """The lines that include a main kernel's headers. keys_as_rows: whether scores are transposed.
+    makes_d: whether consumers make D of some blocks."""
+    bias = problem.bias
+    packed = "packed" in (problem.q_seq, problem.kv_seq)
+    return included(
+        ("context.cuh", True),
+        ("copy/gathered_rows.cuh", problem.gather),
+        ("dropout.cuh", problem.dropout),
+        ("mask_bits.cuh", problem.attn_mask),
+        ("mma/fragment.cuh", True),
+        ("mma/gemm.cuh", True),
+        ("mma/score_tile.cuh", bias),
+        ("mma/stage.cuh", True),
+        ("mma/store.cuh", problem.gather),
+        ("ptx/barrier.cuh", True),
+        ("ptx/global.cuh", True),
+        ("ptx/math.cuh", True),
+        ("ptx/matrix_move.cuh", True),
+        ("ptx/tma.cuh", True),
+        ("scheduler/gap_rows.cuh", problem.varlen),
+        ("scheduler/kv_blocks.cuh", True),
+        ("scheduler/q_blocks.cuh", True),
+        ("scheduler/packed_tiles.cuh", packed),
+        ("scheduler/sequence_order.cuh", problem.varlen),
+        ("scheduler/tile_order.cuh", True),
+        ("softmax/exactly.cuh", bias),
+        ("softmax/row.cuh", bias),
+        ("special.cuh", bool(problem.scores)),
+        ("softmax/transposed.cuh", keys_as_rows),
+        ("softmax/row.cuh", makes_d and not bias),
+    )
