@@ -25,7 +25,7 @@ from ...params import (
 from ...plan import template_of
 from ...uses import uses_of
 from .plans import FUSED, BackwardPlan, BiasPlan, ConvertPlan, KernelPlan, PreparePlan, RowSumsPlan
-from .view import dq_view
+from .view import dkv_view, dq_view
 from .view_around import convert_view, prepare_view, row_sums_view
 from .view_parts import Uses, sequence_view
 
@@ -70,6 +70,9 @@ def render(problem: Problem, plan: KernelPlan, features: Features, root: Path) -
         kernel = _main(problem, plan, operands)
         if plan.family == "sm90_bwd_dq":
             view = dq_view(problem, plan, kernel, uses, root)
+            return Source(fill_view(template_of(plan), view, root), kernel)
+        if plan.family == "sm90_bwd_dkv":
+            view = dkv_view(problem, plan, kernel, uses, root)
             return Source(fill_view(template_of(plan), view, root), kernel)
         return Source(fill(problem, plan, kernel, uses, root), kernel)
     return Source(fill_view(template_of(plan), view, root), kernel)

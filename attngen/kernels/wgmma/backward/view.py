@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ....runtime.program import KernelEntry
 from ....spec.problem import Problem
 from ...view import TensorView, tensor_view
 from .plans import BackwardPlan
-from .view_jobs import Gap, JobsView, gaps_of, jobs_view
-from .view_main import MainView, Product, main_fields, main_headers, score_product
+from .view_jobs import Gap, JobsView, VisitsView, gaps_of, jobs_view, visits_view
+from .view_main import (
+    MMA_DEPTH,
+    MainView,
+    Product,
+    main_fields,
+    main_headers,
+    score_product,
+)
 from .view_parts import Uses
 
 
@@ -46,6 +54,79 @@ class DqView(MainView):
     dq_factor: str
 
 
+@dataclass(frozen=True)
+class KeptOperand:
+    """An operand of a tile of keys that stays in shared memory for all blocks that it visits.
+
+    name: C++, in names of constants (`kSmemK`, `kKFull`); map: the parameter that maps it; boxes:
+    C++, how many of 64 columns it has.
+    """
+
+    name: str
+    map: str
+    boxes: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyTilesView(MainView):
+    """What templates of kernels read whose CTAs own tiles of keys. Strings are C++.
+
+    gaps: gradients of which rows of no sequence are filled. kept: operands of a tile, in the order
+    in which they are loaded. makes_d: whether consumers make D and LSE of a tile's first blocks.
+    splits_heads: whether query heads of a group may have tiles of their own. frees_early: whether
+    output gradients are freed before queries, with which D comes then. loads_score_tiles: whether
+    the copy engine brings what scores read. awaits_at_start: whether the loader of queries waits
+    for the kernel before, once. dk, dv: the gradients.
+    """
+
+    jobs: JobsView
+    gaps: tuple[Gap, ...]
+    visits: VisitsView
+    kept: tuple[KeptOperand, ...]
+    makes_d: bool
+    splits_heads: bool
+    frees_early: bool
+    loads_score_tiles: bool
+    awaits_at_start: bool
+    dk: TensorView
+    dv: TensorView
+    dk_product: Product
+    dv_product: Product
+
+
+@dataclass(frozen=True)
+class DkvArrivals:
+    """How often barriers of the dK and dV kernel are arrived at, beside bytes.
+
+    kept: at those of a tile's keys and values; block: of a block of queries or output gradients;
+    loader: by the one who loads blocks, at that of a job that has been read.
+    """
+
+    kept: int
+    block: int
+    loader: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DkvView(KeyTilesView):
+    """What dkv.cu.j2 reads. Strings are C++.
+
+    stages: buffers for blocks of queries, and as many for output gradients. one_consumer: whether
+    one code serves both warpgroups, since head dims agree. slopes_type: of the slopes that are
+    handed over, where scores bend. marks_slopes: whether these say which weights are dropped.
+    follows_heads: whether a consumer keeps the query head at hand; heads_matter: whether anything
+    changes from one to the next.
+    """
+
+    stages: int
+    one_consumer: bool
+    slopes_type: str
+    marks_slopes: bool
+    follows_heads: bool
+    heads_matter: bool
+    arrivals: DkvArrivals
+
+
 def dq_view(
     problem: Problem, plan: BackwardPlan, kernel: KernelEntry, uses: Uses, root: Path
 ) -> DqView:
@@ -59,8 +140,64 @@ def dq_view(
         gaps=gaps_of(problem, plan),
         k_stages=plan.q_stages,
         v_stages=plan.do_stages,
-        dq_product=Product(problem.head_dim_qk, (plan.tile.n // 16,)),
+        dq_product=Product(problem.head_dim_qk, (plan.tile.n // MMA_DEPTH,)),
         arrivals=DqArrivals(64, 32, 96) if problem.gather else DqArrivals(1, 1, 2),
         dq=tensor_view(problem, "dq"),
         dq_factor="p.scale * p.keep_scale" if problem.dropout else "p.scale",
+    )
+
+
+KEYS = KeptOperand("K", "map_k", "kQkBoxes")
+VALUES = KeptOperand("V", "map_v", "kVBoxes")
+
+
+def key_tiles_fields(problem: Problem, plan: BackwardPlan, *, boxed_scores: bool) -> dict[str, Any]:
+    """The fields of `KeyTilesView` beside those of `MainView` and products of gradients.
+
+    boxed_scores: whether the copy engine brings what scores read, else consumers do.
+    """
+    loads_score_tiles = problem.bias and boxed_scores
+    return {
+        "jobs": jobs_view(problem, plan, "KvLoader{p, smem}", idle_warp=3),
+        "gaps": gaps_of(problem, plan),
+        "visits": visits_view(plan, looks_ahead=problem.bias and not boxed_scores),
+        "kept": (VALUES, KEYS) if own_dv(plan) else (KEYS, VALUES),
+        "makes_d": plan.makes_d,
+        "splits_heads": plan.splits_heads,
+        "frees_early": plan.frees_early,
+        "loads_score_tiles": loads_score_tiles,
+        "awaits_at_start": plan.starts_early and not plan.makes_d,
+        "dk": tensor_view(problem, "dk"),
+        "dv": tensor_view(problem, "dv"),
+    }
+
+
+def own_dv(plan: BackwardPlan) -> bool:
+    """Whether dV is staged in a place of its own, so that the next tile's values may come early."""
+    return any(region.name == "Dv" for region in plan.smem)
+
+
+def dkv_view(
+    problem: Problem, plan: BackwardPlan, kernel: KernelEntry, uses: Uses, root: Path
+) -> DkvView:
+    """What dkv.cu.j2 reads. uses: fragments of the backward. root: the templates' directory."""
+    fields = main_fields(problem, plan, kernel, uses, root)
+    bend = fields["scores"].bend
+    follows_heads = problem.dropout or problem.attn_mask
+    steps = (plan.tile.m // MMA_DEPTH,)
+    return DkvView(
+        **fields,
+        **key_tiles_fields(problem, plan, boxed_scores=False),
+        headers=main_headers(problem, keys_as_rows=True),
+        mask_tensor="mask_columns" if problem.attn_mask else "",
+        score_product=score_product(problem, plan.tile.m),
+        dk_product=Product(problem.head_dim_qk, steps),
+        dv_product=Product(problem.head_dim_v, steps),
+        stages=plan.q_stages,
+        one_consumer=problem.head_dim_qk == problem.head_dim_v,
+        slopes_type="Packed&" if problem.dropout else "const Packed&",
+        marks_slopes=problem.dropout and bend,
+        follows_heads=follows_heads,
+        heads_matter=follows_heads or bool(problem.scores),
+        arrivals=DkvArrivals(32, 33, 32) if problem.gather else DkvArrivals(1, 1, 1),
     )
