@@ -17,7 +17,8 @@ namespace attngen {
 // ---- the problem
 constexpr int kHeadDimQk = 128;
 constexpr int kHeadDimV = 128;
-using Element = Bf16;  // of the weights
+// Elements of the weights; of queries and keys, where these differ; of an output in boxes.
+using Element = Bf16;
 
 // ---- the plan
 constexpr int kTileM = 128;
@@ -58,7 +59,6 @@ constexpr u32 kVFull = kKEmpty + 8 * kKStages;
 constexpr u32 kVEmpty = kVFull + 8 * kVStages;
 constexpr u32 kJobFull = kVEmpty + 8 * kVStages;
 constexpr u32 kJobEmpty = kJobFull + 8;
-
 // Named barriers: 0 is __syncthreads, then one a consumer for its turn, one for its epilogue.
 constexpr u32 kTurnBarrier = 1;
 constexpr u32 kEpilogueBarrier = kTurnBarrier + kConsumers;
@@ -525,8 +525,8 @@ struct Consumer {
     take_queries(queries);
     mbarrier_wait(smem + kKFull + k_ring.stage * 8, k_ring.parity);
     issue_scores(scores, queries);
-    // Only now: ldmatrix may still be reading when the instruction after it runs, and an arrival
-    // does not wait for it (seen as rare wrong rows); the product does.
+    // Queries in registers are released only now: ldmatrix may still be reading when the instruction after it
+    // runs, and an arrival does not wait for it (seen as rare wrong rows); the product does.
     release_q();
     wgmma_wait<0>();
     release_k();

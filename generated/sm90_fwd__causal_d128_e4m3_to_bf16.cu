@@ -19,7 +19,8 @@ namespace attngen {
 // ---- the problem
 constexpr int kHeadDimQk = 128;
 constexpr int kHeadDimV = 128;
-using Element = E4m3;  // of the weights
+// Elements of the weights; of queries and keys, where these differ; of an output in boxes.
+using Element = E4m3;
 using Output = Bf16;
 
 // ---- the plan
@@ -71,7 +72,6 @@ constexpr u32 kJobFull = kVEmpty + 8 * kVStages;
 constexpr u32 kJobEmpty = kJobFull + 8;
 constexpr u32 kRawFull = kJobEmpty + 8;
 constexpr u32 kRawEmpty = kRawFull + 8 * kRawStages;
-
 // Named barriers: 0 is __syncthreads, then one a consumer for its turn, one for its epilogue.
 constexpr u32 kTurnBarrier = 1;
 constexpr u32 kEpilogueBarrier = kTurnBarrier + kConsumers;
@@ -293,8 +293,7 @@ struct Scheduler {
     slot->block_end = max_of(blocks.end, blocks.begin + 1);
   }
 
-  // load(tile, parity): what the same thread loads of a tile.
-  template <class Load>
+  template <class Load>  // load(tile, parity): what the same thread loads of a tile
   ATTNGEN_DEVICE void run(Load load) const {
     u32 parity = 1;
     int index = blockIdx.x;
@@ -800,6 +799,8 @@ struct Consumer {
     take_queries(queries);
     mbarrier_wait(smem + kKFull + k_ring.stage * 8, k_ring.parity);
     issue_scores(scores, queries);
+    // Queries in registers are released only now: ldmatrix may still be reading when the instruction after it
+    // runs, and an arrival does not wait for it (seen as rare wrong rows); the product does.
     pass_over_v(job.block_end - block_end);
     wgmma_wait<0>();
     release_k();

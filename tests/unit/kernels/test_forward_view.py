@@ -166,11 +166,39 @@ def test_headers_of_scores_that_read_a_tensor_have_its_tiles() -> None:
 
 
 def test_elements_follow_the_formats() -> None:
-    assert view_constants.elements_of(DENSE).weights == "Bf16"
-    assert view_constants.elements_of(WIDENED).weights == "Fp16"
-    fp8 = view_constants.elements_of(replace(FP8, dtype_kv="e5m2", dtype_o="fp32"))
-    assert (fp8.weights, fp8.q, fp8.kv, fp8.output) == ("E4m3", "E4m3", "E5m2", "")
-    assert (fp8.box_columns, fp8.output_box_columns, fp8.four_ones) == (128, 64, "0x3C3C3C3C")
+    def named(problem: Problem) -> dict[str, str]:
+        return {each.name: each.type for each in view_constants.elements_of(problem).named}
+
+    assert named(DENSE) == {"Element": "Bf16", "Output": "Bf16"}
+    widened = {"Element": "Fp16", "QElement": "Bf16", "KvElement": "E5m2", "Output": "Bf16"}
+    assert named(WIDENED) == widened
+    partial = replace(FP8, dtype_kv="e5m2", dtype_o="fp32")
+    assert named(partial) == {"Element": "E4m3"}
+    elements = view_constants.elements_of(partial)
+    assert (elements.kv, elements.box_columns, elements.four_ones) == ("E5m2", 128, "0x3C3C3C3C")
+
+
+@pytest.mark.parametrize(
+    ("problem", "names"),
+    [
+        (replace(DENSE, dtype_o="fp32"), []),
+        (DENSE, ["kOBoxColumns", "kOBoxes"]),
+        (replace(WIDENED, dtype_o="fp32"), ["kRawColumns", "kRawKBoxes", "kRawVBoxes"]),
+        (
+            replace(PAGED, dtype_kv="e4m3", dtype_o="fp32"),
+            ["kRawColumns", "kRawKBoxes", "kRawVBoxes", "kRawParts"],
+        ),
+    ],
+)
+def test_box_constants_are_those_of_output_and_widened_keys(
+    problem: Problem, names: list[str]
+) -> None:
+    assert [each.name for each in view_constants.box_constants(problem)] == names
+
+
+def test_box_constants_of_an_8_bit_output_have_its_columns() -> None:
+    (columns, _) = view_constants.box_constants(replace(FP8, dtype_o="e4m3"))
+    assert columns.value == "128"
 
 
 def test_plan_constants_have_what_the_plan_has() -> None:
@@ -264,12 +292,12 @@ def test_job_has_members_for_what_varies(problem: Problem, plan: Plan, fields: l
 def test_scheduler_counts_tiles_by_who_draws_them() -> None:
     def tiles(problem: Problem, plan: Plan) -> str:
         scheduler = view_loads.scheduler_of(problem, plan, skips_far_keys=False, bounds_left=False)
-        return f"{scheduler.tiles} {scheduler.row_block}"
+        return f"{scheduler.tiles}: {scheduler.row_block}, rows to {scheduler.end_row}"
 
-    assert tiles(DENSE, PLAN) == "p.tiles tile.row_block"
-    assert tiles(PACKED, PLAN) == "tiles tile.row_block"
-    assert tiles(FP8, THREE) == "p.tiles row_block"
-    assert tiles(FP8, EVEN) == "tiles().count() row_block"
+    assert tiles(DENSE, PLAN) == "p.tiles: tile.row_block, rows to first + kTileM"
+    assert tiles(PACKED, PLAN) == "tiles: tile.row_block, rows to first + kTileM"
+    assert tiles(FP8, THREE) == "p.tiles: row_block, rows to row_block * 64"
+    assert tiles(FP8, EVEN) == "tiles().count(): row_block, rows to cut.end * 64"
 
 
 def test_scheduler_stops_at_bits_only_beside_a_bound_before_keys() -> None:

@@ -23,7 +23,7 @@ from ...view import (
     tensor_view,
 )
 from . import traits, view_constants, view_consumer, view_loads, view_scores
-from .view_constants import Constant, Elements, Products
+from .view_constants import Constants, Elements, Products
 from .view_consumer import Blocks, Output, Promotion, Softmax, Step
 from .view_loads import Barriers, Loads, Scheduler, Side
 from .view_scores import Bounds, Scores
@@ -39,8 +39,7 @@ class ForwardView:
     Formats: head_dim_qk, head_dim_v: of tiles. elements: types of operands. eight_bit: Q, K and V
     are FP8. widens: K and V alone are, and become 16 bits. converter: C++, the struct that a
     warpgroup between loaders and consumers runs, or empty. transposer: C++, who transposes V.
-    plan_constants, smem_constants: the plan's numbers, and places in shared memory. products: the
-    two products.
+    constants: of the plan and of shared memory. products: the two products.
 
     Fragments: fragment_sources: C++, their structs, each once. masks, score_list: as the common
     macros take them; score_list is None without scores. scores: what happens to scores. mask_bits:
@@ -75,8 +74,7 @@ class ForwardView:
     widens: bool
     converter: str
     transposer: str
-    plan_constants: tuple[Constant, ...]
-    smem_constants: tuple[Constant, ...]
+    constants: Constants
     products: Products
     # Fragments.
     fragment_sources: tuple[str, ...]
@@ -150,8 +148,7 @@ def forward_view(
         widens=problem.widens,
         converter=view_loads.converter_of(problem, plan),
         transposer="KeyTransposer" if traits.one_loader(problem, plan) else "ColumnTransposer",
-        plan_constants=tuple(view_constants.plan_constants(problem, plan)),
-        smem_constants=tuple(view_constants.smem_constants(plan)),
+        constants=view_constants.constants_of(problem, plan),
         products=view_constants.products_of(problem, plan, scores.line_in_products),
         fragment_sources=fragment_sources,
         masks=masks,

@@ -26,22 +26,37 @@ class Constant:
 
 
 @dataclass(frozen=True)
+class Constants:
+    """Constants of a kernel: of the plan, of boxes beside those of all kernels, and the places of
+    regions in shared memory."""
+
+    plan: tuple[Constant, ...]
+    boxes: tuple[Constant, ...]
+    smem: tuple[Constant, ...]
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A name of the kernel's for a type of the headers'."""
+
+    name: str
+    type: str
+
+
+@dataclass(frozen=True)
 class Elements:
     """Element types, by their C++ names, and what follows from their sizes.
 
-    weights: as the second product reads them; q, kv: as stored; output: empty where rows are
-    float32. box_columns, output_box_columns: of a box of 128 bytes. scores_a_register: as many
-    weights as a register's worth of them has, times the lanes of a row. four_ones: four ones of V's
-    type in a word.
+    named: aliases. q, kv: as stored. box_columns: of a box of 128 bytes of Q and K.
+    keys_a_register: the keys of a block for which a thread has a register of weights. four_ones:
+    four ones of V's type in a word.
     """
 
-    weights: str
+    named: tuple[Alias, ...]
     q: str
     kv: str
-    output: str
     box_columns: int
-    output_box_columns: int
-    scores_a_register: int
+    keys_a_register: int
     four_ones: str
 
 
@@ -124,16 +139,41 @@ def headers_of(problem: Problem, plan: Plan, reads_tile: bool) -> tuple[str, ...
 def elements_of(problem: Problem) -> Elements:
     """The element types of a problem's operands, weights and output."""
     q, kv = CPP_ELEMENTS[problem.dtype_q], CPP_ELEMENTS[problem.dtype_kv]
+    named = {"Element": "E4m3" if problem.eight_bit else "Fp16" if problem.widens else q}
+    named |= {"QElement": q, "KvElement": kv} if problem.widens else {}
+    named |= {"Output": CPP_ELEMENTS[problem.dtype_o]} if problem.dtype_o != "fp32" else {}
     return Elements(
-        weights="E4m3" if problem.eight_bit else "Fp16" if problem.widens else q,
+        named=tuple(Alias(name, type_) for name, type_ in named.items()),
         q=q,
         kv=kv,
-        output=CPP_ELEMENTS.get(problem.dtype_o, ""),
         box_columns=128 if problem.eight_bit else 64,
-        output_box_columns=128 if problem.dtype_o in ("e4m3", "e5m2") else 64,
-        scores_a_register=8 if problem.eight_bit else 4,
+        keys_a_register=8 if problem.eight_bit else 4,
         four_ones="0x3C3C3C3C" if problem.dtype_kv == "e5m2" else "0x38383838",
     )
+
+
+def constants_of(problem: Problem, plan: Plan) -> Constants:
+    """The constants that follow from a problem and its plan."""
+    return Constants(
+        plan=tuple(plan_constants(problem, plan)),
+        boxes=tuple(box_constants(problem)),
+        smem=tuple(smem_constants(plan)),
+    )
+
+
+def box_constants(problem: Problem) -> Iterator[Constant]:
+    """Boxes of the output, and of keys and values before they are widened, of which a block may
+    have several parts."""
+    if problem.dtype_o != "fp32":
+        columns = 128 if problem.dtype_o in ("e4m3", "e5m2") else 64
+        yield Constant("int", "kOBoxColumns", str(columns))
+        yield Constant("int", "kOBoxes", "ceil_div(kHeadDimV, kOBoxColumns)")
+    if problem.widens:
+        yield Constant("int", "kRawColumns", "128")
+        yield Constant("int", "kRawKBoxes", "ceil_div(kHeadDimQk, kRawColumns)")
+        yield Constant("int", "kRawVBoxes", "ceil_div(kHeadDimV, kRawColumns)")
+    if problem.widens and problem.paged:
+        yield Constant("int", "kRawParts", "kTileN / kRawKeys")
 
 
 def plan_constants(problem: Problem, plan: Plan) -> Iterator[Constant]:

@@ -139,7 +139,7 @@ class Output:
 
     stores_rows: from registers to memory; rows_of_16_bits, rows_of_32_bits: which ones. Else it is
     staged: staged_at: C++, where. eight_bit: it is FP8. one_releases_q: one thread, not one a warp,
-    releases queries.
+    releases queries. lse_row: C++, where a head's LSE begins.
     """
 
     stores_rows: bool
@@ -148,6 +148,7 @@ class Output:
     staged_at: str
     eight_bit: bool
     one_releases_q: bool
+    lse_row: str
 
 
 def softmax_of(problem: Problem, plan: Plan, use: FragmentUse, scores: Scores) -> Softmax:
@@ -305,4 +306,7 @@ def output_of(problem: Problem, plan: Plan) -> Output:
         staged_at="kSmemQ" if over_q else "kSmemO",
         eight_bit=problem.dtype_o in ("e4m3", "e5m2"),
         one_releases_q=rolls(problem, plan) and over_q,
+        lse_row="sequence.place(ctx.batch, sequence.first_token(q_index(job)), ctx.head, p.heads_q)"
+        if problem.varlen
+        else "(static_cast<long long>(ctx.batch) * p.heads_q + ctx.head) * ctx.q_len",
     )

@@ -29,7 +29,8 @@ class Side:
 
     fragment: finds a sequence. varies: whether lengths are told on the device; packed: whether one
     sequence follows the other; dense: neither. index_type, index: C++, where a tensor map has the
-    sequence of a job. map_type: C++, of tensor maps.
+    sequence of a job. length_of_tile: C++, the length of a tile's sequence, where packed ones are
+    found with their places. map_type: C++, of tensor maps.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Side:
     dense: bool
     index_type: str
     index: str
+    length_of_tile: str
     map_type: str
 
 
@@ -50,7 +52,8 @@ class Scheduler:
     a packed sequence's place is found with its length. skips_far_keys: whether a line leaves faint
     weights of far keys, whose blocks are left out. stops_at_bits: whether
     a window may begin behind the last block of which an arbitrary mask has bits. row_block,
-    block_begin: C++, what a job gets.
+    block_begin, block_end: C++, what a job gets; end_block: C++, the block of 64 rows at which a
+    tile ends, where a job says this, else empty. first_row, end_row: C++, the tile's rows.
     """
 
     tiles: str
@@ -60,6 +63,10 @@ class Scheduler:
     stops_at_bits: bool
     row_block: str
     block_begin: str
+    block_end: str
+    end_block: str
+    first_row: str
+    end_row: str
 
 
 @dataclass(frozen=True)
@@ -173,6 +180,9 @@ def side_of(name: str, problem: Problem, use: FragmentUse) -> Side:
         dense=dense,
         index_type="int" if dense else "SequenceIndex",
         index="job.batch" if dense else f"{{job.{name}_length, job.{place}}}",
+        length_of_tile=f"forget({name}_place.length)"
+        if packed
+        else f"{name}_sequence(p).length(tile.batch)",
         map_type="TensorMap" if dense else "SequenceMap",
     )
 
@@ -195,15 +205,32 @@ def scheduler_of(
 ) -> Scheduler:
     """How a plan's tiles are drawn. bounds_left: whether a mask hides keys before some."""
     cuts = cuts_tiles(problem, plan)
+    stops = problem.attn_mask and bounds_left
+    end_block, first_row, end_row = _rows_of_tile(problem, plan)
     return Scheduler(
         tiles="tiles" if problem.varlen else "tiles().count()" if cuts else "p.tiles",
         dynamic=plan.schedule.dynamic,
         finds_places="packed" in (problem.q_seq, problem.kv_seq),
         skips_far_keys=skips_far_keys,
-        stops_at_bits=problem.attn_mask and bounds_left,
+        stops_at_bits=stops,
         row_block="row_block" if one_loader(problem, plan) else "tile.row_block",
-        block_begin="begin" if skips_far_keys else "blocks.begin",
+        block_begin="begin" if skips_far_keys or stops else "blocks.begin",
+        block_end="min_of(blocks.end, last_block + 1)" if stops else "blocks.end",
+        end_block=end_block,
+        first_row=first_row,
+        end_row=end_row,
     )
+
+
+def _rows_of_tile(problem: Problem, plan: Plan) -> tuple[str, str, str]:
+    """C++: the block of 64 rows at which a tile ends, if a job says this, its first row, and its
+    end."""
+    if cuts_tiles(problem, plan):
+        return "cut.end", "cut.begin * 64", "cut.end * 64"
+    if one_loader(problem, plan):
+        end = "end_of_tile<kConsumers>(tile.row_block, p.tiles_m, ceil_div(ctx.q_len, 64))"
+        return end, "max_of(first_row_of(row_block), 0)", "row_block * 64"
+    return "", "tile.row_block * kTileM", "first + kTileM"
 
 
 def loads_of(problem: Problem, plan: Plan, uses: Uses, reads_tile: bool) -> Loads:
