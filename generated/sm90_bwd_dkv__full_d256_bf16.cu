@@ -44,7 +44,6 @@ constexpr u32 kSmemD = 225856;
 constexpr u32 kSmemBarriers = 226432;
 constexpr u32 kSmemJob = 226608;
 constexpr u32 kJobBytes = 20;
-
 constexpr int kStages = 3;  // of queries and of output gradients
 constexpr int kQStages = kStages;
 constexpr int kDoStages = kStages;
@@ -147,6 +146,7 @@ struct DenseSequence {
   ATTNGEN_HD int first_row(int) const { return 0; }
   ATTNGEN_HD int batch_index(int batch) const { return batch; }
 };
+
 struct TmaFetch {
   // Rows of one head into `kBoxes` boxes of kColumns columns and `box_bytes`; columns and rows outside the tensor
   // arrive as zeros, so a tail never carries NaN into a product.
@@ -208,10 +208,10 @@ static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by t
 static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
 static_assert(sizeof(Params) == 896, "packed by the host");
 
-
 ATTNGEN_DEVICE MaskList mask_list(const Params& p) {
   return {};
 }
+
 ATTNGEN_DEVICE QSequence q_sequence(const Params& p) { return DenseSequence{p.q_len}; }
 ATTNGEN_DEVICE KvSequence kv_sequence(const Params& p) { return DenseSequence{p.kv_len}; }
 
@@ -225,7 +225,6 @@ ATTNGEN_DEVICE Context tile_context(const Params& p, int batch, int head) {
 ATTNGEN_DEVICE long long workspace_block(const Params& p, int batch, int head, int block) {
   return (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;
 }
-
 
 // A tile of one axis, and the blocks of the other that it visits. A negative tile ends the work.
 struct Job {
@@ -245,6 +244,7 @@ struct Scheduler {
 
   ATTNGEN_DEVICE void publish(int index) const {
     const TileOrder order = {p.kv_blocks, p.heads_kv, p.total_heads, p.heads_per_group, p.tail_rows};
+
     const TileCoord tile = order.at<false>(index);
     const Context ctx = tile_context(p, tile.batch, tile.head * p.group_size);
     const int first = tile.row_block * kTileN;
@@ -257,7 +257,8 @@ struct Scheduler {
     slot->block_end = blocks.end;
   }
 
-  // Each tile draws one number; whoever draws the last leaves the counter at zero.
+  // Each tile draws one number, and where tiles are ordered each CTA one more; whoever draws the last leaves the counter
+  // at zero.
   ATTNGEN_DEVICE int draw(int tiles) const {
     int* counter = static_cast<int*>(p.tile_counter);
     const int drawn = atomicAdd(counter, 1);
@@ -269,6 +270,7 @@ struct Scheduler {
   template <class Loader>
   ATTNGEN_DEVICE void run(Loader load) const {
     u32 parity = 1;
+
     int index = blockIdx.x;
     while (index < p.tiles) {
       publish(index);
@@ -297,7 +299,6 @@ ATTNGEN_DEVICE void for_each_job(u32 smem, const volatile Job* slot, Visitor vis
   }
 }
 
-
 // The blocks of queries that a tile of keys visits for the query heads of its group.
 template <class Visitor>
 ATTNGEN_DEVICE void for_each_block(const Params& p, const Job& job, Visitor visit) {
@@ -309,7 +310,7 @@ ATTNGEN_DEVICE void for_each_block(const Params& p, const Job& job, Visitor visi
   }
 }
 
-// A float a query of a block, from a workspace.
+// Loads a float a query of a block, from a workspace.
 ATTNGEN_DEVICE void load_row(u32 place, const void* workspace, long long at, u32 full) { bulk_load(place, static_cast<const float*>(workspace) + at, kRowBytes, full); }
 
 // ---- loaders: the tile's keys and values, by the scheduler's thread
@@ -319,8 +320,10 @@ struct KvLoader {
   u32 parity = 1;
 
   ATTNGEN_DEVICE void operator()(const Job& job) {
+
     const int row = kv_sequence(p).first_row(job.batch) + job.tile * kTileN;
     const auto batch = kv_sequence(p).batch_index(job.batch);
+
     mbarrier_wait(smem + kKEmpty, parity);
     mbarrier_arrive_expect(smem + kKFull, kQkBoxes * kKeyBoxBytes);
     KvFetch::load<kQkBoxes>(smem + kSmemK, kKeyBoxBytes, &p.map_k, smem + kKFull, row, job.head, batch, kEvictFirst);
@@ -339,7 +342,7 @@ struct QueryLoader {
   RingPosition<kQStages> q_ring;
   RingPosition<kDoStages> do_ring;
 
-  // Queries, and their LSE unless these are made here.
+  // Queries with their LSE unless that is made here, and with D where output gradients are freed early.
   ATTNGEN_DEVICE void load_queries(int row, int head, int batch, long long at, int visit) {
     const bool made_here = visit >= 0;
     const u32 q_full = smem + kQFull + q_ring.stage * 8;
@@ -347,12 +350,14 @@ struct QueryLoader {
     mbarrier_arrive_expect(q_full, kQkBoxes * kQueryBoxBytes + (made_here ? 0 : kRowBytes));
     TmaFetch::load<kQkBoxes>(smem + kSmemQ + q_ring.stage * kQkBoxes * kQueryBoxBytes, kQueryBoxBytes, &p.map_q, q_full, row, head, batch, kEvictLast);
     if (!made_here) load_row(smem + kSmemLse + q_ring.stage * kRowBytes, p.lse_log2, at, q_full);
+
     q_ring.advance();
   }
-  // Output gradients, and their D unless it is made here.
+  // Output gradients, with their D where it is neither made here nor comes with queries.
   ATTNGEN_DEVICE void load_output_gradients(int row, int head, int batch, long long at, int visit) {
     const bool made_here = visit >= 0;
     mbarrier_wait(smem + kDoEmpty + do_ring.stage * 8, do_ring.parity ^ 1);
+
     const u32 do_full = smem + kDoFull + do_ring.stage * 8;
     mbarrier_arrive_expect(do_full, kVBoxes * kQueryBoxBytes + (made_here ? 0 : kRowBytes));
     TmaFetch::load<kVBoxes>(smem + kSmemDo + do_ring.stage * kVBoxes * kQueryBoxBytes, kQueryBoxBytes, &p.map_d_o, do_full, row, head, batch, kEvictLast);
@@ -360,22 +365,25 @@ struct QueryLoader {
     do_ring.advance();
   }
   ATTNGEN_DEVICE void load(const Job& job, int head, int block) {
+
     const int row = q_sequence(p).first_row(job.batch) + block * kTileM;
     const auto batch = q_sequence(p).batch_index(job.batch);
     const long long at = workspace_block(p, job.batch, head, block) * kTileM;
     constexpr int visit = -1;
+
     load_queries(row, head, batch, at, visit);
     load_output_gradients(row, head, batch, at, visit);
+
   }
 
   ATTNGEN_DEVICE void run() {
     await_dependency();
     for_each_job<true>(smem, slot, [&](const Job& job) {
+
       for_each_block(p, job, [&](int head, int block) { load(job, head, block); });
     });
   }
 };
-
 
 // ---- the two consumers, of values and of keys, one code where their head dims agree. Both make scores
 // from rows that they are the first to read, and sum a gradient of the block before by the other rows:
@@ -419,21 +427,25 @@ struct Consumer {
   }
 
   // ---- of values: weights from scores
-  // One block's weights, packed, in registers and for the other warpgroup.
+  // Makes a block's weights of its scores, and where these bend `slopes`, weights times derivatives.
   ATTNGEN_DEVICE void weigh(Scores& scores, const Context& ctx, const BlockRange& blocks, int key, int block) const {
+
     if (block < blocks.full_begin || block >= blocks.full_end) {
       hide_queries<kTileM>(scores, mask_list(p), ctx, key, block * kTileM + (lane & 3) * 2);
     }
+
     weigh_queries<kTileM>(scores, p.scale_log2, query_row());
   }
 
   ATTNGEN_DEVICE void hand_over(Packed& packed, const Scores& scores) {
+
     pack_pairs<Element, kTileM / 2>(packed, scores);
     mbarrier_wait(smem + kWeightsEmpty + weights_ring.stage * 8, weights_ring.parity ^ 1);
 #pragma unroll
     for (int i = 0; i < kTileM / 16; ++i) store_shared_x4(weights() + i * 2048, packed + 4 * i);
     mbarrier_arrive(smem + kWeightsFull + weights_ring.stage * 8);
     weights_ring.advance();
+
   }
 
   // ---- of keys: gradients of scores
@@ -471,6 +483,7 @@ struct Consumer {
     } else {
       wgmma_commit();  // a group of none, so that the scores' is always the last but one
     }
+
     wgmma_wait<1>();
     settle(scores);
     if (of_values) {
@@ -483,6 +496,7 @@ struct Consumer {
     if (!first) release_gradient_rows();
     if (of_values) {
       hand_over(packed, scores);
+
     } else {
       pack_pairs<Element, kTileM / 2>(packed, scores);
     }
@@ -502,6 +516,7 @@ struct Consumer {
     named_barrier_sync(kWarpgroupBarrier + !of_values, 128);
     if (warp == 0 && lane == 0) {
       const auto* map = of_values ? &p.map_dv : &p.map_dk;
+
       const int row = kv_sequence(p).first_row(job.batch) + job.tile * kTileN;
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) {
@@ -522,11 +537,14 @@ struct Consumer {
     Gradient sums;
     Scores scores;
     Packed packed;
+
 #pragma unroll
     for (int i = 0; i < GradientMma::kN / 2; ++i) sums[i] = 0.f;
     mbarrier_wait(smem + (of_values ? kKFull : kVFull), parity);
+
     const int steps = (job.block_end - job.block_begin) * p.group_size;
     if (steps > 0) {
+
       int block = job.block_begin;
       if (kPeelFirst) visit(true, sums, scores, packed, ctx, blocks, job, key, block);
 #pragma unroll 1
@@ -579,12 +597,14 @@ sm90_bwd_dkv__full_d256_bf16__45dd41(const __grid_constant__ attngen::Params p) 
     mbarrier_init(smem + kJobEmpty, 256 + 1);  // consumer threads, loader
     mbarrier_init_fence();
   }
+
   __syncthreads();
   const int warp = threadIdx.x % 128 / 32;
   const int lane = threadIdx.x % 32;
   if (role == 0) {
     release_registers<kProducerRegisters>();
     if (threadIdx.x == 0) Scheduler{p, smem, slot}.run(KvLoader{p, smem});
+
     if (threadIdx.x == 32) QueryLoader{p, smem, slot}.run();
   } else {
     take_registers<kConsumerRegisters>();

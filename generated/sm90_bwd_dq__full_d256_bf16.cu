@@ -40,7 +40,6 @@ constexpr u32 kSmemV = 196608;
 constexpr u32 kSmemBarriers = 229376;
 constexpr u32 kSmemJob = 229456;
 constexpr u32 kJobBytes = 20;
-
 constexpr int kKStages = 2;
 constexpr int kVStages = 1;
 constexpr int kRowBlock = 48;  // queries a block of the workspaces
@@ -124,7 +123,6 @@ struct DqMma {
   }
 };
 
-
 // ---- the fragments
 struct DenseSequence {
   int len;
@@ -134,6 +132,7 @@ struct DenseSequence {
   ATTNGEN_HD int first_row(int) const { return 0; }
   ATTNGEN_HD int batch_index(int batch) const { return batch; }
 };
+
 struct TmaFetch {
   // Rows of one head into `kBoxes` boxes of kColumns columns and `box_bytes`; columns and rows outside the tensor
   // arrive as zeros, so a tail never carries NaN into a product.
@@ -194,10 +193,10 @@ static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by t
 static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
 static_assert(sizeof(Params) == 768, "packed by the host");
 
-
 ATTNGEN_DEVICE MaskList mask_list(const Params& p) {
   return {};
 }
+
 ATTNGEN_DEVICE QSequence q_sequence(const Params& p) { return DenseSequence{p.q_len}; }
 ATTNGEN_DEVICE KvSequence kv_sequence(const Params& p) { return DenseSequence{p.kv_len}; }
 
@@ -211,7 +210,6 @@ ATTNGEN_DEVICE Context tile_context(const Params& p, int batch, int head) {
 ATTNGEN_DEVICE long long workspace_block(const Params& p, int batch, int head, int block) {
   return (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;
 }
-
 
 // A tile of one axis, and the blocks of the other that it visits. A negative tile ends the work.
 struct Job {
@@ -231,6 +229,7 @@ struct Scheduler {
 
   ATTNGEN_DEVICE void publish(int index) const {
     const TileOrder order = {p.q_tiles, p.heads_q, p.total_heads, p.heads_per_group, p.tail_rows};
+
     const TileCoord tile = order.at<false>(index);
     const Context ctx = tile_context(p, tile.batch, tile.head);
     const int first = tile.row_block * kTileM;
@@ -243,7 +242,8 @@ struct Scheduler {
     slot->block_end = blocks.end;
   }
 
-  // Each tile draws one number; whoever draws the last leaves the counter at zero.
+  // Each tile draws one number, and where tiles are ordered each CTA one more; whoever draws the last leaves the counter
+  // at zero.
   ATTNGEN_DEVICE int draw(int tiles) const {
     int* counter = static_cast<int*>(p.tile_counter);
     const int drawn = atomicAdd(counter, 1);
@@ -255,6 +255,7 @@ struct Scheduler {
   template <class Loader>
   ATTNGEN_DEVICE void run(Loader load) const {
     u32 parity = 1;
+
     int index = blockIdx.x;
     while (index < p.tiles) {
       publish(index);
@@ -283,7 +284,6 @@ ATTNGEN_DEVICE void for_each_job(u32 smem, const volatile Job* slot, Visitor vis
   }
 }
 
-
 // ---- loaders: the tile's queries and output gradients, by the scheduler's thread
 struct QueryLoader {
   const Params& p;
@@ -291,6 +291,7 @@ struct QueryLoader {
   u32 parity = 1;
 
   ATTNGEN_DEVICE void operator()(const Job& job) {
+
     const int row = q_sequence(p).first_row(job.batch) + job.tile * kTileM;
     const auto batch = q_sequence(p).batch_index(job.batch);
     mbarrier_wait(smem + kQEmpty, parity);
@@ -312,6 +313,7 @@ struct BlockLoader {
   ATTNGEN_DEVICE void run() const {
     RingPosition<kStages> ring;
     for_each_job(smem, slot, [&](const Job& job) {
+
       const int first_row = kv_sequence(p).first_row(job.batch);
       const auto index = kv_sequence(p).batch_index(job.batch);
 #pragma unroll 1
@@ -369,6 +371,7 @@ struct Consumer {
 
   // dS, from S and from dP - D.
   ATTNGEN_DEVICE void differentiate(Scores& scores, Scores& gradients, const Rows& rows, const Context& ctx, const BlockRange& blocks, int row, int block) const {
+
     if (block < blocks.full_begin || block >= blocks.full_end) {
       const MaskList masks = mask_list(p);
       const int column = block * kTileN + (lane & 3) * 2;
@@ -378,8 +381,10 @@ struct Consumer {
         hide_outside<kTileN>(scores, half, MaskList::kBoundsLeft ? range.lo - column : 0, range.hi - column);
       }
     }
+
 #pragma unroll
     for (int i = 0; i < kTileN / 2; ++i) scores[i] = exp2_approx(scores[i] * p.scale_log2 - rows.lse[fragment_row(i)]);
+
     wgmma_wait<0>();
     settle(gradients);
 #pragma unroll
@@ -390,6 +395,7 @@ struct Consumer {
   ATTNGEN_DEVICE void await_block(Scores& gradients, const Rows& rows) const {
     mbarrier_wait(smem + kKFull + k_ring.stage * 8, k_ring.parity);
     mbarrier_wait(smem + kVFull + v_ring.stage * 8, v_ring.parity);
+
 #pragma unroll
     for (int i = 0; i < kTileN / 2; ++i) gradients[i] = rows.start[fragment_row(i)];
     await_turn();
@@ -415,6 +421,7 @@ struct Consumer {
     fence_async_shared();
     named_barrier_sync(kWarpgroupBarrier + warpgroup, 128);
     if (warp == 0 && lane == 0) {
+
       const int row = q_sequence(p).first_row(job.batch) + job.tile * kTileM + warpgroup * 64;
 #pragma unroll
       for (int box = 0; box < kQkBoxes; ++box) {
@@ -432,13 +439,16 @@ struct Consumer {
     const int row = first + warp * 16 + lane / 4;
     const BlockRange blocks = kv_block_range<kTileN>(mask_list(p), ctx, first, max_of(min_of(first + 64, ctx.q_len) - 1, first));
     const Rows rows = load_rows(job, ctx, row);
+
     float dq[kHeadDimQk / 2];
     Scores scores;
     Scores gradients;
     u32 packed[kTileN / 4];
 #pragma unroll
     for (int i = 0; i < kHeadDimQk / 2; ++i) dq[i] = 0.f;
+
     mbarrier_wait(smem + kQFull, parity);
+
     // dQ is one block behind, and first in a turn, so that its keys' buffer is free soon. Branches, not
     // products before and behind the loop: code that stands once compiles in two thirds of the time.
 #pragma unroll 1
@@ -452,9 +462,11 @@ struct Consumer {
       if (block > job.block_begin) release_keys();
       settle(scores);
       k_ring.advance();
+
       differentiate(scores, gradients, rows, ctx, blocks, row, block);
       release_values();
       pack_pairs<Element, kTileN / 2>(packed, gradients);
+
     }
     wgmma_wait<0>();
     if (job.block_begin < job.block_end) release_keys();
@@ -496,10 +508,12 @@ sm90_bwd_dq__full_d256_bf16__445c19(const __grid_constant__ attngen::Params p) {
     mbarrier_init(smem + kJobEmpty, kConsumers * 128 + 2);  // consumer threads, loaders
     mbarrier_init_fence();
   }
+
   __syncthreads();
   if (role == 0) {
     release_registers<kProducerRegisters>();
     if (threadIdx.x == 0) Scheduler{p, smem, slot}.run(QueryLoader{p, smem});
+
     if (threadIdx.x == 64) KLoader{p, &p.map_k, smem, slot}.run();
     if (threadIdx.x == 96) VLoader{p, &p.map_v, smem, slot}.run();
   } else {
