@@ -51,7 +51,7 @@ TEMPLATES = {
     sm90_short.FAMILY: "wgmma/forward/short",
     sm90_alone.FAMILY: "wgmma/forward/alone",
     "sm90_bwd": "wgmma/backward/fused",
-    "sm90_bwd_with_dbias": "wgmma/backward/fused_with_dbias",
+    "sm90_bwd_with_dbias": "wgmma/backward/fused",
     "sm90_bwd_dkv": "wgmma/backward/dkv",
     "sm90_bwd_dq": "wgmma/backward/dq",
     "sm90_bwd_dbias": "wgmma/backward/dbias",

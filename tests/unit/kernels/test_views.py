@@ -21,6 +21,7 @@ from attngen.kernels.support.view_order import OrderView
 from attngen.kernels.view import KernelView, Value
 from attngen.kernels.wgmma.backward.view import DkvView, DqView
 from attngen.kernels.wgmma.backward.view_around import ConvertView, PrepareView, RowSumsView
+from attngen.kernels.wgmma.backward.view_fused import FusedView
 from attngen.kernels.wgmma.decode.view import DecodeView
 from attngen.kernels.wgmma.forward.view import ForwardView
 
@@ -36,13 +37,13 @@ VIEWS: dict[str, Any] = {
     "kernels/support/row_sums.cu.j2": RowSumsView,
     "kernels/wgmma/backward/dq.cu.j2": DqView,
     "kernels/wgmma/backward/dkv.cu.j2": DkvView,
+    "kernels/wgmma/backward/fused.cu.j2": FusedView,
     "kernels/wgmma/forward/alone.cu.j2": ForwardView,
     "kernels/wgmma/forward/forward.cu.j2": ForwardView,
     "kernels/wgmma/forward/short.cu.j2": ForwardView,
 }
 # Kernels' templates that are still filled from a problem and a plan.
 UNCONVERTED = {
-    *("kernels/wgmma/backward/fused.cu.j2", "kernels/wgmma/backward/fused_with_dbias.cu.j2"),
     "kernels/wgmma/backward/dbias.cu.j2",
 }
 EACH = pytest.mark.parametrize("template", VIEWS)

@@ -27,6 +27,7 @@ from ...uses import uses_of
 from .plans import FUSED, BackwardPlan, BiasPlan, ConvertPlan, KernelPlan, PreparePlan, RowSumsPlan
 from .view import dkv_view, dq_view
 from .view_around import convert_view, prepare_view, row_sums_view
+from .view_fused import fused_view
 from .view_parts import Uses, sequence_view
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ def render(problem: Problem, plan: KernelPlan, features: Features, root: Path) -
         if plan.family == "sm90_bwd_dkv":
             view = dkv_view(problem, plan, kernel, uses, root)
             return Source(fill_view(template_of(plan), view, root), kernel)
+        view = fused_view(problem, plan, kernel, uses, root)
+        return Source(fill_view(template_of(plan), view, root), kernel)
         return Source(fill(problem, plan, kernel, uses, root), kernel)
     return Source(fill_view(template_of(plan), view, root), kernel)
 
