@@ -78,8 +78,9 @@ class Argument:
 
     @property
     def has_heads(self) -> bool:
-        """Whether a tensor of it may have a number for each head."""
-        return any(axis.startswith("h_") for shape in self.shapes for axis in shape)
+        """Whether a tensor of it may have one number for each head."""
+        axes = (axis for shape in self.shapes for axis in shape)
+        return not self.is_broadcast and any(axis.startswith("h_") for axis in axes)
 
     @property
     def is_broadcast(self) -> bool:

@@ -96,3 +96,8 @@ def test_call_is_known_without_tensor_libraries() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
     )
     assert not {"torch", "jax", "numpy", "jinja2"} & {*done.stdout.split()}
+
+
+def test_operands_with_a_number_for_each_head_have_strides() -> None:
+    found = {name for name, row in table.ROWS.items() if row.has_heads}
+    assert found == {"descale_q", "descale_k", "descale_v", "alibi_slopes", "sink"}
