@@ -423,7 +423,7 @@ struct Consumer {
     gemm_accumulate<PvMma, kPvSteps, kVBoxBytes, kVGroupBytes>(output.sum, weights, v_tile());
   }
 
-  // Scores as the softmax takes them: score fragments applied, invisible keys at -inf.
+  // Turns scores into what the softmax takes: score fragments applied, invisible keys at -inf.
   template <bool kMasked>
   ATTNGEN_DEVICE void prepare_scores(float (&scores)[kTileN / 2], const Context& ctx, int row,
                                      int block) const {
@@ -439,12 +439,12 @@ struct Consumer {
     }
   }
 
-  // The previous block's output is complete.
+  // Awaits the previous block's output.
   ATTNGEN_DEVICE void await_product() {
     wgmma_wait<0>();
     release_v();
   }
-  // The same, and what was summed becomes relative to the new maxima.
+  // Awaits it, and makes sums relative to the new maxima.
   ATTNGEN_DEVICE void finish_product(Accumulators& output, bool grew, const float (&rescale)[2]) {
     await_product();
     rescale_output(output, grew, rescale);
@@ -461,8 +461,8 @@ struct Consumer {
     for (int i = 0; i < kHeadDimV / 2; ++i) output.sum[i] = 0.f;
   }
 
-  // One block: its scores are computed together with the previous block's output. Where far blocks may be passed
-  // over, returns whether it was; kAfterFaint: as the previous one was.
+  // Computes a block's scores together with the previous block's output, and weighs them. Where far blocks may be
+  // passed over: returns whether this one was; kAfterFaint: the previous one was.
   template <bool kMasked>
   ATTNGEN_DEVICE void step(const Queries& queries, float (&scores)[kTileN / 2], Accumulators& output,
                            u32 (&weights)[kWeightRegisters], RowState& state, const Context& ctx, int row,

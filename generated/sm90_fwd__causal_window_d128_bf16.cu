@@ -420,8 +420,8 @@ struct Consumer {
     if (lane == 0) mbarrier_arrive(smem + kVEmpty + v_ring.stage * 8);
     v_ring.advance();
   }
-  // So many blocks that none of the warpgroup's rows sees. Awaited, since an arrival may otherwise count
-  // for what lay there before, and by every lane before one arrives: the barrier might move on.
+  // Passes over `count` blocks that none of the warpgroup's rows sees. Each is awaited, or an arrival might count for
+  // the block that lay there before; and by every lane before one arrives, or the barrier might move on.
   ATTNGEN_DEVICE void pass_over_k(int count) {
 #pragma unroll 1
     for (; count > 0; --count) {
@@ -438,7 +438,7 @@ struct Consumer {
       release_v();
     }
   }
-  // A tile of which the warpgroup has no row.
+  // Passes over a tile of which the warpgroup has no row.
   ATTNGEN_DEVICE void pass_over_tile(const Job& job) {
     release_q();
 #pragma unroll 1
@@ -460,7 +460,7 @@ struct Consumer {
     gemm_accumulate<PvMma, kPvSteps, kVBoxBytes, kVGroupBytes>(output.sum, weights, v_tile());
   }
 
-  // Scores as the softmax takes them: score fragments applied, invisible keys at -inf.
+  // Turns scores into what the softmax takes: score fragments applied, invisible keys at -inf.
   template <bool kMasked>
   ATTNGEN_DEVICE void prepare_scores(float (&scores)[kTileN / 2], const Context& ctx, int row,
                                      int block) const {
@@ -476,12 +476,12 @@ struct Consumer {
     }
   }
 
-  // The previous block's output is complete.
+  // Awaits the previous block's output.
   ATTNGEN_DEVICE void await_product() {
     wgmma_wait<0>();
     release_v();
   }
-  // The same, and what was summed becomes relative to the new maxima.
+  // Awaits it, and makes sums relative to the new maxima.
   ATTNGEN_DEVICE void finish_product(Accumulators& output, bool grew, const float (&rescale)[2]) {
     await_product();
     rescale_output(output, grew, rescale);
@@ -521,8 +521,8 @@ struct Consumer {
     for (int i = 0; i < kHeadDimV / 2; ++i) output.sum[i] = 0.f;
   }
 
-  // One block: its scores are computed together with the previous block's output. Where far blocks may be passed
-  // over, returns whether it was; kAfterFaint: as the previous one was.
+  // Computes a block's scores together with the previous block's output, and weighs them. Where far blocks may be
+  // passed over: returns whether this one was; kAfterFaint: the previous one was.
   template <bool kMasked>
   ATTNGEN_DEVICE void step(const Queries& queries, float (&scores)[kTileN / 2], Accumulators& output,
                            u32 (&weights)[kWeightRegisters], RowState& state, const Context& ctx, int row,
@@ -615,7 +615,7 @@ struct Consumer {
     float factor[2];
     begin_sum(output);
 
-    // Of a tile that sees no key the one block, in which every key is masked.
+    // A tile that sees no key has one block, in which every key is masked.
     const BlockRange blocks = KvIteration::blocks<kTileN>(mask_list(p), ctx, first, max_of(min_of(first + 64, ctx.q_len) - 1, first));
     const int block_end = end_of_share(blocks, job.block_end);
     last_block = max_of(blocks.begin < blocks.end ? blocks.begin : job.block_end - 1, job.block_begin);

@@ -440,7 +440,7 @@ struct Consumer {
   int lane;
   RingPosition<kKStages> k_ring;
   RingPosition<kVStages> v_ring;
-  // Of the tile: what a product of Q and K as stored is multiplied by, and the output in the end.
+  // A tile's factors: of products of Q and K as stored, in log2 units, and of the finished output.
   float scale_log2;
   float shift;  // log2 of what weights are multiplied by
   float slack;  // log2 of how far a row may outgrow its maximum before this is raised
@@ -462,8 +462,8 @@ struct Consumer {
     if (lane == 0) mbarrier_arrive(smem + kVEmpty + v_ring.stage * 8);
     v_ring.advance();
   }
-  // So many blocks that none of the warpgroup's rows sees. Awaited, since an arrival may otherwise count
-  // for what lay there before, and by every lane before one arrives: the barrier might move on.
+  // Passes over `count` blocks that none of the warpgroup's rows sees. Each is awaited, or an arrival might count for
+  // the block that lay there before; and by every lane before one arrives, or the barrier might move on.
   ATTNGEN_DEVICE void pass_over_k(int count) {
 #pragma unroll 1
     for (; count > 0; --count) {
@@ -480,7 +480,7 @@ struct Consumer {
       release_v();
     }
   }
-  // A tile of which the warpgroup has no row.
+  // Passes over a tile of which the warpgroup has no row.
   ATTNGEN_DEVICE void pass_over_tile(const Job& job) {
     release_q();
 #pragma unroll 1
@@ -490,22 +490,22 @@ struct Consumer {
     }
   }
 
-  // What stored numbers stand for, read where the job's sequence and head find it.
+  // Takes the factors of stored numbers, which the job's sequence and head find.
   ATTNGEN_DEVICE void take_scales(const Job& job) {
     const float qk = read_scale(p.descale_q, job.batch * p.descale_q_stride_batch + job.kv_head * p.descale_q_stride_head) *
                      read_scale(p.descale_k, job.batch * p.descale_k_stride_batch + job.kv_head * p.descale_k_stride_head);
     scale_log2 = log2_scale(p.scale_log2 * qk);
-    // Without a scale of its own a weight of 1 is stored as 2^8, so that e4m3 holds down to 2^-17.
+    // Without a given scale a weight of 1 is stored as 2^8, so that e4m3 holds down to 2^-17.
     const float scale_s = p.scale_s ? weight_scale(read_scale(p.scale_s, 0)) : 256.f;
     const float descale_s = p.descale_s ? read_scale(p.descale_s, 0) : 1.f / 256.f;
-    // With one, which says how the largest weight of a row is stored, maxima must be the true ones.
+    // A given scale says how the largest weight of a row is stored: maxima must be the true ones.
     slack = p.scale_s ? 0.f : kLazyRescaleLog2;
     shift = log2_approx(scale_s) - slack;
     output_scale = scale_s * descale_s *
                    read_scale(p.descale_v, job.batch * p.descale_v_stride_batch + job.kv_head * p.descale_v_stride_head);
   }
 
-  // Final factors of the rows, the largest output (before the scale it is stored with) noted.
+  // Completes the factors of the rows, and notes the largest output before the scale it is stored with.
   ATTNGEN_DEVICE void apply_output_scale(const float (&output)[kHeadDimV / 2], float (&normalizer)[2], const Context& ctx, int row) const {
     normalizer[0] *= output_scale;
     normalizer[1] *= output_scale;
@@ -528,7 +528,7 @@ struct Consumer {
     gemm_shared_shared<QkMma, kQkSteps, kRowBoxBytes, kKeyBoxBytes, false>(scores, q_tile(), k_tile());
   }
 
-  // `add`: to what is summed, else anew.
+  // Issues the product of weights and values. add: to the sum so far, else anew.
   ATTNGEN_DEVICE void issue_output(Accumulators& output, const u32 (&weights)[kWeightRegisters], bool add) const {
 #pragma unroll
     for (int part = 0; part < kPvParts; ++part) {
@@ -537,7 +537,7 @@ struct Consumer {
     }
   }
 
-  // Scores as the softmax takes them: score fragments applied, invisible keys at -inf.
+  // Turns scores into what the softmax takes: score fragments applied, invisible keys at -inf.
   template <bool kMasked>
   ATTNGEN_DEVICE void prepare_scores(float (&scores)[kTileN / 2], const Context& ctx, int row,
                                      int block) const {
@@ -553,12 +553,12 @@ struct Consumer {
     }
   }
 
-  // The previous block's output is complete.
+  // Awaits the previous block's output.
   ATTNGEN_DEVICE void await_product() {
     wgmma_wait<0>();
     release_v();
   }
-  // The same, and what was summed becomes relative to the new maxima.
+  // Awaits it, and makes sums relative to the new maxima.
   ATTNGEN_DEVICE void finish_product(Accumulators& output, bool grew, const float (&rescale)[2]) {
     await_product();
     rescale_output(output, grew, rescale);
@@ -572,8 +572,8 @@ struct Consumer {
     }
   }
 
-  // Where this thread keeps elements 8 i to 8 i + 7 of its mean, as float16: 16 bytes a thread, side
-  // by side, where the warpgroup's output is staged in the end.
+  // The place of elements 8 i to 8 i + 7 of this thread's mean, as float16: 16 bytes a thread, side by side, where the
+  // warpgroup's output is staged in the end.
   ATTNGEN_DEVICE u32 mean_slot(int i) const {
     return output_tile() + i / 4 * kRowBoxBytes + (i % 4 * 128 + warp * 32 + lane) * 16;
   }
@@ -591,10 +591,9 @@ struct Consumer {
       }
     }
   }
-  // The sum joins the mean; the next product starts it anew. A stored weight is at most twice what
-  // it should be (e4m3's smallest), so half of a mean is no larger than the largest of the values,
-  // whatever the number of keys, and float16 holds it.
-  // beside(i): what else is done among the pieces.
+  // Adds the sum to the mean; the next product starts the sum anew. A stored weight is at most twice what it should be
+  // (e4m3's smallest). So half of a mean is no larger than the largest of the values, whatever the number of keys, and
+  // float16 holds it. beside(i): other work among the pieces.
   template <class Beside>
   ATTNGEN_DEVICE void promote(Accumulators& output, const float (&row_sum)[2], Beside beside) const {
     u32 share[2];  // of the mean so far in the new one
@@ -633,8 +632,8 @@ struct Consumer {
     for (int i = 0; i < kHeadDimV / 2; ++i) output.sum[i] = 0.f;
   }
 
-  // One block: its scores are computed together with the previous block's output. Where far blocks may be passed
-  // over, returns whether it was; kAfterFaint: as the previous one was.
+  // Computes a block's scores together with the previous block's output, and weighs them. Where far blocks may be
+  // passed over: returns whether this one was; kAfterFaint: the previous one was.
   template <bool kMasked, bool kDue = false>
   ATTNGEN_DEVICE void step(const Queries& queries, float (&scores)[kTileN / 2], Accumulators& output,
                            u32 (&weights)[kWeightRegisters], HeldRows& state, const Context& ctx, int row,

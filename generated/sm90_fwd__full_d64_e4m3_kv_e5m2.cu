@@ -421,7 +421,7 @@ struct Consumer {
   int lane;
   RingPosition<kKStages> k_ring;
   RingPosition<kVStages> v_ring;
-  // Of the tile: what a product of Q and K as stored is multiplied by, and the output in the end.
+  // A tile's factors: of products of Q and K as stored, in log2 units, and of the finished output.
   float scale_log2;
   float shift;  // log2 of what weights are multiplied by
   float slack;  // log2 of how far a row may outgrow its maximum before this is raised
@@ -444,22 +444,22 @@ struct Consumer {
     v_ring.advance();
   }
 
-  // What stored numbers stand for, read where the job's sequence and head find it.
+  // Takes the factors of stored numbers, which the job's sequence and head find.
   ATTNGEN_DEVICE void take_scales(const Job& job) {
     const float qk = read_scale(p.descale_q, job.batch * p.descale_q_stride_batch + job.kv_head * p.descale_q_stride_head) *
                      read_scale(p.descale_k, job.batch * p.descale_k_stride_batch + job.kv_head * p.descale_k_stride_head);
     scale_log2 = log2_scale(p.scale_log2 * qk);
-    // Without a scale of its own a weight of 1 is stored as 2^8, so that e4m3 holds down to 2^-17.
+    // Without a given scale a weight of 1 is stored as 2^8, so that e4m3 holds down to 2^-17.
     const float scale_s = p.scale_s ? weight_scale(read_scale(p.scale_s, 0)) : 256.f;
     const float descale_s = p.descale_s ? read_scale(p.descale_s, 0) : 1.f / 256.f;
-    // With one, which says how the largest weight of a row is stored, maxima must be the true ones.
+    // A given scale says how the largest weight of a row is stored: maxima must be the true ones.
     slack = p.scale_s ? 0.f : kLazyRescaleLog2;
     shift = log2_approx(scale_s) - slack;
     output_scale = scale_s * descale_s *
                    read_scale(p.descale_v, job.batch * p.descale_v_stride_batch + job.kv_head * p.descale_v_stride_head);
   }
 
-  // Final factors of the rows, the largest output (before the scale it is stored with) noted.
+  // Completes the factors of the rows, and notes the largest output before the scale it is stored with.
   ATTNGEN_DEVICE void apply_output_scale(const float (&output)[kHeadDimV / 2], float (&normalizer)[2], const Context& ctx, int row) const {
     normalizer[0] *= output_scale;
     normalizer[1] *= output_scale;
@@ -489,7 +489,7 @@ struct Consumer {
     gemm_register_shared<QkMma, kQkSteps, kKeyBoxBytes>(scores, queries, k_tile());
   }
 
-  // `add`: to what is summed, else anew.
+  // Issues the product of weights and values. add: to the sum so far, else anew.
   ATTNGEN_DEVICE void issue_output(Accumulators& output, const u32 (&weights)[kWeightRegisters], bool add) const {
 #pragma unroll
     for (int part = 0; part < kPvParts; ++part) {
@@ -498,7 +498,7 @@ struct Consumer {
     }
   }
 
-  // Scores as the softmax takes them: score fragments applied, invisible keys at -inf.
+  // Turns scores into what the softmax takes: score fragments applied, invisible keys at -inf.
   template <bool kMasked>
   ATTNGEN_DEVICE void prepare_scores(float (&scores)[kTileN / 2], const Context& ctx, int row,
                                      int block) const {
@@ -514,12 +514,12 @@ struct Consumer {
     }
   }
 
-  // The previous block's output is complete.
+  // Awaits the previous block's output.
   ATTNGEN_DEVICE void await_product() {
     wgmma_wait<0>();
     release_v();
   }
-  // The same, and what was summed becomes relative to the new maxima.
+  // Awaits it, and makes sums relative to the new maxima.
   ATTNGEN_DEVICE void finish_product(Accumulators& output, bool grew, const float (&rescale)[2]) {
     await_product();
     add_total(output.total, output);
@@ -536,8 +536,8 @@ struct Consumer {
     for (int i = 0; i < kHeadDimV / 2; ++i) output.total[i] = 0.f;
   }
 
-  // One block: its scores are computed together with the previous block's output. Where far blocks may be passed
-  // over, returns whether it was; kAfterFaint: as the previous one was.
+  // Computes a block's scores together with the previous block's output, and weighs them. Where far blocks may be
+  // passed over: returns whether this one was; kAfterFaint: the previous one was.
   template <bool kMasked>
   ATTNGEN_DEVICE void step(const Queries& queries, float (&scores)[kTileN / 2], Accumulators& output,
                            u32 (&weights)[kWeightRegisters], HeldRows& state, const Context& ctx, int row,
