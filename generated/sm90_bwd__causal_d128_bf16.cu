@@ -46,7 +46,6 @@ constexpr u32 kSmemD = 229888;
 constexpr u32 kSmemBarriers = 230400;
 constexpr u32 kSmemJob = 230592;
 constexpr u32 kJobBytes = 24;
-
 constexpr int kQStages = 2;
 constexpr int kDoStages = 2;
 constexpr int kDsStages = 2;
@@ -192,7 +191,6 @@ struct DqMma {
   }
 };
 
-
 // ---- the fragments
 struct CausalMask {
   // Keys that query i sees.
@@ -200,6 +198,7 @@ struct CausalMask {
   // Queries that see key j.
   ATTNGEN_HD Range col_range(const Context& ctx, int j) const { return {j - ctx.delta, ctx.q_len}; }
 };
+
 struct DenseSequence {
   int len;
 
@@ -208,6 +207,7 @@ struct DenseSequence {
   ATTNGEN_HD int first_row(int) const { return 0; }
   ATTNGEN_HD int batch_index(int batch) const { return batch; }
 };
+
 struct TmaFetch {
   // Rows of one head into `kBoxes` boxes of kColumns columns and `box_bytes`; columns and rows outside the tensor
   // arrive as zeros, so a tail never carries NaN into a product.
@@ -276,10 +276,10 @@ static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by t
 static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
 static_assert(sizeof(Params) == 896, "packed by the host");
 
-
 ATTNGEN_DEVICE MaskList mask_list(const Params& p) {
   return {CausalMask{}};
 }
+
 ATTNGEN_DEVICE QSequence q_sequence(const Params& p) { return DenseSequence{p.q_len}; }
 ATTNGEN_DEVICE KvSequence kv_sequence(const Params& p) { return DenseSequence{p.kv_len}; }
 
@@ -294,7 +294,6 @@ ATTNGEN_DEVICE long long workspace_block(const Params& p, int batch, int head, i
   return (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;
 }
 
-
 constexpr int kShortHead = 16;  // tiles of keys
 
 // A tile of one axis, and the blocks of the other that it visits. A negative tile ends the work.
@@ -304,7 +303,7 @@ struct Job {
   int batch;
   int block_begin;
   int block_end;
-  int ascends;  // whether the first block is visited first, else the last one
+  int ascends;
 };
 static_assert(sizeof(Job) <= kJobBytes);
 
@@ -314,8 +313,8 @@ struct Scheduler {
   u32 smem;
   Job* slot;
 
-  // Where query heads share keys, or heads have few tiles, in waves; of others L2 holds the queries and sums in any
-  // order.
+  // Tiles come in waves where query heads share keys, or heads have few tiles; of others L2 holds the queries and sums
+  // in any order.
   ATTNGEN_DEVICE WaveTile find(int index) const {
     if (p.group_size > 1 || p.kv_blocks < kShortHead) {
       const TileWaves waves = tile_waves(p.kv_blocks, gridDim.x, p.total_heads);
@@ -344,7 +343,8 @@ struct Scheduler {
     slot->ascends = found.ascends;
   }
 
-  // Each tile draws one number; whoever draws the last leaves the counter at zero.
+  // Each tile draws one number, and where tiles are ordered each CTA one more; whoever draws the last leaves the counter
+  // at zero.
   ATTNGEN_DEVICE int draw(int tiles) const {
     int* counter = static_cast<int*>(p.tile_counter);
     const int drawn = atomicAdd(counter, 1);
@@ -356,6 +356,7 @@ struct Scheduler {
   template <class Loader>
   ATTNGEN_DEVICE void run(Loader load) const {
     u32 parity = 1;
+
     int index = blockIdx.x;
     while (index < p.tiles) {
       publish(index);
@@ -384,7 +385,6 @@ ATTNGEN_DEVICE void for_each_job(u32 smem, const volatile Job* slot, Visitor vis
   }
 }
 
-
 ATTNGEN_DEVICE int first_block(const Job& job) { return job.ascends ? job.block_begin : job.block_end - 1; }
 // Goes on to what is visited next; false where that was the last.
 ATTNGEN_DEVICE bool next_block(const Params& p, const Job& job, int& head, int& block) {
@@ -397,6 +397,8 @@ ATTNGEN_DEVICE bool next_block(const Params& p, const Job& job, int& head, int& 
 // The blocks of queries that a tile of keys visits for the query heads of its group.
 template <class Visitor>
 ATTNGEN_DEVICE void for_each_block(const Params& p, const Job& job, Visitor visit) {
+  // Where tiles add in an order, each begins with the last block, for all heads: so no tile waits for one before it that
+  // has more blocks to visit. In waves that begin with the first block, those before it are ahead.
   // A loop over heads inside one over blocks, which mostly goes round once, measured up to 10 % slower
   // than one loop.
   int head = job.head * p.group_size;
@@ -408,7 +410,7 @@ ATTNGEN_DEVICE void for_each_block(const Params& p, const Job& job, Visitor visi
   } while (next_block(p, job, head, block));
 }
 
-// A float a query of a block, from a workspace.
+// Loads a float a query of a block, from a workspace.
 ATTNGEN_DEVICE void load_row(u32 place, const void* workspace, long long at, u32 full) { bulk_load(place, static_cast<const float*>(workspace) + at, kRowBytes, full); }
 
 // ---- loaders: the tile's keys and values, by the scheduler's thread
@@ -418,6 +420,7 @@ struct KvLoader {
   u32 parity = 1;
 
   ATTNGEN_DEVICE void operator()(const Job& job) {
+
     const int row = kv_sequence(p).first_row(job.batch) + job.tile * kTileN;
     const auto batch = kv_sequence(p).batch_index(job.batch);
     const int head = job.head / p.key_group;
@@ -439,7 +442,7 @@ struct QueryLoader {
   RingPosition<kQStages> q_ring;
   RingPosition<kDoStages> do_ring;
 
-  // Queries, and their LSE unless these are made here.
+  // Queries with their LSE unless that is made here, and with D where output gradients are freed early.
   ATTNGEN_DEVICE void load_queries(int row, int head, int batch, long long at, int visit) {
     const bool made_here = visit >= 0;
     const u32 q_full = smem + kQFull + q_ring.stage * 8;
@@ -447,12 +450,14 @@ struct QueryLoader {
     mbarrier_arrive_expect(q_full, kQkBoxes * kQueryBoxBytes + (made_here ? 0 : kRowBytes));
     TmaFetch::load<kQkBoxes>(smem + kSmemQ + q_ring.stage * kQkBoxes * kQueryBoxBytes, kQueryBoxBytes, &p.map_q, q_full, row, head, batch, kEvictLast);
     if (!made_here) load_row(smem + kSmemLse + q_ring.stage * kRowBytes, p.lse_log2, at, q_full);
+
     q_ring.advance();
   }
-  // Output gradients, and their D unless it is made here.
+  // Output gradients, with their D where it is neither made here nor comes with queries.
   ATTNGEN_DEVICE void load_output_gradients(int row, int head, int batch, long long at, int visit) {
     const bool made_here = visit >= 0;
     mbarrier_wait(smem + kDoEmpty + do_ring.stage * 8, do_ring.parity ^ 1);
+
     const u32 do_full = smem + kDoFull + do_ring.stage * 8;
     mbarrier_arrive_expect(do_full, kVBoxes * kQueryBoxBytes + (made_here ? 0 : kRowBytes));
     TmaFetch::load<kVBoxes>(smem + kSmemDo + do_ring.stage * kVBoxes * kQueryBoxBytes, kQueryBoxBytes, &p.map_d_o, do_full, row, head, batch, kEvictLast);
@@ -460,26 +465,30 @@ struct QueryLoader {
     do_ring.advance();
   }
   ATTNGEN_DEVICE void load(const Job& job, int head, int block) {
+
     const int row = q_sequence(p).first_row(job.batch) + block * kTileM;
     const auto batch = q_sequence(p).batch_index(job.batch);
     const long long at = workspace_block(p, job.batch, head, block) * kTileM;
     constexpr int visit = -1;
+
     load_queries(row, head, batch, at, visit);
     load_output_gradients(row, head, batch, at, visit);
+
   }
 
   ATTNGEN_DEVICE void run() {
     await_dependency();
     for_each_job<true>(smem, slot, [&](const Job& job) {
+
       for_each_block(p, job, [&](int head, int block) { load(job, head, block); });
     });
   }
 };
 
-
 // ---- reducers: two threads that sum dQ in the float32 workspace, every other block each, so that one's
 // additions may still be on their way when the other starts. The tile that comes first to a block of
-// queries stores its part there, and others add theirs.
+// queries stores its part there, and others add theirs; where the last one's consumers join theirs
+// with the sums, these come back for that, and what goes to memory is dQ.
 struct Reducer {
   const Params& p;
   u32 smem;
@@ -491,6 +500,7 @@ struct Reducer {
     float* target = static_cast<float*>(p.dq_acc) + at * (kConsumers * kDqBytes / 4);
     int* turns = static_cast<int*>(p.turns) + at;
     const u32 full = smem + kDqFull + turn * kConsumers * 8;
+
     // A tile claims the first turn, 1, with its part at hand, and waits for nobody then. Mostly the
     // sums are there, 2, which is known before this tile's part is.
     bool first = false;
@@ -513,6 +523,7 @@ struct Reducer {
       tma_store_wait_read();
       mbarrier_arrive(smem + kDqEmpty + part * 8);
     }
+
     if (first) {
       tma_store_wait();
       count_up(turns);
@@ -527,6 +538,7 @@ struct Reducer {
         if (ring.stage == turn) add(job, head, block, ring.parity);
         ring.advance();
       });
+
     });
     tma_store_wait();
   }
@@ -591,6 +603,7 @@ struct Consumer {
     for (int i = 0; i < kDqColumns / 2; i += 4) store_shared_x4(part + i * 512, dq + i);
     fence_async_shared();
     __syncwarp();
+    // Every thread arrives where tiles complete dQ: rows in 16 bits are no thread's own.
     if (lane == 0) mbarrier_arrive(smem + kDqFull + (dq_turn * kConsumers + warpgroup) * 8);
   }
 
@@ -624,15 +637,21 @@ struct Consumer {
     Scores gradients;
     u32 packed_weights[kTileM / 4];
     u32 packed_gradients[kTileM / 4];
+
     mbarrier_wait(smem + kDoFull + do_ring.stage * 8, do_ring.parity);
     start_gradients(gradients);
+
     mbarrier_wait(smem + kQFull + q_ring.stage * 8, q_ring.parity);
+
     gemm_partly_held<HeldMma, ScoreMma, 3, kQkSteps, kKeyBoxBytes, kQueryBoxBytes>(scores, held, keys(), queries());
     gemm_shared_shared<ScoreMma, kVSteps, kKeyBoxBytes, kQueryBoxBytes, true>(gradients, values(), output_gradients());
+
     wgmma_wait<1>();
     settle(scores);
     if (masked) hide(scores, ctx, key, block);
+
     weigh(scores);
+
     pack_pairs<Element, kTileM / 2>(packed_weights, scores);
     wgmma_wait<0>();
     settle(gradients);
@@ -659,9 +678,11 @@ struct Consumer {
       pass_turn();
       issue_dk(sums, packed_gradients);
       wgmma_wait<1>();
+
       finish_dq(dq);
     }
     wgmma_wait<0>();
+
     release_block();
   }
   // Every thread: each has read D and the LSE itself.
@@ -685,6 +706,7 @@ struct Consumer {
   // Stores 64 rows of a gradient.
   template <int kBoxes, u32 kBoxBytes>
   ATTNGEN_DEVICE void store(u32 tile, const TensorMap* map, const Job& job) const {
+
     const int row = kv_sequence(p).first_row(job.batch) + job.tile * kTileN + warpgroup * 64;
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
@@ -760,13 +782,16 @@ struct Consumer {
     for (int i = 0; i < DvMma::kN / 2; ++i) sums.dv[i] = 0.f;
     mbarrier_wait(smem + kKFull, parity);
     mbarrier_wait(smem + kVFull, parity);
+
     HeldKeys held;
     load_operand<3, kKeyBoxBytes>(held, keys(), warp, lane);
     __syncwarp();  // a thread frees the keys for its warp
     await_stores();  // of the tile before, while the keys were on their way
+
     const int key = first + warp * 16 + lane / 4;
     bool first_step = true;
     for_each_block(p, job, [&](int, int block) {
+
       step(sums, held, ctx, key, block, block < blocks.full_begin || block >= blocks.full_end, first_step);
       first_step = false;
     });
@@ -801,6 +826,7 @@ struct Consumer {
   ATTNGEN_DEVICE void run(const volatile Job* slot) {
     if (warpgroup == kConsumers - 1) named_barrier_arrive(kTurnBarrier, 256);
     u32 parity = 0;
+
     for_each_job(smem, slot, [&](const Job& job) {
       run_tile(job, parity);
       parity ^= 1;
@@ -841,19 +867,23 @@ sm90_bwd__causal_d128_bf16__c97588(const __grid_constant__ attngen::Params p) {
       mbarrier_init(smem + kDqFull + i * 8, 4);
       mbarrier_init(smem + kDqFull + (kConsumers + i) * 8, 4);
       mbarrier_init(smem + kDqEmpty + i * 8, 1);
+
     }
     for (int i = 0; i < kDsStages; ++i) {
       mbarrier_init(smem + kDsFull + i * 8, kConsumers * 4);
       mbarrier_init(smem + kDsEmpty + i * 8, kConsumers * 4);
     }
+
     mbarrier_init(smem + kJobFull, 1);
     mbarrier_init(smem + kJobEmpty, kConsumers * 128 + 3);  // consumer threads, loader, reducers
     mbarrier_init_fence();
   }
+
   __syncthreads();
   if (role == 0) {
     release_registers<kProducerRegisters>();
     if (threadIdx.x == 0) Scheduler{p, smem, slot}.run(KvLoader{p, smem});
+
     if (threadIdx.x == 32) QueryLoader{p, smem, slot}.run();
     if (threadIdx.x == 64 || threadIdx.x == 96) Reducer{p, smem, slot, threadIdx.x / 32 % 2}.run();
   } else {

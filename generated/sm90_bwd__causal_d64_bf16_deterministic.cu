@@ -46,7 +46,6 @@ constexpr u32 kSmemD = 214016;
 constexpr u32 kSmemBarriers = 215040;
 constexpr u32 kSmemJob = 215232;
 constexpr u32 kJobBytes = 24;
-
 constexpr int kQStages = 2;
 constexpr int kDoStages = 2;
 constexpr int kDsStages = 2;
@@ -155,7 +154,6 @@ struct DqMma {
   }
 };
 
-
 // ---- the fragments
 struct CausalMask {
   // Keys that query i sees.
@@ -163,6 +161,7 @@ struct CausalMask {
   // Queries that see key j.
   ATTNGEN_HD Range col_range(const Context& ctx, int j) const { return {j - ctx.delta, ctx.q_len}; }
 };
+
 struct DenseSequence {
   int len;
 
@@ -171,6 +170,7 @@ struct DenseSequence {
   ATTNGEN_HD int first_row(int) const { return 0; }
   ATTNGEN_HD int batch_index(int batch) const { return batch; }
 };
+
 struct TmaFetch {
   // Rows of one head into `kBoxes` boxes of kColumns columns and `box_bytes`; columns and rows outside the tensor
   // arrive as zeros, so a tail never carries NaN into a product.
@@ -239,10 +239,10 @@ static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by t
 static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
 static_assert(sizeof(Params) == 896, "packed by the host");
 
-
 ATTNGEN_DEVICE MaskList mask_list(const Params& p) {
   return {CausalMask{}};
 }
+
 ATTNGEN_DEVICE QSequence q_sequence(const Params& p) { return DenseSequence{p.q_len}; }
 ATTNGEN_DEVICE KvSequence kv_sequence(const Params& p) { return DenseSequence{p.kv_len}; }
 
@@ -257,7 +257,6 @@ ATTNGEN_DEVICE long long workspace_block(const Params& p, int batch, int head, i
   return (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;
 }
 
-
 constexpr int kShortHead = 0;  // tiles of keys
 
 // A tile of one axis, and the blocks of the other that it visits. A negative tile ends the work.
@@ -267,7 +266,7 @@ struct Job {
   int batch;
   int block_begin;
   int block_end;
-  int ascends;  // whether the first block is visited first, else the last one
+  int ascends;
 };
 static_assert(sizeof(Job) <= kJobBytes);
 
@@ -277,8 +276,8 @@ struct Scheduler {
   u32 smem;
   Job* slot;
 
-  // Where query heads share keys, or heads have few tiles, in waves; of others L2 holds the queries and sums in any
-  // order.
+  // Tiles come in waves where query heads share keys, or heads have few tiles; of others L2 holds the queries and sums
+  // in any order.
   ATTNGEN_DEVICE WaveTile find(int index) const {
     if (p.group_size > 1 || p.kv_blocks < kShortHead) {
       const TileWaves waves = tile_waves(p.kv_blocks, gridDim.x, p.total_heads);
@@ -307,7 +306,8 @@ struct Scheduler {
     slot->ascends = found.ascends;
   }
 
-  // Each tile draws one number, each CTA one more; whoever draws the last leaves the counter at zero.
+  // Each tile draws one number, and where tiles are ordered each CTA one more; whoever draws the last leaves the counter
+  // at zero.
   // Tiles wait for those before them, so a CTA draws its first one, too: those before it are then those of CTAs
   // that run. By its own number one that waits for an SM, which another kernel has, would hold up all others.
   ATTNGEN_DEVICE int draw(int tiles) const {
@@ -321,6 +321,7 @@ struct Scheduler {
   template <class Loader>
   ATTNGEN_DEVICE void run(Loader load) const {
     u32 parity = 1;
+
     int index = draw(p.tiles);
     while (index < p.tiles) {
       publish(index);
@@ -349,7 +350,6 @@ ATTNGEN_DEVICE void for_each_job(u32 smem, const volatile Job* slot, Visitor vis
   }
 }
 
-
 ATTNGEN_DEVICE int first_block(const Job& job) { return job.ascends ? job.block_begin : job.block_end - 1; }
 // Goes on to what is visited next; false where that was the last.
 ATTNGEN_DEVICE bool next_block(const Params& p, const Job& job, int& head, int& block) {
@@ -362,8 +362,8 @@ ATTNGEN_DEVICE bool next_block(const Params& p, const Job& job, int& head, int& 
 // The blocks of queries that a tile of keys visits for the query heads of its group.
 template <class Visitor>
 ATTNGEN_DEVICE void for_each_block(const Params& p, const Job& job, Visitor visit) {
-  // The last block first, for all heads: so no tile waits for one before it in the order of additions
-  // that has more blocks to visit. In waves that begin with the first block, those before it are ahead.
+  // Where tiles add in an order, each begins with the last block, for all heads: so no tile waits for one before it that
+  // has more blocks to visit. In waves that begin with the first block, those before it are ahead.
   // A loop over heads inside one over blocks, which mostly goes round once, measured up to 10 % slower
   // than one loop.
   int head = job.head * p.group_size;
@@ -375,7 +375,7 @@ ATTNGEN_DEVICE void for_each_block(const Params& p, const Job& job, Visitor visi
   } while (next_block(p, job, head, block));
 }
 
-// A float a query of a block, from a workspace.
+// Loads a float a query of a block, from a workspace.
 ATTNGEN_DEVICE void load_row(u32 place, const void* workspace, long long at, u32 full) { bulk_load(place, static_cast<const float*>(workspace) + at, kRowBytes, full); }
 
 // ---- loaders: the tile's keys and values, by the scheduler's thread
@@ -385,6 +385,7 @@ struct KvLoader {
   u32 parity = 1;
 
   ATTNGEN_DEVICE void operator()(const Job& job) {
+
     const int row = kv_sequence(p).first_row(job.batch) + job.tile * kTileN;
     const auto batch = kv_sequence(p).batch_index(job.batch);
     const int head = job.head / p.key_group;
@@ -406,7 +407,7 @@ struct QueryLoader {
   RingPosition<kQStages> q_ring;
   RingPosition<kDoStages> do_ring;
 
-  // Queries, and their LSE and D unless these are made here.
+  // Queries with their LSE unless that is made here, and with D where output gradients are freed early.
   ATTNGEN_DEVICE void load_queries(int row, int head, int batch, long long at, int visit) {
     const bool made_here = visit >= 0;
     const u32 q_full = smem + kQFull + q_ring.stage * 8;
@@ -417,36 +418,41 @@ struct QueryLoader {
     load_row(smem + kSmemD + q_ring.stage * kRowBytes, p.d, at, q_full);
     q_ring.advance();
   }
-  // Output gradients.
+  // Output gradients, with their D where it is neither made here nor comes with queries.
   ATTNGEN_DEVICE void load_output_gradients(int row, int head, int batch, long long at, int visit) {
     const bool made_here = visit >= 0;
     mbarrier_wait(smem + kDoEmpty + do_ring.stage * 8, do_ring.parity ^ 1);
+
     const u32 do_full = smem + kDoFull + do_ring.stage * 8;
     mbarrier_arrive_expect(do_full, kVBoxes * kQueryBoxBytes);
     TmaFetch::load<kVBoxes>(smem + kSmemDo + do_ring.stage * kVBoxes * kQueryBoxBytes, kQueryBoxBytes, &p.map_d_o, do_full, row, head, batch, kEvictLast);
+
     do_ring.advance();
   }
   ATTNGEN_DEVICE void load(const Job& job, int head, int block) {
+
     const int row = q_sequence(p).first_row(job.batch) + block * kTileM;
     const auto batch = q_sequence(p).batch_index(job.batch);
     const long long at = workspace_block(p, job.batch, head, block) * kTileM;
     constexpr int visit = -1;
     load_output_gradients(row, head, batch, at, visit);
     load_queries(row, head, batch, at, visit);
+
   }
 
   ATTNGEN_DEVICE void run() {
     await_dependency();
     for_each_job<true>(smem, slot, [&](const Job& job) {
+
       for_each_block(p, job, [&](int head, int block) { load(job, head, block); });
     });
   }
 };
 
-
 // ---- reducers: two threads that sum dQ in the float32 workspace, every other block each, so that one's
 // additions may still be on their way when the other starts. The tile that comes first to a block of
-// queries stores its part there, and others add theirs.
+// queries stores its part there, and others add theirs; where the last one's consumers join theirs
+// with the sums, these come back for that, and what goes to memory is dQ.
 struct Reducer {
   const Params& p;
   u32 smem;
@@ -458,12 +464,14 @@ struct Reducer {
     float* target = static_cast<float*>(p.dq_acc) + at * (kConsumers * kDqBytes / 4);
     int* turns = static_cast<int*>(p.turns) + at;
     const u32 full = smem + kDqFull + turn * kConsumers * 8;
-    // Tiles have their turns in the order in which they are drawn, from the first keys to the last.
+
+    // Tiles have their turns in the order in which they are drawn, from the first keys to the last, or back.
     const Context ctx = tile_context(p, job.batch, head);
     const int row = block * kTileM;
     const int last_row = min_of(row + kTileM, ctx.q_len) - 1;
     const BlockRange tiles = kv_block_range<kTileN>(mask_list(p), ctx, row, last_row);
     const int before = job.tile - tiles.begin;
+    // Sequences that lie over each other count up the same turns.
     await_count(turns, before);
     const bool first = before == 0;
 #pragma unroll
@@ -480,6 +488,7 @@ struct Reducer {
       tma_store_wait_read();
       mbarrier_arrive(smem + kDqEmpty + part * 8);
     }
+
     tma_store_wait();
     count_up(turns);
   }
@@ -492,6 +501,7 @@ struct Reducer {
         if (ring.stage == turn) add(job, head, block, ring.parity);
         ring.advance();
       });
+
     });
     tma_store_wait();
   }
@@ -554,6 +564,7 @@ struct Consumer {
     for (int i = 0; i < kDqColumns / 2; i += 4) store_shared_x4(part + i * 512, dq + i);
     fence_async_shared();
     __syncwarp();
+    // Every thread arrives where tiles complete dQ: rows in 16 bits are no thread's own.
     if (lane == 0) mbarrier_arrive(smem + kDqFull + (dq_turn * kConsumers + warpgroup) * 8);
   }
 
@@ -587,15 +598,21 @@ struct Consumer {
     Scores gradients;
     u32 packed_weights[kTileM / 4];
     u32 packed_gradients[kTileM / 4];
+
     mbarrier_wait(smem + kQFull + q_ring.stage * 8, q_ring.parity);
     start_gradients(gradients);
+
     mbarrier_wait(smem + kDoFull + do_ring.stage * 8, do_ring.parity);
+
     gemm_shared_shared<ScoreMma, kQkSteps, kKeyBoxBytes, kQueryBoxBytes>(scores, keys(), queries());
     gemm_shared_shared<ScoreMma, kVSteps, kKeyBoxBytes, kQueryBoxBytes, true>(gradients, values(), output_gradients());
+
     wgmma_wait<1>();
     settle(scores);
     if (masked) hide(scores, ctx, key, block);
+
     weigh(scores);
+
     pack_pairs<Element, kTileM / 2>(packed_weights, scores);
     wgmma_wait<0>();
     settle(gradients);
@@ -635,6 +652,7 @@ struct Consumer {
   }
   // Every thread: each has read D and the LSE itself.
   ATTNGEN_DEVICE void release_block() {
+
     mbarrier_arrive(smem + kQEmpty + q_ring.stage * 8);
     q_ring.advance();
     do_ring.advance();
@@ -653,6 +671,7 @@ struct Consumer {
   // Stores 64 rows of a gradient.
   template <int kBoxes, u32 kBoxBytes>
   ATTNGEN_DEVICE void store(u32 tile, const TensorMap* map, const Job& job) const {
+
     const int row = kv_sequence(p).first_row(job.batch) + job.tile * kTileN + warpgroup * 64;
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
@@ -733,10 +752,13 @@ struct Consumer {
     for (int i = 0; i < DvMma::kN / 2; ++i) sums.dv[i] = 0.f;
     mbarrier_wait(smem + kKFull, parity);
     mbarrier_wait(smem + kVFull, parity);
+
     await_stores();  // of the tile before, while the keys were on their way
+
     const int key = first + warp * 16 + lane / 4;
     bool first_step = true;
     for_each_block(p, job, [&](int, int block) {
+
       step(sums, ctx, key, block, block < blocks.full_begin || block >= blocks.full_end, first_step);
       first_step = false;
     });
@@ -771,6 +793,7 @@ struct Consumer {
   ATTNGEN_DEVICE void run(const volatile Job* slot) {
     if (warpgroup == kConsumers - 1) named_barrier_arrive(kTurnBarrier, 256);
     u32 parity = 0;
+
     for_each_job(smem, slot, [&](const Job& job) {
       run_tile(job, parity);
       parity ^= 1;
@@ -811,19 +834,23 @@ sm90_bwd__causal_d64_bf16_deterministic__4ede2f(const __grid_constant__ attngen:
       mbarrier_init(smem + kDqFull + i * 8, 4);
       mbarrier_init(smem + kDqFull + (kConsumers + i) * 8, 4);
       mbarrier_init(smem + kDqEmpty + i * 8, 1);
+
     }
     for (int i = 0; i < kDsStages; ++i) {
       mbarrier_init(smem + kDsFull + i * 8, kConsumers * 4);
       mbarrier_init(smem + kDsEmpty + i * 8, kConsumers * 4);
     }
+
     mbarrier_init(smem + kJobFull, 1);
     mbarrier_init(smem + kJobEmpty, kConsumers * 128 + 3);  // consumer threads, loader, reducers
     mbarrier_init_fence();
   }
+
   __syncthreads();
   if (role == 0) {
     release_registers<kProducerRegisters>();
     if (threadIdx.x == 0) Scheduler{p, smem, slot}.run(KvLoader{p, smem});
+
     if (threadIdx.x == 32) QueryLoader{p, smem, slot}.run();
     if (threadIdx.x == 64 || threadIdx.x == 96) Reducer{p, smem, slot, threadIdx.x / 32 % 2}.run();
   } else {

@@ -50,7 +50,6 @@ constexpr u32 kSmemD = 213504;
 constexpr u32 kSmemBarriers = 214016;
 constexpr u32 kSmemJob = 214224;
 constexpr u32 kJobBytes = 20;
-
 constexpr int kQStages = 2;
 constexpr int kDoStages = 2;
 constexpr int kDsStages = 2;
@@ -161,7 +160,6 @@ struct DqMma {
   }
 };
 
-
 // ---- the fragments
 struct CausalMask {
   // Keys that query i sees.
@@ -169,12 +167,14 @@ struct CausalMask {
   // Queries that see key j.
   ATTNGEN_HD Range col_range(const Context& ctx, int j) const { return {j - ctx.delta, ctx.q_len}; }
 };
+
 struct PreScaleBias {
   template <class At>
   ATTNGEN_HD float apply(const Context&, float score, At at) const {
     return score + at.tile;
   }
 };
+
 struct DenseSequence {
   int len;
 
@@ -183,6 +183,7 @@ struct DenseSequence {
   ATTNGEN_HD int first_row(int) const { return 0; }
   ATTNGEN_HD int batch_index(int batch) const { return batch; }
 };
+
 struct TmaFetch {
   // Rows of one head into `kBoxes` boxes of kColumns columns and `box_bytes`; columns and rows outside the tensor
   // arrive as zeros, so a tail never carries NaN into a product.
@@ -217,7 +218,7 @@ struct MaskList {
 struct ScoreList {
   PreScaleBias pre_scale_bias;
 
-  // What an element of the tile is in the units of the scores.
+  // An element of the tile is in the units of the scores that it joins.
   ATTNGEN_HD static float tile_value(float element) { return element; }
   using At = Place<true>;
 
@@ -227,12 +228,12 @@ struct ScoreList {
   }
 };
 
-// What happens to a score before the softmax, in order, to scaled ones.
+// What happens to a score before the softmax, in order.
 struct ScaledScoreList {
   PreScaleBias pre_scale_bias;
-  float unit;  // of scores until they are scaled
+  float unit;
 
-  // What an element of the tile is in the units of the scores that it joins.
+  // An element of the tile is in the units of the scores that it joins.
   ATTNGEN_HD static float tile_value(float element) { return element; }
   using At = Place<true>;
 
@@ -288,7 +289,6 @@ static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by t
 static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
 static_assert(sizeof(Params) == 1088, "packed by the host");
 
-
 ATTNGEN_DEVICE MaskList mask_list(const Params& p) {
   return {CausalMask{}};
 }
@@ -320,7 +320,7 @@ ATTNGEN_DEVICE ScaledScoreList scaled_score_list(const Params& p, const Context&
   return {PreScaleBias{}, unit};
 }
 
-// The scaled score of a query and a key that it sees, from their product.
+// The scaled score of a query and a key that it sees, from their product, and its derivative if scores bend.
 ATTNGEN_DEVICE float scaled_score(const Params& p, const Context& ctx, int query, int key, float product) {
   const ScaledScoreList list = scaled_score_list(p, ctx, p.scale);
   const TileSource source = tile_source(p, ctx);
@@ -333,7 +333,7 @@ ATTNGEN_DEVICE float scaled_score(const Params& p, const Context& ctx, int query
 ATTNGEN_DEVICE long long lse_place(const Params& p, const Context& ctx, int query) {
   return (static_cast<long long>(ctx.batch) * p.heads_q + ctx.head) * ctx.q_len + query;
 }
-// What the weights of a query's row are relative to, and log2 of what they are divided by.
+// The reference of the weights of a query's row, and log2 of the sum that they are divided by.
 ATTNGEN_DEVICE float2 reference_of(const Params& p, const Context& ctx, int query) {
   if (query >= ctx.q_len) return make_float2(kInfinity, 0.f);
   const long long place = lse_place(p, ctx, query);
@@ -341,12 +341,10 @@ ATTNGEN_DEVICE float2 reference_of(const Params& p, const Context& ctx, int quer
   if (is_large(lse)) return static_cast<const float2*>(p.row_sums)[place];
   return make_float2(lse == -kInfinity ? kInfinity : lse, 0.f);
 }
-
 // Where the block's rows lie in the workspaces: a number of blocks from their start.
 ATTNGEN_DEVICE long long workspace_block(const Params& p, int batch, int head, int block) {
   return (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;
 }
-
 
 // A tile of one axis, and the blocks of the other that it visits. A negative tile ends the work.
 struct Job {
@@ -366,6 +364,7 @@ struct Scheduler {
 
   ATTNGEN_DEVICE void publish(int index) const {
     const TileOrder order = {p.kv_blocks, p.heads_kv, p.total_heads, p.heads_per_group, p.tail_rows, p.bias_stride_batch == 0 && p.bias_stride_head != 0};
+
     const TileCoord tile = order.at<false>(index);
     const Context ctx = tile_context(p, tile.batch, tile.head * p.group_size);
     const int first = tile.row_block * kTileN;
@@ -378,7 +377,8 @@ struct Scheduler {
     slot->block_end = blocks.end;
   }
 
-  // Each tile draws one number; whoever draws the last leaves the counter at zero.
+  // Each tile draws one number, and where tiles are ordered each CTA one more; whoever draws the last leaves the counter
+  // at zero.
   ATTNGEN_DEVICE int draw(int tiles) const {
     int* counter = static_cast<int*>(p.tile_counter);
     const int drawn = atomicAdd(counter, 1);
@@ -390,6 +390,7 @@ struct Scheduler {
   template <class Loader>
   ATTNGEN_DEVICE void run(Loader load) const {
     u32 parity = 1;
+
     int index = blockIdx.x;
     while (index < p.tiles) {
       publish(index);
@@ -417,7 +418,6 @@ ATTNGEN_DEVICE void for_each_job(u32 smem, const volatile Job* slot, Visitor vis
     if (kReleaseLate) mbarrier_arrive(smem + kJobEmpty);
   }
 }
-
 
 using ScoreTile = TileStage<kTileM, 64>;  // a warpgroup's keys of a block
 // Of the tensor that scores read, what a block of queries needs for the tile's keys.
@@ -448,7 +448,7 @@ ATTNGEN_DEVICE void for_each_block(const Params& p, const Job& job, Visitor visi
   }
 }
 
-// A float a query of a block, from a workspace.
+// Loads a float a query of a block, from a workspace.
 ATTNGEN_DEVICE void load_row(u32 place, const void* workspace, long long at, u32 full) { bulk_load(place, static_cast<const float*>(workspace) + at, kRowBytes, full); }
 
 // ---- loaders: the tile's keys and values, by the scheduler's thread
@@ -458,8 +458,10 @@ struct KvLoader {
   u32 parity = 1;
 
   ATTNGEN_DEVICE void operator()(const Job& job) {
+
     const int row = kv_sequence(p).first_row(job.batch) + job.tile * kTileN;
     const auto batch = kv_sequence(p).batch_index(job.batch);
+
     mbarrier_wait(smem + kKEmpty, parity);
     mbarrier_arrive_expect(smem + kKFull, kQkBoxes * kKeyBoxBytes);
     KvFetch::load<kQkBoxes>(smem + kSmemK, kKeyBoxBytes, &p.map_k, smem + kKFull, row, job.head, batch, kEvictFirst);
@@ -477,9 +479,10 @@ struct QueryLoader {
   const volatile Job* slot;
   RingPosition<kQStages> q_ring;
   RingPosition<kDoStages> do_ring;
+
   ScoreTileLoader score_tiles = {p, smem};
 
-  // Queries, and their LSE unless these are made here.
+  // Queries with their LSE unless that is made here, and with D where output gradients are freed early.
   ATTNGEN_DEVICE void load_queries(int row, int head, int batch, long long at, int visit) {
     const bool made_here = visit >= 0;
     const u32 q_full = smem + kQFull + q_ring.stage * 8;
@@ -487,12 +490,14 @@ struct QueryLoader {
     mbarrier_arrive_expect(q_full, kQkBoxes * kQueryBoxBytes + (made_here ? 0 : kRowBytes));
     TmaFetch::load<kQkBoxes>(smem + kSmemQ + q_ring.stage * kQkBoxes * kQueryBoxBytes, kQueryBoxBytes, &p.map_q, q_full, row, head, batch, kEvictLast);
     if (!made_here) load_row(smem + kSmemLse + q_ring.stage * kRowBytes, p.lse_log2, at, q_full);
+
     q_ring.advance();
   }
-  // Output gradients, and their D unless it is made here.
+  // Output gradients, with their D where it is neither made here nor comes with queries.
   ATTNGEN_DEVICE void load_output_gradients(int row, int head, int batch, long long at, int visit) {
     const bool made_here = visit >= 0;
     mbarrier_wait(smem + kDoEmpty + do_ring.stage * 8, do_ring.parity ^ 1);
+
     const u32 do_full = smem + kDoFull + do_ring.stage * 8;
     mbarrier_arrive_expect(do_full, kVBoxes * kQueryBoxBytes + (made_here ? 0 : kRowBytes));
     TmaFetch::load<kVBoxes>(smem + kSmemDo + do_ring.stage * kVBoxes * kQueryBoxBytes, kQueryBoxBytes, &p.map_d_o, do_full, row, head, batch, kEvictLast);
@@ -500,10 +505,12 @@ struct QueryLoader {
     do_ring.advance();
   }
   ATTNGEN_DEVICE void load(const Job& job, int head, int block) {
+
     const int row = q_sequence(p).first_row(job.batch) + block * kTileM;
     const auto batch = q_sequence(p).batch_index(job.batch);
     const long long at = workspace_block(p, job.batch, head, block) * kTileM;
     constexpr int visit = -1;
+
     load_queries(row, head, batch, at, visit);
     load_output_gradients(row, head, batch, at, visit);
     score_tiles.load(job.batch, head, block, job.tile);
@@ -512,15 +519,16 @@ struct QueryLoader {
   ATTNGEN_DEVICE void run() {
     await_dependency();
     for_each_job<true>(smem, slot, [&](const Job& job) {
+
       for_each_block(p, job, [&](int head, int block) { load(job, head, block); });
     });
   }
 };
 
-
 // ---- reducers: two threads that sum dQ in the float32 workspace, every other block each, so that one's
 // additions may still be on their way when the other starts. The tile that comes first to a block of
-// queries stores its part there, and others add theirs.
+// queries stores its part there, and others add theirs; where the last one's consumers join theirs
+// with the sums, these come back for that, and what goes to memory is dQ.
 struct Reducer {
   const Params& p;
   u32 smem;
@@ -532,6 +540,7 @@ struct Reducer {
     float* target = static_cast<float*>(p.dq_acc) + at * (kConsumers * kDqBytes / 4);
     int* turns = static_cast<int*>(p.turns) + at;
     const u32 full = smem + kDqFull + turn * kConsumers * 8;
+
     // A tile claims the first turn, 1, with its part at hand, and waits for nobody then. Mostly the
     // sums are there, 2, which is known before this tile's part is.
     bool first = false;
@@ -554,6 +563,7 @@ struct Reducer {
       tma_store_wait_read();
       mbarrier_arrive(smem + kDqEmpty + part * 8);
     }
+
     if (first) {
       tma_store_wait();
       count_up(turns);
@@ -568,6 +578,7 @@ struct Reducer {
         if (ring.stage == turn) add(job, head, block, ring.parity);
         ring.advance();
       });
+
     });
     tma_store_wait();
   }
@@ -584,6 +595,7 @@ struct Consumer {
   RingPosition<kDoStages> do_ring;
   RingPosition<kDsStages> ds_ring;
   RingPosition<kDsStages> ds_read;
+
   u32 tile_parity = 0;
 
   using Scores = float[kTileM / 2];
@@ -707,6 +719,7 @@ struct Consumer {
     for (int i = 0; i < kDqColumns / 2; i += 4) store_shared_x4(part + i * 512, dq + i);
     fence_async_shared();
     __syncwarp();
+    // Every thread arrives where tiles complete dQ: rows in 16 bits are no thread's own.
     if (lane == 0) mbarrier_arrive(smem + kDqFull + (dq_turn * kConsumers + warpgroup) * 8);
   }
 
@@ -740,23 +753,28 @@ struct Consumer {
     Scores gradients;
     u32 packed_weights[kTileM / 4];
     u32 packed_gradients[kTileM / 4];
+
     mbarrier_wait(smem + kDoFull + do_ring.stage * 8, do_ring.parity);
     start_gradients(gradients);
     start_scores(scores, ctx, key, block);
     mbarrier_wait(smem + kQFull + q_ring.stage * 8, q_ring.parity);
+
     gemm_shared_shared<ScoreMma, kQkSteps, kKeyBoxBytes, kQueryBoxBytes, true>(scores, keys(), queries());
     gemm_shared_shared<ScoreMma, kVSteps, kKeyBoxBytes, kQueryBoxBytes, true>(gradients, values(), output_gradients());
     release_score_tile();
+
     wgmma_wait<1>();
     settle(scores);
     const bool large = has_large_rows();
     if (large) remake_scores(scores);
     if (masked) hide(scores, ctx, key, block);
+
     if (large) {
       weigh_large_rows(scores, ctx, key, block);
     } else {
       weigh(scores);
     }
+
     pack_pairs<Element, kTileM / 2>(packed_weights, scores);
     wgmma_wait<0>();
     settle(gradients);
@@ -783,9 +801,11 @@ struct Consumer {
       pass_turn();
       issue_dk(sums, packed_gradients);
       wgmma_wait<1>();
+
       finish_dq(dq);
     }
     wgmma_wait<0>();
+
     release_block();
   }
   // Every thread: each has read D and the LSE itself.
@@ -809,6 +829,7 @@ struct Consumer {
   // Stores 64 rows of a gradient.
   template <int kBoxes, u32 kBoxBytes>
   ATTNGEN_DEVICE void store(u32 tile, const TensorMap* map, const Job& job) const {
+
     const int row = kv_sequence(p).first_row(job.batch) + job.tile * kTileN + warpgroup * 64;
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
@@ -845,13 +866,16 @@ struct Consumer {
     for (int i = 0; i < DvMma::kN / 2; ++i) sums.dv[i] = 0.f;
     mbarrier_wait(smem + kKFull, parity);
     mbarrier_wait(smem + kVFull, parity);
+
     const int key = first + warp * 16 + lane / 4;
     bool first_step = true;
     for_each_block(p, job, [&](int head, int block) {
       ctx.head = head;
+
       step(sums, ctx, key, block, block < blocks.full_begin || block >= blocks.full_end, first_step);
       first_step = false;
     });
+
     const u32 dv_tile = values();
     if (first_step) {
       stage_rows<Element, DvMma::kN, kKeyBoxBytes>(dv_tile, sums.dv, 1.f, warp, lane);
@@ -870,6 +894,7 @@ struct Consumer {
   ATTNGEN_DEVICE void run(const volatile Job* slot) {
     if (warpgroup == kConsumers - 1) named_barrier_arrive(kTurnBarrier, 256);
     u32 parity = 0;
+
     for_each_job(smem, slot, [&](const Job& job) {
       run_tile(job, parity);
       parity ^= 1;
@@ -910,21 +935,25 @@ sm90_bwd__causal_pre_scale_bias_d128_bf16__325a2d(const __grid_constant__ attnge
       mbarrier_init(smem + kDqFull + i * 8, 4);
       mbarrier_init(smem + kDqFull + (kConsumers + i) * 8, 4);
       mbarrier_init(smem + kDqEmpty + i * 8, 1);
+
     }
     for (int i = 0; i < kDsStages; ++i) {
       mbarrier_init(smem + kDsFull + i * 8, kConsumers * 4);
       mbarrier_init(smem + kDsEmpty + i * 8, kConsumers * 4);
     }
+
     mbarrier_init(smem + kTileFull, 1);
     mbarrier_init(smem + kTileEmpty, kConsumers * 128);
     mbarrier_init(smem + kJobFull, 1);
     mbarrier_init(smem + kJobEmpty, kConsumers * 128 + 3);  // consumer threads, loader, reducers
     mbarrier_init_fence();
   }
+
   __syncthreads();
   if (role == 0) {
     release_registers<kProducerRegisters>();
     if (threadIdx.x == 0) Scheduler{p, smem, slot}.run(KvLoader{p, smem});
+
     if (threadIdx.x == 32) QueryLoader{p, smem, slot}.run();
     if (threadIdx.x == 64 || threadIdx.x == 96) Reducer{p, smem, slot, threadIdx.x / 32 % 2}.run();
   } else {
