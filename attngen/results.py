@@ -1,4 +1,4 @@
-"""What an attention call returns beside its output; importable without torch."""
+"""Results of an attention call beside its output; importable without torch."""
 
 from __future__ import annotations
 

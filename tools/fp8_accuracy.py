@@ -67,7 +67,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Call:
-    """What an FP8 attention is given; scales are float32 [1]."""
+    """The operands and scales of an FP8 attention; scales are float32 [1]."""
 
     case: Case
     stored: dict[str, Tensor]
@@ -77,7 +77,7 @@ class Call:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of `attngen.attention`."""
+        """The arguments of `attngen.attention`."""
         scale_s = torch.tensor([fp8.DEFAULT_SCALE_S], device=self.stored["q"].device)
         named = {f"descale_{name}": descale for name, descale in self.descales.items()}
         return {

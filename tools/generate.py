@@ -65,7 +65,7 @@ def read(folder: Path) -> dict[str, str]:
 
 
 def differences(found: dict[str, str], wanted: dict[str, str]) -> list[str]:
-    """What is missing, superfluous or different, the last with the start of its diff."""
+    """List files that are missing, superfluous or different, these with the start of a diff."""
     lines = [f"missing: {name}" for name in sorted(wanted.keys() - found.keys())]
     lines += [f"superfluous: {name}" for name in sorted(found.keys() - wanted.keys())]
     for name in sorted(found.keys() & wanted.keys()):

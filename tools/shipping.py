@@ -53,7 +53,7 @@ mask = "causal"
 
 
 def attngen(*arguments: object, **environment: str) -> list[dict[str, Any]]:
-    """What a command prints with --json, one object a line."""
+    """Run a command with --json, and parse what it prints, one object a line."""
     done = subprocess.run(
         [sys.executable, "-m", "attngen", *map(str, arguments), "--json"],
         cwd=ROOT,
@@ -79,7 +79,7 @@ def measure_build(specs: Path, cache: Path) -> dict[str, Any]:
 
 
 def measure_bundle(specs: Path, cache: Path, output: Path) -> dict[str, Any]:
-    """Of kernels that the cache has."""
+    """Measure a bundle of kernels that the cache has."""
     start = time.perf_counter()
     found = attngen("bundle", "build", specs, "-o", output, ATTNGEN_CACHE_DIR=str(cache))[-1]
     seconds = time.perf_counter() - start

@@ -98,12 +98,12 @@ def check(problem: Problem, arch: str = "sm_90a") -> list[str]:
 
 
 def packed_bytes(cubin: bytes) -> int:
-    """Those that it takes in a bundle."""
+    """Count the bytes that a cubin takes in a bundle."""
     return len(zlib.compress(cubin, 6))
 
 
 def failures(problems: Iterable[Problem], workers: int = 2) -> Iterator[str]:
-    """What `check` says of them all."""
+    """Check all problems, and yield the failures."""
     with ThreadPoolExecutor(workers) as pool:
         for found in pool.map(check, problems):
             yield from found

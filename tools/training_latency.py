@@ -156,7 +156,7 @@ def of_torch(backend: str) -> dict[str, Step]:
 
 
 def parts_of(who: str, steps: dict[str, Step]) -> dict[str, tuple[Callable[[], Any], Any]]:
-    """What is timed, and what is around it, by `variant, part, who`; called a few times."""
+    """Make the timed parts, each with its context, by `variant, part, who`, and call them."""
     parts: dict[str, tuple[Callable[[], Any], Any]] = {}
     for variant, step in steps.items():
         try:

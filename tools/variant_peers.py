@@ -68,7 +68,7 @@ def ours(_: str, x: Operands) -> Both:
 
 
 def differentiated(attend: Callable[[], Any], x: Operands) -> Both:
-    """Of a forward that autograd knows."""
+    """Make both passes of a forward that autograd knows."""
     made = attend()
     out = made[0] if isinstance(made, tuple) else made
 
@@ -289,7 +289,7 @@ def compare(found: list[Tensor], expected: list[Tensor]) -> None:
 def load_makers(
     names: list[str],
 ) -> tuple[dict[str, Source], dict[str, Maker], dict[str, str]]:
-    """Of the peers that are here, and why the others are not."""
+    """Load the makers of peers by name, and say why the others are absent."""
     sources: dict[str, Source] = {}
     makers: dict[str, Maker] = {}
     absent: dict[str, str] = {}

@@ -64,7 +64,7 @@ def visited_share(arguments: dict[str, Any], rows: int, keys: int) -> float:
 
 
 def problems(arguments: dict[str, Any]) -> tuple[Any, Any]:
-    """Of the forward and of the backward; the last one of a window, which is narrow here."""
+    """The problems of a variant's forward and backward; a window's backward is the narrow one."""
     given = {name: x for name, x in arguments.items() if name != "sink"}
     q = torch.empty(BATCH, LENGTH, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="meta")
     spec = attngen.AttentionSpec.from_call(q, q, q, mask="causal", **given)
@@ -75,8 +75,10 @@ def problems(arguments: dict[str, Any]) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class Operands:
-    """Of a variant: q, k and v, the output's gradient, what `attention` takes beside them, and of
-    all that what gets gradients. bf16, [b, s, h, d]."""
+    """A variant's operands in bf16, [b, s, h, d], with the output's gradient.
+
+    given: what `attention` takes beside q, k and v; `differentiated`: all that get gradients.
+    """
 
     q: torch.Tensor
     k: torch.Tensor

@@ -44,7 +44,7 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """Of keys and values, each read once."""
+        """Bytes of keys and values, each read once."""
         return 2 * 2 * self.batch * self.heads_kv * self.length * self.head_dim
 
 

@@ -75,7 +75,10 @@ def require_known(loaders: Mapping[str, object], names: Sequence[str]) -> None:
 def load_from(
     loaders: Mapping[str, Callable[[], Found]], names: Sequence[str]
 ) -> tuple[dict[str, Found], dict[str, str]]:
-    """What these loaders find, and why the others found nothing. Raises: as `load`."""
+    """Load peers by name. Returns what was found, and why the others are absent.
+
+    Raises: MeasureError where no loader has a name.
+    """
     require_known(loaders, names)
     found: dict[str, Found] = {}
     absent: dict[str, str] = {}

@@ -66,7 +66,10 @@ class Mean:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run ran on; None for what is not there. `sources`: digests of what makes kernels."""
+    """The machine and versions of a run; None for what is absent.
+
+    sources: digests of the files that make kernels.
+    """
 
     chip: str | None
     driver: str | None
@@ -97,7 +100,7 @@ class Report:
 
 
 def timed(report: Report) -> list[str]:
-    """Those with a figure in any row, in the order of TITLES."""
+    """The implementations with a figure in any row, in the order of TITLES."""
     return [name for name in TITLES if any(name in row.ms for row in report.rows)]
 
 
@@ -138,7 +141,7 @@ def means_of(rows: Sequence[Row]) -> dict[str, Mean]:
 
 
 def geometric_means(rows: Iterable[Mapping[str, float]]) -> dict[str, Mean]:
-    """The same of times by name, a mapping a row."""
+    """Geometric means over rows of attngen's rate over each other's. rows: times by name."""
     ratios: dict[str, list[float]] = {}
     for times in rows:
         if OURS not in times:

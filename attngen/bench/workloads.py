@@ -69,12 +69,12 @@ CASES = tuple(Case(*shape, causal) for shape in _SHAPES for causal in (False, Tr
 
 
 def select(patterns: Sequence[str], cases: Sequence[Case] = CASES) -> tuple[Case, ...]:
-    """As `select_named`."""
+    """Select cases whose names match any of the patterns. Raises: MeasureError."""
     return select_named(patterns, cases)
 
 
 class Named(Protocol):
-    """What has a name to be selected by."""
+    """A case with a name to be selected by."""
 
     @property
     def name(self) -> str: ...

@@ -1,5 +1,7 @@
-"""What `attngen build` and `attngen bundle build` share: what to build, progress, and last what
-failed. Exit code 0: all is there; 1: something was refused or failed."""
+"""Building for `attngen build` and `attngen bundle build`: specs, progress, and the failures last.
+
+Exit code 0: all is there; 1: something was refused or failed.
+"""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def ls(bundle: Path, as_json: bool) -> None:
 @click.argument("a", metavar="A.attn", type=click.Path(path_type=Path))
 @click.argument("b", metavar="B.attn", type=click.Path(path_type=Path))
 def diff(a: Path, b: Path) -> None:
-    """What only B has (+), only A has (-), and what differs (~).
+    """Compare two bundles: only B has (+), only A has (-), both have but differ (~).
 
     Exit code 0: nothing differs; 1: something does; 2: one of them is no bundle.
     """
@@ -222,7 +222,7 @@ def _open(path: Path) -> Bundle:
 
 
 def _tell(path: Path, as_json: bool) -> None:
-    """What a bundle that was just written has."""
+    """Print the contents of a bundle that was just written."""
     found = _open(path)
     if as_json:
         kernels = sum(len(program.kernels) for program in found.programs())

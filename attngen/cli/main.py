@@ -190,7 +190,7 @@ def render(spec: Path, name: str | None, output: Path | None) -> None:
 @click.argument("items", metavar="[ITEM]...", nargs=-1)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object an item.")
 def doctor(items: Sequence[str], as_json: bool) -> None:
-    """What this machine has for building and running kernels, and what to do about the rest.
+    """Report what this machine has for building and running kernels, and how to get the rest.
 
     With items, as `doctor nvrtc cache` or `doctor gpu bundles`, these alone. Exits with 1 where one
     that is named is not in order (--), and always where a check fails (!!): what a machine may lack

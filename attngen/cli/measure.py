@@ -138,7 +138,7 @@ def _bench(
 
 
 def _prepare(json_file: Path | None, plot_file: Path | None) -> None:
-    """What the files lack shows before anything is timed."""
+    """Check that the files can be written, before anything is timed."""
     if plot_file:
         from ..bench import plot
 

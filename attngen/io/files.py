@@ -43,11 +43,11 @@ def templates_dir() -> Path:
 
 @cache
 def shipped() -> dict[str, Any] | None:
-    """What a wheel says of the templates and headers that it was made with, for a machine from
-    which they were removed; None where they are there, and speak for themselves.
+    """Read the wheel's record of its templates and headers; None where these are installed.
 
-    The fragments' headers (`features`), and the digests that are part of cache keys (`templates`,
-    `headers`). Written when the wheel is built.
+    A machine from which they were removed needs the record. It has the fragments' headers
+    (`features`) and the digests that are part of cache keys (`templates`, `headers`), and is
+    written when the wheel is built.
     """
     with contextlib.suppress(FileNotFoundError):
         if templates_dir() and include_dir().is_dir():

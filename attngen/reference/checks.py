@@ -1,4 +1,4 @@
-"""What a call may ask for: every inconsistency is found before anything is computed.
+"""Checks of a call: every inconsistency is found before anything is computed.
 
 `check` looks at names, shapes and dtypes only, so it never waits for a device;
 `check_values` looks at lengths that are already on the host. Neither cares which device

@@ -32,7 +32,7 @@ def dtype_violations(q: torch.dtype, k: torch.dtype, v: torch.dtype) -> Iterator
 
 
 def fp8_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
-    """What only FP8 calls take, given to others; scales, output and gradients of FP8 calls."""
+    """Find what does not fit an FP8 call, and arguments of FP8 alone that other calls have."""
     cached = fp8.is_fp8(operands.k.dtype)
     if not fp8.is_fp8(operands.q.dtype):
         yield from _misplaced(call, operands.q.dtype, CACHE_SCALES if cached else ())

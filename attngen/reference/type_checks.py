@@ -18,7 +18,7 @@ NUMBERS = {name: ROWS[name].default for name in names("number", "longest")}
 
 
 def type_violations(given: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the types of these arguments of `attention`; q must be among them."""
+    """Find arguments of `attention` of wrong types. given: by name; q must be among them."""
     for name in TENSORS:
         value = given.get(name)
         if not isinstance(value, Tensor) and (value is not None or name == "q"):

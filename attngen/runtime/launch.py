@@ -43,8 +43,11 @@ _ADDRESSED = ("ptr", *_MAPS)
 
 @dataclass(frozen=True, eq=False)
 class TensorMap:
-    """What cuTensorMapEncodeTiled takes before and after the address of `tensor`, and the bytes
-    that follow the encoded map; nothing where a kernel does without a map."""
+    """A tensor map without its address, as cuTensorMapEncodeTiled takes it.
+
+    before, after: arguments on either side of the address of `tensor`; units: the bytes that follow
+    the encoded map. All are empty where a kernel does without a map.
+    """
 
     tensor: str
     units: bytes
@@ -75,8 +78,11 @@ class Prepared:
 
 
 class Parameters:
-    """What a kernel finds as its parameters, in host memory, 64-byte aligned; the driver copies it
-    before a launch returns. `pointers` is the address of the one pointer to it."""
+    """A kernel's parameters in host memory, 64-byte aligned.
+
+    The driver copies them before a launch returns. `pointers` is the address of the one pointer to
+    them.
+    """
 
     __slots__ = ("_memory", "_pointer", "pointers")
 

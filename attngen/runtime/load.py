@@ -123,7 +123,7 @@ def _check_parameters(described: KernelEntry, kernel: Any) -> None:
 
 
 def multiprocessors(device: int) -> int:
-    """Those of a device. Raises: LaunchError."""
+    """Count a device's multiprocessors. Raises: LaunchError."""
     return _attribute("MULTIPROCESSOR_COUNT", device)
 
 

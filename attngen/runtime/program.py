@@ -130,8 +130,11 @@ class KernelEntry:
 
 
 def binaries_of_call(found: tuple[Binary, ...], second: bool) -> tuple[Binary, ...]:
-    """Those of a forward's that a call launches. second: whether the second kernel, where there are
-    two: a bundle of an earlier version may lack it."""
+    """Choose the binaries of a forward that a call launches.
+
+    second: whether it launches the second of two kernels, which a bundle of an earlier version may
+    lack.
+    """
     forwards = [each for each in found if each.kernel.grid == "persistent_tiles"]
     return (forwards[second],) if len(forwards) > 1 else found
 
@@ -147,7 +150,7 @@ class Resources:
 
     @property
     def in_local_memory(self) -> str:
-        """What a thread keeps there for want of registers; empty where that is nothing."""
+        """Describe what a thread keeps in local memory for want of registers; empty for nothing."""
         if not (self.spill_bytes or self.stack_bytes):
             return ""
         return f"{self.spill_bytes} bytes of spills, {self.stack_bytes} bytes of stack"

@@ -76,7 +76,7 @@ class Program:
 
     @property
     def binaries(self) -> tuple[Binary, ...]:
-        """What two programs of one problem differ in: launch programs, with cubins' digests."""
+        """The binaries of its kernels, in which two programs of one problem differ."""
         return tuple(kernel.binary for kernel in self.kernels)
 
 
@@ -211,7 +211,7 @@ class Bundle:
         return cubin
 
     def stored_bytes(self, binary: Binary) -> int:
-        """Those that its cubin takes in the file."""
+        """Count the bytes that its cubin takes in the file."""
         return self._places[binary.cubin_sha256].stored_bytes
 
     def data(self) -> bytes:
@@ -314,8 +314,10 @@ def _read_manifest(archive: zipfile.ZipFile, file: BinaryIO) -> Any:
 
 
 def _inflate(data: bytes, size: int) -> bytes | None:
-    """What a member of so many bytes was; None where it is another, and no more than these are
-    unpacked to see that."""
+    """Unpack a member of `size` bytes; None where it holds another number of them.
+
+    At most one byte more than `size` is unpacked to see that.
+    """
     stream = zlib.decompressobj(wbits=-zlib.MAX_WBITS)
     try:
         plain = stream.decompress(data, size + 1)

@@ -92,7 +92,7 @@ def merge(path: Path, bundles: Sequence[Bundle]) -> None:
 
 
 def plain_member(name: str, method: int = zipfile.ZIP_STORED) -> zipfile.ZipInfo:
-    """What an archive says of a file, the same wherever and whenever it is made."""
+    """Describe a member of an archive alike wherever and whenever the archive is made."""
     info = zipfile.ZipInfo(name, _DATE)
     info.compress_type = method
     info.create_system = 3  # Unix

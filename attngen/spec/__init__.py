@@ -1,1 +1,1 @@
-"""What is asked: specs, layouts, presets, problems. No chip, no torch."""
+"""Specs, layouts, presets and problems: an attention as it is asked for, without a chip."""

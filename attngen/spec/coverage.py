@@ -81,7 +81,7 @@ class Member:
 
     @property
     def spec(self) -> AttentionSpec:
-        """What its forward needs."""
+        """The spec of its forward."""
         dtype, _, kv_dtype = self.dtype.partition("/")
         return AttentionSpec(
             head_dim=self.head_dims[0],
@@ -104,7 +104,7 @@ class Member:
         )
 
     def problems(self, known: Features) -> tuple[Problem, ...]:
-        """Those of its kernels: the forward's, and the backward's where it trains."""
+        """The problems of its kernels: the forward's, and the backward's where it trains."""
         (forward,) = resolve(self.spec, known)
         joined = replace(forward, decode=False)
         backward = (joined.backward(self.deterministic),) if self.training else ()

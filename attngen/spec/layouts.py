@@ -41,7 +41,7 @@ class Layout:
 
     @property
     def formats(self) -> tuple[Format, Format]:
-        """Those of Q, and of K and V."""
+        """The formats of Q, and of K and V."""
         return self.q_format, self.kv_format
 
     def home(self, operand: str) -> tuple[str, int, int]:

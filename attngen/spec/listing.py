@@ -20,7 +20,7 @@ WIDTH = 80
 
 
 def list_features(known: Features) -> Iterator[str]:
-    """What a spec may name: the values of its fields, and each axis's fragments."""
+    """List the values that a spec's fields may have, and the fragments of each axis."""
     yield f"architectures  {' '.join(names())}"
     yield f"dtypes         {' '.join(resolve.DTYPES)}"
     yield f"kv_dtype       as dtype, or {' '.join(DTYPES_8BIT)} beside any"

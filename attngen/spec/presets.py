@@ -17,7 +17,7 @@ FOLDER = Path(__file__).resolve().parent / "presets"
 
 
 def names() -> list[str]:
-    """Of all models."""
+    """The names of all models, sorted."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
