@@ -25,6 +25,7 @@ from attngen.fragments import features
 from attngen.io.values import to_data
 from attngen.spec import resolve
 from attngen.spec.attention_spec import AttentionSpec, load_specs
+from attngen.targets import target
 from tests.support.paths import ROOT
 
 LLAMA = ROOT / "examples" / "specs" / "llama3-8b.toml"
@@ -187,7 +188,7 @@ def test_list_shows_every_fragment_with_its_doc() -> None:
     for fragments in features.scan().values():
         for fragment in fragments.values():
             assert fragment.name in text and fragment.doc in text
-    assert all(word in text for word in (*resolve.DTYPES, *resolve.ARCHES))
+    assert all(word in text for word in (*resolve.DTYPES, *target.names()))
 
 
 def test_list_spec_files_show_kernels_and_refusals(tmp_path: Path) -> None:
