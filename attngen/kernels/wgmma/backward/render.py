@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +38,11 @@ STORE_ROWS = 64  # gradients leave in boxes of one warpgroup's rows
 # Those of a forward that its backward shares.
 ROLES = ("mask", "score", "q_seq", "kv_seq", "kv_fetch")
 ROW_SUMS_ROLES = ("mask", "score", "q_seq", "kv_seq", "kv_iter")
+MAIN_VIEWS: dict[str, Callable[..., DataclassInstance]] = {
+    **dict.fromkeys(FUSED, fused_view),
+    "sm90_bwd_dkv": dkv_view,
+    "sm90_bwd_dq": dq_view,
+}
 INTEGERS = (
     *("tiles", "q_blocks", "heads_q", "heads_kv", "total_heads", "heads_per_group"),
     *("tail_rows", "group_size", "bottom_right"),
@@ -69,15 +75,7 @@ def render(problem: Problem, plan: KernelPlan, features: Features, root: Path) -
         return Source(fill(problem, plan, kernel, uses, root), kernel)
     else:
         kernel = _main(problem, plan, operands)
-        if plan.family == "sm90_bwd_dq":
-            view = dq_view(problem, plan, kernel, uses, root)
-            return Source(fill_view(template_of(plan), view, root), kernel)
-        if plan.family == "sm90_bwd_dkv":
-            view = dkv_view(problem, plan, kernel, uses, root)
-            return Source(fill_view(template_of(plan), view, root), kernel)
-        view = fused_view(problem, plan, kernel, uses, root)
-        return Source(fill_view(template_of(plan), view, root), kernel)
-        return Source(fill(problem, plan, kernel, uses, root), kernel)
+        view = MAIN_VIEWS[plan.family](problem, plan, kernel, uses, root)
     return Source(fill_view(template_of(plan), view, root), kernel)
 
 
