@@ -30,7 +30,8 @@ from attngen.errors import AttngenError  # noqa: E402
 from attngen.fragments import features  # noqa: E402  # of this checkout
 from attngen.io import files  # noqa: E402  # of this checkout
 from attngen.io.values import to_json  # noqa: E402
-from attngen.kernels.plan import KernelPlan, plans  # noqa: E402
+from attngen.kernels.base import KernelPlan  # noqa: E402
+from attngen.kernels.plan import plans  # noqa: E402
 from attngen.spec import coverage, presets  # noqa: E402  # of this checkout
 from attngen.spec.attention_spec import load_specs  # noqa: E402
 from attngen.spec.problem import Problem  # noqa: E402

@@ -26,6 +26,7 @@ import attngen  # noqa: E402  # a checkout not installed, too
 from attngen.bench.timing import Call, time_interleaved  # noqa: E402
 from attngen.compiler.builder import build_problem  # noqa: E402
 from attngen.fragments import features  # noqa: E402
+from attngen.kernels.base import TiledPlan  # noqa: E402
 from attngen.kernels.plan import plans  # noqa: E402
 from attngen.spec import resolve  # noqa: E402
 from tools.reports import write_report  # noqa: E402
@@ -164,8 +165,8 @@ def measure(rounds: int, settle_ms: float, budget_ms: float) -> list[dict[str, A
         ms = {name: each / CALLS for name, each in taken.items()}
         flops = (4, 10)[index] * BATCH * HEADS * LENGTH**2 * HEAD_DIM / 2
         for name, arguments in VARIANTS.items():
-            main = max(plans(made[name][index], "sm_90a"), key=lambda plan: hasattr(plan, "tile"))
-            tile = main.tile  # type: ignore[union-attr]
+            made_plans = plans(made[name][index], "sm_90a")
+            tile = next(each.tile for each in made_plans if isinstance(each, TiledPlan))
             share = visited_share(arguments, tile.m, tile.n)
             rows.append(
                 {

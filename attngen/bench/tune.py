@@ -17,7 +17,7 @@ from ..compiler import digest
 from ..compiler.builder import Built, build_plan
 from ..errors import CompileError, MeasureError
 from ..frontends.pytorch.operation import tile_counter
-from ..kernels.base import Plan
+from ..kernels.base import TiledPlan
 from ..kernels.plan import feasible
 from ..kernels.tuned import Candidate, Entry, settings
 from ..runtime import load
@@ -144,11 +144,11 @@ def shape_of(problem: Problem, length: int) -> tuple[int, int]:
 
 
 def _build(
-    problem: Problem, plans: Sequence[Plan], arch: str
+    problem: Problem, plans: Sequence[TiledPlan], arch: str
 ) -> tuple[list[Built], tuple[str, ...]]:
     """The kernels of the plans, the preferred first, and why the compiler refused the others."""
 
-    def build(plan: Plan) -> Built | CompileError:
+    def build(plan: TiledPlan) -> Built | CompileError:
         try:
             return build_plan(problem, plan, arch)
         except CompileError as error:

@@ -24,7 +24,7 @@ from .output import CommandError, FiniteFloat, PrintableFormatter, fitted, prepa
 
 if TYPE_CHECKING:
     from ..compiler.cache import Cache
-    from ..kernels.plan import KernelPlan
+    from ..kernels.base import KernelPlan
     from ..spec.attention_spec import Placed
     from ..spec.problem import Problem
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from ..errors import AttngenError, CacheError, CompilerMissing, SpecError
 from ..fragments import features
 from ..io.values import to_data, to_json
-from ..kernels.plan import KernelPlan, plans
+from ..kernels.base import KernelPlan
+from ..kernels.plan import plans
 from ..runtime.program import Binary
 from ..ship.bundle import BundledKernel, Program
 from ..spec import resolve

@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING
 from ..errors import CacheError, CompilerMissing
 from ..fragments import features
 from ..io import files
-from ..kernels.base import Plan
-from ..kernels.plan import KernelPlan, plans, plans_of_call
-from ..kernels.support.mask_pack import MaskPlan
-from ..kernels.support.order import VarlenPlan
-from ..kernels.wgmma.decode.plans import CombinePlan, DecodePlan
+from ..kernels.base import KernelPlan
+from ..kernels.family import family_of
+from ..kernels.plan import plans, plans_of_call
 from ..runtime.program import Binary
 from ..ship import lookup as mounts
 from ..spec import resolve
@@ -161,19 +159,5 @@ def _say_not_stored(why: str) -> None:
 
 def render_problem(problem: Problem, plan: KernelPlan, root: Path | None = None) -> Source:
     """The source of one kernel; `root` is a templates directory other than the shipped one."""
-    from ..kernels.support import render_mask_pack as render_mask
-    from ..kernels.support import render_order as render_varlen
-    from ..kernels.wgmma.backward import render as render_bwd
-    from ..kernels.wgmma.decode import render as render_decode
-    from ..kernels.wgmma.forward import render as render_fwd
-
     known, folder = features.scan(root), root or files.templates_dir()
-    if isinstance(plan, Plan):
-        return render_fwd.render(problem, plan, known, folder)
-    if isinstance(plan, VarlenPlan):
-        return render_varlen.render(problem, plan, known, folder)
-    if isinstance(plan, MaskPlan):
-        return render_mask.render(problem, plan, folder)
-    if isinstance(plan, (DecodePlan, CombinePlan)):
-        return render_decode.render(problem, plan, known, folder)
-    return render_bwd.render(problem, plan, known, folder)
+    return family_of(plan.family).render(problem, plan, known, folder)

@@ -30,7 +30,7 @@ from ..errors import CacheError
 from ..io import file_lock, trust
 from ..io.file_lock import FileLock
 from ..io.files import make_directory
-from ..kernels.plan import KernelPlan
+from ..kernels.base import KernelPlan
 from ..runtime.program import Binary
 from ..spec.problem import Problem
 from . import cache_entry, cache_lock

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from ..io import trust
 from ..io.values import from_data, to_data, to_json
-from ..kernels.plan import KernelPlan, read_plan
+from ..kernels.base import KernelPlan
+from ..kernels.plan import read_plan
 from ..runtime.program import Binary
 from ..runtime.program_check import mistakes_of
 from ..spec.problem import Problem

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import pkgutil
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,8 +19,9 @@ from types import CodeType
 from typing import Any
 
 from ..io import files
+from ..io.modules import modules_of
 from ..io.values import to_data, to_json
-from ..kernels.plan import KernelPlan
+from ..kernels.base import KernelPlan
 from ..runtime.program import SCHEMA_VERSION
 from ..spec.problem import Problem
 from .compile import OPTIONS
@@ -39,18 +39,8 @@ _MODULES = (
 CHOOSES = frozenset({"kernels.tuned"})  # among plans, which a key has in full
 
 
-def _modules_of(package: str) -> Iterator[str]:
-    """A package of attngen and every module below it. Imports packages, and none of these."""
-    spec = importlib.util.find_spec(f"attngen.{package}")
-    yield package
-    places = None if spec is None else spec.submodule_search_locations
-    for found in pkgutil.iter_modules(places or ()):
-        name = f"{package}.{found.name}"
-        yield from _modules_of(name) if found.ispkg else (name,)
-
-
 GENERATOR = tuple(
-    sorted({*_MODULES, *(name for each in _PACKAGES for name in _modules_of(each))} - CHOOSES)
+    sorted({*_MODULES, *(name for each in _PACKAGES for name in modules_of(each))} - CHOOSES)
 )
 # Of a code object, beside its constants: all but names of files and numbers of lines.
 _CODE_FACTS = (

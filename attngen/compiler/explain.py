@@ -14,24 +14,18 @@ from ..io.files import templates_dir
 from ..io.text import printable
 from ..io.values import to_data
 from ..kernels import tuned
-from ..kernels.base import Plan
-from ..kernels.plan import KernelPlan, candidates, plans, template_of
-from ..kernels.wgmma.backward.plans import FUSED, BackwardPlan
-from ..kernels.wgmma.decode.plans import DecodePlan
+from ..kernels.base import KernelPlan
+from ..kernels.family import family_of
+from ..kernels.plan import candidates, plans, template_of
 from ..spec import resolve
 from ..spec.attention_spec import AttentionSpec
-from ..spec.problem import DTYPE_BYTES, Problem
+from ..spec.problem import Problem
 from ..spec.tables import Place
 from ..targets.target import TARGETS
 from .builder import build_plan, render_problem
 from .cache import Cache
 
 INDENT = "  "
-# Products of a block over Q's head dim, and over V's: S, dQ, dK; O or dP, dV.
-PRODUCTS = {  # else one each
-    **dict.fromkeys(FUSED, (3, 2)),
-    **{"sm90_bwd_dkv": (2, 2), "sm90_bwd_dq": (2, 1)},
-}
 
 
 def explain(
@@ -87,8 +81,8 @@ def _explain_kernel(
     problem: Problem, chosen: KernelPlan, arch: str, cache: Cache | None, compiled: bool
 ) -> Iterator[str]:
     yield ""
-    tuned_too = chosen.family == "sm90_fwd"
-    how = _choice(problem, arch) if tuned_too else "the heuristics' choice"
+    is_tuned = family_of(chosen.family).is_tuned(chosen)
+    how = _choice(problem, arch) if is_tuned else "the heuristics' choice"
     yield f"plan {arch} {chosen.family}, {how}"
     yield from _indented(describe(chosen))
     yield ""
@@ -106,7 +100,7 @@ def _explain_kernel(
     yield ""
     yield f"binary {built.binary.toolchain}, {'cached' if built.from_cache else 'compiled now'}"
     yield from _indented(describe(built.binary.resources))
-    if isinstance(chosen, Plan | BackwardPlan):
+    if chosen.moves_registers:
         yield f"{INDENT}the registers are those at launch; the plan moves them to each role"
 
 
@@ -134,37 +128,8 @@ def describe(value: Any) -> Iterator[str]:
 
 
 def aim(problem: Problem, chosen: KernelPlan) -> Iterator[str]:
-    """The roofline of a full block: cycles of the tensor cores and of the exponentials, and how
-    often a loaded byte of the operands that come block by block is used."""
-    if isinstance(chosen, DecodePlan):
-        rows, size = chosen.tile.m, DTYPE_BYTES[problem.dtype_kv]
-        yield (
-            f"aims at the memory: {2 * rows // size} FLOPs for each byte of K and V with all "
-            f"{rows} rows in use; {chosen.ctas} CTA{'s' if chosen.ctas > 1 else ''} an SM"
-        )
-        return
-    if not isinstance(chosen, Plan | BackwardPlan):
-        yield "aims at the memory: no products, each operand read and each result written once"
-        return
-    d, d_v = problem.head_dim_qk, problem.head_dim_v
-    of_qk, of_v = PRODUCTS.get(chosen.family, (1, 1))
-    pairs = chosen.tile.m * chosen.tile.n
-    flops, size = 2 * pairs * (of_qk * d + of_v * d_v), DTYPE_BYTES[problem.dtype_kv]
-    target = TARGETS[chosen.arch]
-    mma = flops * size / target.mma_flops
-    exponentials = pairs / target.exponentials
-    binding = "tensor cores" if mma > exponentials else "exponentials"
-    ctas = chosen.ctas if isinstance(chosen, Plan) else 1
-    keys_come = isinstance(chosen, Plan) or chosen.family == "sm90_bwd_dq"
-    reuse = flops / ((chosen.tile.n if keys_come else chosen.tile.m) * (d + d_v) * size)
-    yield (
-        f"aims at the {binding}: {max(mma, exponentials):.0f} cycles a block "
-        f"({mma:.0f} of products, {exponentials:.0f} of exponentials)"
-    )
-    yield (
-        f"{reuse:.0f} FLOPs for each byte of {'K and V' if keys_come else 'Q and dO'} that an SM "
-        f"loads; {ctas} persistent CTA{'s' if ctas > 1 else ''} an SM"
-    )
+    """The roofline of a full block: what bounds its time, and how often a loaded byte is used."""
+    return family_of(chosen.family).aim(problem, chosen, TARGETS[chosen.arch])
 
 
 def _settings(spec: AttentionSpec) -> Iterator[str]:

@@ -15,7 +15,8 @@ from ..fragments.features import Fragment
 from ..io.files import open_regular
 from ..runtime.program import KernelEntry
 from ..spec.problem import Problem
-from .plan import KernelPlan, template_of
+from .base import KernelPlan
+from .plan import template_of
 from .uses import FragmentUse
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 from ..io.values import to_json
 from ..runtime.program import FIELD_BYTES, Field, Grid, KernelEntry, TensorMapRecipe, Workspace
 from ..spec.problem import DTYPE_BYTES, Problem
-from .plan import KernelPlan
+from .base import KernelPlan
 from .uses import FragmentUse
 
 BOX_BYTES = 128  # what the swizzle spans of a row

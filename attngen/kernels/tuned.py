@@ -22,7 +22,7 @@ from ..io.text import printable
 from ..io.values import from_json, to_data, to_json
 from ..spec.problem import Problem
 from ..targets.target import TARGETS
-from .base import Plan
+from .base import TiledPlan
 
 SCHEMA = 1
 MOST_BYTES = 1 << 26  # of a file
@@ -126,7 +126,7 @@ def entry_of(problem: Problem, arch: str) -> Entry | None:
     return next(found, None)
 
 
-def prefer(plans: Sequence[Plan], entry: Entry | None) -> tuple[Plan, ...]:
+def prefer(plans: Sequence[TiledPlan], entry: Entry | None) -> tuple[TiledPlan, ...]:
     """The plans with the one that measured fastest first; the others keep their order.
 
     Only a plan of the sequence is preferred: where none has the settings of what was timed, since

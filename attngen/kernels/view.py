@@ -17,7 +17,7 @@ from ..spec.problem import DTYPE_BYTES, Problem
 from .uses import FragmentUse
 
 if TYPE_CHECKING:
-    from .support.order import Axis
+    from .base import Axis
 
 CPP_TYPES = {
     **{"i32": "int", "i64": "long long", "f32": "float", "ptr": "void*"},

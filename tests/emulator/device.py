@@ -33,7 +33,7 @@ from attngen.frontends.pytorch import (
     call_cache as recent,
 )
 from attngen.kernels import plan
-from attngen.kernels.plan import KernelPlan
+from attngen.kernels.base import KernelPlan
 from attngen.runtime import counters, load
 from attngen.runtime.program import SCHEMA_VERSION, Binary, Resources
 from attngen.spec.problem import Problem

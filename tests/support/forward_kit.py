@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from attngen.fragments import features
-from attngen.kernels.base import Pipeline, Plan, Schedule, SmemRegion, SoftmaxOrder, Tile
+from attngen.kernels.base import Schedule, SmemRegion, Tile
 from attngen.kernels.uses import FragmentUse, uses_of
+from attngen.kernels.wgmma.forward.plan import Pipeline, Plan, SoftmaxOrder
 from attngen.spec.problem import Problem
 
 DENSE = Problem(

@@ -17,9 +17,9 @@ import pytest
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
 from attngen.io import files
-from attngen.kernels.base import Plan
 from attngen.kernels.fill import Source
 from attngen.kernels.plan import plan
+from attngen.kernels.wgmma.forward.plan import Plan
 from attngen.reference import visible
 from attngen.spec.problem import Direction, Problem
 

@@ -9,7 +9,7 @@ import torch
 
 from ...fragments import features
 from ...kernels.plan import plans
-from ...kernels.wgmma.backward.plans import BackwardPlan
+from ...kernels.wgmma.backward.plan import BackwardPlan
 from ...runtime.load import LoadedKernel, multiprocessors
 from ...runtime.run_time import Extent, Scalars, blocks_of, heads_per_group
 from ...spec.attention_spec import AttentionSpec

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ...kernels.wgmma.forward.plans import has_narrow
+from ...kernels.wgmma.forward.choices import has_narrow
 from ...runtime.load import multiprocessors
 from ...runtime.run_time import UNBOUNDED, Extent, Scalars
 from ...spec.attention_spec import AttentionSpec, has_short

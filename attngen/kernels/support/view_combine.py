@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ...spec.problem import Problem
 from ..uses import FragmentUse
 from ..view import CPP_ELEMENTS, FragmentView, KernelView, fragment_view
-from ..wgmma.decode.plans import CombinePlan
+from .combine import CombinePlan
 
 
 @dataclass(frozen=True)

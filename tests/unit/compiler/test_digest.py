@@ -205,7 +205,7 @@ def imported_by(module: str) -> set[str]:
 
 # What generators import and does not shape a kernel: reasons, places, what a key has beside its
 # digest, and the choice of a problem and its plan, which are in the key themselves.
-SHAPES_NOTHING = {"errors", "io.text", "io.file_lock", "compiler.toolchain"}
+SHAPES_NOTHING = {"errors", "io.text", "io.file_lock", "io.modules", "compiler.toolchain"}
 CHOOSES = {"spec.attention_spec", "spec.tables", "io.toml_text", "spec.layouts", "spec.plain"}
 CHOOSES |= digest.CHOOSES
 
@@ -241,8 +241,8 @@ def test_key_any_module_that_generates_edited_differs(name: str, checkout: Path)
 
 
 PLAN_PROPERTIES = {
-    "CTAs an SM": ("kernels/base.py", "return 512 // (", "return 2 * 512 // ("),
-    "sums of dK and dV": ("kernels/wgmma/backward/plans.py", "* columns + 1)", "* columns + 2)"),
+    "CTAs an SM": ("kernels/wgmma/forward/plan.py", "return held // (", "return 2 * held // ("),
+    "sums of dK and dV": ("kernels/wgmma/backward/plan.py", "* columns + 1)", "* columns + 2)"),
 }
 
 

@@ -20,7 +20,7 @@ from attngen.frontends.pytorch.decode import page_numbers
 from attngen.io import files
 from attngen.kernels.fill import emit_fragment
 from attngen.kernels.plan import plans
-from attngen.kernels.wgmma.decode.plans import DecodePlan
+from attngen.kernels.wgmma.decode.plan import DecodePlan
 from attngen.runtime.run_time import (
     MAX_SPLITS,
     SPLIT_BLOCKS,

@@ -12,8 +12,9 @@ import pytest
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
 from attngen.io import files
+from attngen.kernels.base import KernelPlan
 from attngen.kernels.fill import Source
-from attngen.kernels.plan import KernelPlan, plans
+from attngen.kernels.plan import plans
 from attngen.spec.attention_spec import AttentionSpec
 from attngen.spec.problem import Problem
 from attngen.spec.resolve import resolve

@@ -50,7 +50,7 @@ FRAMEWORKS = {"torch", "jax"}
 
 def test_imports_relative_and_absolute_are_both_seen() -> None:
     assert {"attngen.errors", "attngen.io.files"} <= imports("compiler.compile")
-    assert {"spec.problem", "kernels.base"} <= own_imports("kernels.wgmma.forward.plans")
+    assert {"spec.problem", "kernels.base"} <= own_imports("kernels.wgmma.forward.feasible")
     assert "compiler.cache" in own_imports("cli.main"), "an import inside a function counts"
     assert "torch" not in imports("results"), "an import for types alone does not"
 

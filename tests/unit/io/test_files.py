@@ -312,8 +312,7 @@ def test_trace_of_a_program_goes_to_no_file_of_others(tmp_path: Path) -> None:
     foreign_zip(path)
     before = path.read_bytes()
     code = (
-        "from attngen.runtime import tracing\n"
-        "from tests.unit.runtime.test_tracing import variant\n"
+        "from attngen.runtime import tracing\nfrom tests.unit.runtime.test_tracing import variant\n"
     )
     process = start_python(
         f"import os; os.environ['ATTNGEN_TRACE'] = {str(path)!r}\n{code}tracing.note(variant(8))"

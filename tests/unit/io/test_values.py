@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attngen.io.values import from_data, from_json, to_data, to_json
-from attngen.kernels.base import Plan
 from attngen.kernels.plan import candidates
+from attngen.kernels.wgmma.forward.plan import Plan
 from attngen.runtime.program import SCHEMA_VERSION, Binary, Resources
 from attngen.spec.attention_spec import AttentionSpec
 from attngen.spec.problem import Problem

@@ -14,8 +14,11 @@ from attngen.compiler.cache import Cache
 from attngen.compiler.digest import cache_key
 from attngen.errors import PlanError
 from attngen.io.values import to_data
+from attngen.kernels.base import KernelPlan
 from attngen.kernels.plan import plan, plans, read_plan
-from attngen.kernels.wgmma.backward import plans as sm90_bwd
+from attngen.kernels.wgmma.backward import choices, registers
+from attngen.kernels.wgmma.backward.plan import BackwardPlan, PreparePlan
+from attngen.targets.target import DEFAULT
 from tests.support.sass import count_instructions
 from tests.unit.kernels.test_render import offsets_in_cpp
 
@@ -65,12 +68,12 @@ def test_plans_every_head_dim_pair_fits_and_shares_one_workspace(
     for pair in itertools.product(DIMS, DIMS):
         problem = make_backward(*pair, masks, deterministic=deterministic)
         found = plans(problem, ARCH)
-        fused = sm90_bwd.fuses(problem)
+        fused = registers.fuses(problem)
         assert [each.family for each in found] == (FUSED if fused else SPLIT)
         assert len({each.row_block for each in found}) == 1
         for each in found:
             assert read_plan(to_data(each)) == each
-            if not isinstance(each, sm90_bwd.BackwardPlan):
+            if not isinstance(each, BackwardPlan):
                 continue
             assert each.deterministic == (deterministic and fused)
             assert each.smem_bytes <= SMEM_BYTES
@@ -172,9 +175,9 @@ def test_kernel_entry_parameters_are_those_the_source_reads(case, make_backward)
         assert {*source.kernel.workspace} <= names
 
 
-def _has_turns(each: sm90_bwd.KernelPlan) -> bool:
+def _has_turns(each: KernelPlan) -> bool:
     """Where tiles sum dQ, each in its turn."""
-    if isinstance(each, sm90_bwd.PreparePlan):
+    if isinstance(each, PreparePlan):
         return each.turns
     return each.family in ("sm90_bwd", "bwd_convert")
 
@@ -183,9 +186,9 @@ def _has_turns(each: sm90_bwd.KernelPlan) -> bool:
 def test_deterministic_fused_plan_differs_in_wide_groups_and_held_keys(
     head_dim, make_backward
 ) -> None:
-    def fused(**named) -> sm90_bwd.BackwardPlan:
+    def fused(**named) -> BackwardPlan:
         found = plans(make_backward(head_dim, **named), ARCH)
-        return next(each for each in found if isinstance(each, sm90_bwd.BackwardPlan))
+        return next(each for each in found if isinstance(each, BackwardPlan))
 
     plain, ordered = fused(), fused(deterministic=True)
     assert ordered.schedule.group_heads > plain.schedule.group_heads
@@ -208,9 +211,9 @@ def main_plans(make_backward):
     """`main_plans(head_dim, fields, **arguments)` → the plans of the kernels that make gradients,
     of the problem of these arguments with fields replaced."""
 
-    def found(head_dim, fields=None, **arguments) -> list[sm90_bwd.BackwardPlan]:
+    def found(head_dim, fields=None, **arguments) -> list[BackwardPlan]:
         problem = dataclasses.replace(make_backward(head_dim, **arguments), **(fields or {}))
-        return [x for x in plans(problem, ARCH) if isinstance(x, sm90_bwd.BackwardPlan)]
+        return [x for x in plans(problem, ARCH) if isinstance(x, BackwardPlan)]
 
     return found
 
@@ -259,36 +262,36 @@ def test_output_gradients_are_freed_early_with_128_queries_unless_completing_or_
 def test_rows_that_are_gathered_are_not_freed_early_even_where_one_kernel_had_room(
     main_plans, monkeypatch
 ) -> None:
-    monkeypatch.setattr(sm90_bwd, "FUSED_SPILLS", ())
+    monkeypatch.setattr(registers, "FUSED_SPILLS", ())
     (gathered,) = main_plans(64, GATHERED)
     assert gathered.fused and not gathered.frees_early  # its loader brings D with output gradients
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 128])
 def test_orders_under_a_window_complete_dq_unless_registers_lack(head_dim, make_backward) -> None:
-    def found(**named) -> tuple[sm90_bwd.KernelPlan, ...]:
+    def found(**named) -> tuple[KernelPlan, ...]:
         return plans(make_backward(head_dim, masks=("causal", "window"), **named), ARCH)
 
     prepare, main = found(deterministic=True)
     assert [prepare.family, main.family] == COMPLETED
-    assert isinstance(prepare, sm90_bwd.PreparePlan) and prepare.zeros
-    assert isinstance(main, sm90_bwd.BackwardPlan) and main.completes and main.deterministic
+    assert isinstance(prepare, PreparePlan) and prepare.zeros
+    assert isinstance(main, BackwardPlan) and main.completes and main.deterministic
     # Room for a box of 64 rows of 64 columns in 16 bits.
     assert main.dq_columns * 4 >= 64 * 2
     assert [each.family for each in found()] == FUSED
     crowded = found(deterministic=True, attn_mask=True)
-    assert all(not each.completes for each in crowded if isinstance(each, sm90_bwd.BackwardPlan))
+    assert all(not each.completes for each in crowded if isinstance(each, BackwardPlan))
 
 
 @pytest.mark.parametrize("head_dim", [64, 72, 128])
 def test_consumers_make_d_of_blocks_of_64_queries_in_an_order(head_dim, make_backward) -> None:
-    def found(q_seq="dense", **named) -> tuple[sm90_bwd.PreparePlan, sm90_bwd.BackwardPlan]:
+    def found(q_seq="dense", **named) -> tuple[PreparePlan, BackwardPlan]:
         named = {"masks": ("causal", "window"), "deterministic": True, **named}
         problem = make_backward(head_dim, **named)
         problem = dataclasses.replace(problem, q_seq=q_seq, kv_seq=q_seq)
         made = plans(problem, ARCH)
-        (prepare,) = (each for each in made if isinstance(each, sm90_bwd.PreparePlan))
-        return prepare, next(each for each in made if isinstance(each, sm90_bwd.BackwardPlan))
+        (prepare,) = (each for each in made if isinstance(each, PreparePlan))
+        return prepare, next(each for each in made if isinstance(each, BackwardPlan))
 
     prepare, main = found()
     assert main.makes_d == (head_dim > 64)
@@ -312,7 +315,7 @@ def test_orders_are_two_where_the_second_completes_dq(make_backward) -> None:
         orders = problem.orders()
         assert orders[0] == problem
         ordered = dataclasses.replace(problem, deterministic=True)
-        found = sm90_bwd.plans(ordered)
+        found = choices.plans(ordered, DEFAULT)
         completes = any(getattr(each, "completes", False) for each in found)
         wanted = completes and not problem.deterministic
         assert orders[1:] == ((ordered,) if wanted else ()), problem.label

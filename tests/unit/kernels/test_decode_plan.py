@@ -15,8 +15,7 @@ from attngen.compiler.explain import aim
 from attngen.fragments import features
 from attngen.io.values import to_data
 from attngen.kernels.plan import plans, read_plan
-from attngen.kernels.wgmma.decode import plans as sm90_decode
-from attngen.kernels.wgmma.forward.plans import SMEM_BYTES
+from attngen.runtime.run_time import MAX_SPLITS
 from attngen.spec import resolve
 from attngen.targets.target import DEFAULT
 
@@ -35,10 +34,9 @@ def test_plans_of_every_pair_of_head_dims_fit():
     for d, d_v in itertools.product(range(8, 257, 8), repeat=2):
         problem = dataclasses.replace(plain, head_dim_qk=d, head_dim_v=d_v)
         decode, combine = plans(problem, ARCH)
-        room = SMEM_BYTES + DEFAULT.cta_reserved_bytes
-        assert decode.ctas * (decode.smem_bytes + DEFAULT.cta_reserved_bytes) <= room
+        assert decode.smem_bytes <= DEFAULT.smem_share(decode.ctas)
         assert decode.smem[0].offset == 0 and all(r.offset % 1024 == 0 for r in decode.smem[:3])
-        assert decode.tile.n % 8 == 0 and combine.max_splits == sm90_decode.MAX_SPLITS
+        assert decode.tile.n % 8 == 0 and combine.max_splits == MAX_SPLITS
         assert [read_plan(to_data(each)) for each in (decode, combine)] == [decode, combine]
 
 
@@ -109,7 +107,9 @@ def test_plans_of_wide_head_dims_fit():
         for d_v in (8, 256, 264, 320, 384, 456, 512):
             problem = dataclasses.replace(plain, head_dim_qk=d, head_dim_v=d_v)
             decode, *_ = plans(problem, ARCH)
-            assert decode.smem_bytes <= SMEM_BYTES and decode.consumers == (1 + (d_v > 256))
+            assert decode.smem_bytes <= DEFAULT.cta_smem_bytes and decode.consumers == (
+                1 + (d_v > 256)
+            )
             assert decode.threads == (160 if d_v <= 256 else 384)
             assert decode.stages > 1
             # Of the last stage two warpgroups read as many boxes each, whether they exist or not.

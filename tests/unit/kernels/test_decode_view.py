@@ -8,15 +8,16 @@ import pytest
 
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
-from attngen.kernels.base import SmemRegion
+from attngen.kernels.base import Axis, SmemRegion
+from attngen.kernels.support.combine import CombinePlan
 from attngen.kernels.support.mask_pack import MaskPlan
-from attngen.kernels.support.order import Axis, VarlenPlan
+from attngen.kernels.support.order import VarlenPlan
 from attngen.kernels.support.view_combine import combine_view
 from attngen.kernels.support.view_mask_pack import mask_pack_view
 from attngen.kernels.support.view_order import OrderView, fills_output, order_view
 from attngen.kernels.uses import uses_of
 from attngen.kernels.view import KernelView
-from attngen.kernels.wgmma.decode.plans import CombinePlan, DecodePlan, plans
+from attngen.kernels.wgmma.decode.plan import DecodePlan, plans
 from attngen.kernels.wgmma.decode.view import (
     CopyLoop,
     DecodeView,
@@ -28,6 +29,7 @@ from attngen.kernels.wgmma.decode.view import (
     spares_stages,
 )
 from attngen.spec.problem import Problem
+from attngen.targets.target import DEFAULT
 
 PROBLEM = Problem(
     direction="fwd",
@@ -51,7 +53,7 @@ AXIS = Axis(rows=64, group_heads=8, group_bytes=1 << 20, sums=False, follows=Fal
 
 
 def plan_of(problem: Problem, **changed: object) -> DecodePlan:
-    found = plans(problem)[0]
+    found = plans(problem, DEFAULT)[0]
     assert isinstance(found, DecodePlan)
     return replace(found, **changed)  # type: ignore[arg-type]
 
@@ -137,7 +139,7 @@ def test_sequences_of_queries_are_dense_used_or_packed() -> None:
 
 
 def test_rows_of_no_sequence_are_combined_where_lengths_vary() -> None:
-    plan = plans(PROBLEM)[1]
+    plan = plans(PROBLEM, DEFAULT)[1]
     assert isinstance(plan, CombinePlan)
     uses = uses_of(PROBLEM, features.scan())
     assert not combine_view(PROBLEM, plan, KERNEL, uses, ()).ragged

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from attngen.kernels.base import Plan, Tile
+from attngen.kernels.base import Tile
 from attngen.kernels.wgmma.forward import traits, view_constants, view_loads
+from attngen.kernels.wgmma.forward.plan import Plan
 from attngen.kernels.wgmma.forward.view import query_axis
 from attngen.spec.problem import Problem
 from tests.support.forward_kit import (

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from attngen.kernels.base import Plan
 from attngen.kernels.wgmma.forward import view_consumer, view_scores
+from attngen.kernels.wgmma.forward.plan import Plan
 from attngen.kernels.wgmma.forward.view import bounds_of
 from attngen.kernels.wgmma.forward.view_scores import Scores
 from attngen.spec.problem import Problem

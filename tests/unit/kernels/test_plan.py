@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from attngen.errors import PlanError
-from attngen.kernels.base import Plan, lay_out
+from attngen.kernels.base import lay_out
 from attngen.kernels.plan import candidates, plan
 from attngen.kernels.plan import plans as plans_of
+from attngen.kernels.wgmma.forward.plan import Plan
 from attngen.spec.problem import Problem
 
 ARCH = "sm_90a"

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from attngen.kernels.base import Plan
 from attngen.kernels.plan import candidates
+from attngen.kernels.wgmma.forward.plan import Plan
 from attngen.spec.problem import Problem
 
 ARCH = "sm_90a"

@@ -7,9 +7,9 @@ import pytest
 from attngen.compiler.builder import render_problem
 from attngen.compiler.compile import run_nvrtc
 from attngen.fragments import features
-from attngen.kernels.base import Plan, SoftmaxOrder
 from attngen.kernels.plan import plan
-from attngen.kernels.wgmma.forward import plans as sm90
+from attngen.kernels.wgmma.forward import choices
+from attngen.kernels.wgmma.forward.plan import Plan, SoftmaxOrder
 from attngen.spec import resolve
 from attngen.spec.attention_spec import AttentionSpec
 from attngen.spec.problem import Problem
@@ -72,14 +72,14 @@ def test_order_beside_random_words_alone_is_lazy_and_ahead() -> None:
 def test_order_of_8_bits_is_lazy_and_in_parts(head_dim: int) -> None:
     order = order_of(head_dim, dtype="e4m3")
     assert order.lazy_rescale_log2 and order.parts
-    assert {other.parts for other in sm90.orders(order)} == set(sm90.PARTS)
+    assert {other.parts for other in choices.orders(order)} == set(choices.PARTS)
 
 
 def test_order_of_8_bits_by_sums_of_a_block_is_in_one_part() -> None:
     """Three consumers under a mask: two, at other head dims, look for maxima."""
     order = order_of(128, dtype="e4m3", mask="causal")
     assert order.lazy_rescale_log2 > order_of(64, dtype="e4m3", mask="causal").lazy_rescale_log2
-    assert {other.parts for other in sm90.orders(order)} == {1}
+    assert {other.parts for other in choices.orders(order)} == {1}
 
 
 @pytest.mark.parametrize("feature", ["return_max_logit", "softcap"])
@@ -105,12 +105,12 @@ def test_compiled_parts_begin_with_exponentials_whose_results_wait(head_dim: int
 
 
 def test_orders_of_a_lazy_plan_have_every_share_ahead() -> None:
-    found = list(sm90.orders(order_of(128)))
+    found = list(choices.orders(order_of(128)))
     assert len(found) == len(set(found))
     assert {order.quarters_ahead for order in found} == {0, 1, 2}
     assert not any(order.rescale_first and order.quarters_ahead for order in found)
     eager = SoftmaxOrder(0, rescale_first=True, pair_sums=True)
-    assert not any(order.quarters_ahead for order in sm90.orders(eager))
+    assert not any(order.quarters_ahead for order in choices.orders(eager))
 
 
 @pytest.mark.parametrize("mask", ["none", "causal"])

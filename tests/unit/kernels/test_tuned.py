@@ -17,9 +17,9 @@ from attngen.cli.main import main
 from attngen.compiler import digest
 from attngen.errors import MeasureError, PlanError
 from attngen.kernels import tuned
-from attngen.kernels.base import Plan
 from attngen.kernels.plan import candidates, feasible, plan
 from attngen.kernels.tuned import CHIP_VARIABLE, Candidate, Entry
+from attngen.kernels.wgmma.forward.plan import Plan
 from attngen.runtime.run_time import Extent, values_of
 from attngen.spec.problem import Problem
 from tests.support.paths import ROOT

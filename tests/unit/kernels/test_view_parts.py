@@ -8,8 +8,8 @@ import pytest
 
 from attngen.fragments import features
 from attngen.io import files
+from attngen.kernels.base import Axis
 from attngen.kernels.fill import emit_fragment, emit_fragments
-from attngen.kernels.support.order import Axis
 from attngen.kernels.uses import FragmentUse, uses_of
 from attngen.kernels.view import (
     FragmentView,

@@ -13,7 +13,6 @@ from attngen.compiler.compile import compile_source
 from attngen.fragments import features
 from attngen.io.values import to_data
 from attngen.kernels.plan import plans, read_plan
-from attngen.kernels.wgmma.forward import plans as sm90
 from attngen.spec import resolve
 from attngen.targets.target import DEFAULT
 from tests.support.sass import count_instructions
@@ -45,7 +44,7 @@ def test_plans_of_every_pair_of_head_dims_fit(fields):
     for d, d_v in itertools.product(DIMS, repeat=2):
         problem = dataclasses.replace(plain, head_dim_qk=d, head_dim_v=d_v)
         plan = plans(problem, ARCH)[-1]
-        assert plan.smem_bytes <= sm90.SMEM_BYTES and read_plan(to_data(plan)) == plan
+        assert plan.smem_bytes <= DEFAULT.cta_smem_bytes and read_plan(to_data(plan)) == plan
         assert plan.threads == 512 and plan.tile.n % plan.pipeline.raw_keys == 0
         assert 128 % plan.pipeline.raw_keys == 0  # threads that widen a row
         registers = 2 * plan.pipeline.producer_registers + 2 * plan.pipeline.consumer_registers
@@ -62,8 +61,7 @@ def test_decode_plans_of_every_pair_of_head_dims_fit(layout):
     for d, d_v in [*itertools.product(DIMS, repeat=2), (576, 512), (16, 512), (320, 384)]:
         problem = dataclasses.replace(plain, head_dim_qk=d, head_dim_v=d_v)
         plan, combine = plans(problem, ARCH)
-        room = sm90.SMEM_BYTES + DEFAULT.cta_reserved_bytes
-        assert plan.ctas * (plan.smem_bytes + DEFAULT.cta_reserved_bytes) <= room
+        assert plan.smem_bytes <= DEFAULT.smem_share(plan.ctas)
         assert combine.family == "combine" and read_plan(to_data(plan)) == plan
 
 

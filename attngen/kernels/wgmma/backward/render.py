@@ -25,7 +25,17 @@ from ...params import (
 )
 from ...plan import template_of
 from ...uses import uses_of
-from .plans import FUSED, BackwardPlan, BiasPlan, ConvertPlan, KernelPlan, PreparePlan, RowSumsPlan
+from .plan import (
+    FUSED,
+    OF_KEYS,
+    OF_QUERIES,
+    AnyPlan,
+    BackwardPlan,
+    BiasGradientPlan,
+    ConvertPlan,
+    PreparePlan,
+    RowSumsPlan,
+)
 from .view import dkv_view, dq_view
 from .view_around import convert_view, prepare_view, row_sums_view
 from .view_fused import fused_view
@@ -40,8 +50,8 @@ ROLES = ("mask", "score", "q_seq", "kv_seq", "kv_fetch")
 ROW_SUMS_ROLES = ("mask", "score", "q_seq", "kv_seq", "kv_iter")
 MAIN_VIEWS: dict[str, Callable[..., DataclassInstance]] = {
     **dict.fromkeys(FUSED, fused_view),
-    "sm90_bwd_dkv": dkv_view,
-    "sm90_bwd_dq": dq_view,
+    OF_KEYS: dkv_view,
+    OF_QUERIES: dq_view,
 }
 INTEGERS = (
     *("tiles", "q_blocks", "heads_q", "heads_kv", "total_heads", "heads_per_group"),
@@ -49,7 +59,7 @@ INTEGERS = (
 )
 
 
-def render(problem: Problem, plan: KernelPlan, features: Features, root: Path) -> Source:
+def render(problem: Problem, plan: AnyPlan, features: Features, root: Path) -> Source:
     """The source of the kernel that does the plan's part of the backward `problem`.
 
     root: the templates' directory. Raises: jinja2.UndefinedError on a template's mistake.
@@ -70,7 +80,7 @@ def render(problem: Problem, plan: KernelPlan, features: Features, root: Path) -
     elif isinstance(plan, RowSumsPlan):
         kernel = _row_sums(problem, plan, operands)
         view = row_sums_view(problem, plan, kernel, uses, root)
-    elif isinstance(plan, BiasPlan):
+    elif isinstance(plan, BiasGradientPlan):
         kernel = _bias(problem, plan, operands)
         return Source(fill(problem, plan, kernel, uses, root), kernel)
     else:
@@ -171,7 +181,7 @@ def _lengths(problem: Problem, operands: Names, masked: bool = False) -> Names:
 
 
 def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
-    of_queries = plan.family == "sm90_bwd_dq"
+    of_queries = plan.family == OF_QUERIES
     maps = _tensor_maps(problem, plan)
     workspace: tuple[Workspace, ...] = ("lse_log2", "d")
     workspace += ("dq_acc",) if plan.dq_floats else ()
@@ -246,7 +256,7 @@ def _filled(problem: Problem, plan: BackwardPlan, names: Names) -> Names:
     return [each for each in found if each not in names]
 
 
-def _bias(problem: Problem, plan: BiasPlan, operands: Names) -> KernelEntry:
+def _bias(problem: Problem, plan: BiasGradientPlan, operands: Names) -> KernelEntry:
     maps = (*_tensor_maps(problem, plan), *bias_maps(problem))
     workspace: tuple[Workspace, ...] = ("lse_log2", "d", "tile_counter", "row_sums")
     names = [*_tensor_names(problem, plan), *typed("ptr", "lse")]
@@ -275,21 +285,21 @@ def _bias(problem: Problem, plan: BiasPlan, operands: Names) -> KernelEntry:
     )
 
 
-GRADIENTS = {"sm90_bwd_dq": ("dq",), **dict.fromkeys((*FUSED, "sm90_bwd_dkv"), ("dk", "dv"))}
+GRADIENTS = {OF_QUERIES: ("dq",), **dict.fromkeys((*FUSED, OF_KEYS), ("dk", "dv"))}
 
 
-def _gradients(plan: BackwardPlan | BiasPlan) -> tuple[str, ...]:
+def _gradients(plan: BackwardPlan | BiasGradientPlan) -> tuple[str, ...]:
     """Those that the kernel makes, whole."""
     made = GRADIENTS.get(plan.family, ())
     return ("dq", *made) if isinstance(plan, BackwardPlan) and plan.completes else made
 
 
-def _outputs(plan: BackwardPlan | BiasPlan) -> tuple[str, ...]:
+def _outputs(plan: BackwardPlan | BiasGradientPlan) -> tuple[str, ...]:
     """Those of the forward that the kernel reads."""
     return ("o",) if isinstance(plan, BackwardPlan) and plan.makes_d else ()
 
 
-def _tensor_names(problem: Problem, plan: BackwardPlan | BiasPlan) -> Names:
+def _tensor_names(problem: Problem, plan: BackwardPlan | BiasGradientPlan) -> Names:
     """The parameters by which a kernel finds its operands and gradients."""
     gradients = _gradients(plan)
     if not problem.gather:
@@ -300,7 +310,9 @@ def _tensor_names(problem: Problem, plan: BackwardPlan | BiasPlan) -> Names:
     return [*names, *typed("i32", "dim_qk", "dim_v")]
 
 
-def _tensor_maps(problem: Problem, plan: BackwardPlan | BiasPlan) -> tuple[TensorMapRecipe, ...]:
+def _tensor_maps(
+    problem: Problem, plan: BackwardPlan | BiasGradientPlan
+) -> tuple[TensorMapRecipe, ...]:
     """Operands in whole tiles and blocks, gradients in a warpgroup's rows."""
     if problem.gather:
         return ()

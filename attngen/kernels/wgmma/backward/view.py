@@ -9,7 +9,7 @@ from typing import Any
 from ....runtime.program import KernelEntry
 from ....spec.problem import Problem
 from ...view import TensorView, tensor_view
-from .plans import BackwardPlan
+from .plan import BackwardPlan
 from .view_jobs import Gap, JobsView, VisitsView, gaps_of, jobs_view, visits_view
 from .view_main import (
     MMA_DEPTH,

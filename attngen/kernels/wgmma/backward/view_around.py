@@ -15,7 +15,7 @@ from ...view import (
     kernel_view,
     mask_list_view,
 )
-from .plans import ConvertPlan, PreparePlan, RowSumsPlan
+from .plan import ConvertPlan, PreparePlan, RowSumsPlan
 from .view_parts import (
     Alias,
     ScoresView,

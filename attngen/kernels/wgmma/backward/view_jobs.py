@@ -5,13 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ....spec.problem import Problem
-from ...support.order import Axis
+from ...base import Axis
 from ...view import AxisView, TensorView, axis_view, tensor_view
-from .plans import BackwardPlan
-
-# Families of plans by the tensors of which they own tiles.
-OF_QUERIES = "sm90_bwd_dq"
-ONLY_KEYS = "sm90_bwd_dkv"
+from .plan import OF_KEYS, OF_QUERIES, BackwardPlan
 
 
 @dataclass(frozen=True)
@@ -164,7 +160,7 @@ def gaps_of(problem: Problem, plan: BackwardPlan) -> tuple[Gap, ...]:
     """The gradients of which the kernel fills rows of no sequence: those that it makes, and dQ,
     which another one may convert."""
     found = []
-    if problem.q_seq != "dense" and plan.family != ONLY_KEYS:
+    if problem.q_seq != "dense" and plan.family != OF_KEYS:
         dq = (tensor_view(problem, "dq"),)
         found.append(Gap("q_sequence(p)", plan.fused, dq, "p.heads_q"))
     if problem.kv_seq != "dense" and plan.family != OF_QUERIES:

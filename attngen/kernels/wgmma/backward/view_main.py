@@ -20,7 +20,7 @@ from ...view import (
     mask_list_view,
     tensor_view,
 )
-from .plans import BackwardPlan, BiasPlan
+from .plan import BackwardPlan, BiasGradientPlan
 from .view_parts import (
     Alias,
     ScoresView,
@@ -94,7 +94,11 @@ class MainView:
 
 
 def main_fields(
-    problem: Problem, plan: BackwardPlan | BiasPlan, kernel: KernelEntry, uses: Uses, root: Path
+    problem: Problem,
+    plan: BackwardPlan | BiasGradientPlan,
+    kernel: KernelEntry,
+    uses: Uses,
+    root: Path,
 ) -> dict[str, Any]:
     """The fields of `MainView` but those in which kernels differ: headers, the parameter that has a
     mask's bits, and products of scores. uses: fragments of the backward."""

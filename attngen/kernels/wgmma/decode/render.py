@@ -11,25 +11,29 @@ from ....spec.problem import Problem
 from ...fill import Source, emit_fragments, fill_view
 from ...params import Names, describe, operands_of, recipe, strides_of, typed
 from ...plan import template_of
+from ...support.combine import NAME as COMBINE
+from ...support.combine import CombinePlan
 from ...support.view_combine import combine_view
 from ...uses import uses_of
 from ...view import kernel_view
-from .plans import CombinePlan, DecodePlan, KernelPlan
+from .plan import DECODE, DecodePlan
 from .view import decode_view
 
 ROLES = {
-    "sm90_decode": (
+    DECODE: (
         *("mask", "score", "softmax", "q_seq", "kv_seq"),
         *("kv_fetch", "v_fetch", "kv_iter"),
     ),
-    "combine": ("softmax",),
+    COMBINE: ("softmax",),
 }
 # What L2 fetches at a time: 256 bytes, as for tiles that are read again, cost 9 % (measured).
 STREAM_L2_BYTES = 128
 PARTS: tuple[Workspace, ...] = ("o_parts", "lse_parts")
 
 
-def render(problem: Problem, plan: KernelPlan, features: Features, root: Path) -> Source:
+def render(
+    problem: Problem, plan: DecodePlan | CombinePlan, features: Features, root: Path
+) -> Source:
     """The source of the kernel that does the plan's part of the decode `problem`.
 
     root: the templates' directory. Raises: jinja2.UndefinedError on a template's mistake.

@@ -18,7 +18,7 @@ from ...view import (
     mask_list_view,
     score_list_view,
 )
-from .plans import DecodePlan
+from .plan import DecodePlan
 
 MMA_DEPTH = 16  # of a product's reduction, in 16-bit elements
 LONGEST_CHAIN, SHORT_CHAIN = 16, 4  # products in one statement; of longer ones, in several

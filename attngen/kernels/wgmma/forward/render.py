@@ -9,7 +9,6 @@ from pathlib import Path
 from ....fragments.features import Features
 from ....runtime.program import TensorMapRecipe
 from ....spec.problem import Problem
-from ...base import Plan
 from ...fill import Source, emit_fragments, fill_view
 from ...params import (
     Names,
@@ -25,6 +24,7 @@ from ...params import (
 )
 from ...plan import template_of
 from ...uses import FragmentUse, uses_of
+from .plan import Plan
 from .traits import starts_early
 from .view import forward_view
 

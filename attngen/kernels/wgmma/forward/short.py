@@ -1,4 +1,4 @@
-"""Hopper, short sequences and narrow windows: a forward whose tiles are the 64 query rows of one
+"""Short sequences and narrow windows: a forward whose tiles are the 64 query rows of one
 warpgroup, with two or three CTAs an SM. Where tiles of two to four warpgroups would be half empty,
 too few for the chip, or see more keys than their rows do."""
 
@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from ....spec.attention_spec import SHORT_HEAD_DIM
 from ....spec.problem import DTYPE_BYTES, Problem
-from ...base import Plan
-from . import plans as sm90
-
-FAMILY = "sm90_fwd_short"
+from ....targets.target import Target
+from .choices import choices
+from .feasible import make_plan
+from .plan import SHORT, Plan
 
 
 def serves(problem: Problem) -> bool:
@@ -26,7 +26,7 @@ def serves(problem: Problem) -> bool:
     )
 
 
-def plans(problem: Problem) -> tuple[Plan, ...]:
+def plans(problem: Problem, target: Target) -> tuple[Plan, ...]:
     """The plan for short calls; none where there is none."""
     if not serves(problem):
         return ()
@@ -34,7 +34,7 @@ def plans(problem: Problem) -> tuple[Plan, ...]:
     # fast as two with masks, 1.2 under windows; without masks two with 128 keys are level.
     few = max(problem.head_dim_qk, problem.head_dim_v) <= 64
     ctas = 3 if few and problem.masks else 2
-    usual = next(sm90.choices(problem))
+    usual = next(choices(problem))
     choice = replace(
         usual,
         consumers=1,
@@ -45,5 +45,5 @@ def plans(problem: Problem) -> tuple[Plan, ...]:
         output_over_q=False,
         ctas=ctas,
     )
-    plan = sm90.make_plan(problem, choice)
-    return (replace(plan, family=FAMILY),) if plan else ()
+    plan = make_plan(problem, choice, target)
+    return (replace(plan, family=SHORT),) if plan else ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ....spec.problem import Problem
-from ...base import Plan
+from .plan import Plan
 
 
 def converts(problem: Problem) -> bool:

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from ....runtime.program import KernelEntry
 from ....spec.problem import Problem
-from ...base import Plan
+from ...base import Axis
 from ...plan import template_of
-from ...support.order import Axis
 from ...uses import FragmentUse
 from ...view import (
     AxisView,
@@ -23,6 +22,7 @@ from ...view import (
     tensor_view,
 )
 from . import traits, view_constants, view_consumer, view_loads, view_scores
+from .plan import Plan
 from .view_constants import Constants, Elements, Products
 from .view_consumer import Blocks, Output, Promotion, Softmax, Step
 from .view_loads import Barriers, Loads, Scheduler, Side

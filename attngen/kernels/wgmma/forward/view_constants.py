@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ....spec.problem import Problem
-from ...base import Plan
 from ...view import CPP_ELEMENTS, MMA_ELEMENTS
+from .plan import Plan
 from .traits import converts, cuts_tiles, fills_gaps, starts_early
 
 # Columns of an instruction's sum that 128 registers a thread hold beside scores of widened keys.

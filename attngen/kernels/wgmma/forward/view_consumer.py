@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ....spec.problem import Problem
-from ...base import Plan
 from ...uses import FragmentUse
 from ...view import FragmentView, fragment_view
+from .plan import Plan
 from .traits import (
     converts,
     cuts_tiles,

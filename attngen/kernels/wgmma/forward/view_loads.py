@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ....spec.problem import Problem
-from ...base import Plan
 from ...uses import FragmentUse
 from ...view import FragmentView, fragment_view
+from .plan import Plan
 from .traits import (
     clears_tail,
     converts,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ....spec.problem import Problem
-from ...base import Plan
 from ...uses import FragmentUse
+from .plan import Plan
 from .traits import converts, raises_rarely
 
 

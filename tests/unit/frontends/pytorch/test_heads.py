@@ -18,7 +18,7 @@ from attngen.frontends.pytorch.gradient_kernels import family_of
 from attngen.frontends.pytorch.head_split import TOGETHER, apart_of, is_faster
 from attngen.frontends.pytorch.signature import Arguments, Wanted
 from attngen.kernels.plan import plans
-from attngen.kernels.wgmma.backward.plans import BackwardPlan
+from attngen.kernels.wgmma.backward.plan import BackwardPlan
 from attngen.runtime import run_time
 from attngen.runtime.load import LoadedKernel
 from attngen.runtime.run_time import Extent

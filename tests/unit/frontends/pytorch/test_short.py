@@ -12,7 +12,6 @@ from attngen.fragments import features
 from attngen.frontends.pytorch.short import prefers_short
 from attngen.io.values import to_data
 from attngen.kernels.plan import plans, plans_of_call, read_plan
-from attngen.kernels.wgmma.forward import plans as sm90
 from attngen.runtime.program import binaries_of_call
 from attngen.runtime.run_time import UNBOUNDED, Extent, smem_bytes_of
 from attngen.spec import resolve
@@ -40,7 +39,7 @@ def test_plan_short_fits_an_sm_twice_or_three_times():
         assert (plan.ctas, plan.tile.n) == ((2, 64) if d > 64 else (3, 64) if masked else (2, 128))
         producer, consumer = plan.pipeline.producer_registers, plan.pipeline.consumer_registers
         assert plan.ctas * 128 * (producer + consumer) <= 65536
-        assert plan.ctas * (plan.smem_bytes + 1024) <= sm90.SMEM_BYTES + 1024
+        assert plan.smem_bytes <= DEFAULT.smem_share(plan.ctas)
         assert f"{plan.ctas} CTAs an SM" in " ".join(plan.why) and read_plan(to_data(plan)) == plan
 
 

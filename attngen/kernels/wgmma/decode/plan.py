@@ -1,13 +1,16 @@
-"""Hopper, decode: few queries a sequence, so that reading the keys is all that counts."""
+"""Plans of a decode: few queries a sequence, so that reading the keys is all that counts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from ....spec.problem import DTYPE_BYTES, Problem
-from ...base import SmemRegion, Tile, lay_out
-from ..forward.plans import ARCH, BARRIER_BYTES, TARGET, _boxes
+from ....targets.target import Target
+from ...base import KernelPlan, SmemRegion, Tile, TiledPlan, lay_out
+from ...support.combine import combine_plan
+from ..shared import BARRIER_BYTES, PREFIX, boxes_of
+
+DECODE = f"{PREFIX}decode"
 
 ROWS = 64
 WARPGROUP_THREADS = 128
@@ -16,9 +19,6 @@ LOADER_THREADS = 32
 # Two warpgroups and a loader warp would have 168 registers a thread, since three of the warps share
 # a quarter of the SM; a loader of a whole warpgroup can give its own away.
 LOADER_REGISTERS, CONSUMER_REGISTERS = 24, 240
-COMBINE_THREADS = 128
-# Of an SM, whose registers hold so many; one less of wide rows whose last box is not whole.
-COMBINE_CTAS, WIDE_COMBINE_CTAS = 10, 6
 # Operands in registers that leave room for addresses and row state, by the CTAs that share an SM
 # and the warpgroups of each.
 OPERANDS = {(1, 1): 208, (2, 1): 148, (1, 2): 192}
@@ -39,11 +39,10 @@ CHOICES_WIDENED = (
 # of output than a warpgroup holds, arithmetic binds, and no place may be empty.
 BUSY_CTAS, LONG_BUSY_CTAS = 0.76, 0.92
 PACE_BYTES = 16  # what CTAs have read, as each sees it
-MAX_SPLITS = 128  # the combining kernel keeps as many weights in shared memory
 
 
 @dataclass(frozen=True)
-class DecodePlan:
+class DecodePlan(TiledPlan):
     """The kernel that reads the keys. `ctas`: on one SM; `busy_ctas`: those of them that keep the
     memory busy, where each reads keys of its own. `stages`: buffers of K, and of V.
     `consumers`: warpgroups, each of which has `columns` of the output, of two the second what is
@@ -51,7 +50,7 @@ class DecodePlan:
     some of its own away."""
 
     arch: str
-    family: Literal["sm90_decode"]
+    family: str
     tile: Tile
     stages: int
     ctas: int
@@ -65,38 +64,21 @@ class DecodePlan:
     consumer_registers: int = 0
 
 
-@dataclass(frozen=True)
-class CombinePlan:
-    """The kernel that joins the splits, a CTA a row. `ctas`: on one SM."""
-
-    arch: str
-    family: Literal["combine"]
-    threads: int
-    ctas: int
-    smem_bytes: int
-    max_splits: int
-
-
-KernelPlan = DecodePlan | CombinePlan
-
-
-def plans(problem: Problem) -> tuple[KernelPlan, ...]:
+def plans(problem: Problem, target: Target) -> tuple[KernelPlan, ...]:
     """The plans of the kernel that reads the keys and of the one that joins; none where nothing
     fits."""
     choices = CHOICES_WIDENED if problem.widens else CHOICES
-    found = next(filter(None, (make_plan(problem, *choice) for choice in choices)), None)
+    found = next(filter(None, (make_plan(problem, target, *choice) for choice in choices)), None)
     if not found:
         return ()
-    smem_bytes = 4 * MAX_SPLITS + 8 * COMBINE_THREADS * _boxes(problem.head_dim_v)
-    wide = problem.head_dim_v > WARPGROUP_COLUMNS
-    ctas = WIDE_COMBINE_CTAS - bool(problem.head_dim_v % 64) if wide else COMBINE_CTAS
-    join = CombinePlan(ARCH, "combine", COMBINE_THREADS, ctas, smem_bytes, MAX_SPLITS)
-    return found, join
+    return found, combine_plan(problem, target)
 
 
-def make_plan(problem: Problem, ctas: int, block: int, stages: int) -> DecodePlan | None:
+def make_plan(
+    problem: Problem, target: Target, ctas: int, block: int, stages: int
+) -> DecodePlan | None:
     """The plan of these choices; None where shared memory or registers do not hold it."""
-    boxes_qk, boxes_v = _boxes(problem.head_dim_qk), _boxes(problem.head_dim_v)
+    boxes_qk, boxes_v = boxes_of(problem.head_dim_qk), boxes_of(problem.head_dim_v)
     consumers = -(-problem.head_dim_v // WARPGROUP_COLUMNS)
     columns = problem.head_dim_v if consumers == 1 else 64 * -(-boxes_v // consumers)
     # A box that does not exist is read behind the last one.
@@ -108,8 +90,8 @@ def make_plan(problem: Problem, ctas: int, block: int, stages: int) -> DecodePla
     regions = lay_out(
         {
             "Q": ROWS * 128 * boxes_qk,
-            "K": stages * block * 128 * _boxes(problem.head_dim_qk, size),
-            "V": stages * block * 128 * _boxes(problem.head_dim_v, size)
+            "K": stages * block * 128 * boxes_of(problem.head_dim_qk, size),
+            "V": stages * block * 128 * boxes_of(problem.head_dim_v, size)
             + (0 if problem.widens else behind),
             **(wide if problem.widens else {}),
             "Barriers": BARRIER_BYTES * 4 * stages,
@@ -118,7 +100,7 @@ def make_plan(problem: Problem, ctas: int, block: int, stages: int) -> DecodePla
     )
     smem_bytes = regions[-1].offset + regions[-1].bytes
     registers = columns // 2 + block // 2 + block // 4  # output, scores, weights
-    if smem_bytes > TARGET.smem_share(ctas):
+    if smem_bytes > target.smem_share(ctas):
         return None
     limits = OPERANDS_WIDENED if problem.widens else OPERANDS
     limit = limits.get((ctas, consumers), 0)
@@ -130,8 +112,8 @@ def make_plan(problem: Problem, ctas: int, block: int, stages: int) -> DecodePla
     busy = LONG_BUSY_CTAS if block == 128 else BUSY_CTAS
     loader_threads = WARPGROUP_THREADS if several else LOADER_THREADS
     return DecodePlan(
-        arch=ARCH,
-        family="sm90_decode",
+        arch=target.name,
+        family=DECODE,
         tile=Tile(ROWS, block),
         stages=stages,
         ctas=ctas,

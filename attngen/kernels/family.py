@@ -1,0 +1,130 @@
+"""Family: what a folder of kernels says of itself, and all families there are.
+
+A family is a folder with a module `family.py`, whose FAMILY is an object of `Family`; no list names
+it. It computes problems of one kind on targets that have its instructions, or makes kernels that
+others need around them (kernels/support).
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import PlanError
+from ..fragments.features import Features
+from ..io.modules import modules_of
+from ..spec.problem import Problem
+from ..targets.target import Instruction, Target
+from .base import KernelPlan, TiledPlan
+
+if TYPE_CHECKING:
+    from .fill import Source  # which needs the template engine
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kernel of a family: the class of its plans, and its template under templates/kernels."""
+
+    plan: type[KernelPlan]
+    template: str
+
+
+class Family(ABC):
+    """A folder of kernels. kernels: what it has, by the names that their symbols begin with, which
+    no other family uses. needs: instructions that a target has to have."""
+
+    kernels: Mapping[str, Kind]
+    needs: frozenset[Instruction] = frozenset()
+
+    def computes(self, problem: Problem) -> bool:
+        """Whether problems of this kind are its own; what surrounds others' kernels computes
+        none."""
+        return False
+
+    def refuses(self, problem: Problem) -> Iterator[str]:
+        """Why it has no kernels for a problem that it computes, on any target; nothing where it
+        has."""
+        yield from ()
+
+    def refusals(self, problem: Problem, target: Target) -> list[str]:
+        """Every reason why it does not serve the problem on the target; empty where it does."""
+        return [*target.lacks(self.needs), *self.refuses(problem)]
+
+    def plans(self, problem: Problem, target: Target) -> tuple[KernelPlan, ...]:
+        """The preferred plan of each kernel of a problem that it serves, in the order of launch.
+
+        Raises: PlanError where nothing fits the target.
+        """
+        raise PlanError(f"{problem.label}: these kernels compute no problem of their own")
+
+    def feasible(self, problem: Problem, target: Target) -> tuple[TiledPlan, ...]:
+        """Every plan of the kernel that `attngen tune` may choose for, in the order of the
+        heuristics. Raises: PlanError where nothing fits the target, or it has several."""
+        raise PlanError(f"{problem.label}: it has several kernels; plans() has them all")
+
+    def is_tuned(self, plan: KernelPlan) -> bool:
+        """Whether the plan is one that `feasible` has, of which measurements may choose."""
+        return False
+
+    def surround(
+        self, problem: Problem, target: Target, found: Sequence[KernelPlan]
+    ) -> tuple[KernelPlan, ...]:
+        """The plans of a problem's kernels and those of this family that they need around them."""
+        return tuple(found)
+
+    @abstractmethod
+    def render(self, problem: Problem, plan: KernelPlan, features: Features, root: Path) -> Source:
+        """The source of the plan's kernel. root: the templates' directory.
+
+        Raises: jinja2.UndefinedError on a template's mistake; ModuleNotFoundError without Jinja.
+        """
+
+    def aim(self, problem: Problem, plan: KernelPlan, target: Target) -> Iterator[str]:
+        """Say what bounds the kernel's time, a line for each fact."""
+        yield "aims at the memory: no products, each operand read and each result written once"
+
+
+@cache
+def families() -> tuple[Family, ...]:
+    """All families, in the order of their folders' names."""
+    places = (name for name in modules_of("kernels") if name.endswith(".family"))
+    modules = (importlib.import_module(f"attngen.{name}") for name in sorted(places))
+    return tuple(each.FAMILY for each in modules if each.__name__ != __name__)
+
+
+@cache
+def _owners() -> dict[str, Family]:
+    return {name: family for family in families() for name in family.kernels}
+
+
+def family_of(name: str) -> Family:
+    """The family that has the kernel of that name. Raises: ValueError where none has."""
+    if name not in _owners():
+        raise ValueError(f"family {name!r} is unknown; known: {[*_owners()]}")
+    return _owners()[name]
+
+
+def kind_of(name: str) -> Kind:
+    """The kind of the kernel of that name. Raises: ValueError where there is none."""
+    return family_of(name).kernels[name]
+
+
+def serving(problem: Problem, target: Target) -> Family:
+    """The family that serves a problem on a target.
+
+    Raises: PlanError with every reason where none does.
+    """
+    reasons: list[str] = []
+    for family in families():
+        if family.computes(problem):
+            refused = family.refusals(problem, target)
+            if not refused:
+                return family
+            reasons += refused
+    reasons = reasons or ["no family of kernels computes it"]
+    raise PlanError(f"{problem.label}: {reason}" for reason in dict.fromkeys(reasons))

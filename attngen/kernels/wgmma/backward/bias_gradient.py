@@ -1,0 +1,63 @@
+"""Plan of the kernel that makes the gradient of a bias."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ....spec.problem import Problem
+from ....targets.target import Target
+from ...base import Tile, lay_out, score_tile_bytes
+from ..shared import BARRIER_BYTES, boxes_of
+from .feasible import CONSUMERS
+from .plan import OF_BIAS, ROWS_PER_CONSUMER, BiasGradientPlan
+from .registers import BIAS_LENGTH_REGISTERS, REGISTERS
+
+TERM_BYTES, PROGRESS_BYTES = 24, 8  # structs of the kernel of a bias's gradient
+
+
+def bias_plans(problem: Problem, row_block: int, target: Target) -> Iterator[BiasGradientPlan]:
+    """The plan of the kernel of the bias's gradient, where there is a bias: the largest tile of 128
+    rows that fits, then as many buffers as do."""
+    if not problem.bias:
+        return
+    # Random words, a mask's bits and further scores take the room of some keys.
+    crowded = problem.dropout or problem.attn_mask or len(problem.scores) > 1
+    # So does the loader where lengths vary, or that copies rows itself.
+    most = ((128, 112), (96, 80))[bool(crowded)][problem.varlen or problem.gather]
+    sizes = (n for n in (128, 112, 96, 80, 64, 32) if n == most or n < most and n % 32 == 0)
+    choices = [(n, stages) for n in sizes for stages in (4, 3, 2)]
+    made = (_make_plan(problem, row_block, target, *choice) for choice in choices)
+    yield next(filter(None, made))
+
+
+def _make_plan(
+    problem: Problem, row_block: int, target: Target, n: int, stages: int
+) -> BiasGradientPlan | None:
+    """The plan of `n` keys a tile in so many stages; None where it does not fit."""
+    tile = Tile(ROWS_PER_CONSUMER * CONSUMERS, n)
+    boxes = max(boxes_of(problem.head_dim_qk), boxes_of(problem.head_dim_v))
+    sizes = {
+        "Stages": stages * (tile.m + n) * 128 * boxes,
+        "Bias": 4 * CONSUMERS * score_tile_bytes(16, n),
+    }
+    barriers = 2 * stages + 4 * CONSUMERS + 4  # of a warp's part of the bias, of what is drawn
+    small = {"Barriers": barriers * BARRIER_BYTES, "Terms": stages * TERM_BYTES + PROGRESS_BYTES}
+    regions = lay_out(sizes, small)
+    smem_bytes = regions[-1].offset + regions[-1].bytes
+    if smem_bytes > target.cta_smem_bytes:
+        return None
+    loads_more = problem.varlen or problem.gather or boxes > 3
+    producer, consumer = BIAS_LENGTH_REGISTERS if loads_more else REGISTERS[OF_BIAS]
+    return BiasGradientPlan(
+        arch=target.name,
+        family=OF_BIAS,
+        tile=tile,
+        consumers=CONSUMERS,
+        stages=stages,
+        producer_registers=producer,
+        consumer_registers=consumer,
+        row_block=row_block,
+        smem=regions,
+        smem_bytes=smem_bytes,
+        threads=128 * (CONSUMERS + 1),
+    )

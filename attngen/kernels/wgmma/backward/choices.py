@@ -1,0 +1,74 @@
+"""Choices of a backward: which kernels make the gradients, and the preferred plan of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ....spec.problem import Problem
+from ....targets.target import Target
+from ...base import KernelPlan
+from .bias_gradient import bias_plans
+from .feasible import feasible_dkv, feasible_dq, make_fused
+from .plan import CONVERT, PREPARE, ROW_SUMS, BackwardPlan, ConvertPlan, PreparePlan, RowSumsPlan
+from .registers import fuses
+
+PREPARE_THREADS = 256
+MADE_BLOCKS = 8  # a CTA, where it has hardly anything to do with most
+CONVERT_THREADS = 128  # those whose fragments a part of dQ's workspace is
+
+
+def plans(problem: Problem, target: Target) -> tuple[KernelPlan, ...]:
+    """The preferred plan of each kernel, in the order of launch; none where nothing fits."""
+    if problem.dtype_q not in ("fp16", "bf16") or problem.dtype_o != problem.dtype_q:
+        return ()
+    if fuses(problem):
+        fused = make_fused(problem, target)
+        converts = () if fused.completes else (_convert(fused),)
+        return (
+            _prepare(fused),
+            *_row_sums(problem, fused.row_block, target),
+            fused,
+            *_adding(problem, target),
+            *converts,
+            *bias_plans(problem, fused.row_block, target),
+        )
+    dkv = next(feasible_dkv(problem, target), None)
+    dq = dkv and next(feasible_dq(problem, dkv.row_block, target), None)
+    if not (dkv and dq):
+        return ()
+    rows = dkv.row_block
+    sums, biases = _row_sums(problem, rows, target), bias_plans(problem, rows, target)
+    return (_prepare(dkv), *sums, dkv, dq, *biases)
+
+
+def _prepare(main: BackwardPlan) -> PreparePlan:
+    turns, zeros = main.dq_floats > 0, main.completes
+    made, blocks = (main.tile.n, MADE_BLOCKS) if main.makes_d else (0, 1)
+    threads = PREPARE_THREADS
+    return PreparePlan(main.arch, PREPARE, main.row_block, turns, zeros, made, blocks, threads)
+
+
+def _row_sums(problem: Problem, row_block: int, target: Target) -> Iterator[RowSumsPlan]:
+    """The plan of the kernel for rows of large scores, which a bias may have."""
+    if problem.bias:
+        yield RowSumsPlan(target.name, ROW_SUMS, row_block, 2 * row_block)
+
+
+def _convert(main: BackwardPlan) -> ConvertPlan:
+    split, columns = main.dq_split, main.dq_columns
+    rows, parts = main.row_block, main.consumers
+    dk, dv = (main.dk_columns, main.dv_columns) if main.splits_heads else (0, 0)
+    keys = main.tile.n if main.splits_heads else 0
+    return ConvertPlan(
+        main.arch, CONVERT, rows, parts, split, columns, dk, dv, keys, CONVERT_THREADS
+    )
+
+
+def _adding(problem: Problem, target: Target) -> Iterator[BackwardPlan]:
+    """The plan of the fused kernel for calls whose bias's gradient it can make, too, where there is
+    room: dS lies in shared memory as the copy engine adds it."""
+    others = problem.deterministic or problem.dropout or problem.attn_mask or problem.gather
+    if problem.bias and not others:
+        made = make_fused(problem, target, adds_bias=True)
+        if made.smem_bytes <= target.cta_smem_bytes:
+            yield made

@@ -1,0 +1,189 @@
+"""Plans of a backward's kernels: their values, and what follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ...base import Axis, KernelPlan, Schedule, SmemRegion, Tile, TiledPlan, has_order
+from ..shared import PREFIX
+
+MAIN, WITH_BIAS = f"{PREFIX}bwd", f"{PREFIX}bwd_with_dbias"
+OF_KEYS, OF_QUERIES, OF_BIAS = f"{PREFIX}bwd_dkv", f"{PREFIX}bwd_dq", f"{PREFIX}bwd_dbias"
+FUSED = (MAIN, WITH_BIAS)  # make all gradients
+PREPARE, CONVERT, ROW_SUMS = "bwd_prepare", "bwd_convert", "bwd_row_sums"
+ROWS_PER_CONSUMER = 64
+DqSplit = Literal["rows", "columns", "none"]
+
+
+@dataclass(frozen=True)
+class BackwardPlan(TiledPlan):
+    """One persistent kernel of a backward.
+
+    `q_stages`, `do_stages`: buffers for blocks of queries and output gradients; in the dQ kernel
+    for blocks of keys and values. `ds_stages`: buffers for dS. `dq_split`: consumers divide dQ's
+    rows or its columns, `dq_columns` each; `dk_columns` and `dv_columns` of their accumulators are
+    whole steps of 16, of which the copy engine stores the head dim's. `row_block`: queries a block
+    of the workspaces. `deterministic`: tiles add to dQ in the order in which they are drawn; they
+    visit the last block first, or where the last tile is drawn first, `descending`, the first.
+    `completes`: the tile that has the last part of a block's dQ stores it, so that no other kernel
+    converts it; tiles have an order for that. `waves`: where query heads share keys, or a head has
+    fewer than `short_head` tiles, tiles are drawn in waves that keep to the same block of queries
+    (scheduler/tile_order.cuh). `splits_heads`: where calls have few tiles, each query head of a
+    group may have tiles of its own, which add to float32 sums of dK and dV in memory. `held_steps`:
+    of 16 columns of a tile's keys that consumers have in registers, too. `frees_early`: output
+    gradients are freed before queries, with which D comes then, and loaded before them. `makes_d`:
+    consumers make D and LSE of a tile's first blocks, one each, where no other tile visits these
+    before it; the kernel before makes the rest. `starts_early`: it may start before that one has
+    ended, which it awaits where it needs it.
+    """
+
+    arch: str
+    family: str
+    tile: Tile
+    consumers: int
+    q_stages: int
+    do_stages: int
+    ds_stages: int
+    producer_registers: int
+    consumer_registers: int
+    dq_split: DqSplit
+    dq_columns: int
+    dk_columns: int
+    dv_columns: int
+    row_block: int
+    deterministic: bool
+    completes: bool
+    descending: bool
+    waves: bool
+    short_head: int
+    splits_heads: bool
+    held_steps: int
+    frees_early: bool
+    makes_d: bool
+    starts_early: bool
+    schedule: Schedule
+    smem: tuple[SmemRegion, ...]
+    smem_bytes: int
+    threads: int
+
+    @property
+    def fused(self) -> bool:
+        """Whether it makes all three gradients."""
+        return self.family in FUSED
+
+    @property
+    def adds_bias(self) -> bool:
+        """Whether tiles add their dS to the gradient of the bias, too, those of one sequence after
+        those of the one before."""
+        return self.family == WITH_BIAS
+
+    @property
+    def dq_floats(self) -> int:
+        """Floats of dQ's workspace for one block of queries."""
+        return self.consumers * ROWS_PER_CONSUMER * self.dq_columns
+
+    @property
+    def dkv_floats(self) -> int:
+        """Floats of the workspace of dK and dV for one tile of keys, where heads of a group have
+        tiles of their own, and as many counts of turns as there are warpgroups."""
+        columns = self.dk_columns + self.dv_columns
+        return self.consumers * (ROWS_PER_CONSUMER * columns + 1) * self.splits_heads
+
+    @property
+    def tile_axis(self) -> Literal["q", "kv"]:
+        return "q" if self.family == OF_QUERIES else "kv"
+
+    @property
+    def ordered_axis(self) -> Axis:
+        """Heads share keys and values along tiles of queries, and queries, output gradients and
+        the sums of dQ along tiles of keys; groups are as large as those of equal lengths. Tiles of
+        keys measured no better with the shortest kept for the end."""
+        of_keys = self.tile_axis == "kv"
+        rows = self.tile.n if of_keys else self.tile.m
+        sums, follows = of_keys and self.dq_floats > 0, of_keys and self.descending
+        schedule = self.schedule
+        return Axis(rows, schedule.group_heads, schedule.kv_group_bytes, sums, follows, 0)
+
+    @property
+    def orders_few(self) -> bool:
+        return has_order(self.smem)
+
+    @property
+    def moves_registers(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class PreparePlan(KernelPlan):
+    """The kernel before: D and LSE in blocks of `row_block` queries. `turns`:
+    whether it zeroes the counts of tiles that have added to each block of dQ; `zeros`: and the dQ
+    of blocks that no tile visits, since no kernel converts it. `made_tile`: keys of a tile whose
+    consumers make D themselves where they are first, 0 where there are none. `cta_blocks`: of the
+    blocks that a CTA has."""
+
+    arch: str
+    family: str
+    row_block: int
+    turns: bool
+    zeros: bool
+    made_tile: int
+    cta_blocks: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class ConvertPlan(KernelPlan):
+    """The kernel after the fused one: dQ of a block in `parts`, each 64 rows of `dq_columns`; and
+    where that one may sum dK and dV, too, 64 keys of so many columns, else 0, `key_rows` a tile."""
+
+    arch: str
+    family: str
+    row_block: int
+    parts: int
+    dq_split: DqSplit
+    dq_columns: int
+    dk_columns: int
+    dv_columns: int
+    key_rows: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class BiasGradientPlan(KernelPlan):
+    """The kernel of a bias's gradient, a tile of it a CTA at a time. `stages`: buffers for queries
+    with keys, and for output gradients with values, in turn."""
+
+    arch: str
+    family: str
+    tile: Tile
+    consumers: int
+    stages: int
+    producer_registers: int
+    consumer_registers: int
+    row_block: int
+    smem: tuple[SmemRegion, ...]
+    smem_bytes: int
+    threads: int
+
+    @property
+    def tile_axis(self) -> Literal["q"]:
+        return "q"
+
+
+@dataclass(frozen=True)
+class RowSumsPlan(KernelPlan):
+    """The kernel that finds the sums of rows whose LSE, of a large bias, shows none: a warp has 16
+    rows of a block of `row_block` queries."""
+
+    arch: str
+    family: str
+    row_block: int
+    threads: int
+
+    @property
+    def tile_axis(self) -> Literal["q"]:
+        return "q"
+
+
+AnyPlan = PreparePlan | BackwardPlan | ConvertPlan | BiasGradientPlan | RowSumsPlan

@@ -1,0 +1,97 @@
+"""Registers of a backward's kernels: how roles share them, and what a problem leaves of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ....spec.problem import Problem
+from ..shared import LIGHT_SCORES
+from .plan import MAIN, OF_BIAS, OF_KEYS, OF_QUERIES, WITH_BIAS
+
+# Registers a thread of the producer and of a consumer. The fused kernel's producer spills at 24;
+# dQ's needs no more, and its consumers all that is left.
+REGISTERS = {
+    MAIN: (40, 232),
+    WITH_BIAS: (40, 232),
+    OF_KEYS: (56, 224),
+    OF_QUERIES: (24, 240),
+    OF_BIAS: (40, 232),
+}
+GATHER_REGISTERS = (56, 224)  # where the producer's warps copy rows themselves
+# Of a bias's gradient, where the loader looks lengths up, copies rows or brings the widest.
+BIAS_LENGTH_REGISTERS = (72, 216)
+SMALL_REGISTERS = (56, 224)  # of the fused kernel up to head dim 32
+# What spills in the kernel that makes all three gradients: features (`features_of`) where all of
+# them meet any of others. 240 registers a consumer would leave the producer 24, in which it spills.
+FUSED_SPILLS = (
+    ("deterministic dropout", "scores attn_mask varlen"),
+    ("gather", "small heavy deterministic dropout attn_mask varlen"),
+    ("arithmetic", "small"),
+    ("arithmetic dropout", "varlen"),
+    ("small uneven", "attn_mask"),
+    ("small uneven dropout", "deterministic bias varlen"),
+    ("bias", "varlen"),
+    ("small bias", "unlike several deterministic attn_mask"),
+    ("large bias", "arithmetic dropout"),
+    ("large bias several", "attn_mask"),
+)
+# Of the dQ kernel, the values of dQ, S, dP and packed dS that a thread has registers for, and the
+# most keys a block: the least of those whose features meet.
+DQ_OPERANDS = (
+    ("", 208),
+    ("heavy", 200),
+    ("dropout", 200),
+    ("dropout attn_mask", 176),
+    ("gather", 192),
+    ("gather attn_mask heavy", 176),
+    ("gather dropout bias", 176),
+)
+DQ_KEYS = (("", 128), ("heavy", 96), ("heavy varlen", 80))
+# Of the dK and dV kernel, the most queries a block, the same way.
+DKV_QUERIES = (
+    ("", 64),
+    ("wide several bias", 48),
+    ("wide several dropout attn_mask", 32),
+)
+
+
+def fuses(problem: Problem) -> bool:
+    """Whether one kernel makes all three gradients: both accumulators of 64 keys in registers,
+    and a box of 64 columns of dQ, or all of them, for each consumer."""
+    d, largest = problem.head_dim_qk, max(problem.head_dim_qk, problem.head_dim_v)
+    if largest > 128 or d <= 64 < largest:
+        return False
+    found = features_of(problem)
+    return not any(
+        found.issuperset(these.split()) and not found.isdisjoint(others.split())
+        for these, others in FUSED_SPILLS
+    )
+
+
+def features_of(problem: Problem) -> frozenset[str]:
+    """What takes registers. Small: blocks of 128 queries; uneven: of these all but equal head dims
+    up to 32; heavy: scores that are more than a multiply-add; arithmetic: one that is no bias."""
+    d, d_v, scores = problem.head_dim_qk, problem.head_dim_v, problem.scores
+    heavy = set(scores) - LIGHT_SCORES
+    features = {
+        "small": max(d, d_v) <= 64,
+        "large": max(d, d_v) > 64,
+        "uneven": d > 32 or d != d_v,
+        "unlike": d != d_v,
+        "wide": d_v > 192,
+        "scores": bool(scores),
+        "several": len(scores) > 1,
+        "heavy": bool(heavy),
+        "arithmetic": not all(name.endswith("_bias") for name in heavy),
+        "bias": problem.bias,
+        "deterministic": problem.deterministic,
+        "dropout": problem.dropout,
+        "attn_mask": problem.attn_mask,
+        "varlen": problem.varlen,
+        "gather": problem.gather,
+    }
+    return frozenset(name for name, is_there in features.items() if is_there)
+
+
+def least(limits: Iterable[tuple[str, int]], features: frozenset[str]) -> int:
+    return min(limit for these, limit in limits if features.issuperset(these.split()))

@@ -1,0 +1,67 @@
+"""The family of the forward: one kernel of large tiles, and others for some calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from ....errors import PlanError
+from ....fragments.features import Features
+from ....spec.problem import Problem
+from ....targets.target import Target
+from ... import tuned
+from ...base import KernelPlan, TiledPlan
+from ...family import Family, Kind
+from ...roofline import Block, aim_of
+from ..shared import NEEDS, refuse_together
+from . import alone, feasible, short
+from .plan import ALONE, FORWARD, SHORT, Plan
+
+if TYPE_CHECKING:
+    from ...fill import Source
+
+
+class Forward(Family):
+    """Outputs of prompts, in 16 and 8 bits."""
+
+    needs = NEEDS
+    kernels = {
+        FORWARD: Kind(Plan, "wgmma/forward/forward"),
+        SHORT: Kind(Plan, "wgmma/forward/short"),
+        ALONE: Kind(Plan, "wgmma/forward/alone"),
+    }
+
+    def computes(self, problem: Problem) -> bool:
+        return problem.direction == "fwd" and not problem.decode
+
+    def refuses(self, problem: Problem) -> Iterator[str]:
+        return refuse_together(problem)
+
+    def plans(self, problem: Problem, target: Target) -> tuple[KernelPlan, ...]:
+        entry = tuned.entry_of(problem, target.name)
+        preferred = tuned.prefer(self.feasible(problem, target), entry)[0]
+        others = short.plans(problem, target) or alone.plans(problem, target)
+        return (preferred, *others)
+
+    def feasible(self, problem: Problem, target: Target) -> tuple[TiledPlan, ...]:
+        found = tuple(feasible.feasible(problem, target))
+        if not found:
+            reason = f"no tile fits {target.name}'s registers and shared memory"
+            raise PlanError(f"{problem.label}: {reason}")
+        return found
+
+    def is_tuned(self, plan: KernelPlan) -> bool:
+        return plan.family == FORWARD
+
+    def render(self, problem: Problem, plan: KernelPlan, features: Features, root: Path) -> Source:
+        from .render import render
+
+        return render(problem, cast(Plan, plan), features, root)
+
+    def aim(self, problem: Problem, plan: KernelPlan, target: Target) -> Iterator[str]:
+        tiled = cast(Plan, plan)
+        return aim_of(problem, tiled, Block(1, 1, keys_come=True, ctas=tiled.ctas), target)
+
+
+FAMILY = Forward()
