@@ -14,9 +14,6 @@ import jinja2
 from ..fragments.features import Fragment
 from ..io.files import open_regular
 from ..runtime.program import KernelEntry
-from ..spec.problem import Problem
-from .base import KernelPlan
-from .plan import template_of
 from .uses import FragmentUse
 
 if TYPE_CHECKING:
@@ -79,44 +76,6 @@ def fill_view(template: str, view: DataclassInstance, root: Path) -> str:
     context = {field.name: getattr(view, field.name) for field in fields(view)}
     text = environment(root).get_template(template).render(context)
     return _EMPTY_LINES.sub("\n\n", _EMPTY_EXPRESSION.sub("", text))
-
-
-def fill(
-    problem: Problem,
-    plan: KernelPlan,
-    kernel: KernelEntry,
-    uses: dict[str, list[FragmentUse]],
-    root: Path,
-    **more: Any,
-) -> str:
-    """The template of the plan's family, filled. Fragments that serve several roles stand once;
-    a role that at most one fragment fills is named without a list. more: what this family's
-    templates ask for beside."""
-    template = template_of(plan)
-    fragments = {use.fragment.struct: use.fragment for group in uses.values() for use in group}
-    lists = {"mask": "masks", "score": "scores"}
-    roles = {lists.get(role, role): group if role in lists else group[0]
-             for role, group in uses.items()}  # fmt: skip
-    return (
-        environment(root)
-        .get_template(template)
-        .render(
-            entry=kernel.entry,
-            dependent=kernel.dependent,
-            **more,
-            template=template,
-            problem=problem,
-            plan=plan,
-            fields=kernel.fields,
-            params_bytes=kernel.params_bytes,
-            mma_element={"bf16": "bf16", "fp16": "f16"}.get(problem.dtype_q),
-            fragments=[{"source": emit_fragment(root, each)} for each in fragments.values()],
-            bounds_left=any(use.bounds_left for use in uses.get("mask", ())),
-            bounds_right=any(use.bounds_right for use in uses.get("mask", ())),
-            tile=next((use.tile for use in uses.get("score", ()) if use.tile), None),
-            **roles,
-        )
-    )
 
 
 def is_rendered(path: Path) -> bool:

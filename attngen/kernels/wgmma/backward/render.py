@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ....fragments.features import Features
 from ....runtime.program import KernelEntry, TensorMapRecipe, Workspace
 from ....spec.problem import Problem
-from ...fill import Source, fill, fill_view
+from ...fill import Source, fill_view
 from ...params import (
     DROP_THRESHOLD,
     Names,
@@ -38,6 +38,7 @@ from .plan import (
 )
 from .view import dkv_view, dq_view
 from .view_around import convert_view, prepare_view, row_sums_view
+from .view_bias_gradient import bias_gradient_view
 from .view_fused import fused_view
 from .view_parts import Uses, sequence_view
 
@@ -82,7 +83,7 @@ def render(problem: Problem, plan: AnyPlan, features: Features, root: Path) -> S
         view = row_sums_view(problem, plan, kernel, uses, root)
     elif isinstance(plan, BiasGradientPlan):
         kernel = _bias(problem, plan, operands)
-        return Source(fill(problem, plan, kernel, uses, root), kernel)
+        view = bias_gradient_view(problem, plan, kernel, uses, root)
     else:
         kernel = _main(problem, plan, operands)
         view = MAIN_VIEWS[plan.family](problem, plan, kernel, uses, root)

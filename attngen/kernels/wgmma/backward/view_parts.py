@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ....spec.problem import Problem
-from ...fill import emit_fragment
+from ...fill import emit_fragments
 from ...uses import FragmentUse
 from ...view import (
     FragmentView,
@@ -62,8 +62,7 @@ class ScoresView:
 
 def structs_of(uses: Uses, root: Path) -> str:
     """The structs of the fragments in use, each once."""
-    fragments = {use.fragment.struct: use.fragment for group in uses.values() for use in group}
-    return "\n\n".join(emit_fragment(root, fragment) for fragment in fragments.values())
+    return "\n\n".join(emit_fragments(root, uses))
 
 
 def sequence_view(use: FragmentUse) -> SequenceView:
