@@ -145,7 +145,7 @@ class Emulator:
                 self.finish()
 
     def finish(self) -> None:
-        """What was launched has ended. Raises: AssertionError with what a kernel did wrong."""
+        """Wait until all launches have ended. Raises: AssertionError naming a kernel's mistake."""
         with self._stream:
             waiting, self._waiting = self._waiting, None
             if waiting:
@@ -183,7 +183,7 @@ class Emulator:
     def find_kernels(
         self, problem: Problem, arch: str, second: bool | None = None
     ) -> tuple[tuple[Binary, bytes], ...]:
-        """As `builder.find_kernels`; the path of a library stands for a cubin."""
+        """Stand in for `builder.find_kernels`; the path of a library stands for a cubin."""
         all_plans = plan.plans(problem, arch)
         wanted = all_plans if second is None else plan.plans_of_call(problem, arch, second)
         return tuple(self.build(problem, each, arch) for each in wanted)
@@ -203,7 +203,7 @@ class Emulator:
         return binary, library
 
     def load(self, binary: Binary, library: bytes, device: Any) -> load.LoadedKernel:
-        """As `load.load`."""
+        """Stand in for `load.load`."""
         size, lets_start = binary.kernel.params_bytes, library in self._lets_start
         self._kernels.append(Kernel(ctypes.CDLL(library.decode()), size, lets_start))
         handle, variant = len(self._kernels) - 1, (binary.problem, binary.arch)

@@ -124,7 +124,7 @@ def check(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, **arguments
 
 
 def truth(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> oracle.Truth:
-    """What a call should give, and how far off the reference is."""
+    """Compute a call in float64, and how far off the reference is."""
     axes = layouts.parse(arguments.get("layout", "bshd")).kv_format
     plain = {name: x for name, x in arguments.items() if name not in ("descale_k", "descale_v")}
     stands_for = (

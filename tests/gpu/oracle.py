@@ -63,7 +63,7 @@ class Truth:
 
 
 def truth(q: Tensor, k: Tensor | None, v: Tensor | None, **arguments: Any) -> Truth:
-    """What `attention(q, k, v, **arguments)` should return, and how far PyTorch is off."""
+    """Compute `attention(q, k, v, **arguments)` in float64, and how far PyTorch is off."""
     doubles = (None if x is None else x.double() for x in (k, v))
     bias = arguments.get("bias")  # of q's dtype
     wide = {} if bias is None else {"bias": bias.double()}

@@ -85,7 +85,7 @@ def exact(x: Tensor, descale: Tensor | None, layout: str, heads: int) -> Tensor:
 
 
 def truth(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Truth:
-    """What `attention(q, k, v, **arguments)` should return, and how far from it it may be."""
+    """Compute `attention(q, k, v, **arguments)` in float64, and how far off it may be."""
     layout = arguments.get("layout", "bshd")
     scales = {name: arguments.get(name) for name in SCALES}
     plain = {n: x for n, x in arguments.items() if n not in (*scales, "out_dtype")}

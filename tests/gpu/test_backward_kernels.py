@@ -36,7 +36,7 @@ extern "C" __global__ void hold(const volatile int* released) {
 
 @dataclass(frozen=True)
 class Kernels:
-    """What one set of kernels computes."""
+    """Head dims, masks and dtypes that one set of kernels serves."""
 
     d: int
     d_v: int

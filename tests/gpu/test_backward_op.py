@@ -79,7 +79,7 @@ def test_op_deterministic_gives_the_same_bits_on_every_stream(d):
 @pytest.mark.device
 @pytest.mark.parametrize(("d", "left"), [(64, -1), (256, -1), (128, -1), (128, 150), (72, 0)])
 def test_op_graph_replay_follows_changed_inputs(d, left):
-    """Of narrow windows the main kernel waits for D that its other CTAs make."""
+    """Under narrow windows the main kernel waits for D that its other CTAs make."""
     tensors = operands(d)
     graph, found = oracle.capture(lambda: results(tensors, deterministic=True, left=left))
     for number in range(5):

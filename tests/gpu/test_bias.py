@@ -73,12 +73,12 @@ class BiasCase:
 
 
 def sizes_of(shape: str, full: tuple[int, int, int, int]) -> list[int]:
-    """Of a bias: `1hss` has the heads, queries and keys of `full`."""
+    """Sizes of a bias: `1hss` has the heads, queries and keys of `full`."""
     return [1 if letter == "1" else n for letter, n in zip(shape, full, strict=True)]
 
 
 def placed(x: Tensor, place: str) -> Tensor:
-    """The same numbers, elsewhere in memory; NaN around them."""
+    """Copy a tensor elsewhere in memory, with NaN around it."""
     if place == "packed":
         return x
     if place == "turned":
@@ -247,7 +247,7 @@ def test_gradient_of_a_bias_is_added_where_the_copy_engine_can_and_terms_are_few
 
 @pytest.mark.parametrize("case", ADDED[:2], ids=str)
 def test_gradient_of_a_bias_is_the_same_beside_any_others(case):
-    """The same bits by the kernel that makes others, too; by its own to the last sums."""
+    """A kernel that makes others gives equal bits; its own kernel may differ in the last sums."""
     tensors, arguments = case.given()
     bias = arguments.pop("bias")
     every = [x.requires_grad_() for x in (*tensors, bias)]

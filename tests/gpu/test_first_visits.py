@@ -63,7 +63,7 @@ def matrix() -> list[Case]:
 def windowed(
     d: int, d_v: int, dtype: str, window: tuple[int, int] = (150, 40), **others: Any
 ) -> Case:
-    """Of no other mask."""
+    """Make a case of a window and no other mask."""
     return Case(d, d_v, dtype, window=window, **others)
 
 
@@ -174,7 +174,7 @@ def test_gradients_do_not_depend_on_what_memory_holds(case, byte):
 @pytest.mark.parametrize("with_lse", [False, True])
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_large_rows_beside_zeros_are_right(case, with_lse):
-    """What a row's D takes from its neighbours, or from other columns, is larger than all of it."""
+    """A row's D would be larger with its neighbours' values, or other columns', than all of it."""
     (d_o, dlse), (q, k, v) = incoming(case), case.operands()
     size = 2.0**12 if case.dtype == "bf16" else 8.0
     axis = case.layout.index("s")
@@ -205,7 +205,7 @@ def test_gradients_of_some_inputs_are_right(case, wanted):
 
 @pytest.mark.parametrize("case", [CROWDS[0], CROWDS[2]], ids=str)
 def test_gradient_of_a_sum_is_right(case):
-    """What comes in is one number, expanded; the output lies where it did."""
+    """The incoming gradient is one number, expanded; the output lies where it did."""
     tensors, d_o = case.operands(), torch.ones_like(incoming(case)[0])
     number = d_o.new_ones(()).expand(d_o.shape)
     found = differentiate(tensors, number, None, case)

@@ -70,7 +70,7 @@ def test_forward_head_ratio_reads_the_right_group(heads, mask):
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (192, 128)], ids=str)
 @pytest.mark.parametrize("kind", cases.KINDS)
 def test_forward_many_tiles_for_each_multiprocessor_is_right(dims, kind):
-    """What one tile leaves behind (rings, barriers, staged output) must not reach the next."""
+    """A tile's rings, barriers and staged output must not reach the next tile."""
     mask, window, bottom_right = cases.MASKS[kind][-1]
     for s_q, s_kv in ((1300, 1300), (1300, 77), (60, 500)):
         q, k, v = oracle.operands(20, 12, 4, s_q, s_kv, *dims)

@@ -77,7 +77,7 @@ SIDES = [0, 1, 62, 63, 64, 65, 127, 128, 129, 191, 192, 193, 1 << 20]
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("side", SIDES)
 def test_masks_window_at_a_warpgroups_edge_sees_exactly_its_keys(side, d):
-    """Of a tile's blocks each warpgroup visits its own, and passes over the others."""
+    """Each warpgroup visits its own of a tile's blocks, and passes over the others."""
     with oracle.small_tiles(False):
         for lengths in ((450, 450), (65, 700), (700, 193), (1, 130)):
             for low in (False, True):
@@ -90,7 +90,7 @@ def test_masks_window_at_a_warpgroups_edge_sees_exactly_its_keys(side, d):
 @pytest.mark.device
 @pytest.mark.parametrize("dims", WINDOW_DIMS, ids=str)
 def test_masks_window_of_many_tiles_for_each_cta_is_right(dims):
-    """What one tile leaves behind must not reach the next, whatever its warpgroups passed over."""
+    """A tile's remains must not reach the next tile, whatever its warpgroups passed over."""
     for s_q, s_kv, window, low in (
         (130, 130, (40, 0), False),
         (193, 700, (300, 0), True),

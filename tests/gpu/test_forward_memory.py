@@ -30,7 +30,7 @@ POISONED = [
 
 
 def surrounded(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values as a view into a larger buffer of NaN, beyond every end of every axis."""
+    """Make a view with a tensor's values in a buffer of NaN, larger at every end of every axis."""
     shape = (*(n + 2 for n in tensor.shape[:3]), tensor.shape[3] + 16)
     buffer = torch.full(shape, float("nan"), dtype=tensor.dtype, device=tensor.device)
     view = buffer[1:-1, 1:-1, 1:-1, 8:-8]

@@ -195,7 +195,7 @@ def test_heads_apart_called_again_and_again_start_from_zero(d, heads):
 
 
 def test_heads_apart_of_calls_in_turn_do_not_meet():
-    """Of other sizes, whose workspaces are laid out otherwise."""
+    """Calls of other sizes have workspaces that are laid out otherwise."""
     given = [operands(d, heads, lengths) for d, heads, lengths in (
         (64, (2, 4, 2), (130, 200)), (128, (1, 8, 1), (70, 130)), (64, (1, 6, 2), (200, 70))
     )]  # fmt: skip

@@ -123,7 +123,7 @@ def test_kv_fp8_packed_queries_over_pages_are_right(splits):
 @pytest.mark.parametrize("lengths", [(1, 4000), (1, 1), (3, 700), (16, 16), (64, 100)], ids=str)
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd"])
 def test_kv_fp8_dense_calls_are_right(lengths, layout):
-    """Of which more heads of a group than fill a tile are a prompt's, so keys are split as told."""
+    """Calls with more heads of a group than fill a tile are prompts, so keys are split as told."""
     for mask, kv in (("none", "e4m3"), ("causal_bottom_right", "e5m2")):
         for d, heads in ((64, (4, 4)), (128, (8, 2))):
             q, k, v = oracle.operands(3, *heads, *lengths, d, layout=layout)

@@ -27,7 +27,7 @@ POISONED = [
 
 
 def surrounded(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values as a view into a larger buffer of NaN, beyond every end of every axis."""
+    """Make a view with a tensor's values in a buffer of NaN, larger at every end of every axis."""
     shape = (*(n + 2 for n in tensor.shape[:3]), tensor.shape[3] + 32)
     buffer = torch.full(shape, 0xFF, dtype=torch.uint8, device=tensor.device).view(tensor.dtype)
     assert buffer.float().isnan().all()

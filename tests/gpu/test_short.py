@@ -41,7 +41,7 @@ def test_short_any_lengths_are_right(dims, number):
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("mask", ["none", "causal"])
 def test_short_many_tiles_for_each_cta_are_right(d, mask):
-    """What one tile leaves behind must not reach the next, nor the SM's other CTA."""
+    """A tile's remains must not reach the next tile, nor the SM's other CTA."""
     for s_q, s_kv in ((130, 130), (129, 500), (500, 33)):
         q, k, v = oracle.operands(40, 12, 4, s_q, s_kv, d)
         oracle.check_call(q, k, v, mask=mask)

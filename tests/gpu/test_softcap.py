@@ -94,7 +94,7 @@ def huge(k: Tensor) -> Tensor:
 
 
 def level(k: Tensor) -> Tensor:
-    """The same key everywhere: rows without a score above 0, and rows without one below."""
+    """Repeat one key everywhere: rows without a score above 0, and rows without one below."""
     return k[:, :1].expand_as(k).contiguous() * 1.5
 
 

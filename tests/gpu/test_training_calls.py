@@ -126,7 +126,7 @@ def test_deterministic_is_what_torch_does_when_it_is_called(monkeypatch):
 
 
 def gradients_that_come_in(shape):
-    """Of the same shape, as autograd may hand them over."""
+    """Make gradients of one shape in the strides in which autograd may hand them over."""
     whole = oracle.randn(*shape, seed=5)
     yield whole
     yield torch.ones((), dtype=whole.dtype, device=whole.device).expand(shape)
@@ -162,7 +162,7 @@ def test_incoming_gradients_that_lie_nowhere_are_read_right():
 
 
 class Named(torch.Tensor):
-    """Of a type of its own, but read as any other."""
+    """A tensor of a type of its own that is read as any other."""
 
 
 class Weight(torch.nn.Parameter):
@@ -189,7 +189,7 @@ def test_parameter_of_a_type_of_its_own_has_its_gradient():
 
 
 def test_operands_that_come_back_with_other_strides_are_read_right():
-    """As `save_on_cpu` does with what it keeps."""
+    """`save_on_cpu` brings back tensors with other strides."""
     tensors = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in leaves()]
     tensors = [x.requires_grad_() for x in tensors]
     d_o = oracle.randn(1, 130, 2, D, seed=9)

@@ -134,7 +134,7 @@ def test_gradient_of_slopes_is_refused():
 
 
 def test_calls_with_other_slopes_and_sinks_follow_them():
-    """What is remembered of a call is its shapes, never its values."""
+    """A call's shapes are remembered, never its values."""
     q, k, v = PLAIN.operands()
     for seed in range(3):
         given = {

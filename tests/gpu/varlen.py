@@ -27,7 +27,7 @@ GAP = 5  # tokens between sequences, where there are gaps
 
 @dataclass(frozen=True)
 class Features:
-    """What a call does beside masks of ranges. `alibi`: whose slopes, `default` or own, [h] or
+    """Features of a call beside masks of ranges. `alibi`: whose slopes, `default` or own, [h] or
     [b, h]; `seen`: the share of an arbitrary mask that takes part, 0 without one; `bias`: its type,
     of the broadcast `bias_shape`."""
 
@@ -53,7 +53,7 @@ class Features:
         return "-".join(filter(None, words))
 
     def fields(self) -> dict[str, Any]:
-        """Those of a spec."""
+        """The fields of the spec that has these features."""
         return {
             "alibi": bool(self.alibi), "softcap": self.softcap > 0, "softmax": self.softmax,
             "dropout": self.dropout > 0, "attn_mask": self.seen > 0,
@@ -117,7 +117,7 @@ class Call:
 
     @property
     def lengths(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Those of Q, and of K and V."""
+        """The lengths of Q, and of K and V."""
         return self.q_lens, self.kv_lens or self.q_lens
 
     @property
@@ -200,7 +200,7 @@ class Call:
         return torch.where(self.members(axes, lens, x), x, math.nan)
 
     def place(self, axes: str, lens: Sequence[int], b: int) -> tuple[Any, ...]:
-        """What indexes the positions of sequence b in an operand."""
+        """The index of the positions of sequence b in an operand."""
         start = self.offsets(lens)[b] if axes == "thd" else 0
         positions = slice(start, start + lens[b])
         index = {"t": positions, "s": positions, "b": b}
@@ -287,8 +287,7 @@ def run(
 
 
 def with_leaves(given: Sequence[Tensor | None], arguments: dict[str, Any]) -> list[Tensor]:
-    """What a call has gradients for; its sink and its bias are made tensors of their own, that take
-    one."""
+    """List the tensors that get gradients; sink and bias become leaves of their own."""
     present = [x for x in given if x is not None]
     for name in ("sink", "bias"):
         if name in arguments:

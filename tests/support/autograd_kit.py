@@ -66,7 +66,7 @@ class OnReference:
 
 
 def named(optional):
-    """Those of the optional tensors that there are, but for a schedule, which changes no result."""
+    """Name the optional tensors that are given, but for a schedule, which changes no result."""
     there = zip(OPTIONAL, optional, strict=True)
     return {n: x for n, x in there if x is not None and n != "schedule"}
 

@@ -56,7 +56,7 @@ def members(path: Path) -> Members:
 
 
 def our_member(name: str) -> zipfile.ZipInfo:
-    """As the writer describes it."""
+    """Describe a member as the writer does."""
     method = zipfile.ZIP_STORED if name == MANIFEST else zipfile.ZIP_DEFLATED
     return bundle_write.plain_member(name, method)
 
@@ -67,7 +67,7 @@ def seal(covered: bytes) -> bytes:
 
 
 def reseal(data: bytes) -> bytes:
-    """The same archive with the digest that fits what was done to it."""
+    """Put the digest that fits the changed archive at its end."""
     return seal(data[:-DIGEST_BYTES])
 
 

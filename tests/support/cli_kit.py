@@ -1,4 +1,4 @@
-"""What the tests of the commands that ship kernels share."""
+"""Specs and a runner for tests of the commands that ship kernels."""
 
 from __future__ import annotations
 

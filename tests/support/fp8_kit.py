@@ -35,7 +35,7 @@ def same(a, b):
 
 
 def rest_of(out_dtype=torch.bfloat16, amax=False, **given):
-    """What the operation takes after q, k and v: optional tensors, then arguments."""
+    """List what the operation takes after q, k and v: optional tensors, then arguments."""
     arguments = Arguments(softmax_scale=0.25, out_dtype=name_of(out_dtype), amax=amax)
     return *(given.get(name) for name in OPTIONAL), *arguments
 

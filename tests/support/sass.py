@@ -1,4 +1,4 @@
-"""What a cubin really holds: instruction counts and resource figures, without a GPU."""
+"""Instruction counts and resource figures of cubins, read without a GPU."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ Drawn = tuple[int, int, int, bool]  # row block, head, batch, whether the first 
 
 
 def descending(drawn: Sequence[Drawn]) -> list[Drawn]:
-    """The same tiles, all from the last block on."""
+    """Turn all tiles round: each begins at its last block."""
     return [(*tile, False) for *tile, _ in drawn]
 
 

@@ -1,4 +1,4 @@
-"""What the unit tests share: g++, problems, and the parts of a kernel that a host compiles too."""
+"""Fixtures of unit tests: g++, problems, and the parts of a kernel that a host compiles, too."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ class MaskLibrary:
         return self._call("block_ranges", sequence, window, tiles, 4, block, 0)
 
     def query_block_ranges(self, sequence, window, tiles, block: int) -> np.ndarray:
-        """The same for tiles of keys (first key, last key) and blocks of queries: [tiles, 4]."""
+        """Blocks of queries for tiles of keys (first key, last key): [tiles, 4]."""
         return self._call("block_ranges", sequence, window, tiles, 4, block, 1)
 
     def block_turns(self, sequence, window, tiles, block: int) -> np.ndarray:

@@ -70,7 +70,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
 
 
 def run_blocked(code: str, **environment: str) -> list[str]:
-    """What the code prints, in a process where nothing that compiles can be imported."""
+    """Run code in a process where nothing that compiles can be imported; returns what it prints."""
     done = subprocess.run(
         [sys.executable, "-c", BLOCKED + code, digest.to_json(PROBLEM)],
         capture_output=True,

@@ -229,7 +229,7 @@ def test_compile_source_planted_defect_never_leaves(
 
 
 def test_compile_source_local_memory_is_a_warning(built, make_problem, caplog) -> None:
-    """Of a user's score_mod that keeps much, or another NVRTC: it would leave no kernel at all."""
+    """A user's score_mod that keeps much, or another NVRTC, would else leave no kernel at all."""
     problem = make_problem(**CASES["d128 causal"])
     source = altered(
         built("d128 causal")[0],

@@ -110,7 +110,7 @@ def words_of(p: float) -> tuple[int, int]:
 
 
 def fragment_of(library, n, turned, state, b, h, p, row, column) -> np.ndarray:
-    """What a warp keeps of its 16 rows, bool [16, n], from the kernels' code."""
+    """Draw with the kernels' code what a warp keeps of its 16 rows, bool [16, n]."""
     signs, numbers = np.zeros((16, n), np.int8), np.zeros((16, n), np.float16)
     state_address = np.array(state, dtype=np.int64).ctypes
     low, high = (ctypes.c_uint32(word) for word in words_of(p))

@@ -42,7 +42,7 @@ def reduce_blocks(seen: np.ndarray, rows: int, block: int) -> tuple[np.ndarray, 
 
 
 def check_blocks(found: np.ndarray, some: np.ndarray, every: np.ndarray) -> None:
-    """What SEMANTICS of `BlockRange` promise, for all tiles of a sequence at once."""
+    """Check the promises of `BlockRange` for all tiles of a sequence at once."""
     begin, full_begin, full_end, end = found.T
     assert ((begin <= full_begin) & (full_begin <= full_end) & (full_end <= end)).all()
     number = np.arange(some.shape[1])

@@ -17,7 +17,7 @@ BLOCK = 64
 
 
 def blocks(first: int, last: int, left: int, right: int, keys: int) -> tuple[int, int]:
-    """Of so many keys, the blocks that rows see, as block_range does."""
+    """Find the blocks of so many keys that rows see, as block_range does."""
     low, high = max(first - left, 0), min(last + right + 1, keys)
     return (low // BLOCK, -(-high // BLOCK)) if low < high else (low // BLOCK, low // BLOCK)
 
@@ -25,7 +25,7 @@ def blocks(first: int, last: int, left: int, right: int, keys: int) -> tuple[int
 def operations(
     tiles: list[int], warpgroup: int, of: int, queries: int, window: tuple[int, int, int]
 ) -> list[str]:
-    """What one of `of` waits for, and releases ("-k"), as sm90_fwd/tile.cuh.j2 has it."""
+    """List what one of `of` warpgroups waits for and releases ("-k"); see tile.cuh.j2."""
     found: list[str] = []
     owed = 0  # values that it has yet to pass over
     for tile in tiles:

@@ -131,7 +131,7 @@ def strides_of(layout: str, size: int, d: int) -> tuple[int, int, int]:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("layout", ["positions first", "heads first", "padded"])
 def test_paged_block_brings_every_key_once_and_promises_its_bytes(library, shape, size, layout):
-    """As the map of the launch has it, to where products find it."""
+    """A block is copied as the launch's map describes it, to where products find it."""
     block_keys, d = shape
     room = 700
     width = -(-room // size)

@@ -82,7 +82,7 @@ def test_both_directions_agree_on_the_pairs_of_blocks_that_are_visited(
 def test_block_turns_say_which_blocks_have_tiles_before_and_after(
     masks, corner, mask_library
 ) -> None:
-    """What a tile of keys knows of the others by which it visits a block of queries, too."""
+    """A tile of keys knows the others that visit a block of queries, too."""
     library = mask_library(masks)
     for q_len, kv_len, window in itertools.product(range(1, 12), range(1, 10), windows(masks)):
         sequence, keys = (q_len, kv_len, corner), 3

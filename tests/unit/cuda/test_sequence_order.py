@@ -65,8 +65,10 @@ def ints(numbers):
 
 
 def schedule_of(tiles, heads, group, share=0):
-    """As the kernel before the others writes it; the sequences in their own order. share: one tile
-    of so many is kept for the end."""
+    """Make the schedule that the kernel before the others writes, of sequences in their own order.
+
+    share: one tile of so many is kept for the end.
+    """
     kept = [n // share if share else 0 for n in tiles]
     counts = [n - k for n, k in zip(tiles, kept, strict=True)] + (kept if share else [])
     ends = np.cumsum([n * heads for n in counts])
@@ -191,7 +193,7 @@ def test_waves_of_short_sequences_turn_about_once_the_ctas_are_filled(compiled, 
     ids=str,
 )  # fmt: skip
 def test_tiles_of_a_head_are_at_nearly_the_same_block_at_any_time(compiled, tiles):
-    """What keeps what they share in L2. If all descended, those of the second wave would begin at
+    """Tiles side by side keep shared blocks in L2. If all descended, the second wave would begin at
     the end while others are at the middle."""
     found = waves(compiled, tiles, 8, 132)
     assert farthest_apart(found, tiles, 132) < 8

@@ -136,9 +136,12 @@ def test_shared_tiles_rows_see_a_key_before_none_is_hidden(
 
 
 def programs_of(tiles: list[Tile], in_turns: bool = True) -> list[list[str]]:
-    """What the loading thread, the transposing warps and each warpgroup wait for, fill ("+k") and
-    release ("-k"): stages of keys, of values as they lie ("r") and transposed, queries of each.
-    in_turns: a warpgroup without rows passes over keys and values alternately."""
+    """List the waits of the loading thread, the transposing warps and each warpgroup in order.
+
+    They also fill ("+k") and release ("-k"): stages of keys, of values as they lie ("r") and
+    transposed, and the queries of each. in_turns: a warpgroup without rows passes over keys and
+    values alternately.
+    """
     passed = ["k", "-k", "v", "-v"] if in_turns else ["k", "-k"]
     loader: list[str] = []
     transposer: list[str] = []

@@ -298,7 +298,7 @@ def test_short_heads_alone_are_in_waves_unless_additions_have_an_order(
 @pytest.mark.parametrize("heads", (1, 2, 3, 4))
 @pytest.mark.parametrize("ctas", (24, 132))
 def test_tiles_of_a_head_are_at_the_same_block_at_any_time(ctas, heads, blocks, find: Find) -> None:
-    """What keeps what they share in L2. If all descended, those of the second wave would begin at
+    """Tiles side by side keep shared blocks in L2. If all descended, the second wave would begin at
     the end while others are at the middle."""
     for tiles_m in (ctas // heads, ctas // heads - (ctas == 132)):
         drawn = find(tiles_m, 8, 4, ctas)
@@ -316,7 +316,7 @@ def test_tiles_of_a_head_are_near_each_other_where_waves_hardly_differ_from_ctas
 
 @pytest.mark.parametrize("tiles_m", (32, 48, 64, 67, 80, 96, 100, 128, 160, 180, 192))
 def test_waves_load_blocks_a_few_times_whatever_the_length(tiles_m, find: Find) -> None:
-    """Of eight heads that 60 blocks have room for; all descending they would be loaded 7 times or
+    """60 blocks have room for eight heads; all descending they would be loaded 7 times or
     more."""
     drawn = find(tiles_m, 8, 2, 132)
     found = loads(drawn, tiles_m, 132, 60)

@@ -132,7 +132,7 @@ def test_alibi_small_sizes_are_the_reference_in_both_orientations(alibi, bottom_
 
 
 def test_alibi_rate_is_the_change_of_a_score_along_a_line(alibi) -> None:
-    """What a kernel adds where a line lies on one side of the diagonal."""
+    """A kernel adds the rate where a line lies on one side of the diagonal."""
     alibi.rate.restype = ctypes.c_float
     for slope in (0.25, -1.5):
         rate = alibi.rate(ctypes.c_float(slope))

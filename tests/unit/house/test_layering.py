@@ -109,7 +109,7 @@ def test_import_by_name_is_seen() -> None:
 
 
 def test_kernel_families_do_not_import_each_other() -> None:
-    """What families of one instruction share lies beside them; support/ is of none."""
+    """Code that families of one instruction share lies beside them; support/ is of none."""
     instructions = children("kernels") - {"kernels.support"}
     families = {family for each in instructions for family in children(each)} | {"kernels.support"}
     assert len(families) > 3

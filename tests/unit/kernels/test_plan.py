@@ -36,7 +36,7 @@ def up(value: int, step: int) -> int:
 
 
 def expected_bytes(problem: Problem, chosen: Plan) -> dict[str, int]:
-    """What the kernel keeps in shared memory; rows of head dims take whole boxes of 64 elements."""
+    """Sizes of shared memory by name; rows of head dims take whole boxes of 64 elements."""
     m, n, pipeline = chosen.tile.m, chosen.tile.n, chosen.pipeline
     qk_bytes, v_bytes = up(problem.head_dim_qk, 64) * 2, up(problem.head_dim_v, 64) * 2
     k_bytes, v_total = pipeline.k_stages * n * qk_bytes, pipeline.v_stages * n * v_bytes

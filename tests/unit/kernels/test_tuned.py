@@ -30,7 +30,7 @@ ARCH = "sm_90a"
 
 @pytest.fixture
 def problem(make_problem: Callable[..., Problem]) -> Problem:
-    """That of examples/specs/llama3-8b.toml."""
+    """The problem of examples/specs/llama3-8b.toml."""
     return make_problem(128, masks=("causal",))
 
 

@@ -262,7 +262,7 @@ def test_views_control_lines_are_counted_over_all_parts() -> None:
 
 @dataclass(frozen=True)
 class View:
-    """What a template of this test reads."""
+    """A view that a template of this test reads."""
 
     name: str
     sizes: tuple[int, ...]

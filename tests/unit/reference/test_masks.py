@@ -1,4 +1,4 @@
-"""What a query sees: bands against their definition, callables and BlockMasks of torch."""
+"""Masks of the reference: bands by their definition, callables and BlockMasks of torch."""
 
 import itertools
 

@@ -45,7 +45,7 @@ ADDRESSES = {"q": 16, "k": 32, "v": 48, "o": 64, "lse": 80, "tile_counter": 96}
 
 
 def start_of(config: Any, handle: Any) -> tuple[Any, ...]:
-    """What cuLaunchKernel takes before the parameters, of what cuLaunchKernelEx does."""
+    """Pick what cuLaunchKernel takes before the parameters out of cuLaunchKernelEx's arguments."""
     sizes = (getattr(config, f"{of}Dim{axis}") for of in ("grid", "block") for axis in "XYZ")
     return handle, *sizes, config.sharedMemBytes, int(config.hStream)
 
@@ -112,7 +112,7 @@ def test_launch_tensor_map_is_encoded_once_for_an_address_and_shape(driver: Driv
 
 
 def test_launch_parameters_are_kept_by_all_addresses(driver: Driver) -> None:
-    """Those that another launch, or thread, has are never written again."""
+    """Parameters that another launch, or thread, has are never written again."""
     once = prepared()
     for lse in (80, 96, 80):
         launch.launch(once, {**ADDRESSES, "lse": lse}, 0)

@@ -23,7 +23,7 @@ A, B = make_program(64, "a", "first"), make_program(128, ("b", "c"), "second")
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Of a bundle of two programs."""
+    """The path of a bundle of two programs."""
     return write(tmp_path / f"two{SUFFIX}", A, B)
 
 

@@ -38,7 +38,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def refusal(path: Path) -> str:
-    """What is said of a bundle when it is opened, or read as a whole."""
+    """The refusal of a bundle that is opened, or read as a whole."""
     with pytest.raises(BundleError) as caught:
         read_all(path)
     assert str(path) in str(caught.value)
@@ -46,7 +46,7 @@ def refusal(path: Path) -> str:
 
 
 def test_craft_of_our_members_is_the_bundle_itself(path: Path) -> None:
-    """What the other tests refuse is refused for what they change."""
+    """Unchanged members give a sound bundle, so the other tests' changes are what is refused."""
     ours = [(our_member(info.filename), data) for info, data in members(path)]
     assert craft(ours) == path.read_bytes()
 

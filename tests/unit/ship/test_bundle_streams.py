@@ -33,7 +33,7 @@ COMMENT = MARK + b"0" * DIGEST_BYTES
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Of a bundle with the one cubin `a`."""
+    """The path of a bundle with the one cubin `a`."""
     return write(tmp_path / "kernels.attn", make_program(64, "a"))
 
 

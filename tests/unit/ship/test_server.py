@@ -136,7 +136,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def serve(stripped: Path, code: str, *arguments: str, **environment: str) -> object:
-    """What the code prints on the server, as data."""
+    """Run code on the server, and parse what it prints."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("ATTNGEN_")}
     done = subprocess.run(
         [sys.executable, "-c", SERVER + code, *arguments],

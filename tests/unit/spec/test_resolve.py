@@ -405,7 +405,7 @@ def test_resolve_bias_beside_8_bit_queries_is_refused() -> None:
     ids=lambda arguments: "+".join(arguments),
 )
 def test_from_call_feature_without_kernels_is_never_dropped(arguments: dict) -> None:
-    """What a kernel would silently leave out must be refused."""
+    """A feature that a kernel would silently leave out must be refused."""
     q = SimpleNamespace(shape=(2, 10, 8, 64), dtype="torch.bfloat16")
     spec = AttentionSpec.from_call(q, q, q, **arguments)
     assert find_violations(spec, KNOWN)

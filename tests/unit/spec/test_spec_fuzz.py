@@ -64,7 +64,7 @@ WORDS = ["[[kernel]]", "[defaults]", "\n", "=", "[", "]", '"', "{", "}", ",", "#
 
 
 def check(specs: tuple[AttentionSpec, ...]) -> None:
-    """What was parsed is a spec in every field, which is resolved or refused."""
+    """Check that each spec is one in every field, and is resolved or refused."""
     for spec in specs:
         assert type(spec.head_dim) is int and type(spec.window) is bool
         assert all(isinstance(each, str) for each in (*spec.directions, *spec.arch, spec.title))

@@ -127,7 +127,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def call(
     seed: int = 0, length: int = 300, window: tuple[int, int] = (-1, -1)
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a kernel of several blocks returns, and what it should."""
+    """Run a kernel of several blocks; returns its output, and the reference's."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(1, length, 2, 64, generator=generator).bfloat16() for _ in range(3))
     with torch.no_grad():

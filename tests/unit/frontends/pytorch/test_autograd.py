@@ -49,7 +49,7 @@ def step(q, k, v, parts=("out", "lse"), **arguments):
 
 
 def gradients(tensors, function=step, **arguments):
-    """Those of the leaves that require one."""
+    """Gradients of the leaves that require one."""
     leaves = [x for x in tensors if x.requires_grad]
     return torch.autograd.grad(function(*tensors, **arguments), leaves, materialize_grads=True)
 

@@ -27,7 +27,7 @@ BATCH, S_Q, S_KV, HEADS_Q, HEADS_KV = 2, 5, 7, 4, 2
 
 
 def rest(**arguments):
-    """What follows lse: no optional tensors, and the arguments."""
+    """Operands that follow lse: no optional tensors, and the arguments."""
     return *(None,) * len(OPTIONAL), *Arguments(**{"mask": "causal", **arguments})
 
 

@@ -284,7 +284,7 @@ def test_spec_of_a_call_beside_few_queries_is_the_one_that_it_reaches(beside):
 
 @pytest.mark.parametrize("more", ["bias", "attn_mask", "dropout"])
 def test_few_queries_over_pages_beside_what_splits_leave_out_reach_the_forward(on_reference, more):
-    """Of any length up to what the pages have room for, or longer."""
+    """Any length reaches it, up to the pages' room or longer."""
     given = call()
     for keys in (24, 30, 1):
         sizes = (3, 1, 2, keys)
@@ -314,7 +314,7 @@ def test_mask_over_pages_broadcast_over_keys_stands_for_all_that_there_is_room_f
 
 
 def test_keys_of_tables_of_two_widths_are_those_of_the_narrower():
-    """What lies behind it has no page of the other."""
+    """Keys behind the narrower table's end have no page of the other."""
     extents = {"k": Extent(9, 8, 2, 16, 0, 0, 0), "v": Extent(9, 32, 2, 16, 0, 0, 0)}
     tables = {"page_table_k": torch.zeros(3, 5).int(), "page_table_v": torch.zeros(3, 1).int()}
     assert decode.keys_of(extents, tables) == 32

@@ -102,7 +102,7 @@ def test_nested_operands_that_do_not_fit_are_refused(change, word):
 
 @pytest.mark.parametrize("kind", ["int64", "holes", "int32"])
 def test_nested_shares_a_schedule_where_its_lengths_stay(kind):
-    """What is made anew for each call could not be told from other lengths."""
+    """Lengths made anew for each call could not be told from other lengths."""
     values, q = nest(LENGTHS, seed=1, holes=kind == "holes")
     if kind == "int32":
         q = torch.nested.nested_tensor_from_jagged(values, q.offsets().int())

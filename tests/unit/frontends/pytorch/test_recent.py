@@ -192,7 +192,7 @@ def test_call_with_gradients_is_remembered_apart(seen):
 
 
 def test_call_without_gradients_is_none_of_one_that_has_them(seen):
-    """Of the same tensors, as a checkpoint's first pass and its second are."""
+    """A checkpoint's two passes have equal tensors."""
     leaf = {**plain(), "q": plain()["q"].requires_grad_()}
 
     def evaluated():
@@ -231,7 +231,7 @@ def test_call_under_autocast_is_remembered_apart(seen):
 
 
 def shifted(tensor):
-    """The same numbers two bytes further on."""
+    """Copy a tensor to where it begins two bytes further on."""
     storage = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)
     return storage[1:].view(tensor.shape).copy_(tensor)
 

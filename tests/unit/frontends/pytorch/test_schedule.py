@@ -46,7 +46,7 @@ def run_both(table, sequences=MANY):
 
 
 def kept(launch):
-    """What the kernel that orders sequences is told; None of others."""
+    """Read what the kernel that orders sequences is told; None for other kernels."""
     names = [field.name for field in launch.kernel.fields]
     return launch.prepared.values[names.index("kept")] if "kept" in names else None
 

@@ -113,7 +113,7 @@ def test_prefers_short_under_windows_where_tiles_are_few(dim):  # each measured,
 
 
 def test_prefers_short_counts_the_keys_that_are_seen():
-    """Of rows aligned at the bottom right beside more keys, and of those that see none."""
+    """Rows aligned at the bottom right see more keys, and some rows see none."""
     q, k = (Extent(8, seq, 32, 64, 0, 0, 0) for seq in (512, 8192))
     extents = {"q": q, "k": k, "v": k}
     assert not prefers_short(extents, (UNBOUNDED, 0), True, 132)  # 15 of 16 keys in any case

@@ -46,7 +46,7 @@ def load(spec, device, second=None, narrow=False):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Of the kernels that planner and renderer describe, on the CPU."""
+    """Note launches of the kernels that planner and renderer describe, on the CPU."""
     found = []
 
     def note(prepared, addresses, stream):
