@@ -7,11 +7,12 @@ HEADERS := $(shell find attngen/cuda/include tests/emulator -name '*.cuh' -o -na
 DIST ?= dist
 SPEC ?= examples/specs/gemma3.toml
 
-.PHONY: help demo docs test emulate gpu-test lint types format generated generated-check wheel clean
+.PHONY: help demo docs test test-all emulate gpu-test lint types format generated generated-check wheel clean
 
 help:
 	@echo 'make demo             bundle the kernels of a model, run them from it, check the result'
-	@echo 'make test             every test that needs no GPU'
+	@echo 'make test             tests that need no GPU, but for long sweeps'
+	@echo 'make test-all         every test that needs no GPU'
 	@echo 'make emulate          kernels on the host, a part of the tests that need a GPU'
 	@echo 'make gpu-test         every test that needs one, with the python3 at hand'
 	@echo 'make lint types       ruff and clang-format; mypy --strict'
@@ -35,8 +36,12 @@ demo: $(VENV)/.run
 	$(PY) -m attngen bundle build $(SPEC) -o build/demo.attn
 	ATTNGEN_DISABLE_JIT=1 PYTHONWARNINGS='ignore:Failed to initialize NumPy' $(PY) examples/demo.py $(SPEC) build/demo.attn
 
+TESTS := -n 2 --timeout 300 tests/unit
 test: $(VENV)/.dev
-	$(PY) -m pytest -n 2 --timeout 300 tests/unit
+	$(PY) -m pytest --quick $(TESTS)
+
+test-all: $(VENV)/.dev
+	$(PY) -m pytest $(TESTS)
 
 # The covering set whole; of the tests of these subjects, which vary in more than kernels, one set of
 # parameters each.

@@ -1,0 +1,45 @@
+"""The options of tests/conftest.py that leave tests out."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+TESTS = """
+import pytest
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("n", range(8))
+def test_sampled(n): pass
+@pytest.mark.parametrize("n", range(3))
+def test_every(n): pass
+@pytest.mark.slow
+def test_slow(): pass
+"""
+EVERY = [f"test_every[{n}]" for n in range(3)]
+SAMPLED = [f"test_sampled[{n}]" for n in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ([], [*SAMPLED, *EVERY, "test_slow"]),
+        (["--quick"], ["test_sampled[2]", "test_sampled[6]", *EVERY]),
+        (["--each", "1"], ["test_sampled[4]", "test_every[1]", "test_slow"]),
+        (["--quick", "--each", "1"], ["test_sampled[6]", "test_every[1]"]),
+    ],
+)
+def test_options_keep_evenly_spread_sets(
+    options: list[str], kept: list[str], tmp_path: Path
+) -> None:
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    (tmp_path / "test_some.py").write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True)
+    found = [line for line in done.stdout.splitlines() if "::" in line]
+    assert [line.partition("::")[2] for line in found] == kept, done.stdout + done.stderr
