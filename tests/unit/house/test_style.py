@@ -25,7 +25,7 @@ FREE_OF_PARAMETERS = {"attngen/frontends/pytorch/attention.py attention"}
 NAMED_FOLDERS = ("attngen/call", "attngen/frontends")  # where positions in tuples have names
 VAGUE = re.compile(r"(Those|That|What|The same|As|Of)\b")
 LONGEST_SUBJECT = 72
-FIRST_CHECKED = "2bd618023052"  # subjects of commits after it are checked
+FIRST_CHECKED = "58ba4eeee5dd"  # subjects of commits after it are checked
 # Expressions whose positions are axes, or a string's parts.
 AXES = re.compile(r"(\.|\b)(shape|strides|sizes)$|\.(size|stride|r?partition)\([^()]*\)$")
 
