@@ -1,4 +1,4 @@
-"""Templates, filled: from a problem and its plan to CUDA source."""
+"""Templates, filled from views: CUDA source, and the structs of fragments in it."""
 
 from __future__ import annotations
 

@@ -45,9 +45,12 @@ class Decode(Family):
         return found
 
     def render(self, problem: Problem, plan: KernelPlan, features: Features, root: Path) -> Source:
-        from .render import render
+        from ...support import render_combine
+        from . import render
 
-        return render(problem, cast(DecodePlan, plan), features, root)
+        if plan.family == COMBINE:
+            return render_combine.render(problem, cast(CombinePlan, plan), features, root)
+        return render.render(problem, cast(DecodePlan, plan), features, root)
 
     def aim(self, problem: Problem, plan: KernelPlan, target: Target) -> Iterator[str]:
         if plan.family != DECODE:

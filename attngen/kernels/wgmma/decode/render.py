@@ -1,4 +1,4 @@
-"""Render, decode: the kernel that splits the keys and the one that joins its parts."""
+"""Render, decode: the kernel that splits the keys."""
 
 from __future__ import annotations
 
@@ -6,51 +6,39 @@ import dataclasses
 from pathlib import Path
 
 from ....fragments.features import Features
-from ....runtime.program import KernelEntry, Workspace
+from ....runtime.program import KernelEntry
 from ....spec.problem import Problem
 from ...fill import Source, emit_fragments, fill_view
 from ...params import Names, describe, operands_of, recipe, strides_of, typed
 from ...plan import template_of
-from ...support.combine import NAME as COMBINE
-from ...support.combine import CombinePlan
-from ...support.view_combine import combine_view
+from ...support.render_combine import PARTS
 from ...uses import uses_of
 from ...view import kernel_view
-from .plan import DECODE, DecodePlan
+from .plan import DecodePlan
 from .view import decode_view
 
-ROLES = {
-    DECODE: (
-        *("mask", "score", "softmax", "q_seq", "kv_seq"),
-        *("kv_fetch", "v_fetch", "kv_iter"),
-    ),
-    COMBINE: ("softmax",),
-}
+ROLES = (
+    *("mask", "score", "softmax", "q_seq", "kv_seq"),
+    *("kv_fetch", "v_fetch", "kv_iter"),
+)
 # What L2 fetches at a time: 256 bytes, as for tiles that are read again, cost 9 % (measured).
 STREAM_L2_BYTES = 128
-PARTS: tuple[Workspace, ...] = ("o_parts", "lse_parts")
 
 
-def render(
-    problem: Problem, plan: DecodePlan | CombinePlan, features: Features, root: Path
-) -> Source:
-    """The source of the kernel that does the plan's part of the decode `problem`.
+def render(problem: Problem, plan: DecodePlan, features: Features, root: Path) -> Source:
+    """The source of the kernel that reads the keys of the decode `problem` as its plan says.
 
     root: the templates' directory. Raises: jinja2.UndefinedError on a template's mistake.
     """
     known = uses_of(problem, features)
-    uses = {role: known[role] for role in ROLES[plan.family]}
+    uses = {role: known[role] for role in ROLES}
     template, fragments = template_of(plan), emit_fragments(root, uses)
-    if isinstance(plan, CombinePlan):
-        kernel = _combine(problem, plan, operands_of(uses))
-        combine = combine_view(problem, plan, kernel_view(kernel, template), uses, fragments)
-        return Source(fill_view(template, combine, root), kernel)
-    kernel = _decode(problem, plan, operands_of(uses))
-    decode = decode_view(problem, plan, kernel_view(kernel, template), uses, fragments)
-    return Source(fill_view(template, decode, root), kernel)
+    kernel = _describe(problem, plan, operands_of(uses))
+    view = decode_view(problem, plan, kernel_view(kernel, template), uses, fragments)
+    return Source(fill_view(template, view, root), kernel)
 
 
-def _decode(problem: Problem, plan: DecodePlan, operands: Names) -> KernelEntry:
+def _describe(problem: Problem, plan: DecodePlan, operands: Names) -> KernelEntry:
     maps = tuple(
         dataclasses.replace(
             recipe(tensor, problem.dtype_kv, plan.tile.n),
@@ -81,21 +69,4 @@ def _decode(problem: Problem, plan: DecodePlan, operands: Names) -> KernelEntry:
         busy_ctas=plan.busy_ctas,
         part_floats=problem.head_dim_v,
         q_seq=problem.q_seq,
-    )
-
-
-def _combine(problem: Problem, plan: CombinePlan, operands: Names) -> KernelEntry:
-    names = [*typed("ptr", *PARTS, "o", "lse"), *strides_of("o"), ("total_rows", "i64")]
-    names += typed("i32", "q_len", "heads_q", "splits")
-    return describe(
-        problem,
-        plan,
-        [*names, *operands],
-        smem_bytes=plan.smem_bytes,
-        tile_rows=1,
-        grid="rows",
-        ctas=plan.ctas,
-        workspace=PARTS,
-        part_floats=problem.head_dim_v,
-        dependent=True,
     )
