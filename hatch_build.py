@@ -20,14 +20,9 @@ class ShippedFacts(BuildHookInterface):  # type: ignore[type-arg]
         from attngen.compiler import digest
         from attngen.fragments import features
         from attngen.io import files
-        from attngen.io.values import to_json
+        from attngen.io.values import to_data, to_json
 
-        digests = digest.source_digests()
-        facts = {
-            "features": features.scan(),
-            "templates": digests["templates"],
-            "headers": digests["headers"],
-        }
+        facts = {"features": features.scan(), **to_data(digest.read_shipped())}
         path = Path(self.directory) / files.SHIPPED
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(to_json(facts, indent=1) + "\n")

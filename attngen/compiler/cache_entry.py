@@ -26,7 +26,7 @@ from ..kernels.plan import read_plan
 from ..runtime.program import Binary
 from ..runtime.program_check import mistakes_of
 from ..spec.problem import Problem
-from .digest import CacheKey, digest_text, source_digests
+from .digest import CacheKey, digest_text, key_digests
 
 FORMAT = 1  # of metadata.json
 CUBIN, METADATA, CHECKSUMS = "kernel.cubin", "metadata.json", "SHA256SUMS"
@@ -171,9 +171,12 @@ def check(path: Path, source_sha256: Callable[[Problem, KernelPlan], str] | None
         raise Defect("not an entry of the cache")
     stored = read(path)
     key = json.loads(stored.key)
-    if source_sha256 is None or any(key.get(k) != v for k, v in source_digests().items()):
+    if source_sha256 is None:
         return
-    source = source_sha256(from_data(Problem, key["problem"]), read_plan(key["plan"]))
+    problem = from_data(Problem, key["problem"])
+    if any(key.get(name) != digest for name, digest in key_digests(problem).items()):
+        return
+    source = source_sha256(problem, read_plan(key["plan"]))
     if source != stored.binary.source_sha256:
         raise Defect("its source is rendered differently now")
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+from ..fragments.features import AXES
 from ..io import files
 from ..io.modules import modules_of
 from ..io.values import to_data, to_json
@@ -79,7 +80,7 @@ def cache_key(problem: Problem, plan: KernelPlan, arch: str) -> CacheKey:
             "problem": to_data(problem),
             "plan": to_data(plan),
             "flags": list(OPTIONS),
-            **source_digests(),
+            **key_digests(problem),
         }
     )
     return CacheKey(
@@ -151,21 +152,62 @@ def _facts_of(constant: object) -> object:
     return constant
 
 
-@cache
-def source_digests() -> dict[str, str]:
-    """Digests of the templates, the CUDA headers and the generator; read once a process.
+@dataclass(frozen=True)
+class Shipped:
+    """Digests of files that a wheel ships: of all templates but fragments, of all headers, and of
+    each fragment by its name under the templates' root."""
 
-    Where templates or headers were removed, those of the wheel that brought them.
-    Raises: FileNotFoundError.
-    """
-    generator = _as_imported or _digest_generator()
+    templates: str
+    headers: str
+    fragments: dict[str, str]
+
+
+def read_shipped() -> Shipped:
+    """Digests of the files as they are on the disk. Raises: FileNotFoundError."""
+    found = read_tree(files.templates_dir())
+    fragments = {name for name in found if name.partition("/")[0] in AXES}
+    return Shipped(
+        templates=digest_files({n: content for n, content in found.items() if n not in fragments}),
+        headers=digest_files(files.headers()),
+        fragments={name: hashlib.sha256(found[name]).hexdigest() for name in sorted(fragments)},
+    )
+
+
+@cache
+def _shipped() -> Shipped:
+    """Digests of the shipped files, read once a process; where templates or headers were removed,
+    those that the wheel recorded. Raises: FileNotFoundError."""
     said = files.shipped()
     if said is None:
-        said = {
-            "templates": digest_files(read_tree(files.templates_dir())),
-            "headers": digest_files(files.headers()),
-        }
-    return {"templates": said["templates"], "headers": said["headers"], "generator": generator}
+        return read_shipped()
+    return Shipped(said["templates"], said["headers"], said["fragments"])
+
+
+@cache
+def source_digests() -> dict[str, str]:
+    """Digests of the templates, the fragments among them, the CUDA headers and the generator.
+
+    Raises: FileNotFoundError.
+    """
+    shipped = _shipped()
+    each = {name: digest.encode() for name, digest in shipped.fragments.items()}
+    return {
+        "templates": shipped.templates,
+        "fragments": digest_files(each),
+        "headers": shipped.headers,
+        "generator": _as_imported or _digest_generator(),
+    }
+
+
+def key_digests(problem: Problem) -> dict[str, Any]:
+    """The digests that keys of the problem's kernels have: of fragments those of its own alone, so
+    that another one, new or edited, leaves these kernels as they are; None of one that is missing.
+
+    Raises: FileNotFoundError.
+    """
+    known = _shipped().fragments
+    used = (f"{axis}/{name}.cuh.j2" for axis, name in problem.fragments)
+    return {**source_digests(), "fragments": {file: known.get(file) for file in used}}
 
 
 def have_changed() -> bool:
@@ -177,8 +219,7 @@ def have_changed() -> bool:
     known = source_digests()
     if known["generator"] != _digest_generator():
         return True
-    templates = files.shipped() or {"templates": digest_files(read_tree(files.templates_dir()))}
-    return bool(known["templates"] != templates["templates"])
+    return files.shipped() is None and read_shipped() != _shipped()
 
 
 def _digest_generator() -> str:

@@ -79,6 +79,20 @@ class Problem:
         )
 
     @property
+    def fragments(self) -> tuple[tuple[str, str], ...]:
+        """Axis and name of each fragment of its kernels."""
+        named = {
+            "mask": self.masks,
+            "score": self.scores,
+            "softmax": (self.softmax,),
+            "sequence": (self.q_seq, self.kv_seq),
+            "fetch": ("gather" if self.gather else "tma", self.kv_fetch),
+            "iteration": (self.kv_iter,),
+        }
+        pairs = ((axis, name) for axis, names in named.items() for name in names)
+        return tuple(dict.fromkeys(pairs))
+
+    @property
     def varlen(self) -> bool:
         """Whether lengths are told on the device, a sequence at a time."""
         return (self.q_seq, self.kv_seq) != ("dense", "dense")

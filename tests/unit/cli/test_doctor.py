@@ -19,7 +19,7 @@ from attngen.compiler import digest
 from attngen.errors import install_command
 from attngen.fragments import features
 from attngen.io import files
-from attngen.io.values import to_json
+from attngen.io.values import to_data, to_json
 from attngen.kernels import tuned
 from tests.support.paths import ROOT
 
@@ -103,7 +103,7 @@ def test_doctor_of_an_install_without_its_sources_says_that_this_is_fine(
     package = shutil.copytree(ROOT / "attngen", tmp_path / "attngen",
                               ignore=shutil.ignore_patterns("__pycache__"))  # fmt: skip
     shutil.copytree(ROOT / "templates", package / "templates")
-    facts = {"features": features.scan(), **digest.source_digests()}
+    facts = {"features": features.scan(), **to_data(digest.read_shipped())}
     (package / files.SHIPPED).write_text(to_json(facts))
     for name in removed:
         shutil.rmtree(package / name)

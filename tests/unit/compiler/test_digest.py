@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import compileall
 import dataclasses
+import hashlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -100,12 +101,14 @@ def test_key_other_times_and_hidden_files_is_equal(checkout: Path) -> None:
     assert key_in(checkout)[0] == cache_key(PROBLEM, PLAN, ARCH).digest
 
 
+SHARED = "mma/wgmma.cuh.j2"  # of every kernel
 EDITS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "template byte": ("templates", lambda c: flip_byte(c / "templates/mask/causal.cuh.j2")),
-    "new template": ("templates", lambda c: (c / "templates/mask/new.cuh.j2").write_text("")),
+    "fragment byte": ("fragments", lambda c: flip_byte(c / "templates/mask/causal.cuh.j2")),
+    "template byte": ("templates", lambda c: flip_byte(c / "templates" / SHARED)),
+    "new template": ("templates", lambda c: (c / "templates/mma/new.cuh.j2").write_text("")),
     "renamed template": (
         "templates",
-        lambda c: (c / "templates/mask/causal.cuh.j2").rename(c / "templates/mask/c.cuh.j2"),
+        lambda c: (c / "templates" / SHARED).rename(c / "templates/mma/c.cuh.j2"),
     ),
     "header byte": (
         "headers",
@@ -136,6 +139,35 @@ def test_key_edited_checkout_differs_in_what_was_edited(edit: str, checkout: Pat
     assert after != before
     differing = {name for name in expected if expected[name] != found[name]}
     assert changed in differing <= {changed, "generator"}
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda c: (c / "templates/mask/new.cuh.j2").write_text(""),
+        lambda c: flip_byte(c / "templates/mask/window.cuh.j2"),
+        lambda c: (c / "templates/score/softcap.cuh.j2").unlink(),
+    ],
+    ids=("new", "edited", "gone"),
+)
+def test_key_of_kernels_without_a_fragment_is_not_changed_by_it(
+    edit: Callable[[Path], object], checkout: Path
+) -> None:
+    assert "window" not in PROBLEM.masks and not PROBLEM.scores
+    before = key_in(checkout)
+    edit(checkout)
+    assert key_in(checkout) == before
+
+
+def test_key_names_the_fragments_of_its_problem() -> None:
+    material = json.loads(cache_key(PROBLEM, PLAN, ARCH).material)
+    used = {f"{axis}/{name}.cuh.j2" for axis, name in PROBLEM.fragments}
+    assert material["fragments"].keys() == used
+    for file, found in material["fragments"].items():
+        assert found == hashlib.sha256((ROOT / "templates" / file).read_bytes()).hexdigest()
+    gone = dataclasses.replace(PROBLEM, masks=("gone",))
+    material = json.loads(cache_key(gone, PLAN, ARCH).material)
+    assert material["fragments"]["mask/gone.cuh.j2"] is None
 
 
 @pytest.mark.parametrize("name", ["SCHEMA_VERSION", "OPTIONS", "source_digests"])
@@ -337,7 +369,7 @@ def test_install_in_a_zip_has_the_keys_of_a_wheel_and_says_what_building_needs(
     checkout: Path, tmp_path: Path
 ) -> None:
     """Its wheel says what its templates and headers are; NVRTC cannot read them there."""
-    facts = {"features": features.scan(), **digest.source_digests()}
+    facts = {"features": features.scan(), **digest.to_data(digest.read_shipped())}
     (checkout / "attngen" / "shipped.json").write_text(digest.to_json(facts))
     code = (
         "import json; from attngen.compiler.digest import source_digests as f;"
