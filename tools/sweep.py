@@ -45,7 +45,8 @@ def draw(choose: random.Random) -> AttentionSpec:
     """Any spec that has kernels: a random one, fields that have none at their nearest values. Two
     fifths are backwards, which ask for nothing that only a forward has."""
     backward = choose.random() < 0.4
-    names = [each.name for each in dataclasses.fields(AttentionSpec) if each.type == "bool"]
+    fields = dataclasses.fields(AttentionSpec)
+    names = [each.name for each in fields if isinstance(each.default, bool)]
     switches: dict[str, Any] = {n: choose.random() < SHARES.get(n, 0.4) for n in names}
     if backward:
         switches |= dict.fromkeys(FORWARD_ONLY, False)

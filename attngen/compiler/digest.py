@@ -32,9 +32,9 @@ from .toolchain import installed_toolchain
 # what a plan computes of itself shapes a kernel as much as what it holds. These modules belong to
 # the key as the templates do: a changed parameter layout must not find the old kernel. Of packages
 # every module does, so that one that is new is not forgotten.
-_PACKAGES = ("kernels", "targets")
+_PACKAGES = ("fragments", "kernels", "targets")
 _MODULES = (
-    *("compiler.builder", "compiler.compile", "fragments.features", "io.files", "io.values"),
+    *("compiler.builder", "compiler.compile", "io.files", "io.values"),
     *("spec.problem", "runtime.geometry", "runtime.program", "runtime.run_time"),
 )
 CHOOSES = frozenset({"kernels.tuned"})  # among plans, which a key has in full

@@ -94,7 +94,8 @@ def _coerce(hint: Any, item: Any, name: str) -> Any:
         options = typing.get_args(hint)
         if item is None and type(None) in options:
             return None
-        return _coerce(next(o for o in options if o is not type(None)), item, name)
+        first = next(o for o in options if o is not type(None))
+        return _coerce(type(item) if type(item) in options else first, item, name)
     if origin is tuple:
         if not isinstance(item, (list, tuple)):
             raise ValueError(f"{name}: expected a list, got {quoted(item)}")

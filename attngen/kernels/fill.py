@@ -55,7 +55,9 @@ def environment(root: Path) -> jinja2.Environment:
 
 def emit_fragment(root: Path, fragment: Fragment) -> str:
     """The struct of one fragment, rendered without any context."""
-    module: Any = environment(root).get_template(fragment.template).module
+    known, own = environment(root), fragment.text
+    found = known.get_template(fragment.template) if own is None else known.from_string(own)
+    module: Any = found.module
     return str(module.emit()).strip()
 
 

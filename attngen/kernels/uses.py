@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..fragments.features import Features, Fragment
+from ..fragments.header import PREFIX
 from ..spec.problem import Problem
 
 
@@ -19,10 +20,13 @@ class FragmentUse:
     @property
     def parameters(self) -> Iterator[tuple[str, str]]:
         """Names and types of the kernel's parameters: of a tensor its address and strides, of one
-        that is read in tiles its sizes, too."""
+        that is read in tiles its sizes, too; of a number of each sequence the one of all, for
+        calls without a tensor."""
         for name, operand in zip(self.fields, self.fragment.operands, strict=True):
             tile = operand.domain == "tile"
             yield name, "ptr" if operand.axes else operand.dtype
+            if operand.domain == "sequence":
+                yield f"{name}_of_all", operand.dtype
             stride = "i64" if tile else "i32"
             yield from ((f"{name}_stride_{axis}", stride) for axis in operand.axes)
             yield from ((f"{name}_{axis}s", "i32") for axis in operand.axes[2:])
@@ -57,11 +61,13 @@ class FragmentUse:
 
 
 def uses_of(problem: Problem, features: Features) -> dict[str, list[FragmentUse]]:
-    """The fragments of each role; those that serve a role twice prefix their parameters."""
+    """The fragments of each role; those that serve a role twice prefix their parameters, and so do
+    those whose operands are arguments of calls, under whatever names."""
 
     def use(axis: str, name: str, prefix: str = "") -> FragmentUse:
         fragment = features[axis][name]
-        return FragmentUse(fragment, tuple(prefix + operand.name for operand in fragment.operands))
+        start = PREFIX if fragment.called else prefix
+        return FragmentUse(fragment, tuple(start + operand.name for operand in fragment.operands))
 
     return {
         "mask": [use("mask", name) for name in problem.masks],

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..fragments.header import Fragment, Operand
 from ..runtime.program import KernelEntry
 from ..spec.problem import DTYPE_BYTES, Problem
 from .uses import FragmentUse
@@ -54,12 +55,14 @@ class Value:
     """A value of a fragment's struct: a parameter, or an element of the tensor that it points to.
 
     axes: of the tensor, which the context indexes; none for a parameter. factor: the C++ name of
-    what the value is multiplied by, or empty.
+    what the value is multiplied by, or empty. of_all: the parameter that holds the number of all
+    sequences, for calls without a tensor of numbers of each; empty where there is none.
     """
 
     parameter: str
     axes: tuple[str, ...] = ()
     factor: str = ""
+    of_all: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,10 +75,42 @@ class FragmentView:
 
 
 @dataclass(frozen=True)
-class MaskListView:
-    """A kernel's masks, and on which sides any of them limits the keys of a row."""
+class MaskView(FragmentView):
+    """A mask in a list. made: C++, what makes the mask itself, of its name and the context."""
 
-    fragments: tuple[FragmentView, ...]
+    made: str
+
+
+@dataclass(frozen=True)
+class SequenceNumber:
+    """A number of each sequence that a mask reads: its name, and whether a tensor may hold it."""
+
+    type: str
+    name: str
+    read: bool
+
+
+@dataclass(frozen=True)
+class SequenceMaskView:
+    """A mask some of whose numbers are of a sequence, which is known where the list is asked.
+
+    struct: what a list has of it; mask: the struct of the mask itself, made of the numbers.
+    """
+
+    struct: str
+    mask: str
+    numbers: tuple[SequenceNumber, ...]
+
+
+@dataclass(frozen=True)
+class MaskListView:
+    """A kernel's masks, and on which sides any of them limits the keys of a row.
+
+    of_sequences: those that read numbers of sequences.
+    """
+
+    fragments: tuple[MaskView, ...]
+    of_sequences: tuple[SequenceMaskView, ...]
     bounds_left: bool
     bounds_right: bool
 
@@ -181,15 +216,45 @@ def fragment_view(use: FragmentUse) -> FragmentView:
     fragment = use.fragment
     values = zip(use.fields, fragment.operands, strict=True)
     return FragmentView(
-        fragment.struct, fragment.name, tuple(Value(name, each.axes) for name, each in values)
+        fragment.struct, fragment.name, tuple(_value(name, each) for name, each in values)
     )
+
+
+def _value(name: str, operand: Operand, factor: str = "") -> Value:
+    """The value that fills a struct from the parameter of an operand."""
+    of_all = f"{name}_of_all" if operand.domain == "sequence" else ""
+    return Value(name, operand.axes, factor, of_all)
+
+
+def mask_view(use: FragmentUse) -> MaskView:
+    """A mask in a list, which is made where no sequence is known."""
+    fragment = use.fragment
+    if not fragment.reads_sequences:
+        view = fragment_view(use)
+        return MaskView(view.struct, view.name, view.values, made=view.name)
+    values: list[Value] = []
+    for name, operand in zip(use.fields, fragment.operands, strict=True):
+        more = ("", "_of_all", "_stride_batch") if operand.axes else ("",)
+        values += [Value(name + end) for end in more]
+    struct = f"{fragment.struct}OfSequences"
+    return MaskView(struct, fragment.name, tuple(values), made=f"{fragment.name}.of(ctx)")
+
+
+def sequence_mask_view(fragment: Fragment) -> SequenceMaskView:
+    """The view of a mask that reads numbers of sequences, as a list has it."""
+    numbers = tuple(
+        SequenceNumber(CPP_TYPES[each.dtype], each.name, read=bool(each.axes))
+        for each in fragment.operands
+    )
+    return SequenceMaskView(f"{fragment.struct}OfSequences", fragment.struct, numbers)
 
 
 def mask_list_view(masks: Iterable[FragmentUse]) -> MaskListView:
     """The list of a kernel's masks, which may be empty."""
     masks = tuple(masks)
     return MaskListView(
-        tuple(map(fragment_view, masks)),
+        tuple(map(mask_view, masks)),
+        tuple(sequence_mask_view(x.fragment) for x in masks if x.fragment.reads_sequences),
         bounds_left=any(use.bounds_left for use in masks),
         bounds_right=any(use.bounds_right for use in masks),
     )
@@ -250,7 +315,7 @@ def _score_view(use: FragmentUse, *, meets_scaled: bool, scaled: bool) -> ScoreV
     factors = {} if scaled else {1: "per_unit", -1: "unit"}
     fragment = use.fragment
     values = tuple(
-        Value(name, operand.axes, factors.get(operand.score_power, ""))
+        _value(name, operand, factors.get(operand.score_power, ""))
         for name, operand in zip(use.fields, fragment.operands, strict=True)
         if name != use.tile
     )

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SpecError
+from ..fragments import features
 from ..io import toml_text
 from ..io.text import printable, shortened
 from ..io.values import DataError, from_data, to_data
 from ..targets.target import DEFAULT
 from . import layouts, plain
+from .masks import masks_of
 from .tables import PRODUCT_LIMIT, REASON_LIMIT, Place, Table, at_most, count_specs, tables_of
 
 _TORCH_DTYPES = {
@@ -56,7 +58,9 @@ class AttentionSpec:
     queries a sequence, so that the kernel splits the keys; `gather` that rows or addresses of
     operands are no multiples of 16 bytes, or their last axis is not contiguous, so that threads
     copy what the copy engine cannot. Of head dims that are no multiples of 8 the same is true
-    without saying. `attngen list` prints what fields may hold, docs/guide/specs.md what each means.
+    without saying. `mask` may name several that intersect, `causal+chunked`; `score_mod` scores of
+    fragments, in their order. `attngen list` prints what fields may hold, docs/guide/specs.md what
+    each means.
     """
 
     head_dim: int
@@ -71,7 +75,7 @@ class AttentionSpec:
     bias: str = "none"
     alibi: bool = False
     softcap: bool = False
-    score_mod: bool = False
+    score_mod: bool | str = False
     mask_mod: bool = False
     softmax: str = "vanilla"
     seqused: bool = False
@@ -117,7 +121,8 @@ class AttentionSpec:
         Raises: SpecError where the layout is unknown or does not fit the tensors, and where
         `attention` has no argument of a name.
         """
-        if unknown := [name for name in arguments if name not in CALL_ARGUMENTS]:
+        unknown = [name for name in arguments if name not in CALL_ARGUMENTS]
+        if unknown and (unknown := [n for n in unknown if n not in _fragment_arguments()]):
             raise SpecError([f"attention has no argument {name!r}" for name in unknown])
         arguments |= plain.differing(arguments)
         for name in ("attn_mask", "bias"):
@@ -129,7 +134,7 @@ class AttentionSpec:
         layouts.check_operands(parsed, q, k, v)
         last = (k if k is not None else q, v if v is not None else k if k is not None else q)
         window = arguments.get("window", (-1, -1))
-        mask = arguments.get("mask", "none")
+        mask, score_mod = arguments.get("mask", "none"), arguments.get("score_mod")
         has_mask = arguments.get("attn_mask") is not None
         mask = "arbitrary" if has_mask and mask == "none" else mask
         bias_type = arguments.get("bias_type", "post_scale")
@@ -150,7 +155,7 @@ class AttentionSpec:
             bias=bias_type if arguments.get("bias") is not None else "none",
             alibi=slopes is not None and slopes is not False or bias_type == "alibi",
             softcap=bool(arguments.get("softcap", 0.0)),
-            score_mod=arguments.get("score_mod") is not None,
+            score_mod=score_mod if isinstance(score_mod, str) else score_mod is not None,
             mask_mod=arguments.get("mask_mod") is not None
             or arguments.get("block_mask") is not None,
             softmax=arguments.get("softmax", "vanilla"),
@@ -170,8 +175,14 @@ class AttentionSpec:
         return dataclasses.replace(spec, decode=decode)
 
 
+def _fragment_arguments() -> set[str]:
+    """The arguments that fragments add to those of `attention`."""
+    called = (each for axis in features.scan().values() for each in axis.values() if each.called)
+    return {operand.name for each in called for operand in each.operands}
+
+
 # What kernels that split keys leave out.
-_BESIDE_SPLITS = ("attn_mask", "score_mod", "mask_mod", "dropout")
+_BESIDE_SPLITS = ("attn_mask", "mask_mod", "dropout")
 
 
 def is_decode(
@@ -192,6 +203,7 @@ def is_decode(
     """
     layout = layouts.parse(spec.layout)
     more = spec.bias != "none" or any(getattr(spec, name) for name in _BESIDE_SPLITS)
+    more = more or spec.score_mod is True  # a function
     if layout.paged:
         tokens = layouts.size(q, layout.q_format, "t" if layout.q_format == "thd" else "s")
         few = tokens < PROMPT_QUERIES * (max(1, sequences or 1) if layout.q_format == "thd" else 1)
@@ -218,8 +230,9 @@ def has_short(spec: AttentionSpec) -> bool:
     """Whether its forward has a kernel with tiles of 64 queries: dense 16-bit operands that the
     copy engine moves, without what is read or drawn beside the scores."""
     layout = layouts.parse(spec.layout)
-    lengths = spec.seqused or spec.mask.startswith("padding") or "thd" in layout.formats
-    beside = spec.bias != "none" or spec.attn_mask or spec.mask == "arbitrary" or spec.dropout
+    masks = masks_of(spec.mask)
+    lengths = spec.seqused or masks.padding or "thd" in layout.formats
+    beside = spec.bias != "none" or spec.attn_mask or masks.arbitrary or spec.dropout
     one_dtype = {spec.kv_dtype, spec.out_dtype} <= {None, spec.dtype}
     return (
         not (spec.decode or lengths or layout.paged or spec.gathers or beside)
@@ -348,6 +361,7 @@ def _advice(fields: Mapping[str, Any]) -> str:
         field.name
         for field in dataclasses.fields(AttentionSpec)
         if isinstance(field.default, bool) and type(fields.get(field.name, False)) is not bool
+        if not (field.name == "score_mod" and isinstance(fields[field.name], str))
     ]
     if not given:
         return ""

@@ -13,8 +13,10 @@ from ..io.values import to_data
 from ..targets.target import names
 from . import layouts, resolve
 from .attention_spec import DTYPES_8BIT, DTYPES_16BIT, MAX_HEAD_DIM, AttentionSpec, Placed
+from .fragment_checks import mask_names, score_names
 from .problem import Problem
 from .tables import Place
+from .violations import Violation
 
 WIDTH = 80
 
@@ -32,7 +34,9 @@ def list_features(known: Features) -> Iterator[str]:
     yield f"head dims      multiples of 8 up to {MAX_HEAD_DIM} (pages without decode)"
     yield f"directions     {' '.join(resolve.DIRECTIONS)} (bwd: {' '.join(DTYPES_16BIT)})"
     yield from _wrapped("layouts", (*layouts.FORMATS, *layouts.NAMES))
-    yield from _wrapped("masks", resolve.mask_names(known))
+    yield from _wrapped("masks", mask_names(known))
+    if scores := score_names(known):
+        yield from _wrapped("score_mod", scores)
     yield f"biases         {' '.join(('none', *resolve.BIASES))}"
     yield from _wrapped("switches", _switches())
     for axis, fragments in known.items():
@@ -85,7 +89,7 @@ class Refused:
 
     spec: AttentionSpec
     place: Place
-    violations: tuple[resolve.Violation, ...]
+    violations: tuple[Violation, ...]
 
     @property
     def text(self) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import layouts
+from .masks import JOINT, joined
 
 # What None stands for in arguments whose default is something else.
 UNLESS_GIVEN: dict[str, Any] = {"window": (-1, -1), "mask": "none", "softcap": 0.0}
@@ -21,11 +22,16 @@ _MASK_OF_VARIANT = {"UPPER_LEFT": "causal", "LOWER_RIGHT": "causal_bottom_right"
 
 def differing(given: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of `attention` that are not plain, as plain values: NumPy's numbers and arrays of
-    one number as Python's, a window as a pair of ints, None as what it stands for."""
+    one number as Python's, a window as a pair of ints, lists of masks and scores as one name, None
+    as what it stands for."""
     found = {}
     for name, value in given.items():
         if value is None and name in UNLESS_GIVEN:
             found[name] = UNLESS_GIVEN[name]
+        elif name == "mask" and (value := _one_mask(value)) is not given[name]:
+            found[name] = value
+        elif name == "score_mod" and isinstance(value, (list, tuple)) and value:
+            found[name] = JOINT.join(map(str, value))
         elif name == "window":
             window = _pair(value)
             if window is not value:
@@ -66,6 +72,16 @@ def is_mask_by_name(given: Mapping[str, Any], name: str, q: Any, k: Any, v: Any)
     shapes = layouts.shape_of(layout, "q", q, k), layouts.shape_of(layout, "k", q, k)
     lengths = (layouts.size(x, f, "s") for x, f in zip(shapes, layout.formats, strict=True))
     return (bias.seq_len_q, bias.seq_len_kv) == tuple(lengths)
+
+
+def _one_mask(mask: Any) -> Any:
+    """A list of masks as one name, and a name that joins several as the one that all orders have;
+    itself where it is so, or no mask."""
+    if isinstance(mask, (list, tuple)) and all(isinstance(each, str) for each in mask):
+        return joined(mask)
+    if isinstance(mask, str) and JOINT in mask and (name := joined([mask])) != mask:
+        return name
+    return mask
 
 
 def _pair(window: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Literal
 Direction = Literal["fwd", "bwd"]
 DType = Literal["fp16", "bf16", "fp32", "e4m3", "e5m2"]
 Sequence = Literal["dense", "used", "packed"]
+BIASES = ("pre_scale_bias", "post_scale_bias")  # scores that read a tensor of their own
 DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4, "e4m3": 1, "e5m2": 1}
 
 
@@ -24,7 +25,8 @@ class Problem:
     largest score of each head. Of rows that the copy engine cannot read (`kv_fetch` gather) head
     dims are those of tiles, whole steps of 16; how many columns there are is a run-time argument.
     `decode` is for few queries a sequence: keys are split over CTAs,
-    query heads of a group share a tile.
+    query heads of a group share a tile. `fragment_digests` tell the texts of masks and scores that
+    are not among attngen's templates from others of their names.
     """
 
     direction: Direction
@@ -45,11 +47,12 @@ class Problem:
     dropout: bool = False
     attn_mask: bool = False
     decode: bool = False
+    fragment_digests: tuple[str, ...] = ()
 
     @property
     def bias(self) -> bool:
         """Whether a score reads a bias."""
-        return any(name.endswith("_bias") for name in self.scores)
+        return any(name in BIASES for name in self.scores)
 
     @property
     def paged(self) -> bool:
@@ -99,11 +102,13 @@ class Problem:
 
     @property
     def narrow(self) -> bool:
-        """Whether a window may leave each row few keys, and nothing but blocks of keys, which the
-        copy engine brings as they are, is fetched or drawn beside them."""
+        """Whether a window may leave each row few keys, nearly those of its neighbours, and nothing
+        but blocks of keys, which the copy engine brings as they are, is fetched or drawn beside
+        them."""
+        steady = set(self.masks) <= {"causal", "window"}
         plain = self.kv_fetch == "tma" and not (self.eight_bit or self.widens)
         beside = self.bias or self.attn_mask or self.dropout
-        return "window" in self.masks and plain and not beside
+        return "window" in self.masks and steady and plain and not beside
 
     def orders(self) -> tuple[Problem, ...]:
         """The problem, and of a backward whose windows may be narrow or wide the one in whose order

@@ -4,7 +4,6 @@ why not with the nearest spec that is legal."""
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SpecError
@@ -13,8 +12,11 @@ from ..io.text import closest, suggestion
 from ..targets.target import TARGETS, names
 from . import layouts
 from .attention_spec import DTYPES_8BIT, DTYPES_16BIT, MAX_HEAD_DIM, AttentionSpec, dtype_name
+from .fragment_checks import called_fragments, check_fragments, score_words
+from .masks import masks_of, without_arbitrary
 from .problem import Problem, Sequence
 from .tables import Place
+from .violations import Violation
 
 DIRECTIONS = ("fwd", "bwd")
 DTYPES = (*DTYPES_16BIT, *DTYPES_8BIT)
@@ -27,18 +29,8 @@ _NO_SPLITS = (
     "kernels that split keys have none of it; without num_splits, up to head dim "
     f"{MAX_HEAD_DIM}, others serve the call"
 )
-PADDING_MASKS = {"padding": "none", "padding_causal": "causal"}  # and what else they mask
-SWITCHES = ("score_mod", "mask_mod")  # fields of a spec that no kernel serves yet
+SWITCHES = ("score_mod", "mask_mod")  # fields of a spec that ask for functions: no kernels yet
 BIASES = ("pre_scale", "post_scale")
-
-
-@dataclass(frozen=True)
-class Violation:
-    """One field that no kernel serves, why, and the nearest value that one does."""
-
-    field: str
-    reason: str
-    nearest: Any
 
 
 def resolve(
@@ -54,7 +46,8 @@ def resolve(
         changes = ", ".join(dict.fromkeys(f"{v.field}={v.nearest!r}" for v in violations))
         reasons = [f"{_at(place, v.field)}{spec.title}: {v.reason}" for v in violations]
         raise SpecError([*reasons, f"nearest legal spec: the same with {changes}"])
-    masks, _ = split_mask(spec.mask)
+    masks = masks_of(spec.mask)
+    digests = [each.digest for each in called_fragments(spec, features)]
     q_seq, kv_seq = sequences_of(spec)
     forward = Problem(
         direction="fwd",
@@ -63,7 +56,7 @@ def resolve(
         dtype_o=spec.out_dtype or default_out_dtype(spec.dtype),  # type: ignore[arg-type]
         head_dim_qk=_tile_dim(spec, spec.head_dim),
         head_dim_v=_tile_dim(spec, spec.head_dim_v or spec.head_dim),
-        masks=(*masks, *(("window",) if spec.window else ())),
+        masks=(*masks.fragments, *(("window",) if spec.window else ())),
         scores=scores_of(spec),
         softmax=spec.softmax,
         q_seq=q_seq,
@@ -72,8 +65,9 @@ def resolve(
         kv_iter="range",
         max_logit=spec.return_max_logit,
         dropout=spec.dropout,
-        attn_mask=spec.attn_mask or spec.mask == "arbitrary",
+        attn_mask=spec.attn_mask or masks.arbitrary,
         decode=spec.decode,
+        fragment_digests=tuple(each for each in digests if each is not None),
     )
     found = {"fwd": (forward,), "bwd": forward.backward(spec.deterministic).orders()}
     return tuple(problem for direction in spec.directions for problem in found[direction])
@@ -89,30 +83,9 @@ def nearest(spec: AttentionSpec, features: Features) -> AttentionSpec:
     return dataclasses.replace(spec, **changes)
 
 
-def split_mask(name: str) -> tuple[tuple[str, ...], bool]:
-    """The fragments that a mask's name means, and whether it aligns to the bottom right.
-
-    The alignment is a run-time argument, so `causal` and `causal_bottom_right` are one kernel, and
-    `padding` is no mask but lengths (see `sequences_of`).
-    """
-    base = name.removesuffix("_bottom_right")
-    mask = PADDING_MASKS.get(base, base)
-    return (() if mask in ("none", "arbitrary") else (mask,)), base != name
-
-
-def mask_names(features: Features) -> list[str]:
-    """What a spec's mask may be, each also with `_bottom_right` behind it."""
-    named = [name for name, mask in features["mask"].items() if mask.selected_by == "mask"]
-    return ["none", *named, *PADDING_MASKS, "arbitrary"]
-
-
 def sequences_of(spec: AttentionSpec) -> tuple[Sequence, Sequence]:
     """The fragments that find the sequences of Q, and of K and V."""
-    dense: Sequence = (
-        "used"
-        if spec.seqused or spec.mask.removesuffix("_bottom_right") in PADDING_MASKS
-        else "dense"
-    )
+    dense: Sequence = "used" if spec.seqused or masks_of(spec.mask).padding else "dense"
     axes = layouts.parse(spec.layout)
     dense = "used" if axes.paged else dense
     return (
@@ -138,6 +111,7 @@ def scores_of(spec: AttentionSpec) -> tuple[str, ...]:
     asked = {
         "pre_scale_bias": spec.bias == "pre_scale",
         "softcap": spec.softcap,
+        **dict.fromkeys(score_words(spec), True),
         "post_scale_bias": spec.bias == "post_scale",
         "alibi": spec.alibi,
     }
@@ -254,8 +228,8 @@ def _check_widened(spec: AttentionSpec) -> list[Violation]:
     asked: dict[str, Any] = {n: False for n in ("dropout", "attn_mask") if getattr(spec, n)}
     if spec.bias in BIASES:
         asked["bias"] = "none"
-    if spec.mask == "arbitrary":
-        asked["mask"] = "none"
+    if masks_of(spec.mask).arbitrary:
+        asked["mask"] = without_arbitrary(spec.mask)
     return found + [Violation(name, f"{name} {beside}", value) for name, value in asked.items()]
 
 
@@ -341,25 +315,13 @@ def _check_together(spec: AttentionSpec) -> list[Violation]:
     asked: dict[str, Any] = {n: False for n in ("dropout", "attn_mask") if getattr(spec, n)}
     if spec.bias in BIASES:
         asked["bias"] = "none"
-    if spec.mask == "arbitrary":
-        asked["mask"] = "none"
+    if masks_of(spec.mask).arbitrary:
+        asked["mask"] = without_arbitrary(spec.mask)
     return [Violation(name, f"{name}: {_NO_SPLITS}", nearest) for name, nearest in asked.items()]
 
 
 def _check_features(spec: AttentionSpec, features: Features) -> list[Violation]:
-    found: list[Violation] = []
-    masks, _ = split_mask(spec.mask)
-    known = mask_names(features)
-    for mask in masks:
-        if mask not in known:
-            reason = f"mask {spec.mask!r} is unknown; available: {known}, and with _bottom_right "
-            reason += "behind the name for a diagonal that ends there"
-            reason += suggestion(spec.mask, [*known, *(f"{each}_bottom_right" for each in known)])
-            if mask in features["mask"]:
-                reason = f"mask {spec.mask!r} is a switch of its own: {mask} = true"
-            legal = [name for name in known if name != "arbitrary"]  # of all kernels
-            default = "causal" if "causal" in mask else "none"
-            found.append(Violation("mask", reason, closest(spec.mask, legal) or default))
+    found = check_fragments(spec, features)
     if spec.softmax not in features["softmax"]:
         reason = f"softmax {spec.softmax!r} is unknown; available: {[*features['softmax']]}"
         reason += suggestion(spec.softmax, features["softmax"])
@@ -370,9 +332,9 @@ def _check_features(spec: AttentionSpec, features: Features) -> list[Violation]:
         reason += suggestion(spec.bias, ("none", *BIASES))
         found.append(Violation("bias", reason, "none"))
     if spec.dtype in DTYPES_8BIT:
-        if spec.mask == "arbitrary":
+        if masks_of(spec.mask).arbitrary:
             reason = f"mask 'arbitrary' has no {spec.dtype} kernels yet"
-            found.append(Violation("mask", reason, "none"))
+            found.append(Violation("mask", reason, without_arbitrary(spec.mask)))
         if spec.attn_mask:
             reason = f"attn_mask has no {spec.dtype} kernels yet"
             found.append(Violation("attn_mask", reason, False))
@@ -383,6 +345,6 @@ def _check_features(spec: AttentionSpec, features: Features) -> list[Violation]:
             reason = f"bias has Q's dtype, and {spec.dtype} would leave it 2 or 3 bits of mantissa"
             found.append(Violation("bias", f"{reason}: no kernels", "none"))
     for switch in SWITCHES:
-        if getattr(spec, switch):
+        if getattr(spec, switch) is True:
             found.append(Violation(switch, f"{switch} has no kernels yet", False))
     return found

@@ -11,7 +11,8 @@ import dataclasses
 from ..fragments.features import Features
 from ..io.text import quoted, suggestion
 from .attention_spec import AttentionSpec
-from .problem import Problem
+from .masks import JOINT, joined
+from .problem import BIASES, Problem
 from .resolve import default_out_dtype, find_violations, resolve
 
 # Fields of a problem that name fragments → the axis of these.
@@ -38,7 +39,8 @@ def spec_of(problem: Problem, arch: str) -> AttentionSpec:
     """The spec whose kernels these are, as far as there is one."""
     layouts = _LAYOUTS.get((problem.q_seq, problem.kv_seq), ("bshd", None))
     masks = [name for name in problem.masks if name != "window"]
-    biases = [name.removesuffix("_bias") for name in problem.scores if name.endswith("_bias")]
+    biases = [name.removesuffix("_bias") for name in problem.scores if name in BIASES]
+    scores = [name for name in problem.scores if name not in (*BIASES, "softcap", "alibi")]
     d, d_v, dtype = problem.head_dim_qk, problem.head_dim_v, problem.dtype_q
     return AttentionSpec(
         head_dim=d,
@@ -47,12 +49,13 @@ def spec_of(problem: Problem, arch: str) -> AttentionSpec:
         kv_dtype=None if problem.dtype_kv == dtype else problem.dtype_kv,
         out_dtype=None if problem.dtype_o == default_out_dtype(dtype) else problem.dtype_o,
         layout=(problem.paged and layouts[1]) or layouts[0],
-        mask=next(iter(masks), "none"),
+        mask=joined(masks),
         window="window" in problem.masks,
         attn_mask=problem.attn_mask,
         bias=next(iter(biases), "none"),
         alibi="alibi" in problem.scores,
         softcap="softcap" in problem.scores,
+        score_mod=JOINT.join(scores) or False,
         softmax=problem.softmax,
         seqused="used" in (problem.q_seq, problem.kv_seq) and not problem.paged,
         decode=problem.decode,

@@ -94,7 +94,7 @@ def test_mask_is_named_in_a_spec_and_both_compile_in_both_directions(root, make_
             binary, _ = compile_source(source, problem, "sm_90a")
             assert binary.resources.spill_bytes == 0
             if plan.family.startswith("sm90"):
-                wanted = {"prefix", "coolness", "coolness_stride_head"}
+                wanted = {"arg_prefix", "arg_coolness", "arg_coolness_stride_head"}
                 assert wanted <= {field.name for field in source.kernel.fields}
 
 
@@ -120,8 +120,8 @@ def test_kernels_of_both_are_right(root, tmp_path, make_problem) -> None:
     q, k, v, d_o = (torch.randn(1, length, 2, 64, generator=generator).bfloat16() for _ in "qkvd")
     coolness = torch.tensor([0.5, 2.0])
     empty = {name: torch.full_like(q, torch.nan) for name in ("o", "dq", "dk", "dv")}
-    given = {"q": q, "k": k, "v": v, "coolness": coolness, "lse": torch.empty(1, 2, length)}
-    numbers = {"prefix": prefix, "coolness_stride_head": 1}
+    given = {"q": q, "k": k, "v": v, "arg_coolness": coolness, "lse": torch.empty(1, 2, length)}
+    numbers = {"arg_prefix": prefix, "arg_coolness_stride_head": 1}
     run(root, tmp_path, problem, (found := given | {"o": empty["o"]}), numbers)
     run(root, tmp_path, problem.backward(), (back := found | empty | {"d_o": d_o}), numbers)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from attngen.fragments import features
 from attngen.spec import resolve
 from attngen.spec.attention_spec import AttentionSpec, load_specs
+from attngen.spec.fragment_checks import mask_names
 from attngen.spec.listing import list_features
 from tests.support.paths import ROOT
 
@@ -46,4 +47,4 @@ def test_list_prints_what_fields_may_hold() -> None:
     words = {*"\n".join(list_features(known)).partition("\n\n")[0].split()}
     switches = {f.name for f in dataclasses.fields(AttentionSpec) if f.default is False}
     assert switches - {*resolve.SWITCHES} <= words
-    assert {*resolve.mask_names(known), *resolve.BIASES, "paged_kv_thd_bshd_bshd"} <= words
+    assert {*mask_names(known), *resolve.BIASES, "paged_kv_thd_bshd_bshd"} <= words

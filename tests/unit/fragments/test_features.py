@@ -83,7 +83,7 @@ def test_read_header_complete_one_gives_every_field(tmp_path: Path) -> None:
         ('bounds = ["right"]\n', "", "bounds"),
         # A list of masks is made where no head is known, and tensors hold float32.
         ('domain = "scalar"', 'domain = "head"', "elements are f32"),
-        ('domain = "scalar"', 'domain = "batch_head"', "read tensors"),
+        ('domain = "scalar"', 'domain = "batch_head"', "reads none but"),
         # Only scores have units.
         ('dtype = "i32"\n', 'dtype = "i32"\nscore_power = 1\n', "score_power"),
         # The parameter struct knows no other types.

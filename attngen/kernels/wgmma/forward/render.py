@@ -53,13 +53,19 @@ def render(problem: Problem, plan: Plan, features: Features, root: Path) -> Sour
         tail_share=plan.schedule.tail_share,
         q_seq=problem.q_seq,
         kv_seq="dense" if problem.paged else problem.kv_seq,  # its maps find pages
-        dependent=starts_early(problem, plan),
+        dependent=starts_early(problem, plan) and not _reads_before_waiting(problem, uses),
         orders_few=plan.orders_few,
         no_lse=plan.sums_stored,
         ctas=plan.ctas,
     )
     view = forward_view(problem, plan, uses, kernel, emit_fragments(root, uses))
     return Source(fill_view(template_of(plan), view, root), kernel)
+
+
+def _reads_before_waiting(problem: Problem, uses: dict[str, list[FragmentUse]]) -> bool:
+    """Whether masks read numbers of sequences where a tile's blocks are found, which in dense
+    kernels is before the wait: whoever is in front may still be writing them."""
+    return not problem.varlen and any(use.fragment.reads_sequences for use in uses["mask"])
 
 
 def _names(problem: Problem, plan: Plan, uses: dict[str, list[FragmentUse]]) -> Names:

@@ -197,6 +197,7 @@ def bounds_of(masks: list[FragmentUse]) -> Bounds:
         left=any(use.bounds_left for use in masks),
         right=any(use.bounds_right for use in masks),
         past=any(use.fragment.past for use in masks),
+        steady=all(use.fragment.steady for use in masks),
     )
 
 

@@ -264,7 +264,8 @@ def step_of(problem: Problem, plan: Plan, scores: Scores) -> Step:
 def blocks_of(problem: Problem, plan: Plan, bounds: Bounds, scores: Scores) -> Blocks:
     """The blocks of keys that a consumer visits."""
     rolling, alone = rolls(problem, plan), one_loader(problem, plan)
-    own_end = rolling or (alone and bounds.right)
+    # Where few of the tile's lie behind it, since others wait for what it passes over.
+    own_end = rolling or (alone and bounds.right and bounds.steady)
     begin = "last_block" if rolling else "job.block_begin"
     passed = "job.block_end - block_end"
     trusts = trusts_sums(problem, plan)

@@ -13,11 +13,13 @@ from .traits import converts, raises_rarely
 
 @dataclass(frozen=True)
 class Bounds:
-    """Keys that masks hide: before some (left), behind some (right), all past the diagonal."""
+    """Keys that masks hide: before some (left), behind some (right), all past the diagonal. steady:
+    whether neighbouring rows differ by one key at either end, at most."""
 
     left: bool
     right: bool
     past: bool
+    steady: bool
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,72 @@
+"""Masks and scores of fragments, by the definitions in Python that their headers carry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import SpecError
+from ..fragments.definition import FUNCTIONS, MASK_NAMES, SCORE_NAMES
+from ..fragments.header import Fragment
+
+_GLOBALS: dict[str, Any] = {name: getattr(torch, name) for name in FUNCTIONS}
+_functions: dict[tuple[str, tuple[str, ...]], Callable[..., Any]] = {}
+
+
+def definition_of(fragment: Fragment) -> Callable[..., Any]:
+    """The function of a fragment's definition, of keyword arguments alone: positions i and j as
+    tensors, delta, q_len and kv_len as numbers, of a score `score`, and the operands.
+
+    Raises: SpecError where its header has none.
+    """
+    if fragment.reference is None:
+        raise SpecError(
+            f"{fragment.axis} {fragment.name!r} has no definition for the reference: add "
+            '`reference = "…"` to its header, or run it on kernels'
+        )
+    first = MASK_NAMES if fragment.axis == "mask" else SCORE_NAMES
+    names = (*first, *(operand.name for operand in fragment.operands))
+    key = (fragment.reference.strip(), names)
+    if key not in _functions:
+        # An expression of names, operators and the functions above alone, which its header's check
+        # makes sure of (fragments/definition.py).
+        text = f"lambda *, {', '.join(names)}: ({key[0]}\n)"
+        _functions[key] = eval(text, {**_GLOBALS, "__builtins__": {}})
+    return _functions[key]
+
+
+def positions(
+    s_q: int, s_kv: int, delta: int, device: torch.device | str | None = None
+) -> dict[str, Any]:
+    """Positions of one sequence as definitions name them: i [s_q, 1], j [1, s_kv], and numbers."""
+    i = torch.arange(s_q, device=device)[:, None]
+    j = torch.arange(s_kv, device=device)[None, :]
+    return {"i": i, "j": j, "delta": delta, "q_len": s_q, "kv_len": s_kv}
+
+
+def seen_by(fragment: Fragment, operands: Mapping[str, Any], known: Mapping[str, Any]) -> Tensor:
+    """The pairs that a mask shows, bool [s_q, s_kv]. known: as `positions` gives it.
+
+    Raises: SpecError where the mask has no definition, but for tensors without values.
+    """
+    shape = (known["q_len"], known["kv_len"])
+    if fragment.reference is None and known["i"].is_meta:
+        return torch.ones(shape, dtype=torch.bool, device="meta")
+    seen: Tensor = definition_of(fragment)(**known, **operands)
+    return seen.expand(shape)
+
+
+def scored_by(
+    fragment: Fragment, operands: Mapping[str, Any], known: Mapping[str, Any], score: Tensor
+) -> Tensor:
+    """Scores [h_q, s_q, s_kv] that a fragment makes of scaled ones. known: as of `positions`.
+
+    Raises: as `seen_by`.
+    """
+    if fragment.reference is None and score.is_meta:
+        return score
+    made: Tensor = definition_of(fragment)(score=score, **known, **operands)
+    return made

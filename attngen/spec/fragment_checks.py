@@ -1,0 +1,103 @@
+"""Masks and scores that a spec asks for by their names: which there are, and what goes together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ..fragments.features import Features, Fragment
+from ..io.text import closest, suggestion
+from .attention_spec import CALL_ARGUMENTS, AttentionSpec
+from .masks import BOTTOM_RIGHT, JOINT, PADDING_MASKS, joined, masks_of
+from .violations import Violation
+
+_OPERANDS = ("q", "k", "v")
+
+
+def mask_names(features: Features) -> list[str]:
+    """Names that a spec's mask may have, each also with `_bottom_right` behind it."""
+    named = [name for name, mask in features["mask"].items() if mask.called]
+    return ["none", *named, *PADDING_MASKS, "arbitrary"]
+
+
+def score_names(features: Features) -> list[str]:
+    """Names that a spec's score_mod may have, beside a function."""
+    return [name for name, score in features["score"].items() if score.called]
+
+
+def score_words(spec: AttentionSpec) -> tuple[str, ...]:
+    """The scores that a spec names, in their order."""
+    return tuple(spec.score_mod.split(JOINT)) if isinstance(spec.score_mod, str) else ()
+
+
+def called_fragments(spec: AttentionSpec, features: Features) -> tuple[Fragment, ...]:
+    """The masks and scores that a spec names, in the order in which kernels have them.
+
+    Names that no fragment has are left out.
+    """
+    masks, scores = masks_of(spec.mask).fragments, score_words(spec)
+    named = [features["mask"].get(name) for name in masks]
+    named += [features["score"].get(name) for name in scores]
+    return tuple(each for each in named if each is not None and each.called)
+
+
+def check_fragments(spec: AttentionSpec, features: Features) -> list[Violation]:
+    """Every fault of the masks and scores that a spec names."""
+    return [*_check_masks(spec, features), *_check_scores(spec, features),
+            *_check_operands(spec, features)]  # fmt: skip
+
+
+def _check_masks(spec: AttentionSpec, features: Features) -> Iterator[Violation]:
+    known = mask_names(features)
+    words = masks_of(spec.mask).fragments
+    for word in words:
+        if word in known:
+            continue
+        whole = spec.mask if JOINT not in spec.mask else word
+        reason = f"mask {whole!r} is unknown; available: {known}, and with _bottom_right "
+        reason += "behind the name for a diagonal that ends there"
+        reason += suggestion(whole, [*known, *(f"{each}{BOTTOM_RIGHT}" for each in known)])
+        if word in features["mask"]:
+            reason = f"mask {whole!r} is a switch of its own: {word} = true"
+        legal = [name for name in known if name != "arbitrary"]  # of all kernels
+        default = "causal" if "causal" in word else "none"
+        meant = closest(whole, legal) or default
+        others = [each for each in words if each != word and each in known]
+        yield Violation("mask", reason, joined([*others, meant]) if others else meant)
+    if len(words) > 1:
+        for word in words:
+            if word in features["mask"] and features["mask"][word].alone:
+                reason = f"mask {word!r} is used alone; got {masks_of(spec.mask).name!r}"
+                yield Violation("mask", reason, word)
+
+
+def _check_scores(spec: AttentionSpec, features: Features) -> Iterator[Violation]:
+    known = score_names(features)
+    words = score_words(spec)
+    for word in words:
+        if word in known:
+            continue
+        reason = f"score_mod {word!r} is unknown; available: {known}{suggestion(word, known)}"
+        if (fragment := features["score"].get(word)) is not None:
+            reason = f"score_mod {word!r} is asked for by a field of its own: "
+            reason += fragment.selected_by
+        yield Violation("score_mod", reason, closest(word, known) or False)
+    if len(set(words)) < len(words):
+        reason = f"score_mod {spec.score_mod!r} names a score twice"
+        yield Violation("score_mod", reason, JOINT.join(dict.fromkeys(words)))
+
+
+def _check_operands(spec: AttentionSpec, features: Features) -> Iterator[Violation]:
+    """Operands that a call could not tell apart."""
+    taken: dict[str, str] = dict.fromkeys((*_OPERANDS, *CALL_ARGUMENTS), "attention itself")
+    for fragment in called_fragments(spec, features):
+        field, nearest = ("mask", "none") if fragment.axis == "mask" else ("score_mod", False)
+        for name in names_of(fragment):
+            if name in taken:
+                reason = f"{fragment.axis} {fragment.name!r} has an operand {name!r}, and so has "
+                yield Violation(field, reason + taken[name], nearest)
+            taken[name] = f"{fragment.axis} {fragment.name!r}"
+
+
+def names_of(fragment: Fragment) -> Sequence[str]:
+    """The arguments by which a call passes a fragment's operands."""
+    return [operand.name for operand in fragment.operands]
