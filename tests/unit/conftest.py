@@ -21,6 +21,7 @@ from attngen.kernels.fill import Source
 from attngen.kernels.plan import plan
 from attngen.kernels.wgmma.forward.plan import Plan
 from attngen.reference import visible
+from attngen.reference.fragments import positions, seen_by
 from attngen.spec.problem import Direction, Problem
 
 ARCH = "sm_90a"
@@ -271,15 +272,22 @@ class MaskLibrary:
 
 @pytest.fixture(scope="session")
 def mask_source(
-    make_problem: Callable[..., Problem], host_code: Callable[..., str]
+    make_problem: Callable[..., Problem],
+    host_code: Callable[..., str],
+    render: Callable[..., Source],
 ) -> Callable[[tuple[str, ...]], str]:
     """`mask_source(masks)` → C++ of a mask list with the functions of `MaskLibrary`."""
 
     def make(masks: tuple[str, ...]) -> str:
         known = features.scan()["mask"]
-        operands = [operand.name for mask in masks for operand in known[mask].operands]
         values = {"window_left": "left", "window_right": "right"}
-        setters = " ".join(f"p.{name} = {values[name]};" for name in operands)
+        for mask in masks:
+            for operand, given in zip(known[mask].operands, ("left", "right"), strict=False):
+                name = f"arg_{operand.name}{'_of_all' * (operand.domain == 'sequence')}"
+                least = f"max_of({given}, {operand.minimum or 0})"
+                values |= {name: least} if known[mask].called else {}
+        fields = render(make_problem(64, masks=masks)).kernel.fields
+        setters = " ".join(f"p.{f.name} = {values[f.name]};" for f in fields if f.name in values)
         harness = MASK_HARNESS.replace("SET_OPERANDS", setters)
         return host_code(make_problem(64, masks=masks)) + harness
 
@@ -303,9 +311,18 @@ def mask_library(
 def defined() -> Callable[..., np.ndarray]:
     """`defined(masks, sequence, window)` → the definition of what is seen: bool [q_len, kv_len]."""
 
+    known = features.scan()["mask"]
+
     @cache
     def define(masks: tuple[str, ...], sequence: tuple[int, int, int], window) -> np.ndarray:
         q_len, kv_len, bottom_right = sequence
+        called = [known[name] for name in masks if known[name].called and known[name].operands]
+        if called:  # whose operand is what a window's left side is of others
+            (mask,), names = called, [x for x in masks if x != called[0].name]
+            place = positions(q_len, kv_len, (kv_len - q_len) * bottom_right)
+            value = max(window[0], mask.operands[0].minimum or 0)
+            seen = seen_by(mask, {mask.operands[0].name: value}, place).numpy()
+            return seen & define(tuple(names), sequence, (UNBOUNDED, UNBOUNDED))
         return visible(
             q_len,
             kv_len,

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-MASK_LISTS = ((), ("causal",), ("window",), ("causal", "window"))
+from attngen.fragments import features
+
+MASK_LISTS = (
+    *((), ("causal",), ("window",), ("causal", "window")),
+    *(("chunked",), ("causal", "chunked"), ("prefix",)),
+)
+STEADY_LISTS = [
+    masks for masks in MASK_LISTS[1:] if all(features.scan()["mask"][name].steady for name in masks)
+]
 UNBOUNDED = 1 << 30
 LONGEST = UNBOUNDED - 1
 SIDES = (UNBOUNDED, 0, 1, 2, 5)
@@ -18,7 +26,11 @@ TILE_ROWS = (1, 2, 3, 4)
 
 
 def windows(masks) -> list[tuple[int, int]]:
-    return [*itertools.product(SIDES, SIDES)] if "window" in masks else [(UNBOUNDED, UNBOUNDED)]
+    if "window" in masks:
+        return [*itertools.product(SIDES, SIDES)]
+    if "chunked" in masks or "prefix" in masks:  # whose number is what the left side is
+        return [(side, UNBOUNDED) for side in SIDES]
+    return [(UNBOUNDED, UNBOUNDED)]
 
 
 def tiles_of(q_len: int, rows: int) -> np.ndarray:
@@ -98,6 +110,11 @@ def test_block_ranges_any_length_visit_what_is_visible(masks, mask_library, data
         if "window" in masks:
             lo = max(lo, i + delta - left) if left != UNBOUNDED else lo
             hi = min(hi, i + delta + right) if right != UNBOUNDED else hi
+        if "chunked" in masks:
+            first = (i + delta) // max(left, 1) * max(left, 1)
+            lo, hi = max(lo, first), min(hi, first + max(left, 1) - 1)
+        if "prefix" in masks:
+            hi = min(hi, max(left - 1, i + delta))
         return lo, hi
 
     window, sequence = (left, right), (q_len, kv_len, corner)
@@ -117,12 +134,12 @@ def test_block_ranges_any_length_visit_what_is_visible(masks, mask_library, data
 
 
 @pytest.mark.parametrize("warpgroups", [2, 3, 4])
-@pytest.mark.parametrize("masks", MASK_LISTS[1:], ids=lambda masks: "+".join(masks))
+@pytest.mark.parametrize("masks", STEADY_LISTS, ids=lambda masks: "+".join(masks))
 def test_block_ranges_of_a_part_of_a_tile_lack_few_of_its_blocks(
     masks, warpgroups, mask_library
 ) -> None:
-    """A warpgroup visits blocks of its tile, and passes over no more of them at either end than
-    there are warpgroups."""
+    """A warpgroup under masks that say they are steady visits blocks of its tile, and passes over
+    no more of them at either end than there are warpgroups."""
     library, own = mask_library(masks), 2
     for q_len, kv_len, corner in itertools.product((1, 2, 5, 6, 7, 13), range(1, 14), (0, 1)):
         sequence = (q_len, kv_len, corner)

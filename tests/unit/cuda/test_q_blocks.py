@@ -9,14 +9,21 @@ import numpy as np
 import pytest
 
 UNBOUNDED = 1 << 30
-MASK_LISTS = ((), ("causal",), ("window",), ("causal", "window"))
+MASK_LISTS = (
+    *((), ("causal",), ("window",), ("causal", "window")),
+    *(("chunked",), ("causal", "chunked"), ("prefix",)),
+)
 SIDES = (UNBOUNDED, 0, 1, 2, 5)
 BLOCKS = (2, 3, 4)
 TILE_KEYS = (1, 2, 3, 4)
 
 
 def windows(masks) -> list[tuple[int, int]]:
-    return [*itertools.product(SIDES, SIDES)] if "window" in masks else [(UNBOUNDED, UNBOUNDED)]
+    if "window" in masks:
+        return [*itertools.product(SIDES, SIDES)]
+    if "chunked" in masks or "prefix" in masks:  # whose number is what the left side is
+        return [(side, UNBOUNDED) for side in SIDES]
+    return [(UNBOUNDED, UNBOUNDED)]
 
 
 def tiles_of(length: int, size: int) -> np.ndarray:

@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 
 from attngen.fragments import features
 
-MASK_LISTS = ((), ("causal",), ("window",), ("causal", "window"), ("window", "causal"))
+MASK_LISTS = (
+    *((), ("causal",), ("window",), ("causal", "window"), ("window", "causal")),
+    *(("chunked",), ("causal", "chunked"), ("prefix",)),
+)
 UNBOUNDED = 1 << 30
 LONGEST = UNBOUNDED - 1
 EXCERPT = ("-Wno-unknown-pragmas", "-Wno-unused-parameter")
@@ -45,7 +48,11 @@ int main() {
 
 def windows(masks: tuple[str, ...]) -> list[tuple[int, int]]:
     """Every window that makes a difference to the masks."""
-    return [*itertools.product(SIDES, SIDES)] if "window" in masks else [(UNBOUNDED, UNBOUNDED)]
+    if "window" in masks:
+        return [*itertools.product(SIDES, SIDES)]
+    if "chunked" in masks or "prefix" in masks:  # whose number is what the left side is
+        return [(side, UNBOUNDED) for side in SIDES]
+    return [(UNBOUNDED, UNBOUNDED)]
 
 
 def inside(ranges: np.ndarray, count: int) -> np.ndarray:
@@ -118,6 +125,8 @@ def test_ranges_any_length_hold_exactly_the_visible_keys(masks, mask_library, da
     i = data.draw(st.integers(0, q_len - 1))
     diagonal = i + (kv_len - q_len if corner else 0)
     near = [diagonal + step + shift for step in (-left, 0, right) for shift in (-1, 0, 1)]
+    if "chunked" in masks:
+        near += [diagonal // max(left, 1) * max(left, 1) + shift for shift in (-1, 0, 1)]
     candidates = [j for j in near if 0 <= j < kv_len]
     j = data.draw(st.sampled_from([0, kv_len - 1, *candidates]))
 
@@ -125,6 +134,10 @@ def test_ranges_any_length_hold_exactly_the_visible_keys(masks, mask_library, da
     if "window" in masks:
         seen &= left == UNBOUNDED or j >= diagonal - left
         seen &= right == UNBOUNDED or j <= diagonal + right
+    if "chunked" in masks:
+        seen &= j // max(left, 1) == diagonal // max(left, 1)
+    if "prefix" in masks:
+        seen &= j < left or j <= diagonal
     library, sequence, window = mask_library(masks), (q_len, kv_len, corner), (left, right)
     (lo, hi), (first, last) = (
         library.row_ranges(sequence, window, [i])[0],

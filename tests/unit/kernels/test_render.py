@@ -276,8 +276,8 @@ READ_LIST = """
 }  // namespace attngen
 extern "C" void read_list(const float* both, const float* one, int batch, int head, float* out) {
   attngen::Params p{};
-  p.both = const_cast<float*>(both), p.one = const_cast<float*>(one), p.level = 0.5f;
-  p.both_stride_batch = 7, p.both_stride_head = 2, p.one_stride_head = 3;
+  p.arg_both = const_cast<float*>(both), p.arg_one = const_cast<float*>(one), p.arg_level = 0.5f;
+  p.arg_both_stride_batch = 7, p.arg_both_stride_head = 2, p.arg_one_stride_head = 3;
   const attngen::ScoreList list = attngen::score_list(p, {batch, head, 1, 1, 0}, 0.25f);
   out[0] = list.sloped.both, out[1] = list.sloped.level, out[2] = list.sloped.one;
 }
@@ -299,8 +299,8 @@ def test_operands_of_tensors_are_read_through_strides_in_units_of_scores(
 
 @pytest.mark.parametrize("root_given", (True, False))
 def test_render_unknown_fragment_is_refused(root_given, make_problem, render, templates) -> None:
-    with pytest.raises(KeyError, match="prefix"):
-        render(make_problem(64, masks=("prefix",)), root=templates if root_given else None)
+    with pytest.raises(KeyError, match="suffix"):
+        render(make_problem(64, masks=("suffix",)), root=templates if root_given else None)
 
 
 def test_render_mistake_in_a_template_is_an_error_not_an_empty_word(
@@ -332,6 +332,6 @@ def test_new_fragment_one_file_makes_a_fast_kernel(
     assert (binary.resources.spill_bytes, binary.resources.stack_bytes) == (0, 0)
     assert count_instructions(cubin)["HGMMA"] > 0
     names = {field.name for field in source.kernel.fields}
-    assert ("prefix" in names) == ("prefix" in masks)
-    assert ("score_offset" in names) == ("halve" in scores)
+    assert ("arg_prefix" in names) == ("prefix" in masks)
+    assert ("arg_score_offset" in names) == ("halve" in scores)
     assert ("scale" in names) != ("scale_log2" in names)

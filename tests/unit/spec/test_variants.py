@@ -57,7 +57,7 @@ WRONG = [
     ("head_dim_qk", 128.0, "head_dim_qk: expected int, got 128.0"),
     ("head_dim_qk", float("nan"), "head_dim_qk: expected int, got nan"),
     ("head_dim_v", 257, "head_dim_v 257"),
-    ("masks", ["nonsense"], "masks: 'nonsense' is unknown; known: ['causal', 'window']"),
+    ("masks", ["nonsense"], "masks: 'nonsense' is unknown; known: ['causal', 'chunked', "),
     ("masks", ["casual"], "did you mean 'causal'?"),
     ("masks", ["window", "causal"], "masks: ('window', 'causal'), where the nearest spec has"),
     ("masks", ["causal", "causal"], "masks: ('causal', 'causal'), where the nearest spec has"),
@@ -77,6 +77,7 @@ WRONG = [
     ("deterministic", True, "deterministic: True, where the nearest spec has False"),
     ("deterministic", 1, "deterministic: expected bool, got 1"),
     ("decode", "yes", "decode: expected bool, got 'yes'"),
+    ("fragment_digests", ["00"], "fragment_digests: ('00',), where the nearest spec has"),
     ("nonsense", 1, "unknown fields ['nonsense']"),
 ]
 
