@@ -65,6 +65,14 @@ def render(problem: Problem, plan: AnyPlan, features: Features, root: Path) -> S
 
     root: the templates' directory. Raises: jinja2.UndefinedError on a template's mistake.
     """
+    view, kernel = view_of(problem, plan, features, root)
+    return Source(fill_view(template_of(plan), view, root), kernel)
+
+
+def view_of(
+    problem: Problem, plan: AnyPlan, features: Features, root: Path
+) -> tuple[DataclassInstance, KernelEntry]:
+    """What the template of the plan's kernel reads, and how the kernel is launched."""
     roles = ROW_SUMS_ROLES if isinstance(plan, RowSumsPlan) else ROLES
     uses = {role: use for role, use in uses_of(problem, features).items() if role in roles}
     view: DataclassInstance
@@ -87,7 +95,7 @@ def render(problem: Problem, plan: AnyPlan, features: Features, root: Path) -> S
     else:
         kernel = _main(problem, plan, operands)
         view = MAIN_VIEWS[plan.family](problem, plan, kernel, uses, root)
-    return Source(fill_view(template_of(plan), view, root), kernel)
+    return view, kernel
 
 
 def _used_around(problem: Problem, plan: PreparePlan | ConvertPlan, uses: Uses) -> Uses:

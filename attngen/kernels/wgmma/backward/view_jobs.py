@@ -15,10 +15,12 @@ class JobMember:
     """A member of struct Job beside those that every kernel has. Strings are C++.
 
     found: its value where the scheduler works a job out; read: where others take it from the slot.
+    meaning: a comment.
     """
 
     type: str
     name: str
+    meaning: str
     found: str
     read: str
 
@@ -134,12 +136,13 @@ def jobs_view(problem: Problem, plan: BackwardPlan, loader: str, idle_warp: int 
 def _members(plan: BackwardPlan) -> list[JobMember]:
     found = []
     if plan.waves:
-        # Whether the first block is visited first, else the last one.
-        found.append(JobMember("int", "ascends", "found.ascends", "slot->ascends"))
+        meaning = "whether the first block is visited first, else the last one"
+        found.append(JobMember("int", "ascends", meaning, "found.ascends", "slot->ascends"))
     if plan.completes:
         turns = "block_turns<kTileM, kTileN>(mask_list(p), ctx, first, blocks)"
         read = "{slot->turns.summed_begin, slot->turns.last_begin}"
-        found.append(JobMember("BlockTurns", "turns", turns, read))
+        meaning = "which blocks have sums of earlier tiles, and which no later tile visits"
+        found.append(JobMember("BlockTurns", "turns", meaning, turns, read))
     return found
 
 
