@@ -1,4 +1,4 @@
-// bwd_convert__causal_d128_bf16__fc386b
+// bwd_convert__causal_d128_bf16__96dbe3
 // Rendered by attngen from kernels/support/convert.cu.j2; do not edit.
 #include "attngen/mma/fragment.cuh"
 #include "attngen/ptx/math.cuh"
@@ -49,7 +49,7 @@ static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by t
 static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
 static_assert(sizeof(Params) == 152, "packed by the host");
 
-// A part's rows in 16 bits, padded so that what a warp writes at once falls on different banks.
+// Elements a row of a part in 16 bits, padded so that what a warp writes at once falls on different banks.
 template <int kN>
 constexpr int kPitch = kN + 8;
 
@@ -68,7 +68,7 @@ ATTNGEN_DEVICE void round_part(unsigned short* rows, const float4* acc, bool sum
   }
   __syncthreads();
 }
-// Stores them from position `first_row` of a sequence of `length`, whose first is row `start` of the tensor.
+// Stores rounded rows from position `first_row` of a sequence of `length`, whose first is row `start` of the tensor.
 template <int kN, int kHeadDim>
 ATTNGEN_DEVICE void store_rows(const unsigned short* rows, char* tensor, int start, int first_row, int length, int first_column, long long stride) {
   constexpr int kChunks = kN / 8;  // of 16 bytes, a row
@@ -99,7 +99,6 @@ ATTNGEN_DEVICE void convert_keys(const Params& p, unsigned short* rows, int part
   const int first_row = part * kRows;
   const int length = p.kv_len;
   const int start = 0;
-
   char* dv = static_cast<char*>(p.dv) + 2 * (batch * p.dv_stride_batch + head * p.dv_stride_head);
   char* dk = static_cast<char*>(p.dk) + 2 * (batch * p.dk_stride_batch + head * p.dk_stride_head);
   convert_columns<kDvColumns, kHeadDimV>(rows, sums, 1.f, dv, start, first_row, length, p.dv_stride_row);
@@ -110,7 +109,7 @@ ATTNGEN_DEVICE void convert_keys(const Params& p, unsigned short* rows, int part
 
 // Grid: parts of tiles of keys, then of blocks of queries, query heads, batch.
 extern "C" __global__ void __launch_bounds__(128)
-bwd_convert__causal_d128_bf16__fc386b(const __grid_constant__ attngen::Params p) {
+bwd_convert__causal_d128_bf16__96dbe3(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   __shared__ unsigned short __align__(16) rows[kRows * kPitch<kColumns>];
   const int ctas = p.q_blocks * kParts + p.key_parts;
@@ -124,10 +123,8 @@ bwd_convert__causal_d128_bf16__fc386b(const __grid_constant__ attngen::Params p)
   const int head = p.heads_q - 1 - at.head;
   const int block = index / kParts;
   const int batch = at.batches - 1 - at.batch;
-
   const int part = index % kParts;
   const long long slot = (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;  // in the workspaces
-
   const bool summed = static_cast<const int*>(p.turns)[slot] > 0;
   const float4* acc = reinterpret_cast<const float4*>(static_cast<const float*>(p.dq_acc) + (slot * kParts + part) * kPartFloats);
   round_part<kColumns>(rows, acc, summed, p.scale);

@@ -1,4 +1,4 @@
-// bwd_prepare__causal_d128_bf16__df130a
+// bwd_prepare__causal_d128_bf16__eeb978
 // Rendered by attngen from kernels/support/prepare.cu.j2; do not edit.
 #include "attngen/platform.cuh"
 #include "attngen/ptx/global.cuh"
@@ -47,7 +47,7 @@ static_assert(sizeof(Params) == 120, "packed by the host");
 
 // Grid: blocks of queries, query heads, batch.
 extern "C" __global__ void __launch_bounds__(256)
-bwd_prepare__causal_d128_bf16__df130a(const __grid_constant__ attngen::Params p) {
+bwd_prepare__causal_d128_bf16__eeb978(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   allow_dependents();  // the main kernel waits for this one's end where it needs it
   const int ctas = p.q_blocks;
@@ -57,7 +57,6 @@ bwd_prepare__causal_d128_bf16__df130a(const __grid_constant__ attngen::Params p)
   const int head = p.heads_q - 1 - at.head;
   const int block = index;
   const int batch = at.batches - 1 - at.batch;
-
   const long long slot = (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;  // in the workspaces
   if (threadIdx.x == 0) static_cast<int*>(p.turns)[slot] = 0;
   const int lane = threadIdx.x % kLanes;
@@ -106,8 +105,8 @@ bwd_prepare__causal_d128_bf16__df130a(const __grid_constant__ attngen::Params p)
   }
   __syncthreads();
   if (threadIdx.x < kTileM) {
-    // Padding and rows that see no key get an LSE of +inf, and so weights of 0; what comes in for
-    // the LSE of the latter, NaN where two of them were joined, must not reach a product.
+    // Padding and rows that see no key get an LSE of +inf, and so weights of 0. The gradient of the LSE of such
+    // rows, NaN where two of them were joined, must not reach a product.
     const bool seen = lse != -kInfinity;
     const float sum = sums[threadIdx.x] - (seen ? dlse : 0.f);
     // Weights of rows whose LSE shows no sum, as of a large bias, are not made of it: -inf marks such rows.

@@ -1,4 +1,4 @@
-// bwd_prepare__full_d256_bf16__4d50b2
+// bwd_prepare__full_d256_bf16__c09206
 // Rendered by attngen from kernels/support/prepare.cu.j2; do not edit.
 #include "attngen/platform.cuh"
 #include "attngen/ptx/global.cuh"
@@ -46,7 +46,7 @@ static_assert(sizeof(Params) == 112, "packed by the host");
 
 // Grid: blocks of queries, query heads, batch.
 extern "C" __global__ void __launch_bounds__(256)
-bwd_prepare__full_d256_bf16__4d50b2(const __grid_constant__ attngen::Params p) {
+bwd_prepare__full_d256_bf16__c09206(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   allow_dependents();  // the main kernel waits for this one's end where it needs it
   const int ctas = p.q_blocks;
@@ -56,9 +56,7 @@ bwd_prepare__full_d256_bf16__4d50b2(const __grid_constant__ attngen::Params p) {
   const int head = p.heads_q - 1 - at.head;
   const int block = index;
   const int batch = at.batches - 1 - at.batch;
-
   const long long slot = (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;  // in the workspaces
-
   const int lane = threadIdx.x % kLanes;
   const int group = threadIdx.x / kLanes;
   const char* o = static_cast<const char*>(p.o) + 2 * (batch * p.o_stride_batch + head * p.o_stride_head);
@@ -105,8 +103,8 @@ bwd_prepare__full_d256_bf16__4d50b2(const __grid_constant__ attngen::Params p) {
   }
   __syncthreads();
   if (threadIdx.x < kTileM) {
-    // Padding and rows that see no key get an LSE of +inf, and so weights of 0; what comes in for
-    // the LSE of the latter, NaN where two of them were joined, must not reach a product.
+    // Padding and rows that see no key get an LSE of +inf, and so weights of 0. The gradient of the LSE of such
+    // rows, NaN where two of them were joined, must not reach a product.
     const bool seen = lse != -kInfinity;
     const float sum = sums[threadIdx.x] - (seen ? dlse : 0.f);
     // Weights of rows whose LSE shows no sum, as of a large bias, are not made of it: -inf marks such rows.

@@ -1,4 +1,4 @@
-// bwd_row_sums__causal_pre_scale_bias_d128_bf16__49fcae
+// bwd_row_sums__causal_pre_scale_bias_d128_bf16__7832ac
 // Rendered by attngen from kernels/support/row_sums.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -155,7 +155,7 @@ ATTNGEN_DEVICE float scaled_score(const Params& p, const Context& ctx, int query
   const ScaledScoreList::At at = {query, key, static_cast<float>(key - ctx.delta - query), 0.f, list.tile_value(Element::unpack(bits).x)};
   return list.apply(ctx, product, at);
 }
-// Where the LSE of a query lies, and what is known beside it.
+// Where the LSE of a query lies, and its row of sums.
 ATTNGEN_DEVICE long long lse_place(const Params& p, const Context& ctx, int query) {
   return (static_cast<long long>(ctx.batch) * p.heads_q + ctx.head) * ctx.q_len + query;
 }
@@ -167,12 +167,12 @@ ATTNGEN_DEVICE float2 reference_of(const Params& p, const Context& ctx, int quer
   if (is_large(lse)) return static_cast<const float2*>(p.row_sums)[place];
   return make_float2(lse == -kInfinity ? kInfinity : lse, 0.f);
 }
-// Two neighbours of a row of queries or keys: zeros beyond its end.
+// Loads two neighbours of a row of queries or keys: zeros beyond its end.
 ATTNGEN_DEVICE u32 load_pair(const unsigned short* row, int column) {
   return column < kHeadDimQk ? *reinterpret_cast<const u32*>(row + column) : 0;
 }
 
-// The thread's two rows of a warp's 16, largest scores and sums of weights beside these.
+// Largest scores of the thread's two rows of a warp's 16, and sums of weights beside these.
 struct RowSums {
   float largest[2] = {-kInfinity, -kInfinity};
   float sum[2] = {0.f, 0.f};
@@ -183,7 +183,7 @@ struct RowSums {
     sum[half] = sum[half] * weight_of(largest[half], top) + weight_of(score, top);
     largest[half] = top;
   }
-  // Of the four threads of a row.
+  // Joins what the four threads of a row have.
   ATTNGEN_DEVICE void join(int half) {
     const float top = quad_max(largest[half]);
     sum[half] = quad_sum(sum[half] * weight_of(largest[half], top));
@@ -198,7 +198,7 @@ struct RowSums {
 
 // Grid: blocks of queries, query heads, batch.
 extern "C" __global__ void __launch_bounds__(128)
-bwd_row_sums__causal_pre_scale_bias_d128_bf16__49fcae(const __grid_constant__ attngen::Params p) {
+bwd_row_sums__causal_pre_scale_bias_d128_bf16__7832ac(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   allow_dependents();
   const int ctas = p.q_blocks;
@@ -208,9 +208,7 @@ bwd_row_sums__causal_pre_scale_bias_d128_bf16__49fcae(const __grid_constant__ at
   const int head = p.heads_q - 1 - at.head;
   const int block = index;
   const int batch = at.batches - 1 - at.batch;
-
   const long long slot = (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;  // in the workspaces
-
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int row = block * kTileM + warp * 16 + lane / 4;
@@ -267,7 +265,6 @@ bwd_row_sums__causal_pre_scale_bias_d128_bf16__49fcae(const __grid_constant__ at
       const int key = key_block * kKeys + (lane & 3) * 2 + fragment_column(i);
       const int query = min_of(row + half * 8, last_row);
       bool seen = key >= ranges[half].lo && key < ranges[half].hi;
-
       sums.add(half, seen ? scaled_score(p, ctx, query, key, products[i]) : -kInfinity);
     }
   }

@@ -1,4 +1,4 @@
-// sm90_bwd__causal_d64_bf16_deterministic__4ede2f
+// sm90_bwd__causal_d64_bf16_deterministic__91cfe5
 // Rendered by attngen from kernels/wgmma/backward/fused.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -50,7 +50,7 @@ constexpr int kQStages = 2;
 constexpr int kDoStages = 2;
 constexpr int kDsStages = 2;
 constexpr u32 kRowBytes = kTileM * 4;  // one float a query
-// What a warpgroup holds of dQ: 64 rows, all columns.
+// Columns of dQ that a warpgroup holds in 64 rows: all.
 constexpr int kDqColumns = 64;
 constexpr u32 kDqBytes = 64 * kDqColumns * 4;
 
@@ -252,7 +252,7 @@ ATTNGEN_DEVICE Context tile_context(const Params& p, int batch, int head) {
   return {batch, head, q_len, kv_len, p.bottom_right ? kv_len - q_len : 0};
 }
 
-// Where the block's rows lie in the workspaces: a number of blocks from their start.
+// Where a block's rows lie in the workspaces: a number of blocks from their start.
 ATTNGEN_DEVICE long long workspace_block(const Params& p, int batch, int head, int block) {
   return (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;
 }
@@ -266,11 +266,12 @@ struct Job {
   int batch;
   int block_begin;
   int block_end;
-  int ascends;
+  int ascends;  // whether the first block is visited first, else the last one
 };
 static_assert(sizeof(Job) <= kJobBytes);
 
-// ---- scheduler: one thread that draws tiles and works out their blocks, and loads what a tile keeps
+// ---- scheduler: one thread that draws tiles, works out their blocks, and has what a tile keeps loaded; where a lane
+// is kept, its whole warp fills rows of gradients that belong to no sequence, meanwhile
 struct Scheduler {
   const Params& p;
   u32 smem;
@@ -321,7 +322,6 @@ struct Scheduler {
   template <class Loader>
   ATTNGEN_DEVICE void run(Loader load) const {
     u32 parity = 1;
-
     int index = draw(p.tiles);
     while (index < p.tiles) {
       publish(index);
@@ -336,8 +336,8 @@ struct Scheduler {
   }
 };
 
-// One thread's way through the tiles: `visit(job)` for each, with the slot released before it, or
-// after it by the one whose progress decides when the next tile is drawn.
+// Takes one thread through the tiles by `visit(job)` for each. The slot is released before it, or after it by the thread
+// whose progress decides when the next tile is drawn.
 template <bool kReleaseLate = false, class Visitor>
 ATTNGEN_DEVICE void for_each_job(u32 smem, const volatile Job* slot, Visitor visit) {
   for (u32 parity = 0;; parity ^= 1) {
@@ -359,7 +359,7 @@ ATTNGEN_DEVICE bool next_block(const Params& p, const Job& job, int& head, int& 
   if (job.ascends) return ++block < job.block_end;
   return --block >= job.block_begin;
 }
-// The blocks of queries that a tile of keys visits for the query heads of its group.
+// Visits blocks of queries for the query heads of a tile's group.
 template <class Visitor>
 ATTNGEN_DEVICE void for_each_block(const Params& p, const Job& job, Visitor visit) {
   // Where tiles add in an order, each begins with the last block, for all heads: so no tile waits for one before it that
@@ -385,7 +385,6 @@ struct KvLoader {
   u32 parity = 1;
 
   ATTNGEN_DEVICE void operator()(const Job& job) {
-
     const int row = kv_sequence(p).first_row(job.batch) + job.tile * kTileN;
     const auto batch = kv_sequence(p).batch_index(job.batch);
     const int head = job.head / p.key_group;
@@ -399,7 +398,7 @@ struct KvLoader {
   }
 };
 
-// The blocks of queries, by a thread of its own.
+// Loads the blocks of queries, by a thread of its own.
 struct QueryLoader {
   const Params& p;
   u32 smem;
@@ -407,7 +406,7 @@ struct QueryLoader {
   RingPosition<kQStages> q_ring;
   RingPosition<kDoStages> do_ring;
 
-  // Queries with their LSE unless that is made here, and with D where output gradients are freed early.
+  // Loads queries with their LSE, unless consumers make it, and with D where output gradients are freed early.
   ATTNGEN_DEVICE void load_queries(int row, int head, int batch, long long at, int visit) {
     const bool made_here = visit >= 0;
     const u32 q_full = smem + kQFull + q_ring.stage * 8;
@@ -418,32 +417,27 @@ struct QueryLoader {
     load_row(smem + kSmemD + q_ring.stage * kRowBytes, p.d, at, q_full);
     q_ring.advance();
   }
-  // Output gradients, with their D where it is neither made here nor comes with queries.
+  // Loads output gradients, with their D where consumers do not make it and queries do not bring it.
   ATTNGEN_DEVICE void load_output_gradients(int row, int head, int batch, long long at, int visit) {
     const bool made_here = visit >= 0;
     mbarrier_wait(smem + kDoEmpty + do_ring.stage * 8, do_ring.parity ^ 1);
-
     const u32 do_full = smem + kDoFull + do_ring.stage * 8;
     mbarrier_arrive_expect(do_full, kVBoxes * kQueryBoxBytes);
     TmaFetch::load<kVBoxes>(smem + kSmemDo + do_ring.stage * kVBoxes * kQueryBoxBytes, kQueryBoxBytes, &p.map_d_o, do_full, row, head, batch, kEvictLast);
-
     do_ring.advance();
   }
   ATTNGEN_DEVICE void load(const Job& job, int head, int block) {
-
     const int row = q_sequence(p).first_row(job.batch) + block * kTileM;
     const auto batch = q_sequence(p).batch_index(job.batch);
     const long long at = workspace_block(p, job.batch, head, block) * kTileM;
     constexpr int visit = -1;
     load_output_gradients(row, head, batch, at, visit);
     load_queries(row, head, batch, at, visit);
-
   }
 
   ATTNGEN_DEVICE void run() {
     await_dependency();
     for_each_job<true>(smem, slot, [&](const Job& job) {
-
       for_each_block(p, job, [&](int head, int block) { load(job, head, block); });
     });
   }
@@ -464,7 +458,6 @@ struct Reducer {
     float* target = static_cast<float*>(p.dq_acc) + at * (kConsumers * kDqBytes / 4);
     int* turns = static_cast<int*>(p.turns) + at;
     const u32 full = smem + kDqFull + turn * kConsumers * 8;
-
     // Tiles have their turns in the order in which they are drawn, from the first keys to the last, or back.
     const Context ctx = tile_context(p, job.batch, head);
     const int row = block * kTileM;
@@ -488,7 +481,6 @@ struct Reducer {
       tma_store_wait_read();
       mbarrier_arrive(smem + kDqEmpty + part * 8);
     }
-
     tma_store_wait();
     count_up(turns);
   }
@@ -501,7 +493,6 @@ struct Reducer {
         if (ring.stage == turn) add(job, head, block, ring.parity);
         ring.advance();
       });
-
     });
     tma_store_wait();
   }
@@ -531,7 +522,7 @@ struct Consumer {
   ATTNGEN_DEVICE u32 queries() const { return smem + kSmemQ + q_ring.stage * kQkBoxes * kQueryBoxBytes; }
   ATTNGEN_DEVICE u32 output_gradients() const { return smem + kSmemDo + do_ring.stage * kVBoxes * kQueryBoxBytes; }
   ATTNGEN_DEVICE u32 score_gradients(const RingPosition<kDsStages>& ring) const { return smem + kSmemDs + ring.stage * kConsumers * kQueryBoxBytes; }
-  // The thread's first two values of a float a query.
+  // Where the thread's first two of a block's LSE or D lie.
   ATTNGEN_DEVICE u32 query_row(u32 region, u32 stage) const { return smem + region + stage * kRowBytes + (lane & 3) * 8; }
 
   ATTNGEN_DEVICE void hide(Scores& scores, const Context& ctx, int key, int block) const {
@@ -543,7 +534,7 @@ struct Consumer {
     weigh_queries<kTileM>(scores, p.scale_log2, query_row(kSmemLse, q_ring.stage));
   }
 
-  // dP^T starts at -D, so that dS^T = P^T (dP^T - D) is one product.
+  // Starts dP^T at -D, so that dS^T = P^T (dP^T - D) is one product.
   ATTNGEN_DEVICE void start_gradients(Scores& gradients) const {
     const u32 d = query_row(kSmemD, do_ring.stage);
 #pragma unroll
@@ -572,12 +563,12 @@ struct Consumer {
   ATTNGEN_DEVICE void await_turn() const { named_barrier_sync(kTurnBarrier + warpgroup, 256); }
   ATTNGEN_DEVICE void pass_turn() const { named_barrier_arrive(kTurnBarrier + (warpgroup + 1) % kConsumers, 256); }
 
-  // dQ of the block before this one, for which every warpgroup's dS must be there.
+  // Issues the products of dQ of the block before this one, once every warpgroup's dS is there.
   ATTNGEN_DEVICE void issue_dq(Dq& dq) {
     mbarrier_wait(smem + kDsFull + ds_read.stage * 8, ds_read.parity);
     gemm_shared_across<DqMma, kTileN / 16, kQueryBoxBytes, kKeyBoxBytes>(dq, dq_rows(), dq_keys());
   }
-  // dQ is there, and the dS that it took has been read.
+  // Frees dS of the block before, which has been read now that dQ is there.
   ATTNGEN_DEVICE void release_ds(Dq& dq) {
     settle(dq);
     if (lane == 0) mbarrier_arrive(smem + kDsEmpty + ds_read.stage * 8);
@@ -591,28 +582,22 @@ struct Consumer {
     gemm_accumulate<DkMma, kTileM / 16, kQueryBoxBytes>(sums.dk, packed_gradients, queries());
   }
 
-  // One block of queries. Its dQ waits for the next block: by then the other warpgroups have laid
+  // Works on one block of queries. Its dQ waits for the next block: by then the other warpgroups have laid
   // down their dS, and nobody waits for anybody.
   ATTNGEN_DEVICE void step(Gradients& sums, const Context& ctx, int key, int block, bool masked, bool first) {
     Scores scores;
     Scores gradients;
     u32 packed_weights[kTileM / 4];
     u32 packed_gradients[kTileM / 4];
-
     mbarrier_wait(smem + kQFull + q_ring.stage * 8, q_ring.parity);
     start_gradients(gradients);
-
     mbarrier_wait(smem + kDoFull + do_ring.stage * 8, do_ring.parity);
-
     gemm_shared_shared<ScoreMma, kQkSteps, kKeyBoxBytes, kQueryBoxBytes>(scores, keys(), queries());
     gemm_shared_shared<ScoreMma, kVSteps, kKeyBoxBytes, kQueryBoxBytes, true>(gradients, values(), output_gradients());
-
     wgmma_wait<1>();
     settle(scores);
     if (masked) hide(scores, ctx, key, block);
-
     weigh(scores);
-
     pack_pairs<Element, kTileM / 2>(packed_weights, scores);
     wgmma_wait<0>();
     settle(gradients);
@@ -646,13 +631,12 @@ struct Consumer {
     if (first) free_output_gradients();
     release_block();
   }
-  // Products alone have read output gradients.
+  // One lane arrives: products alone have read output gradients.
   ATTNGEN_DEVICE void free_output_gradients() const {
     if (lane == 0) mbarrier_arrive(smem + kDoEmpty + do_ring.stage * 8);
   }
-  // Every thread: each has read D and the LSE itself.
+  // Every thread arrives: each has read D and the LSE itself.
   ATTNGEN_DEVICE void release_block() {
-
     mbarrier_arrive(smem + kQEmpty + q_ring.stage * 8);
     q_ring.advance();
     do_ring.advance();
@@ -671,14 +655,13 @@ struct Consumer {
   // Stores 64 rows of a gradient.
   template <int kBoxes, u32 kBoxBytes>
   ATTNGEN_DEVICE void store(u32 tile, const TensorMap* map, const Job& job) const {
-
     const int row = kv_sequence(p).first_row(job.batch) + job.tile * kTileN + warpgroup * 64;
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
       tma_store(map, tile + box * kBoxBytes, box * 64, row, job.head, kv_sequence(p).batch_index(job.batch));
     }
   }
-  // dK goes where dS was, and to memory with dV, which is staged; keys are read no more.
+  // Stores both gradients: dK by way of where dS was, dV from where it is staged. Keys are read no more.
   ATTNGEN_DEVICE void leave(const Gradients& sums, u32 dv_tile, const Job& job) const {
     if (lane == 0) mbarrier_arrive(smem + kKEmpty);
     named_barrier_sync(kConsumersBarrier, kConsumers * 128);  // every warpgroup's dQ has read dS
@@ -695,8 +678,8 @@ struct Consumer {
     }
   }
 
-  // Adds a gradient of the warpgroup's keys, accumulator fragments as they are, to sums in memory: in pieces, by way of
-  // where dS was.
+  // Adds a gradient of the warpgroup's keys, accumulator fragments as they are, to sums in memory: piece by piece,
+  // through the place of dS.
   template <int kValues>
   ATTNGEN_DEVICE void add(const float (&sums)[kValues], float* target) const {
     constexpr int kPiece = min_of(static_cast<int>(kQueryBoxBytes / 512), kValues);  // of a thread's values
@@ -719,14 +702,14 @@ struct Consumer {
       }
     }
   }
-  // What a tile of one query head adds to the gradients of its key head.
+  // Adds the sums of a tile of one query head to the gradients of its key head.
   ATTNGEN_DEVICE void leave_sums(const Gradients& sums, const Job& job) const {
     constexpr int kValues = DvMma::kN / 2 + DkMma::kN / 2;
     const int heads = p.heads_kv / p.key_group;  // of keys: here each query head counts as one
     const long long tile = (static_cast<long long>(job.batch) * heads + job.head / p.key_group) * p.kv_blocks + job.tile;
     const long long part = tile * kConsumers + warpgroup;
     float* target = static_cast<float*>(p.dkv_acc) + part * kValues * 128;
-    // The heads of a group in their order, in which a tile of theirs is drawn.
+    // Heads of a group add in their order, in which their tiles are drawn.
     const long long parts = static_cast<long long>(p.tiles / p.key_group) * kConsumers;
     int* turns = static_cast<int*>(p.dkv_acc) + parts * kValues * 128 + part;
     if (warp == 0 && lane == 0) await_count(turns, job.head % p.key_group);
@@ -752,13 +735,10 @@ struct Consumer {
     for (int i = 0; i < DvMma::kN / 2; ++i) sums.dv[i] = 0.f;
     mbarrier_wait(smem + kKFull, parity);
     mbarrier_wait(smem + kVFull, parity);
-
     await_stores();  // of the tile before, while the keys were on their way
-
     const int key = first + warp * 16 + lane / 4;
     bool first_step = true;
     for_each_block(p, job, [&](int, int block) {
-
       step(sums, ctx, key, block, block < blocks.full_begin || block >= blocks.full_end, first_step);
       first_step = false;
     });
@@ -793,7 +773,6 @@ struct Consumer {
   ATTNGEN_DEVICE void run(const volatile Job* slot) {
     if (warpgroup == kConsumers - 1) named_barrier_arrive(kTurnBarrier, 256);
     u32 parity = 0;
-
     for_each_job(smem, slot, [&](const Job& job) {
       run_tile(job, parity);
       parity ^= 1;
@@ -805,7 +784,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_bwd__causal_d64_bf16_deterministic__4ede2f(const __grid_constant__ attngen::Params p) {
+sm90_bwd__causal_d64_bf16_deterministic__91cfe5(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);
@@ -834,23 +813,19 @@ sm90_bwd__causal_d64_bf16_deterministic__4ede2f(const __grid_constant__ attngen:
       mbarrier_init(smem + kDqFull + i * 8, 4);
       mbarrier_init(smem + kDqFull + (kConsumers + i) * 8, 4);
       mbarrier_init(smem + kDqEmpty + i * 8, 1);
-
     }
     for (int i = 0; i < kDsStages; ++i) {
       mbarrier_init(smem + kDsFull + i * 8, kConsumers * 4);
       mbarrier_init(smem + kDsEmpty + i * 8, kConsumers * 4);
     }
-
     mbarrier_init(smem + kJobFull, 1);
     mbarrier_init(smem + kJobEmpty, kConsumers * 128 + 3);  // consumer threads, loader, reducers
     mbarrier_init_fence();
   }
-
   __syncthreads();
   if (role == 0) {
     release_registers<kProducerRegisters>();
     if (threadIdx.x == 0) Scheduler{p, smem, slot}.run(KvLoader{p, smem});
-
     if (threadIdx.x == 32) QueryLoader{p, smem, slot}.run();
     if (threadIdx.x == 64 || threadIdx.x == 96) Reducer{p, smem, slot, threadIdx.x / 32 % 2}.run();
   } else {

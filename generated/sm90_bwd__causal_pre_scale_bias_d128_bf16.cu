@@ -1,4 +1,4 @@
-// sm90_bwd__causal_pre_scale_bias_d128_bf16__325a2d
+// sm90_bwd__causal_pre_scale_bias_d128_bf16__c9e32b
 // Rendered by attngen from kernels/wgmma/backward/fused.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -54,7 +54,7 @@ constexpr int kQStages = 2;
 constexpr int kDoStages = 2;
 constexpr int kDsStages = 2;
 constexpr u32 kRowBytes = kTileM * 4;  // one float a query
-// What a warpgroup holds of dQ: 64 rows, a share of the columns.
+// Columns of dQ that a warpgroup holds in 64 rows: a share.
 constexpr int kDqColumns = 64;
 constexpr u32 kDqBytes = 64 * kDqColumns * 4;
 
@@ -329,7 +329,7 @@ ATTNGEN_DEVICE float scaled_score(const Params& p, const Context& ctx, int query
   const ScaledScoreList::At at = {query, key, static_cast<float>(key - ctx.delta - query), 0.f, list.tile_value(Element::unpack(bits).x)};
   return list.apply(ctx, product, at);
 }
-// Where the LSE of a query lies, and what is known beside it.
+// Where the LSE of a query lies, and its row of sums.
 ATTNGEN_DEVICE long long lse_place(const Params& p, const Context& ctx, int query) {
   return (static_cast<long long>(ctx.batch) * p.heads_q + ctx.head) * ctx.q_len + query;
 }
@@ -341,7 +341,7 @@ ATTNGEN_DEVICE float2 reference_of(const Params& p, const Context& ctx, int quer
   if (is_large(lse)) return static_cast<const float2*>(p.row_sums)[place];
   return make_float2(lse == -kInfinity ? kInfinity : lse, 0.f);
 }
-// Where the block's rows lie in the workspaces: a number of blocks from their start.
+// Where a block's rows lie in the workspaces: a number of blocks from their start.
 ATTNGEN_DEVICE long long workspace_block(const Params& p, int batch, int head, int block) {
   return (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;
 }
@@ -356,7 +356,8 @@ struct Job {
 };
 static_assert(sizeof(Job) <= kJobBytes);
 
-// ---- scheduler: one thread that draws tiles and works out their blocks, and loads what a tile keeps
+// ---- scheduler: one thread that draws tiles, works out their blocks, and has what a tile keeps loaded; where a lane
+// is kept, its whole warp fills rows of gradients that belong to no sequence, meanwhile
 struct Scheduler {
   const Params& p;
   u32 smem;
@@ -390,7 +391,6 @@ struct Scheduler {
   template <class Loader>
   ATTNGEN_DEVICE void run(Loader load) const {
     u32 parity = 1;
-
     int index = blockIdx.x;
     while (index < p.tiles) {
       publish(index);
@@ -405,8 +405,8 @@ struct Scheduler {
   }
 };
 
-// One thread's way through the tiles: `visit(job)` for each, with the slot released before it, or
-// after it by the one whose progress decides when the next tile is drawn.
+// Takes one thread through the tiles by `visit(job)` for each. The slot is released before it, or after it by the thread
+// whose progress decides when the next tile is drawn.
 template <bool kReleaseLate = false, class Visitor>
 ATTNGEN_DEVICE void for_each_job(u32 smem, const volatile Job* slot, Visitor visit) {
   for (u32 parity = 0;; parity ^= 1) {
@@ -420,7 +420,7 @@ ATTNGEN_DEVICE void for_each_job(u32 smem, const volatile Job* slot, Visitor vis
 }
 
 using ScoreTile = TileStage<kTileM, 64>;  // a warpgroup's keys of a block
-// Of the tensor that scores read, what a block of queries needs for the tile's keys.
+// Brings the part of the tensor that scores read of a block of queries and the tile's keys.
 struct ScoreTileLoader {
   const Params& p;
   u32 smem;
@@ -437,7 +437,7 @@ struct ScoreTileLoader {
     }
   }
 };
-// The blocks of queries that a tile of keys visits for the query heads of its group.
+// Visits blocks of queries for the query heads of a tile's group.
 template <class Visitor>
 ATTNGEN_DEVICE void for_each_block(const Params& p, const Job& job, Visitor visit) {
   const int first_head = job.head * p.group_size;
@@ -458,10 +458,8 @@ struct KvLoader {
   u32 parity = 1;
 
   ATTNGEN_DEVICE void operator()(const Job& job) {
-
     const int row = kv_sequence(p).first_row(job.batch) + job.tile * kTileN;
     const auto batch = kv_sequence(p).batch_index(job.batch);
-
     mbarrier_wait(smem + kKEmpty, parity);
     mbarrier_arrive_expect(smem + kKFull, kQkBoxes * kKeyBoxBytes);
     KvFetch::load<kQkBoxes>(smem + kSmemK, kKeyBoxBytes, &p.map_k, smem + kKFull, row, job.head, batch, kEvictFirst);
@@ -472,17 +470,16 @@ struct KvLoader {
   }
 };
 
-// The blocks of queries, by a thread of its own.
+// Loads the blocks of queries, by a thread of its own.
 struct QueryLoader {
   const Params& p;
   u32 smem;
   const volatile Job* slot;
   RingPosition<kQStages> q_ring;
   RingPosition<kDoStages> do_ring;
-
   ScoreTileLoader score_tiles = {p, smem};
 
-  // Queries with their LSE unless that is made here, and with D where output gradients are freed early.
+  // Loads queries with their LSE, unless consumers make it, and with D where output gradients are freed early.
   ATTNGEN_DEVICE void load_queries(int row, int head, int batch, long long at, int visit) {
     const bool made_here = visit >= 0;
     const u32 q_full = smem + kQFull + q_ring.stage * 8;
@@ -490,14 +487,12 @@ struct QueryLoader {
     mbarrier_arrive_expect(q_full, kQkBoxes * kQueryBoxBytes + (made_here ? 0 : kRowBytes));
     TmaFetch::load<kQkBoxes>(smem + kSmemQ + q_ring.stage * kQkBoxes * kQueryBoxBytes, kQueryBoxBytes, &p.map_q, q_full, row, head, batch, kEvictLast);
     if (!made_here) load_row(smem + kSmemLse + q_ring.stage * kRowBytes, p.lse_log2, at, q_full);
-
     q_ring.advance();
   }
-  // Output gradients, with their D where it is neither made here nor comes with queries.
+  // Loads output gradients, with their D where consumers do not make it and queries do not bring it.
   ATTNGEN_DEVICE void load_output_gradients(int row, int head, int batch, long long at, int visit) {
     const bool made_here = visit >= 0;
     mbarrier_wait(smem + kDoEmpty + do_ring.stage * 8, do_ring.parity ^ 1);
-
     const u32 do_full = smem + kDoFull + do_ring.stage * 8;
     mbarrier_arrive_expect(do_full, kVBoxes * kQueryBoxBytes + (made_here ? 0 : kRowBytes));
     TmaFetch::load<kVBoxes>(smem + kSmemDo + do_ring.stage * kVBoxes * kQueryBoxBytes, kQueryBoxBytes, &p.map_d_o, do_full, row, head, batch, kEvictLast);
@@ -505,12 +500,10 @@ struct QueryLoader {
     do_ring.advance();
   }
   ATTNGEN_DEVICE void load(const Job& job, int head, int block) {
-
     const int row = q_sequence(p).first_row(job.batch) + block * kTileM;
     const auto batch = q_sequence(p).batch_index(job.batch);
     const long long at = workspace_block(p, job.batch, head, block) * kTileM;
     constexpr int visit = -1;
-
     load_queries(row, head, batch, at, visit);
     load_output_gradients(row, head, batch, at, visit);
     score_tiles.load(job.batch, head, block, job.tile);
@@ -519,7 +512,6 @@ struct QueryLoader {
   ATTNGEN_DEVICE void run() {
     await_dependency();
     for_each_job<true>(smem, slot, [&](const Job& job) {
-
       for_each_block(p, job, [&](int head, int block) { load(job, head, block); });
     });
   }
@@ -540,7 +532,6 @@ struct Reducer {
     float* target = static_cast<float*>(p.dq_acc) + at * (kConsumers * kDqBytes / 4);
     int* turns = static_cast<int*>(p.turns) + at;
     const u32 full = smem + kDqFull + turn * kConsumers * 8;
-
     // A tile claims the first turn, 1, with its part at hand, and waits for nobody then. Mostly the
     // sums are there, 2, which is known before this tile's part is.
     bool first = false;
@@ -563,7 +554,6 @@ struct Reducer {
       tma_store_wait_read();
       mbarrier_arrive(smem + kDqEmpty + part * 8);
     }
-
     if (first) {
       tma_store_wait();
       count_up(turns);
@@ -578,7 +568,6 @@ struct Reducer {
         if (ring.stage == turn) add(job, head, block, ring.parity);
         ring.advance();
       });
-
     });
     tma_store_wait();
   }
@@ -595,7 +584,6 @@ struct Consumer {
   RingPosition<kDoStages> do_ring;
   RingPosition<kDsStages> ds_ring;
   RingPosition<kDsStages> ds_read;
-
   u32 tile_parity = 0;
 
   using Scores = float[kTileM / 2];
@@ -610,7 +598,7 @@ struct Consumer {
   ATTNGEN_DEVICE u32 queries() const { return smem + kSmemQ + q_ring.stage * kQkBoxes * kQueryBoxBytes; }
   ATTNGEN_DEVICE u32 output_gradients() const { return smem + kSmemDo + do_ring.stage * kVBoxes * kQueryBoxBytes; }
   ATTNGEN_DEVICE u32 score_gradients(const RingPosition<kDsStages>& ring) const { return smem + kSmemDs + ring.stage * kConsumers * kQueryBoxBytes; }
-  // The thread's first two values of a float a query.
+  // Where the thread's first two of a block's LSE or D lie.
   ATTNGEN_DEVICE u32 query_row(u32 region, u32 stage) const { return smem + region + stage * kRowBytes + (lane & 3) * 8; }
 
   ATTNGEN_DEVICE void hide(Scores& scores, const Context& ctx, int key, int block) const {
@@ -618,7 +606,7 @@ struct Consumer {
   }
 
   ATTNGEN_DEVICE ScoreTile score_tile() const { return {smem + kSmemBias + warpgroup * ScoreTile::kBytes}; }
-  // What the scores of a block read is there; a warp copies its own part of what the copy engine cannot.
+  // Awaits what the scores of a block read; a warp copies its own part of what the copy engine cannot.
   ATTNGEN_DEVICE void await_score_tile(const Context& ctx, int key, int block) {
     if (tile_boxed(p)) {
       mbarrier_wait(smem + kTileFull, tile_parity);
@@ -634,7 +622,7 @@ struct Consumer {
     const bool one_row = p.bias_stride_row == 0;
     score_tile().take_transposed(pairs, one_row ? 0 : 16 * group + (lane >> 4) * 8 + (lane & 7), 2 * warp, lane);
   }
-  // Every thread: what it took has arrived.
+  // Every thread arrives, since it has what it took.
   ATTNGEN_DEVICE void release_score_tile() const {
     if (tile_boxed(p)) mbarrier_arrive(smem + kTileEmpty);
   }
@@ -666,7 +654,7 @@ struct Consumer {
     weigh_queries<kTileM>(scores, p.scale_log2, query_row(kSmemLse, q_ring.stage));
   }
 
-  // Whether the block at hand has rows whose LSE shows no sum; their weights are made of scores anew, without a bias.
+  // Whether the block at hand has rows whose LSE shows no sum; weights of these are made of scores anew, without a bias.
   ATTNGEN_DEVICE bool has_large_rows() const {
     bool large = false;
 #pragma unroll
@@ -698,7 +686,7 @@ struct Consumer {
     });
   }
 
-  // dP^T starts at -D, so that dS^T = P^T (dP^T - D) is one product.
+  // Starts dP^T at -D, so that dS^T = P^T (dP^T - D) is one product.
   ATTNGEN_DEVICE void start_gradients(Scores& gradients) const {
     const u32 d = query_row(kSmemD, do_ring.stage);
 #pragma unroll
@@ -727,12 +715,12 @@ struct Consumer {
   ATTNGEN_DEVICE void await_turn() const { named_barrier_sync(kTurnBarrier + warpgroup, 256); }
   ATTNGEN_DEVICE void pass_turn() const { named_barrier_arrive(kTurnBarrier + (warpgroup + 1) % kConsumers, 256); }
 
-  // dQ of the block before this one, for which every warpgroup's dS must be there.
+  // Issues the products of dQ of the block before this one, once every warpgroup's dS is there.
   ATTNGEN_DEVICE void issue_dq(Dq& dq) {
     mbarrier_wait(smem + kDsFull + ds_read.stage * 8, ds_read.parity);
     gemm_shared_across<DqMma, kTileN / 16, kQueryBoxBytes, kKeyBoxBytes>(dq, dq_rows(), dq_keys());
   }
-  // dQ is there, and the dS that it took has been read.
+  // Frees dS of the block before, which has been read now that dQ is there.
   ATTNGEN_DEVICE void release_ds(Dq& dq) {
     settle(dq);
     if (lane == 0) mbarrier_arrive(smem + kDsEmpty + ds_read.stage * 8);
@@ -746,35 +734,30 @@ struct Consumer {
     gemm_accumulate<DkMma, kTileM / 16, kQueryBoxBytes>(sums.dk, packed_gradients, queries());
   }
 
-  // One block of queries. Its dQ waits for the next block: by then the other warpgroups have laid
+  // Works on one block of queries. Its dQ waits for the next block: by then the other warpgroups have laid
   // down their dS, and nobody waits for anybody.
   ATTNGEN_DEVICE void step(Gradients& sums, const Context& ctx, int key, int block, bool masked, bool first) {
     Scores scores;
     Scores gradients;
     u32 packed_weights[kTileM / 4];
     u32 packed_gradients[kTileM / 4];
-
     mbarrier_wait(smem + kDoFull + do_ring.stage * 8, do_ring.parity);
     start_gradients(gradients);
     start_scores(scores, ctx, key, block);
     mbarrier_wait(smem + kQFull + q_ring.stage * 8, q_ring.parity);
-
     gemm_shared_shared<ScoreMma, kQkSteps, kKeyBoxBytes, kQueryBoxBytes, true>(scores, keys(), queries());
     gemm_shared_shared<ScoreMma, kVSteps, kKeyBoxBytes, kQueryBoxBytes, true>(gradients, values(), output_gradients());
     release_score_tile();
-
     wgmma_wait<1>();
     settle(scores);
     const bool large = has_large_rows();
     if (large) remake_scores(scores);
     if (masked) hide(scores, ctx, key, block);
-
     if (large) {
       weigh_large_rows(scores, ctx, key, block);
     } else {
       weigh(scores);
     }
-
     pack_pairs<Element, kTileM / 2>(packed_weights, scores);
     wgmma_wait<0>();
     settle(gradients);
@@ -801,14 +784,12 @@ struct Consumer {
       pass_turn();
       issue_dk(sums, packed_gradients);
       wgmma_wait<1>();
-
       finish_dq(dq);
     }
     wgmma_wait<0>();
-
     release_block();
   }
-  // Every thread: each has read D and the LSE itself.
+  // Every thread arrives: each has read D and the LSE itself.
   ATTNGEN_DEVICE void release_block() {
     mbarrier_arrive(smem + kDoEmpty + do_ring.stage * 8);
     mbarrier_arrive(smem + kQEmpty + q_ring.stage * 8);
@@ -829,14 +810,13 @@ struct Consumer {
   // Stores 64 rows of a gradient.
   template <int kBoxes, u32 kBoxBytes>
   ATTNGEN_DEVICE void store(u32 tile, const TensorMap* map, const Job& job) const {
-
     const int row = kv_sequence(p).first_row(job.batch) + job.tile * kTileN + warpgroup * 64;
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
       tma_store(map, tile + box * kBoxBytes, box * 64, row, job.head, kv_sequence(p).batch_index(job.batch));
     }
   }
-  // dK goes where dS was, and to memory with dV, which is staged; keys are read no more.
+  // Stores both gradients: dK by way of where dS was, dV from where it is staged. Keys are read no more.
   ATTNGEN_DEVICE void leave(const Gradients& sums, u32 dv_tile, const Job& job) const {
     if (lane == 0) mbarrier_arrive(smem + kKEmpty);
     named_barrier_sync(kConsumersBarrier, kConsumers * 128);  // every warpgroup's dQ has read dS
@@ -866,16 +846,13 @@ struct Consumer {
     for (int i = 0; i < DvMma::kN / 2; ++i) sums.dv[i] = 0.f;
     mbarrier_wait(smem + kKFull, parity);
     mbarrier_wait(smem + kVFull, parity);
-
     const int key = first + warp * 16 + lane / 4;
     bool first_step = true;
     for_each_block(p, job, [&](int head, int block) {
       ctx.head = head;
-
       step(sums, ctx, key, block, block < blocks.full_begin || block >= blocks.full_end, first_step);
       first_step = false;
     });
-
     const u32 dv_tile = values();
     if (first_step) {
       stage_rows<Element, DvMma::kN, kKeyBoxBytes>(dv_tile, sums.dv, 1.f, warp, lane);
@@ -894,7 +871,6 @@ struct Consumer {
   ATTNGEN_DEVICE void run(const volatile Job* slot) {
     if (warpgroup == kConsumers - 1) named_barrier_arrive(kTurnBarrier, 256);
     u32 parity = 0;
-
     for_each_job(smem, slot, [&](const Job& job) {
       run_tile(job, parity);
       parity ^= 1;
@@ -906,7 +882,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_bwd__causal_pre_scale_bias_d128_bf16__325a2d(const __grid_constant__ attngen::Params p) {
+sm90_bwd__causal_pre_scale_bias_d128_bf16__c9e32b(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);
@@ -935,25 +911,21 @@ sm90_bwd__causal_pre_scale_bias_d128_bf16__325a2d(const __grid_constant__ attnge
       mbarrier_init(smem + kDqFull + i * 8, 4);
       mbarrier_init(smem + kDqFull + (kConsumers + i) * 8, 4);
       mbarrier_init(smem + kDqEmpty + i * 8, 1);
-
     }
     for (int i = 0; i < kDsStages; ++i) {
       mbarrier_init(smem + kDsFull + i * 8, kConsumers * 4);
       mbarrier_init(smem + kDsEmpty + i * 8, kConsumers * 4);
     }
-
     mbarrier_init(smem + kTileFull, 1);
     mbarrier_init(smem + kTileEmpty, kConsumers * 128);
     mbarrier_init(smem + kJobFull, 1);
     mbarrier_init(smem + kJobEmpty, kConsumers * 128 + 3);  // consumer threads, loader, reducers
     mbarrier_init_fence();
   }
-
   __syncthreads();
   if (role == 0) {
     release_registers<kProducerRegisters>();
     if (threadIdx.x == 0) Scheduler{p, smem, slot}.run(KvLoader{p, smem});
-
     if (threadIdx.x == 32) QueryLoader{p, smem, slot}.run();
     if (threadIdx.x == 64 || threadIdx.x == 96) Reducer{p, smem, slot, threadIdx.x / 32 % 2}.run();
   } else {

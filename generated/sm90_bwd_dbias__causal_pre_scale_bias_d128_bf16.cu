@@ -1,4 +1,4 @@
-// sm90_bwd_dbias__causal_pre_scale_bias_d128_bf16__3f7f85
+// sm90_bwd_dbias__causal_pre_scale_bias_d128_bf16__1f011f
 // Rendered by attngen from kernels/wgmma/backward/dbias.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -41,7 +41,6 @@ constexpr u32 kSmemStages = 0;
 constexpr u32 kSmemBias = 196608;
 constexpr u32 kSmemBarriers = 229376;
 constexpr u32 kSmemTerms = 229520;
-
 constexpr int kStages = 3;  // of queries with keys, and of output gradients with values, in turn
 constexpr int kRowBlock = 64;  // queries a block of the workspaces
 constexpr u32 kStageBytes = (kQkBoxes > kVBoxes ? kQkBoxes : kVBoxes) * (kQueryBoxBytes + kKeyBoxBytes);
@@ -85,7 +84,6 @@ struct ScoreMma {
   }
 };
 
-
 // ---- the fragments
 struct CausalMask {
   // Keys that query i sees.
@@ -93,12 +91,14 @@ struct CausalMask {
   // Queries that see key j.
   ATTNGEN_HD Range col_range(const Context& ctx, int j) const { return {j - ctx.delta, ctx.q_len}; }
 };
+
 struct PreScaleBias {
   template <class At>
   ATTNGEN_HD float apply(const Context&, float score, At at) const {
     return score + at.tile;
   }
 };
+
 struct DenseSequence {
   int len;
 
@@ -107,6 +107,7 @@ struct DenseSequence {
   ATTNGEN_HD int first_row(int) const { return 0; }
   ATTNGEN_HD int batch_index(int batch) const { return batch; }
 };
+
 struct TmaFetch {
   // Rows of one head into `kBoxes` boxes of kColumns columns and `box_bytes`; columns and rows outside the tensor
   // arrive as zeros, so a tail never carries NaN into a product.
@@ -141,7 +142,7 @@ struct MaskList {
 struct ScoreList {
   PreScaleBias pre_scale_bias;
 
-  // What an element of the tile is in the units of the scores.
+  // An element of the tile is in the units of the scores that it joins.
   ATTNGEN_HD static float tile_value(float element) { return element; }
   using At = Place<true>;
 
@@ -151,12 +152,12 @@ struct ScoreList {
   }
 };
 
-// What happens to a score before the softmax, in order, to scaled ones.
+// What happens to a score before the softmax, in order.
 struct ScaledScoreList {
   PreScaleBias pre_scale_bias;
-  float unit;  // of scores until they are scaled
+  float unit;
 
-  // What an element of the tile is in the units of the scores that it joins.
+  // An element of the tile is in the units of the scores that it joins.
   ATTNGEN_HD static float tile_value(float element) { return element; }
   using At = Place<true>;
 
@@ -209,7 +210,6 @@ static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by t
 static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
 static_assert(sizeof(Params) == 896, "packed by the host");
 
-
 ATTNGEN_DEVICE MaskList mask_list(const Params& p) {
   return {CausalMask{}};
 }
@@ -241,7 +241,7 @@ ATTNGEN_DEVICE ScaledScoreList scaled_score_list(const Params& p, const Context&
   return {PreScaleBias{}, unit};
 }
 
-// The scaled score of a query and a key that it sees, from their product.
+// The scaled score of a query and a key that it sees, from their product, and its derivative if scores bend.
 ATTNGEN_DEVICE float scaled_score(const Params& p, const Context& ctx, int query, int key, float product) {
   const ScaledScoreList list = scaled_score_list(p, ctx, p.scale);
   const TileSource source = tile_source(p, ctx);
@@ -250,11 +250,11 @@ ATTNGEN_DEVICE float scaled_score(const Params& p, const Context& ctx, int query
   const ScaledScoreList::At at = {query, key, static_cast<float>(key - ctx.delta - query), 0.f, list.tile_value(Element::unpack(bits).x)};
   return list.apply(ctx, product, at);
 }
-// Where the LSE of a query lies, and what is known beside it.
+// Where the LSE of a query lies, and its row of sums.
 ATTNGEN_DEVICE long long lse_place(const Params& p, const Context& ctx, int query) {
   return (static_cast<long long>(ctx.batch) * p.heads_q + ctx.head) * ctx.q_len + query;
 }
-// What the weights of a query's row are relative to, and log2 of what they are divided by.
+// The reference of the weights of a query's row, and log2 of the sum that they are divided by.
 ATTNGEN_DEVICE float2 reference_of(const Params& p, const Context& ctx, int query) {
   if (query >= ctx.q_len) return make_float2(kInfinity, 0.f);
   const long long place = lse_place(p, ctx, query);
@@ -262,12 +262,10 @@ ATTNGEN_DEVICE float2 reference_of(const Params& p, const Context& ctx, int quer
   if (is_large(lse)) return static_cast<const float2*>(p.row_sums)[place];
   return make_float2(lse == -kInfinity ? kInfinity : lse, 0.f);
 }
-
-// Where the block's rows lie in the workspaces: a number of blocks from their start.
+// Where a block's rows lie in the workspaces: a number of blocks from their start.
 ATTNGEN_DEVICE long long workspace_block(const Params& p, int batch, int head, int block) {
   return (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;
 }
-
 
 // A tile of the gradient. Where rows are summed, one of all of them.
 struct BiasTile {
@@ -296,8 +294,8 @@ struct BiasTiles {
   }
 };
 
-// What a tile sums, in order: `visit(ctx, row_block, partial)` of each sequence, head and block of rows
-// that sees some of its keys; `partial` where not all see all.
+// Visits the terms of a tile in their order, by `visit(ctx, row_block, partial)` of each sequence, head and block
+// of rows that sees some of its keys; `partial` where not all see all.
 template <class Visitor>
 ATTNGEN_DEVICE void for_each_term(const Params& p, const BiasTile& tile, Visitor visit) {
   const bool one_batch = p.dbias_batches > 1;
@@ -324,7 +322,7 @@ ATTNGEN_DEVICE void for_each_term(const Params& p, const BiasTile& tile, Visitor
   }
 }
 
-// What consumers are to add, from two stages; `kind` is made of the bits below. `before`: with the first
+// A term that consumers add, from two stages; `kind` is made of the bits below. `before`: with the first
 // of a tile, the index of the one before, which is complete.
 struct Term {
   int batch;
@@ -338,7 +336,7 @@ constexpr u32 kPartial = 1;  // masks hide some of it
 constexpr u32 kFirst = 2;    // of its tile
 constexpr u32 kEnd = 4;      // no term: there are no more
 constexpr u32 kNone = ~0u;
-// Indices of tiles: that which the loader brings next, and one to be zeroed.
+// Indices of tiles: one that the loader brings next, and one to be zeroed.
 struct Progress {
   u32 drawn;
   u32 blank;
@@ -555,7 +553,7 @@ struct Consumer {
     }
   }
 
-  // The same of rows of which one has an LSE that shows no sum.
+  // Weights of rows of which one has an LSE that shows no sum.
   ATTNGEN_DEVICE void weigh_large(Scores& scores, const Context& ctx, bool partial, int row, int key_block) const {
     hide(scores, ctx, partial, row, key_block);
     replace_pairs(scores, nullptr, [&](int i, float& one, float& other) -> u32 {
@@ -601,7 +599,7 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < kTileN / 2; ++i) sums[i] = 0.f;
   }
-  // The bias of a tile, where the gradient of the one before was staged. All its terms read the same
+  // The bias of a tile comes to where the gradient of the one before was staged. All terms of a tile read the same
   // elements, whatever their lengths.
   ATTNGEN_DEVICE u32 tile_full() const { return smem + kTileFull + (warpgroup * 4 + warp) * 8; }
   ATTNGEN_DEVICE void fetch_score_tile(const Term& term, int row) const {
@@ -624,7 +622,7 @@ struct Consumer {
     }
   }
 
-  // That of the stage at hand.
+  // The term of the stage at hand.
   ATTNGEN_DEVICE Term term() const {
     const volatile Term& at = terms[ring.stage];
     return {at.batch, at.head, at.row_block, at.key_block, at.kind, at.before};
@@ -746,7 +744,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_bwd_dbias__causal_pre_scale_bias_d128_bf16__3f7f85(const __grid_constant__ attngen::Params p) {
+sm90_bwd_dbias__causal_pre_scale_bias_d128_bf16__1f011f(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

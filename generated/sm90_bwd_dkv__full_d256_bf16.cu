@@ -1,4 +1,4 @@
-// sm90_bwd_dkv__full_d256_bf16__45dd41
+// sm90_bwd_dkv__full_d256_bf16__5934d8
 // Rendered by attngen from kernels/wgmma/backward/dkv.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -221,7 +221,7 @@ ATTNGEN_DEVICE Context tile_context(const Params& p, int batch, int head) {
   return {batch, head, q_len, kv_len, p.bottom_right ? kv_len - q_len : 0};
 }
 
-// Where the block's rows lie in the workspaces: a number of blocks from their start.
+// Where a block's rows lie in the workspaces: a number of blocks from their start.
 ATTNGEN_DEVICE long long workspace_block(const Params& p, int batch, int head, int block) {
   return (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;
 }
@@ -236,7 +236,8 @@ struct Job {
 };
 static_assert(sizeof(Job) <= kJobBytes);
 
-// ---- scheduler: one thread that draws tiles and works out their blocks, and loads what a tile keeps
+// ---- scheduler: one thread that draws tiles, works out their blocks, and has what a tile keeps loaded; where a lane
+// is kept, its whole warp fills rows of gradients that belong to no sequence, meanwhile
 struct Scheduler {
   const Params& p;
   u32 smem;
@@ -270,7 +271,6 @@ struct Scheduler {
   template <class Loader>
   ATTNGEN_DEVICE void run(Loader load) const {
     u32 parity = 1;
-
     int index = blockIdx.x;
     while (index < p.tiles) {
       publish(index);
@@ -285,8 +285,8 @@ struct Scheduler {
   }
 };
 
-// One thread's way through the tiles: `visit(job)` for each, with the slot released before it, or
-// after it by the one whose progress decides when the next tile is drawn.
+// Takes one thread through the tiles by `visit(job)` for each. The slot is released before it, or after it by the thread
+// whose progress decides when the next tile is drawn.
 template <bool kReleaseLate = false, class Visitor>
 ATTNGEN_DEVICE void for_each_job(u32 smem, const volatile Job* slot, Visitor visit) {
   for (u32 parity = 0;; parity ^= 1) {
@@ -299,7 +299,7 @@ ATTNGEN_DEVICE void for_each_job(u32 smem, const volatile Job* slot, Visitor vis
   }
 }
 
-// The blocks of queries that a tile of keys visits for the query heads of its group.
+// Visits blocks of queries for the query heads of a tile's group.
 template <class Visitor>
 ATTNGEN_DEVICE void for_each_block(const Params& p, const Job& job, Visitor visit) {
   const int first_head = job.head * p.group_size;
@@ -320,10 +320,8 @@ struct KvLoader {
   u32 parity = 1;
 
   ATTNGEN_DEVICE void operator()(const Job& job) {
-
     const int row = kv_sequence(p).first_row(job.batch) + job.tile * kTileN;
     const auto batch = kv_sequence(p).batch_index(job.batch);
-
     mbarrier_wait(smem + kKEmpty, parity);
     mbarrier_arrive_expect(smem + kKFull, kQkBoxes * kKeyBoxBytes);
     KvFetch::load<kQkBoxes>(smem + kSmemK, kKeyBoxBytes, &p.map_k, smem + kKFull, row, job.head, batch, kEvictFirst);
@@ -334,7 +332,7 @@ struct KvLoader {
   }
 };
 
-// The blocks of queries, by a thread of its own.
+// Loads the blocks of queries, by a thread of its own.
 struct QueryLoader {
   const Params& p;
   u32 smem;
@@ -342,7 +340,7 @@ struct QueryLoader {
   RingPosition<kQStages> q_ring;
   RingPosition<kDoStages> do_ring;
 
-  // Queries with their LSE unless that is made here, and with D where output gradients are freed early.
+  // Loads queries with their LSE, unless consumers make it, and with D where output gradients are freed early.
   ATTNGEN_DEVICE void load_queries(int row, int head, int batch, long long at, int visit) {
     const bool made_here = visit >= 0;
     const u32 q_full = smem + kQFull + q_ring.stage * 8;
@@ -350,14 +348,12 @@ struct QueryLoader {
     mbarrier_arrive_expect(q_full, kQkBoxes * kQueryBoxBytes + (made_here ? 0 : kRowBytes));
     TmaFetch::load<kQkBoxes>(smem + kSmemQ + q_ring.stage * kQkBoxes * kQueryBoxBytes, kQueryBoxBytes, &p.map_q, q_full, row, head, batch, kEvictLast);
     if (!made_here) load_row(smem + kSmemLse + q_ring.stage * kRowBytes, p.lse_log2, at, q_full);
-
     q_ring.advance();
   }
-  // Output gradients, with their D where it is neither made here nor comes with queries.
+  // Loads output gradients, with their D where consumers do not make it and queries do not bring it.
   ATTNGEN_DEVICE void load_output_gradients(int row, int head, int batch, long long at, int visit) {
     const bool made_here = visit >= 0;
     mbarrier_wait(smem + kDoEmpty + do_ring.stage * 8, do_ring.parity ^ 1);
-
     const u32 do_full = smem + kDoFull + do_ring.stage * 8;
     mbarrier_arrive_expect(do_full, kVBoxes * kQueryBoxBytes + (made_here ? 0 : kRowBytes));
     TmaFetch::load<kVBoxes>(smem + kSmemDo + do_ring.stage * kVBoxes * kQueryBoxBytes, kQueryBoxBytes, &p.map_d_o, do_full, row, head, batch, kEvictLast);
@@ -365,21 +361,17 @@ struct QueryLoader {
     do_ring.advance();
   }
   ATTNGEN_DEVICE void load(const Job& job, int head, int block) {
-
     const int row = q_sequence(p).first_row(job.batch) + block * kTileM;
     const auto batch = q_sequence(p).batch_index(job.batch);
     const long long at = workspace_block(p, job.batch, head, block) * kTileM;
     constexpr int visit = -1;
-
     load_queries(row, head, batch, at, visit);
     load_output_gradients(row, head, batch, at, visit);
-
   }
 
   ATTNGEN_DEVICE void run() {
     await_dependency();
     for_each_job<true>(smem, slot, [&](const Job& job) {
-
       for_each_block(p, job, [&](int head, int block) { load(job, head, block); });
     });
   }
@@ -429,27 +421,23 @@ struct Consumer {
   // ---- of values: weights from scores
   // Makes a block's weights of its scores, and where these bend `slopes`, weights times derivatives.
   ATTNGEN_DEVICE void weigh(Scores& scores, const Context& ctx, const BlockRange& blocks, int key, int block) const {
-
     if (block < blocks.full_begin || block >= blocks.full_end) {
       hide_queries<kTileM>(scores, mask_list(p), ctx, key, block * kTileM + (lane & 3) * 2);
     }
-
     weigh_queries<kTileM>(scores, p.scale_log2, query_row());
   }
 
   ATTNGEN_DEVICE void hand_over(Packed& packed, const Scores& scores) {
-
     pack_pairs<Element, kTileM / 2>(packed, scores);
     mbarrier_wait(smem + kWeightsEmpty + weights_ring.stage * 8, weights_ring.parity ^ 1);
 #pragma unroll
     for (int i = 0; i < kTileM / 16; ++i) store_shared_x4(weights() + i * 2048, packed + 4 * i);
     mbarrier_arrive(smem + kWeightsFull + weights_ring.stage * 8);
     weights_ring.advance();
-
   }
 
   // ---- of keys: gradients of scores
-  // dS^T, from dP^T, D and the weights.
+  // Makes dS^T of dP^T, D and the weights.
   ATTNGEN_DEVICE void differentiate(Scores& gradients) {
     float2 means[kTileM / 8];
 #pragma unroll
@@ -483,7 +471,6 @@ struct Consumer {
     } else {
       wgmma_commit();  // a group of none, so that the scores' is always the last but one
     }
-
     wgmma_wait<1>();
     settle(scores);
     if (of_values) {
@@ -496,7 +483,6 @@ struct Consumer {
     if (!first) release_gradient_rows();
     if (of_values) {
       hand_over(packed, scores);
-
     } else {
       pack_pairs<Element, kTileM / 2>(packed, scores);
     }
@@ -516,7 +502,6 @@ struct Consumer {
     named_barrier_sync(kWarpgroupBarrier + !of_values, 128);
     if (warp == 0 && lane == 0) {
       const auto* map = of_values ? &p.map_dv : &p.map_dk;
-
       const int row = kv_sequence(p).first_row(job.batch) + job.tile * kTileN;
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) {
@@ -537,14 +522,11 @@ struct Consumer {
     Gradient sums;
     Scores scores;
     Packed packed;
-
 #pragma unroll
     for (int i = 0; i < GradientMma::kN / 2; ++i) sums[i] = 0.f;
     mbarrier_wait(smem + (of_values ? kKFull : kVFull), parity);
-
     const int steps = (job.block_end - job.block_begin) * p.group_size;
     if (steps > 0) {
-
       int block = job.block_begin;
       if (kPeelFirst) visit(true, sums, scores, packed, ctx, blocks, job, key, block);
 #pragma unroll 1
@@ -570,7 +552,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_bwd_dkv__full_d256_bf16__45dd41(const __grid_constant__ attngen::Params p) {
+sm90_bwd_dkv__full_d256_bf16__5934d8(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);
@@ -597,14 +579,12 @@ sm90_bwd_dkv__full_d256_bf16__45dd41(const __grid_constant__ attngen::Params p) 
     mbarrier_init(smem + kJobEmpty, 256 + 1);  // consumer threads, loader
     mbarrier_init_fence();
   }
-
   __syncthreads();
   const int warp = threadIdx.x % 128 / 32;
   const int lane = threadIdx.x % 32;
   if (role == 0) {
     release_registers<kProducerRegisters>();
     if (threadIdx.x == 0) Scheduler{p, smem, slot}.run(KvLoader{p, smem});
-
     if (threadIdx.x == 32) QueryLoader{p, smem, slot}.run();
   } else {
     take_registers<kConsumerRegisters>();

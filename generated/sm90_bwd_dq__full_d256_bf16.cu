@@ -1,4 +1,4 @@
-// sm90_bwd_dq__full_d256_bf16__445c19
+// sm90_bwd_dq__full_d256_bf16__7e519e
 // Rendered by attngen from kernels/wgmma/backward/dq.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -206,7 +206,7 @@ ATTNGEN_DEVICE Context tile_context(const Params& p, int batch, int head) {
   return {batch, head, q_len, kv_len, p.bottom_right ? kv_len - q_len : 0};
 }
 
-// Where the block's rows lie in the workspaces: a number of blocks from their start.
+// Where a block's rows lie in the workspaces: a number of blocks from their start.
 ATTNGEN_DEVICE long long workspace_block(const Params& p, int batch, int head, int block) {
   return (static_cast<long long>(batch) * p.heads_q + head) * p.q_blocks + block;
 }
@@ -221,7 +221,8 @@ struct Job {
 };
 static_assert(sizeof(Job) <= kJobBytes);
 
-// ---- scheduler: one thread that draws tiles and works out their blocks, and loads what a tile keeps
+// ---- scheduler: one thread that draws tiles, works out their blocks, and has what a tile keeps loaded; where a lane
+// is kept, its whole warp fills rows of gradients that belong to no sequence, meanwhile
 struct Scheduler {
   const Params& p;
   u32 smem;
@@ -255,7 +256,6 @@ struct Scheduler {
   template <class Loader>
   ATTNGEN_DEVICE void run(Loader load) const {
     u32 parity = 1;
-
     int index = blockIdx.x;
     while (index < p.tiles) {
       publish(index);
@@ -270,8 +270,8 @@ struct Scheduler {
   }
 };
 
-// One thread's way through the tiles: `visit(job)` for each, with the slot released before it, or
-// after it by the one whose progress decides when the next tile is drawn.
+// Takes one thread through the tiles by `visit(job)` for each. The slot is released before it, or after it by the thread
+// whose progress decides when the next tile is drawn.
 template <bool kReleaseLate = false, class Visitor>
 ATTNGEN_DEVICE void for_each_job(u32 smem, const volatile Job* slot, Visitor visit) {
   for (u32 parity = 0;; parity ^= 1) {
@@ -291,7 +291,6 @@ struct QueryLoader {
   u32 parity = 1;
 
   ATTNGEN_DEVICE void operator()(const Job& job) {
-
     const int row = q_sequence(p).first_row(job.batch) + job.tile * kTileM;
     const auto batch = q_sequence(p).batch_index(job.batch);
     mbarrier_wait(smem + kQEmpty, parity);
@@ -313,7 +312,6 @@ struct BlockLoader {
   ATTNGEN_DEVICE void run() const {
     RingPosition<kStages> ring;
     for_each_job(smem, slot, [&](const Job& job) {
-
       const int first_row = kv_sequence(p).first_row(job.batch);
       const auto index = kv_sequence(p).batch_index(job.batch);
 #pragma unroll 1
@@ -369,9 +367,8 @@ struct Consumer {
     return rows;
   }
 
-  // dS, from S and from dP - D.
+  // Makes dS of S and of dP - D.
   ATTNGEN_DEVICE void differentiate(Scores& scores, Scores& gradients, const Rows& rows, const Context& ctx, const BlockRange& blocks, int row, int block) const {
-
     if (block < blocks.full_begin || block >= blocks.full_end) {
       const MaskList masks = mask_list(p);
       const int column = block * kTileN + (lane & 3) * 2;
@@ -381,10 +378,8 @@ struct Consumer {
         hide_outside<kTileN>(scores, half, MaskList::kBoundsLeft ? range.lo - column : 0, range.hi - column);
       }
     }
-
 #pragma unroll
     for (int i = 0; i < kTileN / 2; ++i) scores[i] = exp2_approx(scores[i] * p.scale_log2 - rows.lse[fragment_row(i)]);
-
     wgmma_wait<0>();
     settle(gradients);
 #pragma unroll
@@ -395,7 +390,6 @@ struct Consumer {
   ATTNGEN_DEVICE void await_block(Scores& gradients, const Rows& rows) const {
     mbarrier_wait(smem + kKFull + k_ring.stage * 8, k_ring.parity);
     mbarrier_wait(smem + kVFull + v_ring.stage * 8, v_ring.parity);
-
 #pragma unroll
     for (int i = 0; i < kTileN / 2; ++i) gradients[i] = rows.start[fragment_row(i)];
     await_turn();
@@ -421,7 +415,6 @@ struct Consumer {
     fence_async_shared();
     named_barrier_sync(kWarpgroupBarrier + warpgroup, 128);
     if (warp == 0 && lane == 0) {
-
       const int row = q_sequence(p).first_row(job.batch) + job.tile * kTileM + warpgroup * 64;
 #pragma unroll
       for (int box = 0; box < kQkBoxes; ++box) {
@@ -439,16 +432,13 @@ struct Consumer {
     const int row = first + warp * 16 + lane / 4;
     const BlockRange blocks = kv_block_range<kTileN>(mask_list(p), ctx, first, max_of(min_of(first + 64, ctx.q_len) - 1, first));
     const Rows rows = load_rows(job, ctx, row);
-
     float dq[kHeadDimQk / 2];
     Scores scores;
     Scores gradients;
     u32 packed[kTileN / 4];
 #pragma unroll
     for (int i = 0; i < kHeadDimQk / 2; ++i) dq[i] = 0.f;
-
     mbarrier_wait(smem + kQFull, parity);
-
     // dQ is one block behind, and first in a turn, so that its keys' buffer is free soon. Branches, not
     // products before and behind the loop: code that stands once compiles in two thirds of the time.
 #pragma unroll 1
@@ -462,11 +452,9 @@ struct Consumer {
       if (block > job.block_begin) release_keys();
       settle(scores);
       k_ring.advance();
-
       differentiate(scores, gradients, rows, ctx, blocks, row, block);
       release_values();
       pack_pairs<Element, kTileN / 2>(packed, gradients);
-
     }
     wgmma_wait<0>();
     if (job.block_begin < job.block_end) release_keys();
@@ -487,7 +475,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_bwd_dq__full_d256_bf16__445c19(const __grid_constant__ attngen::Params p) {
+sm90_bwd_dq__full_d256_bf16__7e519e(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);
@@ -508,12 +496,10 @@ sm90_bwd_dq__full_d256_bf16__445c19(const __grid_constant__ attngen::Params p) {
     mbarrier_init(smem + kJobEmpty, kConsumers * 128 + 2);  // consumer threads, loaders
     mbarrier_init_fence();
   }
-
   __syncthreads();
   if (role == 0) {
     release_registers<kProducerRegisters>();
     if (threadIdx.x == 0) Scheduler{p, smem, slot}.run(QueryLoader{p, smem});
-
     if (threadIdx.x == 64) KLoader{p, &p.map_k, smem, slot}.run();
     if (threadIdx.x == 96) VLoader{p, &p.map_v, smem, slot}.run();
   } else {
