@@ -69,7 +69,7 @@ struct MaskList {
   }
 };
 
-// What happens to a score before the softmax, in order.
+// A kernel's scores, in the order in which they apply before the softmax.
 struct ScaledScoreList {
   PreScaleBias pre_scale_bias;
   float unit;

@@ -138,7 +138,7 @@ struct MaskList {
   }
 };
 
-// What happens to a score before the softmax, in order.
+// A kernel's scores, in the order in which they apply before the softmax.
 struct ScoreList {
   PreScaleBias pre_scale_bias;
 
@@ -152,7 +152,7 @@ struct ScoreList {
   }
 };
 
-// What happens to a score before the softmax, in order.
+// A kernel's scores, in the order in which they apply before the softmax.
 struct ScaledScoreList {
   PreScaleBias pre_scale_bias;
   float unit;

@@ -215,7 +215,7 @@ struct MaskList {
   }
 };
 
-// What happens to a score before the softmax, in order.
+// A kernel's scores, in the order in which they apply before the softmax.
 struct ScoreList {
   PreScaleBias pre_scale_bias;
 
@@ -229,7 +229,7 @@ struct ScoreList {
   }
 };
 
-// What happens to a score before the softmax, in order.
+// A kernel's scores, in the order in which they apply before the softmax.
 struct ScaledScoreList {
   PreScaleBias pre_scale_bias;
   float unit;

@@ -46,7 +46,7 @@ constexpr u32 kVEmpty = kVFull + 8 * kStages;
 // Stages in use: all where each CTA has an SM to itself.
 ATTNGEN_DEVICE u32 used_stages() { return gridDim.x * gridDim.y > multiprocessors() ? 2 : kStages; }
 
-// Whether SMs have two CTAs or one, and neither but a few.
+// Whether many SMs have two CTAs, and many one.
 ATTNGEN_DEVICE bool shared_unevenly() {
   const u32 ctas = gridDim.x * gridDim.y;
   return ctas * 8 > multiprocessors() * 9 && ctas * 8 < multiprocessors() * 15;
@@ -296,7 +296,7 @@ static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by t
 static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
 static_assert(sizeof(Params) == 640, "packed by the host");
 
-// Where boxes and groups of rows of a block lie, as a product finds them.
+// Places of a block's boxes and groups of rows, as a product finds them.
 using KBlocks = PagedBlocks<kTileN, kHeadDimQk, KvFetch>;
 using VBlocks = PagedBlocks<kTileN, kHeadDimV, KvFetch>;
 constexpr u32 kKBoxBytes = KBlocks::kBoxBytes, kKGroupBytes = KBlocks::kGroupBytes;
@@ -308,7 +308,7 @@ ATTNGEN_DEVICE MaskList mask_list(const Params& p) {
 ATTNGEN_DEVICE QSequence q_sequence(const Params& p) { return PackedSequence{p.q_len, p.q_seqlens, p.q_offsets, p.q_longest}; }
 ATTNGEN_DEVICE KvSequence kv_sequence(const Params& p) { return UsedSequence{p.kv_len, p.kv_lengths, p.kv_least}; }
 
-// What a CTA does: rows of one key/value head of one sequence, and blocks of keys.
+// A CTA's job: rows of one key/value head of one sequence, and blocks of keys.
 struct Job {
   int batch;
   int kv_head;
@@ -395,7 +395,7 @@ struct Consumer {
   int lane;
 
   ATTNGEN_DEVICE int first_column() const { return kConsumers > 1 ? warp / 4 * kColumns : 0; }
-  // Where row `row` of the tile lies: its query, and its head.
+  // The query and the head of row `row` of the tile.
   ATTNGEN_DEVICE int query(int row) const { return (job.first_row + row) / p.group_size; }
   ATTNGEN_DEVICE int head(int row) const { return job.kv_head * p.group_size + (job.first_row + row) % p.group_size; }
 
@@ -463,8 +463,8 @@ struct Consumer {
     // The thread's two rows, divided out while nothing has come yet.
     const int queries[2] = {forget(query(row)), forget(query(row + 8))};
     const int heads[2] = {forget(head(row)), forget(head(row + 8))};
-    // Of the warp's 16: a thread's second row is of no query where a group has 8 heads and each one
-    // query, and the softmax of no row waits for that of another.
+    // Rows of the warp's 16 that queries have. A thread's second row is of no query where a group has
+    // 8 heads and each one query; no row's softmax waits for another's.
     const int rows = job.q_len * p.group_size - job.first_row - warp % 4 * 16;
     const auto keep_range = [&](int half) { return masks.row_range(ctx, queries[half]); };
     RingPosition<kStages> ring;

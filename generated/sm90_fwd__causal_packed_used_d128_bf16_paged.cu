@@ -381,8 +381,8 @@ ATTNGEN_DEVICE int query_heads_together(const Params& p, int length) {
   return min_of(max_of(groups, 1) * p.group_size, p.heads_q);
 }
 
-// By a whole warp, where no kernel before this one has written a schedule: that of few sequences, a
-// lane each, in shared memory.
+// Writes the schedule of few sequences to shared memory, where no kernel before this one has written
+// one: by a whole warp, a lane a sequence.
 ATTNGEN_DEVICE void order_few(const Params& p, unsigned char* shared, int lane) {
   if (p.q_schedule) return;
   void* schedule = shared + kSmemOrder;

@@ -13,14 +13,14 @@ namespace attngen {
 // A weight of less than 2^-kFaintLog2 of another of its row counts as none: as many as there may be
 // leave no trace in a float32 sum.
 constexpr float kFaintLog2 = 64.f;
-// Of weights relative to a maximum that is not the row's: float16 holds them.
+// Largest weight relative to a maximum that is not the row's: float16 holds it.
 constexpr float kLargestWeight = 0x1p14f;
 
 // Up to this magnitude of a row's maximum in log2 units, a multiply-add gives weights that are
 // off by 2^-14. Of larger ones the difference of score and maximum comes first, which is exact.
 constexpr float kFineLog2 = 1024.f;
 
-// Of a part of a thread's weights, up to which it holds none that e4m3 does not.
+// Sum of a part of a thread's weights, up to which e4m3 holds each of them.
 constexpr float kLargestTrusted = 448.f;
 
 // room: log2 of how far a block may outgrow a row's maximum before this is raised; -inf where one
@@ -132,7 +132,7 @@ struct BlockSoftmax {
     return grew;
   }
 
-  // The same of rows that are held: sums change with the maxima, and `rescale` is set only then.
+  // Raises rows that are held: sums change with the maxima, and `rescale` is set only then.
   ATTNGEN_DEVICE bool raise_rarely(float (&scores)[kN / 2], HeldRows& state, float slack,
                                    float (&rescale)[2]) {
     bool grew = outgrow(state);
@@ -266,7 +266,8 @@ struct BlockSoftmax {
   ATTNGEN_DEVICE void find_offset(const RowState& state, int half) {
     offset[half] = __fmaf_ru(from_line(half, finite(state.row_max[half])), scale_log2, -shift);
   }
-  // Of the thread's elements; whole groups of 16 columns, of which it packs two registers.
+  // The first of the thread's elements in a part: whole groups of 16 columns, of which it packs two
+  // registers.
   ATTNGEN_HD static constexpr int part_begin(int parts, int part) {
     return kN / 16 * part / parts * 8;
   }
