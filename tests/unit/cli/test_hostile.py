@@ -83,6 +83,7 @@ def run_safely(*words: object, codes: tuple[int, ...] = (1, 2), **environment: s
     return result.output
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("value", VALUES)
 def test_fields_of_spec_files_hold_anything(value: str) -> None:
     for field in FIELDS:
@@ -183,6 +184,7 @@ def test_command_that_is_not_there_cannot_be_traced() -> None:
         run_safely("trace", "--", *words, codes=(1,))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["forward", "backward", "decode"])
 def test_reports_hold_anything(name: str) -> None:
     """A report in which one value at a time is another, or gone."""

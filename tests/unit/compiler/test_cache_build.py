@@ -196,6 +196,7 @@ print(json.dumps([each.from_cache for each in built]))
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("when", ["before the first build", "later"])
 @pytest.mark.parametrize(

@@ -108,6 +108,7 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("keys", [KEYS[:1], KEYS])
 def test_32_processes_on_a_cold_cache_compile_each_key_once(keys: str, tmp_path: Path) -> None:
@@ -168,6 +169,7 @@ def test_threads_on_different_keys_compile_at_the_same_time(tmp_path: Path) -> N
     assert len(cache.entries()) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_writer_killed_at_any_line_leaves_whole_entries_or_none(tmp_path: Path) -> None:
     process = start_python(KILLER, tmp_path / "cache")

@@ -91,6 +91,7 @@ def altered(source: Source, pattern: str, replacement: str) -> Source:
     return replace(source, text=text)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES)
 def test_kernel_has_no_spills_and_the_instructions_that_make_it_fast(case: str, built) -> None:
     source, binary, cubin = built(case)
@@ -104,6 +105,7 @@ def test_kernel_has_no_spills_and_the_instructions_that_make_it_fast(case: str, 
     assert (found["UTMASTG"] > 0) == ("map_o" in {field.name for field in source.kernel.fields})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alibi", [False, True], ids=("softcap", "softcap and ALiBi"))
 def test_warps_that_bend_scores_in_ways_of_their_own_await_products_together(
     alibi, make_problem

@@ -16,6 +16,7 @@ from tools import sweep
 SPECS = sorted((ROOT / "examples" / "specs").glob("*.toml"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_curated_every_kernel_is_a_fast_one(tmp_path: Path) -> None:
     jobs, refused = batch.jobs_of([spec for path in SPECS for spec in load_specs(path)], None)

@@ -89,6 +89,7 @@ def check_tile(chosen: Plan) -> None:
     assert chosen.arch == ARCH and chosen.family == "sm90_fwd"
 
 
+@pytest.mark.sampled(1)
 @EACH_CASE
 def test_candidates_every_head_dim_pair_has_plans_that_fit(masks, dtype, out, make_problem) -> None:
     for head_dim, head_dim_v in itertools.product(DIMS, DIMS):

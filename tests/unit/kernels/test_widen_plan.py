@@ -65,6 +65,7 @@ def test_decode_plans_of_every_pair_of_head_dims_fit(layout):
         assert combine.family == "combine" and read_plan(to_data(plan)) == plan
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "fields",
     [

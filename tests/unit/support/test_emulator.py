@@ -142,6 +142,7 @@ def agree(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     return bool(((found - wanted).abs() < 0.02).all())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("timing", device.TIMINGS)
 def test_sound_kernel_is_right_at_any_time(timing, folder):
     with device.emulated(device.Emulator(folder, timing)):
@@ -149,6 +150,7 @@ def test_sound_kernel_is_right_at_any_time(timing, folder):
             assert agree(*call(seed))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_found(name, folder, monkeypatch):
     before, after, timing, found_as = FAULTS[name]
@@ -262,6 +264,7 @@ WAITS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "timing"),
     [*((None, timing) for timing in device.TIMINGS), *((name, "late") for name in WAITS)],
