@@ -72,7 +72,7 @@ def render(problem: Problem, plan: AnyPlan, features: Features, root: Path) -> S
 def view_of(
     problem: Problem, plan: AnyPlan, features: Features, root: Path
 ) -> tuple[DataclassInstance, KernelEntry]:
-    """What the template of the plan's kernel reads, and how the kernel is launched."""
+    """The values of the template of the plan's kernel, and how the kernel is launched."""
     roles = ROW_SUMS_ROLES if isinstance(plan, RowSumsPlan) else ROLES
     uses = {role: use for role, use in uses_of(problem, features).items() if role in roles}
     view: DataclassInstance
@@ -182,8 +182,8 @@ def _row_sums(problem: Problem, plan: RowSumsPlan, operands: Names) -> KernelEnt
 
 
 def _lengths(problem: Problem, operands: Names, masked: bool = False) -> Names:
-    """What the kernels around the main ones know of sequences, where they are `masked` of keys,
-    too, and of the grid of blocks."""
+    """Parameters by which kernels around the main ones know sequences, those of keys if `masked`,
+    and the grid of blocks."""
     known = operands if problem.varlen or masked else typed("i32", "q_len")
     known = [*known, *typed("i32", "sequences")] if problem.varlen else known
     return [*known, *typed("i32", "heads_q", "q_blocks")]
@@ -191,52 +191,17 @@ def _lengths(problem: Problem, operands: Names, masked: bool = False) -> Names:
 
 def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
     of_queries = plan.family == OF_QUERIES
-    maps = _tensor_maps(problem, plan)
-    workspace: tuple[Workspace, ...] = ("lse_log2", "d")
-    workspace += ("dq_acc",) if plan.dq_floats else ()
-    workspace += ("tile_counter",)
-    workspace += ("turns",) if plan.dq_floats else ()
-    if problem.varlen:
-        workspace += ("q_schedule",) if of_queries else ("kv_schedule",)
     mask: tuple[Workspace, ...] = ()
     if problem.attn_mask:
         mask = ("mask_rows",) if of_queries else ("mask_columns",)
-    names = _tensor_names(problem, plan)
-    if problem.bias and plan.fused:
-        names += typed("tensor_map", "map_bias")
-        maps += tuple(replace(x, box_rows=plan.tile.m) for x in bias_maps(problem))
-    if plan.adds_bias:
-        names += typed("tensor_map", "map_dbias")
-        maps += (recipe("dbias", problem.dtype_q, plan.tile.m),)
-        workspace += ("dbias_turns",)
-    workspace += ("dkv_acc",) if plan.splits_heads else ()
-    workspace += ("row_sums",) if problem.bias else ()
-    names += typed("ptr", *workspace)
-    if plan.makes_d:
-        names += typed("ptr", "lse", "dlse")
-    elif problem.bias:
-        names += typed("ptr", "lse")
-    names += [("rng_state", "ptr")] if problem.dropout else []
-    for name in mask:
-        names += mask_names(name)
-    integers = [*INTEGERS]
-    # Neighbours are loaded together, so that their order shapes the code: that which was measured.
-    place = 1 if plan.fused else len(integers)
-    integers.insert(place, "q_tiles" if of_queries else "kv_blocks")
-    names += typed("i32", *integers)
-    names += typed("i32", "dbias_terms") if plan.adds_bias else []
-    names += typed("i32", "key_group") if plan.splits_heads else []
-    names += typed("f32", "scale", "scale_log2")
-    if problem.dropout:
-        names += [*DROP_THRESHOLD, ("keep_scale", "f32")]
-    names += _filled(problem, plan, names) if problem.varlen else []
+    workspace = _main_workspace(problem, plan)
     return describe(
         problem,
         plan,
-        [*names, *operands],
+        [*_main_names(problem, plan, workspace, mask), *operands],
         smem_bytes=plan.smem_bytes,
         tile_rows=plan.tile.m if of_queries else plan.tile.n,
-        tensor_maps=maps,
+        tensor_maps=_main_maps(problem, plan),
         grid="persistent_tiles",
         workspace=(*workspace, *mask),
         kv_group_bytes=plan.schedule.kv_group_bytes,
@@ -253,8 +218,63 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
     )
 
 
+def _main_workspace(problem: Problem, plan: BackwardPlan) -> tuple[Workspace, ...]:
+    """Parts of the workspace of a main kernel but a mask's bits, in the order of parameters."""
+    found: tuple[Workspace, ...] = ("lse_log2", "d")
+    found += ("dq_acc",) if plan.dq_floats else ()
+    found += ("tile_counter",)
+    found += ("turns",) if plan.dq_floats else ()
+    if problem.varlen:
+        found += ("q_schedule",) if plan.family == OF_QUERIES else ("kv_schedule",)
+    found += ("dbias_turns",) if plan.adds_bias else ()
+    found += ("dkv_acc",) if plan.splits_heads else ()
+    found += ("row_sums",) if problem.bias else ()
+    return found
+
+
+def _main_maps(problem: Problem, plan: BackwardPlan) -> tuple[TensorMapRecipe, ...]:
+    """Tensor maps of a main kernel: the bias comes, and its gradient leaves, in blocks' rows."""
+    found = _tensor_maps(problem, plan)
+    if problem.bias and plan.fused:
+        found += tuple(replace(x, box_rows=plan.tile.m) for x in bias_maps(problem))
+    if plan.adds_bias:
+        found += (recipe("dbias", problem.dtype_q, plan.tile.m),)
+    return found
+
+
+def _main_names(
+    problem: Problem,
+    plan: BackwardPlan,
+    workspace: tuple[Workspace, ...],
+    mask: tuple[Workspace, ...],
+) -> Names:
+    """The parameters of a main kernel but those that fragments read."""
+    names = _tensor_names(problem, plan)
+    names += typed("tensor_map", "map_bias") if problem.bias and plan.fused else []
+    names += typed("tensor_map", "map_dbias") if plan.adds_bias else []
+    names += typed("ptr", *workspace)
+    if plan.makes_d:
+        names += typed("ptr", "lse", "dlse")
+    elif problem.bias:
+        names += typed("ptr", "lse")
+    names += [("rng_state", "ptr")] if problem.dropout else []
+    for name in mask:
+        names += mask_names(name)
+    integers = [*INTEGERS]
+    # Neighbours are loaded together, so that their order shapes the code: that which was measured.
+    place = 1 if plan.fused else len(integers)
+    integers.insert(place, "q_tiles" if plan.family == OF_QUERIES else "kv_blocks")
+    names += typed("i32", *integers)
+    names += typed("i32", "dbias_terms") if plan.adds_bias else []
+    names += typed("i32", "key_group") if plan.splits_heads else []
+    names += typed("f32", "scale", "scale_log2")
+    if problem.dropout:
+        names += [*DROP_THRESHOLD, ("keep_scale", "f32")]
+    return [*names, *(_filled(problem, plan, names) if problem.varlen else [])]
+
+
 def _filled(problem: Problem, plan: BackwardPlan, names: Names) -> Names:
-    """What a main kernel knows beside these of gradients, whose rows it fills that belong to no
+    """Parameters, beside these, of gradients whose rows a main kernel fills that belong to no
     sequence: those that it makes, and dQ, which another one may convert."""
     sides = {"dq": problem.q_seq, "dk": problem.kv_seq, "dv": problem.kv_seq}
     made = {*(("dq",) if plan.fused else ()), *_gradients(plan)}
@@ -298,13 +318,13 @@ GRADIENTS = {OF_QUERIES: ("dq",), **dict.fromkeys((*FUSED, OF_KEYS), ("dk", "dv"
 
 
 def _gradients(plan: BackwardPlan | BiasGradientPlan) -> tuple[str, ...]:
-    """Those that the kernel makes, whole."""
+    """The gradients that the kernel makes, whole."""
     made = GRADIENTS.get(plan.family, ())
     return ("dq", *made) if isinstance(plan, BackwardPlan) and plan.completes else made
 
 
 def _outputs(plan: BackwardPlan | BiasGradientPlan) -> tuple[str, ...]:
-    """Those of the forward that the kernel reads."""
+    """Outputs of the forward that the kernel reads."""
     return ("o",) if isinstance(plan, BackwardPlan) and plan.makes_d else ()
 
 

@@ -1,4 +1,4 @@
-"""View, backward: what the templates of the kernels read that make dQ, dK and dV."""
+"""View, backward: values of the templates of the kernels that make dQ, dK and dV."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DqArrivals:
 
 @dataclass(frozen=True, kw_only=True)
 class DqView(MainView):
-    """What dq.cu.j2 reads. Strings are C++.
+    """Values of dq.cu.j2. Strings are C++.
 
     k_stages, v_stages: buffers for blocks of keys and of values. gaps: gradients of which rows of
     no sequence are filled. dq_steps: of the product that adds a block to dQ. dq: the gradient.
@@ -69,7 +69,7 @@ class KeptOperand:
 
 @dataclass(frozen=True, kw_only=True)
 class KeyTilesView(MainView):
-    """What templates of kernels read whose CTAs own tiles of keys. Strings are C++.
+    """Values of templates of kernels whose CTAs own tiles of keys. Strings are C++.
 
     gaps: gradients of which rows of no sequence are filled. kept: operands of a tile, in the order
     in which they are loaded. makes_d: whether consumers make D and LSE of a tile's first blocks.
@@ -109,7 +109,7 @@ class DkvArrivals:
 
 @dataclass(frozen=True, kw_only=True)
 class DkvView(KeyTilesView):
-    """What dkv.cu.j2 reads. Strings are C++.
+    """Values of dkv.cu.j2. Strings are C++.
 
     stages: buffers for blocks of queries, and as many for output gradients. one_consumer: whether
     one code serves both warpgroups, since head dims agree. slopes_type: of the slopes that are
@@ -130,7 +130,7 @@ class DkvView(KeyTilesView):
 def dq_view(
     problem: Problem, plan: BackwardPlan, kernel: KernelEntry, uses: Uses, root: Path
 ) -> DqView:
-    """What dq.cu.j2 reads. uses: fragments of the backward. root: the templates' directory."""
+    """Decide what dq.cu.j2 renders. uses: its fragments by role."""
     return DqView(
         **main_fields(problem, plan, kernel, uses, root),
         headers=main_headers(problem),
@@ -180,7 +180,7 @@ def own_dv(plan: BackwardPlan) -> bool:
 def dkv_view(
     problem: Problem, plan: BackwardPlan, kernel: KernelEntry, uses: Uses, root: Path
 ) -> DkvView:
-    """What dkv.cu.j2 reads. uses: fragments of the backward. root: the templates' directory."""
+    """Decide what dkv.cu.j2 renders. uses: its fragments by role."""
     fields = main_fields(problem, plan, kernel, uses, root)
     bend = fields["scores"].bend
     follows_heads = problem.dropout or problem.attn_mask

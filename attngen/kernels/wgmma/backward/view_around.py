@@ -34,7 +34,7 @@ FEW_REGISTERS_HEAD_DIM = 192
 
 @dataclass(frozen=True, kw_only=True)
 class BlockView:
-    """What the template of a kernel reads whose CTAs have a block of queries each, or a part.
+    """Values of templates of kernels whose CTAs have a block of queries each, or a part.
 
     Strings are C++ in this module's views. headers: the lines that include them. structs: those of
     the fragments in use. element: the struct of operands'
@@ -59,7 +59,7 @@ class BlockView:
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareView(BlockView):
-    """What prepare.cu.j2 reads: D and LSE before the main kernels.
+    """Values of prepare.cu.j2: D and LSE before the main kernels.
 
     q_len: queries of the sequence; tensor_row: the tensor's row of position `row`. keys, masks:
     None where no dQ is zeroed. zeros: whether dQ of blocks that no tile visits is zeroed.
@@ -83,7 +83,7 @@ class PrepareView(BlockView):
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertView(BlockView):
-    """What convert.cu.j2 reads: dQ, and maybe dK and dV, from their float32 sums.
+    """Values of convert.cu.j2: dQ, and maybe dK and dV, from their float32 sums.
 
     q_len: queries of the sequence; tensor_row: the tensor's row of position `row`. block_parts:
     warpgroups that left a part each of a block's dQ, of `dq_columns` columns. splits_rows: whether
@@ -107,7 +107,7 @@ class ConvertView(BlockView):
 
 @dataclass(frozen=True, kw_only=True)
 class RowSumsView(BlockView):
-    """What row_sums.cu.j2 reads: sums of rows whose LSE shows none.
+    """Values of row_sums.cu.j2: sums of rows whose LSE shows none.
 
     kv_alias: the fragment that says which blocks of keys rows see. attn_mask: whether a mask's bits
     hide keys.
@@ -123,8 +123,8 @@ class RowSumsView(BlockView):
 def prepare_view(
     problem: Problem, plan: PreparePlan, kernel: KernelEntry, uses: Uses, root: Path
 ) -> PrepareView:
-    """What prepare.cu.j2 reads. uses: fragments of the queries' sequence, and where dQ is zeroed
-    of masks and of the keys' sequence. root: the templates' directory."""
+    """Decide what prepare.cu.j2 renders. uses: fragments of the queries' sequence, and where dQ is
+    zeroed of masks and of the keys' sequence. root: the templates' directory."""
     few_registers = problem.varlen and problem.head_dim_v <= FEW_REGISTERS_HEAD_DIM
     return PrepareView(
         kernel=kernel_view(kernel, template_of(plan)),
@@ -161,7 +161,7 @@ def convert_view(
     keys: SequenceView,
     root: Path,
 ) -> ConvertView:
-    """What convert.cu.j2 reads. uses: fragments of the sequences that it reads. root: the
+    """Decide what convert.cu.j2 renders. uses: fragments of the sequences that it reads. root: the
     templates' directory."""
     return ConvertView(
         kernel=kernel_view(kernel, template_of(plan)),
@@ -194,8 +194,8 @@ def convert_view(
 def row_sums_view(
     problem: Problem, plan: RowSumsPlan, kernel: KernelEntry, uses: Uses, root: Path
 ) -> RowSumsView:
-    """What row_sums.cu.j2 reads. uses: fragments of the backward, and of the walk over blocks of
-    keys. root: the templates' directory."""
+    """Decide what row_sums.cu.j2 renders. uses: fragments of the backward, and of the walk over
+    blocks of keys. root: the templates' directory."""
     masks = uses["mask"]
     return RowSumsView(
         kernel=kernel_view(kernel, template_of(plan)),

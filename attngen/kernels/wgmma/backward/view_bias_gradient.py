@@ -1,4 +1,4 @@
-"""View, backward: what the template of the kernel reads that makes the gradient of a bias."""
+"""View, backward: values of the template of the kernel that makes the gradient of a bias."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COPYING_ARRIVALS = 65  # two copies by a warp, and what its first lane announces
 
 @dataclass(frozen=True, kw_only=True)
 class BiasGradientView(MainView):
-    """What dbias.cu.j2 reads. Strings are C++.
+    """Values of dbias.cu.j2. Strings are C++.
 
     stages: buffers for queries with keys, and for output gradients with values, in turn.
     stage_arrivals: arrivals at the barrier of a stage, beside bytes. sloped: whether weights are
@@ -34,7 +34,7 @@ class BiasGradientView(MainView):
 def bias_gradient_view(
     problem: Problem, plan: BiasGradientPlan, kernel: KernelEntry, uses: Uses, root: Path
 ) -> BiasGradientView:
-    """What dbias.cu.j2 reads. uses: fragments of the backward. root: the templates' directory."""
+    """Decide what dbias.cu.j2 renders. uses: its fragments by role."""
     fields = main_fields(problem, plan, kernel, uses, root)
     before_scale = "pre_scale_bias" in problem.scores
     scale = "p.scale" if before_scale else "1.f"

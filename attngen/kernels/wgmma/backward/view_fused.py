@@ -1,4 +1,4 @@
-"""View, backward: what the template of the kernel reads that makes all three gradients."""
+"""View, backward: values of the template of the kernel that makes all three gradients."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class FusedArrivals:
 
 @dataclass(frozen=True, kw_only=True)
 class FusedView(KeyTilesView):
-    """What fused.cu.j2 reads. Strings are C++.
+    """Values of fused.cu.j2. Strings are C++.
 
     q_stages, do_stages, ds_stages: buffers for blocks of queries, output gradients and dS.
     splits_rows: whether consumers divide dQ's rows, else its columns. one_sum: whether dK and dV
@@ -94,7 +94,7 @@ class FusedView(KeyTilesView):
 def fused_view(
     problem: Problem, plan: BackwardPlan, kernel: KernelEntry, uses: Uses, root: Path
 ) -> FusedView:
-    """What fused.cu.j2 reads. uses: fragments of the backward. root: the templates' directory."""
+    """Decide what fused.cu.j2 renders. uses: its fragments by role."""
     fields = main_fields(problem, plan, kernel, uses, root)
     rows = (AwaitedRows("kQFull", "q_ring"), AwaitedRows("kDoFull", "do_ring"))
     with_d, without_d = rows if plan.frees_early else rows[::-1]

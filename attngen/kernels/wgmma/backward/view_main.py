@@ -1,4 +1,4 @@
-"""View parts, backward: what templates of all kernels read that make gradients."""
+"""View parts, backward: values of the templates of all kernels that make gradients."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True)
 class MainView:
-    """What the template of every kernel that makes a gradient reads. Strings are C++.
+    """Values of templates of all kernels that make a gradient. Strings are C++.
 
     headers: the lines that include them. structs: those of the fragments in use. element: the
     struct of operands' elements; mma_element: their type in PTX. head_dim_qk, head_dim_v: columns.

@@ -42,7 +42,7 @@ class Alias:
 
 @dataclass(frozen=True)
 class ScoresView:
-    """What happens to scores before the softmax.
+    """Scores between their products and the softmax.
 
     list: the scores of which the kernel makes weights, in the units of products; None where there
     are none. scaled_list: the scores of rows whose LSE shows no sum, scaled; None without a bias.
