@@ -39,6 +39,7 @@ def test_first_example_runs(capsys):
     assert "out (2, 512, 8, 128)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_training_learns_alike_on_both_backends_and_writes_what_it_saw(train, tmp_path):
     pytest.importorskip("matplotlib")
     report, plot = tmp_path / "training.json", tmp_path / "training.svg"

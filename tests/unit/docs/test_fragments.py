@@ -113,6 +113,7 @@ def run(root, folder, problem, tensors, numbers):
             launch.launch(launch.prepare(loaded, extents, scalars), addresses, 0)
 
 
+@pytest.mark.slow
 def test_kernels_of_both_are_right(root, tmp_path, make_problem) -> None:
     length, prefix = 300, 170
     problem = make_problem(64, masks=("prefix",), scores=("temperature",))

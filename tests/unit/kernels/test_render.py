@@ -126,6 +126,7 @@ def templates(tmp_path: Path) -> Path:
     return copy
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_render_twice_and_in_a_fresh_process_gives_the_same_text(
     case, make_problem, render

@@ -152,7 +152,7 @@ def test_explain_says_who_chose_the_plan(problem: Problem, folder: Path) -> None
 
 
 def test_shipped_files_speak_of_plans_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    shipped = Path(tuned.__file__).resolve().parent / "arch" / "tuned"
+    shipped = Path(tuned.__file__).resolve().parent / "tuned"
     for path in shipped.glob("*.json"):
         found = tuned.read(path)
         assert path.stem == tuned.slug(found.chip)

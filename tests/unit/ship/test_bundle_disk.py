@@ -100,6 +100,7 @@ def can_mount() -> bool:
     return subprocess.run(trial, capture_output=True).returncode == 0
 
 
+@pytest.mark.slow
 def test_writer_killed_at_any_line_leaves_one_bundle_whole(tmp_path: Path) -> None:
     process = start_python(KILLER, tmp_path / "x.attn")
     out, err = process.communicate()

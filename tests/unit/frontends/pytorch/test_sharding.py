@@ -19,6 +19,7 @@ from tests.support.paths import ROOT
 RANKS = 4
 
 
+@pytest.mark.slow
 def test_calls_and_gradients_of_ranks_are_those_of_whole_tensors(tmp_path):
     command = [sys.executable, "-m", "tests.support.sharding_kit"]
     processes = [

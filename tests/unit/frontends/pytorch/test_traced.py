@@ -86,6 +86,7 @@ def dimensions(beside):
     return {0: dims["b"], 1: dims["s"]}, {0: dims["b"], 1: dims["t"]}, named
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("strict", [False, True], ids=["not strict", "strict"])
 @pytest.mark.parametrize("name", BESIDE)
 def test_exported_call_is_one_operation_that_runs_at_other_sizes(served, name, strict):
