@@ -13,6 +13,8 @@ from . import kv_cache, oracle
 from .cases import Case
 from .cases_fp8 import Fp8Case
 from .cases_hostile import SOME
+from .test_large_scores import Large
+from .test_scale_extremes import whole
 from .variants import Variant
 from .varlen import Call, Features
 
@@ -115,6 +117,64 @@ class SoftcapCase:
         q, k, v = self.variant.case.operands()
         k[:, 37::389] *= 12
         return [q, k, v]
+
+
+@dataclass(frozen=True)
+class LargeCase:
+    """A call with large numbers in its bias, and its gradients: rows whose LSE shows no sum have
+    sums of their own."""
+
+    call: Large
+    deterministic: bool = False
+
+    def __str__(self) -> str:
+        return f"large-{self.call}-{self.call.lengths[0]}" + "-deterministic" * self.deterministic
+
+    @property
+    def spec(self) -> attngen.AttentionSpec:
+        """The kernels that serve the case."""
+        return replace(self.call.spec, deterministic=self.deterministic)
+
+
+@dataclass(frozen=True)
+class LargeSplitCase:
+    """Few queries whose products are small whole numbers times 2^(2 * power), many of them equal:
+    split keys, beside which there is no bias."""
+
+    d: int
+    power: int
+    splits: int
+
+    def __str__(self) -> str:
+        return f"large-products-d{self.d}-power{self.power}-splits{self.splits}"
+
+    @property
+    def spec(self) -> attngen.AttentionSpec:
+        """The kernels that serve the case."""
+        return attngen.AttentionSpec(self.d, mask="causal", decode=True)
+
+    def operands(self) -> list[Tensor]:
+        """q, k, v: four queries and 290 keys of two sequences."""
+        q, k = (
+            whole(2, rows, heads, self.d, seed=rows).bfloat16() * 2.0**self.power
+            for rows, heads in ((4, 8), (290, 2))
+        )
+        return [q, k, oracle.randn(2, 290, 2, self.d, dtype=torch.bfloat16, seed=3)]
+
+
+@dataclass(frozen=True)
+class FoldedCase:
+    """The same call by grids whose second and third axis have two places, fewer than it wants."""
+
+    case: Call | LargeCase
+
+    def __str__(self) -> str:
+        return f"folded-{self.case}"
+
+    @property
+    def spec(self) -> attngen.AttentionSpec:
+        """The kernels that serve the case."""
+        return self.case.spec
 
 
 SMALL, SHORT = (130, 200), (1, 1)
@@ -243,5 +303,19 @@ CASES = [
             ("bshd", (0, 130), (7, 200), (140, 216), 64, 64, "padding", "pre_scale", "111s", 0.0),
         )
     ),
+    LargeCase(Large(64, "masked", lengths=(70, 100))),
+    LargeCase(Large(64, "levels", "pre_scale", lengths=(130, 70)), True),
+    LargeCase(Large(128, "masked", lengths=(130, 130), more={"mask": "causal"})),
+    LargeCase(Large(128, "bits", "pre_scale", lengths=(70, 200)), True),
+    LargeCase(Large(128, "levels", lengths=(3, 200))),  # few queries beside a bias leave keys whole
+    LargeCase(Large(256, "masked", lengths=(70, 100))),
+    LargeCase(Large(64, "offsets", lengths=(130, 100), packed=True), True),
+    LargeCase(Large(128, "masked", lengths=(100, 130), packed=True, more={"mask": "causal"})),
+    LargeCase(Large(256, "levels", "pre_scale", lengths=(70, 100), packed=True)),
+    LargeSplitCase(128, 12, 3),
+    LargeSplitCase(64, 24, 1),
+    FoldedCase(Call("thd", (70, 130, 0, 33), d=128, mask="causal", heads=(4, 2), gaps=True)),
+    FoldedCase(Call("bshd", (130,) * 3, (90,) * 3, d=256, heads=(3, 1))),
+    FoldedCase(LargeCase(Large(64, "masked", lengths=(70, 100), heads=(3, 2, 1)))),
     *SOME,
 ]  # fmt: skip

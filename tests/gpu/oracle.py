@@ -149,6 +149,21 @@ def narrow_windows(wanted: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def folded_grids() -> Iterator[None]:
+    """Axes of grids but the first have two places: CTAs of backwards that want more are all in the
+    first, as beyond 65,535 heads or sequences."""
+    known: tuple[dict[Any, Any], ...] = (backward._ready, backward._recent)
+    with mock.patch("attngen.runtime.launch.GRID_LIMIT", 2):
+        for each in known:
+            each.clear()
+        try:
+            yield
+        finally:
+            for each in known:
+                each.clear()
+
+
+@contextlib.contextmanager
 def heads_apart(wanted: bool) -> Iterator[mock.Mock]:
     """Backwards give each query head key tiles of its own, where kernels can sum what these make,
     or never do. Yields what was asked about every call whose kernels can."""

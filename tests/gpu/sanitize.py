@@ -36,28 +36,59 @@ from attngen.call.table import SCALES  # noqa: E402
 from attngen.errors import AttngenError  # noqa: E402
 from attngen.frontends.pytorch.signature import name_of  # noqa: E402
 from attngen.spec.attention_spec import SHORT_HEAD_DIM  # noqa: E402
-from tests.gpu import gradients, kv_cache, oracle, oracle_fp8, variants, varlen  # noqa: E402
+from tests.gpu import (  # noqa: E402
+    gradients,
+    kv_cache,
+    oracle,
+    oracle_fp8,
+    test_large_scores,
+    test_scale_extremes,
+    variants,
+    varlen,
+)
 from tests.gpu.cases import Case  # noqa: E402
 from tests.gpu.cases_fp8 import Fp8Case  # noqa: E402
-from tests.gpu.cases_sanitize import CASES, BackwardCase, PagedCase, SoftcapCase  # noqa: E402
+from tests.gpu.cases_sanitize import (  # noqa: E402
+    CASES,
+    BackwardCase,
+    FoldedCase,
+    LargeCase,
+    LargeSplitCase,
+    PagedCase,
+    SoftcapCase,
+)
 from tests.gpu.hostile import Hostile, HostilePages, OnDevice  # noqa: E402
 from tests.gpu.variants import Variant  # noqa: E402
 from tests.gpu.varlen import Call  # noqa: E402
 
-
-def run(
-    case: Case
+AnyCase = (
+    Case
     | Fp8Case
     | BackwardCase
     | Variant
     | SoftcapCase
     | PagedCase
     | Call
+    | LargeCase
+    | LargeSplitCase
+    | FoldedCase
     | Hostile
-    | HostilePages,
-    device: torch.device,
-) -> None:
+    | HostilePages
+)
+
+
+def run(case: AnyCase, device: torch.device) -> None:
     """One call, checked on the CPU. Raises: AssertionError where the result is wrong."""
+    if isinstance(case, FoldedCase):
+        with oracle.folded_grids():
+            run(case.case, device)
+        return
+    if isinstance(case, LargeCase):
+        test_large_scores.check(case.call, case.deterministic, device)
+        return
+    if isinstance(case, LargeSplitCase):
+        run_large_split(case, device)
+        return
     if isinstance(case, PagedCase):
         given = case.arguments()
         there = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in given.items()}
@@ -150,6 +181,18 @@ def run_variant(variant: Variant, device: torch.device) -> None:
     gradients.check([x.cpu() for x in found], (q, k, v, d_o), dlse, **arguments)
     if sink is not None:
         variants.check_sink_gradient_of((q, k, v), dsink.cpu(), arguments, d_o, dlse)
+
+
+def run_large_split(case: LargeSplitCase, device: torch.device) -> None:
+    """As `run`."""
+    operands, more = case.operands(), {"mask": "causal_bottom_right", "softmax_scale": 0.125}
+    wanted, expected = reference.attention(*(x.float() for x in operands), **more)
+    out, aux = attngen.attention(
+        *(x.to(device) for x in operands), **more, num_splits=case.splits, return_lse=True,
+        backend="cuda",
+    )  # fmt: skip
+    test_scale_extremes.check(out.cpu(), wanted, 2**-7)
+    test_scale_extremes.check_lse(aux.lse.cpu(), expected.lse)
 
 
 def run_softcap(case: SoftcapCase, device: torch.device) -> None:

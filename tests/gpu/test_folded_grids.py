@@ -4,13 +4,11 @@ the first axis."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from unittest import mock
 
 import pytest
 import torch
 
 import attngen
-from attngen.frontends.pytorch import backward
 
 from . import gradients, oracle, varlen
 from .varlen import Call
@@ -31,12 +29,8 @@ KERNELS = list(dict.fromkeys(call.spec for call in CALLS))
 
 
 @pytest.fixture
-def few_places(monkeypatch) -> Iterator[None]:
-    """Axes of grids but the first have two places; launches that were prepared count no more."""
-    monkeypatch.setattr("attngen.runtime.launch.GRID_LIMIT", 2)
-    known = (mock.patch.dict(x, clear=True) for x in (backward._ready, backward._recent))
-    first, second = known
-    with first, second:
+def few_places() -> Iterator[None]:
+    with oracle.folded_grids():
         yield
 
 

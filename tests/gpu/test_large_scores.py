@@ -19,7 +19,7 @@ from torch import Tensor
 import attngen
 from attngen import reference
 
-from . import oracle
+from . import oracle, varlen
 from .cases import DTYPES
 
 pytestmark = pytest.mark.gpu
@@ -27,7 +27,8 @@ pytestmark = pytest.mark.gpu
 
 @dataclass(frozen=True)
 class Large:
-    """A call whose bias, `entries` of it, is large. heads: batch, query heads, key heads."""
+    """A call whose bias, `entries` of it, is large. heads: batch, query heads, key heads. packed:
+    tokens of sequences follow each other, of the last one fewer."""
 
     d: int
     entries: str
@@ -37,26 +38,49 @@ class Large:
     dtype: str = "bf16"
     shape: tuple[bool, bool, bool] = (False, True, True)  # of batch, heads, queries: not broadcast
     more: dict[str, Any] = field(default_factory=dict)
+    packed: bool = False
 
     def __str__(self) -> str:
         more = "-".join(f"{name}_{value}" for name, value in self.more.items())
-        return f"{self.entries}-{self.kind}-d{self.d}-{self.dtype}-{more}".rstrip("-")
+        head = f"{self.entries}-{self.kind}-d{self.d}-{self.dtype}" + "-packed" * self.packed
+        return f"{head}-{more}".rstrip("-")
 
     __hash__ = object.__hash__
+
+    @property
+    def spec(self) -> attngen.AttentionSpec:
+        """The kernels that serve the call, both directions."""
+        softmax, mask = self.more.get("softmax", "vanilla"), self.more.get("mask", "none")
+        return attngen.AttentionSpec(
+            self.d, dtype=self.dtype, bias=self.kind, directions=("fwd", "bwd"), softmax=softmax,
+            layout="thd" if self.packed else "bshd", mask=mask.removesuffix("_bottom_right"),
+            window="window" in self.more, alibi="alibi_slopes" in self.more,
+            softcap="softcap" in self.more, dropout="dropout_p" in self.more,
+        )  # fmt: skip
+
+    def ends(self) -> tuple[list[int], list[int]]:
+        """Where packed queries and keys of each sequence end, 0 first."""
+        batch = self.heads[0]
+        ends = ([n * b for b in range(batch)] + [n * batch - n // 3] for n in self.lengths)
+        of_q, of_kv = ends
+        return of_q, of_kv
 
     def operands(self) -> list[Tensor]:
         """q, k and v, of whole numbers up to 2; v anything."""
         batch, heads_q, heads_kv = self.heads
         s_q, s_kv = self.lengths
         dtype = DTYPES[self.dtype]
-        sizes = ((batch, s_q, heads_q), (batch, s_kv, heads_kv))
+        sizes: tuple[tuple[int, ...], ...] = ((batch, s_q, heads_q), (batch, s_kv, heads_kv))
+        if self.packed:
+            tokens_q, tokens_kv = (ends[-1] for ends in self.ends())
+            sizes = (tokens_q, heads_q), (tokens_kv, heads_kv)
         q, k = (oracle.randn(*size, self.d, dtype=torch.float32, seed=n).round().clamp(-2, 2)
                 for n, size in enumerate(sizes))  # fmt: skip
         v = oracle.randn(*sizes[1], self.d, dtype=torch.float32, seed=3)
         return [x.to(dtype) for x in (q, k, v)]
 
     def bias(self) -> Tensor:
-        """The bias, [1 or b, 1 or h_q, 1 or s_q, s_kv]."""
+        """The bias, [1 or b, 1 or h_q, 1 or s_q, s_kv], where tokens are packed of the longest."""
         full = (self.heads[0], self.heads[1], self.lengths[0])
         sizes = [n if kept else 1 for n, kept in zip(full, self.shape, strict=True)]
         return ENTRIES[self.entries]((*sizes, self.lengths[1]), DTYPES[self.dtype])
@@ -64,6 +88,9 @@ class Large:
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `attention`, the bias apart."""
         found = {"bias_type": self.kind, "softmax_scale": 0.125, **self.more}
+        if self.packed:
+            names = ("cu_seqlens_q", "cu_seqlens_kv")
+            found |= dict(zip(names, map(varlen.int32, self.ends()), strict=True), layout="thd")
         if "dropout_p" in found:
             found["rng_state"] = torch.tensor([3, 9], device=oracle.DEVICE)
         if found.get("softmax") == "learnable":
@@ -128,6 +155,9 @@ CASES = [
     Large(128, "masked", shape=(True, False, True)),
     Large(64, "levels", shape=(False, False, False)),
     Large(40, "masked"),
+    Large(64, "levels", packed=True),
+    Large(128, "masked", packed=True, more={"mask": "causal"}),
+    Large(128, "offsets", "pre_scale", packed=True),
 ]  # fmt: skip
 EACH = pytest.mark.parametrize("case", CASES, ids=str)
 
@@ -151,6 +181,35 @@ def check_close(name: str, found: Tensor, wanted: Tensor, dtype: torch.dtype) ->
     assert error <= limit, f"{name}: error {error:.3e} > {limit:.3e}"
 
 
+def check(case: Large, deterministic: bool, device: torch.device | None = None) -> None:
+    """Asserts that outputs, LSEs and gradients by a device's kernels are the reference's."""
+    dtype = DTYPES[case.dtype]
+    d_o = oracle.randn(*case.operands()[0].shape, dtype=dtype, seed=5)
+    wanted_out, wanted_lse, *wanted = expected_of(case, d_o)
+    device = device or d_o.device
+    inputs = [x.to(device).requires_grad_() for x in (*case.operands(), case.bias())]
+    given = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in case.arguments().items()}
+    with oracle.nan_filled_allocations():
+        out, aux = attngen.attention(
+            *inputs[:3], bias=inputs[3], **given, deterministic=deterministic, return_lse=True,
+            backend="cuda",
+        )  # fmt: skip
+        found = torch.autograd.grad(out, inputs, d_o.to(device))
+    check_close("out", out.detach().to(d_o.device), wanted_out, dtype)
+    check_lse(aux.lse.detach().to(d_o.device), wanted_lse)
+    for name, gradient, truth in zip(("dq", "dk", "dv", "dbias"), found, wanted, strict=True):
+        if name == "dbias" and case.shape == (False, False, False):
+            continue  # one column of keys has none
+        check_close(name, gradient.to(d_o.device), truth, dtype)
+
+
+def check_lse(found: Tensor, wanted: Tensor) -> None:
+    """Asserts that LSEs are the reference's to some roundings."""
+    error = (found - wanted).abs() / wanted.abs().clamp(min=1)
+    assert (found.isfinite() == wanted.isfinite()).all()
+    assert oracle.largest(error.nan_to_num(0)) <= 1e-5
+
+
 @EACH
 def test_forward_of_large_biases_is_the_references(case: Large) -> None:
     dtype = DTYPES[case.dtype]
@@ -161,25 +220,10 @@ def test_forward_of_large_biases_is_the_references(case: Large) -> None:
             *case.operands(), bias=case.bias(), **case.arguments(), return_lse=True, backend="cuda"
         )
     check_close("out", found, out, dtype)
-    error = (aux.lse - lse).abs() / lse.abs().clamp(min=1)
-    assert (aux.lse.isfinite() == lse.isfinite()).all()
-    assert oracle.largest(error.nan_to_num(0)) <= 1e-5
+    check_lse(aux.lse, lse)
 
 
 @EACH
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any", "ordered"])
 def test_gradients_of_large_biases_are_the_references(case: Large, deterministic: bool) -> None:
-    dtype = DTYPES[case.dtype]
-    d_o = oracle.randn(*case.operands()[0].shape, dtype=dtype, seed=5)
-    _, _, *wanted = expected_of(case, d_o)
-    inputs = [x.requires_grad_() for x in (*case.operands(), case.bias())]
-    with oracle.nan_filled_allocations():
-        out, _ = attngen.attention(
-            *inputs[:3], bias=inputs[3], **case.arguments(), deterministic=deterministic,
-            return_lse=True, backend="cuda",
-        )  # fmt: skip
-        found = torch.autograd.grad(out, inputs, d_o)
-    for name, gradient, truth in zip(("dq", "dk", "dv", "dbias"), found, wanted, strict=True):
-        if name == "dbias" and case.shape == (False, False, False):
-            continue  # one column of keys has none
-        check_close(name, gradient, truth, dtype)
+    check(case, deterministic)
