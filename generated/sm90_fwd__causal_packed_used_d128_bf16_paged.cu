@@ -187,9 +187,15 @@ struct PackedSequence {
     } while (!lies(batch));
     return static_cast<const int*>(offsets)[batch];
   }
-  // Whether there may be rows that belong to none.
+  // Whether there may be rows that belong to none: unless the first sequence begins where the tensor
+  // does, the last one ends where it does, and both lie in it. What that takes is read at once.
   ATTNGEN_HD bool may_have_gaps(int sequences) const {
-    return offsets != seqlens || gap(-1, sequences).hi > 0 || gap(sequences - 1, sequences).lo < len;
+    const int* ends = static_cast<const int*>(seqlens);
+    const int first[] = {ends[0], ends[1]};
+    const int last[] = {ends[sequences - 1], ends[sequences]};
+    const u32 most = min_of(len, longest);
+    return offsets != seqlens || first[0] != 0 || last[1] != len || static_cast<u32>(first[1]) > most ||
+           static_cast<u32>(difference(len, last[0])) > most;
   }
   // Place of the tensor's row among floats [heads, len].
   ATTNGEN_HD long long place(int, int row, int head, int) const {

@@ -38,6 +38,8 @@ class Softmax:
     lazy: the output is rescaled only when maxima grow by far. raises_rarely: most blocks need but a
     bound of their maxima, since rows keep theirs until these are outgrown. Where the output is
     rescaled first, above 192, it gains nothing, and takes registers. find_maxima: the function;
+    kinds: what the block's softmax has beside its width and its sums, as the last arguments of its
+    template: scores along a line, or a large row's room set apart.
     slack, first_slack: how far rows may outgrow maxima, and the same as the first block's argument;
     grew: whether maxima grew. tracks_largest: what rows keep is less than the largest score that
     they met, which is asked for.
@@ -66,6 +68,7 @@ class Softmax:
     lazy: bool
     raises_rarely: bool
     find_maxima: str
+    kinds: str
     slack: str
     first_slack: str
     grew: str
@@ -182,6 +185,7 @@ def softmax_of(problem: Problem, plan: Plan, use: FragmentUse, scores: Scores) -
         lazy=lazy,
         raises_rarely=rarely,
         find_maxima="bound_maxima" if rarely else "find_maxima",
+        kinds=_kinds(problem, plan, rarely=rarely, linear=scores.linear),
         slack=slack,
         first_slack="" if trusts or not (order.parts or lazy) else f", {slack}",
         grew="softmax.outgrow(state)" if lazy else "true",
@@ -192,6 +196,20 @@ def softmax_of(problem: Problem, plan: Plan, use: FragmentUse, scores: Scores) -
         kept_maximum="most" if trusts else "state.row_max[half]",
         largest_score=_in_score_units(problem, scores, met),
     )
+
+
+def _kinds(problem: Problem, plan: Plan, *, rarely: bool, linear: bool) -> str:
+    """C++: last arguments of the block softmax's template.
+
+    Where lengths vary, registers are fewer, and a choice of a row's room left 16 exponentials ahead
+    of the wait at head dim 128 without a mask, 35 with one. Set apart it leaves 21 and 37, as for
+    dense operands, which lose 2 with it apart, and so do pages beside a mask.
+    """
+    if linear:
+        return ", true"
+    hidden_pages = problem.paged and bool(problem.masks)
+    apart = problem.varlen and rarely and plan.softmax.quarters_ahead > 0 and not hidden_pages
+    return ", false, true" if apart else ""
 
 
 def trusts_sums(problem: Problem, plan: Plan) -> bool:

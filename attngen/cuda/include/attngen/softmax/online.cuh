@@ -46,8 +46,10 @@ struct TrustedRows {
 
 // The softmax of one block of kN columns, in steps that a kernel orders as its plan says.
 // kPairSums: weights join the sum two at a time, else in two sums. kLines: the scores of each row
-// lack a term that is the same for the thread's whole part of it.
-template <int kN, bool kPairSums, bool kLines = false>
+// lack a term that is the same for the thread's whole part of it. kRoomApart: large maxima set a
+// row's room on their own way, not by a choice that others make, too; by that it goes how many
+// exponentials the compiler leaves ahead of a wait for a product.
+template <int kN, bool kPairSums, bool kLines = false, bool kRoomApart = false>
 struct BlockSoftmax {
   float scale_log2;
   float shift;    // log2 of what multiplies every weight
@@ -156,8 +158,11 @@ struct BlockSoftmax {
   ATTNGEN_DEVICE void settle_raised(float (&scores)[kN / 2], RowState& state, float slack = 0.f) {
     const float most = fmaxf(fabsf(finite(state.row_max[0])), fabsf(finite(state.row_max[1])));
     const bool large = __any_sync(~0u, !(most * scale_log2 <= kFineLog2));
-    state.room = large ? -kInfinity : slack;
-    if (large) subtract_maxima(scores, state);
+    state.room = large && !kRoomApart ? -kInfinity : slack;
+    if (large) {
+      if constexpr (kRoomApart) state.room = -kInfinity;
+      subtract_maxima(scores, state);
+    }
   }
 
   // The row's maximum stays, which is finite.
