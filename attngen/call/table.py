@@ -11,10 +11,11 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..spec.layouts import Layout
+from .argument import BROADCAST, Argument, Kind, carrier, lengths, other, scale, tables, tensor
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -25,92 +26,6 @@ MaskMod = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]
 Sides = tuple["int | None", "int | None"]  # keys before and after the diagonal, None or −1 for all
 Window = Sequence["int | None"] | None  # as a call gives them, a list or NumPy's; None for all
 Side = Literal["q", "kv"]
-Kind = Literal[
-    "tensor",  # one tensor
-    "lengths",  # a tensor of integers, one or so a sequence
-    "scale",  # a tensor, whose type is checked with its shape
-    "slopes",  # a tensor, or True for ALiBi's own
-    "tables",  # a tensor, or a pair of them for K and V
-    "number",  # of Python or NumPy, or a tensor of one, whose value is read in each call
-    "longest",  # a number that changes no result of kernels, or a tensor of one, never read
-    "flag",
-    "word",
-    "window",
-    "dtype",
-    "function",
-    "state",  # an object of the caller's that lives from call to call
-    "choice",  # None, True or False
-]
-BROADCAST = ("b", "h_q", "s_q", "s_kv")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Argument:
-    """One row of the table.
-
-    kind: what a call may give. doc: what it means. default: its value where a call has none. given:
-    the type that a call may give, where it is wider than the field's. shapes: axes of the tensors
-    that it may be (of which any may be 1 where they are `BROADCAST`); dtype: theirs, `q` for Q's.
-    operands: names under which operations take its tensors, at `place` among all of these, which
-    never changes. gradient: name of the gradient that kernels make, empty where they have none;
-    differentiable: whether the reference has one. numbers: fields of the operations' `Arguments`
-    that it decides. feature: the field of a spec that it switches on by being there. advice: what a
-    call whose tensor has no such shape is told to do. front_end: whether the reference does without
-    it. decides: whether it decides what a call returns.
-    """
-
-    kind: Kind
-    doc: str
-    default: Any = None
-    given: str = ""
-    shapes: tuple[tuple[str, ...], ...] = ()
-    dtype: str = ""
-    operands: tuple[str, ...] = ()
-    place: int = -1
-    gradient: str = ""
-    differentiable: bool = False
-    numbers: tuple[str, ...] = ()
-    feature: str = ""
-    advice: str = ""
-    front_end: bool = False
-    decides: bool = False
-    name: str = ""
-
-    @property
-    def has_heads(self) -> bool:
-        """Whether a tensor of it may have one number for each head."""
-        axes = (axis for shape in self.shapes for axis in shape)
-        return not self.is_broadcast and any(axis.startswith("h_") for axis in axes)
-
-    @property
-    def is_broadcast(self) -> bool:
-        """Whether its tensor is a broadcast of one number for each score."""
-        return self.shapes == (BROADCAST,)
-
-
-def _tensor(operand: str, place: int, doc: str, **more: Any) -> Any:
-    row = Argument(**{"kind": "tensor", "operands": (operand,), **more}, place=place, doc=doc)
-    return field(default=None, metadata={"row": row})
-
-
-def _lengths(operand: str, place: int, doc: str, size: str) -> Any:
-    return _tensor(operand, place, doc, kind="lengths", shapes=((size,),), dtype="int32")
-
-
-def _scale(operand: str, place: int, doc: str, *others: tuple[str, ...]) -> Any:
-    shapes = (("1",), *others)
-    return _tensor(operand, place, doc, kind="scale", shapes=shapes, dtype="float32")
-
-
-def _other(kind: Kind, doc: str, default: Any = None, **more: Any) -> Any:
-    row = Argument(kind=kind, doc=doc, default=default, **more)
-    return field(default=default, metadata={"row": row})
-
-
-def _carrier(doc: str, **more: Any) -> Any:
-    return field(**more, metadata={"row": Argument(kind="tensor", doc=doc, differentiable=True)})
-
-
 _ENDS = "Cumulative lengths of packed tokens, on the device, never waited for."
 _STARTS = "Where each packed sequence begins, if there are gaps."
 _USED = "Positions in use of each sequence of a dense format, or of pages."
@@ -134,17 +49,17 @@ class Lengths:
 class AttentionCall:
     """Every argument of `attention()` under its own name, as given, nothing resolved."""
 
-    q: Tensor = _carrier("[b, s_q, h_q, d] in the default layout; h_q a multiple of h_kv.")
-    k: Tensor | None = _carrier("[b, s_kv, h_kv, d].", default=None)
-    v: Tensor | None = _carrier("[b, s_kv, h_kv, d_v].", default=None)
-    layout: str = _other(
+    q: Tensor = carrier("[b, s_q, h_q, d] in the default layout; h_q a multiple of h_kv.")
+    k: Tensor | None = carrier("[b, s_kv, h_kv, d].", default=None)
+    v: Tensor | None = carrier("[b, s_kv, h_kv, d_v].", default=None)
+    layout: str = other(
         "word",
         "Order of the axes of q, k and v: a format for all three, such as bshd or thd, or a name "
         "such as bshd_bs2hd of packed tensors or paged_kv_bshd_bshd_bshd of pages.",
         "bshd",
         numbers=("layout",),
     )
-    mask: str = _other(
+    mask: str = other(
         "word",
         "none, causal, padding, padding_causal (the causal ones also with _bottom_right behind "
         "them) or arbitrary.",
@@ -152,19 +67,19 @@ class AttentionCall:
         given="str | None",
         numbers=("mask", "bottom_right"),
     )
-    window: Sides = _other(
+    window: Sides = other(
         "window",
         "Keys visible before and after the diagonal; −1 or None is unbounded.",
         (-1, -1),
         given="Window",
         numbers=("window_left", "window_right"),
     )
-    bottom_right: bool | None = _other(
+    bottom_right: bool | None = other(
         "choice",
         "Whether the last query sees as far as the last key; None asks the mask.",
         numbers=("bottom_right",),
     )
-    attn_mask: Tensor | None = _tensor(
+    attn_mask: Tensor | None = tensor(
         "attn_mask",
         17,
         "True takes part.",
@@ -172,17 +87,17 @@ class AttentionCall:
         dtype="bool",
         feature="attn_mask",
     )
-    softmax_scale: float | None = _other(
+    softmax_scale: float | None = other(
         "number", "Factor of the scores; None is 1/√d.", numbers=("softmax_scale",)
     )
-    softcap: float = _other(
+    softcap: float = other(
         "number",
         "Bound c of scores, c · tanh(S / c); 0 is none.",
         0.0,
         given="float | None",
         numbers=("softcap",),
     )
-    bias: Tensor | None = _tensor(
+    bias: Tensor | None = tensor(
         "bias",
         18,
         "Added to scores; other floats are cast, saturating, with their gradient.",
@@ -191,13 +106,13 @@ class AttentionCall:
         gradient="dbias",
         differentiable=True,
     )
-    bias_type: str = _other(
+    bias_type: str = other(
         "word",
         "Where a bias is added: post_scale or pre_scale; alibi asks for ALiBi's own slopes.",
         "post_scale",
         numbers=("bias_type",),
     )
-    alibi_slopes: Tensor | bool | None = _tensor(
+    alibi_slopes: Tensor | bool | None = tensor(
         "alibi_slopes",
         14,
         "ALiBi's slopes; True takes those of its paper.",
@@ -208,10 +123,10 @@ class AttentionCall:
         feature="alibi",
         advice="Pass one slope a head, or True for the default ones.",
     )
-    softmax: str = _other(
+    softmax: str = other(
         "word", "vanilla, off_by_one, or learnable, with sink.", "vanilla", numbers=("softmax",)
     )
-    sink: Tensor | None = _tensor(
+    sink: Tensor | None = tensor(
         "sink",
         15,
         "A score of each head that no key has and no mask hides.",
@@ -220,48 +135,41 @@ class AttentionCall:
         gradient="dsink",
         differentiable=True,
     )
-    dropout_p: float = _other(
+    dropout_p: float = other(
         "number",
         "Probability in 0..1 that a weight is dropped.",
         0.0,
         numbers=("dropout_p",),
     )
-    rng_state: Tensor | None = _tensor(
+    rng_state: Tensor | None = tensor(
         "rng_state",
         16,
         "Seed and offset of dropout; drawn where none is given.",
         shapes=(("2",),),
         dtype="int64",
     )
-    cu_seqlens_q: Tensor | None = _lengths("cu_seqlens_q", 6, _ENDS, "b + 1")
-    cu_seqlens_kv: Tensor | None = _lengths("cu_seqlens_kv", 7, _ENDS, "b + 1")
-    cu_seqlens_q_padded: Tensor | None = _lengths("cu_seqlens_q_padded", 8, _STARTS, "b + 1")
-    cu_seqlens_kv_padded: Tensor | None = _lengths("cu_seqlens_kv_padded", 9, _STARTS, "b + 1")
-    max_seqlen_q: int | Tensor | None = _other("longest", _LONGEST)
-    max_seqlen_kv: int | Tensor | None = _other("longest", _LONGEST)
-    seqused_q: Tensor | None = _lengths("seqused_q", 10, _USED, "b")
-    seqused_kv: Tensor | None = _lengths("seqused_kv", 11, _USED, "b")
-    page_table: Tensor | tuple[Tensor, Tensor] | None = field(
-        default=None,
-        metadata={
-            "row": Argument(
-                kind="tables",
-                doc="The pages of each sequence, one table for both or a pair for K and V.",
-                shapes=(("b", "max_pages"),),
-                dtype="int32",
-                operands=("page_table_k", "page_table_v"),
-                place=12,
-            )
-        },
+    cu_seqlens_q: Tensor | None = lengths("cu_seqlens_q", 6, _ENDS, "b + 1")
+    cu_seqlens_kv: Tensor | None = lengths("cu_seqlens_kv", 7, _ENDS, "b + 1")
+    cu_seqlens_q_padded: Tensor | None = lengths("cu_seqlens_q_padded", 8, _STARTS, "b + 1")
+    cu_seqlens_kv_padded: Tensor | None = lengths("cu_seqlens_kv_padded", 9, _STARTS, "b + 1")
+    max_seqlen_q: int | Tensor | None = other("longest", _LONGEST)
+    max_seqlen_kv: int | Tensor | None = other("longest", _LONGEST)
+    seqused_q: Tensor | None = lengths("seqused_q", 10, _USED, "b")
+    seqused_kv: Tensor | None = lengths("seqused_kv", 11, _USED, "b")
+    page_table: Tensor | tuple[Tensor, Tensor] | None = tables(
+        ("page_table_k", "page_table_v"),
+        12,
+        "The pages of each sequence, one table for both or a pair for K and V.",
+        ("b", "max_pages"),
     )
-    num_splits: int | None = _other(
+    num_splits: int | None = other(
         "choice",
         "Parts in which each sequence's keys are read, 1 to 128; None for as many as fill the "
         "chip.",
         numbers=("num_splits",),
         front_end=True,
     )
-    schedule: Any = _other(
+    schedule: Any = other(
         "state",
         "An attngen.Schedule, shared by calls of equal lengths, which are then ordered once.",
         given="Schedule | None",
@@ -269,53 +177,54 @@ class AttentionCall:
         place=19,
         front_end=True,
     )
-    score_mod: ScoreMod | None = _other(
+    score_mod: ScoreMod | None = other(
         "function", "score_mod(score, b, h, i, j), the score that replaces it; reference alone."
     )
-    mask_mod: MaskMod | None = _other(
+    mask_mod: MaskMod | None = other(
         "function", "mask_mod(b, h, i, j), whether query i sees key j; reference alone."
     )
-    block_mask: BlockMask | None = _other(
+    block_mask: BlockMask | None = other(
         "function", "A BlockMask of FlexAttention; reference alone.", given="Any"
     )
-    descale_q: Tensor | None = _scale(
+    descale_q: Tensor | None = scale(
         "descale_q", 0, "What a stored number of FP8 q stands for.", ("b", "h_kv")
     )
-    descale_k: Tensor | None = _scale(
+    descale_k: Tensor | None = scale(
         "descale_k", 1, "What a stored number of FP8 k stands for.", ("b", "h_kv")
     )
-    descale_v: Tensor | None = _scale(
+    descale_v: Tensor | None = scale(
         "descale_v", 2, "What a stored number of FP8 v stands for.", ("b", "h_kv")
     )
-    scale_s: Tensor | None = _scale(
+    scale_s: Tensor | None = scale(
         "scale_s", 3, "By which the softmax's weights are multiplied to be stored in FP8."
     )
-    descale_s: Tensor | None = _scale("descale_s", 4, "The reciprocal of scale_s.")
-    scale_o: Tensor | None = _scale(
+    descale_s: Tensor | None = scale("descale_s", 4, "The reciprocal of scale_s.")
+    scale_o: Tensor | None = scale(
         "scale_o", 5, "By which an FP8 output is multiplied to be stored."
     )
-    out_dtype: dtype | None = _other(
+    out_dtype: dtype | None = other(
         "dtype",
         "The output's: Q's by default, of FP8 bfloat16; beside 16 bits float32, for parts that "
         "merge_states joins.",
         given="torch.dtype | None",
         numbers=("out_dtype",),
     )
-    deterministic: bool | None = _other(
+    deterministic: bool | None = other(
         "choice",
         "Whether gradients have the same bits on every run, on GPUs with as many multiprocessors; "
         "None asks torch.are_deterministic_algorithms_enabled().",
         numbers=("deterministic",),
         front_end=True,
     )
-    return_lse: bool = _other("flag", "Asks for aux.lse.", False, decides=True)
-    return_max_logit: bool = _other(
+    return_lse: bool = other("flag", "Asks for aux.lse.", False, decides=True)
+    return_max_logit: bool = other(
         "flag", "Asks for aux.max_logit.", False, numbers=("max_logit",), decides=True
     )
-    return_amax: bool = _other(
+    return_amax: bool = other(
         "flag", "Asks for aux.amax_s and aux.amax_o (FP8).", False, numbers=("amax",), decides=True
     )
-    backend: str = _other(
+    return_rng_state: bool = other("flag", "Asks for aux.rng_state.", False, decides=True)
+    backend: str = other(
         "word",
         "cuda runs a compiled kernel or refuses; reference is the definition in plain PyTorch, on "
         "any device; auto takes the reference where kernels refuse a call, and logs the reason "
@@ -430,14 +339,15 @@ def signature(rows: Rows, returns: str) -> inspect.Signature:
     return inspect.Signature(parameters, return_annotation=returns)
 
 
-def argument_list(rows: Rows, width: int = 96) -> str:
+def argument_list(rows: Rows, indent: int) -> str:
     """The arguments as a docstring lists them: name, dtype and shapes, meaning, default."""
     lines = []
     for row in rows.values():
         text = f"{row.name}: {_described(row)}{row.doc}"
         if row.default not in (None, False):
             text += f" Default: {row.default}."
-        lines += textwrap.wrap(text, width, subsequent_indent="    ")
+        margin = " " * indent
+        lines += textwrap.wrap(text, 100, initial_indent=margin, subsequent_indent=f"{margin}    ")
     return "\n".join(lines)
 
 

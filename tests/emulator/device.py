@@ -22,15 +22,9 @@ from cuda.bindings import driver as bindings
 
 from attngen.compiler import builder
 from attngen.frontends.pytorch import (
-    attention as frontend,
-)
-from attngen.frontends.pytorch import (
     backward,
     forward,
     operation,
-)
-from attngen.frontends.pytorch import (
-    call_cache as recent,
 )
 from attngen.kernels import plan
 from attngen.kernels.base import KernelPlan
@@ -38,6 +32,7 @@ from attngen.runtime import counters, load
 from attngen.runtime.program import SCHEMA_VERSION, Binary, Resources
 from attngen.spec.problem import Problem
 
+from ..support.caches import BACKWARD, FORWARD, held
 from .compiler import HostCompiler
 
 MULTIPROCESSORS = 5  # of which each runs a CTA at a time
@@ -251,8 +246,8 @@ def emulated(emulator: Emulator) -> Iterator[None]:
         "torch.cuda.synchronize": lambda: None,
     }
     remembered = (
-        *(backward._ready, forward._ready, frontend._settled, operation._kernels),
-        *(backward._recent, recent._recent),
+        *held(*FORWARD, *BACKWARD),
+        operation._kernels,
         *(counters._addresses, counters._free, counters._unread),
     )
     library = torch.library.Library("attngen", "IMPL")

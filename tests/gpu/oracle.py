@@ -30,21 +30,16 @@ from torch import Tensor
 import attngen
 from attngen import reference
 from attngen.frontends.pytorch import (
-    attention as frontend,
-)
-from attngen.frontends.pytorch import (
-    backward,
     forward,
     operation,
-)
-from attngen.frontends.pytorch import (
-    call_cache as recent,
+    prepared_backward,
 )
 from attngen.frontends.pytorch import (
     head_split as heads,
 )
 from attngen.spec import layouts
 from attngen.spec.attention_spec import SHORT_HEAD_DIM
+from tests.support.caches import BACKWARD, FORWARD, held
 
 Result = TypeVar("Result")
 DEVICE = torch.device("cuda")
@@ -123,7 +118,7 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> None:
 @contextlib.contextmanager
 def small_tiles(wanted: bool) -> Iterator[None]:
     """Calls launch the kernels for short calls, where there are some, or never do."""
-    known: tuple[dict[Any, Any], ...] = (forward._ready, frontend._settled, recent._recent)
+    known = held(*FORWARD)
     with mock.patch.object(forward, "is_short", lambda *_: wanted):
         for each in known:
             each.clear()
@@ -137,8 +132,8 @@ def small_tiles(wanted: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def narrow_windows(wanted: bool) -> Iterator[None]:
     """Backwards launch the kernels for narrow windows, where there are some, or never do."""
-    known: tuple[dict[Any, Any], ...] = (backward._ready, backward._recent)
-    with mock.patch.object(backward, "is_narrow", lambda *_: wanted):
+    known = held(*BACKWARD)
+    with mock.patch.object(prepared_backward, "is_narrow", lambda *_: wanted):
         for each in known:
             each.clear()
         try:
@@ -167,7 +162,7 @@ def folded_grids() -> Iterator[None]:
 def heads_apart(wanted: bool) -> Iterator[mock.Mock]:
     """Backwards give each query head key tiles of its own, where kernels can sum what these make,
     or never do. Yields what was asked about every call whose kernels can."""
-    known: tuple[dict[Any, Any], ...] = (backward._ready, backward._recent)
+    known = held(*BACKWARD)
     with mock.patch.object(heads, "is_faster", return_value=wanted) as asked:
         for each in known:
             each.clear()

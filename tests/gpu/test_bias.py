@@ -13,8 +13,9 @@ from torch import Tensor
 
 import attngen
 from attngen import AttentionSpec, SpecError, reference
-from attngen.frontends.pytorch import backward
+from attngen.frontends.pytorch.backward import backwards
 from attngen.frontends.pytorch.gradient_kernels import family_of
+from tests.support.caches import BACKWARD, held
 
 from . import oracle, varlen
 from .cases import DTYPES, Case
@@ -236,10 +237,10 @@ def test_gradient_of_a_bias_beside_others_repeats_bit_for_bit(case):
 
 @pytest.mark.parametrize("case", [*ADDED, *NOT_ADDED], ids=str)
 def test_gradient_of_a_bias_is_added_where_the_copy_engine_can_and_terms_are_few(case):
-    for known in (backward._ready, backward._recent):
+    for known in held(*BACKWARD):
         known.clear()
     check_gradients(case)
-    launches = [each for ready in backward._ready.values() for each in ready.launches]
+    launches = [each for made in backwards.by_format.values() for each in made.launches]
     families = [family_of(each.loaded) for each in launches]
     main = {"sm90_bwd_with_dbias"} if case in ADDED else {"sm90_bwd", "sm90_bwd_dbias"}
     assert sorted(families) == sorted(main | {"bwd_prepare", "bwd_row_sums", "bwd_convert"})

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 import attngen
-from attngen.frontends.pytorch import attention as frontend
-from attngen.frontends.pytorch import call_cache as recent
-from attngen.frontends.pytorch import forward, operation
+from attngen.frontends.pytorch import operation
 from attngen.frontends.pytorch.gradient_kernels import family_of
+from tests.support.caches import FORWARD, forget
 
 from . import cases, cases_fp8, oracle, oracle_fp8, tensor_core
 from .cases_fp8 import Fp8Case
@@ -319,8 +318,7 @@ def launched(monkeypatch):
 
     start = operation.start
     monkeypatch.setattr(operation, "start", note)
-    for place, name in ((forward, "_ready"), (frontend, "_settled"), (recent, "_recent")):
-        monkeypatch.setattr(place, name, {})
+    forget(monkeypatch, *FORWARD)
     return found
 
 

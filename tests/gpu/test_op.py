@@ -9,17 +9,11 @@ import torch
 from torch.export import Dim, export
 
 import attngen
-from attngen.frontends.pytorch import (
-    attention as frontend,
-)
-from attngen.frontends.pytorch import (
-    call_cache as recent,
-)
 from attngen.frontends.pytorch import (  # the first registers the operation
-    forward,
     operation,
 )
 from attngen.runtime import load
+from tests.support.caches import FORWARD, forget, held
 
 from . import cases, oracle
 
@@ -133,11 +127,9 @@ def test_op_compiled_to_cuda_graphs_is_right_and_leaves_eager_calls_right():
 @pytest.mark.parametrize("few_queries", [False, True])
 def test_op_first_call_captured_loads_its_kernels(few_queries, monkeypatch):
     """Nothing has been called or loaded yet."""
-    for place, name in (
-        (load, "_libraries"), (operation, "_kernels"), (forward, "_ready"),
-        (frontend, "_settled"), (recent, "_recent"),
-    ):  # fmt: skip
+    for place, name in ((load, "_libraries"), (operation, "_kernels")):
         monkeypatch.setattr(place, name, {})
+    forget(monkeypatch, *FORWARD)
     pages = {
         "layout": "paged_kv_bshd_bshd_bshd",
         "page_table": torch.arange(12, dtype=torch.int32, device=oracle.DEVICE).view(2, 6),
@@ -274,11 +266,11 @@ def test_op_longest_length_in_a_fresh_tensor_waits_for_nothing_and_is_found_agai
     expected = call(max_seqlen_q=200, max_seqlen_kv=200)
     call(max_seqlen_q=numbers[0], max_seqlen_kv=numbers[1])
     call(max_seqlen_q=numbers[0], max_seqlen_kv=numbers[1])
-    sizes = len(recent._recent), len(frontend._settled)
+    sizes = [len(each) for each in held(*FORWARD)]
     torch.cuda.set_sync_debug_mode("error")
     try:
         outs = [call(max_seqlen_q=x, max_seqlen_kv=x) for x in numbers]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert (len(recent._recent), len(frontend._settled)) == sizes
+    assert [len(each) for each in held(*FORWARD)] == sizes
     assert all(torch.equal(out, expected) for out in outs)

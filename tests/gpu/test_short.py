@@ -85,7 +85,7 @@ def test_short_call_has_right_gradients(mask):
 
 
 def takes_small_tiles(q, k, v, **asked) -> bool:
-    ready = forward.find_ready((q, k, v, *[None] * len(OPTIONAL)), Arguments(**asked))
+    ready = forward.find_prepared((q, k, v, *[None] * len(OPTIONAL)), Arguments(**asked))
     (launch,) = ready.launches
     entry = launch.loaded.kernel
     assert (entry.ctas > 1) == (entry.tile_rows == 64)

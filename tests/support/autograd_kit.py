@@ -8,9 +8,12 @@ import torch
 
 from attngen import reference
 from attngen.call.table import OPTIONAL
-from attngen.frontends.pytorch import attention as frontend
+from attngen.frontends.pytorch import checked_call
 from attngen.frontends.pytorch import routing as choice
+from attngen.frontends.pytorch.calls import calls
 from attngen.frontends.pytorch.signature import Arguments, dtype_of, split, wanted_of
+
+from .caches import forget
 
 
 class OnReference:
@@ -20,8 +23,8 @@ class OnReference:
     def __init__(self, monkeypatch) -> None:
         self.calls: list[tuple] = []
         monkeypatch.setattr(choice, "device_arch", lambda device: "sm_90a")
-        monkeypatch.setattr(frontend, "unobserved", lambda tensors: False)
-        monkeypatch.setattr(frontend, "_settled", {})
+        monkeypatch.setattr(checked_call, "unobserved", lambda tensors: False)
+        forget(monkeypatch, calls)
         self.library = torch.library.Library("attngen", "IMPL")
         self.library.impl("forward", self.forward, "CPU")
         self.library.impl("backward", self.backward, "CPU")

@@ -3,10 +3,11 @@ and as a function of autograd that launches both with nothing between."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import compress
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from ...call.table import GRADIENT_OF, INPUTS
 from ...errors import SpecError
 from . import bias
 from .backward import differentiate, dispatch
-from .operation import Ready, run
-from .signature import Call, Wanted, no_gradient, places_of, split
+from .operation import PreparedCall, run
+from .signature import CallForm, WantedGradients, no_gradient, places_of, split
 from .torch_private import levels, undisturbed
 
 _BIAS = INPUTS.index("bias")
@@ -55,7 +56,7 @@ def gradients(
     if d_o is None and dlse is None:
         return tuple(returned)
     out, lse, *operands = ctx.saved_tensors
-    call = Call(ctx.arguments, places_of(operands))
+    call = CallForm(ctx.arguments, places_of(operands))
     needed = tuple(place < len(given) and given[place] for place in call.places)
     wanted, names = _asked(call.places, needed)
     present = [x for x in operands if x is not None]
@@ -69,42 +70,54 @@ def gradients(
 @lru_cache
 def _asked(
     places: tuple[int, ...], needed: tuple[bool, ...]
-) -> tuple[Wanted, tuple[str | None, ...]]:
+) -> tuple[WantedGradients, tuple[str | None, ...]]:
     """What a backward is asked for, and the gradient of each operand that there is, None where it
     needs none."""
     present = [INPUTS[place] for place in places]
     wanted = set(compress(present, needed))
     of_keys = bool(wanted & ({"k", "v"} if "k" in present else {"q"}))  # else all are one tensor
     names = tuple(GRADIENT_OF[name] if name in wanted else None for name in present)
-    return Wanted("q" in wanted, of_keys, "sink" in wanted, "bias" in wanted), names
+    return WantedGradients("q" in wanted, of_keys, "sink" in wanted, "bias" in wanted), names
 
 
 # ---- of calls that nobody looks on at
 
 
 @dataclass(frozen=True, eq=False)
-class Trained:
-    """What calls share that differ in the addresses of their tensors alone, and have gradients.
+class DifferentiableCall:
+    """A call with gradients, for all that differ from it in addresses alone.
 
-    ready: the launch, for a list of the tensors that there are; constant: which of these have no
-    gradient, and their names; bias: which of them is one; by_products: whether all outputs are
-    wanted or the first alone.
+    form: its arguments and operands. prepared: the launch, for a list of the tensors that there
+    are; constant: which of these have no gradient, and their names; bias: which of them is one;
+    by_products: whether all outputs are wanted or the first alone.
     """
 
-    call: Call
-    ready: Ready
+    form: CallForm
+    prepared: PreparedCall
     constant: tuple[tuple[int, str], ...]
     bias: int | None
     by_products: bool
 
     @classmethod
-    def of(cls, call: Call, ready: Ready, by_products: bool) -> Trained:
-        """That of a call; ready: its launch, for all operands."""
-        place_of = {place: index for index, place in enumerate(call.places)}
+    def of(cls, form: CallForm, prepared: PreparedCall, by_products: bool) -> DifferentiableCall:
+        """The call of this form; prepared: its launch, for all operands."""
+        place_of = {place: index for index, place in enumerate(form.places)}
         homes = [place_of.get(place) for place in range(len(INPUTS))]
-        names = enumerate(INPUTS[place] for place in call.places)
+        names = enumerate(INPUTS[place] for place in form.places)
         constant = tuple((index, name) for index, name in names if name not in GRADIENT_OF)
-        return cls(call, ready.placed(homes), constant, place_of.get(_BIAS), by_products)
+        return cls(form, prepared.placed(homes), constant, place_of.get(_BIAS), by_products)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of what it returns, in their order."""
+        return self.prepared.names if self.by_products else self.prepared.names[:1]
+
+    def of_bound(self, order: tuple[int, ...]) -> Callable[[list[Tensor]], tuple[Tensor, ...]]:
+        """The call for a list of tensors, of which operands are those at these places."""
+        if order == tuple(range(len(order))):
+            return self
+        pick = itemgetter(*order)
+        return lambda tensors: self(pick(tensors))
 
     def __call__(self, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs that are wanted, with their gradients. Raises: SpecError, LaunchError."""
@@ -116,16 +129,16 @@ class Attention(torch.autograd.Function):
     (H200 machine, torch 2.11)."""
 
     @staticmethod
-    def forward(ctx: Any, trained: Trained, *operands: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, trained: DifferentiableCall, *operands: Tensor) -> tuple[Tensor, ...]:
         for index, name in trained.constant:
             if ctx.needs_input_grad[1 + index]:
                 refuse_gradient(name)
         given = operands
         if (place := trained.bias) is not None:
             given = (*given[:place], bias.readable(given[place]), *given[place + 1 :])
-        outputs = run(trained.ready, given)
+        outputs = run(trained.prepared, given)
         ctx.save_for_backward(*outputs[:2], *operands)
-        ctx.call = trained.call
+        ctx.form = trained.form
         ctx.set_materialize_grads(False)
         if not trained.by_products:
             return (outputs[0],)
@@ -136,16 +149,16 @@ class Attention(torch.autograd.Function):
     def backward(
         ctx: Any, d_o: Tensor | None, dlse: Tensor | None = None, *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        call: Call = ctx.call
+        form: CallForm = ctx.form
         if d_o is None and dlse is None:
-            return (None,) * (1 + len(call.places))
+            return (None,) * (1 + len(form.places))
         out, lse, *operands = ctx.saved_tensors
-        wanted, names = _asked(call.places, ctx.needs_input_grad[1:])
+        wanted, names = _asked(form.places, ctx.needs_input_grad[1:])
         # Second and forward-mode derivatives are the operation's to refuse.
         looked_at = torch.is_grad_enabled() or levels._current_level >= 0
         looked_at = looked_at or torch.compiler.is_compiling() or not undisturbed()
         if d_o is None or looked_at:
-            found = dispatch(call, wanted, d_o, dlse, out, lse, operands)
+            found = dispatch(form, wanted, d_o, dlse, out, lse, operands)
         else:
-            found = differentiate(call, wanted, d_o, dlse, out, lse, operands)
+            found = differentiate(form, wanted, d_o, dlse, out, lse, operands)
         return None, *[None if name is None else found[name] for name in names]

@@ -2,69 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...call.cache import CallCache
 from ...call.table import INPUTS, OPTIONAL
 from ...errors import SpecError
-from ...runtime.launch import prepare
-from ...runtime.load import LoadedKernel
-from ...runtime.run_time import Scalars
-from ...spec.attention_spec import AttentionSpec
-from . import bias, schedule, sinks
-from . import call_cache as recent
-from . import head_split as heads
-from . import routing as choice
-from .checks import check_rows, device_violations, violations
-from .gradient_kernels import (
-    CONVERTS,
-    GRADIENTS,
-    ORDERS,
-    choose_adding,
-    family_of,
-    names_of,
-    needed,
-    preparing,
-    unordered,
-    written_by,
-)
-from .narrow_windows import is_narrow
-from .operands import (
-    boxed,
-    extents_of,
-    new_outputs,
-    output_dtype,
-    packed_sources,
-    scalars_of,
-    sources_of,
-    spec_of,
-    unpacked,
-)
-from .operation import (
-    Launches,
-    Output,
-    current,
-    format_of,
-    is_current,
-    kernels_of,
-    lay_out_workspaces,
-    locate,
-    new_tensor,
-    remember,
-    start,
-)
+from . import routing, sinks
+from .checks import check_rows
+from .gradient_kernels import GRADIENTS, names_of
+from .operands import boxed
+from .operation import current, format_of, is_current, locate, new_tensor, start
+from .prepared_backward import PreparedBackward, prepare_backward, present
 from .registry import operator
-from .signature import Arguments, Call, Wanted, places_of, schema, split, wanted_of
-from .torch_private import is_plain
+from .signature import CallForm, WantedGradients, places_of, schema, split, wanted_of
+from .torch_private import guard, is_plain
 from .transforms import differentiable, refuse_tangents
-
-DTYPES = (torch.float16, torch.bfloat16)
 
 library = operator(
     "backward",
@@ -73,48 +30,8 @@ library = operator(
     "bool want_dbias=True) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Ready(Launches):
-    """What calls of equal shapes, strides and arguments share beside their launches.
-
-    outputs: the gradients that these write, contiguous, zero where there are none; returned: those
-    of q, k and v that are wanted, of_sink, dbias: whether and how those of sink and bias are.
-    gathers: whether operands begin anywhere. fixed: addresses that are the same for all. rows:
-    where kernels leave LSE and D; fills_rows: they leave out those that belong to no sequence;
-    d_unit: what D is relative to; counts: of the workspace, what must be zero.
-    """
-
-    outputs: tuple[Output, ...]
-    returned: tuple[str, ...]
-    fixed: dict[str, int]
-    gathers: bool
-    of_sink: bool
-    dbias: bias.Gradient | None
-    rows: sinks.Rows | None = None
-    fills_rows: bool = False
-    d_unit: float = 1.0
-    counts: slice | None = None
-
-    @property
-    def resets(self) -> bool:
-        """Whether kernels need some of the workspace prepared."""
-        return self.counts is not None or self.of_sink and self.rows is not None and self.fills_rows
-
-    def reset(self, workspace: Tensor) -> None:
-        """Prepares that."""
-        if self.counts:
-            workspace[self.counts].zero_()
-        if self.of_sink and self.rows and self.fills_rows:
-            self.rows.reset(workspace)
-
-
-# What kernels may do without: gradients that nobody wants, schedules of few sequences.
-UNREAD = (*GRADIENTS, *schedule.PARTS["bwd"])
 READ = ("d_o", "o", "q", "k", "v")  # by the copy engine
-_ready: dict[tuple[Any, ...], Ready] = {}
-_recent: recent.Known[tuple[Ready, tuple[str, ...]]] = {}
-Tensors = dict[str, Tensor | None]
+backwards: CallCache[PreparedBackward] = CallCache(guard)
 
 
 def backward(
@@ -141,17 +58,17 @@ def backward(
         dsink=wanted.dsink and operands["sink"] is not None,
         dbias=wanted.dbias and operands["bias"] is not None,
     )
-    call = Call(arguments, places_of(tuple(operands.values())))
+    form = CallForm(arguments, places_of(tuple(operands.values())))
     present = [x for x in operands.values() if x is not None]
-    found = differentiate(call, wanted, d_o, dlse, o, lse, present, dispatched=True)
+    found = differentiate(form, wanted, d_o, dlse, o, lse, present, dispatched=True)
     absent = (q, q, q, lse, q)  # of their dtypes
     names = zip((*GRADIENTS, "dsink", "dbias"), absent, strict=True)
     return tuple(found[name] if name in found else like.new_empty(0) for name, like in names)
 
 
 def differentiate(
-    call: Call,
-    wanted: Wanted,
+    form: CallForm,
+    wanted: WantedGradients,
     d_o: Tensor,
     dlse: Tensor | None,
     o: Tensor,
@@ -165,41 +82,41 @@ def differentiate(
 
     Raises: SpecError with every violation; CompileError, LaunchError.
     """
-    if choice.CHECK_VALUES and call.by_name(operands)["bias"] is None and is_plain(lse):
+    if routing.CHECK_VALUES and form.by_name(operands)["bias"] is None and is_plain(lse):
         check_rows(lse)
     tensors = [d_o, o, lse, *operands]
     if dlse is not None:
         tensors.append(dlse)
-    key = call, wanted, dlse is None
-    known = recent.find(_recent, key, tensors)
-    if known is not None:
-        ready, names = known
-        addresses = _addresses(ready, names, tensors)
-        if ready.gathers or not any([addresses[name] % 16 for name in READ]):
-            return _run(ready, dict(zip(names, tensors, strict=True)), addresses)
+    key = form, wanted, dlse is None
+    if (known := backwards.find(key, tensors)) is not None:
+        addresses = _addresses(known, tensors)
+        if known.gathers or not any([addresses[name] % 16 for name in READ]):
+            return _run(known, dict(zip(known.names, tensors, strict=True)), addresses)
     if not (dispatched or all(map(is_plain, tensors))):
-        return dispatch(call, wanted, d_o, dlse, o, lse, operands)
-    there = {"d_o": d_o, "o": o, "lse": lse, **call.by_name(operands), "dlse": dlse}
+        return dispatch(form, wanted, d_o, dlse, o, lse, operands)
+    there = {"d_o": d_o, "o": o, "lse": lse, **form.by_name(operands), "dlse": dlse}
     q, k, v = (there[name] for name in "qkv")
-    boxes = not (_odd(_present(q)) or _odd(o)) and all(boxed(x) for x in (q, k, v) if x is not None)
+    boxes = not (_odd(present(q)) or _odd(o)) and all(boxed(x) for x in (q, k, v) if x is not None)
     gather = not (boxes and all(readable(x) for x in (q, k, v) if x is not None))
     if not gather:
         there |= {"o": copied(o), "d_o": copied(d_o)}
     there["lse"] = lse.contiguous()
     if dlse is not None:
         there["dlse"] = dlse.float().contiguous()
-    formats = (call.arguments, wanted, gather, *map(format_of, there.values()))
-    ready = remember(_ready, formats, lambda: _make_ready(there, call.arguments, wanted, gather))
+    formats = (form.arguments, wanted, gather, *map(format_of, there.values()))
+    prepared = backwards.remember(
+        formats, lambda: prepare_backward(there, form.arguments, wanted, gather)
+    )
     given = {name: x for name, x in there.items() if x is not None}
     as_given = all(x is y for x, y in zip(given.values(), tensors, strict=True))
     if as_given and gather != boxes:  # formats, and not the addresses, say where it is read from
-        recent.keep(_recent, key, tensors, (ready, tuple(given)))
-    return _run(ready, given, _addresses(ready, given, given.values()))
+        backwards.note(key, tensors, prepared)
+    return _run(prepared, given, _addresses(prepared, given.values()))
 
 
 def dispatch(
-    call: Call,
-    wanted: Wanted,
+    form: CallForm,
+    wanted: WantedGradients,
     d_o: Tensor | None,
     dlse: Tensor | None,
     o: Tensor,
@@ -208,17 +125,17 @@ def dispatch(
 ) -> dict[str, Tensor]:
     """The same by the operation, for whoever looks on. Raises: SpecError, also for a tangent."""
     refuse_tangents((d_o, dlse))
-    q, k, v, *optional = call.by_name(operands).values()
+    q, k, v, *optional = form.by_name(operands).values()
     found = _dispatched(
         *(torch.zeros_like(o) if d_o is None else d_o, dlse, q, k, v, o, lse),
-        *(*optional, *call.arguments, *wanted),
+        *(*optional, *form.arguments, *wanted),
     )
     return dict(zip((*GRADIENTS, "dsink", "dbias"), found, strict=True))
 
 
-def _addresses(ready: Ready, names: Iterable[str], tensors: Iterable[Tensor]) -> dict[str, int]:
-    addresses = ready.fixed.copy()
-    for name, tensor in zip(names, tensors, strict=True):
+def _addresses(prepared: PreparedBackward, tensors: Iterable[Tensor]) -> dict[str, int]:
+    addresses = prepared.fixed.copy()
+    for name, tensor in zip(prepared.names, tensors, strict=True):
         addresses[name] = tensor.data_ptr()
     return addresses
 
@@ -239,31 +156,33 @@ def copied(tensor: Tensor) -> Tensor:
     return tensor if readable(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _run(ready: Ready, given: dict[str, Tensor], addresses: dict[str, int]) -> dict[str, Tensor]:
+def _run(
+    prepared: PreparedBackward, given: dict[str, Tensor], addresses: dict[str, int]
+) -> dict[str, Tensor]:
     """The gradients that are wanted, on the current stream. given: tensors that there are;
     addresses: theirs, and the fixed ones."""
-    if not is_current(ready.device):
-        with current(ready.device):
-            return _run(ready, given, addresses)
+    if not is_current(prepared.device):
+        with current(prepared.device):
+            return _run(prepared, given, addresses)
     made = {}
-    for output in ready.outputs:
+    for output in prepared.outputs:
         made[output.name] = tensor = new_tensor(output.sizes, output.strides, output.dtype)
         addresses[output.name] = tensor.data_ptr()
-    found = {name: made[name] for name in ready.returned}
-    if not ready.launches:
+    found = {name: made[name] for name in prepared.returned}
+    if not prepared.launches:
         for tensor in made.values():
             tensor.zero_()
-        if ready.of_sink:
+        if prepared.of_sink:
             found["dsink"] = _of_unseen(given["sink"], given["lse"], given.get("dlse"))
     else:
-        locate(ready, addresses)
-        rows = ready.rows if ready.of_sink else None
-        workspace = start(ready, addresses, ready.reset if ready.resets else None)
+        locate(prepared, addresses)
+        rows = prepared.rows if prepared.of_sink else None
+        workspace = start(prepared, addresses, prepared.reset if prepared.resets else None)
         if rows:
-            workspace = _present(workspace)
-            found["dsink"] = sinks.gradient(given["sink"], rows, workspace, ready.d_unit)
-    if ready.dbias:
-        found["dbias"] = ready.dbias.finish(made["dbias"], given["q"].dtype)
+            workspace = present(workspace)
+            found["dsink"] = sinks.gradient(given["sink"], rows, workspace, prepared.d_unit)
+    if prepared.dbias:
+        found["dbias"] = prepared.dbias.finish(made["dbias"], given["q"].dtype)
     return found
 
 
@@ -273,156 +192,6 @@ def _of_unseen(sink: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     if dlse is None:
         return sink.new_zeros(sink.shape)
     return dlse.masked_fill(lse == -math.inf, 0).sum(1 if dlse.ndim == 2 else (0, 2))
-
-
-def _present(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor
-
-
-def _make_ready(given: Tensors, arguments: Arguments, wanted: Wanted, gather: bool) -> Ready:
-    layout = arguments.layout
-    optional = {name: given[name] for name in OPTIONAL}
-    q, k, v = unpacked(_present(given["q"]), given["k"], given["v"], layout)
-    tensors = {"q": q, "k": k, "v": v, "o": _present(given["o"]), "d_o": _present(given["d_o"])}
-    rows = {name: x for name in ("lse", "dlse") if (x := given[name]) is not None}
-    extents = extents_of(tensors, layout)
-    reasons = violations(tensors, extents, optional, arguments, gather)
-    reasons += device_violations({"q": q, **rows})
-    if reasons := [*reasons, *_mismatches(tensors, rows, arguments)]:
-        raise SpecError(reasons)
-    carriers = {n: None if (x := given[n]) is None else _new(x) for n in "qkv"}
-    scalars = scalars_of(q, optional, arguments, extents)
-    dbias = None
-    if wanted.dbias:
-        full = (scalars.sequences or 0, extents["q"].heads, extents["q"].seq, extents["k"].seq)
-        dbias = bias.gradient_of(_present(given["bias"]), full)
-        scalars = dataclasses.replace(scalars, numbers={**scalars.numbers, **dbias.numbers})
-    if (added := optional["bias"]) is not None:
-        extents["bias"] = bias.extent_of(added, scalars.sequences or 0, extents["q"].heads)
-    wanted_here = tuple(name for name in names_of(wanted) if carriers[name[1]] is not None)
-    new = {name: _present(carriers[name[1]]) for name in wanted_here}
-    made = {} if dbias is None else {"dbias": dbias.new(_present(given["bias"]).to("meta"))}
-    ready = Ready(
-        device=q.device,
-        outputs=_outputs({**new, **made}),
-        returned=wanted_here,
-        fixed=dict.fromkeys((*UNREAD, *(name for name, x in given.items() if x is None)), 0),
-        gathers=gather,
-        of_sink=wanted.dsink,
-        dbias=dbias,
-    )
-    if not (scalars.sequences and all(tensor.numel() for tensor in tensors.values())):
-        return ready
-    spec = _spec(tensors, optional, arguments, gather)
-    narrow = wanted.dq and not spec.deterministic and is_narrow(extents, scalars)
-    served = spec_of(q, k, v, optional, arguments).gathers == gather
-    table = schedule.table_for(optional["schedule"], scalars.sequences, served)
-    # A table holds the order of all calls that it serves.
-    parts = wanted.dq and wanted.dkv and table is None
-    parts = parts and heads.have_few_tiles(spec, q.device, extents, scalars, narrow)
-    kernels = needed(kernels_of(spec, q.device, narrow=narrow and not parts), wanted)
-    if parts and not any(each.kernel.dkv_floats for each in kernels):  # an earlier version's
-        parts, kernels = False, needed(kernels_of(spec, q.device, narrow=narrow), wanted)
-    of_bias = bias.Added()
-    if dbias:
-        extents["dbias"] = dbias.extent
-        of_bias = bias.added_of(kernels, dbias, full, arguments.bias_type == "pre_scale")
-    kernels = choose_adding(kernels, of_bias.terms > 0)
-    apart = heads.apart_of(kernels, extents, scalars.sequences) if parts else heads.TOGETHER
-    written = tuple(name for name in written_by(kernels) if carriers[name[1]] is not None)
-    gradients = unpacked(_present(carriers["q"]), carriers["k"], carriers["v"], layout)
-    extents |= extents_of(dict(zip(GRADIENTS, gradients, strict=True)), layout)
-    sources = sources_of(given, optional, layout)
-    kernels, unwritten = unordered(kernels, scalars.sequences)
-    numbers = {**scalars.numbers, **of_bias.numbers, **apart.numbers}
-    numbers |= schedule.numbers_of(table)
-    numbers |= {"main_follows": int(wanted.dq or wanted.dkv)}
-    scalars = dataclasses.replace(scalars, numbers=numbers)
-    sources += schedule.sources_of(table, "bwd")
-    sources += tuple(s for s in packed_sources(carriers, layout, "d") if s[1] in written)
-    elsewhere = schedule.PARTS["bwd"] if table is not None else unwritten
-    offsets, size = lay_out_workspaces(kernels, extents["q"], scalars, elsewhere=elsewhere)
-    of_sink, counts = None, None
-    if of_bias.counts_bytes:
-        first = offsets["dbias_turns"]
-        counts = slice(first, first + of_bias.counts_bytes)
-    if apart.floats:
-        first = offsets["dkv_acc"]
-        counts = slice(first, first + 4 * apart.floats)
-    if prepares := preparing(kernels):
-        of_sink = sinks.rows_of(prepares, offsets, extents["q"], scalars.sequences)
-    new = {name: _present(carriers[name[1]]) for name in written}
-    return dataclasses.replace(
-        ready,
-        outputs=_outputs({**new, **made}),
-        sources=sources,
-        launches=tuple(
-            prepare(each, extents, _scalars_for(each, scalars, of_bias, apart)) for each in kernels
-        ),
-        offsets=offsets,
-        workspace_bytes=size,
-        counts_tiles=any("tile_counter" in each.kernel.workspace for each in kernels),
-        rows=of_sink,
-        counts=counts,
-        fills_rows=any(each.kernel.q_seq != "dense" for each in kernels),
-        d_unit=scalars.numbers["keep_scale"],  # with dropout
-    )
-
-
-def _new(tensor: Tensor) -> Tensor:
-    """A gradient of it, of which only the format counts."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def _outputs(tensors: dict[str, Tensor]) -> tuple[Output, ...]:
-    return tuple(Output.like(name, x, 0.0) for name, x in tensors.items())
-
-
-def _scalars_for(
-    each: LoadedKernel, scalars: Scalars, of_bias: bias.Added, apart: heads.Apart
-) -> Scalars:
-    """Those of one kernel: what converts sums of dQ finds them scaled where dS was; heads of a
-    group may have tiles of their own."""
-    numbers = {**scalars.numbers}
-    if family_of(each) == CONVERTS:
-        numbers |= apart.rounding
-        numbers |= {"scale": 1.0} if of_bias.scaled else {}
-    elif each.kernel.dkv_floats or family_of(each) == ORDERS:
-        numbers |= apart.main
-    return dataclasses.replace(scalars, numbers=numbers)
-
-
-def _mismatches(
-    tensors: dict[str, Tensor], rows: dict[str, Tensor], arguments: Arguments
-) -> Iterator[str]:
-    """What does not fit q, k and v."""
-    q, v = tensors["q"], tensors["v"]
-    if q.dtype not in DTYPES or output_dtype(q, arguments) != q.dtype:
-        yield "the backward takes float16 and bfloat16, with an output of their dtype; " + (
-            f"q is {q.dtype}, out_dtype is {arguments.out_dtype}"
-        )
-        return
-    out, lse = new_outputs(q.to("meta"), v.to("meta"), arguments)
-    expected = {"o": out, "d_o": out, **dict.fromkeys(rows, lse)}
-    found = {**tensors, **rows}
-    for name, like in expected.items():
-        x = found[name]
-        if (x.dtype, x.shape) != (like.dtype, like.shape):
-            yield f"{name} needs {like.dtype} {list(like.shape)}, got {x.dtype} {list(x.shape)}"
-
-
-def _spec(
-    tensors: dict[str, Tensor],
-    optional: Mapping[str, Tensor | None],
-    arguments: Arguments,
-    gather: bool,
-) -> AttentionSpec:
-    q, k, v = (tensors[name] for name in "qkv")
-    forward = spec_of(q, k, v, optional, arguments, gather)
-    return dataclasses.replace(
-        forward, directions=("bwd",), deterministic=arguments.deterministic, decode=False
-    )
 
 
 def _fake_backward(

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...call.cache import CallCache
 from ...call.table import INPUTS, OPTIONAL
 from ...errors import SpecError
 from ...reference.fp8 import is_fp8
 from ...runtime.launch import prepare
+from ...runtime.run_time import Extent, Scalars
 from . import autograd, bias, decode, schedule
 from .checks import violations
 from .gradient_kernels import unordered
@@ -29,10 +31,11 @@ from .operands import (
     spec_of,
     unpacked,
 )
-from .operation import Output, Ready, format_of, kernels_of, lay_out_workspaces, remember, run
+from .operation import Output, PreparedCall, format_of, kernels_of, lay_out_workspaces, run
 from .registry import operator
 from .short import is_short
 from .signature import Arguments, Operands, schema, split
+from .torch_private import guard
 from .transforms import differentiable
 
 library = operator(
@@ -40,7 +43,7 @@ library = operator(
     f"(Tensor q, Tensor? k, Tensor? v, {schema()}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 UNUSED = ("o_parts", "lse_parts")  # workspaces that keys in one split do without
-_ready: dict[tuple[Any, ...], Ready] = {}
+prepared_calls: CallCache[PreparedCall] = CallCache(guard)
 _BIAS, _SCALE_S = map(INPUTS.index, ("bias", "scale_s"))
 
 
@@ -62,8 +65,8 @@ def forward(q: Tensor, k: Tensor | None, v: Tensor | None, *rest: Any) -> tuple[
     """
     optional, arguments = split(rest)
     operands = with_readable_bias((q, k, v, *optional))
-    ready = find_ready(operands, arguments)
-    found = dict(zip((each.name for each in ready.outputs), run(ready, operands), strict=True))
+    prepared = find_prepared(operands, arguments)
+    found = dict(zip(prepared.names, run(prepared, operands), strict=True))
     absent = _new_maxima(q, 0, Arguments())
     return found["o"], found["lse"], *(found.get(name, x) for name, x in absent.items())
 
@@ -76,30 +79,52 @@ def with_readable_bias(operands: tuple[Tensor | None, ...]) -> tuple[Tensor | No
     return (*operands[:_BIAS], quick, *operands[_BIAS + 1 :])
 
 
-def find_ready(
+def find_prepared(
     operands: Operands, arguments: Arguments, gather: bool = False, alone: bool = False
-) -> Ready:
+) -> PreparedCall:
     """What a call needs, worked out once. gather: threads copy the operands, since some begin at no
     multiple of 16 bytes. alone: where there is a kernel that writes the output alone, it is that
     one. Raises: SpecError, CompileError, LaunchError."""
     key = (arguments, gather, alone, *map(format_of, operands))
-    return remember(_ready, key, lambda: _make_ready(operands, arguments, gather, alone))
+    return prepared_calls.remember(key, lambda: _prepare(operands, arguments, gather, alone))
 
 
-def find_alone(operands: Operands, arguments: Arguments) -> Ready:
+def find_alone(operands: Operands, arguments: Arguments) -> PreparedCall:
     """The same for a call that wants the output alone. A scale says how the largest weight of a row
     is stored, and may cut it, which sums of stored weights would not show. Raises: as that."""
     plain = is_fp8(operands[0].dtype) and operands[_SCALE_S] is None  # type: ignore[union-attr]
-    return find_ready(operands, arguments, alone=plain).first_alone()
+    return find_prepared(operands, arguments, alone=plain).first_alone()
 
 
-def _refuse_addresses(_: Operands) -> Ready:
+def _refuse_addresses(_: Operands) -> PreparedCall:
     raise SpecError(
         "FP8 operands and pages must start at a multiple of 16 bytes; clone what does not"
     )
 
 
-def _make_ready(operands: Operands, arguments: Arguments, gather: bool, alone: bool) -> Ready:
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """A forward as its kernels are chosen.
+
+    q, k, v: views; optional: the tensors beside them, by their names; extents, scalars: what
+    kernels know of them. gather: whether threads copy operands; alone: whether the kernel for the
+    output alone serves it. table: the order of sequences that a schedule keeps.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    optional: dict[str, Tensor | None]
+    arguments: Arguments
+    gather: bool
+    alone: bool
+    extents: dict[str, Extent]
+    scalars: Scalars
+    table: Tensor | None
+
+
+def _prepare(operands: Operands, arguments: Arguments, gather: bool, alone: bool) -> PreparedCall:
+    """Everything about a forward but addresses. Raises: SpecError with every violation."""
     q, k, v, *rest = operands
     assert q is not None  # the operation's schema
     carriers, optional = {"q": q, "k": k, "v": v}, dict(zip(OPTIONAL, rest, strict=True))
@@ -112,60 +137,76 @@ def _make_ready(operands: Operands, arguments: Arguments, gather: bool, alone: b
     if reasons := violations(tensors, extents, optional, arguments, gather):
         raise SpecError(reasons)
     no_key: dict[str, float | str] = {"off_by_one": 0.0, "learnable": "sink"}
-    empty_lse = no_key.get(arguments.softmax, -math.inf)
-    results = [Output.like("o", out, 0.0), Output.like("lse", lse, empty_lse)]
+    empty_lse, lowest = no_key.get(arguments.softmax, -math.inf), {"max_logit": -math.inf}
     maxima = _new_maxima(q, heads_of(q, arguments), arguments)
-    lowest = {"max_logit": -math.inf}
-    results += [
-        Output.like(name, x, lowest.get(name, 0.0), preset=True)
-        for name, x in maxima.items()
-        if x.numel()
-    ]
-    names = {name: x is not None for name, x in zip(INPUTS, operands, strict=True)}
-    absent = [name for name, present in names.items() if not present]
-    absent += [name for name, x in maxima.items() if not x.numel()]
-    ready = Ready(
-        operands=tuple((place, name) for place, name in enumerate(INPUTS) if names[name]),
+    prepared = PreparedCall(
+        operands=tuple(
+            (place, name)
+            for place, (name, x) in enumerate(zip(INPUTS, operands, strict=True))
+            if x is not None
+        ),
         sources=(
             *sources_of(carriers, optional, arguments.layout),
             *schedule.sources_of(table, "fwd"),
         ),
-        outputs=tuple(results),
+        outputs=(
+            Output.like("o", out, 0.0),
+            Output.like("lse", lse, empty_lse),
+            *(
+                Output.like(name, x, lowest.get(name, 0.0), preset=True)
+                for name, x in maxima.items()
+                if x.numel()
+            ),
+        ),
         fixed={},
         device=q.device,
     )
     scalars = scalars_of(q, optional, arguments, extents)
     if not (q.numel() and k.numel() and out.numel() and scalars.sequences):
-        return ready
+        return prepared
+    call = Forward(q, k, v, optional, arguments, gather, alone, extents, scalars, table)
+    present = {name for _, name in prepared.operands} | {*prepared.names}
+    absent = [name for name in (*INPUTS, *maxima) if name not in present]
+    return _with_launches(prepared, call, absent)
+
+
+def _with_launches(prepared: PreparedCall, call: Forward, absent: Sequence[str]) -> PreparedCall:
+    """The forward with launches of the kernels that this call takes. absent: operands and results
+    that it has not. Raises: CompileError, LaunchError."""
+    q, optional, arguments, extents = call.q, call.optional, call.arguments, call.extents
+    sequences = call.scalars.sequences
     if (added := optional["bias"]) is not None:
-        extents["bias"] = bias.extent_of(added, scalars.sequences or 0, extents["q"].heads)
-    spec = spec_of(q, k, v, optional, arguments, gather)
-    unaligned: Callable[[Operands], Ready] | None = _refuse_addresses
+        extents["bias"] = bias.extent_of(added, sequences or 0, extents["q"].heads)
+    spec = spec_of(q, call.k, call.v, optional, arguments, call.gather)
+    unaligned: Callable[[Operands], PreparedCall] | None = _refuse_addresses
     if spec.gathers:
         unaligned = None
     elif not is_fp8(q.dtype) and not layout_of(arguments.layout).paged:
-        unaligned = partial(find_ready, arguments=arguments, gather=True)
-    second = alone or is_short(spec, extents, scalars, arguments.num_splits, q.device)
+        unaligned = partial(find_prepared, arguments=arguments, gather=True)
+    second = call.alone or is_short(spec, extents, call.scalars, arguments.num_splits, q.device)
     kernels, splits = kernels_of(spec, q.device, second), 1
     if spec.decode:
         asked = arguments.num_splits
-        kernels, splits = decode.choose(kernels, extents, optional, sequences, asked)
-    numbers = {**scalars.numbers, **decode.numbers_of(extents, optional), "splits": splits}
+        kernels, splits = decode.choose(kernels, extents, optional, sequences or 0, asked)
     kernels, unwritten = unordered(kernels, sequences)
-    numbers |= schedule.numbers_of(table)
-    scalars = replace(scalars, numbers=numbers)
+    numbers = {
+        **call.scalars.numbers,
+        **decode.numbers_of(extents, optional),
+        "splits": splits,
+        **schedule.numbers_of(call.table),
+    }
+    scalars = replace(call.scalars, numbers=numbers)
     launches = tuple(prepare(each, extents, scalars) for each in kernels)
-    elsewhere = schedule.PARTS["fwd"] if table is not None else unwritten
+    elsewhere = schedule.PARTS["fwd"] if call.table is not None else unwritten
     offsets, size = lay_out_workspaces(kernels, extents["q"], scalars, splits, elsewhere)
-    counts = any("tile_counter" in each.kernel.workspace for each in kernels)
     named = {name for each in launches for _, name in each.pointers}
     return replace(
-        ready,
+        prepared,
         fixed={name: 0 for name in (*UNUSED, *absent, *unwritten) if name in named},
         launches=launches,
         offsets=offsets,
         workspace_bytes=size,
-        counts_tiles=counts,
+        counts_tiles=any("tile_counter" in each.kernel.workspace for each in kernels),
         unaligned=unaligned,
     )
 

@@ -8,7 +8,7 @@ from itertools import chain, compress
 from ...runtime.load import LoadedKernel
 from ...runtime.program import KernelEntry
 from ...runtime.run_time import FEW_SEQUENCES
-from .signature import Wanted
+from .signature import WantedGradients
 
 GRADIENTS = ("dq", "dk", "dv")
 ORDERS = "varlen_prepare"  # the family of the kernel that writes schedules
@@ -24,12 +24,12 @@ KIND_OF_FAMILY = {
 }
 
 
-def names_of(wanted: Wanted) -> tuple[str, ...]:
+def names_of(wanted: WantedGradients) -> tuple[str, ...]:
     """Those of the gradients that kernels make."""
     return tuple(compress(GRADIENTS, (wanted.dq, wanted.dkv, wanted.dkv)))
 
 
-def needed(kernels: tuple[LoadedKernel, ...], wanted: Wanted) -> tuple[LoadedKernel, ...]:
+def needed(kernels: tuple[LoadedKernel, ...], wanted: WantedGradients) -> tuple[LoadedKernel, ...]:
     """All but those that make unwanted gradients alone; none where nothing is wanted. The sink's
     needs no more than LSE and D, which that kernel then makes for all rows, the bias's a kernel of
     its own besides."""

@@ -29,12 +29,6 @@ def settle(layout: str, given: Given) -> Given:
     return tuple(x for pair in sides for x in pair)
 
 
-def unread(longest: Any) -> Any:
-    """A longest length as a call's key has it: of one in a tensor, which may be another in each
-    call and would have to be waited for, nothing. Kernels do without."""
-    return None if isinstance(longest, Tensor) and longest.numel() == 1 else longest
-
-
 def _any(side: Given) -> bool:
     return any(x is not None for x in side)
 

@@ -8,7 +8,7 @@ shapes follow from those of its operands.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import compress
 from typing import Any
 
@@ -29,6 +29,7 @@ from ...reference.core import accumulation_dtype, default_alibi_slopes
 from ...reference.dropout import draw_rng_state
 from ...results import AttentionAux
 from . import sharding
+from .checked_call import arguments_of, operands_of
 from .operands import heads_of, new_outputs, unpacked
 from .registry import operator
 from .signature import Arguments, dtype_of, schema, split
@@ -49,23 +50,21 @@ _backwards = operator(
 )
 
 
-def run(
-    call: AttentionCall, arguments_of: Callable[[], Arguments], checks_reads: bool = False
-) -> tuple[Tensor, AttentionAux]:
+def run(call: AttentionCall, checks_reads: bool = False) -> tuple[Tensor, AttentionAux]:
     """Attention by the reference: as one operation for those who need one, else as the definition
-    says, which may be differentiated as often as one likes. arguments_of: makes the operation's
-    arguments, of a call that was checked; checks_reads: as `reference.run` has it.
+    says, which may be differentiated as often as one likes. checks_reads: as `reference.run` has
+    it.
 
     Raises: SpecError with every violation at once.
     """
-    operands = _operands_of(call)
+    operands = operands_of(call)
     distributed = sharding.is_distributed(operands)
     if distributed:
         sharding.refuse_functions({name: getattr(call, name) for name in FUNCTIONS})
     elif not is_traced(operands) or _must_be_followed(call):
         return reference.run(call, checks_reads)
     reference.check(call)
-    arguments = arguments_of()
+    arguments = arguments_of(call)._replace(num_splits=0)
     rng_state = call.rng_state
     if call.dropout_p > 0 and rng_state is None:
         rng_state = draw_rng_state(call.q.device)
@@ -93,15 +92,6 @@ def _must_be_followed(call: AttentionCall) -> bool:
     functions = [getattr(call, name) is not None for name in FUNCTIONS]
     numbers = [isinstance(getattr(call, name), Tensor) for name in _NUMBERS]
     return has_transforms() or any(functions) or any(numbers)
-
-
-def _operands_of(call: AttentionCall) -> tuple[Tensor | None, ...]:
-    """The operation's, in their order; ALiBi's own slopes are none."""
-    tables = (*call.page_tables, None, None)[:2]
-    named = dict(zip(("page_table_k", "page_table_v"), tables, strict=True))
-    named |= {"schedule": None}
-    found = (named[name] if name in named else getattr(call, name) for name in INPUTS)
-    return tuple([x if isinstance(x, Tensor) else None for x in found])
 
 
 def _call_of(operands: Sequence[Tensor | None], rest: Sequence[Any]) -> AttentionCall:

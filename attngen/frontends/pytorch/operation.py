@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,8 +31,6 @@ from .torch_private import (
     undisturbed,
 )
 from .torch_private import empty_strided_cuda as _empty_strided_cuda
-
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ class Launches:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Ready(Launches):
+class PreparedCall(Launches):
     """What such calls share beside their launches, which are none where no query sees a key.
 
     operands: places of those that are there, and the parameters that hold their addresses;
@@ -86,9 +83,14 @@ class Ready(Launches):
     operands: tuple[tuple[int, str], ...]
     outputs: tuple[Output, ...]
     fixed: dict[str, int]
-    unaligned: Callable[[Operands], Ready] | None = None
+    unaligned: Callable[[Operands], PreparedCall] | None = None
 
-    def first_alone(self) -> Ready:
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of what it returns, in their order."""
+        return tuple([output.name for output in self.outputs])
+
+    def first_alone(self) -> PreparedCall:
         """The same for calls that want the first output alone. Some kernels write no LSE; where the
         others are small, so that the host is what takes time, they are written where nobody
         reads, but not under capture, in which the driver allocates nothing."""
@@ -106,13 +108,13 @@ class Ready(Launches):
             others = []
         return replace(self, outputs=(first, *others), fixed=fixed)
 
-    def placed(self, homes: Sequence[int | None]) -> Ready:
+    def placed(self, homes: Sequence[int | None]) -> PreparedCall:
         """The same for a list of tensors alone. homes: of each operand, its place among these."""
         known = {name: homes[place] for place, name in self.operands}
         known |= {name: known[source] for name, source, offset in self.sources if not offset}
         unaligned = self.unaligned
 
-        def elsewhere(tensors: Operands) -> Ready:
+        def elsewhere(tensors: Operands) -> PreparedCall:
             assert unaligned is not None  # else nobody asks
             operands = tuple(None if home is None else tensors[home] for home in homes)
             return unaligned(operands).placed(homes)
@@ -125,20 +127,8 @@ class Ready(Launches):
         )
 
 
-_LIMIT = 4096
 WORKSPACE_ALIGNMENT = 256  # bytes; kernels need 16
 _kernels: dict[tuple[AttentionSpec, int, bool | None, bool], tuple[load.LoadedKernel, ...]] = {}
-
-
-def remember(known: dict[Any, Value], key: Any, make: Callable[[], Value]) -> Value:
-    """What `make` makes for the key, once; all is forgotten where there is too much of it."""
-    value = known.get(key)
-    if value is None:
-        value = make()
-        if len(known) >= _LIMIT:
-            known.clear()
-        known[key] = value
-    return value
 
 
 def format_of(operand: object) -> object:
@@ -150,28 +140,28 @@ def format_of(operand: object) -> object:
     return type(operand), operand.shape, operand.stride(), operand.dtype, operand.device
 
 
-def run(ready: Ready, operands: Operands) -> list[Tensor]:
-    """The outputs for operands that `ready` was made for. Raises: SpecError, LaunchError."""
-    if not is_current(ready.device):
-        with current(ready.device):
-            return run(ready, operands)
+def run(prepared: PreparedCall, operands: Operands) -> list[Tensor]:
+    """The outputs for operands that `prepared` was made for. Raises: SpecError, LaunchError."""
+    if not is_current(prepared.device):
+        with current(prepared.device):
+            return run(prepared, operands)
     results = []
-    addresses = ready.fixed.copy()
-    for place, name in ready.operands:
+    addresses = prepared.fixed.copy()
+    for place, name in prepared.operands:
         operand = operands[place]
         assert operand is not None  # absent ones have no place here
         addresses[name] = operand.data_ptr()
-    locate(ready, addresses)
-    if (addresses["q"] | addresses["k"] | addresses["v"]) % 16 and ready.unaligned:
-        return run(ready.unaligned(operands), operands)
-    for output in ready.outputs:
+    locate(prepared, addresses)
+    if (addresses["q"] | addresses["k"] | addresses["v"]) % 16 and prepared.unaligned:
+        return run(prepared.unaligned(operands), operands)
+    for output in prepared.outputs:
         tensor = new_tensor(output.sizes, output.strides, output.dtype)
-        if output.preset or not ready.launches:
-            _fill(tensor, output, {name: operands[place] for place, name in ready.operands})
+        if output.preset or not prepared.launches:
+            _fill(tensor, output, {name: operands[place] for place, name in prepared.operands})
         addresses[output.name] = tensor.data_ptr()
         results.append(tensor)
-    if ready.launches:
-        start(ready, addresses)
+    if prepared.launches:
+        start(prepared, addresses)
     return results
 
 
@@ -194,34 +184,34 @@ def current(device: torch.device) -> Iterator[None]:
         yield
 
 
-def locate(ready: Launches, addresses: dict[str, int]) -> None:
+def locate(prepared: Launches, addresses: dict[str, int]) -> None:
     """Adds the addresses that point into an operand."""
-    for name, source, offset in ready.sources:
+    for name, source, offset in prepared.sources:
         addresses[name] = addresses[source] + offset
 
 
 def start(
-    ready: Launches, addresses: dict[str, int], before: Callable[[Tensor], object] | None = None
+    prepared: Launches, addresses: dict[str, int], before: Callable[[Tensor], object] | None = None
 ) -> Tensor | None:
     """Launches the kernels on the current stream; returns their workspace, None where they have
     none. addresses: by parameter; before: gets the workspace first.
 
     Raises: LaunchError.
     """
-    stream = current_stream(ready.device.index)
+    stream = current_stream(prepared.device.index)
     workspace = None
-    if ready.workspace_bytes:
+    if prepared.workspace_bytes:
         # Freed before the kernels end, and safely so: it is handed out on this stream only.
-        workspace = _empty_strided_cuda((ready.workspace_bytes,), (1,), torch.uint8)
+        workspace = _empty_strided_cuda((prepared.workspace_bytes,), (1,), torch.uint8)
         first = workspace.data_ptr()
-        for name, offset in ready.offsets.items():
+        for name, offset in prepared.offsets.items():
             addresses[name] = first + offset
         if before is not None:
             before(workspace)
-    if ready.counts_tiles:  # last: under capture its memory is free for the next allocation
-        addresses["tile_counter"] = tile_counter(ready.device, stream)
-    for prepared in ready.launches:
-        launch(prepared, addresses, stream)
+    if prepared.counts_tiles:  # last: under capture its memory is free for the next allocation
+        addresses["tile_counter"] = tile_counter(prepared.device, stream)
+    for each in prepared.launches:
+        launch(each, addresses, stream)
     return workspace
 
 

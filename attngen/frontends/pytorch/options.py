@@ -26,6 +26,7 @@ class Options(TypedDict, total=False):
     alibi_slopes: Tensor | bool | None
     softmax: str
     sink: Tensor | None
+    dropout_p: float
     rng_state: Tensor | None
     cu_seqlens_q: Tensor | None
     cu_seqlens_kv: Tensor | None

@@ -29,11 +29,12 @@ BACKENDS = ("auto", "cuda", "reference")
 CHECK_VALUES = os.environ.get("ATTNGEN_CHECK", "") not in ("", "0")
 
 
-def use_kernels(call: AttentionCall, backend: str, num_splits: int | None = None) -> bool:
+def use_kernels(call: AttentionCall) -> bool:
     """Whether kernels serve this call; checks all of its arguments.
 
     Raises: SpecError where they do not agree, or the backend that was named cannot serve them.
     """
+    backend = call.backend
     if backend not in BACKENDS:
         raise SpecError(f"backend={backend!r}; allowed: {', '.join(BACKENDS)}")
     if backend == "reference":
@@ -41,7 +42,7 @@ def use_kernels(call: AttentionCall, backend: str, num_splits: int | None = None
     operands = reference.check(call)
     if CHECK_VALUES and not is_traced((call.q,)):
         reference.check_on_host(call, operands)
-    reasons = refusals(call, num_splits)
+    reasons = refusals(call)
     if reasons and backend == "cuda":
         raise SpecError(reasons)
     if reasons:
@@ -59,9 +60,7 @@ class _Described(NamedTuple):
 MANY = 1 << 20  # positions: no few queries
 
 
-def _described(
-    call: AttentionCall, num_splits: int | None
-) -> tuple[Tensor | _Described | None, ...]:
+def _described(call: AttentionCall) -> tuple[Tensor | _Described | None, ...]:
     """Q, K and V as the choice of a kernel sees them. Of a trace, whose sizes may be symbols,
     dtypes and head dims alone: which of a variant's kernels a call takes is for the operation to
     say when it runs. Heads that are so wide that only kernels for few queries have them, and
@@ -72,7 +71,7 @@ def _described(
     layout = parse(call.layout)
     widest = max(*[x.shape[-1] for x in operands if x is not None], 0)
     unboxed = any(x is not None and dtype_name(x.dtype) in DTYPES_8BIT for x in operands)
-    if widest > MAX_HEAD_DIM or unboxed or num_splits or layout.paged:
+    if widest > MAX_HEAD_DIM or unboxed or call.num_splits or layout.paged:
         return operands
     sizes = {"h": 1, "3": 3, "2": 2}
     described: list[_Described | None] = []
@@ -85,7 +84,7 @@ def _described(
     return tuple(described)
 
 
-def refusals(call: AttentionCall, num_splits: int | None = None) -> list[str]:
+def refusals(call: AttentionCall) -> list[str]:
     """Why no kernel can serve this call; empty where one can."""
     device = call.q.device
     if device_arch(device) is None:
@@ -103,7 +102,7 @@ def refusals(call: AttentionCall, num_splits: int | None = None) -> list[str]:
         and torch.is_grad_enabled()
     ]
     spec = AttentionSpec.from_call(
-        *_described(call, num_splits),
+        *_described(call),
         layout=call.layout,
         mask=call.mask,
         window=call.window,
@@ -119,11 +118,11 @@ def refusals(call: AttentionCall, num_splits: int | None = None) -> list[str]:
         dropout_p=call.dropout_p,
         out_dtype=call.out_dtype,
         return_max_logit=call.return_max_logit,
-        num_splits=num_splits,
+        num_splits=call.num_splits,
         **{name: getattr(call, name) for name in LENGTHS},
     )
     reasons = [violation.reason for violation in find_violations(spec, _FEATURES)]
-    return learned + reasons + unsplit(num_splits or 0, spec.decode)
+    return learned + reasons + unsplit(call.num_splits or 0, spec.decode)
 
 
 def leave_kernels(refusal: AttngenError, backend: str) -> None:

@@ -58,7 +58,7 @@ class Arguments(NamedTuple):
     bias_type: str = "post_scale"
 
 
-class Call(NamedTuple):
+class CallForm(NamedTuple):
     """A call but for its tensors: its arguments, and which of `INPUTS` it has."""
 
     arguments: Arguments
@@ -88,7 +88,7 @@ def places_of(operands: Operands) -> tuple[int, ...]:
     return tuple([place for place, x in enumerate(operands) if x is not None])
 
 
-class Wanted(NamedTuple):
+class WantedGradients(NamedTuple):
     """Which gradients a call of the backward is for; those of k and v come together."""
 
     dq: bool = True
@@ -130,9 +130,9 @@ def split(rest: Sequence[Any]) -> tuple[tuple[Tensor | None, ...], Arguments]:
     return tensors, Arguments(*rest[count : count + len(Arguments._fields)])
 
 
-def wanted_of(rest: Sequence[Any], one_tensor: bool = False) -> Wanted:
+def wanted_of(rest: Sequence[Any], one_tensor: bool = False) -> WantedGradients:
     """What stands behind those in the schema of the backward. one_tensor: whether Q, K and V are
     one, which has one gradient."""
-    wanted = Wanted(*rest[len(OPTIONAL) + len(Arguments._fields) :])
+    wanted = WantedGradients(*rest[len(OPTIONAL) + len(Arguments._fields) :])
     both = wanted.dq or wanted.dkv
     return wanted._replace(dq=both, dkv=both) if one_tensor else wanted

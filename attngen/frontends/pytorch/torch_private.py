@@ -106,6 +106,13 @@ def is_transformed() -> bool:
     return innermost is not None and (innermost is True or innermost.key() != _functionalize)
 
 
+is_deterministic: Callable[[], bool] = _find(
+    "_C._get_deterministic_algorithms",
+    torch.are_deterministic_algorithms_enabled,
+    "torch is asked whether algorithms are deterministic, which takes longer",
+)
+
+
 # ---- what a tensor is
 
 _ASKED = "tensors are asked what they are, which takes longer"
@@ -201,6 +208,12 @@ def is_traced(operands: Sequence[Tensor | None]) -> bool:
     if undisturbed() and all([x is None or type(x) in PLAIN for x in operands]):
         return False
     return _finds_tracer([x for x in operands if x is not None])
+
+
+def may_be_kept(tensors: Sequence[Tensor]) -> bool:
+    """Whether what is worked out for a call of these tensors holds for later ones: no trace may
+    have left symbols in it."""
+    return not is_traced(tensors) and _tracing_state() is None
 
 
 def _finds_tracer(tensors: list[Tensor]) -> bool:

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from attngen.errors import LaunchError
-from attngen.frontends.pytorch import attention as frontend
-from attngen.frontends.pytorch import operation
+from attngen.frontends.pytorch import checked_call, operation
 from attngen.runtime import counters, load
 
 DEVICE = torch.device("cuda", 0)
@@ -116,14 +115,14 @@ def test_default_slopes_are_there_before_another_stream_may_read_them(monkeypatc
     stream = SimpleNamespace(synchronize=lambda: waits.append(DEVICE))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(frontend, "_slopes", {})
-    monkeypatch.setattr(frontend, "unobserved", lambda tensors: True)
+    monkeypatch.setattr(checked_call, "_slopes", {})
+    monkeypatch.setattr(checked_call, "unobserved", lambda tensors: True)
     monkeypatch.setattr(
-        frontend.reference, "default_alibi_slopes", lambda heads, device: torch.ones(heads)
+        checked_call.reference, "default_alibi_slopes", lambda heads, device: torch.ones(heads)
     )
     q = SimpleNamespace(device=DEVICE, is_cuda=True)
-    assert frontend._slopes_of(4, q) is frontend._slopes_of(4, q)
+    assert checked_call.default_slopes(4, q) is checked_call.default_slopes(4, q)
     assert waits == [DEVICE]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    frontend._slopes_of(8, q)
-    assert waits == [DEVICE] and list(frontend._slopes) == [(4, DEVICE)]
+    checked_call.default_slopes(8, q)
+    assert waits == [DEVICE] and list(checked_call._slopes) == [(4, DEVICE)]

@@ -230,7 +230,7 @@ def test_ready_paged_call_knows_its_addresses_and_needs_no_tile_counter(
     table = torch.zeros(BATCH, 9, dtype=torch.int32)
     given = {"seqused_kv": table[:, 0].contiguous(), "page_table_k": table, "page_table_v": table}
     operands = (q, k, k, *(given.get(name) for name in OPTIONAL))
-    ready = forward.find_ready(operands, Arguments(layout=layout, num_splits=splits))
+    ready = forward.find_prepared(operands, Arguments(layout=layout, num_splits=splits))
     assert len(ready.launches) == launches and not ready.counts_tiles
     assert [name for _, name in ready.operands] == ["q", "k", "v", *given]
     assert all(operands[place] is not None for place, _ in ready.operands)

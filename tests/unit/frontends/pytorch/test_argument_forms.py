@@ -10,7 +10,7 @@ import torch
 
 import attngen
 from attngen import AttentionSpec, SpecError
-from attngen.frontends.pytorch import attention as frontend
+from attngen.frontends.pytorch import checked_call
 from attngen.reference.conversions import saturated
 
 BACKENDS = ("reference", "cuda")
@@ -244,7 +244,7 @@ def test_operations_get_int32_lengths_and_tables(kernels, kind, apart, dtype, mo
         reached.append([x for x in tensors if not x.is_floating_point()])
         return inputs[:1] * 5
 
-    monkeypatch.setattr(frontend, "dispatched", take)
+    monkeypatch.setattr(checked_call, "dispatched", take)
     for given in (with_lengths(kind, dtype, apart),) * 2 + (with_lengths(kind, torch.int32),):
         attngen.attention(**given, backend="cuda")
     for found in reached[:2]:

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import attngen
 from attngen import SpecError
-from attngen.frontends.pytorch import attention as frontend
-from attngen.frontends.pytorch.signature import Wanted
+from attngen.frontends.pytorch import checked_call
+from attngen.frontends.pytorch.signature import WantedGradients
 
 CALL = {"mask": "causal_bottom_right", "window": (3, -1), "softmax_scale": 0.3}
 SUBSETS = [
@@ -66,7 +66,7 @@ def test_gradients_of_any_inputs_from_any_results_are_the_references(kernels, wa
     assert kernels.names == ["forward", "backward"]
     _, arguments, asked, from_lse = kernels.calls[-1]
     assert arguments.mask == CALL["mask"] and arguments.window_left == 3
-    assert asked == Wanted(wanted[0], wanted[1] or wanted[2], False, False)
+    assert asked == WantedGradients(wanted[0], wanted[1] or wanted[2], False, False)
     assert from_lse == ("lse" in parts)
     assert_same(found, gradients(tensors, parts=parts, backend="reference"))
 
@@ -134,7 +134,7 @@ def test_training_step_compiles_whole(kernels, dynamic, wanted):
         tensors = operands(wanted, seed)
         torch.testing.assert_close(gradients(tensors, compiled), gradients(tensors))
     asked = {call[2] for call in kernels.calls if call[0] == "backward"}
-    assert asked == {Wanted(True, wanted[1], False, False)}
+    assert asked == {WantedGradients(True, wanted[1], False, False)}
 
 
 def test_autocast_casts_operands_and_leaves_gradients_in_float32(kernels):
@@ -231,7 +231,9 @@ def test_forward_mode_derivative_is_refused(kernels):
         torch.func.jvp(lambda q: attend(q, k, v), (q,), (torch.ones_like(q),))
 
 
-@pytest.mark.parametrize("wanted", [Wanted(), Wanted(dq=False), Wanted(dkv=False)], ids=str)
+@pytest.mark.parametrize(
+    "wanted", [WantedGradients(), WantedGradients(dq=False), WantedGradients(dkv=False)], ids=str
+)
 def test_backward_op_passes_opcheck(kernels, wanted):
     q, k, v = (x.detach() for x in operands())
     out, aux = attend(q, k, v, return_lse=True)
@@ -249,7 +251,7 @@ def test_forward_op_passes_opcheck_with_gradients(kernels):
 @pytest.mark.parametrize("name", ["softmax_scale", "softcap", "dropout_p"])
 def test_number_in_a_tensor_is_read_in_each_call(kernels, monkeypatch, name):
     seen = []
-    monkeypatch.setattr(frontend, "_run_kernels", lambda _, settled, __: seen.append(settled))
+    monkeypatch.setattr(checked_call.CheckedCall, "launch", lambda self, _: seen.append(self))
     number = torch.tensor(0.5)
     for value in (0.5, 0.25):
         number.fill_(value)
@@ -258,8 +260,8 @@ def test_number_in_a_tensor_is_read_in_each_call(kernels, monkeypatch, name):
 
 
 def test_default_slopes_of_an_inference_serve_training_too(kernels, monkeypatch):
-    monkeypatch.setattr(frontend, "unobserved", lambda tensors: len(tensors) == 1)  # for slopes
-    monkeypatch.setattr(frontend, "_slopes", {})
+    monkeypatch.setattr(checked_call, "unobserved", lambda tensors: len(tensors) == 1)  # for slopes
+    monkeypatch.setattr(checked_call, "_slopes", {})
     q, k, v = operands()
     with torch.inference_mode():
         attngen.attention(q.detach(), k.detach(), v.detach(), alibi_slopes=True, backend="cuda")
@@ -311,7 +313,7 @@ def test_gradient_of_a_sink_is_the_references(kernels, trained):
         inputs = [q, k, v, sink] if trained else [sink]
         found.append(torch.autograd.grad(out.float().square().sum(), inputs))
     (*_, (name, _, wanted, _)) = kernels.calls
-    assert name == "backward" and wanted == Wanted(trained, trained, True, False)
+    assert name == "backward" and wanted == WantedGradients(trained, trained, True, False)
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 
@@ -330,7 +332,7 @@ def test_gradient_of_a_bias_is_the_references(kernels, trained, kind, shape):
         inputs = [q, k, v, bias] if trained else [bias]
         found.append(torch.autograd.grad(out.float().square().sum(), inputs))
     (*_, (name, arguments, wanted, _)) = kernels.calls
-    assert name == "backward" and wanted == Wanted(trained, trained, False, True)
+    assert name == "backward" and wanted == WantedGradients(trained, trained, False, True)
     assert arguments.bias_type == kind
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)

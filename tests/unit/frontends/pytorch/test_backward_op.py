@@ -15,12 +15,13 @@ from attngen.compiler.builder import render_problem
 from attngen.fragments import features
 from attngen.frontends.pytorch import backward as op
 from attngen.frontends.pytorch import head_split as heads
-from attngen.frontends.pytorch import operation, sinks
+from attngen.frontends.pytorch import operation, prepared_backward, sinks
 from attngen.frontends.pytorch import routing as choice
 from attngen.frontends.pytorch.signature import Arguments
 from attngen.kernels.plan import plans
 from attngen.runtime.load import LoadedKernel
 from attngen.spec import resolve
+from tests.support.caches import BACKWARD, forget
 
 ARCH = "sm_90a"
 BATCH, S_Q, S_KV, HEADS_Q, HEADS_KV = 2, 5, 7, 4, 2
@@ -65,10 +66,9 @@ def launched(monkeypatch):
         kernel = prepared.loaded.kernel
         launches.append(SimpleNamespace(kernel=kernel, addresses=dict(addresses), stream=stream))
 
-    monkeypatch.setattr(op, "kernels_of", load)
+    monkeypatch.setattr(prepared_backward, "kernels_of", load)
     monkeypatch.setattr(heads, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(op, "_ready", {})
-    monkeypatch.setattr(op, "_recent", {})
+    forget(monkeypatch, *BACKWARD)
     monkeypatch.setattr(operation, "launch", note)
     monkeypatch.setattr(operation, "tile_counter", lambda device, stream: 64)
     monkeypatch.setattr(operation, "_empty_strided_cuda", lambda size, stride, dtype:
@@ -235,7 +235,7 @@ def test_op_same_shapes_with_other_gradients_wanted_are_prepared_anew(launched):
 
 def test_op_workspaces_share_one_allocation_without_overlap(launched):
     op.backward(*given(64).values(), *rest(deterministic=True))
-    (ready,) = op._ready.values()
+    (ready,) = op.backwards.by_format.values()
     blocks = BATCH * HEADS_Q  # 5 queries are one block of 128
     sizes = {"lse_log2": 512, "d": 512, "dq_acc": 128 * 64 * 4, "turns": 4, "dkv_acc": 0}
     assert ready.offsets.keys() == sizes.keys()

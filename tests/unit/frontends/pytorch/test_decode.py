@@ -12,14 +12,14 @@ import attngen
 from attngen import AttentionSpec, SpecError, reference
 from attngen.call.table import OPTIONAL
 from attngen.fragments import features
-from attngen.frontends.pytorch import attention as frontend
-from attngen.frontends.pytorch import checks, decode
+from attngen.frontends.pytorch import checked_call, checks, decode
 from attngen.frontends.pytorch import routing as choice
 from attngen.frontends.pytorch.operands import extents_of, scalars_of, spec_of
 from attngen.frontends.pytorch.signature import Arguments, name_of, split
 from attngen.runtime.run_time import Extent
 from attngen.spec import resolve
 from attngen.spec.layouts import parse
+from tests.support.caches import FORWARD, forget
 from tests.support.fp8_kit import keywords_of
 
 PAGED = [f"paged_kv_{q}_{kv}_{kv}" for q in ("bshd", "sbhd", "thd") for kv in ("bshd", "sbhd")]
@@ -70,11 +70,11 @@ def on_reference(monkeypatch):
                 bottom_right=arguments.bottom_right, **keywords_of(optional),
             )  # fmt: skip
         empty = q.new_empty(0, dtype=torch.float32)
-        return out, aux.lse, empty, empty.clone()
+        return out, aux.lse, empty, empty.clone(), empty.clone()
 
     monkeypatch.setattr(choice, "device_arch", lambda device: "sm_90a")
-    monkeypatch.setattr(frontend, "unobserved", lambda tensors: False)
-    monkeypatch.setattr(frontend, "_settled", {})
+    monkeypatch.setattr(checked_call, "unobserved", lambda tensors: False)
+    forget(monkeypatch, *FORWARD)
     library = torch.library.Library("attngen", "IMPL")
     library.impl("forward", forward, "CPU")
     yield calls

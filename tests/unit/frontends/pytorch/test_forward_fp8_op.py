@@ -16,6 +16,7 @@ from attngen.frontends.pytorch import operation, short
 from attngen.frontends.pytorch.signature import split
 from attngen.runtime.load import LoadedKernel
 from attngen.runtime.program import Field, KernelEntry, TensorMapRecipe
+from tests.support.caches import forget
 from tests.support.fp8_kit import E4M3, E5M2, operands, rest_of, scales
 
 STRIDES = tuple(f"descale_{name}_stride_{axis}" for name in "qkv" for axis in ("batch", "head"))
@@ -67,7 +68,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(op, "kernels_of", lambda spec, *_: specs.append(spec) or (kernel,))
     monkeypatch.setattr(short, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(operation, "launch", note)
-    monkeypatch.setattr(op, "_ready", {})
+    forget(monkeypatch, op.prepared_calls)
     monkeypatch.setattr(operation, "_empty_strided_cuda", filled)
     monkeypatch.setattr(operation.load, "current_device", lambda: None)
     monkeypatch.setattr(operation, "current_device", lambda: None)
@@ -185,7 +186,7 @@ def test_ready_for_the_output_alone_writes_the_rest_where_nobody_reads(
     room = room and not captured  # nothing is allocated under capture
     optional, arguments = split(rest_of())
     given = (*operands(), *optional)
-    ready = op.find_ready(given, arguments)
+    ready = op.find_prepared(given, arguments)
     alone = ready.first_alone()
     assert [x.name for x in ready.outputs] == ["o", "lse"]
     assert [x.name for x in alone.outputs] == (["o"] if room else ["o", "lse"])
@@ -211,7 +212,7 @@ def test_ready_for_the_output_alone_has_no_lse_where_the_kernel_writes_none(
     optional, arguments = split(rest_of())
     (out,) = operation.run(op.find_alone(given := (*operands(), *optional), arguments), given)
     assert out.shape == (2, 5, 4, 16) and launched.launches[-1].addresses["lse"] == 0
-    _, lse = operation.run(op.find_ready(given, arguments), given)
+    _, lse = operation.run(op.find_prepared(given, arguments), given)
     assert launched.launches[-1].addresses["lse"] == lse.data_ptr()
     scaled = [
         torch.ones(1) if name.endswith("scale_s") else x

@@ -7,9 +7,10 @@ import torch
 
 import attngen
 from attngen import SpecError, reference
-from attngen.frontends.pytorch import attention as frontend
+from attngen.frontends.pytorch import checked_call
 from attngen.frontends.pytorch import routing as choice
 from attngen.frontends.pytorch.signature import Arguments, dtype_of, name_of, split
+from tests.support.caches import FORWARD, forget
 from tests.support.fp8_kit import E4M3, E5M2, keywords_of, operands, rest_of, same, scales
 
 
@@ -36,8 +37,8 @@ def on_reference(monkeypatch):
         return out, aux.lse, *(x.clone() for x in maxima)
 
     monkeypatch.setattr(choice, "device_arch", lambda device: "sm_90a")
-    monkeypatch.setattr(frontend, "unobserved", lambda tensors: False)
-    monkeypatch.setattr(frontend, "_settled", {})
+    monkeypatch.setattr(checked_call, "unobserved", lambda tensors: False)
+    forget(monkeypatch, *FORWARD)
     library = torch.library.Library("attngen", "IMPL")
     library.impl("forward", forward, "CPU")
     yield calls
@@ -106,7 +107,7 @@ def test_call_scale_that_is_no_tensor_is_refused(on_reference, wrong):
 
 
 def test_call_16_bits_with_a_scale_is_refused_after_one_without(on_reference, monkeypatch):
-    monkeypatch.setattr(frontend, "_run_kernels", lambda *rest: "launched")
+    monkeypatch.setattr(checked_call.CheckedCall, "launch", lambda *rest: "launched")
     q, k, v = (x.half() for x in operands())
     assert attngen.attention(q, k, v, backend="cuda") == "launched"
     for wrong in ({"descale_q": torch.ones(1)}, {"return_amax": True}, {"out_dtype": E4M3}):

@@ -12,11 +12,11 @@ import attngen
 from attngen.call.table import OPTIONAL
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
-from attngen.frontends.pytorch import backward as op
 from attngen.frontends.pytorch import head_split as heads
+from attngen.frontends.pytorch import prepared_backward as op
 from attngen.frontends.pytorch.gradient_kernels import family_of
 from attngen.frontends.pytorch.head_split import TOGETHER, apart_of, is_faster
-from attngen.frontends.pytorch.signature import Arguments, Wanted
+from attngen.frontends.pytorch.signature import Arguments, WantedGradients
 from attngen.kernels.plan import plans
 from attngen.kernels.wgmma.backward.plan import BackwardPlan
 from attngen.runtime import run_time
@@ -266,8 +266,8 @@ def ready_of(monkeypatch):
         o = tensors["q"].new_empty((*q[:-1], d_v))
         lse = o.new_empty([o.shape[axes.index(axis)] for axis in "bhs"], dtype=torch.float32)
         there = {**dict.fromkeys(OPTIONAL), "d_o": o, "o": o, "lse": lse, "dlse": None, **tensors}
-        wanted = Wanted(*wanted)._replace(dsink=False, dbias=False)
-        ready = op._make_ready(there, arguments, wanted, False)
+        wanted = WantedGradients(*wanted)._replace(dsink=False, dbias=False)
+        ready = op.prepare_backward(there, arguments, wanted, False)
         assert len(loaded) == 1, "what is not launched is not loaded"
         loaded.clear()
         return ready

@@ -11,25 +11,11 @@ from torch.overrides import TorchFunctionMode
 
 import attngen
 from attngen import SpecError
-from attngen.compiler.builder import render_problem
-from attngen.fragments import features
-from attngen.frontends.pytorch import (
-    attention as frontend,
-)
-from attngen.frontends.pytorch import (
-    call_cache as recent,
-)
-from attngen.frontends.pytorch import (
-    forward,
-    operation,
-    short,
-)
-from attngen.frontends.pytorch import (
-    routing as choice,
-)
-from attngen.kernels.plan import plans_of_call
-from attngen.runtime.load import LoadedKernel
-from attngen.spec import resolve
+from attngen.frontends.pytorch import routing
+from attngen.frontends.pytorch.calls import calls
+from attngen.frontends.pytorch.checked_call import CheckedCall
+from tests.support import launch_kit
+from tests.support.caches import BACKWARD, FORWARD, forget, held
 
 PAGED = "paged_kv_bshd_bshd_bshd"
 
@@ -40,33 +26,18 @@ def seen(monkeypatch):
     arguments were looked at."""
     found = []
 
-    def kernels_of(spec, device, short):
-        (problem,) = resolve.resolve(spec, features.scan())
-        chosen = plans_of_call(problem, "sm_90a", short)
-        entries = (render_problem(problem, plan).kernel for plan in chosen)
-        return tuple(LoadedKernel("handle", entry, 0, 132) for entry in entries)
-
-    def checked(*arguments):
+    def checked(call):
         found.append("checked")
-        return use(*arguments)
+        return use(call)
 
-    use = choice.use_kernels
-    monkeypatch.setattr(choice, "device_arch", lambda device: "sm_90a")
-    monkeypatch.setattr(choice, "use_kernels", checked)
-    monkeypatch.setattr(forward, "kernels_of", kernels_of)
-    monkeypatch.setattr(short, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(forward, "_ready", {})
-    monkeypatch.setattr(frontend, "_settled", {})
-    monkeypatch.setattr(recent, "_recent", {})
-    monkeypatch.setattr(operation, "launch", lambda _, given, __: found.append(given.copy()))
-    monkeypatch.setattr(operation, "tile_counter", lambda device, stream: 64)
-    monkeypatch.setattr(operation, "_empty_strided_cuda", lambda size, stride, dtype:
-                        torch.empty_strided(size, stride, dtype=dtype))  # fmt: skip
-    monkeypatch.setattr(operation, "unread_memory", lambda device: 1 << 40)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(operation.load, "current_device", lambda: None)
-    monkeypatch.setattr(operation, "current_device", lambda: None)
-    monkeypatch.setattr(operation, "current_stream", lambda index: 7)
+    def launch(prepared, addresses, stream):
+        found.append(addresses.copy())
+
+    use = routing.use_kernels
+    for name, stand_in in launch_kit.stand_ins(launch).items():
+        monkeypatch.setattr(name, stand_in)
+    monkeypatch.setattr(routing, "use_kernels", checked)
+    forget(monkeypatch, *FORWARD, *BACKWARD)
     return found
 
 
@@ -86,14 +57,13 @@ def paged(**changes):
 def found_again(make, seen) -> bool:
     """Whether the second of two equal calls is found among the recent ones."""
     attngen.attention(**make())
-    attngen.attention(**make())  # its arguments are known: it is remembered
-    hits, serve = [], recent.serve
-    frontend.recent.serve = lambda *call: hits.append(serve(*call)) or hits[-1]
+    hits, find = [], calls.find
+    calls.find = lambda *call: hits.append(find(*call)) or hits[-1]
     try:
         attngen.attention(**make())
     finally:
-        frontend.recent.serve = serve
-    return hits != [] and hits[0] is not None
+        calls.find = find
+    return hits[0] is not None and hits[0].direct is not None
 
 
 @pytest.mark.parametrize("make", [plain, paged])
@@ -144,24 +114,28 @@ def test_call_of_other_tensors_is_looked_at(seen):
         assert seen.count("checked") == 1, changes
 
 
-def test_call_with_gradients_modes_or_by_products_is_not_among_the_recent(seen, monkeypatch):
-    assert found_again(plain, seen)
-    serve, answers = recent.serve, []
-    monkeypatch.setattr(recent, "serve", lambda *call: answers.append(serve(*call)) or answers[-1])
+@pytest.mark.parametrize("more", [{}, {"return_lse": True}, {"sink": True}], ids=str)
+def test_call_that_somebody_looks_on_at_is_not_launched_directly(seen, monkeypatch, more):
+    def make():
+        sink = {"sink": torch.zeros(4), "softmax": "learnable"} if "sink" in more else more
+        return plain(**sink)
+
+    assert found_again(make, seen)
     reached = []
-    monkeypatch.setattr(frontend, "_run_kernels", lambda *rest: reached.append(rest))
+    monkeypatch.setattr(CheckedCall, "launch", lambda self, operands: reached.append(operands))
 
     class Mode(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
 
-    attngen.attention(**plain(q=plain()["q"].requires_grad_()))
+    attngen.attention(**make())
+    assert not reached
     with Mode():
-        attngen.attention(**plain())
+        attngen.attention(**make())
     with torch.autograd.profiler.profile():
-        attngen.attention(**plain())
-    attngen.attention(**plain(return_lse=True))
-    assert len(reached) == 4 and answers == [None] * 3
+        attngen.attention(**make())
+    attngen.attention(**{**make(), "q": plain()["q"].requires_grad_()})
+    assert len(reached) == 3
 
 
 def test_default_device_looks_on_at_nothing(seen):
@@ -267,7 +241,7 @@ def test_recent_calls_of_many_shapes_are_few(seen):
         q, k, v = (torch.zeros(1, length, 2, 64, dtype=torch.bfloat16) for _ in "qkv")
         attngen.attention(q, k, v, backend="cuda")
     assert seen.count("checked") == 19
-    assert all(len(kept) <= 4 for kept in recent._recent.values())
+    assert all(len(kept) <= 4 for kept in calls.recent.values())
 
 
 def packed(longest=200, **changes):
@@ -296,12 +270,12 @@ def test_fresh_tensor_of_the_longest_length_is_like_any_other(seen, by_products,
 
     for _ in range(2):  # its arguments are known, and it is remembered
         attngen.attention(**packed(fresh(), max_seqlen_kv=fresh(), **by_products))
-    sizes = len(recent._recent), len(frontend._settled), len(forward._ready)
+    sizes = [len(each) for each in held(*FORWARD)]
     del seen[:]
     for _ in range(3):
         attngen.attention(**packed(fresh(), max_seqlen_kv=fresh(), **by_products))
     assert seen and "checked" not in seen
-    assert (len(recent._recent), len(frontend._settled), len(forward._ready)) == sizes
+    assert [len(each) for each in held(*FORWARD)] == sizes
     attngen.attention(**packed(None, **by_products))  # as if none were given
     assert "checked" not in seen
 

@@ -19,6 +19,7 @@ from attngen.frontends.pytorch import (
     lengths,
     operands,
     operation,
+    prepared_backward,
     short,
 )
 from attngen.frontends.pytorch import (
@@ -29,6 +30,7 @@ from attngen.kernels.plan import plans
 from attngen.runtime.load import LoadedKernel
 from attngen.spec import layouts
 from attngen.spec.resolve import resolve
+from tests.support.caches import BACKWARD, FORWARD, forget
 
 BATCH, ROOM, HEADS, DIM = 2, 6, 2, 64
 TOKENS = BATCH * ROOM
@@ -53,9 +55,9 @@ def launches(monkeypatch):
         found.append(SimpleNamespace(kernel=prepared.loaded.kernel, addresses=dict(addresses),
                                      prepared=prepared))  # fmt: skip
 
-    for module in (forward, backward):
+    for module in (forward, prepared_backward):
         monkeypatch.setattr(module, "kernels_of", load)
-        monkeypatch.setattr(module, "_ready", {})
+    forget(monkeypatch, *FORWARD, *BACKWARD)
     for module in (short, heads):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(operation, "launch", note)
@@ -63,7 +65,6 @@ def launches(monkeypatch):
     monkeypatch.setattr(operation, "_empty_strided_cuda", lambda size, stride, dtype:
                         torch.empty_strided(size, stride, dtype=dtype))  # fmt: skip
     monkeypatch.setattr(operation.load, "current_device", lambda: None)
-    monkeypatch.setattr(backward, "_recent", {})
     monkeypatch.setattr(operation, "current_device", lambda: None)
     monkeypatch.setattr(operation, "current_stream", lambda index: 7)
     return found

@@ -1,0 +1,94 @@
+"""Binding: what a call has in common with calls like it, and the tensors that it brings.
+
+A call is its three carriers and a dictionary of what else was given. Whatever is None, or not given
+at all, has its default, so the key of a call is as long as what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .table import CARRIERS, ROWS, names
+
+Key = tuple[Any, ...]
+Given = Mapping[str, Any]
+Bind = Callable[[Key, Any, Any, Any, Given], tuple[Key | None, list[Any]]]
+
+_PLAIN = frozenset((str, bool, int, float))  # types of values that a key has as they are
+# Arguments that may be something else than such a value or one tensor.
+_UNUSUAL = {name: ROWS[name].kind for name in names("tables", "longest", "number")}
+_UNUSUAL |= {name: ROWS[name].kind for name in names("function", "state")}
+
+
+def binder(tensor_type: type) -> Bind:
+    """The function that binds calls whose tensors are of this type.
+
+    It takes the state of the library that a call depends on beside its arguments, q, k, v and what
+    else is given. It returns the key of the call and its tensors: q, k and v, and others in the
+    order in which they are given. The key is None where later calls may differ in what it does not
+    say: functions, and numbers in tensors. Its values may have no hash.
+    """
+
+    def bind(state: Key, q: Any, k: Any, v: Any, given: Given) -> tuple[Key | None, list[Any]]:
+        key, tensors, keyed = [k is None, v is None, *state], [q], True
+        if k is not None:
+            tensors.append(k)
+        if v is not None:
+            tensors.append(v)
+        for name, value in given.items():
+            kind = type(value)
+            if kind in _PLAIN:
+                key += name, kind, value
+            elif value is None:
+                continue
+            elif name in _UNUSUAL:
+                keyed = _bind_unusual(name, value, key, tensors, tensor_type) and keyed
+            elif isinstance(value, tensor_type):
+                key.append(name)
+                tensors.append(value)
+            else:
+                key += name, kind, value
+        return tuple(key) if keyed else None, tensors
+
+    return bind
+
+
+def _bind_unusual(
+    name: str, value: Any, key: list[Any], tensors: list[Any], tensor_type: type
+) -> bool:
+    """Add such an argument to the key and the tensors; whether the key then says all of it."""
+    kind = _UNUSUAL[name]
+    if kind == "longest" and isinstance(value, tensor_type):
+        return bool(value.numel() == 1)  # type: ignore[attr-defined]  # and nobody reads it
+    if kind == "state":
+        key.append(name)
+    elif kind == "tables" and isinstance(value, (tuple, list)):
+        key += name, type(value), len(value)
+        tensors += value
+        return all([isinstance(table, tensor_type) for table in value])
+    elif isinstance(value, tensor_type):
+        key.append(name)
+        tensors.append(value)
+        return kind == "tables"
+    else:
+        key += name, type(value), value
+    return kind != "function"
+
+
+def homes_of(q: Any, k: Any, v: Any, given: Given, tensor_type: type) -> dict[str, int]:
+    """Places of a call's operands among its bound tensors, by the names that operations have for
+    them; one table of pages is that of K and of V."""
+    carriers = zip(CARRIERS, (q, k, v), strict=True)
+    present = [name for name, x in carriers if x is not None]
+    homes = {name: place for place, name in enumerate(present)}
+    end = len(homes)
+    for name, value in given.items():
+        kind = ROWS[name].kind
+        if kind == "tables" and isinstance(value, (tuple, list)):
+            homes |= {each: end + n for n, each in enumerate(ROWS[name].operands[: len(value)])}
+            end += len(value)
+        elif isinstance(value, tensor_type) and kind not in ("longest", "state"):
+            homes |= dict.fromkeys(ROWS[name].operands, end)
+            end += 1
+    return homes

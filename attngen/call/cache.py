@@ -1,0 +1,88 @@
+"""The cache of calls: what was worked out for one serves those that differ in addresses alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+RECENT = 4  # calls with the same key that guards tell apart; older ones are found by their formats
+KEYS = 1024
+FORMATS = 4096
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, eq=False)
+class Guarded(Generic[Value]):
+    """A value for calls whose tensors pass `guards.check(*tensors)`.
+
+    distinct: places of their tensors, each once, if one is given twice; same: pairs of places that
+    hold one tensor.
+    """
+
+    guards: Any
+    value: Value
+    distinct: tuple[int, ...] | None = None
+    same: tuple[tuple[int, int], ...] = ()
+
+    def fits(self, tensors: Sequence[Any]) -> bool:
+        """Whether tensors are of these formats."""
+        if self.distinct is None:
+            return bool(self.guards.check(*tensors))
+        for one, other in self.same:
+            if tensors[one] is not tensors[other]:
+                return False
+        return bool(self.guards.check(*[tensors[place] for place in self.distinct]))
+
+
+class CallCache(Generic[Value]):
+    """Values by the key of a call and the formats of its tensors.
+
+    guard: makes the guards of some tensors, each given once. `recent` holds what guards tell apart,
+    which is quick; `by_format` all that was made, under keys that have the formats in them.
+    """
+
+    def __init__(self, guard: Callable[[Sequence[Any]], Any]) -> None:
+        self._guard = guard
+        self.recent: dict[Any, list[Guarded[Value]]] = {}
+        self.by_format: dict[Any, Value] = {}
+
+    def find(self, key: Any, tensors: Sequence[Any]) -> Value | None:
+        """The value noted for this key and tensors of these formats; None of a key that is None or
+        has no hash."""
+        try:
+            known = self.recent.get(key, ())
+        except TypeError:
+            return None
+        for each in known:
+            if each.fits(tensors):
+                return each.value
+        return None
+
+    def note(self, key: Any, tensors: Sequence[Any], value: Value) -> None:
+        """Make `find` find the value."""
+        first = {id(tensor): place for place, tensor in reversed([*enumerate(tensors)])}
+        pairs = [(first[id(tensor)], place) for place, tensor in enumerate(tensors)]
+        same = tuple((one, other) for one, other in pairs if one != other)
+        distinct = tuple(sorted(first.values()))
+        guards = self._guard([tensors[place] for place in distinct])
+        if len(self.recent) >= KEYS:
+            self.recent.clear()
+        # In one assignment: another thread may be looking.
+        made = Guarded(guards, value, distinct if same else None, same)
+        self.recent[key] = [made, *self.recent.get(key, [])[: RECENT - 1]]
+
+    def keep(self, formats: Any, value: Value) -> None:
+        """Make `by_format` have the value."""
+        if len(self.by_format) >= FORMATS:
+            self.by_format.clear()
+        self.by_format[formats] = value
+
+    def remember(self, formats: Any, make: Callable[[], Value]) -> Value:
+        """The value that `make` makes for these formats, once."""
+        value = self.by_format.get(formats)
+        if value is None:
+            value = make()
+            self.keep(formats, value)
+        return value

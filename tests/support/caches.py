@@ -1,0 +1,25 @@
+"""Caches of calls, and how a test begins with empty ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attngen.call.cache import CallCache
+from attngen.frontends.pytorch.backward import backwards
+from attngen.frontends.pytorch.calls import calls
+from attngen.frontends.pytorch.forward import prepared_calls
+
+FORWARD: tuple[CallCache[Any], ...] = (calls, prepared_calls)
+BACKWARD: tuple[CallCache[Any], ...] = (backwards,)
+
+
+def held(*caches: CallCache[Any]) -> tuple[dict[Any, Any], ...]:
+    """The dictionaries of some caches."""
+    return tuple(each for cache in caches for each in (cache.recent, cache.by_format))
+
+
+def forget(monkeypatch: Any, *caches: CallCache[Any]) -> None:
+    """Leave some caches empty for a test."""
+    for cache in caches:
+        monkeypatch.setattr(cache, "recent", {})
+        monkeypatch.setattr(cache, "by_format", {})

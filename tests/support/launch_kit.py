@@ -1,0 +1,56 @@
+"""The CPU passes for a device with kernels, whose launches start nothing: what is left of a call is
+the host's part, to be counted and timed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from attngen.compiler.builder import render_problem
+from attngen.kernels.plan import plans, plans_of_call
+from attngen.runtime.load import LoadedKernel
+
+MULTIPROCESSORS = 132
+UNREAD = 1 << 40  # where results lie that nobody reads
+FRONTEND = "attngen.frontends.pytorch"
+
+
+def find_kernels(problem: Any, arch: str, second: bool | None = None) -> tuple[Any, ...]:
+    """Launch descriptions of a problem's kernels, as `builder.find_kernels` has them, without
+    cubins."""
+    chosen = plans(problem, arch) if second is None else plans_of_call(problem, arch, second)
+    entries = (render_problem(problem, each).kernel for each in chosen)
+    return tuple((SimpleNamespace(kernel=entry), b"") for entry in entries)
+
+
+def stand_ins(launch: Callable[..., Any]) -> dict[str, Any]:
+    """Stand-ins for the device, by the names that they replace. launch: called with a prepared
+    launch, addresses and a stream."""
+
+    def empty(sizes: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(sizes, strides, dtype=dtype)
+
+    operation = f"{FRONTEND}.operation"
+    return {
+        f"{FRONTEND}.routing.device_arch": lambda device: "sm_90a",
+        f"{operation}.device_arch": lambda device: "sm_90a",
+        f"{operation}.find_kernels": find_kernels,
+        f"{operation}.launch": launch,
+        f"{operation}.tile_counter": lambda device, stream: 64,
+        f"{operation}._empty_strided_cuda": empty,
+        f"{operation}.unread_memory": lambda device: UNREAD,
+        f"{operation}.current_device": lambda: None,
+        f"{operation}.current_stream": lambda index: 7,
+        f"{FRONTEND}.short.multiprocessors": lambda device: MULTIPROCESSORS,
+        f"{FRONTEND}.head_split.multiprocessors": lambda device: MULTIPROCESSORS,
+        "attngen.runtime.load.current_device": lambda: None,
+        "attngen.runtime.load.load": lambda binary, cubin, device: LoadedKernel(
+            "handle", binary.kernel, 0, MULTIPROCESSORS
+        ),
+        "torch.cuda.device": contextlib.nullcontext,
+        "torch.cuda.is_current_stream_capturing": lambda: False,
+    }
