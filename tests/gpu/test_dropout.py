@@ -134,6 +134,7 @@ def test_mask_of_the_kernel_is_the_reference_s_bit_for_bit(d, p):
 def test_state_is_drawn_from_the_generator_and_returned():
     tensors, arguments = given(CASES[0])
     del arguments["rng_state"]
+    arguments["return_rng_state"] = True
     torch.manual_seed(11)
     out, aux = attngen.attention(*tensors, **arguments, backend="cuda")
     other, other_aux = attngen.attention(*tensors, **arguments, backend="cuda")
@@ -149,6 +150,7 @@ def test_state_is_drawn_from_the_generator_and_returned():
 def test_graph_replays_draw_new_masks_and_gradients_follow():
     tensors, arguments = given(CASES[0])
     del arguments["rng_state"]
+    arguments["return_rng_state"] = True
     tensors = [x.requires_grad_() for x in tensors]
 
     def run():
@@ -171,6 +173,7 @@ def test_graph_replays_draw_new_masks_and_gradients_follow():
 def test_compiled_call_drops_what_its_state_says():
     tensors, arguments = given(CASES[0])
     del arguments["rng_state"]
+    arguments["return_rng_state"] = True
     tensors = [x.requires_grad_() for x in tensors]
 
     @torch.compile(backend="aot_eager", fullgraph=True)

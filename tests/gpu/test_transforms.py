@@ -107,7 +107,7 @@ def test_vmap_over_tensors_given_by_name_is_that_of_each():
 
 def dropping(q, k, v, rng_state=None):
     arguments = {"dropout_p": 0.5, "rng_state": rng_state, "backend": "cuda"}
-    out, aux = attngen.attention(q, k, v, **arguments)
+    out, aux = attngen.attention(q, k, v, **arguments, return_rng_state=True)
     return out, aux.rng_state
 
 

@@ -89,6 +89,6 @@ def test_dropout_of_whole_tensors_is_the_same_on_each_rank(mesh):
     q, k, seed = (
         distribute_tensor(x, mesh, [Replicate()], src_data_rank=None) for x in (Q, K, state)
     )
-    out, aux = attngen.attention(q, k, k, dropout_p=0.5, rng_state=seed)
-    want, _ = attngen.attention(Q, K, K, dropout_p=0.5, rng_state=state)
+    out, aux = attngen.attention(q, k, k, dropout_p=0.5, rng_state=seed, return_rng_state=True)
+    want = attngen.attention(Q, K, K, dropout_p=0.5, rng_state=state)
     assert torch.equal(out.to_local(), want) and aux.rng_state is seed
