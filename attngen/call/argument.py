@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -61,6 +62,15 @@ class Argument:
         """Whether a tensor of it may have one number for each head."""
         axes = (axis for shape in self.shapes for axis in shape)
         return not self.is_broadcast and any(axis.startswith("h_") for axis in axes)
+
+    def shapes_for(self, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
+        """Its shapes where axes have these sizes."""
+        return [tuple([sizes[axis] for axis in shape]) for shape in self.shapes]
+
+    def wanted(self, sizes: Mapping[str, int]) -> str:
+        """Its dtype and shapes for a message, as `float32 [h_q=4] or [b=2, h_q=4]`."""
+        shapes = (", ".join(f"{axis}={sizes[axis]}" for axis in shape) for shape in self.shapes)
+        return f"{self.dtype} {' or '.join(f'[{shape}]' for shape in shapes)}"
 
     @property
     def is_broadcast(self) -> bool:

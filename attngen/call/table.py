@@ -12,7 +12,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..spec.layouts import Layout
 from .argument import BROADCAST, Argument, Kind, carrier, lengths, other, scale, tables, tensor
@@ -298,6 +298,20 @@ GRADIENT_OF = {"q": "dq", "k": "dk", "v": "dv"} | {
     row.name: row.gradient for row in _PLACED if row.gradient
 }
 """Operands whose gradients `attngen::backward` returns, and what it calls them, in order."""
+LEARNED = tuple(name for name in GRADIENT_OF if name not in CARRIERS)
+"""Operands beside q, k and v that have such a gradient."""
+
+
+class WantedGradients(NamedTuple):
+    """Which gradients a call of the backward is for; those of k and v come together, and those of
+    `LEARNED` follow in its order."""
+
+    dq: bool = True
+    dkv: bool = True
+    dsink: bool = True
+    dbias: bool = True
+
+
 DIFFERENTIABLE = tuple(name for name in INPUTS if ROW_OF_OPERAND[name].differentiable)
 """Operands whose gradients the reference has, in the order of operations."""
 LENGTHS = names("lengths")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..call.table import AttentionCall, named
+from ..call.table import ROWS, AttentionCall, named
 from ..errors import SpecError
 from ..spec import layouts
 from ..spec.layouts import Layout, size
@@ -58,7 +58,8 @@ def _judge(call: AttentionCall) -> tuple[Operands | None, list[str]]:
         *_mask_violations(call, operands),
         *_softmax_violations(call, operands),
         *_bias_violations(call, operands),
-        *_alibi_violations(call, operands),
+        *_alibi_violations(call),
+        *_shape_violations(call, operands),
         *_dropout_violations(call, operands),
         *_device_violations(call),
     ]
@@ -227,17 +228,20 @@ def _bias_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
     yield from _broadcast_violations("bias", call.bias, call, operands)
 
 
-def _alibi_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
+def _alibi_violations(call: AttentionCall) -> Iterator[str]:
     if call.alibi_slopes is False and call.bias_type == "alibi":
         yield "bias_type='alibi' contradicts alibi_slopes=False. Leave one of them out."
-    if call.alibi_slopes is None or isinstance(call.alibi_slopes, bool):
-        return
-    b, h = operands.batch, operands.h_q
-    if not _is_float(call.alibi_slopes, [(h,), (b, h)]):
-        yield (
-            f"alibi_slopes needs float32 [h_q={h}] or [b={b}, h_q={h}]; got "
-            f"{shape_of(call.alibi_slopes)}. Pass one slope a head, or True for the default ones."
-        )
+
+
+def _shape_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
+    """Tensors of none of the shapes that their rows of the table have."""
+    sizes = {"b": operands.batch, "h_q": operands.h_q, "h_kv": operands.h_kv}
+    for name, row in ROWS.items():
+        tensor = getattr(call, name)
+        if not row.advice or tensor is None or isinstance(tensor, bool):
+            continue
+        if not _is_float(tensor, row.shapes_for(sizes)):
+            yield f"{name} needs {row.wanted(sizes)}; got {shape_of(tensor)}. {row.advice}"
 
 
 def _dropout_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call.table import GRADIENT_OF, INPUTS
+from ...call.table import GRADIENT_OF, INPUTS, LEARNED, WantedGradients
 from ...errors import SpecError
 from . import bias
 from .backward import differentiate, dispatch
 from .operation import PreparedCall, run
-from .signature import CallForm, WantedGradients, no_gradient, places_of, split
+from .signature import CallForm, no_gradient, places_of, split
 from .torch_private import levels, undisturbed
 
 _BIAS = INPUTS.index("bias")
@@ -77,7 +77,7 @@ def _asked(
     wanted = set(compress(present, needed))
     of_keys = bool(wanted & ({"k", "v"} if "k" in present else {"q"}))  # else all are one tensor
     names = tuple(GRADIENT_OF[name] if name in wanted else None for name in present)
-    return WantedGradients("q" in wanted, of_keys, "sink" in wanted, "bias" in wanted), names
+    return WantedGradients("q" in wanted, of_keys, *[each in wanted for each in LEARNED]), names
 
 
 # ---- of calls that nobody looks on at

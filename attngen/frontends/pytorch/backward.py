@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...call.cache import CallCache
-from ...call.table import INPUTS, OPTIONAL
+from ...call.table import GRADIENT_OF, INPUTS, LEARNED, OPTIONAL, ROW_OF_OPERAND, WantedGradients
 from ...errors import SpecError
 from . import routing, sinks
 from .checks import check_rows
@@ -19,15 +19,15 @@ from .operands import boxed
 from .operation import current, format_of, is_current, locate, new_tensor, start
 from .prepared_backward import PreparedBackward, prepare_backward, present
 from .registry import operator
-from .signature import CallForm, WantedGradients, places_of, schema, split, wanted_of
+from .signature import CallForm, places_of, schema, split, wanted_of
 from .torch_private import guard, is_plain
 from .transforms import differentiable, refuse_tangents
 
 library = operator(
     "backward",
     "(Tensor d_o, Tensor? dlse, Tensor q, Tensor? k, Tensor? v, Tensor o, Tensor lse, "
-    f"{schema()}, bool want_dq=True, bool want_dkv=True, bool want_dsink=True, "
-    "bool want_dbias=True) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"{schema()}, {', '.join(f'bool want_{name}=True' for name in WantedGradients._fields)}) -> "
+    f"({', '.join('Tensor' for _ in GRADIENT_OF)})",
 )
 
 READ = ("d_o", "o", "q", "k", "v")  # by the copy engine
@@ -54,16 +54,20 @@ def backward(
     """
     (optional, arguments), wanted = split(rest), wanted_of(rest, k is None)
     operands = dict(zip(INPUTS, (q, k, v, *optional), strict=True))
-    wanted = wanted._replace(
-        dsink=wanted.dsink and operands["sink"] is not None,
-        dbias=wanted.dbias and operands["bias"] is not None,
-    )
+    absent = {GRADIENT_OF[name]: False for name in LEARNED if operands[name] is None}
+    wanted = wanted._replace(**absent)
     form = CallForm(arguments, places_of(tuple(operands.values())))
     present = [x for x in operands.values() if x is not None]
     found = differentiate(form, wanted, d_o, dlse, o, lse, present, dispatched=True)
-    absent = (q, q, q, lse, q)  # of their dtypes
-    names = zip((*GRADIENTS, "dsink", "dbias"), absent, strict=True)
-    return tuple(found[name] if name in found else like.new_empty(0) for name, like in names)
+    return tuple(
+        found[gradient] if gradient in found else _like(name, q, lse).new_empty(0)
+        for name, gradient in GRADIENT_OF.items()
+    )
+
+
+def _like(name: str, q: Tensor, lse: Tensor) -> Tensor:
+    """A tensor with the dtype that the operand of that name, and its gradient, has."""
+    return lse if ROW_OF_OPERAND[name].dtype == "float32" else q
 
 
 def differentiate(
@@ -130,7 +134,7 @@ def dispatch(
         *(torch.zeros_like(o) if d_o is None else d_o, dlse, q, k, v, o, lse),
         *(*optional, *form.arguments, *wanted),
     )
-    return dict(zip((*GRADIENTS, "dsink", "dbias"), found, strict=True))
+    return dict(zip(GRADIENT_OF.values(), found, strict=True))
 
 
 def _addresses(prepared: PreparedBackward, tensors: Iterable[Tensor]) -> dict[str, int]:
@@ -203,11 +207,12 @@ def _fake_backward(
     pairs = zip(GRADIENTS, (q, k, v), strict=True)
     shapes = (0 if x is None or name not in names else x.shape for name, x in pairs)
     dq, dk, dv = (q.new_empty(shape) for shape in shapes)
-    given = dict(zip(OPTIONAL, optional, strict=True))
-    sink, added = given["sink"], given["bias"]
-    dsink = lse.new_empty(0 if sink is None or not wanted.dsink else sink.shape)
-    dbias = q.new_empty(0 if added is None or not wanted.dbias else added.shape)
-    return dq, dk, dv, dsink, dbias
+    given, asked = dict(zip(OPTIONAL, optional, strict=True)), wanted._asdict()
+    learned = []
+    for name in LEARNED:
+        shape = 0 if (x := given[name]) is None or not asked[GRADIENT_OF[name]] else x.shape
+        learned.append(_like(name, q, lse).new_empty(shape))
+    return dq, dk, dv, *learned
 
 
 def _second_derivative(*_: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ...call.table import INPUTS, SCALES
+from ...call.table import INPUTS, ROW_OF_OPERAND, SCALES
 from ...errors import SpecError
 from ...reference.entry_checks import few
 from ...reference.fp8 import is_fp8
@@ -217,14 +217,16 @@ def _variant_violations(
     heads: int, sequences: int, optional: Mapping[str, Tensor | None], arguments: Arguments
 ) -> Iterator[str]:
     """Faults of the tensors of ALiBi and the sink, and strides that reach too far."""
-    slopes, sink = optional["alibi_slopes"], optional["sink"]
-    whole = f"float32 [h_q={heads}]"
-    if slopes is not None and not _is_float32(slopes, (heads,), (sequences, heads)):
-        yield f"alibi_slopes needs {whole} or [b={sequences}, h_q], got {_shape_of(slopes)}"
+    sink = optional["sink"]
+    sizes = {"b": sequences, "h_q": heads}
+    for name, tensor in optional.items():
+        row = ROW_OF_OPERAND[name]
+        if tensor is not None and row.advice and not _is_float32(tensor, *row.shapes_for(sizes)):
+            yield f"{name} needs {row.wanted(sizes)}, got {_shape_of(tensor)}"
     if (sink is not None) != (arguments.softmax == "learnable"):
         yield f"sink belongs to softmax='learnable', which needs it; got {arguments.softmax!r}"
     elif sink is not None and not _is_float32(sink, (heads,)):
-        yield f"sink needs {whole}, got {_shape_of(sink)}"
+        yield f"sink needs float32 [h_q={heads}], got {_shape_of(sink)}"
     for name, tensor in optional.items():
         far = tensor is not None and name not in TILED and _last_offset(tensor) >= OFFSET_LIMIT
         if tensor is not None and far:

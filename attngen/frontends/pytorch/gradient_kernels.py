@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain, compress
 
+from ...call.table import WantedGradients
 from ...runtime.load import LoadedKernel
 from ...runtime.program import KernelEntry
 from ...runtime.run_time import FEW_SEQUENCES
-from .signature import WantedGradients
 
 GRADIENTS = ("dq", "dk", "dv")
 ORDERS = "varlen_prepare"  # the family of the kernel that writes schedules

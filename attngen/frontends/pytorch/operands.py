@@ -5,11 +5,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...call.table import OPTIONAL, ROW_OF_OPERAND
+from ...call.table import OPTIONAL, ROW_OF_OPERAND, ROWS
 from ...reference.dropout import drop_threshold, keep_scale
 from ...reference.fp8 import is_fp8
 from ...runtime.run_time import UNBOUNDED, Extent, Scalars
@@ -107,14 +108,14 @@ def spec_of(
         mask=arguments.mask,
         seqused=any(optional[name] is not None for name in ("seqused_q", "seqused_kv")),
         window=any(0 <= side < UNBOUNDED for side in sides),
-        alibi=optional["alibi_slopes"] is not None,
         softcap=arguments.softcap != 0,
         softmax=arguments.softmax,
         return_max_logit=arguments.max_logit,
-        attn_mask=optional["attn_mask"] is not None,
         bias="none" if optional["bias"] is None else arguments.bias_type,
         dropout=arguments.dropout_p > 0,
     )
+    features: dict[str, Any] = {to: optional[name] is not None for name, to in _FEATURES}
+    spec = replace(spec, **features)
     can = spec.dtype in DTYPES_16BIT and not layout_of(arguments.layout).paged
     if can and (gather or not all(map(boxed, (q, k, v)))):
         spec = replace(spec, gather=True)
@@ -220,6 +221,7 @@ def sources_of(
     return tuple(found)
 
 
+_FEATURES = tuple((row.name, row.feature) for row in ROWS.values() if row.feature)
 _BY_HEAD = tuple(name for name in OPTIONAL if ROW_OF_OPERAND[name].has_heads)
 
 

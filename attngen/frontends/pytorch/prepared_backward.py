@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...call.table import CARRIERS, OPTIONAL
+from ...call.table import CARRIERS, OPTIONAL, WantedGradients
 from ...errors import SpecError
 from ...runtime.launch import prepare
 from ...runtime.load import LoadedKernel
@@ -40,7 +40,7 @@ from .operands import (
     unpacked,
 )
 from .operation import Launches, Output, kernels_of, lay_out_workspaces
-from .signature import Arguments, WantedGradients
+from .signature import Arguments
 
 DTYPES = (torch.float16, torch.bfloat16)
 # What kernels may do without: gradients that nobody wants, schedules of few sequences.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from ...call.table import GRADIENT_OF, INPUTS, OPTIONAL
+from ...call.table import GRADIENT_OF, INPUTS, OPTIONAL, WantedGradients
 from ...errors import SpecError
 
 # q, k, v and then OPTIONAL; k and v are None where the layout packs them into q or k.
@@ -86,15 +86,6 @@ def dtype_of(name: str) -> torch.dtype:
 def places_of(operands: Operands) -> tuple[int, ...]:
     """Those of the operands that there are."""
     return tuple([place for place, x in enumerate(operands) if x is not None])
-
-
-class WantedGradients(NamedTuple):
-    """Which gradients a call of the backward is for; those of k and v come together."""
-
-    dq: bool = True
-    dkv: bool = True
-    dsink: bool = True
-    dbias: bool = True
 
 
 _TYPES = {

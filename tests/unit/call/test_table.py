@@ -15,7 +15,7 @@ from attngen import reference
 from attngen.call import table
 from attngen.frontends.pytorch import forward, on_reference  # noqa: F401  # define the operations
 from attngen.frontends.pytorch.options import Options
-from attngen.frontends.pytorch.signature import Arguments, WantedGradients
+from attngen.frontends.pytorch.signature import Arguments
 from attngen.spec.attention_spec import CALL_ARGUMENTS, AttentionSpec
 from tests.support.paths import ROOT
 
@@ -68,7 +68,7 @@ def test_operations_take_the_operands_in_an_order_that_stays() -> None:
     taken = [*table.INPUTS, *Arguments._fields]
     for name, before, after in (
         ("forward", [], []),
-        ("backward", ["d_o", "dlse"], [f"want_{each}" for each in WantedGradients._fields]),
+        ("backward", ["d_o", "dlse"], [f"want_{each}" for each in table.WantedGradients._fields]),
         ("reference", [], ["max_seqlen_q", "max_seqlen_kv"]),
     ):
         schema = getattr(torch.ops.attngen, name).default._schema
@@ -80,7 +80,7 @@ def test_every_number_of_the_operations_is_an_arguments() -> None:
     numbers = {number for row in table.ROWS.values() for number in row.numbers}
     assert numbers == {*Arguments._fields}
     makes = {row.gradient for row in table.ROWS.values() if row.gradient}
-    assert makes < {*WantedGradients._fields}
+    assert makes < {*table.WantedGradients._fields}
 
 
 def test_every_tensor_has_a_dtype_and_a_shape_where_no_layout_says_it() -> None:

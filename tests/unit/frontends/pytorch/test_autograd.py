@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import attngen
 from attngen import SpecError
+from attngen.call.table import WantedGradients
 from attngen.frontends.pytorch import checked_call
-from attngen.frontends.pytorch.signature import WantedGradients
 
 CALL = {"mask": "causal_bottom_right", "window": (3, -1), "softmax_scale": 0.3}
 SUBSETS = [
