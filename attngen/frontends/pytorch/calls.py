@@ -106,7 +106,7 @@ def _has_nested(call: AttentionCall) -> bool:
     """Whether q, k or v is a nested tensor. Raises: SpecError where one is no tensor."""
     operands = {"q": call.q, "k": call.k, "v": call.v}
     try:  # which costs a call less than to ask for types
-        return any([x.is_nested for x in operands.values() if x is not None])
+        return call.q.is_nested or any([x.is_nested for x in (call.k, call.v) if x is not None])
     except (AttributeError, ValueError) as error:
         raise SpecError(type_violations(operands)) from error
 

@@ -63,7 +63,7 @@ def test_argument_of_a_wrong_type_is_refused_by_name(name, wrong) -> None:
 @pytest.mark.parametrize("bias", [None, torch.ones(6, 6)], ids=["bare", "bias"])
 @pytest.mark.parametrize("name", ["layout", "mask", "softmax", "bias_type"])
 def test_choice_without_a_hash_is_refused_like_any_other(name, bias, backend) -> None:
-    for wrong in (["none"], {"none": 1}, (["none"], 0)):
+    for wrong in ([["none"]], {"none": 1}, (["none"], 0)):
         with pytest.raises(SpecError, match=f"^{name}=.*Use one of"):
             attngen.attention(Q, Q, Q, bias=bias, **{name: wrong}, backend=backend)
     with pytest.raises(SpecError, match="^backend="):
