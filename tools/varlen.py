@@ -32,9 +32,9 @@ import attngen  # noqa: E402
 import attngen.frontends.pytorch.forward  # noqa: E402  # defines the operations
 from attngen.bench.machine import describe_machine  # noqa: E402
 from attngen.bench.timing import time_interleaved  # noqa: E402
+from attngen.call.numbers import Arguments  # noqa: E402
 from attngen.call.table import LENGTHS, OPTIONAL  # noqa: E402
 from attngen.frontends.pytorch.lengths import settle  # noqa: E402
-from attngen.frontends.pytorch.signature import Arguments  # noqa: E402
 from attngen.io.values import to_data  # noqa: E402
 from attngen.spec import layouts  # noqa: E402
 

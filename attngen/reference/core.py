@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..call.dropout import drop_threshold, keep_scale
 from ..call.table import AttentionCall
 from . import dropout, fp8
 from .callables import map_scores
@@ -66,8 +67,8 @@ def attend_one(
     if call.dropout_p > 0:
         assert rng_state is not None
         drawn = dropout.sequence_bytes(rng_state, b, *s.shape)
-        keep = drawn >= dropout.drop_threshold(call.dropout_p)
-        p = torch.where(keep, p * dropout.keep_scale(call.dropout_p), 0.0)
+        keep = drawn >= drop_threshold(call.dropout_p)
+        p = torch.where(keep, p * keep_scale(call.dropout_p), 0.0)
     return SequenceResult(o=p @ v, lse=lse, max_logit=max_logit(s))
 
 

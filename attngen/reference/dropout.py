@@ -29,25 +29,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..call.dropout import drop_threshold
+
 MASK32 = 0xFFFFFFFF
 PHILOX_M0, PHILOX_M1 = 0xD2511F53, 0xCD9E8D57
 PHILOX_W0, PHILOX_W1 = 0x9E3779B9, 0xBB67AE85
 PHILOX_ROUNDS = 10
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-def drop_threshold(p: float) -> int:
-    """Bytes below this number, 0..256, drop their element; p is the drop probability."""
-    if p <= 0.0 or p >= 1.0:
-        return 0 if p <= 0.0 else 256
-    return min(max(round(float(p * 256)), 1), 255)  # a tensor has no round()
-
-
-def keep_scale(p: float) -> float:
-    """Factor on the probabilities that are kept, 1 / (1 - p rounded); 0 where none is."""
-    threshold = drop_threshold(p)
-    return 0.0 if threshold == 256 else 256 / (256 - threshold)
 
 
 def draw_rng_state(device: torch.device) -> Tensor:

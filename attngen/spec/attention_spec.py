@@ -18,13 +18,13 @@ from . import layouts, plain
 from .masks import masks_of
 from .tables import PRODUCT_LIMIT, REASON_LIMIT, Place, Table, at_most, count_specs, tables_of
 
-_TORCH_DTYPES = {
-    "torch.bfloat16": "bf16",
-    "torch.float16": "fp16",
-    "torch.float32": "fp32",
-    "torch.float64": "fp64",
-    "torch.float8_e4m3fn": "e4m3",
-    "torch.float8_e5m2": "e5m2",
+_DTYPES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "float64": "fp64",
+    "float8_e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2",
 }
 DTYPES_16BIT = ("fp16", "bf16")
 DTYPES_8BIT = ("e4m3", "e5m2")
@@ -250,8 +250,8 @@ def is_boxed(shape: Sequence[int], strides: Sequence[int], element_bytes: int) -
 
 
 def dtype_name(dtype: Any) -> str:
-    """attngen's name of a torch dtype: `torch.bfloat16` → `bf16`."""
-    return _TORCH_DTYPES.get(str(dtype), str(dtype))
+    """attngen's name of a dtype of torch, JAX or NumPy: `torch.bfloat16`, `bfloat16` → `bf16`."""
+    return _DTYPES.get(str(dtype).removeprefix("torch."), str(dtype))
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from attngen import AttentionSpec, reference
+from attngen.call.operands import extent
 from attngen.compiler import builder
 from attngen.compiler.builder import build_problem
 from attngen.fragments import features
-from attngen.frontends.pytorch.operands import extent
 from attngen.runtime import launch, load, run_time
 from attngen.runtime.launch import Prepared
 from attngen.runtime.run_time import UNBOUNDED, Scalars

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from attngen import AttentionSpec
+from attngen.call.mask_bits import numbers_of
 from attngen.compiler import builder
 from attngen.fragments import features
-from attngen.frontends.pytorch.mask_bits import numbers_of
 from attngen.runtime import launch, load, run_time
 from attngen.runtime.run_time import Extent, Scalars
 from attngen.spec import resolve

@@ -7,9 +7,9 @@ import torch
 
 import attngen
 from attngen import AttentionSpec
+from attngen.call.numbers import Arguments
 from attngen.call.table import OPTIONAL
 from attngen.frontends.pytorch import forward
-from attngen.frontends.pytorch.signature import Arguments
 
 from . import cases, gradients, oracle, variants
 from .cases import Case

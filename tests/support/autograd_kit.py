@@ -7,11 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from attngen import reference
+from attngen.call.numbers import Arguments
 from attngen.call.table import OPTIONAL
 from attngen.frontends.pytorch import checked_call
 from attngen.frontends.pytorch import routing as choice
 from attngen.frontends.pytorch.calls import calls
-from attngen.frontends.pytorch.signature import Arguments, dtype_of, split, wanted_of
+from attngen.frontends.pytorch.signature import dtype_of, split, wanted_of
 
 from .caches import forget
 

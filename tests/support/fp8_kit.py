@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from attngen.call.numbers import Arguments
 from attngen.call.table import OPTIONAL, PAGE_TABLES
-from attngen.frontends.pytorch.signature import Arguments, name_of
+from attngen.frontends.pytorch.signature import name_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from ...call.cache import CallCache
+from ...call.operands import boxed
 from ...call.table import GRADIENT_OF, INPUTS, LEARNED, OPTIONAL, ROW_OF_OPERAND, WantedGradients
 from ...errors import SpecError
 from . import routing, sinks
 from .checks import check_rows
 from .gradient_kernels import GRADIENTS, names_of
-from .operands import boxed
 from .operation import current, format_of, is_current, locate, new_tensor, start
 from .prepared_backward import PreparedBackward, prepare_backward, present
 from .registry import operator

@@ -8,40 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...call.bias import sizes_of
 from ...errors import SpecError
 from ...runtime.load import LoadedKernel
-from ...runtime.run_time import UNBOUNDED, Extent
+from ...runtime.run_time import Extent
 from ...spec.attention_spec import is_boxed
 from .gradient_kernels import adds_bias
 
-AXES = ("batch", "head", "row", "column")
 MOST_ADDED = 8  # terms of a gradient that are added in 16 bits, each sum rounded
 MOST_SPREAD = 2  # elements of memory that a copy may take for each of the bias
-
-
-def sizes_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """Those of all four axes of a bias."""
-    return (*(1,) * (len(AXES) - len(shape)), *shape)
-
-
-def numbers_of(bias: Tensor) -> dict[str, int | float]:
-    """What kernels know of a bias: strides, 0 where it is broadcast, and how many rows and columns
-    it has, UNBOUNDED there."""
-    strides = (*(0,) * (len(AXES) - bias.ndim), *bias.stride())
-    numbers: dict[str, int | float] = {}
-    for axis, size, stride in zip(AXES, sizes_of(bias.shape), strides, strict=True):
-        numbers[f"bias_stride_{axis}"] = stride if size > 1 else 0
-        numbers[f"bias_{axis}s"] = size if size > 1 else UNBOUNDED
-    return numbers
-
-
-def extent_of(bias: Tensor, sequences: int, heads: int) -> Extent:
-    """Its sizes and strides as the copy engine takes them: of one row for all queries that row
-    alone, of what is broadcast over sequences or heads one for each, none apart."""
-    numbers = numbers_of(bias)
-    batch, head, row, column = (int(numbers[f"bias_stride_{axis}"]) for axis in AXES)
-    *_, rows, columns = sizes_of(bias.shape)
-    return Extent(sequences, rows, heads, columns, batch, row, head, column)
 
 
 def readable(bias: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ... import reference
+from ...call.numbers import Arguments
 from ...call.table import INPUTS, LENGTHS, AttentionCall
 from ...reference import fp8
 from ...reference.dropout import draw_rng_state
@@ -23,7 +24,7 @@ from .lengths import settle
 from .operation import PreparedCall, run, unobserved
 from .schedule import Ordered, Schedule, ordered_by
 from .sharding import is_distributed, over_shards
-from .signature import Arguments, CallForm, name_of, places_of
+from .signature import CallForm, name_of, places_of
 from .torch_private import levels, undisturbed
 
 Operands = tuple["Tensor | None", ...]  # of `INPUTS`

@@ -7,6 +7,16 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from ...call.bias import sizes_of
+from ...call.numbers import Arguments
+from ...call.operands import (
+    extents_of,
+    layout_of,
+    sequences_of,
+    softmax_scale_of,
+    spec_of,
+    unpacked,
+)
 from ...call.table import INPUTS, ROW_OF_OPERAND, SCALES
 from ...errors import SpecError
 from ...reference.entry_checks import few
@@ -24,17 +34,9 @@ from ...runtime.run_time import Extent
 from ...spec.attention_spec import MAX_HEAD_DIM
 from ...spec.resolve import BIASES
 from . import bias, decode, lengths, schedule
-from .operands import (
-    extents_of,
-    layout_of,
-    output_dtype,
-    sequences_of,
-    softmax_scale_of,
-    spec_of,
-    unpacked,
-)
+from .outputs import output_dtype
 from .schedule import Schedule
-from .signature import Arguments, Operands, no_gradient
+from .signature import Operands, no_gradient
 from .transforms import NO_TANGENTS, may_have_tangents, refuse_tangents
 
 LSE_LIMIT = 2.0**24  # from there on, without a bias, a row has no gradient
@@ -114,7 +116,10 @@ def _gradient_violations(operands: Operands, arguments: Arguments) -> Iterator[s
             "torch.no_grad()"
         )
     added = operands[BIAS]
-    if added is not None and added.requires_grad and surely(bias.sizes_of(added.shape)[3], 1):
+    if added is None or not added.requires_grad:
+        return
+    *_, columns = sizes_of(added.shape)
+    if surely(columns, 1):
         _, k, _ = unpacked(q, k, v, arguments.layout)
         yield from bias.column_violations(added, extents_of({"k": k}, arguments.layout)["k"].seq)
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
+from ...call.mask_bits import reach_of
+from ...call.numbers import Arguments
+from ...call.operands import keys_of
 from ...errors import SpecError
 from ...runtime.load import LoadedKernel
 from ...runtime.run_time import MAX_SPLITS, Extent, Places, choose_splits, row_tiles
 from ...spec.layouts import parse
-from .mask_bits import reach_of
-from .operands import keys_of
-from .signature import Arguments
 
 
 def choose(

@@ -11,7 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...call.bias import extent_of
 from ...call.cache import CallCache
+from ...call.numbers import Arguments
+from ...call.operands import (
+    extents_of,
+    heads_of,
+    layout_of,
+    scalars_of,
+    sequences_of,
+    sources_of,
+    spec_of,
+    unpacked,
+)
 from ...call.table import INPUTS, OPTIONAL
 from ...errors import SpecError
 from ...reference.fp8 import is_fp8
@@ -20,21 +32,11 @@ from ...runtime.run_time import Extent, Scalars
 from . import autograd, bias, decode, schedule
 from .checks import violations
 from .gradient_kernels import unordered
-from .operands import (
-    extents_of,
-    heads_of,
-    layout_of,
-    new_outputs,
-    scalars_of,
-    sequences_of,
-    sources_of,
-    spec_of,
-    unpacked,
-)
 from .operation import Output, PreparedCall, format_of, kernels_of, lay_out_workspaces, run
+from .outputs import new_outputs
 from .registry import operator
 from .short import is_short
-from .signature import Arguments, Operands, schema, split
+from .signature import Operands, schema, split
 from .torch_private import guard
 from .transforms import differentiable
 
@@ -176,7 +178,7 @@ def _with_launches(prepared: PreparedCall, call: Forward, absent: Sequence[str])
     q, optional, arguments, extents = call.q, call.optional, call.arguments, call.extents
     sequences = call.scalars.sequences
     if (added := optional["bias"]) is not None:
-        extents["bias"] = bias.extent_of(added, sequences or 0, extents["q"].heads)
+        extents["bias"] = extent_of(added, sequences or 0, extents["q"].heads)
     spec = spec_of(q, call.k, call.v, optional, arguments, call.gather)
     unaligned: Callable[[Operands], PreparedCall] | None = _refuse_addresses
     if spec.gathers:

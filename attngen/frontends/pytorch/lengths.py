@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...call.numbers import Arguments
 from ...call.table import LENGTHS, PAGE_TABLES, AttentionCall
 from ...reference.length_checks import length_violations
 from ...reference.operands import Operands
 from ...spec.layouts import Format, parse
-from .signature import Arguments
 
 Given = tuple[Tensor | None, ...]  # in the order of signature.LENGTHS
 

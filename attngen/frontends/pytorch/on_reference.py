@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from ... import reference
+from ...call.numbers import Arguments
+from ...call.operands import heads_of, unpacked
 from ...call.table import (
     DIFFERENTIABLE,
     FUNCTIONS,
@@ -30,9 +32,9 @@ from ...reference.dropout import draw_rng_state
 from ...results import AttentionAux
 from . import sharding
 from .checked_call import arguments_of, operands_of
-from .operands import heads_of, new_outputs, unpacked
+from .outputs import new_outputs
 from .registry import operator
-from .signature import Arguments, dtype_of, schema, split
+from .signature import dtype_of, schema, split
 from .torch_private import has_transforms, is_traced
 from .transforms import differentiable
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from ...call.operands import Source
 from ...compiler.builder import find_kernels
 from ...errors import SpecError
 from ...fragments import features
@@ -20,7 +21,6 @@ from ...spec import resolve
 from ...spec.attention_spec import AttentionSpec
 from ...targets.target import DEFAULT, names, of_capability
 from .lengths import rows_of_none
-from .operands import Source
 from .signature import Operands
 from .torch_private import (
     PLAIN,

@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ...call.bias import extent_of
+from ...call.numbers import Arguments
+from ...call.operands import extents_of, packed_sources, scalars_of, sources_of, spec_of, unpacked
 from ...call.table import CARRIERS, OPTIONAL, WantedGradients
 from ...errors import SpecError
 from ...runtime.launch import prepare
@@ -29,18 +32,8 @@ from .gradient_kernels import (
     written_by,
 )
 from .narrow_windows import is_narrow
-from .operands import (
-    extents_of,
-    new_outputs,
-    output_dtype,
-    packed_sources,
-    scalars_of,
-    sources_of,
-    spec_of,
-    unpacked,
-)
 from .operation import Launches, Output, kernels_of, lay_out_workspaces
-from .signature import Arguments
+from .outputs import new_outputs, output_dtype
 
 DTYPES = (torch.float16, torch.bfloat16)
 # What kernels may do without: gradients that nobody wants, schedules of few sequences.
@@ -155,7 +148,7 @@ def prepare_backward(
         dbias = bias.gradient_of(present(given["bias"]), full)
         scalars = replace(scalars, numbers={**scalars.numbers, **dbias.numbers})
     if (added := optional["bias"]) is not None:
-        extents["bias"] = bias.extent_of(added, sequences, heads_q)
+        extents["bias"] = extent_of(added, sequences, heads_q)
     carriers = {n: None if (x := given[n]) is None else _new(x) for n in "qkv"}
     call = Backward(given, arguments, wanted, gather, carriers, extents, scalars, dbias)
     returned = tuple(name for name in names_of(wanted) if carriers[CARRIER_OF[name]] is not None)

@@ -7,14 +7,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...call.numbers import Arguments
+from ...call.operands import Source, extents_of, sequences_of, spec_of, unpacked
 from ...call.table import OPTIONAL
 from ...errors import SpecError
 from ...fragments import features
 from ...runtime.run_time import FEW_SEQUENCES, SCHEDULE_BYTES, schedule_entries
 from ...spec.problem import Problem
 from ...spec.resolve import resolve
-from .operands import Source, extents_of, sequences_of, spec_of, unpacked
-from .signature import Arguments, Operands
+from .signature import Operands
 from .transforms import is_transformed
 
 # Of a forward's queries, and of a backward's keys and queries, each its part of the table.

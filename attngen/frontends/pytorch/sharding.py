@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from ...call.numbers import Arguments
 from ...call.table import CARRIERS, INPUTS, ROW_OF_OPERAND
 from ...errors import SpecError
 from ...spec.layouts import Layout, axes_of, parse
-from .signature import Arguments, Operands, split
+from .signature import Operands, split
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

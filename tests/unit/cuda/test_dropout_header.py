@@ -9,14 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from attngen.frontends.pytorch.operands import dropout_numbers
-from attngen.reference.dropout import (
-    drop_threshold,
-    dropout_keep_mask,
-    keep_scale,
-    philox_4x32_10,
-    sequence_bytes,
-)
+from attngen.call.dropout import drop_threshold, dropout_numbers, keep_scale
+from attngen.reference.dropout import dropout_keep_mask, philox_4x32_10, sequence_bytes
 from tests.support.paths import ROOT
 
 FROZEN = json.loads((ROOT / "tests/support/data" / "dropout_bits.json").read_text())

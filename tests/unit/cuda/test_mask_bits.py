@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from attngen.frontends.pytorch.mask_bits import numbers_of, words_of
+from attngen.call.mask_bits import numbers_of, words_of
 
 WIDTHS = (16, 48, 64, 112, 128)
 SOURCE = """

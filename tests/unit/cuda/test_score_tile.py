@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from attngen.frontends.pytorch import bias
+from attngen.call import bias
 from attngen.kernels.base import score_tile_bytes
 from attngen.runtime.run_time import UNBOUNDED
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from attngen.call.operands import extent
 from attngen.compiler.builder import render_problem
 from attngen.compiler.compile import compile_source
 from attngen.fragments import features
-from attngen.frontends.pytorch.operands import extent
 from attngen.io import files
 from attngen.kernels.plan import plans
 from attngen.runtime import launch, run_time

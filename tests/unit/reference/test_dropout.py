@@ -6,8 +6,9 @@ import json
 import pytest
 import torch
 
+from attngen.call.dropout import drop_threshold, keep_scale
 from attngen.reference import attention, dropout_keep_mask
-from attngen.reference.dropout import drop_threshold, keep_scale, philox_4x32_10, sequence_bytes
+from attngen.reference.dropout import philox_4x32_10, sequence_bytes
 from tests.support.paths import ROOT
 
 FROZEN = json.loads((ROOT / "tests/support/data" / "dropout_bits.json").read_text())

@@ -13,12 +13,12 @@ import torch
 from cuda.bindings import driver as bindings
 
 from attngen import AttentionSpec, LaunchError
+from attngen.call.numbers import Arguments
 from attngen.call.table import OPTIONAL
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
 from attngen.frontends.pytorch import decode, forward
 from attngen.frontends.pytorch.operation import lay_out_workspaces
-from attngen.frontends.pytorch.signature import Arguments
 from attngen.kernels.plan import plans
 from attngen.runtime import launch
 from attngen.runtime.load import LoadedKernel

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from attngen import AttentionSpec
+from attngen.call.operands import extent
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
-from attngen.frontends.pytorch.operands import extent
 from attngen.kernels.plan import plans
 from attngen.runtime import launch, run_time
 from attngen.runtime.geometry import LONGEST, geometry_of

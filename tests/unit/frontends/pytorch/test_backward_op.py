@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from attngen import AttentionSpec, SpecError
+from attngen.call.numbers import Arguments
 from attngen.call.table import OPTIONAL
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
@@ -17,7 +18,6 @@ from attngen.frontends.pytorch import backward as op
 from attngen.frontends.pytorch import head_split as heads
 from attngen.frontends.pytorch import operation, prepared_backward, sinks
 from attngen.frontends.pytorch import routing as choice
-from attngen.frontends.pytorch.signature import Arguments
 from attngen.kernels.plan import plans
 from attngen.runtime.load import LoadedKernel
 from attngen.spec import resolve

@@ -10,12 +10,13 @@ import torch
 
 import attngen
 from attngen import AttentionSpec, SpecError, reference
+from attngen.call.numbers import Arguments
+from attngen.call.operands import extents_of, scalars_of, spec_of
 from attngen.call.table import OPTIONAL
 from attngen.fragments import features
 from attngen.frontends.pytorch import checked_call, checks, decode
 from attngen.frontends.pytorch import routing as choice
-from attngen.frontends.pytorch.operands import extents_of, scalars_of, spec_of
-from attngen.frontends.pytorch.signature import Arguments, name_of, split
+from attngen.frontends.pytorch.signature import name_of, split
 from attngen.runtime.run_time import Extent
 from attngen.spec import resolve
 from attngen.spec.layouts import parse

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from attngen import SpecError
+from attngen.call import operands as op_operands
 from attngen.call.table import SCALES
 from attngen.frontends.pytorch import forward as op
-from attngen.frontends.pytorch import operands as op_operands
 from attngen.frontends.pytorch import operation, short
 from attngen.frontends.pytorch.signature import split
 from attngen.runtime.load import LoadedKernel

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import attngen
+from attngen.call.numbers import Arguments
 from attngen.call.table import OPTIONAL, WantedGradients
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
@@ -16,7 +17,6 @@ from attngen.frontends.pytorch import head_split as heads
 from attngen.frontends.pytorch import prepared_backward as op
 from attngen.frontends.pytorch.gradient_kernels import family_of
 from attngen.frontends.pytorch.head_split import TOGETHER, apart_of, is_faster
-from attngen.frontends.pytorch.signature import Arguments
 from attngen.kernels.plan import plans
 from attngen.kernels.wgmma.backward.plan import BackwardPlan
 from attngen.runtime import run_time

@@ -9,6 +9,8 @@ import torch
 
 import attngen
 from attngen import SpecError
+from attngen.call import operands
+from attngen.call.numbers import Arguments
 from attngen.call.table import LENGTHS, OPTIONAL
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
@@ -17,7 +19,6 @@ from attngen.frontends.pytorch import (
     checks,
     forward,
     lengths,
-    operands,
     operation,
     prepared_backward,
     short,
@@ -25,7 +26,7 @@ from attngen.frontends.pytorch import (
 from attngen.frontends.pytorch import (
     head_split as heads,
 )
-from attngen.frontends.pytorch.signature import Arguments
+from attngen.frontends.pytorch.outputs import new_outputs
 from attngen.kernels.plan import plans
 from attngen.runtime.load import LoadedKernel
 from attngen.spec import layouts
@@ -288,7 +289,7 @@ def test_op_descales_of_packed_sequences_are_one_for_each_and_head(name):
     if layouts.parse(name).kv_format == "thd":
         given["cu_seqlens_kv"] = cumulative()
     arguments = Arguments(layout=name, out_dtype="bfloat16")
-    views = {"q": q, "k": k, "v": v, "o": operands.new_outputs(q, v, arguments)[0]}
+    views = {"q": q, "k": k, "v": v, "o": new_outputs(q, v, arguments)[0]}
     extents = operands.extents_of(views, name)
     known = dict.fromkeys(OPTIONAL) | given
     assert not checks.violations(views, extents, known, arguments, False)

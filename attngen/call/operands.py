@@ -1,24 +1,24 @@
-"""Operands of the torch operations: their sizes, the outputs' shapes, and what a launch is told."""
+"""Operands of the operations: their sizes and strides, the spec of a call, and what a launch is
+told. Tensors are whatever describes itself: no library is known here."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
-
-from ...call.table import OPTIONAL, ROW_OF_OPERAND, ROWS
-from ...reference.dropout import drop_threshold, keep_scale
-from ...reference.fp8 import is_fp8
-from ...runtime.run_time import UNBOUNDED, Extent, Scalars
-from ...spec.attention_spec import DTYPES_16BIT, AttentionSpec, dtype_name, is_boxed, is_decode
-from ...spec.layouts import Layout, parse, size, unpack
+from ..runtime.run_time import UNBOUNDED, Extent, Scalars
+from ..spec.attention_spec import DTYPES_16BIT, AttentionSpec, dtype_name, is_boxed, is_decode
+from ..spec.layouts import Layout, parse, size, unpack
 from . import bias as bias_of
 from . import mask_bits
-from .signature import Arguments, dtype_of
+from .dropout import dropout_numbers
+from .numbers import Arguments
+from .table import OPTIONAL, ROW_OF_OPERAND, ROWS
+from .tensors import Described, is_fp8
+from .tensors import dtype_name as name_of_dtype
+
+AnyTensor = TypeVar("AnyTensor", bound=Described)
 
 
 def layout_of(name: str) -> Layout:
@@ -27,53 +27,43 @@ def layout_of(name: str) -> Layout:
 
 
 def unpacked(
-    q: Tensor, k: Tensor | None, v: Tensor | None, layout: str
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: AnyTensor, k: AnyTensor | None, v: AnyTensor | None, layout: str
+) -> tuple[AnyTensor, AnyTensor, AnyTensor]:
     """Q, K and V of a call as views. Raises: SpecError where they do not fit the layout."""
     return unpack(layout_of(layout), q, k, v)
 
 
-def output_dtype(q: Tensor, arguments: Arguments) -> torch.dtype:
-    """That of a call's output."""
+def output_dtype(q: Described, arguments: Arguments) -> str:
+    """The name of the dtype of a call's output."""
     if arguments.out_dtype is not None:
-        return dtype_of(arguments.out_dtype)
-    return torch.bfloat16 if is_fp8(q.dtype) else q.dtype
+        return arguments.out_dtype
+    return "bfloat16" if is_fp8(q) else name_of_dtype(q)
 
 
-def heads_of(q: Tensor, arguments: Arguments) -> int:
+def heads_of(q: Described, arguments: Arguments) -> int:
     """Query heads of a call."""
     return size(q.shape, layout_of(arguments.layout).q_format, "h")
 
 
-def new_outputs(q: Tensor, v: Tensor, arguments: Arguments) -> tuple[Tensor, Tensor]:
-    """New tensors for the output and the LSE of a forward call, whose q and v are views."""
-    axes = layout_of(arguments.layout).q_format
-    rows = "ht" if axes == "thd" else "bhs"
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=output_dtype(q, arguments))
-    sizes = [q.shape[axes.index(axis)] for axis in rows]
-    return out, q.new_empty(sizes, dtype=torch.float32)
-
-
-def extent(tensor: Tensor, axes: str) -> Extent:
+def extent(tensor: Described, axes: str) -> Extent:
     """Sizes and strides of a tensor whose axes are in the order of `axes`; packed tokens are the
     positions of a batch of one."""
     if axes == "thd":
         tokens, heads, dim = tensor.shape
         return Extent(1, tokens, heads, dim, 0, *tensor.stride())
     order = [axes.index(axis) for axis in "bshd"]
-    sizes = (tensor.shape[axis] for axis in order)
-    strides = (tensor.stride(axis) for axis in order)
-    return Extent(*sizes, *strides)
+    shape, strides = tensor.shape, tensor.stride()
+    return Extent(*[shape[axis] for axis in order], *[strides[axis] for axis in order])
 
 
-def extents_of(tensors: Mapping[str, Tensor], layout: str) -> dict[str, Extent]:
+def extents_of(tensors: Mapping[str, Described], layout: str) -> dict[str, Extent]:
     """Those of the tensors of a call, or of its gradients, by their names."""
     parsed = layout_of(layout)
     formats = {name: parsed.kv_format for name in ("k", "v", "dk", "dv")}
     return {name: extent(x, formats.get(name, parsed.q_format)) for name, x in tensors.items()}
 
 
-def sequences_of(q: Tensor, optional: Mapping[str, Tensor | None], layout: str) -> int:
+def sequences_of(q: Described, optional: Mapping[str, Described | None], layout: str) -> int:
     """How many sequences a call has; -1 where packed tokens come without their lengths."""
     axes = layout_of(layout).q_format
     if axes != "thd":
@@ -82,16 +72,16 @@ def sequences_of(q: Tensor, optional: Mapping[str, Tensor | None], layout: str) 
     return -1 if lengths is None else lengths.numel() - 1
 
 
-def boxed(tensor: Tensor) -> bool:
+def boxed(tensor: Described) -> bool:
     """Whether the copy engine can read a tensor, wherever it begins at a multiple of 16 bytes."""
     return is_boxed(tensor.shape, tensor.stride(), tensor.element_size())
 
 
 def spec_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    optional: Mapping[str, Tensor | None],
+    q: Described,
+    k: Described,
+    v: Described,
+    optional: Mapping[str, Described | None],
     arguments: Arguments,
     gather: bool = False,
 ) -> AttentionSpec:
@@ -124,15 +114,15 @@ def spec_of(
     return replace(spec, decode=decode)
 
 
-def softmax_scale_of(q: Tensor, arguments: Arguments) -> float:
+def softmax_scale_of(q: Described, arguments: Arguments) -> float:
     """The factor of the scores, 1/√d where a call names none."""
     scale = arguments.softmax_scale
     return float(q.shape[-1]) ** -0.5 if scale is None and q.shape[-1] else scale or 0.0
 
 
 def scalars_of(
-    q: Tensor,
-    optional: Mapping[str, Tensor | None],
+    q: Described,
+    optional: Mapping[str, Described | None],
     arguments: Arguments,
     extents: Mapping[str, Extent],
 ) -> Scalars:
@@ -156,36 +146,18 @@ def scalars_of(
     return Scalars(scale, left, right, aligned, numbers, sequences)
 
 
-def keys_of(extents: Mapping[str, Extent], optional: Mapping[str, Tensor | None]) -> int:
+def keys_of(extents: Mapping[str, Extent], optional: Mapping[str, Described | None]) -> int:
     """Keys that a sequence has room for; of pages in the table that has less."""
     tables = ((name, optional[f"page_table_{name}"]) for name in ("k", "v"))
     rooms = [extents[name].seq * (1 if x is None else x.shape[1]) for name, x in tables]
     return min(rooms)
 
 
-def dropout_numbers(p: float) -> dict[str, int | float]:
-    """What kernels know of the drop probability: the threshold as attngen/dropout.cuh takes it (as
-    bytes, or as a float16 number, twice), and what the weights that are kept are multiplied by,
-    with its reciprocal."""
-    threshold = drop_threshold(p)
-    high = threshold >= 128
-    numbers = {"drop_low": (threshold - 128 * high) * 0x01010101, "drop_high": high * 0x80808080}
-    (limit,) = struct.unpack("<H", struct.pack("<e", -1023.0 - threshold))
-    numbers["drop_limit"] = limit * 0x00010001
-    # Where nothing is kept the factor multiplies zeros alone.
-    scale = keep_scale(p) or 1.0
-    return {
-        **{name: word - (word >> 31 << 32) for name, word in numbers.items()},  # as an int32
-        "keep_scale": scale,
-        "keep_share": 1 / scale,
-    }
-
-
 Source = tuple[str, str, int]  # a parameter, the tensor of the call that it points into, bytes
 
 
 def packed_sources(
-    carriers: Mapping[str, Tensor | None], layout: str, prefix: str = ""
+    carriers: Mapping[str, Described | None], layout: str, prefix: str = ""
 ) -> tuple[Source, ...]:
     """Where packed operands lie; with the prefix `d` their gradients, the carriers being those."""
     parsed = layout_of(layout)
@@ -194,13 +166,13 @@ def packed_sources(
         carrier, axis, place = parsed.home(name)
         tensor = carriers[carrier]
         assert tensor is not None  # `unpack` has seen it
-        offset = place * tensor.stride(axis) * tensor.element_size()
+        offset = place * tensor.stride()[axis] * tensor.element_size()
         found.append((prefix + name, prefix + carrier, offset))
     return tuple(found)
 
 
 def sources_of(
-    carriers: Mapping[str, Tensor | None], optional: Mapping[str, Tensor | None], layout: str
+    carriers: Mapping[str, Described | None], optional: Mapping[str, Described | None], layout: str
 ) -> tuple[Source, ...]:
     """What addresses parts of the call's tensors: packed operands, and the lengths by the names
     under which kernels know them; those that are absent are left out."""
@@ -225,7 +197,7 @@ _FEATURES = tuple((row.name, row.feature) for row in ROWS.values() if row.featur
 _BY_HEAD = tuple(name for name in OPTIONAL if ROW_OF_OPERAND[name].has_heads)
 
 
-def _stride_numbers(optional: Mapping[str, Tensor | None]) -> dict[str, int | float]:
+def _stride_numbers(optional: Mapping[str, Described | None]) -> dict[str, int | float]:
     numbers: dict[str, int | float] = {}
     for name in _BY_HEAD:
         strides = zip(("batch", "head"), head_strides(optional[name]), strict=True)
@@ -233,7 +205,7 @@ def _stride_numbers(optional: Mapping[str, Tensor | None]) -> dict[str, int | fl
     return numbers
 
 
-def head_strides(tensor: Tensor | None) -> tuple[int, int]:
+def head_strides(tensor: Described | None) -> tuple[int, int]:
     """Elements from one sequence to the next and from one head to the next, of a tensor [h] or
     [b, h]; 0 over a single one."""
     if tensor is None:

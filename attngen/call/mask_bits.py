@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from .tensors import Described
 
 WORD = 32
 # Tiles of up to 128 columns begin inside a row, and may end beyond it.
@@ -14,7 +14,7 @@ def words_of(length: int) -> int:
     return -(-length // (SPARE_WORDS * WORD)) * SPARE_WORDS + SPARE_WORDS
 
 
-def numbers_of(mask: Tensor, s_q: int, s_kv: int) -> dict[str, int]:
+def numbers_of(mask: Described, s_q: int, s_kv: int) -> dict[str, int]:
     """What kernels know of a mask, bool, a broadcast of [b, h, s_q, s_kv]; beside packed tokens, of
     which these are the numbers, it says itself how far it reaches.
 
@@ -45,7 +45,7 @@ def numbers_of(mask: Tensor, s_q: int, s_kv: int) -> dict[str, int]:
     }
 
 
-def reach_of(mask: Tensor) -> dict[str, int]:
+def reach_of(mask: Described) -> dict[str, int]:
     """Tokens of a packed sequence that a mask reaches at most: kernels take none of one that has
     more, of which there are no bits."""
     rows, columns = (1, 1, *mask.shape)[-2:]

@@ -1,0 +1,90 @@
+"""Tensors as a call sees them: without the library that holds them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+BYTES = {
+    **dict.fromkeys(("bool", "uint8", "float8_e4m3fn", "float8_e5m2"), 1),
+    **dict.fromkeys(("float16", "bfloat16"), 2),
+    **dict.fromkeys(("float32", "int32"), 4),
+    **dict.fromkeys(("float64", "int64"), 8),
+}
+"""Bytes of an element, by the names that torch, JAX and NumPy have for a dtype."""
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+
+
+class Described(Protocol):
+    """Whatever says its shape, strides and dtype: a `TensorDesc`, or a tensor of torch."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def ndim(self) -> int: ...
+    @property
+    def dtype(self) -> Any: ...
+    def stride(self) -> tuple[int, ...]: ...
+    def element_size(self) -> int: ...
+    def numel(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class TensorDesc:
+    """A tensor of any library.
+
+    shape: sizes of its axes; strides: in elements; dtype: its name, as in `BYTES`; device: where it
+    is, as its library names that; address: of its first element, 0 where nobody has to know it.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: Any = None
+    address: int = 0
+
+    @classmethod
+    def contiguous(cls, shape: Sequence[int], dtype: str, device: Any = None) -> TensorDesc:
+        """A tensor whose rows follow each other, at no address."""
+        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        return cls(tuple(shape), tuple(strides), dtype, device)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    def stride(self) -> tuple[int, ...]:
+        """Elements from one to the next along each axis."""
+        return self.strides
+
+    def element_size(self) -> int:
+        """Bytes of an element."""
+        return BYTES[self.dtype]
+
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def unbind(self, axis: int) -> tuple[TensorDesc, ...]:
+        """The parts along an axis, without it, each at its own address."""
+        axis %= self.ndim
+        shape = self.shape[:axis] + self.shape[axis + 1 :]
+        strides = self.strides[:axis] + self.strides[axis + 1 :]
+        step = self.strides[axis] * self.element_size()
+        return tuple(
+            TensorDesc(shape, strides, self.dtype, self.device, self.address + place * step)
+            for place in range(self.shape[axis])
+        )
+
+
+def dtype_name(tensor: Described) -> str:
+    """The name of a tensor's dtype, as in `BYTES`."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def is_fp8(tensor: Described) -> bool:
+    """Whether a tensor has one of the two 8-bit formats."""
+    return dtype_name(tensor) in FP8
