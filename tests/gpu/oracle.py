@@ -147,7 +147,7 @@ def narrow_windows(wanted: bool) -> Iterator[None]:
 def folded_grids() -> Iterator[None]:
     """Axes of grids but the first have two places: CTAs of backwards that want more are all in the
     first, as beyond 65,535 heads or sequences."""
-    known: tuple[dict[Any, Any], ...] = (backward._ready, backward._recent)
+    known = held(*BACKWARD)
     with mock.patch("attngen.runtime.launch.GRID_LIMIT", 2):
         for each in known:
             each.clear()

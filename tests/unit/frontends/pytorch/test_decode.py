@@ -106,7 +106,7 @@ def test_paged_call_takes_a_table_each_for_k_and_v(on_reference, kind):
         assert torch.equal(out, attngen.attention(**arguments, backend="reference"))
 
 
-def test_settled_paged_calls_differ_in_tables_lengths_and_splits(on_reference):
+def test_known_paged_calls_differ_in_tables_lengths_and_splits(on_reference):
     k, v, (table, other) = pages()
     variants = [
         {},
@@ -123,7 +123,7 @@ def test_settled_paged_calls_differ_in_tables_lengths_and_splits(on_reference):
         assert torch.equal(out, attngen.attention(**given, backend="reference"))
 
 
-def test_settled_paged_call_vouches_for_no_list_of_one_table(on_reference):
+def test_known_paged_call_vouches_for_no_list_of_one_table(on_reference):
     given = call()
     attngen.attention(**given, backend="cuda")
     with pytest.raises(SpecError, match="one or \\(for K, for V\\)"):

@@ -78,7 +78,7 @@ def test_call_without_maxima_returns_none_of_them(on_reference):
     assert isinstance(out, torch.Tensor) and len(on_reference) == 2
 
 
-def test_settled_calls_differ_in_scales_output_and_maxima(on_reference):
+def test_known_calls_differ_in_scales_output_and_maxima(on_reference):
     q, k, v = operands()
     variants = [
         {},
