@@ -137,7 +137,7 @@ def build_times() -> dict[str, float]:
 
     def build(spec: AttentionSpec) -> tuple[Built, ...]:
         (problem,) = resolve(spec, features.scan())
-        return build_problem(problem, "sm_90a", second=False)
+        return build_problem(problem, "sm_90a", kernel="sm90_fwd")
 
     build(AttentionSpec(head_dim=64))
     specs = {

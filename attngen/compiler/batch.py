@@ -37,7 +37,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """What it is and computes: `sm90_bwd_dq__full_d256_bf16`; of kernels that prepare either
+        """The kernel and what it computes, as its symbol has them; of kernels that prepare either
         direction those of a backward say so."""
         name = f"{self.plan.family}__{self.problem.label}"
         prepares = self.problem.direction == "bwd" and "bwd" not in self.plan.family

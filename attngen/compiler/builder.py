@@ -14,7 +14,8 @@ from ..fragments import features
 from ..io import files
 from ..kernels.base import KernelPlan
 from ..kernels.family import family_of
-from ..kernels.plan import plans, plans_of_call
+from ..kernels.plan import plans
+from ..kernels.selection import of_call
 from ..runtime.program import Binary
 from ..ship import lookup as mounts
 from ..spec import resolve
@@ -62,16 +63,16 @@ def build(
 
 
 def build_problem(
-    problem: Problem, arch: str, *, cache: Cache | None = None, second: bool | None = None
+    problem: Problem, arch: str, *, cache: Cache | None = None, kernel: str | None = None
 ) -> tuple[Built, ...]:
     """The problem's kernels in the order of `plan.plans`, each from the cache or compiled and put
-    there. second: of a forward those alone that a call launches, as `plan.plans_of_call` has it.
+    there. kernel: the name of the one to take of several that make the same, None for all.
 
     Raises: CacheError with all that are missing, where ATTNGEN_DISABLE_JIT forbids to build them.
     """
     built: list[Built] = []
     missing: dict[str, None] = {}
-    wanted = plans(problem, arch) if second is None else plans_of_call(problem, arch, second)
+    wanted = of_call(plans(problem, arch), lambda plan: plan.family, kernel)
     for each in wanted:
         try:
             built.append(build_plan(problem, each, arch, cache=cache))
@@ -83,15 +84,15 @@ def build_problem(
 
 
 def find_kernels(
-    problem: Problem, arch: str, second: bool | None = None
+    problem: Problem, arch: str, kernel: str | None = None
 ) -> tuple[tuple[Binary, bytes], ...]:
     """Launch programs and cubins of a problem, as a call needs them: from a mounted bundle, else
-    from the cache, else compiled. second: as `build_problem` has it. Raises: as that; BundleError.
+    from the cache, else compiled. kernel: as `build_problem` has it. Raises: as that; BundleError.
     """
-    if found := mounts.find(problem, arch, second):
+    if found := mounts.find(problem, arch, kernel):
         return found
     try:
-        made = build_problem(problem, arch, second=second)
+        made = build_problem(problem, arch, kernel=kernel)
         return tuple((built.binary, built.cubin) for built in made)
     except CacheError as error:
         raise CacheError([*mounts.explain_absence(problem, arch), *error.reasons]) from error

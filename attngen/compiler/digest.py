@@ -37,12 +37,14 @@ _MODULES = (
     *("compiler.builder", "compiler.compile", "io.files", "io.values"),
     *("spec.problem", "runtime.geometry", "runtime.program", "runtime.run_time"),
 )
-CHOOSES = frozenset({"kernels.tuned"})  # among plans, which a key has in full
 
 
-GENERATOR = tuple(
-    sorted({*_MODULES, *(name for each in _PACKAGES for name in modules_of(each))} - CHOOSES)
+_FOUND = frozenset(name for each in _PACKAGES for name in modules_of(each))
+# What chooses among plans, which a key has in full, or among kernels that are built.
+CHOOSES = frozenset(
+    name for name in _FOUND if name in ("kernels.tuned", "kernels.selection") or ".cost" in name
 )
+GENERATOR = tuple(sorted({*_MODULES, *_FOUND} - CHOOSES))
 # Of a code object, beside its constants: all but names of files and numbers of lines.
 _CODE_FACTS = (
     *("co_name", "co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_flags", "co_code"),

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from ..errors import PlanError
 from ..fragments.features import Features
 from ..io.modules import modules_of
+from ..runtime.run_time import Extent, Scalars
 from ..spec.problem import Problem
 from ..targets.target import Instruction, Target
 from .base import KernelPlan, TiledPlan
@@ -28,10 +29,50 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kind:
-    """One kernel of a family: the class of its plans, and its template under templates/kernels."""
+    """One kernel of a family: the class of its plans, and its template under templates/kernels.
+
+    makes: results and workspaces that it writes whole, by the names of their parameters, where its
+    launch description has them. fills: results of which it writes rows that no tile visits, or that
+    belong to no sequence; where it has their address alone, another kernel makes them, and the
+    address may be 0. cost: of its launch beside those of others that make the same.
+    """
 
     plan: type[KernelPlan]
     template: str
+    makes: frozenset[str] = frozenset()
+    fills: frozenset[str] = frozenset()
+    cost: float = 1.0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts that a call adds to its problem, by which families choose among kernels.
+
+    extents: of q, k and v at least; scalars: run-time values. multiprocessors: of its device.
+    wants: results by the names of their parameters. splits: into how many parts it asks keys to be
+    split, 0 for any number. scheduled: whether a table has the order of its sequences.
+    """
+
+    extents: Mapping[str, Extent]
+    scalars: Scalars
+    multiprocessors: int
+    wants: frozenset[str]
+    splits: int = 0
+    scheduled: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a family computes a call.
+
+    place: of the problem, among those that its spec has; kernel: the name of the one to take of
+    several that make the same, None for whichever comes first; splits_heads: whether query heads
+    that share keys have tiles of keys of their own.
+    """
+
+    place: int = 0
+    kernel: str | None = None
+    splits_heads: bool = False
 
 
 class Family(ABC):
@@ -77,6 +118,13 @@ class Family(ABC):
         """The plans of a problem's kernels and those of this family that they need around them."""
         return tuple(found)
 
+    def choose(self, problems: Sequence[Problem], target: Target, facts: Facts) -> Choice:
+        """How a call is computed fastest. problems: of its spec, in their order, of one direction.
+
+        Raises: PlanError where nothing fits the target.
+        """
+        return Choice()
+
     @abstractmethod
     def render(self, problem: Problem, plan: KernelPlan, features: Features, root: Path) -> Source:
         """The source of the plan's kernel. root: the templates' directory.
@@ -100,6 +148,11 @@ def families() -> tuple[Family, ...]:
 @cache
 def _owners() -> dict[str, Family]:
     return {name: family for family in families() for name in family.kernels}
+
+
+def is_known(name: str) -> bool:
+    """Whether some family has a kernel of that name."""
+    return name in _owners()
 
 
 def family_of(name: str) -> Family:

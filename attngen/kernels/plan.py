@@ -34,16 +34,6 @@ def plans(problem: Problem, arch: str) -> tuple[KernelPlan, ...]:
     return found
 
 
-def plans_of_call(problem: Problem, arch: str, second: bool) -> tuple[KernelPlan, ...]:
-    """The plans of the kernels that a call of a forward launches. second: whether the second
-    kernel, where there are two. Raises: as `plans`."""
-    found = plans(problem, arch)
-    family = serving(problem, _target(arch))
-    forwards = [each for each in found if each.family in family.kernels]
-    one = problem.direction == "fwd" and not problem.decode
-    return (forwards[second],) if one and len(forwards) > 1 else found
-
-
 def read_plan(data: dict[str, Any]) -> KernelPlan:
     """The plan of one kernel from its JSON data, which name its kernel. Raises: ValueError."""
     name = data.get("family")

@@ -129,16 +129,6 @@ class KernelEntry:
     folds: bool = False
 
 
-def binaries_of_call(found: tuple[Binary, ...], second: bool) -> tuple[Binary, ...]:
-    """Choose the binaries of a forward that a call launches.
-
-    second: whether it launches the second of two kernels, which a bundle of an earlier version may
-    lack.
-    """
-    forwards = [each for each in found if each.kernel.grid == "persistent_tiles"]
-    return (forwards[second],) if len(forwards) > 1 else found
-
-
 @dataclass(frozen=True)
 class Resources:
     """The compiler's report: registers at launch, highest register used, spills, cubin size."""

@@ -19,7 +19,9 @@ from pathlib import Path
 from ..errors import BundleError
 from ..fragments import features
 from ..io.values import to_json
-from ..runtime.program import Binary, binaries_of_call
+from ..kernels.selection import name_of as name_of_kernel
+from ..kernels.selection import of_call
+from ..runtime.program import Binary
 from ..spec import resolve
 from ..spec.attention_spec import AttentionSpec, checked, load_specs
 from ..spec.problem import Problem, Variant
@@ -85,18 +87,16 @@ def mounted() -> list[Bundle]:
 
 
 def find(
-    problem: Problem, arch: str, second: bool | None = None
+    problem: Problem, arch: str, kernel: str | None = None
 ) -> tuple[tuple[Binary, bytes], ...] | None:
     """Launch programs and cubins of a problem, from the first mounted bundle that has them; None
-    where none has. second: as `builder.find_kernels` has it. Raises: BundleError.
+    where none has. kernel: as `builder.find_kernels` has it. Raises: BundleError.
     """
     for bundle in mounted():
         program = bundle.program(problem, arch)
         if program is not None:
             log.debug("%s: found in %s", program.name, bundle.path)
-            wanted = program.binaries
-            if second is not None:
-                wanted = binaries_of_call(wanted, second)
+            wanted = of_call(program.binaries, lambda each: name_of_kernel(each.kernel), kernel)
             return tuple((binary, bundle.cubin(binary)) for binary in wanted)
     return None
 

@@ -26,7 +26,7 @@ from attngen.frontends.pytorch import (
     forward,
     operation,
 )
-from attngen.kernels import plan
+from attngen.kernels import plan, selection
 from attngen.kernels.base import KernelPlan
 from attngen.runtime import counters, load
 from attngen.runtime.program import SCHEMA_VERSION, Binary, Resources
@@ -176,11 +176,11 @@ class Emulator:
         assert not failed, message.value.decode()
 
     def find_kernels(
-        self, problem: Problem, arch: str, second: bool | None = None
+        self, problem: Problem, arch: str, kernel: str | None = None
     ) -> tuple[tuple[Binary, bytes], ...]:
         """Stand in for `builder.find_kernels`; the path of a library stands for a cubin."""
         all_plans = plan.plans(problem, arch)
-        wanted = all_plans if second is None else plan.plans_of_call(problem, arch, second)
+        wanted = selection.of_call(all_plans, lambda each: each.family, kernel)
         return tuple(self.build(problem, each, arch) for each in wanted)
 
     def build(
@@ -234,8 +234,7 @@ def emulated(emulator: Emulator) -> Iterator[None]:
         "attngen.frontends.pytorch.operation.find_kernels": emulator.find_kernels,
         "attngen.frontends.pytorch.backward.start": start_and_finish,
         "attngen.frontends.pytorch.operation.start": start_and_finish,
-        "attngen.frontends.pytorch.head_split.multiprocessors": lambda _: MULTIPROCESSORS,
-        "attngen.frontends.pytorch.short.multiprocessors": lambda _: MULTIPROCESSORS,
+        "attngen.frontends.pytorch.kernel_choice.multiprocessors": lambda _: MULTIPROCESSORS,
         "attngen.frontends.pytorch.operation.current_stream": lambda _: 0,
         "attngen.frontends.pytorch.operation.current_device": lambda: None,
         "attngen.frontends.pytorch.operation.is_capturing": lambda: False,

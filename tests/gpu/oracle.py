@@ -30,13 +30,10 @@ from torch import Tensor
 import attngen
 from attngen import reference
 from attngen.frontends.pytorch import (
-    forward,
     operation,
-    prepared_backward,
 )
-from attngen.frontends.pytorch import (
-    head_split as heads,
-)
+from attngen.kernels.wgmma.backward import cost as backward_cost
+from attngen.kernels.wgmma.forward import cost as forward_cost
 from attngen.spec import layouts
 from attngen.spec.attention_spec import SHORT_HEAD_DIM
 from tests.support.caches import BACKWARD, FORWARD, held
@@ -119,7 +116,7 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> None:
 def small_tiles(wanted: bool) -> Iterator[None]:
     """Calls launch the kernels for short calls, where there are some, or never do."""
     known = held(*FORWARD)
-    with mock.patch.object(forward, "is_short", lambda *_: wanted):
+    with mock.patch.object(forward_cost, "is_short", lambda *_: wanted):
         for each in known:
             each.clear()
         try:
@@ -133,7 +130,7 @@ def small_tiles(wanted: bool) -> Iterator[None]:
 def narrow_windows(wanted: bool) -> Iterator[None]:
     """Backwards launch the kernels for narrow windows, where there are some, or never do."""
     known = held(*BACKWARD)
-    with mock.patch.object(prepared_backward, "is_narrow", lambda *_: wanted):
+    with mock.patch.object(backward_cost, "is_narrow", lambda *_: wanted):
         for each in known:
             each.clear()
         try:
@@ -163,7 +160,7 @@ def heads_apart(wanted: bool) -> Iterator[mock.Mock]:
     """Backwards give each query head key tiles of its own, where kernels can sum what these make,
     or never do. Yields what was asked about every call whose kernels can."""
     known = held(*BACKWARD)
-    with mock.patch.object(heads, "is_faster", return_value=wanted) as asked:
+    with mock.patch.object(backward_cost, "is_faster", return_value=wanted) as asked:
         for each in known:
             each.clear()
         try:

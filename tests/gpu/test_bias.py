@@ -14,7 +14,7 @@ from torch import Tensor
 import attngen
 from attngen import AttentionSpec, SpecError, reference
 from attngen.frontends.pytorch.backward import backwards
-from attngen.frontends.pytorch.gradient_kernels import family_of
+from attngen.kernels.selection import name_of
 from tests.support.caches import BACKWARD, held
 
 from . import oracle, varlen
@@ -241,7 +241,7 @@ def test_gradient_of_a_bias_is_added_where_the_copy_engine_can_and_terms_are_few
         known.clear()
     check_gradients(case)
     launches = [each for made in backwards.by_format.values() for each in made.launches]
-    families = [family_of(each.loaded) for each in launches]
+    families = [name_of(each.loaded.kernel) for each in launches]
     main = {"sm90_bwd_with_dbias"} if case in ADDED else {"sm90_bwd", "sm90_bwd_dbias"}
     assert sorted(families) == sorted(main | {"bwd_prepare", "bwd_row_sums", "bwd_convert"})
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import attngen
 from attngen import AttentionSpec
-from attngen.frontends.pytorch import short
+from attngen.runtime import load
 
 from . import gradients, oracle
 
@@ -122,7 +122,7 @@ def test_decode_any_number_of_splits_is_right(lengths, splits):
 
 def places() -> tuple[int, int]:
     """SMs of the device, and heads of sequences of which some ten fill them."""
-    found = short.multiprocessors(0)
+    found = load.multiprocessors(0)
     return found, max(1, found // 16)
 
 

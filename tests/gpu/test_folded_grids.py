@@ -42,7 +42,7 @@ def test_gradients_by_a_folded_grid_are_right(call, deterministic, few_places):
 
 def test_gradients_of_heads_apart_by_a_folded_grid_are_right(few_places, monkeypatch):
     """Sums of dK and dV are rounded by CTAs of the same grid."""
-    monkeypatch.setattr("attngen.frontends.pytorch.head_split.is_faster", lambda *_: True)
+    monkeypatch.setattr("attngen.kernels.wgmma.backward.cost.is_faster", lambda *_: True)
     for call in CALLS[0], CALLS[5]:
         varlen.check(call)
 

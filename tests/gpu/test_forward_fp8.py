@@ -11,7 +11,7 @@ import torch
 
 import attngen
 from attngen.frontends.pytorch import operation
-from attngen.frontends.pytorch.gradient_kernels import family_of
+from attngen.kernels.selection import name_of
 from tests.support.caches import FORWARD, forget
 
 from . import cases, cases_fp8, oracle, oracle_fp8, tensor_core
@@ -313,7 +313,7 @@ def launched(monkeypatch):
     found = []
 
     def note(ready, *rest):
-        found.append(tuple(family_of(each.loaded) for each in ready.launches))
+        found.append(tuple(name_of(each.loaded.kernel) for each in ready.launches))
         return start(ready, *rest)
 
     start = operation.start

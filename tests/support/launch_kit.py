@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from attngen.compiler.builder import render_problem
-from attngen.kernels.plan import plans, plans_of_call
+from attngen.kernels.plan import plans
+from attngen.kernels.selection import of_call
 from attngen.runtime.load import LoadedKernel
 
 MULTIPROCESSORS = 132
@@ -19,10 +20,10 @@ UNREAD = 1 << 40  # where results lie that nobody reads
 FRONTEND = "attngen.frontends.pytorch"
 
 
-def find_kernels(problem: Any, arch: str, second: bool | None = None) -> tuple[Any, ...]:
+def find_kernels(problem: Any, arch: str, kernel: str | None = None) -> tuple[Any, ...]:
     """Launch descriptions of a problem's kernels, as `builder.find_kernels` has them, without
     cubins."""
-    chosen = plans(problem, arch) if second is None else plans_of_call(problem, arch, second)
+    chosen = of_call(plans(problem, arch), lambda plan: plan.family, kernel)
     entries = (render_problem(problem, each).kernel for each in chosen)
     return tuple((SimpleNamespace(kernel=entry), b"") for entry in entries)
 
@@ -45,8 +46,7 @@ def stand_ins(launch: Callable[..., Any]) -> dict[str, Any]:
         f"{operation}.unread_memory": lambda device: UNREAD,
         f"{operation}.current_device": lambda: None,
         f"{operation}.current_stream": lambda index: 7,
-        f"{FRONTEND}.short.multiprocessors": lambda device: MULTIPROCESSORS,
-        f"{FRONTEND}.head_split.multiprocessors": lambda device: MULTIPROCESSORS,
+        f"{FRONTEND}.kernel_choice.multiprocessors": lambda device: MULTIPROCESSORS,
         "attngen.runtime.load.current_device": lambda: None,
         "attngen.runtime.load.load": lambda binary, cubin, device: LoadedKernel(
             "handle", binary.kernel, 0, MULTIPROCESSORS

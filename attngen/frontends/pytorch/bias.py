@@ -43,7 +43,7 @@ def readable(bias: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Added:
+class FusedBiasGradient:
     """How the kernel that makes dK and dV makes the gradient of a bias, too: from the dS of `terms`
     sequences each, in their order, 0 where it does not; `tiles` of keys of all heads and
     sequences; `scaled`: its dS are multiplied by the scale."""
@@ -68,15 +68,15 @@ def added_of(
     gradient: Gradient,
     full: tuple[int, int, int, int],
     scaled: bool,
-) -> Added:
+) -> FusedBiasGradient:
     """How one of these kernels adds the gradient in a call of so many sequences, heads, queries and
     keys: where the bias has all heads, the gradient few terms, and the copy engine reaches it."""
     batches, heads, _, columns = sizes_of(gradient.shape)
     main = next((each.kernel for each in kernels if adds_bias(each)), None)
     terms = full[0] // batches
     if main is None or gradient.sums or heads != full[1] or columns % 8 or terms > MOST_ADDED:
-        return Added()
-    return Added(terms, full[0] * full[1] * -(-full[3] // main.tile_rows), scaled)
+        return FusedBiasGradient()
+    return FusedBiasGradient(terms, full[0] * full[1] * -(-full[3] // main.tile_rows), scaled)
 
 
 @dataclass(frozen=True)

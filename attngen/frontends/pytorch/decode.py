@@ -16,18 +16,16 @@ from ...runtime.run_time import MAX_SPLITS, Extent, Places, choose_splits, row_t
 from ...spec.layouts import parse
 
 
-def choose(
+def splits_of(
     kernels: Sequence[LoadedKernel],
     extents: Mapping[str, Extent],
     optional: Mapping[str, Tensor | None],
     sequences: int,
     asked: int,
-) -> tuple[tuple[LoadedKernel, ...], int]:
-    """The kernels of a call in the order of launch, and into how many parts the keys of each
-    sequence are split.
+) -> int:
+    """Into how many parts the keys of each sequence are split. asked: 0 for a number of our choice.
 
-    kernels: the one that reads the keys and the one that joins parts; what is not split is not
-    joined. asked: how many parts, 0 for a number of our choice.
+    kernels: the one that reads the keys and the one that joins parts.
     """
     reader, q, heads = kernels[0], extents["q"], extents["k"].heads
     tiles = row_tiles(reader.kernel, extents, sequences) * heads * q.batch
@@ -37,8 +35,12 @@ def choose(
     enough = min(slots, reader.multiprocessors * reader.kernel.busy_ctas * sharing)
     rows = q.batch * q.heads * q.seq / max(1, tiles)
     places = Places(slots, reader.multiprocessors, enough, sharing == 1 and enough < slots)
-    splits = asked or choose_splits(tiles, blocks, rows, places)
-    return tuple(kernels[: 1 + (splits > 1)]), splits
+    return asked or choose_splits(tiles, blocks, rows, places)
+
+
+def results_of(splits: int) -> tuple[str, ...]:
+    """Results that kernels make for an output of so many parts, of which a single one is whole."""
+    return ("o",) if splits > 1 else ("o_parts",)
 
 
 def numbers_of(

@@ -31,11 +31,10 @@ from ...runtime.launch import prepare
 from ...runtime.run_time import Extent, Scalars
 from . import autograd, bias, decode, schedule
 from .checks import violations
-from .gradient_kernels import unordered
+from .kernel_choice import choose, launched
 from .operation import Output, PreparedCall, format_of, kernels_of, lay_out_workspaces, run
 from .outputs import new_outputs
 from .registry import operator
-from .short import is_short
 from .signature import Operands, schema, split
 from .torch_private import guard
 from .transforms import differentiable
@@ -185,12 +184,14 @@ def _with_launches(prepared: PreparedCall, call: Forward, absent: Sequence[str])
         unaligned = None
     elif not is_fp8(q.dtype) and not layout_of(arguments.layout).paged:
         unaligned = partial(find_prepared, arguments=arguments, gather=True)
-    second = call.alone or is_short(spec, extents, call.scalars, arguments.num_splits, q.device)
-    kernels, splits = kernels_of(spec, q.device, second), 1
+    asked, splits = arguments.num_splits, 1
+    wants: tuple[str, ...] = ("o",) if call.alone else ("o", "lse")
+    choice = choose(spec, q.device, extents, call.scalars, wants, splits=asked)
+    kernels = kernels_of(spec, q.device, choice)
     if spec.decode:
-        asked = arguments.num_splits
-        kernels, splits = decode.choose(kernels, extents, optional, sequences or 0, asked)
-    kernels, unwritten = unordered(kernels, sequences)
+        splits = decode.splits_of(kernels, extents, optional, sequences or 0, asked)
+        wants = decode.results_of(splits)
+    kernels, unwritten = launched(kernels, wants, sequences)
     numbers = {
         **call.scalars.numbers,
         **decode.numbers_of(extents, optional),

@@ -14,6 +14,7 @@ from ...call.operands import Source
 from ...compiler.builder import find_kernels
 from ...errors import SpecError
 from ...fragments import features
+from ...kernels.family import Choice
 from ...runtime import counters, load
 from ...runtime.launch import Prepared, launch
 from ...runtime.run_time import Extent, Scalars, workspace_bytes
@@ -128,7 +129,7 @@ class PreparedCall(Launches):
 
 
 WORKSPACE_ALIGNMENT = 256  # bytes; kernels need 16
-_kernels: dict[tuple[AttentionSpec, int, bool | None, bool], tuple[load.LoadedKernel, ...]] = {}
+_kernels: dict[tuple[AttentionSpec, int, int, str | None], tuple[load.LoadedKernel, ...]] = {}
 
 
 def format_of(operand: object) -> object:
@@ -265,29 +266,28 @@ def device_arch(device: torch.device) -> str | None:
 
 
 def kernels_of(
-    spec: AttentionSpec, device: torch.device, second: bool | None = None, narrow: bool = False
+    spec: AttentionSpec, device: torch.device, choice: Choice
 ) -> tuple[load.LoadedKernel, ...]:
     """The kernels of a spec of one direction on this device, in the order of launch, found or built
-    and loaded once. second: of a forward those of a call, as `plan.plans_of_call` has it; narrow:
-    of a backward those of a call under a narrow window, where there are others for these. A trace
-    notes what the spec names itself.
+    and loaded once. choice: how the call is computed, which may be by another problem than the
+    spec's first; a trace notes what the spec names itself.
 
     Raises: SpecError where the device or the spec has no kernels; BundleError, CompileError,
     LaunchError.
     """
-    key = (spec, device.index, second, narrow)
+    key = (spec, device.index, choice.place, choice.kernel)
     if key not in _kernels:
         arch = device_arch(device)
         if arch is None:
             raise SpecError(f"no kernels for {device}; available: {[*names()]}")
         problems = resolve.resolve(spec, features.scan())
-        problem = problems[-1] if narrow else problems[0]
+        problem = problems[choice.place]
         with torch.cuda.device(device):
             found = tuple(
                 load.load(binary, cubin, device.index)
-                for binary, cubin in find_kernels(problem, arch, second)
+                for binary, cubin in find_kernels(problem, arch, choice.kernel)
             )
-        if narrow:
+        if choice.place:
             found = tuple(replace(each, variant=(problems[0], arch)) for each in found)
         _kernels[key] = found
     return _kernels[key]

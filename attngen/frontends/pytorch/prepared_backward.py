@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,25 +14,15 @@ from ...call.numbers import Arguments
 from ...call.operands import extents_of, packed_sources, scalars_of, sources_of, spec_of, unpacked
 from ...call.table import CARRIERS, OPTIONAL, WantedGradients
 from ...errors import SpecError
+from ...kernels.selection import made_by, maker_of, read_by
 from ...runtime.launch import prepare
 from ...runtime.load import LoadedKernel
 from ...runtime.run_time import Extent, Scalars
 from . import bias, schedule, sinks
-from . import head_split as heads
 from .checks import device_violations, violations
-from .gradient_kernels import (
-    CONVERTS,
-    GRADIENTS,
-    ORDERS,
-    choose_adding,
-    family_of,
-    names_of,
-    needed,
-    preparing,
-    unordered,
-    written_by,
-)
-from .narrow_windows import is_narrow
+from .gradient_kernels import GRADIENTS, adds_bias, names_of, results_of, written_by
+from .head_split import TOGETHER, HeadSplit, split_heads
+from .kernel_choice import choose, launched
 from .operation import Launches, Output, kernels_of, lay_out_workspaces
 from .outputs import new_outputs, output_dtype
 
@@ -61,7 +52,7 @@ class PreparedBackward(Launches):
     gathers: bool
     of_sink: bool
     dbias: bias.Gradient | None
-    rows: sinks.Rows | None = None
+    rows: sinks.WorkspaceRows | None = None
     fills_rows: bool = False
     d_unit: float = 1.0
     counts: slice | None = None
@@ -118,8 +109,8 @@ class Chosen:
     """
 
     kernels: tuple[LoadedKernel, ...]
-    of_bias: bias.Added
-    apart: heads.Apart
+    of_bias: bias.FusedBiasGradient
+    apart: HeadSplit
     table: Tensor | None
     unwritten: tuple[str, ...]
 
@@ -169,29 +160,32 @@ def prepare_backward(
 
 def _choose(call: Backward, q: Tensor, k: Tensor, v: Tensor) -> Chosen:
     """The kernels of a backward, whose q, k and v are views. Raises: CompileError, LaunchError."""
-    extents, scalars, wanted = call.extents, call.scalars, call.wanted
+    extents, scalars = call.extents, call.scalars
     forward = spec_of(q, k, v, call.optional, call.arguments, call.gather)
     spec = replace(
         forward, directions=("bwd",), deterministic=call.arguments.deterministic, decode=False
     )
-    narrow = wanted.dq and not spec.deterministic and is_narrow(extents, scalars)
     served = spec_of(q, k, v, call.optional, call.arguments).gathers == call.gather
     table = schedule.table_for(call.given["schedule"], scalars.sequences or 0, served)
-    # A table holds the order of all calls that it serves.
-    parts = wanted.dq and wanted.dkv and table is None
-    parts = parts and heads.have_few_tiles(spec, q.device, extents, scalars, narrow)
-    kernels = needed(kernels_of(spec, q.device, narrow=narrow and not parts), wanted)
-    if parts and not any(each.kernel.dkv_floats for each in kernels):  # an earlier version's
-        parts, kernels = False, needed(kernels_of(spec, q.device, narrow=narrow), wanted)
-    of_bias = bias.Added()
+    find = partial(choose, spec, q.device, extents, scalars, results_of(call.wanted))
+    choice = find(scheduled=table is not None)
+    kernels = kernels_of(spec, q.device, choice)
+    if choice.splits_heads and not any(each.kernel.dkv_floats for each in kernels):
+        choice = find(scheduled=True)  # as if: those of an earlier version have no sums
+        kernels = kernels_of(spec, q.device, choice)
+    of_bias = bias.FusedBiasGradient()
     if call.dbias:
         extents["dbias"] = call.dbias.extent
         full = (scalars.sequences or 0, extents["q"].heads, extents["q"].seq, extents["k"].seq)
         before_scale = call.arguments.bias_type == "pre_scale"
         of_bias = bias.added_of(kernels, call.dbias, full, before_scale)
-    kernels = choose_adding(kernels, of_bias.terms > 0)
-    apart = heads.apart_of(kernels, extents, scalars.sequences or 0) if parts else heads.TOGETHER
-    kernels, unwritten = unordered(kernels, scalars.sequences)
+    if not of_bias.terms:
+        kernels = tuple(each for each in kernels if not adds_bias(each))
+    kernels, unwritten = launched(kernels, results_of(call.wanted), scalars.sequences)
+    if not any(map(adds_bias, kernels)):
+        of_bias = bias.FusedBiasGradient()
+    splits = choice.splits_heads
+    apart = split_heads(kernels, extents, scalars.sequences or 0) if splits else TOGETHER
     return Chosen(kernels, of_bias, apart, table, unwritten)
 
 
@@ -226,8 +220,8 @@ def _with_launches(prepared: PreparedBackward, call: Backward, chosen: Chosen) -
     if apart.floats:
         first = offsets["dkv_acc"]
         counts = slice(first, first + 4 * apart.floats)
-    if prepares := preparing(kernels):
-        of_sink = sinks.rows_of(prepares, offsets, extents["q"], scalars.sequences)
+    if prepares := maker_of("lse_log2", kernels):
+        of_sink = sinks.rows_of(prepares.kernel, offsets, extents["q"], scalars.sequences)
     return replace(
         prepared,
         outputs=call.new(written),
@@ -261,15 +255,15 @@ def _new(tensor: Tensor) -> Tensor:
 
 
 def _scalars_for(
-    each: LoadedKernel, scalars: Scalars, of_bias: bias.Added, apart: heads.Apart
+    each: LoadedKernel, scalars: Scalars, of_bias: bias.FusedBiasGradient, apart: HeadSplit
 ) -> Scalars:
     """Run-time values of one kernel: what converts sums of dQ finds them scaled where dS was; heads
     of a group may have tiles of their own."""
     numbers = {**scalars.numbers}
-    if family_of(each) == CONVERTS:
+    if "dq_acc" in read_by(each.kernel):
         numbers |= apart.rounding
         numbers |= {"scale": 1.0} if of_bias.scaled else {}
-    elif each.kernel.dkv_floats or family_of(each) == ORDERS:
+    elif each.kernel.dkv_floats or "kv_schedule" in made_by(each.kernel):
         numbers |= apart.main
     return replace(scalars, numbers=numbers)
 

@@ -14,7 +14,7 @@ from ...runtime.run_time import LOG2_E, Extent, row_blocks
 
 
 @dataclass(frozen=True)
-class Rows:
+class WorkspaceRows:
     """Where LSE in log2 units and D lie in the workspace, float32 [batch, heads, rows] each."""
 
     shape: tuple[int, int, int]
@@ -40,14 +40,14 @@ class Rows:
 
 def rows_of(
     prepares: KernelEntry, offsets: Mapping[str, int], q: Extent, sequences: int | None
-) -> Rows:
+) -> WorkspaceRows:
     """Where the kernel that prepares a backward leaves the rows of a call."""
     known = q.batch if sequences is None else sequences
     shape = (q.batch, q.heads, prepares.row_block * row_blocks(prepares, q, known))
-    return Rows(shape, offsets["lse_log2"], offsets["d"])
+    return WorkspaceRows(shape, offsets["lse_log2"], offsets["d"])
 
 
-def gradient(sink: Tensor, rows: Rows, workspace: Tensor, d_unit: float) -> Tensor:
+def gradient(sink: Tensor, rows: WorkspaceRows, workspace: Tensor, d_unit: float) -> Tensor:
     """-Σ exp(sink - LSE) D over sequences and rows, float32 [h_q], the same bits on every run.
     d_unit: what D is relative to."""
     lse_log2, d = rows.of(workspace)

@@ -21,8 +21,12 @@ class Support(Family):
     """Kernels of no architecture that write what others read."""
 
     kernels = {
-        mask_pack.NAME: Kind(mask_pack.MaskPlan, "support/mask_pack"),
-        order.NAME: Kind(order.VarlenPlan, "support/order"),
+        mask_pack.NAME: Kind(
+            mask_pack.MaskPlan, "support/mask_pack", frozenset({"mask_rows", "mask_columns"})
+        ),
+        order.NAME: Kind(
+            order.VarlenPlan, "support/order", frozenset({"q_schedule", "kv_schedule"})
+        ),
     }
 
     def surround(

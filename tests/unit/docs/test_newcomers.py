@@ -233,9 +233,7 @@ def test_flash_attn_with_kvcache_is_what_flash_attention_documents(paged) -> Non
 # ---- TransformerEngine
 
 
-@pytest.mark.parametrize(
-    "options", [{"return_lse": True}, {"return_max_logit": True}], ids=str
-)
+@pytest.mark.parametrize("options", [{"return_lse": True}, {"return_max_logit": True}], ids=str)
 def test_function_of_transformer_engine_takes_what_asks_for_by_products(options) -> None:
     tensors = [randn(S, B, H, D, seed=n) for n in range(3)]
     function = space_of("transformer-engine")["dot_product_attention"]

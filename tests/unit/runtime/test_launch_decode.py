@@ -17,7 +17,7 @@ from attngen.call.numbers import Arguments
 from attngen.call.table import OPTIONAL
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
-from attngen.frontends.pytorch import decode, forward
+from attngen.frontends.pytorch import decode, forward, kernel_choice
 from attngen.frontends.pytorch.operation import lay_out_workspaces
 from attngen.kernels.plan import plans
 from attngen.runtime import launch
@@ -224,7 +224,8 @@ def test_ready_paged_call_knows_its_addresses_and_needs_no_tile_counter(
     """A counter would be a kernel more in every captured call, which sets it to zero."""
     layout = "paged_kv_bshd_bshd_bshd"
     kernels = tuple(loaded(decode=True, layout=layout))
-    monkeypatch.setattr(forward, "kernels_of", lambda spec, device, short: kernels)
+    monkeypatch.setattr(forward, "kernels_of", lambda spec, device, choice: kernels)
+    monkeypatch.setattr(kernel_choice, "multiprocessors", lambda device: 132)
     q = torch.zeros(BATCH, QUERIES, HEADS * GROUP, D, dtype=torch.bfloat16)
     k = torch.zeros(PAGES, PAGE, HEADS, D, dtype=torch.bfloat16)
     table = torch.zeros(BATCH, 9, dtype=torch.int32)
@@ -261,8 +262,9 @@ def test_choose_joins_what_is_split_alone(batch, queries, keys, asked, splits):
     q = Extent(batch, queries, 64, D, queries * 64 * D, 64 * D, D)
     k = Extent(batch, keys, 8, D, keys * 8 * D, 8 * D, D)
     optional = dict.fromkeys(OPTIONAL)
-    found, number = decode.choose(kernels, {"q": q, "k": k, "v": k}, optional, batch, asked)
-    assert number == splits and [*found] == kernels[: 1 + (splits > 1)]
+    number = decode.splits_of(kernels, {"q": q, "k": k, "v": k}, optional, batch, asked)
+    found, unwritten = kernel_choice.launched(kernels, decode.results_of(number), batch)
+    assert number == splits and [*found] == kernels[: 1 + (splits > 1)] and not unwritten
 
 
 def test_choose_fills_all_places_where_arithmetic_binds():
@@ -270,4 +272,4 @@ def test_choose_fills_all_places_where_arithmetic_binds():
     q = Extent(16, 1, 64, D, 64 * D, 64 * D, D)
     k = Extent(16, 8192, 8, D, 8192 * 8 * D, 8 * D, D)
     extents = {"q": q, "k": k, "v": k}
-    assert decode.choose(kernels, extents, dict.fromkeys(OPTIONAL), 16, 0)[1] == 2
+    assert decode.splits_of(kernels, extents, dict.fromkeys(OPTIONAL), 16, 0) == 2

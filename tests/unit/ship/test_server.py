@@ -56,6 +56,7 @@ import contextlib, torch
 from attngen import AttentionSpec
 from attngen.frontends.pytorch import operation, routing
 from attngen.call.table import AttentionCall
+from attngen.kernels.family import Choice
 from attngen.runtime import load
 operation.device_arch = routing.device_arch = lambda device: "sm_90a"
 torch.cuda.device = lambda device: contextlib.nullcontext()
@@ -66,9 +67,11 @@ print(json.dumps({
     "refusals": routing.refusals(call),
     "spiral": routing.refusals(AttentionCall(q=q, k=q, v=q, mask="spiral")),
     "kernels": [
-        operation.kernels_of(AttentionSpec(head_dim=64, mask="causal", **more), q.device, short)
-        for more, short in (
-            ({"window": True}, False), ({}, True), ({"directions": ("bwd",)}, None)
+        operation.kernels_of(
+            AttentionSpec(head_dim=64, mask="causal", **more), q.device, Choice(kernel=kernel)
+        )
+        for more, kernel in (
+            ({"window": True}, "sm90_fwd"), ({}, "sm90_fwd_short"), ({"directions": ("bwd",)}, None)
         )
     ],
 }))

@@ -157,7 +157,7 @@ def test_fault_is_found(name, folder, monkeypatch):
     window = (500, 0) if "not looked" in name else (-1, -1)
     if window[0] > 0 or "pointer" in name:
         # Kernels for short calls have no warps that pass over blocks, and ask for more memory.
-        monkeypatch.setattr("attngen.frontends.pytorch.forward.is_short", lambda *_: False)
+        monkeypatch.setattr("attngen.kernels.wgmma.forward.cost.is_short", lambda *_: False)
     rewrite, places = instructions.rewrite, []
 
     def break_first(source: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -11,10 +11,10 @@ from ....fragments.features import Features
 from ....spec.problem import Problem
 from ....targets.target import Target
 from ...base import KernelPlan
-from ...family import Family, Kind
+from ...family import Choice, Facts, Family, Kind
 from ...roofline import Block, aim_of
 from ..shared import NEEDS, refuse_together
-from . import choices
+from . import choices, cost
 from .plan import (
     CONVERT,
     MAIN,
@@ -38,20 +38,26 @@ if TYPE_CHECKING:
 # Products of a block over Q's head dim, and over V's: S, dQ, dK; dP, dV.
 PRODUCTS = {MAIN: (3, 2), WITH_BIAS: (3, 2), OF_KEYS: (2, 2), OF_QUERIES: (2, 1)}
 
+ROWS = frozenset({"lse_log2", "d", "turns"})
+# dQ, or what is converted to it, and sums of dK and dV where heads have tiles of their own.
+GRADIENTS = frozenset({"dq", "dq_acc", "dk", "dv", "dkv_acc"})
+
 
 class Backward(Family):
     """Gradients of Q, K, V and of biases, in 16 bits."""
 
     needs = NEEDS
     kernels = {
-        PREPARE: Kind(PreparePlan, "support/prepare"),
-        MAIN: Kind(BackwardPlan, "wgmma/backward/fused"),
-        WITH_BIAS: Kind(BackwardPlan, "wgmma/backward/fused"),
-        OF_KEYS: Kind(BackwardPlan, "wgmma/backward/dkv"),
-        OF_QUERIES: Kind(BackwardPlan, "wgmma/backward/dq"),
-        CONVERT: Kind(ConvertPlan, "support/convert"),
-        ROW_SUMS: Kind(RowSumsPlan, "support/row_sums"),
-        OF_BIAS: Kind(BiasGradientPlan, "wgmma/backward/dbias"),
+        PREPARE: Kind(PreparePlan, "support/prepare", ROWS, frozenset({"dq"})),
+        MAIN: Kind(BackwardPlan, "wgmma/backward/fused", GRADIENTS, frozenset({"dq"})),
+        WITH_BIAS: Kind(
+            BackwardPlan, "wgmma/backward/fused", GRADIENTS | {"dbias"}, frozenset({"dq"}), 1.5
+        ),
+        OF_KEYS: Kind(BackwardPlan, "wgmma/backward/dkv", frozenset({"dk", "dv"})),
+        OF_QUERIES: Kind(BackwardPlan, "wgmma/backward/dq", frozenset({"dq"})),
+        CONVERT: Kind(ConvertPlan, "support/convert", frozenset({"dq"}), frozenset({"dk", "dv"})),
+        ROW_SUMS: Kind(RowSumsPlan, "support/row_sums", frozenset({"row_sums"})),
+        OF_BIAS: Kind(BiasGradientPlan, "wgmma/backward/dbias", frozenset({"dbias"})),
     }
 
     def computes(self, problem: Problem) -> bool:
@@ -66,6 +72,29 @@ class Backward(Family):
             reason = f"{target.name} has no backward for its head dims or dtypes"
             raise PlanError(f"{problem.label}: {reason}")
         return found
+
+    def choose(self, problems: Sequence[Problem], target: Target, facts: Facts) -> Choice:
+        """Under a narrow window the problem in an order, the last, where calls ask for none; and
+        heads of tiles of their own, which the kernels in an order do not have."""
+        problem, *in_order = problems
+        dq = "dq" in facts.wants
+        narrow = dq and not problem.deterministic and cost.is_narrow(facts.extents, facts.scalars)
+        # A table holds the order of all calls that it serves.
+        if dq and "dk" in facts.wants and not facts.scheduled:
+            gain = cost.GAIN_NARROW if narrow and in_order else cost.GAIN
+            if self.splits_heads(problem, target, facts, gain):
+                return Choice(splits_heads=True)
+        return Choice(place=len(in_order) if narrow else 0)
+
+    def splits_heads(self, problem: Problem, target: Target, facts: Facts, gain: float) -> bool:
+        """Whether tiles of query heads that share keys are so much faster, where kernels have
+        them."""
+        if facts.extents["q"].heads == facts.extents["k"].heads:
+            return False
+        mains = (each for each in choices.plans(problem, target) if each.family == MAIN)
+        main = cast("BackwardPlan | None", next(mains, None))
+        fits = main is not None and main.splits_heads
+        return fits and cost.have_few_tiles(problem, cast(BackwardPlan, main), facts, gain)
 
     def render(self, problem: Problem, plan: KernelPlan, features: Features, root: Path) -> Source:
         from .render import render

@@ -27,8 +27,8 @@ class Decode(Family):
 
     needs = NEEDS
     kernels = {
-        DECODE: Kind(DecodePlan, "wgmma/decode/decode"),
-        COMBINE: Kind(CombinePlan, "support/combine"),
+        DECODE: Kind(DecodePlan, "wgmma/decode/decode", frozenset({"o_parts", "lse_parts"})),
+        COMBINE: Kind(CombinePlan, "support/combine", frozenset({"o", "lse"})),
     }
 
     def computes(self, problem: Problem) -> bool:

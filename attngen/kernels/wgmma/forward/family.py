@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -12,14 +12,16 @@ from ....spec.problem import Problem
 from ....targets.target import Target
 from ... import tuned
 from ...base import KernelPlan, TiledPlan
-from ...family import Family, Kind
+from ...family import Choice, Facts, Family, Kind
 from ...roofline import Block, aim_of
 from ..shared import NEEDS, refuse_together
-from . import alone, feasible, short
+from . import alone, cost, feasible, short
 from .plan import ALONE, FORWARD, SHORT, Plan
 
 if TYPE_CHECKING:
     from ...fill import Source
+
+OUTPUTS = frozenset({"o", "lse", "max_logit"})
 
 
 class Forward(Family):
@@ -27,9 +29,9 @@ class Forward(Family):
 
     needs = NEEDS
     kernels = {
-        FORWARD: Kind(Plan, "wgmma/forward/forward"),
-        SHORT: Kind(Plan, "wgmma/forward/short"),
-        ALONE: Kind(Plan, "wgmma/forward/alone"),
+        FORWARD: Kind(Plan, "wgmma/forward/forward", OUTPUTS),
+        SHORT: Kind(Plan, "wgmma/forward/short", OUTPUTS),
+        ALONE: Kind(Plan, "wgmma/forward/alone", frozenset({"o"})),
     }
 
     def computes(self, problem: Problem) -> bool:
@@ -50,6 +52,13 @@ class Forward(Family):
             reason = f"no tile fits {target.name}'s registers and shared memory"
             raise PlanError(f"{problem.label}: {reason}")
         return found
+
+    def choose(self, problems: Sequence[Problem], target: Target, facts: Facts) -> Choice:
+        (problem,) = problems
+        if problem.eight_bit:
+            return Choice(kernel=FORWARD if "lse" in facts.wants else ALONE)
+        shorter = short.serves(problem) and cost.is_short(problem, facts)
+        return Choice(kernel=SHORT if shorter else FORWARD)
 
     def is_tuned(self, plan: KernelPlan) -> bool:
         return plan.family == FORWARD

@@ -15,9 +15,9 @@ from attngen.call.table import OPTIONAL
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
 from attngen.frontends.pytorch import backward as op
-from attngen.frontends.pytorch import head_split as heads
-from attngen.frontends.pytorch import operation, prepared_backward, sinks
+from attngen.frontends.pytorch import kernel_choice, operation, prepared_backward, sinks
 from attngen.frontends.pytorch import routing as choice
+from attngen.kernels.family import Choice
 from attngen.kernels.plan import plans
 from attngen.runtime.load import LoadedKernel
 from attngen.spec import resolve
@@ -55,9 +55,8 @@ def launched(monkeypatch):
     """Launches on the CPU of the kernels that plan and renderer describe, and their problems."""
     launches, problems = [], []
 
-    def load(spec, device, narrow):
-        found = resolve.resolve(spec, features.scan())
-        problem = found[-1] if narrow else found[0]
+    def load(spec, device, choice):
+        problem = resolve.resolve(spec, features.scan())[choice.place]
         problems.append(problem)
         entries = [render_problem(problem, each).kernel for each in plans(problem, ARCH)]
         return tuple(LoadedKernel("handle", entry, 0, 132) for entry in entries)
@@ -67,7 +66,7 @@ def launched(monkeypatch):
         launches.append(SimpleNamespace(kernel=kernel, addresses=dict(addresses), stream=stream))
 
     monkeypatch.setattr(prepared_backward, "kernels_of", load)
-    monkeypatch.setattr(heads, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(kernel_choice, "multiprocessors", lambda device: 132)
     forget(monkeypatch, *BACKWARD)
     monkeypatch.setattr(operation, "launch", note)
     monkeypatch.setattr(operation, "tile_counter", lambda device, stream: 64)
@@ -206,7 +205,7 @@ def test_kernels_of_a_narrow_window_are_noted_as_those_that_the_spec_names(monke
     plain, ordered = resolve.resolve(spec, features.scan())
     found = []
 
-    def find(problem, arch, short):
+    def find(problem, arch, kernel):
         found.append(problem)
         return [(problem, b"")]
 
@@ -218,8 +217,8 @@ def test_kernels_of_a_narrow_window_are_noted_as_those_that_the_spec_names(monke
     monkeypatch.setattr(operation, "device_arch", lambda device: ARCH)
     monkeypatch.setattr(operation.load, "load", load)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    for narrow in (False, True, False):
-        (kernel,) = operation.kernels_of(spec, torch.device("cuda", 0), narrow=narrow)
+    for place in (0, 1, 0):
+        (kernel,) = operation.kernels_of(spec, torch.device("cuda", 0), Choice(place))
         assert kernel.variant == (plain, ARCH)
     assert found == [plain, ordered]
 
@@ -352,7 +351,7 @@ def test_gradient_of_the_sink_is_summed_from_the_workspace():
     lse[..., :used] = 3 * torch.randn(BATCH, HEADS_Q, used, generator=make)
     lse[0, 0, 0] = float("inf")  # a row that sees nothing, and no sink either
     workspace = torch.cat([(lse / math.log(2)).flatten(), d.flatten()]).view(torch.uint8)
-    places = sinks.Rows(tuple(d.shape), lse_log2=0, d=4 * d.numel())
+    places = sinks.WorkspaceRows(tuple(d.shape), lse_log2=0, d=4 * d.numel())
     sink = torch.linspace(-1, 4, HEADS_Q)
     wanted = -2 * (torch.exp(sink[:, None] - lse) * d).sum((0, 2))
     torch.testing.assert_close(sinks.gradient(sink, places, workspace, 2.0), wanted)

@@ -12,7 +12,7 @@ from attngen import SpecError
 from attngen.call import operands as op_operands
 from attngen.call.table import SCALES
 from attngen.frontends.pytorch import forward as op
-from attngen.frontends.pytorch import operation, short
+from attngen.frontends.pytorch import kernel_choice, operation
 from attngen.frontends.pytorch.signature import split
 from attngen.runtime.load import LoadedKernel
 from attngen.runtime.program import Field, KernelEntry, TensorMapRecipe
@@ -66,7 +66,7 @@ def launched(monkeypatch):
 
     kernel = LoadedKernel("handle", ENTRY, 0, 132)
     monkeypatch.setattr(op, "kernels_of", lambda spec, *_: specs.append(spec) or (kernel,))
-    monkeypatch.setattr(short, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(kernel_choice, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(operation, "launch", note)
     forget(monkeypatch, op.prepared_calls)
     monkeypatch.setattr(operation, "_empty_strided_cuda", filled)
@@ -204,9 +204,10 @@ def test_ready_for_the_output_alone_has_no_lse_where_the_kernel_writes_none(
     monkeypatch.setattr(operation, "unread_memory", lambda device: pytest.fail("not needed"))
     asked = []
 
-    def load(spec, device, second):
-        asked.append(second)
-        return (LoadedKernel("handle", replace(ENTRY, no_lse=second), 0, 132),)
+    def load(spec, device, choice):
+        alone = choice.kernel == "sm90_fwd_alone"
+        asked.append(alone)
+        return (LoadedKernel("handle", replace(ENTRY, no_lse=alone), 0, 132),)
 
     monkeypatch.setattr(op, "kernels_of", load)
     optional, arguments = split(rest_of())

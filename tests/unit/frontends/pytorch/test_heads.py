@@ -13,16 +13,21 @@ from attngen.call.numbers import Arguments
 from attngen.call.table import OPTIONAL, WantedGradients
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
-from attngen.frontends.pytorch import head_split as heads
+from attngen.frontends.pytorch import kernel_choice
 from attngen.frontends.pytorch import prepared_backward as op
-from attngen.frontends.pytorch.gradient_kernels import family_of
-from attngen.frontends.pytorch.head_split import TOGETHER, apart_of, is_faster
+from attngen.frontends.pytorch.head_split import TOGETHER, split_heads
+from attngen.kernels.family import Facts
 from attngen.kernels.plan import plans
+from attngen.kernels.selection import name_of
+from attngen.kernels.wgmma.backward import cost
+from attngen.kernels.wgmma.backward.cost import is_faster
+from attngen.kernels.wgmma.backward.family import FAMILY
 from attngen.kernels.wgmma.backward.plan import BackwardPlan
 from attngen.runtime import run_time
 from attngen.runtime.load import LoadedKernel
 from attngen.runtime.run_time import Extent
 from attngen.spec import layouts, resolve
+from attngen.targets.target import DEFAULT
 
 ARCH = "sm_90a"
 SMS = 132
@@ -99,18 +104,21 @@ def load(problem):
 
 @pytest.fixture(autouse=True)
 def chip(monkeypatch):
-    monkeypatch.setattr(heads, "multiprocessors", lambda device: SMS)
+    monkeypatch.setattr(kernel_choice, "multiprocessors", lambda device: SMS)
 
 
 def few_tiles(shapes, masks, window=None, sequences=None, narrow=False, **fields):
-    """`have_few_tiles` of a call's shapes."""
+    """Whether query heads have tiles of their own in a call of these shapes."""
     left, right = window or (run_time.UNBOUNDED, 0)
     scalars = run_time.Scalars(1.0, left, right, sequences=sequences)
     mask = "causal" if "causal" in masks else "none"
     spec = attngen.AttentionSpec(
         shapes["q"].dim, mask=mask, window="window" in masks, directions=("bwd",), **fields
     )
-    return heads.have_few_tiles(spec, torch.device("cuda", 0), shapes, scalars, narrow)
+    problem, *in_order = resolve.resolve(spec, features.scan())
+    facts = Facts(shapes, scalars, SMS, frozenset())
+    gain = cost.GAIN_NARROW if narrow and in_order else cost.GAIN
+    return FAMILY.splits_heads(problem, DEFAULT, facts, gain)
 
 
 def extents(batch, heads_q, heads_kv, s_q, s_kv, d, d_v):
@@ -133,7 +141,7 @@ def test_apart_tiles_count_query_heads_and_sums_those_of_keys(d, d_v, floats, ma
     kernels = load(make_problem(d, d_v, masks, direction="bwd"))
     shapes = extents(3, 6, 2, 2000, 2000 - 37, d, d_v)
     main = kernels[1].kernel
-    apart = apart_of(kernels, shapes, 3)
+    apart = split_heads(kernels, shapes, 3)
     of_queries = {**shapes, "k": shapes["k"]._replace(heads=6)}
     assert apart.main == {
         "key_group": 3,
@@ -154,7 +162,7 @@ def test_apart_heads_are_grouped_by_what_each_reads_alone(make_problem):
     kernels = load(make_problem(128, masks=("causal",), direction="bwd"))
     shapes = extents(1, 16, 2, 8192, 8192, 128, 128)
     assert run_time.heads_per_group(kernels[1].kernel, shapes) == 1
-    assert apart_of(kernels, shapes, 1).main["heads_per_group"] == 8
+    assert split_heads(kernels, shapes, 1).main["heads_per_group"] == 8
 
 
 @MASKS
@@ -169,19 +177,19 @@ def test_apart_are_no_heads_that_share_no_keys_or_have_many_tiles(shape, masks):
 def test_apart_are_asked_for_with_what_a_call_has(monkeypatch):
     """Tiles and blocks of a head, key heads of all sequences, heads of a group."""
     asked = []
-    monkeypatch.setattr(heads, "is_faster", lambda *what: asked.append(what))
+    monkeypatch.setattr(cost, "is_faster", lambda *what: asked.append(what))
     for d in (64, 128):
         for masks in ((), ("causal",)):
             assert not few_tiles(extents(3, 6, 2, 300, 517, d, d), masks)
-            assert asked.pop() == (5, 3 if d == 64 else 5, 6, 3, bool(masks), SMS, heads.GAIN)
+            assert asked.pop() == (5, 3 if d == 64 else 5, 6, 3, bool(masks), SMS, cost.GAIN)
 
 
 def test_apart_are_asked_for_with_packed_sequences_as_if_equally_long(monkeypatch):
     asked = []
-    monkeypatch.setattr(heads, "is_faster", lambda *what: asked.append(what))
+    monkeypatch.setattr(cost, "is_faster", lambda *what: asked.append(what))
     shapes = extents(1, 6, 2, 3000, 4000, 128, 128)
     few_tiles(shapes, ("causal",), sequences=4, layout="thd")
-    assert asked.pop() == (8, 12, 8, 3, True, SMS, heads.GAIN)
+    assert asked.pop() == (8, 12, 8, 3, True, SMS, cost.GAIN)
 
 
 @pytest.mark.parametrize(
@@ -192,14 +200,14 @@ def test_apart_are_asked_for_with_packed_sequences_as_if_equally_long(monkeypatc
 def test_apart_are_asked_for_with_the_blocks_that_a_window_leaves(window, expected, monkeypatch):
     """Where these are fewer than half, all tiles have as many; what has not is not parted."""
     asked = []
-    monkeypatch.setattr(heads, "is_faster", lambda *what: asked.append(what))
+    monkeypatch.setattr(cost, "is_faster", lambda *what: asked.append(what))
     shapes = extents(1, 8, 1, 4096, 4096, 128, 128)
-    for narrow, gain in ((False, heads.GAIN), (True, heads.GAIN_NARROW)):
+    for narrow, gain in ((False, cost.GAIN), (True, cost.GAIN_NARROW)):
         few_tiles(shapes, ("causal", "window"), window, narrow=narrow)
         assert asked.pop() == (32, expected[0], 1, 8, expected[1], SMS, gain)
     # Where no other kernels have an order, what parts heads has nothing to make up for.
     few_tiles(shapes, ("causal", "window"), window, narrow=True, dropout=True)
-    assert asked.pop() == (32, expected[0], 1, 8, expected[1], SMS, heads.GAIN)
+    assert asked.pop() == (32, expected[0], 1, 8, expected[1], SMS, cost.GAIN)
     few_tiles(shapes, ("causal", "window"), window, alibi=True)
     few_tiles(shapes, ("causal", "window"), window, deterministic=True)
     assert not asked
@@ -238,7 +246,7 @@ def test_apart_may_be_heads_for_which_there_are_registers(kind, make_problem):
     kernels = load(problem)
     sums = ["dkv_acc" in each.kernel.workspace for each in kernels]
     names = [{field.name for field in each.kernel.fields} for each in kernels]
-    families = {family_of(each) for each, has in zip(kernels, sums, strict=True) if has}
+    families = {name_of(each.kernel) for each, has in zip(kernels, sums, strict=True) if has}
     assert families == ({"sm90_bwd", "bwd_convert"} if can else set())
     assert [("dkv_acc" in known) for known in names] == sums
 
@@ -247,10 +255,10 @@ def test_apart_may_be_heads_for_which_there_are_registers(kind, make_problem):
 def ready_of(monkeypatch):
     """`ready_of(q, k, v, wanted, **arguments)` → what a call of these shapes launches."""
 
-    def load_spec(spec, device, narrow):
-        loaded.append(narrow)
+    def load_spec(spec, device, choice):
+        loaded.append(choice.place > 0)
         problems = resolve.resolve(spec, features.scan())
-        return load(problems[-1] if narrow else problems[0])
+        return load(problems[choice.place])
 
     loaded = []
     monkeypatch.setattr(op, "kernels_of", load_spec)
@@ -290,7 +298,7 @@ def test_launch_of_heads_apart_has_tiles_of_each_and_rounds_their_sums(
     q, k = (1, 4096, 16, d), (1, 4000, 2, d)
     ready = ready_of(q, k, k, mask=mask, deterministic=deterministic)
     prepare, main, convert = ready.launches
-    families = [family_of(each.loaded) for each in ready.launches]
+    families = [name_of(each.loaded.kernel) for each in ready.launches]
     assert families == ["bwd_prepare", "sm90_bwd", "bwd_convert"]
     tiles, blocks = 32, 4096 // rows
     assert prepare.start[1:4] == (blocks, 16, 1)
@@ -347,7 +355,7 @@ def test_launch_of_heads_together_has_tiles_of_key_heads_and_no_sums(
     q, k = (batch, length, heads_q, 128), (batch, length, heads_kv, 128)
     ready = ready_of(q, k, k, wanted, **arguments)
     assert not ready.resets
-    by_family = {family_of(each.loaded): each for each in ready.launches}
+    by_family = {name_of(each.loaded.kernel): each for each in ready.launches}
     values = values_of(by_family["sm90_bwd"])
     tiles = batch * heads_kv * length // 128
     assert values["tiles"] == tiles and values["group_size"] == heads_q // heads_kv
@@ -367,8 +375,8 @@ def test_launch_under_a_narrow_window_has_heads_apart_or_an_order(ready_of):
     for batch, length, heads_q, heads_kv in ((1, 4096, 8, 1), (2, 8192, 64, 8)):
         q, k = ((batch, length, n, 128) for n in (heads_q, heads_kv))
         ready = ready_of(q, k, k, window_left=512)
-        families.append([family_of(each.loaded) for each in ready.launches])
-        main = next(x for x in ready.launches if family_of(x.loaded) == "sm90_bwd")
+        families.append([name_of(each.loaded.kernel) for each in ready.launches])
+        main = next(x for x in ready.launches if name_of(x.loaded.kernel) == "sm90_bwd")
         assert values_of(main).get("key_group", 1) == (8 if batch == 1 else 1)
     assert families == [["bwd_prepare", "sm90_bwd", "bwd_convert"], ["bwd_prepare", "sm90_bwd"]]
 

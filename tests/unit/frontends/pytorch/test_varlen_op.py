@@ -18,13 +18,10 @@ from attngen.frontends.pytorch import (
     backward,
     checks,
     forward,
+    kernel_choice,
     lengths,
     operation,
     prepared_backward,
-    short,
-)
-from attngen.frontends.pytorch import (
-    head_split as heads,
 )
 from attngen.frontends.pytorch.outputs import new_outputs
 from attngen.kernels.plan import plans
@@ -40,9 +37,8 @@ DENSE = [name for name in layouts.NAMES if "t" not in name and "paged" not in na
 PACKED = [name for name in layouts.NAMES if name.startswith("t") and "paged" not in name]
 
 
-def load(spec, device, second=None, narrow=False):
-    found = resolve(spec, features.scan())
-    problem = found[-1] if narrow else found[0]
+def load(spec, device, choice):
+    problem = resolve(spec, features.scan())[choice.place]
     entries = [render_problem(problem, each).kernel for each in plans(problem, "sm_90a")]
     return tuple(LoadedKernel("handle", entry, 0, 132) for entry in entries)
 
@@ -59,8 +55,7 @@ def launches(monkeypatch):
     for module in (forward, prepared_backward):
         monkeypatch.setattr(module, "kernels_of", load)
     forget(monkeypatch, *FORWARD, *BACKWARD)
-    for module in (short, heads):
-        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(kernel_choice, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(operation, "launch", note)
     monkeypatch.setattr(operation, "tile_counter", lambda device, stream: 64)
     monkeypatch.setattr(operation, "_empty_strided_cuda", lambda size, stride, dtype:

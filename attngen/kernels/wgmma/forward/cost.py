@@ -1,44 +1,37 @@
-"""Short: which calls the kernels for short sequences and narrow windows serve."""
+"""Cost of a forward: the time of tiles of 64 query rows beside that of larger ones.
+
+Measured times of short calls and of narrow windows on an H200 follow these estimates.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
-from ...kernels.wgmma.forward.choices import has_narrow
-from ...runtime.load import multiprocessors
-from ...runtime.run_time import UNBOUNDED, Extent, Scalars
-from ...spec.attention_spec import AttentionSpec, has_short
+from ....runtime.run_time import UNBOUNDED, Extent
+from ....spec.problem import Problem
+from ...family import Facts
+from .choices import has_narrow
 
 QUERIES = 1024  # of a head of a sequence, at most, where a window does not bound what they see
 # Scores that an SM makes in a time in which it makes one in larger tiles: of one tile alone, of two
-# and of three at once. H200: what the measured times of such calls follow.
+# and of three at once.
 SPEEDS = (0.6, 0.84, 0.91)
 ENDS = 128  # keys that take as long as a tile's beginning and end
 GAIN = 0.97  # of the time, at most, so that nothing is lost where the estimate is off
 
 
-def is_short(
-    spec: AttentionSpec,
-    extents: Mapping[str, Extent],
-    scalars: Scalars,
-    splits: int,
-    device: torch.device,
-) -> bool:
-    """Whether a forward of these operands has a kernel with tiles of 64 query rows, and is faster
-    with it. Never where the call says how keys are split, which promises the same bits in batches
-    of any size."""
-    if not has_short(spec) or splits:
-        return False
+def is_short(problem: Problem, facts: Facts) -> bool:
+    """Whether a call of a problem that has tiles of 64 query rows is faster with them. Never where
+    it says how keys are split, which promises the same bits in batches of any size."""
+    extents, scalars = facts.extents, facts.scalars
     sides = scalars.window_left, scalars.window_right
-    if extents["q"].seq > QUERIES and UNBOUNDED in sides:
+    if facts.splits or (extents["q"].seq > QUERIES and UNBOUNDED in sides):
         return False
-    plain = not (spec.alibi or spec.softcap or spec.return_max_logit)
+    plain = not (problem.scores or problem.max_logit)
     largest = max(extents["q"].dim, extents["v"].dim)
-    own = spec.window and has_narrow(largest, ("softcap",) if spec.softcap else ())
-    chip = multiprocessors(device.index)
-    return prefers_short(extents, sides, scalars.bottom_right, chip, plain, own)
+    own = "window" in problem.masks and has_narrow(largest, problem.scores)
+    bottom_right = scalars.bottom_right
+    return prefers_short(extents, sides, bottom_right, facts.multiprocessors, plain, own)
 
 
 def prefers_short(

@@ -9,15 +9,15 @@ import pytest
 from attngen import AttentionSpec
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
-from attngen.frontends.pytorch.short import prefers_short
 from attngen.io.values import to_data
-from attngen.kernels.plan import plans, plans_of_call, read_plan
-from attngen.runtime.program import binaries_of_call
+from attngen.kernels.plan import plans, read_plan
+from attngen.kernels.selection import of_call
+from attngen.kernels.wgmma.forward.cost import prefers_short
 from attngen.runtime.run_time import UNBOUNDED, Extent, smem_bytes_of
 from attngen.spec import resolve
 from attngen.spec.attention_spec import has_short, is_decode
 from attngen.targets.target import DEFAULT
-from tests.support.cache_kit import ARCH, make_binary
+from tests.support.cache_kit import ARCH
 
 KNOWN = features.scan()
 
@@ -25,6 +25,10 @@ KNOWN = features.scan()
 def problem_of(head_dim=64, **fields):
     (problem,) = resolve.resolve(AttentionSpec(head_dim, **fields), KNOWN)
     return problem
+
+
+def family_name(plan):
+    return plan.family
 
 
 def test_plan_short_fits_an_sm_twice_or_three_times():
@@ -66,18 +70,16 @@ def test_plan_short_is_none_where_it_has_no_room_or_part(fields):
     assert not has_short(AttentionSpec(**{"head_dim": 64, **fields}))
     found = plans(problem_of(**fields), ARCH)
     assert all(each.family != "sm90_fwd_short" for each in found)
-    assert all(plans_of_call(problem_of(**fields), ARCH, short) == found for short in (False, True))
+    for name in ("sm90_fwd", "sm90_fwd_short"):
+        assert of_call(found, family_name, name) == [*found]
 
 
 def test_plans_of_a_call_are_one_of_both():
-    found = plans(problem_of(), ARCH)
-    assert [plans_of_call(problem_of(), ARCH, short) for short in (False, True)] == [
-        found[:1],
-        found[1:],
-    ]
-    one, two = make_binary(b"a"), make_binary(b"b")
-    assert [binaries_of_call((one, two), short) for short in (False, True)] == [(one,), (two,)]
-    assert binaries_of_call((one,), True) == (one,)  # a bundle of an earlier version
+    large, small = found = plans(problem_of(), ARCH)
+    assert of_call(found, family_name, "sm90_fwd") == [large]
+    assert of_call(found, family_name, "sm90_fwd_short") == [small]
+    assert of_call(found, family_name, None) == [large, small]
+    assert of_call((large,), family_name, "sm90_fwd_short") == [large]  # an earlier version's
 
 
 @pytest.mark.parametrize(
