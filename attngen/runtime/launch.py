@@ -19,8 +19,9 @@ from ..errors import LaunchError, LimitError
 from . import tracing
 from .geometry import TMA_STRIDE_LIMIT, boxed, geometry_of
 from .load import LoadedKernel, checked, driver
+from .parameters import values_of
 from .program import KernelEntry, TensorMapRecipe
-from .run_time import Extent, Scalars, smem_bytes_of, values_of
+from .run_time import Extent, Scalars, smem_bytes_of
 
 LENGTH_LIMIT = 1 << 30  # positions; masks add lengths and windows in 32 bits
 GRID_LIMIT = 65535  # CTAs along the second and third axis

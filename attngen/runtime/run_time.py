@@ -1,4 +1,4 @@
-"""Run-time values: parameters and workspaces of a launch, as shapes and scalars decide them."""
+"""Run-time values: sizes and scalars of a call, tiles and workspaces that follow from them."""
 
 from __future__ import annotations
 
@@ -65,66 +65,8 @@ def smem_bytes_of(kernel: KernelEntry, share: int, target: Target) -> int:
     return target.smem_share(share) if crowds else kernel.smem_bytes
 
 
-def values_of(
-    kernel: KernelEntry, extents: dict[str, Extent], scalars: Scalars
-) -> dict[str, int | float]:
-    """Every value that a parameter may name, from shapes and scalars."""
-    q, k = extents["q"], extents["k"]
-    sequences = q.batch if scalars.sequences is None else scalars.sequences
-    of_queries = kernel.tile_axis == "q"
-    tiled, sequence = (q, kernel.q_seq) if of_queries else (k, kernel.kv_seq)
-    tiles = blocks_of(tiled, kernel.tile_rows, sequence, sequences)  # along one head
-    total_heads = tiled.batch * tiled.heads
-    return {
-        "sequences": sequences,
-        "q_len": q.seq,
-        "kv_len": k.seq,
-        "tiles": tiles * total_heads,
-        **dict.fromkeys(("tiles_m", "q_tiles", "kv_blocks"), tiles),
-        "row_tiles": row_tiles(kernel, extents, sequences),
-        "q_blocks": row_blocks(kernel, q, sequences),
-        "heads_q": q.heads,
-        "heads_kv": k.heads,
-        "total_heads": total_heads,
-        "total_rows": q.batch * q.heads * q.seq,
-        "heads_per_group": heads_per_group(
-            kernel, extents, scalars.window_left + scalars.window_right
-        ),
-        "tail_rows": tiles // kernel.tail_share if kernel.tail_share else 0,
-        "group_size": q.heads // k.heads,
-        "key_group": 1,
-        "key_parts": 0,
-        "main_follows": 1,
-        "q_longest": UNBOUNDED,
-        "kv_longest": UNBOUNDED,
-        "dim_qk": q.dim,
-        "dim_v": extents["v"].dim,
-        "bottom_right": int(scalars.bottom_right),
-        "scale": scalars.softmax_scale,
-        "scale_log2": max(scalars.softmax_scale * LOG2_E, LEAST_NORMAL),
-        "window_left": scalars.window_left,
-        "window_right": scalars.window_right,
-        **_strides(extents),
-        **scalars.numbers,
-    }
-
-
-def _strides(extents: dict[str, Extent]) -> dict[str, int]:
-    """`o_stride_row` … of the tensors that kernels address themselves."""
-    return {
-        f"{name}_stride_{axis}": stride
-        for name in ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")
-        if (x := extents.get(name))
-        for axis, stride in zip(
-            ("row", "head", "batch", "column"),
-            (x.stride_seq, x.stride_heads, x.stride_batch, x.stride_dim),
-            strict=True,
-        )
-    }
-
-
 def heads_per_group(
-    kernel: KernelEntry, extents: dict[str, Extent], window: int = UNBOUNDED
+    kernel: KernelEntry, extents: Mapping[str, Extent], window: int = UNBOUNDED
 ) -> int:
     """Heads that are worked on together, so that what their tiles share stays in L2: of query
     heads the keys and values, of key/value heads the queries, output gradients and sums of dQ.

@@ -55,10 +55,10 @@ def numbers_of(
             fields = ("page_size", "page_reciprocal", "page_shift")
             for field, value in zip(fields, page_numbers(extents[name].seq), strict=True):
                 found[f"{name}_{field}"] = value
-            found["kv_len"] = keys_of(extents, optional)
+            found["kv_room"] = keys_of(extents, optional)
     if found and (mask := optional.get("attn_mask")) is not None:
-        reach = reach_of(mask).get("kv_longest", found["kv_len"])
-        found["kv_len"] = min(found["kv_len"], reach)
+        reach = reach_of(mask).get("kv_longest", found["kv_room"])
+        found["kv_room"] = min(found["kv_room"], reach)
     return found
 
 

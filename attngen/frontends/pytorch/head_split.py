@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...runtime.load import LoadedKernel
-from ...runtime.run_time import Extent, blocks_of, heads_per_group
+from ...runtime.run_time import Extent, blocks_of
 
 
 @dataclass(frozen=True)
 class HeadSplit:
     """Tiles of query heads that share keys, each of which adds to the sums of its key head's dK and
-    dV: the numbers of the kernel that makes them and of the one that rounds the sums, and the
+    dV: the numbers of the kernels that make them and of the one that rounds the sums, and the
     floats of these. None of all that where a tile visits the queries of all heads of a group."""
 
     main: Mapping[str, int]
@@ -21,7 +21,7 @@ class HeadSplit:
 
     @property
     def numbers(self) -> dict[str, int | float]:
-        """What the layout of workspaces knows of it."""
+        """Numbers by which workspaces are laid out."""
         return {"dkv_floats": self.floats} if self.floats else {}
 
 
@@ -31,19 +31,10 @@ TOGETHER = HeadSplit({}, {}, 0)
 def split_heads(
     kernels: Sequence[LoadedKernel], extents: Mapping[str, Extent], sequences: int
 ) -> HeadSplit:
-    """How each query head has tiles of its own, by the `kernels` of a backward that can part
-    them."""
-    main = next(each for each in kernels if each.kernel.dkv_floats)
+    """The tiles of each query head, made by the `kernels` of a backward that can split heads."""
+    main = next(each.kernel for each in kernels if each.kernel.dkv_floats)
     q, k = extents["q"], extents["k"]
-    tiles = blocks_of(k, main.kernel.tile_rows, main.kernel.kv_seq, sequences)
-    alone = {**extents, "k": k._replace(heads=q.heads)}
-    numbers = {
-        "key_group": q.heads // k.heads,
-        "group_size": 1,
-        "heads_kv": q.heads,
-        "total_heads": q.heads * q.batch,
-        "tiles": tiles * q.heads * q.batch,
-        "heads_per_group": heads_per_group(main.kernel, alone),
-    }
-    floats = main.kernel.dkv_floats * tiles * k.heads * k.batch
-    return HeadSplit(numbers, {"key_parts": tiles * main.kernel.tile_rows // 64}, floats)
+    tiles = blocks_of(k, main.tile_rows, main.kv_seq, sequences)
+    floats = main.dkv_floats * tiles * k.heads * k.batch
+    parts = tiles * main.tile_rows // 64
+    return HeadSplit({"key_group": q.heads // k.heads}, {"key_parts": parts}, floats)

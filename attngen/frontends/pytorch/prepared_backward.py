@@ -262,7 +262,7 @@ def _scalars_for(
     numbers = {**scalars.numbers}
     if "dq_acc" in read_by(each.kernel):
         numbers |= apart.rounding
-        numbers |= {"scale": 1.0} if of_bias.scaled else {}
+        numbers |= {"scaled_sums": 1} if of_bias.scaled else {}
     elif each.kernel.dkv_floats or "kv_schedule" in made_by(each.kernel):
         numbers |= apart.main
     return replace(scalars, numbers=numbers)

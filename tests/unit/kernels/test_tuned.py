@@ -20,7 +20,8 @@ from attngen.kernels import tuned
 from attngen.kernels.plan import candidates, feasible, plan
 from attngen.kernels.tuned import CHIP_VARIABLE, Candidate, Entry
 from attngen.kernels.wgmma.forward.plan import Plan
-from attngen.runtime.run_time import Extent, values_of
+from attngen.runtime.parameters import values_of
+from attngen.runtime.run_time import Extent
 from attngen.spec.problem import Problem
 from tests.support.paths import ROOT
 

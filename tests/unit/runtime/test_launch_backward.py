@@ -17,6 +17,7 @@ from attngen.compiler.builder import render_problem
 from attngen.kernels.plan import plans
 from attngen.runtime import launch, run_time
 from attngen.runtime.load import LoadedKernel
+from attngen.runtime.parameters import values_of
 from attngen.runtime.program import KernelEntry
 from attngen.runtime.run_time import UNBOUNDED, Extent, Scalars
 from tests.unit.runtime.test_launch import Driver, start_of
@@ -254,7 +255,7 @@ def test_more_than_an_axis_of_a_grid_holds_are_all_in_the_first(change, make_pro
     assert len(kernels) == 2
     for kernel, count in itertools.product(kernels, (launch.GRID_LIMIT, launch.GRID_LIMIT + 1)):
         many = {each: x._replace(**{change: count}) for each, x in extents(64, 64).items()}
-        values = run_time.values_of(kernel, many, SCALARS)
+        values = values_of(kernel, many, SCALARS)
         blocks = -(-values["q_blocks"] // kernel.cta_blocks) * kernel.block_ctas
         q = many["q"]
         axes = (blocks, q.heads, q.batch)

@@ -93,7 +93,7 @@ def queries(packed: bool = False) -> Extent:
 
 
 NUMBERS = {
-    **{"splits": 7, "kv_len": 300, "q_least": 1 << 30, "kv_least": 0},
+    **{"splits": 7, "kv_room": 300, "q_least": 1 << 30, "kv_least": 0},
     **{f"{name}_page_table_stride": 25 for name in "kv"},
     **{
         f"{name}_page_{field}": value
@@ -203,8 +203,8 @@ def test_launch_more_rows_or_room_than_32_bits_hold_is_refused(driver):
     with pytest.raises(LaunchError, match="queries of a group of heads"):
         started(driver, kernels, long)
     with pytest.raises(LaunchError, match="room for 1073741824 keys"):
-        started(driver, kernels, queries(), kv_len=1 << 30)
-    started(driver, kernels, queries(), kv_len=(1 << 30) - 1)
+        started(driver, kernels, queries(), kv_room=1 << 30)
+    started(driver, kernels, queries(), kv_room=(1 << 30) - 1)
 
 
 def test_workspaces_of_parts_are_there_only_where_keys_are_split():

@@ -13,9 +13,10 @@ from attngen.call.operands import extent
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
 from attngen.kernels.plan import plans
-from attngen.runtime import launch, run_time
+from attngen.runtime import launch
 from attngen.runtime.geometry import LONGEST, geometry_of
 from attngen.runtime.load import LoadedKernel
+from attngen.runtime.parameters import values_of
 from attngen.runtime.run_time import Extent, Scalars
 from attngen.spec.problem import DTYPE_BYTES
 from attngen.spec.resolve import resolve
@@ -116,7 +117,7 @@ def test_map_of_rows_too_far_apart_is_refused(gigabytes, fits):
     scalars = Scalars(1.0, numbers={"q_least": 0, "kv_least": 0}, sequences=1)
     found = launch._violations(
         loaded, extents := {"q": near, "k": far, "v": near, "o": near},
-        run_time.values_of(kernel, extents, scalars),
+        values_of(kernel, extents, scalars),
     )  # fmt: skip
     assert len(found) == (not fits) and all("out of the copy engine's reach" in x for x in found)
 

@@ -320,7 +320,7 @@ def test_keys_of_tables_of_two_widths_are_those_of_the_narrower():
     tables = {"page_table_k": torch.zeros(3, 5).int(), "page_table_v": torch.zeros(3, 1).int()}
     assert decode.keys_of(extents, tables) == 32
     numbers = decode.numbers_of(extents, tables)
-    assert numbers["kv_len"] == 32 and numbers["v_page_size"] == 32
+    assert numbers["kv_room"] == 32 and numbers["v_page_size"] == 32
     assert (numbers["k_page_table_stride"], numbers["v_page_table_stride"]) == (5, 1)
 
 

@@ -1,0 +1,135 @@
+"""Parameters: each number that some kernel reads has one source, and each source is read."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from functools import cache
+from itertools import chain
+from typing import get_args
+
+import pytest
+
+from attngen.call.table import INPUTS
+from attngen.compiler.builder import render_problem
+from attngen.fragments import features
+from attngen.io import files
+from attngen.kernels.fill import Source
+from attngen.kernels.plan import plans
+from attngen.kernels.uses import uses_of
+from attngen.runtime.parameters import GIVEN, SOURCES, STRIDES, values_of
+from attngen.runtime.program import Workspace
+from attngen.runtime.run_time import Extent, Scalars
+from attngen.spec import coverage
+from attngen.spec.attention_spec import AttentionSpec, load_specs
+from attngen.spec.problem import Problem
+from attngen.spec.resolve import resolve
+from attngen.targets.target import DEFAULT
+from tests.support.paths import ROOT
+from tools.corpus import flatten
+
+KNOWN = features.scan()
+NUMBERS = ("i32", "f32", "i64")
+RESULTS = {"o", "lse", "max_logit", "amax_s", "amax_o", "dq", "dk", "dv", "dbias"}
+GRADIENTS = {"d_o", "dlse"}  # that a backward is given
+
+
+@cache
+def problems() -> tuple[Problem, ...]:
+    """Problems of the examples, and of a part of those in which every pair of choices meets."""
+    files = sorted((ROOT / "examples" / "specs").glob("*.toml"))
+    specs = chain.from_iterable(map(load_specs, files))
+    found = chain.from_iterable(resolve(spec, KNOWN) for spec in specs)
+    members = chain.from_iterable(each.problems(KNOWN) for each in coverage.members(KNOWN))
+    rare = (
+        AttentionSpec(128, window=True, directions=("bwd",)),
+        AttentionSpec(64, dtype="e4m3", out_dtype="e4m3"),
+    )
+    others = chain.from_iterable(resolve(spec, KNOWN) for spec in rare)
+    return tuple(dict.fromkeys((*found, *members, *others)))
+
+
+@cache
+def sources() -> tuple[tuple[Problem, Source], ...]:
+    """Their kernels, one of each set of parameters."""
+    found: dict[tuple[str, ...], tuple[Problem, Source]] = {}
+    for problem in problems():
+        for plan in plans(problem, DEFAULT.name):
+            source = render_problem(problem, plan)
+            names = (field.name for field in source.kernel.fields)
+            key = (plan.family, problem.dtype_o, *names)
+            found.setdefault(key, (problem, source))
+    return tuple(found.values())
+
+
+def of_fragments(problem: Problem) -> set[str]:
+    """Names of the parameters that headers of the problem's fragments declare."""
+    groups = uses_of(problem, KNOWN).values()
+    return {name for group in groups for use in group for name, _ in use.parameters}
+
+
+def test_every_number_has_one_source() -> None:
+    given = [*chain.from_iterable(GIVEN.values())]
+    assert len(given) == len({*given}) and not SOURCES.keys() & {*given}
+    assert not STRIDES.keys() & ({*given} | SOURCES.keys())
+    for problem, source in sources():
+        declared = of_fragments(problem)
+        for field in source.kernel.fields:
+            if field.type in NUMBERS:
+                name = field.name
+                own = (name in SOURCES) + (name in STRIDES) + (name in given)
+                assert own + (not own and name in declared) == 1, (name, problem.label)
+
+
+def test_every_address_is_one_of_a_tensor_or_a_workspace() -> None:
+    tensors = {*INPUTS, *RESULTS, *GRADIENTS, *get_args(Workspace)}
+    for problem, source in sources():
+        mapped = {recipe.field for recipe in source.kernel.tensor_maps}
+        for field in source.kernel.fields:
+            if field.type not in NUMBERS:
+                assert field.name in mapped | tensors | of_fragments(problem), field.name
+
+
+def test_every_source_fills_a_parameter_of_some_kernel() -> None:
+    read = {field.name for _, source in sources() for field in source.kernel.fields}
+    declared = SOURCES.keys() | STRIDES.keys() | {*chain.from_iterable(GIVEN.values())}
+    assert declared - read == {"dk_stride_column", "dq_stride_column", "dv_stride_column"}
+
+
+def test_every_parameter_is_read_by_a_kernel_or_a_header_of_it() -> None:
+    """Beside the struct that declares it; some kernels of several that share a list have more."""
+    named, read = set(), set()
+    for _, source in sources():
+        words = Counter(re.findall(r"\w+", flatten(source.text, files.headers())))
+        names = {field.name for field in source.kernel.fields}
+        named |= names
+        read |= {name for name in names if words[name] > 1}
+    assert named == read
+
+
+def test_a_parameter_has_one_type_in_all_kernels() -> None:
+    types: dict[str, set[str]] = {}
+    for _, source in sources():
+        for field in source.kernel.fields:
+            if field.type in NUMBERS:
+                types.setdefault(field.name, set()).add(field.type)
+    assert {name: found for name, found in types.items() if len(found) > 1} == {}
+
+
+@pytest.mark.parametrize("name", ["tiles", "scale_log2", "q_stride_row"])
+def test_a_call_cannot_give_what_follows_from_its_launch(name: str) -> None:
+    extent = Extent(1, 64, 2, 64, 64 * 128, 128, 64)
+    extents = dict.fromkeys(("q", "k", "v", "o"), extent)
+    _, source = next(each for each in sources() if each[1].kernel.grid == "persistent_tiles")
+    plain, other = (
+        values_of(source.kernel, extents, Scalars(0.125, numbers=numbers))[name]
+        for numbers in ({}, {name: 99})
+    )
+    assert plain == other != 99
+
+
+def test_a_tensor_that_a_call_has_not_has_no_strides() -> None:
+    extents = dict.fromkeys(("q", "k", "v"), Extent(1, 64, 2, 64, 64 * 128, 128, 64))
+    _, source = sources()[0]
+    values = values_of(source.kernel, extents, Scalars(1.0))
+    assert "q_stride_row" in values and "dq_stride_row" not in values
