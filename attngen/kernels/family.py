@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from ..errors import PlanError
 from ..fragments.features import Features
 from ..io.modules import modules_of
+from ..runtime.program import KernelEntry
 from ..runtime.run_time import Extent, Scalars
 from ..spec.problem import Problem
 from ..targets.target import Instruction, Target
@@ -59,6 +60,12 @@ class Facts:
     wants: frozenset[str]
     splits: int = 0
     scheduled: bool = False
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of the call, of packed tokens as many as it says."""
+        told = self.scalars.sequences
+        return self.extents["q"].batch if told is None else told
 
 
 @dataclass(frozen=True)
@@ -124,6 +131,11 @@ class Family(ABC):
         Raises: PlanError where nothing fits the target.
         """
         return Choice()
+
+    def splits(self, reader: KernelEntry, facts: Facts, keys: int) -> int:
+        """Into how many parts keys are split fastest. reader: the kernel that reads them; keys: the
+        most of a sequence."""
+        return 1
 
     @abstractmethod
     def render(self, problem: Problem, plan: KernelPlan, features: Features, root: Path) -> Source:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -11,31 +11,27 @@ from ...call.mask_bits import reach_of
 from ...call.numbers import Arguments
 from ...call.operands import keys_of
 from ...errors import SpecError
+from ...kernels.family import Facts, family_of
+from ...kernels.selection import name_of
 from ...runtime.load import LoadedKernel
-from ...runtime.run_time import MAX_SPLITS, Extent, Places, choose_splits, row_tiles
+from ...runtime.run_time import MAX_SPLITS, Extent, Scalars
 from ...spec.layouts import parse
 
 
 def splits_of(
-    kernels: Sequence[LoadedKernel],
+    reader: LoadedKernel,
     extents: Mapping[str, Extent],
     optional: Mapping[str, Tensor | None],
-    sequences: int,
+    scalars: Scalars,
     asked: int,
 ) -> int:
-    """Into how many parts the keys of each sequence are split. asked: 0 for a number of our choice.
+    """Into how many parts the keys of each sequence are split, by the kernel that reads them.
 
-    kernels: the one that reads the keys and the one that joins parts.
+    asked: 0 for as many as its family finds fastest.
     """
-    reader, q, heads = kernels[0], extents["q"], extents["k"].heads
-    tiles = row_tiles(reader.kernel, extents, sequences) * heads * q.batch
-    blocks = -(-keys_of(extents, optional) // reader.kernel.block_keys)
-    slots = reader.multiprocessors * reader.kernel.ctas
-    sharing = max(1, tiles // max(1, sequences * heads))  # tiles that read the same keys
-    enough = min(slots, reader.multiprocessors * reader.kernel.busy_ctas * sharing)
-    rows = q.batch * q.heads * q.seq / max(1, tiles)
-    places = Places(slots, reader.multiprocessors, enough, sharing == 1 and enough < slots)
-    return asked or choose_splits(tiles, blocks, rows, places)
+    facts = Facts(extents, scalars, reader.multiprocessors, frozenset({"o"}))
+    family = family_of(name_of(reader.kernel))
+    return asked or family.splits(reader.kernel, facts, keys_of(extents, optional))
 
 
 def results_of(splits: int) -> tuple[str, ...]:

@@ -189,7 +189,8 @@ def _with_launches(prepared: PreparedCall, call: Forward, absent: Sequence[str])
     choice = choose(spec, q.device, extents, call.scalars, wants, splits=asked)
     kernels = kernels_of(spec, q.device, choice)
     if spec.decode:
-        splits = decode.splits_of(kernels, extents, optional, sequences or 0, asked)
+        reader, *_ = kernels
+        splits = decode.splits_of(reader, extents, optional, call.scalars, asked)
         wants = decode.results_of(splits)
     kernels, unwritten = launched(kernels, wants, sequences)
     numbers = {

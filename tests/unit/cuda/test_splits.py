@@ -20,9 +20,7 @@ from attngen.frontends.pytorch.decode import page_numbers
 from attngen.io import files
 from attngen.kernels.fill import emit_fragment
 from attngen.kernels.plan import plans
-from attngen.kernels.wgmma.decode.plan import DecodePlan
-from attngen.runtime.run_time import (
-    MAX_SPLITS,
+from attngen.kernels.wgmma.decode.cost import (
     SPLIT_BLOCKS,
     SPLIT_BUSY,
     UNEVEN,
@@ -31,6 +29,8 @@ from attngen.runtime.run_time import (
     choose_splits,
     share_busy,
 )
+from attngen.kernels.wgmma.decode.plan import DecodePlan
+from attngen.runtime.run_time import MAX_SPLITS
 from attngen.spec import resolve
 from attngen.spec.problem import Problem
 from tests.support.paths import ROOT

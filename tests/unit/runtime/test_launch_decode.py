@@ -261,8 +261,8 @@ def test_choose_joins_what_is_split_alone(batch, queries, keys, asked, splits):
     kernels = loaded(decode=True, seqused=True)
     q = Extent(batch, queries, 64, D, queries * 64 * D, 64 * D, D)
     k = Extent(batch, keys, 8, D, keys * 8 * D, 8 * D, D)
-    optional = dict.fromkeys(OPTIONAL)
-    number = decode.splits_of(kernels, {"q": q, "k": k, "v": k}, optional, batch, asked)
+    optional, scalars = dict.fromkeys(OPTIONAL), Scalars(1.0, sequences=batch)
+    number = decode.splits_of(kernels[0], {"q": q, "k": k, "v": k}, optional, scalars, asked)
     found, unwritten = kernel_choice.launched(kernels, decode.results_of(number), batch)
     assert number == splits and [*found] == kernels[: 1 + (splits > 1)] and not unwritten
 
@@ -272,4 +272,4 @@ def test_choose_fills_all_places_where_arithmetic_binds():
     q = Extent(16, 1, 64, D, 64 * D, 64 * D, D)
     k = Extent(16, 8192, 8, D, 8192 * 8 * D, 8 * D, D)
     extents = {"q": q, "k": k, "v": k}
-    assert decode.splits_of(kernels, extents, dict.fromkeys(OPTIONAL), 16, 0) == 2
+    assert decode.splits_of(kernels[0], extents, dict.fromkeys(OPTIONAL), Scalars(1.0), 0) == 2

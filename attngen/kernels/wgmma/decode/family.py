@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, cast
 
 from ....errors import PlanError
 from ....fragments.features import Features
+from ....runtime.program import KernelEntry
 from ....spec.problem import DTYPE_BYTES, Problem
 from ....targets.target import Target
 from ...base import KernelPlan
-from ...family import Family, Kind
+from ...family import Facts, Family, Kind
 from ...support.combine import NAME as COMBINE
 from ...support.combine import CombinePlan
 from ..shared import NEEDS, refuse_together
+from . import cost
 from . import plan as decode
 from .plan import DECODE, DecodePlan
 
@@ -43,6 +45,9 @@ class Decode(Family):
             reason = f"{target.name} has no decode for its head dims or dtypes"
             raise PlanError(f"{problem.label}: {reason}")
         return found
+
+    def splits(self, reader: KernelEntry, facts: Facts, keys: int) -> int:
+        return cost.splits_of(reader, facts, keys)
 
     def render(self, problem: Problem, plan: KernelPlan, features: Features, root: Path) -> Source:
         from ...support import render_combine
