@@ -34,11 +34,11 @@ sys.path.insert(0, str(ROOT))
 CALLS, ROUNDS = 200, 15
 # Where the first call spends its time: name → module and function of attngen.
 STAGES = {
-    "call: checks": ("ops.choice", "use_kernels"),
-    "call: import of cuda.bindings.driver": ("load", "driver"),
-    "call: cache": ("ops.operation", "find_kernels"),
-    "call: load": ("load", "load"),
-    "call: launch": ("ops.operation", "launch"),
+    "call: checks": ("frontends.pytorch.routing", "use_kernels"),
+    "call: import of cuda.bindings.driver": ("runtime.load", "driver"),
+    "call: cache": ("frontends.pytorch.operation", "find_kernels"),
+    "call: load": ("runtime.load", "load"),
+    "call: launch": ("frontends.pytorch.operation", "launch"),
 }
 
 
