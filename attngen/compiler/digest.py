@@ -35,10 +35,9 @@ from .toolchain import installed_toolchain
 _PACKAGES = ("fragments", "kernels", "targets")
 _MODULES = (
     *("compiler.builder", "compiler.compile", "io.files", "io.values"),
-    *("spec.problem", "runtime.geometry", "runtime.program", "runtime.run_time"),
+    *("spec.problem", "runtime.geometry", "runtime.parameters", "runtime.program"),
+    "runtime.run_time",
 )
-
-
 _FOUND = frozenset(name for each in _PACKAGES for name in modules_of(each))
 # What chooses among plans, which a key has in full, or among kernels that are built.
 CHOOSES = frozenset(

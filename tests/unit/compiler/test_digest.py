@@ -239,12 +239,15 @@ def imported_by(module: str) -> set[str]:
 # digest, and the choice of a problem and its plan, which are in the key themselves.
 SHAPES_NOTHING = {"errors", "io.text", "io.file_lock", "io.modules", "compiler.toolchain"}
 CHOOSES = {"spec.attention_spec", "spec.tables", "io.toml_text", "spec.layouts", "spec.plain"}
-CHOOSES |= digest.CHOOSES
+CHOOSES |= {"spec.masks", *digest.CHOOSES}
 
 
 def test_generator_holds_every_module_that_shapes_a_kernel() -> None:
     renderers = {name for name in digest.GENERATOR if name.startswith("kernels.")}
-    pending, reached = [*renderers, "compiler.compile", "runtime.geometry"], set()
+    pending, reached = (
+        [*renderers, "compiler.compile", "runtime.geometry", "runtime.parameters"],
+        set(),
+    )
     while pending:
         module = pending.pop()
         if module not in reached:
