@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         PlanError,
         SpecError,
     )
+    from .fragments.features import register_fragment
     from .frontends.pytorch.attention import attention
     from .frontends.pytorch.merge import merge_states
     from .frontends.pytorch.schedule import Schedule
@@ -54,6 +55,7 @@ __all__ = [
     "load_bundle",
     "load_specs",
     "merge_states",
+    "register_fragment",
     "trace",
 ]
 
@@ -69,6 +71,7 @@ _HOMES = {
     "load_bundle": "ship.lookup",
     "load_specs": "spec.attention_spec",
     "merge_states": "frontends.pytorch.merge",
+    "register_fragment": "fragments.features",
     "trace": "runtime.tracing",
 }
 

@@ -21,6 +21,7 @@ Kind = Literal[
     "function",
     "state",  # an object of the caller's that lives from call to call
     "choice",  # None, True or False
+    "fragments",  # what the fragments take that a call names: pairs of a name and a value
 ]
 BROADCAST = ("b", "h_q", "s_q", "s_kv")
 

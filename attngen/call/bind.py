@@ -48,7 +48,7 @@ def binder(tensor_type: type) -> Bind:
                 key.append(name)
                 tensors.append(value)
             else:
-                key += name, kind, value
+                key += name, kind, tuple(value) if kind is list else value
         return tuple(key) if keyed else None, tensors
 
     return bind
@@ -76,19 +76,22 @@ def _bind_unusual(
     return kind != "function"
 
 
-def homes_of(q: Any, k: Any, v: Any, given: Given, tensor_type: type) -> dict[str, int]:
+def homes_of(
+    q: Any, k: Any, v: Any, given: Given, slots: Mapping[str, str], tensor_type: type
+) -> dict[str, int]:
     """Places of a call's operands among its bound tensors, by the names that operations have for
-    them; one table of pages is that of K and of V."""
+    them; one table of pages is that of K and of V. slots: those of arguments that fragments add."""
     carriers = zip(CARRIERS, (q, k, v), strict=True)
     present = [name for name, x in carriers if x is not None]
     homes = {name: place for place, name in enumerate(present)}
     end = len(homes)
     for name, value in given.items():
-        kind = ROWS[name].kind
+        row = ROWS.get(name)
+        kind, operands = (row.kind, row.operands) if row else ("tensor", (slots.get(name, ""),))
         if kind == "tables" and isinstance(value, (tuple, list)):
-            homes |= {each: end + n for n, each in enumerate(ROWS[name].operands[: len(value)])}
+            homes |= {each: end + n for n, each in enumerate(operands[: len(value)])}
             end += len(value)
         elif isinstance(value, tensor_type) and kind not in ("longest", "state"):
-            homes |= dict.fromkeys(ROWS[name].operands, end)
+            homes |= dict.fromkeys(operands, end)
             end += 1
     return homes

@@ -17,7 +17,9 @@ class Arguments(NamedTuple):
     max_logit: whether the largest score of each head is wanted. dropout_p: probability in 0..1;
     above 0 it needs `rng_state`. num_splits: CTAs that share the keys of one sequence where there
     are few queries, 0 for as many as fill the chip. bias_type: whether a bias tensor is added to
-    scaled scores, `post_scale`, or to the products before that, `pre_scale`.
+    scaled scores, `post_scale`, or to the products before that, `pre_scale`. score_mod: the names
+    of score fragments, joined by +, empty for none. numbers: of the operands of the fragments that
+    the call names, those that may be numbers, in the order of call/fragments.py.
     """
 
     layout: str = "bshd"
@@ -35,3 +37,5 @@ class Arguments(NamedTuple):
     dropout_p: float = 0.0
     num_splits: int = 0
     bias_type: str = "post_scale"
+    score_mod: str = ""
+    numbers: tuple[float, ...] = ()

@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 from ..runtime.run_time import UNBOUNDED, Extent, Scalars
 from ..spec.attention_spec import DTYPES_16BIT, AttentionSpec, dtype_name, is_boxed, is_decode
 from ..spec.layouts import Layout, parse, size, unpack
+from ..spec.masks import masks_of
 from . import bias as bias_of
-from . import mask_bits
+from . import fragment_values, mask_bits
 from .dropout import dropout_numbers
+from .fragments import SLOTS
 from .numbers import Arguments
 from .table import OPTIONAL, ROW_OF_OPERAND, ROWS
 from .tensors import Described, is_fp8
@@ -103,6 +105,7 @@ def spec_of(
         return_max_logit=arguments.max_logit,
         bias="none" if optional["bias"] is None else arguments.bias_type,
         dropout=arguments.dropout_p > 0,
+        score_mod=arguments.score_mod or False,
     )
     features: dict[str, Any] = {to: optional[name] is not None for name, to in _FEATURES}
     spec = replace(spec, **features)
@@ -130,10 +133,11 @@ def scalars_of(
     for what a causal mask hides anyway."""
     sides = (arguments.window_left, arguments.window_right)
     left, right = (side if 0 <= side < UNBOUNDED else UNBOUNDED for side in sides)
-    right = 0 if "causal" in arguments.mask else right
+    right = 0 if "causal" in masks_of(arguments.mask).fragments else right
     scale, aligned = softmax_scale_of(q, arguments), arguments.bottom_right
     sequences = sequences_of(q, optional, arguments.layout)
     numbers = {**_stride_numbers(optional), **dropout_numbers(arguments.dropout_p)}
+    numbers |= fragment_values.numbers_of(optional, arguments)
     if arguments.softcap:
         numbers |= {"softcap": arguments.softcap, "softcap_inverse": 1 / arguments.softcap}
     for side in ("q", "kv"):  # where only the other side has lengths, all positions are in use
@@ -172,12 +176,15 @@ def packed_sources(
 
 
 def sources_of(
-    carriers: Mapping[str, Described | None], optional: Mapping[str, Described | None], layout: str
+    carriers: Mapping[str, Described | None],
+    optional: Mapping[str, Described | None],
+    arguments: Arguments,
 ) -> tuple[Source, ...]:
-    """What addresses parts of the call's tensors: packed operands, and the lengths by the names
-    under which kernels know them; those that are absent are left out."""
-    parsed = layout_of(layout)
-    found = [*packed_sources(carriers, layout)]
+    """Addresses of parts of the call's tensors: packed operands, and the lengths and operands of
+    fragments by the names under which kernels know them; those that are absent are left out."""
+    parsed = layout_of(arguments.layout)
+    found = [*packed_sources(carriers, arguments.layout)]
+    found += fragment_values.sources_of(optional, arguments)
     for side, other, axes in (("q", "kv", parsed.q_format), ("kv", "q", parsed.kv_format)):
         offsets = (f"cu_seqlens_{side}_padded", f"cu_seqlens_{side}")
         wanted: dict[str, tuple[str, ...]] = {
@@ -194,7 +201,7 @@ def sources_of(
 
 
 _FEATURES = tuple((row.name, row.feature) for row in ROWS.values() if row.feature)
-_BY_HEAD = tuple(name for name in OPTIONAL if ROW_OF_OPERAND[name].has_heads)
+_BY_HEAD = tuple(name for name in OPTIONAL if ROW_OF_OPERAND[name].has_heads and name not in SLOTS)
 
 
 def _stride_numbers(optional: Mapping[str, Described | None]) -> dict[str, int | float]:

@@ -8,14 +8,13 @@ tests/unit/call/test_table.py. Neither torch nor jax is imported: dtypes are wor
 
 from __future__ import annotations
 
-import inspect
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..spec.layouts import Layout
 from .argument import BROADCAST, Argument, Kind, carrier, lengths, other, scale, tables, tensor
+from .fragments import SLOTS, split_arguments
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -62,9 +61,9 @@ class AttentionCall:
     mask: str = other(
         "word",
         "none, causal, padding, padding_causal (the causal ones also with _bottom_right behind "
-        "them) or arbitrary.",
+        "them), arbitrary, or a fragment's name, such as chunked and prefix; of a list all hide.",
         "none",
-        given="str | None",
+        given="str | Sequence[str] | None",
         numbers=("mask", "bottom_right"),
     )
     window: Sides = other(
@@ -177,8 +176,12 @@ class AttentionCall:
         place=19,
         front_end=True,
     )
-    score_mod: ScoreMod | None = other(
-        "function", "score_mod(score, b, h, i, j), the score that replaces it; reference alone."
+    score_mod: ScoreMod | str | None = other(
+        "function",
+        "score_mod(score, b, h, i, j), the score that replaces it, on the reference alone; or the "
+        "names of score fragments, in their order.",
+        given="ScoreMod | str | Sequence[str] | None",
+        numbers=("score_mod",),
     )
     mask_mod: MaskMod | None = other(
         "function", "mask_mod(b, h, i, j), whether query i sees key j; reference alone."
@@ -233,11 +236,31 @@ class AttentionCall:
         front_end=True,
     )
 
+    fragment_arguments: tuple[tuple[str, Any], ...] = other(
+        "fragments",
+        "What the fragments take that the call names, each under its own name; `attngen list` has "
+        "them.",
+        (),
+        given="Any",
+        shapes=(("b",), ("h_q",), ("b", "h_q")),
+        dtype="float32",
+        operands=SLOTS,
+        place=20,
+        differentiable=True,
+        numbers=("numbers",),
+    )
+
     @property
     def has_alibi(self) -> bool:
         """Whether ALiBi is asked for, by `alibi_slopes` or by `bias_type="alibi"`."""
         asked = self.alibi_slopes is not None and self.alibi_slopes is not False
         return asked or self.bias_type == "alibi"
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """Names of the arguments that are functions of positions."""
+        given = ((name, getattr(self, name)) for name in FUNCTIONS)
+        return tuple([name for name, x in given if x is not None and not isinstance(x, str)])
 
     @property
     def wants_aux(self) -> bool:
@@ -327,48 +350,16 @@ def named(call: AttentionCall) -> dict[str, Any]:
 _NAMES = tuple(ROWS)
 
 
+def given_by(call: AttentionCall) -> dict[str, Any]:
+    """The arguments of a call that are not their defaults, as a call gives them."""
+    given = {name: x for name, x in named(call).items() if x is not ROWS[name].default}
+    return {**given, **dict(given.pop("fragment_arguments", ()))}
+
+
 def make_call(
     function: str, rows: Rows, operands: dict[str, Any], arguments: dict[str, Any]
 ) -> AttentionCall:
     """The call of a function of these rows, by name. Raises: TypeError, as Python does, where the
     function has no argument of a name."""
-    for name in arguments:
-        if name not in rows:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-    return AttentionCall(**operands, **arguments)
-
-
-def signature(rows: Rows, returns: str) -> inspect.Signature:
-    """The signature of a function of these arguments."""
-    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [
-        inspect.Parameter(
-            row.name,
-            kind=positional if row.name in CARRIERS else inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if row.name == "q" else row.default,
-            annotation=row.given,
-        )
-        for row in rows.values()
-    ]
-    return inspect.Signature(parameters, return_annotation=returns)
-
-
-def argument_list(rows: Rows, indent: int) -> str:
-    """The arguments as a docstring lists them: name, dtype and shapes, meaning, default."""
-    lines = []
-    for row in rows.values():
-        text = f"{row.name}: {_described(row)}{row.doc}"
-        if row.default not in (None, False):
-            text += f" Default: {row.default}."
-        margin = " " * indent
-        lines += textwrap.wrap(text, 100, initial_indent=margin, subsequent_indent=f"{margin}    ")
-    return "\n".join(lines)
-
-
-def _described(row: Argument) -> str:
-    """A tensor's dtype and shapes for a docstring, as `float32 [h_q] or [b, h_q]. `."""
-    if not row.shapes:
-        return ""
-    shapes = " or ".join(f"[{', '.join(shape)}]" for shape in row.shapes)
-    dtype = {"q": "Q's dtype", "int32": "int32 or int64"}.get(row.dtype, row.dtype)
-    return f"{dtype}, a broadcast of {shapes}. " if row.is_broadcast else f"{dtype} {shapes}. "
+    own, added = split_arguments(function, rows, arguments)
+    return AttentionCall(**operands, **{**own, "fragment_arguments": added} if added else own)

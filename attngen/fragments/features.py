@@ -2,7 +2,8 @@
 
 A fragment is a file `templates/<axis>/<name>.cuh.j2`: a TOML header in the leading template
 comment, then one macro `emit` that renders one struct. Dropping a file in is all it takes. Masks
-and scores of one's own come from the folders that ATTNGEN_FRAGMENTS names, and from `register`.
+and scores of one's own come from folders that ATTNGEN_FRAGMENTS names, and from
+`register_fragment`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..io.files import read_regular, shipped, templates_dir
 from ..io.values import from_data
 from .header import AXES, CALLED_AXES, SUFFIX, Fragment, Operand, parse_header, read_header
 
-__all__ = ["AXES", "Features", "Fragment", "Operand", "read_header", "register", "scan"]
+__all__ = ["AXES", "Features", "Fragment", "Operand", "read_header", "register_fragment", "scan"]
 
 VARIABLE = "ATTNGEN_FRAGMENTS"
 Features = dict[str, dict[str, Fragment]]
@@ -38,7 +39,7 @@ def scan(root: Path | None = None) -> Features:
     return _known() if root is None else _scan(root)
 
 
-def register(path: str | os.PathLike[str]) -> Fragment:
+def register_fragment(path: str | os.PathLike[str]) -> Fragment:
     """Make a mask or a score of one's own known to specs, calls and the command of this process.
 
     path: its file, `<name>.cuh.j2`, whose header says `axis = "mask"` or `"score"`, or which lies
@@ -54,7 +55,7 @@ def register(path: str | os.PathLike[str]) -> Fragment:
 
 @cache
 def _known() -> Features:
-    """The shipped fragments and those of the environment, in one value that `register` adds to."""
+    """The shipped fragments and those of the environment, in a value that registering adds to."""
     found = _read_shipped() if shipped() is not None else _scan(templates_dir())
     known = {axis: dict(fragments) for axis, fragments in found.items()}
     for path in _environment_paths():

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.table import REFERENCE_ROWS, AttentionCall, make_call, signature
+from ..call.signatures import signature
+from ..call.table import REFERENCE_ROWS, AttentionCall, make_call
 from ..results import AttentionAux
 from . import fp8
 from .checks import check, check_values

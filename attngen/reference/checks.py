@@ -16,9 +16,10 @@ from ..call.table import ROWS, AttentionCall, named
 from ..errors import SpecError
 from ..spec import layouts
 from ..spec.layouts import Layout, size
+from ..spec.masks import masks_of
 from .fp8_checks import FLOATS, dtype_violations, fp8_violations
+from .fragment_checks import fragment_violations
 from .length_checks import length_violations, value_violations
-from .masks import MASKS
 from .operands import Operands
 from .sequences import Span
 from .sizes import agree, agree_all, at_least, surely
@@ -55,6 +56,7 @@ def _judge(call: AttentionCall) -> tuple[Operands | None, list[str]]:
         *_operand_violations(operands),
         *fp8_violations(call, operands),
         *length_violations(call, operands),
+        *fragment_violations(call, operands),
         *_mask_violations(call, operands),
         *_softmax_violations(call, operands),
         *_bias_violations(call, operands),
@@ -148,8 +150,6 @@ def _operand_violations(operands: Operands) -> Iterator[str]:
 
 
 def _mask_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
-    if call.mask not in MASKS:
-        yield f"mask={call.mask!r} is not a mask. Use one of {', '.join(MASKS)}."
     if not _is_window(call.window):
         yield (
             f"window needs (left, right), each an int >= 0, or -1 or None for unbounded; got "
@@ -162,7 +162,8 @@ def _mask_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
             f"mask={call.mask!r} aligns to the bottom right; got bottom_right=False. "
             f"Leave bottom_right out, or use mask={call.mask.removesuffix('_bottom_right')!r}."
         )
-    if call.mask == "arbitrary" and call.attn_mask is None:
+    arbitrary = isinstance(call.mask, str) and masks_of(call.mask).arbitrary
+    if arbitrary and call.attn_mask is None:
         yield "mask='arbitrary' needs attn_mask, bool, True = take part; got None. Pass it."
     if call.attn_mask is not None:
         if call.attn_mask.dtype != torch.bool:
@@ -262,6 +263,7 @@ def _dropout_violations(call: AttentionCall, operands: Operands) -> Iterator[str
 
 def _device_violations(call: AttentionCall) -> Iterator[str]:
     given = {name: getattr(call, name) for name in (*TENSORS, *SHAPED)}
+    given |= dict(call.fragment_arguments)
     tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
     tables = zip(("page_table (K)", "page_table (V)"), call.page_tables, strict=False)
     for name, tensor in (tensors | dict(tables)).items():

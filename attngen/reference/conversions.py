@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -64,11 +66,20 @@ def saturated(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def with_dtypes(call: AttentionCall) -> AttentionCall:
     """The call with its tensors in the dtypes that attention is defined of."""
-    changed = {
+    changed: dict[str, Any] = {
         name: saturated(tensor, dtype)
         for name, row in ROWS.items()
         if row.dtype in ("q", "float32")
         and isinstance(tensor := getattr(call, name), Tensor)
         and (dtype := dtype_of(name, tensor, call.q.dtype)) is not None
     }
+    added = tuple((name, _as_defined(x, call.q.dtype)) for name, x in call.fragment_arguments)
+    if any(a is not b for (_, a), (_, b) in zip(added, call.fragment_arguments, strict=True)):
+        changed["fragment_arguments"] = added
     return AttentionCall(**{**named(call), **changed}) if changed else call
+
+
+def _as_defined(value: Any, q: torch.dtype) -> Any:
+    """An argument of a fragment, a tensor in the dtype that it is defined of."""
+    dtype = dtype_of("fragment_0", value, q) if isinstance(value, Tensor) else None
+    return value if dtype is None else saturated(value, dtype)

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from ..call.dropout import drop_threshold, keep_scale
+from ..call.fragments import fragments_of
 from ..call.table import AttentionCall
 from . import dropout, fp8
 from .callables import map_scores
+from .fragments import operands_of_sequence, positions, scored_by
 from .masks import diagonal_offset, hides, sequence_slice, sequence_visible
 
 NEG_INF = float("-inf")
@@ -96,7 +98,9 @@ def scores(call: AttentionCall, b: int, q: Tensor, k: Tensor) -> Tensor:
     s = s * scale
     if call.softcap > 0:
         s = call.softcap * torch.tanh(s / call.softcap)
-    if call.score_mod is not None:
+    if isinstance(call.score_mod, str):
+        s = fragment_scores(call, b, s)
+    elif call.score_mod is not None:
         masked = hides(call) or call.mask_mod is not None or call.block_mask is not None
         s = map_scores(call.score_mod, s, b, seen if masked else None)
     if bias is not None:
@@ -104,6 +108,20 @@ def scores(call: AttentionCall, b: int, q: Tensor, k: Tensor) -> Tensor:
     if call.has_alibi:
         s = s + alibi(call, b, s)
     return hide(s, NEG_INF)
+
+
+def fragment_scores(call: AttentionCall, b: int, s: Tensor) -> Tensor:
+    """Scores [h_q, s_q, s_kv] of sequence b as the fragments make them that the call names."""
+    _, s_q, s_kv = s.shape
+    delta = diagonal_offset(call.mask, call.bottom_right, s_q, s_kv)
+    known = positions(s_q, s_kv, delta, s.device)
+    for each in fragments_of("none", call.score_mod):
+        operands = {
+            name: x.to(s.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+            for name, x in operands_of_sequence(call, each, b).items()
+        }
+        s = scored_by(each, operands, known, s)
+    return s
 
 
 def alibi(call: AttentionCall, b: int, s: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call.table import AttentionCall
 from ..errors import SpecError
 from ..fragments.definition import FUNCTIONS, MASK_NAMES, SCORE_NAMES
 from ..fragments.header import Fragment
@@ -45,6 +46,21 @@ def positions(
     i = torch.arange(s_q, device=device)[:, None]
     j = torch.arange(s_kv, device=device)[None, :]
     return {"i": i, "j": j, "delta": delta, "q_len": s_q, "kv_len": s_kv}
+
+
+def operands_of_sequence(call: AttentionCall, fragment: Fragment, b: int) -> dict[str, Any]:
+    """Values that a fragment reads for sequence b: numbers, and of tensors those of the sequence,
+    as they broadcast to [h_q, s_q, s_kv]."""
+    given = dict(call.fragment_arguments)
+    found: dict[str, Any] = {}
+    for operand in fragment.operands:
+        value = given[operand.name]
+        if operand.domain == "sequence" and isinstance(value, Tensor):
+            value = value[b]
+        elif isinstance(value, Tensor):
+            value = (value[b] if value.ndim == 2 else value)[:, None, None]
+        found[operand.name] = value
+    return found
 
 
 def seen_by(fragment: Fragment, operands: Mapping[str, Any], known: Mapping[str, Any]) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..call.table import AttentionCall, Side, named
+from ..spec.masks import masks_of
 from .entry_checks import entry_violations
 from .operands import Operands
 from .sequences import Span
@@ -27,7 +28,8 @@ def length_violations(
     yield from _paging_violations(call, operands, integers)
     lengths = call.lengths("kv", operands.layout)
     given = lengths.cu_seqlens is not None or lengths.seqused is not None
-    if str(call.mask).startswith("padding") and not given:
+    padding = isinstance(call.mask, str) and masks_of(call.mask).padding
+    if padding and not given:
         yield (
             f"mask={call.mask!r} needs the lengths of k and v; got none. Pass seqused_kv "
             f"int32 [b], or cu_seqlens_kv int32 [b+1]."

@@ -10,27 +10,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..call.fragments import fragments_of
 from ..call.table import AttentionCall, Sides
+from ..spec.masks import masks_of
 from .callables import Shape, map_mask
+from .fragments import operands_of_sequence, positions, seen_by
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
-
-MASKS = (
-    "none",
-    "causal",
-    "causal_bottom_right",
-    "padding",
-    "padding_causal",
-    "padding_causal_bottom_right",
-    "arbitrary",
-)
 
 
 def band(mask: str, window: Sides) -> tuple[int | None, int | None]:
     """Keys left and right of the diagonal that are seen, both inclusive; None = all of them."""
     left, right = (None if side is None or side < 0 else side for side in window)
-    return left, 0 if "causal" in mask else right
+    return left, 0 if "causal" in masks_of(mask).fragments else right
 
 
 def diagonal_offset(mask: str, bottom_right: bool | None, s_q: int, s_kv: int) -> int:
@@ -73,6 +66,12 @@ def sequence_visible(call: AttentionCall, b: int, heads: int, s_q: int, s_kv: in
         bottom_right=call.bottom_right,
         device=device,
     )
+    named = [each for each in fragments_of(call.mask, None) if each.name != "causal"]
+    if named:
+        delta = diagonal_offset(call.mask, call.bottom_right, s_q, s_kv)
+        known = positions(s_q, s_kv, delta, device)
+        for each in named:
+            seen = seen & seen_by(each, operands_of_sequence(call, each, b), known)
     if call.attn_mask is not None:
         seen = seen & sequence_slice(call.attn_mask, b, s_q, s_kv)
     hidden = seen if hides(call) else None
@@ -85,7 +84,8 @@ def sequence_visible(call: AttentionCall, b: int, heads: int, s_q: int, s_kv: in
 
 def hides(call: AttentionCall) -> bool:
     """Whether a call has a mask or a window, but for callables, that may hide keys."""
-    return band(call.mask, call.window) != (None, None) or call.attn_mask is not None
+    bounded = band(call.mask, call.window) != (None, None)
+    return bounded or bool(masks_of(call.mask).fragments) or call.attn_mask is not None
 
 
 def sequence_slice(tensor: Tensor, b: int, s_q: int, s_kv: int) -> Tensor:

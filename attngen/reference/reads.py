@@ -81,7 +81,7 @@ def check_reads(call: AttentionCall, b: int, shape: Shape) -> None:
         others = AttentionCall(**{**named(call), "mask_mod": None})
         seen = sequence_visible(others, b, heads, s_q, s_kv)
         _check("mask_mod", call.mask_mod, b, seen.expand(shape), None)
-    if call.score_mod is not None:
+    if call.score_mod is not None and not isinstance(call.score_mod, str):
         seen = sequence_visible(call, b, heads, s_q, s_kv)
         dtype = accumulation_dtype(call.q.dtype)
         _check("score_mod", call.score_mod, b, seen.expand(shape), dtype)

@@ -41,7 +41,10 @@ def type_violations(given: Mapping[str, Any]) -> Iterator[str]:
         if not is_flag(value := given.get(name, False)):
             yield f"{name} needs True or False; got {kind_of(value)}. Pass one, or leave it out."
     for name in ("score_mod", "mask_mod"):
-        if (value := given.get(name)) is not None and not callable(value):
+        value = given.get(name)
+        if name == "score_mod" and isinstance(value, str):
+            continue  # the names of fragments
+        if value is not None and not callable(value):
             yield f"{name} needs a function; got {kind_of(value)}. Pass one, or leave it out."
     block_mask = given.get("block_mask")
     if block_mask is not None and not hasattr(block_mask, "mask_mod"):

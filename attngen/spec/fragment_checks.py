@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from ..fragments.features import Features, Fragment
 from ..io.text import closest, suggestion
 from .attention_spec import CALL_ARGUMENTS, AttentionSpec
-from .masks import BOTTOM_RIGHT, JOINT, PADDING_MASKS, joined, masks_of
+from .masks import BOTTOM_RIGHT, JOINT, PADDING_MASKS, PLAIN_MASKS, joined, masks_of
 from .violations import Violation
 
 _OPERANDS = ("q", "k", "v")
+MOST_TENSORS = 4  # that the fragments of a call may read
 
 
 def mask_names(features: Features) -> list[str]:
@@ -34,14 +35,20 @@ def called_fragments(spec: AttentionSpec, features: Features) -> tuple[Fragment,
 
     Names that no fragment has are left out.
     """
-    masks, scores = masks_of(spec.mask).fragments, score_words(spec)
-    named = [features["mask"].get(name) for name in masks]
-    named += [features["score"].get(name) for name in scores]
-    return tuple(each for each in named if each is not None and each.called)
+    named = [("mask", name) for name in masks_of(spec.mask).fragments]
+    named += [("score", name) for name in score_words(spec)]
+    found = []
+    for axis, name in named:
+        fragment = features[axis].get(name)
+        if fragment is not None and fragment.called:
+            found.append(fragment)
+    return tuple(found)
 
 
 def check_fragments(spec: AttentionSpec, features: Features) -> list[Violation]:
     """Every fault of the masks and scores that a spec names."""
+    if spec.mask in PLAIN_MASKS and not isinstance(spec.score_mod, str):
+        return []
     return [*_check_masks(spec, features), *_check_scores(spec, features),
             *_check_operands(spec, features)]  # fmt: skip
 
@@ -89,6 +96,7 @@ def _check_scores(spec: AttentionSpec, features: Features) -> Iterator[Violation
 def _check_operands(spec: AttentionSpec, features: Features) -> Iterator[Violation]:
     """Operands that a call could not tell apart."""
     taken: dict[str, str] = dict.fromkeys((*_OPERANDS, *CALL_ARGUMENTS), "attention itself")
+    tensors = 0
     for fragment in called_fragments(spec, features):
         field, nearest = ("mask", "none") if fragment.axis == "mask" else ("score_mod", False)
         for name in names_of(fragment):
@@ -96,6 +104,10 @@ def _check_operands(spec: AttentionSpec, features: Features) -> Iterator[Violati
                 reason = f"{fragment.axis} {fragment.name!r} has an operand {name!r}, and so has "
                 yield Violation(field, reason + taken[name], nearest)
             taken[name] = f"{fragment.axis} {fragment.name!r}"
+        tensors += sum(bool(operand.axes) for operand in fragment.operands)
+        if tensors > MOST_TENSORS:
+            reason = f"the fragments of a call read at most {MOST_TENSORS} tensors"
+            yield Violation(field, reason, nearest)
 
 
 def names_of(fragment: Fragment) -> Sequence[str]:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 JOINT = "+"  # between the names of masks that intersect, and of scores that follow each other
 BOTTOM_RIGHT = "_bottom_right"
 PADDING_MASKS = {"padding": "none", "padding_causal": "causal"}  # and what else they mask
+
+
+PLAIN_MASKS = (
+    *("none", "causal", "causal_bottom_right", "padding", "padding_causal"),
+    *("padding_causal_bottom_right", "arbitrary"),
+)
+"""Masks that take no operands, in the order in which refusals name them."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +41,16 @@ class Masks:
         return (JOINT.join(sorted(words)) or "none") + BOTTOM_RIGHT * self.bottom_right
 
 
-@lru_cache(maxsize=1024)
 def masks_of(name: str) -> Masks:
     """The masks of a name, or of several joined by `+`, as in `causal+chunked_bottom_right`.
 
     The alignment is a run-time argument, so `causal` and `causal_bottom_right` are one kernel, and
     `padding` is no mask but lengths. Names that no fragment has are among its fragments.
     """
+    return _PLAIN[name] if name in _PLAIN else _parse(name)
+
+
+def _parse(name: str) -> Masks:
     words, bottom_right = [], False
     for word in name.split(JOINT):
         base = word.strip().removesuffix(BOTTOM_RIGHT)
@@ -50,6 +59,9 @@ def masks_of(name: str) -> Masks:
     padding = any(word in PADDING_MASKS for word in words)
     fragments = {PADDING_MASKS.get(word, word) for word in words} - {"none", "arbitrary"}
     return Masks(tuple(sorted(fragments)), padding, "arbitrary" in words, bottom_right)
+
+
+_PLAIN = {name: _parse(name) for name in PLAIN_MASKS}
 
 
 def joined(names: Sequence[str]) -> str:

@@ -32,15 +32,26 @@ def differing(given: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = value
         elif name == "score_mod" and isinstance(value, (list, tuple)) and value:
             found[name] = JOINT.join(map(str, value))
+        elif name == "fragment_arguments" and value:
+            plain = tuple((each, _plain_number(x)) for each, x in value)
+            if any(new is not old for (_, new), (_, old) in zip(plain, value, strict=True)):
+                found[name] = plain
         elif name == "window":
             window = _pair(value)
             if window is not value:
                 found[name] = window
-        elif _is_number_of_another_package(value):
-            number = value.item()
-            if not _is_number_of_another_package(number):  # else Python has none of its kind
-                found[name] = number
+        elif _is_number_of_another_package(value) and (x := _plain_number(value)) is not value:
+            found[name] = x
     return found
+
+
+def _plain_number(value: Any) -> Any:
+    """A number of another package as Python's; anything else, and what Python has none of, as it
+    is."""
+    if not _is_number_of_another_package(value):
+        return value
+    number = value.item()
+    return value if _is_number_of_another_package(number) else number
 
 
 def causal_variant(value: object) -> str | None:

@@ -53,6 +53,7 @@ CASES = {
     "slopes": Case(more={"alibi_slopes": SLOPES[0]}),
     "slopes of the batch": Case(more={"alibi_slopes": SLOPES}),
     "attn_mask": Case(more={"attn_mask": KEPT}),
+    "prefixes": Case(more={"prefix": USED}, call={"mask": "prefix"}),
     "lengths": Case(
         more={"seqused_q": USED, "seqused_kv": USED},
         call={"mask": "padding_causal"},

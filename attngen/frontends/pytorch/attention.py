@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from ...call.table import ROWS, argument_list, signature
+from ...call.signatures import argument_list, signature
+from ...call.table import ROWS
 from ...errors import LimitError, SpecError
 from ...results import AttentionAux
 from . import routing

@@ -12,7 +12,8 @@ from torch import Tensor
 from ... import reference
 from ...call.bind import Key, binder, homes_of
 from ...call.cache import CallCache
-from ...call.table import INPUTS, ROWS, AttentionCall, make_call, named, names
+from ...call.fragments import operands_of as fragment_operands
+from ...call.table import INPUTS, ROWS, AttentionCall, given_by, make_call, names
 from ...errors import LimitError, SpecError
 from ...reference.type_checks import type_violations
 from . import nested, on_reference, routing
@@ -57,7 +58,7 @@ def route(
     q, k, v = carriers
     call = make_call("attention", ROWS, {"q": q, "k": k, "v": v}, given)
     if _has_nested(call):
-        return nested.attend(attend, named(call))  # type: ignore[no-any-return]
+        return nested.attend(attend, call)  # type: ignore[no-any-return]
     device = q.device.type
     if device != "meta" and torch.is_autocast_enabled(device):  # which knows no meta tensors
         cast = autocast(q, k, v)
@@ -73,14 +74,15 @@ def route(
                 refusal = error
     plainly = reference.converted(call)
     if plainly is not call:
-        return attend(**_given_by(plainly))  # type: ignore[no-any-return]
+        return attend(**given_by(plainly))  # type: ignore[no-any-return]
     check_rest(call.num_splits, call.deterministic, call.schedule)
     # A schedule of other calls is refused whatever serves this one.
     if (refusal is None or call.schedule is not None) and routing.use_kernels(call):
         operands = operands_of(call)
         checked = CheckedCall.of(call, operands)
         if formats is not None:
-            homes = homes_of(q, k, v, given, Tensor)
+            slots = {x.name: x.slot for x in fragment_operands(call.mask, call.score_mod)}
+            homes = homes_of(q, k, v, given, slots, Tensor)
             checked.homes = tuple([homes.get(name, -1) for name in INPUTS])
             calls.keep(formats, checked)
             _note(bound, checked)
@@ -140,11 +142,6 @@ def _note(bound: Bound, checked: CheckedCall) -> None:
     """Let calls like this one be found by guards of their tensors, if no subclass is among them."""
     if all(map(_is_plain, bound.tensors)):
         calls.note(bound.key, bound.tensors, checked)
-
-
-def _given_by(call: AttentionCall) -> dict[str, Any]:
-    """The arguments of a call that are not their defaults."""
-    return {name: x for name, x in named(call).items() if x is not ROWS[name].default}
 
 
 _warned: list[str] = []

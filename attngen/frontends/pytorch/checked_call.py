@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from ... import reference
+from ...call.fragments import SLOTS, numbers_of, slot_tensors
+from ...call.fragments import operands_of as fragment_operands
 from ...call.numbers import Arguments
 from ...call.table import INPUTS, LENGTHS, AttentionCall
 from ...reference import fp8
@@ -205,6 +207,10 @@ def operands_of(call: AttentionCall) -> Operands:
     are made later, are none."""
     of_k, of_v, *_ = (*call.page_tables, None, None)
     named = {"page_table_k": of_k, "page_table_v": of_v, "schedule": None}
+    named |= dict.fromkeys(SLOTS)
+    if call.fragment_arguments:
+        added, own = dict(call.fragment_arguments), fragment_operands(call.mask, call.score_mod)
+        named |= slot_tensors(own, added, Tensor)
     found = [named[name] if name in named else getattr(call, name) for name in INPUTS]
     return tuple([x if isinstance(x, Tensor) else None for x in found])
 
@@ -215,6 +221,7 @@ def arguments_of(call: AttentionCall) -> Arguments:
     aligned, deterministic = call.mask.endswith("_bottom_right"), call.deterministic
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
+    own = fragment_operands(call.mask, call.score_mod)
     return Arguments(
         layout=call.layout,
         mask=call.mask,
@@ -231,6 +238,8 @@ def arguments_of(call: AttentionCall) -> Arguments:
         dropout_p=float(call.dropout_p),
         num_splits=call.num_splits or 0,
         bias_type="post_scale" if call.bias is None else call.bias_type,
+        score_mod=call.score_mod if isinstance(call.score_mod, str) else "",
+        numbers=numbers_of(own, dict(call.fragment_arguments), Tensor) if own else (),
     )
 
 

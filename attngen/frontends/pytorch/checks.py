@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from ...call import fragment_values
 from ...call.bias import sizes_of
 from ...call.numbers import Arguments
 from ...call.operands import (
@@ -32,6 +33,7 @@ from ...reference.subclasses import unreadable
 from ...reference.type_checks import is_flag
 from ...runtime.run_time import Extent
 from ...spec.attention_spec import MAX_HEAD_DIM
+from ...spec.masks import masks_of
 from ...spec.resolve import BIASES
 from . import bias, decode, lengths, schedule
 from .outputs import output_dtype
@@ -149,6 +151,8 @@ def violations(
     reasons += lengths.violations(q, k, v, optional, arguments, sequences)
     reasons += batch_violations(extents, arguments.layout, sequences)
     reasons += _variant_violations(extents["q"].heads, sequences, optional, arguments)
+    heads = extents["q"].heads
+    reasons += fragment_values.violations(optional, arguments, sequences, heads)
     reasons += _dropout_violations(optional["rng_state"], arguments.dropout_p)
     reasons += _mask_violations(optional["attn_mask"], sequences, extents, arguments)
     reasons += _bias_violations(q, optional["bias"], sequences, extents, arguments)
@@ -261,7 +265,7 @@ def _mask_violations(
 ) -> Iterator[str]:
     """Beside packed tokens nobody here knows how far a mask must reach, nor where it ends."""
     if attn_mask is None:
-        if arguments.mask == "arbitrary":
+        if masks_of(arguments.mask).arbitrary:
             yield "mask='arbitrary' needs attn_mask, bool, True = take part; got None"
         return
     if found := _misfit(attn_mask, torch.bool, sequences, extents, arguments.layout):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...call import fragment_values
 from ...call.bias import extent_of
 from ...call.cache import CallCache
 from ...call.numbers import Arguments
@@ -147,7 +148,7 @@ def _prepare(operands: Operands, arguments: Arguments, gather: bool, alone: bool
             if x is not None
         ),
         sources=(
-            *sources_of(carriers, optional, arguments.layout),
+            *sources_of(carriers, optional, arguments),
             *schedule.sources_of(table, "fwd"),
         ),
         outputs=(
@@ -168,6 +169,7 @@ def _prepare(operands: Operands, arguments: Arguments, gather: bool, alone: bool
     call = Forward(q, k, v, optional, arguments, gather, alone, extents, scalars, table)
     present = {name for _, name in prepared.operands} | {*prepared.names}
     absent = [name for name in (*INPUTS, *maxima) if name not in present]
+    absent += fragment_values.absent_from(optional, arguments)
     return _with_launches(prepared, call, absent)
 
 

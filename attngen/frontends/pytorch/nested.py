@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...call.table import AttentionCall, given_by, named
 from ...errors import SpecError
 from ...spec.layouts import Layout, parse
 
@@ -41,12 +42,13 @@ class Ragged:
         return self.offsets is other.offsets and self.lengths is other.lengths
 
 
-def attend(attention: Callable[..., Any], call: Mapping[str, Any]) -> Any:
+def attend(attention: Callable[..., Any], given: AttentionCall) -> Any:
     """`attention` of a call with nested operands: it gets their values and lengths, and its output
     becomes a nested tensor with the offsets of q.
 
     Raises: SpecError where operands cannot be what the layout's tokens are.
     """
+    call = named(given)
     layout = parse(call["layout"])
     carriers = {name: x for name in "qkv" if (x := call[name]) is not None}
     if reasons := [*_violations(layout, carriers, call)]:
@@ -68,7 +70,7 @@ def attend(attention: Callable[..., Any], call: Mapping[str, Any]) -> Any:
         if name in found:
             lengths |= found[name].arguments(side)
     values = {name: x.values() for name, x in nested.items()}
-    result = attention(**{**call, **values, **lengths})
+    result = attention(**{**given_by(given), **values, **lengths})
     if "q" not in found:
         return result
     out = result[0] if isinstance(result, tuple) else result

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from ... import reference
+from ...call.fragments import SLOTS, given_by
+from ...call.fragments import operands_of as fragment_operands
 from ...call.numbers import Arguments
 from ...call.operands import heads_of, unpacked
 from ...call.table import (
     DIFFERENTIABLE,
-    FUNCTIONS,
     INPUTS,
     OPTIONAL,
     AttentionCall,
@@ -62,7 +63,7 @@ def run(call: AttentionCall, checks_reads: bool = False) -> tuple[Tensor, Attent
     operands = operands_of(call)
     distributed = sharding.is_distributed(operands)
     if distributed:
-        sharding.refuse_functions({name: getattr(call, name) for name in FUNCTIONS})
+        sharding.refuse_functions(call.functions)
     elif not is_traced(operands) or _must_be_followed(call):
         return reference.run(call, checks_reads)
     reference.check(call)
@@ -91,9 +92,8 @@ def run(call: AttentionCall, checks_reads: bool = False) -> tuple[Tensor, Attent
 def _must_be_followed(call: AttentionCall) -> bool:
     """Whether an operation cannot stand for a call: one that is transformed, and may be
     differentiated twice, or that has functions, or numbers in tensors, which may have gradients."""
-    functions = [getattr(call, name) is not None for name in FUNCTIONS]
     numbers = [isinstance(getattr(call, name), Tensor) for name in _NUMBERS]
-    return has_transforms() or any(functions) or any(numbers)
+    return has_transforms() or bool(call.functions) or any(numbers)
 
 
 def _call_of(operands: Sequence[Tensor | None], rest: Sequence[Any]) -> AttentionCall:
@@ -102,6 +102,8 @@ def _call_of(operands: Sequence[Tensor | None], rest: Sequence[Any]) -> Attentio
     tables = given.pop("page_table_k"), given.pop("page_table_v")
     del given["schedule"]
     arguments = split(rest)[1]
+    slots = {name: given.pop(name) for name in SLOTS}
+    own = fragment_operands(arguments.mask, arguments.score_mod)
     most = (*rest[len(OPTIONAL) + len(Arguments._fields) :], None, None)[:2]
     return AttentionCall(
         **given,  # type: ignore[arg-type]  # q is there: the operation's schema
@@ -118,6 +120,8 @@ def _call_of(operands: Sequence[Tensor | None], rest: Sequence[Any]) -> Attentio
         out_dtype=None if arguments.out_dtype is None else dtype_of(arguments.out_dtype),
         return_max_logit=arguments.max_logit,
         return_amax=arguments.amax,
+        score_mod=arguments.score_mod or None,
+        fragment_arguments=given_by(own, slots, arguments.numbers),
         max_seqlen_q=most[0],
         max_seqlen_kv=most[1],
     )
@@ -177,7 +181,10 @@ def _wanted_of(operands: Sequence[Tensor | None], rest: Sequence[Any]) -> list[b
     flags = rest[len(OPTIONAL) + len(Arguments._fields) + 2 :]
     flags = (*flags, *[True] * (len(DIFFERENTIABLE) - len(flags)))
     asked = {*compress(DIFFERENTIABLE, flags)}
-    return [name in asked and x is not None for name, x in zip(INPUTS, operands, strict=True)]
+    return [
+        name in asked and x is not None and (name not in SLOTS or x.is_floating_point())
+        for name, x in zip(INPUTS, operands, strict=True)
+    ]
 
 
 # ---- for tracers, and for autograd

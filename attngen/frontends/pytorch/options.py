@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import torch
@@ -12,10 +13,11 @@ from .schedule import Schedule
 
 
 class Options(TypedDict, total=False):
-    """Each has the name and the type that `attention` says."""
+    """Each has the name and the type that `attention` says; in the end those that attngen's own
+    fragments add."""
 
     layout: str
-    mask: str | None
+    mask: str | Sequence[str] | None
     window: Window
     bottom_right: bool | None
     attn_mask: Tensor | None
@@ -39,7 +41,7 @@ class Options(TypedDict, total=False):
     page_table: Tensor | tuple[Tensor, Tensor] | None
     num_splits: int | None
     schedule: Schedule | None
-    score_mod: ScoreMod | None
+    score_mod: ScoreMod | str | Sequence[str] | None
     mask_mod: MaskMod | None
     block_mask: Any
     descale_q: Tensor | None
@@ -51,3 +53,5 @@ class Options(TypedDict, total=False):
     out_dtype: torch.dtype | None
     deterministic: bool | None
     backend: str
+    chunked: int
+    prefix: int | Tensor

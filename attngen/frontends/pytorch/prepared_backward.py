@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...call import fragment_values
 from ...call.bias import extent_of
 from ...call.numbers import Arguments
 from ...call.operands import extents_of, packed_sources, scalars_of, sources_of, spec_of, unpacked
@@ -143,12 +144,14 @@ def prepare_backward(
     carriers = {n: None if (x := given[n]) is None else _new(x) for n in "qkv"}
     call = Backward(given, arguments, wanted, gather, carriers, extents, scalars, dbias)
     returned = tuple(name for name in names_of(wanted) if carriers[CARRIER_OF[name]] is not None)
+    absent = [name for name, x in given.items() if x is None]
+    absent += fragment_values.absent_from(optional, arguments)
     prepared = PreparedBackward(
         device=q.device,
         names=tuple(name for name, x in given.items() if x is not None),
         outputs=call.new(returned),
         returned=returned,
-        fixed=dict.fromkeys((*UNREAD, *(name for name, x in given.items() if x is None)), 0),
+        fixed=dict.fromkeys((*UNREAD, *absent), 0),
         gathers=gather,
         of_sink=wanted.dsink,
         dbias=dbias,
@@ -226,7 +229,7 @@ def _with_launches(prepared: PreparedBackward, call: Backward, chosen: Chosen) -
         prepared,
         outputs=call.new(written),
         sources=(
-            *sources_of(call.given, call.optional, layout),
+            *sources_of(call.given, call.optional, call.arguments),
             *schedule.sources_of(table, "bwd"),
             *packed,
         ),

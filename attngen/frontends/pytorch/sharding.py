@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from ...call.fragments import operands_of
 from ...call.numbers import Arguments
 from ...call.table import CARRIERS, INPUTS, ROW_OF_OPERAND
 from ...errors import SpecError
@@ -39,10 +40,10 @@ def is_distributed(operands: Operands) -> bool:
     return any([x is not None and hasattr(x, "device_mesh") for x in operands])
 
 
-def refuse_functions(given: Mapping[str, Any]) -> None:
+def refuse_functions(names: Sequence[str]) -> None:
     """Raises: SpecError where a call of DTensors has functions, which see a rank's own heads and
-    sequences by their place among these alone."""
-    if names := [name for name, function in given.items() if function is not None]:
+    sequences by their place among these alone. names: of the arguments that are some."""
+    if names:
         raise SpecError(
             f"{', '.join(names)}: functions of heads and sequences do not know which a rank has; "
             "pass attn_mask or bias, or call with to_local() of whole heads and sequences"
@@ -64,11 +65,13 @@ def over_shards(attend: Callable[..., Outputs]) -> Callable[..., Outputs]:
 
 @dataclass(frozen=True)
 class _Sharded:
-    """How a call is parted: along each dimension of the mesh."""
+    """How a call is parted: along each dimension of the mesh. slots: axes of the operands of its
+    fragments."""
 
     mesh: DeviceMesh
     parted: tuple[Parted, ...]
     layout: Layout
+    slots: Mapping[str, tuple[tuple[str, ...], ...]]
 
     @classmethod
     def of(cls, operands: Mapping[str, Tensor | None], arguments: Arguments) -> _Sharded:
@@ -90,7 +93,8 @@ class _Sharded:
             raise SpecError(reasons)
         dims = range(mesh.ndim)
         found = [_parted_along(dim, carriers, layout, reasons) for dim in dims]
-        call = cls(mesh, tuple(found), layout)
+        own = operands_of(arguments.mask, arguments.score_mod)
+        call = cls(mesh, tuple(found), layout, {each.slot: each.shapes for each in own})
         reasons += call._violations(operands, arguments)
         if reasons:
             raise SpecError(reasons)
@@ -141,11 +145,12 @@ class _Sharded:
             carried = axes_of(self.layout, name)
             return carried.index(_AXIS[kind]) if _AXIS[kind] in carried else _WHOLE
         row = ROW_OF_OPERAND[name]
+        shapes = self.slots.get(name, row.shapes)
         if row.is_broadcast:
             axis = tensor.ndim - (4 if kind == "batch" else 3)
             return axis if axis >= 0 and tensor.shape[axis] > 1 else _WHOLE
         wanted = ("b",) if kind == "batch" else ("h_q", "h_kv")
-        axes = next((shape for shape in row.shapes if len(shape) == tensor.ndim), ())
+        axes = next((shape for shape in shapes if len(shape) == tensor.ndim), ())
         return next((place for place, axis in enumerate(axes) if axis in wanted), _WHOLE)
 
     def part_of(self, name: str, tensor: Tensor | None) -> Tensor | None:

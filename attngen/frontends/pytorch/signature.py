@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
+from ...call.fragments import SLOTS
 from ...call.numbers import Arguments
 from ...call.table import GRADIENT_OF, INPUTS, OPTIONAL, WantedGradients
 from ...errors import SpecError
@@ -24,6 +25,8 @@ def no_gradient(name: str) -> str | None:
     """Why kernels have no gradient of the operand of that name; None where they have."""
     if name in GRADIENT_OF:
         return None
+    if name in SLOTS:
+        return "operands of fragments have no gradient: detach them, or pass backend='reference'"
     return f"{name} has no gradient: detach it, or pass backend='reference'"
 
 
@@ -64,6 +67,7 @@ _TYPES = {
     float: "float",
     float | None: "float?",
     str | None: "str?",
+    tuple[float, ...]: "float[]",
 }
 
 
@@ -76,7 +80,7 @@ def schema() -> str:
 
 def _declaration(name: str, type_: Any) -> str:
     default = Arguments._field_defaults[name]
-    shown = f'"{default}"' if isinstance(default, str) else default
+    shown = f'"{default}"' if isinstance(default, str) else [] if default == () else default
     return f"{_TYPES[type_]} {name}={shown}"
 
 
@@ -87,7 +91,9 @@ def split(rest: Sequence[Any]) -> tuple[tuple[Tensor | None, ...], Arguments]:
     """
     count = len(OPTIONAL)
     tensors = (*rest[:count], *(None for _ in range(count - len(rest))))
-    return tensors, Arguments(*rest[count : count + len(Arguments._fields)])
+    arguments = Arguments(*rest[count : count + len(Arguments._fields)])
+    # The dispatcher hands over a list, which has no hash.
+    return tensors, arguments._replace(numbers=tuple(arguments.numbers))
 
 
 def wanted_of(rest: Sequence[Any], one_tensor: bool = False) -> WantedGradients:

@@ -73,7 +73,7 @@ def told(carriers, given, arguments):
         spec_of(q, k, v, optional, arguments),
         scalars_of(q, optional, arguments, extents),
         extents,
-        sources_of(carriers, optional, arguments.layout),
+        sources_of(carriers, optional, arguments),
         keys_of(extents, optional),
         str(output_dtype(q, arguments)),
     )

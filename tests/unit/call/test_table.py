@@ -10,7 +10,7 @@ import torch
 
 import attngen
 from attngen import reference
-from attngen.call import table
+from attngen.call import fragments, table
 from attngen.call.numbers import Arguments
 from attngen.frontends.pytorch import forward, on_reference  # noqa: F401  # define the operations
 from attngen.frontends.pytorch.options import Options
@@ -22,12 +22,14 @@ OPERANDS = (
     *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
     *("seqused_q", "seqused_kv", "page_table_k", "page_table_v", "alibi_slopes", "sink"),
     *("rng_state", "attn_mask", "bias", "schedule"),
+    *("fragment_0", "fragment_1", "fragment_2", "fragment_3"),
 )
 
 
 def test_signatures_are_those_of_the_table() -> None:
     expected = {row.name: (row.default, row.given) for row in table.ROWS.values()}
-    expected["q"] = (inspect.Parameter.empty, "Tensor")
+    expected |= {"q": (inspect.Parameter.empty, "Tensor")}
+    expected |= {"fragment_arguments": (inspect.Parameter.empty, "Any")}
     for function, rows in (
         (attngen.attention, table.ROWS),
         (reference.attention, table.REFERENCE_ROWS),
@@ -36,7 +38,8 @@ def test_signatures_are_those_of_the_table() -> None:
         found = {name: (x.default, x.annotation) for name, x in parameters.items()}
         assert found == {name: expected[name] for name in rows}
         by_name = {name for name, x in parameters.items() if x.kind == x.KEYWORD_ONLY}
-        assert by_name == {*rows} - {*table.CARRIERS}
+        assert by_name == {*rows} - {*table.CARRIERS, "fragment_arguments"}
+        assert parameters["fragment_arguments"].kind == inspect.Parameter.VAR_KEYWORD
 
 
 def test_reference_refuses_what_is_no_argument_of_it() -> None:
@@ -47,13 +50,20 @@ def test_reference_refuses_what_is_no_argument_of_it() -> None:
 
 
 def test_type_checkers_see_the_arguments_that_do_not_decide_what_is_returned() -> None:
-    decides = {*table.DECIDING, *table.CARRIERS}
+    decides = {*table.DECIDING, *table.CARRIERS, "fragment_arguments"}
     expected = {row.name: row.given for row in table.ROWS.values() if row.name not in decides}
-    assert {name: x.__forward_arg__ for name, x in Options.__annotations__.items()} == expected
+    found = {name: x.__forward_arg__ for name, x in Options.__annotations__.items()}
+    types = {"scalar": "int", "sequence": "int | Tensor"}  # of attngen's own fragments
+    for each in fragments.operands_of("chunked", None) + fragments.operands_of("prefix", None):
+        assert found.pop(each.name) == types[each.operand.domain]
+    assert {*found} == {*expected} and found == expected
+    shipped = [each for axis in fragments.KNOWN.values() for each in axis.values() if each.called]
+    added = {o.name for each in shipped if each.text is None for o in each.operands}
+    assert added == {"chunked", "prefix"}
 
 
 def test_specs_are_derived_of_every_argument() -> None:
-    assert {*CALL_ARGUMENTS} == table.ROWS.keys() - {*table.CARRIERS}
+    assert {*CALL_ARGUMENTS} == table.ROWS.keys() - {*table.CARRIERS, "fragment_arguments"}
     features = {row.feature for row in table.ROWS.values() if row.feature}
     assert features < {each.name for each in dataclasses.fields(AttentionSpec)}
 
@@ -89,4 +99,5 @@ def test_every_tensor_has_a_dtype_and_a_shape_where_no_layout_says_it() -> None:
 
 def test_operands_with_a_number_for_each_head_have_strides() -> None:
     found = {name for name, row in table.ROWS.items() if row.has_heads}
-    assert found == {"descale_q", "descale_k", "descale_v", "alibi_slopes", "sink"}
+    slopes = {"alibi_slopes", "sink", "fragment_arguments"}
+    assert found == {"descale_q", "descale_k", "descale_v", *slopes}

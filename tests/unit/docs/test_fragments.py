@@ -1,36 +1,36 @@
 """The example of docs/internals/adding-a-fragment.md: its files compile and do what they say, alone
-and in kernels."""
+and in calls, on kernels and on the reference."""
 
 from __future__ import annotations
 
 import ctypes
 import re
-import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from attngen.call.operands import extent
+import attngen
 from attngen.compiler.builder import render_problem
 from attngen.compiler.compile import compile_source
 from attngen.fragments import features
 from attngen.io import files
+from attngen.kernels.fill import emit_fragment
 from attngen.kernels.plan import plans
-from attngen.runtime import launch, run_time
 from attngen.spec.attention_spec import AttentionSpec
 from attngen.spec.resolve import resolve
 from tests.emulator import device
+from tests.support.own_fragments import kept
 from tests.support.paths import ROOT
 from tests.unit.conftest import EXCERPT, HOST_HEAD
 
-PAGE = ROOT / "docs" / "internals" / "adding-a-fragment.md"
-FILES = dict(re.findall(r"^```jinja templates/(\S+)\n(.*?)^```$", PAGE.read_text(), re.M | re.S))
+PAGE = (ROOT / "docs" / "internals" / "adding-a-fragment.md").read_text()
+FILES = dict(re.findall(r"^```jinja templates/(\S+)\n(.*?)^```$", PAGE, re.M | re.S))
+CALLS = "".join(re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S))
 HARNESS = """
-extern "C" int sees(int prefix, int i, int j, int q_len, int kv_len, int delta) {
+extern "C" int sees(int block, int i, int j, int q_len, int kv_len, int delta) {
   const Context ctx = {0, 0, q_len, kv_len, delta};
-  const PrefixMask mask = {prefix};
+  const BlockCausalMask mask = {block};
   const Range row = mask.row_range(ctx, i), column = mask.col_range(ctx, j);
   const bool by_row = row.lo <= j && j < row.hi, by_column = column.lo <= i && i < column.hi;
   return by_row == by_column ? by_row : -1;
@@ -45,35 +45,39 @@ extern "C" float grad(float coolness, float score) {
 """
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    """The shipped templates and those of the page."""
-    folder = Path(shutil.copytree(files.templates_dir(), tmp_path_factory.mktemp("docs") / "t"))
-    for name, text in FILES.items():
-        (folder / name).write_text(text)
-    return folder
+@pytest.fixture(scope="module", autouse=True)
+def page_files(tmp_path_factory):
+    """The page's fragments, registered as those of one's own."""
+    folder = tmp_path_factory.mktemp("docs")
+    with kept():
+        for name, text in FILES.items():
+            path = folder / name
+            path.parent.mkdir()
+            path.write_text(text)
+            attngen.register_fragment(path)
+        yield
 
 
 @pytest.fixture(scope="module")
-def code(root, compile_cpp):
-    from attngen.kernels.fill import emit_fragment
-
-    known = features.scan(root)
-    structs = [known["mask"]["prefix"], known["score"]["temperature"]]
-    text = HOST_HEAD + "\n".join(emit_fragment(root, each) for each in structs) + HARNESS
+def code(compile_cpp):
+    known = features.scan()
+    structs = [known["mask"]["block_causal"], known["score"]["temperature"]]
+    emitted = [emit_fragment(files.templates_dir(), each) for each in structs]
+    text = HOST_HEAD + "\n".join(emitted) + HARNESS
     return ctypes.CDLL(str(compile_cpp(text, *EXCERPT)))
 
 
-def test_page_has_a_mask_and_a_score() -> None:
-    assert [*FILES] == ["mask/prefix.cuh.j2", "score/temperature.cuh.j2"]
+def test_page_has_a_mask_a_score_and_calls_of_them() -> None:
+    assert [*FILES] == ["mask/block_causal.cuh.j2", "score/temperature.cuh.j2"]
+    assert CALLS.count("attngen.attention(") == 3
 
 
 @pytest.mark.parametrize("delta", [0, 3, -2])
-def test_mask_sees_the_prefix_and_the_past(code, delta) -> None:
-    for prefix in range(6):
+def test_mask_sees_its_block_and_those_before(code, delta) -> None:
+    for block in range(1, 6):
         for i, j in np.ndindex(7, 9):
-            wanted = j < prefix or j <= i + delta
-            assert code.sees(prefix, i, j, 7, 9, delta) == wanted, (prefix, i, j)
+            wanted = j // block <= (i + delta) // block
+            assert code.sees(block, i, j, 7, 9, delta) == wanted, (block, i, j)
 
 
 def test_score_derivative_is_that_of_its_value(code) -> None:
@@ -83,55 +87,52 @@ def test_score_derivative_is_that_of_its_value(code) -> None:
         assert code.apply(*given) == coolness * score and code.grad(*given) == coolness
 
 
-def test_mask_is_named_in_a_spec_and_both_compile_in_both_directions(root, make_problem) -> None:
-    known = features.scan(root)
-    (named,) = resolve(AttentionSpec(head_dim=128, mask="prefix"), known)
-    assert named.masks == ("prefix",)
-    forward = make_problem(128, masks=("prefix",), scores=("temperature",))
-    for problem in (forward, forward.backward()):
+def test_both_are_named_in_a_spec_and_compile_in_both_directions() -> None:
+    spec = AttentionSpec(
+        head_dim=128,
+        mask="block_causal+chunked",
+        score_mod="temperature",
+        directions=("fwd", "bwd"),
+    )
+    for problem in resolve(spec, features.scan()):
+        assert problem.masks == ("block_causal", "chunked")
         for plan in plans(problem, "sm_90a"):
-            source = render_problem(problem, plan, root)
+            source = render_problem(problem, plan)
             binary, _ = compile_source(source, problem, "sm_90a")
             assert binary.resources.spill_bytes == 0
             if plan.family.startswith("sm90"):
-                wanted = {"arg_prefix", "arg_coolness", "arg_coolness_stride_head"}
+                wanted = {"arg_block", "arg_chunked", "arg_coolness", "arg_coolness_stride_head"}
                 assert wanted <= {field.name for field in source.kernel.fields}
 
 
-def run(root, folder, problem, tensors, numbers):
-    """Runs the kernels of a problem on the host; what they write is among the tensors."""
-    extents = {name: extent(x, "bshd") for name, x in tensors.items() if x.ndim == 4}
-    scalars = run_time.Scalars(problem.head_dim_qk**-0.5, numbers=numbers)
-    emulator = device.Emulator(folder)
-    with device.emulated(emulator):
-        for plan in plans(problem, "sm_90a"):
-            loaded = emulator.load(*emulator.build(problem, plan, "sm_90a", root), 0)
-            sizes = run_time.workspace_bytes(loaded.kernel, extents["q"])
-            for name in sizes.keys() - tensors.keys():  # kernels share them
-                tensors[name] = torch.zeros(sizes[name], dtype=torch.uint8)
-            addresses = {name: x.data_ptr() for name, x in tensors.items()} | {"dlse": 0}
-            launch.launch(launch.prepare(loaded, extents, scalars), addresses, 0)
+def test_calls_of_the_page_are_those_of_the_reference() -> None:
+    q, k, v = (torch.randn(1, 300, 2, 16) for _ in "qkv")
+    found: dict = {"attngen": attngen, "q": q, "k": k, "v": v, "coolness": torch.tensor([0.5, 2])}
+    for line in CALLS.strip().splitlines():
+        exec(line, found)
+        assert found["out"].shape == q.shape and not found["out"].isnan().any()
 
 
 @pytest.mark.slow
-def test_kernels_of_both_are_right(root, tmp_path, make_problem) -> None:
-    length, prefix = 300, 170
-    problem = make_problem(64, masks=("prefix",), scores=("temperature",))
+def test_kernels_of_both_are_right(tmp_path) -> None:
+    length, block = 300, 128
     generator = torch.Generator().manual_seed(0)
-    q, k, v, d_o = (torch.randn(1, length, 2, 64, generator=generator).bfloat16() for _ in "qkvd")
+    tensors = [torch.randn(1, length, 2, 64, generator=generator).bfloat16() for _ in "qkvo"]
+    *leaves, d_o = [x.requires_grad_() for x in tensors]
     coolness = torch.tensor([0.5, 2.0])
-    empty = {name: torch.full_like(q, torch.nan) for name in ("o", "dq", "dk", "dv")}
-    given = {"q": q, "k": k, "v": v, "arg_coolness": coolness, "lse": torch.empty(1, 2, length)}
-    numbers = {"arg_prefix": prefix, "arg_coolness_stride_head": 1}
-    run(root, tmp_path, problem, (found := given | {"o": empty["o"]}), numbers)
-    run(root, tmp_path, problem.backward(), (back := found | empty | {"d_o": d_o}), numbers)
+    with device.emulated(device.Emulator(tmp_path)):
+        out = attngen.attention(
+            *leaves, mask="block_causal", block=block, score_mod="temperature",
+            coolness=coolness, backend="cuda",
+        )  # fmt: skip
+        found = (out, *torch.autograd.grad(out, leaves, d_o.detach()))
 
-    exact = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    exact = [x.detach().double().transpose(1, 2).requires_grad_() for x in leaves]
     scores = exact[0] @ exact[1].mT / 8 * coolness[:, None, None]
-    seen = torch.ones(length, length, dtype=torch.bool).tril()
-    seen[:, :prefix] = True
-    out = scores.where(seen, -torch.inf).softmax(-1) @ exact[2]
-    gradients = torch.autograd.grad(out, exact, d_o.double().transpose(1, 2))
-    for name, wanted in zip(("o", "dq", "dk", "dv"), (out, *gradients), strict=True):
-        error = (back[name].transpose(1, 2) - wanted).abs().max()
-        assert error < 0.01 * wanted.abs().max(), name
+    blocks = torch.arange(length) // block
+    seen = blocks[:, None] >= blocks
+    wanted = scores.where(seen, -torch.inf).softmax(-1) @ exact[2]
+    gradients = torch.autograd.grad(wanted, exact, d_o.detach().double().transpose(1, 2))
+    for name, one, other in zip(("o", "dq", "dk", "dv"), found, (wanted, *gradients), strict=True):
+        error = (one.transpose(1, 2) - other).abs().max()
+        assert error < 0.01 * other.abs().max(), name

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import (
 )
 
 from attngen.reference import attention, visible
-from attngen.reference.masks import MASKS
+from attngen.spec.masks import PLAIN_MASKS as MASKS
 
 # Eager flex_attention is slow, which is no concern for an oracle.
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

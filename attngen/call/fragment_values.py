@@ -1,0 +1,72 @@
+"""Operands of fragments, as operations take them and kernels read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from .fragments import SLOTS, FragmentOperand, as_number, operands_of
+from .numbers import Arguments
+from .tensors import Described, dtype_name
+
+Optional = Mapping[str, "Described | None"]
+
+
+def numbers_of(optional: Optional, arguments: Arguments) -> dict[str, int | float]:
+    """Run-time values of the kernels' parameters: numbers, and strides of tensors."""
+    numbers: dict[str, int | float] = {}
+    for each in operands_of(arguments.mask, arguments.score_mod):
+        if each.number >= 0:
+            end = "_of_all" if each.operand.axes else ""
+            value = as_number(each.operand, arguments.numbers[each.number])
+            numbers[each.parameter + end] = value
+        numbers |= dict(_strides_of(each, optional.get(each.slot)))
+    return numbers
+
+
+def _strides_of(each: FragmentOperand, tensor: Described | None) -> Iterator[tuple[str, int]]:
+    """Elements from one index of an axis to the next, 0 over one, and along axes that it lacks."""
+    axes = each.operand.axes
+    found = dict.fromkeys(axes, 0)
+    if tensor is not None:
+        own = axes[len(axes) - tensor.ndim :]
+        steps = zip(own, tensor.shape, tensor.stride(), strict=True)
+        found |= {axis: stride if size > 1 else 0 for axis, size, stride in steps}
+    return ((f"{each.parameter}_stride_{axis}", stride) for axis, stride in found.items())
+
+
+def sources_of(optional: Optional, arguments: Arguments) -> tuple[tuple[str, str, int], ...]:
+    """Parameters that hold addresses of tensors, with the operations' names of these."""
+    found = operands_of(arguments.mask, arguments.score_mod)
+    return tuple((x.parameter, x.slot, 0) for x in found if optional.get(x.slot) is not None)
+
+
+def absent_from(optional: Optional, arguments: Arguments) -> tuple[str, ...]:
+    """Parameters that hold no address, since a number stands for the tensor."""
+    found = operands_of(arguments.mask, arguments.score_mod)
+    return tuple(x.parameter for x in found if x.slot and optional.get(x.slot) is None)
+
+
+def violations(
+    optional: Optional, arguments: Arguments, sequences: int, heads: int
+) -> Iterator[str]:
+    """Find what kernels cannot take of the operands of a call's fragments."""
+    wanted = operands_of(arguments.mask, arguments.score_mod)
+    count = sum(each.number >= 0 for each in wanted)
+    if len(arguments.numbers) != count:
+        yield f"numbers: the fragments of this call have {count}, got {len(arguments.numbers)}"
+    sizes = {"b": sequences, "h_q": heads}
+    for each in wanted:
+        tensor = optional.get(each.slot)
+        dtype = "int32" if each.operand.dtype == "i32" else "float32"
+        shapes = [tuple(sizes[axis] for axis in shape) for shape in each.shapes]
+        if tensor is None and each.number < 0:
+            yield f"{each.slot} is {each.name}, which {each.fragment.name} needs; got None"
+        elif tensor is not None and (
+            dtype_name(tensor) != dtype or tuple(tensor.shape) not in shapes
+        ):
+            got = f"{dtype_name(tensor)} {list(tensor.shape)}"
+            needs = " or ".join(str(list(shape)) for shape in shapes)
+            yield f"{each.slot} is {each.name}, {dtype} {needs}; got {got}"
+    for slot in set(SLOTS) - {each.slot for each in wanted}:
+        if optional.get(slot) is not None:
+            yield f"{slot} is an operand of no fragment that this call names"

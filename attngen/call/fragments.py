@@ -1,0 +1,144 @@
+"""Arguments that fragments add to a call: which there are, and where operations take them.
+
+A mask or a score that a call names has its operands passed under their names. Operations take
+tensors in the places `SLOTS`, and numbers in one list, both in the order of the call's fragments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..fragments.features import scan
+from ..fragments.header import PREFIX, Fragment, Operand
+from ..io.text import suggestion
+from ..spec.attention_spec import AttentionSpec
+from ..spec.fragment_checks import MOST_TENSORS, called_fragments
+from ..spec.masks import PLAIN_MASKS
+
+KNOWN = scan()  # here, not in a call: torch.compile cannot trace file access
+SLOTS = tuple(f"fragment_{place}" for place in range(MOST_TENSORS))
+"""Names of the operations' tensors that hold operands of fragments."""
+
+
+@dataclass(frozen=True)
+class FragmentOperand:
+    """An operand of a fragment that a call names.
+
+    slot: the operations' tensor that may hold it, empty where none may. number: its place among
+    the operations' numbers, −1 where none stands for it.
+    """
+
+    fragment: Fragment
+    operand: Operand
+    slot: str
+    number: int
+
+    @property
+    def name(self) -> str:
+        """The argument's name."""
+        return self.operand.name
+
+    @property
+    def parameter(self) -> str:
+        """The name of the kernels' parameter."""
+        return PREFIX + self.operand.name
+
+    @property
+    def shapes(self) -> tuple[tuple[str, ...], ...]:
+        """Axes of the tensors that a call may pass."""
+        of_domain: dict[str, tuple[tuple[str, ...], ...]] = {
+            "sequence": (("b",),),
+            "head": (("h_q",),),
+            "batch_head": (("h_q",), ("b", "h_q")),
+        }
+        return of_domain.get(self.operand.domain, ())
+
+
+def argument_names() -> set[str]:
+    """Every argument that some fragment adds."""
+    called = (each for axis in KNOWN.values() for each in axis.values() if each.called)
+    return {operand.name for each in called for operand in each.operands}
+
+
+def split_arguments(
+    function: str, rows: Mapping[str, Any], given: Mapping[str, Any]
+) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]]:
+    """The arguments that the table has, and those that fragments add, None left out.
+
+    Raises: TypeError, as Python does, where the function has no argument of a name.
+    """
+    unknown = [name for name in given if name not in rows]
+    if not unknown:
+        return dict(given), ()
+    added = argument_names()
+    for name in unknown:
+        if name not in added:
+            meant = suggestion(name, (*rows, *added))
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{meant}")
+    own = {name: x for name, x in given.items() if name in rows}
+    return own, tuple((name, given[name]) for name in unknown if given[name] is not None)
+
+
+def fragments_of(mask: object, score_mod: object) -> tuple[Fragment, ...]:
+    """The fragments that a call names, in the order in which kernels have them, but for a causal
+    mask alone."""
+    if not isinstance(mask, str) or (mask in PLAIN_MASKS and not isinstance(score_mod, str)):
+        return ()
+    named = score_mod if isinstance(score_mod, str) and score_mod else False
+    return called_fragments(AttentionSpec(head_dim=1, mask=mask, score_mod=named), KNOWN)
+
+
+def operands_of(mask: object, score_mod: object) -> tuple[FragmentOperand, ...]:
+    """The operands of the fragments that a call names, with their places."""
+    if mask in PLAIN_MASKS and not score_mod:
+        return ()
+    found: list[FragmentOperand] = []
+    slots, numbers = 0, 0
+    for fragment in fragments_of(mask, score_mod):
+        for operand in fragment.operands:
+            held = bool(operand.axes)
+            counted = operand.domain in ("scalar", "sequence")
+            slot = SLOTS[slots] if held and slots < len(SLOTS) else ""
+            found.append(FragmentOperand(fragment, operand, slot, numbers if counted else -1))
+            slots, numbers = slots + held, numbers + counted
+    return tuple(found)
+
+
+def slot_tensors(
+    operands: Iterable[FragmentOperand], given: Mapping[str, Any], tensor_type: type
+) -> dict[str, Any]:
+    """The tensors of a call by the operations' names for them."""
+    return {
+        each.slot: given[each.name]
+        for each in operands
+        if each.slot and isinstance(given.get(each.name), tensor_type)
+    }
+
+
+def numbers_of(
+    operands: Iterable[FragmentOperand], given: Mapping[str, Any], tensor_type: type
+) -> tuple[float, ...]:
+    """The operations' numbers of a checked call; 0 where a tensor holds them."""
+    counted = (given.get(each.name, 0) for each in operands if each.number >= 0)
+    return tuple([0.0 if isinstance(x, tensor_type) else float(x) for x in counted])
+
+
+def given_by(
+    operands: Iterable[FragmentOperand], tensors: Mapping[str, Any], numbers: Sequence[float]
+) -> tuple[tuple[str, Any], ...]:
+    """The arguments of a call that the operations' tensors and numbers stand for."""
+    found: list[tuple[str, Any]] = []
+    for each in operands:
+        tensor = tensors.get(each.slot)
+        if tensor is not None:
+            found.append((each.name, tensor))
+        elif each.number >= 0:
+            found.append((each.name, as_number(each.operand, numbers[each.number])))
+    return tuple(found)
+
+
+def as_number(operand: Operand, value: float) -> int | float:
+    """A number in the type that an operand has."""
+    return float(value) if operand.dtype == "f32" else int(value)

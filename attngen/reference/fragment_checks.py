@@ -1,0 +1,105 @@
+"""Checks of the masks and scores that a call names, and of what it passes to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..call.fragments import KNOWN, FragmentOperand, operands_of
+from ..call.table import AttentionCall
+from ..fragments.header import Operand
+from ..spec.attention_spec import AttentionSpec
+from ..spec.fragment_checks import check_fragments, mask_names
+from ..spec.masks import PLAIN_MASKS, masks_of
+from .fp8_checks import FLOATS
+from .operands import Operands
+from .sizes import agree_all
+from .wording import kind_of, shape_of
+
+_INT32 = 1 << 31
+
+
+def fragment_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
+    """Find what is wrong with the masks and scores of a call, and with their arguments."""
+    scored = isinstance(call.score_mod, str) or call.fragment_arguments
+    if call.mask in PLAIN_MASKS and not scored:
+        return
+    if not isinstance(call.mask, str) or _unknown(call.mask):
+        others = [name for name in mask_names(KNOWN) if name not in PLAIN_MASKS]
+        all_ = ", ".join((*PLAIN_MASKS, *others))
+        yield f"mask={call.mask!r} is not a mask. Use one of {all_}."
+        return
+    named = call.score_mod if isinstance(call.score_mod, str) else False
+    spec = AttentionSpec(head_dim=1, mask=call.mask, score_mod=named)
+    wrong = [f"{violation.reason}." for violation in check_fragments(spec, KNOWN)]
+    yield from wrong
+    if not wrong:
+        yield from _argument_violations(call, operands)
+
+
+def _unknown(mask: str) -> bool:
+    """Whether a mask's name is none, or joins one that is none."""
+    known = mask_names(KNOWN)
+    return any(word not in known for word in masks_of(mask).fragments)
+
+
+def _argument_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
+    given = dict(call.fragment_arguments)
+    wanted = operands_of(call.mask, call.score_mod)
+    for name in given.keys() - {each.name for each in wanted}:
+        owners = [
+            f"mask={each.name!r}" if each.axis == "mask" else f"score_mod={each.name!r}"
+            for fragments in KNOWN.values()
+            for each in fragments.values()
+            if each.called and name in [operand.name for operand in each.operands]
+        ]
+        yield f"{name} belongs to {' or '.join(owners)}; pass that, or leave {name} out."
+    for each in wanted:
+        if each.name not in given:
+            what = f"{each.fragment.axis} {each.fragment.name!r} needs {each.name}"
+            yield f"{what}: {each.operand.doc} Pass {_wanted(each, operands)}."
+        elif reason := _misfit(each, given[each.name], operands):
+            yield reason
+
+
+def _wanted(each: FragmentOperand, operands: Operands) -> str:
+    """The values that an operand may have, in words."""
+    sizes = {"b": operands.batch, "h_q": operands.h_q}
+    dtype = "int32" if each.operand.dtype == "i32" else "float32"
+    shapes = [", ".join(f"{axis}={sizes[axis]}" for axis in shape) for shape in each.shapes]
+    found = [f"{dtype} [{shape}]" for shape in shapes]
+    if each.number >= 0:
+        found = [_number_wanted(each.operand), *found]
+    return " or ".join(found)
+
+
+def _number_wanted(operand: Operand) -> str:
+    kind = "a number" if operand.dtype == "f32" else "an int"
+    return kind if operand.minimum is None else f"{kind} >= {operand.minimum}"
+
+
+def _misfit(each: FragmentOperand, value: object, operands: Operands) -> str | None:
+    """Why a value cannot be an operand's; None where it can."""
+    needs = f"{each.name} needs {_wanted(each, operands)}"
+    if not isinstance(value, Tensor):
+        if each.number >= 0 and _is_number(value, each.operand):
+            return None
+        return f"{needs}; got {kind_of(value)}. Pass one."
+    sizes = {"b": operands.batch, "h_q": operands.h_q}
+    shapes = [tuple(sizes[axis] for axis in shape) for shape in each.shapes]
+    dtypes = (torch.int32,) if each.operand.dtype == "i32" else FLOATS
+    fits = value.dtype in dtypes and any(agree_all(value.shape, shape) for shape in shapes)
+    return None if fits else f"{needs}; got {shape_of(value)}. Make it such a tensor."
+
+
+def _is_number(value: object, operand: Operand) -> bool:
+    """Whether this is a number that an operand may be."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    if operand.dtype != "f32" and not isinstance(value, int):
+        return False
+    if operand.dtype == "i32" and not -_INT32 <= value < _INT32:
+        return False
+    return operand.minimum is None or value >= operand.minimum
