@@ -177,9 +177,12 @@ class CheckedCall:
     ) -> tuple[Tensor, AttentionAux]:
         """The output, and by-products of results of these names."""
         found, asked = dict(zip(names, results, strict=True)), self.arguments
+        max_logit = found.get("max_logit") if asked.max_logit else None
+        if asked.max_logit and max_logit is None:  # of no heads, which no kernel writes
+            max_logit = found["lse"].new_empty(0)
         return found["o"], AttentionAux(
             lse=found["lse"],
-            max_logit=found.get("max_logit") if asked.max_logit else None,
+            max_logit=max_logit,
             rng_state=rng_state,
             amax_s=found.get("amax_s") if asked.amax else None,
             amax_o=found.get("amax_o") if asked.amax else None,
