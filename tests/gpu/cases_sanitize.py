@@ -164,7 +164,7 @@ class LargeSplitCase:
 
 @dataclass(frozen=True)
 class FoldedCase:
-    """The same call by grids whose second and third axis have two places, fewer than it wants."""
+    """A call by grids whose second and third axis have two places, fewer than it wants."""
 
     case: Call | LargeCase
 

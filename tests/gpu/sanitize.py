@@ -184,7 +184,7 @@ def run_variant(variant: Variant, device: torch.device) -> None:
 
 
 def run_large_split(case: LargeSplitCase, device: torch.device) -> None:
-    """As `run`."""
+    """Run, as `run` does, a call with large scores whose keys are split."""
     operands, more = case.operands(), {"mask": "causal_bottom_right", "softmax_scale": 0.125}
     wanted, expected = reference.attention(*(x.float() for x in operands), **more)
     out, aux = attngen.attention(
