@@ -9,7 +9,7 @@ JOINT = "+"  # between the names of masks that intersect, and of scores that fol
 BOTTOM_RIGHT = "_bottom_right"
 PADDING_MASKS = {"padding": "none", "padding_causal": "causal"}  # and what else they mask
 
-
+_UNALIGNED = ("none", "padding", "arbitrary")
 PLAIN_MASKS = (
     *("none", "causal", "causal_bottom_right", "padding", "padding_causal"),
     *("padding_causal_bottom_right", "arbitrary"),
@@ -51,6 +51,8 @@ def masks_of(name: str) -> Masks:
 
 
 def _parse(name: str) -> Masks:
+    if name.removesuffix(BOTTOM_RIGHT) in _UNALIGNED and name.endswith(BOTTOM_RIGHT):
+        return Masks((name,))  # which no fragment has: alone they have no diagonal
     words, bottom_right = [], False
     for word in name.split(JOINT):
         base = word.strip().removesuffix(BOTTOM_RIGHT)
