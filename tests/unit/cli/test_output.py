@@ -162,7 +162,7 @@ def test_log_lines_are_escaped() -> None:
     assert_safe(PrintableFormatter("%(message)s").format(record), forged=False)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize(
     "command",

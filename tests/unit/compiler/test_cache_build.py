@@ -96,6 +96,7 @@ def test_build_second_call_is_a_hit_with_equal_result(cache: Cache) -> None:
     assert cache.verify(lambda problem, plan: render_problem(problem, plan).sha256) == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("machine", ["", NO_COMPILER], ids=["same toolchain", "no compiler"])
 @pytest.mark.parametrize("disabled", ["0", "1"])
 def test_hit_needs_neither_templates_engine_nor_compiler(

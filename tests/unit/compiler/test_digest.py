@@ -265,7 +265,7 @@ def test_generator_holds_every_module_that_shapes_a_kernel() -> None:
     assert modules - CHOOSES <= {*digest.GENERATOR}, "a kernel may come of it"
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", digest.GENERATOR)
 def test_key_any_module_that_generates_edited_differs(name: str, checkout: Path) -> None:
     """By a comment in it, which shapes nothing: bytes count."""

@@ -41,7 +41,7 @@ def pairs(seen: np.ndarray, keys: int, block: int, of_padding: bool) -> np.ndarr
     return padded.reshape(shape).swapaxes(1, 2)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("corner", (0, 1), ids=("top_left", "bottom_right"))
 @pytest.mark.parametrize("masks", MASK_LISTS, ids=lambda masks: "+".join(masks) or "none")
 def test_query_block_ranges_small_lengths_visit_what_sees_them(

@@ -57,11 +57,13 @@ def test_training_whose_losses_part_fails(train, monkeypatch):
     assert train.main([]) == 1
 
 
+@pytest.mark.slow
 def test_generating_over_pages_gives_the_tokens_of_the_reference(generate, capsys):
     assert generate.main(["--tokens", "3"]) == 0
     assert capsys.readouterr().out.count("3 written, 3 as the reference") == 3
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_generating_in_any_chunks_gives_the_same_tokens(generate):
     """Sequences that end their prompts at different steps, one that has nothing left to do."""

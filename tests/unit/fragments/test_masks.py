@@ -147,6 +147,7 @@ def test_ranges_any_length_hold_exactly_the_visible_keys(masks, mask_library, da
     assert (first <= i < last) == seen
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("masks", MASK_LISTS, ids=lambda masks: "+".join(masks) or "none")
 def test_ranges_longest_lengths_never_overflow(masks, mask_source, compile_cpp) -> None:
     traps = ("-fsanitize=undefined", "-fsanitize-undefined-trap-on-error")

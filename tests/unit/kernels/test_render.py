@@ -313,6 +313,7 @@ def test_render_mistake_in_a_template_is_an_error_not_an_empty_word(
         render(make_problem(64), root=templates)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("masks", "scores"),
     [

@@ -69,6 +69,7 @@ def test_fuzz_overwritten_bytes_with_the_right_digest(
     opens_or_is_refused(path, reseal(bytes(data[: len(good)])))
 
 
+@pytest.mark.slow
 @FUZZ
 @given(st.integers(0, 10_000), st.integers(0, 200), st.binary(max_size=30))
 def test_fuzz_cut_and_inserted_bytes_with_the_right_digest(
@@ -87,6 +88,7 @@ def test_fuzz_arbitrary_bytes_with_the_right_digest(path: Path, data: bytes) -> 
         Bundle(path)
 
 
+@pytest.mark.slow
 @FUZZ
 @given(st.binary(max_size=60), st.integers(0, 2**33), st.integers(0, 9), st.booleans())
 def test_fuzz_any_stream_of_any_size_in_the_place_of_a_cubin(
@@ -126,6 +128,7 @@ def _places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [at, *(place for key, each in inner for place in _places(each, (*at, key)))]
 
 
+@pytest.mark.slow
 @FUZZ
 @given(st.integers(0, 10_000), JSON)
 def test_fuzz_any_value_anywhere_in_the_manifest(path: Path, number: int, new: Any) -> None:

@@ -152,6 +152,7 @@ def serve(stripped: Path, code: str, *arguments: str, **environment: str) -> obj
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_server_call_with_a_bundle_gets_to_the_launch(
     stripped: Path, built: tuple[Path, Path], tmp_path: Path
 ) -> None:

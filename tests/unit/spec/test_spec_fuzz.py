@@ -74,6 +74,7 @@ def check(specs: tuple[AttentionSpec, ...]) -> None:
             assert error.reasons
 
 
+@pytest.mark.slow
 @FUZZ
 @given(FILES)
 @example({"kernel": [{"head_dim": [64] * 50, "mask": ["none"] * 50, "dtype": ["bf16"] * 50}]})
@@ -105,6 +106,7 @@ def depth(value: Any) -> int:
     return isinstance(value, dict) + max(map(depth, inner), default=0)
 
 
+@pytest.mark.slow
 @settings(FUZZ, max_examples=2000)
 @given(st.lists(st.sampled_from(MARKS) | st.text(max_size=2), max_size=12).map("".join))
 @example("x = '''a'''''\n")

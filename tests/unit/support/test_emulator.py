@@ -150,7 +150,7 @@ def test_sound_kernel_is_right_at_any_time(timing, folder):
             assert agree(*call(seed))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_found(name, folder, monkeypatch):
     before, after, timing, found_as = FAULTS[name]

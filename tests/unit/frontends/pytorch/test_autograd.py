@@ -290,6 +290,7 @@ def test_op_called_with_its_operands_alone_has_gradients(kernels):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("module", ["attention", "forward"])
 def test_module_that_runs_the_forward_brings_its_gradient_along(module):
     code = (

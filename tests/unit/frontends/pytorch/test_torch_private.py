@@ -227,6 +227,7 @@ torch.testing.assert_close(found, want, rtol=2e-2, atol=2e-2)
 """
 
 
+@pytest.mark.slow
 def test_calls_are_right_where_torch_has_none_of_them():
     """Nothing then stands in for the dispatcher, which reaches the operations."""
     names = [name for name in NAMES if name not in OF_CUDA]

@@ -86,7 +86,7 @@ def dimensions(beside):
     return {0: dims["b"], 1: dims["s"]}, {0: dims["b"], 1: dims["t"]}, named
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strict", [False, True], ids=["not strict", "strict"])
 @pytest.mark.parametrize("name", BESIDE)
 def test_exported_call_is_one_operation_that_runs_at_other_sizes(served, name, strict):
@@ -124,6 +124,7 @@ def test_exported_call_of_packed_tokens_takes_other_numbers_of_them(served, stri
         torch.testing.assert_close(program(*given), layer(*given))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["nothing", "attn_mask", "lengths"])
 def test_compiled_call_serves_many_sizes_with_one_graph(served, name):
     make, _, arguments = BESIDE[name]
@@ -135,6 +136,7 @@ def test_compiled_call_serves_many_sizes_with_one_graph(served, name):
             torch.testing.assert_close(compiled(*given), layer(*given))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", BESIDE)
 def test_symbolic_make_fx_keeps_its_symbols(served, name):
     make, _, arguments = BESIDE[name]
@@ -179,6 +181,7 @@ KEPT = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["compile", "export", "export strictly"])
 @pytest.mark.parametrize("name", KEPT)
 def test_sizes_that_depend_on_data_are_traced_whole(served, name, way):
@@ -200,6 +203,7 @@ def test_size_that_turns_out_wrong_is_refused_by_the_run(served):
         traced(q, k, keep, ~keep, named)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", BESIDE)
 def test_compiled_step_has_the_gradients_of_an_eager_one(served, name, dynamic):
