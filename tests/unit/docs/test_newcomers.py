@@ -51,6 +51,7 @@ def bhsd(queries: int = S, keys: int = KEYS, heads_kv: int = H) -> list[torch.Te
 def test_python_of_a_page_is_run_by_a_test(path: Path) -> None:
     """Pages with code are those that this file and its neighbours run."""
     run = {*(f"{page}.md" for page in PAGES), "serving.md", "shipping.md", "README.md"}
+    run |= {"adding-a-fragment.md"}  # by test_fragments.py
     assert path.name in run or not blocks_of(path)
 
 

@@ -225,8 +225,8 @@ def test_find_kernels_absent_and_jit_disabled_says_where_it_looked_and_what_buil
 
 def test_find_kernels_absent_from_bundles_compiles(tmp_path: Path) -> None:
     attngen.load_bundle(write(tmp_path / "x", B))
-    ((binary, cubin),) = find_kernels(PROBLEM, ARCH, second=False)
-    (built,) = build_problem(PROBLEM, ARCH, second=False)
+    ((binary, cubin),) = find_kernels(PROBLEM, ARCH, kernel="sm90_fwd")
+    (built,) = build_problem(PROBLEM, ARCH, kernel="sm90_fwd")
     assert built.from_cache and (built.binary, built.cubin) == (binary, cubin)
 
 
