@@ -42,8 +42,9 @@ def rest_of(out_dtype=torch.bfloat16, amax=False, **given):
 
 
 def keywords_of(optional):
-    """The operation's optional tensors as the reference's arguments."""
+    """The operation's optional tensors, but fragments', as the reference's arguments."""
     named = dict(zip(OPTIONAL, optional, strict=True))
+    named = {name: x for name, x in named.items() if not name.startswith("fragment_")}
     del named["schedule"]  # which changes no result
     tables = tuple(named.pop(name) for name in PAGE_TABLES)
     return named if tables[0] is None else {**named, "page_table": tables}
