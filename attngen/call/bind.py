@@ -15,10 +15,12 @@ Key = tuple[Any, ...]
 Given = Mapping[str, Any]
 Bind = Callable[[Key, Any, Any, Any, Given], tuple[Key | None, list[Any]]]
 
-_PLAIN = frozenset((str, bool, int, float))  # types of values that a key has as they are
-# Arguments that may be something else than such a value or one tensor.
-_UNUSUAL = {name: ROWS[name].kind for name in names("tables", "longest", "number")}
-_UNUSUAL |= {name: ROWS[name].kind for name in names("function", "state")}
+_PLAIN = frozenset((bool, float))  # whose values may equal ints: a key has them with their type
+_NUMBERS = frozenset(names("number", "longest"))  # which tensors may stand for
+_TABLES, _STATES = frozenset(names("tables")), frozenset(names("state"))
+_FUNCTIONS = frozenset(names("function"))
+_UNUSUAL = _TABLES | _STATES | _FUNCTIONS
+_LONGEST = frozenset(names("longest"))
 
 
 def binder(tensor_type: type) -> Bind:
@@ -31,22 +33,29 @@ def binder(tensor_type: type) -> Bind:
     """
 
     def bind(state: Key, q: Any, k: Any, v: Any, given: Given) -> tuple[Key | None, list[Any]]:
-        key, tensors, keyed = [k is None, v is None, *state], [q], True
-        if k is not None:
-            tensors.append(k)
-        if v is not None:
-            tensors.append(v)
+        key, keyed = [k is None, v is None, *state], True
+        tensors = [q, k, v]
+        if k is None or v is None:
+            tensors = [q, *[x for x in (k, v) if x is not None]]
         for name, value in given.items():
             kind = type(value)
-            if kind in _PLAIN:
+            if kind is str or kind is int:
+                key += name, value
+            elif kind is tensor_type and name not in _NUMBERS:
+                key += name, None
+                tensors.append(value)
+            elif kind in _PLAIN or (kind is tuple and name not in _TABLES):
                 key += name, kind, value
             elif value is None:
                 continue
+            elif isinstance(value, tensor_type):
+                if name in _NUMBERS:  # one of the longest lengths nobody reads
+                    keyed = keyed and name in _LONGEST and _is_one(value)
+                else:
+                    key += name, None
+                    tensors.append(value)
             elif name in _UNUSUAL:
                 keyed = _bind_unusual(name, value, key, tensors, tensor_type) and keyed
-            elif isinstance(value, tensor_type):
-                key.append(name)
-                tensors.append(value)
             else:
                 key += name, kind, tuple(value) if kind is list else value
         return tuple(key) if keyed else None, tensors
@@ -54,26 +63,23 @@ def binder(tensor_type: type) -> Bind:
     return bind
 
 
+def _is_one(tensor: Any) -> bool:
+    return bool(tensor.numel() == 1)
+
+
 def _bind_unusual(
     name: str, value: Any, key: list[Any], tensors: list[Any], tensor_type: type
 ) -> bool:
     """Add such an argument to the key and the tensors; whether the key then says all of it."""
-    kind = _UNUSUAL[name]
-    if kind == "longest" and isinstance(value, tensor_type):
-        return bool(value.numel() == 1)  # type: ignore[attr-defined]  # and nobody reads it
-    if kind == "state":
-        key.append(name)
-    elif kind == "tables" and isinstance(value, (tuple, list)):
+    if name in _STATES:
+        key += name, None
+    elif name in _TABLES and isinstance(value, (tuple, list)):
         key += name, type(value), len(value)
         tensors += value
         return all([isinstance(table, tensor_type) for table in value])
-    elif isinstance(value, tensor_type):
-        key.append(name)
-        tensors.append(value)
-        return kind == "tables"
     else:
         key += name, type(value), value
-    return kind != "function"
+    return name not in _FUNCTIONS
 
 
 def homes_of(

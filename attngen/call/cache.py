@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 RECENT = 4  # calls with the same key that guards tell apart; older ones are found by their formats
@@ -15,25 +16,23 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, eq=False)
 class Guarded(Generic[Value]):
-    """A value for calls whose tensors pass `guards.check(*tensors)`.
+    """A value for calls whose tensors pass `check(*tensors)`.
 
-    distinct: places of their tensors, each once, if one is given twice; same: pairs of places that
-    hold one tensor.
+    pick: takes each of their tensors once, if one is given twice; same: pairs of places that hold
+    one tensor.
     """
 
-    guards: Any
+    check: Callable[..., bool]
     value: Value
-    distinct: tuple[int, ...] | None = None
+    pick: Callable[[Sequence[Any]], Sequence[Any]] | None = None
     same: tuple[tuple[int, int], ...] = ()
 
     def fits(self, tensors: Sequence[Any]) -> bool:
-        """Whether tensors are of these formats."""
-        if self.distinct is None:
-            return bool(self.guards.check(*tensors))
+        """Whether tensors, of which some are given twice, are of these formats."""
         for one, other in self.same:
             if tensors[one] is not tensors[other]:
                 return False
-        return bool(self.guards.check(*[tensors[place] for place in self.distinct]))
+        return self.pick is not None and self.check(*self.pick(tensors))
 
 
 class CallCache(Generic[Value]):
@@ -56,7 +55,7 @@ class CallCache(Generic[Value]):
         except TypeError:
             return None
         for each in known:
-            if each.fits(tensors):
+            if each.check(*tensors) if each.pick is None else each.fits(tensors):
                 return each.value
         return None
 
@@ -65,12 +64,12 @@ class CallCache(Generic[Value]):
         first = {id(tensor): place for place, tensor in reversed([*enumerate(tensors)])}
         pairs = [(first[id(tensor)], place) for place, tensor in enumerate(tensors)]
         same = tuple((one, other) for one, other in pairs if one != other)
-        distinct = tuple(sorted(first.values()))
-        guards = self._guard([tensors[place] for place in distinct])
+        pick = _picker(sorted(first.values())) if same else None
+        guards = self._guard(tensors if pick is None else pick(tensors))
         if len(self.recent) >= KEYS:
             self.recent.clear()
         # In one assignment: another thread may be looking.
-        made = Guarded(guards, value, distinct if same else None, same)
+        made = Guarded(guards.check, value, pick, same)
         self.recent[key] = [made, *self.recent.get(key, [])[: RECENT - 1]]
 
     def keep(self, formats: Any, value: Value) -> None:
@@ -86,3 +85,11 @@ class CallCache(Generic[Value]):
             value = make()
             self.keep(formats, value)
         return value
+
+
+def _picker(places: list[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """The function that takes elements at some places."""
+    if len(places) == 1:
+        (place,) = places
+        return lambda tensors: (tensors[place],)
+    return itemgetter(*places)

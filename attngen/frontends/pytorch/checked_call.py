@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ _FIRST_LENGTH = INPUTS.index("cu_seqlens_q")
 _BEHIND_LENGTHS = _FIRST_LENGTH + len(LENGTHS)
 _RNG_STATE, _SLOPES = INPUTS.index("rng_state"), INPUTS.index("alibi_slopes")
 _SCHEDULE, _BIAS = INPUTS.index("schedule"), INPUTS.index("bias")
+_first: Callable[[Sequence[Tensor]], Tensor] = itemgetter(0)
 RESULTS: tuple[str, ...] = ("o", "lse", "amax_s", "amax_o", "max_logit")  # of `attngen::forward`
 
 
@@ -85,8 +87,7 @@ class CheckedCall:
             return self.launch(self.adapted(operands, schedule))
         results = self.direct(tensors)
         if not self.by_products:
-            out, *_ = results
-            return out
+            return _first(results)
         home = self.homes[_RNG_STATE]
         return self._with_aux(results, self.names, None if home < 0 else tensors[home])
 
