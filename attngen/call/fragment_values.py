@@ -17,7 +17,7 @@ def numbers_of(optional: Optional, arguments: Arguments) -> dict[str, int | floa
     for each in operands_of(arguments.mask, arguments.score_mod):
         if each.number >= 0:
             end = "_of_all" if each.operand.axes else ""
-            value = as_number(each.operand, arguments.numbers[each.number])
+            value = as_number(each.operand, arguments.numbers.split()[each.number])
             numbers[each.parameter + end] = value
         numbers |= dict(_strides_of(each, optional.get(each.slot)))
     return numbers
@@ -51,9 +51,15 @@ def violations(
 ) -> Iterator[str]:
     """Find what kernels cannot take of the operands of a call's fragments."""
     wanted = operands_of(arguments.mask, arguments.score_mod)
-    count = sum(each.number >= 0 for each in wanted)
-    if len(arguments.numbers) != count:
-        yield f"numbers: the fragments of this call have {count}, got {len(arguments.numbers)}"
+    counted = [each.operand for each in wanted if each.number >= 0]
+    words = arguments.numbers.split()
+    if len(words) != len(counted):
+        yield f"numbers: the fragments of this call have {len(counted)}, got {words}"
+    for operand, word in zip(counted, words, strict=False):
+        try:
+            as_number(operand, word)
+        except ValueError:
+            yield f"numbers: {operand.name} needs {operand.dtype}, got {word!r}"
     sizes = {"b": sequences, "h_q": heads}
     for each in wanted:
         tensor = optional.get(each.slot)

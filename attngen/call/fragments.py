@@ -1,12 +1,13 @@
 """Arguments that fragments add to a call: which there are, and where operations take them.
 
 A mask or a score that a call names has its operands passed under their names. Operations take
-tensors in the places `SLOTS`, and numbers in one list, both in the order of the call's fragments.
+tensors in the places `SLOTS`, and numbers as words of one text, since AOTInductor hands over no
+list of them, both in the order of the call's fragments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,14 +120,20 @@ def slot_tensors(
 
 def numbers_of(
     operands: Iterable[FragmentOperand], given: Mapping[str, Any], tensor_type: type
-) -> tuple[float, ...]:
+) -> str:
     """The operations' numbers of a checked call; 0 where a tensor holds them."""
-    counted = (given.get(each.name, 0) for each in operands if each.number >= 0)
-    return tuple([0.0 if isinstance(x, tensor_type) else float(x) for x in counted])
+    words = []
+    for each in operands:
+        value = given.get(each.name, 0)
+        if each.number >= 0:
+            number = 0 if isinstance(value, tensor_type) else value
+            number = float(number) if each.operand.dtype == "f32" else int(number)
+            words.append(f"{number}")  # which a trace makes of a symbol, unlike str()
+    return " ".join(words)
 
 
 def given_by(
-    operands: Iterable[FragmentOperand], tensors: Mapping[str, Any], numbers: Sequence[float]
+    operands: Iterable[FragmentOperand], tensors: Mapping[str, Any], numbers: str
 ) -> tuple[tuple[str, Any], ...]:
     """The arguments of a call that the operations' tensors and numbers stand for."""
     found: list[tuple[str, Any]] = []
@@ -135,10 +142,10 @@ def given_by(
         if tensor is not None:
             found.append((each.name, tensor))
         elif each.number >= 0:
-            found.append((each.name, as_number(each.operand, numbers[each.number])))
+            found.append((each.name, as_number(each.operand, numbers.split()[each.number])))
     return tuple(found)
 
 
-def as_number(operand: Operand, value: float) -> int | float:
-    """A number in the type that an operand has."""
-    return float(value) if operand.dtype == "f32" else int(value)
+def as_number(operand: Operand, word: str) -> int | float:
+    """A number in the type that an operand has. Raises: ValueError where the word is none."""
+    return float(word) if operand.dtype == "f32" else int(word)

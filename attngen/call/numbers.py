@@ -19,7 +19,7 @@ class Arguments(NamedTuple):
     are few queries, 0 for as many as fill the chip. bias_type: whether a bias tensor is added to
     scaled scores, `post_scale`, or to the products before that, `pre_scale`. score_mod: the names
     of score fragments, joined by +, empty for none. numbers: of the operands of the fragments that
-    the call names, those that may be numbers, in the order of call/fragments.py.
+    the call names, those that may be numbers, as words in the order of call/fragments.py.
     """
 
     layout: str = "bshd"
@@ -38,4 +38,4 @@ class Arguments(NamedTuple):
     num_splits: int = 0
     bias_type: str = "post_scale"
     score_mod: str = ""
-    numbers: tuple[float, ...] = ()
+    numbers: str = ""

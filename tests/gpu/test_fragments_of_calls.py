@@ -130,6 +130,6 @@ def test_masks_of_fragments_in_any_order_are_one_kernel_and_calls_are_kept() -> 
 def test_operands_of_fragments_get_no_gradient_but_by_the_reference() -> None:
     q, k, v = oracle.operands(1, 2, 2, 64, 64, 64)
     with pytest.raises(attngen.SpecError, match="fragment_0 is prefix, int32"):
-        torch.ops.attngen.forward(q, k, v, mask="prefix", fragment_0=q[0, 0, :1, 0], numbers=[0])
+        torch.ops.attngen.forward(q, k, v, mask="prefix", fragment_0=q[0, 0, :1, 0], numbers="0")
     with pytest.raises(attngen.SpecError, match="numbers"):
         torch.ops.attngen.forward(q, k, v, mask="prefix")

@@ -243,7 +243,7 @@ def arguments_of(call: AttentionCall) -> Arguments:
         num_splits=call.num_splits or 0,
         bias_type="post_scale" if call.bias is None else call.bias_type,
         score_mod=call.score_mod if isinstance(call.score_mod, str) else "",
-        numbers=numbers_of(own, dict(call.fragment_arguments), Tensor) if own else (),
+        numbers=numbers_of(own, dict(call.fragment_arguments), Tensor) if own else "",
     )
 
 

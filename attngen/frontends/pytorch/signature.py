@@ -67,7 +67,6 @@ _TYPES = {
     float: "float",
     float | None: "float?",
     str | None: "str?",
-    tuple[float, ...]: "float[]",
 }
 
 
@@ -80,7 +79,7 @@ def schema() -> str:
 
 def _declaration(name: str, type_: Any) -> str:
     default = Arguments._field_defaults[name]
-    shown = f'"{default}"' if isinstance(default, str) else [] if default == () else default
+    shown = f'"{default}"' if isinstance(default, str) else default
     return f"{_TYPES[type_]} {name}={shown}"
 
 
@@ -91,9 +90,7 @@ def split(rest: Sequence[Any]) -> tuple[tuple[Tensor | None, ...], Arguments]:
     """
     count = len(OPTIONAL)
     tensors = (*rest[:count], *(None for _ in range(count - len(rest))))
-    arguments = Arguments(*rest[count : count + len(Arguments._fields)])
-    # The dispatcher hands over a list, which has no hash.
-    return tensors, arguments._replace(numbers=tuple(arguments.numbers))
+    return tensors, Arguments(*rest[count : count + len(Arguments._fields)])
 
 
 def wanted_of(rest: Sequence[Any], one_tensor: bool = False) -> WantedGradients:

@@ -93,14 +93,12 @@ def differentiable(
 
         @staticmethod
         def vmap(
-            info: Any, in_dims: tuple[Any, ...], *inputs: Any
+            info: Any, in_dims: tuple[int | None, ...], *inputs: Any
         ) -> tuple[Outputs, tuple[int, ...]]:
             """One call for each sample."""
             if not info.batch_size:
                 raise SpecError("kernels map over one sample or more; vmap has none")
-            # Of a list of numbers its place says no axis, either.
-            axes = [dim if isinstance(dim, int) else None for dim in in_dims]
-            dims = [*zip(inputs, axes, strict=True)]
+            dims = [*zip(inputs, in_dims, strict=True)]
             each = [
                 apply(*[x if dim is None else x.select(dim, sample) for x, dim in dims])
                 for sample in range(info.batch_size)

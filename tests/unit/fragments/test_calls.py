@@ -354,6 +354,12 @@ def test_traces_transforms_and_gradients_follow_fragments() -> None:
     leaf = q.clone().requires_grad_()
     (expected,) = torch.autograd.grad(attend_chunks(leaf, prefix), leaf, wanted)
     torch.testing.assert_close(pulled, expected)
+    compiled = torch.compile(
+        lambda x, n: attngen.attention(x, x, x, mask="prefix", prefix=n), backend="eager"
+    )
+    for n in (3, 4, 5):  # a symbol from the second on
+        one = attngen.attention(q, q, q, mask="prefix", prefix=n)
+        torch.testing.assert_close(compiled(q, n), one)
     graph = torch.export.export(Attends(), (q, prefix)).module()
     torch.testing.assert_close(graph(q, prefix), wanted)
 
