@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import logging
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -147,6 +148,7 @@ def _compile(problem: Problem, chosen: KernelPlan, arch: str) -> tuple[Binary, b
     from . import compile as compiler
 
     try:
+        import_module("jinja2")  # else threads see halves of renderers that another fails to import
         source = render_problem(problem, chosen)
     except ModuleNotFoundError as error:
         raise CompilerMissing(str(error.name)) from error

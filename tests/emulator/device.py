@@ -228,6 +228,7 @@ def emulated(emulator: Emulator) -> Iterator[None]:
         "attngen.runtime.load.current_device": lambda: None,
         "attngen.runtime.load.ensure_context": lambda _: None,
         "attngen.runtime.load.load": emulator.load,
+        "attngen.runtime.load.multiprocessors": lambda _: MULTIPROCESSORS,
         "attngen.frontends.pytorch.routing.device_arch": lambda _: "sm_90a",
         "attngen.frontends.pytorch.operation._empty_strided_cuda": _allocate,
         "attngen.frontends.pytorch.operation.device_arch": lambda _: "sm_90a",
