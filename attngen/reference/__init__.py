@@ -22,6 +22,7 @@ from .checks import check, check_values
 from .conversions import converted, with_dtypes
 from .core import accumulation_dtype, attend_one, default_alibi_slopes
 from .dropout import draw_rng_state, dropout_keep_mask
+from .fp8_backward import BackwardOperands, Fp8Gradients, fp8_backward
 from .masks import visible
 from .operands import Operands
 from .reads import check_reads
@@ -30,6 +31,8 @@ from .sequences import join_lse, join_outputs, kv_sequences, kv_spans, q_spans, 
 __all__ = [
     "AttentionAux",
     "AttentionCall",
+    "BackwardOperands",
+    "Fp8Gradients",
     "Operands",
     "attention",
     "check",
@@ -37,6 +40,7 @@ __all__ = [
     "converted",
     "default_alibi_slopes",
     "dropout_keep_mask",
+    "fp8_backward",
     "run",
     "visible",
 ]

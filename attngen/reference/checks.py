@@ -17,6 +17,7 @@ from ..errors import SpecError
 from ..spec import layouts
 from ..spec.layouts import Layout, size
 from ..spec.masks import masks_of
+from .fp8 import is_fp8
 from .fp8_checks import FLOATS, dtype_violations, fp8_violations
 from .fragment_checks import fragment_violations
 from .length_checks import length_violations, value_violations
@@ -220,12 +221,11 @@ def _bias_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
             "bias_type='alibi' takes no bias tensor, as it says not where to add one. Pass "
             "alibi_slopes=True with bias_type='post_scale' or 'pre_scale' to have both."
         )
-    if call.bias.dtype != operands.q.dtype and not {call.bias.dtype, operands.q.dtype} <= {*FLOATS}:
+    q = operands.q.dtype
+    if call.bias.dtype not in FLOATS:
         advice = "Pass it as attn_mask." if call.bias.dtype == torch.bool else "Cast it."
-        yield (
-            f"bias needs q's dtype, {names([operands.q.dtype])}; got {shape_of(call.bias)}. "
-            f"{advice}"
-        )
+        wanted = f"16 bits beside {names([q])}" if is_fp8(q) else f"q's dtype, {names([q])}"
+        yield f"bias needs {wanted}; got {shape_of(call.bias)}. {advice}"
     yield from _broadcast_violations("bias", call.bias, call, operands)
 
 

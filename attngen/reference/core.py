@@ -79,8 +79,17 @@ def scores(call: AttentionCall, b: int, q: Tensor, k: Tensor) -> Tensor:
 
     q [h_q, s_q, d] and k [h_q, s_kv, d], both in the accumulation's dtype.
     """
-    heads, s_q, head_dim = q.shape
-    s_kv = k.shape[1]
+    return scores_of_products(call, b, q @ k.transpose(1, 2), softmax_scale(call, q.shape[-1]))
+
+
+def softmax_scale(call: AttentionCall, head_dim: int) -> float:
+    """The factor of scores: the call's, else 1/√d."""
+    return 1 / math.sqrt(head_dim) if call.softmax_scale is None else call.softmax_scale
+
+
+def scores_of_products(call: AttentionCall, b: int, products: Tensor, scale: float) -> Tensor:
+    """Final scores of sequence b of its products Q Kᵀ, [h_q, s_q, s_kv]; scale: their factor."""
+    heads, s_q, s_kv = products.shape
     seen = sequence_visible(call, b, heads, s_q, s_kv)
 
     def hide(x: Tensor, value: float) -> Tensor:
@@ -88,13 +97,12 @@ def scores(call: AttentionCall, b: int, q: Tensor, k: Tensor) -> Tensor:
 
     # Hidden scores are 0 on the way to −∞: no term below can turn what a masked position holds
     # into NaN in the forward, nor 0 · ∞ into NaN in the backward.
-    s = hide(q @ k.transpose(1, 2), 0.0)
+    s = hide(products, 0.0)
     bias = None
     if call.bias is not None:
         bias = hide(sequence_slice(call.bias, b, s_q, s_kv).to(s.dtype), 0.0)
         if call.bias_type == "pre_scale":
             s, bias = s + bias, None
-    scale = 1 / math.sqrt(head_dim) if call.softmax_scale is None else call.softmax_scale
     s = s * scale
     if call.softcap > 0:
         s = call.softcap * torch.tanh(s / call.softcap)

@@ -27,13 +27,15 @@ def quantise(x: Tensor, dtype: torch.dtype, scale: Tensor | float | None = None)
     return scaled.clamp(-largest, largest).to(dtype)
 
 
-def dequantise(x: Tensor, descale: Tensor | None, b: int) -> Tensor:
-    """One operand of sequence b in float32, [h, s, d].
+def dequantise(
+    x: Tensor, descale: Tensor | None, b: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """One operand of sequence b in a wider dtype, [h, s, d].
 
     descale: None, float32 [1] or [batch, h_kv], in which a head of a query finds that of its
     key/value head.
     """
-    x = x.float()
+    x = x.to(dtype)
     if descale is None:
         return x
     heads = descale if descale.ndim == 1 else descale[b]
