@@ -36,7 +36,7 @@ CALLS, ROUNDS = 200, 15
 STAGES = {
     "call: checks": ("frontends.pytorch.routing", "use_kernels"),
     "call: import of cuda.bindings.driver": ("runtime.load", "driver"),
-    "call: cache": ("frontends.pytorch.operation", "find_kernels"),
+    "call: cache": ("call.kernel_choice", "find_kernels"),
     "call: load": ("runtime.load", "load"),
     "call: launch": ("frontends.pytorch.operation", "launch"),
 }

@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 import torch
 
 from ..errors import MeasureError
-from ..frontends.pytorch.operation import device_arch
+from ..frontends.pytorch.descriptions import device_arch
 from ..targets.target import names
 from . import checking, timing
 from .machine import describe_machine

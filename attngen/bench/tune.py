@@ -226,7 +226,7 @@ def _call(built: Built, tensors: dict[str, Tensor], scalars: Scalars) -> Call:
     prepared = prepare(loaded, extents, scalars)
     others = dict.fromkeys((*SCALES, "amax_s", "amax_o"), 0)  # of 8-bit kernels, none given
     if loaded.kernel.workspace:
-        others["tile_counter"] = tile_counter(torch.device("cuda", device), stream)
+        others["tile_counter"] = tile_counter(device, stream)
 
     def call() -> None:
         addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}

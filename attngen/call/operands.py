@@ -17,7 +17,7 @@ from .dropout import dropout_numbers
 from .fragments import SLOTS
 from .numbers import Arguments
 from .table import OPTIONAL, ROW_OF_OPERAND, ROWS
-from .tensors import Described, is_fp8
+from .tensors import Described, TensorDesc, is_fp8
 from .tensors import dtype_name as name_of_dtype
 
 AnyTensor = TypeVar("AnyTensor", bound=Described)
@@ -40,6 +40,24 @@ def output_dtype(q: Described, arguments: Arguments) -> str:
     if arguments.out_dtype is not None:
         return arguments.out_dtype
     return "bfloat16" if is_fp8(q) else name_of_dtype(q)
+
+
+def output_shapes(
+    q: Described, v: Described, arguments: Arguments
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the output and of the LSE of a call, whose q and v are views."""
+    axes = layout_of(arguments.layout).q_format
+    rows = "ht" if axes == "thd" else "bhs"
+    return (*q.shape[:-1], v.shape[-1]), tuple([q.shape[axes.index(axis)] for axis in rows])
+
+
+def outputs_of(q: Described, v: Described, arguments: Arguments) -> tuple[TensorDesc, TensorDesc]:
+    """The output and the LSE of a call, contiguous, whose q and v are views."""
+    out, lse = output_shapes(q, v, arguments)
+    return (
+        TensorDesc.contiguous(out, output_dtype(q, arguments), q.device),
+        TensorDesc.contiguous(lse, "float32", q.device),
+    )
 
 
 def heads_of(q: Described, arguments: Arguments) -> int:

@@ -26,6 +26,8 @@ class Described(Protocol):
     def ndim(self) -> int: ...
     @property
     def dtype(self) -> Any: ...
+    @property
+    def device(self) -> Any: ...
     def stride(self) -> tuple[int, ...]: ...
     def element_size(self) -> int: ...
     def numel(self) -> int: ...
@@ -48,8 +50,7 @@ class TensorDesc:
     @classmethod
     def contiguous(cls, shape: Sequence[int], dtype: str, device: Any = None) -> TensorDesc:
         """A tensor whose rows follow each other, at no address."""
-        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-        return cls(tuple(shape), tuple(strides), dtype, device)
+        return cls(tuple(shape), contiguous_strides(shape), dtype, device)
 
     @property
     def ndim(self) -> int:
@@ -80,9 +81,36 @@ class TensorDesc:
         )
 
 
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of rows that follow each other, as torch and NumPy have them."""
+    sizes = [max(size, 1) for size in shape]
+    return tuple([math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))])
+
+
+def is_contiguous(tensor: Described) -> bool:
+    """Whether the elements of a tensor follow each other."""
+    steps = zip(tensor.shape, tensor.stride(), contiguous_strides(tensor.shape), strict=True)
+    return not tensor.numel() or all([n == 1 or step == wanted for n, step, wanted in steps])
+
+
+def named(tensor: Described) -> str:
+    """A tensor for a message, as `float32 [2, 3]`."""
+    return f"{dtype_name(tensor)} {list(tensor.shape)}"
+
+
+def name_of(dtype: object) -> str:
+    """The name of a dtype of torch, JAX or NumPy, as in `BYTES`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def dtype_name(tensor: Described) -> str:
     """The name of a tensor's dtype, as in `BYTES`."""
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def is_described(value: object) -> bool:
+    """Whether a value says its shape, strides and dtype."""
+    return hasattr(value, "stride") and hasattr(value, "dtype")
 
 
 def is_fp8(tensor: Described) -> bool:

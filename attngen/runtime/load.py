@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -69,10 +71,22 @@ def ensure_context(device: int) -> None:
         checked("cuCtxSetCurrent", cuda.cuCtxSetCurrent(context))
 
 
+@contextmanager
+def on_device(device: int) -> Iterator[None]:
+    """Make the device's primary context current meanwhile, then that of the device before it."""
+    before = current_device()
+    ensure_context(device)
+    try:
+        yield
+    finally:
+        if before is not None:
+            ensure_context(before)
+
+
 def load(binary: Binary, cubin: bytes, device: int) -> LoadedKernel:
     """Load the cubin (once a process) and prepare its kernel on device `device`.
 
-    The device's primary context must exist (torch has made it once it touched the device).
+    The driver must be up, as it is once a tensor is on the device.
     Raises: LaunchError where the binary describes no launch, the cubin is not what it describes, or
     the device is of another architecture.
     """

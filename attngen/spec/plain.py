@@ -40,6 +40,8 @@ def differing(given: Mapping[str, Any]) -> dict[str, Any]:
             window = _pair(value)
             if window is not value:
                 found[name] = window
+        elif value is None:
+            continue
         elif _is_number_of_another_package(value) and (x := _plain_number(value)) is not value:
             found[name] = x
     return found

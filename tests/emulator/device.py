@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 from cuda.bindings import driver as bindings
 
+from attngen.call import kernel_choice
 from attngen.compiler import builder
 from attngen.frontends.pytorch import (
     backward,
@@ -231,11 +232,11 @@ def emulated(emulator: Emulator) -> Iterator[None]:
         "attngen.runtime.load.multiprocessors": lambda _: MULTIPROCESSORS,
         "attngen.frontends.pytorch.routing.device_arch": lambda _: "sm_90a",
         "attngen.frontends.pytorch.operation._empty_strided_cuda": _allocate,
-        "attngen.frontends.pytorch.operation.device_arch": lambda _: "sm_90a",
-        "attngen.frontends.pytorch.operation.find_kernels": emulator.find_kernels,
+        "attngen.frontends.pytorch.descriptions.device_arch": lambda _: "sm_90a",
+        "attngen.call.kernel_choice.find_kernels": emulator.find_kernels,
         "attngen.frontends.pytorch.backward.start": start_and_finish,
         "attngen.frontends.pytorch.operation.start": start_and_finish,
-        "attngen.frontends.pytorch.kernel_choice.multiprocessors": lambda _: MULTIPROCESSORS,
+        "attngen.call.kernel_choice.multiprocessors": lambda _: MULTIPROCESSORS,
         "attngen.frontends.pytorch.operation.current_stream": lambda _: 0,
         "attngen.frontends.pytorch.operation.current_device": lambda: None,
         "attngen.frontends.pytorch.operation.is_capturing": lambda: False,
@@ -247,7 +248,7 @@ def emulated(emulator: Emulator) -> Iterator[None]:
     }
     remembered = (
         *held(*FORWARD, *BACKWARD),
-        operation._kernels,
+        kernel_choice._kernels,
         *(counters._addresses, counters._free, counters._unread),
     )
     library = torch.library.Library("attngen", "IMPL")

@@ -10,7 +10,7 @@ import torch
 
 import attngen
 import attngen.frontends.pytorch.backward  # noqa: F401  # defines the operation
-from attngen.frontends.pytorch import operation
+from attngen.call import kernel_choice
 
 from . import cases, gradients, oracle, varlen
 from .varlen import Call, Features
@@ -129,7 +129,7 @@ def test_heads_of_a_group_under_windows_have_right_gradients(call, apart):
 
 
 def test_kernels_of_an_earlier_version_have_heads_together(monkeypatch):
-    find = operation.find_kernels
+    find = kernel_choice.find_kernels
 
     def without_sums(binary):
         return dataclasses.replace(binary, kernel=dataclasses.replace(binary.kernel, dkv_floats=0))
@@ -137,8 +137,8 @@ def test_kernels_of_an_earlier_version_have_heads_together(monkeypatch):
     def find_earlier(*arguments):
         return tuple((without_sums(binary), cubin) for binary, cubin in find(*arguments))
 
-    monkeypatch.setattr(operation, "find_kernels", find_earlier)
-    monkeypatch.setattr(operation, "_kernels", {})
+    monkeypatch.setattr(kernel_choice, "find_kernels", find_earlier)
+    monkeypatch.setattr(kernel_choice, "_kernels", {})
     check_call(CALLS[0], True)
 
 

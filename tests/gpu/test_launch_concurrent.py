@@ -111,7 +111,7 @@ def test_launch_thread_that_lost_its_context_is_right(workloads):
 def counter_on(handle: int) -> int:
     """The tile counter of a launch on the stream of this handle, which torch has not made."""
     with torch.cuda.stream(torch.cuda.ExternalStream(handle)):
-        return operation.tile_counter(torch.device("cuda", 0), handle)
+        return operation.tile_counter(0, handle)
 
 
 def test_per_thread_default_streams_share_no_counter():

@@ -38,15 +38,15 @@ def stand_ins(launch: Callable[..., Any]) -> dict[str, Any]:
     operation = f"{FRONTEND}.operation"
     return {
         f"{FRONTEND}.routing.device_arch": lambda device: "sm_90a",
-        f"{operation}.device_arch": lambda device: "sm_90a",
-        f"{operation}.find_kernels": find_kernels,
+        f"{FRONTEND}.descriptions.device_arch": lambda device: "sm_90a",
+        "attngen.call.kernel_choice.find_kernels": find_kernels,
         f"{operation}.launch": launch,
         f"{operation}.tile_counter": lambda device, stream: 64,
         f"{operation}._empty_strided_cuda": empty,
-        f"{operation}.unread_memory": lambda device: UNREAD,
+        f"{FRONTEND}.forward.unread_memory": lambda device: UNREAD,
         f"{operation}.current_device": lambda: None,
         f"{operation}.current_stream": lambda index: 7,
-        f"{FRONTEND}.kernel_choice.multiprocessors": lambda device: MULTIPROCESSORS,
+        "attngen.call.kernel_choice.multiprocessors": lambda device: MULTIPROCESSORS,
         "attngen.runtime.load.current_device": lambda: None,
         "attngen.runtime.load.load": lambda binary, cubin, device: LoadedKernel(
             "handle", binary.kernel, 0, MULTIPROCESSORS

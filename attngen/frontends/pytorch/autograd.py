@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...call.prepared import PreparedCall
 from ...call.table import GRADIENT_OF, INPUTS, LEARNED, WantedGradients
 from ...errors import SpecError
 from . import bias
 from .backward import differentiate, dispatch
-from .operation import PreparedCall, run
+from .operation import run
 from .signature import CallForm, no_gradient, places_of, split
 from .torch_private import levels, undisturbed
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...call.cache import CallCache
+from ...call.gradient_kernels import GRADIENTS, names_of
 from ...call.operands import boxed
+from ...call.prepare_backward import PreparedBackward, prepare_backward
 from ...call.table import GRADIENT_OF, INPUTS, LEARNED, OPTIONAL, ROW_OF_OPERAND, WantedGradients
 from ...errors import SpecError
-from . import routing, sinks
+from . import bias, routing, sinks
 from .checks import check_rows
-from .gradient_kernels import GRADIENTS, names_of
+from .descriptions import described_by_name, device_of
 from .operation import current, format_of, is_current, locate, new_tensor, start
-from .prepared_backward import PreparedBackward, prepare_backward, present
 from .registry import operator
 from .signature import CallForm, places_of, schema, split, wanted_of
 from .torch_private import guard, is_plain
@@ -100,7 +102,8 @@ def differentiate(
         return dispatch(form, wanted, d_o, dlse, o, lse, operands)
     there = {"d_o": d_o, "o": o, "lse": lse, **form.by_name(operands), "dlse": dlse}
     q, k, v = (there[name] for name in "qkv")
-    boxes = not (_odd(present(q)) or _odd(o)) and all(boxed(x) for x in (q, k, v) if x is not None)
+    assert q is not None  # the operation's schema
+    boxes = not (_odd(q) or _odd(o)) and all(boxed(x) for x in (q, k, v) if x is not None)
     gather = not (boxes and all(readable(x) for x in (q, k, v) if x is not None))
     if not gather:
         there |= {"o": copied(o), "d_o": copied(d_o)}
@@ -109,7 +112,10 @@ def differentiate(
         there["dlse"] = dlse.float().contiguous()
     formats = (form.arguments, wanted, gather, *map(format_of, there.values()))
     prepared = backwards.remember(
-        formats, lambda: prepare_backward(there, form.arguments, wanted, gather)
+        formats,
+        lambda: prepare_backward(
+            *(described_by_name(there), form.arguments, wanted, gather, device_of(q.device))
+        ),
     )
     given = {name: x for name, x in there.items() if x is not None}
     as_given = all(x is y for x, y in zip(given.values(), tensors, strict=True))
@@ -170,7 +176,7 @@ def _run(
             return _run(prepared, given, addresses)
     made = {}
     for output in prepared.outputs:
-        made[output.name] = tensor = new_tensor(output.sizes, output.strides, output.dtype)
+        made[output.name] = tensor = new_tensor(output)
         addresses[output.name] = tensor.data_ptr()
     found = {name: made[name] for name in prepared.returned}
     if not prepared.launches:
@@ -181,13 +187,23 @@ def _run(
     else:
         locate(prepared, addresses)
         rows = prepared.rows if prepared.of_sink else None
-        workspace = start(prepared, addresses, prepared.reset if prepared.resets else None)
+        before = partial(reset, prepared) if prepared.resets else None
+        workspace = start(prepared, addresses, before)
         if rows:
-            workspace = present(workspace)
+            assert workspace is not None  # it holds the rows
             found["dsink"] = sinks.gradient(given["sink"], rows, workspace, prepared.d_unit)
     if prepared.dbias:
-        found["dbias"] = prepared.dbias.finish(made["dbias"], given["q"].dtype)
+        found["dbias"] = bias.finished(prepared.dbias, made["dbias"], given["q"].dtype)
     return found
+
+
+def reset(prepared: PreparedBackward, workspace: Tensor) -> None:
+    """Prepare what kernels need prepared of the workspace."""
+    if prepared.counts:
+        first, end = prepared.counts
+        workspace[first:end].zero_()
+    if prepared.of_sink and prepared.rows and prepared.fills_rows:
+        sinks.reset(workspace, prepared.rows)
 
 
 def _of_unseen(sink: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:

@@ -14,6 +14,8 @@ from ... import reference
 from ...call.fragments import SLOTS, numbers_of, slot_tensors
 from ...call.fragments import operands_of as fragment_operands
 from ...call.numbers import Arguments
+from ...call.prepared import PreparedCall
+from ...call.schedule import Ordered, ordered_by
 from ...call.table import INPUTS, LENGTHS, AttentionCall
 from ...reference import fp8
 from ...reference.dropout import draw_rng_state
@@ -24,8 +26,8 @@ from .casts import Casts, cast, casts_of
 from .checks import refuse_derivatives, refuse_unreadable
 from .forward import dispatched, find_alone, find_prepared, with_readable_bias
 from .lengths import settle
-from .operation import PreparedCall, run, unobserved
-from .schedule import Ordered, Schedule, ordered_by
+from .operation import run, unobserved
+from .schedule import Schedule
 from .sharding import is_distributed, over_shards
 from .signature import CallForm, name_of, places_of
 from .torch_private import levels, undisturbed

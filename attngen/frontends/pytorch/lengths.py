@@ -1,17 +1,12 @@
-"""Lengths that vary: as calls say them, as operations take them, and what is wrong with them."""
+"""Lengths that vary: as calls say them, and as operations take them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from ...call.numbers import Arguments
-from ...call.table import LENGTHS, PAGE_TABLES, AttentionCall
-from ...reference.length_checks import length_violations
-from ...reference.operands import Operands
 from ...spec.layouts import Format, parse
 
 Given = tuple[Tensor | None, ...]  # in the order of signature.LENGTHS
@@ -59,25 +54,3 @@ def rows_of_none(lse: Tensor, given: Mapping[str, Tensor | None]) -> Tensor | No
     steps.index_add_(0, starts, ones)
     steps.index_add_(0, starts + lengths, -ones)
     return steps[:-1].cumsum(0) == 0
-
-
-def violations(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    optional: Mapping[str, Tensor | None],
-    arguments: Arguments,
-    sequences: int,
-) -> Iterator[str]:
-    """What is wrong with the lengths of an operation, whose q, k and v are views."""
-    parsed, lengths = parse(arguments.layout), {name: optional[name] for name in LENGTHS}
-    known: dict[str, Any] = {"layout": arguments.layout, "mask": arguments.mask, **lengths}
-    tables = tuple(x for name in PAGE_TABLES if (x := optional[name]) is not None)
-    call = AttentionCall(q=q, k=k, v=v, page_table=tables or None, **known)  # type: ignore[arg-type]
-    yield from length_violations(call, Operands(parsed, q, k, v, sequences), (torch.int32,))
-    for side, axes in (("q", parsed.q_format), ("kv", parsed.kv_format)):
-        if axes != "thd" and lengths[f"cu_seqlens_{side}"] is not None:
-            yield f"cu_seqlens_{side} belongs to thd here; pass seqused_{side}, its differences"
-    for name, tensor in lengths.items():
-        if tensor is not None and tensor.ndim == 1 and not tensor.is_contiguous():
-            yield f"{name} has stride {tensor.stride(0)}; kernels need 1, so make it contiguous"

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ...call import operands
 from ...call.numbers import Arguments
-from ...call.operands import layout_of
 from .signature import dtype_of
 
 
@@ -18,8 +17,6 @@ def output_dtype(q: Tensor, arguments: Arguments) -> torch.dtype:
 
 def new_outputs(q: Tensor, v: Tensor, arguments: Arguments) -> tuple[Tensor, Tensor]:
     """New tensors for the output and the LSE of a forward call, whose q and v are views."""
-    axes = layout_of(arguments.layout).q_format
-    rows = "ht" if axes == "thd" else "bhs"
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=output_dtype(q, arguments))
-    sizes = [q.shape[axes.index(axis)] for axis in rows]
-    return out, q.new_empty(sizes, dtype=torch.float32)
+    out, lse = operands.output_shapes(q, v, arguments)
+    dtype = output_dtype(q, arguments)
+    return q.new_empty(out, dtype=dtype), q.new_empty(lse, dtype=torch.float32)

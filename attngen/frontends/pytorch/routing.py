@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ... import reference
+from ...call.decode import unsplit
 from ...call.table import LENGTHS, AttentionCall
 from ...errors import AttngenError, SpecError
 from ...fragments import features
@@ -17,8 +18,7 @@ from ...spec.attention_spec import DTYPES_8BIT, MAX_HEAD_DIM, AttentionSpec, dty
 from ...spec.layouts import axes_of, parse
 from ...spec.resolve import find_violations
 from ...targets.target import names
-from .decode import unsplit
-from .operation import device_arch
+from .descriptions import device_arch
 from .torch_private import is_traced
 
 log = logging.getLogger("attngen")

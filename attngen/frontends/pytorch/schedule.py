@@ -2,49 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from ...call.numbers import Arguments
-from ...call.operands import Source, extents_of, sequences_of, spec_of, unpacked
-from ...call.table import OPTIONAL
+from ...call.schedule import Ordered, table_shape
 from ...errors import SpecError
-from ...fragments import features
-from ...runtime.run_time import FEW_SEQUENCES, SCHEDULE_BYTES, schedule_entries
-from ...spec.problem import Problem
-from ...spec.resolve import resolve
-from .signature import Operands
+from ...runtime.run_time import FEW_SEQUENCES
 from .transforms import is_transformed
-
-# Of a forward's queries, and of a backward's keys and queries, each its part of the table.
-PARTS = {"fwd": {"q_schedule": 0}, "bwd": {"kv_schedule": 1, "q_schedule": 2}}
-WORDS = SCHEDULE_BYTES // 4
-
-
-class Ordered(NamedTuple):
-    """What an order depends on beside the lengths: the forward's problem, whether its gradients are
-    to be deterministic, which may take other tiles, heads of queries and of keys, sequences."""
-
-    problem: Problem
-    deterministic: bool
-    heads_q: int
-    heads_kv: int
-    sequences: int
-
-
-def ordered_by(operands: Operands, arguments: Arguments) -> Ordered:
-    """That of a call. Raises: SpecError where it has no kernels."""
-    q, k, v, *rest = operands
-    assert q is not None  # the operation's schema
-    optional = dict(zip(OPTIONAL, rest, strict=True))
-    q, k, v = unpacked(q, k, v, arguments.layout)
-    (problem,) = resolve(spec_of(q, k, v, optional, arguments), features.scan())
-    extents = extents_of({"q": q, "k": k}, arguments.layout)
-    sequences = sequences_of(q, optional, arguments.layout)
-    heads = extents["q"].heads, extents["k"].heads
-    return Ordered(problem, arguments.deterministic, *heads, sequences)
 
 
 class Schedule:
@@ -105,40 +69,3 @@ class Schedule:
                 shape = table_shape(call.sequences)
                 self._table = torch.zeros(shape, dtype=torch.int32, device=device)
         return self._table
-
-
-def table_shape(sequences: int) -> tuple[int, int, int]:
-    """That of a schedule's operand."""
-    return 3, schedule_entries(sequences), WORDS
-
-
-def table_for(schedule: Tensor | None, sequences: int, served: bool = True) -> Tensor | None:
-    """The operand, where the kernels of a call read it: of few sequences they do not, nor where
-    threads copy what it was made for the copy engine's tiles of."""
-    return schedule if served and sequences > FEW_SEQUENCES else None
-
-
-def numbers_of(schedule: Tensor | None) -> dict[str, int | float]:
-    """Whether the order is kept."""
-    return {"kept": int(schedule is not None)}
-
-
-def sources_of(schedule: Tensor | None, direction: str) -> tuple[Source, ...]:
-    """Where kernels find their parts of the table; none where it is theirs alone."""
-    if schedule is None:
-        return ()
-    bytes_of_part = schedule.stride(0) * schedule.element_size()
-    parts = PARTS[direction].items()
-    return tuple((name, "schedule", part * bytes_of_part) for name, part in parts)
-
-
-def violations(schedule: Tensor | None, sequences: int) -> list[str]:
-    """What is wrong with the operand."""
-    if schedule is None:
-        return []
-    shape = table_shape(sequences)
-    if (schedule.dtype, tuple(schedule.shape)) == (torch.int32, shape) and (
-        schedule.is_contiguous()
-    ):
-        return []
-    return [f"schedule needs contiguous int32 {list(shape)}; pass an attngen.Schedule"]

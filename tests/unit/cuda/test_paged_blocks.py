@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from attngen.call.decode import page_numbers
 from attngen.fragments import features
-from attngen.frontends.pytorch.decode import page_numbers
 from attngen.io import files
 from attngen.kernels.fill import emit_fragment
 from attngen.runtime.geometry import page_geometry

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attngen import AttentionSpec
+from attngen.call.decode import page_numbers
 from attngen.fragments import features
-from attngen.frontends.pytorch.decode import page_numbers
 from attngen.io import files
 from attngen.kernels.fill import emit_fragment
 from attngen.kernels.plan import plans

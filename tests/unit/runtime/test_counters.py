@@ -59,7 +59,7 @@ def counter_of(monkeypatch: pytest.MonkeyPatch, driver: Driver):
 
     def found(handle: int, torch_id: int) -> int:
         current.stream_id = torch_id
-        return operation.tile_counter(DEVICE, handle)
+        return operation.tile_counter(DEVICE.index, handle)
 
     return found
 

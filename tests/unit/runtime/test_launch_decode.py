@@ -13,12 +13,13 @@ import torch
 from cuda.bindings import driver as bindings
 
 from attngen import AttentionSpec, LaunchError
+from attngen.call import decode, kernel_choice
 from attngen.call.numbers import Arguments
+from attngen.call.prepared import lay_out_workspaces
 from attngen.call.table import OPTIONAL
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
-from attngen.frontends.pytorch import decode, forward, kernel_choice
-from attngen.frontends.pytorch.operation import lay_out_workspaces
+from attngen.frontends.pytorch import forward
 from attngen.kernels.plan import plans
 from attngen.runtime import launch
 from attngen.runtime.load import LoadedKernel
@@ -224,7 +225,7 @@ def test_ready_paged_call_knows_its_addresses_and_needs_no_tile_counter(
     """A counter would be a kernel more in every captured call, which sets it to zero."""
     layout = "paged_kv_bshd_bshd_bshd"
     kernels = tuple(loaded(decode=True, layout=layout))
-    monkeypatch.setattr(forward, "kernels_of", lambda spec, device, choice: kernels)
+    monkeypatch.setattr(kernel_choice, "kernels_of", lambda spec, device, choice: kernels)
     monkeypatch.setattr(kernel_choice, "multiprocessors", lambda device: 132)
     q = torch.zeros(BATCH, QUERIES, HEADS * GROUP, D, dtype=torch.bfloat16)
     k = torch.zeros(PAGES, PAGE, HEADS, D, dtype=torch.bfloat16)

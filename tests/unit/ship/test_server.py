@@ -54,12 +54,13 @@ assert not (Path(attngen.__file__).parent / "templates").exists()
 CALL = """
 import contextlib, torch
 from attngen import AttentionSpec
-from attngen.frontends.pytorch import operation, routing
+from attngen.frontends.pytorch import routing
+from attngen.call import kernel_choice
 from attngen.call.table import AttentionCall
 from attngen.kernels.family import Choice
 from attngen.runtime import load
-operation.device_arch = routing.device_arch = lambda device: "sm_90a"
-torch.cuda.device = lambda device: contextlib.nullcontext()
+routing.device_arch = lambda device: "sm_90a"
+load.on_device = lambda device: contextlib.nullcontext()
 load.load = lambda binary, cubin, device: (binary.kernel.entry, cubin[:4] == b"\\x7fELF")
 q = torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16)
 call = AttentionCall(q=q, k=q, v=q, mask="causal", window=(4, 0))
@@ -67,8 +68,10 @@ print(json.dumps({
     "refusals": routing.refusals(call),
     "spiral": routing.refusals(AttentionCall(q=q, k=q, v=q, mask="spiral")),
     "kernels": [
-        operation.kernels_of(
-            AttentionSpec(head_dim=64, mask="causal", **more), q.device, Choice(kernel=kernel)
+        kernel_choice.kernels_of(
+            AttentionSpec(head_dim=64, mask="causal", **more),
+            kernel_choice.Device("cuda:0", 0, "sm_90a"),
+            Choice(kernel=kernel),
         )
         for more, kernel in (
             ({"window": True}, "sm90_fwd"), ({}, "sm90_fwd_short"), ({"directions": ("bwd",)}, None)

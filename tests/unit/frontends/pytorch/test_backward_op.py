@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from attngen import AttentionSpec, SpecError
+from attngen import SpecError
+from attngen.call import kernel_choice
 from attngen.call.numbers import Arguments
+from attngen.call.sinks import WorkspaceRows
 from attngen.call.table import OPTIONAL
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
 from attngen.frontends.pytorch import backward as op
-from attngen.frontends.pytorch import kernel_choice, operation, prepared_backward, sinks
+from attngen.frontends.pytorch import operation, sinks
 from attngen.frontends.pytorch import routing as choice
-from attngen.kernels.family import Choice
 from attngen.kernels.plan import plans
 from attngen.runtime.load import LoadedKernel
 from attngen.spec import resolve
@@ -65,7 +65,7 @@ def launched(monkeypatch):
         kernel = prepared.loaded.kernel
         launches.append(SimpleNamespace(kernel=kernel, addresses=dict(addresses), stream=stream))
 
-    monkeypatch.setattr(prepared_backward, "kernels_of", load)
+    monkeypatch.setattr(kernel_choice, "kernels_of", load)
     monkeypatch.setattr(kernel_choice, "multiprocessors", lambda device: 132)
     forget(monkeypatch, *BACKWARD)
     monkeypatch.setattr(operation, "launch", note)
@@ -199,30 +199,6 @@ def test_op_adds_in_an_order_where_that_is_asked_for_or_a_window_narrow(
     assert problem.deterministic == (reached == "ordered")
 
 
-def test_kernels_of_a_narrow_window_are_noted_as_those_that_the_spec_names(monkeypatch):
-    """So that what is built from a trace serves windows of any size."""
-    spec = AttentionSpec(64, dtype="bf16", window=True, directions=("bwd",))
-    plain, ordered = resolve.resolve(spec, features.scan())
-    found = []
-
-    def find(problem, arch, kernel):
-        found.append(problem)
-        return [(problem, b"")]
-
-    def load(binary, cubin, device):
-        return LoadedKernel("handle", None, device, 132, (binary, ARCH))
-
-    monkeypatch.setattr(operation, "_kernels", {})
-    monkeypatch.setattr(operation, "find_kernels", find)
-    monkeypatch.setattr(operation, "device_arch", lambda device: ARCH)
-    monkeypatch.setattr(operation.load, "load", load)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    for place in (0, 1, 0):
-        (kernel,) = operation.kernels_of(spec, torch.device("cuda", 0), Choice(place))
-        assert kernel.variant == (plain, ARCH)
-    assert found == [plain, ordered]
-
-
 def test_op_same_shapes_with_other_gradients_wanted_are_prepared_anew(launched):
     for _ in range(2):
         for wanted, count in (((True, True), 3), ((True, False), 2), ((False, True), 2)):
@@ -315,9 +291,9 @@ def test_op_no_keys_launches_nothing_and_is_zero(launched):
 REFUSED = {
     "dtype": (given(dtype=torch.float32), "float16 and bfloat16"),
     "kv dtype": ({"k": given()["k"].half(), "v": given()["v"].half()}, "one dtype"),
-    "partial": ({"o": given()["o"].float()}, "o needs torch.bfloat16"),
-    "d_o shape": ({"d_o": given(d_v=48)["d_o"]}, r"d_o needs torch.bfloat16 \[2, 5, 4, 40\]"),
-    "lse": ({"lse": torch.zeros(2, 5, 4)}, r"lse needs torch.float32 \[2, 4, 5\]"),
+    "partial": ({"o": given()["o"].float()}, "o needs bfloat16"),
+    "d_o shape": ({"d_o": given(d_v=48)["d_o"]}, r"d_o needs bfloat16 \[2, 5, 4, 40\]"),
+    "lse": ({"lse": torch.zeros(2, 5, 4)}, r"lse needs float32 \[2, 4, 5\]"),
     "dlse device": ({"dlse": torch.zeros(2, 4, 5, device="meta")}, "dlse is on meta"),
 }
 
@@ -351,7 +327,7 @@ def test_gradient_of_the_sink_is_summed_from_the_workspace():
     lse[..., :used] = 3 * torch.randn(BATCH, HEADS_Q, used, generator=make)
     lse[0, 0, 0] = float("inf")  # a row that sees nothing, and no sink either
     workspace = torch.cat([(lse / math.log(2)).flatten(), d.flatten()]).view(torch.uint8)
-    places = sinks.WorkspaceRows(tuple(d.shape), lse_log2=0, d=4 * d.numel())
+    places = WorkspaceRows(tuple(d.shape), lse_log2=0, d=4 * d.numel())
     sink = torch.linspace(-1, 4, HEADS_Q)
     wanted = -2 * (torch.exp(sink[:, None] - lse) * d).sum((0, 2))
     torch.testing.assert_close(sinks.gradient(sink, places, workspace, 2.0), wanted)

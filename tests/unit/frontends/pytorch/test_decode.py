@@ -10,11 +10,12 @@ import torch
 
 import attngen
 from attngen import AttentionSpec, SpecError, reference
+from attngen.call import checks, decode
 from attngen.call.numbers import Arguments
-from attngen.call.operands import extents_of, scalars_of, spec_of
+from attngen.call.operands import extents_of, keys_of, scalars_of, spec_of
 from attngen.call.table import OPTIONAL
 from attngen.fragments import features
-from attngen.frontends.pytorch import checked_call, checks, decode
+from attngen.frontends.pytorch import checked_call
 from attngen.frontends.pytorch import routing as choice
 from attngen.frontends.pytorch.signature import name_of, split
 from attngen.runtime.run_time import Extent
@@ -318,7 +319,7 @@ def test_keys_of_tables_of_two_widths_are_those_of_the_narrower():
     """Keys behind the narrower table's end have no page of the other."""
     extents = {"k": Extent(9, 8, 2, 16, 0, 0, 0), "v": Extent(9, 32, 2, 16, 0, 0, 0)}
     tables = {"page_table_k": torch.zeros(3, 5).int(), "page_table_v": torch.zeros(3, 1).int()}
-    assert decode.keys_of(extents, tables) == 32
+    assert keys_of(extents, tables) == 32
     numbers = decode.numbers_of(extents, tables)
     assert numbers["kv_room"] == 32 and numbers["v_page_size"] == 32
     assert (numbers["k_page_table_stride"], numbers["v_page_table_stride"]) == (5, 1)

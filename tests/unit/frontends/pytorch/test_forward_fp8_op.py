@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from attngen import SpecError
+from attngen.call import kernel_choice
 from attngen.call import operands as op_operands
 from attngen.call.table import SCALES
 from attngen.frontends.pytorch import forward as op
-from attngen.frontends.pytorch import kernel_choice, operation
+from attngen.frontends.pytorch import operation
 from attngen.frontends.pytorch.signature import split
 from attngen.runtime.load import LoadedKernel
 from attngen.runtime.program import Field, KernelEntry, TensorMapRecipe
@@ -65,7 +66,8 @@ def launched(monkeypatch):
         found.append(SimpleNamespace(prepared=prepared, addresses=dict(addresses)))
 
     kernel = LoadedKernel("handle", ENTRY, 0, 132)
-    monkeypatch.setattr(op, "kernels_of", lambda spec, *_: specs.append(spec) or (kernel,))
+    find = lambda spec, *_: specs.append(spec) or (kernel,)  # noqa: E731
+    monkeypatch.setattr(kernel_choice, "kernels_of", find)
     monkeypatch.setattr(kernel_choice, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(operation, "launch", note)
     forget(monkeypatch, op.prepared_calls)
@@ -131,7 +133,7 @@ def test_op_nothing_to_see_launches_nothing_and_is_zero(launched):
 
 REFUSED = {
     "float32": ({"q": torch.zeros(2, 5, 4, 32)}, "in k and v alike"),
-    "half": ({"q": torch.zeros(2, 5, 4, 32).half()}, "beside torch.float16 it is that"),
+    "half": ({"q": torch.zeros(2, 5, 4, 32).half()}, "beside float16 it is that"),
     "kv differ": ({"v": operands(kv_dtype=E5M2)[2]}, "in k and v alike"),
     "descale shape": ({"descale_q": torch.ones(2, 4)}, r"descale_q needs float32 \[1\] or \[b=2"),
     "descale device": ({"descale_k": torch.ones(1, device="meta")}, "descale_k is on meta"),
@@ -181,13 +183,13 @@ def test_ready_for_the_output_alone_writes_the_rest_where_nobody_reads(
 ):
     lse_bytes = 2 * 4 * 5 * 4
     monkeypatch.setattr(operation.counters, "UNREAD_BYTES", lse_bytes - (not room))
-    monkeypatch.setattr(operation, "unread_memory", lambda device: 1 << 40)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+    monkeypatch.setattr(operation.counters, "unread", lambda device: 1 << 40)
     room = room and not captured  # nothing is allocated under capture
     optional, arguments = split(rest_of())
     given = (*operands(), *optional)
     ready = op.find_prepared(given, arguments)
-    alone = ready.first_alone()
+    alone = ready.first_alone(operation.unread_memory)
     assert [x.name for x in ready.outputs] == ["o", "lse"]
     assert [x.name for x in alone.outputs] == (["o"] if room else ["o", "lse"])
     out, *others = operation.run(alone, given)
@@ -201,7 +203,7 @@ def test_ready_for_the_output_alone_has_no_lse_where_the_kernel_writes_none(
     launched, monkeypatch, unread_bytes
 ):
     monkeypatch.setattr(operation.counters, "UNREAD_BYTES", unread_bytes)
-    monkeypatch.setattr(operation, "unread_memory", lambda device: pytest.fail("not needed"))
+    monkeypatch.setattr(op, "unread_memory", lambda device: pytest.fail("not needed"))
     asked = []
 
     def load(spec, device, choice):
@@ -209,7 +211,7 @@ def test_ready_for_the_output_alone_has_no_lse_where_the_kernel_writes_none(
         asked.append(alone)
         return (LoadedKernel("handle", replace(ENTRY, no_lse=alone), 0, 132),)
 
-    monkeypatch.setattr(op, "kernels_of", load)
+    monkeypatch.setattr(kernel_choice, "kernels_of", load)
     optional, arguments = split(rest_of())
     (out,) = operation.run(op.find_alone(given := (*operands(), *optional), arguments), given)
     assert out.shape == (2, 5, 4, 16) and launched.launches[-1].addresses["lse"] == 0
@@ -219,7 +221,6 @@ def test_ready_for_the_output_alone_has_no_lse_where_the_kernel_writes_none(
         torch.ones(1) if name.endswith("scale_s") else x
         for name, x in zip(op.INPUTS, given, strict=True)
     ]
-    monkeypatch.setattr(operation, "unread_memory", lambda device: 1 << 40)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(op, "unread_memory", lambda device: 1 << 40)
     op.find_alone(scaled, arguments)
     assert asked == [True, False, False]

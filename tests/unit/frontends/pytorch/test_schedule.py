@@ -8,10 +8,10 @@ import torch
 import attngen
 from attngen import SpecError
 from attngen.call.numbers import Arguments
+from attngen.call.schedule import Ordered, ordered_by, table_shape
 from attngen.call.table import INPUTS
 from attngen.fragments import features
 from attngen.frontends.pytorch import backward, forward
-from attngen.frontends.pytorch.schedule import Ordered, ordered_by, table_shape
 from attngen.spec.resolve import resolve
 from tests.unit.frontends.pytorch.test_varlen_op import (
     TOKENS,

@@ -9,20 +9,12 @@ import torch
 
 import attngen
 from attngen import SpecError
-from attngen.call import operands
+from attngen.call import checks, kernel_choice, operands
 from attngen.call.numbers import Arguments
 from attngen.call.table import LENGTHS, OPTIONAL
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
-from attngen.frontends.pytorch import (
-    backward,
-    checks,
-    forward,
-    kernel_choice,
-    lengths,
-    operation,
-    prepared_backward,
-)
+from attngen.frontends.pytorch import backward, forward, lengths, operation
 from attngen.frontends.pytorch.outputs import new_outputs
 from attngen.kernels.plan import plans
 from attngen.runtime.load import LoadedKernel
@@ -52,8 +44,7 @@ def launches(monkeypatch):
         found.append(SimpleNamespace(kernel=prepared.loaded.kernel, addresses=dict(addresses),
                                      prepared=prepared))  # fmt: skip
 
-    for module in (forward, prepared_backward):
-        monkeypatch.setattr(module, "kernels_of", load)
+    monkeypatch.setattr(kernel_choice, "kernels_of", load)
     forget(monkeypatch, *FORWARD, *BACKWARD)
     monkeypatch.setattr(kernel_choice, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(operation, "launch", note)

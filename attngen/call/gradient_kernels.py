@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain, compress
 
-from ...call.table import WantedGradients
-from ...kernels.selection import made_by
-from ...runtime.load import LoadedKernel
+from ..kernels.selection import made_by
+from ..runtime.load import LoadedKernel
+from .table import WantedGradients
 
 GRADIENTS = ("dq", "dk", "dv")
 ROWS = ("lse_log2", "d")  # LSE and D of every row, of which the gradient of a sink is made

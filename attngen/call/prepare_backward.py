@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
-from torch import Tensor
-
-from ...call import fragment_values
-from ...call.bias import extent_of
-from ...call.numbers import Arguments
-from ...call.operands import extents_of, packed_sources, scalars_of, sources_of, spec_of, unpacked
-from ...call.table import CARRIERS, OPTIONAL, WantedGradients
-from ...errors import SpecError
-from ...kernels.selection import made_by, maker_of, read_by
-from ...runtime.launch import prepare
-from ...runtime.load import LoadedKernel
-from ...runtime.run_time import Extent, Scalars
-from . import bias, schedule, sinks
+from ..errors import SpecError
+from ..kernels.selection import made_by, maker_of, read_by
+from ..runtime.launch import prepare
+from ..runtime.load import LoadedKernel
+from ..runtime.run_time import Extent, Scalars
+from . import bias_gradient, fragment_values, kernel_choice, schedule, sinks
+from .bias import extent_of
+from .bias_gradient import BiasGradient, FusedBiasGradient, Scores
 from .checks import device_violations, violations
 from .gradient_kernels import GRADIENTS, adds_bias, names_of, results_of, written_by
 from .head_split import TOGETHER, HeadSplit, split_heads
-from .kernel_choice import choose, launched
-from .operation import Launches, Output, kernels_of, lay_out_workspaces
-from .outputs import new_outputs, output_dtype
+from .kernel_choice import Device
+from .numbers import Arguments
+from .operands import (
+    extents_of,
+    output_dtype,
+    outputs_of,
+    packed_sources,
+    scalars_of,
+    sources_of,
+    spec_of,
+    unpacked,
+)
+from .prepared import Launches, Output, lay_out_workspaces
+from .table import CARRIERS, OPTIONAL, WantedGradients
+from .tensors import Described, TensorDesc, dtype_name, named
 
-DTYPES = (torch.float16, torch.bfloat16)
-# What kernels may do without: gradients that nobody wants, schedules of few sequences.
+DTYPES = ("float16", "bfloat16")
+# Parameters that kernels may do without: gradients that nobody wants, schedules of few sequences.
 UNREAD = (*GRADIENTS, *schedule.PARTS["bwd"])
 CARRIER_OF = dict(zip(GRADIENTS, CARRIERS, strict=True))
-Tensors = dict[str, "Tensor | None"]
+Tensors = Mapping[str, "TensorDesc | None"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -42,8 +48,9 @@ class PreparedBackward(Launches):
     zero where there are none; returned: those of q, k and v that are wanted; of_sink, dbias:
     whether and how those of sink and bias are. gathers: whether operands begin anywhere. fixed:
     addresses that are the same for all. rows: where kernels leave LSE and D; fills_rows: they leave
-    out those that belong to no sequence; d_unit: what D is relative to; counts: of the workspace,
-    what must be zero.
+    out those that belong to no sequence; d_unit: what D is relative to; counts: bytes of the
+    workspace, from one to before another, that must be zero; resets: whether kernels need some of
+    the workspace prepared.
     """
 
     names: tuple[str, ...]
@@ -52,23 +59,12 @@ class PreparedBackward(Launches):
     fixed: dict[str, int]
     gathers: bool
     of_sink: bool
-    dbias: bias.Gradient | None
+    dbias: BiasGradient | None
     rows: sinks.WorkspaceRows | None = None
     fills_rows: bool = False
     d_unit: float = 1.0
-    counts: slice | None = None
-
-    @property
-    def resets(self) -> bool:
-        """Whether kernels need some of the workspace prepared."""
-        return self.counts is not None or self.of_sink and self.rows is not None and self.fills_rows
-
-    def reset(self, workspace: Tensor) -> None:
-        """Prepare that part of the workspace."""
-        if self.counts:
-            workspace[self.counts].zero_()
-        if self.of_sink and self.rows and self.fills_rows:
-            self.rows.reset(workspace)
+    counts: tuple[int, int] | None = None
+    resets: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,18 +83,24 @@ class Backward:
     carriers: Tensors
     extents: dict[str, Extent]
     scalars: Scalars
-    dbias: bias.Gradient | None
+    dbias: BiasGradient | None
 
     @property
-    def optional(self) -> Tensors:
+    def optional(self) -> dict[str, TensorDesc | None]:
         """The tensors beside q, k and v."""
         return {name: self.given[name] for name in OPTIONAL}
+
+    @property
+    def scores(self) -> Scores:
+        """Sizes of its scores."""
+        q, k = self.extents["q"], self.extents["k"]
+        return Scores(self.scalars.sequences or 0, q.heads, q.seq, k.seq)
 
     def new(self, names: tuple[str, ...]) -> tuple[Output, ...]:
         """Outputs for these of the gradients of q, k and v, and for that of the bias."""
         made = {name: present(self.carriers[CARRIER_OF[name]]) for name in names}
         if self.dbias is not None:
-            made["dbias"] = self.dbias.new(present(self.given["bias"]).to("meta"))
+            made["dbias"] = self.dbias.new(present(self.given["bias"]))
         return tuple(Output.like(name, x, 0.0) for name, x in made.items())
 
 
@@ -110,17 +112,19 @@ class Chosen:
     """
 
     kernels: tuple[LoadedKernel, ...]
-    of_bias: bias.FusedBiasGradient
+    of_bias: FusedBiasGradient
     apart: HeadSplit
-    table: Tensor | None
+    table: Described | None
     unwritten: tuple[str, ...]
 
 
 def prepare_backward(
-    given: Tensors, arguments: Arguments, wanted: WantedGradients, gather: bool
+    given: Tensors, arguments: Arguments, wanted: WantedGradients, gather: bool, device: Device
 ) -> PreparedBackward:
-    """Everything about a backward but addresses. given: its tensors by their names, None for what
-    it has not; gather: whether threads copy operands.
+    """Everything about a backward but addresses.
+
+    given: its tensors by their names, those of `table.INPUTS` with d_o, o, lse and dlse, None for
+    what it has not; gather: whether threads copy operands.
 
     Raises: SpecError with every violation; CompileError, LaunchError.
     """
@@ -136,18 +140,18 @@ def prepare_backward(
     scalars, dbias = scalars_of(q, optional, arguments, extents), None
     sequences, heads_q = scalars.sequences or 0, extents["q"].heads
     if wanted.dbias:
-        full = (sequences, heads_q, extents["q"].seq, extents["k"].seq)
-        dbias = bias.gradient_of(present(given["bias"]), full)
+        full = Scores(sequences, heads_q, extents["q"].seq, extents["k"].seq)
+        dbias = bias_gradient.gradient_of(present(given["bias"]), full)
         scalars = replace(scalars, numbers={**scalars.numbers, **dbias.numbers})
     if (added := optional["bias"]) is not None:
         extents["bias"] = extent_of(added, sequences, heads_q)
-    carriers = {n: None if (x := given[n]) is None else _new(x) for n in "qkv"}
+    carriers = {n: None if (x := given[n]) is None else _new(x) for n in CARRIERS}
     call = Backward(given, arguments, wanted, gather, carriers, extents, scalars, dbias)
     returned = tuple(name for name in names_of(wanted) if carriers[CARRIER_OF[name]] is not None)
     absent = [name for name, x in given.items() if x is None]
     absent += fragment_values.absent_from(optional, arguments)
     prepared = PreparedBackward(
-        device=q.device,
+        device=device,
         names=tuple(name for name, x in given.items() if x is not None),
         outputs=call.new(returned),
         returned=returned,
@@ -158,10 +162,10 @@ def prepare_backward(
     )
     if not (sequences and all(tensor.numel() for tensor in tensors.values())):
         return prepared
-    return _with_launches(prepared, call, _choose(call, q, k, v))
+    return _with_launches(prepared, call, _choose(call, device, q, k, v))
 
 
-def _choose(call: Backward, q: Tensor, k: Tensor, v: Tensor) -> Chosen:
+def _choose(call: Backward, device: Device, q: TensorDesc, k: TensorDesc, v: TensorDesc) -> Chosen:
     """The kernels of a backward, whose q, k and v are views. Raises: CompileError, LaunchError."""
     extents, scalars = call.extents, call.scalars
     forward = spec_of(q, k, v, call.optional, call.arguments, call.gather)
@@ -170,23 +174,22 @@ def _choose(call: Backward, q: Tensor, k: Tensor, v: Tensor) -> Chosen:
     )
     served = spec_of(q, k, v, call.optional, call.arguments).gathers == call.gather
     table = schedule.table_for(call.given["schedule"], scalars.sequences or 0, served)
-    find = partial(choose, spec, q.device, extents, scalars, results_of(call.wanted))
+    find = partial(kernel_choice.choose, spec, device, extents, scalars, results_of(call.wanted))
     choice = find(scheduled=table is not None)
-    kernels = kernels_of(spec, q.device, choice)
+    kernels = kernel_choice.kernels_of(spec, device, choice)
     if choice.splits_heads and not any(each.kernel.dkv_floats for each in kernels):
         choice = find(scheduled=True)  # as if: those of an earlier version have no sums
-        kernels = kernels_of(spec, q.device, choice)
-    of_bias = bias.FusedBiasGradient()
+        kernels = kernel_choice.kernels_of(spec, device, choice)
+    of_bias = FusedBiasGradient()
     if call.dbias:
         extents["dbias"] = call.dbias.extent
-        full = (scalars.sequences or 0, extents["q"].heads, extents["q"].seq, extents["k"].seq)
         before_scale = call.arguments.bias_type == "pre_scale"
-        of_bias = bias.added_of(kernels, call.dbias, full, before_scale)
+        of_bias = bias_gradient.fused_by(kernels, call.dbias, call.scores, before_scale)
     if not of_bias.terms:
         kernels = tuple(each for each in kernels if not adds_bias(each))
-    kernels, unwritten = launched(kernels, results_of(call.wanted), scalars.sequences)
+    kernels, unwritten = kernel_choice.launched(kernels, results_of(call.wanted), scalars.sequences)
     if not any(map(adds_bias, kernels)):
-        of_bias = bias.FusedBiasGradient()
+        of_bias = FusedBiasGradient()
     splits = choice.splits_heads
     apart = split_heads(kernels, extents, scalars.sequences or 0) if splits else TOGETHER
     return Chosen(kernels, of_bias, apart, table, unwritten)
@@ -219,12 +222,13 @@ def _with_launches(prepared: PreparedBackward, call: Backward, chosen: Chosen) -
     of_sink, counts = None, None
     if of_bias.counts_bytes:
         first = offsets["dbias_turns"]
-        counts = slice(first, first + of_bias.counts_bytes)
+        counts = first, first + of_bias.counts_bytes
     if apart.floats:
         first = offsets["dkv_acc"]
-        counts = slice(first, first + 4 * apart.floats)
+        counts = first, first + 4 * apart.floats
     if prepares := maker_of("lse_log2", kernels):
         of_sink = sinks.rows_of(prepares.kernel, offsets, extents["q"], scalars.sequences)
+    fills_rows = any(each.kernel.q_seq != "dense" for each in kernels)
     return replace(
         prepared,
         outputs=call.new(written),
@@ -241,24 +245,25 @@ def _with_launches(prepared: PreparedBackward, call: Backward, chosen: Chosen) -
         counts_tiles=any("tile_counter" in each.kernel.workspace for each in kernels),
         rows=of_sink,
         counts=counts,
-        fills_rows=any(each.kernel.q_seq != "dense" for each in kernels),
+        fills_rows=fills_rows,
+        resets=counts is not None or (call.wanted.dsink and of_sink is not None and fills_rows),
         d_unit=scalars.numbers["keep_scale"],  # with dropout
     )
 
 
-def present(tensor: Tensor | None) -> Tensor:
+def present(tensor: TensorDesc | None) -> TensorDesc:
     """The tensor, which a call of checked arguments has."""
     assert tensor is not None
     return tensor
 
 
-def _new(tensor: Tensor) -> Tensor:
-    """A gradient of the tensor, of which only the format counts."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+def _new(tensor: TensorDesc) -> TensorDesc:
+    """A gradient of the tensor, contiguous."""
+    return TensorDesc.contiguous(tensor.shape, tensor.dtype)
 
 
 def _scalars_for(
-    each: LoadedKernel, scalars: Scalars, of_bias: bias.FusedBiasGradient, apart: HeadSplit
+    each: LoadedKernel, scalars: Scalars, of_bias: FusedBiasGradient, apart: HeadSplit
 ) -> Scalars:
     """Run-time values of one kernel: what converts sums of dQ finds them scaled where dS was; heads
     of a group may have tiles of their own."""
@@ -272,7 +277,7 @@ def _scalars_for(
 
 
 def _mismatches(
-    tensors: dict[str, Tensor], rows: dict[str, Tensor], arguments: Arguments
+    tensors: Mapping[str, TensorDesc], rows: Mapping[str, TensorDesc], arguments: Arguments
 ) -> Iterator[str]:
     """Why tensors do not fit q, k and v."""
     q, v = tensors["q"], tensors["v"]
@@ -281,10 +286,10 @@ def _mismatches(
             f"q is {q.dtype}, out_dtype is {arguments.out_dtype}"
         )
         return
-    out, lse = new_outputs(q.to("meta"), v.to("meta"), arguments)
+    out, lse = outputs_of(q, v, arguments)
     expected = {"o": out, "d_o": out, **dict.fromkeys(rows, lse)}
     found = {**tensors, **rows}
     for name, like in expected.items():
         x = found[name]
-        if (x.dtype, x.shape) != (like.dtype, like.shape):
-            yield f"{name} needs {like.dtype} {list(like.shape)}, got {x.dtype} {list(x.shape)}"
+        if (dtype_name(x), x.shape) != (like.dtype, like.shape):
+            yield f"{name} needs {named(like)}, got {named(x)}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ...runtime.load import LoadedKernel
-from ...runtime.run_time import Extent, blocks_of
+from ..runtime.load import LoadedKernel
+from ..runtime.run_time import Extent, blocks_of
 
 
 @dataclass(frozen=True)

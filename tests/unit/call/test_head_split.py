@@ -8,13 +8,16 @@ import pytest
 import torch
 
 import attngen
+from attngen.call import kernel_choice
+from attngen.call.head_split import TOGETHER, split_heads
+from attngen.call.kernel_choice import Device
 from attngen.call.numbers import Arguments
+from attngen.call.prepare_backward import prepare_backward
 from attngen.call.table import OPTIONAL, WantedGradients
+from attngen.call.tensors import TensorDesc
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
-from attngen.frontends.pytorch import kernel_choice
-from attngen.frontends.pytorch import prepared_backward as op
-from attngen.frontends.pytorch.head_split import TOGETHER, split_heads
+from attngen.frontends.pytorch.backward import reset
 from attngen.kernels.family import Facts
 from attngen.kernels.plan import plans
 from attngen.kernels.selection import name_of
@@ -202,21 +205,22 @@ def ready_of(monkeypatch):
         return load(problems[choice.place])
 
     loaded = []
-    monkeypatch.setattr(op, "kernels_of", load_spec)
+    monkeypatch.setattr(kernel_choice, "kernels_of", load_spec)
 
     def make(q, k, v, wanted=(), **arguments):
         arguments = Arguments(**{"mask": "causal", **arguments})
         axes = layouts.parse(arguments.layout).q_format
         tensors = {
-            name: None if shape is None else torch.empty(shape, dtype=torch.bfloat16, device="meta")
+            name: None if shape is None else TensorDesc.contiguous(shape, "bfloat16")
             for name, shape in zip("qkv", (q, k, v), strict=True)
         }
         d_v = (k if v is None else v)[-1]
-        o = tensors["q"].new_empty((*q[:-1], d_v))
-        lse = o.new_empty([o.shape[axes.index(axis)] for axis in "bhs"], dtype=torch.float32)
+        o = TensorDesc.contiguous((*q[:-1], d_v), "bfloat16")
+        rows = [o.shape[axes.index(axis)] for axis in "bhs"]
+        lse = TensorDesc.contiguous(rows, "float32")
         there = {**dict.fromkeys(OPTIONAL), "d_o": o, "o": o, "lse": lse, "dlse": None, **tensors}
         wanted = WantedGradients(*wanted)._replace(dsink=False, dbias=False)
-        ready = op.prepare_backward(there, arguments, wanted, False)
+        ready = prepare_backward(there, arguments, wanted, False, Device("cuda:0", 0, ARCH))
         assert len(loaded) == 1, "what is not launched is not loaded"
         loaded.clear()
         return ready
@@ -328,12 +332,12 @@ def test_sums_of_heads_apart_have_a_place_of_their_own_which_is_zeroed(d, d_v, r
     main = ready.launches[1].loaded.kernel
     size = 4 * 2 * 2 * main.dkv_floats  # bytes of sequences' tiles
     first = ready.offsets["dkv_acc"]
-    assert ready.counts == slice(first, first + size) and ready.resets
+    assert ready.counts == (first, first + size) and ready.resets
     ends = sorted([*ready.offsets.values(), ready.workspace_bytes])
     assert ends[ends.index(first) + 1] - first == -(-size // 256) * 256
     workspace = torch.full((ready.workspace_bytes,), 255, dtype=torch.uint8)
     for _ in range(2):
-        ready.reset(workspace)
-        assert not workspace[ready.counts].any()
+        reset(ready, workspace)
+        assert not workspace[first : first + size].any()
         assert (workspace == 255).sum() == ready.workspace_bytes - size
         workspace.fill_(255)

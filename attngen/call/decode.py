@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
-
-from ...call.mask_bits import reach_of
-from ...call.numbers import Arguments
-from ...call.operands import keys_of
-from ...errors import SpecError
-from ...kernels.family import Facts, family_of
-from ...kernels.selection import name_of
-from ...runtime.load import LoadedKernel
-from ...runtime.run_time import MAX_SPLITS, Extent, Scalars
-from ...spec.layouts import parse
+from ..errors import SpecError
+from ..kernels.family import Facts, family_of
+from ..kernels.selection import name_of
+from ..runtime.load import LoadedKernel
+from ..runtime.run_time import MAX_SPLITS, Extent, Scalars
+from ..spec.layouts import parse
+from .mask_bits import reach_of
+from .numbers import Arguments
+from .operands import keys_of
+from .tensors import Described
 
 
 def splits_of(
     reader: LoadedKernel,
     extents: Mapping[str, Extent],
-    optional: Mapping[str, Tensor | None],
+    optional: Mapping[str, Described | None],
     scalars: Scalars,
     asked: int,
 ) -> int:
@@ -40,14 +39,14 @@ def results_of(splits: int) -> tuple[str, ...]:
 
 
 def numbers_of(
-    extents: Mapping[str, Extent], optional: Mapping[str, Tensor | None]
+    extents: Mapping[str, Extent], optional: Mapping[str, Described | None]
 ) -> dict[str, int | float]:
     """Parameters that say where pages lie; none where there are none."""
     found: dict[str, int | float] = {}
     for name in ("k", "v"):
         table = optional[f"page_table_{name}"]
         if table is not None:
-            found[f"{name}_page_table_stride"] = table.stride(0)
+            found[f"{name}_page_table_stride"] = table.stride()[0]
             fields = ("page_size", "page_reciprocal", "page_shift")
             for field, value in zip(fields, page_numbers(extents[name].seq), strict=True):
                 found[f"{name}_{field}"] = value
@@ -86,7 +85,7 @@ def unsplit(num_splits: int, served: bool) -> list[str]:
 
 def violations(
     extents: Mapping[str, Extent],
-    optional: Mapping[str, Tensor | None],
+    optional: Mapping[str, Described | None],
     arguments: Arguments,
     served: bool,
 ) -> Iterator[str]:
@@ -103,8 +102,9 @@ def violations(
         yield from _page_violations(optional)
 
 
-def _page_violations(optional: Mapping[str, Tensor | None]) -> Iterator[str]:
+def _page_violations(optional: Mapping[str, Described | None]) -> Iterator[str]:
     for name in ("k", "v"):
         table = optional[f"page_table_{name}"]
-        if table is not None and table.ndim == 2 and table.shape[1] > 1 and table.stride(1) != 1:
-            yield f"page_table_{name}: a sequence's pages have stride {table.stride(1)}, need 1"
+        if table is not None and table.ndim == 2 and table.shape[1] > 1:
+            if (step := table.stride()[1]) != 1:
+                yield f"page_table_{name}: a sequence's pages have stride {step}, need 1"

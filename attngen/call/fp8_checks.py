@@ -1,0 +1,85 @@
+"""Whether the dtypes, scales and output of a call belong together, by the names of dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import eq
+
+from .tensors import FP8, Described, dtype_name, is_described, name_of, named
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+BESIDE_CACHE = ("float16", "bfloat16")
+CACHE_SCALES = ("descale_k", "descale_v")
+OUT_DTYPES = (*BESIDE_CACHE, *FP8)
+Agree = Callable[[int, int], bool]  # whether two sizes are the same, as far as is known
+
+
+def dtype_violations(q: str, k: str, v: str) -> Iterator[str]:
+    """Q, K and V have one floating dtype, or K and V one of the FP8 formats and Q one of them or
+    16 bits."""
+    together = FP8 if q in FP8 else (q, *FP8) if q in BESIDE_CACHE else (q,)
+    if q not in (*FLOATS, *FP8) or k not in together or k != v:
+        yield (
+            f"q, k and v need one dtype of {', '.join(FLOATS)}, {', '.join(FP8)}; FP8 in k and v "
+            f"alike may also stand beside a q of the other FP8 format, or of "
+            f"{' or '.join(BESIDE_CACHE)}; got {q}, {k}, {v}. Cast them."
+        )
+
+
+def scale_violations(
+    scales: Mapping[str, Described | None],
+    b: int,
+    h_kv: int,
+    floats: Sequence[str] = FLOATS,
+    agree: Agree = eq,
+) -> Iterator[str]:
+    """Shapes and dtypes of the scales, by their names; S has both of its scales or neither.
+    floats: the dtypes that they may have."""
+    for name, scale in scales.items():
+        per_head = name in ("descale_q", "descale_k", "descale_v")
+        shapes = ((1,), *[(b, h_kv)] * per_head)
+        if scale is not None and not _fits(scale, floats, shapes, agree):
+            wanted = f"float32 [1] or [b={b}, h_kv={h_kv}]" if per_head else "float32 [1]"
+            got = named(scale) if is_described(scale) else repr(scale)
+            yield f"{name} needs {wanted}; got {got}. Pass a tensor on q's device."
+    if (scales["scale_s"] is None) != (scales["descale_s"] is None):
+        given = "scale_s" if scales["descale_s"] is None else "descale_s"
+        yield (
+            f"scale_s and descale_s belong together, each the other's reciprocal; got {given} "
+            f"alone. Pass both, or neither for a power of two."
+        )
+
+
+def output_violations(
+    out_dtype: object,
+    has_scale: bool,
+    known: Sequence[object] = OUT_DTYPES,
+    fp8: Sequence[object] = FP8,
+) -> Iterator[str]:
+    """The dtype of the output of an FP8 call, and whether it has a scale. known: dtypes that it may
+    have, as a library has them if not by their names; fp8: those of 8 bits."""
+    if out_dtype not in known:
+        yield (
+            f"out_dtype beside FP8 q, k and v needs one of {', '.join(map(name_of, known))}, or "
+            f"None for bfloat16; got {out_dtype!r}. Pass one."
+        )
+    elif has_scale and out_dtype not in fp8:
+        yield (
+            f"scale_o scales an FP8 output; got it with out_dtype={name_of(out_dtype)}. Leave it "
+            f"out, or pass an FP8 out_dtype."
+        )
+
+
+def _fits(
+    x: Described, floats: Sequence[str], shapes: Sequence[tuple[int, ...]], agree: Agree
+) -> bool:
+    if not is_described(x) or dtype_name(x) not in floats:
+        return False
+    return any(agree_all(x.shape, shape, agree) for shape in shapes)
+
+
+def agree_all(shape: Sequence[int], other: Sequence[int], agree: Agree = eq) -> bool:
+    """Whether shapes are the same, as far as is known."""
+    return len(shape) == len(other) and all(
+        [agree(one, two) for one, two in zip(shape, other, strict=True)]
+    )
