@@ -12,13 +12,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..call.fp8_checks import dtype_violations
 from ..call.table import ROWS, AttentionCall, named
+from ..call.tensors import dtype_name
 from ..errors import SpecError
 from ..spec import layouts
 from ..spec.layouts import Layout, size
 from ..spec.masks import masks_of
 from .fp8 import is_fp8
-from .fp8_checks import FLOATS, dtype_violations, fp8_violations
+from .fp8_checks import FLOATS, fp8_violations
 from .fragment_checks import fragment_violations
 from .length_checks import length_violations, value_violations
 from .operands import Operands
@@ -53,7 +55,7 @@ def _judge(call: AttentionCall) -> tuple[Operands | None, list[str]]:
     except SpecError as error:
         return None, [*error.reasons]
     return operands, [
-        *dtype_violations(operands.q.dtype, operands.k.dtype, operands.v.dtype),
+        *dtype_violations(*map(dtype_name, (operands.q, operands.k, operands.v))),
         *_operand_violations(operands),
         *fp8_violations(call, operands),
         *length_violations(call, operands),

@@ -77,7 +77,7 @@ class CheckedCall:
             arguments=arguments_of(call),
             default_slopes=default_slopes_of(call),
             casts=casts_of(settled),
-            lengths_as_given=all(a is b for a, b in zip(settled, operands, strict=True)),
+            lengths_as_given=all([a is b for a, b in zip(settled, operands, strict=True)]),
             by_products=call.wants_aux,
             differentiable=torch.is_grad_enabled() and any([x.requires_grad for x in present]),
         )
