@@ -33,8 +33,8 @@ import attngen  # noqa: E402
 import attngen.frontends.pytorch.forward  # noqa: E402  # registers the operations
 from attngen import reference  # noqa: E402
 from attngen.call.table import SCALES  # noqa: E402
+from attngen.call.tensors import name_of  # noqa: E402
 from attngen.errors import AttngenError  # noqa: E402
-from attngen.frontends.pytorch.signature import name_of  # noqa: E402
 from attngen.spec.attention_spec import SHORT_HEAD_DIM  # noqa: E402
 from tests.gpu import (  # noqa: E402
     gradients,

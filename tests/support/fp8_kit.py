@@ -6,7 +6,7 @@ import torch
 
 from attngen.call.numbers import Arguments
 from attngen.call.table import OPTIONAL, PAGE_TABLES
-from attngen.frontends.pytorch.signature import name_of
+from attngen.call.tensors import name_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 

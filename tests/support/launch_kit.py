@@ -48,6 +48,7 @@ def stand_ins(launch: Callable[..., Any]) -> dict[str, Any]:
         f"{operation}.current_stream": lambda index: 7,
         "attngen.call.kernel_choice.multiprocessors": lambda device: MULTIPROCESSORS,
         "attngen.runtime.load.current_device": lambda: None,
+        "attngen.runtime.load.ensure_context": lambda device: None,
         "attngen.runtime.load.load": lambda binary, cubin, device: LoadedKernel(
             "handle", binary.kernel, 0, MULTIPROCESSORS
         ),

@@ -11,16 +11,13 @@ import torch
 from torch import Tensor
 
 from ... import reference
-from ...call.fragments import SLOTS, numbers_of, slot_tensors
-from ...call.fragments import operands_of as fragment_operands
+from ...call import operation_form
 from ...call.numbers import Arguments
 from ...call.prepared import PreparedCall
 from ...call.schedule import Ordered, ordered_by
 from ...call.table import INPUTS, LENGTHS, AttentionCall
-from ...reference import fp8
 from ...reference.dropout import draw_rng_state
 from ...results import AttentionAux
-from ...spec import layouts
 from .autograd import DifferentiableCall
 from .casts import Casts, cast, casts_of
 from .checks import refuse_derivatives, refuse_unreadable
@@ -29,7 +26,7 @@ from .lengths import settle
 from .operation import run, unobserved
 from .schedule import Schedule
 from .sharding import is_distributed, over_shards
-from .signature import CallForm, name_of, places_of
+from .signature import CallForm, places_of
 from .torch_private import levels, undisturbed
 
 Operands = tuple["Tensor | None", ...]  # of `INPUTS`
@@ -75,7 +72,7 @@ class CheckedCall:
         present = [x for x in operands if x is not None]
         return cls(
             arguments=arguments_of(call),
-            default_slopes=default_slopes_of(call),
+            default_slopes=operation_form.default_slopes_of(call, Tensor),
             casts=casts_of(settled),
             lengths_as_given=all([a is b for a, b in zip(settled, operands, strict=True)]),
             by_products=call.wants_aux,
@@ -211,51 +208,13 @@ def settle_lengths(layout: str, operands: Operands) -> Operands:
 def operands_of(call: AttentionCall) -> Operands:
     """The operations' tensors of a call, in their order; ALiBi's own slopes and the schedule, which
     are made later, are none."""
-    of_k, of_v, *_ = (*call.page_tables, None, None)
-    named = {"page_table_k": of_k, "page_table_v": of_v, "schedule": None}
-    named |= dict.fromkeys(SLOTS)
-    if call.fragment_arguments:
-        added, own = dict(call.fragment_arguments), fragment_operands(call.mask, call.score_mod)
-        named |= slot_tensors(own, added, Tensor)
-    found = [named[name] if name in named else getattr(call, name) for name in INPUTS]
-    return tuple([x if isinstance(x, Tensor) else None for x in found])
+    return operation_form.operands_of(call, Tensor)
 
 
 def arguments_of(call: AttentionCall) -> Arguments:
     """Arguments of the operations for a checked call."""
-    scale, (left, right) = call.softmax_scale, call.window
-    aligned, deterministic = call.mask.endswith("_bottom_right"), call.deterministic
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    own = fragment_operands(call.mask, call.score_mod)
-    return Arguments(
-        layout=call.layout,
-        mask=call.mask,
-        softmax_scale=None if scale is None else float(scale),
-        window_left=-1 if left is None else left,
-        window_right=-1 if right is None else right,
-        bottom_right=aligned if call.bottom_right is None else call.bottom_right,
-        out_dtype=name_of(fp8.output_dtype(call)),
-        amax=call.return_amax,
-        deterministic=deterministic,
-        softcap=float(call.softcap),
-        softmax=call.softmax,
-        max_logit=call.return_max_logit,
-        dropout_p=float(call.dropout_p),
-        num_splits=call.num_splits or 0,
-        bias_type="post_scale" if call.bias is None else call.bias_type,
-        score_mod=call.score_mod if isinstance(call.score_mod, str) else "",
-        numbers=numbers_of(own, dict(call.fragment_arguments), Tensor) if own else "",
-    )
-
-
-def default_slopes_of(call: AttentionCall) -> int:
-    """Query heads of a checked call that take ALiBi's own slopes; 0 where none do."""
-    if not call.has_alibi or isinstance(call.alibi_slopes, Tensor):
-        return 0
-    layout = layouts.parse(call.layout)
-    q, _, _ = layouts.unpack(layout, call.q, call.k, call.v)
-    return layouts.size(q.shape, layout.q_format, "h")
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return operation_form.arguments_of(call, deterministic, Tensor)
 
 
 _slopes: dict[tuple[int, torch.device], Tensor] = {}  # for ever, since graphs may read them

@@ -42,11 +42,6 @@ class CallForm(NamedTuple):
         return dict.fromkeys(INPUTS) | dict(zip(names, present, strict=True))
 
 
-def name_of(dtype: torch.dtype) -> str:
-    """Torch's name of a dtype, as `Arguments` have it."""
-    return str(dtype).removeprefix("torch.")
-
-
 def dtype_of(name: str) -> torch.dtype:
     """The dtype that torch has under a name. Raises: SpecError where there is none."""
     found = getattr(torch, name, None)

@@ -16,7 +16,6 @@ ARCH = "sm_90a"
 DEVICE = Device("cuda:0", 0, ARCH)
 
 
-
 def test_kernels_of_a_narrow_window_are_noted_as_those_that_the_spec_names(monkeypatch):
     """So that what is built from a trace serves windows of any size."""
     spec = AttentionSpec(64, dtype="bf16", window=True, directions=("bwd",))
@@ -38,6 +37,7 @@ def test_kernels_of_a_narrow_window_are_noted_as_those_that_the_spec_names(monke
         (kernel,) = kernel_choice.kernels_of(spec, DEVICE, Choice(place))
         assert kernel.variant == (plain, ARCH)
     assert found == [plain, ordered]
+
 
 def test_device_without_kernels_is_refused_by_name():
     with pytest.raises(SpecError, match=r"^no kernels for tpu:3; available: \['sm_90a'"):

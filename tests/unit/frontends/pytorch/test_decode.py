@@ -14,10 +14,11 @@ from attngen.call import checks, decode
 from attngen.call.numbers import Arguments
 from attngen.call.operands import extents_of, keys_of, scalars_of, spec_of
 from attngen.call.table import OPTIONAL
+from attngen.call.tensors import name_of
 from attngen.fragments import features
 from attngen.frontends.pytorch import checked_call
 from attngen.frontends.pytorch import routing as choice
-from attngen.frontends.pytorch.signature import name_of, split
+from attngen.frontends.pytorch.signature import split
 from attngen.runtime.run_time import Extent
 from attngen.spec import resolve
 from attngen.spec.layouts import parse

@@ -8,9 +8,10 @@ import torch
 import attngen
 from attngen import SpecError, reference
 from attngen.call.numbers import Arguments
+from attngen.call.tensors import name_of
 from attngen.frontends.pytorch import checked_call
 from attngen.frontends.pytorch import routing as choice
-from attngen.frontends.pytorch.signature import dtype_of, name_of, split
+from attngen.frontends.pytorch.signature import dtype_of, split
 from tests.support.caches import FORWARD, forget
 from tests.support.fp8_kit import E4M3, E5M2, keywords_of, operands, rest_of, same, scales
 

@@ -1,0 +1,98 @@
+"""Choice: whether some kernel serves a call, by descriptions of its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import SpecError
+from ..fragments import features
+from ..spec.attention_spec import DTYPES_8BIT, MAX_HEAD_DIM, AttentionSpec, dtype_name
+from ..spec.layouts import axes_of, parse
+from ..spec.resolve import find_violations
+from ..targets.target import names
+from .decode import unsplit
+from .table import CARRIERS, LENGTHS, AttentionCall
+
+_FEATURES = features.scan()  # here, not in a call: torch.compile cannot trace file access
+BACKENDS = ("auto", "cuda", "reference")
+MANY = 1 << 20  # positions: no few queries
+
+
+def check_backend(backend: str) -> None:
+    """Raises: SpecError where there is no backend of that name."""
+    if backend not in BACKENDS:
+        raise SpecError(f"backend={backend!r}; allowed: {', '.join(BACKENDS)}")
+
+
+def no_kernels(device: str) -> str:
+    """The refusal of a device that has no kernels."""
+    return f"{device} has no kernels; available: {', '.join(names())}"
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """An operand of which a trace says nothing but this."""
+
+    dtype: Any
+    shape: tuple[int, ...]
+
+
+def _carriers(call: AttentionCall, traced: bool) -> tuple[Any, ...]:
+    """Q, K and V as the choice of a kernel sees them. Of a trace, whose sizes may be symbols,
+    dtypes and head dims alone: which of a variant's kernels a call takes is for the operation to
+    say when it runs. Heads that are so wide that only kernels for few queries have them, and
+    operands that the copy engine alone reads, are looked at as they are."""
+    operands = call.q, call.k, call.v
+    if not traced:
+        return operands
+    layout = parse(call.layout)
+    widest = max(*[x.shape[-1] for x in operands if x is not None], 0)
+    unboxed = any(x is not None and dtype_name(x.dtype) in DTYPES_8BIT for x in operands)
+    if widest > MAX_HEAD_DIM or unboxed or call.num_splits or layout.paged:
+        return operands
+    sizes = {"h": 1, "3": 3, "2": 2}
+    found: list[_Traced | None] = []
+    for name, x in zip(CARRIERS, operands, strict=True):
+        if x is None:
+            found.append(None)
+        else:
+            shape = [sizes.get(axis, MANY) for axis in axes_of(layout, name)]
+            found.append(_Traced(x.dtype, (*shape[:-1], x.shape[-1])))
+    return tuple(found)
+
+
+def spec_of_call(call: AttentionCall, traced: bool = False) -> AttentionSpec:
+    """The spec of the forward that a call needs.
+
+    call: its tensors are described, by their library or as `TensorDesc`. traced: whether their
+    sizes may be symbols.
+    """
+    return AttentionSpec.from_call(
+        *_carriers(call, traced),
+        layout=call.layout,
+        mask=call.mask,
+        window=call.window,
+        attn_mask=call.attn_mask,
+        bias=call.bias,
+        bias_type=call.bias_type,
+        alibi_slopes=call.alibi_slopes,
+        softcap=call.softcap,
+        score_mod=call.score_mod,
+        mask_mod=call.mask_mod,
+        block_mask=call.block_mask,
+        softmax=call.softmax,
+        dropout_p=call.dropout_p,
+        out_dtype=call.out_dtype,
+        return_max_logit=call.return_max_logit,
+        num_splits=call.num_splits,
+        **{name: getattr(call, name) for name in LENGTHS},
+    )
+
+
+def refusals(call: AttentionCall, traced: bool = False) -> list[str]:
+    """Why no kernel serves a call, whatever the device; empty where one does. Arguments as of
+    `spec_of_call`."""
+    spec = spec_of_call(call, traced)
+    reasons = [violation.reason for violation in find_violations(spec, _FEATURES)]
+    return reasons + unsplit(call.num_splits or 0, spec.decode)
