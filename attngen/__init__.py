@@ -24,6 +24,8 @@ if TYPE_CHECKING:
         SpecError,
     )
     from .fragments.features import register_fragment
+    from .frontends import transformer_engine as te  # noqa: F401  # as `__getattr__` finds it
+    from .frontends import transformer_engine as transformer_engine
     from .frontends.pytorch.attention import attention
     from .frontends.pytorch.merge import merge_states
     from .frontends.pytorch.schedule import Schedule
@@ -74,9 +76,14 @@ _HOMES = {
     "register_fragment": "fragments.features",
     "trace": "runtime.tracing",
 }
+# Front ends that speak another library's names, beside those of `__all__`.
+_FRONT_ENDS = dict.fromkeys(("te", "transformer_engine"), "frontends.transformer_engine")
 
 
 def __getattr__(name: str) -> Any:
+    if name in _FRONT_ENDS:
+        value = globals()[name] = import_module(f".{_FRONT_ENDS[name]}", __name__)
+        return value
     if name not in __all__:
         raise AttributeError(f"module 'attngen' has no attribute {name!r}")
     home = _HOMES.get(name, "errors")
@@ -86,4 +93,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_FRONT_ENDS})

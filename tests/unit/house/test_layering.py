@@ -123,6 +123,7 @@ def test_kernel_families_do_not_import_each_other() -> None:
 
 
 def test_front_ends_do_not_import_each_other() -> None:
+    """One that speaks another library's words builds on attngen's public names."""
     ends = children("frontends")
     assert "frontends.pytorch" in ends
     assert not [(one, two) for one in ends for two in ends - {one} if crosses(one, two)]

@@ -1,0 +1,259 @@
+"""`DotProductAttention`: the module, its state and its calls."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import SpecError
+from .arguments import method_taking
+from .backends import (
+    FlashAttention,
+    FusedAttention,
+    UnfusedDotProductAttention,
+    refuse_context_parallelism,
+    world_size,
+)
+from .calls import Call, Settings, Sizes, carriers_of, sequences_of, three_of
+from .choice import Facts, backend_of
+from .core import Carriers, Extras, Output, Words, attend, lengths_of_call
+from .environment import NONDETERMINISTIC, enabled
+from .masks import check_set_window_size, ends_at_corner, mask_name
+from .names import AttnTypes, SoftmaxType
+from .rng import checkpointed
+from .variants import SideLengths
+
+FORMATS = ("sbhd", "bshd", "thd")
+KV_FORMAT = "bshd"  # of caches
+
+
+class DotProductAttention(nn.Module):
+    """Attention with TransformerEngine's arguments, computed by attngen.
+
+    Calls take query_layer, key_layer and value_layer in `qkv_format`, or packed tensors, qkv_layer
+    or kv_layer, on which the gradient then lands, and return […, h · d_v], or that and the largest
+    logits [h] with return_max_logit. docs/guide/transformer-engine.md says what differs.
+    """
+
+    @method_taking(Settings)
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        kv = settings.kv_channels
+        dim, dim_v = (kv, kv) if isinstance(kv, int) else kv
+        self.name = settings.name
+        self.qkv_format = settings.qkv_format
+        self.attn_mask_type = mask_name(settings.attn_mask_type)
+        self.window_size = check_set_window_size(self.attn_mask_type, settings.window_size)
+        self.bottom_right_diagonal = settings.bottom_right_diagonal
+        self.tp_group = settings.tp_group
+        self.tp_size = settings.tp_size if self.tp_group is None else world_size(self.tp_group)
+        self.get_rng_state_tracker = settings.get_rng_state_tracker
+        self.num_attention_heads = settings.num_attention_heads
+        self.layer_number = 1 if settings.layer_number is None else settings.layer_number
+        self.set_context_parallel_group(
+            settings.cp_group, settings.cp_global_ranks, settings.cp_stream, settings.cp_comm_type
+        )
+        self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = dim, dim_v
+        self.num_gqa_groups = settings.num_gqa_groups or settings.num_attention_heads
+        self.num_gqa_groups_per_partition = self.num_gqa_groups // self.tp_size
+        assert settings.num_attention_heads % self.num_gqa_groups == 0, (
+            "num_attention_heads must be a multiple of num_gqa_groups"
+        )
+        assert settings.attention_type in AttnTypes, f"attention_type: one of {AttnTypes}"
+        self.attention_type = settings.attention_type
+        self.deterministic = not enabled(NONDETERMINISTIC) or (
+            torch.are_deterministic_algorithms_enabled()
+        )
+        self.attention_dropout = settings.attention_dropout
+        self.return_max_logit = bool(settings.return_max_logit)
+        self.rng_states_tracker = None
+        self._make_softmax(settings.softmax_type)
+        context: Callable[[], Any] = nullcontext
+        if settings.get_rng_state_tracker is not None and not settings.sequence_parallel:
+            self.rng_states_tracker = settings.get_rng_state_tracker()
+            context = self.rng_states_tracker.fork
+        self.softmax_scale = settings.softmax_scale or 1 / math.sqrt(dim)
+        self._fp8_state: Tensor | None = None
+        self._make_backends(context)
+        self.register_load_state_dict_post_hook(_allow_absent_state)  # type: ignore[no-untyped-call]
+
+    def _make_softmax(self, kind: str) -> None:
+        """The softmax and its sinks, [h / tp]: zeros that are no state, or a parameter."""
+        SoftmaxType[kind]
+        self.softmax_type = kind
+        self.softmax_offset: Tensor | nn.Parameter | None = None
+        if kind == "vanilla":
+            return
+        offset = torch.zeros(self.num_attention_heads // self.tp_size, device=_device())
+        self.softmax_offset = nn.Parameter(offset) if kind == "learnable" else offset
+
+    def _make_backends(self, context: Callable[[], Any]) -> None:
+        given: dict[str, Any] = dict(
+            softmax_scale=self.softmax_scale,
+            attention_dropout=self.attention_dropout,
+            attention_dropout_ctx=context,
+            attention_type=self.attention_type,
+            layer_number=self.layer_number,
+            deterministic=self.deterministic,
+            softmax_type=self.softmax_type,
+            return_max_logit=self.return_max_logit,
+        )
+        self.flash_attention = FlashAttention(**given)
+        self.fused_attention = FusedAttention(**given)
+        self.unfused_attention = UnfusedDotProductAttention(**given)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Have this group, which a module of one part of the heads only keeps."""
+        self.tp_group = tp_group
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
+    ) -> None:
+        """Keep a group, or for "a2a+p2p" two; calls with several processes are refused."""
+        self.cp_group = cp_group
+        self.cp_global_ranks = cp_global_ranks
+        self.cp_stream = cp_stream
+        self.cp_comm_type = cp_comm_type
+
+    # ---- state
+
+    def get_extra_state(self) -> Tensor:
+        """State of FP8 scales as it was loaded, uint8; empty where none was."""
+        return torch.empty(0, dtype=torch.uint8) if self._fp8_state is None else self._fp8_state
+
+    def set_extra_state(self, state: Any) -> None:
+        """Keep state of FP8 scales, which 16-bit calls do not read, so that it can be saved again.
+        state: a uint8 tensor, bytes, or None."""
+        if isinstance(state, io.BytesIO):
+            state = state.getvalue()
+        if isinstance(state, (bytes, bytearray)):
+            state = torch.frombuffer(bytearray(state), dtype=torch.uint8) if state else None
+        self._fp8_state = state if state is not None and state.numel() else None
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **given: Any
+    ) -> None:
+        """Take the extra state of TransformerEngine 1.6 and 1.7 under its name of then."""
+        now, then = f"{prefix}_extra_state", f"{prefix}fused_attention._extra_state"
+        if then in state_dict:
+            state = state_dict.pop(then)
+            state_dict.setdefault(now, state)
+        super()._load_from_state_dict(state_dict, prefix, *args, **given)
+
+    # ---- calls
+
+    @method_taking(Call)
+    def forward(self, call: Call) -> Output:
+        """The output […, h · d_v], or that and the largest logits.
+
+        Raises: AssertionError for a mask or window that there is not; SpecError for what is not
+            there, and as `attngen.attention` does; ValueError where no backend may compute it.
+        """
+        axes = self.qkv_format if call.qkv_format is None else call.qkv_format
+        assert axes in FORMATS, f"qkv_format={axes!r}; allowed: {', '.join(FORMATS)}"
+        given = call.attn_mask_type
+        mask = self.attn_mask_type if given is None else mask_name(given)
+        self._refuse(call, axes, mask)
+        layout, carriers = carriers_of(call, axes)
+        sizes = self._sizes_of(layout, carriers)
+        ends = SideLengths(call.cu_seqlens_q, call.cu_seqlens_q_padded)
+        sides = (ends, SideLengths(call.cu_seqlens_kv, call.cu_seqlens_kv_padded))
+        page_table = None
+        if (cache := call.inference_params) is not None:
+            if mask == "padding_causal":
+                mask = "padding_causal_bottom_right"  # new queries are the last ones
+            layout, carriers, sides = self._from_cache(cache, axes, carriers)
+            page_table = cache.cache_manager.page_table if cache.is_paged else None
+        words = self._words_of(call, layout, mask)
+        batch = sequences_of(layout, carriers, page_table)
+        lengths = lengths_of_call(layout, mask, batch, sides, call.attention_mask)
+        extras = Extras(
+            attention_mask=call.attention_mask,
+            bias=call.core_attention_bias,
+            alibi_slopes=call.alibi_slopes,
+            offset=self.softmax_offset,
+            page_table=None if page_table is None else page_table[:batch],
+        )
+        bias = call.core_attention_bias
+        facts = Facts(
+            dtype=carriers.q.dtype,
+            training=self.training and cache is None,
+            deterministic=self.deterministic,
+            max_logit=self.return_max_logit,
+            num_splits=call.num_splits,
+            bias_has_gradient=bias is not None and bias.requires_grad,
+        )
+        how = self.fused_attention.how(call.num_splits, backend_of(words, sizes, facts, cache))
+        if call.checkpoint_core_attention:
+            tracker = self.rng_states_tracker
+            return checkpointed(lambda: attend(carriers, words, lengths, extras, how), tracker)
+        return attend(carriers, words, lengths, extras, how)
+
+    def _refuse(self, call: Call, axes: str, mask: str) -> None:
+        """Raises: SpecError for what is not there, AssertionError for what does not fit."""
+        if call.score_mod is not None:
+            raise SpecError(
+                "score_mod is a callback of cuDNN's graphs; attngen.attention has one of its own"
+            )
+        if self.cp_group is not None and world_size(self.cp_group) > 1:
+            refuse_context_parallelism()
+        padding = "padding" in mask
+        assert padding or axes != "thd", f"qkv_format='thd' needs a padding mask; got {mask!r}"
+        assert padding or call.inference_params is None, (
+            f"a KV cache needs a padding mask; got {mask!r}"
+        )
+
+    def _words_of(self, call: Call, layout: str, mask: str) -> Words:
+        window = self.window_size if call.window_size is None else call.window_size
+        corner = (call.bottom_right_diagonal, self.bottom_right_diagonal)
+        return Words(
+            layout=layout,
+            mask=mask,
+            window=check_set_window_size(mask, window),
+            bottom_right=ends_at_corner(mask, *corner),
+            softmax=self.softmax_type,
+            bias=call.core_attention_bias_type,
+            softmax_scale=self.softmax_scale,
+            dropout=self.attention_dropout if self.training else 0.0,
+        )
+
+    def _sizes_of(self, layout: str, carriers: Carriers) -> Sizes:
+        """The sizes of a call. Raises: SpecError where they are not the module's."""
+        found = Sizes.of(layout, carriers)
+        wanted = {
+            "head dim of queries and keys": (found.dim, self.hidden_size_per_attention_head_k),
+            "head dim of values": (found.dim_v, self.hidden_size_per_attention_head_v),
+            "key/value heads": (found.groups, self.num_gqa_groups_per_partition),
+        }
+        wrong = [f"{name}: {x}, of the module {y}" for name, (x, y) in wanted.items() if x != y]
+        if wrong:
+            raise SpecError(wrong)
+        return found
+
+    def _from_cache(
+        self, cache: Any, axes: str, carriers: Carriers
+    ) -> tuple[str, Carriers, tuple[SideLengths, SideLengths]]:
+        """The layout, tensors and lengths of a call with keys and values of a cache, to which its
+        own are appended."""
+        q, k, v = carriers
+        keys, values, ends_q, ends_kv, *_ = cache.step(self.layer_number, k, v, axes)
+        layout = three_of(axes, KV_FORMAT)
+        if cache.is_paged:
+            layout = f"paged_kv_{layout}"
+        return layout, Carriers(q, keys, values), (SideLengths(ends_q), SideLengths(ends_kv))
+
+
+def _device() -> torch.device:
+    """The current CUDA device; without one the CPU."""
+    return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _allow_absent_state(module: nn.Module, keys: Any) -> None:
+    """Checkpoints of other attention have no state of FP8 scales."""
+    keys.missing_keys[:] = [x for x in keys.missing_keys if not x.endswith("_extra_state")]

@@ -1,0 +1,279 @@
+"""Caches of keys and values, in rows or in pages, and the sequences that are in them.
+
+A captured step reads buffers that stay where they are: `pre_step` writes them, on the host and
+outside of graphs, and `step` appends on the device.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...errors import SpecError
+
+Steps = OrderedDict[int, int]  # tokens of sequences, by their identities, in the batch's order
+
+
+class KVCacheManager:
+    """A cache of keys and values for each layer, and the sequences in it."""
+
+    def __init__(self) -> None:
+        self.cache: dict[int, tuple[Tensor, Tensor]] = {}
+        self.sequences: Steps = OrderedDict()
+
+    def reset(self) -> None:
+        """Forget all sequences."""
+        self.sequences = OrderedDict()
+
+    def allocate_memory(self, layer_number: int) -> None:
+        """Make the cache of a layer."""
+        raise NotImplementedError
+
+    def pre_step(self, step_dict: Steps) -> Steps:
+        """Take the new tokens of each sequence into account; return the lengths with them."""
+        raise NotImplementedError
+
+    def step(self, layer_number: int, *given: Any) -> tuple[Tensor, Tensor]:
+        """Append new keys and values to a layer's cache; return what attention reads. given: new
+        keys, new values, cumulative lengths of the new and of all tokens, the format of the new."""
+        raise NotImplementedError
+
+    def _advance(self, step_dict: Steps) -> list[int]:
+        """Drop sequences that have ended, lengthen those that go on and append new ones; return the
+        identities of those that have ended. Raises: SpecError where the batch's order is another
+        than that of the cache."""
+        ended = [each for each in self.sequences if each not in step_dict]
+        kept = [each for each in self.sequences if each in step_dict]
+        added = [each for each in step_dict if each not in self.sequences]
+        if [*step_dict] != kept + added:
+            raise SpecError(
+                f"sequences keep their order, and new ones come last: {kept + added}; "
+                f"got {[*step_dict]}"
+            )
+        lengths = {each: self.sequences.get(each, 0) + step_dict[each] for each in step_dict}
+        self.sequences = OrderedDict(lengths)
+        return ended
+
+
+class NonPagedKVCacheManager(KVCacheManager):
+    """Caches of room for each sequence's longest length, [max_batch_size, max_seqlen, h, d].
+
+    Row b of a cache is the batch's sequence b: where sequences have ended, `step` moves those
+    behind them up.
+    """
+
+    def __init__(
+        self,
+        max_batch_size: int,
+        max_seqlen: int,
+        num_heads: int,
+        head_dim_k: int,
+        dtype: torch.dtype,
+        head_dim_v: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.max_batch_size = max_batch_size
+        self.max_seqlen = max_seqlen
+        self.num_heads = num_heads
+        self.head_dim_k = head_dim_k
+        self.head_dim_v = head_dim_k if head_dim_v is None else head_dim_v
+        self.dtype = dtype
+        self.batch_indices = torch.arange(max_batch_size, dtype=torch.int64, device=device())
+        self.need_reindex = False
+        self._stores: dict[int, tuple[Store, Store]] = {}
+
+    def allocate_memory(self, layer_number: int) -> None:
+        """Make the cache of a layer, of zeros."""
+        rows = self.max_batch_size * self.max_seqlen
+        shape = (self.max_batch_size, self.max_seqlen)
+        self._stores[layer_number] = stores = tuple(  # type: ignore[assignment]
+            Store(rows, self.num_heads, dim, self.dtype)
+            for dim in (self.head_dim_k, self.head_dim_v)
+        )
+        k, v = stores
+        self.cache[layer_number] = k.rows.unflatten(0, shape), v.rows.unflatten(0, shape)
+
+    def pre_step(self, step_dict: Steps) -> Steps:
+        """Take new tokens into account; note where the sequences that go on are in the caches.
+
+        Raises: SpecError where a sequence has no room, or the order is another.
+        """
+        before = [*self.sequences]
+        ended = {*self._advance(step_dict)}
+        longest = max(self.sequences.values(), default=0)
+        if len(step_dict) > self.max_batch_size or longest > self.max_seqlen:
+            raise SpecError(
+                f"{len(step_dict)} sequences of up to {longest} tokens; the cache has room for "
+                f"{self.max_batch_size} of {self.max_seqlen}"
+            )
+        kept = [place for place, each in enumerate(before) if each not in ended]
+        gone = [place for place, each in enumerate(before) if each in ended]
+        rest = range(len(before), self.max_batch_size)
+        order = [*kept, *gone, *rest]
+        self.need_reindex = order != [*range(self.max_batch_size)]
+        self.batch_indices.copy_(torch.tensor(order))
+        return self.sequences
+
+    def step(self, layer_number: int, *given: Any) -> tuple[Tensor, Tensor]:
+        """Append to a layer's cache; return its rows of the batch, [b, max_seqlen, h, d].
+
+        Moves rows where `pre_step` found that they have to, and under capture always, as a replay
+        may have to.
+        """
+        new_k, new_v, cu_new, cu_all, axes = given
+        k_cache, v_cache = self.cache[layer_number]
+        if self.need_reindex or is_capturing():
+            for each in (k_cache, v_cache):
+                each.copy_(each.index_select(0, self.batch_indices))
+        batch = batch_of(new_k, axes, self.max_batch_size)
+        tokens = tokens_of(new_k, axes, cu_new, cu_all)
+        rows = tokens.sequence * self.max_seqlen + tokens.position
+        for store, new in zip(self._stores[layer_number], (new_k, new_v), strict=True):
+            store.write(new, rows, tokens.there)
+        return k_cache[:batch], v_cache[:batch]
+
+
+class PagedKVCacheManager(KVCacheManager):
+    """Caches of pages, [total_num_pages, page_size, h, d], and a table of each sequence's pages,
+    int32 [max_batch_size, max_seqlen / page_size]."""
+
+    def __init__(
+        self,
+        total_num_pages: int,
+        page_size: int,
+        num_heads: int,
+        head_dim_k: int,
+        dtype: torch.dtype,
+        max_batch_size: int,
+        max_seqlen: int,
+        head_dim_v: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.total_num_pages = total_num_pages
+        self.page_size = page_size
+        self.num_heads = num_heads
+        self.head_dim_k = head_dim_k
+        self.head_dim_v = head_dim_k if head_dim_v is None else head_dim_v
+        self.dtype = dtype
+        self.max_batch_size = max_batch_size
+        self.max_seqlen = max_seqlen
+        self.max_pages_per_seq = max_seqlen // page_size
+        shape = (max_batch_size, self.max_pages_per_seq)
+        self.page_table = torch.zeros(shape, dtype=torch.int32, device=device())
+        self._stores: dict[int, tuple[Store, Store]] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all sequences, and free their pages."""
+        super().reset()
+        self.free_pages = [*range(self.total_num_pages)]
+        self.allocated_pages: dict[int, list[int]] = {}
+        self.page_table.zero_()
+
+    def allocate_memory(self, layer_number: int) -> None:
+        """Make the cache of a layer, of zeros."""
+        rows, shape = self.total_num_pages * self.page_size, (self.total_num_pages, self.page_size)
+        self._stores[layer_number] = stores = tuple(  # type: ignore[assignment]
+            Store(rows, self.num_heads, dim, self.dtype)
+            for dim in (self.head_dim_k, self.head_dim_v)
+        )
+        k, v = stores
+        self.cache[layer_number] = k.rows.unflatten(0, shape), v.rows.unflatten(0, shape)
+
+    def pre_step(self, step_dict: Steps) -> Steps:
+        """Take new tokens into account: free the pages of sequences that have ended, and write the
+        table with pages for what is new. Raises: RuntimeError where there are no pages left, and
+        SpecError where a sequence has no room, or the order is another."""
+        for each in self._advance(step_dict):
+            self.free_pages += self.allocated_pages.pop(each)
+        longest = max(self.sequences.values(), default=0)
+        if len(step_dict) > self.max_batch_size or longest > self.max_seqlen:
+            raise SpecError(
+                f"{len(step_dict)} sequences of up to {longest} tokens; the table has room for "
+                f"{self.max_batch_size} of {self.max_seqlen}"
+            )
+        table = torch.zeros(self.page_table.shape, dtype=torch.int32)
+        for row, (each, length) in enumerate(self.sequences.items()):
+            pages = self.allocated_pages.setdefault(each, [])
+            missing = -(-length // self.page_size) - len(pages)
+            if missing > len(self.free_pages):
+                raise RuntimeError(f"the KV cache has no page left for sequence {each}")
+            pages += self.free_pages[:missing]
+            del self.free_pages[:missing]
+            table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        self.page_table.copy_(table)
+        return self.sequences
+
+    def step(self, layer_number: int, *given: Any) -> tuple[Tensor, Tensor]:
+        """Append to a layer's cache; return its pages."""
+        new_k, new_v, cu_new, cu_all, axes = given
+        tokens = tokens_of(new_k, axes, cu_new, cu_all)
+        place = (tokens.position // self.page_size).clamp(0, self.max_pages_per_seq - 1)
+        page = self.page_table[tokens.sequence, place].long()
+        rows = page * self.page_size + tokens.position % self.page_size
+        for store, new in zip(self._stores[layer_number], (new_k, new_v), strict=True):
+            store.write(new, rows, tokens.there)
+        return self.cache[layer_number]
+
+
+# ---- tokens and rows
+
+
+class Store:
+    """Rows of keys or values, [n, h, d], and one behind them that takes what has no place."""
+
+    def __init__(self, rows: int, heads: int, dim: int, dtype: torch.dtype) -> None:
+        self._all = torch.zeros(rows + 1, heads, dim, dtype=dtype, device=device())
+        self.rows = self._all[:rows]
+
+    def write(self, new: Tensor, rows: Tensor, there: Tensor) -> None:
+        """Write tokens to these rows, int64 of the tokens' axes but heads, where they are there; on
+        the device, so that it can be captured."""
+        spare = self.rows.shape[0]
+        places = torch.where(there, rows, spare).flatten()
+        self._all.index_copy_(0, places, new.reshape(-1, *new.shape[-2:]))
+
+
+class Tokens(NamedTuple):
+    """New tokens, in the order of their tensor: the sequence of each, its position in that, and
+    whether it is one, and no padding."""
+
+    sequence: Tensor
+    position: Tensor
+    there: Tensor
+
+
+def tokens_of(new: Tensor, axes: str, cu_new: Tensor, cu_all: Tensor) -> Tokens:
+    """The tokens of a tensor, int64 and bool of its axes but heads. cu_new, cu_all: cumulative
+    lengths of the new and of all tokens, int32 [max_batch + 1], on the device."""
+    ends = cu_new.long()
+    before = cu_all.long().diff() - ends.diff()
+    if axes == "thd":
+        index = torch.arange(new.shape[0], device=new.device)
+        there = index < ends.amax()
+        sequence = torch.searchsorted(ends[1:].contiguous(), index, right=True)
+        sequence = sequence.clamp(max=before.shape[0] - 1)
+        return Tokens(sequence, before[sequence] + index - ends[sequence], there)
+    b, s = (new.shape[axes.index(axis)] for axis in "bs")
+    sequence = torch.arange(b, device=new.device)[:, None].expand(b, s)
+    place = torch.arange(s, device=new.device).expand(b, s)
+    found = Tokens(sequence, before[:b, None] + place, place < ends.diff()[:b, None])
+    return found if axes == "bshd" else Tokens(*(x.t() for x in found))
+
+
+def batch_of(new: Tensor, axes: str, most: int) -> int:
+    """Sequences of a tensor of new tokens; the most there may be of packed ones."""
+    return most if axes == "thd" else new.shape[axes.index("b")]
+
+
+def device() -> torch.device:
+    """The current CUDA device; without one the CPU."""
+    return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+
+
+def is_capturing() -> bool:
+    """Whether launches are captured into a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
