@@ -229,15 +229,3 @@ def test_flash_attn_with_kvcache_is_what_flash_attention_documents(paged) -> Non
     )
     each = [flash(q[b], k[b, :n], v[b, :n], True, (-1, -1))[0] for b, n in enumerate(used.tolist())]
     check((out,), (torch.stack(each),))
-
-
-# ---- TransformerEngine
-
-
-@pytest.mark.parametrize("options", [{"return_lse": True}, {"return_max_logit": True}], ids=str)
-def test_function_of_transformer_engine_takes_what_asks_for_by_products(options) -> None:
-    tensors = [randn(S, B, H, D, seed=n) for n in range(3)]
-    function = space_of("transformer-engine")["dot_product_attention"]
-    out, aux = function(*tensors, **options)
-    assert out.shape == (S, B, H * D) and isinstance(aux, attngen.AttentionAux)
-    assert torch.equal(out, function(*tensors))

@@ -1,100 +1,162 @@
-"""docs/guide/transformer-engine.md: its function computes what TransformerEngine's masks mean."""
+"""docs/guide/transformer-engine.md: its code runs, its tables say what is so."""
 
 from __future__ import annotations
 
-import math
+import inspect
 import re
-from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+from attngen import te
+from attngen.frontends.transformer_engine import environment
+from attngen.frontends.transformer_engine.kernels import Question
+from tests.support import te_kit
 from tests.support.paths import ROOT
+from tests.support.te_kit import Case, Shape, close, rows_of
 
 PAGE = (ROOT / "docs" / "guide" / "transformer-engine.md").read_text()
-BATCH, QUERIES, KEYS, HEADS, DIM = 3, 6, 9, 4, 16
+FOLDER = Path(inspect.getfile(te)).parent
+PLAIN = Question(
+    True, torch.bfloat16, torch.bfloat16, "bshd_bshd_bshd", "no_bias", "no_mask", "vanilla", 0.0, 4,
+    2, 6, 9, 8, 8, -1, -1, False, False, False,
+)  # fmt: skip
+
+
+def table(heading: str) -> list[str]:
+    """First cells of the rows of the first table below a heading."""
+    below = PAGE.split(f"## {heading}\n")[1]
+    return [line.split("|")[1].strip() for line in re.findall(r"^\|.*", below, re.MULTILINE)]
+
+
+def rows_refused() -> list[dict[str, Any]]:
+    below = PAGE.split("## What its fused attention refuses\n")[1].split("\n## ")[0]
+    cells = re.findall(r"^\| `(\w+=[^`]*)` \|", below, re.MULTILINE)
+    return [eval(f"dict({cell})") for cell in cells]
 
 
 @pytest.fixture(scope="module")
-def dot_product_attention() -> Callable[..., Tensor]:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    names: dict = {}
-    exec(code, names)
-    return names["dot_product_attention"]
-
-
-def hidden_of(rule: str, attention_mask: object, window: tuple[int, int], corner: bool) -> Tensor:
-    """[b, h, s_q, s_kv]: what TransformerEngine says is masked out, position by position."""
-    queries, keys = torch.full((BATCH,), QUERIES), torch.full((BATCH,), KEYS)
-    if "padding" in rule:
-        queries, keys = ((~x).sum(-1).flatten() for x in attention_mask)  # type: ignore[attr-defined]
-    hidden = torch.zeros(BATCH, HEADS, QUERIES, KEYS, dtype=torch.bool)
-    for b in range(BATCH):
-        for i in range(QUERIES):
-            for j in range(KEYS):
-                diagonal = i + (int(keys[b] - queries[b]) if corner else 0)
-                seen = int(i < queries[b] and j < keys[b])
-                seen &= "causal" not in rule or j <= diagonal
-                seen &= window[0] < 0 or j >= diagonal - window[0]
-                seen &= window[1] < 0 or j <= diagonal + window[1]
-                hidden[b, :, i, j] = not seen
-    return hidden | attention_mask if rule == "arbitrary" else hidden
-
-
-def padding(lengths: list[int], most: int) -> Tensor:
-    return (torch.arange(most) >= torch.tensor(lengths)[:, None]).view(BATCH, 1, 1, most)
-
-
-@pytest.mark.parametrize(
-    ("rule", "given", "window", "corner"),
-    [
-        ("no_mask", None, (-1, -1), True),
-        ("no_mask", None, (2, 1), True),
-        ("no_mask", False, (2, 1), False),
-        ("causal", None, (-1, -1), False),
-        ("causal", True, (2, 0), False),  # whatever is asked for
-        ("causal_bottom_right", None, (3, 0), True),
-        ("padding", None, (2, 2), True),
-        ("padding", False, (2, 2), False),
-        ("padding,causal", None, (-1, -1), False),
-        ("causal,padding", None, (-1, -1), False),
-        ("padding_causal", None, (4, 0), False),
-        ("padding_causal_bottom_right", None, (-1, -1), True),
-        ("arbitrary", None, (-1, -1), True),
-        ("arbitrary", False, (1, 2), False),
-    ],
-)
-def test_function(
-    dot_product_attention: Callable[..., Tensor],
-    rule: str,
-    given: bool | None,
-    window: tuple[int, int],
-    corner: bool,
-) -> None:
+def page() -> dict[str, Any]:
+    """Names that the page's code defines."""
     torch.manual_seed(0)
-    q = torch.randn(QUERIES, BATCH, HEADS, DIM)
-    k, v = torch.randn(2, KEYS, BATCH, HEADS, DIM)
-    attention_mask = None
-    if rule == "arbitrary":
-        attention_mask = torch.rand(BATCH, 1, QUERIES, KEYS) < 0.4
-    elif "padding" in rule:
-        attention_mask = (padding([6, 4, 1], QUERIES), padding([9, 5, 3], KEYS))
-    out = dot_product_attention(
-        q, k, v, attention_mask, attn_mask_type=rule, window_size=window,
-        bottom_right_diagonal=given,
+    names: dict[str, Any] = {}
+    for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        exec(code, names)
+    return names
+
+
+def test_module_of_the_page(page: dict[str, Any]) -> None:
+    page["attention"].train()
+    q = te_kit.randn(2, 7, 4, 64, seed=1, dtype=torch.bfloat16)
+    k, v = (te_kit.randn(2, 7, 2, 64, seed=n, dtype=torch.bfloat16) for n in (2, 3))
+    out = page["attend"](q, k, v, torch.tensor([7, 3]))
+    assert out.shape == (2, 7, 256) and not out[1, 3:].any() and out[1, :3].any()
+
+
+def test_functions_of_the_page(page: dict[str, Any]) -> None:
+    case = Case("bs3hd", "causal", shape=Shape().self_attention)
+    q, k, v = te_kit.operands(case)
+    d_o = te_kit.randn(*q.shape, seed=5)
+    o, *gradients = page["fused"](q, k, v, d_o)
+    leaves = [x.requires_grad_() for x in te_kit.dense(case)]
+    expected, _, _ = te_kit.truth(case, tuple(leaves))
+    close(o.transpose(1, 2), expected)
+    expected.backward(d_o.transpose(1, 2))
+    for found, leaf in zip(gradients, leaves, strict=True):
+        close(found.transpose(1, 2), leaf.grad)
+
+
+def test_steps_of_the_page(page: dict[str, Any]) -> None:
+    attention, step = page["attention"].eval(), page["step"]
+    q = te_kit.randn(2, 5, 4, 64, seed=1, dtype=torch.bfloat16)
+    k, v = (te_kit.randn(2, 5, 2, 64, seed=n, dtype=torch.bfloat16) for n in (2, 3))
+    with torch.no_grad():
+        whole = page["attend"](q, k, v, torch.tensor([5, 5]))
+        first = step(*(x[:, :4] for x in (q, k, v)), {10: 4, 11: 4})
+        last = step(*(x[:, 4:] for x in (q, k, v)), {10: 1, 11: 1})
+    torch.testing.assert_close(torch.cat([first, last], 1), whole, atol=1e-2, rtol=1e-2)
+    assert not attention.training
+
+
+def test_rows_of_the_table_are_many() -> None:
+    assert len(rows_refused()) == 14
+
+
+@pytest.mark.parametrize("given", rows_refused(), ids=str)
+def test_refused_elsewhere_is_computed_here(given: dict[str, Any]) -> None:
+    """Kernels serve it in both directions, and by the definition it is right."""
+    question = replace(PLAIN, **given)
+    values = [getattr(question, name) for name in question.__dataclass_fields__]
+    assert te.get_fused_attn_backend(*values) == te.FusedAttnBackend.F16_arbitrary_seqlen
+    queries, keys = question.max_seqlen_q, question.max_seqlen_kv
+    case = Case(
+        "bshd_bshd_bshd",
+        question.mask_type,
+        (question.window_left, question.window_right),
+        bias_type=question.bias_type,
+        softmax=question.softmax_type,
+        dropout=question.p_dropout,
+        shape=Shape(
+            queries=queries, keys=keys, dim=question.head_dim_qk, dim_v=question.head_dim_v,
+            q_lengths=(queries, 4, 1), kv_lengths=(keys, 5, 3),
+        ),
+        bottom_right=question.mask_type not in ("causal", "padding_causal"),
     )  # fmt: skip
-    hidden = hidden_of(rule, attention_mask, window, corner)
-    scores = torch.einsum("ibhd,jbhd->bhij", q, k) / math.sqrt(DIM)
-    weights = scores.masked_fill(hidden, -math.inf).softmax(-1).nan_to_num(0)
-    expected = torch.einsum("bhij,jbhd->ibhd", weights, v).flatten(-2)
-    torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)
+    module = te_kit.module_of(case)
+    module.deterministic = question.deterministic
+    bias = te_kit.bias_of(case)
+    torch.manual_seed(5)
+    out = module(*te_kit.operands(case), core_attention_bias=bias, **te_kit.arguments(case))
+    torch.manual_seed(5)
+    state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64)
+    expected, _, _ = te_kit.truth(case, te_kit.dense(case), bias, te_kit.offset_of(case), state)
+    close(rows_of(case, out), expected)
 
 
-def test_mask_of_both(dot_product_attention: Callable[..., Tensor]) -> None:
-    """One padding mask serves queries and keys."""
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, KEYS, BATCH, HEADS, DIM)
-    mask = padding([9, 5, 3], KEYS)
-    both = dot_product_attention(q, k, v, (mask, mask), attn_mask_type="padding")
-    torch.testing.assert_close(dot_product_attention(q, k, v, mask, attn_mask_type="padding"), both)
+def test_every_variable_that_is_read_is_on_the_page() -> None:
+    code = "".join(x.read_text() for x in FOLDER.glob("*.py") if x.stem != "names")
+    read = {*re.findall(r"\"(NVTE_\w+)\"", code)}
+    assert read == {*re.findall(r"NVTE_\w+", Path(environment.__file__).read_text())}
+    named = {*re.findall(r"NVTE_\w+", " ".join(table("Which backend computes a call")))}
+    idle = {"NVTE_APPLY_QK_LAYER_SCALING", "NVTE_FUSED_ATTN_USE_FAv2_BWD"}
+    assert named == read | idle
+
+
+def test_names_of_the_page_are_there() -> None:
+    names = {*re.findall(r"\bte\.(\w+)", PAGE)}
+    assert len(names) > 15 and [name for name in names if not hasattr(te, name)] == []
+
+
+# ---- the rows of "What differs" that no other test of the front end has
+
+
+def test_random_state_moves_with_dropout_alone() -> None:
+    q, k, v = te_kit.operands(Case())
+    module = te_kit.module_of(Case(mask="causal"))
+    before = torch.get_rng_state()
+    module(q, k, v)
+    assert torch.equal(torch.get_rng_state(), before)
+    te_kit.module_of(Case(mask="causal", dropout=0.5))(q, k, v)
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("dropout", [0.3, 0.001, 0.999])
+def test_dropout_is_rounded_and_its_scale_too(dropout: float) -> None:
+    """V of ones makes each output the weights that are kept, and their factor."""
+    shape = Shape(batch=1, heads=1, groups=1, queries=64, keys=64)
+    module = te_kit.module_of(Case(dropout=dropout, shape=shape), attn_mask_type="no_mask")
+    q = torch.zeros(1, 64, 1, 8, dtype=torch.float64)
+    eye = torch.eye(64, dtype=torch.float64).view(1, 64, 1, 64)
+    module.hidden_size_per_attention_head_v = 64
+    kept = module(q, q, eye)[0] * 64
+    rounded = min(max(round(dropout * 256), 1), 255) / 256
+    assert {round(x, 9) for x in kept.unique().tolist()} <= {0.0, round(1 / (1 - rounded), 9)}
+
+
+def test_rows_that_see_nothing_are_zeros() -> None:
+    case = Case(mask="causal_bottom_right", shape=Shape(queries=9, keys=6), bottom_right=True)
+    out = te_kit.module_of(case)(*te_kit.operands(case))
+    assert not out[:, :3].any() and out[:, 3:].any()
