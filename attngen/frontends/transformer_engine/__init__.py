@@ -11,7 +11,8 @@ from .backends import (
 from .choice import _attention_backends
 from .dot_product_attention import DotProductAttention
 from .function import FusedAttnFunc
-from .functions import fused_attn_bwd, fused_attn_fwd
+from .fused_backward import fused_attn_bwd
+from .fused_forward import fused_attn_fwd
 from .inference import InferenceParams
 from .kernels import get_fused_attn_backend
 from .kv_cache import KVCacheManager, NonPagedKVCacheManager, PagedKVCacheManager

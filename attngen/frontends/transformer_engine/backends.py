@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from ...errors import SpecError
 from ...spec.layouts import parse
 from .arguments import method_taking
-from .core import Carriers, Extras, How, Output, Words, attend, lengths_of_call
+from .calls import TENSORS
+from .core import How, Output, Words, plan_of
 from .layouts import separate
 from .masks import Masks, check_set_window_size, ends_at_corner, mask_name
 from .names import FusedAttnBackend
-from .variants import SideLengths, batch_of, refuse_fp8
+from .variants import batch_of, refuse_fp8
 
 
 @dataclass(slots=True)
@@ -106,15 +107,11 @@ class CoreAttention(nn.Module):
         if call.alibi_slopes is not None and bias == "no_bias":
             bias = "alibi"
         layout = separate(call.qkv_layout)
-        page_table = None
+        more: dict[str, Any] = {}
         if parse(layout).paged:
-            page_table = call.inference_params.cache_manager.page_table
-        q, k, v = call.query_layer, call.key_layer, call.value_layer
-        batch = batch_of(layout, q, k, page_table)
-        sides = (
-            SideLengths(call.cu_seqlens_q, call.cu_seqlens_q_padded),
-            SideLengths(call.cu_seqlens_kv, call.cu_seqlens_kv_padded),
-        )
+            more["page_table"] = call.inference_params.cache_manager.page_table
+        carriers = (call.query_layer, call.key_layer, call.value_layer)
+        q, k, _ = carriers
         words = Words(
             layout=layout,
             mask=mask,
@@ -125,15 +122,10 @@ class CoreAttention(nn.Module):
             softmax_scale=self.softmax_scale,
             dropout=self.attention_dropout if self.training else 0.0,
         )
-        lengths = lengths_of_call(layout, mask, batch, sides, call.attention_mask)
-        extras = Extras(
-            attention_mask=call.attention_mask,
-            bias=call.core_attention_bias,
-            alibi_slopes=call.alibi_slopes,
-            offset=call.softmax_offset,
-            page_table=None if page_table is None else page_table[:batch],
-        )
-        return attend(Carriers(q, k, v), words, lengths, extras, self.how(call.num_splits))
+        names = (*TENSORS, "softmax_offset")
+        present = {*more, *(name for name in names if getattr(call, name) is not None)}
+        batch = batch_of(layout, q, k, more.get("page_table"))
+        return plan_of(words, self.how(call.num_splits), batch, present)(carriers, call, more)
 
     def how(self, num_splits: int | None, backend: str | None = None) -> How:
         """How this backend computes a call. backend: one of attngen's, instead of its own."""

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ...errors import SpecError
 from ...spec.layouts import parse, shape_of, size
-from .core import Carriers
 from .masks import Masks
 from .variants import batch_of
 
@@ -80,6 +79,19 @@ class Call:
     qkv_interleave_dim: int = -3
 
 
+# Tensors of a call beside its carriers; of `inference_params` come others.
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+TENSORS = (*LENGTHS, "attention_mask", "core_attention_bias", "alibi_slopes")
+
+
+class Carriers(NamedTuple):
+    """Tensors of a call as its layout has them: K and V are None where they are packed."""
+
+    q: Tensor
+    k: Tensor | None
+    v: Tensor | None
+
+
 class Sizes(NamedTuple):
     """Sizes of a call's tensors on which the choice of a backend depends."""
 
@@ -138,7 +150,39 @@ def three_of(axes: str, kv_axes: str | None = None) -> str:
     return f"{axes}_{other}_{other}"
 
 
-def sequences_of(layout: str, carriers: Carriers, page_table: Tensor | None) -> int | None:
-    """How many sequences a call's dense tensors, or its pages, have; None of packed tokens."""
+def sequences_of(layout: str, carriers: Carriers) -> int | None:
+    """How many sequences a call's dense tensors have; None of packed tokens."""
     q, k, _ = carriers  # whose packed axis comes behind that of sequences
-    return batch_of(layout, q, q if k is None else k, page_table)
+    return batch_of(layout, q, q if k is None else k)
+
+
+def tensors_of(call: Call) -> Carriers:
+    """The tensors of a call that `carriers_of` has found to fit."""
+    if call.qkv_layer is not None:
+        return Carriers(call.qkv_layer, None, None)
+    q: Tensor = call.query_layer  # type: ignore[assignment]  # which was found to be there
+    if call.kv_layer is not None:
+        return Carriers(q, call.kv_layer, None)
+    return Carriers(q, call.key_layer, call.value_layer)
+
+
+def form_of(call: Call) -> tuple[Any, ...]:
+    """A call but for numbers in its tensors, and how many packed tokens there are."""
+    q, packed = call.query_layer, call.qkv_layer
+    cache, bias = call.inference_params, call.core_attention_bias
+    first = q if packed is None else packed
+    return (
+        (call.qkv_format, call.attn_mask_type, call.window_size, call.bottom_right_diagonal),
+        (call.core_attention_bias_type, call.num_splits, call.qkv_interleave_dim),
+        None if first is None else first.dtype,
+        None if q is None else q.shape[q.ndim == 3 :],
+        None if (k := call.key_layer) is None else k.shape[k.ndim == 3 :],
+        None if (v := call.value_layer) is None else v.shape[v.ndim == 3 :],
+        None if packed is None else packed.shape[packed.ndim == 4 :],
+        None if (kv := call.kv_layer) is None else kv.shape[kv.ndim == 4 :],
+        (call.cu_seqlens_q is None, call.cu_seqlens_kv is None, type(call.attention_mask)),
+        (call.cu_seqlens_q_padded is None, call.cu_seqlens_kv_padded is None),
+        (call.alibi_slopes is None, bias is None or bias.requires_grad, bias is None),
+        None if cache is None else (cache.is_paged, cache.max_batch_size),
+        call.score_mod is None,
+    )

@@ -11,6 +11,7 @@ from ...errors import SpecError
 from .calls import Sizes
 from .core import Words
 from .environment import SWITCHES, enabled
+from .kept import Kept
 from .selection import AttentionParams, get_attention_backend
 
 _attention_backends: dict[str, Any] = {
@@ -24,9 +25,26 @@ _attention_backends: dict[str, Any] = {
 }
 """The last choice of a backend. Whoever changes an environment variable sets
 `backend_selection_requires_update`, which has the next call choose anew."""
-_chosen: dict[Any, str] = {}
-MOST_CHOICES = 4096
 MANY_POSITIONS = 256  # from which on the number of queries or keys decides no kernel
+
+
+class Choices:
+    """Backends of calls like earlier ones, and how often they were forgotten."""
+
+    def __init__(self) -> None:
+        self.kept: Kept[str] = Kept()
+        self._times = 0
+
+    def number(self) -> int:
+        """A number that is another one whenever backends are to be chosen anew."""
+        if _attention_backends["backend_selection_requires_update"]:
+            _attention_backends["backend_selection_requires_update"] = False
+            self.kept.clear()
+            self._times += 1
+        return self._times
+
+
+choices = Choices()
 
 
 @dataclass(frozen=True)
@@ -51,17 +69,10 @@ def backend_of(words: Words, sizes: Sizes, facts: Facts, cache: Any) -> str:
     if torch.compiler.is_compiling():
         fused, flash, unfused = map(enabled, SWITCHES)
         return _attngens(fused or flash, unfused)
-    if _attention_backends["backend_selection_requires_update"]:
-        _chosen.clear()
     positions = min(sizes.queries, MANY_POSITIONS), min(sizes.keys, MANY_POSITIONS)
     rest = (sizes.heads, sizes.groups, sizes.dim, sizes.dim_v)
-    key = (words, facts, positions, rest, cache is not None)
-    if (found := _chosen.get(key)) is None:
-        found = _choose(words, sizes, facts, cache)
-        if len(_chosen) >= MOST_CHOICES:
-            _chosen.clear()
-        _chosen[key] = found
-    return found
+    key = (choices.number(), words, facts, positions, rest, cache is not None)
+    return choices.kept.find(key, lambda: _choose(words, sizes, facts, cache))
 
 
 def _choose(words: Words, sizes: Sizes, facts: Facts, cache: Any) -> str:
@@ -92,7 +103,6 @@ def _choose(words: Words, sizes: Sizes, facts: Facts, cache: Any) -> str:
     found = {name: x for name, x in chosen._asdict().items() if name in _attention_backends}
     _attention_backends.update(found)
     _attention_backends["attention_params"] = params
-    _attention_backends["backend_selection_requires_update"] = False
     fused = chosen.use_fused_attention or chosen.use_flash_attention
     return _attngens(fused, chosen.use_unfused_attention)
 

@@ -1,30 +1,23 @@
-"""Core attention: what modules and backends share, from TransformerEngine's words to a call."""
+"""Plans of core attention: from TransformerEngine's words to a call of `attngen.attention`.
+
+What a call's words mean is worked out once, for all calls that differ in their tensors alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from ... import attention
 from ...spec.layouts import parse
-from .masks import Masks, seqused_of
-from .variants import BIAS_TYPES, SideLengths, Tensors, lengths_of, variant_of
+from .masks import seqused_of
+from .variants import BIAS_TYPES, Read, as_sink, length_reads, said, variant_of
 
 Output = Tensor | tuple[Tensor, Tensor]
-
-
-class Carriers(NamedTuple):
-    """Tensors of a call as its layout has them: K and V are None where they are packed."""
-
-    q: Tensor
-    k: Tensor | None
-    v: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -42,18 +35,6 @@ class Words:
     dropout: float
 
 
-@dataclass(frozen=True, eq=False)
-class Extras:
-    """Tensors beside Q, K and V that a call may have: what hides, what is added to scores, sinks,
-    [1, h, 1, 1] or [h], and the pages of K and V."""
-
-    attention_mask: Masks = None
-    bias: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    offset: Tensor | None = None
-    page_table: Tensor | None = None
-
-
 @dataclass(frozen=True)
 class How:
     """How a call is computed: on which of attngen's backends, in what context dropout draws, and
@@ -67,85 +48,96 @@ class How:
     num_splits: int | None = None
 
 
-def attend(carriers: Carriers, words: Words, lengths: Tensors, extras: Extras, how: How) -> Output:
-    """The output […, h · d_v], or that and the largest logits [h]; with gradients.
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A call but for its tensors.
 
-    lengths: as attngen's operations take them. Raises: as `attngen.attention` does.
+    constant: arguments of `attngen.attention`; reads: those that are tensors of the call, by its
+    names. drops: whether it has dropout, which draws in `context`.
     """
-    given: dict[str, Any] = {**_arguments_of(words), **lengths}
+
+    constant: dict[str, Any]
+    reads: tuple[Read, ...]
+    drops: bool
+    max_logit: bool
+    context: Callable[[], Any]
+
+    def __call__(
+        self, carriers: tuple[Tensor | None, ...], call: Any, more: Mapping[str, Any]
+    ) -> Output:
+        """The output […, h · d_v], or that and the largest logits [h]; with gradients.
+
+        carriers: q, k and v as the layout has them; call: has what is read as attributes, or `more`
+        has it. Raises: as `attngen.attention` does.
+        """
+        given = self.constant.copy()
+        for argument, source, make in self.reads:
+            value = more[source] if source in more else getattr(call, source)
+            given[argument] = value if make is None else make(value)
+        q, k, v = carriers
+        assert q is not None  # of every layout
+        if not self.drops and not self.max_logit:
+            plain: Tensor = attention(q, k, v, **given)
+            return plain.flatten(-2)
+        with self.context() if self.drops else nullcontext():
+            out, aux = attention(q, k, v, **given)
+        flat: Tensor = out.flatten(-2)
+        return (flat, aux.max_logit.to(out.dtype)) if self.max_logit else flat
+
+
+def plan_of(words: Words, how: How, batch: int | None, present: Collection[str]) -> Plan:
+    """The plan of calls of these words. batch: sequences of dense formats or pages; present: names
+    of the tensors that there are beside q, k and v.
+
+    Raises: KeyError for words, SpecError for lengths that there are not.
+    """
+    constant = _constants(words, how)
+    reads = _lengths(words, batch, present)
     if words.mask == "arbitrary":
-        mask = extras.attention_mask
-        assert isinstance(mask, Tensor), "an arbitrary mask needs attention_mask, a tensor"
-        given["attn_mask"] = mask.logical_not()
+        assert "attention_mask" in present, "an arbitrary mask needs attention_mask, a tensor"
+        reads.append(Read("attn_mask", "attention_mask", Tensor.logical_not))
     if words.bias in BIAS_TYPES:
-        given["bias"] = extras.bias
-    elif words.bias == "alibi":
-        given["alibi_slopes"] = True if extras.alibi_slopes is None else extras.alibi_slopes
+        reads.append(Read("bias", "core_attention_bias"))
+    elif words.bias == "alibi" and "alibi_slopes" in present:
+        reads.append(Read("alibi_slopes", "alibi_slopes"))
     if words.softmax != "vanilla":
-        assert extras.offset is not None, "softmax_type needs softmax_offset"
-        given["sink"] = extras.offset.reshape(-1).float()
-    if extras.page_table is not None:
-        given["page_table"] = extras.page_table
-    if how.backend != "auto":
-        given["backend"] = how.backend
-    if how.deterministic is not None:
-        given["deterministic"] = how.deterministic
-    if how.num_splits is not None:
-        given["num_splits"] = how.num_splits
-    q, k, v = carriers
-    if not words.dropout and not how.max_logit:
-        plain: Tensor = attention(q, k, v, **given)
-        return plain.flatten(-2)
-    with how.context() if words.dropout else nullcontext():
-        out, aux = attention(
-            q, k, v, **given, return_rng_state=True, return_max_logit=how.max_logit
-        )
-    flat: Tensor = out.flatten(-2)
-    return (flat, aux.max_logit.to(out.dtype)) if how.max_logit else flat
+        assert "softmax_offset" in present, "softmax_type needs softmax_offset"
+        reads.append(Read("sink", "softmax_offset", as_sink))
+    if parse(words.layout).paged:
+        reads.append(Read("page_table", "page_table", lambda table: table[:batch]))
+    return Plan(constant, tuple(reads), words.dropout > 0, how.max_logit, how.context)
 
 
-def _translated(words: Words) -> dict[str, Any]:
+def _constants(words: Words, how: How) -> dict[str, Any]:
+    """Arguments that are no tensors, but for those that say what is so anyway."""
     variant = variant_of(
         words.layout, words.mask, words.window, words.bottom_right, words.softmax, words.bias
     )
+    slanted = "causal" in words.mask or variant.window != (-1, -1) or words.bias == "alibi"
     given = variant.for_attention() | {
+        "bottom_right": bool(words.bottom_right and slanted),
         "softmax_scale": words.softmax_scale,
         "dropout_p": words.dropout,
+        "alibi_slopes": words.bias == "alibi" or None,
+        "backend": how.backend,
+        "deterministic": how.deterministic,
+        "num_splits": how.num_splits,
+        "return_rng_state": words.dropout > 0,
+        "return_max_logit": how.max_logit,
     }
-    slanted = "causal" in words.mask or variant.window != (-1, -1) or words.bias == "alibi"
-    given["bottom_right"] = bool(words.bottom_right and slanted)
-    return {name: x for name, x in given.items() if x != _PLAIN.get(name)}  # which costs a call
+    return said(given)
 
 
-_PLAIN = {
-    "layout": "bshd_bshd_bshd",
-    "mask": "none",
-    "window": (-1, -1),
-    "bottom_right": False,
-    "softmax": "vanilla",
-    "bias_type": "post_scale",
-    "dropout_p": 0.0,
-}
-_remembered = lru_cache(maxsize=4096)(_translated)
-
-
-def _arguments_of(words: Words) -> dict[str, Any]:
-    return _translated(words) if torch.compiler.is_compiling() else _remembered(words)
-
-
-def lengths_of_call(
-    layout: str,
-    mask: str,
-    batch: int | None,
-    sides: tuple[SideLengths, SideLengths],
-    masks: Masks,
-) -> Tensors:
-    """The lengths that a layout and a mask need, of cumulative ones, which come first, or of
-    padding masks. batch: sequences of dense formats. Raises: SpecError where there are none."""
-    parsed = parse(layout)
-    padding, (q, kv) = "padding" in mask, sides
-    dense = "thd" not in parsed.formats and not parsed.paged
-    if padding and dense and (q.cu_seqlens is None or kv.cu_seqlens is None):
-        of_q, of_kv = seqused_of(masks)
-        return {"seqused_q": of_q, "seqused_kv": of_q if parsed.one_length else of_kv}
-    return lengths_of(layout, padding, batch, q, kv)
+def _lengths(words: Words, batch: int | None, present: Collection[str]) -> list[Read]:
+    """Lengths of cumulative ones, which come first, or of padding masks."""
+    layout, padding = parse(words.layout), "padding" in words.mask
+    dense = "thd" not in layout.formats and not layout.paged
+    if padding and dense and not {"cu_seqlens_q", "cu_seqlens_kv"} <= {*present}:
+        if "attention_mask" not in present:
+            seqused_of(None)
+        side = "q" if layout.one_length else "kv"
+        return [
+            Read("seqused_q", "attention_mask", lambda masks: seqused_of(masks, "q")),
+            Read("seqused_kv", "attention_mask", lambda masks: seqused_of(masks, side)),
+        ]
+    return length_reads(words.layout, padding, batch, present)

@@ -20,14 +20,26 @@ from .backends import (
     refuse_context_parallelism,
     world_size,
 )
-from .calls import Call, Settings, Sizes, carriers_of, sequences_of, three_of
-from .choice import Facts, backend_of
-from .core import Carriers, Extras, Output, Words, attend, lengths_of_call
+from .calls import (
+    LENGTHS,
+    TENSORS,
+    Call,
+    Carriers,
+    Settings,
+    Sizes,
+    carriers_of,
+    form_of,
+    sequences_of,
+    tensors_of,
+    three_of,
+)
+from .choice import Facts, backend_of, choices
+from .core import Output, Plan, Words, plan_of
 from .environment import NONDETERMINISTIC, enabled
+from .kept import Kept
 from .masks import check_set_window_size, ends_at_corner, mask_name
 from .names import AttnTypes, SoftmaxType
 from .rng import checkpointed
-from .variants import SideLengths
 
 FORMATS = ("sbhd", "bshd", "thd")
 KV_FORMAT = "bshd"  # of caches
@@ -40,6 +52,8 @@ class DotProductAttention(nn.Module):
     or kv_layer, on which the gradient then lands, and return […, h · d_v], or that and the largest
     logits [h] with return_max_logit. docs/guide/transformer-engine.md says what differs.
     """
+
+    _plans: Kept[Plan]
 
     @method_taking(Settings)
     def __init__(self, settings: Settings) -> None:
@@ -121,6 +135,15 @@ class DotProductAttention(nn.Module):
         self.cp_stream = cp_stream
         self.cp_comm_type = cp_comm_type
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, which plans of calls may depend on."""
+        super().__setattr__(name, value)
+        self.__dict__["_plans"] = Kept()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Attributes for copies and pickles, which make plans of their own."""
+        return {**self.__dict__, "_plans": Kept()}
+
     # ---- state
 
     def get_extra_state(self) -> Tensor:
@@ -155,6 +178,29 @@ class DotProductAttention(nn.Module):
         Raises: AssertionError for a mask or window that there is not; SpecError for what is not
             there, and as `attngen.attention` does; ValueError where no backend may compute it.
         """
+        plan = self._plan_of(call) if torch.compiler.is_compiling() else self._kept_plan_of(call)
+        more: dict[str, Any] = {"softmax_offset": self.softmax_offset}
+        carriers = tensors_of(call)
+        if (cache := call.inference_params) is not None:
+            q, k, v = carriers
+            axes = self.qkv_format if call.qkv_format is None else call.qkv_format
+            keys, values, ends_q, ends_kv, *_ = cache.step(self.layer_number, k, v, axes)
+            carriers = Carriers(q, keys, values)
+            more |= {"cu_seqlens_q": ends_q, "cu_seqlens_kv": ends_kv}
+            if cache.is_paged:
+                more["page_table"] = cache.cache_manager.page_table
+        if call.checkpoint_core_attention:
+            return checkpointed(lambda: plan(carriers, call, more), self.rng_states_tracker)
+        return plan(carriers, call, more)
+
+    def _kept_plan_of(self, call: Call) -> Plan:
+        """The plan of calls like this one, made once; anew where an attribute of the module was
+        set, or backends are to be chosen anew. Raises: as `_plan_of` does."""
+        number = choices.number()  # first, as it may forget
+        return self._plans.find((number, form_of(call)), lambda: self._plan_of(call))
+
+    def _plan_of(self, call: Call) -> Plan:
+        """The plan of a call. Raises: as `forward` does."""
         axes = self.qkv_format if call.qkv_format is None else call.qkv_format
         assert axes in FORMATS, f"qkv_format={axes!r}; allowed: {', '.join(FORMATS)}"
         given = call.attn_mask_type
@@ -162,24 +208,17 @@ class DotProductAttention(nn.Module):
         self._refuse(call, axes, mask)
         layout, carriers = carriers_of(call, axes)
         sizes = self._sizes_of(layout, carriers)
-        ends = SideLengths(call.cu_seqlens_q, call.cu_seqlens_q_padded)
-        sides = (ends, SideLengths(call.cu_seqlens_kv, call.cu_seqlens_kv_padded))
-        page_table = None
+        present = {name for name in TENSORS if getattr(call, name) is not None}
+        if self.softmax_offset is not None:
+            present.add("softmax_offset")
+        batch = sequences_of(layout, carriers)
         if (cache := call.inference_params) is not None:
             if mask == "padding_causal":
                 mask = "padding_causal_bottom_right"  # new queries are the last ones
-            layout, carriers, sides = self._from_cache(cache, axes, carriers)
-            page_table = cache.cache_manager.page_table if cache.is_paged else None
+            layout = "paged_kv_" * bool(cache.is_paged) + three_of(axes, KV_FORMAT)
+            present = present - {*LENGTHS} | {"cu_seqlens_q", "cu_seqlens_kv"}
+            batch = cache.max_batch_size if batch is None else batch
         words = self._words_of(call, layout, mask)
-        batch = sequences_of(layout, carriers, page_table)
-        lengths = lengths_of_call(layout, mask, batch, sides, call.attention_mask)
-        extras = Extras(
-            attention_mask=call.attention_mask,
-            bias=call.core_attention_bias,
-            alibi_slopes=call.alibi_slopes,
-            offset=self.softmax_offset,
-            page_table=None if page_table is None else page_table[:batch],
-        )
         bias = call.core_attention_bias
         facts = Facts(
             dtype=carriers.q.dtype,
@@ -190,10 +229,7 @@ class DotProductAttention(nn.Module):
             bias_has_gradient=bias is not None and bias.requires_grad,
         )
         how = self.fused_attention.how(call.num_splits, backend_of(words, sizes, facts, cache))
-        if call.checkpoint_core_attention:
-            tracker = self.rng_states_tracker
-            return checkpointed(lambda: attend(carriers, words, lengths, extras, how), tracker)
-        return attend(carriers, words, lengths, extras, how)
+        return plan_of(words, how, batch, present)
 
     def _refuse(self, call: Call, axes: str, mask: str) -> None:
         """Raises: SpecError for what is not there, AssertionError for what does not fit."""
@@ -235,18 +271,6 @@ class DotProductAttention(nn.Module):
         if wrong:
             raise SpecError(wrong)
         return found
-
-    def _from_cache(
-        self, cache: Any, axes: str, carriers: Carriers
-    ) -> tuple[str, Carriers, tuple[SideLengths, SideLengths]]:
-        """The layout, tensors and lengths of a call with keys and values of a cache, to which its
-        own are appended."""
-        q, k, v = carriers
-        keys, values, ends_q, ends_kv, *_ = cache.step(self.layer_number, k, v, axes)
-        layout = three_of(axes, KV_FORMAT)
-        if cache.is_paged:
-            layout = f"paged_kv_{layout}"
-        return layout, Carriers(q, keys, values), (SideLengths(ends_q), SideLengths(ends_kv))
 
 
 def _device() -> torch.device:

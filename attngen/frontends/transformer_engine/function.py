@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .functions import fused_attn_bwd, fused_attn_fwd
-from .layouts import parsed
+from .fused_backward import fused_attn_bwd
+from .fused_forward import fused_attn_fwd
+from .layouts import carrier_of, parsed
 from .variants import refuse_fp8
 
 
@@ -101,7 +102,8 @@ class FusedAttnFunc(torch.autograd.Function):
             **ends,
             **call.shared(),
         )
-        ctx.save_for_backward(call.q, call.k, call.v, out, *ends.values(), *aux)
+        ctx.carriers, carriers = _carriers_of(call)
+        ctx.save_for_backward(*carriers, out, *ends.values(), *aux)
         ctx.shared = call.shared() | {"deterministic": call.deterministic}
         ctx.mark_non_differentiable(*more)
         return (out, *more) if more else out
@@ -109,9 +111,11 @@ class FusedAttnFunc(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, *_: Any) -> Any:
         """Gradients of q, k, v or what packs them, the bias and the sinks."""
-        q, k, v, out, *rest = ctx.saved_tensors
-        ends, aux = dict(zip(_ENDS, rest, strict=False)), rest[len(_ENDS) :]
+        first, *rest = ctx.saved_tensors
         layout = ctx.shared["qkv_layout"]
+        q, k, v, out, *rest = _views_of(layout, ctx.carriers, first, rest)
+        ends: dict[str, Any] = dict(zip(_ENDS, rest, strict=False))
+        aux = rest[len(_ENDS) :]
         dq, dk, dv, dbias, doffset = fused_attn_bwd(
             q=q,
             k=k,
@@ -132,6 +136,29 @@ class FusedAttnFunc(torch.autograd.Function):
         if asked.get("packed_kv"):
             found["packed_kv"] = base_of(layout, dk, dv)
         return tuple(found.get(name) if wanted else None for name, wanted in asked.items())
+
+
+def _carriers_of(call: FunctionArguments) -> tuple[bool, tuple[Tensor, ...]]:
+    """Whether Q, K and V, or K and V, lie in one tensor; and the tensors to be saved, of which that
+    is one: hooks that move what is saved then move it once."""
+    layout = parsed(call.qkv_layout)
+    parts = (call.q, call.k, call.v) if layout.one_length else (call.k, call.v)
+    base = carrier_of(layout, parts)
+    if base is None:
+        return False, (call.q, call.k, call.v)
+    return True, (base,) if layout.one_length else (call.q, base)
+
+
+def _views_of(name: str, packed: bool, first: Tensor, rest: list[Tensor]) -> list[Tensor]:
+    """Q, K and V, and what was saved behind them."""
+    if not packed:
+        return [first, *rest]
+    layout = parsed(name)
+    _, axis, _ = layout.home(*layout.packed_operands[:1])
+    if layout.one_length:
+        return [*first.unbind(axis), *rest]
+    base, *others = rest
+    return [first, *base.unbind(axis), *others]
 
 
 def base_of(layout: str, *parts: Any) -> Tensor:

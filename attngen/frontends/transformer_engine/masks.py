@@ -63,17 +63,14 @@ def ends_at_corner(mask: str, *given: bool | None) -> bool:
     return next((each for each in given if each is not None), True)
 
 
-def seqused_of(masks: Masks) -> tuple[Tensor, Tensor]:
-    """Lengths of the queries' and the keys' sequences, int32 [b], of padding masks [b, 1, 1, s],
-    one for both or a pair, True where a position is padding. Raises: SpecError without one."""
+def seqused_of(masks: Masks, side: str = "q") -> Tensor:
+    """Lengths of the sequences of one side, q or kv, int32 [b], of padding masks [b, 1, 1, s], one
+    for both or a pair, True where a position is padding. Raises: SpecError without one."""
     if masks is None:
         raise SpecError("a padding mask needs cu_seqlens_q and cu_seqlens_kv, or attention_mask")
     if isinstance(masks, Tensor):
-        used = _used(masks)
-        return used, used
-    of_q, of_kv = masks
-    return _used(of_q), _used(of_kv)
-
-
-def _used(mask: Tensor) -> Tensor:
+        mask = masks
+    else:
+        of_q, of_kv = masks
+        mask = of_q if side == "q" else of_kv
     return mask.logical_not().sum(-1, dtype=torch.int32).flatten()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...errors import SpecError
@@ -52,6 +55,26 @@ class Variant:
         return given | {"window_left": left, "window_right": right}
 
 
+_PLAIN: dict[str, Any] = {
+    "layout": "bshd_bshd_bshd",
+    "mask": "none",
+    "window": (-1, -1),
+    "bottom_right": False,
+    "softmax": "vanilla",
+    "bias_type": "post_scale",
+    "dropout_p": 0.0,
+    "backend": "auto",
+    "return_rng_state": False,
+    "return_max_logit": False,
+}
+
+
+def said(given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `attngen.attention` but for those that say what is so anyway, each of which a
+    call would pay for."""
+    return {name: x for name, x in given.items() if x != _PLAIN.get(name)}
+
+
 def mask_of(name: str) -> str:
     """A mask's name with one spelling. Raises: KeyError where there is none."""
     name = name.replace(",", "_")
@@ -92,47 +115,66 @@ def variant_of(
     )
 
 
-@dataclass(frozen=True, eq=False)
-class SideLengths:
-    """Lengths of the sequences of one side: cumulative ones, int32 [b + 1], and where the sequences
-    of packed tokens begin."""
-
-    cu_seqlens: Tensor | None
-    padded: Tensor | None = None
+Maker = Callable[[Any], Any]
 
 
-def lengths_of(
-    layout: str, padding: bool, batch: int | None, q: SideLengths, kv: SideLengths
-) -> Tensors:
-    """The lengths that a call's layout needs, as attngen's operations take them.
+class Read(NamedTuple):
+    """An argument of attngen's, the argument of a call that it is made of, and by what; None where
+    it is that one."""
+
+    argument: str
+    source: str
+    make: Maker | None = None
+
+    def of(self, value: Any) -> Any:
+        """The argument, for this value of its source."""
+        return value if self.make is None else self.make(value)
+
+
+def length_reads(
+    layout: str, padding: bool, batch: int | None, present: Collection[str]
+) -> list[Read]:
+    """The lengths that a layout needs, as attngen's operations take them, of cumulative ones.
 
     padding: whether dense sequences have lengths of their own; batch: how many of those that the
-    cumulative lengths may have room for there are, None for all.
+    cumulative lengths may have room for there are, None for all; present: arguments that there are.
+    Raises: SpecError where one is missing.
     """
     parsed = parse(layout)
-    found: Tensors = {}
-    kv = q if parsed.one_length else kv
-    sides = (("q", parsed.q_format, q), ("kv", parsed.kv_format, kv))
-    gaps = _has_gaps(q) or _has_gaps(kv)
-    for side, axes, given in sides:
-        ends = given.cu_seqlens
-        if ends is not None and batch is not None:
-            ends = ends[: batch + 1]
-        if axes == "thd":
-            found[f"cu_seqlens_{side}"] = ends
-            starts = given.padded if given.padded is not None else ends
-            if gaps and starts is not None:
-                starts = starts if batch is None else starts[: batch + 1]
-                found[f"cu_seqlens_{side}_padded"] = starts
-        elif padding or parsed.paged and side == "kv":
-            if ends is None:
-                raise SpecError(f"cu_seqlens_{side} is needed by a padding mask; got None")
-            found[f"seqused_{side}"] = ends.diff()
+    found = []
+    gaps = any(f"cu_seqlens_{side}_padded" in present for side in ("q", "kv"))
+    for side, axes in (("q", parsed.q_format), ("kv", parsed.kv_format)):
+        ends = f"cu_seqlens_{'q' if parsed.one_length else side}"
+        packed = axes == "thd"
+        if not (packed or padding or (parsed.paged and side == "kv")):
+            continue
+        if ends not in present:
+            raise SpecError(f"{ends} is needed by layout {layout!r} or its padding; got None")
+        if not packed:
+            found.append(Read(f"seqused_{side}", ends, partial(_used, batch)))
+            continue
+        cut = None if batch is None else partial(_first, batch)
+        found.append(Read(f"cu_seqlens_{side}", ends, cut))
+        if gaps:
+            starts = f"{ends}_padded" if f"{ends}_padded" in present else ends
+            found.append(Read(f"cu_seqlens_{side}_padded", starts, cut))
     return found
 
 
-def _has_gaps(side: SideLengths) -> bool:
-    return side.padded is not None and side.padded is not side.cu_seqlens
+def _first(batch: int, ends: Tensor) -> Tensor:
+    """Cumulative lengths of so many sequences."""
+    return ends if ends.shape[0] == batch + 1 else ends[: batch + 1]
+
+
+def _used(batch: int | None, ends: Tensor) -> Tensor:
+    return (ends if batch is None else _first(batch, ends)).diff()
+
+
+def as_sink(offset: Tensor) -> Tensor:
+    """Sinks as attngen takes them, float32 [h]."""
+    if offset.ndim == 1 and offset.dtype == torch.float32:
+        return offset
+    return offset.reshape(-1).float()
 
 
 def batch_of(layout: str, q: Tensor, k: Tensor, page_table: Tensor | None = None) -> int | None:

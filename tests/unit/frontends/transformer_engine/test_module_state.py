@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import io
 import warnings
+from copy import deepcopy
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,8 @@ from attngen import SpecError, te
 from tests.support import te_kit
 from tests.support.te_kit import Case, Shape, arguments, close, module_of, of_module, rows_of
 
+CACHE = SimpleNamespace(is_paged=False, max_batch_size=1)
+
 
 def test_sinks_are_state_where_they_are_learned() -> None:
     vanilla, off, learned = (module_of(Case(softmax=x)) for x in te.SoftmaxType)
@@ -29,6 +33,30 @@ def test_sinks_are_state_where_they_are_learned() -> None:
     off.softmax_offset.requires_grad_()
     off(*te_kit.operands(Case())).sum().backward()
     assert off.softmax_offset.grad.any()
+
+
+def test_attributes_that_change_are_noticed() -> None:
+    """By a module that has planned such calls, and by copies of it."""
+    case = Case(mask="causal")
+    module, qkv = module_of(case), te_kit.operands(case)
+    before = module(*qkv)
+    copied = deepcopy(module)
+    assert torch.equal(copied(*qkv), before)
+    copied.softmax_scale = module.softmax_scale = 0.1
+    after = module(*qkv)
+    assert torch.equal(copied(*qkv), after) and not torch.equal(before, after)
+    expected = te.DotProductAttention(4, 8, 2, qkv_format="bshd", softmax_scale=0.1)(*qkv)
+    assert torch.equal(after, expected)
+    module.attention_dropout = 0.5
+    assert not torch.equal(module(*qkv), after)
+    assert torch.equal(module.eval()(*qkv), after)
+
+
+def test_windows_may_be_lists() -> None:
+    case = Case(mask="causal", window=(3, 0))
+    module, qkv = module_of(case), te_kit.operands(case)
+    expected = module(*qkv, window_size=(3, 0))
+    assert torch.equal(module(*qkv, window_size=[3, 0]), expected)
 
 
 def test_state_of_fp8_scales_survives() -> None:
@@ -127,7 +155,7 @@ def test_saved_tensors_go_through_hooks() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         te.FusedAttnFunc.apply(*function_arguments(case, packed))
-    assert sum(x.untyped_storage().data_ptr() == packed.data_ptr() for x in saved) == 3
+    assert sum(x.untyped_storage().data_ptr() == packed.data_ptr() for x in saved) == 1
     with save_on_cpu():
         out = module(qkv_layer=packed)
     out.sum().backward()
@@ -266,7 +294,7 @@ def test_signatures() -> None:
         ({"attn_mask_type": "padding"}, {}, SpecError, "cu_seqlens_q and cu_seqlens_kv"),
         ({}, {"qkv_format": "bhsd"}, AssertionError, "qkv_format='bhsd'"),
         ({}, {"qkv_format": "thd"}, AssertionError, "padding mask"),
-        ({}, {"inference_params": object()}, AssertionError, "padding mask"),
+        ({}, {"inference_params": CACHE}, AssertionError, "padding mask"),
         ({}, {"value_layer": None}, SpecError, "pass query_layer"),
         ({}, {"qkv_layer": torch.zeros(1)}, SpecError, "pass it alone"),
         ({}, {"kv_layer": torch.zeros(1)}, SpecError, "with query_layer alone"),
@@ -296,6 +324,7 @@ def test_context_parallel_groups_are_kept_and_calls_refused(monkeypatch: Any) ->
     assert module.cp_group is groups and module.cp_comm_type == "a2a+p2p"
     module(*qkv)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda _: 2)
+    module.set_context_parallel_group(groups, [0, 1], None, "a2a+p2p")
     with pytest.raises(SpecError, match="context parallelism"):
         module(*qkv)
 

@@ -1,0 +1,198 @@
+"""`fused_attn_fwd`: attention with what its backward needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import attention
+from ...errors import SpecError
+from .arguments import taking
+from .fused_shared import check, heads_of, lengths_of, stats_of, words_of
+from .kept import Kept
+from .layouts import parsed, separate, turned
+from .variants import BIAS_TYPES, Read, as_sink, refuse_fp8, said
+
+
+@dataclass(slots=True)
+class ForwardArguments:
+    """Arguments of `fused_attn_fwd`, in TransformerEngine's order."""
+
+    is_training: bool
+    max_seqlen_q: int
+    max_seqlen_kv: int
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_kv: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    fake_dtype: torch.dtype
+    fused_attention_backend: Any
+    attn_bias: Tensor | None = None
+    cu_seqlens_q_padded: Tensor | None = None
+    cu_seqlens_kv_padded: Tensor | None = None
+    page_table_k: Tensor | None = None
+    page_table_v: Tensor | None = None
+    s_quantizer: Any = None
+    o_quantizer: Any = None
+    attn_scale: float | None = None
+    dropout: float = 0.0
+    fast_zero_fill: bool = True
+    qkv_layout: str = "sbh3d"
+    o_format: str = "sbhd"
+    qkv_scale_inv_format: str | None = None
+    attn_bias_type: str = "no_bias"
+    attn_mask_type: str = "padding"
+    softmax_type: str = "vanilla"
+    window_size: tuple[int, int] = (-1, -1)
+    bottom_right_diagonal: bool | None = None
+    rng_gen: torch.Generator | None = None
+    softmax_offset: Tensor | None = None
+    return_max_logit: bool = False
+    cuda_graph: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardPlan:
+    """A call but for its tensors.
+
+    constant: arguments of `attngen.attention`; reads: those that are tensors of the call. axes: Q's
+    format. has_bias, has_offset: whether these are among the aux tensors.
+    """
+
+    constant: dict[str, Any]
+    reads: tuple[Read, ...]
+    axes: str
+    o_format: str
+    has_bias: bool
+    has_offset: bool
+
+
+_plans: Kept[ForwardPlan] = Kept()
+
+
+@taking(ForwardArguments)
+def fused_attn_fwd(call: ForwardArguments) -> tuple[Any, ...]:
+    """Attention, with what its backward needs; autograd sees nothing of it.
+
+    q, k, v are three views in the formats of `qkv_layout`, of any strides; a bias has q's dtype and
+    any broadcast of [b, h, s_q, s_kv]. Lengths, int32 [b + 1], are read where the layout is packed,
+    the mask pads or keys lie in pages. max_seqlen_q and max_seqlen_kv, fake_dtype, fast_zero_fill
+    and cuda_graph change nothing.
+
+    Returns:
+        (o, aux), or (o, aux, max_logit) with return_max_logit. o: in o_format, of packed tokens in
+        thd, with V's head dim. aux: [stats, rng_state, (bias), (softmax_offset)]: the log-sum-exp,
+        float32 [b, h, s_q, 1] or [t, h, 1]; int64 [2], zeros without dropout; and what the call
+        has of the others. max_logit: [h], in o's dtype.
+
+    Raises:
+        ValueError: for FusedAttnBackend.No_Backend, a bias that is missing or of another dtype,
+            8-bit arguments, and whatever `attngen.attention` refuses.
+        KeyError: for a word that there is not.
+    """
+    if torch.compiler.is_compiling():
+        plan = _plan_of(call)
+    else:
+        plan = _plans.find(_form_of(call), lambda: _plan_of(call))
+    given = plan.constant.copy()
+    for argument, source, make in plan.reads:
+        value = getattr(call, source)
+        given[argument] = value if make is None else make(value)
+    offset = _offset_of(call) if plan.has_offset else None
+    if offset is not None:
+        given["sink"] = as_sink(offset)
+    if call.page_table_k is not None:
+        given["page_table"] = (call.page_table_k, call.page_table_v)
+    if call.rng_gen is not None and "dropout_p" in given:
+        given["rng_state"] = drawn(call.q.device, call.rng_gen)
+    with torch.no_grad():
+        out, results = attention(call.q, call.k, call.v, **given)
+    rng_state = results.rng_state
+    aux = [
+        stats_of(results.lse, plan.axes),
+        no_state(call.q.device) if rng_state is None else rng_state,
+        *([call.attn_bias] if plan.has_bias else []),
+        *([] if offset is None else [offset]),
+    ]
+    if plan.o_format != plan.axes:
+        out = turned(out, plan.axes, plan.o_format)
+    if call.return_max_logit:
+        return out, aux, results.max_logit.to(out.dtype)
+    return out, aux
+
+
+def _form_of(call: ForwardArguments) -> tuple[Any, ...]:
+    """A call but for numbers in its tensors, and how many packed tokens there are."""
+    q, k, bias, table = call.q, call.k, call.attn_bias, call.page_table_k
+    return (
+        (call.is_training, call.fused_attention_backend, call.dropout, call.attn_scale),
+        (call.qkv_layout, call.o_format, call.window_size, call.bottom_right_diagonal),
+        (call.attn_bias_type, call.attn_mask_type, call.softmax_type, call.return_max_logit),
+        (q.shape[q.ndim == 3 :], k.shape[k.ndim == 3 :], q.dtype),
+        (call.cu_seqlens_q is None, call.cu_seqlens_kv is None),
+        (call.cu_seqlens_q_padded is None, call.cu_seqlens_kv_padded is None),
+        (call.s_quantizer is None, call.o_quantizer is None),
+        None if bias is None else bias.dtype,
+        None if table is None else table.shape,
+    )
+
+
+def _plan_of(call: ForwardArguments) -> ForwardPlan:
+    """The plan of a call. Raises: as `fused_attn_fwd` does."""
+    check(call)
+    refuse_fp8("quantizers", call.s_quantizer is not None or call.o_quantizer is not None)
+    has_bias, has_offset = call.attn_bias_type in BIAS_TYPES, call.softmax_type != "vanilla"
+    if has_bias:
+        _check_bias(call.attn_bias, call.q)
+    layout = separate(call.qkv_layout)
+    dropout = float(call.dropout) if call.is_training else 0.0
+    constant = replace(words_of(call, layout), dropout_p=dropout).for_attention()
+    constant |= {"return_lse": True, "return_max_logit": call.return_max_logit}
+    constant |= {"alibi_slopes": call.attn_bias_type == "alibi" or None}
+    reads = lengths_of(call, layout, call.page_table_k)
+    if has_bias:
+        reads.append(Read("bias", "attn_bias"))
+    axes = parsed(layout).q_format
+    o_format = axes if axes == "thd" else call.o_format
+    return ForwardPlan(said(constant), tuple(reads), axes, o_format, has_bias, has_offset)
+
+
+def _offset_of(call: ForwardArguments) -> Tensor | None:
+    """The sinks that a call has; zeros of an off-by-one softmax that names none."""
+    if call.softmax_type == "vanilla":
+        return None
+    if call.softmax_offset is not None:
+        return call.softmax_offset
+    if call.softmax_type == "learnable":
+        raise SpecError("softmax_offset is None, and softmax_type='learnable' needs one")
+    return call.q.new_zeros((1, heads_of(call), 1, 1), dtype=torch.float32)
+
+
+def _check_bias(bias: Tensor | None, q: Tensor) -> None:
+    if bias is None:
+        raise SpecError("attn_bias is None, and attn_bias_type asks for one")
+    if bias.dtype != q.dtype:
+        raise SpecError(f"attn_bias needs q's dtype, {q.dtype}; got {bias.dtype}")
+
+
+def drawn(device: torch.device, generator: torch.Generator | None) -> Tensor:
+    """A seed and an offset of dropout, int64 [2], of a generator of this device."""
+    return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device, generator=generator)
+
+
+_no_states: dict[torch.device, Tensor] = {}
+
+
+def no_state(device: torch.device) -> Tensor:
+    """The random state of calls without dropout, which nobody draws from: zeros, made once."""
+    if (known := _no_states.get(device)) is not None:
+        return known
+    with torch.inference_mode(False):
+        made = torch.zeros(2, dtype=torch.int64, device=device)
+    if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        _no_states[device] = made  # else it is the graph's
+    return made
