@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..call.signatures import signature
 from ..call.table import REFERENCE_ROWS, AttentionCall, make_call
+from ..errors import SpecError
 from ..results import AttentionAux
 from . import fp8
 from .checks import check, check_values
@@ -23,6 +24,7 @@ from .conversions import converted, with_dtypes
 from .core import accumulation_dtype, attend_one, default_alibi_slopes
 from .dropout import draw_rng_state, dropout_keep_mask
 from .fp8_backward import BackwardOperands, Fp8Gradients, fp8_backward
+from .fp8_checks import scale_values
 from .masks import visible
 from .operands import Operands
 from .reads import check_reads
@@ -72,10 +74,12 @@ def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
 
 
 def check_on_host(call: AttentionCall, operands: Operands) -> None:
-    """Refuse lengths and page tables whose values cannot be right; waits for their device.
+    """Refuse scales, lengths and page tables whose values cannot be right; waits for their device.
 
     Raises: SpecError with every violation at once.
     """
+    if reasons := [*scale_values(call.scales)]:
+        raise SpecError(reasons)
     check_values(call, operands, q_spans(call, operands), kv_spans(call, operands))
 
 

@@ -90,11 +90,11 @@ def fp8_backward(
     Raises: SpecError with every violation at once.
     """
     call = make_call("reference.fp8_backward", REFERENCE_ROWS, dict(q=q, k=k, v=v), arguments)
-    return differentiate(converted(call), given, accumulate)
+    return differentiate_call(converted(call), given, accumulate)
 
 
 @torch.no_grad()
-def differentiate(
+def differentiate_call(
     call: AttentionCall, given: BackwardOperands, accumulate: torch.dtype = torch.float32
 ) -> Fp8Gradients:
     """Gradients of a call that is already a value. Raises: SpecError with every violation."""
@@ -103,7 +103,7 @@ def differentiate(
     call = with_dtypes(call)
     queries, keys = q_spans(call, operands), kv_spans(call, operands)
     check_values(call, operands, queries, keys)
-    bias = None if call.bias is None else call.bias.detach().to(accumulate).requires_grad_()
+    bias = None if call.bias is None else call.bias.detach().to(accumulate)
     call = AttentionCall(**{**named(call), "bias": bias})
     sums = _Sums.of(call, accumulate)
     for b, spans in enumerate(zip(queries, keys, strict=True)):
@@ -192,15 +192,21 @@ def _add_sequence(
     """Add the gradients of one sequence."""
     x = _dequantised(call, given, sequence, sums.amax_dp.dtype)
     scale = softmax_scale(call, x.q.shape[-1])
-    with torch.enable_grad():
-        products = (x.q @ x.k.transpose(1, 2)).requires_grad_()
-        s = scores_of_products(call, sequence.b, products, scale)
-    weights = _weights(s.detach(), x.lse)
+
+    def score(products: Tensor, *bias: Tensor) -> Tensor:
+        changed = dict(zip(("bias",), bias, strict=False))
+        return scores_of_products(
+            AttentionCall(**{**named(call), **changed}), sequence.b, products, scale
+        )
+
+    leaves = [] if call.bias is None else [call.bias]
+    # An operation runs below autograd, which would record nothing there.
+    s, pull = torch.func.vjp(score, x.q @ x.k.transpose(1, 2), *leaves)  # type: ignore[misc]
+    weights = _weights(s, x.lse)
     keep = _keep_factors(call, sequence.b, weights)
 
     d_s = weights * (keep * (x.d_o @ x.v.transpose(1, 2)) - x.delta[..., None])
-    leaves = [products] if call.bias is None else [products, call.bias]
-    d_products, *d_bias = torch.autograd.grad(s, leaves, d_s)
+    d_products, *d_bias = pull(d_s)
     if sums.dsink is not None:
         of_sink = torch.exp(softmax_offset(call, s).squeeze(-1) - x.lse)
         sums.dsink.sub_((of_sink * x.delta).sum(-1))

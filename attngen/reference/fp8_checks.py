@@ -32,9 +32,20 @@ def fp8_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
     given = (operands.q, operands.k, operands.v, *call.scales.values(), call.bias, call.sink)
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given):
         yield (
-            "FP8 k and v have no backward yet; got tensors that require a gradient. Call it "
-            "under torch.no_grad(), or detach them."
+            "FP8 k and v have no backward here; got tensors that require a gradient. Call it "
+            "under torch.no_grad(), or reference.fp8_backward for gradients."
         )
+
+
+def scale_values(scales: Mapping[str, Tensor | None]) -> Iterator[str]:
+    """Scales that are negative, infinite or NaN, each by its place; waits for their device."""
+    for name, scale in scales.items():
+        if scale is None:
+            continue
+        wrong = ~((scale >= 0) & (scale < float("inf")))
+        for place in wrong.nonzero().tolist():
+            value = scale[tuple(place)].item()
+            yield f"{name}{place}={value:g}: scales are finite, and not negative. Look at its amax."
 
 
 def _misplaced(call: AttentionCall, q: torch.dtype, fitting: tuple[str, ...]) -> Iterator[str]:

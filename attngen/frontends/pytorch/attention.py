@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
+from ...call.recipe import in_force
 from ...call.signatures import argument_list, signature
 from ...call.table import ROWS
 from ...errors import LimitError, SpecError
 from ...results import AttentionAux
-from . import routing
+from . import eight_bits, routing
 from .calls import Bound, bind, calls, route
 from .torch_private import is_deterministic
 
@@ -120,6 +121,10 @@ def attention(
 
     Args:
     """
+    if in_force.recipe is not None:
+        eight = eight_bits.replaced(in_force.recipe, (q, k, v), given)
+        if eight is not None:
+            return eight_bits.run(attention, eight)
     if torch.compiler.is_compiling() or routing.CHECK_VALUES:
         return route(attention, (q, k, v), given, Bound(None, []), None)
     state = torch.is_grad_enabled(), is_deterministic()

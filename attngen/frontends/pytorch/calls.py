@@ -16,7 +16,7 @@ from ...call.fragments import operands_of as fragment_operands
 from ...call.table import INPUTS, ROWS, AttentionCall, given_by, make_call, names
 from ...errors import LimitError, SpecError
 from ...reference.type_checks import type_violations
-from . import nested, on_reference, routing
+from . import eight_bits, nested, on_reference, routing
 from .casts import autocast
 from .checked_call import CheckedCall, Result, operands_of
 from .checks import check_rest, traced_refusal
@@ -59,6 +59,8 @@ def route(
     call = make_call("attention", ROWS, {"q": q, "k": k, "v": v}, given)
     if _has_nested(call):
         return nested.attend(attend, call)  # type: ignore[no-any-return]
+    if (found := eight_bits.of_stored(attend, call)) is not None:
+        return found
     device = q.device.type
     if device != "meta" and torch.is_autocast_enabled(device):  # which knows no meta tensors
         cast = autocast(q, k, v)
@@ -75,6 +77,8 @@ def route(
     plainly = reference.converted(call)
     if plainly is not call:
         return attend(**given_by(plainly))  # type: ignore[no-any-return]
+    if eight_bits.needs_gradient(call):
+        return eight_bits.differentiable(call, carriers)
     check_rest(call.num_splits, call.deterministic, call.schedule)
     # A schedule of other calls is refused whatever serves this one.
     if (refusal is None or call.schedule is not None) and routing.use_kernels(call):

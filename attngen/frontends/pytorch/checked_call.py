@@ -88,7 +88,7 @@ class CheckedCall:
         if not self.by_products:
             return _first(results)
         home = self.homes[_RNG_STATE]
-        return self._with_aux(results, self.names, None if home < 0 else tensors[home])
+        return self.with_aux(results, self.names, None if home < 0 else tensors[home])
 
     def adapted(self, operands: Operands, schedule: Schedule | None) -> Operands:
         """The operands of a call as operations take them: lengths, dtypes and the order of the
@@ -105,16 +105,22 @@ class CheckedCall:
         device = _q_of(operands).device
         return _with(operands, _SCHEDULE, schedule.table_of(self.ordered, given, device))
 
-    def launch(self, operands: Operands) -> Result:
-        """The results for adapted operands. Raises: SpecError, LaunchError, CompileError."""
+    def completed(self, operands: Operands) -> Operands:
+        """Adapted operands with what is made for them: ALiBi's own slopes, a state of dropout."""
         if self.default_slopes:
             slopes = default_slopes(self.default_slopes, _q_of(operands))
             operands = _with(operands, _SLOPES, slopes)
-        rng_state = operands[_RNG_STATE]
         if self.arguments.dropout_p > 0:
-            device = _q_of(operands).device
-            rng_state = draw_rng_state(device) if rng_state is None else rng_state.contiguous()
-            operands = _with(operands, _RNG_STATE, rng_state)
+            given = operands[_RNG_STATE]
+            drawn = draw_rng_state(_q_of(operands).device) if given is None else given.contiguous()
+            operands = _with(operands, _RNG_STATE, drawn)
+        return operands
+
+    def launch(self, operands: Operands) -> Result:
+        """The results for adapted operands. Raises: SpecError, LaunchError, CompileError."""
+        if self.default_slopes or self.arguments.dropout_p > 0:
+            operands = self.completed(operands)
+        rng_state = operands[_RNG_STATE]
         present = [x for x in operands if x is not None]
         if self.differentiable or levels._current_level >= 0:
             refuse_derivatives(operands, self.arguments, self.differentiable)
@@ -132,7 +138,7 @@ class CheckedCall:
             prepared = self._prepare(operands)
             results, names = run(prepared, operands), prepared.names
         if self.by_products:
-            return self._with_aux(results, names, rng_state)
+            return self.with_aux(results, names, rng_state)
         out, *_ = results
         return out
 
@@ -172,7 +178,7 @@ class CheckedCall:
         made = made or self.arguments.dropout_p > 0 or not self.lengths_as_given
         return bool(self.homes) and not made
 
-    def _with_aux(
+    def with_aux(
         self, results: Sequence[Tensor], names: tuple[str, ...], rng_state: Tensor | None
     ) -> tuple[Tensor, AttentionAux]:
         """The output, and by-products of results of these names."""

@@ -96,7 +96,7 @@ def _must_be_followed(call: AttentionCall) -> bool:
     return has_transforms() or bool(call.functions) or any(numbers)
 
 
-def _call_of(operands: Sequence[Tensor | None], rest: Sequence[Any]) -> AttentionCall:
+def call_of(operands: Sequence[Tensor | None], rest: Sequence[Any]) -> AttentionCall:
     """The call that an operation stands for. rest: what it got after q, k and v."""
     given = dict(zip(INPUTS, operands, strict=True))
     tables = given.pop("page_table_k"), given.pop("page_table_v")
@@ -134,7 +134,7 @@ def forward(q: Tensor, k: Tensor | None, v: Tensor | None, *rest: Any) -> tuple[
 
 
 def _attend(operands: Sequence[Tensor | None], rest: Sequence[Any]) -> tuple[Tensor, ...]:
-    call = _call_of(operands, rest)
+    call = call_of(operands, rest)
     out, aux = reference.run(call)
     assert aux.lse is not None
     maxima = (aux.amax_s, aux.amax_o, aux.max_logit)

@@ -1,0 +1,226 @@
+"""Calls that run in FP8: under a recipe, in 16 bits; and those of FP8 operands that need gradients.
+
+A recipe replaces the operands of a call, which is then an FP8 call like any other. Where a gradient
+is needed `attngen::quantised` computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import reference
+from ...call.recipe import Recipe
+from ...call.table import (
+    CARRIERS,
+    INPUTS,
+    LEARNED,
+    ROWS,
+    AttentionCall,
+    given_by,
+    make_call,
+    named,
+    names,
+)
+from ...errors import SpecError
+from ...reference.fp8 import is_fp8, output_dtype
+from ...spec import layouts
+from . import routing
+from .casts import autocast
+from .checked_call import RESULTS, CheckedCall, Result, operands_of
+from .checks import check_rest
+from .quantised import dispatched
+from .sharding import is_distributed
+
+SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+_NUMBERS = names("number")
+_RNG_STATE = INPUTS.index("rng_state")
+DESCALES = ("descale_q", "descale_k", "descale_v")
+Carriers = tuple[Any, Any, Any]
+
+
+class Replaced(NamedTuple):
+    """An FP8 call that stands for another. q, k, v, given: its arguments; carriers: q, k and v of
+    the other, which get its gradients."""
+
+    q: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    given: dict[str, Any]
+    carriers: Carriers
+
+
+def replaced(recipe: Recipe, carriers: Carriers, given: dict[str, Any]) -> Replaced | None:
+    """The call that a recipe makes of one in 16 bits, None for others, which run as they are: FP8
+    operands, wider ones, nested tensors (whose parts come again), pages.
+
+    Raises: SpecError where the recipe cannot serve the call.
+    """
+    present = [x for x in carriers if x is not None]
+    if not present or not all([isinstance(x, Tensor) for x in present]):
+        return None  # to be refused
+    if any([x.is_nested or _is_stored(x) for x in present]) or "page_table" in given:
+        return None
+    q, *_ = present
+    device = q.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        carriers = autocast(*carriers)
+        present = [x for x in carriers if x is not None]
+        q, *_ = present
+    if any([x.dtype not in SIXTEEN_BITS for x in present]):
+        return None
+    if functions := [name for name in names("function") if callable(given.get(name))]:
+        raise SpecError(
+            f"{', '.join(functions)}: FP8 recipes take no functions. Call it under "
+            "attngen.fp8.autocast(enabled=False), or name a fragment."
+        )
+    with torch.no_grad():
+        made = recipe.quantise(carriers)
+    q8, k8, v8 = made.carriers
+    assert q8 is not None  # as q was
+    given = {"out_dtype": q.dtype, **given, **made.scales}
+    return Replaced(q8, k8, v8, given, carriers)
+
+
+def run(attend: Callable[..., Result], call: Replaced) -> Result:
+    """The results of a replaced call. attend: `attention`, for one that needs no gradient."""
+    learned = [call.given.get(name) for name in LEARNED]
+    if not _needs_gradient((*call.carriers, *learned)):
+        return attend(call.q, call.k, call.v, **call.given)
+    made = make_call("attention", ROWS, {"q": call.q, "k": call.k, "v": call.v}, call.given)
+    return differentiable(made, call.carriers)
+
+
+def of_stored(attend: Callable[..., Result], call: AttentionCall) -> Result | None:
+    """The results of a call whose q, k and v hold FP8 numbers and their scale (`_data` and
+    `_scale_inv`, as `attngen.fp8.Float8Tensor`), in their nominal dtype; None of other calls.
+    attend: `attention`, for one that needs no gradient.
+
+    Raises: SpecError where some of them alone do, or descales are given, too.
+    """
+    given = {name: x for name in CARRIERS if (x := getattr(call, name)) is not None}
+    if not any(map(_is_stored, given.values())):
+        return None
+    others = [name for name, x in given.items() if not _is_stored(x)]
+    reasons = [f"{name} needs a Float8Tensor as the others. Quantise it." for name in others]
+    reasons += [
+        f"{name} is said by the Float8Tensor itself. Leave it out."
+        for name in DESCALES
+        if getattr(call, name) is not None
+    ]
+    if reasons:
+        raise SpecError(reasons)
+    first, *_ = given.values()
+    descales = [x._scale_inv.reshape(1) for x in given.values()]
+    *_, last = descales
+    scales = dict(zip(DESCALES, [*descales, last, last], strict=False))
+    stored = {name: x._data for name, x in given.items()}
+    dtype = first.dtype if call.out_dtype is None else call.out_dtype
+    plain = AttentionCall(**{**named(call), **stored, **scales, "out_dtype": dtype})
+    if not _needs_gradient((call.q, call.k, call.v, call.sink, call.bias)):
+        return attend(**given_by(plain))
+    carriers = [None if (x := given.get(name)) is None else _Carrier.apply(x) for name in CARRIERS]  # type: ignore[no-untyped-call]
+    q, k, v = carriers
+    return differentiable(plain, (q, k, v))
+
+
+def _is_stored(x: Any) -> bool:
+    """Whether a tensor holds FP8 numbers under another dtype."""
+    stored = getattr(x, "_data", None)
+    return isinstance(stored, Tensor) and is_fp8(stored.dtype) and hasattr(x, "_scale_inv")
+
+
+class _Carrier(torch.autograd.Function):
+    """One number that stands for the shape and the dtype of a tensor, to get its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Tensor:
+        number: Tensor = x._data.new_zeros(1, dtype=x.dtype)
+        return number.expand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def needs_gradient(call: AttentionCall) -> bool:
+    """Whether a gradient of a call of FP8 operands is needed, of which there is one."""
+    if not is_fp8(call.q.dtype):
+        return False
+    learned = [getattr(call, name) for name in LEARNED]
+    return _needs_gradient((call.q, call.k, call.v, *learned))
+
+
+def _needs_gradient(tensors: tuple[Any, ...]) -> bool:
+    given = [x for x in tensors if isinstance(x, Tensor)]
+    return torch.is_grad_enabled() and any([x.requires_grad for x in given])
+
+
+def differentiable(call: AttentionCall, carriers: Carriers) -> Result:
+    """The results of a call of FP8 operands whose gradients the carriers get, and its bias and its
+    sink.
+
+    Raises: SpecError with every violation at once; CompileError, LaunchError.
+    """
+    _refuse(call, carriers)
+    stored = {name: None if (x := getattr(call, name)) is None else x.detach() for name in CARRIERS}
+    call = reference.converted(AttentionCall(**{**named(call), **stored}))
+    check_rest(call.num_splits, call.deterministic, call.schedule)
+    with torch.no_grad():
+        kernels = routing.use_kernels(call)
+        if not kernels:
+            reference.check(call)
+    operands = operands_of(call)
+    checked = CheckedCall.of(call, operands)
+    operands = checked.completed(checked.adapted(operands, call.schedule))
+    arguments = checked.arguments if kernels else checked.arguments._replace(num_splits=0)
+    results = dispatched(kernels, *carriers, *operands, *arguments)
+    if checked.by_products:
+        return checked.with_aux(results, RESULTS, operands[_RNG_STATE])
+    out, *_ = results
+    return out
+
+
+def _refuse(call: AttentionCall, carriers: Carriers) -> None:
+    """Raises: SpecError with each reason for which an FP8 call has no gradients."""
+    reasons = []
+    if is_distributed((*carriers, call.bias, call.sink)):
+        reasons.append("FP8 calls of distributed tensors have no gradients. Use to_local().")
+    if is_fp8(output_dtype(call)):
+        reasons.append(
+            f"a gradient is needed, but of an output in 16 bits alone; got {call.out_dtype}. "
+            "Leave out_dtype out, or call it under torch.no_grad()."
+        )
+    for name, x in zip(CARRIERS, carriers, strict=True):
+        if x is not None and x.requires_grad and is_fp8(kept := _gradient_dtype(x)):
+            reasons.append(
+                f"{name} requires a gradient, which autograd would round to {kept}. Set its "
+                "grad_dtype to torch.bfloat16 if it is a leaf; else pass 16 bits under "
+                "attngen.fp8.autocast()."
+            )
+    numbers = [name for name in _NUMBERS if _is_learned(getattr(call, name))]
+    reasons += [f"{name} requires a gradient, of which FP8 calls have none." for name in numbers]
+    if call.page_table is not None:
+        reasons.append("pages are inference only. Call it under torch.no_grad().")
+    elif layouts.parse(call.layout).q_format == "thd":
+        per_head = [
+            n for n in DESCALES if isinstance(x := getattr(call, n), Tensor) and x.ndim == 2
+        ]
+        reasons += [f"{name} of packed tokens has gradients as float32 [1]." for name in per_head]
+    if reasons:
+        raise SpecError(reasons)
+
+
+def _gradient_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype in which autograd hands on a gradient, which for a trace is the tensor's."""
+    if not is_fp8(tensor.dtype) or torch.compiler.is_compiling():
+        return tensor.dtype
+    kept: torch.dtype | None = getattr(tensor, "grad_dtype", tensor.dtype)  # since torch 2.10
+    return torch.float32 if kept is None else kept  # None is any
+
+
+def _is_learned(number: object) -> bool:
+    return isinstance(number, Tensor) and number.requires_grad

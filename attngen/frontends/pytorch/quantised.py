@@ -1,0 +1,163 @@
+"""The operation `attngen::quantised`: an FP8 forward whose gradients have 16 bits.
+
+Its operands are in FP8; the tensors that they were made of, if any, come along for their gradients
+alone, which pass the rounding to 8 bits straight through. The backward is that of 16 bits: of the
+numbers that the stored ones stand for, with the output and the LSE of the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...call.numbers import Arguments
+from ...call.operands import layout_of
+from ...call.table import CARRIERS, GRADIENT_OF, INPUTS, LEARNED, SCALES, WantedGradients
+from ...spec.layouts import Layout, axes_of
+from . import reference_fp8
+from .autograd import refuse_gradient
+from .backward import dispatch
+from .registry import operator
+from .signature import CallForm, places_of, schema
+from .transforms import differentiable
+
+_FIRST_OPERAND = 1 + len(CARRIERS)  # `kernels` and the carriers stand before `INPUTS`
+
+library = operator(
+    "quantised",
+    "(bool kernels, Tensor? q16, Tensor? k16, Tensor? v16, Tensor q, Tensor? k, Tensor? v, "
+    f"{schema()}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@torch.no_grad()
+def forward(
+    kernels: bool, q16: Tensor | None, k16: Tensor | None, v16: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    """The results of `attngen::forward` for operands in FP8.
+
+    kernels: whether these compute it, or the reference. q16, k16, v16: what gets the gradients of
+    q, k and v; not read. rest: what `attngen::forward` takes, with a 16-bit `out_dtype`.
+    Raises: SpecError with every violation; CompileError, LaunchError.
+    """
+    attend = torch.ops.attngen.forward if kernels else torch.ops.attngen.reference
+    return tuple(attend(*rest))
+
+
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Keeps what the gradients need. Raises: SpecError where one is needed that there is not."""
+    kernels, *rest = inputs
+    needed = ctx.needs_input_grad[_FIRST_OPERAND:]
+    for name, wanted in zip(INPUTS, needed, strict=False):
+        if wanted:
+            refuse_gradient(name)
+    operands = (*rest[len(CARRIERS) :], *[None] * len(INPUTS))[: len(INPUTS)]
+    out, lse, *maxima = output
+    ctx.save_for_backward(out, lse, *operands)
+    ctx.kernels = kernels
+    ctx.arguments = Arguments(*rest[len(CARRIERS) + len(INPUTS) :])
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*maxima)
+
+
+def gradients(
+    ctx: Any, d_o: Tensor | None, dlse: Tensor | None, *_: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Those of the operation's arguments, from those of its output and LSE."""
+    needed = ctx.needs_input_grad  # the dispatcher left out what equals its default at the end
+    returned: list[Tensor | None] = [None] * len(needed)
+    if d_o is None and dlse is None:
+        return tuple(returned)
+    out, lse, *operands = ctx.saved_tensors
+    places = {name: place for place, name in enumerate(CARRIERS, 1)}
+    places |= {name: _FIRST_OPERAND + INPUTS.index(name) for name in LEARNED}
+    asked = {name for name, place in places.items() if place < len(needed) and needed[place]}
+    one_tensor = operands[INPUTS.index("k")] is None
+    wanted = WantedGradients(
+        "q" in asked,
+        bool(asked & ({"q"} if one_tensor else {"k", "v"})),
+        *[name in asked for name in LEARNED],
+    )
+    differentiate = _by_kernels if ctx.kernels else reference_fp8.differentiate
+    found = differentiate(wanted, d_o, dlse, out, lse, operands, ctx.arguments)
+    for name in asked:
+        returned[places[name]] = found[GRADIENT_OF[name]]
+    return tuple(returned)
+
+
+def _by_kernels(
+    wanted: WantedGradients,
+    d_o: Tensor | None,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    operands: Sequence[Tensor | None],
+    arguments: Arguments,
+) -> dict[str, Tensor]:
+    """The gradients that are wanted, by the kernels of 16 bits. Raises: SpecError."""
+    wide = widened(operands, arguments, out.dtype)
+    form = CallForm(arguments._replace(out_dtype=None, amax=False), places_of(wide))
+    present = [x for x in wide if x is not None]
+    return dispatch(form, wanted, d_o, dlse, out, lse, present)
+
+
+def widened(
+    operands: Sequence[Tensor | None], arguments: Arguments, dtype: torch.dtype
+) -> list[Tensor | None]:
+    """The operands of the 16-bit call that an FP8 one stands for: those of a dtype that it has, and
+    no scales."""
+    layout = layout_of(arguments.layout)
+    named = dict(zip(INPUTS, operands, strict=True))
+    descales: dict[str, list[Tensor | None]] = {}
+    for name in CARRIERS:
+        carrier, _, _ = layout.home(name)
+        descales.setdefault(carrier, []).append(named[f"descale_{name}"])
+    for carrier, parts in descales.items():
+        stored = named[carrier]
+        assert stored is not None  # the layout has it
+        named[carrier] = _dequantised(stored, parts, layout, carrier).to(dtype)
+    return [None if name in SCALES else x for name, x in named.items()]
+
+
+def _dequantised(
+    stored: Tensor, descales: list[Tensor | None], layout: Layout, carrier: str
+) -> Tensor:
+    """A carrier in float32. descales: of each of the operands that are packed into it, [1], or
+    [b, h_kv] of dense ones."""
+    wide = stored.float()
+    if all(x is None for x in descales):
+        return wide
+    axes = axes_of(layout, carrier)
+    heads = stored.shape[axes.index("h")]
+    factors = [_factor(x, axes, heads, wide) for x in descales]
+    if len(factors) == 1:
+        (factor,) = factors
+        return wide * factor
+    return wide * torch.cat(torch.broadcast_tensors(*factors), dim=axes.index(str(len(factors))))
+
+
+def _factor(descale: Tensor | None, axes: list[str], heads: int, wide: Tensor) -> Tensor:
+    """A descale as it multiplies a tensor of these axes, one of which may be packed."""
+    if descale is None:
+        return wide.new_ones([1] * len(axes))
+    if descale.ndim == 1:
+        return descale.reshape([1] * len(axes))
+    batch, heads_kv = descale.shape
+    sizes = {"b": batch, "h": heads}
+    of_heads = descale.repeat_interleave(heads // heads_kv, dim=1)
+    return of_heads.reshape([sizes.get(axis, 1) for axis in axes])
+
+
+def _fake(
+    kernels: bool, q16: Tensor | None, k16: Tensor | None, v16: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    attend = torch.ops.attngen.forward if kernels else torch.ops.attngen.reference
+    return tuple(attend(*rest))
+
+
+library.impl("quantised", forward, "CompositeExplicitAutograd")
+torch.library.register_fake("attngen::quantised", _fake, lib=library)
+dispatched = differentiable("quantised", gradients, setup_context, library=library)

@@ -1,0 +1,80 @@
+"""Gradients in 16 bits of FP8 forwards, on the kernels of both: against the definition in float64.
+
+The rule of gradients.py has no emulation of 8 bits. What is new here is which numbers the backward
+gets, so it is compared with `reference.fp8_backward` of the same stored numbers, output and LSE,
+within what 16-bit weights and dS may lose.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import attngen
+from attngen.call.recipe import Quantised, in_force
+from attngen.reference import BackwardOperands, fp8, fp8_backward
+
+from . import oracle
+
+pytestmark = pytest.mark.gpu
+E4M3, E5M2 = fp8.DTYPES
+CASES = {
+    "causal": ((1, 2, 2, 70, 70, 64), {"mask": "causal"}),
+    "groups": ((2, 4, 2, 65, 130, 128), {"window": (40, 10)}),
+    "sink": ((1, 2, 1, 90, 64, 48), {"softmax": "learnable", "softcap": 4.0}),
+}
+
+
+class Recipe:
+    """Stored numbers of one scale each; which numbers stands in `made`."""
+
+    def quantise(self, carriers):
+        self.made = [fp8.quantise(x.float(), E4M3, 16.0) for x in carriers]
+        scale = torch.full((1,), 1 / 16, device=self.made[0].device)
+        self.scales = {f"descale_{name}": scale for name in "qkv"}
+        return Quantised(tuple(self.made), self.scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("case", CASES)
+def test_fp8_forward_has_the_gradients_of_its_stored_numbers(case, dtype, monkeypatch):
+    shape, arguments = CASES[case]
+    recipe = Recipe()
+    monkeypatch.setattr(in_force, "recipe", recipe)
+    sizes = (*shape, shape[-1])
+    tensors = [x.requires_grad_() for x in oracle.operands(*sizes, dtype)]
+    q = tensors[0]
+    learned = {}
+    if arguments.get("softmax") == "learnable":
+        learned["sink"] = torch.full((shape[1],), 0.5, device=q.device, requires_grad=True)
+    out, aux = attngen.attention(*tensors, **arguments, **learned, return_lse=True, backend="cuda")
+    assert out.dtype == dtype
+    d_o = oracle.randn(*out.shape).to(dtype)
+    inputs = (*tensors, *learned.values())
+    found = torch.autograd.grad(out, inputs, d_o)
+    given = BackwardOperands(d_o=d_o, o=out.detach(), lse=aux.lse.detach(), dtype=torch.float64)
+    values = {name: x.detach() for name, x in learned.items()}
+    want = fp8_backward(
+        given, *recipe.made, accumulate=torch.float64, **arguments, **values, **recipe.scales
+    )
+    step = torch.finfo(dtype).eps
+    for name, got in zip(("dq", "dk", "dv", "dsink"), found, strict=False):
+        exact = getattr(want, name)
+        error = (got.double() - exact).abs().max()
+        assert error <= 4 * step * exact.abs().max(), f"{name}: {error} of {exact.abs().max()}"
+
+
+def test_fp8_call_with_a_gradient_takes_the_kernels_when_compiled(monkeypatch):
+    monkeypatch.setattr(in_force, "recipe", Recipe())
+    torch._dynamo.reset()
+    tensors = [x.requires_grad_() for x in oracle.operands(1, 2, 2, 64, 64, 64, 64, torch.bfloat16)]
+
+    def attend(q, k, v):
+        return attngen.attention(q, k, v, mask="causal", backend="cuda")
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    results = []
+    for call in (attend, compiled):
+        out = call(*tensors)
+        results.append((out, *torch.autograd.grad(out.float().square().sum(), tensors)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
