@@ -76,8 +76,12 @@ _HOMES = {
     "register_fragment": "fragments.features",
     "trace": "runtime.tracing",
 }
-# Front ends that speak another library's names, beside those of `__all__`.
-_FRONT_ENDS = dict.fromkeys(("te", "transformer_engine"), "frontends.transformer_engine")
+# Front ends beside those of `__all__`, as modules.
+_FRONT_ENDS = {
+    "fp8": "frontends.fp8",
+    "te": "frontends.transformer_engine",
+    "transformer_engine": "frontends.transformer_engine",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from ...call.numbers import Arguments
 from ...call.table import GRADIENT_OF, INPUTS, LEARNED, WantedGradients
+from ...call.tensors import name_of
 from ...reference.fp8_backward import BackwardOperands, differentiate_call
 from ...reference.fp8_backward_checks import BACKWARD_SCALES
 from .on_reference import call_of
 from .registry import operator
-from .signature import dtype_of, name_of, schema, split, wanted_of
+from .signature import dtype_of, schema, split, wanted_of
 
 MAXIMA = ("amax_dp", "amax_dq", "amax_dk", "amax_dv")
 

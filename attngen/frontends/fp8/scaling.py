@@ -1,0 +1,183 @@
+"""`autocast`: a recipe in force, and when the scales of its layers move."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...call.recipe import Quantised, in_force
+from ...call.recipe import Recipe as InForce
+from ...call.table import CARRIERS
+from ...errors import SpecError
+from ...reference.fp8 import quantise
+from .layer_scales import LayerScales
+from .quantizers import largest
+from .recipes import DelayedScaling, Float8CurrentScaling, Recipe
+
+DESCALES = tuple([f"descale_{name}" for name in CARRIERS])
+Scales = tuple[Tensor, ...]
+
+
+@dataclass(eq=False)
+class Active:
+    """A recipe in force.
+
+    group: processes that share maxima, None for all. used: layers whose maxima were noted. tape:
+    the scales of each call, in order, which a recomputation finds there again; replayed: how many
+    of these it has taken, None while they are noted.
+    """
+
+    recipe: Recipe
+    group: Any = None
+    used: list[LayerScales] = field(default_factory=list)
+    tape: list[Scales] | None = None
+    replayed: int | None = None
+
+    def quantise(self, carriers: Sequence[Tensor | None]) -> Quantised:
+        """q, k and v as the recipe stores them. Raises: SpecError where it needs a layer."""
+        return self.quantise_in(None, carriers, False)
+
+    def quantise_in(
+        self, layer: LayerScales | None, carriers: Sequence[Tensor | None], notes: bool
+    ) -> Quantised:
+        """q, k and v of a call in a layer. notes: whether its history learns of it.
+
+        Raises: SpecError where the recipe needs a layer, or one with another history.
+        """
+        dtype = self.recipe.fp8_format.forward
+        present = [x for x in carriers if x is not None]
+        scales = self._scales(layer, present, notes)
+        pairs = zip(present, scales, strict=True)
+        made = iter([quantise(x.float(), dtype, scale) for x, scale in pairs])
+        descales = _of_each([scale.reciprocal() for scale in scales])
+        return Quantised(
+            tuple([None if x is None else next(made) for x in carriers]),
+            dict(zip(DESCALES, descales, strict=True)),
+        )
+
+    def _scales(self, layer: LayerScales | None, present: list[Tensor], notes: bool) -> Scales:
+        """The scales of a call's tensors, each [1]."""
+        recipe, tape = self.recipe, self.tape
+        if tape is not None and self.replayed is not None:
+            self.replayed += 1
+            return tape[self.replayed - 1]
+        if isinstance(recipe, DelayedScaling):
+            scales = self._delayed(recipe, layer, present, notes)
+        else:
+            dtype = recipe.fp8_format.forward
+            scales = tuple([recipe.scale(largest(x), dtype) for x in present])
+        if tape is not None:
+            tape.append(scales)
+        return scales
+
+    def _delayed(
+        self,
+        recipe: DelayedScaling,
+        layer: LayerScales | None,
+        present: list[Tensor],
+        notes: bool,
+    ) -> Scales:
+        if layer is None:
+            raise SpecError(
+                "DelayedScaling keeps its histories in layers: call an attngen.fp8.Attention(), "
+                "or take Float8CurrentScaling()."
+            )
+        if (steps := layer.amax_history.shape[0]) != recipe.amax_history_len:
+            raise SpecError(
+                f"this layer keeps {steps} steps, the recipe {recipe.amax_history_len}. Make it "
+                f"with Attention(amax_history_len={recipe.amax_history_len})."
+            )
+        amax = torch.cat(_of_each([largest(x) for x in present]))
+        scales = layer.scales(recipe, amax)
+        if notes:
+            layer.note(amax)
+            self.used.append(layer)
+        return tuple([scales[place : place + 1] for place in range(len(present))])
+
+    def end_step(self) -> None:
+        """Move the scales of the layers that were used, once each, by the maxima of the group."""
+        recipe = self.recipe
+        layers = [*{id(layer): layer for layer in self.used}.values()]
+        self.used.clear()
+        if not layers or not isinstance(recipe, DelayedScaling):
+            return
+        with torch.no_grad():
+            if recipe.reduce_amax and dist.is_available() and dist.is_initialized():
+                _share([layer.amax_history.select(0, 0) for layer in layers], self.group)
+            for layer in layers:
+                layer.update(recipe)
+
+
+@dataclass(eq=False)
+class InLayer:
+    """A recipe in force for the calls of one layer. notes: whether its history learns of them."""
+
+    active: Active
+    layer: LayerScales
+    notes: bool
+
+    def quantise(self, carriers: Sequence[Tensor | None]) -> Quantised:
+        """q, k and v as the recipe stores them. Raises: SpecError."""
+        return self.active.quantise_in(self.layer, carriers, self.notes)
+
+
+class autocast:  # noqa: N801  # as torch.autocast
+    """A context in which `attngen.attention` of 16-bit q, k and v runs in FP8.
+
+    Gradients have 16 bits. Calls of other dtypes, of pages, and of FP8 tensors stay as they are.
+    The process has one recipe in force, whichever of its threads asks. Where the outermost context
+    of a recipe ends, delayed scales of layers that ran with gradients move.
+
+    Args:
+        enabled: False to have calls run in 16 bits again.
+        recipe: Float8CurrentScaling, by default with its defaults, or DelayedScaling.
+        group: processes that share maxima under DelayedScaling; None for torch's default group.
+
+    Raises: SpecError where the recipe is none.
+    """
+
+    def __init__(
+        self, enabled: bool = True, recipe: Recipe | None = None, group: Any = None
+    ) -> None:
+        recipe = Float8CurrentScaling() if recipe is None else recipe
+        if not isinstance(recipe, (DelayedScaling, Float8CurrentScaling)):
+            raise SpecError(
+                f"recipe needs a Float8CurrentScaling or a DelayedScaling; got {recipe!r}"
+            )
+        self.enabled, self.recipe, self.group = enabled, recipe, group
+        self._before: list[InForce | None] = []
+
+    def __enter__(self) -> None:
+        outer = in_force.recipe
+        self._before.append(outer)
+        if not self.enabled:
+            in_force.recipe = None
+        elif not (isinstance(outer, Active) and self._continues(outer)):
+            in_force.recipe = Active(self.recipe, self.group)
+
+    def __exit__(self, *_: object) -> None:
+        ended, in_force.recipe = in_force.recipe, self._before.pop()
+        if isinstance(ended, Active) and ended is not in_force.recipe:
+            ended.end_step()
+
+    def _continues(self, outer: Active) -> bool:
+        return outer.recipe == self.recipe and outer.group is self.group
+
+
+def _of_each(parts: list[Tensor]) -> list[Tensor]:
+    """Numbers of q, k and v, of which those of a packed tensor are one."""
+    *_, last = parts
+    return [*parts, *[last] * (len(CARRIERS) - len(parts))]
+
+
+def _share(maxima: list[Tensor], group: Any) -> None:
+    """Replace maxima by the largest of all processes of a group, in one exchange."""
+    joined = torch.cat(maxima)
+    dist.all_reduce(joined, dist.ReduceOp.MAX, group)
+    for each, shared in zip(maxima, joined.split(len(CARRIERS)), strict=True):
+        each.copy_(shared)
