@@ -7,9 +7,10 @@ from typing import Any
 from attngen.call.cache import CallCache
 from attngen.frontends.pytorch.backward import backwards
 from attngen.frontends.pytorch.calls import calls
+from attngen.frontends.pytorch.eight_bits import calls as eight_bit_calls
 from attngen.frontends.pytorch.forward import prepared_calls
 
-FORWARD: tuple[CallCache[Any], ...] = (calls, prepared_calls)
+FORWARD: tuple[CallCache[Any], ...] = (calls, eight_bit_calls, prepared_calls)
 BACKWARD: tuple[CallCache[Any], ...] = (backwards,)
 
 

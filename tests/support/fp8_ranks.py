@@ -57,7 +57,7 @@ def train(trained: nn.Module, rank: int, recipe: fp8.DelayedScaling, **more: obj
 
 
 def history(trained: nn.Module) -> list[Tensor]:
-    """What the layers keep."""
+    """Scales and histories of the layers."""
     return [x for name, x in trained.state_dict().items() if ".scales." in name]
 
 

@@ -7,12 +7,16 @@ is needed `attngen::quantised` computes it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import reference
+from ...call.bind import Key, binder, homes_of
+from ...call.cache import CallCache
+from ...call.fragments import operands_of as fragment_operands
 from ...call.recipe import Recipe
 from ...call.table import (
     CARRIERS,
@@ -25,7 +29,7 @@ from ...call.table import (
     named,
     names,
 )
-from ...errors import SpecError
+from ...errors import LimitError, SpecError
 from ...reference.fp8 import is_fp8, output_dtype
 from ...spec import layouts
 from . import routing
@@ -34,12 +38,14 @@ from .checked_call import RESULTS, CheckedCall, Result, operands_of
 from .checks import check_rest
 from .quantised import dispatched
 from .sharding import is_distributed
+from .torch_private import guard, is_deterministic, is_plain, may_be_kept
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 _NUMBERS = names("number")
 _RNG_STATE = INPUTS.index("rng_state")
 DESCALES = ("descale_q", "descale_k", "descale_v")
 Carriers = tuple[Any, Any, Any]
+_bind = binder(Tensor)
 
 
 class Replaced(NamedTuple):
@@ -90,8 +96,19 @@ def run(attend: Callable[..., Result], call: Replaced) -> Result:
     learned = [call.given.get(name) for name in LEARNED]
     if not _needs_gradient((*call.carriers, *learned)):
         return attend(call.q, call.k, call.v, **call.given)
+    key: Key | None = None
+    tensors: list[Any] = []
+    if not (torch.compiler.is_compiling() or routing.CHECK_VALUES):
+        key, tensors = _bind((is_deterministic(),), call.q, call.k, call.v, call.given)
+    if (known := calls.find(key, tensors)) is not None:
+        return known.of_bound(tensors, call)
     made = make_call("attention", ROWS, {"q": call.q, "k": call.k, "v": call.v}, call.given)
-    return differentiable(made, call.carriers)
+    plainly, checked = _checked(made, call.carriers)
+    if key is not None and plainly is made and all(map(is_plain, tensors)):
+        if may_be_kept(tensors):
+            checked.keep_homes(call, made)
+            calls.note(key, tensors, checked)
+    return checked(operands_of(plainly), made.schedule, call.carriers)
 
 
 def of_stored(attend: Callable[..., Result], call: AttentionCall) -> Result | None:
@@ -165,23 +182,76 @@ def differentiable(call: AttentionCall, carriers: Carriers) -> Result:
 
     Raises: SpecError with every violation at once; CompileError, LaunchError.
     """
-    _refuse(call, carriers)
     stored = {name: None if (x := getattr(call, name)) is None else x.detach() for name in CARRIERS}
-    call = reference.converted(AttentionCall(**{**named(call), **stored}))
+    plainly, checked = _checked(AttentionCall(**{**named(call), **stored}), carriers)
+    return checked(operands_of(plainly), plainly.schedule, carriers)
+
+
+@dataclass(eq=False)
+class Differentiable:
+    """An FP8 call with gradients that was checked, for all that differ from it in addresses alone.
+
+    kernels: whether these serve it; backend: the one that it names.
+    """
+
+    checked: CheckedCall
+    kernels: bool
+    backend: str
+
+    def keep_homes(self, call: Replaced, made: AttentionCall) -> None:
+        """Know where operands are among the bound tensors of such calls. made: the call's value."""
+        own = fragment_operands(made.mask, made.score_mod)
+        slots = {each.name: each.slot for each in own}
+        homes = homes_of(call.q, call.k, call.v, call.given, slots, Tensor)
+        self.checked.homes = tuple([homes.get(name, -1) for name in INPUTS])
+
+    def of_bound(self, tensors: list[Any], call: Replaced) -> Result:
+        """The results for bound tensors. Raises: as `__call__`."""
+        operands = tuple([None if home < 0 else tensors[home] for home in self.checked.homes])
+        return self(operands, call.given.get("schedule"), call.carriers)
+
+    def __call__(self, operands: tuple[Any, ...], schedule: Any, carriers: Carriers) -> Result:
+        """The results for operands as a call gives them. Where kernels refuse, such as for an
+        address, the reference serves a call that names no backend.
+
+        Raises: SpecError, CompileError, LaunchError.
+        """
+        checked = self.checked
+        operands = checked.completed(checked.adapted(operands, schedule))
+        results = None
+        if self.kernels:
+            try:
+                results = dispatched(True, *carriers, *operands, *checked.arguments)
+            except (SpecError, LimitError) as error:
+                if torch.compiler.is_compiling():
+                    raise
+                routing.leave_kernels(error, self.backend)
+        if results is None:
+            arguments = checked.arguments._replace(num_splits=0)
+            results = dispatched(False, *carriers, *operands, *arguments)
+        if checked.by_products:
+            return checked.with_aux(results, RESULTS, operands[_RNG_STATE])
+        out, *_ = results
+        return out
+
+
+def _checked(call: AttentionCall, carriers: Carriers) -> tuple[AttentionCall, Differentiable]:
+    """A call with plain arguments, and what was found out about it.
+
+    Raises: SpecError with every violation at once.
+    """
+    _refuse(call, carriers)
+    call = reference.converted(call)
     check_rest(call.num_splits, call.deterministic, call.schedule)
     with torch.no_grad():
         kernels = routing.use_kernels(call)
         if not kernels:
             reference.check(call)
-    operands = operands_of(call)
-    checked = CheckedCall.of(call, operands)
-    operands = checked.completed(checked.adapted(operands, call.schedule))
-    arguments = checked.arguments if kernels else checked.arguments._replace(num_splits=0)
-    results = dispatched(kernels, *carriers, *operands, *arguments)
-    if checked.by_products:
-        return checked.with_aux(results, RESULTS, operands[_RNG_STATE])
-    out, *_ = results
-    return out
+    checked = CheckedCall.of(call, operands_of(call))
+    return call, Differentiable(checked, kernels, call.backend)
+
+
+calls: CallCache[Differentiable] = CallCache(guard)
 
 
 def _refuse(call: AttentionCall, carriers: Carriers) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -11,9 +13,11 @@ import attngen
 from attngen import SpecError, reference
 from attngen.call.recipe import Quantised, in_force
 from attngen.call.table import CARRIERS, INPUTS
+from attngen.frontends.pytorch import eight_bits
 from attngen.frontends.pytorch.quantised import widened
 from attngen.frontends.pytorch.signature import split
 from attngen.reference import BackwardOperands, fp8
+from tests.support.caches import FORWARD, forget
 
 E4M3, E5M2 = fp8.DTYPES
 STATE = torch.tensor([3, 14])
@@ -227,6 +231,51 @@ def test_scales_that_are_wrong_are_refused_with_all_reasons():
     with pytest.raises(SpecError) as caught:
         attngen.attention(q, k, v, softmax="learnable", sink=sink, **wrong)
     assert len(caught.value.reasons) == 3
+
+
+def test_calls_alike_are_checked_once_and_hold_no_tensor(recipe, monkeypatch):
+    forget(monkeypatch, *FORWARD)
+    checked, real = [], eight_bits.routing.use_kernels
+
+    def use_kernels(call):
+        checked.append(call.mask)
+        return real(call)
+
+    monkeypatch.setattr(eight_bits.routing, "use_kernels", use_kernels)
+
+    def attend(shapes=DENSE, **arguments):
+        tensors = leaves(*shapes)
+        out = attngen.attention(*tensors, **arguments, backend="reference")
+        return torch.autograd.grad(out.float().square().sum(), tensors)
+
+    first = attend(mask="causal", softmax="learnable", sink=torch.zeros(4))
+    del recipe.made[:-1]
+    held = [weakref.ref(x) for x in recipe.made.pop()]
+    again = attend(mask="causal", softmax="learnable", sink=torch.zeros(4))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert checked == ["causal"] and not any(each() for each in held)
+    attend(mask="none")
+    attend(mask="none", sink=torch.zeros(4, requires_grad=True), softmax="learnable")
+    attend(((1, 8, 2, 16),) * 3, mask="none")
+    assert checked == ["causal", "none", "none", "none"]
+
+
+def test_kernels_that_refuse_a_launch_leave_it_to_the_reference(recipe, monkeypatch, caplog):
+    forget(monkeypatch, *FORWARD)
+    monkeypatch.setattr(eight_bits.routing, "use_kernels", lambda call: True)
+    real = eight_bits.dispatched
+
+    def dispatched(kernels, *rest):
+        if kernels:
+            raise SpecError("an address, in this test")
+        return real(kernels, *rest)
+
+    monkeypatch.setattr(eight_bits, "dispatched", dispatched)
+    tensors = leaves(*DENSE)
+    out = attngen.attention(*tensors)
+    assert torch.equal(out, attngen.attention(*tensors)) and "in this test" in caplog.text
+    with pytest.raises(SpecError, match="in this test"):
+        attngen.attention(*tensors, backend="cuda")
 
 
 @pytest.mark.parametrize("layout", ["bs3hd", "bshd_bs2hd", "bhsd"])
