@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ..errors import SpecError
@@ -36,6 +36,7 @@ from .tensors import Described, TensorDesc, dtype_name, named
 DTYPES = ("float16", "bfloat16")
 # Parameters that kernels may do without: gradients that nobody wants, schedules of few sequences.
 UNREAD = (*GRADIENTS, *schedule.PARTS["bwd"])
+READ = ("d_o", "o", *CARRIERS)  # by the copy engine
 CARRIER_OF = dict(zip(GRADIENTS, CARRIERS, strict=True))
 Tensors = Mapping[str, "TensorDesc | None"]
 
@@ -46,17 +47,16 @@ class PreparedBackward(Launches):
 
     names: of its tensors, in their order. outputs: the gradients that launches write, contiguous,
     zero where there are none; returned: those of q, k and v that are wanted; of_sink, dbias:
-    whether and how those of sink and bias are. gathers: whether operands begin anywhere. fixed:
-    addresses that are the same for all. rows: where kernels leave LSE and D; fills_rows: they leave
-    out those that belong to no sequence; d_unit: what D is relative to; counts: bytes of the
-    workspace, from one to before another, that must be zero; resets: whether kernels need some of
-    the workspace prepared.
+    whether and how those of sink and bias are. gathers: whether operands begin anywhere; read:
+    places of the tensors that the copy engine reads where they do not. rows: where kernels leave
+    LSE and D; fills_rows: they leave out those that belong to no sequence; d_unit: what D is
+    relative to; counts: bytes of the workspace, from one to before another, that must be zero;
+    resets: whether kernels need some of the workspace prepared.
     """
 
     names: tuple[str, ...]
     outputs: tuple[Output, ...]
     returned: tuple[str, ...]
-    fixed: dict[str, int]
     gathers: bool
     of_sink: bool
     dbias: BiasGradient | None
@@ -65,6 +65,11 @@ class PreparedBackward(Launches):
     d_unit: float = 1.0
     counts: tuple[int, int] | None = None
     resets: bool = False
+    read: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        read = tuple([place for place, name in enumerate(self.names) if name in READ])
+        self._point((*self.names, *[output.name for output in self.outputs]), read=read)
 
 
 @dataclass(frozen=True, eq=False)

@@ -113,7 +113,6 @@ def prepare_forward(
                 if x.numel()
             ),
         ),
-        fixed={},
         device=device,
     )
     scalars = scalars_of(q, optional, arguments, extents)

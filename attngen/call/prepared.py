@@ -9,14 +9,16 @@ from typing import Any
 
 from ..errors import SpecError
 from ..runtime import counters
-from ..runtime.launch import Prepared
+from ..runtime.launch import Parameters, Prepared
 from ..runtime.load import LoadedKernel
 from ..runtime.run_time import Extent, Scalars, workspace_bytes
 from .kernel_choice import Device
 from .operands import Source
+from .table import CARRIERS
 from .tensors import BYTES, Described, dtype_name
 
 WORKSPACE_ALIGNMENT = 256  # bytes; kernels need 16
+LAUNCHES_KEPT = 128  # of a call's addresses
 
 
 @dataclass(frozen=True)
@@ -50,16 +52,56 @@ class Output:
 class Launches:
     """Launches of calls of equal shapes, strides and arguments, in order.
 
-    sources: addresses that point into an operand. offsets: where each workspace but the counter
-    lies in one allocation of so many bytes; counts_tiles: whether that counter is needed.
+    fixed: addresses that are the same for all; sources: addresses that point into an operand.
+    offsets: where each workspace but the counter lies in one allocation of so many bytes;
+    counts_tiles: whether that counter is needed. pointed: parameters whose addresses a launch is
+    given, in their order: those of operands and results, then `workspace`, the first of its bytes,
+    and `tile_counter` where these are. kept: launches with their parameters, by these addresses,
+    since allocators hand out the same ones again and again.
     """
 
     device: Device
+    fixed: dict[str, int] = field(default_factory=dict)
     sources: tuple[Source, ...] = ()
     launches: tuple[Prepared, ...] = ()
     offsets: dict[str, int] = field(default_factory=dict)
     workspace_bytes: int = 0
     counts_tiles: bool = False
+    pointed: tuple[str, ...] = field(init=False)
+    kept: dict[tuple[int, ...], tuple[tuple[Prepared, Parameters], ...]] = field(
+        default_factory=dict, init=False
+    )
+
+    def _point(self, names: Sequence[str], **others: object) -> None:
+        """Work out what a frozen dataclass holds beside what it is made of. names: parameters of
+        operands and results."""
+        own = {"workspace": self.workspace_bytes > 0, "tile_counter": self.counts_tiles}
+        pointed = (*names, *[name for name, there in own.items() if there])
+        for name, value in {"pointed": pointed, **others}.items():
+            object.__setattr__(self, name, value)
+
+    def addresses(self, pointers: Sequence[int]) -> dict[str, int]:
+        """All addresses by parameter. pointers: of `pointed`, in its order."""
+        found = self.fixed.copy()
+        found.update(zip(self.pointed, pointers, strict=True))
+        if self.workspace_bytes:
+            for name, offset in self.offsets.items():
+                found[name] = found["workspace"] + offset
+        for name, source, offset in self.sources:
+            found[name] = found[source] + offset
+        return found
+
+    def keep(self, pointers: tuple[int, ...], addresses: dict[str, int]) -> None:
+        """Make `kept` have the launches of these pointers, which have just been launched."""
+        known = []
+        for each in self.launches:
+            parameters = each.kept.get(each.addressed(addresses))
+            if parameters is None:
+                return
+            known.append((each, parameters))
+        if len(self.kept) >= LAUNCHES_KEPT:
+            self.kept.clear()
+        self.kept[pointers] = tuple(known)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -67,16 +109,29 @@ class PreparedCall(Launches):
     """A forward for all that differ from it in addresses alone, beside its launches, which are none
     where no query sees a key.
 
-    operands: places of those that are there, and the parameters that hold their addresses;
-    outputs: in their order; fixed: addresses that are the same for all, 0 for what the kernels have
-    and the call does without; unaligned: takes the operands, and gives what serves such calls where
-    these begin where the copy engine does not read; None where it does not matter.
+    operands: places of those that are there, q, k and v first, and the parameters that hold their
+    addresses; outputs: in their order; fixed is 0 for what the kernels have and the call does
+    without. unaligned: takes the operands, and gives what serves such calls where these begin where
+    the copy engine does not read; None where it does not matter. carriers: how many operands q, k
+    and v are, and shift: bits of the bytes from where they begin to where q, k and v begin. fills:
+    whether outputs must be filled.
     """
 
     operands: tuple[tuple[int, str], ...]
     outputs: tuple[Output, ...]
-    fixed: dict[str, int]
     unaligned: Callable[[Sequence[Any]], PreparedCall] | None = None
+    carriers: int = field(init=False)
+    shift: int = field(init=False)
+    fills: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        shift = 0
+        for name, _, offset in self.sources:
+            shift |= offset if name in CARRIERS else 0
+        operands = [name for _, name in self.operands]
+        carriers = len([name for name in operands[: len(CARRIERS)] if name in CARRIERS])
+        fills = not self.launches or any([output.preset for output in self.outputs])
+        self._point((*operands, *self.names), carriers=carriers, shift=shift, fills=fills)
 
     @property
     def names(self) -> tuple[str, ...]:

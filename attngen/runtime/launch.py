@@ -26,7 +26,7 @@ from .run_time import Extent, Scalars, smem_bytes_of
 LENGTH_LIMIT = 1 << 30  # positions; masks add lengths and windows in 32 bits
 GRID_LIMIT = 65535  # CTAs along the second and third axis
 FILLED = 0.95  # of the SMs
-CONFIGS_KEPT = 1024
+CONFIGS_KEPT = 16  # of a launch's streams, which take 3 µs each
 PARAMETERS_KEPT = 128  # of a launch's shapes, a kilobyte each: one for each layer of most models
 MAPS_KEPT = 4096  # encoded tensor maps, 128 bytes each: as many as a large model's activations
 _FORMATS = {
@@ -64,7 +64,8 @@ class Prepared:
     values: one a parameter field, in their order; zero where an address decides, `pointers` and
     `maps` say which. start: what cuLaunchKernel takes before the stream. paired: whether two
     neighbouring CTAs are a cluster. addressed: picks the addresses that the parameters depend on;
-    kept: parameters by these, since allocators hand out the same addresses again and again.
+    kept: parameters by these, since allocators hand out the same addresses again and again;
+    configs: arguments of cuLaunchKernelEx by the stream.
     """
 
     loaded: LoadedKernel
@@ -76,6 +77,7 @@ class Prepared:
     paired: bool
     addressed: Callable[[dict[str, int]], Any]
     kept: dict[Any, Parameters] = field(default_factory=dict)
+    configs: dict[int, Any] = field(default_factory=dict)
 
 
 class Parameters:
@@ -111,12 +113,12 @@ def prepare(loaded: LoadedKernel, extents: dict[str, Extent], scalars: Scalars) 
     grid = _grid(loaded, extents["q"], values)
     share = -(-math.prod(grid) // loaded.multiprocessors)
     fields = tuple(enumerate(kernel.fields))
-    pointers = tuple((index, f.name) for index, f in fields if f.type == "ptr")
+    pointers = tuple([(index, f.name) for index, f in fields if f.type == "ptr"])
     tensors = [recipes[f.name].tensor for f in kernel.fields if f.type in _MAPS]
     return Prepared(
         loaded=loaded,
         layout=struct.Struct(pack_format(kernel)),
-        values=tuple(0 if f.type in _ADDRESSED else values[f.name] for f in kernel.fields),
+        values=tuple([0 if f.type in _ADDRESSED else values[f.name] for f in kernel.fields]),
         pointers=pointers,
         maps=tuple(
             (index, _tensor_map(kernel, recipes[f.name], extents))
@@ -231,8 +233,6 @@ def launch(prepared: Prepared, addresses: dict[str, int], stream: int) -> None:
     one int32, zero, left zero; one launch at a time may use it).
     Raises: LaunchError with the driver's reason.
     """
-    if tracing.recorders and prepared.loaded.variant is not None:
-        tracing.note(prepared.loaded.variant)
     key = prepared.addressed(addresses)
     parameters = prepared.kept.get(key)
     if parameters is None:
@@ -240,13 +240,26 @@ def launch(prepared: Prepared, addresses: dict[str, int], stream: int) -> None:
         if len(prepared.kept) >= PARAMETERS_KEPT:
             prepared.kept.clear()
         prepared.kept[key] = parameters
-    kernel = prepared.loaded.kernel
-    if kernel.dependent or prepared.paired:
-        config = _config(prepared.start, stream, kernel.dependent, prepared.paired)
-        result = driver().cuLaunchKernelEx(config, prepared.loaded.handle, parameters.pointers, 0)
+    relaunch(prepared, parameters, stream)
+
+
+def relaunch(prepared: Prepared, parameters: Parameters, stream: int) -> None:
+    """Start the kernel as `launch` does, with parameters that it has kept. Raises: LaunchError."""
+    loaded = prepared.loaded
+    if tracing.recorders and loaded.variant is not None:
+        tracing.note(loaded.variant)
+    if loaded.kernel.dependent or prepared.paired:
+        config = prepared.configs.get(stream)
+        if config is None:
+            config = _config(prepared.start, stream, loaded.kernel.dependent, prepared.paired)
+            if len(prepared.configs) >= CONFIGS_KEPT:
+                prepared.configs.clear()
+            prepared.configs[stream] = config
+        result = driver().cuLaunchKernelEx(config, loaded.handle, parameters.pointers, 0)
     else:
         result = driver().cuLaunchKernel(*prepared.start, stream, parameters.pointers, 0)
-    checked(kernel.entry, result)
+    if result[0]:  # as of most launches it is not, a frame less
+        checked(loaded.kernel.entry, result)
 
 
 def _pack(prepared: Prepared, addresses: dict[str, int]) -> Parameters:
@@ -258,7 +271,6 @@ def _pack(prepared: Prepared, addresses: dict[str, int]) -> Parameters:
     return Parameters(prepared.layout, values, prepared.loaded.kernel.params_bytes)
 
 
-@lru_cache(CONFIGS_KEPT)  # 3 µs each
 def _config(start: tuple[Any, ...], stream: int, dependent: bool, paired: bool) -> Any:
     """The launch of a kernel that itself waits for the one before it, or whose neighbouring CTAs
     are in pairs."""

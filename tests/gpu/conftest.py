@@ -146,9 +146,10 @@ def sound_device(request: pytest.FixtureRequest) -> Iterator[None]:
 def nothing_launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fails the test where a kernel is launched in it."""
     launched: list[object] = []
-    monkeypatch.setattr(
-        "attngen.frontends.pytorch.operation.launch", lambda *what: launched.append(what)
-    )
+    for name in ("launch", "relaunch"):
+        monkeypatch.setattr(
+            f"attngen.frontends.pytorch.operation.{name}", lambda *what: launched.append(what)
+        )
     yield
     assert not launched
 

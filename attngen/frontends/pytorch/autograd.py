@@ -20,7 +20,7 @@ from . import bias
 from .backward import differentiate, dispatch
 from .operation import run
 from .signature import CallForm, no_gradient, places_of, split
-from .torch_private import levels, undisturbed
+from .torch_private import apply_of, levels, undisturbed
 
 _BIAS = INPUTS.index("bias")
 
@@ -122,7 +122,7 @@ class DifferentiableCall:
 
     def __call__(self, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs that are wanted, with their gradients. Raises: SpecError, LaunchError."""
-        return Attention.apply(self, *operands)  # type: ignore[no-any-return, no-untyped-call]
+        return _apply(self, *operands)
 
 
 class Attention(torch.autograd.Function):
@@ -163,3 +163,6 @@ class Attention(torch.autograd.Function):
         else:
             found = differentiate(form, wanted, d_o, dlse, out, lse, operands)
         return None, *[None if name is None else found[name] for name in names]
+
+
+_apply: Callable[..., tuple[Tensor, ...]] = apply_of(Attention)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from ...errors import SpecError
 from . import bias, routing, sinks
 from .checks import check_rows
 from .descriptions import described_by_name, device_of
-from .operation import current, format_of, is_current, locate, new_tensor, start
+from .operation import current, format_of, is_current, new_tensor, start
 from .registry import operator
 from .signature import CallForm, places_of, schema, split, wanted_of
 from .torch_private import guard, is_plain
@@ -32,7 +32,6 @@ library = operator(
     f"({', '.join('Tensor' for _ in GRADIENT_OF)})",
 )
 
-READ = ("d_o", "o", "q", "k", "v")  # by the copy engine
 backwards: CallCache[PreparedBackward] = CallCache(guard)
 
 
@@ -95,9 +94,9 @@ def differentiate(
         tensors.append(dlse)
     key = form, wanted, dlse is None
     if (known := backwards.find(key, tensors)) is not None:
-        addresses = _addresses(known, tensors)
-        if known.gathers or not any([addresses[name] % 16 for name in READ]):
-            return _run(known, dict(zip(known.names, tensors, strict=True)), addresses)
+        pointers = [x.data_ptr() for x in tensors]
+        if known.gathers or not any([pointers[place] % 16 for place in known.read]):
+            return _run(known, tensors, pointers)
     if not (dispatched or all(map(is_plain, tensors))):
         return dispatch(form, wanted, d_o, dlse, o, lse, operands)
     there = {"d_o": d_o, "o": o, "lse": lse, **form.by_name(operands), "dlse": dlse}
@@ -117,11 +116,11 @@ def differentiate(
             *(described_by_name(there), form.arguments, wanted, gather, device_of(q.device))
         ),
     )
-    given = {name: x for name, x in there.items() if x is not None}
-    as_given = all(x is y for x, y in zip(given.values(), tensors, strict=True))
+    given = [x for x in there.values() if x is not None]
+    as_given = all(x is y for x, y in zip(given, tensors, strict=True))
     if as_given and gather != boxes:  # formats, and not the addresses, say where it is read from
         backwards.note(key, tensors, prepared)
-    return _run(prepared, given, _addresses(prepared, given.values()))
+    return _run(prepared, given, [x.data_ptr() for x in given])
 
 
 def dispatch(
@@ -143,13 +142,6 @@ def dispatch(
     return dict(zip(GRADIENT_OF.values(), found, strict=True))
 
 
-def _addresses(prepared: PreparedBackward, tensors: Iterable[Tensor]) -> dict[str, int]:
-    addresses = prepared.fixed.copy()
-    for name, tensor in zip(prepared.names, tensors, strict=True):
-        addresses[name] = tensor.data_ptr()
-    return addresses
-
-
 def readable(tensor: Tensor) -> bool:
     """Whether the copy engine can read a tensor where it is."""
     return tensor.data_ptr() % 16 == 0 and boxed(tensor)
@@ -167,34 +159,41 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def _run(
-    prepared: PreparedBackward, given: dict[str, Tensor], addresses: dict[str, int]
+    prepared: PreparedBackward, tensors: Sequence[Tensor], pointers: list[int]
 ) -> dict[str, Tensor]:
-    """The gradients that are wanted, on the current stream. given: tensors that there are;
-    addresses: theirs, and the fixed ones."""
+    """The gradients that are wanted, on the current stream. tensors: those that there are, in the
+    order of its names; pointers: their addresses, to which those of results are added."""
     if not is_current(prepared.device):
         with current(prepared.device):
-            return _run(prepared, given, addresses)
-    made = {}
+            return _run(prepared, tensors, pointers)
+    made, workspace = {}, None
     for output in prepared.outputs:
         made[output.name] = tensor = new_tensor(output)
-        addresses[output.name] = tensor.data_ptr()
-    found = {name: made[name] for name in prepared.returned}
-    if not prepared.launches:
+        pointers.append(tensor.data_ptr())
+    if prepared.launches:
+        before = partial(reset, prepared) if prepared.resets else None
+        workspace = start(prepared, pointers, before)
+    else:
         for tensor in made.values():
             tensor.zero_()
+    found = {name: made[name] for name in prepared.returned}
+    if prepared.of_sink or prepared.dbias is not None:
+        given = dict(zip(prepared.names, tensors, strict=True))
         if prepared.of_sink:
-            found["dsink"] = _of_unseen(given["sink"], given["lse"], given.get("dlse"))
-    else:
-        locate(prepared, addresses)
-        rows = prepared.rows if prepared.of_sink else None
-        before = partial(reset, prepared) if prepared.resets else None
-        workspace = start(prepared, addresses, before)
-        if rows:
-            assert workspace is not None  # it holds the rows
-            found["dsink"] = sinks.gradient(given["sink"], rows, workspace, prepared.d_unit)
-    if prepared.dbias:
-        found["dbias"] = bias.finished(prepared.dbias, made["dbias"], given["q"].dtype)
+            found["dsink"] = _of_sink(prepared, given, workspace)
+        if prepared.dbias is not None:
+            found["dbias"] = bias.finished(prepared.dbias, made["dbias"], given["q"].dtype)
     return found
+
+
+def _of_sink(
+    prepared: PreparedBackward, given: dict[str, Tensor], workspace: Tensor | None
+) -> Tensor:
+    """The gradient of the sink. given: the tensors by their names."""
+    if prepared.rows is None:
+        return _of_unseen(given["sink"], given["lse"], given.get("dlse"))
+    assert workspace is not None  # it holds the rows
+    return sinks.gradient(given["sink"], prepared.rows, workspace, prepared.d_unit)
 
 
 def reset(prepared: PreparedBackward, workspace: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...call.kernel_choice import Device
 from ...call.prepared import Launches, Output, PreparedCall
 from ...runtime import counters, load
-from ...runtime.launch import launch
+from ...runtime.launch import launch, relaunch
 from .descriptions import DTYPES
 from .lengths import rows_of_none
 from .signature import Operands
@@ -42,23 +42,28 @@ def run(prepared: PreparedCall, operands: Operands) -> list[Tensor]:
     if not is_current(prepared.device):
         with current(prepared.device):
             return run(prepared, operands)
-    results = []
-    addresses = prepared.fixed.copy()
-    for place, name in prepared.operands:
+    pointers, results = [], []  # in loops, which enter no functions
+    for place, _ in prepared.operands:
         operand = operands[place]
         assert operand is not None  # absent ones have no place here
-        addresses[name] = operand.data_ptr()
-    locate(prepared, addresses)
-    if (addresses["q"] | addresses["k"] | addresses["v"]) % 16 and prepared.unaligned:
-        return run(prepared.unaligned(operands), operands)
+        pointers.append(operand.data_ptr())
+    if prepared.unaligned is not None:
+        beginnings = prepared.shift
+        for pointer in pointers[: prepared.carriers]:
+            beginnings |= pointer
+        if beginnings % 16:
+            return run(prepared.unaligned(operands), operands)
     for output in prepared.outputs:
-        tensor = new_tensor(output)
-        if output.preset or not prepared.launches:
-            _fill(tensor, output, {name: operands[place] for place, name in prepared.operands})
-        addresses[output.name] = tensor.data_ptr()
+        tensor = _empty_strided_cuda(output.sizes, output.strides, DTYPES[output.dtype])
+        pointers.append(tensor.data_ptr())
         results.append(tensor)
+    if prepared.fills:
+        named = {name: operands[place] for place, name in prepared.operands}
+        for output, tensor in zip(prepared.outputs, results, strict=True):
+            if output.preset or not prepared.launches:
+                _fill(tensor, output, named)
     if prepared.launches:
-        start(prepared, addresses)
+        start(prepared, pointers)
     return results
 
 
@@ -81,17 +86,11 @@ def current(device: Device) -> Iterator[None]:
         yield
 
 
-def locate(prepared: Launches, addresses: dict[str, int]) -> None:
-    """Adds the addresses that point into an operand."""
-    for name, source, offset in prepared.sources:
-        addresses[name] = addresses[source] + offset
-
-
 def start(
-    prepared: Launches, addresses: dict[str, int], before: Callable[[Tensor], object] | None = None
+    prepared: Launches, pointers: list[int], before: Callable[[Tensor], object] | None = None
 ) -> Tensor | None:
-    """Launches the kernels on the current stream; returns their workspace, None where they have
-    none. addresses: by parameter; before: gets the workspace first.
+    """Launch the kernels on the current stream; their workspace is returned, None where they have
+    none. pointers: addresses of operands and results; before: gets the workspace first.
 
     Raises: LaunchError.
     """
@@ -100,15 +99,21 @@ def start(
     if prepared.workspace_bytes:
         # Freed before the kernels end, and safely so: it is handed out on this stream only.
         workspace = _empty_strided_cuda((prepared.workspace_bytes,), (1,), torch.uint8)
-        first = workspace.data_ptr()
-        for name, offset in prepared.offsets.items():
-            addresses[name] = first + offset
+        pointers.append(workspace.data_ptr())
         if before is not None:
             before(workspace)
     if prepared.counts_tiles:  # last: under capture its memory is free for the next allocation
-        addresses["tile_counter"] = tile_counter(prepared.device.index, stream)
+        pointers.append(tile_counter(prepared.device.index, stream))
+    key = tuple(pointers)
+    known = prepared.kept.get(key)
+    if known is not None:
+        for each, parameters in known:
+            relaunch(each, parameters, stream)
+        return workspace
+    addresses = prepared.addresses(key)
     for each in prepared.launches:
         launch(each, addresses, stream)
+    prepared.keep(key, addresses)
     return workspace
 
 

@@ -15,7 +15,7 @@ from attngen.call.kernel_choice import Device
 from attngen.call.numbers import Arguments
 from attngen.call.prepare_backward import prepare_backward
 from attngen.call.prepare_forward import prepare_forward
-from attngen.call.prepared import Output, PreparedCall, refuse_addresses
+from attngen.call.prepared import LAUNCHES_KEPT, Output, PreparedCall, refuse_addresses
 from attngen.call.table import INPUTS, OPTIONAL, WantedGradients
 from attngen.call.tensors import TensorDesc
 from attngen.frontends.pytorch.descriptions import all_described
@@ -176,3 +176,49 @@ def test_backward_of_other_dtypes_is_refused() -> None:
     given |= {"lse": lse, "dlse": None}
     with pytest.raises(SpecError, match="the backward takes float16 and bfloat16"):
         prepare_backward(given, Arguments(), WantedGradients(), False, DEVICE)
+
+
+@pytest.mark.usefixtures("chip")
+def test_addresses_are_of_operands_results_workspaces_and_parts() -> None:
+    q = TensorDesc.contiguous((2, 300, 3, 4, 64), "bfloat16")
+    operands = (q, None, None, *[None] * len(OPTIONAL))
+    prepared = prepare_forward(operands, Arguments(layout="bs3hd"), DEVICE, refuse_addresses)
+    assert prepared.pointed[:3] == ("q", "o", "lse")
+    pointers = [4096 * (place + 1) for place in range(len(prepared.pointed))]
+    found = prepared.addresses(pointers)
+    assert (found["k"], found["v"]) == (4096 + 4 * 64 * 2, 4096 + 2 * 4 * 64 * 2)
+    assert found.items() >= dict(zip(prepared.pointed, pointers, strict=True)).items()
+    assert prepared.carriers == 1 and prepared.shift % 16 == 0
+    with pytest.raises(ValueError):
+        prepared.addresses(pointers[1:])
+
+
+@pytest.mark.usefixtures("chip")
+def test_workspaces_lie_in_one_allocation() -> None:
+    given = {**dict.fromkeys(OPTIONAL), **dict.fromkeys(("d_o", "o", "q", "k", "v"), Q)}
+    given |= {"lse": TensorDesc.contiguous((2, 4, 300), "float32"), "dlse": None}
+    wanted = WantedGradients(dsink=False, dbias=False)
+    prepared = prepare_backward(given, Arguments(), wanted, False, DEVICE)
+    *_, workspace, counter = prepared.pointed
+    assert (workspace, counter) == ("workspace", "tile_counter")
+    found = prepared.addresses([1 << 20] * len(prepared.pointed))
+    assert {name: found[name] - (1 << 20) for name in prepared.offsets} == prepared.offsets
+    assert [prepared.names[place] for place in prepared.read] == [
+        name for name in prepared.names if name in ("d_o", "o", "q", "k", "v")
+    ]
+
+
+@pytest.mark.usefixtures("chip")
+def test_launches_are_kept_by_their_addresses_if_all_of_them_are() -> None:
+    prepared = forward_of()
+    (launch,) = prepared.launches
+    for number in range(LAUNCHES_KEPT + 1):
+        pointers = tuple(4096 * (place + number) for place in range(len(prepared.pointed)))
+        addresses = prepared.addresses(pointers)
+        prepared.keep(pointers, addresses)
+        assert pointers not in prepared.kept, "nobody has launched it"
+        launch.kept[launch.addressed(addresses)] = parameters = object()  # type: ignore[assignment]
+        prepared.keep(pointers, addresses)
+        assert prepared.kept[pointers] == ((launch, parameters),)
+        assert len(prepared.kept) <= LAUNCHES_KEPT
+    assert not prepared.placed([0, 1, 2, *[None] * len(OPTIONAL)]).kept

@@ -189,12 +189,18 @@ def test_launch_odd_number_of_tiles_has_no_pairs(driver, monkeypatch):
 
 
 def test_launch_dependent_configuration_is_made_once_for_a_stream(driver, monkeypatch):
-    kernels = loaded(decode=True)[1:]
-    started(driver, kernels, queries())
-    before = launch._config.cache_info()
-    started(driver, kernels, queries())
-    after = launch._config.cache_info()
-    assert (after.hits, after.misses) == (before.hits + 1, before.misses)
+    (combine,) = loaded(decode=True)[1:]
+    scalars = Scalars(0.5, numbers=NUMBERS, sequences=BATCH)
+    prepared = launch.prepare(combine, {"q": queries(), "k": K, "v": K, "o": queries()}, scalars)
+    made = []
+    make = launch._config
+    monkeypatch.setattr(launch, "_config", lambda *of: made.append(of) or make(*of))
+    streams = [*range(launch.CONFIGS_KEPT + 1)]
+    for stream in (9, 9, *streams, streams[-1]):
+        launch.launch(prepared, ADDRESSES, stream)
+        assert driver.launches[-1][1][-1] == stream
+        assert len(prepared.configs) <= launch.CONFIGS_KEPT
+    assert [stream for _, stream, *_ in made] == [9, *(x for x in streams if x != 9)]
     assert driver.launches[0][:2] == driver.launches[1][:2]
 
 

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from struct import Struct
 from types import SimpleNamespace
 
 import pytest
@@ -27,9 +28,9 @@ def variant(head_dim: int) -> Variant:
 def use(head_dim: int) -> None:
     """A launch, as far as a machine without a driver can go."""
     kernel = LoadedKernel(0, KERNEL, 0, 1, variant(head_dim))
-    prepared = SimpleNamespace(loaded=kernel, addressed=None)  # None: the launch ends here
-    with pytest.raises(TypeError):
-        launch.launch(prepared, {}, 0)  # type: ignore[arg-type]
+    prepared = SimpleNamespace(loaded=kernel, paired=True, configs=None)
+    with pytest.raises(AttributeError):  # of None: the launch ends here
+        launch.relaunch(prepared, launch.Parameters(Struct(""), [], 0), 0)  # type: ignore[arg-type]
 
 
 # Launches of 20 problems by each of four threads, as a program under `attngen trace` makes them.
@@ -143,6 +144,7 @@ def test_note_on_a_full_disk_names_the_file_and_leaves_no_half_line(tmp_path: Pa
     code = """
 import resource, sys
 from pathlib import Path
+from struct import Struct
 from attngen.runtime import tracing
 from tests.unit.runtime.test_tracing import variant
 trace = tracing.Trace(Path(sys.argv[1]))

@@ -237,3 +237,20 @@ def test_calls_are_right_where_torch_has_none_of_them():
     assert done.returncode == 0, done.stderr[-2000:]
     for name in names:
         assert done.stderr.count(f"no torch.{name}:") == 1
+
+
+def test_apply_of_a_function_differentiates_without_a_search_for_transforms(monkeypatch):
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return 2 * gradient
+
+    apply = torch_private.apply_of(Double)
+    monkeypatch.setattr(torch.autograd.Function, "apply", lambda *_: pytest.fail("searched"))
+    x = torch.ones(3, requires_grad=True)
+    (gradient,) = torch.autograd.grad(apply(x).sum(), x)
+    assert gradient.tolist() == [2, 2, 2]
