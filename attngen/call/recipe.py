@@ -24,8 +24,13 @@ class Quantised(NamedTuple):
 class Recipe(Protocol):
     """How operands become FP8."""
 
-    def quantise(self, carriers: Sequence[Tensor | None]) -> Quantised:
+    def quantise(
+        self, carriers: Sequence[Tensor | None], rows: Sequence[Tensor | None]
+    ) -> Quantised:
         """q, k and v, packed as a call has them, in FP8; never waits for the device.
+
+        rows: which rows of each belong to a sequence, a broadcast of it, None for all. What others
+        hold must change nothing.
 
         Raises: SpecError where the recipe cannot serve the call.
         """

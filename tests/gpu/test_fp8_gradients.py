@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import attngen
+from attngen import fp8 as fp8_front
 from attngen.call.recipe import Quantised, in_force
 from attngen.reference import BackwardOperands, fp8, fp8_backward
 
@@ -28,7 +29,7 @@ CASES = {
 class Recipe:
     """Stored numbers of one scale each; which numbers stands in `made`."""
 
-    def quantise(self, carriers):
+    def quantise(self, carriers, rows):
         self.made = [fp8.quantise(x.float(), E4M3, 16.0) for x in carriers]
         scale = torch.full((1,), 1 / 16, device=self.made[0].device)
         self.scales = {f"descale_{name}": scale for name in "qkv"}
@@ -64,13 +65,34 @@ def test_fp8_forward_has_the_gradients_of_its_stored_numbers(case, dtype, monkey
         assert error <= 4 * step * exact.abs().max(), f"{name}: {error} of {exact.abs().max()}"
 
 
-def test_fp8_call_with_a_gradient_takes_the_kernels_when_compiled(monkeypatch):
-    monkeypatch.setattr(in_force, "recipe", Recipe())
+def test_fp8_packed_rows_of_no_sequence_change_nothing():
+    results = []
+    for filling in (0.0, float("nan")):
+        tensors = [oracle.randn(150, heads, 64).bfloat16() for heads in (2, 1, 1)]
+        ends = torch.tensor([0, 70, 130], dtype=torch.int32, device=tensors[0].device)
+        for x in tensors:
+            x[130:] = filling
+            x.requires_grad_()
+        layer = fp8_front.Attention(4, device=ends.device)
+        recipe = fp8_front.DelayedScaling(amax_history_len=4)
+        with fp8_front.autocast(recipe=recipe):
+            out = layer(
+                *tensors, layout="thd", mask="causal", cu_seqlens_q=ends, cu_seqlens_kv=ends,
+                backend="cuda",
+            )  # fmt: skip
+        gradients = torch.autograd.grad(out.float().square().sum(), tensors)
+        assert all(x.isfinite().all() and not x[130:].any() for x in (out, *gradients))
+        results.append((out, *gradients, *layer.state_dict().values()))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_fp8_call_with_a_gradient_takes_the_kernels_when_compiled():
     torch._dynamo.reset()
     tensors = [x.requires_grad_() for x in oracle.operands(1, 2, 2, 64, 64, 64, 64, torch.bfloat16)]
 
     def attend(q, k, v):
-        return attngen.attention(q, k, v, mask="causal", backend="cuda")
+        with fp8_front.autocast():
+            return attngen.attention(q, k, v, mask="causal", backend="cuda")
 
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     results = []

@@ -13,11 +13,17 @@ from .recipes import DelayedScaling, Float8CurrentScaling
 from .tensor import Float8Tensor
 
 
-def largest(x: Tensor) -> Tensor:
-    """The largest magnitude of a tensor, float32 [1]; 0 of an empty one. Never waits."""
+def largest(x: Tensor, rows: Tensor | None = None) -> Tensor:
+    """The largest magnitude of a tensor, float32 [1]; 0 of an empty one. Never waits.
+
+    rows: a broadcast of it, where its numbers count; what others hold, NaN too, does not.
+    """
     if x.numel() == 0:
         return torch.zeros(1, dtype=torch.float32, device=x.device)
-    return x.detach().abs().amax().float().reshape(1)
+    sizes = x.detach().abs()
+    if rows is not None:
+        sizes = torch.where(rows, sizes, 0.0)
+    return sizes.amax().float().reshape(1)
 
 
 class Quantizer:

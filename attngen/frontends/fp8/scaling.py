@@ -21,6 +21,7 @@ from .recipes import DelayedScaling, Float8CurrentScaling, Recipe
 
 DESCALES = tuple([f"descale_{name}" for name in CARRIERS])
 Scales = tuple[Tensor, ...]
+Masked = tuple[Tensor, "Tensor | None"]  # a tensor, and which of its rows are used
 
 
 @dataclass(eq=False)
@@ -38,12 +39,18 @@ class Active:
     tape: list[Scales] | None = None
     replayed: int | None = None
 
-    def quantise(self, carriers: Sequence[Tensor | None]) -> Quantised:
+    def quantise(
+        self, carriers: Sequence[Tensor | None], rows: Sequence[Tensor | None]
+    ) -> Quantised:
         """q, k and v as the recipe stores them. Raises: SpecError where it needs a layer."""
-        return self.quantise_in(None, carriers, False)
+        return self.quantise_in(None, carriers, rows, False)
 
     def quantise_in(
-        self, layer: LayerScales | None, carriers: Sequence[Tensor | None], notes: bool
+        self,
+        layer: LayerScales | None,
+        carriers: Sequence[Tensor | None],
+        rows: Sequence[Tensor | None],
+        notes: bool,
     ) -> Quantised:
         """q, k and v of a call in a layer. notes: whether its history learns of it.
 
@@ -51,7 +58,8 @@ class Active:
         """
         dtype = self.recipe.fp8_format.forward
         present = [x for x in carriers if x is not None]
-        scales = self._scales(layer, present, notes)
+        masked = [(x, used) for x, used in zip(carriers, rows, strict=True) if x is not None]
+        scales = self._scales(layer, masked, notes)
         pairs = zip(present, scales, strict=True)
         made = iter([quantise(x.float(), dtype, scale) for x, scale in pairs])
         descales = _of_each([scale.reciprocal() for scale in scales])
@@ -60,7 +68,7 @@ class Active:
             dict(zip(DESCALES, descales, strict=True)),
         )
 
-    def _scales(self, layer: LayerScales | None, present: list[Tensor], notes: bool) -> Scales:
+    def _scales(self, layer: LayerScales | None, present: list[Masked], notes: bool) -> Scales:
         """The scales of a call's tensors, each [1]."""
         recipe, tape = self.recipe, self.tape
         if tape is not None and self.replayed is not None:
@@ -70,7 +78,7 @@ class Active:
             scales = self._delayed(recipe, layer, present, notes)
         else:
             dtype = recipe.fp8_format.forward
-            scales = tuple([recipe.scale(largest(x), dtype) for x in present])
+            scales = tuple([recipe.scale(largest(x, rows), dtype) for x, rows in present])
         if tape is not None:
             tape.append(scales)
         return scales
@@ -79,7 +87,7 @@ class Active:
         self,
         recipe: DelayedScaling,
         layer: LayerScales | None,
-        present: list[Tensor],
+        present: list[Masked],
         notes: bool,
     ) -> Scales:
         if layer is None:
@@ -92,7 +100,7 @@ class Active:
                 f"this layer keeps {steps} steps, the recipe {recipe.amax_history_len}. Make it "
                 f"with Attention(amax_history_len={recipe.amax_history_len})."
             )
-        amax = torch.cat(_of_each([largest(x) for x in present]))
+        amax = torch.cat(_of_each([largest(x, rows) for x, rows in present]))
         scales = layer.scales(recipe, amax)
         if notes:
             layer.note(amax)
@@ -121,9 +129,11 @@ class InLayer:
     layer: LayerScales
     notes: bool
 
-    def quantise(self, carriers: Sequence[Tensor | None]) -> Quantised:
+    def quantise(
+        self, carriers: Sequence[Tensor | None], rows: Sequence[Tensor | None]
+    ) -> Quantised:
         """q, k and v as the recipe stores them. Raises: SpecError."""
-        return self.active.quantise_in(self.layer, carriers, self.notes)
+        return self.active.quantise_in(self.layer, carriers, rows, self.notes)
 
 
 class autocast:  # noqa: N801  # as torch.autocast

@@ -22,6 +22,7 @@ from ...call.table import (
     CARRIERS,
     INPUTS,
     LEARNED,
+    LENGTHS,
     ROWS,
     AttentionCall,
     given_by,
@@ -32,10 +33,12 @@ from ...call.table import (
 from ...errors import LimitError, SpecError
 from ...reference.fp8 import is_fp8, output_dtype
 from ...spec import layouts
+from ...spec.layouts import axes_of
 from . import routing
 from .casts import autocast
 from .checked_call import RESULTS, CheckedCall, Result, operands_of
 from .checks import check_rest
+from .lengths import rows_in_use
 from .quantised import dispatched
 from .sharding import is_distributed
 from .torch_private import guard, is_deterministic, is_plain, may_be_kept
@@ -84,11 +87,25 @@ def replaced(recipe: Recipe, carriers: Carriers, given: dict[str, Any]) -> Repla
             "attngen.fp8.autocast(enabled=False), or name a fragment."
         )
     with torch.no_grad():
-        made = recipe.quantise(carriers)
+        made = recipe.quantise(carriers, _rows_in_use(carriers, given))
     q8, k8, v8 = made.carriers
     assert q8 is not None  # as q was
     given = {"out_dtype": q.dtype, **given, **made.scales}
     return Replaced(q8, k8, v8, given, carriers)
+
+
+def _rows_in_use(carriers: Carriers, given: dict[str, Any]) -> tuple[Tensor | None, ...]:
+    """Which rows of the carriers belong to sequences; None where no lengths say."""
+    if all([given.get(name) is None for name in LENGTHS]):
+        return (None,) * len(carriers)
+    q, k, v = carriers
+    call = make_call("attention", ROWS, {"q": q, "k": k, "v": v}, given)
+    layout = layouts.parse(call.layout)
+    found = []
+    for name, x in zip(CARRIERS, carriers, strict=True):
+        lengths = call.lengths("q" if name == "q" else "kv", layout)
+        found.append(None if x is None else rows_in_use(lengths, axes_of(layout, name), x))
+    return tuple(found)
 
 
 def run(attend: Callable[..., Result], call: Replaced) -> Result:

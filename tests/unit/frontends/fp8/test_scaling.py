@@ -163,6 +163,60 @@ def test_packed_tensors_share_their_scale():
     assert scale_k == scale_v and scale_q > 0
 
 
+CU = torch.tensor([0, 5, 9], dtype=torch.int32)
+STARTS = torch.tensor([1, 8, 14], dtype=torch.int32)
+PADDED = {
+    "seqused": (
+        ((2, 12, 4, 16), (2, 12, 2, 16), (2, 12, 2, 16)),
+        {"mask": "padding_causal", "seqused_q": CU.diff(), "seqused_kv": CU.diff()},
+        lambda x: [x[0, 5:], x[1, 4:]],
+    ),
+    "sbhd": (
+        ((12, 2, 4, 16), (12, 2, 2, 16), (12, 2, 2, 16)),
+        {"layout": "sbhd", "mask": "padding", "cu_seqlens_q": CU, "cu_seqlens_kv": CU},
+        lambda x: [x[5:, 0], x[4:, 1]],
+    ),
+    "thd": (
+        ((14, 4, 16), (14, 2, 16), (14, 2, 16)),
+        {"layout": "thd", "cu_seqlens_q": CU, "cu_seqlens_kv": CU},
+        lambda x: [x[9:]],
+    ),
+    "gaps": (
+        ((14, 3, 2, 16),),
+        {"layout": "t3hd", "cu_seqlens_q": CU, "cu_seqlens_q_padded": STARTS},
+        lambda x: [x[:1], x[6:8], x[12:]],
+    ),
+}
+
+
+@pytest.mark.parametrize("context", [fp8.autocast, delayed])
+@pytest.mark.parametrize("case", PADDED)
+def test_rows_of_no_sequence_change_nothing(case, context):
+    shapes, arguments, parts = PADDED[case]
+    results = []
+    for filling in (0.0, 1e30, math.nan):
+        tensors = [randn(*shape, seed=n) for n, shape in enumerate(shapes)]
+        for part in (part for x in tensors for part in parts(x)):
+            part.fill_(filling)
+        layer = fp8.Attention(STEPS)
+        for x in tensors:
+            x.requires_grad_()
+        with context():
+            out = layer(*tensors, **arguments)
+        gradients = torch.autograd.grad(out.float().square().sum(), tensors)
+        results.append((out, *gradients, *layer.state_dict().values()))
+        assert all(x.isfinite().all() and x.any() for x in (out, *gradients))
+    assert same(results[1], results[0]) and same(results[2], results[0])
+
+
+def test_lengths_that_do_not_fit_are_named_by_the_checks():
+    q, k, v = operands()
+    wrong = {"seqused_q": torch.ones(3).int(), "seqused_kv": torch.ones(2, 2).int()}
+    with fp8.autocast(), pytest.raises(SpecError) as caught:
+        attngen.attention(q, k, v, mask="padding", **wrong)
+    assert [x.partition(" ")[0] for x in caught.value.reasons] == ["seqused_q", "seqused_kv"]
+
+
 def test_state_goes_through_a_state_dict():
     layer = fp8.Attention(STEPS)
     for n in range(2):
