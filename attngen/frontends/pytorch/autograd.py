@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...call.gradient_checks import no_gradient
 from ...call.prepared import PreparedCall
 from ...call.table import GRADIENT_OF, INPUTS, LEARNED, WantedGradients
 from ...errors import SpecError
 from . import bias
 from .backward import differentiate, dispatch
 from .operation import run
-from .signature import CallForm, no_gradient, places_of, split
+from .signature import CallForm, places_of, split
 from .torch_private import apply_of, levels, undisturbed
 
 _BIAS = INPUTS.index("bias")

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from ...call import decode
-from ...call.bias import sizes_of
-from ...call.bias_gradient import column_violations
 from ...call.checks import number_violations
+from ...call.gradient_checks import BIAS, gradient_violations, no_gradient
 from ...call.numbers import Arguments
-from ...call.operands import extents_of, softmax_scale_of, unpacked
+from ...call.operands import softmax_scale_of
 from ...call.table import INPUTS
 from ...errors import SpecError
 from ...reference.entry_checks import few
-from ...reference.fp8 import is_fp8
 from ...reference.sizes import surely
 from ...reference.subclasses import unreadable
 from ...reference.type_checks import is_flag
-from ...spec.attention_spec import MAX_HEAD_DIM
-from .outputs import output_dtype
 from .schedule import Schedule
-from .signature import Operands, no_gradient
+from .signature import Operands
 from .transforms import NO_TANGENTS, may_have_tangents, refuse_tangents
 
 LSE_LIMIT = 2.0**24  # from there on, without a bias, a row has no gradient
-PAGES, BIAS = map(INPUTS.index, ("page_table_k", "bias"))
 
 
 def check_rest(num_splits: object, deterministic: object, schedule: object) -> None:
@@ -53,7 +46,7 @@ def refuse_unreadable(operands: Operands) -> None:
 def refuse_derivatives(operands: Operands, arguments: Arguments, gradients: bool) -> None:
     """Raises: SpecError where a call needs derivatives that kernels do not have. gradients: whether
     it needs those."""
-    if gradients and (reasons := [*_gradient_violations(operands, arguments)]):
+    if gradients and (reasons := _gradient_violations(operands, arguments)):
         raise SpecError(reasons)
     refuse_tangents(operands)
 
@@ -66,7 +59,7 @@ def traced_refusal(operands: Operands, arguments: Arguments, backend: str) -> Sp
     reasons = [*number_violations(softmax_scale_of(_q_of(operands), arguments), arguments.softcap)]
     given = [(name, x) for name, x in zip(INPUTS, operands, strict=True) if x is not None]
     if torch.is_grad_enabled() and any(x.requires_grad for _, x in given):
-        reasons += [*_gradient_violations(operands, arguments)]
+        reasons += _gradient_violations(operands, arguments)
         refused = [no_gradient(name) for name, x in given if x.requires_grad]
         reasons += [reason for reason in refused if reason is not None]
     if may_have_tangents(operands):
@@ -79,33 +72,11 @@ def _q_of(operands: Operands) -> Tensor:
     return operands[0]
 
 
-def _gradient_violations(operands: Operands, arguments: Arguments) -> Iterator[str]:
+def _gradient_violations(operands: Operands, arguments: Arguments) -> list[str]:
     """Why kernels have no gradients of a call that needs them."""
-    (q, k, v), q = operands[:3], _q_of(operands)
-    if is_fp8(q.dtype) or (k is not None and is_fp8(k.dtype)):
-        yield (
-            "a gradient is needed, but FP8 kernels have no backward yet: call under "
-            "torch.no_grad(), or detach what requires it"
-        )
-    elif output_dtype(q, arguments) != q.dtype:
-        yield (
-            "a gradient is needed, but kernels have none of a float32 output beside 16-bit "
-            "operands: call under torch.no_grad(), or leave out_dtype out"
-        )
-    if operands[PAGES] is not None:
-        yield "pages are inference only; call under torch.no_grad()"
-    if any(x is not None and x.shape[-1] > MAX_HEAD_DIM for x in (q, k, v)):
-        yield (
-            f"a gradient is needed, but head dims above {MAX_HEAD_DIM} have none; call under "
-            "torch.no_grad()"
-        )
     added = operands[BIAS]
-    if added is None or not added.requires_grad:
-        return
-    *_, columns = sizes_of(added.shape)
-    if surely(columns, 1):
-        _, k, _ = unpacked(q, k, v, arguments.layout)
-        yield from column_violations(added, extents_of({"k": k}, arguments.layout)["k"].seq)
+    learns = added is not None and added.requires_grad
+    return [*gradient_violations(operands, arguments, learns, surely)]
 
 
 def check_rows(lse: Tensor) -> None:

@@ -12,22 +12,12 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from ...call.fragments import SLOTS
 from ...call.numbers import Arguments
-from ...call.table import GRADIENT_OF, INPUTS, OPTIONAL, WantedGradients
+from ...call.table import INPUTS, OPTIONAL, WantedGradients
 from ...errors import SpecError
 
 # q, k, v and then OPTIONAL; k and v are None where the layout packs them into q or k.
 Operands = Sequence[Tensor | None]
-
-
-def no_gradient(name: str) -> str | None:
-    """Why kernels have no gradient of the operand of that name; None where they have."""
-    if name in GRADIENT_OF:
-        return None
-    if name in SLOTS:
-        return "operands of fragments have no gradient: detach them, or pass backend='reference'"
-    return f"{name} has no gradient: detach it, or pass backend='reference'"
 
 
 class CallForm(NamedTuple):
