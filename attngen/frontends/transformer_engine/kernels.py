@@ -14,7 +14,6 @@ from ...spec.layouts import Layout, axes_of, parse
 from ...spec.resolve import find_violations
 from ...targets.target import DEFAULT, names, of_capability
 from .arguments import taking
-from .environment import BACKEND, setting
 from .names import (
     AttnBiasType,
     AttnMaskType,
@@ -78,9 +77,8 @@ def get_fused_attn_backend(question: Question) -> FusedAttnBackend:
     """F16_arbitrary_seqlen where kernels of the current device serve such calls, in training in
     both directions, else No_Backend. Without a device, for the GPU that attngen has kernels for.
 
-    NVTE_FUSED_ATTN_BACKEND=2 asks for FP8, of which there is none, and NVTE_DEBUG=1 with
-    NVTE_DEBUG_LEVEL=2 logs why kernels refuse. Raises: KeyError for a name or number that there is
-    not.
+    NVTE_DEBUG=1 with NVTE_DEBUG_LEVEL=2 logs why kernels refuse. Raises: KeyError for a name or
+    number that there is not.
     """
     reasons = refusals(question)
     for reason in reasons:
@@ -90,8 +88,6 @@ def get_fused_attn_backend(question: Question) -> FusedAttnBackend:
 
 def refusals(question: Question) -> list[str]:
     """Why no kernel serves such calls; empty where one does. Raises: KeyError."""
-    if setting(BACKEND, "1") not in ("0", "1"):
-        return ["NVTE_FUSED_ATTN_BACKEND asks for FP8, and attngen.te has 16-bit calls alone"]
     arch = device_arch()
     if arch is None:
         return [f"the current device has no kernels; available: {', '.join(names())}"]

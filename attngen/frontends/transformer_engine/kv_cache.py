@@ -6,6 +6,7 @@ outside of graphs, and `step` appends on the device.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ...errors import SpecError
 
+log = logging.getLogger("attngen")
 Steps = OrderedDict[int, int]  # tokens of sequences, by their identities, in the batch's order
 
 
@@ -182,6 +184,21 @@ class PagedKVCacheManager(KVCacheManager):
         )
         k, v = stores
         self.cache[layer_number] = k.rows.unflatten(0, shape), v.rows.unflatten(0, shape)
+
+    def get_sequence_lengths(self) -> list[int]:
+        """Tokens of each sequence, in the batch's order."""
+        return [*self.sequences.values()]
+
+    def get_page_list(self, seq: int) -> list[int]:
+        """Pages of a sequence, in the order of its tokens."""
+        return [*self.allocated_pages.get(seq, ())]
+
+    def print_cache(self) -> None:
+        """Log which pages are whose, for debugging."""
+        used = self.total_num_pages - len(self.free_pages)
+        log.debug("%d of %d pages are used", used, self.total_num_pages)
+        for row, (each, length) in enumerate(self.sequences.items()):
+            log.debug("%d: sequence %d, %d tokens, %s", row, each, length, self.get_page_list(each))
 
     def pre_step(self, step_dict: Steps) -> Steps:
         """Take new tokens into account: free the pages of sequences that have ended, and write the

@@ -136,7 +136,35 @@ TE_DType = {
 }
 TE_DType_To_Torch = {number: dtype for dtype, number in TE_DType.items()}
 
-# Slots of scales and maxima: of the forward GEMM1_OUTPUT, GEMM2_INPUT, GEMM3_OUTPUT, of the
-# backward GRAD_OUTPUT1, GRAD_INPUT2, GRAD_INPUT3.
-META_QKV, META_O, META_S = 2, 3, 8
-META_DQKV, META_DO, META_DP = 0, 3, 5
+
+class FP8FwdTensorIdx(IntEnum):
+    """Slots of a forward's scales and maxima."""
+
+    GEMM1_INPUT = 0
+    GEMM1_WEIGHT = 1
+    GEMM1_OUTPUT = 2
+    GEMM2_INPUT = 3
+    GEMM2_WEIGHT = 4
+    GEMM2_OUTPUT = 5
+    GEMM3_INPUT = 6
+    GEMM3_WEIGHT = 7
+    GEMM3_OUTPUT = 8
+
+
+class FP8BwdTensorIdx(IntEnum):
+    """Slots of a backward's scales and maxima."""
+
+    GRAD_OUTPUT1 = 0
+    GRAD_INPUT1 = 1
+    GRAD_OUTPUT2 = 2
+    GRAD_INPUT2 = 3
+    GRAD_OUTPUT3 = 4
+    GRAD_INPUT3 = 5
+
+
+META_QKV = FP8FwdTensorIdx.GEMM1_OUTPUT
+META_O = FP8FwdTensorIdx.GEMM2_INPUT
+META_S = FP8FwdTensorIdx.GEMM3_OUTPUT
+META_DQKV = FP8BwdTensorIdx.GRAD_OUTPUT1
+META_DO = FP8BwdTensorIdx.GRAD_INPUT2
+META_DP = FP8BwdTensorIdx.GRAD_INPUT3

@@ -230,12 +230,6 @@ def kernels_refuse(params: AttentionParams) -> str | None:
     return "; ".join(refusals(params.question)) or None
 
 
-def caches_without_padding(params: AttentionParams) -> str | None:
-    if params.inference_params is not None and "padding" not in params.attn_mask_type:
-        return "a KV cache needs a padding mask"
-    return None
-
-
 def flash_has_no_argument(params: AttentionParams) -> str | None:
     """Name arguments that flash-attn's interface has no word for."""
     biases = ("pre_scale_bias", "post_scale_bias")
@@ -244,7 +238,6 @@ def flash_has_no_argument(params: AttentionParams) -> str | None:
         "softmax_type": params.softmax_type != "vanilla",
         "return_max_logit": params.return_max_logit,
         "arbitrary masks": params.attn_mask_type == "arbitrary",
-        "num_splits": params.num_splits != 1 and params.is_training,
     }
     found = [name for name, asked in lacking.items() if asked]
     return f"flash-attn has no {', '.join(found)}" if found else None
@@ -263,20 +256,17 @@ RULES: dict[str, tuple[Rule, ...]] = {
         switched_off(_FLASH_SWITCH),
         every_flash_is_off,
         *_ALWAYS,
-        caches_without_padding,
         flash_has_no_argument,
         kernels_refuse,
     ),
     "FusedAttention": (
         switched_off(_FUSED_SWITCH),
         *_ALWAYS,
-        caches_without_padding,
         kernels_refuse,
     ),
     UNFUSED: (
         switched_off(_UNFUSED_SWITCH),
         *_ALWAYS,
-        caches_without_padding,
         reads_lengths_under_capture,
     ),
 }

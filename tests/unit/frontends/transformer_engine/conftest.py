@@ -10,6 +10,6 @@ from tests.support import te_kit
 
 @pytest.fixture(autouse=True)
 def no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*te_kit.SWITCHES, "NVTE_DEBUG", "NVTE_FUSED_ATTN_BACKEND"):
+    for name in (*te_kit.SWITCHES, "NVTE_DEBUG"):
         monkeypatch.delenv(name, raising=False)
     te._attention_backends["backend_selection_requires_update"] = True

@@ -143,6 +143,17 @@ def test_pages_are_given_back() -> None:
     assert params.cache_manager.page_table is table
 
 
+def test_cache_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    params = params_of(True, "bshd")
+    params.pre_step(OrderedDict({7: 6, 2: 3}))
+    with caplog.at_level("DEBUG", "attngen"):
+        params.cache_manager.print_cache()
+    assert caplog.messages == [
+        "3 of 12 pages are used", "0: sequence 7, 6 tokens, [0, 1]", "1: sequence 2, 3 tokens, [2]",
+    ]  # fmt: skip
+    assert params.cache_manager.get_sequence_lengths() == [6, 3]
+
+
 def test_pages_as_rows() -> None:
     params = params_of(True, "bshd")
     params.allocate_memory(1)

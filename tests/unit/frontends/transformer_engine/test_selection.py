@@ -132,15 +132,14 @@ def test_fused_comes_before_flash_and_flash_before_unfused(monkeypatch: Any) -> 
         ({"softmax_type": "learnable"}, [False, True, True]),
         ({"return_max_logit": True}, [False, True, True]),
         ({"attn_mask_type": "arbitrary"}, [False, True, True]),
-        ({"num_splits": 2}, [False, True, True]),
-        ({"num_splits": 2, "is_training": False}, [True, True, True]),
+        ({"num_splits": 2}, [True, True, True]),
         ({"head_dim_qk": 1024, "head_dim_v": 1024}, [False, False, True]),
         ({"qkv_dtype": torch.float32}, [False, False, True]),
         ({"qkv_dtype": torch.uint8}, [False, False, False]),
         ({"fp8": True}, [False, False, False]),
         ({"context_parallel": True}, [False, False, False]),
         ({"has_score_mod": True}, [False, False, False]),
-        ({"inference_params": object()}, [False, False, False]),
+        ({"inference_params": object(), "attn_mask_type": "no_mask"}, [True, True, True]),
         ({"attn_mask_type": "padding", "cuda_graph": True}, [True, True, False]),
         ({"deterministic": True, "attention_dropout": 0.1}, [True, True, True]),
     ],
@@ -157,12 +156,6 @@ def test_versions_of_flash_attention_have_switches(monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(name, "0")
     flash, *_ = te.get_attention_backend(PARAMS).available_backends
     assert not flash
-
-
-@pytest.mark.parametrize(("number", "serves"), [("0", True), ("1", True), ("2", False)])
-def test_backend_of_the_environment(monkeypatch: Any, number: str, serves: bool) -> None:
-    monkeypatch.setenv("NVTE_FUSED_ATTN_BACKEND", number)
-    assert te.get_attention_backend(PARAMS).use_fused_attention == serves
 
 
 def test_debugging_says_why(monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:
