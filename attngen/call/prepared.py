@@ -19,6 +19,7 @@ from .tensors import BYTES, Described, dtype_name
 
 WORKSPACE_ALIGNMENT = 256  # bytes; kernels need 16
 LAUNCHES_KEPT = 128  # of a call's addresses
+Launched = tuple[Prepared, Parameters]
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,7 @@ class Launches:
     workspace_bytes: int = 0
     counts_tiles: bool = False
     pointed: tuple[str, ...] = field(init=False)
-    kept: dict[tuple[int, ...], tuple[tuple[Prepared, Parameters], ...]] = field(
-        default_factory=dict, init=False
-    )
+    kept: dict[tuple[int, ...], Sequence[Launched]] = field(default_factory=dict, init=False)
 
     def _point(self, names: Sequence[str], **others: object) -> None:
         """Work out what a frozen dataclass holds beside what it is made of. names: parameters of
@@ -91,17 +90,11 @@ class Launches:
             found[name] = found[source] + offset
         return found
 
-    def keep(self, pointers: tuple[int, ...], addresses: dict[str, int]) -> None:
-        """Make `kept` have the launches of these pointers, which have just been launched."""
-        known = []
-        for each in self.launches:
-            parameters = each.kept.get(each.addressed(addresses))
-            if parameters is None:
-                return
-            known.append((each, parameters))
+    def keep(self, pointers: tuple[int, ...], launched: Sequence[Launched]) -> None:
+        """Make `kept` have the launches of these pointers."""
         if len(self.kept) >= LAUNCHES_KEPT:
             self.kept.clear()
-        self.kept[pointers] = tuple(known)
+        self.kept[pointers] = launched
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

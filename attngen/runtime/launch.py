@@ -224,8 +224,9 @@ def _grid_violations(grid: tuple[int, int, int]) -> Iterator[str]:
             yield f"{size} {name} in a grid of {grid}; this kernel takes at most {limit}"
 
 
-def launch(prepared: Prepared, addresses: dict[str, int], stream: int) -> None:
-    """Start the kernel on `stream` of the current context; does not wait.
+def launch(prepared: Prepared, addresses: dict[str, int], stream: int) -> Parameters:
+    """Start the kernel on `stream` of the current context; does not wait. Returns its parameters,
+    with which `relaunch` starts it again.
 
     addresses: device addresses of q, k, v, o, lse, of the scales and maxima of an 8-bit kernel (0
     where there are none; a maximum must be zero), of d_o, dq, dk, dv and dlse for a backward (dlse
@@ -241,10 +242,11 @@ def launch(prepared: Prepared, addresses: dict[str, int], stream: int) -> None:
             prepared.kept.clear()
         prepared.kept[key] = parameters
     relaunch(prepared, parameters, stream)
+    return parameters
 
 
 def relaunch(prepared: Prepared, parameters: Parameters, stream: int) -> None:
-    """Start the kernel as `launch` does, with parameters that it has kept. Raises: LaunchError."""
+    """Start the kernel as `launch` does, with parameters of its own. Raises: LaunchError."""
     loaded = prepared.loaded
     if tracing.recorders and loaded.variant is not None:
         tracing.note(loaded.variant)

@@ -32,9 +32,9 @@ def stand_ins(launch: Callable[..., Any]) -> dict[str, Any]:
     """Stand-ins for the device, by the names that they replace. launch: called with a prepared
     launch, addresses and a stream; these addresses pass for its parameters."""
 
-    def keep(prepared: Any, addresses: dict[str, int], stream: int) -> None:
-        prepared.kept[prepared.addressed(addresses)] = addresses
+    def started(prepared: Any, addresses: dict[str, int], stream: int) -> dict[str, int]:
         launch(prepared, addresses, stream)
+        return addresses
 
     def empty(sizes: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(sizes, strides, dtype=dtype)
@@ -44,8 +44,8 @@ def stand_ins(launch: Callable[..., Any]) -> dict[str, Any]:
         f"{FRONTEND}.routing.device_arch": lambda device: "sm_90a",
         f"{FRONTEND}.descriptions.device_arch": lambda device: "sm_90a",
         "attngen.call.kernel_choice.find_kernels": find_kernels,
-        f"{operation}.launch": keep,
-        f"{operation}.relaunch": launch,
+        f"{operation}.launch": started,
+        f"{operation}.relaunch": started,
         f"{operation}.tile_counter": lambda device, stream: 64,
         f"{operation}._empty_strided_cuda": empty,
         f"{FRONTEND}.forward.unread_memory": lambda device: UNREAD,

@@ -111,9 +111,8 @@ def start(
             relaunch(each, parameters, stream)
         return workspace
     addresses = prepared.addresses(key)
-    for each in prepared.launches:
-        launch(each, addresses, stream)
-    prepared.keep(key, addresses)
+    launched = [(each, launch(each, addresses, stream)) for each in prepared.launches]
+    prepared.keep(key, launched)
     return workspace
 
 

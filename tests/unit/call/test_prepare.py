@@ -209,16 +209,13 @@ def test_workspaces_lie_in_one_allocation() -> None:
 
 
 @pytest.mark.usefixtures("chip")
-def test_launches_are_kept_by_their_addresses_if_all_of_them_are() -> None:
+def test_launches_are_kept_by_their_addresses_and_not_too_many() -> None:
     prepared = forward_of()
     (launch,) = prepared.launches
     for number in range(LAUNCHES_KEPT + 1):
         pointers = tuple(4096 * (place + number) for place in range(len(prepared.pointed)))
-        addresses = prepared.addresses(pointers)
-        prepared.keep(pointers, addresses)
-        assert pointers not in prepared.kept, "nobody has launched it"
-        launch.kept[launch.addressed(addresses)] = parameters = object()  # type: ignore[assignment]
-        prepared.keep(pointers, addresses)
-        assert prepared.kept[pointers] == ((launch, parameters),)
+        launched: Any = [(launch, f"parameters {number}")]
+        prepared.keep(pointers, launched)
+        assert prepared.kept[pointers] is launched
         assert len(prepared.kept) <= LAUNCHES_KEPT
     assert not prepared.placed([0, 1, 2, *[None] * len(OPTIONAL)]).kept

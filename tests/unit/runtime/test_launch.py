@@ -200,3 +200,15 @@ def test_prepare_a_kernel_of_another_kind_of_call_names_what_it_lacks() -> None:
         launch.prepare(LoadedKernel(0, kernel, 0, 132), EXTENTS, Scalars(1.0))
     found = [reason.partition(" has no ")[2].partition(";")[0] for reason in caught.value.reasons]
     assert found == ["nonsense", "dbias"]
+
+
+def test_launch_returns_the_parameters_that_start_it_again(driver: Driver) -> None:
+    once = prepared()
+    parameters = launch.launch(once, ADDRESSES, 7)
+    launch.relaunch(once, parameters, 9)
+    (first, second), (one, other) = driver.launches, driver.pointers
+    assert one == other and first[1] == second[1]
+    assert first[0][-1] == 7 and second[0] == (*first[0][:-1], 9)
+    driver.status = bindings.CUresult.CUDA_ERROR_INVALID_VALUE
+    with pytest.raises(LaunchError, match="kernel: CUDA_ERROR_INVALID_VALUE"):
+        launch.relaunch(once, parameters, 9)

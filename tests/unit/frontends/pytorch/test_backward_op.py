@@ -64,11 +64,13 @@ def launched(monkeypatch):
     def note(prepared, addresses, stream):
         kernel = prepared.loaded.kernel
         launches.append(SimpleNamespace(kernel=kernel, addresses=dict(addresses), stream=stream))
+        return addresses
 
     monkeypatch.setattr(kernel_choice, "kernels_of", load)
     monkeypatch.setattr(kernel_choice, "multiprocessors", lambda device: 132)
     forget(monkeypatch, *BACKWARD)
-    monkeypatch.setattr(operation, "launch", note)
+    for name in ("launch", "relaunch"):  # which the addresses serve for parameters
+        monkeypatch.setattr(operation, name, note)
     monkeypatch.setattr(operation, "tile_counter", lambda device, stream: 64)
     monkeypatch.setattr(operation, "_empty_strided_cuda", lambda size, stride, dtype:
                         torch.empty_strided(size, stride, dtype=dtype))  # fmt: skip

@@ -64,12 +64,14 @@ def launched(monkeypatch):
 
     def note(prepared, addresses, stream):
         found.append(SimpleNamespace(prepared=prepared, addresses=dict(addresses)))
+        return addresses
 
     kernel = LoadedKernel("handle", ENTRY, 0, 132)
     find = lambda spec, *_: specs.append(spec) or (kernel,)  # noqa: E731
     monkeypatch.setattr(kernel_choice, "kernels_of", find)
     monkeypatch.setattr(kernel_choice, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(operation, "launch", note)
+    for name in ("launch", "relaunch"):  # which the addresses serve for parameters
+        monkeypatch.setattr(operation, name, note)
     forget(monkeypatch, op.prepared_calls)
     monkeypatch.setattr(operation, "_empty_strided_cuda", filled)
     monkeypatch.setattr(operation.load, "current_device", lambda: None)

@@ -43,11 +43,13 @@ def launches(monkeypatch):
     def note(prepared, addresses, stream):
         found.append(SimpleNamespace(kernel=prepared.loaded.kernel, addresses=dict(addresses),
                                      prepared=prepared))  # fmt: skip
+        return addresses
 
     monkeypatch.setattr(kernel_choice, "kernels_of", load)
     forget(monkeypatch, *FORWARD, *BACKWARD)
     monkeypatch.setattr(kernel_choice, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(operation, "launch", note)
+    for name in ("launch", "relaunch"):  # which the addresses serve for parameters
+        monkeypatch.setattr(operation, name, note)
     monkeypatch.setattr(operation, "tile_counter", lambda device, stream: 64)
     monkeypatch.setattr(operation, "_empty_strided_cuda", lambda size, stride, dtype:
                         torch.empty_strided(size, stride, dtype=dtype))  # fmt: skip
