@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
 
@@ -134,6 +135,85 @@ def test_module_launches_kernels(axes: str) -> None:
     for gradient, leaf in zip(packed.grad.cpu().unbind(-3), wide, strict=True):
         within(te_kit.restored(gradient, axes, q_lengths, shape.queries), leaf.grad)
     within(module.softmax_offset.grad.cpu(), offset.grad.flatten())
+
+
+STEPS: list[dict[int, int]] = [{7: 9, 3: 2}, {7: 1, 3: 1, 9: 5}, {3: 1, 9: 1, 5: 3}, {3: 1, 9: 1}]
+
+
+def tokens(sequence: int, part: slice) -> list[Tensor]:
+    """Q, K and V of a sequence, [s, h, d]."""
+    shapes = ((20, 4, 64), (20, 2, 64), (20, 2, 64))
+    found = (te_kit.randn(*shape, seed=9 * sequence + n) for n, shape in enumerate(shapes))
+    return [on_device(x.bfloat16()[part]) for x in found]
+
+
+def cache_of(paged: bool) -> Any:
+    pages = {"is_paged": True, "page_size": 16, "total_num_pages": 6} if paged else {}
+    cache = te.InferenceParams(3, 32, 2, 64, torch.bfloat16, **pages)
+    for each in ("cu_seqlens_q", "cu_seqlens_kv"):  # where emulated kernels read them
+        setattr(cache, each, getattr(cache, each).to(oracle.DEVICE))
+    cache.allocate_memory(1)
+    return cache
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_steps_of_a_cache_launch_kernels(paged: bool) -> None:
+    """While sequences end and others begin, each equals attention over the whole sequence."""
+    module = te.DotProductAttention(
+        4, 64, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="padding_causal"
+    ).eval()
+    cache, lengths = cache_of(paged), dict[int, int]()
+    for steps in STEPS:
+        lengths = {each: lengths.get(each, 0) for each in steps}
+        most = max(steps.values())
+        parts = [
+            [torch.cat([x, x.new_zeros(most - len(x), *x.shape[1:])]) for x in each]
+            for each in (
+                tokens(each, slice(lengths[each], lengths[each] + n)) for each, n in steps.items()
+            )
+        ]
+        cache.pre_step(OrderedDict(steps))
+        with attngen.trace() as trace, torch.no_grad():
+            out = module(*map(torch.stack, zip(*parts, strict=True)), inference_params=cache)
+        assert trace.variants
+        for row, (each, count) in enumerate(steps.items()):
+            end = lengths[each] + count
+            q, k, v = (x.cpu().double()[None].transpose(1, 2) for x in tokens(each, slice(end)))
+            shape = Shape(1, 4, 2, end, end, 64, 64, (end,), (end,))
+            whole, _, _ = te_kit.truth(Case(mask="causal", shape=shape), (q, k, v))
+            expected = whole[0].transpose(0, 1)[-count:].flatten(-2)
+            close(out[row, :count].cpu(), expected, 2e-2)
+        lengths = {each: lengths[each] + count for each, count in steps.items()}
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("paged", [False, True])
+def test_captured_steps_follow_the_sequences(paged: bool) -> None:
+    module = te.DotProductAttention(
+        4, 64, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="padding_causal"
+    ).eval()
+    steps = [{7: 1, 3: 1, 9: 1}, {3: 1, 9: 1, 5: 1}, {9: 1, 5: 1}]
+    eager, captured = cache_of(paged), cache_of(paged)
+    static = [x.new_zeros(3, *x.shape) for x in tokens(1, slice(1))]
+    captured.pre_step(OrderedDict({1: 1, 2: 1, 3: 1}))
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        module(*static, inference_params=captured)
+        with torch.cuda.graph(graph):
+            out = module(*static, inference_params=captured)
+    captured.reset()
+    for number, step in enumerate(steps):
+        fresh = [torch.stack(x) for x in zip(
+            *(tokens(each, slice(number, number + 1)) for each in step), strict=True
+        )]  # fmt: skip
+        for buffer, x in zip(static, fresh, strict=True):
+            buffer[: len(x)].copy_(x)
+        for cache in (eager, captured):
+            cache.pre_step(OrderedDict(step))
+        graph.replay()
+        with torch.no_grad():
+            expected = module(*fresh, inference_params=eager)
+        close(out[: len(step)], expected, 1e-2)
 
 
 @pytest.mark.device

@@ -183,6 +183,6 @@ def form_of(call: Call) -> tuple[Any, ...]:
         (call.cu_seqlens_q is None, call.cu_seqlens_kv is None, type(call.attention_mask)),
         (call.cu_seqlens_q_padded is None, call.cu_seqlens_kv_padded is None),
         (call.alibi_slopes is None, bias is None or bias.requires_grad, bias is None),
-        None if cache is None else (cache.is_paged, cache.max_batch_size),
+        None if cache is None else (cache.reads_pages, cache.max_batch_size),
         call.score_mod is None,
     )

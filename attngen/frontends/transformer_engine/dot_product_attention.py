@@ -184,10 +184,10 @@ class DotProductAttention(nn.Module):
         if (cache := call.inference_params) is not None:
             q, k, v = carriers
             axes = self.qkv_format if call.qkv_format is None else call.qkv_format
-            keys, values, ends_q, ends_kv, *_ = cache.step(self.layer_number, k, v, axes)
+            keys, values, ends_q, ends_kv, *_ = cache.append(self.layer_number, k, v, axes)
             carriers = Carriers(q, keys, values)
             more |= {"cu_seqlens_q": ends_q, "cu_seqlens_kv": ends_kv}
-            if cache.is_paged:
+            if cache.reads_pages:
                 more["page_table"] = cache.cache_manager.page_table
         if call.checkpoint_core_attention:
             return checkpointed(lambda: plan(carriers, call, more), self.rng_states_tracker)
@@ -215,7 +215,7 @@ class DotProductAttention(nn.Module):
         if (cache := call.inference_params) is not None:
             if mask == "padding_causal":
                 mask = "padding_causal_bottom_right"  # new queries are the last ones
-            layout = "paged_kv_" * bool(cache.is_paged) + three_of(axes, KV_FORMAT)
+            layout = "paged_kv_" * bool(cache.reads_pages) + three_of(axes, KV_FORMAT)
             present = present - {*LENGTHS} | {"cu_seqlens_q", "cu_seqlens_kv"}
             batch = cache.max_batch_size if batch is None else batch
         words = self._words_of(call, layout, mask)

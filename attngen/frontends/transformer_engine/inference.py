@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...errors import SpecError
 from .arguments import method_taking
-from .kv_cache import NonPagedKVCacheManager, PagedKVCacheManager, Steps, device
+from .kv_cache import NonPagedKVCacheManager, PagedKVCacheManager, Steps, device, is_capturing
 
 CACHE_FORMAT = "bshd"
 
@@ -133,6 +133,29 @@ class InferenceParams:
     def get_seqlens_pre_step(self) -> Tensor:
         """Lengths before the step's tokens, int32 [max_batch_size], in a buffer that stays."""
         return self.pre_step_seqlens
+
+    @property
+    def reads_pages(self) -> bool:
+        """Whether a call reads its keys through a table of pages, which of plain caches are rows:
+        where these are not in order, or may not be when a graph is replayed."""
+        if self.is_paged:
+            return True
+        in_order = getattr(self.cache_manager, "in_order", None)
+        if in_order is None or self.head_dim_k % 8 or self.head_dim_v % 8:
+            return False  # of a manager without rows, and of heads that kernels do not page
+        return not in_order or is_capturing()
+
+    def append(self, layer_number: int, new_k: Tensor, new_v: Tensor, qkv_format: str) -> Step:
+        """Append as `step` does, and return keys and values as calls of the module read them."""
+        if self.is_paged or not self.reads_pages:
+            return self.step(layer_number, new_k, new_v, qkv_format)
+        self.input_qkv_format = qkv_format
+        lengths = self.cu_seqlens_q, self.cu_seqlens_kv
+        with torch.no_grad():
+            k_cache, v_cache = self.cache_manager.append(
+                layer_number, new_k, new_v, *lengths, qkv_format
+            )
+        return Step(k_cache, v_cache, *lengths, self.max_sequence_length, self.output_qkv_format)
 
     def step(self, layer_number: int, new_k: Tensor, new_v: Tensor, qkv_format: str) -> Step:
         """Append a layer's new keys and values, in one of bshd, sbhd and thd, of which dense ones

@@ -43,10 +43,10 @@ class KVCacheManager:
         keys, new values, cumulative lengths of the new and of all tokens, the format of the new."""
         raise NotImplementedError
 
-    def _advance(self, step_dict: Steps) -> list[int]:
-        """Drop sequences that have ended, lengthen those that go on and append new ones; return the
-        identities of those that have ended. Raises: SpecError where the batch's order is another
-        than that of the cache."""
+    def _after(self, step_dict: Steps, most: int, longest: int) -> tuple[list[int], Steps]:
+        """Identities of the sequences that have ended, and the lengths of the others with their new
+        tokens; nothing changes yet. Raises: SpecError where there is no room for so many or so
+        long ones, or the batch's order is another than that of the cache."""
         ended = [each for each in self.sequences if each not in step_dict]
         kept = [each for each in self.sequences if each in step_dict]
         added = [each for each in step_dict if each not in self.sequences]
@@ -56,15 +56,21 @@ class KVCacheManager:
                 f"got {[*step_dict]}"
             )
         lengths = {each: self.sequences.get(each, 0) + step_dict[each] for each in step_dict}
-        self.sequences = OrderedDict(lengths)
-        return ended
+        reached = max(lengths.values(), default=0)
+        if len(lengths) > most or reached > longest:
+            raise SpecError(
+                f"{len(lengths)} sequences of up to {reached} tokens; the cache has room for "
+                f"{most} of {longest}"
+            )
+        return ended, OrderedDict(lengths)
 
 
 class NonPagedKVCacheManager(KVCacheManager):
     """Caches of room for each sequence's longest length, [max_batch_size, max_seqlen, h, d].
 
-    Row b of a cache is the batch's sequence b: where sequences have ended, `step` moves those
-    behind them up.
+    A sequence keeps the row that it begins in, so that nothing moves where others end.
+    `page_table`, int32 [max_batch_size, 1], has the rows of the batch's sequences: the caches are
+    pages of one sequence each. in_order: whether these are the first rows, one after another.
     """
 
     def __init__(
@@ -83,9 +89,23 @@ class NonPagedKVCacheManager(KVCacheManager):
         self.head_dim_k = head_dim_k
         self.head_dim_v = head_dim_k if head_dim_v is None else head_dim_v
         self.dtype = dtype
-        self.batch_indices = torch.arange(max_batch_size, dtype=torch.int64, device=device())
-        self.need_reindex = False
+        shape = (max_batch_size, 1)
+        self.page_table = torch.zeros(shape, dtype=torch.int32, device=device())
         self._stores: dict[int, tuple[Store, Store]] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all sequences, and free their rows."""
+        super().reset()
+        self._row_of: dict[int, int] = {}
+        self._tell()
+
+    def _tell(self) -> None:
+        """Write the rows of the batch's sequences, and behind them the others."""
+        used = [self._row_of[each] for each in self.sequences]
+        rest = [row for row in range(self.max_batch_size) if row not in used]
+        self.in_order = used == [*range(len(used))]
+        self.page_table.copy_(torch.tensor(used + rest, dtype=torch.int32)[:, None])
 
     def allocate_memory(self, layer_number: int) -> None:
         """Make the cache of a layer, of zeros."""
@@ -99,43 +119,42 @@ class NonPagedKVCacheManager(KVCacheManager):
         self.cache[layer_number] = k.rows.unflatten(0, shape), v.rows.unflatten(0, shape)
 
     def pre_step(self, step_dict: Steps) -> Steps:
-        """Take new tokens into account; note where the sequences that go on are in the caches.
+        """Take new tokens into account, and give new sequences rows.
 
         Raises: SpecError where a sequence has no room, or the order is another.
         """
-        before = [*self.sequences]
-        ended = {*self._advance(step_dict)}
-        longest = max(self.sequences.values(), default=0)
-        if len(step_dict) > self.max_batch_size or longest > self.max_seqlen:
-            raise SpecError(
-                f"{len(step_dict)} sequences of up to {longest} tokens; the cache has room for "
-                f"{self.max_batch_size} of {self.max_seqlen}"
-            )
-        kept = [place for place, each in enumerate(before) if each not in ended]
-        gone = [place for place, each in enumerate(before) if each in ended]
-        rest = range(len(before), self.max_batch_size)
-        order = [*kept, *gone, *rest]
-        self.need_reindex = order != [*range(self.max_batch_size)]
-        self.batch_indices.copy_(torch.tensor(order))
+        ended, self.sequences = self._after(step_dict, self.max_batch_size, self.max_seqlen)
+        for each in ended:
+            del self._row_of[each]
+        used = {*self._row_of.values()}
+        free = (row for row in range(self.max_batch_size) if row not in used)
+        for each in self.sequences:
+            if each not in self._row_of:
+                self._row_of[each] = next(free)
+        self._tell()
         return self.sequences
 
-    def step(self, layer_number: int, *given: Any) -> tuple[Tensor, Tensor]:
-        """Append to a layer's cache; return its rows of the batch, [b, max_seqlen, h, d].
-
-        Moves rows where `pre_step` found that they have to, and under capture always, as a replay
-        may have to.
-        """
+    def append(self, layer_number: int, *given: Any) -> tuple[Tensor, Tensor]:
+        """Append to a layer's cache, and return it, whose rows `page_table` has."""
         new_k, new_v, cu_new, cu_all, axes = given
-        k_cache, v_cache = self.cache[layer_number]
-        if self.need_reindex or is_capturing():
-            for each in (k_cache, v_cache):
-                each.copy_(each.index_select(0, self.batch_indices))
-        batch = batch_of(new_k, axes, self.max_batch_size)
         tokens = tokens_of(new_k, axes, cu_new, cu_all)
-        rows = tokens.sequence * self.max_seqlen + tokens.position
+        rows = self.page_table[tokens.sequence, 0].long() * self.max_seqlen + tokens.position
         for store, new in zip(self._stores[layer_number], (new_k, new_v), strict=True):
             store.write(new, rows, tokens.there)
-        return k_cache[:batch], v_cache[:batch]
+        return self.cache[layer_number]
+
+    def step(self, layer_number: int, *given: Any) -> tuple[Tensor, Tensor]:
+        """Append to a layer's cache; return the rows of the batch, [b, max_seqlen, h, d], copied
+        where they are not in order, or may not be when a graph is replayed."""
+        new_k, *_, axes = given
+        batch = batch_of(new_k, axes, self.max_batch_size)
+        caches = self.append(layer_number, *given)
+        if self.in_order and not is_capturing():
+            k, v = (each[:batch] for each in caches)
+        else:
+            rows = self.page_table[:batch].flatten()
+            k, v = (each.index_select(0, rows) for each in caches)
+        return k, v
 
 
 class PagedKVCacheManager(KVCacheManager):
@@ -204,23 +223,18 @@ class PagedKVCacheManager(KVCacheManager):
         """Take new tokens into account: free the pages of sequences that have ended, and write the
         table with pages for what is new. Raises: RuntimeError where there are no pages left, and
         SpecError where a sequence has no room, or the order is another."""
-        for each in self._advance(step_dict):
-            self.free_pages += self.allocated_pages.pop(each)
-        longest = max(self.sequences.values(), default=0)
-        if len(step_dict) > self.max_batch_size or longest > self.max_seqlen:
-            raise SpecError(
-                f"{len(step_dict)} sequences of up to {longest} tokens; the table has room for "
-                f"{self.max_batch_size} of {self.max_seqlen}"
-            )
+        ended, lengths = self._after(step_dict, self.max_batch_size, self.max_seqlen)
+        free = [*self.free_pages, *(page for each in ended for page in self.allocated_pages[each])]
+        pages = {each: self.get_page_list(each) for each in lengths}
         table = torch.zeros(self.page_table.shape, dtype=torch.int32)
-        for row, (each, length) in enumerate(self.sequences.items()):
-            pages = self.allocated_pages.setdefault(each, [])
-            missing = -(-length // self.page_size) - len(pages)
-            if missing > len(self.free_pages):
+        for row, (each, length) in enumerate(lengths.items()):
+            missing = -(-length // self.page_size) - len(pages[each])
+            if missing > len(free):
                 raise RuntimeError(f"the KV cache has no page left for sequence {each}")
-            pages += self.free_pages[:missing]
-            del self.free_pages[:missing]
-            table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            pages[each] += free[:missing]
+            del free[:missing]
+            table[row, : len(pages[each])] = torch.tensor(pages[each], dtype=torch.int32)
+        self.sequences, self.allocated_pages, self.free_pages = lengths, pages, free
         self.page_table.copy_(table)
         return self.sequences
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attngen import SpecError, te
 from tests.support import te_kit
 
-HEADS, GROUPS, DIM, DIM_V, BATCH, LONGEST = 4, 2, 8, 5, 3, 16
+HEADS, GROUPS, DIM, BATCH, LONGEST = 4, 2, 8, 3, 16
 # New tokens of sequences in each step: 7 ends behind the second one, 9 after the third.
 STEPS: list[dict[int, int]] = [
     {7: 4, 3: 2},
@@ -25,17 +26,17 @@ STEPS: list[dict[int, int]] = [
 ]
 
 
-def token_of(sequence: int, lengths: slice) -> tuple[Tensor, ...]:
+def token_of(sequence: int, lengths: slice, dim_v: int = 8) -> tuple[Tensor, ...]:
     """Q, K and V of a sequence's tokens, [s, h, d]."""
     q = te_kit.randn(LONGEST, HEADS, DIM, seed=10 + sequence)
     k = te_kit.randn(LONGEST, GROUPS, DIM, seed=30 + sequence)
-    v = te_kit.randn(LONGEST, GROUPS, DIM_V, seed=50 + sequence)
+    v = te_kit.randn(LONGEST, GROUPS, dim_v, seed=50 + sequence)
     return tuple(x[lengths] for x in (q, k, v))
 
 
-def expected_of(sequence: int, start: int, end: int, left: int = -1) -> Tensor:
+def expected_of(sequence: int, start: int, end: int, left: int, dim_v: int) -> Tensor:
     """Outputs of a sequence's tokens, which see what comes before them, [s, h · d_v]."""
-    q, k, v = token_of(sequence, slice(0, end))
+    q, k, v = token_of(sequence, slice(0, end), dim_v)
     k, v = (x.repeat_interleave(HEADS // GROUPS, 1) for x in (k, v))
     scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(DIM)
     i, j = torch.arange(end)[:, None], torch.arange(end)
@@ -44,12 +45,14 @@ def expected_of(sequence: int, start: int, end: int, left: int = -1) -> Tensor:
     return torch.einsum("hij,jhd->ihd", weights, v)[start:].flatten(-2)
 
 
-def batch_of(steps: dict[int, int], lengths: dict[int, int], axes: str, most: int) -> list[Tensor]:
+def batch_of(
+    steps: dict[int, int], lengths: dict[int, int], axes: str, most: int, dim_v: int = 8
+) -> list[Tensor]:
     """New tokens of a step in a format, with NaN where there are none."""
     parts = []
     for sequence, count in steps.items():
         start = lengths.get(sequence, 0)
-        parts.append(token_of(sequence, slice(start, start + count)))
+        parts.append(token_of(sequence, slice(start, start + count), dim_v))
     found = []
     for each in zip(*parts, strict=True):
         if axes == "thd":
@@ -64,25 +67,30 @@ def batch_of(steps: dict[int, int], lengths: dict[int, int], axes: str, most: in
 def params_of(paged: bool, axes: str, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
     pages = {"is_paged": True, "page_size": 4, "total_num_pages": BATCH * 4} if paged else {}
     return te.InferenceParams(
-        BATCH, LONGEST, GROUPS, DIM, dtype, head_dim_v=DIM_V, max_ctx_len=8, qkv_format=axes,
-        **pages | more,
-    )  # fmt: skip
+        BATCH, LONGEST, GROUPS, DIM, dtype, max_ctx_len=8, qkv_format=axes, **pages | more
+    )
 
 
-def module_of(axes: str, layer: int = 1, **more: Any) -> te.DotProductAttention:
+def module_of(axes: str, layer: int = 1, dim_v: int = 8, **more: Any) -> te.DotProductAttention:
     return te.DotProductAttention(
-        HEADS, (DIM, DIM_V), num_gqa_groups=GROUPS, qkv_format=axes, layer_number=layer,
+        HEADS, (DIM, dim_v), num_gqa_groups=GROUPS, qkv_format=axes, layer_number=layer,
         attn_mask_type="padding_causal", **more,
     ).eval()  # fmt: skip
 
 
-@pytest.mark.parametrize("window", [None, (3, 0)])
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize(("window", "dim_v"), [(None, 8), ((3, 0), 16), (None, 5)])
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("axes", ["bshd", "sbhd", "thd"])
-def test_steps_equal_whole_sequences(axes: str, paged: bool, window: Any) -> None:
-    """With two layers, whose caches change alike."""
-    params = params_of(paged, axes)
-    modules = [module_of(axes, layer, window_size=window) for layer in (1, 2)]
+def test_steps_equal_whole_sequences(
+    monkeypatch: Any, axes: str, paged: bool, window: Any, dim_v: int, captured: bool
+) -> None:
+    """With two layers, whose caches change alike; captured steps trust no order of rows."""
+    for module in ("inference", "kv_cache"):
+        name = f"attngen.frontends.transformer_engine.{module}.is_capturing"
+        monkeypatch.setattr(name, lambda: captured)
+    params = params_of(paged, axes, head_dim_v=dim_v)
+    modules = [module_of(axes, layer, dim_v, window_size=window) for layer in (1, 2)]
     for layer in (1, 2):
         params.allocate_memory(layer)
     addresses = [x.data_ptr() for x in (params.cu_seqlens_q, params.cu_seqlens_kv)]
@@ -94,10 +102,11 @@ def test_steps_equal_whole_sequences(axes: str, paged: bool, window: Any) -> Non
         params.pre_step(OrderedDict(steps))
         assert params.get_seqlens_pre_step()[: len(steps)].tolist() == [*lengths.values()]
         for module in modules:
-            out = module(*batch_of(steps, lengths, axes, most), inference_params=params)
+            out = module(*batch_of(steps, lengths, axes, most, dim_v), inference_params=params)
             start = 0
             for row, (sequence, count) in enumerate(steps.items()):
-                whole = expected_of(sequence, lengths[sequence], lengths[sequence] + count, left)
+                end = lengths[sequence] + count
+                whole = expected_of(sequence, lengths[sequence], end, left, dim_v)
                 if axes == "thd":
                     found = out[start : start + count]
                 else:
@@ -136,8 +145,7 @@ def test_pages_are_given_back() -> None:
     assert table.tolist() == [[0, 1, 2, 0], [3, 0, 0, 0], [0] * 4]
     with pytest.raises(RuntimeError, match="no page left for sequence 3"):
         params.pre_step(OrderedDict({1: 1, 2: 1, 3: 1}))
-    params.reset()
-    params.pre_step(OrderedDict({1: 9, 2: 4}))
+    assert params.cache_manager.sequences == {1: 9, 2: 4}  # as before
     params.pre_step(OrderedDict({2: 1, 3: 11}))
     assert params.cache_manager.page_table.tolist() == [[3, 4, 0, 0], [0, 1, 2, 0], [0] * 4]
     assert params.cache_manager.page_table is table
@@ -195,9 +203,47 @@ def test_steps_that_do_not_fit(paged: bool) -> None:
         params.pre_step(OrderedDict({3: 1, 1: 1, 2: 1}))
     with pytest.raises(SpecError, match="room for 3 of 16"):
         params.pre_step(OrderedDict({1: 3, 2: 9, 4: 1, 5: 1}))
-    params.reset()
     with pytest.raises(SpecError, match="up to 17 tokens"):
-        params.pre_step(OrderedDict({1: 17}))
+        params.pre_step(OrderedDict({1: 14, 2: 1}))
+    assert params.cache_manager.sequences == {1: 3, 2: 9}  # as before
+
+
+def test_step_returns_rows_in_the_order_of_the_batch() -> None:
+    params = params_of(False, "bshd")
+    params.allocate_memory(1)
+    lengths: dict[int, int] = {}
+    for steps in STEPS[:3]:
+        params.pre_step(OrderedDict(steps))
+        lengths = {each: lengths.get(each, 0) for each in steps}
+        _, k, v = batch_of(steps, lengths, "bshd", 5)
+        found = params.step(1, k, v, "bshd")
+        lengths = {each: lengths[each] + count for each, count in steps.items()}
+    assert not params.cache_manager.in_order
+    for row, (sequence, length) in enumerate(lengths.items()):
+        _, k, v = token_of(sequence, slice(0, length))
+        assert torch.equal(found.k_cache[row, :length], k)
+        assert torch.equal(found.v_cache[row, :length], v)
+
+
+class NoHostReads(TorchDispatchMode):
+    """Refuses whatever waits for numbers on the device, which cannot be captured."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "item"), name
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("axes", ["bshd", "sbhd", "thd"])
+def test_step_reads_no_numbers_on_the_host(axes: str, paged: bool) -> None:
+    params = params_of(paged, axes)
+    params.allocate_memory(1)
+    params.pre_step(OrderedDict({1: 3, 2: 2}))
+    _, k, v = batch_of({1: 3, 2: 2}, {}, axes, 3)
+    with NoHostReads():
+        params.append(1, k, v, axes)
+        params.step(1, k, v, axes)
 
 
 def test_packed_tensors_and_caches_do_not_go_together() -> None:

@@ -20,7 +20,7 @@ from attngen import SpecError, te
 from tests.support import te_kit
 from tests.support.te_kit import Case, Shape, arguments, close, module_of, of_module, rows_of
 
-CACHE = SimpleNamespace(is_paged=False, max_batch_size=1)
+CACHE = SimpleNamespace(reads_pages=False, max_batch_size=1)
 
 
 def test_sinks_are_state_where_they_are_learned() -> None:
