@@ -62,8 +62,8 @@ class TensorDesc:
         return self.strides
 
     def element_size(self) -> int:
-        """Bytes of an element."""
-        return BYTES[self.dtype]
+        """Bytes of an element; 0 of a dtype that no call has."""
+        return BYTES.get(self.dtype, 0)
 
     def numel(self) -> int:
         """Number of elements."""

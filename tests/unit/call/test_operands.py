@@ -11,6 +11,7 @@ import torch
 from attngen.call.numbers import Arguments
 from attngen.call.operands import (
     extents_of,
+    head_strides,
     keys_of,
     output_dtype,
     scalars_of,
@@ -113,3 +114,33 @@ def test_call_is_known_without_tensor_libraries() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
     )
     assert not {"torch", "jax", "numpy", "jinja2"} & {*done.stdout.split()}
+
+
+@pytest.mark.parametrize(
+    ("descale", "strides"),
+    [
+        (None, (0, 0)),
+        (torch.ones(1), (0, 0)),
+        (torch.ones(3, 2), (2, 1)),
+        (torch.ones(2, 3).T, (1, 3)),
+        (torch.ones(6)[::2], (0, 2)),
+        (torch.ones(1, 2).expand(3, 2), (0, 1)),
+        (torch.ones(1, 1).as_strided((1, 1), (1 << 40, 1 << 40)), (0, 0)),
+    ],
+)
+def test_head_strides_of_each_kind(descale: torch.Tensor | None, strides: tuple[int, int]) -> None:
+    assert head_strides(descale) == strides
+
+
+@pytest.mark.parametrize(
+    ("mask", "right"), [("causal", 0), ("padding_causal", 0), ("none", 1 << 30)]
+)
+def test_scalars_have_no_keys_that_a_causal_mask_hides(mask: str, right: int) -> None:
+    """So that tiles which follow a window know how wide it is."""
+    q = TensorDesc.contiguous((2, 6, 2, 64), "bfloat16")
+    extents = extents_of(dict.fromkeys("qkv", q), "bshd")
+    for given in (-1, 5):
+        arguments = Arguments(mask=mask, window_left=5, window_right=given)
+        found = scalars_of(q, dict.fromkeys(OPTIONAL), arguments, extents)
+        wanted = right if given < 0 else min(right, given)
+        assert (found.window_left, found.window_right) == (5, wanted)

@@ -10,16 +10,15 @@ import torch
 
 import attngen
 from attngen import AttentionSpec, SpecError, reference
-from attngen.call import checks, decode
+from attngen.call import checks
 from attngen.call.numbers import Arguments
-from attngen.call.operands import extents_of, keys_of, scalars_of, spec_of
+from attngen.call.operands import extents_of, spec_of
 from attngen.call.table import OPTIONAL
 from attngen.call.tensors import name_of
 from attngen.fragments import features
 from attngen.frontends.pytorch import checked_call
 from attngen.frontends.pytorch import routing as choice
 from attngen.frontends.pytorch.signature import split
-from attngen.runtime.run_time import Extent
 from attngen.spec import resolve
 from attngen.spec.layouts import parse
 from tests.support.caches import FORWARD, forget
@@ -304,26 +303,6 @@ def test_few_queries_over_pages_beside_what_splits_leave_out_reach_the_forward(o
         assert not spec.decode and resolve.resolve(asked, known) == resolve.resolve(spec, known)
     with pytest.raises(SpecError, match="split keys have none of it"):
         attngen.attention(**given, **beside, num_splits=2, backend="cuda")
-
-
-def test_mask_over_pages_broadcast_over_keys_stands_for_all_that_there_is_room_for():
-    k, v, tables = pages()
-    q, mask = call()["q"], torch.ones(3, 1, 2, 1, dtype=torch.bool)
-    optional = dict.fromkeys(OPTIONAL) | {"attn_mask": mask}
-    optional |= dict(zip(("page_table_k", "page_table_v"), tables, strict=True))
-    arguments = Arguments(layout=PAGED[0])
-    extents = extents_of({"q": q, "k": k, "v": v}, PAGED[0])
-    assert scalars_of(q, optional, arguments, extents).numbers["attn_mask_keys"] == 3 * 8
-
-
-def test_keys_of_tables_of_two_widths_are_those_of_the_narrower():
-    """Keys behind the narrower table's end have no page of the other."""
-    extents = {"k": Extent(9, 8, 2, 16, 0, 0, 0), "v": Extent(9, 32, 2, 16, 0, 0, 0)}
-    tables = {"page_table_k": torch.zeros(3, 5).int(), "page_table_v": torch.zeros(3, 1).int()}
-    assert keys_of(extents, tables) == 32
-    numbers = decode.numbers_of(extents, tables)
-    assert numbers["kv_room"] == 32 and numbers["v_page_size"] == 32
-    assert (numbers["k_page_table_stride"], numbers["v_page_table_stride"]) == (5, 1)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import torch
 
 from attngen import SpecError
 from attngen.call import kernel_choice
-from attngen.call import operands as op_operands
 from attngen.call.table import SCALES
 from attngen.frontends.pytorch import forward as op
 from attngen.frontends.pytorch import operation
@@ -163,22 +162,6 @@ def test_op_descale_out_of_32_bit_reach_is_refused(launched):
         op.forward(*(x.to("meta") for x in operands()), *rest_of(descale_v=far))
 
 
-@pytest.mark.parametrize(
-    ("descale", "strides"),
-    [
-        (None, (0, 0)),
-        (torch.ones(1), (0, 0)),
-        (torch.ones(3, 2), (2, 1)),
-        (torch.ones(2, 3).T, (1, 3)),
-        (torch.ones(6)[::2], (0, 2)),
-        (torch.ones(1, 2).expand(3, 2), (0, 1)),
-        (torch.ones(1, 1).as_strided((1, 1), (1 << 40, 1 << 40)), (0, 0)),
-    ],
-)
-def test_head_strides_of_each_kind(descale, strides):
-    assert op_operands.head_strides(descale) == strides
-
-
 @pytest.mark.parametrize(("room", "captured"), [(True, False), (False, False), (True, True)])
 def test_ready_for_the_output_alone_writes_the_rest_where_nobody_reads(
     launched, monkeypatch, room, captured
@@ -226,3 +209,10 @@ def test_ready_for_the_output_alone_has_no_lse_where_the_kernel_writes_none(
     monkeypatch.setattr(op, "unread_memory", lambda device: 1 << 40)
     op.find_alone(scaled, arguments)
     assert asked == [True, False, False]
+
+
+def test_op_on_integers_is_refused(launched):
+    q = torch.zeros(2, 5, 4, 64, dtype=torch.int8)
+    with pytest.raises(SpecError, match=r"need one dtype of .*; got int8, int8, int8\. Cast them"):
+        op.forward(q, q, q)
+    assert not launched.launches

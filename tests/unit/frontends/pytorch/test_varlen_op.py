@@ -9,13 +9,12 @@ import torch
 
 import attngen
 from attngen import SpecError
-from attngen.call import checks, kernel_choice, operands
+from attngen.call import kernel_choice
 from attngen.call.numbers import Arguments
 from attngen.call.table import LENGTHS, OPTIONAL
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
 from attngen.frontends.pytorch import backward, forward, lengths, operation
-from attngen.frontends.pytorch.outputs import new_outputs
 from attngen.kernels.plan import plans
 from attngen.runtime.load import LoadedKernel
 from attngen.spec import layouts
@@ -143,20 +142,6 @@ def test_op_narrow_window_beside_lengths_adds_in_an_order(launches, name, keys, 
     assert [each for each in families if "bwd" in each] == wanted
 
 
-@pytest.mark.parametrize("mask, right", [("causal", 0), ("padding_causal", 0), ("none", 1 << 30)])
-def test_scalars_have_no_keys_that_a_causal_mask_hides(mask, right):
-    """So that tiles which follow a window know how wide it is."""
-    tensors = dict(zip("qkv", carriers("bshd"), strict=True))
-    extents = operands.extents_of(tensors, "bshd")
-    for given in (-1, 5):
-        arguments = Arguments(mask=mask, window_left=5, window_right=given)
-        found = operands.scalars_of(
-            tensors["q"], dict(zip(OPTIONAL, optional(), strict=True)), arguments, extents
-        )
-        wanted = right if given < 0 else min(right, given)
-        assert (found.window_left, found.window_right) == (5, wanted)
-
-
 def test_op_packed_grids_and_workspaces_hold_whatever_the_lengths_are(launches):
     cu = cumulative()
     run_both("thd", cu_seqlens_q=cu, cu_seqlens_kv=cu)
@@ -269,22 +254,6 @@ def test_op_gradient_of_one_tensor_is_as_large_in_the_fake_result(launches, want
     assert real[0].shape == q.shape
 
 
-@pytest.mark.parametrize("name", PACKED)
-def test_op_descales_of_packed_sequences_are_one_for_each_and_head(name):
-    tensors = [None if x is None else x.to(torch.float8_e4m3fn) for x in carriers(name)]
-    q, k, v = layouts.unpack(layouts.parse(name), *tensors)
-    given = {"cu_seqlens_q": cumulative(), "descale_k": torch.ones(BATCH, HEADS)}
-    if layouts.parse(name).kv_format == "thd":
-        given["cu_seqlens_kv"] = cumulative()
-    arguments = Arguments(layout=name, out_dtype="bfloat16")
-    views = {"q": q, "k": k, "v": v, "o": new_outputs(q, v, arguments)[0]}
-    extents = operands.extents_of(views, name)
-    known = dict.fromkeys(OPTIONAL) | given
-    assert not checks.violations(views, extents, known, arguments, False)
-    known["descale_k"] = torch.ones(1, HEADS)
-    assert checks.violations(views, extents, known, arguments, False)
-
-
 @pytest.mark.parametrize("name", ["thd", "bshd"])
 @pytest.mark.parametrize("softmax", ["off_by_one", "learnable"])
 def test_op_without_any_key_gives_sinks_to_rows_of_sequences_alone(launches, name, softmax):
@@ -323,18 +292,6 @@ def test_rows_of_none_are_those_that_lie_in_no_sequence_whatever_the_lengths_say
         given |= {} if starts is None else {"cu_seqlens_q_padded": int32(*starts)}
         found = lengths.rows_of_none(lse, given)
         assert found.tolist() == [row not in members for row in range(8)]
-
-
-def test_mask_and_bias_may_reach_beyond_two_to_the_31_elements():
-    """Kernels index them in 64 bits."""
-    q = torch.empty(1, 50_000, HEADS, DIM, dtype=torch.bfloat16, device="meta")
-    arguments = Arguments(layout="bshd", out_dtype="bfloat16")
-    views = {"q": q, "k": q, "v": q, "o": q}
-    extents = operands.extents_of(views, "bshd")
-    for name, dtype in (("attn_mask", torch.bool), ("bias", torch.bfloat16)):
-        large = torch.empty(50_000, 50_000, dtype=dtype, device="meta")
-        known = dict.fromkeys(OPTIONAL) | {name: large}
-        assert not checks.violations(views, extents, known, arguments, False)
 
 
 def test_spec_from_call_knows_lengths_of_dense_sides_only():
