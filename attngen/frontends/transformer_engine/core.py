@@ -34,6 +34,13 @@ class Words:
     softmax_scale: float | None
     dropout: float
 
+    @property
+    def drops(self) -> bool:
+        """Whether there is dropout, as a value that is none of torch.compile's symbols."""
+        if self.dropout > 0:  # noqa: SIM103  # a branch, of which traces note which way it went
+            return True
+        return False
+
 
 @dataclass(frozen=True)
 class How:
@@ -105,7 +112,7 @@ def plan_of(words: Words, how: How, batch: int | None, present: Collection[str])
         reads.append(Read("sink", "softmax_offset", as_sink))
     if parse(words.layout).paged:
         reads.append(Read("page_table", "page_table", lambda table: table[:batch]))
-    return Plan(constant, tuple(reads), words.dropout > 0, how.max_logit, how.context)
+    return Plan(constant, tuple(reads), words.drops, how.max_logit, how.context)
 
 
 def _constants(words: Words, how: How) -> dict[str, Any]:
@@ -122,7 +129,7 @@ def _constants(words: Words, how: How) -> dict[str, Any]:
         "backend": how.backend,
         "deterministic": how.deterministic,
         "num_splits": how.num_splits,
-        "return_rng_state": words.dropout > 0,
+        "return_rng_state": words.drops,
         "return_max_logit": how.max_logit,
     }
     return said(given)

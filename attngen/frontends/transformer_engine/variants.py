@@ -72,6 +72,8 @@ _PLAIN: dict[str, Any] = {
 def said(given: dict[str, Any]) -> dict[str, Any]:
     """Arguments of `attngen.attention` but for those that say what is so anyway, each of which a
     call would pay for."""
+    if torch.compiler.is_compiling():  # numbers may be symbols
+        return given
     return {name: x for name, x in given.items() if x != _PLAIN.get(name)}
 
 

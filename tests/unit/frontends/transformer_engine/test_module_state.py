@@ -327,16 +327,3 @@ def test_context_parallel_groups_are_kept_and_calls_refused(monkeypatch: Any) ->
     module.set_context_parallel_group(groups, [0, 1], None, "a2a+p2p")
     with pytest.raises(SpecError, match="context parallelism"):
         module(*qkv)
-
-
-@pytest.mark.parametrize("case", [
-    Case(mask="causal"), Case(mask="padding", softmax="learnable"),
-    Case("thd_thd_thd", "padding_causal", (2, 0)),
-], ids=str)  # fmt: skip
-def test_module_is_traced_whole(case: Case) -> None:
-    case = of_module(case)
-    module = module_of(case)
-    qkv = te_kit.operands(case, dtype=torch.bfloat16)
-    traced = torch.compile(module, backend="eager", fullgraph=True)
-    given = arguments(case)
-    assert torch.equal(traced(*qkv, **given), module(*qkv, **given))
