@@ -42,6 +42,7 @@ from .lengths import rows_in_use
 from .quantised import dispatched
 from .sharding import is_distributed
 from .torch_private import guard, is_deterministic, is_plain, may_be_kept
+from .transforms import is_transformed, may_have_tangents
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 _NUMBERS = names("number")
@@ -86,6 +87,8 @@ def replaced(recipe: Recipe, carriers: Carriers, given: dict[str, Any]) -> Repla
             f"{', '.join(functions)}: FP8 recipes take no functions. Call it under "
             "attngen.fp8.autocast(enabled=False), or name a fragment."
         )
+    if may_have_tangents(present):
+        raise SpecError("FP8 recipes have no forward-mode derivative; leave the autocast for it")
     with torch.no_grad():
         made = recipe.quantise(carriers, _rows_in_use(carriers, given))
     q8, k8, v8 = made.carriers
@@ -111,7 +114,7 @@ def _rows_in_use(carriers: Carriers, given: dict[str, Any]) -> tuple[Tensor | No
 def run(attend: Callable[..., Result], call: Replaced) -> Result:
     """The results of a replaced call. attend: `attention`, for one that needs no gradient."""
     learned = [call.given.get(name) for name in LEARNED]
-    if not _needs_gradient((*call.carriers, *learned)):
+    if not (is_transformed() or _needs_gradient((*call.carriers, *learned))):
         return attend(call.q, call.k, call.v, **call.given)
     key: Key | None = None
     tensors: list[Any] = []

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import attngen
@@ -184,6 +185,43 @@ def test_recipe_refuses_functions(recipe):
     q, k, v = leaves(*DENSE)
     with pytest.raises(SpecError, match="mask_mod: FP8 recipes take no functions"):
         attngen.attention(q, k, v, mask_mod=lambda b, h, i, j: i >= j)
+
+
+def test_transforms_have_what_autograd_has(recipe):
+    q, k, v = (x.detach() for x in leaves(*DENSE))
+
+    def loss(q, k, v):
+        return attngen.attention(q, k, v, mask="causal").float().square().sum()
+
+    tensors = [x.clone().requires_grad_() for x in (q, k, v)]
+    want = torch.autograd.grad(loss(*tensors), tensors)
+    found = torch.func.grad(loss, argnums=(0, 1, 2))(q, k, v)
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    samples = torch.vmap(torch.func.grad(loss))(q[:, None], k[:, None], v[:, None])
+    assert torch.equal(samples[:, 0], want[0])
+
+
+def test_derivatives_that_there_are_not_are_refused(recipe):
+    tensors = leaves(*DENSE)
+    loss = attngen.attention(*tensors).float().square().sum()
+    first = torch.autograd.grad(loss, tensors, create_graph=True)
+    with pytest.raises(SpecError, match="no second derivative"):
+        torch.autograd.grad(first[0].float().sum(), tensors)
+    q, k, v = (x.detach() for x in tensors)
+    with forward_ad.dual_level(), pytest.raises(SpecError, match="forward-mode"):
+        attngen.attention(forward_ad.make_dual(q, torch.ones_like(q)), k, v)
+    with pytest.raises(SpecError, match="forward-mode"):
+        torch.func.jvp(lambda q: attngen.attention(q, k, v), (q,), (torch.ones_like(q),))
+
+
+def test_exported_call_holds_the_recipe(recipe):
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return attngen.attention(q, k, v, mask="causal")
+
+    tensors = [x.detach() for x in leaves(*DENSE)]
+    program = torch.export.export(Model(), tuple(tensors))
+    assert torch.equal(program.module()(*tensors), attngen.attention(*tensors, mask="causal"))
 
 
 def test_fp8_leaf_has_a_16_bit_gradient_where_it_says_so():
