@@ -26,6 +26,15 @@ def largest(x: Tensor, rows: Tensor | None = None) -> Tensor:
     return sizes.amax().float().reshape(1)
 
 
+def stored(x: Tensor, dtype: torch.dtype, scale: Tensor, power_of_two: bool = False) -> Tensor:
+    """A tensor in 8 bits. power_of_two: whether the scale is one, float32 [1], by which bfloat16
+    numbers are multiplied as they are, without a rounding and without wider copies."""
+    x = x.detach()
+    if power_of_two and x.dtype == torch.bfloat16:
+        return quantise(x, dtype, scale.reshape(()))
+    return quantise(x.float(), dtype, scale)
+
+
 class Quantizer:
     """A stored dtype with one scale, which its owner sets: `scale`, its reciprocal `scale_inv` and
     `amax`, the largest magnitude stored so far, are float32 [1] on the device.
@@ -35,6 +44,8 @@ class Quantizer:
 
     Raises: SpecError where dtype is no FP8 dtype of torch.
     """
+
+    stores_by_powers_of_two = False
 
     def __init__(self, dtype: torch.dtype, device: torch.device | str | None = None) -> None:
         if dtype not in DTYPES:
@@ -53,7 +64,8 @@ class Quantizer:
         amax = largest(x)
         torch.maximum(self.amax, amax, out=self.amax)
         self.prepare(amax)
-        return quantise(x.detach().float(), self.dtype, self.scale), self.scale_inv.clone()
+        made = stored(x, self.dtype, self.scale, self.stores_by_powers_of_two)
+        return made, self.scale_inv.clone()
 
     def prepare(self, amax: Tensor) -> None:
         """Set the scale for a tensor of this largest magnitude, [1]; here it stays as it is."""
@@ -75,6 +87,7 @@ class CurrentQuantizer(Quantizer):
     ) -> None:
         super().__init__(dtype, device)
         self.recipe = Float8CurrentScaling() if recipe is None else recipe
+        self.stores_by_powers_of_two = self.recipe.use_power_2_scales
 
     def prepare(self, amax: Tensor) -> None:
         """Set the scale that the recipe has for this magnitude."""

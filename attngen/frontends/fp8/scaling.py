@@ -14,9 +14,8 @@ from ...call.recipe import Quantised, in_force
 from ...call.recipe import Recipe as InForce
 from ...call.table import CARRIERS
 from ...errors import SpecError
-from ...reference.fp8 import quantise
 from .layer_scales import LayerScales
-from .quantizers import largest
+from .quantizers import largest, stored
 from .recipes import DelayedScaling, Float8CurrentScaling, Recipe
 
 DESCALES = tuple([f"descale_{name}" for name in CARRIERS])
@@ -61,7 +60,8 @@ class Active:
         masked = [(x, used) for x, used in zip(carriers, rows, strict=True) if x is not None]
         scales = self._scales(layer, masked, notes)
         pairs = zip(present, scales, strict=True)
-        made = iter([quantise(x.float(), dtype, scale) for x, scale in pairs])
+        exact = isinstance(self.recipe, Float8CurrentScaling) and self.recipe.use_power_2_scales
+        made = iter([stored(x, dtype, scale, exact) for x, scale in pairs])
         descales = _of_each([scale.reciprocal() for scale in scales])
         return Quantised(
             tuple([None if x is None else next(made) for x in carriers]),

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attngen
 from attngen import SpecError, fp8
+from attngen.frontends.fp8.quantizers import largest, stored
 from attngen.frontends.fp8.recipes import power_of_two_below, scale_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -85,6 +86,15 @@ def test_algorithms_read_the_history():
     assert recent.amax_of(history).tolist() == [1, 5]
     own = fp8.DelayedScaling(amax_compute_algo=lambda h: h.mean(0))
     torch.testing.assert_close(own.amax_of(history), history.mean(0))
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 1e30])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_powers_of_two_store_the_same_without_wider_copies(dtype, size):
+    x = (randn(4000, dtype=torch.float32) * size).to(dtype)
+    scale = fp8.Float8CurrentScaling().scale(largest(x), E4M3)
+    narrow, wide = stored(x, E4M3, scale, True), stored(x, E4M3, scale)
+    assert torch.equal(narrow.view(torch.uint8), wide.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
