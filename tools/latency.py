@@ -3,8 +3,8 @@
     FA3_SO=path/to/flash_attn_3/_C.so python tools/latency.py -o docs/results/latency.json
 
 - host: microseconds a call of `attngen.attention` keeps the host, on a tiny problem, without
-  gradients, beside FlashAttention-3 where FA3_SO names its torch library; one process, the order
-  shuffled every round.
+  gradients, beside the same call in TransformerEngine's words, and FlashAttention-3 where FA3_SO
+  names its torch library; one process, the order shuffled every round.
 - first call: milliseconds from a call to its launch, in a fresh process that has torch, its
   context and the operands, and finds the kernel in the cache on disk; compiling is forbidden, so
   that a miss is an error. Byte code is cached, as it is where a package was installed.
@@ -61,7 +61,9 @@ def host_times() -> dict[str, float]:
     calls: dict[str, Callable[[], Any]] = {
         "attngen causal": lambda: attngen.attention(q, k, v, mask="causal"),
         "attngen full": lambda: attngen.attention(q, k, v),
+        "attngen causal, LSE": lambda: attngen.attention(q, k, v, mask="causal", return_lse=True),
     }
+    calls |= _calls_of_transformer_engine(q, k, v)
     if library := os.environ.get("FA3_SO"):
         torch.ops.load_library(library)
 
@@ -84,6 +86,25 @@ def host_times() -> dict[str, float]:
                 calls[name]()
             samples[name].append((time.perf_counter() - start) / CALLS * 1e6)
     return {name: round(statistics.median(values), 2) for name, values in samples.items()}
+
+
+def _calls_of_transformer_engine(q: Any, k: Any, v: Any) -> dict[str, Callable[[], Any]]:
+    """The causal call in TransformerEngine's words: its module, and its function, with the LSE."""
+    import torch
+
+    from attngen import te
+
+    module = te.DotProductAttention(q.shape[2], q.shape[3], qkv_format="bshd").eval()
+    length = q.shape[1]
+    ends = torch.tensor([0, length], dtype=torch.int32, device=q.device)
+    words: dict[str, Any] = {"qkv_layout": "bshd_bshd_bshd", "o_format": "bshd"}
+    words["attn_mask_type"] = "causal"
+    backend = te.FusedAttnBackend.F16_arbitrary_seqlen
+    given = (False, length, length, ends, ends, q, k, v, q.dtype, backend)
+    return {
+        "te module causal": lambda: module(q, k, v),
+        "te fused_attn_fwd causal": lambda: te.fused_attn_fwd(*given, **words),
+    }
 
 
 def first_call() -> dict[str, float]:
