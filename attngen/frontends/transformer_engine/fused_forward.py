@@ -109,7 +109,10 @@ def fused_attn_fwd(call: ForwardArguments) -> tuple[Any, ...]:
         given["page_table"] = (call.page_table_k, call.page_table_v)
     if call.rng_gen is not None and "dropout_p" in given:
         given["rng_state"] = drawn(call.q.device, call.rng_gen)
-    with torch.no_grad():
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            out, results = attention(call.q, call.k, call.v, **given)
+    else:
         out, results = attention(call.q, call.k, call.v, **given)
     rng_state = results.rng_state
     aux = [
