@@ -171,8 +171,9 @@ def form_of(call: Call) -> tuple[Any, ...]:
     q, packed = call.query_layer, call.qkv_layer
     cache, bias = call.inference_params, call.core_attention_bias
     first = q if packed is None else packed
+    window = None if call.window_size is None else tuple(call.window_size)
     return (
-        (call.qkv_format, call.attn_mask_type, call.window_size, call.bottom_right_diagonal),
+        (call.qkv_format, call.attn_mask_type, window, call.bottom_right_diagonal),
         (call.core_attention_bias_type, call.num_splits, call.qkv_interleave_dim),
         None if first is None else first.dtype,
         None if q is None else q.shape[q.ndim == 3 :],

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ... import attention
+from ...errors import SpecError
 from ...spec.layouts import parse
 from .masks import seqused_of
 from .variants import BIAS_TYPES, Read, as_sink, length_reads, said, variant_of
@@ -104,6 +105,8 @@ def plan_of(words: Words, how: How, batch: int | None, present: Collection[str])
         assert "attention_mask" in present, "an arbitrary mask needs attention_mask, a tensor"
         reads.append(Read("attn_mask", "attention_mask", Tensor.logical_not))
     if words.bias in BIAS_TYPES:
+        if "core_attention_bias" not in present:
+            raise SpecError(f"core_attention_bias is None, and {words.bias!r} asks for one")
         reads.append(Read("bias", "core_attention_bias"))
     elif words.bias == "alibi" and "alibi_slopes" in present:
         reads.append(Read("alibi_slopes", "alibi_slopes"))

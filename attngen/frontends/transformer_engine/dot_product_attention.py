@@ -92,7 +92,8 @@ class DotProductAttention(nn.Module):
         if settings.get_rng_state_tracker is not None and not settings.sequence_parallel:
             self.rng_states_tracker = settings.get_rng_state_tracker()
             context = self.rng_states_tracker.fork
-        self.softmax_scale = settings.softmax_scale or 1 / math.sqrt(dim)
+        scale = settings.softmax_scale
+        self.softmax_scale = 1 / math.sqrt(dim) if scale is None else scale
         self._fp8_state: Tensor | None = None
         self._make_backends(context)
         self.register_load_state_dict_post_hook(_allow_absent_state)  # type: ignore[no-untyped-call]
@@ -239,6 +240,9 @@ class DotProductAttention(nn.Module):
             )
         if self.cp_group is not None and world_size(self.cp_group) > 1:
             refuse_context_parallelism()
+        alibi = call.core_attention_bias_type == "alibi"
+        assert alibi or call.alibi_slopes is None, "alibi_slopes: core_attention_bias_type is alibi"
+        assert not alibi or call.core_attention_bias is None, "alibi takes no core_attention_bias"
         padding = "padding" in mask
         assert padding or axes != "thd", f"qkv_format='thd' needs a padding mask; got {mask!r}"
         assert padding or call.inference_params is None, (

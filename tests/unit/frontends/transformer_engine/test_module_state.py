@@ -47,6 +47,7 @@ def test_attributes_that_change_are_noticed() -> None:
     assert torch.equal(copied(*qkv), after) and not torch.equal(before, after)
     expected = te.DotProductAttention(4, 8, 2, qkv_format="bshd", softmax_scale=0.1)(*qkv)
     assert torch.equal(after, expected)
+    assert te.DotProductAttention(4, 8, softmax_scale=0.0).softmax_scale == 0
     module.attention_dropout = 0.5
     assert not torch.equal(module(*qkv), after)
     assert torch.equal(module.eval()(*qkv), after)
@@ -300,6 +301,15 @@ def test_signatures() -> None:
         ({}, {"kv_layer": torch.zeros(1)}, SpecError, "with query_layer alone"),
         ({}, {"kv_layer": torch.zeros(1), "qkv_interleave_dim": 1}, SpecError, "allowed: -3, -2"),
         ({}, {"nothing": 1}, TypeError, "'nothing'"),
+        ({}, {"alibi_slopes": torch.ones(4)}, AssertionError, "core_attention_bias_type is alibi"),
+        ({}, {"core_attention_bias_type": "post_scale_bias"}, SpecError, "bias is None"),
+        ({}, {"core_attention_bias_type": "some"}, KeyError, "some"),
+        (
+            {},
+            {"core_attention_bias_type": "alibi", "core_attention_bias": torch.zeros(1)},
+            AssertionError,
+            "no core_attention_bias",
+        ),
     ],
     ids=str,
 )
