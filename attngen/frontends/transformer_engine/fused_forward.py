@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import attention
+from ...call.recipe import in_force
 from ...errors import SpecError
 from .arguments import taking
 from .fused_shared import check, heads_of, lengths_of, stats_of, words_of
@@ -109,9 +110,9 @@ def fused_attn_fwd(call: ForwardArguments) -> tuple[Any, ...]:
         given["page_table"] = (call.page_table_k, call.page_table_v)
     if call.rng_gen is not None and "dropout_p" in given:
         given["rng_state"] = drawn(call.q.device, call.rng_gen)
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or in_force.recipe is not None:
         with torch.no_grad():
-            out, results = attention(call.q, call.k, call.v, **given)
+            out, results = _without_recipe(call, given)
     else:
         out, results = attention(call.q, call.k, call.v, **given)
     rng_state = results.rng_state
@@ -126,6 +127,15 @@ def fused_attn_fwd(call: ForwardArguments) -> tuple[Any, ...]:
     if call.return_max_logit:
         return out, aux, results.max_logit.to(out.dtype)
     return out, aux
+
+
+def _without_recipe(call: ForwardArguments, given: dict[str, Any]) -> Any:
+    """The call in 16 bits, as its backend says, whatever FP8 recipe is in force."""
+    recipe, in_force.recipe = in_force.recipe, None
+    try:
+        return attention(call.q, call.k, call.v, **given)
+    finally:
+        in_force.recipe = recipe
 
 
 def _form_of(call: ForwardArguments) -> tuple[Any, ...]:
