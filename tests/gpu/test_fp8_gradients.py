@@ -14,6 +14,7 @@ import attngen
 from attngen import fp8 as fp8_front
 from attngen.call.recipe import Quantised, in_force
 from attngen.reference import BackwardOperands, fp8, fp8_backward
+from tests.support.caches import BACKWARD, FORWARD, held
 
 from . import oracle
 
@@ -100,3 +101,59 @@ def test_fp8_call_with_a_gradient_takes_the_kernels_when_compiled():
         out = call(*tensors)
         results.append((out, *torch.autograd.grad(out.float().square().sum(), tensors)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+RECIPES = {
+    "current": fp8_front.Float8CurrentScaling(),
+    "delayed": fp8_front.DelayedScaling(amax_history_len=4),
+}
+
+
+def training_step(layer, recipe, tensors):
+    """The output and the gradients of a step, at whose end delayed scales move."""
+    with fp8_front.autocast(recipe=recipe):
+        out = layer(*tensors, mask="causal", backend="cuda")
+    return out.detach(), *torch.autograd.grad(out.float().square().sum(), tensors)
+
+
+def training_operands(seed=0):
+    return [
+        oracle.randn(2, 300, heads, 64, seed=seed + n).requires_grad_()
+        for n, heads in enumerate((4, 2, 2))
+    ]
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("name", RECIPES)
+def test_fp8_step_captured_in_a_graph_follows_inputs_and_histories(name):
+    tensors = training_operands()
+    layer, twin = (fp8_front.Attention(4, device=tensors[0].device) for _ in range(2))
+    graph, found = oracle.capture(lambda: training_step(layer, RECIPES[name], tensors))
+    for number in range(1, 4):
+        with torch.no_grad():
+            for held, new in zip(tensors, training_operands(10 * number), strict=True):
+                held.copy_(new * number)
+        twin.load_state_dict(layer.state_dict())
+        graph.replay()
+        want = training_step(twin, RECIPES[name], tensors)
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+        states = layer.state_dict(), twin.state_dict()
+        assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+    assert layer.scales.scale.any() == (name == "delayed")
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("name", RECIPES)
+def test_fp8_step_never_waits_for_the_device(name):
+    tensors = training_operands()
+    layer = fp8_front.Attention(4, device=tensors[0].device)
+    training_step(layer, RECIPES[name], tensors)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            training_step(layer, RECIPES[name], tensors)
+        for known in held(*FORWARD, *BACKWARD):
+            known.clear()  # nor when it is checked anew
+        training_step(layer, RECIPES[name], tensors)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
