@@ -8,7 +8,6 @@ gradients, but for FP8. It is slow and holds whole score matrices.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from ..results import AttentionAux
 from . import fp8
 from .checks import check, check_values
 from .conversions import converted, with_dtypes
-from .core import accumulation_dtype, attend_one, default_alibi_slopes
+from .core import accumulation_dtype, attend_one, default_alibi_slopes, without_autocast
 from .dropout import draw_rng_state, dropout_keep_mask
 from .fp8_backward import BackwardOperands, Fp8Gradients, fp8_backward
 from .fp8_checks import scale_values
@@ -67,12 +66,6 @@ attention.__signature__ = signature(  # type: ignore[attr-defined]
 )
 
 
-def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    if device_type == "meta":  # of which autocast knows nothing
-        return nullcontext()
-    return torch.autocast(device_type, enabled=False)
-
-
 def check_on_host(call: AttentionCall, operands: Operands) -> None:
     """Refuse scales, lengths and page tables whose values cannot be right; waits for their device.
 
@@ -104,7 +97,7 @@ def run(call: AttentionCall, checks_reads: bool = False) -> tuple[Tensor, Attent
         k, v = kv_sequences(call, operands, b, kv_span)
         if checks_reads:
             check_reads(call, b, (operands.h_q, q_span.length, kv_span.length))
-        with _without_autocast(q.device.type):  # which would multiply in 16 bits
+        with without_autocast(q.device.type):
             results.append(attend_one(call, b, q, k, v, rng_state))
     accumulated = accumulation_dtype(operands.q.dtype)
     joined = join_outputs(operands, queries, [result.o for result in results])

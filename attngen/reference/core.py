@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +46,13 @@ def default_alibi_slopes(heads: int, device: torch.device | str | None = None) -
     k = torch.arange(1, heads + 1, dtype=torch.float64, device=device)
     exponents = torch.where(k <= n, 8 / n * k, 4 / n * (2 * (k - n) - 1))
     return torch.exp2(-exponents).float()
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """A context without autocast, which would multiply in 16 bits."""
+    if device_type == "meta":  # of which autocast knows nothing
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 def attend_one(

@@ -20,7 +20,7 @@ from ..spec import layouts
 from . import dropout, fp8
 from .checks import check, check_values
 from .conversions import converted, with_dtypes
-from .core import scores_of_products, softmax_offset, softmax_scale
+from .core import scores_of_products, softmax_offset, softmax_scale, without_autocast
 from .fp8_backward_checks import check_backward
 from .operands import Operands
 from .sequences import Span, kv_spans, q_spans, sequence_view
@@ -106,8 +106,9 @@ def differentiate_call(
     bias = None if call.bias is None else call.bias.detach().to(accumulate)
     call = AttentionCall(**{**named(call), "bias": bias})
     sums = _Sums.of(call, accumulate)
-    for b, spans in enumerate(zip(queries, keys, strict=True)):
-        _add_sequence(call, given, _Sequence(operands, b, *spans), sums)
+    with without_autocast(call.q.device.type):
+        for b, spans in enumerate(zip(queries, keys, strict=True)):
+            _add_sequence(call, given, _Sequence(operands, b, *spans), sums)
     return sums.stored(given)
 
 

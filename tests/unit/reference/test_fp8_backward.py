@@ -251,6 +251,17 @@ def test_extreme_scales_give_finite_results(scale):
     assert all(x.float().isfinite().all() for x in (found.dq, found.dk, found.dv, found.amax_dp))
 
 
+def test_autocast_changes_nothing():
+    q, k, v = operands((1, 9, 2, 16), (1, 9, 2, 16), (1, 9, 2, 16))
+    out, aux = attention(q, k, v)
+    given = BackwardOperands(d_o=randn(1, 9, 2, 16, seed=4).to(E5M2), o=out, lse=aux.lse)
+    want = fp8_backward(given, q, k, v)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fp8_backward(given, q, k, v)
+    assert all(torch.equal(getattr(found, n), getattr(want, n)) for n in ("dq", "dk", "dv"))
+    assert torch.equal(found.amax_dp, want.amax_dp)
+
+
 @pytest.mark.parametrize("sizes", [(0, 5, 5), (2, 0, 5), (2, 5, 0)], ids=str)
 def test_nothing_to_see_has_gradients_and_maxima_zero(sizes):
     b, s_q, s_kv = sizes
