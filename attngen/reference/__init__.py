@@ -42,6 +42,7 @@ __all__ = [
     "default_alibi_slopes",
     "dropout_keep_mask",
     "fp8_backward",
+    "fp8_forward",
     "run",
     "visible",
 ]
@@ -76,10 +77,31 @@ def check_on_host(call: AttentionCall, operands: Operands) -> None:
     check_values(call, operands, q_spans(call, operands), kv_spans(call, operands))
 
 
-def run(call: AttentionCall, checks_reads: bool = False) -> tuple[Tensor, AttentionAux]:
+def fp8_forward(
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    accumulate: torch.dtype = torch.float64,
+    **arguments: Any,
+) -> tuple[Tensor, AttentionAux]:
+    """`attention` of FP8 operands with all that is not stored in float64, or float32 (accumulate).
+
+    Returns the output before it is stored, and the by-products, in that dtype.
+
+    Raises: SpecError with every violation at once.
+    """
+    call = make_call("reference.fp8_forward", REFERENCE_ROWS, dict(q=q, k=k, v=v), arguments)
+    return run(converted(call), accumulate=accumulate)
+
+
+def run(
+    call: AttentionCall, checks_reads: bool = False, accumulate: torch.dtype | None = None
+) -> tuple[Tensor, AttentionAux]:
     """Attention of a call that is already a value: check, then one sequence after another.
 
-    checks_reads: name what callables read out of range, waiting for the device.
+    checks_reads: name what callables read out of range, waiting for the device. accumulate: the
+    dtype of all that is not stored, and then of the output, which is not stored either.
 
     Raises: SpecError with every violation at once.
     """
@@ -98,10 +120,11 @@ def run(call: AttentionCall, checks_reads: bool = False) -> tuple[Tensor, Attent
         if checks_reads:
             check_reads(call, b, (operands.h_q, q_span.length, kv_span.length))
         with without_autocast(q.device.type):
-            results.append(attend_one(call, b, q, k, v, rng_state))
-    accumulated = accumulation_dtype(operands.q.dtype)
-    joined = join_outputs(operands, queries, [result.o for result in results])
-    out = fp8.store(joined, fp8.output_dtype(call), call.scale_o)
+            results.append(attend_one(call, b, q, k, v, rng_state, accumulate))
+    accumulated = accumulation_dtype(operands.q.dtype) if accumulate is None else accumulate
+    out = join_outputs(operands, queries, [result.o for result in results])
+    if accumulate is None:
+        out = fp8.store(out, fp8.output_dtype(call), call.scale_o)
     lse = join_lse(operands, queries, [result.lse for result in results])
     max_logit = operands.q.new_full((operands.h_q,), float("-inf"), dtype=accumulated)
     amax_o = operands.q.new_zeros(1, dtype=accumulated)

@@ -56,20 +56,28 @@ def without_autocast(device_type: str) -> AbstractContextManager[Any]:
 
 
 def attend_one(
-    call: AttentionCall, b: int, q: Tensor, k: Tensor, v: Tensor, rng_state: Tensor | None
+    call: AttentionCall,
+    b: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rng_state: Tensor | None,
+    accumulate: torch.dtype | None = None,
 ) -> SequenceResult:
     """Attention of sequence b, whose operands hold its actual positions and no others.
 
     q [h_q, s_q, d], k [h_kv, s_kv, d], v [h_kv, s_kv, d_v] in any floating dtype.
-    rng_state: int64 [2], needed where the call drops anything.
+    rng_state: int64 [2], needed where the call drops anything. accumulate: the dtype of what is not
+    stored; None for the operands' own.
     """
     group = q.shape[0] // k.shape[0]
     eight_bit = fp8.is_fp8(q.dtype)
+    dtype = accumulation_dtype(q.dtype) if accumulate is None else accumulate
     if eight_bit:
-        q = fp8.dequantise(q, call.descale_q, b)
+        q = fp8.dequantise(q, call.descale_q, b, dtype)
     if fp8.is_fp8(k.dtype):
-        k, v = fp8.dequantise(k, call.descale_k, b), fp8.dequantise(v, call.descale_v, b)
-    dtype = accumulation_dtype(q.dtype)
+        k = fp8.dequantise(k, call.descale_k, b, dtype)
+        v = fp8.dequantise(v, call.descale_v, b, dtype)
     k = k.to(dtype).repeat_interleave(group, dim=0)
     v = v.to(dtype).repeat_interleave(group, dim=0)
     s = scores(call, b, q.to(dtype), k)

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from attngen.reference import attention, fp8
+from attngen.reference import attention, fp8, fp8_forward
 
 E4M3, E5M2 = fp8.DTYPES
 WEIGHTS = 2**-4  # largest relative error of a weight in e4m3, and so of sums of one sign
@@ -221,6 +221,20 @@ def test_rows_that_see_nothing_are_zero_beside_rows_that_do():
     assert not out[:, :, :4].any() and out[:, :, 4:].any()
     assert (aux.lse[:, :, :4] == -math.inf).all() and aux.lse[:, :, 4:].isfinite().all()
     assert aux.amax_s.item() == 1
+
+
+@pytest.mark.parametrize("mask", ["none", "causal"])
+def test_forward_in_float64_is_that_of_loops_and_is_not_stored(mask):
+    tensors, exact = operands(h_q=4, h_kv=2)
+    seen = (lambda i, j: j <= i) if mask == "causal" else (lambda i, j: True)
+    out, aux = fp8_forward(*tensors, layout="bhsd", mask=mask)
+    want = loops(*exact, scale_s=256.0, descale_s=1 / 256, seen=seen)
+    assert out.dtype == aux.lse.dtype == torch.float64
+    close(out, want, 1e-13)
+    close(aux.lse, attention(*exact, layout="bhsd", mask=mask)[1].lse, 1e-13)
+    single, _ = fp8_forward(*tensors, layout="bhsd", mask=mask, accumulate=torch.float32)
+    stored, _ = attention(*tensors, layout="bhsd", mask=mask)
+    assert single.dtype == torch.float32 and torch.equal(single.bfloat16(), stored)
 
 
 def test_large_operands_give_no_nan():
