@@ -216,9 +216,8 @@ def test_captured_steps_follow_the_sequences(paged: bool) -> None:
         close(out[: len(step)], expected, 1e-2)
 
 
-@pytest.mark.device
 @pytest.mark.parametrize("switch", te_kit.SWITCHES)
-def test_backends_agree_on_the_gpu(monkeypatch: pytest.MonkeyPatch, switch: str) -> None:
+def test_backends_draw_one_mask_and_agree(monkeypatch: pytest.MonkeyPatch, switch: str) -> None:
     for name in te_kit.SWITCHES:
         monkeypatch.setenv(name, str(int(name == switch)))
     te._attention_backends["backend_selection_requires_update"] = True
@@ -226,7 +225,9 @@ def test_backends_agree_on_the_gpu(monkeypatch: pytest.MonkeyPatch, switch: str)
     module = te_kit.module_of(case)
     q, k, v = (on_device(x).requires_grad_() for x in te_kit.operands(case, dtype=torch.bfloat16))
     torch.manual_seed(7)
-    out = module(q, k, v)
+    with attngen.trace() as trace:
+        out = module(q, k, v)
+    assert bool(trace.variants) == ("UNFUSED" not in switch)
     torch.manual_seed(7)
     state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=oracle.DEVICE)
     wide = tuple(x.double() for x in te_kit.dense(case, torch.bfloat16))

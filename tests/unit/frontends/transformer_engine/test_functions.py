@@ -98,6 +98,7 @@ def backward(case: Case, qkv: te_kit.Bhsd, o: Tensor, d_o: Tensor, aux: Any, **m
     )  # fmt: skip
 
 
+@pytest.mark.sampled(36)
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_forward_and_backward(case: Case) -> None:
     gap = 2 if case.gaps else 0
@@ -141,6 +142,7 @@ def test_forward_and_backward(case: Case) -> None:
         torch.testing.assert_close(doffset, offset.grad, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("shape", ["bhss", "1hss", "b1ss", "11ss", "111s"])
 @pytest.mark.parametrize("kind", ["pre_scale_bias", "post_scale_bias"])
 @pytest.mark.parametrize("mask", ["padding", "causal_bottom_right"])
@@ -159,6 +161,7 @@ def base_of(case: Case, parts: list[Tensor]) -> Tensor:
     return flat.view(shape).unbind(axis)  # type: ignore[return-value]
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize(
     "layout", [name for name in LAYOUTS if layouts.parse(name).packing != "none"]

@@ -38,6 +38,7 @@ def cases() -> list[Case]:
     return [of_module(case) for case in found]
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_output_and_gradients(case: Case) -> None:
     """In float64, which the definition computes."""
@@ -123,6 +124,7 @@ def test_choice_is_kept_until_an_update_is_asked_for(monkeypatch: pytest.MonkeyP
     assert te._attention_backends["use_flash_attention"]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("place", [-3, -2])
 @pytest.mark.parametrize("axes", ["bshd", "sbhd", "thd"])
 @pytest.mark.parametrize("what", ["qkv_layer", "kv_layer"])
