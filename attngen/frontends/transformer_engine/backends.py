@@ -134,7 +134,7 @@ class CoreAttention(nn.Module):
             context=self.attention_dropout_ctx,
             deterministic=True if self.deterministic else None,
             max_logit=self.return_max_logit,
-            num_splits=None if self.training or num_splits == 1 else num_splits,
+            num_splits=None if self.training or (num_splits or 0) <= 1 else num_splits,
         )
 
 

@@ -131,11 +131,20 @@ def _constants(words: Words, how: How) -> dict[str, Any]:
         "alibi_slopes": words.bias == "alibi" or None,
         "backend": how.backend,
         "deterministic": how.deterministic,
-        "num_splits": how.num_splits,
+        "num_splits": how.num_splits if _may_split(words) else None,
         "return_rng_state": words.drops,
         "return_max_logit": how.max_logit,
     }
     return said(given)
+
+
+def _may_split(words: Words) -> bool:
+    """Whether kernels that split keys serve such calls; elsewhere splits, which change no result,
+    are not asked for."""
+    layout = parse(words.layout)
+    packed = "thd" in layout.formats and not layout.paged
+    beside = words.bias in BIAS_TYPES or words.mask == "arbitrary" or words.drops
+    return not (packed or beside)
 
 
 def _lengths(words: Words, batch: int | None, present: Collection[str]) -> list[Read]:

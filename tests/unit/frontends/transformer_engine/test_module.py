@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+import attngen
 from attngen import te
 from attngen.spec import layouts
 from tests.support import te_kit
@@ -193,6 +196,35 @@ def test_largest_logits() -> None:
     expected, _, most = te_kit.truth(case, te_kit.dense(case), te_kit.bias_of(case))
     close(rows_of(case, out), expected)
     close(logits, most)
+
+
+@pytest.mark.parametrize(
+    ("case", "num_splits", "asked"),
+    [
+        (Case(mask="causal"), 4, 4),
+        (Case(mask="causal"), 1, None),
+        (Case(mask="causal"), 0, None),
+        (Case(mask="padding", softmax="learnable"), 4, 4),
+        (Case("thd_thd_thd", "padding"), 4, None),
+        (Case(mask="causal", bias_type="post_scale_bias"), 4, None),
+    ],
+    ids=str,
+)
+def test_splits_are_asked_for_where_kernels_split(
+    monkeypatch: pytest.MonkeyPatch, case: Case, num_splits: int, asked: int | None
+) -> None:
+    given: dict[str, Any] = {}
+
+    def attention(*tensors: Tensor, **arguments: Any) -> Any:
+        given.update(arguments)
+        return attngen.attention(*tensors, **arguments)
+
+    monkeypatch.setattr("attngen.frontends.transformer_engine.core.attention", attention)
+    module, bias = module_of(of_module(case)).eval(), te_kit.bias_of(case)
+    qkv, words = te_kit.operands(case), arguments(of_module(case))
+    out = module(*qkv, core_attention_bias=bias, num_splits=num_splits, **words)
+    assert given.get("num_splits") == asked
+    assert torch.equal(out, module(*qkv, core_attention_bias=bias, **words))
 
 
 def test_evaluation_has_no_dropout() -> None:
