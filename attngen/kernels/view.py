@@ -326,7 +326,7 @@ def tensor_view(problem: Problem, name: str) -> TensorView:
     """An operand, the output or a gradient of a problem, as a kernel addresses it."""
     kind = problem.q_seq if name in _OF_QUERIES else problem.kv_seq
     of_values = name in _OF_VALUES
-    element_bytes = DTYPE_BYTES[problem.dtype_o if name == "o" else problem.dtype_q]
+    element_bytes = DTYPE_BYTES[problem.dtype_of(name)]
     return TensorView(
         name=name,
         sequence="q_sequence(p)" if name in _OF_QUERIES else "kv_sequence(p)",

@@ -74,6 +74,8 @@ Workspace = Literal[
     "o_parts",
     "lse_parts",
     "row_sums",
+    "queries_turned",
+    "keys_turned",
 ]
 
 
@@ -91,6 +93,8 @@ class KernelEntry:
     `workspace`: device memory beside the operands, of run_time.workspace_bytes each; what one
     kernel of a problem leaves there the next ones read. `dq_floats`: those of `dq_acc` for a block;
     `dkv_floats`: of `dkv_acc` for a tile of keys, where each query head may have its own.
+    `turned_bytes`: of a block's queries and output gradients, transposed, `turned_key_bytes`: of
+    the keys of a tile.
     `block_keys`: keys that a split takes at a time; `ctas`: CTAs that an SM holds; `busy_ctas`:
     those that keep its share of the memory busy; `part_floats`: of `o_parts` for a row.
     `q_seq`, `kv_seq`: the problem's; they decide how its tensor maps find a sequence.
@@ -120,6 +124,8 @@ class KernelEntry:
     q_seq: Sequence = "dense"
     kv_seq: Sequence = "dense"
     dependent: bool = False
+    turned_bytes: int = 0
+    turned_key_bytes: int = 0
     block_keys: int = 0
     ctas: int = 1
     busy_ctas: float = 1.0

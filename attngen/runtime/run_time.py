@@ -104,6 +104,8 @@ def workspace_bytes(
         "o_parts": 4 * kernel.part_floats * rows if splits > 1 else 0,
         "lse_parts": 8 * rows if splits > 1 else 0,
         "row_sums": 8 * q.batch * q.heads * q.seq,
+        "queries_turned": kernel.turned_bytes * blocks,
+        "keys_turned": kernel.turned_key_bytes * int(given.get("key_tiles", 0)),
         "q_schedule": schedule,
         "kv_schedule": schedule,
         **{f"mask_{axis}": 4 * int(given.get(f"mask_{axis}_words", 0)) for axis in MASK_AXES},

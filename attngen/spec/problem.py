@@ -25,8 +25,10 @@ class Problem:
     largest score of each head. Of rows that the copy engine cannot read (`kv_fetch` gather) head
     dims are those of tiles, whole steps of 16; how many columns there are is a run-time argument.
     `decode` is for few queries a sequence: keys are split over CTAs,
-    query heads of a group share a tile. `fragment_digests` tell the texts of masks and scores that
-    are not among attngen's templates from others of their names.
+    query heads of a group share a tile. A backward in 8 bits has output gradients of `dtype_d_o`,
+    which is what dS is stored as, and makes gradients of `dtype_grad`; its `dtype_o` is the
+    output's that it reads; elsewhere both are None. `fragment_digests` tell the texts of masks and
+    scores that are not among attngen's templates from others of their names.
     """
 
     direction: Direction
@@ -48,6 +50,8 @@ class Problem:
     attn_mask: bool = False
     decode: bool = False
     fragment_digests: tuple[str, ...] = ()
+    dtype_d_o: DType | None = None
+    dtype_grad: DType | None = None
 
     @property
     def bias(self) -> bool:
@@ -68,6 +72,17 @@ class Problem:
     def eight_bit(self) -> bool:
         """Whether Q, and with it K and V, are FP8."""
         return DTYPE_BYTES[self.dtype_q] == 1
+
+    def dtype_of(self, tensor: str) -> DType:
+        """The dtype of an operand, the output or a gradient, by the name of its parameter."""
+        if tensor in ("k", "v"):
+            return self.dtype_kv
+        if tensor == "o":
+            return self.dtype_o
+        if tensor == "d_o":
+            return self.dtype_d_o or self.dtype_q
+        gradient = tensor in ("dq", "dk", "dv")
+        return (self.dtype_grad or self.dtype_q) if gradient else self.dtype_q
 
     @property
     def widens(self) -> bool:
@@ -136,10 +151,12 @@ class Problem:
         kv = () if self.dtype_kv == self.dtype_q else (f"kv_{self.dtype_kv}",)
         partial = ("partial",) if self.dtype_o == "fp32" else ()
         out = () if partial or self.dtype_o == self.dtype_q else (f"to_{self.dtype_o}",)
+        pairs = (("do", self.dtype_d_o), ("grad", self.dtype_grad))
+        given = tuple(f"{name}_{dtype}" for name, dtype in pairs if dtype)
         order = ("deterministic",) if self.deterministic else ()
         more = ("max_logit",) if self.max_logit else ()
         fetch = {"page_tma": ("paged",), "gather": ("gather",)}.get(self.kv_fetch, ())
-        parts = (*kv, *fetch, *partial, *out, *order, *more)
+        parts = (*kv, *fetch, *partial, *out, *given, *order, *more)
         return "_".join((*features, dims, self.dtype_q, *parts))
 
 
