@@ -10,7 +10,21 @@
 
 namespace attngen {
 
+// In which order the 16 keys of a unit follow each other, as bytes of two registers: of each column
+// two neighbouring keys of the first eight, and two of the others. As weights have them:
+struct OfFragments {
+  static constexpr u32 kEven = 0x6420;
+  static constexpr u32 kOdd = 0x7531;
+};
+// Position 2 i + e holds key i + 8 e, as accumulators laid down by stage_transposed_bytes have
+// them.
+struct OfPairs {
+  static constexpr u32 kEven = 0x6240;
+  static constexpr u32 kOdd = 0x7351;
+};
+
 // How a warp transposes: what its lanes add to the places of a unit, 32 keys of 16 columns.
+template <class Order>
 struct TransposedUnit {
   u32 from;  // the lane's row, in bytes
   u32 to;
@@ -24,10 +38,8 @@ struct TransposedUnit {
     // A register then holds two neighbouring columns of two neighbouring keys. Lanes of the first
     // half keep even columns in the first matrix that they store, those of the second half odd
     // ones, so that the eight rows of a store differ modulo 8 and meet no bank conflict.
-    const u32 even = 0x6420;
-    const u32 odd = 0x7531;
-    first = lane < 16 ? even : odd;
-    second = lane < 16 ? odd : even;
+    first = lane < 16 ? Order::kEven : Order::kOdd;
+    second = lane < 16 ? Order::kOdd : Order::kEven;
     const u32 pair = lane & 7;
     const u32 is_odd = (pair >= 4) ^ ((lane >> 3) & 1);
     const u32 row = pair * 2 + is_odd;
@@ -49,12 +61,13 @@ struct TransposedUnit {
 // 128 bytes. Addresses differ by constants where `key` is one.
 
 // A warp of four: 16 of each 64 columns.
-struct ColumnTransposer {
-  TransposedUnit unit;
+template <class Order>
+struct ColumnTransposerTo {
+  TransposedUnit<Order> unit;
   u32 from;
   u32 column;
 
-  ATTNGEN_DEVICE ColumnTransposer(int warp, int lane)
+  ATTNGEN_DEVICE ColumnTransposerTo(int warp, int lane)
       : unit(lane), from(unit.from + (warp ^ (lane & 7)) * 16), column(warp * 16) {}
 
   template <int kKeys, int kColumns>
@@ -74,9 +87,11 @@ struct ColumnTransposer {
   }
 };
 
+using ColumnTransposer = ColumnTransposerTo<OfFragments>;
+
 // A warp of three: each third unit of keys, of all columns.
 struct KeyTransposer {
-  TransposedUnit unit;
+  TransposedUnit<OfFragments> unit;
   u32 from;
   int warp;
 
