@@ -11,6 +11,10 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 BESIDE_CACHE = ("float16", "bfloat16")
 CACHE_SCALES = ("descale_k", "descale_v")
 OUT_DTYPES = (*BESIDE_CACHE, *FP8)
+# Scales that a backward alone takes, float32 [1]: of the output and its gradient, by which dS is
+# stored, and by which gradients in 8 bits are.
+STORED_SCALES = ("scale_dq", "scale_dk", "scale_dv")
+BACKWARD_SCALES = ("descale_o", "descale_do", "scale_dp", "descale_dp", *STORED_SCALES)
 Agree = Callable[[int, int], bool]  # whether two sizes are the same, as far as is known
 
 

@@ -11,7 +11,7 @@ from ..kernels.selection import made_by, maker_of, read_by
 from ..runtime.launch import prepare
 from ..runtime.load import LoadedKernel
 from ..runtime.run_time import Extent, Scalars
-from . import bias_gradient, fragment_values, kernel_choice, schedule, sinks
+from . import bias_gradient, fp8_gradients, fragment_values, kernel_choice, schedule, sinks
 from .bias import extent_of
 from .bias_gradient import BiasGradient, FusedBiasGradient, Scores
 from .checks import device_violations, violations
@@ -31,7 +31,7 @@ from .operands import (
 )
 from .prepared import Launches, Output, lay_out_workspaces
 from .table import CARRIERS, OPTIONAL, WantedGradients
-from .tensors import Described, TensorDesc, dtype_name, named
+from .tensors import Described, TensorDesc, dtype_name, is_fp8, named
 
 DTYPES = ("float16", "bfloat16")
 # Parameters that kernels may do without: gradients that nobody wants, schedules of few sequences.
@@ -140,7 +140,8 @@ def prepare_backward(
     rows = {name: x for name in ("lse", "dlse") if (x := given[name]) is not None}
     reasons = violations(tensors, extents, optional, arguments, gather)
     reasons += device_violations({"q": q, **rows})
-    if reasons := [*reasons, *_mismatches(tensors, rows, arguments)]:
+    own = fp8_gradients.violations(tensors, given, arguments) if is_fp8(q) else None
+    if reasons := [*reasons, *(own or _mismatches(tensors, rows, arguments))]:
         raise SpecError(reasons)
     scalars, dbias = scalars_of(q, optional, arguments, extents), None
     sequences, heads_q = scalars.sequences or 0, extents["q"].heads
@@ -150,16 +151,18 @@ def prepare_backward(
         scalars = replace(scalars, numbers={**scalars.numbers, **dbias.numbers})
     if (added := optional["bias"]) is not None:
         extents["bias"] = extent_of(added, sequences, heads_q)
-    carriers = {n: None if (x := given[n]) is None else _new(x) for n in CARRIERS}
+    dtype = output_dtype(q, arguments)
+    carriers = {n: None if (x := given[n]) is None else _new(x, dtype) for n in CARRIERS}
     call = Backward(given, arguments, wanted, gather, carriers, extents, scalars, dbias)
     returned = tuple(name for name in names_of(wanted) if carriers[CARRIER_OF[name]] is not None)
+    extra = fp8_gradients.maxima(arguments) if is_fp8(q) else ()
     absent = [name for name, x in given.items() if x is None]
     absent += fragment_values.absent_from(optional, arguments)
     prepared = PreparedBackward(
         device=device,
         names=tuple(name for name, x in given.items() if x is not None),
-        outputs=call.new(returned),
-        returned=returned,
+        outputs=(*call.new(returned), *extra),
+        returned=(*returned, *(each.name for each in extra)),
         fixed=dict.fromkeys((*UNREAD, *absent), 0),
         gathers=gather,
         of_sink=wanted.dsink,
@@ -174,6 +177,10 @@ def _choose(call: Backward, device: Device, q: TensorDesc, k: TensorDesc, v: Ten
     """The kernels of a backward, whose q, k and v are views. Raises: CompileError, LaunchError."""
     extents, scalars = call.extents, call.scalars
     forward = spec_of(q, k, v, call.optional, call.arguments, call.gather)
+    if is_fp8(q):
+        tensors = {name: present(call.given[name]) for name in ("o", "d_o")}
+        gradients = output_dtype(q, call.arguments)
+        forward = fp8_gradients.spec_of_gradients(forward, tensors, gradients)
     spec = replace(
         forward, directions=("bwd",), deterministic=call.arguments.deterministic, decode=False
     )
@@ -214,6 +221,7 @@ def _with_launches(prepared: PreparedBackward, call: Backward, chosen: Chosen) -
             **of_bias.numbers,
             **apart.numbers,
             **schedule.numbers_of(table),
+            **fp8_gradients.key_tiles(kernels, extents["k"], call.scalars.sequences or 0),
             "main_follows": int(call.wanted.dq or call.wanted.dkv),
         },
     )
@@ -236,7 +244,7 @@ def _with_launches(prepared: PreparedBackward, call: Backward, chosen: Chosen) -
     fills_rows = any(each.kernel.q_seq != "dense" for each in kernels)
     return replace(
         prepared,
-        outputs=call.new(written),
+        outputs=(*call.new(written), *(x for x in prepared.outputs if x.preset)),
         sources=(
             *sources_of(call.given, call.optional, call.arguments),
             *schedule.sources_of(table, "bwd"),
@@ -262,9 +270,9 @@ def present(tensor: TensorDesc | None) -> TensorDesc:
     return tensor
 
 
-def _new(tensor: TensorDesc) -> TensorDesc:
+def _new(tensor: TensorDesc, dtype: str) -> TensorDesc:
     """A gradient of the tensor, contiguous."""
-    return TensorDesc.contiguous(tensor.shape, tensor.dtype)
+    return TensorDesc.contiguous(tensor.shape, dtype)
 
 
 def _scalars_for(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..call.fp8_checks import BACKWARD_SCALES, STORED_SCALES
 from ..call.table import AttentionCall
 from ..errors import SpecError
 from . import fp8
@@ -19,8 +20,6 @@ from .wording import names, shape_of
 if TYPE_CHECKING:
     from .fp8_backward import BackwardOperands
 
-GRADIENT_SCALES = ("scale_dq", "scale_dk", "scale_dv")
-BACKWARD_SCALES = ("descale_o", "descale_do", "scale_dp", "descale_dp", *GRADIENT_SCALES)
 WIDE = (torch.float32, torch.float64)
 
 
@@ -92,11 +91,11 @@ def scale_violations(given: BackwardOperands) -> Iterator[str]:
     stored = {
         "descale_o": _dtype_of(given.o),
         **dict.fromkeys(("descale_do", "scale_dp", "descale_dp"), d_o),
-        **dict.fromkeys(GRADIENT_SCALES, given.dtype),
+        **dict.fromkeys(STORED_SCALES, given.dtype),
     }
     for name, dtype in stored.items():
         if getattr(given, name) is not None and dtype not in fp8.DTYPES:
-            whose = {"descale_o": "o", **dict.fromkeys(GRADIENT_SCALES, "gradients")}
+            whose = {"descale_o": "o", **dict.fromkeys(STORED_SCALES, "gradients")}
             yield (
                 f"{name} belongs to FP8 {whose.get(name, 'd_o')}; got {dtype}. Leave it out, or "
                 "quantise."

@@ -53,7 +53,9 @@ class AttentionSpec:
 
     `head_dim_v`, `kv_dtype` and `out_dtype` default to their counterparts of Q, the latter to bf16
     where Q is FP8 (e4m3, e5m2), which K and V may be beside 16 bits, too; `out_dtype` "fp32" asks
-    for the float32 partial output that split computations combine. `seqused` says that sequences of
+    for the float32 partial output that split computations combine. Of a backward in 8 bits
+    `grad_dtype` is the gradients', bf16 by default, and `d_o_dtype` that of the output's gradient,
+    e5m2 by default; its `out_dtype` is the output's that it reads. `seqused` says that sequences of
     a dense format have lengths of their own, as a padding mask does; `decode` that there are few
     queries a sequence, so that the kernel splits the keys; `gather` that rows or addresses of
     operands are no multiples of 16 bytes, or their last axis is not contiguous, so that threads
@@ -68,6 +70,8 @@ class AttentionSpec:
     dtype: str = "bf16"
     kv_dtype: str | None = None
     out_dtype: str | None = None
+    grad_dtype: str | None = None
+    d_o_dtype: str | None = None
     layout: str = "bshd"
     mask: str = "none"
     window: bool = False

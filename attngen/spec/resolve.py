@@ -69,8 +69,21 @@ def resolve(
         decode=spec.decode,
         fragment_digests=tuple(each for each in digests if each is not None),
     )
-    found = {"fwd": (forward,), "bwd": forward.backward(spec.deterministic).orders()}
+    found = {"fwd": (forward,), "bwd": backward_of(spec, forward).orders()}
     return tuple(problem for direction in spec.directions for problem in found[direction])
+
+
+def backward_of(spec: AttentionSpec, forward: Problem) -> Problem:
+    """The backward of a spec's forward."""
+    backward = forward.backward(spec.deterministic)
+    if not forward.eight_bit:
+        return backward
+    d_o, grad = spec.d_o_dtype or "e5m2", spec.grad_dtype or "bf16"
+    return dataclasses.replace(
+        backward,
+        dtype_d_o=d_o,  # type: ignore[arg-type]  # checked with the spec
+        dtype_grad=grad,  # type: ignore[arg-type]
+    )
 
 
 def _at(place: Place | None, field: str) -> str:
@@ -184,7 +197,24 @@ def _check_operands(spec: AttentionSpec) -> list[Violation]:
         reason += _dtype_suggestion(spec.out_dtype, out_dtypes)
         found.append(Violation("out_dtype", reason, None))
     found += _check_head_dims(spec, _head_dim_step(spec, dtype))
+    found += _check_gradients(spec, eight_bit)
     return found + _check_decode(spec) + _check_gather(spec) + _check_widened(spec)
+
+
+def _check_gradients(spec: AttentionSpec, eight_bit: bool) -> list[Violation]:
+    """Dtypes of gradients, which belong to a backward in 8 bits."""
+    found = []
+    known = {"grad_dtype": DTYPES, "d_o_dtype": DTYPES_8BIT} if eight_bit else {}
+    for field in ("grad_dtype", "d_o_dtype"):
+        allowed = known.get(field, ())
+        dtype = getattr(spec, field)
+        if dtype in (None, *allowed):
+            continue
+        reason = f"{field} {dtype!r}: allowed for {spec.dtype!r} queries are {allowed}"
+        if not allowed:
+            reason = f"{field} {dtype!r}: gradients of {spec.dtype!r} queries have their dtype"
+        found.append(Violation(field, reason + _dtype_suggestion(dtype, allowed), None))
+    return found
 
 
 def _nearest_dtype(name: str) -> str:
@@ -284,8 +314,19 @@ def _check_head_dims(spec: AttentionSpec, step: int) -> list[Violation]:
 
 def available_directions(spec: AttentionSpec) -> tuple[str, ...]:
     """The directions with kernels; a backward starts from a 16-bit output, as `attention` gives."""
-    eight_bit = spec.dtype in DTYPES_8BIT or spec.widens
-    return ("fwd",) if eight_bit or spec.out_dtype == "fp32" else DIRECTIONS
+    without = spec.widens or spec.out_dtype == "fp32" or bool(too_wide(spec))
+    return ("fwd",) if without else DIRECTIONS
+
+
+def too_wide(spec: AttentionSpec) -> str | None:
+    """Why a backward in 8 bits has no kernels for the head dims; None where it has, or in 16."""
+    d, d_v = spec.head_dim, spec.head_dim_v or spec.head_dim
+    if spec.dtype not in DTYPES_8BIT or (max(d, d_v) <= 128 and not d <= 64 < d_v):
+        return None
+    return (
+        f"head dims {d} and {d_v}: in 8 bits they go up to 128, with V's up to 64 where Q's are; "
+        "dK and dV of 64 keys are a warpgroup's registers"
+    )
 
 
 def _check_directions(spec: AttentionSpec) -> list[Violation]:
@@ -303,6 +344,8 @@ def _check_directions(spec: AttentionSpec) -> list[Violation]:
             continue
         reason = f"direction {direction!r} has no kernels{whose if direction in DIRECTIONS else ''}"
         reason += f"; available: {available}{suggestion(direction, available)}"
+        if direction == "bwd" and (wide := too_wide(spec)):
+            reason += f". {wide}"
         found.append(Violation("directions", reason, legal))
     return found
 

@@ -25,6 +25,7 @@ from attngen.compiler import builder
 from attngen.frontends.pytorch import (
     backward,
     forward,
+    fp8_backward,
     operation,
 )
 from attngen.kernels import plan, selection
@@ -254,6 +255,7 @@ def emulated(emulator: Emulator) -> Iterator[None]:
     library = torch.library.Library("attngen", "IMPL")
     library.impl("forward", forward.forward, "CPU")
     library.impl("backward", backward.backward, "CPU")
+    library.impl("fp8_backward", fp8_backward.fp8_backward, "CPU")
     with contextlib.ExitStack() as stack:
         stack.callback(library._destroy)
         for name, stand_in in stand_ins.items():  # torch._C of a CPU build lacks some of them

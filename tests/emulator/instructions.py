@@ -111,6 +111,9 @@ STATEMENTS: dict[str, str] = {
     "{.reg .b16 x;cvt.u16.u32 x, %1;st.shared.b16 [%0], x;}": (
         f"{_E}store_shared(%0, {{static_cast<unsigned short>(%1)}})"
     ),
+    "ld.shared.f32 %0, [%1];": (
+        f"float loaded[1]; {_E}load_shared(loaded, %1); %0 = loaded[0]"
+    ),
     **{
         f"ld.shared.v{n}.{kind} {{{', '.join(f'%{i}' for i in range(n))}}}, [%{n}];": (
             f"{name} loaded[{n}]; {_E}load_shared(loaded, %{n}); "
@@ -171,10 +174,14 @@ STATEMENTS: dict[str, str] = {
         )
         for name, form in (("e4m3", "kE4m3"), ("e5m2", "kE5m2"))
     },
-    "{.reg .b16 x, y;cvt.rn.satfinite.e4m3x2.f32 x, %2, %1;cvt.rn.satfinite.e4m3x2.f32 y, %4, %3;"
-    "mov.b32 %0, {x, y};}": (
-        f"%0 = {_E}pack8({_E}Format::kE4m3, %1, %2) | {_E}pack8({_E}Format::kE4m3, %3, %4) << 16"
-    ),
+    **{
+        f"{{.reg .b16 x, y;cvt.rn.satfinite.{name}x2.f32 x, %2, %1;"
+        f"cvt.rn.satfinite.{name}x2.f32 y, %4, %3;mov.b32 %0, {{x, y}};}}": (
+            f"%0 = {_E}pack8({_E}Format::{form}, %1, %2) | "
+            f"{_E}pack8({_E}Format::{form}, %3, %4) << 16"
+        )
+        for name, form in (("e4m3", "kE4m3"), ("e5m2", "kE5m2"))
+    },
     "{.reg .b16 low, high;mov.b32 {low, high}, %2;cvt.rn.f16x2.e4m3x2 %0, low;"
     "cvt.rn.f16x2.e4m3x2 %1, high;}": "; ".join(
         f"%{i} = {_E}pack16({_F16}, {_E}decode({_E}Format::kE4m3, (%2) >> {16 * i} & 0xff), "

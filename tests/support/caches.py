@@ -9,9 +9,10 @@ from attngen.frontends.pytorch.backward import backwards
 from attngen.frontends.pytorch.calls import calls
 from attngen.frontends.pytorch.eight_bits import calls as eight_bit_calls
 from attngen.frontends.pytorch.forward import prepared_calls
+from attngen.frontends.pytorch.fp8_backward import backwards as fp8_backwards
 
 FORWARD: tuple[CallCache[Any], ...] = (calls, eight_bit_calls, prepared_calls)
-BACKWARD: tuple[CallCache[Any], ...] = (backwards,)
+BACKWARD: tuple[CallCache[Any], ...] = (backwards, fp8_backwards)
 
 
 def held(*caches: CallCache[Any]) -> tuple[dict[Any, Any], ...]:

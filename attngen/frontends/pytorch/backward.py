@@ -96,7 +96,7 @@ def differentiate(
     if (known := backwards.find(key, tensors)) is not None:
         pointers = [x.data_ptr() for x in tensors]
         if known.gathers or not any([pointers[place] % 16 for place in known.read]):
-            return _run(known, tensors, pointers)
+            return run(known, tensors, pointers)
     if not (dispatched or all(map(is_plain, tensors))):
         return dispatch(form, wanted, d_o, dlse, o, lse, operands)
     there = {"d_o": d_o, "o": o, "lse": lse, **form.by_name(operands), "dlse": dlse}
@@ -120,7 +120,7 @@ def differentiate(
     as_given = all(x is y for x, y in zip(given, tensors, strict=True))
     if as_given and gather != boxes:  # formats, and not the addresses, say where it is read from
         backwards.note(key, tensors, prepared)
-    return _run(prepared, given, [x.data_ptr() for x in given])
+    return run(prepared, given, [x.data_ptr() for x in given])
 
 
 def dispatch(
@@ -158,17 +158,19 @@ def copied(tensor: Tensor) -> Tensor:
     return tensor if readable(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _run(
+def run(
     prepared: PreparedBackward, tensors: Sequence[Tensor], pointers: list[int]
 ) -> dict[str, Tensor]:
     """The gradients that are wanted, on the current stream. tensors: those that there are, in the
     order of its names; pointers: their addresses, to which those of results are added."""
     if not is_current(prepared.device):
         with current(prepared.device):
-            return _run(prepared, tensors, pointers)
+            return run(prepared, tensors, pointers)
     made, workspace = {}, None
     for output in prepared.outputs:
         made[output.name] = tensor = new_tensor(output)
+        if output.preset:
+            tensor.zero_()
         pointers.append(tensor.data_ptr())
     if prepared.launches:
         before = partial(reset, prepared) if prepared.resets else None

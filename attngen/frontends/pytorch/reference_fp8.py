@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...call.fp8_checks import BACKWARD_SCALES
 from ...call.numbers import Arguments
 from ...call.table import GRADIENT_OF, INPUTS, LEARNED, WantedGradients
 from ...call.tensors import name_of
 from ...errors import SpecError
 from ...reference.fp8_backward import BackwardOperands, differentiate_call
-from ...reference.fp8_backward_checks import BACKWARD_SCALES
 from .on_reference import call_of
 from .registry import operator
 from .signature import dtype_of, schema, split, wanted_of

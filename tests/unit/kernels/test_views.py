@@ -19,6 +19,7 @@ from attngen.kernels.support.view_combine import CombineView
 from attngen.kernels.support.view_mask_pack import MaskPackView
 from attngen.kernels.support.view_order import OrderView
 from attngen.kernels.view import KernelView, Value
+from attngen.kernels.wgmma.backward.fp8_view import Fp8ConvertView, Fp8View, TurningView
 from attngen.kernels.wgmma.backward.view import DkvView, DqView
 from attngen.kernels.wgmma.backward.view_around import ConvertView, PrepareView, RowSumsView
 from attngen.kernels.wgmma.backward.view_bias_gradient import BiasGradientView
@@ -40,12 +41,15 @@ VIEWS: dict[str, Any] = {
     "kernels/wgmma/backward/dkv.cu.j2": DkvView,
     "kernels/wgmma/backward/fused.cu.j2": FusedView,
     "kernels/wgmma/backward/dbias.cu.j2": BiasGradientView,
+    "kernels/wgmma/backward/fp8.cu.j2": Fp8View,
+    "kernels/wgmma/backward/fp8_prepare.cu.j2": TurningView,
+    "kernels/wgmma/backward/fp8_convert.cu.j2": Fp8ConvertView,
     "kernels/wgmma/forward/alone.cu.j2": ForwardView,
     "kernels/wgmma/forward/forward.cu.j2": ForwardView,
     "kernels/wgmma/forward/short.cu.j2": ForwardView,
 }
 # Fields of parts that no template names: other fields are made of them, or they are a plan's.
-UNNAMED = {"Scores.scaled", "SmemRegion.bytes"}
+UNNAMED = {"Scores.scaled"}
 EACH = pytest.mark.parametrize("template", VIEWS)
 MOST_LINES = 400
 # Lines that a reader must evaluate: of a kernel's, over its template and that one's parts, and of

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ....spec.problem import Problem
 from ....targets.target import Target
 from ...base import KernelPlan
+from . import fp8_choices
 from .bias_gradient import bias_plans
 from .feasible import feasible_dkv, feasible_dq, make_fused
 from .plan import CONVERT, PREPARE, ROW_SUMS, BackwardPlan, ConvertPlan, PreparePlan, RowSumsPlan
@@ -19,6 +20,8 @@ CONVERT_THREADS = 128  # those whose fragments a part of dQ's workspace is
 
 def plans(problem: Problem, target: Target) -> tuple[KernelPlan, ...]:
     """The preferred plan of each kernel, in the order of launch; none where nothing fits."""
+    if problem.eight_bit:
+        return fp8_choices.plans(problem, target)
     if problem.dtype_q not in ("fp16", "bf16") or problem.dtype_o != problem.dtype_q:
         return ()
     if fuses(problem):

@@ -17,11 +17,14 @@ from ..shared import NEEDS, refuse_together
 from . import choices, cost
 from .plan import (
     CONVERT,
+    CONVERT_8,
     MAIN,
+    MAIN_8,
     OF_BIAS,
     OF_KEYS,
     OF_QUERIES,
     PREPARE,
+    PREPARE_8,
     ROW_SUMS,
     WITH_BIAS,
     AnyPlan,
@@ -30,13 +33,14 @@ from .plan import (
     ConvertPlan,
     PreparePlan,
     RowSumsPlan,
+    TurningPlan,
 )
 
 if TYPE_CHECKING:
     from ...fill import Source
 
 # Products of a block over Q's head dim, and over V's: S, dQ, dK; dP, dV.
-PRODUCTS = {MAIN: (3, 2), WITH_BIAS: (3, 2), OF_KEYS: (2, 2), OF_QUERIES: (2, 1)}
+PRODUCTS = {MAIN: (3, 2), MAIN_8: (3, 2), WITH_BIAS: (3, 2), OF_KEYS: (2, 2), OF_QUERIES: (2, 1)}
 
 ROWS = frozenset({"lse_log2", "d", "turns"})
 # dQ, or what is converted to it, and sums of dK and dV where heads have tiles of their own.
@@ -57,6 +61,13 @@ class Backward(Family):
         OF_QUERIES: Kind(BackwardPlan, "wgmma/backward/dq", frozenset({"dq"})),
         CONVERT: Kind(ConvertPlan, "support/convert", frozenset({"dq"}), frozenset({"dk", "dv"})),
         ROW_SUMS: Kind(RowSumsPlan, "support/row_sums", frozenset({"row_sums"})),
+        PREPARE_8: Kind(
+            TurningPlan, "wgmma/backward/fp8_prepare", ROWS | {"queries_turned", "keys_turned"}
+        ),
+        MAIN_8: Kind(
+            BackwardPlan, "wgmma/backward/fp8", GRADIENTS - {"dq"}, frozenset({"dq"})
+        ),
+        CONVERT_8: Kind(ConvertPlan, "wgmma/backward/fp8_convert", frozenset({"dq"})),
         OF_BIAS: Kind(BiasGradientPlan, "wgmma/backward/dbias", frozenset({"dbias"})),
     }
 

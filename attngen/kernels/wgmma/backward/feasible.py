@@ -15,7 +15,6 @@ from ....targets.target import Target
 from ...base import Schedule, Tile, lay_out, order_bytes, score_tile_bytes
 from ..shared import BARRIER_BYTES, boxes_of
 from .plan import (
-    FUSED,
     MAIN,
     OF_KEYS,
     OF_QUERIES,
@@ -126,7 +125,7 @@ def make_fused(problem: Problem, target: Target, *, adds_bias: bool = False) -> 
         completes=completes,
         makes_d=makes_d,
     )
-    return _finish(problem, draft, target)
+    return finish(problem, draft, target)
 
 
 def feasible_dkv(problem: Problem, target: Target) -> Iterator[BackwardPlan]:
@@ -143,7 +142,7 @@ def feasible_dkv(problem: Problem, target: Target) -> Iterator[BackwardPlan]:
         rows = stages * m * 4
         small = {"Lse": rows, "D": rows, "Barriers": (10 + 4 * stages) * BARRIER_BYTES}
         draft = Draft(OF_KEYS, tile, sizes, small, stages, stages, row_block=m)
-        made = _finish(problem, draft, target)
+        made = finish(problem, draft, target)
         if made.smem_bytes <= target.cta_smem_bytes and m <= most:
             yield made
 
@@ -168,7 +167,7 @@ def feasible_dq(problem: Problem, row_block: int, target: Target) -> Iterator[Ba
         sizes |= {"Bias": 4 * CONSUMERS * score_tile_bytes(16, n)} if problem.bias else {}
         small = {"Barriers": (4 + 2 * (k_stages + v_stages)) * BARRIER_BYTES}
         draft = Draft(OF_QUERIES, tile, sizes, small, k_stages, v_stages, row_block)
-        made = _finish(problem, draft, target)
+        made = finish(problem, draft, target)
         if made.smem_bytes <= target.cta_smem_bytes:
             yield made
 
@@ -255,7 +254,7 @@ def _waves(problem: Problem, draft: Draft) -> bool:
     return waves and not (problem.varlen and len(problem.scores) > 1)  # would spill
 
 
-def _finish(problem: Problem, draft: Draft, target: Target) -> BackwardPlan:
+def finish(problem: Problem, draft: Draft, target: Target) -> BackwardPlan:
     """The plan with its shared memory laid out."""
     producer, consumer = draft.registers or REGISTERS[draft.family]
     if problem.gather:
@@ -266,7 +265,7 @@ def _finish(problem: Problem, draft: Draft, target: Target) -> BackwardPlan:
     job = JOB_BYTES + JOB_BYTES_WAVES * waves + JOB_BYTES_TURNS * completes
     order = {"Order": order_bytes(0)} if problem.varlen else {}
     regions = lay_out(draft.sizes, {**draft.small, "Job": job, **order})
-    fused, alone = draft.family in FUSED, draft.family == MAIN
+    fused, alone = draft.family in (MAIN, WITH_BIAS), draft.family == MAIN
     return BackwardPlan(
         arch=target.name,
         family=draft.family,

@@ -10,7 +10,9 @@ from ..shared import PREFIX
 
 MAIN, WITH_BIAS = f"{PREFIX}bwd", f"{PREFIX}bwd_with_dbias"
 OF_KEYS, OF_QUERIES, OF_BIAS = f"{PREFIX}bwd_dkv", f"{PREFIX}bwd_dq", f"{PREFIX}bwd_dbias"
-FUSED = (MAIN, WITH_BIAS)  # make all gradients
+MAIN_8 = f"{PREFIX}bwd_fp8"  # of operands in 8 bits
+FUSED = (MAIN, WITH_BIAS, MAIN_8)  # make all gradients
+PREPARE_8, CONVERT_8 = "bwd_fp8_prepare", "bwd_fp8_convert"
 PREPARE, CONVERT, ROW_SUMS = "bwd_prepare", "bwd_convert", "bwd_row_sums"
 ROWS_PER_CONSUMER = 64
 DqSplit = Literal["rows", "columns", "none"]
@@ -133,6 +135,19 @@ class PreparePlan(KernelPlan):
 
 
 @dataclass(frozen=True)
+class TurningPlan(KernelPlan):
+    """The kernel before one of operands in 8 bits: D and LSE in blocks of `tile.m` queries, these
+    and output gradients transposed, and in tiles of `tile.n` so many columns of keys."""
+
+    arch: str
+    family: str
+    tile: Tile
+    key_columns: int
+    smem_bytes: int
+    threads: int
+
+
+@dataclass(frozen=True)
 class ConvertPlan(KernelPlan):
     """The kernel after the fused one: dQ of a block in `parts`, each 64 rows of `dq_columns`; and
     where that one may sum dK and dV, too, 64 keys of so many columns, else 0, `key_rows` a tile."""
@@ -186,4 +201,4 @@ class RowSumsPlan(KernelPlan):
         return "q"
 
 
-AnyPlan = PreparePlan | BackwardPlan | ConvertPlan | BiasGradientPlan | RowSumsPlan
+AnyPlan = PreparePlan | TurningPlan | BackwardPlan | ConvertPlan | BiasGradientPlan | RowSumsPlan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ....fragments.features import Features
 from ....runtime.program import KernelEntry, TensorMapRecipe, Workspace
@@ -25,6 +25,7 @@ from ...params import (
 )
 from ...plan import template_of
 from ...uses import uses_of
+from .fp8_render import view_of as fp8_view_of
 from .plan import (
     FUSED,
     OF_KEYS,
@@ -35,6 +36,7 @@ from .plan import (
     ConvertPlan,
     PreparePlan,
     RowSumsPlan,
+    TurningPlan,
 )
 from .view import dkv_view, dq_view
 from .view_around import convert_view, prepare_view, row_sums_view
@@ -76,6 +78,9 @@ def view_of(
     roles = ROW_SUMS_ROLES if isinstance(plan, RowSumsPlan) else ROLES
     uses = {role: use for role, use in uses_of(problem, features).items() if role in roles}
     view: DataclassInstance
+    if problem.eight_bit:
+        own = cast("TurningPlan | BackwardPlan | ConvertPlan", plan)
+        return fp8_view_of(problem, own, uses, root)
     keys = sequence_view(uses["kv_seq"][0])
     if isinstance(plan, PreparePlan | ConvertPlan):
         uses = _used_around(problem, plan, uses)
@@ -93,7 +98,7 @@ def view_of(
         kernel = _bias(problem, plan, operands)
         view = bias_gradient_view(problem, plan, kernel, uses, root)
     else:
-        kernel = _main(problem, plan, operands)
+        kernel = _main(problem, cast(BackwardPlan, plan), operands)
         view = MAIN_VIEWS[plan.family](problem, plan, kernel, uses, root)
     return view, kernel
 

@@ -1,0 +1,137 @@
+"""The operation `attngen::fp8_backward`: gradients of FP8 attention in 8 bits, by kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...call.cache import CallCache
+from ...call.fp8_checks import BACKWARD_SCALES as SCALES
+from ...call.fp8_gradients import MAXIMA
+from ...call.gradient_kernels import GRADIENTS, names_of
+from ...call.numbers import Arguments
+from ...call.prepare_backward import PreparedBackward, prepare_backward
+from ...call.table import GRADIENT_OF, INPUTS, LEARNED, OPTIONAL, WantedGradients
+from . import backward as in_16_bits
+from .descriptions import described_by_name, device_of
+from .operation import format_of
+from .outputs import output_dtype
+from .registry import operator
+from .signature import schema, split, wanted_of
+from .torch_private import guard
+
+library = operator(
+    "fp8_backward",
+    "(Tensor d_o, Tensor? dlse, Tensor q, Tensor? k, Tensor? v, Tensor o, Tensor lse, "
+    f"{schema()}, {', '.join(f'Tensor? {name}=None' for name in SCALES)}, "
+    f"{', '.join(f'bool want_{name}=True' for name in WantedGradients._fields)}) -> "
+    f"({', '.join('Tensor' for _ in (*GRADIENT_OF, *MAXIMA))})",
+)
+backwards: CallCache[PreparedBackward] = CallCache(guard)
+_COUNT = len(OPTIONAL) + len(Arguments._fields)
+# A scale of weights within what kernels hold (scale_gradients.cuh).
+_LEAST, _MOST = 2.0**-60, 2.0**60
+# The scales of weights where a call has none.
+OWN_SCALES = {torch.float8_e4m3fn: 2.0**8, torch.float8_e5m2: 2.0**15}
+
+
+def fp8_backward(
+    d_o: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k and v, contiguous and packed as they are, in `out_dtype` (bfloat16 where
+    the arguments name none), of the sink and of the bias, as `attngen::backward` has them; then the
+    maxima of dS with the softmax scale, of dQ, dK and dV, float32 [1], [0] where `amax` does not
+    ask for them.
+
+    q, k, v, rest: as `attngen::forward` took them, FP8. d_o: FP8 in Q's format. o: its output, FP8
+    or 16 bits; lse: its LSE. dlse: gradient of the LSE, or None. Behind the arguments: descale_o,
+    descale_do, scale_dp, descale_dp, scale_dq, scale_dk, scale_dv, float32 [1], None for 1; then
+    which gradients are wanted.
+    Raises: SpecError with every violation; CompileError, LaunchError.
+    """
+    optional, arguments = split(rest)
+    scales, wanted = _scales(rest), _wanted(rest, k is None)
+    there: dict[str, Tensor | None] = {
+        **{"d_o": d_o, "o": o, "lse": lse.contiguous()},
+        **dict(zip(INPUTS, (q, k, v, *optional), strict=True)),
+        "dlse": None if dlse is None else dlse.float().contiguous(),
+        **scales,
+    }
+    absent = {GRADIENT_OF[name]: False for name in LEARNED if there[name] is None}
+    wanted = wanted._replace(**absent)
+    there |= {"o": in_16_bits.copied(o), "d_o": in_16_bits.copied(d_o)}
+    formats = (arguments, wanted, *map(format_of, there.values()))
+    prepared = backwards.remember(
+        formats,
+        lambda: prepare_backward(
+            *(described_by_name(there), arguments, wanted, False, device_of(q.device))
+        ),
+    )
+    given = {name: x for name, x in there.items() if x is not None}
+    pointers = [x.data_ptr() for x in given.values()]
+    found = in_16_bits.run(prepared, list(given.values()), pointers)
+    if "dsink" in found and prepared.launches:
+        found["dsink"] /= _unit_of_weights(q, given.get("scale_s"))
+    names = {gradient: q.new_empty(0, dtype=_dtype_of(gradient, q, arguments))
+             for gradient in (*GRADIENT_OF.values(), *MAXIMA)}
+    return tuple((names | found).values())
+
+
+def _dtype_of(gradient: str, q: Tensor, arguments: Arguments) -> torch.dtype:
+    """The dtype of a result: the sink's gradient and maxima are float32."""
+    if gradient == "dsink" or gradient in MAXIMA:
+        return torch.float32
+    return output_dtype(q, arguments)
+
+
+def _scales(rest: Sequence[Any]) -> dict[str, Tensor | None]:
+    """Scales of the backward alone, by their names. The dispatcher leaves out what stands at the
+    end and equals its default."""
+    return dict.fromkeys(SCALES) | dict(zip(SCALES, rest[_COUNT:], strict=False))
+
+
+def _wanted(rest: Sequence[Any], one_tensor: bool) -> WantedGradients:
+    """Gradients that are wanted, which stand behind the scales."""
+    return wanted_of((*rest[:_COUNT], *rest[_COUNT + len(SCALES) :]), one_tensor)
+
+
+def _unit_of_weights(q: Tensor, scale_s: Tensor | None) -> Tensor | float:
+    """By what kernels multiply weights to store them, which is in the LSE that they leave."""
+    if scale_s is not None:
+        return scale_s.clamp(_LEAST, _MOST)
+    return OWN_SCALES[q.dtype]
+
+
+def _fake(
+    d_o: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor | None, v: Tensor | None, *others: Any
+) -> tuple[Tensor, ...]:
+    _o, _lse, *rest = others
+    optional, arguments = split(rest)
+    wanted = _wanted(rest, k is None)
+    names, given = names_of(wanted), dict(zip(OPTIONAL, optional, strict=True))
+    asked = wanted._asdict()
+    shapes: dict[str, Any] = {
+        name: 0 if x is None or name not in names else x.shape
+        for name, x in zip(GRADIENTS, (q, k, v), strict=True)
+    }
+    for name in LEARNED:
+        x, gradient = given[name], GRADIENT_OF[name]
+        shapes[gradient] = 0 if x is None or not asked[gradient] else x.shape
+    shapes |= dict.fromkeys(MAXIMA, (1,) if arguments.amax else 0)
+    return tuple(
+        q.new_empty(shape, dtype=_dtype_of(name, q, arguments)) for name, shape in shapes.items()
+    )
+
+
+library.impl("fp8_backward", fp8_backward, "CUDA")
+torch.library.register_fake("attngen::fp8_backward", _fake, lib=library)

@@ -1,0 +1,349 @@
+"""Views, 8-bit backward: values of the templates of its three kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ....runtime.program import KernelEntry
+from ....spec.problem import DTYPE_BYTES, Problem
+from ...plan import template_of
+from ...view import (
+    CPP_ELEMENTS,
+    KernelView,
+    MaskListView,
+    TensorView,
+    kernel_view,
+    mask_list_view,
+)
+from .fp8_choices import STEP, image_bytes, is_crowded, key_image_bytes
+from .plan import BackwardPlan, ConvertPlan, TurningPlan
+from .view_jobs import Gap, JobsView, VisitsView, gaps_of, jobs_view, visits_view
+from .view_main import Constant, Product, smem_constants
+from .view_parts import (
+    Alias,
+    ScoresView,
+    SequenceView,
+    Uses,
+    included,
+    q_len_of,
+    scores_view,
+    sequence_view,
+    structs_of,
+)
+
+# By what weights of at most 1 are multiplied to be stored, where a call does not say, C++: the
+# largest power of two that does not saturate.
+OWN_SCALES = {"e4m3": "0x1p8f", "e5m2": "0x1p15f"}
+
+
+@dataclass(frozen=True)
+class PtxTypes:
+    """The types of operands in products, as PTX names them."""
+
+    q: str
+    kv: str
+    d_o: str
+
+
+@dataclass(frozen=True)
+class StoredView:
+    """A tensor's elements: their struct, C++; whether they have 8 bits, and bytes of each.
+
+    columns: of a box that the copy engine stores. pair: the C++ type of two neighbours.
+    """
+
+    element: str
+    eight_bit: bool
+    bytes: int
+    columns: int
+    pair: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8View:
+    """Values of fp8.cu.j2: dK, dV and sums of dQ. Strings are C++.
+
+    headers, structs: lines that include headers; the fragments in use. element, d_o_element:
+    structs of what weights, and gradients of scores, are stored as; gradient: of dK and dV.
+    own_scale_s: the scale of weights where the call has none. tile_m, tile_n: queries and keys a
+    tile. stages: buffers for all that blocks have. held_steps: of 32 columns of keys that consumers
+    have in registers; holds_keys: whether these are all. gradients_late: whether products of output
+    gradients and values begin when weights are there, for want of registers. turned_bytes,
+    turned_key_bytes: of a block's queries and output gradients, and of a tile's keys, transposed.
+    deterministic: whether tiles add to dQ in an order, which begins with the last keys if
+    descending. prefetched: parameters that map tensors.
+
+    score_product: S and dP, the columns and the lengths of their chains; d*_product: of gradients.
+    ptx: types of operands. Others as in `MainView` and `KeyTilesView`.
+    """
+
+    kernel: KernelView
+    threads: int
+    headers: str
+    structs: str
+    element: str
+    d_o_element: str
+    gradient: StoredView
+    own_scale_s: str
+    head_dim_qk: int
+    head_dim_v: int
+    tile_m: int
+    tile_n: int
+    consumers: int
+    producer_registers: int
+    consumer_registers: int
+    stages: int
+    held_steps: int
+    holds_keys: bool
+    gradients_late: bool
+    turned_bytes: int
+    turned_key_bytes: int
+    smem: tuple[Constant, ...]
+    masks: MaskListView
+    scores: ScoresView
+    queries: SequenceView
+    keys: SequenceView
+    kv_alias: Alias
+    varlen: bool
+    gathered: tuple[TensorView, ...]
+    row_block: int
+    mask_tensor: str
+    dropout: bool
+    jobs: JobsView
+    gaps: tuple[Gap, ...]
+    visits: VisitsView
+    ptx: PtxTypes
+    score_product: Product
+    dk_product: Product
+    dv_product: Product
+    dq_product: Product
+    deterministic: bool
+    descending: bool
+    prefetched: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurningView:
+    """Values of fp8_prepare.cu.j2: D, LSE, and what lies transposed. Strings are C++.
+
+    o: the output's elements; d_o_element: the struct of its gradient's. tile_n: keys of a tile;
+    turned_bytes, turned_key_bytes: as in `Fp8View`. Others as in `PrepareView`.
+    """
+
+    kernel: KernelView
+    threads: int
+    headers: str
+    structs: str
+    head_dim_qk: int
+    head_dim_v: int
+    row_block: int
+    tile_n: int
+    turned_bytes: int
+    turned_key_bytes: int
+    o: StoredView
+    d_o_element: str
+    own_scale_s: str
+    varlen: bool
+    queries: SequenceView
+    keys: SequenceView
+    parts: str | None
+    zeroes_turns: bool
+    q_len: str
+    tensor_row: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8ConvertView:
+    """Values of fp8_convert.cu.j2: dQ from its sums. Strings are C++. As `ConvertView`, with the
+    elements of dQ."""
+
+    kernel: KernelView
+    threads: int
+    headers: str
+    structs: str
+    gradient: StoredView
+    head_dim_qk: int
+    row_block: int
+    varlen: bool
+    queries: SequenceView
+    parts: str | None
+    zeroes_turns: bool
+    q_len: str
+    tensor_row: str
+    block_parts: int
+    dq_columns: int
+
+
+def stored_view(dtype: str) -> StoredView:
+    """How elements of a dtype are stored."""
+    count = DTYPE_BYTES[dtype]
+    pair = "unsigned short" if count == 1 else "u32"
+    return StoredView(CPP_ELEMENTS[dtype], count == 1, count, 128 // count, pair)
+
+
+def fp8_view(
+    problem: Problem, plan: BackwardPlan, kernel: KernelEntry, uses: Uses, root: Path
+) -> Fp8View:
+    """Decide what fp8.cu.j2 renders. uses: its fragments by role."""
+    masks = uses["mask"]
+    scores = scores_view(uses["score"], masks)
+    d, d_v = problem.head_dim_qk, problem.head_dim_v
+    over_queries = (plan.tile.m // STEP,)
+    return Fp8View(
+        kernel=kernel_view(kernel, template_of(plan)),
+        threads=plan.threads,
+        headers=_main_headers(problem),
+        structs=structs_of(uses, root),
+        element=CPP_ELEMENTS[problem.dtype_q],
+        d_o_element=CPP_ELEMENTS[problem.dtype_of("d_o")],
+        gradient=stored_view(problem.dtype_of("dk")),
+        own_scale_s=OWN_SCALES[problem.dtype_q],
+        head_dim_qk=d,
+        head_dim_v=d_v,
+        tile_m=plan.tile.m,
+        tile_n=plan.tile.n,
+        consumers=plan.consumers,
+        producer_registers=plan.producer_registers,
+        consumer_registers=plan.consumer_registers,
+        stages=plan.q_stages,
+        held_steps=plan.held_steps,
+        holds_keys=plan.held_steps == _steps_of(d),
+        gradients_late=is_crowded(problem),
+        turned_bytes=image_bytes(problem),
+        turned_key_bytes=key_image_bytes(plan.dq_columns * plan.consumers),
+        smem=smem_constants(plan.smem),
+        masks=mask_list_view(masks),
+        scores=scores,
+        queries=sequence_view(uses["q_seq"][0]),
+        keys=sequence_view(uses["kv_seq"][0]),
+        kv_alias=Alias("KvFetch", uses["kv_fetch"][0].fragment.struct),
+        varlen=problem.varlen,
+        gathered=(),
+        row_block=plan.row_block,
+        mask_tensor="",
+        dropout=False,
+        jobs=jobs_view(problem, plan, "KvLoader{p, smem}"),
+        gaps=gaps_of(problem, plan),
+        visits=visits_view(plan, looks_ahead=False),
+        ptx=PtxTypes(problem.dtype_q, problem.dtype_kv, problem.dtype_of("d_o")),
+        score_product=Product(plan.tile.m, (_steps_of(d) - plan.held_steps, _steps_of(d_v))),
+        dk_product=Product(plan.dk_columns, over_queries),
+        dv_product=Product(plan.dv_columns, over_queries),
+        dq_product=Product(plan.dq_columns, (plan.tile.n // STEP,)),
+        deterministic=plan.deterministic,
+        descending=plan.descending,
+        prefetched=("map_q", "map_k", "map_v", "map_d_o", "map_dk", "map_dv"),
+    )
+
+
+def turning_view(
+    problem: Problem, plan: TurningPlan, kernel: KernelEntry, uses: Uses, root: Path
+) -> TurningView:
+    """Decide what fp8_prepare.cu.j2 renders. uses: fragments of both sequences."""
+    return TurningView(
+        kernel=kernel_view(kernel, template_of(plan)),
+        threads=plan.threads,
+        headers=_turning_headers(problem),
+        structs=structs_of(uses, root) if problem.varlen else "",
+        head_dim_qk=problem.head_dim_qk,
+        head_dim_v=problem.head_dim_v,
+        row_block=plan.tile.m,
+        tile_n=plan.tile.n,
+        turned_bytes=image_bytes(problem),
+        turned_key_bytes=key_image_bytes(plan.key_columns),
+        o=stored_view(problem.dtype_o),
+        d_o_element=CPP_ELEMENTS[problem.dtype_of("d_o")],
+        own_scale_s=OWN_SCALES[problem.dtype_q],
+        varlen=problem.varlen,
+        queries=sequence_view(uses["q_seq"][0]),
+        keys=sequence_view(uses["kv_seq"][0]),
+        parts=None,
+        zeroes_turns=True,
+        q_len=q_len_of(problem),
+        tensor_row=_tensor_row(problem),
+    )
+
+
+def fp8_convert_view(
+    problem: Problem, plan: ConvertPlan, kernel: KernelEntry, uses: Uses, root: Path
+) -> Fp8ConvertView:
+    """Decide what fp8_convert.cu.j2 renders. uses: the fragment of the queries' sequence."""
+    return Fp8ConvertView(
+        kernel=kernel_view(kernel, template_of(plan)),
+        threads=plan.threads,
+        headers=_convert_headers(problem),
+        structs=structs_of(uses, root) if problem.varlen else "",
+        gradient=stored_view(problem.dtype_of("dq")),
+        head_dim_qk=problem.head_dim_qk,
+        row_block=plan.row_block,
+        varlen=problem.varlen,
+        queries=sequence_view(uses["q_seq"][0]),
+        parts="kParts",
+        zeroes_turns=False,
+        q_len=q_len_of(problem),
+        tensor_row=_tensor_row(problem),
+        block_parts=plan.parts,
+        dq_columns=plan.dq_columns,
+    )
+
+
+def _steps_of(extent: int) -> int:
+    return -(-extent // STEP)
+
+
+def _tensor_row(problem: Problem) -> str:
+    return "(first_token + row)" if problem.varlen else "row"
+
+
+def _main_headers(problem: Problem) -> str:
+    packed = "packed" in (problem.q_seq, problem.kv_seq)
+    return included(
+        ("context.cuh", True),
+        ("mma/fragment.cuh", True),
+        ("mma/gemm.cuh", True),
+        ("mma/stage.cuh", True),
+        ("mma/stage8.cuh", True),
+        ("ptx/barrier.cuh", True),
+        ("ptx/global.cuh", True),
+        ("ptx/math.cuh", True),
+        ("ptx/matrix_move.cuh", True),
+        ("ptx/tma.cuh", True),
+        ("scale_gradients.cuh", True),
+        ("scheduler/gap_rows.cuh", problem.varlen),
+        ("scheduler/kv_blocks.cuh", True),
+        ("scheduler/q_blocks.cuh", True),
+        ("scheduler/packed_tiles.cuh", packed),
+        ("scheduler/sequence_order.cuh", problem.varlen),
+        ("scheduler/tile_order.cuh", True),
+        ("softmax/transposed.cuh", True),
+        ("special.cuh", bool(problem.scores)),
+    )
+
+
+def _turning_headers(problem: Problem) -> str:
+    return included(
+        ("context.cuh", problem.varlen),
+        ("mma/transpose.cuh", True),
+        ("platform.cuh", True),
+        ("ptx/barrier.cuh", True),
+        ("ptx/global.cuh", True),
+        ("ptx/math.cuh", True),
+        ("ptx/tma.cuh", True),
+        ("scale_gradients.cuh", True),
+        ("scheduler/grid_place.cuh", True),
+        ("scheduler/packed_tiles.cuh", "packed" in (problem.q_seq, problem.kv_seq)),
+        ("softmax/row.cuh", True),
+    )
+
+
+def _convert_headers(problem: Problem) -> str:
+    return included(
+        ("context.cuh", problem.varlen),
+        ("mma/fragment.cuh", True),
+        ("ptx/math.cuh", True),
+        ("ptx/tma.cuh", True),
+        ("scale_gradients.cuh", True),
+        ("scheduler/grid_place.cuh", True),
+        ("scheduler/packed_tiles.cuh", problem.q_seq == "packed"),
+    )

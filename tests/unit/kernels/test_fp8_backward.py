@@ -1,0 +1,91 @@
+"""Plans of the backward in 8 bits: which head dims they serve, what they fit in, that they compile
+without spills, and what lies transposed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from attngen import AttentionSpec, SpecError
+from attngen.fragments import features
+from attngen.kernels import plan
+from attngen.kernels.wgmma.backward.fp8_choices import image_bytes
+from attngen.kernels.wgmma.backward.plan import MAIN_8, BackwardPlan, TurningPlan
+from attngen.spec.problem import Problem
+from attngen.spec.resolve import resolve
+from attngen.targets.target import DEFAULT
+from tools import sweep
+
+HEAD_DIMS = tuple(range(16, 129, 16))
+
+
+def problem_of(**fields: object) -> Problem:
+    """The backward of a spec in e4m3, with these fields."""
+    given = {"head_dim": 128, "dtype": "e4m3", "directions": ("bwd",), **fields}
+    (found,) = resolve(AttentionSpec(**given), features.scan())  # type: ignore[arg-type]
+    return found
+
+
+def main_of(problem: Problem) -> BackwardPlan:
+    (found,) = (x for x in plan.plans(problem, DEFAULT.name) if x.family == MAIN_8)
+    assert isinstance(found, BackwardPlan)
+    return found
+
+
+def drawn(count: int, seed: int) -> Iterator[Problem]:
+    """Random problems of the backward in 8 bits."""
+    choose = random.Random(seed)
+    for _ in range(count):
+        d = choose.choice(HEAD_DIMS)
+        d_v = choose.choice([x for x in HEAD_DIMS if d > 64 or x <= 64])
+        yield problem_of(
+            head_dim=d,
+            head_dim_v=choose.choice((d, d_v)),
+            dtype=choose.choice(("e4m3", "e4m3", "e5m2")),
+            d_o_dtype=choose.choice(("e4m3", "e5m2")),
+            grad_dtype=choose.choice(("bf16", "fp16", "e5m2", "e4m3")),
+            out_dtype=choose.choice(("bf16", "e4m3")),
+            layout=choose.choice(("bshd", "thd", "thd_bshd_bshd")),
+            mask=choose.choice(("none", "causal")),
+            seqused=choose.random() < 0.3,
+            window=choose.random() < 0.4,
+            alibi=choose.random() < 0.3,
+            softcap=choose.random() < 0.3,
+            deterministic=choose.random() < 0.4,
+        )
+
+
+@pytest.mark.parametrize("grad", ["bf16", "e5m2"])
+def test_every_pair_of_head_dims_fits_or_is_refused_with_the_reason(grad: str) -> None:
+    for d, d_v in itertools.product(HEAD_DIMS, HEAD_DIMS):
+        fields = dict(head_dim=d, head_dim_v=d_v, grad_dtype=grad, layout="thd")
+        if d <= 64 < d_v:
+            with pytest.raises(SpecError, match="with V's up to 64 where Q's are"):
+                problem_of(**fields)
+            continue
+        main = main_of(problem_of(**fields))
+        assert main.smem_bytes <= DEFAULT.cta_smem_bytes
+        assert main.dk_columns + main.dv_columns <= 256
+
+
+def test_keys_stay_in_registers_where_nothing_else_needs_these() -> None:
+    assert main_of(problem_of()).held_steps == 2
+    assert main_of(problem_of(head_dim=32)).held_steps == 1
+    assert main_of(problem_of(head_dim=80, softcap=True)).held_steps == 0
+
+
+def test_dq_is_shared_by_columns_of_whole_steps() -> None:
+    problem = problem_of(head_dim=80, head_dim_v=96)
+    main = main_of(problem)
+    assert (main.dq_split, main.dq_columns) == ("columns", 48)
+    prepare, *_ = plan.plans(problem, DEFAULT.name)
+    assert isinstance(prepare, TurningPlan) and prepare.key_columns == 96
+    assert image_bytes(problem) == 96 * 128
+
+
+@pytest.mark.parametrize("problem", list(drawn(10, seed=3)), ids=lambda x: x.label)
+def test_kernels_compile_without_spills(problem: Problem) -> None:
+    assert sweep.check(problem) == []
