@@ -28,10 +28,9 @@ from .plan import (
 
 PREPARE_THREADS = 256
 CONVERT_THREADS = 128  # those whose fragments a part of dQ's workspace is
-# Registers a thread of the producer and of a consumer: a CTA starts with 504 for each of them
+# Registers a thread of the producer and of a consumer: a CTA starts with 504 for these roles
 # together, no more of which may be handed over.
 REGISTERS = (40, 232)
-ORDERED_REGISTERS = (56, 224)  # where reducers work out turns beside lengths
 BARRIERS = 26
 FACTOR_BYTES = 16
 MOST_COLUMNS = 128  # of dK and dV of 64 keys, which a consumer has registers for
@@ -79,7 +78,6 @@ def _main(problem: Problem, target: Target) -> BackwardPlan:
         **{"Dv": gradient, "Dk": gradient},
     }
     rows = STAGES * tile.m * 4
-    ordered = problem.deterministic and is_crowded(problem)
     small = {"Factors": FACTOR_BYTES, "Lse": rows, "D": rows, "Barriers": BARRIERS * BARRIER_BYTES}
     draft = Draft(
         family=MAIN_8,
@@ -94,22 +92,22 @@ def _main(problem: Problem, target: Target) -> BackwardPlan:
         dq_columns=dq_columns,
         dk_columns=d,
         dv_columns=d_v,
-        registers=ORDERED_REGISTERS if ordered else REGISTERS,
+        registers=REGISTERS,
         deterministic=problem.deterministic,
     )
     return replace(finish(problem, draft, target), held_steps=_held_steps(problem))
 
 
 def is_crowded(problem: Problem) -> bool:
-    """Whether registers are few: beside derivatives, or where both lengths and scores vary."""
-    return "softcap" in problem.scores or (problem.varlen and bool(problem.scores))
+    """Whether registers are few: beside derivatives, or lengths with scores or an order."""
+    beside = bool(problem.scores) or problem.deterministic
+    return "softcap" in problem.scores or (problem.varlen and beside)
 
 
 def _held_steps(problem: Problem) -> int:
     """Steps of a tile's keys that consumers have registers for."""
     steps = -(-problem.head_dim_qk // STEP)
-    most = HELD_STEPS - problem.varlen
-    return 0 if is_crowded(problem) else min(most, steps)
+    return 0 if is_crowded(problem) else min(HELD_STEPS - problem.varlen, steps)
 
 
 def _prepare(problem: Problem, main: BackwardPlan) -> TurningPlan:
