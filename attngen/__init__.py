@@ -8,7 +8,11 @@ Names load on first use, so that importing attngen costs nothing and needs no to
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from importlib import import_module
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -94,6 +98,49 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(f".{home}", __name__), name)
     globals()[name] = value
     return value
+
+
+class _FrontEndFinder:
+    """Finds front ends by their public names, as `from attngen.te import …` asks for them: each is
+    the module of its home, under a second name."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of a front end, or of a module in it; None of anything else."""
+        if not name.startswith(f"{__name__}."):
+            return None
+        public, _, inner = name.removeprefix(f"{__name__}.").partition(".")
+        if public not in _FRONT_ENDS:
+            return None
+        home = f"{__name__}.{_FRONT_ENDS[public]}" + (f".{inner}" if inner else "")
+        return ModuleSpec(name, _SameModule(home))  # type: ignore[arg-type]  # what import asks of it
+
+
+class _SameModule:
+    """Loads a module that has a name already, and leaves it as it is."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The module of that name, imported if nobody has."""
+        found = import_module(self._name)
+        self._spec = found.__spec__
+        return found
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module back the spec that import has replaced."""
+        module.__spec__ = self._spec
+
+
+def _find_front_ends() -> None:
+    """Have imports find them, once, however often this package is imported anew."""
+    known = [each for each in sys.meta_path if type(each).__name__ != _FrontEndFinder.__name__]
+    sys.meta_path[:] = [_FrontEndFinder(), *known]
+
+
+_find_front_ends()
 
 
 def __dir__() -> list[str]:
