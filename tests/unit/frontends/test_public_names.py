@@ -13,7 +13,7 @@ FRONT_ENDS = {"te": "transformer_engine", "transformer_engine": "transformer_eng
 
 
 def run(code: str) -> str:
-    """What a new process prints."""
+    """Run code in a new process, and return its output."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
