@@ -41,8 +41,8 @@ def gradient_violations(
     assert q is not None  # the operation's schema
     if is_fp8(q) or (k is not None and is_fp8(k)):
         yield (
-            "a gradient is needed, but FP8 kernels have no backward yet: call under "
-            "torch.no_grad(), or detach what requires it"
+            "a gradient is needed, of which this operation has none in FP8: call "
+            "attngen.attention, whose gradients have 16 bits, or detach what requires it"
         )
     elif output_dtype(q, arguments) != dtype_name(q):
         yield (

@@ -57,7 +57,7 @@ class How:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class PlannedCall:
     """A call but for its tensors.
 
     constant: arguments of `attngen.attention`; reads: those that are tensors of the call, by its
@@ -93,7 +93,7 @@ class Plan:
         return (flat, aux.max_logit.to(out.dtype)) if self.max_logit else flat
 
 
-def plan_of(words: Words, how: How, batch: int | None, present: Collection[str]) -> Plan:
+def plan_of(words: Words, how: How, batch: int | None, present: Collection[str]) -> PlannedCall:
     """The plan of calls of these words. batch: sequences of dense formats or pages; present: names
     of the tensors that there are beside q, k and v.
 
@@ -115,7 +115,7 @@ def plan_of(words: Words, how: How, batch: int | None, present: Collection[str])
         reads.append(Read("sink", "softmax_offset", as_sink))
     if parse(words.layout).paged:
         reads.append(Read("page_table", "page_table", lambda table: table[:batch]))
-    return Plan(constant, tuple(reads), words.drops, how.max_logit, how.context)
+    return PlannedCall(constant, tuple(reads), words.drops, how.max_logit, how.context)
 
 
 def _constants(words: Words, how: How) -> dict[str, Any]:

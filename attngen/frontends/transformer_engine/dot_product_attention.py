@@ -34,7 +34,7 @@ from .calls import (
     three_of,
 )
 from .choice import Facts, backend_of, choices
-from .core import Output, Plan, Words, plan_of
+from .core import Output, PlannedCall, Words, plan_of
 from .environment import NONDETERMINISTIC, enabled
 from .kept import Kept
 from .masks import check_set_window_size, ends_at_corner, mask_name
@@ -53,7 +53,7 @@ class DotProductAttention(nn.Module):
     logits [h] with return_max_logit. docs/guide/transformer-engine.md says what differs.
     """
 
-    _plans: Kept[Plan]
+    _plans: Kept[PlannedCall]
 
     @method_taking(Settings)
     def __init__(self, settings: Settings) -> None:
@@ -194,13 +194,13 @@ class DotProductAttention(nn.Module):
             return checkpointed(lambda: plan(carriers, call, more), self.rng_states_tracker)
         return plan(carriers, call, more)
 
-    def _kept_plan_of(self, call: Call) -> Plan:
+    def _kept_plan_of(self, call: Call) -> PlannedCall:
         """The plan of calls like this one, made once; anew where an attribute of the module was
         set, or backends are to be chosen anew. Raises: as `_plan_of` does."""
         number = choices.number()  # first, as it may forget
         return self._plans.find((number, form_of(call)), lambda: self._plan_of(call))
 
-    def _plan_of(self, call: Call) -> Plan:
+    def _plan_of(self, call: Call) -> PlannedCall:
         """The plan of a call. Raises: as `forward` does."""
         axes = self.qkv_format if call.qkv_format is None else call.qkv_format
         assert axes in FORMATS, f"qkv_format={axes!r}; allowed: {', '.join(FORMATS)}"

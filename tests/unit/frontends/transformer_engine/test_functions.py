@@ -6,6 +6,7 @@ import inspect
 import math
 from dataclasses import replace
 from itertools import cycle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -288,7 +289,7 @@ def test_signatures() -> None:
     [
         ({"fused_attention_backend": te.FusedAttnBackend.No_Backend}, ValueError, "No_Backend"),
         ({"fused_attention_backend": te.FusedAttnBackend.FP8}, SpecError, "FP8"),
-        ({"s_quantizer": object()}, SpecError, "quantizers"),
+        ({"s_quantizer": SimpleNamespace()}, SpecError, "quantizers"),
         ({"qkv_layout": "bssd"}, KeyError, "bssd"),
         ({"attn_mask_type": "arbitrary"}, KeyError, "arbitrary"),
         ({"attn_bias_type": "some"}, KeyError, "some"),

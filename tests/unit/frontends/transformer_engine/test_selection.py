@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,7 +140,7 @@ def test_fused_comes_before_flash_and_flash_before_unfused(monkeypatch: Any) -> 
         ({"fp8": True}, [False, False, False]),
         ({"context_parallel": True}, [False, False, False]),
         ({"has_score_mod": True}, [False, False, False]),
-        ({"inference_params": object(), "attn_mask_type": "no_mask"}, [True, True, True]),
+        ({"inference_params": SimpleNamespace(), "attn_mask_type": "no_mask"}, [True, True, True]),
         ({"attn_mask_type": "padding", "cuda_graph": True}, [True, True, False]),
         ({"deterministic": True, "attention_dropout": 0.1}, [True, True, True]),
     ],
