@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from ..call.signatures import signature
-from ..call.table import REFERENCE_ROWS, AttentionCall, make_call
+from ..call.table import (
+    CARRIERS,
+    DIFFERENTIABLE,
+    REFERENCE_ROWS,
+    AttentionCall,
+    make_call,
+    named,
+)
 from ..errors import SpecError
 from ..results import AttentionAux
 from . import fp8
@@ -133,7 +140,9 @@ def run(
         if call.return_amax:
             amax_o = torch.cat([amax_o, result.o.abs().flatten()]).amax(0, keepdim=True)
     if not queries:  # nothing was computed, and yet there are gradients: zeros
-        for x in (operands.q, operands.k, operands.v, call.sink, call.bias, call.alibi_slopes):
+        given = named(call)
+        learned = [given.get(name) for name in DIFFERENTIABLE if name not in CARRIERS]
+        for x in (operands.q, operands.k, operands.v, *learned):
             if isinstance(x, Tensor) and x.requires_grad:
                 nothing = x.flatten()[:0].sum()
                 out, lse = out + nothing, lse + nothing

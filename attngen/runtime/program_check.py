@@ -41,6 +41,8 @@ _LIMITS = {
     "cta_blocks": (1, 1 << 16),
     "dq_floats": (0, 1 << 24),
     "dkv_floats": (0, 1 << 24),
+    "turned_bytes": (0, 1 << 16),
+    "turned_key_bytes": (0, 1 << 16),
     "block_keys": (0, 1 << 16),
     "ctas": (1, 32),
     "part_floats": (0, MOST_HEAD_DIM),

@@ -20,6 +20,8 @@ from .violations import Violation
 
 DIRECTIONS = ("fwd", "bwd")
 DTYPES = (*DTYPES_16BIT, *DTYPES_8BIT)
+# Of a backward in 8 bits.
+DEFAULT_GRAD_DTYPE, DEFAULT_D_O_DTYPE = "bf16", "e5m2"
 # Of the kernels that split keys: the largest, and what they have no room for beyond.
 SPLIT_HEAD_DIMS = {
     "head_dim": (576, "64 queries and two stages of 32 keys and values take 208 of 227 KiB"),
@@ -78,7 +80,7 @@ def backward_of(spec: AttentionSpec, forward: Problem) -> Problem:
     backward = forward.backward(spec.deterministic)
     if not forward.eight_bit:
         return backward
-    d_o, grad = spec.d_o_dtype or "e5m2", spec.grad_dtype or "bf16"
+    d_o, grad = spec.d_o_dtype or DEFAULT_D_O_DTYPE, spec.grad_dtype or DEFAULT_GRAD_DTYPE
     return dataclasses.replace(
         backward,
         dtype_d_o=d_o,  # type: ignore[arg-type]  # checked with the spec

@@ -13,7 +13,13 @@ from ..io.text import quoted, suggestion
 from .attention_spec import AttentionSpec
 from .masks import JOINT, joined
 from .problem import BIASES, Problem
-from .resolve import default_out_dtype, find_violations, resolve
+from .resolve import (
+    DEFAULT_D_O_DTYPE,
+    DEFAULT_GRAD_DTYPE,
+    default_out_dtype,
+    find_violations,
+    resolve,
+)
 
 # Fields of a problem that name fragments → the axis of these.
 _FRAGMENTS = {
@@ -48,6 +54,8 @@ def spec_of(problem: Problem, arch: str) -> AttentionSpec:
         dtype=dtype,
         kv_dtype=None if problem.dtype_kv == dtype else problem.dtype_kv,
         out_dtype=None if problem.dtype_o == default_out_dtype(dtype) else problem.dtype_o,
+        grad_dtype=_unless(problem.dtype_grad, DEFAULT_GRAD_DTYPE),
+        d_o_dtype=_unless(problem.dtype_d_o, DEFAULT_D_O_DTYPE),
         layout=(problem.paged and layouts[1]) or layouts[0],
         mask=joined(masks),
         window="window" in problem.masks,
@@ -66,6 +74,11 @@ def spec_of(problem: Problem, arch: str) -> AttentionSpec:
         directions=(problem.direction,),
         arch=(arch,),
     )
+
+
+def _unless(dtype: str | None, default: str) -> str | None:
+    """The dtype as a spec says it: None where it is the default."""
+    return None if dtype == default else dtype
 
 
 def find_faults(problem: Problem, arch: str, known: Features) -> list[str]:

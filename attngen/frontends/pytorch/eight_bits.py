@@ -157,11 +157,16 @@ def of_stored(attend: Callable[..., Result], call: AttentionCall) -> Result | No
     stored = {name: x._data for name, x in given.items()}
     dtype = first.dtype if call.out_dtype is None else call.out_dtype
     plain = AttentionCall(**{**named(call), **stored, **scales, "out_dtype": dtype})
-    if not _needs_gradient((call.q, call.k, call.v, call.sink, call.bias)):
+    if not _needs_gradient((call.q, call.k, call.v, *_learned(call))):
         return attend(**given_by(plain))
     carriers = [None if (x := given.get(name)) is None else _Carrier.apply(x) for name in CARRIERS]  # type: ignore[no-untyped-call]
     q, k, v = carriers
     return differentiable(plain, (q, k, v))
+
+
+def _learned(call: AttentionCall) -> list[Any]:
+    """Operands beside q, k and v of which kernels have gradients."""
+    return [getattr(call, name) for name in LEARNED]
 
 
 def _is_stored(x: Any) -> bool:
@@ -277,7 +282,7 @@ calls: CallCache[Differentiable] = CallCache(guard)
 def _refuse(call: AttentionCall, carriers: Carriers) -> None:
     """Raises: SpecError with each reason for which an FP8 call has no gradients."""
     reasons = []
-    if is_distributed((*carriers, call.bias, call.sink)):
+    if is_distributed((*carriers, *_learned(call))):
         reasons.append("FP8 calls of distributed tensors have no gradients. Use to_local().")
     if is_fp8(output_dtype(call)):
         reasons.append(

@@ -14,7 +14,14 @@ from ...call.fp8_gradients import MAXIMA
 from ...call.gradient_kernels import GRADIENTS, names_of
 from ...call.numbers import Arguments
 from ...call.prepare_backward import PreparedBackward, prepare_backward
-from ...call.table import GRADIENT_OF, INPUTS, LEARNED, OPTIONAL, WantedGradients
+from ...call.table import (
+    GRADIENT_OF,
+    INPUTS,
+    LEARNED,
+    OPTIONAL,
+    ROW_OF_OPERAND,
+    WantedGradients,
+)
 from . import backward as in_16_bits
 from .descriptions import described_by_name, device_of
 from .operation import format_of
@@ -88,10 +95,10 @@ def fp8_backward(
 
 
 def _dtype_of(gradient: str, q: Tensor, arguments: Arguments) -> torch.dtype:
-    """The dtype of a result: the sink's gradient and maxima are float32."""
-    if gradient == "dsink" or gradient in MAXIMA:
-        return torch.float32
-    return output_dtype(q, arguments)
+    """The dtype of a result: that of maxima and of operands in float32 is theirs."""
+    rows = (ROW_OF_OPERAND[name] for name, its in GRADIENT_OF.items() if its == gradient)
+    in_float32 = gradient in MAXIMA or any(row.dtype == "float32" for row in rows)
+    return torch.float32 if in_float32 else output_dtype(q, arguments)
 
 
 def _scales(rest: Sequence[Any]) -> dict[str, Tensor | None]:

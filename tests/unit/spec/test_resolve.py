@@ -470,3 +470,16 @@ def test_refusal_says_what_was_probably_meant(fields: dict, said: str, legal: di
     (violation,) = find_violations(spec, features.scan())
     assert said in violation.reason
     assert nearest(spec, features.scan()) == AttentionSpec(**{"head_dim": 64, **legal})
+
+
+OF_FIELDS = [x for axis in ("mask", "score") for x in KNOWN[axis].values() if not x.called]
+
+
+@pytest.mark.parametrize("fragment", OF_FIELDS, ids=lambda x: x.name)
+def test_fragment_that_a_field_asks_for_is_in_the_problem(fragment) -> None:
+    """A fragment that `selected_by` names a field for, and that no problem has, would be left out
+    without a word."""
+    field = fragment.selected_by
+    value = fragment.name.removesuffix("_bias") if field == "bias" else True
+    (problem,) = resolve(AttentionSpec(64, **{field: value}), KNOWN)
+    assert fragment.name in (*problem.masks, *problem.scores)
