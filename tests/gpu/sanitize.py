@@ -41,6 +41,7 @@ from tests.gpu import (  # noqa: E402
     kv_cache,
     oracle,
     oracle_fp8,
+    test_fp8_backward,
     test_large_scores,
     test_scale_extremes,
     variants,
@@ -65,6 +66,7 @@ AnyCase = (
     Case
     | Fp8Case
     | BackwardCase
+    | test_fp8_backward.Case
     | Variant
     | SoftcapCase
     | PagedCase
@@ -111,6 +113,11 @@ def run(case: AnyCase, device: torch.device) -> None:
         return
     if isinstance(case, BackwardCase):
         run_backward(case, device)
+        return
+    if isinstance(case, test_fp8_backward.Case):
+        made = test_fp8_backward.given(case)
+        found = made.on(device).run()
+        test_fp8_backward.check(made, {name: x.cpu() for name, x in found.items()})
         return
     if isinstance(case, Variant):
         run_variant(case, device)

@@ -121,6 +121,20 @@ class Given:
     backward: BackwardOperands
     arguments: dict[str, Any]
 
+    def on(self, device: torch.device) -> Given:
+        """The same on another device."""
+        moved = {
+            name: x.to(device) if isinstance(x, Tensor) else x
+            for name, x in {**vars(self.backward), **self.arguments}.items()
+        }
+        backward = {name: moved[name] for name in vars(self.backward)}
+        return Given(
+            self.case,
+            *(x.to(device) for x in (self.q, self.k, self.v)),
+            BackwardOperands(**backward),
+            {name: moved[name] for name in self.arguments},
+        )
+
     def run(self, **other: Any) -> dict[str, Tensor]:
         """The kernels' results. other: scales and operands in place of its own."""
         case, given = self.case, replace(self.backward, **other)
