@@ -195,6 +195,8 @@ def variants(value: Any) -> Iterator[Any]:
                 yield (*value[:index], other, *value[index + 1 :])
     elif isinstance(value, bool):
         yield not value
+    elif value is None:
+        yield "something"
     else:
         yield value + (1 if isinstance(value, int | float) else "x")
 
