@@ -122,7 +122,7 @@ class Given:
     arguments: dict[str, Any]
 
     def on(self, device: torch.device) -> Given:
-        """The same on another device."""
+        """Move it to another device."""
         moved = {
             name: x.to(device) if isinstance(x, Tensor) else x
             for name, x in {**vars(self.backward), **self.arguments}.items()
