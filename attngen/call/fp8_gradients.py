@@ -8,11 +8,12 @@ from dataclasses import replace
 from ..runtime.load import LoadedKernel
 from ..runtime.run_time import Extent, blocks_of
 from ..spec.attention_spec import AttentionSpec, dtype_name
+from .checks import device_violations
 from .fp8_checks import BACKWARD_SCALES, STORED_SCALES
 from .numbers import Arguments
 from .operands import output_dtype, output_shapes, sequences_of
 from .prepared import Output
-from .tensors import FP8, Described, TensorDesc, named
+from .tensors import FP8, TensorDesc, named
 from .tensors import dtype_name as name_of_dtype
 
 MAXIMA = ("amax_dp", "amax_dq", "amax_dk", "amax_dv")
@@ -68,12 +69,11 @@ def violations(
             yield f"{name} needs float32 {[*lse]}; got {named(row)}"
     if sequences_of(q, given, arguments.layout) < 0:
         return  # said of the lengths
-    yield from _scale_violations(given, o_dtype, output_dtype(q, arguments), q)
+    yield from device_violations({"q": q, **{name: given[name] for name in BACKWARD_SCALES}})
+    yield from _scale_violations(given, o_dtype, output_dtype(q, arguments))
 
 
-def _scale_violations(
-    given: Tensors, o_dtype: str, gradients: str, q: Described
-) -> Iterator[str]:
+def _scale_violations(given: Tensors, o_dtype: str, gradients: str) -> Iterator[str]:
     """Faults of the scales. o_dtype: the output's; gradients: theirs."""
     for name in BACKWARD_SCALES:
         scale = given[name]
@@ -81,8 +81,6 @@ def _scale_violations(
             continue
         if name_of_dtype(scale) != "float32" or tuple(scale.shape) != (1,):
             yield f"{name} needs float32 [1]; got {named(scale)}. Pass a tensor on q's device."
-        if scale.device != q.device:
-            yield f"{name} is on {scale.device}, q on {q.device}; move one"
         if name in STORED_SCALES and gradients not in FP8:
             yield f"{name} scales a gradient in 8 bits; got it beside {gradients}. Leave it out."
     if given["descale_o"] is not None and o_dtype not in FP8:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from itertools import chain, compress
 
 from ..kernels.selection import made_by
 from ..runtime.load import LoadedKernel
-from .table import WantedGradients
+from .table import LEARNED, WantedGradients
 
 GRADIENTS = ("dq", "dk", "dv")
 ROWS = ("lse_log2", "d")  # LSE and D of every row, of which the gradient of a sink is made
+
+
+def wanted_of_operands(names: Set[str], one_tensor: bool) -> WantedGradients:
+    """Gradients that are wanted where these operands need theirs. one_tensor: whether Q, K and V
+    are one."""
+    of_keys = bool(names & ({"q"} if one_tensor else {"k", "v"}))
+    return WantedGradients("q" in names, of_keys, *[each in names for each in LEARNED])
 
 
 def names_of(wanted: WantedGradients) -> tuple[str, ...]:

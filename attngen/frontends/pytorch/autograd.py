@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ...call.gradient_checks import no_gradient
+from ...call.gradient_kernels import wanted_of_operands
 from ...call.prepared import PreparedCall
-from ...call.table import GRADIENT_OF, INPUTS, LEARNED, WantedGradients
+from ...call.table import GRADIENT_OF, INPUTS, WantedGradients
 from ...errors import SpecError
 from . import bias
 from .backward import differentiate, dispatch
@@ -52,7 +53,7 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 def gradients(
     ctx: Any, d_o: Tensor | None, dlse: Tensor | None, *_: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Those of the operation's arguments, from those of its output and LSE."""
+    """Gradients of the operation's arguments, from those of its output and LSE."""
     given = ctx.needs_input_grad  # the dispatcher left out what equals its default at the end
     returned: list[Tensor | None] = [None] * len(given)
     if d_o is None and dlse is None:
@@ -77,9 +78,8 @@ def _asked(
     needs none."""
     present = [INPUTS[place] for place in places]
     wanted = set(compress(present, needed))
-    of_keys = bool(wanted & ({"k", "v"} if "k" in present else {"q"}))  # else all are one tensor
     names = tuple(GRADIENT_OF[name] if name in wanted else None for name in present)
-    return WantedGradients("q" in wanted, of_keys, *[each in wanted for each in LEARNED]), names
+    return wanted_of_operands(wanted, one_tensor="k" not in present), names
 
 
 # ---- of calls that nobody looks on at

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ...call.cache import CallCache
-from ...call.gradient_kernels import GRADIENTS, names_of
+from ...call.gradient_kernels import names_of
 from ...call.operands import boxed
 from ...call.prepare_backward import PreparedBackward, prepare_backward
-from ...call.table import GRADIENT_OF, INPUTS, LEARNED, OPTIONAL, ROW_OF_OPERAND, WantedGradients
+from ...call.table import GRADIENT_OF, INPUTS, LEARNED, ROW_OF_OPERAND, WantedGradients
 from ...errors import SpecError
 from . import bias, routing, sinks
 from .checks import check_rows
@@ -55,8 +55,7 @@ def backward(
     """
     (optional, arguments), wanted = split(rest), wanted_of(rest, k is None)
     operands = dict(zip(INPUTS, (q, k, v, *optional), strict=True))
-    absent = {GRADIENT_OF[name]: False for name in LEARNED if operands[name] is None}
-    wanted = wanted._replace(**absent)
+    wanted = of_given(wanted, operands)
     form = CallForm(arguments, places_of(tuple(operands.values())))
     present = [x for x in operands.values() if x is not None]
     found = differentiate(form, wanted, d_o, dlse, o, lse, present, dispatched=True)
@@ -64,6 +63,14 @@ def backward(
         found[gradient] if gradient in found else _like(name, q, lse).new_empty(0)
         for name, gradient in GRADIENT_OF.items()
     )
+
+
+def of_given(
+    wanted: WantedGradients, operands: Mapping[str, Tensor | None]
+) -> WantedGradients:
+    """The gradients that are wanted of operands that there are."""
+    absent = {GRADIENT_OF[name]: False for name in LEARNED if operands[name] is None}
+    return wanted._replace(**absent)
 
 
 def _like(name: str, q: Tensor, lse: Tensor) -> Tensor:
@@ -220,16 +227,23 @@ def _fake_backward(
 ) -> tuple[Tensor, ...]:
     _o, lse, *rest = others
     optional, wanted = split(rest)[0], wanted_of(rest, k is None)
-    names = names_of(wanted)
-    pairs = zip(GRADIENTS, (q, k, v), strict=True)
-    shapes = (0 if x is None or name not in names else x.shape for name, x in pairs)
-    dq, dk, dv = (q.new_empty(shape) for shape in shapes)
-    given, asked = dict(zip(OPTIONAL, optional, strict=True)), wanted._asdict()
-    learned = []
-    for name in LEARNED:
-        shape = 0 if (x := given[name]) is None or not asked[GRADIENT_OF[name]] else x.shape
-        learned.append(_like(name, q, lse).new_empty(shape))
-    return dq, dk, dv, *learned
+    shapes = shapes_of(dict(zip(INPUTS, (q, k, v, *optional), strict=True)), wanted)
+    return tuple(
+        _like(name, q, lse).new_empty(shapes[gradient]) for name, gradient in GRADIENT_OF.items()
+    )
+
+
+def shapes_of(
+    operands: Mapping[str, Tensor | None], wanted: WantedGradients
+) -> dict[str, Sequence[int]]:
+    """Shapes of an operation's gradients by their names, [0] of operands that are not there, and of
+    gradients that are not wanted."""
+    fields = wanted._asdict()
+    asked = {*names_of(wanted), *(name for name in fields if fields[name])}
+    return {
+        gradient: (0,) if (x := operands[name]) is None or gradient not in asked else x.shape
+        for name, gradient in GRADIENT_OF.items()
+    }
 
 
 def _second_derivative(*_: Any) -> None:

@@ -11,17 +11,16 @@ from torch import Tensor
 from ...call.cache import CallCache
 from ...call.fp8_checks import BACKWARD_SCALES as SCALES
 from ...call.fp8_gradients import MAXIMA
-from ...call.gradient_kernels import GRADIENTS, names_of
 from ...call.numbers import Arguments
 from ...call.prepare_backward import PreparedBackward, prepare_backward
 from ...call.table import (
     GRADIENT_OF,
     INPUTS,
-    LEARNED,
     OPTIONAL,
     ROW_OF_OPERAND,
     WantedGradients,
 )
+from ...reference.fp8_backward import chosen_scale_s
 from . import backward as in_16_bits
 from .descriptions import described_by_name, device_of
 from .operation import format_of
@@ -41,8 +40,6 @@ backwards: CallCache[PreparedBackward] = CallCache(guard)
 _COUNT = len(OPTIONAL) + len(Arguments._fields)
 # A scale of weights within what kernels hold (scale_gradients.cuh).
 _LEAST, _MOST = 2.0**-60, 2.0**60
-# The scales of weights where a call has none.
-OWN_SCALES = {torch.float8_e4m3fn: 2.0**8, torch.float8_e5m2: 2.0**15}
 
 
 def fp8_backward(
@@ -74,8 +71,7 @@ def fp8_backward(
         "dlse": None if dlse is None else dlse.float().contiguous(),
         **scales,
     }
-    absent = {GRADIENT_OF[name]: False for name in LEARNED if there[name] is None}
-    wanted = wanted._replace(**absent)
+    wanted = in_16_bits.of_given(wanted, there)
     there |= {"o": in_16_bits.copied(o), "d_o": in_16_bits.copied(d_o)}
     formats = (arguments, wanted, *map(format_of, there.values()))
     prepared = backwards.remember(
@@ -89,9 +85,10 @@ def fp8_backward(
     found = in_16_bits.run(prepared, list(given.values()), pointers)
     if "dsink" in found and prepared.launches:
         found["dsink"] /= _unit_of_weights(q, given.get("scale_s"))
-    names = {gradient: q.new_empty(0, dtype=_dtype_of(gradient, q, arguments))
-             for gradient in (*GRADIENT_OF.values(), *MAXIMA)}
-    return tuple((names | found).values())
+    return tuple(
+        found[name] if name in found else q.new_empty(0, dtype=_dtype_of(name, q, arguments))
+        for name in (*GRADIENT_OF.values(), *MAXIMA)
+    )
 
 
 def _dtype_of(gradient: str, q: Tensor, arguments: Arguments) -> torch.dtype:
@@ -116,7 +113,7 @@ def _unit_of_weights(q: Tensor, scale_s: Tensor | None) -> Tensor | float:
     """By what kernels multiply weights to store them, which is in the LSE that they leave."""
     if scale_s is not None:
         return scale_s.clamp(_LEAST, _MOST)
-    return OWN_SCALES[q.dtype]
+    return chosen_scale_s(q.dtype, 0.0)
 
 
 def _fake(
@@ -124,17 +121,9 @@ def _fake(
 ) -> tuple[Tensor, ...]:
     _o, _lse, *rest = others
     optional, arguments = split(rest)
-    wanted = _wanted(rest, k is None)
-    names, given = names_of(wanted), dict(zip(OPTIONAL, optional, strict=True))
-    asked = wanted._asdict()
-    shapes: dict[str, Any] = {
-        name: 0 if x is None or name not in names else x.shape
-        for name, x in zip(GRADIENTS, (q, k, v), strict=True)
-    }
-    for name in LEARNED:
-        x, gradient = given[name], GRADIENT_OF[name]
-        shapes[gradient] = 0 if x is None or not asked[gradient] else x.shape
-    shapes |= dict.fromkeys(MAXIMA, (1,) if arguments.amax else 0)
+    operands = dict(zip(INPUTS, (q, k, v, *optional), strict=True))
+    shapes = in_16_bits.shapes_of(operands, _wanted(rest, k is None))
+    shapes |= dict.fromkeys(MAXIMA, (int(arguments.amax),))
     return tuple(
         q.new_empty(shape, dtype=_dtype_of(name, q, arguments)) for name, shape in shapes.items()
     )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...call.gradient_kernels import wanted_of_operands
 from ...call.numbers import Arguments
 from ...call.operands import layout_of
 from ...call.table import CARRIERS, GRADIENT_OF, INPUTS, LEARNED, SCALES, WantedGradients
@@ -66,7 +67,7 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 def gradients(
     ctx: Any, d_o: Tensor | None, dlse: Tensor | None, *_: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Those of the operation's arguments, from those of its output and LSE."""
+    """Gradients of the operation's arguments, from those of its output and LSE."""
     needed = ctx.needs_input_grad  # the dispatcher left out what equals its default at the end
     returned: list[Tensor | None] = [None] * len(needed)
     if d_o is None and dlse is None:
@@ -75,12 +76,7 @@ def gradients(
     places = {name: place for place, name in enumerate(CARRIERS, 1)}
     places |= {name: _FIRST_OPERAND + INPUTS.index(name) for name in LEARNED}
     asked = {name for name, place in places.items() if place < len(needed) and needed[place]}
-    one_tensor = operands[INPUTS.index("k")] is None
-    wanted = WantedGradients(
-        "q" in asked,
-        bool(asked & ({"q"} if one_tensor else {"k", "v"})),
-        *[name in asked for name in LEARNED],
-    )
+    wanted = wanted_of_operands(asked, one_tensor=operands[INPUTS.index("k")] is None)
     differentiate = _by_kernels if ctx.kernels else reference_fp8.differentiate
     found = differentiate(wanted, d_o, dlse, out, lse, operands, ctx.arguments)
     for name in asked:

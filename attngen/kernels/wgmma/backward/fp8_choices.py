@@ -104,10 +104,15 @@ def is_crowded(problem: Problem) -> bool:
     return "softcap" in problem.scores or (problem.varlen and beside)
 
 
+def steps_of(extent: int) -> int:
+    """The steps of a reduction along so many elements."""
+    return -(-extent // STEP)
+
+
 def _held_steps(problem: Problem) -> int:
     """Steps of a tile's keys that consumers have registers for."""
-    steps = -(-problem.head_dim_qk // STEP)
-    return 0 if is_crowded(problem) else min(HELD_STEPS - problem.varlen, steps)
+    most = HELD_STEPS - problem.varlen
+    return 0 if is_crowded(problem) else min(most, steps_of(problem.head_dim_qk))
 
 
 def _prepare(problem: Problem, main: BackwardPlan) -> TurningPlan:

@@ -16,7 +16,7 @@ from ...view import (
     kernel_view,
     mask_list_view,
 )
-from .fp8_choices import STEP, image_bytes, is_crowded, key_image_bytes
+from .fp8_choices import STEP, image_bytes, is_crowded, key_image_bytes, steps_of
 from .plan import BackwardPlan, ConvertPlan, TurningPlan
 from .view_jobs import Gap, JobsView, VisitsView, gaps_of, jobs_view, visits_view
 from .view_main import Constant, Product, smem_constants
@@ -30,6 +30,7 @@ from .view_parts import (
     scores_view,
     sequence_view,
     structs_of,
+    tensor_row_of,
 )
 
 # By what weights of at most 1 are multiplied to be stored, where a call does not say, C++: the
@@ -208,7 +209,7 @@ def fp8_view(
         consumer_registers=plan.consumer_registers,
         stages=plan.q_stages,
         held_steps=plan.held_steps,
-        holds_keys=plan.held_steps == _steps_of(d),
+        holds_keys=plan.held_steps == steps_of(d),
         gradients_late=is_crowded(problem),
         turned_bytes=image_bytes(problem),
         turned_key_bytes=key_image_bytes(plan.dq_columns * plan.consumers),
@@ -227,7 +228,7 @@ def fp8_view(
         gaps=gaps_of(problem, plan),
         visits=visits_view(plan, looks_ahead=False),
         ptx=PtxTypes(problem.dtype_q, problem.dtype_kv, problem.dtype_of("d_o")),
-        score_product=Product(plan.tile.m, (_steps_of(d) - plan.held_steps, _steps_of(d_v))),
+        score_product=Product(plan.tile.m, (steps_of(d) - plan.held_steps, steps_of(d_v))),
         dk_product=Product(plan.dk_columns, over_queries),
         dv_product=Product(plan.dv_columns, over_queries),
         dq_product=Product(plan.dq_columns, (plan.tile.n // STEP,)),
@@ -261,7 +262,7 @@ def turning_view(
         parts=None,
         zeroes_turns=True,
         q_len=q_len_of(problem),
-        tensor_row=_tensor_row(problem),
+        tensor_row=tensor_row_of(problem),
     )
 
 
@@ -282,18 +283,10 @@ def fp8_convert_view(
         parts="kParts",
         zeroes_turns=False,
         q_len=q_len_of(problem),
-        tensor_row=_tensor_row(problem),
+        tensor_row=tensor_row_of(problem),
         block_parts=plan.parts,
         dq_columns=plan.dq_columns,
     )
-
-
-def _steps_of(extent: int) -> int:
-    return -(-extent // STEP)
-
-
-def _tensor_row(problem: Problem) -> str:
-    return "(first_token + row)" if problem.varlen else "row"
 
 
 def _main_headers(problem: Problem) -> str:

@@ -26,6 +26,7 @@ from .view_parts import (
     scores_view,
     sequence_view,
     structs_of,
+    tensor_row_of,
 )
 
 # Up to this head dim a thread has a quarter of an SM's registers where lengths vary.
@@ -141,7 +142,7 @@ def prepare_view(
         head_dim_qk=problem.head_dim_qk,
         head_dim_v=problem.head_dim_v,
         q_len=q_len_of(problem),
-        tensor_row=_tensor_row(problem),
+        tensor_row=tensor_row_of(problem),
         keys=sequence_view(uses["kv_seq"][0]) if plan.zeros else None,
         masks=mask_list_view(uses["mask"]) if plan.zeros else None,
         zeros=plan.zeros,
@@ -178,7 +179,7 @@ def convert_view(
         head_dim_qk=problem.head_dim_qk,
         head_dim_v=problem.head_dim_v,
         q_len=q_len_of(problem),
-        tensor_row=_tensor_row(problem),
+        tensor_row=tensor_row_of(problem),
         keys=keys,
         block_parts=plan.parts,
         splits_rows=plan.dq_split == "rows",
@@ -216,10 +217,6 @@ def row_sums_view(
         kv_alias=Alias("KvIteration", uses["kv_iter"][0].fragment.struct),
         attn_mask=problem.attn_mask,
     )
-
-
-def _tensor_row(problem: Problem) -> str:
-    return "(first_token + row)" if problem.varlen else "row"
 
 
 def _prepare_headers(problem: Problem, plan: PreparePlan) -> str:

@@ -100,6 +100,11 @@ def q_len_of(problem: Problem) -> str:
     return "q_len" if problem.varlen else "p.q_len"
 
 
+def tensor_row_of(problem: Problem) -> str:
+    """The tensor's row of position `row` of a sequence, C++."""
+    return "(first_token + row)" if problem.varlen else "row"
+
+
 def included(*headers: tuple[str, bool]) -> str:
     """The lines that include headers. headers: names under attngen/, and whether each is wanted."""
     return "\n".join(f'#include "attngen/{name}"' for name, wanted in headers if wanted)

@@ -10,6 +10,7 @@ import torch
 
 from attngen import SpecError
 from attngen.call import kernel_choice
+from attngen.call.gradient_kernels import GRADIENTS
 from attngen.call.numbers import Arguments
 from attngen.call.sinks import WorkspaceRows
 from attngen.call.table import OPTIONAL
@@ -92,7 +93,7 @@ def test_op_launches_each_kernel_in_order_with_every_address(launched, d, famili
     assert [each.kernel.entry.partition("__")[0] for each in launched.launches] == families
     (problem,) = launched.problems
     assert (problem.direction, problem.deterministic, problem.masks) == ("bwd", True, ("causal",))
-    tensors |= dict(zip(op.GRADIENTS, gradients, strict=True))
+    tensors |= dict(zip(GRADIENTS, gradients, strict=True))
     for launch in launched.launches:
         assert launch.stream == 7 and launch.addresses["tile_counter"] == 64
         assert launch.addresses.items() >= {n: x.data_ptr() for n, x in tensors.items()}.items()
