@@ -2,8 +2,9 @@
 
 With G64 the exact gradient of the numbers that the operands stand for, and e the root of the mean
 square of the definition's error against it (`reference.fp8_backward`, which stores weights and
-gradients of scores in 8 bits where kernels do), a kernel's may be 1.1 e and 1e-3 of G64's own; its
-largest error 2 times the definition's largest and 1e-3 of the largest element.
+gradients of scores in 8 bits where kernels do), a kernel's may be 1.1 e, 1e-3 of G64's own and
+1e-4, since sums of operands near 1 cancel; its largest error 2 times the definition's largest,
+1e-3 of the largest element and 1e-4. Maxima of gradients may be as far from the definition's.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from .oracle_fp8 import DTYPES
 
 pytestmark = pytest.mark.gpu
 NAMES = ("dq", "dk", "dv")
+CANCELLED = 1e-4  # of sums of operands near 1
 MAXIMA = ("amax_dp", "amax_dq", "amax_dk", "amax_dv")
 UNITS = {"descale_q": 1.25, "descale_k": 0.75, "descale_v": 1.5}
 
@@ -135,7 +137,7 @@ class Given:
             {name: moved[name] for name in self.arguments},
         )
 
-    def run(self, **other: Any) -> dict[str, Tensor]:
+    def run(self, amax: bool = True, **other: Any) -> dict[str, Tensor]:
         """The kernels' results. other: scales and operands in place of its own."""
         case, given = self.case, replace(self.backward, **other)
         left, right = case.window
@@ -146,7 +148,7 @@ class Given:
             window_right=right,
             bottom_right=case.bottom_right,
             out_dtype=str(DTYPES[case.grad]).removeprefix("torch."),
-            amax=True,
+            amax=amax,
             deterministic=case.deterministic,
             softcap=case.softcap,
             softmax=case.softmax,
@@ -242,15 +244,15 @@ def check(made: Given, found: dict[str, Tensor]) -> None:
         assert not got.isnan().any(), name
         error, own, size = map(rms, (got - truth, emulated - truth, truth))
         rounding = torch.finfo(DTYPES[made.case.grad]).eps / 4  # of what is stored once more
-        limit = 1.1 * own + (1e-3 + rounding) * size
+        limit = 1.1 * own + (1e-3 + rounding) * size + CANCELLED
         assert error <= limit, f"{name}: {error:.3e} beside {own:.3e}"
         largest = oracle.largest((got - truth).abs())
         limit = 2 * oracle.largest((emulated - truth).abs())
-        limit += (1e-3 + 2 * rounding) * oracle.largest(truth.abs())
+        limit += (1e-3 + 2 * rounding) * oracle.largest(truth.abs()) + CANCELLED
         assert largest <= limit, f"{name}: {largest:.3e} > {limit:.3e}"
-    for name in MAXIMA:
-        wanted = getattr(defined, name).double()
-        assert abs(float(found[name]) - float(wanted)) <= 0.02 * float(wanted) + 1e-6, name
+        assert abs(float(found[f"amax_{name}"] - getattr(defined, f"amax_{name}"))) <= limit, name
+    wanted = float(defined.amax_dp)
+    assert abs(float(found["amax_dp"]) - wanted) <= 0.02 * wanted + CANCELLED
     if defined.dsink is not None:
         difference = oracle.largest((found["dsink"].double() - defined.dsink).abs())
         assert difference <= 2e-3 * oracle.largest(defined.dsink.abs()) + 1e-4
@@ -267,6 +269,13 @@ def test_deterministic_gradients_have_the_same_bits(case: Case) -> None:
     made = given(case)
     first, second = made.run(), made.run()
     assert oracle.same((first[n].float() for n in NAMES), (second[n].float() for n in NAMES))
+
+
+def test_gradients_without_maxima_are_the_same() -> None:
+    made = given(Case(grad="e5m2", deterministic=True))
+    found, plain = made.run(), made.run(amax=False)
+    assert all(torch.equal(found[n].float(), plain[n].float()) for n in NAMES)
+    assert all(plain[name].shape == (0,) for name in MAXIMA)
 
 
 EXTREME = [
