@@ -83,6 +83,7 @@ _HOMES = {
 # Front ends beside those of `__all__`, as modules.
 _FRONT_ENDS = {
     "fp8": "frontends.fp8",
+    "jax": "frontends.jax",
     "te": "frontends.transformer_engine",
     "transformer_engine": "frontends.transformer_engine",
 }

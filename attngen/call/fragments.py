@@ -7,10 +7,12 @@ list of them, both in the order of the call's fragments.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import SpecError
+from ..fragments.definition import MASK_NAMES, SCORE_NAMES
 from ..fragments.features import scan
 from ..fragments.header import PREFIX, Fragment, Operand
 from ..io.text import suggestion
@@ -149,3 +151,27 @@ def given_by(
 def as_number(operand: Operand, word: str) -> int | float:
     """A number in the type that an operand has. Raises: ValueError where the word is none."""
     return float(word) if operand.dtype == "f32" else int(word)
+
+
+def definition_of(
+    fragment: Fragment, functions: Mapping[str, Callable[..., Any]]
+) -> Callable[..., Any]:
+    """The function of a fragment's definition, of keyword arguments alone: positions i and j as
+    tensors, delta, q_len and kv_len as numbers or tensors, of a score `score`, and the operands.
+
+    functions: those of `fragments.definition.FUNCTIONS`, as a library of tensors has them.
+
+    Raises: SpecError where its header has none.
+    """
+    if fragment.reference is None:
+        raise SpecError(
+            f"{fragment.axis} {fragment.name!r} has no definition for the reference: add "
+            '`reference = "…"` to its header, or run it on kernels'
+        )
+    first = MASK_NAMES if fragment.axis == "mask" else SCORE_NAMES
+    names = (*first, *(operand.name for operand in fragment.operands))
+    # An expression of names, operators and these functions alone, which its header's check makes
+    # sure of (fragments/definition.py).
+    text = f"lambda *, {', '.join(names)}: ({fragment.reference.strip()}\n)"
+    made: Callable[..., Any] = eval(text, {**functions, "__builtins__": {}})
+    return made

@@ -19,7 +19,7 @@ from ..spec.resolve import resolve
 from ..targets.target import TARGETS, names
 
 SCHEDULES = ("q_schedule", "kv_schedule")
-_kernels: dict[tuple[AttentionSpec, int, int, str | None], tuple[LoadedKernel, ...]] = {}
+_kernels: dict[tuple[AttentionSpec, int, int, int, str | None], tuple[LoadedKernel, ...]] = {}
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,14 @@ class Device:
     """A device that a call runs on.
 
     name: as its library says it; index: the driver's number of it; arch: the architecture whose
-    kernels it runs, None where there are none for it.
+    kernels it runs, None where there are none for it. planned: its multiprocessors, of a device
+    that launches are only planned for: kernels are found or built, and not loaded; 0 else.
     """
 
     name: str
     index: int
     arch: str | None
+    planned: int = 0
 
 
 def choose(
@@ -51,7 +53,7 @@ def choose(
     """
     problems, (arch, *_) = resolve(spec, features.scan()), spec.arch
     first, *_ = problems
-    chip = multiprocessors(device.index)
+    chip = device.planned or multiprocessors(device.index)
     facts = Facts(extents, scalars, chip, frozenset(wants), splits, scheduled)
     target = TARGETS[arch]
     return serving(first, target).choose(problems, target, facts)
@@ -65,17 +67,21 @@ def kernels_of(spec: AttentionSpec, device: Device, choice: Choice) -> tuple[Loa
     Raises: SpecError where the device or the spec has no kernels; BundleError, CompileError,
     LaunchError.
     """
-    key = (spec, device.index, choice.place, choice.kernel)
+    key = (spec, device.index, device.planned, choice.place, choice.kernel)
     if key not in _kernels:
         if device.arch is None:
             raise SpecError(f"no kernels for {device.name}; available: {[*names()]}")
         problems = resolve(spec, features.scan())
         first, problem = next(iter(problems)), problems[choice.place]
-        with load.on_device(device.index):
+        made = find_kernels(problem, device.arch, choice.kernel)
+        if device.planned:
             found = tuple(
-                load.load(binary, cubin, device.index)
-                for binary, cubin in find_kernels(problem, device.arch, choice.kernel)
+                LoadedKernel(None, binary.kernel, device.index, device.planned)
+                for binary, _ in made
             )
+        else:
+            with load.on_device(device.index):
+                found = tuple(load.load(binary, cubin, device.index) for binary, cubin in made)
         if choice.place:
             found = tuple(replace(each, variant=(first, device.arch)) for each in found)
         _kernels[key] = found

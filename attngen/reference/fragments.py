@@ -8,34 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call import fragments as call_fragments
 from ..call.table import AttentionCall
-from ..errors import SpecError
-from ..fragments.definition import FUNCTIONS, MASK_NAMES, SCORE_NAMES
+from ..fragments.definition import FUNCTIONS
 from ..fragments.header import Fragment
 
 _GLOBALS: dict[str, Any] = {name: getattr(torch, name) for name in FUNCTIONS}
-_functions: dict[tuple[str, tuple[str, ...]], Callable[..., Any]] = {}
+_functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
 
 def definition_of(fragment: Fragment) -> Callable[..., Any]:
-    """The function of a fragment's definition, of keyword arguments alone: positions i and j as
-    tensors, delta, q_len and kv_len as numbers, of a score `score`, and the operands.
+    """The function of a fragment's definition, over tensors of torch.
 
     Raises: SpecError where its header has none.
     """
-    if fragment.reference is None:
-        raise SpecError(
-            f"{fragment.axis} {fragment.name!r} has no definition for the reference: add "
-            '`reference = "…"` to its header, or run it on kernels'
-        )
-    first = MASK_NAMES if fragment.axis == "mask" else SCORE_NAMES
-    names = (*first, *(operand.name for operand in fragment.operands))
-    key = (fragment.reference.strip(), names)
+    key = (fragment.reference, tuple(operand.name for operand in fragment.operands), fragment.axis)
     if key not in _functions:
-        # An expression of names, operators and the functions above alone, which its header's check
-        # makes sure of (fragments/definition.py).
-        text = f"lambda *, {', '.join(names)}: ({key[0]}\n)"
-        _functions[key] = eval(text, {**_GLOBALS, "__builtins__": {}})
+        _functions[key] = call_fragments.definition_of(fragment, _GLOBALS)
     return _functions[key]
 
 

@@ -83,8 +83,20 @@ class Emulator:
         ctypes.memmove(address, struct.pack("<I", value) * count, 4 * count)
         return (0,)
 
+    def cuMemsetD32Async(self, address: int, value: int, count: int, _: int) -> tuple[int]:
+        """In the order of launches."""
+        with self._stream:
+            self.finish()
+            return self.cuMemsetD32(address, value, count)
+
     def cuCtxSynchronize(self) -> tuple[int]:
         return (0,)
+
+    def cuStreamIsCapturing(self, _: int) -> tuple[int, int]:
+        return 0, 0
+
+    def cuStreamGetId(self, stream: int) -> tuple[int, int]:
+        return 0, stream
 
     def cuTensorMapEncodeTiled(
         self, dtype: Any, rank: int, address: int, sizes: Any, strides: Any, box: Any, *_: Any

@@ -82,22 +82,20 @@ def specs_of(items: list[pytest.Item]) -> list[AttentionSpec]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def emulator(request: pytest.FixtureRequest) -> Iterator[None]:
+def emulator(request: pytest.FixtureRequest) -> Iterator[device.Emulator | None]:
     """With --emulate the host is the device, and kernels are compiled when they are called."""
     if not request.config.getoption("emulate"):
-        yield
+        yield None
         return
     cache = request.config.cache
     assert cache is not None
-    with (
-        device.emulated(device.Emulator(cache.mkdir("emulator"))),
-        mock.patch.object(gradients, "compile_all"),
-    ):
-        yield
+    host = device.Emulator(cache.mkdir("emulator"))
+    with device.emulated(host), mock.patch.object(gradients, "compile_all"):
+        yield host
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kernels(request: pytest.FixtureRequest, emulator: None) -> None:
+def kernels(request: pytest.FixtureRequest, emulator: device.Emulator | None) -> None:
     """Builds every kernel in parallel, so that no test waits for the compiler.
 
     A spec that does not build is reported by the tests that need it.

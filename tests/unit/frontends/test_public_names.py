@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 
@@ -10,6 +11,8 @@ import pytest
 import attngen
 
 FRONT_ENDS = {"te": "transformer_engine", "transformer_engine": "transformer_engine", "fp8": "fp8"}
+if importlib.util.find_spec("jax"):  # an extra
+    FRONT_ENDS["jax"] = "jax"
 
 
 def run(code: str) -> str:

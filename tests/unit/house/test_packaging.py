@@ -72,7 +72,7 @@ def test_wheel_metadata_names_licence_extras_and_command(wheel: Path) -> None:
         entry_points = archive.read(metadata.replace("METADATA", "entry_points.txt")).decode()
         names = archive.namelist()
     assert "License-Expression: Apache-2.0" in text
-    assert {"bench", "compile", "dev", "docs"} == {
+    assert {"bench", "compile", "dev", "docs", "jax"} == {
         line.split()[1] for line in text.splitlines() if line.startswith("Provides-Extra:")
     }
     assert "attngen = attngen.cli.main:main" in entry_points

@@ -1,0 +1,131 @@
+"""`attngen.jax.attention`: one call for every variant, on the kernels or on the definition."""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+from jax import Array
+
+from ...call import routing
+from ...call.checks import number_violations
+from ...call.operands import softmax_scale_of
+from ...call.signatures import argument_list, signature
+from ...call.table import ROWS, AttentionCall, make_call
+from ...errors import SpecError
+from ...results import AttentionAux
+from . import calls, reference
+from .calls import CheckedCall
+from .gradients import CONFIGS_KEPT, Config, differentiable
+from .operation import Form
+from .program import ordered
+
+log = logging.getLogger("attngen")
+SAVED_AS = "context"
+"""The name of the output and the LSE that a call saves for its gradients, as
+TransformerEngine's JAX package has it."""
+
+
+def attention(
+    q: Array, k: Array | None = None, v: Array | None = None, **given: Any
+) -> Array | tuple[Array, AttentionAux]:
+    """Scaled dot-product attention with any of attngen's masks, scores, softmaxes and layouts.
+
+    The arguments are those of `attngen.attention`, arrays in place of tensors, but for `schedule`
+    and functions, which it refuses. It may be called in and under `jax.jit`, `grad`, `vmap`,
+    `checkpoint`, `lax.scan`, `shard_map` and shardings. Programs for CUDA run kernels, others the
+    definition; `backend="cuda"` refuses those. Gradients flow to q, k, v, bias and sink from the
+    output and the LSE; kernels have no second derivatives, and none in forward mode. The output and
+    the LSE that it saves for them are named `context` for policies of `jax.checkpoint`.
+
+    `rng_state` is a key of `jax.random`, whose words are the seed; or uint32 [4], the halves of
+    seed and offset, the low ones first; or int64 [2]; or a pair of ints. There is no generator
+    to draw one from.
+
+    Returns:
+        The output in Q's format, with V's head dim and Q's dtype (FP8: out_dtype); or (output,
+        AttentionAux) where return_lse, return_max_logit, return_amax or return_rng_state asks for
+        by-products.
+
+    Raises:
+        SpecError: with every violation at once, while the call is traced.
+        CompileError: where a kernel cannot be made, while it is lowered.
+        CacheError: where ATTNGEN_DISABLE_JIT is set and no kernel is found.
+        BundleError: where a bundle is damaged.
+
+    Args:
+    """
+    call = make_call("attngen.jax.attention", ROWS, {"q": q, "k": k, "v": v}, given)
+    return attend(call, SAVED_AS)
+
+
+def attend(call: AttentionCall, saved_as: str) -> Array | tuple[Array, AttentionAux]:
+    """`attention` of a call that is already a value; saved_as: the name of what it saves.
+
+    Raises: as that.
+    """
+    checked = calls.converted(call)
+    found = _run(checked, saved_as, alone=not call.wants_aux)
+    if not call.wants_aux:
+        return found["o"]
+    aux = {name: found.get(name) for name in ("lse", "max_logit", "amax_s", "amax_o")}
+    return found["o"], AttentionAux(**aux, rng_state=checked.operands["rng_state"])  # type: ignore[arg-type]  # arrays of JAX
+
+
+def _run(checked: CheckedCall, saved_as: str, alone: bool) -> dict[str, Array]:
+    """The results of a call, by the operations' names."""
+    routing.check_backend(checked.backend)
+    names = ordered([name for name, x in checked.operands.items() if x is not None])
+    operands = [checked.operands[name] for name in names]
+    if not _use_kernels(checked):
+        form = Form(names, checked.arguments)
+        return _by_definition(form)(*operands)  # type: ignore[no-any-return]
+    form = Form(names, checked.arguments, None, alone, checked.backend == "cuda")
+    made = differentiable(Config(form, saved_as))(*operands)
+    return dict(zip(form.results(operands), made, strict=True))
+
+
+@lru_cache(CONFIGS_KEPT)
+def _by_definition(form: Form) -> Any:
+    """The definition of a call as a function of its operands."""
+    return jax.jit(partial(_define, form))
+
+
+def _define(form: Form, *operands: Array) -> dict[str, Array]:
+    return reference.forward(form.by_name(operands), form.arguments)
+
+
+def _use_kernels(checked: CheckedCall) -> bool:
+    """Whether kernels serve a call on CUDA. Raises: SpecError where the call names them, and they
+    do not."""
+    if checked.backend == "reference":
+        return False
+    reasons = _refusals(checked)
+    if reasons and checked.backend == "cuda":
+        raise SpecError(reasons)
+    if reasons:
+        _log_once("; ".join(reasons))
+    return not reasons
+
+
+def _refusals(checked: CheckedCall) -> list[str]:
+    """Why kernels do not serve a call."""
+    arguments, given = checked.arguments, checked.descriptions
+    q = given["q"]
+    assert q is not None  # every call has it
+    described = checked.described()
+    scale = softmax_scale_of(q, arguments)
+    return [*routing.refusals(described), *number_violations(scale, arguments.softcap)]
+
+
+@lru_cache(CONFIGS_KEPT)  # said once
+def _log_once(reason: str) -> None:
+    log.warning("attention runs on its definition in jax.numpy: %s", reason)
+
+
+attention.__doc__ = f"{(attention.__doc__ or '').rstrip()}\n{argument_list(ROWS, indent=8)}\n    "
+attention.__signature__ = signature(  # type: ignore[attr-defined]
+    ROWS, "Array | tuple[Array, AttentionAux]"
+)

@@ -1,0 +1,67 @@
+"""FP8 in plain jax.numpy: what stored numbers stand for, and a softmax whose weights are e4m3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from ...call.numbers import Arguments
+from ...call.tensors import FP8
+from .places import Rows
+
+DEFAULT_SCALE_S = 256.0  # of weights, as `attngen.reference.fp8` has it
+Operands = Mapping[str, "Array | None"]
+
+
+def dequantised(x: Array, descale: Array | None, rows: Rows, dtype: Any) -> Array:
+    """A carrier [n, rows, h, d] in the dtype of scores. descale: [1] or [b, h_kv]."""
+    name, x = x.dtype.name, x.astype(dtype)
+    if name not in FP8 or descale is None:
+        return x
+    if descale.ndim == 1:
+        return x * descale.astype(dtype)
+    heads = descale.astype(dtype)[rows.sequence]
+    return x * jnp.repeat(heads, x.shape[2] // heads.shape[-1], axis=-1)[..., None]
+
+
+def weights(operands: Operands, s: Array, sink: Array) -> tuple[Array, Array]:
+    """Probabilities of weights that are stored in e4m3, and the LSE of those before they are."""
+    maximum = jnp.max(s, axis=-1, keepdims=True, initial=-jnp.inf)
+    maximum = jnp.where(maximum == -jnp.inf, 0, maximum)
+    exps = jnp.exp(s - maximum)
+    sums = exps.sum(-1, keepdims=True)
+    total = sums + jnp.exp(sink - maximum)
+    lse = jnp.logaddexp(maximum + jnp.log(sums), sink)
+    scale, descale = operands["scale_s"], operands["descale_s"]
+    up = DEFAULT_SCALE_S if scale is None else scale.astype(s.dtype)
+    down = 1 / DEFAULT_SCALE_S if descale is None else descale.astype(s.dtype)
+    made = quantised(exps * up, "float8_e4m3fn").astype(s.dtype) * down
+    return made / jnp.where(total == 0, 1, total), lse.reshape(lse.shape[:-1])
+
+
+def stored(out: Array, operands: Operands, arguments: Arguments) -> Array:
+    """The output in the dtype of the call, scaled and saturated where that is FP8."""
+    dtype = arguments.out_dtype
+    if dtype is None:
+        q = operands["q"]
+        assert q is not None  # every call has it
+        dtype = q.dtype.name
+    if dtype not in FP8:
+        return out.astype(dtype)
+    scale = operands["scale_o"]
+    return quantised(out if scale is None else out * scale.astype(out.dtype), dtype)
+
+
+def largest_of(dtype: str) -> float:
+    """The largest finite number of a floating dtype."""
+    found: Any = jnp.finfo(dtype)  # type: ignore[no-untyped-call]
+    return float(found.max)
+
+
+def quantised(x: Array, dtype: str) -> Array:
+    """Numbers in an 8-bit format: what is out of range becomes the largest finite one."""
+    largest = largest_of(dtype)
+    return jnp.clip(x, -largest, largest).astype(dtype)

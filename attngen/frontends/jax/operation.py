@@ -1,0 +1,254 @@
+"""The two operations as primitives of JAX: on CUDA a call of the handler, elsewhere the definition.
+
+A lowering for CUDA chooses kernels, and finds or builds them, without a GPU where there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from ...call.kernel_choice import Device
+from ...call.numbers import Arguments
+from ...call.operands import output_shapes, unpacked
+from ...call.prepare_backward import PreparedBackward
+from ...call.prepare_forward import maxima_of
+from ...call.prepared import Output, PreparedCall
+from ...call.routing import no_kernels
+from ...call.sinks import WorkspaceRows
+from ...call.table import GRADIENT_OF, INPUTS, WantedGradients
+from ...call.tensors import TensorDesc
+from ...errors import SpecError
+from ...runtime.load import multiprocessors
+from ...runtime.run_time import LOG2_E
+from ...spec import layouts
+from ...targets.target import DEFAULT
+from . import handler, reference
+from .calls import describe
+from .places import placed
+from .program import COUNTER_BYTES, TARGET, Program, scratch_of
+
+TYPICAL_MULTIPROCESSORS = 132  # of a chip for which a program is made elsewhere
+Arrays = dict[str, "Array | None"]
+
+
+class Form(NamedTuple):
+    """An operation but for its operands.
+
+    names: of the operands that there are, in the order of `program.ordered`; wanted: gradients of a
+    backward, None of a forward; alone: whether a forward returns no LSE; strict: whether only
+    kernels may compute it.
+    """
+
+    names: tuple[str, ...]
+    arguments: Arguments
+    wanted: WantedGradients | None = None
+    alone: bool = False
+    strict: bool = False
+
+    def by_name(self, operands: Sequence[Any]) -> dict[str, Any]:
+        """Operands by their names, None for those that there are not."""
+        given = dict(zip(self.names, operands, strict=True))
+        return {**dict.fromkeys((*INPUTS, "o", "lse", "d_o", "dlse")), **given}
+
+    def descriptions(self, operands: Sequence[Any]) -> tuple[tuple[str, TensorDesc], ...]:
+        """Descriptions of the operands, as kernels know them, with their names."""
+        found = [(name, describe(name, x)) for name, x in zip(self.names, operands, strict=True)]
+        return tuple((name, x) for name, x in found if x is not None)
+
+    @property
+    def result_names(self) -> tuple[str, ...]:
+        """Names of what it returns, in order."""
+        if self.wanted is not None:
+            asked = {"dq": self.wanted.dq, **dict.fromkeys(("dk", "dv"), self.wanted.dkv)}
+            asked |= {"dsink": self.wanted.dsink, "dbias": self.wanted.dbias}
+            pairs = GRADIENT_OF.items()
+            return tuple([made for name, made in pairs if asked[made] and name in self.names])
+        found = ["o"] if self.alone else ["o", "lse"]
+        found += ["amax_s", "amax_o"] if self.arguments.amax else []
+        return (*found, *(["max_logit"] if self.arguments.max_logit else []))
+
+    def results(self, operands: Sequence[Any]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of what it returns, by name."""
+        known = self.by_name([x for _, x in self.descriptions(operands)])
+        if self.wanted is not None:
+            like = {made: known[name] for name, made in GRADIENT_OF.items()}
+            kinds = {name: (like[name].shape, like[name].dtype) for name in self.result_names}
+        else:
+            q, _, v = unpacked(known["q"], known["k"], known["v"], self.arguments.layout)
+            out, lse = output_shapes(q, v, self.arguments)
+            kinds = {"o": (out, self.arguments.out_dtype or q.dtype), "lse": (lse, "float32")}
+            sizes = maxima_of(q, self.arguments).items()
+            kinds |= {name: ((size,), "float32") for name, size in sizes}
+        return {
+            name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+            for name, (shape, dtype) in kinds.items()
+            if name in self.result_names
+        }
+
+
+attention_p = Primitive("attngen")
+attention_p.multiple_results = True
+
+
+def bind(form: Form, *operands: Array) -> list[Array]:
+    """The results of an operation, in the order of `Form.results`; inside a trace."""
+    found: list[Array] = attention_p.bind(*operands, form=form)
+    return found
+
+
+def _shapes(*operands: Any, form: Form) -> list[Any]:
+    return [jax.core.ShapedArray(x.shape, x.dtype) for x in form.results(operands).values()]
+
+
+attention_p.def_abstract_eval(_shapes)
+
+
+def on_reference(*operands: Array, form: Form) -> list[Array]:
+    """The operation by its definition. Raises: SpecError where kernels alone may compute it."""
+    if form.strict:
+        raise SpecError(no_kernels("this platform"))
+    given = form.by_name(operands)
+    call = {name: given[name] for name in INPUTS}
+    if form.wanted is None:
+        found = reference.forward(call, form.arguments)
+        return [found[name].astype(x.dtype) for name, x in form.results(operands).items()]
+    learned = [name for name, x in GRADIENT_OF.items() if x in form.results(operands)]
+
+    def attend(values: dict[str, Array]) -> tuple[Array, Array]:
+        results = reference.forward({**call, **values}, form.arguments)
+        return results["o"], results["lse"]
+
+    (_, lse), back = jax.vjp(attend, {name: call[name] for name in learned})
+    dlse = given["dlse"]
+    (found,) = back((given["d_o"], jnp.zeros_like(lse) if dlse is None else dlse))
+    return [found[name] for name in learned]
+
+
+def on_kernels(*operands: Array, form: Form) -> list[Array]:
+    """The operation by kernels, for a lowering for CUDA. Raises: SpecError, CompileError,
+    CacheError."""
+    wants = form.results(operands)
+    described = form.descriptions(operands)
+    program = Program(described, form.arguments, form.wanted, form.alone, DEFAULT.name)
+    prepared = program.prepared(_planned_device())
+    given = form.by_name(operands)
+    if not prepared.launches:
+        found = {x.name: _at_rest(x, given, form.arguments) for x in prepared.outputs}
+        return _finished(form, prepared, given, found, None, wants)
+    program = replace(program, scratch=scratch_of(prepared))
+    results = [jax.ShapeDtypeStruct(x.sizes, jnp.dtype(x.dtype)) for x in prepared.outputs]
+    if program.scratch:
+        results.append(jax.ShapeDtypeStruct((program.scratch // 4,), jnp.dtype("float32")))
+    made = jax.ffi.ffi_call(TARGET, results)(*operands, program=program.text)
+    found = {x.name: value for x, value in zip(prepared.outputs, made, strict=False)}
+    *_, scratch = made
+    return _finished(form, prepared, given, found, scratch, wants)
+
+
+def _planned_device() -> Device:
+    """The device that a program is made for: the first one here, else one as are typical."""
+    try:
+        first, *_ = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return Device("cuda", -1, DEFAULT.name, planned=TYPICAL_MULTIPROCESSORS)
+    index = first.local_hardware_id or 0
+    return Device(str(first), index, DEFAULT.name, planned=multiprocessors(index))
+
+
+def _finished(
+    form: Form,
+    prepared: PreparedCall | PreparedBackward,
+    given: Arrays,
+    found: dict[str, Array],
+    scratch: Array | None,
+    wants: dict[str, jax.ShapeDtypeStruct],
+) -> list[Array]:
+    """The results of an operation of what its kernels left."""
+    if isinstance(prepared, PreparedBackward):
+        if prepared.of_sink:
+            found["dsink"] = _of_sink(prepared, given, scratch)
+        if prepared.dbias is not None:
+            found["dbias"] = _of_bias(prepared, found["dbias"], wants["dbias"])
+    return [found[name] for name in wants]
+
+
+def _of_sink(prepared: PreparedBackward, given: Arrays, scratch: Array | None) -> Array:
+    """-Σ exp(sink - LSE) D over sequences and rows, float32 [h_q]; where no query sees a key, each
+    LSE is its head's, but for rows of no sequence."""
+    sink = given["sink"]
+    assert sink is not None  # its gradient is wanted
+    if prepared.rows is None or scratch is None:
+        dlse, lse = given["dlse"], given["lse"]
+        if dlse is None:
+            return jnp.zeros_like(sink)
+        summed = jnp.where(lse == -jnp.inf, 0, dlse)
+        return summed.sum(1 if summed.ndim == 2 else (0, 2))
+    lse_log2, d = _rows(prepared.rows, scratch)
+    above = jnp.where(lse_log2 == -jnp.inf, jnp.inf, lse_log2)
+    weights = jnp.exp2(sink[:, None] * LOG2_E - above)
+    return (weights * d).sum((0, 2)) * -prepared.d_unit
+
+
+def _rows(rows: WorkspaceRows, scratch: Array) -> tuple[Array, Array]:
+    """LSE and D as kernels leave them, float32 [batch, heads, rows] each."""
+    batch, heads, length = rows.shape
+    size = batch * heads * length
+    first, second = (
+        jax.lax.dynamic_slice(scratch, ((COUNTER_BYTES + offset) // 4,), (size,))
+        for offset in (rows.lse_log2, rows.d)
+    )
+    return first.reshape(rows.shape), second.reshape(rows.shape)
+
+
+def _of_bias(
+    prepared: PreparedBackward, made: Array, wants: jax.ShapeDtypeStruct
+) -> Array:
+    """The gradient of a bias, of what its kernel made."""
+    assert prepared.dbias is not None  # it is wanted
+    if not prepared.dbias.sums:
+        return made
+    total = made.sum(prepared.dbias.summed, keepdims=True)
+    return total.astype(wants.dtype).reshape(wants.shape)
+
+
+def _at_rest(output: Output, given: Arrays, arguments: Arguments) -> Array:
+    """A result where nothing is launched."""
+    shape, dtype = output.sizes, jnp.dtype(output.dtype)
+    if isinstance(output.rest, str):
+        per_head = given[output.rest]
+        assert per_head is not None  # checked with the call
+        made = jnp.broadcast_to(per_head[:, None], shape).astype(dtype)
+    else:
+        made = jnp.full(shape, output.rest, dtype)
+    if output.name != "lse":
+        return made
+    used = _used(given, arguments)
+    return jnp.where(used, made, -jnp.inf)
+
+
+def _used(given: Arrays, arguments: Arguments) -> Array:
+    """Which rows of an LSE belong to a sequence, a broadcast of it."""
+    layout = layouts.parse(arguments.layout)
+    q, k, v = reference.unpacked(layout, given["q"], given["k"], given["v"])
+    used = placed(layout, q, k, v, given).of_q.used
+    return used if layout.q_format == "thd" else used[:, None]
+
+
+def register(platform: str) -> None:
+    """Make programs for a platform of XLA's launch kernels, by the handler of that name."""
+    mlir.register_lowering(
+        attention_p, mlir.lower_fun(on_kernels, multiple_results=True), platform=platform
+    )
+    handler.register(platform)
+
+
+mlir.register_lowering(attention_p, mlir.lower_fun(on_reference, multiple_results=True))
+register("cuda")

@@ -1,0 +1,130 @@
+"""Calls of arrays: arguments are the table's, and what means nothing is refused in a trace."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+from attngen.jax import attention  # noqa: E402
+
+from attngen import SpecError  # noqa: E402
+from attngen.call.table import ROWS  # noqa: E402
+from attngen.frontends.jax.calls import default_slopes, words_of_state  # noqa: E402
+from attngen.reference import default_alibi_slopes  # noqa: E402
+
+jnp = jax.numpy
+Q = jnp.zeros((2, 8, 4, 64), jnp.bfloat16)
+SHORT = jnp.zeros((2, 8, 3, 64), jnp.bfloat16)
+
+
+def refused(q: Any = Q, k: Any = Q, v: Any = Q, **given: Any) -> str:
+    """The refusal of a call that is being traced."""
+    with pytest.raises(SpecError) as caught:
+        jax.eval_shape(lambda *x: attention(*x, **given), q, k, v)
+    return "\n".join(caught.value.reasons)
+
+
+def test_arguments_are_those_of_the_table() -> None:
+    parameters = inspect.signature(attention).parameters
+    assert [*parameters] == [*ROWS]
+    assert all(f"{name}: " in (attention.__doc__ or "") for name in ROWS)
+    with pytest.raises(TypeError, match=r"attngen.jax.attention.*'maks'; did you mean 'mask'"):
+        attention(Q, Q, Q, maks="causal")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"k": SHORT, "v": SHORT}, "4 query heads are not a multiple of 3"),
+        ({"layout": "thd"}, "layout='thd_thd_thd' needs q of shape"),
+        ({"mask": "casual"}, "is not a mask"),
+        ({"mask": "padding"}, "needs the lengths of k and v"),
+        ({"softmax": "learnable"}, "sink belongs to softmax='learnable'"),
+        ({"dropout_p": 0.1}, "needs rng_state"),
+        ({"dropout_p": 1.1}, "a probability in 0..1"),
+        ({"bias": np.ones((2, 8), bool)}, "Pass booleans as attn_mask"),
+        ({"score_mod": lambda *x: x}, "score_mod is a function"),
+        ({"backend": "triton"}, "allowed: auto, cuda, reference"),
+        ({"seqused_q": np.ones(3, np.int32)}, "seqused_q needs int32 [b] with b=2"),
+        ({"softmax_scale": "big"}, "softmax_scale needs a number"),
+        ({"window": 5}, "window needs two sides"),
+        ({"softmax_scale": -1.0, "backend": "cuda"}, "kernels take a positive float32 number"),
+        ({"num_splits": 0}, "num_splits=0 is no number of parts"),
+    ],
+)
+def test_what_means_nothing_is_refused(given: dict[str, Any], says: str) -> None:
+    assert says in refused(**given)
+
+
+def test_numbers_are_known_while_tracing() -> None:
+    with pytest.raises(SpecError, match="softmax_scale needs a number that is known"):
+        jax.jit(lambda scale: attention(Q, Q, Q, softmax_scale=scale))(0.5)
+
+
+def test_kernels_that_a_call_names_are_not_on_the_cpu() -> None:
+    with pytest.raises(SpecError, match="has no kernels; available: sm_90a"):
+        attention(Q, Q, Q, backend="cuda")
+    with pytest.raises(SpecError, match="fp32"):
+        attention(*[Q.astype(jnp.float32)] * 3, backend="cuda")
+
+
+def test_gradients_that_kernels_lack_are_refused() -> None:
+    def call(slopes: Any) -> Any:
+        return attention(Q, Q, Q, alibi_slopes=slopes).astype(jnp.float32).sum()
+
+    with pytest.raises(SpecError, match="alibi_slopes has no gradient: pass it through"):
+        jax.grad(call)(jnp.ones(4))
+
+    def twice(q: Any) -> Any:
+        return jax.grad(lambda q: attention(q, Q, Q).astype(jnp.float32).sum())(q).sum()
+
+    with pytest.raises(SpecError, match="no second derivative"):
+        jax.eval_shape(jax.grad(twice), Q)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda q: attention(q, Q, Q), (Q,), (Q,))
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ((0x1_0000_0002, -1), [2, 1, 0xFFFFFFFF, 0xFFFFFFFF]),
+        (np.array([0x1_0000_0002, -1]), [2, 1, 0xFFFFFFFF, 0xFFFFFFFF]),
+        (np.array([7, 8], np.uint32), [7, 8, 0, 0]),
+        (np.array([7, 8, 9, 10], np.uint32), [7, 8, 9, 10]),
+    ],
+)
+def test_state_of_dropout_has_many_forms(state: Any, words: list[int]) -> None:
+    assert words_of_state(state).tolist() == words
+
+
+def test_key_is_a_state_of_dropout() -> None:
+    key = jax.random.key(5)
+    assert words_of_state(key).tolist() == [*jax.random.key_data(key).tolist(), 0, 0]
+    with pytest.raises(SpecError, match="rng_state needs a key"):
+        words_of_state("seed")
+    with pytest.raises(SpecError, match="got float32"):
+        words_of_state(jnp.ones(2))
+
+
+@pytest.mark.parametrize("heads", [1, 8, 12])
+def test_slopes_of_alibi_are_those_of_torch(heads: int) -> None:
+    assert np.array_equal(default_slopes(heads), default_alibi_slopes(heads).numpy())
+
+
+def test_process_without_torch_calls_attention() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import jax.numpy as jnp\n"
+        "from attngen.jax import attention\n"
+        "q = jnp.ones((1, 2, 1, 8))\n"
+        "print(attention(q, q, q, mask='causal').shape)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "(1, 2, 1, 8)", done.stderr
