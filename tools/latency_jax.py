@@ -1,0 +1,131 @@
+"""Times what a program of JAX waits for besides the kernels, on one GPU, and writes it as JSON.
+
+    python tools/latency_jax.py -o latency-jax.json
+
+Microseconds a call of small attention, in a program of 32 calls and in one of a single call, by
+attngen and by `jax.nn.dot_product_attention(implementation="cudnn")`: with XLA's own choice of
+what goes into command buffers, with nothing in them, and beside a thread that computes in Python.
+Every figure is a median over programs; each setting has a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+CALLS, PROGRAMS, BATCH = 32, 30, 10
+SETTINGS = {
+    "default": "",
+    "no command buffers": "--xla_gpu_enable_command_buffer=",
+}
+
+
+def attentions() -> dict[str, Callable[..., Any]]:
+    """Causal attention of q, k and v by name."""
+    import jax
+    from attngen.jax import attention
+
+    return {
+        "attngen": lambda q, k, v: attention(q, k, v, mask="causal", backend="cuda"),
+        "cudnn": lambda q, k, v: jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, implementation="cudnn"
+        ),
+    }
+
+
+def program_of(attend: Callable[..., Any], calls: int) -> Callable[[Any], Any]:
+    """A program of so many calls, each of the output before it."""
+    import jax
+
+    def run(x: Any) -> Any:
+        first = x
+        for _ in range(calls):
+            x = attend(x, first, first)
+        return x
+
+    return jax.jit(run)
+
+
+def time_of(program: Callable[[Any], Any], x: Any, calls: int) -> float:
+    """Microseconds a call, of programs that are dispatched one behind another."""
+    for _ in range(5):
+        program(x).block_until_ready()
+    found = []
+    for _ in range(PROGRAMS):
+        start = time.perf_counter()
+        for _ in range(BATCH):
+            last = program(x)
+        last.block_until_ready()
+        found.append((time.perf_counter() - start) / BATCH / calls * 1e6)
+    return statistics.median(found)
+
+
+def computing(ended: threading.Event) -> None:
+    """Keep the interpreter busy."""
+    while not ended.is_set():
+        sum(range(1000))
+
+
+def measure() -> dict[str, float]:
+    """Times in this process, by what was called, how often, and beside what."""
+    import jax
+    import jax.numpy as jnp
+
+    x = jax.random.normal(jax.random.key(0), (1, 256, 2, 128), jnp.bfloat16)
+    found = {}
+    for name, attend in attentions().items():
+        for calls in (CALLS, 1):
+            program = program_of(attend, calls)
+            try:
+                found[f"{name}, {calls}"] = time_of(program, x, calls)
+            except jax.errors.JaxRuntimeError as error:
+                print(f"{name}: {str(error)[:200]}", file=sys.stderr)
+                break
+            if calls == CALLS:
+                ended = threading.Event()
+                thread = threading.Thread(target=computing, args=(ended,))
+                thread.start()
+                found[f"{name}, {calls}, beside a thread"] = time_of(program, x, calls)
+                ended.set()
+                thread.join()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("-o", "--output", type=Path, help="where the JSON goes; else printed")
+    parser.add_argument("--here", action="store_true", help="measure in this process")
+    given = parser.parse_args()
+    if given.here:
+        print(json.dumps(measure()))
+        return
+    found = {}
+    for setting, flags in SETTINGS.items():
+        environment = {**os.environ, "XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        command = [sys.executable, __file__, "--here"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
+        if done.returncode:
+            raise SystemExit(f"{setting}: ended with {done.returncode}")
+        *_, line = done.stdout.splitlines()
+        found[setting] = {name: round(us, 2) for name, us in json.loads(line).items()}
+    text = json.dumps(found, indent=1)
+    if given.output is None:
+        print(text)
+    else:
+        given.output.write_text(f"{text}\n")
+
+
+if __name__ == "__main__":
+    main()
