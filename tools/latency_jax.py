@@ -35,7 +35,7 @@ SETTINGS = {
 def attentions() -> dict[str, Callable[..., Any]]:
     """Causal attention of q, k and v by name."""
     import jax
-    from attngen.jax import attention
+    from attngen.frontends.jax import attention
 
     return {
         "attngen": lambda q, k, v: attention(q, k, v, mask="causal", backend="cuda"),
