@@ -54,6 +54,14 @@ def scale_violations(
         )
 
 
+def backward_violations(scales: Mapping[str, Described | None]) -> Iterator[str]:
+    """Scales of q, k and v, by their names, that a backward in 8 bits does not take."""
+    for name in ("descale_q", "descale_k", "descale_v"):
+        scale = scales[name]
+        if scale is not None and tuple(scale.shape) != (1,):
+            yield f"{name} {[*scale.shape]}: a backward takes one for the tensor, float32 [1]"
+
+
 def output_violations(
     out_dtype: object,
     has_scale: bool,

@@ -9,7 +9,7 @@ from ..runtime.load import LoadedKernel
 from ..runtime.run_time import Extent, blocks_of
 from ..spec.attention_spec import AttentionSpec, dtype_name
 from .checks import device_violations
-from .fp8_checks import BACKWARD_SCALES, STORED_SCALES
+from .fp8_checks import BACKWARD_SCALES, STORED_SCALES, backward_violations
 from .numbers import Arguments
 from .operands import output_dtype, output_shapes, sequences_of
 from .prepared import Output
@@ -90,7 +90,4 @@ def _scale_violations(given: Tensors, o_dtype: str, gradients: str) -> Iterator[
             "scale_dp and descale_dp are needed, each the other's reciprocal: kernels choose no "
             "scale of dS yet. Pass both, float32 [1]."
         )
-    for name in ("descale_q", "descale_k", "descale_v"):
-        scale = given[name]
-        if scale is not None and tuple(scale.shape) != (1,):
-            yield f"{name} {[*scale.shape]}: a backward takes one for the tensor, float32 [1]"
+    yield from backward_violations(given)

@@ -13,12 +13,44 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+class GradientForm(NamedTuple):
+    """How a backward in 8 bits stores the gradient of the output, dO, where no history says it.
+
+    d_o_dtype: torch's name of its dtype, which dS has, too; empty for a backward in 16 bits.
+    margin: binades left free above its largest magnitude; power_of_two: whether its scale is one;
+    amax_epsilon: the least magnitude that is taken.
+    """
+
+    d_o_dtype: str = ""
+    margin: int = 0
+    power_of_two: bool = True
+    amax_epsilon: float = 0.0
+
+
+class StoredGradients(NamedTuple):
+    """A backward in 8 bits that a recipe asks for.
+
+    may_have_16_bits: whether a call that kernels have no such backward for gets one of 16 bits. Of
+    a layer, float32 [2], of dO and dS: scale, 0 where the call's own numbers decide, and amax, the
+    magnitudes that backwards note.
+    """
+
+    form: GradientForm = GradientForm()
+    may_have_16_bits: bool = False
+    scale: Tensor | None = None
+    amax: Tensor | None = None
+
+
+IN_16_BITS = StoredGradients()
+
+
 class Quantised(NamedTuple):
     """Operands in FP8, None where one is packed into another, and what is said of them: arguments
-    of attention such as descale_q, by their names."""
+    of attention such as descale_q, by their names. gradients: how their backward stores its own."""
 
     carriers: tuple[Tensor | None, ...]
     scales: dict[str, Tensor | None]
+    gradients: StoredGradients = IN_16_BITS
 
 
 class Recipe(Protocol):
@@ -34,6 +66,9 @@ class Recipe(Protocol):
 
         Raises: SpecError where the recipe cannot serve the call.
         """
+
+    def stored_gradients(self) -> StoredGradients:
+        """How the backward of a call of FP8 operands stores its gradients."""
 
 
 class InForce:

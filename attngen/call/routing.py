@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import SpecError
@@ -12,6 +12,7 @@ from ..spec.layouts import axes_of, parse
 from ..spec.resolve import find_violations
 from ..targets.target import names
 from .decode import unsplit
+from .fp8_checks import backward_violations
 from .table import CARRIERS, LENGTHS, AttentionCall
 
 _FEATURES = features.scan()  # here, not in a call: torch.compile cannot trace file access
@@ -96,3 +97,17 @@ def refusals(call: AttentionCall, traced: bool = False) -> list[str]:
     spec = spec_of_call(call, traced)
     reasons = [violation.reason for violation in find_violations(spec, _FEATURES)]
     return reasons + unsplit(call.num_splits or 0, spec.decode)
+
+
+def backward_refusals(call: AttentionCall, d_o_dtype: str, traced: bool = False) -> list[str]:
+    """Why no kernel computes the backward of a call of FP8 operands in 8 bits; empty where one
+    does. d_o_dtype: the name of the dtype of its output's gradient."""
+    spec = replace(
+        spec_of_call(call, traced),
+        directions=("bwd",),
+        d_o_dtype=dtype_name(d_o_dtype),
+        grad_dtype=None if call.out_dtype is None else dtype_name(call.out_dtype),
+        decode=False,
+    )
+    reasons = [violation.reason for violation in find_violations(spec, _FEATURES)]
+    return reasons + [*backward_violations(call.scales)]

@@ -12,6 +12,7 @@ import torch
 
 import attngen
 from attngen import fp8 as fp8_front
+from attngen import reference
 from attngen.call.recipe import Quantised, in_force
 from attngen.reference import BackwardOperands, fp8, fp8_backward
 from tests.support.caches import BACKWARD, FORWARD, held
@@ -106,13 +107,38 @@ def test_fp8_call_with_a_gradient_takes_the_kernels_when_compiled():
 RECIPES = {
     "current": fp8_front.Float8CurrentScaling(),
     "delayed": fp8_front.DelayedScaling(amax_history_len=4),
+    "current_in_8": fp8_front.Float8CurrentScaling(backward="fp8"),
+    "delayed_in_8": fp8_front.DelayedScaling(
+        fp8_format=fp8_front.Format.E4M3, amax_history_len=4, backward="fp8"
+    ),
 }
 
 
-def training_step(layer, recipe, tensors):
+@pytest.mark.parametrize("name", ["current_in_8", "delayed_in_8"])
+def test_fp8_steps_in_8_bits_are_as_near_as_the_definition(name):
+    steps = [training_operands(), training_operands(10)]
+    found = {}
+    for backend in ("cuda", "reference"):
+        layer = fp8_front.Attention(4, device=steps[0][0].device)
+        found[backend] = [
+            training_step(layer, RECIPES[name], tensors, backend) for tensors in steps
+        ]
+        assert layer.scales.gradient_scale[1] > 0
+    for number, tensors in enumerate(steps):
+        wide = [x.detach().double().requires_grad_() for x in tensors]
+        out, _ = reference.attention(*wide, mask="causal")
+        exact = (out, *torch.autograd.grad(out.square().sum(), wide))
+        for got, defined, want in zip(
+            found["cuda"][number], found["reference"][number], exact, strict=True
+        ):
+            allowed = 1.1 * (defined.double() - want).norm() + 1e-3 * want.norm()
+            assert (got.double() - want).norm() <= allowed
+
+
+def training_step(layer, recipe, tensors, backend="cuda"):
     """The output and the gradients of a step, at whose end delayed scales move."""
     with fp8_front.autocast(recipe=recipe):
-        out = layer(*tensors, mask="causal", backend="cuda", deterministic=True)
+        out = layer(*tensors, mask="causal", backend=backend, deterministic=True)
     return out.detach(), *torch.autograd.grad(out.float().square().sum(), tensors)
 
 
@@ -139,7 +165,8 @@ def test_fp8_step_captured_in_a_graph_follows_inputs_and_histories(name):
         assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
         states = layer.state_dict(), twin.state_dict()
         assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
-    assert layer.scales.scale.any() == (name == "delayed")
+    assert layer.scales.scale.any() == name.startswith("delayed")
+    assert layer.scales.gradient_scale.any() == name.endswith("in_8")
 
 
 @pytest.mark.device

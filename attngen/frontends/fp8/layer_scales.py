@@ -1,4 +1,4 @@
-"""LayerScales: what delayed scaling keeps of one layer."""
+"""LayerScales: what recipes keep of one layer."""
 
 from __future__ import annotations
 
@@ -9,25 +9,32 @@ import torch
 from torch import Tensor, nn
 
 from ...call.table import CARRIERS
-from .recipes import DelayedScaling
+from .recipes import DelayedScaling, Recipe
+
+GRADIENTS = ("d_o", "ds")
+_FORWARD = ("scale", "amax_history")
+_BACKWARD = ("gradient_scale", "gradient_history")
 
 
 class LayerScales(nn.Module):
-    """Scales of q, k and v and the history of their largest magnitudes, as buffers.
+    """Scales and the history of the largest magnitudes, as buffers.
 
-    scale: float32 [3], 0 before the first step. amax_history: float32 [steps, 3], the step that
-    runs first. Both stay float32 whatever dtype a module around is cast to.
+    scale: of q, k and v, float32 [3], 0 before the first step. amax_history: float32 [steps, 3],
+    the step that runs first. gradient_scale, gradient_history: of dO and dS, [2] and [steps, 2].
+    All stay float32 whatever dtype a module around is cast to.
     """
 
     scale: Tensor
     amax_history: Tensor
+    gradient_scale: Tensor
+    gradient_history: Tensor
 
     def __init__(self, steps: int, device: torch.device | str | None = None) -> None:
         super().__init__()
-        kinds = {"dtype": torch.float32, "device": device}
-        self.register_buffer("scale", torch.zeros(len(CARRIERS), **kinds))  # type: ignore[arg-type]
-        history = torch.zeros(steps, len(CARRIERS), **kinds)  # type: ignore[arg-type]
-        self.register_buffer("amax_history", history)
+        for names, count in ((_FORWARD, len(CARRIERS)), (_BACKWARD, len(GRADIENTS))):
+            for name, shape in zip(names, ((count,), (steps, count)), strict=True):
+                zeros = torch.zeros(shape, dtype=torch.float32, device=device)
+                self.register_buffer(name, zeros)
 
     def scales(self, recipe: DelayedScaling, amax: Tensor) -> Tensor:
         """The scales of a call, [3]. amax: its magnitudes, taken where there is no history."""
@@ -40,11 +47,20 @@ class LayerScales(nn.Module):
         now.copy_(torch.maximum(now, amax))
 
     def update(self, recipe: DelayedScaling) -> None:
-        """End a step: the next scales follow from the history, which a new row enters."""
+        """End a step of a forward: the next scales follow from the history, which a new row
+        enters."""
         amax = recipe.amax_of(self.amax_history)
         self.scale.copy_(recipe.scale(amax, recipe.fp8_format.forward, self.scale))
-        self.amax_history.copy_(self.amax_history.roll(1, 0))
-        self.amax_history.select(0, 0).zero_()
+        _begin_row(self.amax_history)
+
+    def update_gradients(self, recipe: Recipe) -> None:
+        """End a step of a backward in the same way.
+
+        Autograd does not count it as a change: a backward that is to come takes what is there
+        then."""
+        scale, history = self.gradient_scale.data, self.gradient_history.data
+        scale.copy_(recipe.gradient_scales(history, scale))
+        _begin_row(history)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         before = dict(self._buffers)
@@ -54,3 +70,9 @@ class LayerScales(nn.Module):
             if buffer is not None and moved is not None and moved.dtype != buffer.dtype:
                 self._buffers[name] = buffer.to(moved.device)
         return self
+
+
+def _begin_row(history: Tensor) -> None:
+    """Have a history, [steps, n], begin a step: the oldest row leaves it."""
+    history.copy_(history.roll(1, 0))
+    history.select(0, 0).zero_()

@@ -8,31 +8,10 @@ import torch
 from torch import Tensor
 
 from ...errors import SpecError
-from ...reference.fp8 import DTYPES, quantise
+from ...reference.fp8 import DTYPES
+from ...reference.fp8_scales import largest, stored
 from .recipes import DelayedScaling, Float8CurrentScaling
 from .tensor import Float8Tensor
-
-
-def largest(x: Tensor, rows: Tensor | None = None) -> Tensor:
-    """The largest magnitude of a tensor, float32 [1]; 0 of an empty one. Never waits.
-
-    rows: a broadcast of it, where its numbers count; what others hold, NaN too, does not.
-    """
-    if x.numel() == 0:
-        return torch.zeros(1, dtype=torch.float32, device=x.device)
-    sizes = x.detach().abs()
-    if rows is not None:
-        sizes = torch.where(rows, sizes, 0.0)
-    return sizes.amax().float().reshape(1)
-
-
-def stored(x: Tensor, dtype: torch.dtype, scale: Tensor, power_of_two: bool = False) -> Tensor:
-    """A tensor in 8 bits. power_of_two: whether the scale is one, float32 [1], by which bfloat16
-    numbers are multiplied as they are, without a rounding and without wider copies."""
-    x = x.detach()
-    if power_of_two and x.dtype == torch.bfloat16:
-        return quantise(x, dtype, scale.reshape(()))
-    return quantise(x.float(), dtype, scale)
 
 
 class Quantizer:

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...call.recipe import GradientForm
+from ...call.tensors import name_of
 from ...errors import SpecError
+from ...reference.fp8_backward import power_of_two
+from ...reference.fp8_scales import current_scale, scale_of
 
 ALGORITHMS = ("max", "most_recent")
+BACKWARDS = ("16", "fp8", "fp8_or_16")
+_SPARE = {torch.float8_e5m2: 4, torch.float8_e4m3fn: 1}  # binades above the dS of the step before
 
 
 class Format(Enum):
@@ -39,7 +44,9 @@ class Float8CurrentScaling:
     """Scales of each tensor's own largest magnitude, found before it is stored.
 
     use_power_2_scales: the next power of two below, so that stored numbers widen to 16 bits without
-    a rounding. amax_epsilon: the least magnitude that is taken.
+    a rounding. amax_epsilon: the least magnitude that is taken. backward: in which bits gradients
+    are made, 16, fp8, or fp8_or_16, which has 16 where kernels have none of 8. In 8 bits dS, which
+    is never whole, has a scale by the step before in an `attngen.fp8.Attention`, else by a bound.
 
     Raises: SpecError with every violation at once.
     """
@@ -47,9 +54,10 @@ class Float8CurrentScaling:
     fp8_format: Format = Format.HYBRID
     use_power_2_scales: bool = True
     amax_epsilon: float = 0.0
+    backward: str = "16"
 
     def __post_init__(self) -> None:
-        reasons = [*_format_violations(self.fp8_format)]
+        reasons = _violations(self)
         if not 0 <= self.amax_epsilon < float("inf"):
             reasons.append(f"amax_epsilon needs a number >= 0; got {self.amax_epsilon!r}")
         if reasons:
@@ -57,9 +65,22 @@ class Float8CurrentScaling:
 
     def scale(self, amax: Tensor, dtype: torch.dtype) -> Tensor:
         """Scales of tensors with these largest magnitudes, float32; 1 where there is none."""
-        amax = amax.clamp_min(self.amax_epsilon) if self.amax_epsilon else amax
-        found = scale_of(amax, dtype, 1.0)
-        return power_of_two_below(found) if self.use_power_2_scales else found
+        return current_scale(amax, dtype, 0, self.use_power_2_scales, self.amax_epsilon)
+
+    @property
+    def gradient_form(self) -> GradientForm:
+        """How a backward stores dO where no history says it."""
+        if self.backward == "16":
+            return GradientForm()
+        dtype = name_of(self.fp8_format.backward)
+        return GradientForm(dtype, 0, self.use_power_2_scales, self.amax_epsilon)
+
+    def gradient_scales(self, history: Tensor, before: Tensor) -> Tensor:
+        """The next scales of dO and dS, [2]; 0 where a call's own numbers decide. history: their
+        magnitudes, [steps, 2], the newest first; before: their scales."""
+        dtype = self.fp8_format.backward
+        found = scale_of(history.select(0, 0), dtype, before, _SPARE[dtype])
+        return torch.cat([torch.zeros_like(found[:1]), power_of_two(found[1:])])
 
 
 @dataclass(frozen=True)
@@ -70,7 +91,8 @@ class DelayedScaling:
     binades left free above it. amax_history_len: steps that are remembered. amax_compute_algo: the
     largest of these (max), that of the step before (most_recent), or a function of the history,
     float32 [amax_history_len, n], that returns [n]. reduce_amax: whether processes of a group share
-    their maxima.
+    their maxima. backward: in which bits gradients are made, 16, fp8, or fp8_or_16, which has 16
+    where kernels have none of 8.
 
     Raises: SpecError with every violation at once.
     """
@@ -80,9 +102,10 @@ class DelayedScaling:
     amax_history_len: int = 1024
     amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
     reduce_amax: bool = True
+    backward: str = "16"
 
     def __post_init__(self) -> None:
-        reasons = [*_format_violations(self.fp8_format)]
+        reasons = _violations(self)
         if not isinstance(self.margin, int) or abs(self.margin) > 64:
             reasons.append(f"margin needs an int in -64..64; got {self.margin!r}")
         if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
@@ -106,26 +129,28 @@ class DelayedScaling:
             return self.amax_compute_algo(history)
         return history.amax(0) if self.amax_compute_algo == "max" else history.select(0, 0)
 
+    @property
+    def gradient_form(self) -> GradientForm:
+        """How a backward stores dO where no history says it."""
+        if self.backward == "16":
+            return GradientForm()
+        return GradientForm(name_of(self.fp8_format.backward), self.margin, False, 0.0)
+
+    def gradient_scales(self, history: Tensor, before: Tensor) -> Tensor:
+        """The next scales of dO and dS, [2]; 0 where a call's own numbers decide. history: their
+        magnitudes, [steps, 2], the newest first; before: their scales."""
+        return self.scale(self.amax_of(history), self.fp8_format.backward, before)
+
 
 Recipe = DelayedScaling | Float8CurrentScaling
 
 
-def scale_of(amax: Tensor, dtype: torch.dtype, before: Tensor | float, margin: int = 0) -> Tensor:
-    """Scales by which tensors with these largest magnitudes fill an 8-bit format but for `margin`
-    binades, at most 2^126; `before` where a magnitude is 0, infinite or NaN."""
-    amax = amax.float()
-    scale = (torch.finfo(dtype).max / amax * 2.0**-margin).clamp(2.0**-126, 2.0**126)
-    usable = (amax > 0) & (amax < float("inf"))
-    return torch.where(usable, scale, before)
-
-
-def power_of_two_below(x: Tensor) -> Tensor:
-    """The largest powers of two that are not above normal positive float32 numbers."""
-    exponent = x.view(torch.int32).bitwise_and(0x7F800000)
-    return exponent.view(torch.float32)
-
-
-def _format_violations(fp8_format: Any) -> list[str]:
-    if isinstance(fp8_format, Format):
-        return []
-    return [f"fp8_format needs Format.HYBRID or Format.E4M3; got {fp8_format!r}"]
+def _violations(recipe: Recipe) -> list[str]:
+    """Faults of the fields that recipes share."""
+    reasons = []
+    found: object = recipe.fp8_format
+    if not isinstance(found, Format):
+        reasons.append(f"fp8_format needs Format.HYBRID or Format.E4M3; got {found!r}")
+    if recipe.backward not in BACKWARDS:
+        reasons.append(f"backward needs {', '.join(BACKWARDS)}; got {recipe.backward!r}")
+    return reasons

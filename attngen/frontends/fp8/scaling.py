@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...call.recipe import Quantised, in_force
+from ...call.recipe import Quantised, StoredGradients, in_force
 from ...call.recipe import Recipe as InForce
 from ...call.table import CARRIERS
 from ...errors import SpecError
+from ...reference.fp8_scales import largest, stored
 from .layer_scales import LayerScales
-from .quantizers import largest, stored
 from .recipes import DelayedScaling, Float8CurrentScaling, Recipe
 
 DESCALES = tuple([f"descale_{name}" for name in CARRIERS])
@@ -66,7 +66,24 @@ class Active:
         return Quantised(
             tuple([None if x is None else next(made) for x in carriers]),
             dict(zip(DESCALES, descales, strict=True)),
+            self.stores_in(layer, notes),
         )
+
+    def stored_gradients(self) -> StoredGradients:
+        """How the backward of a call of FP8 operands stores its gradients."""
+        return self.stores_in(None, False)
+
+    def stores_in(self, layer: LayerScales | None, notes: bool) -> StoredGradients:
+        """How the backward of a call in a layer stores its gradients. notes: whether the layer's
+        history learns of it."""
+        form = self.recipe.gradient_form
+        stores = StoredGradients(form, self.recipe.backward == "fp8_or_16")
+        if layer is None or not form.d_o_dtype:
+            return stores
+        if notes and self.replayed is None:
+            self.used.append(layer)
+        amax = layer.gradient_history.select(0, 0)
+        return stores._replace(scale=layer.gradient_scale, amax=amax)
 
     def _scales(self, layer: LayerScales | None, present: list[Masked], notes: bool) -> Scales:
         """The scales of a call's tensors, each [1]."""
@@ -112,13 +129,21 @@ class Active:
         recipe = self.recipe
         layers = [*{id(layer): layer for layer in self.used}.values()]
         self.used.clear()
-        if not layers or not isinstance(recipe, DelayedScaling):
+        if not layers:
             return
+        delayed = recipe if isinstance(recipe, DelayedScaling) else None
+        in_8_bits = bool(recipe.gradient_form.d_o_dtype)
         with torch.no_grad():
-            if recipe.reduce_amax and dist.is_available() and dist.is_initialized():
-                _share([layer.amax_history.select(0, 0) for layer in layers], self.group)
+            if delayed and delayed.reduce_amax and dist.is_available() and dist.is_initialized():
+                rows = [layer.amax_history.select(0, 0) for layer in layers]
+                if in_8_bits:
+                    rows += [layer.gradient_history.data.select(0, 0) for layer in layers]
+                _share(rows, self.group)
             for layer in layers:
-                layer.update(recipe)
+                if delayed:
+                    layer.update(delayed)
+                if in_8_bits:
+                    layer.update_gradients(recipe)
 
 
 @dataclass(eq=False)
@@ -134,6 +159,10 @@ class InLayer:
     ) -> Quantised:
         """q, k and v as the recipe stores them. Raises: SpecError."""
         return self.active.quantise_in(self.layer, carriers, rows, self.notes)
+
+    def stored_gradients(self) -> StoredGradients:
+        """How the backward of a call of FP8 operands stores its gradients."""
+        return self.active.stores_in(self.layer, self.notes)
 
 
 class autocast:  # noqa: N801  # as torch.autocast
@@ -189,5 +218,6 @@ def _share(maxima: list[Tensor], group: Any) -> None:
     """Replace maxima by the largest of all processes of a group, in one exchange."""
     joined = torch.cat(maxima)
     dist.all_reduce(joined, dist.ReduceOp.MAX, group)
-    for each, shared in zip(maxima, joined.split(len(CARRIERS)), strict=True):
+    parts = joined.split([each.numel() for each in maxima])
+    for each, shared in zip(maxima, parts, strict=True):
         each.copy_(shared)

@@ -17,7 +17,8 @@ from ... import reference
 from ...call.bind import Key, binder, homes_of
 from ...call.cache import CallCache
 from ...call.fragments import operands_of as fragment_operands
-from ...call.recipe import Recipe
+from ...call.recipe import IN_16_BITS, GradientForm, Recipe, StoredGradients, in_force
+from ...call.routing import backward_refusals
 from ...call.table import (
     CARRIERS,
     INPUTS,
@@ -41,7 +42,7 @@ from .checks import check_rest
 from .lengths import rows_in_use
 from .quantised import dispatched
 from .sharding import is_distributed
-from .torch_private import guard, is_deterministic, is_plain, may_be_kept
+from .torch_private import guard, is_deterministic, is_plain, is_traced, may_be_kept
 from .transforms import is_transformed, may_have_tangents
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
@@ -54,13 +55,14 @@ _bind = binder(Tensor)
 
 class Replaced(NamedTuple):
     """An FP8 call that stands for another. q, k, v, given: its arguments; carriers: q, k and v of
-    the other, which get its gradients."""
+    the other, which get its gradients; stores: how the backward stores its own."""
 
     q: Tensor
     k: Tensor | None
     v: Tensor | None
     given: dict[str, Any]
     carriers: Carriers
+    stores: StoredGradients
 
 
 def replaced(recipe: Recipe, carriers: Carriers, given: dict[str, Any]) -> Replaced | None:
@@ -94,7 +96,7 @@ def replaced(recipe: Recipe, carriers: Carriers, given: dict[str, Any]) -> Repla
     q8, k8, v8 = made.carriers
     assert q8 is not None  # as q was
     given = {"out_dtype": q.dtype, **given, **made.scales}
-    return Replaced(q8, k8, v8, given, carriers)
+    return Replaced(q8, k8, v8, given, carriers, made.gradients)
 
 
 def _rows_in_use(carriers: Carriers, given: dict[str, Any]) -> tuple[Tensor | None, ...]:
@@ -119,16 +121,17 @@ def run(attend: Callable[..., Result], call: Replaced) -> Result:
     key: Key | None = None
     tensors: list[Any] = []
     if not (torch.compiler.is_compiling() or routing.CHECK_VALUES):
-        key, tensors = _bind((is_deterministic(),), call.q, call.k, call.v, call.given)
+        form = is_deterministic(), call.stores.form, call.stores.may_have_16_bits
+        key, tensors = _bind(form, call.q, call.k, call.v, call.given)
     if (known := calls.find(key, tensors)) is not None:
         return known.of_bound(tensors, call)
     made = make_call("attention", ROWS, {"q": call.q, "k": call.k, "v": call.v}, call.given)
-    plainly, checked = _checked(made, call.carriers)
+    plainly, checked = _checked(made, call.carriers, call.stores)
     if key is not None and plainly is made and all(map(is_plain, tensors)):
         if may_be_kept(tensors):
             checked.keep_homes(call, made)
             calls.note(key, tensors, checked)
-    return checked(operands_of(plainly), made.schedule, call.carriers)
+    return checked(operands_of(plainly), made.schedule, call.carriers, call.stores)
 
 
 def of_stored(attend: Callable[..., Result], call: AttentionCall) -> Result | None:
@@ -208,20 +211,24 @@ def differentiable(call: AttentionCall, carriers: Carriers) -> Result:
     Raises: SpecError with every violation at once; CompileError, LaunchError.
     """
     stored = {name: None if (x := getattr(call, name)) is None else x.detach() for name in CARRIERS}
-    plainly, checked = _checked(AttentionCall(**{**named(call), **stored}), carriers)
-    return checked(operands_of(plainly), plainly.schedule, carriers)
+    recipe = in_force.recipe
+    stores = IN_16_BITS if recipe is None else recipe.stored_gradients()
+    plainly, checked = _checked(AttentionCall(**{**named(call), **stored}), carriers, stores)
+    return checked(operands_of(plainly), plainly.schedule, carriers, stores)
 
 
 @dataclass(eq=False)
 class Differentiable:
     """An FP8 call with gradients that was checked, for all that differ from it in addresses alone.
 
-    kernels: whether these serve it; backend: the one that it names.
+    kernels: whether these serve it; backend: the one that it names; wide_backward: whether kernels
+    compute the backward in 16 bits, whatever the recipe stores.
     """
 
     checked: CheckedCall
     kernels: bool
     backend: str
+    wide_backward: bool
 
     def keep_homes(self, call: Replaced, made: AttentionCall) -> None:
         """Know where operands are among the bound tensors of such calls. made: the call's value."""
@@ -233,9 +240,11 @@ class Differentiable:
     def of_bound(self, tensors: list[Any], call: Replaced) -> Result:
         """The results for bound tensors. Raises: as `__call__`."""
         operands = tuple([None if home < 0 else tensors[home] for home in self.checked.homes])
-        return self(operands, call.given.get("schedule"), call.carriers)
+        return self(operands, call.given.get("schedule"), call.carriers, call.stores)
 
-    def __call__(self, operands: tuple[Any, ...], schedule: Any, carriers: Carriers) -> Result:
+    def __call__(
+        self, operands: tuple[Any, ...], schedule: Any, carriers: Carriers, stores: StoredGradients
+    ) -> Result:
         """The results for operands as a call gives them. Where kernels refuse, such as for an
         address, the reference serves a call that names no backend.
 
@@ -245,22 +254,27 @@ class Differentiable:
         operands = checked.completed(checked.adapted(operands, schedule))
         results = None
         if self.kernels:
+            form = GradientForm() if self.wide_backward else stores.form
+            before = *form, stores.scale, stores.amax, *carriers
             try:
-                results = dispatched(True, *carriers, *operands, *checked.arguments)
+                results = dispatched(True, *before, *operands, *checked.arguments)
             except (SpecError, LimitError) as error:
                 if torch.compiler.is_compiling():
                     raise
                 routing.leave_kernels(error, self.backend)
         if results is None:
             arguments = checked.arguments._replace(num_splits=0)
-            results = dispatched(False, *carriers, *operands, *arguments)
+            before = *stores.form, stores.scale, stores.amax, *carriers
+            results = dispatched(False, *before, *operands, *arguments)
         if checked.by_products:
             return checked.with_aux(results, RESULTS, operands[_RNG_STATE])
         out, *_ = results
         return out
 
 
-def _checked(call: AttentionCall, carriers: Carriers) -> tuple[AttentionCall, Differentiable]:
+def _checked(
+    call: AttentionCall, carriers: Carriers, stores: StoredGradients
+) -> tuple[AttentionCall, Differentiable]:
     """A call with plain arguments, and what was found out about it.
 
     Raises: SpecError with every violation at once.
@@ -272,8 +286,30 @@ def _checked(call: AttentionCall, carriers: Carriers) -> tuple[AttentionCall, Di
         kernels = routing.use_kernels(call)
         if not kernels:
             reference.check(call)
+        wide = kernels and not _stores(call, stores)
     checked = CheckedCall.of(call, operands_of(call))
-    return call, Differentiable(checked, kernels, call.backend)
+    return call, Differentiable(checked, kernels, call.backend, wide)
+
+
+def _stores(call: AttentionCall, stores: StoredGradients) -> bool:
+    """Whether the backward of a call that kernels serve is in 8 bits.
+
+    Raises: SpecError with every reason why kernels have none, unless one of 16 bits may stand in.
+    """
+    if not stores.form.d_o_dtype:
+        return False
+    reasons = backward_refusals(call, stores.form.d_o_dtype, is_traced((call.q, call.k, call.v)))
+    if not reasons:
+        return True
+    if not stores.may_have_16_bits:
+        raise SpecError(
+            [
+                f"{reason}. Take a recipe with backward='fp8_or_16' or '16' for gradients in "
+                "16 bits, or backend='reference'."
+                for reason in reasons
+            ]
+        )
+    return False
 
 
 calls: CallCache[Differentiable] = CallCache(guard)

@@ -20,6 +20,7 @@ from ...call.table import (
     ROW_OF_OPERAND,
     WantedGradients,
 )
+from ...errors import SpecError
 from ...reference.fp8_backward import chosen_scale_s
 from . import backward as in_16_bits
 from .descriptions import described_by_name, device_of
@@ -28,6 +29,7 @@ from .outputs import output_dtype
 from .registry import operator
 from .signature import schema, split, wanted_of
 from .torch_private import guard
+from .transforms import differentiable
 
 library = operator(
     "fp8_backward",
@@ -129,5 +131,14 @@ def _fake(
     )
 
 
+def second_derivative(*_: Any) -> None:
+    """Raises: SpecError."""
+    raise SpecError(
+        "FP8 calls have no second derivative (a gradient was made with create_graph=True and "
+        "differentiated); leave them in 16 bits with attngen.fp8.autocast(enabled=False)"
+    )
+
+
 library.impl("fp8_backward", fp8_backward, "CUDA")
 torch.library.register_fake("attngen::fp8_backward", _fake, lib=library)
+dispatched = differentiable("fp8_backward", second_derivative, library=library)

@@ -1,8 +1,9 @@
 """The operation `attngen::quantised`: an FP8 forward whose gradients have 16 bits.
 
 Its operands are in FP8; the tensors that they were made of, if any, come along for their gradients
-alone, which pass the rounding to 8 bits straight through. The backward is that of 16 bits: of the
-numbers that the stored ones stand for, with the output and the LSE of the forward.
+alone, which pass the rounding to 8 bits straight through. The backward is that of 16 bits, of the
+numbers that the stored ones stand for, or one in 8 bits; with the output and the LSE of the
+forward.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from ...call.gradient_kernels import wanted_of_operands
 from ...call.numbers import Arguments
 from ...call.operands import layout_of
+from ...call.recipe import GradientForm
 from ...call.table import CARRIERS, GRADIENT_OF, INPUTS, LEARNED, SCALES, WantedGradients
 from ...spec.layouts import Layout, axes_of
 from . import reference_fp8
@@ -23,34 +25,39 @@ from .autograd import refuse_gradient
 from .backward import dispatch
 from .registry import operator
 from .signature import CallForm, places_of, schema
-from .transforms import differentiable
+from .stored_gradients import FP8Call
+from .transforms import differentiable, refuse_tangents
 
-_FIRST_OPERAND = 1 + len(CARRIERS)  # `kernels` and the carriers stand before `INPUTS`
+_OF_LAYER = ("gradient_scale", "gradient_amax")
+# What stands before the carriers, and before `INPUTS`.
+_FIRST_CARRIER = 1 + len(GradientForm._fields) + len(_OF_LAYER)
+_FIRST_OPERAND = _FIRST_CARRIER + len(CARRIERS)
 
 library = operator(
     "quantised",
-    "(bool kernels, Tensor? q16, Tensor? k16, Tensor? v16, Tensor q, Tensor? k, Tensor? v, "
+    "(bool kernels, str d_o_dtype, int margin, bool power_of_two, float amax_epsilon, "
+    f"{', '.join(f'Tensor? {name}' for name in _OF_LAYER)}, "
+    "Tensor? q16, Tensor? k16, Tensor? v16, Tensor q, Tensor? k, Tensor? v, "
     f"{schema()}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 
 
 @torch.no_grad()
-def forward(
-    kernels: bool, q16: Tensor | None, k16: Tensor | None, v16: Tensor | None, *rest: Any
-) -> tuple[Tensor, ...]:
+def forward(kernels: bool, *given: Any) -> tuple[Tensor, ...]:
     """The results of `attngen::forward` for operands in FP8.
 
-    kernels: whether these compute it, or the reference. q16, k16, v16: what gets the gradients of
-    q, k and v; not read. rest: what `attngen::forward` takes, with a 16-bit `out_dtype`.
+    kernels: whether these compute it, or the reference. given: what is read of by the backward
+    alone, a `GradientForm`, scales and magnitudes of a layer, and what gets the gradients of q, k
+    and v; then what `attngen::forward` takes, with a 16-bit `out_dtype`.
     Raises: SpecError with every violation; CompileError, LaunchError.
     """
     attend = torch.ops.attngen.forward if kernels else torch.ops.attngen.reference
-    return tuple(attend(*rest))
+    return tuple(attend(*given[_FIRST_OPERAND - 1 :]))
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Keeps what the gradients need. Raises: SpecError where one is needed that there is not."""
-    kernels, *rest = inputs
+    before, rest = inputs[:_FIRST_CARRIER], inputs[_FIRST_CARRIER:]
     needed = ctx.needs_input_grad[_FIRST_OPERAND:]
     for name, wanted in zip(INPUTS, needed, strict=False):
         if wanted:
@@ -58,7 +65,9 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
     operands = (*rest[len(CARRIERS) :], *[None] * len(INPUTS))[: len(INPUTS)]
     out, lse, *maxima = output
     ctx.save_for_backward(out, lse, *operands)
-    ctx.kernels = kernels
+    # Of a layer there is what it knows when the backward runs, which others change meanwhile.
+    ctx.kernels, *form, ctx.scale, ctx.amax = before
+    ctx.form = GradientForm(*form)
     ctx.arguments = Arguments(*rest[len(CARRIERS) + len(INPUTS) :])
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*maxima)
@@ -73,12 +82,17 @@ def gradients(
     if d_o is None and dlse is None:
         return tuple(returned)
     out, lse, *operands = ctx.saved_tensors
-    places = {name: place for place, name in enumerate(CARRIERS, 1)}
+    places = {name: place for place, name in enumerate(CARRIERS, _FIRST_CARRIER)}
     places |= {name: _FIRST_OPERAND + INPUTS.index(name) for name in LEARNED}
     asked = {name for name, place in places.items() if place < len(needed) and needed[place]}
     wanted = wanted_of_operands(asked, one_tensor=operands[INPUTS.index("k")] is None)
-    differentiate = _by_kernels if ctx.kernels else reference_fp8.differentiate
-    found = differentiate(wanted, d_o, dlse, out, lse, operands, ctx.arguments)
+    if ctx.form.d_o_dtype:
+        refuse_tangents((d_o, dlse))
+        given = ctx.kernels, ctx.form, ctx.scale, ctx.amax, out, lse, operands, ctx.arguments
+        found = FP8Call(*given).differentiate(wanted, d_o, dlse)
+    else:
+        differentiate = _by_kernels if ctx.kernels else reference_fp8.differentiate
+        found = differentiate(wanted, d_o, dlse, out, lse, operands, ctx.arguments)
     for name in asked:
         returned[places[name]] = found[GRADIENT_OF[name]]
     return tuple(returned)
@@ -147,11 +161,9 @@ def _factor(descale: Tensor | None, axes: list[str], heads: int, wide: Tensor) -
     return of_heads.reshape([sizes.get(axis, 1) for axis in axes])
 
 
-def _fake(
-    kernels: bool, q16: Tensor | None, k16: Tensor | None, v16: Tensor | None, *rest: Any
-) -> tuple[Tensor, ...]:
+def _fake(kernels: bool, *given: Any) -> tuple[Tensor, ...]:
     attend = torch.ops.attngen.forward if kernels else torch.ops.attngen.reference
-    return tuple(attend(*rest))
+    return tuple(attend(*given[_FIRST_OPERAND - 1 :]))
 
 
 library.impl("quantised", forward, "CompositeExplicitAutograd")

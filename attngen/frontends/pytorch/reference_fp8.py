@@ -10,17 +10,16 @@ import torch
 from torch import Tensor
 
 from ...call.fp8_checks import BACKWARD_SCALES
+from ...call.fp8_gradients import MAXIMA
 from ...call.numbers import Arguments
 from ...call.table import GRADIENT_OF, INPUTS, LEARNED, WantedGradients
 from ...call.tensors import name_of
-from ...errors import SpecError
 from ...reference.fp8_backward import BackwardOperands, differentiate_call
+from .fp8_backward import second_derivative
 from .on_reference import call_of
 from .registry import operator
 from .signature import dtype_of, schema, split, wanted_of
 from .transforms import differentiable
-
-MAXIMA = ("amax_dp", "amax_dq", "amax_dk", "amax_dv")
 
 library = operator(
     "reference_fp8_backward",
@@ -70,7 +69,7 @@ def differentiate(
     d_o = torch.zeros_like(out) if d_o is None else d_o
     given = d_o, dlse, out, lse, *[None] * len(BACKWARD_SCALES)
     asked = arguments._replace(out_dtype=name_of(out.dtype))
-    found = _dispatched(*given, *operands, *asked, *wanted)
+    found = dispatched(*given, *operands, *asked, *wanted)
     gradients = dict(zip(GRADIENT_OF.values(), found, strict=False))
     for name in LEARNED:
         of = operands[INPUTS.index(name)]
@@ -96,13 +95,6 @@ def _fake(
     return *made, *[q.new_empty(1, dtype=torch.float32) for _ in MAXIMA]
 
 
-def _second_derivative(*_: Any) -> None:
-    raise SpecError(
-        "FP8 calls have no second derivative (a gradient was made with create_graph=True and "
-        "differentiated); leave them in 16 bits with attngen.fp8.autocast(enabled=False)"
-    )
-
-
 library.impl("reference_fp8_backward", backward, "CompositeExplicitAutograd")
 torch.library.register_fake("attngen::reference_fp8_backward", _fake, lib=library)
-_dispatched = differentiable("reference_fp8_backward", _second_derivative, library=library)
+dispatched = differentiable("reference_fp8_backward", second_derivative, library=library)

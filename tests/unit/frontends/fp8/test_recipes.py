@@ -10,8 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attngen
 from attngen import SpecError, fp8
-from attngen.frontends.fp8.quantizers import largest, stored
-from attngen.frontends.fp8.recipes import power_of_two_below, scale_of
+from attngen.reference.fp8_scales import largest, power_of_two_below, scale_of, stored
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 

@@ -223,7 +223,8 @@ def test_state_goes_through_a_state_dict():
         step(layer, delayed(), operands(2.0**n, seed=n))
     copy = fp8.Attention(STEPS)
     copy.load_state_dict(layer.state_dict())
-    assert sorted(layer.state_dict()) == ["scales.amax_history", "scales.scale"]
+    names = ("amax_history", "gradient_history", "gradient_scale", "scale")
+    assert sorted(layer.state_dict()) == [f"scales.{name}" for name in names]
     tensors = operands(seed=9)
     assert same(step(layer, delayed(), tensors), step(copy, delayed(), tensors))
     assert same(layer.state_dict().values(), copy.state_dict().values())

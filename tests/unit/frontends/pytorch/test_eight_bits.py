@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attngen
 from attngen import SpecError, reference
-from attngen.call.recipe import Quantised, in_force
+from attngen.call.recipe import IN_16_BITS, GradientForm, Quantised, in_force
 from attngen.call.table import CARRIERS, INPUTS
 from attngen.frontends.pytorch import eight_bits
 from attngen.frontends.pytorch.quantised import widened
@@ -38,6 +38,9 @@ class Halving:
         if not torch.compiler.is_compiling():
             self.made.append(stored)
         return Quantised(tuple(stored), scales)
+
+    def stored_gradients(self):
+        return IN_16_BITS
 
 
 @pytest.fixture
@@ -335,12 +338,13 @@ def test_widened_operands_are_what_the_stored_ones_stand_for(layout):
     assert torch.equal(lse, reference.attention(*wide, layout=layout)[1].lse)
 
 
-def test_forward_operation_passes_opcheck():
+@pytest.mark.parametrize("form", [GradientForm(), GradientForm("float8_e5m2")], ids=["16", "8"])
+def test_forward_operation_passes_opcheck(form):
     q, k, v = (x.detach().to(E4M3) for x in leaves(*DENSE))
     q16 = leaves(*DENSE)[0]
     torch.library.opcheck(
         torch.ops.attngen.quantised,
-        (False, q16, None, None, q, k, v),
+        (False, *form, None, None, q16, None, None, q, k, v),
         {"mask": "causal", "out_dtype": "bfloat16"},
         test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
     )

@@ -1,0 +1,55 @@
+"""Scales of tensors that are stored in 8 bits: which follow from the largest magnitudes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .fp8 import quantise
+
+
+def largest(x: Tensor, rows: Tensor | None = None) -> Tensor:
+    """The largest magnitude of a tensor, float32 [1]; 0 of an empty one. Never waits.
+
+    rows: a broadcast of it, where its numbers count; what others hold, NaN too, does not.
+    """
+    if x.numel() == 0:
+        return torch.zeros(1, dtype=torch.float32, device=x.device)
+    sizes = x.detach().abs()
+    if rows is not None:
+        sizes = torch.where(rows, sizes, 0.0)
+    return sizes.amax().float().reshape(1)
+
+
+def stored(x: Tensor, dtype: torch.dtype, scale: Tensor, power_of_two: bool = False) -> Tensor:
+    """A tensor in 8 bits. power_of_two: whether the scale is one, float32 [1], by which bfloat16
+    numbers are multiplied as they are, without a rounding and without wider copies."""
+    x = x.detach()
+    if power_of_two and x.dtype == torch.bfloat16:
+        return quantise(x, dtype, scale.reshape(()))
+    return quantise(x.float(), dtype, scale)
+
+
+def scale_of(amax: Tensor, dtype: torch.dtype, before: Tensor | float, margin: int = 0) -> Tensor:
+    """Scales by which tensors with these largest magnitudes fill an 8-bit format but for `margin`
+    binades, at most 2^126; `before` where a magnitude is 0, infinite or NaN."""
+    amax = amax.float()
+    scale = (torch.finfo(dtype).max / amax * 2.0**-margin).clamp(2.0**-126, 2.0**126)
+    usable = (amax > 0) & (amax < float("inf"))
+    return torch.where(usable, scale, before)
+
+
+def power_of_two_below(x: Tensor) -> Tensor:
+    """The largest powers of two that are not above normal positive float32 numbers."""
+    exponent = x.view(torch.int32).bitwise_and(0x7F800000)
+    return exponent.view(torch.float32)
+
+
+def current_scale(
+    amax: Tensor, dtype: torch.dtype, margin: int, power_of_two: bool, epsilon: float
+) -> Tensor:
+    """Scales of tensors from their own largest magnitudes, of at least epsilon, float32; 1 where
+    there is none. power_of_two: the next one below instead."""
+    amax = amax.clamp_min(epsilon) if epsilon else amax
+    found = scale_of(amax, dtype, 1.0, margin)
+    return power_of_two_below(found) if power_of_two else found
