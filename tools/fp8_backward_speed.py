@@ -62,7 +62,7 @@ class Case:
 
 @dataclass(frozen=True, eq=False)
 class Operands:
-    """What a backward reads: in 16 bits; stored in 8 with scales of 1; the forward's results."""
+    """A backward's: in 16 bits; stored in 8 with scales of 1; the forward's results."""
 
     wide: dict[str, Tensor]
     stored: dict[str, Tensor]

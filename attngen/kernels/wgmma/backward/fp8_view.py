@@ -302,6 +302,7 @@ def _main_headers(problem: Problem) -> str:
         ("ptx/math.cuh", True),
         ("ptx/matrix_move.cuh", True),
         ("ptx/tma.cuh", True),
+        ("ptx/turn.cuh", problem.deterministic),
         ("scale_gradients.cuh", True),
         ("scheduler/gap_rows.cuh", problem.varlen),
         ("scheduler/kv_blocks.cuh", True),
