@@ -35,6 +35,7 @@ SETTINGS = {
 def attentions() -> dict[str, Callable[..., Any]]:
     """Causal attention of q, k and v by name."""
     import jax
+
     from attngen.frontends.jax import attention
 
     return {
