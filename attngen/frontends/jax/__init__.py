@@ -7,5 +7,6 @@ No host compiler is needed, and torch is not imported. docs/guide/jax.md is the 
 """
 
 from .attention import attention
+from .dot_product_attention import dot_product_attention
 
-__all__ = ["attention"]
+__all__ = ["attention", "dot_product_attention"]

@@ -1,0 +1,88 @@
+"""Functions of many arguments, each of which is a field of one dataclass.
+
+The dataclass lists names, order and defaults once; the function gets it filled in, and type
+checkers and `inspect.signature` see its fields as the function's arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+A = TypeVar("A")
+R = TypeVar("R")
+Self = TypeVar("Self")
+
+_SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+NONE: Mapping[str, str] = MappingProxyType({})
+
+
+class _Fields(NamedTuple):
+    """A dataclass as a function's arguments: its fields, and what else these were called."""
+
+    arguments: Callable[..., Any]
+    names: frozenset[str]
+    older: Mapping[str, str]
+
+
+def taking(
+    arguments: Callable[P, A], older: Mapping[str, str] = NONE
+) -> Callable[[Callable[[A], R]], Callable[P, R]]:
+    """Let a function of one value of this dataclass be called with its fields, by position or by
+    name. older: other spellings, and those of the fields. Raises: TypeError, as Python does, for
+    others."""
+    fields = _Fields(arguments, frozenset(inspect.signature(arguments).parameters), older)
+
+    def decorate(function: Callable[[A], R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def called(*args: P.args, **given: P.kwargs) -> R:
+            return function(_filled(function.__name__, fields, args, given))
+
+        _describe(called, arguments)
+        return called
+
+    return decorate
+
+
+def method_taking(
+    arguments: Callable[P, A], older: Mapping[str, str] = NONE
+) -> Callable[[Callable[[Self, A], R]], Callable[Concatenate[Self, P], R]]:
+    """Let a method of one value of this dataclass be called with its fields, as `taking` does."""
+    fields = _Fields(arguments, frozenset(inspect.signature(arguments).parameters), older)
+
+    def decorate(method: Callable[[Self, A], R]) -> Callable[Concatenate[Self, P], R]:
+        @functools.wraps(method)
+        def called(self: Self, *args: P.args, **given: P.kwargs) -> R:
+            return method(self, _filled(method.__name__, fields, args, given))
+
+        _describe(called, arguments, [_SELF])
+        return called  # type: ignore[return-value]  # where self has a name
+
+    return decorate
+
+
+def _filled(name: str, fields: _Fields, args: Any, given: dict[str, Any]) -> Any:
+    arguments, names, older = fields
+    if not names.issuperset(given):
+        given = {older.get(each, each): value for each, value in given.items()}
+        for unknown in given.keys() - names:
+            raise TypeError(f"{name}() got an unexpected keyword argument {unknown!r}")
+    try:
+        return arguments(*args, **given)
+    except TypeError as error:  # which names the dataclass's own function
+        raise TypeError(str(error).replace(f"{_name_of(arguments)}.__init__", name)) from None
+
+
+def _name_of(arguments: Callable[..., Any]) -> str:
+    return getattr(arguments, "__qualname__", "")
+
+
+def _describe(
+    function: Any, arguments: Callable[..., Any], first: list[inspect.Parameter] | None = None
+) -> None:
+    own = inspect.signature(arguments).parameters.values()
+    function.__signature__ = inspect.Signature([*(first or []), *own])
