@@ -5,7 +5,8 @@
 Microseconds a call of small attention, in a program of 32 calls and in one of a single call, by
 attngen and by `jax.nn.dot_product_attention(implementation="cudnn")`: with XLA's own choice of
 what goes into command buffers, with nothing in them, and beside a thread that computes in Python.
-Every figure is a median over programs; each setting has a process of its own.
+Every figure is a median over programs; each setting has a process of its own, and each row is
+printed as it is measured. cuDNN, whose programs compile for long, is left out without --peers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-CALLS, PROGRAMS, BATCH = 32, 30, 10
+CALLS, PROGRAMS, BATCH = 32, 10, 5
 SETTINGS = {
     "default": "",
     "no command buffers": "--xla_gpu_enable_command_buffer=",
@@ -61,7 +62,7 @@ def program_of(attend: Callable[..., Any], calls: int) -> Callable[[Any], Any]:
 
 def time_of(program: Callable[[Any], Any], x: Any, calls: int) -> float:
     """Microseconds a call, of programs that are dispatched one behind another."""
-    for _ in range(5):
+    for _ in range(3):
         program(x).block_until_ready()
     found = []
     for _ in range(PROGRAMS):
@@ -79,48 +80,58 @@ def computing(ended: threading.Event) -> None:
         sum(range(1000))
 
 
-def measure() -> dict[str, float]:
+def measure(peers: bool) -> dict[str, float]:
     """Times in this process, by what was called, how often, and beside what."""
     import jax
     import jax.numpy as jnp
 
     x = jax.random.normal(jax.random.key(0), (1, 256, 2, 128), jnp.bfloat16)
-    found = {}
+    found: dict[str, float] = {}
+
+    def note(row: str, us: float) -> None:
+        found[row] = round(us, 2)
+        print(f"{row}: {us:.2f} µs", file=sys.stderr, flush=True)
+
     for name, attend in attentions().items():
+        if name != "attngen" and not peers:
+            continue
         for calls in (CALLS, 1):
             program = program_of(attend, calls)
-            try:
-                found[f"{name}, {calls}"] = time_of(program, x, calls)
-            except jax.errors.JaxRuntimeError as error:
-                print(f"{name}: {str(error)[:200]}", file=sys.stderr)
-                break
+            start = time.perf_counter()
+            program(x).block_until_ready()
+            print(f"{name}: first run {time.perf_counter() - start:.1f} s", file=sys.stderr)
+            note(f"{name}, {calls}", time_of(program, x, calls))
             if calls == CALLS:
                 ended = threading.Event()
                 thread = threading.Thread(target=computing, args=(ended,))
                 thread.start()
-                found[f"{name}, {calls}, beside a thread"] = time_of(program, x, calls)
-                ended.set()
-                thread.join()
+                try:
+                    note(f"{name}, {calls}, beside a thread", time_of(program, x, calls))
+                finally:
+                    ended.set()
+                    thread.join()
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("-o", "--output", type=Path, help="where the JSON goes; else printed")
+    parser.add_argument("--peers", action="store_true", help="cuDNN, too")
     parser.add_argument("--here", action="store_true", help="measure in this process")
     given = parser.parse_args()
     if given.here:
-        print(json.dumps(measure()))
+        print(json.dumps(measure(given.peers)))
         return
     found = {}
     for setting, flags in SETTINGS.items():
+        print(f"{setting}:", file=sys.stderr, flush=True)
         environment = {**os.environ, "XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        command = [sys.executable, __file__, "--here"]
+        command = [sys.executable, __file__, "--here", *["--peers"] * given.peers]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
         if done.returncode:
             raise SystemExit(f"{setting}: ended with {done.returncode}")
         *_, line = done.stdout.splitlines()
-        found[setting] = {name: round(us, 2) for name, us in json.loads(line).items()}
+        found[setting] = json.loads(line)
     text = json.dumps(found, indent=1)
     if given.output is None:
         print(text)
