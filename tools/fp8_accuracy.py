@@ -29,6 +29,7 @@ from attngen.bench.peers import describe  # noqa: E402
 from attngen.errors import AttngenError  # noqa: E402
 from attngen.io.values import to_data  # noqa: E402
 from attngen.reference import fp8  # noqa: E402
+from tools.cudnn_graph import CudnnGraph  # noqa: E402
 from tools.reports import write_report  # noqa: E402
 
 SCHEMA = 1
@@ -179,66 +180,29 @@ def cudnn_builder(cudnn: Any) -> Callable[[Call], Callable[[], Tensor]]:
     """Makes of a call what launches cuDNN's FP8 forward and returns its output; raises RuntimeError
     where it has none."""
     handle = cudnn.create_handle()
-    types = {
-        E4M3: cudnn.data_type.FP8_E4M3,
-        torch.bfloat16: cudnn.data_type.BFLOAT16,
-        torch.float32: cudnn.data_type.FLOAT,
-    }
 
     def build(call: Call) -> Callable[[], Tensor]:
-        try:
-            return attend(call)
-        except cudnn.cudnnGraphNotSupportedError as error:
-            raise RuntimeError(f"cuDNN has no such graph: {error}") from error
-
-    def attend(call: Call) -> Callable[[], Tensor]:
-        cudnn.set_stream(handle, torch.cuda.current_stream().cuda_stream)
-        graph = cudnn.pygraph(
-            io_data_type=cudnn.data_type.FP8_E4M3,
-            intermediate_data_type=cudnn.data_type.FLOAT,
-            compute_data_type=cudnn.data_type.FLOAT,
-            handle=handle,
-        )
-        bound: dict[Any, Tensor] = {}
-
-        def take(name: str, tensor: Tensor) -> Any:
-            sizes, strides = list(tensor.shape), list(tensor.stride())
-            kind = types[tensor.dtype]
-            node = graph.tensor(name=name, dim=sizes, stride=strides, data_type=kind)
-            bound[node] = tensor
-            return node
-
-        def give(node: Any, tensor: Tensor) -> None:
-            node.set_output(True).set_dim(list(tensor.shape)).set_stride(list(tensor.stride()))
-            node.set_data_type(types[tensor.dtype])
-            bound[node] = tensor
-
+        graph = CudnnGraph(cudnn, handle, E4M3)
         device = call.stored["q"].device
         arguments = call.arguments
         one = torch.ones(1, device=device)
         names = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
         scales = {n: one if arguments[n] is None else arguments[n] for n in names}
-        nodes = {n: take(n, x.transpose(1, 2)) for n, x in call.stored.items()}
-        nodes |= {n: take(n, x.view(1, 1, 1, 1)) for n, x in scales.items()}
+        nodes = {n: graph.take(n, x.transpose(1, 2)) for n, x in call.stored.items()}
+        nodes |= {n: graph.take(n, x.view(1, 1, 1, 1)) for n, x in scales.items()}
         causal = {"use_causal_mask": True} if call.case.mask == "causal" else {}
         scale = call.case.head_dim**-0.5
-        results = graph.sdpa_fp8(**nodes, attn_scale=scale, generate_stats=True, **causal)
+        results = graph.graph.sdpa_fp8(**nodes, attn_scale=scale, generate_stats=True, **causal)
         out = torch.empty(call.stored["q"].shape, device=device, dtype=call.out_dtype)
         batch, s_q, heads, _ = out.shape
         stats = torch.empty(batch, heads, s_q, 1, device=device)
         maxima = [torch.zeros(1, 1, 1, 1, device=device) for _ in range(2)]
         for node, tensor in zip(results, (out.transpose(1, 2), stats, *maxima), strict=True):
-            give(node, tensor)
-        graph.validate()
-        graph.build_operation_graph()
-        graph.create_execution_plans([cudnn.heur_mode.A])
-        graph.check_support()
-        graph.build_plans()
-        size = max(16, graph.get_workspace_size())
-        workspace = torch.empty(size, device=device, dtype=torch.uint8)
+            graph.give(node, tensor)
+        launch = graph.compiled()
 
         def execute() -> Tensor:
-            graph.execute(bound, workspace, handle=handle)
+            launch()
             return out
 
         return execute

@@ -1,0 +1,65 @@
+"""One graph of cuDNN's, through cudnn-frontend: tensors in, tensors out, a plan and its launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class CudnnGraph:
+    """A graph whose tensors are bound as they are named.
+
+    cudnn: the package; handle: of its library; io: torch's dtype of tensors that say none.
+
+    Raises: RuntimeError, of `compiled`, where cuDNN has no such graph.
+    """
+
+    def __init__(self, cudnn: Any, handle: Any, io: torch.dtype) -> None:
+        kinds = cudnn.data_type
+        self.types = {
+            torch.float8_e4m3fn: kinds.FP8_E4M3,
+            torch.float8_e5m2: kinds.FP8_E5M2,
+            torch.bfloat16: kinds.BFLOAT16,
+            torch.float32: kinds.FLOAT,
+        }
+        self.cudnn, self.handle = cudnn, handle
+        cudnn.set_stream(handle, torch.cuda.current_stream().cuda_stream)
+        self.graph = cudnn.pygraph(
+            io_data_type=self.types[io],
+            intermediate_data_type=kinds.FLOAT,
+            compute_data_type=kinds.FLOAT,
+            handle=handle,
+        )
+        self.bound: dict[Any, Tensor] = {}
+
+    def take(self, name: str, tensor: Tensor) -> Any:
+        """The node of an input."""
+        sizes, strides = list(tensor.shape), list(tensor.stride())
+        kind = self.types[tensor.dtype]
+        node = self.graph.tensor(name=name, dim=sizes, stride=strides, data_type=kind)
+        self.bound[node] = tensor
+        return node
+
+    def give(self, node: Any, tensor: Tensor) -> None:
+        """Have an output written to a tensor."""
+        node.set_output(True).set_dim(list(tensor.shape)).set_stride(list(tensor.stride()))
+        node.set_data_type(self.types[tensor.dtype])
+        self.bound[node] = tensor
+
+    def compiled(self) -> Callable[[], None]:
+        """What launches the graph."""
+        graph = self.graph
+        try:
+            graph.validate()
+            graph.build_operation_graph()
+            graph.create_execution_plans([self.cudnn.heur_mode.A])
+            graph.check_support()
+            graph.build_plans()
+        except self.cudnn.cudnnGraphNotSupportedError as error:
+            raise RuntimeError(f"cuDNN has no such graph: {error}") from error
+        size = max(16, graph.get_workspace_size())
+        workspace = torch.empty(size, device="cuda", dtype=torch.uint8)
+        return lambda: graph.execute(self.bound, workspace, handle=self.handle)
