@@ -50,7 +50,7 @@ class CudnnGraph:
         self.bound[node] = tensor
 
     def compiled(self) -> Callable[[], None]:
-        """What launches the graph."""
+        """A function that launches the graph."""
         graph = self.graph
         try:
             graph.validate()
