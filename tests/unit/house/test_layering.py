@@ -37,6 +37,7 @@ MOST_PACKAGES = 26  # with the modules at the root
 HOMES = {
     "torch": {"frontends", "reference", "bench"},
     "jax": {"frontends.jax"},
+    "flax": {"frontends.jax.flax"},
     "jinja2": {"kernels.fill"},
     "click": {"cli"},
     "matplotlib": {"bench.plot"},
@@ -45,7 +46,7 @@ HOMES = {
 
 # Packages that import no framework, at once or in a call, nor anything that does.
 FREE_OF_FRAMEWORKS = ("targets", "fragments", "spec", "runtime", "kernels", "call")
-FRAMEWORKS = {"torch", "jax"}
+FRAMEWORKS = {"torch", "jax", "flax"}
 
 
 def test_imports_relative_and_absolute_are_both_seen() -> None:
