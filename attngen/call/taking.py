@@ -21,12 +21,29 @@ _SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
 NONE: Mapping[str, str] = MappingProxyType({})
 
 
-class _Fields(NamedTuple):
+class Fields(NamedTuple):
     """A dataclass as a function's arguments: its fields, and what else these were called."""
 
     arguments: Callable[..., Any]
     names: frozenset[str]
     older: Mapping[str, str]
+
+    def filled(self, name: str, args: Any, given: dict[str, Any]) -> Any:
+        """The dataclass of a call of the function of this name. Raises: TypeError, as it does."""
+        arguments, names, older = self
+        if given and not names.issuperset(given):
+            given = {older.get(each, each): value for each, value in given.items()}
+            for unknown in given.keys() - names:
+                raise TypeError(f"{name}() got an unexpected keyword argument {unknown!r}")
+        try:
+            return arguments(*args, **given)
+        except TypeError as error:  # which names the dataclass's own function
+            raise TypeError(str(error).replace(f"{_name_of(arguments)}.__init__", name)) from None
+
+
+def fields_of(arguments: Callable[..., Any], older: Mapping[str, str] = NONE) -> Fields:
+    """The fields of a dataclass. older: other spellings, and those of the fields."""
+    return Fields(arguments, frozenset(inspect.signature(arguments).parameters), older)
 
 
 def taking(
@@ -35,12 +52,12 @@ def taking(
     """Let a function of one value of this dataclass be called with its fields, by position or by
     name. older: other spellings, and those of the fields. Raises: TypeError, as Python does, for
     others."""
-    fields = _Fields(arguments, frozenset(inspect.signature(arguments).parameters), older)
+    fields = fields_of(arguments, older)
 
     def decorate(function: Callable[[A], R]) -> Callable[P, R]:
         @functools.wraps(function)
         def called(*args: P.args, **given: P.kwargs) -> R:
-            return function(_filled(function.__name__, fields, args, given))
+            return function(fields.filled(function.__name__, args, given))
 
         _describe(called, arguments)
         return called
@@ -49,32 +66,30 @@ def taking(
 
 
 def method_taking(
-    arguments: Callable[P, A], older: Mapping[str, str] = NONE
+    arguments: Callable[P, A],
+    older: Mapping[str, str] = NONE,
+    quickly: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[[Self, A], R]], Callable[Concatenate[Self, P], R]]:
-    """Let a method of one value of this dataclass be called with its fields, as `taking` does."""
-    fields = _Fields(arguments, frozenset(inspect.signature(arguments).parameters), older)
+    """Let a method of one value of this dataclass be called with its fields, as `taking` does.
+
+    quickly: of the object and its arguments as they are given, the result where no value is needed;
+    else None.
+    """
+    fields = fields_of(arguments, older)
 
     def decorate(method: Callable[[Self, A], R]) -> Callable[Concatenate[Self, P], R]:
         @functools.wraps(method)
         def called(self: Self, *args: P.args, **given: P.kwargs) -> R:
-            return method(self, _filled(method.__name__, fields, args, given))
+            if quickly is not None:
+                found: R | None = quickly(self, args, given)
+                if found is not None:
+                    return found
+            return method(self, fields.filled(method.__name__, args, given))
 
         _describe(called, arguments, [_SELF])
         return called  # type: ignore[return-value]  # where self has a name
 
     return decorate
-
-
-def _filled(name: str, fields: _Fields, args: Any, given: dict[str, Any]) -> Any:
-    arguments, names, older = fields
-    if not names.issuperset(given):
-        given = {older.get(each, each): value for each, value in given.items()}
-        for unknown in given.keys() - names:
-            raise TypeError(f"{name}() got an unexpected keyword argument {unknown!r}")
-    try:
-        return arguments(*args, **given)
-    except TypeError as error:  # which names the dataclass's own function
-        raise TypeError(str(error).replace(f"{_name_of(arguments)}.__init__", name)) from None
 
 
 def _name_of(arguments: Callable[..., Any]) -> str:

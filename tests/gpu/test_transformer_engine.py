@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen import te
+from attngen import SpecError, te
 from attngen.spec import layouts
 from tests.support import te_kit
 from tests.support.te_kit import Case, Shape, close, rows_of
@@ -255,3 +255,16 @@ def test_compiled_module_agrees() -> None:
     qkv = [on_device(x).requires_grad_() for x in te_kit.operands(case, dtype=torch.bfloat16)]
     traced = torch.compile(module, fullgraph=True)
     assert torch.equal(traced(*qkv), module(*qkv))
+
+
+@pytest.mark.device  # where a tensor is says who computes it
+def test_evaluation_of_wide_heads_is_fused_and_its_gradient_refused():
+    module = te.DotProductAttention(4, 512, num_gqa_groups=1, qkv_format="bshd").eval()
+    q, k, v = (oracle.randn(2, 40, h, 512, seed=h).bfloat16().requires_grad_() for h in (4, 1, 1))
+    out = module(q, k, v, window_size=(20, 0))
+    want = attngen.attention(
+        *(x.detach() for x in (q, k, v)), mask="causal", window=(20, 0), backend="reference"
+    )
+    close(out.double(), want.flatten(-2).double(), 0.02)
+    with pytest.raises(SpecError, match="above 256 have no gradient"):
+        out.sum().backward()

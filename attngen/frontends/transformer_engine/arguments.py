@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ...call import taking as fields
 
@@ -22,7 +22,7 @@ def taking(arguments: Callable[P, A]) -> Callable[[Callable[[A], R]], Callable[P
 
 
 def method_taking(
-    arguments: Callable[P, A],
+    arguments: Callable[P, A], quickly: Callable[..., Any] | None = None
 ) -> Callable[[Callable[[Self, A], R]], Callable[Concatenate[Self, P], R]]:
-    """Let a method be called with them."""
-    return fields.method_taking(arguments, OLDER)
+    """Let a method be called with them. quickly: as of `call.taking`'s."""
+    return fields.method_taking(arguments, OLDER, quickly)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...errors import SpecError
+from ...spec.attention_spec import MAX_HEAD_DIM
 from ...spec.layouts import parse, shape_of, size
 from .masks import Masks
 from .variants import batch_of
@@ -102,6 +103,11 @@ class Sizes(NamedTuple):
     dim: int
     dim_v: int
 
+    @property
+    def have_backward(self) -> bool:
+        """Whether kernels of these head dims have a backward."""
+        return max(self.dim, self.dim_v) <= MAX_HEAD_DIM
+
     @classmethod
     def of(cls, layout: str, carriers: Carriers) -> Sizes:
         """The sizes of a call's tensors; of packed tokens all are counted."""
@@ -164,6 +170,30 @@ def tensors_of(call: Call) -> Carriers:
     if call.kv_layer is not None:
         return Carriers(q, call.kv_layer, None)
     return Carriers(q, call.key_layer, call.value_layer)
+
+
+# Arguments of which calls have forms of their own, and those that may stand before them.
+_OTHERS = frozenset({"qkv_layer", "kv_layer", "inference_params", "checkpoint_core_attention"})
+_BEFORE_OTHERS = 14
+_TENSORS_FIRST = 3
+
+
+def form_of_arguments(args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, ...] | None:
+    """A call of three tensors and others, but for numbers in them and how many packed tokens there
+    are, from its arguments as they are given; None where `form_of` its `Call` tells forms apart."""
+    if not _TENSORS_FIRST <= len(args) <= _BEFORE_OTHERS:
+        return None
+    if not given:
+        return tuple([_form_of_one(x) for x in args])
+    if not _OTHERS.isdisjoint(given):
+        return None
+    return (*given, *[_form_of_one(x) for x in args], *map(_form_of_one, given.values()))
+
+
+def _form_of_one(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.shape if x.ndim != 3 else x.shape[1:], x.dtype, x.requires_grad
+    return tuple(map(_form_of_one, x)) if isinstance(x, (tuple, list)) else x
 
 
 def form_of(call: Call) -> tuple[Any, ...]:

@@ -10,10 +10,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, is_grad_enabled, no_grad
+from torch.autograd import Function
 
 from ... import attention
 from ...errors import SpecError
+from ...spec.attention_spec import MAX_HEAD_DIM
 from ...spec.layouts import parse
 from .masks import seqused_of
 from .variants import BIAS_TYPES, Read, as_sink, length_reads, said, variant_of
@@ -46,14 +48,15 @@ class Words:
 @dataclass(frozen=True)
 class How:
     """How a call is computed: on which of attngen's backends, in what context dropout draws, and
-    whether gradients have the same bits on every run (None asks PyTorch); and whether the largest
-    logits are wanted."""
+    whether gradients have the same bits on every run (None asks PyTorch); whether the largest
+    logits are wanted; and whether there is no backward of it, in a module that is not training."""
 
     backend: str = "auto"
     context: Callable[[], Any] = nullcontext
     deterministic: bool | None = None
     max_logit: bool = False
     num_splits: int | None = None
+    forward_alone: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +72,7 @@ class PlannedCall:
     drops: bool
     max_logit: bool
     context: Callable[[], Any]
+    forward_alone: bool = False
 
     def __call__(
         self, carriers: tuple[Tensor | None, ...], call: Any, more: Mapping[str, Any]
@@ -84,6 +88,14 @@ class PlannedCall:
             given[argument] = value if make is None else make(value)
         q, k, v = carriers
         assert q is not None  # of every layout
+        if self.forward_alone and is_grad_enabled():
+            with no_grad():
+                found = self(carriers, call, more)
+            learning = [x for x in carriers if x is not None]
+            if isinstance(found, Tensor):
+                return _without_gradient(found, learning)
+            out, max_logit = found
+            return _without_gradient(out, learning), max_logit
         if not self.drops and not self.max_logit:
             plain: Tensor = attention(q, k, v, **given)
             return plain.flatten(-2)
@@ -91,6 +103,26 @@ class PlannedCall:
             out, aux = attention(q, k, v, **given)
         flat: Tensor = out.flatten(-2)
         return (flat, aux.max_logit.to(out.dtype)) if self.max_logit else flat
+
+
+class _ForwardAlone(Function):
+    """An output that wants gradients, as what it is made of does, and has none."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *learning: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise SpecError(
+            f"head dims above {MAX_HEAD_DIM} have no gradient of kernels, which computed this "
+            "output in a module that was not training; call module.train() before"
+        )
+
+
+def _without_gradient(out: Tensor, learning: list[Tensor]) -> Tensor:
+    marked: Tensor = _ForwardAlone.apply(out, *learning)  # type: ignore[no-untyped-call]
+    return marked
 
 
 def plan_of(words: Words, how: How, batch: int | None, present: Collection[str]) -> PlannedCall:
@@ -115,7 +147,8 @@ def plan_of(words: Words, how: How, batch: int | None, present: Collection[str])
         reads.append(Read("sink", "softmax_offset", as_sink))
     if parse(words.layout).paged:
         reads.append(Read("page_table", "page_table", lambda table: table[:batch]))
-    return PlannedCall(constant, tuple(reads), words.drops, how.max_logit, how.context)
+    kept = (words.drops, how.max_logit, how.context, how.forward_alone)
+    return PlannedCall(constant, tuple(reads), *kept)
 
 
 def _constants(words: Words, how: How) -> dict[str, Any]:

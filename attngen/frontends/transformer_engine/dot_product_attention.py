@@ -6,13 +6,15 @@ import io
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...call.taking import fields_of
 from ...errors import SpecError
-from .arguments import method_taking
+from .arguments import OLDER, method_taking
 from .backends import (
     FlashAttention,
     FusedAttention,
@@ -29,6 +31,7 @@ from .calls import (
     Sizes,
     carriers_of,
     form_of,
+    form_of_arguments,
     sequences_of,
     tensors_of,
     three_of,
@@ -43,6 +46,21 @@ from .rng import checkpointed
 
 FORMATS = ("sbhd", "bshd", "thd")
 KV_FORMAT = "bshd"  # of caches
+_CALL = fields_of(Call, OLDER)
+
+
+def _by_form(
+    module: DotProductAttention, args: tuple[Any, ...], given: dict[str, Any]
+) -> Output | None:
+    """The result of a call whose arguments, as they are given, tell its form; None of others.
+    Raises: as `DotProductAttention.forward` does."""
+    if torch.compiler.is_compiling() or (form := form_of_arguments(args, given)) is None:
+        return None
+    plan = module.plan_by_form(form, args, given)
+    if not plan.reads:
+        return plan(args[:3], None, {})
+    more = {"softmax_offset": module.softmax_offset}
+    return plan(args[:3], _CALL.filled("forward", args, given), more)
 
 
 class DotProductAttention(nn.Module):
@@ -172,7 +190,7 @@ class DotProductAttention(nn.Module):
 
     # ---- calls
 
-    @method_taking(Call)
+    @method_taking(Call, quickly=_by_form)
     def forward(self, call: Call) -> Output:
         """The output […, h · d_v], or that and the largest logits.
 
@@ -193,6 +211,12 @@ class DotProductAttention(nn.Module):
         if call.checkpoint_core_attention:
             return checkpointed(lambda: plan(carriers, call, more), self.rng_states_tracker)
         return plan(carriers, call, more)
+
+    def plan_by_form(self, form: Any, args: tuple[Any, ...], given: dict[str, Any]) -> PlannedCall:
+        """The plan of a call whose arguments, as they are given, have this form."""
+        number = choices.number()  # first, as it may forget
+        make = lambda: self._plan_of(_CALL.filled("forward", args, given))  # noqa: E731
+        return self._plans.find((number, form), make)
 
     def _kept_plan_of(self, call: Call) -> PlannedCall:
         """The plan of calls like this one, made once; anew where an attribute of the module was
@@ -229,7 +253,11 @@ class DotProductAttention(nn.Module):
             num_splits=call.num_splits,
             bias_has_gradient=bias is not None and bias.requires_grad,
         )
-        how = self.fused_attention.how(call.num_splits, backend_of(words, sizes, facts, cache))
+        backend = backend_of(words, sizes, facts, cache)
+        how = self.fused_attention.how(call.num_splits, backend)
+        on_kernels = backend != "reference" and carriers.q.is_cuda
+        if on_kernels and not (self.training or sizes.have_backward):
+            how = replace(how, forward_alone=True)
         return plan_of(words, how, batch, present)
 
     def _refuse(self, call: Call, axes: str, mask: str) -> None:

@@ -110,7 +110,8 @@ def fused_attn_fwd(call: ForwardArguments) -> tuple[Any, ...]:
         given["page_table"] = (call.page_table_k, call.page_table_v)
     if call.rng_gen is not None and "dropout_p" in given:
         given["rng_state"] = drawn(call.q.device, call.rng_gen)
-    if torch.is_grad_enabled() or in_force.recipe is not None:
+    learn = torch.is_grad_enabled() and any(map(_learns, (call.q, call.k, call.v, *given.values())))
+    if learn or in_force.recipe is not None:
         with torch.no_grad():
             out, results = _without_recipe(call, given)
     else:
@@ -127,6 +128,10 @@ def fused_attn_fwd(call: ForwardArguments) -> tuple[Any, ...]:
     if call.return_max_logit:
         return out, aux, results.max_logit.to(out.dtype)
     return out, aux
+
+
+def _learns(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
 
 
 def _without_recipe(call: ForwardArguments, given: dict[str, Any]) -> Any:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 import attngen
-from attngen import te
+from attngen import SpecError, te
+from attngen.frontends.transformer_engine.core import Words, plan_of
 from attngen.spec import layouts
 from tests.support import te_kit
 from tests.support.te_kit import Case, Shape, arguments, close, module_of, of_module, rows_of
@@ -233,3 +235,24 @@ def test_evaluation_has_no_dropout() -> None:
     plain = module_of(replace(case, dropout=0.0))(*qkv)
     assert torch.equal(module.eval()(*qkv), plain)
     assert not torch.equal(module.train()(*qkv), plain)
+
+
+def test_output_of_kernels_without_a_backward_refuses_its_gradient() -> None:
+    module = te.DotProductAttention(2, 8, qkv_format="bshd").eval()
+    q, k, v = (torch.randn(1, 5, 2, 8, requires_grad=True) for _ in "qkv")
+    how = replace(module.fused_attention.how(1), forward_alone=True)
+    words = Words("bshd_bshd_bshd", "causal", (-1, 0), False, "vanilla", "no_bias", None, 0.0)
+    out = plan_of(words, how, 1, set())((q, k, v), None, {})
+    torch.testing.assert_close(out, module(q, k, v))
+    with pytest.raises(SpecError, match="have no gradient of kernels"):
+        out.sum().backward()
+
+
+def test_calls_of_one_form_share_a_plan_whoever_names_their_arguments() -> None:
+    module = te.DotProductAttention(2, 8, qkv_format="thd")
+    with mock.patch.object(module, "_plan_of", wraps=module._plan_of) as planned:
+        for tokens in (5, 7):
+            ends = torch.tensor([0, 3, tokens], dtype=torch.int32)
+            given = (torch.randn(tokens, 2, 8) for _ in "qkv")
+            module(*given, attn_mask_type="padding_causal", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+    assert planned.call_count == 1
