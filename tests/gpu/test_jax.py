@@ -228,6 +228,31 @@ def test_mapped_calls_are_one_launch_and_layers_are_scanned() -> None:
     assert jnp.abs((one - other).astype(jnp.float32)).max() <= TOLERANCE * largest
 
 
+def test_fp8_forward_finds_its_maxima_filled() -> None:
+    from attngen.jax import attention
+
+    wide = carriers(1, 4, 2, 100, 200, 64, dtype="float32")
+    short = {name: x.astype(jnp.float8_e4m3fn) for name, x in wide.items()}
+    scale = jnp.asarray([0.5], jnp.float32)
+    words = {"descale_k": scale, "return_amax": True}
+    out, aux = attention(**short, **words, backend="cuda")
+    wanted, theirs = attention(**short, **words, backend="reference")
+    one, other = (np.asarray(x.astype("float32")) for x in (out, wanted))
+    assert np.abs(one - other).max() <= 0.06 * np.abs(other).max()
+    assert np.allclose(aux.amax_o, theirs.amax_o, rtol=0.03) and aux.amax_s == 1
+
+
+def test_trace_notes_what_programs_launch() -> None:
+    from attngen.jax import attention
+
+    import attngen
+
+    x = random(1, 64, 4, 64)
+    with attngen.trace() as trace:
+        jax.jit(lambda q: attention(q, q, q, mask="causal", backend="cuda"))(x).block_until_ready()
+    assert {problem.head_dim_qk for problem, _ in trace.variants} == {64}
+
+
 @pytest.mark.device
 def test_calls_of_threads_and_other_addresses() -> None:
     """Several threads dispatch one program, whose buffers lie elsewhere each time."""

@@ -14,6 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 from ...call.gradient_checks import gradient_violations, no_gradient
 from ...call.gradient_kernels import wanted_of_operands
 from ...call.table import GRADIENT_OF, INPUTS
+from ...call.tensors import is_fp8
 from ...errors import SpecError
 from .calls import describe
 from .operation import Form
@@ -72,7 +73,9 @@ def _check_gradients(form: Form, values: list[Array], learned: list[str]) -> Non
     described = form.by_name([describe(n, x) for n, x in zip(form.names, values, strict=True)])
     operands = [described[name] for name in INPUTS]
     reasons = [reason for name in learned if (reason := _no_gradient(name)) is not None]
-    if learned:
+    if learned and any(x is not None and is_fp8(x) for x in operands[:3]):
+        reasons.append("FP8 operands have no gradients in JAX: pass them in 16 bits")
+    elif learned:
         reasons += gradient_violations(operands, form.arguments, "bias" in learned)
     if reasons:
         raise SpecError(reasons)

@@ -82,6 +82,10 @@ def test_gradients_that_kernels_lack_are_refused() -> None:
     with pytest.raises(SpecError, match="alibi_slopes has no gradient: pass it through"):
         jax.grad(call)(jnp.ones(4))
 
+    short = Q.astype(jnp.float8_e4m3fn)
+    with pytest.raises(SpecError, match="FP8 operands have no gradients in JAX"):
+        jax.grad(lambda q: attention(q, short, short).astype(jnp.float32).sum())(Q)
+
     def twice(q: Any) -> Any:
         return jax.grad(lambda q: attention(q, Q, Q).astype(jnp.float32).sum())(q).sum()
 

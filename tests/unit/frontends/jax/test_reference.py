@@ -6,11 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-pytest.importorskip("jax")
+jax = pytest.importorskip("jax")
 
+from attngen.jax import attention  # noqa: E402
+
+from attngen import reference  # noqa: E402
 from tests.support.jax_kit import compare, in_jax, in_torch, random  # noqa: E402
 
+jnp = jax.numpy
 B, H, H_KV, S, T, D = 2, 4, 2, 9, 13, 8
 CARRIERS = {"q": random(B, S, H, D), "k": random(B, T, H_KV, D), "v": random(B, T, H_KV, D + 4)}
 PACKED = {
@@ -106,3 +111,33 @@ def test_results_and_gradients_are_those_of_torch(case: dict[str, Any]) -> None:
     if "page_table" in numbers:  # inference alone
         names = []
     compare(in_jax(numbers, tuple(names)), in_torch(numbers, tuple(names)))
+
+
+@pytest.mark.parametrize("stored", [None, "float8_e5m2"])
+def test_fp8_is_stored_as_in_torch(stored: str | None) -> None:
+    """Scales of sequences and heads, weights in 8 bits, and the maxima that scales are made of."""
+    numbers = {name: random(B, S, H if name == "q" else H_KV, 16) for name in "qkv"}
+    scales = {"descale_q": np.abs(random(B, H_KV)), "descale_k": np.array([0.5])}
+    if stored:
+        scales |= {"scale_o": np.array([2.0]), "scale_s": np.array([64.0])}
+        scales["descale_s"] = np.array([1 / 64])
+    words = {"mask": "causal", "softmax": "off_by_one", "return_amax": True}
+    wide = {name: x.astype(np.float32) for name, x in scales.items()}
+    found, aux = attention(
+        *(jnp.asarray(x).astype(jnp.float8_e4m3fn) for x in numbers.values()),
+        **{name: jnp.asarray(x) for name, x in wide.items()},
+        **words,
+        out_dtype=stored and getattr(jnp, stored),
+    )
+    wanted, theirs = reference.attention(
+        *(torch.tensor(x).float().to(torch.float8_e4m3fn) for x in numbers.values()),
+        **{name: torch.tensor(x) for name, x in wide.items()},
+        **words,
+        out_dtype=stored and getattr(torch, stored),
+    )
+    out, other = np.asarray(found.astype(jnp.float32)), wanted.float().numpy()
+    assert found.dtype.name == (stored or "bfloat16")
+    assert np.abs(out - other).max() <= 2**-7 * np.abs(other).max()
+    assert np.allclose(aux.lse, theirs.lse, rtol=1e-5)
+    assert np.allclose(aux.amax_o, theirs.amax_o, rtol=1e-5)
+    assert aux.amax_s.item() == theirs.amax_s.item() == 1
