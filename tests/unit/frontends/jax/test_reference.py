@@ -29,7 +29,6 @@ PACKED = {
 STATE = {"rng_state": np.array([0x1234_5678_9ABC_DEF0, 77], np.int64), "dropout_p": 0.3}
 MASK = np.random.default_rng(5).random((B, 1, S, T)) > 0.3
 CASES: dict[str, dict[str, Any]] = {
-    "bottom right": {"mask": "causal_bottom_right", "window": (3, 0), "softmax_scale": 0.3},
     "window and bias": {
         "window": (2, 4),
         "bottom_right": True,
@@ -40,6 +39,8 @@ CASES: dict[str, dict[str, Any]] = {
         "seqused_q": np.array([9, 4], np.int32),
         "seqused_kv": np.array([0, 11], np.int32),
         "mask": "padding_causal_bottom_right",
+        "window": (5, 0),
+        "softmax_scale": 0.3,
         "alibi_slopes": random(B, H),
     },
     "dense ends": {

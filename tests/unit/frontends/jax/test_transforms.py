@@ -70,10 +70,6 @@ def packed(q: Any, k: Any, v: Any, ends: Any) -> Any:
     return attention(q, k, v, layout="thd", **lengths, return_lse=True)
 
 
-def dropping(q: Any, k: Any, v: Any, words: Any) -> Any:
-    return attention(q, k, v, dropout_p=0.5, rng_state=words, return_lse=True)
-
-
 MAPPED = {
     "bias for all": (
         *(with_bias, (0, None, 1, None)),
@@ -85,10 +81,6 @@ MAPPED = {
             *(random(3, 10, 4, 8), random(3, 10, 2, 8), random(10, 2, 8)),
             jnp.asarray([[0, 4, 9], [1, 1, 10], [0, 2, 3]], jnp.int32),
         ),
-    ),
-    "dropout": (
-        *(dropping, (0, 0, 0, None)),
-        (*[random(2, 1, 7, 2, 8)] * 3, jnp.asarray([1, 2, 3, 4], jnp.uint32)),
     ),
 }
 
@@ -108,6 +100,13 @@ def test_mapped_call_gives_what_calls_one_after_another_do(
     close(jax.jit(mapped)(*arrays), [jnp.stack(x) for x in zip(*elements, strict=True)])
     counts = [len([*calls_in(jax.make_jaxpr(mapped)(*arrays).jaxpr, x)]) for x in (False, True)]
     assert counts == [1, 1]
+
+
+def test_mapped_dropout_has_the_same_bits_for_each_element() -> None:
+    q = random(2, 1, 7, 2, 8)
+    drop = jax.jit(lambda q: attention(q, q, q, dropout_p=0.5, rng_state=jax.random.key(1)))
+    one, other = q
+    close(jax.vmap(drop)(q), jnp.stack([drop(one), drop(other)]))
 
 
 def test_sequences_and_heads_stay_on_their_devices() -> None:
