@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,7 +103,7 @@ def in_8_bits(inputs: Inputs, dtype: torch.dtype, unit: bool = False) -> Results
     quantizers = [kind(x) for x in (E4M3, E4M3, E4M3, dtype)]
     stored = [each.store(x) for each, x in zip(quantizers, (*operands, d_o), strict=True)]
     (q, *_), (k, *_), (v, *_), (d_o8, descale_do) = stored
-    scales = {f"descale_{n}": s for n, (_, s) in zip("qkv", stored, strict=False)}
+    scales: dict[str, Any] = {f"descale_{n}": s for n, (_, s) in zip("qkv", stored, strict=False)}
     one = torch.ones(1) if unit else None
     scales |= {"scale_s": one, "descale_s": one}
     out, aux = reference.attention(q, k, v, mask=inputs.mask, **scales)
@@ -118,7 +119,7 @@ def in_8_bits(inputs: Inputs, dtype: torch.dtype, unit: bool = False) -> Results
 def ways() -> dict[str, Callable[[Inputs], Results]]:
     """Ways to train, by what they are called in the table."""
 
-    def recipe(**more: bool) -> Callable[[Inputs], Results]:
+    def recipe(**more: Any) -> Callable[[Inputs], Results]:
         context = fp8.autocast(recipe=fp8.Float8CurrentScaling(**more))
         return lambda inputs: step(attngen.attention, inputs, 1, context)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen import SpecError, te
+from attngen import SpecError, fp8, te
 from attngen.spec import layouts
 from tests.support import te_kit
 from tests.support.te_kit import Case, Shape, close, rows_of
@@ -268,3 +268,45 @@ def test_evaluation_of_wide_heads_is_fused_and_its_gradient_refused():
     close(out.double(), want.flatten(-2).double(), 0.02)
     with pytest.raises(SpecError, match="above 256 have no gradient"):
         out.sum().backward()
+
+
+FP8_CASES = [
+    Case("bshd_bshd_bshd", "causal", softmax="learnable", shape=SHAPE),
+    Case("thd_thd_thd", "padding_causal", shape=SHAPE),
+]
+
+
+@pytest.mark.parametrize("case", FP8_CASES, ids=str)
+def test_functions_of_fp8_tensors_launch_kernels(case: Case, caplog: Any) -> None:
+    """Gradients are no further from those of 16 bits than the definition's."""
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    made = {n: fp8.Quantizer(t, oracle.DEVICE) for n, t in (("s", e4m3), ("o", e4m3), ("dp", e5m2))}
+    for name, scale in (("s", 256.0), ("o", 64.0), ("dp", 512.0)):
+        made[name].set_scale(torch.tensor([scale], device=oracle.DEVICE))
+    store, store_d_o = (fp8.CurrentQuantizer(t, oracle.DEVICE) for t in (e4m3, e5m2))
+    q, k, v = (store(x) for x in packed_on_device(case))
+    d_o = store_d_o(oracle.randn(*q.shape).bfloat16())
+    shared = words(case)
+    offset, axes = on_device(te_kit.offset_of(case)), shared["o_format"]
+    del shared["dropout"]
+    o, aux = te.fused_attn_fwd(
+        True, q=q, k=k, v=v, softmax_offset=offset, s_quantizer=made["s"],
+        o_quantizer=made["o"], **shared,
+    )  # fmt: skip
+    found = te.fused_attn_bwd(
+        q=q, k=k, v=v, o=o, d_o=d_o, aux_ctx_tensors=aux, do_format=axes, dqkv_layout=case.layout,
+        s_quantizer=made["s"], dp_quantizer=made["dp"], **shared,
+    )  # fmt: skip
+    assert "reference" not in caplog.text
+    wide = dict(zip("qkv", [x.widened().double() for x in (q, k, v)], strict=True))
+    shared["fake_dtype"] = torch.float64
+    exact, aux = te.fused_attn_fwd(True, softmax_offset=offset, **wide, **shared)
+    wanted = te.fused_attn_bwd(
+        **wide, o=exact, d_o=d_o.widened().double(), aux_ctx_tensors=aux, do_format=axes,
+        dqkv_layout=case.layout, **shared,
+    )  # fmt: skip
+    for got, expected in zip((o, *found), (exact, *wanted), strict=True):
+        if expected is not None:
+            got = got.widened() if isinstance(got, fp8.Float8Tensor) else got
+            assert (got.double() - expected).norm() < 0.12 * expected.norm()
+    assert (made["dp"].amax > 0).all() and (made["s"].amax == 1).all()

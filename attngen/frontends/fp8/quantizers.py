@@ -46,6 +46,14 @@ class Quantizer:
         made = stored(x, self.dtype, self.scale, self.stores_by_powers_of_two)
         return made, self.scale_inv.clone()
 
+    def create_tensor_from_data(
+        self, data: Tensor, fake_dtype: torch.dtype = torch.float32
+    ) -> Float8Tensor:
+        """A tensor of numbers that were stored by the scale of now. data: FP8, or uint8 that holds
+        them; fake_dtype: nominal."""
+        found = data.view(self.dtype) if data.dtype == torch.uint8 else data
+        return Float8Tensor(found, self.scale.reciprocal(), fake_dtype)
+
     def prepare(self, amax: Tensor) -> None:
         """Set the scale for a tensor of this largest magnitude, [1]; here it stays as it is."""
 

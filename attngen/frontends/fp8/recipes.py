@@ -47,6 +47,7 @@ class Float8CurrentScaling:
     a rounding. amax_epsilon: the least magnitude that is taken. backward: in which bits gradients
     are made, 16, fp8, or fp8_or_16, which has 16 where kernels have none of 8. In 8 bits dS, which
     is never whole, has a scale by the step before in an `attngen.fp8.Attention`, else by a bound.
+    fp8_dpa: whether attention runs in FP8 at all; fp8_mha: whether `attngen.te` may return FP8.
 
     Raises: SpecError with every violation at once.
     """
@@ -55,6 +56,8 @@ class Float8CurrentScaling:
     use_power_2_scales: bool = True
     amax_epsilon: float = 0.0
     backward: str = "16"
+    fp8_dpa: bool = True
+    fp8_mha: bool = False
 
     def __post_init__(self) -> None:
         reasons = _violations(self)
@@ -92,7 +95,8 @@ class DelayedScaling:
     largest of these (max), that of the step before (most_recent), or a function of the history,
     float32 [amax_history_len, n], that returns [n]. reduce_amax: whether processes of a group share
     their maxima. backward: in which bits gradients are made, 16, fp8, or fp8_or_16, which has 16
-    where kernels have none of 8.
+    where kernels have none of 8. fp8_dpa: whether attention runs in FP8 at all; fp8_mha: whether
+    `attngen.te` may return FP8.
 
     Raises: SpecError with every violation at once.
     """
@@ -103,6 +107,8 @@ class DelayedScaling:
     amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
     reduce_amax: bool = True
     backward: str = "16"
+    fp8_dpa: bool = True
+    fp8_mha: bool = False
 
     def __post_init__(self) -> None:
         reasons = _violations(self)

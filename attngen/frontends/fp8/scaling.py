@@ -194,7 +194,7 @@ class autocast:  # noqa: N801  # as torch.autocast
     def __enter__(self) -> None:
         outer = in_force.recipe
         self._before.append(outer)
-        if not self.enabled:
+        if not (self.enabled and self.recipe.fp8_dpa):
             in_force.recipe = None
         elif not (isinstance(outer, Active) and self._continues(outer)):
             in_force.recipe = Active(self.recipe, self.group)

@@ -10,6 +10,7 @@ from .backends import (
 )
 from .choice import _attention_backends
 from .dot_product_attention import DotProductAttention
+from .emulation import FP8EmulationFunc
 from .function import FusedAttnFunc
 from .fused_backward import fused_attn_bwd
 from .fused_forward import fused_attn_fwd
@@ -61,6 +62,7 @@ __all__ = [
     "DType",
     "DotProductAttention",
     "FP8BwdTensorIdx",
+    "FP8EmulationFunc",
     "FP8FwdTensorIdx",
     "FlashAttention",
     "FusedAttention",

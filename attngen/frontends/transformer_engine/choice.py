@@ -49,7 +49,8 @@ choices = Choices()
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about a call on which the choice depends, beside words and sizes."""
+    """Facts about a call on which the choice depends, beside words and sizes. recipe: of FP8; None
+    in 16 bits."""
 
     dtype: torch.dtype
     training: bool
@@ -57,6 +58,7 @@ class Facts:
     max_logit: bool
     num_splits: int | None
     bias_has_gradient: bool
+    recipe: Any = None
 
 
 def backend_of(words: Words, sizes: Sizes, facts: Facts, cache: Any) -> str:
@@ -98,6 +100,8 @@ def _choose(words: Words, sizes: Sizes, facts: Facts, cache: Any) -> str:
         return_max_logit=facts.max_logit,
         cuda_graph=_is_capturing(),
         num_splits=facts.num_splits or 1,
+        fp8=facts.recipe is not None,
+        fp8_meta=None if facts.recipe is None else {"recipe": facts.recipe},
     )
     chosen = get_attention_backend(params)
     found = {name: x for name, x in chosen._asdict().items() if name in _attention_backends}

@@ -75,13 +75,20 @@ class PlannedCall:
     forward_alone: bool = False
 
     def __call__(
-        self, carriers: tuple[Tensor | None, ...], call: Any, more: Mapping[str, Any]
+        self,
+        carriers: tuple[Tensor | None, ...],
+        call: Any,
+        more: Mapping[str, Any],
+        attend: Callable[..., Any] | None = None,
     ) -> Output:
         """The output […, h · d_v], or that and the largest logits [h]; with gradients.
 
         carriers: q, k and v as the layout has them; call: has what is read as attributes, or `more`
-        has it. Raises: as `attngen.attention` does.
+        has it; attend: a layer that keeps scales, None for `attngen.attention`.
+
+        Raises: as `attngen.attention` does.
         """
+        attend = attention if attend is None else attend
         given = self.constant.copy()
         for argument, source, make in self.reads:
             value = more[source] if source in more else getattr(call, source)
@@ -90,17 +97,17 @@ class PlannedCall:
         assert q is not None  # of every layout
         if self.forward_alone and is_grad_enabled():
             with no_grad():
-                found = self(carriers, call, more)
+                found = self(carriers, call, more, attend)
             learning = [x for x in carriers if x is not None]
             if isinstance(found, Tensor):
                 return _without_gradient(found, learning)
             out, max_logit = found
             return _without_gradient(out, learning), max_logit
         if not self.drops and not self.max_logit:
-            plain: Tensor = attention(q, k, v, **given)
+            plain: Tensor = attend(q, k, v, **given)
             return plain.flatten(-2)
         with self.context() if self.drops else nullcontext():
-            out, aux = attention(q, k, v, **given)
+            out, aux = attend(q, k, v, **given)
         flat: Tensor = out.flatten(-2)
         return (flat, aux.max_logit.to(out.dtype)) if self.max_logit else flat
 

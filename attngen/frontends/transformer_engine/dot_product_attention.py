@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...call.recipe import in_force
 from ...call.taking import fields_of
 from ...errors import SpecError
 from .arguments import OLDER, method_taking
@@ -42,6 +42,7 @@ from .environment import NONDETERMINISTIC, enabled
 from .kept import Kept
 from .masks import check_set_window_size, ends_at_corner, mask_name
 from .names import AttnTypes, SoftmaxType
+from .recipes import ModuleScales, recipe_in_force
 from .rng import checkpointed
 
 FORMATS = ("sbhd", "bshd", "thd")
@@ -54,7 +55,9 @@ def _by_form(
 ) -> Output | None:
     """The result of a call whose arguments, as they are given, tell its form; None of others.
     Raises: as `DotProductAttention.forward` does."""
-    if torch.compiler.is_compiling() or (form := form_of_arguments(args, given)) is None:
+    if torch.compiler.is_compiling() or in_force.recipe is not None:
+        return None
+    if (form := form_of_arguments(args, given)) is None:
         return None
     plan = module.plan_by_form(form, args, given)
     if not plan.reads:
@@ -112,7 +115,7 @@ class DotProductAttention(nn.Module):
             context = self.rng_states_tracker.fork
         scale = settings.softmax_scale
         self.softmax_scale = 1 / math.sqrt(dim) if scale is None else scale
-        self._fp8_state: Tensor | None = None
+        self._fp8 = ModuleScales()
         self._make_backends(context)
         self.register_load_state_dict_post_hook(_allow_absent_state)  # type: ignore[no-untyped-call]
 
@@ -166,17 +169,13 @@ class DotProductAttention(nn.Module):
     # ---- state
 
     def get_extra_state(self) -> Tensor:
-        """State of FP8 scales as it was loaded, uint8; empty where none was."""
-        return torch.empty(0, dtype=torch.uint8) if self._fp8_state is None else self._fp8_state
+        """State of FP8 scales, uint8: the module's own, or as it was loaded; empty without."""
+        return self._fp8.state()
 
     def set_extra_state(self, state: Any) -> None:
-        """Keep state of FP8 scales, which 16-bit calls do not read, so that it can be saved again.
+        """Take state of FP8 scales; TransformerEngine's is kept, so that it can be saved again.
         state: a uint8 tensor, bytes, or None."""
-        if isinstance(state, io.BytesIO):
-            state = state.getvalue()
-        if isinstance(state, (bytes, bytearray)):
-            state = torch.frombuffer(bytearray(state), dtype=torch.uint8) if state else None
-        self._fp8_state = state if state is not None and state.numel() else None
+        self._fp8.load(state)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **given: Any
@@ -208,9 +207,18 @@ class DotProductAttention(nn.Module):
             more |= {"cu_seqlens_q": ends_q, "cu_seqlens_kv": ends_kv}
             if cache.reads_pages:
                 more["page_table"] = cache.cache_manager.page_table
+        attend = None if in_force.recipe is None else self._fp8.layer_for(carriers.q.device)
         if call.checkpoint_core_attention:
-            return checkpointed(lambda: plan(carriers, call, more), self.rng_states_tracker)
-        return plan(carriers, call, more)
+            return checkpointed(lambda: plan(carriers, call, more, attend), self.rng_states_tracker)
+        found = plan(carriers, call, more, attend)
+        return self._in_8_bits(found) if call.fp8_output else found
+
+    def _in_8_bits(self, found: Output) -> Output:
+        """Results whose output is an FP8 tensor, under a recipe."""
+        if isinstance(found, Tensor):
+            return self._fp8.output(found)
+        out, max_logit = found
+        return self._fp8.output(out), max_logit
 
     def plan_by_form(self, form: Any, args: tuple[Any, ...], given: dict[str, Any]) -> PlannedCall:
         """The plan of a call whose arguments, as they are given, have this form."""
@@ -222,7 +230,8 @@ class DotProductAttention(nn.Module):
         """The plan of calls like this one, made once; anew where an attribute of the module was
         set, or backends are to be chosen anew. Raises: as `_plan_of` does."""
         number = choices.number()  # first, as it may forget
-        return self._plans.find((number, form_of(call)), lambda: self._plan_of(call))
+        key = (number, recipe_in_force(), form_of(call))
+        return self._plans.find(key, lambda: self._plan_of(call))
 
     def _plan_of(self, call: Call) -> PlannedCall:
         """The plan of a call. Raises: as `forward` does."""
@@ -252,6 +261,7 @@ class DotProductAttention(nn.Module):
             max_logit=self.return_max_logit,
             num_splits=call.num_splits,
             bias_has_gradient=bias is not None and bias.requires_grad,
+            recipe=recipe_in_force(),
         )
         backend = backend_of(words, sizes, facts, cache)
         how = self.fused_attention.how(call.num_splits, backend)

@@ -13,9 +13,11 @@ from ... import reference
 from ...errors import AttngenError, LimitError, SpecError
 from ...spec.layouts import Layout
 from .arguments import taking
+from .eight_bits import is_stored, wrapped
+from .fused_backward_fp8 import differentiated
 from .fused_shared import check, heads_of, lengths_of, lse_of, words_of
 from .layouts import carrier_of, packed_like, parsed, separate, turned
-from .variants import BIAS_TYPES, Tensors, Variant, as_sink, refuse_fp8
+from .variants import BIAS_TYPES, Tensors, Variant, as_sink
 
 log = logging.getLogger("attngen")
 
@@ -63,19 +65,22 @@ class BackwardArguments:
 def fused_attn_bwd(call: BackwardArguments) -> list[Tensor | None]:
     """Gradients of `fused_attn_fwd`, from its output, that one's gradient and aux tensors.
 
+    Those of FP8 tensors are made in 8 bits, d_o in FP8 too, with the scales of s_quantizer, the
+    forward's, and dp_quantizer; they are in FP8 where dqkv_quantizer's scale is known before, else
+    in fake_dtype. Both quantizers learn their maxima.
+
     Returns:
         [dq, dk, dv, dbias, dsoftmax_offset]. The first three are in the formats of dqkv_layout; of
         a packed one they are views of one buffer that holds all that it packs. dbias: as the bias;
         dsoftmax_offset: float32 [1, h, 1, 1]; None of what the call has not.
 
     Raises:
-        ValueError: for FusedAttnBackend.No_Backend, too few aux tensors, 8-bit arguments, and
-            whatever `attngen.attention` refuses.
+        ValueError: for FusedAttnBackend.No_Backend, too few aux tensors, quantizers beside tensors
+            in 16 bits, and whatever `attngen.attention` refuses.
         KeyError: for a word that there is not.
     """
-    check(call)
-    quantizers = (call.s_quantizer, call.dp_quantizer, call.dqkv_quantizer)
-    refuse_fp8("quantizers", any(x is not None for x in quantizers))
+    check(call, call.s_quantizer, call.dp_quantizer, call.dqkv_quantizer)
+    in_8_bits = is_stored(call.q)
     has_bias, has_offset = call.attn_bias_type in BIAS_TYPES, call.softmax_type != "vanilla"
     wanted = 2 + has_bias + has_offset
     if len(call.aux_ctx_tensors) != wanted:
@@ -85,7 +90,7 @@ def fused_attn_bwd(call: BackwardArguments) -> list[Tensor | None]:
         )
     stats, rng_state, *more = call.aux_ctx_tensors
     layout = parsed(call.qkv_layout)
-    whole = layout.packing != "none" and call.dqkv_layout == call.qkv_layout
+    whole = layout.packing != "none" and call.dqkv_layout == call.qkv_layout and not in_8_bits
     carrier = carrier_of(layout, _packed_parts(layout, call.q, call.k, call.v)) if whole else None
     name = call.qkv_layout if carrier is not None else separate(call.qkv_layout)
     variant = replace(words_of(call, name), dropout_p=call.dropout)
@@ -96,6 +101,8 @@ def fused_attn_bwd(call: BackwardArguments) -> list[Tensor | None]:
         tensors["rng_state"] = rng_state
     tensors["bias"] = more.pop(0) if has_bias else None
     tensors["sink"] = as_sink(more.pop(0)) if has_offset else None
+    if in_8_bits:
+        return _of_stored(call, variant, tensors, lse_of(stats, layout.q_format))
     given: tuple[Tensor | None, ...] = (call.q, call.k, call.v)
     if carrier is not None:
         given = (carrier, None, None) if layout.one_length else (call.q, carrier, None)
@@ -112,6 +119,22 @@ def fused_attn_bwd(call: BackwardArguments) -> list[Tensor | None]:
         *gradients,
         dbias if has_bias else None,
         dsink.view(1, -1, 1, 1) if has_offset else None,
+    ]
+
+
+def _of_stored(
+    call: BackwardArguments, variant: Variant, tensors: Tensors, lse: Tensor
+) -> list[Tensor | None]:
+    """The gradients of a call of FP8 tensors."""
+    with torch.no_grad():
+        found, refusal = differentiated(call, variant, tensors, lse)
+    if refusal is not None:
+        _log_once(refusal)
+    gradients = _gradients(call, False, [found[name] for name in ("dq", "dk", "dv")])
+    return [
+        *[wrapped(call.dqkv_quantizer, x, call.fake_dtype) for x in gradients],
+        found["dbias"] if tensors["bias"] is not None else None,
+        found["dsink"].view(1, -1, 1, 1) if tensors["sink"] is not None else None,
     ]
 
 

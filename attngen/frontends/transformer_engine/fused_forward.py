@@ -12,10 +12,20 @@ from ... import attention
 from ...call.recipe import in_force
 from ...errors import SpecError
 from .arguments import taking
+from .eight_bits import (
+    descales,
+    is_stored,
+    note,
+    read,
+    result_dtype,
+    stores,
+    weights_scales,
+    wrapped,
+)
 from .fused_shared import check, heads_of, lengths_of, stats_of, words_of
 from .kept import Kept
 from .layouts import parsed, separate, turned
-from .variants import BIAS_TYPES, Read, as_sink, refuse_fp8, said
+from .variants import BIAS_TYPES, Read, as_sink, said
 
 
 @dataclass(slots=True)
@@ -61,7 +71,8 @@ class ForwardPlan:
     """A call but for its tensors.
 
     constant: arguments of `attngen.attention`; reads: those that are tensors of the call. axes: Q's
-    format. has_bias, has_offset: whether these are among the aux tensors.
+    format. has_bias, has_offset: whether these are among the aux tensors; in_8_bits: whether q, k
+    and v are FP8 tensors.
     """
 
     constant: dict[str, Any]
@@ -70,6 +81,7 @@ class ForwardPlan:
     o_format: str
     has_bias: bool
     has_offset: bool
+    in_8_bits: bool
 
 
 _plans: Kept[ForwardPlan] = Kept()
@@ -81,8 +93,10 @@ def fused_attn_fwd(call: ForwardArguments) -> tuple[Any, ...]:
 
     q, k, v are three views in the formats of `qkv_layout`, of any strides; a bias has q's dtype and
     any broadcast of [b, h, s_q, s_kv]. Lengths, int32 [b + 1], are read where the layout is packed,
-    the mask pads or keys lie in pages. max_seqlen_q and max_seqlen_kv, fake_dtype, fast_zero_fill
-    and cuda_graph change nothing.
+    the mask pads or keys lie in pages. max_seqlen_q and max_seqlen_kv, fast_zero_fill and
+    cuda_graph change nothing, nor does fake_dtype but of FP8 tensors: these have the scales of
+    s_quantizer and o_quantizer, which learn the maxima; o is in FP8 where o_quantizer's scale is
+    known before, else in fake_dtype.
 
     Returns:
         (o, aux), or (o, aux, max_logit) with return_max_logit. o: in o_format, of packed tokens in
@@ -92,7 +106,7 @@ def fused_attn_fwd(call: ForwardArguments) -> tuple[Any, ...]:
 
     Raises:
         ValueError: for FusedAttnBackend.No_Backend, a bias that is missing or of another dtype,
-            8-bit arguments, and whatever `attngen.attention` refuses.
+            quantizers beside tensors in 16 bits, and whatever `attngen.attention` refuses.
         KeyError: for a word that there is not.
     """
     if torch.compiler.is_compiling():
@@ -110,12 +124,15 @@ def fused_attn_fwd(call: ForwardArguments) -> tuple[Any, ...]:
         given["page_table"] = (call.page_table_k, call.page_table_v)
     if call.rng_gen is not None and "dropout_p" in given:
         given["rng_state"] = drawn(call.q.device, call.rng_gen)
-    learn = torch.is_grad_enabled() and any(map(_learns, (call.q, call.k, call.v, *given.values())))
+    tensors = (call.q, call.k, call.v)
+    if plan.in_8_bits:
+        tensors = _stored(call, given)
+    learn = torch.is_grad_enabled() and any(map(_learns, (*tensors, *given.values())))
     if learn or in_force.recipe is not None:
         with torch.no_grad():
-            out, results = _without_recipe(call, given)
+            out, results = _without_recipe(tensors, given)
     else:
-        out, results = attention(call.q, call.k, call.v, **given)
+        out, results = attention(*tensors, **given)
     rng_state = results.rng_state
     aux = [
         stats_of(results.lse, plan.axes),
@@ -125,6 +142,10 @@ def fused_attn_fwd(call: ForwardArguments) -> tuple[Any, ...]:
     ]
     if plan.o_format != plan.axes:
         out = turned(out, plan.axes, plan.o_format)
+    if plan.in_8_bits:
+        note(call.s_quantizer, results.amax_s)
+        note(call.o_quantizer, results.amax_o)
+        out = wrapped(call.o_quantizer, out, call.fake_dtype)
     if call.return_max_logit:
         return out, aux, results.max_logit.to(out.dtype)
     return out, aux
@@ -134,11 +155,21 @@ def _learns(x: Any) -> bool:
     return isinstance(x, Tensor) and x.requires_grad
 
 
-def _without_recipe(call: ForwardArguments, given: dict[str, Any]) -> Any:
-    """The call in 16 bits, as its backend says, whatever FP8 recipe is in force."""
+def _stored(call: ForwardArguments, given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """The FP8 numbers of q, k and v; `given` gets what scales there are."""
+    found = read(("q", "k", "v"), (call.q, call.k, call.v))
+    given |= descales(found) | weights_scales(call.s_quantizer)
+    if stores(call.o_quantizer):
+        given["scale_o"] = call.o_quantizer.scale.reshape(1)
+    q, k, v = (x.data for x in found.values())
+    return q, k, v
+
+
+def _without_recipe(tensors: tuple[Tensor, Tensor, Tensor], given: dict[str, Any]) -> Any:
+    """The call of these tensors as they are, whatever FP8 recipe is in force."""
     recipe, in_force.recipe = in_force.recipe, None
     try:
-        return attention(call.q, call.k, call.v, **given)
+        return attention(*tensors, **given)
     finally:
         in_force.recipe = recipe
 
@@ -153,7 +184,8 @@ def _form_of(call: ForwardArguments) -> tuple[Any, ...]:
         (q.shape[q.ndim == 3 :], k.shape[k.ndim == 3 :], q.dtype),
         (call.cu_seqlens_q is None, call.cu_seqlens_kv is None),
         (call.cu_seqlens_q_padded is None, call.cu_seqlens_kv_padded is None),
-        (call.s_quantizer is None, call.o_quantizer is None),
+        (type(q), call.fake_dtype, call.s_quantizer is None),
+        None if (store := call.o_quantizer) is None else (type(store), store.dtype),
         None if bias is None else bias.dtype,
         None if table is None else table.shape,
     )
@@ -161,8 +193,8 @@ def _form_of(call: ForwardArguments) -> tuple[Any, ...]:
 
 def _plan_of(call: ForwardArguments) -> ForwardPlan:
     """The plan of a call. Raises: as `fused_attn_fwd` does."""
-    check(call)
-    refuse_fp8("quantizers", call.s_quantizer is not None or call.o_quantizer is not None)
+    check(call, call.s_quantizer, call.o_quantizer)
+    in_8_bits = is_stored(call.q)
     has_bias, has_offset = call.attn_bias_type in BIAS_TYPES, call.softmax_type != "vanilla"
     if has_bias:
         _check_bias(call.attn_bias, call.q)
@@ -171,12 +203,17 @@ def _plan_of(call: ForwardArguments) -> ForwardPlan:
     constant = replace(words_of(call, layout), dropout_p=dropout).for_attention()
     constant |= {"return_lse": True, "return_max_logit": call.return_max_logit}
     constant |= {"alibi_slopes": call.attn_bias_type == "alibi" or None}
+    if in_8_bits:
+        out_dtype = result_dtype(call.o_quantizer, call.fake_dtype)
+        constant |= {"return_amax": True, "out_dtype": out_dtype}
     reads = lengths_of(call, layout, call.page_table_k)
     if has_bias:
         reads.append(Read("bias", "attn_bias"))
     axes = parsed(layout).q_format
     o_format = axes if axes == "thd" else call.o_format
-    return ForwardPlan(said(constant), tuple(reads), axes, o_format, has_bias, has_offset)
+    return ForwardPlan(
+        said(constant), tuple(reads), axes, o_format, has_bias, has_offset, in_8_bits
+    )
 
 
 def _offset_of(call: ForwardArguments) -> Tensor | None:

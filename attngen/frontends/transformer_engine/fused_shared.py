@@ -10,9 +10,10 @@ from torch import Tensor
 from ...errors import SpecError
 from ...spec.layouts import size
 from .calls import LENGTHS
+from .eight_bits import is_stored, refuse_unstored
 from .layouts import parsed
 from .names import AttnMaskType, FusedAttnBackend, QKVFormat
-from .variants import Read, Variant, batch_of, length_reads, mask_of, refuse_fp8, variant_of
+from .variants import Read, Variant, batch_of, length_reads, mask_of, variant_of
 
 
 class Arguments(Protocol):
@@ -31,8 +32,9 @@ class Arguments(Protocol):
     fused_attention_backend: Any
 
 
-def check(call: Arguments) -> None:
-    """Raises: ValueError for a backend that computes nothing, or is not there."""
+def check(call: Arguments, *quantizers: Any) -> None:
+    """Raises: ValueError for a backend that computes nothing, or is not there, and where tensors in
+    16 bits come with quantizers."""
     backend = FusedAttnBackend.cast(call.fused_attention_backend)
     if backend == FusedAttnBackend.No_Backend:
         raise SpecError(
@@ -41,8 +43,9 @@ def check(call: Arguments) -> None:
             f"q.shape={list(call.q.shape)}, q.dtype={call.q.dtype}: the backend is No_Backend. "
             "get_fused_attn_backend says why with NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2"
         )
-    refuse_fp8("FusedAttnBackend.FP8", backend == FusedAttnBackend.FP8)
     QKVFormat[call.o_format]
+    if not is_stored(call.q):
+        refuse_unstored(quantizers, backend == FusedAttnBackend.FP8)
 
 
 def words_of(call: Arguments, layout: str) -> Variant:

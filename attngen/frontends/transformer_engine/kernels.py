@@ -14,14 +14,8 @@ from ...spec.layouts import Layout, axes_of, parse
 from ...spec.resolve import find_violations
 from ...targets.target import DEFAULT, names, of_capability
 from .arguments import taking
-from .names import (
-    AttnBiasType,
-    AttnMaskType,
-    FusedAttnBackend,
-    QKVLayout,
-    SoftmaxType,
-    TE_DType_To_Torch,
-)
+from .eight_bits import torch_dtype
+from .names import AttnBiasType, AttnMaskType, FusedAttnBackend, QKVLayout, SoftmaxType
 from .variants import BIAS_TYPES, variant_of
 
 _FEATURES = features.scan()  # here, not in a call: torch.compile cannot trace file access
@@ -74,8 +68,9 @@ class _Operand(NamedTuple):
 
 @taking(Question)
 def get_fused_attn_backend(question: Question) -> FusedAttnBackend:
-    """F16_arbitrary_seqlen where kernels of the current device serve such calls, in training in
-    both directions, else No_Backend. Without a device, for the GPU that attngen has kernels for.
+    """F16_arbitrary_seqlen, or FP8 of FP8 dtypes, where kernels of the current device serve such
+    calls, in training in both directions, else No_Backend. Without a device, for the GPU that
+    attngen has kernels for. FP8 trains with a backward in 8 bits.
 
     NVTE_DEBUG=1 with NVTE_DEBUG_LEVEL=2 logs why kernels refuse. Raises: KeyError for a name or
     number that there is not.
@@ -83,7 +78,10 @@ def get_fused_attn_backend(question: Question) -> FusedAttnBackend:
     reasons = refusals(question)
     for reason in reasons:
         logging.getLogger("DotProductAttention").debug("no fused kernels: %s", reason)
-    return FusedAttnBackend.No_Backend if reasons else FusedAttnBackend.F16_arbitrary_seqlen
+    if reasons:
+        return FusedAttnBackend.No_Backend
+    in_8_bits = torch_dtype(question.q_dtype).itemsize == 1
+    return FusedAttnBackend.FP8 if in_8_bits else FusedAttnBackend.F16_arbitrary_seqlen
 
 
 def refusals(question: Question) -> list[str]:
@@ -91,9 +89,7 @@ def refusals(question: Question) -> list[str]:
     arch = device_arch()
     if arch is None:
         return [f"the current device has no kernels; available: {', '.join(names())}"]
-    dtypes = [_torch_dtype(x) for x in (question.q_dtype, question.kv_dtype)]
-    if any(dtype.itemsize == 1 for dtype in dtypes):
-        return ["attngen.te has 16-bit calls alone"]
+    dtypes = [torch_dtype(x) for x in (question.q_dtype, question.kv_dtype)]
     forward = replace(_spec_of(question, *dtypes), arch=(arch,))
     found = find_violations(forward, _FEATURES)
     if question.is_training:
@@ -166,8 +162,3 @@ def _name_of(kind: str, value: Any) -> str:
             raise KeyError(value)
         return value
     return known[int(value)]
-
-
-def _torch_dtype(dtype: Any) -> torch.dtype:
-    """PyTorch's dtype of TransformerEngine's number. Raises: KeyError."""
-    return dtype if isinstance(dtype, torch.dtype) else TE_DType_To_Torch[int(dtype)]  # type: ignore[index]

@@ -10,6 +10,9 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+from ... import fp8
+from ...call.recipe import in_force
+
 States = dict[str, Tensor]
 T = TypeVar("T")
 
@@ -76,11 +79,14 @@ class CudaRNGStatesTracker:
 
 
 def checkpointed(function: Callable[[], T], tracker: Any) -> T:
-    """Call a function that the backward calls anew instead of keeping what it saves:
-    with the device's random state as it was, and a tracker's, where there is one."""
+    """Call a function that the backward calls anew instead of keeping what it saves: with the
+    device's random state as it was, a tracker's, where there is one, and scales of FP8."""
+    more: dict[str, Any] = {"use_reentrant": False}
+    if in_force.recipe is not None:
+        more["context_fn"] = fp8.checkpoint_contexts
     if tracker is None:
         return torch.utils.checkpoint.checkpoint(  # type: ignore[no-any-return]
-            function, use_reentrant=False
+            function, **more
         )
     first: list[Any] = []
 
@@ -96,5 +102,5 @@ def checkpointed(function: Callable[[], T], tracker: Any) -> T:
             tracker.set_states(now)
 
     return torch.utils.checkpoint.checkpoint(  # type: ignore[no-any-return]
-        with_states, use_reentrant=False
+        with_states, **more
     )

@@ -7,12 +7,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from .environment import DEBUG, DEBUG_LEVEL, FLASH_SWITCHES, SWITCHES, enabled, setting
+from .environment import (
+    DEBUG,
+    DEBUG_LEVEL,
+    FLASH_SWITCHES,
+    FP8_BACKWARD,
+    SWITCHES,
+    enabled,
+    setting,
+)
 from .kernels import Question, refusals
 from .names import FusedAttnBackend
 
@@ -138,13 +146,15 @@ def get_attention_backend(attention_params: AttentionParams) -> Selection:
     if fused and flash:
         logger.debug("Disabling FlashAttention: the same kernels serve FusedAttention")
     order = ("FusedAttention", fused), ("FlashAttention", flash), (UNFUSED, unfused)
+    in_8_bits = asks_for_fp8(attention_params)
+    kind = FusedAttnBackend.FP8 if in_8_bits else FusedAttnBackend.F16_arbitrary_seqlen
     selected = next((name for name, serves in order if serves), "none")
     logger.debug("Selected backend = %s", selected)
     return Selection(
         flash and not fused,
         flash_version() if flash else None,
         fused,
-        FusedAttnBackend.F16_arbitrary_seqlen if fused else None,
+        kind if fused else None,
         unfused and not (fused or flash),
         [flash, fused, unfused],
     )
@@ -199,11 +209,28 @@ def every_flash_is_off(params: AttentionParams) -> str | None:
     return f"{', '.join(FLASH_SWITCHES)} = 0"
 
 
-def asks_for_fp8(params: AttentionParams) -> str | None:
-    recipe = _recipe_of(params)
-    if params.fp8 and (recipe is None or getattr(recipe, "fp8_dpa", True)):
-        return "FP8 recipes: attngen.te has 16-bit calls alone"
+def asks_for_fp8(params: AttentionParams) -> bool:
+    """Whether the recipe in force has attention in FP8."""
+    return params.fp8 and bool(getattr(_recipe_of(params), "fp8_dpa", True))
+
+
+def flash_has_no_fp8(params: AttentionParams) -> str | None:
+    if asks_for_fp8(params):
+        return "FP8: FusedAttention has it, and the definition"
     return None
+
+
+def has_no_such_output(params: AttentionParams) -> str | None:
+    if params.fp8_output and not getattr(_recipe_of(params), "fp8_mha", True):
+        return "fp8_output: the recipe has fp8_mha=False"
+    return None
+
+
+def trains_in_8_bits(recipe: Any) -> bool:
+    """Whether a recipe has gradients made in 8 bits and nothing else: by attngen's word, or, of
+    others, by NVTE_FP8_DPA_BWD."""
+    backward = getattr(recipe, "backward", None)
+    return enabled(FP8_BACKWARD) if backward is None else backward == "fp8"
 
 
 def has_context_parallelism(params: AttentionParams) -> str | None:
@@ -227,7 +254,15 @@ def has_no_floats(params: AttentionParams) -> str | None:
 
 
 def kernels_refuse(params: AttentionParams) -> str | None:
-    return "; ".join(refusals(params.question)) or None
+    question = params.question
+    if not asks_for_fp8(params):
+        return "; ".join(refusals(question)) or None
+    eight = replace(question, q_dtype=torch.float8_e4m3fn, kv_dtype=torch.float8_e4m3fn)
+    if not question.is_training or trains_in_8_bits(_recipe_of(params)):
+        return "; ".join(refusals(eight)) or None
+    # A backward in 16 bits, of the numbers that the forward stored.
+    forward = refusals(replace(eight, is_training=False))
+    return "; ".join(dict.fromkeys((*forward, *refusals(question)))) or None
 
 
 def flash_has_no_argument(params: AttentionParams) -> str | None:
@@ -250,12 +285,13 @@ def reads_lengths_under_capture(params: AttentionParams) -> str | None:
 
 
 _FUSED_SWITCH, _FLASH_SWITCH, _UNFUSED_SWITCH = SWITCHES
-_ALWAYS = (asks_for_fp8, has_context_parallelism, has_score_mod, has_no_floats)
+_ALWAYS = (has_no_such_output, has_context_parallelism, has_score_mod, has_no_floats)
 RULES: dict[str, tuple[Rule, ...]] = {
     "FlashAttention": (
         switched_off(_FLASH_SWITCH),
         every_flash_is_off,
         *_ALWAYS,
+        flash_has_no_fp8,
         flash_has_no_argument,
         kernels_refuse,
     ),

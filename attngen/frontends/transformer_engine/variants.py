@@ -190,8 +190,8 @@ def batch_of(layout: str, q: Tensor, k: Tensor, page_table: Tensor | None = None
 
 
 def refuse_fp8(what: str, given: bool) -> None:
-    """Raises: SpecError where an 8-bit argument is given, of which there are no calls yet."""
+    """Raises: SpecError where a backend's module is asked for FP8 by an argument."""
     if given:
         raise SpecError(
-            f"{what}: attngen.te has 16-bit calls alone; attngen.attention has an FP8 forward"
+            f"{what}: backends follow attngen.fp8.autocast; quantizers go to fused_attn_fwd"
         )

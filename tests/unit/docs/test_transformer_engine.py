@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from attngen import te
+from attngen import fp8, te
 from attngen.frontends.transformer_engine import environment
 from attngen.frontends.transformer_engine.kernels import Question
 from tests.support import te_kit
@@ -67,6 +67,34 @@ def test_functions_of_the_page(page: dict[str, Any]) -> None:
     expected.backward(d_o.transpose(1, 2))
     for found, leaf in zip(gradients, leaves, strict=True):
         close(found.transpose(1, 2), leaf.grad)
+
+
+def test_fp8_of_the_page(page: dict[str, Any]) -> None:
+    q, k, v, d_o = (te_kit.randn(1, 7, 4, 64, seed=n, dtype=torch.bfloat16) for n in range(1, 5))
+    out = page["train"](q, k, v)
+    assert isinstance(out, fp8.Float8Tensor) and out.shape == (1, 7, 256)
+    found = page["fused_in_fp8"](q, k, v, d_o)
+    expected = page["fused"](q, k, v, d_o)
+    for got, wanted in zip(found, expected, strict=True):
+        assert isinstance(got, fp8.Float8Tensor)
+        assert (got.dequantize() - wanted).norm() < 0.2 * wanted.norm()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"mask_type": "causal", "window_left": 64, "window_right": 0},
+        {"softmax_type": "learnable"},
+        {"bias_type": "alibi", "mask_type": "causal"},
+        {"qkv_layout": "thd_thd_thd", "mask_type": "padding_causal"},
+    ],
+    ids=str,
+)
+def test_fp8_that_is_refused_elsewhere_has_kernels(given: dict[str, Any]) -> None:
+    dtypes = dict.fromkeys(("q_dtype", "kv_dtype"), torch.float8_e4m3fn)
+    question = replace(PLAIN, **dtypes, head_dim_qk=128, head_dim_v=128, **given)
+    values = [getattr(question, name) for name in question.__dataclass_fields__]
+    assert te.get_fused_attn_backend(*values) == te.FusedAttnBackend.FP8
 
 
 def test_steps_of_the_page(page: dict[str, Any]) -> None:

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-import attngen
-from attngen import SpecError, fp8, te
+from attngen import SpecError, te
 from tests.support import te_kit
 from tests.support.te_kit import Case, Shape, arguments, close, module_of, of_module, rows_of
 
@@ -324,32 +323,6 @@ def test_refusals(
     with pytest.raises(error, match=message):
         module = te.DotProductAttention(**given | made)
         module(**{"query_layer": q, "key_layer": k, "value_layer": v} | called)
-
-
-def test_modules_follow_recipes_of_fp8_and_functions_do_not() -> None:
-    shape = Shape(dim=16, dim_v=16)
-    case = Case(mask="causal", shape=shape)
-    module = module_of(case)
-    q, k, v = (x.requires_grad_() for x in te_kit.operands(case, dtype=torch.bfloat16))
-    given = dict(mask="causal", softmax_scale=0.25)
-    ends = [te_kit.cumulative(x) for x in case.lengths()]
-
-    def fused() -> Tensor:
-        return te.fused_attn_fwd(
-            True, 6, 9, *ends, q, k, v, q.dtype, 1, qkv_layout=case.layout, o_format="bshd",
-            attn_mask_type="causal",
-        )[0]  # fmt: skip
-
-    plain = fused()
-    with fp8.autocast():
-        out = module(q, k, v)
-        assert torch.equal(out, attngen.attention(q, k, v, **given).flatten(-2))
-        assert torch.equal(fused(), plain)
-    assert not torch.equal(out, plain.flatten(-2))
-    out.float().sum().backward()
-    assert q.grad.dtype == torch.bfloat16 and v.grad.any()
-    with fp8.autocast(recipe=fp8.DelayedScaling()), pytest.raises(SpecError, match="Delayed"):
-        module(q, k, v)
 
 
 def test_context_parallel_groups_are_kept_and_calls_refused(monkeypatch: Any) -> None:

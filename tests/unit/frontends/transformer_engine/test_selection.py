@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from attngen import te
+from attngen import fp8, te
 from attngen.frontends.transformer_engine import environment
 from attngen.frontends.transformer_engine.kernels import Question, refusals
 from attngen.targets.target import DEFAULT
@@ -22,6 +22,8 @@ PLAIN = Question(
     0.0, 16, 16, 512, 512, 128, 128, -1, -1, False, False, False,
 )  # fmt: skip
 PARAMS = te.AttentionParams(qkv_layout="bshd_bshd_bshd", attn_mask_type="causal")
+
+WIDE = fp8.Float8CurrentScaling()  # with gradients in 16 bits
 
 
 def ask(**changes: Any) -> te.FusedAttnBackend:
@@ -63,7 +65,7 @@ def test_kernels_serve_what_is_refused_elsewhere(changes: dict[str, Any]) -> Non
     "changes",
     [
         {"head_dim_qk": 264, "head_dim_v": 264},
-        {"q_dtype": te.DType.kFloat8E4M3, "kv_dtype": te.DType.kFloat8E4M3},
+        {"q_dtype": te.DType.kFloat8E4M3, "kv_dtype": te.DType.kFloat8E4M3, "head_dim_qk": 256},
         {"q_dtype": torch.float32, "kv_dtype": torch.float32},
         {"qkv_layout": "paged_kv_bshd_bshd_bshd", "mask_type": "padding"},
         {"mask_type": "causal", "head_dim_qk": 1024, "head_dim_v": 1024, "is_training": False},
@@ -137,7 +139,16 @@ def test_fused_comes_before_flash_and_flash_before_unfused(monkeypatch: Any) -> 
         ({"head_dim_qk": 1024, "head_dim_v": 1024}, [False, False, True]),
         ({"qkv_dtype": torch.float32}, [False, False, True]),
         ({"qkv_dtype": torch.uint8}, [False, False, False]),
-        ({"fp8": True}, [False, False, False]),
+        ({"fp8": True}, [False, True, True]),
+        ({"fp8": True, "head_dim_qk": 256, "head_dim_v": 256}, [False, False, True]),
+        (
+            {"fp8": True, "head_dim_qk": 256, "head_dim_v": 256, "fp8_meta": {"recipe": WIDE}},
+            [False, True, True],
+        ),
+        ({"fp8": True, "is_training": False, "head_dim_qk": 256}, [False, True, True]),
+        ({"fp8": True, "attention_dropout": 0.1}, [False, False, True]),
+        ({"fp8": True, "fp8_output": True, "fp8_meta": {"recipe": WIDE}}, [False, False, False]),
+        ({"fp8": True, "fp8_meta": {"recipe": SimpleNamespace(fp8_dpa=False)}}, [True, True, True]),
         ({"context_parallel": True}, [False, False, False]),
         ({"has_score_mod": True}, [False, False, False]),
         ({"inference_params": SimpleNamespace(), "attn_mask_type": "no_mask"}, [True, True, True]),
@@ -171,6 +182,17 @@ def test_debugging_says_why(monkeypatch: Any, caplog: pytest.LogCaptureFixture) 
     assert "head_dim_qk=1024" in caplog.text
     assert "Disabling FusedAttention: head_dim 1024: kernels exist for 1 to 256" in caplog.text
     assert "Selected backend = UnfusedDotProductAttention" in caplog.text
+
+
+def test_fp8_backend_is_chosen_where_kernels_have_both_directions(monkeypatch: Any) -> None:
+    eight = replace(PARAMS, fp8=True)
+    assert te.get_attention_backend(eight).fused_attention_backend is te.FusedAttnBackend.FP8
+    wide = replace(eight, head_dim_qk=256, head_dim_v=256)
+    assert not te.get_attention_backend(wide).use_fused_attention
+    monkeypatch.setenv("NVTE_FP8_DPA_BWD", "0")
+    assert te.get_attention_backend(wide).use_fused_attention, "a backward in 16 bits serves it"
+    assert ask(q_dtype=7, kv_dtype=te.DType.kFloat8E4M3) is te.FusedAttnBackend.FP8
+    assert ask(q_dtype=7, kv_dtype=7, p_dropout=0.1) is NONE
 
 
 def test_params_are_equal_whose_recipes_are() -> None:
