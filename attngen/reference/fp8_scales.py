@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -15,10 +17,9 @@ def largest(x: Tensor, rows: Tensor | None = None) -> Tensor:
     """
     if x.numel() == 0:
         return torch.zeros(1, dtype=torch.float32, device=x.device)
-    sizes = x.detach().abs()
-    if rows is not None:
-        sizes = torch.where(rows, sizes, 0.0)
-    return sizes.amax().float().reshape(1)
+    x = x.detach() if rows is None else torch.where(rows, x.detach(), 0.0)
+    # One pass, which writes no magnitudes down.
+    return torch.linalg.vector_norm(x, math.inf).float().reshape(1)
 
 
 def stored(x: Tensor, dtype: torch.dtype, scale: Tensor, power_of_two: bool = False) -> Tensor:

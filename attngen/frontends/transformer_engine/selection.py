@@ -220,6 +220,13 @@ def flash_has_no_fp8(params: AttentionParams) -> str | None:
     return None
 
 
+def has_scales_of_blocks(params: AttentionParams) -> str | None:
+    recipe = type(_recipe_of(params)).__name__
+    if asks_for_fp8(params) and "Block" in recipe:
+        return f"{recipe}: attngen has one scale a tensor"
+    return None
+
+
 def has_no_such_output(params: AttentionParams) -> str | None:
     if params.fp8_output and not getattr(_recipe_of(params), "fp8_mha", True):
         return "fp8_output: the recipe has fp8_mha=False"
@@ -248,7 +255,8 @@ def has_score_mod(params: AttentionParams) -> str | None:
 
 
 def has_no_floats(params: AttentionParams) -> str | None:
-    if not params.qkv_dtype.is_floating_point or params.qkv_dtype.itemsize == 1:
+    stored = params.qkv_dtype.itemsize == 1
+    if not params.qkv_dtype.is_floating_point or (stored and not asks_for_fp8(params)):
         return f"qkv_dtype = {params.qkv_dtype}: no floats of 16 bits or more"
     return None
 
@@ -262,6 +270,8 @@ def kernels_refuse(params: AttentionParams) -> str | None:
         return "; ".join(refusals(eight)) or None
     # A backward in 16 bits, of the numbers that the forward stored.
     forward = refusals(replace(eight, is_training=False))
+    if question.q_dtype.itemsize == 1:
+        question = replace(question, q_dtype=torch.bfloat16, kv_dtype=torch.bfloat16)
     return "; ".join(dict.fromkeys((*forward, *refusals(question)))) or None
 
 
@@ -285,7 +295,13 @@ def reads_lengths_under_capture(params: AttentionParams) -> str | None:
 
 
 _FUSED_SWITCH, _FLASH_SWITCH, _UNFUSED_SWITCH = SWITCHES
-_ALWAYS = (has_no_such_output, has_context_parallelism, has_score_mod, has_no_floats)
+_ALWAYS = (
+    has_scales_of_blocks,
+    has_no_such_output,
+    has_context_parallelism,
+    has_score_mod,
+    has_no_floats,
+)
 RULES: dict[str, tuple[Rule, ...]] = {
     "FlashAttention": (
         switched_off(_FLASH_SWITCH),

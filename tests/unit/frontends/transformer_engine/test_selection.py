@@ -26,6 +26,13 @@ PARAMS = te.AttentionParams(qkv_layout="bshd_bshd_bshd", attn_mask_type="causal"
 WIDE = fp8.Float8CurrentScaling()  # with gradients in 16 bits
 
 
+@dataclasses.dataclass(frozen=True)
+class MXFP8BlockScaling:
+    """A recipe of TransformerEngine's, by its name."""
+
+    fp8_dpa: bool = True
+
+
 def ask(**changes: Any) -> te.FusedAttnBackend:
     values = dataclasses.astuple(replace(PLAIN, **changes))
     assert len(values) == 19
@@ -147,6 +154,13 @@ def test_fused_comes_before_flash_and_flash_before_unfused(monkeypatch: Any) -> 
         ),
         ({"fp8": True, "is_training": False, "head_dim_qk": 256}, [False, True, True]),
         ({"fp8": True, "attention_dropout": 0.1}, [False, False, True]),
+        ({"fp8": True, "qkv_dtype": torch.float8_e4m3fn}, [False, True, True]),
+        (
+            {"fp8": True, "qkv_dtype": torch.float8_e4m3fn, "fp8_meta": {"recipe": WIDE}},
+            [False, True, True],
+        ),
+        ({"qkv_dtype": torch.float8_e4m3fn}, [False, False, False]),
+        ({"fp8": True, "fp8_meta": {"recipe": MXFP8BlockScaling()}}, [False, False, False]),
         ({"fp8": True, "fp8_output": True, "fp8_meta": {"recipe": WIDE}}, [False, False, False]),
         ({"fp8": True, "fp8_meta": {"recipe": SimpleNamespace(fp8_dpa=False)}}, [True, True, True]),
         ({"context_parallel": True}, [False, False, False]),
