@@ -34,6 +34,7 @@ TITLES = {
     "cudnn": "cuDNN",
     "sdpa": "SDPA",
     "flex": "Flex",
+    "xla": "XLA",
 }
 
 

@@ -40,8 +40,9 @@ def run(
 ) -> Report:
     """Time attngen and the peers, case after case, on the current CUDA device.
 
-    absent: peers that were asked for and are not here, by name and reason. deterministic: time
-    deterministic modes, too. progress: is told each row as it comes.
+    peers: one that has attngen's name stands for it, in another front end. absent: peers that were
+    asked for and are not here, by name and reason. deterministic: time deterministic modes, too.
+    progress: is told each row as it comes.
     Raises: MeasureError where nothing can be timed here.
     """
     require_gpu()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
+from click.core import ParameterSource
 
 from ..errors import AttngenError, MeasureError
 from ..io.files import require_own
@@ -14,6 +15,7 @@ from .output import FiniteFloat, show
 
 if TYPE_CHECKING:
     from ..bench import decode_report
+    from ..bench.peers import Peer
     from ..bench.report import Report, Row
     from ..bench.workloads import Case
 
@@ -85,33 +87,51 @@ _OPTIONS = (
 )
 
 
+class Subject(NamedTuple):
+    """A direction, and the front end whose calls of it are timed."""
+
+    direction: str
+    frontend: str
+
+
+_frontend = click.option(
+    "--frontend",
+    type=click.Choice(["pytorch", "jax"]),
+    default="pytorch",
+    show_default=True,
+    help="Whose calls are timed. In jax the peers are cudnn and xla, of jax.nn.",
+)
+
+
 @bench.command("fwd", epilog=_EPILOG)
+@_frontend
 @_measures("sdpa,cudnn,fa3,fa4,flex")
-def bench_fwd(**options: Any) -> None:
+def bench_fwd(frontend: str, **options: Any) -> None:
     """Time the forward pass beside its peers, in interleaved rounds.
 
     Every result is checked against float64 before it is timed. A peer that is not installed is
     named with the reason. Exits with 1 where attngen itself has no figure.
     """
-    _bench("fwd", deterministic=False, **options)
+    _bench(Subject("fwd", frontend), deterministic=False, **options)
 
 
 @bench.command("bwd", epilog=_EPILOG)
+@_frontend
 @click.option(
     "--deterministic", is_flag=True, help="Time modes that repeat bit for bit, too, as NAME-det."
 )
 @_measures("sdpa,cudnn,fa3,fa4,flex")
-def bench_bwd(**options: Any) -> None:
+def bench_bwd(frontend: str, **options: Any) -> None:
     """Time the backward pass alone beside its peers, in interleaved rounds.
 
     Each starts from the output and LSE of its own forward, which is not timed; what follows is as
     for `bench fwd`.
     """
-    _bench("bwd", **options)
+    _bench(Subject("bwd", frontend), **options)
 
 
 def _bench(
-    direction: str,
+    subject: Subject,
     patterns: Sequence[str],
     peers: Sequence[str],
     deterministic: bool,
@@ -125,7 +145,7 @@ def _bench(
 
     cases = workloads.select(patterns)
     _prepare(json_file, plot_file)
-    report = _measure(direction, cases, peers, deterministic, rounds, budget_ms)
+    report = _measure(subject, cases, peers, deterministic, rounds, budget_ms)
     if json_file:
         from ..bench.report import save
 
@@ -225,7 +245,7 @@ def bench_plot(report_file: Path, output: Path) -> None:
 
 
 def _measure(
-    direction: str,
+    subject: Subject,
     cases: Sequence[Case],
     names: Sequence[str],
     deterministic: bool,
@@ -233,20 +253,40 @@ def _measure(
     budget_ms: float,
 ) -> Report:
     """Time the cases, printing each row as it comes."""
-    from ..bench import peers, report, run
+    from ..bench import report, run
 
-    peers.require_known(peers.LOADERS, names)
-    run.require_gpu()
-    found, absent = peers.load(names)
-    columns = tuple(run.participants(direction, found, deterministic))
+    found, absent = _load(subject, names)
+    columns = tuple(run.participants(subject.direction, found, deterministic))
     show(report.text_header(columns))
     measured = run.run(
-        *(direction, cases, found, absent, deterministic, rounds, budget_ms),
+        *(subject.direction, cases, found, absent, deterministic, rounds, budget_ms),
         progress=lambda row: show(report.text_row(row, columns)),
     )
     for line in report.text_summary(measured):
         show(line)
     return measured
+
+
+def _load(subject: Subject, names: Sequence[str]) -> tuple[dict[str, Peer], dict[str, str]]:
+    """The peers in a front end, itself among them where it is not PyTorch, and why others are
+    absent. Raises: MeasureError where nothing can be timed."""
+    from ..bench import peers, run
+
+    if subject.frontend == "pytorch":
+        peers.require_known(peers.LOADERS, names)
+        run.require_gpu()
+        return peers.load(names)
+    from ..bench import in_jax
+    from ..bench.report import OURS
+
+    source = click.get_current_context().get_parameter_source("peers")
+    if source is ParameterSource.DEFAULT:
+        names = ("cudnn",)
+    peers.require_known(in_jax.LOADERS, names)
+    run.require_gpu()
+    in_jax.require_cuda()
+    found, absent = peers.load_from(in_jax.LOADERS, names)
+    return {OURS: in_jax.ours(), **found}, absent
 
 
 def _lengths(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:

@@ -278,6 +278,56 @@ def test_calls_of_threads_and_other_addresses() -> None:
     assert not wrong
 
 
+@pytest.mark.device
+def test_devices_have_their_own_sequences() -> None:
+    """Calls on a device that is not the first, and sequences that are spread over several."""
+    from attngen.jax import attention
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    if len(jax.devices("cuda")) < 2:
+        pytest.skip("needs two devices")
+    one, other = jax.devices("cuda")[:2]
+    given = carriers(4, 4, 2, 200, 200, 64)
+
+    @jax.jit
+    def gradients(q: Any, k: Any, v: Any) -> Any:
+        def loss(*arrays: Any) -> Any:
+            out = attention(*arrays, mask="causal", backend="cuda")
+            return (out.astype(jnp.float32) ** 2).sum()
+
+        return jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+
+    wanted = gradients(**{name: jax.device_put(x, one) for name, x in given.items()})
+    found = gradients(**{name: jax.device_put(x, other) for name, x in given.items()})
+    rows = NamedSharding(Mesh(np.array([one, other]), "data"), PartitionSpec("data"))
+    spread = gradients(**{name: jax.device_put(x, rows) for name, x in given.items()})
+    for here, there, apart in zip(wanted, found, spread, strict=True):
+        here, there, apart = (np.asarray(x.astype("float32")) for x in (here, there, apart))
+        assert np.abs(here - there).max() <= TOLERANCE * np.abs(here).max()
+        assert np.abs(here - apart).max() <= TOLERANCE * np.abs(here).max()
+
+
+def test_segments_of_rows_in_the_words_of_transformer_engine() -> None:
+    from attngen import jax as front
+
+    given = carriers(2, 4, 2, 96, 96, 64)
+    ids = np.zeros((2, 96), np.int32)
+    ids[0, :40], ids[0, 40:90], ids[1, :77] = 1, 2, 1
+    pair = jnp.asarray(ids), jnp.zeros_like(ids)
+    described = front.SequenceDescriptor.from_segment_ids_and_pos(*pair)
+    out = jax.jit(
+        lambda q, k, v, described: front.fused_attn(
+            *((q, k, v), None, described, None, front.AttnBiasType.NO_BIAS),
+            *(front.AttnMaskType.PADDING_CAUSAL_MASK, front.QKVLayout.THD_THD_THD),
+            *(front.AttnSoftmaxType.VANILLA_SOFTMAX, 0.125, 0.0, True),
+            max_segments_per_seq=3,
+        )
+    )(**given, described=described)
+    together = (ids[:, :, None] == ids[:, None]) & (ids[:, :, None] > 0)
+    wanted = truth({**given, "mask": "causal", "attn_mask": together[:, None]}, ())
+    compare({"o": np.asarray(out.astype("float32"))}, {"o": wanted["o"]})
+
+
 PROGRAM = """
 import json, os, sys, time
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

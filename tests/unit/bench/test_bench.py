@@ -14,7 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from attngen.bench import checking, peers, report, timing, workloads
+from attngen.bench import checking, in_jax, peers, report, timing, workloads
 from attngen.bench.peers import FA3_VARIABLE, Operands
 from attngen.bench.report import Machine, Mean, Report, make_row, means_of
 from attngen.bench.workloads import CASES, Case, forward_flops, select
@@ -320,5 +320,5 @@ def test_workloads_and_report_need_no_torch() -> None:
 
 def test_every_peer_has_a_title_and_every_direction_its_work() -> None:
     ordinary = [name for name in report.TITLES if not name.endswith(report.DETERMINISTIC)]
-    assert set(ordinary) == {*peers.LOADERS, report.OURS}
+    assert set(ordinary) == {*peers.LOADERS, *in_jax.LOADERS, report.OURS}
     assert set(workloads.FLOPS) == set(checking.EXPECT) == set(peers.ours().makers)

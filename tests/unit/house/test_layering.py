@@ -36,7 +36,7 @@ MOST_PACKAGES = 26  # with the modules at the root
 # Outside package → the modules (or packages of ours) that may import it.
 HOMES = {
     "torch": {"frontends", "reference", "bench"},
-    "jax": {"frontends.jax"},
+    "jax": {"frontends.jax", "bench.in_jax"},
     "flax": {"frontends.jax.flax"},
     "jinja2": {"kernels.fill"},
     "click": {"cli"},
