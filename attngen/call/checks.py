@@ -120,7 +120,8 @@ def device_violations(tensors: Tensors) -> list[str]:
 def _variant_violations(
     heads: int, sequences: int, optional: Tensors, arguments: Arguments
 ) -> Iterator[str]:
-    """Faults of the tensors of ALiBi and the sink, and strides that reach too far."""
+    """Tensors of none of the shapes of their rows, a sink without its softmax, and strides that
+    reach too far."""
     sink = optional["sink"]
     sizes = {"b": sequences, "h_q": heads}
     for name, tensor in optional.items():
@@ -129,8 +130,6 @@ def _variant_violations(
             yield f"{name} needs {row.wanted(sizes)}, got {named(tensor)}"
     if (sink is not None) != (arguments.softmax == "learnable"):
         yield f"sink belongs to softmax='learnable', which needs it; got {arguments.softmax!r}"
-    elif sink is not None and not _is_float32(sink, (heads,)):
-        yield f"sink needs float32 [h_q={heads}], got {named(sink)}"
     for name, tensor in optional.items():
         far = tensor is not None and name not in TILED and _last_offset(tensor) >= OFFSET_LIMIT
         if tensor is not None and far:

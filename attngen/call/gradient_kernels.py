@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from itertools import chain, compress
 
 from ..kernels.selection import made_by
 from ..runtime.load import LoadedKernel
-from .table import LEARNED, WantedGradients
+from .table import GRADIENT_OF, LEARNED, WantedGradients
 
 GRADIENTS = ("dq", "dk", "dv")
-ROWS = ("lse_log2", "d")  # LSE and D of every row, of which the gradient of a sink is made
+ROWS = ("lse_log2", "d")  # LSE and D of every row
+# Gradients of learned operands → the results of kernels that each is made of, by the front end's
+# function of its name. One of GRADIENTS is there for it whether a call wants that one or not.
+MADE_OF: dict[str, tuple[str, ...]] = {"dsink": ROWS, "dbias": ("dbias",)}
 
 
 def wanted_of_operands(names: Set[str], one_tensor: bool) -> WantedGradients:
@@ -25,10 +28,21 @@ def names_of(wanted: WantedGradients) -> tuple[str, ...]:
     return tuple(compress(GRADIENTS, (wanted.dq, wanted.dkv, wanted.dkv)))
 
 
+def of_given(wanted: WantedGradients, given: Mapping[str, object]) -> WantedGradients:
+    """The gradients that are wanted of operands that there are."""
+    absent = {GRADIENT_OF[name]: False for name in LEARNED if given[name] is None}
+    return wanted._replace(**absent)
+
+
+def learned_of(wanted: WantedGradients) -> tuple[str, ...]:
+    """Gradients of learned operands that are wanted."""
+    return tuple(each for each in MADE_OF if getattr(wanted, each))
+
+
 def results_of(wanted: WantedGradients) -> tuple[str, ...]:
-    """All that kernels are to make for the gradients that are wanted."""
-    of_sink = ROWS if wanted.dsink else ()
-    return (*names_of(wanted), *(("dbias",) if wanted.dbias else ()), *of_sink)
+    """All that kernels are to make for the gradients that are wanted, each once."""
+    learned = chain.from_iterable(MADE_OF[each] for each in learned_of(wanted))
+    return tuple(dict.fromkeys((*names_of(wanted), *learned)))
 
 
 def adds_bias(each: LoadedKernel) -> bool:

@@ -15,7 +15,16 @@ from . import bias_gradient, fp8_gradients, fragment_values, kernel_choice, sche
 from .bias import extent_of
 from .bias_gradient import BiasGradient, FusedBiasGradient, Scores
 from .checks import device_violations, violations
-from .gradient_kernels import GRADIENTS, adds_bias, names_of, results_of, written_by
+from .gradient_kernels import (
+    GRADIENTS,
+    ROWS,
+    adds_bias,
+    learned_of,
+    names_of,
+    of_given,
+    results_of,
+    written_by,
+)
 from .head_split import TOGETHER, HeadSplit, split_heads
 from .kernel_choice import Device
 from .numbers import Arguments
@@ -46,24 +55,24 @@ Tensors = Mapping[str, "TensorDesc | None"]
 class PreparedBackward(Launches):
     """A backward for all that differ from it in addresses alone, beside its launches.
 
-    names: of its tensors, in their order. outputs: the gradients that launches write, contiguous,
-    zero where there are none; returned: those of q, k and v that are wanted; of_sink, dbias:
-    whether and how those of sink and bias are. gathers: whether operands begin anywhere; read:
-    places of the tensors that the copy engine reads where they do not. rows: where kernels leave
-    LSE and D; fills_rows: they leave out those that belong to no sequence; d_unit: what D is
-    relative to; counts: bytes of the workspace, from one to before another, that must be zero;
-    resets: whether kernels need some of the workspace prepared.
+    names: of its tensors, in their order. arguments: the call's. outputs: the gradients that
+    launches write, contiguous, zero where there are none; returned: those of q, k and v that are
+    wanted; learned: those of other operands; dbias: how kernels leave the bias'. gathers: whether
+    operands begin anywhere; read: places of the tensors that the copy engine reads where they do
+    not. rows: where kernels leave LSE and D, None where they do not; resets_rows: those are wanted,
+    and kernels leave out what belongs to no sequence; counts: bytes of the workspace, from one to
+    before another, that must be zero; resets: whether kernels need some of the workspace prepared.
     """
 
     names: tuple[str, ...]
+    arguments: Arguments
     outputs: tuple[Output, ...]
     returned: tuple[str, ...]
     gathers: bool
-    of_sink: bool
+    learned: tuple[str, ...]
     dbias: BiasGradient | None
     rows: sinks.WorkspaceRows | None = None
-    fills_rows: bool = False
-    d_unit: float = 1.0
+    resets_rows: bool = False
     counts: tuple[int, int] | None = None
     resets: bool = False
     read: tuple[int, ...] = field(init=False)
@@ -102,6 +111,13 @@ class Backward:
         q, k = self.extents["q"], self.extents["k"]
         return Scores(self.scalars.sequences or 0, q.heads, q.seq, k.seq)
 
+    @property
+    def carried(self) -> tuple[str, ...]:
+        """Gradients of q, k and v that kernels are to make, for themselves or for others."""
+        results = results_of(self.wanted)
+        carriers = ((name, self.carriers[CARRIER_OF[name]]) for name in GRADIENTS)
+        return tuple(name for name, x in carriers if name in results and x is not None)
+
     def new(self, names: tuple[str, ...]) -> tuple[Output, ...]:
         """Outputs for these of the gradients of q, k and v, and for that of the bias."""
         made = {name: present(self.carriers[CARRIER_OF[name]]) for name in names}
@@ -134,7 +150,7 @@ def prepare_backward(
 
     Raises: SpecError with every violation; CompileError, LaunchError.
     """
-    layout = arguments.layout
+    layout, wanted = arguments.layout, of_given(wanted, given)
     q, k, v = unpacked(present(given["q"]), given["k"], given["v"], layout)
     tensors = {"q": q, "k": k, "v": v, "o": present(given["o"]), "d_o": present(given["d_o"])}
     extents, optional = extents_of(tensors, layout), {name: given[name] for name in OPTIONAL}
@@ -162,11 +178,12 @@ def prepare_backward(
     prepared = PreparedBackward(
         device=device,
         names=tuple(name for name, x in given.items() if x is not None),
-        outputs=(*call.new(returned), *extra),
+        outputs=(*call.new(call.carried), *extra),
+        arguments=arguments,
         returned=(*returned, *(each.name for each in extra)),
         fixed=dict.fromkeys((*UNREAD, *absent), 0),
         gathers=gather,
-        of_sink=wanted.dsink,
+        learned=learned_of(wanted),
         dbias=dbias,
     )
     if not (sequences and all(tensor.numel() for tensor in tensors.values())):
@@ -223,7 +240,7 @@ def _with_launches(prepared: PreparedBackward, call: Backward, chosen: Chosen) -
             **apart.numbers,
             **schedule.numbers_of(table),
             **fp8_gradients.key_tiles(kernels, extents["k"], call.scalars.sequences or 0),
-            "main_follows": int(call.wanted.dq or call.wanted.dkv),
+            "main_follows": int(bool(call.carried)),
         },
     )
     packed = (
@@ -233,7 +250,7 @@ def _with_launches(prepared: PreparedBackward, call: Backward, chosen: Chosen) -
     )
     elsewhere = schedule.PARTS["bwd"] if table is not None else chosen.unwritten
     offsets, size = lay_out_workspaces(kernels, extents["q"], scalars, elsewhere=elsewhere)
-    of_sink, counts = None, None
+    rows, counts = None, None
     if of_bias.counts_bytes:
         first = offsets["dbias_turns"]
         counts = first, first + of_bias.counts_bytes
@@ -241,8 +258,9 @@ def _with_launches(prepared: PreparedBackward, call: Backward, chosen: Chosen) -
         first = offsets["dkv_acc"]
         counts = first, first + 4 * apart.floats
     if prepares := maker_of("lse_log2", kernels):
-        of_sink = sinks.rows_of(prepares.kernel, offsets, extents["q"], scalars.sequences)
-    fills_rows = any(each.kernel.q_seq != "dense" for each in kernels)
+        rows = sinks.rows_of(prepares.kernel, offsets, extents["q"], scalars.sequences)
+    resets_rows = rows is not None and {*ROWS} <= {*results_of(call.wanted)}
+    resets_rows = resets_rows and any(each.kernel.q_seq != "dense" for each in kernels)
     return replace(
         prepared,
         outputs=(*call.new(written), *(x for x in prepared.outputs if x.preset)),
@@ -257,11 +275,10 @@ def _with_launches(prepared: PreparedBackward, call: Backward, chosen: Chosen) -
         offsets=offsets,
         workspace_bytes=size,
         counts_tiles=any("tile_counter" in each.kernel.workspace for each in kernels),
-        rows=of_sink,
+        rows=rows,
         counts=counts,
-        fills_rows=fills_rows,
-        resets=counts is not None or (call.wanted.dsink and of_sink is not None and fills_rows),
-        d_unit=scalars.numbers["keep_scale"],  # with dropout
+        resets_rows=resets_rows,
+        resets=counts is not None or resets_rows,
     )
 
 

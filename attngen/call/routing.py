@@ -13,9 +13,20 @@ from ..spec.resolve import find_violations
 from ..targets.target import names
 from .decode import unsplit
 from .fp8_checks import backward_violations
-from .table import CARRIERS, LENGTHS, AttentionCall
+from .table import CARRIERS, LENGTHS, ROWS, AttentionCall
 
 _FEATURES = features.scan()  # here, not in a call: torch.compile cannot trace file access
+# Arguments that decide which forward a call needs, beside q, k and v.
+_DECIDING = (
+    *("layout", "mask", "window", "bias", "bias_type", "softcap", "score_mod", "mask_mod"),
+    *("block_mask", "softmax", "dropout_p", "out_dtype", "return_max_logit", "num_splits"),
+    *("attn_mask", "alibi_slopes"),
+    *LENGTHS,
+)
+# Others, each with the switch of a spec that it turns by being there.
+_SWITCHES = tuple(
+    (name, row.feature) for name, row in ROWS.items() if row.feature and name not in _DECIDING
+)
 BACKENDS = ("auto", "cuda", "reference")
 MANY = 1 << 20  # positions: no few queries
 
@@ -69,26 +80,10 @@ def spec_of_call(call: AttentionCall, traced: bool = False) -> AttentionSpec:
     call: its tensors are described, by their library or as `TensorDesc`. traced: whether their
     sizes may be symbols.
     """
-    return AttentionSpec.from_call(
-        *_carriers(call, traced),
-        layout=call.layout,
-        mask=call.mask,
-        window=call.window,
-        attn_mask=call.attn_mask,
-        bias=call.bias,
-        bias_type=call.bias_type,
-        alibi_slopes=call.alibi_slopes,
-        softcap=call.softcap,
-        score_mod=call.score_mod,
-        mask_mod=call.mask_mod,
-        block_mask=call.block_mask,
-        softmax=call.softmax,
-        dropout_p=call.dropout_p,
-        out_dtype=call.out_dtype,
-        return_max_logit=call.return_max_logit,
-        num_splits=call.num_splits,
-        **{name: getattr(call, name) for name in LENGTHS},
-    )
+    arguments = {name: getattr(call, name) for name in _DECIDING}
+    spec = AttentionSpec.of_arguments(_carriers(call, traced), arguments)
+    switches: dict[str, Any] = {to: getattr(call, name) is not None for name, to in _SWITCHES}
+    return replace(spec, **switches) if switches else spec
 
 
 def refusals(call: AttentionCall, traced: bool = False) -> list[str]:

@@ -1,4 +1,4 @@
-"""Rows of a backward's workspace, from which the gradient of a sink is made."""
+"""Rows of a backward's workspace, of which gradients such as a sink's are made."""
 
 from __future__ import annotations
 

@@ -133,6 +133,7 @@ class AttentionCall:
         dtype="float32",
         gradient="dsink",
         differentiable=True,
+        advice="Pass one score a head.",
     )
     dropout_p: float = other(
         "number",

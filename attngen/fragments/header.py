@@ -71,7 +71,9 @@ class Fragment:
     diagonal; `steady` that no end of its range moves by more than a position from one query to the
     next, so that the queries of a tile differ in few keys; `alone` that no other mask of a list
     stands beside it. `selected_by` says which field of a spec asks for a fragment: by its name that
-    of its axis, or a switch such as `window`. `additive`: a score whose derivative is 1; `linear`:
+    of its axis, or a switch such as `window`, or a field of which `choice` is the value that does.
+    `order`: a score's place among those of a problem, smaller ones first; scores that calls name
+    have 0, and apply in the call's order. `additive`: a score whose derivative is 1; `linear`:
     one that has a rate of change by the distance from the diagonal; `small`: one that grows with
     the score and is cheaper up to a limit; `scaled`: one so large, maybe, that it must meet scores
     in their own units: in those of products it might be infinite. `reference`: the definition in
@@ -86,6 +88,8 @@ class Fragment:
     bounds: tuple[str, ...]
     selected_by: str
     operands: tuple[Operand, ...]
+    choice: str = ""
+    order: int = 0
     past: bool = False
     steady: bool = False
     additive: bool = False
@@ -104,6 +108,11 @@ class Fragment:
     def called(self) -> bool:
         """Whether a call asks for it by its name, and passes its operands under theirs."""
         return self.axis in CALLED_AXES and self.selected_by == self.axis
+
+    @property
+    def switch(self) -> str | bool:
+        """The value of the field `selected_by` that asks for it, where calls do not name it."""
+        return self.choice or True
 
     @property
     def digest(self) -> str | None:
@@ -212,6 +221,10 @@ def _call_mistakes(fragment: Fragment) -> list[str]:
     mistakes = []
     if fragment.alone and fragment.axis != "mask":
         mistakes.append("only masks stand alone")
+    if type(fragment.order) is not int or (fragment.order and fragment.axis != "score"):
+        mistakes.append("order is an integer, of a score")
+    if fragment.called and (fragment.order or fragment.choice):
+        mistakes.append("order and choice are of fragments that a field of a spec asks for")
     if fragment.called:
         names = [fragment.name, *(operand.name for operand in fragment.operands)]
         mistakes += [f"name {name!r} is no name in small letters, digits and _"
@@ -225,8 +238,8 @@ def _call_mistakes(fragment: Fragment) -> list[str]:
                 what = f"a call passes no {operand.dtype} of domain {operand.domain!r} but its bias"
                 mistakes.append(f"operand {operand.name}: {what}")
     if fragment.reference is not None:
-        if not fragment.called:
-            return [*mistakes, "reference is of masks and scores that calls ask for by their names"]
+        if fragment.axis not in CALLED_AXES:
+            return [*mistakes, "reference is of masks and scores"]
         known = definition.MASK_NAMES if fragment.axis == "mask" else definition.SCORE_NAMES
         own = tuple(operand.name for operand in fragment.operands)
         mistakes += definition.mistakes_of(fragment.reference, (*known, *own))

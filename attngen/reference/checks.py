@@ -201,10 +201,10 @@ def _softmax_violations(call: AttentionCall, operands: Operands) -> Iterator[str
             f"softmax={call.softmax!r} takes no sink; got {shape_of(call.sink)}. "
             f"Use softmax='learnable', or leave sink out."
         )
-    elif call.softmax == "learnable" and not _is_float(call.sink, [(operands.h_q,)]):
-        yield (
-            f"softmax='learnable' needs sink float32 [h_q={operands.h_q}]; got "
-            f"{shape_of(call.sink)}. Pass sink.float() of shape ({operands.h_q},)."
+    elif call.softmax == "learnable" and call.sink is None:
+        row = ROWS["sink"]
+        yield f"softmax='learnable' needs sink {row.wanted({'h_q': operands.h_q})}; got None. " + (
+            row.advice
         )
     # No math.isfinite, of which torch.compile knows nothing where the scale is dynamic.
     if call.softmax_scale is not None and not abs(call.softmax_scale) < float("inf"):

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..call.dropout import drop_threshold, keep_scale
-from ..call.fragments import fragments_of
+from ..call.fragments import KNOWN, fragments_of
 from ..call.table import AttentionCall
+from ..fragments.header import Fragment
 from . import dropout, fp8
 from .callables import map_scores
 from .fragments import operands_of_sequence, positions, scored_by
 from .masks import diagonal_offset, hides, sequence_slice, sequence_visible
 
 NEG_INF = float("-inf")
+# Scores that an argument of their own asks for, in the order of their headers. One that is named
+# below is defined there; every other one in its header.
+_SWITCHED = sorted(
+    (each for each in KNOWN["score"].values() if not each.called), key=attrgetter("order", "name")
+)
+_BEFORE = tuple(each for each in _SWITCHED if each.order < 0)
+_BEHIND = tuple(each for each in _SWITCHED if each.order >= 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,29 +131,54 @@ def scores_of_products(call: AttentionCall, b: int, products: Tensor, scale: flo
         if call.bias_type == "pre_scale":
             s, bias = s + bias, None
     s = s * scale
-    if call.softcap > 0:
-        s = call.softcap * torch.tanh(s / call.softcap)
+    for each in _BEFORE:
+        s = switched_scores(call, b, s, each, bias)
     if isinstance(call.score_mod, str):
-        s = fragment_scores(call, b, s)
+        named = fragments_of("none", call.score_mod)
+        s = fragment_scores(call, b, s, named, dict(call.fragment_arguments))
     elif call.score_mod is not None:
         masked = hides(call) or call.mask_mod is not None or call.block_mask is not None
         s = map_scores(call.score_mod, s, b, seen if masked else None)
-    if bias is not None:
-        s = s + bias
-    if call.has_alibi:
-        s = s + alibi(call, b, s)
+    for each in _BEHIND:
+        s = switched_scores(call, b, s, each, bias)
     return hide(s, NEG_INF)
 
 
-def fragment_scores(call: AttentionCall, b: int, s: Tensor) -> Tensor:
-    """Scores [h_q, s_q, s_kv] of sequence b as the fragments make them that the call names."""
+def switched_scores(
+    call: AttentionCall, b: int, s: Tensor, fragment: Fragment, bias: Tensor | None
+) -> Tensor:
+    """Scores of sequence b behind one that an argument of its own asks for; themselves where the
+    call does not. bias: what is added to scaled scores [h_q, s_q, s_kv], None for nothing."""
+    if fragment.name == "softcap":
+        return call.softcap * torch.tanh(s / call.softcap) if call.softcap > 0 else s
+    if fragment.name == "post_scale_bias":
+        return s if bias is None else s + bias
+    if fragment.name == "alibi":
+        return s + alibi(call, b, s) if call.has_alibi else s
+    if fragment.name == "pre_scale_bias":  # added to products
+        return s
+    given = {operand.name: getattr(call, operand.name) for operand in fragment.operands}
+    if any(x is None for x in given.values()):
+        return s
+    return fragment_scores(call, b, s, (fragment,), given)
+
+
+def fragment_scores(
+    call: AttentionCall,
+    b: int,
+    s: Tensor,
+    fragments: Sequence[Fragment],
+    given: Mapping[str, Any],
+) -> Tensor:
+    """Scores [h_q, s_q, s_kv] of sequence b as fragments make them, one behind the other. given:
+    their operands by their names."""
     _, s_q, s_kv = s.shape
     delta = diagonal_offset(call.mask, call.bottom_right, s_q, s_kv)
     known = positions(s_q, s_kv, delta, s.device)
-    for each in fragments_of("none", call.score_mod):
+    for each in fragments:
         operands = {
             name: x.to(s.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
-            for name, x in operands_of_sequence(call, each, b).items()
+            for name, x in operands_of_sequence(given, each, b).items()
         }
         s = scored_by(each, operands, known, s)
     return s

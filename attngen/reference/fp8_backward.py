@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..call.dropout import drop_threshold, keep_scale
-from ..call.table import REFERENCE_ROWS, AttentionCall, make_call, named
+from ..call.table import GRADIENT_OF, LEARNED, REFERENCE_ROWS, AttentionCall, make_call, named
 from ..spec import layouts
 from . import dropout, fp8
 from .checks import check, check_values
@@ -58,20 +58,26 @@ class Fp8Gradients:
     """Results of an FP8 backward.
 
     dq, dk, dv: in the shapes of q, k and v, packed as they are, None where one is packed into
-    another. dbias, dsink: in the shapes of the bias and the sink, float32 or what was accumulated
-    in, None without. Maxima, float32 [1]: amax_dp of |dS| with the softmax scale, the others of
-    |dQ|, |dK| and |dV|, each before its scale and 0 where nothing is visible.
+    another. learned: those of other operands that the call has, by their names, such as dbias, in
+    the operands' shapes, float32 or what was accumulated in. Maxima, float32 [1]: amax_dp of |dS|
+    with the softmax scale, the others of |dQ|, |dK| and |dV|, each before its scale and 0 where
+    nothing is visible.
     """
 
     dq: Tensor
     dk: Tensor | None
     dv: Tensor | None
-    dbias: Tensor | None
-    dsink: Tensor | None
+    learned: dict[str, Tensor]
     amax_dp: Tensor
     amax_dq: Tensor
     amax_dk: Tensor
     amax_dv: Tensor
+
+    @property
+    def by_name(self) -> dict[str, Tensor]:
+        """The gradients that there are, dq, dk, dv and the learned ones."""
+        carried = {"dq": self.dq, "dk": self.dk, "dv": self.dv}
+        return {name: x for name, x in carried.items() if x is not None} | self.learned
 
 
 def fp8_backward(
@@ -103,13 +109,18 @@ def differentiate_call(
     call = with_dtypes(call)
     queries, keys = q_spans(call, operands), kv_spans(call, operands)
     check_values(call, operands, queries, keys)
-    bias = None if call.bias is None else call.bias.detach().to(accumulate)
-    call = AttentionCall(**{**named(call), "bias": bias})
+    call = AttentionCall(**{**named(call), **_learned(call, accumulate)})
     sums = _Sums.of(call, accumulate)
     with without_autocast(call.q.device.type):
         for b, spans in enumerate(zip(queries, keys, strict=True)):
             _add_sequence(call, given, _Sequence(operands, b, *spans), sums)
     return sums.stored(given)
+
+
+def _learned(call: AttentionCall, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The learned operands of a call by their names, in a dtype."""
+    given = ((name, getattr(call, name)) for name in LEARNED)
+    return {name: x.detach().to(dtype) for name, x in given if x is not None}
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,12 +149,12 @@ class _Sequence:
 
 @dataclass(frozen=True, eq=False)
 class _Sums:
-    """Gradients before they are stored: of the carriers, with views of q's, k's and v's parts."""
+    """Gradients before they are stored: of the carriers, with views of q's, k's and v's parts, and
+    of learned operands, by the operands' names."""
 
     carriers: dict[str, Tensor]
     parts: dict[str, Tensor]
-    dbias: Tensor | None
-    dsink: Tensor | None
+    learned: dict[str, Tensor]
     amax_dp: Tensor
 
     @classmethod
@@ -160,8 +171,7 @@ class _Sums:
         return cls(
             carriers=carriers,
             parts={"q": q, "k": k, "v": v},
-            dbias=None if call.bias is None else torch.zeros_like(call.bias, dtype=dtype),
-            dsink=None if call.sink is None else torch.zeros_like(call.sink, dtype=dtype),
+            learned={name: torch.zeros_like(x) for name, x in _learned(call, dtype).items()},
             amax_dp=torch.zeros(1, dtype=dtype, device=call.q.device),
         )
 
@@ -178,8 +188,7 @@ class _Sums:
             dq=found["q"],
             dk=found.get("k"),
             dv=found.get("v"),
-            dbias=self.dbias,
-            dsink=self.dsink,
+            learned={GRADIENT_OF[name]: x for name, x in self.learned.items()},
             amax_dp=self.amax_dp.float(),
             amax_dq=maxima["q"],
             amax_dk=maxima["k"],
@@ -194,26 +203,25 @@ def _add_sequence(
     x = _dequantised(call, given, sequence, sums.amax_dp.dtype)
     scale = softmax_scale(call, x.q.shape[-1])
 
-    def score(products: Tensor, *bias: Tensor) -> Tensor:
-        changed = dict(zip(("bias",), bias, strict=False))
+    def score(products: Tensor, *leaves: Tensor) -> Tensor:
+        changed = dict(zip(sums.learned, leaves, strict=True))
         return scores_of_products(
             AttentionCall(**{**named(call), **changed}), sequence.b, products, scale
         )
 
-    leaves = [] if call.bias is None else [call.bias]
+    leaves = [getattr(call, name) for name in sums.learned]
     # An operation runs below autograd, which would record nothing there.
     s, pull = torch.func.vjp(score, x.q @ x.k.transpose(1, 2), *leaves)  # type: ignore[misc]
     weights = _weights(s, x.lse)
     keep = _keep_factors(call, sequence.b, weights)
 
     d_s = weights * (keep * (x.d_o @ x.v.transpose(1, 2)) - x.delta[..., None])
-    d_products, *d_bias = pull(d_s)
-    if sums.dsink is not None:
+    d_products, *of_leaves = pull(d_s)
+    for total, each in zip(sums.learned.values(), of_leaves, strict=True):
+        total.add_(each)
+    if call.sink is not None:  # which scores do not depend on
         of_sink = torch.exp(softmax_offset(call, s).squeeze(-1) - x.lse)
-        sums.dsink.sub_((of_sink * x.delta).sum(-1))
-    if sums.dbias is not None:
-        for each in d_bias:
-            sums.dbias.add_(each)
+        sums.learned["sink"].sub_((of_sink * x.delta).sum(-1))
     torch.maximum(sums.amax_dp, _amax(d_products), out=sums.amax_dp)
 
     weights = weights * keep

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..call import fragments as call_fragments
-from ..call.table import AttentionCall
 from ..fragments.definition import FUNCTIONS
 from ..fragments.header import Fragment
 
@@ -37,10 +36,11 @@ def positions(
     return {"i": i, "j": j, "delta": delta, "q_len": s_q, "kv_len": s_kv}
 
 
-def operands_of_sequence(call: AttentionCall, fragment: Fragment, b: int) -> dict[str, Any]:
-    """Values that a fragment reads for sequence b: numbers, and of tensors those of the sequence,
-    as they broadcast to [h_q, s_q, s_kv]."""
-    given = dict(call.fragment_arguments)
+def operands_of_sequence(
+    given: Mapping[str, Any], fragment: Fragment, b: int
+) -> dict[str, Any]:
+    """Values that a fragment reads for sequence b, of those that a call gives by their names:
+    numbers, and of tensors those of the sequence, as they broadcast to [h_q, s_q, s_kv]."""
     found: dict[str, Any] = {}
     for operand in fragment.operands:
         value = given[operand.name]

@@ -69,9 +69,9 @@ def sequence_visible(call: AttentionCall, b: int, heads: int, s_q: int, s_kv: in
     named = [each for each in fragments_of(call.mask, None) if each.name != "causal"]
     if named:
         delta = diagonal_offset(call.mask, call.bottom_right, s_q, s_kv)
-        known = positions(s_q, s_kv, delta, device)
+        known, given = positions(s_q, s_kv, delta, device), dict(call.fragment_arguments)
         for each in named:
-            seen = seen & seen_by(each, operands_of_sequence(call, each, b), known)
+            seen = seen & seen_by(each, operands_of_sequence(given, each, b), known)
     if call.attn_mask is not None:
         seen = seen & sequence_slice(call.attn_mask, b, s_q, s_kv)
     hidden = seen if hides(call) else None

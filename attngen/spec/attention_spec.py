@@ -15,6 +15,7 @@ from ..io.text import printable, shortened
 from ..io.values import DataError, from_data, to_data
 from ..targets.target import DEFAULT
 from . import layouts, plain
+from .call_arguments import ARGUMENTS, call_arguments, fragment_arguments, score_switches
 from .masks import masks_of
 from .tables import PRODUCT_LIMIT, REASON_LIMIT, Place, Table, at_most, count_specs, tables_of
 
@@ -32,18 +33,6 @@ PROMPT_QUERIES = 128  # of a head of a sequence: they fill a tile of the forward
 MAX_HEAD_DIM = 256  # of kernels that do not split keys
 DECODE_ROWS = 64  # of a tile of the kernels that split keys: queries times the heads of a group
 SHORT_HEAD_DIM = 128  # up to which a forward has tiles of 64 queries, two at once on an SM
-
-
-# The arguments of `attngen.attention` beside q, k and v, which this module cannot ask for them.
-CALL_ARGUMENTS = (
-    *("layout", "mask", "window", "bottom_right", "attn_mask", "softmax_scale", "softcap"),
-    *("bias", "bias_type", "alibi_slopes", "softmax", "sink", "dropout_p", "rng_state"),
-    *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
-    *("max_seqlen_q", "max_seqlen_kv", "seqused_q", "seqused_kv", "page_table", "num_splits"),
-    *("schedule", "score_mod", "mask_mod", "block_mask", "descale_q", "descale_k", "descale_v"),
-    *("scale_s", "descale_s", "scale_o", "out_dtype", "deterministic", "return_lse"),
-    *("return_max_logit", "return_amax", "return_rng_state", "backend"),
-)
 
 
 @dataclass(frozen=True)
@@ -125,10 +114,26 @@ class AttentionSpec:
         Raises: SpecError where the layout is unknown or does not fit the tensors, and where
         `attention` has no argument of a name.
         """
-        unknown = [name for name in arguments if name not in CALL_ARGUMENTS]
-        if unknown and (unknown := [n for n in unknown if n not in _fragment_arguments()]):
+        others = {name: x for name, x in arguments.items() if name not in ARGUMENTS}
+        if not others:
+            return cls.of_arguments((q, k, v), arguments)
+        known = features.scan()  # only here: torch.compile cannot trace file access
+        taken = call_arguments(known) | fragment_arguments(known)
+        if unknown := [name for name in others if name not in taken]:
             raise SpecError([f"attention has no argument {name!r}" for name in unknown])
-        arguments |= plain.differing(arguments)
+        spec = cls.of_arguments((q, k, v), arguments)
+        return dataclasses.replace(spec, **score_switches(others, known))
+
+    @classmethod
+    def of_arguments(
+        cls, operands: Sequence[Any], arguments: Mapping[str, Any]
+    ) -> AttentionSpec:
+        """The spec as `from_call` says, of q, k and v, and of `ARGUMENTS` by their names.
+
+        Raises: SpecError.
+        """
+        q, k, v = operands
+        arguments = {**arguments, **plain.differing(arguments)}
         for name in ("attn_mask", "bias"):
             if (meant := plain.causal_variant(arguments.get(name))) is not None:
                 by_name = plain.is_mask_by_name(arguments, name, q, k, v)
@@ -177,12 +182,6 @@ class AttentionSpec:
         sequences = None if ends is None else ends.shape[0] - 1
         decode = is_decode(spec, q_shape, k_shape, arguments.get("num_splits"), sequences)
         return dataclasses.replace(spec, decode=decode)
-
-
-def _fragment_arguments() -> set[str]:
-    """The arguments that fragments add to those of `attention`."""
-    called = (each for axis in features.scan().values() for each in axis.values() if each.called)
-    return {operand.name for each in called for operand in each.operands}
 
 
 # What kernels that split keys leave out.

@@ -1,12 +1,14 @@
-"""Masks and scores that a spec asks for by their names: which there are, and what goes together."""
+"""Masks and scores that a spec asks for: which there are, and which go together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 from ..fragments.features import Features, Fragment
 from ..io.text import closest, suggestion
-from .attention_spec import CALL_ARGUMENTS, AttentionSpec
+from .attention_spec import AttentionSpec
+from .call_arguments import call_arguments
 from .masks import BOTTOM_RIGHT, JOINT, PADDING_MASKS, PLAIN_MASKS, joined, masks_of
 from .violations import Violation
 
@@ -43,6 +45,23 @@ def called_fragments(spec: AttentionSpec, features: Features) -> tuple[Fragment,
         if fragment is not None and fragment.called:
             found.append(fragment)
     return tuple(found)
+
+
+def switched(spec: AttentionSpec, features: Features, axis: str) -> tuple[Fragment, ...]:
+    """The fragments of an axis that fields of a spec ask for without their names, in order."""
+    found = [
+        each
+        for each in features[axis].values()
+        if each.selected_by != axis and getattr(spec, each.selected_by) == (each.choice or True)
+    ]
+    return tuple(sorted(found, key=attrgetter("order", "name")))
+
+
+def scores_of(spec: AttentionSpec, features: Features) -> tuple[str, ...]:
+    """The score fragments of a spec, in the order of application, which their headers say."""
+    own, named = switched(spec, features, "score"), score_words(spec)
+    before = [each.name for each in own if each.order < 0]
+    return (*before, *named, *[each.name for each in own[len(before) :]])
 
 
 def check_fragments(spec: AttentionSpec, features: Features) -> list[Violation]:
@@ -95,7 +114,8 @@ def _check_scores(spec: AttentionSpec, features: Features) -> Iterator[Violation
 
 def _check_operands(spec: AttentionSpec, features: Features) -> Iterator[Violation]:
     """Operands that a call could not tell apart."""
-    taken: dict[str, str] = dict.fromkeys((*_OPERANDS, *CALL_ARGUMENTS), "attention itself")
+    own = (*_OPERANDS, *call_arguments(features))
+    taken: dict[str, str] = dict.fromkeys(own, "attention itself")
     tensors = 0
     for fragment in called_fragments(spec, features):
         field, nearest = ("mask", "none") if fragment.axis == "mask" else ("score_mod", False)

@@ -12,7 +12,7 @@ from ..io.text import closest, suggestion
 from ..targets.target import TARGETS, names
 from . import layouts
 from .attention_spec import DTYPES_8BIT, DTYPES_16BIT, MAX_HEAD_DIM, AttentionSpec, dtype_name
-from .fragment_checks import called_fragments, check_fragments, score_words
+from .fragment_checks import called_fragments, check_fragments, scores_of, switched
 from .masks import masks_of, without_arbitrary
 from .problem import Problem, Sequence
 from .tables import Place
@@ -58,8 +58,8 @@ def resolve(
         dtype_o=spec.out_dtype or default_out_dtype(spec.dtype),  # type: ignore[arg-type]
         head_dim_qk=_tile_dim(spec, spec.head_dim),
         head_dim_v=_tile_dim(spec, spec.head_dim_v or spec.head_dim),
-        masks=(*masks.fragments, *(("window",) if spec.window else ())),
-        scores=scores_of(spec),
+        masks=(*masks.fragments, *(each.name for each in switched(spec, features, "mask"))),
+        scores=scores_of(spec, features),
         softmax=spec.softmax,
         q_seq=q_seq,
         kv_seq=kv_seq,
@@ -119,18 +119,6 @@ def fetch_of(spec: AttentionSpec) -> str:
 def _tile_dim(spec: AttentionSpec, dim: int) -> int:
     """A head dim of a problem: where threads copy rows, one kernel serves all of a step of 16."""
     return -(-dim // 16) * 16 if spec.gathers else dim
-
-
-def scores_of(spec: AttentionSpec) -> tuple[str, ...]:
-    """The score fragments of a spec, in the order of application."""
-    asked = {
-        "pre_scale_bias": spec.bias == "pre_scale",
-        "softcap": spec.softcap,
-        **dict.fromkeys(score_words(spec), True),
-        "post_scale_bias": spec.bias == "post_scale",
-        "alibi": spec.alibi,
-    }
-    return tuple(name for name, wanted in asked.items() if wanted)
 
 
 def default_out_dtype(dtype: str) -> str:

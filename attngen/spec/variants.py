@@ -7,12 +7,13 @@ one.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from ..fragments.features import Features
 from ..io.text import quoted, suggestion
 from .attention_spec import AttentionSpec
 from .masks import JOINT, joined
-from .problem import BIASES, Problem
+from .problem import Problem
 from .resolve import (
     DEFAULT_D_O_DTYPE,
     DEFAULT_GRAD_DTYPE,
@@ -41,12 +42,14 @@ _LAYOUTS = {
 }
 
 
-def spec_of(problem: Problem, arch: str) -> AttentionSpec:
-    """The spec whose kernels these are, as far as there is one."""
+def spec_of(problem: Problem, arch: str, known: Features) -> AttentionSpec:
+    """The spec whose kernels these are, as far as there is one. known: with all its fragments."""
     layouts = _LAYOUTS.get((problem.q_seq, problem.kv_seq), ("bshd", None))
-    masks = [name for name in problem.masks if name != "window"]
-    biases = [name.removesuffix("_bias") for name in problem.scores if name in BIASES]
-    scores = [name for name in problem.scores if name not in (*BIASES, "softcap", "alibi")]
+    masks = [known["mask"][name] for name in problem.masks]
+    scores = [known["score"][name] for name in problem.scores]
+    switches: dict[str, Any] = {
+        each.selected_by: each.switch for each in (*masks, *scores) if not each.called
+    }
     d, d_v, dtype = problem.head_dim_qk, problem.head_dim_v, problem.dtype_q
     return AttentionSpec(
         head_dim=d,
@@ -57,13 +60,9 @@ def spec_of(problem: Problem, arch: str) -> AttentionSpec:
         grad_dtype=_unless(problem.dtype_grad, DEFAULT_GRAD_DTYPE),
         d_o_dtype=_unless(problem.dtype_d_o, DEFAULT_D_O_DTYPE),
         layout=(problem.paged and layouts[1]) or layouts[0],
-        mask=joined(masks),
-        window="window" in problem.masks,
+        mask=joined([each.name for each in masks if each.called]),
         attn_mask=problem.attn_mask,
-        bias=next(iter(biases), "none"),
-        alibi="alibi" in problem.scores,
-        softcap="softcap" in problem.scores,
-        score_mod=JOINT.join(scores) or False,
+        score_mod=JOINT.join(each.name for each in scores if each.called) or False,
         softmax=problem.softmax,
         seqused="used" in (problem.q_seq, problem.kv_seq) and not problem.paged,
         decode=problem.decode,
@@ -73,6 +72,7 @@ def spec_of(problem: Problem, arch: str) -> AttentionSpec:
         deterministic=problem.deterministic,
         directions=(problem.direction,),
         arch=(arch,),
+        **switches,
     )
 
 
@@ -85,7 +85,7 @@ def find_faults(problem: Problem, arch: str, known: Features) -> list[str]:
     """Every reason why no spec names the problem; empty where one does."""
     if faults := _unknown_fragments(problem, known):
         return faults
-    spec = spec_of(problem, arch)
+    spec = spec_of(problem, arch, known)
     if violations := find_violations(spec, known):
         return [violation.reason for violation in violations]
     named = resolve(spec, known)

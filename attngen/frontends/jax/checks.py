@@ -17,7 +17,7 @@ from ...call.fragments import KNOWN
 from ...call.length_checks import length_violations
 from ...call.numbers import Arguments
 from ...call.operands import extents_of, outputs_of, unpacked
-from ...call.table import CARRIERS, OPTIONAL, ROW_OF_OPERAND, AttentionCall, names
+from ...call.table import CARRIERS, OPTIONAL, ROW_OF_OPERAND, ROWS, AttentionCall, names
 from ...call.tensors import TensorDesc
 from ...errors import SpecError
 from ...spec import layouts
@@ -27,6 +27,8 @@ SOFTMAXES = ("vanilla", "off_by_one", "learnable")
 BIAS_TYPES = ("post_scale", "pre_scale", "alibi")
 TENSORS = names("tensor", "lengths", "scale")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
+# Operands of scores and the softmax that the definition (`reference`) and the transforms know.
+DEFINED = ("attn_mask", "bias", "alibi_slopes", "sink")
 
 
 def is_array(value: object) -> bool:
@@ -69,6 +71,10 @@ def _type_violations(call: AttentionCall) -> Iterator[str]:
             f"{name} is a function, which kernels have not and arrays of JAX cannot be given to; "
             "name fragments, or pass attn_mask or bias"
         )
+    for name, row in ROWS.items():
+        unknown = (row.feature or row.gradient) and name not in DEFINED
+        if unknown and getattr(call, name) is not None:
+            yield f"{name} has no definition over arrays of JAX yet; leave it out"
     if call.schedule is not None:
         yield "schedule belongs to tensors of torch; leave it out"
     if call.deterministic not in (None, True, False):

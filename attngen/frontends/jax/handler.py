@@ -86,7 +86,7 @@ def _resets_of(prepared: PreparedCall | PreparedBackward) -> list[tuple[int, int
     if prepared.counts:
         begin, end = prepared.counts
         found.append((begin, 0, (end - begin) // 4))
-    if prepared.of_sink and prepared.rows and prepared.fills_rows:
+    if prepared.resets_rows and prepared.rows:
         size = math.prod(prepared.rows.shape)
         found += [(prepared.rows.lse_log2, _word(math.inf), size), (prepared.rows.d, 0, size)]
     return found

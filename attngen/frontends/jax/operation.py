@@ -15,6 +15,7 @@ from jax import Array
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from ...call.dropout import keep_scale
 from ...call.kernel_choice import Device
 from ...call.numbers import Arguments
 from ...call.operands import output_shapes, unpacked
@@ -67,8 +68,7 @@ class Form(NamedTuple):
     def result_names(self) -> tuple[str, ...]:
         """Names of what it returns, in order."""
         if self.wanted is not None:
-            asked = {"dq": self.wanted.dq, **dict.fromkeys(("dk", "dv"), self.wanted.dkv)}
-            asked |= {"dsink": self.wanted.dsink, "dbias": self.wanted.dbias}
+            asked = {**self.wanted._asdict(), **dict.fromkeys(("dk", "dv"), self.wanted.dkv)}
             pairs = GRADIENT_OF.items()
             return tuple([made for name, made in pairs if asked[made] and name in self.names])
         found = ["o"] if self.alone else ["o", "lse"]
@@ -173,16 +173,27 @@ def _finished(
 ) -> list[Array]:
     """The results of an operation of what its kernels left."""
     if isinstance(prepared, PreparedBackward):
-        if prepared.of_sink:
-            found["dsink"] = _of_sink(prepared, given, scratch)
-        if prepared.dbias is not None:
-            found["dbias"] = _of_bias(prepared, found["dbias"], wants["dbias"])
+        left = _Results(prepared, given, {**found}, scratch, wants)
+        for name in prepared.learned:
+            found[name] = _GRADIENTS[name](left)
     return [found[name] for name in wants]
 
 
-def _of_sink(prepared: PreparedBackward, given: Arrays, scratch: Array | None) -> Array:
+class _Results(NamedTuple):
+    """Results of a backward's launches: given, its operands; made, its outputs; scratch, what its
+    kernels wrote beside these; wants, what is to be made of them, each by its name."""
+
+    prepared: PreparedBackward
+    given: Arrays
+    made: dict[str, Array]
+    scratch: Array | None
+    wants: dict[str, jax.ShapeDtypeStruct]
+
+
+def _of_sink(left: _Results) -> Array:
     """-Σ exp(sink - LSE) D over sequences and rows, float32 [h_q]; where no query sees a key, each
     LSE is its head's, but for rows of no sequence."""
+    prepared, given, scratch = left.prepared, left.given, left.scratch
     sink = given["sink"]
     assert sink is not None  # its gradient is wanted
     if prepared.rows is None or scratch is None:
@@ -194,7 +205,8 @@ def _of_sink(prepared: PreparedBackward, given: Arrays, scratch: Array | None) -
     lse_log2, d = _rows(prepared.rows, scratch)
     above = jnp.where(lse_log2 == -jnp.inf, jnp.inf, lse_log2)
     weights = jnp.exp2(sink[:, None] * LOG2_E - above)
-    return (weights * d).sum((0, 2)) * -prepared.d_unit
+    d_unit = keep_scale(prepared.arguments.dropout_p) or 1.0  # D is relative to it
+    return (weights * d).sum((0, 2)) * -d_unit
 
 
 def _rows(rows: WorkspaceRows, scratch: Array) -> tuple[Array, Array]:
@@ -208,15 +220,16 @@ def _rows(rows: WorkspaceRows, scratch: Array) -> tuple[Array, Array]:
     return first.reshape(rows.shape), second.reshape(rows.shape)
 
 
-def _of_bias(
-    prepared: PreparedBackward, made: Array, wants: jax.ShapeDtypeStruct
-) -> Array:
+def _of_bias(left: _Results) -> Array:
     """The gradient of a bias, of what its kernel made."""
-    assert prepared.dbias is not None  # it is wanted
-    if not prepared.dbias.sums:
+    dbias, made, wants = left.prepared.dbias, left.made["dbias"], left.wants["dbias"]
+    assert dbias is not None  # it is wanted
+    if not dbias.sums:
         return made
-    total = made.sum(prepared.dbias.summed, keepdims=True)
-    return total.astype(wants.dtype).reshape(wants.shape)
+    return made.sum(dbias.summed, keepdims=True).astype(wants.dtype).reshape(wants.shape)
+
+
+_GRADIENTS = {"dsink": _of_sink, "dbias": _of_bias}
 
 
 def _at_rest(output: Output, given: Arrays, arguments: Arguments) -> Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,9 +13,9 @@ from ...call.cache import CallCache
 from ...call.gradient_kernels import names_of
 from ...call.operands import boxed
 from ...call.prepare_backward import PreparedBackward, prepare_backward
-from ...call.table import GRADIENT_OF, INPUTS, LEARNED, ROW_OF_OPERAND, WantedGradients
+from ...call.table import GRADIENT_OF, INPUTS, ROW_OF_OPERAND, WantedGradients
 from ...errors import SpecError
-from . import bias, routing, sinks
+from . import learned, routing, sinks
 from .checks import check_rows
 from .descriptions import described_by_name, device_of
 from .operation import current, format_of, is_current, new_tensor, start
@@ -55,7 +54,6 @@ def backward(
     """
     (optional, arguments), wanted = split(rest), wanted_of(rest, k is None)
     operands = dict(zip(INPUTS, (q, k, v, *optional), strict=True))
-    wanted = of_given(wanted, operands)
     form = CallForm(arguments, places_of(tuple(operands.values())))
     present = [x for x in operands.values() if x is not None]
     found = differentiate(form, wanted, d_o, dlse, o, lse, present, dispatched=True)
@@ -63,14 +61,6 @@ def backward(
         found[gradient] if gradient in found else _like(name, q, lse).new_empty(0)
         for name, gradient in GRADIENT_OF.items()
     )
-
-
-def of_given(
-    wanted: WantedGradients, operands: Mapping[str, Tensor | None]
-) -> WantedGradients:
-    """The gradients that are wanted of operands that there are."""
-    absent = {GRADIENT_OF[name]: False for name in LEARNED if operands[name] is None}
-    return wanted._replace(**absent)
 
 
 def _like(name: str, q: Tensor, lse: Tensor) -> Tensor:
@@ -186,23 +176,12 @@ def run(
         for tensor in made.values():
             tensor.zero_()
     found = {name: made[name] for name in prepared.returned}
-    if prepared.of_sink or prepared.dbias is not None:
+    if prepared.learned:
         given = dict(zip(prepared.names, tensors, strict=True))
-        if prepared.of_sink:
-            found["dsink"] = _of_sink(prepared, given, workspace)
-        if prepared.dbias is not None:
-            found["dbias"] = bias.finished(prepared.dbias, made["dbias"], given["q"].dtype)
+        left = learned.Results(prepared, given, made, workspace)
+        for name in prepared.learned:
+            found[name] = learned.GRADIENTS[name](left)
     return found
-
-
-def _of_sink(
-    prepared: PreparedBackward, given: dict[str, Tensor], workspace: Tensor | None
-) -> Tensor:
-    """The gradient of the sink. given: the tensors by their names."""
-    if prepared.rows is None:
-        return _of_unseen(given["sink"], given["lse"], given.get("dlse"))
-    assert workspace is not None  # it holds the rows
-    return sinks.gradient(given["sink"], prepared.rows, workspace, prepared.d_unit)
 
 
 def reset(prepared: PreparedBackward, workspace: Tensor) -> None:
@@ -210,16 +189,8 @@ def reset(prepared: PreparedBackward, workspace: Tensor) -> None:
     if prepared.counts:
         first, end = prepared.counts
         workspace[first:end].zero_()
-    if prepared.of_sink and prepared.rows and prepared.fills_rows:
+    if prepared.resets_rows and prepared.rows:
         sinks.reset(workspace, prepared.rows)
-
-
-def _of_unseen(sink: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """The gradient of a sink where no query sees a key: each LSE is its head's, but for rows of no
-    sequence."""
-    if dlse is None:
-        return sink.new_zeros(sink.shape)
-    return dlse.masked_fill(lse == -math.inf, 0).sum(1 if dlse.ndim == 2 else (0, 2))
 
 
 def _fake_backward(

@@ -21,7 +21,6 @@ from ...call.table import (
     WantedGradients,
 )
 from ...errors import SpecError
-from ...reference.fp8_backward import chosen_scale_s
 from . import backward as in_16_bits
 from .descriptions import described_by_name, device_of
 from .operation import format_of
@@ -40,8 +39,6 @@ library = operator(
 )
 backwards: CallCache[PreparedBackward] = CallCache(guard)
 _COUNT = len(OPTIONAL) + len(Arguments._fields)
-# A scale of weights within what kernels hold (scale_gradients.cuh).
-_LEAST, _MOST = 2.0**-60, 2.0**60
 
 
 def fp8_backward(
@@ -73,7 +70,6 @@ def fp8_backward(
         "dlse": None if dlse is None else dlse.float().contiguous(),
         **scales,
     }
-    wanted = in_16_bits.of_given(wanted, there)
     there |= {"o": in_16_bits.copied(o), "d_o": in_16_bits.copied(d_o)}
     formats = (arguments, wanted, *map(format_of, there.values()))
     prepared = backwards.remember(
@@ -85,8 +81,6 @@ def fp8_backward(
     given = {name: x for name, x in there.items() if x is not None}
     pointers = [x.data_ptr() for x in given.values()]
     found = in_16_bits.run(prepared, list(given.values()), pointers)
-    if "dsink" in found and prepared.launches:
-        found["dsink"] /= _unit_of_weights(q, given.get("scale_s"))
     return tuple(
         found[name] if name in found else q.new_empty(0, dtype=_dtype_of(name, q, arguments))
         for name in (*GRADIENT_OF.values(), *MAXIMA)
@@ -109,13 +103,6 @@ def _scales(rest: Sequence[Any]) -> dict[str, Tensor | None]:
 def _wanted(rest: Sequence[Any], one_tensor: bool) -> WantedGradients:
     """Gradients that are wanted, which stand behind the scales."""
     return wanted_of((*rest[:_COUNT], *rest[_COUNT + len(SCALES) :]), one_tensor)
-
-
-def _unit_of_weights(q: Tensor, scale_s: Tensor | None) -> Tensor | float:
-    """By what kernels multiply weights to store them, which is in the LSE that they leave."""
-    if scale_s is not None:
-        return scale_s.clamp(_LEAST, _MOST)
-    return chosen_scale_s(q.dtype, 0.0)
 
 
 def _fake(

@@ -50,7 +50,8 @@ def backward(
     found = differentiate_call(call, given)
     nothing = d_o.new_empty(0, dtype=torch.float32)
     asked = wanted._asdict() | {"dk": wanted.dkv, "dv": wanted.dkv}
-    made = [getattr(found, name) if asked[name] else None for name in GRADIENT_OF.values()]
+    there = found.by_name
+    made = [there.get(name) if asked[name] else None for name in GRADIENT_OF.values()]
     maxima = [getattr(found, name) for name in MAXIMA]
     return tuple(nothing.clone() if x is None else x for x in (*made, *maxima))
 

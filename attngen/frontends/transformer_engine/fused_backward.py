@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ... import reference
+from ...call.table import CARRIERS, DIFFERENTIABLE, GRADIENT_OF
 from ...errors import AttngenError, LimitError, SpecError
 from ...spec.layouts import Layout
 from .arguments import taking
@@ -113,12 +114,11 @@ def fused_attn_bwd(call: BackwardArguments) -> list[Tensor | None]:
         found = _differentiated(
             variant, tensors, (d_o, given, o, lse_of(stats, axes)), call.deterministic
         )
-    *of_carriers, dsink, dbias = found
-    gradients = _gradients(call, carrier is not None, of_carriers)
+    gradients = _gradients(call, carrier is not None, [found[name] for name in CARRIERS])
     return [
         *gradients,
-        dbias if has_bias else None,
-        dsink.view(1, -1, 1, 1) if has_offset else None,
+        found["bias"] if has_bias else None,
+        found["sink"].view(1, -1, 1, 1) if has_offset else None,
     ]
 
 
@@ -147,26 +147,25 @@ def _differentiated(
     tensors: Tensors,
     operands: tuple[Tensor, tuple[Tensor | None, ...], Tensor, Tensor],
     deterministic: bool,
-) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, sink and bias, by the kernels, or by the definition where these refuse,
-    which is logged once. operands: dO, the carriers, O and the log-sum-exp."""
+) -> dict[str, Tensor]:
+    """Gradients by their operands' names, from the kernels, or from the definition where these
+    refuse, which is logged once. operands: dO, the carriers, O and the log-sum-exp."""
     d_o, carriers, o, lse = operands
     words = variant.for_operation()
     try:
-        return tuple(
-            torch.ops.attngen.backward(
-                d_o, None, *carriers, o, lse, **tensors, **words, deterministic=deterministic
-            )
+        found = torch.ops.attngen.backward(
+            d_o, None, *carriers, o, lse, **tensors, **words, deterministic=deterministic
         )
+        return dict(zip(GRADIENT_OF, found, strict=True))
     except (SpecError, LimitError, NotImplementedError) as error:  # the last, of the dispatcher
         refusal = f"{d_o.device} has no kernels"
         if isinstance(error, AttngenError):
             refusal = "; ".join(error.reasons)
     _log_once(refusal)
-    dq, dk, dv, _, dsink, dbias, *_ = torch.ops.attngen.reference_backward(
+    found = torch.ops.attngen.reference_backward(
         d_o, None, *carriers, **tensors, **words, want_alibi_slopes=False
     )
-    return dq, dk, dv, dsink, dbias
+    return dict(zip(DIFFERENTIABLE, found, strict=True))
 
 
 def _gradients(call: BackwardArguments, whole: bool, found: list[Tensor]) -> list[Tensor]:

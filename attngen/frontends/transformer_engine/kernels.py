@@ -121,19 +121,19 @@ def _spec_of(question: Question, q_dtype: torch.dtype, kv_dtype: torch.dtype) ->
     window = (question.window_left, question.window_right)
     variant = variant_of(layout.name, mask, window, None, softmax, bias)
     tensors = [_operand(question, layout, name, q_dtype, kv_dtype) for name in ("q", "k", "v")]
-    return AttentionSpec.from_call(
-        *tensors,
-        layout=layout.name,
-        mask=variant.mask,
-        window=variant.window,
-        softmax=variant.softmax,
-        bias=True if bias in BIAS_TYPES else None,
-        bias_type=variant.bias_type,
-        alibi_slopes=bias == "alibi" or None,
-        attn_mask=True if mask == "arbitrary" else None,
-        dropout_p=question.p_dropout * question.is_training,
-        return_max_logit=question.return_max_logit,
-    )
+    arguments = {
+        "layout": layout.name,
+        "mask": variant.mask,
+        "window": variant.window,
+        "softmax": variant.softmax,
+        "bias": True if bias in BIAS_TYPES else None,
+        "bias_type": variant.bias_type,
+        "alibi_slopes": bias == "alibi" or None,
+        "attn_mask": True if mask == "arbitrary" else None,
+        "dropout_p": question.p_dropout * question.is_training,
+        "return_max_logit": question.return_max_logit,
+    }
+    return AttentionSpec.of_arguments(tensors, arguments)
 
 
 def _operand(

@@ -11,10 +11,12 @@ import torch
 import attngen
 from attngen import reference
 from attngen.call import fragments, table
+from attngen.call.gradient_kernels import MADE_OF
 from attngen.call.numbers import Arguments
-from attngen.frontends.pytorch import forward, on_reference  # noqa: F401  # define the operations
+from attngen.frontends.pytorch import forward, learned, on_reference  # noqa: F401  # operations
 from attngen.frontends.pytorch.options import Options
-from attngen.spec.attention_spec import CALL_ARGUMENTS, AttentionSpec
+from attngen.spec.attention_spec import AttentionSpec
+from attngen.spec.call_arguments import call_arguments, score_switches
 
 # As exported programs have them: an operand is added at the end.
 OPERANDS = (
@@ -63,9 +65,17 @@ def test_type_checkers_see_the_arguments_that_do_not_decide_what_is_returned() -
 
 
 def test_specs_are_derived_of_every_argument() -> None:
-    assert {*CALL_ARGUMENTS} == table.ROWS.keys() - {*table.CARRIERS, "fragment_arguments"}
+    others = {*table.CARRIERS, "fragment_arguments"}
+    assert call_arguments(fragments.KNOWN) == table.ROWS.keys() - others
     features = {row.feature for row in table.ROWS.values() if row.feature}
     assert features < {each.name for each in dataclasses.fields(AttentionSpec)}
+
+
+def test_tensor_of_a_score_turns_the_switch_that_asks_for_it() -> None:
+    switched = dataclasses.replace(fragments.KNOWN["score"]["alibi"], selected_by="dropout")
+    known = {**fragments.KNOWN, "score": {"alibi": switched}}
+    assert score_switches({"alibi_slopes": 1, "bias": 1}, known) == {"dropout": True}
+    assert score_switches({"alibi_slopes": None}, known) == {}
 
 
 def test_operations_take_the_operands_in_an_order_that_stays() -> None:
@@ -88,6 +98,12 @@ def test_every_number_of_the_operations_is_an_arguments() -> None:
     assert numbers == {*Arguments._fields}
     makes = {row.gradient for row in table.ROWS.values() if row.gradient}
     assert makes < {*table.WantedGradients._fields}
+
+
+def test_every_gradient_of_a_learned_operand_is_made_of_results_by_a_function() -> None:
+    gradients = [table.GRADIENT_OF[name] for name in table.LEARNED]
+    assert [*MADE_OF] == [*learned.GRADIENTS] == gradients
+    assert [*table.WantedGradients._fields] == ["dq", "dkv", *gradients]
 
 
 def test_every_tensor_has_a_dtype_and_a_shape_where_no_layout_says_it() -> None:

@@ -86,6 +86,9 @@ def test_read_header_complete_one_gives_every_field(tmp_path: Path) -> None:
         ('domain = "scalar"', 'domain = "batch_head"', "reads none but"),
         # Only scores have units.
         ('dtype = "i32"\n', 'dtype = "i32"\nscore_power = 1\n', "score_power"),
+        # Masks intersect in any order, and what a call names stands where the call says.
+        ('bounds = ["right"]', 'bounds = ["right"]\norder = 1', "order is an integer, of a score"),
+        ('bounds = ["right"]', 'bounds = ["right"]\nchoice = "a"', "order and choice are of"),
         # The parameter struct knows no other types.
         ('dtype = "i32"', 'dtype = "int"', "'int'"),
     ],

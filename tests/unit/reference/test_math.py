@@ -2,12 +2,17 @@
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from attngen.call.table import AttentionCall
+from attngen.errors import SpecError
+from attngen.fragments.header import parse_header
 from attngen.reference import attention, default_alibi_slopes, dropout_keep_mask
+from attngen.reference.core import switched_scores
 
 INF = math.inf
 
@@ -231,3 +236,21 @@ def test_softmax_off_by_one_equals_zero_sink_and_loops():
     close(aux.lse, lse)
     assert torch.equal(out, zero)
     assert torch.equal(aux.lse, zero_aux.lse)
+
+
+def header_of(reference=""):
+    """A score that the argument `sink` asks for, with a definition or without."""
+    head = 'name = "mine"\ndoc = "Mine."\nstruct = "Mine"\nselected_by = "alibi"\norder = 150\n'
+    operand = '[[operand]]\nname = "sink"\ndomain = "head"\ndtype = "f32"\ndoc = "A factor."\n'
+    return parse_header(f"<#\n{head}{reference}{operand}#>", Path("score/mine.cuh.j2"), "score")
+
+
+def test_score_of_an_argument_is_what_its_header_defines():
+    q, k, v = operands(1, 2, 2, 3, 4, 8, 8)
+    s, factor = q[0] @ k[0].transpose(1, 2), torch.tensor([2.0, 3.0], dtype=torch.float64)
+    defined = header_of('reference = "score * sink"\n')
+    without, given = AttentionCall(q=q, k=k, v=v), AttentionCall(q=q, k=k, v=v, sink=factor)
+    assert torch.equal(switched_scores(without, 0, s, defined, None), s)
+    assert torch.equal(switched_scores(given, 0, s, defined, None), s * factor[:, None, None])
+    with pytest.raises(SpecError, match="no definition for the reference"):
+        switched_scores(given, 0, s, header_of(), None)

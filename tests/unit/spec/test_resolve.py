@@ -479,7 +479,5 @@ OF_FIELDS = [x for axis in ("mask", "score") for x in KNOWN[axis].values() if no
 def test_fragment_that_a_field_asks_for_is_in_the_problem(fragment) -> None:
     """A fragment that `selected_by` names a field for, and that no problem has, would be left out
     without a word."""
-    field = fragment.selected_by
-    value = fragment.name.removesuffix("_bias") if field == "bias" else True
-    (problem,) = resolve(AttentionSpec(64, **{field: value}), KNOWN)
+    (problem,) = resolve(AttentionSpec(64, **{fragment.selected_by: fragment.switch}), KNOWN)
     assert fragment.name in (*problem.masks, *problem.scores)

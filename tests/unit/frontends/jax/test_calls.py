@@ -16,6 +16,7 @@ from attngen.jax import attention  # noqa: E402
 
 from attngen import SpecError  # noqa: E402
 from attngen.call.table import ROWS  # noqa: E402
+from attngen.frontends.jax import checks  # noqa: E402
 from attngen.frontends.jax.calls import default_slopes, words_of_state  # noqa: E402
 from attngen.reference import default_alibi_slopes  # noqa: E402
 
@@ -73,6 +74,12 @@ def test_kernels_that_a_call_names_are_not_on_the_cpu() -> None:
         attention(Q, Q, Q, backend="cuda")
     with pytest.raises(SpecError, match="fp32"):
         attention(*[Q.astype(jnp.float32)] * 3, backend="cuda")
+
+
+def test_operand_that_only_the_table_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "DEFINED", tuple(x for x in checks.DEFINED if x != "sink"))
+    says = refused(softmax="learnable", sink=np.ones(4, np.float32))
+    assert says == "sink has no definition over arrays of JAX yet; leave it out"
 
 
 def test_gradients_that_kernels_lack_are_refused() -> None:

@@ -101,7 +101,7 @@ def test_gradients_are_those_of_the_stored_numbers(variant, recipe):
     want = reference.fp8_backward(given, q, k, v, **arguments, **scales)
     assert torch.equal(out, want_out) and torch.equal(lse, want_aux.lse)
     names = [f"d{name}" for name in (*CARRIERS[: len(shapes)], "sink", "bias")]
-    wanted = [x for name in names if (x := getattr(want, name)) is not None]
+    wanted = [want.by_name[name] for name in names if name in want.by_name]
     assert len(wanted) == len(found)
     for got, each in zip(found, wanted, strict=True):
         assert torch.equal(got, each.to(got.dtype)) and got.any()
@@ -370,6 +370,6 @@ def test_backward_operation_returns_what_its_fake_says(wanted, dtype):
         expected = torch.ops.attngen.reference_fp8_backward(*fakes, **more)
     for got, fake in zip(found, expected, strict=True):
         assert (got.shape, got.stride(), got.dtype) == (fake.shape, fake.stride(), fake.dtype)
-    dq, dk, dv, dsink, dbias, *maxima = found
+    dq, dk, dv, dsink, dbias, *others = found
     sizes = [x.numel() > 0 for x in (dq, dk, dsink, dbias)]
-    assert sizes == [*wanted] and (dv.numel() > 0) == wanted[1] and len(maxima) == 4
+    assert sizes == [*wanted] and (dv.numel() > 0) == wanted[1] and len(others) >= 4

@@ -1,0 +1,65 @@
+"""Gradients of learned operands, made of what the kernels of a backward left."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ...call.dropout import keep_scale
+from ...call.prepare_backward import PreparedBackward
+from ...reference.fp8_backward import chosen_scale_s
+from . import bias, sinks
+
+# A scale of weights within what kernels hold (scale_gradients.cuh).
+_LEAST, _MOST = 2.0**-60, 2.0**60
+
+
+class Results(NamedTuple):
+    """Results of a backward's launches: given, its tensors by their names; made, its outputs by
+    theirs, zeros where nothing was launched; workspace, None where there is none."""
+
+    prepared: PreparedBackward
+    given: Mapping[str, Tensor]
+    made: Mapping[str, Tensor]
+    workspace: Tensor | None
+
+
+def _of_sink(left: Results) -> Tensor:
+    """The gradient of the sink, float32 [h_q]."""
+    prepared, given = left.prepared, left.given
+    if prepared.rows is None:
+        return _of_unseen(given["sink"], given["lse"], given.get("dlse"))
+    assert left.workspace is not None  # it holds the rows
+    dropped = prepared.arguments.dropout_p
+    d_unit = (keep_scale(dropped) or 1.0) if dropped > 0 else 1.0  # D is relative to it
+    found = sinks.gradient(given["sink"], prepared.rows, left.workspace, d_unit)
+    return found.div_(_unit_of_weights(left)) if given["q"].element_size() == 1 else found
+
+
+def _of_unseen(sink: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
+    """The gradient of a sink where no query sees a key: each LSE is its head's, but for rows of no
+    sequence."""
+    if dlse is None:
+        return sink.new_zeros(sink.shape)
+    return dlse.masked_fill(lse == -math.inf, 0).sum(1 if dlse.ndim == 2 else (0, 2))
+
+
+def _unit_of_weights(left: Results) -> Tensor | float:
+    """By what kernels multiply weights to store them, which is in the LSE that they leave."""
+    scale_s = left.given.get("scale_s")
+    if scale_s is not None:
+        return scale_s.clamp(_LEAST, _MOST)
+    return chosen_scale_s(left.given["q"].dtype, 0.0)
+
+
+def _of_bias(left: Results) -> Tensor:
+    """The gradient of the bias, in its shape and Q's dtype."""
+    assert left.prepared.dbias is not None  # where it is wanted
+    return bias.finished(left.prepared.dbias, left.made["dbias"], left.given["q"].dtype)
+
+
+GRADIENTS: dict[str, Callable[[Results], Tensor]] = {"dsink": _of_sink, "dbias": _of_bias}
+"""The function of each gradient of a learned operand, by its name."""
