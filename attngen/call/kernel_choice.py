@@ -36,6 +36,13 @@ class Device:
     arch: str | None
     planned: int = 0
 
+    @property
+    def known_arch(self) -> str:
+        """The architecture. Raises: SpecError where there are no kernels for it."""
+        if self.arch is None:
+            raise SpecError(f"no kernels for {self.name}; available: {[*names()]}")
+        return self.arch
+
 
 def choose(
     spec: AttentionSpec,
@@ -49,13 +56,12 @@ def choose(
 ) -> Choice:
     """How the spec's family computes a call on this device; other arguments as of `Facts`.
 
-    spec: of one direction and architecture. Raises: SpecError, PlanError, LaunchError.
+    spec: of one direction. Raises: SpecError, PlanError, LaunchError.
     """
-    problems, (arch, *_) = resolve(spec, features.scan()), spec.arch
+    target, problems = TARGETS[device.known_arch], resolve(spec, features.scan())
     first, *_ = problems
     chip = device.planned or multiprocessors(device.index)
     facts = Facts(extents, scalars, chip, frozenset(wants), splits, scheduled)
-    target = TARGETS[arch]
     return serving(first, target).choose(problems, target, facts)
 
 
@@ -69,11 +75,9 @@ def kernels_of(spec: AttentionSpec, device: Device, choice: Choice) -> tuple[Loa
     """
     key = (spec, device.index, device.planned, choice.place, choice.kernel)
     if key not in _kernels:
-        if device.arch is None:
-            raise SpecError(f"no kernels for {device.name}; available: {[*names()]}")
-        problems = resolve(spec, features.scan())
+        arch, problems = device.known_arch, resolve(spec, features.scan())
         first, problem = next(iter(problems)), problems[choice.place]
-        made = find_kernels(problem, device.arch, choice.kernel)
+        made = find_kernels(problem, arch, choice.kernel)
         if device.planned:
             found = tuple(
                 LoadedKernel(None, binary.kernel, device.index, device.planned)
@@ -83,7 +87,7 @@ def kernels_of(spec: AttentionSpec, device: Device, choice: Choice) -> tuple[Loa
             with load.on_device(device.index):
                 found = tuple(load.load(binary, cubin, device.index) for binary, cubin in made)
         if choice.place:
-            found = tuple(replace(each, variant=(first, device.arch)) for each in found)
+            found = tuple(replace(each, variant=(first, arch)) for each in found)
         _kernels[key] = found
     return _kernels[key]
 

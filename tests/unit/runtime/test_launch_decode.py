@@ -19,7 +19,7 @@ from attngen.call.prepared import lay_out_workspaces
 from attngen.call.table import OPTIONAL
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
-from attngen.frontends.pytorch import forward
+from attngen.frontends.pytorch import descriptions, forward
 from attngen.kernels.plan import plans
 from attngen.runtime import launch
 from attngen.runtime.load import LoadedKernel
@@ -233,6 +233,7 @@ def test_ready_paged_call_knows_its_addresses_and_needs_no_tile_counter(
     kernels = tuple(loaded(decode=True, layout=layout))
     monkeypatch.setattr(kernel_choice, "kernels_of", lambda spec, device, choice: kernels)
     monkeypatch.setattr(kernel_choice, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(descriptions, "device_arch", lambda device: "sm_90a")
     q = torch.zeros(BATCH, QUERIES, HEADS * GROUP, D, dtype=torch.bfloat16)
     k = torch.zeros(PAGES, PAGE, HEADS, D, dtype=torch.bfloat16)
     table = torch.zeros(BATCH, 9, dtype=torch.int32)

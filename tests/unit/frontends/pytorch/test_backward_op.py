@@ -17,7 +17,7 @@ from attngen.call.table import OPTIONAL
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
 from attngen.frontends.pytorch import backward as op
-from attngen.frontends.pytorch import operation, sinks
+from attngen.frontends.pytorch import descriptions, operation, sinks
 from attngen.frontends.pytorch import routing as choice
 from attngen.kernels.plan import plans
 from attngen.runtime.load import LoadedKernel
@@ -69,6 +69,7 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(kernel_choice, "kernels_of", load)
     monkeypatch.setattr(kernel_choice, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(descriptions, "device_arch", lambda device: ARCH)
     forget(monkeypatch, *BACKWARD)
     for name in ("launch", "relaunch"):  # which the addresses serve for parameters
         monkeypatch.setattr(operation, name, note)

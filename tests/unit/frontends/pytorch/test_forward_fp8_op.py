@@ -11,8 +11,8 @@ import torch
 from attngen import SpecError
 from attngen.call import kernel_choice
 from attngen.call.table import SCALES
+from attngen.frontends.pytorch import descriptions, operation
 from attngen.frontends.pytorch import forward as op
-from attngen.frontends.pytorch import operation
 from attngen.frontends.pytorch.signature import split
 from attngen.runtime.load import LoadedKernel
 from attngen.runtime.program import Field, KernelEntry, TensorMapRecipe
@@ -69,6 +69,7 @@ def launched(monkeypatch):
     find = lambda spec, *_: specs.append(spec) or (kernel,)  # noqa: E731
     monkeypatch.setattr(kernel_choice, "kernels_of", find)
     monkeypatch.setattr(kernel_choice, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(descriptions, "device_arch", lambda device: "sm_90a")
     for name in ("launch", "relaunch"):  # which the addresses serve for parameters
         monkeypatch.setattr(operation, name, note)
     forget(monkeypatch, op.prepared_calls)

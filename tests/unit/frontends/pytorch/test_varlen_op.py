@@ -14,7 +14,7 @@ from attngen.call.numbers import Arguments
 from attngen.call.table import LENGTHS, OPTIONAL
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
-from attngen.frontends.pytorch import backward, forward, lengths, operation
+from attngen.frontends.pytorch import backward, descriptions, forward, lengths, operation
 from attngen.kernels.plan import plans
 from attngen.runtime.load import LoadedKernel
 from attngen.spec import layouts
@@ -47,6 +47,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(kernel_choice, "kernels_of", load)
     forget(monkeypatch, *FORWARD, *BACKWARD)
     monkeypatch.setattr(kernel_choice, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(descriptions, "device_arch", lambda device: "sm_90a")
     for name in ("launch", "relaunch"):  # which the addresses serve for parameters
         monkeypatch.setattr(operation, name, note)
     monkeypatch.setattr(operation, "tile_counter", lambda device, stream: 64)
