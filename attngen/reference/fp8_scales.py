@@ -19,7 +19,8 @@ def largest(x: Tensor, rows: Tensor | None = None) -> Tensor:
         return torch.zeros(1, dtype=torch.float32, device=x.device)
     x = x.detach() if rows is None else torch.where(rows, x.detach(), 0.0)
     # One pass, which writes no magnitudes down.
-    return torch.linalg.vector_norm(x, math.inf).float().reshape(1)
+    found: Tensor = torch.linalg.vector_norm(x, math.inf)
+    return found.float().reshape(1)
 
 
 def stored(x: Tensor, dtype: torch.dtype, scale: Tensor, power_of_two: bool = False) -> Tensor:

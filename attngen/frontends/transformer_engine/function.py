@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import function_fp8
 from .fused_backward import fused_attn_bwd
 from .fused_forward import fused_attn_fwd
 from .layouts import carrier_of, parsed
-from .variants import refuse_fp8
 
 
 @dataclass(slots=True)
@@ -80,14 +80,19 @@ _ENDS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_
 
 class FusedAttnFunc(torch.autograd.Function):
     """`fused_attn_fwd` with `fused_attn_bwd` as its gradient. Where a packed tensor is given beside
-    its views, the gradient lands on it."""
+    its views, the gradient lands on it. With fp8 `quantizers` has nine of the forward, scaling_fwd,
+    and six of the backward, scaling_bwd, in the slots of META_QKV and the others."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
         """The output, and with return_max_logit the largest logits; args: `FunctionArguments`."""
         call = FunctionArguments(*args)
-        refuse_fp8("fp8", call.fp8)
         ends = {name: getattr(call, name) for name in _ENDS}
+        ctx.fp8 = call.fp8
+        if call.fp8:
+            out, *more = function_fp8.forward(ctx, call, ends)
+            ctx.mark_non_differentiable(*more)
+            return (out, *more) if more else out
         out, aux, *more = fused_attn_fwd(
             is_training=call.is_training,
             q=call.q,
@@ -111,6 +116,8 @@ class FusedAttnFunc(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, *_: Any) -> Any:
         """Gradients of q, k, v or what packs them, the bias and the sinks."""
+        if ctx.fp8:
+            return _returned(ctx, function_fp8.backward(ctx, d_out))
         first, *rest = ctx.saved_tensors
         layout = ctx.shared["qkv_layout"]
         q, k, v, out, *rest = _views_of(layout, ctx.carriers, first, rest)
@@ -129,13 +136,19 @@ class FusedAttnFunc(torch.autograd.Function):
             **ctx.shared,
         )
         found = {"q": dq, "k": dk, "v": dv, "attn_bias": dbias, "softmax_offset": doffset}
-        names = [each.name for each in fields(FunctionArguments)]
-        asked = dict(zip(names, ctx.needs_input_grad, strict=False))
-        if asked.get("packed_qkv"):
-            found["packed_qkv"] = base_of(layout, dq, dk, dv)
-        if asked.get("packed_kv"):
-            found["packed_kv"] = base_of(layout, dk, dv)
-        return tuple(found.get(name) if wanted else None for name, wanted in asked.items())
+        return _returned(ctx, found)
+
+
+def _returned(ctx: Any, found: dict[str, Any]) -> tuple[Any, ...]:
+    """Gradients by their names, in the order of the arguments; those of views also as one of what
+    packs them, if that is asked for."""
+    layout, names = ctx.shared["qkv_layout"], [each.name for each in fields(FunctionArguments)]
+    asked = dict(zip(names, ctx.needs_input_grad, strict=False))
+    if asked.get("packed_qkv"):
+        found["packed_qkv"] = base_of(layout, *[found[name] for name in "qkv"])
+    if asked.get("packed_kv"):
+        found["packed_kv"] = base_of(layout, found["k"], found["v"])
+    return tuple(found.get(name) if wanted else None for name, wanted in asked.items())
 
 
 def _carriers_of(call: FunctionArguments) -> tuple[bool, tuple[Tensor, ...]]:

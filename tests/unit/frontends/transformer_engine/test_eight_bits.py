@@ -200,3 +200,40 @@ def test_emulation_rounds_what_a_quantizer_names(
         for got, given, part, changed in zip(results, tensors, of_all, rounded, strict=True):
             expected = part.view(given.shape) if all(rounded) else store(given).dequantize()
             assert torch.equal(got, expected if changed else given)
+
+
+@pytest.mark.parametrize("kind", ["delayed", "current", "16 bits"])
+def test_function_of_autograd_stores_by_its_quantizers(kind: str, monkeypatch: Any) -> None:
+    case = Case("bs3hd", "causal", shape=SHAPE.self_attention, softmax="learnable")
+    monkeypatch.setenv("NVTE_FP8_DPA_BWD", str(int(kind != "16 bits")))
+    make = KINDS["current" if kind == "current" else "delayed"]
+    forward, backward = [None] * 9, [None] * 6
+    forward[te.META_QKV], forward[te.META_O] = make(E4M3, 64.0), make(E4M3, 64.0)
+    forward[te.META_S] = delayed(E4M3, 256.0)
+    backward[te.META_DQKV], backward[te.META_DO] = make(E5M2, 64.0), make(E5M2, 64.0)
+    backward[te.META_DP] = delayed(E5M2, 512.0)
+    quantizers = {"scaling_fwd": forward, "scaling_bwd": backward}
+    packed = torch.stack(te_kit.operands(case, dtype=torch.bfloat16), -3).requires_grad_()
+    offset = te_kit.offset_of(case)
+    assert offset is not None
+    leaves = packed, offset.requires_grad_()
+    results = []
+    for fp8_output in (False, True, None):
+        full = te_kit.cumulative([6] * case.shape.batch)
+        views = packed.detach().unbind(-3)
+        given = [
+            True, 6, 6, full, full, None, None, None, None, *views, None, None, 0.0, True,
+            case.layout, "no_bias", case.mask, case.softmax, (-1, 0), None, None, 1, False,
+            fp8_output is not None, {}, quantizers, False, offset, bool(fp8_output), False, 1,
+            False, packed, None,
+        ]  # fmt: skip
+        out = te.FusedAttnFunc.apply(*given)
+        assert isinstance(out, fp8.Float8Tensor) == bool(fp8_output)
+        d_o = te_kit.randn(*out.shape, seed=8, dtype=torch.bfloat16)
+        plain = out.dequantize() if fp8_output else out
+        results.append([plain.detach(), *torch.autograd.grad(plain, leaves, d_o)])
+    for got in results[:2]:
+        for found, wanted in zip(got, results[2], strict=True):
+            assert (found - wanted).norm() < 0.2 * wanted.norm() and found.dtype == wanted.dtype
+    assert forward[te.META_QKV].amax == packed.detach().abs().max()
+    assert (backward[te.META_DP].amax > 0) == (kind != "16 bits")
