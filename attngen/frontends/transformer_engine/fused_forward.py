@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ... import attention
 from ...call.recipe import in_force
+from ...call.table import LEARNED
 from ...errors import SpecError
 from .arguments import taking
 from .eight_bits import (
@@ -127,8 +128,7 @@ def fused_attn_fwd(call: ForwardArguments) -> tuple[Any, ...]:
     tensors = (call.q, call.k, call.v)
     if plan.in_8_bits:
         tensors = _stored(call, given)
-    learn = torch.is_grad_enabled() and any(map(_learns, (*tensors, *given.values())))
-    if learn or in_force.recipe is not None:
+    if in_force.recipe is not None or (torch.is_grad_enabled() and _any_learns(tensors, given)):
         with torch.no_grad():
             out, results = _without_recipe(tensors, given)
     else:
@@ -149,6 +149,12 @@ def fused_attn_fwd(call: ForwardArguments) -> tuple[Any, ...]:
     if call.return_max_logit:
         return out, aux, results.max_logit.to(out.dtype)
     return out, aux
+
+
+def _any_learns(tensors: tuple[Tensor, Tensor, Tensor], given: dict[str, Any]) -> bool:
+    q, k, v = tensors
+    others = (given.get(name) for name in LEARNED if name in given)
+    return q.requires_grad or k.requires_grad or v.requires_grad or any(map(_learns, others))
 
 
 def _learns(x: Any) -> bool:
@@ -178,13 +184,13 @@ def _form_of(call: ForwardArguments) -> tuple[Any, ...]:
     """A call but for numbers in its tensors, and how many packed tokens there are."""
     q, k, bias, table = call.q, call.k, call.attn_bias, call.page_table_k
     return (
-        (call.is_training, call.fused_attention_backend, call.dropout, call.attn_scale),
-        (call.qkv_layout, call.o_format, call.window_size, call.bottom_right_diagonal),
-        (call.attn_bias_type, call.attn_mask_type, call.softmax_type, call.return_max_logit),
-        (q.shape[q.ndim == 3 :], k.shape[k.ndim == 3 :], q.dtype),
-        (call.cu_seqlens_q is None, call.cu_seqlens_kv is None),
-        (call.cu_seqlens_q_padded is None, call.cu_seqlens_kv_padded is None),
-        (type(q), call.fake_dtype, call.s_quantizer is None),
+        *(call.is_training, call.fused_attention_backend, call.dropout, call.attn_scale),
+        *(call.qkv_layout, call.o_format, call.window_size, call.bottom_right_diagonal),
+        *(call.attn_bias_type, call.attn_mask_type, call.softmax_type, call.return_max_logit),
+        *(q.shape if q.ndim != 3 else q.shape[1:], k.shape if k.ndim != 3 else k.shape[1:]),
+        *(q.dtype, type(q), call.fake_dtype, call.s_quantizer is None),
+        *(call.cu_seqlens_q is None, call.cu_seqlens_kv is None),
+        *(call.cu_seqlens_q_padded is None, call.cu_seqlens_kv_padded is None),
         None if (store := call.o_quantizer) is None else (type(store), store.dtype),
         None if bias is None else bias.dtype,
         None if table is None else table.shape,
