@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
 from ..errors import SpecError
-from ..spec.masks import Masks, masks_of
+from ..spec.masks import Masks, band_of, masks_of
 from .context_order import Order
+from .table import Sides
 
 
 class Length(NamedTuple):
@@ -105,7 +107,7 @@ def steps_of(
     lengths: Sequence[Length],
     *,
     mask: str = "none",
-    window: tuple[int, int] = (-1, -1),
+    window: Sides = (-1, -1),
     bottom_right: bool | None = None,
     by_position: bool = False,
 ) -> tuple[Step, ...]:
@@ -122,38 +124,32 @@ def steps_of(
     order.check({length.room_q for length in lengths} | {length.room_kv for length in lengths})
     masks = masks_of(mask)
     aligned = masks.bottom_right if bottom_right is None else bottom_right
-    left, right = (None if side < 0 else side for side in window)
-    band = Band(left, 0 if "causal" in masks.fragments else right)
+    band = Band(*band_of(mask, window))
     if not 0 <= rank < order.ranks:
         raise SpecError(f"rank={rank} of {order.ranks}")
     if order.name == "striped":
         _check_stripes(masks, window, aligned, by_position)
 
-    def parts(of: int, source: int) -> Iterator[Part]:
+    def pairs(of: int, source: int) -> Iterator[_Pair]:
         for place, length in enumerate(lengths):
-            pair = _Pair(order, of, source, place, length)
-            if order.name == "striped":
-                yield from pair.of_stripes(band.right is not None)
-            else:
-                delta = length.kv - length.q if aligned else 0
-                yield from pair.of_runs(band, delta, by_position)
+            yield _Pair(order, of, source, place, length, band, aligned)
 
     steps = []
     for step in range(order.ranks):
         source = (rank - step) % order.ranks
-        own = tuple(parts(rank, source))
-        behind = range(1, order.ranks - step) if step else ()
-        later = (next(parts((rank + hops) % order.ranks, source), None) for hops in behind)
-        travels = bool(step) and (bool(own) or any(each is not None for each in later))
+        own = tuple(part for pair in pairs(rank, source) for part in pair.parts(by_position))
+        behind = ((rank + hops) % order.ranks for hops in range(1, order.ranks - step) if step)
+        later = (pair.sees for each in behind for pair in pairs(each, source))
+        travels = bool(step) and (bool(own) or any(later))
         steps.append(Step(source, own, bool(step and own), travels))
     return tuple(steps)
 
 
-def _check_stripes(masks: Masks, window: tuple[int, int], aligned: bool, by_position: bool) -> None:
+def _check_stripes(masks: Masks, window: Sides, aligned: bool, by_position: bool) -> None:
     """Raises: SpecError where stripes have no part for what a call asks."""
     asked = {
         f"mask={masks.name!r}": bool({*masks.fragments} - {"causal"}) or masks.arbitrary,
-        f"window={window}": window != (-1, -1),
+        f"window={window}": any(side is not None and side >= 0 for side in window),
         "an alignment to the bottom right": aligned,
         "what depends on positions (ALiBi, biases, dropout)": by_position,
     }
@@ -223,10 +219,28 @@ class _Pair:
     source: int
     sequence: int
     length: Length
+    band: Band
+    aligned: bool
 
-    def of_stripes(self, causal: bool) -> Iterator[Part]:
+    @property
+    def sees(self) -> bool:
+        """Whether a query sees a key."""
+        if self.order.name == "striped":
+            return any(True for _ in self._of_stripes())
+        return any(True for _ in self._visible())
+
+    def parts(self, by_position: bool) -> Iterator[Part]:
+        """The parts; by_position: of runs of positions, none joined."""
+        if self.order.name == "striped":
+            return self._of_stripes()
+        seen = dict(self._visible())
+        if by_position or len(seen) < 2:
+            return (self._alone(a, b, cut) for (a, b), cut in seen.items())
+        return iter(self._joined(seen))
+
+    def _of_stripes(self) -> Iterator[Part]:
         """The part of positions in stripes, if there is one."""
-        order, length = self.order, self.length
+        order, length, causal = self.order, self.length, self.band.right is not None
         queries = order.used(self.rank, length.room_q, length.q)
         keys = order.used(self.source, length.room_kv, length.kv)
         stripe = order.stripe if causal and self.rank != self.source else 1
@@ -241,19 +255,16 @@ class _Pair:
             spans = Span(first, queries), Span(0, end)
             yield Part(self.sequence, *spans, 0, None, right, stripe if right == 0 else 1)
 
-    def of_runs(self, band: Band, delta: int, by_position: bool) -> Iterator[Part]:
-        """The parts of positions in runs. delta: of the sequence."""
+    def _visible(self) -> Iterator[tuple[tuple[_Run, _Run], _Cut]]:
+        """Pairs of runs, each with what is visible of it, but for those of which nothing is."""
         order, length = self.order, self.length
+        delta = length.kv - length.q if self.aligned else 0
         queries = _runs(order, self.rank, length.room_q, length.q)
         keys = _runs(order, self.source, length.room_kv, length.kv)
-        seen = {
-            (a, b): cut
-            for a, b in product(queries, keys)
-            if (cut := _cut(a.size, b.size, a.position + delta - b.position, band)) is not None
-        }
-        if by_position or len(seen) < 2:
-            return (self._alone(a, b, cut) for (a, b), cut in seen.items())
-        return iter(self._joined(seen, band))
+        for a, b in product(queries, keys):
+            cut = _cut(a.size, b.size, a.position + delta - b.position, self.band)
+            if cut is not None:
+                yield (a, b), cut
 
     def _alone(self, a: _Run, b: _Run, cut: _Cut) -> Part:
         """The part of a run of queries and one of keys."""
@@ -266,23 +277,23 @@ class _Pair:
         keys = Span(key + cut.keys.begin, key + cut.keys.end)
         return Part(self.sequence, queries, keys, cut.delta, cut.left, cut.right)
 
-    def _joined(self, seen: _Seen, band: Band) -> list[Part]:
+    def _joined(self, seen: _Seen) -> list[Part]:
         """Parts that show these pairs, as few as can be: one, or one a run on either side."""
-        if (whole := self._one(seen, band)) is not None:
+        if (whole := self._one(seen)) is not None:
             return [whole]
         found = []
         for side in (0, 1):
             parts: list[Part] = []
             for run in dict.fromkeys(pair[side] for pair in seen):
                 group = {pair: cut for pair, cut in seen.items() if pair[side] == run}
-                one = self._one(group, band)
+                one = self._one(group)
                 parts += (
                     [self._alone(*x, cut) for x, cut in group.items()] if one is None else [one]
                 )
             found.append(parts)
         return min(found, key=len)
 
-    def _one(self, seen: _Seen, band: Band) -> Part | None:
+    def _one(self, seen: _Seen) -> Part | None:
         """The one part that shows what several pairs of runs do; None where no diagonal serves
         them all."""
         if len(seen) == 1:
@@ -292,7 +303,7 @@ class _Pair:
         if not (_follow(queries) and _follow(keys)):
             return None
         query, key = _around(queries).begin, _around(keys).begin
-        for delta, sides in self._diagonals(seen, band, query, key):
+        for delta, sides in self._diagonals(seen, query, key):
             shown = (
                 _cut(a.size, b.size, delta + a.begin - query - b.begin + key, sides)
                 for a, b in product(queries, keys)
@@ -305,9 +316,7 @@ class _Pair:
                 return self._part(query, key, whole)
         return None
 
-    def _diagonals(
-        self, seen: _Seen, band: Band, query: int, key: int
-    ) -> Iterator[tuple[int, Band]]:
+    def _diagonals(self, seen: _Seen, query: int, key: int) -> Iterator[tuple[int, Band]]:
         """Diagonals that may serve all pairs, counted from a query and a key that ranks hold, with
         the sides about them."""
         cuts = {
@@ -317,10 +326,11 @@ class _Pair:
             yield 0, Band(None, None)
         for (a, b), cut in cuts.items():
             delta = cut.delta - cut.queries.begin + cut.keys.begin
-            yield delta - (a.begin - query) + (b.begin - key), band
+            yield delta - (a.begin - query) + (b.begin - key), self.band
 
 
-def _runs(order: Order, rank: int, room: int, length: int) -> list[_Run]:
+@lru_cache(1 << 12)
+def _runs(order: Order, rank: int, room: int, length: int) -> tuple[_Run, ...]:
     """The runs of positions in use that a rank holds."""
     found, begin = [], 0
     for run in order.runs(rank, room):
@@ -328,7 +338,7 @@ def _runs(order: Order, rank: int, room: int, length: int) -> list[_Run]:
         if size > 0:
             found.append(_Run(begin, run.start, size))
         begin += len(run)
-    return found
+    return tuple(found)
 
 
 def _around(runs: Sequence[_Run]) -> Span:

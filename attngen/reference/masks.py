@@ -12,18 +12,12 @@ from torch import Tensor
 
 from ..call.fragments import fragments_of
 from ..call.table import AttentionCall, Sides
-from ..spec.masks import masks_of
+from ..spec.masks import band_of, masks_of
 from .callables import Shape, map_mask
 from .fragments import operands_of_sequence, positions, seen_by
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
-
-
-def band(mask: str, window: Sides) -> tuple[int | None, int | None]:
-    """Keys left and right of the diagonal that are seen, both inclusive; None = all of them."""
-    left, right = (None if side is None or side < 0 else side for side in window)
-    return left, 0 if "causal" in masks_of(mask).fragments else right
 
 
 def diagonal_offset(mask: str, bottom_right: bool | None, s_q: int, s_kv: int) -> int:
@@ -43,7 +37,7 @@ def visible(
     device: torch.device | str | None = None,
 ) -> Tensor:
     """The band that a mask's name and a window leave, bool [s_q, s_kv], True = seen."""
-    left, right = band(mask, window)
+    left, right = band_of(mask, window)
     diagonal = torch.arange(s_q, device=device)[:, None]
     diagonal = diagonal + diagonal_offset(mask, bottom_right, s_q, s_kv)
     j = torch.arange(s_kv, device=device)[None, :]
@@ -84,7 +78,7 @@ def sequence_visible(call: AttentionCall, b: int, heads: int, s_q: int, s_kv: in
 
 def hides(call: AttentionCall) -> bool:
     """Whether a call has a mask or a window, but for callables, that may hide keys."""
-    bounded = band(call.mask, call.window) != (None, None)
+    bounded = band_of(call.mask, call.window) != (None, None)
     return bounded or bool(masks_of(call.mask).fragments) or call.attn_mask is not None
 
 

@@ -66,6 +66,13 @@ def _parse(name: str) -> Masks:
 _PLAIN = {name: _parse(name) for name in PLAIN_MASKS}
 
 
+def band_of(mask: str, window: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
+    """Keys left and right of the diagonal that a mask's name and a window leave, both inclusive;
+    None = all of them."""
+    left, right = (None if side is None or side < 0 else side for side in window)
+    return left, 0 if "causal" in masks_of(mask).fragments else right
+
+
 def joined(names: Sequence[str]) -> str:
     """The name of a list of masks, whatever its order."""
     return masks_of(JOINT.join(names)).name if names else "none"

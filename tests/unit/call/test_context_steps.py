@@ -12,7 +12,7 @@ from attngen.call.context_steps import Length, Part, Span, steps_of
 from attngen.errors import SpecError
 from attngen.reference.masks import visible
 
-WINDOWS = [(-1, -1), (0, 0), (3, 0), (-1, 2), (5, 7), (40, -1)]
+WINDOWS = [(-1, -1), (0, 0), (3, 0), (None, 2), (5, 7), (40, -1)]
 MASKS = ("none", "causal", "causal_bottom_right", "padding_causal")
 
 

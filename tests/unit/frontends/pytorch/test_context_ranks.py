@@ -14,6 +14,7 @@ import attngen
 from attngen import reference
 from attngen.call.context_order import Order
 from attngen.call.context_steps import Length, Part, steps_of
+from attngen.reference.masks import visible
 
 HEADS, HEADS_KV, DIM = 4, 2, 8
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.3], dtype=torch.float64)
@@ -137,3 +138,55 @@ def test_ranks_are_one_call(order: Order, arguments: Arguments, features: Argume
     both = (torch.autograd.grad((out * d_o).sum(), leaves) for out, _ in (found, wanted))
     for got, want in zip(*both, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-11)
+
+
+def part_gradients(
+    operands: list[Tensor], part: Part, d_o: Tensor, delta: Tensor, lse: Tensor
+) -> list[Tensor]:
+    """Gradients of a part's queries, keys and values [t, h, d], of the whole call's LSE and of
+    delta = rowsum(dO O), [h, t], as a rank has them once all parts are merged."""
+    rows, columns = slice(*part.queries), slice(*part.keys)
+    q, k, v = (x.transpose(0, 1) for x in operands)
+    q, k, v, d_o = q[:, rows], k[:, columns], v[:, columns], d_o.transpose(0, 1)[:, rows]
+    k, v = (x.repeat_interleave(HEADS // HEADS_KV, 0) for x in (k, v))
+    seen = visible(len(part.queries), len(part.keys), window=part.window)
+    scores = (q @ k.transpose(1, 2) * DIM**-0.5).masked_fill(~seen, -torch.inf)
+    weights = (scores - lse[:, rows, None]).exp()
+    d_s = weights * (d_o @ v.transpose(1, 2) - delta[:, rows, None]) * DIM**-0.5
+    of_keys = d_s.transpose(1, 2) @ q, weights.transpose(1, 2) @ d_o
+    summed = (x.unflatten(0, (HEADS_KV, -1)).sum(1) for x in of_keys)
+    return [x.transpose(0, 1) for x in (d_s @ k, *summed)]
+
+
+@pytest.mark.parametrize(
+    ("order", "arguments"), [(o, a) for o, a, _ in CASES[2::3]], ids=NAMES[2::3]
+)
+def test_gradients_of_parts_add_up(order: Order, arguments: Arguments) -> None:
+    """Every part's gradients, of the merged output and LSE, are added where its rows are held."""
+    room = 3 * order.multiple
+    q, k, v, d_o = (
+        randn(room, heads, DIM, seed=seed)
+        for seed, heads in ((1, HEADS), (2, HEADS_KV), (3, HEADS_KV), (4, HEADS))
+    )
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out, lse = by_one_call([Length.of(room)], arguments, {}, *leaves)
+    wanted = torch.autograd.grad(out, leaves, d_o)
+    delta = (d_o * out.detach()).sum(-1).T
+    index = [torch.tensor(order.shard(rank, [room])) for rank in range(order.ranks)]
+    found = [torch.zeros_like(x) for x in (q, k, v)]
+    for rank, mine in enumerate(index):
+        for step in steps_of(order, rank, [Length.of(room)], **arguments):
+            theirs = index[step.source]
+            operands = [q[mine], k[theirs], v[theirs]]
+            for part in step.parts:
+                of_rows = (d_o[mine], delta[:, mine], lse.detach()[:, mine])
+                made = part_gradients(operands, part, *of_rows)
+                homes = (
+                    mine[slice(*part.queries)],
+                    theirs[slice(*part.keys)],
+                    theirs[slice(*part.keys)],
+                )
+                for total, home, x in zip(found, homes, made, strict=True):
+                    total.index_add_(0, home, x)
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
