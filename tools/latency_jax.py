@@ -1,6 +1,6 @@
 """Times what a program of JAX waits for besides the kernels, on one GPU, and writes it as JSON.
 
-    python tools/latency_jax.py -o latency-jax.json
+    python tools/latency_jax.py -o docs/results/latency-jax.json
 
 Microseconds a call of small attention, in a program of 32 calls and in one of a single call, by
 attngen and by `jax.nn.dot_product_attention(implementation="cudnn")`: with XLA's own choice of
@@ -12,6 +12,7 @@ printed as it is measured. cuDNN, whose programs compile for long, is left out w
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
@@ -132,7 +133,14 @@ def main() -> None:
             raise SystemExit(f"{setting}: ended with {done.returncode}")
         *_, line = done.stdout.splitlines()
         found[setting] = json.loads(line)
-    text = json.dumps(found, indent=1)
+    from importlib.metadata import version
+
+    from attngen.bench.machine import describe_machine
+
+    machine = dataclasses.asdict(describe_machine())
+    versions = {name: version(name) for name in ("jax", "jaxlib")}
+    sizes = {"calls": CALLS, "programs": PROGRAMS}
+    text = json.dumps({**machine, **versions, **sizes, "us": found}, indent=1)
     if given.output is None:
         print(text)
     else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -29,17 +30,30 @@ INVALID_ARGUMENT, INTERNAL = 3, 13
 _API_VERSION = 1  # of jax.ffi, whose handlers take such frames
 
 Word = ctypes.c_uint64
-_Frame, _Pair = Word * FRAME_WORDS, Word * 2
 _POINTER = ctypes.c_void_p
 _HANDLER = ctypes.CFUNCTYPE(Word, _POINTER)
 _FUNCTION = ctypes.PYFUNCTYPE(_POINTER, _POINTER)  # keeps the GIL: none of them waits
-_word_at, _frame_at, _pair_at = Word.from_address, _Frame.from_address, _Pair.from_address
-_bytes_at = ctypes.string_at
+# Readers of memory, which cost a call less than what ctypes has for strings.
+_word_at, _pair_at = Word.from_address, (Word * 2).from_address
+_frame_at = (ctypes.c_char * (8 * FRAME_WORDS)).from_address
+_words_of = struct.Struct(f"<{FRAME_WORDS}Q").unpack
 
-Words = Any  # a frame, as an array of ctypes
+Words = tuple[int, ...]  # of a frame
 Stage = Callable[[Words], None]
 _kept: list[object] = []  # XLA never forgets a handler
-_functions: dict[tuple[int, int], Callable[[int], int | None]] = {}
+_functions: dict[int, Callable[[int], int | None]] = {}  # by where XLA's table has them
+
+
+@lru_cache(256)
+def _bytes_at(size: int) -> Callable[[int], Any]:
+    """The reader of so many bytes."""
+    return (ctypes.c_char * size).from_address
+
+
+@lru_cache(256)
+def _array_at(size: int) -> Callable[[int], Any]:
+    """The reader of so many words."""
+    return (Word * size).from_address
 
 
 class _Asked(ctypes.Structure):
@@ -75,16 +89,18 @@ _ASKED_BYTES, _ERROR_BYTES, _REASON_BYTES, _ENDED_BYTES = 32, 28, 36, 24
 def text_of(words: Words) -> bytes:
     """The attribute of a call that has one, a string."""
     address, size = _pair_at(_word_at(words[ATTRIBUTES]).value)
-    return _bytes_at(address, size)
+    return bytes(_bytes_at(size)(address).raw)
 
 
 def addresses_of(words: Words) -> list[int]:
     """Addresses of the operands, then of the results, of a call."""
-    found = []
-    for count, place in ((OPERAND_COUNT, OPERANDS), (RESULT_COUNT, RESULTS)):
-        if size := words[count]:
-            for buffer in (Word * size).from_address(words[place]):
-                found.append(_word_at(buffer + ADDRESS_OFFSET).value)
+    found: list[int] = []
+    if size := words[OPERAND_COUNT]:
+        buffers = _array_at(size)(words[OPERANDS])
+        found = [_word_at(buffer + ADDRESS_OFFSET).value for buffer in buffers]
+    if size := words[RESULT_COUNT]:
+        buffers = _array_at(size)(words[RESULTS])
+        found += [_word_at(buffer + ADDRESS_OFFSET).value for buffer in buffers]
     return found
 
 
@@ -98,18 +114,31 @@ def device_of(words: Words) -> int:
     return _told(words, GET_DEVICE) & 0xFFFFFFFF
 
 
+_questions: list[tuple[_Asked, int]] = []  # that no thread is asking, with their addresses
+
+
 def _told(words: Words, function: int) -> int:
-    asked = _Asked(_ASKED_BYTES, None, words[CONTEXT], 0)
-    if error := _function(words[API], function)(ctypes.addressof(asked)):
+    try:
+        question = _questions.pop()
+    except IndexError:
+        made = _Asked(_ASKED_BYTES, None, None, 0)
+        question = made, ctypes.addressof(made)
+    asked, address = question
+    asked.context = words[CONTEXT]
+    error = _function(words[API], function)(address)
+    found = asked.found
+    _questions.append(question)
+    if error:
         raise RuntimeError(_message_of(words[API], error))
-    return int(asked.found)
+    return int(found)
 
 
 def _function(api: int, place: int) -> Callable[[int], int | None]:
     """A function of XLA's table."""
-    found = _functions.get((api, place))
+    at = api + 8 * place
+    found = _functions.get(at)
     if found is None:
-        found = _functions[api, place] = _FUNCTION(_word_at(api + 8 * place).value)
+        found = _functions[at] = _FUNCTION(_word_at(at).value)
     return found
 
 
@@ -136,7 +165,7 @@ def _callback(function: Stage, traits: int) -> int:
     of XLA's."""
 
     def called(address: int) -> int:
-        words = _frame_at(address)
+        words = _words_of(_frame_at(address))
         try:
             extension = words[EXTENSION]
             if extension and ctypes.c_int.from_address(extension + 8).value == METADATA:

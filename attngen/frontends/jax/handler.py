@@ -169,12 +169,13 @@ def _counter(scratch: int, device: int, stream: int) -> int:
     if int(checked("cuStreamIsCapturing", status)):
         _fill(scratch, 0, 1, stream)
         return scratch
-    return counters.address(device, stream, _never)
+    return counters.address(device, stream, _lasts)
 
 
-def _never(device: int, stream: int) -> bool:
-    """Whether a stream lives as long as the process, which XLA does not say of its own."""
-    return False
+def _lasts(device: int, stream: int) -> bool:
+    """Whether a stream may be told by its handle: XLA's live as long as its client, which waits for
+    them before it ends."""
+    return True
 
 
 def _fill(address: int, word: int, count: int, stream: int) -> None:

@@ -19,7 +19,7 @@ from .operation import Form, bind
 OF_HEADS = ("alibi_slopes", "sink")
 OPERAND_OF = {gradient: name for name, gradient in GRADIENT_OF.items()}
 REDUCED = {
-    **dict.fromkeys(("dsink", "dbias"), jax.lax.psum),
+    **dict.fromkeys(("dk", "dv", "dsink", "dbias"), jax.lax.psum),
     **dict.fromkeys(("amax_s", "amax_o", "max_logit"), jax.lax.pmax),
 }
 """Results that parts of a call add up, or take the largest of."""
@@ -100,7 +100,9 @@ class _Axes:
 
     def _divides(self, operands: Sequence[Any], mesh: Any) -> bool:
         """Whether each part has whole groups of query heads."""
-        _, groups = _sizes(self._form, operands)
+        heads, groups = _sizes(self._form, operands)
+        if groups == 1:  # which each part has whole
+            groups = heads
         names = self.of["h"] if isinstance(self.of["h"], tuple) else (self.of["h"],)
         parts = 1
         for name in names:
@@ -166,7 +168,7 @@ def _rule(form: Form, mesh: Any, operand_types: Any, result_types: Any) -> Any:
     operand_shapes, result_shapes = shapes
     stands = [jax.ShapeDtypeStruct(shape, "float32") for shape in operand_shapes]
     heads, groups = _sizes(form, stands)
-    counted = _Factors(heads // groups)
+    counted = _Factors(1 if groups == 1 else heads // groups)
     left = [
         counted.of(form, name, shape)
         for name, shape in zip(form.names, operand_shapes, strict=True)
@@ -175,7 +177,7 @@ def _rule(form: Form, mesh: Any, operand_types: Any, result_types: Any) -> Any:
         counted.of(form, name, shape)
         for name, shape in zip(form.result_names, result_shapes, strict=True)
     ]
-    sizes = {"r": counted.group} if counted.group > 1 else {}
+    sizes = {"r": counted.group} if "r" in counted.whole else {}
     return f"{', '.join(left)} -> {', '.join(right)}", {
         **sizes,
         "need_replication_factors": tuple(counted.whole),
@@ -184,7 +186,8 @@ def _rule(form: Form, mesh: Any, operand_types: Any, result_types: Any) -> Any:
 
 class _Factors:
     """Factors of a rule: `b` of sequences, `g` of key/value heads, `r` of the heads of a group, and
-    one of its own for each axis that stays whole."""
+    one of its own for each axis that stays whole. Where one head of keys serves all, `g` are the
+    query heads."""
 
     def __init__(self, group: int) -> None:
         self.group = group

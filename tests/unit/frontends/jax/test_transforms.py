@@ -139,6 +139,27 @@ def test_sequences_and_heads_stay_on_their_devices() -> None:
     close([jax.jit(local)(q, k, v)], [attention(q, k, v)])
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_one_head_of_keys_is_every_device_s_own(dropout_p: float) -> None:
+    """Its gradients are sums over devices; dropout, whose bits belong to heads, gathers instead."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "heads"))
+    arrays = random(4, 8, 4, 8), random(4, 8, 1, 8, seed=1), random(4, 8, 1, 8, seed=2)
+    specs = PartitionSpec("data", None, "heads"), PartitionSpec("data"), PartitionSpec("data")
+    words = {"dropout_p": dropout_p, "rng_state": (3, 4)} if dropout_p else {}
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        out = attention(q, k, v, mask="causal", **words)
+        return (out.astype(jnp.float32) ** 2).sum()
+
+    gradients = jax.jit(jax.grad(loss, argnums=range(3)))
+    spread = [
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)
+    ]
+    gathers = "all-gather" in gradients.lower(*spread).compile().as_text()
+    assert gathers == (dropout_p > 0)
+    close(gradients(*spread), gradients(*arrays))
+
+
 def test_policy_saves_what_a_call_names() -> None:
     q = random(1, 8, 2, 8)
 
