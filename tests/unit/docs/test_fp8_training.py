@@ -48,3 +48,36 @@ def test_losses_of_the_page_are_those_of_the_report() -> None:
         means = [f"{sum(losses[-20:]) / 20:.4f}" for losses in seeds]
         first, second, third = means
         assert f"{first}, {second} and {third}" in text
+        below = [next(step for step, loss in enumerate(x) if loss < 0.5) for x in seeds]
+        assert all(abs(a - b) <= 1 for a, b in zip(below, (97, 96, 93), strict=True))
+
+
+COLUMNS = [
+    ("attngen", "bf16", "to_originals"),
+    ("attngen", "bf16", "to_stored"),
+    ("emulation", "bf16", "to_stored"),
+    ("attngen", "e5m2", "to_stored"),
+    ("emulation", "e5m2", "to_stored"),
+    ("cudnn", "e5m2", "to_stored"),
+]
+
+
+def test_errors_of_the_page_are_those_of_the_report() -> None:
+    report = json.loads((ROOT / "docs/results/fp8-gradient-accuracy.json").read_text())
+    found: dict[tuple[str, ...], list[str]] = {}
+    for row in report["rows"]:
+        case = (str(row["head_dim"]), row["inputs"], row["mask"])
+        cells = found.setdefault(case, ["none"] * len(COLUMNS))
+        for place, (who, gradients, against) in enumerate(COLUMNS):
+            if (row["who"], row["gradients"]) == (who, gradients) and "missing" not in row:
+                figures = (f"{x:.1f}" for x in row[against].values())
+                cells[place] = " / ".join(figures)
+    assert len(found) == 10
+    for (dim, *_), cells in found.items():
+        assert re.search(
+            rf"^\| {dim}, .*\| {re.escape(' | '.join(cells))} \|$", PAGE.read_text(), re.M
+        )
+    by_case = {key: [cell.split(" / ") for cell in cells] for key, cells in found.items()}
+    for cells in by_case.values():
+        _, stored, emulated, *_ = cells
+        assert all(float(a) <= 1.1 * float(b) for a, b in zip(stored, emulated, strict=True))
