@@ -56,17 +56,24 @@ def train(trained: nn.Module, rank: int, recipe: fp8.DelayedScaling, **more: obj
     return out
 
 
+def recipe_of(shared: bool = True) -> fp8.DelayedScaling:
+    """Delayed scaling with a backward in 8 bits. shared: whether ranks share maxima."""
+    return fp8.DelayedScaling(amax_history_len=STEPS, reduce_amax=shared, backward="fp8")
+
+
 def history(trained: nn.Module) -> list[Tensor]:
-    """Scales and histories of the layers."""
-    return [x for name, x in trained.state_dict().items() if ".scales." in name]
+    """Scales and histories of the layers, but for the backward's newest row, which the next step
+    shares."""
+    found = {name: x for name, x in trained.state_dict().items() if ".scales." in name}
+    return [x[1:] if name.endswith("gradient_history") else x for name, x in found.items()]
 
 
 def check_maxima(rank: int, ranks: int) -> None:
     """Scales are those of the largest magnitudes of the group, or of a rank's own."""
     for shared in (True, False):
-        recipe = fp8.DelayedScaling(amax_history_len=STEPS, reduce_amax=shared)
         trained = model()
-        train(trained, rank, recipe)
+        train(trained, rank, recipe_of(shared))
+        assert all(x.any() for x in history(trained))
         mine = torch.cat([x.flatten() for x in history(trained)])
         all_of_them = [torch.empty_like(mine) for _ in range(ranks)]
         dist.all_gather(all_of_them, mine)
@@ -74,13 +81,13 @@ def check_maxima(rank: int, ranks: int) -> None:
         assert equal == shared, f"shared {shared}, equal {equal}"
     groups = [dist.new_group([each]) for each in range(ranks)]
     alone = model()
-    train(alone, rank, fp8.DelayedScaling(amax_history_len=STEPS), group=groups[rank])
+    train(alone, rank, recipe_of(), group=groups[rank])
     assert all(torch.equal(a, b) for a, b in zip(history(alone), history(trained), strict=True))
 
 
 def check_sharded(rank: int, ranks: int) -> None:
     """FSDP2 gives what whole parameters give, for tokens that all ranks share."""
-    recipe = fp8.DelayedScaling(amax_history_len=STEPS)
+    recipe = recipe_of()
     whole, sharded = model(), model()
     mesh = init_device_mesh("cpu", (ranks,))
     for block in sharded:
