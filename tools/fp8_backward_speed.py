@@ -28,6 +28,7 @@ from attngen.bench.peers import describe  # noqa: E402
 from attngen.bench.timing import Call, time_interleaved  # noqa: E402
 from attngen.call.numbers import Arguments  # noqa: E402
 from attngen.call.table import OPTIONAL  # noqa: E402
+from tools.cudnn_graph import CudnnGraph  # noqa: E402
 from tools.reports import write_report  # noqa: E402
 
 SCHEMA = 1
@@ -110,28 +111,8 @@ def in_16_bits(case: Case, given: Operands, deterministic: bool) -> Call:
 
 
 def cudnn_backward(cudnn: Any, case: Case, given: Operands) -> Callable[[], Sequence[Tensor]]:
-    """cuDNN's FP8 backward, gradients in e5m2. Raises: cudnnGraphNotSupportedError."""
-    handle = cudnn.create_handle()
-    cudnn.set_stream(handle, torch.cuda.current_stream().cuda_stream)
-    kinds = {
-        E4M3: cudnn.data_type.FP8_E4M3,
-        E5M2: cudnn.data_type.FP8_E5M2,
-        torch.float32: cudnn.data_type.FLOAT,
-    }
-    graph = cudnn.pygraph(
-        io_data_type=cudnn.data_type.FP8_E4M3,
-        intermediate_data_type=cudnn.data_type.FLOAT,
-        compute_data_type=cudnn.data_type.FLOAT,
-        handle=handle,
-    )
-    bound: dict[Any, Tensor] = {}
-
-    def take(name: str, tensor: Tensor) -> Any:
-        sizes, strides = list(tensor.shape), list(tensor.stride())
-        node = graph.tensor(name=name, dim=sizes, stride=strides, data_type=kinds[tensor.dtype])
-        bound[node] = tensor
-        return node
-
+    """cuDNN's FP8 backward, gradients in e5m2. Raises: RuntimeError where it has no such graph."""
+    graph = CudnnGraph(cudnn, cudnn.create_handle(), E4M3)
     one = torch.ones(1, 1, 1, 1, device="cuda")
     units = ("q", "k", "v", "o", "dO")
     scales = {f"descale_{n}": one for n in units} | {f"scale_{n}": one for n in ("dQ", "dK", "dV")}
@@ -139,27 +120,20 @@ def cudnn_backward(cudnn: Any, case: Case, given: Operands) -> Callable[[], Sequ
     scales |= {"scale_dP": one * SCALE_DP, "descale_dP": one / SCALE_DP}
     stored = {**given.stored, "o": given.out.to(E4M3)}
     stored["dO"] = stored.pop("d_o")
-    nodes = {n: take(n, x.transpose(1, 2)) for n, x in stored.items()}
-    nodes |= {n: take(n, x) for n, x in scales.items()}
-    nodes["stats"] = take("stats", given.lse.view(*given.lse.shape, 1))
+    nodes = {n: graph.take(n, x.transpose(1, 2)) for n, x in stored.items()}
+    nodes |= {n: graph.take(n, x) for n, x in scales.items()}
+    nodes["stats"] = graph.take("stats", given.lse.view(*given.lse.shape, 1))
     causal = {"use_causal_mask": True} if case.mask == "causal" else {}
-    results = graph.sdpa_fp8_backward(**nodes, attn_scale=case.head_dim**-0.5, **causal)
+    results = graph.graph.sdpa_fp8_backward(**nodes, attn_scale=case.head_dim**-0.5, **causal)
     gradients = [torch.empty_like(given.wide[n], dtype=E5M2) for n in "qkv"]
     maxima = [torch.zeros(1, 1, 1, 1, device="cuda") for _ in results[3:]]
     left = [*(x.transpose(1, 2) for x in gradients), *maxima]
     for node, tensor in zip(results, left, strict=True):
-        node.set_output(True).set_dim(list(tensor.shape)).set_stride(list(tensor.stride()))
-        node.set_data_type(kinds[tensor.dtype])
-        bound[node] = tensor
-    graph.validate()
-    graph.build_operation_graph()
-    graph.create_execution_plans([cudnn.heur_mode.A])
-    graph.check_support()
-    graph.build_plans()
-    workspace = torch.empty(max(16, graph.get_workspace_size()), device="cuda", dtype=torch.uint8)
+        graph.give(node, tensor)
+    launch = graph.compiled()
 
     def execute() -> Sequence[Tensor]:
-        graph.execute(bound, workspace, handle=handle)
+        launch()
         return gradients
 
     return execute
