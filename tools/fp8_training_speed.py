@@ -64,7 +64,8 @@ def casts(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def calls_of(tensors: list[Tensor], mask: str, backend: str) -> dict[str, Call]:
-    """Calls that are timed, by their names in the report. tensors: q, k, v and the output's gradient."""
+    """Calls that are timed, by their names in the report. tensors: q, k, v and the gradient of the
+    output."""
     attend = partial(attngen.attention, backend=backend)
     calls: dict[str, Call] = {"bf16": partial(step, attend, nullcontext, tensors, mask)}
     for name, recipe in recipes().items():
