@@ -10,6 +10,7 @@ No host compiler is needed, and torch is not imported. docs/guide/jax.md is the 
 from typing import TYPE_CHECKING, Any
 
 from .attention import attention
+from .context_parallel import context_attention
 from .dot_product_attention import dot_product_attention
 from .fused_attn import fused_attn, is_fused_attn_kernel_available, make_swa_mask
 from .load_balancing import inverse_reorder_causal_load_balancing, reorder_causal_load_balancing
@@ -40,6 +41,7 @@ __all__ = [
     "SequenceDescriptor",
     "attention",
     "canonicalize_attn_mask_type",
+    "context_attention",
     "dot_product_attention",
     "fused_attn",
     "inverse_reorder_causal_load_balancing",

@@ -19,6 +19,7 @@ from ...results import AttentionAux
 from . import calls, reference
 from .calls import CheckedCall
 from .gradients import CONFIGS_KEPT, Config, differentiable
+from .manual_axes import spread, varying
 from .operation import Form
 from .program import ordered
 
@@ -78,12 +79,13 @@ def _run(checked: CheckedCall, saved_as: str, alone: bool) -> dict[str, Array]:
     """The results of a call, by the operations' names."""
     routing.check_backend(checked.backend)
     names = ordered([name for name, x in checked.operands.items() if x is not None])
-    operands = [checked.operands[name] for name in names]
+    operands = [x for name in names if (x := checked.operands[name]) is not None]
     if not _use_kernels(checked):
         form = Form(names, checked.arguments)
         return _by_definition(form)(*operands)  # type: ignore[no-any-return]
     form = Form(names, checked.arguments, None, alone, checked.backend == "cuda")
-    made = differentiable(Config(form, saved_as))(*operands)
+    axes = varying(operands)
+    made = differentiable(Config(form, saved_as))(*[spread(x, axes) for x in operands])
     return dict(zip(form.results(operands), made, strict=True))
 
 

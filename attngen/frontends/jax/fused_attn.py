@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from ...call.taking import taking
 from ...call.tensors import TensorDesc
 from ...errors import SpecError
 from .attention import attend
+from .context_parallel import context_attention
 from .names import AttnBiasType, AttnMaskType, AttnSoftmaxType, CPStrategy, QKVLayout
 from .sequences import SequenceDescriptor
 
@@ -73,6 +74,8 @@ def computed(call: FusedAttn, backend: str) -> Array:
     """`fused_attn` on a backend of `attention`. Raises: as that."""
     if reasons := [*_refusals(call)]:
         raise SpecError(reasons)
+    if call.context_parallel_axis:
+        return _over_devices(call, backend)
     if call.max_segments_per_seq > 1 and not call.qkv_layout.is_thd():
         warnings.warn("max_segments_per_seq is of layouts of THD alone", UserWarning, stacklevel=4)
     given: dict[str, Any] = {
@@ -106,12 +109,9 @@ def _attend(call: FusedAttn, carriers: tuple[Array, ...], given: dict[str, Any])
 
 
 def _refusals(call: FusedAttn) -> list[str]:
-    reasons = []
+    reasons: list[str] = []
     if call.context_parallel_axis:
-        reasons.append(
-            f"context_parallel_axis={call.context_parallel_axis!r}: sequences that are spread over "
-            "a mesh are gathered by shard_map or shardings; leave it empty"
-        )
+        reasons += _unserved_over_devices(call)
     mods = (call.score_mod, call.score_mod_bprop)
     if any(x is not None for x in (*mods, call.score_mod_tensors, call.score_mod_bprop_tensors)):
         reasons.append("score_mod of cuDNN's graphs has no kernels; pass a bias, or leave it out")
@@ -123,6 +123,37 @@ def _refusals(call: FusedAttn) -> list[str]:
     if call.qkv_layout.is_thd() and not call.attn_mask_type.is_padding():
         reasons.append(f"{call.qkv_layout} needs a mask with padding; got {call.attn_mask_type}")
     return reasons
+
+
+def _unserved_over_devices(call: FusedAttn) -> Iterator[str]:
+    """Refusals of a call whose sequences are spread over an axis of the mesh."""
+    where = f"context_parallel_axis={call.context_parallel_axis!r}"
+    if call.qkv_layout is not QKVLayout.BSHD_BSHD_BSHD:
+        yield f"{where}: layouts but BSHD_BSHD_BSHD are not spread; got {call.qkv_layout}"
+    if call.attn_mask_type not in (AttnMaskType.NO_MASK, AttnMaskType.CAUSAL_MASK):
+        yield f"{where}: masks are NO_MASK and CAUSAL_MASK; got {call.attn_mask_type}"
+    if call.softmax_type is not AttnSoftmaxType.VANILLA_SOFTMAX:
+        yield f"{where}: the softmax is VANILLA_SOFTMAX; got {call.softmax_type}"
+    if call.attn_bias_type is not AttnBiasType.NO_BIAS:
+        yield f"{where}: there is no bias; got {call.attn_bias_type}"
+    if call.is_training and call.dropout_probability > 0:
+        yield f"{where}: there is no dropout; got {call.dropout_probability}"
+    if call.stripe_size is not None:
+        yield f"{where}: tokens are not striped; leave stripe_size out"
+
+
+def _over_devices(call: FusedAttn, backend: str) -> Array:
+    q, k, v = call.qkv
+    return context_attention(
+        *(q, k, v),
+        axis=call.context_parallel_axis,
+        strategy=call.context_parallel_strategy,
+        balanced=call.context_parallel_causal_load_balanced,
+        mask=call.attn_mask_type.value,
+        window=call.window_size,
+        softmax_scale=call.scaling_factor,
+        backend=backend,
+    )
 
 
 def _state(seed: Array | None) -> Any:

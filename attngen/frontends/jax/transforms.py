@@ -14,6 +14,7 @@ from ...call.operands import sequences_of, unpacked
 from ...call.table import OPTIONAL
 from ...errors import SpecError
 from .folding import Fold
+from .manual_axes import spread, varying
 from .operation import Form
 from .partitioning import partitioned
 from .program import ordered
@@ -30,7 +31,12 @@ def operation(form: Form) -> Any:
     mappable.def_vmap(partial(_mapped, form))
     refusing = jax.custom_jvp(lambda *operands: mappable(*operands))
     refusing.defjvp(_refuse_tangents)
-    return refusing
+
+    def run(*operands: Array) -> list[Array]:
+        axes = varying(operands)  # which primitives and shardings do not hand on
+        return [spread(x, axes) for x in refusing(*operands)]
+
+    return run
 
 
 def _refuse_tangents(*_: Any) -> Any:

@@ -137,7 +137,8 @@ def test_dropout_takes_the_first_seed_and_only_while_training() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ({"context_parallel_axis": "cp"}, "context_parallel_axis='cp'"),
+        ({"context_parallel_axis": "cp"}, "axis='cp' is no axis of a jax.shard_map"),
+        ({"context_parallel_axis": "cp", "stripe_size": 2}, "leave stripe_size out"),
         ({"score_mod": abs}, "score_mod of cuDNN"),
         ({"qkv_layout": QKVLayout.BS3HD}, "needs 1 arrays in qkv"),
         ({"bias": Q}, "bias do not agree"),

@@ -122,6 +122,9 @@ def test_sequences_and_heads_stay_on_their_devices() -> None:
         out = attention(q, k, v, bias=bias, sink=sink, softmax="learnable", mask="causal")
         return (out.astype(jnp.float32) ** 2).sum()
 
+    def loss_of_parts(*arrays: Any) -> Any:
+        return jax.lax.psum(loss(*arrays), ("data", "heads"))
+
     gradients = jax.jit(jax.grad(loss, argnums=range(5)))
     spread = [
         jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)
@@ -132,11 +135,8 @@ def test_sequences_and_heads_stay_on_their_devices() -> None:
     close(found, gradients(*arrays))
     q, *_ = found
     assert q.sharding.spec == PartitionSpec("data", None, "heads")
-    local = jax.shard_map(
-        lambda q, k, v: attention(q, k, v), mesh=mesh, in_specs=rows, out_specs=rows
-    )
-    q, k, v, *_ = spread
-    close([jax.jit(local)(q, k, v)], [attention(q, k, v)])
+    local = jax.shard_map(loss_of_parts, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
+    close(jax.jit(jax.grad(local, argnums=range(5)))(*spread), gradients(*arrays))
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
