@@ -94,7 +94,7 @@ def test_full_attention_around_a_ring() -> None:
     [
         ({}, "axis='cp' is no axis of a jax.shard_map around this call"),
         ({"mask": "padding"}, "it is one of none, causal"),
-        ({"window": (3, 0), "strategy": CPStrategy.RING}, "a window needs mask='causal' and strategy"),
+        ({"window": (3, 0), "strategy": CPStrategy.RING}, "a window needs mask='causal'"),
         ({"dropout_p": 0.5}, "dropout_p is not served over several devices"),
     ],
 )
