@@ -380,3 +380,50 @@ def test_graphs_replay_what_was_recorded_and_processes_end(flags: str) -> None:
     first, *others = found["gradients"]
     assert first > 0 and all(abs(x - first) <= TOLERANCE * first for x in others)
     assert found["us"] < (60 if flags == NO_GRAPHS else 20)
+
+
+LOADED = """
+import sys
+import jax, jax.numpy as jnp
+import attngen.jax
+
+with open(sys.argv[1], "rb") as file:
+    program = jax.export.deserialize(file.read())
+x = jnp.asarray(jax.random.normal(jax.random.key(0), (1, 200, 4, 64)), jnp.bfloat16)
+print(float(program.call(x).astype(jnp.float32).sum()))
+"""
+
+
+@pytest.mark.device
+def test_exported_programs_and_the_cache_serve_other_processes(tmp_path: Any) -> None:
+    """A program is exported here, and run in processes of which one finds it compiled."""
+    from attngen.jax import attention
+
+    def total(x: Any) -> Any:
+        def loss(x: Any) -> Any:
+            out = attention(x, x, x, mask="causal", backend="cuda")
+            return (out.astype(jnp.float32) ** 2).sum()
+
+        return jax.grad(loss)(x)
+
+    x = jnp.asarray(jax.random.normal(jax.random.key(0), (1, 200, 4, 64)), jnp.bfloat16)
+    program = jax.jit(total)
+    wanted = float(program(x).astype(jnp.float32).sum())
+    allowed = [jax.export.DisabledSafetyCheck.custom_call("attngen")]
+    exported = jax.export.export(program, platforms=["cuda"], disabled_checks=allowed)(x)
+    path = tmp_path / "program"
+    path.write_bytes(exported.serialize())
+    environment = {
+        **os.environ,
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", LOADED, str(path)],
+            capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert abs(float(done.stdout) - wanted) <= TOLERANCE * max(1, abs(wanted))
+    assert [*(tmp_path / "cache").iterdir()]
