@@ -5,7 +5,7 @@ from __future__ import annotations
 from .tensors import Described
 
 WORD = 32
-# Tiles of up to 128 columns begin inside a row, and may end beyond it.
+# Tiles of up to 192 columns begin inside a row, at multiples of their length, and may end beyond.
 SPARE_WORDS = 4
 
 

@@ -365,12 +365,6 @@ def _check_features(spec: AttentionSpec, features: Features) -> list[Violation]:
         reason += suggestion(spec.bias, ("none", *BIASES))
         found.append(Violation("bias", reason, "none"))
     if spec.dtype in DTYPES_8BIT:
-        if masks_of(spec.mask).arbitrary:
-            reason = f"mask 'arbitrary' has no {spec.dtype} kernels yet"
-            found.append(Violation("mask", reason, without_arbitrary(spec.mask)))
-        if spec.attn_mask:
-            reason = f"attn_mask has no {spec.dtype} kernels yet"
-            found.append(Violation("attn_mask", reason, False))
         if spec.dropout:
             reason = f"dropout has no {spec.dtype} kernels yet"
             found.append(Violation("dropout", reason, False))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import attngen
 from attngen import AttentionSpec, SpecError
 
-from . import gradients, oracle
+from . import gradients, oracle, oracle_fp8
 from .cases import DTYPES
 
 pytestmark = pytest.mark.gpu
@@ -27,6 +29,14 @@ CASES = [
     ((80, 80), "none", (-1, 30), "bf16", (1, 3, 1), (1, 300), "bshd", "111s", 0.0),
     ((40, 24), "arbitrary", (-1, -1), "fp16", (2, 2, 2), (300, 77), "bshd", "b1s1", 0.0),
 ]  # fmt: skip
+# The same in FP8, without dropout.
+FP8_CASES = [
+    ((128, 128), "none", (-1, -1), "e4m3", (2, 4, 2), (200, 333), "bshd", "bhss", 0.0),
+    ((128, 128), "causal", (-1, -1), "e4m3", (1, 4, 4), (333, 200), "sbhd", "1hss", 0.0),
+    ((64, 64), "none", (40, 20), "e5m2", (2, 2, 1), (300, 257), "bhsd", "11ss", 0.0),
+    ((256, 256), "causal", (-1, -1), "e4m3", (1, 2, 1), (130, 200), "bshd", "b1ss", 0.0),
+    ((80, 48), "arbitrary", (-1, -1), "e4m3", (2, 2, 2), (300, 77), "bshd", "b1s1", 0.0),
+]
 IDS = [f"d{c[0][0]}x{c[0][1]}-{c[1]}-{c[3]}-s{c[5][0]}x{c[5][1]}-{c[7]}-p{c[8]}" for c in CASES]
 EACH = pytest.mark.parametrize("case", CASES, ids=IDS)
 
@@ -41,6 +51,7 @@ def spec_of(case, direction="fwd", deterministic=False) -> AttentionSpec:
 
 
 KERNELS = [
+    *(replace(spec_of(case), out_dtype="bf16") for case in FP8_CASES),
     *(spec_of(case, direction) for case in CASES for direction in ("fwd", "bwd")),
     *(spec_of(case, "bwd", True) for case in (CASES[0], CASES[4])),
 ]
@@ -61,7 +72,11 @@ def random_mask(shape, heads, lengths, seed=5, share=0.5):
 def given(case):
     """q, k, v and the keyword arguments of a case."""
     (d, d_v), mask, window, dtype, heads, lengths, layout, shape, dropout = case
-    q, k, v = oracle.operands(*heads, *lengths, d, d_v, DTYPES[dtype], layout)
+    if dtype in DTYPES:
+        q, k, v = oracle.operands(*heads, *lengths, d, d_v, DTYPES[dtype], layout)
+    else:
+        sizes = (*heads, *lengths, d, d_v)
+        q, k, v = oracle_fp8.operands(*sizes, layout=layout, dtype=dtype)
     arguments = {"mask": mask, "window": window, "layout": layout}
     arguments["attn_mask"] = random_mask(shape, heads, lengths)
     if dropout:
@@ -73,6 +88,12 @@ def given(case):
 def test_forward_with_a_mask_is_right(case):
     tensors, arguments = given(case)
     oracle.check_call(*tensors, **arguments)
+
+
+@pytest.mark.parametrize("case", FP8_CASES, ids=[f"d{x[0][0]}-{x[1]}-{x[7]}" for x in FP8_CASES])
+def test_fp8_forward_with_a_mask_is_right(case):
+    tensors, arguments = given(case)
+    oracle_fp8.check_call(*tensors, **arguments)
 
 
 @EACH

@@ -26,6 +26,7 @@ from attngen.reference.fp8_backward import BackwardOperands, Fp8Gradients, fp8_b
 
 from . import oracle
 from .oracle_fp8 import DTYPES
+from .test_attn_mask import random_mask
 
 pytestmark = pytest.mark.gpu
 NAMES = ("dq", "dk", "dv")
@@ -41,7 +42,8 @@ def scale(value: float) -> Tensor:
 @dataclass(frozen=True)
 class Case:
     """A call and the dtypes of its backward. heads: batch, h_q, h_kv; dims: of Q and V; arguments:
-    of attention. lengths: of sequences, of queries and of keys, packed behind each other in thd."""
+    of attention. attn_mask: the broadcast of a mask of bits. lengths: of sequences, of queries and
+    of keys, packed behind each other in thd."""
 
     heads: tuple[int, int, int] = (1, 2, 1)
     sizes: tuple[int, int] = (130, 200)
@@ -58,6 +60,7 @@ class Case:
     softmax: str = "vanilla"
     softcap: float = 0.0
     alibi: bool = False
+    attn_mask: str = ""
     scale_s: float | None = None
     deterministic: bool = False
     dlse: bool = False
@@ -82,6 +85,7 @@ class Case:
             window=self.window != (-1, -1),
             softcap=self.softcap > 0,
             alibi=self.alibi,
+            attn_mask=bool(self.attn_mask),
             seqused=self.lengths is not None and self.layout != "thd",
             softmax=self.softmax,
             deterministic=self.deterministic,
@@ -108,6 +112,8 @@ CASES = [
     Case(layout="thd", lengths=((70, 0, 200, 33), (70, 0, 200, 33)), mask="causal", alibi=True,
          softcap=3.0, softmax="learnable"),
     Case(heads=(1, 1, 1), sizes=(1, 1), dims=(16, 16)),
+    Case(heads=(2, 4, 2), sizes=(200, 300), attn_mask="bhss", softmax="learnable"),
+    Case(sizes=(130, 260), dims=(64, 48), mask="causal", attn_mask="b1ss", deterministic=True),
 ]  # fmt: skip
 KERNELS = [case.spec for case in CASES]
 
@@ -199,6 +205,8 @@ def given(case: Case, seed: int = 0) -> Given:
         arguments[name] = ends if packed else values
     if case.alibi:
         arguments["alibi_slopes"] = torch.tensor([0.5, 0.25, 0.125, 0.0625][:heads]).to(q.device)
+    if case.attn_mask:
+        arguments["attn_mask"] = random_mask(case.attn_mask, case.heads, case.sizes)
     if case.softmax == "learnable":
         arguments["sink"] = oracle.randn(heads, dtype=torch.float32, seed=seed + 4)
     plainly = {n: x for n, x in arguments.items() if not n.startswith("descale")}

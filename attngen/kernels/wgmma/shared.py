@@ -21,7 +21,7 @@ def boxes_of(head_dim: int, element_bytes: int = 2) -> int:
 def refuse_together(problem: Problem) -> Iterator[str]:
     """Why no template has all parts of the problem. Specs of this kind are refused by `resolve`,
     but a trace may have such problems, too."""
-    hidden = problem.dropout or problem.attn_mask
     beside = problem.decode or problem.eight_bit or problem.widens
-    if (hidden or problem.bias) and beside:
+    masked = problem.attn_mask and not problem.eight_bit
+    if (problem.dropout or problem.bias or masked) and beside:
         yield "no kernel does all of this together yet"

@@ -43,12 +43,18 @@ struct MaskBits {
     const u32* from = row + column / 32;
 #if defined(__CUDACC__)
     if constexpr (kN % 128 == 0) {
-      const uint4 four = *reinterpret_cast<const uint4*>(from);
-      words[half][0] = four.x, words[half][1] = four.y;
-      words[half][2] = four.z, words[half][3] = four.w;
+      ATTNGEN_UNROLL
+      for (int k = 0; k < kWords; k += 4) {
+        const uint4 four = *reinterpret_cast<const uint4*>(from + k);
+        words[half][k] = four.x, words[half][k + 1] = four.y;
+        words[half][k + 2] = four.z, words[half][k + 3] = four.w;
+      }
     } else if constexpr (kN % 64 == 0) {
-      const uint2 two = *reinterpret_cast<const uint2*>(from);
-      words[half][0] = two.x, words[half][1] = two.y;
+      ATTNGEN_UNROLL
+      for (int k = 0; k < kWords; k += 2) {
+        const uint2 two = *reinterpret_cast<const uint2*>(from + k);
+        words[half][k] = two.x, words[half][k + 1] = two.y;
+      }
     } else
 #endif
     {

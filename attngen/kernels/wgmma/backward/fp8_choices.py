@@ -99,9 +99,11 @@ def _main(problem: Problem, target: Target) -> BackwardPlan:
 
 
 def is_crowded(problem: Problem) -> bool:
-    """Whether registers are few: beside derivatives, or lengths with scores or an order."""
+    """Whether registers are few: beside derivatives or a mask's bits, or lengths with scores or an
+    order."""
     beside = bool(problem.scores) or problem.deterministic
-    return "softcap" in problem.scores or (problem.varlen and beside)
+    lengths = problem.varlen and beside
+    return "softcap" in problem.scores or problem.attn_mask or lengths
 
 
 def steps_of(extent: int) -> int:

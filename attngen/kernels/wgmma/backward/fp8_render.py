@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 
 from ....runtime.program import KernelEntry, TensorMapRecipe, Workspace
 from ....spec.problem import Problem
-from ...params import Names, describe, operand_names, operands_of, recipe, strides_of, typed
+from ...params import (
+    Names,
+    describe,
+    mask_names,
+    operand_names,
+    operands_of,
+    recipe,
+    strides_of,
+    typed,
+)
 from .fp8_choices import image_bytes, key_image_bytes
 from .fp8_view import fp8_convert_view, fp8_view, turning_view
 from .plan import BackwardPlan, ConvertPlan, TurningPlan
@@ -96,11 +105,14 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
     workspace: tuple[Workspace, ...] = ("lse_log2", "d", "dq_acc", "tile_counter", "turns")
     workspace += ("queries_turned", "keys_turned")
     workspace += ("kv_schedule",) if problem.varlen else ()
+    mask: tuple[Workspace, ...] = ("mask_columns",) if problem.attn_mask else ()
     eight_bit = problem.dtype_of("dk") in ("e4m3", "e5m2")
     names = operand_names(problem, "q", "k", "v", "d_o", "dk", "dv")
     names += typed("ptr", *workspace, *SCALES, "scale_dp", "descale_dp")
     names += typed("ptr", "scale_dk", "scale_dv") if eight_bit else []
     names += typed("ptr", "amax_dp", "amax_dk", "amax_dv")
+    for name in mask:
+        names += mask_names(name)
     names += [*typed("i32", *INTEGERS), *typed("f32", "scale", "scale_log2")]
     names += _filled(problem) if problem.varlen else []
     return describe(
@@ -111,7 +123,7 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
         tile_rows=plan.tile.n,
         tensor_maps=_maps(problem, plan),
         grid="persistent_tiles",
-        workspace=workspace,
+        workspace=(*workspace, *mask),
         kv_group_bytes=plan.schedule.kv_group_bytes,
         group_heads=plan.schedule.group_heads,
         tail_share=plan.schedule.tail_share,

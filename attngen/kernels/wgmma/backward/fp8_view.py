@@ -73,7 +73,8 @@ class Fp8View:
     gradients and values begin when weights are there, for want of registers. turned_bytes,
     turned_key_bytes: of a block's queries and output gradients, and of a tile's keys, transposed.
     deterministic: whether tiles add to dQ in an order, which begins with the last keys if
-    descending. prefetched: parameters that map tensors.
+    descending. heads_matter: whether anything changes from one query head to the next. prefetched:
+    parameters that map tensors.
 
     score_product: S and dP, the columns and the lengths of their chains; d*_product: of gradients.
     ptx: types of operands. Others as in `MainView` and `KeyTilesView`.
@@ -110,6 +111,7 @@ class Fp8View:
     gathered: tuple[TensorView, ...]
     row_block: int
     mask_tensor: str
+    heads_matter: bool
     dropout: bool
     jobs: JobsView
     gaps: tuple[Gap, ...]
@@ -222,7 +224,8 @@ def fp8_view(
         varlen=problem.varlen,
         gathered=(),
         row_block=plan.row_block,
-        mask_tensor="",
+        mask_tensor="mask_columns" if problem.attn_mask else "",
+        heads_matter=bool(problem.scores) or problem.attn_mask,
         dropout=False,
         jobs=jobs_view(problem, plan, "KvLoader{p, smem}"),
         gaps=gaps_of(problem, plan),
@@ -293,6 +296,7 @@ def _main_headers(problem: Problem) -> str:
     packed = "packed" in (problem.q_seq, problem.kv_seq)
     return included(
         ("context.cuh", True),
+        ("mask_bits.cuh", problem.attn_mask),
         ("mma/fragment.cuh", True),
         ("mma/gemm.cuh", True),
         ("mma/stage.cuh", True),

@@ -151,7 +151,10 @@ def operand_limit(problem: Problem, choice: Choice) -> int:
         if problem.scores:  # at 152 of 216 some spill, at 148 none
             return consumer - (64 if consumer > 216 else 68)
         wide = max(problem.head_dim_qk, problem.head_dim_v) > 128  # some spill at 192 of 224
-        return consumer - (36 if wide else 32)
+        if wide:
+            return consumer - (52 if problem.attn_mask else 36)
+        looked_up = problem.attn_mask and (problem.varlen or problem.masks)
+        return consumer - (48 if looked_up else 32)
     features = _features(problem, choice)
     taken = {these: count for these, count in OPERANDS_TAKEN if features.issuperset(these.split())}
     limit = OPERANDS[choice.consumers, choice.ctas] - sum(taken.values())
