@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from ...errors import SpecError
+from ...reference.fp8 import is_fp8
 from .names import TE_DType_To_Torch
-
-_DTYPES = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
 
 
 class Stored(NamedTuple):
@@ -32,8 +31,8 @@ def stored_of(x: Any) -> Stored | None:
     data = None if type(x) is Tensor else getattr(x, "_data", None)
     if isinstance(data, Tensor) and hasattr(x, "_scale_inv"):
         descale = x._scale_inv.reshape(-1)
-        return Stored(data if _is_fp8(data) else data.view(torch_dtype(x._fp8_dtype)), descale)
-    return Stored(x, None) if isinstance(x, Tensor) and _is_fp8(x) else None
+        return Stored(data if is_fp8(data.dtype) else data.view(torch_dtype(x._fp8_dtype)), descale)
+    return Stored(x, None) if isinstance(x, Tensor) and is_fp8(x.dtype) else None
 
 
 def is_stored(x: Any) -> bool:
@@ -95,10 +94,6 @@ def read(names: Sequence[str], tensors: Sequence[Any]) -> dict[str, Stored]:
 def descales(read_tensors: dict[str, Stored]) -> dict[str, Tensor | None]:
     """Scales that widen stored numbers, by the names of attngen's arguments."""
     return {f"descale_{name}": x.descale for name, x in read_tensors.items()}
-
-
-def _is_fp8(x: Tensor) -> bool:
-    return x.dtype in _DTYPES
 
 
 def refuse_unstored(quantizers: Sequence[Any], fp8_backend: bool) -> None:
