@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     )
     from .fragments.features import register_fragment
     from .frontends import fp8 as fp8
-    from .frontends import transformer_engine as te  # noqa: F401  # as `__getattr__` finds it
+    from .frontends import jax as jax  # as `__getattr__` finds it
+    from .frontends import transformer_engine as te  # noqa: F401  # likewise
     from .frontends import transformer_engine as transformer_engine
     from .frontends.pytorch.attention import attention
     from .frontends.pytorch.merge import merge_states
