@@ -214,7 +214,8 @@ class Call:
         if self.more.alibi == "bh":
             found["alibi_slopes"] = found["alibi_slopes"][b].contiguous()
         if (mask := found.get("attn_mask")) is not None:
-            found["attn_mask"] = mask[b : b + 1, :, : self.q_lens[b], : (self.kv_lens or self.q_lens)[b]]
+            q_lens, kv_lens = self.lengths
+            found["attn_mask"] = mask[b : b + 1, :, : q_lens[b], : kv_lens[b]]
         return found
 
     def members(self, axes: str, lens: Sequence[int], x: Tensor) -> Tensor:
