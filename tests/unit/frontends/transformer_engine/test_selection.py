@@ -153,7 +153,6 @@ def test_fused_comes_before_flash_and_flash_before_unfused(monkeypatch: Any) -> 
             [False, True, True],
         ),
         ({"fp8": True, "is_training": False, "head_dim_qk": 256}, [False, True, True]),
-        ({"fp8": True, "attention_dropout": 0.1}, [False, False, True]),
         ({"fp8": True, "qkv_dtype": torch.float8_e4m3fn}, [False, True, True]),
         (
             {"fp8": True, "qkv_dtype": torch.float8_e4m3fn, "fp8_meta": {"recipe": WIDE}},
@@ -206,7 +205,7 @@ def test_fp8_backend_is_chosen_where_kernels_have_both_directions(monkeypatch: A
     monkeypatch.setenv("NVTE_FP8_DPA_BWD", "0")
     assert te.get_attention_backend(wide).use_fused_attention, "a backward in 16 bits serves it"
     assert ask(q_dtype=7, kv_dtype=te.DType.kFloat8E4M3) is te.FusedAttnBackend.FP8
-    assert ask(q_dtype=7, kv_dtype=7, p_dropout=0.1) is NONE
+    assert ask(q_dtype=7, kv_dtype=7, head_dim_v=256) is NONE
 
 
 def test_params_are_equal_whose_recipes_are() -> None:
