@@ -114,6 +114,10 @@ CASES = [
     Case(heads=(1, 1, 1), sizes=(1, 1), dims=(16, 16)),
     Case(heads=(2, 4, 2), sizes=(200, 300), attn_mask="bhss", softmax="learnable"),
     Case(sizes=(130, 260), dims=(64, 48), mask="causal", attn_mask="b1ss", deterministic=True),
+    Case(heads=(1, 3, 1), sizes=(65, 129), dims=(64, 64), mask="causal", deterministic=True,
+         dtype="e5m2", grad="e4m3", o="e5m2"),
+    Case(heads=(1, 5, 1), sizes=(193, 63), dims=(16, 16), mask="causal_bottom_right",
+         bottom_right=True, deterministic=True),
 ]  # fmt: skip
 KERNELS = [case.spec for case in CASES]
 

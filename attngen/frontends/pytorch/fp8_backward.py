@@ -13,6 +13,7 @@ from ...call.fp8_checks import BACKWARD_SCALES as SCALES
 from ...call.fp8_gradients import MAXIMA
 from ...call.numbers import Arguments
 from ...call.prepare_backward import PreparedBackward, prepare_backward
+from ...call.prepared import refuse_addresses
 from ...call.table import (
     GRADIENT_OF,
     INPUTS,
@@ -56,10 +57,10 @@ def fp8_backward(
     maxima of dS with the softmax scale, of dQ, dK and dV, float32 [1], [0] where `amax` does not
     ask for them.
 
-    q, k, v, rest: as `attngen::forward` took them, FP8. d_o: FP8 in Q's format. o: its output, FP8
-    or 16 bits; lse: its LSE. dlse: gradient of the LSE, or None. Behind the arguments: descale_o,
-    descale_do, scale_dp, descale_dp, scale_dq, scale_dk, scale_dv, float32 [1], None for 1; then
-    which gradients are wanted.
+    q, k, v, rest: as `attngen::forward` took them, FP8, addresses multiples of 16 bytes. d_o: FP8
+    in Q's format. o: its output, FP8 or 16 bits; lse: its LSE. dlse: gradient of the LSE, or None.
+    Behind the arguments: descale_o, descale_do, scale_dp, descale_dp, scale_dq, scale_dk, scale_dv,
+    float32 [1], None for 1; then which gradients are wanted.
     Raises: SpecError with every violation; CompileError, LaunchError.
     """
     optional, arguments = split(rest)
@@ -80,6 +81,8 @@ def fp8_backward(
     )
     given = {name: x for name, x in there.items() if x is not None}
     pointers = [x.data_ptr() for x in given.values()]
+    if any([pointers[place] % 16 for place in prepared.read]):
+        refuse_addresses(pointers)  # before the first kernel, which no tensor map guards
     found = in_16_bits.run(prepared, list(given.values()), pointers)
     return tuple(
         found[name] if name in found else q.new_empty(0, dtype=_dtype_of(name, q, arguments))
