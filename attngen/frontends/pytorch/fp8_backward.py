@@ -55,7 +55,7 @@ def fp8_backward(
     """Gradients of q, k and v, contiguous and packed as they are, in `out_dtype` (bfloat16 where
     the arguments name none), of the sink and of the bias, as `attngen::backward` has them; then the
     maxima of dS with the softmax scale, of dQ, dK and dV, float32 [1], [0] where `amax` does not
-    ask for them.
+    ask for them; 0 of a gradient that kernels have not made, since nobody wants it.
 
     q, k, v, rest: as `attngen::forward` took them, FP8, addresses multiples of 16 bytes. d_o: FP8
     in Q's format. o: its output, FP8 or 16 bits; lse: its LSE. dlse: gradient of the LSE, or None.
