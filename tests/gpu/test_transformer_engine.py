@@ -259,8 +259,8 @@ def test_compiled_module_agrees() -> None:
 
 @pytest.mark.device  # where a tensor is says who computes it
 def test_evaluation_of_wide_heads_is_fused_and_its_gradient_refused():
-    module = te.DotProductAttention(4, 512, num_gqa_groups=1, qkv_format="bshd").eval()
-    q, k, v = (oracle.randn(2, 40, h, 512, seed=h).bfloat16().requires_grad_() for h in (4, 1, 1))
+    module = te.DotProductAttention(4, 512, qkv_format="bshd").eval()
+    q, k, v = (oracle.randn(2, 40, 4, 512, seed=n).bfloat16().requires_grad_() for n in range(3))
     out = module(q, k, v, window_size=(20, 0))
     want = attngen.attention(
         *(x.detach() for x in (q, k, v)), mask="causal", window=(20, 0), backend="reference"
