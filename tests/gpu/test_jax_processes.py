@@ -35,7 +35,7 @@ def cuda() -> None:
 
 
 PROGRAM = """
-import json, os, sys, time
+import json, os, sys
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax, jax.numpy as jnp
 from attngen.jax import attention
@@ -54,16 +54,13 @@ def loss(x):
 first = program(q).block_until_ready()
 for _ in range(3):
     program(q).block_until_ready()
-begin = time.perf_counter()
 for _ in range(20):
     last = program(q)
 last.block_until_ready()
-us = (time.perf_counter() - begin) / 20 / 32 * 1e6
 gradients = [jax.grad(loss)(q).astype(jnp.float32) for _ in range(4)]
 print(json.dumps({
     "same": bool(jnp.array_equal(first, last)),
     "gradients": [float(abs(x).max()) for x in gradients],
-    "us": us,
 }))
 if "pending" in sys.argv:
     for _ in range(50):
@@ -84,7 +81,6 @@ def test_graphs_replay_what_was_recorded_and_processes_end(flags: str) -> None:
     assert found["same"]
     first, *others = found["gradients"]
     assert first > 0 and all(abs(x - first) <= TOLERANCE * first for x in others)
-    assert found["us"] < (60 if flags == NO_GRAPHS else 20)
 
 
 LOADED = """
