@@ -331,13 +331,17 @@ def test_every_fault_is_named_at_once() -> None:
     made = given(Case())
     other = torch.zeros(2, device=oracle.DEVICE)
     with pytest.raises(SpecError) as raised:
-        made.run(scale_dp=None, descale_do=other, descale_o=scale(1.0), scale_dk=scale(2.0))
+        made.run(
+            scale_dp=None, descale_do=other, descale_o=scale(1.0), scale_dk=scale(2.0),
+            dlse=made.backward.lse.double(),
+        )  # fmt: skip
     text = str(raised.value)
     for part in (
         "scale_dp and descale_dp are needed",
         "descale_do needs float32 [1]",
         "descale_o belongs to an output in 8 bits",
         "scale_dk scales a gradient in 8 bits",
+        "dlse needs float32",
     ):
         assert part in text, part
 

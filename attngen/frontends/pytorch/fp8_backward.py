@@ -68,7 +68,7 @@ def fp8_backward(
     there: dict[str, Tensor | None] = {
         **{"d_o": d_o, "o": o, "lse": lse.contiguous()},
         **dict(zip(INPUTS, (q, k, v, *optional), strict=True)),
-        "dlse": None if dlse is None else dlse.float().contiguous(),
+        "dlse": None if dlse is None else dlse.contiguous(),
         **scales,
     }
     there |= {"o": in_16_bits.copied(o), "d_o": in_16_bits.copied(d_o)}
