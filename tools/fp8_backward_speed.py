@@ -29,7 +29,7 @@ from attngen.bench.timing import Call, time_interleaved  # noqa: E402
 from attngen.call.numbers import Arguments  # noqa: E402
 from attngen.call.table import OPTIONAL  # noqa: E402
 from tools.cudnn_graph import CudnnGraph  # noqa: E402
-from tools.reports import write_report  # noqa: E402
+from tools.reports import timing_options, write_report  # noqa: E402
 
 SCHEMA = 1
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
@@ -200,15 +200,7 @@ def measure(options: argparse.Namespace, cudnn: Any) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("-o", "--output", type=Path)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--settle-ms", type=float, default=100)
-    parser.add_argument("--budget-ms", type=float, default=60)
-    parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEADS), choices=HEADS)
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA device")
+    options = timing_options(__doc__ or "", HEADS, arguments)
     versions, absent = {"attngen": attngen.__version__}, {}
     cudnn = None
     try:

@@ -10,7 +10,6 @@ docs/results/README.md says what the fields mean.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +26,7 @@ from attngen.bench.timing import Call as Timed  # noqa: E402
 from attngen.bench.timing import time_interleaved  # noqa: E402
 from tools import fp8_accuracy  # noqa: E402
 from tools.fp8_accuracy import E4M3, LARGEST, Call, Case  # noqa: E402
-from tools.reports import write_report  # noqa: E402
+from tools.reports import timing_options, write_report  # noqa: E402
 
 SCHEMA = 1
 SHAPES = [(1, 16384), (4, 4096)]  # batch, tokens
@@ -103,15 +102,7 @@ def measure(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("-o", "--output", type=Path)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--settle-ms", type=float, default=100)
-    parser.add_argument("--budget-ms", type=float, default=60)
-    parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEADS), choices=HEADS)
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA device")
+    options = timing_options(__doc__ or "", HEADS, arguments)
     versions, absent = {"attngen": attngen.__version__}, {}
     builder = None
     try:

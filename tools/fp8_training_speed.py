@@ -9,7 +9,6 @@ stored already. Interleaved rounds, medians. docs/results/README.md says what th
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -26,7 +25,7 @@ import attngen  # noqa: E402  # a checkout not installed, too
 from attngen import fp8  # noqa: E402
 from attngen.bench.timing import Call, time_interleaved  # noqa: E402
 from tools.fp8_backward_speed import HEADS, SHAPES, Case  # noqa: E402
-from tools.reports import write_report  # noqa: E402
+from tools.reports import timing_options, write_report  # noqa: E402
 
 SCHEMA = 1
 HISTORY = 16
@@ -104,15 +103,7 @@ def row_of(case: Case, ms: dict[str, float]) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("-o", "--output", type=Path)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--settle-ms", type=float, default=100)
-    parser.add_argument("--budget-ms", type=float, default=60)
-    parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEADS), choices=HEADS)
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA device")
+    options = timing_options(__doc__ or "", HEADS, arguments)
     rows = []
     for d in options.head_dims:
         for batch, tokens in SHAPES:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -16,3 +18,23 @@ def write_report(path: Path, schema: int, **fields: Any) -> None:
     date = datetime.now(timezone.utc).date().isoformat()
     report = {"schema": schema, "date": date, "machine": to_data(describe_machine()), **fields}
     path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def timing_options(
+    what: str, head_dims: Iterable[int], arguments: Sequence[str] | None = None
+) -> argparse.Namespace:
+    """Options of a tool that times calls of these head dims on a GPU: output, rounds, settle_ms,
+    budget_ms, head_dims. what: the tool's docstring. Exits where there is no GPU."""
+    import torch
+
+    dims = list(head_dims)
+    parser = argparse.ArgumentParser(description=what.splitlines()[0])
+    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--settle-ms", type=float, default=100)
+    parser.add_argument("--budget-ms", type=float, default=60)
+    parser.add_argument("--head-dims", type=int, nargs="+", default=dims, choices=dims)
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
+    return options
