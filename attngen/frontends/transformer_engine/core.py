@@ -49,7 +49,8 @@ class Words:
 class How:
     """How a call is computed: on which of attngen's backends, in what context dropout draws, and
     whether gradients have the same bits on every run (None asks PyTorch); whether the largest
-    logits are wanted; and whether there is no backward of it, in a module that is not training."""
+    logits are wanted; and whether there is no backward of it, over a cache or in a module that is
+    not training."""
 
     backend: str = "auto"
     context: Callable[[], Any] = nullcontext
@@ -122,8 +123,8 @@ class _ForwardAlone(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise SpecError(
-            f"head dims above {MAX_HEAD_DIM} have no gradient of kernels, which computed this "
-            "output in a module that was not training; call module.train() before"
+            "this output has no gradient: it was computed over a KV cache, or in a module that was "
+            f"not training, of head dims above {MAX_HEAD_DIM}, by kernels without a backward"
         )
 
 

@@ -202,7 +202,8 @@ class DotProductAttention(nn.Module):
         if (cache := call.inference_params) is not None:
             q, k, v = carriers
             axes = self.qkv_format if call.qkv_format is None else call.qkv_format
-            keys, values, ends_q, ends_kv, *_ = cache.append(self.layer_number, k, v, axes)
+            with torch.no_grad():  # caches have no gradient
+                keys, values, ends_q, ends_kv, *_ = cache.append(self.layer_number, k, v, axes)
             carriers = Carriers(q, keys, values)
             more |= {"cu_seqlens_q": ends_q, "cu_seqlens_kv": ends_kv}
             if cache.reads_pages:
@@ -266,7 +267,8 @@ class DotProductAttention(nn.Module):
         backend = backend_of(words, sizes, facts, cache)
         how = self.fused_attention.how(call.num_splits, backend)
         on_kernels = backend != "reference" and carriers.q.is_cuda
-        if on_kernels and not (self.training or sizes.have_backward):
+        trains = self.training or sizes.have_backward
+        if cache is not None or (on_kernels and not trains):
             how = replace(how, forward_alone=True)
         return plan_of(words, how, batch, present)
 

@@ -251,3 +251,26 @@ def test_packed_tensors_and_caches_do_not_go_together() -> None:
     params, module = params_of(False, "bshd"), module_of("bshd")
     with pytest.raises(SpecError, match="keys and values of their own"):
         module(qkv_layer=torch.zeros(1, 1, 3, 4, 8), inference_params=params)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_steps_of_tensors_that_learn_are_those_of_others_and_have_no_gradient(paged: bool) -> None:
+    outputs = []
+    for learns in (False, True):
+        params, module = params_of(paged, "bshd"), module_of("bshd")
+        params.allocate_memory(1)
+        params.pre_step(OrderedDict([(0, 3)]))
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (
+            torch.randn(1, 3, h, d, generator=generator, dtype=torch.float64, requires_grad=learns)
+            for h, d in ((HEADS, DIM), (GROUPS, DIM), (GROUPS, 8))
+        )
+        ends = torch.tensor([0, 3], dtype=torch.int32)
+        outputs.append(
+            module(q, k, v, cu_seqlens_q=ends, cu_seqlens_kv=ends, inference_params=params,
+                   max_seqlen_q=3, max_seqlen_kv=LONGEST)
+        )  # fmt: skip
+    plain, learning = outputs
+    torch.testing.assert_close(learning.detach(), plain)
+    with pytest.raises(SpecError, match="over a KV cache"):
+        learning.sum().backward()
