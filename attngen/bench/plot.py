@@ -24,7 +24,7 @@ COLOURS = {
     "sdpa": "#8f6bb3",
     "flex": "#9a9a9a",
     "flashinfer": "#e5b567",
-    "xla": "#9a9a9a",
+    "xla": "#c76b8e",
 }
 LIGHTER = 0.55  # the opacity of bars of a deterministic mode, in the colour of the ordinary one
 MOST_BYTES = 1 << 26  # of a figure

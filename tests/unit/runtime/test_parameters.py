@@ -10,6 +10,8 @@ from typing import get_args
 
 import pytest
 
+from attngen.call.fp8_checks import BACKWARD_SCALES
+from attngen.call.fp8_gradients import MAXIMA
 from attngen.call.table import INPUTS
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
@@ -30,8 +32,8 @@ from tools.corpus import flatten
 
 KNOWN = features.scan()
 NUMBERS = ("i32", "f32", "i64")
-RESULTS = {"o", "lse", "max_logit", "amax_s", "amax_o", "dq", "dk", "dv", "dbias"}
-GRADIENTS = {"d_o", "dlse"}  # that a backward is given
+RESULTS = {"o", "lse", "max_logit", "amax_s", "amax_o", "dq", "dk", "dv", "dbias", *MAXIMA}
+GRADIENTS = {"d_o", "dlse", *BACKWARD_SCALES}  # that a backward is given
 
 
 @cache
