@@ -176,23 +176,35 @@ def tensors_of(call: Call) -> Carriers:
 _OTHERS = frozenset({"qkv_layer", "kv_layer", "inference_params", "checkpoint_core_attention"})
 _BEFORE_OTHERS = 14
 _TENSORS_FIRST = 3
+_LONGEST = ("max_seqlen_q", "max_seqlen_kv")  # which no plan knows
+_BEFORE_LONGEST = 9
 
 
 def form_of_arguments(args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, ...] | None:
-    """A call of three tensors and others, but for numbers in them and how many packed tokens there
-    are, from its arguments as they are given; None where `form_of` its `Call` tells forms apart."""
-    if not _TENSORS_FIRST <= len(args) <= _BEFORE_OTHERS:
+    """A call of three tensors and others, but for numbers in them, their longest lengths, and how
+    many packed tokens and sequences there are, from its arguments as they are given; None where
+    `form_of` its `Call` tells forms apart."""
+    if not _TENSORS_FIRST <= len(args) <= _BEFORE_OTHERS or not _OTHERS.isdisjoint(given):
         return None
-    if not given:
-        return tuple([_form_of_one(x) for x in args])
-    if not _OTHERS.isdisjoint(given):
-        return None
-    return (*given, *[_form_of_one(x) for x in args], *map(_form_of_one, given.values()))
+    q, k, v, *rest = args
+    form = _carrier_form(q), _carrier_form(k), _carrier_form(v)
+    if rest:
+        places = range(_TENSORS_FIRST, len(args))
+        longest = range(_BEFORE_LONGEST, _BEFORE_LONGEST + len(_LONGEST))
+        pairs = zip(places, rest, strict=True)
+        form += tuple(None if place in longest else _form_of_one(x) for place, x in pairs)
+    if given:
+        form += tuple((name, _form_of_one(x)) for name, x in given.items() if name not in _LONGEST)
+    return form
+
+
+def _carrier_form(x: Any) -> Any:
+    return x if x is None else (x.shape if x.ndim != 3 else x.shape[1:], x.dtype)
 
 
 def _form_of_one(x: Any) -> Any:
     if isinstance(x, Tensor):
-        return x.shape if x.ndim != 3 else x.shape[1:], x.dtype, x.requires_grad
+        return Tensor, x.requires_grad
     return tuple(map(_form_of_one, x)) if isinstance(x, (tuple, list)) else x
 
 

@@ -255,4 +255,9 @@ def test_calls_of_one_form_share_a_plan_whoever_names_their_arguments() -> None:
             ends = torch.tensor([0, 3, tokens], dtype=torch.int32)
             given = (torch.randn(tokens, 2, 8) for _ in "qkv")
             module(*given, attn_mask_type="padding_causal", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+        assert planned.call_count == 1
+        for ends in (torch.tensor([0, 6]).int(), torch.tensor([0, 1, 4, 6]).int()):
+            most = int(ends.diff().amax())
+            module(*(torch.randn(6, 2, 8) for _ in "qkv"), attn_mask_type="padding_causal",
+                   cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=most, max_seqlen_kv=most)
     assert planned.call_count == 1
