@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attngen.bench.peers import describe
+
 
 class CudnnGraph:
     """A graph whose tensors are bound as they are named.
@@ -63,3 +65,19 @@ class CudnnGraph:
         size = max(16, graph.get_workspace_size())
         workspace = torch.empty(size, device="cuda", dtype=torch.uint8)
         return lambda: graph.execute(self.bound, workspace, handle=self.handle)
+
+
+def find_cudnn(
+    make: Callable[[Any], Any], versions: dict[str, str], absent: dict[str, str]
+) -> Any:
+    """Find the package and return what is made of it, None where it cannot be used; its version is
+    noted, or why it is not there."""
+    try:
+        import cudnn  # type: ignore[import-not-found]
+
+        made = make(cudnn)
+        versions["cudnn"] = f"{cudnn.backend_version()}, cudnn-frontend {cudnn.__version__}"
+    except Exception as error:  # a package that is broken is as good as absent
+        absent["cudnn"] = describe(error)
+        return None
+    return made

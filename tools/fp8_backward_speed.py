@@ -28,7 +28,7 @@ from attngen.bench.peers import describe  # noqa: E402
 from attngen.bench.timing import Call, time_interleaved  # noqa: E402
 from attngen.call.numbers import Arguments  # noqa: E402
 from attngen.call.table import OPTIONAL  # noqa: E402
-from tools.cudnn_graph import CudnnGraph  # noqa: E402
+from tools.cudnn_graph import CudnnGraph, find_cudnn  # noqa: E402
 from tools.reports import timing_options, write_report  # noqa: E402
 
 SCHEMA = 1
@@ -158,7 +158,7 @@ def calls_of(case: Case, cudnn: Any) -> tuple[dict[str, Call], dict[str, str], d
     if cudnn is not None:
         try:
             calls["cudnn"] = cudnn_backward(cudnn, case, given)
-        except (RuntimeError, cudnn.cudnnGraphNotSupportedError) as error:
+        except RuntimeError as error:
             missing["cudnn"] = describe(error)
     results: dict[str, Any] = {name: call() for name, call in calls.items()}
     wide = results["attngen bf16"][:3]
@@ -201,15 +201,9 @@ def measure(options: argparse.Namespace, cudnn: Any) -> list[dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> int:
     options = timing_options(__doc__ or "", HEADS, arguments)
-    versions, absent = {"attngen": attngen.__version__}, {}
-    cudnn = None
-    try:
-        import cudnn as installed  # type: ignore[import-not-found]
-
-        cudnn = installed
-        versions["cudnn"] = f"{cudnn.backend_version()}, cudnn-frontend {cudnn.__version__}"
-    except Exception as error:  # a package that is broken is as good as absent
-        absent["cudnn"] = describe(error)
+    versions: dict[str, str] = {"attngen": attngen.__version__}
+    absent: dict[str, str] = {}
+    cudnn = find_cudnn(lambda cudnn: cudnn, versions, absent)
     rows = measure(options, cudnn)
     if options.output:
         write_report(

@@ -25,6 +25,7 @@ from attngen.bench.peers import describe  # noqa: E402
 from attngen.bench.timing import Call as Timed  # noqa: E402
 from attngen.bench.timing import time_interleaved  # noqa: E402
 from tools import fp8_accuracy  # noqa: E402
+from tools.cudnn_graph import find_cudnn  # noqa: E402
 from tools.fp8_accuracy import E4M3, LARGEST, Call, Case  # noqa: E402
 from tools.reports import timing_options, write_report  # noqa: E402
 
@@ -103,15 +104,9 @@ def measure(
 
 def main(arguments: list[str] | None = None) -> int:
     options = timing_options(__doc__ or "", HEADS, arguments)
-    versions, absent = {"attngen": attngen.__version__}, {}
-    builder = None
-    try:
-        import cudnn  # type: ignore[import-not-found]
-
-        builder = fp8_accuracy.cudnn_builder(cudnn)
-        versions["cudnn"] = f"{cudnn.backend_version()}, cudnn-frontend {cudnn.__version__}"
-    except Exception as error:  # a package that is broken is as good as absent
-        absent["cudnn"] = describe(error)
+    versions: dict[str, str] = {"attngen": attngen.__version__}
+    absent: dict[str, str] = {}
+    builder = find_cudnn(fp8_accuracy.cudnn_builder, versions, absent)
     rows = measure(options.head_dims, options.rounds, options.settle_ms, options.budget_ms, builder)
     if options.output:
         write_report(
