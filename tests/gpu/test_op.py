@@ -9,9 +9,7 @@ import torch
 from torch.export import Dim, export
 
 import attngen
-from attngen.frontends.pytorch import (  # the first registers the operation
-    operation,
-)
+from attngen.call import kernel_choice
 from attngen.runtime import load
 from tests.support.caches import FORWARD, forget, held
 
@@ -127,7 +125,7 @@ def test_op_compiled_to_cuda_graphs_is_right_and_leaves_eager_calls_right():
 @pytest.mark.parametrize("few_queries", [False, True])
 def test_op_first_call_captured_loads_its_kernels(few_queries, monkeypatch):
     """Nothing has been called or loaded yet."""
-    for place, name in ((load, "_libraries"), (operation, "_kernels")):
+    for place, name in ((load, "_libraries"), (kernel_choice, "_kernels")):
         monkeypatch.setattr(place, name, {})
     forget(monkeypatch, *FORWARD)
     pages = {
