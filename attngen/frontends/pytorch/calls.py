@@ -78,7 +78,7 @@ def route(
     if plainly is not call:
         return attend(**given_by(plainly))  # type: ignore[no-any-return]
     if eight_bits.needs_gradient(call):
-        return eight_bits.differentiable(call, carriers)
+        return eight_bits.differentiable(attend, call, carriers)
     check_rest(call.num_splits, call.deterministic, call.schedule)
     # A schedule of other calls is refused whatever serves this one.
     if (refusal is None or call.schedule is not None) and routing.use_kernels(call):

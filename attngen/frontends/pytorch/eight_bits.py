@@ -164,7 +164,7 @@ def of_stored(attend: Callable[..., Result], call: AttentionCall) -> Result | No
         return attend(**given_by(plain))
     carriers = [None if (x := given.get(name)) is None else _Carrier.apply(x) for name in CARRIERS]  # type: ignore[no-untyped-call]
     q, k, v = carriers
-    return differentiable(plain, (q, k, v))
+    return differentiable(attend, plain, (q, k, v))
 
 
 def _learned(call: AttentionCall) -> list[Any]:
@@ -204,17 +204,20 @@ def _needs_gradient(tensors: tuple[Any, ...]) -> bool:
     return torch.is_grad_enabled() and any([x.requires_grad for x in given])
 
 
-def differentiable(call: AttentionCall, carriers: Carriers) -> Result:
+def differentiable(
+    attend: Callable[..., Result], call: AttentionCall, carriers: Carriers
+) -> Result:
     """The results of a call of FP8 operands whose gradients the carriers get, and its bias and its
-    sink.
+    sink. attend: `attention`.
 
     Raises: SpecError with every violation at once; CompileError, LaunchError.
     """
-    stored = {name: None if (x := getattr(call, name)) is None else x.detach() for name in CARRIERS}
+    given = given_by(call)
+    q: Tensor = given.pop("q").detach()
+    k, v = [None if (x := given.pop(name, None)) is None else x.detach() for name in ("k", "v")]
     recipe = in_force.recipe
     stores = IN_16_BITS if recipe is None else recipe.stored_gradients()
-    plainly, checked = _checked(AttentionCall(**{**named(call), **stored}), carriers, stores)
-    return checked(operands_of(plainly), plainly.schedule, carriers, stores)
+    return run(attend, Replaced(q, k, v, given, carriers, stores))
 
 
 @dataclass(eq=False)

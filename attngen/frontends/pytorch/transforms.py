@@ -16,6 +16,7 @@ from torch.library import Library
 
 from ...errors import SpecError
 from . import torch_private
+from .operation import unobserved
 from .torch_private import is_functional, levels
 
 Outputs = tuple[Tensor, ...]
@@ -62,10 +63,13 @@ def differentiable(
     keep: Callable[[Any, tuple[Any, ...], Outputs], None] = _keep_nothing,
     *,
     library: Library,
+    eager: Callable[..., Outputs] | None = None,
 ) -> Callable[..., Outputs]:
     """Registers the gradients of an operation; returns it for whoever looks on, transforms too.
 
-    keep: what torch calls setup_context. library: its implementations.
+    keep: what torch calls setup_context. library: its implementations. eager: the implementation
+    that calls get which nobody looks on at, past torch's way through Python, which takes
+    milliseconds of an operation with many arguments.
     """
 
     def operation(*inputs: Any) -> Outputs:
@@ -73,8 +77,31 @@ def differentiable(
         return found(*inputs)  # type: ignore[no-any-return]
 
     torch.library.register_autograd(f"attngen::{name}", gradients, setup_context=keep, lib=library)
+    transformed = _function_of(operation, gradients, keep)
+    if eager is None:
+        return lambda *inputs: (transformed if is_transformed() else operation)(*inputs)
+    plainly, with_gradients = eager, _function_of(eager, gradients, keep)
 
-    class Transformed(torch.autograd.Function):
+    def dispatched(*inputs: Any) -> Outputs:
+        if is_transformed():
+            return transformed(*inputs)
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        if torch.compiler.is_compiling() or levels._current_level >= 0 or not unobserved(tensors):
+            return operation(*inputs)
+        needed = torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
+        return (with_gradients if needed else plainly)(*inputs)
+
+    return dispatched
+
+
+def _function_of(
+    operation: Callable[..., Outputs],
+    gradients: Callable[..., Any],
+    keep: Callable[[Any, tuple[Any, ...], Outputs], None],
+) -> Callable[..., Outputs]:
+    """An operation as a function of autograd; vmap makes one call of it for each sample."""
+
+    class Function(torch.autograd.Function):
         @staticmethod
         def forward(*inputs: Any) -> Outputs:
             return operation(*inputs)
@@ -106,9 +133,5 @@ def differentiable(
             results = tuple(torch.stack(outputs) for outputs in zip(*each, strict=True))
             return results, (0,) * len(results)
 
-    apply: Callable[..., Outputs] = Transformed.apply
-
-    def dispatched(*inputs: Any) -> Outputs:
-        return apply(*inputs) if is_transformed() else operation(*inputs)
-
-    return dispatched
+    apply: Callable[..., Outputs] = Function.apply
+    return apply

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import attngen
@@ -300,6 +302,26 @@ def test_calls_alike_are_checked_once_and_hold_no_tensor(recipe, monkeypatch):
     attend(mask="none", sink=torch.zeros(4, requires_grad=True), softmax="learnable")
     attend(((1, 8, 2, 16),) * 3, mask="none")
     assert checked == ["causal", "none", "none", "none"]
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_calls_that_nobody_looks_on_at_pass_torchs_way_through_python(watched, recipe, monkeypatch):
+    """It looks at a schema once for each argument, a millisecond and more of a call."""
+    taken = []
+    real = torch._library.utils.fill_defaults
+    monkeypatch.setattr(
+        torch._library.utils, "fill_defaults", lambda *given: taken.append(0) or real(*given)
+    )
+    tensors = leaves(*DENSE)
+    with _Watching() if watched else nullcontext():
+        out = attngen.attention(*tensors, backend="reference")
+    torch.autograd.grad(out.float().sum(), tensors)
+    assert bool(taken) is watched
+
+
+class _Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
 
 
 def test_kernels_that_refuse_a_launch_leave_it_to_the_reference(recipe, monkeypatch, caplog):
