@@ -4,7 +4,8 @@
 
 Microseconds a call of small attention, in a program of 32 calls and in one of a single call, by
 attngen and by `jax.nn.dot_product_attention(implementation="cudnn")`: with XLA's own choice of
-what goes into command buffers, with nothing in them, and beside a thread that computes in Python.
+what goes into command buffers, with nothing in them, and beside a thread that computes in Python:
+there a program's dispatch waits for the interpreter, which hides behind programs that are long.
 Every figure is a median over programs; each setting has a process of its own, and each row is
 printed as it is measured. cuDNN, whose programs compile for long, is left out without --peers.
 """
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 CALLS, PROGRAMS, BATCH = 32, 10, 5
+SHORT, LONG = (1, 256, 2, 128), (8, 4096, 16, 128)
 SETTINGS = {
     "default": "",
     "no command buffers": "--xla_gpu_enable_command_buffer=",
@@ -81,12 +83,23 @@ def computing(ended: threading.Event) -> None:
         sum(range(1000))
 
 
+def beside_a_thread(program: Callable[[Any], Any], x: Any, calls: int) -> float:
+    """Microseconds a call while another thread keeps the interpreter busy."""
+    ended = threading.Event()
+    thread = threading.Thread(target=computing, args=(ended,))
+    thread.start()
+    try:
+        return time_of(program, x, calls)
+    finally:
+        ended.set()
+        thread.join()
+
+
 def measure(peers: bool) -> dict[str, float]:
     """Times in this process, by what was called, how often, and beside what."""
     import jax
     import jax.numpy as jnp
 
-    x = jax.random.normal(jax.random.key(0), (1, 256, 2, 128), jnp.bfloat16)
     found: dict[str, float] = {}
 
     def note(row: str, us: float) -> None:
@@ -96,21 +109,16 @@ def measure(peers: bool) -> dict[str, float]:
     for name, attend in attentions().items():
         if name != "attngen" and not peers:
             continue
-        for calls in (CALLS, 1):
+        for calls, shape in ((CALLS, SHORT), (CALLS, LONG), (1, SHORT)):
+            x = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
             program = program_of(attend, calls)
             start = time.perf_counter()
             program(x).block_until_ready()
             print(f"{name}: first run {time.perf_counter() - start:.1f} s", file=sys.stderr)
-            note(f"{name}, {calls}", time_of(program, x, calls))
+            row = f"{name}, {calls}{' long' if shape is LONG else ''}"
+            note(row, time_of(program, x, calls))
             if calls == CALLS:
-                ended = threading.Event()
-                thread = threading.Thread(target=computing, args=(ended,))
-                thread.start()
-                try:
-                    note(f"{name}, {calls}, beside a thread", time_of(program, x, calls))
-                finally:
-                    ended.set()
-                    thread.join()
+                note(f"{row}, beside a thread", beside_a_thread(program, x, calls))
     return found
 
 
