@@ -249,6 +249,51 @@ def test_training_step_is_captured() -> None:
 
 
 @pytest.mark.device
+def test_captured_dropout_draws_from_the_tracker() -> None:
+    """Replays draw what as many eager calls would, and leave the generator as it was."""
+    case = Case("bshd_bshd_bshd", "causal", shape=SHAPE, dropout=0.25)
+    qkv = [on_device(x).requires_grad_() for x in te_kit.operands(case, dtype=torch.bfloat16)]
+    tracker = te.CudaRNGStatesTracker()
+    tracker.add("model-parallel-rng", 5)
+    module = te_kit.module_of(case, get_rng_state_tracker=lambda: tracker)
+    start = tracker.get_states()
+    eager = [module(*qkv) for _ in range(2)]
+    te.make_graphed_callables(module, tuple(qkv))
+    tracker.set_states(start)
+    torch.cuda.manual_seed(3)
+    before = torch.cuda.get_rng_state()
+    for expected in eager:
+        found = module(*(x.detach().requires_grad_() for x in qkv))
+        assert torch.equal(found, expected) and found.requires_grad
+    assert not torch.equal(*eager) and torch.equal(torch.cuda.get_rng_state(), before)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("paged", [False, True])
+def test_graphed_callables_serve_steps_of_a_cache(paged: bool) -> None:
+    module = te.DotProductAttention(
+        4, 64, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="padding_causal"
+    ).eval()
+    steps, plain = [{7: 1, 3: 1, 9: 1}, {3: 1, 9: 1, 5: 1}, {9: 1, 5: 1}], cache_of(paged)
+    captured = cache_of(paged)
+    static = tuple(x.new_zeros(3, *x.shape) for x in tokens(1, slice(1)))
+    captured.pre_step(OrderedDict({1: 1, 2: 1, 3: 1}))
+    given = {"inference_params": captured}
+    eager = module.forward
+    te.make_graphed_callables(module, static, sample_kwargs=given)
+    captured.reset()
+    for number, step in enumerate(steps):
+        fresh = [torch.stack(x) for x in zip(
+            *(tokens(each, slice(number, number + 1)) for each in step), strict=True
+        )]  # fmt: skip
+        whole = [torch.cat([x, x.new_zeros(3 - len(x), *x.shape[1:])]) for x in fresh]
+        for cache in (plain, captured):
+            cache.pre_step(OrderedDict(step))
+        expected = eager(*fresh, inference_params=plain)
+        close(module(*whole, inference_params=captured)[: len(step)], expected, 1e-2)
+
+
+@pytest.mark.device
 def test_compiled_module_agrees() -> None:
     case = Case("bshd_bshd_bshd", "causal", shape=SHAPE)
     module = te_kit.module_of(case)

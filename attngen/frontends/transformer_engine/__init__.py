@@ -14,6 +14,7 @@ from .emulation import FP8EmulationFunc
 from .function import FusedAttnFunc
 from .fused_backward import fused_attn_bwd
 from .fused_forward import fused_attn_fwd
+from .graphs import make_graphed_callables
 from .inference import InferenceParams
 from .kernels import get_fused_attn_backend
 from .kv_cache import KVCacheManager, NonPagedKVCacheManager, PagedKVCacheManager
@@ -86,4 +87,5 @@ __all__ = [
     "get_attention_backend",
     "get_fused_attn_backend",
     "get_qkv_format",
+    "make_graphed_callables",
 ]

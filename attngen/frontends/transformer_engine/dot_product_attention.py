@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...call.recipe import in_force
 from ...call.taking import fields_of
 from ...errors import SpecError
+from ...spec.layouts import parse
 from .arguments import OLDER, method_taking
 from .backends import (
     FlashAttention,
@@ -262,7 +263,7 @@ class DotProductAttention(nn.Module):
             max_logit=self.return_max_logit,
             num_splits=call.num_splits,
             bias_has_gradient=bias is not None and bias.requires_grad,
-            recipe=recipe_in_force(),
+            recipe=None if parse(layout).paged else recipe_in_force(),  # pages stay in 16 bits
         )
         backend = backend_of(words, sizes, facts, cache)
         how = self.fused_attention.how(call.num_splits, backend)

@@ -17,22 +17,48 @@ States = dict[str, Tensor]
 T = TypeVar("T")
 
 
-def _state() -> Tensor:
-    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
+class _HostState:
+    """A state of the CPU's generator: numbers that a fork brings to it and takes back."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+
+    @contextmanager
+    def drawn_from(self) -> Iterator[None]:
+        """Have the CPU's generator be in this state, and note where it has come to."""
+        before = torch.get_rng_state()
+        torch.set_rng_state(self.generator.get_state())
+        try:
+            yield
+        finally:
+            self.generator.set_state(torch.get_rng_state())
+            torch.set_rng_state(before)
 
 
-def _set_state(state: Tensor) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(state)
-    else:
-        torch.set_rng_state(state)
+class _DeviceState:
+    """A state of the current CUDA device's generator, which forks share with it: nothing is read,
+    so that they can be captured."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator(torch.device("cuda", torch.cuda.current_device()))
+
+    @contextmanager
+    def drawn_from(self) -> Iterator[None]:
+        """Have the device's generator draw from this state."""
+        current = torch.cuda.default_generators[torch.cuda.current_device()]
+        before = current.graphsafe_get_state()
+        current.graphsafe_set_state(self.generator)
+        try:
+            yield
+        finally:
+            current.graphsafe_set_state(before)
 
 
 class CudaRNGStatesTracker:
     """States of the current device's generator (without a device, of the CPU's), each by its name.
 
-    A fork draws from the state of a name, and leaves the generator as it was. No fork can be
-    captured into a CUDA graph.
+    A fork draws from the state of a name, and leaves the generator as it was. Forks can be captured
+    into CUDA graphs that know the states: those of `make_graphed_callables`, or after `register`.
     """
 
     def __init__(self) -> None:
@@ -40,42 +66,56 @@ class CudaRNGStatesTracker:
 
     def reset(self) -> None:
         """Forget all states and seeds."""
-        self.states_: States = {}
+        self._states: dict[str, _HostState | _DeviceState] = {}
         self.seeds_: set[int] = set()
 
+    @property
+    def states_(self) -> States:
+        """The states by their names, as they are now."""
+        return self.get_states()
+
     def get_states(self) -> States:
-        """The states by their names; forks replace them in the tracker, not in this copy."""
-        return dict(self.states_)
+        """Copies of the states by their names, uint8."""
+        return {name: each.generator.get_state() for name, each in self._states.items()}
 
     def set_states(self, states: States) -> None:
-        """Have these states instead."""
-        self.states_ = dict(states)
+        """Have these states instead. Graphs that know a name's state go on to draw from it."""
+        known = {name: self._states.get(name) or _new_state() for name in states}
+        for name, each in known.items():
+            each.generator.set_state(states[name])
+        self._states = known
 
     def add(self, name: str, seed: int) -> None:
         """Add the state that a seed begins with. Raises: RuntimeError for a name or seed that there
         is already."""
         if seed in self.seeds_:
             raise RuntimeError(f"seed {seed} has a state already")
-        if name in self.states_:
+        if name in self._states:
             raise RuntimeError(f"state {name!r} is there already")
         self.seeds_.add(seed)
-        before = _state()
-        torch.manual_seed(seed) if not torch.cuda.is_available() else torch.cuda.manual_seed(seed)
-        self.states_[name] = _state()
-        _set_state(before)
+        self._states[name] = made = _new_state()
+        made.generator.manual_seed(seed)
+
+    def generators(self) -> list[torch.Generator]:
+        """Generators of the states, which a graph that captures forks has to know."""
+        return [each.generator for each in self._states.values()]
+
+    def register(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Have a graph know the states, before it captures forks."""
+        for generator in self.generators():
+            graph.register_generator_state(generator)
 
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
         """Draw from the state of this name. Raises: KeyError where there is none."""
-        if name not in self.states_:
+        if name not in self._states:
             raise KeyError(f"state {name!r} is not there; add it")
-        before = _state()
-        _set_state(self.states_[name])
-        try:
+        with self._states[name].drawn_from():
             yield
-        finally:
-            self.states_[name] = _state()
-            _set_state(before)
+
+
+def _new_state() -> _HostState | _DeviceState:
+    return _DeviceState() if torch.cuda.is_available() else _HostState()
 
 
 def checkpointed(function: Callable[[], T], tracker: Any) -> T:

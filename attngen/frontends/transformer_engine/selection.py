@@ -146,8 +146,11 @@ def get_attention_backend(attention_params: AttentionParams) -> Selection:
     if fused and flash:
         logger.debug("Disabling FlashAttention: the same kernels serve FusedAttention")
     order = ("FusedAttention", fused), ("FlashAttention", flash), (UNFUSED, unfused)
-    in_8_bits = asks_for_fp8(attention_params)
-    kind = FusedAttnBackend.FP8 if in_8_bits else FusedAttnBackend.F16_arbitrary_seqlen
+    kind = (
+        FusedAttnBackend.FP8
+        if is_in_8_bits(attention_params)
+        else FusedAttnBackend.F16_arbitrary_seqlen
+    )
     selected = next((name for name, serves in order if serves), "none")
     logger.debug("Selected backend = %s", selected)
     return Selection(
@@ -214,8 +217,13 @@ def asks_for_fp8(params: AttentionParams) -> bool:
     return params.fp8 and bool(getattr(_recipe_of(params), "fp8_dpa", True))
 
 
+def is_in_8_bits(params: AttentionParams) -> bool:
+    """Whether attention is in FP8, by a recipe or since its operands are."""
+    return asks_for_fp8(params) or params.qkv_dtype.itemsize == 1
+
+
 def flash_has_no_fp8(params: AttentionParams) -> str | None:
-    if asks_for_fp8(params):
+    if is_in_8_bits(params):
         return "FP8: FusedAttention has it, and the definition"
     return None
 
@@ -255,9 +263,16 @@ def has_score_mod(params: AttentionParams) -> str | None:
 
 
 def has_no_floats(params: AttentionParams) -> str | None:
-    stored = params.qkv_dtype.itemsize == 1
-    if not params.qkv_dtype.is_floating_point or (stored and not asks_for_fp8(params)):
-        return f"qkv_dtype = {params.qkv_dtype}: no floats of 16 bits or more"
+    if not params.qkv_dtype.is_floating_point:
+        return f"qkv_dtype = {params.qkv_dtype}: no floats"
+    return None
+
+
+def packs_unlike_head_dims(params: AttentionParams) -> str | None:
+    packed = any(digit in params.qkv_layout for digit in "23")
+    if packed and params.head_dim_qk != params.head_dim_v:
+        dims = f"{params.head_dim_qk} and {params.head_dim_v}"
+        return f"qkv_layout = {params.qkv_layout}: a packed tensor has one head dim, not {dims}"
     return None
 
 
@@ -301,6 +316,7 @@ _ALWAYS = (
     has_context_parallelism,
     has_score_mod,
     has_no_floats,
+    packs_unlike_head_dims,
 )
 RULES: dict[str, tuple[Rule, ...]] = {
     "FlashAttention": (

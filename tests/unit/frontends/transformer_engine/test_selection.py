@@ -158,7 +158,7 @@ def test_fused_comes_before_flash_and_flash_before_unfused(monkeypatch: Any) -> 
             {"fp8": True, "qkv_dtype": torch.float8_e4m3fn, "fp8_meta": {"recipe": WIDE}},
             [False, True, True],
         ),
-        ({"qkv_dtype": torch.float8_e4m3fn}, [False, False, False]),
+        ({"qkv_dtype": torch.float8_e4m3fn}, [False, True, True]),
         ({"fp8": True, "fp8_meta": {"recipe": MXFP8BlockScaling()}}, [False, False, False]),
         ({"fp8": True, "fp8_output": True, "fp8_meta": {"recipe": WIDE}}, [False, False, False]),
         ({"fp8": True, "fp8_meta": {"recipe": SimpleNamespace(fp8_dpa=False)}}, [True, True, True]),
