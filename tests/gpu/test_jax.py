@@ -233,6 +233,28 @@ def test_fp8_forward_finds_its_maxima_filled() -> None:
     assert np.allclose(aux.amax_o, theirs.amax_o, rtol=0.03) and aux.amax_s == 1
 
 
+@pytest.mark.parametrize("backward", ["16", "fp8"])
+def test_fp8_attention_has_the_gradients_of_its_definition(backward: str) -> None:
+    from attngen.jax import Float8CurrentScaling, fp8_attention
+
+    given = {**carriers(2, 4, 2, 130, 200, 64), "sink": random(4, dtype="float32")}
+    recipe = Float8CurrentScaling(backward=backward)
+
+    def gradients(backend: str) -> Any:
+        def loss(values: dict[str, Any]) -> Any:
+            out = fp8_attention(
+                **values, mask="causal", softmax="learnable", recipe=recipe, backend=backend
+            )
+            return (out.astype(jnp.float32) ** 2).sum()
+
+        return jax.jit(jax.grad(loss))(given)
+
+    found, wanted = gradients("cuda"), gradients("reference")
+    for name, exact in wanted.items():
+        one, other = (np.asarray(x.astype("float32")) for x in (found[name], exact))
+        assert np.sqrt(((one - other) ** 2).mean()) <= 0.03 * np.sqrt((other**2).mean()), name
+
+
 def test_trace_notes_what_programs_launch() -> None:
     from attngen.jax import attention
 

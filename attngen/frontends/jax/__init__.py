@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .attention import attention
 from .context_parallel import context_attention
 from .dot_product_attention import dot_product_attention
+from .fp8_attention import Float8CurrentScaling, fp8_attention
 from .fused_attn import fused_attn, is_fused_attn_kernel_available, make_swa_mask
 from .load_balancing import inverse_reorder_causal_load_balancing, reorder_causal_load_balancing
 from .names import (
@@ -35,6 +36,7 @@ __all__ = [
     "AttnSoftmaxType",
     "CPStrategy",
     "DotProductAttention",
+    "Float8CurrentScaling",
     "QKVFormat",
     "QKVLayout",
     "ReorderStrategy",
@@ -43,6 +45,7 @@ __all__ = [
     "canonicalize_attn_mask_type",
     "context_attention",
     "dot_product_attention",
+    "fp8_attention",
     "fused_attn",
     "inverse_reorder_causal_load_balancing",
     "is_fused_attn_kernel_available",

@@ -80,7 +80,7 @@ def _run(checked: CheckedCall, saved_as: str, alone: bool) -> dict[str, Array]:
     routing.check_backend(checked.backend)
     names = ordered([name for name, x in checked.operands.items() if x is not None])
     operands = [x for name in names if (x := checked.operands[name]) is not None]
-    if not _use_kernels(checked):
+    if not use_kernels(checked):
         form = Form(names, checked.arguments)
         return _by_definition(form)(*operands)  # type: ignore[no-any-return]
     form = Form(names, checked.arguments, None, alone, checked.backend == "cuda")
@@ -99,7 +99,7 @@ def _define(form: Form, *operands: Array) -> dict[str, Array]:
     return reference.forward(form.by_name(operands), form.arguments)
 
 
-def _use_kernels(checked: CheckedCall) -> bool:
+def use_kernels(checked: CheckedCall) -> bool:
     """Whether kernels serve a call on CUDA. Raises: SpecError where the call names them, and they
     do not."""
     if checked.backend == "reference":

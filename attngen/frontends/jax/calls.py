@@ -132,6 +132,13 @@ def _as_arrays(call: AttentionCall) -> AttentionCall:
     return AttentionCall(**{**named(call), **changed, "fragment_arguments": added})
 
 
+def lengths_of(call: AttentionCall) -> Operands:
+    """The lengths of a call's sides, by the names of operands, as `converted` has them."""
+    given: Operands = {name: None for name in (*LENGTHS, *PAGE_TABLES)}
+    given |= {name: jnp.asarray(x) for name in LENGTHS if (x := getattr(call, name)) is not None}
+    return _lengths(call.layout, given)
+
+
 def _lengths(layout: str, found: Operands) -> Operands:
     """The lengths of both sides: int32, those of dense operands as `seqused`."""
     parsed = layouts.parse(layout)

@@ -12,17 +12,19 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array
 
+from ...call.fp8_checks import BACKWARD_SCALES
 from ...call.fragments import SLOTS
 from ...call.table import CARRIERS, PAGE_TABLES
 from ...spec import layouts
 from .operation import Form
 
 BROADCASTS = ("bias", "attn_mask")
+DESCALES = ("descale_q", "descale_k", "descale_v")  # which a backward takes one of for all
 ROWS = ("lse", "dlse")
 LIKE_Q = ("o", "d_o", "dq")
 GRADIENTS = {"dq": "q", "dk": "k", "dv": "v"}
 # A single one serves all sequences.
-SHARED = ("sink", "rng_state", "scale_s", "descale_s", "scale_o", *SLOTS)
+SHARED = ("sink", "rng_state", "scale_s", "descale_s", "scale_o", *BACKWARD_SCALES, *SLOTS)
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,10 @@ class Fold:
         summed = wanted is not None and wanted.dsink
         fragments = any(name in self.mapped for name in SLOTS)
         reduced = arguments.max_logit or arguments.amax
-        return not (alone or summed or fragments or reduced or arguments.dropout_p > 0)
+        scaled = wanted is not None and any(self.mapped.get(name, False) for name in DESCALES)
+        return not (
+            alone or summed or fragments or reduced or scaled or arguments.dropout_p > 0
+        )
 
     def operands(self, given: Mapping[str, Array]) -> dict[str, Array]:
         """Operands of the one call. given: those of the mapped one, its axis first."""

@@ -12,6 +12,7 @@ from ...call.numbers import Arguments
 from ...call.tensors import FP8
 from .places import Rows
 
+SMALLEST_EXPONENT, LARGEST_EXPONENT = -126, 126  # of scales
 DEFAULT_SCALE_S = 256.0  # of weights, as `attngen.reference.fp8` has it
 Operands = Mapping[str, "Array | None"]
 
@@ -65,3 +66,34 @@ def quantised(x: Array, dtype: str) -> Array:
     """Numbers in an 8-bit format: what is out of range becomes the largest finite one."""
     largest = largest_of(dtype)
     return jnp.clip(x, -largest, largest).astype(dtype)
+
+
+def largest(x: Array, rows: Array | None) -> Array:
+    """The largest magnitude of an array, float32 [1]; 0 of an empty one. rows: a broadcast of it,
+    where its numbers count; what others hold, NaN too, does not."""
+    x = x if rows is None else jnp.where(rows, x, jnp.zeros_like(x))
+    return jnp.max(jnp.abs(x), initial=0).astype(jnp.float32).reshape(1)
+
+
+def current_scale(amax: Array, dtype: str, power_of_two: bool, epsilon: float) -> Array:
+    """Scales of arrays by their own largest magnitudes, of at least epsilon, float32; 1 where there
+    is none. power_of_two: the largest one that is not above it instead."""
+    amax = jnp.maximum(amax, epsilon) if epsilon else amax
+    low, high = 2.0**SMALLEST_EXPONENT, 2.0**LARGEST_EXPONENT
+    usable = (amax > 0) & (amax < jnp.inf)
+    scale = jnp.where(usable, jnp.clip(largest_of(dtype) / amax, low, high), 1.0)
+    return power_of_two_below(scale) if power_of_two else scale
+
+
+def power_of_two_below(x: Array) -> Array:
+    """The largest powers of two that are not above these numbers, float32, within the exponents of
+    scales; 1 for those that are not positive and finite."""
+    usable = (x > 0) & (x < jnp.inf)
+    _, exponent = jnp.frexp(jnp.where(usable, x, 1.0))
+    exponent = jnp.clip(exponent - 1, SMALLEST_EXPONENT, LARGEST_EXPONENT)
+    return jnp.where(usable, jnp.ldexp(jnp.float32(1.0), exponent), 1.0)
+
+
+def scaled(x: Array, dtype: str, scale: Array) -> Array:
+    """An array in 8 bits, multiplied by its scale, [1], in float32."""
+    return quantised(x.astype(jnp.float32) * scale, dtype)

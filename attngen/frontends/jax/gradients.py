@@ -74,7 +74,8 @@ def _check_gradients(form: Form, values: list[Array], learned: list[str]) -> Non
     operands = [described[name] for name in INPUTS]
     reasons = [reason for name in learned if (reason := _no_gradient(name)) is not None]
     if learned and any(x is not None and is_fp8(x) for x in operands[:3]):
-        reasons.append("FP8 operands have no gradients in JAX: pass them in 16 bits")
+        way_out = "pass 16 bits to attngen.jax.fp8_attention"
+        reasons.append(f"FP8 operands have no gradients in JAX: {way_out}")
     elif learned:
         reasons += gradient_violations(operands, form.arguments, "bias" in learned)
     if reasons:

@@ -16,6 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from ...call.dropout import keep_scale
+from ...call.fp8_checks import BACKWARD_SCALES
 from ...call.kernel_choice import Device
 from ...call.numbers import Arguments
 from ...call.operands import output_shapes, unpacked
@@ -25,19 +26,20 @@ from ...call.prepared import Output, PreparedCall
 from ...call.routing import no_kernels
 from ...call.sinks import WorkspaceRows
 from ...call.table import GRADIENT_OF, INPUTS, WantedGradients
-from ...call.tensors import TensorDesc
+from ...call.tensors import FP8, TensorDesc
 from ...errors import SpecError
 from ...runtime.load import multiprocessors
 from ...runtime.run_time import LOG2_E
 from ...spec import layouts
 from ...targets.target import DEFAULT
-from . import handler, reference
+from . import fp8_backward, handler, reference
 from .calls import describe
 from .places import placed
-from .program import COUNTER_BYTES, TARGET, Program, scratch_of
+from .program import COUNTER_BYTES, TARGET, Program, ordered, scratch_of
 
 TYPICAL_MULTIPROCESSORS = 132  # of a chip for which a program is made elsewhere
 Arrays = dict[str, "Array | None"]
+_OF_BACKWARDS = ("o", "lse", "d_o", "dlse", *BACKWARD_SCALES)
 
 
 class Form(NamedTuple):
@@ -57,7 +59,7 @@ class Form(NamedTuple):
     def by_name(self, operands: Sequence[Any]) -> dict[str, Any]:
         """Operands by their names, None for those that there are not."""
         given = dict(zip(self.names, operands, strict=True))
-        return {**dict.fromkeys((*INPUTS, "o", "lse", "d_o", "dlse")), **given}
+        return {**dict.fromkeys((*INPUTS, *_OF_BACKWARDS)), **given}
 
     def descriptions(self, operands: Sequence[Any]) -> tuple[tuple[str, TensorDesc], ...]:
         """Descriptions of the operands, as kernels know them, with their names."""
@@ -80,7 +82,8 @@ class Form(NamedTuple):
         known = self.by_name([x for _, x in self.descriptions(operands)])
         if self.wanted is not None:
             like = {made: known[name] for name, made in GRADIENT_OF.items()}
-            kinds = {name: (like[name].shape, like[name].dtype) for name in self.result_names}
+            dtypes = {name: self._gradient_dtype(like[name].dtype) for name in self.result_names}
+            kinds = {name: (like[name].shape, dtype) for name, dtype in dtypes.items()}
         else:
             q, _, v = unpacked(known["q"], known["k"], known["v"], self.arguments.layout)
             out, lse = output_shapes(q, v, self.arguments)
@@ -92,6 +95,11 @@ class Form(NamedTuple):
             for name, (shape, dtype) in kinds.items()
             if name in self.result_names
         }
+
+
+    def _gradient_dtype(self, operand: str) -> str:
+        """The dtype of the gradient of an operand of that dtype."""
+        return (self.arguments.out_dtype or "bfloat16") if operand in FP8 else operand
 
 
 attention_p = Primitive("attngen")
@@ -121,6 +129,10 @@ def on_reference(*operands: Array, form: Form) -> list[Array]:
         found = reference.forward(call, form.arguments)
         return [found[name].astype(x.dtype) for name, x in form.results(operands).items()]
     learned = [name for name, x in GRADIENT_OF.items() if x in form.results(operands)]
+    if given["q"].dtype.name in FP8:
+        made = fp8_backward.backward(given, form.arguments)
+        wants = form.results(operands)
+        return [made[name].astype(x.dtype) for name, x in wants.items()]
 
     def attend(values: dict[str, Array]) -> tuple[Array, Array]:
         results = reference.forward({**call, **values}, form.arguments)
@@ -136,6 +148,8 @@ def on_kernels(*operands: Array, form: Form) -> list[Array]:
     """The operation by kernels, for a lowering for CUDA. Raises: SpecError, CompileError,
     CacheError."""
     wants = form.results(operands)
+    if form.wanted is not None and fp8_backward.has_16_bits(form.by_name(operands)):
+        return _in_16_bits(form, operands)
     described = form.descriptions(operands)
     program = Program(described, form.arguments, form.wanted, form.alone, DEFAULT.name)
     prepared = program.prepared(_planned_device())
@@ -151,6 +165,15 @@ def on_kernels(*operands: Array, form: Form) -> list[Array]:
     found = {x.name: value for x, value in zip(prepared.outputs, made, strict=False)}
     *_, scratch = made
     return _finished(form, prepared, given, found, scratch, wants)
+
+
+def _in_16_bits(form: Form, operands: Sequence[Array]) -> list[Array]:
+    """The gradients of an FP8 call by the kernels of 16 bits."""
+    given = fp8_backward.widened(form.by_name(operands), form.arguments)
+    there = {name: x for name, x in given.items() if x is not None}
+    arguments = form.arguments._replace(out_dtype=None, amax=False)
+    wide = form._replace(names=ordered(there), arguments=arguments)
+    return on_kernels(*[there[name] for name in wide.names], form=wide)
 
 
 def _planned_device() -> Device:

@@ -6,7 +6,7 @@ their tokens, of which a query sees those of its own sequence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -82,6 +82,11 @@ def placed(
     return Carriers(q, k, v, of_q, of_kv)
 
 
+def as_rows(x: Array, axes: Format) -> Array:
+    """A tensor in a format as [n, rows, heads, dim]; what `returned` undoes."""
+    return x[None] if axes == "thd" else x.transpose([axes.index(axis) for axis in "bshd"])
+
+
 def returned(x: Array, axes: Format) -> Array:
     """An output [n, rows, heads, dim] in Q's format."""
     if axes == "thd":
@@ -104,6 +109,27 @@ def _side(
     position = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (batch, rows))
     sequence = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[:, None], (batch, rows))
     return x, Rows(sequence, position, position < sizes[:, None], sizes)
+
+
+def used_rows(
+    axes: Sequence[str], side: str, shape: Sequence[int], lengths: Mapping[str, Array | None]
+) -> Array | None:
+    """Which rows of an array of these axes belong to a sequence, bool, a broadcast of it; None
+    where all do. side: q or kv, by whose lengths."""
+    ends, used = lengths[f"cu_seqlens_{side}"], lengths[f"seqused_{side}"]
+    if "t" in axes and ends is not None:
+        starts, place = lengths[f"cu_seqlens_{side}_padded"], axes.index("t")
+        rows = _packed_rows(ends, ends if starts is None else starts, shape[place]).used
+        return rows.reshape([-1 if axis == "t" else 1 for axis in axes])
+    if used is None:
+        return None
+    batch, place = used.shape[0], axes.index("s")
+    position = jnp.arange(shape[place], dtype=jnp.int32)
+    sizes = {"b": batch, "s": shape[place]}
+    inside = position < used[:, None]
+    if axes.index("b") > place:
+        inside = inside.T
+    return inside.reshape([sizes.get(axis, 1) for axis in axes])
 
 
 def _packed_rows(ends: Array, offsets: Array, tokens: int) -> Rows:

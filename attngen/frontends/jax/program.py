@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...call.fp8_checks import BACKWARD_SCALES
 from ...call.kernel_choice import Device
 from ...call.numbers import Arguments
 from ...call.operands import boxed
@@ -23,7 +24,7 @@ from ...errors import LaunchError
 
 TARGET = "attngen"  # XLA's name of the handler
 COUNTER_BYTES = 256  # before the workspace, of which the tile counter takes four
-_ARRAYS = (*INPUTS, "d_o", "o", "lse", "dlse")
+_ORDER = ("d_o", "o", "lse", *INPUTS, "dlse", *BACKWARD_SCALES)
 Described = Mapping[str, "TensorDesc | None"]
 
 
@@ -73,7 +74,7 @@ class Program:
                 operands=tuple(
                     (name, TensorDesc.contiguous(shape, dtype))
                     for name, dtype, shape in data["operands"]
-                    if name in _ARRAYS
+                    if name in _ORDER
                 ),
                 arguments=Arguments(**data["arguments"]),
                 wanted=wanted,
@@ -86,7 +87,7 @@ class Program:
 
     def prepared(self, device: Device) -> PreparedCall | PreparedBackward:
         """Its launch on a device. Raises: SpecError, CompileError, LaunchError, CacheError."""
-        given: Described = {**dict.fromkeys(_ARRAYS), **dict(self.operands)}
+        given: Described = {**dict.fromkeys(_ORDER), **dict(self.operands)}
         if self.wanted is not None:
             named = {name: given[name] for name in ordered(given)}
             return prepare_backward(named, self.arguments, self.wanted, self._gathers, device)
@@ -105,7 +106,7 @@ class Program:
 def ordered(names: Iterable[str]) -> tuple[str, ...]:
     """These names in the order in which programs take arrays."""
     there = {*names}
-    return tuple(name for name in ("d_o", "o", "lse", *INPUTS, "dlse") if name in there)
+    return tuple(name for name in _ORDER if name in there)
 
 
 def scratch_of(prepared: PreparedCall | PreparedBackward) -> int:

@@ -87,11 +87,11 @@ def forward(operands: Mapping[str, Array | None], arguments: Arguments) -> dict[
     q, k, v = unpacked(layout, operands["q"], operands["k"], operands["v"])
     call = Attention(operands, arguments, placed(layout, q, k, v, operands))
     products, values = _products(call)
-    seen = _seen(call)
-    s = jnp.where(seen, _scores(call, products, seen), -jnp.inf)
+    visible = seen(call)
+    s = jnp.where(visible, scores(call, products, visible), -jnp.inf)
     p, lse = _softmax(call, s)
     if arguments.dropout_p > 0:
-        p = _dropped(call, p)
+        p = dropped(call, p)
     out = jnp.einsum("nhij,njhd->nihd", p, values, precision="highest")
     used = call.carriers.of_q.used
     out = jnp.where(used[:, :, None, None], out, 0)
@@ -101,7 +101,7 @@ def forward(operands: Mapping[str, Array | None], arguments: Arguments) -> dict[
         found["lse"] = lse.reshape(lse.shape[1:])
     s = jax.lax.stop_gradient(s)
     if arguments.amax:
-        found["amax_s"] = jnp.any(seen & (s > -jnp.inf)).astype(lse.dtype)[None]
+        found["amax_s"] = jnp.any(visible & (s > -jnp.inf)).astype(lse.dtype)[None]
         found["amax_o"] = jnp.max(jnp.abs(out), initial=0.0)[None]
     if arguments.max_logit:
         found["max_logit"] = jnp.max(s, axis=(0, 2, 3), initial=-jnp.inf)
@@ -135,28 +135,28 @@ def _products(call: Attention) -> tuple[Array, Array]:
     return jnp.einsum("nihd,njhd->nhij", q, k, precision="highest"), v
 
 
-def _seen(call: Attention) -> Array:
+def seen(call: Attention) -> Array:
     """Keys that each query sees, bool, a broadcast of [n, h, rows, columns]."""
     rows, arguments = call.carriers, call.arguments
-    seen = rows.together
+    found = rows.together
     diagonal = rows.of_q.position[:, :, None] + call.delta
     j = rows.of_kv.position[:, None, :]
     causal = "causal" in masks_of(arguments.mask).fragments
     right = 0 if causal else arguments.window_right
     if arguments.window_left >= 0:
-        seen = seen & (j >= diagonal - arguments.window_left)
+        found = found & (j >= diagonal - arguments.window_left)
     if right >= 0:
-        seen = seen & (j <= diagonal + right)
-    seen = seen[:, None]
+        found = found & (j <= diagonal + right)
+    found = found[:, None]
     for each in fragments_of(arguments.mask, None):
         if each.name != "causal":
-            seen = seen & _applied(call, each)
+            found = found & _applied(call, each)
     if (mask := call.operands["attn_mask"]) is not None:
-        seen = seen & call.spread(mask)
-    return seen
+        found = found & call.spread(mask)
+    return found
 
 
-def _scores(call: Attention, products: Array, seen: Array) -> Array:
+def scores(call: Attention, products: Array, seen: Array) -> Array:
     """Scores before what is hidden is; hidden ones are 0 on the way, so that no term makes NaN of
     what a masked position holds."""
     arguments, operands = call.arguments, call.operands
@@ -240,7 +240,7 @@ def _sink(call: Attention, s: Array) -> Array:
     return jnp.full((1, s.shape[1], 1, 1), value, s.dtype)
 
 
-def _dropped(call: Attention, p: Array) -> Array:
+def dropped(call: Attention, p: Array) -> Array:
     """Probabilities after dropout."""
     rows, arguments = call.carriers, call.arguments
     state = call.operands["rng_state"]

@@ -1,0 +1,310 @@
+"""`attngen.jax.fp8_attention`: 16-bit operands whose attention runs in FP8, with gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from ...call import routing
+from ...call.dropout import keep_scale
+from ...call.gradient_checks import gradient_violations, no_gradient
+from ...call.gradient_kernels import wanted_of_operands
+from ...call.operands import softmax_scale_of
+from ...call.table import CARRIERS, GRADIENT_OF, INPUTS, LEARNED, ROWS, SCALES, make_call
+from ...call.table import AttentionCall as Call
+from ...call.table import named as named_arguments
+from ...call.tensors import TensorDesc
+from ...errors import SpecError
+from ...results import AttentionAux
+from ...spec import layouts
+from ...spec.layouts import axes_of
+from . import calls, checks
+from .attention import SAVED_AS, use_kernels
+from .calls import CheckedCall, describe
+from .fp8 import current_scale, largest, largest_of, power_of_two_below, quantised, scaled
+from .fp8_backward import backward
+from .gradients import CONFIGS_KEPT
+from .operation import Form
+from .places import used_rows
+from .program import ordered
+from .reference import forward
+from .transforms import operation
+
+BACKWARDS = ("16", "fp8", "fp8_or_16")
+FORMATS = {
+    "HYBRID": ("float8_e4m3fn", "float8_e5m2"),
+    "E4M3": ("float8_e4m3fn", "float8_e4m3fn"),
+}
+SIXTEEN_BITS = ("float16", "bfloat16")
+_BOUND = 2.5  # of |dS| by the magnitudes of dO and V, as attngen.fp8 has it
+Results = dict[str, Array]
+
+
+@dataclass(frozen=True)
+class Float8CurrentScaling:
+    """Scales of each array's own largest magnitude.
+
+    fp8_format: HYBRID has the output's gradient in e5m2, E4M3 in e4m3 as q, k and v.
+    use_power_2_scales: the next power of two below; amax_epsilon: the least magnitude that is
+    taken. backward: in which bits gradients are made, 16, fp8, or fp8_or_16, which has 16 where
+    kernels have none of 8; in 8 bits the scale of dS is a bound's, which nothing exceeds.
+
+    Raises: SpecError with every violation at once.
+    """
+
+    fp8_format: str = "HYBRID"
+    use_power_2_scales: bool = True
+    amax_epsilon: float = 0.0
+    backward: str = "16"
+
+    def __post_init__(self) -> None:
+        reasons = []
+        if self.fp8_format not in FORMATS:
+            reasons.append(f"fp8_format needs HYBRID or E4M3; got {self.fp8_format!r}")
+        if self.backward not in BACKWARDS:
+            reasons.append(f"backward needs {', '.join(BACKWARDS)}; got {self.backward!r}")
+        if not 0 <= self.amax_epsilon < float("inf"):
+            reasons.append(f"amax_epsilon needs a number >= 0; got {self.amax_epsilon!r}")
+        if reasons:
+            raise SpecError(reasons)
+
+    @property
+    def dtypes(self) -> tuple[str, str]:
+        """Names of the dtypes of q, k and v, and of the output's gradient."""
+        return FORMATS[self.fp8_format]
+
+    def scale(self, amax: Array, dtype: str) -> Array:
+        """Scales of arrays with these largest magnitudes, float32."""
+        return current_scale(amax, dtype, self.use_power_2_scales, self.amax_epsilon)
+
+
+def fp8_attention(
+    q: Array,
+    k: Array | None = None,
+    v: Array | None = None,
+    *,
+    recipe: Float8CurrentScaling | None = None,
+    **given: Any,
+) -> Array | tuple[Array, AttentionAux]:
+    """Attention of q, k and v in 16 bits that runs in FP8: they are stored by scales of their own.
+
+    Gradients, in 16 bits, pass the rounding to 8 straight through. The other arguments, results and
+    transformations are those of `attngen.jax.attention`, but for pages, scales and `out_dtype` in
+    8 bits. recipe: how they are stored, `Float8CurrentScaling()` by default.
+
+    Raises: SpecError with every violation at once, while the call is traced; CompileError where a
+    kernel cannot be made, CacheError where none is found, while it is lowered.
+    """
+    recipe = Float8CurrentScaling() if recipe is None else recipe
+    call = make_call("attngen.jax.fp8_attention", ROWS, {"q": q, "k": k, "v": v}, given)
+    _refuse(call)
+    wide = {name: jnp.asarray(x) for name in CARRIERS if (x := getattr(call, name)) is not None}
+    checked, amax_v = _stored(call, wide, recipe)
+    kernels = use_kernels(checked)
+    form8 = _stores_gradients(checked, recipe, kernels)
+    names = ordered([name for name, x in checked.operands.items() if x is not None])
+    form = Form(names, checked.arguments, None, not call.wants_aux, checked.backend == "cuda")
+    config = _Config(form, recipe, kernels, form8)
+    operands = [x for name in names if (x := checked.operands[name]) is not None]
+    found: Results = _differentiable(config)(wide, operands, amax_v)
+    if not call.wants_aux:
+        return found["o"]
+    aux = {name: found.get(name) for name in ("lse", "max_logit", "amax_s", "amax_o")}
+    return found["o"], AttentionAux(**aux, rng_state=checked.operands["rng_state"])  # type: ignore[arg-type]  # arrays of JAX
+
+
+def _refuse(call: Call) -> None:
+    """Raises: SpecError with each reason why a call cannot be one in FP8."""
+    reasons = []
+    for name in CARRIERS:
+        x = getattr(call, name)
+        if x is None and name != "q":
+            continue
+        if not checks.is_array(x):
+            reasons.append(f"{name} needs an array; got {type(x).__name__}. Pass a jax.Array.")
+        elif x.dtype.name not in SIXTEEN_BITS:
+            reasons.append(f"{name} needs float16 or bfloat16; got {x.dtype.name}. Cast it.")
+    reasons += [
+        f"{name} is the recipe's to choose. Leave it out, or call attngen.jax.attention."
+        for name in SCALES
+        if getattr(call, name) is not None
+    ]
+    if call.page_table is not None:
+        reasons.append("pages are kept in FP8 by attngen.jax.attention. Call that.")
+    out_dtype: Any = call.out_dtype
+    if out_dtype is not None and jnp.dtype(out_dtype).name not in SIXTEEN_BITS:
+        reasons.append(f"out_dtype needs float16 or bfloat16; got {out_dtype!r}")
+    if reasons:
+        raise SpecError(reasons)
+
+
+def _stored(
+    call: Call, wide: dict[str, Array], recipe: Float8CurrentScaling
+) -> tuple[CheckedCall, Array]:
+    """The FP8 call that stands for one in 16 bits, and the largest magnitude of its V as stored."""
+    dtype, _ = recipe.dtypes
+    layout = layouts.parse(call.layout)
+    lengths = calls.lengths_of(call)
+    changed: dict[str, Any] = {"out_dtype": call.out_dtype or wide["q"].dtype}
+    stored_amax = {}
+    for name, x in wide.items():
+        x = jax.lax.stop_gradient(x)
+        side = "q" if name == "q" else "kv"
+        amax = largest(x, used_rows(axes_of(layout, name), side, x.shape, lengths))
+        scale = recipe.scale(amax, dtype)
+        changed[name], changed[f"descale_{name}"] = scaled(x, dtype, scale), 1 / scale
+        stored_amax[name] = quantised(amax * scale, dtype).astype(jnp.float32) / scale
+    for name in CARRIERS:
+        carrier, _, _ = layout.home(name)
+        changed[f"descale_{name}"] = changed[f"descale_{carrier}"]
+    carrier, _, _ = layout.home("v")
+    return calls.converted(Call(**{**named_arguments(call), **changed})), stored_amax[carrier]
+
+
+def _stores_gradients(checked: CheckedCall, recipe: Float8CurrentScaling, kernels: bool) -> bool:
+    """Whether the backward is in 8 bits. Raises: SpecError where the recipe wants it, and kernels
+    that serve the call have none."""
+    if recipe.backward == "16":
+        return False
+    _, dtype = recipe.dtypes
+    reasons = routing.backward_refusals(checked.described(), dtype) if kernels else []
+    if reasons and recipe.backward == "fp8":
+        way_out = "Take a recipe with backward='fp8_or_16' or '16', or backend='reference'."
+        raise SpecError([f"{reason}. {way_out}" for reason in reasons])
+    return not reasons
+
+
+class _Config(NamedTuple):
+    """A call but for its arrays: its FP8 forward, whether kernels serve it, and whether its
+    backward is in 8 bits."""
+
+    form: Form
+    recipe: Float8CurrentScaling
+    kernels: bool
+    in_8_bits: bool
+
+    def run(self, form: Form, operands: list[Array]) -> Results:
+        """The results of one of its operations by their names."""
+        names = form.results(operands)
+        if self.kernels:
+            return dict(zip(names, operation(form)(*operands), strict=True))
+        given = form.by_name(operands)
+        compute = forward if form.wanted is None else backward
+        made = compute(given, form.arguments)
+        return {name: made[name].astype(x.dtype) for name, x in names.items()}
+
+
+class _Names(NamedTuple):
+    """Operands that need their gradients."""
+
+    learned: tuple[str, ...]
+
+
+jax.tree_util.register_static(_Names)
+
+
+@lru_cache(CONFIGS_KEPT)
+def _differentiable(config: _Config) -> Any:
+    """The function of 16-bit carriers, which get gradients, of the operands of the FP8 call, and of
+    the largest magnitude of V."""
+    function = jax.custom_vjp(lambda wide, operands, amax_v: config.run(config.form, operands))
+    function.defvjp(partial(_saved, config), partial(_gradients, config), symbolic_zeros=True)
+    return function
+
+
+def _saved(config: _Config, wide: Any, operands: Any, amax_v: Any) -> tuple[Results, Any]:
+    """The results, and what their gradients need."""
+    form = config.form._replace(alone=False)
+    values = [x.value for x in operands]
+    pairs = zip(form.names, operands, strict=True)
+    learned = [name for name, x in pairs if x.perturbed and name not in CARRIERS]
+    learned += [name for name, x in wide.items() if x.perturbed]
+    _check_gradients(form, values, learned)
+    found = config.run(form, values)
+    out, lse = (checkpoint_name(found[name], SAVED_AS) for name in ("o", "lse"))
+    results = {**found, "o": out, "lse": lse}
+    returned = {name: x for name, x in results.items() if name != "lse" or not config.form.alone}
+    shapes = {name: jnp.zeros((0,), x.value.dtype) for name, x in wide.items()}
+    return returned, (values, shapes, amax_v.value, out, lse, _Names(tuple(learned)))
+
+
+def _check_gradients(form: Form, values: list[Array], learned: list[str]) -> None:
+    """Raises: SpecError where a gradient is needed that there is not."""
+    reasons = [reason for name in learned if (reason := no_gradient(name)) is not None]
+    if learned and not reasons:
+        described = form.by_name([describe(n, x) for n, x in zip(form.names, values, strict=True)])
+        dtype = form.arguments.out_dtype or "bfloat16"
+        wide = {
+            name: None if x is None else TensorDesc.contiguous(x.shape, dtype)
+            for name, x in ((name, described[name]) for name in CARRIERS)
+        }
+        operands = [{**described, **wide}[name] for name in INPUTS]
+        reasons += gradient_violations(operands, form.arguments, "bias" in learned)
+    if reasons:
+        raise SpecError(
+            [x.replace("detach it", "pass it through jax.lax.stop_gradient") for x in reasons]
+        )
+
+
+def _gradients(config: _Config, residuals: Any, cotangents: Results) -> tuple[Any, ...]:
+    values, like, amax_v, out, lse, (learned,) = residuals
+    form = config.form
+    d_o, dlse = cotangents["o"], cotangents.get("lse")
+    dlse = None if isinstance(dlse, SymbolicZero) else dlse
+    nothing = None, [None] * len(values), None
+    if isinstance(d_o, SymbolicZero):
+        if dlse is None:
+            return nothing
+        d_o = jnp.zeros(out.shape, out.dtype)
+    if not learned:
+        return nothing
+    given = dict(zip(form.names, values, strict=True))
+    wanted = wanted_of_operands({*learned}, not {"k", "v"} & {*given})
+    given |= {"d_o": d_o.astype(out.dtype), "o": out, "lse": lse}
+    if dlse is not None:
+        given["dlse"] = dlse
+    if config.in_8_bits:
+        given |= _in_8_bits(config, given, amax_v)
+    names = ordered(given)
+    arguments = form.arguments._replace(amax=False)
+    made = form._replace(names=names, arguments=arguments, wanted=wanted, alone=False)
+    found = config.run(made, [given[name] for name in names])
+    wide = {
+        name: found[GRADIENT_OF[name]].astype(x.dtype) if GRADIENT_OF[name] in found else None
+        for name, x in like.items()
+    }
+    of_learned = [
+        found.get(GRADIENT_OF[name]) if name in LEARNED else None for name in form.names
+    ]
+    return wide, of_learned, None
+
+
+def _in_8_bits(config: _Config, given: dict[str, Array], amax_v: Array) -> dict[str, Array]:
+    """dO in 8 bits, and the scales of a backward: dO's by its largest number, dS's by a bound."""
+    arguments, recipe = config.form.arguments, config.recipe
+    layout = layouts.parse(arguments.layout)
+    _, dtype = recipe.dtypes
+    d_o, dlse, q = given["d_o"], given.get("dlse"), given["q"]
+    lengths = {name: given.get(name) for name in INPUTS}
+    rows = used_rows([*layout.q_format], "q", d_o.shape, lengths)
+    amax = largest(d_o, rows)
+    scale = recipe.scale(amax, dtype)
+    keep = keep_scale(arguments.dropout_p) if arguments.dropout_p > 0 else 1.0
+    bound = amax * amax_v * (_BOUND * d_o.shape[-1] * keep)
+    if dlse is not None:
+        bound = bound + largest(jnp.where(given["lse"] == -jnp.inf, 0, dlse), None)
+    of_softmax = abs(softmax_scale_of(describe("q", q), arguments))  # type: ignore[arg-type]  # it is one
+    scale_dp = power_of_two_below(largest_of(dtype) / (bound * of_softmax))
+    return {
+        "d_o": scaled(d_o, dtype, scale),
+        "descale_do": 1 / scale,
+        "scale_dp": scale_dp,
+        "descale_dp": 1 / scale_dp,
+    }

@@ -1,0 +1,138 @@
+"""`fp8_attention` against the recipes of `attngen.fp8`: both store the same numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+jax = pytest.importorskip("jax")
+
+from attngen.jax import Float8CurrentScaling, fp8_attention  # noqa: E402
+
+import attngen  # noqa: E402
+from attngen import SpecError, fp8  # noqa: E402
+from tests.support.jax_kit import random  # noqa: E402
+
+jnp = jax.numpy
+Q, KV = random(2, 40, 4, 32), random(2, 56, 2, 32)
+ENDS = np.array([0, 13, 13, 45], np.int32)
+CASES: dict[str, dict[str, Any]] = {
+    "groups": {"q": Q, "k": KV, "v": random(2, 56, 2, 16)},
+    "sink": {"q": Q, "k": Q, "v": Q, "mask": "causal", "softmax": "learnable", "sink": random(4)},
+    "packed with each other": {"q": Q, "k": random(2, 56, 2, 2, 32), "layout": "bshd_bs2hd"},
+    "tokens": {
+        **{name: random(50, 4, 32) for name in "qkv"},
+        "layout": "thd",
+        "mask": "causal",
+        "cu_seqlens_q": ENDS,
+        "cu_seqlens_kv": ENDS,
+    },
+    "heads first, lengths": {
+        **{name: random(2, 4, 40, 32) for name in "qkv"},
+        "layout": "bhsd",
+        "seqused_q": np.array([17, 40], np.int32),
+        "seqused_kv": np.array([40, 0], np.int32),
+    },
+    "dropout, e4m3": {"q": Q, "k": KV, "v": KV, "dropout_p": 0.25, "rng_state": (5, 7)},
+}
+LEARNED = ("q", "k", "v", "sink")
+
+
+@pytest.mark.parametrize(
+    "name, backward", [*((name, "fp8") for name in CASES), ("groups", "16"), ("tokens", "16")]
+)
+def test_results_and_gradients_are_those_of_torch(name: str, backward: str) -> None:
+    case = CASES[name]
+    kind = "E4M3" if "dropout_p" in case else "HYBRID"
+    words = {n: x for n, x in case.items() if isinstance(x, (str, float))}
+    arrays = {n: x for n, x in case.items() if n not in words and n != "rng_state"}
+    learned = [name for name in LEARNED if name in arrays]
+
+    tensors = {n: torch.tensor(x) for n, x in arrays.items()}
+    tensors |= {n: tensors[n].bfloat16() for n in "qkv" if n in tensors}
+    if "sink" in tensors:
+        tensors["sink"] = tensors["sink"].float()
+    leaves = [tensors[name].requires_grad_() for name in learned]
+    state = {"rng_state": torch.tensor(case["rng_state"])} if "rng_state" in case else {}
+    recipe = fp8.Float8CurrentScaling(fp8_format=fp8.Format[kind], backward=backward)
+    with fp8.autocast(recipe=recipe):
+        out, aux = attngen.attention(
+            **tensors, **state, **words, return_lse=True, backend="reference"
+        )
+    rows = torch.where(aux.lse.isfinite(), aux.lse, 0)
+    wanted = torch.autograd.grad(out.float().square().sum() + rows.sum(), leaves)
+
+    given = {n: jnp.asarray(x) for n, x in arrays.items()}
+    given |= {n: given[n].astype(jnp.bfloat16) for n in "qkv" if n in given}
+    state = {"rng_state": case["rng_state"]} if "rng_state" in case else {}
+
+    def loss(values: dict[str, Any]) -> Any:
+        out, aux = fp8_attention(
+            **{**given, **values}, **state, **words, return_lse=True,
+            recipe=Float8CurrentScaling(fp8_format=kind, backward=backward),
+        )  # fmt: skip
+        rows = jnp.where(aux.lse > -jnp.inf, aux.lse, 0)
+        return (out.astype(jnp.float32) ** 2).sum() + rows.sum(), (out, aux.lse)
+
+    values = {name: given[name] for name in learned}
+    found, (got, lse) = jax.jit(jax.grad(loss, has_aux=True))(values)
+    close(got, out, 4e-3)
+    assert np.allclose(np.asarray(lse), aux.lse.detach().numpy(), atol=2e-6)
+    for name, exact in zip(learned, wanted, strict=True):
+        close(found[name], exact, 8e-3)
+
+
+def close(found: Any, wanted: torch.Tensor, limit: float) -> None:
+    """Raises: AssertionError where they differ by more than that of the root mean square: a weight
+    near a boundary may be stored as its neighbour."""
+    assert found.dtype.name == str(wanted.dtype).removeprefix("torch.")
+    one, other = np.asarray(found.astype("float32")), wanted.detach().float().numpy()
+    assert one.shape == other.shape
+    assert np.sqrt(((one - other) ** 2).mean()) <= limit * np.sqrt((other**2).mean())
+
+
+def test_elements_that_are_mapped_have_scales_of_their_own() -> None:
+    x = jnp.asarray(random(2, 1, 16, 2, 16)).astype(jnp.bfloat16)
+    x = x * jnp.asarray([1.0, 1000.0], jnp.bfloat16)[:, None, None, None, None]
+
+    def gradient(q: Any) -> Any:
+        recipe = Float8CurrentScaling(backward="fp8")
+        return jax.grad(lambda q: (fp8_attention(q, q, q, recipe=recipe) ** 2).sum())(q)
+
+    mapped = jax.vmap(gradient)(x)
+    assert all(jnp.array_equal(mapped[n], gradient(x[n])) for n in range(2))
+
+
+def test_program_for_cuda_has_a_forward_and_a_backward_in_8_bits() -> None:
+    x = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.bfloat16)
+
+    def step(q: Any, backward: str) -> Any:
+        recipe = Float8CurrentScaling(backward=backward)
+        return jax.grad(lambda q: fp8_attention(q, q, q, recipe=recipe).sum())(q)
+
+    for backward in ("fp8", "16"):
+        lowered = jax.jit(step, static_argnums=1).trace(x, backward)
+        text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+        calls = [line for line in text.splitlines() if "custom_call @attngen" in line]
+        assert len(calls) == 2
+        assert sum(line.count("f8E4M3FN") for line in calls) >= 3
+        assert ("f8E5M2" in calls[-1]) is (backward == "fp8")
+
+
+def test_calls_that_have_no_fp8_are_refused_with_all_reasons() -> None:
+    q = jnp.asarray(Q).astype(jnp.bfloat16)
+    with pytest.raises(SpecError) as caught:
+        fp8_attention(q, jnp.asarray(Q), "v", descale_q=jnp.ones(1), out_dtype=jnp.float32)
+    assert len(caught.value.reasons) == 4
+    with pytest.raises(SpecError) as caught:
+        Float8CurrentScaling(fp8_format="E3M4", backward="8", amax_epsilon=-1.0)
+    assert len(caught.value.reasons) == 3
+    recipe = Float8CurrentScaling(backward="fp8")
+    wide = jnp.zeros((1, 16, 2, 256), jnp.bfloat16)
+    with pytest.raises(SpecError, match="fp8_or_16"):
+        fp8_attention(wide, wide, wide, recipe=recipe)
+    mixed = Float8CurrentScaling(backward="fp8_or_16")
+    assert fp8_attention(wide, wide, wide, recipe=mixed).shape == wide.shape
