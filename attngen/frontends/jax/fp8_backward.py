@@ -25,6 +25,7 @@ from .fp8 import largest_of, quantised
 from .places import Carriers, as_rows, placed
 from .reference import Attention
 
+_KEPT_SCALES = 2.0**-60, 2.0**60  # of weights, within what kernels hold (scale_gradients.cuh)
 Operands = Mapping[str, "Array | None"]
 _DESCALES = {"o": "descale_o", "d_o": "descale_do"}
 _ALL_SCALES = (*SCALES, *BACKWARD_SCALES)
@@ -194,6 +195,14 @@ def _stored(call: Attention, p: Array, d_products: Array) -> tuple[Array, Array]
     p = quantised(p * scale, dtype).astype(p.dtype) * descale
     up, down = _there(given, "scale_dp"), _there(given, "descale_dp")
     return p, quantised(d_products * up, kind).astype(p.dtype) * down
+
+
+def unit_of_weights(given: Operands) -> Array | float:
+    """By what kernels multiply weights to store them, which is in the LSE that they leave."""
+    dtype, scale_s = _there(given, "q").dtype.name, given["scale_s"]
+    if dtype not in FP8:
+        return 1.0
+    return _chosen_scale_s(dtype, 0.0) if scale_s is None else jnp.clip(scale_s, *_KEPT_SCALES)
 
 
 def _chosen_scale_s(dtype: str, dropout_p: float) -> float:

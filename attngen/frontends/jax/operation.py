@@ -229,7 +229,7 @@ def _of_sink(left: _Results) -> Array:
     above = jnp.where(lse_log2 == -jnp.inf, jnp.inf, lse_log2)
     weights = jnp.exp2(sink[:, None] * LOG2_E - above)
     d_unit = keep_scale(prepared.arguments.dropout_p) or 1.0  # D is relative to it
-    return (weights * d).sum((0, 2)) * -d_unit
+    return (weights * d).sum((0, 2)) * (-d_unit / fp8_backward.unit_of_weights(given))
 
 
 def _rows(rows: WorkspaceRows, scratch: Array) -> tuple[Array, Array]:
