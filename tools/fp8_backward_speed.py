@@ -38,6 +38,7 @@ HEADS = {128: 16, 64: 32}  # by head dim
 TOLERANCE = 0.2  # of each gradient, root mean squares: both computed the same
 SCALE_DP = 64.0  # with which dS is stored: its largest element is below 1 here
 SCALE_S = 256.0  # with which weights are stored: attngen's own choice for e4m3
+DROPOUT = 0.1
 
 
 @dataclass(frozen=True)
@@ -83,30 +84,37 @@ def operands_of(case: Case) -> Operands:
     return Operands(wide, stored, out, aux.lse)
 
 
-def ours(case: Case, given: Operands, deterministic: bool, dtype: str) -> Call:
+def ours(
+    case: Case, given: Operands, deterministic: bool, dtype: str, dropout: float = 0.0
+) -> Call:
     """attngen's backward in 8 bits, gradients of that dtype."""
     arguments = Arguments(
-        mask=case.mask, out_dtype=dtype, amax=dtype != "bfloat16", deterministic=deterministic
-    )
+        mask=case.mask, out_dtype=dtype, amax=dtype != "bfloat16", deterministic=deterministic,
+        dropout_p=dropout,
+    )  # fmt: skip
     unit, scale, descale = (torch.tensor([x], device="cuda") for x in (1.0, SCALE_DP, 1 / SCALE_DP))
     stored = (given.stored[n] for n in "qkv")
-    beside = [unit if n.startswith("descale_") and n[-1] in "qkv" else None for n in OPTIONAL]
+    beside = dict.fromkeys(OPTIONAL) | dict.fromkeys(("descale_q", "descale_k", "descale_v"), unit)
+    beside["rng_state"] = torch.tensor((0, 0), device="cuda")
     of_gradients = [unit] * 3 if dtype.startswith("float8") else [None] * 3
     scales = (None, unit, scale, descale, *of_gradients)
     return partial(
         torch.ops.attngen.fp8_backward,
-        *(given.stored["d_o"], None, *stored, given.out, given.lse, *beside, *arguments, *scales),
+        *(given.stored["d_o"], None, *stored, given.out, given.lse),
+        *(*beside.values(), *arguments, *scales),
     )
 
 
-def in_16_bits(case: Case, given: Operands, deterministic: bool) -> Call:
+def in_16_bits(case: Case, given: Operands, deterministic: bool, dropout: float = 0.0) -> Call:
     """attngen's backward of the same call in bfloat16."""
     operands = (given.wide[n] for n in "qkv")
-    arguments = Arguments(mask=case.mask, deterministic=deterministic)
-    beside = [None] * len(OPTIONAL)
+    arguments = Arguments(mask=case.mask, deterministic=deterministic, dropout_p=dropout)
+    beside: dict[str, Tensor | None] = dict.fromkeys(OPTIONAL)
+    beside["rng_state"] = torch.tensor((0, 0), device="cuda")
     return partial(
         torch.ops.attngen.backward,
-        *(given.wide["d_o"], None, *operands, given.out, given.lse, *beside, *arguments),
+        *(given.wide["d_o"], None, *operands, given.out, given.lse),
+        *(*beside.values(), *arguments),
     )
 
 
@@ -153,6 +161,8 @@ def calls_of(case: Case, cudnn: Any) -> tuple[dict[str, Call], dict[str, str], d
         "attngen to bf16": ours(case, given, False, "bfloat16"),
         "attngen-det": ours(case, given, True, "float8_e5m2"),
         "attngen bf16": in_16_bits(case, given, False),
+        "attngen dropout": ours(case, given, False, "float8_e5m2", DROPOUT),
+        "attngen bf16 dropout": in_16_bits(case, given, False, DROPOUT),
     }
     missing: dict[str, str] = {}
     if cudnn is not None:
@@ -161,8 +171,11 @@ def calls_of(case: Case, cudnn: Any) -> tuple[dict[str, Call], dict[str, str], d
         except RuntimeError as error:
             missing["cudnn"] = describe(error)
     results: dict[str, Any] = {name: call() for name, call in calls.items()}
-    wide = results["attngen bf16"][:3]
-    errors = {name: round(difference(x[:3], wide), 4) for name, x in results.items()}
+    wide = {drops: results[f"attngen bf16{drops}"][:3] for drops in ("", " dropout")}
+    errors = {
+        name: round(difference(x[:3], wide[" dropout" * name.endswith("dropout")]), 4)
+        for name, x in results.items()
+    }
     for name in [name for name, error in errors.items() if not error <= TOLERANCE]:
         missing[name] = f"its gradients differ by {errors[name]:.2g}"
         del calls[name]
@@ -192,6 +205,8 @@ def measure(options: argparse.Namespace, cudnn: Any) -> list[dict[str, Any]]:
             row |= {x: round(ms[n] / ms["attngen"], 3) for n, x in named if n in ms}
         if {"attngen", "attngen-det"} <= ms.keys():
             row["deterministic"] = round(ms["attngen"] / ms["attngen-det"], 3)
+        if "attngen dropout" in ms:
+            row["dropout_to_bf16"] = round(ms["attngen bf16 dropout"] / ms["attngen dropout"], 3)
         rows.append(row)
         figures = "  ".join(f"{name} {x:.0f}" for name, x in row["tflops"].items())
         ratios = f"x cudnn {row.get('to_cudnn', '-')}  x bf16 {row.get('to_bf16', '-')}"

@@ -30,6 +30,7 @@ from tools.fp8_accuracy import E4M3, LARGEST, Call, Case  # noqa: E402
 from tools.reports import timing_options, write_report  # noqa: E402
 
 SCHEMA = 1
+DROPOUT = 0.1
 SHAPES = [(1, 16384), (4, 4096)]  # batch, tokens
 HEADS = {128: 16, 64: 32, 256: 8}  # by head dim
 TOLERANCE = 0.2  # of the output, root mean squares: cuDNN and attngen computed the same
@@ -62,6 +63,9 @@ def calls_of(batch: int, case: Case, cudnn: Any) -> tuple[dict[str, Timed], dict
         "attngen to e4m3": partial(attend, **stored, **named, out_dtype=E4M3, scale_o=scale_o),
         "attngen bf16": partial(attend, **in_16_bits),
     }
+    drops = {"dropout_p": DROPOUT, "rng_state": torch.tensor((0, 0), device="cuda")}
+    for name in ("attngen", "attngen bf16"):
+        calls[f"{name} dropout"] = partial(calls[name], **drops)
     if cudnn is None:
         return calls, {}
     try:

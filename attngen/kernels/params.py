@@ -15,6 +15,7 @@ from .uses import FragmentUse
 
 BOX_BYTES = 128  # what the swizzle spans of a row
 DROP_THRESHOLD = (("drop_low", "i32"), ("drop_high", "i32"))
+DROP_LIMIT = (("drop_limit", "i32"),)
 Names = list[tuple[str, str]]
 
 

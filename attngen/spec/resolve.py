@@ -365,9 +365,6 @@ def _check_features(spec: AttentionSpec, features: Features) -> list[Violation]:
         reason += suggestion(spec.bias, ("none", *BIASES))
         found.append(Violation("bias", reason, "none"))
     if spec.dtype in DTYPES_8BIT:
-        if spec.dropout:
-            reason = f"dropout has no {spec.dtype} kernels yet"
-            found.append(Violation("dropout", reason, False))
         if spec.bias in BIASES:
             reason = f"bias has Q's dtype, and {spec.dtype} would leave it 2 or 3 bits of mantissa"
             found.append(Violation("bias", f"{reason}: no kernels", "none"))

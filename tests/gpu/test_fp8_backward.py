@@ -61,6 +61,7 @@ class Case:
     softcap: float = 0.0
     alibi: bool = False
     attn_mask: str = ""
+    dropout: float = 0.0
     scale_s: float | None = None
     deterministic: bool = False
     dlse: bool = False
@@ -86,6 +87,7 @@ class Case:
             softcap=self.softcap > 0,
             alibi=self.alibi,
             attn_mask=bool(self.attn_mask),
+            dropout=self.dropout > 0,
             seqused=self.lengths is not None and self.layout != "thd",
             softmax=self.softmax,
             deterministic=self.deterministic,
@@ -118,6 +120,14 @@ CASES = [
          dtype="e5m2", grad="e4m3", o="e5m2"),
     Case(heads=(1, 5, 1), sizes=(193, 63), dims=(16, 16), mask="causal_bottom_right",
          bottom_right=True, deterministic=True),
+    Case(heads=(2, 4, 2), sizes=(200, 300), mask="causal", softmax="learnable", dropout=0.1,
+         dlse=True),
+    Case(layout="thd", lengths=((70, 0, 200, 33), (70, 0, 200, 33)), dims=(64, 64), mask="causal",
+         dropout=0.6, deterministic=True),
+    Case(sizes=(130, 260), dims=(96, 80), dtype="e5m2", d_o="e4m3", o="e5m2", grad="e5m2",
+         softcap=5.0, attn_mask="b1ss", dropout=0.5),
+    Case(sizes=(200, 180), mask="causal_bottom_right", bottom_right=True, dropout=0.25,
+         scale_s=64.0),
 ]  # fmt: skip
 KERNELS = [case.spec for case in CASES]
 
@@ -162,6 +172,7 @@ class Given:
             deterministic=case.deterministic,
             softcap=case.softcap,
             softmax=case.softmax,
+            dropout_p=case.dropout,
         )
         optional = [self.arguments.get(name) for name in OPTIONAL]
         scales = [getattr(given, name) for name in SCALES]
@@ -211,6 +222,9 @@ def given(case: Case, seed: int = 0) -> Given:
         arguments["alibi_slopes"] = torch.tensor([0.5, 0.25, 0.125, 0.0625][:heads]).to(q.device)
     if case.attn_mask:
         arguments["attn_mask"] = random_mask(case.attn_mask, case.heads, case.sizes)
+    if case.dropout:
+        state = torch.tensor([1234, 5], device=q.device)
+        arguments |= {"dropout_p": case.dropout, "rng_state": state}
     if case.softmax == "learnable":
         arguments["sink"] = oracle.randn(heads, dtype=torch.float32, seed=seed + 4)
     plainly = {n: x for n, x in arguments.items() if not n.startswith("descale")}

@@ -34,9 +34,12 @@ def _of_sink(left: Results) -> Tensor:
         return _of_unseen(given["sink"], given["lse"], given.get("dlse"))
     assert left.workspace is not None  # it holds the rows
     dropped = prepared.arguments.dropout_p
+    if given["q"].element_size() == 1:
+        # D is relative to the factor of weights that dropout keeps, and the LSE has it.
+        found = sinks.gradient(given["sink"], prepared.rows, left.workspace, 1.0)
+        return found.div_(_unit_of_weights(left))
     d_unit = (keep_scale(dropped) or 1.0) if dropped > 0 else 1.0  # D is relative to it
-    found = sinks.gradient(given["sink"], prepared.rows, left.workspace, d_unit)
-    return found.div_(_unit_of_weights(left)) if given["q"].element_size() == 1 else found
+    return sinks.gradient(given["sink"], prepared.rows, left.workspace, d_unit)
 
 
 def _of_unseen(sink: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
@@ -52,7 +55,7 @@ def _unit_of_weights(left: Results) -> Tensor | float:
     scale_s = left.given.get("scale_s")
     if scale_s is not None:
         return scale_s.clamp(_LEAST, _MOST)
-    return chosen_scale_s(left.given["q"].dtype, 0.0)
+    return chosen_scale_s(left.given["q"].dtype, left.prepared.arguments.dropout_p)
 
 
 def _of_bias(left: Results) -> Tensor:

@@ -22,6 +22,6 @@ def refuse_together(problem: Problem) -> Iterator[str]:
     """Why no template has all parts of the problem. Specs of this kind are refused by `resolve`,
     but a trace may have such problems, too."""
     beside = problem.decode or problem.eight_bit or problem.widens
-    masked = problem.attn_mask and not problem.eight_bit
-    if (problem.dropout or problem.bias or masked) and beside:
+    hidden = (problem.attn_mask or problem.dropout) and not problem.eight_bit
+    if (problem.bias or hidden) and beside:
         yield "no kernel does all of this together yet"

@@ -16,7 +16,7 @@ from tests.support.paths import ROOT
 FROZEN = json.loads((ROOT / "tests/support/data" / "dropout_bits.json").read_text())
 STATES = [(0, 0), (1, 2), (-1, -(2**63)), (2**63 - 1, 0x0123456789ABCDEF)]
 SOURCE = """
-#include "attngen/dropout.cuh"
+#include "attngen/dropout_bytes.cuh"
 #include "attngen/mma/fragment.cuh"
 using namespace attngen;
 
@@ -27,10 +27,16 @@ extern "C" void draw_words(const u32* c, const u32* k, u32* out) {
 }
 extern "C" u32 kept(u32 bytes, u32 low, u32 high) { return DropThreshold{low, high}.kept(bytes); }
 
-// What a warp drops of 16 rows and kN columns, by the sign of each weight.
+// Where the element of a byte lies that a register has of a row of a lane, in 16 columns of 8 bits.
+int place_of_byte(int lane, int tile, int row, int byte, int columns) {
+  return (lane / 4 + 8 * row) * columns + tile * 16 + lane % 4 * 2 + byte / 2 * 8 + byte % 2;
+}
+
+// What a warp drops of 16 rows and kN columns, by the sign of each weight. bytes: what is left of
+// each weight of 8 bits, where those of S^T are drawn for 64 queries.
 template <int kN, bool kKeysAreRows>
 void fragment(const long long* state, int b, int h, u32 low, u32 high, int row, int column,
-              char* signs) {
+              char* signs, unsigned char* bytes) {
   using Bits = DropBits<kN>;
   const DropoutKey key = dropout_key(state, b, h);
   const DropThreshold threshold = {low, high};
@@ -45,13 +51,25 @@ void fragment(const long long* state, int b, int h, u32 low, u32 high, int row, 
     for (int i = 0; i < kN / 2; ++i) {
       const int at = (lane / 4 + 8 * fragment_row(i)) * kN + lane % 4 * 2 + fragment_column(i);
       signs[at] = bits.template sign<kKeysAreRows>(i) != 0;
+      if constexpr (kKeysAreRows && kN == 64) {
+        if (KeptBits(bits).keeps(i) == (signs[at] != 0)) signs[at] = 2;
+      }
+    }
+    if constexpr (kKeysAreRows && kN == 64) {
+      for (int i = 0; i < 32; ++i) {
+        const u32 left = KeptBits(bits).bytes(i / 8, i / 4 % 2) >> i % 4 * 8;
+        bytes[place_of_byte(lane, i / 8, i / 4 % 2, i % 4, kN)] = left;
+      }
     }
   }
 }
 
-// The float16 numbers that decide the same, of S, from words that lanes leave each other.
+// The float16 numbers that decide the same, of S, from words that lanes leave each other; bytes:
+// what is left of each weight of 8 bits.
 template <int kN>
-void words(const long long* state, int b, int h, int row, int column, unsigned short* numbers) {
+void words(const long long* state, int b, int h, u32 low, u32 high, int row, int column,
+           unsigned short* numbers, unsigned char* bytes) {
+  const DropThreshold threshold = {low, high};
   using Words = DropWords<kN>;
   u32 shared[Words::kBytes / 4];
   for (int lane = 0; lane < 32; ++lane) {
@@ -72,19 +90,26 @@ void words(const long long* state, int b, int h, int row, int column, unsigned s
       numbers[(lane / 4 + 8 * fragment_row(i)) * kN + lane % 4 * 2 + fragment_column(i)] =
           two >> (i % 2 * 16);
     }
+    for (int i = 0; i < kN / 2; ++i) {
+      const u32* found = shared + (Words::half(lane) + i / 8 * Words::kTileBytes) / 4;
+      const u32 even = threshold.kept(found[0]), odd = threshold.kept(found[1]);
+      bytes[place_of_byte(lane, i / 8, i / 4 % 2, i % 4, kN)] =
+          kept_bytes(even, odd, i / 4 % 2) >> i % 4 * 8;
+    }
   }
 }
 """
 WIDTHS = (16, 48, 64, 112, 128)
 ENTRIES = "".join(
     f'extern "C" void fragment_{n}_{int(turned)}(const long long* state, int b, int h, u32 low, '
-    "u32 high, int row, int column, char* signs) { "
-    f"fragment<{n}, {str(turned).lower()}>(state, b, h, low, high, row, column, signs); }}\n"
+    "u32 high, int row, int column, char* signs, unsigned char* bytes) { "
+    f"fragment<{n}, {str(turned).lower()}>(state, b, h, low, high, row, column, signs, bytes); }}\n"
     for n in WIDTHS
     for turned in (False, True)
 ) + "".join(
-    f'extern "C" void words_{n}(const long long* state, int b, int h, int row, int column, '
-    f"unsigned short* numbers) {{ words<{n}>(state, b, h, row, column, numbers); }}\n"
+    f'extern "C" void words_{n}(const long long* state, int b, int h, u32 low, u32 high, int row, '
+    "int column, unsigned short* numbers, unsigned char* bytes) { "
+    f"words<{n}>(state, b, h, low, high, row, column, numbers, bytes); }}\n"
     for n in WIDTHS
 )
 
@@ -106,21 +131,25 @@ def words_of(p: float) -> tuple[int, int]:
 def fragment_of(library, n, turned, state, b, h, p, row, column) -> np.ndarray:
     """Draw with the kernels' code what a warp keeps of its 16 rows, bool [16, n]."""
     signs, numbers = np.zeros((16, n), np.int8), np.zeros((16, n), np.float16)
+    left = np.zeros((16, n), np.uint8)
     state_address = np.array(state, dtype=np.int64).ctypes
     low, high = (ctypes.c_uint32(word) for word in words_of(p))
     getattr(library, f"fragment_{n}_{int(turned)}")(
         state_address.data_as(ctypes.c_void_p), b, h, low, high, row, column,
-        signs.ctypes.data_as(ctypes.c_void_p),
+        signs.ctypes.data_as(ctypes.c_void_p), left.ctypes.data_as(ctypes.c_void_p),
     )  # fmt: skip
     if not turned:
         getattr(library, f"words_{n}")(
-            state_address.data_as(ctypes.c_void_p), b, h, row, column,
-            numbers.ctypes.data_as(ctypes.c_void_p),
+            state_address.data_as(ctypes.c_void_p), b, h, low, high, row, column,
+            numbers.ctypes.data_as(ctypes.c_void_p), left.ctypes.data_as(ctypes.c_void_p),
         )  # fmt: skip
         limit = np.array([dropout_numbers(p)["drop_limit"]], np.int32).view(np.float16)
         assert limit[0] == limit[1] == -1023 - drop_threshold(p)
         excess = np.clip(limit[0] - numbers, 0, 1)
         assert ((excess == 0) == (signs == 1)).all() and ((excess == 1) == (signs == 0)).all()
+    if not turned or n == 64:
+        assert (left == np.where(signs == 0, 255, 0)).all(), "weights of 8 bits"
+    assert (signs < 2).all(), "one bit a weight"
     return signs == 0
 
 

@@ -55,6 +55,7 @@ def drawn(count: int, seed: int) -> Iterator[Problem]:
             alibi=choose.random() < 0.3,
             softcap=choose.random() < 0.3,
             deterministic=choose.random() < 0.4,
+            dropout=choose.random() < 0.4,
         )
 
 
@@ -75,6 +76,7 @@ def test_keys_stay_in_registers_where_nothing_else_needs_these() -> None:
     assert main_of(problem_of()).held_steps == 2
     assert main_of(problem_of(head_dim=32)).held_steps == 1
     assert main_of(problem_of(head_dim=80, softcap=True)).held_steps == 0
+    assert main_of(problem_of(dropout=True)).held_steps == 0
 
 
 def test_dq_is_shared_by_columns_of_whole_steps() -> None:

@@ -49,13 +49,13 @@ def test_legal_pairs_are_all_but_those_that_the_semantics_exclude() -> None:
                 for dtype in ("e4m3", "bf16/e4m3")
                 for other in (
                     *(("training", True), ("deterministic", True)),  # no backward in 8 bits
-                    ("dropout", True),  # nor that in the forward
                     ("fetch", "gather"),
                     *(("bias", kind) for kind in AXES["bias"][1:]),  # of Q's dtype
                     *(("bias_shape", shape) for shape in AXES["bias_shape"][1:]),
                 )
             ),
             (("dtype", "bf16/e4m3"), ("attn_mask", True)),
+            (("dtype", "bf16/e4m3"), ("dropout", True)),
             *((("bias", "none"), ("bias_shape", shape)) for shape in AXES["bias_shape"][1:]),
             (("layout", "thd"), ("seqused", True)),  # packed tokens have lengths of their own
             (("training", False), ("deterministic", True)),  # nothing to add up

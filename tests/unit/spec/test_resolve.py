@@ -215,11 +215,11 @@ def test_resolve_bits_and_dropout_reach_the_problem(fields, mask, dropout) -> No
         assert ("arbitrary" in problem.label, "dropout" in problem.label) == (mask, dropout)
 
 
-def test_resolve_dropout_of_fp8_is_refused() -> None:
-    spec = AttentionSpec(head_dim=64, dtype="e4m3", attn_mask=True, dropout=True)
-    (violation,) = find_violations(spec, KNOWN)
-    assert violation.field == "dropout" and "e4m3" in violation.reason
-    assert find_violations(nearest(spec, KNOWN), KNOWN) == []
+def test_resolve_dropout_of_fp8_reaches_both_directions() -> None:
+    fields = {"head_dim": 64, "dtype": "e4m3", "attn_mask": True, "dropout": True}
+    forward, backward = resolve(AttentionSpec(**fields, directions=("fwd", "bwd")), KNOWN)
+    assert (forward.dropout, forward.attn_mask) == (backward.dropout, backward.attn_mask)
+    assert forward.dropout and forward.eight_bit
 
 
 WIDENED = {"head_dim": 64, "kv_dtype": "e4m3", "decode": True}
@@ -373,7 +373,7 @@ def test_resolve_many_violations_are_all_reported() -> None:
 
 def test_resolve_field_that_is_wrong_twice_is_changed_once() -> None:
     with pytest.raises(SpecError) as caught:
-        resolve(AttentionSpec(64, dtype="e4m3", dropout=True, softcap=True), KNOWN)
+        resolve(AttentionSpec(64, kv_dtype="e4m3", dropout=True, decode=True), KNOWN)
     assert str(caught.value).count("dropout=False") == 1
 
 

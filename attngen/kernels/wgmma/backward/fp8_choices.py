@@ -99,9 +99,9 @@ def _main(problem: Problem, target: Target) -> BackwardPlan:
 
 
 def is_crowded(problem: Problem) -> bool:
-    """Whether registers are few: beside derivatives or a mask's bits, or lengths with scores or an
-    order."""
-    beside = bool(problem.scores) or problem.deterministic
+    """Whether registers are few: beside derivatives or a mask's bits, or lengths with scores, an
+    order or random bits."""
+    beside = bool(problem.scores) or problem.deterministic or problem.dropout
     lengths = problem.varlen and beside
     return "softcap" in problem.scores or problem.attn_mask or lengths
 
@@ -112,9 +112,10 @@ def steps_of(extent: int) -> int:
 
 
 def _held_steps(problem: Problem) -> int:
-    """Steps of a tile's keys that consumers have registers for."""
+    """Steps of a tile's keys that consumers have registers for: none beside random bits."""
     most = HELD_STEPS - problem.varlen
-    return 0 if is_crowded(problem) else min(most, steps_of(problem.head_dim_qk))
+    beside = is_crowded(problem) or problem.dropout
+    return 0 if beside else min(most, steps_of(problem.head_dim_qk))
 
 
 def _prepare(problem: Problem, main: BackwardPlan) -> TurningPlan:

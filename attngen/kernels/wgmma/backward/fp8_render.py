@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ....runtime.program import KernelEntry, TensorMapRecipe, Workspace
 from ....spec.problem import Problem
 from ...params import (
+    DROP_THRESHOLD,
     Names,
     describe,
     mask_names,
@@ -60,6 +61,7 @@ def _prepare(problem: Problem, plan: TurningPlan, operands: Names) -> KernelEntr
     names += operands if problem.varlen else typed("i32", "q_len", "kv_len")
     names += typed("i32", "sequences") if problem.varlen else []
     names += typed("i32", "tiles", "kv_blocks", "heads_q", "heads_kv", "q_blocks")
+    names += typed("f32", "keep_scale", "keep_share") if problem.dropout else []
     return describe(
         problem,
         plan,
@@ -111,9 +113,11 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
     names += typed("ptr", *workspace, *SCALES, "scale_dp", "descale_dp")
     names += typed("ptr", "scale_dk", "scale_dv") if eight_bit else []
     names += typed("ptr", "amax_dp", "amax_dk", "amax_dv")
+    names += typed("ptr", "rng_state") if problem.dropout else []
     for name in mask:
         names += mask_names(name)
     names += [*typed("i32", *INTEGERS), *typed("f32", "scale", "scale_log2")]
+    names += [*DROP_THRESHOLD, ("keep_share", "f32")] if problem.dropout else []
     names += _filled(problem) if problem.varlen else []
     return describe(
         problem,

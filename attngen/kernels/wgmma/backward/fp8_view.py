@@ -34,8 +34,9 @@ from .view_parts import (
 )
 
 # By what weights of at most 1 are multiplied to be stored, where a call does not say, C++: the
-# largest power of two that does not saturate.
+# largest power of two that does not saturate; and the largest numbers there are.
 OWN_SCALES = {"e4m3": "0x1p8f", "e5m2": "0x1p15f"}
+LARGEST = {"e4m3": "0x1.cp8f", "e5m2": "0x1.cp15f"}
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,7 @@ class TurningView:
     o: StoredView
     d_o_element: str
     own_scale_s: str
+    dropout: bool
     varlen: bool
     queries: SequenceView
     keys: SequenceView
@@ -178,6 +180,14 @@ class Fp8ConvertView:
     dq_columns: int
 
 
+def own_scale_s(problem: Problem) -> str:
+    """C++: by what weights are multiplied where a call does not say; those that dropout keeps are
+    larger than 1."""
+    if problem.dropout:
+        return f"own_scale_of_kept({LARGEST[problem.dtype_q]}, p.keep_share)"
+    return OWN_SCALES[problem.dtype_q]
+
+
 def stored_view(dtype: str) -> StoredView:
     """How elements of a dtype are stored."""
     count = DTYPE_BYTES[dtype]
@@ -201,7 +211,7 @@ def fp8_view(
         element=CPP_ELEMENTS[problem.dtype_q],
         d_o_element=CPP_ELEMENTS[problem.dtype_of("d_o")],
         gradient=stored_view(problem.dtype_of("dk")),
-        own_scale_s=OWN_SCALES[problem.dtype_q],
+        own_scale_s=own_scale_s(problem),
         head_dim_qk=d,
         head_dim_v=d_v,
         tile_m=plan.tile.m,
@@ -225,8 +235,8 @@ def fp8_view(
         gathered=(),
         row_block=plan.row_block,
         mask_tensor="mask_columns" if problem.attn_mask else "",
-        heads_matter=bool(problem.scores) or problem.attn_mask,
-        dropout=False,
+        heads_matter=bool(problem.scores) or problem.attn_mask or problem.dropout,
+        dropout=problem.dropout,
         jobs=jobs_view(problem, plan, "KvLoader{p, smem}"),
         gaps=gaps_of(problem, plan),
         visits=visits_view(plan, looks_ahead=False),
@@ -258,7 +268,8 @@ def turning_view(
         turned_key_bytes=key_image_bytes(plan.key_columns),
         o=stored_view(problem.dtype_o),
         d_o_element=CPP_ELEMENTS[problem.dtype_of("d_o")],
-        own_scale_s=OWN_SCALES[problem.dtype_q],
+        own_scale_s=own_scale_s(problem),
+        dropout=problem.dropout,
         varlen=problem.varlen,
         queries=sequence_view(uses["q_seq"][0]),
         keys=sequence_view(uses["kv_seq"][0]),
@@ -296,6 +307,7 @@ def _main_headers(problem: Problem) -> str:
     packed = "packed" in (problem.q_seq, problem.kv_seq)
     return included(
         ("context.cuh", True),
+        ("dropout_bytes.cuh", problem.dropout),
         ("mask_bits.cuh", problem.attn_mask),
         ("mma/fragment.cuh", True),
         ("mma/gemm.cuh", True),
@@ -322,6 +334,7 @@ def _main_headers(problem: Problem) -> str:
 def _turning_headers(problem: Problem) -> str:
     return included(
         ("context.cuh", problem.varlen),
+        ("dropout_bytes.cuh", problem.dropout),
         ("mma/transpose.cuh", True),
         ("platform.cuh", True),
         ("ptx/barrier.cuh", True),

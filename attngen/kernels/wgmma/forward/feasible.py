@@ -152,7 +152,7 @@ def operand_limit(problem: Problem, choice: Choice) -> int:
             return consumer - (64 if consumer > 216 else 68)
         wide = max(problem.head_dim_qk, problem.head_dim_v) > 128  # some spill at 192 of 224
         if wide:
-            return consumer - (52 if problem.attn_mask else 36)
+            return consumer - (52 if problem.attn_mask or problem.dropout else 36)
         looked_up = problem.attn_mask and (problem.varlen or problem.masks)
         return consumer - (48 if looked_up else 32)
     features = _features(problem, choice)

@@ -11,6 +11,8 @@ from ....runtime.program import TensorMapRecipe
 from ....spec.problem import Problem
 from ...fill import Source, emit_fragments, fill_view
 from ...params import (
+    DROP_LIMIT,
+    DROP_THRESHOLD,
     Names,
     bias_maps,
     describe,
@@ -110,7 +112,7 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[FragmentUse]]) -> 
         for tensor, axis in itertools.product(scaled, ("batch", "head")):
             names += [(f"descale_{tensor}_stride_{axis}", "i32")]
     if problem.dropout:
-        names += [("drop_limit", "i32"), ("keep_scale", "f32")]
+        names += [*(DROP_THRESHOLD if problem.eight_bit else DROP_LIMIT), ("keep_scale", "f32")]
     return [*names, *operands_of(uses)]
 
 

@@ -48,6 +48,7 @@ class Softmax:
     products. trusts_sums: the same of 8 bits, where what weights sum up to tells whether one is too
     large; without a mask it gains less at 4k keys and loses at 16k.
     row_maximum, kept_maximum, largest_score: of a row, scaled, as kept, and as met.
+    drop_weights: the statement that zeroes dropped weights; empty where none is.
     """
 
     fragment: FragmentView
@@ -78,6 +79,7 @@ class Softmax:
     row_maximum: str
     kept_maximum: str
     largest_score: str
+    drop_weights: str
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,8 @@ class Output:
 
     stores_rows: from registers to memory; rows_of_16_bits, rows_of_32_bits: which ones. Else it is
     staged: staged_at: C++, where. eight_bit: it is FP8. one_releases_q: one thread, not one a warp,
-    releases queries. lse_row: C++, where a head's LSE begins.
+    releases queries. lse_row: C++, where a head's LSE begins. keep_factor: C++, by what rows are
+    multiplied for what dropout leaves of their weights; empty without.
     """
 
     stores_rows: bool
@@ -152,6 +155,7 @@ class Output:
     eight_bit: bool
     one_releases_q: bool
     lse_row: str
+    keep_factor: str
 
 
 def softmax_of(problem: Problem, plan: Plan, use: FragmentUse, scores: Scores) -> Softmax:
@@ -195,6 +199,7 @@ def softmax_of(problem: Problem, plan: Plan, use: FragmentUse, scores: Scores) -
         row_maximum="state.offset[half] * kLn2" if trusts else scaled_max + shifted,
         kept_maximum="most" if trusts else "state.row_max[half]",
         largest_score=_in_score_units(problem, scores, met),
+        drop_weights=drop_weights(problem),
     )
 
 
@@ -279,6 +284,24 @@ def step_of(problem: Problem, plan: Plan, scores: Scores) -> Step:
     )
 
 
+def drop_weights(problem: Problem) -> str:
+    """C++: the statement that zeroes the dropped ones among a block's weights."""
+    if not problem.dropout:
+        return ""
+    if not problem.eight_bit:
+        return "drop_words().template drop<Element>(weights, lane);"
+    threshold = "{static_cast<u32>(p.drop_low), static_cast<u32>(p.drop_high)}"
+    return f"drop_bytes<kTileN>(weights, drop_words(), {threshold}, lane);"
+
+
+def keep_factor(problem: Problem) -> str:
+    """C++: what the output is multiplied by for what dropout leaves of the weights."""
+    if not problem.dropout:
+        return ""
+    # Those of 16 bits are multiplied by what float16's 1 is in their format.
+    return " * p.keep_scale" if problem.eight_bit else " * (p.keep_scale / Element::kOfFp16One)"
+
+
 def blocks_of(problem: Problem, plan: Plan, bounds: Bounds, scores: Scores) -> Blocks:
     """The blocks of keys that a consumer visits."""
     rolling, alone = rolls(problem, plan), one_loader(problem, plan)
@@ -328,4 +351,5 @@ def output_of(problem: Problem, plan: Plan) -> Output:
         lse_row="sequence.place(ctx.batch, sequence.first_token(q_index(job)), ctx.head, p.heads_q)"
         if problem.varlen
         else "(static_cast<long long>(ctx.batch) * p.heads_q + ctx.head) * ctx.q_len",
+        keep_factor=keep_factor(problem),
     )
