@@ -197,12 +197,15 @@ def _stored(call: Attention, p: Array, d_products: Array) -> tuple[Array, Array]
     return p, quantised(d_products * up, kind).astype(p.dtype) * down
 
 
-def unit_of_weights(given: Operands) -> Array | float:
-    """By what kernels multiply weights to store them, which is in the LSE that they leave."""
+def unit_of_weights(given: Operands, dropout_p: float) -> Array | float | None:
+    """By what kernels multiply weights to store them, which is in the LSE that they leave; None
+    where these have more than 8 bits."""
     dtype, scale_s = _there(given, "q").dtype.name, given["scale_s"]
     if dtype not in FP8:
-        return 1.0
-    return _chosen_scale_s(dtype, 0.0) if scale_s is None else jnp.clip(scale_s, *_KEPT_SCALES)
+        return None
+    if scale_s is None:
+        return _chosen_scale_s(dtype, dropout_p)
+    return jnp.clip(scale_s, *_KEPT_SCALES)
 
 
 def _chosen_scale_s(dtype: str, dropout_p: float) -> float:

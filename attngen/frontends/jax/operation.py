@@ -228,8 +228,11 @@ def _of_sink(left: _Results) -> Array:
     lse_log2, d = _rows(prepared.rows, scratch)
     above = jnp.where(lse_log2 == -jnp.inf, jnp.inf, lse_log2)
     weights = jnp.exp2(sink[:, None] * LOG2_E - above)
-    d_unit = keep_scale(prepared.arguments.dropout_p) or 1.0  # D is relative to it
-    return (weights * d).sum((0, 2)) * (-d_unit / fp8_backward.unit_of_weights(given))
+    dropped = prepared.arguments.dropout_p
+    # D is relative to the factor of weights that dropout keeps, which the LSE of 8 bits has.
+    unit = fp8_backward.unit_of_weights(given, dropped)
+    factor = (keep_scale(dropped) or 1.0) if unit is None else 1 / unit
+    return (weights * d).sum((0, 2)) * -factor
 
 
 def _rows(rows: WorkspaceRows, scratch: Array) -> tuple[Array, Array]:
