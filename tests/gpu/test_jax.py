@@ -255,6 +255,21 @@ def test_fp8_attention_has_the_gradients_of_its_definition(backward: str) -> Non
         assert np.sqrt(((one - other) ** 2).mean()) <= 0.03 * np.sqrt((other**2).mean()), name
 
 
+@pytest.mark.device
+@pytest.mark.filterwarnings("error:Some donated buffers")
+def test_output_may_lie_where_a_donated_operand_was() -> None:
+    from attngen.jax import attention
+
+    def step(x: Any, other: Any) -> Any:
+        return attention(x, other, other, mask="causal", backend="cuda")
+
+    x, other = random(2, 200, 4, 64), random(2, 200, 4, 64, seed=1)
+    wanted = jax.jit(step)(x, other)
+    given = x + 0
+    found = jax.jit(step, donate_argnums=0)(given, other)
+    assert given.is_deleted() and jnp.array_equal(found, wanted)
+
+
 def test_trace_notes_what_programs_launch() -> None:
     from attngen.jax import attention
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -81,6 +83,51 @@ def test_graphs_replay_what_was_recorded_and_processes_end(flags: str) -> None:
     assert found["same"]
     first, *others = found["gradients"]
     assert first > 0 and all(abs(x - first) <= TOLERANCE * first for x in others)
+
+
+ENDLESS = """
+import os
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+import jax, jax.numpy as jnp
+from attngen.jax import attention
+
+q = jax.random.normal(jax.random.key(0), (1, 256, 2, 128), jnp.bfloat16)
+
+@jax.jit
+def program(x):
+    for _ in range(32):
+        x = attention(x, q, q, mask="causal", backend="cuda")
+    return x
+
+program(q).block_until_ready()
+print("running", flush=True)
+while True:
+    x = q
+    for _ in range(20):
+        x = program(x)
+    x.block_until_ready()
+"""
+
+
+@pytest.mark.parametrize("flags", [NO_GRAPHS, ""], ids=["none", "default"])
+def test_process_that_is_interrupted_ends(flags: str) -> None:
+    """Ctrl-C while kernels are launched, in handlers too, is a KeyboardInterrupt in the end, or
+    XLA's error that names it: no crash, and nobody waits for ever."""
+    environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENDLESS],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "running\n", process.communicate()[1][-2000:]
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert "KeyboardInterrupt" in said, said[-2000:]
+    assert process.returncode in (1, 130, -signal.SIGINT), (process.returncode, said[-2000:])
 
 
 LOADED = """

@@ -109,7 +109,18 @@ def test_mapped_dropout_has_the_same_bits_for_each_element() -> None:
     close(jax.vmap(drop)(q), jnp.stack([drop(one), drop(other)]))
 
 
-def test_sequences_and_heads_stay_on_their_devices() -> None:
+@pytest.fixture
+def partitioner(request: pytest.FixtureRequest) -> Iterator[None]:
+    """XLA's partitioner: Shardy, or GSPMD before it."""
+    before = jax.config.jax_use_shardy_partitioner
+    jax.config.update("jax_use_shardy_partitioner", request.param == "shardy")
+    jax.clear_caches()
+    yield
+    jax.config.update("jax_use_shardy_partitioner", before)
+
+
+@pytest.mark.parametrize("partitioner", ["shardy", "gspmd"], indirect=True)
+def test_sequences_and_heads_stay_on_their_devices(partitioner: None) -> None:
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "heads"))
     arrays = (
         *(random(8, 16, 4, 8), random(8, 16, 2, 8, seed=1), random(8, 16, 2, 8, seed=2)),
