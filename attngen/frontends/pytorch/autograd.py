@@ -85,6 +85,13 @@ def _asked(
 # ---- of calls that nobody looks on at
 
 
+def is_looked_at() -> bool:
+    """Whether a backward is an operation's: second and forward-mode derivatives are its to
+    refuse."""
+    looked_at = torch.is_grad_enabled() or levels._current_level >= 0
+    return looked_at or torch.compiler.is_compiling() or not undisturbed()
+
+
 @dataclass(frozen=True, eq=False)
 class DifferentiableCall:
     """A call with gradients, for all that differ from it in addresses alone.
@@ -156,10 +163,7 @@ class Attention(torch.autograd.Function):
             return (None,) * (1 + len(form.places))
         out, lse, *operands = ctx.saved_tensors
         wanted, names = _asked(form.places, ctx.needs_input_grad[1:])
-        # Second and forward-mode derivatives are the operation's to refuse.
-        looked_at = torch.is_grad_enabled() or levels._current_level >= 0
-        looked_at = looked_at or torch.compiler.is_compiling() or not undisturbed()
-        if d_o is None or looked_at:
+        if d_o is None or is_looked_at():
             found = dispatch(form, wanted, d_o, dlse, out, lse, operands)
         else:
             found = differentiate(form, wanted, d_o, dlse, out, lse, operands)

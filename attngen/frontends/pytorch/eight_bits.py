@@ -40,9 +40,10 @@ from .casts import autocast
 from .checked_call import RESULTS, CheckedCall, Result, operands_of
 from .checks import check_rest
 from .lengths import rows_in_use
-from .quantised import dispatched
+from .operation import unobserved
+from .quantised import QuantisedCall, dispatched
 from .sharding import is_distributed
-from .torch_private import guard, is_deterministic, is_plain, is_traced, may_be_kept
+from .torch_private import guard, is_deterministic, is_plain, is_traced, levels, may_be_kept
 from .transforms import is_transformed, may_have_tangents
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
@@ -225,13 +226,15 @@ class Differentiable:
     """An FP8 call with gradients that was checked, for all that differ from it in addresses alone.
 
     kernels: whether these serve it; backend: the one that it names; wide_backward: whether kernels
-    compute the backward in 16 bits, whatever the recipe stores.
+    compute the backward in 16 bits, whatever the recipe stores; launch: that of the kernels, once
+    there was one.
     """
 
     checked: CheckedCall
     kernels: bool
     backend: str
     wide_backward: bool
+    launch: QuantisedCall | None = None
 
     def keep_homes(self, call: Replaced, made: AttentionCall) -> None:
         """Know where operands are among the bound tensors of such calls. made: the call's value."""
@@ -258,8 +261,10 @@ class Differentiable:
         results = None
         if self.kernels:
             form = GradientForm() if self.wide_backward else stores.form
-            before = *form, stores.scale, stores.amax, *carriers
             try:
+                if self._is_unobserved(carriers, operands):
+                    return self._launched(operands, carriers, stores._replace(form=form))
+                before = *form, stores.scale, stores.amax, *carriers
                 results = dispatched(True, *before, *operands, *checked.arguments)
             except (SpecError, LimitError) as error:
                 if torch.compiler.is_compiling():
@@ -273,6 +278,24 @@ class Differentiable:
             return checked.with_aux(results, RESULTS, operands[_RNG_STATE])
         out, *_ = results
         return out
+
+
+    def _is_unobserved(self, carriers: Carriers, operands: tuple[Any, ...]) -> bool:
+        """Whether launches may stand for the operation."""
+        if torch.compiler.is_compiling() or is_transformed() or levels._current_level >= 0:
+            return False
+        return unobserved(carriers) and unobserved(operands)
+
+    def _launched(
+        self, operands: tuple[Any, ...], carriers: Carriers, stores: StoredGradients
+    ) -> Result:
+        """The results by kernels, with nothing between. Raises: SpecError, LaunchError."""
+        if self.launch is None:
+            self.launch = QuantisedCall.of(operands, self.checked.arguments)
+        found = self.launch(stores, carriers, operands)
+        if not self.checked.by_products:
+            return found["o"]
+        return self.checked.with_aux([*found.values()], (*found,), operands[_RNG_STATE])
 
 
 def _checked(

@@ -8,7 +8,10 @@ forward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import compress
 from typing import Any
 
 import torch
@@ -17,18 +20,23 @@ from torch import Tensor
 from ...call.gradient_kernels import wanted_of_operands
 from ...call.numbers import Arguments
 from ...call.operands import layout_of
-from ...call.recipe import GradientForm
+from ...call.prepared import PreparedCall
+from ...call.recipe import GradientForm, StoredGradients
 from ...call.table import CARRIERS, GRADIENT_OF, INPUTS, LEARNED, SCALES, WantedGradients
 from ...spec.layouts import Layout, axes_of
 from . import reference_fp8
-from .autograd import refuse_gradient
-from .backward import dispatch
+from .autograd import is_looked_at, refuse_gradient
+from .backward import differentiate, dispatch
+from .forward import find_prepared, with_readable_bias
 from .forward import forward as by_kernels
+from .operation import run
 from .registry import operator
-from .signature import CallForm, places_of, schema
+from .signature import CallForm, Operands, places_of, schema
 from .stored_gradients import FP8Call
+from .torch_private import apply_of
 from .transforms import differentiable, refuse_tangents
 
+_BIAS = INPUTS.index("bias")
 _OF_LAYER = ("gradient_scale", "gradient_amax")
 # What stands before the carriers, and before `INPUTS`.
 _FIRST_CARRIER = 1 + len(GradientForm._fields) + len(_OF_LAYER)
@@ -93,16 +101,22 @@ def gradients(
     places |= {name: _FIRST_OPERAND + INPUTS.index(name) for name in LEARNED}
     asked = {name for name, place in places.items() if place < len(needed) and needed[place]}
     wanted = wanted_of_operands(asked, one_tensor=operands[INPUTS.index("k")] is None)
-    if ctx.form.d_o_dtype:
-        refuse_tangents((d_o, dlse))
-        given = ctx.kernels, ctx.form, ctx.scale, ctx.amax, out, lse, operands, ctx.arguments
-        found = FP8Call(*given).differentiate(wanted, d_o, dlse)
-    else:
-        differentiate = _by_kernels if ctx.kernels else reference_fp8.differentiate
-        found = differentiate(wanted, d_o, dlse, out, lse, operands, ctx.arguments)
+    call = ctx.kernels, ctx.form, ctx.scale, ctx.amax, out, lse, operands, ctx.arguments
+    found = _differentiate(FP8Call(*call), wanted, d_o, dlse)
     for name in asked:
         returned[places[name]] = found[GRADIENT_OF[name]]
     return tuple(returned)
+
+
+def _differentiate(
+    call: FP8Call, wanted: WantedGradients, d_o: Tensor | None, dlse: Tensor | None
+) -> dict[str, Tensor]:
+    """The gradients that are wanted, by their names, in as many bits as the call's form says."""
+    if call.form.d_o_dtype:
+        refuse_tangents((d_o, dlse))
+        return call.differentiate(wanted, d_o, dlse)
+    by_whom = _by_kernels if call.kernels else reference_fp8.differentiate
+    return by_whom(wanted, d_o, dlse, call.out, call.lse, call.operands, call.arguments)
 
 
 def _by_kernels(
@@ -118,7 +132,9 @@ def _by_kernels(
     wide = widened(operands, arguments, out.dtype)
     form = CallForm(arguments._replace(out_dtype=None, amax=False), places_of(wide))
     present = [x for x in wide if x is not None]
-    return dispatch(form, wanted, d_o, dlse, out, lse, present)
+    if d_o is None or is_looked_at():
+        return dispatch(form, wanted, d_o, dlse, out, lse, present)
+    return differentiate(form, wanted, d_o, dlse, out, lse, present)
 
 
 def widened(
@@ -171,6 +187,105 @@ def _factor(descale: Tensor | None, axes: list[str], heads: int, wide: Tensor) -
 def _fake(kernels: bool, *given: Any) -> tuple[Tensor, ...]:
     attend = torch.ops.attngen.forward if kernels else torch.ops.attngen.reference
     return tuple(attend(*given[_FIRST_OPERAND - 1 :]))
+
+
+# ---- of calls that nobody looks on at
+
+
+@dataclass(frozen=True, eq=False)
+class QuantisedCall:
+    """An FP8 call with gradients that kernels serve, for all that differ from it in addresses
+    alone.
+
+    arguments: the operation's; places: those of `INPUTS` that there are; prepared: the launch, for
+    a sequence of these.
+    """
+
+    arguments: Arguments
+    places: tuple[int, ...]
+    prepared: PreparedCall
+
+    @classmethod
+    def of(cls, operands: tuple[Tensor | None, ...], arguments: Arguments) -> QuantisedCall:
+        """The call of these operands. Raises: SpecError, CompileError, LaunchError."""
+        places = places_of(operands)
+        place_of = {place: index for index, place in enumerate(places)}
+        prepared = find_prepared(with_readable_bias(operands), arguments)
+        homes = [place_of.get(place) for place in range(len(INPUTS))]
+        return cls(arguments, places, prepared.placed(homes))
+
+    def __call__(
+        self, stores: StoredGradients, carriers: Sequence[Tensor | None], operands: Operands
+    ) -> dict[str, Tensor]:
+        """Its outputs by their names; carriers get the gradients of q, k and v. Raises: SpecError,
+        LaunchError."""
+        present = [x for x in carriers if x is not None]
+        given = [x for x in operands if x is not None]
+        found = _apply(self, stores, len(present), *present, *given)
+        return dict(zip(self.prepared.names, found, strict=True))
+
+    def all(self, present: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """The operands of `INPUTS`, of those that there are."""
+        named = dict(zip(self.places, present, strict=True))
+        return tuple([named.get(place) for place in range(len(INPUTS))])
+
+    def wanted(self, needed: Sequence[bool]) -> tuple[WantedGradients, tuple[str | None, ...]]:
+        """Gradients that a backward is asked for, and that of each tensor, None where it needs none.
+        needed: which of the carriers and the operands need theirs."""
+        return _wanted(self.places, tuple(needed))
+
+
+@lru_cache
+def _wanted(
+    places: tuple[int, ...], needed: tuple[bool, ...]
+) -> tuple[WantedGradients, tuple[str | None, ...]]:
+    present = [INPUTS[place] for place in places]
+    carriers = [name for name in present if name in CARRIERS]
+    names = [*carriers, *present]
+    asked = {*compress(names, needed)}
+    pairs = zip(names, needed, strict=True)
+    gradients = tuple(GRADIENT_OF[name] if each else None for name, each in pairs)
+    return wanted_of_operands(asked, one_tensor="k" not in present), gradients
+
+
+class _Quantised(torch.autograd.Function):
+    """The launch of a `QuantisedCall`: of its carriers, then its operands."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: QuantisedCall, stores: StoredGradients, carriers: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        operands = tensors[carriers:]
+        for place, needed in zip(call.places, ctx.needs_input_grad[3 + carriers :], strict=True):
+            if needed:
+                refuse_gradient(INPUTS[place])
+        given = operands
+        if _BIAS in call.places:
+            given = tuple([x for x in with_readable_bias(call.all(operands)) if x is not None])
+        outputs = run(call.prepared, given)
+        ctx.save_for_backward(*outputs[:2], *operands)
+        ctx.call, ctx.stores = call, stores
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*outputs[2:])
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(
+        ctx: Any, d_o: Tensor | None, dlse: Tensor | None = None, *_: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        call: QuantisedCall = ctx.call
+        needed = ctx.needs_input_grad[3:]
+        if d_o is None and dlse is None:
+            return (None,) * (3 + len(needed))
+        out, lse, *operands = ctx.saved_tensors
+        wanted, names = call.wanted(needed)
+        form, _, scale, amax = ctx.stores
+        given = FP8Call(True, form, scale, amax, out, lse, call.all(operands), call.arguments)
+        found = _differentiate(given, wanted, d_o, dlse)
+        return None, None, None, *[None if name is None else found[name] for name in names]
+
+
+_apply: Callable[..., tuple[Tensor, ...]] = apply_of(_Quantised)
 
 
 library.impl("quantised", forward, "CompositeExplicitAutograd")

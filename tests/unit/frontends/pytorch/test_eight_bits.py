@@ -327,14 +327,11 @@ class _Watching(TorchDispatchMode):
 def test_kernels_that_refuse_a_launch_leave_it_to_the_reference(recipe, monkeypatch, caplog):
     forget(monkeypatch, *FORWARD)
     monkeypatch.setattr(eight_bits.routing, "use_kernels", lambda call: True)
-    real = eight_bits.dispatched
 
-    def dispatched(kernels, *rest):
-        if kernels:
-            raise SpecError("an address, in this test")
-        return real(kernels, *rest)
+    def refused(*_):
+        raise SpecError("an address, in this test")
 
-    monkeypatch.setattr(eight_bits, "dispatched", dispatched)
+    monkeypatch.setattr(eight_bits.QuantisedCall, "of", refused)
     tensors = leaves(*DENSE)
     out = attngen.attention(*tensors)
     assert torch.equal(out, attngen.attention(*tensors)) and "in this test" in caplog.text
