@@ -230,7 +230,7 @@ class QuantisedCall:
         return tuple([named.get(place) for place in range(len(INPUTS))])
 
     def wanted(self, needed: Sequence[bool]) -> tuple[WantedGradients, tuple[str | None, ...]]:
-        """Gradients that a backward is asked for, and that of each tensor, None where it needs none.
+        """Gradients that are asked for, and that of each tensor, None where it needs none.
         needed: which of the carriers and the operands need theirs."""
         return _wanted(self.places, tuple(needed))
 
