@@ -36,7 +36,7 @@ def cuda() -> None:
         pytest.skip("needs a jax with CUDA; jax.devices('cuda') has none")
 
 
-PROGRAM = """
+CALLS = """
 import json, os, sys
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax, jax.numpy as jnp
@@ -49,7 +49,8 @@ def program(x):
     for _ in range(32):
         x = attention(x, q, q, mask="causal", backend="cuda")
     return x
-
+"""
+PROGRAM = f"""{CALLS}
 def loss(x):
     return (program(x).astype(jnp.float32) ** 2).sum()
 
@@ -60,10 +61,10 @@ for _ in range(20):
     last = program(q)
 last.block_until_ready()
 gradients = [jax.grad(loss)(q).astype(jnp.float32) for _ in range(4)]
-print(json.dumps({
+print(json.dumps({{
     "same": bool(jnp.array_equal(first, last)),
     "gradients": [float(abs(x).max()) for x in gradients],
-}))
+}}))
 if "pending" in sys.argv:
     for _ in range(50):
         program(q)
@@ -85,20 +86,7 @@ def test_graphs_replay_what_was_recorded_and_processes_end(flags: str) -> None:
     assert first > 0 and all(abs(x - first) <= TOLERANCE * first for x in others)
 
 
-ENDLESS = """
-import os
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-import jax, jax.numpy as jnp
-from attngen.jax import attention
-
-q = jax.random.normal(jax.random.key(0), (1, 256, 2, 128), jnp.bfloat16)
-
-@jax.jit
-def program(x):
-    for _ in range(32):
-        x = attention(x, q, q, mask="causal", backend="cuda")
-    return x
-
+ENDLESS = f"""{CALLS}
 program(q).block_until_ready()
 print("running", flush=True)
 while True:
