@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .frontends import jax as jax  # as `__getattr__` finds it
     from .frontends import transformer_engine as te  # noqa: F401  # likewise
     from .frontends import transformer_engine as transformer_engine
+    from .frontends.pytorch.append import append_kv
     from .frontends.pytorch.attention import attention
     from .frontends.pytorch.merge import merge_states
     from .frontends.pytorch.schedule import Schedule
@@ -58,6 +59,7 @@ __all__ = [
     "Schedule",
     "SpecError",
     "Trace",
+    "append_kv",
     "attention",
     "build",
     "load_bundle",
@@ -74,6 +76,7 @@ _HOMES = {
     "Bundle": "ship.bundle",
     "Schedule": "frontends.pytorch.schedule",
     "Trace": "runtime.tracing",
+    "append_kv": "frontends.pytorch.append",
     "attention": "frontends.pytorch.attention",
     "build": "compiler.builder",
     "load_bundle": "ship.lookup",

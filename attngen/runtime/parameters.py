@@ -163,6 +163,15 @@ GIVEN: dict[str, tuple[str, ...]] = {
     ),
     "splits": ("splits",),
     "schedule": ("kept",),
+    "append": (
+        *_strides("k_cache", "row", "head", "batch"),
+        *_strides("v_cache", "row", "head", "batch"),
+        *_strides("scale_k", "batch", "head"),
+        *_strides("scale_v", "batch", "head"),
+        *("packed", "page_size", "pages", "table_columns", "table_stride"),
+        *("turned_heads", "turned_step"),
+        *("rotary_dim", "rotary_rows", "rotary_pairs", "rotary_wide"),
+    ),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Direction = Literal["fwd", "bwd"]
+Direction = Literal["fwd", "bwd", "append"]
 DType = Literal["fp16", "bf16", "fp32", "e4m3", "e5m2"]
 Sequence = Literal["dense", "used", "packed"]
 BIASES = ("pre_scale_bias", "post_scale_bias")  # scores that read a tensor of their own
@@ -27,8 +27,9 @@ class Problem:
     `decode` is for few queries a sequence: keys are split over CTAs,
     query heads of a group share a tile. A backward in 8 bits has output gradients of `dtype_d_o`,
     which is what dS is stored as, and makes gradients of `dtype_grad`; its `dtype_o` is the
-    output's that it reads; elsewhere both are None. `fragment_digests` tell the texts of masks and
-    scores that are not among attngen's templates from others of their names.
+    output's that it reads; elsewhere both are None. An append writes new keys and values, of
+    `dtype_q`, to a cache of `dtype_kv`, and asks of all else for nothing. `fragment_digests` tell
+    the texts of masks and scores that are not among attngen's templates from others of their names.
     """
 
     direction: Direction
@@ -94,6 +95,29 @@ class Problem:
         all, and a largest score has no gradient."""
         return replace(
             self, direction="bwd", deterministic=deterministic, softmax="vanilla", max_logit=False
+        )
+
+    def append(self, head_dim_qk: int, head_dim_v: int) -> Problem:
+        """The append of new keys and values, of these head dims, to a cache that this forward
+        reads."""
+        return replace(
+            self,
+            direction="append",
+            head_dim_qk=head_dim_qk,
+            head_dim_v=head_dim_v,
+            dtype_o=self.dtype_q,
+            masks=(),
+            scores=(),
+            softmax="vanilla",
+            q_seq="dense",
+            kv_seq="dense",
+            kv_fetch="tma",
+            kv_iter="range",
+            max_logit=False,
+            dropout=False,
+            attn_mask=False,
+            decode=False,
+            fragment_digests=(),
         )
 
     @property

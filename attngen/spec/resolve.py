@@ -18,7 +18,8 @@ from .problem import Problem, Sequence
 from .tables import Place
 from .violations import Violation
 
-DIRECTIONS = ("fwd", "bwd")
+DIRECTIONS = ("fwd", "bwd", "append")
+FORWARD_ALONE = ("fwd", "append")  # of specs without a backward
 DTYPES = (*DTYPES_16BIT, *DTYPES_8BIT)
 # Of a backward in 8 bits.
 DEFAULT_GRAD_DTYPE, DEFAULT_D_O_DTYPE = "bf16", "e5m2"
@@ -71,7 +72,11 @@ def resolve(
         decode=spec.decode,
         fragment_digests=tuple(each for each in digests if each is not None),
     )
-    found = {"fwd": (forward,), "bwd": backward_of(spec, forward).orders()}
+    found = {
+        "fwd": (forward,),
+        "bwd": backward_of(spec, forward).orders(),
+        "append": (forward.append(spec.head_dim, spec.head_dim_v or spec.head_dim),),
+    }
     return tuple(problem for direction in spec.directions for problem in found[direction])
 
 
@@ -287,15 +292,16 @@ def _head_dim_step(spec: AttentionSpec, dtype: str) -> int:
 
 def _check_head_dims(spec: AttentionSpec, step: int) -> list[Violation]:
     found = []
+    wide = spec.decode or spec.directions == ("append",)
     for field, dim in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
         if dim is None:
             continue
-        limit, why = SPLIT_HEAD_DIMS[field] if spec.decode else (MAX_HEAD_DIM, "")
+        limit, why = SPLIT_HEAD_DIMS[field] if wide else (MAX_HEAD_DIM, "")
         legal = min(max(step, -(-dim // step) * step), limit)
         if dim != legal:
             which = f"multiples of {step} up to" if step > 1 else "1 to"
             reason = f"{field} {dim}: kernels exist for {which} {limit}"
-            if dim > limit and not spec.decode and spec.dtype in DTYPES_16BIT:
+            if dim > limit and not wide and spec.dtype in DTYPES_16BIT:
                 reason += f", those that split keys (decode) to {SPLIT_HEAD_DIMS[field][0]}"
             limited = f", where {why}" if why and dim > limit else ""
             found.append(Violation(field, reason + limited, legal))
@@ -305,7 +311,7 @@ def _check_head_dims(spec: AttentionSpec, step: int) -> list[Violation]:
 def available_directions(spec: AttentionSpec) -> tuple[str, ...]:
     """The directions with kernels; a backward starts from a 16-bit output, as `attention` gives."""
     without = spec.widens or spec.out_dtype == "fp32" or bool(too_wide(spec))
-    return ("fwd",) if without else DIRECTIONS
+    return FORWARD_ALONE if without else DIRECTIONS
 
 
 def too_wide(spec: AttentionSpec) -> str | None:
@@ -324,7 +330,7 @@ def _check_directions(spec: AttentionSpec) -> list[Violation]:
     whose = f" for {spec.dtype!r} queries, {spec.kv_dtype or spec.dtype!r} keys and"
     whose += f" {spec.out_dtype or 'default'!r} output"
     if spec.decode or layouts.parse(spec.layout).paged:
-        available, whose = ("fwd",), " that split keys or read pages"
+        available, whose = FORWARD_ALONE, " that split keys or read pages"
     legal = tuple(each for each in spec.directions if each in available) or ("fwd",)
     if not spec.directions:
         return [Violation("directions", f"directions is empty; available: {available}", legal)]

@@ -225,6 +225,9 @@ inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x
 inline int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
 inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 // Rounded up, by way of a sum that hardly ever rounds.
 inline float __fmaf_ru(float a, float b, float c) {
@@ -235,6 +238,7 @@ inline float __fmaf_ru(float a, float b, float c) {
 inline int max(int a, int b) { return a < b ? b : a; }
 inline int min(int a, int b) { return b < a ? b : a; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 template <class T>
 T __ldg(const T* pointer) {
   return *pointer;

@@ -23,6 +23,7 @@ from cuda.bindings import driver as bindings
 from attngen.call import kernel_choice
 from attngen.compiler import builder
 from attngen.frontends.pytorch import (
+    append,
     backward,
     forward,
     fp8_backward,
@@ -249,6 +250,8 @@ def emulated(emulator: Emulator) -> Iterator[None]:
         "attngen.call.kernel_choice.find_kernels": emulator.find_kernels,
         "attngen.frontends.pytorch.backward.start": start_and_finish,
         "attngen.frontends.pytorch.operation.start": start_and_finish,
+        "attngen.frontends.pytorch.append.start": start_and_finish,
+        "attngen.frontends.pytorch.append.device_arch": lambda _: "sm_90a",
         "attngen.call.kernel_choice.multiprocessors": lambda _: MULTIPROCESSORS,
         "attngen.frontends.pytorch.operation.current_stream": lambda _: 0,
         "attngen.frontends.pytorch.operation.current_device": lambda: None,
@@ -260,7 +263,7 @@ def emulated(emulator: Emulator) -> Iterator[None]:
         "torch.cuda.synchronize": lambda: None,
     }
     remembered = (
-        *held(*FORWARD, *BACKWARD),
+        *held(*FORWARD, *BACKWARD, append.prepared_appends, append.checked_appends),
         kernel_choice._kernels,
         *(counters._addresses, counters._free, counters._unread),
     )
@@ -268,6 +271,7 @@ def emulated(emulator: Emulator) -> Iterator[None]:
     library.impl("forward", forward.forward, "CPU")
     library.impl("backward", backward.backward, "CPU")
     library.impl("fp8_backward", fp8_backward.fp8_backward, "CPU")
+    library.impl("append", append.append, "CPU")
     with contextlib.ExitStack() as stack:
         stack.callback(library._destroy)
         for name, stand_in in stand_ins.items():  # torch._C of a CPU build lacks some of them

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ... import append_kv
 from ...errors import SpecError
 
 log = logging.getLogger("attngen")
@@ -21,6 +22,12 @@ Steps = OrderedDict[int, int]  # tokens of sequences, by their identities, in th
 
 class KVCacheManager:
     """A cache of keys and values for each layer, and the sequences in it."""
+
+    page_table: Tensor
+    num_heads: int
+    head_dim_k: int
+    head_dim_v: int
+    dtype: torch.dtype
 
     def __init__(self) -> None:
         self.cache: dict[int, tuple[Tensor, Tensor]] = {}
@@ -42,6 +49,29 @@ class KVCacheManager:
         """Append new keys and values to a layer's cache; return what attention reads. given: new
         keys, new values, cumulative lengths of the new and of all tokens, the format of the new."""
         raise NotImplementedError
+
+    def _made(self, pages: int, rows: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values, zeros."""
+        k, v = (
+            torch.zeros(pages, rows, self.num_heads, dim, dtype=self.dtype, device=device())
+            for dim in (self.head_dim_k, self.head_dim_v)
+        )
+        return k, v
+
+    def _append(self, layer_number: int, *given: Any) -> tuple[Tensor, Tensor]:
+        """Write new tokens to their places, which `page_table` has; return the layer's cache."""
+        new_k, new_v, cu_new, cu_all, axes = given
+        caches = self.cache[layer_number]
+        append_kv(
+            *caches,
+            new_k,
+            new_v,
+            layout=axes,
+            cu_seqlens=cu_new,
+            cu_seqlens_all=cu_all,
+            page_table=self.page_table,
+        )
+        return caches
 
     def _after(self, step_dict: Steps, most: int, longest: int) -> tuple[list[int], Steps]:
         """Identities of the sequences that have ended, and the lengths of the others with their new
@@ -91,7 +121,6 @@ class NonPagedKVCacheManager(KVCacheManager):
         self.dtype = dtype
         shape = (max_batch_size, 1)
         self.page_table = torch.zeros(shape, dtype=torch.int32, device=device())
-        self._stores: dict[int, tuple[Store, Store]] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -109,14 +138,7 @@ class NonPagedKVCacheManager(KVCacheManager):
 
     def allocate_memory(self, layer_number: int) -> None:
         """Make the cache of a layer, of zeros."""
-        rows = self.max_batch_size * self.max_seqlen
-        shape = (self.max_batch_size, self.max_seqlen)
-        self._stores[layer_number] = stores = tuple(  # type: ignore[assignment]
-            Store(rows, self.num_heads, dim, self.dtype)
-            for dim in (self.head_dim_k, self.head_dim_v)
-        )
-        k, v = stores
-        self.cache[layer_number] = k.rows.unflatten(0, shape), v.rows.unflatten(0, shape)
+        self.cache[layer_number] = self._made(self.max_batch_size, self.max_seqlen)
 
     def pre_step(self, step_dict: Steps) -> Steps:
         """Take new tokens into account, and give new sequences rows.
@@ -136,12 +158,7 @@ class NonPagedKVCacheManager(KVCacheManager):
 
     def append(self, layer_number: int, *given: Any) -> tuple[Tensor, Tensor]:
         """Append to a layer's cache, and return it, whose rows `page_table` has."""
-        new_k, new_v, cu_new, cu_all, axes = given
-        tokens = tokens_of(new_k, axes, cu_new, cu_all)
-        rows = self.page_table[tokens.sequence, 0].long() * self.max_seqlen + tokens.position
-        for store, new in zip(self._stores[layer_number], (new_k, new_v), strict=True):
-            store.write(new, rows, tokens.there)
-        return self.cache[layer_number]
+        return self._append(layer_number, *given)
 
     def step(self, layer_number: int, *given: Any) -> tuple[Tensor, Tensor]:
         """Append to a layer's cache; return the rows of the batch, [b, max_seqlen, h, d], copied
@@ -184,7 +201,6 @@ class PagedKVCacheManager(KVCacheManager):
         self.max_pages_per_seq = max_seqlen // page_size
         shape = (max_batch_size, self.max_pages_per_seq)
         self.page_table = torch.zeros(shape, dtype=torch.int32, device=device())
-        self._stores: dict[int, tuple[Store, Store]] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -196,13 +212,7 @@ class PagedKVCacheManager(KVCacheManager):
 
     def allocate_memory(self, layer_number: int) -> None:
         """Make the cache of a layer, of zeros."""
-        rows, shape = self.total_num_pages * self.page_size, (self.total_num_pages, self.page_size)
-        self._stores[layer_number] = stores = tuple(  # type: ignore[assignment]
-            Store(rows, self.num_heads, dim, self.dtype)
-            for dim in (self.head_dim_k, self.head_dim_v)
-        )
-        k, v = stores
-        self.cache[layer_number] = k.rows.unflatten(0, shape), v.rows.unflatten(0, shape)
+        self.cache[layer_number] = self._made(self.total_num_pages, self.page_size)
 
     def get_sequence_lengths(self) -> list[int]:
         """Tokens of each sequence, in the batch's order."""
@@ -240,59 +250,7 @@ class PagedKVCacheManager(KVCacheManager):
 
     def step(self, layer_number: int, *given: Any) -> tuple[Tensor, Tensor]:
         """Append to a layer's cache; return its pages."""
-        new_k, new_v, cu_new, cu_all, axes = given
-        tokens = tokens_of(new_k, axes, cu_new, cu_all)
-        place = (tokens.position // self.page_size).clamp(0, self.max_pages_per_seq - 1)
-        page = self.page_table[tokens.sequence, place].long()
-        rows = page * self.page_size + tokens.position % self.page_size
-        for store, new in zip(self._stores[layer_number], (new_k, new_v), strict=True):
-            store.write(new, rows, tokens.there)
-        return self.cache[layer_number]
-
-
-# ---- tokens and rows
-
-
-class Store:
-    """Rows of keys or values, [n, h, d], and one behind them that takes what has no place."""
-
-    def __init__(self, rows: int, heads: int, dim: int, dtype: torch.dtype) -> None:
-        self._all = torch.zeros(rows + 1, heads, dim, dtype=dtype, device=device())
-        self.rows = self._all[:rows]
-
-    def write(self, new: Tensor, rows: Tensor, there: Tensor) -> None:
-        """Write tokens to these rows, int64 of the tokens' axes but heads, where they are there; on
-        the device, so that it can be captured."""
-        spare = self.rows.shape[0]
-        places = torch.where(there, rows, spare).flatten()
-        self._all.index_copy_(0, places, new.reshape(-1, *new.shape[-2:]))
-
-
-class Tokens(NamedTuple):
-    """New tokens, in the order of their tensor: the sequence of each, its position in that, and
-    whether it is one, and no padding."""
-
-    sequence: Tensor
-    position: Tensor
-    there: Tensor
-
-
-def tokens_of(new: Tensor, axes: str, cu_new: Tensor, cu_all: Tensor) -> Tokens:
-    """The tokens of a tensor, int64 and bool of its axes but heads. cu_new, cu_all: cumulative
-    lengths of the new and of all tokens, int32 [max_batch + 1], on the device."""
-    ends = cu_new.long()
-    before = cu_all.long().diff() - ends.diff()
-    if axes == "thd":
-        index = torch.arange(new.shape[0], device=new.device)
-        there = index < ends.amax()
-        sequence = torch.searchsorted(ends[1:].contiguous(), index, right=True)
-        sequence = sequence.clamp(max=before.shape[0] - 1)
-        return Tokens(sequence, before[sequence] + index - ends[sequence], there)
-    b, s = (new.shape[axes.index(axis)] for axis in "bs")
-    sequence = torch.arange(b, device=new.device)[:, None].expand(b, s)
-    place = torch.arange(s, device=new.device).expand(b, s)
-    found = Tokens(sequence, before[:b, None] + place, place < ends.diff()[:b, None])
-    return found if axes == "bshd" else Tokens(*(x.t() for x in found))
+        return self._append(layer_number, *given)
 
 
 def batch_of(new: Tensor, axes: str, most: int) -> int:

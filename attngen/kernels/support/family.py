@@ -1,17 +1,18 @@
-"""The family of what runs before kernels of any other: packed masks, the order of sequences."""
+"""The family of what runs before kernels of any other: packed masks, the order of sequences; and of
+the append to a cache, which comes before a call."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ...fragments.features import Features
-from ...spec.problem import Problem
+from ...spec.problem import DTYPE_BYTES, Problem
 from ...targets.target import Target
 from ..base import KernelPlan
 from ..family import Family, Kind
-from . import mask_pack, order
+from . import append, mask_pack, order
 
 if TYPE_CHECKING:
     from ..fill import Source
@@ -21,6 +22,7 @@ class Support(Family):
     """Kernels of no architecture that write what others read."""
 
     kernels = {
+        append.NAME: Kind(append.AppendPlan, "support/append"),
         mask_pack.NAME: Kind(
             mask_pack.MaskPlan, "support/mask_pack", frozenset({"mask_rows", "mask_columns"})
         ),
@@ -28,6 +30,17 @@ class Support(Family):
             order.VarlenPlan, "support/order", frozenset({"q_schedule", "kv_schedule"})
         ),
     }
+
+    def computes(self, problem: Problem) -> bool:
+        return problem.direction == "append"
+
+    def refuses(self, problem: Problem) -> Iterator[str]:
+        sizes = DTYPE_BYTES[problem.dtype_q], DTYPE_BYTES[problem.dtype_kv]
+        if problem.dtype_q != problem.dtype_kv and sizes != (2, 1):
+            yield f"{problem.dtype_q} tokens are stored as they are, or in 8 bits from 16"
+
+    def plans(self, problem: Problem, target: Target) -> tuple[KernelPlan, ...]:
+        return (append.append_plan(target),)
 
     def surround(
         self, problem: Problem, target: Target, found: Sequence[KernelPlan]
@@ -39,8 +52,10 @@ class Support(Family):
         return tuple(found)
 
     def render(self, problem: Problem, plan: KernelPlan, features: Features, root: Path) -> Source:
-        from . import render_mask_pack, render_order
+        from . import render_append, render_mask_pack, render_order
 
+        if plan.family == append.NAME:
+            return render_append.render(problem, cast(append.AppendPlan, plan), root)
         if plan.family == mask_pack.NAME:
             return render_mask_pack.render(problem, cast(mask_pack.MaskPlan, plan), root)
         return render_order.render(problem, cast(order.VarlenPlan, plan), features, root)

@@ -15,6 +15,7 @@ from jinja2 import meta, nodes
 
 from attngen.io import files
 from attngen.kernels.fill import environment, fill_view
+from attngen.kernels.support.view_append import AppendView
 from attngen.kernels.support.view_combine import CombineView
 from attngen.kernels.support.view_mask_pack import MaskPackView
 from attngen.kernels.support.view_order import OrderView
@@ -30,6 +31,7 @@ from attngen.kernels.wgmma.forward.view import ForwardView
 ROOT = files.templates_dir()
 # Kernel's template → the dataclass that fills it.
 VIEWS: dict[str, Any] = {
+    "kernels/support/append.cu.j2": AppendView,
     "kernels/support/combine.cu.j2": CombineView,
     "kernels/support/mask_pack.cu.j2": MaskPackView,
     "kernels/support/order.cu.j2": OrderView,

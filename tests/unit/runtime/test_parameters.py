@@ -10,6 +10,7 @@ from typing import get_args
 
 import pytest
 
+from attngen.call.append import TENSORS as OF_APPENDS
 from attngen.call.fp8_checks import BACKWARD_SCALES
 from attngen.call.fp8_gradients import MAXIMA
 from attngen.call.table import INPUTS
@@ -84,7 +85,7 @@ def test_every_number_has_one_source() -> None:
 
 
 def test_every_address_is_one_of_a_tensor_or_a_workspace() -> None:
-    tensors = {*INPUTS, *RESULTS, *GRADIENTS, *get_args(Workspace)}
+    tensors = {*INPUTS, *OF_APPENDS, *RESULTS, *GRADIENTS, *get_args(Workspace)}
     for problem, source in sources():
         mapped = {recipe.field for recipe in source.kernel.tensor_maps}
         for field in source.kernel.fields:

@@ -1,0 +1,121 @@
+// kv_append__full_d128_bf16_kv_e4m3__857ac7
+// Rendered by attngen from kernels/support/append.cu.j2; do not edit.
+#include "attngen/append/place.cuh"
+#include "attngen/append/rows.cuh"
+#include "attngen/platform.cuh"
+#include "attngen/ptx/tma.cuh"
+
+namespace attngen {
+
+constexpr int kWarps = 2;
+constexpr int kHeadDim = 128;
+constexpr int kHeadDimV = 128;
+constexpr int kBytes = 2;  // of an element of new tokens
+constexpr int kStoredBytes = 1;
+using Element = Bf16;
+using Stored = E4m3;
+
+struct Params {
+  void* k;
+  void* v;
+  void* k_cache;
+  void* v_cache;
+  void* lengths;
+  void* cu_seqlens;
+  void* cu_seqlens_all;
+  void* page_table;
+  long long k_stride_row;
+  long long k_stride_head;
+  long long k_stride_batch;
+  long long v_stride_row;
+  long long v_stride_head;
+  long long v_stride_batch;
+  long long k_cache_stride_row;
+  long long k_cache_stride_head;
+  long long k_cache_stride_batch;
+  long long v_cache_stride_row;
+  long long v_cache_stride_head;
+  long long v_cache_stride_batch;
+  long long total_rows;
+  long long table_stride;
+  int q_len;
+  int sequences;
+  int heads_kv;
+  int packed;
+  int page_size;
+  int pages;
+  int table_columns;
+  void* scale_k;
+  void* scale_v;
+  int scale_k_stride_batch;
+  int scale_k_stride_head;
+  int scale_v_stride_batch;
+  int scale_v_stride_head;
+  void* q;
+  void* o;
+  void* rotary_cos;
+  void* rotary_sin;
+  long long q_stride_row;
+  long long q_stride_head;
+  long long q_stride_batch;
+  long long o_stride_row;
+  long long o_stride_head;
+  long long o_stride_batch;
+  int turned_heads;
+  int turned_step;
+  int rotary_dim;
+  int rotary_rows;
+  int rotary_pairs;
+  int rotary_wide;
+};
+// NVRTC has no offsetof; natural alignment and the total size pin every member's place.
+static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by the host");
+static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
+static_assert(sizeof(Params) == 344, "packed by the host");
+
+ATTNGEN_DEVICE char* at(void* tensor, long long elements, int bytes) { return static_cast<char*>(tensor) + bytes * elements; }
+
+}  // namespace attngen
+
+// Grid: tokens, of all sequences.
+extern "C" __global__ void __launch_bounds__(64)
+kv_append__full_d128_bf16_kv_e4m3__857ac7(const __grid_constant__ attngen::Params p) {
+  using namespace attngen;
+  const int lane = threadIdx.x % 32;
+  const int token = blockIdx.x * kWarps + threadIdx.x / 32;
+  if (token >= p.total_rows) return;
+  const auto* ends = static_cast<const int*>(p.cu_seqlens);
+  const Token place = p.packed ? packed_token(ends, p.sequences, token, lane) : dense_token(ends, token, p.q_len);
+  if (!place.there) return;
+  const int before = length_before(static_cast<const int*>(p.lengths), static_cast<const int*>(p.cu_seqlens_all), place);
+  const int position = before + place.row;
+  // Where tokens are packed, their rows are those of one batch.
+  const long long batch = p.packed ? 0 : place.sequence;
+  const long long row = p.packed ? token : place.row;
+  const Slot slot = slot_of(static_cast<const int*>(p.page_table), p.table_stride, p.table_columns, p.page_size, p.pages, place.sequence, position);
+  const auto turn_at = [&](int angle) {
+    const long long angles = static_cast<long long>(max_of(min_of(angle, p.rotary_rows - 1), 0)) * (p.rotary_dim / 2);
+    const int bytes = p.rotary_wide ? 4 : 2;
+    return Turn{at(p.rotary_cos, angles, bytes), at(p.rotary_sin, angles, bytes), p.rotary_dim, p.rotary_pairs != 0, p.rotary_wide != 0};
+  };
+  const Turn turn = turn_at(position);
+  if (p.q != nullptr) {
+    const Rows queries = {
+        at(p.q, batch * p.q_stride_batch + row * p.q_stride_row, kBytes), kBytes * p.q_stride_head,
+        at(p.o, batch * p.o_stride_batch + row * p.o_stride_row, kBytes), kBytes * p.o_stride_head, p.turned_heads};
+    make_rows<Element, Element, kBytes, kHeadDim>(queries, turn_at(before + place.row * p.turned_step), nullptr, 0, lane);
+  }
+  if (!slot.there) return;
+  const Rows keys = {at(p.k, batch * p.k_stride_batch + row * p.k_stride_row, kBytes), kBytes * p.k_stride_head,
+                     at(p.k_cache, slot.page * p.k_cache_stride_batch + slot.row * p.k_cache_stride_row, kStoredBytes),
+                     kStoredBytes * p.k_cache_stride_head, p.heads_kv};
+  const auto scales_of = [&](const void* scales, int stride) {
+    return scales == nullptr ? nullptr : static_cast<const float*>(scales) + place.sequence * stride;
+  };
+  const Turn none = {nullptr, nullptr, 0, false, false};
+  make_rows<Element, Stored, kStoredBytes, kHeadDim>(keys, turn, scales_of(p.scale_k, p.scale_k_stride_batch), p.scale_k_stride_head, lane);
+  const Rows values = {at(p.v, batch * p.v_stride_batch + row * p.v_stride_row, kBytes), kBytes * p.v_stride_head,
+                     at(p.v_cache, slot.page * p.v_cache_stride_batch + slot.row * p.v_cache_stride_row, kStoredBytes),
+                     kStoredBytes * p.v_cache_stride_head, p.heads_kv};
+  make_rows<Element, Stored, kStoredBytes, kHeadDimV>(values, none, scales_of(p.scale_v, p.scale_v_stride_batch), p.scale_v_stride_head, lane);
+}
