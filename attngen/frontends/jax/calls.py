@@ -78,13 +78,20 @@ def describe(name: str, x: Any) -> TensorDesc | None:
     return STATE if name == "rng_state" else checks.as_given(x)
 
 
+def checked(call: AttentionCall) -> AttentionCall:
+    """The call with plain arguments, and without its state. Raises: SpecError with every argument
+    that means nothing, whatever the dtypes are."""
+    _refuse_traced_numbers(call)
+    given = {**named(call), **UNREAD}
+    found = AttentionCall(**{**given, **plain.differing(given)})
+    checks.check_types(found)
+    checks.check_call(found, call.rng_state)
+    return found
+
+
 def converted(call: AttentionCall) -> CheckedCall:
     """The call as operations take it. Raises: SpecError with every violation."""
-    _refuse_traced_numbers(call)
-    state, given = call.rng_state, {**named(call), **UNREAD}
-    call = AttentionCall(**{**given, **plain.differing(given)})
-    checks.check_types(call)
-    checks.check_call(call, state)
+    state, call = call.rng_state, checked(call)
     if call.out_dtype is not None:
         dtype: Any = call.out_dtype
         call = AttentionCall(**{**named(call), "out_dtype": jnp.dtype(dtype).name})
@@ -102,9 +109,9 @@ def converted(call: AttentionCall) -> CheckedCall:
         found["rng_state"] = words_of_state(state)
     else:
         found["rng_state"] = None
-    checked = CheckedCall(found, arguments, call.backend)
-    checks.check_operands(checked.descriptions, arguments)
-    return checked
+    made = CheckedCall(found, arguments, call.backend)
+    checks.check_operands(made.descriptions, arguments)
+    return made
 
 
 def _refuse_traced_numbers(call: AttentionCall) -> None:

@@ -31,6 +31,7 @@ from .calls import CheckedCall, describe
 from .fp8 import current_scale, largest, largest_of, power_of_two_below, quantised, scaled
 from .fp8_backward import backward
 from .gradients import CONFIGS_KEPT
+from .manual_axes import spread, varying
 from .operation import Form
 from .places import used_rows
 from .program import ordered
@@ -104,7 +105,8 @@ def fp8_attention(
     """
     recipe = Float8CurrentScaling() if recipe is None else recipe
     call = make_call("attngen.jax.fp8_attention", ROWS, {"q": q, "k": k, "v": v}, given)
-    _refuse(call)
+    _refuse(call, recipe)
+    calls.checked(call)  # before scales are made of what it gives
     wide = {name: jnp.asarray(x) for name in CARRIERS if (x := getattr(call, name)) is not None}
     checked, amax_v = _stored(call, wide, recipe)
     kernels = use_kernels(checked)
@@ -113,6 +115,9 @@ def fp8_attention(
     form = Form(names, checked.arguments, None, not call.wants_aux, checked.backend == "cuda")
     config = _Config(form, recipe, kernels, form8)
     operands = [x for name in names if (x := checked.operands[name]) is not None]
+    axes = varying([*wide.values(), *operands])
+    wide = {name: spread(x, axes) for name, x in wide.items()}
+    operands, amax_v = [spread(x, axes) for x in operands], spread(amax_v, axes)
     found: Results = _differentiable(config)(wide, operands, amax_v)
     if not call.wants_aux:
         return found["o"]
@@ -120,9 +125,11 @@ def fp8_attention(
     return found["o"], AttentionAux(**aux, rng_state=checked.operands["rng_state"])  # type: ignore[arg-type]  # arrays of JAX
 
 
-def _refuse(call: Call) -> None:
+def _refuse(call: Call, recipe: object) -> None:
     """Raises: SpecError with each reason why a call cannot be one in FP8."""
     reasons = []
+    if not isinstance(recipe, Float8CurrentScaling):
+        reasons.append(f"recipe needs attngen.jax.Float8CurrentScaling; got {recipe!r}")
     for name in CARRIERS:
         x = getattr(call, name)
         if x is None and name != "q":
@@ -138,11 +145,18 @@ def _refuse(call: Call) -> None:
     ]
     if call.page_table is not None:
         reasons.append("pages are kept in FP8 by attngen.jax.attention. Call that.")
-    out_dtype: Any = call.out_dtype
-    if out_dtype is not None and jnp.dtype(out_dtype).name not in SIXTEEN_BITS:
-        reasons.append(f"out_dtype needs float16 or bfloat16; got {out_dtype!r}")
+    if call.out_dtype is not None and _name_of(call.out_dtype) not in SIXTEEN_BITS:
+        reasons.append(f"out_dtype needs float16 or bfloat16; got {call.out_dtype!r}")
     if reasons:
         raise SpecError(reasons)
+
+
+def _name_of(dtype: Any) -> str:
+    """The name of a dtype; none of what is no dtype."""
+    try:
+        return str(jnp.dtype(dtype).name)
+    except TypeError:
+        return ""
 
 
 def _stored(

@@ -106,6 +106,27 @@ def test_elements_that_are_mapped_have_scales_of_their_own() -> None:
     assert all(jnp.array_equal(mapped[n], gradient(x[n])) for n in range(2))
 
 
+@pytest.mark.parametrize("backward", ["fp8", "16"])
+def test_keys_that_every_device_has_have_sums_of_gradients(backward: str) -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    data, everywhere = (jax.sharding.PartitionSpec(*axes) for axes in (("data",), ()))
+    q, k, v = (jnp.asarray(x).astype(jnp.bfloat16) for x in (Q, KV[:1], KV[1:]))
+    recipe = Float8CurrentScaling(backward=backward)
+
+    def gradients(q: Any, k: Any, v: Any) -> Any:
+        def loss(*given: Any) -> Any:
+            return (fp8_attention(*given, recipe=recipe) ** 2).astype(jnp.float32).sum()
+
+        return jax.grad(loss, (0, 1, 2))(q, k, v)
+
+    specs = data, everywhere, everywhere
+    local = jax.jit(jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=specs))
+    found, each = local(q, k, v), [gradients(q[n : n + 1], k, v) for n in range(2)]
+    assert jnp.array_equal(found[0], jnp.concatenate([dq for dq, *_ in each]))
+    for got, one, other in zip(found[1:], *(parts[1:] for parts in each), strict=True):
+        assert jnp.allclose(got.astype("float32"), (one + other).astype("float32"), rtol=2**-7)
+
+
 def test_program_for_cuda_has_a_forward_and_a_backward_in_8_bits() -> None:
     x = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.bfloat16)
 
@@ -130,9 +151,28 @@ def test_calls_that_have_no_fp8_are_refused_with_all_reasons() -> None:
     with pytest.raises(SpecError) as caught:
         Float8CurrentScaling(fp8_format="E3M4", backward="8", amax_epsilon=-1.0)
     assert len(caught.value.reasons) == 3
+    with pytest.raises(SpecError) as caught:
+        fp8_attention(q, q, q, out_dtype="float", recipe=fp8.Float8CurrentScaling())
+    assert len(caught.value.reasons) == 2
     recipe = Float8CurrentScaling(backward="fp8")
     wide = jnp.zeros((1, 16, 2, 256), jnp.bfloat16)
     with pytest.raises(SpecError, match="fp8_or_16"):
         fp8_attention(wide, wide, wide, recipe=recipe)
     mixed = Float8CurrentScaling(backward="fp8_or_16")
     assert fp8_attention(wide, wide, wide, recipe=mixed).shape == wide.shape
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"k": None}, "needs k"),
+        ({"seqused_kv": np.array([1, 2, 3], np.int32)}, "seqused_kv needs int32"),
+        ({"q": jnp.zeros((16, 2, 32), jnp.bfloat16), "seqused_q": np.ones(2, np.int32)}, "needs q"),
+        ({"layout": "thd", "cu_seqlens_q": np.array([0, 4], np.int32)}, "shape"),
+    ],
+    ids=["no keys", "lengths of others", "an axis less", "not packed"],
+)
+def test_operands_are_refused_before_scales_are_made_of_them(given: Any, reason: str) -> None:
+    q = jnp.asarray(Q).astype(jnp.bfloat16)
+    with pytest.raises(SpecError, match=reason):
+        fp8_attention(**{"q": q, "k": q, "v": q, **given})
