@@ -122,7 +122,8 @@ def run(attend: Callable[..., Result], call: Replaced) -> Result:
     key: Key | None = None
     tensors: list[Any] = []
     if not (torch.compiler.is_compiling() or routing.CHECK_VALUES):
-        form = is_deterministic(), call.stores.form, call.stores.may_have_16_bits
+        kept = [None if x is None else _kept_dtype(x) for x in call.carriers]
+        form = is_deterministic(), call.stores.form, call.stores.may_have_16_bits, *kept
         key, tensors = _bind(form, call.q, call.k, call.v, call.given)
     if (known := calls.find(key, tensors)) is not None:
         return known.of_bound(tensors, call)
@@ -352,7 +353,7 @@ def _refuse(call: AttentionCall, carriers: Carriers) -> None:
             "Leave out_dtype out, or call it under torch.no_grad()."
         )
     for name, x in zip(CARRIERS, carriers, strict=True):
-        if x is not None and x.requires_grad and is_fp8(kept := _gradient_dtype(x)):
+        if x is not None and (kept := _kept_dtype(x)) is not None:
             reasons.append(
                 f"{name} requires a gradient, which autograd would round to {kept}. Set its "
                 "grad_dtype to torch.bfloat16 if it is a leaf; else pass 16 bits under "
@@ -371,12 +372,15 @@ def _refuse(call: AttentionCall, carriers: Carriers) -> None:
         raise SpecError(reasons)
 
 
-def _gradient_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype in which autograd hands on a gradient, which for a trace is the tensor's."""
-    if not is_fp8(tensor.dtype) or torch.compiler.is_compiling():
-        return tensor.dtype
-    kept: torch.dtype | None = getattr(tensor, "grad_dtype", tensor.dtype)  # since torch 2.10
-    return torch.float32 if kept is None else kept  # None is any
+def _kept_dtype(carrier: Tensor) -> torch.dtype | None:
+    """The FP8 dtype to which autograd would round a gradient that is needed; None of others. For a
+    trace it is the carrier's own."""
+    if not carrier.requires_grad or not is_fp8(carrier.dtype):
+        return None
+    if torch.compiler.is_compiling():
+        return carrier.dtype
+    kept: torch.dtype | None = getattr(carrier, "grad_dtype", carrier.dtype)  # since torch 2.10
+    return kept if kept is not None and is_fp8(kept) else None  # None is any
 
 
 def _is_learned(number: object) -> bool:

@@ -185,6 +185,18 @@ def test_fp8_leaf_whose_gradient_would_have_8_bits_is_refused(kernels):
     assert not kernels.calls
 
 
+def test_fp8_leaf_that_does_not_say_so_is_refused_after_one_that_does():
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip("torch before 2.10")
+    tensors = [x.detach().to(torch.float8_e4m3fn).requires_grad_() for x in operands(d=16)]
+    for x in tensors:
+        x.grad_dtype = torch.bfloat16
+    attngen.attention(*tensors)
+    q, k, v = tensors
+    with pytest.raises(SpecError, match="v requires a gradient.*grad_dtype"):
+        attngen.attention(q, k, v.detach().requires_grad_())
+
+
 def test_no_grad_runs_without_a_graph_and_alternates_with_calls_that_have_one(kernels):
     tensors = operands()
     for _ in range(3):  # the first settles the call for both
