@@ -6,6 +6,7 @@ bound that nothing exceeds. Nothing waits for the device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -123,7 +124,9 @@ class FP8Call:
         if dlse is not None:
             lengths = dict(zip(INPUTS, self.operands, strict=True))
             unused = rows_of_none(self.lse, lengths)
-            bound = bound + largest(dlse, None if unused is None else ~unused)
+            # Of rows that see no key it may be NaN, where two of them were joined, and counts not.
+            rows = self.lse != -math.inf
+            bound = bound + largest(dlse, rows if unused is None else rows & ~unused)
         return power_of_two(torch.finfo(dtype).max / (bound * abs(scale)))
 
     def _largest_of_v(self) -> Tensor:

@@ -133,6 +133,19 @@ def test_rows_of_no_sequence_change_nothing():
     assert all(map(torch.equal, *found))
 
 
+def test_gradient_of_an_lse_that_is_minus_infinity_changes_nothing():
+    """Two such rows that are joined have NaN, which must not count for the scale of dS."""
+    tensors, found = operands(), []
+    seen = torch.ones(12, 12, dtype=torch.bool)
+    seen[3] = False
+    for of_unseen in (0.0, float("nan")):
+        with fp8.autocast(recipe=RECIPES["current"]):
+            out, aux = attngen.attention(*tensors, attn_mask=seen, return_lse=True)
+        dlse = torch.zeros_like(aux.lse).masked_fill(aux.lse == -torch.inf, of_unseen)
+        found.append(torch.autograd.grad((out, aux.lse), tensors, (D_O * 1e-5, dlse)))
+    assert all(map(torch.equal, *found))
+
+
 def test_stored_tensors_have_the_backward_of_the_recipe_in_force():
     store, tensors = fp8.CurrentQuantizer(E4M3), operands()
     with fp8.autocast(recipe=RECIPES["current"]):
