@@ -53,16 +53,59 @@ class Quantised(NamedTuple):
     gradients: StoredGradients = IN_16_BITS
 
 
+class Narrowed(NamedTuple):
+    """Tensors in 8 bits. amax: their largest magnitudes; scale: by what they were multiplied;
+    descale: what undoes it; each float32 [1]."""
+
+    stored: tuple[Tensor, ...]
+    amax: tuple[Tensor, ...]
+    scale: tuple[Tensor, ...]
+    descale: tuple[Tensor, ...]
+
+
+class Narrow(Protocol):
+    """Casts tensors by kernels."""
+
+    def __call__(
+        self,
+        tensors: Sequence[Tensor],
+        used: Sequence[Tensor | None],
+        rule: CastRule,
+        known: Tensor | None = None,
+    ) -> Narrowed | None:
+        """The tensors in 8 bits, None where kernels do not serve them.
+
+        used: where their numbers count, a broadcast of each, None for everywhere; known: scales,
+        float32 [n], of which those count that are above 0.
+        """
+
+
+class CastRule(NamedTuple):
+    """How scales follow from largest magnitudes.
+
+    dtype: torch's name of the stored format; least: the least magnitude that is taken; margin:
+    binades left free above; power_of_two: whether a scale is one.
+    """
+
+    dtype: str
+    least: float = 0.0
+    margin: int = 0
+    power_of_two: bool = True
+
+
 class Recipe(Protocol):
     """How operands become FP8."""
 
     def quantise(
-        self, carriers: Sequence[Tensor | None], rows: Sequence[Tensor | None]
+        self,
+        carriers: Sequence[Tensor | None],
+        rows: Sequence[Tensor | None],
+        narrowed: Narrow,
     ) -> Quantised:
         """q, k and v, packed as a call has them, in FP8; never waits for the device.
 
         rows: which rows of each belong to a sequence, a broadcast of it, None for all. What others
-        hold must change nothing.
+        hold must change nothing. narrowed: casts tensors by kernels.
 
         Raises: SpecError where the recipe cannot serve the call.
         """

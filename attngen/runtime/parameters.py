@@ -172,6 +172,10 @@ GIVEN: dict[str, tuple[str, ...]] = {
         *("turned_heads", "turned_step"),
         *("rotary_dim", "rotary_rows", "rotary_pairs", "rotary_wide"),
     ),
+    "cast": (
+        *(f"{number}_{n}" for number in ("count", "row") for n in range(3)),
+        *("least", "share", "power_of_two", "tensors"),
+    ),
 }
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Direction = Literal["fwd", "bwd", "append"]
+Direction = Literal["fwd", "bwd", "append", "cast"]
 DType = Literal["fp16", "bf16", "fp32", "e4m3", "e5m2"]
 Sequence = Literal["dense", "used", "packed"]
+CAST_HEAD_DIM = 16  # in the name of a cast, which has rows of any length
 BIASES = ("pre_scale_bias", "post_scale_bias")  # scores that read a tensor of their own
 DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4, "e4m3": 1, "e5m2": 1}
 
@@ -28,8 +29,9 @@ class Problem:
     query heads of a group share a tile. A backward in 8 bits has output gradients of `dtype_d_o`,
     which is what dS is stored as, and makes gradients of `dtype_grad`; its `dtype_o` is the
     output's that it reads; elsewhere both are None. An append writes new keys and values, of
-    `dtype_q`, to a cache of `dtype_kv`, and asks of all else for nothing. `fragment_digests` tell
-    the texts of masks and scores that are not among attngen's templates from others of their names.
+    `dtype_q`, to a cache of `dtype_kv`, a cast stores numbers of the one in the other; both ask of
+    all else for nothing. `fragment_digests` tell the texts of masks and scores that are not among
+    attngen's templates from others of their names.
     """
 
     direction: Direction
@@ -100,12 +102,22 @@ class Problem:
     def append(self, head_dim_qk: int, head_dim_v: int) -> Problem:
         """The append of new keys and values, of these head dims, to a cache that this forward
         reads."""
+        return self._of_no_scores("append", head_dim_qk, head_dim_v, self.dtype_q)
+
+    def cast(self) -> Problem:
+        """The cast of this forward's queries' dtype to its keys'."""
+        return self._of_no_scores("cast", CAST_HEAD_DIM, CAST_HEAD_DIM, self.dtype_kv)
+
+    def _of_no_scores(
+        self, direction: Direction, head_dim_qk: int, head_dim_v: int, dtype_o: DType
+    ) -> Problem:
+        """A problem of these dtypes alone."""
         return replace(
             self,
-            direction="append",
+            direction=direction,
             head_dim_qk=head_dim_qk,
             head_dim_v=head_dim_v,
-            dtype_o=self.dtype_q,
+            dtype_o=dtype_o,
             masks=(),
             scores=(),
             softmax="vanilla",

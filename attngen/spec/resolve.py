@@ -18,8 +18,8 @@ from .problem import Problem, Sequence
 from .tables import Place
 from .violations import Violation
 
-DIRECTIONS = ("fwd", "bwd", "append")
-FORWARD_ALONE = ("fwd", "append")  # of specs without a backward
+DIRECTIONS = ("fwd", "bwd", "append", "cast")
+FORWARD_ALONE = ("fwd", "append", "cast")  # of specs without a backward
 DTYPES = (*DTYPES_16BIT, *DTYPES_8BIT)
 # Of a backward in 8 bits.
 DEFAULT_GRAD_DTYPE, DEFAULT_D_O_DTYPE = "bf16", "e5m2"
@@ -76,6 +76,7 @@ def resolve(
         "fwd": (forward,),
         "bwd": backward_of(spec, forward).orders(),
         "append": (forward.append(spec.head_dim, spec.head_dim_v or spec.head_dim),),
+        "cast": (forward.cast(),),
     }
     return tuple(problem for direction in spec.directions for problem in found[direction])
 

@@ -228,6 +228,7 @@ inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 // Rounded up, by way of a sum that hardly ever rounds.
 inline float __fmaf_ru(float a, float b, float c) {

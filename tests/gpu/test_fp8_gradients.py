@@ -31,7 +31,7 @@ CASES = {
 class Recipe:
     """Stored numbers of one scale each; which numbers stands in `made`."""
 
-    def quantise(self, carriers, rows):
+    def quantise(self, carriers, rows, narrowed):
         self.made = [fp8.quantise(x.float(), E4M3, 16.0) for x in carriers]
         scale = torch.full((1,), 1 / 16, device=self.made[0].device)
         self.scales = {f"descale_{name}": scale for name in "qkv"}

@@ -9,7 +9,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from ...call.recipe import GradientForm
+from ...call.recipe import CastRule, GradientForm
 from ...call.tensors import name_of
 from ...errors import SpecError
 from ...reference.fp8_backward import power_of_two
@@ -70,6 +70,10 @@ class Float8CurrentScaling:
         """Scales of tensors with these largest magnitudes, float32; 1 where there is none."""
         return current_scale(amax, dtype, 0, self.use_power_2_scales, self.amax_epsilon)
 
+    def cast_rule(self, dtype: torch.dtype) -> CastRule:
+        """How scales of tensors that are stored in that dtype follow."""
+        return CastRule(name_of(dtype), self.amax_epsilon, 0, self.use_power_2_scales)
+
     @property
     def gradient_form(self) -> GradientForm:
         """How a backward stores dO where no history says it."""
@@ -127,6 +131,10 @@ class DelayedScaling:
         """Scales of tensors with these largest magnitudes, float32; `before` where there is
         none."""
         return scale_of(amax, dtype, before, self.margin)
+
+    def cast_rule(self, dtype: torch.dtype) -> CastRule:
+        """How scales of tensors that are stored in that dtype follow where no history says them."""
+        return CastRule(name_of(dtype), 0.0, self.margin, False)
 
     def amax_of(self, history: Tensor) -> Tensor:
         """The magnitudes that the next scales are made from, [n]. history: [steps, n], the newest

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...call.recipe import Quantised, StoredGradients, in_force
+from ...call.recipe import Narrow, Quantised, StoredGradients, in_force
 from ...call.recipe import Recipe as InForce
 from ...call.table import CARRIERS
 from ...errors import SpecError
@@ -21,6 +21,13 @@ from .recipes import DelayedScaling, Float8CurrentScaling, Recipe
 DESCALES = tuple([f"descale_{name}" for name in CARRIERS])
 Scales = tuple[Tensor, ...]
 Masked = tuple[Tensor, "Tensor | None"]  # a tensor, and which of its rows are used
+
+
+class Casts(NamedTuple):
+    """Tensors in 8 bits, and the factors, each [1], that undo their scales."""
+
+    stored: Sequence[Tensor]
+    descales: Sequence[Tensor]
 
 
 @dataclass(eq=False)
@@ -39,30 +46,39 @@ class Active:
     replayed: int | None = None
 
     def quantise(
-        self, carriers: Sequence[Tensor | None], rows: Sequence[Tensor | None]
+        self,
+        carriers: Sequence[Tensor | None],
+        rows: Sequence[Tensor | None],
+        narrowed: Narrow,
     ) -> Quantised:
         """q, k and v as the recipe stores them. Raises: SpecError where it needs a layer."""
-        return self.quantise_in(None, carriers, rows, False)
+        return self.quantise_in(None, carriers, rows, narrowed, False)
 
     def quantise_in(
         self,
         layer: LayerScales | None,
         carriers: Sequence[Tensor | None],
         rows: Sequence[Tensor | None],
+        narrowed: Narrow,
         notes: bool,
     ) -> Quantised:
-        """q, k and v of a call in a layer. notes: whether its history learns of it.
+        """q, k and v of a call in a layer. narrowed: casts by kernels; notes: whether the layer's
+        history learns of it.
 
         Raises: SpecError where the recipe needs a layer, or one with another history.
         """
         dtype = self.recipe.fp8_format.forward
-        present = [x for x in carriers if x is not None]
         masked = [(x, used) for x, used in zip(carriers, rows, strict=True) if x is not None]
-        scales = self._scales(layer, masked, notes)
-        pairs = zip(present, scales, strict=True)
-        exact = isinstance(self.recipe, Float8CurrentScaling) and self.recipe.use_power_2_scales
-        made = iter([stored(x, dtype, scale, exact) for x, scale in pairs])
-        descales = _of_each([scale.reciprocal() for scale in scales])
+        found = self._by_kernels(layer, masked, narrowed, notes)
+        if found is None:
+            scales = self._scales(layer, masked, notes)
+            exact = self.recipe.cast_rule(dtype).power_of_two
+            pairs = zip(masked, scales, strict=True)
+            found = Casts(
+                [stored(x, dtype, scale, exact) for (x, _), scale in pairs],
+                [scale.reciprocal() for scale in scales],
+            )
+        made, descales = iter(found.stored), _of_each([*found.descales])
         return Quantised(
             tuple([None if x is None else next(made) for x in carriers]),
             dict(zip(DESCALES, descales, strict=True)),
@@ -84,6 +100,39 @@ class Active:
             self.used.append(layer)
         amax = layer.gradient_history.select(0, 0)
         return stores._replace(scale=layer.gradient_scale, amax=amax)
+
+    def _by_kernels(
+        self, layer: LayerScales | None, masked: list[Masked], narrowed: Narrow, notes: bool
+    ) -> Casts | None:
+        """Casts of a call by kernels; None where these do not serve its tensors.
+
+        Raises: SpecError where the recipe needs a layer, or one with another history.
+        """
+        recipe, tape = self.recipe, self.tape
+        replays = tape is not None and self.replayed is not None
+        known = None
+        if replays:
+            assert tape is not None and self.replayed is not None
+            known = torch.cat(tape[self.replayed])
+        elif isinstance(recipe, DelayedScaling):
+            known = _histories_of(recipe, layer).scale[: len(masked)]
+        tensors, rows = zip(*masked, strict=True)
+        found = narrowed(tensors, rows, recipe.cast_rule(recipe.fp8_format.forward), known)
+        if found is None:
+            return None
+        if replays:
+            self.replayed = (self.replayed or 0) + 1
+            return Casts(found.stored, found.descale)
+        if isinstance(recipe, DelayedScaling) and notes:
+            self._note(_histories_of(recipe, layer), found.amax)
+        if tape is not None:
+            tape.append(found.scale)
+        return Casts(found.stored, found.descale)
+
+    def _note(self, layer: LayerScales, amax: Sequence[Tensor]) -> None:
+        """Have a layer's history know the magnitudes of a call's tensors, each [1]."""
+        layer.note(torch.cat(_of_each([*amax])))
+        self.used.append(layer)
 
     def _scales(self, layer: LayerScales | None, present: list[Masked], notes: bool) -> Scales:
         """The scales of a call's tensors, each [1]."""
@@ -107,21 +156,11 @@ class Active:
         present: list[Masked],
         notes: bool,
     ) -> Scales:
-        if layer is None:
-            raise SpecError(
-                "DelayedScaling keeps its histories in layers: call an attngen.fp8.Attention(), "
-                "or take Float8CurrentScaling()."
-            )
-        if (steps := layer.amax_history.shape[0]) != recipe.amax_history_len:
-            raise SpecError(
-                f"this layer keeps {steps} steps, the recipe {recipe.amax_history_len}. Make it "
-                f"with Attention(amax_history_len={recipe.amax_history_len})."
-            )
-        amax = torch.cat(_of_each([largest(x, rows) for x, rows in present]))
-        scales = layer.scales(recipe, amax)
+        layer = _histories_of(recipe, layer)
+        own = [largest(x, rows) for x, rows in present]
+        scales = layer.scales(recipe, torch.cat(_of_each(own)))
         if notes:
-            layer.note(amax)
-            self.used.append(layer)
+            self._note(layer, own)
         return tuple([scales[place : place + 1] for place in range(len(present))])
 
     def end_step(self) -> None:
@@ -155,10 +194,13 @@ class InLayer:
     notes: bool
 
     def quantise(
-        self, carriers: Sequence[Tensor | None], rows: Sequence[Tensor | None]
+        self,
+        carriers: Sequence[Tensor | None],
+        rows: Sequence[Tensor | None],
+        narrowed: Narrow,
     ) -> Quantised:
         """q, k and v as the recipe stores them. Raises: SpecError."""
-        return self.active.quantise_in(self.layer, carriers, rows, self.notes)
+        return self.active.quantise_in(self.layer, carriers, rows, narrowed, self.notes)
 
     def stored_gradients(self) -> StoredGradients:
         """How the backward of a call of FP8 operands stores its gradients."""
@@ -206,6 +248,21 @@ class autocast:  # noqa: N801  # as torch.autocast
 
     def _continues(self, outer: Active) -> bool:
         return outer.recipe == self.recipe and outer.group is self.group
+
+
+def _histories_of(recipe: DelayedScaling, layer: LayerScales | None) -> LayerScales:
+    """The layer of a call. Raises: SpecError where there is none, or one with another history."""
+    if layer is None:
+        raise SpecError(
+            "DelayedScaling keeps its histories in layers: call an attngen.fp8.Attention(), "
+            "or take Float8CurrentScaling()."
+        )
+    if (steps := layer.amax_history.shape[0]) != recipe.amax_history_len:
+        raise SpecError(
+            f"this layer keeps {steps} steps, the recipe {recipe.amax_history_len}. Make it "
+            f"with Attention(amax_history_len={recipe.amax_history_len})."
+        )
+    return layer
 
 
 def _of_each(parts: list[Tensor]) -> list[Tensor]:

@@ -40,6 +40,7 @@ from .casts import autocast
 from .checked_call import RESULTS, CheckedCall, Result, operands_of
 from .checks import check_rest
 from .lengths import rows_in_use
+from .narrow import narrowed
 from .operation import unobserved
 from .quantised import QuantisedCall, dispatched
 from .sharding import is_distributed
@@ -93,7 +94,7 @@ def replaced(recipe: Recipe, carriers: Carriers, given: dict[str, Any]) -> Repla
     if may_have_tangents(present):
         raise SpecError("FP8 recipes have no forward-mode derivative; leave the autocast for it")
     with torch.no_grad():
-        made = recipe.quantise(carriers, _rows_in_use(carriers, given))
+        made = recipe.quantise(carriers, _rows_in_use(carriers, given), narrowed)
     q8, k8, v8 = made.carriers
     assert q8 is not None  # as q was
     given = {"out_dtype": q.dtype, **given, **made.scales}

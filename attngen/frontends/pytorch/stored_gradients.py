@@ -18,7 +18,7 @@ from ...call.fp8_checks import BACKWARD_SCALES
 from ...call.fp8_gradients import MAXIMA
 from ...call.numbers import Arguments
 from ...call.operands import layout_of
-from ...call.recipe import GradientForm
+from ...call.recipe import CastRule, GradientForm
 from ...call.table import GRADIENT_OF, INPUTS, LEARNED, Lengths, WantedGradients
 from ...call.tensors import name_of
 from ...reference.fp8_backward import power_of_two
@@ -26,6 +26,7 @@ from ...reference.fp8_scales import current_scale, largest, stored
 from ...spec.layouts import axes_of
 from . import fp8_backward, reference_fp8
 from .lengths import rows_in_use, rows_of_none
+from .narrow import narrowed
 from .registry import operator
 from .signature import dtype_of
 
@@ -68,18 +69,26 @@ class FP8Call:
         dtype = dtype_of(self.form.d_o_dtype)
         d_o = torch.zeros_like(self.out) if d_o is None else d_o
         q_format = layout_of(self.arguments.layout).q_format
-        amax = largest(d_o, self._rows([*q_format], "q", d_o))
-        scale = current_scale(amax, dtype, *self.form[1:])
+        rows = self._rows([*q_format], "q", d_o)
+        _, margin, power_of_two, least = self.form
+        rule = CastRule(self.form.d_o_dtype, least, margin, power_of_two)
+        known = None if self.scale is None else self.scale[:1]
+        if (cast := narrowed([d_o], [rows], rule, known)) is not None:
+            (d_o8,), (amax,), _, (descale,) = cast
+        else:
+            amax = largest(d_o, rows)
+            scale = current_scale(amax, dtype, margin, power_of_two, least)
+            scale = scale if known is None else torch.where(known > 0, known, scale)
+            d_o8, descale = stored(d_o, dtype, scale, power_of_two), scale.reciprocal()
         scale_dp = self._own_scale_dp(amax, dlse, dtype)
         if self.scale is not None:
-            known = torch.where(self.scale > 0, self.scale, torch.cat([scale, scale_dp]))
-            scale, scale_dp = known.split(1)
+            known = self.scale[1:]
+            scale_dp = torch.where(known > 0, known, scale_dp)
         scales = dict.fromkeys(BACKWARD_SCALES) | {
-            "descale_do": scale.reciprocal(),
+            "descale_do": descale,
             "scale_dp": scale_dp,
             "descale_dp": scale_dp.reciprocal(),
         }
-        d_o8 = stored(d_o, dtype, scale, self.form.power_of_two)
         found = self._run(wanted, d_o8, dlse, scales)
         if self.amax is not None:
             torch.ops.attngen.note_maxima(self.amax, torch.cat([amax, found["amax_dp"]]))

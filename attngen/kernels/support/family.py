@@ -1,5 +1,5 @@
 """The family of what runs before kernels of any other: packed masks, the order of sequences; and of
-the append to a cache, which comes before a call."""
+what comes before a call, the append to a cache and casts to 8 bits."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ...targets.target import Target
 from ..base import KernelPlan
 from ..family import Family, Kind
 from . import append, mask_pack, order
+from .cast import LARGEST, STORE, CastPlan, cast_plans
 
 if TYPE_CHECKING:
     from ..fill import Source
@@ -23,6 +24,8 @@ class Support(Family):
 
     kernels = {
         append.NAME: Kind(append.AppendPlan, "support/append"),
+        LARGEST: Kind(CastPlan, "support/cast_largest"),
+        STORE: Kind(CastPlan, "support/cast_store"),
         mask_pack.NAME: Kind(
             mask_pack.MaskPlan, "support/mask_pack", frozenset({"mask_rows", "mask_columns"})
         ),
@@ -32,14 +35,18 @@ class Support(Family):
     }
 
     def computes(self, problem: Problem) -> bool:
-        return problem.direction == "append"
+        return problem.direction in ("append", "cast")
 
     def refuses(self, problem: Problem) -> Iterator[str]:
         sizes = DTYPE_BYTES[problem.dtype_q], DTYPE_BYTES[problem.dtype_kv]
-        if problem.dtype_q != problem.dtype_kv and sizes != (2, 1):
+        if problem.direction == "cast" and sizes != (2, 1):
+            yield f"casts are of 16 bits to 8; got {problem.dtype_q} to {problem.dtype_kv}"
+        elif problem.dtype_q != problem.dtype_kv and sizes != (2, 1):
             yield f"{problem.dtype_q} tokens are stored as they are, or in 8 bits from 16"
 
     def plans(self, problem: Problem, target: Target) -> tuple[KernelPlan, ...]:
+        if problem.direction == "cast":
+            return cast_plans(target)
         return (append.append_plan(target),)
 
     def surround(
@@ -52,10 +59,12 @@ class Support(Family):
         return tuple(found)
 
     def render(self, problem: Problem, plan: KernelPlan, features: Features, root: Path) -> Source:
-        from . import render_append, render_mask_pack, render_order
+        from . import render_append, render_cast, render_mask_pack, render_order
 
         if plan.family == append.NAME:
             return render_append.render(problem, cast(append.AppendPlan, plan), root)
+        if plan.family in (LARGEST, STORE):
+            return render_cast.render(problem, cast(CastPlan, plan), root)
         if plan.family == mask_pack.NAME:
             return render_mask_pack.render(problem, cast(mask_pack.MaskPlan, plan), root)
         return render_order.render(problem, cast(order.VarlenPlan, plan), features, root)

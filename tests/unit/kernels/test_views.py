@@ -16,6 +16,7 @@ from jinja2 import meta, nodes
 from attngen.io import files
 from attngen.kernels.fill import environment, fill_view
 from attngen.kernels.support.view_append import AppendView
+from attngen.kernels.support.view_cast import LargestView, StoreView
 from attngen.kernels.support.view_combine import CombineView
 from attngen.kernels.support.view_mask_pack import MaskPackView
 from attngen.kernels.support.view_order import OrderView
@@ -32,6 +33,8 @@ ROOT = files.templates_dir()
 # Kernel's template → the dataclass that fills it.
 VIEWS: dict[str, Any] = {
     "kernels/support/append.cu.j2": AppendView,
+    "kernels/support/cast_largest.cu.j2": LargestView,
+    "kernels/support/cast_store.cu.j2": StoreView,
     "kernels/support/combine.cu.j2": CombineView,
     "kernels/support/mask_pack.cu.j2": MaskPackView,
     "kernels/support/order.cu.j2": OrderView,

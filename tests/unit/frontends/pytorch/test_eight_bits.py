@@ -33,7 +33,7 @@ class Halving:
     def __init__(self):
         self.made = []
 
-    def quantise(self, carriers, rows):
+    def quantise(self, carriers, rows, narrowed):
         self.rows = rows
         stored = [None if x is None else fp8.quantise(x.float(), E4M3, 2.0) for x in carriers]
         scales = {f"descale_{name}": torch.tensor([0.5]) for name in CARRIERS}

@@ -1,0 +1,112 @@
+"""Tensors of 16 bits in 8: the launches of a cast, for calls that nobody looks on at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...call.cache import CallCache
+from ...call.prepare_cast import UNITS, CastForm, PreparedCast, prepare_cast
+from ...call.recipe import CastRule, Narrowed
+from ...call.tensors import name_of
+from ...kernels.support.cast import TENSORS
+from .descriptions import device_arch, device_of
+from .operation import current, format_of, is_current, start, unobserved
+from .signature import dtype_of
+from .torch_private import guard
+
+SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+prepared_casts: CallCache[PreparedCast | None] = CallCache(guard)
+
+
+def narrowed(
+    tensors: Sequence[Tensor],
+    used: Sequence[Tensor | None],
+    rule: CastRule,
+    known: Tensor | None = None,
+) -> Narrowed | None:
+    """The tensors in 8 bits by kernels; None where these do not serve them: tensors that somebody
+    looks on at, of other devices, with gaps between their numbers.
+
+    tensors: up to three of one dtype, float16 or bfloat16. used: where their numbers count, a
+    broadcast of each, None for everywhere. known: scales, float32 [n], of which those count that
+    are above 0. Nothing waits for the device.
+
+    Raises: CompileError, CacheError, LaunchError.
+    """
+    given = [*tensors, *[x for x in used if x is not None]]
+    given += [] if known is None else [known]
+    if torch.compiler.is_compiling() or not unobserved(given):
+        return None
+    formats = (rule, known is None, *map(format_of, (*tensors, *used)))
+    if formats not in prepared_casts.by_format:
+        prepared_casts.keep(formats, _prepare(tensors, used, rule, known is not None))
+    prepared = prepared_casts.by_format[formats]
+    return None if prepared is None else _run(prepared, tensors, used, rule, known)
+
+
+def _prepare(
+    tensors: Sequence[Tensor], used: Sequence[Tensor | None], rule: CastRule, known: bool
+) -> PreparedCast | None:
+    """The launches, None where kernels do not serve the tensors. Raises: CompileError,
+    CacheError, LaunchError."""
+    first, *_ = tensors
+    if first.dtype not in SIXTEEN_BITS or device_arch(first.device) is None:
+        return None
+    if len(tensors) > TENSORS or any([x.dtype != first.dtype for x in tensors]):
+        return None
+    for x, each in zip(tensors, used, strict=True):
+        whole = _is_dense(x) if each is None else x.is_contiguous()
+        if not whole or x.shape[-1] % UNITS or x.device != first.device:
+            return None
+    counts = tuple([x.numel() for x in tensors])
+    pairs = zip(tensors, used, strict=True)
+    rows = tuple([0 if each is None else x.shape[-1] for x, each in pairs])
+    form = CastForm(name_of(first.dtype), counts, rows, known)
+    return prepare_cast(form, rule, device_of(first.device))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its numbers lie side by side, in any order of its axes."""
+    axes = zip(tensor.stride(), tensor.shape, strict=True)
+    expected = 1
+    for step, size in sorted([(step, size) for step, size in axes if size > 1]):
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _run(
+    prepared: PreparedCast,
+    tensors: Sequence[Tensor],
+    used: Sequence[Tensor | None],
+    rule: CastRule,
+    known: Tensor | None,
+) -> Narrowed | None:
+    """Raises: LaunchError."""
+    if any([x.data_ptr() % 16 for x in tensors]):
+        return None  # copies of them would cost more
+    if not is_current(prepared.device):
+        with current(prepared.device):
+            return _run(prepared, tensors, used, rule, known)
+    dtype, n, (first, *_) = dtype_of(rule.dtype), len(tensors), tensors
+    stored = tuple([torch.empty_like(x, dtype=dtype) for x in tensors])
+    rows = [_bytes_of(x, each) for x, each in zip(tensors, used, strict=True) if each is not None]
+    parts = torch.empty(prepared.parts, dtype=torch.int32, device=first.device)
+    numbers = torch.empty(3 * n, dtype=torch.float32, device=first.device)
+    address = numbers.data_ptr()
+    pointers = [x.data_ptr() for x in (*tensors, *stored, *rows, parts)]
+    pointers += [address + 4 * n * place for place in range(3)]
+    pointers += [] if known is None else [known.data_ptr()]
+    start(prepared, pointers)
+    each = numbers.split(1)
+    return Narrowed(stored, each[:n], each[n : 2 * n], each[2 * n :])
+
+
+def _bytes_of(tensor: Tensor, used: Tensor) -> Tensor:
+    """A byte for each row of a tensor: whether its numbers count."""
+    shape = (*tensor.shape[:-1], 1)
+    return used.expand(shape).to(torch.uint8).contiguous()
