@@ -9,6 +9,7 @@ from typing import Any, Literal
 Kind = Literal[
     "tensor",  # one tensor
     "lengths",  # a tensor of integers, one or so a sequence
+    "starts",  # a tensor of integers, of which a front end makes lengths
     "scale",  # a tensor, whose type is checked with its shape
     "slopes",  # a tensor, or True for ALiBi's own
     "tables",  # a tensor, or a pair of them for K and V

@@ -28,6 +28,10 @@ Side = Literal["q", "kv"]
 _ENDS = "Cumulative lengths of packed tokens, on the device, never waited for."
 _STARTS = "Where each packed sequence begins, if there are gaps."
 _USED = "Positions in use of each sequence of a dense format, or of pages."
+_BEGIN = (
+    "First row of each sequence of a dense format, int32 [b], 0 by default; lengths then end it, "
+    "counted from the tensor's first row."
+)
 _LONGEST = "Longest length, which changes no result; a tensor of one is never read."
 
 
@@ -156,6 +160,8 @@ class AttentionCall:
     max_seqlen_kv: int | Tensor | None = other("longest", _LONGEST)
     seqused_q: Tensor | None = lengths("seqused_q", 10, _USED, "b")
     seqused_kv: Tensor | None = lengths("seqused_kv", 11, _USED, "b")
+    seqstart_q: Tensor | None = other("starts", _BEGIN, front_end=True)
+    seqstart_kv: Tensor | None = other("starts", _BEGIN, front_end=True)
     page_table: Tensor | tuple[Tensor, Tensor] | None = tables(
         ("page_table_k", "page_table_v"),
         12,
@@ -339,6 +345,7 @@ class WantedGradients(NamedTuple):
 DIFFERENTIABLE = tuple(name for name in INPUTS if ROW_OF_OPERAND[name].differentiable)
 """Operands whose gradients the reference has, in the order of operations."""
 LENGTHS = names("lengths")
+STARTS = names("starts")
 PAGE_TABLES = ROWS["page_table"].operands
 
 

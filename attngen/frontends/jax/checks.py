@@ -75,6 +75,9 @@ def _type_violations(call: AttentionCall) -> Iterator[str]:
         unknown = (row.feature or row.gradient) and name not in DEFINED
         if unknown and getattr(call, name) is not None:
             yield f"{name} has no definition over arrays of JAX yet; leave it out"
+    for name in names("starts"):
+        if getattr(call, name) is not None:
+            yield f"{name} has no definition over arrays of JAX yet; leave it out"
     if call.schedule is not None:
         yield "schedule belongs to tensors of torch; leave it out"
     if call.deterministic not in (None, True, False):

@@ -16,7 +16,7 @@ from ...call.fragments import operands_of as fragment_operands
 from ...call.table import INPUTS, ROWS, AttentionCall, given_by, make_call, names
 from ...errors import LimitError, SpecError
 from ...reference.type_checks import type_violations
-from . import eight_bits, nested, on_reference, routing
+from . import eight_bits, left_padding, nested, on_reference, routing
 from .casts import autocast
 from .checked_call import CheckedCall, Result, operands_of
 from .checks import check_rest, traced_refusal
@@ -59,6 +59,8 @@ def route(
     call = make_call("attention", ROWS, {"q": q, "k": k, "v": v}, given)
     if _has_nested(call):
         return nested.attend(attend, call)  # type: ignore[no-any-return]
+    if left_padding.is_given(call):
+        return left_padding.attend(attend, call)  # type: ignore[no-any-return]
     if (found := eight_bits.of_stored(attend, call)) is not None:
         return found
     device = q.device.type

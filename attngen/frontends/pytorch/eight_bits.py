@@ -25,6 +25,7 @@ from ...call.table import (
     LEARNED,
     LENGTHS,
     ROWS,
+    STARTS,
     AttentionCall,
     given_by,
     make_call,
@@ -69,7 +70,7 @@ class Replaced(NamedTuple):
 
 def replaced(recipe: Recipe, carriers: Carriers, given: dict[str, Any]) -> Replaced | None:
     """The call that a recipe makes of one in 16 bits, None for others, which run as they are: FP8
-    operands, wider ones, nested tensors (whose parts come again), pages.
+    operands, wider ones, nested tensors and left padding (whose parts come again), pages.
 
     Raises: SpecError where the recipe cannot serve the call.
     """
@@ -77,6 +78,8 @@ def replaced(recipe: Recipe, carriers: Carriers, given: dict[str, Any]) -> Repla
     if not present or not all([isinstance(x, Tensor) for x in present]):
         return None  # to be refused
     if any([x.is_nested or _is_stored(x) for x in present]) or "page_table" in given:
+        return None
+    if any([given.get(name) is not None for name in STARTS]):
         return None
     q, *_ = present
     device = q.device.type

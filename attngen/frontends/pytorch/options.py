@@ -38,6 +38,8 @@ class Options(TypedDict, total=False):
     max_seqlen_kv: int | Tensor | None
     seqused_q: Tensor | None
     seqused_kv: Tensor | None
+    seqstart_q: Tensor | None
+    seqstart_kv: Tensor | None
     page_table: Tensor | tuple[Tensor, Tensor] | None
     num_splits: int | None
     schedule: Schedule | None
