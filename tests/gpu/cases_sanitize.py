@@ -13,6 +13,7 @@ from . import kv_cache, oracle
 from .cases import Case
 from .cases_fp8 import Fp8Case
 from .cases_hostile import SOME
+from .test_append import CASES as APPENDS
 from .test_fp8_backward import CASES as FP8_BACKWARDS
 from .test_large_scores import Large
 from .test_scale_extremes import whole
@@ -318,6 +319,7 @@ CASES = [
     FoldedCase(Call("thd", (70, 130, 0, 33), d=128, mask="causal", heads=(4, 2), gaps=True)),
     FoldedCase(Call("bshd", (130,) * 3, (90,) * 3, d=256, heads=(3, 1))),
     FoldedCase(LargeCase(Large(64, "masked", lengths=(70, 100), heads=(3, 2, 1)))),
+    *APPENDS,
     *FP8_BACKWARDS,
     *SOME,
 ]  # fmt: skip

@@ -41,6 +41,7 @@ from tests.gpu import (  # noqa: E402
     kv_cache,
     oracle,
     oracle_fp8,
+    test_append,
     test_fp8_backward,
     test_large_scores,
     test_scale_extremes,
@@ -67,6 +68,7 @@ AnyCase = (
     | Fp8Case
     | BackwardCase
     | test_fp8_backward.Case
+    | test_append.Case
     | Variant
     | SoftcapCase
     | PagedCase
@@ -104,6 +106,9 @@ def run(case: AnyCase, device: torch.device) -> None:
             kv_cache.check(out, lse, given.pop("q"), **dense, **{**given, "layout": "bshd"})
         else:
             oracle.check(out, lse, oracle.truth(**given), case.layout)
+        return
+    if isinstance(case, test_append.Case):
+        test_append.check(case, device)
         return
     if isinstance(case, Hostile | HostilePages):
         case.check([OnDevice(device)])

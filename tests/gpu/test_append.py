@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import attngen
+from attngen.spec.attention_spec import dtype_name
 
 from . import oracle
 
@@ -42,7 +43,15 @@ class Case:
     pad: int = 0
 
     def __str__(self) -> str:
-        return self.name
+        return f"append-{self.name}"
+
+    @property
+    def spec(self) -> attngen.AttentionSpec:
+        """The kernel that serves the case."""
+        dims: dict[str, Any] = {"head_dim": self.d, "head_dim_v": self.d_v}
+        kv_dtype = None if self.cache_dtype is None else dtype_name(self.cache_dtype)
+        dtype = dtype_name(self.dtype)
+        return attngen.AttentionSpec(**dims, dtype=dtype, kv_dtype=kv_dtype, directions=("append",))
 
 
 CASES = [
@@ -120,10 +129,16 @@ def bits(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernel_is_the_definition(case: Case) -> None:
-    given = made(case)
     with attngen.trace() as trace:
-        found = appended(given, "cuda")
+        check(case, oracle.DEVICE)
     assert [problem.direction for problem, _ in trace.variants] == ["append"]
+
+
+def check(case: Case, device: torch.device) -> None:
+    """Assert that the kernel's caches and queries are the reference's, to the bit."""
+    given = made(case)
+    there = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in given.items()}
+    found = [x.to(oracle.DEVICE) for x in appended(there, "cuda")]
     expected = appended(given, "reference")
     for got, wanted, before in zip(found, expected, ("k_cache", "v_cache", "q"), strict=False):
         if before == "q":  # rows of no token are as they were

@@ -16,7 +16,7 @@ from ...call.taking import taking
 from ...errors import SpecError
 from ...reference import append as definition
 from .descriptions import described, device_arch, device_of
-from .operation import current, format_of, is_current, start
+from .operation import current, format_of, is_current, start, unobserved
 from .registry import operator
 from .routing import leave_kernels
 from .torch_private import guard
@@ -62,7 +62,8 @@ def append_kv(call: AppendCall) -> Tensor | None:
         if not _served(call, (call.backend, *switches), given):
             return definition.append(call)
         turned = None if call.q is None else torch.empty_like(call.q)
-        torch.ops.attngen.append(*given, turned, *switches)
+        run = append if unobserved((*given, turned)) else torch.ops.attngen.append
+        run(*given, turned, *switches)
         return turned
 
 
