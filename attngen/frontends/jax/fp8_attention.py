@@ -236,7 +236,7 @@ def _differentiable(config: _Config) -> Any:
 def _saved(config: _Config, wide: Any, operands: Any, amax_v: Any) -> tuple[Results, Any]:
     """The results, and what their gradients need."""
     form = config.form._replace(alone=False)
-    values = [x.value for x in operands]
+    values = _once({name: x.value for name, x in wide.items()}, [x.value for x in operands])
     pairs = zip(form.names, operands, strict=True)
     learned = [name for name, x in pairs if x.perturbed and name not in CARRIERS]
     learned += [name for name, x in wide.items() if x.perturbed]
@@ -247,6 +247,21 @@ def _saved(config: _Config, wide: Any, operands: Any, amax_v: Any) -> tuple[Resu
     returned = {name: x for name, x in results.items() if name != "lse" or not config.form.alone}
     shapes = {name: jnp.zeros((0,), x.value.dtype) for name, x in wide.items()}
     return returned, (values, shapes, amax_v.value, out, lse, _Names(tuple(learned)))
+
+
+@jax.custom_jvp
+def _once(wide: Results, operands: list[Array]) -> list[Array]:
+    """The operands of a call that has gradients: of these nobody takes derivatives, which would be
+    0, since numbers in 8 bits are no function of the carriers to JAX."""
+    return operands
+
+
+@_once.defjvp
+def _refuse_second_derivatives(*_: Any) -> Any:
+    raise SpecError(
+        "FP8 calls have no second derivative, and gradients none in forward mode; call "
+        "attngen.jax.attention with backend='reference'"
+    )
 
 
 def _check_gradients(form: Form, values: list[Array], learned: list[str]) -> None:

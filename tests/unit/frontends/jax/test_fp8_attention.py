@@ -127,6 +127,20 @@ def test_keys_that_every_device_has_have_sums_of_gradients(backward: str) -> Non
         assert jnp.allclose(got.astype("float32"), (one + other).astype("float32"), rtol=2**-7)
 
 
+@pytest.mark.parametrize("backward", ["fp8", "16"])
+def test_second_derivatives_are_refused(backward: str) -> None:
+    """They would be 0: numbers in 8 bits are no function of q."""
+    q, recipe = jnp.asarray(Q).astype(jnp.bfloat16), Float8CurrentScaling(backward=backward)
+
+    def gradient(q: Any) -> Any:
+        return jax.grad(lambda q: (fp8_attention(q, q, q, recipe=recipe) ** 2).sum())(q)
+
+    with pytest.raises(SpecError, match="no second derivative"):
+        jax.grad(lambda q: gradient(q).sum())(q)
+    with pytest.raises(SpecError, match="none in forward mode"):
+        jax.jvp(gradient, (q,), (q,))
+
+
 def test_program_for_cuda_has_a_forward_and_a_backward_in_8_bits() -> None:
     x = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.bfloat16)
 
