@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from ...call.numbers import Arguments
@@ -19,7 +22,8 @@ Operands = Mapping[str, "Array | None"]
 
 def dequantised(x: Array, descale: Array | None, rows: Rows, dtype: Any) -> Array:
     """A carrier [n, rows, h, d] in the dtype of scores. descale: [1] or [b, h_kv]."""
-    name, x = x.dtype.name, x.astype(dtype)
+    name = x.dtype.name
+    x = read(x).astype(dtype) if name in FP8 else x.astype(dtype)
     if name not in FP8 or descale is None:
         return x
     if descale.ndim == 1:
@@ -39,7 +43,7 @@ def weights(operands: Operands, s: Array, sink: Array) -> tuple[Array, Array]:
     scale, descale = operands["scale_s"], operands["descale_s"]
     up = DEFAULT_SCALE_S if scale is None else scale.astype(s.dtype)
     down = 1 / DEFAULT_SCALE_S if descale is None else descale.astype(s.dtype)
-    made = quantised(exps * up, "float8_e4m3fn").astype(s.dtype) * down
+    made = read(quantised(exps * up, "float8_e4m3fn")).astype(s.dtype) * down
     return made / jnp.where(total == 0, 1, total), lse.reshape(lse.shape[:-1])
 
 
@@ -60,6 +64,19 @@ def largest_of(dtype: str) -> float:
     """The largest finite number of a floating dtype."""
     found: Any = jnp.finfo(dtype)  # type: ignore[no-untyped-call]
     return float(found.max)
+
+
+@cache
+def _numbers(dtype: str) -> np.ndarray[Any, Any]:
+    """The numbers of an 8-bit format by their bits, float32."""
+    return np.arange(256, dtype=np.uint8).view(jnp.dtype(dtype)).astype(np.float32)
+
+
+def read(x: Array) -> Array:
+    """Stored numbers in float32, by their bits: of conversions there and back XLA may make none,
+    since more precision is allowed (`xla_allow_excess_precision`)."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint8)
+    return jnp.asarray(_numbers(x.dtype.name))[bits.astype(jnp.int32)]
 
 
 def quantised(x: Array, dtype: str) -> Array:

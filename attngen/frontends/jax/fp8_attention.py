@@ -28,7 +28,7 @@ from ...spec.layouts import axes_of
 from . import calls, checks
 from .attention import SAVED_AS, use_kernels
 from .calls import CheckedCall, describe
-from .fp8 import current_scale, largest, largest_of, power_of_two_below, quantised, scaled
+from .fp8 import current_scale, largest, largest_of, power_of_two_below, quantised, read, scaled
 from .fp8_backward import backward
 from .gradients import CONFIGS_KEPT
 from .manual_axes import spread, varying
@@ -174,7 +174,7 @@ def _stored(
         amax = largest(x, used_rows(axes_of(layout, name), side, x.shape, lengths))
         scale = recipe.scale(amax, dtype)
         changed[name], changed[f"descale_{name}"] = scaled(x, dtype, scale), 1 / scale
-        stored_amax[name] = quantised(amax * scale, dtype).astype(jnp.float32) / scale
+        stored_amax[name] = read(quantised(amax * scale, dtype)) / scale
     for name in CARRIERS:
         carrier, _, _ = layout.home(name)
         changed[f"descale_{name}"] = changed[f"descale_{carrier}"]

@@ -21,7 +21,7 @@ from ...call.table import CARRIERS, GRADIENT_OF, SCALES
 from ...call.tensors import FP8
 from ...spec import layouts
 from . import reference
-from .fp8 import largest_of, quantised
+from .fp8 import largest_of, quantised, read
 from .places import Carriers, as_rows, placed
 from .reference import Attention
 
@@ -62,7 +62,7 @@ def _dequantised(given: Operands, layout: layouts.Layout) -> dict[str, Array]:
         axes[carrier] = axis or 0
     found = {}
     for carrier, factors in parts.items():
-        x = _there(given, carrier).astype(jnp.float32)
+        x = read(_there(given, carrier))
         sizes = [1] * x.ndim
         sizes[axes[carrier]] = len(factors)
         found[carrier] = x * jnp.concatenate(factors).astype(x.dtype).reshape(sizes)
@@ -138,7 +138,8 @@ class _Rows:
 def _of_q(layout: layouts.Layout, given: Operands, name: str) -> Array:
     """O or dO by rows, dequantised."""
     x, descale = _there(given, name), given[_DESCALES[name]]
-    wide = as_rows(x, layout.q_format).astype(jnp.float32)
+    wide = read(x) if x.dtype.name in FP8 else x.astype(jnp.float32)
+    wide = as_rows(wide, layout.q_format)
     return wide if descale is None else wide * descale
 
 
@@ -192,9 +193,9 @@ def _stored(call: Attention, p: Array, d_products: Array) -> tuple[Array, Array]
     if scale is None or descale is None:
         scale = jnp.float32(_chosen_scale_s(dtype, call.arguments.dropout_p))
         descale = 1 / scale
-    p = quantised(p * scale, dtype).astype(p.dtype) * descale
+    p = read(quantised(p * scale, dtype)) * descale
     up, down = _there(given, "scale_dp"), _there(given, "descale_dp")
-    return p, quantised(d_products * up, kind).astype(p.dtype) * down
+    return p, read(quantised(d_products * up, kind)) * down
 
 
 def unit_of_weights(given: Operands, dropout_p: float) -> Array | float | None:
