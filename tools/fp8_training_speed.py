@@ -4,7 +4,8 @@
 
 A step takes 16-bit q, k, v and the output's gradient and gives 16-bit gradients, under recipes of
 attngen.fp8, casts included; these are timed alone, too, and so is a step of operands that are
-stored already. Interleaved rounds, medians. docs/results/README.md says what the fields mean.
+stored already. Each is called, and replayed out of a CUDA graph, in which the host takes no part.
+Interleaved rounds, medians. docs/results/README.md says what the fields mean.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from torch import Tensor  # noqa: E402
 import attngen  # noqa: E402  # a checkout not installed, too
 from attngen import fp8  # noqa: E402
 from attngen.bench.timing import Call, time_interleaved  # noqa: E402
+from attngen.call.recipe import CastRule  # noqa: E402
+from attngen.frontends.pytorch.narrow import narrowed  # noqa: E402
 from tools.fp8_backward_speed import HEADS, SHAPES, Case  # noqa: E402
 from tools.reports import timing_options, write_report  # noqa: E402
 
@@ -52,14 +55,32 @@ def step(
     return torch.autograd.grad(out, qkv, d_o)
 
 
-def casts(tensors: list[Tensor]) -> list[Tensor]:
-    """Tensors of a step in FP8, by scales of their own."""
-    kinds = [torch.float8_e4m3fn] * (len(tensors) - 1) + [torch.float8_e5m2]
-    quantizers = (
-        fp8.CurrentQuantizer(kind, x.device) for kind, x in zip(kinds, tensors, strict=True)
-    )
+def stored(tensors: list[Tensor]) -> list[Tensor]:
+    """Tensors in FP8, by scales of their own."""
     with torch.no_grad():
-        return [store(x) for store, x in zip(quantizers, tensors, strict=True)]
+        return [fp8.CurrentQuantizer(torch.float8_e4m3fn, x.device)(x) for x in tensors]
+
+
+def casts(tensors: list[Tensor]) -> None:
+    """Cast the tensors of a step as a recipe does: q, k and v together, then the gradient."""
+    *qkv, d_o = tensors
+    for given, dtype in ((qkv, "float8_e4m3fn"), ([d_o], "float8_e5m2")):
+        made = narrowed(given, [None] * len(given), CastRule(dtype))
+        assert made is not None  # kernels serve these
+
+
+def captured(call: Call) -> Call:
+    """The call as a replay of a graph of it."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
 
 
 def calls_of(tensors: list[Tensor], mask: str, backend: str) -> dict[str, Call]:
@@ -72,8 +93,7 @@ def calls_of(tensors: list[Tensor], mask: str, backend: str) -> dict[str, Call]:
         context = partial(fp8.autocast, recipe=recipe)
         of_layer = partial(layer, backend=backend)
         calls[name] = partial(step, of_layer, context, tensors, mask)
-    *stored, _ = casts(tensors)
-    leaves = [x.requires_grad_() for x in stored]
+    leaves = [x.requires_grad_() for x in stored(tensors[:-1])]
     context = partial(fp8.autocast, recipe=recipes()["current, 8 bits"])
     calls["stored, 8 bits"] = partial(step, attend, context, [*leaves, tensors[-1]], mask)
     calls["casts"] = partial(casts, [x.detach() for x in tensors])
@@ -90,15 +110,23 @@ def tensors_of(case: Case) -> list[Tensor]:
     return [*(x.requires_grad_() for x in made[:3]), made[3]]
 
 
+GRAPH = "graph: "  # before the name of a call that is replayed
+
+
 def row_of(case: Case, ms: dict[str, float]) -> dict[str, Any]:
     """A row of the report."""
     flops = case.flops * 7 / 5  # two products of a forward beside a backward's five
-    timed = {name: x for name, x in ms.items() if name != "casts"}
+    timed = {name: x for name, x in ms.items() if not name.endswith("casts")}
+    of_bf16 = {name: ms[f"{GRAPH}bf16" if name.startswith(GRAPH) else "bf16"] for name in timed}
     return {
         "case": case.name,
         "ms": {name: round(x, 4) for name, x in ms.items()},
         "tflops": {name: round(flops / x / 1e9, 1) for name, x in timed.items()},
-        "to_bf16": {name: round(ms["bf16"] / x, 3) for name, x in timed.items() if name != "bf16"},
+        "to_bf16": {
+            name: round(of_bf16[name] / x, 3)
+            for name, x in timed.items()
+            if not name.endswith("bf16")
+        },
     }
 
 
@@ -110,6 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
             for mask in ("none", "causal"):
                 case = Case(batch, tokens, d, mask)
                 calls = calls_of(tensors_of(case), mask, "cuda")
+                calls |= {f"{GRAPH}{name}": captured(call) for name, call in calls.items()}
                 timing = options.rounds, options.budget_ms
                 row = row_of(case, time_interleaved(calls, *timing, settle_ms=options.settle_ms))
                 rows.append(row)
