@@ -18,6 +18,7 @@ Kind = Literal[
     "flag",
     "word",
     "window",
+    "positions",  # two numbers to five
     "dtype",
     "function",
     "state",  # an object of the caller's that lives from call to call

@@ -20,6 +20,7 @@ class Arguments(NamedTuple):
     scaled scores, `post_scale`, or to the products before that, `pre_scale`. score_mod: the names
     of score fragments, joined by +, empty for none. numbers: of the operands of the fragments that
     the call names, those that may be numbers, as words in the order of call/fragments.py.
+    positions: words of call/positions.py, empty where the call gives none.
     """
 
     layout: str = "bshd"
@@ -39,3 +40,4 @@ class Arguments(NamedTuple):
     bias_type: str = "post_scale"
     score_mod: str = ""
     numbers: str = ""
+    positions: str = ""

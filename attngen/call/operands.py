@@ -16,6 +16,7 @@ from . import fragment_values, mask_bits
 from .dropout import dropout_numbers
 from .fragments import SLOTS
 from .numbers import Arguments
+from .positions import Positions
 from .table import OPTIONAL, ROW_OF_OPERAND, ROWS
 from .tensors import Described, TensorDesc, is_fp8
 from .tensors import dtype_name as name_of_dtype
@@ -124,6 +125,7 @@ def spec_of(
         bias="none" if optional["bias"] is None else arguments.bias_type,
         dropout=arguments.dropout_p > 0,
         score_mod=arguments.score_mod or False,
+        positions=bool(arguments.positions),
     )
     features: dict[str, Any] = {to: optional[name] is not None for name, to in _FEATURES}
     spec = replace(spec, **features)
@@ -165,6 +167,8 @@ def scalars_of(
         numbers |= mask_bits.reach_of(mask)
     if (bias := optional["bias"]) is not None:
         numbers |= bias_of.numbers_of(bias)
+    if (places := Positions.read(arguments.positions)) is not None:
+        numbers |= places.numbers
     return Scalars(scale, left, right, aligned, numbers, sequences)
 
 
@@ -218,7 +222,9 @@ def sources_of(
     return tuple(found)
 
 
-_FEATURES = tuple((row.name, row.feature) for row in ROWS.values() if row.feature)
+_FEATURES = tuple(
+    (row.name, row.feature) for row in ROWS.values() if row.feature and row.operands
+)
 _BY_HEAD = tuple(name for name in OPTIONAL if ROW_OF_OPERAND[name].has_heads and name not in SLOTS)
 
 

@@ -11,6 +11,7 @@ from ..spec import layouts
 from .fragments import SLOTS, numbers_of, slot_tensors
 from .fragments import operands_of as fragment_operands
 from .numbers import Arguments
+from .positions import Positions
 from .table import INPUTS, AttentionCall
 from .tensors import dtype_name, is_fp8, name_of
 
@@ -51,6 +52,7 @@ def arguments_of(call: AttentionCall, deterministic: bool, tensor_type: type) ->
         bias_type="post_scale" if call.bias is None else call.bias_type,
         score_mod=call.score_mod if isinstance(call.score_mod, str) else "",
         numbers=numbers_of(own, dict(call.fragment_arguments), tensor_type) if own else "",
+        positions="" if call.positions is None else Positions.of(call.positions).words,
     )
 
 

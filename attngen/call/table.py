@@ -82,6 +82,14 @@ class AttentionCall:
         "Whether the last query sees as far as the last key; None asks the mask.",
         numbers=("bottom_right",),
     )
+    positions: Sequence[int] | None = other(
+        "positions",
+        "Of parts of sequences: (query, key), where the first ones stand in the whole, as masks, "
+        "ALiBi and dropout follow; then, if it is not query − key, the key on the first query's "
+        "diagonal, counted from the first key; then dropout's first head and first sequence.",
+        numbers=("positions",),
+        feature="positions",
+    )
     attn_mask: Tensor | None = tensor(
         "attn_mask",
         17,

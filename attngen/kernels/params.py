@@ -76,6 +76,19 @@ def operands_of(uses: dict[str, list[FragmentUse]]) -> list[tuple[str, str]]:
     return [each for group in uses.values() for use in group for each in use.parameters]
 
 
+def diagonal_names(problem: Problem) -> Names:
+    """The parameter that says where the diagonal lies."""
+    return typed("i32", "diagonal" if problem.positions else "bottom_right")
+
+
+def drop_names(problem: Problem, *own: tuple[str, str]) -> Names:
+    """The parameters of dropout, where there is one. own: those of the kernel's own."""
+    if not problem.dropout:
+        return []
+    places = ("query", "key", "head", "sequence") if problem.positions else ()
+    return [*own, *typed("i32", *(f"first_{place}" for place in places))]
+
+
 def operand_names(problem: Problem, *tensors: str) -> Names:
     """The parameters by which a kernel finds operands: tensor maps, or addresses and strides."""
     if not problem.gather:

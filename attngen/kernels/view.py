@@ -49,6 +49,35 @@ class KernelView:
     members: tuple[Member, ...]
     params_bytes: int
 
+    @property
+    def is_placed(self) -> bool:
+        """Whether parameters say where queries and keys stand."""
+        return any(each.name == "diagonal" for each in self.members)
+
+    @property
+    def drop_row(self) -> str:
+        """The struct that finds the calls of a row of scores, for what it drops."""
+        return "PlacedDropRow" if self.is_placed else "DropRow"
+
+    @property
+    def drop_calls(self) -> str:
+        """The struct that finds the calls of a fragment of scores, for what it drops."""
+        return "PlacedDropCalls" if self.is_placed else "DropCalls"
+
+    def diagonal_of(self, q_len: str) -> str:
+        """The key on the first query's diagonal, of the `kv_len` of a sequence. q_len: C++, its
+        queries."""
+        return "p.diagonal" if self.is_placed else f"p.bottom_right ? kv_len - {q_len} : 0"
+
+    def beside_first(self, what: str) -> str:
+        """The term that makes a place in the whole of one in a call, empty where a call is whole.
+        what: `query`, `key`, `head` or `sequence`."""
+        return f" + p.first_{what}" if self.is_placed else ""
+
+    def draw(self, into: str) -> str:
+        """The start of the call that draws what is dropped. into: C++, what holds it."""
+        return f"attngen::draw({into}, " if self.is_placed else f"{into}.draw("
+
 
 @dataclass(frozen=True)
 class Value:

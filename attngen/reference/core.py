@@ -19,7 +19,7 @@ from ..fragments.header import Fragment
 from . import dropout, fp8
 from .callables import map_scores
 from .fragments import operands_of_sequence, positions, scored_by
-from .masks import diagonal_offset, hides, sequence_slice, sequence_visible
+from .masks import diagonal_of, hides, sequence_slice, sequence_visible
 
 NEG_INF = float("-inf")
 # Scores that an argument of their own asks for, in the order of their headers. One that is named
@@ -95,7 +95,7 @@ def attend_one(
     p, lse = fp8.softmax(call, s, sink) if eight_bit else softmax(s, sink)
     if call.dropout_p > 0:
         assert rng_state is not None
-        drawn = dropout.sequence_bytes(rng_state, b, *s.shape)
+        drawn = dropout.bytes_of(call, rng_state, b, s.shape)
         keep = drawn >= drop_threshold(call.dropout_p)
         p = torch.where(keep, p * keep_scale(call.dropout_p), 0.0)
     return SequenceResult(o=p @ v, lse=lse, max_logit=max_logit(s))
@@ -173,7 +173,7 @@ def fragment_scores(
     """Scores [h_q, s_q, s_kv] of sequence b as fragments make them, one behind the other. given:
     their operands by their names."""
     _, s_q, s_kv = s.shape
-    delta = diagonal_offset(call.mask, call.bottom_right, s_q, s_kv)
+    delta = diagonal_of(call, s_q, s_kv)
     known = positions(s_q, s_kv, delta, s.device)
     for each in fragments:
         operands = {
@@ -192,7 +192,7 @@ def alibi(call: AttentionCall, b: int, s: Tensor) -> Tensor:
         slopes = default_alibi_slopes(heads, s.device)
     if slopes.ndim == 2:
         slopes = slopes[b]
-    delta = diagonal_offset(call.mask, call.bottom_right, s_q, s_kv)
+    delta = diagonal_of(call, s_q, s_kv)
     i = torch.arange(s_q, device=s.device)[:, None]
     j = torch.arange(s_kv, device=s.device)[None, :]
     distance = (i + delta - j).abs().to(s.dtype)

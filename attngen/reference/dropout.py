@@ -26,12 +26,17 @@ Source: J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ..call.dropout import drop_threshold
+from ..call.positions import Positions
+from ..call.table import AttentionCall
 
 MASK32 = 0xFFFFFFFF
+WHOLE = Positions(0, 0, 0)
 PHILOX_M0, PHILOX_M1 = 0xD2511F53, 0xCD9E8D57
 PHILOX_W0, PHILOX_W1 = 0x9E3779B9, 0xBB67AE85
 PHILOX_ROUNDS = 10
@@ -66,15 +71,28 @@ def dropout_keep_mask(
     return torch.stack(sequences) >= drop_threshold(p)
 
 
-def sequence_bytes(rng_state: Tensor, b: int, heads: int, s_q: int, s_kv: int) -> Tensor:
-    """The random byte behind every decision of sequence b, int64 [heads, s_q, s_kv], 0..255."""
-    i = torch.arange(s_q, device=rng_state.device)
-    j = torch.arange(s_kv, device=rng_state.device)
-    words = _words_of_calls(rng_state, b, heads, _calls_along(s_q), _calls_along(s_kv))
+def sequence_bytes(
+    rng_state: Tensor, b: int, heads: int, s_q: int, s_kv: int, first: Positions = WHOLE
+) -> Tensor:
+    """The random byte behind every decision of sequence b, int64 [heads, s_q, s_kv], 0..255; of a
+    part of longer sequences, that begins where `first` says."""
+    i = torch.arange(s_q, device=rng_state.device) + first.query
+    j = torch.arange(s_kv, device=rng_state.device) + first.key
+    rows, cols = _calls_along(first.query, s_q), _calls_along(first.key, s_kv)
+    head = torch.arange(heads, device=rng_state.device) + first.head
+    words = _words_of_calls(rng_state, first.sequence + b, head, rows, cols)
     word = (i & 1)[:, None] | ((j & 1) << 1)[None, :]
     byte = ((i >> 3) & 1)[:, None] | (((j >> 3) & 1) << 1)[None, :]
-    chosen = words[:, _call_of(i)[:, None], _call_of(j)[None, :], word]
+    own_rows, own_cols = _call_of(i) - rows.start, _call_of(j) - cols.start
+    chosen = words[:, own_rows[:, None], own_cols[None, :], word]
     return (chosen >> (8 * byte)) & 0xFF
+
+
+def bytes_of(call: AttentionCall, rng_state: Tensor, b: int, shape: Sequence[int]) -> Tensor:
+    """The random bytes of a call's scores of sequence b, of this shape [h_q, s_q, s_kv]."""
+    heads, s_q, s_kv = shape
+    first = WHOLE if call.positions is None else Positions.of(call.positions)
+    return sequence_bytes(rng_state, b, heads, s_q, s_kv, first)
 
 
 def philox_4x32_10(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
@@ -99,16 +117,15 @@ def _multiply_32(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
     return high_product >> 16, ((high_product & 0xFFFF) << 16) | (low_product & 0xFFFF)
 
 
-def _words_of_calls(rng_state: Tensor, b: int, heads: int, rows: int, cols: int) -> Tensor:
-    """Output words of every Philox call of sequence b, int64 [heads, rows, cols, 4]."""
+def _words_of_calls(rng_state: Tensor, b: int, head: Tensor, rows: range, cols: range) -> Tensor:
+    """Output words of Philox calls of sequence b, int64 [heads, rows, cols, 4]. head: int64."""
     device = rng_state.device
     zero = torch.zeros((), dtype=torch.int64, device=device)
     seed, offset = rng_state[0], rng_state[1]
     key = (seed & MASK32, (seed >> 32) & MASK32)
-    head = torch.arange(heads, device=device)
     k0, k1, _, _ = philox_4x32_10((zero + b, head, offset & MASK32, (offset >> 32) & MASK32), key)
-    row = torch.arange(rows, device=device)[:, None]
-    col = torch.arange(cols, device=device)[None, :]
+    row = torch.arange(rows.start, rows.stop, device=device)[:, None]
+    col = torch.arange(cols.start, cols.stop, device=device)[None, :]
     words = philox_4x32_10((row, col, zero, zero), (k0[:, None, None], k1[:, None, None]))
     return torch.stack(words, dim=-1)
 
@@ -118,6 +135,6 @@ def _call_of(position: Tensor) -> Tensor:
     return (position >> 4) * 4 + ((position >> 1) & 3)
 
 
-def _calls_along(length: int) -> int:
-    """Calls that cover that many rows or columns: four for each sixteen begun."""
-    return 4 * ((length + 15) // 16)
+def _calls_along(first: int, length: int) -> range:
+    """Calls that cover that many rows or columns from the first: four for each sixteen begun."""
+    return range(first // 16 * 4, (first + length + 15) // 16 * 4)

@@ -290,7 +290,7 @@ def _keep_factors(call: AttentionCall, b: int, weights: Tensor) -> Tensor:
     if not call.dropout_p > 0:
         return torch.ones_like(weights)
     assert call.rng_state is not None  # checked with the call
-    drawn = dropout.sequence_bytes(call.rng_state, b, *weights.shape)
+    drawn = dropout.bytes_of(call, call.rng_state, b, weights.shape)
     return (drawn >= drop_threshold(call.dropout_p)).to(weights.dtype) * keep_scale_of(call)
 
 

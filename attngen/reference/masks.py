@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..call.fragments import fragments_of
+from ..call.positions import Positions
 from ..call.table import AttentionCall, Sides
 from ..spec.masks import band_of, masks_of
 from .callables import Shape, map_mask
@@ -27,6 +28,13 @@ def diagonal_offset(mask: str, bottom_right: bool | None, s_q: int, s_kv: int) -
     return s_kv - s_q if bottom_right else 0
 
 
+def diagonal_of(call: AttentionCall, s_q: int, s_kv: int) -> int:
+    """Δ of a call: as its positions say, or its alignment."""
+    if call.positions is not None:
+        return Positions.of(call.positions).diagonal
+    return diagonal_offset(call.mask, call.bottom_right, s_q, s_kv)
+
+
 def visible(
     s_q: int,
     s_kv: int,
@@ -34,12 +42,15 @@ def visible(
     mask: str = "none",
     window: Sides = (-1, -1),
     bottom_right: bool | None = None,
+    delta: int | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The band that a mask's name and a window leave, bool [s_q, s_kv], True = seen."""
+    """The band that a mask's name and a window leave, bool [s_q, s_kv], True = seen. delta: key on
+    the first query's diagonal, where no alignment says it."""
     left, right = band_of(mask, window)
     diagonal = torch.arange(s_q, device=device)[:, None]
-    diagonal = diagonal + diagonal_offset(mask, bottom_right, s_q, s_kv)
+    delta = diagonal_offset(mask, bottom_right, s_q, s_kv) if delta is None else delta
+    diagonal = diagonal + delta
     j = torch.arange(s_kv, device=device)[None, :]
     seen = torch.ones(s_q, s_kv, dtype=torch.bool, device=device)
     if left is not None:
@@ -57,12 +68,12 @@ def sequence_visible(call: AttentionCall, b: int, heads: int, s_q: int, s_kv: in
         s_kv,
         mask=call.mask,
         window=call.window,
-        bottom_right=call.bottom_right,
+        delta=diagonal_of(call, s_q, s_kv),
         device=device,
     )
     named = [each for each in fragments_of(call.mask, None) if each.name != "causal"]
     if named:
-        delta = diagonal_offset(call.mask, call.bottom_right, s_q, s_kv)
+        delta = diagonal_of(call, s_q, s_kv)
         known, given = positions(s_q, s_kv, delta, device), dict(call.fragment_arguments)
         for each in named:
             seen = seen & seen_by(each, operands_of_sequence(given, each, b), known)

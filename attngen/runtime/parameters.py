@@ -161,6 +161,7 @@ GIVEN: dict[str, tuple[str, ...]] = {
         *(f"dbias_{part}" for part in ("batches", "heads", "rows", "columns", "sums_rows")),
         "dbias_terms",
     ),
+    "positions": ("diagonal", *(f"first_{x}" for x in ("query", "key", "head", "sequence"))),
     "splits": ("splits",),
     "schedule": ("kept",),
     "append": (

@@ -49,7 +49,8 @@ class AttentionSpec:
     queries a sequence, so that the kernel splits the keys; `gather` that rows or addresses of
     operands are no multiples of 16 bytes, or their last axis is not contiguous, so that threads
     copy what the copy engine cannot. Of head dims that are no multiples of 8 the same is true
-    without saying. `mask` may name several that intersect, `causal+chunked`; `score_mod` scores of
+    without saying. `positions` says that calls are parts of longer ones,
+    and tell where. `mask` may name several that intersect, `causal+chunked`; `score_mod` scores of
     fragments, in their order. `attngen list` prints what fields may hold, docs/guide/specs.md what
     each means.
     """
@@ -75,6 +76,7 @@ class AttentionSpec:
     decode: bool = False
     gather: bool = False
     dropout: bool = False
+    positions: bool = False
     return_max_logit: bool = False
     deterministic: bool = False
     directions: tuple[str, ...] = ("fwd",)
@@ -170,6 +172,7 @@ class AttentionSpec:
             softmax=arguments.get("softmax", "vanilla"),
             seqused=any(arguments.get(name) is not None for name in lengths),
             dropout=arguments.get("dropout_p", 0.0) > 0,
+            positions=arguments.get("positions") is not None,
             return_max_logit=bool(arguments.get("return_max_logit", False)),
             deterministic=bool(arguments.get("deterministic") or False),
         )
@@ -185,7 +188,7 @@ class AttentionSpec:
 
 
 # What kernels that split keys leave out.
-_BESIDE_SPLITS = ("attn_mask", "mask_mod", "dropout")
+_BESIDE_SPLITS = ("attn_mask", "mask_mod", "dropout", "positions")
 
 
 def is_decode(

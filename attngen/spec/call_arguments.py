@@ -10,7 +10,8 @@ from ..fragments.features import Features
 # The arguments of `attngen.attention` beside q, k and v, which this package cannot ask for them; a
 # tensor of a score that a switch of its own asks for is found by its fragment, too.
 ARGUMENTS = (
-    *("layout", "mask", "window", "bottom_right", "attn_mask", "softmax_scale", "softcap"),
+    *("layout", "mask", "window", "bottom_right", "positions", "attn_mask"),
+    *("softmax_scale", "softcap"),
     *("bias", "bias_type", "alibi_slopes", "softmax", "sink", "dropout_p", "rng_state"),
     *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
     *("max_seqlen_q", "max_seqlen_kv", "seqused_q", "seqused_kv", "seqstart_q"),

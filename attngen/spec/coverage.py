@@ -32,6 +32,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "bias_shape": ("1hss", "bhss", "b1ss", "11ss", "111s"),
     "attn_mask": (False, True),
     "dropout": (False, True),
+    "positions": (False, True),
     "group_size": (1, 4),
     "splits": (False, True),
     "training": (False, True),
@@ -62,6 +63,7 @@ class Member:
     bias_shape: str
     attn_mask: bool
     dropout: bool
+    positions: bool
     group_size: int
     splits: bool
     training: bool
@@ -71,7 +73,7 @@ class Member:
         d, d_v = self.head_dims
         switches = (
             *("seqused", "window", "alibi", "softcap", "max_logit", "attn_mask", "dropout"),
-            *("splits", "training", "deterministic"),
+            *("positions", "splits", "training", "deterministic"),
         )
         words = [f"d{d}v{d_v}", self.dtype, self.mask, self.softmax, self.layout]
         words += [] if self.fetch == "tma" else [self.fetch]
@@ -100,6 +102,7 @@ class Member:
             return_max_logit=self.max_logit,
             attn_mask=self.attn_mask,
             dropout=self.dropout,
+            positions=self.positions,
             decode=self.splits,
         )
 
@@ -113,10 +116,13 @@ class Member:
 
 def is_legal(member: Member, known: Features) -> bool:
     """Whether there are kernels for a member; one that does not train has no order of additions,
-    and packed tokens say their lengths otherwise than padding does."""
+    packed tokens say their lengths otherwise than padding does, and positions where a diagonal
+    lies."""
     if member.deterministic and not member.training:
         return False
     if member.seqused and member.layout == "thd":
+        return False
+    if member.positions and member.mask.endswith("bottom_right"):
         return False
     if member.training and (member.dtype in DTYPES_8BIT or member.spec.widens):
         return False

@@ -42,6 +42,9 @@ def differing(given: Mapping[str, Any]) -> dict[str, Any]:
                 found[name] = window
         elif value is None:
             continue
+        elif name == "positions":
+            if (places := _plain_numbers(value)) is not value:
+                found[name] = places
         elif _is_number_of_another_package(value) and (x := _plain_number(value)) is not value:
             found[name] = x
     return found
@@ -105,9 +108,16 @@ def _pair(window: Any) -> Any:
         return tuple(window.tolist())
     if not isinstance(window, (tuple, list)):
         return window
-    sides = tuple(side.item() if _is_number_of_another_package(side) else side for side in window)
-    unchanged = type(window) is tuple and all(map(_same, sides, window))
-    return window if unchanged else sides
+    return _plain_numbers(window)
+
+
+def _plain_numbers(values: Any) -> Any:
+    """A tuple or list of numbers as a tuple of Python's; itself where it is so, or no such."""
+    if not isinstance(values, (tuple, list)):
+        return values
+    plain = tuple(map(_plain_number, values))
+    unchanged = type(values) is tuple and all(map(_same, plain, values))
+    return values if unchanged else plain
 
 
 def _same(one: object, other: object) -> bool:

@@ -25,7 +25,8 @@ class Problem:
     in an order that does not change from run to run. A forward with `max_logit` also gives the
     largest score of each head. Of rows that the copy engine cannot read (`kv_fetch` gather) head
     dims are those of tiles, whole steps of 16; how many columns there are is a run-time argument.
-    `decode` is for few queries a sequence: keys are split over CTAs,
+    With `positions` the diagonal's place, and those of the first row and column of dropout, are
+    run-time arguments. `decode` is for few queries a sequence: keys are split over CTAs,
     query heads of a group share a tile. A backward in 8 bits has output gradients of `dtype_d_o`,
     which is what dS is stored as, and makes gradients of `dtype_grad`; its `dtype_o` is the
     output's that it reads; elsewhere both are None. An append writes new keys and values, of
@@ -55,6 +56,7 @@ class Problem:
     fragment_digests: tuple[str, ...] = ()
     dtype_d_o: DType | None = None
     dtype_grad: DType | None = None
+    positions: bool = False
 
     @property
     def bias(self) -> bool:
@@ -184,6 +186,7 @@ class Problem:
         features = (*masks, *self.scores, *softmax) or ("full",)
         features += lengths if self.varlen else ()
         features += ("dropout",) if self.dropout else ()
+        features += ("positions",) if self.positions else ()
         kv = () if self.dtype_kv == self.dtype_q else (f"kv_{self.dtype_kv}",)
         partial = ("partial",) if self.dtype_o == "fp32" else ()
         out = () if partial or self.dtype_o == self.dtype_q else (f"to_{self.dtype_o}",)

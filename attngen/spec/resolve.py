@@ -68,6 +68,7 @@ def resolve(
         kv_iter="range",
         max_logit=spec.return_max_logit,
         dropout=spec.dropout,
+        positions=spec.positions,
         attn_mask=spec.attn_mask or masks.arbitrary,
         decode=spec.decode,
         fragment_digests=tuple(each for each in digests if each is not None),
@@ -142,6 +143,7 @@ def find_violations(spec: AttentionSpec, features: Features) -> list[Violation]:
         *_check_operands(spec),
         *_check_features(spec, features),
         *_check_together(spec),
+        *_check_positions(spec),
         *_check_directions(spec),
     ]
     return found + _check_targets(spec)
@@ -352,12 +354,30 @@ def _check_together(spec: AttentionSpec) -> list[Violation]:
     warpgroup's 64 queries of one head at a time, and these kernels have several heads in a tile."""
     if not spec.decode:
         return []
-    asked: dict[str, Any] = {n: False for n in ("dropout", "attn_mask") if getattr(spec, n)}
+    switches = ("dropout", "attn_mask", "positions")
+    asked: dict[str, Any] = {name: False for name in switches if getattr(spec, name)}
     if spec.bias in BIASES:
         asked["bias"] = "none"
     if masks_of(spec.mask).arbitrary:
         asked["mask"] = without_arbitrary(spec.mask)
     return [Violation(name, f"{name}: {_NO_SPLITS}", nearest) for name, nearest in asked.items()]
+
+
+def _check_positions(spec: AttentionSpec) -> list[Violation]:
+    """Find what kernels lack that are told where queries and keys stand."""
+    named = [each for each in masks_of(spec.mask).fragments if each != "causal"]
+    beside = {
+        "queries of 8 bits": spec.dtype in DTYPES_8BIT,
+        "keys of 8 bits": spec.widens,
+        "pages": layouts.parse(spec.layout).paged,
+        "masks of fragments": bool(named),
+        "scores of fragments": isinstance(spec.score_mod, str),
+    }
+    return [
+        Violation("positions", f"positions beside {name} have no kernels", False)
+        for name, there in beside.items()
+        if spec.positions and there
+    ]
 
 
 def _check_features(spec: AttentionSpec, features: Features) -> list[Violation]:

@@ -68,6 +68,7 @@ def spec_of(problem: Problem, arch: str, known: Features) -> AttentionSpec:
         decode=problem.decode,
         gather=problem.gather,
         dropout=problem.dropout,
+        positions=problem.positions,
         return_max_logit=problem.max_logit,
         deterministic=problem.deterministic,
         directions=(problem.direction,),

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.gpu
 LENGTHS = ((257, 200), (130, 333), (200, 200))
 WINDOWS = ((50, 20), (0, 130), (30, -1))
 LOOSE = ("rows2", "start1", "apart", "start4")  # where operands lie that threads copy
+PLACES = ((48, 16), (21, 40))
 MANY = (130, 0, 1, 257, 64), (200, 7, 0, 300, 129)  # of sequences in one call
 
 
@@ -36,7 +37,8 @@ def is_plain(member: coverage.Member) -> bool:
     if member.fetch == "gather":
         return False
     varying = member.layout == "thd" or member.seqused
-    return not (varying or member.attn_mask or member.dropout or member.bias != "none")
+    beside = member.attn_mask or member.dropout or member.positions or member.bias != "none"
+    return not (varying or beside)
 
 
 def call_of(number: int, member: coverage.Member) -> Variant | Call:
@@ -61,6 +63,7 @@ def call_of(number: int, member: coverage.Member) -> Variant | Call:
         seen=(0.5, 0.05)[number % 2] * member.attn_mask,
         bias=member.bias if member.bias != "none" else "",
         bias_shape=member.bias_shape,
+        positions=PLACES[number % 2] if member.positions else (),
     )
     varying = member.layout == "thd" or member.seqused
     q_lens, kv_lens = MANY if varying else tuple((length,) * 2 for length in lengths)

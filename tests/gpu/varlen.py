@@ -29,7 +29,7 @@ GAP = 5  # tokens between sequences, where there are gaps
 class Features:
     """Features of a call beside masks of ranges. `alibi`: whose slopes, `default` or own, [h] or
     [b, h]; `seen`: the share of an arbitrary mask that takes part, 0 without one; `bias`: its type,
-    of the broadcast `bias_shape`."""
+    of the broadcast `bias_shape`; `positions`: of its first query and key in longer sequences."""
 
     alibi: str = ""
     softcap: float = 0.0
@@ -39,6 +39,7 @@ class Features:
     max_logit: bool = False
     bias: str = ""
     bias_shape: str = "1hss"
+    positions: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         words = (
@@ -49,6 +50,7 @@ class Features:
             f"drop{self.dropout:g}" * bool(self.dropout),
             f"seen{self.seen:g}" * bool(self.seen),
             "max" * self.max_logit,
+            "-".join(("at", *map(str, self.positions))) * bool(self.positions),
         )
         return "-".join(filter(None, words))
 
@@ -58,6 +60,7 @@ class Features:
             "alibi": bool(self.alibi), "softcap": self.softcap > 0, "softmax": self.softmax,
             "dropout": self.dropout > 0, "attn_mask": self.seen > 0,
             "return_max_logit": self.max_logit, "bias": self.bias or "none",
+            "positions": bool(self.positions),
         }  # fmt: skip
 
     def arguments(
@@ -77,6 +80,8 @@ class Features:
             sizes = [1 if letter == "1" else n for letter, n in full]
             found["bias"] = oracle.randn(*sizes, dtype=dtype, seed=11)
             found["bias_type"] = self.bias
+        if self.positions:
+            found["positions"] = self.positions
         return found
 
 

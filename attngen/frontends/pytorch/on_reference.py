@@ -20,6 +20,7 @@ from ...call.fragments import SLOTS, given_by
 from ...call.fragments import operands_of as fragment_operands
 from ...call.numbers import Arguments
 from ...call.operands import heads_of, unpacked
+from ...call.positions import Positions
 from ...call.table import (
     DIFFERENTIABLE,
     INPUTS,
@@ -112,6 +113,7 @@ def call_of(operands: Sequence[Tensor | None], rest: Sequence[Any]) -> Attention
         mask=arguments.mask,
         window=(arguments.window_left, arguments.window_right),
         bottom_right=arguments.bottom_right,
+        positions=Positions.read(arguments.positions),
         softmax_scale=arguments.softmax_scale,
         softcap=arguments.softcap,
         softmax=arguments.softmax,

@@ -20,6 +20,7 @@ class Options(TypedDict, total=False):
     mask: str | Sequence[str] | None
     window: Window
     bottom_right: bool | None
+    positions: Sequence[int] | None
     attn_mask: Tensor | None
     softmax_scale: float | None
     softcap: float | None

@@ -17,6 +17,7 @@ FROZEN = json.loads((ROOT / "tests/support/data" / "dropout_bits.json").read_tex
 STATES = [(0, 0), (1, 2), (-1, -(2**63)), (2**63 - 1, 0x0123456789ABCDEF)]
 SOURCE = """
 #include "attngen/dropout_bytes.cuh"
+#include "attngen/dropout_places.cuh"
 #include "attngen/mma/fragment.cuh"
 using namespace attngen;
 
@@ -97,6 +98,35 @@ void words(const long long* state, int b, int h, u32 low, u32 high, int row, int
           kept_bytes(even, odd, i / 4 % 2) >> i % 4 * 8;
     }
   }
+}
+
+// Both of a part whose first row and column stand anywhere.
+template <bool kKeysAreRows>
+void apart(const long long* state, u32 low, u32 high, int row, int column, char* signs,
+           unsigned short* numbers) {
+  constexpr int kN = 48;
+  for (int lane = 0; lane < 32; ++lane) {
+    const PlacedDropCalls<kKeysAreRows> calls(dropout_key(state, 1, 2), row, column, lane);
+    DropBits<kN> bits;
+    decide_apart(bits, calls, DropThreshold{low, high});
+    for (int i = 0; i < kN / 2; ++i) {
+      const int at = (lane / 4 + 8 * fragment_row(i)) * kN + lane % 4 * 2 + fragment_column(i);
+      signs[at] = bits.template sign<kKeysAreRows>(i) != 0;
+      if constexpr (!kKeysAreRows) {
+        const DropPair pair = words_apart(calls, i / 8);
+        const u32 two = DropWords<kN>::number(pair.even, pair.odd, i / 2 % 4, 0xe400e400u);
+        numbers[at] = two >> (i % 2 * 16);
+      }
+    }
+  }
+}
+extern "C" void apart_0(const long long* state, u32 low, u32 high, int row, int column, char* signs,
+                        unsigned short* numbers) {
+  apart<false>(state, low, high, row, column, signs, numbers);
+}
+extern "C" void apart_1(const long long* state, u32 low, u32 high, int row, int column, char* signs,
+                        unsigned short* numbers) {
+  apart<true>(state, low, high, row, column, signs, numbers);
 }
 """
 WIDTHS = (16, 48, 64, 112, 128)
@@ -215,3 +245,22 @@ def test_sequence_bytes_far_positions_are_the_header_s(library) -> None:
     drawn = sequence_bytes(torch.tensor((3, 4)), 0, 1, 16, column + 16)[0, :, column:]
     found = fragment_of(library, 16, False, (3, 4), 0, 0, 0.5, 0, column)
     assert (found == (drawn >= 128).numpy()).all()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_part_decisions_are_those_of_the_whole(turned, library) -> None:
+    """A part's first row and column may stand anywhere, also where calls straddle its edges."""
+    mask = dropout_keep_mask(torch.tensor((5, 6)), 0.4, 2, 3, 90, 90)[1, 2].numpy()
+    signs, numbers = np.zeros((16, 48), np.int8), np.zeros((16, 48), np.float16)
+    state = np.array((5, 6), dtype=np.int64).ctypes.data_as(ctypes.c_void_p)
+    low, high = (ctypes.c_uint32(word) for word in words_of(0.4))
+    limit = np.array([dropout_numbers(0.4)["drop_limit"]], np.int32).view(np.float16)[0]
+    for row, column in ((16, 32), (13, 32), (16, 7), (11, 1), (8, 8)):
+        getattr(library, f"apart_{int(turned)}")(
+            state, low, high, row, column,
+            *(x.ctypes.data_as(ctypes.c_void_p) for x in (signs, numbers)),
+        )  # fmt: skip
+        kept = (mask.T if turned else mask)[row : row + 16, column : column + 48]
+        assert ((signs == 0) == kept).all()
+        if not turned:
+            assert ((np.clip(limit - numbers, 0, 1) == 1) == kept).all()

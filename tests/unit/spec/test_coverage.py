@@ -42,6 +42,8 @@ def test_legal_pairs_are_all_but_those_that_the_semantics_exclude() -> None:
             (("fetch", "gather"), ("splits", True)),  # which the copy engine alone reads
             (("attn_mask", True), ("splits", True)),
             (("dropout", True), ("splits", True)),
+            (("positions", True), ("splits", True)),
+            (("mask", "causal_bottom_right"), ("positions", True)),  # which says where it lies
             *((("bias", kind), ("splits", True)) for kind in AXES["bias"][1:]),
             *((("bias_shape", shape), ("splits", True)) for shape in AXES["bias_shape"][1:]),
             *(
@@ -49,6 +51,7 @@ def test_legal_pairs_are_all_but_those_that_the_semantics_exclude() -> None:
                 for dtype in ("e4m3", "bf16/e4m3")
                 for other in (
                     *(("training", True), ("deterministic", True)),  # no backward in 8 bits
+                    ("positions", True),
                     ("fetch", "gather"),
                     *(("bias", kind) for kind in AXES["bias"][1:]),  # of Q's dtype
                     *(("bias_shape", shape) for shape in AXES["bias_shape"][1:]),
@@ -67,8 +70,8 @@ def test_member_reaches_its_problems() -> None:
     member = Member(
         (128, 64), "fp16", "causal_bottom_right", "learnable", "sbhd", "gather",
         seqused=True, window=True, alibi=True, softcap=True, max_logit=True, bias="pre_scale",
-        bias_shape="b1ss", attn_mask=True, dropout=True, group_size=4, splits=False, training=True,
-        deterministic=True,
+        bias_shape="b1ss", attn_mask=True, dropout=True, positions=False, group_size=4,
+        splits=False, training=True, deterministic=True,
     )  # fmt: skip
     forward, backward = member.problems(KNOWN)
     assert (forward,) == resolve(member.spec, KNOWN)

@@ -16,6 +16,8 @@ from ...params import (
     Names,
     bias_maps,
     describe,
+    diagonal_names,
+    drop_names,
     mask_names,
     operand_names,
     operands_of,
@@ -58,7 +60,7 @@ MAIN_VIEWS: dict[str, Callable[..., DataclassInstance]] = {
 }
 INTEGERS = (
     *("tiles", "q_blocks", "heads_q", "heads_kv", "total_heads", "heads_per_group"),
-    *("tail_rows", "group_size", "bottom_right"),
+    *("tail_rows", "group_size"),
 )
 
 
@@ -117,7 +119,7 @@ def _prepare(problem: Problem, plan: PreparePlan, operands: Names) -> KernelEntr
     names = typed("ptr", "o", "d_o", "lse", "dlse", *workspace)
     names += [*strides_of("o"), *strides_of("d_o"), *_lengths(problem, operands, plan.zeros)]
     if plan.zeros:
-        names += [*typed("ptr", "dq"), *strides_of("dq"), *typed("i32", "bottom_right")]
+        names += [*typed("ptr", "dq"), *strides_of("dq"), *diagonal_names(problem)]
     names += typed("i32", "group_size", "main_follows") if plan.made_tile else []
     if problem.gather:
         names += typed("i64", "o_stride_column", "d_o_stride_column") + typed("i32", "dim_v")
@@ -170,7 +172,7 @@ def _row_sums(problem: Problem, plan: RowSumsPlan, operands: Names) -> KernelEnt
     if problem.gather:
         names += typed("i64", "q_stride_column", "k_stride_column") + typed("i32", "dim_qk")
     names += mask_names("mask_rows") if problem.attn_mask else []
-    names += typed("i32", "heads_q", "group_size", "q_blocks", "bottom_right")
+    names += typed("i32", "heads_q", "group_size", "q_blocks") + diagonal_names(problem)
     names += typed("i32", "sequences") if problem.varlen else []
     return describe(
         problem,
@@ -265,7 +267,7 @@ def _main_names(
     names += [("rng_state", "ptr")] if problem.dropout else []
     for name in mask:
         names += mask_names(name)
-    integers = [*INTEGERS]
+    integers = [*INTEGERS, *(name for name, _ in diagonal_names(problem))]
     # Neighbours are loaded together, so that their order shapes the code: that which was measured.
     place = 1 if plan.fused else len(integers)
     integers.insert(place, "q_tiles" if plan.family == OF_QUERIES else "kv_blocks")
@@ -273,8 +275,7 @@ def _main_names(
     names += typed("i32", "dbias_terms") if plan.adds_bias else []
     names += typed("i32", "key_group") if plan.splits_heads else []
     names += typed("f32", "scale", "scale_log2")
-    if problem.dropout:
-        names += [*DROP_THRESHOLD, ("keep_scale", "f32")]
+    names += drop_names(problem, *DROP_THRESHOLD, ("keep_scale", "f32"))
     return [*names, *(_filled(problem, plan, names) if problem.varlen else [])]
 
 
@@ -300,10 +301,10 @@ def _bias(problem: Problem, plan: BiasGradientPlan, operands: Names) -> KernelEn
     for name in mask:
         names += mask_names(name)
     sizes = (f"dbias_{name}" for name in ("batches", "heads", "rows", "columns", "sums_rows"))
-    places = ("sequences", "heads_q", "q_blocks", "group_size", "bottom_right")
-    names += [*typed("i32", *sizes, *places), *typed("f32", "scale", "scale_log2")]
-    if problem.dropout:
-        names += [*DROP_THRESHOLD, ("keep_scale", "f32")]
+    places = ("sequences", "heads_q", "q_blocks", "group_size")
+    names += [*typed("i32", *sizes, *places), *diagonal_names(problem)]
+    names += typed("f32", "scale", "scale_log2")
+    names += drop_names(problem, *DROP_THRESHOLD, ("keep_scale", "f32"))
     return describe(
         problem,
         plan,

@@ -160,6 +160,7 @@ def main_headers(problem: Problem, *, keys_as_rows: bool = False, makes_d: bool 
         ("context.cuh", True),
         ("copy/gathered_rows.cuh", problem.gather),
         ("dropout.cuh", problem.dropout),
+        ("dropout_places.cuh", problem.dropout and problem.positions),
         ("mask_bits.cuh", problem.attn_mask),
         ("mma/fragment.cuh", True),
         ("mma/gemm.cuh", True),

@@ -16,6 +16,8 @@ from ...params import (
     Names,
     bias_maps,
     describe,
+    diagonal_names,
+    drop_names,
     map_type,
     mask_names,
     operand_names,
@@ -103,7 +105,7 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[FragmentUse]]) -> 
         ("heads_per_group", "i32"),
         ("tail_rows", "i32"),
         ("group_size", "i32"),
-        ("bottom_right", "i32"),
+        *diagonal_names(problem),
         ("scale_log2", "f32"),
     ]
     names += [("sequences", "i32")] if problem.varlen else []
@@ -111,8 +113,8 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[FragmentUse]]) -> 
         scaled = "kv" if problem.widens else "qkv"
         for tensor, axis in itertools.product(scaled, ("batch", "head")):
             names += [(f"descale_{tensor}_stride_{axis}", "i32")]
-    if problem.dropout:
-        names += [*(DROP_THRESHOLD if problem.eight_bit else DROP_LIMIT), ("keep_scale", "f32")]
+    limit = DROP_THRESHOLD if problem.eight_bit else DROP_LIMIT
+    names += drop_names(problem, *limit, ("keep_scale", "f32"))
     return [*names, *operands_of(uses)]
 
 

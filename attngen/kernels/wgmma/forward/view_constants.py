@@ -112,6 +112,7 @@ def headers_of(problem: Problem, plan: Plan, reads_tile: bool) -> tuple[str, ...
         "copy/paged_blocks.cuh": problem.paged,
         "dropout.cuh": problem.dropout,
         "dropout_bytes.cuh": problem.dropout and problem.eight_bit,
+        "dropout_places.cuh": problem.dropout and problem.positions,
         "mask_bits.cuh": problem.attn_mask,
         "mma/fragment.cuh": True,
         "mma/gemm.cuh": True,

@@ -1,0 +1,81 @@
+"""Parts of longer sequences, by their positions, are parts of one call over the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import attngen
+from attngen import SpecError, merge_states, reference
+from attngen.call.positions import LIMIT, Positions
+from attngen.reference import dropout
+from attngen.spec.attention_spec import AttentionSpec
+
+Q, K, V = (torch.randn(1, 24, 2, 8, dtype=torch.float64) for _ in range(3))
+STATE = torch.tensor((3, 4))
+
+
+def attend(*operands: torch.Tensor, **given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    out, aux = reference.attention(*operands, **given, return_lse=True)
+    assert aux.lse is not None
+    return out, aux.lse
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"mask": "causal", "alibi_slopes": True, "dropout_p": 0.3, "rng_state": STATE},
+        {"window": (5, 3), "dropout_p": 0.5, "rng_state": STATE},
+        {"mask": "causal_bottom_right", "alibi_slopes": True},
+    ],
+    ids=["causal", "window", "bottom_right"],
+)
+def test_parts_are_those_of_one_call(given: dict[str, Any]) -> None:
+    """Queries from the seventh on, against keys cut at the twelfth."""
+    whole = attend(Q[:, :20], K, V, **given)
+    first, cut, aligned = 7, 11, 4 * given.get("mask", "").endswith("bottom_right")
+    given["mask"] = given.get("mask", "none").removesuffix("_bottom_right")
+    parts = [
+        attend(Q[:, first:20], K[:, a:b], V[:, a:b], positions=(first, a, first + aligned - a),
+               **given)
+        for a, b in ((0, cut), (cut, 24))
+    ]  # fmt: skip
+    out, lse = merge_states(*zip(*parts, strict=True))
+    assert torch.allclose(out, whole[0][:, first:], atol=1e-14)
+    assert torch.allclose(lse, whole[1][..., first:], atol=1e-14)
+
+
+def test_bytes_of_a_part_are_the_whole_s() -> None:
+    whole = torch.stack([dropout.sequence_bytes(STATE, b, 4, 40, 50) for b in range(3)])
+    part = dropout.sequence_bytes(STATE, 1, 2, 19, 23, Positions(21, 17, 0, head=2, sequence=1))
+    assert torch.equal(part, whole[2, 2:, 21:, 17:40])
+
+
+def test_positions_that_are_none_are_refused() -> None:
+    for wrong in (3, (1,), (1, 2, 3, 4, 5, 6), (-1, 0), (0, LIMIT), (0.5, 1), (True, 0), "ab"):
+        with pytest.raises(SpecError, match="positions needs"):
+            reference.attention(Q, K, V, positions=wrong)
+    reference.attention(Q, K, V, positions=[0, 5, -5])
+
+
+def test_what_does_not_follow_positions_is_refused_beside_them() -> None:
+    for more in (
+        {"mask": "causal_bottom_right"},
+        {"bottom_right": True},
+        {"mask": "prefix", "prefix": 3},
+        {"score_mod": lambda s, *_: s},
+    ):
+        with pytest.raises(SpecError, match="positions beside"):
+            reference.attention(Q, K, V, positions=(1, 1), **more)
+
+
+def test_spec_of_a_call_says_that_it_has_positions() -> None:
+    q = Q.to(torch.bfloat16)
+    assert AttentionSpec.from_call(q, q, q, positions=(4, 4)).positions
+    assert not AttentionSpec.from_call(q, q, q).positions
+    few = AttentionSpec.from_call(q[:, :1], q, q, positions=(4, 4))
+    assert not few.decode  # which kernels that split keys do not know
+    out = attngen.attention(q, q, q, positions=(4, 4), mask="causal", backend="reference")
+    assert torch.equal(out, reference.attention(q, q, q, mask="causal")[0])
