@@ -199,6 +199,8 @@ def _choose(call: Backward, device: Device, q: TensorDesc, k: TensorDesc, v: Ten
         tensors = {name: present(call.given[name]) for name in ("o", "d_o")}
         gradients = output_dtype(q, call.arguments)
         forward = fp8_gradients.spec_of_gradients(forward, tensors, gradients)
+    elif forward.out_dtype == "fp32":
+        forward = replace(forward, out_dtype=None, grad_dtype="fp32")
     spec = replace(
         forward, directions=("bwd",), deterministic=call.arguments.deterministic, decode=False
     )
@@ -312,12 +314,12 @@ def _mismatches(
 ) -> Iterator[str]:
     """Why tensors do not fit q, k and v."""
     q, v = tensors["q"], tensors["v"]
-    if q.dtype not in DTYPES or output_dtype(q, arguments) != q.dtype:
-        yield "the backward takes float16 and bfloat16, with an output of their dtype; " + (
-            f"q is {q.dtype}, out_dtype is {arguments.out_dtype}"
+    if q.dtype not in DTYPES or output_dtype(q, arguments) not in (q.dtype, "float32"):
+        yield "the backward takes float16 and bfloat16, and makes gradients of their dtype or " + (
+            f"float32; q is {q.dtype}, out_dtype is {arguments.out_dtype}"
         )
         return
-    out, lse = outputs_of(q, v, arguments)
+    out, lse = outputs_of(q, v, arguments._replace(out_dtype=None))
     expected = {"o": out, "d_o": out, **dict.fromkeys(rows, lse)}
     found = {**tensors, **rows}
     for name, like in expected.items():

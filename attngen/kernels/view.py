@@ -10,15 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ..fragments.header import Fragment, Operand
 from ..runtime.program import KernelEntry
 from ..spec.problem import DTYPE_BYTES, Problem
 from .uses import FragmentUse
-
-if TYPE_CHECKING:
-    from .base import Axis
 
 CPP_TYPES = {
     **{"i32": "int", "i64": "long long", "f32": "float", "ptr": "void*"},
@@ -194,7 +190,7 @@ class TensorView:
     at the batch's own row; packed: whether all lie behind each other, so that there is no stride of
     the batch. gathered: whether columns may lie apart, and are counted at run time by
     `columns_parameter`. word: the C++ type that holds an element's bits; element_bytes, row_bytes:
-    of an element, and of a head's row.
+    of an element, and of a head's row; columns: of that.
     """
 
     name: str
@@ -206,32 +202,26 @@ class TensorView:
     word: str
     element_bytes: int
     row_bytes: int
+    columns: int
 
+    @property
+    def is_float(self) -> bool:
+        """Whether elements are float32."""
+        return self.element_bytes == 4
 
-@dataclass(frozen=True)
-class AxisView:
-    """Tiles of queries or of keys, as kernels order them where lengths vary.
+    @property
+    def store(self) -> str:
+        """The function that stores rows of accumulators in it."""
+        if self.is_float:
+            return "store_float_rows"
+        return "store_rows" if self.gathered else "store_whole_rows"
 
-    side: `query` or `key`; own, other: C++, the sequences of this axis and the other one; schedule,
-    heads: parameters, the order that a kernel before may have written, and the number of heads.
-    rows: of a tile. tail_share: one tile of so many is kept for the end, 0 keeps none. positions:
-    of the other axis, as many as L2 keeps for heads that are worked on together; group_heads: at
-    most so many. follows: whether tiles follow a window. orders_few: whether the kernel orders few
-    sequences itself.
-    """
-
-    of_queries: bool
-    side: str
-    own: str
-    other: str
-    schedule: str
-    heads: str
-    rows: int
-    tail_share: int
-    positions: int
-    group_heads: int
-    follows: bool
-    orders_few: bool
+    @property
+    def stored_columns(self) -> str:
+        """C++, the columns that `store` is told of, empty where it has all."""
+        if self.gathered:
+            return f"p.{self.columns_parameter}"
+        return str(self.columns) if self.is_float else ""
 
 
 def kernel_view(kernel: KernelEntry, template: str) -> KernelView:
@@ -366,27 +356,5 @@ def tensor_view(problem: Problem, name: str) -> TensorView:
         word="u32" if element_bytes == 4 else "unsigned short",
         element_bytes=element_bytes,
         row_bytes=element_bytes * (problem.head_dim_v if of_values else problem.head_dim_qk),
-    )
-
-
-def axis_view(
-    problem: Problem, axis: Axis, *, of_queries: bool, orders_few: bool = False
-) -> AxisView:
-    """An axis of tiles. orders_few: whether the kernel has room to order few sequences itself."""
-    row_bytes = (problem.head_dim_qk + problem.head_dim_v) * DTYPE_BYTES[problem.dtype_q]
-    sums_bytes = problem.head_dim_qk * 4 if axis.sums else 0
-    own, other = ("q", "kv") if of_queries else ("kv", "q")
-    return AxisView(
-        of_queries=of_queries,
-        side="query" if of_queries else "key",
-        own=f"{own}_sequence(p)",
-        other=f"{other}_sequence(p)",
-        schedule=f"{own}_schedule",
-        heads=f"heads_{own}",
-        rows=axis.rows,
-        tail_share=axis.tail_share,
-        positions=axis.group_bytes // (row_bytes + sums_bytes),
-        group_heads=axis.group_heads,
-        follows=axis.follows,
-        orders_few=orders_few,
+        columns=problem.head_dim_v if of_values else problem.head_dim_qk,
     )

@@ -44,15 +44,15 @@ class AttentionSpec:
     where Q is FP8 (e4m3, e5m2), which K and V may be beside 16 bits, too; `out_dtype` "fp32" asks
     for the float32 partial output that split computations combine. Of a backward in 8 bits
     `grad_dtype` is the gradients', bf16 by default, and `d_o_dtype` that of the output's gradient,
-    e5m2 by default; its `out_dtype` is the output's that it reads. `seqused` says that sequences of
-    a dense format have lengths of their own, as a padding mask does; `decode` that there are few
-    queries a sequence, so that the kernel splits the keys; `gather` that rows or addresses of
-    operands are no multiples of 16 bytes, or their last axis is not contiguous, so that threads
-    copy what the copy engine cannot. Of head dims that are no multiples of 8 the same is true
-    without saying. `positions` says that calls are parts of longer ones,
-    and tell where. `mask` may name several that intersect, `causal+chunked`; `score_mod` scores of
-    fragments, in their order. `attngen list` prints what fields may hold, docs/guide/specs.md what
-    each means.
+    e5m2 by default; its `out_dtype` is the output's that it reads. Of one in 16 bits `grad_dtype`
+    "fp32" asks for gradients that are parts of sums. `seqused` says that sequences of a dense
+    format have lengths of their own, as a padding mask does; `decode` that there are few queries a
+    sequence, so that the kernel splits the keys; `gather` that rows or addresses of operands are no
+    multiples of 16 bytes, or their last axis is not contiguous, so that threads copy what the copy
+    engine cannot. Of head dims that are no multiples of 8 the same is true without saying.
+    `positions` says that calls are parts of longer ones, and tell where. `mask` may name several
+    that intersect, `causal+chunked`; `score_mod` scores of fragments, in their order. `attngen
+    list` prints what fields may hold, docs/guide/specs.md what each means.
     """
 
     head_dim: int

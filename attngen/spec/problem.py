@@ -29,10 +29,11 @@ class Problem:
     run-time arguments. `decode` is for few queries a sequence: keys are split over CTAs,
     query heads of a group share a tile. A backward in 8 bits has output gradients of `dtype_d_o`,
     which is what dS is stored as, and makes gradients of `dtype_grad`; its `dtype_o` is the
-    output's that it reads; elsewhere both are None. An append writes new keys and values, of
-    `dtype_q`, to a cache of `dtype_kv`, a cast stores numbers of the one in the other; both ask of
-    all else for nothing. `fragment_digests` tell the texts of masks and scores that are not among
-    attngen's templates from others of their names.
+    output's that it reads. Of one in 16 bits `dtype_grad` is fp32 where gradients are parts of
+    sums. Elsewhere both are None. An append writes new keys and values, of `dtype_q`, to a cache of
+    `dtype_kv`, a cast stores numbers of the one in the other; both ask of all else for nothing.
+    `fragment_digests` tell the texts of masks and scores that are not among attngen's templates
+    from others of their names.
     """
 
     direction: Direction
@@ -88,6 +89,11 @@ class Problem:
             return self.dtype_d_o or self.dtype_q
         gradient = tensor in ("dq", "dk", "dv")
         return (self.dtype_grad or self.dtype_q) if gradient else self.dtype_q
+
+    @property
+    def wide_gradients(self) -> bool:
+        """Whether gradients of 16-bit operands are float32."""
+        return self.dtype_grad == "fp32"
 
     @property
     def widens(self) -> bool:
@@ -169,7 +175,7 @@ class Problem:
         gradients, and nothing is read or drawn beside the scores."""
         largest = max(self.head_dim_qk, self.head_dim_v)
         one_kernel = self.head_dim_qk > 64 or (largest <= 64 and "softcap" not in self.scores)
-        backward = self.direction == "bwd" and not self.deterministic
+        backward = self.direction == "bwd" and not (self.deterministic or self.wide_gradients)
         if not (backward and self.narrow and one_kernel and largest <= 128):
             return (self,)
         return self, replace(self, deterministic=True)

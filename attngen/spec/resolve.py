@@ -86,7 +86,8 @@ def backward_of(spec: AttentionSpec, forward: Problem) -> Problem:
     """The backward of a spec's forward."""
     backward = forward.backward(spec.deterministic)
     if not forward.eight_bit:
-        return backward
+        wide = spec.grad_dtype == "fp32"
+        return dataclasses.replace(backward, dtype_grad="fp32") if wide else backward
     d_o, grad = spec.d_o_dtype or DEFAULT_D_O_DTYPE, spec.grad_dtype or DEFAULT_GRAD_DTYPE
     return dataclasses.replace(
         backward,
@@ -200,9 +201,12 @@ def _check_operands(spec: AttentionSpec) -> list[Violation]:
 
 
 def _check_gradients(spec: AttentionSpec, eight_bit: bool) -> list[Violation]:
-    """Dtypes of gradients, which belong to a backward in 8 bits."""
+    """Find dtypes that gradients do not have: any belongs to a backward in 8 bits, float32 to one
+    in 16 whose gradients are parts of sums."""
     found = []
-    known = {"grad_dtype": DTYPES, "d_o_dtype": DTYPES_8BIT} if eight_bit else {}
+    known: dict[str, tuple[str, ...]] = {"grad_dtype": ("fp32",)}
+    if eight_bit:
+        known = {"grad_dtype": DTYPES, "d_o_dtype": DTYPES_8BIT}
     for field in ("grad_dtype", "d_o_dtype"):
         allowed = known.get(field, ())
         dtype = getattr(spec, field)
@@ -210,7 +214,7 @@ def _check_gradients(spec: AttentionSpec, eight_bit: bool) -> list[Violation]:
             continue
         reason = f"{field} {dtype!r}: allowed for {spec.dtype!r} queries are {allowed}"
         if not allowed:
-            reason = f"{field} {dtype!r}: gradients of {spec.dtype!r} queries have their dtype"
+            reason = f"{field} {dtype!r}: output gradients of {spec.dtype!r} queries have theirs"
         found.append(Violation(field, reason + _dtype_suggestion(dtype, allowed), None))
     return found
 
@@ -367,8 +371,7 @@ def _check_positions(spec: AttentionSpec) -> list[Violation]:
     """Find what kernels lack that are told where queries and keys stand."""
     named = [each for each in masks_of(spec.mask).fragments if each != "causal"]
     beside = {
-        "queries of 8 bits": spec.dtype in DTYPES_8BIT,
-        "keys of 8 bits": spec.widens,
+        "operands of 8 bits": spec.dtype in DTYPES_8BIT or spec.widens,
         "pages": layouts.parse(spec.layout).paged,
         "masks of fragments": bool(named),
         "scores of fragments": isinstance(spec.score_mod, str),

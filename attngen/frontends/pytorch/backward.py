@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ...call.cache import CallCache
 from ...call.gradient_kernels import names_of
+from ...call.numbers import Arguments
 from ...call.operands import boxed
 from ...call.prepare_backward import PreparedBackward, prepare_backward
-from ...call.table import GRADIENT_OF, INPUTS, ROW_OF_OPERAND, WantedGradients
+from ...call.table import CARRIERS, GRADIENT_OF, INPUTS, ROW_OF_OPERAND, WantedGradients
 from ...errors import SpecError
 from . import learned, routing, sinks
 from .checks import check_rows
@@ -44,8 +45,9 @@ def backward(
     lse: Tensor,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k and v, contiguous, in their dtype and packed as they are, of the sink and
-    of the bias; [0] where they are not wanted, packed into another, or there is no such tensor.
+    """Gradients of q, k and v, contiguous, packed as they are, of the sink and of the bias. The
+    first have the dtype of q, or float32 where out_dtype says so, as parts of sums need it; [0]
+    where they are not wanted, packed into another, or there is no such tensor.
 
     q, k, v and rest as `attngen::forward` took them, o and lse as it returned them, in 16 bits.
     d_o, dlse: gradients of o and of the LSE, None where nothing depends on it. want_dq …, after the
@@ -58,14 +60,15 @@ def backward(
     present = [x for x in operands.values() if x is not None]
     found = differentiate(form, wanted, d_o, dlse, o, lse, present, dispatched=True)
     return tuple(
-        found[gradient] if gradient in found else _like(name, q, lse).new_empty(0)
+        found[gradient] if gradient in found else _like(name, q, lse, arguments).new_empty(0)
         for name, gradient in GRADIENT_OF.items()
     )
 
 
-def _like(name: str, q: Tensor, lse: Tensor) -> Tensor:
-    """A tensor with the dtype that the operand of that name, and its gradient, has."""
-    return lse if ROW_OF_OPERAND[name].dtype == "float32" else q
+def _like(name: str, q: Tensor, lse: Tensor, arguments: Arguments) -> Tensor:
+    """A tensor with the dtype that the gradient of the operand of that name has."""
+    wide = name in CARRIERS and arguments.out_dtype == "float32"
+    return lse if wide or ROW_OF_OPERAND[name].dtype == "float32" else q
 
 
 def differentiate(
@@ -197,10 +200,11 @@ def _fake_backward(
     d_o: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor | None, v: Tensor | None, *others: Any
 ) -> tuple[Tensor, ...]:
     _o, lse, *rest = others
-    optional, wanted = split(rest)[0], wanted_of(rest, k is None)
+    (optional, arguments), wanted = split(rest), wanted_of(rest, k is None)
     shapes = shapes_of(dict(zip(INPUTS, (q, k, v, *optional), strict=True)), wanted)
     return tuple(
-        _like(name, q, lse).new_empty(shapes[gradient]) for name, gradient in GRADIENT_OF.items()
+        _like(name, q, lse, arguments).new_empty(shapes[gradient])
+        for name, gradient in GRADIENT_OF.items()
     )
 
 

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from ...spec.problem import Problem
 from ..uses import FragmentUse
 from ..view import (
-    AxisView,
     FragmentView,
     KernelView,
     TensorView,
-    axis_view,
     fragment_view,
     tensor_view,
 )
+from ..view_axis import AxisView, axis_view
 from .order import VarlenPlan
 
 

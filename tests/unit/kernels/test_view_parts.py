@@ -15,12 +15,12 @@ from attngen.kernels.view import (
     FragmentView,
     ScoreListView,
     Value,
-    axis_view,
     fragment_view,
     mask_list_view,
     score_list_view,
     tensor_view,
 )
+from attngen.kernels.view_axis import axis_view
 from attngen.spec.problem import Problem
 
 PROBLEM = Problem(

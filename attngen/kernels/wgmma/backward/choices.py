@@ -71,6 +71,7 @@ def _adding(problem: Problem, target: Target) -> Iterator[BackwardPlan]:
     """The plan of the fused kernel for calls whose bias's gradient it can make, too, where there is
     room: dS lies in shared memory as the copy engine adds it."""
     others = problem.deterministic or problem.dropout or problem.attn_mask or problem.gather
+    others = others or problem.wide_gradients
     if problem.bias and not others:
         made = make_fused(problem, target, adds_bias=True)
         if made.smem_bytes <= target.cta_smem_bytes:

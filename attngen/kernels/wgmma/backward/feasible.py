@@ -89,6 +89,7 @@ def make_fused(problem: Problem, target: Target, *, adds_bias: bool = False) -> 
     # Small accumulators of unlike sizes spill: equal ones, clipped by the copy engine, do not.
     dk_columns, dv_columns = (64, 64) if rows and d != d_v else (d, d_v)
     crowded = problem.dropout or problem.attn_mask or problem.bias or problem.gather
+    crowded = crowded or problem.wide_gradients  # which leave from registers
     # Under a window, where tiles have few blocks, a kernel that converts dQ takes an eighth of the
     # time. Without an order anyway, wide windows would lose up to a tenth by one.
     completes = problem.deterministic and "window" in problem.masks and not crowded
@@ -190,6 +191,8 @@ def _splits_heads(problem: Problem, tile: Tile) -> bool:
     """Whether there is a place for sums of dK and dV, and there are registers to find it."""
     windowed = "window" in problem.masks
     if problem.gather or problem.bias or windowed and problem.deterministic:
+        return False
+    if problem.wide_gradients:
         return False
     if (problem.q_seq == "packed") != (problem.kv_seq == "packed"):
         return False

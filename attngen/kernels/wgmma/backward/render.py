@@ -337,12 +337,12 @@ def _outputs(plan: BackwardPlan | BiasGradientPlan) -> tuple[str, ...]:
 def _tensor_names(problem: Problem, plan: BackwardPlan | BiasGradientPlan) -> Names:
     """The parameters by which a kernel finds its operands and gradients."""
     gradients = _gradients(plan)
-    if not problem.gather:
+    if not (problem.gather or problem.wide_gradients):
         return operand_names(problem, "q", "k", "v", "d_o", *_outputs(plan), *gradients)
     names = [*operand_names(problem, "q", "k", "v", "d_o"), *typed("ptr", *gradients)]
     for tensor in gradients:
         names += strides_of(tensor)
-    return [*names, *typed("i32", "dim_qk", "dim_v")]
+    return [*names, *(typed("i32", "dim_qk", "dim_v") if problem.gather else ())]
 
 
 def _tensor_maps(
@@ -353,5 +353,5 @@ def _tensor_maps(
         return ()
     rows = {"q": plan.tile.m, "k": plan.tile.n, "v": plan.tile.n, "d_o": plan.tile.m}
     rows |= dict.fromkeys(_outputs(plan), plan.tile.m)
-    rows |= dict.fromkeys(_gradients(plan), STORE_ROWS)
+    rows |= dict.fromkeys(() if problem.wide_gradients else _gradients(plan), STORE_ROWS)
     return tuple(recipe(tensor, problem.dtype_q, n) for tensor, n in rows.items())

@@ -39,12 +39,14 @@ class DqArrivals:
 class DqView(MainView):
     """Values of dq.cu.j2. Strings are C++.
 
-    k_stages, v_stages: buffers for blocks of keys and of values. gaps: gradients of which rows of
+    k_stages, v_stages: buffers for blocks of keys and of values. stores_rows: whether the gradient
+    goes to memory from registers. gaps: gradients of which rows of
     no sequence are filled. dq_steps: of the product that adds a block to dQ. dq: the gradient.
     dq_factor: what its sums are multiplied by.
     """
 
     jobs: JobsView
+    stores_rows: bool
     gaps: tuple[Gap, ...]
     k_stages: int
     v_stages: int
@@ -71,7 +73,8 @@ class KeptOperand:
 class KeyTilesView(MainView):
     """Values of templates of kernels whose CTAs own tiles of keys. Strings are C++.
 
-    gaps: gradients of which rows of no sequence are filled. kept: operands of a tile, in the order
+    stores_rows: whether gradients go to memory from registers. gaps: gradients of which rows of no
+    sequence are filled. kept: operands of a tile, in the order
     in which they are loaded. makes_d: whether consumers make D and LSE of a tile's first blocks.
     splits_heads: whether query heads of a group may have tiles of their own. frees_early: whether
     output gradients are freed before queries, with which D comes then. loads_score_tiles: whether
@@ -80,6 +83,7 @@ class KeyTilesView(MainView):
     """
 
     jobs: JobsView
+    stores_rows: bool
     gaps: tuple[Gap, ...]
     visits: VisitsView
     kept: tuple[KeptOperand, ...]
@@ -137,6 +141,7 @@ def dq_view(
         mask_tensor="mask_rows" if problem.attn_mask else "",
         score_product=score_product(problem, plan.tile.n),
         jobs=jobs_view(problem, plan, "QueryLoader{p, smem}", idle_warp=1),
+        stores_rows=problem.gather or problem.wide_gradients,
         gaps=gaps_of(problem, plan),
         k_stages=plan.q_stages,
         v_stages=plan.do_stages,
@@ -159,6 +164,7 @@ def key_tiles_fields(problem: Problem, plan: BackwardPlan, *, boxed_scores: bool
     loads_score_tiles = problem.bias and boxed_scores
     return {
         "jobs": jobs_view(problem, plan, "KvLoader{p, smem}", idle_warp=3),
+        "stores_rows": problem.gather or problem.wide_gradients,
         "gaps": gaps_of(problem, plan),
         "visits": visits_view(plan, looks_ahead=problem.bias and not boxed_scores),
         "kept": (VALUES, KEYS) if own_dv(plan) else (KEYS, VALUES),

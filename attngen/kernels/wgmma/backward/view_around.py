@@ -89,7 +89,8 @@ class ConvertView(BlockView):
     q_len: queries of the sequence; tensor_row: the tensor's row of position `row`. block_parts:
     warpgroups that left a part each of a block's dQ, of `dq_columns` columns. splits_rows: whether
     parts are rows of dQ, else columns. sums_keys: whether dK and dV have sums in memory, too, of
-    `key_rows` keys a tile.
+    `key_rows` keys a tile. wide: whether dQ is float32.
+    stores_chunks: whether rows of 16 bits leave in chunks of 16 bytes.
     """
 
     head_dim_v: int
@@ -104,6 +105,8 @@ class ConvertView(BlockView):
     dv_columns: int
     key_rows: int
     dropout: bool
+    wide: bool
+    stores_chunks: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +192,8 @@ def convert_view(
         dv_columns=plan.dv_columns,
         key_rows=plan.key_rows,
         dropout=problem.dropout,
+        wide=problem.wide_gradients,
+        stores_chunks=not (problem.gather or problem.wide_gradients),
     )
 
 
@@ -239,6 +244,7 @@ def _convert_headers(problem: Problem) -> str:
     return included(
         ("context.cuh", problem.varlen),
         ("mma/fragment.cuh", True),
+        ("mma/store_float.cuh", problem.wide_gradients),
         ("ptx/math.cuh", True),
         ("ptx/tma.cuh", True),
         ("scheduler/grid_place.cuh", True),

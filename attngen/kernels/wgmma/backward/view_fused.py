@@ -174,7 +174,7 @@ def _large_blocks(plan: BackwardPlan) -> bool:
 def _prefetched(problem: Problem, plan: BackwardPlan) -> tuple[str, ...]:
     if problem.gather:
         return ()
-    tensors = ["q", "k", "v", "d_o", "dk", "dv"]
+    tensors = ["q", "k", "v", "d_o", *(() if problem.wide_gradients else ("dk", "dv"))]
     tensors += ["o"] if plan.makes_d else []
     tensors += ["dq"] if plan.completes else []
     return tuple(f"map_{tensor}" for tensor in tensors)

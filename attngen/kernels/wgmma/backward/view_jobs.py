@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from ....spec.problem import Problem
 from ...base import Axis
-from ...view import AxisView, TensorView, axis_view, tensor_view
+from ...view import TensorView, tensor_view
+from ...view_axis import AxisView, axis_view
 from .plan import OF_KEYS, OF_QUERIES, BackwardPlan
 
 

@@ -10,17 +10,16 @@ from ...base import Axis
 from ...plan import template_of
 from ...uses import FragmentUse
 from ...view import (
-    AxisView,
     KernelView,
     MaskListView,
     ScoreListView,
     TensorView,
-    axis_view,
     kernel_view,
     mask_list_view,
     score_list_view,
     tensor_view,
 )
+from ...view_axis import AxisView, axis_view
 from . import traits, view_constants, view_consumer, view_loads, view_scores
 from .plan import Plan
 from .view_constants import Constants, Elements, Products
