@@ -167,8 +167,8 @@ def scalars_of(
         numbers |= mask_bits.reach_of(mask)
     if (bias := optional["bias"]) is not None:
         numbers |= bias_of.numbers_of(bias)
-    if (places := Positions.read(arguments.positions)) is not None:
-        numbers |= places.numbers
+    if arguments.positions:
+        numbers |= Positions.read(arguments.positions).numbers
     return Scalars(scale, left, right, aligned, numbers, sequences)
 
 

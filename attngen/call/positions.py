@@ -30,9 +30,9 @@ class Positions(NamedTuple):
         return cls(query, key, *(rest or (query - key,)))
 
     @classmethod
-    def read(cls, words: str) -> Positions | None:
-        """The positions that operations are told; None where a call gives none."""
-        return cls(*map(int, words.split())) if words else None
+    def read(cls, words: str) -> Positions:
+        """The positions that operations are told, in words that are not empty."""
+        return cls(*map(int, words.split()))
 
     @property
     def words(self) -> str:

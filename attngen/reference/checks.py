@@ -62,7 +62,7 @@ def _judge(call: AttentionCall) -> tuple[Operands | None, list[str]]:
         *length_violations(call, operands),
         *fragment_violations(call, operands),
         *_mask_violations(call, operands),
-        *_position_violations(call, operands),
+        *(_position_violations(call, operands) if call.positions is not None else ()),
         *_softmax_violations(call, operands),
         *_bias_violations(call, operands),
         *_alibi_violations(call),
@@ -188,8 +188,6 @@ def _mask_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
 
 def _position_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
     """Whether positions are some, and nothing is beside them that does not follow them."""
-    if call.positions is None:
-        return
     if (fault := fault_of(call.positions)) is not None:
         yield fault
     beside = {

@@ -188,7 +188,7 @@ class AttentionSpec:
 
 
 # What kernels that split keys leave out.
-_BESIDE_SPLITS = ("attn_mask", "mask_mod", "dropout", "positions")
+_BESIDE_SPLITS = ("attn_mask", "mask_mod", "dropout")
 
 
 def is_decode(
@@ -208,7 +208,8 @@ def is_decode(
     many the packed queries are of.
     """
     layout = layouts.parse(spec.layout)
-    more = spec.bias != "none" or any(getattr(spec, name) for name in _BESIDE_SPLITS)
+    more = spec.bias != "none" or spec.positions
+    more = more or any(getattr(spec, name) for name in _BESIDE_SPLITS)
     more = more or spec.score_mod is True  # a function
     if layout.paged:
         tokens = layouts.size(q, layout.q_format, "t" if layout.q_format == "thd" else "s")

@@ -7,7 +7,8 @@ from operator import attrgetter
 
 from ..fragments.features import Features, Fragment
 from ..io.text import closest, suggestion
-from .attention_spec import AttentionSpec
+from . import layouts
+from .attention_spec import DTYPES_8BIT, AttentionSpec
 from .call_arguments import call_arguments
 from .masks import BOTTOM_RIGHT, JOINT, PADDING_MASKS, PLAIN_MASKS, joined, masks_of
 from .violations import Violation
@@ -133,3 +134,19 @@ def _check_operands(spec: AttentionSpec, features: Features) -> Iterator[Violati
 def names_of(fragment: Fragment) -> Sequence[str]:
     """The arguments by which a call passes a fragment's operands."""
     return [operand.name for operand in fragment.operands]
+
+
+def check_positions(spec: AttentionSpec) -> list[Violation]:
+    """Find what kernels lack that are told where queries and keys stand."""
+    named = [each for each in masks_of(spec.mask).fragments if each != "causal"]
+    beside = {
+        "operands of 8 bits": spec.dtype in DTYPES_8BIT or spec.widens,
+        "pages": layouts.parse(spec.layout).paged,
+        "masks of fragments": bool(named),
+        "scores of fragments": isinstance(spec.score_mod, str),
+    }
+    return [
+        Violation("positions", f"positions beside {name} have no kernels", False)
+        for name, there in beside.items()
+        if there
+    ]

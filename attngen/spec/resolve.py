@@ -12,7 +12,13 @@ from ..io.text import closest, suggestion
 from ..targets.target import TARGETS, names
 from . import layouts
 from .attention_spec import DTYPES_8BIT, DTYPES_16BIT, MAX_HEAD_DIM, AttentionSpec, dtype_name
-from .fragment_checks import called_fragments, check_fragments, scores_of, switched
+from .fragment_checks import (
+    called_fragments,
+    check_fragments,
+    check_positions,
+    scores_of,
+    switched,
+)
 from .masks import masks_of, without_arbitrary
 from .problem import Problem, Sequence
 from .tables import Place
@@ -144,7 +150,7 @@ def find_violations(spec: AttentionSpec, features: Features) -> list[Violation]:
         *_check_operands(spec),
         *_check_features(spec, features),
         *_check_together(spec),
-        *_check_positions(spec),
+        *(check_positions(spec) if spec.positions else ()),
         *_check_directions(spec),
     ]
     return found + _check_targets(spec)
@@ -365,22 +371,6 @@ def _check_together(spec: AttentionSpec) -> list[Violation]:
     if masks_of(spec.mask).arbitrary:
         asked["mask"] = without_arbitrary(spec.mask)
     return [Violation(name, f"{name}: {_NO_SPLITS}", nearest) for name, nearest in asked.items()]
-
-
-def _check_positions(spec: AttentionSpec) -> list[Violation]:
-    """Find what kernels lack that are told where queries and keys stand."""
-    named = [each for each in masks_of(spec.mask).fragments if each != "causal"]
-    beside = {
-        "operands of 8 bits": spec.dtype in DTYPES_8BIT or spec.widens,
-        "pages": layouts.parse(spec.layout).paged,
-        "masks of fragments": bool(named),
-        "scores of fragments": isinstance(spec.score_mod, str),
-    }
-    return [
-        Violation("positions", f"positions beside {name} have no kernels", False)
-        for name, there in beside.items()
-        if spec.positions and there
-    ]
 
 
 def _check_features(spec: AttentionSpec, features: Features) -> list[Violation]:

@@ -113,7 +113,7 @@ def call_of(operands: Sequence[Tensor | None], rest: Sequence[Any]) -> Attention
         mask=arguments.mask,
         window=(arguments.window_left, arguments.window_right),
         bottom_right=arguments.bottom_right,
-        positions=Positions.read(arguments.positions),
+        positions=Positions.read(arguments.positions) if arguments.positions else None,
         softmax_scale=arguments.softmax_scale,
         softcap=arguments.softcap,
         softmax=arguments.softmax,
