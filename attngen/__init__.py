@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .frontends import transformer_engine as te  # noqa: F401  # likewise
     from .frontends import transformer_engine as transformer_engine
     from .frontends.pytorch.append import append_kv
+    from .frontends.pytorch import parallel as parallel
     from .frontends.pytorch.attention import attention
     from .frontends.pytorch.merge import merge_states
     from .frontends.pytorch.schedule import Schedule
@@ -89,6 +90,7 @@ _HOMES = {
 _FRONT_ENDS = {
     "fp8": "frontends.fp8",
     "jax": "frontends.jax",
+    "parallel": "frontends.pytorch.parallel",
     "te": "frontends.transformer_engine",
     "transformer_engine": "frontends.transformer_engine",
 }

@@ -145,6 +145,38 @@ def steps_of(
     return tuple(steps)
 
 
+def parts_over_all(
+    order: Order,
+    rank: int,
+    lengths: Sequence[Length],
+    *,
+    mask: str = "none",
+    window: Sides = (-1, -1),
+    bottom_right: bool | None = None,
+) -> tuple[Part, ...]:
+    """The parts of a rank that has the keys of all, in the order of their sequences: one for each
+    run of its queries that sees any, with an origin; `keys` are ranges of a sequence.
+
+    Arguments as of `steps_of`. Raises: SpecError, also in order `striped`.
+    """
+    order.check({length.room_q for length in lengths})
+    if order.name == "striped" and order.ranks > 1:
+        raise SpecError("order 'striped' has no runs of positions. Use comm='p2p' or 'a2a'.")
+    masks = masks_of(mask)
+    aligned = masks.bottom_right if bottom_right is None else bottom_right
+    band = Band(*band_of(mask, window))
+    found = []
+    for place, length in enumerate(lengths):
+        pair = _Pair(order, rank, rank, place, length, band, aligned)
+        keys = _Run(0, 0, length.kv)
+        delta = length.kv - length.q if aligned else 0
+        for run in _runs(order, rank, length.room_q, length.q):
+            cut = _cut(run.size, length.kv, run.position + delta, band)
+            if cut is not None:
+                found.append(pair.alone(run, keys, cut))
+    return tuple(found)
+
+
 def _check_stripes(masks: Masks, window: Sides, aligned: bool, by_position: bool) -> None:
     """Raises: SpecError where stripes have no part for what a call asks."""
     asked = {
@@ -235,7 +267,7 @@ class _Pair:
             return self._of_stripes()
         seen = dict(self._visible())
         if by_position or len(seen) < 2:
-            return (self._alone(a, b, cut) for (a, b), cut in seen.items())
+            return (self.alone(a, b, cut) for (a, b), cut in seen.items())
         return iter(self._joined(seen))
 
     def _of_stripes(self) -> Iterator[Part]:
@@ -266,7 +298,7 @@ class _Pair:
             if cut is not None:
                 yield (a, b), cut
 
-    def _alone(self, a: _Run, b: _Run, cut: _Cut) -> Part:
+    def alone(self, a: _Run, b: _Run, cut: _Cut) -> Part:
         """The part of a run of queries and one of keys."""
         origin = Origin(a.position + cut.queries.begin, b.position + cut.keys.begin)
         return replace(self._part(a.begin, b.begin, cut), origin=origin)
@@ -288,7 +320,7 @@ class _Pair:
                 group = {pair: cut for pair, cut in seen.items() if pair[side] == run}
                 one = self._one(group)
                 parts += (
-                    [self._alone(*x, cut) for x, cut in group.items()] if one is None else [one]
+                    [self.alone(*x, cut) for x, cut in group.items()] if one is None else [one]
                 )
             found.append(parts)
         return min(found, key=len)
@@ -298,7 +330,7 @@ class _Pair:
         them all."""
         if len(seen) == 1:
             ((a, b), cut), *_ = seen.items()
-            return self._alone(a, b, cut)
+            return self.alone(a, b, cut)
         queries, keys = (sorted({pair[side] for pair in seen}) for side in (0, 1))
         if not (_follow(queries) and _follow(keys)):
             return None

@@ -1,0 +1,293 @@
+"""Calls over a group as they are given: what they may say, how sequences lie, who does what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...call.context_order import Order
+from ...call.context_steps import Length, Span, parts_over_all, steps_of
+from ...errors import SpecError
+from ...reference.core import default_alibi_slopes
+from ...spec.masks import masks_of
+from .context_function import ContextCall
+from .context_messages import Around, Gathered
+from .context_parts import Features, Rows, Sequences
+
+LENGTHS = tuple(
+    name + side + end
+    for side in ("q", "kv")
+    for name, end in (("cu_seqlens_", ""), ("cu_seqlens_", "_padded"), ("seqused_", ""))
+)
+BANDS = ("mask", "window", "bottom_right")
+NUMBERS = ("softmax_scale", "softcap", "dropout_p", "bias_type")
+SERVED = (
+    *(*BANDS, *NUMBERS, *LENGTHS, "layout", "attn_mask", "bias", "alibi_slopes", "softmax", "sink"),
+    *("rng_state", "deterministic", "backend", "return_lse", "return_rng_state"),
+)
+AXES = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}  # their own inverses
+WIDE = (torch.float32, torch.float64)
+
+
+class Ranks(NamedTuple):
+    """A group, how many ranks it has, and which this one is."""
+
+    group: Any
+    count: int
+    rank: int
+
+    @classmethod
+    def of(cls, group: Any) -> Ranks:
+        """Those of a process group or a mesh of one axis; of all ranks for None.
+
+        Raises: SpecError where torch.distributed has not begun.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            raise SpecError("torch.distributed has no process group: call init_process_group first")
+        found = dist.group.WORLD if group is None else group
+        found = found.get_group() if hasattr(found, "get_group") else found
+        return cls(found, dist.get_world_size(found), dist.get_rank(found))
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """A call over a group: q, k and v as [b, t, h, d], one batch of packed tokens, the lengths of
+    sequences, and whatever else it says. uniform: whether the batch is of equal sequences, which
+    have one length here."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    given: Mapping[str, Any]
+    packed: bool
+    uniform: bool
+    lengths: tuple[Length, ...]
+
+    @property
+    def rooms(self) -> tuple[list[int], list[int]]:
+        """Positions that there is room for, of queries and of keys."""
+        return [x.room_q for x in self.lengths], [x.room_kv for x in self.lengths]
+
+    @property
+    def bands(self) -> dict[str, Any]:
+        """The arguments of plans."""
+        return {name: self.given[name] for name in BANDS if self.given.get(name) is not None}
+
+    @property
+    def dropout_p(self) -> float:
+        return float(self.given.get("dropout_p") or 0.0)
+
+    @property
+    def has_alibi(self) -> bool:
+        """Whether scores have ALiBi's term."""
+        slopes = self.given.get("alibi_slopes")
+        asked = slopes is not None and slopes is not False
+        return asked or self.given.get("bias_type") == "alibi"
+
+    @property
+    def by_position(self) -> bool:
+        """Whether parts need to know where they stand."""
+        added = any(self.given.get(name) is not None for name in ("bias", "attn_mask"))
+        return self.has_alibi or self.dropout_p > 0 or added
+
+
+def asked_of(q: Tensor, k: Tensor, v: Tensor, given: Mapping[str, Any], ranks: int) -> Asked:
+    """The call that is given. ranks: how many hold its sequences.
+
+    Raises: SpecError with every argument that calls over a group do not take.
+    """
+    given = {name: x for name, x in given.items() if x is not None}
+    if reasons := [*_violations(q, k, v, given)]:
+        raise SpecError(reasons)
+    layout = given.get("layout", "bshd")
+    if layout == "thd":
+        lengths = _packed_lengths(given, q.shape[0] * ranks, k.shape[0] * ranks)
+        return Asked(q[None], k[None], v[None], given, True, False, lengths)
+    q, k, v = (x.permute(AXES[layout]) for x in (q, k, v))
+    room_q, room_kv = q.shape[1] * ranks, k.shape[1] * ranks
+    used = [given.get(f"seqused_{side}") for side in ("q", "kv")]
+    whole = Length(room_q, room_kv, room_q, room_kv)
+    if used == [None, None]:
+        return Asked(q, k, v, given, False, True, (whole,))
+    of_q, of_kv = (
+        [room] * q.shape[0] if x is None else _host(x)
+        for x, room in zip(used, (room_q, room_kv), strict=True)
+    )
+    lengths = tuple(whole._replace(q=a, kv=b) for a, b in zip(of_q, of_kv, strict=True))
+    return Asked(q, k, v, given, False, False, lengths)
+
+
+def _violations(q: Tensor, k: Tensor, v: Tensor, given: Mapping[str, Any]) -> Iterator[str]:
+    """Arguments that calls over a group do not take."""
+    for name in sorted({*given} - {*SERVED}):
+        yield f"{name} is not served over a group; these are: {', '.join(SERVED)}"
+    layout = given.get("layout", "bshd")
+    if layout not in (*AXES, "thd"):
+        yield f"layout={layout!r}: over a group it is one of {', '.join((*AXES, 'thd'))}"
+    dims = 3 if layout == "thd" else 4
+    if any(x.ndim != dims for x in (q, k, v)):
+        yield f"q, k and v in {layout} have {dims} axes; got {[x.ndim for x in (q, k, v)]}"
+    if not q.dtype == k.dtype == v.dtype or q.dtype.itemsize < 2:
+        yield f"q, k and v need one dtype of 16, 32 or 64 bits; got {q.dtype}, {k.dtype}, {v.dtype}"
+    mask = given.get("mask", "none")
+    if not isinstance(mask, str) or {*masks_of(mask).fragments} - {"causal"}:
+        yield f"mask={mask!r}: over a group it is a plain one; pass others as attn_mask"
+    elif masks_of(mask).arbitrary and "attn_mask" not in given:
+        yield f"mask={mask!r} needs attn_mask, bool, of the rank's queries and all keys"
+    if layout == "thd" and ("bias" in given or "attn_mask" in given):
+        yield "bias and attn_mask have no place beside packed tokens over a group"
+    if layout == "thd" and "cu_seqlens_q" not in given:
+        yield "layout='thd' needs cu_seqlens_q and cu_seqlens_kv of the whole"
+    slopes = given.get("alibi_slopes")
+    if isinstance(slopes, Tensor) and slopes.requires_grad:
+        yield "alibi_slopes has no gradient over a group: detach it"
+    if given.get("softmax", "vanilla") == "learnable" and "sink" not in given:
+        yield "softmax='learnable' needs sink, [h]"
+
+
+def _packed_lengths(given: Mapping[str, Any], tokens_q: int, tokens_kv: int) -> tuple[Length, ...]:
+    """Lengths of packed sequences. Raises: SpecError where their rooms are not all tokens."""
+    sides = []
+    for side, tokens in (("q", tokens_q), ("kv", tokens_kv)):
+        ends = _host(given.get(f"cu_seqlens_{side}", given["cu_seqlens_q"]))
+        padded = given.get(f"cu_seqlens_{side}_padded")
+        starts = ends if padded is None else _host(padded)
+        rooms, used = ([b - a for a, b in pairwise(x)] for x in (starts, ends))
+        if sum(rooms) != tokens:
+            raise SpecError(
+                f"cu_seqlens_{side} say {sum(rooms)} tokens, of which all ranks hold {tokens}"
+            )
+        sides.append((rooms, used))
+    (rooms_q, used_q), (rooms_kv, used_kv) = sides
+    found = zip(rooms_q, rooms_kv, used_q, used_kv, strict=True)
+    return tuple(Length(*each) for each in found)
+
+
+def _host(x: Tensor | Sequence[int]) -> list[int]:
+    """Numbers of a tensor, which a plan is made of: those of a GPU are waited for."""
+    return [int(n) for n in (x.tolist() if isinstance(x, Tensor) else x)]
+
+
+def sequences_of(
+    asked: Asked, share_q: int, share_kv: int
+) -> tuple[Sequences, ...]:
+    """Where tensors hold the sequences of a call, of which they have one part in so many."""
+    if asked.uniform:
+        all_ = Rows(slice(None), slice(None))
+        return (Sequences(all_, all_, 0),)
+    count = len(asked.lengths)
+    if not asked.packed:
+        rows = [Rows(slice(b, b + 1), slice(None)) for b in range(count)]
+        return tuple(Sequences(x, x, b) for b, x in enumerate(rows))
+    starts = [
+        [*accumulate((n // share for n in rooms), initial=0)]
+        for rooms, share in zip(asked.rooms, (share_q, share_kv), strict=True)
+    ]
+    of_q, of_kv = ([Rows(slice(None), slice(a, b)) for a, b in pairwise(x)] for x in starts)
+    return tuple(
+        Sequences(q, kv, b) for b, (q, kv) in enumerate(zip(of_q, of_kv, strict=True))
+    )
+
+
+def context_call(
+    asked: Asked,
+    order: Order,
+    ranks: Ranks,
+    gathers: bool,
+    features: Features,
+    reduce_dtype: torch.dtype,
+) -> ContextCall:
+    """The call as this rank computes it, by gathered keys or by those that come one rank's after
+    another's. Raises: SpecError where the order has no steps for it."""
+    lengths, device = asked.lengths, asked.q.device
+    sequences = sequences_of(asked, ranks.count, 1 if gathers else ranks.count)
+    messages: Around | Gathered
+    if gathers:
+        parts = parts_over_all(order, ranks.rank, lengths, **asked.bands)
+        _, rooms = asked.rooms
+        index = torch.tensor(order.unshard(rooms), device=device)
+        messages = Gathered(ranks.group, ranks.count, index, parts, sequences)
+    else:
+        by_position = asked.by_position
+        plans = tuple(
+            steps_of(order, rank, lengths, by_position=by_position, **asked.bands)
+            for rank in range(ranks.count)
+        )
+        if any(part.stripe > 1 for plan in plans for step in plan for part in step.parts):
+            raise SpecError(
+                f"stripe={order.stripe}: under a causal mask parts compare whole stripes, which no "
+                "kernel does. Use stripe=1, or comm='a2a'."
+            )
+        messages = Around(ranks.group, ranks.rank, plans, sequences)
+    spans = (Span(0, order.used(ranks.rank, x.room_q, x.q)) for x in lengths)
+    used = tuple((each.queries, span) for each, span in zip(sequences, spans, strict=True))
+    sums = asked.q.dtype if asked.q.dtype in WIDE else torch.float32
+    travels = sums if asked.q.dtype in WIDE else reduce_dtype
+    return ContextCall(messages, sequences, used, features, sums, travels)
+
+
+def features_of(asked: Asked, rng_state: Tensor | None, first_head: int, heads: int) -> Features:
+    """Whatever the call asks of scores and weights, of so many heads of all from the first on.
+
+    Raises: SpecError where kernels are asked for that there are none of.
+    """
+    given, narrow = asked.given, asked.q.dtype not in WIDE
+    backend = given.get("backend", "auto")
+    if backend == "cuda" and not narrow:
+        raise SpecError(f"backend='cuda': kernels take 16 bits; q is {asked.q.dtype}")
+    numbers = {name: given[name] for name in NUMBERS if name in given}
+    if asked.has_alibi and numbers.get("bias_type") == "alibi":
+        del numbers["bias_type"]
+    if not asked.dropout_p > 0:
+        numbers.pop("dropout_p", None)
+    deterministic = given.get("deterministic")
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    return Features(
+        numbers=numbers,
+        slopes=slopes_of(asked, first_head, heads),
+        attn_mask=_four_axes(given.get("attn_mask")),
+        rng_state=rng_state,
+        first_head=first_head,
+        deterministic=bool(deterministic),
+        kernels=backend == "cuda" or (backend == "auto" and narrow and asked.q.is_cuda),
+        by_position=asked.by_position,
+    )
+
+
+def slopes_of(asked: Asked, first: int, heads: int) -> Tensor | None:
+    """ALiBi's slopes of so many heads from the first on, None without."""
+    if not asked.has_alibi:
+        return None
+    slopes = asked.given.get("alibi_slopes")
+    if not isinstance(slopes, Tensor):
+        slopes = default_alibi_slopes(heads, asked.q.device)
+    return slopes[..., first : first + asked.q.shape[2]]
+
+
+def _four_axes(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x[(None,) * (4 - x.ndim)]
+
+
+def bias_of(asked: Asked) -> Tensor | None:
+    """The bias of the rank's queries and all keys, with four axes, in q's dtype."""
+    found = _four_axes(asked.given.get("bias"))
+    return None if found is None else found.to(asked.q.dtype)
+
+
+def sink_of(asked: Asked, first: int) -> Tensor | None:
+    """The score of each head that no key has, [h], in the dtype of sums; None without."""
+    softmax, heads = asked.given.get("softmax", "vanilla"), asked.q.shape[2]
+    dtype = asked.q.dtype if asked.q.dtype in WIDE else torch.float32
+    if softmax == "off_by_one":
+        return asked.q.new_zeros(heads, dtype=dtype)
+    if softmax != "learnable":
+        return None
+    sink: Tensor = asked.given["sink"]
+    return sink[first : first + heads].to(dtype)

@@ -1,0 +1,167 @@
+"""Attention over a group as a function of autograd: parts, their messages, and their sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...call.context_steps import Part, Span
+from .context_messages import Around, Gathered, Pair, Visit
+from .context_parts import (
+    Attended,
+    Features,
+    Merged,
+    Rows,
+    Running,
+    Sequences,
+    backward_part,
+    cut,
+    forward_part,
+    relative,
+    sink_gradient,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class ContextCall:
+    """A call over a group as one rank computes it.
+
+    messages: how keys come and their gradients go; sequences: of the plan; used: the rank's rows in
+    use of each; sums: the dtype in which outputs and gradients are added up; travels: that of
+    gradients in messages.
+    """
+
+    messages: Around | Gathered
+    sequences: tuple[Sequences, ...]
+    used: tuple[tuple[Rows, Span], ...]
+    features: Features
+    sums: torch.dtype
+    travels: torch.dtype
+
+    def read(
+        self, part: Part, visit: Visit, q: Tensor, bias: Tensor | None, learns: bool = False
+    ) -> Attended:
+        """What a part reads of the rank's queries and of the keys at hand."""
+        rows = self.sequences[part.sequence]
+        k, v = visit.held[part.sequence]
+        begin, end = relative(part, visit.spans)
+        own = None if bias is None else cut(bias, part, rows)
+        return Attended(
+            rows.queries.of(q, part.queries), k[:, begin:end], v[:, begin:end], own, learns
+        )
+
+
+class ContextAttention(torch.autograd.Function):
+    """Output and LSE of a rank's queries, [b, t, h, d_v] and [b, h, t], over the keys of all."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: ContextCall,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        running = Running.before(q, v, call.sums)
+        for visit in call.messages.visits(k, v):
+            for part in visit.parts:
+                rows = call.sequences[part.sequence]
+                read = call.read(part, visit, q, bias)
+                running.add(
+                    rows.queries, part.queries, *forward_part(call.features, part, rows, read)
+                )
+        if sink is not None:
+            running.add_sink(sink, call.used)
+        out = running.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, sink, bias, out, running.lse)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return out, running.lse
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        call: ContextCall = ctx.call
+        q, k, v, sink, bias, out, lse = ctx.saved_tensors
+        d_out = torch.zeros_like(out) if d_out is None else d_out.contiguous()
+        merged = Merged(out, lse, d_out, dlse)
+        gradients = Gradients.zero(call, q, k, v, bias if ctx.needs_input_grad[5] else None)
+        pending = None
+        for number, visit in enumerate(call.messages.visits(k, v)):
+            made = list(gradients.of_visit(visit, q, bias, merged))
+            if pending is not None:
+                pending(gradients.of_keys)
+            pending = call.messages.returns(number, made, call.travels)
+        if pending is not None:
+            pending(gradients.of_keys)
+        dsink = None
+        if sink is not None and ctx.needs_input_grad[4]:
+            dsink = sink_gradient(sink, merged, call.used)
+        dk, dv = gradients.of_keys
+        dbias = gradients.of_bias
+        return (
+            None,
+            gradients.of_queries.to(q.dtype),
+            dk.to(k.dtype),
+            dv.to(v.dtype),
+            dsink,
+            None if dbias is None or bias is None else dbias.to(bias.dtype),
+        )
+
+
+@dataclass(eq=False)
+class Gradients:
+    """Sums of a rank's gradients: dQ, dK with dV, and of the bias where it has one."""
+
+    call: ContextCall
+    of_queries: Tensor
+    of_keys: Pair
+    of_bias: Tensor | None
+
+    @classmethod
+    def zero(
+        cls, call: ContextCall, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+    ) -> Gradients:
+        """None yet."""
+        dq, dk, dv = (torch.zeros_like(x, dtype=call.sums) for x in (q, k, v))
+        of_bias = None if bias is None else torch.zeros_like(bias, dtype=call.sums)
+        return cls(call, dq, (dk, dv), of_bias)
+
+    def of_visit(
+        self, visit: Visit, q: Tensor, bias: Tensor | None, merged: Merged
+    ) -> Iterator[Pair]:
+        """Gradients of the keys at hand, for each sequence of the plan; all others are added."""
+        learns = self.of_bias is not None
+        sums = self.call.sums
+        found = [
+            (k.new_zeros(k.shape, dtype=sums), v.new_zeros(v.shape, dtype=sums))
+            for k, v in visit.held
+        ]
+        for part in visit.parts:
+            rows = self.call.sequences[part.sequence]
+            read = self.call.read(part, visit, q, bias, learns)
+            own = _of_rows(merged, rows.queries, part.queries)
+            made = backward_part(self.call.features, part, rows, read, own)
+            rows.queries.of(self.of_queries, part.queries).add_(made["dq"])
+            begin, end = relative(part, visit.spans)
+            for total, name in zip(found[part.sequence], ("dk", "dv"), strict=True):
+                total[:, begin:end].add_(made[name])
+            if self.of_bias is not None:
+                cut(self.of_bias, part, rows).add_(made["dbias"])
+        yield from found
+
+
+def _of_rows(merged: Merged, rows: Rows, span: Span) -> Merged:
+    """The merged results of a part's rows."""
+    dlse = merged.dlse
+    return Merged(
+        rows.of(merged.out, span),
+        rows.of_heads(merged.lse, span),
+        rows.of(merged.d_out, span),
+        None if dlse is None else rows.of_heads(dlse, span).contiguous(),
+    )

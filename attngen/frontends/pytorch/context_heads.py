@@ -1,0 +1,96 @@
+"""Exchanges of positions of all heads for all positions of some heads, between ranks of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...call.context_order import Order
+from ...errors import SpecError
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """How ranks of a group exchange heads of sequences for positions.
+
+    index: of each token that they hold together, in the order in which they are attended to, its
+    place among those of the ranks one behind the other; back: of the inverse order.
+    """
+
+    group: Any
+    ranks: int
+    index: Tensor
+    back: Tensor
+
+    @classmethod
+    def between(
+        cls, group: Any, held: Sequence[Sequence[int]], wanted: Sequence[int], device: torch.device
+    ) -> Exchange:
+        """The exchange of ranks that hold these tokens each, for an order of all of them.
+
+        Raises: SpecError where these are others.
+        """
+        tokens = [token for each in held for token in each]
+        place_of = {token: place for place, token in enumerate(tokens)}
+        if {*wanted} != {*tokens}:
+            raise SpecError(
+                "ranks that exchange heads must follow each other in the whole group: rank "
+                "outer · inner ranks + inner of group=(inner, outer)"
+            )
+        index = torch.tensor([place_of[token] for token in wanted], device=device)
+        back = torch.empty_like(index)
+        back[index] = torch.arange(len(index), device=device)
+        return cls(group, len(held), index, back)
+
+    def to_heads(self, x: Tensor) -> Tensor:
+        """All tokens of the rank's share of heads, of the rank's tokens of all, [b, t, h, d]."""
+        parts = x.unflatten(2, (self.ranks, -1)).movedim(2, 0).contiguous()
+        return self._swapped(parts).movedim(0, 1).flatten(1, 2).index_select(1, self.index)
+
+    def to_positions(self, x: Tensor) -> Tensor:
+        """The rank's tokens of all heads, of all tokens of its share, [b, t, h, d]."""
+        ordered = x.index_select(1, self.back)
+        parts = ordered.unflatten(1, (self.ranks, -1)).movedim(1, 0).contiguous()
+        return self._swapped(parts).movedim(0, 2).flatten(2, 3)
+
+    def _swapped(self, parts: Tensor) -> Tensor:
+        found = torch.empty_like(parts)
+        dist.all_to_all_single(found, parts, group=self.group)
+        return found
+
+
+class ToHeads(torch.autograd.Function):
+    """`Exchange.to_heads`, with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, x: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.to_heads(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.exchange.to_positions(gradient)
+
+
+class ToPositions(torch.autograd.Function):
+    """`Exchange.to_positions`, with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, x: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.to_positions(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.exchange.to_heads(gradient)
+
+
+def outer_order(order: Order, inner: int) -> Order:
+    """The order of groups of so many ranks, each of which holds what its ranks do."""
+    stripe = order.stripe * inner if order.name == "striped" else 1
+    return Order(order.name, order.ranks // inner, stripe)

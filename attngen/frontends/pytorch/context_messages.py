@@ -1,0 +1,231 @@
+"""Messages of attention over a group: keys and values to whom they are needed, gradients back.
+
+Every rank knows what every other needs, since a plan is arithmetic: nobody asks. A message is on
+its way while the step before it computes; NCCL gives it a stream of its own. Gradients are added
+up where keys are held, in the order of steps, so that the same call has the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...call.context_steps import Part, Span, Step
+from .context_parts import Sequences, spans_of
+
+Group = Any  # a ProcessGroup; torch has no type of it where it is built without distributed
+Pair = tuple[Tensor, Tensor]  # keys and values, or their gradients, [b, t, h, d]
+Finish = Callable[[Pair], None]  # adds to dK and dV what has come
+
+
+@dataclass(frozen=True, eq=False)
+class Visit:
+    """Keys and values that are at hand, of each sequence of the plan from the first that is needed,
+    and the parts that read them."""
+
+    parts: tuple[Part, ...]
+    spans: list[Span]
+    held: list[Pair]
+
+
+@dataclass(frozen=True, eq=False)
+class Around:
+    """Keys that come from one rank at each step, and go from one to all who need them.
+
+    plans: the steps of every rank; sequences: where this one holds them.
+    """
+
+    group: Group
+    rank: int
+    plans: tuple[tuple[Step, ...], ...]
+    sequences: tuple[Sequences, ...]
+
+    def visits(self, k: Tensor, v: Tensor) -> Iterator[Visit]:
+        """Each step's keys, the rank's own first; the next step's are asked for before one is
+        given out."""
+        pending = self._fetch(1, k, v)
+        for number, step in enumerate(self.plans[self.rank]):
+            if number:
+                visit = pending()
+                pending = self._fetch(number + 1, k, v)
+            else:
+                visit = self._own(step, k, v)
+            yield visit
+
+    def returns(self, number: int, made: Sequence[Pair], dtype: torch.dtype) -> Finish:
+        """Send gradients of a step's keys to the rank that holds them, and begin to receive those
+        of this rank's; the result adds these to dK and dV.
+
+        made: for each sequence of the plan, of the keys that were at hand.
+        """
+        if number == 0:
+            spans = self._spans(self.rank, 0)
+            return lambda sums: self._add(sums, spans, made)
+        ranks = len(self.plans)
+        reader, source = (self.rank + number) % ranks, (self.rank - number) % ranks
+        spans = self._spans(reader, number)
+        sent = _flat(made).to(dtype) if _total(self._spans(self.rank, number)) else None
+        room = self._room(spans, sums_like=made, dtype=dtype)
+        requests = self._swap(sent, source, room, reader)
+
+        def finish(sums: Pair) -> None:
+            for request in requests:
+                request.wait()
+            if room is not None:
+                self._add(sums, spans, self._pairs(room, spans, made))
+            del sent_kept[:]
+
+        sent_kept = [sent]  # until it has left
+        return finish
+
+    def _spans(self, rank: int, number: int) -> list[Span]:
+        """The keys that a rank reads at a step."""
+        return spans_of(self.plans[rank][number].parts, len(self.sequences))
+
+    def _own(self, step: Step, k: Tensor, v: Tensor) -> Visit:
+        spans = spans_of(step.parts, len(self.sequences))
+        return Visit(step.parts, spans, self._cut(k, v, spans))
+
+    def _cut(self, k: Tensor, v: Tensor, spans: Sequence[Span]) -> list[Pair]:
+        """What these spans have of the rank's own keys and values."""
+        pairs = zip(self.sequences, spans, strict=True)
+        return [(each.keys.of(k, span), each.keys.of(v, span)) for each, span in pairs]
+
+    def _fetch(self, number: int, k: Tensor, v: Tensor) -> Callable[[], Visit]:
+        """Begin to bring what a step needs; the result waits for it."""
+        ranks = len(self.plans)
+        if number >= ranks:
+            return lambda: self._own(self.plans[self.rank][0], k, v)
+        reader, source = (self.rank + number) % ranks, (self.rank - number) % ranks
+        step, wanted = self.plans[self.rank][number], self._spans(reader, number)
+        spans, own = self._spans(self.rank, number), self._cut(k, v, wanted)
+        sent = _flat(own) if _total(wanted) else None
+        like = self._cut(k, v, [Span(0, 0)] * len(wanted))
+        room = self._room(spans, sums_like=like, dtype=k.dtype)
+        requests = self._swap(sent, reader, room, source)
+        kept = [sent]
+
+        def finish() -> Visit:
+            for request in requests:
+                request.wait()
+            del kept[:]
+            held = like if room is None else self._pairs(room, spans, like)
+            return Visit(step.parts, spans, held)
+
+        return finish
+
+    def _swap(self, sent: Tensor | None, to: int, room: Tensor | None, source: int) -> list[Any]:
+        """Begin to send and to receive what there is. to, source: ranks of the group."""
+        wanted = [(dist.isend, sent, to), (dist.irecv, room, source)]
+        ops = [
+            dist.P2POp(op, x, dist.get_global_rank(self.group, peer), self.group)
+            for op, x, peer in wanted
+            if x is not None
+        ]
+        return dist.batch_isend_irecv(ops) if ops else []
+
+    @staticmethod
+    def _room(
+        spans: Sequence[Span], sums_like: Sequence[Pair], dtype: torch.dtype
+    ) -> Tensor | None:
+        """Memory for the keys and values of these spans, None where there are none."""
+        count = sum(
+            len(span) * x.shape[0] * x.shape[2] * x.shape[3]
+            for span, pair in zip(spans, sums_like, strict=True)
+            for x in pair
+        )
+        return sums_like[0][0].new_empty(count, dtype=dtype) if count else None
+
+    @staticmethod
+    def _pairs(flat: Tensor, spans: Sequence[Span], like: Sequence[Pair]) -> list[Pair]:
+        """Keys and values of each sequence out of a message."""
+        found, begin = [], 0
+        for span, pair in zip(spans, like, strict=True):
+            both = []
+            for x in pair:
+                batch, _, heads, dim = x.shape
+                shape = (batch, len(span), heads, dim)
+                end = begin + batch * len(span) * heads * dim
+                both.append(flat[begin:end].view(shape))
+                begin = end
+            first, second = both
+            found.append((first, second))
+        return found
+
+    def _add(self, sums: Pair, spans: Sequence[Span], made: Sequence[Pair]) -> None:
+        """Add gradients of these keys to dK and dV."""
+        for each, span, pair in zip(self.sequences, spans, made, strict=True):
+            for total, x in zip(sums, pair, strict=True):
+                each.keys.of(total, span).add_(x)
+
+
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """Keys of all ranks at once, in the order of their sequences.
+
+    index: where each token of the whole lies among those of all ranks, one behind the other;
+    parts: of this rank, over the whole; sequences: where it holds queries, and the whole its keys.
+    """
+
+    group: Group
+    ranks: int
+    index: Tensor
+    parts: tuple[Part, ...]
+    sequences: tuple[Sequences, ...]
+
+    def visits(self, k: Tensor, v: Tensor) -> Iterator[Visit]:
+        """All keys, in one step."""
+        whole = tuple(self._whole(x) for x in (k, v))
+        spans = spans_of(self.parts, len(self.sequences))
+        held = [
+            tuple(each.keys.of(x, span) for x in whole)
+            for each, span in zip(self.sequences, spans, strict=True)
+        ]
+        yield Visit(self.parts, spans, held)  # type: ignore[arg-type]  # pairs
+
+    def returns(self, number: int, made: Sequence[Pair], dtype: torch.dtype) -> Finish:
+        """As of `Around`: each rank gets its own keys' gradients of all, which it adds up."""
+        spans = spans_of(self.parts, len(self.sequences))
+
+        def finish(sums: Pair) -> None:
+            for place, total in enumerate(sums):
+                batch, tokens, heads, dim = total.shape
+                whole = total.new_zeros(batch, tokens * self.ranks, heads, dim, dtype=dtype)
+                for each, span, pair in zip(self.sequences, spans, made, strict=True):
+                    each.keys.of(whole, span).copy_(pair[place])
+                places = torch.empty_like(self.index)
+                places[self.index] = torch.arange(len(self.index), device=places.device)
+                by_rank = whole.index_select(1, places).unflatten(1, (self.ranks, tokens))
+                sent = by_rank.movedim(1, 0).contiguous()
+                found = torch.empty_like(sent)
+                dist.all_to_all_single(found, sent, group=self.group)
+                for x in found:
+                    total.add_(x)
+
+        return finish
+
+    def _whole(self, x: Tensor) -> Tensor:
+        own = x.contiguous()
+        found = own.new_empty(self.ranks, *own.shape)
+        gather_into(found, own, self.group)
+        return found.movedim(0, 1).flatten(1, 2).index_select(1, self.index)
+
+
+def gather_into(found: Tensor, own: Tensor, group: Group) -> None:
+    """Fill [ranks, …] with each rank's tensor."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(found.flatten(0, 1), own, group=group)
+
+
+def _flat(pairs: Sequence[Pair]) -> Tensor:
+    """Keys and values of all sequences as one message."""
+    return torch.cat([x.reshape(-1) for pair in pairs for x in pair])
+
+
+def _total(spans: Sequence[Span]) -> int:
+    return sum(map(len, spans))

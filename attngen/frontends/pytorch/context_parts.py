@@ -1,0 +1,274 @@
+"""Parts of attention over a group: what each computes, and how outputs and gradients add up.
+
+Tensors are [b, t, h, d] here, LSEs [b, h, t]; packed tokens are one batch of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...call.context_steps import Part, Span
+from ...call.positions import Positions
+from ...call.table import GRADIENT_OF
+from . import backward  # noqa: F401  # defines the operation
+from .attention import attention
+
+
+class Rows(NamedTuple):
+    """Where a rank's tensors hold a sequence of the plan: rows of the batch, and tokens."""
+
+    batch: slice
+    tokens: slice
+
+    def of(self, x: Tensor, span: Span) -> Tensor:
+        """Tokens of the sequence in [b, t, h, d]."""
+        begin = self.tokens.start or 0
+        return x[self.batch, begin + span.begin : begin + span.end]
+
+    def of_heads(self, x: Tensor, span: Span) -> Tensor:
+        """Tokens of the sequence in [b, h, t]."""
+        begin = self.tokens.start or 0
+        return x[self.batch, :, begin + span.begin : begin + span.end]
+
+
+class Sequences(NamedTuple):
+    """Where a rank holds the queries and keys of one sequence of the plan, or of a batch of equal
+    ones, the first of which is sequence `number` of the call."""
+
+    queries: Rows
+    keys: Rows
+    number: int
+
+
+@dataclass(frozen=True, eq=False)
+class Features:
+    """Whatever a call over a group asks of scores and weights, the same in each part.
+
+    slopes: of ALiBi, float32 [h] or [b, h]; bias, attn_mask: of the rank's queries and all keys;
+    rng_state: one for all ranks. first_head: of the group's heads. numbers: arguments that are no
+    tensors. kernels: whether compiled kernels compute parts, or the reference. by_position: whether
+    parts say where they stand.
+    """
+
+    numbers: dict[str, Any] = field(default_factory=dict)
+    slopes: Tensor | None = None
+    attn_mask: Tensor | None = None
+    rng_state: Tensor | None = None
+    first_head: int = 0
+    deterministic: bool = False
+    kernels: bool = False
+    by_position: bool = False
+
+
+class Attended(NamedTuple):
+    """What a part reads: its queries, keys and values, and what of the bias is its own."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    bias_learns: bool = False
+
+    @property
+    def carriers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values."""
+        return self.q, self.k, self.v
+
+
+def arguments_of(features: Features, part: Part, rows: Sequences) -> dict[str, Any]:
+    """The arguments of `attention` for a part, but for its bias."""
+    given = dict(features.numbers)
+    left, right = part.window
+    if features.by_position:
+        assert part.origin is not None  # the plan was asked for them
+        left = -1 if part.left is None else part.left
+        right = -1 if part.right is None else part.right
+        given["positions"] = Positions(
+            *part.origin, part.delta, features.first_head, rows.number
+        )
+    if right == 0:
+        given["mask"] = "causal"
+    given["window"] = (left, -1 if right == 0 else right)
+    if features.slopes is not None:
+        per_sequence = features.slopes.ndim == 2
+        given["alibi_slopes"] = features.slopes[_own(rows)] if per_sequence else features.slopes
+    if features.attn_mask is not None:
+        given["attn_mask"] = cut(features.attn_mask, part, rows)
+    if features.rng_state is not None:
+        given["rng_state"] = features.rng_state
+    return given
+
+
+def _own(rows: Sequences) -> slice:
+    """The sequences of a call that the plan has as one."""
+    batch = rows.queries.batch
+    whole = batch == slice(None)
+    return batch if whole else slice(rows.number, rows.number + 1)
+
+
+def cut(x: Tensor, part: Part, rows: Sequences) -> Tensor:
+    """The part's own of a broadcast of [b, h, t, s], t the rank's queries and s all keys of the
+    sequence in their order."""
+    assert part.origin is not None
+    key = part.origin.key
+    places = (
+        _own(rows),
+        slice(None),
+        slice(*part.queries),
+        slice(key, key + len(part.keys)),
+    )
+    return x[tuple(slice(None) if n == 1 else s for n, s in zip(x.shape, places, strict=True))]
+
+
+def forward_part(
+    features: Features, part: Part, rows: Sequences, read: Attended
+) -> tuple[Tensor, Tensor]:
+    """The part's output, float32 of 16-bit operands, and LSE."""
+    given = arguments_of(features, part, rows)
+    if read.bias is not None:
+        given["bias"] = read.bias
+    if features.kernels:
+        given["out_dtype"] = torch.float32
+    backend = "cuda" if features.kernels else "reference"
+    with torch.no_grad():
+        found = attention(*read.carriers, **given, backend=backend, return_lse=True)
+    out, aux = found
+    assert aux.lse is not None
+    return out, aux.lse
+
+
+class Merged(NamedTuple):
+    """What is known of a part's rows once all parts are merged: output, LSE, and their gradients,
+    None where nothing depends on the LSE."""
+
+    out: Tensor
+    lse: Tensor
+    d_out: Tensor
+    dlse: Tensor | None
+
+
+def backward_part(
+    features: Features, part: Part, rows: Sequences, read: Attended, merged: Merged
+) -> dict[str, Tensor]:
+    """Gradients of a part's operands by their names (`dq`, `dk`, `dv`, `dbias`), float32 of q, k
+    and v in 16 bits."""
+    given = arguments_of(features, part, rows)
+    if features.kernels:
+        return _by_kernels(features, given, read, merged)
+    return _by_reference(given, read, merged)
+
+
+def _by_kernels(
+    features: Features, given: dict[str, Any], read: Attended, merged: Merged
+) -> dict[str, Tensor]:
+    """Gradients of a part by the operation."""
+    given["window_left"], given["window_right"] = given.pop("window")
+    if (places := given.pop("positions", None)) is not None:
+        given["positions"] = places.words
+    made = torch.ops.attngen.backward(
+        *(merged.d_out, merged.dlse, *read.carriers, merged.out, merged.lse.contiguous()),
+        **given,
+        bias=read.bias,
+        deterministic=features.deterministic,
+        out_dtype="float32",
+        want_dbias=read.bias_learns,
+    )
+    return dict(zip(GRADIENT_OF.values(), made, strict=True))
+
+
+def _by_reference(given: dict[str, Any], read: Attended, merged: Merged) -> dict[str, Tensor]:
+    """Gradients of a part, whose output and LSE are made again, as those of the merge say."""
+    leaves = [x.detach().requires_grad_() for x in read.carriers]
+    q, k, v = leaves
+    if read.bias is not None:
+        given["bias"] = read.bias.detach().requires_grad_()
+        leaves.append(given["bias"])
+    with torch.enable_grad():
+        out, aux = attention(q, k, v, **given, backend="reference", return_lse=True)
+    lse = aux.lse
+    assert lse is not None
+    share = torch.where(lse == -torch.inf, 0.0, (lse - merged.lse).exp()).detach()
+    of_lse = (merged.d_out * (out.detach() - merged.out)).sum(-1).transpose(1, 2)
+    of_lse = of_lse if merged.dlse is None else of_lse + merged.dlse
+    d_out = merged.d_out * share.transpose(1, 2).unsqueeze(-1)
+    wanted = torch.autograd.grad([out, lse], leaves, [d_out.to(out.dtype), share * of_lse])
+    return dict(zip(("dq", "dk", "dv", "dbias"), wanted, strict=False))
+
+
+@dataclass(eq=False)
+class Running:
+    """Output and LSE of a rank's queries over the keys that have come by. out: [b, t, h, d_v], in
+    the dtype of sums; lse: [b, h, t], −∞ of rows that have seen none."""
+
+    out: Tensor
+    lse: Tensor
+
+    @classmethod
+    def before(cls, q: Tensor, v: Tensor, dtype: torch.dtype) -> Running:
+        """No keys yet."""
+        batch, tokens, heads, _ = q.shape
+        return cls(
+            q.new_zeros(batch, tokens, heads, v.shape[-1], dtype=dtype),
+            q.new_full((batch, heads, tokens), -torch.inf, dtype=dtype),
+        )
+
+    def add(self, rows: Rows, span: Span, out: Tensor, lse: Tensor) -> None:
+        """Join a part of these rows."""
+        whole, own = rows.of_heads(self.lse, span), rows.of(self.out, span)
+        joined = torch.logaddexp(whole, lse)
+        empty = joined == -torch.inf
+        before, now = ((x - joined).exp().masked_fill(empty, 0) for x in (whole, lse))
+        own.mul_(_by_row(before)).addcmul_(out, _by_row(now))
+        whole.copy_(joined)
+
+    def add_sink(self, sink: Tensor, used: Sequence[tuple[Rows, Span]]) -> None:
+        """Join the score of each head, [h], that no key has, in rows in use."""
+        for rows, span in used:
+            lse, out = rows.of_heads(self.lse, span), rows.of(self.out, span)
+            whole = torch.logaddexp(lse, sink[:, None].to(lse.dtype))
+            out.mul_(_by_row((lse - whole).exp()))
+            lse.copy_(whole)
+
+
+def _by_row(x: Tensor) -> Tensor:
+    """Numbers of rows, [b, h, t], as factors of [b, t, h, d]."""
+    return x.transpose(1, 2).unsqueeze(-1)
+
+
+def sink_gradient(
+    sink: Tensor, merged: Merged, used: Sequence[tuple[Rows, Span]]
+) -> Tensor:
+    """The gradient of the sink [h] by this rank's rows: −Σ e^(α − LSE) · D."""
+    found = torch.zeros_like(sink, dtype=merged.lse.dtype)
+    for rows, span in used:
+        out, d_out = rows.of(merged.out, span), rows.of(merged.d_out, span)
+        lse = rows.of_heads(merged.lse, span)
+        delta = (out.to(lse.dtype) * d_out.to(lse.dtype)).sum(-1).transpose(1, 2)
+        if merged.dlse is not None:
+            delta = delta - rows.of_heads(merged.dlse, span)
+        found -= ((sink[:, None] - lse).exp() * delta).sum((0, 2))
+    return found.to(sink.dtype)
+
+
+def spans_of(parts: Sequence[Part], count: int) -> list[Span]:
+    """The keys that parts read of each of so many sequences, from the first to the last."""
+    found = [Span(0, 0)] * count
+    for part in parts:
+        known = found[part.sequence]
+        if len(known):
+            begin, end = min(known.begin, part.keys.begin), max(known.end, part.keys.end)
+            found[part.sequence] = Span(begin, end)
+        else:
+            found[part.sequence] = part.keys
+    return found
+
+
+def relative(part: Part, spans: Sequence[Span]) -> Span:
+    """A part's keys, counted from where those begin that are at hand."""
+    begin = spans[part.sequence].begin
+    return Span(part.keys.begin - begin, part.keys.end - begin)

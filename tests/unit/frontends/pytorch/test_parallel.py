@@ -1,0 +1,95 @@
+"""`attngen.parallel` between processes of a CPU: every strategy is one call over the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from attngen import SpecError, parallel
+from attngen.call.context_order import Order
+from attngen.frontends.pytorch import context_calls
+from tests.support.parallel_kit import Case, errors_of
+
+CAUSAL = {"mask": "causal"}
+DROPPED = {"mask": "causal", "dropout_p": 0.3, "alibi_slopes": True}
+CASES = [
+    Case("p2p", given=CAUSAL, learned=("sink",)),
+    Case("p2p", given={"window": (5, 2)}),
+    Case("p2p", lengths=(8, 16, 4), given=DROPPED),
+    Case("p2p", "contiguous", given=DROPPED),
+    Case("p2p", given={"softcap": 2.0}, learned=("bias",)),
+    Case("p2p", "striped", given=CAUSAL),
+    Case("p2p", given={"mask": "padding_causal_bottom_right", "seqused": (19, 24)}),
+    Case("all_gather", given={"window": (7, 0), **DROPPED}, learned=("bias", "sink")),
+    Case("all_gather", lengths=(12, 20), given=CAUSAL),
+    Case("a2a", given=DROPPED, learned=("sink",)),
+    Case("a2a", "striped", lengths=(8, 16), given={"window": (4, 4)}),
+    Case("auto", given=CAUSAL),
+]
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, float]:
+    return dict(zip(map(str, CASES), errors_of(CASES, 2), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ranks_are_one_call(case: Case, errors: dict[str, float]) -> None:
+    assert errors[str(case)] < 1e-10
+
+
+@pytest.mark.slow
+def test_ranks_exchange_heads_inside_and_keys_outside() -> None:
+    cases = [
+        Case("a2a+p2p", given=DROPPED, learned=("sink",)),
+        Case("a2a+p2p", lengths=(8, 16), given=CAUSAL),
+        Case("p2p", given={"window": (5, 0)}),
+        Case("all_gather", given=CAUSAL),
+    ]
+    assert max(errors_of(cases, 4)) < 1e-10
+
+
+def operands(heads: int = 4, heads_kv: int = 2) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(1, 12, n, 8) for n in (heads, heads_kv, heads_kv))
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"score_mod": "temperature"}, "score_mod is not served over a group"),
+        ({"mask": "prefix"}, "over a group it is a plain one"),
+        ({"layout": "paged_kv_bshd_bshd_bshd"}, "over a group it is one of bshd"),
+        ({"mask": "arbitrary"}, "needs attn_mask"),
+        ({"softmax": "learnable"}, "needs sink"),
+        ({"alibi_slopes": torch.ones(4, requires_grad=True)}, "no gradient over a group"),
+    ],
+    ids=lambda x: str(x)[:20],
+)
+def test_what_no_part_has_is_refused(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(SpecError, match=reason):
+        context_calls.asked_of(*operands(), given, 2)
+
+
+def test_orders_and_strategies_are_refused_by_name() -> None:
+    q, k, v = operands()
+    with pytest.raises(SpecError, match="no process group"):
+        parallel.attention(q, k, v)
+    with pytest.raises(SpecError, match="did you mean 'all_gather'"):
+        parallel.attention(q, k, v, comm="allgather")  # type: ignore[arg-type]  # a typo
+    with pytest.raises(SpecError, match="takes group="):
+        parallel.attention(q, k, v, comm="a2a+p2p")
+    asked = context_calls.asked_of(q, k, v, CAUSAL, 2)
+    for order, gathers, reason in (
+        (Order("striped", 2, 2), False, "Use stripe=1, or comm='a2a'"),
+        (Order("striped", 2), True, "Use comm='p2p' or 'a2a'"),
+        (Order("dual_chunk", 5), False, "multiples of 10"),
+    ):
+        with pytest.raises(SpecError, match=reason):
+            ranks = context_calls.Ranks(None, order.ranks, 0)
+            features = context_calls.features_of(asked, None, 0, 4)
+            context_calls.context_call(asked, order, ranks, gathers, features, torch.float32)
+    for heads, given in (((4, 1), {}), ((4, 2), {"attn_mask": torch.ones(12, 24).bool()})):
+        asked = context_calls.asked_of(*operands(*heads), given, 2)
+        assert all("Use comm='p2p'" in x for x in parallel._against_heads(asked, 2))
