@@ -39,7 +39,7 @@ class Ranks(NamedTuple):
     """A group, how many ranks it has, and which this one is."""
 
     group: Any
-    count: int
+    size: int
     rank: int
 
     @classmethod
@@ -50,7 +50,7 @@ class Ranks(NamedTuple):
         """
         if not (dist.is_available() and dist.is_initialized()):
             raise SpecError("torch.distributed has no process group: call init_process_group first")
-        found = dist.group.WORLD if group is None else group
+        found: Any = dist.group.WORLD if group is None else group
         found = found.get_group() if hasattr(found, "get_group") else found
         return cls(found, dist.get_world_size(found), dist.get_rank(found))
 
@@ -206,18 +206,18 @@ def context_call(
     """The call as this rank computes it, by gathered keys or by those that come one rank's after
     another's. Raises: SpecError where the order has no steps for it."""
     lengths, device = asked.lengths, asked.q.device
-    sequences = sequences_of(asked, ranks.count, 1 if gathers else ranks.count)
+    sequences = sequences_of(asked, ranks.size, 1 if gathers else ranks.size)
     messages: Around | Gathered
     if gathers:
         parts = parts_over_all(order, ranks.rank, lengths, **asked.bands)
         _, rooms = asked.rooms
         index = torch.tensor(order.unshard(rooms), device=device)
-        messages = Gathered(ranks.group, ranks.count, index, parts, sequences)
+        messages = Gathered(ranks.group, ranks.size, index, parts, sequences)
     else:
         by_position = asked.by_position
         plans = tuple(
             steps_of(order, rank, lengths, by_position=by_position, **asked.bands)
-            for rank in range(ranks.count)
+            for rank in range(ranks.size)
         )
         if any(part.stripe > 1 for plan in plans for step in plan for part in step.parts):
             raise SpecError(

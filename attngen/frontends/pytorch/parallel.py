@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -23,6 +23,7 @@ from ...spec.masks import masks_of
 from .attention import attention as attend
 from .context_calls import (
     AXES,
+    BANDS,
     LENGTHS,
     NUMBERS,
     Asked,
@@ -38,6 +39,9 @@ from .context_function import ContextAttention
 from .context_heads import Exchange, ToHeads, ToPositions, outer_order
 from .context_messages import gather_into
 
+_attend: Callable[..., tuple[Tensor, Tensor]] = ContextAttention.apply
+_to_heads: Callable[..., Tensor] = ToHeads.apply
+_to_positions: Callable[..., Tensor] = ToPositions.apply
 Comm = Literal["p2p", "all_gather", "a2a", "a2a+p2p", "auto"]
 COMMS: tuple[str, ...] = get_args(Comm)
 
@@ -83,18 +87,18 @@ def attention(
     if paired != (comm == "a2a+p2p"):
         raise SpecError("comm='a2a+p2p' takes group=(inner, outer), and no other comm does")
     inner, outer = map(Ranks.of, group) if paired else (None, Ranks.of(group))
-    count = outer.count * (1 if inner is None else inner.count)
+    count = outer.size * (1 if inner is None else inner.size)
     asked = asked_of(q, k, v, arguments, count)
     whole_order = Order(order, count, stripe)
     if comm in ("a2a", "auto") and inner is None:
-        reasons = _against_heads(asked, outer.count)
+        reasons = _against_heads(asked, outer.size)
         if reasons and comm == "a2a":
             raise SpecError(reasons)
         if not reasons:
             inner, outer = outer, Ranks(None, 1, 0)
-    if inner is not None and comm == "a2a+p2p" and (found := _against_heads(asked, inner.count)):
+    if inner is not None and comm == "a2a+p2p" and (found := _against_heads(asked, inner.size)):
         raise SpecError(found)
-    state = _rng_state(asked, [x for x in (outer, inner) if x is not None and x.count > 1])
+    state = _rng_state(asked, [x for x in (outer, inner) if x is not None and x.size > 1])
     if inner is None:
         gathers = comm == "all_gather"
         out, lse = _over_positions(asked, whole_order, outer, gathers, state, 0, reduce_dtype)
@@ -118,8 +122,7 @@ def _over_positions(
     features = features_of(asked, state, first_head, heads or asked.q.shape[2])
     call = context_call(asked, order, ranks, gathers, features, reduce_dtype)
     sink = sink_of(asked, first_head)
-    found = ContextAttention.apply(call, asked.q, asked.k, asked.v, sink, bias_of(asked))
-    return found  # type: ignore[no-any-return]  # of autograd
+    return _attend(call, asked.q, asked.k, asked.v, sink, bias_of(asked))
 
 
 def _over_heads(
@@ -131,34 +134,34 @@ def _over_heads(
     reduce_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE, by way of an exchange of positions for heads."""
-    device, above = asked.q.device, outer_order(order, inner.count)
-    if outer.count == 1:  # which hold whole sequences then, in the order of their positions
+    device, above = asked.q.device, outer_order(order, inner.size)
+    if outer.size == 1:  # which hold whole sequences then, in the order of their positions
         above = Order("contiguous", 1)
-    first = outer.rank * inner.count
+    first = outer.rank * inner.size
     of_q, of_kv = (
         Exchange.between(
             inner.group,
-            [order.shard(first + place, rooms) for place in range(inner.count)],
+            [order.shard(first + place, rooms) for place in range(inner.size)],
             above.shard(outer.rank, rooms),
             device,
         )
         for rooms in asked.rooms
     )
     q, k, v = (
-        ToHeads.apply(exchange, x)
+        _to_heads(exchange, x)
         for exchange, x in ((of_q, asked.q), (of_kv, asked.k), (of_kv, asked.v))
     )
     heads = asked.q.shape[2]
     own = replace(asked, q=q, k=k, v=v)
     first_head = inner.rank * q.shape[2]
-    if outer.count == 1:
+    if outer.size == 1:
         out, lse = _of_whole(own, state, first_head, heads)
     else:
         out, lse = _over_positions(
             own, above, outer, False, state, first_head, reduce_dtype, heads
         )
-    lse = ToPositions.apply(of_q, lse.transpose(1, 2).unsqueeze(-1)).squeeze(-1).transpose(1, 2)
-    return ToPositions.apply(of_q, out), lse
+    lse = _to_positions(of_q, lse.transpose(1, 2).unsqueeze(-1)).squeeze(-1).transpose(1, 2)
+    return _to_positions(of_q, out), lse
 
 
 def _of_whole(
@@ -166,8 +169,7 @@ def _of_whole(
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE of whole sequences of some heads, by one call."""
     given = dict(asked.given)
-    names = ("mask", "window", "bottom_right", "softmax", "backend", "deterministic")
-    names = (*names, *NUMBERS, *LENGTHS)
+    names = (*BANDS, *NUMBERS, *LENGTHS, "softmax", "backend", "deterministic")
     found = {name: given[name] for name in names if name in given}
     found = {
         name: x.to(asked.q.device) if isinstance(x, Tensor) else x for name, x in found.items()
@@ -178,15 +180,15 @@ def _of_whole(
         found["sink"] = sink_of(asked, first_head)
     if (slopes := slopes_of(asked, first_head, heads)) is not None:
         found["alibi_slopes"] = slopes
-    operands = (asked.q, asked.k, asked.v)
+    q, k, v = asked.q, asked.k, asked.v
     if asked.packed:
-        found["layout"], operands = "thd", tuple(x[0] for x in operands)
+        found["layout"], q, k, v = "thd", q.squeeze(0), k.squeeze(0), v.squeeze(0)
     if asked.dropout_p > 0:
         found |= {"rng_state": state, "positions": _positions_of(asked, first_head)}
         found.pop("bottom_right", None)
         if "mask" in found:
             found["mask"] = found["mask"].removesuffix("_bottom_right")
-    out, aux = attend(*operands, **found, return_lse=True)
+    out, aux = attend(q, k, v, **found, return_lse=True)
     lse = aux.lse
     assert lse is not None
     return (out[None], lse[None]) if asked.packed else (out, lse)
@@ -206,11 +208,11 @@ def _is_aligned(asked: Asked) -> bool:
 
 def _against_heads(asked: Asked, ranks: int) -> list[str]:
     """Why ranks cannot exchange positions for heads."""
-    heads = asked.q.shape[2], asked.k.shape[2]
+    heads, heads_kv = asked.q.shape[2], asked.k.shape[2]
     reasons = []
-    if any(each % ranks for each in heads):
+    if heads % ranks or heads_kv % ranks:
         reasons.append(
-            f"comm='a2a': {heads[0]} query and {heads[1]} key/value heads do not divide by {ranks} "
+            f"comm='a2a': {heads} query and {heads_kv} key/value heads do not divide by {ranks} "
             "ranks. Use comm='p2p' or 'all_gather'."
         )
     for name in ("bias", "attn_mask"):
@@ -242,7 +244,7 @@ def _as_asked(
 ) -> Tensor | tuple[Tensor, AttentionAux]:
     """The results in the call's layout."""
     if asked.packed:
-        out, lse = out[0], lse[0]
+        out, lse = out.squeeze(0), lse.squeeze(0)
     else:
         out = out.permute(AXES[asked.given.get("layout", "bshd")])
     wants_lse, wants_state = (
@@ -269,7 +271,7 @@ def shard(
     """
     ranks = Ranks.of(group)
     rooms = _rooms(x.shape[dim], cu_seqlens)
-    places = Order(order, ranks.count, stripe).shard(ranks.rank, rooms)
+    places = Order(order, ranks.size, stripe).shard(ranks.rank, rooms)
     return x.index_select(dim, torch.tensor(places, device=x.device))
 
 
@@ -286,10 +288,10 @@ def unshard(
     as of `shard`; cu_seqlens of the whole."""
     ranks = Ranks.of(group)
     own = x.detach().movedim(dim, 0).contiguous()
-    found = own.new_empty(ranks.count, *own.shape)
+    found = own.new_empty(ranks.size, *own.shape)
     gather_into(found, own, ranks.group)
-    rooms = _rooms(x.shape[dim] * ranks.count, cu_seqlens)
-    places = Order(order, ranks.count, stripe).unshard(rooms)
+    rooms = _rooms(x.shape[dim] * ranks.size, cu_seqlens)
+    places = Order(order, ranks.size, stripe).unshard(rooms)
     joined = found.flatten(0, 1).index_select(0, torch.tensor(places, device=x.device))
     return joined.movedim(0, dim)
 
@@ -306,7 +308,7 @@ def positions(
     """The position in its sequence of each token that this rank holds, int64, as rotary embeddings
     take it. length: positions of a sequence, or all packed tokens; others as of `shard`."""
     ranks = Ranks.of(group)
-    found = Order(order, ranks.count, stripe).positions(ranks.rank, _rooms(length, cu_seqlens))
+    found = Order(order, ranks.size, stripe).positions(ranks.rank, _rooms(length, cu_seqlens))
     return torch.tensor(found, device=device)
 
 
