@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from .frontends import jax as jax  # as `__getattr__` finds it
     from .frontends import transformer_engine as te  # noqa: F401  # likewise
     from .frontends import transformer_engine as transformer_engine
-    from .frontends.pytorch.append import append_kv
     from .frontends.pytorch import parallel as parallel
+    from .frontends.pytorch.append import append_kv
     from .frontends.pytorch.attention import attention
     from .frontends.pytorch.merge import merge_states
     from .frontends.pytorch.schedule import Schedule

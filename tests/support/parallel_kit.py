@@ -42,7 +42,7 @@ class Case:
 
 
 def randn(*shape: int, seed: int) -> Tensor:
-    """The same numbers in every process."""
+    """Draw numbers that are the same in every process."""
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
@@ -90,7 +90,7 @@ def error_of(case: Case, group: Any, ranks: int) -> float:
     from attngen import parallel
 
     (q, k, v, d_out), given = whole_of(case)
-    spread: dict[str, Any] = {"order": case.order, "stripe": case.stripe}
+    spread: dict[str, Any] = {"order": (case.order, case.stripe)}
     ends = {"cu_seqlens": given["cu_seqlens_q"]} if case.packed else {}
     dim = 0 if case.packed else 1
 

@@ -44,7 +44,7 @@ class Ranks(NamedTuple):
 
     @classmethod
     def of(cls, group: Any) -> Ranks:
-        """Those of a process group or a mesh of one axis; of all ranks for None.
+        """Find the ranks of a process group or a mesh of one axis; all ranks for None.
 
         Raises: SpecError where torch.distributed has not begun.
         """

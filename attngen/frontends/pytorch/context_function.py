@@ -45,7 +45,7 @@ class ContextCall:
     def read(
         self, part: Part, visit: Visit, q: Tensor, bias: Tensor | None, learns: bool = False
     ) -> Attended:
-        """What a part reads of the rank's queries and of the keys at hand."""
+        """Cut what a part reads out of the rank's queries and the keys at hand."""
         rows = self.sequences[part.sequence]
         k, v = visit.held[part.sequence]
         begin, end = relative(part, visit.spans)
@@ -90,7 +90,8 @@ class ContextAttention(torch.autograd.Function):
         q, k, v, sink, bias, out, lse = ctx.saved_tensors
         d_out = torch.zeros_like(out) if d_out is None else d_out.contiguous()
         merged = Merged(out, lse, d_out, dlse)
-        gradients = Gradients.zero(call, q, k, v, bias if ctx.needs_input_grad[5] else None)
+        *_, sink_learns, bias_learns = ctx.needs_input_grad
+        gradients = Gradients.zero(call, q, k, v, bias if bias_learns else None)
         pending = None
         for number, visit in enumerate(call.messages.visits(k, v)):
             made = list(gradients.of_visit(visit, q, bias, merged))
@@ -100,7 +101,7 @@ class ContextAttention(torch.autograd.Function):
         if pending is not None:
             pending(gradients.of_keys)
         dsink = None
-        if sink is not None and ctx.needs_input_grad[4]:
+        if sink is not None and sink_learns:
             dsink = sink_gradient(sink, merged, call.used)
         dk, dv = gradients.of_keys
         dbias = gradients.of_bias

@@ -92,7 +92,7 @@ class Around:
         return Visit(step.parts, spans, self._cut(k, v, spans))
 
     def _cut(self, k: Tensor, v: Tensor, spans: Sequence[Span]) -> list[Pair]:
-        """What these spans have of the rank's own keys and values."""
+        """Cut these spans out of the rank's own keys and values."""
         pairs = zip(self.sequences, spans, strict=True)
         return [(each.keys.of(k, span), each.keys.of(v, span)) for each, span in pairs]
 
@@ -100,7 +100,8 @@ class Around:
         """Begin to bring what a step needs; the result waits for it."""
         ranks = len(self.plans)
         if number >= ranks:
-            return lambda: self._own(self.plans[self.rank][0], k, v)
+            own_step, *_ = self.plans[self.rank]
+            return lambda: self._own(own_step, k, v)
         reader, source = (self.rank + number) % ranks, (self.rank - number) % ranks
         step, wanted = self.plans[self.rank][number], self._spans(reader, number)
         spans, own = self._spans(self.rank, number), self._cut(k, v, wanted)
@@ -139,7 +140,8 @@ class Around:
             for span, pair in zip(spans, sums_like, strict=True)
             for x in pair
         )
-        return sums_like[0][0].new_empty(count, dtype=dtype) if count else None
+        (x, _), *_ = sums_like
+        return x.new_empty(count, dtype=dtype) if count else None
 
     @staticmethod
     def _pairs(flat: Tensor, spans: Sequence[Span], like: Sequence[Pair]) -> list[Pair]:
@@ -189,7 +191,7 @@ class Gathered:
         yield Visit(self.parts, spans, held)  # type: ignore[arg-type]  # pairs
 
     def returns(self, number: int, made: Sequence[Pair], dtype: torch.dtype) -> Finish:
-        """As of `Around`: each rank gets its own keys' gradients of all, which it adds up."""
+        """Exchange gradients as `Around` does: each rank adds up those of its own keys of all."""
         spans = spans_of(self.parts, len(self.sequences))
 
         def finish(sums: Pair) -> None:

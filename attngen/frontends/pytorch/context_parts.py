@@ -66,7 +66,7 @@ class Features:
 
 
 class Attended(NamedTuple):
-    """What a part reads: its queries, keys and values, and what of the bias is its own."""
+    """Operands of a part: its queries, keys and values, and its own share of the bias."""
 
     q: Tensor
     k: Tensor
@@ -143,8 +143,8 @@ def forward_part(
 
 
 class Merged(NamedTuple):
-    """What is known of a part's rows once all parts are merged: output, LSE, and their gradients,
-    None where nothing depends on the LSE."""
+    """Output and LSE of a part's rows once all parts are merged, and their gradients, None where
+    nothing depends on the LSE."""
 
     out: Tensor
     lse: Tensor

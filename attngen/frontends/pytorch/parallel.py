@@ -43,6 +43,7 @@ _attend: Callable[..., tuple[Tensor, Tensor]] = ContextAttention.apply
 _to_heads: Callable[..., Tensor] = ToHeads.apply
 _to_positions: Callable[..., Tensor] = ToPositions.apply
 Comm = Literal["p2p", "all_gather", "a2a", "a2a+p2p", "auto"]
+AnyOrder = OrderName | tuple[OrderName, int]  # beside striped, positions of a stripe
 COMMS: tuple[str, ...] = get_args(Comm)
 
 
@@ -53,8 +54,7 @@ def attention(
     *,
     group: Any = None,
     comm: Comm = "p2p",
-    order: OrderName = "dual_chunk",
-    stripe: int = 1,
+    order: AnyOrder = "dual_chunk",
     reduce_dtype: torch.dtype = torch.float32,
     **arguments: Any,
 ) -> Tensor | tuple[Tensor, AttentionAux]:
@@ -65,9 +65,9 @@ def attention(
     process group, or a mesh of one axis; None for all ranks; for a2a+p2p a pair, (inner, outer).
     comm: p2p, keys come from one rank after another, those alone that are needed; all_gather, all
     at once; a2a, ranks exchange positions for heads; a2a+p2p, that inside the inner group and p2p
-    over the outer one; auto, a2a where heads divide and nothing is against it, else p2p. stripe:
-    positions of a stripe in order `striped`. reduce_dtype: of gradients in messages, beside
-    operands of 16 bits.
+    over the outer one; auto, a2a where heads divide and nothing is against it, else p2p. order: of
+    call/context_order.py, `("striped", n)` for stripes of n positions. reduce_dtype: of gradients
+    in messages, beside operands of 16 bits.
 
     arguments: those of `attngen.attention` that `context_calls.SERVED` lists. cu_seqlens_… are of
     the whole, seqused_… of whole sequences, and plans need them on the host: those of a GPU are
@@ -89,7 +89,7 @@ def attention(
     inner, outer = map(Ranks.of, group) if paired else (None, Ranks.of(group))
     count = outer.size * (1 if inner is None else inner.size)
     asked = asked_of(q, k, v, arguments, count)
-    whole_order = Order(order, count, stripe)
+    whole_order = _order(order, count)
     if comm in ("a2a", "auto") and inner is None:
         reasons = _against_heads(asked, outer.size)
         if reasons and comm == "a2a":
@@ -260,18 +260,17 @@ def shard(
     group: Any = None,
     dim: int = 1,
     *,
-    order: OrderName = "dual_chunk",
-    stripe: int = 1,
+    order: AnyOrder = "dual_chunk",
     cu_seqlens: Sequence[int] | Tensor | None = None,
 ) -> Tensor:
-    """What this rank holds of a tensor whose axis `dim` has positions, or packed tokens.
+    """Cut what this rank holds out of a tensor whose axis `dim` has positions, or packed tokens.
 
     cu_seqlens: int [b + 1], of packed tokens, padding included. Differentiable.
     Raises: SpecError where sequences are no multiples of what the order cuts.
     """
     ranks = Ranks.of(group)
     rooms = _rooms(x.shape[dim], cu_seqlens)
-    places = Order(order, ranks.size, stripe).shard(ranks.rank, rooms)
+    places = _order(order, ranks.size).shard(ranks.rank, rooms)
     return x.index_select(dim, torch.tensor(places, device=x.device))
 
 
@@ -280,8 +279,7 @@ def unshard(
     group: Any = None,
     dim: int = 1,
     *,
-    order: OrderName = "dual_chunk",
-    stripe: int = 1,
+    order: AnyOrder = "dual_chunk",
     cu_seqlens: Sequence[int] | Tensor | None = None,
 ) -> Tensor:
     """The whole tensor on every rank, of what each holds; without a gradient. Arguments and errors
@@ -291,7 +289,7 @@ def unshard(
     found = own.new_empty(ranks.size, *own.shape)
     gather_into(found, own, ranks.group)
     rooms = _rooms(x.shape[dim] * ranks.size, cu_seqlens)
-    places = Order(order, ranks.size, stripe).unshard(rooms)
+    places = _order(order, ranks.size).unshard(rooms)
     joined = found.flatten(0, 1).index_select(0, torch.tensor(places, device=x.device))
     return joined.movedim(0, dim)
 
@@ -300,16 +298,21 @@ def positions(
     length: int,
     group: Any = None,
     *,
-    order: OrderName = "dual_chunk",
-    stripe: int = 1,
+    order: AnyOrder = "dual_chunk",
     cu_seqlens: Sequence[int] | Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
     """The position in its sequence of each token that this rank holds, int64, as rotary embeddings
     take it. length: positions of a sequence, or all packed tokens; others as of `shard`."""
     ranks = Ranks.of(group)
-    found = Order(order, ranks.size, stripe).positions(ranks.rank, _rooms(length, cu_seqlens))
+    found = _order(order, ranks.size).positions(ranks.rank, _rooms(length, cu_seqlens))
     return torch.tensor(found, device=device)
+
+
+def _order(order: AnyOrder, ranks: int) -> Order:
+    """The order of so many ranks. Raises: SpecError where there is none of that name."""
+    name, stripe = (order, 1) if isinstance(order, str) else order
+    return Order(name, ranks, stripe)
 
 
 def _rooms(length: int, cu_seqlens: Sequence[int] | Tensor | None) -> list[int]:

@@ -23,5 +23,5 @@ def refuse_together(problem: Problem) -> Iterator[str]:
     but a trace may have such problems, too."""
     beside = problem.decode or problem.eight_bit or problem.widens
     hidden = (problem.attn_mask or problem.dropout) and not problem.eight_bit
-    if (problem.bias or hidden) and beside:
+    if (problem.bias or problem.positions or hidden) and beside:
         yield "no kernel does all of this together yet"
