@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-LIMIT = 1 << 30  # positions, heads and sequences are below it, diagonals between both
+# Positions, heads and sequences are below it, diagonals between both: masks add a window to them,
+# which may be 2^30, in 32 bits.
+LIMIT = 1 << 29
 
 
 class Positions(NamedTuple):
@@ -60,7 +62,7 @@ def fault_of(given: Any) -> str | None:
             if all(least[name] <= x < LIMIT for name, x in named.items()):
                 return None
     return (
-        f"positions needs (query, key), ints from 0 to 2^30 - 1, or these with a diagonal, a first "
+        f"positions needs (query, key), ints from 0 to 2^29 - 1, or these with a diagonal, a first "
         f"head and a first sequence behind them; got {given!r}. Pass where the first query and the "
         "first key stand in their sequences."
     )

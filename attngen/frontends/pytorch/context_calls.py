@@ -71,8 +71,10 @@ class Asked:
 
     @property
     def rooms(self) -> tuple[list[int], list[int]]:
-        """Positions that there is room for, of queries and of keys."""
-        return [x.room_q for x in self.lengths], [x.room_kv for x in self.lengths]
+        """Positions that there is room for along the axis of tokens, of queries and of keys: of
+        each packed sequence, or of all sequences of a batch alike."""
+        lengths = self.lengths if self.packed else self.lengths[:1]
+        return [x.room_q for x in lengths], [x.room_kv for x in lengths]
 
     @property
     def bands(self) -> dict[str, Any]:
@@ -142,6 +144,9 @@ def _violations(q: Tensor, k: Tensor, v: Tensor, given: Mapping[str, Any]) -> It
         yield f"mask={mask!r} needs attn_mask, bool, of the rank's queries and all keys"
     if layout == "thd" and ("bias" in given or "attn_mask" in given):
         yield "bias and attn_mask have no place beside packed tokens over a group"
+    of_format = "seqused" if layout == "thd" else "cu_seqlens"
+    for name in sorted(name for name in given if name.startswith(of_format)):
+        yield f"{name} beside layout={layout!r} is not served over a group; pass the other lengths"
     if layout == "thd" and "cu_seqlens_q" not in given:
         yield "layout='thd' needs cu_seqlens_q and cu_seqlens_kv of the whole"
     slopes = given.get("alibi_slopes")
@@ -155,8 +160,9 @@ def _packed_lengths(given: Mapping[str, Any], tokens_q: int, tokens_kv: int) -> 
     """Lengths of packed sequences. Raises: SpecError where their rooms are not all tokens."""
     sides = []
     for side, tokens in (("q", tokens_q), ("kv", tokens_kv)):
-        ends = _host(given.get(f"cu_seqlens_{side}", given["cu_seqlens_q"]))
-        padded = given.get(f"cu_seqlens_{side}_padded")
+        own = f"cu_seqlens_{side}" in given
+        ends = _host(given[f"cu_seqlens_{side}" if own else "cu_seqlens_q"])
+        padded = given.get(f"cu_seqlens_{side if own else 'q'}_padded")
         starts = ends if padded is None else _host(padded)
         rooms, used = ([b - a for a, b in pairwise(x)] for x in (starts, ends))
         if sum(rooms) != tokens:

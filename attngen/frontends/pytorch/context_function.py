@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ...call.context_steps import Part, Span
 from .context_messages import Around, Gathered, Pair, Visit
@@ -85,6 +86,7 @@ class ContextAttention(torch.autograd.Function):
         return out, running.lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         call: ContextCall = ctx.call
         q, k, v, sink, bias, out, lse = ctx.saved_tensors

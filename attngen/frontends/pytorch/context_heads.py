@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ...call.context_order import Order
 from ...errors import SpecError
@@ -73,6 +74,7 @@ class ToHeads(torch.autograd.Function):
         return exchange.to_heads(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
         return None, ctx.exchange.to_positions(gradient)
 
@@ -86,6 +88,7 @@ class ToPositions(torch.autograd.Function):
         return exchange.to_positions(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
         return None, ctx.exchange.to_heads(gradient)
 
