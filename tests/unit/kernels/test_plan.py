@@ -144,6 +144,7 @@ BESIDE = {
     "sink": {"softmax": "off_by_one"},
     "maximum": {"max_logit": True},
     "dropout": {"dropout": True},
+    "positions": {"positions": True},
     "bits": {"attn_mask": True},
     "packed": {"q_seq": "packed", "kv_seq": "packed"},
     "decode": {"decode": True},
@@ -164,7 +165,7 @@ def test_plan_what_templates_do_not_have_together_is_refused(pair, make_problem)
 def test_plan_8_bits_beside_what_their_kernels_leave_out_is_refused(make_problem) -> None:
     problem = make_problem(64, dtype="e4m3", out="bf16")
     assert plans_of(replace(problem, **BESIDE["bits"]), "sm_90a")
-    problem = replace(problem, **BESIDE["dropout"])
+    problem = replace(problem, **BESIDE["positions"])
     with pytest.raises(PlanError, match="together"):
         plans_of(problem, "sm_90a")
 
