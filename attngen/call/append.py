@@ -105,6 +105,8 @@ def _of_tokens(call: AppendCall) -> Iterator[str]:
         rows = getattr(call, cache)
         if tuple(rows.shape[2:]) != (call.size("h"), new.shape[-1]):
             yield f"{cache} needs heads of {call.size('h')}, {new.shape[-1]}; got {named(rows)}"
+    if not call.k_cache.shape[1]:
+        yield f"caches need a row a page, or more; got {_pair(call.k_cache, call.v_cache)}"
     pages = len_of(call.k_cache)
     if call.page_table is None and call.sequences > pages:
         yield f"{call.sequences} sequences in a cache of {pages}; without page_table each has a row"

@@ -56,7 +56,8 @@ def tokens_of(call: AppendCall) -> Tokens:
         index = torch.arange(call.k.shape[0], device=device)
         sequence = torch.searchsorted(ends[1:].contiguous(), index, right=True)
         sequence = sequence.clamp(max=max(ends.shape[0] - 2, 0))
-        row, there = index - ends[sequence], index < ends[-1]
+        row = index - ends[sequence]
+        there = (index < ends[-1]) & (row >= 0)  # the first sequence may begin behind padding
     else:
         b, s = (call.k.shape[call.layout.index(axis)] for axis in "bs")
         sequence = torch.arange(b, device=device).repeat_interleave(s)

@@ -134,6 +134,16 @@ def test_kernel_is_the_definition(case: Case) -> None:
     assert [problem.direction for problem, _ in trace.variants] == ["append"]
 
 
+def test_graph_that_saved_a_cache_is_told_of_its_change() -> None:
+    given = made(CASES[0])
+    loss = (given["k_cache"] * torch.ones(1, device=oracle.DEVICE, requires_grad=True)).sum()
+    attngen.append_kv(**given, backend="cuda")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with torch.inference_mode():
+        attngen.append_kv(**made(CASES[0]), backend="cuda")
+
+
 def check(case: Case, device: torch.device) -> None:
     """Assert that the kernel's caches and queries are the reference's, to the bit."""
     given = made(case)

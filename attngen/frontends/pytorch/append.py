@@ -51,8 +51,9 @@ def append_kv(call: AppendCall) -> Tensor | None:
     caches in float8_e4m3fn or float8_e5m2 are multiplied when they are stored; None for 1.
     backend: as of `attngen.attention`.
 
-    A position without a place in the table or cache is left out. Nothing waits for the device, so
-    that calls can be captured; no gradients.
+    A position without a place in the table or cache is left out; those behind the last row of
+    rotary_cos turn as that row does. What is returned for rows that are no tokens may be anything.
+    Nothing waits for the device, so that calls can be captured; no gradients.
 
     Raises: SpecError with every violation; CompileError, LaunchError.
     """
@@ -64,7 +65,15 @@ def append_kv(call: AppendCall) -> Tensor | None:
         turned = None if call.q is None else torch.empty_like(call.q)
         run = append if unobserved((*given, turned)) else torch.ops.attngen.append
         run(*given, turned, *switches)
+        _count_change(call)
         return turned
+
+
+def _count_change(call: AppendCall) -> None:
+    """Tell autograd that caches have changed, which a call may have saved: operations of
+    torch.library leave that to their callers, and graphs of torch.compile know it."""
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version((call.k_cache, call.v_cache))
 
 
 class Checked(NamedTuple):

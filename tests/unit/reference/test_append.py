@@ -117,6 +117,14 @@ def test_no_token_and_no_place_change_nothing() -> None:
     assert all(map(torch.equal, caches, before))
 
 
+def test_padding_before_packed_tokens_is_left_out() -> None:
+    caches, new = [torch.zeros(2, 9, HEADS, DIM) for _ in "kv"], torch.ones(3, HEADS, DIM)
+    ends = integers(1, 2, 3)
+    attngen.append_kv(*caches, new, new, integers(4, 0), layout="thd", cu_seqlens=ends)
+    for x in caches:
+        assert x.any(-1).any(-1).nonzero().tolist() == [[0, 4], [1, 0]]
+
+
 ROWS = torch.zeros(2, 4, HEADS, DIM)
 NEW_ROWS = torch.zeros(2, 1, HEADS, DIM)
 LENGTHS = integers(0, 0)
@@ -131,6 +139,7 @@ LENGTHS = integers(0, 0)
         ({"v": NEW_ROWS[:, :, :1]}, "k and v differ"),
         ({"q": NEW_ROWS[:1], "rotary_cos": ANGLES[0], "rotary_sin": ANGLES[1]}, "q differs from k"),
         ({"v_cache": ROWS[:1]}, "caches differ"),
+        ({"k_cache": ROWS[:, :0], "v_cache": ROWS[:, :0]}, "caches need a row"),
         ({"k": NEW_ROWS[..., :8]}, "k_cache needs heads of 2, 8"),
         ({"k_cache": ROWS[:1], "v_cache": ROWS[:1]}, "2 sequences in a cache of 1"),
         ({"lengths": None}, "one of lengths and cu_seqlens_all"),
