@@ -1,0 +1,184 @@
+"""Checks and times attngen.parallel on the GPUs of one host, and writes what it finds.
+
+    torchrun --nproc-per-node 2 tools/context_parallel.py check
+    torchrun --nproc-per-node 2 tools/context_parallel.py bench
+
+`check`: each case by its strategy, with gradients, against one call in float64 over the whole: the
+largest error is at most twice that of one call of the same kernels, plus 1e-3 of the largest value.
+Runs repeat, bit by bit. `bench`: the time of a forward and of a forward with its backward, beside
+an equal share of one GPU's. Both write docs/results/context-parallel.json, by the first rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+import attngen  # noqa: E402
+from attngen import parallel  # noqa: E402
+from attngen.call.context_order import OrderName  # noqa: E402
+
+RESULTS = ROOT / "docs" / "results" / "context-parallel.json"
+HEADS, HEADS_KV, DIM = 16, 8, 128
+ROUNDS, WARM = 20, 5
+COMMS: tuple[parallel.Comm, ...] = ("p2p", "all_gather", "a2a")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call: its strategy and order, positions, and what else it says."""
+
+    comm: parallel.Comm
+    order: OrderName = "dual_chunk"
+    length: int = 1536
+    given: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return " ".join([self.comm, self.order, str(self.length), *map(str, self.given.items())])
+
+
+def cases() -> Iterator[Case]:
+    """Masks and features, each by every strategy that serves it."""
+    dropped = {"dropout_p": 0.1, "alibi_slopes": True}
+    features: list[dict[str, Any]] = [
+        {},
+        {"mask": "causal"},
+        {"mask": "causal_bottom_right", "softcap": 30.0},
+        {"window": (300, 40)},
+        {"mask": "causal", **dropped},
+        {"mask": "causal", "softmax": "off_by_one", "deterministic": True},
+    ]
+    causal = {"mask": "causal"}
+    for comm in COMMS:
+        yield from (Case(comm, given=given) for given in features)
+        yield Case(comm, "contiguous", given=causal)
+    yield Case("p2p", "striped", given=causal)
+    yield Case("a2a", "striped", given=causal)
+
+
+def tensors(length: int, batch: int = 1) -> list[Tensor]:
+    """q, k, v and the output's gradient of the whole, the same on every rank."""
+    generator = torch.Generator("cuda").manual_seed(3)
+    sizes = (HEADS, HEADS_KV, HEADS_KV, HEADS)
+    return [
+        torch.randn(batch, length, heads, DIM, device="cuda", generator=generator).bfloat16()
+        for heads in sizes
+    ]
+
+
+def results(attend: Callable[..., Any], operands: list[Tensor], d_out: Tensor) -> list[Tensor]:
+    """The output and the gradients of q, k and v."""
+    leaves = [x.detach().requires_grad_() for x in operands]
+    out = attend(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+
+
+def check(case: Case) -> dict[str, Any]:
+    """The largest errors of a case over all ranks, those of one call, and whether bits repeat."""
+    *operands, d_out = tensors(case.length)
+    given = dict(case.given)
+    if "dropout_p" in given:
+        given["rng_state"] = torch.tensor((5, 6), device="cuda")
+    *own, own_d_out = (parallel.shard(x, None, 1, order=case.order) for x in (*operands, d_out))
+    spread: dict[str, Any] = {"comm": case.comm, "order": case.order, "backend": "cuda"}
+
+    def over_group(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return parallel.attention(q, k, v, **spread, **given)
+
+    found = results(over_group, own, own_d_out)
+    again = results(over_group, own, own_d_out)
+    whole = [parallel.unshard(x, None, 1, order=case.order) for x in found]
+    one = results(partial(attngen.attention, **given, backend="cuda"), operands, d_out)
+    doubles = [x.double() for x in operands]
+    by_definition = partial(attngen.attention, **given, backend="reference")
+    exact = results(by_definition, doubles, d_out.double())
+    errors = {}
+    for name, got, alone, truth in zip(("out", "dq", "dk", "dv"), whole, one, exact, strict=True):
+        error, of_one = (float((x.double() - truth).abs().max()) for x in (got, alone))
+        allowed = 2 * of_one + 1e-3 * float(truth.abs().max())
+        errors[name] = {"error": error, "of one call": of_one, "allowed": allowed}
+    same = torch.tensor(all(torch.equal(a, b) for a, b in zip(found, again, strict=True)))
+    same = same.cuda().int()
+    dist.all_reduce(same, dist.ReduceOp.MIN)
+    right = all(x["error"] <= x["allowed"] for x in errors.values())
+    repeats = bool(same) or not given.get("deterministic")
+    return {"case": str(case), "right": right and repeats, "errors": errors, "same": bool(same)}
+
+
+def milliseconds(call: Callable[[], Any]) -> float:
+    """The mean time of a call, the longest of all ranks."""
+    for _ in range(WARM):
+        call()
+    dist.barrier()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(ROUNDS):
+        call()
+    end.record()
+    end.synchronize()
+    taken = torch.tensor(start.elapsed_time(end) / ROUNDS, device="cuda")
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return float(taken)
+
+
+def bench(comm: parallel.Comm, length: int) -> dict[str, Any]:
+    """Times of a causal call over the group, and an equal share of one GPU's, in milliseconds."""
+    *operands, d_out = tensors(length)
+    *own, own_d_out = (parallel.shard(x, None, 1) for x in (*operands, d_out))
+    group = partial(parallel.attention, comm=comm, mask="causal")
+    alone = partial(attngen.attention, mask="causal")
+    found: dict[str, Any] = {"comm": comm, "length": length}
+    share = dist.get_world_size()
+    with torch.no_grad():
+        found["forward"] = milliseconds(lambda: group(*own))
+        found["forward, a share of one GPU's"] = milliseconds(lambda: alone(*operands)) / share
+    found["both"] = milliseconds(lambda: results(group, own, own_d_out))
+    one = milliseconds(lambda: results(alone, operands, d_out))
+    return {**found, "both, a share of one GPU's": one / share}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("what", choices=("check", "bench"))
+    parser.add_argument("--output", type=Path, default=RESULTS, help="file")
+    options = parser.parse_args()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    first = dist.get_rank() == 0
+    lines = []
+    if options.what == "check":
+        for case in cases():
+            lines.append(check(case))
+            if first:
+                print("right" if lines[-1]["right"] else "WRONG", case, flush=True)
+    else:
+        for length in (16384, 65536):
+            for comm in COMMS:
+                lines.append(bench(comm, length))
+                if first:
+                    print(lines[-1], flush=True)
+    if first:
+        known = json.loads(options.output.read_text()) if options.output.exists() else {}
+        known[f"{options.what}, {dist.get_world_size()} GPUs"] = lines
+        known["machine"] = {"GPU": torch.cuda.get_device_name(), "torch": torch.__version__}
+        options.output.write_text(json.dumps(known, indent=1) + "\n")
+    dist.destroy_process_group()
+    return 1 if any(not line.get("right", True) for line in lines) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
