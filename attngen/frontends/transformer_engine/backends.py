@@ -182,6 +182,6 @@ def world_size(group: Any) -> int:
 def refuse_context_parallelism() -> None:
     """Raises: SpecError."""
     raise SpecError(
-        "cp_group has several processes, and attngen.te computes whole sequences alone: context "
-        "parallelism is not there"
+        "cp_group has several processes, and modules of backends compute whole sequences: context "
+        "parallelism is DotProductAttention's, by set_context_parallel_group"
     )

@@ -20,7 +20,6 @@ from .backends import (
     FlashAttention,
     FusedAttention,
     UnfusedDotProductAttention,
-    refuse_context_parallelism,
     world_size,
 )
 from .calls import (
@@ -43,6 +42,7 @@ from .environment import NONDETERMINISTIC, enabled
 from .kept import Kept
 from .masks import check_set_window_size, ends_at_corner, mask_name
 from .names import AttnTypes, SoftmaxType
+from .over_group import over_group
 from .recipes import ModuleScales, recipe_in_force
 from .rng import checkpointed
 
@@ -56,7 +56,7 @@ def _by_form(
 ) -> Output | None:
     """The result of a call whose arguments, as they are given, tell its form; None of others.
     Raises: as `DotProductAttention.forward` does."""
-    if torch.compiler.is_compiling() or in_force.recipe is not None:
+    if torch.compiler.is_compiling() or in_force.recipe is not None or module.is_spread:
         return None
     if (form := form_of_arguments(args, given)) is None:
         return None
@@ -152,8 +152,11 @@ class DotProductAttention(nn.Module):
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
-        """Keep a group, or for "a2a+p2p" two; calls with several processes are refused."""
+        """Have calls of this rank's positions over a group, or for "a2a+p2p" two, inner and outer:
+        p2p, all_gather, a2a or a2a+p2p. Ranks and streams are the group's own.
+        """
         self.cp_group = cp_group
+        self.is_spread = cp_group is not None and world_size(cp_group) > 1
         self.cp_global_ranks = cp_global_ranks
         self.cp_stream = cp_stream
         self.cp_comm_type = cp_comm_type
@@ -197,6 +200,8 @@ class DotProductAttention(nn.Module):
         Raises: AssertionError for a mask or window that there is not; SpecError for what is not
             there, and as `attngen.attention` does; ValueError where no backend may compute it.
         """
+        if self.is_spread:
+            return over_group(self, call)
         plan = self._plan_of(call) if torch.compiler.is_compiling() else self._kept_plan_of(call)
         more: dict[str, Any] = {"softmax_offset": self.softmax_offset}
         carriers = tensors_of(call)
@@ -279,8 +284,6 @@ class DotProductAttention(nn.Module):
             raise SpecError(
                 "score_mod is a callback of cuDNN's graphs; attngen.attention has one of its own"
             )
-        if self.cp_group is not None and world_size(self.cp_group) > 1:
-            refuse_context_parallelism()
         alibi = call.core_attention_bias_type == "alibi"
         assert alibi or call.alibi_slopes is None, "alibi_slopes: core_attention_bias_type is alibi"
         assert not alibi or call.core_attention_bias is None, "alibi takes no core_attention_bias"

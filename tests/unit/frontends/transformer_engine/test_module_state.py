@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
+import attngen
 from attngen import SpecError, te
 from tests.support import te_kit
 from tests.support.te_kit import Case, Shape, arguments, close, module_of, of_module, rows_of
@@ -325,15 +326,31 @@ def test_refusals(
         module(**{"query_layer": q, "key_layer": k, "value_layer": v} | called)
 
 
-def test_context_parallel_groups_are_kept_and_calls_refused(monkeypatch: Any) -> None:
+def test_calls_over_a_context_parallel_group_are_those_of_attngen(monkeypatch: Any) -> None:
     case = Case(mask="causal")
     module, qkv = module_of(case), te_kit.operands(case)
-    groups = [object(), object()]
+    groups, calls = [object(), object()], []
     monkeypatch.setattr("torch.distributed.get_world_size", lambda _: 1)
     module.set_context_parallel_group(groups, [0, 1], None, "a2a+p2p")
     assert module.cp_group is groups and module.cp_comm_type == "a2a+p2p"
-    module(*qkv)
+    alone = module(*qkv)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda _: 2)
     module.set_context_parallel_group(groups, [0, 1], None, "a2a+p2p")
-    with pytest.raises(SpecError, match="context parallelism"):
-        module(*qkv)
+
+    def attend(q: Any, k: Any, v: Any, group: Any, comm: str, **given: Any) -> Any:
+        calls.append((group, comm, given))
+        return attngen.attention(q, k, v, **given, backend="reference")
+
+    monkeypatch.setattr("attngen.frontends.pytorch.parallel.attention", attend)
+    assert torch.allclose(module(*qkv), alone, atol=1e-5)
+    ((group, comm, given),) = calls
+    assert group is groups and comm == "a2a+p2p" and given["mask"] == "causal"
+    with pytest.raises(SpecError, match="needs cu_seqlens_q"):
+        module(*qkv, attn_mask_type="padding_causal")
+    with pytest.raises(SpecError, match="score_mod is not served over"):
+        module(*qkv, score_mod=lambda *_: None)
+    ends = torch.tensor([0, 3, 7, 8], dtype=torch.int32)
+    module(*qkv, attn_mask_type="padding", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+    _, (_, _, padded) = calls
+    assert padded["seqused_kv"].tolist() == [3, 4, 1] and padded["mask"] == "none"
+
