@@ -9,7 +9,13 @@ from ..spec.masks import masks_of
 from ..spec.resolve import BIASES
 from . import decode, fragment_values, length_checks, schedule
 from .bias import sizes_of
-from .fp8_checks import CACHE_SCALES, dtype_violations, output_violations, scale_violations
+from .fp8_checks import (
+    BIAS_DTYPE,
+    CACHE_SCALES,
+    dtype_violations,
+    output_violations,
+    scale_violations,
+)
 from .numbers import Arguments
 from .operands import layout_of, output_dtype, sequences_of, softmax_scale_of, spec_of
 from .table import ROW_OF_OPERAND, SCALES
@@ -178,7 +184,8 @@ def _bias_violations(
         yield f"bias_type={arguments.bias_type!r}: kernels take one of {BIASES}"
     if bias is None:
         return
-    if found := _misfit(bias, dtype_name(q), sequences, extents, arguments.layout):
+    dtype = BIAS_DTYPE if is_fp8(q) else dtype_name(q)
+    if found := _misfit(bias, dtype, sequences, extents, arguments.layout):
         yield f"bias {found}"
 
 

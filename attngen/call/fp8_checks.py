@@ -10,6 +10,7 @@ from .tensors import FP8, Described, dtype_name, is_described, name_of, named
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 BESIDE_CACHE = ("float16", "bfloat16")
 CACHE_SCALES = ("descale_k", "descale_v")
+BIAS_DTYPE = "bfloat16"  # of what kernels add to scores beside FP8 operands
 OUT_DTYPES = (*BESIDE_CACHE, *FP8)
 # Scales that a backward alone takes, float32 [1]: of the output and its gradient, by which dS is
 # stored, and by which gradients in 8 bits are.

@@ -126,7 +126,7 @@ def bias_maps(problem: Problem) -> tuple[TensorMapRecipe, ...]:
     """The map of a bias, where there is one, in boxes of a warp's rows."""
     if not problem.bias:
         return ()
-    return (replace(recipe("bias", problem.dtype_q, 16), spare=True),)
+    return (replace(recipe("bias", problem.dtype_bias, 16), spare=True),)
 
 
 def _padded(offset: int, alignment: int) -> int:

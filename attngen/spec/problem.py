@@ -65,6 +65,11 @@ class Problem:
         return any(name in BIASES for name in self.scores)
 
     @property
+    def dtype_bias(self) -> DType:
+        """The dtype of a bias: Q's, and bf16 beside FP8, which would leave it 2 or 3 bits."""
+        return "bf16" if self.eight_bit else self.dtype_q
+
+    @property
     def paged(self) -> bool:
         """Whether keys and values lie in pages."""
         return self.kv_fetch == "page_tma"

@@ -385,9 +385,14 @@ def _check_features(spec: AttentionSpec, features: Features) -> list[Violation]:
         reason += suggestion(spec.bias, ("none", *BIASES))
         found.append(Violation("bias", reason, "none"))
     if spec.dtype in DTYPES_8BIT:
-        if spec.bias in BIASES:
-            reason = f"bias has Q's dtype, and {spec.dtype} would leave it 2 or 3 bits of mantissa"
-            found.append(Violation("bias", f"{reason}: no kernels", "none"))
+        backward = "bwd" in spec.directions
+        if spec.bias == "pre_scale":
+            reason = f"bias 'pre_scale' joins products in the units of stored {spec.dtype} numbers"
+            legal = "none" if backward else "post_scale"
+            found.append(Violation("bias", f"{reason}: no kernels yet", legal))
+        if spec.bias in BIASES and backward:
+            reason = f"bias has no kernels of a backward of {spec.dtype} yet, but the forward's"
+            found.append(Violation("bias", reason, "none"))
     for switch in SWITCHES:
         if getattr(spec, switch) is True:
             found.append(Violation(switch, f"{switch} has no kernels yet", False))

@@ -218,9 +218,12 @@ class Call:
         found["mask"] = self.mask.replace("padding_", "").replace("padding", "none")
         if self.more.alibi == "bh":
             found["alibi_slopes"] = found["alibi_slopes"][b].contiguous()
-        if (mask := found.get("attn_mask")) is not None:
-            q_lens, kv_lens = self.lengths
-            found["attn_mask"] = mask[b : b + 1, :, : q_lens[b], : kv_lens[b]]
+        q_len, kv_len = (lens[b] for lens in self.lengths)
+        own = (slice(b, b + 1), slice(None), slice(q_len), slice(kv_len))
+        for name in ("attn_mask", "bias"):
+            if (x := found.get(name)) is not None:
+                sizes = zip(own, x.shape, strict=True)
+                found[name] = x[tuple(slice(None) if n == 1 else part for part, n in sizes)]
         return found
 
     def members(self, axes: str, lens: Sequence[int], x: Tensor) -> Tensor:
@@ -386,7 +389,8 @@ def _alike(call: Call) -> bool:
 
 def check_alone(call: Call) -> None:
     """Asserts that a forward in 8 bits gives each sequence the bits that it has alone, or, where
-    dense calls have other tiles, what the rule allows."""
+    dense calls have other tiles, what the rule allows. Beside dropout, which follows from a
+    sequence's number, alone is the last of so many that are like it."""
     alike = _alike(call)
     operands = [None if x is None else x.to(torch.float8_e4m3fn) for x in call.operands()]
     results = {"backend": "cuda", "return_lse": True, "return_amax": True}
@@ -405,18 +409,19 @@ def check_alone(call: Call) -> None:
         axes = call.parsed.q_format.replace("t", "s").replace("b", "")
         batch = 0 if call.parsed.q_format == "thd" else call.parsed.q_format.index("b")
         layout = axes[:batch] + "b" + axes[batch:]
-        alone = [x.unsqueeze(batch) for x in alone]
+        count = b + 1 if call.more.dropout else 1
+        alone = [x.unsqueeze(batch).repeat_interleave(count, batch) for x in alone]
         if not alike and all(x.numel() for x in alone):
-            expected = oracle_fp8.truth(*alone, **call.alone(b), layout=layout)
+            expected = oracle_fp8.truth(*alone, **call.alone(b), layout=layout).last(batch)
             oracle_fp8.check(out[rows].unsqueeze(batch), lse[None], expected, layout)
             continue
         wanted, by = attngen.attention(*alone, **results, **call.alone(b), layout=layout)
-        assert torch.equal(out[rows], wanted.squeeze(batch))
-        assert torch.equal(lse, by.lse[0])
+        assert torch.equal(out[rows], wanted.select(batch, -1))
+        assert torch.equal(lse, by.lse[-1])
         amax = torch.maximum(amax, by.amax_o)
         largest.append(by.max_logit)
     assert aux.amax_s.item() == 1.0
-    if alike:
+    if alike and not call.more.dropout:  # of those before the last, too
         assert torch.equal(aux.amax_o, amax)
     if alike and call.more.max_logit:
         assert torch.equal(aux.max_logit, torch.stack(largest).amax(0))

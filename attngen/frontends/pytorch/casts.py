@@ -7,13 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...call.fp8_checks import BIAS_DTYPE
 from ...call.table import INPUTS, LENGTHS, PAGE_TABLES
 from ...reference.conversions import dtype_of, saturated
+from ...reference.fp8 import is_fp8
 from ...reference.sizes import surely
 from .signature import Operands
 
 Casts = tuple[tuple[int, torch.dtype], ...]  # places among the operands
 _INTEGERS = (*LENGTHS, *PAGE_TABLES)
+_BIAS = getattr(torch, BIAS_DTYPE)
 
 
 def autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -23,9 +26,10 @@ def autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple(x.to(dtype) if x is not None and x.dtype == torch.float32 else x for x in tensors)
 
 
-def casts_of(operands: Operands) -> Casts:
+def casts_of(operands: Operands, kernels: bool) -> Casts:
     """Which operands of a checked call are made anew in each call: tensors of other floats, lengths
-    and tables of int64, or of entries that do not follow each other."""
+    and tables of int64, or of entries that do not follow each other. kernels: whether these serve
+    it, which beside FP8 operands take a bias of one dtype."""
     q = operands[0]
     assert q is not None  # the operation's schema
     found = []
@@ -33,6 +37,8 @@ def casts_of(operands: Operands) -> Casts:
         if tensor is None:
             continue
         dtype = dtype_of(INPUTS[place], tensor, q.dtype)
+        if INPUTS[place] == "bias" and kernels and is_fp8(q.dtype):
+            dtype = None if tensor.dtype == _BIAS else _BIAS
         if INPUTS[place] in _INTEGERS:
             apart = not (surely(tensor.stride(-1), 1) or surely(tensor.shape[-1], 1))
             dtype = torch.int32 if apart or tensor.dtype != torch.int32 else None

@@ -66,14 +66,15 @@ class CheckedCall:
     names: tuple[str, ...] = field(default=RESULTS)
 
     @classmethod
-    def of(cls, call: AttentionCall, operands: Operands) -> CheckedCall:
-        """The facts about a call whose arguments were checked; operands: as it gives them."""
+    def of(cls, call: AttentionCall, operands: Operands, kernels: bool = True) -> CheckedCall:
+        """The facts about a call whose arguments were checked; operands: as it gives them; kernels:
+        whether these serve it."""
         settled = settle_lengths(call.layout, operands)
         present = [x for x in operands if x is not None]
         return cls(
             arguments=arguments_of(call),
             default_slopes=operation_form.default_slopes_of(call, Tensor),
-            casts=casts_of(settled),
+            casts=casts_of(settled, kernels),
             lengths_as_given=all([a is b for a, b in zip(settled, operands, strict=True)]),
             by_products=call.wants_aux,
             differentiable=torch.is_grad_enabled() and any([x.requires_grad for x in present]),

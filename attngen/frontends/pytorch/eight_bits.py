@@ -318,7 +318,7 @@ def _checked(
         if not kernels:
             reference.check(call)
         wide = kernels and not _stores(call, stores)
-    checked = CheckedCall.of(call, operands_of(call))
+    checked = CheckedCall.of(call, operands_of(call), kernels)
     return call, Differentiable(checked, kernels, call.backend, wide)
 
 

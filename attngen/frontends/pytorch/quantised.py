@@ -152,6 +152,8 @@ def widened(
         stored = named[carrier]
         assert stored is not None  # the layout has it
         named[carrier] = _dequantised(stored, parts, layout, carrier).to(dtype)
+    if (added := named["bias"]) is not None:
+        named["bias"] = added.to(dtype)
     return [None if name in SCALES else x for name, x in named.items()]
 
 

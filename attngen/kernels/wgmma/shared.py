@@ -21,7 +21,8 @@ def boxes_of(head_dim: int, element_bytes: int = 2) -> int:
 def refuse_together(problem: Problem) -> Iterator[str]:
     """Why no template has all parts of the problem. Specs of this kind are refused by `resolve`,
     but a trace may have such problems, too."""
-    beside = problem.decode or problem.eight_bit or problem.widens
-    hidden = (problem.attn_mask or problem.dropout) and not problem.eight_bit
-    if (problem.bias or problem.positions or hidden) and beside:
+    added = problem.bias or problem.attn_mask or problem.dropout or problem.positions
+    # Of 8 bits.
+    without = problem.positions or (problem.bias and problem.direction == "bwd")
+    if added and (problem.decode or problem.widens or (without and problem.eight_bit)):
         yield "no kernel does all of this together yet"

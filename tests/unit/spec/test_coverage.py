@@ -53,10 +53,11 @@ def test_legal_pairs_are_all_but_those_that_the_semantics_exclude() -> None:
                     *(("training", True), ("deterministic", True)),  # no backward in 8 bits
                     ("positions", True),
                     ("fetch", "gather"),
-                    *(("bias", kind) for kind in AXES["bias"][1:]),  # of Q's dtype
-                    *(("bias_shape", shape) for shape in AXES["bias_shape"][1:]),
+                    ("bias", "pre_scale"),
                 )
             ),
+            (("dtype", "bf16/e4m3"), ("bias", "post_scale")),
+            *((("dtype", "bf16/e4m3"), ("bias_shape", shape)) for shape in AXES["bias_shape"][1:]),
             (("dtype", "bf16/e4m3"), ("attn_mask", True)),
             (("dtype", "bf16/e4m3"), ("dropout", True)),
             *((("bias", "none"), ("bias_shape", shape)) for shape in AXES["bias_shape"][1:]),

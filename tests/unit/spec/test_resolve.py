@@ -430,9 +430,16 @@ def test_resolve_bias_stands_where_the_semantics_add_it(kind: str, scores: tuple
     assert all(problem.bias for problem in resolve(spec, KNOWN))
 
 
-def test_resolve_bias_beside_8_bit_queries_is_refused() -> None:
-    with pytest.raises(SpecError, match="bias has Q's dtype, and e4m3"):
-        resolve(AttentionSpec(64, dtype="e4m3", bias="post_scale"), KNOWN)
+def test_resolve_bias_beside_8_bit_queries_has_16_bits_and_no_backward() -> None:
+    (problem,) = resolve(AttentionSpec(64, dtype="e4m3", bias="post_scale"), KNOWN)
+    assert problem.bias and problem.dtype_bias == "bf16"
+    for bias, directions, reason in (
+        ("pre_scale", ("fwd",), "units of stored e4m3 numbers.*bias='post_scale'"),
+        ("post_scale", ("fwd", "bwd"), "no kernels of a backward of e4m3.*bias='none'"),
+        ("pre_scale", ("bwd",), "units of stored.*no kernels of a backward.*bias='none'"),
+    ):
+        with pytest.raises(SpecError, match=f"(?s){reason}"):
+            resolve(AttentionSpec(64, dtype="e4m3", bias=bias, directions=directions), KNOWN)
 
 
 @pytest.mark.parametrize(

@@ -295,7 +295,7 @@ def choices_8bit(problem: Problem) -> Iterator[Choice]:
             yield replace(
                 three, promote_blocks=promote_blocks, raw_keys=block, raw_stages=RAW_STAGES
             )
-    for block in range(192, 0, -32):
+    for block in range(128 if problem.bias else 192, 0, -32):
         parts = (block,) if block == RAW_UNIT else (block, RAW_UNIT)
         for q_in_registers, raw_keys in itertools.product((True, False), parts):
             plain = Choice(2, block, 2, 2, False, q_in_registers, False, softmax)

@@ -36,8 +36,9 @@ REGISTERS = {
 # Where the producer's warps copy rows themselves, beside two consumers.
 GATHER_REGISTERS = (56, 224)
 # Two consumers beside a producer and a transposer, 512 in all. A transposer whose warps have
-# unequal shares of V's columns (False) spills with 32.
+# unequal shares of V's columns (False) spills with 32, a producer that copies a bias with 40.
 REGISTERS_8BIT = {True: (32, 224), False: (40, 216)}
+REGISTERS_8BIT_BIAS = (48, 208)
 # Three beside one warpgroup that does both, 512 in all.
 REGISTERS_8BIT_THREE = (32, 160)
 REGISTERS_WIDENED = (40, 216)  # the same beside a warpgroup that widens K and V
@@ -148,6 +149,9 @@ def operand_limit(problem: Problem, choice: Choice) -> int:
     """Registers a thread has for its operands."""
     if problem.eight_bit:
         consumer = role_registers(problem, choice)[1]
+        if problem.bias:  # 128 rows of output leave room for no larger a block than the smallest
+            much = problem.dropout or problem.attn_mask or "softcap" in problem.scores
+            return consumer - (60 if choice.block == SMALLEST_BLOCK else 76 if much else 68)
         if problem.scores:  # at 152 of 216 some spill, at 148 none
             return consumer - (64 if consumer > 216 else 68)
         wide = max(problem.head_dim_qk, problem.head_dim_v) > 128  # some spill at 192 of 224
@@ -204,6 +208,8 @@ def role_registers(problem: Problem, choice: Choice) -> tuple[int, int]:
     """Registers a thread of the producer (and transposer) and of a consumer."""
     if problem.eight_bit:
         unequal = problem.head_dim_v % 64 != 0
+        if problem.bias:
+            return REGISTERS_8BIT_BIAS
         return REGISTERS_8BIT_THREE if choice.consumers == 3 else REGISTERS_8BIT[not unequal]
     if problem.widens:
         return REGISTERS_WIDENED

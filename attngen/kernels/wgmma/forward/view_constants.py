@@ -47,7 +47,8 @@ class Alias:
 class Elements:
     """Element types, by their C++ names, and what follows from their sizes.
 
-    named: aliases. q, kv: as stored. box_columns: of a box of 128 bytes of Q and K.
+    named: aliases. q, kv: as stored; tile: of what scores read in tiles. box_columns: of a box of
+    128 bytes of Q and K.
     keys_a_register: the keys of a block for which a thread has a register of weights. four_ones:
     four ones of V's type in a word.
     """
@@ -55,6 +56,7 @@ class Elements:
     named: tuple[Alias, ...]
     q: str
     kv: str
+    tile: str
     box_columns: int
     keys_a_register: int
     four_ones: str
@@ -148,6 +150,7 @@ def elements_of(problem: Problem) -> Elements:
         named=tuple(Alias(name, type_) for name, type_ in named.items()),
         q=q,
         kv=kv,
+        tile=CPP_ELEMENTS[problem.dtype_bias] if problem.eight_bit else "Element",
         box_columns=128 if problem.eight_bit else 64,
         keys_a_register=8 if problem.eight_bit else 4,
         four_ones="0x3C3C3C3C" if problem.dtype_kv == "e5m2" else "0x38383838",

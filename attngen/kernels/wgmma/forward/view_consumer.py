@@ -169,7 +169,7 @@ def softmax_of(problem: Problem, plan: Plan, use: FragmentUse, scores: Scores) -
     slack = "slack" if order.parts else "kLazyRescaleLog2"
     met = "largest[half]" if tracks else "state.row_max[half]"
     scaled_max = _in_score_units(problem, scores, "state.row_max[half]")
-    shifted = " - shift * kLn2" if problem.eight_bit and not scores.scaled else ""
+    shifted = " - shift * kLn2" if problem.eight_bit else ""
     return Softmax(
         fragment=fragment_view(use),
         scale_log2=log2,
