@@ -283,7 +283,9 @@ def _check_decode(spec: AttentionSpec) -> list[Violation]:
     legal: dict[str, str | None] = {}
     if eight_bit:
         legal["dtype"] = "bf16"
-        if spec.kv_dtype in DTYPES_8BIT and "q" in layout.packed_operands:
+        drawn = spec.dropout or spec.attn_mask or masks_of(spec.mask).arbitrary
+        beside = drawn or spec.bias in BIASES or "q" in layout.packed_operands
+        if spec.kv_dtype in DTYPES_8BIT and beside:  # what widening kernels lack
             legal["kv_dtype"] = None
     if out == "fp32" or (eight_bit and out in DTYPES and out != "bf16"):
         legal["out_dtype"] = None
@@ -387,9 +389,8 @@ def _check_features(spec: AttentionSpec, features: Features) -> list[Violation]:
     if spec.dtype in DTYPES_8BIT:
         backward = "bwd" in spec.directions
         if spec.bias == "pre_scale":
-            reason = f"bias 'pre_scale' joins products in the units of stored {spec.dtype} numbers"
-            legal = "none" if backward else "post_scale"
-            found.append(Violation("bias", f"{reason}: no kernels yet", legal))
+            reason = f"bias 'pre_scale' joins products of stored {spec.dtype}: no kernels yet"
+            found.append(Violation("bias", reason, "none" if backward else "post_scale"))
         if spec.bias in BIASES and backward:
             reason = f"bias has no kernels of a backward of {spec.dtype} yet, but the forward's"
             found.append(Violation("bias", reason, "none"))

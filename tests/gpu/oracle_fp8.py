@@ -57,7 +57,7 @@ class Truth:
     lse_limit: Tensor
 
     def last(self, batch: int) -> Truth:
-        """That of the last sequence. batch: the output's axis of sequences."""
+        """Narrow it to the last sequence. batch: the output's axis of sequences."""
         out, limit = (x.narrow(batch, -1, 1) for x in (self.out, self.out_limit))
         return Truth(out, self.lse[-1:], limit, self.lse_limit[-1:])
 

@@ -434,9 +434,9 @@ def test_resolve_bias_beside_8_bit_queries_has_16_bits_and_no_backward() -> None
     (problem,) = resolve(AttentionSpec(64, dtype="e4m3", bias="post_scale"), KNOWN)
     assert problem.bias and problem.dtype_bias == "bf16"
     for bias, directions, reason in (
-        ("pre_scale", ("fwd",), "units of stored e4m3 numbers.*bias='post_scale'"),
+        ("pre_scale", ("fwd",), "products of stored e4m3.*bias='post_scale'"),
         ("post_scale", ("fwd", "bwd"), "no kernels of a backward of e4m3.*bias='none'"),
-        ("pre_scale", ("bwd",), "units of stored.*no kernels of a backward.*bias='none'"),
+        ("pre_scale", ("bwd",), "products of stored.*no kernels of a backward.*bias='none'"),
     ):
         with pytest.raises(SpecError, match=f"(?s){reason}"):
             resolve(AttentionSpec(64, dtype="e4m3", bias=bias, directions=directions), KNOWN)

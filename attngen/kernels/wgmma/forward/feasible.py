@@ -150,8 +150,9 @@ def operand_limit(problem: Problem, choice: Choice) -> int:
     if problem.eight_bit:
         consumer = role_registers(problem, choice)[1]
         if problem.bias:  # 128 rows of output leave room for no larger a block than the smallest
-            much = problem.dropout or problem.attn_mask or "softcap" in problem.scores
-            return consumer - (60 if choice.block == SMALLEST_BLOCK else 76 if much else 68)
+            heavy, drawn = "softcap" in problem.scores, problem.dropout or problem.attn_mask
+            beside = (88 if heavy else 68) + 8 * drawn
+            return consumer - (60 if choice.block == SMALLEST_BLOCK else beside)
         if problem.scores:  # at 152 of 216 some spill, at 148 none
             return consumer - (64 if consumer > 216 else 68)
         wide = max(problem.head_dim_qk, problem.head_dim_v) > 128  # some spill at 192 of 224
