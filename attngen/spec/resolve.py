@@ -79,12 +79,13 @@ def resolve(
         decode=spec.decode,
         fragment_digests=tuple(each for each in digests if each is not None),
     )
-    found = {
-        "fwd": (forward,),
-        "bwd": backward_of(spec, forward).orders(),
-        "append": (forward.append(spec.head_dim, spec.head_dim_v or spec.head_dim),),
-        "cast": (forward.cast(),),
-    }
+    found: dict[str, tuple[Problem, ...]] = {"fwd": (forward,)}  # others where they are asked for
+    if "bwd" in spec.directions:
+        found["bwd"] = backward_of(spec, forward).orders()
+    if "append" in spec.directions:
+        found["append"] = (forward.append(spec.head_dim, spec.head_dim_v or spec.head_dim),)
+    if "cast" in spec.directions:
+        found["cast"] = (forward.cast(),)
     return tuple(problem for direction in spec.directions for problem in found[direction])
 
 
