@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...call.context_order import Order
 from ...call.context_steps import Length, Span, parts_over_all, steps_of
+from ...call.recipe import in_force
 from ...errors import SpecError
 from ...reference.core import default_alibi_slopes
 from ...spec.masks import masks_of
@@ -127,6 +128,8 @@ def asked_of(q: Tensor, k: Tensor, v: Tensor, given: Mapping[str, Any], ranks: i
 
 def _violations(q: Tensor, k: Tensor, v: Tensor, given: Mapping[str, Any]) -> Iterator[str]:
     """Arguments that calls over a group do not take."""
+    if in_force.recipe is not None:
+        yield "a recipe of 8 bits is in force, which calls over a group do not serve"
     for name in sorted({*given} - {*SERVED}):
         yield f"{name} is not served over a group; these are: {', '.join(SERVED)}"
     layout = given.get("layout", "bshd")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from attngen import SpecError, parallel
+from attngen import SpecError, fp8, parallel
 from attngen.call.context_order import Order
 from attngen.frontends.pytorch import context_calls
 from tests.support.parallel_kit import Case, errors_of
@@ -73,6 +73,11 @@ def operands(heads: int = 4, heads_kv: int = 2) -> tuple[torch.Tensor, ...]:
 def test_what_no_part_has_is_refused(given: dict[str, Any], reason: str) -> None:
     with pytest.raises(SpecError, match=reason):
         context_calls.asked_of(*operands(), given, 2)
+
+
+def test_recipes_of_8_bits_are_refused() -> None:
+    with fp8.autocast(), pytest.raises(SpecError, match="a recipe of 8 bits is in force"):
+        context_calls.asked_of(*operands(), {}, 2)
 
 
 def test_orders_and_strategies_are_refused_by_name() -> None:
