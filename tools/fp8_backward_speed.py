@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from attngen.bench.timing import Call, time_interleaved  # noqa: E402
 from attngen.call.numbers import Arguments  # noqa: E402
 from attngen.call.table import OPTIONAL  # noqa: E402
 from tools.cudnn_graph import CudnnGraph, find_cudnn  # noqa: E402
-from tools.reports import timing_options, write_report  # noqa: E402
+from tools.reports import timing_options, write_rows  # noqa: E402
 
 SCHEMA = 1
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
@@ -182,9 +182,8 @@ def calls_of(case: Case, cudnn: Any) -> tuple[dict[str, Call], dict[str, str], d
     return calls, missing, errors
 
 
-def measure(options: argparse.Namespace, cudnn: Any) -> list[dict[str, Any]]:
+def measure(options: argparse.Namespace, cudnn: Any) -> Iterator[dict[str, Any]]:
     """A row a case."""
-    rows = []
     for case in (
         Case(batch, tokens, d, mask)
         for d in options.head_dims
@@ -207,11 +206,10 @@ def measure(options: argparse.Namespace, cudnn: Any) -> list[dict[str, Any]]:
             row["deterministic"] = round(ms["attngen"] / ms["attngen-det"], 3)
         if "attngen dropout" in ms:
             row["dropout_to_bf16"] = round(ms["attngen bf16 dropout"] / ms["attngen dropout"], 3)
-        rows.append(row)
         figures = "  ".join(f"{name} {x:.0f}" for name, x in row["tflops"].items())
         ratios = f"x cudnn {row.get('to_cudnn', '-')}  x bf16 {row.get('to_bf16', '-')}"
         print(f"{case.name:26s} {figures}  {ratios}  {errors} {missing}", flush=True)
-    return rows
+        yield row
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -220,17 +218,16 @@ def main(arguments: list[str] | None = None) -> int:
     absent: dict[str, str] = {}
     cudnn = find_cudnn(lambda cudnn: cudnn, versions, absent)
     rows = measure(options, cudnn)
-    if options.output:
-        write_report(
-            options.output,
-            SCHEMA,
-            versions=versions,
-            absent=absent,
-            rounds=options.rounds,
-            settle_ms=options.settle_ms,
-            budget_ms=options.budget_ms,
-            rows=rows,
-        )
+    write_rows(
+        options.output,
+        SCHEMA,
+        rows,
+        versions=versions,
+        absent=absent,
+        rounds=options.rounds,
+        settle_ms=options.settle_ms,
+        budget_ms=options.budget_ms,
+    )
     return 0
 
 

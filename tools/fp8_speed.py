@@ -11,7 +11,7 @@ docs/results/README.md says what the fields mean.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from attngen.bench.timing import time_interleaved  # noqa: E402
 from tools import fp8_accuracy  # noqa: E402
 from tools.cudnn_graph import find_cudnn  # noqa: E402
 from tools.fp8_accuracy import E4M3, LARGEST, Call, Case  # noqa: E402
-from tools.reports import timing_options, write_report  # noqa: E402
+from tools.reports import timing_options, write_rows  # noqa: E402
 
 SCHEMA = 1
 DROPOUT = 0.1
@@ -82,9 +82,8 @@ def calls_of(batch: int, case: Case, cudnn: Any) -> tuple[dict[str, Timed], dict
 
 def measure(
     head_dims: list[int], rounds: int, settle_ms: float, budget_ms: float, cudnn: Any
-) -> list[Any]:
+) -> Iterator[dict[str, Any]]:
     """A row a case."""
-    rows = []
     for batch, case in cases(head_dims):
         calls, missing = calls_of(batch, case, cudnn)
         ms = time_interleaved(calls, rounds, budget_ms, settle_ms=settle_ms)
@@ -99,11 +98,10 @@ def measure(
         if "cudnn" in ms:
             row["to_cudnn"] = round(ms["cudnn"] / ms["attngen"], 3)
             row["e4m3_to_cudnn"] = round(ms["cudnn"] / ms["attngen to e4m3"], 3)
-        rows.append({**row, "missing": missing})
         figures = "  ".join(f"{name} {x:.0f}" for name, x in row["tflops"].items())
         ratios = f"x cudnn {row.get('to_cudnn', '-')}  x bf16 {row['to_bf16']}"
         print(f"{row['case']:28s} {figures}  {ratios}", flush=True)
-    return rows
+        yield {**row, "missing": missing}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -112,17 +110,16 @@ def main(arguments: list[str] | None = None) -> int:
     absent: dict[str, str] = {}
     builder = find_cudnn(fp8_accuracy.cudnn_builder, versions, absent)
     rows = measure(options.head_dims, options.rounds, options.settle_ms, options.budget_ms, builder)
-    if options.output:
-        write_report(
-            options.output,
-            SCHEMA,
-            versions=versions,
-            absent=absent,
-            rounds=options.rounds,
-            settle_ms=options.settle_ms,
-            budget_ms=options.budget_ms,
-            rows=rows,
-        )
+    write_rows(
+        options.output,
+        SCHEMA,
+        rows,
+        versions=versions,
+        absent=absent,
+        rounds=options.rounds,
+        settle_ms=options.settle_ms,
+        budget_ms=options.budget_ms,
+    )
     return 0
 
 

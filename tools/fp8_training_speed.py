@@ -10,8 +10,9 @@ Interleaved rounds, medians. docs/results/README.md says what the fields mean.
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from attngen.bench.timing import Call, time_interleaved  # noqa: E402
 from attngen.call.recipe import CastRule  # noqa: E402
 from attngen.frontends.pytorch.narrow import narrowed  # noqa: E402
 from tools.fp8_backward_speed import HEADS, SHAPES, Case  # noqa: E402
-from tools.reports import timing_options, write_report  # noqa: E402
+from tools.reports import timing_options, write_rows  # noqa: E402
 
 SCHEMA = 1
 HISTORY = 16
@@ -130,9 +131,8 @@ def row_of(case: Case, ms: dict[str, float]) -> dict[str, Any]:
     }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = timing_options(__doc__ or "", HEADS, arguments)
-    rows = []
+def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row a case."""
     for d in options.head_dims:
         for batch, tokens in SHAPES:
             for mask in ("none", "causal"):
@@ -141,12 +141,16 @@ def main(arguments: list[str] | None = None) -> int:
                 calls |= {f"{GRAPH}{name}": captured(call) for name, call in calls.items()}
                 timing = options.rounds, options.budget_ms
                 row = row_of(case, time_interleaved(calls, *timing, settle_ms=options.settle_ms))
-                rows.append(row)
                 figures = "  ".join(f"{name} {x:.2f} ms" for name, x in row["ms"].items())
                 print(f"{case.name:26s} {figures}  x bf16 {row['to_bf16']}", flush=True)
-    if options.output:
-        named = {"rounds": options.rounds, "settle_ms": options.settle_ms}
-        write_report(options.output, SCHEMA, **named, budget_ms=options.budget_ms, rows=rows)
+                yield row
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = timing_options(__doc__ or "", HEADS, arguments)
+    names = ("rounds", "settle_ms", "budget_ms")
+    named = {name: getattr(options, name) for name in names}
+    write_rows(options.output, SCHEMA, measure(options), **named)
     return 0
 
 

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,16 +95,10 @@ def beside_a_thread(program: Callable[[Any], Any], x: Any, calls: int) -> float:
         thread.join()
 
 
-def measure(peers: bool) -> dict[str, float]:
-    """Times in this process, by what was called, how often, and beside what."""
+def measure(peers: bool) -> Iterator[tuple[str, float]]:
+    """Rows by what was called, how often, and beside what; microseconds, in this process."""
     import jax
     import jax.numpy as jnp
-
-    found: dict[str, float] = {}
-
-    def note(row: str, us: float) -> None:
-        found[row] = round(us, 2)
-        print(f"{row}: {us:.2f} µs", file=sys.stderr, flush=True)
 
     for name, attend in attentions().items():
         if name != "attngen" and not peers:
@@ -116,10 +110,9 @@ def measure(peers: bool) -> dict[str, float]:
             program(x).block_until_ready()
             print(f"{name}: first run {time.perf_counter() - start:.1f} s", file=sys.stderr)
             row = f"{name}, {calls}{' long' if shape is LONG else ''}"
-            note(row, time_of(program, x, calls))
+            yield row, time_of(program, x, calls)
             if calls == CALLS:
-                note(f"{row}, beside a thread", beside_a_thread(program, x, calls))
-    return found
+                yield f"{row}, beside a thread", beside_a_thread(program, x, calls)
 
 
 def main() -> None:
@@ -129,18 +122,10 @@ def main() -> None:
     parser.add_argument("--here", action="store_true", help="measure in this process")
     given = parser.parse_args()
     if given.here:
-        print(json.dumps(measure(given.peers)))
+        for row, us in measure(given.peers):
+            print(f"{row}: {us:.2f} µs", file=sys.stderr, flush=True)
+            print(json.dumps({row: round(us, 2)}), flush=True)
         return
-    found = {}
-    for setting, flags in SETTINGS.items():
-        print(f"{setting}:", file=sys.stderr, flush=True)
-        environment = {**os.environ, "XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        command = [sys.executable, __file__, "--here", *["--peers"] * given.peers]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
-        if done.returncode:
-            raise SystemExit(f"{setting}: ended with {done.returncode}")
-        *_, line = done.stdout.splitlines()
-        found[setting] = json.loads(line)
     from importlib.metadata import version
 
     from attngen.bench.machine import describe_machine
@@ -148,11 +133,30 @@ def main() -> None:
     machine = dataclasses.asdict(describe_machine())
     versions = {name: version(name) for name in ("jax", "jaxlib")}
     sizes = {"calls": CALLS, "programs": PROGRAMS}
-    text = json.dumps({**machine, **versions, **sizes, "us": found}, indent=1)
+    found: dict[str, dict[str, float]] = {}
+    for setting, flags in SETTINGS.items():
+        print(f"{setting}:", file=sys.stderr, flush=True)
+        for figures in rows_of(flags, given.peers):
+            found.setdefault(setting, {}).update(figures)
+            text = json.dumps({**machine, **versions, **sizes, "us": found}, indent=1)
+            if given.output is not None:  # with each row: a run that is ended keeps them
+                given.output.write_text(f"{text}\n")
     if given.output is None:
         print(text)
-    else:
-        given.output.write_text(f"{text}\n")
+
+
+def rows_of(flags: str, peers: bool) -> Iterator[dict[str, float]]:
+    """Rows of a process with these flags of XLA, as it measures them.
+
+    Raises: SystemExit where it fails.
+    """
+    environment = {**os.environ, "XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    command = [sys.executable, __file__, "--here", *["--peers"] * peers]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        yield from (json.loads(line) for line in process.stdout if line.startswith("{"))
+    if process.returncode:
+        raise SystemExit(f"XLA_FLAGS={flags!r}: ended with {process.returncode}")
 
 
 if __name__ == "__main__":

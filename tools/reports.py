@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,28 @@ from attngen.bench.machine import describe_machine
 from attngen.io.values import to_data
 
 
+@cache
+def _machine() -> Any:
+    return to_data(describe_machine())
+
+
 def write_report(path: Path, schema: int, **fields: Any) -> None:
     """Fields of a run on this machine, today, UTC."""
     date = datetime.now(timezone.utc).date().isoformat()
-    report = {"schema": schema, "date": date, "machine": to_data(describe_machine()), **fields}
+    report = {"schema": schema, "date": date, "machine": _machine(), **fields}
     path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def write_rows(
+    path: Path | None, schema: int, rows: Iterable[dict[str, Any]], **fields: Any
+) -> None:
+    """Measure rows one after another, and write the report anew with each: a run that is ended
+    before its last leaves those before it. path: None to measure alone."""
+    found: list[dict[str, Any]] = []
+    for row in rows:
+        found.append(row)
+        if path is not None:
+            write_report(path, schema, **fields, rows=found)
 
 
 def timing_options(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
@@ -30,7 +30,7 @@ import attngen  # noqa: E402
 from attngen.bench.peers import Absent, describe, load_fa3_operators  # noqa: E402
 from attngen.bench.timing import Call, time_interleaved  # noqa: E402
 from attngen.reference.core import default_alibi_slopes  # noqa: E402
-from tools.reports import write_report  # noqa: E402
+from tools.reports import write_rows  # noqa: E402
 from tools.variant_speed import (  # noqa: E402
     BATCH,
     HEAD_DIM,
@@ -313,9 +313,8 @@ def reason_of(error: Exception) -> str:
     return str(error) if isinstance(error, Absent) else describe(error)
 
 
-def measure(makers: dict[str, Maker], options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(makers: dict[str, Maker], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One row a variant and direction."""
-    rows = []
     for variant in options.variants:
         x = operands_of(VARIANTS[variant])
         made = {"attngen": ours(variant, x)}
@@ -340,9 +339,9 @@ def measure(makers: dict[str, Maker], options: argparse.Namespace) -> list[dict[
                 except Exception as error:
                     require_device(f"{name} in {variant}, {direction}")
                     lacking[name] = reason_of(error)
-            rows.append(row_of(direction, variant, calls, lacking, options))
-            print(line_of(rows[-1]), flush=True)
-    return rows
+            row = row_of(direction, variant, calls, lacking, options)
+            print(line_of(row), flush=True)
+            yield row
 
 
 def row_of(
@@ -386,19 +385,17 @@ def main() -> int:
     )
     options = parser.parse_args()
     sources, makers, absent = load_makers(options.peers)
-    rows = measure(makers, options)
-    if options.output:
-        write_report(
-            options.output,
-            SCHEMA,
-            case=f"b{BATCH} s{LENGTH} h{HEADS} d{HEAD_DIM} causal bf16",
-            rounds=options.rounds,
-            settle_ms=options.settle_ms,
-            budget_ms=options.budget_ms,
-            peers=sources,
-            absent=absent,
-            rows=rows,
-        )
+    write_rows(
+        options.output,
+        SCHEMA,
+        measure(makers, options),
+        case=f"b{BATCH} s{LENGTH} h{HEADS} d{HEAD_DIM} causal bf16",
+        rounds=options.rounds,
+        settle_ms=options.settle_ms,
+        budget_ms=options.budget_ms,
+        peers=sources,
+        absent=absent,
+    )
     return 0
 
 

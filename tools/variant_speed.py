@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from attngen.fragments import features  # noqa: E402
 from attngen.kernels.base import TiledPlan  # noqa: E402
 from attngen.kernels.plan import plans  # noqa: E402
 from attngen.spec import resolve  # noqa: E402
-from tools.reports import write_report  # noqa: E402
+from tools.reports import write_rows  # noqa: E402
 
 SCHEMA = 1
 BATCH, LENGTH, HEADS, HEAD_DIM = 4, 4096, 16, 128
@@ -145,7 +146,7 @@ def captured(call: Call, stream: torch.cuda.Stream) -> Call:
     return graph.replay
 
 
-def measure(rounds: int, settle_ms: float, budget_ms: float) -> list[dict[str, Any]]:
+def measure(rounds: int, settle_ms: float, budget_ms: float) -> Iterator[dict[str, Any]]:
     """One row a variant and direction."""
     made = {name: problems(arguments) for name, arguments in VARIANTS.items()}
     wanted = {problem for pair in made.values() for problem in pair}
@@ -158,7 +159,6 @@ def measure(rounds: int, settle_ms: float, budget_ms: float) -> list[dict[str, A
             for call in pair:
                 call()  # kernels are loaded
     stream.synchronize()
-    rows = []
     for index, direction in enumerate(("fwd", "bwd")):
         graphs = {name: captured(pair[index], stream) for name, pair in calls.items()}
         taken = time_interleaved(graphs, rounds, budget_ms, settle_ms=settle_ms)
@@ -168,18 +168,18 @@ def measure(rounds: int, settle_ms: float, budget_ms: float) -> list[dict[str, A
             made_plans = plans(made[name][index], "sm_90a")
             tile = next(each.tile for each in made_plans if isinstance(each, TiledPlan))
             share = visited_share(arguments, tile.m, tile.n)
-            rows.append(
-                {
-                    "direction": direction,
-                    "variant": name,
-                    "ms": round(ms[name], 4),
-                    "tflops": round(flops / ms[name] / 1e9, 1),
-                    "visited": round(share, 4),
-                    "ratio": round(ms["plain"] * share / ms[name], 3),
-                    "tile": dataclasses.asdict(tile),
-                }
-            )
-    return rows
+            row = {
+                "direction": direction,
+                "variant": name,
+                "ms": round(ms[name], 4),
+                "tflops": round(flops / ms[name] / 1e9, 1),
+                "visited": round(share, 4),
+                "ratio": round(ms["plain"] * share / ms[name], 3),
+                "tile": dataclasses.asdict(tile),
+            }
+            print(f"{direction} {name:<20} {row['ms']:8.4f} ms {row['tflops']:7.1f} TFLOP/s  "
+                  f"ratio {row['ratio']:.3f}", flush=True)  # fmt: skip
+            yield row
 
 
 def main() -> int:
@@ -189,20 +189,15 @@ def main() -> int:
     parser.add_argument("--settle-ms", type=float, default=100)
     parser.add_argument("--budget-ms", type=float, default=60)
     options = parser.parse_args()
-    rows = measure(options.rounds, options.settle_ms, options.budget_ms)
-    for row in rows:
-        print(f"{row['direction']} {row['variant']:<20} {row['ms']:8.4f} ms {row['tflops']:7.1f} "
-              f"TFLOP/s  ratio {row['ratio']:.3f}")  # fmt: skip
-    if options.output:
-        write_report(
-            options.output,
-            SCHEMA,
-            case=f"b{BATCH} s{LENGTH} h{HEADS} d{HEAD_DIM} causal bf16",
-            rounds=options.rounds,
-            settle_ms=options.settle_ms,
-            budget_ms=options.budget_ms,
-            rows=rows,
-        )
+    write_rows(
+        options.output,
+        SCHEMA,
+        measure(options.rounds, options.settle_ms, options.budget_ms),
+        case=f"b{BATCH} s{LENGTH} h{HEADS} d{HEAD_DIM} causal bf16",
+        rounds=options.rounds,
+        settle_ms=options.settle_ms,
+        budget_ms=options.budget_ms,
+    )
     return 0
 
 

@@ -158,7 +158,10 @@ def main() -> None:
     parser.add_argument("--budget-ms", type=float, default=20)
     parser.add_argument("--only", default="")
     arguments = parser.parse_args()
-    rows = []
+    date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    rows: list[dict[str, Any]] = []
+    report = {"date": date, "machine": to_data(describe_machine()), "heads": HEADS,
+              "head_dim": 128, "rounds": arguments.rounds, "rows": rows}  # fmt: skip
     for name, calls, flops in groups(128):
         if arguments.only not in name:
             continue
@@ -171,11 +174,8 @@ def main() -> None:
             rows.append({"case": name, "direction": direction, "tflops": speeds,
                          "milliseconds": {n: round(t, 4) for n, t in times.items()}})  # fmt: skip
             print(f"{name:18} {direction} " + " ".join(f"{n} {x}" for n, x in speeds.items()))
-    if arguments.output:
-        date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-        report = {"date": date, "machine": to_data(describe_machine()), "heads": HEADS,
-                  "head_dim": 128, "rounds": arguments.rounds, "rows": rows}  # fmt: skip
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+            if arguments.output:  # with each row: a run that is ended keeps them
+                arguments.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
