@@ -36,7 +36,13 @@ demo: $(VENV)/.run
 	$(PY) -m attngen bundle build $(SPEC) -o build/demo.attn
 	ATTNGEN_DISABLE_JIT=1 PYTHONWARNINGS='ignore:Failed to initialize NumPy' $(PY) examples/demo.py $(SPEC) build/demo.attn
 
-TESTS := -n 2 --timeout 300 tests/unit
+# Tests start hundreds of processes, each of which would compile attngen's modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
+# A worker keeps to tests that follow each other, which share kernels, and takes of the other's rest.
+TESTS := -n 2 --dist worksteal --timeout 300 tests/unit
+# Threads of torch in each would wait for each other's core.
+test test-all: export OMP_NUM_THREADS := 1
 test: $(VENV)/.dev
 	$(PY) -m pytest --quick $(TESTS)
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import tempfile
 from collections import Counter
+from functools import lru_cache
 from importlib.metadata import files as files_of
 from pathlib import Path
 
@@ -111,6 +112,7 @@ def read_usage(cubin: bytes) -> dict[str, int]:
     return {name: int(n) for name, n in _FIGURE.findall(_run("cuobjdump", cubin, "-res-usage"))}
 
 
+@lru_cache(maxsize=4)  # tests ask one cubin several things
 def _run(tool: str, cubin: bytes, option: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"

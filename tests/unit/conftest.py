@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from attngen.compiler import compile as compiler
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
 from attngen.io import files
@@ -23,6 +24,7 @@ from attngen.kernels.wgmma.forward.plan import Plan
 from attngen.reference import visible
 from attngen.reference.fragments import positions, seen_by
 from attngen.spec.problem import Direction, Problem
+from tests.support.compiled_once import remember
 
 ARCH = "sm_90a"
 UNBOUNDED = 1 << 30
@@ -130,6 +132,14 @@ extern "C" void first_visited_of(const int* lengths, int left, int right, int n,
   with_block(block, [&](auto size) { first_visited<size()>(p, n, blocks, out); });
 }
 """
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once() -> Iterator[None]:
+    """Builds of a process compile each source once; `run_nvrtc`, imported by name, always does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "run_nvrtc", remember(compiler.run_nvrtc))
+        yield
 
 
 @pytest.fixture

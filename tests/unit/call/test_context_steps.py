@@ -64,6 +64,7 @@ def lengths_of(n: int) -> list[Length]:
     return [Length.of(3 * n), Length(n, 4 * n, n - 1, 4 * n - 2), Length(2 * n, n, n - 1, n)]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("by_position", [False, True])
 @pytest.mark.parametrize("name", ["dual_chunk", "contiguous"])
 @pytest.mark.parametrize("ranks", range(1, 9))

@@ -70,6 +70,7 @@ def assert_safe(text: str, *, forged: bool = True) -> None:
         assert not [line for line in text.splitlines() if line.startswith("Error: forged")]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "command",
     [

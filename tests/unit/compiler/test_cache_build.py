@@ -149,7 +149,7 @@ print(json.dumps([[each.from_cache for each in found] for found in built]))
 """
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [None, "~/cache"])
 def test_build_without_a_home_stores_nothing_and_says_so_once(
     own: str | None, tmp_path: Path

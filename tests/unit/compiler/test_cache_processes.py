@@ -108,7 +108,7 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("keys", [KEYS[:1], KEYS])
 def test_32_processes_on_a_cold_cache_compile_each_key_once(keys: str, tmp_path: Path) -> None:

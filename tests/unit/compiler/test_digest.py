@@ -64,13 +64,18 @@ def key_in(checkout: Path, **environment: str) -> tuple[str, dict[str, Any]]:
     return found, json.loads(material)
 
 
+def copy_checkout(folder: Path) -> Path:
+    """A copy of the package and its templates in a folder."""
+    ignore = shutil.ignore_patterns("__pycache__")
+    for name in ("attngen", "templates"):
+        shutil.copytree(ROOT / name, folder / "else where" / name, ignore=ignore)
+    return folder / "else where"
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A copy of the package and its templates somewhere else."""
-    ignore = shutil.ignore_patterns("__pycache__")
-    for name in ("attngen", "templates"):
-        shutil.copytree(ROOT / name, tmp_path / "else where" / name, ignore=ignore)
-    return tmp_path / "else where"
+    return copy_checkout(tmp_path)
 
 
 def flip_byte(path: Path) -> None:
@@ -130,6 +135,7 @@ EDITS: dict[str, tuple[str, Callable[[Path], object]]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("edit", EDITS)
 def test_key_edited_checkout_differs_in_what_was_edited(edit: str, checkout: Path) -> None:
     before, expected = key_in(checkout)
@@ -267,15 +273,41 @@ def test_generator_holds_every_module_that_shapes_a_kernel() -> None:
     assert modules - CHOOSES <= {*digest.GENERATOR}, "a kernel may come of it"
 
 
-@pytest.mark.sampled(4)
+# Each module in turn has a comment more, and the digests are those of a process that begins then.
+EDIT_EACH = """
+import importlib, json, sys
+from pathlib import Path
+from attngen.compiler import digest
+found = []
+for path in map(Path, sys.argv[1:]):
+    was = path.read_bytes()
+    path.write_bytes(was + b"# edited\\n")
+    found.append(importlib.reload(digest).source_digests())
+    path.write_bytes(was)
+print(json.dumps([importlib.reload(digest).source_digests(), *found]))
+"""
+
+
+@pytest.fixture(scope="module")
+def edited_digests(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Any]]:
+    """Digests of a copy of the checkout, and by module these with a comment more in it."""
+    copy = copy_checkout(tmp_path_factory.mktemp("edited"))
+    paths = [copy / path_of(name).relative_to(ROOT) for name in digest.GENERATOR]
+    untouched, *found = run_in(copy, EDIT_EACH, *paths)
+    return untouched, dict(zip(digest.GENERATOR, found, strict=True))
+
+
 @pytest.mark.parametrize("name", digest.GENERATOR)
-def test_key_any_module_that_generates_edited_differs(name: str, checkout: Path) -> None:
+def test_key_any_module_that_generates_edited_differs(
+    name: str, edited_digests: tuple[Any, dict[str, Any]]
+) -> None:
     """By a comment in it, which shapes nothing: bytes count."""
-    path = checkout / path_of(name).relative_to(ROOT)
-    before = digests_in(checkout)
-    path.write_bytes(path.read_bytes() + b"# edited\n")
-    after = digests_in(checkout)
+    before, edited = edited_digests
+    assert before == digest.source_digests()
+    after = edited[name]
     assert {key for key in before if before[key] != after[key]} == {"generator"}
+    others = (each["generator"] for other, each in edited.items() if other != name)
+    assert after["generator"] not in others
 
 
 PLAN_PROPERTIES = {
@@ -292,13 +324,15 @@ def test_key_what_a_plan_computes_of_itself_is_in_it(what: str, checkout: Path) 
     assert key_in(checkout)[0] != before
 
 
-def digests_in(checkout: Path, **environment: str) -> dict[str, str]:
-    code = (
-        "import json; from attngen.compiler.digest import source_digests as f;"
-        "print(json.dumps(f()))"
-    )
+DIGESTS = (
+    "import json; from attngen.compiler.digest import source_digests as f; print(json.dumps(f()))"
+)
+
+
+def run_in(checkout: Path, code: str, *arguments: object, **environment: str) -> Any:
+    """Run code in a process that has the package of a checkout; returns the JSON it prints."""
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *map(str, arguments)],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -307,8 +341,7 @@ def digests_in(checkout: Path, **environment: str) -> dict[str, str]:
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, str] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)
 
 
 # ---- installs without sources
@@ -336,7 +369,7 @@ def test_key_of_bytecode_is_one_wherever_and_whenever_it_was_compiled(
     for copy in (checkout, other, edited):
         drop_sources(copy / "attngen")
     found = [
-        digests_in(copy, PYTHONHASHSEED=seed)["generator"]
+        run_in(copy, DIGESTS, PYTHONHASHSEED=seed)["generator"]
         for copy, seed in ((checkout, "1"), (other, "2"), (edited, "1"))
     ]
     assert found[0] == found[1] != found[2]
@@ -377,11 +410,7 @@ def test_install_in_a_zip_has_the_keys_of_a_wheel_and_says_what_building_needs(
     """Its wheel says what its templates and headers are; NVRTC cannot read them there."""
     facts = {"features": features.scan(), **digest.to_data(digest.read_shipped())}
     (checkout / "attngen" / "shipped.json").write_text(digest.to_json(facts))
-    code = (
-        "import json; from attngen.compiler.digest import source_digests as f;"
-        "print(json.dumps(f()))"
-    )
-    done = run_from_zip(checkout, tmp_path, code)
+    done = run_from_zip(checkout, tmp_path, DIGESTS)
     assert json.loads(done.stdout) == digest.source_digests(), done.stderr
     code = "import attngen; attngen.build(attngen.AttentionSpec(head_dim=16))"
     done = run_from_zip(checkout, tmp_path, code)

@@ -214,6 +214,7 @@ def test_dropout_numbers_scale_is_the_reference_s_and_finite(p: float) -> None:
     assert numbers["keep_scale"] * numbers["keep_share"] == pytest.approx(1, rel=1e-15)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("n", WIDTHS)

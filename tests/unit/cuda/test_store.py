@@ -76,6 +76,7 @@ def library(compile_cpp: Callable[..., Path]) -> ctypes.CDLL:
     return ctypes.CDLL(str(compile_cpp(HARNESS + calls, "-Wno-unknown-pragmas", "-pthread")))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("rows", [0, 3, 8, 11, 16])
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_whole_rows_are_stored_where_they_belong_and_no_others(library, columns, rows):

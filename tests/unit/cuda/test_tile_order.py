@@ -294,6 +294,7 @@ def test_short_heads_alone_are_in_waves_unless_additions_have_an_order(
         assert (alone == grouped) == (not deterministic)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("blocks", (1, 2))
 @pytest.mark.parametrize("heads", (1, 2, 3, 4))
 @pytest.mark.parametrize("ctas", (24, 132))
@@ -314,7 +315,7 @@ def test_tiles_of_a_head_are_near_each_other_where_waves_hardly_differ_from_ctas
     assert farthest_apart(find(tiles_m, 8, 4, 132), 4 * [tiles_m], 132) < 8
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tiles_m", (32, 48, 64, 67, 80, 96, 100, 128, 160, 180, 192))
 def test_waves_load_blocks_a_few_times_whatever_the_length(tiles_m, find: Find) -> None:
     """60 blocks have room for eight heads; all descending they would be loaded 7 times or

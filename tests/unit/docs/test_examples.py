@@ -74,6 +74,7 @@ def test_generating_in_any_chunks_gives_the_same_tokens(generate):
     assert [len(text) for text in first] == [len(prompt) + 2 for prompt in prompts]
 
 
+@pytest.mark.slow
 def test_generating_a_wrong_token_fails(generate, monkeypatch):
     right = generate.generate
 

@@ -87,6 +87,7 @@ def test_score_derivative_is_that_of_its_value(code) -> None:
         assert code.apply(*given) == coolness * score and code.grad(*given) == coolness
 
 
+@pytest.mark.slow
 def test_both_are_named_in_a_spec_and_compile_in_both_directions() -> None:
     spec = AttentionSpec(
         head_dim=128,

@@ -378,6 +378,7 @@ def test_nested_tensors_pass_arguments_of_fragments_on() -> None:
         torch.testing.assert_close(found, one[0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mask", ["chunked", "causal+chunked", "prefix"])
 def test_kernels_of_attngens_own_masks_compile_without_spills(mask: str) -> None:
     spec = AttentionSpec(head_dim=128, mask=mask, layout="thd", directions=("fwd", "bwd"))

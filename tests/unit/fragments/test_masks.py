@@ -65,6 +65,7 @@ def test_mask_fragments_all_of_them_are_compared_with_a_definition() -> None:
     assert {name for masks in MASK_LISTS for name in masks} == set(features.scan()["mask"])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("masks", MASK_LISTS, ids=lambda masks: "+".join(masks) or "none")
 def test_row_range_small_lengths_is_the_definition(masks, mask_library, defined) -> None:
     library = mask_library(masks)
@@ -114,6 +115,7 @@ def test_mask_sides_without_declared_bounds_limit_nothing(name, mask_library) ->
     assert limited == {side: side in bounds for side in limited}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("masks", MASK_LISTS, ids=lambda masks: "+".join(masks) or "none")
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())

@@ -22,6 +22,7 @@ def run(code: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("public", "home"), FRONT_ENDS.items())
 def test_import_of_a_public_name_gives_the_module_of_its_home(public: str, home: str) -> None:
     code = (
@@ -49,6 +50,7 @@ def test_modules_that_are_none_are_missing() -> None:
         __import__("attngen.te.nothing")
 
 
+@pytest.mark.slow
 def test_a_second_import_of_the_package_finds_them_once() -> None:
     before = len(sys.meta_path)
     attngen._find_front_ends()

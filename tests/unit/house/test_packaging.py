@@ -91,6 +91,7 @@ def test_installed_wheel_finds_its_own_templates(installed: Path) -> None:
         assert Path(found).is_relative_to(installed)
 
 
+@pytest.mark.slow
 def test_installed_wheel_shares_its_cache_with_a_checkout(installed: Path, tmp_path: Path) -> None:
     command = ["-m", "attngen", "build", str(LLAMA)]
     environment = {"ATTNGEN_CACHE_DIR": str(tmp_path)}

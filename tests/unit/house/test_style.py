@@ -40,6 +40,13 @@ def trees() -> dict[str, ast.Module]:
     return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in paths}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forget_trees() -> Iterator[None]:
+    """Millions of nodes would slow the collector of garbage in tests of other files."""
+    yield
+    trees.cache_clear()
+
+
 def nodes(kinds: type | tuple[type, ...]) -> Iterator[tuple[str, ast.AST]]:
     """Path and node of each node of these kinds."""
     for path, tree in trees().items():

@@ -113,6 +113,7 @@ def _create(path: Path) -> None:
         file.write(b"new")
 
 
+@pytest.mark.slow
 def test_what_killed_writers_left_goes_with_the_next_write(tmp_path: Path) -> None:
     path, left = tmp_path / "x", 0
     other = tmp_path / f".y.{'0' * 32}"

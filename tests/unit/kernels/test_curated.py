@@ -14,12 +14,16 @@ from tests.support.sass import count_instructions
 from tools import sweep
 
 SPECS = sorted((ROOT / "examples" / "specs").glob("*.toml"))
+QUICK = "llama3-8b"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_curated_every_kernel_is_a_fast_one(tmp_path: Path) -> None:
-    jobs, refused = batch.jobs_of([spec for path in SPECS for spec in load_specs(path)], None)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(x, id=x.stem, marks=[pytest.mark.slow] * (x.stem != QUICK)) for x in SPECS],
+)
+def test_every_kernel_is_a_fast_one(path: Path, tmp_path: Path) -> None:
+    jobs, refused = batch.jobs_of(load_specs(path), None)
     assert jobs and not refused
     cache = Cache(tmp_path)
     for outcome in batch.run(jobs, cache):

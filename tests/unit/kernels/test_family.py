@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,11 +36,12 @@ def folder_of(family: Family) -> Path:
     return PACKAGE.joinpath(*type(family).__module__.split(".")[1:-1])
 
 
-def strings_in(path: Path) -> Iterator[str]:
+@cache
+def strings_in(path: Path) -> list[str]:
     """Every string of a module, docstrings among them."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
+    nodes = ast.walk(ast.parse(path.read_text()))
+    found = (node.value for node in nodes if isinstance(node, ast.Constant))
+    return [value for value in found if isinstance(value, str)]
 
 
 def test_a_family_is_every_folder_that_says_so() -> None:

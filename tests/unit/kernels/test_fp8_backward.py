@@ -88,6 +88,7 @@ def test_dq_is_shared_by_columns_of_whole_steps() -> None:
     assert image_bytes(problem) == 96 * 128
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("problem", list(drawn(10, seed=3)), ids=lambda x: x.label)
 def test_kernels_compile_without_spills(problem: Problem) -> None:
     assert sweep.check(problem) == []

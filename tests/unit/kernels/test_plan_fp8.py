@@ -45,6 +45,7 @@ def check(problem: Problem, plan: Plan) -> None:
     assert plan.operand_registers <= pipeline.consumer_registers - 24
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("out", ["bf16", "e4m3"])
 @pytest.mark.parametrize("masks", [(), ("causal",)])
 def test_candidates_every_head_dim_pair_has_plans_that_fit(masks, out, make_problem) -> None:

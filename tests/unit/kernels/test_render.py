@@ -156,6 +156,7 @@ def test_render_any_problem_leaves_no_tag_and_no_path(make_problem, render) -> N
         assert str(files.templates_dir()) not in text
 
 
+@pytest.mark.slow
 def test_entry_name_every_plan_of_every_problem_is_another_symbol(make_problem) -> None:
     masks = ((), ("causal",), ("window",), ("causal", "window"), ("window", "causal"))
     dims = (8, 64, 72, 128, 192, 256)

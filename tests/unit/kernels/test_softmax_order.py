@@ -88,7 +88,7 @@ def test_order_of_8_bits_beside_true_maxima_and_scores_is_eager(feature: str) ->
     assert not (order.lazy_rescale_log2 or order.parts)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_compiled_parts_begin_with_exponentials_whose_results_wait(head_dim: int) -> None:
     """A part is a run of instructions that nothing is moved into or out of."""
@@ -114,7 +114,7 @@ def test_orders_of_a_lazy_plan_have_every_share_ahead() -> None:
     assert not any(order.quarters_ahead for order in choices.orders(eager))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", ["none", "causal"])
 def test_compiled_exponentials_precede_the_wait_as_planned(mask: str) -> None:
     """In the last loop, that of blocks without a mask, between the waits for both products."""

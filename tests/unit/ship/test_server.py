@@ -173,6 +173,7 @@ def test_server_reference_needs_no_template(stripped: Path) -> None:
     assert serve(stripped, REFERENCE) == [1, 8, 2, 16]
 
 
+@pytest.mark.slow
 def test_server_lists_all_that_is_missing_with_the_command(
     stripped: Path, built: tuple[Path, Path], tmp_path: Path
 ) -> None:

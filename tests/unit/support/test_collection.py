@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -18,20 +19,23 @@ import pytest
 def test_sampled(n): pass
 @pytest.mark.parametrize("n", range(3))
 def test_every(n): pass
+@pytest.mark.parametrize("n", range(36))
+def test_many(n): pass
 @pytest.mark.slow
 def test_slow(): pass
 """
 EVERY = [f"test_every[{n}]" for n in range(3)]
+MANY = [f"test_many[{n}]" for n in range(36)]
 SAMPLED = [f"test_sampled[{n}]" for n in range(8)]
 
 
 @pytest.mark.parametrize(
     ("options", "kept"),
     [
-        ([], [*SAMPLED, *EVERY, "test_slow"]),
-        (["--quick"], ["test_sampled[2]", "test_sampled[6]", *EVERY]),
-        (["--each", "1"], ["test_sampled[4]", "test_every[1]", "test_slow"]),
-        (["--quick", "--each", "1"], ["test_sampled[6]", "test_every[1]"]),
+        ([], [*SAMPLED, *EVERY, *MANY, "test_slow"]),
+        (["--quick"], ["test_sampled[2]", "test_sampled[6]", *EVERY, *MANY[3::6]]),
+        (["--each", "1"], ["test_sampled[4]", "test_every[1]", "test_many[18]", "test_slow"]),
+        (["--quick", "--each", "1"], ["test_sampled[6]", "test_every[1]", "test_many[21]"]),
     ],
 )
 def test_options_keep_evenly_spread_sets(
@@ -40,6 +44,12 @@ def test_options_keep_evenly_spread_sets(
     shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
     (tmp_path / "test_some.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, *options],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
     found = [line for line in done.stdout.splitlines() if "::" in line]
     assert [line.partition("::")[2] for line in found] == kept, done.stdout + done.stderr

@@ -142,7 +142,7 @@ def agree(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     return bool(((found - wanted).abs() < 0.02).all())
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("timing", device.TIMINGS)
 def test_sound_kernel_is_right_at_any_time(timing, folder):
     with device.emulated(device.Emulator(folder, timing)):

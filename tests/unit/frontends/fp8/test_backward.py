@@ -155,6 +155,7 @@ def test_stored_tensors_have_the_backward_of_the_recipe_in_force():
         assert torch.equal(got, expected)
 
 
+@pytest.mark.slow
 def test_compiled_layer_learns_what_the_eager_one_does():
     tensors, found = operands(), []
     for compiled in (False, True):

@@ -241,6 +241,7 @@ def test_state_stays_float32_when_a_model_is_cast():
     assert layer.to("meta").scales.scale.device.type == "meta"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("context", [fp8.autocast, delayed])
 def test_compiled_layer_equals_the_eager_one(context):
     torch._dynamo.reset()
@@ -265,6 +266,7 @@ def test_context_inside_of_compiled_code_works():
     assert in_force.recipe is None
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("context", [fp8.autocast, delayed])
 @pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward after"])
 def test_checkpointed_layer_recomputes_with_the_scales_of_its_forward(context, inside):

@@ -39,6 +39,7 @@ CASES: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("strategy", "balanced", "options"), CASES.values(), ids=CASES)
 def test_causal_results_and_gradients_are_those_of_one_device(
     strategy: CPStrategy, balanced: bool, options: dict[str, Any]

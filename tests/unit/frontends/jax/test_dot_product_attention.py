@@ -46,6 +46,7 @@ def test_signature_is_that_of_jax() -> None:
         assert (own[name].kind, own[name].default) == (parameter.kind, parameter.default)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_results_and_gradients_are_those_of_jax(case: dict[str, Any]) -> None:
     bias = case.get("bias", jnp.zeros((1, 1, 1, S)))

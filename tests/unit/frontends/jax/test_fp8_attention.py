@@ -41,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
 LEARNED = ("q", "k", "v", "sink")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name, backward", [*((name, "fp8") for name in CASES), ("groups", "16"), ("tokens", "16")]
 )
@@ -94,6 +95,7 @@ def close(found: Any, wanted: torch.Tensor, limit: float) -> None:
     assert np.sqrt(((one - other) ** 2).mean()) <= limit * np.sqrt((other**2).mean())
 
 
+@pytest.mark.slow
 def test_elements_that_are_mapped_have_scales_of_their_own() -> None:
     x = jnp.asarray(random(2, 1, 16, 2, 16)).astype(jnp.bfloat16)
     x = x * jnp.asarray([1.0, 1000.0], jnp.bfloat16)[:, None, None, None, None]

@@ -104,6 +104,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_results_and_gradients_are_those_of_torch(case: dict[str, Any]) -> None:
     numbers = {**CARRIERS, **case}

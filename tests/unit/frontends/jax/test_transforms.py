@@ -85,6 +85,7 @@ MAPPED = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("function", "axes", "arrays"), MAPPED.values(), ids=MAPPED)
 def test_mapped_call_gives_what_calls_one_after_another_do(
     function: Any, axes: tuple[Any, ...], arrays: tuple[Any, ...]
@@ -119,6 +120,7 @@ def partitioner(request: pytest.FixtureRequest) -> Iterator[None]:
     jax.config.update("jax_use_shardy_partitioner", before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("partitioner", ["shardy", "gspmd"], indirect=True)
 def test_sequences_and_heads_stay_on_their_devices(partitioner: None) -> None:
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "heads"))
@@ -150,6 +152,7 @@ def test_sequences_and_heads_stay_on_their_devices(partitioner: None) -> None:
     close(jax.jit(jax.grad(local, argnums=range(5)))(*spread), gradients(*arrays))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 def test_one_head_of_keys_is_every_device_s_own(dropout_p: float) -> None:
     """Its gradients are sums over devices; dropout, whose bits belong to heads, gathers instead."""
@@ -187,6 +190,7 @@ def test_policy_saves_what_a_call_names() -> None:
     assert (forwards(None), forwards(saving)) == (2, 1)
 
 
+@pytest.mark.slow
 def test_layers_are_scanned_with_gradients() -> None:
     q = random(1, 8, 2, 8)
 

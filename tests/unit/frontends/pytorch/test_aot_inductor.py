@@ -57,7 +57,7 @@ def inputs(batch):
     return torch.randn(batch, 9, 32).bfloat16(), *scored, used
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiles C++")
 @pytest.mark.parametrize("path", ["kernels", "reference"])
 def test_package_gives_what_its_model_does_at_other_sizes(path, monkeypatch, tmp_path):

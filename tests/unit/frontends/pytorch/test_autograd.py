@@ -59,6 +59,7 @@ def assert_same(found, expected):
         assert a.dtype == b.dtype and torch.equal(a, b)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("wanted", "parts"), SUBSETS, ids=str)
 def test_gradients_of_any_inputs_from_any_results_are_the_references(kernels, wanted, parts):
     tensors = operands(wanted)

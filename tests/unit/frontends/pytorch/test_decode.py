@@ -206,6 +206,7 @@ def test_values_are_checked_where_that_is_asked_for(on_reference, monkeypatch):
     assert len(on_reference) == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_paged_call_compiled_whole_equals_the_eager_one(on_reference, backend):
     torch._dynamo.reset()
@@ -316,6 +317,7 @@ def test_device_without_kernels_is_refused_with_what_it_is(device, which, monkey
     assert re.search(which, reason) and "sm_90a" in reason
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("traced", [False, True])
 def test_splits_that_no_kernel_makes_are_the_references_to_ignore(monkeypatch, traced, caplog):
     """A trace says so, too, rather than the run."""

@@ -109,6 +109,7 @@ def test_gradients_are_those_of_the_stored_numbers(variant, recipe):
         assert torch.equal(got, each.to(got.dtype)) and got.any()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("variant", ["causal", "dropout", "sink", "bias", "lengths", "one_tensor"])
 def test_compiled_call_equals_the_eager_one(variant, recipe):
     shapes, arguments = VARIANTS[variant]
@@ -119,6 +120,7 @@ def test_compiled_call_equals_the_eager_one(variant, recipe):
         assert torch.equal(got, each)
 
 
+@pytest.mark.slow
 def test_compiled_call_follows_the_recipe_in_force(recipe, monkeypatch):
     torch._dynamo.reset()
     compiled = torch.compile(attngen.attention, fullgraph=True, backend="aot_eager")
@@ -357,6 +359,7 @@ def test_widened_operands_are_what_the_stored_ones_stand_for(layout):
     assert torch.equal(lse, reference.attention(*wide, layout=layout)[1].lse)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", [GradientForm(), GradientForm("float8_e5m2")], ids=["16", "8"])
 def test_forward_operation_passes_opcheck(form):
     q, k, v = (x.detach().to(E4M3) for x in leaves(*DENSE))

@@ -144,6 +144,7 @@ def test_call_without_a_kernel_is_refused(on_reference, change):
     assert out.dtype == torch.bfloat16 and not on_reference
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_call_compiled_whole_equals_the_eager_one(on_reference, backend):
     torch._dynamo.reset()

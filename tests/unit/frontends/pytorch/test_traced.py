@@ -86,7 +86,7 @@ def dimensions(beside):
     return {0: dims["b"], 1: dims["s"]}, {0: dims["b"], 1: dims["t"]}, named
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strict", [False, True], ids=["not strict", "strict"])
 @pytest.mark.parametrize("name", BESIDE)
 def test_exported_call_is_one_operation_that_runs_at_other_sizes(served, name, strict):
@@ -110,6 +110,7 @@ def packed(tokens, *ends):
     return x, x, dict.fromkeys(names, lengths)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strict", [False, True], ids=["not strict", "strict"])
 def test_exported_call_of_packed_tokens_takes_other_numbers_of_them(served, strict):
     layer = Layer(layout="thd", mask="padding_causal")
@@ -124,7 +125,7 @@ def test_exported_call_of_packed_tokens_takes_other_numbers_of_them(served, stri
         torch.testing.assert_close(program(*given), layer(*given))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["nothing", "attn_mask", "lengths"])
 def test_compiled_call_serves_many_sizes_with_one_graph(served, name):
     make, _, arguments = BESIDE[name]
@@ -181,7 +182,7 @@ KEPT = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["compile", "export", "export strictly"])
 @pytest.mark.parametrize("name", KEPT)
 def test_sizes_that_depend_on_data_are_traced_whole(served, name, way):
@@ -203,7 +204,7 @@ def test_size_that_turns_out_wrong_is_refused_by_the_run(served):
         traced(q, k, keep, ~keep, named)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", BESIDE)
 def test_compiled_step_has_the_gradients_of_an_eager_one(served, name, dynamic):

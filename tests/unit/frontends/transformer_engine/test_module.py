@@ -43,7 +43,6 @@ def cases() -> list[Case]:
     return [of_module(case) for case in found]
 
 
-@pytest.mark.sampled(12)
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_output_and_gradients(case: Case) -> None:
     """In float64, which the definition computes."""

@@ -33,7 +33,7 @@ def results(module: Any, case: Case, **more: Any) -> list[Tensor]:
     return [out, *(x.grad for x in qkv if x.grad is not None)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "case",
     [
@@ -53,6 +53,7 @@ def test_gradients(case: Case) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_numbers_of_modules_may_differ() -> None:
     """The second module's dropout is a symbol; both return what they do untraced."""
     for dropout in (0.0, 0.25):
@@ -70,7 +71,7 @@ def test_switches_are_read_when_a_call_is_traced(monkeypatch: pytest.MonkeyPatch
         traced(module_of(case))(*te_kit.operands(case, dtype=torch.bfloat16))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("paged", [False, True])
 def test_steps_of_a_cache(paged: bool) -> None:
     module = te.DotProductAttention(
