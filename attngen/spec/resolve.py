@@ -336,8 +336,8 @@ def too_wide(spec: AttentionSpec) -> str | None:
     if spec.dtype not in DTYPES_8BIT or (max(d, d_v) <= 128 and not d <= 64 < d_v):
         return None
     return (
-        f"head dims {d} and {d_v}: in 8 bits they go up to 128, with V's up to 64 where Q's are; "
-        "dK and dV of 64 keys are a warpgroup's registers"
+        f"head dims {d} and {d_v} have no backward in 8 bits: they go up to 128, with V's up to 64 "
+        "where Q's are; dK and dV of 64 keys are a warpgroup's registers"
     )
 
 
@@ -351,13 +351,11 @@ def _check_directions(spec: AttentionSpec) -> list[Violation]:
     if not spec.directions:
         return [Violation("directions", f"directions is empty; available: {available}", legal)]
     found = []
-    for direction in dict.fromkeys(spec.directions):
-        if direction in available:
-            continue
+    for direction in (x for x in dict.fromkeys(spec.directions) if x not in available):
         reason = f"direction {direction!r} has no kernels{whose if direction in DIRECTIONS else ''}"
         reason += f"; available: {available}{suggestion(direction, available)}"
         if direction == "bwd" and (wide := too_wide(spec)):
-            reason += f". {wide}"
+            reason = f"{wide}; available directions: {available}"
         found.append(Violation("directions", reason, legal))
     return found
 
