@@ -108,6 +108,7 @@ def test_elements_that_are_mapped_have_scales_of_their_own() -> None:
     assert all(jnp.array_equal(mapped[n], gradient(x[n])) for n in range(2))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backward", ["fp8", "16"])
 def test_keys_that_every_device_has_have_sums_of_gradients(backward: str) -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))

@@ -54,7 +54,7 @@ WAYS = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_module_imported_again_serves_its_operators(way):
     code = "\n".join([BEFORE, WAYS[way], "import attngen.frontends.pytorch.forward", AFTER])
