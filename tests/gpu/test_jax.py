@@ -252,7 +252,8 @@ def test_fp8_attention_has_the_gradients_of_its_definition(backward: str) -> Non
     found, wanted = gradients("cuda"), gradients("reference")
     for name, exact in wanted.items():
         one, other = (np.asarray(x.astype("float32")) for x in (found[name], exact))
-        assert np.sqrt(((one - other) ** 2).mean()) <= 0.03 * np.sqrt((other**2).mean()), name
+        limit = {"16": 0.03, "fp8": 0.06}[backward]  # dS in e5m2 has steps of an eighth and more
+        assert np.sqrt(((one - other) ** 2).mean()) <= limit * np.sqrt((other**2).mean()), name
 
 
 @pytest.mark.device

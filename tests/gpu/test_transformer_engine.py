@@ -250,14 +250,15 @@ def test_training_step_is_captured() -> None:
 
 @pytest.mark.device
 def test_captured_dropout_draws_from_the_tracker() -> None:
-    """Replays draw what as many eager calls would, and leave the generator as it was."""
+    """Replays draw what as many eager calls would, and leave the generator as it was. Leaves whose
+    gradients are captured have no other graph, which would be of another stream."""
     case = Case("bshd_bshd_bshd", "causal", shape=SHAPE, dropout=0.25)
     qkv = [on_device(x).requires_grad_() for x in te_kit.operands(case, dtype=torch.bfloat16)]
     tracker = te.CudaRNGStatesTracker()
     tracker.add("model-parallel-rng", 5)
     module = te_kit.module_of(case, get_rng_state_tracker=lambda: tracker)
     start = tracker.get_states()
-    eager = [module(*qkv) for _ in range(2)]
+    eager = [module(*(x.detach().requires_grad_() for x in qkv)) for _ in range(2)]
     te.make_graphed_callables(module, tuple(qkv))
     tracker.set_states(start)
     torch.cuda.manual_seed(3)
