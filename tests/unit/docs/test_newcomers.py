@@ -54,6 +54,7 @@ def test_python_of_a_page_is_run_by_a_test(path: Path) -> None:
     run |= {"adding-a-fragment.md"}  # by test_fragments.py
     run |= {"fp8-training.md"}  # by test_fp8_training.py
     run |= {"jax.md"}  # by tests/unit/frontends/jax/test_guide.py
+    run |= {"context-parallel.md"}  # by test_context_parallel.py
     assert path.name in run or not blocks_of(path)
 
 
