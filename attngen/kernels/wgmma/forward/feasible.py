@@ -55,6 +55,7 @@ OPERANDS_TAKEN = (
     ("bias three varlen", 4),
     ("bias three several", 16),
     ("bias gather plain", 16),
+    ("ends gather plain", 8),
     ("bias masks wide", 16),
     ("crowded lengths", 16),
     ("paged alibi masked", 4),
@@ -171,7 +172,7 @@ def operand_limit(problem: Problem, choice: Choice) -> int:
 def _features(problem: Problem, choice: Choice) -> frozenset[str]:
     """What takes registers beside 16-bit operands. Heavy: scores that are more than a multiply-add;
     copies: a producer that has more registers to copy rows or a bias itself; lengths: told on the
-    device, or a window's two ends; crowded: what finds no room for these."""
+    device, or a window's two ends; ends: both; crowded: what finds no room for these."""
     light = LIGHT_SCORES.issuperset(problem.scores)
     bits = problem.dropout or problem.attn_mask
     wide = problem.head_dim_v > 192
@@ -193,6 +194,7 @@ def _features(problem: Problem, choice: Choice) -> frozenset[str]:
         "widens": problem.widens,
         "varlen": problem.varlen,
         "lengths": (problem.varlen or "window" in problem.masks) and not choice.rolls,
+        "ends": problem.varlen and "window" in problem.masks,
         "crowded": bits
         or problem.scores == ("softcap",)
         or (problem.paged and not light)
