@@ -27,7 +27,7 @@ import attngen  # noqa: E402  # a checkout not installed, too
 from attngen import fp8  # noqa: E402
 from attngen.bench.timing import Call, time_interleaved  # noqa: E402
 from attngen.call.recipe import CastRule  # noqa: E402
-from attngen.frontends.pytorch.narrow import narrowed  # noqa: E402
+from attngen.frontends.pytorch.narrow import by_kernels  # noqa: E402
 from tools.fp8_backward_speed import HEADS, SHAPES, Case  # noqa: E402
 from tools.reports import timing_options, write_rows  # noqa: E402
 
@@ -66,7 +66,7 @@ def casts(tensors: list[Tensor]) -> None:
     """Cast the tensors of a step as a recipe does: q, k and v together, then the gradient."""
     *qkv, d_o = tensors
     for given, dtype in ((qkv, "float8_e4m3fn"), ([d_o], "float8_e5m2")):
-        made = narrowed(given, [None] * len(given), CastRule(dtype))
+        made = by_kernels(given, [None] * len(given), CastRule(dtype))
         assert made is not None  # kernels serve these
 
 

@@ -64,7 +64,7 @@ class Narrowed(NamedTuple):
 
 
 class Narrow(Protocol):
-    """Casts tensors by kernels."""
+    """Casts tensors."""
 
     def __call__(
         self,
@@ -72,8 +72,8 @@ class Narrow(Protocol):
         used: Sequence[Tensor | None],
         rule: CastRule,
         known: Tensor | None = None,
-    ) -> Narrowed | None:
-        """The tensors in 8 bits, None where kernels do not serve them.
+    ) -> Narrowed:
+        """The tensors in 8 bits.
 
         used: where their numbers count, a broadcast of each, None for everywhere; known: scales,
         float32 [n], of which those count that are above 0.
@@ -105,7 +105,7 @@ class Recipe(Protocol):
         """q, k and v, packed as a call has them, in FP8; never waits for the device.
 
         rows: which rows of each belong to a sequence, a broadcast of it, None for all. What others
-        hold must change nothing. narrowed: casts tensors by kernels.
+        hold must change nothing. narrowed: casts tensors.
 
         Raises: SpecError where the recipe cannot serve the call.
         """

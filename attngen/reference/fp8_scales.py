@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ..call.recipe import CastRule, Narrowed
 from .fp8 import quantise
 
 
@@ -55,3 +57,25 @@ def current_scale(
     amax = amax.clamp_min(epsilon) if epsilon else amax
     found = scale_of(amax, dtype, 1.0, margin)
     return power_of_two_below(found) if power_of_two else found
+
+
+def narrowed(
+    tensors: Sequence[Tensor],
+    used: Sequence[Tensor | None],
+    rule: CastRule,
+    known: Tensor | None = None,
+) -> Narrowed:
+    """Tensors in 8 bits, of any floating dtype. Arguments as of `call.recipe.Narrow`."""
+    dtype = getattr(torch, rule.dtype)
+    amax = [largest(x, rows) for x, rows in zip(tensors, used, strict=True)]
+    scales = [current_scale(x, dtype, rule.margin, rule.power_of_two, rule.least) for x in amax]
+    if known is not None:
+        pairs = zip(known.split(1), scales, strict=True)
+        scales = [torch.where(scale > 0, scale, own) for scale, own in pairs]
+    pairs = zip(tensors, scales, strict=True)
+    return Narrowed(
+        stored=tuple([stored(x, dtype, scale, rule.power_of_two) for x, scale in pairs]),
+        amax=tuple(amax),
+        scale=tuple(scales),
+        descale=tuple([scale.reciprocal() for scale in scales]),
+    )

@@ -23,7 +23,7 @@ SHAPES = [(2, 40, 3, 32), (1, 1, 1, 16), (5, 200, 4, 64)]
 
 
 def compare(tensors, rows, rule, known=None):
-    found = narrow.narrowed(tensors, rows, rule, known)
+    found = narrow.by_kernels(tensors, rows, rule, known)
     assert found is not None
     dtype = getattr(torch, rule.dtype)
     for n, (x, used) in enumerate(zip(tensors, rows, strict=True)):
@@ -76,9 +76,9 @@ def test_axes_in_any_order_and_tensors_that_kernels_leave_alone():
     x = oracle.randn(2, 40, 3, 32).bfloat16()
     compare([x.transpose(1, 2)], [None], RULES["e4m3"])
     for other in (x[:, :, :2], x.double(), x[..., :20].contiguous()):
-        assert narrow.narrowed([other], [None], RULES["e4m3"]) is None
+        assert narrow.by_kernels([other], [None], RULES["e4m3"]) is None
     odd = torch.zeros(x.numel() + 4, dtype=x.dtype, device=x.device)[4:].view(x.shape)
-    assert (odd.data_ptr() % 16 != 0) == (narrow.narrowed([odd], [None], RULES["e4m3"]) is None)
+    assert (odd.data_ptr() % 16 != 0) == (narrow.by_kernels([odd], [None], RULES["e4m3"]) is None)
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
@@ -108,7 +108,7 @@ def test_recipes_store_what_they_store_without_kernels(recipe, monkeypatch):
 def test_tensor_of_more_than_2_31_numbers():
     x = torch.zeros(1 << 20, 1, 2064, dtype=torch.bfloat16, device=oracle.DEVICE)
     x[-1, 0, -1] = 7.0
-    found = narrow.narrowed([x], [None], RULES["e4m3"])
+    found = narrow.by_kernels([x], [None], RULES["e4m3"])
     assert found is not None and found.amax[0] == 7.0
     assert found.stored[0][-1, 0, -1].float() * found.descale[0] == 7.0
     assert not found.stored[0][:-1].view(torch.uint8).any()

@@ -36,11 +36,6 @@ class LayerScales(nn.Module):
                 zeros = torch.zeros(shape, dtype=torch.float32, device=device)
                 self.register_buffer(name, zeros)
 
-    def scales(self, recipe: DelayedScaling, amax: Tensor) -> Tensor:
-        """The scales of a call, [3]. amax: its magnitudes, taken where there is no history."""
-        first = recipe.scale(amax, recipe.fp8_format.forward)
-        return torch.where(self.scale > 0, self.scale, first)
-
     def note(self, amax: Tensor) -> None:
         """Have the history know the magnitudes of a call, [3]."""
         now = self.amax_history.select(0, 0)

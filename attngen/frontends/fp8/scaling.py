@@ -4,30 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...call.recipe import Narrow, Quantised, StoredGradients, in_force
+from ...call.recipe import Narrow, Narrowed, Quantised, StoredGradients, in_force
 from ...call.recipe import Recipe as InForce
 from ...call.table import CARRIERS
 from ...errors import SpecError
-from ...reference.fp8_scales import largest, stored
 from .layer_scales import LayerScales
 from .recipes import DelayedScaling, Float8CurrentScaling, Recipe
 
 DESCALES = tuple([f"descale_{name}" for name in CARRIERS])
 Scales = tuple[Tensor, ...]
-Masked = tuple[Tensor, "Tensor | None"]  # a tensor, and which of its rows are used
-
-
-class Casts(NamedTuple):
-    """Tensors in 8 bits, and the factors, each [1], that undo their scales."""
-
-    stored: Sequence[Tensor]
-    descales: Sequence[Tensor]
 
 
 @dataclass(eq=False)
@@ -62,23 +53,18 @@ class Active:
         narrowed: Narrow,
         notes: bool,
     ) -> Quantised:
-        """q, k and v of a call in a layer. narrowed: casts by kernels; notes: whether the layer's
+        """q, k and v of a call in a layer. narrowed: casts tensors; notes: whether the layer's
         history learns of it.
 
         Raises: SpecError where the recipe needs a layer, or one with another history.
         """
-        dtype = self.recipe.fp8_format.forward
-        masked = [(x, used) for x, used in zip(carriers, rows, strict=True) if x is not None]
-        found = self._by_kernels(layer, masked, narrowed, notes)
-        if found is None:
-            scales = self._scales(layer, masked, notes)
-            exact = self.recipe.cast_rule(dtype).power_of_two
-            pairs = zip(masked, scales, strict=True)
-            found = Casts(
-                [stored(x, dtype, scale, exact) for (x, _), scale in pairs],
-                [scale.reciprocal() for scale in scales],
-            )
-        made, descales = iter(found.stored), _of_each([*found.descales])
+        recipe = self.recipe
+        present = [(x, used) for x, used in zip(carriers, rows, strict=True) if x is not None]
+        tensors, used = zip(*present, strict=True)
+        rule = recipe.cast_rule(recipe.fp8_format.forward)
+        found = narrowed(tensors, used, rule, self._known(layer, len(tensors)))
+        self._learn(layer, found, notes)
+        made, descales = iter(found.stored), _of_each([*found.descale])
         return Quantised(
             tuple([None if x is None else next(made) for x in carriers]),
             dict(zip(DESCALES, descales, strict=True)),
@@ -101,67 +87,28 @@ class Active:
         amax = layer.gradient_history.select(0, 0)
         return stores._replace(scale=layer.gradient_scale, amax=amax)
 
-    def _by_kernels(
-        self, layer: LayerScales | None, masked: list[Masked], narrowed: Narrow, notes: bool
-    ) -> Casts | None:
-        """Casts of a call by kernels; None where these do not serve its tensors.
+    def _known(self, layer: LayerScales | None, tensors: int) -> Tensor | None:
+        """Scales of a call's tensors that are known before: of the call that is computed again, or
+        by a layer's histories; None where there are none.
 
         Raises: SpecError where the recipe needs a layer, or one with another history.
         """
-        recipe, tape = self.recipe, self.tape
-        replays = tape is not None and self.replayed is not None
-        known = None
-        if replays:
-            assert tape is not None and self.replayed is not None
-            known = torch.cat(tape[self.replayed])
-        elif isinstance(recipe, DelayedScaling):
-            known = _histories_of(recipe, layer).scale[: len(masked)]
-        tensors, rows = zip(*masked, strict=True)
-        found = narrowed(tensors, rows, recipe.cast_rule(recipe.fp8_format.forward), known)
-        if found is None:
-            return None
-        if replays:
-            self.replayed = (self.replayed or 0) + 1
-            return Casts(found.stored, found.descale)
-        if isinstance(recipe, DelayedScaling) and notes:
-            self._note(_histories_of(recipe, layer), found.amax)
-        if tape is not None:
-            tape.append(found.scale)
-        return Casts(found.stored, found.descale)
+        if self.tape is not None and self.replayed is not None:
+            return torch.cat(self.tape[self.replayed])
+        if isinstance(self.recipe, DelayedScaling):
+            return _histories_of(self.recipe, layer).scale[:tensors]
+        return None
 
-    def _note(self, layer: LayerScales, amax: Sequence[Tensor]) -> None:
-        """Have a layer's history know the magnitudes of a call's tensors, each [1]."""
-        layer.note(torch.cat(_of_each([*amax])))
-        self.used.append(layer)
-
-    def _scales(self, layer: LayerScales | None, present: list[Masked], notes: bool) -> Scales:
-        """The scales of a call's tensors, each [1]."""
-        recipe, tape = self.recipe, self.tape
-        if tape is not None and self.replayed is not None:
+    def _learn(self, layer: LayerScales | None, found: Narrowed, notes: bool) -> None:
+        """Keep what the tensors of a call had: scales on the tape, magnitudes in histories."""
+        if self.replayed is not None:
             self.replayed += 1
-            return tape[self.replayed - 1]
-        if isinstance(recipe, DelayedScaling):
-            scales = self._delayed(recipe, layer, present, notes)
-        else:
-            dtype = recipe.fp8_format.forward
-            scales = tuple([recipe.scale(largest(x, rows), dtype) for x, rows in present])
-        if tape is not None:
-            tape.append(scales)
-        return scales
-
-    def _delayed(
-        self,
-        recipe: DelayedScaling,
-        layer: LayerScales | None,
-        present: list[Masked],
-        notes: bool,
-    ) -> Scales:
-        layer = _histories_of(recipe, layer)
-        own = [largest(x, rows) for x, rows in present]
-        scales = layer.scales(recipe, torch.cat(_of_each(own)))
-        if notes:
-            self._note(layer, own)
-        return tuple([scales[place : place + 1] for place in range(len(present))])
+            return
+        if isinstance(self.recipe, DelayedScaling) and layer is not None and notes:
+            layer.note(torch.cat(_of_each([*found.amax])))
+            self.used.append(layer)
+        if self.tape is not None:
+            self.tape.append(found.scale)
 
     def end_step(self) -> None:
         """Move the scales of the layers that were used, once each, by the maxima of the group."""

@@ -1,4 +1,4 @@
-"""Tensors of 16 bits in 8: the launches of a cast, for calls that nobody looks on at."""
+"""Tensors in 8 bits: by a cast's kernels, for calls that nobody looks on at, else as defined."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ...call.prepare_cast import UNITS, CastForm, PreparedCast, prepare_cast
 from ...call.recipe import CastRule, Narrowed
 from ...call.tensors import name_of
 from ...kernels.support.cast import TENSORS
+from ...reference import fp8_scales as definition
 from .descriptions import device_arch, device_of
 from .operation import current, format_of, is_current, start, unobserved
 from .signature import dtype_of
@@ -22,6 +23,18 @@ prepared_casts: CallCache[PreparedCast | None] = CallCache(guard)
 
 
 def narrowed(
+    tensors: Sequence[Tensor],
+    used: Sequence[Tensor | None],
+    rule: CastRule,
+    known: Tensor | None = None,
+) -> Narrowed:
+    """The tensors in 8 bits, by kernels or else by PyTorch's operations, with the same bits.
+    Arguments and errors as of `by_kernels`."""
+    found = by_kernels(tensors, used, rule, known)
+    return definition.narrowed(tensors, used, rule, known) if found is None else found
+
+
+def by_kernels(
     tensors: Sequence[Tensor],
     used: Sequence[Tensor | None],
     rule: CastRule,

@@ -22,7 +22,7 @@ from ...call.recipe import CastRule, GradientForm
 from ...call.table import GRADIENT_OF, INPUTS, LEARNED, Lengths, WantedGradients
 from ...call.tensors import name_of
 from ...reference.fp8_backward import power_of_two
-from ...reference.fp8_scales import current_scale, largest, stored
+from ...reference.fp8_scales import largest
 from ...spec.layouts import axes_of
 from . import fp8_backward, reference_fp8
 from .lengths import rows_in_use, rows_of_none
@@ -73,13 +73,7 @@ class FP8Call:
         _, margin, power_of_two, least = self.form
         rule = CastRule(self.form.d_o_dtype, least, margin, power_of_two)
         known = None if self.scale is None else self.scale[:1]
-        if (cast := narrowed([d_o], [rows], rule, known)) is not None:
-            (d_o8,), (amax,), _, (descale,) = cast
-        else:
-            amax = largest(d_o, rows)
-            scale = current_scale(amax, dtype, margin, power_of_two, least)
-            scale = scale if known is None else torch.where(known > 0, known, scale)
-            d_o8, descale = stored(d_o, dtype, scale, power_of_two), scale.reciprocal()
+        (d_o8,), (amax,), _, (descale,) = narrowed([d_o], [rows], rule, known)
         scale_dp = self._own_scale_dp(amax, dlse, dtype)
         if self.scale is not None:
             known = self.scale[1:]
