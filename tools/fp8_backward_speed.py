@@ -29,7 +29,7 @@ from attngen.bench.timing import Call, time_interleaved  # noqa: E402
 from attngen.call.numbers import Arguments  # noqa: E402
 from attngen.call.table import OPTIONAL  # noqa: E402
 from tools.cudnn_graph import CudnnGraph, find_cudnn  # noqa: E402
-from tools.reports import timing_options, write_rows  # noqa: E402
+from tools.reports import timing_of, timing_options, write_rows  # noqa: E402
 
 SCHEMA = 1
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
@@ -224,9 +224,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows,
         versions=versions,
         absent=absent,
-        rounds=options.rounds,
-        settle_ms=options.settle_ms,
-        budget_ms=options.budget_ms,
+        **timing_of(options),
     )
     return 0
 

@@ -27,7 +27,7 @@ from attngen.bench.timing import time_interleaved  # noqa: E402
 from tools import fp8_accuracy  # noqa: E402
 from tools.cudnn_graph import find_cudnn  # noqa: E402
 from tools.fp8_accuracy import E4M3, LARGEST, Call, Case  # noqa: E402
-from tools.reports import timing_options, write_rows  # noqa: E402
+from tools.reports import timing_of, timing_options, write_rows  # noqa: E402
 
 SCHEMA = 1
 DROPOUT = 0.1
@@ -116,9 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows,
         versions=versions,
         absent=absent,
-        rounds=options.rounds,
-        settle_ms=options.settle_ms,
-        budget_ms=options.budget_ms,
+        **timing_of(options),
     )
     return 0
 

@@ -29,7 +29,7 @@ from attngen.bench.timing import Call, time_interleaved  # noqa: E402
 from attngen.call.recipe import CastRule  # noqa: E402
 from attngen.frontends.pytorch.narrow import by_kernels  # noqa: E402
 from tools.fp8_backward_speed import HEADS, SHAPES, Case  # noqa: E402
-from tools.reports import timing_options, write_rows  # noqa: E402
+from tools.reports import timing_of, timing_options, write_rows  # noqa: E402
 
 SCHEMA = 1
 HISTORY = 16
@@ -148,9 +148,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> int:
     options = timing_options(__doc__ or "", HEADS, arguments)
-    names = ("rounds", "settle_ms", "budget_ms")
-    named = {name: getattr(options, name) for name in names}
-    write_rows(options.output, SCHEMA, measure(options), **named)
+    write_rows(options.output, SCHEMA, measure(options), **timing_of(options))
     return 0
 
 

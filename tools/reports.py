@@ -38,6 +38,11 @@ def write_rows(
             write_report(path, schema, **fields, rows=found)
 
 
+def timing_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Fields of a report that say how calls were timed, of such options."""
+    return {name: getattr(options, name) for name in ("rounds", "settle_ms", "budget_ms")}
+
+
 def timing_options(
     what: str, head_dims: Iterable[int], arguments: Sequence[str] | None = None
 ) -> argparse.Namespace:

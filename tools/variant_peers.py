@@ -30,7 +30,7 @@ import attngen  # noqa: E402
 from attngen.bench.peers import Absent, describe, load_fa3_operators  # noqa: E402
 from attngen.bench.timing import Call, time_interleaved  # noqa: E402
 from attngen.reference.core import default_alibi_slopes  # noqa: E402
-from tools.reports import write_rows  # noqa: E402
+from tools.reports import timing_of, write_rows  # noqa: E402
 from tools.variant_speed import (  # noqa: E402
     BATCH,
     HEAD_DIM,
@@ -390,9 +390,7 @@ def main() -> int:
         SCHEMA,
         measure(makers, options),
         case=f"b{BATCH} s{LENGTH} h{HEADS} d{HEAD_DIM} causal bf16",
-        rounds=options.rounds,
-        settle_ms=options.settle_ms,
-        budget_ms=options.budget_ms,
+        **timing_of(options),
         peers=sources,
         absent=absent,
     )

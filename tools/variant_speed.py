@@ -30,7 +30,7 @@ from attngen.fragments import features  # noqa: E402
 from attngen.kernels.base import TiledPlan  # noqa: E402
 from attngen.kernels.plan import plans  # noqa: E402
 from attngen.spec import resolve  # noqa: E402
-from tools.reports import write_rows  # noqa: E402
+from tools.reports import timing_of, write_rows  # noqa: E402
 
 SCHEMA = 1
 BATCH, LENGTH, HEADS, HEAD_DIM = 4, 4096, 16, 128
@@ -194,9 +194,7 @@ def main() -> int:
         SCHEMA,
         measure(options.rounds, options.settle_ms, options.budget_ms),
         case=f"b{BATCH} s{LENGTH} h{HEADS} d{HEAD_DIM} causal bf16",
-        rounds=options.rounds,
-        settle_ms=options.settle_ms,
-        budget_ms=options.budget_ms,
+        **timing_of(options),
     )
     return 0
 

@@ -122,8 +122,7 @@ def steps_of(
     Raises: SpecError, where the order cannot cut the lengths, or has no steps under the mask.
     """
     order.check({length.room_q for length in lengths} | {length.room_kv for length in lengths})
-    masks = masks_of(mask)
-    aligned = masks.bottom_right if bottom_right is None else bottom_right
+    masks, aligned = masks_of(mask), is_aligned(mask, bottom_right)
     band = Band(*band_of(mask, window))
     if not 0 <= rank < order.ranks:
         raise SpecError(f"rank={rank} of {order.ranks}")
@@ -162,9 +161,7 @@ def parts_over_all(
     order.check({length.room_q for length in lengths})
     if order.name == "striped" and order.ranks > 1:
         raise SpecError("order 'striped' has no runs of positions. Use comm='p2p' or 'a2a'.")
-    masks = masks_of(mask)
-    aligned = masks.bottom_right if bottom_right is None else bottom_right
-    band = Band(*band_of(mask, window))
+    aligned, band = is_aligned(mask, bottom_right), Band(*band_of(mask, window))
     found = []
     for place, length in enumerate(lengths):
         pair = _Pair(order, rank, rank, place, length, band, aligned)
@@ -175,6 +172,11 @@ def parts_over_all(
             if cut is not None:
                 found.append(pair.alone(run, keys, cut))
     return tuple(found)
+
+
+def is_aligned(mask: str, bottom_right: bool | None) -> bool:
+    """Whether the diagonal ends at the bottom right: as a call says, or else its mask."""
+    return masks_of(mask).bottom_right if bottom_right is None else bottom_right
 
 
 def _check_stripes(masks: Masks, window: Sides, aligned: bool, by_position: bool) -> None:

@@ -7,7 +7,6 @@ are the gradients of 16 bits that an FP8 forward has.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..call.dropout import drop_threshold, keep_scale
+from ..call.fp8_scales import LARGEST_EXPONENT, scale_of_weights
 from ..call.table import GRADIENT_OF, LEARNED, REFERENCE_ROWS, AttentionCall, make_call, named
 from ..spec import layouts
 from . import dropout, fp8
@@ -24,8 +24,6 @@ from .core import scores_of_products, softmax_offset, softmax_scale, without_aut
 from .fp8_backward_checks import check_backward
 from .operands import Operands
 from .sequences import Span, kv_spans, q_spans, sequence_view
-
-EXPONENTS = 126  # the least and the largest of a scale that the definition chooses
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -303,10 +301,8 @@ def _stored_weights(call: AttentionCall, weights: Tensor) -> Tensor:
 
 
 def chosen_scale_s(dtype: torch.dtype, dropout_p: float) -> float:
-    """The largest power of two with which no weight saturates in an 8-bit format, 1 / (1 − p) being
-    the largest that there may be."""
-    largest = torch.finfo(dtype).max / max(keep_scale(dropout_p), 1.0)
-    return float(2.0 ** math.floor(math.log2(largest)))
+    """`scale_of_weights` of a dtype."""
+    return scale_of_weights(torch.finfo(dtype).max, dropout_p)
 
 
 def chosen_scale_dp(x: Dequantised, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -325,7 +321,7 @@ def power_of_two(x: Tensor) -> Tensor:
     """The largest power of two that is not above each number, within 2^±126; 1 for those that are
     not positive and finite."""
     exponent = torch.frexp(x).exponent - 1
-    exponent = exponent.clamp(-EXPONENTS, EXPONENTS)
+    exponent = exponent.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
     usable = (x > 0) & (x < float("inf"))
     return torch.where(usable, torch.ldexp(torch.ones_like(x), exponent), 1.0)
 

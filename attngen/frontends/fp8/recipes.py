@@ -9,6 +9,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from ...call.fp8_scales import BACKWARDS
 from ...call.recipe import CastRule, GradientForm
 from ...call.tensors import name_of
 from ...errors import SpecError
@@ -16,7 +17,6 @@ from ...reference.fp8_backward import power_of_two
 from ...reference.fp8_scales import current_scale, scale_of
 
 ALGORITHMS = ("max", "most_recent")
-BACKWARDS = ("16", "fp8", "fp8_or_16")
 _SPARE = {torch.float8_e5m2: 4, torch.float8_e4m3fn: 1}  # binades above the dS of the step before
 
 

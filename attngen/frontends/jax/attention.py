@@ -70,7 +70,14 @@ def attend(call: AttentionCall, saved_as: str) -> Array | tuple[Array, Attention
     """
     checked = calls.converted(call)
     found = _run(checked, saved_as, alone=not call.wants_aux)
-    if not call.wants_aux:
+    return as_asked(found, checked, call.wants_aux)
+
+
+def as_asked(
+    found: dict[str, Array], checked: CheckedCall, wants_aux: bool
+) -> Array | tuple[Array, AttentionAux]:
+    """Results by the operations' names as a call returns them."""
+    if not wants_aux:
         return found["o"]
     aux = {name: found.get(name) for name in ("lse", "max_logit", "amax_s", "amax_o")}
     return found["o"], AttentionAux(**aux, rng_state=checked.operands["rng_state"])  # type: ignore[arg-type]  # arrays of JAX

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ...call.fp8_scales import LARGEST_EXPONENT
 from ...call.numbers import Arguments
 from ...call.tensors import FP8
 from .places import Rows
 
-SMALLEST_EXPONENT, LARGEST_EXPONENT = -126, 126  # of scales
 DEFAULT_SCALE_S = 256.0  # of weights, as `attngen.reference.fp8` has it
 Operands = Mapping[str, "Array | None"]
 
@@ -96,7 +96,7 @@ def current_scale(amax: Array, dtype: str, power_of_two: bool, epsilon: float) -
     """Scales of arrays by their own largest magnitudes, of at least epsilon, float32; 1 where there
     is none. power_of_two: the largest one that is not above it instead."""
     amax = jnp.maximum(amax, epsilon) if epsilon else amax
-    low, high = 2.0**SMALLEST_EXPONENT, 2.0**LARGEST_EXPONENT
+    low, high = 2.0**-LARGEST_EXPONENT, 2.0**LARGEST_EXPONENT
     usable = (amax > 0) & (amax < jnp.inf)
     scale = jnp.where(usable, jnp.clip(largest_of(dtype) / amax, low, high), 1.0)
     return power_of_two_below(scale) if power_of_two else scale
@@ -107,7 +107,7 @@ def power_of_two_below(x: Array) -> Array:
     scales; 1 for those that are not positive and finite."""
     usable = (x > 0) & (x < jnp.inf)
     _, exponent = jnp.frexp(jnp.where(usable, x, 1.0))
-    exponent = jnp.clip(exponent - 1, SMALLEST_EXPONENT, LARGEST_EXPONENT)
+    exponent = jnp.clip(exponent - 1, -LARGEST_EXPONENT, LARGEST_EXPONENT)
     return jnp.where(usable, jnp.ldexp(jnp.float32(1.0), exponent), 1.0)
 
 

@@ -14,6 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from ...call import routing
 from ...call.dropout import keep_scale
+from ...call.fp8_scales import BACKWARDS, DS_BOUND
 from ...call.gradient_checks import gradient_violations, no_gradient
 from ...call.gradient_kernels import wanted_of_operands
 from ...call.operands import softmax_scale_of
@@ -26,11 +27,11 @@ from ...results import AttentionAux
 from ...spec import layouts
 from ...spec.layouts import axes_of
 from . import calls, checks
-from .attention import SAVED_AS, use_kernels
+from .attention import SAVED_AS, as_asked, use_kernels
 from .calls import CheckedCall, describe
 from .fp8 import current_scale, largest, largest_of, power_of_two_below, quantised, read, scaled
 from .fp8_backward import backward
-from .gradients import CONFIGS_KEPT
+from .gradients import CONFIGS_KEPT, Names
 from .manual_axes import spread, varying
 from .operation import Form
 from .places import used_rows
@@ -38,13 +39,11 @@ from .program import ordered
 from .reference import forward
 from .transforms import operation
 
-BACKWARDS = ("16", "fp8", "fp8_or_16")
 FORMATS = {
     "HYBRID": ("float8_e4m3fn", "float8_e5m2"),
     "E4M3": ("float8_e4m3fn", "float8_e4m3fn"),
 }
 SIXTEEN_BITS = ("float16", "bfloat16")
-_BOUND = 2.5  # of |dS| by the magnitudes of dO and V, as attngen.fp8 has it
 Results = dict[str, Array]
 
 
@@ -119,10 +118,7 @@ def fp8_attention(
     wide = {name: spread(x, axes) for name, x in wide.items()}
     operands, amax_v = [spread(x, axes) for x in operands], spread(amax_v, axes)
     found: Results = _differentiable(config)(wide, operands, amax_v)
-    if not call.wants_aux:
-        return found["o"]
-    aux = {name: found.get(name) for name in ("lse", "max_logit", "amax_s", "amax_o")}
-    return found["o"], AttentionAux(**aux, rng_state=checked.operands["rng_state"])  # type: ignore[arg-type]  # arrays of JAX
+    return as_asked(found, checked, call.wants_aux)
 
 
 def _refuse(call: Call, recipe: object) -> None:
@@ -215,15 +211,6 @@ class _Config(NamedTuple):
         return {name: made[name].astype(x.dtype) for name, x in names.items()}
 
 
-class _Names(NamedTuple):
-    """Operands that need their gradients."""
-
-    learned: tuple[str, ...]
-
-
-jax.tree_util.register_static(_Names)
-
-
 @lru_cache(CONFIGS_KEPT)
 def _differentiable(config: _Config) -> Any:
     """The function of 16-bit carriers, which get gradients, of the operands of the FP8 call, and of
@@ -246,7 +233,7 @@ def _saved(config: _Config, wide: Any, operands: Any, amax_v: Any) -> tuple[Resu
     results = {**found, "o": out, "lse": lse}
     returned = {name: x for name, x in results.items() if name != "lse" or not config.form.alone}
     shapes = {name: jnp.zeros((0,), x.value.dtype) for name, x in wide.items()}
-    return returned, (values, shapes, amax_v.value, out, lse, _Names(tuple(learned)))
+    return returned, (values, shapes, amax_v.value, out, lse, Names(tuple(learned)))
 
 
 @jax.custom_jvp
@@ -326,7 +313,7 @@ def _in_8_bits(config: _Config, given: dict[str, Array], amax_v: Array) -> dict[
     amax = largest(d_o, rows)
     scale = recipe.scale(amax, dtype)
     keep = keep_scale(arguments.dropout_p) if arguments.dropout_p > 0 else 1.0
-    bound = amax * amax_v * (_BOUND * d_o.shape[-1] * keep)
+    bound = amax * amax_v * (DS_BOUND * d_o.shape[-1] * keep)
     if dlse is not None:
         bound = bound + largest(jnp.where(given["lse"] == -jnp.inf, 0, dlse), None)
     of_softmax = abs(softmax_scale_of(describe("q", q), arguments))  # type: ignore[arg-type]  # it is one

@@ -6,7 +6,6 @@ is: these are the gradients of 16 bits that an FP8 forward has.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...call.dropout import keep_scale
 from ...call.fp8_checks import BACKWARD_SCALES
+from ...call.fp8_scales import KEPT_SCALES, scale_of_weights
 from ...call.numbers import Arguments
 from ...call.table import CARRIERS, GRADIENT_OF, SCALES
 from ...call.tensors import FP8
@@ -25,7 +24,6 @@ from .fp8 import largest_of, quantised, read
 from .places import Carriers, as_rows, placed
 from .reference import Attention
 
-_KEPT_SCALES = 2.0**-60, 2.0**60  # of weights, within what kernels hold (scale_gradients.cuh)
 Operands = Mapping[str, "Array | None"]
 _DESCALES = {"o": "descale_o", "d_o": "descale_do"}
 _ALL_SCALES = (*SCALES, *BACKWARD_SCALES)
@@ -191,7 +189,7 @@ def _stored(call: Attention, p: Array, d_products: Array) -> tuple[Array, Array]
         return p, d_products
     dtype, scale, descale = _there(given, "q").dtype.name, given["scale_s"], given["descale_s"]
     if scale is None or descale is None:
-        scale = jnp.float32(_chosen_scale_s(dtype, call.arguments.dropout_p))
+        scale = jnp.float32(scale_of_weights(largest_of(dtype), call.arguments.dropout_p))
         descale = 1 / scale
     p = read(quantised(p * scale, dtype)) * descale
     up, down = _there(given, "scale_dp"), _there(given, "descale_dp")
@@ -205,12 +203,5 @@ def unit_of_weights(given: Operands, dropout_p: float) -> Array | float | None:
     if dtype not in FP8:
         return None
     if scale_s is None:
-        return _chosen_scale_s(dtype, dropout_p)
-    return jnp.clip(scale_s, *_KEPT_SCALES)
-
-
-def _chosen_scale_s(dtype: str, dropout_p: float) -> float:
-    """The largest power of two with which no weight saturates in an 8-bit format, 1 / (1 − p) being
-    the largest that there may be."""
-    largest = largest_of(dtype) / max(keep_scale(dropout_p), 1.0)
-    return float(2.0 ** math.floor(math.log2(largest)))
+        return scale_of_weights(largest_of(dtype), dropout_p)
+    return jnp.clip(scale_s, *KEPT_SCALES)

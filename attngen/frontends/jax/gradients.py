@@ -56,16 +56,16 @@ def _saved(config: Config, *operands: Any) -> tuple[Results, Any]:
     out, lse, *others = operation(form)(*values)
     out, lse = (checkpoint_name(x, config.saved_as) for x in (out, lse))
     returned = (out, *others) if config.form.alone else (out, lse, *others)
-    return returned, (values, out, lse, _Names(tuple(learned)))
+    return returned, (values, out, lse, Names(tuple(learned)))
 
 
-class _Names(NamedTuple):
+class Names(NamedTuple):
     """Operands that need their gradients."""
 
     learned: tuple[str, ...]
 
 
-jax.tree_util.register_static(_Names)
+jax.tree_util.register_static(Names)
 
 
 def _check_gradients(form: Form, values: list[Array], learned: list[str]) -> None:

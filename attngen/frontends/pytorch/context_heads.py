@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch.autograd.function import once_differentiable
 
 from ...call.context_order import Order
 from ...errors import SpecError
+
+Move = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,32 +67,18 @@ class Exchange:
         return found
 
 
-class ToHeads(torch.autograd.Function):
-    """`Exchange.to_heads`, with its gradient."""
+class Exchanged(torch.autograd.Function):
+    """A tensor after one exchange, whose gradient takes the other way."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, x: Tensor) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.to_heads(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.exchange.to_positions(gradient)
-
-
-class ToPositions(torch.autograd.Function):
-    """`Exchange.to_positions`, with its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, exchange: Exchange, x: Tensor) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.to_positions(x)
+    def forward(ctx: Any, there: Move, back: Move, x: Tensor) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.exchange.to_heads(gradient)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, ctx.back(gradient)
 
 
 def outer_order(order: Order, inner: int) -> Order:

@@ -9,12 +9,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...call.dropout import keep_scale
+from ...call.fp8_scales import KEPT_SCALES
 from ...call.prepare_backward import PreparedBackward
 from ...reference.fp8_backward import chosen_scale_s
 from . import bias, sinks
-
-# A scale of weights within what kernels hold (scale_gradients.cuh).
-_LEAST, _MOST = 2.0**-60, 2.0**60
 
 
 class Results(NamedTuple):
@@ -54,7 +52,7 @@ def _unit_of_weights(left: Results) -> Tensor | float:
     """By what kernels multiply weights to store them, which is in the LSE that they leave."""
     scale_s = left.given.get("scale_s")
     if scale_s is not None:
-        return scale_s.clamp(_LEAST, _MOST)
+        return scale_s.clamp(*KEPT_SCALES)
     return chosen_scale_s(left.given["q"].dtype, left.prepared.arguments.dropout_p)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -15,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...call.context_order import Order, OrderName
+from ...call.context_steps import is_aligned
 from ...errors import SpecError
 from ...io.text import suggestion
 from ...reference.dropout import draw_rng_state
 from ...results import AttentionAux
-from ...spec.masks import masks_of
 from .attention import attention as attend
 from .context_calls import (
     AXES,
@@ -36,12 +37,11 @@ from .context_calls import (
     slopes_of,
 )
 from .context_function import ContextAttention
-from .context_heads import Exchange, ToHeads, ToPositions, outer_order
+from .context_heads import Exchange, Exchanged, outer_order
 from .context_messages import gather_into
 
 _attend: Callable[..., tuple[Tensor, Tensor]] = ContextAttention.apply
-_to_heads: Callable[..., Tensor] = ToHeads.apply
-_to_positions: Callable[..., Tensor] = ToPositions.apply
+_exchanged: Callable[..., Tensor] = Exchanged.apply
 Comm = Literal["p2p", "all_gather", "a2a", "a2a+p2p", "auto"]
 AnyOrder = OrderName | tuple[OrderName, int]  # beside striped, positions of a stripe
 COMMS: tuple[str, ...] = get_args(Comm)
@@ -148,7 +148,7 @@ def _over_heads(
         for rooms in asked.rooms
     )
     q, k, v = (
-        _to_heads(exchange, x)
+        _exchanged(exchange.to_heads, exchange.to_positions, x)
         for exchange, x in ((of_q, asked.q), (of_kv, asked.k), (of_kv, asked.v))
     )
     heads = asked.q.shape[2]
@@ -160,8 +160,9 @@ def _over_heads(
         out, lse = _over_positions(
             own, above, outer, False, state, first_head, reduce_dtype, heads
         )
-    lse = _to_positions(of_q, lse.transpose(1, 2).unsqueeze(-1)).squeeze(-1).transpose(1, 2)
-    return _to_positions(of_q, out), lse
+    back = partial(_exchanged, of_q.to_positions, of_q.to_heads)
+    lse = back(lse.transpose(1, 2).unsqueeze(-1)).squeeze(-1).transpose(1, 2)
+    return back(out), lse
 
 
 def _of_whole(
@@ -203,7 +204,7 @@ def _positions_of(asked: Asked, first_head: int) -> tuple[int, ...]:
 def _is_aligned(asked: Asked) -> bool:
     """Whether the diagonal ends where the keys do."""
     given = asked.given.get("bottom_right")
-    return masks_of(asked.given.get("mask", "none")).bottom_right if given is None else bool(given)
+    return is_aligned(asked.given.get("mask", "none"), None if given is None else bool(given))
 
 
 def _against_heads(asked: Asked, ranks: int) -> list[str]:

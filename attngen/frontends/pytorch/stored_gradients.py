@@ -16,6 +16,7 @@ from torch import Tensor
 from ...call.dropout import keep_scale
 from ...call.fp8_checks import BACKWARD_SCALES
 from ...call.fp8_gradients import MAXIMA
+from ...call.fp8_scales import DS_BOUND
 from ...call.numbers import Arguments
 from ...call.operands import layout_of
 from ...call.recipe import CastRule, GradientForm
@@ -29,10 +30,6 @@ from .lengths import rows_in_use, rows_of_none
 from .narrow import narrowed
 from .registry import operator
 from .signature import dtype_of
-
-# |dP| and |D| are at most d_v · max |dO| · max |V| each, and dO, which is rounded twice, in them an
-# eighth above: of both together that many times.
-_BOUND = 2.5
 
 library = operator("note_maxima", "(Tensor(a!) noted, Tensor found) -> ()")
 
@@ -123,7 +120,7 @@ class FP8Call:
         scale = arguments.softmax_scale
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         keep = keep_scale(arguments.dropout_p) if arguments.dropout_p > 0 else 1.0
-        bound = amax * self._largest_of_v() * (_BOUND * self.out.shape[-1] * keep)
+        bound = amax * self._largest_of_v() * (DS_BOUND * self.out.shape[-1] * keep)
         if dlse is not None:
             lengths = dict(zip(INPUTS, self.operands, strict=True))
             unused = rows_of_none(self.lse, lengths)

@@ -1,5 +1,5 @@
-// Numbers of 16 bits on their way to 8, 16 bytes at a time: their largest magnitude, and their sums
-// of bits.
+// Numbers of 16 bits on their way to 8, 16 bytes at a time: their largest magnitude, and how
+// they are stored.
 #pragma once
 
 #include "attngen/platform.cuh"
