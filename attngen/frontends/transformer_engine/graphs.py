@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from torch.utils import _pytree as pytree
 from ... import fp8
 from ...call import taking as fields
 from ...errors import SpecError
+from .capturing import Captured, capture, uncollected
 
 OLDER = {
     "fp8_enabled": "enabled",
@@ -49,6 +52,9 @@ def make_graphed_callables(given: Graphing) -> Any:
     modules: one or a tuple of them, with samples likewise; enabled, recipe, amax_reduction_group:
     as of `attngen.fp8.autocast`; pool: of another graph's memory.
 
+    Python's cyclic garbage is collected before, and none while callables are captured. Where one
+    cannot be captured, its error is raised, and random states draw as before.
+
     Raises: SpecError where samples do not fit the callables.
     """
     one = not isinstance(given.modules, tuple)
@@ -64,10 +70,11 @@ def make_graphed_callables(given: Graphing) -> Any:
     for each in made:
         each.allow_unused = given.allow_unused_input
         each.warm_up(given.num_warmup_iters)
-    for each in made:
-        each.capture_forward()
-    for each in reversed(made):
-        each.capture_backward()
+    with uncollected():
+        for each in made:
+            each.capture_forward()
+        for each in reversed(made):
+            each.capture_backward()
     found = tuple([each.installed() for each in made])
     if not one:
         return found
@@ -83,23 +90,6 @@ def _each(value: Any, one: bool, count: int, name: str, default: Any) -> list[An
     if len(found) != count:
         raise SpecError(f"{name} needs one entry for each of {count} callables; got {len(found)}")
     return found
-
-
-class Captured(NamedTuple):
-    """Results of captured work, which stay where they are, and how it is done again."""
-
-    results: Any
-    replay: Callable[[], None]
-
-
-def capture(work: Callable[[], Any], pool: Any, generators: Iterable[torch.Generator]) -> Captured:
-    """Capture work into a CUDA graph. generators: those that it draws from, beside the current."""
-    graph = torch.cuda.CUDAGraph()
-    for generator in generators:
-        graph.register_generator_state(generator)
-    with torch.cuda.graph(graph, pool=pool):
-        results = work()
-    return Captured(results, graph.replay)
 
 
 @dataclass(eq=False)
@@ -190,17 +180,75 @@ class _Callable:
 
     def installed(self) -> Any:
         """The module, whose calls replay from now on while it is in this state; or a function."""
+        recording = self.recording()
         if not isinstance(self.owner, nn.Module):
-            return self.replay
-        module, original, state = self.owner, self.call, self.owner.training
+            return recording
+        self.owner.forward = _dispatch(self.owner, self.call, recording)
+        return self.owner
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return (self.replay if module.training == state else original)(*args, **kwargs)
+    def recording(self) -> _Recording:
+        """The captured work, without the callable and the autograd graph of its outputs."""
+        learned = {id(x) for x in self.learned}
+        of_outputs = [id(x) in learned for x in self.outputs]
+        gradients: list[Tensor | None] = []
+        if self.gradients is not None:
+            made = dict(zip(map(id, self.learning), self.gradients.results, strict=True))
+            gradients = [made.get(id(x)) for x in (*self.inputs, *self.parameters)]
+        return _Recording(
+            names=self.names,
+            leaves=self.leaves,
+            shape=self.shape,
+            inputs=self.inputs,
+            parameters=self.parameters,
+            outputs=[x.detach() if isinstance(x, Tensor) else x for x in self.outputs],
+            result_shape=self.result_shape,
+            replay=self.forward.replay,
+            learned=of_outputs,
+            d_outputs=self.d_outputs,
+            gradients=gradients,
+            replay_backward=None if self.gradients is None else self.gradients.replay,
+        )
 
-        module.forward = forward
-        return module
 
-    def replay(self, *args: Any, **kwargs: Any) -> Any:
+def _dispatch(module: nn.Module, call: Callable[..., Any], recording: _Recording) -> Any:
+    """The module's forward: it replays while the module is in the state that it is in now, and
+    calls it as it was in the other. It does not hold the module, which holds it: graphs go with
+    the module, not where cycles are collected."""
+    alive, state = weakref.ref(module), module.training
+    own = inspect.ismethod(call) and call.__self__ is module
+    original: Callable[[], Any] = weakref.WeakMethod(call) if own else lambda: call
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        owner = alive()
+        replays = owner is None or owner.training == state
+        return (recording if replays else original())(*args, **kwargs)
+
+    return forward
+
+
+@dataclass(eq=False)
+class _Recording:
+    """A captured callable, which no longer knows the module that it was.
+
+    names, leaves, shape: of the sample, as in _Callable; outputs: where replays leave them,
+    learned: which of them have gradients, result_shape: how they nest; d_outputs: buffers of the
+    gradients of outputs; gradients: those of inputs and parameters, where there are any.
+    """
+
+    names: tuple[str, ...]
+    leaves: list[Any]
+    shape: pytree.TreeSpec
+    inputs: list[Tensor]
+    parameters: list[Tensor]
+    outputs: list[Any]
+    result_shape: pytree.TreeSpec
+    replay: Callable[[], None]
+    learned: list[bool]
+    d_outputs: list[Tensor]
+    gradients: list[Tensor | None]
+    replay_backward: Callable[[], None] | None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The results for other tensors; arguments by name that are absent stay as they were."""
         sample: dict[str, Any]
         _, sample = pytree.tree_unflatten(self.leaves, self.shape)
@@ -210,13 +258,17 @@ class _Callable:
             raise SpecError("a captured callable takes the arguments that its sample had")
         places = [place for place, x in enumerate(self.leaves) if isinstance(x, Tensor)]
         given = [leaves[place] for place in places]
-        if self.gradients is None:
+        if self.replay_backward is None:
             self.take(self.inputs, given)
-            self.forward.replay()
-            found = [x.detach() if isinstance(x, Tensor) else x for x in self.outputs]
+            self.replay()
+            found = self.found()
         else:
             found = [*_Replayed.apply(self, *given, *self.parameters)]  # type: ignore[no-untyped-call]
         return pytree.tree_unflatten(found, self.result_shape)
+
+    def found(self) -> list[Any]:
+        """The outputs, each a tensor of its own over the memory that replays write."""
+        return [x.detach() if isinstance(x, Tensor) else x for x in self.outputs]
 
     @staticmethod
     def take(buffers: Sequence[Tensor], given: Sequence[Tensor]) -> None:
@@ -234,32 +286,30 @@ class _Replayed(torch.autograd.Function):
     """A captured call with a captured backward."""
 
     @staticmethod
-    def forward(ctx: Any, captured: _Callable, *given: Tensor) -> tuple[Any, ...]:
+    def forward(ctx: Any, recording: _Recording, *given: Tensor) -> tuple[Any, ...]:
         """The outputs, in their order; given: inputs, then the parameters, which stay."""
-        ctx.captured = captured
+        ctx.recording = recording
         with torch.no_grad():
-            captured.take(captured.inputs, given[: len(captured.inputs)])
-        captured.forward.replay()
-        found = [x.detach() if isinstance(x, Tensor) else x for x in captured.outputs]
-        learned = {id(x) for x in captured.learned}
-        pairs = zip(captured.outputs, found, strict=True)
-        plain = [x for of, x in pairs if isinstance(x, Tensor) and id(of) not in learned]
+            recording.take(recording.inputs, given[: len(recording.inputs)])
+        recording.replay()
+        found = recording.found()
+        pairs = zip(recording.learned, found, strict=True)
+        plain = [x for learned, x in pairs if isinstance(x, Tensor) and not learned]
         ctx.mark_non_differentiable(*plain)
         return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *d_outputs: Tensor) -> tuple[Any, ...]:
         """The gradients of inputs and parameters, the latter in memory of their own."""
-        captured = ctx.captured
-        assert captured.gradients is not None  # else the call has none
-        learned = {id(x) for x in captured.learned}
-        pairs = zip(captured.outputs, d_outputs, strict=True)
-        captured.take(captured.d_outputs, [d for of, d in pairs if id(of) in learned])
-        captured.gradients.replay()
-        places = {id(x): place for place, x in enumerate(captured.learning)}
-        found: list[Tensor | None] = [None]
-        for x in (*captured.inputs, *captured.parameters):
-            made = captured.gradients.results[places[id(x)]] if id(x) in places else None
-            of_input = any(x is each for each in captured.inputs)
-            found.append(made if made is None else made.detach() if of_input else made.clone())
-        return tuple(found)
+        recording = ctx.recording
+        assert recording.replay_backward is not None  # else the call has none
+        pairs = zip(recording.learned, d_outputs, strict=True)
+        recording.take(recording.d_outputs, [d for learned, d in pairs if learned])
+        recording.replay_backward()
+        count = len(recording.inputs)
+        of_inputs, of_parameters = recording.gradients[:count], recording.gradients[count:]
+        return (
+            None,
+            *(x if x is None else x.detach() for x in of_inputs),
+            *(x if x is None else x.clone() for x in of_parameters),
+        )
