@@ -2,11 +2,14 @@
 
     torchrun --nproc-per-node 2 tools/context_parallel.py check
     torchrun --nproc-per-node 2 tools/context_parallel.py bench
+    python tools/context_parallel.py simulate
 
 `check`: each case by its strategy, with gradients, against one call in float64 over the whole: the
 largest error is at most twice that of one call of the same kernels, plus 1e-3 of the largest value.
 Runs repeat, bit by bit. `bench`: the time of a forward and of a forward with its backward, beside
-an equal share of one GPU's. Both write docs/results/context-parallel.json, by the first rank.
+an equal share of one GPU's. `simulate`: each rank's kernels, merges and sums by p2p, one rank after
+another on one GPU, without messages, beside that share; the longest rank's time counts. All write
+docs/results/context-parallel.json, by the first rank.
 """
 
 from __future__ import annotations
@@ -30,11 +33,14 @@ from torch import Tensor  # noqa: E402
 
 import attngen  # noqa: E402
 from attngen import parallel  # noqa: E402
-from attngen.call.context_order import OrderName  # noqa: E402
+from attngen.call.context_order import Order, OrderName  # noqa: E402
+from tools.simulated_ranks import Simulated, ranks_of  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results" / "context-parallel.json"
 HEADS, HEADS_KV, DIM = 16, 8, 128
 ROUNDS, WARM = 20, 5
+TOKENS = 8192  # of a rank, simulated
+SIMULATED = (2, 4, 8)  # ranks
 COMMS: tuple[parallel.Comm, ...] = ("p2p", "all_gather", "a2a")
 
 
@@ -119,20 +125,59 @@ def check(case: Case) -> dict[str, Any]:
     return {"case": str(case), "right": right and repeats, "errors": errors, "same": bool(same)}
 
 
-def milliseconds(call: Callable[[], Any]) -> float:
+def milliseconds(call: Callable[[], Any], rounds: int = ROUNDS) -> float:
     """The mean time of a call, the longest of all ranks."""
     for _ in range(WARM):
         call()
-    dist.barrier()
+    if dist.is_initialized():
+        dist.barrier()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         call()
     end.record()
     end.synchronize()
-    taken = torch.tensor(start.elapsed_time(end) / ROUNDS, device="cuda")
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    taken = torch.tensor(start.elapsed_time(end) / rounds, device="cuda")
+    if dist.is_initialized():
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
     return float(taken)
+
+
+def simulate(ranks: int, rounds: int = ROUNDS // 2) -> dict[str, Any]:
+    """Times of a causal call's ranks, one after another, and an equal share of one call's, in
+    milliseconds: of the longest rank, the smaller of means before and behind the one call's."""
+    *operands, d_out = tensors(TOKENS * ranks)
+    given: dict[str, Any] = {"mask": "causal"}
+    sent: list[Any] = []
+    simulated = [*ranks_of(Order("dual_chunk", ranks), operands, given, sent)]
+    alone = partial(attngen.attention, **given)
+    found: dict[str, Any] = {"ranks": ranks, "tokens a rank": TOKENS}
+
+    def both_of(rank: Simulated) -> None:
+        out, _ = rank.run()
+        torch.autograd.grad(out, rank.leaves, d_out[:, : out.shape[1]])
+        sent.clear()
+
+    def forward_of(rank: Simulated) -> None:
+        with torch.no_grad():
+            rank.run()
+
+    def forward_alone() -> None:
+        with torch.no_grad():
+            alone(*operands)
+
+    calls = {
+        "forward": (forward_of, forward_alone),
+        "both": (both_of, lambda: results(alone, operands, d_out)),
+    }
+    for name, (of_rank, of_one) in calls.items():
+        times = [milliseconds(partial(of_rank, rank), rounds) for rank in simulated]
+        share = milliseconds(of_one, rounds) / ranks
+        again = [milliseconds(partial(of_rank, rank), rounds) for rank in simulated]
+        longest = min(max(times), max(again))
+        found |= {name: longest, f"{name}, a share of one call's": share}
+        found[f"{name}, ratio"] = longest / share
+    return found
 
 
 def bench(comm: parallel.Comm, length: int) -> dict[str, Any]:
@@ -151,33 +196,50 @@ def bench(comm: parallel.Comm, length: int) -> dict[str, Any]:
     return {**found, "both, a share of one GPU's": one / share}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=("check", "bench"))
-    parser.add_argument("--output", type=Path, default=RESULTS, help="file")
-    options = parser.parse_args()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    first = dist.get_rank() == 0
-    lines = []
-    if options.what == "check":
+def over_group(what: str) -> list[dict[str, Any]]:
+    """The cases or the times of a group that torchrun began, printed by its first rank."""
+    first, lines = dist.get_rank() == 0, []
+    if what == "check":
         for case in cases():
             lines.append(check(case))
             if first:
                 print("right" if lines[-1]["right"] else "WRONG", case, flush=True)
-    else:
-        for length in (16384, 65536):
-            for comm in COMMS:
-                lines.append(bench(comm, length))
-                if first:
-                    print(lines[-1], flush=True)
-    if first:
-        known = json.loads(options.output.read_text()) if options.output.exists() else {}
-        known[f"{options.what}, {dist.get_world_size()} GPUs"] = lines
-        known["machine"] = {"GPU": torch.cuda.get_device_name(), "torch": torch.__version__}
-        options.output.write_text(json.dumps(known, indent=1) + "\n")
+        return lines
+    for length in (16384, 65536):
+        for comm in COMMS:
+            lines.append(bench(comm, length))
+            if first:
+                print(lines[-1], flush=True)
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("what", choices=("check", "bench", "simulate"))
+    parser.add_argument("--output", type=Path, default=RESULTS, help="file")
+    options = parser.parse_args()
+    if options.what == "simulate":
+        lines = []
+        for ranks in SIMULATED:
+            lines.append(simulate(ranks))
+            print(lines[-1], flush=True)
+        write(options.output, "simulate", lines)
+        return 0
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    lines = over_group(options.what)
+    if dist.get_rank() == 0:
+        write(options.output, f"{options.what}, {dist.get_world_size()} GPUs", lines)
     dist.destroy_process_group()
     return 1 if any(not line.get("right", True) for line in lines) else 0
+
+
+def write(output: Path, name: str, lines: list[dict[str, Any]]) -> None:
+    """Put lines under a name into the file, beside what is there."""
+    known = json.loads(output.read_text()) if output.exists() else {}
+    known[name] = lines
+    known["machine"] = {"GPU": torch.cuda.get_device_name(), "torch": torch.__version__}
+    output.write_text(json.dumps(known, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +26,17 @@ def autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     first = next(x for x in tensors if x is not None)
     dtype = torch.get_autocast_dtype(first.device.type)
     return tuple(x.to(dtype) if x is not None and x.dtype == torch.float32 else x for x in tensors)
+
+
+@contextmanager
+def without_autocast(device: str) -> Iterator[bool]:
+    """Whether torch.autocast is on for a kind of device, which it is not inside."""
+    was_on = torch.is_autocast_enabled(device)
+    if not was_on:
+        yield False
+        return
+    with torch.autocast(device, enabled=False):
+        yield True
 
 
 def casts_of(operands: Operands, kernels: bool) -> Casts:

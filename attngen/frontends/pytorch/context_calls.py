@@ -11,15 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...call import routing
 from ...call.context_order import Order
 from ...call.context_steps import Length, Span, parts_over_all, steps_of
 from ...call.recipe import in_force
+from ...call.table import AttentionCall
 from ...errors import SpecError
 from ...reference.core import default_alibi_slopes
+from ...spec.attention_spec import MAX_HEAD_DIM
 from ...spec.masks import masks_of
 from .context_function import ContextCall
 from .context_messages import Around, Gathered
 from .context_parts import Features, Rows, Sequences
+from .routing import leave_kernels, refusals
 
 LENGTHS = tuple(
     name + side + end
@@ -250,6 +254,7 @@ def features_of(asked: Asked, rng_state: Tensor | None, first_head: int, heads: 
     backend = given.get("backend", "auto")
     if backend == "cuda" and not narrow:
         raise SpecError(f"backend='cuda': kernels take 16 bits; q is {asked.q.dtype}")
+    kernels = _uses_kernels(asked, backend, narrow)
     numbers = {name: given[name] for name in NUMBERS if name in given}
     if asked.has_alibi and numbers.get("bias_type") == "alibi":
         del numbers["bias_type"]
@@ -265,9 +270,33 @@ def features_of(asked: Asked, rng_state: Tensor | None, first_head: int, heads: 
         rng_state=rng_state,
         first_head=first_head,
         deterministic=bool(deterministic),
-        kernels=backend == "cuda" or (backend == "auto" and narrow and asked.q.is_cuda),
+        kernels=kernels,
         by_position=asked.by_position,
     )
+
+
+def _uses_kernels(asked: Asked, backend: str, narrow: bool) -> bool:
+    """Whether kernels compute all parts, forward and backward. Raises: SpecError where the call
+    names them, and they do not."""
+    routing.check_backend(backend)
+    if backend == "reference" or not (narrow or backend == "cuda"):
+        return False
+    if reasons := [*_against_kernels(asked)]:
+        leave_kernels(SpecError(reasons), backend)
+    return not reasons
+
+
+def _against_kernels(asked: Asked) -> Iterator[str]:
+    """Why kernels do not compute parts of a call, whatever sizes these have."""
+    names = (*NUMBERS, "bias", "attn_mask", "alibi_slopes")
+    given = {name: asked.given[name] for name in names if name in asked.given}
+    if asked.by_position:
+        given["positions"] = (0, 0)
+    call = AttentionCall(q=asked.q, k=asked.k, v=asked.v, **given, out_dtype=torch.float32)
+    yield from refusals(call)
+    widest = max(x.shape[-1] for x in (asked.q, asked.v))
+    if widest > MAX_HEAD_DIM:
+        yield f"head dims above {MAX_HEAD_DIM} have no kernels over a group; got {widest}"
 
 
 def slopes_of(asked: Asked, first: int, heads: int) -> Tensor | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...call.context_steps import Part, Span
+from .casts import without_autocast
 from .context_messages import Around, Gathered, Pair, Visit
 from .context_parts import (
     Attended,
@@ -79,11 +80,12 @@ class ContextAttention(torch.autograd.Function):
                 )
         if sink is not None:
             running.add_sink(sink, call.used)
-        out = running.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, sink, bias, out, running.lse)
+        sums, lse = running.sums
+        out = sums.to(q.dtype)
+        ctx.save_for_backward(q, k, v, sink, bias, out, lse)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return out, running.lse
+        return out, lse
 
     @staticmethod
     @once_differentiable
@@ -94,22 +96,16 @@ class ContextAttention(torch.autograd.Function):
         merged = Merged(out, lse, d_out, dlse)
         *_, sink_learns, bias_learns = ctx.needs_input_grad
         gradients = Gradients.zero(call, q, k, v, bias if bias_learns else None)
-        pending = None
-        for number, visit in enumerate(call.messages.visits(k, v)):
-            made = list(gradients.of_visit(visit, q, bias, merged))
-            if pending is not None:
-                pending(gradients.of_keys)
-            pending = call.messages.returns(number, made, call.travels)
-        if pending is not None:
-            pending(gradients.of_keys)
+        with without_autocast(q.device.type):
+            gradients.of_all(q, k, v, bias, merged)
         dsink = None
         if sink is not None and sink_learns:
             dsink = sink_gradient(sink, merged, call.used)
+        dq, dbias = gradients.of_queries, gradients.of_bias
         dk, dv = gradients.of_keys
-        dbias = gradients.of_bias
         return (
             None,
-            gradients.of_queries.to(q.dtype),
+            torch.zeros_like(q) if dq is None else dq.to(q.dtype),
             dk.to(k.dtype),
             dv.to(v.dtype),
             dsink,
@@ -119,10 +115,11 @@ class ContextAttention(torch.autograd.Function):
 
 @dataclass(eq=False)
 class Gradients:
-    """Sums of a rank's gradients: dQ, dK with dV, and of the bias where it has one."""
+    """Sums of a rank's gradients: dQ, dK with dV, and of the bias where it has one. of_queries is
+    None until there are any, and a first part of all rows is taken as it is."""
 
     call: ContextCall
-    of_queries: Tensor
+    of_queries: Tensor | None
     of_keys: Pair
     of_bias: Tensor | None
 
@@ -131,32 +128,71 @@ class Gradients:
         cls, call: ContextCall, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
     ) -> Gradients:
         """None yet."""
-        dq, dk, dv = (torch.zeros_like(x, dtype=call.sums) for x in (q, k, v))
+        dk, dv = (torch.zeros_like(x, dtype=call.sums) for x in (k, v))
         of_bias = None if bias is None else torch.zeros_like(bias, dtype=call.sums)
-        return cls(call, dq, (dk, dv), of_bias)
+        return cls(call, None, (dk, dv), of_bias)
+
+    def add_queries(self, q: Tensor, rows: Rows, span: Span, dq: Tensor) -> None:
+        """Add a part's gradient of these rows of q."""
+        if self.of_queries is None:
+            if dq.shape == q.shape:
+                self.of_queries = dq.to(self.call.sums)
+                return
+            self.of_queries = torch.zeros_like(q, dtype=self.call.sums)
+        rows.of(self.of_queries, span).add_(dq)
+
+    def of_all(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, merged: Merged
+    ) -> None:
+        """Add the gradients of all keys that come by, and those that other ranks make of k and
+        v."""
+        messages, pending = self.call.messages, None
+        for number, visit in enumerate(messages.visits(k, v)):
+            made = list(self.of_visit(visit, q, bias, merged))
+            if pending is not None:
+                pending(self.of_keys)
+            pending = messages.returns(number, made, self.call.travels)
+        if pending is not None:
+            pending(self.of_keys)
 
     def of_visit(
         self, visit: Visit, q: Tensor, bias: Tensor | None, merged: Merged
     ) -> Iterator[Pair]:
         """Gradients of the keys at hand, for each sequence of the plan; all others are added."""
         learns = self.of_bias is not None
-        sums = self.call.sums
-        found = [
-            (k.new_zeros(k.shape, dtype=sums), v.new_zeros(v.shape, dtype=sums))
-            for k, v in visit.held
-        ]
+        found: list[Pair | None] = [None] * len(visit.held)
         for part in visit.parts:
             rows = self.call.sequences[part.sequence]
             read = self.call.read(part, visit, q, bias, learns)
             own = _of_rows(merged, rows.queries, part.queries)
             made = backward_part(self.call.features, part, rows, read, own)
-            rows.queries.of(self.of_queries, part.queries).add_(made["dq"])
-            begin, end = relative(part, visit.spans)
-            for total, name in zip(found[part.sequence], ("dk", "dv"), strict=True):
-                total[:, begin:end].add_(made[name])
+            self.add_queries(q, rows.queries, part.queries, made["dq"])
+            own_keys = made["dk"], made["dv"]
+            found[part.sequence] = self._added(found[part.sequence], own_keys, part, visit)
             if self.of_bias is not None:
                 cut(self.of_bias, part, rows).add_(made["dbias"])
-        yield from found
+        for place, pair in enumerate(found):
+            yield self._zero(visit, place) if pair is None else pair
+
+    def _zero(self, visit: Visit, place: int) -> Pair:
+        """No gradients of a sequence's keys that are at hand."""
+        k, v = visit.held[place]
+        sums = self.call.sums
+        return k.new_zeros(k.shape, dtype=sums), v.new_zeros(v.shape, dtype=sums)
+
+    def _added(self, totals: Pair | None, made: Pair, part: Part, visit: Visit) -> Pair:
+        """Gradients of a sequence's keys with a part's among them: these alone where they are the
+        first, and of all keys that are at hand."""
+        dk, dv = (x.to(self.call.sums) for x in made)
+        k, _ = visit.held[part.sequence]
+        if totals is None:
+            if dk.shape == k.shape:
+                return dk, dv
+            totals = self._zero(visit, part.sequence)
+        begin, end = relative(part, visit.spans)
+        for total, x in zip(totals, (dk, dv), strict=True):
+            total[:, begin:end].add_(x)
+        return totals
 
 
 def _of_rows(merged: Merged, rows: Rows, span: Span) -> Merged:

@@ -202,34 +202,47 @@ def _by_reference(given: dict[str, Any], read: Attended, merged: Merged) -> dict
 
 @dataclass(eq=False)
 class Running:
-    """Output and LSE of a rank's queries over the keys that have come by. out: [b, t, h, d_v], in
-    the dtype of sums; lse: [b, h, t], −∞ of rows that have seen none."""
+    """Output and LSE of a rank's queries over the keys that have come by. shape: of the output,
+    [b, t, h, d_v]; dtype: of sums. A first part of all rows is taken as it is."""
 
-    out: Tensor
-    lse: Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    _sums: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def before(cls, q: Tensor, v: Tensor, dtype: torch.dtype) -> Running:
         """No keys yet."""
-        batch, tokens, heads, _ = q.shape
-        return cls(
-            q.new_zeros(batch, tokens, heads, v.shape[-1], dtype=dtype),
-            q.new_full((batch, heads, tokens), -torch.inf, dtype=dtype),
-        )
+        return cls(torch.Size((*q.shape[:-1], v.shape[-1])), dtype, q.device)
+
+    @property
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """The output, and the LSE [b, h, t], −∞ of rows that have seen no key."""
+        if self._sums is None:
+            batch, tokens, heads, _ = self.shape
+            out = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+            lse = out.new_full((batch, heads, tokens), -torch.inf)
+            self._sums = out, lse
+        return self._sums
 
     def add(self, rows: Rows, span: Span, out: Tensor, lse: Tensor) -> None:
         """Join a part of these rows."""
-        whole, own = rows.of_heads(self.lse, span), rows.of(self.out, span)
+        out, lse = out.to(self.dtype), lse.to(self.dtype)
+        if self._sums is None and out.shape == self.shape:
+            self._sums = out, lse
+            return
+        whole_out, whole_lse = self.sums
+        whole, own = rows.of_heads(whole_lse, span), rows.of(whole_out, span)
         joined = torch.logaddexp(whole, lse)
-        empty = joined == -torch.inf
-        before, now = ((x - joined).exp().masked_fill(empty, 0) for x in (whole, lse))
-        own.mul_(_by_row(before)).addcmul_(out, _by_row(now))
+        share = (lse - joined).exp().masked_fill(joined == -torch.inf, 0)
+        own.lerp_(out, _by_row(share))
         whole.copy_(joined)
 
     def add_sink(self, sink: Tensor, used: Sequence[tuple[Rows, Span]]) -> None:
         """Join the score of each head, [h], that no key has, in rows in use."""
+        whole_out, whole_lse = self.sums
         for rows, span in used:
-            lse, out = rows.of_heads(self.lse, span), rows.of(self.out, span)
+            lse, out = rows.of_heads(whole_lse, span), rows.of(whole_out, span)
             whole = torch.logaddexp(lse, sink[:, None].to(lse.dtype))
             out.mul_(_by_row((lse - whole).exp()))
             lse.copy_(whole)

@@ -22,6 +22,7 @@ from ...io.text import suggestion
 from ...reference.dropout import draw_rng_state
 from ...results import AttentionAux
 from .attention import attention as attend
+from .casts import autocast, without_autocast
 from .context_calls import (
     AXES,
     BANDS,
@@ -74,6 +75,7 @@ def attention(
     waited for. bias and attn_mask have the rank's queries and all keys, [b, h, s_q / n, s_kv].
     rng_state is that of the group's first rank, drawn there unless given; what is dropped does not
     depend on how many ranks there are. Gradients of sink and bias are those by the rank's queries.
+    Under torch.autocast float32 operands are cast to its dtype, once.
 
     Returns: the output, q's shape with d_v; with return_lse or return_rng_state a pair with an
     AttentionAux, its LSE [b, h, s_q / n], of packed tokens [h, t / n].
@@ -88,8 +90,23 @@ def attention(
         raise SpecError("comm='a2a+p2p' takes group=(inner, outer), and no other comm does")
     inner, outer = map(Ranks.of, group) if paired else (None, Ranks.of(group))
     count = outer.size * (1 if inner is None else inner.size)
-    asked = asked_of(q, k, v, arguments, count)
     whole_order = _order(order, count)
+    with without_autocast(q.device.type) as was_on:
+        if was_on:
+            q, k, v = autocast(q, k, v)
+        asked = asked_of(q, k, v, arguments, count)
+        return _attend_spread(asked, comm, whole_order, inner, outer, reduce_dtype)
+
+
+def _attend_spread(
+    asked: Asked,
+    comm: Comm,
+    order: Order,
+    inner: Ranks | None,
+    outer: Ranks,
+    reduce_dtype: torch.dtype,
+) -> Tensor | tuple[Tensor, AttentionAux]:
+    """The call by a strategy. Raises: SpecError, which names the strategy that can."""
     if comm in ("a2a", "auto") and inner is None:
         reasons = _against_heads(asked, outer.size)
         if reasons and comm == "a2a":
@@ -101,9 +118,9 @@ def attention(
     state = _rng_state(asked, [x for x in (outer, inner) if x is not None and x.size > 1])
     if inner is None:
         gathers = comm == "all_gather"
-        out, lse = _over_positions(asked, whole_order, outer, gathers, state, 0, reduce_dtype)
+        out, lse = _over_positions(asked, order, outer, gathers, state, 0, reduce_dtype)
     else:
-        out, lse = _over_heads(asked, whole_order, inner, outer, state, reduce_dtype)
+        out, lse = _over_heads(asked, order, inner, outer, state, reduce_dtype)
     return _as_asked(asked, out, lse, state)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from attngen import SpecError, fp8, parallel
 from attngen.call.context_order import Order
@@ -101,3 +102,45 @@ def test_orders_and_strategies_are_refused_by_name() -> None:
     for heads, given in (((4, 1), {}), ((4, 2), {"attn_mask": torch.ones(12, 24).bool()})):
         asked = context_calls.asked_of(*operands(*heads), given, 2)
         assert all("Use comm='p2p'" in x for x in parallel._against_heads(asked, 2))
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A group of one rank, this process."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield None
+    dist.destroy_process_group()
+
+
+def test_autocast_casts_once_in_both_directions(alone: None) -> None:
+    leaves = [x.requires_grad_() for x in operands()]
+    d_out = torch.randn(1, 12, 4, 8).bfloat16()
+
+    def gradients(inside: bool) -> list[torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = parallel.attention(*leaves, mask="causal")
+            assert isinstance(out, torch.Tensor) and out.dtype == torch.bfloat16
+            if inside:
+                return [out, *torch.autograd.grad(out, leaves, d_out)]
+        return [out, *torch.autograd.grad(out, leaves, d_out)]
+
+    found = gradients(False)
+    assert {x.dtype for x in found[1:]} == {torch.float32}
+    assert all(map(torch.equal, found, gradients(True)))
+    narrow = [x.detach().bfloat16().requires_grad_() for x in leaves]
+    wanted = parallel.attention(*narrow, mask="causal")
+    assert isinstance(wanted, torch.Tensor)
+    made = [wanted, *torch.autograd.grad(wanted, narrow, d_out)]
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(found, made, strict=True))
+
+
+def test_what_kernels_do_not_serve_is_known_at_entry() -> None:
+    wide = tuple(torch.randn(1, 12, 4, 264).bfloat16() for _ in range(3))
+    asked = context_calls.asked_of(*wide, {"backend": "cuda"}, 2)
+    with pytest.raises(SpecError) as refusal:
+        context_calls.features_of(asked, None, 0, 4)
+    reasons = "; ".join(refusal.value.reasons)
+    assert "head dims above 256 have no kernels over a group" in reasons
+    asked = context_calls.asked_of(*wide, {}, 2)
+    assert not context_calls.features_of(asked, None, 0, 4).kernels
