@@ -16,6 +16,9 @@ from .numbers import Arguments
 from .operands import keys_of
 from .tensors import Described
 
+OWN_NUMBER = -1
+"""Asks kernels that split keys for as many parts as fill the chip, where None may ask others."""
+
 
 def splits_of(
     reader: LoadedKernel,
@@ -26,11 +29,17 @@ def splits_of(
 ) -> int:
     """Into how many parts the keys of each sequence are split, by the kernel that reads them.
 
-    asked: 0 for as many as its family finds fastest.
+    asked: 0 or OWN_NUMBER for as many as its family finds fastest; of packed keys for sequences of
+    their average length.
     """
+    if asked not in (0, OWN_NUMBER):
+        return asked
     facts = Facts(extents, scalars, reader.multiprocessors, frozenset({"o"}))
     family = family_of(name_of(reader.kernel))
-    return asked or family.splits(reader.kernel, facts, keys_of(extents, optional))
+    keys = keys_of(extents, optional)
+    if optional["cu_seqlens_kv"] is not None:
+        keys = -(-keys // max(1, scalars.sequences or 1))
+    return family.splits(reader.kernel, facts, keys)
 
 
 def results_of(splits: int) -> tuple[str, ...]:
@@ -66,10 +75,11 @@ def page_numbers(size: int) -> tuple[int, int, int]:
 def check_splits(num_splits: Any) -> None:
     """Raises: SpecError where this is no number of parts for a call's keys."""
     number = isinstance(num_splits, int) and not isinstance(num_splits, bool)
-    if num_splits is not None and not (number and 1 <= num_splits <= MAX_SPLITS):
+    known = number and (1 <= num_splits <= MAX_SPLITS or num_splits == OWN_NUMBER)
+    if not (num_splits is None or known):
         raise SpecError(
             f"num_splits={num_splits!r} is no number of parts; pass 1 to {MAX_SPLITS}, or None for "
-            "as many as fill the chip"
+            f"as many as fill the chip ({OWN_NUMBER} where keys are packed)"
         )
 
 
@@ -78,8 +88,8 @@ def unsplit(num_splits: int, served: bool) -> list[str]:
     if num_splits <= 1 or served:
         return []
     return [
-        f"num_splits={num_splits}: kernels split the keys of plain bshd, sbhd and bhsd operands "
-        "beside 16-bit queries and outputs, and of pages; leave it out"
+        f"num_splits={num_splits}: kernels split the keys of plain operands beside 16-bit queries "
+        "and outputs, and of pages; leave it out"
     ]
 
 

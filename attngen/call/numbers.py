@@ -16,11 +16,12 @@ class Arguments(NamedTuple):
     scores, 0 for none. softmax: `vanilla`, `off_by_one` or, with a sink tensor, `learnable`.
     max_logit: whether the largest score of each head is wanted. dropout_p: probability in 0..1;
     above 0 it needs `rng_state`. num_splits: CTAs that share the keys of one sequence where there
-    are few queries, 0 for as many as fill the chip. bias_type: whether a bias tensor is added to
-    scaled scores, `post_scale`, or to the products before that, `pre_scale`. score_mod: the names
-    of score fragments, joined by +, empty for none. numbers: of the operands of the fragments that
-    the call names, those that may be numbers, as words in the order of call/fragments.py.
-    positions: words of call/positions.py, empty where the call gives none.
+    are few queries, 0 for as many as fill the chip, −1 for as many of packed keys, too. bias_type:
+    whether a bias tensor is added to scaled scores, `post_scale`, or to the products before that,
+    `pre_scale`. score_mod: the names of score fragments, joined by +, empty for none. numbers: of
+    the operands of the fragments that the call names, those that may be numbers, as words in the
+    order of call/fragments.py. positions: words of call/positions.py, empty where the call gives
+    none.
     """
 
     layout: str = "bshd"

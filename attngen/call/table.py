@@ -179,7 +179,7 @@ class AttentionCall:
     num_splits: int | None = other(
         "choice",
         "Parts in which each sequence's keys are read, 1 to 128; None for as many as fill the "
-        "chip.",
+        "chip, -1 for as many of packed keys, too, of which None splits none.",
         numbers=("num_splits",),
         front_end=True,
     )

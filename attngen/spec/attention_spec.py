@@ -202,7 +202,7 @@ def is_decode(
     fewer than PROMPT_QUERIES queries (packed ones on average) and nothing that these kernels leave
     out, or wider heads than others take, and dense 16-bit ones whose queries, with the heads of a
     group, fill no more than a tile, but for those whose heads have a tile of their own either way
-    and few keys to split; of both those that say `num_splits`.
+    and few keys to split; of both, and of packed ones, those that say `num_splits`.
 
     spec: the call's, whatever it says of this; q, k: shapes in the layout's formats; sequences: how
     many the packed queries are of.
@@ -217,14 +217,15 @@ def is_decode(
         wide = max(spec.head_dim, spec.head_dim_v or 0) > MAX_HEAD_DIM
         return (few and not more) or wide or bool(num_splits)
     if (
-        "thd" in layout.formats
-        or spec.dtype not in DTYPES_16BIT
+        spec.dtype not in DTYPES_16BIT
         or spec.gathers
         or spec.kv_dtype not in (None, spec.dtype, *DTYPES_8BIT)
         or spec.out_dtype not in (None, spec.dtype)
         or more
     ):
         return False
+    if "thd" in layout.formats:
+        return bool(num_splits)
     heads_q = layouts.size(q, layout.q_format, "h")
     heads_kv = max(1, layouts.size(k, layout.kv_format, "h"))
     few = layouts.size(q, layout.q_format, "s") * heads_q <= DECODE_ROWS * heads_kv

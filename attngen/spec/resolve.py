@@ -277,9 +277,6 @@ def _check_decode(spec: AttentionSpec) -> list[Violation]:
     found, layout = [], layouts.parse(spec.layout)
     if not (spec.decode or layout.paged):
         return []
-    if "thd" in layout.formats and not layout.paged:
-        reason = f"layout {spec.layout!r} has no kernels that split the keys"
-        found.append(Violation("layout", reason, "bshd"))
     eight_bit, out = spec.dtype in DTYPES_8BIT, spec.out_dtype
     legal: dict[str, str | None] = {}
     if eight_bit:

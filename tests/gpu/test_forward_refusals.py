@@ -85,7 +85,7 @@ ARGUMENTS = {
     "bias_type": ({"bias_type": "post"}, "bias_type"),
     **{f"softcap {x}": ({"softcap": x}, "softcap") for x in (-1.0, NAN)},
     **{f"dropout {x}": ({"dropout_p": x}, "dropout") for x in (-0.5, 1.5, NAN)},
-    **{f"num_splits {n}": ({"num_splits": n}, "num_splits") for n in (-1, 129, 2.0)},
+    **{f"num_splits {n}": ({"num_splits": n}, "num_splits") for n in (-2, 129, 2.0)},
     "score_mod": ({"score_mod": lambda s, b, h, i, j: s}, "score_mod"),
     "mask_mod": ({"mask_mod": lambda b, h, i, j: i >= j}, "mask_mod"),
 }

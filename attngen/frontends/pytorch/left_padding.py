@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...call.decode import OWN_NUMBER
+from ...call.routing import spec_of_call
 from ...call.table import AttentionCall, given_by
 from ...errors import SpecError
 from ...spec.layouts import Layout, parse
@@ -32,6 +34,7 @@ def attend(attention: Callable[..., Any], call: AttentionCall) -> Any:
 
     Positions count from a sequence's first row; a length of the call, `seqused` or cumulative, ends
     it, counted from the tensor's first row. Tensors of bshd are read where they are, others copied.
+    Keys are split where they are for tensors that begin with their sequences.
 
     Raises: SpecError where a layout or another argument does not go with it.
     """
@@ -50,6 +53,8 @@ def attend(attention: Callable[..., Any], call: AttentionCall) -> Any:
     for side in _SIDES:
         made |= _lengths(call, layout, side, b, room[side])
     made |= dict.fromkeys(_REPLACED)
+    if call.num_splits is None and _splits(call):
+        made["num_splits"] = OWN_NUMBER
     found = attention(**given_by(replace(call, layout="thd", **made)))
     if not isinstance(found, tuple):
         return _dense(found, axes, b, s_q)
@@ -57,6 +62,11 @@ def attend(attention: Callable[..., Any], call: AttentionCall) -> Any:
     if aux.lse is not None:
         aux = replace(aux, lse=aux.lse.unflatten(1, (b, s_q)).transpose(0, 1).contiguous())
     return _dense(out, axes, b, s_q), aux
+
+
+def _splits(call: AttentionCall) -> bool:
+    """Whether a call reaches kernels that split keys where sequences begin with the tensors."""
+    return spec_of_call(replace(call, seqstart_q=None, seqstart_kv=None)).decode
 
 
 def _packed(x: Tensor, axes: str) -> Tensor:

@@ -168,7 +168,6 @@ def test_render_decode_entry_says_where_lengths_vary_once():
 @pytest.mark.parametrize(
     ("fields", "wrong"),
     [
-        ({"layout": "thd", "decode": True}, "layout"),
         ({"dtype": "e4m3", "layout": PAGED}, "dtype"),
         ({"out_dtype": "fp32", "decode": True}, "out_dtype"),
         ({"dropout": True, "decode": True}, "dropout"),

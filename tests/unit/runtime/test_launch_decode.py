@@ -17,6 +17,7 @@ from attngen.call import decode, kernel_choice
 from attngen.call.numbers import Arguments
 from attngen.call.prepared import lay_out_workspaces
 from attngen.call.table import OPTIONAL
+from attngen.call.tensors import TensorDesc
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
 from attngen.frontends.pytorch import descriptions, forward
@@ -273,6 +274,18 @@ def test_choose_joins_what_is_split_alone(batch, queries, keys, asked, splits):
     number = decode.splits_of(kernels[0], {"q": q, "k": k, "v": k}, optional, scalars, asked)
     found, unwritten = kernel_choice.launched(kernels, decode.results_of(number), batch)
     assert number == splits and [*found] == kernels[: 1 + (splits > 1)] and not unwritten
+
+
+@pytest.mark.parametrize("asked", [0, decode.OWN_NUMBER])
+@pytest.mark.parametrize(("batch", "splits"), [(16, 1), (1, 13)])
+def test_packed_keys_are_split_as_sequences_of_their_average_length_are(asked, batch, splits):
+    reader, *_ = loaded(decode=True, layout="thd")
+    q, k = Extent(1, batch, 64, D, 0, 64 * D, D), Extent(1, 65536, 8, D, 0, 8 * D, D)
+    ends = TensorDesc.contiguous((batch + 1,), "int32")
+    optional = dict.fromkeys(OPTIONAL) | {"cu_seqlens_kv": ends}
+    extents, scalars = {"q": q, "k": k, "v": k}, Scalars(1.0, sequences=batch)
+    assert decode.splits_of(reader, extents, optional, scalars, asked) == splits
+    assert decode.splits_of(reader, extents, optional, scalars, 5) == 5
 
 
 def test_choose_fills_all_places_where_arithmetic_binds():

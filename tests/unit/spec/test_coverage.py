@@ -38,7 +38,6 @@ def test_legal_pairs_are_all_but_those_that_the_semantics_exclude() -> None:
             (("head_dims", (72, 40)), ("dtype", "e4m3")),  # multiples of 16
             (("head_dims", (72, 40)), ("dtype", "bf16/e4m3")),
             (("dtype", "e4m3"), ("splits", True)),
-            (("layout", "thd"), ("splits", True)),
             (("fetch", "gather"), ("splits", True)),  # which the copy engine alone reads
             (("attn_mask", True), ("splits", True)),
             (("dropout", True), ("splits", True)),

@@ -51,7 +51,8 @@ class DecodeView:
     keys and values as they lie; weight_element: of weights. widens: whether keys and values of 8
     bits are widened to 16 under the product before theirs, keys to the queries' format, values to
     float16, beside which weights are the more exact. paged: whether they lie in pages. packed:
-    whether sequences of queries lie behind each other; ragged: whether these differ in length.
+    whether sequences of queries lie behind each other, kv_packed: those of keys and values; ragged:
+    whether those of queries differ in length.
     max_logit: whether each head's largest score is kept.
 
     block_keys: keys a block; stages: buffers; smem: regions of shared memory. consumers:
@@ -88,6 +89,7 @@ class DecodeView:
     widens: bool
     paged: bool
     packed: bool
+    kv_packed: bool
     ragged: bool
     max_logit: bool
     block_keys: int
@@ -144,6 +146,7 @@ def decode_view(
         widens=widens,
         paged=problem.paged,
         packed=problem.q_seq == "packed",
+        kv_packed=problem.kv_seq == "packed",
         ragged=problem.q_seq != "dense",
         max_logit=problem.max_logit,
         block_keys=plan.tile.n,

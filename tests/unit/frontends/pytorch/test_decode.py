@@ -11,6 +11,7 @@ import torch
 import attngen
 from attngen import AttentionSpec, SpecError, reference
 from attngen.call import checks
+from attngen.call.decode import OWN_NUMBER
 from attngen.call.numbers import Arguments
 from attngen.call.operands import extents_of, spec_of
 from attngen.call.table import OPTIONAL
@@ -131,14 +132,14 @@ def test_known_paged_call_vouches_for_no_list_of_one_table(on_reference):
         attngen.attention(**{**given, "page_table": [given["page_table"]]}, backend="cuda")
 
 
-@pytest.mark.parametrize("splits", [-1, 0, 129, 1 << 40, 2.0, True, "2"])
+@pytest.mark.parametrize("splits", [-2, 0, 129, 1 << 40, 2.0, True, "2"])
 @pytest.mark.parametrize("backend", ["cuda", "reference"])
 def test_call_with_no_number_of_splits_is_refused(on_reference, splits, backend):
     with pytest.raises(SpecError, match="num_splits"):
         attngen.attention(**call(num_splits=splits), backend=backend)
 
 
-@pytest.mark.parametrize("splits", [-1, 129])
+@pytest.mark.parametrize("splits", [-2, 129])
 def test_op_with_no_number_of_splits_is_refused(on_reference, splits):
     q = torch.randn(1, 1, 1, 8).bfloat16()
     rest = (*(None for _ in OPTIONAL), *Arguments(num_splits=splits))
@@ -150,7 +151,9 @@ def test_call_whose_keys_no_kernel_splits_refuses_splits(on_reference):
     q = torch.randn(6, 1, 8).bfloat16()
     ends = torch.tensor([0, 6], dtype=torch.int32)
     given = {"layout": "thd", "cu_seqlens_q": ends, "cu_seqlens_kv": ends, "backend": "cuda"}
-    attngen.attention(q, q, q, **given, num_splits=1)
+    given["out_dtype"] = torch.float32
+    for splits in (1, OWN_NUMBER):
+        attngen.attention(q, q, q, **given, num_splits=splits)
     with pytest.raises(SpecError, match="num_splits=2"):
         attngen.attention(q, q, q, **given, num_splits=2)
 
@@ -229,6 +232,12 @@ def dense(s_q, heads=(4, 2), **changes):
     return {"q": q, "k": q[:, :, : heads[1]], "v": q[:, :, : heads[1]], **changes}
 
 
+def packed(**changes):
+    ends, q = torch.tensor([0, 1, 3], dtype=torch.int32), torch.randn(3, 4, 16).bfloat16()
+    lengths = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+    return {"q": q, "k": q[:, :2], "v": q[:, :2], "layout": "thd", **lengths, **changes}
+
+
 @pytest.mark.parametrize(
     ("given", "few"),
     [
@@ -242,6 +251,10 @@ def dense(s_q, heads=(4, 2), **changes):
         (dense(1, out_dtype=torch.float32), False),
         (call(), True),
         (call("paged_kv_thd_sbhd_sbhd"), True),
+        (packed(), False),  # which kernels split where they are asked to
+        (packed(num_splits=1), True),
+        (packed(num_splits=OWN_NUMBER), True),
+        (packed(num_splits=OWN_NUMBER, out_dtype=torch.float32), False),
         ({"q": torch.randn(2, 20, 3, 1, 16).bfloat16(), "layout": "bs3hd"}, False),
         ({"q": torch.randn(2, 65, 3, 1, 16).bfloat16(), "layout": "bs3hd"}, False),
         ({"q": torch.randn(2, 40, 3, 2, 136).bfloat16(), "layout": "bs3hd"}, True),
@@ -328,6 +341,7 @@ def test_splits_that_no_kernel_makes_are_the_references_to_ignore(monkeypatch, t
 
     def attend(q, backend):
         named = {"layout": "thd", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+        named["out_dtype"] = torch.float32
         return attngen.attention(q, q, q, **named, num_splits=2, backend=backend)
 
     call = attend

@@ -10,6 +10,9 @@ from torch import Tensor
 
 import attngen
 from attngen import SpecError, fp8
+from attngen.call.decode import OWN_NUMBER
+from attngen.call.table import ROWS, make_call
+from attngen.frontends.pytorch import left_padding
 from tests.support.te_kit import randn
 
 Q_ROWS, KV_ROWS = [(2, 6), (0, 4), (6, 6)], [(1, 8), (5, 7), (0, 8)]  # first and last but one
@@ -18,6 +21,9 @@ HEADS, GROUPS, DIM = 4, 2, 8
 
 def integers(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+STARTS = integers([1, 5, 0])
 
 
 def operands(layout: str) -> list[Tensor]:
@@ -114,3 +120,28 @@ def test_refusals_say_why(changes: dict[str, Any], reason: str) -> None:
     q = torch.zeros(2, 4, 2, DIM)
     with pytest.raises(SpecError, match=reason):
         attngen.attention(q, q, q, **{"seqstart_q": integers([0, 1]), **changes})
+
+
+@pytest.mark.parametrize(
+    ("queries", "given", "asked"),
+    [
+        (5, {}, OWN_NUMBER),
+        (65, {}, None),
+        (5, {"num_splits": 3}, 3),
+        (5, {"dropout_p": 0.5, "rng_state": torch.tensor([1, 2])}, None),
+    ],
+    ids=str,
+)
+def test_keys_are_split_where_those_of_whole_tensors_are(
+    queries: int, given: dict[str, Any], asked: int | None
+) -> None:
+    q, k = (randn(3, rows, 4, 16, seed=rows).bfloat16() for rows in (queries, 300))
+    call = make_call("attention", ROWS, {"q": q, "k": k, "v": k}, {**given, "seqstart_kv": STARTS})
+    made: dict[str, Any] = {}
+
+    def attend(**arguments: Any) -> Tensor:
+        made.update(arguments)
+        return arguments["q"]
+
+    left_padding.attend(attend, call)
+    assert made["layout"] == "thd" and made.get("num_splits") == asked
