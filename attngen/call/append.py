@@ -12,6 +12,7 @@ from ..spec.attention_spec import dtype_name as spec_dtype
 from ..spec.resolve import find_violations
 from .tensors import Described, dtype_name, is_contiguous, is_fp8, named
 
+_FEATURES = features.scan()  # here, not in a call: torch.compile cannot trace file access
 LAYOUTS = ("bshd", "sbhd", "bhsd", "thd")
 TOKENS, CACHES = ("k", "v", "q"), ("k_cache", "v_cache")
 INTEGERS = ("lengths", "cu_seqlens", "cu_seqlens_all", "page_table")
@@ -193,7 +194,7 @@ def refusals(call: AppendCall) -> list[str]:
     if not kinds <= {*DTYPES_16BIT, *DTYPES_8BIT}:
         found.append(f"kernels append 16 and 8 bits; got {_pair(call.k, call.k_cache)}")
         return found
-    wrong = find_violations(spec_of(call), features.scan())
+    wrong = find_violations(spec_of(call), _FEATURES)
     return [*found, *dict.fromkeys(each.reason for each in wrong)]
 
 

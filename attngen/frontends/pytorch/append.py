@@ -83,10 +83,10 @@ class Checked(NamedTuple):
 
 
 def _served(call: AppendCall, facts: tuple[Any, ...], given: Sequence[Any]) -> bool:
-    """Whether kernels serve a call, which is checked once for its formats; in code that
-    torch.compile traces the operation checks it. facts: beside formats; given: its tensors."""
+    """Whether kernels serve a call, which is checked once for its formats, or where torch.compile
+    traces it. facts: beside formats; given: its tensors."""
     if torch.compiler.is_compiling():
-        return call.backend != "reference" and bool(call.k.is_cuda)
+        return _checked(call).on_kernels
     key = (*facts, *map(format_of, given))
     return checked_appends.remember(key, lambda: _checked(call)).on_kernels
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 import attngen
 from attngen import SpecError
+from attngen.call.append import AppendCall
+from attngen.reference import append as definition
 from tests.support.te_kit import randn
 
 BEFORE, NEW, HEADS, DIM = [3, 0, 6], [2, 3, 1], 2, 32
@@ -164,6 +166,51 @@ def test_refusals_name_the_argument(changes: dict[str, Any], reason: str) -> Non
     given = {"k_cache": ROWS, "v_cache": ROWS, "k": NEW_ROWS, "v": NEW_ROWS, "lengths": LENGTHS}
     with pytest.raises(SpecError, match=reason):
         attngen.append_kv(**{**given, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"lengths": None}, "one of lengths and cu_seqlens_all"),
+        ({"k": NEW_ROWS[..., :8]}, "k_cache needs heads of 2, 8"),
+        ({"backend": "cuda"}, "cpu has no kernels"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_compiled_calls_are_checked(changes: dict[str, Any], reason: str) -> None:
+    torch._dynamo.reset()
+    given = {"k_cache": ROWS, "v_cache": ROWS, "k": NEW_ROWS, "v": NEW_ROWS, "lengths": LENGTHS}
+    compiled = torch.compile(attngen.append_kv, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=reason):
+        compiled(**{**given, **changes})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_traces_leave_what_kernels_refuse_to_the_definition(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Of a device with kernels, which fake tensors stand for."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    defined: list[AppendCall] = []
+    monkeypatch.setattr(definition, "append", defined.append)
+
+    class Append(torch.nn.Module):
+        def forward(self, *given: Tensor) -> Tensor:
+            k_cache, v_cache, new, lengths = given
+            attngen.append_kv(k_cache, v_cache, new, new, lengths)
+            return k_cache
+
+    with FakeTensorMode():
+        shapes = ((2, 4, HEADS, DIM), (2, 4, HEADS, DIM), (2, 1, HEADS, DIM))
+        given = [torch.empty(*shape, dtype=dtype, device="cuda") for shape in shapes]
+        lengths = torch.empty(2, dtype=torch.int32, device="cuda")
+        program = torch.export.export(Append(), (*given, lengths))
+    parts = program.graph_module.modules()
+    graphs = [x.graph for x in parts if isinstance(x, torch.fx.GraphModule)]
+    operations = [str(node.target) for graph in graphs for node in graph.nodes]
+    on_kernels = dtype is torch.bfloat16
+    assert ("attngen.append.default" in operations) == on_kernels == (not defined)
 
 
 def test_operation_is_traced_with_its_mutations() -> None:
