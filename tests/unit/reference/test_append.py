@@ -189,7 +189,7 @@ def test_compiled_calls_are_checked(changes: dict[str, Any], reason: str) -> Non
 def test_traces_leave_what_kernels_refuse_to_the_definition(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    """Of a device with kernels, which fake tensors stand for."""
+    """Fake tensors stand for those of a device with kernels."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     defined: list[AppendCall] = []
