@@ -36,10 +36,13 @@ from attngen.spec import coverage, presets  # noqa: E402  # of this checkout
 from attngen.spec.attention_spec import load_specs  # noqa: E402
 from attngen.spec.problem import Problem  # noqa: E402
 from attngen.spec.resolve import resolve  # noqa: E402
+from attngen.targets.target import DEFAULT  # noqa: E402
 from tools import sweep  # noqa: E402
 
 HASHES = ROOT / "tests" / "corpus.json"
 SAMPLED, SEED = 300, 36
+OTHERS = ("sm_80", "sm_86")  # of much and of little shared memory
+PREFIX = "mma_"  # of their kernels' names
 SHORT = 16  # hex digits of a hash: 64 bits
 _TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 _INCLUDE = re.compile(r'#include "(attngen/[^"]+)"')
@@ -97,13 +100,27 @@ def problems() -> Iterator[Problem]:
     yield from sweep.sample(SAMPLED, SEED)
 
 
+def elsewhere() -> Iterator[tuple[str, str]]:
+    """Names and hashes of the kernels that chips of other architectures have."""
+    for problem, arch in itertools.product(dict.fromkeys(problems()), OTHERS):
+        try:
+            found = plans(problem, arch)
+        except AttngenError:  # of what no family serves there
+            continue
+        for plan in found:
+            if plan.family.startswith(PREFIX):
+                yield hashes_of(problem, plan)
+
+
 def corpus() -> dict[str, list[str]]:
     """Hashes of every kernel, sorted, by its name: plans of one name have a pair each."""
     found: dict[str, set[str]] = {}
     for problem in dict.fromkeys(problems()):
-        for plan in plans(problem, "sm_90a"):
+        for plan in plans(problem, DEFAULT.name):
             name, hashes = hashes_of(problem, plan)
             found.setdefault(name, set()).add(hashes)
+    for name, hashes in elsewhere():
+        found.setdefault(name, set()).add(hashes)
     return {name: sorted(hashes) for name, hashes in sorted(found.items())}
 
 

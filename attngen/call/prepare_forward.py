@@ -27,6 +27,7 @@ from .operands import (
     unpacked,
 )
 from .prepared import Output, PreparedCall, lay_out_workspaces, refuse_addresses
+from .served import without_splits
 from .table import INPUTS, OPTIONAL
 from .tensors import Described, TensorDesc, is_fp8
 
@@ -132,6 +133,8 @@ def _with_launches(prepared: PreparedCall, call: Forward, gathering: Gathering) 
     if (added := optional["bias"]) is not None:
         extents["bias"] = extent_of(added, sequences or 0, extents["q"].heads)
     spec = spec_of(q, call.k, call.v, optional, arguments, call.gather)
+    if not arguments.num_splits:
+        spec = without_splits(spec, prepared.device.known_arch)
     unaligned: Gathering | None = refuse_addresses
     if spec.gathers:
         unaligned = None

@@ -10,9 +10,10 @@ from ..fragments import features
 from ..spec.attention_spec import DTYPES_8BIT, MAX_HEAD_DIM, AttentionSpec, dtype_name
 from ..spec.layouts import axes_of, parse
 from ..spec.resolve import find_violations
-from ..targets.target import names
+from ..targets.target import DEFAULT, names
 from .decode import unsplit
 from .fp8_checks import backward_violations
+from .served import unserved, without_splits
 from .table import CARRIERS, LENGTHS, ROWS, AttentionCall
 
 _FEATURES = features.scan()  # here, not in a call: torch.compile cannot trace file access
@@ -86,11 +87,19 @@ def spec_of_call(call: AttentionCall, traced: bool = False) -> AttentionSpec:
     return replace(spec, **switches) if switches else spec
 
 
-def refusals(call: AttentionCall, traced: bool = False) -> list[str]:
-    """Why no kernel serves a call, whatever the device; empty where one does. Arguments as of
-    `spec_of_call`."""
+def refusals(
+    call: AttentionCall,
+    traced: bool = False,
+    arch: str = DEFAULT.name,
+    directions: tuple[str, ...] = ("fwd",),
+) -> list[str]:
+    """Why no kernel serves a call; empty where one does. arch: the architecture whose kernels its
+    device runs; directions: those that it needs. Other arguments as of `spec_of_call`."""
     spec = spec_of_call(call, traced)
     reasons = [violation.reason for violation in find_violations(spec, _FEATURES)]
+    if not reasons:
+        spec = spec if call.num_splits else without_splits(spec, arch)
+        reasons = unserved(replace(spec, directions=directions), arch)
     return reasons + unsplit(call.num_splits or 0, spec.decode)
 
 

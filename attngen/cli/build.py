@@ -58,7 +58,7 @@ _OPTIONS = (
         type=click.Path(path_type=Path),
         help="What `attngen trace` wrote; -: standard input.",
     ),
-    click.option("--arch", help="Build for this architecture, not those of the spec files."),
+    click.option("--arch", help="Build for these architectures (A,B), not those of the files."),
     click.option(
         "--shard",
         metavar="I/N",

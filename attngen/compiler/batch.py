@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -62,25 +63,27 @@ def jobs_of(
     """The distinct kernels of the specs, in their order, and what was refused, with its place in a
     file where that is known.
 
-    arch: replaces the architectures that the specs name; None keeps them.
+    arch: replaces the architectures that the specs name, of several with commas between them; None
+    keeps them.
     """
     titles: dict[tuple[Problem, KernelPlan, str], list[str]] = {}
     refused: list[AttngenError] = []
     for each in specs:
         spec, place = (each.spec, each.place) if isinstance(each, Placed) else (each, None)
-        asked = spec if arch is None else dataclasses.replace(spec, arch=(arch,))
+        asked = spec if arch is None else dataclasses.replace(spec, arch=tuple(arch.split(",")))
         try:
-            found = [
-                (problem, chosen, name)
-                for problem in resolve.resolve(asked, features.scan(), place)
-                for name in asked.arch
-                for chosen in plans(problem, name)
-            ]
+            problems = resolve.resolve(asked, features.scan(), place)
         except AttngenError as error:
             refused.append(error)
             continue
-        for key in found:
-            titles.setdefault(key, []).append(spec.title)
+        for problem, name in itertools.product(problems, asked.arch):
+            try:
+                found = plans(problem, name)
+            except AttngenError as error:
+                refused.append(error)
+                continue
+            for chosen in found:
+                titles.setdefault((problem, chosen, name), []).append(spec.title)
     jobs = [Job(*key, tuple(dict.fromkeys(names))) for key, names in titles.items()]
     return jobs, refused
 
@@ -100,12 +103,12 @@ def jobs_for(
     refused: list[AttngenError] = []
     named: dict[Variant, None] = {}
     for problem, name in variants:
-        wanted = arch or name
-        if faults := find_faults(problem, wanted, features.scan()):
-            where = (places or {}).get((problem, name), title)
-            refused.append(SpecError([f"{where}: {fault}" for fault in faults]))
-        else:
-            named |= dict.fromkeys((each, wanted) for each in problem.orders())
+        for wanted in (arch or name).split(","):
+            if faults := find_faults(problem, wanted, features.scan()):
+                where = (places or {}).get((problem, name), title)
+                refused.append(SpecError([f"{where}: {fault}" for fault in faults]))
+            else:
+                named |= dict.fromkeys((each, wanted) for each in problem.orders())
     for problem, name in named:
         try:
             jobs += [Job(problem, each, name, (title,)) for each in plans(problem, name)]

@@ -84,10 +84,12 @@ class Choice:
 
 class Family(ABC):
     """A folder of kernels. kernels: what it has, by the names that their symbols begin with, which
-    no other family uses. needs: instructions that a target has to have."""
+    no other family uses. needs: instructions that a target has to have; avoids: those of targets
+    that have faster kernels, for which it is not asked."""
 
     kernels: Mapping[str, Kind]
     needs: frozenset[Instruction] = frozenset()
+    avoids: frozenset[Instruction] = frozenset()
 
     def computes(self, problem: Problem) -> bool:
         """Whether problems of this kind are its own; what surrounds others' kernels computes
@@ -186,7 +188,7 @@ def serving(problem: Problem, target: Target) -> Family:
     """
     reasons: list[str] = []
     for family in families():
-        if family.computes(problem):
+        if family.computes(problem) and not family.avoids & target.instructions:
             refused = family.refusals(problem, target)
             if not refused:
                 return family

@@ -100,11 +100,8 @@ def load(binary: Binary, cubin: bytes, device: int) -> LoadedKernel:
     handle = checked("cuDeviceGet", cuda.cuDeviceGet(device))
     axes = ("MAJOR", "MINOR")
     capability = tuple(_attribute(f"COMPUTE_CAPABILITY_{axis}", device) for axis in axes)
-    if capability != target.capability:
-        raise LaunchError(
-            f"{binary.kernel.entry} is for {binary.arch} (compute capability {target.capability}); "
-            f"device {device} has {capability}"
-        )
+    if reason := _unfit(binary, target, (capability[0], capability[1]), device):
+        raise LaunchError(f"{binary.kernel.entry} is for {binary.arch}{reason}")
     kernel = checked(
         f"cuLibraryGetKernel({binary.kernel.entry})",
         cuda.cuLibraryGetKernel(_library(binary, cubin), binary.kernel.entry.encode()),
@@ -119,6 +116,18 @@ def load(binary: Binary, cubin: bytes, device: int) -> LoadedKernel:
     function = cuda.CUfunction(int(kernel))  # cuLaunchKernel takes a CUkernel cast to CUfunction
     variant, count = (binary.problem, binary.arch), multiprocessors(device)
     return LoadedKernel(function, binary.kernel, device, count, variant, target)
+
+
+def _unfit(binary: Binary, target: Target, capability: tuple[int, int], device: int) -> str:
+    """Why the device cannot run the kernel, as the end of a sentence; empty where it can."""
+    if not target.runs_on(capability):
+        return f" (compute capability {target.capability}); device {device} has {capability}"
+    if capability != target.capability:
+        room = _attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", device)
+        if binary.kernel.smem_bytes > room:
+            asked = binary.kernel.smem_bytes
+            return f" and asks for {asked} bytes of shared memory; device {device} has {room}"
+    return ""
 
 
 def _check_parameters(described: KernelEntry, kernel: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import SpecError
 from ..fragments.features import Features
 from ..io.text import closest, suggestion
-from ..targets.target import TARGETS, names
+from ..targets.target import DEFAULT, TARGETS, names
 from . import layouts
 from .attention_spec import DTYPES_8BIT, DTYPES_16BIT, MAX_HEAD_DIM, AttentionSpec, dtype_name
 from .fragment_checks import (
@@ -160,18 +160,18 @@ def find_violations(spec: AttentionSpec, features: Features) -> list[Violation]:
 def _check_targets(spec: AttentionSpec) -> list[Violation]:
     """Architectures that there are no kernels for, and what those lack that the spec asks for."""
     known = names()
-    if not spec.arch:
-        return [Violation("arch", f"arch is empty; available: {known}", known)]
-    found = []
+    reasons: dict[str, str] = {}
     for arch in spec.arch:
         target = TARGETS.get(arch)
         if target is None:
             reason = f"architecture {arch!r} has no kernels; available: {known}"
-            found.append(Violation("arch", reason + suggestion(arch, known), known))
+            reasons[arch] = reason + suggestion(arch, known)
         elif spec.dtype in DTYPES_8BIT and not target.fp8:
-            reason = f"dtype {spec.dtype!r}: tensor cores of {arch} multiply no FP8"
-            found.append(Violation("dtype", reason, "bf16"))
-    return found
+            reasons[arch] = f"dtype {spec.dtype!r}: tensor cores of {arch} multiply no FP8"
+    legal = tuple(arch for arch in spec.arch if arch not in reasons) or (DEFAULT.name,)
+    if not spec.arch:
+        return [Violation("arch", f"arch is empty; available: {known}", legal)]
+    return [Violation("arch", reason, legal) for reason in reasons.values()]
 
 
 def _check_layout(spec: AttentionSpec) -> list[Violation]:

@@ -34,10 +34,12 @@ from attngen.kernels.base import KernelPlan
 from attngen.runtime import counters, load
 from attngen.runtime.program import SCHEMA_VERSION, Binary, Resources
 from attngen.spec.problem import Problem
+from attngen.targets.target import DEFAULT, NAMED
 
 from ..support.caches import BACKWARD, FORWARD, held
 from .compiler import HostCompiler
 
+ARCH = NAMED or DEFAULT.name
 MULTIPROCESSORS = 5  # of which each runs a CTA at a time
 TIMINGS = ("early", "late", "random")  # when copies and products are done
 ALIGNMENT = 256
@@ -228,7 +230,7 @@ def _allocate(sizes: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
 
 @contextlib.contextmanager
 def emulated(emulator: Emulator) -> Iterator[None]:
-    """CPU tensors have the kernels of sm_90a, all of which have ended in the end."""
+    """CPU tensors have the kernels of ARCH, all of which have ended in the end."""
     start = operation.start
 
     def start_and_finish(*arguments: Any) -> torch.Tensor | None:
@@ -244,16 +246,16 @@ def emulated(emulator: Emulator) -> Iterator[None]:
         "attngen.runtime.load.ensure_context": lambda _: None,
         "attngen.runtime.load.load": emulator.load,
         "attngen.runtime.load.multiprocessors": lambda _: MULTIPROCESSORS,
-        "attngen.frontends.pytorch.routing.device_arch": lambda _: "sm_90a",
+        "attngen.frontends.pytorch.routing.device_arch": lambda _: ARCH,
         "attngen.frontends.pytorch.operation._empty_strided_cuda": _allocate,
-        "attngen.frontends.pytorch.descriptions.device_arch": lambda _: "sm_90a",
+        "attngen.frontends.pytorch.descriptions.device_arch": lambda _: ARCH,
         "attngen.call.kernel_choice.find_kernels": emulator.find_kernels,
         "attngen.frontends.pytorch.backward.start": start_and_finish,
         "attngen.frontends.pytorch.operation.start": start_and_finish,
         "attngen.frontends.pytorch.append.start": start_and_finish,
-        "attngen.frontends.pytorch.append.device_arch": lambda _: "sm_90a",
+        "attngen.frontends.pytorch.append.device_arch": lambda _: ARCH,
         "attngen.frontends.pytorch.narrow.start": start_and_finish,
-        "attngen.frontends.pytorch.narrow.device_arch": lambda _: "sm_90a",
+        "attngen.frontends.pytorch.narrow.device_arch": lambda _: ARCH,
         "attngen.frontends.pytorch.narrow.is_current": lambda _: True,
         "attngen.call.kernel_choice.multiprocessors": lambda _: MULTIPROCESSORS,
         "attngen.frontends.pytorch.operation.current_stream": lambda _: 0,

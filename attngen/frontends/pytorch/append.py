@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...call.append import TENSORS, AppendCall, refusals, violations
+from ...call.append import TENSORS, AppendCall, refusals, spec_of, violations
 from ...call.cache import CallCache
 from ...call.prepare_append import PreparedAppend, prepare_append
 from ...call.routing import check_backend, no_kernels
+from ...call.served import unserved
 from ...call.taking import taking
 from ...errors import SpecError
 from ...reference import append as definition
@@ -108,9 +109,11 @@ def _on_kernels(call: AppendCall) -> bool:
     """Whether kernels serve a call. Raises: SpecError where it asks for them, and they do not."""
     if call.backend == "reference":
         return False
-    reasons = refusals(call)
-    if device_arch(call.k.device) is None:
+    reasons, arch = refusals(call), device_arch(call.k.device)
+    if arch is None:
         reasons = [no_kernels(str(call.k.device)), *reasons]
+    elif not reasons:
+        reasons = unserved(spec_of(call), arch)
     if reasons:
         leave_kernels(SpecError(reasons), call.backend)
     return not reasons

@@ -13,6 +13,7 @@ from ...call.recipe import CastRule, Narrowed
 from ...call.tensors import name_of
 from ...kernels.support.cast import TENSORS
 from ...reference import fp8_scales as definition
+from ...targets.target import TARGETS
 from .descriptions import device_arch, device_of
 from .operation import current, format_of, is_current, start, unobserved
 from .signature import dtype_of
@@ -66,7 +67,8 @@ def _prepare(
     """The launches, None where kernels do not serve the tensors. Raises: CompileError,
     CacheError, LaunchError."""
     first, *_ = tensors
-    if first.dtype not in SIXTEEN_BITS or device_arch(first.device) is None:
+    arch = device_arch(first.device)
+    if first.dtype not in SIXTEEN_BITS or arch is None or not TARGETS[arch].fp8:
         return None
     if len(tensors) > TENSORS or any([x.dtype != first.dtype for x in tensors]):
         return None

@@ -44,7 +44,8 @@ def use_kernels(call: AttentionCall) -> bool:
 def refusals(call: AttentionCall) -> list[str]:
     """Why no kernel can serve this call; empty where one can."""
     device = call.q.device
-    if device_arch(device) is None:
+    arch = device_arch(device)
+    if arch is None:
         which = str(device)
         if device.type == "cuda":
             major, minor = torch.cuda.get_device_capability(device)
@@ -57,7 +58,11 @@ def refusals(call: AttentionCall) -> list[str]:
         and number.requires_grad
         and torch.is_grad_enabled()
     ]
-    return learned + routing.refusals(call, is_traced((call.q, call.k, call.v)))
+    learns = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (call.q, call.k, call.v, call.bias, call.sink)
+    )
+    directions = ("fwd", "bwd") if learns else ("fwd",)
+    return learned + routing.refusals(call, is_traced((call.q, call.k, call.v)), arch, directions)
 
 
 def leave_kernels(refusal: AttngenError, backend: str) -> None:

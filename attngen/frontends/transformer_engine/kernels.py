@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import AttentionSpec
+from ...call.served import unserved, without_splits
 from ...fragments import features
 from ...spec.layouts import Layout, axes_of, parse
 from ...spec.resolve import find_violations
@@ -91,7 +92,7 @@ def refusals(question: Question) -> list[str]:
         return [f"the current device has no kernels; available: {', '.join(names())}"]
     dtypes = [torch_dtype(x) for x in (question.q_dtype, question.kv_dtype)]
     forward = replace(_spec_of(question, *dtypes), arch=(arch,))
-    found = find_violations(forward, _FEATURES)
+    asked = [without_splits(forward, arch)]
     if question.is_training:
         backward = replace(
             forward,
@@ -100,8 +101,9 @@ def refusals(question: Question) -> list[str]:
             directions=("bwd",),
             deterministic=question.deterministic,
         )
-        found += find_violations(backward, _FEATURES)
-    return [*dict.fromkeys(violation.reason for violation in found)]
+        asked.append(backward)
+    found = [each.reason for spec in asked for each in find_violations(spec, _FEATURES)]
+    return [*dict.fromkeys(found)] or [x for spec in asked for x in unserved(spec, arch)]
 
 
 def device_arch() -> str | None:

@@ -44,6 +44,12 @@ class Support(Family):
         elif problem.dtype_q != problem.dtype_kv and sizes != (2, 1):
             yield f"{problem.dtype_q} tokens are stored as they are, or in 8 bits from 16"
 
+    def refusals(self, problem: Problem, target: Target) -> list[str]:
+        found = super().refusals(problem, target)
+        if DTYPE_BYTES[problem.dtype_kv] == 1 and not target.fp8:
+            found.append(f"{target.name} converts nothing to {problem.dtype_kv}")
+        return found
+
     def plans(self, problem: Problem, target: Target) -> tuple[KernelPlan, ...]:
         if problem.direction == "cast":
             return cast_plans(target)

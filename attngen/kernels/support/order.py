@@ -27,8 +27,11 @@ class VarlenPlan(KernelPlan):
 
 
 def with_order(found: Sequence[KernelPlan], target: Target) -> tuple[KernelPlan, ...]:
-    """The plans of a problem's kernels behind that of the kernel which orders their tiles."""
+    """The plans of a problem's kernels behind that of the kernel which orders their tiles, where
+    some are drawn in that order."""
     ordered = [each for each in found if each.ordered_axis]
+    if not ordered:
+        return tuple(found)
     axes = {each.tile_axis: each.ordered_axis for each in ordered}
     fills = not all(each.orders_few for each in ordered)
     plan = VarlenPlan(target.name, NAME, axes.get("q"), axes.get("kv"), fills, THREADS)

@@ -249,8 +249,8 @@ def test_build_from_trace_of_an_unknown_architecture_is_refused_beside_what_buil
     result = run("build", "--from-trace", tmp_path / "trace", "--dry-run")
     assert result.exit_code == 1 and "1 refused" in result.stdout
     assert "head_dim 4096" in result.stderr
-    result = run("build", "--from-trace", tmp_path / "trace", "--arch", "sm_80", "--dry-run")
-    assert "2 refused" in result.stdout and "sm_80" in result.stderr
+    result = run("build", "--from-trace", tmp_path / "trace", "--arch", "sm_75", "--dry-run")
+    assert "2 refused" in result.stdout and "sm_75" in result.stderr
 
 
 def test_trace_runs_the_command_and_hands_on_its_exit_code(tmp_path: Path) -> None:

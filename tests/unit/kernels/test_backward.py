@@ -93,8 +93,8 @@ def test_plans_without_kernels_are_refused_by_problem_and_arch(refused, make_bac
 
 
 def test_plans_unknown_architecture_is_refused_with_those_there_are(make_backward) -> None:
-    with pytest.raises(PlanError, match="sm_80.*sm_90a"):
-        plans(make_backward(), "sm_80")
+    with pytest.raises(PlanError, match="sm_75.*sm_90a"):
+        plans(make_backward(), "sm_75")
 
 
 def test_plans_forward_is_its_plan_and_a_backward_has_no_single_one(

@@ -17,6 +17,7 @@ from attngen.kernels import family as registry
 from attngen.kernels.base import KernelPlan
 from attngen.kernels.family import Family, Kind, families, family_of, kind_of, serving
 from attngen.kernels.plan import plans, read_plan, template_of
+from attngen.kernels.wgmma.shared import NEEDS
 from attngen.spec.problem import Problem
 from attngen.targets.target import DEFAULT, TARGETS
 from tests.support.paths import ROOT
@@ -28,7 +29,7 @@ PROBLEM = Problem(
     *("fwd", "bf16", "bf16", "bf16", 128, 128, ("causal",), (), "vanilla"),
     *("dense", "dense", "tma", "range"),
 )
-OTHER = replace(DEFAULT, name="sm_80", capability=(8, 0), instructions=frozenset())
+OTHER = replace(DEFAULT, name="sm_75", capability=(7, 5), instructions=frozenset())
 
 
 def folder_of(family: Family) -> Path:
@@ -98,9 +99,9 @@ def test_a_problem_on_a_target_that_no_family_serves_is_refused_with_every_reaso
 ) -> None:
     monkeypatch.setitem(TARGETS, OTHER.name, OTHER)
     with pytest.raises(PlanError) as caught:
-        plans(PROBLEM, OTHER.name)
+        plans(PROBLEM.backward(), OTHER.name)
     lacking = [reason.partition(": ")[2] for reason in caught.value.reasons]
-    assert lacking == [f"sm_80 has no {each}" for each in sorted(DEFAULT.instructions)]
+    assert lacking == [f"sm_75 has no {each}" for each in sorted(NEEDS)]
     family = serving(PROBLEM, DEFAULT)
     assert family.refusals(PROBLEM, DEFAULT) == [] != family.refusals(PROBLEM, OTHER)
 
@@ -109,10 +110,11 @@ def test_a_family_of_another_target_serves_what_is_its_own(monkeypatch: pytest.M
     """One of other instructions stands beside those that there are."""
 
     class Plan(KernelPlan):
-        arch, family, threads = "sm_80", "sm80_fwd", 128
+        arch, family, threads = "sm_75", "sm75_fwd", 128
 
     class Elsewhere(Family):
-        kernels = {"sm80_fwd": Kind(Plan, "mma/forward/forward")}
+        avoids = frozenset({"wgmma"})
+        kernels = {"sm75_fwd": Kind(Plan, "other/forward/forward")}
 
         def computes(self, problem: Problem) -> bool:
             return problem.direction == "fwd"
@@ -128,17 +130,17 @@ def test_a_family_of_another_target_serves_what_is_its_own(monkeypatch: pytest.M
             raise NotImplementedError
 
     monkeypatch.setitem(TARGETS, OTHER.name, OTHER)
-    everyone = (*families(), Elsewhere())
+    everyone = (Elsewhere(), *families())
     monkeypatch.setattr(registry, "families", lambda: everyone)
     monkeypatch.setattr("attngen.kernels.plan.families", lambda: everyone)
     registry._owners.cache_clear()
     try:
-        (plan,) = plans(PROBLEM, "sm_80")
+        (plan,) = plans(PROBLEM, "sm_75")
         assert (
-            plan.family == "sm80_fwd" and template_of(plan) == "kernels/mma/forward/forward.cu.j2"
+            plan.family == "sm75_fwd" and template_of(plan) == "kernels/other/forward/forward.cu.j2"
         )
-        assert [each.family for each in plans(PROBLEM, DEFAULT.name)][0] != "sm80_fwd"
+        assert [each.family for each in plans(PROBLEM, DEFAULT.name)][0] != "sm75_fwd"
         with pytest.raises(PlanError, match="no dropout yet"):
-            plans(replace(PROBLEM, dropout=True), "sm_80")
+            plans(replace(PROBLEM, dropout=True), "sm_75")
     finally:
         registry._owners.cache_clear()

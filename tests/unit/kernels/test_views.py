@@ -15,6 +15,7 @@ from jinja2 import meta, nodes
 
 from attngen.io import files
 from attngen.kernels.fill import environment, fill_view
+from attngen.kernels.mma_sync.forward.view import MmaForwardView
 from attngen.kernels.support.view_append import AppendView
 from attngen.kernels.support.view_cast import LargestView, StoreView
 from attngen.kernels.support.view_combine import CombineView
@@ -32,6 +33,7 @@ from attngen.kernels.wgmma.forward.view import ForwardView
 ROOT = files.templates_dir()
 # Kernel's template → the dataclass that fills it.
 VIEWS: dict[str, Any] = {
+    "kernels/mma_sync/forward/forward.cu.j2": MmaForwardView,
     "kernels/support/append.cu.j2": AppendView,
     "kernels/support/cast_largest.cu.j2": LargestView,
     "kernels/support/cast_store.cu.j2": StoreView,

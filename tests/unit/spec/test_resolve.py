@@ -47,7 +47,7 @@ SPECS = st.builds(
     return_max_logit=st.booleans(),
     deterministic=st.booleans(),
     directions=st.lists(st.sampled_from(("fwd", "bwd", "up"))).map(tuple),
-    arch=st.lists(st.sampled_from(("sm_90a", "sm_80"))).map(tuple),
+    arch=st.lists(st.sampled_from(("sm_90a", "sm_80", "sm_75"))).map(tuple),
     name=st.none() | st.just("mine"),
 )
 
@@ -346,7 +346,8 @@ def test_resolve_score_that_is_no_fragment_is_refused() -> None:
         ("directions", ("up", "bwd"), ("bwd",)),
         ("directions", ("up",), ("fwd",)),
         ("directions", (), ("fwd",)),
-        ("arch", ("sm_80",), ("sm_90a",)),
+        ("arch", ("sm_75",), ("sm_90a",)),
+        ("arch", ("sm_75", "sm_80"), ("sm_80",)),
         ("arch", (), ("sm_90a",)),
     ],
 )

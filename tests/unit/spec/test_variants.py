@@ -137,12 +137,12 @@ def test_trace_has_every_reason_of_every_line(tmp_path: Path) -> None:
         {**good, "softmax": "learnble", "masks": ["casual"]},
     ]
     wrong = [{"arch": ARCH, "problem": each} for each in lines] + [
-        {"arch": "sm_80", "problem": good}
+        {"arch": "sm_75", "problem": good}
     ]
     result = run("build", "--dry-run", "--from-trace", write_trace(tmp_path / "t", *wrong))
     said = [line.rpartition("t, ")[2] for line in result.stderr.splitlines()]
     starts = ["line 1: kv_dtype 'fp16'", "line 1: head_dim 300", "line 3: masks: 'casual'"]
-    starts += ["line 3: softmax: 'learnble'", "line 4: architecture 'sm_80'"]
+    starts += ["line 3: softmax: 'learnble'", "line 4: architecture 'sm_75'"]
     assert result.exit_code == 1 and len(said) == len(starts)
     for line, start in zip(said, starts, strict=True):
         assert line.startswith(start)
@@ -151,7 +151,7 @@ def test_trace_has_every_reason_of_every_line(tmp_path: Path) -> None:
 
 
 def test_trace_is_judged_for_the_architecture_that_is_asked_for(tmp_path: Path) -> None:
-    trace = write_trace(tmp_path / "t", {"arch": "sm_80", "problem": to_data(GOOD)})
+    trace = write_trace(tmp_path / "t", {"arch": "sm_75", "problem": to_data(GOOD)})
     assert run("build", "--dry-run", "--from-trace", trace).exit_code == 1
     assert run("build", "--dry-run", "--from-trace", trace, "--arch", ARCH).exit_code == 0
 

@@ -7,21 +7,23 @@ from dataclasses import replace
 
 import pytest
 
-from attngen import AttentionSpec
+from attngen import AttentionSpec, SpecError
 from attngen.fragments import features
 from attngen.spec.resolve import find_violations
+from attngen.targets import target
 from attngen.targets.target import DEFAULT, TARGETS, names, of_capability
 from tests.support.paths import ROOT
 
 NAME = re.compile(r"sm_[0-9]{2,3}[a-z]?")
 OTHER = replace(
     DEFAULT,
-    name="sm_80",
-    capability=(8, 0),
-    sm_smem_bytes=164 << 10,
+    name="sm_75",
+    capability=(7, 5),
+    sm_smem_bytes=64 << 10,
     instructions=frozenset(),
     fp8=False,
-    chip="nvidia-a100",
+    chip="nvidia-t4",
+    exact=False,
 )
 
 
@@ -51,12 +53,40 @@ def test_shared_memory_is_divided_among_the_ctas_of_an_sm() -> None:
 
 def test_a_device_has_the_architecture_of_its_capability(other: str) -> None:
     assert of_capability(DEFAULT.capability) is DEFAULT
-    assert of_capability((8, 0)) is OTHER and of_capability((7, 5)) is None
-    assert names() == (DEFAULT.name, other)
+    assert of_capability((7, 5)) is OTHER and of_capability((7, 0)) is None
+    assert names()[0] == DEFAULT.name and names()[-1] == other
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [((8, 0), "sm_80"), ((8, 6), "sm_86"), ((8, 7), "sm_87"), ((8, 8), "sm_87"), ((8, 9), "sm_89"),
+     ((9, 0), "sm_90a"), ((12, 0), "sm_120"), ((12, 1), "sm_121"), ((12, 2), "sm_121"),
+     ((10, 0), None), ((13, 0), None)],
+)  # fmt: skip
+def test_a_device_without_kernels_of_its_own_runs_those_of_an_earlier_minor_version(
+    capability: tuple[int, int], name: str | None
+) -> None:
+    found = of_capability(capability)
+    assert (found and found.name) == name
+
+
+def test_a_cubin_of_one_capability_alone_runs_on_no_later_one() -> None:
+    assert TARGETS["sm_90"].runs_on((9, 1)) and not TARGETS["sm_90a"].runs_on((9, 1))
+    assert not TARGETS["sm_86"].runs_on((8, 0)) and not TARGETS["sm_86"].runs_on((9, 0))
+
+
+def test_a_named_target_is_taken_where_its_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "NAMED", "sm_90")
+    assert of_capability((9, 0)) is TARGETS["sm_90"]
+    with pytest.raises(SpecError, match="'sm_90': devices of compute capability 8.6 run .* sm_86"):
+        of_capability((8, 6))
+    monkeypatch.setattr(target, "NAMED", "sm_9O")
+    with pytest.raises(SpecError, match="'sm_9O': .* sm_90a, sm_90$"):
+        of_capability((9, 0))
 
 
 def test_what_an_architecture_lacks_is_named() -> None:
-    assert [*OTHER.lacks(("wgmma", "tma"))] == ["sm_80 has no tma", "sm_80 has no wgmma"]
+    assert [*OTHER.lacks(("wgmma", "tma"))] == ["sm_75 has no tma", "sm_75 has no wgmma"]
     assert [*DEFAULT.lacks(("wgmma", "tma"))] == []
 
 
@@ -65,5 +95,5 @@ def test_a_spec_is_judged_by_what_its_architectures_have(other: str) -> None:
     plain = AttentionSpec(head_dim=64, arch=(other,))
     assert find_violations(plain, known) == []
     (violation,) = find_violations(replace(plain, dtype="e4m3"), known)
-    assert violation.field == "dtype" and "sm_80" in violation.reason
+    assert violation.field == "arch" and "sm_75" in violation.reason
     assert find_violations(replace(plain, dtype="e4m3", arch=(DEFAULT.name,)), known) == []

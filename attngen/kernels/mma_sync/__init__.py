@@ -1,0 +1,1 @@
+"""Kernels of the products of a warp (mma.sync), which every target has."""

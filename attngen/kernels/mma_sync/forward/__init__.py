@@ -1,0 +1,1 @@
+"""The forward of prompts by products of warps."""

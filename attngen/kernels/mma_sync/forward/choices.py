@@ -1,0 +1,146 @@
+"""Choices of a forward's plan by products of warps: what is worth trying, and what fits.
+
+Figures marked `measured` are from an H200, of kernels built for the target that its architecture
+shares with all; on no other chip has one of these kernels run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ....spec.problem import Problem
+from ....targets.target import Target
+from ...base import Schedule, Tile, lay_out
+from .plan import FORWARD, Plan
+
+ROW_TILE = 16  # query rows of a product
+WARP_THREADS = 32
+BOX_COLUMNS = 64  # of 128 bytes, which the swizzle spans
+# Rescaling only where a maximum grows by 2^8: measured +3 and +16 % at 128, +14 and +9 % at 64,
+# full and causal, over rescaling always.
+LAZY_LOG2 = 8
+# Registers a thread has for output, scores and weights, by those that it has in all. From a sweep
+# of what the compiler spills.
+OPERANDS = {255: 204, 168: 120}
+LARGEST = 255  # registers of a thread
+# Under masks tiles differ: the longest first, a quarter of each head's, the shortest, for the end.
+MASKED_SCHEDULE = Schedule(False, True, kv_group_bytes=16 << 20, group_heads=32, tail_share=4)
+FULL_SCHEDULE = Schedule(False, False, kv_group_bytes=0, group_heads=1, tail_share=0)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The free choices of a plan; everything else follows from them and the problem."""
+
+    warps: int
+    row_tiles: int
+    block: int
+    stages: int
+    ctas: int
+
+    @property
+    def tile(self) -> Tile:
+        """Query rows of a CTA, and keys that it takes at a time."""
+        return Tile(self.warps * self.row_tiles * ROW_TILE, self.block)
+
+    @property
+    def registers(self) -> int:
+        """Registers a thread may have."""
+        return min(LARGEST, (1 << 16) // (self.warps * WARP_THREADS * self.ctas) // 8 * 8)
+
+
+# In the order of preference. Two row tiles a warp: measured +14 and +16 % over one at 128, +5 and
+# +6 % at 64, full and causal. At 64, 96 keys: +10 and +4 % over 64; 128 keys are level. At 128 one
+# stage of 64 keys is level with two.
+CHOICES = (
+    Choice(4, 2, 96, 2, 2),
+    Choice(4, 2, 64, 2, 2),
+    Choice(4, 2, 64, 1, 2),
+    Choice(4, 2, 32, 2, 2),
+    Choice(4, 2, 32, 1, 2),
+    Choice(4, 1, 64, 1, 2),
+    Choice(8, 1, 64, 1, 1),
+    Choice(4, 1, 32, 1, 2),
+    Choice(8, 1, 32, 1, 1),
+    Choice(4, 1, 64, 1, 1),
+    Choice(4, 1, 32, 1, 1),
+)
+WIDE = 64  # columns of V, above which one stage leaves registers for larger blocks
+
+
+def boxes_of(head_dim: int) -> int:
+    """Boxes of a row, each of 64 columns."""
+    return -(-head_dim // BOX_COLUMNS)
+
+
+def operand_registers(problem: Problem, choice: Choice) -> int:
+    """Registers a thread holds at once: of each of its row tiles the output, a block's scores, and
+    four of weights or queries."""
+    return choice.row_tiles * (-(-problem.head_dim_v // 8) * 4 + choice.block // 2 + 4)
+
+
+def choices(problem: Problem) -> Iterator[Choice]:
+    """The choices worth trying, the preferred first."""
+    for choice in CHOICES:
+        if choice.stages == 1 or max(problem.head_dim_qk, problem.head_dim_v) <= WIDE:
+            yield choice
+
+
+def feasible(problem: Problem, target: Target) -> Iterator[Plan]:
+    """Every plan that fits the target, the preferred first."""
+    for choice in choices(problem):
+        if plan := make_plan(problem, choice, target):
+            yield plan
+
+
+def make_plan(problem: Problem, choice: Choice, target: Target) -> Plan | None:
+    """The plan of these choices; None where registers or shared memory do not hold it."""
+    registers, limit = operand_registers(problem, choice), limit_of(problem, choice)
+    tile, row_bytes = choice.tile, 2 * BOX_COLUMNS
+    smem = lay_out(
+        {
+            "Q": tile.m * row_bytes * boxes_of(problem.head_dim_qk),
+            "K": choice.stages * tile.n * row_bytes * boxes_of(problem.head_dim_qk),
+            "V": choice.stages * tile.n * row_bytes * boxes_of(problem.head_dim_v),
+        }
+    )
+    smem_bytes = smem[-1].offset + smem[-1].bytes
+    room = target.smem_share(choice.ctas)
+    if registers > limit or smem_bytes > room:
+        return None
+    return Plan(
+        arch=target.name,
+        family=FORWARD,
+        tile=tile,
+        warps=choice.warps,
+        row_tiles=choice.row_tiles,
+        stages=choice.stages,
+        ctas=choice.ctas,
+        lazy_rescale_log2=LAZY_LOG2,
+        schedule=MASKED_SCHEDULE if problem.masks else FULL_SCHEDULE,
+        smem=smem,
+        smem_bytes=smem_bytes,
+        threads=choice.warps * WARP_THREADS,
+        operand_registers=registers,
+        why=explain(choice, registers, limit, smem_bytes, room),
+    )
+
+
+def limit_of(problem: Problem, choice: Choice) -> int:
+    """Registers a thread has for its operands."""
+    return OPERANDS.get(choice.registers, 0)
+
+
+def explain(
+    choice: Choice, registers: int, limit: int, smem_bytes: int, room: int
+) -> tuple[str, ...]:
+    """The plan's choices in prose, for people. room: bytes of shared memory a CTA may use."""
+    return (
+        f"{choice.warps} warps of {choice.row_tiles * ROW_TILE} query rows: each fragment of keys "
+        f"or values serves {choice.row_tiles} product{'s' if choice.row_tiles > 1 else ''}",
+        f"{choice.block} keys a block: {registers} of {limit} operand registers a thread",
+        f"{choice.stages} stage{'s' if choice.stages > 1 else ''} of K and V: {smem_bytes} of "
+        f"{room} bytes of shared memory, {choice.ctas} CTA{'s' if choice.ctas > 1 else ''} an SM",
+        f"output rescaled only where a maximum grows by more than 2^{LAZY_LOG2}",
+    )

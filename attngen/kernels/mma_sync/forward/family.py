@@ -1,0 +1,67 @@
+"""The family of the forward by products of warps, for targets that have no larger ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from ....errors import PlanError
+from ....fragments.features import Features
+from ....spec.problem import DTYPE_BYTES, Problem
+from ....targets.target import Target
+from ...base import KernelPlan, TiledPlan
+from ...family import Family, Kind
+from ...roofline import Block, aim_of
+from . import choices
+from .plan import FORWARD, Plan
+
+if TYPE_CHECKING:
+    from ...fill import Source
+
+
+class MmaForward(Family):
+    """Outputs of prompts, of 16-bit operands."""
+
+    needs = frozenset({"cp_async"})
+    avoids = frozenset({"wgmma"})
+    kernels = {
+        FORWARD: Kind(Plan, "mma_sync/forward/forward", frozenset({"o", "lse", "max_logit"}))
+    }
+
+    def computes(self, problem: Problem) -> bool:
+        return problem.direction == "fwd"
+
+    def refuses(self, problem: Problem) -> Iterator[str]:
+        unserved = {
+            "operands of 8 bits": DTYPE_BYTES[problem.dtype_kv] == 1,
+            "split keys": problem.decode,
+            "keys in pages": problem.paged,
+            "rows that begin at no multiple of 16 bytes": problem.gather,
+            "a bias": problem.bias,
+        }
+        for what, asked in unserved.items():
+            if asked:
+                yield f"kernels of mma.sync have no {what} yet"
+
+    def plans(self, problem: Problem, target: Target) -> tuple[KernelPlan, ...]:
+        return self.feasible(problem, target)[:1]
+
+    def feasible(self, problem: Problem, target: Target) -> tuple[TiledPlan, ...]:
+        found = tuple(choices.feasible(problem, target))
+        if not found:
+            reason = f"no tile fits {target.name}'s registers and shared memory"
+            raise PlanError(f"{problem.label}: {reason}")
+        return found
+
+    def render(self, problem: Problem, plan: KernelPlan, features: Features, root: Path) -> Source:
+        from .render import render
+
+        return render(problem, cast(Plan, plan), features, root)
+
+    def aim(self, problem: Problem, plan: KernelPlan, target: Target) -> Iterator[str]:
+        tiled = cast(Plan, plan)
+        return aim_of(problem, tiled, Block(1, 1, keys_come=True, ctas=tiled.ctas), target)
+
+
+FAMILY = MmaForward()

@@ -1,0 +1,41 @@
+"""Plan of a forward by products of warps: its values, and what follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ...base import Schedule, SmemRegion, Tile, TiledPlan
+
+FORWARD = "mma_fwd"
+
+
+@dataclass(frozen=True)
+class Plan(TiledPlan):
+    """Everything a template needs beyond the problem. `why` explains the choices in prose.
+
+    `warps`: of a CTA, each with `row_tiles` times 16 query rows, so that each fragment of keys or
+    values that a warp reads serves all of them. `stages`: buffers of K and of V; of one, keys are
+    copied under the product of values, and values under that of keys. `ctas`: of an SM.
+    `lazy_rescale_log2`: the output is rescaled only when a row's maximum grows by more than this
+    power of two.
+    """
+
+    arch: str
+    family: str
+    tile: Tile
+    warps: int
+    row_tiles: int
+    stages: int
+    ctas: int
+    lazy_rescale_log2: int
+    schedule: Schedule
+    smem: tuple[SmemRegion, ...]
+    smem_bytes: int
+    threads: int
+    operand_registers: int
+    why: tuple[str, ...]
+
+    @property
+    def tile_axis(self) -> Literal["q", "kv"] | None:
+        return "q"

@@ -1,0 +1,216 @@
+"""View: what the templates of a forward by products of warps read, each decision made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ....runtime.program import KernelEntry
+from ....spec.problem import Problem
+from ...base import SmemRegion
+from ...plan import template_of
+from ...uses import FragmentUse
+from ...view import (
+    CPP_ELEMENTS,
+    FragmentView,
+    KernelView,
+    MaskListView,
+    ScoreListView,
+    TensorView,
+    fragment_view,
+    kernel_view,
+    mask_list_view,
+    score_list_view,
+    tensor_view,
+)
+from .plan import Plan
+
+FIRST_TOKEN = "{}.first_token(batch)"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor whose rows are copied: its name, C++ for the sequence that says how many rows it
+    has, and for the first of them."""
+
+    name: str
+    sequence: str
+    first_row: str
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How scores become weights. Strings are C++.
+
+    unit: of scores as they come to the softmax, in log2 units; small: whether the first score has a
+    cheaper form for small ones; row_maximum: a row's maximum as a score; pack: what rounds weights;
+    keep_factor: what the output is multiplied by for what dropout leaves.
+    """
+
+    unit: str
+    small: bool
+    row_maximum: str
+    largest_score: str
+    pack: str
+    keep_factor: str
+
+
+@dataclass(frozen=True)
+class MmaForwardView:
+    """All that the templates of a forward by products of warps name.
+
+    The kernel: kernel: its symbol, template and parameters. headers: what it includes, in order.
+    threads, ctas: of a CTA, and of an SM. smem: regions of shared memory.
+
+    The plan: warps, row_tiles, tile_keys, stages: as the plan says; one_stage: whether keys and
+    values are copied in turn. lazy_rescale_log2: how far maxima may grow before the output is
+    rescaled. longest_first: C++, whether tiles begin at the last queries.
+
+    Formats: head_dim_qk, head_dim_v: columns. element: C++ type.
+
+    Fragments: fragment_sources: C++, their structs. masks, score_list: as the common macros take
+    them; score_list is None without scores. weights: what becomes of scores. softmax, q_seq,
+    kv_seq: fragments; kv_iteration: C++, a struct. mask_bits: there is an arbitrary mask.
+    stops_at_bits: whether a window may begin behind the last block of which it has bits. dropout,
+    max_logit: as the problem says.
+
+    Where data lies: operands: what is copied. output: the output's rows. varlen: whether lengths
+    are told on the device; packed: whether queries lie behind each other; fills_gaps: whether rows
+    of no sequence are filled. lse_row: C++, where a head's LSE begins.
+    """
+
+    kernel: KernelView
+    headers: tuple[str, ...]
+    threads: int
+    ctas: int
+    smem: tuple[SmemRegion, ...]
+    warps: int
+    row_tiles: int
+    tile_keys: int
+    stages: int
+    one_stage: bool
+    lazy_rescale_log2: int
+    longest_first: str
+    head_dim_qk: int
+    head_dim_v: int
+    element: str
+    fragment_sources: tuple[str, ...]
+    masks: MaskListView
+    score_list: ScoreListView | None
+    weights: Weights
+    softmax: FragmentView
+    q_seq: FragmentView
+    kv_seq: FragmentView
+    kv_iteration: str
+    mask_bits: bool
+    stops_at_bits: bool
+    dropout: bool
+    max_logit: bool
+    operands: tuple[Operand, ...]
+    output: TensorView
+    varlen: bool
+    packed: bool
+    fills_gaps: bool
+    lse_row: str
+
+
+def forward_view(
+    problem: Problem,
+    plan: Plan,
+    uses: dict[str, list[FragmentUse]],
+    kernel: KernelEntry,
+    fragment_sources: tuple[str, ...],
+) -> MmaForwardView:
+    """The view of the kernel that computes the forward `problem` as `plan` says.
+
+    uses: its fragments by role. kernel: its launch description. fragment_sources: the fragments'
+    structs.
+    """
+    masks = mask_list_view(uses["mask"])
+    scaled = any(use.fragment.scaled for use in uses["score"])
+    return MmaForwardView(
+        kernel=kernel_view(kernel, template_of(plan)),
+        headers=headers_of(problem),
+        threads=plan.threads,
+        ctas=plan.ctas,
+        smem=plan.smem,
+        warps=plan.warps,
+        row_tiles=plan.row_tiles,
+        tile_keys=plan.tile.n,
+        stages=plan.stages,
+        one_stage=plan.stages == 1,
+        lazy_rescale_log2=plan.lazy_rescale_log2,
+        longest_first="true" if plan.schedule.longest_first else "false",
+        head_dim_qk=problem.head_dim_qk,
+        head_dim_v=problem.head_dim_v,
+        element=CPP_ELEMENTS[problem.dtype_q],
+        fragment_sources=fragment_sources,
+        masks=masks,
+        score_list=score_list_view(uses["score"], uses["mask"], scales=scaled),
+        weights=weights_of(problem, uses["score"], scaled=scaled),
+        softmax=fragment_view(uses["softmax"][0]),
+        q_seq=fragment_view(uses["q_seq"][0]),
+        kv_seq=fragment_view(uses["kv_seq"][0]),
+        kv_iteration=uses["kv_iter"][0].fragment.struct,
+        mask_bits=problem.attn_mask,
+        stops_at_bits=problem.attn_mask and masks.bounds_left,
+        dropout=problem.dropout,
+        max_logit=problem.max_logit,
+        operands=tuple(operand_of(problem, name) for name in "qkv"),
+        output=tensor_view(problem, "o"),
+        varlen=problem.varlen,
+        packed=problem.q_seq == "packed",
+        fills_gaps=problem.q_seq != "dense",
+        lse_row=lse_row(problem),
+    )
+
+
+def headers_of(problem: Problem) -> tuple[str, ...]:
+    """Headers that a kernel includes, in their order."""
+    wanted = {
+        "context.cuh": True,
+        "copy/cta_rows.cuh": True,
+        "dropout_draw.cuh": problem.dropout,
+        "mask_bits.cuh": problem.attn_mask,
+        "maximum.cuh": problem.max_logit,
+        "mma/fragment.cuh": True,
+        "mma/store.cuh": problem.dtype_o != "fp32",
+        "mma/store_float.cuh": problem.dtype_o == "fp32",
+        "ptx/barrier.cuh": True,
+        "ptx/math.cuh": True,
+        "ptx/matrix_move.cuh": True,
+        "scheduler/gap_rows.cuh": problem.q_seq != "dense",
+        "scheduler/kv_blocks.cuh": True,
+        "scheduler/packed_tiles.cuh": problem.q_seq == "packed",
+        "scheduler/tile_order.cuh": True,
+        "softmax/online.cuh": True,
+        "softmax/row.cuh": True,
+    }
+    return tuple(name for name, is_wanted in wanted.items() if is_wanted)
+
+
+def weights_of(problem: Problem, scores: list[FragmentUse], *, scaled: bool) -> Weights:
+    """How scores become weights. scaled: whether they come to the softmax scaled."""
+    natural = "{}" if scaled else "{} * kLn2 * p.scale_log2"
+    return Weights(
+        unit="kLog2E" if scaled else "p.scale_log2",
+        small=bool(scores) and scores[0].fragment.small,
+        row_maximum=natural.format("state[m].row_max[half]"),
+        largest_score=natural.format("largest[m][half]"),
+        pack="pack_positive_pairs" if problem.dropout else "pack_pairs",
+        keep_factor=" * p.keep_scale" if problem.dropout else "",
+    )
+
+
+def operand_of(problem: Problem, name: str) -> Operand:
+    """A tensor whose rows are copied."""
+    side, kind = ("q", problem.q_seq) if name == "q" else ("kv", problem.kv_seq)
+    sequence = f"{side}_sequence(p)"
+    return Operand(name, sequence, "0" if kind == "dense" else FIRST_TOKEN.format(sequence))
+
+
+def lse_row(problem: Problem) -> str:
+    """C++: where a head's LSE begins."""
+    if problem.q_seq == "dense":
+        return "(static_cast<long long>(ctx.batch) * p.heads_q + ctx.head) * ctx.q_len"
+    first = FIRST_TOKEN.format("q_sequence(p)").replace("batch", "ctx.batch")
+    return f"q_sequence(p).place(ctx.batch, {first}, ctx.head, p.heads_q)"

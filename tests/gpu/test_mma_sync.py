@@ -1,0 +1,129 @@
+"""The forward by products of warps against float64, on the target that its kernels share with all
+chips: what a Hopper GPU runs are those built for sm_90."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+
+import attngen
+from attngen.call import kernel_choice
+from attngen.kernels.selection import name_of
+from tests.support.caches import FORWARD, held
+
+from . import cases, oracle, variants
+from .cases import Case
+from .variants import Variant
+
+pytestmark = pytest.mark.gpu
+ARCH = "sm_90"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forced() -> Iterator[None]:
+    """Calls run kernels of this target."""
+    with contextlib.ExitStack() as stack:
+        for place in ("routing", "descriptions"):
+            name = f"attngen.frontends.pytorch.{place}.device_arch"
+            stack.enter_context(mock.patch(name, lambda _: ARCH))
+        for known in (*held(*FORWARD), kernel_choice._kernels):
+            stack.enter_context(mock.patch.dict(known, clear=True))
+        yield
+        found = kernel_choice._kernels.values()
+        launched = {name_of(each.kernel) for group in found for each in group}
+        assert "mma_fwd" in launched <= {"mma_fwd", "mask_pack"}
+
+
+def check(q, k, v, **arguments) -> None:
+    """A call on memory full of NaN is right by the float64 rule."""
+    expected = oracle.truth(q, k, v, **arguments)
+    with oracle.nan_filled_allocations():
+        out, aux = attngen.attention(q, k, v, **arguments, backend="cuda", return_lse=True)
+    oracle.check(out, aux.lse, expected, arguments.get("layout", "bshd"))
+
+
+def integers(**values: list[int]) -> dict[str, torch.Tensor]:
+    """Lengths, or places, on the device."""
+    return {
+        name: torch.tensor(each, dtype=torch.int32, device=oracle.DEVICE)
+        for name, each in values.items()
+    }
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("mask", ["none", "causal"])
+def test_mma_forward_of_ragged_lengths_is_right(d, mask):
+    """Rows that see no key are among them."""
+    for s_q, s_kv in ((130, 150), (65, 200), (100, 40)):
+        check(*oracle.operands(1, 2, 1, s_q, s_kv, d), mask=mask)
+
+
+CASES = [
+    Case(72, 40, "bf16", "causal", (40, 0), None, (1, 4, 2), (130, 200), "sbhd"),
+    Case(256, 256, "fp16", "causal", (-1, -1), True, (1, 2, 1), (70, 130), "bhsd"),
+    Case(96, 192, "fp16", "none", (50, 20), True, (1, 2, 2), (90, 120)),
+    Case(192, 128, "bf16", "none", (-1, 30), None, (1, 2, 2), (65, 127)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_mma_forward_of_any_head_dims_and_windows_is_right(case):
+    check(*case.operands(), **case.arguments)
+
+
+VARIANTS = [
+    Variant(cases.every_mask()[9], "bh", "learnable", max_logit=True),
+    Variant(cases.every_mask()[40], "h", "off_by_one", softcap=3.0, max_logit=True),
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_mma_forward_with_scores_sinks_and_maxima_is_right(variant):
+    variants.check_forward(variant)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_mma_forward_drops_what_the_reference_drops(d):
+    q, k, v = oracle.operands(2, 2, 1, 70, 130, d)
+    state = torch.tensor([5, 9], device=oracle.DEVICE)
+    check(q, k, v, mask="causal", dropout_p=0.3, rng_state=state)
+
+
+def test_mma_forward_under_an_arbitrary_mask_is_right():
+    q, k, v = oracle.operands(2, 2, 1, 70, 130, 64)
+    seen = oracle.randn(2, 1, 70, 130, dtype=torch.float32, seed=3) > 0
+    seen[:, :, 5] = False
+    check(q, k, v, attn_mask=seen, window=(100, 20))
+
+
+@pytest.mark.parametrize("mask", ["none", "causal"])
+def test_mma_forward_of_used_lengths_fills_other_rows(mask):
+    q, k, v = oracle.operands(3, 2, 1, 140, 90, 64)
+    used = integers(seqused_q=[140, 0, 33], seqused_kv=[90, 50, 7])
+    check(q, k, v, mask=mask, **used)
+
+
+@pytest.mark.parametrize("mask", ["none", "causal"])
+def test_mma_forward_of_packed_sequences_is_right(mask):
+    q, k, v = (x[0] for x in oracle.operands(1, 4, 2, 300, 260, 128))
+    ends = integers(cu_seqlens_q=[0, 130, 130, 290], cu_seqlens_kv=[0, 60, 200, 260])
+    check(q, k, v, layout="thd", mask=mask, **ends)
+
+
+def test_mma_forward_returns_float32():
+    q, k, v = oracle.operands(1, 2, 1, 70, 130, 64)
+    expected = oracle.truth(q, k, v)
+    with oracle.nan_filled_allocations():
+        out, lse, *_ = torch.ops.attngen.forward(q, k, v, out_dtype="float32")
+    assert out.dtype == torch.float32
+    oracle.check(out, lse, expected)
+
+
+def test_mma_forward_refuses_what_it_does_not_serve():
+    q, k, v = oracle.operands(1, 2, 1, 70, 130, 64)
+    with pytest.raises(attngen.SpecError, match="sm_90 has no wgmma"):
+        attngen.attention(q.requires_grad_(), k, v, backend="cuda")
