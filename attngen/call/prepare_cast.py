@@ -22,7 +22,8 @@ POINTERS = (
     *(*RESULTS, "known"),
 )
 """Parameters that hold addresses."""
-_ONE = Extent(1, 1, 1, 1, 1, 1, 1)  # of operands that casts have not
+ONE = dict.fromkeys(("q", "k", "v", "o"), Extent(1, 1, 1, 1, 1, 1, 1))
+"""Extents of operands that casts have not."""
 
 
 class CastForm(NamedTuple):
@@ -69,8 +70,7 @@ def prepare_cast(form: CastForm, rule: CastRule, device: Device) -> PreparedCast
     }
     numbers |= {f"count_{n}": x for n, x in enumerate((*form.counts, *absent))}
     numbers |= {f"row_{n}": x for n, x in enumerate((*form.rows, *absent))}
-    extents = dict.fromkeys(("q", "k", "v", "o"), _ONE)
-    launches = tuple(prepare(x, extents, Scalars(1.0, numbers=numbers)) for x in kernels)
+    launches = tuple(prepare(x, ONE, Scalars(1.0, numbers=numbers)) for x in kernels)
     places = range(len(form.counts))
     used = [f"used_{n}" for n in places if form.rows[n]]
     names = [*(f"{x}_{n}" for x in ("from", "to") for n in places), *used, *RESULTS]

@@ -54,13 +54,26 @@ class Quantised(NamedTuple):
 
 
 class Narrowed(NamedTuple):
-    """Tensors in 8 bits. amax: their largest magnitudes; scale: by what they were multiplied;
-    descale: what undoes it; each float32 [1]."""
+    """Tensors in 8 bits. numbers: float32 [3, n, 1], their largest magnitudes, by what they were
+    multiplied, and what undoes it."""
 
     stored: tuple[Tensor, ...]
-    amax: tuple[Tensor, ...]
-    scale: tuple[Tensor, ...]
-    descale: tuple[Tensor, ...]
+    numbers: Tensor
+
+    @property
+    def amax(self) -> tuple[Tensor, ...]:
+        """Their largest magnitudes, each float32 [1]."""
+        return self.numbers.select(0, 0).unbind()
+
+    @property
+    def scale(self) -> tuple[Tensor, ...]:
+        """Their scales, as well."""
+        return self.numbers.select(0, 1).unbind()
+
+    @property
+    def descale(self) -> tuple[Tensor, ...]:
+        """Their reciprocals."""
+        return self.numbers.select(0, 2).unbind()
 
 
 class Narrow(Protocol):
@@ -91,6 +104,21 @@ class CastRule(NamedTuple):
     least: float = 0.0
     margin: int = 0
     power_of_two: bool = True
+
+
+class StepRule(NamedTuple):
+    """How the next scales follow from a history of largest magnitudes, [steps, columns].
+
+    dtype: torch's name of the format; own: columns at the front whose scale is 0, since calls find
+    it; of_all: whether the largest of all steps counts, or that of the newest; margin: binades left
+    free above it; power_of_two: whether a scale is one.
+    """
+
+    dtype: str
+    own: int
+    of_all: bool
+    margin: int
+    power_of_two: bool
 
 
 class Recipe(Protocol):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..call.recipe import CastRule, Narrowed
+from ..call.recipe import CastRule, Narrowed, StepRule
 from .fp8 import quantise
 
 
@@ -59,6 +59,23 @@ def current_scale(
     return power_of_two_below(found) if power_of_two else found
 
 
+def end_step(scale: Tensor, history: Tensor, rule: StepRule) -> None:
+    """End a step: the next scales, float32 [n], follow from the largest magnitudes, float32
+    [steps, n], the newest first, which a row of zeros enters, and the oldest leaves."""
+    amax = history.amax(0) if rule.of_all else history.select(0, 0)
+    found = scale_of(amax, getattr(torch, rule.dtype), scale, rule.margin)
+    found = power_of_two_below(found) if rule.power_of_two else found
+    scale.copy_(found)
+    scale[: rule.own].zero_()
+    begin_row(history)
+
+
+def begin_row(history: Tensor) -> None:
+    """Have a history begin a step: the oldest row leaves it."""
+    history.copy_(history.roll(1, 0))
+    history.select(0, 0).zero_()
+
+
 def narrowed(
     tensors: Sequence[Tensor],
     used: Sequence[Tensor | None],
@@ -73,9 +90,6 @@ def narrowed(
         pairs = zip(known.split(1), scales, strict=True)
         scales = [torch.where(scale > 0, scale, own) for scale, own in pairs]
     pairs = zip(tensors, scales, strict=True)
-    return Narrowed(
-        stored=tuple([stored(x, dtype, scale, rule.power_of_two) for x, scale in pairs]),
-        amax=tuple(amax),
-        scale=tuple(scales),
-        descale=tuple([scale.reciprocal() for scale in scales]),
-    )
+    made = tuple([stored(x, dtype, scale, rule.power_of_two) for x, scale in pairs])
+    amaxes, factors = torch.stack(amax), torch.stack(scales)
+    return Narrowed(made, torch.stack([amaxes, factors, factors.reciprocal()]))

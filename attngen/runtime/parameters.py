@@ -176,6 +176,8 @@ GIVEN: dict[str, tuple[str, ...]] = {
     "cast": (
         *(f"{number}_{n}" for number in ("count", "row") for n in range(3)),
         *("least", "share", "power_of_two", "tensors"),
+        *("count_v", "row_v", "mantissa_v", "ds_bound", "of_softmax"),
+        *("steps", "columns", "own", "of_all"),
     ),
 }
 

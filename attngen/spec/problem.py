@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Direction = Literal["fwd", "bwd", "append", "cast"]
+Direction = Literal["fwd", "bwd", "append", "cast", "bwd_cast"]
 DType = Literal["fp16", "bf16", "fp32", "e4m3", "e5m2"]
 Sequence = Literal["dense", "used", "packed"]
 CAST_HEAD_DIM = 16  # in the name of a cast, which has rows of any length
@@ -117,9 +117,10 @@ class Problem:
         reads."""
         return self._of_no_scores("append", head_dim_qk, head_dim_v, self.dtype_q)
 
-    def cast(self) -> Problem:
-        """The cast of this forward's queries' dtype to its keys'."""
-        return self._of_no_scores("cast", CAST_HEAD_DIM, CAST_HEAD_DIM, self.dtype_kv)
+    def cast(self, direction: Direction) -> Problem:
+        """The cast of this forward's queries' dtype to its keys', before a forward or, with the
+        scales of its gradients, a backward."""
+        return self._of_no_scores(direction, CAST_HEAD_DIM, CAST_HEAD_DIM, self.dtype_kv)
 
     def _of_no_scores(
         self, direction: Direction, head_dim_qk: int, head_dim_v: int, dtype_o: DType

@@ -20,12 +20,12 @@ from .fragment_checks import (
     switched,
 )
 from .masks import masks_of, without_arbitrary
-from .problem import Problem, Sequence
+from .problem import Direction, Problem, Sequence
 from .tables import Place
 from .violations import Violation
 
-DIRECTIONS = ("fwd", "bwd", "append", "cast")
-FORWARD_ALONE = ("fwd", "append", "cast")  # of specs without a backward
+DIRECTIONS = ("fwd", "bwd", "append", "cast", "bwd_cast")
+FORWARD_ALONE = ("fwd", "append", "cast", "bwd_cast")  # of specs without a backward
 DTYPES = (*DTYPES_16BIT, *DTYPES_8BIT)
 # Of a backward in 8 bits.
 DEFAULT_GRAD_DTYPE, DEFAULT_D_O_DTYPE = "bf16", "e5m2"
@@ -84,8 +84,8 @@ def resolve(
         found["bwd"] = backward_of(spec, forward).orders()
     if "append" in spec.directions:
         found["append"] = (forward.append(spec.head_dim, spec.head_dim_v or spec.head_dim),)
-    if "cast" in spec.directions:
-        found["cast"] = (forward.cast(),)
+    casts: tuple[Direction, ...] = ("cast", "bwd_cast")
+    found |= {each: (forward.cast(each),) for each in casts if each in spec.directions}
     return tuple(problem for direction in spec.directions for problem in found[direction])
 
 

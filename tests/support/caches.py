@@ -10,9 +10,11 @@ from attngen.frontends.pytorch.calls import calls
 from attngen.frontends.pytorch.eight_bits import calls as eight_bit_calls
 from attngen.frontends.pytorch.forward import prepared_calls
 from attngen.frontends.pytorch.fp8_backward import backwards as fp8_backwards
+from attngen.frontends.pytorch.gradient_casts import prepared_d_o, prepared_steps
+from attngen.frontends.pytorch.narrow import prepared_casts
 
-FORWARD: tuple[CallCache[Any], ...] = (calls, eight_bit_calls, prepared_calls)
-BACKWARD: tuple[CallCache[Any], ...] = (backwards, fp8_backwards)
+FORWARD: tuple[CallCache[Any], ...] = (calls, eight_bit_calls, prepared_calls, prepared_casts)
+BACKWARD: tuple[CallCache[Any], ...] = (backwards, fp8_backwards, prepared_d_o, prepared_steps)
 
 
 def held(*caches: CallCache[Any]) -> tuple[dict[Any, Any], ...]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...call.table import CARRIERS
+from ...reference.fp8_scales import begin_row
 from .recipes import DelayedScaling, Recipe
 
 GRADIENTS = ("d_o", "ds")
@@ -44,9 +45,7 @@ class LayerScales(nn.Module):
     def update(self, recipe: DelayedScaling) -> None:
         """End a step of a forward: the next scales follow from the history, which a new row
         enters."""
-        amax = recipe.amax_of(self.amax_history)
-        self.scale.copy_(recipe.scale(amax, recipe.fp8_format.forward, self.scale))
-        _begin_row(self.amax_history)
+        _end(self.scale, self.amax_history, recipe, recipe.fp8_format.forward)
 
     def update_gradients(self, recipe: Recipe) -> None:
         """End a step of a backward in the same way.
@@ -54,8 +53,7 @@ class LayerScales(nn.Module):
         Autograd does not count it as a change: a backward that is to come takes what is there
         then."""
         scale, history = self.gradient_scale.data, self.gradient_history.data
-        scale.copy_(recipe.gradient_scales(history, scale))
-        _begin_row(history)
+        _end(scale, history, recipe, recipe.fp8_format.backward)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         before = dict(self._buffers)
@@ -67,7 +65,12 @@ class LayerScales(nn.Module):
         return self
 
 
-def _begin_row(history: Tensor) -> None:
-    """Have a history, [steps, n], begin a step: the oldest row leaves it."""
-    history.copy_(history.roll(1, 0))
-    history.select(0, 0).zero_()
+def _end(scale: Tensor, history: Tensor, recipe: Recipe, dtype: torch.dtype) -> None:
+    """End a step of scales of a dtype and their history, [steps, n]."""
+    rule = recipe.step_rule(dtype)
+    if rule is not None:
+        torch.ops.attngen.end_step(scale, history, *rule)
+        return
+    assert isinstance(recipe, DelayedScaling)  # whose function of the history says it
+    scale.copy_(recipe.scale(recipe.amax_of(history), dtype, scale))
+    begin_row(history)

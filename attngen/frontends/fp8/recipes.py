@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from ...call.fp8_scales import BACKWARDS
-from ...call.recipe import CastRule, GradientForm
+from ...call.recipe import CastRule, GradientForm, StepRule
 from ...call.tensors import name_of
 from ...errors import SpecError
-from ...reference.fp8_backward import power_of_two
 from ...reference.fp8_scales import current_scale, scale_of
 
 ALGORITHMS = ("max", "most_recent")
@@ -82,12 +81,9 @@ class Float8CurrentScaling:
         dtype = name_of(self.fp8_format.backward)
         return GradientForm(dtype, 0, self.use_power_2_scales, self.amax_epsilon)
 
-    def gradient_scales(self, history: Tensor, before: Tensor) -> Tensor:
-        """The next scales of dO and dS, [2]; 0 where a call's own numbers decide. history: their
-        magnitudes, [steps, 2], the newest first; before: their scales."""
-        dtype = self.fp8_format.backward
-        found = scale_of(history.select(0, 0), dtype, before, _SPARE[dtype])
-        return torch.cat([torch.zeros_like(found[:1]), power_of_two(found[1:])])
+    def step_rule(self, dtype: torch.dtype) -> StepRule:
+        """How scales of dO and dS follow where a step ends: dO's is its own."""
+        return StepRule(name_of(dtype), 1, False, _SPARE[dtype], True)
 
 
 @dataclass(frozen=True)
@@ -150,10 +146,12 @@ class DelayedScaling:
             return GradientForm()
         return GradientForm(name_of(self.fp8_format.backward), self.margin, False, 0.0)
 
-    def gradient_scales(self, history: Tensor, before: Tensor) -> Tensor:
-        """The next scales of dO and dS, [2]; 0 where a call's own numbers decide. history: their
-        magnitudes, [steps, 2], the newest first; before: their scales."""
-        return self.scale(self.amax_of(history), self.fp8_format.backward, before)
+    def step_rule(self, dtype: torch.dtype) -> StepRule | None:
+        """How scales follow where a step ends; None where a function of the history says it."""
+        if callable(self.amax_compute_algo):
+            return None
+        of_all = self.amax_compute_algo == "max"
+        return StepRule(name_of(dtype), 0, of_all, self.margin, False)
 
 
 Recipe = DelayedScaling | Float8CurrentScaling

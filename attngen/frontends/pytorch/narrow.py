@@ -15,9 +15,9 @@ from ...kernels.support.cast import TENSORS
 from ...reference import fp8_scales as definition
 from ...targets.target import TARGETS
 from .descriptions import device_arch, device_of
-from .operation import current, format_of, is_current, start, unobserved
+from .operation import current, empty, format_of, is_current, start
 from .signature import dtype_of
-from .torch_private import guard
+from .torch_private import guard, is_plain, undisturbed
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 prepared_casts: CallCache[PreparedCast | None] = CallCache(guard)
@@ -50,15 +50,23 @@ def by_kernels(
 
     Raises: CompileError, CacheError, LaunchError.
     """
-    given = [*tensors, *[x for x in used if x is not None]]
-    given += [] if known is None else [known]
-    if torch.compiler.is_compiling() or not unobserved(given):
+    if torch.compiler.is_compiling() or not undisturbed():
         return None
-    formats = (rule, known is None, *map(format_of, (*tensors, *used)))
-    if formats not in prepared_casts.by_format:
-        prepared_casts.keep(formats, _prepare(tensors, used, rule, known is not None))
-    prepared = prepared_casts.by_format[formats]
-    return None if prepared is None else _run(prepared, tensors, used, rule, known)
+    operands = (*tensors, *used, known)
+    given = [x for x in operands if x is not None]
+    key = rule, len(tensors), *[x is None for x in operands]
+    prepared = prepared_casts.find(key, given)
+    if prepared is None:
+        if not all(map(is_plain, given)):
+            return None
+        formats = (rule, known is None, *map(format_of, (*tensors, *used)))
+        if formats not in prepared_casts.by_format:
+            prepared_casts.keep(formats, _prepare(tensors, used, rule, known is not None))
+        prepared = prepared_casts.by_format[formats]
+        if prepared is None:
+            return None
+        prepared_casts.note(key, given, prepared)
+    return _run(prepared, tensors, used, rule, known)
 
 
 def _prepare(
@@ -73,7 +81,7 @@ def _prepare(
     if len(tensors) > TENSORS or any([x.dtype != first.dtype for x in tensors]):
         return None
     for x, each in zip(tensors, used, strict=True):
-        whole = _is_dense(x) if each is None else x.is_contiguous()
+        whole = is_dense(x) if each is None else x.is_contiguous()
         if not whole or x.shape[-1] % UNITS or x.device != first.device:
             return None
     counts = tuple([x.numel() for x in tensors])
@@ -83,7 +91,7 @@ def _prepare(
     return prepare_cast(form, rule, device_of(first.device))
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Whether its numbers lie side by side, in any order of its axes."""
     axes = zip(tensor.stride(), tensor.shape, strict=True)
     expected = 1
@@ -107,21 +115,20 @@ def _run(
     if not is_current(prepared.device):
         with current(prepared.device):
             return _run(prepared, tensors, used, rule, known)
-    dtype, n, (first, *_) = dtype_of(rule.dtype), len(tensors), tensors
-    stored = tuple([torch.empty_like(x, dtype=dtype) for x in tensors])
-    rows = [_bytes_of(x, each) for x, each in zip(tensors, used, strict=True) if each is not None]
-    parts = torch.empty(prepared.parts, dtype=torch.int32, device=first.device)
-    numbers = torch.empty(3 * n, dtype=torch.float32, device=first.device)
+    dtype, n = dtype_of(rule.dtype), len(tensors)
+    stored = tuple([empty(x.shape, x.stride(), dtype) for x in tensors])
+    rows = [bytes_of(x, each) for x, each in zip(tensors, used, strict=True) if each is not None]
+    parts = empty((prepared.parts,), (1,), torch.int32)
+    numbers = empty((3, n, 1), (n, 1, 1), torch.float32)
     address = numbers.data_ptr()
     pointers = [x.data_ptr() for x in (*tensors, *stored, *rows, parts)]
     pointers += [address + 4 * n * place for place in range(3)]
     pointers += [] if known is None else [known.data_ptr()]
     start(prepared, pointers)
-    each = numbers.split(1)
-    return Narrowed(stored, each[:n], each[n : 2 * n], each[2 * n :])
+    return Narrowed(stored, numbers)
 
 
-def _bytes_of(tensor: Tensor, used: Tensor) -> Tensor:
+def bytes_of(tensor: Tensor, used: Tensor) -> Tensor:
     """A byte for each row of a tensor: whether its numbers count."""
     shape = (*tensor.shape[:-1], 1)
     return used.expand(shape).to(torch.uint8).contiguous()

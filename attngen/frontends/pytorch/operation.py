@@ -4,7 +4,7 @@ current stream."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -70,6 +70,11 @@ def run(prepared: PreparedCall, operands: Operands) -> list[Tensor]:
 def new_tensor(output: Output) -> Tensor:
     """One on the current device."""
     return _empty_strided_cuda(output.sizes, output.strides, DTYPES[output.dtype])
+
+
+def empty(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor on the current device."""
+    return _empty_strided_cuda(sizes, strides, dtype)
 
 
 def is_current(device: Device) -> bool:

@@ -101,7 +101,7 @@ def gradients(
     places |= {name: _FIRST_OPERAND + INPUTS.index(name) for name in LEARNED}
     asked = {name for name, place in places.items() if place < len(needed) and needed[place]}
     wanted = wanted_of_operands(asked, one_tensor=operands[INPUTS.index("k")] is None)
-    call = ctx.kernels, ctx.form, ctx.scale, ctx.amax, out, lse, operands, ctx.arguments
+    call = ctx.kernels, False, ctx.form, ctx.scale, ctx.amax, out, lse, operands, ctx.arguments
     found = _differentiate(FP8Call(*call), wanted, d_o, dlse)
     for name in asked:
         returned[places[name]] = found[GRADIENT_OF[name]]
@@ -282,7 +282,7 @@ class _Quantised(torch.autograd.Function):
         out, lse, *operands = ctx.saved_tensors
         wanted, names = call.wanted(needed)
         form, _, scale, amax = ctx.stores
-        given = FP8Call(True, form, scale, amax, out, lse, call.all(operands), call.arguments)
+        given = FP8Call(True, True, form, scale, amax, out, lse, call.all(operands), call.arguments)
         found = _differentiate(given, wanted, d_o, dlse)
         return None, None, None, *[None if name is None else found[name] for name in names]
 

@@ -8,19 +8,27 @@ from ...targets.target import Target
 from ..base import KernelPlan
 
 LARGEST, STORE = "cast_largest", "cast_store"
+D_O_LARGEST, D_O_STORE, NEXT_SCALES = "cast_d_o_largest", "cast_d_o_store", "cast_next_scales"
+NAMES = LARGEST, STORE, D_O_LARGEST, D_O_STORE, NEXT_SCALES
 TENSORS = 3  # of a launch: q, k and v
 THREADS = 512  # of one CTA an SM, each of which has 64 bytes on their way
+NEXT_THREADS = 256
 
 
 @dataclass(frozen=True)
 class CastPlan(KernelPlan):
-    """One of the two kernels of a cast: that finds the largest magnitudes, or that stores."""
+    """One of the kernels of a cast: that finds the largest magnitudes, or that stores; or that ends
+    a step of what a layer remembers."""
 
     arch: str
     family: str
     threads: int
 
 
-def cast_plans(target: Target) -> tuple[CastPlan, ...]:
-    """The plans of every cast, in the order of launch."""
-    return tuple(CastPlan(target.name, name, THREADS) for name in (LARGEST, STORE))
+def cast_plans(target: Target, of_backward: bool) -> tuple[CastPlan, ...]:
+    """The plans of every cast, in the order of launch; behind those of a backward's, that of what
+    ends a step."""
+    if not of_backward:
+        return tuple(CastPlan(target.name, name, THREADS) for name in (LARGEST, STORE))
+    casts = tuple(CastPlan(target.name, name, THREADS) for name in (D_O_LARGEST, D_O_STORE))
+    return (*casts, CastPlan(target.name, NEXT_SCALES, NEXT_THREADS))

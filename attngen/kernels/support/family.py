@@ -13,10 +13,12 @@ from ...targets.target import Target
 from ..base import KernelPlan
 from ..family import Family, Kind
 from . import append, mask_pack, order
-from .cast import LARGEST, STORE, CastPlan, cast_plans
+from .cast import NAMES, CastPlan, cast_plans
 
 if TYPE_CHECKING:
     from ..fill import Source
+
+CASTS = ("cast", "bwd_cast")
 
 
 class Support(Family):
@@ -24,8 +26,7 @@ class Support(Family):
 
     kernels = {
         append.NAME: Kind(append.AppendPlan, "support/append"),
-        LARGEST: Kind(CastPlan, "support/cast_largest"),
-        STORE: Kind(CastPlan, "support/cast_store"),
+        **{name: Kind(CastPlan, f"support/{name}") for name in NAMES},
         mask_pack.NAME: Kind(
             mask_pack.MaskPlan, "support/mask_pack", frozenset({"mask_rows", "mask_columns"})
         ),
@@ -35,11 +36,11 @@ class Support(Family):
     }
 
     def computes(self, problem: Problem) -> bool:
-        return problem.direction in ("append", "cast")
+        return problem.direction in ("append", *CASTS)
 
     def refuses(self, problem: Problem) -> Iterator[str]:
         sizes = DTYPE_BYTES[problem.dtype_q], DTYPE_BYTES[problem.dtype_kv]
-        if problem.direction == "cast" and sizes != (2, 1):
+        if problem.direction in CASTS and sizes != (2, 1):
             yield f"casts are of 16 bits to 8; got {problem.dtype_q} to {problem.dtype_kv}"
         elif problem.dtype_q != problem.dtype_kv and sizes != (2, 1):
             yield f"{problem.dtype_q} tokens are stored as they are, or in 8 bits from 16"
@@ -51,8 +52,8 @@ class Support(Family):
         return found
 
     def plans(self, problem: Problem, target: Target) -> tuple[KernelPlan, ...]:
-        if problem.direction == "cast":
-            return cast_plans(target)
+        if problem.direction in CASTS:
+            return cast_plans(target, problem.direction == "bwd_cast")
         return (append.append_plan(target),)
 
     def surround(
@@ -69,7 +70,7 @@ class Support(Family):
 
         if plan.family == append.NAME:
             return render_append.render(problem, cast(append.AppendPlan, plan), root)
-        if plan.family in (LARGEST, STORE):
+        if plan.family in NAMES:
             return render_cast.render(problem, cast(CastPlan, plan), root)
         if plan.family == mask_pack.NAME:
             return render_mask_pack.render(problem, cast(mask_pack.MaskPlan, plan), root)

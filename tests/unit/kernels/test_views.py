@@ -17,7 +17,13 @@ from attngen.io import files
 from attngen.kernels.fill import environment, fill_view
 from attngen.kernels.mma_sync.forward.view import MmaForwardView
 from attngen.kernels.support.view_append import AppendView
-from attngen.kernels.support.view_cast import LargestView, StoreView
+from attngen.kernels.support.view_cast import (
+    GradientLargestView,
+    GradientStoreView,
+    LargestView,
+    NextScalesView,
+    StoreView,
+)
 from attngen.kernels.support.view_combine import CombineView
 from attngen.kernels.support.view_mask_pack import MaskPackView
 from attngen.kernels.support.view_order import OrderView
@@ -35,7 +41,10 @@ ROOT = files.templates_dir()
 VIEWS: dict[str, Any] = {
     "kernels/mma_sync/forward/forward.cu.j2": MmaForwardView,
     "kernels/support/append.cu.j2": AppendView,
+    "kernels/support/cast_d_o_largest.cu.j2": GradientLargestView,
+    "kernels/support/cast_d_o_store.cu.j2": GradientStoreView,
     "kernels/support/cast_largest.cu.j2": LargestView,
+    "kernels/support/cast_next_scales.cu.j2": NextScalesView,
     "kernels/support/cast_store.cu.j2": StoreView,
     "kernels/support/combine.cu.j2": CombineView,
     "kernels/support/mask_pack.cu.j2": MaskPackView,

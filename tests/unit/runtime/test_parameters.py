@@ -14,6 +14,7 @@ from attngen.call.append import TENSORS as OF_APPENDS
 from attngen.call.fp8_checks import BACKWARD_SCALES
 from attngen.call.fp8_gradients import MAXIMA
 from attngen.call.prepare_cast import POINTERS as OF_CASTS
+from attngen.call.prepare_d_o import POINTERS as OF_BACKWARD_CASTS
 from attngen.call.table import INPUTS
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
@@ -86,7 +87,7 @@ def test_every_number_has_one_source() -> None:
 
 
 def test_every_address_is_one_of_a_tensor_or_a_workspace() -> None:
-    own = {*OF_APPENDS, *OF_CASTS}
+    own = {*OF_APPENDS, *OF_CASTS, *OF_BACKWARD_CASTS}
     tensors = {*INPUTS, *own, *RESULTS, *GRADIENTS, *get_args(Workspace)}
     for problem, source in sources():
         mapped = {recipe.field for recipe in source.kernel.tensor_maps}
