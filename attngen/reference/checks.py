@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..call.fp8_checks import dtype_violations
-from ..call.positions import fault_of
-from ..call.table import FUNCTIONS, ROWS, AttentionCall, named
+from ..call.position_checks import position_violations
+from ..call.table import ROWS, AttentionCall, named
 from ..call.tensors import dtype_name
 from ..errors import SpecError
 from ..spec import layouts
@@ -62,7 +62,7 @@ def _judge(call: AttentionCall) -> tuple[Operands | None, list[str]]:
         *length_violations(call, operands),
         *fragment_violations(call, operands),
         *_mask_violations(call, operands),
-        *(_position_violations(call, operands) if call.positions is not None else ()),
+        *position_violations(call, operands.layout.paged),
         *_softmax_violations(call, operands),
         *_bias_violations(call, operands),
         *_alibi_violations(call),
@@ -183,24 +183,6 @@ def _mask_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
             yield (
                 f"block_mask needs [b, h_q] = [{operands.batch}, {operands.h_q}] or 1; got "
                 f"{list(call.block_mask.shape)}. Make it anew, with those or with B=None, H=None."
-            )
-
-
-def _position_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
-    """Whether positions are some, and nothing is beside them that does not follow them."""
-    if (fault := fault_of(call.positions)) is not None:
-        yield fault
-    beside = {
-        "bottom_right": bool(call.bottom_right) or masks_of(call.mask).bottom_right,
-        "pages": operands.layout.paged,
-        **{name: getattr(call, name) is not None for name in FUNCTIONS},
-        f"mask={call.mask!r}": bool({*masks_of(call.mask).fragments} - {"causal"}),
-    }
-    for name, there in beside.items():
-        if there:
-            yield (
-                f"positions beside {name}: what that means of parts of sequences is not defined. "
-                "Align with a diagonal behind the positions, or pass booleans as attn_mask."
             )
 
 

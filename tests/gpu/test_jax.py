@@ -256,6 +256,41 @@ def test_fp8_attention_has_the_gradients_of_its_definition(backward: str) -> Non
         assert np.sqrt(((one - other) ** 2).mean()) <= limit * np.sqrt((other**2).mean()), name
 
 
+RING = {"order": "dual_chunk", "mask": "causal", "softmax": "off_by_one"}
+DROPPED = {"mask": "causal", "window": (90, 0), "alibi_slopes": True, "dropout_p": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [("RING", RING), ("ALL_GATHER", {"order": "contiguous", "rng_state": (5, 6), **DROPPED})],
+    ids=["ring", "gathered"],
+)
+def test_sequences_over_an_axis_are_one_call(strategy: str, words: dict[str, Any]) -> None:
+    """Elements of a vmap with a named axis stand for devices."""
+    from attngen.jax import CPStrategy, context_attention
+
+    from attngen.call.context_order import Order
+
+    given = carriers(1, 4, 2, 256, 256, 64)
+    order = Order(words["order"], 2)
+    held = {n: jnp.stack([x[:, np.array(order.shard(r, [256]))] for r in (0, 1)])
+            for n, x in given.items()}  # fmt: skip
+    spread = {"axis": "cp", "strategy": CPStrategy[strategy], "backend": "cuda", "return_lse": True}
+
+    def loss(held: dict[str, Any]) -> Any:
+        out, aux = context_attention(**held, **spread, **words)
+        return (out.astype(jnp.float32) ** 2).sum() + aux.lse.sum(), {"o": out, "lse": aux.lse}
+
+    run = jax.vmap(jax.grad(loss, has_aux=True), axis_name="cp")
+    gradients, found = jax.jit(run)(held)
+    axes, back = {"lse": 2}, np.array(order.unshard([256]))
+    made = {name: np.concatenate([*np.asarray(x.astype("float32"))], axes.get(name, 1))
+            for name, x in {**found, **gradients}.items()}  # fmt: skip
+    whole = {name: np.take(x, back, axes.get(name, 1)) for name, x in made.items()}
+    one = {name: x for name, x in words.items() if name != "order"}
+    compare(whole, truth({**given, **one}, ("q", "k", "v")))
+
+
 @pytest.mark.device
 @pytest.mark.filterwarnings("error:Some donated buffers")
 def test_output_may_lie_where_a_donated_operand_was() -> None:

@@ -69,7 +69,7 @@ def attend(call: AttentionCall, saved_as: str) -> Array | tuple[Array, Attention
     Raises: as that.
     """
     checked = calls.converted(call)
-    found = _run(checked, saved_as, alone=not call.wants_aux)
+    found = run(checked, saved_as, alone=not call.wants_aux)
     return as_asked(found, checked, call.wants_aux)
 
 
@@ -83,8 +83,11 @@ def as_asked(
     return found["o"], AttentionAux(**aux, rng_state=checked.operands["rng_state"])  # type: ignore[arg-type]  # arrays of JAX
 
 
-def _run(checked: CheckedCall, saved_as: str, alone: bool) -> dict[str, Array]:
-    """The results of a call, by the operations' names."""
+def run(checked: CheckedCall, saved_as: str, alone: bool) -> dict[str, Array]:
+    """The results of a call by the operations' names; alone: without the LSE.
+
+    Raises: SpecError where the call names a backend that does not serve it.
+    """
     routing.check_backend(checked.backend)
     names = ordered([name for name, x in checked.operands.items() if x is not None])
     operands = [x for name in names if (x := checked.operands[name]) is not None]

@@ -12,6 +12,7 @@ from jax import Array
 
 from ...call import operation_form
 from ...call.numbers import Arguments
+from ...call.positions import Positions
 from ...call.table import (
     INPUTS,
     LENGTHS,
@@ -61,6 +62,7 @@ class CheckedCall:
             mask=arguments.mask,
             window=(arguments.window_left, arguments.window_right),
             bias_type=arguments.bias_type,
+            positions=Positions.read(arguments.positions) if arguments.positions else None,
             softcap=arguments.softcap,
             score_mod=arguments.score_mod or None,
             softmax=arguments.softmax,

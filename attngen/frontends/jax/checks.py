@@ -17,6 +17,7 @@ from ...call.fragments import KNOWN
 from ...call.length_checks import length_violations
 from ...call.numbers import Arguments
 from ...call.operands import extents_of, outputs_of, unpacked
+from ...call.position_checks import position_violations
 from ...call.table import CARRIERS, OPTIONAL, ROW_OF_OPERAND, ROWS, AttentionCall, names
 from ...call.tensors import TensorDesc
 from ...errors import SpecError
@@ -28,7 +29,7 @@ BIAS_TYPES = ("post_scale", "pre_scale", "alibi")
 TENSORS = names("tensor", "lengths", "scale")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 # Operands of scores and the softmax that the definition (`reference`) and the transforms know.
-DEFINED = ("attn_mask", "bias", "alibi_slopes", "sink")
+DEFINED = ("attn_mask", "bias", "alibi_slopes", "sink", "positions")
 
 
 def is_array(value: object) -> bool:
@@ -100,6 +101,7 @@ def check_call(call: AttentionCall, state: Any) -> None:
     layouts.check_operands(layout, q, k, v)
     decode.check_splits(call.num_splits)
     reasons = [*_word_violations(call), *_number_violations(call, state)]
+    reasons += position_violations(call, layout.paged)
     if reasons := [*reasons, *_length_violations(call, layout)]:
         raise SpecError(reasons)
 

@@ -1,56 +1,72 @@
 """Attention of sequences that are spread over an axis of a mesh, inside `jax.shard_map`.
 
-Keys and values are gathered, or travel around a ring. Either way each device attends with its own
-queries, of lengths that say how many keys it sees: one program serves all devices, and JAX makes
-the gradients, whose parts are scattered or travel back.
+Keys and values are gathered, or travel around a ring: by the plans of call/context_steps.py, each
+device gets what its queries see, and computes with nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
+from ...call.context_order import Order, OrderName
+from ...call.context_steps import Length, is_aligned
+from ...call.context_visits import Bands, Visit, gathered_of, ring_of
+from ...call.routing import check_backend
 from ...errors import SpecError
-from .attention import attention
-from .load_balancing import inverse_reorder_causal_load_balancing
-from .names import CPStrategy, ReorderStrategy
+from ...results import AttentionAux
+from ...spec.masks import masks_of
+from . import calls
+from .attention import SAVED_AS
+from .context_function import Config, differentiable
+from .context_parts import WIDE, Words
+from .manual_axes import spread, varying
+from .names import CPStrategy
 
-SERVED = ("mask", "window", "softmax_scale", "softcap", "deterministic", "backend")
-MASKS = ("none", "causal")
+BANDS = Bands._fields
+NUMBERS = ("softmax_scale", "softcap", "dropout_p", "bias_type", "deterministic", "backend")
+ARRAYS = ("bias", "attn_mask", "alibi_slopes", "sink", "rng_state", "seqused_q", "seqused_kv")
+ENDS = tuple(f"cu_seqlens_{side}{end}" for side in ("q", "kv") for end in ("", "_padded"))
+SERVED = (*BANDS, *NUMBERS, *ARRAYS, *ENDS, "layout", "softmax", "return_lse")
+AXES = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}  # their own inverses
+AnyOrder = OrderName | tuple[OrderName, int]  # beside striped, positions of a stripe
 
 
-@dataclass(frozen=True)
-class Parts:
-    """How sequences are spread: over an axis of so many devices, and whether each has a pair of
-    chunks, from the front and from the end. options: arguments of attention, but for the mask."""
+class Spread(NamedTuple):
+    """How sequences are spread, as `context_attention` takes it. saved_as: the name of what a call
+    saves for its gradients."""
 
     axis: str
-    devices: int
-    balanced: bool
-    options: Mapping[str, Any]
+    strategy: CPStrategy
+    order: AnyOrder
+    reduce_dtype: Any
+    saved_as: str
 
-    def chunks(self, x: Array) -> list[tuple[Array, Array]]:
-        """Chunks of this device's part, each with its number among those of the sequence."""
-        rank = jax.lax.axis_index(self.axis)
-        if not self.balanced:
-            return [(x, rank)]
-        first, last = jnp.split(x, 2, axis=1)
-        return [(first, rank), (last, 2 * self.devices - 1 - rank)]
+    def order_of_devices(self) -> Order:
+        """The order of the axis' devices. Raises: SpecError where there is none of them."""
+        try:
+            devices = jax.lax.axis_size(self.axis)
+        except NameError as error:
+            reason = f"axis={self.axis!r} is no axis of a jax.shard_map around this call"
+            raise SpecError(reason) from error
+        name, stripe = (self.order, 1) if isinstance(self.order, str) else self.order
+        return Order(name, devices, stripe)
 
-    def attend(self, q: Array, k: Array, v: Array, mask: str, keys: Array | None = None) -> Any:
-        """The output and the LSE of queries that see so many keys, all of them without a number."""
-        lengths = {}
-        if keys is not None:
-            lengths["seqused_kv"] = jnp.broadcast_to(keys.astype(jnp.int32), k.shape[:1])
-        found = attention(q, k, v, mask=mask, **lengths, **self.options, return_lse=True)
-        assert isinstance(found, tuple)  # by-products are asked for
-        out, aux = found
-        return out, aux.lse
+    def is_ring(self, order: Order) -> bool:
+        """Whether keys come from one device after another. Raises: SpecError where an order that
+        needs it is not to have it."""
+        ring = self.strategy is CPStrategy.RING
+        if order.name != "striped":
+            return ring
+        if self.strategy is CPStrategy.ALL_GATHER:
+            raise SpecError("order 'striped' has no runs of positions: use CPStrategy.RING")
+        return True
 
 
 def context_attention(
@@ -60,105 +76,193 @@ def context_attention(
     *,
     axis: str,
     strategy: CPStrategy = CPStrategy.DEFAULT,
-    balanced: bool = False,
-    **options: Any,
-) -> Array:
-    """Attention of each device's part of q, k and v, bshd, along an axis of the mesh.
+    order: AnyOrder = "dual_chunk",
+    reduce_dtype: Any = jnp.float32,
+    **arguments: Any,
+) -> Array | tuple[Array, AttentionAux]:
+    """Attention of a device's part of the queries over the keys of all along an axis of the mesh.
 
-    q, k, v: [b, s / n, h, d] of n devices, in the order of their sequences, or, where `balanced`,
-    as `reorder_causal_load_balancing` orders them by DualChunkSwap. strategy: ALL_GATHER, which is
-    the default, or RING, which takes no window. options: arguments of `attention` among `SERVED`,
-    and of the masks `none` and `causal`.
+    q, k, v: what a device holds of each sequence in that order, [b, s / n, h, d] of n devices in
+    the default layout, [t / n, h, d] in `thd`. strategy: ALL_GATHER, or RING, where keys come from
+    one device after another, those alone that are needed; RING by default in order striped. order:
+    of call/context_order.py, `("striped", n)` for stripes of n positions, in which
+    `reorder_causal_load_balancing` lays out arrays. reduce_dtype: of gradients in messages, beside
+    operands of 16 bits.
 
-    Returns: the output of q's rows, [b, s / n, h, d_v].
+    arguments: those of `attngen.jax.attention` that `SERVED` lists. cu_seqlens_… are of the whole
+    and known while tracing; seqused_… are of whole sequences and may be traced. bias and attn_mask
+    have the device's queries and all keys, [b, h, s_q / n, s_kv]. rng_state is one for all devices;
+    what is dropped does not depend on how many there are.
 
-    Raises: SpecError where this is no call inside `jax.shard_map` over that axis, and for other
-    arguments.
+    Returns: the output, q's shape with d_v; with return_lse a pair with an AttentionAux, its LSE
+    [b, h, s_q / n], of packed tokens [h, t / n].
+
+    Raises: SpecError with every violation, where this is no call inside `jax.shard_map` over that
+    axis, and as `attngen.jax.attention`.
     """
-    ring, mask = strategy is CPStrategy.RING, options.pop("mask", "none")
-    options = {name: x for name, x in options.items() if x is not None}
-    reasons = [f"{name} is not served over several devices" for name in {*options} - {*SERVED}]
-    if mask not in MASKS:
-        reasons.append(f"mask={mask!r}: over several devices it is one of {', '.join(MASKS)}")
-    if options.get("window", (-1, -1)) != (-1, -1) and (ring or mask != "causal"):
-        reasons.append("a window needs mask='causal' and strategy=CPStrategy.ALL_GATHER")
-    if q.shape[1] != k.shape[1]:
-        reasons.append(f"q and k need parts of one length; got {q.shape[1]} and {k.shape[1]}")
-    if balanced and q.shape[1] % 2:
-        reasons.append(f"balanced parts are pairs of chunks; got {q.shape[1]} positions")
-    if reasons:
-        raise SpecError(sorted(reasons))
-    try:
-        devices = jax.lax.axis_size(axis)
-    except NameError as error:
-        reason = f"axis={axis!r} is no axis of a jax.shard_map around this call"
-        raise SpecError(reason) from error
-    parts = Parts(axis, devices, balanced, options)
-    return (_around(parts, q, k, v, mask) if ring else _gathered(parts, q, k, v, mask)).astype(
-        q.dtype
+    spread_over = Spread(axis, strategy, order, reduce_dtype, SAVED_AS)
+    return attend_spread(q, k, v, spread_over, arguments)
+
+
+def attend_spread(
+    q: Array, k: Array, v: Array, over: Spread, arguments: Mapping[str, Any]
+) -> Array | tuple[Array, AttentionAux]:
+    """`context_attention` of a way to spread that is already a value. Raises: as that."""
+    given = {name: x for name, x in arguments.items() if x is not None}
+    if reasons := [*_violations(q, k, v, given)]:
+        raise SpecError(reasons)
+    order = over.order_of_devices()
+    layout = given.get("layout", "bshd")
+    packed = layout == "thd"
+    q, k, v = ((x[None] if packed else x.transpose(AXES[layout])) for x in (q, k, v))
+    words = _words(given, packed)
+    operands = _operands(q, k, v, given, words)
+    lengths = _lengths(given, q.shape[1] * order.ranks, k.shape[1] * order.ranks)
+    by_position = words.placed or any(x in operands for x in ("bias", "attn_mask", *_USED))
+    bands = Bands(**{name: given[name] for name in BANDS if name in given})
+    ring = over.is_ring(order)
+    config = Config(
+        axis=over.axis,
+        order=order,
+        rooms=tuple([x.room_kv for x in lengths]),
+        visits=_visits(ring, order, lengths, bands, by_position),
+        gathers=not ring,
+        unused=tuple([_unused(order, rank, lengths) for rank in range(order.ranks)]),
+        words=words,
+        travels=jnp.dtype(over.reduce_dtype).name,
+        saved_as=over.saved_as,
     )
+    axes = varying([*operands.values()])
+    out, lse = differentiable(config)({name: spread(x, axes) for name, x in operands.items()})
+    if packed:
+        (out,), (lse,) = out, lse
+    else:
+        out = out.transpose(AXES[layout])
+    return (out, AttentionAux(lse=lse)) if given.get("return_lse") else out
 
 
-def _gathered(parts: Parts, q: Array, k: Array, v: Array, mask: str) -> Array:
-    """Each chunk of queries sees all keys up to its own end."""
-    k, v = (jax.lax.all_gather(x, parts.axis, axis=1, tiled=True) for x in (k, v))
-    if parts.balanced:
-        swap = ReorderStrategy.DualChunkSwap
-        k, v = (
-            inverse_reorder_causal_load_balancing(x, swap, parts.devices, 1) for x in (k, v)
+_USED = ("seqused_q", "seqused_kv")
+
+
+def _violations(q: Array, k: Array, v: Array, given: Mapping[str, Any]) -> Iterator[str]:
+    """Arguments that calls over several devices do not take."""
+    for name in sorted({*given} - {*SERVED}):
+        yield f"{name} is not served over several devices; these are: {', '.join(SERVED)}"
+    layout = given.get("layout", "bshd")
+    if layout not in (*AXES, "thd"):
+        yield f"layout={layout!r}: over several devices it is one of {', '.join((*AXES, 'thd'))}"
+    dims = 3 if layout == "thd" else 4
+    if any(x.ndim != dims for x in (q, k, v)):
+        yield f"q, k and v in {layout} have {dims} axes; got {[x.ndim for x in (q, k, v)]}"
+    if not q.dtype == k.dtype == v.dtype or q.dtype.itemsize < 2:
+        yield f"q, k and v need one dtype of 16, 32 or 64 bits; got {q.dtype}, {k.dtype}, {v.dtype}"
+    mask = given.get("mask", "none")
+    if not isinstance(mask, str) or {*masks_of(mask).fragments} - {"causal"}:
+        yield f"mask={mask!r}: over several devices it is a plain one; pass others as attn_mask"
+    elif masks_of(mask).arbitrary and "attn_mask" not in given:
+        yield f"mask={mask!r} needs attn_mask, bool, of the device's queries and all keys"
+    elif is_aligned(mask, given.get("bottom_right")) and any(name in given for name in _USED):
+        yield "a diagonal from the bottom right beside seqused_…: pass cu_seqlens_… in layout thd"
+    if layout == "thd" and ("bias" in given or "attn_mask" in given):
+        yield "bias and attn_mask have no place beside packed tokens over several devices"
+    of_format = _USED if layout == "thd" else ENDS
+    for name in sorted({*of_format} & {*given}):
+        yield f"{name} beside layout={layout!r} is not served over several devices"
+    if layout == "thd" and "cu_seqlens_q" not in given:
+        yield "layout='thd' needs cu_seqlens_q and cu_seqlens_kv of the whole"
+    for name in sorted({*ENDS} & {*given}):
+        if isinstance(given[name], jax.core.Tracer):
+            yield f"{name} needs numbers that are known while tracing: pass NumPy's, or ints"
+    if given.get("softmax", "vanilla") == "learnable" and "sink" not in given:
+        yield "softmax='learnable' needs sink, [h]"
+    if given.get("dropout_p", 0) > 0 and "rng_state" not in given:
+        yield "dropout_p needs rng_state, the same on all devices"
+
+
+def _words(given: Mapping[str, Any], packed: bool) -> Words:
+    """Arguments of all parts. Raises: SpecError where there is no such backend."""
+    check_backend(given.get("backend", "auto"))
+    found = {name: given[name] for name in NUMBERS if name in given}
+    placed = _has_alibi(given) or given.get("dropout_p", 0) > 0
+    if found.get("bias_type") == "alibi":
+        del found["bias_type"]
+    return Words(**found, placed=placed, packed=packed)
+
+
+def _has_alibi(given: Mapping[str, Any]) -> bool:
+    """Whether scores have ALiBi's term."""
+    slopes = given.get("alibi_slopes")
+    asked = slopes is not None and slopes is not False
+    return asked or given.get("bias_type") == "alibi"
+
+
+def _operands(
+    q: Array, k: Array, v: Array, given: Mapping[str, Any], words: Words
+) -> dict[str, Array]:
+    """Arrays of a call by their names: biases and masks with four axes, slopes and a sink float32,
+    of dropout the words of its state."""
+    found = {"q": q, "k": k, "v": v}
+    found |= {name: jnp.asarray(given[name]) for name in ("bias", "attn_mask") if name in given}
+    for name in {"bias", "attn_mask"} & {*found}:
+        found[name] = found[name].reshape((1,) * (4 - found[name].ndim) + found[name].shape)
+    found |= {name: jnp.asarray(given[name]) for name in _USED if name in given}
+    heads, wide = q.shape[2], q.dtype if q.dtype.name in WIDE else jnp.dtype("float32")
+    if _has_alibi(given):
+        slopes = given.get("alibi_slopes")
+        own = calls.default_slopes(heads) if slopes is None or slopes is True else slopes
+        found["alibi_slopes"] = jax.lax.stop_gradient(jnp.asarray(own))
+    if words.dropout_p > 0:
+        found["rng_state"] = calls.words_of_state(given["rng_state"])
+    softmax = given.get("softmax", "vanilla")
+    if softmax == "off_by_one":
+        found["sink"] = jnp.zeros(heads, wide)
+    elif softmax == "learnable":
+        found["sink"] = jnp.asarray(given["sink"])
+    return found
+
+
+def _lengths(given: Mapping[str, Any], tokens_q: int, tokens_kv: int) -> tuple[Length, ...]:
+    """Lengths of packed sequences, or of all of a batch. Raises: SpecError where rooms of packed
+    ones are not all tokens."""
+    if given.get("layout") != "thd":
+        return (Length(tokens_q, tokens_kv, tokens_q, tokens_kv),)
+    sides = []
+    for side, tokens in (("q", tokens_q), ("kv", tokens_kv)):
+        own = side if f"cu_seqlens_{side}" in given else "q"
+        ends = np.asarray(given[f"cu_seqlens_{own}"]).tolist()
+        starts = given.get(f"cu_seqlens_{own}_padded")
+        starts = ends if starts is None else np.asarray(starts).tolist()
+        rooms, used = ([b - a for a, b in pairwise(x)] for x in (starts, ends))
+        if sum(rooms) != tokens:
+            raise SpecError(
+                f"cu_seqlens_{side} say {sum(rooms)} tokens, of which all devices hold {tokens}"
+            )
+        sides.append((rooms, used))
+    (rooms_q, used_q), (rooms_kv, used_kv) = sides
+    found = zip(rooms_q, rooms_kv, used_q, used_kv, strict=True)
+    return tuple([Length(*each) for each in found])
+
+
+def _visits(
+    ring: bool, order: Order, lengths: tuple[Length, ...], bands: Bands, by_position: bool
+) -> tuple[Visit, ...]:
+    """The plan of all devices. Raises: SpecError where the order has none."""
+    if not ring:
+        return (gathered_of(order, lengths, bands, by_position),)
+    found = ring_of(order, lengths, bands, by_position)
+    if any(part.stripe > 1 for x in found for parts in x.branches for part in parts):
+        raise SpecError(
+            f"stripe={order.stripe}: under a causal mask parts compare whole stripes, which no "
+            "kernel does. Use stripes of 1, or another order."
         )
-    found = []
-    for chunk, number in parts.chunks(q):
-        if mask == "causal":
-            keys = (number + 1) * chunk.shape[1]
-            out, _ = parts.attend(chunk, k, v, "causal_bottom_right", keys)
-        else:
-            out, _ = parts.attend(chunk, k, v, mask)
-        found.append(out)
-    return jnp.concatenate(found, axis=1)
+    return found
 
 
-def _around(parts: Parts, q: Array, k: Array, v: Array, mask: str) -> Array:
-    """Keys come by, one device's after another's: each chunk of queries sees those that are not
-    behind it, and parts are joined by their LSE."""
-    made: list[list[tuple[Array, Array]]] = []
-    onwards = [(rank, (rank + 1) % parts.devices) for rank in range(parts.devices)]
-    for step in range(parts.devices):
-        made.append(_of_step(parts, step, q, k, v, mask))
-        if step < parts.devices - 1:
-            k, v = (jax.lax.ppermute(x, parts.axis, onwards) for x in (k, v))
-    return jnp.concatenate([_joined(each) for each in zip(*made, strict=True)], axis=1)
-
-
-def _of_step(
-    parts: Parts, step: int, q: Array, k: Array, v: Array, mask: str
-) -> list[tuple[Array, Array]]:
-    """Outputs and LSEs of each chunk of queries beside the keys of the device so many before."""
-    if mask != "causal":
-        return [parts.attend(chunk, k, v, mask) for chunk, _ in parts.chunks(q)]
-    rank = jax.lax.axis_index(parts.axis)
-    earlier = rank >= step  # else the keys are of a device behind this one
-    if not parts.balanced:
-        if step == 0:
-            return [parts.attend(q, k, v, mask)]
-        return [parts.attend(q, k, v, "none", jnp.where(earlier, k.shape[1], 0))]
-    (first, _), (last, _) = parts.chunks(q)
-    half = first.shape[1]
-    if step == 0:  # the end sees the front, too
-        return [
-            parts.attend(first, k[:, :half], v[:, :half], mask),
-            parts.attend(last, k, v, "causal_bottom_right"),
-        ]
-    seen = jnp.where(earlier, half, 0), jnp.where(earlier, half, 2 * half)
-    return [
-        parts.attend(chunk, k, v, "none", keys)
-        for chunk, keys in zip((first, last), seen, strict=True)
-    ]
-
-
-def _joined(made: tuple[tuple[Array, Array], ...]) -> Array:
-    """The output of parts of its keys: [b, s, h, d] and LSE [b, h, s] each; float32."""
-    outputs = jnp.stack([out.astype(jnp.float32) for out, _ in made])
-    lses = jnp.stack([lse for _, lse in made])
-    weights = jnp.exp(lses - jax.nn.logsumexp(lses, axis=0))
-    return (outputs * weights.swapaxes(-1, -2)[..., None]).sum(0)
+def _unused(order: Order, rank: int, lengths: tuple[Length, ...]) -> tuple[int, ...]:
+    """A device's tokens of queries that belong to no sequence."""
+    rooms = [x.room_q // order.ranks for x in lengths]
+    begins = accumulate(rooms, initial=0)
+    found: list[int] = []
+    for begin, room, x in zip(begins, rooms, lengths, strict=False):
+        found += range(begin + order.used(rank, x.room_q, x.q), begin + room)
+    return tuple(found)

@@ -6,19 +6,21 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from .manual_axes import spread, varying
+
 PHILOX_M = (0xD2511F53, 0xCD9E8D57)
 PHILOX_W = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 
 
-def random_bytes(state: Array, sequence: Array, heads: int, i: Array, j: Array) -> Array:
+def random_bytes(state: Array, sequence: Array, heads: Array, i: Array, j: Array) -> Array:
     """The byte behind each decision, uint32, a broadcast of [n, heads, rows, columns].
 
     state: uint32 [4], the halves of seed and offset, the low ones first. sequence: int32
-    [n, rows]; i: int32 [n, rows], positions in it; j: int32 [n, columns].
+    [n, rows]; heads: int32 [heads]; i: int32 [n, rows], positions in it; j: int32 [n, columns].
     """
     seed_low, seed_high, offset_low, offset_high = state
-    head = jnp.arange(heads, dtype=jnp.uint32)[None, :, None, None]
+    head = heads.astype(jnp.uint32)[None, :, None, None]
     b, i, j = (x.astype(jnp.uint32) for x in (sequence, i, j))
     b, i, j = b[:, None, :, None], i[:, None, :, None], j[:, None, None, :]
     counter = (b, head, offset_low, offset_high)
@@ -40,7 +42,8 @@ def _pairs(words: tuple[Array, ...]) -> tuple[tuple[Array, Array], tuple[Array, 
 
 def philox(counter: tuple[Array, ...], key: tuple[Array, Array]) -> tuple[Array, ...]:
     """Philox-4x32-10: four random words of four counter words and two key words, all uint32."""
-    state = jnp.broadcast_arrays(*counter, *key)
+    words = jnp.broadcast_arrays(*counter, *key)
+    state = [spread(x, varying(words)) for x in words]
     m0, m1 = (jnp.uint32(m) for m in PHILOX_M)
     w0, w1 = (jnp.uint32(w) for w in PHILOX_W)
 

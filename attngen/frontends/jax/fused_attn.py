@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from ...call.taking import taking
 from ...call.tensors import TensorDesc
 from ...errors import SpecError
 from .attention import attend
-from .context_parallel import context_attention
+from .context_parallel import AnyOrder, Spread, attend_spread
 from .names import AttnBiasType, AttnMaskType, AttnSoftmaxType, CPStrategy, QKVLayout
 from .sequences import SequenceDescriptor
 
@@ -78,8 +78,19 @@ def computed(call: FusedAttn, backend: str) -> Array:
         return _over_devices(call, backend)
     if call.max_segments_per_seq > 1 and not call.qkv_layout.is_thd():
         warnings.warn("max_segments_per_seq is of layouts of THD alone", UserWarning, stacklevel=4)
+    given = {**_given(call, backend), "layout": call.qkv_layout.value}
+    q, *_ = call.qkv
+    *_, last = call.qkv
+    if not call.qkv_layout.is_thd():
+        return _attend(call, call.qkv, {**given, **_lengths(call)})
+    packed = tuple(x.reshape(-1, *x.shape[2:]) for x in call.qkv)
+    out = _attend(call, packed, {**given, **_segments(call, (q.shape[1], last.shape[1]))})
+    return out.reshape(*q.shape[:2], *out.shape[1:])
+
+
+def _given(call: FusedAttn, backend: str) -> dict[str, Any]:
+    """Arguments of `attention`, but for q, k, v, their layout and lengths."""
     given: dict[str, Any] = {
-        "layout": call.qkv_layout.value,
         "mask": call.attn_mask_type.value,
         "softmax": call.softmax_type.value,
         "softmax_scale": call.scaling_factor,
@@ -92,13 +103,7 @@ def computed(call: FusedAttn, backend: str) -> Array:
         given["sink"] = call.softmax_offset.reshape(-1)
     if call.is_training and call.dropout_probability > 0:
         given |= {"dropout_p": call.dropout_probability, "rng_state": _state(call.seed)}
-    q, *_ = call.qkv
-    *_, last = call.qkv
-    if not call.qkv_layout.is_thd():
-        return _attend(call, call.qkv, {**given, **_lengths(call)})
-    packed = tuple(x.reshape(-1, *x.shape[2:]) for x in call.qkv)
-    out = _attend(call, packed, {**given, **_segments(call, (q.shape[1], last.shape[1]))})
-    return out.reshape(*q.shape[:2], *out.shape[1:])
+    return given
 
 
 def _attend(call: FusedAttn, carriers: tuple[Array, ...], given: dict[str, Any]) -> Array:
@@ -110,8 +115,13 @@ def _attend(call: FusedAttn, carriers: tuple[Array, ...], given: dict[str, Any])
 
 def _refusals(call: FusedAttn) -> list[str]:
     reasons: list[str] = []
-    if call.context_parallel_axis:
-        reasons += _unserved_over_devices(call)
+    if call.context_parallel_axis and call.qkv_layout.is_thd():
+        reasons.append(
+            f"context_parallel_axis={call.context_parallel_axis!r}: plans are made of lengths that "
+            f"are known while tracing; got {call.qkv_layout}. Call context_attention in layout thd."
+        )
+    elif call.stripe_size is not None and not call.context_parallel_axis:
+        reasons.append("stripe_size belongs to context_parallel_axis; leave it out")
     mods = (call.score_mod, call.score_mod_bprop)
     if any(x is not None for x in (*mods, call.score_mod_tensors, call.score_mod_bprop_tensors)):
         reasons.append("score_mod of cuDNN's graphs has no kernels; pass a bias, or leave it out")
@@ -125,35 +135,30 @@ def _refusals(call: FusedAttn) -> list[str]:
     return reasons
 
 
-def _unserved_over_devices(call: FusedAttn) -> Iterator[str]:
-    """Refusals of a call whose sequences are spread over an axis of the mesh."""
-    where = f"context_parallel_axis={call.context_parallel_axis!r}"
-    if call.qkv_layout is not QKVLayout.BSHD_BSHD_BSHD:
-        yield f"{where}: layouts but BSHD_BSHD_BSHD are not spread; got {call.qkv_layout}"
-    if call.attn_mask_type not in (AttnMaskType.NO_MASK, AttnMaskType.CAUSAL_MASK):
-        yield f"{where}: masks are NO_MASK and CAUSAL_MASK; got {call.attn_mask_type}"
-    if call.softmax_type is not AttnSoftmaxType.VANILLA_SOFTMAX:
-        yield f"{where}: the softmax is VANILLA_SOFTMAX; got {call.softmax_type}"
-    if call.attn_bias_type is not AttnBiasType.NO_BIAS:
-        yield f"{where}: there is no bias; got {call.attn_bias_type}"
-    if call.is_training and call.dropout_probability > 0:
-        yield f"{where}: there is no dropout; got {call.dropout_probability}"
-    if call.stripe_size is not None:
-        yield f"{where}: tokens are not striped; leave stripe_size out"
-
-
 def _over_devices(call: FusedAttn, backend: str) -> Array:
-    q, k, v = call.qkv
-    return context_attention(
-        *(q, k, v),
-        axis=call.context_parallel_axis,
-        strategy=call.context_parallel_strategy,
-        balanced=call.context_parallel_causal_load_balanced,
-        mask=call.attn_mask_type.value,
-        window=call.window_size,
-        softmax_scale=call.scaling_factor,
-        backend=backend,
+    """The output of the device's part of the sequences."""
+    axis, stripe = call.context_parallel_axis, call.stripe_size
+    order: AnyOrder = "contiguous"
+    if call.context_parallel_causal_load_balanced:
+        order = "dual_chunk"
+    if stripe is not None:
+        order = "striped", stripe
+    over = Spread(
+        axis, call.context_parallel_strategy, order, jnp.float32, call.context_checkpoint_name
     )
+    q, k, v = _separate(call)
+    out = attend_spread(q, k, v, over, {**_given(call, backend), **_lengths(call, axis)})
+    assert not isinstance(out, tuple)  # by-products are not asked for
+    return out
+
+
+def _separate(call: FusedAttn) -> tuple[Array, Array, Array]:
+    """q, k and v, of which some may be parts of an array."""
+    *own, last = call.qkv
+    count = 4 - len(call.qkv)
+    parts = [last] if count == 1 else [jnp.take(last, n, axis=2) for n in range(count)]
+    q, k, v = (*own, *parts)
+    return q, k, v
 
 
 def _state(seed: Array | None) -> Any:
@@ -166,8 +171,9 @@ def _state(seed: Array | None) -> Any:
     return jax.lax.index_in_dim(rows, 0, keepdims=False)
 
 
-def _lengths(call: FusedAttn) -> dict[str, Any]:
-    """Lengths of a call whose rows are a sequence each, under masks with padding."""
+def _lengths(call: FusedAttn, axis: str = "") -> dict[str, Any]:
+    """Lengths of a call whose rows are a sequence each, under masks with padding. axis: of the mesh
+    along which these are spread."""
     described = call.sequence_descriptor
     if not call.attn_mask_type.is_padding():
         return {}
@@ -175,6 +181,10 @@ def _lengths(call: FusedAttn) -> dict[str, Any]:
         raise SpecError(f"{call.attn_mask_type} needs a sequence_descriptor; got None")
     if isinstance(described, SequenceDescriptor):
         q, kv = described.lengths()
+        if axis and described.has_ids:
+            q, kv = (jax.lax.psum(x, axis) for x in (q, kv))
+    elif axis:
+        raise SpecError(f"context_parallel_axis={axis!r} needs a SequenceDescriptor; got a mask")
     else:
         q, kv = _lengths_of_mask(jnp.logical_not(described), call.attn_mask_type)
     return {"seqused_q": q, "seqused_kv": kv}

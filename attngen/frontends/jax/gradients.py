@@ -52,7 +52,7 @@ def _saved(config: Config, *operands: Any) -> tuple[Results, Any]:
     form = config.form._replace(alone=False)
     values = [x.value for x in operands]
     learned = [name for name, x in zip(form.names, operands, strict=True) if x.perturbed]
-    _check_gradients(form, values, learned)
+    check_gradients(form, values, learned)
     out, lse, *others = operation(form)(*values)
     out, lse = (checkpoint_name(x, config.saved_as) for x in (out, lse))
     returned = (out, *others) if config.form.alone else (out, lse, *others)
@@ -68,7 +68,7 @@ class Names(NamedTuple):
 jax.tree_util.register_static(Names)
 
 
-def _check_gradients(form: Form, values: list[Array], learned: list[str]) -> None:
+def check_gradients(form: Form, values: list[Array], learned: list[str]) -> None:
     """Raises: SpecError where kernels lack a gradient that is needed."""
     described = form.by_name([describe(n, x) for n, x in zip(form.names, values, strict=True)])
     operands = [described[name] for name in INPUTS]

@@ -1,15 +1,17 @@
-"""Orders of tokens that give each device of a causal context-parallel call as much to do."""
+"""Orders of tokens that give each device of a causal context-parallel call as much to do, by
+TransformerEngine's names of call/context_order.py's."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ...call.context_order import Order
 from ...errors import SpecError
 from .names import ReorderStrategy
+
+Places = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 def reorder_causal_load_balancing(
@@ -26,8 +28,8 @@ def reorder_causal_load_balancing(
 
     Raises: SpecError, a ValueError, where the axis does not divide.
     """
-    order = _order(tensor.shape[seq_dim], strategy, cp_size, stripe_size)
-    return jnp.take(tensor, order, axis=seq_dim)
+    held = _held(tensor.shape[seq_dim], _order(strategy, cp_size, stripe_size))
+    return jnp.take(tensor, held, axis=seq_dim)
 
 
 def inverse_reorder_causal_load_balancing(
@@ -38,30 +40,21 @@ def inverse_reorder_causal_load_balancing(
     stripe_size: int | None = None,
 ) -> Array:
     """The array of before `reorder_causal_load_balancing`. Arguments and errors are that one's."""
-    order = _order(tensor.shape[seq_dim], strategy, cp_size, stripe_size)
-    return jnp.take(tensor, np.argsort(order), axis=seq_dim)
+    order = _order(strategy, cp_size, stripe_size)
+    return jnp.take(tensor, np.array(order.unshard([tensor.shape[seq_dim]])), axis=seq_dim)
 
 
-def _order(
-    length: int, strategy: ReorderStrategy, cp_size: int, stripe_size: int | None
-) -> Any:
-    """The places, int64 [length], of the tokens of the new order in the old one."""
-    tokens = np.arange(length)
+def _held(length: int, order: Order) -> Places:
+    """The places of the tokens that devices hold, one device behind the other."""
+    return np.array([order.shard(rank, [length]) for rank in range(order.ranks)]).reshape(-1)
+
+
+def _order(strategy: ReorderStrategy, devices: int, stripe_size: int | None) -> Order:
+    """The order of a strategy. Raises: SpecError where it has none such."""
     if strategy is ReorderStrategy.Striped:
-        stripe = 1 if stripe_size is None else stripe_size
-        if stripe <= 0 or length % (cp_size * stripe):
-            raise SpecError(
-                f"{length} tokens are no multiple of {cp_size} devices times stripe_size={stripe}"
-            )
-        return tokens.reshape(-1, cp_size, stripe).swapaxes(0, 1).reshape(-1)
+        return Order("striped", devices, 1 if stripe_size is None else stripe_size)
     if strategy is not ReorderStrategy.DualChunkSwap:
         raise SpecError(f"strategy={strategy!r} is no ReorderStrategy")
     if stripe_size is not None:
         raise SpecError(f"stripe_size={stripe_size} belongs to Striped; leave it out")
-    if cp_size == 1:
-        return tokens
-    if cp_size % 2 or length % (2 * cp_size):
-        raise SpecError(f"{length} tokens are no multiple of twice an even cp_size; got {cp_size}")
-    chunks = tokens.reshape(2 * cp_size, -1)
-    pairs = [(rank, 2 * cp_size - 1 - rank) for rank in range(cp_size)]
-    return chunks[np.array(pairs).reshape(-1)].reshape(-1)
+    return Order("dual_chunk", devices)

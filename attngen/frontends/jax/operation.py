@@ -5,7 +5,7 @@ A lowering for CUDA chooses kernels, and finds or builds them, without a GPU whe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from jax.interpreters import mlir
 
 from ...call.dropout import keep_scale
 from ...call.fp8_checks import BACKWARD_SCALES
+from ...call.gradient_kernels import GRADIENTS
 from ...call.kernel_choice import Device
 from ...call.numbers import Arguments
 from ...call.operands import output_shapes, unpacked
@@ -39,6 +40,7 @@ from .program import COUNTER_BYTES, TARGET, Program, ordered, scratch_of
 
 TYPICAL_MULTIPROCESSORS = 132  # of a chip for which a program is made elsewhere
 Arrays = dict[str, "Array | None"]
+Results = dict[str, Array]
 _OF_BACKWARDS = ("o", "lse", "d_o", "dlse", *BACKWARD_SCALES)
 
 
@@ -47,7 +49,8 @@ class Form(NamedTuple):
 
     names: of the operands that there are, in the order of `program.ordered`; wanted: gradients of a
     backward, None of a forward; alone: whether a forward returns no LSE; strict: whether only
-    kernels may compute it.
+    kernels may compute it; joined: whether the output and the LSE of a backward are those of more
+    keys than its own, whose part of the gradients it makes.
     """
 
     names: tuple[str, ...]
@@ -55,6 +58,7 @@ class Form(NamedTuple):
     wanted: WantedGradients | None = None
     alone: bool = False
     strict: bool = False
+    joined: bool = False
 
     def by_name(self, operands: Sequence[Any]) -> dict[str, Any]:
         """Operands by their names, None for those that there are not."""
@@ -82,7 +86,7 @@ class Form(NamedTuple):
         known = self.by_name([x for _, x in self.descriptions(operands)])
         if self.wanted is not None:
             like = {made: known[name] for name, made in GRADIENT_OF.items()}
-            dtypes = {name: self._gradient_dtype(like[name].dtype) for name in self.result_names}
+            dtypes = {name: self._gradient_dtype(name, like[name]) for name in self.result_names}
             kinds = {name: (like[name].shape, dtype) for name, dtype in dtypes.items()}
         else:
             q, _, v = unpacked(known["q"], known["k"], known["v"], self.arguments.layout)
@@ -96,10 +100,12 @@ class Form(NamedTuple):
             if name in self.result_names
         }
 
-
-    def _gradient_dtype(self, operand: str) -> str:
-        """The dtype of the gradient of an operand of that dtype."""
-        return (self.arguments.out_dtype or "bfloat16") if operand in FP8 else operand
+    def _gradient_dtype(self, name: str, like: TensorDesc) -> str:
+        """The dtype of the gradient of that name of such an operand."""
+        wanted = self.arguments.out_dtype
+        if like.dtype in FP8:
+            return wanted or "bfloat16"
+        return "float32" if wanted == "float32" and name in GRADIENTS else like.dtype
 
 
 attention_p = Primitive("attngen")
@@ -123,25 +129,40 @@ def on_reference(*operands: Array, form: Form) -> list[Array]:
     """The operation by its definition. Raises: SpecError where kernels alone may compute it."""
     if form.strict:
         raise SpecError(no_kernels("this platform"))
+    found = define(form, operands)
+    return [found[name].astype(x.dtype) for name, x in form.results(operands).items()]
+
+
+def define(form: Form, operands: Sequence[Array]) -> Results:
+    """The results of an operation by its definition, in the dtypes that this has."""
     given = form.by_name(operands)
     call = {name: given[name] for name in INPUTS}
     if form.wanted is None:
-        found = reference.forward(call, form.arguments)
-        return [found[name].astype(x.dtype) for name, x in form.results(operands).items()]
-    learned = [name for name, x in GRADIENT_OF.items() if x in form.results(operands)]
+        return reference.forward(call, form.arguments)
     if given["q"].dtype.name in FP8:
-        made = fp8_backward.backward(given, form.arguments)
-        wants = form.results(operands)
-        return [made[name].astype(x.dtype) for name, x in wants.items()]
+        return fp8_backward.backward(given, form.arguments)
 
-    def attend(values: dict[str, Array]) -> tuple[Array, Array]:
+    def attend(values: Results) -> tuple[Array, Array]:
         results = reference.forward({**call, **values}, form.arguments)
         return results["o"], results["lse"]
 
-    (_, lse), back = jax.vjp(attend, {name: call[name] for name in learned})
-    dlse = given["dlse"]
-    (found,) = back((given["d_o"], jnp.zeros_like(lse) if dlse is None else dlse))
-    return [found[name] for name in learned]
+    learned = {name: call[name] for name, x in GRADIENT_OF.items() if x in form.result_names}
+    (out, lse), back = jax.vjp(attend, learned)
+    d_o, dlse = given["d_o"].astype(out.dtype), given["dlse"]
+    dlse = jnp.zeros_like(lse) if dlse is None else dlse
+    if form.joined:
+        d_o, dlse = _own_share(given, out, lse, d_o, dlse)
+    (found,) = back((d_o, dlse))
+    return {GRADIENT_OF[name]: x for name, x in found.items()}
+
+
+def _own_share(
+    given: Mapping[str, Array], out: Array, lse: Array, d_o: Array, dlse: Array
+) -> tuple[Array, Array]:
+    """Gradients of a part's output, [b, s, h, d], and LSE, [b, h, s], of those of the joined."""
+    share = jnp.where(lse == -jnp.inf, 0, jnp.exp(lse - given["lse"]))
+    of_lse = (d_o * (out - given["o"])).sum(-1).swapaxes(1, 2) + dlse
+    return d_o * share.swapaxes(1, 2)[..., None].astype(d_o.dtype), share * of_lse
 
 
 def on_kernels(*operands: Array, form: Form) -> list[Array]:

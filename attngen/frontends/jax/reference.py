@@ -19,6 +19,7 @@ from ...call import fragments
 from ...call.dropout import drop_threshold, keep_scale
 from ...call.fragments import definition_of, fragments_of
 from ...call.numbers import Arguments
+from ...call.positions import Positions
 from ...call.tensors import FP8
 from ...spec import layouts
 from ...spec.masks import masks_of
@@ -57,9 +58,17 @@ class Attention:
         return jnp.float64 if self.carriers.q.dtype == jnp.float64 else jnp.float32
 
     @property
+    def places(self) -> Positions:
+        """Where the first query and the first key stand in the whole."""
+        words = self.arguments.positions
+        return Positions.read(words) if words else Positions.of((0, 0))
+
+    @property
     def delta(self) -> Array:
         """How far the diagonal of each row lies to the right, int32 [n, rows, 1]."""
         rows = self.carriers
+        if self.arguments.positions:
+            return jnp.full((1, 1, 1), self.places.diagonal, jnp.int32)
         if not self.arguments.bottom_right:
             return jnp.zeros((1, 1, 1), jnp.int32)
         return rows.of_row(rows.of_kv.lengths - rows.of_q.lengths)
@@ -245,7 +254,9 @@ def dropped(call: Attention, p: Array) -> Array:
     rows, arguments = call.carriers, call.arguments
     state = call.operands["rng_state"]
     assert state is not None  # checked with the call
-    heads, of_q, of_kv = p.shape[1], rows.of_q, rows.of_kv
-    drawn = random_bytes(state, of_q.sequence, heads, of_q.position, of_kv.position)
+    first, of_q, of_kv = call.places, rows.of_q, rows.of_kv
+    heads = jnp.arange(first.head, first.head + p.shape[1])
+    i, j = of_q.position + first.query, of_kv.position + first.key
+    drawn = random_bytes(state, of_q.sequence + first.sequence, heads, i, j)
     keep = drawn >= drop_threshold(arguments.dropout_p)
     return jnp.where(keep, p * keep_scale(arguments.dropout_p), 0)

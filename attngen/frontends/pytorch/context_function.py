@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...call.context_steps import Part, Span
+from ...call.context_visits import relative
 from .casts import without_autocast
 from .context_messages import Around, Gathered, Pair, Visit
 from .context_parts import (
@@ -23,7 +24,6 @@ from .context_parts import (
     backward_part,
     cut,
     forward_part,
-    relative,
     sink_gradient,
 )
 

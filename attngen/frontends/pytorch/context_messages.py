@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...call.context_steps import Part, Span, Step
-from .context_parts import Sequences, spans_of
+from ...call.context_visits import spans_of
+from .context_parts import Sequences
 
 Group = Any  # a ProcessGroup; torch has no type of it where it is built without distributed
 Pair = tuple[Tensor, Tensor]  # keys and values, or their gradients, [b, t, h, d]

@@ -266,22 +266,3 @@ def sink_gradient(
             delta = delta - rows.of_heads(merged.dlse, span)
         found -= ((sink[:, None] - lse).exp() * delta).sum((0, 2))
     return found.to(sink.dtype)
-
-
-def spans_of(parts: Sequence[Part], count: int) -> list[Span]:
-    """The keys that parts read of each of so many sequences, from the first to the last."""
-    found = [Span(0, 0)] * count
-    for part in parts:
-        known = found[part.sequence]
-        if len(known):
-            begin, end = min(known.begin, part.keys.begin), max(known.end, part.keys.end)
-            found[part.sequence] = Span(begin, end)
-        else:
-            found[part.sequence] = part.keys
-    return found
-
-
-def relative(part: Part, spans: Sequence[Span]) -> Span:
-    """A part's keys, counted from where those begin that are at hand."""
-    begin = spans[part.sequence].begin
-    return Span(part.keys.begin - begin, part.keys.end - begin)

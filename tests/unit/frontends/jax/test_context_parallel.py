@@ -1,7 +1,11 @@
-"""Sequences over several devices: gathered and around a ring, balanced or in order."""
+"""Sequences over several devices: gathered and around a ring, in every order, as one call."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -9,96 +13,180 @@ import pytest
 
 jax = pytest.importorskip("jax")
 
-from attngen.jax import (  # noqa: E402
-    CPStrategy,
-    ReorderStrategy,
-    attention,
-    context_attention,
-    inverse_reorder_causal_load_balancing,
-    reorder_causal_load_balancing,
-)
+from attngen.jax import CPStrategy, attention, context_attention  # noqa: E402
 from jax.sharding import Mesh, PartitionSpec  # noqa: E402
 
 from attngen import SpecError  # noqa: E402
+from attngen.call.context_order import Order  # noqa: E402
 
 jnp = jax.numpy
-DEVICES, S = 4, 32
-ROWS = PartitionSpec(None, "cp")
+HEADS, HEADS_KV, DIM = 4, 2, 8
+RING, GATHER = CPStrategy.RING, CPStrategy.ALL_GATHER
+DROPPED = {"mask": "causal", "dropout_p": 0.3, "alibi_slopes": True}
+STATE = np.array([11, 0, 12, 0], np.uint32)
 
 
 def random(*shape: int, seed: int = 0) -> Any:
-    return jnp.asarray(np.random.default_rng((seed, *shape)).standard_normal(shape, np.float32))
+    return np.random.default_rng((seed, *shape)).standard_normal(shape)
 
 
-ARRAYS = random(2, S, 4, 8), random(2, S, 2, 8, seed=1), random(2, S, 2, 8, seed=2)
-CASES: dict[str, Any] = {
-    "gathered, in order, a window": (CPStrategy.ALL_GATHER, False, {"window": (9, 0)}),
-    "gathered, balanced": (CPStrategy.DEFAULT, True, {"softcap": 4.0}),
-    "a ring, in order": (CPStrategy.RING, False, {}),
-    "a ring, balanced": (CPStrategy.RING, True, {"softmax_scale": 0.2}),
-}
+@dataclass(frozen=True)
+class Case:
+    """A call: how it is spread, and what it says. lengths: of packed sequences, or one of a dense
+    batch; learned: of the operands beside q, k and v."""
 
+    strategy: CPStrategy
+    order: Any = "dual_chunk"
+    devices: int = 2
+    lengths: tuple[int, ...] = (24,)
+    given: dict[str, Any] = field(default_factory=dict)
+    learned: tuple[str, ...] = ()
+    dtype: str = "float64"
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(("strategy", "balanced", "options"), CASES.values(), ids=CASES)
-def test_causal_results_and_gradients_are_those_of_one_device(
-    strategy: CPStrategy, balanced: bool, options: dict[str, Any]
-) -> None:
-    mesh = Mesh(np.array(jax.devices()[:DEVICES]), "cp")
-    swap = ReorderStrategy.DualChunkSwap, DEVICES, 1
+    def __str__(self) -> str:
+        words = [self.strategy.name, str(self.order), *map(str, self.lengths), self.dtype]
+        return "-".join([*words, *(f"{k}={v}" for k, v in self.given.items()), *self.learned])
 
-    def spread(*arrays: Any) -> Any:
-        words = {"axis": "cp", "strategy": strategy, "balanced": balanced, "mask": "causal"}
+    @property
+    def packed(self) -> bool:
+        return len(self.lengths) > 1
+
+    @property
+    def places(self) -> list[int]:
+        """The tokens that devices hold, one device behind the other."""
+        name, stripe = (self.order, 1) if isinstance(self.order, str) else self.order
+        order = Order(name, self.devices, stripe)
+        return sum((order.shard(rank, self.lengths) for rank in range(self.devices)), [])
+
+    def arrays(self) -> dict[str, Any]:
+        """Operands of the whole that are arrays, by their names."""
+        tokens = sum(self.lengths)
+        outer = (tokens,) if self.packed else (2, tokens)
+        sizes = ((HEADS, DIM), (HEADS_KV, DIM), (HEADS_KV, DIM + 4))
+        found = {
+            name: random(*outer, *size, seed=seed)
+            for seed, (name, size) in enumerate(zip("qkv", sizes, strict=True))
+        }
+        if "sink" in self.learned:
+            found["sink"] = random(HEADS, seed=8)
+        if "bias" in self.learned:
+            found["bias"] = random(1, HEADS, tokens, tokens, seed=9)
+        if "seqused" in self.given:
+            used = np.array(self.given["seqused"], np.int32)
+            found |= {"seqused_q": used, "seqused_kv": used}
+        floats = {name for name, x in found.items() if x.dtype == np.float64}
+        return {n: jnp.asarray(x, self.dtype if n in floats else None) for n, x in found.items()}
+
+    def words(self) -> dict[str, Any]:
+        """Everything else that the call says."""
+        found = {name: x for name, x in self.given.items() if name != "seqused"}
+        if self.packed:
+            ends = np.array([*accumulate(self.lengths, initial=0)], np.int32)
+            found |= {"layout": "thd", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+        if "dropout_p" in found:
+            found["rng_state"] = STATE
+        return found | ({"softmax": "learnable"} if "sink" in self.learned else {})
+
+    def spread(self, arrays: dict[str, Any]) -> Any:
+        """Output and LSE by devices, in the order of the whole."""
+        dim = 0 if self.packed else 1
+        rows = PartitionSpec(*[None] * dim, "cp")
+        axes = {"q": dim, "k": dim, "v": dim, "bias": 2}
+        specs = {name: PartitionSpec() for name in arrays}
+        specs |= {**dict.fromkeys("qkv", rows), "bias": PartitionSpec(None, None, "cp")}
+        places, back = np.array(self.places), np.argsort(self.places)
+        held = {n: jnp.take(x, places, axes[n]) if n in axes else x for n, x in arrays.items()}
         run = jax.shard_map(
-            lambda q, k, v: context_attention(q, k, v, **words, **options),
-            mesh=mesh,
-            in_specs=ROWS,
-            out_specs=ROWS,
+            partial(self.on_device, axis="cp"),
+            mesh=Mesh(np.array(jax.devices()[: self.devices]), "cp"),
+            in_specs=({name: specs[name] for name in held},),
+            out_specs=(rows, PartitionSpec(*[None] * (dim + 1), "cp")),
         )
-        if not balanced:
-            return run(*arrays)
-        out = run(*[reorder_causal_load_balancing(x, *swap) for x in arrays])
-        return inverse_reorder_causal_load_balancing(out, *swap)
+        out, lse = run(held)
+        return jnp.take(out, back, dim), jnp.take(lse, back, lse.ndim - 1)
 
-    dtype = jnp.bfloat16 if strategy is CPStrategy.RING and not balanced else jnp.float32
+    def on_device(self, arrays: dict[str, Any], axis: str) -> Any:
+        words = {"axis": axis, "strategy": self.strategy, "order": self.order, **self.words()}
+        out, aux = context_attention(**arrays, **words, return_lse=True)
+        return out, aux.lse
 
-    def whole(*arrays: Any) -> Any:
-        return attention(*arrays, mask="causal", **options)
+    def whole(self, arrays: dict[str, Any]) -> Any:
+        """Output and LSE by one call."""
+        out, aux = attention(**arrays, **self.words(), return_lse=True)
+        return out, aux.lse
 
-    def results(function: Any) -> Any:
-        def loss(*arrays: Any) -> Any:
-            out = function(*arrays)
-            return (out**2).sum(), out
+    def results(self, function: Any) -> list[np.ndarray]:
+        """Output, LSE and gradients."""
+        arrays = self.arrays()
+        learned = ("q", "k", "v", *self.learned)
 
-        arrays = [x.astype(dtype) for x in ARRAYS]
-        return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(*arrays)
+        def loss(values: dict[str, Any]) -> Any:
+            out, lse = function({**arrays, **values})
+            seen = jnp.where(lse > -jnp.inf, lse, 0)
+            wide = out.astype(lse.dtype)
+            return (wide**2).sum() + (seen**2).sum(), (out, lse)
 
-    atol = 1e-4 if dtype == jnp.float32 else 0.1  # gradients reach 12
-    for one, other in zip(*map(jax.tree.leaves, (results(spread), results(whole))), strict=True):
-        one, other = (np.asarray(x.astype(jnp.float32)) for x in (one, other))
-        assert np.allclose(one, other, atol=atol)
+        values = {name: arrays[name] for name in learned}
+        made, (out, lse) = jax.jit(jax.grad(loss, has_aux=True))(values)
+        return [np.asarray(x.astype(float)) for x in (out, lse, *map(made.__getitem__, learned))]
 
 
-def test_full_attention_around_a_ring() -> None:
-    mesh = Mesh(np.array(jax.devices()[:2]), "cp")
-    run = jax.shard_map(
-        lambda q, k, v: context_attention(q, k, v, axis="cp", strategy=CPStrategy.RING),
-        mesh=mesh,
-        in_specs=ROWS,
-        out_specs=ROWS,
-    )
-    assert np.allclose(jax.jit(run)(*ARRAYS), attention(*ARRAYS), atol=1e-5)
+CASES = [
+    Case(RING, devices=3, given={"mask": "causal"}, learned=("sink",)),
+    Case(RING, "contiguous", 3, given={"window": (5, 2)}),
+    Case(RING, "striped", given={"mask": "causal", "softcap": 2.0}),
+    Case(RING, "contiguous", given=DROPPED, learned=("bias",)),
+    Case(RING, lengths=(8, 4), given={"mask": "causal_bottom_right", "window": (6, 0)}),
+    Case(RING, "contiguous", given={"mask": "padding_causal", "seqused": (19, 7)}),
+    Case(RING, "contiguous", given={"mask": "causal"}, dtype="bfloat16"),
+    Case(GATHER, "contiguous", given={"window": (7, 0), **DROPPED}, learned=("bias", "sink")),
+    Case(GATHER, lengths=(12, 20), given={"mask": "causal"}),
+    Case(GATHER, "contiguous", given={"seqused": (19, 24), "softmax": "off_by_one"}),
+]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_devices_are_one_call(case: Case) -> None:
+    with jax.enable_x64(True):
+        pairs = zip(case.results(case.spread), case.results(case.whole), strict=True)
+        for found, wanted in pairs:
+            finite = np.isfinite(wanted)
+            assert np.array_equal(found[~finite], wanted[~finite])
+            error = np.abs(found[finite] - wanted[finite]).max()
+            relative = 1e-12 if case.dtype == "float64" else 0.02
+            assert error <= relative * np.abs(wanted[finite]).max()
+
+
+def test_a_ring_sends_what_is_seen() -> None:
+    """Under a window one neighbour's halo travels, and its gradient back."""
+    given = {"mask": "causal", "window": (5, 0)}
+    case = Case(RING, "contiguous", 4, (64,), given, dtype="float32")
+    arrays = case.arrays()
+
+    def loss(values: dict[str, Any]) -> Any:
+        return sum(x.sum() for x in case.spread({**arrays, **values}))
+
+    text = jax.jit(jax.grad(loss)).lower(arrays).as_text()
+    sent = re.findall(r"collective_permute.*?\(tensor<([\dx]+)x\w+>\)", text)
+    assert {int(each.split("x")[1]) for each in sent} == {5}
+    assert len(sent) == 6  # k and v, again in the backward, and their gradients
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ({}, "axis='cp' is no axis of a jax.shard_map around this call"),
-        ({"mask": "padding"}, "it is one of none, causal"),
-        ({"window": (3, 0), "strategy": CPStrategy.RING}, "a window needs mask='causal'"),
-        ({"dropout_p": 0.5}, "dropout_p is not served over several devices"),
+        ({"mask": "prefix"}, "it is a plain one"),
+        ({"score_mod": "temperature"}, "score_mod is not served over several devices"),
+        ({"mask": "causal_bottom_right", "seqused_q": np.array([3])}, "pass cu_seqlens_"),
+        ({"layout": "thd"}, "in thd have 3 axes"),
+        ({"dropout_p": 0.5}, "needs rng_state"),
+        ({"softmax": "learnable"}, "needs sink"),
     ],
+    ids=lambda x: "" if isinstance(x, dict) else x,
 )
 def test_refusals(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(SpecError, match=says):
-        context_attention(*ARRAYS, axis="cp", **options)
+    arrays = Case(RING, dtype="float32").arrays()
+    with pytest.raises(SpecError, match=re.escape(says)):
+        context_attention(**arrays, axis="cp", **options)

@@ -13,6 +13,7 @@ from attngen.jax import (  # noqa: E402
     AttnBiasType,
     AttnMaskType,
     AttnSoftmaxType,
+    CPStrategy,
     QKVLayout,
     ReorderStrategy,
     SequenceDescriptor,
@@ -23,6 +24,7 @@ from attngen.jax import (  # noqa: E402
     make_swa_mask,
     reorder_causal_load_balancing,
 )
+from jax.sharding import Mesh, PartitionSpec  # noqa: E402
 
 from attngen import SpecError  # noqa: E402
 from attngen.frontends.jax.names import canonicalize_attn_mask_type  # noqa: E402
@@ -138,7 +140,15 @@ def test_dropout_takes_the_first_seed_and_only_while_training() -> None:
     ("words", "says"),
     [
         ({"context_parallel_axis": "cp"}, "axis='cp' is no axis of a jax.shard_map"),
-        ({"context_parallel_axis": "cp", "stripe_size": 2}, "leave stripe_size out"),
+        ({"stripe_size": 2}, "stripe_size belongs to context_parallel_axis"),
+        (
+            {
+                "context_parallel_axis": "cp",
+                "qkv_layout": QKVLayout.THD_THD_THD,
+                "attn_mask_type": AttnMaskType.PADDING_MASK,
+            },
+            "plans are made of lengths that are known while tracing",
+        ),
         ({"score_mod": abs}, "score_mod of cuDNN"),
         ({"qkv_layout": QKVLayout.BS3HD}, "needs 1 arrays in qkv"),
         ({"bias": Q}, "bias do not agree"),
@@ -180,8 +190,33 @@ def test_orders_of_context_parallel_tokens() -> None:
         there = reorder_causal_load_balancing(tokens, strategy, 4, 1, stripe)
         back = inverse_reorder_causal_load_balancing(there, strategy, 4, 1, stripe)
         assert back.tolist() == tokens.tolist() != there.tolist()
-    with pytest.raises(ValueError, match="no multiple of 3 devices"):
+    with pytest.raises(ValueError, match="over 3 ranks cuts multiples of 3"):
         reorder_causal_load_balancing(tokens, ReorderStrategy.Striped, 3, 1)
+
+
+@pytest.mark.parametrize("strategy", [CPStrategy.RING, CPStrategy.ALL_GATHER])
+def test_sequences_over_devices(strategy: CPStrategy) -> None:
+    """One array of q, k and v, padding by the numbers of tokens' segments, and an offset."""
+    packed = jnp.stack([Q, *[jnp.repeat(x, H // K, 2) for x in (KEY, VALUE)]], axis=2)
+    ids, offset = SHOWN.astype(jnp.int32), random(1, H, 1, 1)
+    words = {**WORDS, "attn_mask_type": AttnMaskType.PADDING_CAUSAL_MASK}
+    words |= {"qkv_layout": QKVLayout.BS3HD}
+    words |= {"softmax_type": AttnSoftmaxType.LEARNABLE_SOFTMAX, "softmax_offset": offset}
+    spread = {"context_parallel_axis": "cp", "context_parallel_strategy": strategy}
+    del words["sequence_descriptor"]
+
+    def attend(qkv: Any, ids: Any, **more: Any) -> Any:
+        described = SequenceDescriptor.from_segment_ids_and_pos(ids, jnp.zeros_like(ids))
+        return fused_attn((qkv,), sequence_descriptor=described, **words, **more)
+
+    rows = PartitionSpec(None, "cp")
+    run = jax.shard_map(
+        lambda qkv, ids: attend(qkv, ids, **spread),
+        mesh=Mesh(np.array(jax.devices()[:2]), "cp"),
+        in_specs=(rows, rows),
+        out_specs=rows,
+    )
+    close(jax.jit(run)(packed, ids), attend(packed, ids))
 
 
 def test_masks_of_windows() -> None:

@@ -82,6 +82,12 @@ CASES: dict[str, dict[str, Any]] = {
         "max_seqlen_q": 7,
         "max_seqlen_kv": 8,
     },
+    "positions": {
+        **STATE,
+        "positions": (21, 6, 3, 1, 2),
+        "window": (4, 3),
+        "alibi_slopes": random(H),
+    },
     "packed queries": {
         "q": random(14, H, D),
         "k": random(3, 6, H_KV, D),
