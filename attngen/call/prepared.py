@@ -187,7 +187,8 @@ def lay_out_workspaces(
     not among them, since it must be zero, nor is what lies elsewhere."""
     sizes: dict[str, int] = {}
     for each in kernels:
-        sizes |= workspace_bytes(each.kernel, q, scalars.sequences, splits, scalars.numbers)
+        own = workspace_bytes(each.kernel, q, scalars.sequences, splits, scalars.numbers)
+        sizes |= {name: max(size, sizes.get(name, 0)) for name, size in own.items()}
     offsets, end = {}, 0
     for name, size in sizes.items():
         if name == "tile_counter" or name in elsewhere:

@@ -115,7 +115,7 @@ SOURCES: dict[str, Source] = {
     "sequences": attrgetter("sequences"),
     "q_len": attrgetter("q.seq"),
     "kv_len": lambda launch: launch.given("kv_room", launch.k.seq),
-    "tiles": lambda launch: launch.tiles * launch.total_heads,
+    "tiles": lambda launch: launch.tiles * launch.total_heads * launch.kernel.tile_parts,
     **dict.fromkeys(("tiles_m", "q_tiles", "kv_blocks"), attrgetter("tiles")),
     "row_tiles": lambda launch: row_tiles(launch.kernel, launch.counted, launch.sequences),
     "q_blocks": lambda launch: row_blocks(launch.kernel, launch.q, launch.sequences),

@@ -85,10 +85,10 @@ Workspace = Literal[
 class KernelEntry:
     """One launch of the program.
 
-    `grid`: at most `ctas` CTAs an SM, which share the tiles; or one for each tile; or `block_ctas`
-    CTAs for each block of `row_block` queries of each head, or one for `cta_blocks` of them; or one
-    CTA an SM; or one for each split of the keys of `tile_rows` rows of a key/value head; or one for
-    `tile_rows` rows of the output; or one in all.
+    `grid`: at most `ctas` CTAs an SM, which share the tiles, `block_ctas` parts of each; or one for
+    each tile; or `block_ctas` CTAs for each block of `row_block` queries of each head, or one for
+    `cta_blocks` of them; or one CTA an SM; or one for each split of the keys of `tile_rows` rows of
+    a key/value head; or one for `tile_rows` rows of the output; or one in all.
     `dependent`: it may start before the kernel that it waits for has ended. `tile_axis` says
     whether a tile is `tile_rows` queries of a query head or as many keys of a key/value head;
     `kv_group_bytes`, `group_heads` and `tail_share` order the tiles (see arch.base.Schedule).
@@ -135,6 +135,11 @@ class KernelEntry:
     orders_few: bool = False
     no_lse: bool = False
     folds: bool = False
+
+    @property
+    def tile_parts(self) -> int:
+        """Parts in which CTAs draw a tile, and that have turns of their own at what they add to."""
+        return self.block_ctas if self.grid == "persistent_tiles" else 1
 
 
 @dataclass(frozen=True)

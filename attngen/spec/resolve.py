@@ -330,12 +330,9 @@ def available_directions(spec: AttentionSpec) -> tuple[str, ...]:
 def too_wide(spec: AttentionSpec) -> str | None:
     """Why a backward in 8 bits has no kernels for the head dims; None where it has, or in 16."""
     d, d_v = spec.head_dim, spec.head_dim_v or spec.head_dim
-    if spec.dtype not in DTYPES_8BIT or (max(d, d_v) <= 128 and not d <= 64 < d_v):
+    if spec.dtype not in DTYPES_8BIT or not d <= 64 < d_v:
         return None
-    return (
-        f"head dims {d} and {d_v} have no backward in 8 bits: they go up to 128, with V's up to 64 "
-        "where Q's are; dK and dV of 64 keys are a warpgroup's registers"
-    )
+    return f"head dims {d} and {d_v} have no backward in 8 bits: V's go up to 64 where Q's do"
 
 
 def _check_directions(spec: AttentionSpec) -> list[Violation]:

@@ -128,6 +128,19 @@ CASES = [
          softcap=5.0, attn_mask="b1ss", dropout=0.5),
     Case(sizes=(200, 180), mask="causal_bottom_right", bottom_right=True, dropout=0.25,
          scale_s=64.0),
+    Case(dims=(192, 128)),
+    Case(heads=(1, 4, 2), sizes=(200, 130), dims=(256, 256), mask="causal", softmax="learnable",
+         dlse=True, grad="e5m2", o="e4m3"),
+    Case(layout="thd", lengths=((70, 0, 65), (70, 0, 100)), dims=(192, 192), mask="causal",
+         deterministic=True),
+    Case(sizes=(129, 140), dims=(208, 144), window=(60, 0), d_o="e4m3", grad="e4m3", scale_s=64.0),
+    Case(heads=(2, 2, 1), sizes=(70, 140), lengths=((70, 33), (140, 100)), dims=(80, 224),
+         mask="padding_causal_bottom_right", bottom_right=True, grad="fp16"),
+    Case(sizes=(65, 140), dims=(160, 32), softcap=5.0, alibi=True, mask="causal",
+         deterministic=True),
+    Case(layout="thd", lengths=((70, 33), (70, 33)), dims=(192, 128), mask="causal", dropout=0.25,
+         softmax="off_by_one", dtype="e5m2"),
+    Case(sizes=(70, 130), dims=(256, 192), attn_mask="b1ss"),
 ]  # fmt: skip
 KERNELS = [case.spec for case in CASES]
 
@@ -360,7 +373,7 @@ def test_every_fault_is_named_at_once() -> None:
         assert part in text, part
 
 
-def test_heads_wider_than_registers_are_refused_with_the_reason() -> None:
-    made = given(Case(dims=(192, 128)))
-    with pytest.raises(SpecError, match="in 8 bits they go up to 128"):
+def test_values_wider_than_narrow_queries_are_refused_with_the_reason() -> None:
+    made = given(Case(dims=(64, 80)))
+    with pytest.raises(SpecError, match="V's go up to 64 where Q's do"):
         made.run()

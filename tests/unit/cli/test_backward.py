@@ -43,10 +43,10 @@ def test_build_backward_is_several_kernels_that_a_call_then_finds(
 
 
 def test_build_fp8_backward_is_refused_with_a_legal_spec(tmp_path: Path) -> None:
-    text = TRAINED + 'dtype = "e4m3"\n'
+    text = TRAINED.replace("256", "64") + 'dtype = "e4m3"\nhead_dim_v = 80\n'
     result = run("build", write(tmp_path / "refused.toml", text))
     assert result.exit_code == 1
-    assert "have no backward in 8 bits: they go up to 128" in result.stderr
+    assert "have no backward in 8 bits: V's go up to 64" in result.stderr
     assert "directions=('fwd',)" in result.stderr
 
 

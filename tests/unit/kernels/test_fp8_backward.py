@@ -10,16 +10,25 @@ from collections.abc import Iterator
 import pytest
 
 from attngen import AttentionSpec, SpecError
+from attngen.compiler.builder import render_problem
 from attngen.fragments import features
 from attngen.kernels import plan
 from attngen.kernels.wgmma.backward.fp8_choices import image_bytes
-from attngen.kernels.wgmma.backward.plan import MAIN_8, BackwardPlan, TurningPlan
+from attngen.kernels.wgmma.backward.plan import (
+    CONVERT_8,
+    MAIN_8,
+    PREPARE_8,
+    BackwardPlan,
+    ConvertPlan,
+    TurningPlan,
+)
+from attngen.runtime.run_time import Extent, workspace_bytes
 from attngen.spec.problem import Problem
 from attngen.spec.resolve import resolve
 from attngen.targets.target import DEFAULT
 from tools import sweep
 
-HEAD_DIMS = tuple(range(16, 129, 16))
+HEAD_DIMS = tuple(range(16, 257, 16))
 
 
 def problem_of(**fields: object) -> Problem:
@@ -64,7 +73,7 @@ def test_every_pair_of_head_dims_fits_or_is_refused_with_the_reason(grad: str) -
     for d, d_v in itertools.product(HEAD_DIMS, HEAD_DIMS):
         fields = dict(head_dim=d, head_dim_v=d_v, grad_dtype=grad, layout="thd")
         if d <= 64 < d_v:
-            with pytest.raises(SpecError, match="with V's up to 64 where Q's are"):
+            with pytest.raises(SpecError, match="V's go up to 64 where Q's do"):
                 problem_of(**fields)
             continue
         main = main_of(problem_of(**fields))
@@ -77,6 +86,32 @@ def test_keys_stay_in_registers_where_nothing_else_needs_these() -> None:
     assert main_of(problem_of(head_dim=32)).held_steps == 1
     assert main_of(problem_of(head_dim=80, softcap=True)).held_steps == 0
     assert main_of(problem_of(dropout=True)).held_steps == 0
+    assert main_of(problem_of(head_dim=192, head_dim_v=128)).held_steps == 4
+    assert main_of(problem_of(head_dim=256, seqused=True)).held_steps == 0
+
+
+@pytest.mark.parametrize(("d", "d_v", "halves"), [(192, 128, (96, 64)), (208, 144, (112, 80))])
+def test_wide_gradients_are_made_in_halves_of_their_columns(
+    d: int, d_v: int, halves: tuple[int, int]
+) -> None:
+    problem = problem_of(head_dim=d, head_dim_v=d_v)
+    main = main_of(problem)
+    assert (main.dk_columns, main.dv_columns) == halves
+    prepare, _, convert = plan.plans(problem, DEFAULT.name)
+    assert isinstance(prepare, TurningPlan) and isinstance(convert, ConvertPlan)
+    assert convert.parts == 4 and prepare.key_columns == 4 * convert.dq_columns >= d
+    kernel = render_problem(problem, main).kernel
+    assert kernel.tile_parts == 2 and kernel.turned_bytes == 2 * 128 * max(halves)
+
+
+def test_turns_have_room_for_halves_beside_kernels_that_know_of_none() -> None:
+    problem = problem_of(head_dim=256)
+    q = Extent(1, 640, 2, 256, 0, 0, 0)
+    sizes = {
+        x.family: workspace_bytes(render_problem(problem, x).kernel, q)["turns"]
+        for x in plan.plans(problem, DEFAULT.name)
+    }
+    assert sizes == {PREPARE_8: 80, MAIN_8: 160, CONVERT_8: 80}
 
 
 def test_dq_is_shared_by_columns_of_whole_steps() -> None:

@@ -78,6 +78,7 @@ class Draft:
     deterministic: bool = False
     completes: bool = False
     makes_d: bool = False
+    job_bytes: int = JOB_BYTES
 
 
 def make_fused(problem: Problem, target: Target, *, adds_bias: bool = False) -> BackwardPlan:
@@ -265,7 +266,7 @@ def finish(problem: Problem, draft: Draft, target: Target) -> BackwardPlan:
     schedule, descending = _schedule(problem, draft)
     waves = _waves(problem, draft)
     tile, completes = draft.tile, draft.completes
-    job = JOB_BYTES + JOB_BYTES_WAVES * waves + JOB_BYTES_TURNS * completes
+    job = draft.job_bytes + JOB_BYTES_WAVES * waves + JOB_BYTES_TURNS * completes
     order = {"Order": order_bytes(0)} if problem.varlen else {}
     regions = lay_out(draft.sizes, {**draft.small, "Job": job, **order})
     fused, alone = draft.family in (MAIN, WITH_BIAS), draft.family == MAIN

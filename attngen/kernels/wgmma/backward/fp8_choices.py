@@ -5,6 +5,14 @@ room: consumers have some of a tile's keys in registers, and beside each block o
 gradients there is one of both transposed, which a kernel before lays down. A kernel that transposed
 them itself would read and write another 32 KB of shared memory a block, which its products keep
 busy: 232 KB a block of 64 queries at head dim 128, for 1,280 cycles of products.
+
+Above 128, up to 256, a tile of keys is worked on twice, each time for half of the columns of dQ, dK
+and dV, which are then what registers hold. S and dP are made for both, as two kernels would, one of
+dK and dV and one of dQ, and products are as many: 2 S, 2 dP, and each gradient once. But dK and dV
+of whole rows would leave a CTA 64 keys, for which each block of queries, and its transposes, come
+from L2 twice as often: 64 KB at 256 for 1,024 cycles of products, where a half of 128 keys loads
+48 KB and adds 32 KB of dQ for 1,792. Shared memory holds all but gradients on their way out, 225 of
+227 KB at 256, so that these leave from registers.
 """
 
 from __future__ import annotations
@@ -14,8 +22,8 @@ from dataclasses import replace
 from ....spec.problem import DTYPE_BYTES, Problem
 from ....targets.target import Target
 from ...base import Tile
-from ..shared import BARRIER_BYTES
-from .feasible import CONSUMERS, Draft, finish
+from ..shared import BARRIER_BYTES, boxes_of
+from .feasible import CONSUMERS, JOB_BYTES, Draft, finish
 from .plan import (
     CONVERT_8,
     MAIN_8,
@@ -31,20 +39,36 @@ CONVERT_THREADS = 128  # those whose fragments a part of dQ's workspace is
 # Registers a thread of the producer and of a consumer: a CTA starts with 504 for these roles
 # together, no more of which may be handed over.
 REGISTERS = (40, 232)
+ROOMY_REGISTERS = (56, 224)
 BARRIERS = 26
 FACTOR_BYTES = 16
-MOST_COLUMNS = 128  # of dK and dV of 64 keys, which a consumer has registers for
+MOST_COLUMNS = 256  # in two parts
+PART_COLUMNS = 128  # of dK and dV of 64 keys, which a consumer has registers for
+PART_BYTES = 4  # in a job, which part it is
 SMALL_COLUMNS = 64  # of Q, up to which V may have no more
 STAGES = 2  # of all that blocks have
 IMAGE_ROW_BYTES = 128
 STEP = 32  # of a product's reduction, in 8-bit elements
 HELD_STEPS = 2  # of a tile's keys in registers; three spill
+FEW_COLUMNS = 192  # of both gradients in parts, beside which there is room for as many steps more
+
+
+def column_parts(problem: Problem) -> int:
+    """Parts of the gradients' columns, for each of which a tile of keys is worked on."""
+    return -(-max(problem.head_dim_qk, problem.head_dim_v) // PART_COLUMNS)
+
+
+def part_columns(problem: Problem, head_dim: int) -> int:
+    """Columns of a gradient in each part: all, or whole steps, of which the last may have fewer."""
+    parts = column_parts(problem)
+    return head_dim if parts == 1 else -(-head_dim // (16 * parts)) * 16
 
 
 def image_bytes(problem: Problem) -> int:
-    """Bytes of a block's queries and output gradients, transposed: a row of 128 bytes a column,
-    with the block's queries of both."""
-    return max(problem.head_dim_qk, problem.head_dim_v) * IMAGE_ROW_BYTES
+    """Bytes of a block's queries and output gradients, transposed, of one part: a row of 128 bytes
+    a column, with the block's queries of both."""
+    d, d_v = problem.head_dim_qk, problem.head_dim_v
+    return max(part_columns(problem, d), part_columns(problem, d_v)) * IMAGE_ROW_BYTES
 
 
 def key_image_bytes(key_columns: int) -> int:
@@ -60,22 +84,24 @@ def plans(problem: Problem, target: Target) -> tuple[BackwardPlan | TurningPlan 
     main = _main(problem, target)
     if main.smem_bytes > target.cta_smem_bytes:
         return ()
-    return _prepare(problem, main), main, _convert(main)
+    return _prepare(problem, main), main, _convert(problem, main)
 
 
 def _main(problem: Problem, target: Target) -> BackwardPlan:
     """128 keys and 64 queries: beside 128, as in 16 bits up to head dim 64, consumers spill."""
     tile = Tile(ROWS_PER_CONSUMER, ROWS_PER_CONSUMER * CONSUMERS)
-    d, d_v = problem.head_dim_qk, problem.head_dim_v
-    dq_columns = -(-d // (16 * CONSUMERS)) * 16
+    d, d_v, parts = problem.head_dim_qk, problem.head_dim_v, column_parts(problem)
+    dq_columns = -(-d // (16 * CONSUMERS * parts)) * 16
     row_bytes = max(d, d_v) * DTYPE_BYTES[problem.dtype_of("dk")]
     block, keys, gradient = tile.m * 128, tile.n * 128, -(-row_bytes // 128) * tile.n * 128
+    qk, v = boxes_of(d, 1), boxes_of(d_v, 1)
     sizes = {
-        **{"Q": STAGES * block, "Do": STAGES * block, "Turned": STAGES * image_bytes(problem)},
-        **{"K": keys, "V": keys, "Kt": key_image_bytes(dq_columns * CONSUMERS)},
+        **{"Q": STAGES * qk * block, "Do": STAGES * v * block},
+        "Turned": STAGES * image_bytes(problem),
+        **{"K": qk * keys, "V": v * keys, "Kt": key_image_bytes(dq_columns * CONSUMERS)},
         "Ds": STAGES * block,
         "Dq": CONSUMERS * ROWS_PER_CONSUMER * dq_columns * 4,
-        **{"Dv": gradient, "Dk": gradient},
+        **({"Dv": gradient, "Dk": gradient} if parts == 1 else {}),
     }
     rows = STAGES * tile.m * 4
     small = {"Factors": FACTOR_BYTES, "Lse": rows, "D": rows, "Barriers": BARRIERS * BARRIER_BYTES}
@@ -90,9 +116,10 @@ def _main(problem: Problem, target: Target) -> BackwardPlan:
         row_block=tile.m,
         dq_split="columns",
         dq_columns=dq_columns,
-        dk_columns=d,
-        dv_columns=d_v,
-        registers=REGISTERS,
+        dk_columns=part_columns(problem, d),
+        dv_columns=part_columns(problem, d_v),
+        registers=ROOMY_REGISTERS if _is_roomy(problem) else REGISTERS,
+        job_bytes=JOB_BYTES + PART_BYTES * (parts > 1),
         deterministic=problem.deterministic,
     )
     return replace(finish(problem, draft, target), held_steps=_held_steps(problem))
@@ -106,6 +133,13 @@ def is_crowded(problem: Problem) -> bool:
     return "softcap" in problem.scores or problem.attn_mask or lengths
 
 
+def _is_roomy(problem: Problem) -> bool:
+    """Whether gradients in parts leave registers to more of the keys, and to the producer."""
+    d, d_v = problem.head_dim_qk, problem.head_dim_v
+    columns = part_columns(problem, d) + part_columns(problem, d_v)
+    return column_parts(problem) > 1 and columns <= FEW_COLUMNS
+
+
 def steps_of(extent: int) -> int:
     """The steps of a reduction along so many elements."""
     return -(-extent // STEP)
@@ -114,24 +148,37 @@ def steps_of(extent: int) -> int:
 def _held_steps(problem: Problem) -> int:
     """Steps of a tile's keys that consumers have registers for: none beside random bits."""
     most = HELD_STEPS - problem.varlen
+    if _is_roomy(problem):
+        most += HELD_STEPS
+    elif column_parts(problem) > 1 and (problem.varlen or problem.deterministic):
+        most = 0
     beside = is_crowded(problem) or problem.dropout
     return 0 if beside else min(most, steps_of(problem.head_dim_qk))
 
 
 def _prepare(problem: Problem, main: BackwardPlan) -> TurningPlan:
-    key_columns = main.dq_columns * main.consumers
-    image = max(image_bytes(problem), key_image_bytes(key_columns))
+    parts = column_parts(problem)
+    key_columns = main.dq_columns * main.consumers * parts
+    image = max(parts * image_bytes(problem), key_image_bytes(key_columns))
     return TurningPlan(
         arch=main.arch,
         family=PREPARE_8,
         tile=main.tile,
         key_columns=key_columns,
-        smem_bytes=main.tile.n * 128 + image,
+        smem_bytes=staged_blocks(problem) * main.tile.m * 128 + image,
         threads=PREPARE_THREADS,
     )
 
 
-def _convert(main: BackwardPlan) -> ConvertPlan:
-    parts, split, columns = main.consumers, main.dq_split, main.dq_columns
+def staged_blocks(problem: Problem) -> int:
+    """Boxes of a block's rows that the kernel before has in shared memory at a time: its queries
+    and output gradients, or a tile's keys, which are two blocks."""
+    qk, v = boxes_of(problem.head_dim_qk, 1), boxes_of(problem.head_dim_v, 1)
+    return max(2 * qk, qk + v)
+
+
+def _convert(problem: Problem, main: BackwardPlan) -> ConvertPlan:
+    parts = main.consumers * column_parts(problem)
+    split, columns = main.dq_split, main.dq_columns
     shape = (main.row_block, parts, split, columns, 0, 0, 0)
     return ConvertPlan(main.arch, CONVERT_8, *shape, CONVERT_THREADS)

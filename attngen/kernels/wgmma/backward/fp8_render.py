@@ -18,7 +18,7 @@ from ...params import (
     strides_of,
     typed,
 )
-from .fp8_choices import image_bytes, key_image_bytes
+from .fp8_choices import column_parts, image_bytes, key_image_bytes
 from .fp8_view import fp8_convert_view, fp8_view, turning_view
 from .plan import BackwardPlan, ConvertPlan, TurningPlan
 from .view_parts import Uses
@@ -32,6 +32,7 @@ INTEGERS = (
     *("tail_rows", "group_size", "bottom_right"),
 )
 ROWS: tuple[Workspace, ...] = ("lse_log2", "d", "turns", "queries_turned", "keys_turned")
+OPERANDS, GRADIENTS = ("q", "k", "v", "d_o"), ("dk", "dv")
 SCALES = ("descale_q", "descale_k", "descale_v", "descale_do", "scale_s", "descale_s")
 
 
@@ -75,7 +76,7 @@ def _prepare(problem: Problem, plan: TurningPlan, operands: Names) -> KernelEntr
         row_block=plan.tile.m,
         q_seq=problem.q_seq,
         kv_seq=problem.kv_seq,
-        turned_bytes=image_bytes(problem),
+        turned_bytes=column_parts(problem) * image_bytes(problem),
         turned_key_bytes=key_image_bytes(plan.key_columns),
     )
 
@@ -109,7 +110,9 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
     workspace += ("kv_schedule",) if problem.varlen else ()
     mask: tuple[Workspace, ...] = ("mask_columns",) if problem.attn_mask else ()
     eight_bit = problem.dtype_of("dk") in ("e4m3", "e5m2")
-    names = operand_names(problem, "q", "k", "v", "d_o", "dk", "dv")
+    parts = column_parts(problem)
+    mapped = GRADIENTS if parts == 1 else ()
+    names = operand_names(problem, *OPERANDS, *mapped)
     names += typed("ptr", *workspace, *SCALES, "scale_dp", "descale_dp")
     names += typed("ptr", "scale_dk", "scale_dv") if eight_bit else []
     names += typed("ptr", "amax_dp", "amax_dk", "amax_dv")
@@ -118,14 +121,15 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
         names += mask_names(name)
     names += [*typed("i32", *INTEGERS), *typed("f32", "scale", "scale_log2")]
     names += [*DROP_THRESHOLD, ("keep_share", "f32")] if problem.dropout else []
-    names += _filled(problem) if problem.varlen else []
+    stored = () if mapped else GRADIENTS
+    names += _addressed(problem, stored) if problem.varlen or stored else []
     return describe(
         problem,
         plan,
         [*names, *operands],
         smem_bytes=plan.smem_bytes,
         tile_rows=plan.tile.n,
-        tensor_maps=_maps(problem, plan),
+        tensor_maps=_maps(problem, plan, mapped),
         grid="persistent_tiles",
         workspace=(*workspace, *mask),
         kv_group_bytes=plan.schedule.kv_group_bytes,
@@ -135,26 +139,30 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
         row_block=plan.row_block,
         q_seq=problem.q_seq,
         kv_seq=problem.kv_seq,
-        dq_floats=plan.dq_floats,
-        turned_bytes=image_bytes(problem),
-        turned_key_bytes=key_image_bytes(plan.dq_columns * plan.consumers),
+        block_ctas=parts,
+        dq_floats=parts * plan.dq_floats,
+        turned_bytes=parts * image_bytes(problem),
+        turned_key_bytes=key_image_bytes(plan.dq_columns * plan.consumers * parts),
         dependent=plan.starts_early,
         orders_few=plan.orders_few,
     )
 
 
-def _maps(problem: Problem, plan: BackwardPlan) -> tuple[TensorMapRecipe, ...]:
+def _maps(
+    problem: Problem, plan: BackwardPlan, gradients: tuple[str, ...]
+) -> tuple[TensorMapRecipe, ...]:
     """Operands in whole tiles and blocks, gradients in a warpgroup's rows."""
     rows = {"q": plan.tile.m, "k": plan.tile.n, "v": plan.tile.n, "d_o": plan.tile.m}
-    rows |= dict.fromkeys(("dk", "dv"), STORE_ROWS)
+    rows |= dict.fromkeys(gradients, STORE_ROWS)
     return tuple(recipe(tensor, problem.dtype_of(tensor), n) for tensor, n in rows.items())
 
 
-def _filled(problem: Problem) -> Names:
-    """Parameters of gradients whose rows the main kernel fills that belong to no sequence."""
+def _addressed(problem: Problem, stored: tuple[str, ...]) -> Names:
+    """Parameters of gradients whose rows the main kernel finds itself: that it stores from
+    registers, or fills where they belong to no sequence."""
     sides = {"dq": problem.q_seq, "dk": problem.kv_seq, "dv": problem.kv_seq}
-    found = typed("i32", "sequences")
+    found = typed("i32", "sequences") if problem.varlen else []
     for tensor, sequence in sides.items():
-        if sequence != "dense":
+        if sequence != "dense" or tensor in stored:
             found += [*typed("ptr", tensor), *strides_of(tensor)]
     return found

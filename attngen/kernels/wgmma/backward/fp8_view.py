@@ -15,17 +15,29 @@ from ...view import (
     TensorView,
     kernel_view,
     mask_list_view,
+    tensor_view,
 )
-from .fp8_choices import STEP, image_bytes, is_crowded, key_image_bytes, steps_of
+from .fp8_choices import (
+    STEP,
+    column_parts,
+    image_bytes,
+    is_crowded,
+    key_image_bytes,
+    part_columns,
+    staged_blocks,
+    steps_of,
+)
+from .fp8_headers import convert_headers, main_headers, turning_headers
 from .plan import BackwardPlan, ConvertPlan, TurningPlan
 from .view_jobs import Gap, JobsView, VisitsView, gaps_of, jobs_view, visits_view
 from .view_main import Constant, Product, smem_constants
 from .view_parts import (
+    ZEROED_HALVES,
+    ZEROED_TURNS,
     Alias,
     ScoresView,
     SequenceView,
     Uses,
-    included,
     q_len_of,
     scores_view,
     sequence_view,
@@ -46,6 +58,23 @@ class PtxTypes:
     q: str
     kv: str
     d_o: str
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """How many boxes the columns of a block's queries and output gradients take, C++: factors with
+    their sign of multiplication, empty where it is one."""
+
+    q: str
+    v: str
+
+
+@dataclass(frozen=True)
+class Halves:
+    """Columns of a half of Q's, and of V's."""
+
+    qk: int
+    v: int
 
 
 @dataclass(frozen=True)
@@ -74,8 +103,11 @@ class Fp8View:
     gradients and values begin when weights are there, for want of registers. turned_bytes,
     turned_key_bytes: of a block's queries and output gradients, and of a tile's keys, transposed.
     deterministic: whether tiles add to dQ in an order, which begins with the last keys if
-    descending. heads_matter: whether anything changes from one query head to the next. prefetched:
-    parameters that map tensors.
+    descending; looks_ahead: whether a thread that adds asks for its next turn meanwhile, for which
+    halves of sequences that vary leave it no registers. heads_matter: whether anything changes from
+    one query head to the next. prefetched: parameters that map tensors. halves: whether tiles are
+    drawn for half of the gradients' columns at a time, which leave to dk and dv from registers
+    then; boxes: of a block's rows.
 
     score_product: S and dP, the columns and the lengths of their chains; d*_product: of gradients.
     ptx: types of operands. Others as in `MainView` and `KeyTilesView`.
@@ -124,7 +156,12 @@ class Fp8View:
     dq_product: Product
     deterministic: bool
     descending: bool
+    looks_ahead: bool
     prefetched: tuple[str, ...]
+    halves: bool
+    boxes: Boxes
+    dk: TensorView
+    dv: TensorView
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +169,9 @@ class TurningView:
     """Values of fp8_prepare.cu.j2: D, LSE, and what lies transposed. Strings are C++.
 
     o: the output's elements; d_o_element: the struct of its gradient's. tile_n: keys of a tile;
-    turned_bytes, turned_key_bytes: as in `Fp8View`. Others as in `PrepareView`.
+    turned_bytes, turned_key_bytes: of all columns. halves: of columns that make two images of a
+    block, None where they make one. staged_blocks: boxes of a block's rows in shared memory at a
+    time. Others as in `PrepareView`.
     """
 
     kernel: KernelView
@@ -145,6 +184,8 @@ class TurningView:
     tile_n: int
     turned_bytes: int
     turned_key_bytes: int
+    halves: Halves | None
+    staged_blocks: int
     o: StoredView
     d_o_element: str
     own_scale_s: str
@@ -153,15 +194,18 @@ class TurningView:
     queries: SequenceView
     keys: SequenceView
     parts: str | None
-    zeroes_turns: bool
+    zeroed_turns: str
     q_len: str
     tensor_row: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8ConvertView:
-    """Values of fp8_convert.cu.j2: dQ from its sums. Strings are C++. As `ConvertView`, with the
-    elements of dQ."""
+    """Values of fp8_convert.cu.j2: dQ from its sums. Strings are C++.
+
+    turns: where the block's first count of tiles lies. Others as in `ConvertView`, with the
+    elements of dQ.
+    """
 
     kernel: KernelView
     threads: int
@@ -173,9 +217,10 @@ class Fp8ConvertView:
     varlen: bool
     queries: SequenceView
     parts: str | None
-    zeroes_turns: bool
+    zeroed_turns: str
     q_len: str
     tensor_row: str
+    turns: str
     block_parts: int
     dq_columns: int
 
@@ -202,11 +247,11 @@ def fp8_view(
     masks = uses["mask"]
     scores = scores_view(uses["score"], masks)
     d, d_v = problem.head_dim_qk, problem.head_dim_v
-    over_queries = (plan.tile.m // STEP,)
+    over_queries, halves = (plan.tile.m // STEP,), column_parts(problem) > 1
     return Fp8View(
         kernel=kernel_view(kernel, template_of(plan)),
         threads=plan.threads,
-        headers=_main_headers(problem),
+        headers=main_headers(problem),
         structs=structs_of(uses, root),
         element=CPP_ELEMENTS[problem.dtype_q],
         d_o_element=CPP_ELEMENTS[problem.dtype_of("d_o")],
@@ -237,7 +282,7 @@ def fp8_view(
         mask_tensor="mask_columns" if problem.attn_mask else "",
         heads_matter=bool(problem.scores) or problem.attn_mask or problem.dropout,
         dropout=problem.dropout,
-        jobs=jobs_view(problem, plan, "KvLoader{p, smem}"),
+        jobs=jobs_view(problem, plan, "KvLoader{p, smem}", halves=halves),
         gaps=gaps_of(problem, plan),
         visits=visits_view(plan, looks_ahead=False),
         ptx=PtxTypes(problem.dtype_q, problem.dtype_kv, problem.dtype_of("d_o")),
@@ -247,7 +292,12 @@ def fp8_view(
         dq_product=Product(plan.dq_columns, (plan.tile.n // STEP,)),
         deterministic=plan.deterministic,
         descending=plan.descending,
-        prefetched=("map_q", "map_k", "map_v", "map_d_o", "map_dk", "map_dv"),
+        looks_ahead=not (halves and problem.varlen),
+        prefetched=tuple(recipe.field for recipe in kernel.tensor_maps),
+        halves=halves,
+        boxes=Boxes("kQkBoxes * ", "kVBoxes * ") if halves else Boxes("", ""),
+        dk=tensor_view(problem, "dk"),
+        dv=tensor_view(problem, "dv"),
     )
 
 
@@ -255,17 +305,21 @@ def turning_view(
     problem: Problem, plan: TurningPlan, kernel: KernelEntry, uses: Uses, root: Path
 ) -> TurningView:
     """Decide what fp8_prepare.cu.j2 renders. uses: fragments of both sequences."""
+    parts, d, d_v = column_parts(problem), problem.head_dim_qk, problem.head_dim_v
+    halves = Halves(part_columns(problem, d), part_columns(problem, d_v))
     return TurningView(
         kernel=kernel_view(kernel, template_of(plan)),
         threads=plan.threads,
-        headers=_turning_headers(problem),
+        headers=turning_headers(problem),
         structs=structs_of(uses, root) if problem.varlen else "",
         head_dim_qk=problem.head_dim_qk,
         head_dim_v=problem.head_dim_v,
         row_block=plan.tile.m,
         tile_n=plan.tile.n,
-        turned_bytes=image_bytes(problem),
+        turned_bytes=parts * image_bytes(problem),
         turned_key_bytes=key_image_bytes(plan.key_columns),
+        halves=halves if parts > 1 else None,
+        staged_blocks=staged_blocks(problem),
         o=stored_view(problem.dtype_o),
         d_o_element=CPP_ELEMENTS[problem.dtype_of("d_o")],
         own_scale_s=own_scale_s(problem),
@@ -274,7 +328,7 @@ def turning_view(
         queries=sequence_view(uses["q_seq"][0]),
         keys=sequence_view(uses["kv_seq"][0]),
         parts=None,
-        zeroes_turns=True,
+        zeroed_turns=ZEROED_HALVES if parts > 1 else ZEROED_TURNS,
         q_len=q_len_of(problem),
         tensor_row=tensor_row_of(problem),
     )
@@ -287,7 +341,7 @@ def fp8_convert_view(
     return Fp8ConvertView(
         kernel=kernel_view(kernel, template_of(plan)),
         threads=plan.threads,
-        headers=_convert_headers(problem),
+        headers=convert_headers(problem),
         structs=structs_of(uses, root) if problem.varlen else "",
         gradient=stored_view(problem.dtype_of("dq")),
         head_dim_qk=problem.head_dim_qk,
@@ -295,66 +349,10 @@ def fp8_convert_view(
         varlen=problem.varlen,
         queries=sequence_view(uses["q_seq"][0]),
         parts="kParts",
-        zeroes_turns=False,
+        zeroed_turns="",
         q_len=q_len_of(problem),
         tensor_row=tensor_row_of(problem),
+        turns="2 * slot" if column_parts(problem) > 1 else "slot",
         block_parts=plan.parts,
         dq_columns=plan.dq_columns,
-    )
-
-
-def _main_headers(problem: Problem) -> str:
-    packed = "packed" in (problem.q_seq, problem.kv_seq)
-    return included(
-        ("context.cuh", True),
-        ("dropout_bytes.cuh", problem.dropout),
-        ("mask_bits.cuh", problem.attn_mask),
-        ("mma/fragment.cuh", True),
-        ("mma/gemm.cuh", True),
-        ("mma/stage.cuh", True),
-        ("mma/stage8.cuh", True),
-        ("ptx/barrier.cuh", True),
-        ("ptx/global.cuh", True),
-        ("ptx/math.cuh", True),
-        ("ptx/matrix_move.cuh", True),
-        ("ptx/tma.cuh", True),
-        ("ptx/turn.cuh", problem.deterministic),
-        ("scale_gradients.cuh", True),
-        ("scheduler/gap_rows.cuh", problem.varlen),
-        ("scheduler/kv_blocks.cuh", True),
-        ("scheduler/q_blocks.cuh", True),
-        ("scheduler/packed_tiles.cuh", packed),
-        ("scheduler/sequence_order.cuh", problem.varlen),
-        ("scheduler/tile_order.cuh", True),
-        ("softmax/transposed.cuh", True),
-        ("special.cuh", bool(problem.scores)),
-    )
-
-
-def _turning_headers(problem: Problem) -> str:
-    return included(
-        ("context.cuh", problem.varlen),
-        ("dropout_bytes.cuh", problem.dropout),
-        ("mma/transpose.cuh", True),
-        ("platform.cuh", True),
-        ("ptx/barrier.cuh", True),
-        ("ptx/global.cuh", True),
-        ("ptx/math.cuh", True),
-        ("ptx/tma.cuh", True),
-        ("scale_gradients.cuh", True),
-        ("scheduler/grid_place.cuh", True),
-        ("scheduler/packed_tiles.cuh", "packed" in (problem.q_seq, problem.kv_seq)),
-        ("softmax/row.cuh", True),
-    )
-
-
-def _convert_headers(problem: Problem) -> str:
-    return included(
-        ("context.cuh", problem.varlen),
-        ("mma/fragment.cuh", True),
-        ("ptx/math.cuh", True),
-        ("ptx/tma.cuh", True),
-        ("scale_gradients.cuh", True),
-        ("scheduler/grid_place.cuh", True),
-        ("scheduler/packed_tiles.cuh", problem.q_seq == "packed"),
     )

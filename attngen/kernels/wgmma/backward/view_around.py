@@ -17,6 +17,7 @@ from ...view import (
 )
 from .plan import ConvertPlan, PreparePlan, RowSumsPlan
 from .view_parts import (
+    ZEROED_TURNS,
     Alias,
     ScoresView,
     SequenceView,
@@ -41,7 +42,8 @@ class BlockView:
     the fragments in use. element: the struct of operands'
     elements. row_block: queries a block. varlen: whether lengths vary. gather: whether rows are
     read, or written, an element at a time. parts: CTAs that share a block, None where a CTA has all
-    of it. zeroes_turns: whether the block's count of tiles that have added to dQ is zeroed.
+    of it. zeroed_turns: the statement that zeroes the block's count of tiles that have added to
+    dQ, empty where none does.
     """
 
     kernel: KernelView
@@ -54,7 +56,7 @@ class BlockView:
     gather: bool
     queries: SequenceView
     parts: str | None
-    zeroes_turns: bool
+    zeroed_turns: str
     head_dim_qk: int
 
 
@@ -141,7 +143,7 @@ def prepare_view(
         gather=problem.gather,
         queries=sequence_view(uses["q_seq"][0]),
         parts=None,
-        zeroes_turns=plan.turns,
+        zeroed_turns=ZEROED_TURNS * plan.turns,
         head_dim_qk=problem.head_dim_qk,
         head_dim_v=problem.head_dim_v,
         q_len=q_len_of(problem),
@@ -178,7 +180,7 @@ def convert_view(
         gather=problem.gather,
         queries=sequence_view(uses["q_seq"][0]),
         parts="kParts",
-        zeroes_turns=False,
+        zeroed_turns="",
         head_dim_qk=problem.head_dim_qk,
         head_dim_v=problem.head_dim_v,
         q_len=q_len_of(problem),
@@ -214,7 +216,7 @@ def row_sums_view(
         gather=problem.gather,
         queries=sequence_view(uses["q_seq"][0]),
         parts=None,
-        zeroes_turns=False,
+        zeroed_turns="",
         head_dim_qk=problem.head_dim_qk,
         keys=sequence_view(uses["kv_seq"][0]),
         masks=mask_list_view(masks),

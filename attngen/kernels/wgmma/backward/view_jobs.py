@@ -26,11 +26,17 @@ class JobMember:
     read: str
 
 
+HALF = JobMember(
+    *("int", "half", "which half of the gradients' columns", "index % 2", "slot->half")
+)
+
+
 @dataclass(frozen=True)
 class JobsView:
     """How tiles are drawn, and what is known of each. Strings are C++.
 
-    tiles, heads: parameters that count the tiles of a head, and heads. tile_rows: positions a tile.
+    tiles, heads: parameters that count the tiles of a head, and heads. place: which tile is drawn
+    by number `index`; total: how many are, where lengths vary. tile_rows: positions a tile.
     query_head: the first query head of a tile. length: the sequence's, of the tile's axis.
     find_blocks: the function that finds the blocks that a tile visits. packed: whether some
     sequences are packed, so that lengths are found one by one.
@@ -52,6 +58,8 @@ class JobsView:
 
     tiles: str
     heads: str
+    place: str
+    total: str
     tile_rows: str
     query_head: str
     length: str
@@ -104,15 +112,20 @@ class VisitsView:
     begins_anywhere: bool
 
 
-def jobs_view(problem: Problem, plan: BackwardPlan, loader: str, idle_warp: int = 0) -> JobsView:
+def jobs_view(
+    problem: Problem, plan: BackwardPlan, loader: str, idle_warp: int = 0, *, halves: bool = False
+) -> JobsView:
     """The jobs of a main kernel. loader: C++, what loads the operands that a tile keeps where the
-    copy engine brings them. idle_warp: a warp that has nothing else to do then."""
+    copy engine brings them. idle_warp: a warp that has nothing else to do then. halves: whether a
+    tile is drawn for each half of the gradients' columns."""
     of_queries = plan.family == OF_QUERIES
     descending = "true" if plan.descending else "false"
     fills = problem.varlen and (plan.fused or problem.gather)
     return JobsView(
         tiles="q_tiles" if of_queries else "kv_blocks",
         heads="heads_q" if of_queries else "heads_kv",
+        place="index / 2" if halves else "index",
+        total="add_tiles(order.tiles(), order.tiles())" if halves else "order.tiles()",
         tile_rows="kTileM" if of_queries else "kTileN",
         query_head="tile.head" if of_queries else "tile.head * p.group_size",
         length="q_len" if of_queries else "kv_len",
@@ -127,7 +140,7 @@ def jobs_view(problem: Problem, plan: BackwardPlan, loader: str, idle_warp: int 
         ordered=plan.deterministic or plan.adds_bias,
         fills=fills,
         count="tiles" if problem.varlen else "p.tiles",
-        members=tuple(_members(plan)),
+        members=(*_members(plan), *((HALF,) if halves else ())),
         axis=_axis(problem, plan) if problem.varlen else None,
         loader="[](const Job&) {}" if problem.gather else loader,
         idle_warp=idle_warp if problem.varlen and not fills else 0,

@@ -17,6 +17,10 @@ from ...view import (
 )
 
 Uses = dict[str, list[FragmentUse]]
+# Statements that zero a block's count of the tiles that have added to its dQ, or one for each half
+# of dQ's columns.
+ZEROED_TURNS = "if (threadIdx.x == 0) static_cast<int*>(p.turns)[slot] = 0;"
+ZEROED_HALVES = "if (threadIdx.x < 2) static_cast<int*>(p.turns)[2 * slot + threadIdx.x] = 0;"
 
 
 @dataclass(frozen=True)
