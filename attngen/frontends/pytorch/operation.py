@@ -74,7 +74,7 @@ def new_tensor(output: Output) -> Tensor:
 
 def empty(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A tensor on the current device."""
-    return _empty_strided_cuda(sizes, strides, dtype)
+    return _empty_strided_cuda(tuple(sizes), strides, dtype)  # older torch takes no torch.Size
 
 
 def is_current(device: Device) -> bool:
