@@ -17,6 +17,8 @@ from tests.support.caches import FORWARD, held
 
 from . import cases, oracle, variants
 from .cases import Case
+from .test_decode import cache, queries
+from .test_decode import check as check_pages
 from .variants import Variant
 
 pytestmark = pytest.mark.gpu
@@ -112,6 +114,31 @@ def test_mma_forward_of_packed_sequences_is_right(mask):
     q, k, v = (x[0] for x in oracle.operands(1, 4, 2, 300, 260, 128))
     ends = integers(cu_seqlens_q=[0, 130, 130, 290], cu_seqlens_kv=[0, 60, 200, 260])
     check(q, k, v, layout="thd", mask=mask, **ends)
+
+
+@pytest.mark.parametrize("place", ["odd", "pairs", "apart"])
+def test_mma_forward_of_rows_that_begin_anywhere_is_right(place):
+    """By an element or two, or with the columns of a head apart."""
+    if place == "apart":
+        found = oracle.operands(1, 33, 33, 90, 70, 2, 2)
+        q, k, v = (x.transpose(2, 3) for x in found)
+    else:
+        skipped = 1 if place == "odd" else 2
+        q, k, v = (x[..., skipped:] for x in oracle.operands(2, 2, 1, 90, 140, 68))
+    check(q, k, v, mask="causal")
+
+
+@pytest.mark.parametrize("page", [3, 64])
+def test_mma_forward_over_pages_is_right(page):
+    check_pages(queries(3, 70, 2, 64), cache([150, 0, 33], 1, 64, page), mask="causal_bottom_right")
+
+
+@pytest.mark.parametrize("kind", ["pre_scale", "post_scale"])
+@pytest.mark.parametrize("sizes", [(2, 1, 90, 140), (1, 2, 1, 140)], ids=str)
+def test_mma_forward_with_a_bias_is_right(kind, sizes):
+    """With one row for all, too, and rows of 280 bytes, which begin at multiples of 8."""
+    q, k, v = oracle.operands(2, 2, 1, 90, 140, 64)
+    check(q, k, v, mask="causal", bias=oracle.randn(*sizes, seed=7), bias_type=kind)
 
 
 def test_mma_forward_returns_float32():

@@ -77,11 +77,8 @@ def test_candidates_are_all_that_fit_the_preferred_first() -> None:
 
 def test_what_it_does_not_serve_is_refused_by_name() -> None:
     words = {
-        "a bias": BIAS,
-        "keys in pages": PAGED,
         "operands of 8 bits": FP8,
         "split keys": replace(DENSE, decode=True),
-        "rows that begin at": GATHER,
     }
     for word, problem in words.items():
         with pytest.raises(PlanError, match=word):
@@ -117,6 +114,10 @@ def test_packed_lengths_need_no_kernel_before() -> None:
         (DENSE, "longest_first", "false"),
         (DENSE, "one_stage", True),
         (replace(DENSE, head_dim_qk=64, head_dim_v=64), "one_stage", False),
+        (DENSE, "tells_full_blocks", "true"),
+        (GATHER, "tells_full_blocks", "false"),
+        (BIAS, "score_tile", "bias"),
+        (DENSE, "score_tile", None),
     ],
 )
 def test_views_decide(problem: Problem, field: str, value: object) -> None:
@@ -124,6 +125,17 @@ def test_views_decide(problem: Problem, field: str, value: object) -> None:
     kernel = render_problem(problem, plan).kernel
     made = view.forward_view(problem, plan, uses_of(problem, known), kernel, ())
     assert getattr(made, field) == value
+
+
+@pytest.mark.parametrize(
+    ("problem", "finder"),
+    [(DENSE, "head_rows"), (GATHER, "gathered_rows"), (PAGED, "paged_rows")],
+)
+def test_rows_are_found_where_they_lie(problem: Problem, finder: str) -> None:
+    uses = uses_of(problem, features.scan())
+    q, k, v = (view.operand_of(problem, name, uses) for name in "qkv")
+    assert k.finder == v.finder == finder and (k.fetch is not None) == problem.paged
+    assert q.finder == ("head_rows" if problem.paged else finder)
 
 
 def test_weights_say_how_scores_become_them() -> None:
@@ -148,7 +160,8 @@ def test_registers_count_output_scores_and_weights() -> None:
     [
         ("sm_80", CAUSAL),
         ("sm_86", replace(CAUSAL, dropout=True, dtype_q="fp16", dtype_kv="fp16", dtype_o="fp16")),
-        ("sm_89", replace(PACKED, head_dim_qk=96, head_dim_v=96)),
+        ("sm_87", replace(PAGED, q_seq="packed", kv_seq="used")),
+        ("sm_89", replace(PACKED, head_dim_qk=96, head_dim_v=96, scores=BIAS.scores)),
         ("sm_120", replace(MASKED, head_dim_qk=64, head_dim_v=64, max_logit=True)),
         ("sm_90", replace(CAUSAL, head_dim_qk=256, head_dim_v=256, scores=("softcap", "alibi"))),
     ],

@@ -17,8 +17,10 @@ from attngen.call.prepare_cast import POINTERS as OF_CASTS
 from attngen.call.prepare_d_o import POINTERS as OF_BACKWARD_CASTS
 from attngen.call.table import INPUTS
 from attngen.compiler.builder import render_problem
+from attngen.errors import PlanError
 from attngen.fragments import features
 from attngen.io import files
+from attngen.kernels.family import serving
 from attngen.kernels.fill import Source
 from attngen.kernels.plan import plans
 from attngen.kernels.uses import uses_of
@@ -29,11 +31,12 @@ from attngen.spec import coverage
 from attngen.spec.attention_spec import AttentionSpec, load_specs
 from attngen.spec.problem import Problem
 from attngen.spec.resolve import resolve
-from attngen.targets.target import DEFAULT
+from attngen.targets.target import DEFAULT, TARGETS, Target
 from tests.support.paths import ROOT
 from tools.corpus import flatten
 
 KNOWN = features.scan()
+OTHER = TARGETS["sm_80"]  # whose kernels are of another family
 NUMBERS = ("i32", "f32", "i64")
 RESULTS = {"o", "lse", "max_logit", "amax_s", "amax_o", "dq", "dk", "dv", "dbias", *MAXIMA}
 GRADIENTS = {"d_o", "dlse", *BACKWARD_SCALES}  # that a backward is given
@@ -54,12 +57,22 @@ def problems() -> tuple[Problem, ...]:
     return tuple(dict.fromkeys((*found, *members, *others)))
 
 
+def unserved(problem: Problem, target: Target) -> bool:
+    """Whether no family has kernels for the problem there."""
+    try:
+        serving(problem, target)
+    except PlanError:
+        return True
+    return False
+
+
 @cache
 def sources() -> tuple[tuple[Problem, Source], ...]:
     """Their kernels, one of each set of parameters."""
     found: dict[tuple[str, ...], tuple[Problem, Source]] = {}
     for problem in problems():
-        for plan in plans(problem, DEFAULT.name):
+        elsewhere = () if unserved(problem, OTHER) else plans(problem, OTHER.name)
+        for plan in (*plans(problem, DEFAULT.name), *elsewhere):
             source = render_problem(problem, plan)
             names = (field.name for field in source.kernel.fields)
             key = (plan.family, problem.dtype_o, *names)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ....spec.problem import Problem
 from ....targets.target import Target
-from ...base import Schedule, Tile, lay_out
+from ...base import Schedule, Tile, lay_out, score_tile_bytes
 from .plan import FORWARD, Plan
 
 ROW_TILE = 16  # query rows of a product
@@ -103,6 +103,7 @@ def make_plan(problem: Problem, choice: Choice, target: Target) -> Plan | None:
             "Q": tile.m * row_bytes * boxes_of(problem.head_dim_qk),
             "K": choice.stages * tile.n * row_bytes * boxes_of(problem.head_dim_qk),
             "V": choice.stages * tile.n * row_bytes * boxes_of(problem.head_dim_v),
+            **({"Bias": score_tile_bytes(tile.m, tile.n)} if problem.bias else {}),
         }
     )
     smem_bytes = smem[-1].offset + smem[-1].bytes

@@ -36,9 +36,6 @@ class MmaForward(Family):
         unserved = {
             "operands of 8 bits": DTYPE_BYTES[problem.dtype_kv] == 1,
             "split keys": problem.decode,
-            "keys in pages": problem.paged,
-            "rows that begin at no multiple of 16 bytes": problem.gather,
-            "a bias": problem.bias,
         }
         for what, asked in unserved.items():
             if asked:

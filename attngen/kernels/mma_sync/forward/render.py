@@ -25,6 +25,7 @@ from .plan import Plan
 from .view import forward_view
 
 ROLES = ("mask", "score", "softmax", "q_seq", "kv_seq", "kv_iter")
+PAGES = ("kv_fetch", "v_fetch")
 
 
 def render(problem: Problem, plan: Plan, features: Features, root: Path) -> Source:
@@ -33,7 +34,8 @@ def render(problem: Problem, plan: Plan, features: Features, root: Path) -> Sour
     root: the templates' directory. Raises: jinja2.UndefinedError on a template's mistake.
     """
     known = uses_of(problem, features)
-    uses = {role: known[role] for role in ROLES}
+    roles = (*ROLES, *(PAGES if problem.paged else ()))
+    uses = {role: known[role] for role in roles}
     kernel = _describe(problem, plan, uses)
     view = forward_view(problem, plan, uses, kernel, emit_fragments(root, uses))
     return Source(fill_view(template_of(plan), view, root), kernel)
@@ -52,7 +54,7 @@ def _describe(problem: Problem, plan: Plan, uses: dict[str, list[FragmentUse]]) 
         group_heads=plan.schedule.group_heads,
         tail_share=plan.schedule.tail_share,
         q_seq=problem.q_seq,
-        kv_seq=problem.kv_seq,
+        kv_seq="dense" if problem.paged else problem.kv_seq,
         ctas=plan.ctas,
     )
 
@@ -64,6 +66,10 @@ def _names(problem: Problem, uses: dict[str, list[FragmentUse]]) -> Names:
     names += typed("ptr", *(("rng_state",) if problem.dropout else ()))
     for tensor in "qkvo":
         names += strides_of(tensor)
+    if problem.gather:
+        names += typed("i64", *(f"{tensor}_stride_column" for tensor in "qkv"))
+        names += typed("i32", "dim_qk", "dim_v")
+    names += typed("i32", *(("page_count",) if problem.paged else ()))
     names += mask_names("mask_rows") if problem.attn_mask else []
     counts = ("tiles_m", "heads_q", "total_heads", "heads_per_group", "tail_rows", "group_size")
     names += [*typed("i32", *counts), *diagonal_names(problem), ("scale_log2", "f32")]

@@ -29,12 +29,19 @@ FIRST_TOKEN = "{}.first_token(batch)"
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor whose rows are copied: its name, C++ for the sequence that says how many rows it
-    has, and for the first of them."""
+    """A tensor whose rows are copied.
+
+    fetch: what finds pages, None where there are none. finder: C++, the function that finds rows of
+    a head; place: C++, what of its arguments says where they begin; before_rows, behind_rows: C++,
+    arguments on either side of their number.
+    """
 
     name: str
-    sequence: str
-    first_row: str
+    fetch: FragmentView | None
+    finder: str
+    place: str
+    before_rows: str = ""
+    behind_rows: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,9 +68,11 @@ class MmaForwardView:
     The kernel: kernel: its symbol, template and parameters. headers: what it includes, in order.
     threads, ctas: of a CTA, and of an SM. smem: regions of shared memory.
 
-    The plan: warps, row_tiles, tile_keys, stages: as the plan says; one_stage: whether keys and
-    values are copied in turn. lazy_rescale_log2: how far maxima may grow before the output is
-    rescaled. longest_first: C++, whether tiles begin at the last queries.
+    The plan: warps, row_tiles, tile_keys: as the plan says; one_stage: whether keys and values are
+    copied in turn. tells_full_blocks: C++, whether blocks in which no key is hidden have code of
+    their own; beside rows that begin anywhere, whose copies are long, it would take seconds to
+    compile. lazy_rescale_log2: how far maxima may grow before the output is rescaled.
+    longest_first: C++, whether tiles begin at the last queries.
 
     Formats: head_dim_qk, head_dim_v: columns. element: C++ type.
 
@@ -73,7 +82,8 @@ class MmaForwardView:
     stops_at_bits: whether a window may begin behind the last block of which it has bits. dropout,
     max_logit: as the problem says.
 
-    Where data lies: operands: what is copied. output: the output's rows. varlen: whether lengths
+    Where data lies: operands: what is copied. score_tile: the parameter of the tensor that scores
+    read in tiles, or None. output: the output's rows. varlen: whether lengths
     are told on the device; packed: whether queries lie behind each other; fills_gaps: whether rows
     of no sequence are filled. lse_row: C++, where a head's LSE begins.
     """
@@ -86,7 +96,7 @@ class MmaForwardView:
     warps: int
     row_tiles: int
     tile_keys: int
-    stages: int
+    tells_full_blocks: str
     one_stage: bool
     lazy_rescale_log2: int
     longest_first: str
@@ -106,6 +116,7 @@ class MmaForwardView:
     dropout: bool
     max_logit: bool
     operands: tuple[Operand, ...]
+    score_tile: str | None
     output: TensorView
     varlen: bool
     packed: bool
@@ -127,6 +138,7 @@ def forward_view(
     """
     masks = mask_list_view(uses["mask"])
     scaled = any(use.fragment.scaled for use in uses["score"])
+    tile = next((use.tile for use in uses["score"] if use.tile), None)
     return MmaForwardView(
         kernel=kernel_view(kernel, template_of(plan)),
         headers=headers_of(problem),
@@ -136,7 +148,7 @@ def forward_view(
         warps=plan.warps,
         row_tiles=plan.row_tiles,
         tile_keys=plan.tile.n,
-        stages=plan.stages,
+        tells_full_blocks="false" if problem.gather else "true",
         one_stage=plan.stages == 1,
         lazy_rescale_log2=plan.lazy_rescale_log2,
         longest_first="true" if plan.schedule.longest_first else "false",
@@ -155,7 +167,8 @@ def forward_view(
         stops_at_bits=problem.attn_mask and masks.bounds_left,
         dropout=problem.dropout,
         max_logit=problem.max_logit,
-        operands=tuple(operand_of(problem, name) for name in "qkv"),
+        operands=tuple(operand_of(problem, name, uses) for name in "qkv"),
+        score_tile=tile,
         output=tensor_view(problem, "o"),
         varlen=problem.varlen,
         packed=problem.q_seq == "packed",
@@ -168,16 +181,20 @@ def headers_of(problem: Problem) -> tuple[str, ...]:
     """Headers that a kernel includes, in their order."""
     wanted = {
         "context.cuh": True,
-        "copy/cta_rows.cuh": True,
+        "copy/cta_gathered.cuh": problem.gather,
+        "copy/cta_pages.cuh": problem.paged,
+        "copy/cta_rows.cuh": not problem.gather,
         "dropout_draw.cuh": problem.dropout,
         "mask_bits.cuh": problem.attn_mask,
         "maximum.cuh": problem.max_logit,
         "mma/fragment.cuh": True,
+        "mma/score_tile.cuh": problem.bias,
         "mma/store.cuh": problem.dtype_o != "fp32",
         "mma/store_float.cuh": problem.dtype_o == "fp32",
         "ptx/barrier.cuh": True,
         "ptx/math.cuh": True,
         "ptx/matrix_move.cuh": True,
+        "ptx/tma.cuh": True,  # the type of maps, of which it has none
         "scheduler/gap_rows.cuh": problem.q_seq != "dense",
         "scheduler/kv_blocks.cuh": True,
         "scheduler/packed_tiles.cuh": problem.q_seq == "packed",
@@ -201,11 +218,20 @@ def weights_of(problem: Problem, scores: list[FragmentUse], *, scaled: bool) -> 
     )
 
 
-def operand_of(problem: Problem, name: str) -> Operand:
+def operand_of(problem: Problem, name: str, uses: dict[str, list[FragmentUse]]) -> Operand:
     """A tensor whose rows are copied."""
     side, kind = ("q", problem.q_seq) if name == "q" else ("kv", problem.kv_seq)
-    sequence = f"{side}_sequence(p)"
-    return Operand(name, sequence, "0" if kind == "dense" else FIRST_TOKEN.format(sequence))
+    if problem.paged and name != "q":
+        fetch = fragment_view(uses["kv_fetch" if name == "k" else "v_fetch"][0])
+        return Operand(name, fetch, "paged_rows", "fetch, batch, head", "p.page_count, ")
+    token = "0" if kind == "dense" else FIRST_TOKEN.format(f"{side}_sequence(p)")
+    place = f"batch, head, {token}"
+    if problem.gather:
+        columns = "dim_v" if name == "v" else "dim_qk"
+        return Operand(
+            name, None, "gathered_rows", place, f"p.{name}_stride_column, ", f", p.{columns}"
+        )
+    return Operand(name, None, "head_rows", place)
 
 
 def lse_row(problem: Problem) -> str:
