@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from .attention import attention
 from .context_parallel import context_attention
 from .dot_product_attention import dot_product_attention
-from .fp8_attention import Float8CurrentScaling, fp8_attention
+from .fp8_attention import fp8_attention
+from .fp8_recipes import DelayedScaling, Float8CurrentScaling, Float8Scales
 from .fused_attn import fused_attn, is_fused_attn_kernel_available, make_swa_mask
 from .load_balancing import inverse_reorder_causal_load_balancing, reorder_causal_load_balancing
 from .names import (
@@ -35,8 +36,10 @@ __all__ = [
     "AttnMaskType",
     "AttnSoftmaxType",
     "CPStrategy",
+    "DelayedScaling",
     "DotProductAttention",
     "Float8CurrentScaling",
+    "Float8Scales",
     "QKVFormat",
     "QKVLayout",
     "ReorderStrategy",

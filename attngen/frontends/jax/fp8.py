@@ -96,10 +96,16 @@ def current_scale(amax: Array, dtype: str, power_of_two: bool, epsilon: float) -
     """Scales of arrays by their own largest magnitudes, of at least epsilon, float32; 1 where there
     is none. power_of_two: the largest one that is not above it instead."""
     amax = jnp.maximum(amax, epsilon) if epsilon else amax
+    scale = delayed_scale(amax, dtype, 1.0, 0)
+    return power_of_two_below(scale) if power_of_two else scale
+
+
+def delayed_scale(amax: Array, dtype: str, before: Array | float, margin: int) -> Array:
+    """Scales by which arrays with these largest magnitudes fill an 8-bit format but for `margin`
+    binades, float32; `before` where a magnitude is 0, infinite or NaN."""
     low, high = 2.0**-LARGEST_EXPONENT, 2.0**LARGEST_EXPONENT
     usable = (amax > 0) & (amax < jnp.inf)
-    scale = jnp.where(usable, jnp.clip(largest_of(dtype) / amax, low, high), 1.0)
-    return power_of_two_below(scale) if power_of_two else scale
+    return jnp.where(usable, jnp.clip(largest_of(dtype) / amax * 2.0**-margin, low, high), before)
 
 
 def power_of_two_below(x: Array) -> Array:

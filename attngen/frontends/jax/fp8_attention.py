@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from ...call import routing
 from ...call.dropout import keep_scale
-from ...call.fp8_scales import BACKWARDS, DS_BOUND
+from ...call.fp8_scales import DS_BOUND
 from ...call.gradient_checks import gradient_violations, no_gradient
 from ...call.gradient_kernels import wanted_of_operands
 from ...call.operands import softmax_scale_of
@@ -29,8 +28,9 @@ from ...spec.layouts import axes_of
 from . import calls, checks
 from .attention import SAVED_AS, as_asked, use_kernels
 from .calls import CheckedCall, describe
-from .fp8 import current_scale, largest, largest_of, power_of_two_below, quantised, read, scaled
+from .fp8 import largest, largest_of, power_of_two_below, quantised, read, scaled
 from .fp8_backward import backward
+from .fp8_recipes import DelayedScaling, Float8CurrentScaling, Float8Scales, Recipe, check_scales
 from .gradients import CONFIGS_KEPT, Names
 from .manual_axes import spread, varying
 from .operation import Form
@@ -39,50 +39,8 @@ from .program import ordered
 from .reference import forward
 from .transforms import operation
 
-FORMATS = {
-    "HYBRID": ("float8_e4m3fn", "float8_e5m2"),
-    "E4M3": ("float8_e4m3fn", "float8_e4m3fn"),
-}
 SIXTEEN_BITS = ("float16", "bfloat16")
 Results = dict[str, Array]
-
-
-@dataclass(frozen=True)
-class Float8CurrentScaling:
-    """Scales of each array's own largest magnitude.
-
-    fp8_format: HYBRID has the output's gradient in e5m2, E4M3 in e4m3 as q, k and v.
-    use_power_2_scales: the next power of two below; amax_epsilon: the least magnitude that is
-    taken. backward: in which bits gradients are made, 16, fp8, or fp8_or_16, which has 16 where
-    kernels have none of 8; in 8 bits the scale of dS is a bound's, which nothing exceeds.
-
-    Raises: SpecError with every violation at once.
-    """
-
-    fp8_format: str = "HYBRID"
-    use_power_2_scales: bool = True
-    amax_epsilon: float = 0.0
-    backward: str = "16"
-
-    def __post_init__(self) -> None:
-        reasons = []
-        if self.fp8_format not in FORMATS:
-            reasons.append(f"fp8_format needs HYBRID or E4M3; got {self.fp8_format!r}")
-        if self.backward not in BACKWARDS:
-            reasons.append(f"backward needs {', '.join(BACKWARDS)}; got {self.backward!r}")
-        if not 0 <= self.amax_epsilon < float("inf"):
-            reasons.append(f"amax_epsilon needs a number >= 0; got {self.amax_epsilon!r}")
-        if reasons:
-            raise SpecError(reasons)
-
-    @property
-    def dtypes(self) -> tuple[str, str]:
-        """Names of the dtypes of q, k and v, and of the output's gradient."""
-        return FORMATS[self.fp8_format]
-
-    def scale(self, amax: Array, dtype: str) -> Array:
-        """Scales of arrays with these largest magnitudes, float32."""
-        return current_scale(amax, dtype, self.use_power_2_scales, self.amax_epsilon)
 
 
 def fp8_attention(
@@ -90,14 +48,17 @@ def fp8_attention(
     k: Array | None = None,
     v: Array | None = None,
     *,
-    recipe: Float8CurrentScaling | None = None,
+    recipe: Recipe | None = None,
+    scales: Float8Scales | None = None,
     **given: Any,
-) -> Array | tuple[Array, AttentionAux]:
+) -> Array | tuple[Array | AttentionAux | Float8Scales, ...]:
     """Attention of q, k and v in 16 bits that runs in FP8: they are stored by scales of their own.
 
     Gradients, in 16 bits, pass the rounding to 8 straight through. The other arguments, results and
     transformations are those of `attngen.jax.attention`, but for pages, scales and `out_dtype` in
-    8 bits. recipe: how they are stored, `Float8CurrentScaling()` by default.
+    8 bits. recipe: how they are stored, `Float8CurrentScaling()` by default. scales: the state of a
+    `DelayedScaling`, which comes back behind the other results with this call's magnitudes noted;
+    its gradient holds those of a backward in 8 bits, for `Float8Scales.with_gradients`.
 
     Raises: SpecError with every violation at once, while the call is traced; CompileError where a
     kernel cannot be made, CacheError where none is found, while it is lowered.
@@ -105,27 +66,33 @@ def fp8_attention(
     recipe = Float8CurrentScaling() if recipe is None else recipe
     call = make_call("attngen.jax.fp8_attention", ROWS, {"q": q, "k": k, "v": v}, given)
     _refuse(call, recipe)
+    check_scales(recipe, scales)
     calls.checked(call)  # before scales are made of what it gives
     wide = {name: jnp.asarray(x) for name in CARRIERS if (x := getattr(call, name)) is not None}
-    checked, amax_v = _stored(call, wide, recipe)
+    known = None if scales is None else jax.lax.stop_gradient(scales.scale)
+    checked, amax, amax_v = _stored(call, wide, recipe, known)
     kernels = use_kernels(checked)
     form8 = _stores_gradients(checked, recipe, kernels)
     names = ordered([name for name, x in checked.operands.items() if x is not None])
     form = Form(names, checked.arguments, None, not call.wants_aux, checked.backend == "cuda")
     config = _Config(form, recipe, kernels, form8)
     operands = [x for name in names if (x := checked.operands[name]) is not None]
+    history = [] if scales is None else [scales.gradient_scale, scales.gradient_history]
     axes = varying([*wide.values(), *operands])
     wide = {name: spread(x, axes) for name, x in wide.items()}
     operands, amax_v = [spread(x, axes) for x in operands], spread(amax_v, axes)
-    found: Results = _differentiable(config)(wide, operands, amax_v)
-    return as_asked(found, checked, call.wants_aux)
+    found: Results = _differentiable(config)(wide, operands, amax_v, history)
+    made = as_asked(found, checked, call.wants_aux)
+    if scales is None:
+        return made
+    return (*(made if isinstance(made, tuple) else (made,)), scales.noted(amax))
 
 
 def _refuse(call: Call, recipe: object) -> None:
     """Raises: SpecError with each reason why a call cannot be one in FP8."""
     reasons = []
-    if not isinstance(recipe, Float8CurrentScaling):
-        reasons.append(f"recipe needs attngen.jax.Float8CurrentScaling; got {recipe!r}")
+    if not isinstance(recipe, (Float8CurrentScaling, DelayedScaling)):
+        reasons.append(f"recipe needs one of attngen.jax, as Float8CurrentScaling; got {recipe!r}")
     for name in CARRIERS:
         x = getattr(call, name)
         if x is None and name != "q":
@@ -155,30 +122,47 @@ def _name_of(dtype: Any) -> str:
         return ""
 
 
+class _Stored(NamedTuple):
+    """The FP8 call that stands for one in 16 bits. amax: of q, k and v, [3], of which those of an
+    array of several are one; amax_v: the largest magnitude of V as stored."""
+
+    checked: CheckedCall
+    amax: Array
+    amax_v: Array
+
+
 def _stored(
-    call: Call, wide: dict[str, Array], recipe: Float8CurrentScaling
-) -> tuple[CheckedCall, Array]:
-    """The FP8 call that stands for one in 16 bits, and the largest magnitude of its V as stored."""
+    call: Call, wide: dict[str, Array], recipe: Recipe, known: Array | None
+) -> _Stored:
+    """Store a call's arrays. known: scales of q, k and v that histories say, 0 of those that have
+    none yet; None where their own magnitudes do."""
     dtype, _ = recipe.dtypes
     layout = layouts.parse(call.layout)
     lengths = calls.lengths_of(call)
     changed: dict[str, Any] = {"out_dtype": call.out_dtype or wide["q"].dtype}
-    stored_amax = {}
-    for name, x in wide.items():
+    stored_amax, found = {}, []
+    for place, (name, x) in enumerate(wide.items()):
         x = jax.lax.stop_gradient(x)
         side = "q" if name == "q" else "kv"
         amax = largest(x, used_rows(axes_of(layout, name), side, x.shape, lengths))
         scale = recipe.scale(amax, dtype)
+        if known is not None:
+            own = known[place : place + 1]
+            scale = jnp.where(own > 0, own, scale)
+        found.append(amax)
         changed[name], changed[f"descale_{name}"] = scaled(x, dtype, scale), 1 / scale
         stored_amax[name] = read(quantised(amax * scale, dtype)) / scale
     for name in CARRIERS:
         carrier, _, _ = layout.home(name)
         changed[f"descale_{name}"] = changed[f"descale_{carrier}"]
     carrier, _, _ = layout.home("v")
-    return calls.converted(Call(**{**named_arguments(call), **changed})), stored_amax[carrier]
+    checked = calls.converted(Call(**{**named_arguments(call), **changed}))
+    *_, last = found
+    maxima = jnp.concatenate([*found, *[last] * (len(CARRIERS) - len(found))])
+    return _Stored(checked, maxima, stored_amax[carrier])
 
 
-def _stores_gradients(checked: CheckedCall, recipe: Float8CurrentScaling, kernels: bool) -> bool:
+def _stores_gradients(checked: CheckedCall, recipe: Recipe, kernels: bool) -> bool:
     """Whether the backward is in 8 bits. Raises: SpecError where the recipe wants it, and kernels
     that serve the call have none."""
     if recipe.backward == "16":
@@ -196,7 +180,7 @@ class _Config(NamedTuple):
     backward is in 8 bits."""
 
     form: Form
-    recipe: Float8CurrentScaling
+    recipe: Recipe
     kernels: bool
     in_8_bits: bool
 
@@ -213,14 +197,18 @@ class _Config(NamedTuple):
 
 @lru_cache(CONFIGS_KEPT)
 def _differentiable(config: _Config) -> Any:
-    """The function of 16-bit carriers, which get gradients, of the operands of the FP8 call, and of
-    the largest magnitude of V."""
-    function = jax.custom_vjp(lambda wide, operands, amax_v: config.run(config.form, operands))
+    """The function of 16-bit carriers, which get gradients, of the operands of the FP8 call, of the
+    largest magnitude of V, and of the scale and the history of dO where a state has them."""
+    function = jax.custom_vjp(
+        lambda wide, operands, amax_v, history: config.run(config.form, operands)
+    )
     function.defvjp(partial(_saved, config), partial(_gradients, config), symbolic_zeros=True)
     return function
 
 
-def _saved(config: _Config, wide: Any, operands: Any, amax_v: Any) -> tuple[Results, Any]:
+def _saved(
+    config: _Config, wide: Any, operands: Any, amax_v: Any, history: Any
+) -> tuple[Results, Any]:
     """The results, and what their gradients need."""
     form = config.form._replace(alone=False)
     values = _once({name: x.value for name, x in wide.items()}, [x.value for x in operands])
@@ -233,7 +221,8 @@ def _saved(config: _Config, wide: Any, operands: Any, amax_v: Any) -> tuple[Resu
     results = {**found, "o": out, "lse": lse}
     returned = {name: x for name, x in results.items() if name != "lse" or not config.form.alone}
     shapes = {name: jnp.zeros((0,), x.value.dtype) for name, x in wide.items()}
-    return returned, (values, shapes, amax_v.value, out, lse, Names(tuple(learned)))
+    kept = [x.value for x in history]
+    return returned, (values, shapes, (amax_v.value, kept), out, lse, Names(tuple(learned)))
 
 
 @jax.custom_jvp
@@ -270,11 +259,12 @@ def _check_gradients(form: Form, values: list[Array], learned: list[str]) -> Non
 
 
 def _gradients(config: _Config, residuals: Any, cotangents: Results) -> tuple[Any, ...]:
-    values, like, amax_v, out, lse, (learned,) = residuals
+    values, like, (amax_v, history), out, lse, (learned,) = residuals
     form = config.form
     d_o, dlse = cotangents["o"], cotangents.get("lse")
     dlse = None if isinstance(dlse, SymbolicZero) else dlse
-    nothing = None, [None] * len(values), None
+    noticed: list[Array | None] = [None] * len(history)
+    nothing = None, [None] * len(values), None, noticed
     if isinstance(d_o, SymbolicZero):
         if dlse is None:
             return nothing
@@ -287,7 +277,13 @@ def _gradients(config: _Config, residuals: Any, cotangents: Results) -> tuple[An
     if dlse is not None:
         given["dlse"] = dlse
     if config.in_8_bits:
-        given |= _in_8_bits(config, given, amax_v)
+        amax, stored = _in_8_bits(config, given, amax_v, history)
+        given |= stored
+        if history:
+            scale, rows = history
+            apart = {*varying([amax])} - {*varying([rows])}  # of devices that share a history
+            amax = jax.lax.pmax(amax, tuple(sorted(apart))) if apart else amax
+            noticed = [jnp.zeros_like(scale), jnp.zeros_like(rows).at[0].set(amax)]
     names = ordered(given)
     arguments = form.arguments._replace(amax=False)
     made = form._replace(names=names, arguments=arguments, wanted=wanted, alone=False)
@@ -299,11 +295,14 @@ def _gradients(config: _Config, residuals: Any, cotangents: Results) -> tuple[An
     of_learned = [
         found.get(GRADIENT_OF[name]) if name in LEARNED else None for name in form.names
     ]
-    return wide, of_learned, None
+    return wide, of_learned, None, noticed
 
 
-def _in_8_bits(config: _Config, given: dict[str, Array], amax_v: Array) -> dict[str, Array]:
-    """dO in 8 bits, and the scales of a backward: dO's by its largest number, dS's by a bound."""
+def _in_8_bits(
+    config: _Config, given: dict[str, Array], amax_v: Array, history: list[Array]
+) -> tuple[Array, dict[str, Array]]:
+    """The largest magnitude of dO, [1]; dO in 8 bits, and the scales of a backward: dO's by its
+    history or that magnitude, dS's by a bound."""
     arguments, recipe = config.form.arguments, config.recipe
     layout = layouts.parse(arguments.layout)
     _, dtype = recipe.dtypes
@@ -312,13 +311,16 @@ def _in_8_bits(config: _Config, given: dict[str, Array], amax_v: Array) -> dict[
     rows = used_rows([*layout.q_format], "q", d_o.shape, lengths)
     amax = largest(d_o, rows)
     scale = recipe.scale(amax, dtype)
+    if history:
+        known, _ = history
+        scale = jnp.where(known > 0, known, scale)
     keep = keep_scale(arguments.dropout_p) if arguments.dropout_p > 0 else 1.0
     bound = amax * amax_v * (DS_BOUND * d_o.shape[-1] * keep)
     if dlse is not None:
         bound = bound + largest(jnp.where(given["lse"] == -jnp.inf, 0, dlse), None)
     of_softmax = abs(softmax_scale_of(describe("q", q), arguments))  # type: ignore[arg-type]  # it is one
     scale_dp = power_of_two_below(largest_of(dtype) / (bound * of_softmax))
-    return {
+    return amax, {
         "d_o": scaled(d_o, dtype, scale),
         "descale_do": 1 / scale,
         "scale_dp": scale_dp,

@@ -10,7 +10,12 @@ import torch
 
 jax = pytest.importorskip("jax")
 
-from attngen.jax import Float8CurrentScaling, fp8_attention  # noqa: E402
+from attngen.jax import (  # noqa: E402
+    DelayedScaling,
+    Float8CurrentScaling,
+    Float8Scales,
+    fp8_attention,
+)
 
 import attngen  # noqa: E402
 from attngen import SpecError, fp8  # noqa: E402
@@ -84,6 +89,76 @@ def test_results_and_gradients_are_those_of_torch(name: str, backward: str) -> N
     assert np.allclose(np.asarray(lse), aux.lse.detach().numpy(), atol=2e-6)
     for name, exact in zip(learned, wanted, strict=True):
         close(found[name], exact, 8e-3)
+
+
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+def test_delayed_scales_move_as_those_of_a_layer(algo: str) -> None:
+    """Three steps of growing numbers: state in, state out, and dO's magnitudes by its gradient."""
+    words = {"amax_history_len": 2, "amax_compute_algo": algo, "margin": 1, "backward": "fp8"}
+    layer = fp8.Attention(amax_history_len=2)
+    theirs, recipe = fp8.DelayedScaling(**words), DelayedScaling(**words)
+    scales = Float8Scales.begin(recipe)
+
+    @jax.jit
+    def step(scales: Float8Scales, *carriers: Any) -> Any:
+        def loss(scales: Float8Scales, *carriers: Any) -> Any:
+            out, noted = fp8_attention(
+                *carriers, mask="causal", recipe=recipe, scales=scales, backend="reference"
+            )
+            return (out.astype(jnp.float32) ** 2).sum(), (out, noted)
+
+        (found, _), (out, noted) = jax.grad(loss, (0, 1), has_aux=True)(scales, *carriers)
+        return out, noted.with_gradients(found).end_step(recipe)
+
+    for factor in (4.0, 1.0, 0.5):
+        carriers = [torch.tensor(x * factor).bfloat16() for x in (Q, KV, 2 * KV)]
+        for x in carriers:
+            x.requires_grad_()
+        with fp8.autocast(recipe=theirs):
+            wanted = layer(*carriers, mask="causal", backend="reference")
+            wanted.float().square().sum().backward()
+        given = (jnp.asarray(x.detach().float().numpy()).astype(jnp.bfloat16) for x in carriers)
+        out, scales = step(scales, *given)
+        close(out, wanted, 4e-3)
+        assert np.array_equal(scales.scale, layer.scales.scale)
+        assert np.array_equal(scales.amax_history, layer.scales.amax_history)
+        of_d_o = layer.scales.gradient_scale[:1], layer.scales.gradient_history[:, :1]
+        assert np.allclose(scales.gradient_scale, of_d_o[0], rtol=2**-6)
+        assert np.allclose(scales.gradient_history, of_d_o[1], rtol=2**-6)
+
+
+def test_devices_share_maxima_and_states_are_refused() -> None:
+    recipe, q = DelayedScaling(amax_history_len=2), jnp.asarray(Q).astype(jnp.bfloat16)
+    state = Float8Scales.begin(recipe)
+    noted = jax.vmap(lambda x: state.noted(x))(jnp.asarray([[1.0, 2.0, 3.0], [4.0, 1.0, 1.0]]))
+    moved = jax.vmap(lambda x: x.end_step(recipe, "data"), axis_name="data")(noted)
+    assert np.allclose(moved.scale, [[112, 224, 448 / 3]] * 2)
+    of_gradients = DelayedScaling(amax_history_len=2, backward="fp8")
+    x = jnp.asarray(random(2, 16, 2, 16) * np.array([1, 3])[:, None, None, None]).astype("bfloat16")
+
+    def largest(x: Any, state: Any) -> Any:
+        def loss(x: Any, state: Any) -> Any:
+            out, _ = fp8_attention(x, x, x, recipe=of_gradients, scales=state)
+            return (out.astype(jnp.float32) ** 2).sum()
+
+        _, found = jax.grad(loss, (0, 1))(x, state)
+        return found.gradient_history
+
+    everywhere = jax.sharding.PartitionSpec()
+    specs = {"in_specs": (jax.sharding.PartitionSpec("data"), everywhere), "out_specs": everywhere}
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    shared = jax.jit(jax.shard_map(largest, mesh=mesh, **specs))(x, state)
+    assert np.array_equal(shared, np.maximum(*(largest(x[n : n + 1], state) for n in range(2))))
+    for words, reason in (
+        ({"recipe": recipe}, "Begin with Float8Scales.begin"),
+        ({"scales": state}, "belong to a DelayedScaling"),
+        ({"recipe": DelayedScaling(), "scales": state}, "scales keep 2 steps, the recipe 1024"),
+    ):
+        with pytest.raises(SpecError, match=reason):
+            fp8_attention(q, q, q, **words)
+    with pytest.raises(SpecError) as caught:
+        DelayedScaling(margin=99, amax_history_len=0, amax_compute_algo="mean", backward="8")
+    assert len(caught.value.reasons) == 4
 
 
 def close(found: Any, wanted: torch.Tensor, limit: float) -> None:
