@@ -14,7 +14,11 @@ from .cases import Case
 from .cases_fp8 import Fp8Case
 from .cases_hostile import SOME
 from .test_append import CASES as APPENDS
+from .test_dropout import rng_state
 from .test_fp8_backward import CASES as FP8_BACKWARDS
+from .test_fp8_bias import CASES as FP8_BIASES
+from .test_fp8_bias import bias_of
+from .test_fp8_dropout import CASES as FP8_DROPOUTS
 from .test_large_scores import Large
 from .test_scale_extremes import whole
 from .variants import Variant
@@ -179,6 +183,35 @@ class FoldedCase:
         return self.case.spec
 
 
+@dataclass(frozen=True)
+class Fp8AddedCase:
+    """A forward in 8 bits with dropout, or with a bias of this broadcast behind the scale."""
+
+    case: Fp8Case
+    dropout: float = 0.0
+    bias: str = ""
+
+    def __str__(self) -> str:
+        dropped = f"-dropout{self.dropout}" if self.dropout else ""
+        return f"{self.case}{dropped}" + (f"-bias-{self.bias}" if self.bias else "")
+
+    @property
+    def spec(self) -> attngen.AttentionSpec:
+        """The kernels that serve the case."""
+        bias = "post_scale" if self.bias else "none"
+        return replace(self.case.spec, dropout=self.dropout > 0, bias=bias)
+
+    def arguments(self) -> dict:
+        """Keyword arguments of `attention`."""
+        batch, heads, _ = self.case.heads
+        found = dict(self.case.arguments)
+        if self.dropout:
+            found |= {"dropout_p": self.dropout, "rng_state": rng_state()}
+        if self.bias:
+            found["bias"] = bias_of(self.bias, (batch, heads, *self.case.lengths))
+        return found
+
+
 SMALL, SHORT = (130, 200), (1, 1)
 LOW = Case(128, 128, mask="causal_bottom_right", lengths=(330, 900))
 CASES = [
@@ -321,5 +354,7 @@ CASES = [
     FoldedCase(LargeCase(Large(64, "masked", lengths=(70, 100), heads=(3, 2, 1)))),
     *APPENDS,
     *FP8_BACKWARDS,
+    *(Fp8AddedCase(case, dropout=p) for case, p in FP8_DROPOUTS),
+    *(Fp8AddedCase(case, more.get("dropout_p", 0.0), shape) for case, shape, _, more in FP8_BIASES),
     *SOME,
 ]  # fmt: skip

@@ -19,9 +19,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -54,6 +55,7 @@ from tests.gpu.cases_sanitize import (  # noqa: E402
     CASES,
     BackwardCase,
     FoldedCase,
+    Fp8AddedCase,
     LargeCase,
     LargeSplitCase,
     PagedCase,
@@ -66,6 +68,7 @@ from tests.gpu.varlen import Call  # noqa: E402
 AnyCase = (
     Case
     | Fp8Case
+    | Fp8AddedCase
     | BackwardCase
     | test_fp8_backward.Case
     | test_append.Case
@@ -90,9 +93,6 @@ def run(case: AnyCase, device: torch.device) -> None:
     if isinstance(case, LargeCase):
         test_large_scores.check(case.call, case.deterministic, device)
         return
-    if isinstance(case, LargeSplitCase):
-        run_large_split(case, device)
-        return
     if isinstance(case, PagedCase):
         given = case.arguments()
         there = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in given.items()}
@@ -116,19 +116,13 @@ def run(case: AnyCase, device: torch.device) -> None:
     if isinstance(case, Call):
         varlen.check(case, device=device)
         return
-    if isinstance(case, BackwardCase):
-        run_backward(case, device)
-        return
     if isinstance(case, test_fp8_backward.Case):
         made = test_fp8_backward.given(case)
         found = made.on(device).run()
         test_fp8_backward.check(made, {name: x.cpu() for name, x in found.items()})
         return
-    if isinstance(case, Variant):
-        run_variant(case, device)
-        return
-    if isinstance(case, SoftcapCase):
-        run_softcap(case, device)
+    if runner := RUNNERS.get(type(case)):
+        runner(case, device)
         return
     operands = case.operands()
     on_device = [x.to(device) for x in operands]
@@ -240,6 +234,28 @@ def run_fp8(
         more = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in arguments.items()}
         out = attngen.attention(*on_device, **more, backend="cuda").cpu()
         oracle_fp8.check_output(out, expected, case.layout, arguments.get("scale_o"))
+
+
+def run_fp8_added(case: Fp8AddedCase, device: torch.device) -> None:
+    """Run, as `run` does, a call in 8 bits with dropout or a bias."""
+    operands, given = case.case.operands(), case.arguments()
+    there = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in given.items()}
+    out, aux = attngen.attention(
+        *(x.to(device) for x in operands), **there, return_lse=True, return_amax=True,
+        backend="cuda",
+    )  # fmt: skip
+    expected = oracle_fp8.truth(*operands, **given)
+    oracle_fp8.check(out.cpu(), aux.lse.cpu(), expected, case.case.layout, given.get("scale_o"))
+    oracle_fp8.check_maxima(aux.amax_s.cpu(), aux.amax_o.cpu(), expected)
+
+
+RUNNERS: dict[type, Callable[[Any, torch.device], None]] = {
+    BackwardCase: run_backward,
+    Fp8AddedCase: run_fp8_added,
+    LargeSplitCase: run_large_split,
+    SoftcapCase: run_softcap,
+    Variant: run_variant,
+}
 
 
 def main() -> int:
