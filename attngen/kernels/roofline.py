@@ -15,8 +15,8 @@ class Block:
     """A full block of a tile: products over the head dim of Q, and over V's; whether keys and
     values come block by block, or queries and output gradients; CTAs that share an SM."""
 
-    of_qk: int
-    of_v: int
+    of_qk: float
+    of_v: float
     keys_come: bool
     ctas: int
 

@@ -114,9 +114,15 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("name", ["current_in_8", "delayed_in_8"])
-def test_fp8_steps_in_8_bits_are_as_near_as_the_definition(name):
-    steps = [training_operands(), training_operands(10)]
+WIDE = {"sizes": (1, 70), "heads": (2, 1, 1), "dims": (192, 192, 128)}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("current_in_8", {}), ("delayed_in_8", {}), ("current_in_8", WIDE)],
+    ids=["current", "delayed", "wide"],
+)  # fmt: skip
+def test_fp8_steps_in_8_bits_are_as_near_as_the_definition(name, shape):
+    steps = [training_operands(**shape), training_operands(10, **shape)]
     found = {}
     for backend in ("cuda", "reference"):
         layer = fp8_front.Attention(4, device=steps[0][0].device)
@@ -142,10 +148,10 @@ def training_step(layer, recipe, tensors, backend="cuda"):
     return out.detach(), *torch.autograd.grad(out.float().square().sum(), tensors)
 
 
-def training_operands(seed=0):
+def training_operands(seed=0, sizes=(2, 300), heads=(4, 2, 2), dims=(64, 64, 64)):
     return [
-        oracle.randn(2, 300, heads, 64, seed=seed + n).requires_grad_()
-        for n, heads in enumerate((4, 2, 2))
+        oracle.randn(*sizes, *each, seed=seed + n).requires_grad_()
+        for n, each in enumerate(zip(heads, dims, strict=True))
     ]
 
 

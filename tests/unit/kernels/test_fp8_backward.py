@@ -13,6 +13,7 @@ from attngen import AttentionSpec, SpecError
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
 from attngen.kernels import plan
+from attngen.kernels.wgmma.backward.family import FAMILY
 from attngen.kernels.wgmma.backward.fp8_choices import image_bytes
 from attngen.kernels.wgmma.backward.plan import (
     CONVERT_8,
@@ -102,6 +103,13 @@ def test_wide_gradients_are_made_in_halves_of_their_columns(
     assert convert.parts == 4 and prepare.key_columns == 4 * convert.dq_columns >= d
     kernel = render_problem(problem, main).kernel
     assert kernel.tile_parts == 2 and kernel.turned_bytes == 2 * 128 * max(halves)
+
+
+def test_aim_counts_whole_scores_beside_half_of_each_gradient() -> None:
+    problem = problem_of(head_dim=192, head_dim_v=128)
+    lines = "".join(FAMILY.aim(problem, main_of(problem), DEFAULT))
+    half = 2 * 64 * 128 * (192 + 128 + 96 + 96 + 64) / DEFAULT.mma_flops
+    assert f"({half:.0f} of products" in lines
 
 
 def test_turns_have_room_for_halves_beside_kernels_that_know_of_none() -> None:

@@ -15,6 +15,7 @@ from ...family import Choice, Facts, Family, Kind
 from ...roofline import Block, aim_of
 from ..shared import NEEDS, refuse_together
 from . import choices, cost
+from .fp8_choices import column_parts
 from .plan import (
     CONVERT,
     CONVERT_8,
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 
 # Products of a block over Q's head dim, and over V's: S, dQ, dK; dP, dV.
 PRODUCTS = {MAIN: (3, 2), MAIN_8: (3, 2), WITH_BIAS: (3, 2), OF_KEYS: (2, 2), OF_QUERIES: (2, 1)}
+
+# Of a half of dQ, dK and dV, beside which S and dP are whole.
+PRODUCTS_OF_HALVES = (2.0, 1.5)
 
 ROWS = frozenset({"lse_log2", "d", "turns"})
 # dQ, or what is converted to it, and sums of dK and dV where heads have tiles of their own.
@@ -116,7 +120,10 @@ class Backward(Family):
         if plan.family not in PRODUCTS:
             return super().aim(problem, plan, target)
         keys_come = plan.family == OF_QUERIES
-        block = Block(*PRODUCTS[plan.family], keys_come=keys_come, ctas=1)
+        halves = plan.family == MAIN_8 and column_parts(problem) > 1
+        products = PRODUCTS_OF_HALVES if halves else PRODUCTS[plan.family]
+        of_qk, of_v = products
+        block = Block(of_qk, of_v, keys_come=keys_come, ctas=1)
         return aim_of(problem, cast(BackwardPlan, plan), block, target)
 
 
