@@ -283,7 +283,7 @@ def _gradients(config: _Config, residuals: Any, cotangents: Results) -> tuple[An
             scale, rows = history
             apart = {*varying([amax])} - {*varying([rows])}  # of devices that share a history
             amax = jax.lax.pmax(amax, tuple(sorted(apart))) if apart else amax
-            noticed = [jnp.zeros_like(scale), jnp.zeros_like(rows).at[0].set(amax)]
+            noticed = [jnp.zeros_like(scale), jnp.zeros_like(rows).at[:1].set(amax)]
     names = ordered(given)
     arguments = form.arguments._replace(amax=False)
     made = form._replace(names=names, arguments=arguments, wanted=wanted, alone=False)

@@ -121,7 +121,7 @@ def _violations(recipe: Recipe) -> list[str]:
 
 
 class Float8Scales(NamedTuple):
-    """What delayed scaling keeps of one layer, a pytree: state of a program, beside its parameters.
+    """State of delayed scaling of one layer, a pytree that a program holds beside its parameters.
 
     scale: of q, k and v, float32 [3], 0 before the first step; amax_history: float32 [steps, 3],
     the step that runs first. gradient_scale, gradient_history: of the output's gradient, [1] and
@@ -135,14 +135,14 @@ class Float8Scales(NamedTuple):
 
     @classmethod
     def begin(cls, recipe: DelayedScaling) -> Float8Scales:
-        """Those of a layer before its first step."""
+        """The state of a layer before its first step."""
         steps, count = recipe.amax_history_len, len(CARRIERS)
         shapes = (count,), (steps, count), (1,), (steps, 1)
         return cls(*[jnp.zeros(shape, jnp.float32) for shape in shapes])
 
     def noted(self, amax: Array) -> Float8Scales:
         """With the magnitudes of a call, [3], in the step that runs."""
-        return self._replace(amax_history=self.amax_history.at[0].max(amax))
+        return self._replace(amax_history=self.amax_history.at[:1].max(amax))
 
     def with_gradients(self, found: Float8Scales) -> Float8Scales:
         """With what backwards noted. found: the gradient of a loss by this state, whose
@@ -163,9 +163,9 @@ class Float8Scales(NamedTuple):
             (self.gradient_scale, self.gradient_history, backward),
         ):
             if shared:
-                history = history.at[0].set(jax.lax.pmax(history[0], tuple(shared)))
+                history = history.at[:1].set(jax.lax.pmax(history[:1], tuple(shared)))
             found = delayed_scale(recipe.amax_of(history), dtype, scale, recipe.margin)
-            made += [found, jnp.roll(history, 1, 0).at[0].set(0)]
+            made += [found, jnp.roll(history, 1, 0).at[:1].set(0)]
         return Float8Scales(*made)
 
 
