@@ -72,8 +72,8 @@ class ForwardPlan:
     """A call but for its tensors.
 
     constant: arguments of `attngen.attention`; reads: those that are tensors of the call. axes: Q's
-    format. has_bias, has_offset: whether these are among the aux tensors; in_8_bits: whether q, k
-    and v are FP8 tensors.
+    format. has_bias, has_offset: whether these are among the aux tensors; learned: those of the
+    arguments that may have a gradient; in_8_bits: whether q, k and v are FP8 tensors.
     """
 
     constant: dict[str, Any]
@@ -83,6 +83,7 @@ class ForwardPlan:
     has_bias: bool
     has_offset: bool
     in_8_bits: bool
+    learned: tuple[str, ...]
 
 
 _plans: Kept[ForwardPlan] = Kept()
@@ -113,8 +114,9 @@ def fused_attn_fwd(call: ForwardArguments) -> tuple[Any, ...]:
     if torch.compiler.is_compiling():
         plan = _plan_of(call)
     else:
-        plan = _plans.find(_form_of(call), lambda: _plan_of(call))
+        plan = _plans.find(_form_of(call), _plan_of, call)
     given = plan.constant.copy()
+    q, k, v = tensors = (call.q, call.k, call.v)
     for argument, source, make in plan.reads:
         value = getattr(call, source)
         given[argument] = value if make is None else make(value)
@@ -125,21 +127,24 @@ def fused_attn_fwd(call: ForwardArguments) -> tuple[Any, ...]:
         given["page_table"] = (call.page_table_k, call.page_table_v)
     if call.rng_gen is not None and "dropout_p" in given:
         given["rng_state"] = drawn(call.q.device, call.rng_gen)
-    tensors = (call.q, call.k, call.v)
     if plan.in_8_bits:
-        tensors = _stored(call, given)
-    if in_force.recipe is not None or (torch.is_grad_enabled() and _any_learns(tensors, given)):
+        q, k, v = tensors = _stored(call, given)
+    learns = torch.is_grad_enabled() and (
+        (q.requires_grad or k.requires_grad or v.requires_grad)
+        or (plan.learned and any([given[name].requires_grad for name in plan.learned]))
+    )
+    if learns or in_force.recipe is not None:
         with torch.no_grad():
             out, results = _without_recipe(tensors, given)
     else:
         out, results = attention(*tensors, **given)
     rng_state = results.rng_state
-    aux = [
-        stats_of(results.lse, plan.axes),
-        no_state(call.q.device) if rng_state is None else rng_state,
-        *([call.attn_bias] if plan.has_bias else []),
-        *([] if offset is None else [offset]),
-    ]
+    state = no_state(q.device) if rng_state is None else rng_state
+    aux = [stats_of(results.lse, plan.axes), state]
+    if plan.has_bias:
+        aux.append(call.attn_bias)
+    if offset is not None:
+        aux.append(offset)
     if plan.o_format != plan.axes:
         out = turned(out, plan.axes, plan.o_format)
     if plan.in_8_bits:
@@ -149,16 +154,6 @@ def fused_attn_fwd(call: ForwardArguments) -> tuple[Any, ...]:
     if call.return_max_logit:
         return out, aux, results.max_logit.to(out.dtype)
     return out, aux
-
-
-def _any_learns(tensors: tuple[Tensor, Tensor, Tensor], given: dict[str, Any]) -> bool:
-    q, k, v = tensors
-    others = (given.get(name) for name in LEARNED if name in given)
-    return q.requires_grad or k.requires_grad or v.requires_grad or any(map(_learns, others))
-
-
-def _learns(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad
 
 
 def _stored(call: ForwardArguments, given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -183,18 +178,21 @@ def _without_recipe(tensors: tuple[Tensor, Tensor, Tensor], given: dict[str, Any
 def _form_of(call: ForwardArguments) -> tuple[Any, ...]:
     """A call but for numbers in its tensors, and how many packed tokens there are."""
     q, k, bias, table = call.q, call.k, call.attn_bias, call.page_table_k
-    return (
-        *(call.is_training, call.fused_attention_backend, call.dropout, call.attn_scale),
-        *(call.qkv_layout, call.o_format, call.window_size, call.bottom_right_diagonal),
-        *(call.attn_bias_type, call.attn_mask_type, call.softmax_type, call.return_max_logit),
-        *(q.shape if q.ndim != 3 else q.shape[1:], k.shape if k.ndim != 3 else k.shape[1:]),
-        *(q.dtype, type(q), call.fake_dtype, call.s_quantizer is None),
-        *(call.cu_seqlens_q is None, call.cu_seqlens_kv is None),
-        *(call.cu_seqlens_q_padded is None, call.cu_seqlens_kv_padded is None),
-        None if (store := call.o_quantizer) is None else (type(store), store.dtype),
+    store, of_q, of_k = call.o_quantizer, q.shape, k.shape
+    # fmt: off
+    return (  # one display: several that are joined take half as long again
+        call.is_training, call.fused_attention_backend, call.dropout, call.attn_scale,
+        call.qkv_layout, call.o_format, call.window_size, call.bottom_right_diagonal,
+        call.attn_bias_type, call.attn_mask_type, call.softmax_type, call.return_max_logit,
+        of_q if len(of_q) != 3 else of_q[1:], of_k if len(of_k) != 3 else of_k[1:],
+        q.dtype, type(q), call.fake_dtype, call.s_quantizer is None,
+        call.cu_seqlens_q is None, call.cu_seqlens_kv is None,
+        call.cu_seqlens_q_padded is None, call.cu_seqlens_kv_padded is None,
+        None if store is None else (type(store), store.dtype),
         None if bias is None else bias.dtype,
         None if table is None else table.shape,
     )
+    # fmt: on
 
 
 def _plan_of(call: ForwardArguments) -> ForwardPlan:
@@ -217,9 +215,9 @@ def _plan_of(call: ForwardArguments) -> ForwardPlan:
         reads.append(Read("bias", "attn_bias"))
     axes = parsed(layout).q_format
     o_format = axes if axes == "thd" else call.o_format
-    return ForwardPlan(
-        said(constant), tuple(reads), axes, o_format, has_bias, has_offset, in_8_bits
-    )
+    learned = [x.argument for x in reads if x.argument in LEARNED] + ["sink"] * has_offset
+    kinds = has_bias, has_offset, in_8_bits
+    return ForwardPlan(said(constant), tuple(reads), axes, o_format, *kinds, tuple(learned))
 
 
 def _offset_of(call: ForwardArguments) -> Tensor | None:

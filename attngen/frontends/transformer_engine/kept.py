@@ -15,14 +15,14 @@ class Kept(Generic[T]):
     def __init__(self) -> None:
         self._known: dict[Any, T] = {}
 
-    def find(self, key: Any, make: Callable[[], T]) -> T:
-        """The value of a key, made where there is none yet."""
+    def find(self, key: Any, make: Callable[..., T], *given: Any) -> T:
+        """The value of a key, made of what is given where there is none yet."""
         try:
             known = self._known.get(key)
         except TypeError:  # for a list, say
-            return make()
+            return make(*given)
         if known is None:
-            known = make()
+            known = make(*given)
             if len(self._known) >= MOST:
                 self._known.clear()
             self._known[key] = known
