@@ -124,9 +124,7 @@ _BLACKWELL_120 = replace(
     instructions=frozenset({"cp_async", "griddepcontrol", "tma"}),
     chip="nvidia-rtx-pro-6000-blackwell",
 )
-_BLACKWELL_121 = replace(
-    _BLACKWELL_120, name="sm_121", capability=(12, 1), chip="nvidia-gb10"
-)
+_BLACKWELL_121 = replace(_BLACKWELL_120, name="sm_121", capability=(12, 1), chip="nvidia-gb10")
 # Of one capability the one that devices have unless another is named comes first.
 _ALL = (
     *(_HOPPER, _HOPPER_PORTABLE, _AMPERE, _AMPERE_86, _ORIN, _ADA),
@@ -159,5 +157,10 @@ def of_capability(capability: tuple[int, int]) -> Target | None:
                 f"kernels of {', '.join(fitting) or 'no architecture'}"
             )
         return named
-    found = [each for each in TARGETS.values() if each.runs_on(capability)]
-    return max(found, key=lambda each: each.capability, default=None)
+    latest = None
+    for each in TARGETS.values():  # torch.compile traces this, and would not max() with a key
+        if each.capability == capability:
+            return each
+        if each.runs_on(capability) and (latest is None or each.capability > latest.capability):
+            latest = each
+    return latest

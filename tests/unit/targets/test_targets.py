@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 from attngen import AttentionSpec, SpecError
 from attngen.fragments import features
@@ -55,6 +56,16 @@ def test_a_device_has_the_architecture_of_its_capability(other: str) -> None:
     assert of_capability(DEFAULT.capability) is DEFAULT
     assert of_capability((7, 5)) is OTHER and of_capability((7, 0)) is None
     assert names()[0] == DEFAULT.name and names()[-1] == other
+    assert of_capability((8, 8)) is TARGETS["sm_87"]
+
+
+def test_compiled_calls_find_the_architecture_while_they_are_traced() -> None:
+    @torch.compile(fullgraph=True, backend="eager")
+    def name_and_double(x: torch.Tensor) -> tuple[torch.Tensor, str]:
+        found = of_capability((8, 8))
+        return 2 * x, found.name if found else ""
+
+    assert name_and_double(torch.ones(2))[1] == "sm_87"
 
 
 @pytest.mark.parametrize(
