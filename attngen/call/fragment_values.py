@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from ..fragments.header import CAPTURED
 from .fragments import SLOTS, FragmentOperand, as_number, operands_of
 from .numbers import Arguments
 from .tensors import Described, dtype_name
@@ -24,14 +25,17 @@ def numbers_of(optional: Optional, arguments: Arguments) -> dict[str, int | floa
 
 
 def _strides_of(each: FragmentOperand, tensor: Described | None) -> Iterator[tuple[str, int]]:
-    """Elements from one index of an axis to the next, 0 over one, and along axes that it lacks."""
+    """Elements from one index of an axis to the next, 0 over one, and along axes that it lacks; of
+    a captured tensor its sizes, too."""
     axes = each.operand.axes
     found = dict.fromkeys(axes, 0)
     if tensor is not None:
         own = axes[len(axes) - tensor.ndim :]
         steps = zip(own, tensor.shape, tensor.stride(), strict=True)
         found |= {axis: stride if size > 1 else 0 for axis, size, stride in steps}
-    return ((f"{each.parameter}_stride_{axis}", stride) for axis, stride in found.items())
+    yield from ((f"{each.parameter}_stride_{axis}", stride) for axis, stride in found.items())
+    if tensor is not None and each.operand.domain == CAPTURED:
+        yield from ((f"{each.parameter}_size_{n}", size) for n, size in enumerate(tensor.shape))
 
 
 def sources_of(optional: Optional, arguments: Arguments) -> tuple[tuple[str, str, int], ...]:
@@ -65,7 +69,13 @@ def violations(
         tensor = optional.get(each.slot)
         dtype = "int32" if each.operand.dtype == "i32" else "float32"
         shapes = [tuple(sizes[axis] for axis in shape) for shape in each.shapes]
-        if tensor is None and each.number < 0:
+        captured = each.operand.domain == CAPTURED
+        if tensor is not None and captured:
+            if dtype_name(tensor) != each.operand.element or tensor.ndim != each.operand.rank:
+                got = f"{dtype_name(tensor)} {list(tensor.shape)}"
+                needs = f"{each.operand.element} of {each.operand.rank} axes"
+                yield f"{each.slot} is {each.name}, {needs}; got {got}"
+        elif tensor is None and each.number < 0:
             yield f"{each.slot} is {each.name}, which {each.fragment.name} needs; got None"
         elif tensor is not None and (
             dtype_name(tensor) != dtype or tuple(tensor.shape) not in shapes

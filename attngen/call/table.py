@@ -193,8 +193,8 @@ class AttentionCall:
     )
     score_mod: ScoreMod | str | None = other(
         "function",
-        "score_mod(score, b, h, i, j), the score that replaces it, on the reference alone; or the "
-        "names of score fragments, in their order.",
+        "score_mod(score, b, h, i, j), the score that replaces it, compiled into the kernels; or "
+        "the names of score fragments, in their order.",
         given="ScoreMod | str | Sequence[str] | None",
         numbers=("score_mod",),
     )

@@ -19,6 +19,8 @@ from ..errors import SpecError
 from ..io.files import read_regular, shipped, templates_dir
 from ..io.values import from_data
 from .header import AXES, CALLED_AXES, SUFFIX, Fragment, Operand, parse_header, read_header
+from .lowering import fragment_of
+from .program import Program
 
 __all__ = ["AXES", "Features", "Fragment", "Operand", "read_header", "register_fragment", "scan"]
 
@@ -51,6 +53,15 @@ def register_fragment(path: str | os.PathLike[str]) -> Fragment:
     with _lock:
         _add(known, fragment, place)
     return known[fragment.axis][fragment.name]
+
+
+def register_program(program: Program) -> Fragment:
+    """The fragment of a program, known to calls of this process from now on."""
+    known = _known()["score"]
+    if program.name not in known:
+        with _lock:
+            known[program.name] = fragment_of(program)
+    return known[program.name]
 
 
 @cache

@@ -19,6 +19,7 @@ else:
 AXES = ("mask", "score", "softmax", "sequence", "fetch", "iteration")
 CALLED_AXES = ("mask", "score")  # whose fragments calls may name, and users may have of their own
 DOMAINS = ("scalar", "sequence", "head", "batch_head", "tile")
+CAPTURED = "captured"  # the domain of tensors that traced callables read, which no file has
 DTYPES = ("i32", "i64", "f32", "ptr", "q")
 BOUNDS = ("left", "right")
 SUFFIX = ".cuh.j2"
@@ -47,7 +48,9 @@ class Operand:
     the value itself. Of `tile` it is element [i, j] of a broadcast of [b, h_q, s_q, s_kv] in Q's
     dtype, which a score is handed with its place. `score_power`: its dimension, as a power of that
     of scores, whose unit is the kernel's choice: 1 for what adds to them, -1 for what divides them.
-    `minimum`: the least number that a call may pass; None for any.
+    `minimum`: the least number that a call may pass; None for any. Of domain `captured` it is a
+    tensor of any sizes that a traced callable reads where it likes: of so many axes, `rank`, and a
+    dtype, `element`, as torch calls it; `dtype` is that of its strides.
     """
 
     name: str
@@ -56,10 +59,14 @@ class Operand:
     doc: str
     score_power: int = 0
     minimum: int | None = None
+    rank: int = 0
+    element: str = ""
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes of the tensor that holds it; none for an argument of the launch."""
+        if self.domain == CAPTURED:
+            return tuple(map(str, range(self.rank)))
         return _TENSOR_AXES[self.domain]
 
 
@@ -78,7 +85,7 @@ class Fragment:
     the score and is cheaper up to a limit; `scaled`: one so large, maybe, that it must meet scores
     in their own units: in those of products it might be infinite. `reference`: the definition in
     Python that the reference applies. `text`: the whole file, of a fragment that is not among
-    attngen's templates.
+    attngen's templates. `traced`: whether that comes from a callable.
     """
 
     axis: str
@@ -99,6 +106,7 @@ class Fragment:
     alone: bool = False
     reference: str | None = None
     text: str | None = None
+    traced: bool = False
 
     @property
     def template(self) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..fragments.features import Features, Fragment
-from ..fragments.header import PREFIX
+from ..fragments.header import CAPTURED, PREFIX
 from ..spec.problem import Problem
 
 
@@ -28,8 +28,12 @@ class FragmentUse:
             if operand.domain == "sequence":
                 yield f"{name}_of_all", operand.dtype
             stride = "i64" if tile else "i32"
+            stride = operand.dtype if operand.domain == CAPTURED else stride
             yield from ((f"{name}_stride_{axis}", stride) for axis in operand.axes)
-            yield from ((f"{name}_{axis}s", "i32") for axis in operand.axes[2:])
+            if operand.domain == CAPTURED:
+                yield from ((f"{name}_size_{axis}", "i32") for axis in operand.axes)
+            else:
+                yield from ((f"{name}_{axis}s", "i32") for axis in operand.axes[2:])
 
     @property
     def reads_tensors(self) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..fragments.header import Fragment, Operand
+from ..fragments.header import CAPTURED, Fragment, Operand
 from ..runtime.program import KernelEntry
 from ..spec.problem import DTYPE_BYTES, Problem
 from .uses import FragmentUse
@@ -245,6 +245,15 @@ def _value(name: str, operand: Operand, factor: str = "") -> Value:
     return Value(name, operand.axes, factor, of_all)
 
 
+def _values(name: str, operand: Operand, factor: str) -> Iterable[Value]:
+    """The values of an operand: of a captured tensor where it lies, and stride and size of each
+    axis."""
+    if operand.domain != CAPTURED:
+        return [_value(name, operand, factor)]
+    facts = [f"{name}_{what}_{axis}" for axis in operand.axes for what in ("stride", "size")]
+    return [Value(each) for each in (name, *facts)]
+
+
 def mask_view(use: FragmentUse) -> MaskView:
     """A mask in a list, which is made where no sequence is known."""
     fragment = use.fragment
@@ -334,9 +343,10 @@ def _score_view(use: FragmentUse, *, meets_scaled: bool, scaled: bool) -> ScoreV
     factors = {} if scaled else {1: "per_unit", -1: "unit"}
     fragment = use.fragment
     values = tuple(
-        _value(name, operand, factors.get(operand.score_power, ""))
+        value
         for name, operand in zip(use.fields, fragment.operands, strict=True)
         if name != use.tile
+        for value in _values(name, operand, factors.get(operand.score_power, ""))
     )
     return ScoreView(fragment.struct, fragment.name, values, meets_scaled, fragment.additive)
 

@@ -75,13 +75,18 @@ attention.__signature__ = signature(  # type: ignore[attr-defined]
 
 
 def check_on_host(call: AttentionCall, operands: Operands) -> None:
-    """Refuse scales, lengths and page tables whose values cannot be right; waits for their device.
+    """Refuse scales, lengths and page tables whose values cannot be right, and callables that read
+    what is not there; waits for their device.
 
     Raises: SpecError with every violation at once.
     """
     if reasons := [*scale_values(call.scales)]:
         raise SpecError(reasons)
-    check_values(call, operands, q_spans(call, operands), kv_spans(call, operands))
+    queries, keys = q_spans(call, operands), kv_spans(call, operands)
+    check_values(call, operands, queries, keys)
+    if call.functions:
+        for b, (q_span, kv_span) in enumerate(zip(queries, keys, strict=True)):
+            check_reads(call, b, (operands.h_q, q_span.length, kv_span.length))
 
 
 def fp8_forward(

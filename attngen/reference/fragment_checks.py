@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..call.fragments import KNOWN, FragmentOperand, operands_of
 from ..call.table import AttentionCall
-from ..fragments.header import Operand
+from ..fragments.header import CAPTURED, Operand
 from ..spec.attention_spec import AttentionSpec
 from ..spec.fragment_checks import check_fragments, mask_names
 from ..spec.masks import PLAIN_MASKS, masks_of
@@ -82,6 +82,8 @@ def _number_wanted(operand: Operand) -> str:
 
 def _misfit(each: FragmentOperand, value: object, operands: Operands) -> str | None:
     """Why a value cannot be an operand's; None where it can."""
+    if each.operand.domain == CAPTURED:  # which the front end has made
+        return None
     needs = f"{each.name} needs {_wanted(each, operands)}"
     if not isinstance(value, Tensor):
         if each.number >= 0 and _is_number(value, each.operand):

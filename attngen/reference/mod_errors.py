@@ -7,6 +7,7 @@ import inspect
 import linecache
 import os
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -125,9 +126,24 @@ def line_of(error: BaseException) -> str:
     traceback = error.__traceback__
     while traceback is not None:
         path, line = traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
-        if not os.path.abspath(path).startswith(_NOT_THEIRS):
-            text = linecache.getline(path, line).strip()
-            shown = f", `{text if len(text) <= 60 else text[:59] + '…'}`" if text else ""
-            found = f" at {os.path.basename(path)}:{line}{shown}"
+        found = _place_of(path, line) or found
         traceback = traceback.tb_next
     return found
+
+
+def line_of_frame(frame: FrameType | None) -> str:
+    """Where the innermost of these frames is that somebody else's code has, as `line_of`."""
+    while frame is not None:
+        if found := _place_of(frame.f_code.co_filename, frame.f_lineno):
+            return found
+        frame = frame.f_back
+    return ""
+
+
+def _place_of(path: str, line: int) -> str:
+    """A line of somebody else's code, to be put behind a verb; empty of other code."""
+    if os.path.abspath(path).startswith(_NOT_THEIRS):
+        return ""
+    text = linecache.getline(path, line).strip()
+    shown = f", `{text if len(text) <= 60 else text[:59] + '…'}`" if text else ""
+    return f" at {os.path.basename(path)}:{line}{shown}"

@@ -10,13 +10,14 @@ from typing import Any
 
 from ..errors import SpecError
 from ..fragments import features
+from ..fragments.program import has_program
 from ..io import toml_text
 from ..io.text import printable, shortened
 from ..io.values import DataError, from_data, to_data
 from ..targets.target import DEFAULT
 from . import layouts, plain
 from .call_arguments import ARGUMENTS, call_arguments, fragment_arguments, score_switches
-from .masks import masks_of
+from .masks import JOINT, masks_of
 from .tables import PRODUCT_LIMIT, REASON_LIMIT, Place, Table, at_most, count_specs, tables_of
 
 _DTYPES = {
@@ -210,7 +211,7 @@ def is_decode(
     layout = layouts.parse(spec.layout)
     more = spec.bias != "none" or spec.positions
     more = more or any(getattr(spec, name) for name in _BESIDE_SPLITS)
-    more = more or spec.score_mod is True  # a function
+    more = more or spec.score_mod is True or is_traced(spec)  # a function
     if layout.paged:
         tokens = layouts.size(q, layout.q_format, "t" if layout.q_format == "thd" else "s")
         few = tokens < PROMPT_QUERIES * (max(1, sequences or 1) if layout.q_format == "thd" else 1)
@@ -234,6 +235,11 @@ def is_decode(
     return bool(num_splits) or (few and not (lone and has_short(spec)))
 
 
+def is_traced(spec: AttentionSpec) -> bool:
+    """Whether a score of its own comes from a callable, which asks for each element's head."""
+    return isinstance(spec.score_mod, str) and has_program(spec.score_mod.split(JOINT))
+
+
 def has_short(spec: AttentionSpec) -> bool:
     """Whether its forward has a kernel with tiles of 64 queries: dense 16-bit operands that the
     copy engine moves, without what is read or drawn beside the scores."""
@@ -241,6 +247,7 @@ def has_short(spec: AttentionSpec) -> bool:
     masks = masks_of(spec.mask)
     lengths = spec.seqused or masks.padding or "thd" in layout.formats
     beside = spec.bias != "none" or spec.attn_mask or masks.arbitrary or spec.dropout
+    beside = beside or is_traced(spec)
     one_dtype = {spec.kv_dtype, spec.out_dtype} <= {None, spec.dtype}
     return (
         not (spec.decode or lengths or layout.paged or spec.gathers or beside)

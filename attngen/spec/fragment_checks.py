@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
 from ..fragments.features import Features, Fragment
+from ..fragments.program import has_program
 from ..io.text import closest, suggestion
 from . import layouts
 from .attention_spec import DTYPES_8BIT, AttentionSpec
@@ -25,7 +26,8 @@ def mask_names(features: Features) -> list[str]:
 
 def score_names(features: Features) -> list[str]:
     """Names that a spec's score_mod may have, beside a function."""
-    return [name for name, score in features["score"].items() if score.called]
+    scores = features["score"].items()
+    return [name for name, score in scores if score.called and not score.traced]
 
 
 def score_words(spec: AttentionSpec) -> tuple[str, ...]:
@@ -101,13 +103,16 @@ def _check_scores(spec: AttentionSpec, features: Features) -> Iterator[Violation
     known = score_names(features)
     words = score_words(spec)
     for word in words:
-        if word in known:
+        if word in known or ((x := features["score"].get(word)) is not None and x.traced):
             continue
         reason = f"score_mod {word!r} is unknown; available: {known}{suggestion(word, known)}"
         if (fragment := features["score"].get(word)) is not None:
             reason = f"score_mod {word!r} is asked for by a field of its own: "
             reason += fragment.selected_by
         yield Violation("score_mod", reason, closest(word, known) or False)
+    if spec.decode and has_program(words):
+        reason = "score_mod: kernels that split keys have no scores of callables"
+        yield Violation("score_mod", reason, False)
     if len(set(words)) < len(words):
         reason = f"score_mod {spec.score_mod!r} names a score twice"
         yield Violation("score_mod", reason, JOINT.join(dict.fromkeys(words)))

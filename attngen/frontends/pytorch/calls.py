@@ -16,7 +16,7 @@ from ...call.fragments import operands_of as fragment_operands
 from ...call.table import INPUTS, ROWS, AttentionCall, given_by, make_call, names
 from ...errors import LimitError, SpecError
 from ...reference.type_checks import type_violations
-from . import eight_bits, left_padding, nested, on_reference, routing
+from . import callables, eight_bits, left_padding, nested, on_reference, routing
 from .casts import autocast
 from .checked_call import CheckedCall, Result, operands_of
 from .checks import check_rest, traced_refusal
@@ -81,6 +81,12 @@ def route(
         return attend(**given_by(plainly))  # type: ignore[no-any-return]
     if eight_bits.needs_gradient(call):
         return eight_bits.differentiable(attend, call, carriers)
+    if refusal is None and call.functions:
+        try:
+            if (served := callables.attend(attend, call)) is not None:
+                return served  # type: ignore[no-any-return]
+        except (SpecError, LimitError) as error:
+            refusal = error
     check_rest(call.num_splits, call.deterministic, call.schedule)
     # A schedule of other calls is refused whatever serves this one.
     if (refusal is None or call.schedule is not None) and routing.use_kernels(call):
@@ -103,10 +109,15 @@ def route(
                 return checked.launch(operands)
             except (SpecError, LimitError) as error:
                 refusal = error
+    return _by_reference(call, refusal)
+
+
+def _by_reference(call: AttentionCall, refusal: SpecError | LimitError | None) -> Result:
+    """The results of a call that no kernel serves. refusal: of those that were to serve it."""
     if refusal is not None:
         routing.leave_kernels(refusal, call.backend)
     out, aux = on_reference.run(call, routing.CHECK_VALUES)
-    _warn_of_dropout(call)
+    _warn_of_dropout(call, behind=1)
     return (out, aux) if call.wants_aux else out
 
 
@@ -153,8 +164,9 @@ def _note(bound: Bound, checked: CheckedCall) -> None:
 _warned: list[str] = []
 
 
-def _warn_of_dropout(call: AttentionCall) -> None:
-    """Say once that a call with dropout alone returns its output alone."""
+def _warn_of_dropout(call: AttentionCall, behind: int = 0) -> None:
+    """Say once that a call with dropout alone returns its output alone. behind: functions between
+    `route` and this one."""
     if _warned or call.wants_aux or torch.compiler.is_compiling() or not call.dropout_p > 0:
         return
     _warned.append("dropout")
@@ -162,5 +174,5 @@ def _warn_of_dropout(call: AttentionCall) -> None:
         "attngen.attention(…, dropout_p=…) returns the output alone since 0.2; pass "
         "return_rng_state=True for (output, aux) with aux.rng_state",
         FutureWarning,
-        stacklevel=4,
+        stacklevel=4 + behind,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ...fragments.program import has_program
 from ...spec.problem import Problem
 from ...targets.target import Instruction
 
@@ -24,5 +25,7 @@ def refuse_together(problem: Problem) -> Iterator[str]:
     added = problem.bias or problem.attn_mask or problem.dropout or problem.positions
     # Of 8 bits.
     without = problem.positions or (problem.bias and problem.direction == "bwd")
+    if problem.decode and has_program(problem.scores):
+        yield "kernels that split keys have no scores of callables"
     if added and (problem.decode or problem.widens or (without and problem.eight_bit)):
         yield "no kernel does all of this together yet"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ....fragments.program import has_program
 from ....spec.problem import Problem
 from ..shared import LIGHT_SCORES
 from .plan import MAIN, OF_BIAS, OF_KEYS, OF_QUERIES, WITH_BIAS
@@ -46,7 +47,7 @@ DQ_OPERANDS = (
     ("gather attn_mask heavy", 176),
     ("gather dropout bias", 176),
 )
-DQ_KEYS = (("", 128), ("heavy", 96), ("heavy varlen", 80))
+DQ_KEYS = (("", 128), ("heavy", 96), ("heavy varlen", 80), ("program", 80))
 # Of the dK and dV kernel, the most queries a block, the same way.
 DKV_QUERIES = (
     ("", 64),
@@ -70,7 +71,8 @@ def fuses(problem: Problem) -> bool:
 
 def features_of(problem: Problem) -> frozenset[str]:
     """What takes registers. Small: blocks of 128 queries; uneven: of these all but equal head dims
-    up to 32; heavy: scores that are more than a multiply-add; arithmetic: one that is no bias."""
+    up to 32; heavy: scores that are more than a multiply-add; arithmetic: one that is no bias;
+    program: one that comes from a callable."""
     d, d_v, scores = problem.head_dim_qk, problem.head_dim_v, problem.scores
     heavy = set(scores) - LIGHT_SCORES
     features = {
@@ -83,6 +85,7 @@ def features_of(problem: Problem) -> frozenset[str]:
         "several": len(scores) > 1,
         "heavy": bool(heavy),
         "arithmetic": not all(name.endswith("_bias") for name in heavy),
+        "program": has_program(scores),
         "bias": problem.bias,
         "deterministic": problem.deterministic,
         "dropout": problem.dropout,

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from ....fragments.program import has_program
 from ....spec.problem import Problem
 from ..shared import LIGHT_SCORES, boxes_of
 from .plan import SoftmaxOrder
@@ -146,6 +147,8 @@ def choices(problem: Problem) -> Iterator[Choice]:
     largest_block = 112 if problem.bias and much else 128
     if problem.bias and problem.head_dim_v > 192:
         largest_block = 80  # a float32 output has room for more in shared memory, and spills
+    if has_program(problem.scores):
+        largest_block = 112  # whose addresses and quotients spill beside 128 keys
     for block in range(largest_block, SMALLEST_BLOCK - 1, -16):
         # Beside random words 128 keys in two stages measured +8 % over 112 in three.
         for k_stages in K_STAGES[consumers] if not problem.dropout else (2,):
@@ -178,6 +181,7 @@ def consumers_of(problem: Problem) -> int:
     # of their own; over pages scores with arithmetic of their own would leave few keys a block.
     light = LIGHT_SCORES.issuperset(problem.scores)
     needy = problem.gather or problem.widens or (problem.paged and (largest > 64 or not light))
+    needy = needy or has_program(problem.scores)  # with addresses of its own
     return 3 if largest <= 96 and not (crowded or needy) else 2
 
 

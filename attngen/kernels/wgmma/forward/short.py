@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ....fragments.program import has_program
 from ....spec.attention_spec import SHORT_HEAD_DIM
 from ....spec.problem import DTYPE_BYTES, Problem
 from ....targets.target import Target
@@ -16,12 +17,13 @@ from .plan import SHORT, Plan
 
 def serves(problem: Problem) -> bool:
     """Whether there is a plan: for dense 16-bit operands that the copy engine moves, without what
-    is read or drawn beside the scores."""
+    is read or drawn beside the scores, or comes from a callable, of which each kernel is new."""
     return (
         problem.direction == "fwd"
         and not (problem.decode or problem.varlen or problem.gather or problem.paged)
         and (DTYPE_BYTES[problem.dtype_kv], problem.dtype_o) == (2, problem.dtype_q)
         and not (problem.bias or problem.attn_mask or problem.dropout)
+        and not has_program(problem.scores)
         and max(problem.head_dim_qk, problem.head_dim_v) <= SHORT_HEAD_DIM
     )
 

@@ -1,0 +1,111 @@
+"""Builder of programs, an operation at a time: values, captured tensors and numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ...fragments.program import ELEMENTS, Operation
+
+Number = int | float
+_KEPT = (0, 1, -1)  # numbers that are part of a program
+_NOTHING = ("f:0.0", "i:0", "l:0")
+
+
+@dataclass
+class View:
+    """Part of a captured tensor: an index for each of its axes, None for one that is left."""
+
+    capture: int
+    indices: list[str | None]
+
+
+@dataclass
+class Builder:
+    """Operations so far, each once, and what they read."""
+
+    operations: dict[Operation, str] = field(default_factory=dict)
+    captures: list[Tensor] = field(default_factory=list)
+    numbers: list[tuple[str, Number]] = field(default_factory=list)
+
+    def emit(self, name: str, type_: str, *args: str) -> str:
+        """The value of an operation."""
+        simple = _simplified(name, args)
+        if simple is not None:
+            return simple
+        made = Operation(name, type_, args)
+        return self.operations.setdefault(made, f"v{len(self.operations)}")
+
+    def constant(self, value: Number, type_: str, kept: bool = False) -> str:
+        """A number of the callable: a literal where it is kept, else one of the call's."""
+        if type_ == "b":
+            return f"b:{int(bool(value))}"
+        value = float(value) if type_ == "f" else int(value)
+        if kept or value in _KEPT or not math.isfinite(value):
+            return f"{type_}:{value}"
+        self.numbers.append((type_, value))
+        return f"n{len(self.numbers) - 1}"
+
+    def view(self, tensor: Tensor) -> View:
+        """A captured tensor, in a dtype and of a rank that kernels read."""
+        like = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        for place, each in enumerate(self.captures):
+            if (each.data_ptr(), each.shape, each.stride(), each.dtype) == like:
+                return View(place, [None] * max(1, tensor.ndim) if tensor.ndim else ["i:0"])
+        self.captures.append(tensor)
+        return View(len(self.captures) - 1, [None] * tensor.ndim if tensor.ndim else ["i:0"])
+
+    def load(self, view: View) -> str:
+        dtype = element_of(self.captures[view.capture])
+        _, type_ = ELEMENTS[dtype]
+        indices = [each for each in view.indices if each is not None]
+        return self.emit("load", type_, str(view.capture), *indices)
+
+
+def _simplified(name: str, args: Sequence[str]) -> str | None:
+    """The value of an operation that changes none of its arguments."""
+    first, *_ = args
+    *_, last = args
+    if name == "neg" and first == "f:1.0":
+        return "f:-1.0"
+    if name == "mul" and "f:1.0" in args:
+        return last if first == "f:1.0" else first
+    if name in ("add", "sub") and last in _NOTHING:
+        return first
+    if name == "add" and first in _NOTHING:
+        return last
+    return None
+
+
+def element_of(tensor: Tensor) -> str:
+    """The dtype in which kernels read a captured tensor."""
+    if tensor.is_floating_point():
+        return "float32"
+    name = str(tensor.dtype).removeprefix("torch.")
+    return name if name in ELEMENTS else "int32"
+
+
+def capture_of(tensor: Tensor) -> tuple[str, int, str]:
+    """The words of a program for a captured tensor, as `Program` has them."""
+    axes = zip(tensor.shape, tensor.stride(), strict=True)
+    farthest = sum((size - 1) * step for size, step in axes)
+    return element_of(tensor), max(1, tensor.ndim), "i" if farthest < 1 << 31 else "l"
+
+
+def as_read(tensor: Tensor) -> Tensor:
+    """A captured tensor as kernels read it: in such a dtype, and with an axis."""
+    wanted = getattr(torch, element_of(tensor))
+    tensor = tensor.detach()
+    tensor = tensor if tensor.dtype == wanted else tensor.to(wanted)
+    return tensor if tensor.ndim else tensor[None]
+
+
+def type_of(dtype: torch.dtype) -> str:
+    """The type of a value of a dtype."""
+    if dtype.is_floating_point:
+        return "f"
+    return {torch.bool: "b", torch.int64: "l"}.get(dtype, "i")

@@ -1,0 +1,59 @@
+"""Programs of callables: what a traced function computes, in the terms that kernels are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from ...fragments.program import Program
+from .callable_builder import Builder, Number, as_read, capture_of
+from .callable_lines import Lines
+from .callable_trace import differentiate, result_of
+
+_PLACES = ("s", "b", "h", "i", "j")
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A callable's program, with what a call passes for it: captured tensors, and numbers.
+
+    learned: whether one of the tensors requires a gradient; sources: the tensors as the callable
+    has them.
+    """
+
+    program: Program
+    captures: tuple[Tensor, ...]
+    numbers: tuple[Number, ...]
+    learned: bool
+    sources: tuple[Tensor, ...] = ()
+
+
+def score_program(graph: GraphModule, device: torch.device) -> Traced:
+    """The program of a traced `score_mod`, and of its derivative.
+
+    Raises: SpecError naming what no kernel can do, the line and the way out.
+    """
+    builder = Builder()
+    lines = graph.meta["lines"]
+    forward = Lines(builder, graph, _PLACES, "score_mod", lines)
+    for node in graph.graph.nodes:  # before autograd meets what it cannot differentiate
+        if node.op == "call_function":
+            forward.check_pure(node)
+    joint, cut = differentiate(graph, device)
+    loads = [forward.number(node, "f") for node in cut]
+    both = Lines(builder, joint, (*_PLACES, *loads), "score_mod", lines)
+    value, slope = (both.number(each, "f") for each in result_of(joint))
+    program = Program(
+        captures=tuple(map(capture_of, builder.captures)),
+        numbers=tuple(type_ for type_, _ in builder.numbers),
+        operations=tuple(builder.operations),
+        value=value,
+        slope=slope,
+    )
+    numbers = tuple(number for _, number in builder.numbers)
+    learned = any(each.requires_grad for each in builder.captures)
+    read = tuple(map(as_read, builder.captures))
+    return Traced(program, read, numbers, learned, tuple(builder.captures))

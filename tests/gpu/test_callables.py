@@ -1,0 +1,120 @@
+"""Callables on kernels: forward and backward, held to the definition."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import attngen
+
+from . import gradients, oracle, varlen
+
+pytestmark = pytest.mark.gpu
+
+HEADS, ROWS, KEYS = 4, 70, 140
+ScoreMod = Callable[..., torch.Tensor]
+
+
+def relative(device: torch.device) -> ScoreMod:
+    """A table by clamped distance and head."""
+    table = torch.linspace(-2, 2, 33 * HEADS, device=device).view(33, HEADS).sin()
+    return lambda s, b, h, i, j: s + table[(j - i).clamp(-16, 16) + 16, h]
+
+
+def capped(device: torch.device) -> ScoreMod:
+    return lambda s, b, h, i, j: 1.5 * torch.tanh(s / 1.5)
+
+
+def bent(device: torch.device) -> ScoreMod:
+    """A quotient by the score, what a row holds in 16 bits and a key in 64, scores of -inf."""
+    heat = torch.linspace(0.5, 1.5, 2 * ROWS, device=device).view(2, ROWS).bfloat16()
+    kind = torch.arange(KEYS, device=device) % 5
+
+    def score(s, b, h, i, j):
+        return torch.where(kind[j] == 3, -float("inf"), s * heat[b, i] / (1 + 0.1 * s.abs()))
+
+    return score
+
+
+MODS = {each.__name__: each for each in (relative, capped, bent)}
+
+
+def check(tensors: tuple[torch.Tensor, ...], mod: ScoreMod, **arguments: Any) -> None:
+    q, k, v = tensors
+    oracle.check_call(q, k, v, score_mod=mod, **arguments)
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    d_o = oracle.randn(*q.shape, dtype=q.dtype, seed=5)
+    out = attngen.attention(*leaves, score_mod=mod, **arguments, backend="cuda")
+    found = torch.autograd.grad(out, leaves, d_o)
+    gradients.check(found, (q, k, v, d_o), None, score_mod=mod, **arguments)
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_score_mods_are_right(name) -> None:
+    masked = {"mask": "causal_bottom_right"} if name == "bent" else {}
+    check(oracle.operands(2, HEADS, 2, ROWS, KEYS, 64), MODS[name](oracle.DEVICE), **masked)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [80, 128, 192])
+@pytest.mark.parametrize("name", MODS)
+def test_score_mods_beside_masks_scores_and_dropout_are_right(name, d) -> None:
+    q, k, v = oracle.operands(2, HEADS, 2, ROWS, KEYS, d)
+    bias = oracle.randn(HEADS, ROWS, KEYS, dtype=q.dtype, seed=9)
+    mod = MODS[name](oracle.DEVICE)
+    check((q, k, v), mod, window=(40, 30), softcap=4.0, alibi_slopes=True)
+    check((q, k, v), mod, mask="causal_bottom_right", bias=bias)
+    seed = torch.tensor([7, 0], device=oracle.DEVICE)
+    check((q, k, v), mod, dropout_p=0.25, rng_state=seed, deterministic=True)
+
+
+@pytest.mark.slow
+def test_score_mods_of_packed_tokens_count_from_their_sequence() -> None:
+    ends = varlen.int32((0, 33, 34, 34, ROWS))
+    tensors = tuple(oracle.randn(ROWS, 2, 64, dtype=torch.bfloat16, seed=n) for n in range(3))
+    lengths = {"layout": "thd", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+    heat = torch.linspace(0.5, 1.5, 4 * ROWS, device=oracle.DEVICE).view(4, ROWS)
+    check(tensors, lambda s, b, h, i, j: s * heat[b, i] + heat[b, j] * h, **lengths)
+
+
+def test_few_queries_have_score_mods_that_ask_for_their_head() -> None:
+    heat = torch.linspace(-1, 1, HEADS, device=oracle.DEVICE)
+    q, k, v = oracle.operands(1, HEADS, 1, 2, KEYS, 64)
+    oracle.check_call(q, k, v, score_mod=lambda s, b, h, i, j: s + heat[h] * (i + 1) * (j % 3))
+
+
+def test_new_closures_numbers_and_sizes_are_one_kernel() -> None:
+    def make(cap: float, table: torch.Tensor) -> ScoreMod:
+        return lambda s, b, h, i, j: cap * torch.tanh(s / cap) + table[i]
+
+    found = []
+    with attngen.trace() as seen:
+        for cap, rows in ((2.0, 20), (3.0, 20), (3.0, 33)):
+            q, k, v = oracle.operands(1, 2, 2, rows, rows, 64)
+            table = torch.linspace(0, 1, rows, device=oracle.DEVICE)
+            mod = make(cap, table)
+            found.append(attngen.attention(q, k, v, score_mod=mod, backend="cuda"))
+            oracle.check(found[-1], None, oracle.truth(q, k, v, score_mod=mod))
+    assert len(seen.variants) == 1
+
+
+def test_what_kernels_lack_goes_to_the_reference_and_says_why(caplog) -> None:
+    q, k, v = oracle.operands(1, 2, 2, 20, 20, 64)
+    slope = torch.zeros(2, device=oracle.DEVICE, requires_grad=True)
+
+    def mod(s, b, h, i, j):
+        return s + slope[h] * (i - j)
+
+    with pytest.raises(attngen.SpecError, match="score_mod reads a tensor that requires a grad"):
+        attngen.attention(q, k, v, score_mod=mod, backend="cuda")
+    with caplog.at_level(logging.WARNING, logger="attngen"):
+        out = attngen.attention(q, k, v, score_mod=mod)
+    assert "score_mod reads a tensor that requires a gradient" in caplog.text
+    (grad,) = torch.autograd.grad(out.float().sum(), slope)
+    assert grad.shape == slope.shape
+    with torch.no_grad():
+        attngen.attention(q, k, v, score_mod=mod, backend="cuda")

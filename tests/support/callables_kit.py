@@ -1,0 +1,136 @@
+"""Callables in the style of FlexAttention, of models and papers, with what they capture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.functional import softplus
+
+B, H, S = 2, 4, 96
+ScoreMod = Callable[..., torch.Tensor]
+SCORES: dict[str, Callable[[], ScoreMod]] = {}
+_random = torch.Generator().manual_seed(2026)
+
+
+def score(make: Callable[[], ScoreMod]) -> Callable[[], ScoreMod]:
+    SCORES[make.__name__] = make
+    return make
+
+
+def normal(*shape: int, scale: float = 1.0, middle: float = 0.0) -> torch.Tensor:
+    return torch.randn(*shape, generator=_random) * scale + middle
+
+
+def whole(low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.randint(low, high, shape, generator=_random).to(dtype)
+
+
+@score
+def tanh_cap() -> ScoreMod:
+    return lambda s, b, h, i, j: 30.0 * torch.tanh(s / 30.0)
+
+
+@score
+def relative_table() -> ScoreMod:
+    table = normal(33, H)
+    return lambda s, b, h, i, j: s + table[(j - i).clamp(-16, 16) + 16, h]
+
+
+@score
+def log_distance() -> ScoreMod:
+    """KERPLE's logarithmic kernel."""
+    p, r = normal(H, scale=0.1, middle=0.5), normal(H, scale=0.1, middle=0.7)
+    return lambda s, b, h, i, j: s - p[h] * torch.log1p(r[h] * (i - j).abs())
+
+
+@score
+def season() -> ScoreMod:
+    swing, phase = normal(H), normal(H)
+    turn = 2 * math.pi / 24
+    return lambda s, b, h, i, j: s + swing[h] * torch.sin(turn * ((i - j) % 24) + phase[h])
+
+
+@score
+def softsign_cap() -> ScoreMod:
+    return lambda s, b, h, i, j: 12.0 * s / (12.0 + s.abs())
+
+
+@score
+def mish() -> ScoreMod:
+    return lambda s, b, h, i, j: s * torch.tanh(softplus(s))
+
+
+@score
+def root_of_magnitude() -> ScoreMod:
+    return lambda s, b, h, i, j: torch.sign(s) * (s * s + 0.0625) ** 0.35
+
+
+@score
+def key_sharpness() -> ScoreMod:
+    """Work on a whole captured tensor, a row of which is read by key."""
+    t = normal(B, S)
+    return lambda s, b, h, i, j: s * (0.5 + softplus(t)[b, j])
+
+
+@score
+def segment_pairs() -> ScoreMod:
+    """Two gathers that choose what a third one reads."""
+    kind, pair = whole(0, 3, B, S, dtype=torch.int64), normal(3, 3, H)
+    return lambda s, b, h, i, j: s + pair[kind[b, i], kind[b, j], h]
+
+
+@score
+def rank_two() -> ScoreMod:
+    """Factors in 16 bits, strided, of which places of an axis are read by their numbers."""
+    u, v = normal(H, S, 2).bfloat16(), normal(H, 2, S).bfloat16().transpose(1, 2)
+
+    def mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+        return s + u[h, i, 0].float() * v[h, j, 0] + u[h, i, 1].float() * v[h, j, -1]
+
+    return mod
+
+
+@score
+def weekday() -> ScoreMod:
+    day = normal(7, H)
+    return lambda s, b, h, i, j: s + day[(i // 24 - j // 24) % 7, h]
+
+
+@score
+def gaussian() -> ScoreMod:
+    width, weight = normal(H, scale=2.0, middle=20.0), torch.tensor(0.75)
+    return lambda s, b, h, i, j: s - weight * (i - j) ** 2 / (2.0 * width[h] ** 2)
+
+
+@score
+def chequered() -> ScoreMod:
+    """Looks at no score: no gradient of Q and K."""
+    return lambda s, b, h, i, j: torch.where((i + j) % 2 == 0, 0.25, -0.25)
+
+
+@score
+def steps() -> ScoreMod:
+    """A slope of 1 that is no mere sum, integers of odd kinds, and choices."""
+    flag, small = whole(0, 2, S).bool(), whole(0, 100, S, dtype=torch.uint8)
+
+    def mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+        moved = s + (s > 0).float() + torch.floor(small[j] * 0.1) + ((i ^ j) & 3)
+        return torch.where(flag[j] | (i == j), moved, s + torch.maximum(i, 2 * j) // 5)
+
+    return mod
+
+
+@score
+def past_ends() -> ScoreMod:
+    """Indices that count from the end."""
+    t = normal(S)
+    return lambda s, b, h, i, j: s + t[torch.minimum(j - i, i * 0) - 1] * torch.sigmoid(s) ** 2
+
+
+def positions(count: int) -> torch.Tensor:
+    """So many random places, int32 [count, 4], of b, h, i and j."""
+    sides = [torch.randint(0, size, (count,), generator=_random) for size in (B, H, S, S)]
+    return torch.stack(sides, 1).int()

@@ -1,0 +1,116 @@
+"""Functions seen before: what a fingerprint says, and when a trace is used again."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from attngen.frontends.pytorch import callables
+from attngen.frontends.pytorch.callable_fingerprint import fingerprint
+
+WINDOW = 3
+
+
+def key_of(function: Any) -> Any:
+    key, _ = fingerprint(function)
+    return key
+
+
+def shifted(by: Any, table: torch.Tensor) -> Any:
+    return lambda s, b, h, i, j: torch.where(i - j < WINDOW, s + by, table[h])
+
+
+class Layer(torch.nn.Module):
+    """Methods that read parameters, attributes and each other."""
+
+    cap = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+        self.reach = 7
+
+    def near(self, i: Any, j: Any) -> Any:
+        return (i - j).clamp(max=self.reach)
+
+    def mod(self, s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s * self.cap + self.slope[h] * self.near(i, j)
+
+
+def test_fingerprints_say_numbers_and_formats_and_not_which_tensors(monkeypatch) -> None:
+    one = key_of(shifted(1.5, torch.ones(4)))
+    assert one == key_of(shifted(1.5, torch.zeros(4))) and hash(one)
+    assert one != key_of(shifted(2.5, torch.ones(4)))
+    assert one != key_of(shifted(1, torch.ones(4))) != key_of(shifted(True, torch.ones(4)))
+    assert one != key_of(shifted(1.5, torch.ones(5)))
+    assert one != key_of(shifted(1.5, torch.ones(4).bfloat16()))
+    monkeypatch.setitem(globals(), "WINDOW", 4)
+    assert one != key_of(shifted(1.5, torch.ones(4)))
+    first, other = (functools.partial(shifted(x, torch.ones(4)), b=0) for x in (1.5, 2.5))
+    assert key_of(first) != key_of(other)
+
+
+def test_fingerprints_follow_the_attributes_of_objects() -> None:
+    layer, other = Layer(), Layer()
+    assert key_of(layer.mod) == key_of(other.mod) is not None
+    other.reach = 8
+    assert key_of(layer.mod) != key_of(other.mod)
+    (_, tensors) = fingerprint(layer.mod)
+    assert tensors == [layer.slope]
+    other = Layer()
+    other.cap = 3.0
+    assert key_of(layer.mod) != key_of(other.mod)
+    read = lambda s, b, h, i, j: layer.mod(s, b, h, i, j)  # noqa: E731
+    before = key_of(read)
+    layer.reach = 9
+    assert before != key_of(read)
+
+
+def test_what_may_change_unseen_has_no_fingerprint() -> None:
+    class Odd:
+        def __getattr__(self, name: str) -> Any:
+            return 1.0
+
+    odd, numbers = Odd(), {"x": 1.0}
+    assert key_of(lambda s, b, h, i, j: s * odd.scale) is None
+    assert key_of(lambda s, b, h, i, j: s * numbers["x"]) is None
+    assert key_of(lambda s, b, h, i, j: s * pytest.approx) is None
+
+
+def call(mod: Any) -> Any:
+    return SimpleNamespace(score_mod=mod, q=torch.zeros(1))
+
+
+def test_functions_are_traced_once_and_read_the_tensors_of_each_call() -> None:
+    with (
+        mock.patch.object(callables, "_known", {}),
+        mock.patch.object(callables, "trace", wraps=callables.trace) as traces,
+    ):
+        first, second = torch.ones(4), torch.zeros(4)
+        one, other = (callables._traced(call(shifted(1.5, x))) for x in (first, second))
+        assert traces.call_count == 1 and one.program is other.program
+        assert torch.equal(*other.captures, second) and torch.equal(*one.captures, first)
+        callables._traced(call(shifted(2.5, first)))
+        assert traces.call_count == 2
+
+
+@pytest.mark.parametrize("how", ["values", "whole"])
+def test_what_a_trace_has_read_or_computed_is_not_kept(how) -> None:
+    table, one = torch.full((4,), 0.5), torch.full((), 0.5)
+    mods = {
+        "values": lambda s, b, h, i, j: s * one.item(),
+        "whole": lambda s, b, h, i, j: s * table.exp()[h],
+    }
+    with mock.patch.object(callables, "_known", {}):
+        found = callables._traced(call(mods[how]))
+        table += 1
+        one += 1
+        again = callables._traced(call(mods[how]))
+    assert found.program == again.program
+    changed = found.numbers != again.numbers
+    assert changed or not torch.equal(*found.captures, *again.captures)
