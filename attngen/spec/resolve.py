@@ -323,16 +323,8 @@ def _check_head_dims(spec: AttentionSpec, step: int) -> list[Violation]:
 
 def available_directions(spec: AttentionSpec) -> tuple[str, ...]:
     """The directions with kernels; a backward starts from a 16-bit output, as `attention` gives."""
-    without = spec.widens or spec.out_dtype == "fp32" or bool(too_wide(spec))
+    without = spec.widens or spec.out_dtype == "fp32"
     return FORWARD_ALONE if without else DIRECTIONS
-
-
-def too_wide(spec: AttentionSpec) -> str | None:
-    """Why a backward in 8 bits has no kernels for the head dims; None where it has, or in 16."""
-    d, d_v = spec.head_dim, spec.head_dim_v or spec.head_dim
-    if spec.dtype not in DTYPES_8BIT or not d <= 64 < d_v:
-        return None
-    return f"head dims {d} and {d_v} have no backward in 8 bits: V's go up to 64 where Q's do"
 
 
 def _check_directions(spec: AttentionSpec) -> list[Violation]:
@@ -348,8 +340,6 @@ def _check_directions(spec: AttentionSpec) -> list[Violation]:
     for direction in (x for x in dict.fromkeys(spec.directions) if x not in available):
         reason = f"direction {direction!r} has no kernels{whose if direction in DIRECTIONS else ''}"
         reason += f"; available: {available}{suggestion(direction, available)}"
-        if direction == "bwd" and (wide := too_wide(spec)):
-            reason = f"{wide}; available directions: {available}"
         found.append(Violation("directions", reason, legal))
     return found
 

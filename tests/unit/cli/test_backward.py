@@ -42,11 +42,11 @@ def test_build_backward_is_several_kernels_that_a_call_then_finds(
     assert all(built.from_cache for built in build_problem(backward, "sm_90a"))
 
 
-def test_build_fp8_backward_is_refused_with_a_legal_spec(tmp_path: Path) -> None:
-    text = TRAINED.replace("256", "64") + 'dtype = "e4m3"\nhead_dim_v = 80\n'
+def test_build_backward_of_fp8_keys_is_refused_with_a_legal_spec(tmp_path: Path) -> None:
+    text = TRAINED + 'kv_dtype = "e4m3"\n'
     result = run("build", write(tmp_path / "refused.toml", text))
     assert result.exit_code == 1
-    assert "have no backward in 8 bits: V's go up to 64" in result.stderr
+    assert "direction 'bwd' has no kernels for 'bf16' queries, 'e4m3' keys" in result.stderr
     assert "directions=('fwd',)" in result.stderr
 
 

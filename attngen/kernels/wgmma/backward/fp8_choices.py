@@ -42,10 +42,8 @@ REGISTERS = (40, 232)
 ROOMY_REGISTERS = (56, 224)
 BARRIERS = 26
 FACTOR_BYTES = 16
-MOST_COLUMNS = 256  # in two parts
 PART_COLUMNS = 128  # of dK and dV of 64 keys, which a consumer has registers for
 PART_BYTES = 4  # in a job, which part it is
-SMALL_COLUMNS = 64  # of Q, up to which V may have no more
 STAGES = 2  # of all that blocks have
 IMAGE_ROW_BYTES = 128
 STEP = 32  # of a product's reduction, in 8-bit elements
@@ -78,9 +76,6 @@ def key_image_bytes(key_columns: int) -> int:
 
 def plans(problem: Problem, target: Target) -> tuple[BackwardPlan | TurningPlan | ConvertPlan, ...]:
     """The plan of each kernel, in the order of launch; none where nothing fits."""
-    d, largest = problem.head_dim_qk, max(problem.head_dim_qk, problem.head_dim_v)
-    if largest > MOST_COLUMNS or d <= SMALL_COLUMNS < largest:
-        return ()
     main = _main(problem, target)
     if main.smem_bytes > target.cta_smem_bytes:
         return ()
