@@ -12,6 +12,7 @@ constexpr int kHeadDim = 128;
 constexpr int kHeadDimV = 128;
 constexpr int kBytes = 2;  // of an element of new tokens
 constexpr int kStoredBytes = 2;
+constexpr bool kAtOnce = kStoredBytes < kBytes;
 using Element = Bf16;
 using Stored = Bf16;
 
@@ -97,14 +98,14 @@ kv_append__full_d128_bf16__01cd0a(const __grid_constant__ attngen::Params p) {
     const Rows queries = {
         at(p.q, batch * p.q_stride_batch + row * p.q_stride_row, kBytes), kBytes * p.q_stride_head,
         at(p.o, batch * p.o_stride_batch + row * p.o_stride_row, kBytes), kBytes * p.o_stride_head, p.turned_heads};
-    make_rows<Element, Element, kBytes, kHeadDim>(queries, turn_at(before + place.row * p.turned_step), nullptr, 0, lane);
+    make_rows<Element, Element, kBytes, kHeadDim, kAtOnce>(queries, turn_at(before + place.row * p.turned_step), nullptr, 0, lane);
   }
   if (!slot.there) return;
   const Rows keys = {at(p.k, batch * p.k_stride_batch + row * p.k_stride_row, kBytes), kBytes * p.k_stride_head,
                      at(p.k_cache, slot.page * p.k_cache_stride_batch + slot.row * p.k_cache_stride_row, kStoredBytes),
                      kStoredBytes * p.k_cache_stride_head, p.heads_kv};
   if (p.rotary_dim != 0) {
-    make_rows<Element, Stored, kStoredBytes, kHeadDim>(keys, turn, nullptr, 0, lane);
+    make_rows<Element, Stored, kStoredBytes, kHeadDim, kAtOnce>(keys, turn, nullptr, 0, lane);
   } else {
     copy_rows<kBytes * kHeadDim>(keys, lane);
   }

@@ -12,6 +12,7 @@ constexpr int kHeadDim = 128;
 constexpr int kHeadDimV = 128;
 constexpr int kBytes = 2;  // of an element of new tokens
 constexpr int kStoredBytes = 1;
+constexpr bool kAtOnce = kStoredBytes < kBytes;
 using Element = Bf16;
 using Stored = E4m3;
 
@@ -103,7 +104,7 @@ kv_append__full_d128_bf16_kv_e4m3__4fd2c9(const __grid_constant__ attngen::Param
     const Rows queries = {
         at(p.q, batch * p.q_stride_batch + row * p.q_stride_row, kBytes), kBytes * p.q_stride_head,
         at(p.o, batch * p.o_stride_batch + row * p.o_stride_row, kBytes), kBytes * p.o_stride_head, p.turned_heads};
-    make_rows<Element, Element, kBytes, kHeadDim>(queries, turn_at(before + place.row * p.turned_step), nullptr, 0, lane);
+    make_rows<Element, Element, kBytes, kHeadDim, kAtOnce>(queries, turn_at(before + place.row * p.turned_step), nullptr, 0, lane);
   }
   if (!slot.there) return;
   const Rows keys = {at(p.k, batch * p.k_stride_batch + row * p.k_stride_row, kBytes), kBytes * p.k_stride_head,
@@ -113,9 +114,9 @@ kv_append__full_d128_bf16_kv_e4m3__4fd2c9(const __grid_constant__ attngen::Param
     return scales == nullptr ? nullptr : static_cast<const float*>(scales) + place.sequence * stride;
   };
   const Turn none = {nullptr, nullptr, 0, false, false};
-  make_rows<Element, Stored, kStoredBytes, kHeadDim>(keys, turn, scales_of(p.scale_k, p.scale_k_stride_batch), p.scale_k_stride_head, lane);
+  make_rows<Element, Stored, kStoredBytes, kHeadDim, kAtOnce>(keys, turn, scales_of(p.scale_k, p.scale_k_stride_batch), p.scale_k_stride_head, lane);
   const Rows values = {at(p.v, batch * p.v_stride_batch + row * p.v_stride_row, kBytes), kBytes * p.v_stride_head,
                      at(p.v_cache, slot.page * p.v_cache_stride_batch + slot.row * p.v_cache_stride_row, kStoredBytes),
                      kStoredBytes * p.v_cache_stride_head, p.heads_kv};
-  make_rows<Element, Stored, kStoredBytes, kHeadDimV>(values, none, scales_of(p.scale_v, p.scale_v_stride_batch), p.scale_v_stride_head, lane);
+  make_rows<Element, Stored, kStoredBytes, kHeadDimV, kAtOnce>(values, none, scales_of(p.scale_v, p.scale_v_stride_batch), p.scale_v_stride_head, lane);
 }

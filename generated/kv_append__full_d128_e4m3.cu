@@ -12,6 +12,7 @@ constexpr int kHeadDim = 128;
 constexpr int kHeadDimV = 128;
 constexpr int kBytes = 1;  // of an element of new tokens
 constexpr int kStoredBytes = 1;
+constexpr bool kAtOnce = kStoredBytes < kBytes;
 using Element = E4m3;
 using Stored = E4m3;
 

@@ -78,16 +78,21 @@ template <class Element>
 ATTNGEN_DEVICE float read_one(const char* row, int column) {
   return Element::unpack(reinterpret_cast<const unsigned short*>(row)[column]).x;
 }
-// kCount of them, from a multiple of kCount on.
-template <class Element, int kCount>
+// kCount of them, from a multiple of kCount on; 8 in one load where kAtOnce.
+template <class Element, bool kAtOnce, int kCount>
 ATTNGEN_DEVICE void read_many(float (&x)[kCount], const char* row, int column) {
   static_assert(kCount % 4 == 0, "in words");
   u32 words[kCount / 2];
+  if constexpr (kAtOnce && kCount == 8) {
+    const uint4 four = *reinterpret_cast<const uint4*>(row + 2 * column);
+    words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
+  } else {
 #pragma unroll
-  for (int i = 0; i < kCount / 4; ++i) {
-    const uint2 two = reinterpret_cast<const uint2*>(row + 2 * column)[i];
-    words[2 * i] = two.x;
-    words[2 * i + 1] = two.y;
+    for (int i = 0; i < kCount / 4; ++i) {
+      const uint2 two = reinterpret_cast<const uint2*>(row + 2 * column)[i];
+      words[2 * i] = two.x;
+      words[2 * i + 1] = two.y;
+    }
   }
 #pragma unroll
   for (int i = 0; i < kCount / 2; ++i) {
@@ -97,10 +102,10 @@ ATTNGEN_DEVICE void read_many(float (&x)[kCount], const char* row, int column) {
   }
 }
 // kCount cosines, or sines.
-template <class Element, int kCount>
+template <class Element, bool kAtOnce, int kCount>
 ATTNGEN_DEVICE void read_table(float (&x)[kCount], const char* row, int column, bool wide) {
   if (!wide) {
-    read_many<Element>(x, row, column);
+    read_many<Element, kAtOnce>(x, row, column);
     return;
   }
 #pragma unroll
@@ -139,15 +144,15 @@ ATTNGEN_DEVICE float take_one(const char* row, int column, const Turn& turn) {
   return first ? turned_first(own, other, cosine, sine) : turned_second(other, own, cosine, sine);
 }
 // kCount columns of a row, rotated, from a multiple of kCount on; halves are multiples of it, too.
-template <class Element, int kCount>
+template <class Element, bool kAtOnce, int kCount>
 ATTNGEN_DEVICE void take_many(float (&x)[kCount], const char* row, int column, const Turn& turn) {
-  read_many<Element>(x, row, column);
+  read_many<Element, kAtOnce>(x, row, column);
   if (column >= turn.dim) return;
   if (turn.pairs) {
     float cosines[kCount / 2];
     float sines[kCount / 2];
-    read_table<Element>(cosines, turn.cosines, column / 2, turn.wide);
-    read_table<Element>(sines, turn.sines, column / 2, turn.wide);
+    read_table<Element, kAtOnce>(cosines, turn.cosines, column / 2, turn.wide);
+    read_table<Element, kAtOnce>(sines, turn.sines, column / 2, turn.wide);
 #pragma unroll
     for (int i = 0; i < kCount / 2; ++i) {
       const float first = x[2 * i];
@@ -162,9 +167,9 @@ ATTNGEN_DEVICE void take_many(float (&x)[kCount], const char* row, int column, c
   float others[kCount];
   float cosines[kCount];
   float sines[kCount];
-  read_many<Element>(others, row, first ? column + half : column - half);
-  read_table<Element>(cosines, turn.cosines, angle, turn.wide);
-  read_table<Element>(sines, turn.sines, angle, turn.wide);
+  read_many<Element, kAtOnce>(others, row, first ? column + half : column - half);
+  read_table<Element, kAtOnce>(cosines, turn.cosines, angle, turn.wide);
+  read_table<Element, kAtOnce>(sines, turn.sines, angle, turn.wide);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     x[i] = first ? turned_first(x[i], others[i], cosines[i], sines[i])
@@ -172,13 +177,13 @@ ATTNGEN_DEVICE void take_many(float (&x)[kCount], const char* row, int column, c
   }
 }
 
-// 16 bytes of numbers, multiplied by `scale` where they are of 8 bits, which have 16 of them.
-template <class Stored, int kCount>
-ATTNGEN_DEVICE void put_many(char* to, const float (&x)[kCount], float scale) {
-  u32 words[4];
+// 8 numbers of kBytes each, multiplied by `scale` where that is 1.
+template <class Stored, int kBytes>
+ATTNGEN_DEVICE void put_many(char* to, const float (&x)[8], float scale) {
+  u32 words[2 * kBytes];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if constexpr (kCount == 8) {
+  for (int i = 0; i < 2 * kBytes; ++i) {
+    if constexpr (kBytes == 2) {
       words[i] = Stored::pack(x[2 * i], x[2 * i + 1]);
     } else {
       const u32 low = Stored::pack(__fmul_rn(x[4 * i], scale), __fmul_rn(x[4 * i + 1], scale));
@@ -186,7 +191,11 @@ ATTNGEN_DEVICE void put_many(char* to, const float (&x)[kCount], float scale) {
       words[i] = low | Stored::pack(third, __fmul_rn(x[4 * i + 3], scale)) << 16;
     }
   }
-  *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+  if constexpr (kBytes == 2) {
+    *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+  } else {
+    *reinterpret_cast<uint2*>(to) = uint2{words[0], words[1]};
+  }
 }
 template <class Stored, int kBytes>
 ATTNGEN_DEVICE void put_one(char* row, int column, float x, float scale) {
@@ -198,11 +207,12 @@ ATTNGEN_DEVICE void put_one(char* row, int column, float x, float scale) {
 }
 
 // kDim columns of each head, rotated, and stored as kBytes each. `scales`: of the heads, `stride`
-// apart, or null for 1.
-template <class Element, class Stored, int kBytes, int kDim>
+// apart, or null for 1. kAtOnce: whether 8 columns come in one load, for which kernels that do not
+// narrow have no registers left.
+template <class Element, class Stored, int kBytes, int kDim, bool kAtOnce>
 ATTNGEN_DEVICE void make_rows(const Rows& rows, const Turn& turn, const float* scales, int stride,
                               int lane) {
-  constexpr int kCount = 16 / kBytes;
+  constexpr int kCount = 8;  // columns of a unit, which a lane reads at once
   constexpr int kUnits = kDim / kCount;
   constexpr int kBatch = 1;  // of units that a lane has asked for before it stores the first
   const bool whole = kDim % kCount == 0 && turn.dim % (2 * kCount) == 0;
@@ -215,7 +225,7 @@ ATTNGEN_DEVICE void make_rows(const Rows& rows, const Turn& turn, const float* s
         const int unit = start + i * kWarpLanes;
         if (unit < all) {
           const char* from = rows.from + unit / kUnits * rows.from_head;
-          take_many<Element>(x[i], from, unit % kUnits * kCount, turn);
+          take_many<Element, kAtOnce>(x[i], from, unit % kUnits * kCount, turn);
         }
       }
 #pragma unroll
@@ -224,7 +234,8 @@ ATTNGEN_DEVICE void make_rows(const Rows& rows, const Turn& turn, const float* s
         if (unit < all) {
           const int head = unit / kUnits;
           const float scale = scales == nullptr ? 1.f : scales[head * stride];
-          put_many<Stored>(rows.to + head * rows.to_head + unit % kUnits * 16, x[i], scale);
+          put_many<Stored, kBytes>(rows.to + head * rows.to_head + unit % kUnits * kCount * kBytes,
+                                   x[i], scale);
         }
       }
     }
