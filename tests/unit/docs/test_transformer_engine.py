@@ -32,9 +32,11 @@ def table(heading: str) -> list[str]:
     return [line.split("|")[1].strip() for line in re.findall(r"^\|.*", below, re.MULTILINE)]
 
 
-def rows_refused() -> list[dict[str, Any]]:
+def rows_refused(of_modules: bool = False) -> list[dict[str, Any]]:
+    """Rows of what is refused elsewhere, in functions' words or in those of modules."""
     below = PAGE.split("## What its fused attention refuses\n")[1].split("\n## ")[0]
-    cells = re.findall(r"^\| `(\w+=[^`]*)` \|", below, re.MULTILINE)
+    parts = below.split("\nAnd in modules")
+    cells = re.findall(r"^\| `(\w+=[^`]*)` \|", parts[of_modules], re.MULTILINE)
     return [eval(f"dict({cell})") for cell in cells]
 
 
@@ -142,6 +144,50 @@ def test_refused_elsewhere_is_computed_here(given: dict[str, Any]) -> None:
     state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64)
     expected, _, _ = te_kit.truth(case, te_kit.dense(case), bias, te_kit.offset_of(case), state)
     close(rows_of(case, out), expected)
+
+
+def test_rows_of_modules_are_many() -> None:
+    assert len(rows_refused(of_modules=True)) == 5
+
+
+@pytest.mark.parametrize("given", rows_refused(of_modules=True), ids=str)
+def test_modules_compute_what_is_refused_elsewhere(given: dict[str, Any]) -> None:
+    """Fused, as they choose where there are kernels; by the definition output and gradients are
+    right, in FP8 nearly."""
+    params = replace(te.AttentionParams(qkv_layout="bshd_bshd_bshd"), **given)
+    assert te.get_attention_backend(params).use_fused_attention
+    case = Case(
+        params.qkv_layout, params.attn_mask_type.replace("arbitrary", "no_mask"),
+        params.window_size or (-1, -1), bias_type=params.core_attention_bias_type,
+        bias_shape=params.core_attention_bias_shape or "1hss", softmax=params.softmax_type,
+        shape=Shape(dim=16, dim_v=16), bottom_right=True,
+    )  # fmt: skip
+    dtype = torch.bfloat16 if params.fp8 else torch.float64
+    hidden, words = None, te_kit.arguments(case)
+    if params.attn_mask_type == "arbitrary":
+        hidden = te_kit.randn(case.shape.batch, 1, 6, 9, seed=3) > 0.4
+        words["attention_mask"] = hidden
+    qkv = [x.requires_grad_() for x in te_kit.operands(case, dtype=dtype)]
+    exact = [x.double().requires_grad_() for x in te_kit.dense(case, dtype)]
+    biases = [te_kit.bias_of(case) for _ in range(2)]
+    learned = [x.requires_grad_() for x in biases if x is not None]
+    module = te_kit.module_of(case, attn_mask_type=params.attn_mask_type)
+    with fp8.autocast(params.fp8, params.fp8_meta and params.fp8_meta["recipe"]):
+        out = module(*qkv, core_attention_bias=biases[0], **words)
+    wanted, _, _ = te_kit.truth(
+        case, tuple(exact), biases[1], te_kit.offset_of(case), hidden=hidden
+    )
+    found = rows_of(case, out)
+    found.double().square().sum().backward()
+    wanted.square().sum().backward()
+    q, q64 = qkv[0].grad, exact[0].grad
+    assert q is not None and q64 is not None
+    axes = "thd" if "thd" in case.layout else "bshd"
+    pairs = [(found, wanted), (te_kit.restored(q, axes, case.lengths()[0], 6), q64)]
+    pairs += [(learned[0].grad, learned[1].grad)] if learned else []
+    for got, expected in pairs:
+        error = (got.double() - expected).norm() / expected.norm()
+        assert error < (0.25 if params.fp8 else 1e-9)
 
 
 def test_every_variable_that_is_read_is_on_the_page() -> None:
