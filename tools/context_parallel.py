@@ -3,13 +3,15 @@
     torchrun --nproc-per-node 2 tools/context_parallel.py check
     torchrun --nproc-per-node 2 tools/context_parallel.py bench
     python tools/context_parallel.py simulate
+    python tools/context_parallel.py memory
 
 `check`: each case by its strategy, with gradients, against one call in float64 over the whole: the
 largest error is at most twice that of one call of the same kernels, plus 1e-3 of the largest value.
 Runs repeat, bit by bit. `bench`: the time of a forward and of a forward with its backward, beside
 an equal share of one GPU's. `simulate`: each rank's kernels, merges and sums by p2p, one rank after
-another on one GPU, without messages, beside that share; the longest rank's time counts. All write
-docs/results/context-parallel.json, by the first rank.
+another on one GPU, without messages, beside that share; the longest rank's time counts. `memory`:
+what a rank of 8 allocates beside its operands for 1M tokens, forward and backward, without
+messages. All write docs/results/context-parallel.json, by the first rank.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ HEADS, HEADS_KV, DIM = 16, 8, 128
 ROUNDS, WARM = 20, 5
 TOKENS = 8192  # of a rank, simulated
 SIMULATED = (2, 4, 8)  # ranks
+LONG = 1 << 20  # tokens, of which memory is measured
 COMMS: tuple[parallel.Comm, ...] = ("p2p", "all_gather", "a2a")
 
 
@@ -196,6 +199,28 @@ def bench(comm: parallel.Comm, length: int) -> dict[str, Any]:
     return {**found, "both, a share of one GPU's": one / share}
 
 
+def memory(ranks: int = 8, length: int = LONG) -> dict[str, Any]:
+    """Bytes that a rank allocates at most beside its operands, and those of its own q, k and v."""
+    *operands, d_out = tensors(length)
+    sent: list[Any] = []
+    rank, *_ = ranks_of(Order("dual_chunk", ranks), operands, {"mask": "causal"}, sent)
+    d_out = d_out[:, : length // ranks].clone()
+    operands.clear()
+    found = {"ranks": ranks, "length": length, "operands": sum(x.nbytes for x in rank.leaves)}
+    for name in ("forward", "both"):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with torch.set_grad_enabled(name == "both"):
+            out, _ = rank.run()
+        if name == "both":
+            torch.autograd.grad(out, rank.leaves, d_out)
+        found[name] = torch.cuda.max_memory_allocated() - before
+        del out
+        sent.clear()
+    return found
+
+
 def over_group(what: str) -> list[dict[str, Any]]:
     """The cases or the times of a group that torchrun began, printed by its first rank."""
     first, lines = dist.get_rank() == 0, []
@@ -215,7 +240,7 @@ def over_group(what: str) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=("check", "bench", "simulate"))
+    parser.add_argument("what", choices=("check", "bench", "simulate", "memory"))
     parser.add_argument("--output", type=Path, default=RESULTS, help="file")
     options = parser.parse_args()
     if options.what == "simulate":
@@ -224,6 +249,11 @@ def main() -> int:
             lines.append(simulate(ranks))
             print(lines[-1], flush=True)
         write(options.output, "simulate", lines)
+        return 0
+    if options.what == "memory":
+        lines = [memory()]
+        print(*lines, flush=True)
+        write(options.output, "memory", lines)
         return 0
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))

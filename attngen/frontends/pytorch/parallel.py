@@ -2,340 +2,37 @@
 
     q, k, v = (attngen.parallel.shard(x, group, 1) for x in (q, k, v))
     out = attngen.parallel.attention(q, k, v, group=group, comm="p2p", mask="causal")
+
+`ContextParallel` is imported when it is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from .context_sdpa import context_parallel
+from .context_sharding import AnyOrder, positions, shard, shard_batch, unshard
+from .context_strategies import Comm, attention
 
-from ...call.context_order import Order, OrderName
-from ...call.context_steps import is_aligned
-from ...errors import SpecError
-from ...io.text import suggestion
-from ...reference.dropout import draw_rng_state
-from ...results import AttentionAux
-from .attention import attention as attend
-from .casts import autocast, without_autocast
-from .context_calls import (
-    AXES,
-    BANDS,
-    LENGTHS,
-    NUMBERS,
-    Asked,
-    Ranks,
-    asked_of,
-    bias_of,
-    context_call,
-    features_of,
-    sink_of,
-    slopes_of,
-)
-from .context_function import ContextAttention
-from .context_heads import Exchange, Exchanged, outer_order
-from .context_messages import gather_into
+if TYPE_CHECKING:
+    from .context_style import ContextParallel
 
-_attend: Callable[..., tuple[Tensor, Tensor]] = ContextAttention.apply
-_exchanged: Callable[..., Tensor] = Exchanged.apply
-Comm = Literal["p2p", "all_gather", "a2a", "a2a+p2p", "auto"]
-AnyOrder = OrderName | tuple[OrderName, int]  # beside striped, positions of a stripe
-COMMS: tuple[str, ...] = get_args(Comm)
+__all__ = [
+    "AnyOrder",
+    "Comm",
+    "ContextParallel",
+    "attention",
+    "context_parallel",
+    "positions",
+    "shard",
+    "shard_batch",
+    "unshard",
+]
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    group: Any = None,
-    comm: Comm = "p2p",
-    order: AnyOrder = "dual_chunk",
-    reduce_dtype: torch.dtype = torch.float32,
-    **arguments: Any,
-) -> Tensor | tuple[Tensor, AttentionAux]:
-    """Attention of this rank's queries over the keys of all, with its gradients.
+def __getattr__(name: str) -> Any:
+    if name != "ContextParallel":
+        raise AttributeError(f"module 'attngen.parallel' has no attribute {name!r}")
+    from .context_style import ContextParallel
 
-    q, k, v: what the rank holds of each sequence in that order (`shard`), [b, s / n, h, d] of n
-    ranks in the default layout, [t / n, h, d] in `thd`, of one dtype of 16 bits or more. group: a
-    process group, or a mesh of one axis; None for all ranks; for a2a+p2p a pair, (inner, outer).
-    comm: p2p, keys come from one rank after another, those alone that are needed; all_gather, all
-    at once; a2a, ranks exchange positions for heads; a2a+p2p, that inside the inner group and p2p
-    over the outer one; auto, a2a where heads divide and nothing is against it, else p2p. order: of
-    call/context_order.py, `("striped", n)` for stripes of n positions. reduce_dtype: of gradients
-    in messages, beside operands of 16 bits.
-
-    arguments: those of `attngen.attention` that `context_calls.SERVED` lists. cu_seqlens_… are of
-    the whole, seqused_… of whole sequences, and plans need them on the host: those of a GPU are
-    waited for. bias and attn_mask have the rank's queries and all keys, [b, h, s_q / n, s_kv].
-    rng_state is that of the group's first rank, drawn there unless given; what is dropped does not
-    depend on how many ranks there are. Gradients of sink and bias are those by the rank's queries.
-    Under torch.autocast float32 operands are cast to its dtype, once.
-
-    Returns: the output, q's shape with d_v; with return_lse or return_rng_state a pair with an
-    AttentionAux, its LSE [b, h, s_q / n], of packed tokens [h, t / n].
-
-    Raises: SpecError, which names the strategy that can where one cannot; as `attngen.attention`.
-    """
-    if comm not in COMMS:
-        meant = suggestion(comm, COMMS)
-        raise SpecError(f"comm={comm!r}; known: {', '.join(COMMS)}{meant}")
-    paired = isinstance(group, (tuple, list))
-    if paired != (comm == "a2a+p2p"):
-        raise SpecError("comm='a2a+p2p' takes group=(inner, outer), and no other comm does")
-    inner, outer = map(Ranks.of, group) if paired else (None, Ranks.of(group))
-    count = outer.size * (1 if inner is None else inner.size)
-    whole_order = _order(order, count)
-    with without_autocast(q.device.type) as was_on:
-        if was_on:
-            q, k, v = autocast(q, k, v)
-        asked = asked_of(q, k, v, arguments, count)
-        return _attend_spread(asked, comm, whole_order, inner, outer, reduce_dtype)
-
-
-def _attend_spread(
-    asked: Asked,
-    comm: Comm,
-    order: Order,
-    inner: Ranks | None,
-    outer: Ranks,
-    reduce_dtype: torch.dtype,
-) -> Tensor | tuple[Tensor, AttentionAux]:
-    """The call by a strategy. Raises: SpecError, which names the strategy that can."""
-    if comm in ("a2a", "auto") and inner is None:
-        reasons = _against_heads(asked, outer.size)
-        if reasons and comm == "a2a":
-            raise SpecError(reasons)
-        if not reasons:
-            inner, outer = outer, Ranks(None, 1, 0)
-    if inner is not None and comm == "a2a+p2p" and (found := _against_heads(asked, inner.size)):
-        raise SpecError(found)
-    state = _rng_state(asked, [x for x in (outer, inner) if x is not None and x.size > 1])
-    if inner is None:
-        gathers = comm == "all_gather"
-        out, lse = _over_positions(asked, order, outer, gathers, state, 0, reduce_dtype)
-    else:
-        out, lse = _over_heads(asked, order, inner, outer, state, reduce_dtype)
-    return _as_asked(asked, out, lse, state)
-
-
-def _over_positions(
-    asked: Asked,
-    order: Order,
-    ranks: Ranks,
-    gathers: bool,
-    state: Tensor | None,
-    first_head: int,
-    reduce_dtype: torch.dtype,
-    heads: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """Output [b, t, h, d] and LSE [b, h, t] of ranks that hold the same heads. heads: of all, where
-    these hold some."""
-    features = features_of(asked, state, first_head, heads or asked.q.shape[2])
-    call = context_call(asked, order, ranks, gathers, features, reduce_dtype)
-    sink = sink_of(asked, first_head)
-    return _attend(call, asked.q, asked.k, asked.v, sink, bias_of(asked))
-
-
-def _over_heads(
-    asked: Asked,
-    order: Order,
-    inner: Ranks,
-    outer: Ranks,
-    state: Tensor | None,
-    reduce_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Output and LSE, by way of an exchange of positions for heads."""
-    device, above = asked.q.device, outer_order(order, inner.size)
-    if outer.size == 1:  # which hold whole sequences then, in the order of their positions
-        above = Order("contiguous", 1)
-    first = outer.rank * inner.size
-    of_q, of_kv = (
-        Exchange.between(
-            inner.group,
-            [order.shard(first + place, rooms) for place in range(inner.size)],
-            above.shard(outer.rank, rooms),
-            device,
-        )
-        for rooms in asked.rooms
-    )
-    q, k, v = (
-        _exchanged(exchange.to_heads, exchange.to_positions, x)
-        for exchange, x in ((of_q, asked.q), (of_kv, asked.k), (of_kv, asked.v))
-    )
-    heads = asked.q.shape[2]
-    own = replace(asked, q=q, k=k, v=v)
-    first_head = inner.rank * q.shape[2]
-    if outer.size == 1:
-        out, lse = _of_whole(own, state, first_head, heads)
-    else:
-        out, lse = _over_positions(
-            own, above, outer, False, state, first_head, reduce_dtype, heads
-        )
-    back = partial(_exchanged, of_q.to_positions, of_q.to_heads)
-    lse = back(lse.transpose(1, 2).unsqueeze(-1)).squeeze(-1).transpose(1, 2)
-    return back(out), lse
-
-
-def _of_whole(
-    asked: Asked, state: Tensor | None, first_head: int, heads: int
-) -> tuple[Tensor, Tensor]:
-    """Output and LSE of whole sequences of some heads, by one call."""
-    given = dict(asked.given)
-    names = (*BANDS, *NUMBERS, *LENGTHS, "softmax", "backend", "deterministic")
-    found = {name: given[name] for name in names if name in given}
-    found = {
-        name: x.to(asked.q.device) if isinstance(x, Tensor) else x for name, x in found.items()
-    }
-    if found.get("bias_type") == "alibi":
-        del found["bias_type"]
-    if given.get("softmax") == "learnable":
-        found["sink"] = sink_of(asked, first_head)
-    if (slopes := slopes_of(asked, first_head, heads)) is not None:
-        found["alibi_slopes"] = slopes
-    q, k, v = asked.q, asked.k, asked.v
-    if asked.packed:
-        found["layout"], q, k, v = "thd", q.squeeze(0), k.squeeze(0), v.squeeze(0)
-    if asked.dropout_p > 0:
-        found |= {"rng_state": state, "positions": _positions_of(asked, first_head)}
-        found.pop("bottom_right", None)
-        if "mask" in found:
-            found["mask"] = found["mask"].removesuffix("_bottom_right")
-    out, aux = attend(q, k, v, **found, return_lse=True)
-    lse = aux.lse
-    assert lse is not None
-    return (out[None], lse[None]) if asked.packed else (out, lse)
-
-
-def _positions_of(asked: Asked, first_head: int) -> tuple[int, ...]:
-    """The positions of whole sequences of some heads."""
-    first, *_ = asked.lengths
-    return 0, 0, first.kv - first.q if _is_aligned(asked) else 0, first_head
-
-
-def _is_aligned(asked: Asked) -> bool:
-    """Whether the diagonal ends where the keys do."""
-    given = asked.given.get("bottom_right")
-    return is_aligned(asked.given.get("mask", "none"), None if given is None else bool(given))
-
-
-def _against_heads(asked: Asked, ranks: int) -> list[str]:
-    """Why ranks cannot exchange positions for heads."""
-    heads, heads_kv = asked.q.shape[2], asked.k.shape[2]
-    reasons = []
-    if heads % ranks or heads_kv % ranks:
-        reasons.append(
-            f"comm='a2a': {heads} query and {heads_kv} key/value heads do not divide by {ranks} "
-            "ranks. Use comm='p2p' or 'all_gather'."
-        )
-    for name in ("bias", "attn_mask"):
-        if asked.given.get(name) is not None:
-            reasons.append(
-                f"comm='a2a': {name} has the rank's own queries. Use comm='p2p' or 'all_gather'."
-            )
-    if asked.dropout_p > 0 and not asked.uniform and _is_aligned(asked):
-        reasons.append(
-            "comm='a2a': dropout beside lengths and an alignment to the bottom right. Use "
-            "comm='p2p' or 'all_gather'."
-        )
-    return reasons
-
-
-def _rng_state(asked: Asked, groups: Sequence[Ranks]) -> Tensor | None:
-    """The state of dropout that all ranks have, None without dropout."""
-    if not asked.dropout_p > 0:
-        return None
-    given = asked.given.get("rng_state")
-    state = draw_rng_state(asked.q.device) if given is None else given.clone()
-    for each in groups:
-        dist.broadcast(state, dist.get_global_rank(each.group, 0), group=each.group)
-    return state
-
-
-def _as_asked(
-    asked: Asked, out: Tensor, lse: Tensor, state: Tensor | None
-) -> Tensor | tuple[Tensor, AttentionAux]:
-    """The results in the call's layout."""
-    if asked.packed:
-        out, lse = out.squeeze(0), lse.squeeze(0)
-    else:
-        out = out.permute(AXES[asked.given.get("layout", "bshd")])
-    wants_lse, wants_state = (
-        bool(asked.given.get(name)) for name in ("return_lse", "return_rng_state")
-    )
-    if not (wants_lse or wants_state):
-        return out
-    return out, AttentionAux(lse=lse if wants_lse else None, rng_state=state)
-
-
-def shard(
-    x: Tensor,
-    group: Any = None,
-    dim: int = 1,
-    *,
-    order: AnyOrder = "dual_chunk",
-    cu_seqlens: Sequence[int] | Tensor | None = None,
-) -> Tensor:
-    """Cut what this rank holds out of a tensor whose axis `dim` has positions, or packed tokens.
-
-    cu_seqlens: int [b + 1], of packed tokens, padding included. Differentiable.
-    Raises: SpecError where sequences are no multiples of what the order cuts.
-    """
-    ranks = Ranks.of(group)
-    rooms = _rooms(x.shape[dim], cu_seqlens)
-    places = _order(order, ranks.size).shard(ranks.rank, rooms)
-    return x.index_select(dim, torch.tensor(places, device=x.device))
-
-
-def unshard(
-    x: Tensor,
-    group: Any = None,
-    dim: int = 1,
-    *,
-    order: AnyOrder = "dual_chunk",
-    cu_seqlens: Sequence[int] | Tensor | None = None,
-) -> Tensor:
-    """The whole tensor on every rank, of what each holds; without a gradient. Arguments and errors
-    as of `shard`; cu_seqlens of the whole."""
-    ranks = Ranks.of(group)
-    own = x.detach().movedim(dim, 0).contiguous()
-    found = own.new_empty(ranks.size, *own.shape)
-    gather_into(found, own, ranks.group)
-    rooms = _rooms(x.shape[dim] * ranks.size, cu_seqlens)
-    places = _order(order, ranks.size).unshard(rooms)
-    joined = found.flatten(0, 1).index_select(0, torch.tensor(places, device=x.device))
-    return joined.movedim(0, dim)
-
-
-def positions(
-    length: int,
-    group: Any = None,
-    *,
-    order: AnyOrder = "dual_chunk",
-    cu_seqlens: Sequence[int] | Tensor | None = None,
-    device: torch.device | str | None = None,
-) -> Tensor:
-    """The position in its sequence of each token that this rank holds, int64, as rotary embeddings
-    take it. length: positions of a sequence, or all packed tokens; others as of `shard`."""
-    ranks = Ranks.of(group)
-    found = _order(order, ranks.size).positions(ranks.rank, _rooms(length, cu_seqlens))
-    return torch.tensor(found, device=device)
-
-
-def _order(order: AnyOrder, ranks: int) -> Order:
-    """The order of so many ranks. Raises: SpecError where there is none of that name."""
-    name, stripe = (order, 1) if isinstance(order, str) else order
-    return Order(name, ranks, stripe)
-
-
-def _rooms(length: int, cu_seqlens: Sequence[int] | Tensor | None) -> list[int]:
-    """Lengths of sequences along an axis."""
-    if cu_seqlens is None:
-        return [length]
-    ends = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else [*cu_seqlens]
-    return [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    return ContextParallel

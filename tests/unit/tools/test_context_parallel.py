@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attngen.call.context_order import Order
-from attngen.frontends.pytorch import context_calls, parallel
+from attngen.frontends.pytorch import context_calls, context_strategies
 from tools import context_parallel
 
 
@@ -17,7 +17,7 @@ def test_case_is_served_by_its_strategy(case: context_parallel.Case, ranks: int)
     q, k, v = (torch.zeros(1, case.length // ranks, n, 8) for n in (heads, heads_kv, heads_kv))
     asked = context_calls.asked_of(q, k, v, case.given, ranks)
     if case.comm == "a2a":
-        assert not parallel._against_heads(asked, ranks)
+        assert not context_strategies._against_heads(asked, ranks)
         return
     place = context_calls.Ranks(None, ranks, ranks - 1)
     features = context_calls.features_of(asked, None, 0, heads)

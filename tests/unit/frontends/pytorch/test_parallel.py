@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from attngen import SpecError, fp8, parallel
 from attngen.call.context_order import Order
-from attngen.frontends.pytorch import context_calls
+from attngen.frontends.pytorch import (
+    context_calls,
+    context_sdpa,
+    context_sharding,
+    context_strategies,
+)
+from attngen.frontends.pytorch.context_calls import Ranks
 from tests.support.parallel_kit import Case, errors_of
 
 CAUSAL = {"mask": "causal"}
@@ -30,6 +38,7 @@ CASES = [
     Case("a2a", given=DROPPED, learned=("sink",)),
     Case("a2a", "striped", lengths=(8, 16), given={"window": (4, 4)}),
     Case("auto", given=CAUSAL),
+    Case("p2p", given=CAUSAL, door="sdpa"),
 ]
 
 
@@ -101,7 +110,7 @@ def test_orders_and_strategies_are_refused_by_name() -> None:
             context_calls.context_call(asked, order, ranks, gathers, features, torch.float32)
     for heads, given in (((4, 1), {}), ((4, 2), {"attn_mask": torch.ones(12, 24).bool()})):
         asked = context_calls.asked_of(*operands(*heads), given, 2)
-        assert all("Use comm='p2p'" in x for x in parallel._against_heads(asked, 2))
+        assert all("Use comm='p2p'" in x for x in context_strategies._against_heads(asked, 2))
 
 
 @pytest.fixture
@@ -144,3 +153,36 @@ def test_what_kernels_do_not_serve_is_known_at_entry() -> None:
     assert "head dims above 256 have no kernels over a group" in reasons
     asked = context_calls.asked_of(*wide, {}, 2)
     assert not context_calls.features_of(asked, None, 0, 4).kernels
+
+
+def test_batches_are_cut_where_positions_lie(alone: None) -> None:
+    tokens, mask = torch.arange(16).view(2, 8), torch.ones(2, 1, 8, 8)
+    ends = torch.tensor([0, 8])
+    batch = {"tokens": tokens, "attention_mask": mask, "cu_seqlens_q": ends, "loss_mask": None}
+    with mock.patch.object(context_sharding.Ranks, "of", lambda group: Ranks(group, 2, 1)):
+        found = parallel.shard_batch({**batch, "x": tokens.T}, dims={"x": 0})
+        with pytest.raises(SpecError, match="tokens: a sequence of 7 positions"):
+            parallel.shard_batch({"tokens": tokens[:, 1:]})
+        with pytest.raises(SpecError, match="flag .* has no axis 1"):
+            parallel.shard_batch({"flag": torch.ones(2)})
+    assert found["tokens"].tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
+    assert found["attention_mask"].shape == (2, 1, 4, 8)
+    assert torch.equal(found["x"].T, found["tokens"]) and found["cu_seqlens_q"] is ends
+
+
+def test_modules_attend_over_a_mesh(alone: None) -> None:
+    class Module(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    x, plain = torch.randn(1, 2, 8, 4), nn.functional.scaled_dot_product_attention
+    module = parallel.ContextParallel(comm="p2p")._apply(Module(), None)
+    with mock.patch.object(context_sdpa, "attention", wraps=parallel.attention) as attend:
+        out = module(x)
+    assert attend.call_count == 1 and nn.functional.scaled_dot_product_attention is plain
+    torch.testing.assert_close(out, plain(x, x, x, is_causal=True))
+    with pytest.raises(SpecError, match="need enable_gqa"), context_sdpa.over_group(None):
+        nn.functional.scaled_dot_product_attention(x, x[:, :1], x[:, :1])
+    with pytest.raises(SpecError, match="as many buffer_seq_dims"):
+        with parallel.context_parallel(None, buffers=[x]):
+            pass
