@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..errors import PlanError, SpecError
 from ..fragments import features
-from ..kernels.family import serving
+from ..kernels.family import families
 from ..spec.attention_spec import AttentionSpec
-from ..spec.resolve import resolve
+from ..spec.resolve import find_violations, resolve
 from ..targets.target import DEFAULT, TARGETS
 
-_FEATURES = features.scan()  # here, not in a call: torch.compile cannot trace file access
+# Here, not in a call: torch.compile cannot trace file access.
+_FEATURES, _FAMILIES = features.scan(), families()
 
 
 def unserved(spec: AttentionSpec, arch: str) -> list[str]:
@@ -19,16 +19,15 @@ def unserved(spec: AttentionSpec, arch: str) -> list[str]:
     empty where it has. Those of the default serve every such spec."""
     if arch == DEFAULT.name:
         return []
+    target, there = TARGETS[arch], replace(spec, arch=(arch,))
+    if violations := find_violations(there, _FEATURES):
+        return [violation.reason for violation in violations]
     reasons: list[str] = []
-    try:
-        problems = resolve(replace(spec, arch=(arch,)), _FEATURES)
-    except SpecError as error:
-        return [*error.reasons]
-    for problem in problems:
-        try:
-            serving(problem, TARGETS[arch])
-        except PlanError as error:
-            reasons += error.reasons
+    for problem in resolve(there, _FEATURES):
+        asked = [family for family in _FAMILIES if family.is_asked(problem, target)]
+        refused = [family.refusals(problem, target) for family in asked]
+        if all(refused):
+            reasons += [f"{problem.label}: {reason}" for each in refused for reason in each]
     return [*dict.fromkeys(reasons)]
 
 

@@ -96,6 +96,10 @@ class Family(ABC):
         none."""
         return False
 
+    def is_asked(self, problem: Problem, target: Target) -> bool:
+        """Whether problems of this kind are its own on a target that has none faster."""
+        return self.computes(problem) and not self.avoids & target.instructions
+
     def refuses(self, problem: Problem) -> Iterator[str]:
         """Why it has no kernels for a problem that it computes, on any target; nothing where it
         has."""
@@ -188,7 +192,7 @@ def serving(problem: Problem, target: Target) -> Family:
     """
     reasons: list[str] = []
     for family in families():
-        if family.computes(problem) and not family.avoids & target.instructions:
+        if family.is_asked(problem, target):
             refused = family.refusals(problem, target)
             if not refused:
                 return family

@@ -25,7 +25,8 @@ from ..runtime.program import Binary
 from ..spec import resolve
 from ..spec.attention_spec import AttentionSpec, checked, load_specs
 from ..spec.problem import Problem, Variant
-from .bundle import Bundle, name_of
+from ..targets.target import TARGETS, Target, earlier_of
+from .bundle import Bundle, Program, name_of
 
 log = logging.getLogger("attngen")
 
@@ -89,16 +90,24 @@ def mounted() -> list[Bundle]:
 def find(
     problem: Problem, arch: str, kernel: str | None = None
 ) -> tuple[tuple[Binary, bytes], ...] | None:
-    """Launch programs and cubins of a problem, from the first mounted bundle that has them; None
-    where none has. kernel: as `builder.find_kernels` has it. Raises: BundleError.
+    """Launch programs and cubins of a problem, from the first mounted bundle that has them; else
+    from the first that has those of an earlier minor version whose kernels the architecture's
+    shared memory holds; None where none has. kernel: as `builder.find_kernels` has it. Raises:
+    BundleError.
     """
-    for bundle in mounted():
-        program = bundle.program(problem, arch)
-        if program is not None:
-            log.debug("%s: found in %s", program.name, bundle.path)
-            wanted = of_call(program.binaries, lambda each: name_of_kernel(each.kernel), kernel)
-            return tuple((binary, bundle.cubin(binary)) for binary in wanted)
+    for name in (arch, *(each.name for each in earlier_of(arch))):
+        for bundle in mounted():
+            program = bundle.program(problem, name)
+            if program is not None and (name == arch or _fits(program, TARGETS[arch])):
+                log.debug("%s: found in %s", program.name, bundle.path)
+                wanted = of_call(program.binaries, lambda each: name_of_kernel(each.kernel), kernel)
+                return tuple((binary, bundle.cubin(binary)) for binary in wanted)
     return None
+
+
+def _fits(program: Program, target: Target) -> bool:
+    """Whether a CTA of each kernel has the shared memory there that it asks for."""
+    return all(each.kernel.smem_bytes <= target.cta_smem_bytes for each in program.binaries)
 
 
 def check_complete(

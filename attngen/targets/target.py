@@ -140,6 +140,17 @@ def names() -> tuple[str, ...]:
     return tuple(TARGETS)
 
 
+def earlier_of(name: str) -> tuple[Target, ...]:
+    """The architectures of earlier minor versions whose cubins devices of the named one run, the
+    latest first; none of one that is unknown."""
+    known = TARGETS.get(name)
+    if known is None:
+        return ()
+    found = (each for each in TARGETS.values() if each.runs_on(known.capability))
+    older = (each for each in found if each.capability < known.capability)
+    return tuple(sorted(older, key=lambda each: each.capability, reverse=True))
+
+
 def of_capability(capability: tuple[int, int]) -> Target | None:
     """The architecture whose kernels devices of that compute capability run: the one that
     ATTNGEN_TARGET names, else theirs, else the latest of an earlier minor version; None where there

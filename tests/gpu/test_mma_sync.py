@@ -1,5 +1,5 @@
-"""The forward by products of warps against float64, on the target that its kernels share with all
-chips: what a Hopper GPU runs are those built for sm_90."""
+"""The forward by products of warps against float64: on Hopper its kernels built for sm_90, on any
+other chip that has kernels those of its own architecture."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from tests.support.caches import FORWARD, held
 
 from . import cases, oracle, variants
 from .cases import Case
+from .conftest import any_chip
+from .test_coverage import MEMBERS
 from .test_decode import cache, queries
 from .test_decode import check as check_pages
 from .variants import Variant
+from .varlen import Call, loosen
 
 pytestmark = pytest.mark.gpu
-ARCH = "sm_90"
+ARCH = any_chip() or "sm_90"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -150,7 +153,50 @@ def test_mma_forward_returns_float32():
     oracle.check(out, lse, expected)
 
 
+def check_varying(call: Call) -> None:
+    """A forward of sequences of many lengths, on memory full of NaN, is right by the float64 rule;
+    what belongs to none is 0."""
+    operands, arguments = call.operands(), call.arguments()
+    expected = oracle.truth(*operands, **arguments)
+    placed = [None if x is None else loosen(x, call.loose) for x in operands]
+    more = {"return_max_logit": call.more.max_logit, "return_lse": True, "backend": "cuda"}
+    with oracle.nan_filled_allocations(), torch.no_grad():
+        out, aux = attngen.attention(*placed, **arguments, **more)
+    oracle.check(out, aux.lse, expected, call.layout)
+    if call.more.max_logit:
+        variants.check_max_logit(aux.max_logit, *operands, arguments, False)
+
+
+SERVED = [
+    call
+    for member, call in MEMBERS
+    if member.dtype != "e4m3" and not (member.spec.widens or member.splits)
+]
+
+
+@pytest.mark.parametrize("call", SERVED, ids=str)
+def test_mma_forward_of_the_covering_set_is_right(call):
+    if isinstance(call, Variant):
+        variants.check_forward(call)
+    else:
+        check_varying(call)
+
+
+def test_mma_forward_is_traced_whole_and_without_gradients_alone():
+    q, k, v = oracle.operands(1, 2, 1, 70, 130, 64)
+    expected = oracle.truth(q, k, v, mask="causal")
+
+    def attend(*operands, backend):
+        return attngen.attention(*operands, mask="causal", backend=backend)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    oracle.check(compiled(q, k, v, backend="cuda"), None, expected)
+    q.requires_grad_()
+    compiled(q, k, v, backend="auto").sum().backward()  # of the reference
+    assert q.grad is not None and q.grad.isfinite().all()
+
+
 def test_mma_forward_refuses_what_it_does_not_serve():
     q, k, v = oracle.operands(1, 2, 1, 70, 130, 64)
-    with pytest.raises(attngen.SpecError, match="sm_90 has no wgmma"):
+    with pytest.raises(attngen.SpecError, match=f"{ARCH} has no wgmma"):
         attngen.attention(q.requires_grad_(), k, v, backend="cuda")

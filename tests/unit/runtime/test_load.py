@@ -20,6 +20,7 @@ class Driver:
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR="major",
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR="minor",
         CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT="multiprocessors",
+        CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN="room",
     )
     CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="smem")
     CUfunction = int
@@ -74,6 +75,28 @@ def test_load_on_another_architecture_is_refused_unloaded(
     with pytest.raises(LaunchError, match="is for sm_90a") as caught:
         load.load(make_binary(), CUBIN, 0)
     assert str(capability) in str(caught.value) and driver.loaded == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "room", "why"),
+    [
+        ((8, 6), 99 << 10, ""),
+        ((8, 9), 1 << 10, "asks for .* has 1024"),
+        ((9, 0), 1 << 20, r"\(8, 0\)"),
+    ],
+)
+def test_load_on_a_later_minor_version_asks_for_shared_memory(
+    capability: tuple[int, int], room: int, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = on_device(monkeypatch, *capability)
+    driver.attributes["room"] = room
+    binary = replace(make_binary(), arch="sm_80", kernel=replace(KERNEL, smem_bytes=2 << 10))
+    if not why:
+        assert load.load(binary, CUBIN, 0).target.name == "sm_80" and driver.loaded == [CUBIN]
+        return
+    with pytest.raises(LaunchError, match=f"is for sm_80.*{why}"):
+        load.load(binary, CUBIN, 0)
+    assert driver.loaded == []
 
 
 @pytest.mark.parametrize("cubin", [b"", CUBIN[:-1], CUBIN + b"\0", CUBIN[::-1]])

@@ -19,7 +19,7 @@ from attngen.ship import lookup as mounts
 from attngen.ship.bundle import Bundle
 from attngen.spec.attention_spec import AttentionSpec
 from tests.support.bundle_kit import cubin_for, make_program, write
-from tests.support.cache_kit import ARCH, PROBLEM
+from tests.support.cache_kit import ARCH, KERNEL, PROBLEM
 
 A, B = make_program(64, "a"), make_program(128, ("b", "c"))
 
@@ -47,6 +47,29 @@ def test_find_gives_the_kernels_of_a_problem_in_their_order(tmp_path: Path) -> N
     assert found_cubins(64) == [cubin_for("a")]
     assert found_cubins(128) == [cubin_for("b"), cubin_for("c")]
     assert found_cubins(96) is None and mounts.find(A.problem, "sm_80") is None
+
+
+def test_find_gives_kernels_of_an_earlier_minor_version_that_fit(tmp_path: Path) -> None:
+    """Those of its own come first, in whichever bundle they are."""
+    older, own = (
+        dataclasses.replace(make_program(64, tag, arch=arch), arch=arch)
+        for tag, arch in (("a", "sm_80"), ("b", "sm_86"))
+    )
+    attngen.load_bundle(write(tmp_path / "older", older))
+    for arch, found in (("sm_80", True), ("sm_86", True), ("sm_89", True), ("sm_90a", False)):
+        assert (mounts.find(A.problem, arch) is not None) == found
+    attngen.load_bundle(write(tmp_path / "own", own))
+    attngen.load_bundle(write(tmp_path / "again", older))
+    for arch, tag in (("sm_80", "a"), ("sm_86", "b"), ("sm_89", "b")):
+        assert [cubin for _, cubin in mounts.find(A.problem, arch) or ()] == [cubin_for(tag)]
+
+
+def test_find_passes_over_kernels_that_ask_for_more_memory(tmp_path: Path) -> None:
+    large = dataclasses.replace(KERNEL, smem_bytes=120 << 10)
+    program = make_program(64, "a", arch="sm_80", kernel=large)
+    attngen.load_bundle(write(tmp_path / "x", dataclasses.replace(program, arch="sm_80")))
+    found = [arch for arch in ("sm_80", "sm_86", "sm_87") if mounts.find(A.problem, arch)]
+    assert found == ["sm_80", "sm_87"]
 
 
 def test_find_latest_loaded_then_environment_then_entry_points(
