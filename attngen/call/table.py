@@ -199,10 +199,10 @@ class AttentionCall:
         numbers=("score_mod",),
     )
     mask_mod: MaskMod | None = other(
-        "function", "mask_mod(b, h, i, j), whether query i sees key j; reference alone."
+        "function", "mask_mod(b, h, i, j), whether query i sees key j; a byte a pair."
     )
     block_mask: BlockMask | None = other(
-        "function", "A BlockMask of FlexAttention; reference alone.", given="Any"
+        "function", "A BlockMask of FlexAttention; a byte a pair.", given="Any"
     )
     descale_q: Tensor | None = scale(
         "descale_q", 0, "What a stored number of FP8 q stands for.", ("b", "h_kv")

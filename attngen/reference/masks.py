@@ -107,6 +107,17 @@ def block_mask_visible(block_mask: BlockMask, b: int, shape: Shape, seen: Tensor
     seen: what other masks show; None for all.
     """
     _, s_q, s_kv = shape
+    partial, full = listed_pairs(block_mask, b, shape)
+    device = block_mask.kv_indices.device
+    asked = partial if seen is None else partial & seen
+    kept = map_mask(block_mask.mask_mod, b, shape, asked.expand(-1, s_q, s_kv), device)
+    return (partial & kept) | full
+
+
+def listed_pairs(block_mask: BlockMask, b: int, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Pairs of sequence b in the partial, and in the full blocks of a BlockMask, each bool
+    [heads or 1, s_q, s_kv], or [] where there are none."""
+    _, s_q, s_kv = shape
     q_block, kv_block = block_mask.BLOCK_SIZE
     blocks = (-(-s_q // q_block), -(-s_kv // kv_block))
 
@@ -118,12 +129,10 @@ def block_mask_visible(block_mask: BlockMask, b: int, shape: Shape, seen: Tensor
         rows = listed.repeat_interleave(q_block, dim=-2)
         return rows.repeat_interleave(kv_block, dim=-1)[..., :s_q, :s_kv]
 
-    partial = shown(block_mask.kv_num_blocks, block_mask.kv_indices)
-    full = shown(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-    device = block_mask.kv_indices.device
-    asked = partial if seen is None else partial & seen
-    kept = map_mask(block_mask.mask_mod, b, shape, asked.expand(-1, s_q, s_kv), device)
-    return (partial & kept) | full
+    return (
+        shown(block_mask.kv_num_blocks, block_mask.kv_indices),
+        shown(block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
+    )
 
 
 def _listed_blocks(count: Tensor, index: Tensor, rows: int, cols: int) -> Tensor:

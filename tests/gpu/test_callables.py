@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 import attngen
 
@@ -79,6 +80,33 @@ def test_score_mods_of_packed_tokens_count_from_their_sequence() -> None:
     lengths = {"layout": "thd", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
     heat = torch.linspace(0.5, 1.5, 4 * ROWS, device=oracle.DEVICE).view(4, ROWS)
     check(tensors, lambda s, b, h, i, j: s * heat[b, i] + heat[b, j] * h, **lengths)
+
+
+def test_mask_mods_beside_score_mods_and_masks_are_right() -> None:
+    document = (torch.arange(KEYS, device=oracle.DEVICE) // 37).expand(2, KEYS)
+    shown = torch.arange(KEYS, device=oracle.DEVICE) % 11 != 4
+
+    def mask_mod(b, h, i, j):
+        return (document[b, i] == document[b, j]) | (j < 5 + h)
+
+    check(
+        oracle.operands(2, HEADS, 2, ROWS, KEYS, 64),
+        relative(oracle.DEVICE),
+        mask_mod=mask_mod,
+        attn_mask=shown,
+        window=(90, 40),
+    )
+
+
+@pytest.mark.slow
+def test_block_masks_are_right() -> None:
+    def mask_mod(b, h, i, j):
+        return (i // 30 == j // 30) & (b + h >= 0)
+
+    made = create_block_mask(mask_mod, 2, None, ROWS, KEYS, device=oracle.DEVICE, BLOCK_SIZE=32)
+    tensors = oracle.operands(2, HEADS, 2, ROWS, KEYS, 128)
+    check(tensors, capped(oracle.DEVICE), block_mask=made)
+    oracle.check_call(*tensors, block_mask=made, mask_mod=lambda b, h, i, j: j % 5 != 1)
 
 
 def test_few_queries_have_score_mods_that_ask_for_their_head() -> None:

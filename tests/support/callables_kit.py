@@ -134,3 +134,48 @@ def positions(count: int) -> torch.Tensor:
     """So many random places, int32 [count, 4], of b, h, i and j."""
     sides = [torch.randint(0, size, (count,), generator=_random) for size in (B, H, S, S)]
     return torch.stack(sides, 1).int()
+
+
+MASKS: dict[str, Callable[[], ScoreMod]] = {}
+
+
+def mask(make: Callable[[], ScoreMod]) -> Callable[[], ScoreMod]:
+    MASKS[make.__name__] = make
+    return make
+
+
+@mask
+def chunks() -> ScoreMod:
+    """Causal within chunks."""
+    return lambda b, h, i, j: (i // 48 == j // 48) & (j <= i)
+
+
+@mask
+def axes_of_grid() -> ScoreMod:
+    return lambda b, h, i, j: (i // 12 == j // 12) | (i % 12 == j % 12)
+
+
+@mask
+def documents() -> ScoreMod:
+    """Documents, and a prefix of each sequence."""
+    document, prefix = whole(0, 2, B, S).cumsum(-1), whole(1, 40, B)
+    return lambda b, h, i, j: (document[b, i] == document[b, j]) | (j < prefix[b])
+
+
+@mask
+def growing_reach() -> ScoreMod:
+    """A window of each head and sequence that grows with the position."""
+    reach = whole(4, 60, B, H, dtype=torch.int16)
+    return lambda b, h, i, j: 4 * (i - j).abs() < reach[b, h] + i
+
+
+@mask
+def looks_back() -> ScoreMod:
+    """Reads what is not there where it hides."""
+    open_ = whole(0, 2, S).bool()
+    return lambda b, h, i, j: (j >= 5) & open_[j + i - i - 5] & torch.logical_not(i < j - 30)
+
+
+@mask
+def all_of_them() -> ScoreMod:
+    return lambda b, h, i, j: b.new_ones((), dtype=torch.bool)

@@ -31,6 +31,16 @@ class Traced:
     sources: tuple[Tensor, ...] = ()
 
 
+def mask_program(graph: GraphModule) -> Traced:
+    """The program of a traced `mask_mod`, whose value is a bool and whose slope 0.
+
+    Raises: as `score_program`.
+    """
+    builder = Builder()
+    lines = Lines(builder, graph, _PLACES[1:], "mask_mod", graph.meta["lines"])
+    return _traced(builder, lines.number(result_of(graph), "b"), "f:0.0")
+
+
 def score_program(graph: GraphModule, device: torch.device) -> Traced:
     """The program of a traced `score_mod`, and of its derivative.
 
@@ -46,6 +56,11 @@ def score_program(graph: GraphModule, device: torch.device) -> Traced:
     loads = [forward.number(node, "f") for node in cut]
     both = Lines(builder, joint, (*_PLACES, *loads), "score_mod", lines)
     value, slope = (both.number(each, "f") for each in result_of(joint))
+    return _traced(builder, value, slope)
+
+
+def _traced(builder: Builder, value: str, slope: str) -> Traced:
+    """The program of what was built, and what a call passes for it."""
     program = Program(
         captures=tuple(map(capture_of, builder.captures)),
         numbers=tuple(type_ for type_, _ in builder.numbers),

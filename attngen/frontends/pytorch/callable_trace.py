@@ -112,7 +112,10 @@ def trace(name: str, mod: Callable[..., Tensor], device: torch.device) -> GraphM
 
     def mapped(*args: Tensor) -> Any:
         with torch.no_grad():
-            return _graph_of(watched, args)
+            # A score is decomposed once it is differentiated: not all that comes out can be.
+            is_score = name == "score_mod"
+            table = {} if is_score else {"decomposition_table": _decompositions()}
+            return _graph_of(watched, args, **table)
 
     found: Any = called(name, mod, mapped, tuple(given))  # which a callable's faults pass through
     graph: GraphModule = found

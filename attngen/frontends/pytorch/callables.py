@@ -1,10 +1,12 @@
-"""Calls with callables on kernels: a `score_mod` is traced, and becomes a score fragment."""
+"""Calls with callables on kernels: a `score_mod` becomes a score fragment, masks booleans."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import and_
 from typing import Any
 
 import torch
@@ -20,7 +22,8 @@ from ...reference.fp8 import is_fp8
 from . import descriptions, routing
 from .callable_builder import as_read
 from .callable_fingerprint import fingerprint
-from .callable_program import Traced, score_program
+from .callable_mask import Sizes, listed_by, shown_by
+from .callable_program import Traced, mask_program, score_program
 from .callable_trace import trace
 from .torch_private import has_transforms, is_traced
 
@@ -29,24 +32,35 @@ _WAY_OUT = "Pass backend='reference'"
 
 
 def attend(attend: Callable[..., Any], call: AttentionCall) -> Any:
-    """The results of a call with a `score_mod`, by kernels; None where these are not asked.
+    """The results of a call with callables, by kernels; None where these are not asked.
 
-    attend: `attention`, for the call that stands for it. Raises: SpecError where the callable, or
-    the call with it, has no kernels.
+    attend: `attention`, for the call that stands for it. Raises: SpecError where a callable, or the
+    call with it, has no kernels.
     """
-    if call.functions != ("score_mod",) or not _may_have_kernels(call):
+    if not _may_have_kernels(call):
         return None
     if is_fp8(call.q.dtype):
-        raise SpecError(f"score_mod beside {call.q.dtype} has no kernels yet. {_WAY_OUT}.")
+        raise SpecError(
+            f"{call.functions[0]} beside {call.q.dtype} has no kernels yet. {_WAY_OUT}."
+        )
     if routing.CHECK_VALUES:
         reference.check_on_host(call, reference.check(call))
-    traced = _traced(call)
-    fragment = register_program(traced.program)
-    given = given_by(replace(call, score_mod=fragment.name, backend="cuda"))
-    given |= {f"{CAPTURED}{place}": x for place, x in enumerate(traced.captures)}
-    given |= {f"{NUMBER}{place}": x for place, x in enumerate(traced.numbers)}
+    replaced: dict[str, Any] = {"backend": "cuda"}
+    added: dict[str, Any] = {}
+    if call.mask_mod is not None or call.block_mask is not None:
+        shown = _shown(call)
+        others = call.attn_mask
+        replaced |= {"mask_mod": None, "block_mask": None}
+        replaced["attn_mask"] = shown if others is None else others & shown
+    if "score_mod" in call.functions:
+        traced = _traced("score_mod", call.score_mod, call.q.device)
+        _check_learned("score_mod", traced)
+        replaced["score_mod"] = register_program(traced.program).name
+        added |= {f"{CAPTURED}{place}": x for place, x in enumerate(traced.captures)}
+        added |= {f"{NUMBER}{place}": x for place, x in enumerate(traced.numbers)}
+        added |= {UNIT: 1.0, PER_UNIT: 1.0}
     try:
-        return attend(**given, **{UNIT: 1.0, PER_UNIT: 1.0})
+        return attend(**given_by(replace(call, **replaced)), **added)
     except CompilerMissing:
         raise
     except CompileError as error:
@@ -54,6 +68,23 @@ def attend(attend: Callable[..., Any], call: AttentionCall) -> Any:
             f"score_mod has no kernel that is worth running: {error}. Simplify it, or pass "
             "backend='reference'."
         ) from error
+
+
+def _shown(call: AttentionCall) -> Tensor:
+    """The pairs that a call's mask_mod and block_mask show, bool, a broadcast of [b, h, s_q, s_kv].
+
+    Raises: SpecError where they have no kernels.
+    """
+    sizes, device = Sizes.of(call, reference.check(call)), call.q.device
+    found = []
+    if call.mask_mod is not None:
+        traced = _traced("mask_mod", call.mask_mod, device)
+        found.append(shown_by(traced, sizes, device))
+    if call.block_mask is not None:
+        partial, full = listed_by(call.block_mask, sizes)
+        traced = _traced("mask_mod", call.block_mask.mask_mod, device)
+        found.append((partial & shown_by(traced, sizes, device)) | full)
+    return reduce(and_, found)
 
 
 def _may_have_kernels(call: AttentionCall) -> bool:
@@ -85,18 +116,28 @@ _MOST_KNOWN = 4096
 _logged: set[Any] = set()
 
 
-def _traced(call: AttentionCall) -> Traced:
-    """The program of the call's function, traced if none like it was. Raises: SpecError naming what
-    kernels lack."""
-    mod: Any = call.score_mod
+def _traced(name: str, mod: Any, device: torch.device) -> Traced:
+    """The program of a function, traced if none like it was, `score_mod` or `mask_mod` by its name.
+
+    Raises: SpecError naming what kernels lack.
+    """
     key, tensors = fingerprint(mod)
+    key = None if key is None else (name, *key)
     if key is not None and (known := _known.get(key)) is not None:
         traced = known.of(tensors)
     else:
-        graph = trace("score_mod", mod, call.q.device)
-        traced = score_program(graph, call.q.device)
+        graph = trace(name, mod, device)
+        is_score = name == "score_mod"
+        traced = score_program(graph, device) if is_score else mask_program(graph)
         _keep(mod, key, tensors, traced, graph.meta["reads_values"])
-    _check_captures(call, traced)
+    for each in traced.captures:
+        if each.device != device:
+            raise SpecError(
+                f"{name} reads a tensor on {each.device}, where q is on {device}. Move it there "
+                "before the call."
+            )
+        if not each.numel() or max(each.shape) >= 1 << 31:
+            raise SpecError(f"{name} reads a tensor of sizes {list(each.shape)}. {_WAY_OUT}.")
     return traced
 
 
@@ -115,7 +156,7 @@ def _keep(
         if code not in _logged:
             _logged.add(code)
             log.info(
-                "score_mod %s is traced in each call: it reaches objects that may change, reads "
+                "%s is traced in each call: it reaches objects that may change, reads "
                 "values of tensors, or computes with whole ones",
                 getattr(mod, "__qualname__", mod),
             )
@@ -126,23 +167,15 @@ def _keep(
     _known[key] = _Known(kept, tuple([first for first, *_ in places]))
 
 
-def _check_captures(call: AttentionCall, traced: Traced) -> None:
-    """Raises: SpecError where kernels cannot read what a function captures."""
+def _check_learned(name: str, traced: Traced) -> None:
+    """Raises: SpecError where a function captures more than kernels read, or learns."""
     if len(traced.captures) > len(SLOTS):
         raise SpecError(
-            f"score_mod reads {len(traced.captures)} captured tensors; kernels take {len(SLOTS)}. "
+            f"{name} reads {len(traced.captures)} captured tensors; kernels take {len(SLOTS)}. "
             "Stack some of them into one."
         )
-    for each in traced.captures:
-        if each.device != call.q.device:
-            raise SpecError(
-                f"score_mod reads a tensor on {each.device}, where q is on {call.q.device}. Move "
-                "it there before the call."
-            )
-        if not each.numel() or max(each.shape) >= 1 << 31:
-            raise SpecError(f"score_mod reads a tensor of sizes {list(each.shape)}. {_WAY_OUT}.")
     if traced.learned and torch.is_grad_enabled():
         raise SpecError(
-            "score_mod reads a tensor that requires a gradient, of which kernels have none: detach "
+            f"{name} reads a tensor that requires a gradient, of which kernels have none: detach "
             "it, or pass backend='reference'."
         )

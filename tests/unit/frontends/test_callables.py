@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,6 +13,10 @@ from attngen.frontends.pytorch import callables
 from attngen.frontends.pytorch.callable_fingerprint import fingerprint
 
 WINDOW = 3
+
+
+def traced(mod: Any) -> Any:
+    return callables._traced("score_mod", mod, torch.device("cpu"))
 
 
 def key_of(function: Any) -> Any:
@@ -82,20 +85,16 @@ def test_what_may_change_unseen_has_no_fingerprint() -> None:
     assert key_of(lambda s, b, h, i, j: s * pytest.approx) is None
 
 
-def call(mod: Any) -> Any:
-    return SimpleNamespace(score_mod=mod, q=torch.zeros(1))
-
-
 def test_functions_are_traced_once_and_read_the_tensors_of_each_call() -> None:
     with (
         mock.patch.object(callables, "_known", {}),
         mock.patch.object(callables, "trace", wraps=callables.trace) as traces,
     ):
         first, second = torch.ones(4), torch.zeros(4)
-        one, other = (callables._traced(call(shifted(1.5, x))) for x in (first, second))
+        one, other = (traced(shifted(1.5, x)) for x in (first, second))
         assert traces.call_count == 1 and one.program is other.program
         assert torch.equal(*other.captures, second) and torch.equal(*one.captures, first)
-        callables._traced(call(shifted(2.5, first)))
+        traced(shifted(2.5, first))
         assert traces.call_count == 2
 
 
@@ -107,10 +106,10 @@ def test_what_a_trace_has_read_or_computed_is_not_kept(how) -> None:
         "whole": lambda s, b, h, i, j: s * table.exp()[h],
     }
     with mock.patch.object(callables, "_known", {}):
-        found = callables._traced(call(mods[how]))
+        found = traced(mods[how])
         table += 1
         one += 1
-        again = callables._traced(call(mods[how]))
+        again = traced(mods[how])
     assert found.program == again.program
     changed = found.numbers != again.numbers
     assert changed or not torch.equal(*found.captures, *again.captures)

@@ -1,0 +1,61 @@
+"""Masks of callables as booleans, against the callables themselves."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+import attngen
+from attngen.frontends.pytorch import callable_mask
+from attngen.frontends.pytorch.callable_mask import Sizes, listed_by, places_of, shown_by
+from attngen.frontends.pytorch.callable_program import Traced, mask_program
+from attngen.frontends.pytorch.callable_trace import trace
+from tests.support.callables_kit import MASKS, B, H, S, ScoreMod
+
+CPU = torch.device("cpu")
+SIZES = Sizes(B, H, S, S)
+PLANES = {"documents": "b", "growing_reach": "bh"}
+
+
+def traced(mod: ScoreMod) -> Traced:
+    return mask_program(trace("mask_mod", mod, CPU))
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_are_those_of_the_callable_in_as_few_planes_as_it_has(name) -> None:
+    mod = MASKS[name]()
+    found = traced(mod)
+    shown = shown_by(found, SIZES, CPU)
+    on = PLANES.get(name, "")
+    assert places_of(found.program) == frozenset(on)
+    assert shown.shape == (B if "b" in on else 1, H if "h" in on else 1, S, S)
+    each = [torch.arange(n, dtype=torch.int32) for n in (B, H, S, S)]
+    places = torch.cartesian_prod(*each).unbind(1)
+    wanted = torch.vmap(mod)(*places).view(B, H, S, S)
+    assert torch.equal(shown.expand(B, H, S, S), wanted)
+
+
+@pytest.mark.parametrize("name", ["chunks", "growing_reach"])
+def test_pairs_of_a_block_mask_are_those_of_its_function(name) -> None:
+    mod = MASKS[name]()
+    made = create_block_mask(mod, B, H, S, S, device="cpu", BLOCK_SIZE=16)
+    partial, full = listed_by(made, SIZES)
+    shown = shown_by(traced(mod), SIZES, CPU)
+    assert torch.equal(((partial & shown) | full).expand(B, H, S, S), shown.expand(B, H, S, S))
+    assert partial.any() and not (partial & full).any()
+
+
+def test_masks_that_are_too_large_or_no_masks_are_refused() -> None:
+    found = traced(MASKS["growing_reach"]())
+    with (
+        mock.patch.object(callable_mask, "MOST_BYTES", B * H * S * S - 1),
+        pytest.raises(attngen.SpecError, match="mask_mod over 96 x 96 pairs of 8 planes"),
+    ):
+        shown_by(found, SIZES, CPU)
+    with pytest.raises(attngen.SpecError, match="mask_mod needs to return a bool a position"):
+        traced(lambda b, h, i, j: i - j)
+    with pytest.raises(attngen.SpecError, match="mask_mod branches on a tensor at test_callable_"):
+        traced(lambda b, h, i, j: i >= j if b > 0 else i == j)
