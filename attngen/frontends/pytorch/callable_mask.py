@@ -47,7 +47,7 @@ class Sizes:
 
     @classmethod
     def of(cls, call: AttentionCall, operands: Operands) -> Sizes:
-        """Those of a checked call. Raises: SpecError of one that reads pages."""
+        """Sizes of a checked call. Raises: SpecError of one that reads pages."""
         if operands.layout.paged:
             raise SpecError(
                 "mask_mod and block_mask over pages have no kernels yet. Pass attn_mask, or "
