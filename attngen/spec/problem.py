@@ -9,6 +9,7 @@ Direction = Literal["fwd", "bwd", "append", "cast", "bwd_cast"]
 DType = Literal["fp16", "bf16", "fp32", "e4m3", "e5m2"]
 Sequence = Literal["dense", "used", "packed"]
 CAST_HEAD_DIM = 16  # in the name of a cast, which has rows of any length
+BIASED_HEAD_DIM = 128  # the largest of a backward of 8 bits beside a bias
 BIASES = ("pre_scale_bias", "post_scale_bias")  # scores that read a tensor of their own
 DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4, "e4m3": 1, "e5m2": 1}
 

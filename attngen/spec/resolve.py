@@ -20,7 +20,7 @@ from .fragment_checks import (
     switched,
 )
 from .masks import masks_of, without_arbitrary
-from .problem import Direction, Problem, Sequence
+from .problem import BIASED_HEAD_DIM, Direction, Problem, Sequence
 from .tables import Place
 from .violations import Violation
 
@@ -374,8 +374,11 @@ def _check_features(spec: AttentionSpec, features: Features) -> list[Violation]:
         if spec.bias == "pre_scale":
             reason = f"bias 'pre_scale' joins products of stored {spec.dtype}: no kernels yet"
             found.append(Violation("bias", reason, "none" if backward else "post_scale"))
-        if spec.bias in BIASES and backward:
-            reason = f"bias has no kernels of a backward of {spec.dtype} yet, but the forward's"
+        largest = max(spec.head_dim, spec.head_dim_v or spec.head_dim)
+        if spec.bias in BIASES and backward and largest > BIASED_HEAD_DIM:
+            reason = f"bias: a backward of {spec.dtype} has one up to head dim {BIASED_HEAD_DIM}, "
+            reason += "beyond which its 16 KiB a block are not free (225 of 227 at 256); "
+            reason += f"got {largest}"
             found.append(Violation("bias", reason, "none"))
     for switch in SWITCHES:
         if getattr(spec, switch) is True:

@@ -27,6 +27,7 @@ from attngen.reference.fp8_backward import BackwardOperands, Fp8Gradients, fp8_b
 from . import oracle
 from .oracle_fp8 import DTYPES
 from .test_attn_mask import random_mask
+from .test_bias import sizes_of
 
 pytestmark = pytest.mark.gpu
 NAMES = ("dq", "dk", "dv")
@@ -42,8 +43,8 @@ def scale(value: float) -> Tensor:
 @dataclass(frozen=True)
 class Case:
     """A call and the dtypes of its backward. heads: batch, h_q, h_kv; dims: of Q and V; arguments:
-    of attention. attn_mask: the broadcast of a mask of bits. lengths: of sequences, of queries and
-    of keys, packed behind each other in thd."""
+    of attention. attn_mask, bias: the broadcast of a mask of bits, and of a bias. lengths: of
+    sequences, of queries and of keys, packed behind each other in thd."""
 
     heads: tuple[int, int, int] = (1, 2, 1)
     sizes: tuple[int, int] = (130, 200)
@@ -61,6 +62,7 @@ class Case:
     softcap: float = 0.0
     alibi: bool = False
     attn_mask: str = ""
+    bias: str = ""
     dropout: float = 0.0
     scale_s: float | None = None
     deterministic: bool = False
@@ -87,6 +89,7 @@ class Case:
             softcap=self.softcap > 0,
             alibi=self.alibi,
             attn_mask=bool(self.attn_mask),
+            bias="post_scale" if self.bias else "none",
             dropout=self.dropout > 0,
             seqused=self.lengths is not None and self.layout != "thd",
             softmax=self.softmax,
@@ -212,7 +215,9 @@ class Given:
         return fp8_backward(given, self.q, self.k, self.v, **arguments)
 
 
-def given(case: Case, seed: int = 0) -> Given:
+def given(case: Case, seed: int = 0, lowest: bool = False) -> Given:
+    """Operands of a case. lowest: a query has a bias of the lowest numbers, and no gradient; some
+    keys have one of -inf."""
     batch, heads, heads_kv = case.heads
     lengths = case.lengths or ()
     packed = case.layout == "thd"
@@ -235,6 +240,15 @@ def given(case: Case, seed: int = 0) -> Given:
         arguments[name] = ends if packed else values
     if case.alibi:
         arguments["alibi_slopes"] = torch.tensor([0.5, 0.25, 0.125, 0.0625][:heads]).to(q.device)
+    if case.bias:
+        longest = tuple(map(max, lengths)) if packed else case.sizes
+        full = (len(lengths[0]) if packed else batch, heads, *longest)
+        made_bias = oracle.randn(*sizes_of(case.bias, full), dtype=torch.float32, seed=seed + 6)
+        arguments["bias"] = made_bias.bfloat16()
+    if lowest:
+        arguments["bias"][..., 70:80] = float("-inf")
+        arguments["bias"][..., 5, :] = torch.finfo(torch.bfloat16).min
+        d_o[:, 5] = 0.0
     if case.attn_mask:
         arguments["attn_mask"] = random_mask(case.attn_mask, case.heads, case.sizes)
     if case.dropout:
@@ -297,6 +311,10 @@ def check(made: Given, found: dict[str, Tensor]) -> None:
     if (dsink := defined.learned.get("dsink")) is not None:
         difference = oracle.largest((found["dsink"].double() - dsink).abs())
         assert difference <= 2e-3 * oracle.largest(dsink.abs()) + 1e-4
+    if (dbias := exact.learned.get("dbias")) is not None:  # of numbers that nothing stores
+        assert found["dbias"].shape == dbias.shape and found["dbias"].dtype == torch.bfloat16
+        error = rms(found["dbias"].double() - dbias)
+        assert error <= 4e-3 * rms(dbias) + CANCELLED, f"dbias: {error:.3e}"
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

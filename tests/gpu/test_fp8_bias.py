@@ -15,6 +15,7 @@ from . import oracle, oracle_fp8, varlen
 from .cases_fp8 import Fp8Case
 from .test_bias import placed, sizes_of
 from .test_dropout import rng_state
+from .test_fp8_backward import Case, check, given
 
 pytestmark = pytest.mark.gpu
 CASES: list[tuple[Fp8Case, str, str, dict[str, Any]]] = [
@@ -35,7 +36,17 @@ def spec_of(case: Fp8Case, more: dict[str, Any]) -> attngen.AttentionSpec:
     )
 
 
-KERNELS = [spec_of(case, more) for case, _, _, more in CASES]
+GRADIENTS = [
+    Case(heads=(2, 4, 2), sizes=(200, 296), bias="1hss", mask="causal", softmax="learnable"),
+    Case(heads=(2, 2, 1), sizes=(130, 201), dims=(64, 64), bias="111s", deterministic=True),
+    Case(layout="thd", lengths=((70, 0, 200, 33), (70, 0, 200, 33)), bias="bhss", mask="causal",
+         grad="e5m2", alibi=True),
+    Case(heads=(2, 2, 1), sizes=(100, 160), dims=(96, 80), bias="b1ss", dtype="e5m2", d_o="e4m3",
+         softcap=5.0, dropout=0.25),
+    Case(sizes=(130, 260), bias="11ss", attn_mask="b1ss", window=(60, 20), scale_s=64.0,
+         deterministic=True),
+]  # fmt: skip
+KERNELS = [*(spec_of(case, more) for case, _, _, more in CASES), *(case.spec for case in GRADIENTS)]
 
 
 def bias_of(shape: str, full: tuple[int, ...], place: str = "packed") -> torch.Tensor:
@@ -77,6 +88,23 @@ def test_fp8_bias_of_another_dtype_is_cast():
         torch.ops.attngen.forward(q, k, v, bias=bias)
 
 
+@pytest.mark.parametrize("case", GRADIENTS, ids=str)
+def test_gradients_in_8_bits_are_as_defined(case):
+    made = given(case)
+    check(made, made.run())
+
+
+def test_lowest_numbers_of_a_bias_make_no_nan():
+    made = given(Case(heads=(1, 1, 1), sizes=(70, 130), dims=(64, 64), bias="bhss"), lowest=True)
+    check(made, made.run())
+    bias = made.arguments["bias"]
+    highest = torch.where(torch.arange(70, device=bias.device)[:, None] == 5, -bias, bias)
+    changed = dataclasses.replace(made, arguments={**made.arguments, "bias": highest})
+    lse = made.backward.lse.clone()
+    lse[..., 5] *= -1
+    assert all(x.float().isfinite().all() for x in changed.run(lse=lse).values())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_bias_under_a_recipe_gets_its_gradient(dtype):
     q, k, v = oracle.operands(1, 2, 1, 70, 100, 64, 64, dtype, "bshd")
@@ -94,7 +122,18 @@ def test_bias_under_a_recipe_gets_its_gradient(dtype):
     for x, wide, operand in zip(found, gradients(), given, strict=True):
         assert x.dtype == operand.dtype
         assert (x - wide).float().norm() <= 0.15 * wide.float().norm()
+    with fp8.autocast(recipe=fp8.Float8CurrentScaling(backward="fp8")):
+        in_8_bits = gradients()
+    for x, narrow, operand in zip(in_8_bits, found, given, strict=True):
+        assert x.dtype == operand.dtype
+        assert (x - narrow).float().norm() <= 0.15 * narrow.float().norm()
+    assert not torch.equal(in_8_bits[0], found[0])  # by other kernels
+
+
+def test_bias_of_wide_heads_has_no_backward_in_8_bits():
+    q, k, v = oracle.operands(1, 1, 1, 64, 64, 144, 144, torch.bfloat16, "bshd")
+    bias = oracle.randn(1, 1, 64, 64, dtype=torch.bfloat16, seed=3).requires_grad_()
     recipe = fp8.Float8CurrentScaling(backward="fp8")
-    refused = pytest.raises(SpecError, match="bias has no kernels of a backward")
+    refused = pytest.raises(SpecError, match="up to head dim 128")
     with refused, fp8.autocast(recipe=recipe):
-        gradients()
+        attngen.attention(q, k, v, bias=bias, backend="cuda")

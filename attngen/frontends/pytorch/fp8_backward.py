@@ -113,7 +113,9 @@ def _dtype_of(gradient: str, q: Tensor, arguments: Arguments) -> torch.dtype:
     """The dtype of a result: that of maxima and of operands in float32 is theirs."""
     rows = (ROW_OF_OPERAND[name] for name, its in GRADIENT_OF.items() if its == gradient)
     in_float32 = gradient in MAXIMA or any(row.dtype == "float32" for row in rows)
-    return torch.float32 if in_float32 else output_dtype(q, arguments)
+    if in_float32:
+        return torch.float32
+    return torch.bfloat16 if gradient == GRADIENT_OF["bias"] else output_dtype(q, arguments)
 
 
 def _scales(rest: Sequence[Any]) -> dict[str, Tensor | None]:

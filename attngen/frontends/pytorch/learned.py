@@ -57,9 +57,9 @@ def _unit_of_weights(left: Results) -> Tensor | float:
 
 
 def _of_bias(left: Results) -> Tensor:
-    """The gradient of the bias, in its shape and Q's dtype."""
+    """The gradient of the bias, in its shape and dtype."""
     assert left.prepared.dbias is not None  # where it is wanted
-    return bias.finished(left.prepared.dbias, left.made["dbias"], left.given["q"].dtype)
+    return bias.finished(left.prepared.dbias, left.made["dbias"], left.given["bias"].dtype)
 
 
 GRADIENTS: dict[str, Callable[[Results], Tensor]] = {"dsink": _of_sink, "dbias": _of_bias}

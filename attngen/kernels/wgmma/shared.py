@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...fragments.program import has_program
-from ...spec.problem import Problem
+from ...spec.problem import BIASED_HEAD_DIM, Problem
 from ...targets.target import Instruction
 
 PREFIX = "sm90_"  # of the names of kernels, whose symbols begin with them
@@ -23,8 +23,9 @@ def refuse_together(problem: Problem) -> Iterator[str]:
     """Why no template has all parts of the problem. Specs of this kind are refused by `resolve`,
     but a trace may have such problems, too."""
     added = problem.bias or problem.attn_mask or problem.dropout or problem.positions
-    # Of 8 bits.
-    without = problem.positions or (problem.bias and problem.direction == "bwd")
+    largest = max(problem.head_dim_qk, problem.head_dim_v)
+    wide = problem.direction == "bwd" and problem.bias and largest > BIASED_HEAD_DIM
+    without = problem.positions or wide  # in 8 bits
     if problem.decode and has_program(problem.scores):
         yield "kernels that split keys have no scores of callables"
     if added and (problem.decode or problem.widens or (without and problem.eight_bit)):

@@ -431,16 +431,17 @@ def test_resolve_bias_stands_where_the_semantics_add_it(kind: str, scores: tuple
     assert all(problem.bias for problem in resolve(spec, KNOWN))
 
 
-def test_resolve_bias_beside_8_bit_queries_has_16_bits_and_no_backward() -> None:
-    (problem,) = resolve(AttentionSpec(64, dtype="e4m3", bias="post_scale"), KNOWN)
-    assert problem.bias and problem.dtype_bias == "bf16"
-    for bias, directions, reason in (
-        ("pre_scale", ("fwd",), "products of stored e4m3.*bias='post_scale'"),
-        ("post_scale", ("fwd", "bwd"), "no kernels of a backward of e4m3.*bias='none'"),
-        ("pre_scale", ("bwd",), "products of stored.*no kernels of a backward.*bias='none'"),
+def test_resolve_bias_beside_8_bit_queries_has_16_bits() -> None:
+    both = ("fwd", "bwd")
+    spec = AttentionSpec(128, dtype="e4m3", bias="post_scale", directions=both)
+    assert all(each.bias and each.dtype_bias == "bf16" for each in resolve(spec, KNOWN))
+    for dim, bias, directions, reason in (
+        (64, "pre_scale", ("fwd",), "products of stored e4m3.*bias='post_scale'"),
+        (64, "pre_scale", ("bwd",), "products of stored e4m3.*bias='none'"),
+        (144, "post_scale", both, "up to head dim 128.*got 144.*bias='none'"),
     ):
         with pytest.raises(SpecError, match=f"(?s){reason}"):
-            resolve(AttentionSpec(64, dtype="e4m3", bias=bias, directions=directions), KNOWN)
+            resolve(AttentionSpec(dim, dtype="e4m3", bias=bias, directions=directions), KNOWN)
 
 
 @pytest.mark.parametrize(

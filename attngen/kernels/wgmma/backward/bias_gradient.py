@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ....spec.problem import Problem
+from ....spec.problem import DTYPE_BYTES, Problem
 from ....targets.target import Target
 from ...base import Tile, lay_out, score_tile_bytes
 from ..shared import BARRIER_BYTES, boxes_of
@@ -35,7 +35,9 @@ def _make_plan(
 ) -> BiasGradientPlan | None:
     """The plan of `n` keys a tile in so many stages; None where it does not fit."""
     tile = Tile(ROWS_PER_CONSUMER * CONSUMERS, n)
-    boxes = max(boxes_of(problem.head_dim_qk), boxes_of(problem.head_dim_v))
+    element_bytes = DTYPE_BYTES[problem.dtype_q]
+    largest = max(problem.head_dim_qk, problem.head_dim_v)
+    boxes = boxes_of(largest, element_bytes)
     sizes = {
         "Stages": stages * (tile.m + n) * 128 * boxes,
         "Bias": 4 * CONSUMERS * score_tile_bytes(16, n),

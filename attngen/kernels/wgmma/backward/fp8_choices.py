@@ -21,14 +21,16 @@ from dataclasses import replace
 
 from ....spec.problem import DTYPE_BYTES, Problem
 from ....targets.target import Target
-from ...base import Tile
+from ...base import Tile, score_tile_bytes
 from ..shared import BARRIER_BYTES, boxes_of
+from .bias_gradient import bias_plans
 from .feasible import CONSUMERS, JOB_BYTES, Draft, finish
 from .plan import (
     CONVERT_8,
     MAIN_8,
     PREPARE_8,
     ROWS_PER_CONSUMER,
+    AnyPlan,
     BackwardPlan,
     ConvertPlan,
     TurningPlan,
@@ -74,12 +76,13 @@ def key_image_bytes(key_columns: int) -> int:
     return key_columns * IMAGE_ROW_BYTES
 
 
-def plans(problem: Problem, target: Target) -> tuple[BackwardPlan | TurningPlan | ConvertPlan, ...]:
+def plans(problem: Problem, target: Target) -> tuple[AnyPlan, ...]:
     """The plan of each kernel, in the order of launch; none where nothing fits."""
     main = _main(problem, target)
     if main.smem_bytes > target.cta_smem_bytes:
         return ()
-    return _prepare(problem, main), main, _convert(problem, main)
+    biases = bias_plans(problem, main.row_block, target)
+    return (_prepare(problem, main), main, _convert(problem, main), *biases)
 
 
 def _main(problem: Problem, target: Target) -> BackwardPlan:
@@ -96,10 +99,13 @@ def _main(problem: Problem, target: Target) -> BackwardPlan:
         **{"K": qk * keys, "V": v * keys, "Kt": key_image_bytes(dq_columns * CONSUMERS)},
         "Ds": STAGES * block,
         "Dq": CONSUMERS * ROWS_PER_CONSUMER * dq_columns * 4,
-        **({"Dv": gradient, "Dk": gradient} if parts == 1 else {}),
+        **({"Dv": gradient} if parts == 1 else {}),
+        **({"Dk": gradient} if parts == 1 and not problem.bias else {}),
+        **({"Bias": CONSUMERS * score_tile_bytes(tile.m, 64)} if problem.bias else {}),
     }
     rows = STAGES * tile.m * 4
-    small = {"Factors": FACTOR_BYTES, "Lse": rows, "D": rows, "Barriers": BARRIERS * BARRIER_BYTES}
+    barriers = (BARRIERS + 2 * problem.bias) * BARRIER_BYTES
+    small = {"Factors": FACTOR_BYTES, "Lse": rows, "D": rows, "Barriers": barriers}
     draft = Draft(
         family=MAIN_8,
         tile=tile,
@@ -125,7 +131,7 @@ def is_crowded(problem: Problem) -> bool:
     order or random bits."""
     beside = bool(problem.scores) or problem.deterministic or problem.dropout
     lengths = problem.varlen and beside
-    return "softcap" in problem.scores or problem.attn_mask or lengths
+    return "softcap" in problem.scores or problem.bias or problem.attn_mask or lengths
 
 
 def _is_roomy(problem: Problem) -> bool:

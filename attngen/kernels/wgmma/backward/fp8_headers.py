@@ -17,6 +17,7 @@ def main_headers(problem: Problem) -> str:
         ("mma/fragment.cuh", True),
         ("mma/gemm.cuh", True),
         ("mma/stage.cuh", True),
+        ("mma/score_tile.cuh", problem.bias),
         ("mma/stage8.cuh", True),
         ("ptx/barrier.cuh", True),
         ("ptx/global.cuh", True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from ....spec.problem import Problem
 from ...params import (
     DROP_THRESHOLD,
     Names,
+    bias_maps,
     describe,
     mask_names,
     operand_names,
@@ -20,12 +22,14 @@ from ...params import (
 )
 from .fp8_choices import column_parts, image_bytes, key_image_bytes
 from .fp8_view import fp8_convert_view, fp8_view, turning_view
-from .plan import BackwardPlan, ConvertPlan, TurningPlan
+from .plan import BackwardPlan, BiasGradientPlan, ConvertPlan, TurningPlan
+from .view_bias_gradient import bias_gradient_view
 from .view_parts import Uses
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+EightBitPlan = TurningPlan | BackwardPlan | ConvertPlan | BiasGradientPlan
 STORE_ROWS = 64  # gradients leave in boxes of one warpgroup's rows
 INTEGERS = (
     *("tiles", "kv_blocks", "q_blocks", "heads_q", "heads_kv", "total_heads", "heads_per_group"),
@@ -37,7 +41,7 @@ SCALES = ("descale_q", "descale_k", "descale_v", "descale_do", "scale_s", "desca
 
 
 def view_of(
-    problem: Problem, plan: TurningPlan | BackwardPlan | ConvertPlan, uses: Uses, root: Path
+    problem: Problem, plan: EightBitPlan, uses: Uses, root: Path
 ) -> tuple[DataclassInstance, KernelEntry]:
     """The values of the template of the plan's kernel, and how the kernel is launched. uses: of the
     backward's fragments, by role."""
@@ -49,6 +53,9 @@ def view_of(
         read = {"q_seq": uses["q_seq"]}
         kernel = _convert(problem, plan, operands_of(read))
         return fp8_convert_view(problem, plan, kernel, read, root), kernel
+    if isinstance(plan, BiasGradientPlan):
+        kernel = _bias(problem, plan, operands_of(uses))
+        return bias_gradient_view(problem, plan, kernel, uses, root), kernel
     kernel = _main(problem, plan, operands_of(uses))
     return fp8_view(problem, plan, kernel, uses, root), kernel
 
@@ -113,6 +120,7 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
     parts = column_parts(problem)
     mapped = GRADIENTS if parts == 1 else ()
     names = operand_names(problem, *OPERANDS, *mapped)
+    names += typed("tensor_map", "map_bias") if problem.bias else []
     names += typed("ptr", *workspace, *SCALES, "scale_dp", "descale_dp")
     names += typed("ptr", "scale_dk", "scale_dv") if eight_bit else []
     names += typed("ptr", "amax_dp", "amax_dk", "amax_dv")
@@ -148,12 +156,48 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
     )
 
 
+def _bias(problem: Problem, plan: BiasGradientPlan, operands: Names) -> KernelEntry:
+    workspace: tuple[Workspace, ...] = ("lse_log2", "d", "tile_counter")
+    scales = ("descale_q", "descale_k", "descale_v", "descale_do", "scale_s")
+    names = [*operand_names(problem, *OPERANDS), ("map_bias", "tensor_map")]
+    names += typed("ptr", *workspace, "dbias", *scales)
+    names += typed("ptr", "rng_state") if problem.dropout else []
+    mask: tuple[Workspace, ...] = ("mask_rows",) if problem.attn_mask else ()
+    for name in mask:
+        names += mask_names(name)
+    sizes = (f"dbias_{name}" for name in ("batches", "heads", "rows", "columns", "sums_rows"))
+    places = ("sequences", "heads_q", "q_blocks", "group_size", "bottom_right")
+    names += [*typed("i32", *sizes, *places), *typed("f32", "scale", "scale_log2")]
+    names += [*DROP_THRESHOLD, ("keep_share", "f32")] if problem.dropout else []
+    return describe(
+        problem,
+        plan,
+        [*names, *operands],
+        smem_bytes=plan.smem_bytes,
+        tile_rows=plan.tile.m,
+        tensor_maps=(*_operand_maps(problem, plan), *bias_maps(problem)),
+        grid="multiprocessors",
+        workspace=(*workspace, *mask),
+        row_block=plan.row_block,
+        q_seq=problem.q_seq,
+        kv_seq=problem.kv_seq,
+    )
+
+
 def _maps(
     problem: Problem, plan: BackwardPlan, gradients: tuple[str, ...]
 ) -> tuple[TensorMapRecipe, ...]:
     """Operands in whole tiles and blocks, gradients in a warpgroup's rows."""
+    stored = (recipe(tensor, problem.dtype_of(tensor), STORE_ROWS) for tensor in gradients)
+    of_bias = (replace(x, box_rows=plan.tile.m) for x in bias_maps(problem))
+    return (*_operand_maps(problem, plan), *stored, *of_bias)
+
+
+def _operand_maps(
+    problem: Problem, plan: BackwardPlan | BiasGradientPlan
+) -> tuple[TensorMapRecipe, ...]:
+    """Operands in whole tiles and blocks."""
     rows = {"q": plan.tile.m, "k": plan.tile.n, "v": plan.tile.n, "d_o": plan.tile.m}
-    rows |= dict.fromkeys(gradients, STORE_ROWS)
     return tuple(recipe(tensor, problem.dtype_of(tensor), n) for tensor, n in rows.items())
 
 

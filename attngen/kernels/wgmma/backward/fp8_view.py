@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ....runtime.program import KernelEntry
@@ -104,10 +104,12 @@ class Fp8View:
     turned_key_bytes: of a block's queries and output gradients, and of a tile's keys, transposed.
     deterministic: whether tiles add to dQ in an order, which begins with the last keys if
     descending; looks_ahead: whether a thread that adds asks for its next turn meanwhile, for which
-    halves of sequences that vary leave it no registers. heads_matter: whether anything changes from
-    one query head to the next. prefetched: parameters that map tensors. halves: whether tiles are
-    drawn for half of the gradients' columns at a time, which leave to dk and dv from registers
-    then; boxes: of a block's rows.
+    halves of sequences that vary leave it no registers. one_stage: whether dK is staged where dV
+    was, for want of room; hides_rest: whether scores behind a sequence's last query are hidden, for
+    which a tensor of theirs may have any. heads_matter: whether anything changes from one query
+    head to the next. prefetched: parameters that map tensors. halves: whether tiles are drawn for
+    half of the gradients' columns at a time, which leave to dk and dv from registers then; boxes:
+    of a block's rows.
 
     score_product: S and dP, the columns and the lengths of their chains; d*_product: of gradients.
     ptx: types of operands. Others as in `MainView` and `KeyTilesView`.
@@ -144,6 +146,8 @@ class Fp8View:
     gathered: tuple[TensorView, ...]
     row_block: int
     mask_tensor: str
+    one_stage: bool
+    hides_rest: bool
     heads_matter: bool
     dropout: bool
     jobs: JobsView
@@ -245,7 +249,7 @@ def fp8_view(
 ) -> Fp8View:
     """Decide what fp8.cu.j2 renders. uses: its fragments by role."""
     masks = uses["mask"]
-    scores = scores_view(uses["score"], masks)
+    scores = eight_bit_scores(uses)
     d, d_v = problem.head_dim_qk, problem.head_dim_v
     over_queries, halves = (plan.tile.m // STEP,), column_parts(problem) > 1
     return Fp8View(
@@ -280,6 +284,8 @@ def fp8_view(
         gathered=(),
         row_block=plan.row_block,
         mask_tensor="mask_columns" if problem.attn_mask else "",
+        one_stage=problem.bias,
+        hides_rest=problem.bias and problem.varlen,
         heads_matter=bool(problem.scores) or problem.attn_mask or problem.dropout,
         dropout=problem.dropout,
         jobs=jobs_view(problem, plan, "KvLoader{p, smem}", halves=halves),
@@ -299,6 +305,12 @@ def fp8_view(
         dk=tensor_view(problem, "dk"),
         dv=tensor_view(problem, "dv"),
     )
+
+
+def eight_bit_scores(uses: Uses) -> ScoresView:
+    """Scores of a backward of 8-bit operands: by way of their list, whatever they read."""
+    found = scores_view(uses["score"], uses["mask"])
+    return replace(found, scaled_list=None, listed=bool(uses["score"]))
 
 
 def turning_view(

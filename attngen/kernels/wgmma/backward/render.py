@@ -38,7 +38,6 @@ from .plan import (
     ConvertPlan,
     PreparePlan,
     RowSumsPlan,
-    TurningPlan,
 )
 from .view import dkv_view, dq_view
 from .view_around import convert_view, prepare_view, row_sums_view
@@ -48,6 +47,8 @@ from .view_parts import Uses, sequence_view
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+    from .fp8_render import EightBitPlan
 
 STORE_ROWS = 64  # gradients leave in boxes of one warpgroup's rows
 # Those of a forward that its backward shares.
@@ -81,8 +82,7 @@ def view_of(
     uses = {role: use for role, use in uses_of(problem, features).items() if role in roles}
     view: DataclassInstance
     if problem.eight_bit:
-        own = cast("TurningPlan | BackwardPlan | ConvertPlan", plan)
-        return fp8_view_of(problem, own, uses, root)
+        return fp8_view_of(problem, cast("EightBitPlan", plan), uses, root)
     keys = sequence_view(uses["kv_seq"][0])
     if isinstance(plan, PreparePlan | ConvertPlan):
         uses = _used_around(problem, plan, uses)

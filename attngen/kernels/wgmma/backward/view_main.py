@@ -34,6 +34,7 @@ from .view_parts import (
 
 GATHERED = ("q", "k", "v", "d_o")  # operands whose rows warps may copy
 MMA_DEPTH = 16  # of a product's reduction, in 16-bit elements
+BOX_COLUMNS = 64  # of a row in 128 bytes
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class MainView:
     smem: places in shared memory. kv_alias: the fragment that fetches keys. varlen: whether lengths
     vary. gather: whether warps copy rows that the copy engine cannot read; gathered: the operands
     then, else none. row_block: queries a block of the workspaces. mask_tensor: the parameter that
-    has a mask's bits, empty where there is none. dropout: whether weights are dropped.
+    has a mask's bits, empty where there is none. dropout: whether weights are dropped. depth:
+    elements of a step of a product's reduction; box_columns: of a row that a box has.
     """
 
     kernel: KernelView
@@ -91,6 +93,8 @@ class MainView:
     mask_tensor: str
     dropout: bool
     score_product: Product
+    depth: int = MMA_DEPTH
+    box_columns: int = BOX_COLUMNS
 
 
 def main_fields(
@@ -108,7 +112,7 @@ def main_fields(
         "threads": plan.threads,
         "structs": structs_of(uses, root),
         "element": CPP_ELEMENTS[problem.dtype_q],
-        "mma_element": MMA_ELEMENTS[problem.dtype_q],
+        "mma_element": MMA_ELEMENTS.get(problem.dtype_q, ""),
         "head_dim_qk": problem.head_dim_qk,
         "head_dim_v": problem.head_dim_v,
         "tile_m": plan.tile.m,
