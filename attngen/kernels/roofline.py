@@ -13,12 +13,14 @@ from .base import TiledPlan
 @dataclass(frozen=True)
 class Block:
     """A full block of a tile: products over the head dim of Q, and over V's; whether keys and
-    values come block by block, or queries and output gradients; CTAs that share an SM."""
+    values come block by block, or queries and output gradients; CTAs that share an SM, and whether
+    each takes tile after tile."""
 
     of_qk: float
     of_v: float
     keys_come: bool
     ctas: int
+    persistent: bool = True
 
 
 def aim_of(problem: Problem, plan: TiledPlan, block: Block, target: Target) -> Iterator[str]:
@@ -37,5 +39,6 @@ def aim_of(problem: Problem, plan: TiledPlan, block: Block, target: Target) -> I
     )
     yield (
         f"{reuse:.0f} FLOPs for each byte of {'K and V' if block.keys_come else 'Q and dO'} that "
-        f"an SM loads; {block.ctas} persistent CTA{'s' if block.ctas > 1 else ''} an SM"
+        f"an SM loads; {block.ctas} {'persistent ' if block.persistent else ''}"
+        f"CTA{'s' if block.ctas > 1 else ''} an SM"
     )

@@ -58,7 +58,8 @@ class MmaForward(Family):
 
     def aim(self, problem: Problem, plan: KernelPlan, target: Target) -> Iterator[str]:
         tiled = cast(Plan, plan)
-        return aim_of(problem, tiled, Block(1, 1, keys_come=True, ctas=tiled.ctas), target)
+        block = Block(1, 1, keys_come=True, ctas=tiled.ctas, persistent=False)
+        return aim_of(problem, tiled, block, target)
 
 
 FAMILY = MmaForward()

@@ -1,0 +1,424 @@
+// mma_fwd__full_packed_d64_bf16__4432d3
+// Rendered by attngen from kernels/mma_sync/forward/forward.cu.j2; do not edit.
+#include "attngen/context.cuh"
+#include "attngen/copy/cta_rows.cuh"
+#include "attngen/mma/fragment.cuh"
+#include "attngen/mma/store.cuh"
+#include "attngen/ptx/barrier.cuh"
+#include "attngen/ptx/math.cuh"
+#include "attngen/ptx/matrix_move.cuh"
+#include "attngen/ptx/tma.cuh"
+#include "attngen/scheduler/gap_rows.cuh"
+#include "attngen/scheduler/kv_blocks.cuh"
+#include "attngen/scheduler/packed_tiles.cuh"
+#include "attngen/scheduler/tile_order.cuh"
+#include "attngen/softmax/online.cuh"
+#include "attngen/softmax/row.cuh"
+
+namespace attngen {
+
+// ---- the problem and the plan
+constexpr int kHeadDimQk = 64;
+constexpr int kHeadDimV = 64;
+using Element = Bf16;
+constexpr int kWarps = 4;
+constexpr int kThreads = 128;
+constexpr int kRowTiles = 2;  // of 16 rows, a warp's: each fragment of keys serves them all
+constexpr int kWarpRows = kRowTiles * 16;
+constexpr int kTileM = kWarps * kWarpRows;
+constexpr int kTileN = 96;
+// Whether blocks in which no key is hidden have code of their own.
+constexpr bool kTellsFullBlocks = true;
+constexpr float kLazyRescaleLog2 = 8;
+constexpr bool kLongestFirst = false;
+constexpr int kQkSteps = ceil_div(kHeadDimQk, 16);
+constexpr int kVSteps = ceil_div(kHeadDimV, 16);
+constexpr u32 kRowBoxBytes = kTileM * 128;
+constexpr u32 kKeyBoxBytes = kTileN * 128;
+constexpr u32 kKStageBytes = ceil_div(kHeadDimQk, 64) * kKeyBoxBytes;
+constexpr u32 kVStageBytes = ceil_div(kHeadDimV, 64) * kKeyBoxBytes;
+constexpr u32 kSmemQ = 0;
+constexpr u32 kSmemK = 16384;
+constexpr u32 kSmemV = 40960;
+
+// ---- the fragments
+struct VanillaSoftmax {
+  // Factor that normalises the row's output, and its log-sum-exp (natural log), from the row's
+  // largest scaled score and the sum of its weights relative to that one's.
+  ATTNGEN_HD SoftmaxRow finalize(const Context&, float largest, float sum) const {
+    if (sum == 0.f) return {0.f, -kInfinity};
+    return {1.f / sum, largest + log2_of(sum) * kLn2};
+  }
+};
+struct PackedSequence {
+  int len;
+  const void* seqlens;
+  const void* offsets;
+  int longest;
+
+  // Where the tensors say that the sequence lies, which may be anywhere.
+  ATTNGEN_HD Span claim(int batch) const {
+    const int* ends = static_cast<const int*>(seqlens) + batch;
+    return {static_cast<const int*>(offsets)[batch], difference(ends[1], ends[0])};
+  }
+  // Whether that is inside the tensor; a sequence that is not has no tokens.
+  ATTNGEN_HD bool lies(int batch) const { return lies_within(claim(batch), len, longest); }
+  ATTNGEN_HD Span span(int batch) const { return span_within(claim(batch), len, longest); }
+  ATTNGEN_HD int length(int batch) const { return span(batch).length; }
+  // Where a tensor map that ends where the sequence does has position 0.
+  ATTNGEN_HD int first_row(int batch) const { return kLongest - length(batch); }
+  ATTNGEN_HD SequenceIndex batch_index(int batch) const {
+    const Span found = span(batch);
+    return {found.length, found.start};
+  }
+  // Of one that was found before.
+  ATTNGEN_HD int length(SequenceIndex index) const { return index.length; }
+  ATTNGEN_HD int first_row(SequenceIndex index) const { return kLongest - index.length; }
+  ATTNGEN_HD int first_token(SequenceIndex index) const { return index.start; }
+  // Row of the tensor that holds position 0.
+  ATTNGEN_HD int first_token(int batch) const { return span(batch).start; }
+  // Rows behind the sequence that belong to none, up to the next one that lies in the tensor; before
+  // the first sequence, -1, too. None behind one that does not.
+  ATTNGEN_HD Range gap(int batch, int sequences) const {
+    if (batch >= 0 && !lies(batch)) return {0, 0};
+    const Span own = batch < 0 ? Span{0, 0} : span(batch);
+    return {own.start + own.length, gap_end(batch, sequences)};
+  }
+  // Where the next sequence begins that lies in the tensor, else where this ends.
+  ATTNGEN_HD int gap_end(int batch, int sequences) const {
+    do {
+      if (++batch >= sequences) return len;
+    } while (!lies(batch));
+    return static_cast<const int*>(offsets)[batch];
+  }
+  // Whether there may be rows that belong to none: unless the first sequence begins where the tensor
+  // does, the last one ends where it does, and both lie in it. What that takes is read at once.
+  ATTNGEN_HD bool may_have_gaps(int sequences) const {
+    const int* ends = static_cast<const int*>(seqlens);
+    const int first[] = {ends[0], ends[1]};
+    const int last[] = {ends[sequences - 1], ends[sequences]};
+    const u32 most = min_of(len, longest);
+    return offsets != seqlens || first[0] != 0 || last[1] != len || static_cast<u32>(first[1]) > most ||
+           static_cast<u32>(difference(len, last[0])) > most;
+  }
+  // Place of the tensor's row among floats [heads, len].
+  ATTNGEN_HD long long place(int, int row, int head, int) const {
+    return static_cast<long long>(head) * len + row;
+  }
+};
+struct RangeIteration {
+  template <int kBlock, class MaskList>
+  ATTNGEN_HD static BlockRange blocks(const MaskList& masks, const Context& ctx, int first_row,
+                                      int last_row) {
+    return kv_block_range<kBlock>(masks, ctx, first_row, last_row);
+  }
+};
+// The masks of this kernel; a key is visible where all their ranges meet.
+struct MaskList {
+  static constexpr bool kBoundsLeft = false;
+  static constexpr bool kBoundsRight = false;
+
+  ATTNGEN_HD Range row_range(const Context& ctx, int i) const {
+    Range range = {0, ctx.kv_len};
+    return range;
+  }
+  ATTNGEN_HD Range col_range(const Context& ctx, int j) const {
+    Range range = {0, ctx.q_len};
+    return range;
+  }
+};
+
+using QSequence = PackedSequence;
+using KvSequence = PackedSequence;
+using KvIteration = RangeIteration;
+using Softmax = VanillaSoftmax;
+
+struct Params {
+  void* q;
+  void* k;
+  void* v;
+  void* o;
+  void* lse;
+  long long q_stride_row;
+  long long q_stride_head;
+  long long q_stride_batch;
+  long long k_stride_row;
+  long long k_stride_head;
+  long long k_stride_batch;
+  long long v_stride_row;
+  long long v_stride_head;
+  long long v_stride_batch;
+  long long o_stride_row;
+  long long o_stride_head;
+  long long o_stride_batch;
+  int tiles_m;
+  int heads_q;
+  int total_heads;
+  int heads_per_group;
+  int tail_rows;
+  int group_size;
+  int bottom_right;
+  float scale_log2;
+  int sequences;
+  int q_len;
+  void* q_seqlens;
+  void* q_offsets;
+  int q_longest;
+  int kv_len;
+  void* kv_seqlens;
+  void* kv_offsets;
+  int kv_longest;
+};
+// NVRTC has no offsetof; natural alignment and the total size pin every member's place.
+static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by the host");
+static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
+static_assert(sizeof(Params) == 224, "packed by the host");
+
+ATTNGEN_DEVICE MaskList mask_list(const Params& p) {
+  return {};
+}
+
+ATTNGEN_DEVICE QSequence q_sequence(const Params& p) { return PackedSequence{p.q_len, p.q_seqlens, p.q_offsets, p.q_longest}; }
+ATTNGEN_DEVICE KvSequence kv_sequence(const Params& p) { return PackedSequence{p.kv_len, p.kv_seqlens, p.kv_offsets, p.kv_longest}; }
+ATTNGEN_DEVICE void fill_gaps(const Params& p, int share, int shares, int lane) {
+  const auto queries = q_sequence(p);
+  for_each_gap_row(queries, p.sequences, share, shares, lane, [&](int batch, int row) {
+    clear_row<128>(p.o, 2 * (static_cast<long long>(row) * p.o_stride_row), 2 * p.o_stride_head, p.heads_q, lane);
+    float* lse = static_cast<float*>(p.lse) + queries.place(batch, row, lane, p.heads_q);
+#pragma unroll 1
+    for (int head = lane; head < p.heads_q; head += 32, lse += 32ll * queries.len) *lse = -kInfinity;
+  });
+}
+
+// ---- rows that the CTA copies
+ATTNGEN_DEVICE auto q_rows(const Params& p, int batch, int head, int rows) {
+  return head_rows(p.q, batch, head, q_sequence(p).first_token(batch), p.q_stride_batch, p.q_stride_head,
+                   p.q_stride_row, rows);
+}
+ATTNGEN_DEVICE auto k_rows(const Params& p, int batch, int head, int rows) {
+  return head_rows(p.k, batch, head, kv_sequence(p).first_token(batch), p.k_stride_batch, p.k_stride_head,
+                   p.k_stride_row, rows);
+}
+ATTNGEN_DEVICE auto v_rows(const Params& p, int batch, int head, int rows) {
+  return head_rows(p.v, batch, head, kv_sequence(p).first_token(batch), p.v_stride_batch, p.v_stride_head,
+                   p.v_stride_row, rows);
+}
+
+// ---- a warp, its rows and their output
+struct Warp {
+  const Params& p;
+  int lane;
+  int first;  // its first row
+  u32 q_place, k_place, v_place;  // of the lane, in a tile
+  float output[kRowTiles][kHeadDimV / 2];
+  RowState state[kRowTiles];
+
+  ATTNGEN_DEVICE Warp(const Params& p, u32 smem, const Context& ctx, int tile_row) : p(p), lane(threadIdx.x % 32) {
+    const int row = threadIdx.x / 32 * kWarpRows;
+    first = tile_row + row;
+    q_place = smem + kSmemQ + (row + (lane & 15)) * 128 + (((lane >> 4) ^ lane) & 7) * 16;
+    k_place = smem + kSmemK + ((lane & 7) + (lane >> 4) * 8) * 128 + (((lane >> 3 & 1) ^ lane) & 7) * 16;
+    v_place = smem + kSmemV + (lane & 15) * 128 + (((lane >> 4) ^ lane) & 7) * 16;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      state[m] = {{-kInfinity, -kInfinity}, {0.f, 0.f}, kLazyRescaleLog2};
+#pragma unroll
+      for (float& x : output[m]) x = 0.f;
+    }
+  }
+
+  ATTNGEN_DEVICE void multiply_keys(float (&scores)[kRowTiles][kTileN / 2], u32 stage) const {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (float& x : scores[m]) x = 0.f;
+    }
+#pragma unroll
+    for (int step = 0; step < kQkSteps; ++step) {
+      u32 a[kRowTiles][4];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        load_matrix_x4(a[m], (q_place ^ (step % 4 * 32)) + step / 4 * kRowBoxBytes + m * (16 * 128));
+      }
+#pragma unroll
+      for (int n = 0; n < kTileN / 16; ++n) {
+        u32 b[4];
+        load_matrix_x4(b, ((k_place + stage * kKStageBytes) ^ (step % 4 * 32)) + step / 4 * kKeyBoxBytes + n * (16 * 128));
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          Element::multiply_add(scores[m] + n * 8, a[m], b[0], b[1]);
+          Element::multiply_add(scores[m] + n * 8 + 4, a[m], b[2], b[3]);
+        }
+      }
+    }
+  }
+  // Adds what the weights a of keys 16 k and on give of each value.
+  ATTNGEN_DEVICE void multiply_values(const u32 (&a)[kRowTiles][4], int k, u32 stage) {
+#pragma unroll
+    for (int n = 0; n < kVSteps; ++n) {
+      u32 b[4];
+      load_matrix_transposed_x4(b, ((v_place + stage * kVStageBytes) ^ (n % 4 * 32)) + n / 4 * kKeyBoxBytes + k * (16 * 128));
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        Element::multiply_add(output[m] + n * 8, a[m], b[0], b[1]);
+        if (n * 16 + 8 < kHeadDimV) Element::multiply_add(output[m] + n * 8 + 4, a[m], b[2], b[3]);
+      }
+    }
+  }
+
+  // Turns scores into what the softmax takes: score fragments applied, invisible keys at -inf.
+  template <bool kMasked>
+  ATTNGEN_DEVICE void prepare_scores(float (&scores)[kTileN / 2], const Context& ctx, int row, int block) const {
+    const int column = block * kTileN + (lane & 3) * 2;
+    if constexpr (kMasked) {
+      const MaskList masks = mask_list(p);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const Range range = masks.row_range(ctx, row + half * 8);
+        const int lo = MaskList::kBoundsLeft ? range.lo - column : 0;
+        hide_outside<kTileN>(scores, half, lo, range.hi - column);
+      }
+    }
+  }
+
+  // Raises the rows' maxima where some have outgrown them, and with these what was summed before.
+  ATTNGEN_DEVICE void raise(BlockSoftmax<kTileN, false> (&soft)[kRowTiles], float (&scores)[kRowTiles][kTileN / 2]) {
+    bool grew = false;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      soft[m].scale_log2 = p.scale_log2;
+      soft[m].shift = 0.f;
+      soft[m].find_maxima(scores[m]);
+      grew |= soft[m].outgrow(state[m]);
+    }
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      float rescale[2];
+      soft[m].raise(state[m], 0, grew, rescale);
+      soft[m].raise(state[m], 1, grew, rescale);
+      if (grew) {
+        soft[m].settle_raised(scores[m], state[m], kLazyRescaleLog2);
+        state[m].row_sum[0] *= rescale[0];
+        state[m].row_sum[1] *= rescale[1];
+#pragma unroll
+        for (int i = 0; i < kHeadDimV / 2; ++i) output[m][i] *= rescale[fragment_row(i)];
+      }
+    }
+  }
+
+  // A block of keys, from scores to output. between(): called by all warps of the CTA once keys have been read.
+  template <bool kMasked, class Between>
+  ATTNGEN_DEVICE void step(const Context& ctx, int block, u32 stage, Between between) {
+    float scores[kRowTiles][kTileN / 2];
+    multiply_keys(scores, stage);
+    between();
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) prepare_scores<kMasked>(scores[m], ctx, first + m * 16 + lane / 4, block);
+    BlockSoftmax<kTileN, false> soft[kRowTiles];
+    raise(soft, scores);
+    // Written down between the products, which the exponentials run beside.
+#pragma unroll
+    for (int k = 0; k < kTileN / 16; ++k) {
+      u32 a[kRowTiles][4];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int i = k * 8; i < k * 8 + 8; ++i) {
+          float& x = scores[m][i];
+          x = exp2_approx(x * soft[m].scale_log2 - soft[m].offset[fragment_row(i)]);
+          state[m].row_sum[fragment_row(i)] += x;
+        }
+        pack_pairs<Element, 8>(a[m], scores[m] + k * 8);
+      }
+      multiply_values(a, k, stage);
+    }
+  }
+
+  // LSE, maxima, and the output.
+  ATTNGEN_DEVICE void finish(const Context& ctx) const {
+    const Softmax softmax = VanillaSoftmax{};
+    float* lse = static_cast<float*>(p.lse) + q_sequence(p).place(ctx.batch, q_sequence(p).first_token(ctx.batch), ctx.head, p.heads_q);
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      const int row = first + m * 16 + lane / 4;
+      float factor[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float most = state[m].row_max[half] * kLn2 * p.scale_log2;
+        const SoftmaxRow done = softmax.finalize(ctx, most, quad_sum(state[m].row_sum[half]));
+        factor[half] = done.normalizer;
+        const int i = row + half * 8;
+        if ((lane & 3) == 0 && i < ctx.q_len) lse[i] = done.lse;
+      }
+      store_whole_rows<Element, kHeadDimV>(static_cast<char*>(p.o) + 2 * (static_cast<long long>(ctx.batch) * p.o_stride_batch + static_cast<long long>(ctx.head) * p.o_stride_head + (static_cast<long long>(row) + q_sequence(p).first_token(ctx.batch)) * p.o_stride_row),
+               2 * p.o_stride_row, ctx.q_len - (row), this->output[m], factor[0], factor[1], lane);
+    }
+  }
+};
+
+// A tile of queries of one head, from copies to output.
+ATTNGEN_DEVICE void run_tile(const Params& p, u32 smem, const TileCoord& tile) {
+  const int q_len = q_sequence(p).length(tile.batch);
+  const int kv_len = kv_sequence(p).length(tile.batch);
+  const int tile_row = tile.row_block * kTileM;
+  if (tile_row >= q_len) return;
+  const Context ctx = {tile.batch, tile.head, q_len, kv_len, p.bottom_right ? kv_len - q_len : 0};
+  const int kv_head = tile.head / p.group_size;
+  const auto queries = q_rows(p, tile.batch, tile.head, q_len);
+  const auto keys = k_rows(p, tile.batch, kv_head, kv_len);
+  const auto values = v_rows(p, tile.batch, kv_head, kv_len);
+  const auto copy_keys = [&](int block, u32 stage) {
+    copy_rows<kThreads, kHeadDimQk, kTileN>(smem + kSmemK + stage * kKStageBytes, keys, block * kTileN);
+  };
+  const auto copy_values = [&](int block, u32 stage) {
+    copy_rows<kThreads, kHeadDimV, kTileN>(smem + kSmemV + stage * kVStageBytes, values, block * kTileN);
+  };
+  const MaskList masks = mask_list(p);
+  const BlockRange blocks = KvIteration::blocks<kTileN>(masks, ctx, tile_row, min_of(tile_row + kTileM, q_len) - 1);
+  Warp warp(p, smem, ctx, tile_row);
+  BlockRange own = {0, 0, 0, 0};
+  if (warp.first < q_len) own = KvIteration::blocks<kTileN>(masks, ctx, warp.first, min_of(warp.first + kWarpRows, q_len) - 1);
+  const int end = blocks.end;
+
+  copy_rows<kThreads, kHeadDimQk, kTileM>(smem + kSmemQ, queries, tile_row);
+  if (blocks.begin < end) {
+    copy_keys(end - 1, 0);
+    copy_values(end - 1, 0);
+  }
+  u32 stage = 0;
+#pragma unroll 1
+  for (int block = end - 1; block >= blocks.begin; --block) {
+    await_copies();
+    __syncthreads();  // all copies are there, and nobody reads the other stage any more
+    if (block > blocks.begin) {
+      copy_keys(block - 1, stage ^ 1);
+      copy_values(block - 1, stage ^ 1);
+    }
+    const auto between = [] {};
+    if (block >= own.begin && block < own.end) {
+      if (kTellsFullBlocks && block < own.full_end && block >= own.full_begin) {
+        warp.step<false>(ctx, block, stage, between);
+      } else {
+        warp.step<true>(ctx, block, stage, between);
+      }
+    }
+    stage ^= 1;
+  }
+  warp.finish(ctx);
+}
+
+}  // namespace attngen
+
+extern "C" __global__ void __launch_bounds__(128, 2)
+mma_fwd__full_packed_d64_bf16__4432d3(const __grid_constant__ attngen::Params p) {
+  using namespace attngen;
+  extern __shared__ __align__(1024) unsigned char shared[];
+  if (threadIdx.x < 32 && q_sequence(p).may_have_gaps(p.sequences)) fill_gaps(p, blockIdx.x, gridDim.x, threadIdx.x);
+  const TileOrder order = {p.tiles_m, p.heads_q, p.total_heads, p.heads_per_group, p.tail_rows};
+  TileCoord tile = order.at<false>(blockIdx.x);
+  const PackedTiles<kTileM, QSequence> tiles = {q_sequence(p), p.sequences};
+  tile.batch = tiles.sequence_of(tile.row_block);
+  tile.row_block -= tiles.first(tile.batch);
+  if (tile.row_block < 0) return;
+  run_tile(p, shared_address(shared), tile);
+}
