@@ -201,14 +201,14 @@ def test_kernels_refuse_before_a_launch_unless_16_bits_may_stand_in(monkeypatch)
         return {"o": D_O}
 
     monkeypatch.setattr(eight_bits.QuantisedCall, "of", lambda *_: launch)
-    tensors = operands(256)
+    tensors, bias = operands(256), torch.zeros(1, 1, 12, 12)
     with fp8.autocast(recipe=RECIPES["current"]):
-        with pytest.raises(SpecError, match="head dims 256 and 256") as caught:
-            attngen.attention(*tensors)
+        with pytest.raises(SpecError, match="bias.*a backward of e4m3") as caught:
+            attngen.attention(*tensors, bias=bias)
         assert "fp8_or_16" in str(caught.value) and not seen
         attngen.attention(*operands())
     with fp8.autocast(recipe=fp8.Float8CurrentScaling(backward="fp8_or_16")):
-        attngen.attention(*tensors)
+        attngen.attention(*tensors, bias=bias)
         attngen.attention(*operands())
     assert seen == ["float8_e5m2", "", "float8_e5m2"]
 

@@ -24,6 +24,12 @@ PLAIN = Question(
 PARAMS = te.AttentionParams(qkv_layout="bshd_bshd_bshd", attn_mask_type="causal")
 
 WIDE = fp8.Float8CurrentScaling()  # with gradients in 16 bits
+# A call that kernels have no gradients of in 8 bits.
+WIDE_BIAS: dict[str, Any] = {
+    **{"head_dim_qk": 256, "head_dim_v": 256},
+    "core_attention_bias_type": "post_scale_bias",
+}
+E4M3 = te.DType.kFloat8E4M3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +78,7 @@ def test_kernels_serve_what_is_refused_elsewhere(changes: dict[str, Any]) -> Non
     "changes",
     [
         {"head_dim_qk": 264, "head_dim_v": 264},
-        {"q_dtype": te.DType.kFloat8E4M3, "kv_dtype": te.DType.kFloat8E4M3, "head_dim_qk": 256},
+        {"q_dtype": E4M3, "kv_dtype": E4M3, "head_dim_qk": 256, "bias_type": "post_scale_bias"},
         {"q_dtype": torch.float32, "kv_dtype": torch.float32},
         {"qkv_layout": "paged_kv_bshd_bshd_bshd", "mask_type": "padding"},
         {"mask_type": "causal", "head_dim_qk": 1024, "head_dim_v": 1024, "is_training": False},
@@ -147,11 +153,9 @@ def test_fused_comes_before_flash_and_flash_before_unfused(monkeypatch: Any) -> 
         ({"qkv_dtype": torch.float32}, [False, False, True]),
         ({"qkv_dtype": torch.uint8}, [False, False, False]),
         ({"fp8": True}, [False, True, True]),
-        ({"fp8": True, "head_dim_qk": 256, "head_dim_v": 256}, [False, False, True]),
-        (
-            {"fp8": True, "head_dim_qk": 256, "head_dim_v": 256, "fp8_meta": {"recipe": WIDE}},
-            [False, True, True],
-        ),
+        ({"fp8": True, "head_dim_qk": 256, "head_dim_v": 256}, [False, True, True]),
+        ({"fp8": True, **WIDE_BIAS}, [False, False, True]),
+        ({"fp8": True, **WIDE_BIAS, "fp8_meta": {"recipe": WIDE}}, [False, True, True]),
         ({"fp8": True, "is_training": False, "head_dim_qk": 256}, [False, True, True]),
         ({"fp8": True, "qkv_dtype": torch.float8_e4m3fn}, [False, True, True]),
         (
@@ -200,12 +204,12 @@ def test_debugging_says_why(monkeypatch: Any, caplog: pytest.LogCaptureFixture) 
 def test_fp8_backend_is_chosen_where_kernels_have_both_directions(monkeypatch: Any) -> None:
     eight = replace(PARAMS, fp8=True)
     assert te.get_attention_backend(eight).fused_attention_backend is te.FusedAttnBackend.FP8
-    wide = replace(eight, head_dim_qk=256, head_dim_v=256)
+    wide = replace(eight, **WIDE_BIAS)
     assert not te.get_attention_backend(wide).use_fused_attention
     monkeypatch.setenv("NVTE_FP8_DPA_BWD", "0")
     assert te.get_attention_backend(wide).use_fused_attention, "a backward in 16 bits serves it"
     assert ask(q_dtype=7, kv_dtype=te.DType.kFloat8E4M3) is te.FusedAttnBackend.FP8
-    assert ask(q_dtype=7, kv_dtype=7, head_dim_v=256) is NONE
+    assert ask(q_dtype=7, kv_dtype=7, head_dim_qk=256, bias_type="post_scale_bias") is NONE
 
 
 def test_params_are_equal_whose_recipes_are() -> None:
