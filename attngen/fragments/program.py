@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 PREFIX = "traced_"  # of the names of fragments that come from programs
 # Type of a value → its C++ type: float32, integers of 32 and of 64 bits, booleans.
@@ -72,7 +73,7 @@ class Program:
         lines = [each.text for each in self.operations]
         return "\n".join([*heads, *lines, f"value {self.value}", f"slope {self.slope}"])
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The name of its fragment, which no other program has."""
         digest = hashlib.sha256(self.text.encode()).hexdigest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -81,12 +82,17 @@ def _simplified(name: str, args: Sequence[str]) -> str | None:
     return None
 
 
-def element_of(tensor: Tensor) -> str:
+@cache
+def _read_as(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which kernels read a captured tensor."""
-    if tensor.is_floating_point():
-        return "float32"
-    name = str(tensor.dtype).removeprefix("torch.")
-    return name if name in ELEMENTS else "int32"
+    if dtype.is_floating_point:
+        return torch.float32
+    return dtype if str(dtype).removeprefix("torch.") in ELEMENTS else torch.int32
+
+
+def element_of(tensor: Tensor) -> str:
+    """The name of the dtype in which kernels read a captured tensor."""
+    return str(_read_as(tensor.dtype)).removeprefix("torch.")
 
 
 def capture_of(tensor: Tensor) -> tuple[str, int, str]:
@@ -98,8 +104,8 @@ def capture_of(tensor: Tensor) -> tuple[str, int, str]:
 
 def as_read(tensor: Tensor) -> Tensor:
     """A captured tensor as kernels read it: in such a dtype, and with an axis."""
-    wanted = getattr(torch, element_of(tensor))
-    tensor = tensor.detach()
+    wanted = _read_as(tensor.dtype)
+    tensor = tensor.detach() if tensor.requires_grad else tensor
     tensor = tensor if tensor.dtype == wanted else tensor.to(wanted)
     return tensor if tensor.ndim else tensor[None]
 

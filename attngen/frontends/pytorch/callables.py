@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import and_
@@ -15,7 +15,7 @@ from torch import Tensor
 from ... import reference
 from ...call.fragments import SLOTS
 from ...call.table import AttentionCall, given_by
-from ...errors import CompileError, CompilerMissing, SpecError
+from ...errors import CompileError, CompilerMissing, LimitError, SpecError
 from ...fragments.features import register_program
 from ...fragments.lowering import CAPTURED, NUMBER, PER_UNIT, UNIT
 from ...reference.fp8 import is_fp8
@@ -25,7 +25,7 @@ from .callable_fingerprint import fingerprint
 from .callable_mask import Sizes, listed_by, shown_by
 from .callable_program import Traced, mask_program, score_program
 from .callable_trace import trace
-from .torch_private import has_transforms, is_traced
+from .torch_private import has_transforms, is_traced, undisturbed
 
 log = logging.getLogger("attngen")
 _WAY_OUT = "Pass backend='reference'"
@@ -40,9 +40,8 @@ def attend(attend: Callable[..., Any], call: AttentionCall) -> Any:
     if not _may_have_kernels(call):
         return None
     if is_fp8(call.q.dtype):
-        raise SpecError(
-            f"{call.functions[0]} beside {call.q.dtype} has no kernels yet. {_WAY_OUT}."
-        )
+        which = " and ".join(call.functions)
+        raise SpecError(f"{which} beside {call.q.dtype} has no kernels yet. {_WAY_OUT}.")
     if routing.CHECK_VALUES:
         reference.check_on_host(call, reference.check(call))
     replaced: dict[str, Any] = {"backend": "cuda"}
@@ -56,9 +55,7 @@ def attend(attend: Callable[..., Any], call: AttentionCall) -> Any:
         traced = _traced("score_mod", call.score_mod, call.q.device)
         _check_learned("score_mod", traced)
         replaced["score_mod"] = register_program(traced.program).name
-        added |= {f"{CAPTURED}{place}": x for place, x in enumerate(traced.captures)}
-        added |= {f"{NUMBER}{place}": x for place, x in enumerate(traced.numbers)}
-        added |= {UNIT: 1.0, PER_UNIT: 1.0}
+        added = _arguments_of(traced)
     try:
         return attend(**given_by(replace(call, **replaced)), **added)
     except CompilerMissing:
@@ -68,6 +65,41 @@ def attend(attend: Callable[..., Any], call: AttentionCall) -> Any:
             f"score_mod has no kernel that is worth running: {error}. Simplify it, or pass "
             "backend='reference'."
         ) from error
+
+
+def attend_known(
+    attend: Callable[..., Any], carriers: Sequence[Any], given: Mapping[str, Any]
+) -> Any:
+    """The results of a call whose `score_mod` was traced before, as `attend` has them; None where
+    that has to see it. carriers: q, k and v; given: whatever else the call gives."""
+    mod, (q, *_) = given.get("score_mod"), carriers
+    if not callable(mod) or type(q) is not Tensor or routing.CHECK_VALUES or not undisturbed():
+        return None
+    if any(given.get(name) is not None for name in ("mask_mod", "block_mask")):
+        return None
+    if given.get("backend") == "reference" or is_fp8(q.dtype):
+        return None
+    if descriptions.device_arch(q.device) is None:
+        return None
+    key, tensors = fingerprint(mod)
+    known = None if key is None else _known.get(("score_mod", *key))
+    if known is None:
+        return None
+    traced = known.of(tensors)
+    if traced.learned or any(x.device != q.device for x in tensors):
+        return None
+    replaced = {"score_mod": known.traced.program.name, "backend": "cuda"}
+    try:
+        return attend(*carriers, **{**given, **replaced, **_arguments_of(traced)})
+    except (SpecError, LimitError, CompileError):
+        return None
+
+
+def _arguments_of(traced: Traced) -> dict[str, Any]:
+    """The arguments of a call that names the program's fragment."""
+    captures = {f"{CAPTURED}{place}": x for place, x in enumerate(traced.captures)}
+    numbers = {f"{NUMBER}{place}": x for place, x in enumerate(traced.numbers)}
+    return {**captures, **numbers, UNIT: 1.0, PER_UNIT: 1.0}
 
 
 def _shown(call: AttentionCall) -> Tensor:
@@ -108,7 +140,8 @@ class _Known:
         """Its trace for the tensors of another call."""
         read = tuple([tensors[place] for place in self.places])
         learned = any([x.requires_grad for x in read])
-        return replace(self.traced, captures=tuple(map(as_read, read)), learned=learned)
+        captures = tuple([as_read(x) for x in read])
+        return Traced(self.traced.program, captures, self.traced.numbers, learned)
 
 
 _known: dict[tuple[Any, ...], _Known] = {}

@@ -55,6 +55,9 @@ def route(
     """
     if not routing.CHECK_VALUES:
         given = {name: x for name, x in given.items() if not (name in _LONGEST and _is_unread(x))}
+    if bound.key is None and not torch.compiler.is_compiling():
+        if (served := callables.attend_known(attend, carriers, given)) is not None:
+            return served  # type: ignore[no-any-return]
     q, k, v = carriers
     call = make_call("attention", ROWS, {"q": q, "k": k, "v": v}, given)
     if _has_nested(call):

@@ -113,3 +113,33 @@ def test_what_a_trace_has_read_or_computed_is_not_kept(how) -> None:
     assert found.program == again.program
     changed = found.numbers != again.numbers
     assert changed or not torch.equal(*found.captures, *again.captures)
+
+
+def test_functions_that_are_known_become_fragments_before_anything_else() -> None:
+    asked = []
+
+    def attend(*carriers: Any, **given: Any) -> str:
+        asked.append(given)
+        return "served"
+
+    def again(**given: Any) -> Any:
+        q = torch.zeros(1, 2, 4, 16, dtype=given.pop("dtype", torch.bfloat16))
+        mod = shifted(1.5, torch.full((4,), 7.0))
+        return callables.attend_known(attend, (q, q, q), {"score_mod": mod, **given})
+
+    arch = f"{callables.__name__}.descriptions.device_arch"
+    with mock.patch.object(callables, "_known", {}), mock.patch(arch, lambda _: "sm_90a"):
+        assert again() is None, "not traced yet"
+        found = traced(shifted(1.5, torch.ones(4)))
+        assert again(window=(3, 0)) == "served"
+        for beside in (
+            {"backend": "reference"},
+            {"mask_mod": lambda b, h, i, j: i > j},
+            {"dtype": torch.float8_e4m3fn},
+            {"score_mod": "temperature"},
+        ):
+            assert again(**beside) is None
+    (given,) = asked
+    assert given["score_mod"] == found.program.name and given["window"] == (3, 0)
+    assert torch.equal(given["captured_0"], torch.full((4,), 7.0))
+    assert {given["number_0"], given["number_1"]} == {3, 1.5} and given["backend"] == "cuda"
