@@ -6,7 +6,8 @@ own, and torch.compile guards the attribute of an object, but none of a thread's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -149,3 +150,13 @@ class InForce:
 
 
 in_force = InForce()
+
+
+@contextmanager
+def without_recipe() -> Iterator[None]:
+    """Have no recipe in force inside."""
+    before, in_force.recipe = in_force.recipe, None
+    try:
+        yield
+    finally:
+        in_force.recipe = before

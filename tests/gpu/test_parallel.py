@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+import attngen
+from attngen import fp8, parallel
 from attngen.call.context_order import Order
 from attngen.reference import dropout_keep_mask
 from tools.simulated_ranks import ranks_of
@@ -67,3 +70,24 @@ def test_ranks_drop_what_one_call_drops():
     out, _, _ = simulated(Order("dual_chunk", 2), [q, k, v], given, torch.ones_like(q))
     mask = dropout_keep_mask(state, 0.5, 1, heads, room, room)
     assert torch.equal(out.permute(0, 2, 1, 3)[..., :room] > 0, mask)
+
+
+def test_stored_operands_have_the_results_of_one_call(monkeypatch):
+    """One rank: a part of FP8 numbers forward, and of what they stand for backward."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    q, k, v = oracle.operands(1, 4, 2, 128, 128, 64, 64, torch.bfloat16)
+    d_out = oracle.randn(*q.shape, dtype=q.dtype, seed=9)
+
+    def made(attend):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        with fp8.autocast():
+            out = attend(*leaves, mask="causal", backend="cuda")
+        return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found, wanted = made(parallel.attention), made(attngen.attention)
+    finally:
+        dist.destroy_process_group()
+    for got, want in zip(found, wanted, strict=True):
+        assert (got - want).abs().max() <= 2**-7 * want.abs().max()

@@ -6,9 +6,11 @@ import os
 import socket
 import tempfile
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 STATE = (11, 12)
+P2P_OP = dist.P2POp
 HEADS, HEADS_KV, DIM, DIM_V = 4, 2, 8, 4
 
 
@@ -23,7 +26,7 @@ HEADS, HEADS_KV, DIM, DIM_V = 4, 2, 8, 4
 class Case:
     """One call. comm, order, stripe: how it is spread; lengths: of packed sequences, or one of a
     dense batch; given: what else it says. learned: of the operands beside q, k and v. door: by
-    which call it enters, `sdpa` for torch's under a `context_parallel`."""
+    which call it enters: `sdpa`, torch's under a `context_parallel`; `fp8`, under a recipe."""
 
     comm: str
     order: str = "dual_chunk"
@@ -114,6 +117,38 @@ def error_by_sdpa(case: Case) -> float:
     return max(float((a - b).abs().max()) for a, b in pairs)
 
 
+def error_by_fp8(case: Case) -> float:
+    """The largest difference, of the largest number, of a call in FP8, whose messages have 8
+    bits."""
+    import attngen
+    from attngen import fp8, parallel
+
+    (q, k, v, d_out), given = whole_of(case)
+    recipe = fp8.Float8CurrentScaling()
+    numbers = [x.bfloat16() for x in (q, k, v, d_out)]
+    own = [parallel.shard(x, None, 1) for x in numbers]
+    sent = []
+
+    def noted(op: Any, x: Tensor, peer: int, group: Any) -> Any:
+        sent.append(x.dtype)
+        return P2P_OP(op, x, peer, group)
+
+    def made(attend: Any, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        with fp8.autocast(recipe=recipe):
+            out = attend(*leaves, **given, backend="reference")
+            forward = {*sent}
+        assert forward <= {torch.uint8}, forward
+        return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+
+    wanted = made(attngen.attention, *numbers)
+    with mock.patch.object(dist, "P2POp", noted):
+        found = made(partial(parallel.attention, comm=case.comm), *own)
+    assert case.comm != "p2p" or {*sent} == {torch.uint8, torch.float32}
+    pairs = zip(found, (parallel.shard(x, None, 1) for x in wanted), strict=True)
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
 def error_of(case: Case, group: Any, ranks: int) -> float:
     """The largest difference from one call over the whole, on this rank."""
     import attngen
@@ -171,8 +206,10 @@ def _work(rank: int, ranks: int, folder: str, cases: list[Case]) -> None:
     lines = []
     for case in cases:
         group = pair if case.comm == "a2a+p2p" else None
-        by_sdpa = case.door == "sdpa"
-        error = error_by_sdpa(case) if by_sdpa else error_of(case, group, ranks)
+        if case.door == "attention":
+            error = error_of(case, group, ranks)
+        else:
+            error = {"sdpa": error_by_sdpa, "fp8": error_by_fp8}[case.door](case)
         lines.append(f"{error:.3e}\n")
     Path(folder, f"errors_{rank}").write_text("".join(lines))
     dist.destroy_process_group()

@@ -14,7 +14,6 @@ from torch import Tensor
 from ...call import routing
 from ...call.context_order import Order
 from ...call.context_steps import Length, Span, parts_over_all, steps_of
-from ...call.recipe import in_force
 from ...call.table import AttentionCall
 from ...errors import SpecError
 from ...reference.core import default_alibi_slopes
@@ -22,7 +21,7 @@ from ...spec.attention_spec import MAX_HEAD_DIM
 from ...spec.masks import masks_of
 from .context_function import ContextCall
 from .context_messages import Around, Gathered
-from .context_parts import Features, Rows, Sequences
+from .context_parts import Features, Rows, Sequences, Stored
 from .routing import leave_kernels, refusals
 
 LENGTHS = tuple(
@@ -132,8 +131,6 @@ def asked_of(q: Tensor, k: Tensor, v: Tensor, given: Mapping[str, Any], ranks: i
 
 def _violations(q: Tensor, k: Tensor, v: Tensor, given: Mapping[str, Any]) -> Iterator[str]:
     """Arguments that calls over a group do not take."""
-    if in_force.recipe is not None:
-        yield "a recipe of 8 bits is in force, which calls over a group do not serve"
     for name in sorted({*given} - {*SERVED}):
         yield f"{name} is not served over a group; these are: {', '.join(SERVED)}"
     layout = given.get("layout", "bshd")
@@ -245,8 +242,15 @@ def context_call(
     return ContextCall(messages, sequences, used, features, sums, travels)
 
 
-def features_of(asked: Asked, rng_state: Tensor | None, first_head: int, heads: int) -> Features:
+def features_of(
+    asked: Asked,
+    rng_state: Tensor | None,
+    first_head: int,
+    heads: int,
+    stored: Stored | None = None,
+) -> Features:
     """Whatever the call asks of scores and weights, of so many heads of all from the first on.
+    stored: its operands in 8 bits.
 
     Raises: SpecError where kernels are asked for that there are none of.
     """
@@ -254,7 +258,8 @@ def features_of(asked: Asked, rng_state: Tensor | None, first_head: int, heads: 
     backend = given.get("backend", "auto")
     if backend == "cuda" and not narrow:
         raise SpecError(f"backend='cuda': kernels take 16 bits; q is {asked.q.dtype}")
-    kernels = _uses_kernels(asked, backend, narrow)
+    routing.check_backend(backend)
+    kernels = backend != "reference" and narrow and _uses_kernels(asked, backend, stored)
     numbers = {name: given[name] for name in NUMBERS if name in given}
     if asked.has_alibi and numbers.get("bias_type") == "alibi":
         del numbers["bias_type"]
@@ -275,18 +280,15 @@ def features_of(asked: Asked, rng_state: Tensor | None, first_head: int, heads: 
     )
 
 
-def _uses_kernels(asked: Asked, backend: str, narrow: bool) -> bool:
+def _uses_kernels(asked: Asked, backend: str, stored: Stored | None) -> bool:
     """Whether kernels compute all parts, forward and backward. Raises: SpecError where the call
     names them, and they do not."""
-    routing.check_backend(backend)
-    if backend == "reference" or not (narrow or backend == "cuda"):
-        return False
-    if reasons := [*_against_kernels(asked)]:
+    if reasons := [*_against_kernels(asked, stored)]:
         leave_kernels(SpecError(reasons), backend)
     return not reasons
 
 
-def _against_kernels(asked: Asked) -> Iterator[str]:
+def _against_kernels(asked: Asked, stored: Stored | None) -> Iterator[str]:
     """Why kernels do not compute parts of a call, whatever sizes these have."""
     names = (*NUMBERS, "bias", "attn_mask", "alibi_slopes")
     given = {name: asked.given[name] for name in names if name in asked.given}
@@ -294,6 +296,10 @@ def _against_kernels(asked: Asked) -> Iterator[str]:
         given["positions"] = (0, 0)
     call = AttentionCall(q=asked.q, k=asked.k, v=asked.v, **given, out_dtype=torch.float32)
     yield from refusals(call)
+    if stored is not None:
+        q, k, v = map(stored.numbers, stored.carriers)
+        given |= {**stored.descales, "out_dtype": stored.wide}
+        yield from refusals(AttentionCall(q=q, k=k, v=v, **given))
     widest = max(x.shape[-1] for x in (asked.q, asked.v))
     if widest > MAX_HEAD_DIM:
         yield f"head dims above {MAX_HEAD_DIM} have no kernels over a group; got {widest}"

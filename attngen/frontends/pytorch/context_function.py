@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from ...call.context_steps import Part, Span
 from ...call.context_visits import relative
+from ...call.recipe import without_recipe
 from .casts import without_autocast
 from .context_messages import Around, Gathered, Pair, Visit
 from .context_parts import (
@@ -21,6 +22,7 @@ from .context_parts import (
     Rows,
     Running,
     Sequences,
+    Stored,
     backward_part,
     cut,
     forward_part,
@@ -43,6 +45,25 @@ class ContextCall:
     features: Features
     sums: torch.dtype
     travels: torch.dtype
+    stored: Stored | None = None
+
+    def carriers(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as parts read them and messages have them."""
+        return (q, k, v) if self.stored is None else self.stored.carriers
+
+    def numbers(self, read: Attended) -> Attended:
+        """Operands of a part, as numbers in 8 bits where they are stored so."""
+        if self.stored is None:
+            return read
+        q, k, v = map(self.stored.numbers, read.carriers)
+        return read._replace(q=q, k=k, v=v)
+
+    def widened(self, read: Attended) -> Attended:
+        """Operands of a part's gradients, in 16 bits or more."""
+        if self.stored is None:
+            return read
+        q, k, v = (self.stored.widened(*each) for each in zip("qkv", read.carriers, strict=True))
+        return read._replace(q=q, k=k, v=v)
 
     def read(
         self, part: Part, visit: Visit, q: Tensor, bias: Tensor | None, learns: bool = False
@@ -70,20 +91,22 @@ class ContextAttention(torch.autograd.Function):
         sink: Tensor | None,
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
+        of_q = q.dtype
+        wide = of_q, k.dtype, v.dtype
+        q, k, v = call.carriers(q, k, v)
         running = Running.before(q, v, call.sums)
         for visit in call.messages.visits(k, v):
             for part in visit.parts:
                 rows = call.sequences[part.sequence]
-                read = call.read(part, visit, q, bias)
-                running.add(
-                    rows.queries, part.queries, *forward_part(call.features, part, rows, read)
-                )
+                read = call.numbers(call.read(part, visit, q, bias))
+                found = forward_part(call.features, part, rows, read, call.stored)
+                running.add(rows.queries, part.queries, *found)
         if sink is not None:
             running.add_sink(sink, call.used)
         sums, lse = running.sums
-        out = sums.to(q.dtype)
+        out = sums.to(of_q)
         ctx.save_for_backward(q, k, v, sink, bias, out, lse)
-        ctx.call = call
+        ctx.call, ctx.wide = call, wide
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -96,18 +119,19 @@ class ContextAttention(torch.autograd.Function):
         merged = Merged(out, lse, d_out, dlse)
         *_, sink_learns, bias_learns = ctx.needs_input_grad
         gradients = Gradients.zero(call, q, k, v, bias if bias_learns else None)
-        with without_autocast(q.device.type):
+        with without_autocast(q.device.type), without_recipe():
             gradients.of_all(q, k, v, bias, merged)
         dsink = None
         if sink is not None and sink_learns:
             dsink = sink_gradient(sink, merged, call.used)
         dq, dbias = gradients.of_queries, gradients.of_bias
         dk, dv = gradients.of_keys
+        of_q, of_k, of_v = ctx.wide
         return (
             None,
-            torch.zeros_like(q) if dq is None else dq.to(q.dtype),
-            dk.to(k.dtype),
-            dv.to(v.dtype),
+            torch.zeros_like(q, dtype=of_q) if dq is None else dq.to(of_q),
+            dk.to(of_k),
+            dv.to(of_v),
             dsink,
             None if dbias is None or bias is None else dbias.to(bias.dtype),
         )
@@ -163,7 +187,7 @@ class Gradients:
         found: list[Pair | None] = [None] * len(visit.held)
         for part in visit.parts:
             rows = self.call.sequences[part.sequence]
-            read = self.call.read(part, visit, q, bias, learns)
+            read = self.call.widened(self.call.read(part, visit, q, bias, learns))
             own = _of_rows(merged, rows.queries, part.queries)
             made = backward_part(self.call.features, part, rows, read, own)
             self.add_queries(q, rows.queries, part.queries, made["dq"])

@@ -65,6 +65,28 @@ class Features:
     by_position: bool = False
 
 
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """Queries, keys and values in 8 bits, as bytes, which is how they travel.
+
+    carriers: q, k and v; dtype: of their numbers; wide: of what these stand for. descales: float32
+    [1], of all ranks alike, by the arguments' names.
+    """
+
+    carriers: tuple[Tensor, Tensor, Tensor]
+    dtype: torch.dtype
+    wide: torch.dtype
+    descales: dict[str, Tensor]
+
+    def numbers(self, x: Tensor) -> Tensor:
+        """Stored numbers of bytes."""
+        return x.view(self.dtype)
+
+    def widened(self, name: str, x: Tensor) -> Tensor:
+        """The numbers that bytes of the carrier of that name stand for."""
+        return (self.numbers(x).float() * self.descales[f"descale_{name}"]).to(self.wide)
+
+
 class Attended(NamedTuple):
     """Operands of a part: its queries, keys and values, and its own share of the bias."""
 
@@ -126,13 +148,16 @@ def cut(x: Tensor, part: Part, rows: Sequences) -> Tensor:
 
 
 def forward_part(
-    features: Features, part: Part, rows: Sequences, read: Attended
+    features: Features, part: Part, rows: Sequences, read: Attended, stored: Stored | None
 ) -> tuple[Tensor, Tensor]:
-    """The part's output, float32 of 16-bit operands, and LSE."""
+    """The part's output, float32 of 16-bit operands, and LSE. stored: whose numbers it reads, of
+    which the output is rounded to what they stand for."""
     given = arguments_of(features, part, rows)
     if read.bias is not None:
         given["bias"] = read.bias
-    if features.kernels:
+    if stored is not None:
+        given |= {**stored.descales, "out_dtype": stored.wide}
+    elif features.kernels:
         given["out_dtype"] = torch.float32
     backend = "cuda" if features.kernels else "reference"
     with torch.no_grad():

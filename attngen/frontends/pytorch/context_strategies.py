@@ -36,6 +36,7 @@ from .context_calls import (
 from .context_function import ContextAttention
 from .context_heads import Exchange, Exchanged, outer_order
 from .context_sharding import AnyOrder, order_of
+from .context_storage import stored_of
 
 _attend: Callable[..., tuple[Tensor, Tensor]] = ContextAttention.apply
 _exchanged: Callable[..., Tensor] = Exchanged.apply
@@ -131,8 +132,10 @@ def _over_positions(
 ) -> tuple[Tensor, Tensor]:
     """Output [b, t, h, d] and LSE [b, h, t] of ranks that hold the same heads. heads: of all, where
     these hold some."""
-    features = features_of(asked, state, first_head, heads or asked.q.shape[2])
+    stored = stored_of(asked, order, ranks)
+    features = features_of(asked, state, first_head, heads or asked.q.shape[2], stored)
     call = context_call(asked, order, ranks, gathers, features, reduce_dtype)
+    call = replace(call, stored=stored)
     sink = sink_of(asked, first_head)
     return _attend(call, asked.q, asked.k, asked.v, sink, bias_of(asked))
 
