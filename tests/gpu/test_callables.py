@@ -44,12 +44,18 @@ def bent(device: torch.device) -> ScoreMod:
 MODS = {each.__name__: each for each in (relative, capped, bent)}
 
 
-def check(tensors: tuple[torch.Tensor, ...], mod: ScoreMod, **arguments: Any) -> None:
+def check(
+    tensors: tuple[torch.Tensor, ...],
+    mod: ScoreMod,
+    deterministic: bool = False,
+    **arguments: Any,
+) -> None:
     q, k, v = tensors
     oracle.check_call(q, k, v, score_mod=mod, **arguments)
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
     d_o = oracle.randn(*q.shape, dtype=q.dtype, seed=5)
-    out = attngen.attention(*leaves, score_mod=mod, **arguments, backend="cuda")
+    switches = {"deterministic": deterministic, "backend": "cuda"}
+    out = attngen.attention(*leaves, score_mod=mod, **arguments, **switches)
     found = torch.autograd.grad(out, leaves, d_o)
     gradients.check(found, (q, k, v, d_o), None, score_mod=mod, **arguments)
 
