@@ -1,0 +1,54 @@
+"""The report of a chip: what is run, and what becomes of what it leaves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from attngen.bench import workloads
+from tests.support.paths import ROOT
+from tools import report_chip
+
+JUNIT = """<testsuites><testsuite><testcase classname="a" name="right"/>
+<testcase classname="a" name="wrong"><failure message="0.1 &gt; 0.01"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_commands_name_tests_and_cases_that_there_are(tmp_path: Path) -> None:
+    found = report_chip.commands(tmp_path)
+    assert (ROOT / report_chip.TESTS).is_file() and report_chip.TESTS in found["tests"]
+    assert len(workloads.select(report_chip.CASES.split(","))) >= 8
+    assert found["speed"][-1] == str(tmp_path / "speed.json")
+
+
+def test_report_joins_what_was_left_and_says_what_was_not(tmp_path: Path) -> None:
+    (tmp_path / "tests.xml").write_text(JUNIT)
+    found = report_chip.collect(tmp_path, {"tests": 1, "speed": 2})
+    assert (found["tests"]["passed"], found["tests"]["failed"]) == (1, 1)
+    assert found["speed"] == {"error": "no figures: FileNotFoundError"}
+    assert found["exit"] == {"tests": 1, "speed": 2}
+    (tmp_path / "tests.xml").unlink()
+    (tmp_path / "speed.json").write_text('{"rows": []}')
+    found = report_chip.collect(tmp_path, {})
+    assert "tests.xml" in found["tests"]["error"] and found["speed"] == {"rows": []}
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_main_writes_the_file_whatever_failed(
+    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        ran.append(command[2])
+        return SimpleNamespace(returncode=status, stdout="")
+
+    monkeypatch.setattr(report_chip, "describe_machine", lambda: {"chip": "one"})
+    monkeypatch.setattr(subprocess, "run", run)
+    assert report_chip.main(["-o", str(tmp_path / "x.json")]) == status
+    assert ran == ["pytest", "attngen"]
+    assert json.loads((tmp_path / "x.json").read_text())["machine"] == {"chip": "one"}
