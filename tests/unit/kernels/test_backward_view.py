@@ -284,18 +284,18 @@ def test_main_headers_of_optional_parts() -> None:
 @pytest.mark.parametrize(
     ("problem", "facts"),
     [
-        (DENSE, {"zeroes_turns"}),
+        (DENSE, {"zeroed_turns"}),
         (LARGE, set()),
-        (PACKED, {"varlen", "zeroes_turns", "structs", "ctas_an_sm"}),
+        (PACKED, {"varlen", "zeroed_turns", "structs", "ctas_an_sm"}),
         (replace(PACKED, head_dim_qk=256, head_dim_v=256), {"varlen", "structs"}),
-        (BIAS, {"marks_large", "zeroes_turns"}),
-        (DROPOUT, {"dropout", "zeroes_turns"}),
-        (ORDERED_WINDOW, {"zeros", "zeroes_turns", "structs", "masks", "keys", "made_tile"}),
+        (BIAS, {"marks_large", "zeroed_turns"}),
+        (DROPOUT, {"dropout", "zeroed_turns"}),
+        (ORDERED_WINDOW, {"zeros", "zeroed_turns", "structs", "masks", "keys", "made_tile"}),
     ],
 )
 def test_prepare(problem: Problem, facts: set[str]) -> None:
     view = view_in(problem, PREPARE)
-    flags = ("varlen", "zeroes_turns", "structs", "ctas_an_sm", "zeros", "marks_large", "dropout")
+    flags = ("varlen", "zeroed_turns", "structs", "ctas_an_sm", "zeros", "marks_large", "dropout")
     assert names_in(view, *flags, "masks", "keys", "made_tile") == facts
     names = ("q_len", "(first_token + row)") if problem.varlen else ("p.q_len", "row")
     assert (view.q_len, view.tensor_row) == names

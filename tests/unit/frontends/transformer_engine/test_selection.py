@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from attngen import fp8, te
+from attngen.call.routing import no_kernels
 from attngen.frontends.transformer_engine import environment
 from attngen.frontends.transformer_engine.kernels import Question, refusals
-from attngen.targets.target import DEFAULT
 
 F16, NONE = te.FusedAttnBackend.F16_arbitrary_seqlen, te.FusedAttnBackend.No_Backend
 PLAIN = Question(
@@ -121,7 +121,7 @@ def test_every_layout_has_kernels_in_inference() -> None:
 def test_other_devices_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 5))
-    assert refusals(PLAIN) == [f"the current device has no kernels; available: {DEFAULT.name}"]
+    assert refusals(PLAIN) == [no_kernels("the current device")]
 
 
 def test_fused_comes_before_flash_and_flash_before_unfused(monkeypatch: Any) -> None:
