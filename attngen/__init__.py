@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .frontends.pytorch import parallel as parallel
     from .frontends.pytorch.append import append_kv
     from .frontends.pytorch.attention import attention
+    from .frontends.pytorch.flex import flex_attention
     from .frontends.pytorch.merge import merge_states
     from .frontends.pytorch.schedule import Schedule
     from .results import AttentionAux
@@ -63,6 +64,7 @@ __all__ = [
     "append_kv",
     "attention",
     "build",
+    "flex_attention",
     "load_bundle",
     "load_specs",
     "merge_states",
@@ -80,6 +82,7 @@ _HOMES = {
     "append_kv": "frontends.pytorch.append",
     "attention": "frontends.pytorch.attention",
     "build": "compiler.builder",
+    "flex_attention": "frontends.pytorch.flex",
     "load_bundle": "ship.lookup",
     "load_specs": "spec.attention_spec",
     "merge_states": "frontends.pytorch.merge",

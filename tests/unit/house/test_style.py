@@ -21,7 +21,10 @@ FOLDERS = ("attngen", "tools", "examples", "tests")
 MOST_LINES = 400  # of a file
 MOST_BODY_LINES = 60  # of a function, below its docstring
 MOST_PARAMETERS = 8  # but for the call itself
-FREE_OF_PARAMETERS = {"attngen/frontends/pytorch/attention.py attention"}
+FREE_OF_PARAMETERS = {
+    "attngen/frontends/pytorch/attention.py attention",
+    "attngen/frontends/pytorch/flex.py flex_attention",  # whose signature is PyTorch's
+}
 NAMED_FOLDERS = ("attngen/call", "attngen/frontends")  # where positions in tuples have names
 VAGUE = re.compile(r"(Those|That|What|The same|As|Of)\b")
 LONGEST_SUBJECT = 72
