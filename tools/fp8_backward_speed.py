@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -85,17 +86,23 @@ def operands_of(case: Case) -> Operands:
 
 
 def ours(
-    case: Case, given: Operands, deterministic: bool, dtype: str, dropout: float = 0.0
-) -> Call:
-    """attngen's backward in 8 bits, gradients of that dtype."""
+    case: Case,
+    given: Operands,
+    deterministic: bool,
+    dtype: str,
+    dropout: float = 0.0,
+    layout: str = "bshd",
+    lengths: Mapping[str, Tensor] = MappingProxyType({}),
+) -> Callable[[], tuple[Tensor, ...]]:
+    """attngen's backward in 8 bits, gradients of that dtype. lengths: operands that say them."""
     arguments = Arguments(
         mask=case.mask, out_dtype=dtype, amax=dtype != "bfloat16", deterministic=deterministic,
-        dropout_p=dropout,
+        dropout_p=dropout, layout=layout,
     )  # fmt: skip
     unit, scale, descale = (torch.tensor([x], device="cuda") for x in (1.0, SCALE_DP, 1 / SCALE_DP))
     stored = (given.stored[n] for n in "qkv")
     beside = dict.fromkeys(OPTIONAL) | dict.fromkeys(("descale_q", "descale_k", "descale_v"), unit)
-    beside["rng_state"] = torch.tensor((0, 0), device="cuda")
+    beside |= {"rng_state": torch.tensor((0, 0), device="cuda"), **lengths}
     of_gradients = [unit] * 3 if dtype.startswith("float8") else [None] * 3
     scales = (None, unit, scale, descale, *of_gradients)
     return partial(
@@ -103,6 +110,23 @@ def ours(
         *(given.stored["d_o"], None, *stored, given.out, given.lse),
         *(*beside.values(), *arguments, *scales),
     )
+
+
+def packed(case: Case, given: Operands, dtype: str) -> Call:
+    """attngen's backward in 8 bits of the same rows as packed tokens, gradients of that dtype."""
+    ends = torch.arange(case.batch + 1, dtype=torch.int32, device="cuda") * case.tokens
+    rows = {name: x.flatten(0, 1) for name, x in given.stored.items()}
+    lse = given.lse.transpose(0, 1).flatten(1).contiguous()
+    tokens = Operands({}, rows, given.out.flatten(0, 1), lse)
+    lengths = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+    call = ours(case, tokens, False, dtype, layout="thd", lengths=lengths)
+    shape = given.out.shape
+
+    def run() -> list[Tensor]:
+        dq, dk, dv, *_ = call()
+        return [x.view(shape) for x in (dq, dk, dv)]
+
+    return run
 
 
 def in_16_bits(case: Case, given: Operands, deterministic: bool, dropout: float = 0.0) -> Call:
@@ -160,6 +184,7 @@ def calls_of(case: Case, cudnn: Any) -> tuple[dict[str, Call], dict[str, str], d
         "attngen": ours(case, given, False, "float8_e5m2"),
         "attngen to bf16": ours(case, given, False, "bfloat16"),
         "attngen-det": ours(case, given, True, "float8_e5m2"),
+        "attngen packed": packed(case, given, "float8_e5m2"),
         "attngen bf16": in_16_bits(case, given, False),
         "attngen dropout": ours(case, given, False, "float8_e5m2", DROPOUT),
         "attngen bf16 dropout": in_16_bits(case, given, False, DROPOUT),
@@ -204,6 +229,8 @@ def measure(options: argparse.Namespace, cudnn: Any) -> Iterator[dict[str, Any]]
             row |= {x: round(ms[n] / ms["attngen"], 3) for n, x in named if n in ms}
         if {"attngen", "attngen-det"} <= ms.keys():
             row["deterministic"] = round(ms["attngen"] / ms["attngen-det"], 3)
+        if {"attngen", "attngen packed"} <= ms.keys():
+            row["packed"] = round(ms["attngen"] / ms["attngen packed"], 3)
         if "attngen dropout" in ms:
             row["dropout_to_bf16"] = round(ms["attngen bf16 dropout"] / ms["attngen dropout"], 3)
         figures = "  ".join(f"{name} {x:.0f}" for name, x in row["tflops"].items())
