@@ -24,7 +24,7 @@ from attngen.kernels.wgmma.backward.plan import (
     TurningPlan,
 )
 from attngen.runtime.run_time import Extent, workspace_bytes
-from attngen.spec.problem import Problem
+from attngen.spec.problem import BIASED_HEAD_DIM, Problem
 from attngen.spec.resolve import resolve
 from attngen.targets.target import DEFAULT
 from tools import sweep
@@ -50,10 +50,12 @@ def drawn(count: int, seed: int) -> Iterator[Problem]:
     choose = random.Random(seed)
     for _ in range(count):
         d = choose.choice(HEAD_DIMS)
-        d_v = choose.choice(HEAD_DIMS)
+        d_v = choose.choice((d, choose.choice(HEAD_DIMS)))
+        added = max(d, d_v) <= BIASED_HEAD_DIM and choose.random() < 0.5
         yield problem_of(
             head_dim=d,
-            head_dim_v=choose.choice((d, d_v)),
+            head_dim_v=d_v,
+            bias="post_scale" if added else "none",
             dtype=choose.choice(("e4m3", "e4m3", "e5m2")),
             d_o_dtype=choose.choice(("e4m3", "e5m2")),
             grad_dtype=choose.choice(("bf16", "fp16", "e5m2", "e4m3")),
