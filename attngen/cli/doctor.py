@@ -263,4 +263,21 @@ def _describe_gpu(cuda: ctypes.CDLL, ordinal: int) -> str:
     _call(cuda, "cuDeviceGetName", name, len(name), device)
     _call(cuda, "cuDeviceGetAttribute", ctypes.byref(major), _CAPABILITY_MAJOR, device)
     _call(cuda, "cuDeviceGetAttribute", ctypes.byref(minor), _CAPABILITY_MINOR, device)
-    return f"{name.value.decode(errors='replace')} (sm_{major.value}{minor.value})"
+    capability = major.value, minor.value
+    return f"{name.value.decode(errors='replace')} ({_kernels_of(capability)})"
+
+
+def _kernels_of(capability: tuple[int, int]) -> str:
+    """Which kernels devices of a compute capability run."""
+    from ..errors import SpecError
+    from ..targets.target import NAMED, VARIABLE, of_capability
+
+    own = f"sm_{capability[0]}{capability[1]}"
+    try:
+        target = of_capability(capability)
+    except SpecError as error:
+        raise Missing(str(error), f"unset {VARIABLE}") from error
+    if target is None:
+        return f"{own}, no kernels"
+    usual = target.capability == capability and not NAMED
+    return own if usual else f"{own}, kernels of {target.name}"

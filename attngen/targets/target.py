@@ -140,6 +140,15 @@ def names() -> tuple[str, ...]:
     return tuple(TARGETS)
 
 
+def assumed() -> str:
+    """The name of the architecture of devices that are not here: the one that ATTNGEN_TARGET names,
+    else the default. Raises: SpecError where it names none."""
+    if NAMED and NAMED not in TARGETS:
+        known = ", ".join(TARGETS)
+        raise SpecError(f"{VARIABLE}={NAMED[:80]!r} is no architecture; known: {known}")
+    return NAMED or DEFAULT.name
+
+
 def earlier_of(name: str) -> tuple[Target, ...]:
     """The architectures of earlier minor versions whose cubins devices of the named one run, the
     latest first; none of one that is unknown."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...call.kernel_choice import Device
 from ...call.tensors import BYTES, TensorDesc, name_of
-from ...targets.target import DEFAULT, of_capability
+from ...targets.target import assumed, of_capability
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in BYTES}
 """Torch's dtypes by the names that descriptions have."""
@@ -42,6 +42,6 @@ def device_arch(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     if not torch.cuda.is_available():  # fake tensors, traced here for another machine
-        return DEFAULT.name
+        return assumed()
     target = of_capability(torch.cuda.get_device_capability(device))
     return None if target is None else target.name

@@ -21,6 +21,7 @@ from attngen.fragments import features
 from attngen.io import files
 from attngen.io.values import to_data, to_json
 from attngen.kernels import tuned
+from attngen.targets import target
 from tests.support.paths import ROOT
 
 ITEMS = [
@@ -148,6 +149,26 @@ def test_doctor_with_driver_names_its_version_and_gpus(tmp_path: Path) -> None:
     found = report(sys.executable, "driver", "gpu", LD_LIBRARY_PATH=str(tmp_path))
     assert found["driver"]["detail"] == f"CUDA 13.1 at {tmp_path / 'libcuda.so.1'}"
     assert found["gpu"]["detail"] == "Stub GPU (sm_90)"
+
+
+@pytest.mark.parametrize(
+    ("capability", "named", "said"),
+    [
+        ((8, 6), "", "sm_86"),
+        ((8, 8), "", "sm_88, kernels of sm_87"),
+        ((7, 5), "", "sm_75, no kernels"),
+        ((9, 0), "sm_90", "sm_90, kernels of sm_90"),
+    ],
+)
+def test_doctor_says_whose_kernels_a_gpu_runs(
+    capability: tuple[int, int], named: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target, "NAMED", named)
+    assert doctor._kernels_of(capability) == said
+    monkeypatch.setattr(target, "NAMED", "sm_9")
+    with pytest.raises(doctor.Missing, match="ATTNGEN_TARGET='sm_9'") as caught:
+        doctor._kernels_of(capability)
+    assert "unset ATTNGEN_TARGET" in caught.value.advice
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")

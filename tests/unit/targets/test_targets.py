@@ -96,6 +96,17 @@ def test_a_named_target_is_taken_where_its_kernels_run(monkeypatch: pytest.Monke
         of_capability((9, 0))
 
 
+def test_a_named_target_is_that_of_devices_that_are_not_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert target.assumed() == DEFAULT.name
+    monkeypatch.setattr(target, "NAMED", "sm_86")
+    assert target.assumed() == "sm_86"
+    monkeypatch.setattr(target, "NAMED", "sm_9O")
+    with pytest.raises(SpecError, match="'sm_9O' is no architecture; known: sm_90a, "):
+        target.assumed()
+
+
 def test_what_an_architecture_lacks_is_named() -> None:
     assert [*OTHER.lacks(("wgmma", "tma"))] == ["sm_75 has no tma", "sm_75 has no wgmma"]
     assert [*DEFAULT.lacks(("wgmma", "tma"))] == []
