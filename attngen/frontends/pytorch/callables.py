@@ -25,7 +25,7 @@ from .callable_fingerprint import fingerprint
 from .callable_mask import Sizes, listed_by, shown_by
 from .callable_program import Traced, mask_program, score_program
 from .callable_trace import trace
-from .torch_private import has_transforms, is_traced, undisturbed
+from .torch_private import PLAIN, has_transforms, is_traced, undisturbed
 
 log = logging.getLogger("attngen")
 _WAY_OUT = "Pass backend='reference'"
@@ -73,7 +73,9 @@ def attend_known(
     """The results of a call whose `score_mod` was traced before, as `attend` has them; None where
     that has to see it. carriers: q, k and v; given: whatever else the call gives."""
     mod, (q, *_) = given.get("score_mod"), carriers
-    if not callable(mod) or type(q) is not Tensor or routing.CHECK_VALUES or not undisturbed():
+    if not callable(mod) or routing.CHECK_VALUES or not undisturbed():
+        return None
+    if any(x is not None and type(x) not in PLAIN for x in carriers):
         return None
     if any(given.get(name) is not None for name in ("mask_mod", "block_mask")):
         return None
@@ -121,9 +123,10 @@ def _shown(call: AttentionCall) -> Tensor:
 
 def _may_have_kernels(call: AttentionCall) -> bool:
     """Whether kernels are to serve a call, if they can, and nobody looks on."""
-    if call.backend == "reference" or has_transforms():
+    carriers = call.q, call.k, call.v
+    if call.backend == "reference" or has_transforms() or is_traced(carriers):
         return False
-    if is_traced((call.q, call.k, call.v)):
+    if not all([x is None or type(x) in PLAIN for x in carriers]):  # parts of DTensors, say
         return False
     return descriptions.device_arch(call.q.device) is not None
 

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from attngen.call.table import AttentionCall
 from attngen.frontends.pytorch import callables
 from attngen.frontends.pytorch.callable_fingerprint import fingerprint
 
@@ -143,3 +144,20 @@ def test_functions_that_are_known_become_fragments_before_anything_else() -> Non
     assert given["score_mod"] == found.program.name and given["window"] == (3, 0)
     assert torch.equal(given["captured_0"], torch.full((4,), 7.0))
     assert {given["number_0"], given["number_1"]} == {3, 1.5} and given["backend"] == "cuda"
+
+
+def test_kernels_are_not_asked_where_others_have_to_see_the_call() -> None:
+    class Part(torch.Tensor):
+        pass
+
+    def may(q: torch.Tensor, **given: Any) -> bool:
+        carriers = {"q": q, "k": q, "v": q}
+        return callables._may_have_kernels(AttentionCall(**carriers, **given))
+
+    q = torch.zeros(1, 2, 4, 16)
+    arch = f"{callables.__name__}.descriptions.device_arch"
+    with mock.patch(arch, lambda _: "sm_90a"):
+        assert may(q)
+        assert not may(q, backend="reference") and not may(q.as_subclass(Part))
+        assert not torch.vmap(lambda x: torch.tensor(may(x)))(q).any()
+    assert not may(q), "no kernels on a CPU"
