@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from ...call.table import AttentionCall
 from ...errors import SpecError
@@ -20,6 +21,8 @@ from ...reference import Operands
 from ...reference.masks import listed_pairs
 from .callable_program import Traced
 
+_Versions = tuple[tuple[TensorWeakRef, int], ...]
+_MOST_MASKS = 64
 MOST_BYTES = 8 << 30  # of a mask
 _DTYPES = {"f": torch.float32, "i": torch.int32, "l": torch.int64, "b": torch.bool}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -36,7 +39,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Sizes:
     """Sequences, query heads, queries and keys of a call."""
 
@@ -91,6 +94,43 @@ def shown_by(traced: Traced, sizes: Sizes, device: torch.device) -> Tensor:
             values = {"b": b[one], "h": h[other], "i": i[:, None], "j": j}
             shown[one, other] = _Evaluation(traced, values).value(traced.program.value)
     return shown
+
+
+class Masks:
+    """Masks that are still in use: the layers of a step share one that backwards keep."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[Any, ...], tuple[TensorWeakRef, _Versions]] = {}
+
+    def shown_by(self, traced: Traced, sizes: Sizes, device: torch.device) -> Tensor:
+        """The pairs that a mask_mod shows, as `shown_by` has them, of tensors that hold what they
+        held then."""
+        if traced.key is None or any(x.is_inference() for x in traced.sources):
+            return shown_by(traced, sizes, device)
+        stream = 0
+        if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():  # whose masks hold nothing before a replay
+                return shown_by(traced, sizes, device)
+            stream = torch.cuda.current_stream(device).cuda_stream
+        key = (traced.key, sizes, device, stream)
+        found, versions = self.made.get(key, (None, ()))
+        mask: Tensor | None = None if found is None else found()
+        if mask is not None and _are_same(versions, traced.sources):
+            return mask
+        mask = shown_by(traced, sizes, device)
+        if len(self.made) >= _MOST_MASKS:
+            self.made.clear()
+        self.made[key] = (
+            TensorWeakRef(mask),
+            tuple([(TensorWeakRef(x), x._version) for x in traced.sources]),
+        )
+        return mask
+
+
+def _are_same(versions: _Versions, tensors: Sequence[Tensor]) -> bool:
+    """Whether these are the tensors of then, and hold what they held."""
+    pairs = zip(versions, tensors, strict=True)
+    return all([known() is x and version == x._version for (known, version), x in pairs])
 
 
 class _Evaluation:

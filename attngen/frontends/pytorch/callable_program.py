@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ class Traced:
     """A callable's program, with what a call passes for it: captured tensors, and numbers.
 
     learned: whether one of the tensors requires a gradient; sources: the tensors as the callable
-    has them.
+    has them; key: its fingerprint, None where what it computes may depend on more.
     """
 
     program: Program
@@ -29,6 +30,7 @@ class Traced:
     numbers: tuple[Number, ...]
     learned: bool
     sources: tuple[Tensor, ...] = ()
+    key: tuple[Any, ...] | None = None
 
 
 def mask_program(graph: GraphModule) -> Traced:

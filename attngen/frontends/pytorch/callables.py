@@ -22,7 +22,7 @@ from ...reference.fp8 import is_fp8
 from . import descriptions, routing
 from .callable_builder import as_read
 from .callable_fingerprint import fingerprint
-from .callable_mask import Sizes, listed_by, shown_by
+from .callable_mask import Masks, Sizes, listed_by
 from .callable_program import Traced, mask_program, score_program
 from .callable_trace import trace
 from .torch_private import PLAIN, has_transforms, is_traced, undisturbed
@@ -113,11 +113,11 @@ def _shown(call: AttentionCall) -> Tensor:
     found = []
     if call.mask_mod is not None:
         traced = _traced("mask_mod", call.mask_mod, device)
-        found.append(shown_by(traced, sizes, device))
+        found.append(masks.shown_by(traced, sizes, device))
     if call.block_mask is not None:
         partial, full = listed_by(call.block_mask, sizes)
         traced = _traced("mask_mod", call.block_mask.mask_mod, device)
-        found.append((partial & shown_by(traced, sizes, device)) | full)
+        found.append((partial & masks.shown_by(traced, sizes, device)) | full)
     return reduce(and_, found)
 
 
@@ -144,10 +144,12 @@ class _Known:
         read = tuple([tensors[place] for place in self.places])
         learned = any([x.requires_grad for x in read])
         captures = tuple([as_read(x) for x in read])
-        return Traced(self.traced.program, captures, self.traced.numbers, learned)
+        known = self.traced
+        return Traced(known.program, captures, known.numbers, learned, read, known.key)
 
 
 _known: dict[tuple[Any, ...], _Known] = {}
+masks = Masks()
 _MOST_KNOWN = 4096
 _logged: set[Any] = set()
 
@@ -199,7 +201,7 @@ def _keep(
         return
     if len(_known) >= _MOST_KNOWN:
         _known.clear()
-    kept = replace(traced, captures=(), sources=())
+    kept = replace(traced, captures=(), sources=(), key=key)
     _known[key] = _Known(kept, tuple([first for first, *_ in places]))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 import attngen
-from attngen.frontends.pytorch import callable_mask
+from attngen.frontends.pytorch import callable_mask, callables
 from attngen.frontends.pytorch.callable_mask import Sizes, listed_by, places_of, shown_by
 from attngen.frontends.pytorch.callable_program import Traced, mask_program
 from attngen.frontends.pytorch.callable_trace import trace
@@ -59,3 +59,30 @@ def test_masks_that_are_too_large_or_no_masks_are_refused() -> None:
         traced(lambda b, h, i, j: i - j)
     with pytest.raises(attngen.SpecError, match="mask_mod branches on a tensor at test_callable_"):
         traced(lambda b, h, i, j: i >= j if b > 0 else i == j)
+
+
+def test_masks_in_use_are_shared_while_what_they_read_stays_as_it_is() -> None:
+    document = torch.arange(S) // 20
+    sizes = Sizes(1, 1, S, S)
+
+    def mod(b, h, i, j):
+        return document[i] == document[j]
+
+    masks = callable_mask.Masks()
+    with mock.patch.object(callables, "_known", {}):
+
+        def shown(sizes: Sizes = sizes) -> torch.Tensor:
+            callables._traced("mask_mod", mod, CPU)
+            return masks.shown_by(callables._traced("mask_mod", mod, CPU), sizes, CPU)
+
+        first = shown()
+        assert shown() is first and shown(Sizes(1, 1, S, 9)) is not first
+        document += torch.arange(S) % 2
+        second = shown()
+        assert second is not first and not torch.equal(first, second)
+        place = second.data_ptr()
+        del second
+        assert not any(mask() is not None and mask().data_ptr() == place for mask, _ in
+                       masks.made.values())  # fmt: skip
+        document = document.clone()
+        assert shown() is not first
