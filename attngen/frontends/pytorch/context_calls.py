@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from ...call import routing
 from ...call.context_order import Order
-from ...call.context_steps import Length, Span, parts_over_all, steps_of
+from ...call.context_steps import Length, Part, Span, Step, parts_over_all, steps_of
+from ...call.context_visits import Bands
 from ...call.table import AttentionCall
 from ...errors import SpecError
 from ...reference.core import default_alibi_slopes
@@ -29,7 +31,8 @@ LENGTHS = tuple(
     for side in ("q", "kv")
     for name, end in (("cu_seqlens_", ""), ("cu_seqlens_", "_padded"), ("seqused_", ""))
 )
-BANDS = ("mask", "window", "bottom_right")
+BANDS = Bands._fields
+PLANS_KEPT, INDICES_KEPT = 256, 32
 NUMBERS = ("softmax_scale", "softcap", "dropout_p", "bias_type")
 SERVED = (
     *(*BANDS, *NUMBERS, *LENGTHS, "layout", "attn_mask", "bias", "alibi_slopes", "softmax", "sink"),
@@ -81,9 +84,11 @@ class Asked:
         return [x.room_q for x in lengths], [x.room_kv for x in lengths]
 
     @property
-    def bands(self) -> dict[str, Any]:
+    def bands(self) -> Bands:
         """The arguments of plans."""
-        return {name: self.given[name] for name in BANDS if self.given.get(name) is not None}
+        found = {name: x for name in BANDS if (x := self.given.get(name)) is not None}
+        left, right = found.pop("window", (-1, -1))
+        return Bands(**found, window=(left, right))
 
     @property
     def dropout_p(self) -> float:
@@ -219,16 +224,12 @@ def context_call(
     sequences = sequences_of(asked, ranks.size, 1 if gathers else ranks.size)
     messages: Around | Gathered
     if gathers:
-        parts = parts_over_all(order, ranks.rank, lengths, **asked.bands)
+        parts = _parts(order, ranks.rank, lengths, asked.bands)
         _, rooms = asked.rooms
-        index = torch.tensor(order.unshard(rooms), device=device)
+        index = _index(order, tuple(rooms), device)
         messages = Gathered(ranks.group, ranks.size, index, parts, sequences)
     else:
-        by_position = asked.by_position
-        plans = tuple(
-            steps_of(order, rank, lengths, by_position=by_position, **asked.bands)
-            for rank in range(ranks.size)
-        )
+        plans = _plans(order, lengths, asked.bands, asked.by_position)
         if any(part.stripe > 1 for plan in plans for step in plan for part in step.parts):
             raise SpecError(
                 f"stripe={order.stripe}: under a causal mask parts compare whole stripes, which no "
@@ -240,6 +241,31 @@ def context_call(
     sums = asked.q.dtype if asked.q.dtype in WIDE else torch.float32
     travels = sums if asked.q.dtype in WIDE else reduce_dtype
     return ContextCall(messages, sequences, used, features, sums, travels)
+
+
+@lru_cache(PLANS_KEPT)
+def _plans(
+    order: Order, lengths: tuple[Length, ...], bands: Bands, by_position: bool
+) -> tuple[tuple[Step, ...], ...]:
+    """The steps of every rank, which take a host as long as some kernels run. Raises: SpecError."""
+    given = bands._asdict()
+    ranks = range(order.ranks)
+    return tuple(steps_of(order, r, lengths, by_position=by_position, **given) for r in ranks)
+
+
+@lru_cache(PLANS_KEPT)
+def _parts(
+    order: Order, rank: int, lengths: tuple[Length, ...], bands: Bands
+) -> tuple[Part, ...]:
+    """The parts of a rank over all keys. Raises: SpecError."""
+    return parts_over_all(order, rank, lengths, **bands._asdict())
+
+
+@lru_cache(INDICES_KEPT)
+def _index(order: Order, rooms: tuple[int, ...], device: torch.device) -> Tensor:
+    """The place of each token among those of all ranks, on a device."""
+    with torch.inference_mode(False):
+        return torch.tensor(order.unshard(rooms), device=device)
 
 
 def features_of(

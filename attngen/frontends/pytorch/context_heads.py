@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,42 @@ from torch.autograd.function import once_differentiable
 
 from ...call.context_order import Order
 from ...errors import SpecError
+from .context_calls import INDICES_KEPT
 
 Move = Callable[[Tensor], Tensor]
+
+
+class Tokens(NamedTuple):
+    """Tokens that ranks of a group hold together: those of ranks from the first on, of the whole
+    order, in the order in which rank `outer` of `above` attends to them."""
+
+    order: Order
+    first: int
+    ranks: int
+    above: Order
+    outer: int
+    rooms: tuple[int, ...]
+
+
+@lru_cache(INDICES_KEPT)
+def _indices(tokens: Tokens, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The index of an exchange and its inverse, on a device. Raises: SpecError."""
+    order, rooms = tokens.order, tokens.rooms
+    held: list[int] = []
+    for place in range(tokens.ranks):
+        held += order.shard(tokens.first + place, rooms)
+    wanted = tokens.above.shard(tokens.outer, rooms)
+    place_of = {token: place for place, token in enumerate(held)}
+    if {*wanted} != {*held}:
+        raise SpecError(
+            "ranks that exchange heads must follow each other in the whole group: rank "
+            "outer · inner ranks + inner of group=(inner, outer)"
+        )
+    with torch.inference_mode(False):
+        index = torch.tensor([place_of[token] for token in wanted], device=device)
+        back = torch.empty_like(index)
+        back[index] = torch.arange(len(index), device=device)
+    return index, back
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,24 +66,9 @@ class Exchange:
     back: Tensor
 
     @classmethod
-    def between(
-        cls, group: Any, held: Sequence[Sequence[int]], wanted: Sequence[int], device: torch.device
-    ) -> Exchange:
-        """The exchange of ranks that hold these tokens each, for an order of all of them.
-
-        Raises: SpecError where these are others.
-        """
-        tokens = [token for each in held for token in each]
-        place_of = {token: place for place, token in enumerate(tokens)}
-        if {*wanted} != {*tokens}:
-            raise SpecError(
-                "ranks that exchange heads must follow each other in the whole group: rank "
-                "outer · inner ranks + inner of group=(inner, outer)"
-            )
-        index = torch.tensor([place_of[token] for token in wanted], device=device)
-        back = torch.empty_like(index)
-        back[index] = torch.arange(len(index), device=device)
-        return cls(group, len(held), index, back)
+    def between(cls, group: Any, tokens: Tokens, device: torch.device) -> Exchange:
+        """The exchange of ranks that hold these tokens. Raises: SpecError where they lack some."""
+        return cls(group, tokens.ranks, *_indices(tokens, device))
 
     def to_heads(self, x: Tensor) -> Tensor:
         """All tokens of the rank's share of heads, of the rank's tokens of all, [b, t, h, d]."""

@@ -34,7 +34,7 @@ from .context_calls import (
     slopes_of,
 )
 from .context_function import ContextAttention
-from .context_heads import Exchange, Exchanged, outer_order
+from .context_heads import Exchange, Exchanged, Tokens, outer_order
 from .context_sharding import AnyOrder, order_of
 from .context_storage import stored_of
 
@@ -156,8 +156,7 @@ def _over_heads(
     of_q, of_kv = (
         Exchange.between(
             inner.group,
-            [order.shard(first + place, rooms) for place in range(inner.size)],
-            above.shard(outer.rank, rooms),
+            Tokens(order, first, inner.size, above, outer.rank, tuple(rooms)),
             device,
         )
         for rooms in asked.rooms

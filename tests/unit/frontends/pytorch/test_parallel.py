@@ -14,6 +14,7 @@ from attngen import SpecError, fp8, parallel
 from attngen.call.context_order import Order
 from attngen.frontends.pytorch import (
     context_calls,
+    context_heads,
     context_sdpa,
     context_sharding,
     context_strategies,
@@ -195,3 +196,15 @@ def test_modules_attend_over_a_mesh(alone: None) -> None:
     with pytest.raises(SpecError, match="as many buffer_seq_dims"):
         with parallel.context_parallel(None, buffers=[x]):
             pass
+
+
+@pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a"])
+def test_calls_again_make_no_plan_and_no_index(alone: None, comm: parallel.Comm) -> None:
+    q, k, v = operands()
+    first = parallel.attention(q, k, v, comm=comm, mask="causal", window=(5, 0))
+    parts = (context_calls._plans, context_calls._parts, context_calls._index)
+    kept = (*parts, context_heads._indices)
+    before = [each.cache_info().misses for each in kept]
+    again = parallel.attention(q, k, v, comm=comm, mask="causal", window=[5, 0])
+    assert [each.cache_info().misses for each in kept] == before and sum(before)
+    assert isinstance(first, torch.Tensor) and torch.equal(first, again)  # type: ignore[arg-type]
