@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
+from importlib.metadata import version
 from typing import Any
 
 from torch.utils.dlpack import from_dlpack
@@ -95,7 +97,19 @@ def _of_jax(implementation: str) -> Peer:
     return peer_of(f"jax {jax.__version__}", attend)
 
 
+def _tokamax() -> Peer:
+    """tokamax, by its kernels for Mosaic, or else Triton; gradients as it makes them."""
+    tokamax: Any = import_module("tokamax")
+
+    def attend(q: Any, k: Any, v: Any, causal: bool) -> Any:
+        kernels = ("mosaic", "triton")
+        return tokamax.dot_product_attention(q, k, v, is_causal=causal, implementation=kernels)
+
+    return peer_of(f"tokamax {version('tokamax')}", attend)
+
+
 LOADERS: dict[str, Callable[[], Peer]] = {
     "cudnn": partial(_of_jax, "cudnn"),
     "xla": partial(_of_jax, "xla"),
+    "tokamax": _tokamax,
 }

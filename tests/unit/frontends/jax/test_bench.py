@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from click.testing import CliRunner
@@ -51,4 +55,22 @@ def test_command_without_a_gpu_says_so(direction: str) -> None:
     done = CliRunner().invoke(main, ["bench", direction, "--frontend", "jax"])
     assert done.exit_code and "timing needs a GPU" in done.output
     done = CliRunner().invoke(main, ["bench", direction, "--frontend", "jax", "--peers", "fa3"])
-    assert "unknown peers: fa3; there are: cudnn, xla" in done.output
+    assert "unknown peers: fa3; there are: cudnn, xla, tokamax" in done.output
+
+
+def test_tokamax_is_asked_for_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def attend(*given: Any, implementation: tuple[str, ...], **words: Any) -> Any:
+        asked.append(implementation)
+        return jax.nn.dot_product_attention(*given, **words)
+
+    fake = SimpleNamespace(dot_product_attention=attend)
+    monkeypatch.setattr(in_jax, "version", lambda name: "0.1")
+    monkeypatch.setitem(sys.modules, "tokamax", fake)
+    peer = in_jax.LOADERS["tokamax"]()
+    (found,) = peer.makers["fwd"](CASE, operands())()
+    q, k, v, _ = operands()
+    wanted, _ = reference.attention(q, k, v, mask="causal")
+    assert torch.allclose(found, wanted, atol=1e-5) and asked == [("mosaic", "triton")]
+    assert peer.source == "tokamax 0.1"
