@@ -32,7 +32,7 @@ CASES = "b4-s4k-*,b1-s16k-*"
 
 
 def commands(folder: Path) -> dict[str, list[str]]:
-    """What is run, by its name; reports are left in the folder."""
+    """Commands to run, by their names; reports are left in the folder."""
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
     bench = ["-m", "attngen", "bench", "fwd", "--cases", CASES, "--peers", "sdpa"]
     return {

@@ -50,7 +50,7 @@ def test_find_gives_the_kernels_of_a_problem_in_their_order(tmp_path: Path) -> N
 
 
 def test_find_gives_kernels_of_an_earlier_minor_version_that_fit(tmp_path: Path) -> None:
-    """Those of its own come first, in whichever bundle they are."""
+    """Kernels of its own version come first, in whichever bundle they are."""
     older, own = (
         dataclasses.replace(make_program(64, tag, arch=arch), arch=arch)
         for tag, arch in (("a", "sm_80"), ("b", "sm_86"))
