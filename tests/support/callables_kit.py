@@ -130,6 +130,18 @@ def past_ends() -> ScoreMod:
     return lambda s, b, h, i, j: s + t[torch.minimum(j - i, i * 0) - 1] * torch.sigmoid(s) ** 2
 
 
+@score
+def limits() -> ScoreMod:
+    """Derivatives that autograd makes with changes in place, and a change of the function's own."""
+
+    def mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+        bent = s.clamp(-1, 1.5) + torch.minimum(s, s * s) + torch.nn.functional.elu(s)
+        bent += torch.nn.functional.gelu(s) * torch.clamp(i - j, max=7)
+        return bent - torch.maximum(s, 0.3 * s)
+
+    return mod
+
+
 def positions(count: int) -> torch.Tensor:
     """So many random places, int32 [count, 4], of b, h, i and j."""
     sides = [torch.randint(0, size, (count,), generator=_random) for size in (B, H, S, S)]

@@ -15,6 +15,7 @@ from ...fragments.program import ELEMENTS, Operation
 Number = int | float
 _KEPT = (0, 1, -1)  # numbers that are part of a program
 _NOTHING = ("f:0.0", "i:0", "l:0")
+_NEUTRAL = (("and", "b:1"), ("or", "b:0"))  # operations and first arguments that leave the other
 
 
 @dataclass
@@ -75,6 +76,8 @@ def _simplified(name: str, args: Sequence[str]) -> str | None:
         return "f:-1.0"
     if name == "mul" and "f:1.0" in args:
         return last if first == "f:1.0" else first
+    if (name, first) in _NEUTRAL:
+        return last
     if name in ("add", "sub") and last in _NOTHING:
         return first
     if name == "add" and first in _NOTHING:

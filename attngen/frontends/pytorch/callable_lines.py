@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 
 from ...errors import SpecError
 from .callable_builder import Builder, Number, View, type_of
-from .callable_trace import aten, captured, depends_of, meta_of, name_of
+from .callable_trace import aten, captured, depends_of, is_mutable, meta_of, name_of
 
 _SAME = frozenset(
     "detach clone alias view expand squeeze unsqueeze lift_fresh lift_fresh_copy reshape".split()
@@ -65,7 +65,7 @@ class Lines:
                 node, "draws random numbers", "Draw them before the call and read them at "
                 "(b, h, i, j), or pass dropout_p."
             )  # fmt: skip
-        if target._schema.is_mutable:
+        if is_mutable(node):
             raise self.refusal(node, "changes a tensor in place", "Return a new tensor instead.")
 
     def refusal(self, node: Node, what: str, way_out: str) -> SpecError:
@@ -180,6 +180,8 @@ class Lines:
             return self.number(first)
         if name in ("_to_copy", "to", "convert_element_type"):
             return self.number(first, result)
+        if name == "copy":
+            return self.number(last, result)
         if name in ("scalar_tensor", "full", "full_like", "new_full"):
             return self.number(last, result)
         made = name.removeprefix("new_").removesuffix("_like")

@@ -135,7 +135,26 @@ def _graph_of(function: Callable[..., Any], args: Sequence[Tensor], **options: A
         )
         graph: GraphModule = make(*args)
     graph.graph.eliminate_dead_code()
+    changes = any(is_mutable(node) for node in graph.graph.nodes)
+    if changes and not isinstance(function, _Functional):
+        return _graph_of(_Functional(graph), args, **options)
     return graph
+
+
+class _Functional:
+    """A graph's function without changes in place, which decompositions leave."""
+
+    def __init__(self, graph: GraphModule) -> None:
+        self.function = torch.func.functionalize(graph)
+
+    def __call__(self, *args: Tensor) -> Any:
+        return self.function(*args)
+
+
+def is_mutable(node: Node) -> bool:
+    """Whether an operation changes a tensor in place."""
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and bool(schema.is_mutable)
 
 
 def _check_result(name: str, result: object) -> None:
@@ -264,7 +283,8 @@ def _decompositions() -> dict[Any, Any]:
         aten.gelu, aten.silu, aten.softplus, aten.leaky_relu, aten.hardtanh, aten.gelu_backward,
         aten.silu_backward, aten.softplus_backward, aten.leaky_relu_backward,
         aten.hardtanh_backward, aten.tanh_backward, aten.sigmoid_backward,
-        aten.threshold_backward, aten.rsub, aten.logical_xor, aten.reciprocal,
+        aten.threshold_backward, aten.elu, aten.elu_backward, aten.rsub, aten.logical_xor,
+        aten.reciprocal,
     ])  # fmt: skip
     for kept in (aten.expm1.default, aten.log1p.default):
         found.pop(kept, None)
