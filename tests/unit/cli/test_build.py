@@ -110,7 +110,7 @@ def test_build_dry_run_compiles_nothing_and_says_what_it_would(tmp_path: Path) -
     place = tmp_path / "kernels"
     result = run("build", CURATED, "--dry-run", "-o", place)
     assert result.exit_code == 0 and not place.exists()
-    assert "64 to compile, 0 cached" in result.stdout
+    assert "72 to compile, 0 cached" in result.stdout
     run("build", LLAMA, "-o", place)
     lines = run("build", LLAMA, GEMMA, "--dry-run", "--json", "-o", place).stdout.splitlines()
     assert [json.loads(line)["cached"] for line in lines] == [True, True, False, False]
@@ -149,7 +149,7 @@ def test_shard_keeps_a_problems_kernels_together_and_no_spec_moves_another() -> 
     for count in (1, 2, 3, 7):
         shards = [batch.shard(jobs, index, count) for index in range(1, count + 1)]
         assert sorted(job.name for part in shards for job in part) == sorted(j.name for j in jobs)
-        homes = [(job.problem, number) for number, part in enumerate(shards) for job in part]
+        homes = [((x.problem, x.arch), number) for number, part in enumerate(shards) for x in part]
         assert len({problem for problem, _ in homes}) == len(set(homes))
         fewer = batch.shard(jobs[:9], 1, count)
         assert fewer == [job for job in shards[0] if job in jobs[:9]]
@@ -216,14 +216,14 @@ def test_build_interrupted_goes_on_where_it_was(tmp_path: Path) -> None:
     first = process.stdout.readline()
     process.send_signal(signal.SIGINT)
     rest, _ = process.communicate(timeout=60)
-    assert first.startswith("[1/64") and " left] sm90_fwd__full_d64" in first
+    assert first.startswith("[1/72") and " left] sm90_fwd__full_d64" in first
     assert process.returncode == 1 and len(rest.splitlines()) < 28
     done = len(Cache(tmp_path).entries())
-    assert 1 <= done < 64 and Cache(tmp_path).verify() == []
+    assert 1 <= done < 72 and Cache(tmp_path).verify() == []
     result = CliRunner().invoke(
         main, ["build", str(CURATED), "--dry-run"], env={"ATTNGEN_CACHE_DIR": str(tmp_path)}
     )
-    assert f"{64 - done} to compile, {done} cached" in result.stdout
+    assert f"{72 - done} to compile, {done} cached" in result.stdout
 
 
 # ---- from a trace
