@@ -17,6 +17,7 @@ from torch import Tensor
 
 _MOST = 256  # values that are looked at
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
+_UNCALLED = ("__init__", "__post_init__", "__repr__", "__eq__", "__hash__", "__str__")
 # Whose contents no program changes while it runs.
 _FIXED = ("torch", "math", "builtins", "operator")
 
@@ -31,7 +32,7 @@ class _Walk:
     def __init__(self) -> None:
         self.words: list[Any] = []
         self.tensors: list[Tensor] = []
-        self.met: set[int] = set()
+        self.met: set[Any] = set()
 
     def value(self, x: Any, names: frozenset[str] = frozenset()) -> None:
         """Add a value. names: those that the code looks up which reaches it, of attributes, too."""
@@ -64,6 +65,8 @@ class _Walk:
 
     def _function(self, function: types.FunctionType) -> None:
         self.words += types.FunctionType, function.__code__
+        if vars(function):
+            raise _TooMuch
         if id(function) in self.met:
             return
         self.met.add(id(function))
@@ -87,25 +90,33 @@ class _Walk:
         fields = getattr(x, "__dict__", None)
         if isinstance(x, (types.ModuleType, dict, type)) or not isinstance(fields, dict):
             raise _TooMuch
-        self.words += type(x), id(type(x))
-        if id(x) in self.met:
-            return
-        self.met.add(id(x))
+        kind: Any = type(x)
+        self.words += kind, id(kind)
         if isinstance(x, torch.nn.Module):
+            if x._forward_hooks or x._forward_pre_hooks:
+                raise _TooMuch
             fields = {**fields, **x._parameters, **x._buffers, **x._modules}
-        elif hasattr(type(x), "__getattr__"):
+        elif hasattr(kind, "__getattr__"):
             raise _TooMuch
-        for name in sorted(names):
-            found = fields.get(name, inspect.getattr_static(type(x), name, None))
-            if found is not None:
-                self.words += (name,)
-                more = frozenset[str]()
-                if isinstance(found, types.FunctionType):  # a method, which looks up others
-                    more = _names_of(found.__code__) - names
-                self.value(found, names)
-                if more:
-                    self.met.discard(id(x))
-                    self._object(x, more)
+        found: dict[str, Any] = {}
+        looked_up, more = frozenset[str](), names | _unnamed(kind)
+        while more := more - looked_up:  # methods look up others
+            looked_up |= more
+            new = {name: fields.get(name, _static_of(kind, name)) for name in more}
+            found |= {name: each for name, each in new.items() if each is not None}
+            methods = [each for each in new.values() if isinstance(each, types.FunctionType)]
+            more = frozenset[str]().union(*[_names_of(each.__code__) for each in methods])
+        if (id(x), looked_up) in self.met:
+            return
+        self.met.add((id(x), looked_up))
+        for name in sorted(found):
+            self.words += (name,)
+            self.value(found[name], looked_up)
+
+
+def _static_of(kind: type, name: str) -> Any:
+    """An attribute that a class's objects have in common; None where there is none."""
+    return inspect.getattr_static(kind, name, None)
 
 
 def _is_fixed(x: Any) -> bool:
@@ -114,6 +125,20 @@ def _is_fixed(x: Any) -> bool:
     known = isinstance(x, (types.ModuleType, types.BuiltinFunctionType, type))
     known = known or type(x).__name__ in ("builtin_function_or_method", "_OpNamespace")
     return known and str(name).partition(".")[0] in _FIXED
+
+
+@functools.cache
+def _unnamed(kind: Any) -> frozenset[str]:
+    """Methods of a class that code calls without their names: as `x(…)`, `x[…]` and `x + …`."""
+    own = [each for each in kind.__mro__ if each.__module__.partition(".")[0] not in _FIXED]
+    found = {
+        name
+        for each in own
+        for name, x in vars(each).items()
+        if name.startswith("__") and isinstance(x, types.FunctionType) and name not in _UNCALLED
+    }
+    is_called = getattr(kind, "forward", None) not in (None, torch.nn.Module.forward)
+    return frozenset(found | ({"forward"} if is_called else set()))
 
 
 @functools.cache

@@ -75,6 +75,39 @@ def test_fingerprints_follow_the_attributes_of_objects() -> None:
     assert before != key_of(read)
 
 
+def test_fingerprints_follow_what_is_called_without_its_name() -> None:
+    class Scaled:
+        def __init__(self, by: float) -> None:
+            self.by = by
+
+        def __call__(self, s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return self[s]
+
+        def __getitem__(self, s: Any) -> Any:
+            return s * self.by
+
+    assert key_of(Scaled(2.0)) == key_of(Scaled(2.0)) != key_of(Scaled(3.0))
+    two, three = Scaled(2.0), Scaled(3.0)
+    assert key_of(lambda s, b, h, i, j: two[s]) != key_of(lambda s, b, h, i, j: three[s])
+
+    class Bent(torch.nn.Module):
+        def __init__(self, by: float) -> None:
+            super().__init__()
+            self.by, self.inner = by, torch.nn.Linear(1, 1)
+
+        def forward(self, s: Any) -> Any:
+            return s * self.by + self.inner.weight[0, 0]
+
+    one, other = Bent(2.0), Bent(3.0)
+    calls = [lambda s, b, h, i, j, each=each: each(s) for each in (one, Bent(2.0), other)]
+    first, again, changed = map(key_of, calls)
+    assert first == again != changed
+    _, tensors = fingerprint(calls[0])
+    assert any(x is one.inner.weight for x in tensors)
+    one.register_forward_hook(lambda *_: None)
+    assert key_of(calls[0]) is None
+
+
 def test_what_may_change_unseen_has_no_fingerprint() -> None:
     class Odd:
         def __getattr__(self, name: str) -> Any:
