@@ -206,7 +206,7 @@ class Fp8AddedCase:
         batch, heads, _ = self.case.heads
         found = dict(self.case.arguments)
         if self.dropout:
-            found |= {"dropout_p": self.dropout, "rng_state": rng_state()}
+            found |= {"dropout_p": self.dropout, "rng_state": rng_state("cpu")}
         if self.bias:
             found["bias"] = bias_of(self.bias, (batch, heads, *self.case.lengths))
         return found

@@ -55,15 +55,6 @@ def fp8_that_begins_at(byte: int) -> dict:
     return found
 
 
-PACKED = torch.tensor([0, 9, 18], dtype=torch.int32)
-
-
-def packed() -> dict:
-    q, k, v = (x.flatten(0, 1) for x in oracle.operands(2, 4, 2, 9, 9, 64))
-    ends = PACKED.to(q.device)
-    return {"q": q, "k": k, "v": v, "layout": "thd", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
-
-
 # What kernels refuse, and a word of why.
 REFUSED = {
     "a negative scale": (lambda: plain(softmax_scale=-0.2), "softmax_scale"),
@@ -80,7 +71,10 @@ REFUSED = {
         "one column",
     ),
     "gradients of slopes": (lambda: plain(alibi_slopes=learned(4)), "alibi_slopes"),
-    "splits of packed keys": (lambda: packed() | {"num_splits": 2}, "num_splits"),
+    "splits beside dropout": (
+        lambda: plain(num_splits=2, dropout_p=0.25, rng_state=torch.tensor([3, 0])),
+        "num_splits",
+    ),
     "pages off multiples of 16 bytes": (pages_off_by_8_bytes, "multiples of 16 bytes"),
     "FP8 rows off multiples of 16 bytes": (lambda: fp8_off_by(8), "multiples of 16 bytes"),
     "FP8 that begins elsewhere": (lambda: fp8_that_begins_at(8), "start at a multiple of 16"),

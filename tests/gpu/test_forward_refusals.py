@@ -86,8 +86,11 @@ ARGUMENTS = {
     **{f"softcap {x}": ({"softcap": x}, "softcap") for x in (-1.0, NAN)},
     **{f"dropout {x}": ({"dropout_p": x}, "dropout") for x in (-0.5, 1.5, NAN)},
     **{f"num_splits {n}": ({"num_splits": n}, "num_splits") for n in (-2, 129, 2.0)},
-    "score_mod": ({"score_mod": lambda s, b, h, i, j: s}, "score_mod"),
-    "mask_mod": ({"mask_mod": lambda b, h, i, j: i >= j}, "mask_mod"),
+    "score_mod of too few": ({"score_mod": lambda s, b, h, i: s}, "score_mod"),
+    "mask_mod that branches": (
+        {"mask_mod": lambda b, h, i, j: True if i >= j else i < 2},
+        "mask_mod",
+    ),
 }
 
 # Tensor arguments of features that kernels lack or the call did not ask for: never ignored.

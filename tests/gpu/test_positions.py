@@ -44,9 +44,14 @@ CASES = [
 ]
 KERNELS = [
     AttentionSpec(
-        head_dim=case.dims[0], head_dim_v=case.dims[1], mask=case.more.get("mask", "none"),
-        window="window" in case.more, alibi="alibi_slopes" in case.more, positions=True,
-        dropout="dropout_p" in case.more, directions=("fwd", "bwd"),
+        head_dim=case.dims[0],
+        head_dim_v=case.dims[1],
+        mask=case.more.get("mask", "none"),
+        window="window" in case.more,
+        alibi="alibi_slopes" in case.more,
+        positions=True,
+        dropout="dropout_p" in case.more,
+        directions=("fwd", "bwd"),
         deterministic="deterministic" in case.more,
     )  # fmt: skip
     for case in CASES
