@@ -105,9 +105,8 @@ class AttentionSpec:
     @property
     def gathers(self) -> bool:
         """Whether threads copy the operands."""
-        dims = (self.head_dim, self.head_dim_v or 0)
-        wide = self.dtype in DTYPES_16BIT and not self.widens
-        return self.gather or (wide and any(dim % 8 for dim in dims))
+        odd = self.head_dim % 8 or (self.head_dim_v or 0) % 8
+        return self.gather or (odd > 0 and self.dtype in DTYPES_16BIT and not self.widens)
 
     @classmethod
     def from_call(cls, q: Any, k: Any, v: Any, **arguments: Any) -> AttentionSpec:
@@ -128,9 +127,7 @@ class AttentionSpec:
         return dataclasses.replace(spec, **score_switches(others, known))
 
     @classmethod
-    def of_arguments(
-        cls, operands: Sequence[Any], arguments: Mapping[str, Any]
-    ) -> AttentionSpec:
+    def of_arguments(cls, operands: Sequence[Any], arguments: Mapping[str, Any]) -> AttentionSpec:
         """The spec as `from_call` says, of q, k and v, and of `ARGUMENTS` by their names.
 
         Raises: SpecError.
@@ -260,8 +257,10 @@ def is_boxed(shape: Sequence[int], strides: Sequence[int], element_bytes: int) -
     """Whether the copy engine can read a tensor of these strides, wherever it begins at a multiple
     of 16 bytes: the last axis contiguous, other strides multiples of 16 bytes."""
     *steps, last = zip(shape, strides, strict=True)
-    contiguous = last[1] == 1 or last[0] <= 1
-    return contiguous and all(n <= 1 or step * element_bytes % 16 == 0 for n, step in steps)
+    for n, step in steps:
+        if n > 1 and step * element_bytes % 16:
+            return False
+    return last[1] == 1 or last[0] <= 1
 
 
 def dtype_name(dtype: Any) -> str:

@@ -66,7 +66,7 @@ def _release(pool: Any, generators: Sequence[torch.Generator]) -> None:
     states of generators count as being captured until a capture of them ends. What fails here is
     left, for the error that came before to be raised."""
     device = torch.cuda.current_device()
-    with suppress(RuntimeError):
+    with suppress(RuntimeError, AttributeError):
         torch._C._cuda_endAllocateToPool(device, pool)
         torch._C._cuda_releasePool(device, pool)
     with suppress(RuntimeError):
