@@ -8,6 +8,8 @@ from .dropout import keep_scale
 
 BACKWARDS = ("16", "fp8", "fp8_or_16")
 """Choices of recipes for the bits in which gradients are made."""
+ALGORITHMS = ("max", "most_recent")
+"""Of delayed scaling: what a history of largest magnitudes amounts to."""
 LARGEST_EXPONENT = 126
 """Of scales that are powers of two, and with its sign the smallest."""
 KEPT_SCALES = 2.0**-60, 2.0**60
@@ -21,3 +23,16 @@ def scale_of_weights(largest: float, dropout_p: float) -> float:
     """The largest power of two with which no weight saturates in an 8-bit format, whose largest
     number that is; 1 / (1 − p) is the largest weight that there may be."""
     return float(2.0 ** math.floor(math.log2(largest / max(keep_scale(dropout_p), 1.0))))
+
+
+def delayed_violations(margin: object, steps: object, algorithm: object) -> list[str]:
+    """Reasons against margin, amax_history_len and amax_compute_algo of delayed scaling."""
+    reasons = []
+    if not isinstance(margin, int) or abs(margin) > 64:
+        reasons.append(f"margin needs an int in -64..64; got {margin!r}")
+    if not isinstance(steps, int) or steps < 1:
+        reasons.append(f"amax_history_len needs an int >= 1; got {steps!r}")
+    if not (callable(algorithm) or algorithm in ALGORITHMS):
+        allowed = ", ".join(ALGORITHMS)
+        reasons.append(f"amax_compute_algo needs {allowed} or a function; got {algorithm!r}")
+    return reasons

@@ -9,13 +9,12 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from ...call.fp8_scales import BACKWARDS
+from ...call.fp8_scales import BACKWARDS, delayed_violations
 from ...call.recipe import CastRule, GradientForm, StepRule
 from ...call.tensors import name_of
 from ...errors import SpecError
 from ...reference.fp8_scales import current_scale, scale_of
 
-ALGORITHMS = ("max", "most_recent")
 _SPARE = {torch.float8_e5m2: 4, torch.float8_e4m3fn: 1}  # binades above the dS of the step before
 
 
@@ -112,14 +111,8 @@ class DelayedScaling:
 
     def __post_init__(self) -> None:
         reasons = _violations(self)
-        if not isinstance(self.margin, int) or abs(self.margin) > 64:
-            reasons.append(f"margin needs an int in -64..64; got {self.margin!r}")
-        if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
-            reasons.append(f"amax_history_len needs an int >= 1; got {self.amax_history_len!r}")
-        if not (callable(self.amax_compute_algo) or self.amax_compute_algo in ALGORITHMS):
-            allowed = ", ".join(ALGORITHMS)
-            got = f"got {self.amax_compute_algo!r}"
-            reasons.append(f"amax_compute_algo needs {allowed} or a function; {got}")
+        given = self.margin, self.amax_history_len, self.amax_compute_algo
+        reasons += delayed_violations(*given)
         if reasons:
             raise SpecError(reasons)
 

@@ -15,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ...call import context_checks
+from ...call.context_checks import AXES, Over
 from ...call.context_order import Order, OrderName
 from ...call.context_steps import Length, is_aligned
 from ...call.context_visits import Bands, Visit, gathered_of, ring_of
 from ...call.routing import check_backend
 from ...errors import SpecError
 from ...results import AttentionAux
-from ...spec.masks import masks_of
 from . import calls
 from .attention import SAVED_AS
 from .context_function import Config, differentiable
@@ -34,7 +35,7 @@ NUMBERS = ("softmax_scale", "softcap", "dropout_p", "bias_type", "deterministic"
 ARRAYS = ("bias", "attn_mask", "alibi_slopes", "sink", "rng_state", "seqused_q", "seqused_kv")
 ENDS = tuple(f"cu_seqlens_{side}{end}" for side in ("q", "kv") for end in ("", "_padded"))
 SERVED = (*BANDS, *NUMBERS, *ARRAYS, *ENDS, "layout", "softmax", "return_lse")
-AXES = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}  # their own inverses
+_DEVICES = Over("several devices", "device", SERVED)
 AnyOrder = OrderName | tuple[OrderName, int]  # beside striped, positions of a stripe
 
 
@@ -146,35 +147,17 @@ _USED = ("seqused_q", "seqused_kv")
 
 def _violations(q: Array, k: Array, v: Array, given: Mapping[str, Any]) -> Iterator[str]:
     """Arguments that calls over several devices do not take."""
-    for name in sorted({*given} - {*SERVED}):
-        yield f"{name} is not served over several devices; these are: {', '.join(SERVED)}"
-    layout = given.get("layout", "bshd")
-    if layout not in (*AXES, "thd"):
-        yield f"layout={layout!r}: over several devices it is one of {', '.join((*AXES, 'thd'))}"
-    dims = 3 if layout == "thd" else 4
-    if any(x.ndim != dims for x in (q, k, v)):
-        yield f"q, k and v in {layout} have {dims} axes; got {[x.ndim for x in (q, k, v)]}"
-    if not q.dtype == k.dtype == v.dtype or q.dtype.itemsize < 2:
-        yield f"q, k and v need one dtype of 16, 32 or 64 bits; got {q.dtype}, {k.dtype}, {v.dtype}"
-    mask = given.get("mask", "none")
-    if not isinstance(mask, str) or {*masks_of(mask).fragments} - {"causal"}:
-        yield f"mask={mask!r}: over several devices it is a plain one; pass others as attn_mask"
-    elif masks_of(mask).arbitrary and "attn_mask" not in given:
-        yield f"mask={mask!r} needs attn_mask, bool, of the device's queries and all keys"
-    elif is_aligned(mask, given.get("bottom_right")) and any(name in given for name in _USED):
+    yield from context_checks.violations((q, k, v), given, _DEVICES)
+    mask, layout = given.get("mask", "none"), given.get("layout", "bshd")
+    used = any(name in given for name in _USED)
+    if used and isinstance(mask, str) and is_aligned(mask, given.get("bottom_right")):
         yield "a diagonal from the bottom right beside seqused_…: pass cu_seqlens_… in layout thd"
-    if layout == "thd" and ("bias" in given or "attn_mask" in given):
-        yield "bias and attn_mask have no place beside packed tokens over several devices"
     of_format = _USED if layout == "thd" else ENDS
     for name in sorted({*of_format} & {*given}):
         yield f"{name} beside layout={layout!r} is not served over several devices"
-    if layout == "thd" and "cu_seqlens_q" not in given:
-        yield "layout='thd' needs cu_seqlens_q and cu_seqlens_kv of the whole"
     for name in sorted({*ENDS} & {*given}):
         if isinstance(given[name], jax.core.Tracer):
             yield f"{name} needs numbers that are known while tracing: pass NumPy's, or ints"
-    if given.get("softmax", "vanilla") == "learnable" and "sink" not in given:
-        yield "softmax='learnable' needs sink, [h]"
     if given.get("dropout_p", 0) > 0 and "rng_state" not in given:
         yield "dropout_p needs rng_state, the same on all devices"
 

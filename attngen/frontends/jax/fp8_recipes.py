@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...call.fp8_scales import BACKWARDS
+from ...call.fp8_scales import BACKWARDS, delayed_violations
 from ...call.table import CARRIERS
 from ...errors import SpecError
 from .fp8 import current_scale, delayed_scale
@@ -19,7 +19,6 @@ FORMATS = {
     "HYBRID": ("float8_e4m3fn", "float8_e5m2"),
     "E4M3": ("float8_e4m3fn", "float8_e4m3fn"),
 }
-ALGORITHMS = ("max", "most_recent")
 
 
 @dataclass(frozen=True)
@@ -77,14 +76,8 @@ class DelayedScaling:
 
     def __post_init__(self) -> None:
         reasons = _violations(self)
-        if not isinstance(self.margin, int) or abs(self.margin) > 64:
-            reasons.append(f"margin needs an int in -64..64; got {self.margin!r}")
-        if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
-            reasons.append(f"amax_history_len needs an int >= 1; got {self.amax_history_len!r}")
-        if not (callable(self.amax_compute_algo) or self.amax_compute_algo in ALGORITHMS):
-            allowed = ", ".join(ALGORITHMS)
-            got = f"got {self.amax_compute_algo!r}"
-            reasons.append(f"amax_compute_algo needs {allowed} or a function; {got}")
+        given = self.margin, self.amax_history_len, self.amax_compute_algo
+        reasons += delayed_violations(*given)
         if reasons:
             raise SpecError(reasons)
 

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...call import routing
+from ...call import context_checks, routing
+from ...call.context_checks import AXES, Over
 from ...call.context_order import Order
 from ...call.context_steps import Length, Part, Span, Step, parts_over_all, steps_of
 from ...call.context_visits import Bands
@@ -20,7 +21,6 @@ from ...call.table import AttentionCall
 from ...errors import SpecError
 from ...reference.core import default_alibi_slopes
 from ...spec.attention_spec import MAX_HEAD_DIM
-from ...spec.masks import masks_of
 from .context_function import ContextCall
 from .context_messages import Around, Gathered
 from .context_parts import Features, Rows, Sequences, Stored
@@ -38,7 +38,7 @@ SERVED = (
     *(*BANDS, *NUMBERS, *LENGTHS, "layout", "attn_mask", "bias", "alibi_slopes", "softmax", "sink"),
     *("rng_state", "deterministic", "backend", "return_lse", "return_rng_state"),
 )
-AXES = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}  # their own inverses
+_GROUP = Over("a group", "rank", SERVED)
 WIDE = (torch.float32, torch.float64)
 
 
@@ -136,33 +136,14 @@ def asked_of(q: Tensor, k: Tensor, v: Tensor, given: Mapping[str, Any], ranks: i
 
 def _violations(q: Tensor, k: Tensor, v: Tensor, given: Mapping[str, Any]) -> Iterator[str]:
     """Arguments that calls over a group do not take."""
-    for name in sorted({*given} - {*SERVED}):
-        yield f"{name} is not served over a group; these are: {', '.join(SERVED)}"
+    yield from context_checks.violations((q, k, v), given, _GROUP)
     layout = given.get("layout", "bshd")
-    if layout not in (*AXES, "thd"):
-        yield f"layout={layout!r}: over a group it is one of {', '.join((*AXES, 'thd'))}"
-    dims = 3 if layout == "thd" else 4
-    if any(x.ndim != dims for x in (q, k, v)):
-        yield f"q, k and v in {layout} have {dims} axes; got {[x.ndim for x in (q, k, v)]}"
-    if not q.dtype == k.dtype == v.dtype or q.dtype.itemsize < 2:
-        yield f"q, k and v need one dtype of 16, 32 or 64 bits; got {q.dtype}, {k.dtype}, {v.dtype}"
-    mask = given.get("mask", "none")
-    if not isinstance(mask, str) or {*masks_of(mask).fragments} - {"causal"}:
-        yield f"mask={mask!r}: over a group it is a plain one; pass others as attn_mask"
-    elif masks_of(mask).arbitrary and "attn_mask" not in given:
-        yield f"mask={mask!r} needs attn_mask, bool, of the rank's queries and all keys"
-    if layout == "thd" and ("bias" in given or "attn_mask" in given):
-        yield "bias and attn_mask have no place beside packed tokens over a group"
     of_format = "seqused" if layout == "thd" else "cu_seqlens"
     for name in sorted(name for name in given if name.startswith(of_format)):
         yield f"{name} beside layout={layout!r} is not served over a group; pass the other lengths"
-    if layout == "thd" and "cu_seqlens_q" not in given:
-        yield "layout='thd' needs cu_seqlens_q and cu_seqlens_kv of the whole"
     slopes = given.get("alibi_slopes")
     if isinstance(slopes, Tensor) and slopes.requires_grad:
         yield "alibi_slopes has no gradient over a group: detach it"
-    if given.get("softmax", "vanilla") == "learnable" and "sink" not in given:
-        yield "softmax='learnable' needs sink, [h]"
 
 
 def _packed_lengths(given: Mapping[str, Any], tokens_q: int, tokens_kv: int) -> tuple[Length, ...]:

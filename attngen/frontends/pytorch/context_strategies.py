@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...call.context_checks import AXES
 from ...call.context_order import Order
 from ...call.context_steps import is_aligned
 from ...errors import SpecError
@@ -20,7 +21,6 @@ from ...results import AttentionAux
 from .attention import attention as attend
 from .casts import autocast, without_autocast
 from .context_calls import (
-    AXES,
     BANDS,
     LENGTHS,
     NUMBERS,
