@@ -15,6 +15,9 @@ from ..errors import SpecError
 
 VARIABLE = "ATTNGEN_TARGET"
 Instruction = Literal["cp_async", "griddepcontrol", "setmaxnreg", "tma", "wgmma"]
+# Capabilities of embedded chips. CUDA programming guide, binary compatibility: none among these,
+# nor between them and others.
+EMBEDDED = ((8, 7),)
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,9 @@ class Target:
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
         """Whether devices of that compute capability run its cubins, if their shared memory holds
-        what a kernel asks for: later minor versions of its major do."""
-        if self.exact:
+        what a kernel asks for: later minor versions of its major do, but for those of embedded
+        chips, which run their own alone."""
+        if self.exact or capability in EMBEDDED:
             return capability == self.capability
         (major, minor), (own_major, own_minor) = capability, self.capability
         return major == own_major and minor >= own_minor
@@ -112,7 +116,7 @@ _AMPERE_86 = replace(
     mma_flops=2048,
     chip="nvidia-a10",
 )
-_ORIN = replace(_AMPERE, name="sm_87", capability=(8, 7), chip="jetson-agx-orin")
+_ORIN = replace(_AMPERE, name="sm_87", capability=(8, 7), chip="jetson-agx-orin", exact=True)
 # Ada. Rate: L40S datasheet, 733 TFLOP/s of FP8 on 142 SMs at 2.52 GHz.
 _ADA = replace(_AMPERE_86, name="sm_89", capability=(8, 9), fp8=True, chip="nvidia-l40s")
 # Blackwell of graphics cards and workstations. Rate: RTX PRO 6000, 1008 TFLOP/s of FP8 on 188 SMs

@@ -155,7 +155,7 @@ def test_doctor_with_driver_names_its_version_and_gpus(tmp_path: Path) -> None:
     ("capability", "named", "said"),
     [
         ((8, 6), "", "sm_86"),
-        ((8, 8), "", "sm_88, kernels of sm_87"),
+        ((8, 8), "", "sm_88, kernels of sm_86"),
         ((7, 5), "", "sm_75, no kernels"),
         ((9, 0), "sm_90", "sm_90, kernels of sm_90"),
     ],

@@ -12,7 +12,7 @@ from attngen import AttentionSpec, SpecError
 from attngen.fragments import features
 from attngen.spec.resolve import find_violations
 from attngen.targets import target
-from attngen.targets.target import DEFAULT, TARGETS, names, of_capability
+from attngen.targets.target import DEFAULT, TARGETS, earlier_of, names, of_capability
 from tests.support.paths import ROOT
 
 NAME = re.compile(r"sm_[0-9]{2,3}[a-z]?")
@@ -56,7 +56,7 @@ def test_a_device_has_the_architecture_of_its_capability(other: str) -> None:
     assert of_capability(DEFAULT.capability) is DEFAULT
     assert of_capability((7, 5)) is OTHER and of_capability((7, 0)) is None
     assert names()[0] == DEFAULT.name and names()[-1] == other
-    assert of_capability((8, 8)) is TARGETS["sm_87"]
+    assert of_capability((8, 8)) is TARGETS["sm_86"]
 
 
 def test_compiled_calls_find_the_architecture_while_they_are_traced() -> None:
@@ -65,12 +65,12 @@ def test_compiled_calls_find_the_architecture_while_they_are_traced() -> None:
         found = of_capability((8, 8))
         return 2 * x, found.name if found else ""
 
-    assert name_and_double(torch.ones(2))[1] == "sm_87"
+    assert name_and_double(torch.ones(2))[1] == "sm_86"
 
 
 @pytest.mark.parametrize(
     ("capability", "name"),
-    [((8, 0), "sm_80"), ((8, 6), "sm_86"), ((8, 7), "sm_87"), ((8, 8), "sm_87"), ((8, 9), "sm_89"),
+    [((8, 0), "sm_80"), ((8, 6), "sm_86"), ((8, 7), "sm_87"), ((8, 8), "sm_86"), ((8, 9), "sm_89"),
      ((9, 0), "sm_90a"), ((12, 0), "sm_120"), ((12, 1), "sm_121"), ((12, 2), "sm_121"),
      ((10, 0), None), ((13, 0), None)],
 )  # fmt: skip
@@ -84,6 +84,13 @@ def test_a_device_without_kernels_of_its_own_runs_those_of_an_earlier_minor_vers
 def test_a_cubin_of_one_capability_alone_runs_on_no_later_one() -> None:
     assert TARGETS["sm_90"].runs_on((9, 1)) and not TARGETS["sm_90a"].runs_on((9, 1))
     assert not TARGETS["sm_86"].runs_on((8, 0)) and not TARGETS["sm_86"].runs_on((9, 0))
+
+
+def test_embedded_chips_run_their_own_cubins_alone() -> None:
+    assert TARGETS["sm_87"].runs_on((8, 7)) and not TARGETS["sm_87"].runs_on((8, 9))
+    assert not TARGETS["sm_80"].runs_on((8, 7)) and not TARGETS["sm_86"].runs_on((8, 7))
+    assert [each.name for each in earlier_of("sm_89")] == ["sm_86", "sm_80"]
+    assert earlier_of("sm_87") == ()
 
 
 def test_a_named_target_is_taken_where_its_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
