@@ -258,7 +258,6 @@ def emulated(emulator: Emulator) -> Iterator[None]:
         "attngen.frontends.pytorch.narrow.device_arch": lambda _: ARCH,
         "attngen.frontends.pytorch.narrow.is_current": lambda _: True,
         "attngen.frontends.pytorch.gradient_casts.start": start_and_finish,
-        "attngen.frontends.pytorch.gradient_casts.device_arch": lambda _: "sm_90a",
         "attngen.frontends.pytorch.gradient_casts.is_current": lambda _: True,
         "attngen.call.kernel_choice.multiprocessors": lambda _: MULTIPROCESSORS,
         "attngen.frontends.pytorch.operation.current_stream": lambda _: 0,

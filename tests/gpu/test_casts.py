@@ -112,7 +112,7 @@ def leave_kernels(monkeypatch):
     """Have torch's operations store tensors and end steps."""
     monkeypatch.setattr(narrow, "by_kernels", lambda *_: None)
     monkeypatch.setattr(stored_gradients, "stored_d_o", lambda *_: None)
-    monkeypatch.setattr(gradient_casts, "device_arch", lambda _: None)
+    monkeypatch.setattr(narrow, "device_arch", lambda _: None)
     gradient_casts.prepared_steps.recent.clear()
 
 

@@ -22,8 +22,8 @@ from ...call.prepare_d_o import (
 from ...call.recipe import CastRule, StepRule
 from ...call.tensors import name_of
 from ...reference import fp8_scales as definition
-from .descriptions import device_arch, device_of
-from .narrow import SIXTEEN_BITS, bytes_of, is_dense
+from .descriptions import device_of
+from .narrow import SIXTEEN_BITS, bytes_of, is_dense, stores_8_bits
 from .operation import current, empty, format_of, is_current, start
 from .registry import operator
 from .signature import dtype_of
@@ -96,7 +96,7 @@ def _prepare(
     """The launches, None where kernels do not serve the tensors. Raises: CompileError,
     CacheError, LaunchError."""
     d_o, v, *others = given
-    if d_o.dtype not in SIXTEEN_BITS or device_arch(d_o.device) is None or v.device != d_o.device:
+    if d_o.dtype not in SIXTEEN_BITS or not stores_8_bits(d_o.device) or v.device != d_o.device:
         return None
     sides = (d_o, given.used_0, UNITS), (v, given.used_v, BYTES)
     for x, used, units in sides:
@@ -152,7 +152,7 @@ def end_step(
     tensors = scale, history
     prepared = prepared_steps.find(made, tensors)
     if prepared is None:
-        if device_arch(scale.device) is None or not all([_serves(x, scale) for x in tensors]):
+        if not stores_8_bits(scale.device) or not all([_serves(x, scale) for x in tensors]):
             return definition.end_step(scale.data, history.data, made)
         (steps, columns), device = history.shape, device_of(scale.device)
         formats = made, steps, columns, scale.device

@@ -75,8 +75,7 @@ def _prepare(
     """The launches, None where kernels do not serve the tensors. Raises: CompileError,
     CacheError, LaunchError."""
     first, *_ = tensors
-    arch = device_arch(first.device)
-    if first.dtype not in SIXTEEN_BITS or arch is None or not TARGETS[arch].fp8:
+    if first.dtype not in SIXTEEN_BITS or not stores_8_bits(first.device):
         return None
     if len(tensors) > TENSORS or any([x.dtype != first.dtype for x in tensors]):
         return None
@@ -89,6 +88,12 @@ def _prepare(
     rows = tuple([0 if each is None else x.shape[-1] for x, each in pairs])
     form = CastForm(name_of(first.dtype), counts, rows, known)
     return prepare_cast(form, rule, device_of(first.device))
+
+
+def stores_8_bits(device: torch.device) -> bool:
+    """Whether kernels run on this device, and convert to 8 bits."""
+    arch = device_arch(device)
+    return arch is not None and TARGETS[arch].fp8
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import attngen
 from attngen import SpecError, fp8, reference
 from attngen.call.recipe import in_force
-from attngen.frontends.pytorch import routing
+from attngen.frontends.pytorch import narrow, routing
 
 E4M3 = torch.float8_e4m3fn
 STEPS = 3
@@ -128,6 +128,15 @@ def test_calls_of_one_step_join_and_the_outermost_context_ends_it():
     assert layer.scales.scale.tolist() == pytest.approx(wanted)
     assert not layer.scales.amax_history[0].any() and layer.scales.amax_history[1].all()
     assert not layer.scales.amax_history[2].any()
+
+
+def test_step_ends_as_defined_where_kernels_convert_nothing_to_8_bits(monkeypatch):
+    layers = [fp8.Attention(STEPS), fp8.Attention(STEPS)]
+    step(layers[0], delayed(), operands())
+    monkeypatch.setattr(narrow, "device_arch", lambda _: "sm_80")
+    step(layers[1], delayed(), operands())
+    wanted, found = (layer.state_dict() for layer in layers)
+    assert wanted and same(found.values(), wanted.values())
 
 
 def test_evaluation_moves_nothing():
