@@ -5,8 +5,10 @@ A lowering for CUDA chooses kernels, and finds or builds them, without a GPU whe
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +26,6 @@ from ...call.operands import output_shapes, unpacked
 from ...call.prepare_backward import PreparedBackward
 from ...call.prepare_forward import maxima_of
 from ...call.prepared import Output, PreparedCall
-from ...call.routing import no_kernels
 from ...call.sinks import WorkspaceRows
 from ...call.table import GRADIENT_OF, INPUTS, WantedGradients
 from ...call.tensors import FP8, TensorDesc
@@ -37,6 +38,8 @@ from . import fp8_backward, handler, reference
 from .calls import describe
 from .places import placed
 from .program import COUNTER_BYTES, TARGET, Program, ordered, scratch_of
+
+log = logging.getLogger("attngen")
 
 TYPICAL_MULTIPROCESSORS = 132  # of a chip for which a program is made elsewhere
 Arrays = dict[str, "Array | None"]
@@ -128,7 +131,7 @@ attention_p.def_abstract_eval(_shapes)
 def on_reference(*operands: Array, form: Form) -> list[Array]:
     """The operation by its definition. Raises: SpecError where kernels alone may compute it."""
     if form.strict:
-        raise SpecError(no_kernels("this platform"))
+        raise SpecError(f"this platform has no kernels; available: {DEFAULT.name}")
     found = define(form, operands)
     return [found[name].astype(x.dtype) for name, x in form.results(operands).items()]
 
@@ -166,14 +169,18 @@ def _own_share(
 
 
 def on_kernels(*operands: Array, form: Form) -> list[Array]:
-    """The operation by kernels, for a lowering for CUDA. Raises: SpecError, CompileError,
-    CacheError."""
+    """The operation by kernels, for a lowering for CUDA; by its definition where the GPU here runs
+    none of them. Raises: SpecError, CompileError, CacheError."""
+    device = _planned_device()
+    if device.arch is None:
+        _say_defined(device.name)
+        return on_reference(*operands, form=form)
     wants = form.results(operands)
     if form.wanted is not None and fp8_backward.has_16_bits(form.by_name(operands)):
         return _in_16_bits(form, operands)
     described = form.descriptions(operands)
-    program = Program(described, form.arguments, form.wanted, form.alone, DEFAULT.name)
-    prepared = program.prepared(_planned_device())
+    program = Program(described, form.arguments, form.wanted, form.alone, device.known_arch)
+    prepared = program.prepared(device)
     given = form.by_name(operands)
     if not prepared.launches:
         found = {x.name: _at_rest(x, given, form.arguments) for x in prepared.outputs}
@@ -197,14 +204,22 @@ def _in_16_bits(form: Form, operands: Sequence[Array]) -> list[Array]:
     return on_kernels(*[there[name] for name in wide.names], form=wide)
 
 
+@cache  # said once
+def _say_defined(device: str) -> None:
+    why = f"{device} has no kernels from JAX, which are for {DEFAULT.name}"
+    log.warning("attention runs on its definition in jax.numpy: %s", why)
+
+
 def _planned_device() -> Device:
     """The device that a program is made for: the first one here, else one as are typical."""
     try:
         first, *_ = jax.local_devices(backend="cuda")
     except RuntimeError:
         return Device("cuda", -1, DEFAULT.name, planned=TYPICAL_MULTIPROCESSORS)
+    major, minor = map(int, first.compute_capability.split("."))
+    arch = DEFAULT.name if DEFAULT.runs_on((major, minor)) else None
     index = first.local_hardware_id or 0
-    return Device(str(first), index, DEFAULT.name, planned=multiprocessors(index))
+    return Device(str(first), index, arch, planned=multiprocessors(index) if arch else 0)
 
 
 def _finished(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ jax = pytest.importorskip("jax")
 
 from attngen.jax import attention  # noqa: E402
 
-from attngen import CacheError  # noqa: E402
+from attngen import CacheError, SpecError  # noqa: E402
 from attngen.ship import lookup  # noqa: E402
 from tests.support import launch_kit  # noqa: E402
 
@@ -19,9 +20,9 @@ jnp = jax.numpy
 Q = jax.ShapeDtypeStruct((1, 512, 4, 80), jnp.bfloat16)
 
 
-def lowered() -> Any:
+def lowered(backend: str = "auto") -> Any:
     """A program for CUDA, of which nothing was lowered before."""
-    call = jax.jit(lambda q: attention(q, q, q, mask="causal", softcap=7.0))
+    call = jax.jit(lambda q: attention(q, q, q, mask="causal", softcap=7.0, backend=backend))
     return call.trace(Q).lower(lowering_platforms=("cuda",))
 
 
@@ -48,3 +49,11 @@ def test_bundles_are_asked_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr(lookup, "find", find)
     assert "custom_call @attngen" in lowered().as_text()
     assert asked == [(80, "sm_90a")]
+
+
+def test_gpu_without_kernels_runs_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = SimpleNamespace(compute_capability="8.0", local_hardware_id=0)
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [other])
+    assert "custom_call @attngen" not in lowered().as_text()
+    with pytest.raises(SpecError, match="has no kernels; available: sm_90a$"):
+        lowered("cuda")
