@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..fragments import features
-from ..kernels.family import families
+from ..kernels.family import families, named_refusals
 from ..spec.attention_spec import AttentionSpec
 from ..spec.resolve import find_violations, resolve
 from ..targets.target import DEFAULT, TARGETS
@@ -27,7 +27,7 @@ def unserved(spec: AttentionSpec, arch: str) -> list[str]:
         asked = [family for family in _FAMILIES if family.is_asked(problem, target)]
         refused = [family.refusals(problem, target) for family in asked]
         if all(refused):
-            reasons += [f"{problem.label}: {reason}" for each in refused for reason in each]
+            reasons += named_refusals(problem, [reason for each in refused for reason in each])
     return [*dict.fromkeys(reasons)]
 
 

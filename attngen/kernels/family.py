@@ -198,4 +198,10 @@ def serving(problem: Problem, target: Target) -> Family:
                 return family
             reasons += refused
     reasons = reasons or ["no family of kernels computes it"]
-    raise PlanError(f"{problem.label}: {reason}" for reason in dict.fromkeys(reasons))
+    raise PlanError(named_refusals(problem, reasons))
+
+
+def named_refusals(problem: Problem, reasons: Sequence[str]) -> list[str]:
+    """Reasons, each once, behind what they are of: a spec may mean several problems."""
+    what = f"{problem.label} ({problem.direction})"
+    return [f"{what}: {reason}" for reason in dict.fromkeys(reasons)]
