@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ Attend = Callable[..., Any]
 # Raised by arguments without a hash, and by tensors without sizes: their checks say what they need.
 _UNKEYED = (TypeError, RuntimeError, ValueError)
 _LONGEST = names("longest")
+_PACKAGE = f"{__name__.partition('.')[0]}."
 
 
 class Bound(NamedTuple):
@@ -120,7 +122,7 @@ def _by_reference(call: AttentionCall, refusal: SpecError | LimitError | None) -
     if refusal is not None:
         routing.leave_kernels(refusal, call.backend)
     out, aux = on_reference.run(call, routing.CHECK_VALUES)
-    _warn_of_dropout(call, behind=1)
+    _warn_of_dropout(call)
     return (out, aux) if call.wants_aux else out
 
 
@@ -167,9 +169,8 @@ def _note(bound: Bound, checked: CheckedCall) -> None:
 _warned: list[str] = []
 
 
-def _warn_of_dropout(call: AttentionCall, behind: int = 0) -> None:
-    """Say once that a call with dropout alone returns its output alone. behind: functions between
-    `route` and this one."""
+def _warn_of_dropout(call: AttentionCall) -> None:
+    """Say once that a call with dropout alone returns its output alone."""
     if _warned or call.wants_aux or torch.compiler.is_compiling() or not call.dropout_p > 0:
         return
     _warned.append("dropout")
@@ -177,5 +178,14 @@ def _warn_of_dropout(call: AttentionCall, behind: int = 0) -> None:
         "attngen.attention(…, dropout_p=…) returns the output alone since 0.2; pass "
         "return_rng_state=True for (output, aux) with aux.rng_state",
         FutureWarning,
-        stacklevel=4 + behind,
+        stacklevel=_level_of_caller(),
     )
+
+
+def _level_of_caller() -> int:
+    """The stacklevel of a warning, for the function that calls this one, that names the line
+    outside of attngen: some calls stand for others."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -29,6 +29,17 @@ def test_dropout_alone_returns_the_output_and_says_so_once(kernels, monkeypatch,
     assert warning.filename == __file__
 
 
+def test_line_of_a_call_is_named_where_another_one_stands_for_it(kernels, monkeypatch) -> None:
+    monkeypatch.setattr(calls, "_warned", [])
+    monkeypatch.setattr(calls.callables.descriptions, "device_arch", lambda _: "sm_90a")
+    with pytest.warns(FutureWarning) as found:
+        attngen.attention(
+            *operands(), dropout_p=0.5, mask_mod=lambda b, h, i, j: i >= j, backend="cuda"
+        )
+    (warning,) = found
+    assert warning.filename == __file__
+
+
 @BACKENDS
 def test_state_is_returned_where_it_is_asked_for(kernels, monkeypatch, backend) -> None:
     monkeypatch.setattr(calls, "_warned", [])
