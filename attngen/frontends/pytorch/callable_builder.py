@@ -28,11 +28,16 @@ class View:
 
 @dataclass
 class Builder:
-    """Operations so far, each once, and what they read."""
+    """Operations so far, each once, and what they read.
+
+    merged: whether tensors that are not one object were found to be one part of memory, which they
+    need not be in another call.
+    """
 
     operations: dict[Operation, str] = field(default_factory=dict)
     captures: list[Tensor] = field(default_factory=list)
     numbers: list[tuple[str, Number]] = field(default_factory=list)
+    merged: bool = False
 
     def emit(self, name: str, type_: str, *args: str) -> str:
         """The value of an operation."""
@@ -52,11 +57,19 @@ class Builder:
         self.numbers.append((type_, value))
         return f"n{len(self.numbers) - 1}"
 
+    def is_whole(self, value: str) -> bool:
+        """Whether a float is an integer that was cast."""
+        if not value.startswith("v"):
+            return False
+        made = list(self.operations)[int(value[1:])]
+        return made.name == "cast" and made.type == "f"
+
     def view(self, tensor: Tensor) -> View:
         """A captured tensor, in a dtype and of a rank that kernels read."""
         like = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         for place, each in enumerate(self.captures):
             if (each.data_ptr(), each.shape, each.stride(), each.dtype) == like:
+                self.merged |= each is not tensor
                 return View(place, [None] * max(1, tensor.ndim) if tensor.ndim else ["i:0"])
         self.captures.append(tensor)
         return View(len(self.captures) - 1, [None] * tensor.ndim if tensor.ndim else ["i:0"])

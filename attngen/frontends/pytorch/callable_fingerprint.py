@@ -2,13 +2,14 @@
 
 A fingerprint says all that a function's trace may depend on: its code, what it closes over, its
 defaults and its globals, followed through functions; numbers by value, tensors by all but what they
-hold. Of a function that reaches anything else there is none.
+hold. Of objects it says the attributes that any of the code names, whichever function does so. Of a
+function that reaches anything else there is none.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
-import inspect
 import types
 from typing import Any
 
@@ -20,34 +21,49 @@ _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 _UNCALLED = ("__init__", "__post_init__", "__repr__", "__eq__", "__hash__", "__str__")
 # Whose contents no program changes while it runs.
 _FIXED = ("torch", "math", "builtins", "operator")
+# By which code reaches what it does not name.
+_BLIND = frozenset(
+    "getattr hasattr attrgetter methodcaller vars dir globals locals eval exec asdict astuple "
+    "import_module __import__ __dict__ __getattribute__ __closure__ __globals__ "
+    "__defaults__".split()
+)
 
 
 class _TooMuch(Exception):
     """A value that a fingerprint says nothing of."""
 
 
-class _Walk:
-    """The words of a fingerprint, and the tensors that were met, in their order."""
+class _Bare:
+    """A class whose objects hold attributes alone."""
 
-    def __init__(self) -> None:
+
+class _Walk:
+    """The words of a fingerprint, and the tensors that were met, in their order.
+
+    names: those that code looks up, as far as they are known; `met` has what was seen before, and
+    when, since two may be one thing here and two things there.
+    """
+
+    def __init__(self, names: frozenset[str]) -> None:
         self.words: list[Any] = []
         self.tensors: list[Tensor] = []
-        self.met: set[Any] = set()
+        self.met: dict[int, int] = {}
+        self.names = names
+        self.asked = False  # whether attributes of objects were
 
-    def value(self, x: Any, names: frozenset[str] = frozenset()) -> None:
-        """Add a value. names: those that the code looks up which reaches it, of attributes, too."""
+    def value(self, x: Any) -> None:
+        """Add a value."""
         kind = type(x)
         if len(self.words) > _MOST:
             raise _TooMuch
         if kind in _PLAIN:
             self.words += kind, x.hex() if kind is float else x
         elif kind in (Tensor, torch.nn.Parameter):
-            self.words += kind, x.shape, x.stride(), x.dtype, x.device, x.requires_grad
-            self.tensors.append(x)
+            self._tensor(x)
         elif kind in (tuple, list):
             self.words += kind, len(x)
             for each in x:
-                self.value(each, names)
+                self.value(each)
         elif kind is types.FunctionType:
             self._function(x)
         elif kind is functools.partial:
@@ -56,23 +72,27 @@ class _Walk:
             self.value(x.args)
             self.value(tuple(x.keywords.items()))
         elif kind is types.MethodType:
-            self._function(x.__func__)
-            self.value(x.__self__, _names_of(x.__func__.__code__))
+            self.value(x.__func__)
+            self.value(x.__self__)
         elif _is_fixed(x):
             self.words += kind, id(x)
         else:
-            self._object(x, names)
+            self._object(x)
+
+    def _tensor(self, x: Tensor) -> None:
+        """Add a tensor."""
+        if x.layout is not torch.strided:
+            raise _TooMuch
+        place = self.met.setdefault(id(x), len(self.met))
+        self.words += type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad, place
+        self.tensors.append(x)
 
     def _function(self, function: types.FunctionType) -> None:
-        self.words += types.FunctionType, function.__code__
         if vars(function):
             raise _TooMuch
-        if id(function) in self.met:
+        if self._met_before(function):
             return
-        self.met.add(id(function))
-        if function.__module__.partition(".")[0] == "torch":
-            return
-        names = _names_of(function.__code__)
+        self.words += (function.__code__,)
         self.value(function.__defaults__)
         self.value(tuple((function.__kwdefaults__ or {}).items()))
         for cell in function.__closure__ or ():
@@ -80,43 +100,70 @@ class _Walk:
                 content = cell.cell_contents
             except ValueError as error:  # not bound yet
                 raise _TooMuch from error
-            self.value(content, names)
+            self.value(content)
+        if str(function.__module__).partition(".")[0] == "torch":
+            return
+        names = _names_of(function.__code__)
+        if names & _BLIND or _imports(function.__code__):
+            raise _TooMuch
+        self.names |= names
         for name in sorted(names & function.__globals__.keys()):
             self.words += (name,)
-            self.value(function.__globals__[name], names)
+            self.value(function.__globals__[name])
 
-    def _object(self, x: Any, names: frozenset[str]) -> None:
+    def _met_before(self, x: Any) -> bool:
+        """Whether a function or an object has been added; adds its kind, and the place if so."""
+        place = self.met.get(id(x))
+        self.words += type(x), place
+        self.met.setdefault(id(x), len(self.met))
+        return place is not None
+
+    def _object(self, x: Any) -> None:
         """Add the attributes of an object that code may look up."""
-        fields = getattr(x, "__dict__", None)
-        if isinstance(x, (types.ModuleType, dict, type)) or not isinstance(fields, dict):
-            raise _TooMuch
         kind: Any = type(x)
-        self.words += kind, id(kind)
+        fields = getattr(x, "__dict__", None)
+        if isinstance(x, (types.ModuleType, type)) or not isinstance(fields, dict):
+            raise _TooMuch
+        if kind is not types.SimpleNamespace and not _is_bare(kind):
+            raise _TooMuch
+        self.asked = True
+        if self._met_before(x):
+            return
+        self.words += (id(kind),)
         if isinstance(x, torch.nn.Module):
             if x._forward_hooks or x._forward_pre_hooks:
                 raise _TooMuch
             fields = {**fields, **x._parameters, **x._buffers, **x._modules}
         elif hasattr(kind, "__getattr__"):
             raise _TooMuch
-        found: dict[str, Any] = {}
-        looked_up, more = frozenset[str](), names | _unnamed(kind)
-        while more := more - looked_up:  # methods look up others
-            looked_up |= more
-            new = {name: fields.get(name, _static_of(kind, name)) for name in more}
-            found |= {name: each for name, each in new.items() if each is not None}
-            methods = [each for each in new.values() if isinstance(each, types.FunctionType)]
-            more = frozenset[str]().union(*[_names_of(each.__code__) for each in methods])
-        if (id(x), looked_up) in self.met:
-            return
-        self.met.add((id(x), looked_up))
-        for name in sorted(found):
-            self.words += (name,)
-            self.value(found[name], looked_up)
+        for name in sorted(self.names | _unnamed(kind)):
+            static = _static_of(kind, name)
+            if isinstance(static, staticmethod):
+                static = static.__func__
+            elif isinstance(static, types.FunctionType):
+                self.names |= _names_of(static.__code__)
+            elif hasattr(type(static), "__get__"):
+                raise _TooMuch
+            found = fields.get(name, static)
+            if found is not None:
+                self.words += (name,)
+                self.value(found)
+
+
+def _is_bare(kind: Any) -> bool:
+    """Whether objects of a class hold what their attributes say, and nothing else."""
+    if kind.__basicsize__ != _Bare.__basicsize__ or kind.__itemsize__:
+        return False
+    # Of torch's containers code gets parts without their names.
+    own = _unnamed(kind)
+    given = [name for name in ("__getitem__", "__iter__") if hasattr(kind, name)]
+    return "__getattribute__" not in own and own.issuperset(given)
 
 
 def _static_of(kind: type, name: str) -> Any:
     """An attribute that a class's objects have in common; None where there is none."""
-    return inspect.getattr_static(kind, name, None)
+    homes = [vars(each) for each in kind.__mro__]
+    return next((home[name] for home in homes if name in home), None)
 
 
 def _is_fixed(x: Any) -> bool:
@@ -148,11 +195,27 @@ def _names_of(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*map(_names_of, inner))
 
 
+@functools.cache
+def _imports(code: types.CodeType) -> bool:
+    """Whether code, or what it defines, imports modules that may change."""
+    roots = (
+        str(each.argval).partition(".")[0]
+        for each in dis.get_instructions(code)
+        if each.opname == "IMPORT_NAME"
+    )
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    return any(root not in _FIXED for root in roots) or any(map(_imports, inner))
+
+
 def fingerprint(function: Any) -> tuple[tuple[Any, ...] | None, list[Tensor]]:
     """The fingerprint of a function, and the tensors that it reaches; None where there is none."""
-    walk = _Walk()
+    names = frozenset[str]()
     try:
-        walk.value(function)
-        return tuple(walk.words), walk.tensors
+        while True:
+            walk = _Walk(names)
+            walk.value(function)
+            if not walk.asked or walk.names == names:
+                return tuple(walk.words), walk.tensors
+            names = walk.names  # of which objects that came first were not asked
     except _TooMuch:
         return None, []

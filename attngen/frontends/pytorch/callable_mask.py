@@ -21,7 +21,7 @@ from ...reference import Operands
 from ...reference.masks import listed_pairs
 from .callable_program import Traced
 
-_Versions = tuple[tuple[TensorWeakRef, int], ...]
+_Versions = tuple[tuple[TensorWeakRef, int, int], ...]
 _MOST_MASKS = 64
 MOST_BYTES = 8 << 30  # of a mask
 _DTYPES = {"f": torch.float32, "i": torch.int32, "l": torch.int64, "b": torch.bool}
@@ -33,6 +33,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{"not": torch.logical_not, "invert": torch.bitwise_not, "erf": torch.erf},
     **{"min": torch.minimum, "max": torch.maximum, "recip": torch.reciprocal},
     **{"fdiv": torch.floor_divide, "mod": torch.remainder},
+    "ratio": torch.div,
     "tdiv": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
     "shl": torch.bitwise_left_shift,
     "shr": torch.bitwise_right_shift,
@@ -122,7 +123,7 @@ class Masks:
             self.made.clear()
         self.made[key] = (
             TensorWeakRef(mask),
-            tuple([(TensorWeakRef(x), x._version) for x in traced.sources]),
+            tuple([(TensorWeakRef(x), x._version, x.data_ptr()) for x in traced.sources]),
         )
         return mask
 
@@ -130,7 +131,12 @@ class Masks:
 def _are_same(versions: _Versions, tensors: Sequence[Tensor]) -> bool:
     """Whether these are the tensors of then, and hold what they held."""
     pairs = zip(versions, tensors, strict=True)
-    return all([known() is x and version == x._version for (known, version), x in pairs])
+    return all(
+        [
+            known() is x and version == x._version and place == x.data_ptr()
+            for (known, version, place), x in pairs
+        ]
+    )
 
 
 class _Evaluation:
@@ -157,7 +163,7 @@ class _Evaluation:
 
     def _result(self, operation: Operation) -> Tensor:
         if operation.name == "load":
-            return self._load(*operation.args)
+            return self._load(*operation.args).to(_DTYPES[operation.type])
         given = [self.value(each) for each in operation.args]
         dtype = _DTYPES[operation.type]
         if operation.name == "cast":

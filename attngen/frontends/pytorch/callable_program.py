@@ -22,7 +22,8 @@ class Traced:
     """A callable's program, with what a call passes for it: captured tensors, and numbers.
 
     learned: whether one of the tensors requires a gradient; sources: the tensors as the callable
-    has them; key: its fingerprint, None where what it computes may depend on more.
+    has them; key: its fingerprint, None where what it computes may depend on more; merged: whether
+    some of them are one because they lie in one place.
     """
 
     program: Program
@@ -31,6 +32,7 @@ class Traced:
     learned: bool
     sources: tuple[Tensor, ...] = ()
     key: tuple[Any, ...] | None = None
+    merged: bool = False
 
 
 def mask_program(graph: GraphModule) -> Traced:
@@ -73,4 +75,5 @@ def _traced(builder: Builder, value: str, slope: str) -> Traced:
     numbers = tuple(number for _, number in builder.numbers)
     learned = any(each.requires_grad for each in builder.captures)
     read = tuple(map(as_read, builder.captures))
-    return Traced(program, read, numbers, learned, tuple(builder.captures))
+    sources = tuple(builder.captures)
+    return Traced(program, read, numbers, learned, sources, merged=builder.merged)

@@ -189,7 +189,7 @@ def _keep(
     """Remember a trace, where a later call can know that it holds."""
     places = [[n for n, x in enumerate(tensors) if x is each] for each in traced.sources]
     numbers = any(not x.ndim and x.device.type == "cpu" for x in tensors)
-    if key is None or reads_values or numbers or not all(places):
+    if key is None or reads_values or numbers or traced.merged or not all(places):
         code = getattr(mod, "__code__", type(mod))
         if code not in _logged:
             _logged.add(code)

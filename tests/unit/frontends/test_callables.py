@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import and_masks
 
 from attngen.call.table import AttentionCall
 from attngen.frontends.pytorch import callables
@@ -108,6 +109,99 @@ def test_fingerprints_follow_what_is_called_without_its_name() -> None:
     assert key_of(calls[0]) is None
 
 
+class Config:
+    """An object without methods of its own."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+def scaled_by(config: Config, s: Any, *_: Any) -> Any:
+    return s * config.scale
+
+
+CONFIG = Config(2.0)
+
+
+def config_in_force() -> Config:
+    return CONFIG
+
+
+class WithDescriptors:
+    """Attributes that code computes."""
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+
+    @functools.cached_property
+    def scale(self) -> float:
+        return self._scale
+
+    @staticmethod
+    def near(i: Any, j: Any) -> Any:
+        return (i - j).clamp(max=WINDOW)
+
+    def mod(self, s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + self.near(i, j)
+
+
+# Ways in which a function gets at an object, which the function itself does not name.
+REACHES = {
+    "default": lambda x: lambda s, b, h, i, j, x=x: s * x.scale,
+    "partial": lambda x: functools.partial(scaled_by, x),
+    "argument of another": lambda x: lambda s, b, h, i, j: scaled_by(x, s),
+    "name": lambda x: lambda s, b, h, i, j: s * getattr(x, "scale"),  # noqa: B009
+    "fields": lambda x: lambda s, b, h, i, j: s * vars(x)["scale"],
+}
+
+
+@pytest.mark.parametrize("way", REACHES)
+@pytest.mark.parametrize("kind", [Config, WithDescriptors])
+def test_fingerprints_follow_objects_by_whatever_way(way, kind) -> None:
+    one, other = (key_of(REACHES[way](kind(scale))) for scale in (2.0, 3.0))
+    assert one is None or one != other
+    if kind is Config and way not in ("name", "fields"):
+        assert one == key_of(REACHES[way](kind(2.0))) is not None
+
+
+def test_fingerprints_follow_results_static_methods_and_torchs_closures(monkeypatch) -> None:
+    read = lambda s, b, h, i, j: s * config_in_force().scale  # noqa: E731
+    before = key_of(read)
+    monkeypatch.setattr(CONFIG, "scale", 3.0)
+    assert before != key_of(read)
+    layer = WithDescriptors(1.0)
+    before = key_of(layer.mod)
+    monkeypatch.setitem(globals(), "WINDOW", 4)
+    assert before != key_of(layer.mod)
+    causal, near = (lambda b, h, i, j: i >= j), (lambda b, h, i, j: i - j < 3)
+    assert key_of(and_masks(causal, near)) != key_of(and_masks(causal, causal)) is not None
+    parts = [torch.nn.ModuleList([torch.nn.Identity()]) for _ in range(2)]
+    keys = [key_of(lambda s, b, h, i, j, part=part: part[0](s) * 2) for part in parts]
+    assert keys == [None, None], "parts without names"
+
+
+def test_fingerprints_tell_one_thing_twice_from_two_things() -> None:
+    def product(x: torch.Tensor, y: torch.Tensor) -> Any:
+        return lambda s, b, h, i, j: s + x[h] * y[h]
+
+    one, other = torch.full((4,), 2.0), torch.full((4,), 3.0)
+    assert key_of(product(one, one)) == key_of(product(other, other))
+    assert key_of(product(one, one)) != key_of(product(one, other))
+
+    def by(number: float) -> Any:
+        return lambda s: s * number
+
+    def three(f: Any, g: Any, k: Any) -> Any:
+        return lambda s, b, h, i, j: f(s) - g(s) / k(s)
+
+    two, five = by(2.0), by(5.0)
+    assert key_of(three(two, five, two)) != key_of(three(two, five, five))
+    with mock.patch.object(callables, "_known", {}):
+        traced(product(one, one.detach()))
+        found = traced(product(one, other))
+    assert len(found.captures) == 2 and torch.equal(found.captures[1], other)
+
+
 def test_what_may_change_unseen_has_no_fingerprint() -> None:
     class Odd:
         def __getattr__(self, name: str) -> Any:
@@ -117,6 +211,18 @@ def test_what_may_change_unseen_has_no_fingerprint() -> None:
     assert key_of(lambda s, b, h, i, j: s * odd.scale) is None
     assert key_of(lambda s, b, h, i, j: s * numbers["x"]) is None
     assert key_of(lambda s, b, h, i, j: s * pytest.approx) is None
+    cached = functools.lru_cache(lambda s: s * 2.0)
+    assert key_of(lambda s, b, h, i, j: cached(s)) is None
+
+    def imports(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        from tests.support import callables_kit
+
+        return s * callables_kit.S
+
+    assert key_of(imports) is None
+    made: dict[str, Any] = {}
+    exec("mod = lambda s, b, h, i, j: s * 2", made)
+    assert key_of(made["mod"]) is not None, "of no module"
 
 
 def test_functions_are_traced_once_and_read_the_tensors_of_each_call() -> None:
