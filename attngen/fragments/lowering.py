@@ -24,6 +24,16 @@ _HELPERS = {
     const float shrink = magnitude_of(y) > 0x1p120f ? 0x1p-24f : 1.f;
     return x * shrink * reciprocal_of(y * shrink);
   }""",
+    "ratio_of": """float ratio_of(float x, float y) {
+    // As IEEE's division has it: floors of quotients of integers show the last bit.
+    const float ratio = quotient_of(x, y);
+#if defined(__CUDACC__)
+    const float rest = __fmaf_rn(-ratio, y, x);
+#else
+    const float rest = __builtin_fmaf(-ratio, y, x);
+#endif
+    return rest == rest ? ratio + rest * reciprocal_of(y) : ratio;
+  }""",
     "exp_of": "float exp_of(float x) { return exp2_of(x * kLog2E); }",
     "sigmoid_of": "float sigmoid_of(float x) { return reciprocal_of(1.f + exp2_of(x * -kLog2E)); }",
     "tanh_of": """float tanh_of(float x) {
@@ -124,7 +134,12 @@ _HELPERS = {
 #endif
   }""",
 }
-_NEEDS = {"sqrt_of": ("rsqrt_of",), "wave_of": ("round_of",), "power_of": ("trunc_of",)}
+_NEEDS = {
+    "ratio_of": ("quotient_of",),
+    "sqrt_of": ("rsqrt_of",),
+    "wave_of": ("round_of",),
+    "power_of": ("trunc_of",),
+}
 # Operations that are one expression of their arguments.
 _FORMS = {
     **{name: f"{{0}} {sign} {{1}}" for name, sign in (
@@ -140,6 +155,7 @@ _FORMS = {
     "pow": "power_of({0}, {1})",
     "recip": "quotient_of(1.f, {0})",
     "div": "quotient_of({0}, {1})",
+    "ratio": "ratio_of({0}, {1})",
     "floor": "floor_of({0})",
     "ceil": "ceil_of({0})",
     "trunc": "trunc_of({0})",
@@ -329,8 +345,9 @@ def _keeps_sign(operation: Operation, positive: set[str]) -> bool:
         type_, is_literal, word = arg.partition(":")
         return arg in positive or bool(is_literal and type_ in ("i", "l") and int(word) >= 0)
 
-    each = {"add", "mul", "fdiv", "tdiv", "min", "and", "shr"}
-    if operation.name in each or operation.name == "cast":
+    # A product, and what is cast to fewer bits, may be beyond 32 bits, and is negative then.
+    each = {"add", "fdiv", "tdiv", "min", "and", "shr"}
+    if operation.name in each or (operation.name, operation.type) == ("cast", "l"):
         return all(map(is_positive, operation.args))
     if operation.name == "mod":
         return is_positive(operation.args[1])

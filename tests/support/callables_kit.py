@@ -124,6 +124,29 @@ def steps() -> ScoreMod:
 
 
 @score
+def narrow() -> ScoreMod:
+    """Integers of 8 and 16 bits that go round, and a product that goes beyond 32."""
+    small, signed = whole(0, 255, S, dtype=torch.uint8), whole(-128, 127, S, dtype=torch.int8)
+
+    def mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+        round_ = (small[i] - small[j]) * 0.01 + signed[i] * signed[j] + (i * 40 - j).short() // 9
+        return s + round_ + (i * i * i * i * (j + 4001)) % 7
+
+    return mod
+
+
+@score
+def buckets() -> ScoreMod:
+    """Floors of quotients that are whole, and a power of what is -1 everywhere."""
+
+    def mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+        exact = torch.floor(i / 41) + ((i - j) / 47).int() + torch.floor(6 * i / (j + 1))
+        return s * torch.full_like(s, -1) ** 2 * 0.5 + exact + torch.arange(3)[i % 3]
+
+    return mod
+
+
+@score
 def past_ends() -> ScoreMod:
     """Indices that count from the end."""
     t = normal(S)
@@ -179,6 +202,13 @@ def growing_reach() -> ScoreMod:
     """A window of each head and sequence that grows with the position."""
     reach = whole(4, 60, B, H, dtype=torch.int16)
     return lambda b, h, i, j: 4 * (i - j).abs() < reach[b, h] + i
+
+
+@mask
+def buckets_of_bytes() -> ScoreMod:
+    """Bytes that go round, and buckets whose bounds a last bit would move."""
+    kind = whole(0, 255, S, dtype=torch.uint8)
+    return lambda b, h, i, j: (kind[i] + 200 > kind[j]) | (torch.floor(i / 41) == (j / 41).int())
 
 
 @mask

@@ -24,6 +24,9 @@ _UNARY = frozenset(
 _COMPARED = frozenset("ge gt le lt eq ne".split())
 _BINARY = {"add": "add", "sub": "sub", "mul": "mul", "minimum": "min", "maximum": "max"}
 _BITS = {"and": "and", "or": "or", "xor": "xor"}
+# Integers of fewer bits than programs compute with: all of their bits, and that of the sign.
+_NARROW = {torch.uint8: (0xFF, 0), torch.int8: (0xFF, 0x80), torch.int16: (0xFFFF, 0x8000)}
+_IN_RANGE = _SAME | frozenset("where masked_fill minimum maximum sign".split())
 _MOST_POWER = 8  # of a whole exponent that becomes products
 
 
@@ -93,7 +96,7 @@ class Lines:
         if node.op == "call_function" and node.target is aten.select.int and self._is_read(node):
             return self._select(node)
         found = self.evaluate(node)
-        if "c" in self.depends[node]:
+        if "c" in self.depends[node] or found.ndim:
             return self.builder.view(found)
         return self.builder.constant(found.item(), type_of(found.dtype))
 
@@ -106,6 +109,8 @@ class Lines:
         program."""
         if not isinstance(x, Node):
             own = "b" if isinstance(x, bool) else "i" if isinstance(x, int) else "f"
+            if (type_ or own) == "i" and not -(1 << 31) <= x < 1 << 31:
+                raise SpecError(f"{self.name} computes with {x} in int32. Call .long() first.")
             return self.builder.constant(x, type_ or own, kept)
         if kept and not self.depends[x]:
             return self.builder.constant(self.evaluate(x).item(), type_ or "f", kept)
@@ -144,8 +149,19 @@ class Lines:
         for rule in (self._plain, self._arithmetic, self._logic, self._chosen):
             found = rule(node, name, result)
             if found is not None:
-                return found
+                return self._wrapped(found, name, node.meta["val"].dtype)
         raise self._unknown(node)
+
+    def _wrapped(self, value: str, name: str, dtype: torch.dtype) -> str:
+        """A value as integers of a dtype's bits have it, which programs compute in 32."""
+        if dtype not in _NARROW or name in _IN_RANGE:
+            return value
+        mask, sign = _NARROW[dtype]
+        low = self.builder.emit("and", "i", value, f"i:{mask}")
+        if not sign:
+            return low
+        flipped = self.builder.emit("xor", "i", low, f"i:{sign}")
+        return self.builder.emit("sub", "i", flipped, f"i:{sign}")
 
     def _index(self, node: Node) -> View:
         tensor, places = node.args
@@ -214,11 +230,7 @@ class Lines:
                 return emit("sub", result, y, x)
             return emit(_BINARY[name], result, x, y)
         if name == "div" and result == "f" and node.kwargs.get("rounding_mode") is None:
-            divisor = self.constant_of(second)
-            if divisor is not None:
-                whole = 1 / float(divisor) if divisor else math.inf * math.copysign(1, divisor)
-                return emit("mul", "f", number(first, "f"), self.builder.constant(whole, "f"))
-            return emit("div", "f", number(first, "f"), number(second, "f"))
+            return self._quotient(first, second)
         rounds = {"floor_divide": "fdiv", "remainder": "mod", "fmod": "fmod"}.get(name)
         if name == "div":
             rounds = {"floor": "fdiv", "trunc": "tdiv"}[str(node.kwargs["rounding_mode"])]
@@ -227,6 +239,18 @@ class Lines:
         if name == "pow":
             return self._power(node, result)
         return None
+
+    def _quotient(self, first: Any, second: Any) -> str:
+        """A quotient of floats, exact of integers and in masks, where a floor shows the last
+        bit."""
+        x, divisor = self.number(first, "f"), self.constant_of(second)
+        is_exact = self.name == "mask_mod" or self.builder.is_whole(x)
+        if divisor is not None and not is_exact:
+            whole = 1 / float(divisor) if divisor else math.inf * math.copysign(1, divisor)
+            return self.builder.emit("mul", "f", x, self.builder.constant(whole, "f"))
+        y = self.number(second, "f")
+        is_exact = is_exact and (divisor is not None or self.builder.is_whole(y))
+        return self.builder.emit("ratio" if is_exact else "div", "f", x, y)
 
     def _power(self, node: Node, result: str) -> str | None:
         base, exponent = node.args
@@ -239,8 +263,8 @@ class Lines:
         whole = int(power) if power == int(power) else None
         if whole is not None and abs(whole) <= _MOST_POWER and (whole >= 0 or result == "f"):
             found = self.builder.constant(1, result)
-            for _ in range(abs(whole)):
-                found = emit("mul", result, found, x) if found[:2] not in ("f:", "i:", "l:") else x
+            for time in range(abs(whole)):
+                found = emit("mul", result, found, x) if time else x
             return emit("recip", "f", found) if whole < 0 else found
         if result != "f":
             return None

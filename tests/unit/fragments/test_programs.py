@@ -119,7 +119,7 @@ def test_programs_know_whether_they_only_add(found) -> None:
     additive = {name for name, each in found.items() if each.program.additive}
     assert additive == {
         *("relative_table", "log_distance", "season", "segment_pairs", "rank_two", "weekday"),
-        "gaussian",
+        *("gaussian", "narrow"),
     }
 
 

@@ -85,4 +85,12 @@ def test_masks_in_use_are_shared_while_what_they_read_stays_as_it_is() -> None:
         assert not any(mask() is not None and mask().data_ptr() == place for mask, _ in
                        masks.made.values())  # fmt: skip
         document = document.clone()
+        first = shown()
+        assert shown() is first
+        document.data = document.flip(0)  # which torch counts as no change
         assert shown() is not first
+
+
+def test_numbers_beyond_the_ints_of_positions_are_refused() -> None:
+    with pytest.raises(attngen.SpecError, match="mask_mod computes with 2147483648 in int32"):
+        traced(lambda b, h, i, j: i + 2**31 > j)
