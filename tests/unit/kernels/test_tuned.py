@@ -17,7 +17,8 @@ from attngen.cli.main import main
 from attngen.compiler import digest
 from attngen.errors import MeasureError, PlanError
 from attngen.kernels import tuned
-from attngen.kernels.plan import candidates, feasible, plan
+from attngen.kernels.mma_sync.forward.plan import Plan as MmaPlan
+from attngen.kernels.plan import candidates, feasible, plan, plans
 from attngen.kernels.tuned import CHIP_VARIABLE, Candidate, Entry
 from attngen.kernels.wgmma.forward.plan import Plan
 from attngen.runtime.parameters import values_of
@@ -54,6 +55,17 @@ def write(folder: Path, *entries: Entry, chip: str = "NVIDIA H200") -> Path:
     path = folder / f"{tuned.slug(chip)}.json"
     tuned.write(path, chip, entries)
     return path
+
+
+def test_fastest_is_taken_for_other_chips_too(problem: Problem, folder: Path) -> None:
+    first, second, *_ = (each for each in feasible(problem, "sm_80") if isinstance(each, MmaPlan))
+    timed = tuple(
+        Candidate(tuned.settings(each), {"512": ms}) for each, ms in ((first, 2.0), (second, 1.0))
+    )
+    made = Entry(problem, "sm_80", (512,), 0, "2026-01-02", "580", {"headers": "a"}, timed)
+    assert plans(problem, "sm_80") == (first,)
+    write(folder, made, chip="NVIDIA A100")
+    assert plans(problem, "sm_80") == (second,)
 
 
 def test_candidates_without_a_file_are_in_the_order_of_the_heuristics(problem: Problem) -> None:

@@ -10,6 +10,7 @@ from ....errors import PlanError
 from ....fragments.features import Features
 from ....spec.problem import DTYPE_BYTES, Problem
 from ....targets.target import Target
+from ... import tuned
 from ...base import KernelPlan, TiledPlan
 from ...family import Family, Kind
 from ...roofline import Block, aim_of
@@ -42,7 +43,8 @@ class MmaForward(Family):
                 yield f"kernels of mma.sync have no {what} yet"
 
     def plans(self, problem: Problem, target: Target) -> tuple[KernelPlan, ...]:
-        return self.feasible(problem, target)[:1]
+        entry = tuned.entry_of(problem, target.name)
+        return tuned.prefer(self.feasible(problem, target), entry)[:1]
 
     def feasible(self, problem: Problem, target: Target) -> tuple[TiledPlan, ...]:
         found = tuple(choices.feasible(problem, target))
@@ -50,6 +52,9 @@ class MmaForward(Family):
             reason = f"no tile fits {target.name}'s registers and shared memory"
             raise PlanError(f"{problem.label}: {reason}")
         return found
+
+    def is_tuned(self, plan: KernelPlan) -> bool:
+        return plan.family == FORWARD
 
     def render(self, problem: Problem, plan: KernelPlan, features: Features, root: Path) -> Source:
         from .render import render
