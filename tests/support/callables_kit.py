@@ -212,6 +212,13 @@ def buckets_of_bytes() -> ScoreMod:
 
 
 @mask
+def hashed() -> ScoreMod:
+    """A modulus that no float holds."""
+    prime = 2**61 - 1
+    return lambda b, h, i, j: (i + 1).long() * 923456789123457 * (j + 7) % prime % 2 == 0
+
+
+@mask
 def looks_back() -> ScoreMod:
     """Reads what is not there where it hides."""
     open_ = whole(0, 2, S).bool()

@@ -154,7 +154,7 @@ class _Evaluation:
         if name in self.values:
             return self.values[name]
         if is_literal:
-            number: float = float(word)
+            number: float = float(word) if kind == "f" else int(word)
         else:
             place = int(name[1:])
             kind, number = self.traced.program.numbers[place], self.traced.numbers[place]

@@ -56,6 +56,10 @@ def attend(attend: Callable[..., Any], call: AttentionCall) -> Any:
         _check_learned("score_mod", traced)
         replaced["score_mod"] = register_program(traced.program).name
         added = _arguments_of(traced)
+        if traced.key is not None:
+            known = _known.get(traced.key)  # None where another thread has emptied it
+            if known is not None:
+                known.is_served = True
     try:
         return attend(**given_by(replace(call, **replaced)), **added)
     except CompilerMissing:
@@ -85,7 +89,7 @@ def attend_known(
         return None
     key, tensors = fingerprint(mod)
     known = None if key is None else _known.get(("score_mod", *key))
-    if known is None:
+    if known is None or not known.is_served:
         return None
     traced = known.of(tensors)
     if traced.learned or any(x.device != q.device for x in tensors):
@@ -131,13 +135,17 @@ def _may_have_kernels(call: AttentionCall) -> bool:
     return descriptions.device_arch(call.q.device) is not None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Known:
     """A function's fragment and numbers, and where among the tensors that its fingerprint names
-    those are that it reads."""
+    those are that it reads.
+
+    is_served: whether a call with it has passed all checks, and its fragment is registered.
+    """
 
     traced: Traced
     places: tuple[int, ...]
+    is_served: bool = False
 
     def of(self, tensors: Sequence[Tensor]) -> Traced:
         """Its trace for the tensors of another call."""

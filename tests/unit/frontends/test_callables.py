@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import and_masks
 
+from attngen import SpecError
 from attngen.call.table import AttentionCall
 from attngen.frontends.pytorch import callables
 from attngen.frontends.pytorch.callable_fingerprint import fingerprint
@@ -271,6 +272,9 @@ def test_functions_that_are_known_become_fragments_before_anything_else() -> Non
     with mock.patch.object(callables, "_known", {}), mock.patch(arch, lambda _: "sm_90a"):
         assert again() is None, "not traced yet"
         found = traced(shifted(1.5, torch.ones(4)))
+        (known,) = callables._known.values()
+        assert again() is None, "not checked, nor registered yet"
+        known.is_served = True
         assert again(window=(3, 0)) == "served"
         for beside in (
             {"backend": "reference"},
@@ -283,6 +287,25 @@ def test_functions_that_are_known_become_fragments_before_anything_else() -> Non
     assert given["score_mod"] == found.program.name and given["window"] == (3, 0)
     assert torch.equal(given["captured_0"], torch.full((4,), 7.0))
     assert {given["number_0"], given["number_1"]} == {3, 1.5} and given["backend"] == "cuda"
+
+
+@pytest.mark.parametrize("tensors", [[(4,)] * 5, [(0,)]], ids=["many", "empty"])
+def test_functions_that_are_refused_are_refused_again(tensors) -> None:
+    made = [torch.ones(shape) for shape in tensors]
+
+    def mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + sum(x[h] for x in made)
+
+    q = torch.zeros(1, 4, 2, 16, dtype=torch.bfloat16)
+    call = AttentionCall(q=q, k=q, v=q, score_mod=mod)
+    arch = f"{callables.__name__}.descriptions.device_arch"
+    with mock.patch.object(callables, "_known", {}), mock.patch(arch, lambda _: "sm_90a"):
+        for _ in range(3):
+            with pytest.raises(SpecError, match="score_mod reads (5 captured|a tensor of sizes)"):
+                callables.attend(mock.Mock(), call)
+            attend = mock.Mock()
+            assert callables.attend_known(attend, (q, q, q), {"score_mod": mod}) is None
+            assert not attend.called
 
 
 def test_kernels_are_not_asked_where_others_have_to_see_the_call() -> None:
