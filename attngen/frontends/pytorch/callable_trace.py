@@ -32,6 +32,8 @@ _DRAWS = frozenset(
     "multinomial normal normal_ uniform_ dropout".split()
 )
 _READS = ("index", "select")
+# Others that return what a captured tensor holds.
+_LOOKS = frozenset("numpy cpu equal allclose is_nonzero __contains__ __array__ __repr__".split())
 
 
 def _changes(name: str) -> bool:
@@ -59,7 +61,7 @@ class _Watching(TorchFunctionMode):
         first = next(iter(args), None)
         if name in _ASKS and isinstance(first, FakeTensor):
             raise RuntimeError(_ASKS[name])
-        self.reads_values |= name in _ASKS or name in ("numpy", "cpu")
+        self.reads_values |= name in _ASKS or name in _LOOKS
         if name in _DRAWS:
             raise RuntimeError("randomness")
         if _changes(name) and isinstance(first, Tensor) and not isinstance(first, FakeTensor):

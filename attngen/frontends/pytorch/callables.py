@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -159,6 +160,7 @@ class _Known:
 _known: dict[tuple[Any, ...], _Known] = {}
 masks = Masks()
 _MOST_KNOWN = 4096
+_tracing = threading.RLock()  # torch traces one function at a time in a process
 _logged: set[Any] = set()
 
 
@@ -172,9 +174,10 @@ def _traced(name: str, mod: Any, device: torch.device) -> Traced:
     if key is not None and (known := _known.get(key)) is not None:
         traced = known.of(tensors)
     else:
-        graph = trace(name, mod, device)
-        is_score = name == "score_mod"
-        traced = score_program(graph, device) if is_score else mask_program(graph)
+        with _tracing:
+            graph = trace(name, mod, device)
+            is_score = name == "score_mod"
+            traced = score_program(graph, device) if is_score else mask_program(graph)
         _keep(mod, key, tensors, traced, graph.meta["reads_values"])
     for each in traced.captures:
         if each.device != device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -239,12 +240,13 @@ def test_functions_are_traced_once_and_read_the_tensors_of_each_call() -> None:
         assert traces.call_count == 2
 
 
-@pytest.mark.parametrize("how", ["values", "whole"])
+@pytest.mark.parametrize("how", ["values", "whole", "equal"])
 def test_what_a_trace_has_read_or_computed_is_not_kept(how) -> None:
-    table, one = torch.full((4,), 0.5), torch.full((), 0.5)
+    table, one, halves = torch.full((4,), 0.5), torch.full((), 0.5), torch.full((4,), 0.5)
     mods = {
         "values": lambda s, b, h, i, j: s * one.item(),
         "whole": lambda s, b, h, i, j: s * table.exp()[h],
+        "equal": lambda s, b, h, i, j: s * (2.5 if torch.equal(table, halves) else 3.5),
     }
     with mock.patch.object(callables, "_known", {}):
         found = traced(mods[how])
@@ -254,6 +256,16 @@ def test_what_a_trace_has_read_or_computed_is_not_kept(how) -> None:
     assert found.program == again.program
     changed = found.numbers != again.numbers
     assert changed or not torch.equal(*found.captures, *again.captures)
+
+
+def test_functions_are_traced_in_threads() -> None:
+    def numbers_of(number: float) -> Any:
+        return traced(lambda s, b, h, i, j: s * number + torch.tanh(s) * (i - j)).numbers
+
+    wanted = [1.5, 2.5, 3.5, 4.5]
+    with mock.patch.object(callables, "_known", {}), ThreadPoolExecutor(len(wanted)) as pool:
+        for number, found in zip(wanted, pool.map(numbers_of, wanted), strict=True):
+            assert number in found
 
 
 def test_functions_that_are_known_become_fragments_before_anything_else() -> None:
