@@ -35,6 +35,7 @@ TITLES = {
     "sdpa": "SDPA",
     "flex": "Flex",
     "xla": "XLA",
+    "tokamax": "tokamax",
 }
 
 
