@@ -25,6 +25,7 @@ COLOURS = {
     "flex": "#9a9a9a",
     "flashinfer": "#e5b567",
     "xla": "#c76b8e",
+    "tokamax": "#6bb3a8",
 }
 LIGHTER = 0.55  # the opacity of bars of a deterministic mode, in the colour of the ordinary one
 MOST_BYTES = 1 << 26  # of a figure
