@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
+from ..errors import SpecError
 from ..spec.masks import masks_of
+from .context_steps import Length
 
 AXES = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}
-"""Of each dense layout those that make it bshd, and back."""
+"""Axes that make each dense layout bshd, and bshd that layout."""
 
 
 class Over(NamedTuple):
@@ -46,3 +49,30 @@ def violations(operands: Sequence[Any], given: Mapping[str, Any], over: Over) ->
         yield "layout='thd' needs cu_seqlens_q and cu_seqlens_kv of the whole"
     if given.get("softmax", "vanilla") == "learnable" and "sink" not in given:
         yield "softmax='learnable' needs sink, [h]"
+
+
+def packed_lengths(
+    given: Mapping[str, Any],
+    tokens: tuple[int, int],
+    numbers: Callable[[Any], list[int]],
+    holders: str,
+) -> tuple[Length, ...]:
+    """Lengths of packed sequences, of cu_seqlens_… among a call's arguments. tokens: of queries and
+    keys that all hold; numbers: of such an argument, on the host; holders: a word for all of them.
+
+    Raises: SpecError where rooms are not all tokens.
+    """
+    sides = []
+    for side, count in zip(("q", "kv"), tokens, strict=True):
+        own = side if f"cu_seqlens_{side}" in given else "q"
+        ends, padded = numbers(given[f"cu_seqlens_{own}"]), given.get(f"cu_seqlens_{own}_padded")
+        starts = ends if padded is None else numbers(padded)
+        rooms, used = ([b - a for a, b in pairwise(x)] for x in (starts, ends))
+        if sum(rooms) != count:
+            raise SpecError(
+                f"cu_seqlens_{side} say {sum(rooms)} tokens, of which all {holders} hold {count}"
+            )
+        sides.append((rooms, used))
+    (rooms_q, used_q), (rooms_kv, used_kv) = sides
+    found = zip(rooms_q, rooms_kv, used_q, used_kv, strict=True)
+    return tuple([Length(*each) for each in found])

@@ -12,6 +12,7 @@ from ..io.text import suggestion
 
 OrderName = Literal["dual_chunk", "contiguous", "striped"]
 ORDERS: tuple[OrderName, ...] = get_args(OrderName)
+AnyOrder = OrderName | tuple[OrderName, int]  # beside striped, positions of a stripe
 
 
 @dataclass(frozen=True)
@@ -111,3 +112,9 @@ class Order:
         for first, room in zip(accumulate(rooms, initial=0), rooms, strict=False):
             for run in self.runs(rank, room):
                 yield range(first + run.start, first + run.stop)
+
+
+def order_of(order: AnyOrder, ranks: int) -> Order:
+    """The order of so many ranks. Raises: SpecError where there is none of that name."""
+    name, stripe = (order, 1) if isinstance(order, str) else order
+    return Order(name, ranks, stripe)

@@ -9,9 +9,9 @@ from .dropout import keep_scale
 BACKWARDS = ("16", "fp8", "fp8_or_16")
 """Choices of recipes for the bits in which gradients are made."""
 ALGORITHMS = ("max", "most_recent")
-"""Of delayed scaling: what a history of largest magnitudes amounts to."""
+"""Ways in which delayed scaling reads a history of largest magnitudes."""
 LARGEST_EXPONENT = 126
-"""Of scales that are powers of two, and with its sign the smallest."""
+"""The largest exponent of scales that are powers of two, and with its sign the smallest."""
 KEPT_SCALES = 2.0**-60, 2.0**60
 """The least and the largest scale of weights that kernels hold (scale_gradients.cuh)."""
 DS_BOUND = 2.5

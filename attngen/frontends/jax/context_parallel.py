@@ -7,7 +7,7 @@ device gets what its queries see, and computes with nothing else.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from jax import Array
 
 from ...call import context_checks
 from ...call.context_checks import AXES, Over
-from ...call.context_order import Order, OrderName
+from ...call.context_order import AnyOrder, Order, order_of
 from ...call.context_steps import Length, is_aligned
 from ...call.context_visits import Bands, Visit, gathered_of, ring_of
 from ...call.routing import check_backend
@@ -36,7 +36,6 @@ ARRAYS = ("bias", "attn_mask", "alibi_slopes", "sink", "rng_state", "seqused_q",
 ENDS = tuple(f"cu_seqlens_{side}{end}" for side in ("q", "kv") for end in ("", "_padded"))
 SERVED = (*BANDS, *NUMBERS, *ARRAYS, *ENDS, "layout", "softmax", "return_lse")
 _DEVICES = Over("several devices", "device", SERVED)
-AnyOrder = OrderName | tuple[OrderName, int]  # beside striped, positions of a stripe
 
 
 class Spread(NamedTuple):
@@ -56,8 +55,7 @@ class Spread(NamedTuple):
         except NameError as error:
             reason = f"axis={self.axis!r} is no axis of a jax.shard_map around this call"
             raise SpecError(reason) from error
-        name, stripe = (self.order, 1) if isinstance(self.order, str) else self.order
-        return Order(name, devices, stripe)
+        return order_of(self.order, devices)
 
     def is_ring(self, order: Order) -> bool:
         """Whether keys come from one device after another. Raises: SpecError where an order that
@@ -209,21 +207,13 @@ def _lengths(given: Mapping[str, Any], tokens_q: int, tokens_kv: int) -> tuple[L
     ones are not all tokens."""
     if given.get("layout") != "thd":
         return (Length(tokens_q, tokens_kv, tokens_q, tokens_kv),)
-    sides = []
-    for side, tokens in (("q", tokens_q), ("kv", tokens_kv)):
-        own = side if f"cu_seqlens_{side}" in given else "q"
-        ends = np.asarray(given[f"cu_seqlens_{own}"]).tolist()
-        starts = given.get(f"cu_seqlens_{own}_padded")
-        starts = ends if starts is None else np.asarray(starts).tolist()
-        rooms, used = ([b - a for a, b in pairwise(x)] for x in (starts, ends))
-        if sum(rooms) != tokens:
-            raise SpecError(
-                f"cu_seqlens_{side} say {sum(rooms)} tokens, of which all devices hold {tokens}"
-            )
-        sides.append((rooms, used))
-    (rooms_q, used_q), (rooms_kv, used_kv) = sides
-    found = zip(rooms_q, rooms_kv, used_q, used_kv, strict=True)
-    return tuple([Length(*each) for each in found])
+    tokens = tokens_q, tokens_kv
+    return context_checks.packed_lengths(given, tokens, _numbers, "devices")
+
+
+def _numbers(x: Any) -> list[int]:
+    found: list[int] = np.asarray(x).tolist()
+    return found
 
 
 def _visits(

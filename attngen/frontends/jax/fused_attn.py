@@ -13,12 +13,13 @@ import numpy as np
 from jax import Array
 
 from ...call import routing
+from ...call.context_order import AnyOrder
 from ...call.table import ROWS, AttentionCall, make_call
 from ...call.taking import taking
 from ...call.tensors import TensorDesc
 from ...errors import SpecError
 from .attention import attend
-from .context_parallel import AnyOrder, Spread, attend_spread
+from .context_parallel import Spread, attend_spread
 from .names import AttnBiasType, AttnMaskType, AttnSoftmaxType, CPStrategy, QKVLayout
 from .sequences import SequenceDescriptor
 

@@ -118,7 +118,8 @@ def asked_of(q: Tensor, k: Tensor, v: Tensor, given: Mapping[str, Any], ranks: i
         raise SpecError(reasons)
     layout = given.get("layout", "bshd")
     if layout == "thd":
-        lengths = _packed_lengths(given, q.shape[0] * ranks, k.shape[0] * ranks)
+        tokens = q.shape[0] * ranks, k.shape[0] * ranks
+        lengths = context_checks.packed_lengths(given, tokens, _host, "ranks")
         return Asked(q[None], k[None], v[None], given, True, False, lengths)
     q, k, v = (x.permute(AXES[layout]) for x in (q, k, v))
     room_q, room_kv = q.shape[1] * ranks, k.shape[1] * ranks
@@ -144,25 +145,6 @@ def _violations(q: Tensor, k: Tensor, v: Tensor, given: Mapping[str, Any]) -> It
     slopes = given.get("alibi_slopes")
     if isinstance(slopes, Tensor) and slopes.requires_grad:
         yield "alibi_slopes has no gradient over a group: detach it"
-
-
-def _packed_lengths(given: Mapping[str, Any], tokens_q: int, tokens_kv: int) -> tuple[Length, ...]:
-    """Lengths of packed sequences. Raises: SpecError where their rooms are not all tokens."""
-    sides = []
-    for side, tokens in (("q", tokens_q), ("kv", tokens_kv)):
-        own = f"cu_seqlens_{side}" in given
-        ends = _host(given[f"cu_seqlens_{side}" if own else "cu_seqlens_q"])
-        padded = given.get(f"cu_seqlens_{side if own else 'q'}_padded")
-        starts = ends if padded is None else _host(padded)
-        rooms, used = ([b - a for a, b in pairwise(x)] for x in (starts, ends))
-        if sum(rooms) != tokens:
-            raise SpecError(
-                f"cu_seqlens_{side} say {sum(rooms)} tokens, of which all ranks hold {tokens}"
-            )
-        sides.append((rooms, used))
-    (rooms_q, used_q), (rooms_kv, used_kv) = sides
-    found = zip(rooms_q, rooms_kv, used_q, used_kv, strict=True)
-    return tuple(Length(*each) for each in found)
 
 
 def _host(x: Tensor | Sequence[int]) -> list[int]:

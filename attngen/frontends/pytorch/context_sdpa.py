@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ...call.context_order import AnyOrder
 from ...errors import SpecError
-from .context_sharding import AnyOrder, shard
+from .context_sharding import shard
 from .context_strategies import attention
 
 

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call.context_order import Order, OrderName
+from ...call.context_order import AnyOrder, order_of
 from ...errors import SpecError
 from .context_calls import Ranks
 from .context_messages import gather_into
 
-AnyOrder = OrderName | tuple[OrderName, int]  # beside striped, positions of a stripe
 WHOLE = ("cu_seqlens", "max_seqlen", "seqused")  # beginnings of names that say lengths of the whole
 
 
@@ -101,12 +100,6 @@ def positions(
     ranks = Ranks.of(group)
     found = order_of(order, ranks.size).positions(ranks.rank, _rooms(length, cu_seqlens))
     return torch.tensor(found, device=device)
-
-
-def order_of(order: AnyOrder, ranks: int) -> Order:
-    """The order of so many ranks. Raises: SpecError where there is none of that name."""
-    name, stripe = (order, 1) if isinstance(order, str) else order
-    return Order(name, ranks, stripe)
 
 
 def _rooms(length: int, cu_seqlens: Sequence[int] | Tensor | None) -> list[int]:

@@ -13,9 +13,7 @@ from ...call.recipe import CastRule, Narrowed, in_force
 from ...errors import SpecError
 from .context_calls import Asked, Ranks
 from .context_parts import Stored
-from .narrow import narrowed
-
-SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+from .narrow import SIXTEEN_BITS, narrowed
 
 
 def stored_of(asked: Asked, order: Order, ranks: Ranks) -> Stored | None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...call.context_checks import AXES
-from ...call.context_order import Order
+from ...call.context_order import AnyOrder, Order, order_of
 from ...call.context_steps import is_aligned
 from ...errors import SpecError
 from ...io.text import suggestion
@@ -35,7 +35,6 @@ from .context_calls import (
 )
 from .context_function import ContextAttention
 from .context_heads import Exchange, Exchanged, Tokens, outer_order
-from .context_sharding import AnyOrder, order_of
 from .context_storage import stored_of
 
 _attend: Callable[..., tuple[Tensor, Tensor]] = ContextAttention.apply

@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from ...call.context_order import AnyOrder
 from .context_sdpa import over_group
-from .context_sharding import AnyOrder
 from .context_strategies import Comm
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ...call.context_order import AnyOrder
 from .context_sdpa import context_parallel
-from .context_sharding import AnyOrder, positions, shard, shard_batch, unshard
+from .context_sharding import positions, shard, shard_batch, unshard
 from .context_strategies import Comm, attention
 
 if TYPE_CHECKING:
