@@ -154,6 +154,13 @@ def test_registers_count_output_scores_and_weights() -> None:
     assert choice.registers == 255 and choices.Choice(4, 2, 64, 1, 3).registers == 168
 
 
+def test_gathered_rows_beside_dropout_take_the_next_smaller_block() -> None:
+    for d, keys in ((128, 32), (64, 64)):
+        wide = replace(GATHER, head_dim_qk=d, head_dim_v=d)
+        assert plan_of(replace(wide, dropout=True), "sm_80").tile.n == keys
+        assert plan_of(wide, "sm_80").tile.n > keys
+
+
 # Each chip once, with other problems, so that few kernels are compiled.
 @pytest.mark.parametrize(
     ("arch", "problem"),
