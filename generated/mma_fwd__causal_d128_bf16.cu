@@ -344,6 +344,7 @@ ATTNGEN_DEVICE void run_tile(const Params& p, u32 smem, const TileCoord& tile) {
       warp.step<true>(ctx, block, 0, between);
     }
   }
+  await_copies();  // of queries, where the tile sees no key
   warp.finish(ctx);
 }
 

@@ -404,6 +404,7 @@ ATTNGEN_DEVICE void run_tile(const Params& p, u32 smem, const TileCoord& tile) {
     }
     stage ^= 1;
   }
+  await_copies();  // of queries, where the tile sees no key
   warp.finish(ctx);
 }
 

@@ -36,6 +36,7 @@ void run_fiber() {
     fail("a thread ends while its stores may still read shared memory");
   }
   if (!own_warp().products.empty()) fail("a warp ends before its products");
+  if (!fiber.copies.empty()) fail("a thread ends while copies that it started are in flight");
   for (Action& write : fiber.unwritten) write();
   fiber.ended = true;
   change_to_scheduler();
