@@ -7,11 +7,11 @@
 
 `check`: each case by its strategy, with gradients, against one call in float64 over the whole: the
 largest error is at most twice that of one call of the same kernels, plus 1e-3 of the largest value.
-Runs repeat, bit by bit. `bench`: the time of a forward and of a forward with its backward, beside
-an equal share of one GPU's. `simulate`: each rank's kernels, merges and sums by p2p, one rank after
-another on one GPU, without messages, beside that share; the longest rank's time counts. `memory`:
-what a rank of 8 allocates beside its operands for 1M tokens, forward and backward, without
-messages. All write docs/results/context-parallel.json, by the first rank.
+Runs repeat, bit by bit. `bench` (tools/context_bench.py): the time of a forward and of a forward
+with its backward, beside an equal share of one GPU's. `simulate`: each rank's kernels, merges and
+sums by p2p, one rank after another on one GPU, without messages, beside that share; the longest
+rank's time counts. `memory`: what a rank of 8 allocates beside its operands for 1M tokens, forward
+and backward, without messages. All write docs/results/context-parallel.json, by the first rank.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ from torch import Tensor  # noqa: E402
 import attngen  # noqa: E402
 from attngen import parallel  # noqa: E402
 from attngen.call.context_order import Order, OrderName  # noqa: E402
+from tools.context_bench import COMMS, SHAPES, results, rows  # noqa: E402
 from tools.simulated_ranks import Simulated, ranks_of  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results" / "context-parallel.json"
@@ -44,7 +46,6 @@ ROUNDS, WARM = 20, 5
 TOKENS = 8192  # of a rank, simulated
 SIMULATED = (2, 4, 8)  # ranks
 LONG = 1 << 20  # tokens, of which memory is measured
-COMMS: tuple[parallel.Comm, ...] = ("p2p", "all_gather", "a2a")
 
 
 @dataclass(frozen=True)
@@ -87,13 +88,6 @@ def tensors(length: int, batch: int = 1) -> list[Tensor]:
         torch.randn(batch, length, heads, DIM, device="cuda", generator=generator).bfloat16()
         for heads in sizes
     ]
-
-
-def results(attend: Callable[..., Any], operands: list[Tensor], d_out: Tensor) -> list[Tensor]:
-    """The output and the gradients of q, k and v."""
-    leaves = [x.detach().requires_grad_() for x in operands]
-    out = attend(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
 
 
 def check(case: Case) -> dict[str, Any]:
@@ -183,22 +177,6 @@ def simulate(ranks: int, rounds: int = ROUNDS // 2) -> dict[str, Any]:
     return found
 
 
-def bench(comm: parallel.Comm, length: int) -> dict[str, Any]:
-    """Times of a causal call over the group, and an equal share of one GPU's, in milliseconds."""
-    *operands, d_out = tensors(length)
-    *own, own_d_out = (parallel.shard(x, None, 1) for x in (*operands, d_out))
-    group = partial(parallel.attention, comm=comm, mask="causal")
-    alone = partial(attngen.attention, mask="causal")
-    found: dict[str, Any] = {"comm": comm, "length": length}
-    share = dist.get_world_size()
-    with torch.no_grad():
-        found["forward"] = milliseconds(lambda: group(*own))
-        found["forward, a share of one GPU's"] = milliseconds(lambda: alone(*operands)) / share
-    found["both"] = milliseconds(lambda: results(group, own, own_d_out))
-    one = milliseconds(lambda: results(alone, operands, d_out))
-    return {**found, "both, a share of one GPU's": one / share}
-
-
 def memory(ranks: int = 8, length: int = LONG) -> dict[str, Any]:
     """Bytes that a rank allocates at most beside its operands, and those of its own q, k and v."""
     *operands, d_out = tensors(length)
@@ -221,27 +199,26 @@ def memory(ranks: int = 8, length: int = LONG) -> dict[str, Any]:
     return found
 
 
-def over_group(what: str) -> list[dict[str, Any]]:
-    """The cases or the times of a group that torchrun began, printed by its first rank."""
-    first, lines = dist.get_rank() == 0, []
-    if what == "check":
-        for case in cases():
-            lines.append(check(case))
-            if first:
-                print("right" if lines[-1]["right"] else "WRONG", case, flush=True)
-        return lines
-    for length in (16384, 65536):
-        for comm in COMMS:
-            lines.append(bench(comm, length))
-            if first:
-                print(lines[-1], flush=True)
-    return lines
+def over_group(options: argparse.Namespace) -> int:
+    """The cases or the times of a group that torchrun began, printed and written by its first rank
+    as they come. Returns: how many are wrong."""
+    lines: list[dict[str, Any]] = []
+    timed = rows(options.shapes, options.lengths, options.rounds)
+    for line in map(check, cases()) if options.what == "check" else timed:
+        lines.append(line)
+        if dist.get_rank() == 0:
+            print(line["case"] if line.get("right") else line, flush=True)
+            write(options.output, f"{options.what}, {dist.get_world_size()} GPUs", lines)
+    return sum(not line.get("right", True) for line in lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("what", choices=("check", "bench", "simulate", "memory"))
     parser.add_argument("--output", type=Path, default=RESULTS, help="file")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=[*SHAPES], help="of bench")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[16384, 65536], help="of bench")
+    parser.add_argument("--rounds", type=int, default=5, help="of bench")
     options = parser.parse_args()
     if options.what == "simulate":
         lines = []
@@ -257,11 +234,16 @@ def main() -> int:
         return 0
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    lines = over_group(options.what)
-    if dist.get_rank() == 0:
-        write(options.output, f"{options.what}, {dist.get_world_size()} GPUs", lines)
+    wrong = over_group(options)
     dist.destroy_process_group()
-    return 1 if any(not line.get("right", True) for line in lines) else 0
+    return 1 if wrong else 0
+
+
+def links() -> str:
+    """How the GPUs of the host are linked, in the words of its driver's tool."""
+    found = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True)
+    rows_of_gpus = [line.split() for line in found.stdout.splitlines() if line[:3] == "GPU"]
+    return "; ".join(" ".join(words[: len(rows_of_gpus) + 1]) for words in rows_of_gpus)
 
 
 def write(output: Path, name: str, lines: list[dict[str, Any]]) -> None:
@@ -269,6 +251,7 @@ def write(output: Path, name: str, lines: list[dict[str, Any]]) -> None:
     known = json.loads(output.read_text()) if output.exists() else {}
     known[name] = lines
     known["machine"] = {"GPU": torch.cuda.get_device_name(), "torch": torch.__version__}
+    known["machine"]["links"] = links()
     output.write_text(json.dumps(known, indent=1) + "\n")
 
 

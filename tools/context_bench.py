@@ -1,0 +1,180 @@
+"""Times of attention over a group beside an equal share of one GPU's: `bench` of
+tools/context_parallel.py.
+
+Causal calls in bf16, batch 1, of models' shapes: each strategy called as it is and as a CUDA graph,
+what `auto` takes, and, where FlashAttention-3's operators are found, ring-flash-attention's method
+(tools/ring_peer.py); interleaved rounds, medians, the longest rank's time.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import attngen
+from attngen import parallel
+from attngen.bench.peers import Absent, load_fa3_operators
+from tools.ring_peer import Ring
+
+MOST_CALLS, LEAST_MS = 20, 30.0  # of a round
+ALONE, RING = "one GPU's share", "ring of FlashAttention-3"
+COMMS: tuple[parallel.Comm, ...] = ("p2p", "all_gather", "a2a")
+AUTO: parallel.Comm = "auto"
+Call = Callable[[], Any]
+
+
+class Shape(NamedTuple):
+    """Heads of queries and of keys, and head dims."""
+
+    heads: int
+    heads_kv: int
+    dim: int
+    dim_v: int
+
+    def operands(self, length: int) -> list[Tensor]:
+        """q, k, v and the output's gradient of the whole, the same on every rank."""
+        generator = torch.Generator("cuda").manual_seed(3)
+        sizes = (self.heads, self.dim), (self.heads_kv, self.dim), (self.heads_kv, self.dim_v)
+        return [
+            torch.randn(
+                1, length, *size, device="cuda", generator=generator, dtype=torch.bfloat16
+            )
+            for size in (*sizes, (self.heads, self.dim_v))
+        ]
+
+
+SHAPES = {
+    "llama-8b": Shape(32, 8, 128, 128),
+    "llama-70b": Shape(64, 8, 128, 128),
+    "deepseek": Shape(128, 128, 192, 128),
+}
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A direction of a call: eager, or a graph of it."""
+
+    name: str
+    call: Call
+
+
+def timed_calls(shape: Shape, length: int, operators: Any) -> Iterator[tuple[str, list[Timed]]]:
+    """The calls of each direction, `forward` and `both`."""
+    *operands, d_out = shape.operands(length)
+    *own, own_d_out = (parallel.shard(x, None, 1) for x in (*operands, d_out))
+    alone = partial(attngen.attention, mask="causal", backend="cuda")
+    strategies: tuple[parallel.Comm, ...] = (*COMMS, AUTO)
+    over = {
+        comm: partial(parallel.attention, comm=comm, mask="causal", backend="cuda")
+        for comm in strategies
+    }
+    ring = None if operators is None else Ring(operators, dist.get_rank(), dist.get_world_size())
+    forward: dict[str, Call] = {name: partial(_forward, call, own) for name, call in over.items()}
+    forward[ALONE] = partial(_forward, alone, operands)
+    both: dict[str, Call] = {
+        name: partial(results, call, own, own_d_out) for name, call in over.items()
+    }
+    both[ALONE] = partial(results, alone, operands, d_out)
+    if ring is not None:
+        forward[RING] = partial(_forward, ring.forward, own)
+        if shape.dim == shape.dim_v:  # FlashAttention-3's backward has one head dim
+            both[RING] = partial(_ring_both, ring, own, own_d_out)
+    for direction, calls in (("forward", forward), ("both", both)):
+        eager = [Timed(name, call) for name, call in calls.items()]
+        graphs = [Timed(f"{name}, graph", captured(calls[name])) for name in COMMS]
+        yield direction, eager + graphs
+
+
+def results(attend: Callable[..., Any], operands: list[Tensor], d_out: Tensor) -> list[Tensor]:
+    """The output and the gradients of q, k and v."""
+    leaves = [x.detach().requires_grad_() for x in operands]
+    out = attend(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+
+
+def _forward(call: Callable[..., Any], operands: list[Tensor]) -> Any:
+    with torch.no_grad():
+        return call(*operands)
+
+
+def _ring_both(ring: Ring, operands: list[Tensor], d_out: Tensor) -> Any:
+    q, k, v = operands
+    out, lse = ring.forward(q, k, v)
+    return ring.backward(d_out, q, k, v, out, lse)
+
+
+def captured(call: Call) -> Call:
+    """The call as a graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def milliseconds(call: Call, calls: int) -> float:
+    """The mean time of so many calls, the longest of all ranks."""
+    dist.barrier()
+    torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    taken = torch.tensor(start.elapsed_time(end) / calls, device="cuda")
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return float(taken)
+
+
+def interleaved(calls: list[Timed], rounds: int) -> dict[str, float]:
+    """Medians of rounds in which every call is timed."""
+    counts = {}
+    for name, call in ((x.name, x.call) for x in calls):
+        milliseconds(call, 1)
+        once = milliseconds(call, 2)
+        counts[name] = min(MOST_CALLS, max(1, round(LEAST_MS / once)))
+    found: dict[str, list[float]] = {x.name: [] for x in calls}
+    for _ in range(rounds):
+        for x in calls:
+            found[x.name].append(milliseconds(x.call, counts[x.name]))
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def bench(shape: str, length: int, operators: Any, rounds: int) -> dict[str, Any]:
+    """A row: milliseconds of each call, and the share of ideal of those over the group."""
+    ranks = dist.get_world_size()
+    row: dict[str, Any] = {"shape": shape, "length": length}
+    for direction, calls in timed_calls(SHAPES[shape], length, operators):
+        times = interleaved(calls, rounds)
+        times[ALONE] /= ranks
+        row[f"{direction}, ms"] = {name: round(x, 3) for name, x in times.items()}
+        row[f"{direction}, of ideal"] = {
+            name: round(times[ALONE] / x, 3) for name, x in times.items() if name != ALONE
+        }
+    return row
+
+
+def rows(
+    shapes: Sequence[str], lengths: Sequence[int], rounds: int
+) -> Iterator[dict[str, Any]]:
+    """A row for each length and shape, and what is timed beside."""
+    try:
+        _, operators = load_fa3_operators()
+    except Absent:
+        operators = None
+    for length in lengths:
+        for shape in shapes:
+            yield bench(shape, length, operators, rounds)
