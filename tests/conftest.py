@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick",
         action="store_true",
-        help="no test marked slow; of each at most 6 sets of parameters, or n of one marked "
+        help="no test marked slow; of each at most 3 sets of parameters, or n of one marked "
         "sampled(n), evenly spread",
     )
 

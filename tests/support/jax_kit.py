@@ -51,7 +51,7 @@ def in_jax(numbers: Numbers, learned: tuple[str, ...], **words: Any) -> dict[str
             return (out**2).sum() + (shown**2).sum(), found
 
         values = {name: given[name] for name in learned}
-        gradients, found = jax.grad(loss, has_aux=True)(values)
+        gradients, found = jax.jit(jax.grad(loss, has_aux=True))(values)
         return {name: np.asarray(x) for name, x in {**found, **gradients}.items()}
 
 

@@ -7,7 +7,7 @@ from itertools import groupby
 
 import pytest
 
-MOST_QUICKLY = 6  # sets of parameters of a test that has no mark
+MOST_QUICKLY = 3  # sets of parameters of a test that has no mark
 COLLECTED = pytest.StashKey[list[pytest.Item]]()  # by a run, before options leave some out
 
 

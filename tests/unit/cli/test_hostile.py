@@ -83,7 +83,6 @@ def run_safely(*words: object, codes: tuple[int, ...] = (1, 2), **environment: s
     return result.output
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("value", VALUES)
 def test_fields_of_spec_files_hold_anything(value: str) -> None:
     for field in FIELDS:

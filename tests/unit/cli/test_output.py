@@ -163,7 +163,6 @@ def test_log_lines_are_escaped() -> None:
     assert_safe(PrintableFormatter("%(message)s").format(record), forged=False)
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize(
     "command",
@@ -200,7 +199,6 @@ def start(words: list[str], folder: Path, **environment: str) -> tuple[bytes, by
     return done.stdout, done.stderr
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("command", ["list", "--help", "specs gemma3", "doctor jit"])
 @pytest.mark.parametrize("end", [">&-", ">&- 2>&-", "<&-", ">/dev/full", "| true", "2>&1 | true"])
 def test_output_that_nobody_takes_ends_without_a_traceback(command: str, end: str) -> None:

@@ -85,7 +85,7 @@ def altered(source: Source, pattern: str, replacement: str) -> Source:
     return replace(source, text=text)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_kernel_has_no_spills_and_the_instructions_that_make_it_fast(case: str, built) -> None:
     source, binary, cubin = built(case)
@@ -110,6 +110,7 @@ def test_warps_that_bend_scores_in_ways_of_their_own_await_products_together(
         assert find_split_warpgroups(cubin) == []
 
 
+@pytest.mark.slow
 def test_find_split_warpgroups_finds_warps_that_await_a_product_in_two_places(built) -> None:
     source, _, _ = built("d128 causal")
     split = altered(
@@ -120,7 +121,7 @@ def test_find_split_warpgroups_finds_warps_that_await_a_product_in_two_places(bu
     assert find_split_warpgroups(compile_again(split))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_kernel_figures_of_the_cubin_are_those_of_the_binary(case: str, built) -> None:
     source, binary, cubin = built(case)
@@ -158,6 +159,7 @@ def test_run_nvrtc_with_an_empty_log_leaves_pythons_own_bytes_alone() -> None:
     assert done.stdout == b"0 log\n"
 
 
+@pytest.mark.slow
 def test_run_nvrtc_in_threads_gives_the_bytes_of_one_alone(built) -> None:
     cases = ("d8", "d64")
     with ThreadPoolExecutor(4) as pool:

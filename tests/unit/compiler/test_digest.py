@@ -354,6 +354,7 @@ def drop_sources(package: Path) -> None:
         path.unlink()
 
 
+@pytest.mark.slow
 def test_key_of_bytecode_is_one_wherever_and_whenever_it_was_compiled(
     checkout: Path, tmp_path: Path
 ) -> None:

@@ -135,7 +135,6 @@ def test_block_ranges_any_length_visit_what_is_visible(masks, mask_library, data
         assert all(hi >= full_end * block - 1 for _, hi in all_rows)
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("warpgroups", [2, 3, 4])
 @pytest.mark.parametrize("masks", STEADY_LISTS, ids=lambda masks: "+".join(masks))
 def test_block_ranges_of_a_part_of_a_tile_lack_few_of_its_blocks(

@@ -66,7 +66,6 @@ def test_query_block_ranges_small_lengths_visit_what_sees_them(
             assert not (full & ~every).any(), f"{at}: a masked pair in a full block"
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("corner", (0, 1), ids=("top_left", "bottom_right"))
 @pytest.mark.parametrize("masks", MASK_LISTS, ids=lambda masks: "+".join(masks) or "none")
 def test_both_directions_agree_on_the_pairs_of_blocks_that_are_visited(
@@ -86,7 +85,6 @@ def test_both_directions_agree_on_the_pairs_of_blocks_that_are_visited(
             assert (visits == visited).all(), f"{sequence=} {window=} {rows=} {keys=}"
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("corner", (0, 1), ids=("top_left", "bottom_right"))
 @pytest.mark.parametrize("masks", MASK_LISTS, ids=lambda masks: "+".join(masks) or "none")
 def test_block_turns_say_which_blocks_have_tiles_before_and_after(

@@ -343,6 +343,7 @@ def attend_chunks(q: torch.Tensor, prefix: torch.Tensor) -> torch.Tensor:
     return chunks + attngen.attention(q, q, q, mask="prefix", prefix=prefix)
 
 
+@pytest.mark.slow
 def test_traces_transforms_and_gradients_follow_fragments() -> None:
     q = torch.randn(2, 10, 1, 8, dtype=torch.float64)
     prefix = torch.tensor([2, 7], dtype=torch.int32)
@@ -378,7 +379,7 @@ def test_nested_tensors_pass_arguments_of_fragments_on() -> None:
         torch.testing.assert_close(found, one[0])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", ["chunked", "causal+chunked", "prefix"])
 def test_kernels_of_attngens_own_masks_compile_without_spills(mask: str) -> None:
     spec = AttentionSpec(head_dim=128, mask=mask, layout="thd", directions=("fwd", "bwd"))

@@ -250,17 +250,18 @@ def test_render_replaces_its_own_sources_alone(tmp_path: Path) -> None:
     assert sources[0].read_text() == "// mine\n"
 
 
-def test_plot_replaces_its_own_figures_alone(tmp_path: Path) -> None:
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
+def test_plot_replaces_its_own_figures_alone(tmp_path: Path, ending: str) -> None:
     plot = pytest.importorskip("attngen.bench.plot")
     from tests.unit.bench.test_bench import ROWS, make_report
 
-    for ending in ("png", "svg", "pdf"):
-        path = tmp_path / f"x.{ending}"
-        for _ in range(2):
-            plot.save(make_report(*ROWS), path)
-        path.write_bytes(b"\x89PNG somebody's figure")
-        with pytest.raises(OSError, match="is no figure of attngen's"):
-            plot.save(make_report(*ROWS), path)
+    path = tmp_path / f"x.{ending}"
+    for _ in range(2):
+        plot.save(make_report(*ROWS), path)
+    path.write_bytes(b"\x89PNG somebody's figure")
+    with pytest.raises(OSError, match="is no figure of attngen's"):
+        plot.save(make_report(*ROWS), path)
 
 
 # ---- readers

@@ -110,7 +110,7 @@ def test_read_plan_of_an_unknown_family_is_refused() -> None:
         read_plan({"family": "sm80_fwd"})
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @EACH_CASE
 def test_build_problem_gives_fast_kernels_in_order_and_the_cache_keeps_each(

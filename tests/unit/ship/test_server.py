@@ -188,6 +188,7 @@ def test_server_lists_all_that_is_missing_with_the_command(
     assert any("sm90_fwd__full_d96_bf16 for sm_90a is not in the cache" in each for each in called)
 
 
+@pytest.mark.slow
 def test_server_finds_its_cache_too(stripped: Path, built: tuple[Path, Path]) -> None:
     assert serve(stripped, CACHED, ATTNGEN_CACHE_DIR=str(built[1])) == [True, True]
 

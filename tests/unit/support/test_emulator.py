@@ -150,7 +150,7 @@ def test_sound_kernel_is_right_at_any_time(timing, folder):
             assert agree(*call(seed))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_found(name, folder, monkeypatch):
     before, after, timing, found_as = FAULTS[name]
@@ -264,7 +264,7 @@ WAITS = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "timing"),
     [*((None, timing) for timing in device.TIMINGS), *((name, "late") for name in WAITS)],

@@ -175,6 +175,7 @@ def attend_stored(q, k, v, **arguments):
     return attngen.attention(make(q), make(k), make(v), **arguments)
 
 
+@pytest.mark.slow
 def test_attention_of_stored_tensors_is_that_of_a_recipe():
     tensors = [randn(2, 12, h, 16, seed=n).requires_grad_() for n, h in enumerate((4, 2, 2))]
     results = []

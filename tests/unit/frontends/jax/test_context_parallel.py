@@ -145,7 +145,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_devices_are_one_call(case: Case) -> None:
     with jax.enable_x64(True):

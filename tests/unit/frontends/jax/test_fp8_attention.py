@@ -19,6 +19,7 @@ from attngen.jax import (  # noqa: E402
 
 import attngen  # noqa: E402
 from attngen import SpecError, fp8  # noqa: E402
+from tests.support import launch_kit  # noqa: E402
 from tests.support.jax_kit import random  # noqa: E402
 
 jnp = jax.numpy
@@ -136,6 +137,7 @@ def test_devices_share_maxima_and_states_are_refused() -> None:
     of_gradients = DelayedScaling(amax_history_len=2, backward="fp8")
     x = jnp.asarray(random(2, 16, 2, 16) * np.array([1, 3])[:, None, None, None]).astype("bfloat16")
 
+    @jax.jit
     def largest(x: Any, state: Any) -> Any:
         def loss(x: Any, state: Any) -> Any:
             out, _ = fp8_attention(x, x, x, recipe=of_gradients, scales=state)
@@ -191,6 +193,7 @@ def test_keys_that_every_device_has_have_sums_of_gradients(backward: str) -> Non
     q, k, v = (jnp.asarray(x).astype(jnp.bfloat16) for x in (Q, KV[:1], KV[1:]))
     recipe = Float8CurrentScaling(backward=backward)
 
+    @jax.jit
     def gradients(q: Any, k: Any, v: Any) -> Any:
         def loss(*given: Any) -> Any:
             return (fp8_attention(*given, recipe=recipe) ** 2).astype(jnp.float32).sum()
@@ -219,7 +222,11 @@ def test_second_derivatives_are_refused(backward: str) -> None:
         jax.jvp(gradient, (q,), (q,))
 
 
-def test_program_for_cuda_has_a_forward_and_a_backward_in_8_bits() -> None:
+def test_program_for_cuda_has_a_forward_and_a_backward_in_8_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("attngen.call.kernel_choice.find_kernels", launch_kit.find_kernels)
+    monkeypatch.setattr("attngen.call.kernel_choice._kernels", {})
     x = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.bfloat16)
 
     def step(q: Any, backward: str) -> Any:

@@ -50,13 +50,13 @@ WORDS: dict[str, Any] = {
     "dropout_probability": 0.0,
     "is_training": True,
 }
-IDS = jnp.asarray([[1, 1, 1, 2, 2, 0, 3, 3], [1, 1, 1, 1, 1, 1, 0, 0]], jnp.int32)
-POSITIONS = jnp.asarray([[0, 1, 2, 0, 1, 0, 0, 1], [0, 1, 2, 3, 4, 5, 0, 0]], jnp.int32)
-LENGTHS = jnp.asarray([[3, 2, 2], [6, -1, -1]], jnp.int32)
-OFFSETS = jnp.asarray([[0, 3, 6, 8], [0, 6, -1, -1]], jnp.int32)
+IDS = np.array([[1, 1, 1, 2, 2, 0, 3, 3], [1, 1, 1, 1, 1, 1, 0, 0]], np.int32)
+POSITIONS = np.array([[0, 1, 2, 0, 1, 0, 0, 1], [0, 1, 2, 3, 4, 5, 0, 0]], np.int32)
+LENGTHS = np.array([[3, 2, 2], [6, -1, -1]], np.int32)
+OFFSETS = np.array([[0, 3, 6, 8], [0, 6, -1, -1]], np.int32)
 SEGMENTS = {
-    "ids": SequenceDescriptor.from_segment_ids_and_pos(IDS, POSITIONS),
-    "offsets": SequenceDescriptor.from_seqlens_and_offsets(LENGTHS, OFFSETS),
+    "ids": (SequenceDescriptor.from_segment_ids_and_pos, IDS, POSITIONS),
+    "offsets": (SequenceDescriptor.from_seqlens_and_offsets, LENGTHS, OFFSETS),
 }
 
 
@@ -73,7 +73,7 @@ def test_bias_and_offset_of_a_learnable_softmax() -> None:
         out = fused_attn((Q, KEY, VALUE), **words, softmax_offset=offset)
         return (out**2).sum(), out
 
-    gradients, out = jax.grad(run, argnums=(0, 1), has_aux=True)(bias, offset)
+    gradients, out = jax.jit(jax.grad(run, argnums=(0, 1), has_aux=True))(bias, offset)
     wanted = attention(
         *(Q, KEY, VALUE),
         mask="causal",
@@ -89,8 +89,9 @@ def test_bias_and_offset_of_a_learnable_softmax() -> None:
     assert all(x.any() for x in gradients)
 
 
-@pytest.mark.parametrize("described", SEGMENTS.values(), ids=SEGMENTS)
-def test_segments_of_a_row_see_themselves_alone(described: SequenceDescriptor) -> None:
+@pytest.mark.parametrize(("describe", "one", "other"), SEGMENTS.values(), ids=SEGMENTS)
+def test_segments_of_a_row_see_themselves_alone(describe: Any, one: Any, other: Any) -> None:
+    described = jax.jit(describe)(jnp.asarray(one), jnp.asarray(other))
     words = {**WORDS, "attn_mask_type": AttnMaskType.PADDING_CAUSAL_MASK}
     words |= {"qkv_layout": QKVLayout.THD_T2HD, "sequence_descriptor": described}
     packed = jnp.stack([KEY, VALUE], axis=2)
@@ -102,21 +103,22 @@ def test_segments_of_a_row_see_themselves_alone(described: SequenceDescriptor) -
     close(run(Q, packed), wanted)
 
 
-LENGTHS_OF_ROWS = jnp.asarray([5, 8], jnp.int32)
-SHOWN = jnp.arange(S) < LENGTHS_OF_ROWS[:, None]
+LENGTHS_OF_ROWS = np.array([5, 8], np.int32)
+SHOWN = np.arange(S) < LENGTHS_OF_ROWS[:, None]
 ROWS = {
-    "lengths": SequenceDescriptor.from_seqlens((LENGTHS_OF_ROWS, LENGTHS_OF_ROWS)),
-    "ids": SequenceDescriptor.from_segment_ids_and_pos(
-        SHOWN.astype(jnp.int32), jnp.zeros((B, S), jnp.int32)
+    "lengths": lambda lengths, _: SequenceDescriptor.from_seqlens((lengths, lengths)),
+    "ids": lambda _, shown: SequenceDescriptor.from_segment_ids_and_pos(
+        shown.astype(jnp.int32), jnp.zeros((B, S), jnp.int32)
     ),
-    "mask": ~(SHOWN[:, None, :, None] & SHOWN[:, None, None, :]),
+    "mask": lambda _, shown: ~(shown[:, None, :, None] & shown[:, None, None, :]),
 }
 
 
-@pytest.mark.parametrize("described", ROWS.values(), ids=ROWS)
-def test_lengths_of_rows(described: Any) -> None:
+@pytest.mark.parametrize("describe", ROWS.values(), ids=ROWS)
+def test_lengths_of_rows(describe: Any) -> None:
+    described = jax.jit(describe)(jnp.asarray(LENGTHS_OF_ROWS), jnp.asarray(SHOWN))
     words = {**WORDS, "attn_mask_type": AttnMaskType.PADDING_MASK, "sequence_descriptor": described}
-    used = {"seqused_q": LENGTHS_OF_ROWS, "seqused_kv": LENGTHS_OF_ROWS}
+    used = dict.fromkeys(("seqused_q", "seqused_kv"), jnp.asarray(LENGTHS_OF_ROWS))
     wanted = attention(Q, KEY, VALUE, mask="padding", **used, softmax_scale=0.3)
     close(fused_attn((Q, KEY, VALUE), **words), wanted)
     leaves, tree = jax.tree.flatten(described)
@@ -198,7 +200,7 @@ def test_orders_of_context_parallel_tokens() -> None:
 def test_sequences_over_devices(strategy: CPStrategy) -> None:
     """One array of q, k and v, padding by the numbers of tokens' segments, and an offset."""
     packed = jnp.stack([Q, *[jnp.repeat(x, H // K, 2) for x in (KEY, VALUE)]], axis=2)
-    ids, offset = SHOWN.astype(jnp.int32), random(1, H, 1, 1)
+    ids, offset = jnp.asarray(SHOWN.astype(np.int32)), random(1, H, 1, 1)
     words = {**WORDS, "attn_mask_type": AttnMaskType.PADDING_CAUSAL_MASK}
     words |= {"qkv_layout": QKVLayout.BS3HD}
     words |= {"softmax_type": AttnSoftmaxType.LEARNABLE_SOFTMAX, "softmax_offset": offset}
@@ -216,7 +218,7 @@ def test_sequences_over_devices(strategy: CPStrategy) -> None:
         in_specs=(rows, rows),
         out_specs=rows,
     )
-    close(jax.jit(run)(packed, ids), attend(packed, ids))
+    close(jax.jit(run)(packed, ids), jax.jit(attend)(packed, ids))
 
 
 def test_masks_of_windows() -> None:

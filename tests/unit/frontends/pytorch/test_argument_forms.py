@@ -86,7 +86,6 @@ def test_window_of_no_integers_is_refused(kernels, window, backend) -> None:
 # ---- dtypes
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", ["sink", "alibi_slopes"])
@@ -107,7 +106,6 @@ def test_float_of_another_width_is_cast_and_has_its_gradient(kernels, name, dtyp
         assert own.dtype == dtype and torch.equal(own, of_float.to(dtype))
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(QUERIES, KEYS), (HEADS, 1, KEYS), (BATCH, 1, QUERIES, 1)])

@@ -85,7 +85,7 @@ def test_wrong_types_are_refused_all_at_once() -> None:
     ]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["softmax_scale", "softcap"])
 def test_numbers_may_be_symbolic_in_a_trace(name) -> None:
     def call(q: torch.Tensor, number: float) -> torch.Tensor:

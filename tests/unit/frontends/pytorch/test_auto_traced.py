@@ -27,7 +27,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
 def test_traced_call_that_kernels_refuse_is_the_reference(kernels, case) -> None:
     grad, options = REFUSED[case]

@@ -126,7 +126,7 @@ def test_saved_tensors_are_those_of_the_operands_and_results_alone(kernels):
     assert sorted(shapes) == sorted([*(x.shape for x in tensors), (2, 5, 4, 24), (2, 4, 5)])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("wanted", [(True, True, True), (True, False, False)], ids=str)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_training_step_compiles_whole(kernels, dynamic, wanted):

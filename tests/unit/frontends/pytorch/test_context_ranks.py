@@ -119,7 +119,6 @@ CASES = [
 NAMES = ["-".join((o.name, str(o.ranks), *map(str, a.values()), *f)) for o, a, f in CASES]
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("order", "arguments", "features"), CASES, ids=NAMES)
 def test_ranks_are_one_call(order: Order, arguments: Arguments, features: Arguments) -> None:
     n = order.multiple

@@ -331,7 +331,7 @@ def test_device_without_kernels_is_refused_with_what_it_is(device, which, monkey
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("traced", [True, False])
 def test_splits_that_no_kernel_makes_are_the_references_to_ignore(monkeypatch, traced, caplog):
     """A trace says so, too, rather than the run."""
     monkeypatch.setattr(choice, "device_arch", lambda device: "sm_90a")

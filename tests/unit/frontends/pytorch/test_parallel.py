@@ -50,6 +50,7 @@ def errors() -> dict[str, float]:
     return dict(zip(map(str, CASES), errors_of(CASES, 2), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ranks_are_one_call(case: Case, errors: dict[str, float]) -> None:
     assert errors[str(case)] < LIMITS.get(case.door, 1e-10)

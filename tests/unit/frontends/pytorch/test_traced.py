@@ -234,6 +234,7 @@ def test_reference_takes_slopes_that_learn_and_float64_in_a_trace():
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.slow
 def test_traced_reference_keeps_what_only_python_can_follow():
     """Functions, and transforms, second derivatives among them."""
     q, k = (x.float() for x in dense(2, 6))

@@ -212,6 +212,7 @@ def test_tangent_of_an_incoming_gradient_is_refused(kernels):
         torch.autograd.grad(out, q, forward_ad.make_dual(out.detach(), out.detach()))
 
 
+@pytest.mark.slow
 def test_tangent_given_to_compiled_code_is_refused(kernels):
     q, k, v = operands()
     compiled = torch.compile(attend, backend="aot_eager")

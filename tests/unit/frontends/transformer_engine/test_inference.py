@@ -78,7 +78,6 @@ def module_of(axes: str, layer: int = 1, dim_v: int = 8, **more: Any) -> te.DotP
     ).eval()  # fmt: skip
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize(("window", "dim_v"), [(None, 8), ((3, 0), 16), (None, 5)])
 @pytest.mark.parametrize("paged", [False, True])

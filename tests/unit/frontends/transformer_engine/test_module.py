@@ -128,7 +128,6 @@ def test_choice_is_kept_until_an_update_is_asked_for(monkeypatch: pytest.MonkeyP
     assert te._attention_backends["use_flash_attention"]
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("place", [-3, -2])
 @pytest.mark.parametrize("axes", ["bshd", "sbhd", "thd"])
 @pytest.mark.parametrize("what", ["qkv_layer", "kv_layer"])
