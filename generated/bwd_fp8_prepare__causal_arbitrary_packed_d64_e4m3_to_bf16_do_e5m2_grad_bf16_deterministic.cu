@@ -1,4 +1,4 @@
-// bwd_fp8_prepare__causal_arbitrary_packed_d64_e4m3_to_bf16_do_e5m2_grad_bf16_deterministic__828bc8
+// bwd_fp8_prepare__causal_arbitrary_packed_d64_e4m3_to_bf16_do_e5m2_grad_bf16_deterministic__3dc03b
 // Rendered by attngen from kernels/wgmma/backward/fp8_prepare.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/transpose.cuh"
@@ -207,7 +207,7 @@ ATTNGEN_DEVICE float dot_of_chunk(uint4 d_o, const char* o) {
 
 // Grid: blocks of queries, query heads, batch.
 extern "C" __global__ void __launch_bounds__(256, 3)
-bwd_fp8_prepare__causal_arbitrary_packed_d64_e4m3_to_bf16_do_e5m2_grad_bf16_deterministic__828bc8(const __grid_constant__ attngen::Params p) {
+bwd_fp8_prepare__causal_arbitrary_packed_d64_e4m3_to_bf16_do_e5m2_grad_bf16_deterministic__3dc03b(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   allow_dependents();  // the main kernel waits for this one's end where it needs it
   extern __shared__ __align__(1024) unsigned char shared[];

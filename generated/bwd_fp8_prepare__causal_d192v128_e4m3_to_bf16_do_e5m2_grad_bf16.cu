@@ -1,4 +1,4 @@
-// bwd_fp8_prepare__causal_d192v128_e4m3_to_bf16_do_e5m2_grad_bf16__92366a
+// bwd_fp8_prepare__causal_d192v128_e4m3_to_bf16_do_e5m2_grad_bf16__971bc4
 // Rendered by attngen from kernels/wgmma/backward/fp8_prepare.cu.j2; do not edit.
 #include "attngen/mma/transpose.cuh"
 #include "attngen/mma/transpose_halves.cuh"
@@ -148,7 +148,7 @@ ATTNGEN_DEVICE float dot_of_chunk(uint4 d_o, const char* o) {
 
 // Grid: blocks of queries, query heads, batch.
 extern "C" __global__ void __launch_bounds__(256, 3)
-bwd_fp8_prepare__causal_d192v128_e4m3_to_bf16_do_e5m2_grad_bf16__92366a(const __grid_constant__ attngen::Params p) {
+bwd_fp8_prepare__causal_d192v128_e4m3_to_bf16_do_e5m2_grad_bf16__971bc4(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   allow_dependents();  // the main kernel waits for this one's end where it needs it
   extern __shared__ __align__(1024) unsigned char shared[];

@@ -1,4 +1,4 @@
-// bwd_fp8_prepare__full_d128_e4m3_to_bf16_do_e5m2_grad_e5m2__1e198b
+// bwd_fp8_prepare__full_d128_e4m3_to_bf16_do_e5m2_grad_e5m2__199961
 // Rendered by attngen from kernels/wgmma/backward/fp8_prepare.cu.j2; do not edit.
 #include "attngen/mma/transpose.cuh"
 #include "attngen/platform.cuh"
@@ -140,7 +140,7 @@ ATTNGEN_DEVICE float dot_of_chunk(uint4 d_o, const char* o) {
 
 // Grid: blocks of queries, query heads, batch.
 extern "C" __global__ void __launch_bounds__(256, 3)
-bwd_fp8_prepare__full_d128_e4m3_to_bf16_do_e5m2_grad_e5m2__1e198b(const __grid_constant__ attngen::Params p) {
+bwd_fp8_prepare__full_d128_e4m3_to_bf16_do_e5m2_grad_e5m2__199961(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   allow_dependents();  // the main kernel waits for this one's end where it needs it
   extern __shared__ __align__(1024) unsigned char shared[];

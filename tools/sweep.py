@@ -47,6 +47,7 @@ def draw(choose: random.Random) -> AttentionSpec:
     backward = choose.random() < 0.4
     fields = dataclasses.fields(AttentionSpec)
     names = [each.name for each in fields if isinstance(each.default, bool)]
+    names.remove("continues")  # which little goes beside
     switches: dict[str, Any] = {n: choose.random() < SHARES.get(n, 0.4) for n in names}
     if backward:
         switches |= dict.fromkeys(FORWARD_ONLY, False)

@@ -10,11 +10,12 @@ from typing import Any
 from ..errors import SpecError
 from ..runtime.launch import prepare
 from ..runtime.run_time import Extent, Scalars
-from . import decode, fragment_values, kernel_choice, schedule
+from . import decode, fragment_values, kernel_choice, ongoing, schedule
 from .bias import extent_of
 from .checks import violations
 from .kernel_choice import Device
 from .numbers import Arguments
+from .ongoing import Ongoing
 from .operands import (
     extents_of,
     heads_of,
@@ -43,7 +44,8 @@ class Forward:
 
     q, k, v: views; optional: the tensors beside them, by their names; extents, scalars: run-time
     values of its kernels. gather: whether threads copy operands; alone: whether the kernel for the
-    output alone serves it. table: the order of sequences that a schedule keeps.
+    output alone serves it. joins: the output and LSE that it joins, None where it makes its own.
+    table: the order of sequences that a schedule keeps.
     """
 
     q: TensorDesc
@@ -53,6 +55,7 @@ class Forward:
     arguments: Arguments
     gather: bool
     alone: bool
+    joins: Ongoing | None
     extents: dict[str, Extent]
     scalars: Scalars
     table: Described | None
@@ -72,12 +75,14 @@ def prepare_forward(
     gathering: Gathering,
     gather: bool = False,
     alone: bool = False,
+    joins: Ongoing | None = None,
 ) -> PreparedCall:
     """Everything about a forward but addresses.
 
     operands: of `table.INPUTS`. gathering: gives, of operands of which one begins at no multiple of
     16 bytes, the call whose threads copy them; gather: whether this is that call. alone: where
-    there is a kernel that writes the output alone, it is that one.
+    there is a kernel that writes the output alone, it is that one. joins: the output and LSE that
+    are joined, whose tensors then follow the operands.
 
     Raises: SpecError with every violation; CompileError, LaunchError.
     """
@@ -88,39 +93,49 @@ def prepare_forward(
     sequences = sequences_of(q, optional, arguments.layout)
     table = schedule.table_for(optional["schedule"], sequences, served=not gather)
     out, lse = outputs_of(q, v, arguments)
-    tensors = {"q": q, "k": k, "v": v, "o": out}
+    tensors = {"q": q, "k": k, "v": v, "o": out if joins is None else joins.o}
     extents = extents_of(tensors, arguments.layout)
-    if reasons := violations(tensors, extents, optional, arguments, gather):
+    reasons = violations(tensors, extents, optional, arguments, gather)
+    if reasons := [*reasons, *(joins.violations(q, out, lse) if joins else ())]:
         raise SpecError(reasons)
-    sizes = maxima_of(q, arguments)
-    maxima = {name: TensorDesc.contiguous((n,), "float32") for name, n in sizes.items()}
-    lowest = {"max_logit": -math.inf}
+    given = zip(INPUTS, operands, strict=True)
+    there = zip(ongoing.NAMES, joins.tensors, strict=True) if joins else ()
     prepared = PreparedCall(
         operands=tuple(
-            (place, name)
-            for place, (name, x) in enumerate(zip(INPUTS, operands, strict=True))
-            if x is not None
+            (place, name) for place, (name, x) in enumerate((*given, *there)) if x is not None
         ),
         sources=(
             *sources_of(carriers, optional, arguments),
             *schedule.sources_of(table, "fwd"),
         ),
-        outputs=(
-            Output.like("o", out, 0.0),
-            Output.like("lse", lse, NO_KEY.get(arguments.softmax, -math.inf)),
-            *(
-                Output.like(name, x, lowest.get(name, 0.0), preset=True)
-                for name, x in maxima.items()
-                if x.numel()
-            ),
-        ),
+        outputs=() if joins else _outputs(q, out, lse, arguments),
         device=device,
     )
     scalars = scalars_of(q, optional, arguments, extents)
+    if joins:
+        scalars = replace(scalars, numbers={**scalars.numbers, **joins.numbers})
     if not (q.numel() and k.numel() and out.numel() and scalars.sequences):
         return prepared
-    call = Forward(q, k, v, optional, arguments, gather, alone, extents, scalars, table)
+    call = Forward(q, k, v, optional, arguments, gather, alone, joins, extents, scalars, table)
     return _with_launches(prepared, call, gathering)
+
+
+def _outputs(
+    q: TensorDesc, out: TensorDesc, lse: TensorDesc, arguments: Arguments
+) -> tuple[Output, ...]:
+    """Outputs of a call that makes its own: output, LSE, and the maxima that it asks for."""
+    sizes = maxima_of(q, arguments)
+    maxima = {name: TensorDesc.contiguous((n,), "float32") for name, n in sizes.items()}
+    lowest = {"max_logit": -math.inf}
+    return (
+        Output.like("o", out, 0.0),
+        Output.like("lse", lse, NO_KEY.get(arguments.softmax, -math.inf)),
+        *(
+            Output.like(name, x, lowest.get(name, 0.0), preset=True)
+            for name, x in maxima.items()
+            if x.numel()
+        ),
+    )
 
 
 def _with_launches(prepared: PreparedCall, call: Forward, gathering: Gathering) -> PreparedCall:
@@ -133,6 +148,8 @@ def _with_launches(prepared: PreparedCall, call: Forward, gathering: Gathering) 
     if (added := optional["bias"]) is not None:
         extents["bias"] = extent_of(added, sequences or 0, extents["q"].heads)
     spec = spec_of(q, call.k, call.v, optional, arguments, call.gather)
+    if call.joins:
+        spec = replace(spec, continues=True, decode=False)
     if not arguments.num_splits:
         spec = without_splits(spec, prepared.device.known_arch)
     unaligned: Gathering | None = refuse_addresses
@@ -176,6 +193,6 @@ def _with_launches(prepared: PreparedCall, call: Forward, gathering: Gathering) 
 def _absent(prepared: PreparedCall, call: Forward) -> list[str]:
     """Operands and results that a call has not."""
     present = {name for _, name in prepared.operands} | {*prepared.names}
-    names = (*INPUTS, *maxima_of(call.q, call.arguments))
+    names = (*INPUTS, *ongoing.NAMES, *maxima_of(call.q, call.arguments))
     absent = [name for name in names if name not in present]
     return [*absent, *fragment_values.absent_from(call.optional, call.arguments)]

@@ -103,6 +103,13 @@ def refusals(
     return reasons + unsplit(call.num_splits or 0, spec.decode)
 
 
+def can_join(call: AttentionCall, arch: str) -> bool:
+    """Whether kernels that serve a call, which asks for a float32 output, can also join what they
+    compute with an output and an LSE that are there. arch: as of `refusals`."""
+    spec = replace(spec_of_call(call), decode=False, continues=True)
+    return not (find_violations(spec, _FEATURES) or unserved(spec, arch))
+
+
 def backward_refusals(call: AttentionCall, d_o_dtype: str, traced: bool = False) -> list[str]:
     """Why no kernel computes the backward of a call of FP8 operands in 8 bits; empty where one
     does. d_o_dtype: the name of the dtype of its output's gradient."""

@@ -51,7 +51,8 @@ class AttentionSpec:
     sequence, so that the kernel splits the keys; `gather` that rows or addresses of operands are no
     multiples of 16 bytes, or their last axis is not contiguous, so that threads copy what the copy
     engine cannot. Of head dims that are no multiples of 8 the same is true without saying.
-    `positions` says that calls are parts of longer ones, and tell where. `mask` may name several
+    `positions` says that calls are parts of longer ones, and tell where; `continues` that their
+    float32 output and LSE join those of earlier parts. `mask` may name several
     that intersect, `causal+chunked`; `score_mod` scores of fragments, in their order. `attngen
     list` prints what fields may hold, docs/guide/specs.md what each means.
     """
@@ -78,6 +79,7 @@ class AttentionSpec:
     gather: bool = False
     dropout: bool = False
     positions: bool = False
+    continues: bool = False
     return_max_logit: bool = False
     deterministic: bool = False
     directions: tuple[str, ...] = ("fwd",)

@@ -155,3 +155,24 @@ def check_positions(spec: AttentionSpec) -> list[Violation]:
         for name, there in beside.items()
         if there
     ]
+
+
+def check_continues(spec: AttentionSpec) -> list[Violation]:
+    """Find what kernels lack that join an output and an LSE."""
+    layout = layouts.parse(spec.layout)
+    beside = {
+        "an output in other dtypes than float32": spec.out_dtype != "fp32",
+        "operands of 8 bits": spec.dtype in DTYPES_8BIT or spec.widens,
+        "lengths of sequences": spec.seqused or masks_of(spec.mask).padding
+        or "thd" in layout.formats,
+        "pages": layout.paged,
+        "split keys": spec.decode,
+        "sinks": spec.softmax != "vanilla",
+        "max_logit": spec.return_max_logit,
+        "other directions": spec.directions != ("fwd",),
+    }  # fmt: skip
+    return [
+        Violation("continues", f"continues beside {name} has no kernels", False)
+        for name, there in beside.items()
+        if there
+    ]

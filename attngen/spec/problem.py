@@ -27,14 +27,14 @@ class Problem:
     largest score of each head. Of rows that the copy engine cannot read (`kv_fetch` gather) head
     dims are those of tiles, whole steps of 16; how many columns there are is a run-time argument.
     With `positions` the diagonal's place, and those of the first row and column of dropout, are
-    run-time arguments. `decode` is for few queries a sequence: keys are split over CTAs,
-    query heads of a group share a tile. A backward in 8 bits has output gradients of `dtype_d_o`,
-    which is what dS is stored as, and makes gradients of `dtype_grad`; its `dtype_o` is the
-    output's that it reads. Of one in 16 bits `dtype_grad` is fp32 where gradients are parts of
-    sums. Elsewhere both are None. An append writes new keys and values, of `dtype_q`, to a cache of
-    `dtype_kv`, a cast stores numbers of the one in the other; both ask of all else for nothing.
-    `fragment_digests` tell the texts of masks and scores that are not among attngen's templates
-    from others of their names.
+    run-time arguments. A forward that `continues` joins the output and LSE that it finds. `decode`
+    is for few queries a sequence: keys are split over CTAs, query heads of a group share a tile. A
+    backward in 8 bits has output gradients of `dtype_d_o`, which is what dS is stored as, and makes
+    gradients of `dtype_grad`; its `dtype_o` is the output's that it reads. Of one in 16 bits
+    `dtype_grad` is fp32 where gradients are parts of sums. Elsewhere both are None. An append
+    writes new keys and values, of `dtype_q`, to a cache of `dtype_kv`, a cast stores numbers of the
+    one in the other; both ask of all else for nothing. `fragment_digests` tell the texts of masks
+    and scores that are not among attngen's templates from others of their names.
     """
 
     direction: Direction
@@ -59,6 +59,7 @@ class Problem:
     dtype_d_o: DType | None = None
     dtype_grad: DType | None = None
     positions: bool = False
+    continues: bool = False
 
     @property
     def bias(self) -> bool:
@@ -145,6 +146,7 @@ class Problem:
             attn_mask=False,
             decode=False,
             fragment_digests=(),
+            continues=False,
         )
 
     @property
@@ -207,8 +209,9 @@ class Problem:
         given = tuple(f"{name}_{dtype}" for name, dtype in pairs if dtype)
         order = ("deterministic",) if self.deterministic else ()
         more = ("max_logit",) if self.max_logit else ()
+        joins = ("continues",) if self.continues else ()
         fetch = {"page_tma": ("paged",), "gather": ("gather",)}.get(self.kv_fetch, ())
-        parts = (*kv, *fetch, *partial, *out, *given, *order, *more)
+        parts = (*kv, *fetch, *partial, *out, *given, *order, *more, *joins)
         return "_".join((*features, dims, self.dtype_q, *parts))
 
 

@@ -14,6 +14,7 @@ from . import layouts
 from .attention_spec import DTYPES_8BIT, DTYPES_16BIT, MAX_HEAD_DIM, AttentionSpec, dtype_name
 from .fragment_checks import (
     called_fragments,
+    check_continues,
     check_fragments,
     check_positions,
     scores_of,
@@ -75,6 +76,7 @@ def resolve(
         max_logit=spec.return_max_logit,
         dropout=spec.dropout,
         positions=spec.positions,
+        continues=spec.continues,
         attn_mask=spec.attn_mask or masks.arbitrary,
         decode=spec.decode,
         fragment_digests=tuple(each for each in digests if each is not None),
@@ -152,6 +154,7 @@ def find_violations(spec: AttentionSpec, features: Features) -> list[Violation]:
         *_check_features(spec, features),
         *_check_together(spec),
         *(check_positions(spec) if spec.positions else ()),
+        *(check_continues(spec) if spec.continues else ()),
         *_check_directions(spec),
     ]
     return found + _check_targets(spec)

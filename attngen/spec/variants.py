@@ -69,6 +69,7 @@ def spec_of(problem: Problem, arch: str, known: Features) -> AttentionSpec:
         gather=problem.gather,
         dropout=problem.dropout,
         positions=problem.positions,
+        continues=problem.continues,
         return_max_logit=problem.max_logit,
         deterministic=problem.deterministic,
         directions=(problem.direction,),

@@ -26,6 +26,7 @@ from attngen.frontends.pytorch import (
     append,
     backward,
     forward,
+    forward_onto,
     fp8_backward,
     operation,
 )
@@ -276,6 +277,7 @@ def emulated(emulator: Emulator) -> Iterator[None]:
     )
     library = torch.library.Library("attngen", "IMPL")
     library.impl("forward", forward.forward, "CPU")
+    library.impl("forward_onto", forward_onto.forward_onto, "CPU")
     library.impl("backward", backward.backward, "CPU")
     library.impl("fp8_backward", fp8_backward.fp8_backward, "CPU")
     library.impl("append", append.append, "CPU")

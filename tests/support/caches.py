@@ -9,11 +9,14 @@ from attngen.frontends.pytorch.backward import backwards
 from attngen.frontends.pytorch.calls import calls
 from attngen.frontends.pytorch.eight_bits import calls as eight_bit_calls
 from attngen.frontends.pytorch.forward import prepared_calls
+from attngen.frontends.pytorch.forward_onto import prepared_calls as joining_calls
 from attngen.frontends.pytorch.fp8_backward import backwards as fp8_backwards
 from attngen.frontends.pytorch.gradient_casts import prepared_d_o, prepared_steps
 from attngen.frontends.pytorch.narrow import prepared_casts
 
-FORWARD: tuple[CallCache[Any], ...] = (calls, eight_bit_calls, prepared_calls, prepared_casts)
+FORWARD: tuple[CallCache[Any], ...] = (
+    *(calls, eight_bit_calls, prepared_calls, prepared_casts, joining_calls),
+)
 BACKWARD: tuple[CallCache[Any], ...] = (backwards, fp8_backwards, prepared_d_o, prepared_steps)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from ...spec.attention_spec import MAX_HEAD_DIM
 from .context_function import ContextCall
 from .context_messages import Around, Gathered
 from .context_parts import Features, Rows, Sequences, Stored
-from .routing import leave_kernels, refusals
+from .routing import can_join, leave_kernels, refusals
 
 LENGTHS = tuple(
     name + side + end
@@ -152,9 +152,7 @@ def _host(x: Tensor | Sequence[int]) -> list[int]:
     return [int(n) for n in (x.tolist() if isinstance(x, Tensor) else x)]
 
 
-def sequences_of(
-    asked: Asked, share_q: int, share_kv: int
-) -> tuple[Sequences, ...]:
+def sequences_of(asked: Asked, share_q: int, share_kv: int) -> tuple[Sequences, ...]:
     """Where tensors hold the sequences of a call, of which they have one part in so many."""
     if asked.uniform:
         all_ = Rows(slice(None), slice(None))
@@ -168,9 +166,7 @@ def sequences_of(
         for rooms, share in zip(asked.rooms, (share_q, share_kv), strict=True)
     ]
     of_q, of_kv = ([Rows(slice(None), slice(a, b)) for a, b in pairwise(x)] for x in starts)
-    return tuple(
-        Sequences(q, kv, b) for b, (q, kv) in enumerate(zip(of_q, of_kv, strict=True))
-    )
+    return tuple(Sequences(q, kv, b) for b, (q, kv) in enumerate(zip(of_q, of_kv, strict=True)))
 
 
 def context_call(
@@ -217,9 +213,7 @@ def _plans(
 
 
 @lru_cache(PLANS_KEPT)
-def _parts(
-    order: Order, rank: int, lengths: tuple[Length, ...], bands: Bands
-) -> tuple[Part, ...]:
+def _parts(order: Order, rank: int, lengths: tuple[Length, ...], bands: Bands) -> tuple[Part, ...]:
     """The parts of a rank over all keys. Raises: SpecError."""
     return parts_over_all(order, rank, lengths, **bands._asdict())
 
@@ -265,6 +259,7 @@ def features_of(
         first_head=first_head,
         deterministic=bool(deterministic),
         kernels=kernels,
+        joins=kernels and stored is None and can_join(_any_part(asked)),
         by_position=asked.by_position,
     )
 
@@ -277,18 +272,23 @@ def _uses_kernels(asked: Asked, backend: str, stored: Stored | None) -> bool:
     return not reasons
 
 
-def _against_kernels(asked: Asked, stored: Stored | None) -> Iterator[str]:
-    """Why kernels do not compute parts of a call, whatever sizes these have."""
+def _any_part(asked: Asked) -> AttentionCall:
+    """A part of a call, by what all parts have in common."""
     names = (*NUMBERS, "bias", "attn_mask", "alibi_slopes")
     given = {name: asked.given[name] for name in names if name in asked.given}
     if asked.by_position:
         given["positions"] = (0, 0)
-    call = AttentionCall(q=asked.q, k=asked.k, v=asked.v, **given, out_dtype=torch.float32)
+    return AttentionCall(q=asked.q, k=asked.k, v=asked.v, **given, out_dtype=torch.float32)
+
+
+def _against_kernels(asked: Asked, stored: Stored | None) -> Iterator[str]:
+    """Why kernels do not compute parts of a call, whatever sizes these have."""
+    call = _any_part(asked)
     yield from refusals(call)
     if stored is not None:
         q, k, v = map(stored.numbers, stored.carriers)
-        given |= {**stored.descales, "out_dtype": stored.wide}
-        yield from refusals(AttentionCall(q=q, k=k, v=v, **given))
+        numbers: dict[str, Any] = {**stored.descales, "out_dtype": stored.wide}
+        yield from refusals(replace(call, q=q, k=k, v=v, **numbers))
     widest = max(x.shape[-1] for x in (asked.q, asked.v))
     if widest > MAX_HEAD_DIM:
         yield f"head dims above {MAX_HEAD_DIM} have no kernels over a group; got {widest}"

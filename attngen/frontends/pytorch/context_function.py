@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,17 +94,19 @@ class ContextAttention(torch.autograd.Function):
         of_q = q.dtype
         wide = of_q, k.dtype, v.dtype
         q, k, v = call.carriers(q, k, v)
-        running = Running.before(q, v, call.sums)
+        running = Running.before(q, v, call.sums, sink, call.used)
+        ends = iter(_ends_rows(call.messages.parts))
         for visit in call.messages.visits(k, v):
-            for part in visit.parts:
+            for part, last in zip(visit.parts, ends, strict=False):
                 rows = call.sequences[part.sequence]
                 read = call.numbers(call.read(part, visit, q, bias))
+                if call.features.joins:
+                    running.attend(call.features, part, rows, read, last=last)
+                    continue
                 found = forward_part(call.features, part, rows, read, call.stored)
                 running.add(rows.queries, part.queries, *found)
-        if sink is not None:
-            running.add_sink(sink, call.used)
         sums, lse = running.sums
-        out = sums.to(of_q)
+        out = sums.to(of_q) if running.rounded is None else running.rounded
         ctx.save_for_backward(q, k, v, sink, bias, out, lse)
         ctx.call, ctx.wide = call, wide
         ctx.set_materialize_grads(False)
@@ -165,9 +167,7 @@ class Gradients:
             self.of_queries = torch.zeros_like(q, dtype=self.call.sums)
         rows.of(self.of_queries, span).add_(dq)
 
-    def of_all(
-        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, merged: Merged
-    ) -> None:
+    def of_all(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, merged: Merged) -> None:
         """Add the gradients of all keys that come by, and those that other ranks make of k and
         v."""
         messages, pending = self.call.messages, None
@@ -217,6 +217,18 @@ class Gradients:
         for total, x in zip(totals, (dk, dv), strict=True):
             total[:, begin:end].add_(x)
         return totals
+
+
+def _ends_rows(parts: Sequence[Part]) -> list[bool]:
+    """Whether some rows of each part may be in none behind it."""
+    found, behind = [], dict[int, list[Span]]()
+    for part in reversed(parts):
+        begin, end = part.queries
+        known = behind.setdefault(part.sequence, [])
+        ends = not any(x.begin <= begin and end <= x.end for x in known)
+        known += [part.queries] if ends else []
+        found.append(ends)
+    return found[::-1]
 
 
 def _of_rows(merged: Merged, rows: Rows, span: Span) -> Merged:

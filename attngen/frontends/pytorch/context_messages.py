@@ -46,6 +46,11 @@ class Around:
     plans: tuple[tuple[Step, ...], ...]
     sequences: tuple[Sequences, ...]
 
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The rank's parts of all steps, in their order."""
+        return tuple([part for step in self.plans[self.rank] for part in step.parts])
+
     def visits(self, k: Tensor, v: Tensor) -> Iterator[Visit]:
         """Each step's keys, the rank's own first; the next step's are asked for before one is
         given out."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...call.context_steps import Part, Span
 from ...call.positions import Positions
 from ...call.table import GRADIENT_OF
-from . import backward  # noqa: F401  # defines the operation
+from . import backward, forward_onto  # noqa: F401  # define the operations
 from .attention import attention
 
 
@@ -51,8 +51,9 @@ class Features:
 
     slopes: of ALiBi, float32 [h] or [b, h]; bias, attn_mask: of the rank's queries and all keys;
     rng_state: one for all ranks. first_head: of the group's heads. numbers: arguments that are no
-    tensors. kernels: whether compiled kernels compute parts, or the reference. by_position: whether
-    parts say where they stand.
+    tensors. kernels: whether compiled kernels compute parts, or the reference; joins: whether these
+    join a part's output with that of the parts before. by_position: whether parts say where they
+    stand.
     """
 
     numbers: dict[str, Any] = field(default_factory=dict)
@@ -62,6 +63,7 @@ class Features:
     first_head: int = 0
     deterministic: bool = False
     kernels: bool = False
+    joins: bool = False
     by_position: bool = False
 
 
@@ -110,9 +112,7 @@ def arguments_of(features: Features, part: Part, rows: Sequences) -> dict[str, A
         assert part.origin is not None  # the plan was asked for them
         left = -1 if part.left is None else part.left
         right = -1 if part.right is None else part.right
-        given["positions"] = Positions(
-            *part.origin, part.delta, features.first_head, rows.number
-        )
+        given["positions"] = Positions(*part.origin, part.delta, features.first_head, rows.number)
     if right == 0:
         given["mask"] = "causal"
     given["window"] = (left, -1 if right == 0 else right)
@@ -188,16 +188,21 @@ def backward_part(
     return _by_reference(given, read, merged)
 
 
+def _of_operations(given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `attention` for a part as operations take them."""
+    left, right = given.pop("window")
+    if (places := given.pop("positions", None)) is not None:
+        given["positions"] = places.words
+    return {**given, "window_left": left, "window_right": right}
+
+
 def _by_kernels(
     features: Features, given: dict[str, Any], read: Attended, merged: Merged
 ) -> dict[str, Tensor]:
     """Gradients of a part by the operation."""
-    given["window_left"], given["window_right"] = given.pop("window")
-    if (places := given.pop("positions", None)) is not None:
-        given["positions"] = places.words
     made = torch.ops.attngen.backward(
         *(merged.d_out, merged.dlse, *read.carriers, merged.out, merged.lse.contiguous()),
-        **given,
+        **_of_operations(given),
         bias=read.bias,
         deterministic=features.deterministic,
         out_dtype="float32",
@@ -228,17 +233,32 @@ def _by_reference(given: dict[str, Any], read: Attended, merged: Merged) -> dict
 @dataclass(eq=False)
 class Running:
     """Output and LSE of a rank's queries over the keys that have come by. shape: of the output,
-    [b, t, h, d_v]; dtype: of sums. A first part of all rows is taken as it is."""
+    [b, t, h, d_v]; dtype: of sums. A first part of all rows is taken as it is. rounded: the output
+    in q's dtype, as far as kernels have rounded it."""
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
+    rounded: Tensor | None = None
     _sums: tuple[Tensor, Tensor] | None = None
+    _covered: bool = False
 
     @classmethod
-    def before(cls, q: Tensor, v: Tensor, dtype: torch.dtype) -> Running:
-        """No keys yet."""
-        return cls(torch.Size((*q.shape[:-1], v.shape[-1])), dtype, q.device)
+    def before(
+        cls,
+        q: Tensor,
+        v: Tensor,
+        dtype: torch.dtype,
+        sink: Tensor | None,
+        used: Sequence[tuple[Rows, Span]],
+    ) -> Running:
+        """No keys yet, but the score of each head that no key has, [h], in rows in use."""
+        found = cls(torch.Size((*q.shape[:-1], v.shape[-1])), dtype, q.device)
+        if sink is not None:
+            _, lse = found.sums
+            for rows, span in used:
+                rows.of_heads(lse, span).copy_(sink[:, None])
+        return found
 
     @property
     def sums(self) -> tuple[Tensor, Tensor]:
@@ -263,14 +283,33 @@ class Running:
         own.lerp_(out, _by_row(share))
         whole.copy_(joined)
 
-    def add_sink(self, sink: Tensor, used: Sequence[tuple[Rows, Span]]) -> None:
-        """Join the score of each head, [h], that no key has, in rows in use."""
+    def attend(
+        self, features: Features, part: Part, rows: Sequences, read: Attended, *, last: bool
+    ) -> None:
+        """Join a part by kernels that go on from what there is. last: whether some of its rows are
+        in no part behind it, and are rounded."""
+        of_all = read.q.shape[:-1] == self.shape[:-1]
+        fresh, self._covered = of_all and self._sums is None, of_all or self._covered
+        if fresh:
+            out = read.q.new_empty(self.shape, dtype=self.dtype)
+            self._sums = out, out.new_empty((self.shape[0], self.shape[2], self.shape[1]))
         whole_out, whole_lse = self.sums
-        for rows, span in used:
-            lse, out = rows.of_heads(whole_lse, span), rows.of(whole_out, span)
-            whole = torch.logaddexp(lse, sink[:, None].to(lse.dtype))
-            out.mul_(_by_row((lse - whole).exp()))
-            lse.copy_(whole)
+        rounded = None
+        if last:
+            if self.rounded is None:
+                new = torch.empty_like if self._covered else torch.zeros_like
+                self.rounded = new(whole_out, dtype=read.q.dtype)
+            rounded = rows.queries.of(self.rounded, part.queries)
+        torch.ops.attngen.forward_onto(
+            *read.carriers,
+            rows.queries.of(whole_out, part.queries),
+            rows.queries.of_heads(whole_lse, part.queries),
+            rounded,
+            not fresh,
+            **_of_operations(arguments_of(features, part, rows)),
+            bias=read.bias,
+            out_dtype="float32",
+        )
 
 
 def _by_row(x: Tensor) -> Tensor:
@@ -278,9 +317,7 @@ def _by_row(x: Tensor) -> Tensor:
     return x.transpose(1, 2).unsqueeze(-1)
 
 
-def sink_gradient(
-    sink: Tensor, merged: Merged, used: Sequence[tuple[Rows, Span]]
-) -> Tensor:
+def sink_gradient(sink: Tensor, merged: Merged, used: Sequence[tuple[Rows, Span]]) -> Tensor:
     """The gradient of the sink [h] by this rank's rows: −Σ e^(α − LSE) · D."""
     found = torch.zeros_like(sink, dtype=merged.lse.dtype)
     for rows, span in used:

@@ -65,6 +65,13 @@ def refusals(call: AttentionCall) -> list[str]:
     return learned + routing.refusals(call, is_traced((call.q, call.k, call.v)), arch, directions)
 
 
+def can_join(call: AttentionCall) -> bool:
+    """Whether kernels that serve a call, which asks for a float32 output, can also join what they
+    compute with an output and an LSE that are there."""
+    arch = device_arch(call.q.device)
+    return arch is not None and routing.can_join(call, arch)
+
+
 def leave_kernels(refusal: AttngenError, backend: str) -> None:
     """Log why a call that kernels were to serve goes to the reference.
 

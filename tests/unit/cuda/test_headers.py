@@ -23,6 +23,7 @@ HOST_HEADERS = (
     "attngen/scheduler/q_blocks.cuh",
     "attngen/scheduler/sequence_order.cuh",
     "attngen/scheduler/tile_order.cuh",
+    "attngen/softmax/join.cuh",
     "attngen/softmax/row.cuh",
 )
 # Headers that stand in the body of a struct, which another one has.

@@ -37,6 +37,7 @@ class MmaForward(Family):
         unserved = {
             "operands of 8 bits": DTYPE_BYTES[problem.dtype_kv] == 1,
             "split keys": problem.decode,
+            "output to go on from": problem.continues,
         }
         for what, asked in unserved.items():
             if asked:

@@ -134,6 +134,7 @@ def headers_of(problem: Problem, plan: Plan, reads_tile: bool) -> tuple[str, ...
         "scheduler/kv_blocks.cuh": True,
         "scheduler/sequence_order.cuh": problem.varlen,
         "scheduler/tile_order.cuh": True,
+        "softmax/join.cuh": problem.continues,
         "softmax/online.cuh": True,
         "softmax/row.cuh": True,
     }

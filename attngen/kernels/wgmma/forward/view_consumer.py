@@ -19,6 +19,8 @@ from .traits import (
 )
 from .view_scores import Bounds, Scores
 
+JOINED_AHEAD = 128  # columns of an output that is there, which registers of up to 3 consumers hold
+
 
 @dataclass(frozen=True)
 class Softmax:
@@ -144,8 +146,9 @@ class Output:
 
     stores_rows: from registers to memory; rows_of_16_bits, rows_of_32_bits: which ones. Else it is
     staged: staged_at: C++, where. eight_bit: it is FP8. one_releases_q: one thread, not one a warp,
-    releases queries. lse_row: C++, where a head's LSE begins. keep_factor: C++, by what rows are
-    multiplied for what dropout leaves of their weights; empty without.
+    releases queries. joins: it joins what is there; joins_ahead: which is read before the last
+    product is awaited, as registers allow. lse_row: C++, where a head's LSE begins. keep_factor:
+    C++, by what rows are multiplied for what dropout leaves of their weights; empty without.
     """
 
     stores_rows: bool
@@ -154,6 +157,8 @@ class Output:
     staged_at: str
     eight_bit: bool
     one_releases_q: bool
+    joins: bool
+    joins_ahead: bool
     lse_row: str
     keep_factor: str
 
@@ -338,9 +343,18 @@ def block_loop(problem: Problem, plan: Plan, scores: Scores) -> str:
     return "skipping_faint" if scores.skips_faint else "plain"
 
 
+def lse_row(problem: Problem) -> str:
+    """C++: where a head's LSE begins."""
+    if problem.varlen:
+        return "sequence.place(ctx.batch, sequence.first_token(q_index(job)), ctx.head, p.heads_q)"
+    room = "p.lse_room" if problem.continues else "ctx.q_len"
+    return f"(static_cast<long long>(ctx.batch) * p.heads_q + ctx.head) * {room}"
+
+
 def output_of(problem: Problem, plan: Plan) -> Output:
     """How the output leaves."""
     float32, over_q = problem.dtype_o == "fp32", plan.pipeline.output_over_q
+    consumers = plan.pipeline.consumers
     return Output(
         stores_rows=plan.stores_rows,
         rows_of_16_bits=plan.stores_rows and not float32,
@@ -348,8 +362,8 @@ def output_of(problem: Problem, plan: Plan) -> Output:
         staged_at="kSmemQ" if over_q else "kSmemO",
         eight_bit=problem.dtype_o in ("e4m3", "e5m2"),
         one_releases_q=rolls(problem, plan) and over_q,
-        lse_row="sequence.place(ctx.batch, sequence.first_token(q_index(job)), ctx.head, p.heads_q)"
-        if problem.varlen
-        else "(static_cast<long long>(ctx.batch) * p.heads_q + ctx.head) * ctx.q_len",
+        joins=problem.continues,
+        joins_ahead=problem.continues and problem.head_dim_v <= JOINED_AHEAD and consumers < 4,
+        lse_row=lse_row(problem),
         keep_factor=keep_factor(problem),
     )

@@ -1,0 +1,68 @@
+"""Outputs that forwards join: what is there of a call's rows, over keys that have come before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .checks import device_violations
+from .tensors import TensorDesc, dtype_name, named
+
+NAMES = ("o", "lse", "rounded")  # of its tensors, behind those of `table.INPUTS`
+PAIR = 2  # elements that a thread stores at once
+
+
+@dataclass(frozen=True)
+class Ongoing:
+    """The output and LSE of rows that a forward writes, joined with what is there if it `goes_on`.
+
+    o: float32, of the output's shape; lse: float32 [b, h, s], which may be a part of each row of a
+    tensor [b, h, room]; rounded: the output in q's dtype, with the strides of o, None where nobody
+    wants it.
+    """
+
+    o: TensorDesc
+    lse: TensorDesc
+    rounded: TensorDesc | None
+    goes_on: bool
+
+    @property
+    def tensors(self) -> tuple[TensorDesc | None, ...]:
+        """Its tensors, in the order of `NAMES`."""
+        return self.o, self.lse, self.rounded
+
+    @property
+    def numbers(self) -> dict[str, int | float]:
+        """The numbers that kernels are told."""
+        return {"goes_on": int(self.goes_on), "lse_room": self._room}
+
+    @property
+    def _room(self) -> int:
+        """Rows of the LSE from one head to the next."""
+        batch, heads, rows = self.lse.shape
+        *steps, _ = self.lse.strides
+        of_batch, of_head = steps
+        if heads > 1:
+            return of_head
+        return of_batch if batch > 1 else rows
+
+    def violations(self, q: TensorDesc, out: TensorDesc, lse: TensorDesc) -> Iterator[str]:
+        """Faults of its tensors. q: of the call; out, lse: what the call would return."""
+        for name, tensor, like in (("o", self.o, out), ("lse", self.lse, lse)):
+            if (dtype_name(tensor), tensor.shape) != ("float32", like.shape):
+                yield f"{name} needs float32 {list(like.shape)}, got {named(tensor)}"
+                return
+        *steps, last = self.o.strides
+        if last != 1 or any(step % PAIR for step in steps if out.shape[-1] % PAIR == 0):
+            yield f"o: strides {self.o.strides}; the last must be 1, others multiples of {PAIR}"
+        batch, heads, rows = self.lse.shape
+        wanted = heads * self._room, self._room, 1
+        sizes = zip((batch, heads, rows), self.lse.strides, wanted, strict=True)
+        if any(n > 1 and step != need for n, step, need in sizes):
+            yield f"lse: strides {self.lse.strides}; heads must follow each other in equal steps"
+        if (x := self.rounded) is not None:
+            if (dtype_name(x), x.shape) != (dtype_name(q), out.shape):
+                yield f"rounded needs {dtype_name(q)} {list(out.shape)}, got {named(x)}"
+            elif x.strides != self.o.strides:
+                yield f"rounded: strides {x.strides} must be those of o, {self.o.strides}"
+        yield from device_violations({"q": q, **dict(zip(NAMES, self.tensors, strict=True))})

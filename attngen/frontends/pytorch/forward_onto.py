@@ -1,0 +1,95 @@
+"""The operation `attngen::forward_onto`: 16-bit attention that joins an output and an LSE which are
+there, over keys that have come before."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...call.cache import CallCache
+from ...call.numbers import Arguments
+from ...call.ongoing import Ongoing
+from ...call.prepare_forward import prepare_forward
+from ...call.prepared import PreparedCall
+from ...call.table import INPUTS
+from .descriptions import all_described, device_of
+from .forward import with_readable_bias
+from .operation import format_of, run
+from .registry import operator
+from .signature import Operands, schema, split
+from .torch_private import guard
+
+library = operator(
+    "forward_onto",
+    "(Tensor q, Tensor k, Tensor v, Tensor(a!) o, Tensor(b!) lse, Tensor(c!)? rounded, "
+    f"bool goes_on, {schema()}) -> ()",
+)
+prepared_calls: CallCache[PreparedCall] = CallCache(guard)
+
+
+def forward_onto(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    rounded: Tensor | None,
+    goes_on: bool,
+    *rest: Any,
+) -> None:
+    """Attend to these keys, and write what their output and LSE are together with those there.
+
+    q, k, v and rest as `attngen::forward` takes them, three dense tensors of 16 bits without
+    lengths and sinks, and `out_dtype` float32. o: float32, of the output's shape, its last axis
+    contiguous; lse: float32 [b, h_q, s_q], natural log, which may be a part of the rows of a larger
+    tensor. goes_on: whether they hold the output and LSE over other keys, 0 and −∞ of rows that
+    have seen none; else they are written anew. rounded: gets the output in q's dtype, too, with the
+    strides of o. There are no gradients.
+
+    Raises: SpecError with every violation; CompileError, LaunchError.
+    """
+    optional, arguments = split(rest)
+    operands = with_readable_bias((q, k, v, *optional))
+    prepared = _find((*operands, o, lse, rounded), arguments, goes_on)
+    if prepared.launches:
+        run(prepared, (*operands, o, lse, rounded))
+        return
+    if not goes_on:
+        o.zero_()
+        lse.fill_(-math.inf)
+    if rounded is not None:
+        rounded.copy_(o)
+
+
+def _find(
+    operands: Operands, arguments: Arguments, goes_on: bool, gather: bool = False
+) -> PreparedCall:
+    """Find what a call needs, worked out once. operands: of `INPUTS`, and what they join; gather:
+    threads copy them, since some begin at no multiple of 16 bytes. Raises: as the operation."""
+    key = (arguments, goes_on, gather, *map(format_of, operands))
+    return prepared_calls.remember(key, lambda: _prepare(operands, arguments, goes_on, gather))
+
+
+def _prepare(operands: Operands, arguments: Arguments, goes_on: bool, gather: bool) -> PreparedCall:
+    """Everything about a call but addresses. Raises: as the operation."""
+    described = all_described(operands)
+    o, lse, rounded = described[len(INPUTS) :]
+    q, *_ = operands
+    assert q is not None and o is not None and lse is not None  # the operation's schema
+    gathering = partial(_find, arguments=arguments, goes_on=goes_on, gather=True)
+    joins = Ongoing(o, lse, rounded, goes_on)
+    return prepare_forward(
+        described[: len(INPUTS)], arguments, device_of(q.device), gathering, gather, joins=joins
+    )
+
+
+def _fake_forward_onto(*_: Any) -> None:
+    """Nothing is returned."""
+
+
+library.impl("forward_onto", forward_onto, "CUDA")
+torch.library.register_fake("attngen::forward_onto", _fake_forward_onto, lib=library)

@@ -1,0 +1,110 @@
+"""Forwards that go on from an output and an LSE: parts of keys one after another are one call."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attngen.frontends.pytorch.forward_onto  # noqa: F401  # defines the operation
+from attngen import AttentionSpec, SpecError
+
+from . import oracle
+
+pytestmark = pytest.mark.gpu
+# Head dims, lengths of queries and keys, where keys are cut, and what the parts say.
+CASES = [
+    ((128, 128), (150, 200), (0, 70, 200), {}),
+    ((64, 64), (100, 180), (0, 64, 64, 180), {"softcap": 3.0}),
+    ((192, 128), (70, 100), (0, 33, 100), {}),
+    ((256, 256), (70, 90), (0, 40, 90), {}),
+    ((100, 52), (90, 80), (0, 30, 80), {}),  # which threads copy
+]
+KERNELS = [
+    AttentionSpec(
+        head_dim=d, head_dim_v=d_v, softcap="softcap" in given, out_dtype="fp32", continues=True
+    )
+    for (d, d_v), _, _, given in CASES
+] + [AttentionSpec(head_dim=64, mask="causal", out_dtype="fp32", continues=True)]
+JOIN = torch.ops.attngen.forward_onto
+
+
+def operands(dims: tuple[int, int], lengths: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    return oracle.operands(2, 4, 2, *lengths, *dims, torch.bfloat16)
+
+
+def empty_state(q: Tensor, d_v: int, room: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, LSE and rounded output of so many rows, NaN as memory may be that nobody wrote."""
+    batch, _, heads, _ = q.shape
+    nan = float("nan")
+    out = q.new_full((batch, room, heads, d_v), nan, dtype=torch.float32)
+    lse = q.new_full((batch, heads, room), nan, dtype=torch.float32)
+    return out, lse, q.new_full(out.shape, nan)
+
+
+@pytest.mark.parametrize(("dims", "lengths", "cuts", "given"), CASES, ids=str)
+def test_parts_one_after_another_are_one_call(dims, lengths, cuts, given):
+    """Rows of a larger state, whose others stay as they are."""
+    q, k, v = operands(dims, lengths)
+    s_q, _ = lengths
+    whole_out, whole_lse, whole_rounded = empty_state(q, v.shape[-1], s_q + 20)
+    out, lse, rounded = whole_out[:, 20:], whole_lse[:, :, 20:], whole_rounded[:, 20:]
+    for begin, end in pairwise(cuts):
+        narrow = rounded if end == k.shape[1] else None
+        state = out, lse, narrow, begin > 0
+        JOIN(q, k[:, begin:end], v[:, begin:end], *state, **given, out_dtype="float32")
+    oracle.check(out, lse, oracle.truth(q, k, v, **given))
+    assert torch.equal(rounded, out.to(rounded.dtype))
+    others = whole_out[:, :20], whole_lse[:, :, :20], whole_rounded[:, :20]
+    assert all(x.isnan().all() for x in others)
+
+
+def test_rows_that_see_no_key_yet_are_joined_later():
+    """Causal parts, of which the first shows the first rows nothing."""
+    q, k, v = operands((64, 64), (130, 130))
+    out, lse, rounded = empty_state(q, 64, 130)
+    given: dict[str, Any] = {"mask": "causal", "out_dtype": "float32"}
+    JOIN(q, k[:, 60:], v[:, 60:], out, lse, None, False, positions="0 60 -60 0 0", **given)
+    assert (lse[:, :, :60] == -torch.inf).all() and not out[:, :60].any()
+    JOIN(q, k[:, :60], v[:, :60], out, lse, rounded, True, positions="0 0 0 0 0", **given)
+    oracle.check(out, lse, oracle.truth(q, k, v, mask="causal"))
+
+
+def test_no_keys_leave_the_output_as_it_is():
+    q, k, v = operands((64, 64), (30, 30))
+    out, lse, rounded = empty_state(q, 64, 30)
+    JOIN(q, k[:, :0], v[:, :0], out, lse, rounded, False, out_dtype="float32")
+    assert (lse == -torch.inf).all() and not out.any() and not rounded.any()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"out_dtype": "bfloat16"}, "float32"),
+        ({"out_dtype": "float32", "softmax": "off_by_one"}, "sinks"),
+        ({"out_dtype": "float32", "max_logit": True}, "max_logit"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_joined_is_refused(change, reason):
+    q, k, v = operands((64, 64), (30, 30))
+    out, lse, _ = empty_state(q, 64, 30)
+    with pytest.raises(SpecError, match=reason):
+        JOIN(q, k, v, out, lse, None, False, **change)
+
+
+def test_states_of_other_shapes_are_refused():
+    q, k, v = operands((64, 64), (30, 30))
+    out, lse, rounded = empty_state(q, 64, 30)
+    for o, rows, narrow, reason in (
+        (out[:, 1:], lse, None, "o needs"),
+        (out, lse[..., :-1], None, "lse needs"),
+        (out, lse.mT.contiguous().mT, None, "lse: strides"),
+        (out, lse, rounded.float(), "rounded needs"),
+        (out, lse, rounded.mT.contiguous().mT, "rounded: strides"),
+    ):
+        with pytest.raises(SpecError, match=reason):
+            JOIN(q, k, v, o, rows, narrow, True, out_dtype="float32")
