@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import SpecError
 from ..fragments.definition import MASK_NAMES, SCORE_NAMES
 from ..fragments.features import scan
-from ..fragments.header import PREFIX, Fragment, Operand
+from ..fragments.header import CAPTURED, PREFIX, Fragment, Operand
 from ..io.text import suggestion
 from ..spec.attention_spec import AttentionSpec
 from ..spec.fragment_checks import MOST_TENSORS, called_fragments
@@ -23,6 +23,17 @@ from ..spec.masks import PLAIN_MASKS
 KNOWN = scan()  # here, not in a call: torch.compile cannot trace file access
 SLOTS = tuple(f"fragment_{place}" for place in range(MOST_TENSORS))
 """Names of the operations' tensors that hold operands of fragments."""
+LEARNED_SLOT = "fragment_learned"
+"""The operations' tensor whose gradient has those of all that a score learns."""
+LEARNED = "learned_captures"
+_LEARNED = Operand(
+    LEARNED,
+    CAPTURED,
+    "i64",
+    "Stands for what a score learns: its gradient has theirs, and no kernel reads it.",
+    rank=1,
+    element="float32",
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +73,7 @@ class FragmentOperand:
 def argument_names() -> set[str]:
     """Every argument that some fragment adds."""
     called = (each for axis in KNOWN.values() for each in axis.values() if each.called)
-    return {operand.name for each in called for operand in each.operands}
+    return {_LEARNED.name, *(operand.name for each in called for operand in each.operands)}
 
 
 def split_arguments(
@@ -106,6 +117,8 @@ def operands_of(mask: object, score_mod: object) -> tuple[FragmentOperand, ...]:
             slot = SLOTS[slots] if held and slots < len(SLOTS) else ""
             found.append(FragmentOperand(fragment, operand, slot, numbers if counted else -1))
             slots, numbers = slots + held, numbers + counted
+        if fragment.learned:
+            found.append(FragmentOperand(fragment, _LEARNED, LEARNED_SLOT, -1))
     return tuple(found)
 
 

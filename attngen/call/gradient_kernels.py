@@ -7,20 +7,26 @@ from itertools import chain, compress
 
 from ..kernels.selection import made_by
 from ..runtime.load import LoadedKernel
+from .fragments import LEARNED_SLOT
 from .table import GRADIENT_OF, LEARNED, WantedGradients
 
 GRADIENTS = ("dq", "dk", "dv")
 ROWS = ("lse_log2", "d")  # LSE and D of every row
 # Gradients of learned operands → the results of kernels that each is made of, by the front end's
 # function of its name. One of GRADIENTS is there for it whether a call wants that one or not.
-MADE_OF: dict[str, tuple[str, ...]] = {"dsink": ROWS, "dbias": ("dbias",)}
+MADE_OF: dict[str, tuple[str, ...]] = {
+    "dsink": ROWS,
+    "dbias": ("dbias",),
+    "dlearned": ("dlearned",),
+}
+_LEARNED = (*LEARNED, LEARNED_SLOT)
 
 
 def wanted_of_operands(names: Set[str], one_tensor: bool) -> WantedGradients:
     """Gradients that are wanted where these operands need theirs. one_tensor: whether Q, K and V
     are one."""
     of_keys = bool(names & ({"q"} if one_tensor else {"k", "v"}))
-    return WantedGradients("q" in names, of_keys, *[each in names for each in LEARNED])
+    return WantedGradients("q" in names, of_keys, *[each in names for each in _LEARNED])
 
 
 def names_of(wanted: WantedGradients) -> tuple[str, ...]:
@@ -30,7 +36,7 @@ def names_of(wanted: WantedGradients) -> tuple[str, ...]:
 
 def of_given(wanted: WantedGradients, given: Mapping[str, object]) -> WantedGradients:
     """The gradients that are wanted of operands that there are."""
-    absent = {GRADIENT_OF[name]: False for name in LEARNED if given[name] is None}
+    absent = {GRADIENT_OF[name]: False for name in _LEARNED if given[name] is None}
     return wanted._replace(**absent)
 
 

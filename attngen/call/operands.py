@@ -14,7 +14,7 @@ from ..spec.masks import masks_of
 from . import bias as bias_of
 from . import fragment_values, mask_bits
 from .dropout import dropout_numbers
-from .fragments import SLOTS
+from .fragments import LEARNED_SLOT, SLOTS
 from .numbers import Arguments
 from .positions import Positions
 from .table import OPTIONAL, ROW_OF_OPERAND, ROWS
@@ -222,10 +222,12 @@ def sources_of(
     return tuple(found)
 
 
-_FEATURES = tuple(
-    (row.name, row.feature) for row in ROWS.values() if row.feature and row.operands
+_FEATURES = tuple((row.name, row.feature) for row in ROWS.values() if row.feature and row.operands)
+_BY_HEAD = tuple(
+    name
+    for name in OPTIONAL
+    if ROW_OF_OPERAND[name].has_heads and name not in (*SLOTS, LEARNED_SLOT)
 )
-_BY_HEAD = tuple(name for name in OPTIONAL if ROW_OF_OPERAND[name].has_heads and name not in SLOTS)
 
 
 def _stride_numbers(optional: Mapping[str, Described | None]) -> dict[str, int | float]:

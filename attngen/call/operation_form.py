@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..spec import layouts
-from .fragments import SLOTS, numbers_of, slot_tensors
+from .fragments import LEARNED_SLOT, SLOTS, numbers_of, slot_tensors
 from .fragments import operands_of as fragment_operands
 from .numbers import Arguments
 from .positions import Positions
@@ -21,7 +21,7 @@ def operands_of(call: AttentionCall, tensor_type: type) -> tuple[Any, ...]:
     schedule, which are made later, are none."""
     of_k, of_v, *_ = (*call.page_tables, None, None)
     named = {"page_table_k": of_k, "page_table_v": of_v, "schedule": None}
-    named |= dict.fromkeys(SLOTS)
+    named |= dict.fromkeys((*SLOTS, LEARNED_SLOT))
     if call.fragment_arguments:
         added, own = dict(call.fragment_arguments), fragment_operands(call.mask, call.score_mod)
         named |= slot_tensors(own, added, tensor_type)

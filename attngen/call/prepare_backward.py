@@ -27,6 +27,7 @@ from .gradient_kernels import (
 )
 from .head_split import TOGETHER, HeadSplit, split_heads
 from .kernel_choice import Device
+from .learned_sums import learned_sums
 from .numbers import Arguments
 from .operands import (
     extents_of,
@@ -173,12 +174,13 @@ def prepare_backward(
     call = Backward(given, arguments, wanted, gather, carriers, extents, scalars, dbias)
     returned = tuple(name for name in names_of(wanted) if carriers[CARRIER_OF[name]] is not None)
     extra = fp8_gradients.maxima(arguments) if is_fp8(q) else ()
+    sums = learned_sums(given, arguments) if wanted.dlearned else ()
     absent = [name for name, x in given.items() if x is None]
     absent += fragment_values.absent_from(optional, arguments)
     prepared = PreparedBackward(
         device=device,
         names=tuple(name for name, x in given.items() if x is not None),
-        outputs=(*call.new(call.carried), *extra),
+        outputs=(*call.new(call.carried), *extra, *sums),
         arguments=arguments,
         returned=(*returned, *(each.name for each in extra)),
         fixed=dict.fromkeys((*UNREAD, *absent), 0),

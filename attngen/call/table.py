@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..spec.layouts import Layout
 from .argument import BROADCAST, Argument, Kind, carrier, lengths, other, scale, tables, tensor
-from .fragments import SLOTS, split_arguments
+from .fragments import LEARNED_SLOT, SLOTS, split_arguments
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -259,7 +259,7 @@ class AttentionCall:
         given="Any",
         shapes=(("b",), ("h_q",), ("b", "h_q")),
         dtype="float32",
-        operands=SLOTS,
+        operands=(*SLOTS, LEARNED_SLOT),
         place=20,
         differentiable=True,
         numbers=("numbers",),
@@ -333,21 +333,23 @@ ROW_OF_OPERAND = {name: ROWS[name] for name in CARRIERS} | {
     operand: row for row in _PLACED for operand in row.operands
 }
 GRADIENT_OF = {"q": "dq", "k": "dk", "v": "dv"} | {
-    row.name: row.gradient for row in _PLACED if row.gradient
+    **{row.name: row.gradient for row in _PLACED if row.gradient},
+    LEARNED_SLOT: "dlearned",
 }
 """Operands whose gradients `attngen::backward` returns, and what it calls them, in order."""
-LEARNED = tuple(name for name in GRADIENT_OF if name not in CARRIERS)
-"""Operands beside q, k and v that have such a gradient."""
+LEARNED = tuple(name for name in GRADIENT_OF if name in ROWS and name not in CARRIERS)
+"""Arguments beside q, k and v that have such a gradient."""
 
 
 class WantedGradients(NamedTuple):
-    """Which gradients a call of the backward is for; those of k and v come together, and those of
-    `LEARNED` follow in its order."""
+    """Which gradients a call of the backward is for; those of k and v come together, those of
+    `LEARNED` follow in its order, then that of what a score learns."""
 
     dq: bool = True
     dkv: bool = True
     dsink: bool = True
     dbias: bool = True
+    dlearned: bool = True
 
 
 DIFFERENTIABLE = tuple(name for name in INPUTS if ROW_OF_OPERAND[name].differentiable)

@@ -85,7 +85,9 @@ class Fragment:
     the score and is cheaper up to a limit; `scaled`: one so large, maybe, that it must meet scores
     in their own units: in those of products it might be infinite. `reference`: the definition in
     Python that the reference applies. `text`: the whole file, of a fragment that is not among
-    attngen's templates. `traced`: whether that comes from a callable.
+    attngen's templates. `traced`: whether that comes from a callable; `learned`: of the tensors
+    that it reads, by their places, those that have gradients; `reaches`: of each load of theirs
+    which elements of a tile read the same number, as learned_sums.cuh names it.
     """
 
     axis: str
@@ -107,6 +109,8 @@ class Fragment:
     reference: str | None = None
     text: str | None = None
     traced: bool = False
+    learned: tuple[int, ...] = ()
+    reaches: tuple[str, ...] = ()
 
     @property
     def template(self) -> str:

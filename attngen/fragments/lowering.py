@@ -7,175 +7,18 @@ large argument, the compiler makes the products of matrices wait for each other.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
+from .cpp_operations import FORMS, HELPERS, NEEDS, SIGNED
 from .header import Fragment, Operand
 from .program import ELEMENTS, POSITIONS, TYPES, Operation, Program
 
 CAPTURED, NUMBER = "captured_", "number_"  # of the names of its fragment's operands
 UNIT, PER_UNIT = "score_unit", "score_per_unit"
 _NUMBER_DTYPES = {"f": "f32", "i": "i32", "l": "i64"}
+_REACH = {(): "kTile", ("i",): "kRow", ("j",): "kColumn"}  # of places by i and j
 _PLACES = {"b": "ctx.batch", "h": "ctx.head", "i": "at.i", "j": "at.j"}
-# Functions that lines may call, each with the C++ of its body; `x`, `y` are floats.
-_HELPERS = {
-    "quotient_of": """float quotient_of(float x, float y) {
-    // The reciprocal of a larger one would be 0.
-    const float shrink = magnitude_of(y) > 0x1p120f ? 0x1p-24f : 1.f;
-    return x * shrink * reciprocal_of(y * shrink);
-  }""",
-    "ratio_of": """float ratio_of(float x, float y) {
-    // As IEEE's division has it: floors of quotients of integers show the last bit.
-    const float ratio = quotient_of(x, y);
-#if defined(__CUDACC__)
-    const float rest = __fmaf_rn(-ratio, y, x);
-#else
-    const float rest = __builtin_fmaf(-ratio, y, x);
-#endif
-    return rest == rest ? ratio + rest * reciprocal_of(y) : ratio;
-  }""",
-    "exp_of": "float exp_of(float x) { return exp2_of(x * kLog2E); }",
-    "sigmoid_of": "float sigmoid_of(float x) { return reciprocal_of(1.f + exp2_of(x * -kLog2E)); }",
-    "tanh_of": """float tanh_of(float x) {
-    return 1.f - 2.f * reciprocal_of(1.f + exp2_of(x * (2.f * kLog2E)));
-  }""",
-    "log_of": "float log_of(float x) { return log2_of(x) * kLn2; }",
-    "log1p_of": "float log1p_of(float x) { return log2_of(1.f + x) * kLn2; }",
-    "expm1_of": "float expm1_of(float x) { return exp2_of(x * kLog2E) - 1.f; }",
-    "rsqrt_of": """float rsqrt_of(float x) {
-#if defined(__CUDACC__)
-    return rsqrtf(x);
-#else
-    return 1.f / __builtin_sqrtf(x);
-#endif
-  }""",
-    "sqrt_of": """float sqrt_of(float x) {
-    return x == 0.f || x == kInfinity ? x : x * rsqrt_of(x);
-  }""",
-    "floor_of": """float floor_of(float x) {
-#if defined(__CUDACC__)
-    return floorf(x);
-#else
-    return __builtin_floorf(x);
-#endif
-  }""",
-    "ceil_of": """float ceil_of(float x) {
-#if defined(__CUDACC__)
-    return ceilf(x);
-#else
-    return __builtin_ceilf(x);
-#endif
-  }""",
-    "trunc_of": """float trunc_of(float x) {
-#if defined(__CUDACC__)
-    return truncf(x);
-#else
-    return __builtin_truncf(x);
-#endif
-  }""",
-    "round_of": """float round_of(float x) {
-#if defined(__CUDACC__)
-    return rintf(x);
-#else
-    return __builtin_rintf(x);
-#endif
-  }""",
-    "wave_of": """float wave_of(float x, float quarter) {
-    // Whole turns off in two steps; `quarter` 1 makes a sine a cosine.
-    const float turns = round_of(x * 0.15915494f);
-    const float rest = (x - turns * 6.28125f) - turns * 1.9353072e-3f;
-#if defined(__CUDACC__)
-    return quarter != 0.f ? __cosf(rest) : __sinf(rest);
-#else
-    return quarter != 0.f ? __builtin_cosf(rest) : __builtin_sinf(rest);
-#endif
-  }""",
-    "erf_of": """float erf_of(float x) {
-#if defined(__CUDACC__)
-    return erff(x);
-#else
-    return __builtin_erff(x);
-#endif
-  }""",
-    "power_of": """float power_of(float x, float y) {
-    const float power = exp2_of(y * log2_of(magnitude_of(x)));
-    if (y == 0.f) return 1.f;
-    if (x >= 0.f || x != x) return power;
-    const float whole = trunc_of(y);
-    if (whole != y) return kInfinity - kInfinity;
-    return trunc_of(y * 0.5f) * 2.f == y ? power : -power;
-  }""",
-    "floor_divide": """template <class T>
-  ATTNGEN_HD static T floor_divide(T x, T y) {
-    if (y == 0) return 0;
-    return x / y - (x % y != 0 && (x < 0) != (y < 0));
-  }""",
-    "remainder_of": """template <class T>
-  ATTNGEN_HD static T remainder_of(T x, T y) {
-    if (y == 0) return 0;
-    const T rest = x % y;
-    return rest != 0 && (rest < 0) != (y < 0) ? rest + y : rest;
-  }""",
-    "lower_of": """template <class T>
-  ATTNGEN_HD static T lower_of(T x, T y) { return x != x || x < y ? x : y; }""",
-    "higher_of": """template <class T>
-  ATTNGEN_HD static T higher_of(T x, T y) { return x != x || x > y ? x : y; }""",
-    "index_of": """template <class T>
-  ATTNGEN_HD static int index_of(T x, int size) {
-    const T counted = x < 0 ? x + size : x;  // from the end
-    return static_cast<int>(max_of(min_of(counted, static_cast<T>(size - 1)), static_cast<T>(0)));
-  }""",
-    "read_of": """template <class T>
-  ATTNGEN_HD static T read_of(const void* tensor, long long place) {
-#if defined(__CUDACC__)
-    return __ldg(static_cast<const T*>(tensor) + place);
-#else
-    return static_cast<const T*>(tensor)[place];
-#endif
-  }""",
-}
-_NEEDS = {
-    "ratio_of": ("quotient_of",),
-    "sqrt_of": ("rsqrt_of",),
-    "wave_of": ("round_of",),
-    "power_of": ("trunc_of",),
-}
-# Operations that are one expression of their arguments.
-_FORMS = {
-    **{name: f"{{0}} {sign} {{1}}" for name, sign in (
-        ("add", "+"), ("sub", "-"), ("mul", "*"), ("and", "&"), ("or", "|"), ("xor", "^"),
-        ("shl", "<<"), ("shr", ">>"), ("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"),
-        ("eq", "=="), ("ne", "!="))},
-    **{name: f"{name}_of({{0}})" for name in (
-        "exp", "sigmoid", "tanh", "log", "log1p", "expm1", "rsqrt", "sqrt", "erf")},
-    "exp2": "exp2_of({0})",
-    "log2": "log2_of({0})",
-    "sin": "wave_of({0}, 0.f)",
-    "cos": "wave_of({0}, 1.f)",
-    "pow": "power_of({0}, {1})",
-    "recip": "quotient_of(1.f, {0})",
-    "div": "quotient_of({0}, {1})",
-    "ratio": "ratio_of({0}, {1})",
-    "floor": "floor_of({0})",
-    "ceil": "ceil_of({0})",
-    "trunc": "trunc_of({0})",
-    "round": "round_of({0})",
-    "neg": "-{0}",
-    "not": "!{0}",
-    "invert": "~{0}",
-    "min": "lower_of({0}, {1})",
-    "max": "higher_of({0}, {1})",
-    "where": "{0} ? {1} : {2}",
-    "fdiv": "floor_divide({0}, {1})",
-    "tdiv": "({1} == 0 ? 0 : {0} / {1})",
-    "mod": "remainder_of({0}, {1})",
-    "fmod": "({1} == 0 ? 0 : {0} % {1})",
-}  # fmt: skip
-# Others, of floats and of integers.
-_SIGNED = {
-    "abs": ("magnitude_of({0})", "{0} < 0 ? -{0} : {0}"),
-    "sign": ("static_cast<float>(({0} > 0.f) - ({0} < 0.f))", "({0} > 0) - ({0} < 0)"),
-}
 
 
 @cache
@@ -204,6 +47,8 @@ def fragment_of(program: Program) -> Fragment:
         selected_by="score",
         operands=tuple(operands),
         additive=program.additive,
+        learned=program.learned_captures,
+        reaches=tuple(_Names(program).reach(load) for load, _ in program.learned),
         text=f"<% macro emit() %>\n{struct_of(program, struct)}\n<% endmacro %>\n",
         traced=True,
     )
@@ -216,7 +61,8 @@ def struct_of(program: Program, struct: str) -> str:
     result = f"{names.of(program.value)} * {PER_UNIT}"
     result = f"score + {result}" if program.additive else result
     members = "\n  ".join(_members(program))
-    helpers = "\n  ".join(_helpers("\n".join([*applied, *slope])))
+    learned = _learn(program, names) if program.learned else ""
+    helpers = "\n  ".join(_helpers("\n".join([*applied, *slope, learned])))
     return f"""struct {struct} {{
   {members}
 
@@ -229,8 +75,37 @@ def struct_of(program: Program, struct: str) -> str:
   template <class At>
   ATTNGEN_HD float grad(const Context& ctx, float score, float, At at) const {{
     {_body(program, slope, names.of(program.slope), "0.f")}
-  }}
+  }}{learned}
 }};"""
+
+
+def _learn(program: Program, names: _Names) -> str:
+    """The C++ of a program's member that adds to gradients of captured tensors, which lie in the
+    sums behind each other in the order of the tensors."""
+    lines = names.lines(*[value for pair in program.learned for value in pair])
+    base: list[str] = []
+    starts: dict[str, str] = {}
+    for number in program.learned_captures:
+        starts[str(number)] = "".join(f"{each} + " for each in base)
+        _, rank, _ = program.captures[number]
+        base.append(" * ".join(["1ll", *(f"{CAPTURED}{number}_size_{n}" for n in range(rank))]))
+    for number, (load, derivative) in enumerate(program.learned):
+        capture, *indices = program.operation(load).args
+        place = "0ll"
+        for axis, index in enumerate(indices):
+            at = names.index(capture, axis, index)
+            size = f"static_cast<long long>({CAPTURED}{capture}_size_{axis})"
+            place = f"({place}) * {size} + {at}" if axis else at
+        lines.append(
+            f"sums.template add<{number}, Sums::{names.reach(load)}>({starts[capture]}{place}, "
+            f"live ? gradient * {names.of(derivative)} : 0.f);"
+        )
+    return f"""
+  // Adds the derivatives by captured numbers, times that of the result.
+  template <class At, class Sums>
+  ATTNGEN_HD void learn(const Context& ctx, float score, float gradient, At at, Sums& sums) const {{
+    {_body(program, lines, "", "")}
+  }}"""
 
 
 def _members(program: Program) -> Iterator[str]:
@@ -247,7 +122,7 @@ def _members(program: Program) -> Iterator[str]:
 def _body(program: Program, lines: list[str], result: str, hidden: str) -> str:
     """Lines that return a result, and another one where a mask hides the score, which a backward
     then has as -inf, and for rows behind the last."""
-    text = "\n    ".join([*lines, f"return live ? {result} : {hidden};"])
+    text = "\n    ".join([*lines, *([f"return live ? {result} : {hidden};"] if result else [])])
     score = "0.f" if program.additive else f"live ? score * {UNIT} : 0.f"
     first = ["const bool live = score > -kInfinity && at.i < ctx.q_len;"]
     first += [f"const float s = {score};"] if re.search(r"\bs\b", text) else []
@@ -256,10 +131,10 @@ def _body(program: Program, lines: list[str], result: str, hidden: str) -> str:
 
 def _helpers(lines: str) -> Iterator[str]:
     """The functions that lines call, with those that these need first."""
-    used = [name for name in _HELPERS if f"{name}(" in lines or f"{name}<" in lines]
-    needed = dict.fromkeys(each for name in used for each in (*_NEEDS.get(name, ()), name))
+    used = [name for name in HELPERS if f"{name}(" in lines or f"{name}<" in lines]
+    needed = dict.fromkeys(each for name in used for each in (*NEEDS.get(name, ()), name))
     for name in needed:
-        body = _HELPERS[name]
+        body = HELPERS[name]
         yield body if body.startswith("template") else f"ATTNGEN_HD static {body}"
 
 
@@ -279,10 +154,21 @@ class _Names:
             return _PLACES[value]
         return NUMBER + value[1:] if value.startswith("n") else value
 
-    def lines(self, value: str) -> list[str]:
-        """The lines that a value needs, in order."""
+    def reach(self, load: str) -> str:
+        """Which elements of a tile read one number by a load."""
+        _, *indices = self.program.operation(load).args
+        return _REACH.get(tuple(sorted(self._bound(indices) - {"b", "h"})), "kAny")
+
+    def _bound(self, values: Sequence[str]) -> frozenset[str]:
+        """Find on which of s, b, h, i and j values depend."""
+        found = frozenset(values) & {"s", *POSITIONS}
+        made = (self.program.operation(each).args for each in values if each.startswith("v"))
+        return found.union(*map(self._bound, made))
+
+    def lines(self, *values: str) -> list[str]:
+        """The lines that values need, in order."""
         operations = self.program.operations
-        wanted, found = [value], set()
+        wanted, found = [*values], set()
         while wanted:
             name = wanted.pop()
             if name.startswith("v") and name not in found:
@@ -301,14 +187,14 @@ class _Names:
         given = [self.of(each) for each in operation.args]
         if operation.name == "cast":
             return f"static_cast<{TYPES[operation.type]}>({given[0]})"
-        if operation.name in _SIGNED:
-            return _SIGNED[operation.name][operation.type != "f"].format(*given)
+        if operation.name in SIGNED:
+            return SIGNED[operation.name][operation.type != "f"].format(*given)
         plain = {"fdiv": "{0} / {1}", "mod": "{0} % {1}"}
         if operation.name in plain and self._divides_simply(operation):
             return plain[operation.name].format(*given)
         if operation.type == "b" and operation.name in ("add", "mul"):
             return f"{given[0]} {'||' if operation.name == 'add' else '&&'} {given[1]}"
-        return _FORMS[operation.name].format(*given)
+        return FORMS[operation.name].format(*given)
 
     def _divides_simply(self, operation: Operation) -> bool:
         """Whether a quotient of ints is what C++ makes it: no sign, and a divisor that is known."""
@@ -316,17 +202,18 @@ class _Names:
         _, is_literal, word = divisor.partition(":")
         return bool(is_literal) and int(word) > 0 and number in self.positive
 
+    def index(self, capture: str, axis: int, index: str) -> str:
+        """The C++ of an index along an axis of a captured tensor, which lies in it."""
+        at, size = self.of(index), f"{CAPTURED}{capture}_size_{axis}"
+        name = "min_of" if index in POSITIONS else "index_of"
+        return f"{name}({at}, {size}{' - 1' if index in POSITIONS else ''})"
+
     def _load(self, capture: str, *indices: str) -> str:
         dtype, *_ = self.program.captures[int(capture)]
         name = CAPTURED + capture
         terms = []
         for axis, index in enumerate(indices):
-            at, size = self.of(index), f"{name}_size_{axis}"
-            if index in POSITIONS:
-                at = f"min_of({at}, {size} - 1)"
-            else:
-                at = f"index_of({at}, {size})"
-            terms.append(f"{at} * {name}_stride_{axis}")
+            terms.append(f"{self.index(capture, axis, index)} * {name}_stride_{axis}")
         read = f"read_of<{ELEMENTS[dtype][0]}>({name}, {' + '.join(terms)})"
         return f"{read} != 0" if dtype == "bool" else read
 

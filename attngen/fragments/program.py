@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 PREFIX = "traced_"  # of the names of fragments that come from programs
+LEARNED_PREFIX = f"{PREFIX}learned_"  # of those with derivatives by captured tensors
 # Type of a value → its C++ type: float32, integers of 32 and of 64 bits, booleans.
 TYPES = {"f": "float", "i": "int", "l": "long long", "b": "bool"}
 # Dtype of a captured tensor, as torch calls it → the C++ type of an element, the type of its value.
@@ -30,6 +31,11 @@ _DIGEST_CHARACTERS = 12  # hex: 48 bits
 def has_program(scores: Iterable[str]) -> bool:
     """Whether one of the scores of these names comes from a program."""
     return any(name.startswith(PREFIX) for name in scores)
+
+
+def learns(scores: Iterable[str]) -> bool:
+    """Whether one of the scores of these names has derivatives by captured tensors."""
+    return any(name.startswith(LEARNED_PREFIX) for name in scores)
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,8 @@ class Program:
 
     captures: of each tensor that it reads the dtype, the number of axes, and the type of its
     strides, `l` where places are beyond 32 bits; numbers: types of its run-time numbers;
-    value, slope: values as `Operation` names them, float32.
+    value, slope: values as `Operation` names them, float32. learned: loads of captured tensors that
+    have gradients, each with the derivative of the score by what it reads.
     """
 
     captures: tuple[tuple[str, int, str], ...]
@@ -64,6 +71,7 @@ class Program:
     operations: tuple[Operation, ...]
     value: str
     slope: str
+    learned: tuple[tuple[str, str], ...] = ()
 
     @property
     def text(self) -> str:
@@ -71,13 +79,25 @@ class Program:
         heads = [f"capture {dtype} {rank} {type_}" for dtype, rank, type_ in self.captures]
         heads += [f"number {type_}" for type_ in self.numbers]
         lines = [each.text for each in self.operations]
-        return "\n".join([*heads, *lines, f"value {self.value}", f"slope {self.slope}"])
+        ends = [f"value {self.value}", f"slope {self.slope}"]
+        ends += [f"learned {load} {derivative}" for load, derivative in self.learned]
+        return "\n".join([*heads, *lines, *ends])
 
     @cached_property
     def name(self) -> str:
         """The name of its fragment, which no other program has."""
         digest = hashlib.sha256(self.text.encode()).hexdigest()
-        return PREFIX + digest[:_DIGEST_CHARACTERS]
+        return (LEARNED_PREFIX if self.learned else PREFIX) + digest[:_DIGEST_CHARACTERS]
+
+    @property
+    def learned_captures(self) -> tuple[int, ...]:
+        """The captured tensors, by their numbers, that have gradients."""
+        loads = (self.operation(load) for load, _ in self.learned)
+        return tuple(sorted({int(each.args[0]) for each in loads}))
+
+    def operation(self, value: str) -> Operation:
+        """The operation that makes a value."""
+        return self.operations[int(value.removeprefix("v"))]
 
     @property
     def additive(self) -> bool:

@@ -162,6 +162,8 @@ class ScoreListView:
     scores, else empty; after_small: those behind it. differentiates: whether the struct has the
     derivative. reads_params, reads_tensors, reads_unit: whether making it takes the parameters,
     the context, and the unit of scores; reads_per_unit: whether also the unit's reciprocal.
+    learned: the name of the score that learns what it reads, empty where none does; before_learned:
+    those before it.
     """
 
     name: str
@@ -180,6 +182,8 @@ class ScoreListView:
     reads_tensors: bool
     reads_unit: bool
     reads_per_unit: bool
+    learned: str
+    before_learned: tuple[ScoreView, ...]
 
 
 @dataclass(frozen=True)
@@ -317,6 +321,7 @@ def score_list_view(
     tiled = next((use for use in scores if use.tile), None)
     scales_tile = tiled is not None and not scales and tiled.tile_power != 0
     small = scores[0].fragment.small
+    learned = [place for place, use in enumerate(scores) if use.fragment.learned and not scales]
     return ScoreListView(
         name=name,
         function=function,
@@ -334,6 +339,8 @@ def score_list_view(
         reads_tensors=any(use.reads_tensors for use in scores),
         reads_unit=scales or any(powers),
         reads_per_unit=1 in powers,
+        learned=views[learned[0]].name if learned else "",
+        before_learned=views[: learned[0]] if learned else (),
     )
 
 

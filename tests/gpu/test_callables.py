@@ -115,6 +115,114 @@ def test_block_masks_are_right() -> None:
     oracle.check_call(*tensors, block_mask=made, mask_mod=lambda b, h, i, j: j % 5 != 1)
 
 
+# Scores that learn what they capture, of such shapes.
+LEARNED: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., ScoreMod]]] = {
+    "cap": (((),), lambda cap: lambda s, b, h, i, j: (cap + 2) * torch.tanh(s / (cap + 2))),
+    "heads and rows": (
+        ((HEADS,), (2, ROWS), (KEYS,)),
+        lambda slope, row, key: (
+            lambda s, b, h, i, j: (
+                s * torch.sigmoid(row[b, i]) + slope[h] * (j - i).abs() / KEYS + key[j]
+            )
+        ),
+    ),
+    "distances": (((HEADS, 400),), lambda x: lambda s, b, h, i, j: s + x[h, j - i + 200] * x[h, 0]),
+    "table": (
+        ((33, HEADS),),
+        lambda x: lambda s, b, h, i, j: s + x[(j - i).clamp(-16, 16) + 16, h] * s.abs(),
+    ),
+    "full": (((HEADS, ROWS, KEYS),), lambda x: lambda s, b, h, i, j: s + x[h, i, j]),
+}
+
+
+def learned_gradients(
+    tensors: tuple[torch.Tensor, ...],
+    make: Callable[..., ScoreMod],
+    captures: list[torch.Tensor],
+    shift: torch.Tensor | None,
+    dtype: torch.dtype,
+    **arguments: Any,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The output, and gradients of captures, by the reference in a dtype."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    q, k, v, d_o = (x.to(dtype) for x in tensors)
+    if "bias" in arguments:
+        arguments["bias"] = arguments["bias"].to(dtype)
+    leaves = [x.to(wide).requires_grad_() for x in captures]
+    out, aux = attngen.reference.attention(q, k, v, score_mod=make(*leaves), **arguments)
+    lse = torch.zeros_like(aux.lse) if shift is None else shift.to(aux.lse.dtype)
+    seen = torch.where(aux.lse.isfinite(), aux.lse, 0)
+    loss = (out * d_o).sum(dtype=wide) + (seen * lse).sum()
+    return out.detach(), torch.autograd.grad(loss, leaves)
+
+
+def check_learned(name: str, d: int, deterministic: bool = False, **arguments: Any) -> None:
+    """Asserts the float64 rule for gradients of what a score captures."""
+    shapes, make = LEARNED[name]
+    tensors = oracle.operands(2, HEADS, 2, ROWS, KEYS, d)
+    d_o = oracle.randn(*tensors[0].shape, dtype=tensors[0].dtype, seed=5)
+    captures = [oracle.randn(*x, dtype=torch.float32, seed=20 + n) for n, x in enumerate(shapes)]
+    leaves = [x.clone().requires_grad_() for x in captures]
+    found = []
+    for _ in range(1 + deterministic):
+        mod = make(*leaves)
+        switches = {"deterministic": deterministic, "backend": "cuda"}
+        out = attngen.attention(*tensors, score_mod=mod, **arguments, **switches)
+        found.append(torch.autograd.grad(out, leaves, d_o))
+    if deterministic:
+        assert all(map(torch.equal, *found))
+    given = (*tensors, d_o)
+    exact, expected = learned_gradients(given, make, captures, None, torch.float64, **arguments)
+    shift = ((exact - exact.to(out.dtype)) * d_o.double()).sum(-1).transpose(1, 2)
+    _, rounded = learned_gradients(given, make, captures, shift, out.dtype, **arguments)
+    for own, truth, near in zip(found[0], expected, rounded, strict=True):
+        error = oracle.largest((own - truth).abs())
+        largest = oracle.largest(truth.abs())
+        limit = 4 * oracle.largest((near - truth).abs()) + 2**-9 * largest
+        assert error <= limit, f"{error:.3e} > {limit:.3e}, of {largest:.3e}"
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_gradients_of_captured_tensors_are_right(name) -> None:
+    masked = {"mask": "causal_bottom_right"} if name in ("cap", "table") else {}
+    check_learned(name, 64, deterministic=name in ("heads and rows", "table"), **masked)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [80, 128, 192])
+@pytest.mark.parametrize("name", LEARNED)
+def test_gradients_of_captured_tensors_beside_masks_scores_and_dropout(name, d) -> None:
+    check_learned(name, d, window=(40, 30), softcap=4.0, alibi_slopes=True)
+    seed = torch.tensor([7, 0], device=oracle.DEVICE)
+    check_learned(name, d, dropout_p=0.25, rng_state=seed, deterministic=True)
+    shown = torch.arange(KEYS, device=oracle.DEVICE) % 11 != 4
+    check_learned(name, d, attn_mask=shown, mask="causal_bottom_right")
+
+
+@pytest.mark.parametrize("bias_type", ["pre_scale", "post_scale"])
+def test_gradients_of_captured_tensors_beside_a_bias_are_right(bias_type) -> None:
+    bias = oracle.randn(HEADS, ROWS, KEYS, dtype=torch.bfloat16, seed=9)
+    check_learned("heads and rows", 64, bias=bias, bias_type=bias_type)
+
+
+@pytest.mark.slow
+def test_gradients_of_captured_tensors_of_packed_tokens_are_right() -> None:
+    ends = varlen.int32((0, 33, 34, 34, ROWS))
+    tensors = tuple(oracle.randn(ROWS, 2, 64, dtype=torch.bfloat16, seed=n) for n in range(4))
+    lengths = {"layout": "thd", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+    heat = torch.linspace(0.5, 1.5, 4 * ROWS, device=oracle.DEVICE).view(4, ROWS)
+
+    def make(heat: torch.Tensor) -> ScoreMod:
+        return lambda s, b, h, i, j: s * heat[b, i] + heat[b, j] * h
+
+    leaf = heat.clone().requires_grad_()
+    *operands, d_o = tensors
+    out = attngen.attention(*operands, score_mod=make(leaf), **lengths, backend="cuda")
+    (found,) = torch.autograd.grad(out, leaf, d_o)
+    _, (truth,) = learned_gradients(tensors, make, [heat], None, torch.float64, **lengths)
+    assert oracle.largest((found - truth).abs()) <= 2**-7 * oracle.largest(truth.abs())
+
+
 def test_few_queries_have_score_mods_that_ask_for_their_head() -> None:
     heat = torch.linspace(-1, 1, HEADS, device=oracle.DEVICE)
     q, k, v = oracle.operands(1, HEADS, 1, 2, KEYS, 64)
@@ -138,17 +246,15 @@ def test_new_closures_numbers_and_sizes_are_one_kernel() -> None:
 
 def test_what_kernels_lack_goes_to_the_reference_and_says_why(caplog) -> None:
     q, k, v = oracle.operands(1, 2, 2, 20, 20, 64)
-    slope = torch.zeros(2, device=oracle.DEVICE, requires_grad=True)
+    kinds = [torch.ones(2, device=oracle.DEVICE, requires_grad=True) for _ in range(5)]
 
     def mod(s, b, h, i, j):
-        return s + slope[h] * (i - j)
+        return s + sum(kind[h] * (i - j) ** n for n, kind in enumerate(kinds))
 
-    with pytest.raises(attngen.SpecError, match="score_mod reads a tensor that requires a grad"):
+    with pytest.raises(attngen.SpecError, match="score_mod reads 5 captured tensors"):
         attngen.attention(q, k, v, score_mod=mod, backend="cuda")
     with caplog.at_level(logging.WARNING, logger="attngen"):
         out = attngen.attention(q, k, v, score_mod=mod)
-    assert "score_mod reads a tensor that requires a gradient" in caplog.text
-    (grad,) = torch.autograd.grad(out.float().sum(), slope)
-    assert grad.shape == slope.shape
-    with torch.no_grad():
-        attngen.attention(q, k, v, score_mod=mod, backend="cuda")
+    assert "score_mod reads 5 captured tensors" in caplog.text
+    found = torch.autograd.grad(out.float().sum(), kinds)
+    assert all(x.shape == kind.shape for x, kind in zip(found, kinds, strict=True))

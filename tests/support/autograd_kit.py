@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from attngen import reference
+from attngen.call.fragments import LEARNED_SLOT
 from attngen.call.numbers import Arguments
 from attngen.call.table import OPTIONAL
 from attngen.frontends.pytorch import checked_call
@@ -61,7 +62,7 @@ class OnReference:
         with ThreadPoolExecutor(1) as pool:  # in this thread the dispatcher is past autograd
             found = pool.submit(gradients).result()
         kinds = {"q": wanted.dq, "k": wanted.dkv, "v": wanted.dkv}
-        kinds |= {"sink": wanted.dsink, "bias": wanted.dbias}
+        kinds |= {"sink": wanted.dsink, "bias": wanted.dbias, LEARNED_SLOT: False}
         absent = {"sink": lse.new_empty(0), "bias": q.new_empty(0)}
         return tuple(
             found[name].contiguous() if want and name in found else absent.get(name, q).new_empty(0)

@@ -68,11 +68,17 @@ class Builder:
         """A captured tensor, in a dtype and of a rank that kernels read."""
         like = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         for place, each in enumerate(self.captures):
-            if (each.data_ptr(), each.shape, each.stride(), each.dtype) == like:
+            same = (each.data_ptr(), each.shape, each.stride(), each.dtype) == like
+            if each is tensor or (same and not (each.requires_grad or tensor.requires_grad)):
                 self.merged |= each is not tensor
                 return View(place, [None] * max(1, tensor.ndim) if tensor.ndim else ["i:0"])
         self.captures.append(tensor)
         return View(len(self.captures) - 1, [None] * tensor.ndim if tensor.ndim else ["i:0"])
+
+    def learns(self, load: str) -> bool:
+        """Whether a value is a number of a captured tensor that requires a gradient."""
+        capture, *_ = list(self.operations)[int(load[1:])].args
+        return self.captures[int(capture)].requires_grad
 
     def load(self, view: View) -> str:
         dtype = element_of(self.captures[view.capture])

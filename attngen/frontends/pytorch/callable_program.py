@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -12,24 +13,23 @@ from torch.fx import GraphModule
 from ...fragments.program import Program
 from .callable_builder import Builder, Number, as_read, capture_of
 from .callable_lines import Lines
-from .callable_trace import differentiate, result_of
+from .callable_trace import differentiate, loads_of, result_of
 
 _PLACES = ("s", "b", "h", "i", "j")
+_NOTHING = "f:0.0"
 
 
 @dataclass(frozen=True, eq=False)
 class Traced:
     """A callable's program, with what a call passes for it: captured tensors, and numbers.
 
-    learned: whether one of the tensors requires a gradient; sources: the tensors as the callable
-    has them; key: its fingerprint, None where what it computes may depend on more; merged: whether
-    some of them are one because they lie in one place.
+    sources: the tensors as the callable has them; key: its fingerprint, None where what it computes
+    may depend on more; merged: whether some of them are one because they lie in one place.
     """
 
     program: Program
     captures: tuple[Tensor, ...]
     numbers: tuple[Number, ...]
-    learned: bool
     sources: tuple[Tensor, ...] = ()
     key: tuple[Any, ...] | None = None
     merged: bool = False
@@ -42,7 +42,7 @@ def mask_program(graph: GraphModule) -> Traced:
     """
     builder = Builder()
     lines = Lines(builder, graph, _PLACES[1:], "mask_mod", graph.meta["lines"])
-    return _traced(builder, lines.number(result_of(graph), "b"), "f:0.0")
+    return _traced(builder, lines.number(result_of(graph), "b"), _NOTHING)
 
 
 def score_program(graph: GraphModule, device: torch.device) -> Traced:
@@ -56,14 +56,22 @@ def score_program(graph: GraphModule, device: torch.device) -> Traced:
     for node in graph.graph.nodes:  # before autograd meets what it cannot differentiate
         if node.op == "call_function":
             forward.check_pure(node)
-    joint, cut = differentiate(graph, device)
+    cut = list(loads_of(graph))
     loads = [forward.number(node, "f") for node in cut]
+    learned = [builder.learns(each) for each in loads]
+    joint = differentiate(graph, device, cut, learned)
     both = Lines(builder, joint, (*_PLACES, *loads), "score_mod", lines)
-    value, slope = (both.number(each, "f") for each in result_of(joint))
-    return _traced(builder, value, slope)
+    value, slope, *derivatives = (both.number(each, "f") for each in result_of(joint))
+    found: dict[str, str] = {}
+    for load, derivative in zip(compress(loads, learned), derivatives, strict=True):
+        found[load] = builder.emit("add", "f", found.get(load, _NOTHING), derivative)
+    found = {load: each for load, each in found.items() if each != _NOTHING}
+    return _traced(builder, value, slope, tuple(found.items()))
 
 
-def _traced(builder: Builder, value: str, slope: str) -> Traced:
+def _traced(
+    builder: Builder, value: str, slope: str, learned: tuple[tuple[str, str], ...] = ()
+) -> Traced:
     """The program of what was built, and what a call passes for it."""
     program = Program(
         captures=tuple(map(capture_of, builder.captures)),
@@ -71,9 +79,9 @@ def _traced(builder: Builder, value: str, slope: str) -> Traced:
         operations=tuple(builder.operations),
         value=value,
         slope=slope,
+        learned=learned,
     )
     numbers = tuple(number for _, number in builder.numbers)
-    learned = any(each.requires_grad for each in builder.captures)
     read = tuple(map(as_read, builder.captures))
     sources = tuple(builder.captures)
-    return Traced(program, read, numbers, learned, sources, merged=builder.merged)
+    return Traced(program, read, numbers, sources, merged=builder.merged)

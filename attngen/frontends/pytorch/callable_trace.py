@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import compress
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ _DRAWS = frozenset(
     "multinomial normal normal_ uniform_ dropout".split()
 )
 _READS = ("index", "select")
+_PLACES = 4  # b, h, i and j
 # Others that return what a captured tensor holds.
 _LOOKS = frozenset("numpy cpu equal allclose is_nonzero __contains__ __array__ __repr__".split())
 
@@ -231,7 +233,7 @@ def _is_number(graph: GraphModule, node: Node) -> bool:
     return made or device.type != "cpu"
 
 
-def _loads_of(graph: GraphModule) -> Iterator[Node]:
+def loads_of(graph: GraphModule) -> Iterator[Node]:
     """Nodes that are one float of a captured tensor."""
     depends = depends_of(graph, ("s", "b", "h", "i", "j"))
     for node, on in depends.items():
@@ -247,10 +249,14 @@ def _loads_of(graph: GraphModule) -> Iterator[Node]:
             yield node
 
 
-def differentiate(graph: GraphModule, device: torch.device) -> tuple[GraphModule, list[Node]]:
-    """The graph of a score and its derivative by the score, whose further inputs are loads of the
-    first graph: floats of captured tensors, of which no gradient is made."""
-    cut = list(_loads_of(graph))
+def differentiate(
+    graph: GraphModule, device: torch.device, cut: Sequence[Node], learned: Sequence[bool]
+) -> GraphModule:
+    """The graph of a score and its derivatives by the score and by what it learns.
+
+    cut: loads of the graph, floats of captured tensors, which are further inputs of the other;
+    learned: of which of them it has derivatives, in their order.
+    """
     inner = Graph()
     copies: dict[Node, Node] = {}
     for node in graph.graph.nodes:
@@ -263,18 +269,24 @@ def differentiate(graph: GraphModule, device: torch.device) -> tuple[GraphModule
             copies[node] = inner.node_copy(node, copies.__getitem__)
     function = GraphModule(graph, inner)
 
-    def joint(score: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+    def joint(score: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        places, loads = rest[:_PLACES], rest[_PLACES:]
         with torch.enable_grad():
             variable = score.detach().requires_grad_()
-            value = function(variable, *rest).to(torch.float32)
+            loads = tuple(
+                x.detach().requires_grad_() if each else x
+                for x, each in zip(loads, learned, strict=True)
+            )
+            by = variable, *compress(loads, learned)
+            value = function(variable, *places, *loads).to(torch.float32)
             if not value.requires_grad:
-                return value, torch.zeros_like(score)
-            found = torch.autograd.grad(value, variable, torch.ones_like(value), allow_unused=True)
-        slope, *_ = found
-        return value.detach(), torch.zeros_like(score) if slope is None else slope
+                return value, *map(torch.zeros_like, by)
+            found = torch.autograd.grad(value, by, torch.ones_like(value), allow_unused=True)
+        slopes = (torch.zeros_like(score) if x is None else x for x in found)
+        return value.detach(), *slopes
 
     given = _positions_of(True, device, len(cut))
-    return _graph_of(joint, given, decomposition_table=_decompositions()), cut
+    return _graph_of(joint, given, decomposition_table=_decompositions())
 
 
 @cache

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ... import reference
-from ...call.fragments import SLOTS
+from ...call.fragments import LEARNED, SLOTS
 from ...call.table import AttentionCall, given_by
 from ...errors import CompileError, CompilerMissing, LimitError, SpecError
 from ...fragments.features import register_program
@@ -23,6 +23,7 @@ from ...reference.fp8 import is_fp8
 from . import descriptions, routing
 from .callable_builder import as_read
 from .callable_fingerprint import fingerprint
+from .callable_gradients import stand_in
 from .callable_mask import Masks, Sizes, listed_by
 from .callable_program import Traced, mask_program, score_program
 from .callable_trace import trace
@@ -54,7 +55,7 @@ def attend(attend: Callable[..., Any], call: AttentionCall) -> Any:
         replaced["attn_mask"] = shown if others is None else others & shown
     if "score_mod" in call.functions:
         traced = _traced("score_mod", call.score_mod, call.q.device)
-        _check_learned("score_mod", traced)
+        _check_count("score_mod", traced)
         replaced["score_mod"] = register_program(traced.program).name
         added = _arguments_of(traced)
         if traced.key is not None:
@@ -93,7 +94,7 @@ def attend_known(
     if known is None or not known.is_served:
         return None
     traced = known.of(tensors)
-    if traced.learned or any(x.device != q.device for x in tensors):
+    if any(x.device != q.device for x in tensors):
         return None
     replaced = {"score_mod": known.traced.program.name, "backend": "cuda"}
     try:
@@ -106,7 +107,11 @@ def _arguments_of(traced: Traced) -> dict[str, Any]:
     """The arguments of a call that names the program's fragment."""
     captures = {f"{CAPTURED}{place}": x for place, x in enumerate(traced.captures)}
     numbers = {f"{NUMBER}{place}": x for place, x in enumerate(traced.numbers)}
-    return {**captures, **numbers, UNIT: 1.0, PER_UNIT: 1.0}
+    learned = {}
+    if traced.program.learned:
+        sources = [traced.sources[place] for place in traced.program.learned_captures]
+        learned[LEARNED] = stand_in(sources)
+    return {**captures, **numbers, **learned, UNIT: 1.0, PER_UNIT: 1.0}
 
 
 def _shown(call: AttentionCall) -> Tensor:
@@ -151,10 +156,9 @@ class _Known:
     def of(self, tensors: Sequence[Tensor]) -> Traced:
         """Its trace for the tensors of another call."""
         read = tuple([tensors[place] for place in self.places])
-        learned = any([x.requires_grad for x in read])
         captures = tuple([as_read(x) for x in read])
         known = self.traced
-        return Traced(known.program, captures, known.numbers, learned, read, known.key)
+        return Traced(known.program, captures, known.numbers, read, known.key)
 
 
 _known: dict[tuple[Any, ...], _Known] = {}
@@ -216,15 +220,10 @@ def _keep(
     _known[key] = _Known(kept, tuple([first for first, *_ in places]))
 
 
-def _check_learned(name: str, traced: Traced) -> None:
-    """Raises: SpecError where a function captures more than kernels read, or learns."""
+def _check_count(name: str, traced: Traced) -> None:
+    """Raises: SpecError where a function captures more than kernels read."""
     if len(traced.captures) > len(SLOTS):
         raise SpecError(
             f"{name} reads {len(traced.captures)} captured tensors; kernels take {len(SLOTS)}. "
             "Stack some of them into one."
-        )
-    if traced.learned and torch.is_grad_enabled():
-        raise SpecError(
-            f"{name} reads a tensor that requires a gradient, of which kernels have none: detach "
-            "it, or pass backend='reference'."
         )

@@ -6,10 +6,12 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...call.dropout import keep_scale
 from ...call.fp8_scales import KEPT_SCALES
+from ...call.learned_sums import DIGITS, LEAST_EXPONENT
 from ...call.prepare_backward import PreparedBackward
 from ...reference.fp8_backward import chosen_scale_s
 from . import bias, sinks
@@ -62,5 +64,22 @@ def _of_bias(left: Results) -> Tensor:
     return bias.finished(left.prepared.dbias, left.made["dbias"], left.given["bias"].dtype)
 
 
-GRADIENTS: dict[str, Callable[[Results], Tensor]] = {"dsink": _of_sink, "dbias": _of_bias}
+def _of_learned(left: Results) -> Tensor:
+    """The gradients of all that a score learns, float32 [n]."""
+    made = left.made["dlearned"]
+    if made.ndim == 1:
+        return made
+    digits, unknown = made[:, :DIGITS], made[:, DIGITS]
+    units = [2.0 ** (LEAST_EXPONENT + 24 * place) for place in range(DIGITS)]
+    total = torch.zeros_like(unknown, dtype=torch.float64)
+    for place, unit in enumerate(units):  # in this order, whatever sums do
+        total.add_(digits[:, place], alpha=unit)
+    return total.masked_fill_(unknown != 0, math.nan).float()
+
+
+GRADIENTS: dict[str, Callable[[Results], Tensor]] = {
+    "dsink": _of_sink,
+    "dbias": _of_bias,
+    "dlearned": _of_learned,
+}
 """The function of each gradient of a learned operand, by its name."""

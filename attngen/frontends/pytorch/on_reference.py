@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ... import reference
-from ...call.fragments import SLOTS, given_by
+from ...call.fragments import LEARNED_SLOT, SLOTS, given_by
 from ...call.fragments import operands_of as fragment_operands
 from ...call.numbers import Arguments
 from ...call.operands import heads_of, unpacked
@@ -103,7 +103,7 @@ def call_of(operands: Sequence[Tensor | None], rest: Sequence[Any]) -> Attention
     tables = given.pop("page_table_k"), given.pop("page_table_v")
     del given["schedule"]
     arguments = split(rest)[1]
-    slots = {name: given.pop(name) for name in SLOTS}
+    slots = {name: given.pop(name) for name in (*SLOTS, LEARNED_SLOT)}
     own = fragment_operands(arguments.mask, arguments.score_mod)
     most = (*rest[len(OPTIONAL) + len(Arguments._fields) :], None, None)[:2]
     return AttentionCall(

@@ -101,7 +101,8 @@ def test_every_number_of_the_operations_is_an_arguments() -> None:
 
 
 def test_every_gradient_of_a_learned_operand_is_made_of_results_by_a_function() -> None:
-    gradients = [table.GRADIENT_OF[name] for name in table.LEARNED]
+    learns = (*table.LEARNED, fragments.LEARNED_SLOT)
+    gradients = [table.GRADIENT_OF[name] for name in learns]
     assert [*MADE_OF] == [*learned.GRADIENTS] == gradients
     assert [*table.WantedGradients._fields] == ["dq", "dkv", *gradients]
 

@@ -33,6 +33,7 @@ from attngen.kernels.wgmma.backward.view import DkvView, DqView
 from attngen.kernels.wgmma.backward.view_around import ConvertView, PrepareView, RowSumsView
 from attngen.kernels.wgmma.backward.view_bias_gradient import BiasGradientView
 from attngen.kernels.wgmma.backward.view_fused import FusedView
+from attngen.kernels.wgmma.backward.view_learned import LearnedView
 from attngen.kernels.wgmma.decode.view import DecodeView
 from attngen.kernels.wgmma.forward.view import ForwardView
 
@@ -57,6 +58,7 @@ VIEWS: dict[str, Any] = {
     "kernels/wgmma/backward/dkv.cu.j2": DkvView,
     "kernels/wgmma/backward/fused.cu.j2": FusedView,
     "kernels/wgmma/backward/dbias.cu.j2": BiasGradientView,
+    "kernels/wgmma/backward/dlearned.cu.j2": LearnedView,
     "kernels/wgmma/backward/fp8.cu.j2": Fp8View,
     "kernels/wgmma/backward/fp8_prepare.cu.j2": TurningView,
     "kernels/wgmma/backward/fp8_convert.cu.j2": Fp8ConvertView,

@@ -1,18 +1,21 @@
-"""Plan of the kernel that makes the gradient of a bias."""
+"""Plans of the kernels that make the gradient of a bias, and of what a score learns."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+from ....fragments.program import learns
 from ....spec.problem import DTYPE_BYTES, Problem
 from ....targets.target import Target
 from ...base import Tile, lay_out, score_tile_bytes
 from ..shared import BARRIER_BYTES, boxes_of
 from .feasible import CONSUMERS
-from .plan import OF_BIAS, ROWS_PER_CONSUMER, BiasGradientPlan
+from .plan import OF_BIAS, OF_LEARNED, ROWS_PER_CONSUMER, BiasGradientPlan, LearnedPlan
 from .registers import BIAS_LENGTH_REGISTERS, REGISTERS
 
 TERM_BYTES, PROGRESS_BYTES = 24, 8  # structs of the kernel of a bias's gradient
+LEARNED_KEYS = 64  # a tile: threads have its products as well as its weights and their gradients
 
 
 def bias_plans(problem: Problem, row_block: int, target: Target) -> Iterator[BiasGradientPlan]:
@@ -27,20 +30,32 @@ def bias_plans(problem: Problem, row_block: int, target: Target) -> Iterator[Bia
     sizes = (n for n in (128, 112, 96, 80, 64, 32) if n == most or n < most and n % 32 == 0)
     choices = [(n, stages) for n in sizes for stages in (4, 3, 2)]
     made = (_make_plan(problem, row_block, target, *choice) for choice in choices)
-    yield next(filter(None, made))
+    fields = next(filter(None, made))
+    yield BiasGradientPlan(family=OF_BIAS, **fields)
+
+
+def learned_plans(problem: Problem, row_block: int, target: Target) -> Iterator[LearnedPlan]:
+    """The plan of the kernel of the gradients of what a score learns, where it does."""
+    if not learns(problem.scores):
+        return
+    choices = [(n, stages) for n in (LEARNED_KEYS, 32) for stages in (4, 3, 2)]
+    made = (_make_plan(problem, row_block, target, *choice) for choice in choices)
+    fields = next(filter(None, made))
+    yield LearnedPlan(family=OF_LEARNED, **fields)
 
 
 def _make_plan(
     problem: Problem, row_block: int, target: Target, n: int, stages: int
-) -> BiasGradientPlan | None:
-    """The plan of `n` keys a tile in so many stages; None where it does not fit."""
+) -> dict[str, Any] | None:
+    """The plan, but for its kernel, of `n` keys a tile in so many stages; None where it does not
+    fit."""
     tile = Tile(ROWS_PER_CONSUMER * CONSUMERS, n)
     element_bytes = DTYPE_BYTES[problem.dtype_q]
     largest = max(problem.head_dim_qk, problem.head_dim_v)
     boxes = boxes_of(largest, element_bytes)
     sizes = {
         "Stages": stages * (tile.m + n) * 128 * boxes,
-        "Bias": 4 * CONSUMERS * score_tile_bytes(16, n),
+        "Bias": 4 * CONSUMERS * score_tile_bytes(16, n) * problem.bias,
     }
     barriers = 2 * stages + 4 * CONSUMERS + 4  # of a warp's part of the bias, of what is drawn
     small = {"Barriers": barriers * BARRIER_BYTES, "Terms": stages * TERM_BYTES + PROGRESS_BYTES}
@@ -50,16 +65,15 @@ def _make_plan(
         return None
     loads_more = problem.varlen or problem.gather or boxes > 3
     producer, consumer = BIAS_LENGTH_REGISTERS if loads_more else REGISTERS[OF_BIAS]
-    return BiasGradientPlan(
-        arch=target.name,
-        family=OF_BIAS,
-        tile=tile,
-        consumers=CONSUMERS,
-        stages=stages,
-        producer_registers=producer,
-        consumer_registers=consumer,
-        row_block=row_block,
-        smem=regions,
-        smem_bytes=smem_bytes,
-        threads=128 * (CONSUMERS + 1),
-    )
+    return {
+        "arch": target.name,
+        "tile": tile,
+        "consumers": CONSUMERS,
+        "stages": stages,
+        "producer_registers": producer,
+        "consumer_registers": consumer,
+        "row_block": row_block,
+        "smem": regions,
+        "smem_bytes": smem_bytes,
+        "threads": 128 * (CONSUMERS + 1),
+    }

@@ -8,7 +8,7 @@ from ....spec.problem import Problem
 from ....targets.target import Target
 from ...base import KernelPlan
 from . import fp8_choices
-from .bias_gradient import bias_plans
+from .bias_gradient import bias_plans, learned_plans
 from .feasible import feasible_dkv, feasible_dq, make_fused
 from .plan import CONVERT, PREPARE, ROW_SUMS, BackwardPlan, ConvertPlan, PreparePlan, RowSumsPlan
 from .registers import fuses
@@ -34,6 +34,7 @@ def plans(problem: Problem, target: Target) -> tuple[KernelPlan, ...]:
             *_adding(problem, target),
             *converts,
             *bias_plans(problem, fused.row_block, target),
+            *learned_plans(problem, fused.row_block, target),
         )
     dkv = next(feasible_dkv(problem, target), None)
     dq = dkv and next(feasible_dq(problem, dkv.row_block, target), None)
@@ -41,7 +42,8 @@ def plans(problem: Problem, target: Target) -> tuple[KernelPlan, ...]:
         return ()
     rows = dkv.row_block
     sums, biases = _row_sums(problem, rows, target), bias_plans(problem, rows, target)
-    return (_prepare(dkv), *sums, dkv, dq, *biases)
+    learned = learned_plans(problem, rows, target)
+    return (_prepare(dkv), *sums, dkv, dq, *biases, *learned)
 
 
 def _prepare(main: BackwardPlan) -> PreparePlan:

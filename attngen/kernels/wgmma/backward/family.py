@@ -23,6 +23,7 @@ from .plan import (
     MAIN_8,
     OF_BIAS,
     OF_KEYS,
+    OF_LEARNED,
     OF_QUERIES,
     PREPARE,
     PREPARE_8,
@@ -32,6 +33,7 @@ from .plan import (
     BackwardPlan,
     BiasGradientPlan,
     ConvertPlan,
+    LearnedPlan,
     PreparePlan,
     RowSumsPlan,
     TurningPlan,
@@ -68,11 +70,10 @@ class Backward(Family):
         PREPARE_8: Kind(
             TurningPlan, "wgmma/backward/fp8_prepare", ROWS | {"queries_turned", "keys_turned"}
         ),
-        MAIN_8: Kind(
-            BackwardPlan, "wgmma/backward/fp8", GRADIENTS - {"dq"}, frozenset({"dq"})
-        ),
+        MAIN_8: Kind(BackwardPlan, "wgmma/backward/fp8", GRADIENTS - {"dq"}, frozenset({"dq"})),
         CONVERT_8: Kind(ConvertPlan, "wgmma/backward/fp8_convert", frozenset({"dq"})),
         OF_BIAS: Kind(BiasGradientPlan, "wgmma/backward/dbias", frozenset({"dbias"})),
+        OF_LEARNED: Kind(LearnedPlan, "wgmma/backward/dlearned", frozenset({"dlearned"})),
     }
 
     def computes(self, problem: Problem) -> bool:

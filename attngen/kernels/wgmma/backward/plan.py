@@ -10,6 +10,7 @@ from ..shared import PREFIX
 
 MAIN, WITH_BIAS = f"{PREFIX}bwd", f"{PREFIX}bwd_with_dbias"
 OF_KEYS, OF_QUERIES, OF_BIAS = f"{PREFIX}bwd_dkv", f"{PREFIX}bwd_dq", f"{PREFIX}bwd_dbias"
+OF_LEARNED = f"{PREFIX}bwd_dlearned"  # of what a score captures
 MAIN_8 = f"{PREFIX}bwd_fp8"  # of operands in 8 bits
 FUSED = (MAIN, WITH_BIAS, MAIN_8)  # make all gradients
 PREPARE_8, CONVERT_8 = "bwd_fp8_prepare", "bwd_fp8_convert"
@@ -184,6 +185,12 @@ class BiasGradientPlan(KernelPlan):
     @property
     def tile_axis(self) -> Literal["q"]:
         return "q"
+
+
+@dataclass(frozen=True)
+class LearnedPlan(BiasGradientPlan):
+    """The kernel of the gradients of what a score learns: a CTA has blocks of queries, one at a
+    time, with all keys that they see."""
 
 
 @dataclass(frozen=True)

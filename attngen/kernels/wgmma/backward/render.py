@@ -36,6 +36,7 @@ from .plan import (
     BackwardPlan,
     BiasGradientPlan,
     ConvertPlan,
+    LearnedPlan,
     PreparePlan,
     RowSumsPlan,
 )
@@ -43,6 +44,7 @@ from .view import dkv_view, dq_view
 from .view_around import convert_view, prepare_view, row_sums_view
 from .view_bias_gradient import bias_gradient_view
 from .view_fused import fused_view
+from .view_learned import learned_view
 from .view_parts import Uses, sequence_view
 
 if TYPE_CHECKING:
@@ -96,6 +98,9 @@ def view_of(
     elif isinstance(plan, RowSumsPlan):
         kernel = _row_sums(problem, plan, operands)
         view = row_sums_view(problem, plan, kernel, uses, root)
+    elif isinstance(plan, LearnedPlan):
+        kernel = _learned(problem, plan, operands)
+        view = learned_view(problem, plan, kernel, uses, root)
     elif isinstance(plan, BiasGradientPlan):
         kernel = _bias(problem, plan, operands)
         view = bias_gradient_view(problem, plan, kernel, uses, root)
@@ -312,6 +317,34 @@ def _bias(problem: Problem, plan: BiasGradientPlan, operands: Names) -> KernelEn
         smem_bytes=plan.smem_bytes,
         tile_rows=plan.tile.m,
         tensor_maps=maps,
+        grid="multiprocessors",
+        workspace=(*workspace, *mask),
+        row_block=plan.row_block,
+        q_seq=problem.q_seq,
+        kv_seq=problem.kv_seq,
+    )
+
+
+def _learned(problem: Problem, plan: LearnedPlan, operands: Names) -> KernelEntry:
+    workspace: tuple[Workspace, ...] = ("lse_log2", "d", "tile_counter")
+    workspace += ("row_sums",) if problem.bias else ()
+    mask: tuple[Workspace, ...] = ("mask_rows",) if problem.attn_mask else ()
+    names = [*_tensor_names(problem, plan), *typed("ptr", "lse")]
+    names += typed("tensor_map", "map_bias") if problem.bias else []
+    names += typed("ptr", *workspace, "dlearned", *(("rng_state",) if problem.dropout else ()))
+    for name in mask:
+        names += mask_names(name)
+    names += [*typed("i32", "sequences", "heads_q", "q_blocks", "group_size")]
+    names += diagonal_names(problem)
+    names += typed("f32", "scale", "scale_log2")
+    names += drop_names(problem, *DROP_THRESHOLD, ("keep_scale", "f32"))
+    return describe(
+        problem,
+        plan,
+        [*names, *operands],
+        smem_bytes=plan.smem_bytes,
+        tile_rows=plan.tile.m,
+        tensor_maps=(*_tensor_maps(problem, plan), *bias_maps(problem)),
         grid="multiprocessors",
         workspace=(*workspace, *mask),
         row_block=plan.row_block,

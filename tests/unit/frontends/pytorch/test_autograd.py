@@ -67,7 +67,7 @@ def test_gradients_of_any_inputs_from_any_results_are_the_references(kernels, wa
     assert kernels.names == ["forward", "backward"]
     _, arguments, asked, from_lse = kernels.calls[-1]
     assert arguments.mask == CALL["mask"] and arguments.window_left == 3
-    assert asked == WantedGradients(wanted[0], wanted[1] or wanted[2], False, False)
+    assert asked == WantedGradients(wanted[0], wanted[1] or wanted[2], False, False, False)
     assert from_lse == ("lse" in parts)
     assert_same(found, gradients(tensors, parts=parts, backend="reference"))
 
@@ -135,7 +135,7 @@ def test_training_step_compiles_whole(kernels, dynamic, wanted):
         tensors = operands(wanted, seed)
         torch.testing.assert_close(gradients(tensors, compiled), gradients(tensors))
     asked = {call[2] for call in kernels.calls if call[0] == "backward"}
-    assert asked == {WantedGradients(True, wanted[1], False, False)}
+    assert asked == {WantedGradients(True, wanted[1], False, False, False)}
 
 
 def test_autocast_casts_operands_and_leaves_gradients_in_float32(kernels):
@@ -327,7 +327,7 @@ def test_gradient_of_a_sink_is_the_references(kernels, trained):
         inputs = [q, k, v, sink] if trained else [sink]
         found.append(torch.autograd.grad(out.float().square().sum(), inputs))
     (*_, (name, _, wanted, _)) = kernels.calls
-    assert name == "backward" and wanted == WantedGradients(trained, trained, True, False)
+    assert name == "backward" and wanted == WantedGradients(trained, trained, True, False, False)
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 
@@ -346,7 +346,7 @@ def test_gradient_of_a_bias_is_the_references(kernels, trained, kind, shape):
         inputs = [q, k, v, bias] if trained else [bias]
         found.append(torch.autograd.grad(out.float().square().sum(), inputs))
     (*_, (name, arguments, wanted, _)) = kernels.calls
-    assert name == "backward" and wanted == WantedGradients(trained, trained, False, True)
+    assert name == "backward" and wanted == WantedGradients(trained, trained, False, True, False)
     assert arguments.bias_type == kind
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
