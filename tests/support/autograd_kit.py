@@ -63,7 +63,7 @@ class OnReference:
             found = pool.submit(gradients).result()
         kinds = {"q": wanted.dq, "k": wanted.dkv, "v": wanted.dkv}
         kinds |= {"sink": wanted.dsink, "bias": wanted.dbias, LEARNED_SLOT: False}
-        absent = {"sink": lse.new_empty(0), "bias": q.new_empty(0)}
+        absent = {"bias": q.new_empty(0)} | dict.fromkeys(("sink", LEARNED_SLOT), lse.new_empty(0))
         return tuple(
             found[name].contiguous() if want and name in found else absent.get(name, q).new_empty(0)
             for name, want in kinds.items()
