@@ -17,12 +17,16 @@ class ShippedFacts(BuildHookInterface):  # type: ignore[type-arg]
         if version != "standard":
             return
         sys.path.insert(0, self.root)
-        from attngen.compiler import digest
+        from attngen.compiler import cutlass, digest
         from attngen.fragments import features
         from attngen.io import files
         from attngen.io.values import to_data, to_json
 
-        facts = {"features": features.scan(), **to_data(digest.read_shipped())}
+        facts = {
+            "features": features.scan(),
+            "cutlass": cutlass.digest_atoms(cutlass.read_atoms()),
+            **to_data(digest.read_shipped()),
+        }
         path = Path(self.directory) / files.SHIPPED
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(to_json(facts, indent=1) + "\n")

@@ -47,7 +47,7 @@ class CompileError(AttngenError, RuntimeError):
 
 
 class CompilerMissing(CompileError):
-    """Jinja or NVRTC, which the extra `compile` installs, is missing here or broken."""
+    """Jinja, NVRTC or CUTLASS, which the extra `compile` installs, is missing here or broken."""
 
     def __init__(self, missing: str, why: str = "is not installed") -> None:
         super().__init__(f"compiling needs {missing}, which {why}: {install_command('compile')}")

@@ -2,8 +2,10 @@
 // Rendered by attngen from kernels/mma_sync/forward/forward.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/copy/cta_rows.cuh"
+#include "attngen/mma/atoms.cuh"
 #include "attngen/mma/fragment.cuh"
 #include "attngen/mma/store.cuh"
+#include "attngen/ptx/async_copy.cuh"
 #include "attngen/ptx/barrier.cuh"
 #include "attngen/ptx/math.cuh"
 #include "attngen/ptx/matrix_move.cuh"
@@ -181,16 +183,16 @@ struct Warp {
       u32 a[kRowTiles][4];
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-        load_matrix_x4(a[m], (q_place ^ (step % 4 * 32)) + step / 4 * kRowBoxBytes + m * (16 * 128));
+        load_matrices(a[m], (q_place ^ (step % 4 * 32)) + step / 4 * kRowBoxBytes + m * (16 * 128));
       }
 #pragma unroll
       for (int n = 0; n < kTileN / 16; ++n) {
         u32 b[4];
-        load_matrix_x4(b, ((k_place + stage * kKStageBytes) ^ (step % 4 * 32)) + step / 4 * kKeyBoxBytes + n * (16 * 128));
+        load_matrices(b, ((k_place + stage * kKStageBytes) ^ (step % 4 * 32)) + step / 4 * kKeyBoxBytes + n * (16 * 128));
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
-          Element::multiply_add(scores[m] + n * 8, a[m], b[0], b[1]);
-          Element::multiply_add(scores[m] + n * 8 + 4, a[m], b[2], b[3]);
+          multiply_add<Element>(scores[m] + n * 8, a[m], b[0], b[1]);
+          multiply_add<Element>(scores[m] + n * 8 + 4, a[m], b[2], b[3]);
         }
       }
     }
@@ -200,11 +202,11 @@ struct Warp {
 #pragma unroll
     for (int n = 0; n < kVSteps; ++n) {
       u32 b[4];
-      load_matrix_transposed_x4(b, ((v_place + stage * kVStageBytes) ^ (n % 4 * 32)) + n / 4 * kKeyBoxBytes + k * (16 * 128));
+      load_matrices_transposed(b, ((v_place + stage * kVStageBytes) ^ (n % 4 * 32)) + n / 4 * kKeyBoxBytes + k * (16 * 128));
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-        Element::multiply_add(output[m] + n * 8, a[m], b[0], b[1]);
-        if (n * 16 + 8 < kHeadDimV) Element::multiply_add(output[m] + n * 8 + 4, a[m], b[2], b[3]);
+        multiply_add<Element>(output[m] + n * 8, a[m], b[0], b[1]);
+        if (n * 16 + 8 < kHeadDimV) multiply_add<Element>(output[m] + n * 8 + 4, a[m], b[2], b[3]);
       }
     }
   }

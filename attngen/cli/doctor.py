@@ -111,6 +111,19 @@ def check_nvrtc() -> str:
     return f"{major}.{minor} at {mapped_file('libnvrtc.so') or 'an unknown place'}"
 
 
+def check_cutlass() -> str:
+    """The version of CUTLASS's headers, and the digest of those that kernels include."""
+    from ..compiler import cutlass
+    from ..compiler.digest import digest_files
+
+    advice = f"only building for GPUs other than Hopper needs it: {install_command('compile')}"
+    version = _package(cutlass.PACKAGE, advice)
+    found = cutlass.atoms()
+    if not found:
+        raise Missing(f"{version}, without {', '.join(sorted(cutlass.ATOMS))}", advice)
+    return f"{version}: {len(found)} headers, sha256 {digest_files(found)[:12]}"
+
+
 def check_driver() -> str:
     """The CUDA version that the driver supports; nothing is initialised."""
     version = ctypes.c_int()
@@ -221,6 +234,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "cuda-bindings": check_bindings,
     "jinja2": check_jinja2,
     "nvrtc": check_nvrtc,
+    "cutlass": check_cutlass,
     "driver": check_driver,
     "gpu": check_gpus,
     "headers": check_headers,

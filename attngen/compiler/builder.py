@@ -138,7 +138,7 @@ def _compile_unchanged(problem: Problem, chosen: KernelPlan, arch: str) -> tuple
     Raises: as `_compile`; _Unkeyed where attngen was changed under this process.
     """
     made = _compile(problem, chosen, arch)
-    if digest.have_changed():
+    if digest.have_changed(chosen.atoms):
         _say_not_stored("attngen's files have changed since this process read them: start it anew")
         raise _Unkeyed(made)
     return made

@@ -19,6 +19,7 @@ from ..errors import CompileError, CompilerMissing
 from ..io.files import headers
 from ..runtime.program import SCHEMA_VERSION, Binary, Resources
 from ..spec.problem import Problem
+from . import cutlass
 from .toolchain import installed_toolchain, note_loaded
 
 if TYPE_CHECKING:
@@ -82,10 +83,10 @@ def toolchain() -> str:
 def run_nvrtc(text: str, name: str, arch: str) -> Compiled:
     """Compile `text` with attngen's headers handed over in memory.
 
-    Raises: CompileError with the log.
+    Raises: CompileError with the log; CompilerMissing, also without CUTLASS where it is included.
     """
     nvrtc = _nvrtc()
-    known = headers()
+    known = {**headers(), **cutlass.supply(text)}
     names = [header.encode() for header in known]
     program = _checked(
         nvrtc,

@@ -11,7 +11,7 @@ import hashlib
 import importlib.util
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,6 +25,7 @@ from ..io.values import to_data, to_json
 from ..kernels.base import KernelPlan
 from ..runtime.program import SCHEMA_VERSION
 from ..spec.problem import Problem
+from . import cutlass
 from .compile import OPTIONS
 from .toolchain import installed_toolchain
 
@@ -34,7 +35,7 @@ from .toolchain import installed_toolchain
 # every module does, so that one that is new is not forgotten.
 _PACKAGES = ("fragments", "kernels", "targets")
 _MODULES = (
-    *("compiler.builder", "compiler.compile", "io.files", "io.values"),
+    *("compiler.builder", "compiler.compile", "compiler.cutlass", "io.files", "io.values"),
     *("spec.problem", "runtime.geometry", "runtime.parameters", "runtime.program"),
     "runtime.run_time",
 )
@@ -74,6 +75,7 @@ def cache_key(problem: Problem, plan: KernelPlan, arch: str) -> CacheKey:
     Imports neither the template engine nor the compiler.
     Raises: FileNotFoundError where the templates or this package's sources are missing.
     """
+    known = cutlass.digests() if plan.atoms else {}
     material = to_json(
         {
             "schema": SCHEMA_VERSION,
@@ -82,6 +84,7 @@ def cache_key(problem: Problem, plan: KernelPlan, arch: str) -> CacheKey:
             "plan": to_data(plan),
             "flags": list(OPTIONS),
             **key_digests(problem),
+            **({"cutlass": {name: known[name] for name in plan.atoms}} if plan.atoms else {}),
         }
     )
     return CacheKey(
@@ -211,12 +214,14 @@ def key_digests(problem: Problem) -> dict[str, Any]:
     return {**source_digests(), "fragments": {file: known.get(file) for file in used}}
 
 
-def have_changed() -> bool:
-    """Whether templates or modules are others on the disk than when this process read them, so
-    that what it compiles may not be what its keys say.
+def have_changed(atoms: Collection[str] = ()) -> bool:
+    """Whether templates, modules or these headers of CUTLASS's are others on the disk than when
+    this process read them, so that what it compiles may not be what its keys say.
 
     Raises: FileNotFoundError.
     """
+    if cutlass.have_changed(atoms):
+        return True
     known = source_digests()
     if known["generator"] != _digest_generator():
         return True

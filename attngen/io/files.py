@@ -46,16 +46,22 @@ def shipped() -> dict[str, Any] | None:
     """Read the wheel's record of its templates and headers; None where these are installed.
 
     A machine from which they were removed needs the record. It has the fragments' headers
-    (`features`) and the digests that are part of cache keys (`templates`, `headers`), and is
-    written when the wheel is built.
+    (`features`) and the digests that are part of cache keys (`templates`, `headers`, `cutlass`),
+    and is written when the wheel is built.
     """
     with contextlib.suppress(FileNotFoundError):
         if templates_dir() and include_dir().is_dir():
             return None
+    return record() or None
+
+
+@cache
+def record() -> dict[str, Any]:
+    """Read the wheel's record, whether its files were removed or not; empty in a checkout."""
     with contextlib.suppress(OSError):
         data = pkgutil.get_data("attngen", SHIPPED)  # out of an archive, too
-        return None if data is None else json.loads(data)
-    return None
+        return {} if data is None else json.loads(data)
+    return {}
 
 
 @cache
@@ -66,11 +72,11 @@ def include_dir() -> Path:
 
 @cache
 def headers() -> dict[str, bytes]:
-    """Every CUDA header by the name it is included by."""
+    """Every CUDA header by the name it is included by; those of the suffix .hpp stand in for others
+    of CUTLASS's (compiler/cutlass.py)."""
     root = include_dir()
-    return {
-        path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(root.rglob("*.cuh"))
-    }
+    paths = sorted(path for path in root.rglob("*") if path.suffix in (".cuh", ".hpp"))
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
 
 
 def can_write_into(folder: Path) -> bool:

@@ -33,6 +33,11 @@ class KernelPlan:
         return False
 
     @property
+    def atoms(self) -> frozenset[str]:
+        """CUTLASS's headers that its source includes, by the names they are included by."""
+        return frozenset()
+
+    @property
     def moves_registers(self) -> bool:
         """Whether its warpgroups hand registers to each other, so that they have other numbers of
         them than at launch."""

@@ -8,6 +8,7 @@ import os
 import subprocess
 from pathlib import Path
 
+from attngen.compiler import cutlass
 from attngen.io.files import headers, replacing
 
 from . import instructions
@@ -17,7 +18,8 @@ HERE = Path(__file__).parent
 # Fibers leave frames that a fortified longjmp would miss; each kernel has a runtime of its own.
 FLAGS = (
     *("-std=c++17", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-fno-gnu-unique"),
-    *("-D__CUDACC__", f"-I{HERE}"),
+    *("-D__CUDACC__", "-D__CUDACC_RTC__", "-D__CUDACC_VER_MAJOR__=13", "-D__CUDA_ARCH__=800"),
+    f"-I{HERE}",
 )
 ENTRY = """
 extern "C" void emulator_entry(const void* parameters) {{
@@ -46,6 +48,10 @@ class HostCompiler:
     def _headers(self) -> Path:
         """Where the headers are, and the kernels that were compiled with them."""
         known = {name: instructions.rewrite(text.decode()) for name, text in headers().items()}
+        known |= {
+            name: instructions.rewrite_wrappers(text.decode())
+            for name, text in cutlass.atoms().items()
+        }
         folder = self.folder / _digest((HERE / "cuda.hpp").read_text(), *known.values())
         for name, text in known.items():
             with replacing(folder / name) as file:  # processes beside this one see whole files

@@ -6,7 +6,9 @@ Each `asm` statement of the headers and templates has one entry here: its text, 
 
 from __future__ import annotations
 
+import collections
 import re
+from collections.abc import Mapping
 
 _E = "emulator::"
 _F16, _BF16 = "emulator::Format::kFp16", "emulator::Format::kBf16"
@@ -190,6 +192,26 @@ STATEMENTS: dict[str, str] = {
     ),
 }
 
+# Statements of CUTLASS's wrappers that kernels call; each of its others is an error when it is met.
+WRAPPERS: dict[str, str] = {
+    **{
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{t}.{t}.f32 {{%0,  %1,  %2,  %3}},"
+        "{%4,  %5,  %6,  %7},{%8,  %9},{%10, %11, %12, %13};": (
+            f"float acc[4] = {{%10, %11, %12, %13}}; const unsigned a[4] = {{%4, %5, %6, %7}}; "
+            f"{_E}warp_multiply({form}, acc, a, %8, %9); "
+            + " ".join(f"%{i} = acc[{i}];" for i in range(4))
+        )
+        for t, form in (("bf16", _BF16), ("f16", _F16))
+    },
+    **{
+        f"ldmatrix.sync.aligned.x4{way}.m8n8.shared.b16 {{%0, %1, %2, %3}}, [%4];": (
+            f"unsigned fragment[4]; {_E}load_matrices(fragment, %4, {transposed}); "
+            + " ".join(f"%{i} = fragment[{i}];" for i in range(4))
+        )
+        for way, transposed in (("", "false"), (".trans", "true"))
+    },
+    "cp.async.cg.shared.global.L2::128B [%0], [%1], %2, %3;": f"{_E}copy_async(%0, %1, %2, %3)",
+}
 _FORMATS = {"bf16": "kBf16", "f16": "kFp16", "e4m3": "kE4m3", "e5m2": "kE5m2"}
 _PRODUCT = re.compile(
     r"wgmma\.mma_async\.sync\.aligned\.m64n(?P<n>\d+)k(?:16|32)\.f32\.(?P<a>\w+)\.(?P<b>\w+) "
@@ -198,20 +220,31 @@ _PRODUCT = re.compile(
 _STATEMENT = re.compile(r"\basm(?:\s+volatile)?\s*\(")
 
 
+def rewrite_wrappers(source: str) -> str:
+    """CUTLASS's wrappers with every `asm` statement replaced, by a failure where none has been said
+    what it does."""
+    entries = collections.defaultdict(lambda: f'{_E}fail("an unknown instruction")', WRAPPERS)
+    return _replace(source, entries)
+
+
 def rewrite(source: str) -> str:
     """The source with every `asm` statement replaced. Raises: KeyError for one without an entry."""
+    return _replace(source, STATEMENTS)
+
+
+def _replace(source: str, entries: Mapping[str, str]) -> str:
     parts, end = [], 0
     for match in _STATEMENT.finditer(source):
         if match.start() < end:
             continue
         close = _closing(source, match.end())
         sections = _sections(source[match.end() : close])
-        parts += [source[end : match.start()], "{ ", _statement(sections), "; }"]
+        parts += [source[end : match.start()], "{ ", _statement(sections, entries), "; }"]
         end = source.index(";", close) + 1
     return "".join([*parts, source[end:]])
 
 
-def _statement(sections: list[str]) -> str:
+def _statement(sections: list[str], entries: Mapping[str, str]) -> str:
     text = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', sections[0])).replace("\\n", "")
     operands = [_operand(each) for part in sections[1:3] for each in _split(part, ",") if each]
     if "wgmma.mma_async" in text:
@@ -219,7 +252,7 @@ def _statement(sections: list[str]) -> str:
         if len(chain) != text.count("wgmma.mma_async"):
             raise KeyError(text)
         return _product(chain, operands)
-    return re.sub(r"%(\d+)", lambda m: f"({operands[int(m[1])]})", STATEMENTS[text])
+    return re.sub(r"%(\d+)", lambda m: f"({operands[int(m[1])]})", entries[text])
 
 
 def _product(chain: list[tuple[str, ...]], operands: list[str]) -> str:

@@ -25,7 +25,8 @@ from attngen.targets import target
 from tests.support.paths import ROOT
 
 ITEMS = [
-    *("python", "attngen", "torch", "cuda-bindings", "jinja2", "nvrtc", "driver", "gpu"),
+    *("python", "attngen", "torch", "cuda-bindings", "jinja2", "nvrtc", "cutlass"),
+    *("driver", "gpu"),
     *("headers", "templates", "tuned", "bundles", "cache", "jit"),
 ]
 # Enough of the driver for the doctor: one device of compute capability 9.0.
@@ -91,7 +92,7 @@ def test_doctor_where_nothing_is_installed_says_what_to_do(tmp_path: Path) -> No
     shutil.copytree(Path(click.__file__).parent, packages / "click")
     found = report(str(tmp_path / "bare" / "bin" / "python"), PYTHONPATH="")
     assert list(found) == ITEMS
-    for item in ("torch", "cuda-bindings", "jinja2", "nvrtc"):
+    for item in ("torch", "cuda-bindings", "jinja2", "nvrtc", "cutlass"):
         assert found[item]["status"] == "missing"
         assert "pip install" in found[item]["advice"]
     assert found["headers"]["status"] == found["templates"]["status"] == "ok"

@@ -58,7 +58,7 @@ def run(code_or_module: list[str], path: Path, **environment: str) -> str:
 
 def test_wheel_contents_are_modules_headers_and_templates(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    wanted = tracked("attngen", ".py", ".cuh", ".json", ".toml", "py.typed")
+    wanted = tracked("attngen", ".py", ".cuh", ".hpp", ".json", ".toml", "py.typed")
     wanted |= {"attngen/shipped.json"}  # made with the wheel
     wanted |= {f"attngen/{name}" for name in tracked("templates", ".j2")}
     shipped = {name for name in names if ".dist-info/" not in name}
@@ -110,7 +110,7 @@ print(nvrtc.__file__, *map(importlib.metadata.version, ("cuda-python", "cuda-bin
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_wheel_in_an_empty_environment_brings_an_nvrtc_that_runs(
+def test_wheel_in_an_empty_environment_brings_what_compiles(
     wheel: Path, tmp_path: Path
 ) -> None:
     """pip finds versions that fit each other, and what it installs compiles a kernel."""
@@ -139,5 +139,9 @@ def test_wheel_in_an_empty_environment_brings_an_nvrtc_that_runs(
     file, metapackage, bindings = call("-c", FOUND).split()
     assert Path(file).is_relative_to(site)
     assert metapackage.split(".")[:2] == bindings.split(".")[:2]
-    call("-m", "attngen", "doctor", "cuda-bindings", "jinja2", "nvrtc")
+    call("-m", "attngen", "doctor", "cuda-bindings", "jinja2", "nvrtc", "cutlass")
     assert "2 compiled, 0 cached" in call("-m", "attngen", "build", str(LLAMA))
+    forward = tmp_path / "forward.toml"
+    forward.write_text('[[kernel]]\nname = "forward"\nhead_dim = 64\ndirections = ["fwd"]\n')
+    built = call("-m", "attngen", "build", "--arch", "sm_80", str(forward))
+    assert "1 compiled, 0 cached" in built

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...base import Schedule, SmemRegion, Tile, TiledPlan
+from ..atoms import ATOMS
 
 FORWARD = "mma_fwd"
 
@@ -35,6 +36,10 @@ class Plan(TiledPlan):
     threads: int
     operand_registers: int
     why: tuple[str, ...]
+
+    @property
+    def atoms(self) -> frozenset[str]:
+        return ATOMS
 
     @property
     def tile_axis(self) -> Literal["q", "kv"] | None:

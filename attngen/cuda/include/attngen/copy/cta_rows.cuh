@@ -1,7 +1,7 @@
 // Rows that all threads of a CTA copy into swizzled boxes of 64 columns, without the copy engine.
 #pragma once
 
-#include "attngen/ptx/async_copy.cuh"
+#include "attngen/mma/atoms.cuh"
 
 namespace attngen {
 
@@ -45,7 +45,7 @@ struct RowShare {
     for (int box = 0; box < kBoxes; ++box) {
       if (box * 8 + 8 > kPieces && box * 8 + piece() >= kPieces) continue;
       const bool column = box * 64 + 64 <= kColumns || box * 64 + piece() * 8 < kColumns;
-      copy_async<16>(target + box * kBoxBytes, source + box * 128, there && column ? 16 : 0);
+      copy_piece(target + box * kBoxBytes, source + box * 128, there && column);
     }
   }
 };
