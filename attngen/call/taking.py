@@ -30,15 +30,24 @@ class Fields(NamedTuple):
 
     def filled(self, name: str, args: Any, given: dict[str, Any]) -> Any:
         """The dataclass of a call of the function of this name. Raises: TypeError, as it does."""
-        arguments, names, older = self
-        if given and not names.issuperset(given):
-            given = {older.get(each, each): value for each, value in given.items()}
-            for unknown in given.keys() - names:
-                raise TypeError(f"{name}() got an unexpected keyword argument {unknown!r}")
         try:
-            return arguments(*args, **given)
+            return self.arguments(*args, **given)
         except TypeError as error:  # which names the dataclass's own function
-            raise TypeError(str(error).replace(f"{_name_of(arguments)}.__init__", name)) from None
+            known = self._known(name, given)
+            if known is given:
+                made_by = f"{_name_of(self.arguments)}.__init__"
+                raise TypeError(str(error).replace(made_by, name)) from None
+        return self.filled(name, args, known)
+
+    def _known(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of today's names; the same ones where they are. Raises: TypeError where there
+        is no such argument."""
+        if self.names.issuperset(given):
+            return given
+        found = {self.older.get(each, each): value for each, value in given.items()}
+        for unknown in found.keys() - self.names:
+            raise TypeError(f"{name}() got an unexpected keyword argument {unknown!r}")
+        return found
 
 
 def fields_of(arguments: Callable[..., Any], older: Mapping[str, str] = NONE) -> Fields:
@@ -47,16 +56,23 @@ def fields_of(arguments: Callable[..., Any], older: Mapping[str, str] = NONE) ->
 
 
 def taking(
-    arguments: Callable[P, A], older: Mapping[str, str] = NONE
+    arguments: Callable[P, A],
+    older: Mapping[str, str] = NONE,
+    quickly: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[[A], R]], Callable[P, R]]:
     """Let a function of one value of this dataclass be called with its fields, by position or by
-    name. older: other spellings, and those of the fields. Raises: TypeError, as Python does, for
+    name. older: other spellings, and those of the fields. quickly: of the arguments as they are
+    given, the result where no value is needed; else None. Raises: TypeError, as Python does, for
     others."""
     fields = fields_of(arguments, older)
 
     def decorate(function: Callable[[A], R]) -> Callable[P, R]:
         @functools.wraps(function)
         def called(*args: P.args, **given: P.kwargs) -> R:
+            if quickly is not None:
+                found: R | None = quickly(args, given)
+                if found is not None:
+                    return found
             return function(fields.filled(function.__name__, args, given))
 
         _describe(called, arguments)

@@ -199,7 +199,10 @@ def form_of_arguments(args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any
 
 
 def _carrier_form(x: Any) -> Any:
-    return x if x is None else (x.shape if x.ndim != 3 else x.shape[1:], x.dtype)
+    if x is None:
+        return None
+    shape = x.shape
+    return shape if len(shape) != 3 else shape[1:], x.dtype
 
 
 def _form_of_one(x: Any) -> Any:

@@ -230,8 +230,11 @@ class DotProductAttention(nn.Module):
     def plan_by_form(self, form: Any, args: tuple[Any, ...], given: dict[str, Any]) -> PlannedCall:
         """The plan of a call whose arguments, as they are given, have this form."""
         number = choices.number()  # first, as it may forget
-        make = lambda: self._plan_of(_CALL.filled("forward", args, given))  # noqa: E731
-        return self._plans.find((number, form), make)
+        return self._plans.find((number, form), self._plan_as_given, args, given)
+
+    def _plan_as_given(self, args: tuple[Any, ...], given: dict[str, Any]) -> PlannedCall:
+        """The plan of a call of these arguments. Raises: as `forward` does."""
+        return self._plan_of(_CALL.filled("forward", args, given))
 
     def _kept_plan_of(self, call: Call) -> PlannedCall:
         """The plan of calls like this one, made once; anew where an attribute of the module was
@@ -296,6 +299,8 @@ class DotProductAttention(nn.Module):
     def _words_of(self, call: Call, layout: str, mask: str) -> Words:
         window = self.window_size if call.window_size is None else call.window_size
         corner = (call.bottom_right_diagonal, self.bottom_right_diagonal)
+        scale = self.softmax_scale
+        is_plain = scale == 1 / math.sqrt(self.hidden_size_per_attention_head_k)
         return Words(
             layout=layout,
             mask=mask,
@@ -303,7 +308,7 @@ class DotProductAttention(nn.Module):
             bottom_right=ends_at_corner(mask, *corner),
             softmax=self.softmax_type,
             bias=call.core_attention_bias_type,
-            softmax_scale=self.softmax_scale,
+            softmax_scale=None if is_plain else scale,
             dropout=self.attention_dropout if self.training else 0.0,
         )
 

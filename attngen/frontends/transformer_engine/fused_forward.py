@@ -11,8 +11,9 @@ from torch import Tensor
 from ... import attention
 from ...call.recipe import in_force
 from ...call.table import LEARNED
+from ...call.taking import fields_of
 from ...errors import SpecError
-from .arguments import taking
+from .arguments import OLDER, taking
 from .eight_bits import (
     descales,
     is_stored,
@@ -85,11 +86,50 @@ class ForwardPlan:
     in_8_bits: bool
     learned: tuple[str, ...]
 
+    @property
+    def reads_carriers_alone(self) -> bool:
+        """Whether q, k and v are all tensors that the call reads or draws."""
+        others = self.reads or self.has_offset or self.in_8_bits
+        return not (others or "dropout_p" in self.constant)
+
 
 _plans: Kept[ForwardPlan] = Kept()
+_FIELDS = fields_of(ForwardArguments, OLDER)
+_BY_POSITION = 10  # arguments without defaults
+# Arguments by name that are no tensors.
+_WORDS = frozenset(
+    ("attn_scale", "dropout", "fast_zero_fill", "qkv_layout", "o_format", "attn_bias_type")
+    + ("attn_mask_type", "softmax_type", "window_size", "bottom_right_diagonal", "cuda_graph")
+)
 
 
-@taking(ForwardArguments)
+def _by_form(args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, ...] | None:
+    """The result of a call that reads q, k and v alone, and whose arguments, as they are given,
+    tell its form; None of others. Raises: as `fused_attn_fwd` does."""
+    if len(args) != _BY_POSITION or not _WORDS.issuperset(given) or torch.compiler.is_compiling():
+        return None
+    training, _, _, ends_q, ends_kv, q, k, v, dtype, backend = args
+    of_q, of_k = q.shape, k.shape
+    form = (
+        *(training, ends_q is None, ends_kv is None, q.dtype, type(q), dtype, backend),
+        *(of_q if len(of_q) != 3 else of_q[1:], of_k if len(of_k) != 3 else of_k[1:]),
+        *given.items(),
+    )
+    plan = _plans.find(form, _plan_as_given, args, given)
+    learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if learns or in_force.recipe is not None or not plan.reads_carriers_alone:
+        return None
+    out, results = attention(q, k, v, **plan.constant)
+    aux = [stats_of(results.lse, plan.axes), no_state(q.device)]
+    return out if plan.o_format == plan.axes else turned(out, plan.axes, plan.o_format), aux
+
+
+def _plan_as_given(args: tuple[Any, ...], given: dict[str, Any]) -> ForwardPlan:
+    """The plan of a call of these arguments. Raises: as `fused_attn_fwd` does."""
+    return _plan_of(_FIELDS.filled("fused_attn_fwd", args, given))
+
+
+@taking(ForwardArguments, quickly=_by_form)
 def fused_attn_fwd(call: ForwardArguments) -> tuple[Any, ...]:
     """Attention, with what its backward needs; autograd sees nothing of it.
 

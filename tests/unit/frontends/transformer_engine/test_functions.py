@@ -327,3 +327,23 @@ def test_backends_of_other_enumerations_are_taken_by_their_number() -> None:
     expected, _ = forward(case, qkv)
     for backend in (1, te.FusedAttnBackend.F16_max512):
         assert torch.equal(forward(case, qkv, fused_attention_backend=backend)[0], expected)
+
+
+@pytest.mark.parametrize("mask", ["no_mask", "causal", "padding_causal"])
+@pytest.mark.parametrize("o_format", ["bshd", "sbhd"])
+@pytest.mark.parametrize("learns", [False, True])
+def test_arguments_by_position_are_those_by_name(mask: str, o_format: str, learns: bool) -> None:
+    q, k, v = torch.randn(3, 2, 8, 2, 16, generator=torch.Generator().manual_seed(1)).unbind()
+    q.requires_grad_(learns)
+    ends = te_kit.cumulative([8, 5])
+    named = {"attn_mask_type": mask, "o_format": o_format, "qkv_layout": "bshd_bshd_bshd"}
+    given = (False, 8, 8, ends, ends, q, k, v, q.dtype, BACKEND)
+    names = [*inspect.signature(te.fused_attn_fwd).parameters][: len(given)]
+    by_name = te.fused_attn_fwd(**dict(zip(names, given, strict=True)), **named)
+    for _ in range(2):
+        found = te.fused_attn_fwd(*given, **named)
+        assert not found[0].requires_grad
+        assert torch.equal(found[0], by_name[0]) and found[0].shape == by_name[0].shape
+        assert all(torch.equal(a, b) for a, b in zip(found[1], by_name[1], strict=True))
+    with pytest.raises(TypeError, match=r"fused_attn_fwd\(\).*'mask'"):
+        te.fused_attn_fwd(*given, mask="causal")
