@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Part(NamedTuple):
-    """What a rank computes at a step: rows of its queries, rows of the keys at hand, and whether
+    """Work of a rank at a step: rows of its queries, rows of the keys at hand, and whether
     the diagonal is theirs."""
 
     queries: slice
