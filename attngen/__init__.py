@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from .fragments.features import register_fragment
     from .frontends import fp8 as fp8
+    from .frontends import integrations as integrations
     from .frontends import jax as jax  # as `__getattr__` finds it
     from .frontends import transformer_engine as te  # noqa: F401  # likewise
     from .frontends import transformer_engine as transformer_engine
@@ -92,6 +93,7 @@ _HOMES = {
 # Front ends beside those of `__all__`, as modules.
 _FRONT_ENDS = {
     "fp8": "frontends.fp8",
+    "integrations": "frontends.integrations",
     "jax": "frontends.jax",
     "parallel": "frontends.pytorch.parallel",
     "te": "frontends.transformer_engine",

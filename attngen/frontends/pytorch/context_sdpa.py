@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from ... import integrations
 from ...call.context_order import AnyOrder
 from ...errors import SpecError
 from .context_sharding import shard
@@ -45,17 +45,13 @@ def _of_sdpa(
 def over_group(group: Any, **over: Any) -> Iterator[None]:
     """Have `torch.nn.functional.scaled_dot_product_attention` attend over a group inside. over:
     comm, order and reduce_dtype, as of `attention`."""
-    before = functional.scaled_dot_product_attention
 
     def attend_over(*given: Any, **named: Any) -> Any:
         (q, k, v), arguments = _of_sdpa(*given, **named)
         return attention(q, k, v, group=group, **over, **arguments)
 
-    functional.scaled_dot_product_attention = attend_over
-    try:
+    with integrations.torch.replacing(attend_over):
         yield
-    finally:
-        functional.scaled_dot_product_attention = before
 
 
 @contextmanager

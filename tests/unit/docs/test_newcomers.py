@@ -104,10 +104,10 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS)
 def test_sdpa_is_that_of_pytorch(mask, heads_kv, scale) -> None:
     tensors, given = bhsd(heads_kv=heads_kv), dict(MASKS[mask])
-    ours = space_of("sdpa")["scaled_dot_product_attention"](*tensors, **given, scale=scale)
+    options = {"scale": scale, "enable_gqa": heads_kv != H}
+    ours = space_of("sdpa")["scaled_dot_product_attention"](*tensors, **given, **options)
     if mask == "double":
         given["attn_mask"] = given["attn_mask"].float()
-    options = {"scale": scale, "enable_gqa": heads_kv != H}
     theirs = scaled_dot_product_attention(*tensors, **given, **options)
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 

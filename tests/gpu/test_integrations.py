@@ -1,0 +1,90 @@
+"""Doors for other libraries' calls run on kernels, and agree with what these compute themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attngen.integrations.torch import replaced_sdpa, sdpa, varlen_attn
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import varlen
+
+from . import oracle
+
+pytestmark = pytest.mark.gpu
+CUDA: dict[str, Any] = {"backend": "cuda"}
+
+
+def alike(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found.float(), wanted.float(), atol=2e-2, rtol=2e-2)
+
+
+def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
+    """Random bfloat16 tensors that want gradients."""
+    return [oracle.randn(*shape, seed=n).requires_grad_() for n, shape in enumerate(shapes)]
+
+
+# ---- PyTorch
+
+
+MASKS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "causal": {"is_causal": True},
+    "bool": {"attn_mask": (2, 1, 200, 200)},
+    "floats": {"attn_mask": (4, 200, 200)},
+}
+
+
+@pytest.mark.parametrize("axes", ["bhsd", "bshd"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_sdpa_and_its_gradients_are_those_of_pytorch(mask: str, axes: str) -> None:
+    shapes = [(2, heads, 200, 64) for heads in (4, 2, 2)]
+    given = dict(MASKS[mask])
+    if shape := given.get("attn_mask"):
+        numbers = oracle.randn(*shape, seed=7)
+        given["attn_mask"] = numbers if mask == "floats" else (numbers > -1)
+    results = []
+    for attend in (lambda *x, **y: sdpa(*x, **y, **CUDA), functional.scaled_dot_product_attention):
+        operands = leaves(*shapes)
+        views = operands
+        if axes == "bshd":
+            views = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in operands]
+        out = attend(*views, enable_gqa=True, **given)
+        out.backward(oracle.randn(*out.shape, seed=8))
+        results.append([out, *(x.grad for x in operands)])
+    own, _ = results
+    assert own[0].transpose(1, 2).is_contiguous() == (axes == "bshd")
+    for found, wanted in zip(*results, strict=True):
+        alike(found, wanted)
+
+
+def test_layers_run_on_kernels_where_pytorchs_function_is_replaced() -> None:
+    layer = torch.nn.MultiheadAttention(128, 2, batch_first=True, device=oracle.DEVICE).bfloat16()
+    x = oracle.randn(2, 100, 128)
+    wanted, _ = layer(x, x, x, need_weights=False)
+    with replaced_sdpa("cuda"):
+        found, _ = layer(x, x, x, need_weights=False)
+    alike(found, wanted)
+
+
+def test_calls_in_float32_stay_pytorchs() -> None:
+    x = oracle.randn(1, 2, 100, 64).float()
+    wanted = functional.scaled_dot_product_attention(x, x, x)
+    with replaced_sdpa():
+        assert torch.equal(functional.scaled_dot_product_attention(x, x, x), wanted)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (30, 0)], ids=str)
+def test_varlen_attn_is_that_of_pytorch(window: tuple[int, int]) -> None:
+    ends = torch.tensor([0, 70, 71, 300], dtype=torch.int32, device=oracle.DEVICE)
+    results = []
+    for attend in (lambda *x, **y: varlen_attn(*x, **y, **CUDA), varlen.varlen_attn):
+        operands = leaves(*[(300, 4, 64)] * 3)
+        aux = varlen.AuxRequest(lse=True)
+        out, lse = attend(*operands, ends, ends, 229, 229, return_aux=aux, window_size=window)
+        out.backward(oracle.randn(*out.shape, seed=8))
+        results.append([out, lse, *(x.grad for x in operands)])
+    for found, wanted in zip(*results, strict=True):
+        alike(found, wanted)
