@@ -13,7 +13,7 @@ import torch
 import attngen
 from attngen.call import kernel_choice
 from attngen.kernels.selection import name_of
-from tests.support.caches import FORWARD, held
+from tests.support.caches import BACKWARD, FORWARD, held
 
 from . import cases, oracle, variants
 from .cases import Case
@@ -35,12 +35,13 @@ def forced() -> Iterator[None]:
         for place in ("routing", "descriptions"):
             name = f"attngen.frontends.pytorch.{place}.device_arch"
             stack.enter_context(mock.patch(name, lambda _: ARCH))
-        for known in (*held(*FORWARD), kernel_choice._kernels):
+        for known in (*held(*FORWARD, *BACKWARD), kernel_choice._kernels):
             stack.enter_context(mock.patch.dict(known, clear=True))
         yield
         found = kernel_choice._kernels.values()
         launched = {name_of(each.kernel) for group in found for each in group}
-        assert "mma_fwd" in launched <= {"mma_fwd", "mask_pack"}
+        backward = {"bwd_clear", "mma_bwd", "bwd_convert"}
+        assert "mma_fwd" in launched <= {"mma_fwd", "mask_pack"} | backward
 
 
 def check(q, k, v, **arguments) -> None:
@@ -182,7 +183,7 @@ def test_mma_forward_of_the_covering_set_is_right(call):
         check_varying(call)
 
 
-def test_mma_forward_is_traced_whole_and_without_gradients_alone():
+def test_mma_forward_is_traced_whole_with_gradients_and_without():
     q, k, v = oracle.operands(1, 2, 1, 70, 130, 64)
     expected = oracle.truth(q, k, v, mask="causal")
 
@@ -192,11 +193,11 @@ def test_mma_forward_is_traced_whole_and_without_gradients_alone():
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     oracle.check(compiled(q, k, v, backend="cuda"), None, expected)
     q.requires_grad_()
-    compiled(q, k, v, backend="auto").sum().backward()  # of the reference
+    compiled(q, k, v, backend="auto").sum().backward()
     assert q.grad is not None and q.grad.isfinite().all()
 
 
 def test_mma_forward_refuses_what_it_does_not_serve():
     q, k, v = oracle.operands(1, 2, 1, 70, 130, 64)
-    with pytest.raises(attngen.SpecError, match=f"{ARCH} has no wgmma"):
-        attngen.attention(q.requires_grad_(), k, v, backend="cuda")
+    with pytest.raises(attngen.SpecError, match="mma.sync have no split keys"):
+        attngen.attention(q, k, v, num_splits=2, backend="cuda")

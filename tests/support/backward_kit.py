@@ -8,7 +8,9 @@ from typing import Any
 from attngen.fragments import features
 from attngen.io import files
 from attngen.kernels.plan import plans
-from attngen.kernels.wgmma.backward.render import view_of
+from attngen.kernels.support import render_around
+from attngen.kernels.support.family import AROUND
+from attngen.kernels.wgmma.backward import render
 from attngen.spec.problem import Problem
 from attngen.targets.target import DEFAULT
 
@@ -49,7 +51,8 @@ LARGE_BIAS = replace(LARGE, scores=("post_scale_bias",))
 def view_in(problem: Problem, family: str) -> Any:
     """The view of the problem's kernel of this family."""
     (plan,) = (plan for plan in plans(problem, DEFAULT.name) if plan.family == family)
-    view, _ = view_of(problem, plan, features.scan(), files.templates_dir())  # type: ignore[arg-type]
+    module: Any = render_around if family in AROUND else render
+    view, _ = module.view_of(problem, plan, features.scan(), files.templates_dir())
     return view
 
 

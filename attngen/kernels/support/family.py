@@ -1,5 +1,6 @@
-"""The family of what runs before kernels of any other: packed masks, the order of sequences; and of
-what comes before a call, the append to a cache and casts to 8 bits."""
+"""The family of what runs around kernels of any other: packed masks, the order of sequences, D and
+LSE before a backward and the rounding of sums after it; and of what comes before a call, the append
+to a cache and casts to 8 bits."""
 
 from __future__ import annotations
 
@@ -13,12 +14,30 @@ from ...targets.target import Target
 from ..base import KernelPlan
 from ..family import Family, Kind
 from . import append, mask_pack, order
+from .around import (
+    CLEAR,
+    CONVERT,
+    PREPARE,
+    ROW_SUMS,
+    AroundPlan,
+    ClearPlan,
+    ConvertPlan,
+    PreparePlan,
+    RowSumsPlan,
+)
 from .cast import NAMES, CastPlan, cast_plans
 
 if TYPE_CHECKING:
     from ..fill import Source
 
 CASTS = ("cast", "bwd_cast")
+ROWS = frozenset({"lse_log2", "d", "turns"})
+AROUND = {
+    PREPARE: Kind(PreparePlan, "support/prepare", ROWS, frozenset({"dq"})),
+    CLEAR: Kind(ClearPlan, "support/prepare", ROWS, frozenset({"dq", "dq_acc"})),
+    CONVERT: Kind(ConvertPlan, "support/convert", frozenset({"dq"}), frozenset({"dk", "dv"})),
+    ROW_SUMS: Kind(RowSumsPlan, "support/row_sums", frozenset({"row_sums"})),
+}
 
 
 class Support(Family):
@@ -33,6 +52,7 @@ class Support(Family):
         order.NAME: Kind(
             order.VarlenPlan, "support/order", frozenset({"q_schedule", "kv_schedule"})
         ),
+        **AROUND,
     }
 
     def computes(self, problem: Problem) -> bool:
@@ -66,8 +86,10 @@ class Support(Family):
         return tuple(found)
 
     def render(self, problem: Problem, plan: KernelPlan, features: Features, root: Path) -> Source:
-        from . import render_append, render_cast, render_mask_pack, render_order
+        from . import render_append, render_around, render_cast, render_mask_pack, render_order
 
+        if plan.family in AROUND:
+            return render_around.render(problem, cast(AroundPlan, plan), features, root)
         if plan.family == append.NAME:
             return render_append.render(problem, cast(append.AppendPlan, plan), root)
         if plan.family in NAMES:

@@ -16,8 +16,9 @@ from attngen.errors import PlanError
 from attngen.io.values import to_data
 from attngen.kernels.base import KernelPlan
 from attngen.kernels.plan import plan, plans, read_plan
+from attngen.kernels.support.around import PreparePlan
 from attngen.kernels.wgmma.backward import choices, registers
-from attngen.kernels.wgmma.backward.plan import BackwardPlan, PreparePlan
+from attngen.kernels.wgmma.backward.plan import BackwardPlan
 from attngen.targets.target import DEFAULT
 from tests.support.sass import count_instructions
 from tests.unit.kernels.test_render import offsets_in_cpp

@@ -6,16 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from attngen.kernels.wgmma.backward.plan import (
-    CONVERT,
-    MAIN,
-    OF_BIAS,
-    OF_KEYS,
-    OF_QUERIES,
-    PREPARE,
-    ROW_SUMS,
-    WITH_BIAS,
-)
+from attngen.kernels.support.around import CONVERT, PREPARE, ROW_SUMS
+from attngen.kernels.wgmma.backward.plan import MAIN, OF_BIAS, OF_KEYS, OF_QUERIES, WITH_BIAS
 from attngen.kernels.wgmma.backward.render import ROLES
 from attngen.spec.problem import Problem
 from tests.support.backward_kit import (

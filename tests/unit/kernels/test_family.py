@@ -101,7 +101,7 @@ def test_a_problem_on_a_target_that_no_family_serves_is_refused_with_every_reaso
     with pytest.raises(PlanError) as caught:
         plans(PROBLEM.backward(), OTHER.name)
     lacking = [reason.partition(": ")[2] for reason in caught.value.reasons]
-    assert lacking == [f"sm_75 has no {each}" for each in sorted(NEEDS)]
+    assert lacking == [f"sm_75 has no {each}" for each in ("cp_async", *sorted(NEEDS))]
     family = serving(PROBLEM, DEFAULT)
     assert family.refusals(PROBLEM, DEFAULT) == [] != family.refusals(PROBLEM, OTHER)
 

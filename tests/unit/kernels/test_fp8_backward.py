@@ -13,6 +13,7 @@ from attngen import AttentionSpec
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
 from attngen.kernels import plan
+from attngen.kernels.support.around import ConvertPlan
 from attngen.kernels.wgmma.backward.family import FAMILY
 from attngen.kernels.wgmma.backward.fp8_choices import image_bytes
 from attngen.kernels.wgmma.backward.plan import (
@@ -20,7 +21,6 @@ from attngen.kernels.wgmma.backward.plan import (
     MAIN_8,
     PREPARE_8,
     BackwardPlan,
-    ConvertPlan,
     TurningPlan,
 )
 from attngen.runtime.run_time import Extent, workspace_bytes

@@ -15,8 +15,10 @@ from jinja2 import meta, nodes
 
 from attngen.io import files
 from attngen.kernels.fill import environment, fill_view
+from attngen.kernels.mma_sync.backward.view import MmaBackwardView
 from attngen.kernels.mma_sync.forward.view import MmaForwardView
 from attngen.kernels.support.view_append import AppendView
+from attngen.kernels.support.view_around import ConvertView, PrepareView, RowSumsView
 from attngen.kernels.support.view_cast import (
     GradientLargestView,
     GradientStoreView,
@@ -30,7 +32,6 @@ from attngen.kernels.support.view_order import OrderView
 from attngen.kernels.view import KernelView, Value
 from attngen.kernels.wgmma.backward.fp8_view import Fp8ConvertView, Fp8View, TurningView
 from attngen.kernels.wgmma.backward.view import DkvView, DqView
-from attngen.kernels.wgmma.backward.view_around import ConvertView, PrepareView, RowSumsView
 from attngen.kernels.wgmma.backward.view_bias_gradient import BiasGradientView
 from attngen.kernels.wgmma.backward.view_fused import FusedView
 from attngen.kernels.wgmma.backward.view_learned import LearnedView
@@ -40,6 +41,7 @@ from attngen.kernels.wgmma.forward.view import ForwardView
 ROOT = files.templates_dir()
 # Kernel's template → the dataclass that fills it.
 VIEWS: dict[str, Any] = {
+    "kernels/mma_sync/backward/backward.cu.j2": MmaBackwardView,
     "kernels/mma_sync/forward/forward.cu.j2": MmaForwardView,
     "kernels/support/append.cu.j2": AppendView,
     "kernels/support/cast_d_o_largest.cu.j2": GradientLargestView,

@@ -7,15 +7,23 @@ from collections.abc import Iterator
 from ....spec.problem import Problem
 from ....targets.target import Target
 from ...base import KernelPlan
+from ...support.around import (
+    CONVERT,
+    CONVERT_THREADS,
+    PREPARE,
+    PREPARE_THREADS,
+    ConvertPlan,
+    PreparePlan,
+    RowSumsPlan,
+    row_sums_plan,
+)
 from . import fp8_choices
 from .bias_gradient import bias_plans, learned_plans
 from .feasible import feasible_dkv, feasible_dq, make_fused
-from .plan import CONVERT, PREPARE, ROW_SUMS, BackwardPlan, ConvertPlan, PreparePlan, RowSumsPlan
+from .plan import BackwardPlan
 from .registers import fuses
 
-PREPARE_THREADS = 256
 MADE_BLOCKS = 8  # a CTA, where it has hardly anything to do with most
-CONVERT_THREADS = 128  # those whose fragments a part of dQ's workspace is
 
 
 def plans(problem: Problem, target: Target) -> tuple[KernelPlan, ...]:
@@ -56,7 +64,7 @@ def _prepare(main: BackwardPlan) -> PreparePlan:
 def _row_sums(problem: Problem, row_block: int, target: Target) -> Iterator[RowSumsPlan]:
     """The plan of the kernel for rows of large scores, which a bias may have."""
     if problem.bias:
-        yield RowSumsPlan(target.name, ROW_SUMS, row_block, 2 * row_block)
+        yield row_sums_plan(target.name, row_block)
 
 
 def _convert(main: BackwardPlan) -> ConvertPlan:

@@ -13,11 +13,11 @@ from ....targets.target import Target
 from ...base import KernelPlan
 from ...family import Choice, Facts, Family, Kind
 from ...roofline import Block, aim_of
+from ...support.around import ConvertPlan
 from ..shared import NEEDS, refuse_together
 from . import choices, cost
 from .fp8_choices import column_parts
 from .plan import (
-    CONVERT,
     CONVERT_8,
     MAIN,
     MAIN_8,
@@ -25,17 +25,12 @@ from .plan import (
     OF_KEYS,
     OF_LEARNED,
     OF_QUERIES,
-    PREPARE,
     PREPARE_8,
-    ROW_SUMS,
     WITH_BIAS,
     AnyPlan,
     BackwardPlan,
     BiasGradientPlan,
-    ConvertPlan,
     LearnedPlan,
-    PreparePlan,
-    RowSumsPlan,
     TurningPlan,
 )
 
@@ -58,15 +53,12 @@ class Backward(Family):
 
     needs = NEEDS
     kernels = {
-        PREPARE: Kind(PreparePlan, "support/prepare", ROWS, frozenset({"dq"})),
         MAIN: Kind(BackwardPlan, "wgmma/backward/fused", GRADIENTS, frozenset({"dq"})),
         WITH_BIAS: Kind(
             BackwardPlan, "wgmma/backward/fused", GRADIENTS | {"dbias"}, frozenset({"dq"}), 1.5
         ),
         OF_KEYS: Kind(BackwardPlan, "wgmma/backward/dkv", frozenset({"dk", "dv"})),
         OF_QUERIES: Kind(BackwardPlan, "wgmma/backward/dq", frozenset({"dq"})),
-        CONVERT: Kind(ConvertPlan, "support/convert", frozenset({"dq"}), frozenset({"dk", "dv"})),
-        ROW_SUMS: Kind(RowSumsPlan, "support/row_sums", frozenset({"row_sums"})),
         PREPARE_8: Kind(
             TurningPlan, "wgmma/backward/fp8_prepare", ROWS | {"queries_turned", "keys_turned"}
         ),

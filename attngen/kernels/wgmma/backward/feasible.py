@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from ....spec.problem import Problem
 from ....targets.target import Target
 from ...base import Schedule, Tile, lay_out, order_bytes, score_tile_bytes
+from ...support.around import DqSplit
 from ..shared import BARRIER_BYTES, boxes_of
 from .plan import (
     MAIN,
@@ -21,7 +22,6 @@ from .plan import (
     ROWS_PER_CONSUMER,
     WITH_BIAS,
     BackwardPlan,
-    DqSplit,
 )
 from .registers import (
     DKV_QUERIES,

@@ -22,6 +22,7 @@ from dataclasses import replace
 from ....spec.problem import DTYPE_BYTES, Problem
 from ....targets.target import Target
 from ...base import Tile, score_tile_bytes
+from ...support.around import CONVERT_THREADS, PREPARE_THREADS, ConvertPlan
 from ..shared import BARRIER_BYTES, boxes_of
 from .bias_gradient import bias_plans
 from .feasible import CONSUMERS, JOB_BYTES, Draft, finish
@@ -32,12 +33,9 @@ from .plan import (
     ROWS_PER_CONSUMER,
     AnyPlan,
     BackwardPlan,
-    ConvertPlan,
     TurningPlan,
 )
 
-PREPARE_THREADS = 256
-CONVERT_THREADS = 128  # those whose fragments a part of dQ's workspace is
 # Registers a thread of the producer and of a consumer: a CTA starts with 504 for these roles
 # together, no more of which may be handed over.
 REGISTERS = (40, 232)

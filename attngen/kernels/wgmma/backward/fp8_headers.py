@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ....spec.problem import Problem
+from ...support.view_parts import included
 from .fp8_choices import column_parts
-from .view_parts import included
 
 
 def main_headers(problem: Problem) -> str:

@@ -20,11 +20,12 @@ from ...params import (
     strides_of,
     typed,
 )
+from ...support.around import ConvertPlan
+from ...support.view_parts import Uses
 from .fp8_choices import column_parts, image_bytes, key_image_bytes
 from .fp8_view import fp8_convert_view, fp8_view, turning_view
-from .plan import BackwardPlan, BiasGradientPlan, ConvertPlan, TurningPlan
+from .plan import BackwardPlan, BiasGradientPlan, TurningPlan
 from .view_bias_gradient import bias_gradient_view
-from .view_parts import Uses
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -8,6 +8,20 @@ from pathlib import Path
 from ....runtime.program import KernelEntry
 from ....spec.problem import DTYPE_BYTES, Problem
 from ...plan import template_of
+from ...support.around import ConvertPlan
+from ...support.view_parts import (
+    ZEROED_HALVES,
+    ZEROED_TURNS,
+    Alias,
+    ScoresView,
+    SequenceView,
+    Uses,
+    q_len_of,
+    scores_view,
+    sequence_view,
+    structs_of,
+    tensor_row_of,
+)
 from ...view import (
     CPP_ELEMENTS,
     KernelView,
@@ -28,22 +42,9 @@ from .fp8_choices import (
     steps_of,
 )
 from .fp8_headers import convert_headers, main_headers, turning_headers
-from .plan import BackwardPlan, ConvertPlan, TurningPlan
+from .plan import BackwardPlan, TurningPlan
 from .view_jobs import Gap, JobsView, VisitsView, gaps_of, jobs_view, visits_view
 from .view_main import Constant, Product, smem_constants
-from .view_parts import (
-    ZEROED_HALVES,
-    ZEROED_TURNS,
-    Alias,
-    ScoresView,
-    SequenceView,
-    Uses,
-    q_len_of,
-    scores_view,
-    sequence_view,
-    structs_of,
-    tensor_row_of,
-)
 
 # By what weights of at most 1 are multiplied to be stored, where a call does not say, C++: the
 # largest power of two that does not saturate; and the largest numbers there are.

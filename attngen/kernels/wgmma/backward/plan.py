@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...base import Axis, KernelPlan, Schedule, SmemRegion, Tile, TiledPlan, has_order
+from ...support.around import ConvertPlan, DqSplit
 from ..shared import PREFIX
 
 MAIN, WITH_BIAS = f"{PREFIX}bwd", f"{PREFIX}bwd_with_dbias"
@@ -14,9 +15,7 @@ OF_LEARNED = f"{PREFIX}bwd_dlearned"  # of what a score captures
 MAIN_8 = f"{PREFIX}bwd_fp8"  # of operands in 8 bits
 FUSED = (MAIN, WITH_BIAS, MAIN_8)  # make all gradients
 PREPARE_8, CONVERT_8 = "bwd_fp8_prepare", "bwd_fp8_convert"
-PREPARE, CONVERT, ROW_SUMS = "bwd_prepare", "bwd_convert", "bwd_row_sums"
 ROWS_PER_CONSUMER = 64
-DqSplit = Literal["rows", "columns", "none"]
 
 
 @dataclass(frozen=True)
@@ -118,24 +117,6 @@ class BackwardPlan(TiledPlan):
 
 
 @dataclass(frozen=True)
-class PreparePlan(KernelPlan):
-    """The kernel before: D and LSE in blocks of `row_block` queries. `turns`:
-    whether it zeroes the counts of tiles that have added to each block of dQ; `zeros`: and the dQ
-    of blocks that no tile visits, since no kernel converts it. `made_tile`: keys of a tile whose
-    consumers make D themselves where they are first, 0 where there are none. `cta_blocks`: of the
-    blocks that a CTA has."""
-
-    arch: str
-    family: str
-    row_block: int
-    turns: bool
-    zeros: bool
-    made_tile: int
-    cta_blocks: int
-    threads: int
-
-
-@dataclass(frozen=True)
 class TurningPlan(KernelPlan):
     """The kernel before one of operands in 8 bits: D and LSE in blocks of `tile.m` queries, these
     and output gradients transposed, and in tiles of `tile.n` so many columns of keys."""
@@ -145,23 +126,6 @@ class TurningPlan(KernelPlan):
     tile: Tile
     key_columns: int
     smem_bytes: int
-    threads: int
-
-
-@dataclass(frozen=True)
-class ConvertPlan(KernelPlan):
-    """The kernel after the fused one: dQ of a block in `parts`, each 64 rows of `dq_columns`; and
-    where that one may sum dK and dV, too, 64 keys of so many columns, else 0, `key_rows` a tile."""
-
-    arch: str
-    family: str
-    row_block: int
-    parts: int
-    dq_split: DqSplit
-    dq_columns: int
-    dk_columns: int
-    dv_columns: int
-    key_rows: int
     threads: int
 
 
@@ -193,19 +157,4 @@ class LearnedPlan(BiasGradientPlan):
     time, with all keys that they see."""
 
 
-@dataclass(frozen=True)
-class RowSumsPlan(KernelPlan):
-    """The kernel that finds the sums of rows whose LSE, of a large bias, shows none: a warp has 16
-    rows of a block of `row_block` queries."""
-
-    arch: str
-    family: str
-    row_block: int
-    threads: int
-
-    @property
-    def tile_axis(self) -> Literal["q"]:
-        return "q"
-
-
-AnyPlan = PreparePlan | TurningPlan | BackwardPlan | ConvertPlan | BiasGradientPlan | RowSumsPlan
+AnyPlan = TurningPlan | BackwardPlan | ConvertPlan | BiasGradientPlan

@@ -35,27 +35,19 @@ from .plan import (
     AnyPlan,
     BackwardPlan,
     BiasGradientPlan,
-    ConvertPlan,
     LearnedPlan,
-    PreparePlan,
-    RowSumsPlan,
 )
 from .view import dkv_view, dq_view
-from .view_around import convert_view, prepare_view, row_sums_view
 from .view_bias_gradient import bias_gradient_view
 from .view_fused import fused_view
 from .view_learned import learned_view
-from .view_parts import Uses, sequence_view
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from .fp8_render import EightBitPlan
-
 STORE_ROWS = 64  # gradients leave in boxes of one warpgroup's rows
 # Those of a forward that its backward shares.
 ROLES = ("mask", "score", "q_seq", "kv_seq", "kv_fetch")
-ROW_SUMS_ROLES = ("mask", "score", "q_seq", "kv_seq", "kv_iter")
 MAIN_VIEWS: dict[str, Callable[..., DataclassInstance]] = {
     **dict.fromkeys(FUSED, fused_view),
     OF_KEYS: dkv_view,
@@ -80,125 +72,19 @@ def view_of(
     problem: Problem, plan: AnyPlan, features: Features, root: Path
 ) -> tuple[DataclassInstance, KernelEntry]:
     """The values of the template of the plan's kernel, and how the kernel is launched."""
-    roles = ROW_SUMS_ROLES if isinstance(plan, RowSumsPlan) else ROLES
-    uses = {role: use for role, use in uses_of(problem, features).items() if role in roles}
-    view: DataclassInstance
+    uses = {role: use for role, use in uses_of(problem, features).items() if role in ROLES}
     if problem.eight_bit:
-        return fp8_view_of(problem, cast("EightBitPlan", plan), uses, root)
-    keys = sequence_view(uses["kv_seq"][0])
-    if isinstance(plan, PreparePlan | ConvertPlan):
-        uses = _used_around(problem, plan, uses)
+        return fp8_view_of(problem, plan, uses, root)
     operands = operands_of(uses)
-    if isinstance(plan, PreparePlan):
-        kernel = _prepare(problem, plan, operands)
-        view = prepare_view(problem, plan, kernel, uses, root)
-    elif isinstance(plan, ConvertPlan):
-        kernel = _convert(problem, plan, operands)
-        view = convert_view(problem, plan, kernel, uses, keys, root)
-    elif isinstance(plan, RowSumsPlan):
-        kernel = _row_sums(problem, plan, operands)
-        view = row_sums_view(problem, plan, kernel, uses, root)
-    elif isinstance(plan, LearnedPlan):
+    if isinstance(plan, LearnedPlan):
         kernel = _learned(problem, plan, operands)
-        view = learned_view(problem, plan, kernel, uses, root)
-    elif isinstance(plan, BiasGradientPlan):
+        return learned_view(problem, plan, kernel, uses, root), kernel
+    if isinstance(plan, BiasGradientPlan):
         kernel = _bias(problem, plan, operands)
-        view = bias_gradient_view(problem, plan, kernel, uses, root)
-    else:
-        kernel = _main(problem, cast(BackwardPlan, plan), operands)
-        view = MAIN_VIEWS[plan.family](problem, plan, kernel, uses, root)
-    return view, kernel
-
-
-def _used_around(problem: Problem, plan: PreparePlan | ConvertPlan, uses: Uses) -> Uses:
-    """The fragments of which a kernel around the main ones makes use."""
-    masked = isinstance(plan, PreparePlan) and plan.zeros
-    of_keys = isinstance(plan, ConvertPlan) and plan.dk_columns > 0 and problem.varlen
-    read = ("mask",) * masked + ("q_seq",) + ("kv_seq",) * (masked or of_keys)
-    return {role: uses[role] for role in read}
-
-
-def _prepare(problem: Problem, plan: PreparePlan, operands: Names) -> KernelEntry:
-    workspace: tuple[Workspace, ...] = ("lse_log2", "d")
-    workspace += ("turns",) if plan.turns else ()
-    names = typed("ptr", "o", "d_o", "lse", "dlse", *workspace)
-    names += [*strides_of("o"), *strides_of("d_o"), *_lengths(problem, operands, plan.zeros)]
-    if plan.zeros:
-        names += [*typed("ptr", "dq"), *strides_of("dq"), *diagonal_names(problem)]
-    names += typed("i32", "group_size", "main_follows") if plan.made_tile else []
-    if problem.gather:
-        names += typed("i64", "o_stride_column", "d_o_stride_column") + typed("i32", "dim_v")
-    names += [("keep_share", "f32")] if problem.dropout else []
-    return describe(
-        problem,
-        plan,
-        names,
-        tile_rows=plan.row_block,
-        grid="row_blocks",
-        folds=True,
-        workspace=workspace,
-        row_block=plan.row_block,
-        q_seq=problem.q_seq,
-        kv_seq=problem.kv_seq,
-        cta_blocks=plan.cta_blocks,
-    )
-
-
-def _convert(problem: Problem, plan: ConvertPlan, operands: Names) -> KernelEntry:
-    names = [*typed("ptr", "dq_acc", "turns", "dq"), *strides_of("dq")]
-    names += [*_lengths(problem, operands), ("scale", "f32")]
-    names += [("keep_scale", "f32")] if problem.dropout else []
-    names += typed("i32", "dim_qk") if problem.gather else []
-    workspace: tuple[Workspace, ...] = ("dq_acc", "turns")
-    if plan.dk_columns:
-        workspace += ("dkv_acc",)
-        names += [*typed("ptr", "dkv_acc", "dk", "dv"), *strides_of("dk"), *strides_of("dv")]
-        names += typed("i32", "key_parts", "heads_kv")
-        names += [] if problem.varlen else typed("i32", "kv_len")
-    return describe(
-        problem,
-        plan,
-        names,
-        tile_rows=plan.row_block,
-        grid="row_blocks",
-        folds=True,
-        workspace=workspace,
-        row_block=plan.row_block,
-        q_seq=problem.q_seq,
-        kv_seq=problem.kv_seq,
-        block_ctas=plan.parts,
-        dq_floats=plan.parts * 64 * plan.dq_columns,
-    )
-
-
-def _row_sums(problem: Problem, plan: RowSumsPlan, operands: Names) -> KernelEntry:
-    names = typed("ptr", "q", "k", "lse", "row_sums")
-    names += [*strides_of("q"), *strides_of("k")]
-    if problem.gather:
-        names += typed("i64", "q_stride_column", "k_stride_column") + typed("i32", "dim_qk")
-    names += mask_names("mask_rows") if problem.attn_mask else []
-    names += typed("i32", "heads_q", "group_size", "q_blocks") + diagonal_names(problem)
-    names += typed("i32", "sequences") if problem.varlen else []
-    return describe(
-        problem,
-        plan,
-        [*names, ("scale", "f32"), *operands],
-        tile_rows=plan.row_block,
-        grid="row_blocks",
-        folds=True,
-        workspace=("row_sums", *(("mask_rows",) if problem.attn_mask else ())),
-        row_block=plan.row_block,
-        q_seq=problem.q_seq,
-        kv_seq=problem.kv_seq,
-    )
-
-
-def _lengths(problem: Problem, operands: Names, masked: bool = False) -> Names:
-    """Parameters by which kernels around the main ones know sequences, those of keys if `masked`,
-    and the grid of blocks."""
-    known = operands if problem.varlen or masked else typed("i32", "q_len")
-    known = [*known, *typed("i32", "sequences")] if problem.varlen else known
-    return [*known, *typed("i32", "heads_q", "q_blocks")]
+        return bias_gradient_view(problem, plan, kernel, uses, root), kernel
+    main = cast(BackwardPlan, plan)
+    kernel = _main(problem, main, operands)
+    return MAIN_VIEWS[plan.family](problem, main, kernel, uses, root), kernel
 
 
 def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:

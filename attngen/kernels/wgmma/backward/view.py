@@ -8,6 +8,7 @@ from typing import Any
 
 from ....runtime.program import KernelEntry
 from ....spec.problem import Problem
+from ...support.view_parts import Uses
 from ...view import TensorView, tensor_view
 from .plan import BackwardPlan
 from .view_jobs import Gap, JobsView, VisitsView, gaps_of, jobs_view, visits_view
@@ -19,7 +20,6 @@ from .view_main import (
     main_headers,
     score_product,
 )
-from .view_parts import Uses
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from pathlib import Path
 from ....runtime.program import KernelEntry
 from ....spec.problem import Problem
 from ...params import BOX_BYTES
+from ...support.view_parts import Uses, included
 from ...view import CPP_ELEMENTS
 from .fp8_choices import STEP, steps_of
 from .fp8_view import PtxTypes, eight_bit_scores, own_scale_s
 from .plan import BiasGradientPlan
 from .view_main import MainView, Product, main_fields, main_headers, score_product
-from .view_parts import Uses, included
 
 COPYING_ARRIVALS = 65  # two copies by a warp, and what its first lane announces
 

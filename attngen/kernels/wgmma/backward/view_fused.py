@@ -7,10 +7,10 @@ from pathlib import Path
 
 from ....runtime.program import KernelEntry
 from ....spec.problem import Problem
+from ...support.view_parts import Uses
 from .plan import BackwardPlan
 from .view import KeyTilesView, key_tiles_fields, own_dv
 from .view_main import MMA_DEPTH, Product, main_fields, main_headers, score_product
-from .view_parts import Uses
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from ....runtime.program import KernelEntry
 from ....spec.problem import Problem
+from ...support.view_parts import Uses, included
 from .plan import LearnedPlan
 from .view_bias_gradient import COPYING_ARRIVALS
 from .view_main import MainView, main_fields, main_headers, score_product
-from .view_parts import Uses, included
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,16 @@ from ....runtime.program import KernelEntry
 from ....spec.problem import Problem
 from ...base import SmemRegion
 from ...plan import template_of
+from ...support.view_parts import (
+    Alias,
+    ScoresView,
+    SequenceView,
+    Uses,
+    included,
+    scores_view,
+    sequence_view,
+    structs_of,
+)
 from ...view import (
     CPP_ELEMENTS,
     MMA_ELEMENTS,
@@ -21,16 +31,6 @@ from ...view import (
     tensor_view,
 )
 from .plan import BackwardPlan, BiasGradientPlan
-from .view_parts import (
-    Alias,
-    ScoresView,
-    SequenceView,
-    Uses,
-    included,
-    scores_view,
-    sequence_view,
-    structs_of,
-)
 
 GATHERED = ("q", "k", "v", "d_o")  # operands whose rows warps may copy
 MMA_DEPTH = 16  # of a product's reduction, in 16-bit elements

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....spec.problem import Problem
-from ...fill import emit_fragments
-from ...uses import FragmentUse
-from ...view import (
+from ...spec.problem import Problem
+from ..fill import emit_fragments
+from ..uses import FragmentUse
+from ..view import (
     FragmentView,
     ScoreListView,
     fragment_view,

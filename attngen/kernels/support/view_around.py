@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....runtime.program import KernelEntry
-from ....spec.problem import Problem
-from ...plan import template_of
-from ...view import (
+from ...runtime.program import KernelEntry
+from ...spec.problem import Problem
+from ...targets.target import TARGETS
+from ..plan import template_of
+from ..view import (
     CPP_ELEMENTS,
     KernelView,
     MaskListView,
     kernel_view,
     mask_list_view,
 )
-from .plan import ConvertPlan, PreparePlan, RowSumsPlan
+from .around import AroundPlan, ClearPlan, ConvertPlan, PreparePlan, RowSumsPlan
 from .view_parts import (
     ZEROED_TURNS,
     Alias,
@@ -30,6 +31,8 @@ from .view_parts import (
     tensor_row_of,
 )
 
+# A thread's four sums lie together, or each among the same of all threads.
+LOADS = ("acc[i / 4 * kThreads + threadIdx.x]", "gather_planes<kThreads>(acc, i)")
 # Up to this head dim a thread has a quarter of an SM's registers where lengths vary.
 FEW_REGISTERS_HEAD_DIM = 192
 
@@ -64,8 +67,10 @@ class BlockView:
 class PrepareView(BlockView):
     """Values of prepare.cu.j2: D and LSE before the main kernels.
 
+    lets_start: whether the next kernel may start before this one has ended.
     q_len: queries of the sequence; tensor_row: the tensor's row of position `row`. keys, masks:
     None where no dQ is zeroed. zeros: whether dQ of blocks that no tile visits is zeroed.
+    cleared_floats: of dQ's sums of a block that are zeroed, 0 where none are.
     marks_large: whether an LSE that shows no sum becomes -inf. made_tile: keys of a tile whose
     consumers make D of its first blocks, 0 of none. cta_blocks: blocks of queries a CTA.
     ctas_an_sm: CTAs for which registers are kept, None for as many as the compiler likes.
@@ -77,6 +82,8 @@ class PrepareView(BlockView):
     keys: SequenceView | None
     masks: MaskListView | None
     zeros: bool
+    cleared_floats: int
+    lets_start: bool
     marks_large: bool
     dropout: bool
     made_tile: int
@@ -90,7 +97,9 @@ class ConvertView(BlockView):
 
     q_len: queries of the sequence; tensor_row: the tensor's row of position `row`. block_parts:
     warpgroups that left a part each of a block's dQ, of `dq_columns` columns. splits_rows: whether
-    parts are rows of dQ, else columns. sums_keys: whether dK and dV have sums in memory, too, of
+    parts are rows of dQ, else columns. load: C++, the four sums of a thread from element i on.
+    counts: whether blocks to which no tile has added have no sums, as their count of turns says.
+    sums_keys: whether dK and dV have sums in memory, too, of
     `key_rows` keys a tile. wide: whether dQ is float32.
     stores_chunks: whether rows of 16 bits leave in chunks of 16 bytes.
     """
@@ -101,6 +110,8 @@ class ConvertView(BlockView):
     keys: SequenceView
     block_parts: int
     splits_rows: bool
+    load: str
+    counts: bool
     dq_columns: int
     sums_keys: bool
     dk_columns: int
@@ -115,7 +126,8 @@ class ConvertView(BlockView):
 class RowSumsView(BlockView):
     """Values of row_sums.cu.j2: sums of rows whose LSE shows none.
 
-    kv_alias: the fragment that says which blocks of keys rows see. attn_mask: whether a mask's bits
+    lets_start: whether the next kernel may start before this one has ended. kv_alias: the fragment
+    that says which blocks of keys rows see. attn_mask: whether a mask's bits
     hide keys.
     """
 
@@ -124,6 +136,7 @@ class RowSumsView(BlockView):
     scores: ScoresView
     kv_alias: Alias
     attn_mask: bool
+    lets_start: bool
 
 
 def prepare_view(
@@ -151,6 +164,8 @@ def prepare_view(
         keys=sequence_view(uses["kv_seq"][0]) if plan.zeros else None,
         masks=mask_list_view(uses["mask"]) if plan.zeros else None,
         zeros=plan.zeros,
+        cleared_floats=plan.dq_floats if isinstance(plan, ClearPlan) else 0,
+        lets_start=lets_start(plan),
         marks_large=problem.bias,
         dropout=problem.dropout,
         made_tile=plan.made_tile,
@@ -172,7 +187,7 @@ def convert_view(
     return ConvertView(
         kernel=kernel_view(kernel, template_of(plan)),
         threads=plan.threads,
-        headers=_convert_headers(problem),
+        headers=_convert_headers(problem, plan),
         structs=structs_of(uses, root) if problem.varlen else "",
         element=CPP_ELEMENTS[problem.dtype_q],
         row_block=plan.row_block,
@@ -188,6 +203,8 @@ def convert_view(
         keys=keys,
         block_parts=plan.parts,
         splits_rows=plan.dq_split == "rows",
+        load=LOADS[plan.dq_split == "planes"],
+        counts=plan.dq_split != "planes",
         dq_columns=plan.dq_columns,
         sums_keys=plan.dk_columns > 0,
         dk_columns=plan.dk_columns,
@@ -223,7 +240,13 @@ def row_sums_view(
         scores=scores_view(uses["score"], masks, weighed=False),
         kv_alias=Alias("KvIteration", uses["kv_iter"][0].fragment.struct),
         attn_mask=problem.attn_mask,
+        lets_start=lets_start(plan),
     )
+
+
+def lets_start(plan: AroundPlan) -> bool:
+    """Whether its architecture has kernels that start before the one before has ended."""
+    return "griddepcontrol" in TARGETS[plan.arch].instructions
 
 
 def _prepare_headers(problem: Problem, plan: PreparePlan) -> str:
@@ -242,11 +265,12 @@ def _prepare_headers(problem: Problem, plan: PreparePlan) -> str:
     )
 
 
-def _convert_headers(problem: Problem) -> str:
+def _convert_headers(problem: Problem, plan: ConvertPlan) -> str:
     return included(
         ("context.cuh", problem.varlen),
         ("mma/fragment.cuh", True),
         ("mma/store_float.cuh", problem.wide_gradients),
+        ("mma/sums.cuh", plan.dq_split == "planes"),
         ("ptx/math.cuh", True),
         ("ptx/tma.cuh", True),
         ("scheduler/grid_place.cuh", True),

@@ -1,0 +1,1 @@
+"""The backward by products of warps."""

@@ -1,0 +1,194 @@
+"""Choices of a backward's plan by products of warps: what is worth trying, and what fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ....spec.problem import Problem
+from ....targets.target import Target
+from ...base import KernelPlan, Schedule, Tile, lay_out
+from ...support.around import (
+    CLEAR,
+    CONVERT,
+    CONVERT_THREADS,
+    PREPARE_THREADS,
+    ClearPlan,
+    ConvertPlan,
+)
+from .plan import BACKWARD, ROW_BLOCK, Plan
+
+WARP_THREADS = 32
+ROW_TILE = 16  # rows of a product
+BOX_COLUMNS, BOX_ROW_BYTES = 64, 128
+LARGEST = 255  # registers of a thread
+OTHER_REGISTERS = 36  # that hold no operand: places, loops, what copies need
+MASKED_SCHEDULE = Schedule(False, True, kv_group_bytes=24 << 20, group_heads=32, tail_share=4)
+FULL_SCHEDULE = Schedule(False, False, kv_group_bytes=24 << 20, group_heads=32, tail_share=0)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The free choices of a plan; everything else follows from them and the problem."""
+
+    key_warps: int
+    query_warps: int
+    keys: int
+    queries: int
+    stages: int
+    ctas: int
+
+    @property
+    def warps(self) -> int:
+        return self.key_warps * self.query_warps
+
+    @property
+    def dq_row_warps(self) -> int:
+        """Warps that divide the rows of dQ: each has two tiles of 16, where there are."""
+        return max(1, self.queries // (2 * ROW_TILE))
+
+    @property
+    def registers(self) -> int:
+        """Registers a thread may have."""
+        return min(LARGEST, (1 << 16) // (self.warps * WARP_THREADS * self.ctas) // 8 * 8)
+
+
+# In the order of preference. Warps of 32 keys and 32 queries: each fragment that they read serves
+# two products. CTAs that share an SM multiply while others meet at barriers.
+CHOICES = (
+    Choice(2, 2, 64, 64, 2, 3),
+    Choice(2, 2, 64, 64, 1, 3),
+    Choice(2, 2, 64, 64, 2, 2),
+    Choice(2, 2, 64, 64, 1, 2),
+    Choice(2, 4, 64, 64, 2, 1),
+    Choice(2, 4, 64, 64, 1, 1),
+    Choice(2, 4, 32, 64, 1, 1),
+    Choice(2, 2, 32, 64, 1, 1),
+    Choice(2, 2, 32, 32, 1, 1),
+    Choice(1, 4, 16, 64, 1, 1),
+)
+
+
+def boxes_of(head_dim: int) -> int:
+    """Boxes of a row, each of 64 columns."""
+    return -(-head_dim // BOX_COLUMNS)
+
+
+def steps_of(head_dim: int) -> int:
+    """Steps of 16 columns of a row."""
+    return -(-head_dim // ROW_TILE)
+
+
+def operand_registers(problem: Problem, choice: Choice) -> int:
+    """Registers a thread holds at once: sums of dK and dV, and either a block's scores with their
+    gradients or a part of dQ, beside fragments."""
+    keys = choice.keys // choice.key_warps
+    columns = sum(
+        -(-steps_of(d) // choice.query_warps) * ROW_TILE
+        for d in (problem.head_dim_qk, problem.head_dim_v)
+    )
+    queries = choice.queries // choice.query_warps
+    dq_warps = choice.warps // choice.dq_row_warps
+    dq_columns = -(-steps_of(problem.head_dim_qk) // dq_warps) * ROW_TILE
+    dq = choice.queries // choice.dq_row_warps * dq_columns
+    held = max(2 * keys * queries, dq)
+    fragments = 4 * max(keys // ROW_TILE, 2) + 4
+    return (keys * columns + held) // WARP_THREADS + fragments
+
+
+def regions(problem: Problem, choice: Choice) -> dict[str, int]:
+    """Bytes of what shared memory holds, by name."""
+    qk, v = boxes_of(problem.head_dim_qk), boxes_of(problem.head_dim_v)
+    keys, queries = choice.keys * BOX_ROW_BYTES, choice.queries * BOX_ROW_BYTES
+    return {
+        "K": keys * qk,
+        "V": keys * v,
+        "Q": choice.stages * queries * qk,
+        "Do": choice.stages * queries * v,
+        "P": keys,
+        "Ds": keys,
+    }
+
+
+def feasible(problem: Problem, target: Target) -> Iterator[Plan]:
+    """Every plan that fits the target, the preferred first."""
+    for choice in CHOICES:
+        if plan := make_plan(problem, choice, target):
+            yield plan
+
+
+def make_plan(problem: Problem, choice: Choice, target: Target) -> Plan | None:
+    """The plan of these choices; None where registers or shared memory do not hold it."""
+    if problem.deterministic and choice.queries != ROW_BLOCK:
+        return None  # blocks that have turns are those of the workspaces
+    registers, limit = operand_registers(problem, choice), choice.registers - OTHER_REGISTERS
+    rows = 2 * choice.stages * choice.queries * 4  # LSE and D
+    smem = lay_out(regions(problem, choice), {"Rows": rows})
+    smem_bytes = smem[-1].offset + smem[-1].bytes
+    room = target.smem_share(choice.ctas)
+    if registers > limit or smem_bytes > room:
+        return None
+    return Plan(
+        arch=target.name,
+        family=BACKWARD,
+        tile=Tile(choice.queries, choice.keys),
+        key_warps=choice.key_warps,
+        query_warps=choice.query_warps,
+        dq_row_warps=choice.dq_row_warps,
+        stages=choice.stages,
+        ctas=choice.ctas,
+        deterministic=problem.deterministic,
+        schedule=MASKED_SCHEDULE if problem.masks else FULL_SCHEDULE,
+        smem=smem,
+        smem_bytes=smem_bytes,
+        threads=choice.warps * WARP_THREADS,
+        operand_registers=registers,
+        why=explain(choice, registers, limit, smem_bytes, room),
+    )
+
+
+def explain(
+    choice: Choice, registers: int, limit: int, smem_bytes: int, room: int
+) -> tuple[str, ...]:
+    """The plan's choices in prose, for people. room: bytes of shared memory a CTA may use."""
+    keys, queries = choice.keys // choice.key_warps, choice.queries // choice.query_warps
+    return (
+        f"{choice.warps} warps, each with the scores of {keys} keys and {queries} queries at a "
+        f"time: {registers} of {limit} operand registers a thread",
+        f"{choice.stages} stage{'s' if choice.stages > 1 else ''} of Q and dO: {smem_bytes} of "
+        f"{room} bytes of shared memory, {choice.ctas} CTA{'s' if choice.ctas > 1 else ''} an SM",
+    )
+
+
+def dq_columns(problem: Problem) -> int:
+    """Columns of dQ's sums, whole steps of a product."""
+    return steps_of(problem.head_dim_qk) * ROW_TILE
+
+
+def around(problem: Problem, main: Plan) -> tuple[KernelPlan, KernelPlan]:
+    """The plans of the kernels before and after the main one."""
+    columns = dq_columns(problem)
+    clear = ClearPlan(
+        main.arch,
+        CLEAR,
+        row_block=ROW_BLOCK,
+        turns=problem.deterministic,
+        zeros=False,
+        made_tile=0,
+        cta_blocks=1,
+        threads=PREPARE_THREADS,
+        dq_floats=ROW_BLOCK * columns,
+    )
+    convert = ConvertPlan(
+        main.arch,
+        CONVERT,
+        row_block=ROW_BLOCK,
+        parts=1,
+        dq_split="planes",
+        dq_columns=columns,
+        dk_columns=0,
+        dv_columns=0,
+        key_rows=0,
+        threads=CONVERT_THREADS,
+    )
+    return clear, convert

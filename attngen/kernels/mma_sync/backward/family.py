@@ -1,0 +1,67 @@
+"""The family of the backward by products of warps, for targets that have no larger ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from ....errors import PlanError
+from ....fragments.features import Features
+from ....fragments.program import learns
+from ....spec.problem import DTYPE_BYTES, Problem
+from ....targets.target import Target
+from ...base import KernelPlan
+from ...family import Family, Kind
+from ...roofline import Block, aim_of
+from . import choices
+from .plan import BACKWARD, Plan
+
+if TYPE_CHECKING:
+    from ...fill import Source
+
+
+class MmaBackward(Family):
+    """Gradients of Q, K and V, of 16-bit operands."""
+
+    needs = frozenset({"cp_async"})
+    avoids = frozenset({"wgmma"})
+    kernels = {
+        BACKWARD: Kind(
+            Plan, "mma_sync/backward/backward", frozenset({"dq_acc", "dk", "dv"}), frozenset({"dq"})
+        )
+    }
+
+    def computes(self, problem: Problem) -> bool:
+        return problem.direction == "bwd"
+
+    def refuses(self, problem: Problem) -> Iterator[str]:
+        unserved = {
+            "operands of 8 bits": DTYPE_BYTES[problem.dtype_q] == 1,
+            "gradients of a bias": problem.bias,
+            "gradients of what a score learns": learns(problem.scores),
+        }
+        for what, asked in unserved.items():
+            if asked:
+                yield f"backwards of mma.sync have no {what} yet"
+
+    def plans(self, problem: Problem, target: Target) -> tuple[KernelPlan, ...]:
+        main = next(choices.feasible(problem, target), None)
+        if main is None:
+            reason = f"no tile fits {target.name}'s registers and shared memory"
+            raise PlanError(f"{problem.label}: {reason}")
+        before, after = choices.around(problem, main)
+        return (before, main, after)
+
+    def render(self, problem: Problem, plan: KernelPlan, features: Features, root: Path) -> Source:
+        from .render import render
+
+        return render(problem, cast(Plan, plan), features, root)
+
+    def aim(self, problem: Problem, plan: KernelPlan, target: Target) -> Iterator[str]:
+        tiled = cast(Plan, plan)
+        block = Block(3, 2, keys_come=False, ctas=tiled.ctas, persistent=False)
+        return aim_of(problem, tiled, block, target)
+
+
+FAMILY = MmaBackward()

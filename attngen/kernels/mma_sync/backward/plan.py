@@ -1,0 +1,43 @@
+"""Plan of a backward by products of warps: its values, and what follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ...base import Schedule, SmemRegion, Tile, TiledPlan
+
+BACKWARD = "mma_bwd"
+ROW_BLOCK = 64  # queries a block of the workspaces, as those who convert dQ have threads for
+
+
+@dataclass(frozen=True)
+class Plan(TiledPlan):
+    """The kernel that makes dK, dV and the sums of dQ.
+
+    `tile`: queries a block, and keys of a CTA. `key_warps`, `query_warps`: warps that divide a
+    tile's keys, and those that divide a block's queries, and the columns of dK and dV.
+    `dq_row_warps`: that divide the rows of dQ, whose columns the others divide. `stages`: buffers
+    of queries and output gradients; of one, the next block is copied under the product of dQ.
+    `ctas`: of an SM. `deterministic`: tiles add to dQ in the order in which they are drawn.
+    """
+
+    arch: str
+    family: str
+    tile: Tile
+    key_warps: int
+    query_warps: int
+    dq_row_warps: int
+    stages: int
+    ctas: int
+    deterministic: bool
+    schedule: Schedule
+    smem: tuple[SmemRegion, ...]
+    smem_bytes: int
+    threads: int
+    operand_registers: int
+    why: tuple[str, ...]
+
+    @property
+    def tile_axis(self) -> Literal["kv"]:
+        return "kv"

@@ -1,0 +1,72 @@
+"""The backward by products of warps against float64: on Hopper its kernels built for sm_90, on any
+other chip that has kernels those of its own architecture."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+
+import attngen
+from attngen.call import kernel_choice
+from attngen.kernels.selection import name_of
+from tests.support.caches import BACKWARD, FORWARD, held
+
+from . import gradients, oracle, variants
+from .cases import Case
+from .conftest import any_chip
+from .variants import Variant
+
+pytestmark = pytest.mark.gpu
+ARCH = any_chip() or "sm_90"
+AROUND = {"bwd_clear", "bwd_convert", "bwd_row_sums", "mask_pack"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forced() -> Iterator[None]:
+    """Calls run kernels of this target."""
+    with contextlib.ExitStack() as stack:
+        for place in ("routing", "descriptions"):
+            name = f"attngen.frontends.pytorch.{place}.device_arch"
+            stack.enter_context(mock.patch(name, lambda _: ARCH))
+        for known in (*held(*FORWARD, *BACKWARD), kernel_choice._kernels):
+            stack.enter_context(mock.patch.dict(known, clear=True))
+        yield
+        found = kernel_choice._kernels.values()
+        launched = {name_of(each.kernel) for group in found for each in group}
+        assert {"mma_fwd", "mma_bwd"} <= launched <= {"mma_fwd", "mma_bwd"} | AROUND
+
+
+VARIANTS = [
+    Variant(Case(64, 64, "bf16", "causal", heads=(1, 2, 1), lengths=(130, 150))),
+    Variant(Case(64, 64, "fp16", heads=(1, 2, 2), lengths=(65, 200), layout="bhsd")),
+    Variant(Case(128, 128, "bf16", "causal", heads=(2, 4, 2), lengths=(100, 40))),
+    Variant(Case(128, 128, "fp16", heads=(1, 2, 1), lengths=(70, 130)), deterministic=True),
+    Variant(Case(96, 40, "bf16", "causal", (40, 0), heads=(1, 2, 1), lengths=(130, 200))),
+    Variant(Case(72, 128, "bf16", "none", (50, 20), True, (1, 2, 1), (90, 120)), "bh", "learnable"),
+    Variant(Case(64, 64, "bf16", "causal", heads=(1, 2, 1), lengths=(70, 90)), softcap=3.0),
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_mma_backward_is_right(variant):
+    variants.check_backward(variant)
+
+
+def test_mma_backward_drops_what_the_forward_drops():
+    q, k, v = oracle.operands(2, 2, 1, 70, 130, 64)
+    state = torch.tensor([5, 9], device=oracle.DEVICE)
+    check(q, k, v, mask="causal", dropout_p=0.3, rng_state=state)
+
+
+def check(q, k, v, **arguments) -> None:
+    """Gradients of q, k and v are right by the float64 rule."""
+    d_o = oracle.randn(*q.shape[:-1], v.shape[-1], dtype=q.dtype, seed=91)
+    inputs = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    with oracle.nan_filled_allocations():
+        out = attngen.attention(*inputs, **arguments, backend="cuda")
+        found = torch.autograd.grad(out, inputs, d_o)
+    gradients.check(found, (q, k, v, d_o), None, **arguments)
