@@ -21,8 +21,19 @@ FORMATS = {
 }
 
 
+class Formats:
+    """Part of a recipe that has an `fp8_format`, a key of `FORMATS`."""
+
+    fp8_format: str
+
+    @property
+    def dtypes(self) -> tuple[str, str]:
+        """Names of the dtypes of q, k and v, and of the output's gradient."""
+        return FORMATS[self.fp8_format]
+
+
 @dataclass(frozen=True)
-class Float8CurrentScaling:
+class Float8CurrentScaling(Formats):
     """Scales of each array's own largest magnitude.
 
     fp8_format: HYBRID has the output's gradient in e5m2, E4M3 in e4m3 as q, k and v.
@@ -45,18 +56,13 @@ class Float8CurrentScaling:
         if reasons:
             raise SpecError(reasons)
 
-    @property
-    def dtypes(self) -> tuple[str, str]:
-        """Names of the dtypes of q, k and v, and of the output's gradient."""
-        return FORMATS[self.fp8_format]
-
     def scale(self, amax: Array, dtype: str) -> Array:
         """Scales of arrays with these largest magnitudes, float32."""
         return current_scale(amax, dtype, self.use_power_2_scales, self.amax_epsilon)
 
 
 @dataclass(frozen=True)
-class DelayedScaling:
+class DelayedScaling(Formats):
     """Scales of the largest magnitudes in the steps before, which a `Float8Scales` holds.
 
     An array's first step, of which there is no history, takes its own largest magnitude. margin:
@@ -80,11 +86,6 @@ class DelayedScaling:
         reasons += delayed_violations(*given)
         if reasons:
             raise SpecError(reasons)
-
-    @property
-    def dtypes(self) -> tuple[str, str]:
-        """Names of the dtypes of q, k and v, and of the output's gradient."""
-        return FORMATS[self.fp8_format]
 
     def scale(self, amax: Array, dtype: str) -> Array:
         """Scales of arrays with these largest magnitudes, float32; 1 where there is none."""

@@ -41,14 +41,13 @@ from .casts import autocast
 from .checked_call import RESULTS, CheckedCall, Result, operands_of
 from .checks import check_rest
 from .lengths import rows_in_use
-from .narrow import narrowed
+from .narrow import SIXTEEN_BITS, narrowed
 from .operation import unobserved
 from .quantised import QuantisedCall, dispatched
 from .sharding import is_distributed
 from .torch_private import guard, is_deterministic, is_plain, is_traced, levels, may_be_kept
 from .transforms import is_transformed, may_have_tangents
 
-SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 _NUMBERS = names("number")
 _RNG_STATE = INPUTS.index("rng_state")
 DESCALES = ("descale_q", "descale_k", "descale_v")
