@@ -13,7 +13,7 @@ from ...call.served import unserved, without_splits
 from ...fragments import features
 from ...spec.layouts import Layout, axes_of, parse
 from ...spec.resolve import find_violations
-from ...targets.target import DEFAULT, names, of_capability
+from ...targets.target import assumed, names, of_capability
 from .arguments import taking
 from .eight_bits import torch_dtype
 from .names import AttnBiasType, AttnMaskType, FusedAttnBackend, QKVLayout, SoftmaxType
@@ -107,10 +107,10 @@ def refusals(question: Question) -> list[str]:
 
 
 def device_arch() -> str | None:
-    """The architecture whose kernels run on the current device; the default without a device, and
-    None where there are none."""
+    """The architecture whose kernels run on the current device, the assumed one without a device;
+    None where there are none. Raises: SpecError where ATTNGEN_TARGET names none."""
     if not torch.cuda.is_available():
-        return DEFAULT.name
+        return assumed()
     target = of_capability(torch.cuda.get_device_capability())
     return None if target is None else target.name
 

@@ -124,6 +124,11 @@ def test_other_devices_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusals(PLAIN) == [no_kernels("the current device")]
 
 
+def test_named_architecture_is_asked_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attngen.targets.target.NAMED", "sm_80")
+    assert any("sm_80" in reason for reason in refusals(PLAIN))
+
+
 def test_fused_comes_before_flash_and_flash_before_unfused(monkeypatch: Any) -> None:
     chosen = te.get_attention_backend(PARAMS)
     assert chosen.use_fused_attention and not chosen.use_flash_attention
