@@ -25,7 +25,7 @@ NOTHING = f"compiling needs {cutlass.PACKAGE}, which is not installed: pip insta
 
 @pytest.fixture
 def forgotten() -> Iterator[None]:
-    """What a process has read of the package is forgotten, before and after."""
+    """Forget what a process has read of the package, before and after."""
     for known in (cutlass.atoms, cutlass.digests):
         known.cache_clear()
     yield
