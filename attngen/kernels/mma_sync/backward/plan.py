@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...base import Schedule, SmemRegion, Tile, TiledPlan
+from ..atoms import ATOMS
 
 BACKWARD = "mma_bwd"
 ROW_BLOCK = 64  # queries a block of the workspaces, as those who convert dQ have threads for
@@ -37,6 +38,10 @@ class Plan(TiledPlan):
     threads: int
     operand_registers: int
     why: tuple[str, ...]
+
+    @property
+    def atoms(self) -> frozenset[str]:
+        return ATOMS
 
     @property
     def tile_axis(self) -> Literal["kv"]:

@@ -2,7 +2,7 @@
 // another: kTiles times 16 rows by columns in steps of 16. A lane is told where it begins to read.
 #pragma once
 
-#include "attngen/ptx/math.cuh"
+#include "attngen/mma/atoms.cuh"
 #include "attngen/ptx/matrix_move.cuh"
 
 namespace attngen {
@@ -33,16 +33,16 @@ ATTNGEN_DEVICE void multiply_rows(float (&acc)[kTiles][kHalf], u32 a_place, u32 
     u32 a[kTiles][4];
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) {
-      load_matrix_x4(a[m], step_place<kABoxBytes>(a_place, step) + kA + m * (16 * 128));
+      load_matrices(a[m], step_place<kABoxBytes>(a_place, step) + kA + m * (16 * 128));
     }
 #pragma unroll
     for (int n = 0; n < kHalf / 8; ++n) {
       u32 b[4];
-      load_matrix_x4(b, step_place<kBBoxBytes>(b_place, step) + n * (16 * 128));
+      load_matrices(b, step_place<kBBoxBytes>(b_place, step) + n * (16 * 128));
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) {
-        Element::multiply_add(acc[m] + n * 8, a[m], b[0], b[1]);
-        Element::multiply_add(acc[m] + n * 8 + 4, a[m], b[2], b[3]);
+        multiply_add<Element>(acc[m] + n * 8, a[m], b[0], b[1]);
+        multiply_add<Element>(acc[m] + n * 8 + 4, a[m], b[2], b[3]);
       }
     }
   }
@@ -81,20 +81,20 @@ ATTNGEN_DEVICE void multiply_columns(float (&acc)[kTiles][Share::kMost * 8], u32
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) {
       if constexpr (kTransposed) {
-        load_matrix_transposed_x4(a[m], (a_place ^ (m * 32)) + kA + k * (16 * 128));
+        load_matrices_transposed(a[m], (a_place ^ (m * 32)) + kA + k * (16 * 128));
       } else {
-        load_matrix_x4(a[m], (a_place ^ (k * 32)) + kA + m * (16 * 128));
+        load_matrices(a[m], (a_place ^ (k * 32)) + kA + m * (16 * 128));
       }
     }
 #pragma unroll
     for (int n = 0; n < Share::kMost; ++n) {
       if (!share.has(n)) continue;
       u32 b[4];
-      load_matrix_transposed_x4(b, share.template place<kBBoxBytes>(b_begin, n) + k * (16 * 128));
+      load_matrices_transposed(b, share.template place<kBBoxBytes>(b_begin, n) + k * (16 * 128));
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) {
-        Element::multiply_add(acc[m] + n * 8, a[m], b[0], b[1]);
-        Element::multiply_add(acc[m] + n * 8 + 4, a[m], b[2], b[3]);
+        multiply_add<Element>(acc[m] + n * 8, a[m], b[0], b[1]);
+        multiply_add<Element>(acc[m] + n * 8 + 4, a[m], b[2], b[3]);
       }
     }
   }
