@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -17,14 +17,13 @@ from ...call.context_checks import AXES, Over
 from ...call.context_order import Order
 from ...call.context_steps import Length, Part, Span, Step, parts_over_all, steps_of
 from ...call.context_visits import Bands
-from ...call.table import AttentionCall
 from ...errors import SpecError
 from ...reference.core import default_alibi_slopes
-from ...spec.attention_spec import MAX_HEAD_DIM
 from .context_function import ContextCall
 from .context_messages import Around, Gathered
 from .context_parts import Features, Rows, Sequences, Stored
-from .routing import can_join, leave_kernels, refusals
+from .context_service import NO_KERNELS, service_of
+from .routing import leave_kernels
 
 LENGTHS = tuple(
     name + side + end
@@ -242,7 +241,11 @@ def features_of(
     if backend == "cuda" and not narrow:
         raise SpecError(f"backend='cuda': kernels take 16 bits; q is {asked.q.dtype}")
     routing.check_backend(backend)
-    kernels = backend != "reference" and narrow and _uses_kernels(asked, backend, stored)
+    service = NO_KERNELS
+    if backend != "reference" and narrow:
+        service = service_of(_any_part(asked), stored, learns=torch.is_grad_enabled())
+        if service.reasons:
+            leave_kernels(SpecError([*service.reasons]), backend)
     numbers = {name: given[name] for name in NUMBERS if name in given}
     if asked.has_alibi and numbers.get("bias_type") == "alibi":
         del numbers["bias_type"]
@@ -258,40 +261,19 @@ def features_of(
         rng_state=rng_state,
         first_head=first_head,
         deterministic=bool(deterministic),
-        kernels=kernels,
-        joins=kernels and stored is None and can_join(_any_part(asked)),
+        kernels=service.serves,
+        joins=service.joins,
         by_position=asked.by_position,
     )
 
 
-def _uses_kernels(asked: Asked, backend: str, stored: Stored | None) -> bool:
-    """Whether kernels compute all parts, forward and backward. Raises: SpecError where the call
-    names them, and they do not."""
-    if reasons := [*_against_kernels(asked, stored)]:
-        leave_kernels(SpecError(reasons), backend)
-    return not reasons
-
-
-def _any_part(asked: Asked) -> AttentionCall:
-    """A part of a call, by what all parts have in common."""
+def _any_part(asked: Asked) -> dict[str, Any]:
+    """Arguments of a part of a call, by what all parts have in common."""
     names = (*NUMBERS, "bias", "attn_mask", "alibi_slopes")
     given = {name: asked.given[name] for name in names if name in asked.given}
     if asked.by_position:
         given["positions"] = (0, 0)
-    return AttentionCall(q=asked.q, k=asked.k, v=asked.v, **given, out_dtype=torch.float32)
-
-
-def _against_kernels(asked: Asked, stored: Stored | None) -> Iterator[str]:
-    """Why kernels do not compute parts of a call, whatever sizes these have."""
-    call = _any_part(asked)
-    yield from refusals(call)
-    if stored is not None:
-        q, k, v = map(stored.numbers, stored.carriers)
-        numbers: dict[str, Any] = {**stored.descales, "out_dtype": stored.wide}
-        yield from refusals(replace(call, q=q, k=k, v=v, **numbers))
-    widest = max(x.shape[-1] for x in (asked.q, asked.v))
-    if widest > MAX_HEAD_DIM:
-        yield f"head dims above {MAX_HEAD_DIM} have no kernels over a group; got {widest}"
+    return {"q": asked.q, "k": asked.k, "v": asked.v, **given}
 
 
 def slopes_of(asked: Asked, first: int, heads: int) -> Tensor | None:
