@@ -1,4 +1,4 @@
-// bwd_fp8_prepare__causal_arbitrary_packed_d64_e4m3_to_bf16_do_e5m2_grad_bf16_deterministic__3dc03b
+// bwd_fp8_prepare__causal_arbitrary_packed_d64_e4m3_to_bf16_do_e5m2_grad_bf16_deterministic__2d05a0
 // Rendered by attngen from kernels/wgmma/backward/fp8_prepare.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/transpose.cuh"
@@ -207,7 +207,7 @@ ATTNGEN_DEVICE float dot_of_chunk(uint4 d_o, const char* o) {
 
 // Grid: blocks of queries, query heads, batch.
 extern "C" __global__ void __launch_bounds__(256, 3)
-bwd_fp8_prepare__causal_arbitrary_packed_d64_e4m3_to_bf16_do_e5m2_grad_bf16_deterministic__3dc03b(const __grid_constant__ attngen::Params p) {
+bwd_fp8_prepare__causal_arbitrary_packed_d64_e4m3_to_bf16_do_e5m2_grad_bf16_deterministic__2d05a0(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   allow_dependents();  // the main kernel waits for this one's end where it needs it
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -270,7 +270,7 @@ bwd_fp8_prepare__causal_arbitrary_packed_d64_e4m3_to_bf16_do_e5m2_grad_bf16_dete
     static_cast<float*>(p.lse_log2)[slot * kTileM + threadIdx.x] = lse_in_log2(lse) - shift;
     static_cast<float*>(p.d)[slot * kTileM + threadIdx.x] = sums[threadIdx.x] * factor - (seen ? dlse : 0.f);
   }
-  // A warpgroup transposes queries, the other one output gradients.
+  // A warpgroup has queries, the other one output gradients.
   const u32 smem = shared_address(shared);
   const int warp = threadIdx.x / 32;
   const ColumnTransposer transposer(warp % 4, threadIdx.x % 32);

@@ -1,4 +1,4 @@
-// bwd_fp8_prepare__causal_d192v128_e4m3_to_bf16_do_e5m2_grad_bf16__971bc4
+// bwd_fp8_prepare__causal_d192v128_e4m3_to_bf16_do_e5m2_grad_bf16__5c0548
 // Rendered by attngen from kernels/wgmma/backward/fp8_prepare.cu.j2; do not edit.
 #include "attngen/mma/transpose.cuh"
 #include "attngen/mma/transpose_halves.cuh"
@@ -148,7 +148,7 @@ ATTNGEN_DEVICE float dot_of_chunk(uint4 d_o, const char* o) {
 
 // Grid: blocks of queries, query heads, batch.
 extern "C" __global__ void __launch_bounds__(256, 3)
-bwd_fp8_prepare__causal_d192v128_e4m3_to_bf16_do_e5m2_grad_bf16__971bc4(const __grid_constant__ attngen::Params p) {
+bwd_fp8_prepare__causal_d192v128_e4m3_to_bf16_do_e5m2_grad_bf16__5c0548(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   allow_dependents();  // the main kernel waits for this one's end where it needs it
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -212,7 +212,7 @@ bwd_fp8_prepare__causal_d192v128_e4m3_to_bf16_do_e5m2_grad_bf16__971bc4(const __
     static_cast<float*>(p.lse_log2)[slot * kTileM + threadIdx.x] = lse_in_log2(lse) - shift;
     static_cast<float*>(p.d)[slot * kTileM + threadIdx.x] = sums[threadIdx.x] * factor - (seen ? dlse : 0.f);
   }
-  // A warpgroup transposes queries, the other one output gradients.
+  // A warpgroup has queries, the other one output gradients.
   const u32 smem = shared_address(shared);
   const int warp = threadIdx.x / 32;
   const HalfTransposer transposer(warp % 4, threadIdx.x % 32);

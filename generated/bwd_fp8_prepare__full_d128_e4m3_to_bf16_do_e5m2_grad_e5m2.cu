@@ -1,4 +1,4 @@
-// bwd_fp8_prepare__full_d128_e4m3_to_bf16_do_e5m2_grad_e5m2__199961
+// bwd_fp8_prepare__full_d128_e4m3_to_bf16_do_e5m2_grad_e5m2__7b6fba
 // Rendered by attngen from kernels/wgmma/backward/fp8_prepare.cu.j2; do not edit.
 #include "attngen/mma/transpose.cuh"
 #include "attngen/platform.cuh"
@@ -140,7 +140,7 @@ ATTNGEN_DEVICE float dot_of_chunk(uint4 d_o, const char* o) {
 
 // Grid: blocks of queries, query heads, batch.
 extern "C" __global__ void __launch_bounds__(256, 3)
-bwd_fp8_prepare__full_d128_e4m3_to_bf16_do_e5m2_grad_e5m2__199961(const __grid_constant__ attngen::Params p) {
+bwd_fp8_prepare__full_d128_e4m3_to_bf16_do_e5m2_grad_e5m2__7b6fba(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   allow_dependents();  // the main kernel waits for this one's end where it needs it
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -196,7 +196,7 @@ bwd_fp8_prepare__full_d128_e4m3_to_bf16_do_e5m2_grad_e5m2__199961(const __grid_c
     static_cast<float*>(p.lse_log2)[slot * kTileM + threadIdx.x] = lse_in_log2(lse) - shift;
     static_cast<float*>(p.d)[slot * kTileM + threadIdx.x] = sums[threadIdx.x] * factor - (seen ? dlse : 0.f);
   }
-  // A warpgroup transposes queries, the other one output gradients.
+  // A warpgroup has queries, the other one output gradients.
   const u32 smem = shared_address(shared);
   const int warp = threadIdx.x / 32;
   const ColumnTransposer transposer(warp % 4, threadIdx.x % 32);

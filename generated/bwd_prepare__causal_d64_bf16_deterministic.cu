@@ -1,4 +1,4 @@
-// bwd_prepare__causal_d64_bf16_deterministic__a1dead
+// bwd_prepare__causal_d64_bf16_deterministic__d5aaa2
 // Rendered by attngen from kernels/support/prepare.cu.j2; do not edit.
 #include "attngen/platform.cuh"
 #include "attngen/ptx/global.cuh"
@@ -47,7 +47,7 @@ static_assert(sizeof(Params) == 120, "packed by the host");
 
 // Grid: blocks of queries, query heads, batch.
 extern "C" __global__ void __launch_bounds__(256)
-bwd_prepare__causal_d64_bf16_deterministic__a1dead(const __grid_constant__ attngen::Params p) {
+bwd_prepare__causal_d64_bf16_deterministic__d5aaa2(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   allow_dependents();  // the main kernel waits for this one's end where it needs it
   const int ctas = p.q_blocks;

@@ -1,4 +1,4 @@
-// bwd_row_sums__causal_pre_scale_bias_d128_bf16__70781d
+// bwd_row_sums__causal_pre_scale_bias_d128_bf16__b5d40b
 // Rendered by attngen from kernels/support/row_sums.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -198,7 +198,7 @@ struct RowSums {
 
 // Grid: blocks of queries, query heads, batch.
 extern "C" __global__ void __launch_bounds__(128)
-bwd_row_sums__causal_pre_scale_bias_d128_bf16__70781d(const __grid_constant__ attngen::Params p) {
+bwd_row_sums__causal_pre_scale_bias_d128_bf16__b5d40b(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   allow_dependents();
   const int ctas = p.q_blocks;

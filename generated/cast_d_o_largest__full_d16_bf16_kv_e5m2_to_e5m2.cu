@@ -1,4 +1,4 @@
-// cast_d_o_largest__full_d16_bf16_kv_e5m2_to_e5m2__1b0db9
+// cast_d_o_largest__full_d16_bf16_kv_e5m2_to_e5m2__258809
 // Rendered by attngen from kernels/support/cast_d_o_largest.cu.j2; do not edit.
 #include "attngen/cast/gradient_scale.cuh"
 #include "attngen/cast/units.cuh"
@@ -74,7 +74,7 @@ ATTNGEN_DEVICE u32 largest_byte_of(const void* from, const void* used, long long
 
 // Grid: one CTA an SM.
 extern "C" __global__ void __launch_bounds__(512, 1)
-cast_d_o_largest__full_d16_bf16_kv_e5m2_to_e5m2__1b0db9(const __grid_constant__ attngen::Params p) {
+cast_d_o_largest__full_d16_bf16_kv_e5m2_to_e5m2__258809(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   __shared__ u32 shared[kThreads / 32];
   u32* parts = static_cast<u32*>(p.parts) + blockIdx.x;

@@ -1,4 +1,4 @@
-// cast_d_o_store__full_d16_bf16_kv_e5m2_to_e5m2__5641fb
+// cast_d_o_store__full_d16_bf16_kv_e5m2_to_e5m2__34c430
 // Rendered by attngen from kernels/support/cast_d_o_store.cu.j2; do not edit.
 #include "attngen/cast/gradient_scale.cuh"
 #include "attngen/cast/scale.cuh"
@@ -89,7 +89,7 @@ ATTNGEN_DEVICE float own_scale_dp(const Params& p, float of_d_o, u32 of_v) {
 
 // Grid: one CTA an SM.
 extern "C" __global__ void __launch_bounds__(512, 1)
-cast_d_o_store__full_d16_bf16_kv_e5m2_to_e5m2__5641fb(const __grid_constant__ attngen::Params p) {
+cast_d_o_store__full_d16_bf16_kv_e5m2_to_e5m2__34c430(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   __shared__ u32 shared[kThreads / 32];
   const auto* known = static_cast<const float*>(p.known);

@@ -1,4 +1,4 @@
-// cast_largest__full_d16_bf16_kv_e4m3_to_e4m3__fb1f7f
+// cast_largest__full_d16_bf16_kv_e4m3_to_e4m3__a3a728
 // Rendered by attngen from kernels/support/cast_largest.cu.j2; do not edit.
 #include "attngen/cast/units.cuh"
 #include "attngen/platform.cuh"
@@ -56,7 +56,7 @@ ATTNGEN_DEVICE u32 largest_of(const void* from, const void* used, long long coun
 
 // Grid: one CTA an SM.
 extern "C" __global__ void __launch_bounds__(512, 1)
-cast_largest__full_d16_bf16_kv_e4m3_to_e4m3__fb1f7f(const __grid_constant__ attngen::Params p) {
+cast_largest__full_d16_bf16_kv_e4m3_to_e4m3__a3a728(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   __shared__ u32 shared[kThreads / 32];
   u32* parts = static_cast<u32*>(p.parts) + blockIdx.x;

@@ -1,4 +1,4 @@
-// cast_next_scales__full_d16_bf16_kv_e5m2_to_e5m2__33c351
+// cast_next_scales__full_d16_bf16_kv_e5m2_to_e5m2__fd2c6f
 // Rendered by attngen from kernels/support/cast_next_scales.cu.j2; do not edit.
 #include "attngen/cast/scale.cuh"
 #include "attngen/platform.cuh"
@@ -42,7 +42,7 @@ ATTNGEN_DEVICE float next_scale(const Params& p, int column, float before) {
 
 // Grid: one CTA.
 extern "C" __global__ void __launch_bounds__(256, 1)
-cast_next_scales__full_d16_bf16_kv_e5m2_to_e5m2__33c351(const __grid_constant__ attngen::Params p) {
+cast_next_scales__full_d16_bf16_kv_e5m2_to_e5m2__fd2c6f(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   float* scales = static_cast<float*>(p.scale);
   const int column = threadIdx.x;

@@ -1,4 +1,4 @@
-// cast_store__full_d16_bf16_kv_e5m2_to_e5m2__f463fe
+// cast_store__full_d16_bf16_kv_e5m2_to_e5m2__3eb68c
 // Rendered by attngen from kernels/support/cast_store.cu.j2; do not edit.
 #include "attngen/cast/scale.cuh"
 #include "attngen/cast/units.cuh"
@@ -77,7 +77,7 @@ ATTNGEN_DEVICE void store(const void* from, void* to, long long count, float sca
 
 // Grid: one CTA an SM.
 extern "C" __global__ void __launch_bounds__(512, 1)
-cast_store__full_d16_bf16_kv_e5m2_to_e5m2__f463fe(const __grid_constant__ attngen::Params p) {
+cast_store__full_d16_bf16_kv_e5m2_to_e5m2__3eb68c(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   __shared__ u32 shared[kThreads / 32];
   const auto* known = static_cast<const float*>(p.known);

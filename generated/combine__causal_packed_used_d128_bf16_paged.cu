@@ -1,4 +1,4 @@
-// combine__causal_packed_used_d128_bf16_paged__dee351
+// combine__causal_packed_used_d128_bf16_paged__442c10
 // Rendered by attngen from kernels/support/combine.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -47,7 +47,7 @@ static_assert(sizeof(Params) == 80, "packed by the host");
 
 // Grid: rows, which are a batch's heads, and a head's queries together.
 extern "C" __global__ void __launch_bounds__(128, 10)
-combine__causal_packed_used_d128_bf16_paged__dee351(const __grid_constant__ attngen::Params p) {
+combine__causal_packed_used_d128_bf16_paged__442c10(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;

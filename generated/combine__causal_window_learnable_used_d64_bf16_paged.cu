@@ -1,4 +1,4 @@
-// combine__causal_window_learnable_used_d64_bf16_paged__e09b7f
+// combine__causal_window_learnable_used_d64_bf16_paged__2024cd
 // Rendered by attngen from kernels/support/combine.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -48,7 +48,7 @@ static_assert(sizeof(Params) == 96, "packed by the host");
 
 // Grid: rows, which are a batch's heads, and a head's queries together.
 extern "C" __global__ void __launch_bounds__(128, 10)
-combine__causal_window_learnable_used_d64_bf16_paged__e09b7f(const __grid_constant__ attngen::Params p) {
+combine__causal_window_learnable_used_d64_bf16_paged__2024cd(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;

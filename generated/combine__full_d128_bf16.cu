@@ -1,4 +1,4 @@
-// combine__full_d128_bf16__096bd8
+// combine__full_d128_bf16__fd5e46
 // Rendered by attngen from kernels/support/combine.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -47,7 +47,7 @@ static_assert(sizeof(Params) == 80, "packed by the host");
 
 // Grid: rows, which are a batch's heads, and a head's queries together.
 extern "C" __global__ void __launch_bounds__(128, 10)
-combine__full_d128_bf16__096bd8(const __grid_constant__ attngen::Params p) {
+combine__full_d128_bf16__fd5e46(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;

@@ -1,4 +1,4 @@
-// kv_append__full_d128_bf16__8cf655
+// kv_append__full_d128_bf16__04434e
 // Rendered by attngen from kernels/support/append.cu.j2; do not edit.
 #include "attngen/append/place.cuh"
 #include "attngen/append/rows.cuh"
@@ -74,7 +74,7 @@ ATTNGEN_DEVICE char* at(void* tensor, long long elements, int bytes) { return st
 
 // Grid: tokens, of all sequences.
 extern "C" __global__ void __launch_bounds__(64)
-kv_append__full_d128_bf16__8cf655(const __grid_constant__ attngen::Params p) {
+kv_append__full_d128_bf16__04434e(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   const int lane = threadIdx.x % 32;
   const int token = blockIdx.x * kWarps + threadIdx.x / 32;

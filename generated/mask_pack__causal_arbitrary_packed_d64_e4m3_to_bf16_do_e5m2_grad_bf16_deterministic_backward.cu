@@ -1,4 +1,4 @@
-// mask_pack__causal_arbitrary_packed_d64_e4m3_to_bf16_do_e5m2_grad_bf16_deterministic__6fe0d4
+// mask_pack__causal_arbitrary_packed_d64_e4m3_to_bf16_do_e5m2_grad_bf16_deterministic__03acaf
 // Rendered by attngen from kernels/support/mask_pack.cu.j2; do not edit.
 #include "attngen/mask_bits.cuh"
 #include "attngen/platform.cuh"
@@ -82,7 +82,7 @@ ATTNGEN_DEVICE void pack(const Params& p, unsigned short* tile, int batch, int h
 
 // Grid: one CTA an SM.
 extern "C" __global__ void __launch_bounds__(512, 1)
-mask_pack__causal_arbitrary_packed_d64_e4m3_to_bf16_do_e5m2_grad_bf16_deterministic__6fe0d4(const __grid_constant__ attngen::Params p) {
+mask_pack__causal_arbitrary_packed_d64_e4m3_to_bf16_do_e5m2_grad_bf16_deterministic__03acaf(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   __shared__ __align__(16) unsigned short tiles[kWarps][kQueries * 8];
   const int warp = threadIdx.x / 32;

@@ -1,4 +1,4 @@
-// sm90_decode__causal_packed_used_d128_bf16_paged__b8d48b
+// sm90_decode__causal_packed_used_d128_bf16_paged__367fdb
 // Rendered by attngen from kernels/wgmma/decode/decode.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/copy/paged_blocks.cuh"
@@ -583,7 +583,7 @@ struct Consumer {
 
 // Grid: key/value heads of row tiles of sequences, and splits.
 extern "C" __global__ void __launch_bounds__(160, 2)
-sm90_decode__causal_packed_used_d128_bf16_paged__b8d48b(const __grid_constant__ attngen::Params p) {
+sm90_decode__causal_packed_used_d128_bf16_paged__367fdb(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

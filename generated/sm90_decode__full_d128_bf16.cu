@@ -1,4 +1,4 @@
-// sm90_decode__full_d128_bf16__6bf102
+// sm90_decode__full_d128_bf16__84a0c9
 // Rendered by attngen from kernels/wgmma/decode/decode.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -479,7 +479,7 @@ struct Consumer {
 
 // Grid: key/value heads of row tiles of sequences, and splits.
 extern "C" __global__ void __launch_bounds__(160, 2)
-sm90_decode__full_d128_bf16__6bf102(const __grid_constant__ attngen::Params p) {
+sm90_decode__full_d128_bf16__84a0c9(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -1,4 +1,4 @@
-// sm90_fwd__causal_d128_bf16__6eda84
+// sm90_fwd__causal_d128_bf16__df1099
 // Rendered by attngen from kernels/wgmma/forward/forward.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -594,7 +594,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_fwd__causal_d128_bf16__6eda84(const __grid_constant__ attngen::Params p) {
+sm90_fwd__causal_d128_bf16__df1099(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -1,4 +1,4 @@
-// sm90_fwd__causal_d256_bf16__ccf701
+// sm90_fwd__causal_d256_bf16__7368f6
 // Rendered by attngen from kernels/wgmma/forward/forward.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -607,7 +607,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_fwd__causal_d256_bf16__ccf701(const __grid_constant__ attngen::Params p) {
+sm90_fwd__causal_d256_bf16__7368f6(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

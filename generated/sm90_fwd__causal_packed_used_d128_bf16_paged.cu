@@ -1,4 +1,4 @@
-// sm90_fwd__causal_packed_used_d128_bf16_paged__64d3fa
+// sm90_fwd__causal_packed_used_d128_bf16_paged__31b946
 // Rendered by attngen from kernels/wgmma/forward/forward.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/copy/paged_blocks.cuh"
@@ -789,7 +789,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_fwd__causal_packed_used_d128_bf16_paged__64d3fa(const __grid_constant__ attngen::Params p) {
+sm90_fwd__causal_packed_used_d128_bf16_paged__31b946(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

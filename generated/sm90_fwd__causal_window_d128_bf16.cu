@@ -1,4 +1,4 @@
-// sm90_fwd__causal_window_d128_bf16__77b174
+// sm90_fwd__causal_window_d128_bf16__7a3d9f
 // Rendered by attngen from kernels/wgmma/forward/forward.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -680,7 +680,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(512, 1)
-sm90_fwd__causal_window_d128_bf16__77b174(const __grid_constant__ attngen::Params p) {
+sm90_fwd__causal_window_d128_bf16__7a3d9f(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -1,4 +1,4 @@
-// sm90_fwd__full_d128_bf16__d718b5
+// sm90_fwd__full_d128_bf16__c65f15
 // Rendered by attngen from kernels/wgmma/forward/forward.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -584,7 +584,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_fwd__full_d128_bf16__d718b5(const __grid_constant__ attngen::Params p) {
+sm90_fwd__full_d128_bf16__c65f15(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -1,4 +1,4 @@
-// sm90_fwd__window_d64_bf16__0e428b
+// sm90_fwd__window_d64_bf16__bb40e8
 // Rendered by attngen from kernels/wgmma/forward/forward.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -658,7 +658,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(640, 1)
-sm90_fwd__window_d64_bf16__0e428b(const __grid_constant__ attngen::Params p) {
+sm90_fwd__window_d64_bf16__bb40e8(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -1,4 +1,4 @@
-// sm90_fwd_short__causal_d128_bf16__7c7f37
+// sm90_fwd_short__causal_d128_bf16__b2aa1d
 // Rendered by attngen from kernels/wgmma/forward/short.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -590,7 +590,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(256, 2)
-sm90_fwd_short__causal_d128_bf16__7c7f37(const __grid_constant__ attngen::Params p) {
+sm90_fwd_short__causal_d128_bf16__b2aa1d(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -1,4 +1,4 @@
-// sm90_fwd_short__causal_d64_bf16__c20a4e
+// sm90_fwd_short__causal_d64_bf16__6138dc
 // Rendered by attngen from kernels/wgmma/forward/short.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mma/fragment.cuh"
@@ -578,7 +578,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(256, 3)
-sm90_fwd_short__causal_d64_bf16__c20a4e(const __grid_constant__ attngen::Params p) {
+sm90_fwd_short__causal_d64_bf16__6138dc(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -1,4 +1,4 @@
-// varlen_prepare__causal_packed_used_d128_bf16_paged__ad955d
+// varlen_prepare__causal_packed_used_d128_bf16_paged__4ab148
 // Rendered by attngen from kernels/support/order.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/ptx/global.cuh"
@@ -201,7 +201,7 @@ ATTNGEN_DEVICE void schedule_queries(const Params& p) {
 
 // Grid: one CTA.
 extern "C" __global__ void __launch_bounds__(1024)
-varlen_prepare__causal_packed_used_d128_bf16_paged__ad955d(const __grid_constant__ attngen::Params p) {
+varlen_prepare__causal_packed_used_d128_bf16_paged__4ab148(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   allow_dependents();
   if (!is_ordered(p, p.q_schedule)) schedule_queries(p);

@@ -211,10 +211,11 @@ def run_kernels(call: Call) -> tuple[Tensor, ...]:
 
 def run_emulation(call: Call) -> tuple[Tensor, ...]:
     x = call.stored
-    given = reference.BackwardOperands(
-        d_o=x["d_o"], o=x["o"], lse=call.lse, dtype=call.out_dtype, **call.of_backward
-    )
     arguments: dict[str, Any] = call.of_forward
+    scales: dict[str, Any] = call.of_backward
+    given = reference.BackwardOperands(
+        d_o=x["d_o"], o=x["o"], lse=call.lse, dtype=call.out_dtype, **scales
+    )
     found = reference.fp8_backward(given, x["q"], x["k"], x["v"], **arguments)
     assert found.dk is not None and found.dv is not None  # tensors of their own
     return found.dq, found.dk, found.dv

@@ -95,9 +95,11 @@ def delayed(inputs: Inputs, first: int) -> Results:
     return step(layer, inputs, 1, fp8.autocast(recipe=fp8.DelayedScaling(amax_history_len=4)))
 
 
-def in_8_bits(inputs: Inputs, dtype: torch.dtype, unit: bool = False) -> Results:
+def in_8_bits(
+    inputs: Inputs, dtype: torch.dtype, unit: bool = False, mixed: bool = False
+) -> Results:
     """Current scaling with a backward in 8 bits, dO and dS of that dtype, gradients in bfloat16.
-    unit: every scale is 1, those of P and dS, too."""
+    unit: every scale is 1, those of P and dS, too; mixed: P and dS have 16 bits."""
     *operands, d_o = inputs.tensors(1)
     kind = fp8.Quantizer if unit else fp8.CurrentQuantizer
     quantizers = [kind(x) for x in (E4M3, E4M3, E4M3, dtype)]
@@ -109,7 +111,13 @@ def in_8_bits(inputs: Inputs, dtype: torch.dtype, unit: bool = False) -> Results
     out, aux = reference.attention(q, k, v, mask=inputs.mask, **scales)
     assert aux.lse is not None  # as the reference always returns it
     given = reference.BackwardOperands(
-        d_o=d_o8, descale_do=descale_do, o=out, lse=aux.lse, scale_dp=one, descale_dp=one
+        d_o=d_o8,
+        descale_do=descale_do,
+        o=out,
+        lse=aux.lse,
+        scale_dp=one,
+        descale_dp=one,
+        mixed=mixed,
     )
     found = reference.fp8_backward(given, q, k, v, mask=inputs.mask, **scales)
     assert found.dk is not None and found.dv is not None  # tensors of their own
@@ -132,6 +140,8 @@ def ways() -> dict[str, Callable[[Inputs], Results]]:
         "backward in 8 bits, HYBRID": lambda inputs: in_8_bits(inputs, E5M2),
         "backward in 8 bits, E4M3": lambda inputs: in_8_bits(inputs, E4M3),
         "backward in 8 bits, HYBRID, scales 1": lambda inputs: in_8_bits(inputs, E5M2, True),
+        "mixed backward, HYBRID": lambda inputs: in_8_bits(inputs, E5M2, mixed=True),
+        "mixed backward, E4M3": lambda inputs: in_8_bits(inputs, E4M3, mixed=True),
     }
 
 

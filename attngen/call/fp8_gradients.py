@@ -8,6 +8,7 @@ from dataclasses import replace
 from ..runtime.load import LoadedKernel
 from ..runtime.run_time import Extent, blocks_of
 from ..spec.attention_spec import AttentionSpec, dtype_name
+from ..spec.mixed import MIXED
 from .checks import device_violations
 from .fp8_checks import BACKWARD_SCALES, STORED_SCALES, backward_violations
 from .numbers import Arguments
@@ -21,15 +22,16 @@ Tensors = Mapping[str, "TensorDesc | None"]
 
 
 def spec_of_gradients(
-    forward: AttentionSpec, tensors: Mapping[str, TensorDesc], gradients: str
+    forward: AttentionSpec, tensors: Mapping[str, TensorDesc], gradients: str, mixed: bool
 ) -> AttentionSpec:
     """The spec of the kernels. forward: of the call; tensors: with o and d_o; gradients: the name
-    of their dtype."""
+    of their dtype; mixed: whether products of weights and of dS have 16 bits."""
     return replace(
         forward,
         out_dtype=dtype_name(tensors["o"].dtype),
         d_o_dtype=dtype_name(tensors["d_o"].dtype),
         grad_dtype=dtype_name(gradients),
+        backward=MIXED if mixed else None,
     )
 
 

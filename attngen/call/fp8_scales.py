@@ -7,7 +7,9 @@ import math
 from .dropout import keep_scale
 
 BACKWARDS = ("16", "fp8", "fp8_or_16")
-"""Choices of recipes for the bits in which gradients are made."""
+"""Choices of recipes for the bits in which gradients are made, of any library."""
+MIXED = "mixed"
+"""The choice of S and dP from 8 bits and gradients from 16, of PyTorch's recipes."""
 ALGORITHMS = ("max", "most_recent")
 """Ways in which delayed scaling reads a history of largest magnitudes."""
 LARGEST_EXPONENT = 126

@@ -89,7 +89,8 @@ class Backward:
 
     given: its tensors by their names; carriers: those of q, k and v that there are, as gradients
     have their formats; extents, scalars: what kernels know of them; dbias: how the gradient of the
-    bias is made; gather: whether threads copy operands.
+    bias is made; gather: whether threads copy operands; mixed: whether products of weights and of
+    dS have 16 bits beside operands of 8.
     """
 
     given: Tensors
@@ -100,6 +101,7 @@ class Backward:
     extents: dict[str, Extent]
     scalars: Scalars
     dbias: BiasGradient | None
+    mixed: bool
 
     @property
     def optional(self) -> dict[str, TensorDesc | None]:
@@ -142,12 +144,18 @@ class Chosen:
 
 
 def prepare_backward(
-    given: Tensors, arguments: Arguments, wanted: WantedGradients, gather: bool, device: Device
+    given: Tensors,
+    arguments: Arguments,
+    wanted: WantedGradients,
+    gather: bool,
+    device: Device,
+    *,
+    mixed: bool = False,
 ) -> PreparedBackward:
     """Everything about a backward but addresses.
 
     given: its tensors by their names, those of `table.INPUTS` with d_o, o, lse and dlse, None for
-    what it has not; gather: whether threads copy operands.
+    what it has not; gather, mixed: as of `Backward`.
 
     Raises: SpecError with every violation; CompileError, LaunchError.
     """
@@ -171,7 +179,7 @@ def prepare_backward(
         extents["bias"] = extent_of(added, sequences, heads_q)
     dtype = output_dtype(q, arguments)
     carriers = {n: None if (x := given[n]) is None else _new(x, dtype) for n in CARRIERS}
-    call = Backward(given, arguments, wanted, gather, carriers, extents, scalars, dbias)
+    call = Backward(given, arguments, wanted, gather, carriers, extents, scalars, dbias, mixed)
     returned = tuple(name for name in names_of(wanted) if carriers[CARRIER_OF[name]] is not None)
     extra = fp8_gradients.maxima(arguments) if is_fp8(q) else ()
     sums = learned_sums(given, arguments) if wanted.dlearned else ()
@@ -200,7 +208,7 @@ def _choose(call: Backward, device: Device, q: TensorDesc, k: TensorDesc, v: Ten
     if is_fp8(q):
         tensors = {name: present(call.given[name]) for name in ("o", "d_o")}
         gradients = output_dtype(q, call.arguments)
-        forward = fp8_gradients.spec_of_gradients(forward, tensors, gradients)
+        forward = fp8_gradients.spec_of_gradients(forward, tensors, gradients, call.mixed)
     elif forward.out_dtype == "fp32":
         forward = replace(forward, out_dtype=None, grad_dtype="fp32")
     spec = replace(

@@ -19,13 +19,14 @@ class GradientForm(NamedTuple):
 
     d_o_dtype: torch's name of its dtype, which dS has, too; empty for a backward in 16 bits.
     margin: binades left free above its largest magnitude; power_of_two: whether its scale is one;
-    amax_epsilon: the least magnitude that is taken.
+    amax_epsilon: the least magnitude that is taken. mixed: whether P and dS have bfloat16 instead.
     """
 
     d_o_dtype: str = ""
     margin: int = 0
     power_of_two: bool = True
     amax_epsilon: float = 0.0
+    mixed: bool = False
 
 
 class StoredGradients(NamedTuple):

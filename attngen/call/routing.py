@@ -9,6 +9,7 @@ from ..errors import SpecError
 from ..fragments import features
 from ..spec.attention_spec import DTYPES_8BIT, MAX_HEAD_DIM, AttentionSpec, dtype_name
 from ..spec.layouts import axes_of, parse
+from ..spec.mixed import MIXED
 from ..spec.resolve import find_violations
 from ..targets.target import DEFAULT, names
 from .decode import unsplit
@@ -110,13 +111,17 @@ def can_join(call: AttentionCall, arch: str) -> bool:
     return not (find_violations(spec, _FEATURES) or unserved(spec, arch))
 
 
-def backward_refusals(call: AttentionCall, d_o_dtype: str, traced: bool = False) -> list[str]:
+def backward_refusals(
+    call: AttentionCall, d_o_dtype: str, traced: bool = False, *, mixed: bool = False
+) -> list[str]:
     """Why no kernel computes the backward of a call of FP8 operands in 8 bits; empty where one
-    does. d_o_dtype: the name of the dtype of its output's gradient."""
+    does. d_o_dtype: the name of the dtype of its output's gradient; mixed: whether products of
+    weights and of dS have 16 bits."""
     spec = replace(
         spec_of_call(call, traced),
         directions=("bwd",),
         d_o_dtype=dtype_name(d_o_dtype),
+        backward=MIXED if mixed else None,
         grad_dtype=None if call.out_dtype is None else dtype_name(call.out_dtype),
         decode=False,
     )

@@ -1,8 +1,8 @@
 """The backward of FP8 attention as it is defined: what is stored in 8 bits, where, by which scale.
 
 The normalised weights P are stored in Q's type, dS in that of dO, the gradients as one likes; all
-else has the accumulation's dtype. Where dO has 16 bits or more, neither P nor dS is stored: these
-are the gradients of 16 bits that an FP8 forward has.
+else has the accumulation's dtype. A mixed backward stores P and dS in bfloat16. Where dO has 16
+bits or more, neither is stored: these are the gradients of 16 bits that an FP8 forward has.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class BackwardOperands:
     lse: results of the forward, o in FP8, with its descale_o, or wider. dlse: gradient of the LSE,
     of its shape. Scales: float32 [1] on the device of q, None for 1; without scale_dp and
     descale_dp the definition chooses them. scale_dq, scale_dk and scale_dv are for gradients in
-    FP8. dtype: the gradients', bfloat16 by default.
+    FP8. dtype: the gradients', bfloat16 by default. mixed: whether P and dS are stored in bfloat16,
+    whatever the dtype of d_o.
     """
 
     d_o: Tensor
@@ -49,6 +50,7 @@ class BackwardOperands:
     scale_dk: Tensor | None = None
     scale_dv: Tensor | None = None
     dtype: torch.dtype = torch.bfloat16
+    mixed: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,11 +226,12 @@ def _add_sequence(
 
     weights = weights * keep
     if fp8.is_fp8(given.d_o.dtype):
-        weights = _stored_weights(call, weights)
+        stored = torch.bfloat16 if given.mixed else None
+        weights = _stored_weights(call, weights, stored or call.q.dtype)
         scales = given.scale_dp, given.descale_dp
         if given.scale_dp is None:
             scales = chosen_scale_dp(x, scale * keep_scale_of(call), given.d_o.dtype)
-        d_products = _stored(d_products, given.d_o.dtype, *scales)
+        d_products = _stored(d_products, stored or given.d_o.dtype, *scales)
     dk, dv = d_products.transpose(1, 2) @ x.q, weights.transpose(1, 2) @ x.d_o
     sequence.of_q(sums.parts["q"]).add_(d_products @ x.k)
     sequence.of_kv(sums.parts["k"]).add_(x.of_group(dk))
@@ -292,12 +295,13 @@ def _keep_factors(call: AttentionCall, b: int, weights: Tensor) -> Tensor:
     return (drawn >= drop_threshold(call.dropout_p)).to(weights.dtype) * keep_scale_of(call)
 
 
-def _stored_weights(call: AttentionCall, weights: Tensor) -> Tensor:
-    """Normalised weights as they are stored, in Q's type and with the forward's scale."""
+def _stored_weights(call: AttentionCall, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Normalised weights as they are stored, in Q's type or a wider one, with the forward's
+    scale."""
     if call.scale_s is not None:
-        return _stored(weights, call.q.dtype, call.scale_s, call.descale_s)
+        return _stored(weights, dtype, call.scale_s, call.descale_s)
     scale = chosen_scale_s(call.q.dtype, call.dropout_p)
-    return _stored(weights, call.q.dtype, scale, 1 / scale)
+    return _stored(weights, dtype, scale, 1 / scale)
 
 
 def chosen_scale_s(dtype: torch.dtype, dropout_p: float) -> float:

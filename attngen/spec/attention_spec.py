@@ -45,7 +45,8 @@ class AttentionSpec:
     where Q is FP8 (e4m3, e5m2), which K and V may be beside 16 bits, too; `out_dtype` "fp32" asks
     for the float32 partial output that split computations combine. Of a backward in 8 bits
     `grad_dtype` is the gradients', bf16 by default, and `d_o_dtype` that of the output's gradient,
-    e5m2 by default; its `out_dtype` is the output's that it reads. Of one in 16 bits `grad_dtype`
+    e5m2 by default; its `out_dtype` is the output's that it reads; `backward` "mixed" leaves dV, dK
+    and dQ products of 16 bits. Of one in 16 bits `grad_dtype`
     "fp32" asks for gradients that are parts of sums. `seqused` says that sequences of a dense
     format have lengths of their own, as a padding mask does; `decode` that there are few queries a
     sequence, so that the kernel splits the keys; `gather` that rows or addresses of operands are no
@@ -64,6 +65,7 @@ class AttentionSpec:
     out_dtype: str | None = None
     grad_dtype: str | None = None
     d_o_dtype: str | None = None
+    backward: str | None = None
     layout: str = "bshd"
     mask: str = "none"
     window: bool = False

@@ -10,6 +10,8 @@ DType = Literal["fp16", "bf16", "fp32", "e4m3", "e5m2"]
 Sequence = Literal["dense", "used", "packed"]
 CAST_HEAD_DIM = 16  # in the name of a cast, which has rows of any length
 BIASED_HEAD_DIM = 128  # the largest of a backward of 8 bits beside a bias
+MIXED_HEAD_DIM = 128  # the largest of a mixed backward
+MIXED_BIASED_HEAD_DIM = 64  # and beside a bias
 BIASES = ("pre_scale_bias", "post_scale_bias")  # scores that read a tensor of their own
 DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4, "e4m3": 1, "e5m2": 1}
 
@@ -31,10 +33,12 @@ class Problem:
     is for few queries a sequence: keys are split over CTAs, query heads of a group share a tile. A
     backward in 8 bits has output gradients of `dtype_d_o`, which is what dS is stored as, and makes
     gradients of `dtype_grad`; its `dtype_o` is the output's that it reads. Of one in 16 bits
-    `dtype_grad` is fp32 where gradients are parts of sums. Elsewhere both are None. An append
-    writes new keys and values, of `dtype_q`, to a cache of `dtype_kv`, a cast stores numbers of the
-    one in the other; both ask of all else for nothing. `fragment_digests` tell the texts of masks
-    and scores that are not among attngen's templates from others of their names.
+    `dtype_grad` is fp32 where gradients are parts of sums. Elsewhere both are None. A `mixed`
+    backward in 8 bits has weights and dS in bfloat16, for products with operands that are widened
+    to it. An append writes new keys and values, of `dtype_q`, to a cache of `dtype_kv`, a cast
+    stores numbers of the one in the other; both ask of all else for nothing. `fragment_digests`
+    tell the texts of masks and scores that are not among attngen's templates from others of their
+    names.
     """
 
     direction: Direction
@@ -60,6 +64,7 @@ class Problem:
     dtype_grad: DType | None = None
     positions: bool = False
     continues: bool = False
+    mixed: bool = False
 
     @property
     def bias(self) -> bool:
@@ -207,6 +212,7 @@ class Problem:
         out = () if partial or self.dtype_o == self.dtype_q else (f"to_{self.dtype_o}",)
         pairs = (("do", self.dtype_d_o), ("grad", self.dtype_grad))
         given = tuple(f"{name}_{dtype}" for name, dtype in pairs if dtype)
+        given += ("mixed",) if self.mixed else ()
         order = ("deterministic",) if self.deterministic else ()
         more = ("max_logit",) if self.max_logit else ()
         joins = ("continues",) if self.continues else ()

@@ -21,6 +21,7 @@ from .fragment_checks import (
     switched,
 )
 from .masks import masks_of, without_arbitrary
+from .mixed import MIXED, check_mixed
 from .problem import BIASED_HEAD_DIM, Direction, Problem, Sequence
 from .tables import Place
 from .violations import Violation
@@ -102,6 +103,7 @@ def backward_of(spec: AttentionSpec, forward: Problem) -> Problem:
         backward,
         dtype_d_o=d_o,  # type: ignore[arg-type]  # checked with the spec
         dtype_grad=grad,  # type: ignore[arg-type]
+        mixed=spec.backward == MIXED,
     )
 
 
@@ -156,6 +158,7 @@ def find_violations(spec: AttentionSpec, features: Features) -> list[Violation]:
         *(check_positions(spec) if spec.positions else ()),
         *(check_continues(spec) if spec.continues else ()),
         *_check_directions(spec),
+        *check_mixed(spec),
     ]
     return found + _check_targets(spec)
 

@@ -13,6 +13,7 @@ from ..fragments.features import Features
 from ..io.text import quoted, suggestion
 from .attention_spec import AttentionSpec
 from .masks import JOINT, joined
+from .mixed import MIXED
 from .problem import Problem
 from .resolve import (
     DEFAULT_D_O_DTYPE,
@@ -59,6 +60,7 @@ def spec_of(problem: Problem, arch: str, known: Features) -> AttentionSpec:
         out_dtype=None if problem.dtype_o == default_out_dtype(dtype) else problem.dtype_o,
         grad_dtype=_unless(problem.dtype_grad, DEFAULT_GRAD_DTYPE),
         d_o_dtype=_unless(problem.dtype_d_o, DEFAULT_D_O_DTYPE),
+        backward=MIXED if problem.mixed else None,
         layout=(problem.paged and layouts[1]) or layouts[0],
         mask=joined([each.name for each in masks if each.called]),
         attn_mask=problem.attn_mask,

@@ -67,6 +67,7 @@ class Case:
     scale_s: float | None = None
     deterministic: bool = False
     dlse: bool = False
+    mixed: bool = False
 
     def __str__(self) -> str:
         plain = Case()
@@ -94,6 +95,7 @@ class Case:
             seqused=self.lengths is not None and self.layout != "thd",
             softmax=self.softmax,
             deterministic=self.deterministic,
+            backward="mixed" if self.mixed else None,
             directions=("bwd",),
         )
 
@@ -197,12 +199,13 @@ class Given:
         results = torch.ops.attngen.fp8_backward(
             *(given.d_o, given.dlse, self.q, self.k, self.v, given.o, given.lse),
             *(*optional, *arguments, *scales),
+            mixed=case.mixed,
         )
         return dict(zip((*GRADIENT_OF.values(), *MAXIMA), results, strict=True))
 
     def defined(self, exactly: bool) -> Fp8Gradients:
         """By the definition; exactly: of operands that nothing stores in 8 bits."""
-        given = replace(self.backward, dtype=torch.float64)
+        given = replace(self.backward, dtype=torch.float64, mixed=self.case.mixed)
         if exactly:
             unit = given.descale_do
             assert unit is not None

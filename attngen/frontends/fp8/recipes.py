@@ -9,7 +9,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from ...call.fp8_scales import BACKWARDS, delayed_violations
+from ...call.fp8_scales import BACKWARDS, MIXED, delayed_violations
 from ...call.recipe import CastRule, GradientForm, StepRule
 from ...call.tensors import name_of
 from ...errors import SpecError
@@ -43,8 +43,9 @@ class Float8CurrentScaling:
 
     use_power_2_scales: the next power of two below, so that stored numbers widen to 16 bits without
     a rounding. amax_epsilon: the least magnitude that is taken. backward: in which bits gradients
-    are made, 16, fp8, or fp8_or_16, which has 16 where kernels have none of 8. In 8 bits dS, which
-    is never whole, has a scale by the step before in an `attngen.fp8.Attention`, else by a bound.
+    are made, 16, fp8, fp8_or_16, which has 16 where kernels have none of 8, or mixed, with S and dP
+    of 8 bits and dQ, dK and dV of 16. In 8 bits dS, which is never whole, has a scale by the step
+    before in an `attngen.fp8.Attention`, else by a bound.
     fp8_dpa: whether attention runs in FP8 at all; fp8_mha: whether `attngen.te` may return FP8.
 
     Raises: SpecError with every violation at once.
@@ -78,7 +79,8 @@ class Float8CurrentScaling:
         if self.backward == "16":
             return GradientForm()
         dtype = name_of(self.fp8_format.backward)
-        return GradientForm(dtype, 0, self.use_power_2_scales, self.amax_epsilon)
+        mixed = self.backward == MIXED
+        return GradientForm(dtype, 0, self.use_power_2_scales, self.amax_epsilon, mixed)
 
     def step_rule(self, dtype: torch.dtype) -> StepRule:
         """How scales of dO and dS follow where a step ends: dO's is its own."""
@@ -93,8 +95,9 @@ class DelayedScaling:
     binades left free above it. amax_history_len: steps that are remembered. amax_compute_algo: the
     largest of these (max), that of the step before (most_recent), or a function of the history,
     float32 [amax_history_len, n], that returns [n]. reduce_amax: whether processes of a group share
-    their maxima. backward: in which bits gradients are made, 16, fp8, or fp8_or_16, which has 16
-    where kernels have none of 8. fp8_dpa: whether attention runs in FP8 at all; fp8_mha: whether
+    their maxima. backward: in which bits gradients are made, 16, fp8, fp8_or_16, which has 16 where
+    kernels have none of 8, or mixed, with S and dP of 8 bits and dQ, dK and dV of 16. fp8_dpa:
+    whether attention runs in FP8 at all; fp8_mha: whether
     `attngen.te` may return FP8.
 
     Raises: SpecError with every violation at once.
@@ -137,7 +140,8 @@ class DelayedScaling:
         """How a backward stores dO where no history says it."""
         if self.backward == "16":
             return GradientForm()
-        return GradientForm(name_of(self.fp8_format.backward), self.margin, False, 0.0)
+        dtype = name_of(self.fp8_format.backward)
+        return GradientForm(dtype, self.margin, False, 0.0, self.backward == MIXED)
 
     def step_rule(self, dtype: torch.dtype) -> StepRule | None:
         """How scales follow where a step ends; None where a function of the history says it."""
@@ -156,6 +160,6 @@ def _violations(recipe: Recipe) -> list[str]:
     found: object = recipe.fp8_format
     if not isinstance(found, Format):
         reasons.append(f"fp8_format needs Format.HYBRID or Format.E4M3; got {found!r}")
-    if recipe.backward not in BACKWARDS:
-        reasons.append(f"backward needs {', '.join(BACKWARDS)}; got {recipe.backward!r}")
+    if recipe.backward not in (*BACKWARDS, MIXED):
+        reasons.append(f"backward needs {', '.join((*BACKWARDS, MIXED))}; got {recipe.backward!r}")
     return reasons

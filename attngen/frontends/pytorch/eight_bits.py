@@ -328,7 +328,8 @@ def _stores(call: AttentionCall, stores: StoredGradients) -> bool:
     """
     if not stores.form.d_o_dtype:
         return False
-    reasons = backward_refusals(call, stores.form.d_o_dtype, is_traced((call.q, call.k, call.v)))
+    form, traced = stores.form, is_traced((call.q, call.k, call.v))
+    reasons = backward_refusals(call, form.d_o_dtype, traced, mixed=form.mixed)
     if not reasons:
         return True
     if not stores.may_have_16_bits:

@@ -27,7 +27,7 @@ from .descriptions import described_by_name, device_of
 from .operation import format_of
 from .outputs import output_dtype
 from .registry import operator
-from .signature import schema, split, wanted_of
+from .signature import schema, split, wanted_and_mixed
 from .torch_private import guard
 from .transforms import differentiable
 
@@ -35,7 +35,8 @@ library = operator(
     "fp8_backward",
     "(Tensor d_o, Tensor? dlse, Tensor q, Tensor? k, Tensor? v, Tensor o, Tensor lse, "
     f"{schema()}, {', '.join(f'Tensor? {name}=None' for name in SCALES)}, "
-    f"{', '.join(f'bool want_{name}=True' for name in WantedGradients._fields)}) -> "
+    f"{', '.join(f'bool want_{name}=True' for name in WantedGradients._fields)}, "
+    "bool mixed=False) -> "
     f"({', '.join('Tensor' for _ in (*GRADIENT_OF, *MAXIMA))})",
 )
 backwards: CallCache[PreparedBackward] = CallCache(guard)
@@ -60,14 +61,15 @@ def fp8_backward(
     q, k, v, rest: as `attngen::forward` took them, FP8, addresses multiples of 16 bytes. d_o: FP8
     in Q's format. o: its output, FP8 or 16 bits; lse: its LSE. dlse: gradient of the LSE, or None.
     Behind the arguments: descale_o, descale_do, scale_dp, descale_dp, scale_dq, scale_dk, scale_dv,
-    float32 [1], None for 1; then which gradients are wanted.
+    float32 [1], None for 1; then which gradients are wanted, and whether the backward is mixed: P
+    and dS in bfloat16, dV, dK and dQ products of 16 bits.
     Raises: SpecError with every violation; CompileError, LaunchError.
     """
     optional, arguments = split(rest)
-    scales, wanted = _scales(rest), _wanted(rest, k is None)
+    scales, (wanted, mixed) = _scales(rest), _wanted(rest, k is None)
     operands = dict(zip(INPUTS, (q, k, v, *optional), strict=True))
     there = {"d_o": d_o, "o": o, "lse": lse, **operands, "dlse": dlse, **scales}
-    found = differentiate(arguments, wanted, there)
+    found = differentiate(arguments, wanted, there, mixed=mixed)
     return tuple(
         found[name] if name in found else q.new_empty(0, dtype=_dtype_of(name, q, arguments))
         for name in (*GRADIENT_OF.values(), *MAXIMA)
@@ -75,7 +77,11 @@ def fp8_backward(
 
 
 def differentiate(
-    arguments: Arguments, wanted: WantedGradients, there: dict[str, Tensor | None]
+    arguments: Arguments,
+    wanted: WantedGradients,
+    there: dict[str, Tensor | None],
+    *,
+    mixed: bool = False,
 ) -> dict[str, Tensor]:
     """The gradients that are wanted, and the maxima if arguments ask for them, by their names, of a
     call that nobody looks on at.
@@ -85,7 +91,7 @@ def differentiate(
     Raises: SpecError with every violation; CompileError, LaunchError.
     """
     tensors = [x for x in there.values() if x is not None]
-    key = arguments, wanted, *[name for name, x in there.items() if x is not None]
+    key = arguments, wanted, mixed, *[name for name, x in there.items() if x is not None]
     if (known := backwards.find(key, tensors)) is not None:
         pointers = [x.data_ptr() for x in tensors]
         if not any([pointers[place] % 16 for place in known.read]):
@@ -95,9 +101,10 @@ def differentiate(
     given = there | {"o": in_16_bits.copied(o), "d_o": in_16_bits.copied(d_o)}
     given |= {"lse": lse.contiguous(), "dlse": None if dlse is None else dlse.contiguous()}
     prepared = backwards.remember(
-        (arguments, wanted, *given, *map(format_of, given.values())),
+        (arguments, wanted, mixed, *given, *map(format_of, given.values())),
         lambda: prepare_backward(
-            *(described_by_name(given), arguments, wanted, False, device_of(q.device))
+            *(described_by_name(given), arguments, wanted, False, device_of(q.device)),
+            mixed=mixed,
         ),
     )
     readable = [x for x in given.values() if x is not None]
@@ -124,9 +131,9 @@ def _scales(rest: Sequence[Any]) -> dict[str, Tensor | None]:
     return dict.fromkeys(SCALES) | dict(zip(SCALES, rest[_COUNT:], strict=False))
 
 
-def _wanted(rest: Sequence[Any], one_tensor: bool) -> WantedGradients:
-    """Gradients that are wanted, which stand behind the scales."""
-    return wanted_of((*rest[:_COUNT], *rest[_COUNT + len(SCALES) :]), one_tensor)
+def _wanted(rest: Sequence[Any], one_tensor: bool) -> tuple[WantedGradients, bool]:
+    """Gradients that are wanted, and whether it is mixed, which stand behind the scales."""
+    return wanted_and_mixed((*rest[:_COUNT], *rest[_COUNT + len(SCALES) :]), one_tensor)
 
 
 def _fake(
@@ -135,7 +142,8 @@ def _fake(
     _o, _lse, *rest = others
     optional, arguments = split(rest)
     operands = dict(zip(INPUTS, (q, k, v, *optional), strict=True))
-    shapes = in_16_bits.shapes_of(operands, _wanted(rest, k is None))
+    wanted, _ = _wanted(rest, k is None)
+    shapes = in_16_bits.shapes_of(operands, wanted)
     shapes |= dict.fromkeys(MAXIMA, (int(arguments.amax),))
     return tuple(
         q.new_empty(shape, dtype=_dtype_of(name, q, arguments)) for name, shape in shapes.items()

@@ -45,7 +45,7 @@ _FIRST_OPERAND = _FIRST_CARRIER + len(CARRIERS)
 library = operator(
     "quantised",
     "(bool kernels, str d_o_dtype, int margin, bool power_of_two, float amax_epsilon, "
-    f"{', '.join(f'Tensor? {name}' for name in _OF_LAYER)}, "
+    f"bool mixed, {', '.join(f'Tensor? {name}' for name in _OF_LAYER)}, "
     "Tensor? q16, Tensor? k16, Tensor? v16, Tensor q, Tensor? k, Tensor? v, "
     f"{schema()}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )

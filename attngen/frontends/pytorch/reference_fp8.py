@@ -18,7 +18,7 @@ from ...reference.fp8_backward import BackwardOperands, differentiate_call
 from .fp8_backward import second_derivative
 from .on_reference import call_of
 from .registry import operator
-from .signature import dtype_of, schema, split, wanted_of
+from .signature import dtype_of, schema, split, wanted_and_mixed
 from .transforms import differentiable
 
 library = operator(
@@ -26,7 +26,8 @@ library = operator(
     "(Tensor d_o, Tensor? dlse, Tensor o, Tensor lse, "
     f"{', '.join(f'Tensor? {name}' for name in BACKWARD_SCALES)}, "
     f"Tensor q, Tensor? k, Tensor? v, {schema()}, "
-    f"{', '.join(f'bool want_{name}=True' for name in WantedGradients._fields)}) -> "
+    f"{', '.join(f'bool want_{name}=True' for name in WantedGradients._fields)}, "
+    "bool mixed=False) -> "
     f"({', '.join(['Tensor'] * (len(GRADIENT_OF) + len(MAXIMA)))})",
 )
 
@@ -37,16 +38,17 @@ def backward(
     """Gradients and maxima as `reference.fp8_backward` has them, [0] of what is not wanted.
 
     rest: the scales of `BACKWARD_SCALES`, then what `attngen::forward` took, whose `out_dtype` is
-    the gradients', then which of these are wanted. Raises: SpecError with every violation.
+    the gradients', then which of these are wanted, and whether the backward is mixed. Raises:
+    SpecError with every violation.
     """
     scales = dict(zip(BACKWARD_SCALES, rest, strict=False))
     q, k, v, *others = rest[len(BACKWARD_SCALES) :]
     optional, arguments = split(others)
-    wanted = wanted_of(others, k is None)
+    wanted, mixed = wanted_and_mixed(others, k is None)
     operands = (q, k, v, *optional)
     dtype = torch.bfloat16 if arguments.out_dtype is None else dtype_of(arguments.out_dtype)
     call = call_of(operands, (*optional, *arguments._replace(out_dtype=None, amax=False)))
-    given = BackwardOperands(d_o=d_o, o=o, lse=lse, dlse=dlse, dtype=dtype, **scales)
+    given = BackwardOperands(d_o=d_o, o=o, lse=lse, dlse=dlse, dtype=dtype, mixed=mixed, **scales)
     found = differentiate_call(call, given)
     nothing = d_o.new_empty(0, dtype=torch.float32)
     asked = wanted._asdict() | {"dk": wanted.dkv, "dv": wanted.dkv}
@@ -84,7 +86,7 @@ def _fake(
 ) -> tuple[Tensor, ...]:
     q, k, v, *others = rest[len(BACKWARD_SCALES) :]
     optional, arguments = split(others)
-    wanted = wanted_of(others, k is None)
+    wanted, _ = wanted_and_mixed(others, k is None)
     dtype = torch.bfloat16 if arguments.out_dtype is None else dtype_of(arguments.out_dtype)
     given = dict(zip(INPUTS, (q, k, v, *optional), strict=True))
     asked = wanted._asdict() | {"dk": wanted.dkv, "dv": wanted.dkv}

@@ -84,3 +84,12 @@ def wanted_of(rest: Sequence[Any], one_tensor: bool = False) -> WantedGradients:
     wanted = WantedGradients(*rest[len(OPTIONAL) + len(Arguments._fields) :])
     both = wanted.dq or wanted.dkv
     return wanted._replace(dq=both, dkv=both) if one_tensor else wanted
+
+
+def wanted_and_mixed(
+    rest: Sequence[Any], one_tensor: bool = False
+) -> tuple[WantedGradients, bool]:
+    """Gradients that are wanted, and whether products of weights and of dS have 16 bits, in the
+    schemas of backwards of FP8 operands."""
+    end = len(OPTIONAL) + len(Arguments._fields) + len(WantedGradients._fields)
+    return wanted_of(rest[:end], one_tensor), bool(rest[end:] and rest[end])

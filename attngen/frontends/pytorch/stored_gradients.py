@@ -76,7 +76,7 @@ class FP8Call:
         """The gradients that are wanted, by their names, in the dtype of the output; those of
         biases in theirs. Raises: SpecError with every violation; CompileError, LaunchError."""
         d_o = torch.zeros_like(self.out) if d_o is None else d_o
-        _, margin, power_of_two, least = self.form
+        _, margin, power_of_two, least, _ = self.form
         rule = CastRule(self.form.d_o_dtype, least, margin, power_of_two)
         served = self.unobserved and (dlse is None or is_plain(dlse))
         stored = self._by_kernels(d_o, dlse, rule) if served else None
@@ -119,7 +119,7 @@ class FP8Call:
         if self.amax is not None:
             there["amax_dp"] = self.amax.data[1:]
         arguments = _of_results(self.arguments, name_of(self.out.dtype), False)
-        return fp8_backward.differentiate(arguments, wanted, there)
+        return fp8_backward.differentiate(arguments, wanted, there, mixed=self.form.mixed)
 
     def _as_defined(
         self, wanted: WantedGradients, d_o: Tensor, dlse: Tensor | None, rule: CastRule
@@ -157,11 +157,11 @@ class FP8Call:
         if self.kernels:
             found = fp8_backward.dispatched(
                 *(d_o, dlse, *self.operands[:3], *rows, *self.operands[3:], *arguments),
-                *(*numbers, *wanted),
+                *(*numbers, *wanted, self.form.mixed),
             )
         else:
             found = reference_fp8.dispatched(
-                *(d_o, dlse, *rows, *numbers, *self.operands, *arguments, *wanted)
+                *(d_o, dlse, *rows, *numbers, *self.operands, *arguments, *wanted, self.form.mixed)
             )
         return dict(zip((*GRADIENT_OF.values(), *MAXIMA), found, strict=True))
 

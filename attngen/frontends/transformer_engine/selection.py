@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...call.fp8_scales import MIXED
 from .environment import (
     DEBUG,
     DEBUG_LEVEL,
@@ -245,7 +246,7 @@ def trains_in_8_bits(recipe: Any) -> bool:
     """Whether a recipe has gradients made in 8 bits and nothing else: by attngen's word, or, of
     others, by NVTE_FP8_DPA_BWD."""
     backward = getattr(recipe, "backward", None)
-    return enabled(FP8_BACKWARD) if backward is None else backward == "fp8"
+    return enabled(FP8_BACKWARD) if backward is None else backward in ("fp8", MIXED)
 
 
 def has_context_parallelism(params: AttentionParams) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...fragments.program import has_program
-from ...spec.problem import BIASED_HEAD_DIM, Problem
+from ...spec.problem import BIASED_HEAD_DIM, MIXED_BIASED_HEAD_DIM, MIXED_HEAD_DIM, Problem
 from ...targets.target import Instruction
 
 PREFIX = "sm90_"  # of the names of kernels, whose symbols begin with them
@@ -28,5 +28,8 @@ def refuse_together(problem: Problem) -> Iterator[str]:
     without = problem.positions or wide  # in 8 bits
     if problem.decode and has_program(problem.scores):
         yield "kernels that split keys have no scores of callables"
+    most = MIXED_BIASED_HEAD_DIM if problem.bias else MIXED_HEAD_DIM
+    if problem.mixed and not (problem.eight_bit and largest <= most):
+        yield "a mixed backward is of FP8 operands, and has no room for these head dims"
     if added and (problem.decode or problem.widens or (without and problem.eight_bit)):
         yield "no kernel does all of this together yet"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from attngen import AttentionSpec
+from attngen import AttentionSpec, SpecError
 from attngen.compiler.builder import render_problem
 from attngen.fragments import features
 from attngen.kernels import plan
@@ -24,7 +24,12 @@ from attngen.kernels.wgmma.backward.plan import (
     TurningPlan,
 )
 from attngen.runtime.run_time import Extent, workspace_bytes
-from attngen.spec.problem import BIASED_HEAD_DIM, Problem
+from attngen.spec.problem import (
+    BIASED_HEAD_DIM,
+    MIXED_BIASED_HEAD_DIM,
+    MIXED_HEAD_DIM,
+    Problem,
+)
 from attngen.spec.resolve import resolve
 from attngen.targets.target import DEFAULT
 from tools import sweep
@@ -80,6 +85,40 @@ def test_every_pair_of_head_dims_fits(grad: str) -> None:
         assert main.dk_columns + main.dv_columns <= 256
 
 
+def test_mixed_backwards_fit_beside_operands_in_both_widths() -> None:
+    assert main_of(problem_of(backward="mixed", layout="thd")).smem_bytes > 224 << 10
+    for d, d_v in itertools.product(range(16, MIXED_HEAD_DIM + 1, 16), repeat=2):
+        biased = max(d, d_v) <= MIXED_BIASED_HEAD_DIM
+        bias = "post_scale" if biased else "none"
+        fields = dict(head_dim=d, head_dim_v=d_v, layout="thd", grad_dtype="e5m2", bias=bias)
+        assert main_of(problem_of(backward="mixed", **fields)).smem_bytes <= DEFAULT.cta_smem_bytes
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(head_dim=256),
+        dict(head_dim=64, head_dim_v=144),
+        dict(head_dim=80, bias="post_scale"),
+        dict(dtype="bf16"),
+    ],
+    ids=str,
+)
+def test_mixed_backwards_without_room_are_refused_with_the_arithmetic(
+    fields: dict[str, object],
+) -> None:
+    with pytest.raises(SpecError, match=r"backward 'mixed'.*(227 KiB|FP8)") as caught:
+        problem_of(backward="mixed", **fields)
+    assert "backward=None" in caught.value.reasons[-1]
+
+
+def test_mixed_products_have_half_the_rate() -> None:
+    problem = problem_of(backward="mixed")
+    lines = "".join(FAMILY.aim(problem, main_of(problem), DEFAULT))
+    twice = 2 * 64 * 128 * (128 * 5 + 128 * 3) / DEFAULT.mma_flops
+    assert f"({twice:.0f} of products" in lines
+
+
 def test_keys_stay_in_registers_where_nothing_else_needs_these() -> None:
     assert main_of(problem_of()).held_steps == 2
     assert main_of(problem_of(head_dim=32)).held_steps == 1
@@ -129,7 +168,14 @@ def test_dq_is_shared_by_columns_of_whole_steps() -> None:
     assert image_bytes(problem) == 96 * 128
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("problem", list(drawn(10, seed=3)), ids=lambda x: x.label)
+MIXED = [
+    problem_of(backward="mixed"),
+    problem_of(backward="mixed", layout="thd", mask="causal", window=True, deterministic=True),
+    problem_of(backward="mixed", head_dim=64, bias="post_scale", softcap=True, grad_dtype="e5m2"),
+]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("problem", [*MIXED, *drawn(10, seed=3)], ids=lambda x: x.label)
 def test_kernels_compile_without_spills(problem: Problem) -> None:
     assert sweep.check(problem) == []

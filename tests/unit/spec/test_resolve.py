@@ -117,6 +117,7 @@ def test_resolve_layout_and_lengths_choose_how_sequences_are_found(layout, mask,
         ("softmax", "smooth", "vanilla"),
         ("grad_dtype", "fp32", None),
         ("d_o_dtype", "bf16", None),
+        ("backward", "fp16", None),
     ],
 )
 def test_resolve_fp8_violation_is_refused_with_the_nearest_value(field, value, legal) -> None:

@@ -33,6 +33,7 @@ CHOICES: dict[str, list[Any]] = {
     "out_dtype": [None, None, *resolve.DTYPES, "fp32"],
     "grad_dtype": [None, None, None, None, "fp16", "e5m2", "fp32"],
     "d_o_dtype": [None, None, None, "e4m3"],
+    "backward": [None, None, None, "mixed"],
     "layout": [*layouts.FORMATS, *layouts.NAMES],
     "mask": ["none", "causal", "causal_bottom_right", "padding", "padding_causal", "arbitrary"],
     "bias": ["none", "none", *resolve.BIASES],

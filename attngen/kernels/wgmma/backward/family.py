@@ -40,8 +40,10 @@ if TYPE_CHECKING:
 # Products of a block over Q's head dim, and over V's: S, dQ, dK; dP, dV.
 PRODUCTS = {MAIN: (3, 2), MAIN_8: (3, 2), WITH_BIAS: (3, 2), OF_KEYS: (2, 2), OF_QUERIES: (2, 1)}
 
-# Of a half of dQ, dK and dV, beside which S and dP are whole.
+# Of a half of dQ, dK and dV, beside which S and dP are whole; and of these in 16 bits, which take
+# twice the time of 8.
 PRODUCTS_OF_HALVES = (2.0, 1.5)
+PRODUCTS_OF_BOTH = (5, 3)
 
 ROWS = frozenset({"lse_log2", "d", "turns"})
 # dQ, or what is converted to it, and sums of dK and dV where heads have tiles of their own.
@@ -114,7 +116,8 @@ class Backward(Family):
             return super().aim(problem, plan, target)
         keys_come = plan.family == OF_QUERIES
         halves = plan.family == MAIN_8 and column_parts(problem) > 1
-        products = PRODUCTS_OF_HALVES if halves else PRODUCTS[plan.family]
+        products: tuple[float, float] = PRODUCTS_OF_HALVES if halves else PRODUCTS[plan.family]
+        products = PRODUCTS_OF_BOTH if problem.mixed else products
         of_qk, of_v = products
         block = Block(of_qk, of_v, keys_come=keys_come, ctas=1)
         return aim_of(problem, cast(BackwardPlan, plan), block, target)

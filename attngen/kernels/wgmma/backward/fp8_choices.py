@@ -46,8 +46,10 @@ PART_COLUMNS = 128  # of dK and dV of 64 keys, which a consumer has registers fo
 PART_BYTES = 4  # in a job, which part it is
 STAGES = 2  # of all that blocks have
 IMAGE_ROW_BYTES = 128
+BOX_COLUMNS = 64  # of 16 bits in a row of 128 bytes
 STEP = 32  # of a product's reduction, in 8-bit elements
 HELD_STEPS = 2  # of a tile's keys in registers; three spill
+SMALL_HEAD_DIM = 80  # up to which consumers do with fewer registers
 FEW_COLUMNS = 192  # of both gradients in parts, beside which there is room for as many steps more
 
 
@@ -64,14 +66,32 @@ def part_columns(problem: Problem, head_dim: int) -> int:
 
 def image_bytes(problem: Problem) -> int:
     """Bytes of a block's queries and output gradients, transposed, of one part: a row of 128 bytes
-    a column, with the block's queries of both."""
+    a column, with the block's queries of both. In a mixed backward they are widened instead."""
     d, d_v = problem.head_dim_qk, problem.head_dim_v
+    if problem.mixed:
+        return (boxes_of(d) + boxes_of(d_v)) * ROWS_PER_CONSUMER * IMAGE_ROW_BYTES
     return max(part_columns(problem, d), part_columns(problem, d_v)) * IMAGE_ROW_BYTES
 
 
-def key_image_bytes(key_columns: int) -> int:
-    """Bytes of a tile's keys, transposed: a row a column."""
+def key_image_bytes(problem: Problem, key_columns: int) -> int:
+    """Bytes of a tile's keys, transposed: a row a column; or widened, in boxes."""
+    if problem.mixed:
+        return boxes_of(key_columns) * ROWS_PER_CONSUMER * CONSUMERS * IMAGE_ROW_BYTES
     return key_columns * IMAGE_ROW_BYTES
+
+
+def dq_columns_of(problem: Problem) -> int:
+    """Columns of dQ that a warpgroup has in each part: whole steps, or in a mixed backward, whose
+    keys lie in boxes of 64 columns, one of these or a share of one."""
+    d, parts = problem.head_dim_qk, column_parts(problem)
+    if problem.mixed and d > BOX_COLUMNS:
+        return BOX_COLUMNS
+    return -(-d // (16 * CONSUMERS * parts)) * 16
+
+
+def leaves_rows(problem: Problem) -> bool:
+    """Whether dK and dV leave from registers, for want of room in shared memory."""
+    return column_parts(problem) > 1 or problem.mixed
 
 
 def plans(problem: Problem, target: Target) -> tuple[AnyPlan, ...]:
@@ -87,18 +107,19 @@ def _main(problem: Problem, target: Target) -> BackwardPlan:
     """128 keys and 64 queries: beside 128, as in 16 bits up to head dim 64, consumers spill."""
     tile = Tile(ROWS_PER_CONSUMER, ROWS_PER_CONSUMER * CONSUMERS)
     d, d_v, parts = problem.head_dim_qk, problem.head_dim_v, column_parts(problem)
-    dq_columns = -(-d // (16 * CONSUMERS * parts)) * 16
+    dq_columns, rows_leave = dq_columns_of(problem), leaves_rows(problem)
     row_bytes = max(d, d_v) * DTYPE_BYTES[problem.dtype_of("dk")]
     block, keys, gradient = tile.m * 128, tile.n * 128, -(-row_bytes // 128) * tile.n * 128
     qk, v = boxes_of(d, 1), boxes_of(d_v, 1)
     sizes = {
         **{"Q": STAGES * qk * block, "Do": STAGES * v * block},
         "Turned": STAGES * image_bytes(problem),
-        **{"K": qk * keys, "V": v * keys, "Kt": key_image_bytes(dq_columns * CONSUMERS)},
-        "Ds": STAGES * block,
+        **{"K": qk * keys, "V": v * keys},
+        "Kt": key_image_bytes(problem, dq_columns * CONSUMERS),
+        "Ds": STAGES * block * (CONSUMERS if problem.mixed else 1),
         "Dq": CONSUMERS * ROWS_PER_CONSUMER * dq_columns * 4,
-        **({"Dv": gradient} if parts == 1 else {}),
-        **({"Dk": gradient} if parts == 1 and not problem.bias else {}),
+        **({} if rows_leave else {"Dv": gradient}),
+        **({} if rows_leave or problem.bias else {"Dk": gradient}),
         **({"Bias": CONSUMERS * score_tile_bytes(tile.m, 64)} if problem.bias else {}),
     }
     rows = STAGES * tile.m * 4
@@ -117,7 +138,7 @@ def _main(problem: Problem, target: Target) -> BackwardPlan:
         dq_columns=dq_columns,
         dk_columns=part_columns(problem, d),
         dv_columns=part_columns(problem, d_v),
-        registers=ROOMY_REGISTERS if _is_roomy(problem) else REGISTERS,
+        registers=_registers(problem),
         job_bytes=JOB_BYTES + PART_BYTES * (parts > 1),
         deterministic=problem.deterministic,
     )
@@ -130,6 +151,14 @@ def is_crowded(problem: Problem) -> bool:
     beside = bool(problem.scores) or problem.deterministic or problem.dropout
     lengths = problem.varlen and beside
     return "softcap" in problem.scores or problem.bias or problem.attn_mask or lengths
+
+
+def _registers(problem: Problem) -> tuple[int, int]:
+    """Registers of the producer and of consumers. The producer's threads that add in an order to
+    blocks of windows need more where lengths vary, and consumers of small heads less."""
+    small = max(problem.head_dim_qk, problem.head_dim_v) <= SMALL_HEAD_DIM
+    ordered = problem.deterministic and problem.varlen and "window" in problem.masks
+    return ROOMY_REGISTERS if _is_roomy(problem) or small and ordered else REGISTERS
 
 
 def _is_roomy(problem: Problem) -> bool:
@@ -151,14 +180,14 @@ def _held_steps(problem: Problem) -> int:
         most += HELD_STEPS
     elif column_parts(problem) > 1 and (problem.varlen or problem.deterministic):
         most = 0
-    beside = is_crowded(problem) or problem.dropout
+    beside = is_crowded(problem) or problem.dropout or problem.mixed
     return 0 if beside else min(most, steps_of(problem.head_dim_qk))
 
 
 def _prepare(problem: Problem, main: BackwardPlan) -> TurningPlan:
     parts = column_parts(problem)
     key_columns = main.dq_columns * main.consumers * parts
-    image = max(parts * image_bytes(problem), key_image_bytes(key_columns))
+    image = max(parts * image_bytes(problem), key_image_bytes(problem, key_columns))
     return TurningPlan(
         arch=main.arch,
         family=PREPARE_8,

@@ -13,6 +13,7 @@ def main_headers(problem: Problem) -> str:
     return included(
         ("context.cuh", True),
         ("dropout_bytes.cuh", problem.dropout),
+        ("dropout_pairs.cuh", problem.dropout and problem.mixed),
         ("mask_bits.cuh", problem.attn_mask),
         ("mma/fragment.cuh", True),
         ("mma/gemm.cuh", True),
@@ -42,7 +43,8 @@ def turning_headers(problem: Problem) -> str:
     return included(
         ("context.cuh", problem.varlen),
         ("dropout_bytes.cuh", problem.dropout),
-        ("mma/transpose.cuh", True),
+        ("mma/transpose.cuh", not problem.mixed),
+        ("mma/widen.cuh", problem.mixed),
         ("mma/transpose_halves.cuh", column_parts(problem) > 1),
         ("platform.cuh", True),
         ("ptx/barrier.cuh", True),

@@ -22,7 +22,7 @@ from ...params import (
 )
 from ...support.around import ConvertPlan
 from ...support.view_parts import Uses
-from .fp8_choices import column_parts, image_bytes, key_image_bytes
+from .fp8_choices import column_parts, image_bytes, key_image_bytes, leaves_rows
 from .fp8_view import fp8_convert_view, fp8_view, turning_view
 from .plan import BackwardPlan, BiasGradientPlan, TurningPlan
 from .view_bias_gradient import bias_gradient_view
@@ -85,7 +85,7 @@ def _prepare(problem: Problem, plan: TurningPlan, operands: Names) -> KernelEntr
         q_seq=problem.q_seq,
         kv_seq=problem.kv_seq,
         turned_bytes=column_parts(problem) * image_bytes(problem),
-        turned_key_bytes=key_image_bytes(plan.key_columns),
+        turned_key_bytes=key_image_bytes(problem, plan.key_columns),
     )
 
 
@@ -119,7 +119,7 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
     mask: tuple[Workspace, ...] = ("mask_columns",) if problem.attn_mask else ()
     eight_bit = problem.dtype_of("dk") in ("e4m3", "e5m2")
     parts = column_parts(problem)
-    mapped = GRADIENTS if parts == 1 else ()
+    mapped = () if leaves_rows(problem) else GRADIENTS
     names = operand_names(problem, *OPERANDS, *mapped)
     names += typed("tensor_map", "map_bias") if problem.bias else []
     names += typed("ptr", *workspace, *SCALES, "scale_dp", "descale_dp")
@@ -151,7 +151,7 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
         block_ctas=parts,
         dq_floats=parts * plan.dq_floats,
         turned_bytes=parts * image_bytes(problem),
-        turned_key_bytes=key_image_bytes(plan.dq_columns * plan.consumers * parts),
+        turned_key_bytes=key_image_bytes(problem, plan.dq_columns * plan.consumers * parts),
         dependent=plan.starts_early,
         orders_few=plan.orders_few,
     )

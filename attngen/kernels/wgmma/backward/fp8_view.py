@@ -32,16 +32,17 @@ from ...view import (
     tensor_view,
 )
 from .fp8_choices import (
-    STEP,
     column_parts,
     image_bytes,
     is_crowded,
     key_image_bytes,
+    leaves_rows,
     part_columns,
     staged_blocks,
     steps_of,
 )
 from .fp8_headers import convert_headers, main_headers, turning_headers
+from .fp8_products import WIDE, GradientProducts, products_of
 from .plan import BackwardPlan, TurningPlan
 from .view_jobs import Gap, JobsView, VisitsView, gaps_of, jobs_view, visits_view
 from .view_main import Constant, Product, smem_constants
@@ -109,8 +110,8 @@ class Fp8View:
     was, for want of room; hides_rest: whether scores behind a sequence's last query are hidden, for
     which a tensor of theirs may have any. heads_matter: whether anything changes from one query
     head to the next. prefetched: parameters that map tensors. halves: whether tiles are drawn for
-    half of the gradients' columns at a time, which leave to dk and dv from registers then; boxes:
-    of a block's rows.
+    half of the gradients' columns at a time; leaves_rows: whether these leave to dk and dv from
+    registers. products: how weights and dS are multiplied. boxes: of a block's rows.
 
     score_product: S and dP, the columns and the lengths of their chains; d*_product: of gradients.
     ptx: types of operands. Others as in `MainView` and `KeyTilesView`.
@@ -164,6 +165,8 @@ class Fp8View:
     looks_ahead: bool
     prefetched: tuple[str, ...]
     halves: bool
+    leaves_rows: bool
+    products: GradientProducts
     boxes: Boxes
     dk: TensorView
     dv: TensorView
@@ -175,7 +178,9 @@ class TurningView:
 
     o: the output's elements; d_o_element: the struct of its gradient's. tile_n: keys of a tile;
     turned_bytes, turned_key_bytes: of all columns. halves: of columns that make two images of a
-    block, None where they make one. staged_blocks: boxes of a block's rows in shared memory at a
+    block, None where they make one. widens: the struct of elements of queries and keys that are
+    widened in place of their transposition, empty where none are; key_columns: of a tile's keys, in
+    whole steps. staged_blocks: boxes of a block's rows in shared memory at a
     time. Others as in `PrepareView`.
     """
 
@@ -190,6 +195,8 @@ class TurningView:
     turned_bytes: int
     turned_key_bytes: int
     halves: Halves | None
+    widens: str
+    key_columns: int
     staged_blocks: int
     o: StoredView
     d_o_element: str
@@ -245,21 +252,26 @@ def stored_view(dtype: str) -> StoredView:
     return StoredView(CPP_ELEMENTS[dtype], count == 1, count, 128 // count, pair)
 
 
+def stored_as(problem: Problem, dtype: str) -> str:
+    """The struct of what weights or dS are stored as where operands have a dtype, C++."""
+    return WIDE if problem.mixed else CPP_ELEMENTS[dtype]
+
+
 def fp8_view(
     problem: Problem, plan: BackwardPlan, kernel: KernelEntry, uses: Uses, root: Path
 ) -> Fp8View:
     """Decide what fp8.cu.j2 renders. uses: its fragments by role."""
-    masks = uses["mask"]
-    scores = eight_bit_scores(uses)
+    masks, scores = uses["mask"], eight_bit_scores(uses)
     d, d_v = problem.head_dim_qk, problem.head_dim_v
-    over_queries, halves = (plan.tile.m // STEP,), column_parts(problem) > 1
+    products, halves = products_of(problem), column_parts(problem) > 1
+    over_queries = (plan.tile.m // products.depth,)
     return Fp8View(
         kernel=kernel_view(kernel, template_of(plan)),
         threads=plan.threads,
         headers=main_headers(problem),
         structs=structs_of(uses, root),
-        element=CPP_ELEMENTS[problem.dtype_q],
-        d_o_element=CPP_ELEMENTS[problem.dtype_of("d_o")],
+        element=stored_as(problem, problem.dtype_q),
+        d_o_element=stored_as(problem, problem.dtype_of("d_o")),
         gradient=stored_view(problem.dtype_of("dk")),
         own_scale_s=own_scale_s(problem),
         head_dim_qk=d,
@@ -274,7 +286,7 @@ def fp8_view(
         holds_keys=plan.held_steps == steps_of(d),
         gradients_late=is_crowded(problem),
         turned_bytes=image_bytes(problem),
-        turned_key_bytes=key_image_bytes(plan.dq_columns * plan.consumers),
+        turned_key_bytes=key_image_bytes(problem, plan.dq_columns * plan.consumers),
         smem=smem_constants(plan.smem),
         masks=mask_list_view(masks),
         scores=scores,
@@ -285,7 +297,7 @@ def fp8_view(
         gathered=(),
         row_block=plan.row_block,
         mask_tensor="mask_columns" if problem.attn_mask else "",
-        one_stage=problem.bias,
+        one_stage=problem.bias and not leaves_rows(problem),
         hides_rest=problem.bias and problem.varlen,
         heads_matter=bool(problem.scores) or problem.attn_mask or problem.dropout,
         dropout=problem.dropout,
@@ -296,12 +308,14 @@ def fp8_view(
         score_product=Product(plan.tile.m, (steps_of(d) - plan.held_steps, steps_of(d_v))),
         dk_product=Product(plan.dk_columns, over_queries),
         dv_product=Product(plan.dv_columns, over_queries),
-        dq_product=Product(plan.dq_columns, (plan.tile.n // STEP,)),
+        dq_product=Product(plan.dq_columns, (plan.tile.n // products.depth,)),
         deterministic=plan.deterministic,
         descending=plan.descending,
         looks_ahead=not (halves and problem.varlen),
         prefetched=tuple(recipe.field for recipe in kernel.tensor_maps),
         halves=halves,
+        leaves_rows=leaves_rows(problem),
+        products=products,
         boxes=Boxes("kQkBoxes * ", "kVBoxes * ") if halves else Boxes("", ""),
         dk=tensor_view(problem, "dk"),
         dv=tensor_view(problem, "dv"),
@@ -330,8 +344,10 @@ def turning_view(
         row_block=plan.tile.m,
         tile_n=plan.tile.n,
         turned_bytes=parts * image_bytes(problem),
-        turned_key_bytes=key_image_bytes(plan.key_columns),
+        turned_key_bytes=key_image_bytes(problem, plan.key_columns),
         halves=halves if parts > 1 else None,
+        widens=CPP_ELEMENTS[problem.dtype_q] if problem.mixed else "",
+        key_columns=plan.key_columns,
         staged_blocks=staged_blocks(problem),
         o=stored_view(problem.dtype_o),
         d_o_element=CPP_ELEMENTS[problem.dtype_of("d_o")],
