@@ -19,6 +19,8 @@ from . import gradients, oracle, variants
 from .cases import Case
 from .conftest import any_chip
 from .variants import Variant
+from .varlen import Call, Features
+from .varlen import check as check_varying
 
 pytestmark = pytest.mark.gpu
 ARCH = any_chip() or "sm_90"
@@ -70,3 +72,17 @@ def check(q, k, v, **arguments) -> None:
         out = attngen.attention(*inputs, **arguments, backend="cuda")
         found = torch.autograd.grad(out, inputs, d_o)
     gradients.check(found, (q, k, v, d_o), None, **arguments)
+
+
+CALLS = [
+    Call("thd", (130, 0, 1, 150), (140, 7, 0, 90), gaps=True, d=64, heads=(4, 2), mask="causal"),
+    Call("bshd", (60, 0, 90), (100, 33, 0), room=(100, 110), d=72, d_v=40, window=(50, 20)),
+    Call("bshd", (90,), (130,), d=64, loose="apart", mask="causal", more=Features(seen=0.5)),
+    Call("bhsd", (70, 70), (90, 90), d=256, dtype="fp16", more=Features("h", dropout=0.3)),
+    Call("bshd", (70,), (130,), d=64, more=Features(softcap=3.0, dropout=0.5, positions=(21, 40))),
+]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_mma_backward_of_varying_calls_is_right(call):
+    check_varying(call)
