@@ -27,7 +27,7 @@ def relative(device: torch.device) -> ScoreMod:
 
 
 def capped(device: torch.device) -> ScoreMod:
-    return lambda s, b, h, i, j: 1.5 * torch.tanh(s / 1.5)
+    return lambda s, b, h, i, j: 1.25 * (1.5 * torch.tanh(s / 1.5))
 
 
 def bent(device: torch.device) -> ScoreMod:
@@ -221,6 +221,21 @@ def test_gradients_of_captured_tensors_of_packed_tokens_are_right() -> None:
     (found,) = torch.autograd.grad(out, leaf, d_o)
     _, (truth,) = learned_gradients(tensors, make, [heat], None, torch.float64, **lengths)
     assert oracle.largest((found - truth).abs()) <= 2**-7 * oracle.largest(truth.abs())
+
+
+def test_callables_that_say_what_is_built_in_run_as_it() -> None:
+    q, k, v = oracle.operands(2, HEADS, 2, ROWS, KEYS, 64)
+    slopes = torch.linspace(0.1, 0.7, HEADS, device=oracle.DEVICE)
+    cap = {"score_mod": lambda s, b, h, i, j: 3 * torch.tanh(s / 3)}
+    off = {"score_mod": lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()}
+    near = {"mask_mod": lambda b, h, i, j: (i >= j) & (i - j < 40)}
+    for given, own in ((cap | near, {"softcap": 3.0, "window": (39, 0)}),
+                       (off, {"alibi_slopes": slopes})):  # fmt: skip
+        found = []
+        with attngen.trace() as seen:
+            for each in (given, own):
+                found.append(attngen.attention(q, k, v, **each, backend="cuda"))
+        assert torch.equal(*found) and len(seen.variants) == 1
 
 
 def test_few_queries_have_score_mods_that_ask_for_their_head() -> None:

@@ -15,13 +15,15 @@ from torch import Tensor
 
 from ... import reference
 from ...call.fragments import LEARNED, SLOTS
-from ...call.table import AttentionCall, given_by
+from ...call.table import AttentionCall, given_by, named
 from ...errors import CompileError, CompilerMissing, LimitError, SpecError
 from ...fragments.features import register_program
 from ...fragments.lowering import CAPTURED, NUMBER, PER_UNIT, UNIT
 from ...reference.fp8 import is_fp8
+from ...spec import layouts
 from . import descriptions, routing
 from .callable_builder import as_read
+from .callable_builtins import mask_arguments, score_arguments
 from .callable_fingerprint import fingerprint
 from .callable_gradients import stand_in
 from .callable_mask import Masks, Sizes, listed_by
@@ -49,19 +51,17 @@ def attend(attend: Callable[..., Any], call: AttentionCall) -> Any:
     replaced: dict[str, Any] = {"backend": "cuda"}
     added: dict[str, Any] = {}
     if call.mask_mod is not None or call.block_mask is not None:
-        shown = _shown(call)
-        others = call.attn_mask
-        replaced |= {"mask_mod": None, "block_mask": None}
-        replaced["attn_mask"] = shown if others is None else others & shown
+        replaced |= _of_masks(call)
     if "score_mod" in call.functions:
         traced = _traced("score_mod", call.score_mod, call.q.device)
         _check_count("score_mod", traced)
-        replaced["score_mod"] = register_program(traced.program).name
-        added = _arguments_of(traced)
-        if traced.key is not None:
-            known = _known.get(traced.key)  # None where another thread has emptied it
-            if known is not None:
-                known.is_served = True
+        own = score_arguments(traced, named(call), _sizes_of(call.q, call.k, call.layout))
+        if own is not None:
+            replaced |= {"score_mod": None, **own}
+        else:
+            replaced["score_mod"] = register_program(traced.program).name
+            added = _arguments_of(traced)
+        _note(traced)
     try:
         return attend(**given_by(replace(call, **replaced)), **added)
     except CompilerMissing:
@@ -76,31 +76,51 @@ def attend(attend: Callable[..., Any], call: AttentionCall) -> Any:
 def attend_known(
     attend: Callable[..., Any], carriers: Sequence[Any], given: Mapping[str, Any]
 ) -> Any:
-    """The results of a call whose `score_mod` was traced before, as `attend` has them; None where
-    that has to see it. carriers: q, k and v; given: whatever else the call gives."""
-    mod, (q, *_) = given.get("score_mod"), carriers
-    if not callable(mod) or routing.CHECK_VALUES or not undisturbed():
+    """The results of a call whose callables were traced before, as `attend` has them; None where
+    that has to see them. carriers: q, k and v; given: whatever else the call gives."""
+    mods, (q, k, _) = [name for name in _MODS if callable(given.get(name))], carriers
+    if not mods or routing.CHECK_VALUES or not undisturbed():
         return None
     if any(x is not None and type(x) not in PLAIN for x in carriers):
         return None
-    if any(given.get(name) is not None for name in ("mask_mod", "block_mask")):
+    if given.get("block_mask") is not None or given.get("backend") == "reference":
         return None
-    if given.get("backend") == "reference" or is_fp8(q.dtype):
+    if is_fp8(q.dtype) or descriptions.device_arch(q.device) is None:
         return None
-    if descriptions.device_arch(q.device) is None:
-        return None
-    key, tensors = fingerprint(mod)
-    known = None if key is None else _known.get(("score_mod", *key))
-    if known is None or not known.is_served:
-        return None
-    traced = known.of(tensors)
-    if any(x.device != q.device for x in tensors):
-        return None
-    replaced = {"score_mod": known.traced.program.name, "backend": "cuda"}
+    made: dict[str, Any] = {**given, "backend": "cuda"}
+    for name in mods:
+        if (traced := _find(name, given[name], q.device)) is None:
+            return None
+        if name == "mask_mod":
+            own = mask_arguments(traced, given)
+        else:
+            own = score_arguments(traced, made, _sizes_of(q, k, given.get("layout", "bshd")))
+        if own is not None:
+            made |= {name: None, **own}
+        elif name == "mask_mod":
+            return None
+        else:
+            made |= {name: traced.program.name, **_arguments_of(traced)}
     try:
-        return attend(*carriers, **{**given, **replaced, **_arguments_of(traced)})
+        return attend(*carriers, **made)
     except (SpecError, LimitError, CompileError):
         return None
+
+
+def _find(name: str, mod: Any, device: torch.device) -> Traced | None:
+    """The trace of a function that a call has had; None where there is none for its tensors."""
+    key, tensors = fingerprint(mod)
+    known = None if key is None else _known.get((name, *key))
+    if known is None or not known.is_served:
+        return None
+    return known.of(tensors) if all([x.device == device for x in tensors]) else None
+
+
+def _sizes_of(q: Tensor, k: Tensor | None, layout: str) -> tuple[int, int]:
+    """Sequences and query heads of a call, -1 where the shape of Q does not say so."""
+    axes = layouts.parse(layout).q_format
+    known = dict(zip(axes, q.shape, strict=False)) if k is not None and len(axes) == q.ndim else {}
+    return known.get("b", -1), known.get("h", -1)
 
 
 def _arguments_of(traced: Traced) -> dict[str, Any]:
@@ -114,21 +134,33 @@ def _arguments_of(traced: Traced) -> dict[str, Any]:
     return {**captures, **numbers, **learned, UNIT: 1.0, PER_UNIT: 1.0}
 
 
-def _shown(call: AttentionCall) -> Tensor:
-    """The pairs that a call's mask_mod and block_mask show, bool, a broadcast of [b, h, s_q, s_kv].
+def _of_masks(call: AttentionCall) -> dict[str, Any]:
+    """The arguments that stand for a call's mask_mod and block_mask: masks that attngen has, and
+    pairs that take part, bool, a broadcast of [b, h, s_q, s_kv].
 
     Raises: SpecError where they have no kernels.
     """
-    sizes, device = Sizes.of(call, reference.check(call)), call.q.device
-    found = []
+    device = call.q.device
+    replaced: dict[str, Any] = {"mask_mod": None, "block_mask": None}
+    traced = None
     if call.mask_mod is not None:
         traced = _traced("mask_mod", call.mask_mod, device)
+        own = mask_arguments(traced, named(call))
+        if own is not None:
+            _note(traced)
+            replaced |= own
+            traced = None
+    if traced is None and call.block_mask is None:
+        return replaced
+    sizes = Sizes.of(call, reference.check(call))
+    found = [] if call.attn_mask is None else [call.attn_mask]
+    if traced is not None:
         found.append(masks.shown_by(traced, sizes, device))
     if call.block_mask is not None:
         partial, full = listed_by(call.block_mask, sizes)
         traced = _traced("mask_mod", call.block_mask.mask_mod, device)
         found.append((partial & masks.shown_by(traced, sizes, device)) | full)
-    return reduce(and_, found)
+    return {**replaced, "attn_mask": reduce(and_, found)}
 
 
 def _may_have_kernels(call: AttentionCall) -> bool:
@@ -161,6 +193,14 @@ class _Known:
         return Traced(known.program, captures, known.numbers, read, known.key)
 
 
+def _note(traced: Traced) -> None:
+    """Let later calls find a trace at once, since one with it has passed all checks."""
+    known = None if traced.key is None else _known.get(traced.key)
+    if known is not None:  # else another thread has emptied it
+        known.is_served = True
+
+
+_MODS = ("score_mod", "mask_mod")
 _known: dict[tuple[Any, ...], _Known] = {}
 masks = Masks()
 _MOST_KNOWN = 4096

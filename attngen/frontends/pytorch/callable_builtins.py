@@ -1,0 +1,178 @@
+"""Callables that say what attngen has built in: softcaps, ALiBi, and masks of ranges of keys.
+
+A program is compared as a tree of operations; its numbers and captured tensors become the arguments
+of the call that stands for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+from ...fragments.program import Program
+from .callable_program import Traced
+
+Tree = Any  # a word of a program, or an operation's name with its trees
+_ALL = "b:1"
+_ROUNDING = 1e-6  # relative: of a number's reciprocal
+
+
+class _Alibi(NamedTuple):
+    """A score less the distance of its key, times a captured slope. capture: its number; signed:
+    whether the distance is that from a key before the diagonal, and negative behind it."""
+
+    capture: int
+    signed: bool
+
+
+class _Window(NamedTuple):
+    """Keys up to a distance, the number of that place, less one where it is excluded. before, after
+    the query: whether there is one, and whether keys behind the query are hidden."""
+
+    number: int
+    excluded: int
+    both: bool
+
+
+def score_arguments(
+    traced: Traced, given: Mapping[str, Any], sizes: tuple[int, int]
+) -> dict[str, Any] | None:
+    """The arguments of a call that stand for its `score_mod`; None where there are none.
+
+    given: what else the call gives; sizes: its sequences and query heads, -1 where the shapes of
+    its tensors do not say so.
+    """
+    tree = _tree_of(traced.program)
+    if not given.get("softcap") and (cap := _softcap(tree, traced.numbers)) is not None:
+        return {"softcap": cap}
+    found = _alibi(tree)
+    if found is None or traced.program.learned or not _is_plain(given):
+        return None
+    asked = given.get("alibi_slopes")
+    if asked is not None or given.get("bias_type") == "alibi":
+        return None
+    if found.signed and given.get("mask") not in ("causal", "padding_causal"):
+        return None
+    slopes = traced.captures[found.capture]
+    fits = slopes.is_floating_point() and slopes.shape in (sizes[1:], sizes)
+    return {"alibi_slopes": slopes} if fits else None
+
+
+def mask_arguments(traced: Traced, given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The arguments of a call that stand for its `mask_mod`; None where there are none."""
+    window = given.get("window")
+    bounded = window is not None and any(side not in (None, -1) for side in window)
+    if given.get("mask") not in (None, "none") or bounded or not _is_plain(given):
+        return None
+    tree = _tree_of(traced.program)
+    if tree == _ALL:
+        return {}
+    if _is_causal(tree):
+        return {"mask": "causal"}
+    if (found := _window(tree)) is None:
+        return None
+    most = int(traced.numbers[found.number]) - found.excluded
+    return {"window": (most, most if found.both else 0)} if most >= 0 else None
+
+
+def _is_plain(given: Mapping[str, Any]) -> bool:
+    """Whether query 0 of a call stands at key 0."""
+    return not given.get("bottom_right") and given.get("positions") is None
+
+
+@cache
+def _tree_of(program: Program) -> Tree:
+    """The tree of a program's value, less casts of integers to floats."""
+
+    def tree(value: str) -> Tree:
+        if value.startswith("n") and value[1:].isdigit():
+            return "number", int(value[1:])
+        if not value.startswith("v"):
+            return value
+        made = program.operation(value)
+        if made.name == "load":
+            capture, *indices = made.args
+            return "load", int(capture), *map(tree, indices)
+        only, *_ = made.args
+        if (made.name, made.type) == ("cast", "f"):
+            return tree(only)
+        return made.name, *map(tree, made.args)
+
+    return tree(program.value)
+
+
+def _softcap(tree: Tree, numbers: tuple[int | float, ...]) -> float | None:
+    """The cap c of c · tanh(s / c)."""
+    match tree:
+        case ("tanh", "s"):
+            return 1.0
+        case (
+            ("mul", ("number", cap), ("tanh", ("mul", "s", ("number", inverse))))
+            | ("mul", ("tanh", ("mul", "s", ("number", inverse))), ("number", cap))
+            | ("mul", ("number", cap), ("tanh", ("mul", ("number", inverse), "s")))
+            | ("mul", ("tanh", ("mul", ("number", inverse), "s")), ("number", cap))
+        ):
+            found = float(numbers[cap])
+            is_one = abs(found * numbers[inverse] - 1) < _ROUNDING
+            return found if found > 0 and is_one else None
+    return None
+
+
+def _alibi(tree: Tree) -> _Alibi | None:
+    match tree:
+        case ("add", "s", term) | ("add", term, "s"):
+            sign, found = _slope(term)
+        case ("sub", "s", term):
+            sign, found = _slope(term)
+            sign = -sign
+        case _:
+            return None
+    # A distance without a sign is taken off; one with it is negative.
+    return found if found is not None and sign == (1 if found.signed else -1) else None
+
+
+def _slope(tree: Tree) -> tuple[int, _Alibi | None]:
+    """The sign of a slope times a distance, of keys less queries where that has a sign itself."""
+    match tree:
+        case ("neg", term):
+            sign, found = _slope(term)
+            return -sign, found
+        case ("mul", ("load", capture, *axes), term) | ("mul", term, ("load", capture, *axes)):
+            sign, signed = _distance(term) if axes in (["h"], ["b", "h"]) else (0, False)
+            return sign, _Alibi(capture, signed) if sign else None
+    return 0, None
+
+
+def _distance(tree: Tree) -> tuple[int, bool]:
+    """The sign of a distance, 0 where it is none; whether it has one itself."""
+    match tree:
+        case ("neg", term):
+            sign, signed = _distance(term)
+            return -sign, signed
+        case ("abs", term):
+            sign, _ = _distance(term)
+            return abs(sign), False
+        case ("sub", "j", "i"):
+            return 1, True
+        case ("sub", "i", "j"):
+            return -1, True
+    return 0, False
+
+
+def _is_causal(tree: Tree) -> bool:
+    return tree in (("ge", "i", "j"), ("le", "j", "i"))
+
+
+def _window(tree: Tree) -> _Window | None:
+    match tree:
+        case ("and", first, other):
+            for one, rest in ((first, other), (other, first)):
+                match rest:
+                    case (("lt" | "le") as word, ("sub", "i", "j"), ("number", number)):
+                        if _is_causal(one):
+                            return _Window(number, int(word == "lt"), both=False)
+        case (("lt" | "le") as word, ("abs", ("sub", "i", "j") | ("sub", "j", "i")),
+              ("number", number)):  # fmt: skip
+            return _Window(number, int(word == "lt"), both=True)
+    return None

@@ -1,0 +1,123 @@
+"""Callables that say what attngen has built in: what stands for them, and that it is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from attngen import reference
+from attngen.frontends.pytorch import callables
+from attngen.frontends.pytorch.callable_builtins import mask_arguments, score_arguments
+
+B, H, ROWS, KEYS = 2, 4, 9, 14
+SLOPES = torch.linspace(0.1, 0.7, H)
+OF_SEQUENCES = torch.linspace(0.1, 0.9, B * H).view(B, H)
+Mod = Callable[..., torch.Tensor]
+
+MASKS: dict[str, tuple[Mod, dict[str, Any]]] = {
+    "causal": (lambda b, h, i, j: i >= j, {"mask": "causal"}),
+    "causal, turned": (lambda b, h, i, j: j <= i, {"mask": "causal"}),
+    "behind": (lambda b, h, i, j: (j <= i) & (i - j < 4), {"window": (3, 0)}),
+    "up to": (lambda b, h, i, j: (i - j <= 4) & (i >= j), {"window": (4, 0)}),
+    "around": (lambda b, h, i, j: (j - i).abs() <= 2, {"window": (2, 2)}),
+    "all": (lambda b, h, i, j: b.new_ones((), dtype=torch.bool), {}),
+}
+SCORES: dict[str, tuple[Mod, dict[str, Any]]] = {
+    "cap": (lambda s, b, h, i, j: 3 * torch.tanh(s / 3), {"softcap": 3.0}),
+    "cap of 1": (lambda s, b, h, i, j: torch.tanh(s), {"softcap": 1.0}),
+    "off": (lambda s, b, h, i, j: s - SLOPES[h] * (i - j).abs(), {"alibi_slopes": SLOPES}),
+    "on": (lambda s, b, h, i, j: -(i - j).abs() * SLOPES[h] + s, {"alibi_slopes": SLOPES}),
+    "of sequences": (
+        lambda s, b, h, i, j: s - (j - i).abs() * OF_SEQUENCES[b, h],
+        {"alibi_slopes": OF_SEQUENCES},
+    ),
+}
+BELOW: dict[str, Mod] = {  # ALiBi where keys behind the query are hidden
+    "forwards": lambda s, b, h, i, j: s + SLOPES[h] * (j - i),
+    "backwards": lambda s, b, h, i, j: s - (i - j) * SLOPES[h],
+}
+OTHERS: dict[str, Mod] = {
+    "another cap": lambda s, b, h, i, j: 3 * torch.tanh(s / 4),
+    "a negative cap": lambda s, b, h, i, j: -3 * torch.tanh(s / -3),
+    "towards far keys": lambda s, b, h, i, j: s + SLOPES[h] * (i - j).abs(),
+    "by the query": lambda s, b, h, i, j: s - SLOPES[h] * i,
+    "few slopes": lambda s, b, h, i, j: s - SLOPES[:2][h] * (i - j).abs(),
+    "twice": lambda s, b, h, i, j: s + s - SLOPES[h] * (i - j).abs(),
+}
+
+
+def traced(name: str, mod: Mod) -> Any:
+    return callables._traced(name, mod, torch.device("cpu"))
+
+
+def same(own: dict[str, Any], **given: Any) -> None:
+    make = torch.Generator().manual_seed(4)
+    shapes = (B, ROWS, H, 8), (B, KEYS, H, 8), (B, KEYS, H, 8)
+    q, k, v = (3 * torch.randn(shape, generator=make, dtype=torch.float64) for shape in shapes)
+    beside = {"mask": given.pop("mask")} if "mask" in given else {}
+    found, _ = reference.attention(q, k, v, **own, **beside)
+    wanted, _ = reference.attention(q, k, v, **given, **beside)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)  # slopes are float32
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_of_ranges_are_known(name) -> None:
+    mod, wanted = MASKS[name]
+    found = mask_arguments(traced("mask_mod", mod), {"mask": "none", "window": (-1, -1)})
+    assert found == wanted
+    same(found, mask_mod=mod)
+
+
+def test_masks_beside_others_and_those_of_no_range_are_not_known() -> None:
+    causal = traced("mask_mod", MASKS["causal"][0])
+    for beside in (
+        {"mask": "causal"},
+        {"window": (3, 3)},
+        {"bottom_right": True},
+        {"positions": (0, 4)},
+    ):
+        assert mask_arguments(causal, beside) is None
+    for mod in (
+        lambda b, h, i, j: i > j,
+        lambda b, h, i, j: (i >= j) | (i - j < 4),
+        lambda b, h, i, j: (i - j < -2) & (i >= j),
+        lambda b, h, i, j: (i >= h) & (i - j < 4),
+    ):
+        assert mask_arguments(traced("mask_mod", mod), {}) is None
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_caps_and_slopes_are_known(name) -> None:
+    mod, wanted = SCORES[name]
+    found = score_arguments(traced("score_mod", mod), {"softcap": 0.0, "mask": "none"}, (B, H))
+    assert found is not None and found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert torch.equal(torch.as_tensor(found[key]), torch.as_tensor(value))
+    same(found, score_mod=mod)
+
+
+@pytest.mark.parametrize("name", BELOW)
+def test_slopes_of_distances_with_a_sign_are_known_under_a_causal_mask(name) -> None:
+    made = traced("score_mod", BELOW[name])
+    assert score_arguments(made, {}, (B, H)) is None
+    found = score_arguments(made, {"mask": "causal"}, (B, H))
+    assert found is not None
+    same(found, score_mod=BELOW[name], mask="causal")
+    assert score_arguments(made, {"mask": "causal", "bottom_right": True}, (B, H)) is None
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_scores_stay_programs(name) -> None:
+    assert score_arguments(traced("score_mod", OTHERS[name]), {"mask": "causal"}, (B, H)) is None
+
+
+def test_scores_beside_others_of_their_kind_and_learned_slopes_stay_programs() -> None:
+    cap, slopes = (traced("score_mod", SCORES[name][0]) for name in ("cap", "off"))
+    assert score_arguments(cap, {"softcap": 5.0}, (B, H)) is None
+    assert score_arguments(slopes, {"alibi_slopes": SLOPES}, (B, H)) is None
+    learned = SLOPES.clone().requires_grad_()
+    made = traced("score_mod", lambda s, b, h, i, j: s - learned[h] * (i - j).abs())
+    assert score_arguments(made, {}, (B, H)) is None
