@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from attngen.integrations import flash_attn, flash_attn_interface
 from attngen.integrations.torch import replaced_sdpa, sdpa, varlen_attn
 from torch import Tensor
 from torch.nn import functional
@@ -88,3 +89,73 @@ def test_varlen_attn_is_that_of_pytorch(window: tuple[int, int]) -> None:
         results.append([out, lse, *(x.grad for x in operands)])
     for found, wanted in zip(*results, strict=True):
         alike(found, wanted)
+
+
+# ---- flash-attention
+
+
+def test_dense_flash_attention_and_its_gradients_are_those_of_pytorch() -> None:
+    results = []
+    for name in ("flash", "sdpa"):
+        q, kv = leaves((2, 130, 4, 64), (2, 130, 2, 2, 64))
+        if name == "flash":
+            out = flash_attn.flash_attn_kvpacked_func(q, kv, causal=True, **CUDA)
+        else:
+            views = (x.transpose(1, 2) for x in (q, *kv.unbind(2)))
+            attend = functional.scaled_dot_product_attention
+            out = attend(*views, is_causal=True, enable_gqa=True).transpose(1, 2)
+        out.backward(oracle.randn(*out.shape, seed=8))
+        results.append([out, q.grad, kv.grad])
+    for found, wanted in zip(*results, strict=True):
+        alike(found, wanted)
+
+
+@pytest.mark.parametrize("form", ["rows", "pages"])
+def test_cache_takes_new_tokens_by_one_call(form: str) -> None:
+    """What kernels leave in the cache and return is what the definition does."""
+    shape = (4, 256, 2, 64) if form == "rows" else (16, 64, 2, 64)
+    table = torch.randperm(16, generator=torch.Generator().manual_seed(0)).view(4, 4)
+    given: dict[str, Any] = {"block_table": table.int().to(oracle.DEVICE)}
+    if form == "rows":
+        given = {"cache_batch_idx": torch.tensor([2, 0, 3, 1], device=oracle.DEVICE)}
+    used = torch.tensor([3, 130, 64, 200], dtype=torch.int32, device=oracle.DEVICE)
+    turn = torch.arange(256)[:, None] * 10000.0 ** -(torch.arange(32) / 32)
+    cosines, sines = (x.to(oracle.DEVICE) for x in (turn.cos(), turn.sin()))
+    new = [oracle.randn(4, 2, heads, 64, seed=n) for n, heads in ((3, 8), (4, 2), (5, 2))]
+    found = []
+    for backend in ("cuda", "reference"):
+        caches = [oracle.randn(*shape, seed=n) for n in (1, 2)]
+        q, k, v = new
+        out, lse = flash_attn.flash_attn_with_kvcache(
+            *(q, *caches, k, v, cosines, sines, used),
+            **given,
+            causal=True,
+            return_softmax_lse=True,
+            backend=backend,
+        )
+        found.append([out, lse, *caches])
+    for one, other in zip(*found, strict=True):
+        alike(one, other)
+
+
+def test_chunks_and_sinks_of_version_three_run_on_kernels() -> None:
+    sink = oracle.randn(4, seed=9)
+    results = []
+    for backend in ("cuda", "reference"):
+        operands = leaves((1, 200, 4, 64), (1, 200, 2, 64), (1, 200, 2, 64))
+        out = flash_attn_interface.flash_attn_func(
+            *operands, causal=True, attention_chunk=48, s_aux=sink, backend=backend
+        )
+        out.backward(oracle.randn(*out.shape, seed=8))
+        results.append([out, *(x.grad for x in operands)])
+    for found, wanted in zip(*results, strict=True):
+        alike(found, wanted)
+
+
+def test_version_three_agrees_with_the_library() -> None:
+    theirs = pytest.importorskip("flash_attn_interface")
+    q, k, v = leaves((2, 100, 4, 64), (2, 300, 2, 64), (2, 300, 2, 64))
+    given = {"causal": True, "window_size": (100, 0), "return_attn_probs": True}
+    found = flash_attn_interface.flash_attn_func(q, k, v, **given, **CUDA)
+    for one, other in zip(found, theirs.flash_attn_func(q, k, v, **given), strict=True):
+        alike(one, other)

@@ -6,7 +6,9 @@ import inspect
 import itertools
 import math
 import re
+import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -28,8 +30,9 @@ def blocks_of(path: Path) -> list[str]:
 def space_of(page: str) -> dict:
     """Names that the code of a page defines, run as it stands."""
     space: dict = {}
-    for code in blocks_of(ROOT / "docs" / "guide" / f"{page}.md"):
-        exec(code, space)
+    with mock.patch.dict(sys.modules):  # of which a page may show how to replace some
+        for code in blocks_of(ROOT / "docs" / "guide" / f"{page}.md"):
+            exec(code, space)
     return space
 
 
@@ -165,6 +168,20 @@ def test_arguments_compute_what_callables_say(name) -> None:
 # ---- flash-attention
 
 
+def test_names_of_flash_attention_lead_to_the_doors() -> None:
+    code = blocks_of(ROOT / "docs" / "guide" / "flash-attention.md")
+    with mock.patch.dict(sys.modules):
+        for each in code:
+            exec(each, {})
+        import flash_attn
+        import flash_attn_interface
+        from flash_attn.flash_attn_interface import flash_attn_func
+
+    assert flash_attn_func is flash_attn.flash_attn_func
+    assert flash_attn_interface is attngen.integrations.flash_attn_interface
+    assert "flash_attn" not in sys.modules
+
+
 def flash(q, k, v, causal, window, slopes=None, scale=None, softcap=0.0):
     """Output and LSE of operands [s, h, d] of a sequence, as its documentation has them."""
     s_q, s_kv, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
@@ -228,7 +245,7 @@ def test_flash_attn_with_kvcache_is_what_flash_attention_documents(paged) -> Non
         order = torch.tensor([1, 3, 0, 2])
         pages = tuple(x.reshape(4, 4, H_KV, D)[order] for x in (k, v))
     out = space_of("flash-attention")["flash_attn_with_kvcache"](
-        q, *pages, used, table, causal=True
+        q, *pages, cache_seqlens=used, block_table=table, causal=True
     )
     each = [flash(q[b], k[b, :n], v[b, :n], True, (-1, -1))[0] for b, n in enumerate(used.tolist())]
     check((out,), (torch.stack(each),))

@@ -1,0 +1,193 @@
+"""Calls that flash-attention's functions of every version become."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import append_kv, attention
+from ...errors import SpecError
+
+Window = tuple[int, int]
+EVERYWHERE: Window = (-1, -1)
+Found = Tensor | tuple[Tensor, Any]
+
+
+def variant(call: Any) -> dict[str, Any]:
+    """The arguments of `attention` for how queries see keys, and for what becomes of scores.
+
+    call: has causal, window_size, softmax_scale and softcap, and may have what only one version of
+    the library takes. Diagonals end where the last query sees the last key.
+    """
+    if getattr(call, "qv", None) is not None:
+        raise SpecError(
+            "qv, a second product of scores, has no kernel here; pass q and k with its columns "
+            "behind their own, for head dims up to 576"
+        )
+    masks = ["causal"] if call.causal else []
+    given: dict[str, Any] = {}
+    if chunk := getattr(call, "attention_chunk", 0):
+        masks.append("chunked")
+        given["chunked"] = chunk
+    if (sink := getattr(call, "s_aux", None)) is not None:
+        given |= {"softmax": "learnable", "sink": sink}
+    if (slopes := getattr(call, "alibi_slopes", None)) is not None:
+        given["alibi_slopes"] = slopes
+    if p := getattr(call, "dropout_p", 0.0):
+        given["dropout_p"] = p
+    if getattr(call, "deterministic", False):
+        given["deterministic"] = True
+    for name in "qkv":
+        if (factor := getattr(call, f"{name}_descale", None)) is not None:
+            given[f"descale_{name}"] = factor
+    return {
+        **given,
+        "mask": "+".join(masks) or "none",
+        "window": call.window_size,
+        "bottom_right": True,
+        "softmax_scale": call.softmax_scale,
+        "softcap": call.softcap,
+        "backend": call.backend,
+    }
+
+
+def attend(
+    operands: tuple[Tensor, ...], given: dict[str, Any], wants_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The output of a call, and its LSE where it is wanted, float32 [b, h, s] or [h, t]."""
+    drops = given.get("dropout_p", 0) > 0
+    found: Found = attention(*operands, **given, return_lse=wants_lse, return_rng_state=drops)
+    if not isinstance(found, tuple):
+        return found, None
+    out, aux = found
+    return out, aux.lse
+
+
+@dataclass(slots=True, eq=False)
+class Cached:
+    """A call that reads a cache, behind which it may write new keys and values before.
+
+    lengths: tokens of each sequence that are in the cache already; table: pages, or the one row of
+    the cache, of each sequence, [b, n]; leftpad: the row in which each begins; cu_seqlens_q and
+    cu_seqlens_k_new: of packed queries and new keys; attention: arguments of `attention`.
+    """
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    lengths: int | Tensor | None
+    table: Tensor | None
+    leftpad: Tensor | None
+    rotary: dict[str, Any]
+    attention: dict[str, Any]
+    num_splits: int
+    wants_lse: bool
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k_new: Tensor | None = None
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of the call."""
+        return len(self.q if self.cu_seqlens_q is None else self.cu_seqlens_q[1:])
+
+
+def table_of(pages: Tensor | None, rows: Tensor | None) -> Tensor | None:
+    """The table of a cache's pages, or, of one whose sequences are looked up, of its rows.
+
+    Raises: SpecError where both are given.
+    """
+    if pages is not None and rows is not None:
+        raise SpecError("cache_batch_idx looks up rows of a cache, of which pages have none")
+    return pages if rows is None else rows.to(torch.int32)[:, None]
+
+
+def attend_cached(call: Cached) -> tuple[Tensor, Tensor | None]:
+    """The output of a call that reads a cache, and its LSE where it is wanted.
+
+    Raises: SpecError where its arguments do not go together.
+    """
+    if reasons := _violations(call):
+        raise SpecError(reasons)
+    q, used = call.q, call.lengths
+    if isinstance(used, int):
+        used = torch.full((call.sequences,), used, dtype=torch.int32, device=q.device)
+    if call.k is not None and used is not None:
+        q, used = _appended(call, used.to(torch.int32))
+    given = dict(call.attention)
+    if call.num_splits:
+        given["num_splits"] = call.num_splits
+    axes = "bshd" if call.cu_seqlens_q is None else "thd"
+    given["layout"] = f"{axes}_bshd_bshd"
+    if call.table is not None:
+        given |= {"layout": f"paged_kv_{axes}_bshd_bshd", "page_table": call.table}
+        if used is None:
+            rows = call.k_cache.shape[1] * call.table.shape[1]
+            used = torch.full((call.sequences,), rows, dtype=torch.int32, device=q.device)
+    if call.cu_seqlens_q is not None:
+        given["cu_seqlens_q"] = call.cu_seqlens_q
+    given |= {"seqused_kv": used, "seqstart_kv": call.leftpad}
+    return attend((q, call.k_cache, call.v_cache), given, call.wants_lse)
+
+
+def _appended(call: Cached, before: Tensor) -> tuple[Tensor, Tensor]:
+    """Write a call's new keys and values behind those that are there; return its queries, rotated
+    where the call rotates, and the tokens of each sequence with the new ones."""
+    packed = call.cu_seqlens_k_new
+    turned = append_kv(
+        *(call.k_cache, call.v_cache, call.k, call.v),
+        lengths=before,
+        layout="bshd" if packed is None else "thd",
+        cu_seqlens=packed,
+        page_table=None if call.table is None else call.table.to(torch.int32),
+        q=call.q if call.rotary else None,
+        backend=call.attention["backend"],
+        **call.rotary,
+    )
+    assert call.k is not None  # the caller's condition
+    new = call.k.shape[1] if packed is None else packed.diff()
+    return call.q if turned is None else turned, before + new
+
+
+def _violations(call: Cached) -> list[str]:
+    found = []
+    if (call.k is None) != (call.v is None):
+        found.append("k and v, the new tokens, come together")
+    if call.k is not None and call.lengths is None:
+        found.append("cache_seqlens says behind which tokens new ones go; got None")
+    if call.rotary and call.k is None:
+        found.append("rotary_cos turns new keys and queries; pass k and v with it")
+    if call.leftpad is not None and call.table is not None:
+        found.append(
+            "cache_leftpad belongs to a dense cache, one row a sequence; with pages or "
+            "cache_batch_idx begin at the first row"
+        )
+    if call.leftpad is not None and call.rotary:
+        found.append(
+            "rotary_cos turns by the row in the cache, with cache_leftpad not by the position; "
+            "rotate q and k before the call"
+        )
+    return found
+
+
+def rotary_of(call: Any, at_start: bool) -> dict[str, Any]:
+    """How `append_kv` is to rotate, nothing where the call has no angles. at_start: whether all
+    queries have the position of their sequence's first new token."""
+    if call.rotary_cos is None:
+        return {}
+    return {
+        "rotary_cos": call.rotary_cos,
+        "rotary_sin": call.rotary_sin,
+        "rotary_interleaved": call.rotary_interleaved,
+        "rotary_at_start": at_start,
+    }
+
+
+def stays_at_start(call: Any) -> bool:
+    """Whether a call's queries are all at the position of the first new token: without a mask."""
+    chunked = getattr(call, "attention_chunk", 0)
+    return not (call.causal or tuple(call.window_size) != EVERYWHERE or chunked)
