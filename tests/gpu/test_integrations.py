@@ -112,7 +112,7 @@ def test_dense_flash_attention_and_its_gradients_are_those_of_pytorch() -> None:
 
 @pytest.mark.parametrize("form", ["rows", "pages"])
 def test_cache_takes_new_tokens_by_one_call(form: str) -> None:
-    """What kernels leave in the cache and return is what the definition does."""
+    """Kernels leave in the cache, and return, what the definition does."""
     shape = (4, 256, 2, 64) if form == "rows" else (16, 64, 2, 64)
     table = torch.randperm(16, generator=torch.Generator().manual_seed(0)).view(4, 4)
     given: dict[str, Any] = {"block_table": table.int().to(oracle.DEVICE)}

@@ -39,7 +39,7 @@ Returned = Tensor | tuple[Tensor, Tensor | None, None]
 
 
 def _returned(operands: tuple[Tensor, ...], call: Any, lengths: dict[str, Any]) -> Returned:
-    """What a call returns: the output, or (output, LSE, None) where it asks for probabilities."""
+    """The result of a call: the output, or (output, LSE, None) where it asks for probabilities."""
     out, lse = attend(operands, variant(call) | lengths, call.return_attn_probs)
     return (out, lse, None) if call.return_attn_probs else out
 

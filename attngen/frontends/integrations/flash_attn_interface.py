@@ -38,7 +38,7 @@ _PACKED_AXES = 5  # of three operands apart
 
 
 def _returned(operands: tuple[Tensor, ...], call: Any, lengths: dict[str, Any]) -> Returned:
-    """What a call returns: the output, or (output, LSE) where it asks for probabilities."""
+    """The result of a call: the output, or (output, LSE) where it asks for probabilities."""
     given = variant(call) | lengths
     if getattr(call, "num_splits", 1) > 1:
         given["num_splits"] = call.num_splits
