@@ -145,15 +145,13 @@ def simulate(ranks: int, rounds: int = ROUNDS // 2) -> dict[str, Any]:
     milliseconds: of the longest rank, the smaller of means before and behind the one call's."""
     *operands, d_out = tensors(TOKENS * ranks)
     given: dict[str, Any] = {"mask": "causal"}
-    sent: list[Any] = []
-    simulated = [*ranks_of(Order("dual_chunk", ranks), operands, given, sent)]
+    simulated = [*ranks_of(Order("dual_chunk", ranks), operands, given, [])]
     alone = partial(attngen.attention, **given)
     found: dict[str, Any] = {"ranks": ranks, "tokens a rank": TOKENS}
 
     def both_of(rank: Simulated) -> None:
         out, _ = rank.run()
         torch.autograd.grad(out, rank.leaves, d_out[:, : out.shape[1]])
-        sent.clear()
 
     def forward_of(rank: Simulated) -> None:
         with torch.no_grad():
@@ -180,8 +178,7 @@ def simulate(ranks: int, rounds: int = ROUNDS // 2) -> dict[str, Any]:
 def memory(ranks: int = 8, length: int = LONG) -> dict[str, Any]:
     """Bytes that a rank allocates at most beside its operands, and those of its own q, k and v."""
     *operands, d_out = tensors(length)
-    sent: list[Any] = []
-    rank, *_ = ranks_of(Order("dual_chunk", ranks), operands, {"mask": "causal"}, sent)
+    rank, *_ = ranks_of(Order("dual_chunk", ranks), operands, {"mask": "causal"}, [])
     d_out = d_out[:, : length // ranks].clone()
     operands.clear()
     found = {"ranks": ranks, "length": length, "operands": sum(x.nbytes for x in rank.leaves)}
@@ -195,7 +192,6 @@ def memory(ranks: int = 8, length: int = LONG) -> dict[str, Any]:
             torch.autograd.grad(out, rank.leaves, d_out)
         found[name] = torch.cuda.max_memory_allocated() - before
         del out
-        sent.clear()
     return found
 
 

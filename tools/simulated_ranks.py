@@ -18,18 +18,25 @@ from attngen.frontends.pytorch.context_calls import (
     sink_of,
 )
 from attngen.frontends.pytorch.context_function import ContextAttention, ContextCall
-from attngen.frontends.pytorch.context_messages import Around, Finish, Pair, Visit
+from attngen.frontends.pytorch.context_messages import (
+    Around,
+    Finish,
+    Pair,
+    Visit,
+    message_of,
+    tokens_of,
+)
 
 
 @dataclass(frozen=True, eq=False)
 class InPlace(Around):
-    """Keys of ranks that are all at hand; gradients that are sent are kept.
+    """Keys of ranks that are all at hand, and sums of the gradients that are sent to each.
 
-    held: of every rank; sent: a rank, and gradients of its keys.
+    held: of every rank; sums: of gradients that others make of its keys.
     """
 
     held: list[Pair] = field(default_factory=list)
-    sent: list[tuple[int, Pair]] = field(default_factory=list)
+    sums: list[Pair] = field(default_factory=list)
 
     def _fetch(self, number: int, k: Tensor, v: Tensor) -> Any:
         source = (self.rank - number) % len(self.plans)
@@ -41,11 +48,14 @@ class InPlace(Around):
         if number == 0:
             return super().returns(number, made, dtype)
         source = (self.rank - number) % len(self.plans)
-        k, v = self.held[source]
-        sums = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
-        self._add(sums, self._spans(self.rank, number), made)
-        self.sent.append((source, sums))
-        return lambda _: None
+        spans = self._spans(self.rank, number)
+        flat = message_of(made).to(dtype) if tokens_of(spans) else None
+        # Each rank receives as much as it sends, in the mean: the time of adding it is here.
+        return lambda _: (
+            None
+            if flat is None
+            else self._add(self.sums[source], spans, self._pairs(flat, spans, made))
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,15 +77,17 @@ def ranks_of(
     order: Order,
     operands: list[Tensor],
     given: dict[str, Any],
-    sent: list[tuple[int, Pair]],
+    sums: list[Pair],
 ) -> Iterator[Simulated]:
-    """The ranks of a call over [1, s, h, d], by kernels. sent: where they leave gradients of keys
-    that others hold."""
+    """The ranks of a call over [1, s, h, d], by kernels. sums: an empty list, which gets float32
+    tensors to which they add gradients of keys that others hold, two for each of these."""
     q, *_ = operands
     room, device = q.shape[1], q.device
     index = [torch.tensor(order.shard(r, [room]), device=device) for r in range(order.ranks)]
     leaves = [[x[:, own].contiguous().requires_grad_() for x in operands] for own in index]
     held = [(k.detach(), v.detach()) for _, k, v in leaves]
+    for k, v in held:
+        sums.append((torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v).float()))
     for rank, (own, places) in enumerate(zip(leaves, index, strict=True)):
         own_q, own_k, own_v = own
         asked = asked_of(own_q, own_k, own_v, {**given, "backend": "cuda"}, order.ranks)
@@ -84,5 +96,5 @@ def ranks_of(
         call = context_call(asked, order, ranks, False, features, torch.float32)
         around = call.messages
         assert isinstance(around, Around)
-        messages = InPlace(None, rank, around.plans, around.sequences, held, sent)
+        messages = InPlace(None, rank, around.plans, around.sequences, held, sums)
         yield Simulated(replace(call, messages=messages), own, sink_of(asked, 0), places)

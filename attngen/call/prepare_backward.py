@@ -159,6 +159,41 @@ def prepare_backward(
 
     Raises: SpecError with every violation; CompileError, LaunchError.
     """
+    call = read(given, arguments, wanted, gather, mixed=mixed)
+    q, k, v = unpacked(present(given["q"]), given["k"], given["v"], arguments.layout)
+    carriers, wanted = call.carriers, call.wanted
+    returned = tuple(name for name in names_of(wanted) if carriers[CARRIER_OF[name]] is not None)
+    extra = fp8_gradients.maxima(arguments) if is_fp8(q) else ()
+    sums = learned_sums(given, arguments) if wanted.dlearned else ()
+    absent = [name for name, x in given.items() if x is None]
+    absent += fragment_values.absent_from(call.optional, arguments)
+    prepared = PreparedBackward(
+        device=device,
+        names=tuple(name for name, x in given.items() if x is not None),
+        outputs=(*call.new(call.carried), *extra, *sums),
+        arguments=arguments,
+        returned=(*returned, *(each.name for each in extra)),
+        fixed=dict.fromkeys((*UNREAD, *absent), 0),
+        gathers=gather,
+        learned=learned_of(wanted),
+        dbias=call.dbias,
+    )
+    tensors = (q, k, v, present(given["o"]), present(given["d_o"]))
+    if not (call.scalars.sequences and all(tensor.numel() for tensor in tensors)):
+        return prepared
+    return _with_launches(prepared, call, choose(call, device, q, k, v))
+
+
+def read(
+    given: Tensors,
+    arguments: Arguments,
+    wanted: WantedGradients,
+    gather: bool,
+    *,
+    mixed: bool = False,
+) -> Backward:
+    """The backward that is asked for, whose kernels are not chosen yet. Arguments as of
+    `prepare_backward`. Raises: SpecError with every violation."""
     layout, wanted = arguments.layout, of_given(wanted, given)
     q, k, v = unpacked(present(given["q"]), given["k"], given["v"], layout)
     tensors = {"q": q, "k": k, "v": v, "o": present(given["o"]), "d_o": present(given["d_o"])}
@@ -179,29 +214,10 @@ def prepare_backward(
         extents["bias"] = extent_of(added, sequences, heads_q)
     dtype = output_dtype(q, arguments)
     carriers = {n: None if (x := given[n]) is None else _new(x, dtype) for n in CARRIERS}
-    call = Backward(given, arguments, wanted, gather, carriers, extents, scalars, dbias, mixed)
-    returned = tuple(name for name in names_of(wanted) if carriers[CARRIER_OF[name]] is not None)
-    extra = fp8_gradients.maxima(arguments) if is_fp8(q) else ()
-    sums = learned_sums(given, arguments) if wanted.dlearned else ()
-    absent = [name for name, x in given.items() if x is None]
-    absent += fragment_values.absent_from(optional, arguments)
-    prepared = PreparedBackward(
-        device=device,
-        names=tuple(name for name, x in given.items() if x is not None),
-        outputs=(*call.new(call.carried), *extra, *sums),
-        arguments=arguments,
-        returned=(*returned, *(each.name for each in extra)),
-        fixed=dict.fromkeys((*UNREAD, *absent), 0),
-        gathers=gather,
-        learned=learned_of(wanted),
-        dbias=dbias,
-    )
-    if not (sequences and all(tensor.numel() for tensor in tensors.values())):
-        return prepared
-    return _with_launches(prepared, call, _choose(call, device, q, k, v))
+    return Backward(given, arguments, wanted, gather, carriers, extents, scalars, dbias, mixed)
 
 
-def _choose(call: Backward, device: Device, q: TensorDesc, k: TensorDesc, v: TensorDesc) -> Chosen:
+def choose(call: Backward, device: Device, q: TensorDesc, k: TensorDesc, v: TensorDesc) -> Chosen:
     """The kernels of a backward, whose q, k and v are views. Raises: CompileError, LaunchError."""
     extents, scalars = call.extents, call.scalars
     forward = spec_of(q, k, v, call.optional, call.arguments, call.gather)

@@ -118,7 +118,9 @@ SOURCES: dict[str, Source] = {
     "tiles": lambda launch: launch.tiles * launch.total_heads * launch.kernel.tile_parts,
     **dict.fromkeys(("tiles_m", "q_tiles", "kv_blocks"), attrgetter("tiles")),
     "row_tiles": lambda launch: row_tiles(launch.kernel, launch.counted, launch.sequences),
-    "q_blocks": lambda launch: row_blocks(launch.kernel, launch.q, launch.sequences),
+    "q_blocks": lambda launch: launch.given(
+        "all_q_blocks", row_blocks(launch.kernel, launch.q, launch.sequences)
+    ),
     "page_count": lambda launch: launch.extents["k"].batch,
     "heads_q": attrgetter("q.heads"),
     "heads_kv": attrgetter("k.heads"),

@@ -253,6 +253,7 @@ def emulated(emulator: Emulator) -> Iterator[None]:
         "attngen.call.kernel_choice.find_kernels": emulator.find_kernels,
         "attngen.frontends.pytorch.backward.start": start_and_finish,
         "attngen.frontends.pytorch.operation.start": start_and_finish,
+        "attngen.frontends.pytorch.backward_parts.start": start_and_finish,
         "attngen.frontends.pytorch.append.start": start_and_finish,
         "attngen.frontends.pytorch.append.device_arch": lambda _: ARCH,
         "attngen.frontends.pytorch.narrow.start": start_and_finish,

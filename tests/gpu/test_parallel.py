@@ -22,7 +22,7 @@ STATE = (0x123456789ABCDEF, 2**40 + 5)
 DROPPED = {"dropout_p": 0.2, "alibi_slopes": True}
 # An order, the length of sequences, and what the call says.
 CASES = [
-    (Order("dual_chunk", 2), 192, {"mask": "causal"}),
+    (Order("dual_chunk", 2), 512, {"mask": "causal"}),  # whole blocks of queries in each part
     (Order("dual_chunk", 3), 126, {"mask": "causal", **DROPPED}),
     (Order("contiguous", 3), 150, {"window": (60, 7)}),
     (Order("striped", 2), 128, {"mask": "causal", "softmax": "off_by_one"}),
@@ -33,16 +33,16 @@ def simulated(
     order: Order, operands: list[Tensor], given: dict[str, Any], d_out: Tensor
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Output, LSE and the gradients of q, k and v, by all ranks in turn."""
-    sent: list[Any] = []
+    sums: list[Any] = []
     outs, lses, made = [], [], []
-    for rank in ranks_of(order, operands, given, sent):
+    for rank in ranks_of(order, operands, given, sums):
         out, lse = rank.run()
         made.append([*torch.autograd.grad(out, rank.leaves, d_out[:, rank.index])])
         outs.append(out.detach())
         lses.append(lse.detach())
-    for source, (dk, dv) in sent:
-        _, own_dk, own_dv = made[source]
-        made[source][1:] = [own_dk + dk, own_dv + dv]
+    for place, (dk, dv) in enumerate(sums):
+        _, own_dk, own_dv = made[place]
+        made[place][1:] = [own_dk + dk, own_dv + dv]
     back = torch.tensor(order.unshard([operands[0].shape[1]]), device=oracle.DEVICE)
     whole = [torch.cat(x, 1)[:, back].to(d_out.dtype) for x in zip(*made, strict=True)]
     return torch.cat(outs, 1)[:, back], torch.cat(lses, 2)[..., back], whole

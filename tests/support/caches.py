@@ -6,6 +6,7 @@ from typing import Any
 
 from attngen.call.cache import CallCache
 from attngen.frontends.pytorch.backward import backwards
+from attngen.frontends.pytorch.backward_parts import prepared_parts
 from attngen.frontends.pytorch.calls import calls
 from attngen.frontends.pytorch.eight_bits import calls as eight_bit_calls
 from attngen.frontends.pytorch.forward import prepared_calls
@@ -17,7 +18,9 @@ from attngen.frontends.pytorch.narrow import prepared_casts
 FORWARD: tuple[CallCache[Any], ...] = (
     *(calls, eight_bit_calls, prepared_calls, prepared_casts, joining_calls),
 )
-BACKWARD: tuple[CallCache[Any], ...] = (backwards, fp8_backwards, prepared_d_o, prepared_steps)
+BACKWARD: tuple[CallCache[Any], ...] = (
+    *(backwards, fp8_backwards, prepared_d_o, prepared_steps, prepared_parts),
+)
 
 
 def held(*caches: CallCache[Any]) -> tuple[dict[Any, Any], ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from torch.autograd.function import once_differentiable
 from ...call.context_steps import Part, Span
 from ...call.context_visits import relative
 from ...call.recipe import without_recipe
+from .backward_parts import RowSums
 from .casts import without_autocast
-from .context_messages import Around, Gathered, Pair, Visit
+from .context_messages import Around, Gathered, Pair, Visit, new_pair
 from .context_parts import (
     Attended,
     Features,
@@ -26,6 +27,7 @@ from .context_parts import (
     backward_part,
     cut,
     forward_part,
+    operation_arguments,
     sink_gradient,
 )
 
@@ -120,14 +122,14 @@ class ContextAttention(torch.autograd.Function):
         d_out = torch.zeros_like(out) if d_out is None else d_out.contiguous()
         merged = Merged(out, lse, d_out, dlse)
         *_, sink_learns, bias_learns = ctx.needs_input_grad
-        gradients = Gradients.zero(call, q, k, v, bias if bias_learns else None)
+        gradients = Gradients.zero(call, bias if bias_learns else None)
         with without_autocast(q.device.type), without_recipe():
             gradients.of_all(q, k, v, bias, merged)
         dsink = None
         if sink is not None and sink_learns:
             dsink = sink_gradient(sink, merged, call.used)
         dq, dbias = gradients.of_queries, gradients.of_bias
-        dk, dv = gradients.of_keys
+        dk, dv = gradients.keys(k, v)
         of_q, of_k, of_v = ctx.wide
         return (
             None,
@@ -141,22 +143,28 @@ class ContextAttention(torch.autograd.Function):
 
 @dataclass(eq=False)
 class Gradients:
-    """Sums of a rank's gradients: dQ, dK with dV, and of the bias where it has one. of_queries is
-    None until there are any, and a first part of all rows is taken as it is."""
+    """Sums of a rank's gradients: dQ, dK with dV, and of the bias where it has one. Those of
+    queries and of keys are None until there are any, and a first part of all is taken as it is.
+    row_sums: what kernels keep of a sequence's dQ from part to part."""
 
     call: ContextCall
-    of_queries: Tensor | None
-    of_keys: Pair
     of_bias: Tensor | None
+    of_queries: Tensor | None = None
+    of_keys: Pair | None = None
+    row_sums: dict[int, RowSums] = field(default_factory=dict)
 
     @classmethod
-    def zero(
-        cls, call: ContextCall, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
-    ) -> Gradients:
+    def zero(cls, call: ContextCall, bias: Tensor | None) -> Gradients:
         """None yet."""
-        dk, dv = (torch.zeros_like(x, dtype=call.sums) for x in (k, v))
         of_bias = None if bias is None else torch.zeros_like(bias, dtype=call.sums)
-        return cls(call, None, (dk, dv), of_bias)
+        return cls(call, of_bias)
+
+    def keys(self, k: Tensor, v: Tensor) -> Pair:
+        """The sums of dK and dV."""
+        if self.of_keys is None:
+            dk, dv = (torch.zeros_like(x, dtype=self.call.sums) for x in (k, v))
+            self.of_keys = dk, dv
+        return self.of_keys
 
     def add_queries(self, q: Tensor, rows: Rows, span: Span, dq: Tensor) -> None:
         """Add a part's gradient of these rows of q."""
@@ -174,10 +182,26 @@ class Gradients:
         for number, visit in enumerate(messages.visits(k, v)):
             made = list(self.of_visit(visit, q, bias, merged))
             if pending is not None:
-                pending(self.of_keys)
+                pending(self.keys(k, v))
+                pending = None
+            if number == 0 and messages.keeps_own and self._takes(made, k):
+                continue
             pending = messages.returns(number, made, self.call.travels)
         if pending is not None:
-            pending(self.of_keys)
+            pending(self.keys(k, v))
+        for place, sums in self.row_sums.items():
+            if (dq := sums.end()) is not None:
+                rows = self.call.sequences[place].queries
+                self.add_queries(q, rows, Span(0, dq.shape[1]), dq)
+
+    def _takes(self, made: Sequence[Pair], k: Tensor) -> bool:
+        """Take the gradients of the rank's own keys as they are, if they are of all; whether it
+        does."""
+        if len(made) == 1:
+            ((dk, dv),) = made
+            if dk.shape == k.shape:
+                self.of_keys = dk, dv
+        return self.of_keys is not None
 
     def of_visit(
         self, visit: Visit, q: Tensor, bias: Tensor | None, merged: Merged
@@ -188,15 +212,39 @@ class Gradients:
         for part in visit.parts:
             rows = self.call.sequences[part.sequence]
             read = self.call.widened(self.call.read(part, visit, q, bias, learns))
-            own = _of_rows(merged, rows.queries, part.queries)
-            made = backward_part(self.call.features, part, rows, read, own)
-            self.add_queries(q, rows.queries, part.queries, made["dq"])
-            own_keys = made["dk"], made["dv"]
+            own_keys = self._in_row_sums(part, rows, read, q, merged)
+            if own_keys is None:
+                own = _of_rows(merged, rows.queries, part.queries)
+                made = backward_part(self.call.features, part, rows, read, own)
+                self.add_queries(q, rows.queries, part.queries, made["dq"])
+                own_keys = made["dk"], made["dv"]
             found[part.sequence] = self._added(found[part.sequence], own_keys, part, visit)
             if self.of_bias is not None:
                 cut(self.of_bias, part, rows).add_(made["dbias"])
         for place, pair in enumerate(found):
             yield self._zero(visit, place) if pair is None else pair
+
+    def _in_row_sums(
+        self, part: Part, rows: Sequences, read: Attended, q: Tensor, merged: Merged
+    ) -> Pair | None:
+        """Gradients of a part's keys by kernels that keep sums of dQ from part to part; None where
+        they do not."""
+        features = self.call.features
+        if not features.joins or features.deterministic or read.bias is not None:
+            return None
+        if torch.compiler.is_compiling():  # of what nobody may look on at
+            return None
+        if part.sequence not in self.row_sums:
+            whole = rows.queries.all_of(q)
+            of_all = _of_rows(merged, rows.queries, Span(0, whole.shape[1]))
+            self.row_sums[part.sequence] = RowSums(
+                whole, of_all.out, of_all.lse, of_all.d_out, of_all.dlse
+            )
+        given = operation_arguments(features, part, rows)
+        sums = self.row_sums[part.sequence]
+        keys = new_pair(read.k, read.v, self.call.sums)
+        fits = sums.add(part.queries.begin, read.q, (read.k, read.v), keys, given)
+        return keys if fits else None
 
     def _zero(self, visit: Visit, place: int) -> Pair:
         """No gradients of a sequence's keys that are at hand."""

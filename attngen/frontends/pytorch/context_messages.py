@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,7 @@ class Around:
     rank: int
     plans: tuple[tuple[Step, ...], ...]
     sequences: tuple[Sequences, ...]
+    keeps_own: ClassVar = True  # gradients of a first visit, of keys that the rank holds
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -75,7 +76,7 @@ class Around:
         ranks = len(self.plans)
         reader, source = (self.rank + number) % ranks, (self.rank - number) % ranks
         spans = self._spans(reader, number)
-        sent = _flat(made).to(dtype) if _total(self._spans(self.rank, number)) else None
+        sent = message_of(made).to(dtype) if tokens_of(self._spans(self.rank, number)) else None
         room = self._room(spans, sums_like=made, dtype=dtype)
         requests = self._swap(sent, source, room, reader)
 
@@ -111,7 +112,7 @@ class Around:
         reader, source = (self.rank + number) % ranks, (self.rank - number) % ranks
         step, wanted = self.plans[self.rank][number], self._spans(reader, number)
         spans, own = self._spans(self.rank, number), self._cut(k, v, wanted)
-        sent = _flat(own) if _total(wanted) else None
+        sent = message_of(own) if tokens_of(wanted) else None
         like = self._cut(k, v, [Span(0, 0)] * len(wanted))
         room = self._room(spans, sums_like=like, dtype=k.dtype)
         requests = self._swap(sent, reader, room, source)
@@ -185,6 +186,7 @@ class Gathered:
     index: Tensor
     parts: tuple[Part, ...]
     sequences: tuple[Sequences, ...]
+    keeps_own: ClassVar = False
 
     def visits(self, k: Tensor, v: Tensor) -> Iterator[Visit]:
         """All keys, in one step."""
@@ -230,10 +232,22 @@ def gather_into(found: Tensor, own: Tensor, group: Group) -> None:
     gather(found.flatten(0, 1), own, group=group)
 
 
-def _flat(pairs: Sequence[Pair]) -> Tensor:
-    """Keys and values of all sequences as one message."""
+def new_pair(k: Tensor, v: Tensor, dtype: torch.dtype) -> Pair:
+    """New tensors of the shapes of keys and values, one behind the other, as a message has them."""
+    whole = k.new_empty(k.numel() + v.numel(), dtype=dtype)
+    return whole[: k.numel()].view(k.shape), whole[k.numel() :].view(v.shape)
+
+
+def message_of(pairs: Sequence[Pair]) -> Tensor:
+    """Keys and values of all sequences as one message: where they lie, if they are a `new_pair`."""
+    if len(pairs) == 1:
+        ((one, other),) = pairs
+        if one._base is not None and one._base is other._base:
+            size = one.numel() + other.numel()
+            if one._base.shape == (size,) and one.storage_offset() == 0:
+                return one._base
     return torch.cat([x.reshape(-1) for pair in pairs for x in pair])
 
 
-def _total(spans: Sequence[Span]) -> int:
+def tokens_of(spans: Sequence[Span]) -> int:
     return sum(map(len, spans))

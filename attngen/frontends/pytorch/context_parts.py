@@ -30,6 +30,10 @@ class Rows(NamedTuple):
         begin = self.tokens.start or 0
         return x[self.batch, begin + span.begin : begin + span.end]
 
+    def all_of(self, x: Tensor) -> Tensor:
+        """The sequence in [b, t, h, d]."""
+        return x[self.batch, self.tokens]
+
     def of_heads(self, x: Tensor, span: Span) -> Tensor:
         """Tokens of the sequence in [b, h, t]."""
         begin = self.tokens.start or 0
@@ -182,18 +186,19 @@ def backward_part(
 ) -> dict[str, Tensor]:
     """Gradients of a part's operands by their names (`dq`, `dk`, `dv`, `dbias`), float32 of q, k
     and v in 16 bits."""
-    given = arguments_of(features, part, rows)
     if features.kernels:
-        return _by_kernels(features, given, read, merged)
-    return _by_reference(given, read, merged)
+        return _by_kernels(features, operation_arguments(features, part, rows), read, merged)
+    return _by_reference(arguments_of(features, part, rows), read, merged)
 
 
-def _of_operations(given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `attention` for a part as operations take them."""
+def operation_arguments(features: Features, part: Part, rows: Sequences) -> dict[str, Any]:
+    """The arguments of operations for a part, but for its bias, which has outputs and gradients of
+    float32."""
+    given = arguments_of(features, part, rows)
     left, right = given.pop("window")
     if (places := given.pop("positions", None)) is not None:
         given["positions"] = places.words
-    return {**given, "window_left": left, "window_right": right}
+    return {**given, "window_left": left, "window_right": right, "out_dtype": "float32"}
 
 
 def _by_kernels(
@@ -202,10 +207,9 @@ def _by_kernels(
     """Gradients of a part by the operation."""
     made = torch.ops.attngen.backward(
         *(merged.d_out, merged.dlse, *read.carriers, merged.out, merged.lse.contiguous()),
-        **_of_operations(given),
+        **given,
         bias=read.bias,
         deterministic=features.deterministic,
-        out_dtype="float32",
         want_dbias=read.bias_learns,
     )
     return dict(zip(GRADIENT_OF.values(), made, strict=True))
@@ -306,9 +310,8 @@ class Running:
             rows.queries.of_heads(whole_lse, part.queries),
             rounded,
             not fresh,
-            **_of_operations(arguments_of(features, part, rows)),
+            **operation_arguments(features, part, rows),
             bias=read.bias,
-            out_dtype="float32",
         )
 
 

@@ -1,0 +1,183 @@
+"""Backwards of rows that meet their keys in parts: what is of the rows alone is made once.
+
+D and the LSE of all rows are prepared before the first part, and float32 sums of dQ, which each
+part's kernel adds to in a workspace that outlives it, become dQ behind the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..kernels.selection import made_by, maker_of, read_by
+from ..runtime.launch import prepare
+from ..runtime.load import LoadedKernel
+from ..runtime.run_time import workspace_bytes
+from . import fragment_values
+from .kernel_choice import Device
+from .numbers import Arguments
+from .operands import extents_of, sources_of, unpacked
+from .prepare_backward import Backward, Tensors, choose, present, read
+from .prepared import Launches, lay_out_workspaces
+from .table import WantedGradients
+from .tensors import TensorDesc
+
+KEPT = ("lse_log2", "d", "turns", "dq_acc")  # workspaces of rows
+OF_ROWS = ("o", "d_o", "lse", "dlse")
+_WANTED = WantedGradients(*[name in ("dq", "dkv") for name in WantedGradients._fields])
+
+
+@dataclass(frozen=True)
+class AllRows:
+    """All rows of queries of a backward, of which a part has some.
+
+    first: of the part's rows. tensors: q, o and d_o of all of them, and dk and dv, float32, which
+    the part's gradients of keys and values are written to.
+    """
+
+    first: int
+    tensors: Mapping[str, TensorDesc]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class NamedLaunches(Launches):
+    """Launches beside the names of the addresses that they are given, in their order."""
+
+    names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        self._point(self.names)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PreparedPart:
+    """A part, and what is of all rows.
+
+    before: makes D and the LSE of all rows; part: gradients of its keys, and sums of dQ; after:
+    turns these into dQ of all rows; each is given the addresses of `KEPT` last. places: where each
+    of these begins in a workspace of so many bytes; shifts: bytes from there to the part's rows.
+    block: rows of a block, floats of its dQ, and parts that these are of.
+    """
+
+    before: NamedLaunches
+    part: NamedLaunches
+    after: NamedLaunches
+    places: tuple[int, ...]
+    shifts: tuple[int, ...]
+    workspace_bytes: int
+    block: tuple[int, int, int]
+
+    @property
+    def form(self) -> tuple[int, ...]:
+        """The layout of the workspace."""
+        return (*self.block, *self.places, self.workspace_bytes)
+
+    def kept_at(self, addresses: Sequence[int]) -> tuple[int, ...]:
+        """Addresses of what is kept of the part's rows. addresses: of all rows, as `KEPT`."""
+        return tuple([base + by for base, by in zip(addresses, self.shifts, strict=True)])
+
+
+def prepare_part(
+    given: Tensors, arguments: Arguments, gather: bool, device: Device, rows: AllRows
+) -> PreparedPart | None:
+    """Everything about a part but addresses; None where its kernels keep no sums of rows that begin
+    and end where the part's do.
+
+    given: as of `prepare_backward`, of the part; gather: whether threads copy operands.
+    Raises: SpecError with every violation; CompileError, LaunchError.
+    """
+    call = read(given, arguments, _WANTED, gather)
+    q, k, v = unpacked(present(given["q"]), given["k"], given["v"], arguments.layout)
+    if not all(x.numel() for x in (q, k, v)):
+        return None
+    chosen = choose(call, device, q, k, v)
+    kernels = _kernels_of(chosen.kernels)
+    if arguments.deterministic or kernels is None or not _has_whole_blocks(kernels, call, rows):
+        return None
+    return _with_launches(call, kernels, rows, device)
+
+
+@dataclass(frozen=True, eq=False)
+class _Kernels:
+    """The kernels of rows whose dQ is summed in memory."""
+
+    before: LoadedKernel
+    main: LoadedKernel
+    after: LoadedKernel
+
+    @property
+    def all(self) -> tuple[LoadedKernel, ...]:
+        return self.before, self.main, self.after
+
+
+def _kernels_of(kernels: Sequence[LoadedKernel]) -> _Kernels | None:
+    """The three kernels of a backward, if it has these alone: one behind which all D are there, one
+    whose tiles add to dQ in no order, which it leaves to one that rounds the sums."""
+    before, main = maker_of("d", kernels), maker_of("dk", kernels)
+    after = next((each for each in kernels if "dq_acc" in read_by(each.kernel)), None)
+    if before is None or main is None or after is None or len(kernels) > len(KEPT) - 1:
+        return None
+    names = {field.name for field in main.kernel.fields} | {*main.kernel.workspace}
+    alone = not names & {"o", "lse", "map_o", "map_dq", "dkv_acc"} and {*KEPT} <= names
+    dense = (main.kernel.q_seq, main.kernel.kv_seq) == ("dense", "dense")
+    if not (alone and dense and "dq_acc" in made_by(main.kernel)):
+        return None
+    # Whoever is in front of a part is no kernel that it may overtake.
+    entry = replace(main.kernel, dependent=False)
+    return _Kernels(before, replace(main, kernel=entry), after)
+
+
+def _has_whole_blocks(kernels: _Kernels, call: Backward, rows: AllRows) -> bool:
+    """Whether the part's rows are whole blocks of all."""
+    block, count = kernels.main.kernel.row_block, call.extents["q"].seq
+    all_rows = extents_of({"q": rows.tensors["q"]}, call.arguments.layout)["q"].seq
+    end = rows.first + count
+    return rows.first % block == 0 and (end % block == 0 or end == all_rows)
+
+
+def _with_launches(
+    call: Backward, kernels: _Kernels, rows: AllRows, device: Device
+) -> PreparedPart:
+    """The launches of a part and of all rows."""
+    layout = call.arguments.layout
+    tensors = {**rows.tensors, "dq": TensorDesc.contiguous(rows.tensors["q"].shape, "float32")}
+    known = extents_of({n: x for n, x in tensors.items() if n not in ("lse", "dlse")}, layout)
+    of_all = {**call.extents, **known}
+    of_part = {**of_all, **{name: call.extents[name] for name in ("q", "o", "d_o")}}
+    block, q = kernels.main.kernel.row_block, of_all["q"]
+    slots = q.batch * q.heads * -(-q.seq // block)
+    numbers = {**call.scalars.numbers, "main_follows": 0, "all_q_blocks": -(-q.seq // block)}
+    scalars = replace(call.scalars, numbers=numbers)
+    offsets, size = lay_out_workspaces(kernels.all, q, scalars)
+    bytes_of = workspace_bytes(kernels.main.kernel, q, numbers=numbers)
+    absent = [name for name, x in call.given.items() if x is None]
+    absent += fragment_values.absent_from(call.optional, call.arguments)
+    there = [name for name, x in call.given.items() if x is not None]
+    of_rows = [name for name in there if name in OF_ROWS]
+    read_by_part = [name for name in there if name not in ("o", "lse", "dlse")]
+    fixed = dict.fromkeys(absent, 0)
+    return PreparedPart(
+        before=NamedLaunches(
+            device=device,
+            names=(*of_rows, *KEPT),
+            launches=(prepare(kernels.before, of_all, scalars),),
+            fixed=fixed,
+        ),
+        part=NamedLaunches(
+            device=device,
+            names=(*read_by_part, "dk", "dv", *KEPT),
+            sources=sources_of(call.given, call.optional, call.arguments),
+            launches=(prepare(kernels.main, of_part, scalars),),
+            fixed=fixed,
+            counts_tiles="tile_counter" in kernels.main.kernel.workspace,
+        ),
+        after=NamedLaunches(
+            device=device,
+            names=("dq", *KEPT),
+            launches=(prepare(kernels.after, of_all, scalars),),
+        ),
+        places=tuple(offsets[name] for name in KEPT),
+        shifts=tuple(rows.first // block * (bytes_of[name] // slots) for name in KEPT),
+        workspace_bytes=size,
+        block=(block, kernels.main.kernel.dq_floats, kernels.after.kernel.block_ctas),
+    )
