@@ -122,10 +122,21 @@ void copy_async(u32 destination, const void* source, u32 bytes, u32 present) {
     note_write(destination, bytes, thread);
   };
   poison(destination, bytes);
-  self().copies.push_back(std::move(copy));
-  if (!late()) await_copies();
+  if (late()) {
+    self().copies.push_back(std::move(copy));
+  } else {
+    copy();
+  }
+}
+void commit_copies() { self().copy_groups.push_back(std::move(self().copies)); }
+void await_copy_groups(u32 pending) {
+  auto& groups = self().copy_groups;
+  for (; groups.size() > pending; groups.pop_front()) {
+    for (Action& copy : groups.front()) copy();
+  }
 }
 void await_copies() {
+  await_copy_groups(0);
   for (Action& copy : self().copies) copy();
   self().copies.clear();
 }

@@ -93,6 +93,8 @@ bool barrier_all(u32 id, u32 threads, bool condition);
 
 // ---- copies
 void copy_async(u32 destination, const void* source, u32 bytes, u32 present);
+void commit_copies();
+void await_copy_groups(u32 pending);
 void await_copies();
 void arrive_after_copies(u32 barrier);
 void tensor_load(u32 destination, const void* map, u32 barrier, std::initializer_list<int> at);

@@ -211,6 +211,9 @@ WRAPPERS: dict[str, str] = {
         for way, transposed in (("", "false"), (".trans", "true"))
     },
     "cp.async.cg.shared.global.L2::128B [%0], [%1], %2, %3;": f"{_E}copy_async(%0, %1, %2, %3)",
+    "cp.async.commit_group;": f"{_E}commit_copies()",
+    "cp.async.wait_group %0;": f"{_E}await_copy_groups(%0)",
+    "cp.async.wait_all;": f"{_E}await_copies()",
 }
 _FORMATS = {"bf16": "kBf16", "f16": "kFp16", "e4m3": "kE4m3", "e5m2": "kE5m2"}
 _PRODUCT = re.compile(

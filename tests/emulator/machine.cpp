@@ -36,7 +36,11 @@ void run_fiber() {
     fail("a thread ends while its stores may still read shared memory");
   }
   if (!own_warp().products.empty()) fail("a warp ends before its products");
-  if (!fiber.copies.empty()) fail("a thread ends while copies that it started are in flight");
+  const auto in_flight = [](const std::vector<Action>& group) { return !group.empty(); };
+  if (in_flight(fiber.copies) ||
+      std::any_of(fiber.copy_groups.begin(), fiber.copy_groups.end(), in_flight)) {
+    fail("a thread ends while copies that it started are in flight");
+  }
   for (Action& write : fiber.unwritten) write();
   fiber.ended = true;
   change_to_scheduler();

@@ -60,10 +60,11 @@ struct Fiber {
   const char* waits_for = "";
   u32 waits_at = 0;            // of an mbarrier, its address
   u64 fenced = 0;              // when it last made its writes visible to the copy engine
-  std::vector<Action> copies;  // cp.async that have not arrived
-  std::vector<Action> stores;  // bulk copies to global memory, not committed
-  std::deque<std::vector<Action>> groups;  // committed, shared memory not read
-  std::vector<Action> unwritten;           // read, global memory not written
+  std::vector<Action> copies;  // cp.async that have not arrived, nor been committed
+  std::deque<std::vector<Action>> copy_groups;  // committed
+  std::vector<Action> stores;                   // bulk copies to global memory, not committed
+  std::deque<std::vector<Action>> groups;       // committed, shared memory not read
+  std::vector<Action> unwritten;                // read, global memory not written
 };
 
 // The accumulators of a warp that products in flight write: NaN until these are done.

@@ -3,6 +3,4 @@
 from __future__ import annotations
 
 # Those that attngen/mma/atoms.cuh includes.
-ATOMS = frozenset(
-    {"cute/arch/copy_sm75.hpp", "cute/arch/copy_sm80.hpp", "cute/arch/mma_sm80.hpp"}
-)
+ATOMS = frozenset({"cute/arch/copy_sm75.hpp", "cute/arch/copy_sm80.hpp", "cute/arch/mma_sm80.hpp"})

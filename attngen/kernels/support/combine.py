@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ...runtime.run_time import MAX_SPLITS
 from ...spec.problem import Problem
-from ...targets.target import Target
+from ...targets.target import TARGETS, Target
 from ..base import KernelPlan
 
 NAME = "combine"
@@ -28,6 +28,11 @@ class CombinePlan(KernelPlan):
     ctas: int
     smem_bytes: int
     max_splits: int
+
+    @property
+    def is_dependent(self) -> bool:
+        """Whether it may start before the kernel that makes the parts has ended."""
+        return "griddepcontrol" in TARGETS[self.arch].instructions
 
 
 def combine_plan(problem: Problem, target: Target) -> CombinePlan:

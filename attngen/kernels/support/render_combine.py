@@ -43,5 +43,5 @@ def _describe(problem: Problem, plan: CombinePlan, operands: Names) -> KernelEnt
         ctas=plan.ctas,
         workspace=PARTS,
         part_floats=problem.head_dim_v,
-        dependent=True,
+        dependent=plan.is_dependent,
     )

@@ -17,7 +17,8 @@ class CombineView:
     fragments: C++ of the structs that are used. softmax: how a row is finished. element: C++ type
     of the output. head_dim_v: columns of a head's row. threads: of a CTA; ctas: of an SM;
     smem_bytes: of shared memory that a CTA uses. max_splits: the most parts of a row. ragged:
-    whether rows may belong to no sequence, which the kernel before has cleared.
+    whether rows may belong to no sequence, which the kernel before has cleared. dependent: whether
+    it may start before that one has ended.
     """
 
     kernel: KernelView
@@ -30,6 +31,7 @@ class CombineView:
     smem_bytes: int
     max_splits: int
     ragged: bool
+    dependent: bool
 
 
 def combine_view(
@@ -51,4 +53,5 @@ def combine_view(
         smem_bytes=plan.smem_bytes,
         max_splits=plan.max_splits,
         ragged=problem.q_seq != "dense",
+        dependent=plan.is_dependent,
     )

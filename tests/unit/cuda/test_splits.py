@@ -20,7 +20,7 @@ from attngen.fragments import features
 from attngen.io import files
 from attngen.kernels.fill import emit_fragment
 from attngen.kernels.plan import plans
-from attngen.kernels.wgmma.decode.cost import (
+from attngen.kernels.support.cost import (
     SPLIT_BLOCKS,
     SPLIT_BUSY,
     UNEVEN,

@@ -78,7 +78,6 @@ def test_candidates_are_all_that_fit_the_preferred_first() -> None:
 def test_what_it_does_not_serve_is_refused_by_name() -> None:
     words = {
         "operands of 8 bits": FP8,
-        "split keys": replace(DENSE, decode=True),
     }
     for word, problem in words.items():
         with pytest.raises(PlanError, match=word):

@@ -31,12 +31,11 @@ class MmaForward(Family):
     }
 
     def computes(self, problem: Problem) -> bool:
-        return problem.direction == "fwd"
+        return problem.direction == "fwd" and not problem.decode
 
     def refuses(self, problem: Problem) -> Iterator[str]:
         unserved = {
             "operands of 8 bits": DTYPE_BYTES[problem.dtype_kv] == 1,
-            "split keys": problem.decode,
             "output to go on from": problem.continues,
         }
         for what, asked in unserved.items():

@@ -22,26 +22,8 @@ from ...view import (
     score_list_view,
     tensor_view,
 )
+from ..operands import FIRST_TOKEN, Operand, operand_of
 from .plan import Plan
-
-FIRST_TOKEN = "{}.first_token(batch)"
-
-
-@dataclass(frozen=True)
-class Operand:
-    """A tensor whose rows are copied.
-
-    fetch: what finds pages, None where there are none. finder: C++, the function that finds rows of
-    a head; place: C++, what of its arguments says where they begin; before_rows, behind_rows: C++,
-    arguments on either side of their number.
-    """
-
-    name: str
-    fetch: FragmentView | None
-    finder: str
-    place: str
-    before_rows: str = ""
-    behind_rows: str = ""
 
 
 @dataclass(frozen=True)
@@ -218,22 +200,6 @@ def weights_of(problem: Problem, scores: list[FragmentUse], *, scaled: bool) -> 
         pack="pack_positive_pairs" if problem.dropout else "pack_pairs",
         keep_factor=" * p.keep_scale" if problem.dropout else "",
     )
-
-
-def operand_of(problem: Problem, name: str, uses: dict[str, list[FragmentUse]]) -> Operand:
-    """A tensor whose rows are copied."""
-    side, kind = ("q", problem.q_seq) if name == "q" else ("kv", problem.kv_seq)
-    if problem.paged and name != "q":
-        fetch = fragment_view(uses["kv_fetch" if name == "k" else "v_fetch"][0])
-        return Operand(name, fetch, "paged_rows", "fetch, batch, head", "p.page_count, ")
-    token = "0" if kind == "dense" else FIRST_TOKEN.format(f"{side}_sequence(p)")
-    place = f"batch, head, {token}"
-    if problem.gather:
-        columns = "dim_v" if name == "v" else "dim_qk"
-        return Operand(
-            name, None, "gathered_rows", place, f"p.{name}_stride_column, ", f", p.{columns}"
-        )
-    return Operand(name, None, "head_rows", place)
 
 
 def lse_row(problem: Problem) -> str:

@@ -13,10 +13,10 @@ from ....spec.problem import DTYPE_BYTES, Problem
 from ....targets.target import Target
 from ...base import KernelPlan
 from ...family import Facts, Family, Kind
+from ...support import cost
 from ...support.combine import NAME as COMBINE
 from ...support.combine import CombinePlan
 from ..shared import NEEDS, refuse_together
-from . import cost
 from . import plan as decode
 from .plan import DECODE, DecodePlan
 

@@ -65,6 +65,8 @@ class DecodeView:
     log2 units of a product of Q and K; part_scale: C++, what a part of the output is multiplied by.
     key_boxes: C++, boxes of a block of keys as loaded.
 
+    first_columns: C++, whether the warp has the first columns of its rows.
+
     spares_stages: whether a CTA that shares its SM leaves stages unused. evens_loads: whether
     loaders ask whether SMs have unequal numbers of CTAs. free_loop: the loop of a loader whom
     nobody waits for; paced_loop: of one that may wait for others, None where none does.
@@ -109,6 +111,7 @@ class DecodeView:
     pv_chains: tuple[int, ...]
     scale_log2: str
     part_scale: str
+    first_columns: str
     key_boxes: str
     spares_stages: bool
     evens_loads: bool
@@ -166,6 +169,7 @@ def decode_view(
         pv_chains=(plan.tile.n // MMA_DEPTH,),
         scale_log2="scale_log2" if widens else "p.scale_log2",
         part_scale="output_scale" if widens else "1.f",
+        first_columns="warp < 4",
         key_boxes="kKBoxes" if widens else "kQkBoxes",
         spares_stages=spares_stages(problem, plan),
         evens_loads=evens_loads(problem, plan),

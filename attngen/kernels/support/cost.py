@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ....runtime.program import KernelEntry
-from ....runtime.run_time import MAX_SPLITS, row_tiles
-from ...family import Facts
+from ...runtime.program import KernelEntry
+from ...runtime.run_time import MAX_SPLITS, row_tiles
+from ..family import Facts
 
 SPLIT_BLOCKS = 4  # of keys, at least, for each split
 # Where arithmetic binds, too: of the best share, so that few parts are joined.

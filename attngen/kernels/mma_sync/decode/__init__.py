@@ -1,0 +1,1 @@
+"""The decode by products of warps."""

@@ -1,0 +1,69 @@
+"""The family of the decode by products of warps, for targets that have no larger ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from ....errors import PlanError
+from ....fragments.features import Features
+from ....fragments.program import has_program
+from ....runtime.program import KernelEntry
+from ....spec.problem import DTYPE_BYTES, Problem
+from ....targets.target import Target
+from ...base import KernelPlan
+from ...family import Facts, Family, Kind
+from ...support import cost
+from . import plan as decode
+from .plan import DECODE, DecodePlan
+
+if TYPE_CHECKING:
+    from ...fill import Source
+
+
+class MmaDecode(Family):
+    """Outputs of few queries a sequence, of 16-bit operands."""
+
+    needs = frozenset({"cp_async"})
+    avoids = frozenset({"wgmma"})
+    kernels = {
+        DECODE: Kind(DecodePlan, "mma_sync/decode/decode", frozenset({"o_parts", "lse_parts"}))
+    }
+
+    def computes(self, problem: Problem) -> bool:
+        return problem.decode
+
+    def refuses(self, problem: Problem) -> Iterator[str]:
+        if DTYPE_BYTES[problem.dtype_kv] == 1:
+            yield "kernels of mma.sync have no operands of 8 bits yet"
+        if has_program(problem.scores):
+            yield "kernels that split keys have no scores of callables"
+        more = problem.bias or problem.attn_mask or problem.dropout
+        if more or problem.positions or problem.continues:
+            yield "no kernel does all of this together yet"
+
+    def plans(self, problem: Problem, target: Target) -> tuple[KernelPlan, ...]:
+        found = decode.plans(problem, target)
+        if not found:
+            reason = f"no tile of split keys fits {target.name}'s registers and shared memory"
+            raise PlanError(f"{problem.label}: {reason}")
+        return found
+
+    def splits(self, reader: KernelEntry, facts: Facts, keys: int) -> int:
+        return cost.splits_of(reader, facts, keys)
+
+    def render(self, problem: Problem, plan: KernelPlan, features: Features, root: Path) -> Source:
+        from .render import render
+
+        return render(problem, cast(DecodePlan, plan), features, root)
+
+    def aim(self, problem: Problem, plan: KernelPlan, target: Target) -> Iterator[str]:
+        reads = cast(DecodePlan, plan)
+        yield (
+            f"aims at the memory: {reads.warps} warps with keys of their own, {reads.stages} "
+            f"stages each; {reads.ctas} CTA{'s' if reads.ctas > 1 else ''} an SM"
+        )
+
+
+FAMILY = MmaDecode()

@@ -1,0 +1,104 @@
+"""Plans of a decode by products of warps: reading keys is all that counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ....spec.problem import Problem
+from ....targets.target import Target
+from ...base import KernelPlan, SmemRegion, Tile, TiledPlan, lay_out
+from ...support.combine import combine_plan
+from ..atoms import ATOMS
+
+DECODE = "mma_decode"
+ROWS = 16
+BOX_COLUMNS = 64
+SUMS_BYTES = 128  # of a warp: a maximum and a sum of each of its rows
+LARGEST = 255  # registers of a thread
+STEPS_KEPT = 8  # of 16 columns, up to which queries stay in registers
+OTHER_REGISTERS = 72  # addresses, pages, scores, weights
+# CTAs an SM, warps of each, keys of a warp, stages, in the order of preference: of more keys a warp
+# finds maxima less often, of more stages more is on the way.
+CHOICES = (
+    *((2, 4, 32, 3), (2, 4, 16, 4), (2, 4, 16, 3), (1, 4, 32, 3), (1, 4, 16, 4), (1, 4, 16, 3)),
+    *((2, 4, 16, 2), (1, 4, 16, 2), (1, 2, 16, 3), (1, 2, 16, 2)),
+)
+# Of these places as many as keep the memory busy where each CTA reads keys of its own.
+BUSY_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class DecodePlan(TiledPlan):
+    """The kernel that reads the keys. `ctas`: on one SM; `busy_ctas`: those of them that keep the
+    memory busy. `warps`: of a CTA, each with `warp_keys` of a block's keys; `stages`: buffers of
+    these keys and their values."""
+
+    arch: str
+    family: str
+    tile: Tile
+    warps: int
+    warp_keys: int
+    stages: int
+    ctas: int
+    busy_ctas: float
+    smem: tuple[SmemRegion, ...]
+    smem_bytes: int
+    threads: int
+
+    @property
+    def atoms(self) -> frozenset[str]:
+        return ATOMS
+
+
+def plans(problem: Problem, target: Target) -> tuple[KernelPlan, ...]:
+    """The plans of the kernel that reads the keys and of the one that joins; none where nothing
+    fits."""
+    found = next(feasible(problem, target), None)
+    return (found, combine_plan(problem, target)) if found else ()
+
+
+def feasible(problem: Problem, target: Target) -> Iterator[DecodePlan]:
+    """Every plan that fits the target, the preferred first."""
+    for choice in CHOICES:
+        if plan := make_plan(problem, target, *choice):
+            yield plan
+
+
+def operand_registers(problem: Problem, keys: int) -> int:
+    """Registers a thread holds at once: output, queries, and scores."""
+    steps = -(-problem.head_dim_qk // 16)
+    kept = steps if steps <= STEPS_KEPT else 1
+    return -(-problem.head_dim_v // 16) * 8 + 4 * kept + keys // 2
+
+
+def make_plan(
+    problem: Problem, target: Target, ctas: int, warps: int, keys: int, stages: int
+) -> DecodePlan | None:
+    """The plan of these choices; None where shared memory or registers do not hold it."""
+    boxes_qk, boxes_v = (
+        -(-columns // BOX_COLUMNS) for columns in (problem.head_dim_qk, problem.head_dim_v)
+    )
+    rows = warps * stages * keys
+    smem = lay_out(
+        {"Q": ROWS * 128 * boxes_qk, "K": rows * 128 * boxes_qk, "V": rows * 128 * boxes_v},
+        {"Sums": warps * SUMS_BYTES},
+    )
+    smem_bytes = smem[-1].offset + smem[-1].bytes
+    threads = warps * 32
+    limit = min(LARGEST, target.sm_registers // (threads * ctas)) - OTHER_REGISTERS
+    if smem_bytes > target.smem_share(ctas) or operand_registers(problem, keys) > limit:
+        return None
+    return DecodePlan(
+        arch=target.name,
+        family=DECODE,
+        tile=Tile(ROWS, warps * keys),
+        warps=warps,
+        warp_keys=keys,
+        stages=stages,
+        ctas=ctas,
+        busy_ctas=BUSY_SHARE * ctas,
+        smem=smem,
+        smem_bytes=smem_bytes,
+        threads=threads,
+    )

@@ -1,0 +1,98 @@
+"""Split keys by products of warps against float64: on Hopper by kernels built for sm_90, on any
+other chip that has kernels by those of its own architecture."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+
+import attngen
+from attngen.call import kernel_choice
+from attngen.kernels.selection import name_of
+from tests.support.caches import FORWARD, held
+
+from . import oracle
+from .conftest import any_chip
+from .test_decode import cache, check, queries
+from .test_decode_scores import CHOICES, check_all
+
+pytestmark = pytest.mark.gpu
+ARCH = any_chip() or "sm_90"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forced() -> Iterator[None]:
+    """Calls run kernels of this target."""
+    with contextlib.ExitStack() as stack:
+        for place in ("routing", "descriptions"):
+            name = f"attngen.frontends.pytorch.{place}.device_arch"
+            stack.enter_context(mock.patch(name, lambda _: ARCH))
+        for known in (*held(*FORWARD), kernel_choice._kernels):
+            stack.enter_context(mock.patch.dict(known, clear=True))
+        yield
+        found = kernel_choice._kernels.values()
+        launched = {name_of(each.kernel) for group in found for each in group}
+        assert "mma_decode" in launched <= {"mma_decode", "combine"}
+
+
+@pytest.mark.parametrize("page", [1, 7, 16, 64, 100])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_mma_decode_over_pages_of_any_size_is_right(d, page):
+    check(queries(4, 1, 8, d), cache([700, 1, 64, 333], 2, d, page))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5, 33])
+def test_mma_decode_of_any_number_of_splits_is_right(splits):
+    check(queries(4, 1, 8, 128), cache([5000, 3, 0, 64], 1, 128), num_splits=splits)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (8, 1), (6, 2), (71, 1)], ids=str)
+@pytest.mark.parametrize("s_q", [1, 7, 40])
+def test_mma_decode_of_several_queries_is_right(heads, s_q):
+    """Rows of more than one tile among them."""
+    q, pages = queries(3, s_q, heads[0], 64), cache([300, 33, 900], heads[1], 64)
+    check(q, pages, mask="causal_bottom_right")
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (80, 48), (8, 8), (40, 256)], ids=str)
+def test_mma_decode_of_any_head_dims_is_right(dims):
+    d, d_v = dims
+    q = queries(3, 2, 4, d).to(torch.float16)
+    check(q, cache([150, 40, 7], 2, d, 16, d_v, torch.float16), mask="causal_bottom_right")
+
+
+@pytest.mark.parametrize("splits", [None, 3])
+@pytest.mark.parametrize("choice", CHOICES[-3:], ids=lambda c: "-".join((*c[0], c[1])))
+def test_mma_decode_with_scores_sinks_windows_and_maxima_is_right(choice, splits):
+    check_all(choice, queries(4, 5, 8, 128), cache([700, 0, 65, 1500], 2, 128), 1, splits)
+
+
+@pytest.mark.parametrize("lengths", [(1, 4000), (3, 700)], ids=str)
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_mma_decode_of_dense_keys_is_right(lengths, layout):
+    s_q, s_kv = lengths
+    shapes = ((2, s_q, 4, 64), (2, s_kv, 4, 64), (2, s_kv, 4, 64))
+    q, k, v = (oracle.randn(*shape, seed=part) for part, shape in enumerate(shapes))
+    if layout == "bhsd":
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    oracle.check_call(q, k, v, layout=layout)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_mma_decode_of_packed_tokens_is_right(splits):
+    q, k, v = (oracle.randn(n, 4, 64, seed=n) for n in (40, 900, 901))
+    q_ends, kv_ends = (
+        torch.tensor(ends, dtype=torch.int32, device=oracle.DEVICE)
+        for ends in ([0, 1, 1, 30], [0, 300, 500, 880])
+    )
+    arguments = {"layout": "thd", "cu_seqlens_q": q_ends, "cu_seqlens_kv": kv_ends}
+    expected = oracle.truth(q, k, v[:900], **arguments)
+    with oracle.nan_filled_allocations():
+        out, aux = attngen.attention(
+            q, k, v[:900], **arguments, num_splits=splits, backend="cuda", return_lse=True
+        )
+    oracle.check(out, aux.lse, expected, "thd")

@@ -1,0 +1,121 @@
+"""Split keys by products of warps: plans for each chip, refusals, views, and what compiles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from attngen.compiler.builder import render_problem
+from attngen.compiler.compile import compile_source
+from attngen.errors import PlanError
+from attngen.fragments import features
+from attngen.kernels.mma_sync.decode import plan as decode
+from attngen.kernels.mma_sync.decode import view
+from attngen.kernels.mma_sync.decode.plan import DECODE, DecodePlan
+from attngen.kernels.plan import plans
+from attngen.kernels.support.combine import CombinePlan
+from attngen.kernels.uses import uses_of
+from attngen.spec.problem import Problem
+from attngen.targets.target import DEFAULT, TARGETS
+from tests.support.forward_kit import BIAS, CAPPED, CAUSAL, DENSE, PAGED, WIDENED
+from tests.support.sass import count_instructions
+
+CHIPS = [name for name, target in TARGETS.items() if "wgmma" not in target.instructions]
+SPLIT = replace(DENSE, decode=True)
+PAGES = replace(PAGED, kv_seq="used", decode=True)
+
+
+def plan_of(problem: Problem, arch: str) -> DecodePlan:
+    found, _ = plans(problem, arch)
+    assert isinstance(found, DecodePlan)
+    return found
+
+
+@pytest.mark.parametrize("arch", CHIPS)
+def test_every_head_dim_has_a_plan_on_every_chip(arch: str) -> None:
+    target = TARGETS[arch]
+    for d in range(8, 257, 8):
+        for d_v in {8, d, 256}:
+            plan = plan_of(replace(SPLIT, head_dim_qk=d, head_dim_v=d_v), arch)
+            assert plan.arch == arch and plan.smem_bytes <= target.smem_share(plan.ctas)
+            assert plan.stages >= 2 and plan.tile.n == plan.warps * plan.warp_keys
+
+
+@pytest.mark.parametrize(
+    ("arch", "d", "ctas", "keys", "stages"),
+    [("sm_80", 128, 1, 16, 4), ("sm_90", 128, 2, 16, 3), ("sm_90", 64, 2, 32, 3)],
+)
+def test_buffers_follow_from_the_chips_memory(
+    arch: str, d: int, ctas: int, keys: int, stages: int
+) -> None:
+    plan = plan_of(replace(SPLIT, head_dim_qk=d, head_dim_v=d), arch)
+    assert (plan.ctas, plan.warp_keys, plan.stages) == (ctas, keys, stages)
+
+
+def test_sums_of_all_warps_fit_into_the_place_of_keys_and_values() -> None:
+    for d in range(8, 257, 8):
+        plan = plan_of(replace(SPLIT, head_dim_qk=8, head_dim_v=d), "sm_86")
+        sizes = {region.name: region.bytes for region in plan.smem}
+        assert plan.warps * 64 * d <= sizes["K"] + sizes["V"]
+
+
+def test_what_it_does_not_serve_is_refused_by_name() -> None:
+    for problem, word in (
+        (replace(WIDENED, decode=True), "operands of 8 bits"),
+        (replace(BIAS, decode=True), "all of this together"),
+        (replace(SPLIT, head_dim_qk=576, head_dim_v=512), "no tile of split keys fits sm_80"),
+    ):
+        with pytest.raises(PlanError, match=word):
+            plans(problem, "sm_80")
+
+
+def test_a_target_with_larger_products_has_none_of_these_kernels() -> None:
+    assert all(each.family != DECODE for each in plans(SPLIT, DEFAULT.name))
+
+
+@pytest.mark.parametrize(
+    ("problem", "arch", "field", "value"),
+    [
+        (SPLIT, "sm_80", "starts_next", False),
+        (SPLIT, "sm_120", "starts_next", True),
+        (SPLIT, "sm_80", "last_box_may_miss", False),
+        (replace(SPLIT, head_dim_v=80), "sm_80", "last_box_may_miss", True),
+        (replace(SPLIT, max_logit=True), "sm_80", "max_logit", True),
+        (replace(PAGES, q_seq="packed"), "sm_80", "packed", True),
+        (replace(PAGES, q_seq="used"), "sm_80", "ragged", True),
+    ],
+)
+def test_views_decide(problem: Problem, arch: str, field: str, value: object) -> None:
+    plan, known = plan_of(problem, arch), features.scan()
+    kernel = render_problem(problem, plan).kernel
+    made = view.decode_view(problem, plan, kernel, uses_of(problem, known), ())
+    assert getattr(made, field) == value
+
+
+def test_the_kernel_that_joins_awaits_the_other_where_it_may_start_early() -> None:
+    for arch, early in (("sm_80", False), ("sm_120", True), (DEFAULT.name, True)):
+        *_, joins = plans(SPLIT, arch)
+        assert isinstance(joins, CombinePlan)
+        source = render_problem(SPLIT, joins)
+        assert source.kernel.dependent == early == ("await_dependency();" in source.text)
+
+
+def test_registers_count_output_queries_and_scores() -> None:
+    assert decode.operand_registers(SPLIT, 16) == 64 + 32 + 8
+    assert decode.operand_registers(replace(SPLIT, head_dim_qk=256), 16) == 64 + 4 + 8
+
+
+@pytest.mark.parametrize(
+    ("arch", "problem"),
+    [
+        ("sm_80", replace(CAUSAL, decode=True)),
+        ("sm_86", replace(CAPPED, decode=True, kv_seq="used", max_logit=True)),
+        ("sm_120", replace(PAGES, q_seq="packed", head_dim_qk=64, head_dim_v=64)),
+    ],
+)
+def test_kernels_compile_for_every_chip(arch: str, problem: Problem) -> None:
+    binary, cubin = compile_source(render_problem(problem, plan_of(problem, arch)), problem, arch)
+    assert not binary.resources.spill_bytes
+    found = count_instructions(cubin)
+    assert found["HMMA"] > 10 and found["LDGSTS"] > 5
