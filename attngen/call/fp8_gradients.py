@@ -52,11 +52,12 @@ def maxima(arguments: Arguments) -> tuple[Output, ...]:
 
 
 def violations(
-    tensors: Mapping[str, TensorDesc], given: Tensors, arguments: Arguments
+    tensors: Mapping[str, TensorDesc], given: Tensors, arguments: Arguments, *, mixed: bool = False
 ) -> Iterator[str]:
     """Faults of the tensors and scales that the backward takes beside those of its forward.
 
-    tensors: q, k, v, o and d_o as views; given: all by their names.
+    tensors: q, k, v, o and d_o as views; given: all by their names; mixed: whether dS has 16 bits,
+    which want no scale.
     """
     q, v = tensors["q"], tensors["v"]
     out, lse = output_shapes(q, v, arguments)
@@ -73,6 +74,12 @@ def violations(
         return  # said of the lengths
     yield from device_violations({"q": q, **{name: given[name] for name in BACKWARD_SCALES}})
     yield from _scale_violations(given, o_dtype, output_dtype(q, arguments))
+    scales = given["scale_dp"], given["descale_dp"]
+    if any(x is None for x in scales) and not (mixed and scales == (None, None)):
+        yield (
+            "scale_dp and descale_dp are needed, each the other's reciprocal: kernels of 8 bits "
+            "choose no scale of dS yet, mixed ones want neither. Pass both, float32 [1]."
+        )
 
 
 def _scale_violations(given: Tensors, o_dtype: str, gradients: str) -> Iterator[str]:
@@ -87,9 +94,4 @@ def _scale_violations(given: Tensors, o_dtype: str, gradients: str) -> Iterator[
             yield f"{name} scales a gradient in 8 bits; got it beside {gradients}. Leave it out."
     if given["descale_o"] is not None and o_dtype not in FP8:
         yield f"descale_o belongs to an output in 8 bits; o is {o_dtype}. Leave it out."
-    if given["scale_dp"] is None or given["descale_dp"] is None:
-        yield (
-            "scale_dp and descale_dp are needed, each the other's reciprocal: kernels choose no "
-            "scale of dS yet. Pass both, float32 [1]."
-        )
     yield from backward_violations(given)

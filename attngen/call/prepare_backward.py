@@ -201,7 +201,8 @@ def read(
     rows = {name: x for name in ("lse", "dlse") if (x := given[name]) is not None}
     reasons = violations(tensors, extents, optional, arguments, gather)
     reasons += device_violations({"q": q, **rows})
-    own = fp8_gradients.violations(tensors, given, arguments) if is_fp8(q) else None
+    eight_bits = partial(fp8_gradients.violations, tensors, given, arguments, mixed=mixed)
+    own = eight_bits() if is_fp8(q) else None
     if reasons := [*reasons, *(own or _mismatches(tensors, rows, arguments))]:
         raise SpecError(reasons)
     scalars, dbias = scalars_of(q, optional, arguments, extents), None

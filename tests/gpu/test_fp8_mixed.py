@@ -45,7 +45,9 @@ def test_scale_of_nothing_is_what_16_bits_hold() -> None:
     """Scales that would leave 8 bits nothing change nothing: bfloat16 has the range of float32."""
     made = given(Case(sizes=(64, 70), mixed=True))
     found, small = made.run(), made.run(scale_dp=scale(2.0**-40), descale_dp=scale(2.0**40))
+    unscaled = made.run(scale_dp=None, descale_dp=None)
     assert all(torch.equal(found[name], small[name]) for name in NAMES)
+    assert all(torch.equal(found[name], unscaled[name]) for name in NAMES)
 
 
 def test_recipe_has_kernels_differentiate() -> None:
