@@ -24,7 +24,7 @@ from .varlen import check as check_varying
 
 pytestmark = pytest.mark.gpu
 ARCH = any_chip() or "sm_90"
-AROUND = {"bwd_clear", "bwd_convert", "bwd_row_sums", "mask_pack"}
+AROUND = {"bwd_clear", "bwd_convert", "bwd_row_sums", "mask_pack", "mma_bwd_dbias"}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -80,6 +80,12 @@ CALLS = [
     Call("bshd", (90,), (130,), d=64, loose="apart", mask="causal", more=Features(seen=0.5)),
     Call("bhsd", (70, 70), (90, 90), d=256, dtype="fp16", more=Features("h", dropout=0.3)),
     Call("bshd", (70,), (130,), d=64, more=Features(softcap=3.0, dropout=0.5, positions=(21, 40))),
+    Call("bshd", (90,), (140,), d=64, mask="causal", more=Features(bias="pre_scale")),
+    Call("bhsd", (70, 70), (131, 131), d=40, more=Features(bias="post_scale", bias_shape="1h1s")),
+    Call(
+        *("thd", (70, 33), (90, 140)), d=64, heads=(2, 1), mask="causal",
+        more=Features(bias="pre_scale", bias_shape="11ss", softcap=3.0, dropout=0.3, seen=0.5),
+    ),
 ]
 
 

@@ -76,9 +76,8 @@ def test_blocks_in_an_order_are_those_of_the_workspaces() -> None:
 
 
 def test_what_it_does_not_serve_is_refused_by_name() -> None:
-    for word, problem in {"operands of 8 bits": FP8, "gradients of a bias": BIAS}.items():
-        with pytest.raises(PlanError, match=word):
-            plans(problem, "sm_80")
+    with pytest.raises(PlanError, match="operands of 8 bits"):
+        plans(FP8, "sm_80")
 
 
 def test_a_target_with_larger_products_has_none_of_these_kernels() -> None:
@@ -89,6 +88,8 @@ def test_kernels_around_clear_and_round_the_sums() -> None:
     names = ["bwd_clear", "mma_bwd", "bwd_convert"]
     assert [each.family for each in plans(PACKED, "sm_80")] == names
     assert [each.family for each in plans(MASKED, "sm_80")] == [names[0], "mask_pack", *names[1:]]
+    around = ["bwd_clear", "bwd_row_sums", "mma_bwd", "bwd_convert", "mma_bwd_dbias"]
+    assert [each.family for each in plans(BIAS, "sm_80")] == around
     texts = {each.family: render_problem(DENSE, each).text for each in plans(DENSE, "sm_80")}
     assert "sums_of_dq" in texts["bwd_clear"] and "allow_dependents" not in texts["bwd_clear"]
     assert "gather_planes" in texts["bwd_convert"] and "turns" not in texts["bwd_convert"]
@@ -128,11 +129,13 @@ def test_gaps_are_of_axes_whose_lengths_vary() -> None:
         ("sm_89", replace(PACKED, head_dim_qk=96, head_dim_v=96, scores=("alibi",))),
         ("sm_120", replace(MASKED, head_dim_qk=64, head_dim_v=64)),
         ("sm_90", replace(LARGE, masks=("causal",), scores=("softcap",))),
+        ("sm_86", replace(CAUSAL, scores=("post_scale_bias",))),
     ],
 )
 def test_kernels_compile_for_every_chip(arch: str, problem: Problem) -> None:
-    plan = plan_of(problem, arch)
-    binary, cubin = compile_source(render_problem(problem, plan), problem, arch)
-    assert binary.arch == arch and binary.resources.spill_bytes <= MOST_SPILLS
-    found = count_instructions(cubin)
-    assert found["HMMA"] > 50 and found["RED"] + found["REDG"] > 5 and not found["HGMMA"]
+    for plan in (each for each in plans(problem, arch) if each.family.startswith("mma_")):
+        binary, cubin = compile_source(render_problem(problem, plan), problem, arch)
+        assert binary.arch == arch and binary.resources.spill_bytes <= MOST_SPILLS
+        found = count_instructions(cubin)
+        adds = found["RED"] + found["REDG"] > 5
+        assert found["HMMA"] > 50 and adds == (plan.family == BACKWARD) and not found["HGMMA"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ....spec.problem import Problem
 from ....targets.target import Target
-from ...base import KernelPlan, Schedule, Tile, lay_out
+from ...base import KernelPlan, Schedule, Tile, lay_out, score_tile_bytes
 from ...support.around import (
     CLEAR,
     CONVERT,
@@ -15,8 +15,9 @@ from ...support.around import (
     PREPARE_THREADS,
     ClearPlan,
     ConvertPlan,
+    row_sums_plan,
 )
-from .plan import BACKWARD, ROW_BLOCK, Plan
+from .plan import BACKWARD, OF_BIAS, ROW_BLOCK, BiasPlan, Plan
 
 WARP_THREADS = 32
 ROW_TILE = 16  # rows of a product
@@ -107,7 +108,15 @@ def regions(problem: Problem, choice: Choice) -> dict[str, int]:
         "Do": choice.stages * queries * v,
         "P": keys,
         "Ds": keys,
+        **({"Bias": score_bytes(choice)} if problem.bias else {}),
     }
+
+
+def score_bytes(choice: Choice) -> int:
+    """Bytes of what scores read of a block, in parts of 16 keys and a warp's queries."""
+    queries = choice.queries // choice.query_warps
+    parts = choice.keys // ROW_TILE * choice.query_warps
+    return parts * score_tile_bytes(queries, ROW_TILE)
 
 
 def feasible(problem: Problem, target: Target) -> Iterator[Plan]:
@@ -165,8 +174,31 @@ def dq_columns(problem: Problem) -> int:
     return steps_of(problem.head_dim_qk) * ROW_TILE
 
 
-def around(problem: Problem, main: Plan) -> tuple[KernelPlan, KernelPlan]:
-    """The plans of the kernels before and after the main one."""
+# Warps, and keys a tile, of the kernel of a bias's gradient, the preferred first.
+BIAS_TILES = ((8, 64), (8, 32), (4, 64), (4, 32), (4, 16))
+
+
+def bias_plans(problem: Problem, target: Target) -> Iterator[BiasPlan]:
+    """The plan of the kernel of the bias's gradient, where there is a bias: the largest tile that
+    fits."""
+    if not problem.bias:
+        return
+    qk, v = boxes_of(problem.head_dim_qk), boxes_of(problem.head_dim_v)
+    for warps, n in BIAS_TILES:
+        m = warps * ROW_TILE
+        rows, keys = m * BOX_ROW_BYTES, n * BOX_ROW_BYTES
+        sizes = {"Q": rows * qk, "Do": rows * v, "K": keys * qk, "V": keys * v}
+        smem = lay_out({**sizes, "Bias": warps * score_tile_bytes(ROW_TILE, n)})
+        smem_bytes = smem[-1].offset + smem[-1].bytes
+        copied = n % (warps * WARP_THREADS // 8) == 0  # by all threads at once
+        if copied and smem_bytes <= target.cta_smem_bytes:
+            threads = warps * WARP_THREADS
+            yield BiasPlan(target.name, OF_BIAS, Tile(m, n), smem, smem_bytes, threads)
+            return
+
+
+def around(problem: Problem, main: Plan, target: Target) -> tuple[KernelPlan, ...]:
+    """The plans of a problem's kernels, in the order of launch, with the main one among them."""
     columns = dq_columns(problem)
     clear = ClearPlan(
         main.arch,
@@ -191,4 +223,5 @@ def around(problem: Problem, main: Plan) -> tuple[KernelPlan, KernelPlan]:
         key_rows=0,
         threads=CONVERT_THREADS,
     )
-    return clear, convert
+    sums = (row_sums_plan(main.arch, ROW_BLOCK),) if problem.bias else ()
+    return (clear, *sums, main, convert, *bias_plans(problem, target))

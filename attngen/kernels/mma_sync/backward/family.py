@@ -15,21 +15,22 @@ from ...base import KernelPlan
 from ...family import Family, Kind
 from ...roofline import Block, aim_of
 from . import choices
-from .plan import BACKWARD, Plan
+from .plan import BACKWARD, OF_BIAS, BiasPlan, Plan
 
 if TYPE_CHECKING:
     from ...fill import Source
 
 
 class MmaBackward(Family):
-    """Gradients of Q, K and V, of 16-bit operands."""
+    """Gradients of Q, K, V and of biases, of 16-bit operands."""
 
     needs = frozenset({"cp_async"})
     avoids = frozenset({"wgmma"})
     kernels = {
         BACKWARD: Kind(
             Plan, "mma_sync/backward/backward", frozenset({"dq_acc", "dk", "dv"}), frozenset({"dq"})
-        )
+        ),
+        OF_BIAS: Kind(BiasPlan, "mma_sync/backward/dbias", frozenset({"dbias"})),
     }
 
     def computes(self, problem: Problem) -> bool:
@@ -38,7 +39,6 @@ class MmaBackward(Family):
     def refuses(self, problem: Problem) -> Iterator[str]:
         unserved = {
             "operands of 8 bits": DTYPE_BYTES[problem.dtype_q] == 1,
-            "gradients of a bias": problem.bias,
             "gradients of what a score learns": learns(problem.scores),
         }
         for what, asked in unserved.items():
@@ -50,15 +50,18 @@ class MmaBackward(Family):
         if main is None:
             reason = f"no tile fits {target.name}'s registers and shared memory"
             raise PlanError(f"{problem.label}: {reason}")
-        before, after = choices.around(problem, main)
-        return (before, main, after)
+        return choices.around(problem, main, target)
 
     def render(self, problem: Problem, plan: KernelPlan, features: Features, root: Path) -> Source:
-        from .render import render
+        from . import render, render_bias
 
-        return render(problem, cast(Plan, plan), features, root)
+        if plan.family == OF_BIAS:
+            return render_bias.render(problem, cast(BiasPlan, plan), features, root)
+        return render.render(problem, cast(Plan, plan), features, root)
 
     def aim(self, problem: Problem, plan: KernelPlan, target: Target) -> Iterator[str]:
+        if plan.family == OF_BIAS:
+            return super().aim(problem, plan, target)
         tiled = cast(Plan, plan)
         block = Block(3, 2, keys_come=False, ctas=tiled.ctas, persistent=False)
         return aim_of(problem, tiled, block, target)

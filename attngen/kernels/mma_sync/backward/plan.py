@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ...base import Schedule, SmemRegion, Tile, TiledPlan
+from ...base import KernelPlan, Schedule, SmemRegion, Tile, TiledPlan
 from ..atoms import ATOMS
 
-BACKWARD = "mma_bwd"
+BACKWARD, OF_BIAS = "mma_bwd", "mma_bwd_dbias"
 ROW_BLOCK = 64  # queries a block of the workspaces, as those who convert dQ have threads for
 
 
@@ -46,3 +46,23 @@ class Plan(TiledPlan):
     @property
     def tile_axis(self) -> Literal["kv"]:
         return "kv"
+
+
+@dataclass(frozen=True)
+class BiasPlan(KernelPlan):
+    """The kernel of a bias's gradient, a tile of it a CTA at a time, 16 rows a warp."""
+
+    arch: str
+    family: str
+    tile: Tile
+    smem: tuple[SmemRegion, ...]
+    smem_bytes: int
+    threads: int
+
+    @property
+    def atoms(self) -> frozenset[str]:
+        return ATOMS
+
+    @property
+    def tile_axis(self) -> Literal["q"]:
+        return "q"

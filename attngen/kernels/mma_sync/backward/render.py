@@ -26,6 +26,7 @@ from .plan import ROW_BLOCK, Plan
 from .view import backward_view
 
 ROLES = ("mask", "score", "q_seq", "kv_seq", "kv_iter")
+OPERANDS = ("q", "k", "v", "d_o")
 COUNTS = (
     *("kv_blocks", "q_blocks", "heads_q", "heads_kv", "total_heads", "heads_per_group"),
     *("tail_rows", "group_size"),
@@ -47,6 +48,7 @@ def render(problem: Problem, plan: Plan, features: Features, root: Path) -> Sour
 def _describe(problem: Problem, plan: Plan, operands: Names) -> KernelEntry:
     workspace: tuple[Workspace, ...] = ("lse_log2", "d", "dq_acc")
     workspace += ("tile_counter", "turns") if plan.deterministic else ()
+    workspace += ("row_sums",) if problem.bias else ()
     return describe(
         problem,
         plan,
@@ -70,16 +72,23 @@ def _describe(problem: Problem, plan: Plan, operands: Names) -> KernelEntry:
 def _names(problem: Problem, workspace: tuple[Workspace, ...]) -> Names:
     """Names and types of the parameters but those that fragments read: pointers and strides, then
     4-byte values."""
-    tensors: tuple[str, ...] = ("q", "k", "v", "d_o", "dk", "dv")
+    tensors: tuple[str, ...] = (*OPERANDS, "dk", "dv")
     tensors += ("dq",) if problem.q_seq != "dense" else ()
-    names = typed("ptr", *tensors, *workspace, *(("rng_state",) if problem.dropout else ()))
+    beside = (*(("lse",) if problem.bias else ()), *(("rng_state",) if problem.dropout else ()))
+    names = typed("ptr", *tensors, *workspace, *beside)
     for tensor in tensors:
         names += strides_of(tensor)
-    if problem.gather:
-        names += typed("i64", *(f"{tensor}_stride_column" for tensor in ("q", "k", "v", "d_o")))
-        names += typed("i32", "dim_qk", "dim_v")
+    names += column_names(problem)
     names += mask_names("mask_columns") if problem.attn_mask else []
     names += [*typed("i32", *COUNTS), *diagonal_names(problem)]
     names += typed("i32", *(("sequences",) if problem.varlen else ()))
     names += typed("f32", "scale", "scale_log2")
     return [*names, *drop_names(problem, *DROP_THRESHOLD, ("keep_scale", "f32"))]
+
+
+def column_names(problem: Problem) -> Names:
+    """The parameters of columns that may lie apart."""
+    if not problem.gather:
+        return []
+    strides = typed("i64", *(f"{tensor}_stride_column" for tensor in OPERANDS))
+    return [*strides, *typed("i32", "dim_qk", "dim_v")]

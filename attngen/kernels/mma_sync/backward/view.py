@@ -232,6 +232,7 @@ def headers_of(problem: Problem) -> str:
         ("mask_bits.cuh", problem.attn_mask),
         ("mma/atoms.cuh", True),
         ("mma/fragment.cuh", True),
+        ("mma/score_tile.cuh", problem.bias),
         ("mma/store.cuh", not problem.wide_gradients),
         ("mma/store_float.cuh", problem.wide_gradients),
         ("mma/sums.cuh", True),
@@ -247,6 +248,8 @@ def headers_of(problem: Problem) -> str:
         ("scheduler/packed_tiles.cuh", "packed" in (problem.q_seq, problem.kv_seq)),
         ("scheduler/q_blocks.cuh", True),
         ("scheduler/tile_order.cuh", True),
+        ("softmax/exactly.cuh", problem.bias),
+        ("softmax/row.cuh", problem.bias),
         ("softmax/transposed.cuh", True),
         ("special.cuh", bool(problem.scores)),
     )
