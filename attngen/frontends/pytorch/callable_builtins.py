@@ -6,9 +6,11 @@ of the call that stands for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from ...fragments.program import Program
 from .callable_program import Traced
@@ -35,45 +37,66 @@ class _Window(NamedTuple):
     both: bool
 
 
+@dataclass(frozen=True, eq=False)
+class BuiltIn:
+    """A program that attngen has built in. arguments: those that stand for it; alibi: where these
+    depend on the call."""
+
+    arguments: dict[str, Any]
+    alibi: _Alibi | None = None
+
+
 def score_arguments(
-    traced: Traced, given: Mapping[str, Any], sizes: tuple[int, int]
+    own: BuiltIn,
+    captures: Sequence[Tensor],
+    given: Mapping[str, Any],
+    sizes: tuple[int, int],
 ) -> dict[str, Any] | None:
     """The arguments of a call that stand for its `score_mod`; None where there are none.
 
-    given: what else the call gives; sizes: its sequences and query heads, -1 where the shapes of
-    its tensors do not say so.
+    captures: tensors that this reads; given: what else the call gives; sizes: its sequences and
+    query heads, -1 where the shapes of its tensors do not say so.
     """
-    tree = _tree_of(traced.program)
-    if not given.get("softcap") and (cap := _softcap(tree, traced.numbers)) is not None:
-        return {"softcap": cap}
-    found = _alibi(tree)
-    if found is None or traced.program.learned or not _is_plain(given):
+    found = own.alibi
+    if found is None:
+        return None if given.get("softcap") else own.arguments
+    if not _is_plain(given):
         return None
     asked = given.get("alibi_slopes")
     if asked is not None or given.get("bias_type") == "alibi":
         return None
     if found.signed and given.get("mask") not in ("causal", "padding_causal"):
         return None
-    slopes = traced.captures[found.capture]
+    slopes = captures[found.capture]
     fits = slopes.is_floating_point() and slopes.shape in (sizes[1:], sizes)
     return {"alibi_slopes": slopes} if fits else None
 
 
-def mask_arguments(traced: Traced, given: Mapping[str, Any]) -> dict[str, Any] | None:
+def mask_arguments(own: BuiltIn, given: Mapping[str, Any]) -> dict[str, Any] | None:
     """The arguments of a call that stand for its `mask_mod`; None where there are none."""
     window = given.get("window")
     bounded = window is not None and any(side not in (None, -1) for side in window)
     if given.get("mask") not in (None, "none") or bounded or not _is_plain(given):
         return None
+    return own.arguments
+
+
+def built_in_of(traced: Traced, is_mask: bool) -> BuiltIn | None:
+    """Find what attngen has of a program, of a mask or a score; None where it has nothing."""
     tree = _tree_of(traced.program)
+    if not is_mask:
+        if (cap := _softcap(tree, traced.numbers)) is not None:
+            return BuiltIn({"softcap": cap})
+        found = None if traced.program.learned else _alibi(tree)
+        return None if found is None else BuiltIn({}, found)
     if tree == _ALL:
-        return {}
+        return BuiltIn({})
     if _is_causal(tree):
-        return {"mask": "causal"}
-    if (found := _window(tree)) is None:
+        return BuiltIn({"mask": "causal"})
+    if (window := _window(tree)) is None:
         return None
-    most = int(traced.numbers[found.number]) - found.excluded
-    return {"window": (most, most if found.both else 0)} if most >= 0 else None
+    most = int(traced.numbers[window.number]) - window.excluded
+    return BuiltIn({"window": (most, most if window.both else 0)}) if most >= 0 else None
 
 
 def _is_plain(given: Mapping[str, Any]) -> bool:
@@ -81,7 +104,6 @@ def _is_plain(given: Mapping[str, Any]) -> bool:
     return not given.get("bottom_right") and given.get("positions") is None
 
 
-@cache
 def _tree_of(program: Program) -> Tree:
     """The tree of a program's value, less casts of integers to floats."""
 

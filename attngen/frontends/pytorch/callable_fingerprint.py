@@ -74,7 +74,7 @@ class _Walk:
         elif kind is types.MethodType:
             self.value(x.__func__)
             self.value(x.__self__)
-        elif _is_fixed(x):
+        elif is_fixed(x):
             self.words += kind, id(x)
         else:
             self._object(x)
@@ -103,7 +103,7 @@ class _Walk:
             self.value(content)
         if str(function.__module__).partition(".")[0] == "torch":
             return
-        names = _names_of(function.__code__)
+        names = names_of(function.__code__)
         if names & _BLIND or _imports(function.__code__):
             raise _TooMuch
         self.names |= names
@@ -141,7 +141,7 @@ class _Walk:
             if isinstance(static, staticmethod):
                 static = static.__func__
             elif isinstance(static, types.FunctionType):
-                self.names |= _names_of(static.__code__)
+                self.names |= names_of(static.__code__)
             elif hasattr(type(static), "__get__"):
                 raise _TooMuch
             found = fields.get(name, static)
@@ -166,7 +166,7 @@ def _static_of(kind: type, name: str) -> Any:
     return next((home[name] for home in homes if name in home), None)
 
 
-def _is_fixed(x: Any) -> bool:
+def is_fixed(x: Any) -> bool:
     """Whether this is a part of torch or of Python that stays as it is."""
     name = x.__name__ if isinstance(x, types.ModuleType) else getattr(x, "__module__", None) or ""
     known = isinstance(x, (types.ModuleType, types.BuiltinFunctionType, type))
@@ -189,10 +189,10 @@ def _unnamed(kind: Any) -> frozenset[str]:
 
 
 @functools.cache
-def _names_of(code: types.CodeType) -> frozenset[str]:
+def names_of(code: types.CodeType) -> frozenset[str]:
     """Names that code, and what it defines, may look up."""
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
-    return frozenset(code.co_names).union(*map(_names_of, inner))
+    return frozenset(code.co_names).union(*map(names_of, inner))
 
 
 @functools.cache

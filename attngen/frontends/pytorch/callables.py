@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cached_property, reduce
 from operator import and_
 from typing import Any
 
@@ -23,11 +23,12 @@ from ...reference.fp8 import is_fp8
 from ...spec import layouts
 from . import descriptions, routing
 from .callable_builder import as_read
-from .callable_builtins import mask_arguments, score_arguments
+from .callable_builtins import BuiltIn, built_in_of, mask_arguments, score_arguments
 from .callable_fingerprint import fingerprint
 from .callable_gradients import stand_in
 from .callable_mask import Masks, Sizes, listed_by
 from .callable_program import Traced, mask_program, score_program
+from .callable_recall import recall, remember
 from .callable_trace import trace
 from .torch_private import PLAIN, has_transforms, is_traced, undisturbed
 
@@ -55,7 +56,10 @@ def attend(attend: Callable[..., Any], call: AttentionCall) -> Any:
     if "score_mod" in call.functions:
         traced = _traced("score_mod", call.score_mod, call.q.device)
         _check_count("score_mod", traced)
-        own = score_arguments(traced, named(call), _sizes_of(call.q, call.k, call.layout))
+        built_in, own = built_in_of(traced, is_mask=False), None
+        if built_in is not None:
+            sizes = _sizes_of(call.q, call.k, call.layout)
+            own = score_arguments(built_in, traced.captures, named(call), sizes)
         if own is not None:
             replaced |= {"score_mod": None, **own}
         else:
@@ -89,31 +93,44 @@ def attend_known(
         return None
     made: dict[str, Any] = {**given, "backend": "cuda"}
     for name in mods:
-        if (traced := _find(name, given[name], q.device)) is None:
+        if (found := _find(name, given[name])) is None:
             return None
-        if name == "mask_mod":
-            own = mask_arguments(traced, given)
-        else:
-            own = score_arguments(traced, made, _sizes_of(q, k, given.get("layout", "bshd")))
+        known, tensors = found
+        if known.device != q.device:
+            return None
+        own, built_in = None, known.built_in
+        if built_in is not None and name == "mask_mod":
+            own = mask_arguments(built_in, given)
+        elif built_in is not None:
+            sizes = _sizes_of(q, k, given.get("layout", "bshd")) if built_in.alibi else (-1, -1)
+            captures = [as_read(tensors[place]) for place in known.places]
+            own = score_arguments(built_in, captures, made, sizes)
         if own is not None:
-            made |= {name: None, **own}
+            made[name] = None
+            made.update(own)
         elif name == "mask_mod":
             return None
         else:
-            made |= {name: traced.program.name, **_arguments_of(traced)}
+            made[name] = known.traced.program.name
+            known.pass_on(tensors, made)
     try:
         return attend(*carriers, **made)
     except (SpecError, LimitError, CompileError):
         return None
 
 
-def _find(name: str, mod: Any, device: torch.device) -> Traced | None:
-    """The trace of a function that a call has had; None where there is none for its tensors."""
+def _find(name: str, mod: Any) -> tuple[_Known, list[Tensor]] | None:
+    """Find what is known of a function that a call has had, and its tensors; None where that is
+    nothing."""
+    recalled = recall(name, mod)
+    if recalled is not None:
+        return recalled
     key, tensors = fingerprint(mod)
     known = None if key is None else _known.get((name, *key))
     if known is None or not known.is_served:
         return None
-    return known.of(tensors) if all([x.device == device for x in tensors]) else None
+    remember(name, mod, known)
+    return known, tensors
 
 
 def _sizes_of(q: Tensor, k: Tensor | None, layout: str) -> tuple[int, int]:
@@ -126,12 +143,17 @@ def _sizes_of(q: Tensor, k: Tensor | None, layout: str) -> tuple[int, int]:
 def _arguments_of(traced: Traced) -> dict[str, Any]:
     """The arguments of a call that names the program's fragment."""
     captures = {f"{CAPTURED}{place}": x for place, x in enumerate(traced.captures)}
-    numbers = {f"{NUMBER}{place}": x for place, x in enumerate(traced.numbers)}
     learned = {}
     if traced.program.learned:
         sources = [traced.sources[place] for place in traced.program.learned_captures]
         learned[LEARNED] = stand_in(sources)
-    return {**captures, **numbers, **learned, UNIT: 1.0, PER_UNIT: 1.0}
+    return {**_numbers_of(traced), **captures, **learned}
+
+
+def _numbers_of(traced: Traced) -> dict[str, Any]:
+    """The numbers that a call passes for its program."""
+    numbers = {f"{NUMBER}{place}": x for place, x in enumerate(traced.numbers)}
+    return {**numbers, UNIT: 1.0, PER_UNIT: 1.0}
 
 
 def _of_masks(call: AttentionCall) -> dict[str, Any]:
@@ -145,7 +167,8 @@ def _of_masks(call: AttentionCall) -> dict[str, Any]:
     traced = None
     if call.mask_mod is not None:
         traced = _traced("mask_mod", call.mask_mod, device)
-        own = mask_arguments(traced, named(call))
+        built_in = built_in_of(traced, is_mask=True)
+        own = None if built_in is None else mask_arguments(built_in, named(call))
         if own is not None:
             _note(traced)
             replaced |= own
@@ -178,12 +201,36 @@ class _Known:
     """A function's fragment and numbers, and where among the tensors that its fingerprint names
     those are that it reads.
 
-    is_served: whether a call with it has passed all checks, and its fragment is registered.
+    device: that of all its tensors, None where they have several; is_served: whether a call with
+    it has passed all checks, and its fragment is registered; built_in: what attngen has of it.
     """
 
     traced: Traced
     places: tuple[int, ...]
+    device: torch.device | None
     is_served: bool = False
+
+    @cached_property
+    def built_in(self) -> BuiltIn | None:
+        name, *_ = self.traced.key or ("",)
+        return built_in_of(self.traced, is_mask=name == "mask_mod")
+
+    @cached_property
+    def _numbers(self) -> dict[str, Any]:
+        return _numbers_of(self.traced)
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(f"{CAPTURED}{place}" for place in range(len(self.places)))
+
+    def pass_on(self, tensors: Sequence[Tensor], made: dict[str, Any]) -> None:
+        """Add the arguments of a call with its fragment."""
+        made.update(self._numbers)
+        for name, place in zip(self._names, self.places, strict=True):
+            made[name] = as_read(tensors[place])
+        if self.traced.program.learned:
+            learned = self.traced.program.learned_captures
+            made[LEARNED] = stand_in([tensors[self.places[place]] for place in learned])
 
     def of(self, tensors: Sequence[Tensor]) -> Traced:
         """Its trace for the tensors of another call."""
@@ -222,7 +269,7 @@ def _traced(name: str, mod: Any, device: torch.device) -> Traced:
             graph = trace(name, mod, device)
             is_score = name == "score_mod"
             traced = score_program(graph, device) if is_score else mask_program(graph)
-        _keep(mod, key, tensors, traced, graph.meta["reads_values"])
+        _keep(mod, key, tensors, traced, device, graph.meta["reads_values"])
     for each in traced.captures:
         if each.device != device:
             raise SpecError(
@@ -239,6 +286,7 @@ def _keep(
     key: tuple[Any, ...] | None,
     tensors: Sequence[Tensor],
     traced: Traced,
+    device: torch.device,
     reads_values: bool,
 ) -> None:
     """Remember a trace, where a later call can know that it holds."""
@@ -257,7 +305,9 @@ def _keep(
     if len(_known) >= _MOST_KNOWN:
         _known.clear()
     kept = replace(traced, captures=(), sources=(), key=key)
-    _known[key] = _Known(kept, tuple([first for first, *_ in places]))
+    on_one = all(x.device == device for x in tensors)
+    first_places = tuple([first for first, *_ in places])
+    _known[key] = _Known(kept, first_places, device if on_one else None)
 
 
 def _check_count(name: str, traced: Traced) -> None:

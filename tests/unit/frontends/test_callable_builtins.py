@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from attngen import reference
-from attngen.frontends.pytorch import callables
-from attngen.frontends.pytorch.callable_builtins import mask_arguments, score_arguments
+from attngen.frontends.pytorch import callable_builtins, callables
 
 B, H, ROWS, KEYS = 2, 4, 9, 14
 SLOPES = torch.linspace(0.1, 0.7, H)
@@ -51,6 +50,18 @@ OTHERS: dict[str, Mod] = {
 
 def traced(name: str, mod: Mod) -> Any:
     return callables._traced(name, mod, torch.device("cpu"))
+
+
+def mask_arguments(made: Any, given: dict[str, Any]) -> Any:
+    own = callable_builtins.built_in_of(made, is_mask=True)
+    return None if own is None else callable_builtins.mask_arguments(own, given)
+
+
+def score_arguments(made: Any, given: dict[str, Any], sizes: tuple[int, int]) -> Any:
+    own = callable_builtins.built_in_of(made, is_mask=False)
+    if own is None:
+        return None
+    return callable_builtins.score_arguments(own, made.captures, given, sizes)
 
 
 def same(own: dict[str, Any], **given: Any) -> None:

@@ -13,10 +13,15 @@ from torch.nn.attention.flex_attention import and_masks
 
 from attngen import SpecError
 from attngen.call.table import AttentionCall
-from attngen.frontends.pytorch import callables
+from attngen.frontends.pytorch import callable_recall, callables
 from attngen.frontends.pytorch.callable_fingerprint import fingerprint
 
 WINDOW = 3
+
+
+@pytest.fixture(autouse=True)
+def no_memories(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callable_recall, "_memories", {})
 
 
 def traced(mod: Any) -> Any:
@@ -266,6 +271,52 @@ def test_functions_are_traced_in_threads() -> None:
     with mock.patch.object(callables, "_known", {}), ThreadPoolExecutor(len(wanted)) as pool:
         for number, found in zip(wanted, pool.map(numbers_of, wanted), strict=True):
             assert number in found
+
+
+def test_functions_are_recalled_by_what_they_close_over(monkeypatch) -> None:
+    first = torch.ones(4)
+    callable_recall.remember("score_mod", shifted(1.5, first), "known")
+
+    def again(*given: Any, name: str = "score_mod") -> Any:
+        return callable_recall.recall(name, shifted(*given))
+
+    other = torch.zeros(4)
+    found, tensors = again(1.5, other)
+    assert found == "known" and [id(x) for x in tensors] == [id(other)]
+    for table in (
+        torch.ones(5),
+        torch.ones(8)[::2],
+        other.double(),
+        other.clone().requires_grad_(),
+    ):
+        assert again(1.5, table) is None
+    assert again(2.5, other) is None and again(True, other) is None
+    assert again(1.5, other, name="mask_mod") is None
+    assert callable_recall.recall("score_mod", functools.partial(shifted(1.5, other))) is None
+    monkeypatch.setitem(globals(), "where", 1)  # which the code's `torch.where` might have meant
+    assert again(1.5, other) is None
+    monkeypatch.delitem(globals(), "where")
+    monkeypatch.setitem(globals(), "WINDOW", 4)
+    assert again(1.5, other) is None
+
+
+def test_functions_of_more_than_numbers_and_tensors_are_not_recalled() -> None:
+    one, layer = torch.ones(4), Layer()
+    for mod in (
+        shifted(0.0, one),  # equal to -0.0
+        lambda s, b, h, i, j: shifted(1.5, one)(s, b, h, i, j),
+        lambda s, b, h, i, j: layer.mod(s, b, h, i, j),
+        lambda s, b, h, i, j, by=1.5: s + by,
+        functools.partial(shifted(1.5, one)),
+    ):
+        callable_recall.remember("score_mod", mod, "known")
+        assert callable_recall.recall("score_mod", mod) is None
+
+    def pair(x: torch.Tensor, y: torch.Tensor) -> Any:
+        return lambda s, b, h, i, j: s + x[h] * y[h]
+
+    callable_recall.remember("score_mod", pair(one, one.clone()), "known")
+    assert callable_recall.recall("score_mod", pair(one, one)) is None
 
 
 def test_functions_that_are_known_become_fragments_before_anything_else() -> None:
