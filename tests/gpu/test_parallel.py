@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,10 @@ from torch import Tensor
 import attngen
 from attngen import fp8, parallel
 from attngen.call.context_order import Order
+from attngen.call.context_steps import Span
+from attngen.frontends.pytorch.context_calls import Ranks, asked_of, context_call, features_of
+from attngen.frontends.pytorch.context_function import ContextAttention
+from attngen.frontends.pytorch.context_messages import Gathered, Visit
 from attngen.reference import dropout_keep_mask
 from tools.simulated_ranks import ranks_of
 
@@ -72,9 +77,59 @@ def test_ranks_drop_what_one_call_drops():
     assert torch.equal(out.permute(0, 2, 1, 3)[..., :room] > 0, mask)
 
 
-def test_stored_operands_have_the_results_of_one_call(monkeypatch):
-    """One rank: a part of FP8 numbers forward, and of what they stand for backward."""
+@pytest.fixture
+def alone(monkeypatch):
+    """A group of one rank."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class AtHand(Gathered):
+    """Keys of all ranks, which a rank has without messages."""
+
+    def visits(self, k, v):
+        end = max(part.keys.end for part in self.parts)
+        yield Visit(self.parts, [Span(0, end)], [(k[:, :end], v[:, :end])])
+
+    def returns(self, number, made, dtype):
+        ((dk, dv),) = made
+
+        def finish(sums):
+            for total, x in zip(sums, (dk, dv), strict=True):
+                total[:, : x.shape[1]] += x
+
+        return finish
+
+
+def test_chunks_over_gathered_keys_are_one_call():
+    """Two chunks of a rank's queries, which see as many keys as there are up to their ends."""
+    room, order, given = 512, Order("dual_chunk", 2), {"mask": "causal"}
+    q, k, v = oracle.operands(1, 2, 1, room, room, 64, 64, torch.bfloat16)
+    d_out = oracle.randn(*q.shape, dtype=q.dtype, seed=9)
+    outs, made = [], []
+    for rank in range(2):
+        own = torch.tensor(order.shard(rank, [room]), device=oracle.DEVICE)
+        leaves = [x.clone().requires_grad_() for x in (q[:, own], k, v)]
+        asked = asked_of(*(x[:, own] for x in (q, k, v)), {**given, "backend": "cuda"}, 2)
+        features = features_of(asked, None, 0, 2)
+        call = context_call(asked, order, Ranks(None, 2, rank), True, features, torch.float32)
+        messages = AtHand(**vars(call.messages))
+        assert len(messages.parts) == 2 - rank  # chunks 0 and 3, or 1 and 2
+        out, _ = ContextAttention.apply(replace(call, messages=messages), *leaves, None, None)
+        outs.append(out.detach())
+        made.append(torch.autograd.grad(out, leaves, d_out[:, own]))
+    back = torch.tensor(order.unshard([room]), device=oracle.DEVICE)
+    dq, dk, dv = zip(*made, strict=True)
+    oracle.check(torch.cat(outs, 1)[:, back], None, oracle.truth(q, k, v, **given))
+    found = [torch.cat(dq, 1)[:, back], sum(dk), sum(dv)]
+    gradients.check(found, [q, k, v, d_out], None, **given)
+
+
+@pytest.mark.usefixtures("alone")
+def test_stored_operands_have_the_results_of_one_call():
+    """One rank: a part of FP8 numbers forward, and of what they stand for backward."""
     q, k, v = oracle.operands(1, 4, 2, 128, 128, 64, 64, torch.bfloat16)
     d_out = oracle.randn(*q.shape, dtype=q.dtype, seed=9)
 
@@ -84,10 +139,6 @@ def test_stored_operands_have_the_results_of_one_call(monkeypatch):
             out = attend(*leaves, mask="causal", backend="cuda")
         return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        found, wanted = made(parallel.attention), made(attngen.attention)
-    finally:
-        dist.destroy_process_group()
+    found, wanted = made(parallel.attention), made(attngen.attention)
     for got, want in zip(found, wanted, strict=True):
         assert (got - want).abs().max() <= 2**-7 * want.abs().max()

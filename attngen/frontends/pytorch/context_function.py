@@ -212,28 +212,38 @@ class Gradients:
         for part in visit.parts:
             rows = self.call.sequences[part.sequence]
             read = self.call.widened(self.call.read(part, visit, q, bias, learns))
-            own_keys = self._in_row_sums(part, rows, read, q, merged)
-            if own_keys is None:
-                own = _of_rows(merged, rows.queries, part.queries)
-                made = backward_part(self.call.features, part, rows, read, own)
-                self.add_queries(q, rows.queries, part.queries, made["dq"])
-                own_keys = made["dk"], made["dv"]
-            found[part.sequence] = self._added(found[part.sequence], own_keys, part, visit)
+            known = found[part.sequence]
+            summed = self._in_row_sums(known, part, visit, read, q, merged)
+            if summed is not None:
+                found[part.sequence] = summed
+                continue
+            own = _of_rows(merged, rows.queries, part.queries)
+            made = backward_part(self.call.features, part, rows, read, own)
+            self.add_queries(q, rows.queries, part.queries, made["dq"])
+            own_keys = made["dk"], made["dv"]
+            found[part.sequence] = self._added(known, own_keys, part, visit)
             if self.of_bias is not None:
                 cut(self.of_bias, part, rows).add_(made["dbias"])
         for place, pair in enumerate(found):
             yield self._zero(visit, place) if pair is None else pair
 
     def _in_row_sums(
-        self, part: Part, rows: Sequences, read: Attended, q: Tensor, merged: Merged
+        self,
+        totals: Pair | None,
+        part: Part,
+        visit: Visit,
+        read: Attended,
+        q: Tensor,
+        merged: Merged,
     ) -> Pair | None:
-        """Gradients of a part's keys by kernels that keep sums of dQ from part to part; None where
-        they do not."""
+        """Gradients of a sequence's keys with a part's among them, by kernels that keep sums of dQ
+        from part to part; None where they do not. The first part's are written to their place."""
         features = self.call.features
         if not features.joins or features.deterministic or read.bias is not None:
             return None
         if torch.compiler.is_compiling():  # of what nobody may look on at
             return None
+        rows = self.call.sequences[part.sequence]
         if part.sequence not in self.row_sums:
             whole = rows.queries.all_of(q)
             of_all = _of_rows(merged, rows.queries, Span(0, whole.shape[1]))
@@ -241,10 +251,19 @@ class Gradients:
                 whole, of_all.out, of_all.lse, of_all.d_out, of_all.dlse
             )
         given = operation_arguments(features, part, rows)
-        sums = self.row_sums[part.sequence]
-        keys = new_pair(read.k, read.v, self.call.sums)
-        fits = sums.add(part.queries.begin, read.q, (read.k, read.v), keys, given)
-        return keys if fits else None
+        sums, (begin, end) = self.row_sums[part.sequence], relative(part, visit.spans)
+        if totals is not None:
+            made = new_pair(read.k, read.v, self.call.sums)
+            fits = sums.add(part.queries.begin, read.q, (read.k, read.v), made, given)
+            return self._added(totals, made, part, visit) if fits else None
+        dk, dv = totals = new_pair(*visit.held[part.sequence], self.call.sums)
+        made = dk[:, begin:end], dv[:, begin:end]
+        if not sums.add(part.queries.begin, read.q, (read.k, read.v), made, given):
+            return None
+        for total in totals:
+            total[:, :begin].zero_()
+            total[:, end:].zero_()
+        return totals
 
     def _zero(self, visit: Visit, place: int) -> Pair:
         """No gradients of a sequence's keys that are at hand."""

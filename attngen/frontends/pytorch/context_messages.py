@@ -205,9 +205,14 @@ class Gathered:
         def finish(sums: Pair) -> None:
             for place, total in enumerate(sums):
                 batch, tokens, heads, dim = total.shape
-                whole = total.new_zeros(batch, tokens * self.ranks, heads, dim, dtype=dtype)
-                for each, span, pair in zip(self.sequences, spans, made, strict=True):
-                    each.keys.of(whole, span).copy_(pair[place])
+                shape = (batch, tokens * self.ranks, heads, dim)
+                parts = [pair[place] for pair in made]
+                if [x.shape for x in parts] == [shape]:
+                    (whole,) = (x.to(dtype) for x in parts)
+                else:
+                    whole = total.new_zeros(shape, dtype=dtype)
+                    for each, span, x in zip(self.sequences, spans, parts, strict=True):
+                        each.keys.of(whole, span).copy_(x)
                 places = torch.empty_like(self.index)
                 places[self.index] = torch.arange(len(self.index), device=places.device)
                 by_rank = whole.index_select(1, places).unflatten(1, (self.ranks, tokens))
