@@ -61,7 +61,16 @@ def register_program(program: Program) -> Fragment:
     if program.name not in known:
         with _lock:
             known[program.name] = fragment_of(program)
+            _programs[program.name] = program
     return known[program.name]
+
+
+def program_named(name: str) -> Program | None:
+    """The program that a fragment of that name was registered of; None of any other."""
+    return _programs.get(name)
+
+
+_programs: dict[str, Program] = {}
 
 
 @cache

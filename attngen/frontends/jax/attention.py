@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from ...call.table import ROWS, AttentionCall, make_call
 from ...call.tensors import is_fp8
 from ...errors import SpecError
 from ...results import AttentionAux
-from . import calls, reference
+from . import callables, calls, reference
 from .calls import CheckedCall
 from .gradients import CONFIGS_KEPT, Config, differentiable
 from .manual_axes import spread, varying
@@ -36,11 +37,13 @@ def attention(
     """Scaled dot-product attention with any of attngen's masks, scores, softmaxes and layouts.
 
     The arguments are those of `attngen.attention`, arrays in place of tensors, but for `schedule`
-    and functions, which it refuses. It may be called in and under `jax.jit`, `grad`, `vmap`,
-    `checkpoint`, `lax.scan`, `shard_map` and shardings. Programs for CUDA run kernels, others the
-    definition; `backend="cuda"` refuses those. Gradients flow to q, k, v, bias and sink from the
-    output and the LSE; kernels have no second derivatives, and none in forward mode. The output and
-    the LSE that it saves for them are named `context` for policies of `jax.checkpoint`.
+    and `block_mask`, which it refuses. A `score_mod` or a `mask_mod` is a function of `jax.numpy`:
+    the one becomes part of the kernels, the other booleans. It may be called in and under
+    `jax.jit`, `grad`, `vmap`, `checkpoint`, `lax.scan`, `shard_map` and shardings. Programs for
+    CUDA run kernels, others the definition; `backend="cuda"` refuses those. Gradients flow to q, k,
+    v, bias and sink from the output and the LSE; kernels have no second derivatives, and none in
+    forward mode. The output and the LSE that it saves for them are named `context` for policies of
+    `jax.checkpoint`.
 
     `rng_state` is a key of `jax.random`, whose words are the seed; or uint32 [4], the halves of
     seed and offset, the low ones first; or int64 [2]; or a pair of ints. There is no generator
@@ -68,7 +71,8 @@ def attend(call: AttentionCall, saved_as: str) -> Array | tuple[Array, Attention
 
     Raises: as that.
     """
-    checked = calls.converted(call)
+    call, score_mod = callables.without_functions(call)
+    checked = replace(calls.converted(call), score_mod=score_mod)
     found = run(checked, saved_as, alone=not call.wants_aux)
     return as_asked(found, checked, call.wants_aux)
 
@@ -91,6 +95,9 @@ def run(checked: CheckedCall, saved_as: str, alone: bool) -> dict[str, Array]:
     routing.check_backend(checked.backend)
     names = ordered([name for name, x in checked.operands.items() if x is not None])
     operands = [x for name in names if (x := checked.operands[name]) is not None]
+    if checked.score_mod is not None:
+        form = Form(names, checked.arguments)
+        return jax.jit(partial(_define, form, checked.score_mod))(*operands)  # type: ignore[no-any-return]
     if not use_kernels(checked):
         form = Form(names, checked.arguments)
         return _by_definition(form)(*operands)  # type: ignore[no-any-return]
@@ -103,11 +110,13 @@ def run(checked: CheckedCall, saved_as: str, alone: bool) -> dict[str, Array]:
 @lru_cache(CONFIGS_KEPT)
 def _by_definition(form: Form) -> Any:
     """The definition of a call as a function of its operands."""
-    return jax.jit(partial(_define, form))
+    return jax.jit(partial(_define, form, None))
 
 
-def _define(form: Form, *operands: Array) -> dict[str, Array]:
-    return reference.forward(form.by_name(operands), form.arguments)
+def _define(
+    form: Form, score_mod: reference.ScoreMod | None, *operands: Array
+) -> dict[str, Array]:
+    return reference.forward(form.by_name(operands), form.arguments, score_mod)
 
 
 def use_kernels(checked: CheckedCall) -> bool:

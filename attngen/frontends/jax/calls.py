@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,11 +40,12 @@ UNREAD = dict.fromkeys(("rng_state", *names("longest")))
 @dataclass(frozen=True)
 class CheckedCall:
     """A call whose arguments agree: its operands by the names of `table.INPUTS`, its numbers, and
-    the backend that it names."""
+    the backend that it names; a `score_mod` that only the definition can compute."""
 
     operands: Operands
     arguments: Arguments
     backend: str
+    score_mod: Callable[..., Array] | None = None
 
     @property
     def descriptions(self) -> dict[str, TensorDesc | None]:

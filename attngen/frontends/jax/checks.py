@@ -69,8 +69,8 @@ def _type_violations(call: AttentionCall) -> Iterator[str]:
             yield f"{name} needs a word; got {value!r}"
     for name in call.functions:
         yield (
-            f"{name} is a function, which kernels have not and arrays of JAX cannot be given to; "
-            "name fragments, or pass attn_mask or bias"
+            f"{name} is a function, which this call does not take; name fragments, or pass "
+            "attn_mask or bias"
         )
     for name, row in ROWS.items():
         unknown = (row.feature or row.gradient) and name not in DEFINED

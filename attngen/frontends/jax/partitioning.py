@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ...call.fragments import SLOTS
 from ...call.table import CARRIERS, GRADIENT_OF, PAGE_TABLES
+from ...fragments.program import has_program
 from ...spec import layouts
 from .operation import Form, bind
 
@@ -28,7 +29,7 @@ REDUCED = {
 def partitioned(form: Form) -> Any:
     """The function of a form's operands, whose sequences and heads may be sharded. What else is
     sharded is gathered first, and everything of a call with dropout, whose bits depend on the
-    numbers of sequences and heads."""
+    numbers of sequences and heads, or with a traced function, which knows these."""
     function = custom_partitioning(partial(bind, form))
     function.def_partition(
         partition=partial(_partition, form),
@@ -41,7 +42,7 @@ def partitioned(form: Form) -> Any:
 def axes_of(form: Form, name: str, shape: Sequence[int]) -> list[str]:
     """A letter for each axis of an operand or a result: `b` for sequences and `h` for heads, which
     may be sharded, `-` for what may not."""
-    if form.arguments.dropout_p > 0:
+    if form.arguments.dropout_p > 0 or has_program(form.arguments.score_mod.split("+")):
         return ["-"] * len(shape)
     name = OPERAND_OF.get(name, name)
     layout = layouts.parse(form.arguments.layout)

@@ -21,8 +21,11 @@ from ...call.fragments import definition_of, fragments_of
 from ...call.numbers import Arguments
 from ...call.positions import Positions
 from ...call.tensors import FP8
+from ...fragments.features import program_named
+from ...fragments.program import Program
 from ...spec import layouts
 from ...spec.masks import masks_of
+from .callable_values import over_positions, value_of
 from .dropout import random_bytes
 from .fp8 import dequantised, stored, weights
 from .places import Carriers, placed, returned
@@ -42,15 +45,18 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sigmoid": jax.nn.sigmoid,
 }
 """Functions that definitions of fragments call, by torch's names of them."""
+ScoreMod = Callable[..., Array]
 
 
 @dataclass(frozen=True)
 class Attention:
-    """A call as it is computed: its operands by the operations' names, its numbers, its rows."""
+    """A call as it is computed: its operands by the operations' names, its numbers, its rows, and a
+    function of its scores."""
 
     operands: Mapping[str, Array | None]
     arguments: Arguments
     carriers: Carriers
+    score_mod: ScoreMod | None = None
 
     @property
     def dtype(self) -> Any:
@@ -73,6 +79,18 @@ class Attention:
             return jnp.zeros((1, 1, 1), jnp.int32)
         return rows.of_row(rows.of_kv.lengths - rows.of_q.lengths)
 
+    @property
+    def positions(self) -> dict[str, Array]:
+        """Positions of each pair, by the names b, h, i and j that functions know, int32 broadcasts
+        of [n, h, rows, columns]."""
+        rows = self.carriers
+        return {
+            "b": rows.of_q.sequence[:, None, :, None],
+            "h": jnp.arange(rows.q.shape[2], dtype=jnp.int32)[None, :, None, None],
+            "i": rows.of_q.position[:, None, :, None],
+            "j": rows.of_kv.position[:, None, None, :],
+        }
+
     def spread(self, x: Array) -> Array:
         """A broadcast of [b, h, s_q, s_kv] as one of [n, h, rows, columns]."""
         x = x.reshape((1,) * (4 - x.ndim) + x.shape)
@@ -86,15 +104,20 @@ class Attention:
         return jnp.moveaxis(x.transpose(0, 2, 3, 1)[b, i, j], -1, 1)
 
 
-def forward(operands: Mapping[str, Array | None], arguments: Arguments) -> dict[str, Array]:
+def forward(
+    operands: Mapping[str, Array | None],
+    arguments: Arguments,
+    score_mod: ScoreMod | None = None,
+) -> dict[str, Array]:
     """Results of a call by the operations' names: `o` in Q's format, `lse` float32 [b, h, s] or
     [h, t] (float64 of float64 operands), and the maxima that it asks for.
 
     operands: those of `table.INPUTS`, None for none; of dropout the words of its state, uint32 [4].
+    score_mod: of numbers, a score and its b, h, i and j.
     """
     layout = layouts.parse(arguments.layout)
     q, k, v = unpacked(layout, operands["q"], operands["k"], operands["v"])
-    call = Attention(operands, arguments, placed(layout, q, k, v, operands))
+    call = Attention(operands, arguments, placed(layout, q, k, v, operands), score_mod)
     products, values = _products(call)
     visible = seen(call)
     s = jnp.where(visible, scores(call, products, visible), -jnp.inf)
@@ -181,6 +204,8 @@ def scores(call: Attention, products: Array, seen: Array) -> Array:
         s = arguments.softcap * jnp.tanh(s / arguments.softcap)
     for each in fragments_of("none", arguments.score_mod):
         s = _applied(call, each, s)
+    if call.score_mod is not None:
+        s = over_positions(call.score_mod, s, *call.positions.values()).astype(s.dtype)
     if bias is not None:
         s = s + bias
     if (slopes := operands["alibi_slopes"]) is not None:
@@ -200,6 +225,8 @@ def _by_head(call: Attention, x: Array) -> Array:
 
 def _applied(call: Attention, fragment: Any, score: Array | None = None) -> Array:
     """A fragment's definition, of positions, and of scores where it has these."""
+    if score is not None and (program := program_named(fragment.name)) is not None:
+        return _of_program(call, program, score)
     rows = call.carriers
     known: dict[str, Any] = {
         "i": rows.of_q.position[:, None, :, None],
@@ -224,6 +251,15 @@ def _applied(call: Attention, fragment: Any, score: Array | None = None) -> Arra
             known[each.name] = _by_head(call, x)
     made: Array = definition_of(fragment, FUNCTIONS)(**known)
     return made
+
+
+def _of_program(call: Attention, program: Program, score: Array) -> Array:
+    """A traced function's scores."""
+    own = fragments.operands_of("none", call.arguments.score_mod)
+    words = call.arguments.numbers.split()
+    captures = [x for each in own if (x := call.operands.get(each.slot)) is not None]
+    numbers = [fragments.as_number(x.operand, words[x.number]) for x in own if x.number >= 0]
+    return value_of(program, captures, numbers, {"s": score, **call.positions})
 
 
 def _softmax(call: Attention, s: Array) -> tuple[Array, Array]:

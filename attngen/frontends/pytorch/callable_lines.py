@@ -11,7 +11,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from ...errors import SpecError
-from .callable_builder import Builder, Number, View, type_of
+from ...fragments.building import Number
+from .callable_builder import Builder, View, type_of
 from .callable_trace import aten, captured, depends_of, is_mutable, meta_of, name_of
 
 _SAME = frozenset(

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from ...fragments.building import Number
 from ...fragments.program import Program
-from .callable_builder import Builder, Number, as_read, capture_of
+from .callable_builder import Builder, as_read, capture_of
 from .callable_lines import Lines
 from .callable_trace import differentiate, loads_of, result_of
 

@@ -1,0 +1,126 @@
+"""Graphs of functions of positions: what a traced function computes, without calls in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from ...errors import SpecError
+
+_CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # parameters that hold what an operation calls
+_BRANCHES = ("cond", "while", "scan")  # which hold these, too
+POSITIONS = ("b", "h", "i", "j")
+SCORE = "s"
+
+
+@dataclass(eq=False)
+class Node:
+    """A value: the name of the operation that makes it, `input`, `literal`, or `captured`.
+
+    given: the argument's name, the number, or the array; args, params: of an operation, which the
+    primitive binds; place: of the value among its results; inputs: names of the arguments that the
+    value depends on; reads: whether it depends on a captured array.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    given: Any = None
+    args: tuple[Node, ...] = ()
+    params: dict[str, Any] = field(default_factory=dict)
+    primitive: Any = None
+    place: int = 0
+    inputs: frozenset[str] = frozenset()
+    reads: bool = False
+
+    def evaluate(self) -> Any:
+        """The value of a node that depends on no argument, which it then keeps."""
+        if self.given is None:
+            self.given = self._evaluated()
+        return self.given
+
+    def _evaluated(self) -> Any:
+        given = [each.evaluate() for each in self.args]
+        if self.reads:
+            made = self.primitive.bind(*given, **self.params)
+        else:  # a number now, whatever is being traced
+            with jax.ensure_compile_time_eval():
+                made = self.primitive.bind(*given, **self.params)
+        return made[self.place] if self.primitive.multiple_results else made
+
+
+def graph_of(name: str, function: Callable[..., Any], names: Sequence[str]) -> list[Node]:
+    """The results of a function of numbers of these names. name: of the argument that it is.
+
+    Raises: SpecError that says what it does wrong.
+    """
+    kinds = [jnp.float32 if each == SCORE else jnp.int32 for each in names]
+    try:
+        closed = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct((), kind) for kind in kinds])
+    except jax.errors.ConcretizationTypeError as error:
+        raise SpecError(
+            f"{name} has data-dependent control flow, which no trace can follow. Choose by "
+            "jnp.where."
+        ) from error
+    inputs = [
+        Node("input", (), jnp.dtype(kind).name, each, inputs=frozenset({each}))
+        for each, kind in zip(names, kinds, strict=True)
+    ]
+    return _results(closed, inputs)
+
+
+def check_result(name: str, results: Sequence[Node], kind: str) -> Node:
+    """The first result of a function. Raises: SpecError where it is no number of such a kind of
+    dtypes, `floating` or `bool`."""
+    first, *_ = results
+    wanted = jnp.floating if kind == "floating" else jnp.bool_
+    if first.shape or not jnp.issubdtype(jnp.dtype(first.dtype), wanted):
+        raise SpecError(f"{name} returns {first.dtype}{list(first.shape)}; one {kind} is needed")
+    return first
+
+
+def _results(closed: Any, inputs: Sequence[Node]) -> list[Node]:
+    """The results of a closed program of these arguments."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+    constants = getattr(closed, "consts", ())
+    known |= {
+        variable: Node("captured", tuple(x.shape), x.dtype.name, x, reads=True)
+        for variable, x in zip(jaxpr.constvars, map(jnp.asarray, constants), strict=True)
+    }
+
+    def node_of(atom: Any) -> Node:
+        if isinstance(atom, Literal):
+            kind: Any = atom.aval
+            return Node("literal", tuple(kind.shape), kind.dtype.name, atom.val)
+        found: Node = known[atom]
+        return found
+
+    for equation in jaxpr.eqns:
+        args = tuple(map(node_of, equation.invars))
+        known |= zip(equation.outvars, _made(equation, args), strict=True)
+    return [node_of(each) for each in jaxpr.outvars]
+
+
+def _made(equation: Any, args: tuple[Node, ...]) -> list[Node]:
+    """The values that an operation makes, of a call those of what it calls."""
+    primitive, params = equation.primitive, equation.params
+    called = [params[key] for key in _CALLED if key in params]
+    if called and primitive.name not in _BRANCHES:
+        first, *_ = called
+        return _results(first, args)
+    inputs = reduce(frozenset.union, [each.inputs for each in args], frozenset[str]())
+    reads = any(each.reads for each in args)
+    return [
+        Node(
+            primitive.name, tuple(x.aval.shape), x.aval.dtype.name,
+            args=args, params=params, primitive=primitive, place=n, inputs=inputs, reads=reads,
+        )
+        for n, x in enumerate(equation.outvars)
+    ]  # fmt: skip
