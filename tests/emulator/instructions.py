@@ -80,6 +80,10 @@ STATEMENTS: dict[str, str] = {
     "atom.relaxed.gpu.global.cas.b32 %0, [%1], 0, 1;": "%0 = atomicCAS(%1, 0, 1)",
     "red.release.gpu.global.add.s32 [%0], 1;": "atomicAdd(%0, 1)",
     "red.release.gpu.global.add.s32 [%0], %1;": "atomicAdd(%0, %1)",
+    "red.global.add.v4.f32 [%0], {%1, %2, %3, %4};": (
+        "float* sums = %0; atomicAdd(sums, %1); atomicAdd(sums + 1, %2); "
+        "atomicAdd(sums + 2, %3); atomicAdd(sums + 3, %4)"
+    ),
     "ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];": (
         "const auto* loaded = static_cast<const uint4*>(%4); "
         "%0 = loaded->x; %1 = loaded->y; %2 = loaded->z; %3 = loaded->w;"

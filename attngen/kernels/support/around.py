@@ -12,7 +12,8 @@ CLEAR = "bwd_clear"  # as PREPARE, before kernels that only add to dQ's sums
 PREPARE_THREADS = 256
 CONVERT_THREADS = 128  # those whose fragments a part of dQ's workspace is
 PART_ROWS = 64  # of dQ's workspace
-DqSplit = Literal["rows", "columns", "none", "planes"]
+DqSplit = Literal["rows", "columns", "none", "planes", "quads"]
+CLEARED: tuple[DqSplit, ...] = ("planes", "quads")  # before anything is added
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,9 @@ class ClearPlan(PreparePlan):
 class ConvertPlan(KernelPlan):
     """The kernel after the fused one: dQ of a block in `parts`, each 64 rows of `dq_columns`; and
     where that one may sum dK and dV, too, 64 keys of so many columns, else 0, `key_rows` a tile.
-    `dq_split`: parts are rows of dQ, or columns; of columns in `planes` lie the same elements of
-    all threads next to each other, else the four of a thread."""
+    `dq_split`: parts are rows of dQ, or columns; in `planes` lie the same elements of all threads
+    next to each other, elsewhere, as in `quads`, four of a thread. Sums of the last two have been
+    zeroed, those of others have counts of what was added to them."""
 
     arch: str
     family: str

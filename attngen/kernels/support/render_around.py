@@ -12,7 +12,7 @@ from ..fill import Source, fill_view
 from ..params import Names, describe, diagonal_names, mask_names, operands_of, strides_of, typed
 from ..plan import template_of
 from ..uses import uses_of
-from .around import AroundPlan, ClearPlan, ConvertPlan, PreparePlan, RowSumsPlan
+from .around import CLEARED, AroundPlan, ClearPlan, ConvertPlan, PreparePlan, RowSumsPlan
 from .view_around import convert_view, prepare_view, row_sums_view
 from .view_parts import Uses, sequence_view
 
@@ -88,7 +88,7 @@ def _prepare(problem: Problem, plan: PreparePlan, operands: Names) -> KernelEntr
 
 def _convert(problem: Problem, plan: ConvertPlan, operands: Names) -> KernelEntry:
     workspace: tuple[Workspace, ...] = ("dq_acc",)
-    workspace += ("turns",) if plan.dq_split != "planes" else ()
+    workspace += ("turns",) if plan.dq_split not in CLEARED else ()
     names = [*typed("ptr", *workspace, "dq"), *strides_of("dq")]
     names += [*_lengths(problem, operands), ("scale", "f32")]
     names += [("keep_scale", "f32")] if problem.dropout else []

@@ -16,7 +16,7 @@ from ..view import (
     kernel_view,
     mask_list_view,
 )
-from .around import AroundPlan, ClearPlan, ConvertPlan, PreparePlan, RowSumsPlan
+from .around import CLEARED, AroundPlan, ClearPlan, ConvertPlan, PreparePlan, RowSumsPlan
 from .view_parts import (
     ZEROED_TURNS,
     Alias,
@@ -204,7 +204,7 @@ def convert_view(
         block_parts=plan.parts,
         splits_rows=plan.dq_split == "rows",
         load=LOADS[plan.dq_split == "planes"],
-        counts=plan.dq_split != "planes",
+        counts=plan.dq_split not in CLEARED,
         dq_columns=plan.dq_columns,
         sums_keys=plan.dk_columns > 0,
         dk_columns=plan.dk_columns,

@@ -146,6 +146,7 @@ def make_plan(problem: Problem, choice: Choice, target: Target) -> Plan | None:
         dq_row_warps=choice.dq_row_warps,
         stages=choice.stages,
         ctas=choice.ctas,
+        adds_quads=adds_quads(target),
         deterministic=problem.deterministic,
         schedule=MASKED_SCHEDULE if problem.masks else FULL_SCHEDULE,
         smem=smem,
@@ -154,6 +155,11 @@ def make_plan(problem: Problem, choice: Choice, target: Target) -> Plan | None:
         operand_registers=registers,
         why=explain(choice, registers, limit, smem_bytes, room),
     )
+
+
+def adds_quads(target: Target) -> bool:
+    """Whether one instruction adds four elements to sums in memory: from capability 9.0 on."""
+    return target.capability >= (9, 0)
 
 
 def explain(
@@ -216,7 +222,7 @@ def around(problem: Problem, main: Plan, target: Target) -> tuple[KernelPlan, ..
         CONVERT,
         row_block=ROW_BLOCK,
         parts=1,
-        dq_split="planes",
+        dq_split="quads" if main.adds_quads else "planes",
         dq_columns=columns,
         dk_columns=0,
         dv_columns=0,

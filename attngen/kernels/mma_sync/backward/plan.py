@@ -20,7 +20,8 @@ class Plan(TiledPlan):
     tile's keys, and those that divide a block's queries, and the columns of dK and dV.
     `dq_row_warps`: that divide the rows of dQ, whose columns the others divide. `stages`: buffers
     of queries and output gradients; of one, the next block is copied under the product of dQ.
-    `ctas`: of an SM. `deterministic`: tiles add to dQ in the order in which they are drawn.
+    `ctas`: of an SM. `adds_quads`: four elements of dQ are added to its sums at once.
+    `deterministic`: tiles add to dQ in the order in which they are drawn.
     """
 
     arch: str
@@ -31,6 +32,7 @@ class Plan(TiledPlan):
     dq_row_warps: int
     stages: int
     ctas: int
+    adds_quads: bool
     deterministic: bool
     schedule: Schedule
     smem: tuple[SmemRegion, ...]

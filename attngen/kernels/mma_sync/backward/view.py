@@ -92,7 +92,8 @@ class MmaBackwardView:
     The plan: key_warps, query_warps, dq_row_warps: as the plan says. block, tile_n: queries a
     block, and keys a tile. row_block, dq_floats: queries of a block of the workspaces, and its
     sums. one_stage: whether the next block is copied once nobody reads the one at hand.
-    deterministic: whether tiles add to dQ in an order.
+    deterministic: whether tiles add to dQ in an order. add_sums: the function that adds to dQ's
+    sums; sum_stride: floats from a thread's first sum to the next one's.
 
     Formats: head_dim_qk, head_dim_v: columns. element: the struct of operands' elements.
 
@@ -120,6 +121,8 @@ class MmaBackwardView:
     dq_floats: int
     one_stage: bool
     deterministic: bool
+    add_sums: str
+    sum_stride: int
     head_dim_qk: int
     head_dim_v: int
     element: str
@@ -160,6 +163,8 @@ def backward_view(
         dq_floats=ROW_BLOCK * dq_columns(problem),
         one_stage=plan.stages == 1,
         deterministic=plan.deterministic,
+        add_sums="add_quads" if plan.adds_quads else "add_planes",
+        sum_stride=4 if plan.adds_quads else 1,
         head_dim_qk=problem.head_dim_qk,
         head_dim_v=problem.head_dim_v,
         element=CPP_ELEMENTS[problem.dtype_q],
