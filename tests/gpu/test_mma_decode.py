@@ -13,10 +13,12 @@ import torch
 import attngen
 from attngen.call import kernel_choice
 from attngen.kernels.selection import name_of
+from attngen.targets.target import TARGETS
 from tests.support.caches import FORWARD, held
 
 from . import oracle
 from .conftest import any_chip
+from .kv_cache import check_pages, pages
 from .test_decode import cache, check, queries
 from .test_decode_scores import CHOICES, check_all
 
@@ -69,6 +71,18 @@ def test_mma_decode_of_any_head_dims_is_right(dims):
 @pytest.mark.parametrize("choice", CHOICES[-3:], ids=lambda c: "-".join((*c[0], c[1])))
 def test_mma_decode_with_scores_sinks_windows_and_maxima_is_right(choice, splits):
     check_all(choice, queries(4, 5, 8, 128), cache([700, 0, 65, 1500], 2, 128), 1, splits)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (80, 48)], ids=str)
+@pytest.mark.parametrize("kv", ["e4m3", "e5m2"])
+def test_mma_decode_of_8_bit_keys_and_values_is_right(kv, dims):
+    """On chips whose tensor cores have the format."""
+    if not TARGETS[ARCH].fp8:
+        pytest.skip(f"{ARCH} has no FP8")
+    for splits in (1, 3):
+        cached = pages([500, 0, 65], 2, dims[0], 16, dims[1], kv_dtype=kv, scales="head")
+        given = {"mask": "causal_bottom_right", "num_splits": splits}
+        check_pages(queries(3, 3, 8, dims[0]), cached, **given)
 
 
 @pytest.mark.parametrize("lengths", [(1, 4000), (3, 700)], ids=str)

@@ -30,10 +30,13 @@ class Operand:
 
 def operand_of(problem: Problem, name: str, uses: dict[str, list[FragmentUse]]) -> Operand:
     """A tensor whose rows are copied."""
+    bytes_each = "<1>" if problem.widens and name != "q" else ""
     side, kind = ("q", problem.q_seq) if name == "q" else ("kv", problem.kv_seq)
     if problem.paged and name != "q":
         fetch = fragment_view(uses["kv_fetch" if name == "k" else "v_fetch"][0])
-        return Operand(name, fetch, "paged_rows", "fetch, batch, head", "p.page_count, ")
+        return Operand(
+            name, fetch, f"paged_rows{bytes_each}", "fetch, batch, head", "p.page_count, "
+        )
     token = "0" if kind == "dense" else FIRST_TOKEN.format(f"{side}_sequence(p)")
     place = f"batch, head, {token}"
     if problem.gather:
@@ -41,4 +44,4 @@ def operand_of(problem: Problem, name: str, uses: dict[str, list[FragmentUse]]) 
         return Operand(
             name, None, "gathered_rows", place, f"p.{name}_stride_column, ", f", p.{columns}"
         )
-    return Operand(name, None, "head_rows", place)
+    return Operand(name, None, f"head_rows{bytes_each}", place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -18,7 +19,7 @@ from attngen.kernels.support.combine import CombinePlan
 from attngen.kernels.uses import uses_of
 from attngen.spec.problem import Problem
 from attngen.targets.target import DEFAULT, TARGETS
-from tests.support.forward_kit import BIAS, CAPPED, CAUSAL, DENSE, PAGED, WIDENED
+from tests.support.forward_kit import BIAS, CAPPED, CAUSAL, DENSE, FP8, PAGED, WIDENED
 from tests.support.sass import count_instructions
 
 CHIPS = [name for name, target in TARGETS.items() if "wgmma" not in target.instructions]
@@ -54,15 +55,16 @@ def test_buffers_follow_from_the_chips_memory(
 
 
 def test_sums_of_all_warps_fit_into_the_place_of_keys_and_values() -> None:
-    for d in range(8, 257, 8):
-        plan = plan_of(replace(SPLIT, head_dim_qk=8, head_dim_v=d), "sm_86")
+    for d, kv in itertools.product(range(16, 257, 16), ("bf16", "e4m3")):
+        plan = plan_of(replace(SPLIT, head_dim_qk=16, head_dim_v=d, dtype_kv=kv), "sm_89")
         sizes = {region.name: region.bytes for region in plan.smem}
         assert plan.warps * 64 * d <= sizes["K"] + sizes["V"]
 
 
 def test_what_it_does_not_serve_is_refused_by_name() -> None:
     for problem, word in (
-        (replace(WIDENED, decode=True), "operands of 8 bits"),
+        (replace(FP8, decode=True), "queries of 8 bits"),
+        (replace(WIDENED, decode=True), "sm_80 converts nothing from e5m2"),
         (replace(BIAS, decode=True), "all of this together"),
         (replace(SPLIT, head_dim_qk=576, head_dim_v=512), "no tile of split keys fits sm_80"),
     ):
@@ -79,6 +81,9 @@ def test_a_target_with_larger_products_has_none_of_these_kernels() -> None:
     [
         (SPLIT, "sm_80", "starts_next", False),
         (SPLIT, "sm_120", "starts_next", True),
+        (SPLIT, "sm_89", "weight_element", "Element"),
+        (replace(WIDENED, decode=True), "sm_89", "weight_element", "Fp16"),
+        (replace(WIDENED, decode=True), "sm_89", "element_bytes", 1),
         (SPLIT, "sm_80", "last_box_may_miss", False),
         (replace(SPLIT, head_dim_v=80), "sm_80", "last_box_may_miss", True),
         (replace(SPLIT, max_logit=True), "sm_80", "max_logit", True),
@@ -111,6 +116,7 @@ def test_registers_count_output_queries_and_scores() -> None:
     [
         ("sm_80", replace(CAUSAL, decode=True)),
         ("sm_86", replace(CAPPED, decode=True, kv_seq="used", max_logit=True)),
+        ("sm_89", replace(PAGES, dtype_kv="e4m3")),
         ("sm_120", replace(PAGES, q_seq="packed", head_dim_qk=64, head_dim_v=64)),
     ],
 )

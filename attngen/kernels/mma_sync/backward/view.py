@@ -197,9 +197,7 @@ def operand_of(problem: Problem, name: str) -> Operand:
     if not problem.gather:
         return Operand(name, "head_rows", token)
     columns = "dim_v" if name in ("v", "d_o") else "dim_qk"
-    return Operand(
-        name, "gathered_rows", token, f"p.{name}_stride_column, ", f", p.{columns}"
-    )
+    return Operand(name, "gathered_rows", token, f"p.{name}_stride_column, ", f", p.{columns}")
 
 
 def gradient_of(problem: Problem, plan: Plan, name: str, share: str) -> Gradient:

@@ -10,7 +10,7 @@ from ....errors import PlanError
 from ....fragments.features import Features
 from ....fragments.program import has_program
 from ....runtime.program import KernelEntry
-from ....spec.problem import DTYPE_BYTES, Problem
+from ....spec.problem import Problem
 from ....targets.target import Target
 from ...base import KernelPlan
 from ...family import Facts, Family, Kind
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class MmaDecode(Family):
-    """Outputs of few queries a sequence, of 16-bit operands."""
+    """Outputs of few queries a sequence, of 16 bits beside keys and values of 16 or 8."""
 
     needs = frozenset({"cp_async"})
     avoids = frozenset({"wgmma"})
@@ -35,13 +35,19 @@ class MmaDecode(Family):
         return problem.decode
 
     def refuses(self, problem: Problem) -> Iterator[str]:
-        if DTYPE_BYTES[problem.dtype_kv] == 1:
-            yield "kernels of mma.sync have no operands of 8 bits yet"
+        if problem.eight_bit:
+            yield "kernels of mma.sync have no queries of 8 bits yet"
         if has_program(problem.scores):
             yield "kernels that split keys have no scores of callables"
         more = problem.bias or problem.attn_mask or problem.dropout
         if more or problem.positions or problem.continues:
             yield "no kernel does all of this together yet"
+
+    def refusals(self, problem: Problem, target: Target) -> list[str]:
+        found = super().refusals(problem, target)
+        if problem.widens and not target.fp8:
+            found.append(f"{target.name} converts nothing from {problem.dtype_kv}")
+        return found
 
     def plans(self, problem: Problem, target: Target) -> tuple[KernelPlan, ...]:
         found = decode.plans(problem, target)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ....spec.problem import Problem
+from ....spec.problem import DTYPE_BYTES, Problem
 from ....targets.target import Target
 from ...base import KernelPlan, SmemRegion, Tile, TiledPlan, lay_out
 from ...support.combine import combine_plan
@@ -13,7 +13,7 @@ from ..atoms import ATOMS
 
 DECODE = "mma_decode"
 ROWS = 16
-BOX_COLUMNS = 64
+BOX_BYTES = 128  # of a row, which the swizzle spans
 SUMS_BYTES = 128  # of a warp: a maximum and a sum of each of its rows
 LARGEST = 255  # registers of a thread
 STEPS_KEPT = 8  # of 16 columns, up to which queries stay in registers
@@ -65,6 +65,11 @@ def feasible(problem: Problem, target: Target) -> Iterator[DecodePlan]:
             yield plan
 
 
+def boxes_of(columns: int, element_bytes: int) -> int:
+    """Boxes of a row."""
+    return -(-columns * element_bytes // BOX_BYTES)
+
+
 def operand_registers(problem: Problem, keys: int) -> int:
     """Registers a thread holds at once: output, queries, and scores."""
     steps = -(-problem.head_dim_qk // 16)
@@ -76,12 +81,15 @@ def make_plan(
     problem: Problem, target: Target, ctas: int, warps: int, keys: int, stages: int
 ) -> DecodePlan | None:
     """The plan of these choices; None where shared memory or registers do not hold it."""
-    boxes_qk, boxes_v = (
-        -(-columns // BOX_COLUMNS) for columns in (problem.head_dim_qk, problem.head_dim_v)
+    rows, size = warps * stages * keys, DTYPE_BYTES[problem.dtype_kv]
+    k_bytes, v_bytes = (
+        rows * BOX_BYTES * boxes_of(columns, size)
+        for columns in (problem.head_dim_qk, problem.head_dim_v)
     )
-    rows = warps * stages * keys
+    # In the end the warps' outputs take these places.
+    v_bytes = max(v_bytes, 4 * warps * ROWS * problem.head_dim_v - k_bytes)
     smem = lay_out(
-        {"Q": ROWS * 128 * boxes_qk, "K": rows * 128 * boxes_qk, "V": rows * 128 * boxes_v},
+        {"Q": ROWS * BOX_BYTES * boxes_of(problem.head_dim_qk, 2), "K": k_bytes, "V": v_bytes},
         {"Sums": warps * SUMS_BYTES},
     )
     smem_bytes = smem[-1].offset + smem[-1].bytes

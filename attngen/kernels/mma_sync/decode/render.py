@@ -35,9 +35,12 @@ def render(problem: Problem, plan: DecodePlan, features: Features, root: Path) -
 
 def _describe(problem: Problem, plan: DecodePlan, operands: Names) -> KernelEntry:
     names = typed("ptr", *"qkvo", "lse", *PARTS, *(("max_logit",) if problem.max_logit else ()))
+    descales = ("descale_k", "descale_v") if problem.widens else ()
+    names += typed("ptr", *descales)
     for tensor in "qkvo":
         names += strides_of(tensor)
     names += typed("i64", "total_rows")
+    names += typed("i32", *(f"{x}_stride_{axis}" for x in descales for axis in ("batch", "head")))
     names += typed("i32", *(("page_count",) if problem.paged else ()))
     names += typed("i32", "row_tiles", "heads_q", "heads_kv", "group_size", "splits")
     names += typed("i32", "bottom_right", *(("sequences",) if problem.q_seq != "dense" else ()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ....spec.problem import Problem
+from ....spec.problem import DTYPE_BYTES, Problem
 from ....targets.target import TARGETS
 from ...base import SmemRegion
 from ...uses import FragmentUse
@@ -29,7 +29,8 @@ class MmaDecodeView:
     headers: what it includes, in order. fragments: C++ of the structs that are used; masks to
     softmax: the same by role, scores None where there are none. operands: what is copied.
 
-    head_dim_qk, head_dim_v: columns. element: C++ type of all operands. packed: whether sequences
+    head_dim_qk, head_dim_v: columns. element: C++ type of queries and the output; kv_element: of
+    keys and values, each of element_bytes; weight_element: of weights. packed: whether sequences
     of queries lie behind each other; ragged: whether those of queries differ in length. max_logit:
     whether each head's largest score is kept.
 
@@ -39,8 +40,9 @@ class MmaDecodeView:
 
     What output stores have in common with others': scale_log2: C++, what makes log2 units of a
     product of Q and K; part_scale: C++, what a part of the output is multiplied by; widens: whether
-    operands of 8 bits are widened; last_box_may_miss: whether columns of the last warp may lie past
-    the end; first_columns: C++, whether the warp has the first columns of its rows.
+    keys and values of 8 bits are widened to 16, keys to the queries' format, values to float16;
+    last_box_may_miss: whether columns of the last warp may lie past the end; first_columns: C++,
+    whether the warp has the first columns of its rows.
     """
 
     kernel: KernelView
@@ -56,6 +58,9 @@ class MmaDecodeView:
     head_dim_qk: int
     head_dim_v: int
     element: str
+    kv_element: str
+    element_bytes: int
+    weight_element: str
     packed: bool
     ragged: bool
     max_logit: bool
@@ -96,6 +101,9 @@ def decode_view(
         head_dim_qk=problem.head_dim_qk,
         head_dim_v=problem.head_dim_v,
         element=CPP_ELEMENTS[problem.dtype_q],
+        kv_element=CPP_ELEMENTS[problem.dtype_kv],
+        element_bytes=DTYPE_BYTES[problem.dtype_kv],
+        weight_element="Fp16" if problem.widens else "Element",
         packed=problem.q_seq == "packed",
         ragged=problem.q_seq != "dense",
         max_logit=problem.max_logit,
@@ -106,9 +114,9 @@ def decode_view(
         threads=plan.threads,
         ctas=plan.ctas,
         starts_next="griddepcontrol" in TARGETS[plan.arch].instructions,
-        scale_log2="p.scale_log2",
-        part_scale="1.f",
-        widens=False,
+        scale_log2="scale_log2" if problem.widens else "p.scale_log2",
+        part_scale="output_scale" if problem.widens else "1.f",
+        widens=problem.widens,
         last_box_may_miss=problem.head_dim_v % (8 * plan.warps) != 0,
         first_columns="warp == 0",
     )
@@ -127,6 +135,7 @@ def headers_of(problem: Problem) -> tuple[str, ...]:
         "ptx/math.cuh": True,
         "ptx/matrix_move.cuh": True,
         "ptx/tma.cuh": True,  # the type of maps, of which it has none
+        "scale.cuh": problem.widens,
         "scheduler/kv_blocks.cuh": True,
         "scheduler/packed_tiles.cuh": problem.q_seq == "packed",
         "scheduler/splits.cuh": True,

@@ -19,14 +19,14 @@ struct PagedRows {
 };
 
 // Strides are in elements.
-template <class Fetch>
+template <int kElementBytes = 2, class Fetch>
 ATTNGEN_DEVICE PagedRows<Fetch> paged_rows(const void* tensor, const Fetch& fetch, int batch,
                                            long long head, long long stride_page,
                                            long long stride_head, long long stride_row, int count,
                                            int rows) {
-  return {static_cast<const char*>(tensor) + 2 * head * stride_head,
-          2 * stride_row,
-          2 * stride_page,
+  return {static_cast<const char*>(tensor) + kElementBytes * head * stride_head,
+          kElementBytes * stride_row,
+          kElementBytes * stride_page,
           fetch,
           fetch.pages(batch),
           count,

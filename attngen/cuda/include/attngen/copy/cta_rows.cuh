@@ -5,7 +5,7 @@
 
 namespace attngen {
 
-// Rows of 16-bit elements of one head of one sequence, which begin at multiples of 16 bytes. What
+// Rows of one head of one sequence, which begin at multiples of 16 bytes. What
 // lies at or beyond `rows` counts as 0 and is not read.
 struct HeadRows {
   const char* first;
@@ -17,11 +17,13 @@ struct HeadRows {
 
 // Those of sequence `batch` and head `head`, the first of which is row `token` of the batch's;
 // strides are in elements.
+template <int kElementBytes = 2>
 ATTNGEN_DEVICE HeadRows head_rows(const void* tensor, long long batch, long long head,
                                   long long token, long long stride_batch, long long stride_head,
                                   long long stride_row, int rows) {
   const long long start = batch * stride_batch + head * stride_head + token * stride_row;
-  return {static_cast<const char*>(tensor) + 2 * start, 2 * stride_row, rows};
+  return {static_cast<const char*>(tensor) + kElementBytes * start, kElementBytes * stride_row,
+          rows};
 }
 
 // How kThreads threads divide a tile of kRows rows of kColumns elements: eight neighbours copy the
