@@ -29,11 +29,11 @@ from ...call.prepared import Output, PreparedCall
 from ...call.sinks import WorkspaceRows
 from ...call.table import GRADIENT_OF, INPUTS, WantedGradients
 from ...call.tensors import FP8, TensorDesc
-from ...errors import SpecError
+from ...errors import PlanError, SpecError
 from ...runtime.load import multiprocessors
 from ...runtime.run_time import LOG2_E
 from ...spec import layouts
-from ...targets.target import DEFAULT
+from ...targets.target import DEFAULT, TARGETS, assumed, of_capability
 from . import fp8_backward, handler, reference
 from .calls import describe
 from .places import placed
@@ -131,7 +131,7 @@ attention_p.def_abstract_eval(_shapes)
 def on_reference(*operands: Array, form: Form) -> list[Array]:
     """The operation by its definition. Raises: SpecError where kernels alone may compute it."""
     if form.strict:
-        raise SpecError(f"this platform has no kernels; available: {DEFAULT.name}")
+        raise SpecError(f"this platform has no kernels; available: {', '.join(TARGETS)}")
     found = define(form, operands)
     return [found[name].astype(x.dtype) for name, x in form.results(operands).items()]
 
@@ -170,17 +170,28 @@ def _own_share(
 
 def on_kernels(*operands: Array, form: Form) -> list[Array]:
     """The operation by kernels, for a lowering for CUDA; by its definition where the GPU here runs
-    none of them. Raises: SpecError, CompileError, CacheError."""
+    none of them, or its architecture has none for the call, unless this asks for kernels.
+
+    Raises: SpecError, CompileError, CacheError.
+    """
     device = _planned_device()
     if device.arch is None:
-        _say_defined(device.name)
+        _say_defined(f"{device.name} runs no architecture's kernels")
         return on_reference(*operands, form=form)
     wants = form.results(operands)
     if form.wanted is not None and fp8_backward.has_16_bits(form.by_name(operands)):
         return _in_16_bits(form, operands)
     described = form.descriptions(operands)
     program = Program(described, form.arguments, form.wanted, form.alone, device.known_arch)
-    prepared = program.prepared(device)
+    try:
+        prepared = program.prepared(device)
+    except (SpecError, PlanError) as error:
+        if device.arch == DEFAULT.name:  # which serves what calls are not refused
+            raise
+        if form.strict:
+            raise SpecError(error.reasons) from error
+        _say_defined("; ".join(error.reasons))
+        return on_reference(*operands, form=form)
     given = form.by_name(operands)
     if not prepared.launches:
         found = {x.name: _at_rest(x, given, form.arguments) for x in prepared.outputs}
@@ -205,8 +216,7 @@ def _in_16_bits(form: Form, operands: Sequence[Array]) -> list[Array]:
 
 
 @cache  # said once
-def _say_defined(device: str) -> None:
-    why = f"{device} has no kernels from JAX, which are for {DEFAULT.name}"
+def _say_defined(why: str) -> None:
     log.warning("attention runs on its definition in jax.numpy: %s", why)
 
 
@@ -215,11 +225,11 @@ def _planned_device() -> Device:
     try:
         first, *_ = jax.local_devices(backend="cuda")
     except RuntimeError:
-        return Device("cuda", -1, DEFAULT.name, planned=TYPICAL_MULTIPROCESSORS)
+        return Device("cuda", -1, assumed(), planned=TYPICAL_MULTIPROCESSORS)
     major, minor = map(int, first.compute_capability.split("."))
-    arch = DEFAULT.name if DEFAULT.runs_on((major, minor)) else None
-    index = first.local_hardware_id or 0
-    return Device(str(first), index, arch, planned=multiprocessors(index) if arch else 0)
+    target, index = of_capability((major, minor)), first.local_hardware_id or 0
+    planned = multiprocessors(index) if target else 0
+    return Device(str(first), index, target and target.name, planned=planned)
 
 
 def _finished(

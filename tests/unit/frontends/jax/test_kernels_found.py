@@ -13,6 +13,7 @@ jax = pytest.importorskip("jax")
 from attngen.jax import attention  # noqa: E402
 
 from attngen import CacheError, SpecError  # noqa: E402
+from attngen.frontends.jax import operation  # noqa: E402
 from attngen.ship import lookup  # noqa: E402
 from tests.support import launch_kit  # noqa: E402
 
@@ -51,9 +52,43 @@ def test_bundles_are_asked_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert asked == [(80, "sm_90a")]
 
 
-def test_gpu_without_kernels_runs_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = SimpleNamespace(compute_capability="8.0", local_hardware_id=0)
+def see(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX sees a GPU of that compute capability."""
+    other = SimpleNamespace(compute_capability=capability, local_hardware_id=0)
     monkeypatch.setattr(jax, "local_devices", lambda backend: [other])
+    monkeypatch.setattr(operation, "multiprocessors", lambda index: 108)
+
+
+def test_gpu_without_kernels_runs_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    see("7.5", monkeypatch)
     assert "custom_call @attngen" not in lowered().as_text()
-    with pytest.raises(SpecError, match="has no kernels; available: sm_90a$"):
+    with pytest.raises(SpecError, match="has no kernels; available: sm_90a, sm_90, sm_80"):
         lowered("cuda")
+
+
+def test_other_gpus_run_kernels_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def find(problem: Any, arch: str, kernel: str | None) -> Any:
+        asked.append(arch)
+        return launch_kit.find_kernels(problem, arch, kernel)
+
+    see("8.0", monkeypatch)
+    monkeypatch.setattr("attngen.call.kernel_choice._kernels", {})
+    monkeypatch.setattr(lookup, "find", find)
+    assert "custom_call @attngen" in lowered().as_text() and asked == ["sm_80"]
+
+
+def test_calls_that_an_architecture_has_no_kernels_for_run_their_definition(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    see("8.0", monkeypatch)
+    fp8 = jax.ShapeDtypeStruct((1, 512, 4, 64), jnp.float8_e4m3fn)
+
+    def lower(backend: str) -> str:
+        call = jax.jit(lambda q: attention(q, q, q, backend=backend))
+        return call.trace(fp8).lower(lowering_platforms=("cuda",)).as_text()
+
+    assert "custom_call @attngen" not in lower("auto")
+    with pytest.raises(SpecError, match="sm_80"):
+        lower("cuda")
