@@ -229,7 +229,7 @@ def _planned_device() -> Device:
     major, minor = map(int, first.compute_capability.split("."))
     target, index = of_capability((major, minor)), first.local_hardware_id or 0
     planned = multiprocessors(index) if target else 0
-    return Device(str(first), index, target and target.name, planned=planned)
+    return Device(str(first), index, target.name if target else None, planned=planned)
 
 
 def _finished(
