@@ -19,6 +19,7 @@ from .test_fp8_backward import CASES as FP8_BACKWARDS
 from .test_fp8_bias import CASES as FP8_BIASES
 from .test_fp8_bias import bias_of
 from .test_fp8_dropout import CASES as FP8_DROPOUTS
+from .test_fp8_mixed import CASES as FP8_MIXED
 from .test_large_scores import Large
 from .test_scale_extremes import whole
 from .variants import Variant
@@ -354,6 +355,7 @@ CASES = [
     FoldedCase(LargeCase(Large(64, "masked", lengths=(70, 100), heads=(3, 2, 1)))),
     *APPENDS,
     *FP8_BACKWARDS,
+    *FP8_MIXED[:3],
     *(Fp8AddedCase(case, dropout=p) for case, p in FP8_DROPOUTS),
     *(Fp8AddedCase(case, more.get("dropout_p", 0.0), shape) for case, shape, _, more in FP8_BIASES),
     *SOME,
