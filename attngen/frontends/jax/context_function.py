@@ -7,7 +7,7 @@ Keys travel from who holds them to who needs them, and their gradients back.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from ...call.context_order import Order
 from ...call.context_visits import Parts, Visit
+from ...call.table import CARRIERS
 from .context_parts import (
     Learned,
     Merged,
@@ -31,6 +32,8 @@ from .context_parts import (
     forward_part,
     sums_of,
 )
+from .context_storage import DESCALES, numbers_of, stored, widened
+from .fp8_recipes import Float8CurrentScaling
 from .gradients import CONFIGS_KEPT, Names
 from .manual_axes import spread, varying
 
@@ -43,9 +46,10 @@ class Config:
     """A call over an axis but for its arrays.
 
     visits: of all devices. gathers: whether they are one, of gathered keys; order, rooms: by which
-    devices hold the keys of each packed sequence, or of all of a batch alike. unused: of each
-    device, the tokens of its queries that belong to no sequence. travels: the dtype of gradients in
-    messages, beside operands of 16 bits.
+    devices hold the keys of each packed sequence, or of all of a batch alike. unused, unused_kv: of
+    each device, the tokens of its queries, and keys, that belong to no sequence. travels: the dtype
+    of gradients in messages, beside operands of 16 bits. recipe: by which q, k and v are stored in
+    8 bits, None where they are not.
     """
 
     axis: str
@@ -54,9 +58,11 @@ class Config:
     visits: tuple[Visit, ...]
     gathers: bool
     unused: tuple[tuple[int, ...], ...]
+    unused_kv: tuple[tuple[int, ...], ...]
     words: Words
     travels: str
     saved_as: str
+    recipe: Float8CurrentScaling | None = None
 
     @property
     def rank(self) -> Array:
@@ -115,20 +121,35 @@ class Config:
         which = jnp.asarray(np.array(visit.which, np.int32))[self.rank]
         return jax.lax.switch(which, branches, state)
 
-    def used(self, given: Operands) -> Array | None:
-        """Which queries belong to a sequence, bool [1 or b, 1, t]; None where all do."""
-        tokens = given["q"].shape[1]
+    def used(self, given: Operands, name: str = "q") -> Array | None:
+        """Which queries, or keys, belong to a sequence, bool [1 or b, 1, t]; None where all do."""
+        tokens, unused = given[name].shape[1], self.unused if name == "q" else self.unused_kv
         found = None
-        if any(self.unused):
+        if any(unused):
             table = np.ones((self.order.ranks, 1, 1, tokens), bool)
-            for rank, places in enumerate(self.unused):
+            for rank, places in enumerate(unused):
                 table[rank, ..., list(places)] = False
             found = jnp.asarray(table)[self.rank]
-        if (lengths := given.get("seqused_q")) is not None:
+        if (lengths := given.get("seqused_q" if name == "q" else "seqused_kv")) is not None:
             rooms = [tokens * self.order.ranks]
             held = [self.order.positions(rank, rooms) for rank in range(self.order.ranks)]
             found = jnp.asarray(np.array(held, np.int32))[self.rank] < lengths[:, None, None]
         return found
+
+
+    def stored(self, given: Operands) -> Operands:
+        """The operands as parts read them."""
+        if self.recipe is None:
+            return given
+        rows = {name: self.used(given, name) for name in CARRIERS}
+        used = {n: None if x is None else x.swapaxes(1, 2)[..., None] for n, x in rows.items()}
+        return stored(self.recipe, self.axis, given, used)
+
+    def widened(self, given: Operands, name: str, x: Array) -> Array:
+        """Numbers that a stored carrier of that name stands for; another one itself."""
+        if self.recipe is None:
+            return x
+        return widened(self.recipe, given, name, x, self.words.stored)
 
 
 def _spread_tree(axes: tuple[str, ...], run: Callable[[Any], Any], state: Any) -> Any:
@@ -146,16 +167,22 @@ def differentiable(config: Config) -> Any:
 
 
 def _attend(config: Config, given: Operands) -> Results:
+    return _attend_stored(config, config.stored(given), given["q"].dtype)
+
+
+def _attend_stored(config: Config, given: Operands, dtype: Any) -> Results:
+    """Output, in that dtype, and LSE. given: the operands as parts read them."""
     state = State.before(given["q"], given["v"])
     state = State(*[spread(x, varying([*given.values()])) for x in state])
+    read = {**given, "q": numbers_of(config.recipe, given["q"])}
     for visit in config.visits:
-        k, v = (config.at_hand(visit, given[name]) for name in "kv")
-        run = partial(_joined, config.words, given, k, v)
+        k, v = (numbers_of(config.recipe, config.at_hand(visit, given[name])) for name in "kv")
+        run = partial(_joined, config.words, read, k, v)
         state = config.chosen(visit, run, state)
     out, lse = state
     if (sink := given.get("sink")) is not None:
         out, lse = _with_sink(sink.astype(lse.dtype), out, lse, config.used(given))
-    return out.astype(given["q"].dtype), lse
+    return out.astype(dtype), lse
 
 
 def _joined(
@@ -175,7 +202,8 @@ def _with_sink(sink: Array, out: Array, lse: Array, used: Array | None) -> Resul
 
 
 class Residuals(NamedTuple):
-    """Whatever gradients need: operands, the merged results, and names of what learns."""
+    """Whatever gradients need: operands as parts read them, the merged results, and names of what
+    learns."""
 
     given: Operands
     out: Array
@@ -186,19 +214,21 @@ class Residuals(NamedTuple):
 def _saved(config: Config, given: Any) -> tuple[Results, Residuals]:
     learned = tuple([name for name, x in given.items() if x.perturbed])
     values = {name: x.value for name, x in given.items()}
-    out, lse = (checkpoint_name(x, config.saved_as) for x in _attend(config, values))
-    return (out, lse), Residuals(values, out, lse, Names(learned))
+    read, dtype = config.stored(values), values["q"].dtype
+    out, lse = (checkpoint_name(x, config.saved_as) for x in _attend_stored(config, read, dtype))
+    return (out, lse), Residuals(read, out, lse, Names(learned))
 
 
 def _gradients(config: Config, saved: Residuals, cotangents: Any) -> tuple[Gradients]:
     d_out, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
-    given, (learned,) = saved.given, saved.names
-    nothing: Gradients = dict.fromkeys(given)
+    read, (learned,) = saved.given, saved.names
+    nothing: Gradients = dict.fromkeys([name for name in read if name not in DESCALES])
     if (d_out is None and dlse is None) or not learned:
         return (nothing,)
     d_out = jnp.zeros_like(saved.out) if d_out is None else d_out.astype(saved.out.dtype)
     merged = Merged(saved.out, saved.lse, d_out, dlse)
-    found = _of_carriers(config, given, merged, "bias" in learned)
+    given = {**read, **{name: config.widened(read, name, read[name]) for name in CARRIERS}}
+    found = _of_carriers(config, read, given, merged, "bias" in learned)
     if "sink" in learned:
         found["sink"] = _of_sink(given["sink"], merged, config.used(given))
     made = {name: x.astype(given[name].dtype) for name, x in found.items() if name in learned}
@@ -206,17 +236,20 @@ def _gradients(config: Config, saved: Residuals, cotangents: Any) -> tuple[Gradi
 
 
 def _of_carriers(
-    config: Config, given: Operands, merged: Merged, bias_learns: bool
+    config: Config, read: Operands, given: Operands, merged: Merged, bias_learns: bool
 ) -> dict[str, Array]:
-    """Gradients of q, k, v and, where it learns, of the bias, in the dtype of sums."""
+    """Gradients of q, k, v and, where it learns, of the bias, in the dtype of sums. read: the
+    operands as they travel; given: what they stand for."""
     axes = varying([*given.values(), *merged[:3]])
     names = [*"qkv", *["bias"] * bias_learns]
     dtype = sums_of(given["q"])
     zero = {name: spread(jnp.zeros(given[name].shape, dtype), axes) for name in names}
     learned, (dk, dv) = Learned(zero["q"], zero.get("bias")), (zero["k"], zero["v"])
+    words = replace(config.words, stored="")
+    given = {name: x for name, x in given.items() if name not in DESCALES}
     for visit in config.visits:
-        k, v = (config.at_hand(visit, given[name]) for name in "kv")
-        run = partial(_learned, config.words, given, k, v, merged)
+        k, v = (config.widened(read, name, config.at_hand(visit, read[name])) for name in "kv")
+        run = partial(_learned, words, given, k, v, merged)
         nothing = [spread(jnp.zeros(x.shape, dtype), axes) for x in (k, v)]
         learned, made_k, made_v = config.chosen(visit, run, (learned, *nothing))
         dk, dv = (

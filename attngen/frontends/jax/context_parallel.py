@@ -6,7 +6,8 @@ device gets what its queries see, and computes with nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from . import calls
 from .attention import SAVED_AS
 from .context_function import Config, differentiable
 from .context_parts import WIDE, Words
+from .context_storage import check_recipe
 from .manual_axes import spread, varying
 from .names import CPStrategy
 
@@ -40,13 +42,14 @@ _DEVICES = Over("several devices", "device", SERVED)
 
 class Spread(NamedTuple):
     """How sequences are spread, as `context_attention` takes it. saved_as: the name of what a call
-    saves for its gradients."""
+    saves for its gradients; recipe: by which operands are stored in 8 bits."""
 
     axis: str
     strategy: CPStrategy
     order: AnyOrder
     reduce_dtype: Any
     saved_as: str
+    recipe: Any = None
 
     def order_of_devices(self) -> Order:
         """The order of the axis' devices. Raises: SpecError where there is none of them."""
@@ -88,7 +91,9 @@ def context_attention(
     `reorder_causal_load_balancing` lays out arrays. reduce_dtype: of gradients in messages, beside
     operands of 16 bits.
 
-    arguments: those of `attngen.jax.attention` that `SERVED` lists. cu_seqlens_… are of the whole
+    arguments: those of `attngen.jax.attention` that `SERVED` lists; and `recipe`, a
+    `Float8CurrentScaling` by which q, k and v of 16 bits are stored in 8 with scales of all
+    devices, travel so, and have gradients made in 16 bits. cu_seqlens_… are of the whole
     and known while tracing; seqused_… are of whole sequences and may be traced. bias and attn_mask
     have the device's queries and all keys, [b, h, s_q / n, s_kv]. rng_state is one for all devices;
     what is dropped does not depend on how many there are.
@@ -99,7 +104,8 @@ def context_attention(
     Raises: SpecError with every violation, where this is no call inside `jax.shard_map` over that
     axis, and as `attngen.jax.attention`.
     """
-    spread_over = Spread(axis, strategy, order, reduce_dtype, SAVED_AS)
+    recipe = arguments.pop("recipe", None)
+    spread_over = Spread(axis, strategy, order, reduce_dtype, SAVED_AS, recipe)
     return attend_spread(q, k, v, spread_over, arguments)
 
 
@@ -110,11 +116,14 @@ def attend_spread(
     given = {name: x for name, x in arguments.items() if x is not None}
     if reasons := [*_violations(q, k, v, given)]:
         raise SpecError(reasons)
+    if over.recipe is not None:
+        check_recipe(over.recipe, q)
     order = over.order_of_devices()
     layout = given.get("layout", "bshd")
     packed = layout == "thd"
     q, k, v = ((x[None] if packed else x.transpose(AXES[layout])) for x in (q, k, v))
-    words = _words(given, packed)
+    stands_for = "" if over.recipe is None else q.dtype.name
+    words = replace(_words(given, packed), stored=stands_for)
     operands = _operands(q, k, v, given, words)
     lengths = _lengths(given, q.shape[1] * order.ranks, k.shape[1] * order.ranks)
     by_position = words.placed or any(x in operands for x in ("bias", "attn_mask", *_USED))
@@ -126,10 +135,12 @@ def attend_spread(
         rooms=tuple([x.room_kv for x in lengths]),
         visits=_visits(ring, order, lengths, bands, by_position),
         gathers=not ring,
-        unused=tuple([_unused(order, rank, lengths) for rank in range(order.ranks)]),
+        unused=_unused(order, [(x.room_q, x.q) for x in lengths]),
+        unused_kv=_unused(order, [(x.room_kv, x.kv) for x in lengths]),
         words=words,
         travels=jnp.dtype(over.reduce_dtype).name,
         saved_as=over.saved_as,
+        recipe=over.recipe,
     )
     axes = varying([*operands.values()])
     out, lse = differentiable(config)({name: spread(x, axes) for name, x in operands.items()})
@@ -231,11 +242,12 @@ def _visits(
     return found
 
 
-def _unused(order: Order, rank: int, lengths: tuple[Length, ...]) -> tuple[int, ...]:
-    """A device's tokens of queries that belong to no sequence."""
-    rooms = [x.room_q // order.ranks for x in lengths]
-    begins = accumulate(rooms, initial=0)
-    found: list[int] = []
-    for begin, room, x in zip(begins, rooms, lengths, strict=False):
-        found += range(begin + order.used(rank, x.room_q, x.q), begin + room)
-    return tuple(found)
+def _unused(order: Order, sides: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
+    """Tokens that belong to no sequence, of each device. sides: room and length of sequences."""
+    begins = [*accumulate([room // order.ranks for room, _ in sides], initial=0)]
+
+    def of(rank: int) -> Iterator[int]:
+        for begin, (room, length) in zip(begins, sides, strict=False):
+            yield from range(begin + order.used(rank, room, length), begin + room // order.ranks)
+
+    return tuple([tuple(of(rank)) for rank in range(order.ranks)])

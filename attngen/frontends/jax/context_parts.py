@@ -19,6 +19,7 @@ from ...call.table import AttentionCall
 from . import calls
 from .attention import SAVED_AS, run, use_kernels
 from .calls import CheckedCall
+from .context_storage import DESCALES
 from .gradients import check_gradients
 from .operation import Form, define
 from .program import ordered
@@ -32,7 +33,8 @@ WIDE = ("float32", "float64")
 @dataclass(frozen=True)
 class Words:
     """Arguments of all parts that are no arrays. placed: whether parts say where they stand;
-    packed: whether each sequence of the plan is one of the call, or all of a batch are one."""
+    packed: whether each sequence of the plan is one of the call, or all of a batch are one; stored:
+    the dtype of what q, k and v stand for where they have 8 bits."""
 
     softmax_scale: float | None = None
     softcap: float = 0.0
@@ -42,6 +44,7 @@ class Words:
     backend: str = "auto"
     placed: bool = False
     packed: bool = False
+    stored: str = ""
 
     @property
     def shared(self) -> dict[str, Any]:
@@ -122,7 +125,8 @@ def _checked(words: Words, part: Part, given: Operands, k: Array, v: Array) -> C
     """A part as a call. Raises: SpecError where it is none that can be computed."""
     q, keys = given["q"], _tokens(part.keys)
     more = _arguments(words, part, given)
-    out_dtype = None if q.dtype.name in WIDE else jnp.dtype("float32")
+    out_dtype = None if q.dtype.name in WIDE else jnp.dtype(words.stored or "float32")
+    more |= {name: given[name] for name in DESCALES if name in given}
     return calls.converted(
         AttentionCall(
             q=q[_tokens(part.queries)],  # type: ignore[arg-type]  # arrays of JAX

@@ -13,7 +13,14 @@ import pytest
 
 jax = pytest.importorskip("jax")
 
-from attngen.jax import CPStrategy, attention, context_attention  # noqa: E402
+from attngen.jax import (  # noqa: E402
+    CPStrategy,
+    DelayedScaling,
+    Float8CurrentScaling,
+    attention,
+    context_attention,
+    fp8_attention,
+)
 from jax.sharding import Mesh, PartitionSpec  # noqa: E402
 
 from attngen import SpecError  # noqa: E402
@@ -23,6 +30,7 @@ jnp = jax.numpy
 HEADS, HEADS_KV, DIM = 4, 2, 8
 RING, GATHER = CPStrategy.RING, CPStrategy.ALL_GATHER
 DROPPED = {"mask": "causal", "dropout_p": 0.3, "alibi_slopes": True}
+FP8 = Float8CurrentScaling()
 STATE = np.array([11, 0, 12, 0], np.uint32)
 
 
@@ -42,9 +50,11 @@ class Case:
     given: dict[str, Any] = field(default_factory=dict)
     learned: tuple[str, ...] = ()
     dtype: str = "float64"
+    recipe: Any = None  # by which operands have 8 bits
 
     def __str__(self) -> str:
         words = [self.strategy.name, str(self.order), *map(str, self.lengths), self.dtype]
+        words += ["fp8"] * (self.recipe is not None)
         return "-".join([*words, *(f"{k}={v}" for k, v in self.given.items()), *self.learned])
 
     @property
@@ -62,7 +72,8 @@ class Case:
         """Operands of the whole that are arrays, by their names."""
         tokens = sum(self.lengths)
         outer = (tokens,) if self.packed else (2, tokens)
-        sizes = ((HEADS, DIM), (HEADS_KV, DIM), (HEADS_KV, DIM + 4))
+        dims = (DIM, DIM + 4) if self.recipe is None else (16, 32)  # of 8 bits 16 bytes at once
+        sizes = [*zip((HEADS, HEADS_KV, HEADS_KV), (dims[0], *dims), strict=True)]
         found = {
             name: random(*outer, *size, seed=seed)
             for seed, (name, size) in enumerate(zip("qkv", sizes, strict=True))
@@ -107,12 +118,17 @@ class Case:
 
     def on_device(self, arrays: dict[str, Any], axis: str) -> Any:
         words = {"axis": axis, "strategy": self.strategy, "order": self.order, **self.words()}
+        words |= {"recipe": self.recipe}
         out, aux = context_attention(**arrays, **words, return_lse=True)
         return out, aux.lse
 
     def whole(self, arrays: dict[str, Any]) -> Any:
         """Output and LSE by one call."""
-        out, aux = attention(**arrays, **self.words(), return_lse=True)
+        if self.recipe is None:
+            out, aux = attention(**arrays, **self.words(), return_lse=True)
+        else:
+            words = {**self.words(), "recipe": self.recipe}
+            out, aux = fp8_attention(**arrays, **words, return_lse=True)
         return out, aux.lse
 
     def results(self, function: Any) -> list[np.ndarray]:
@@ -142,6 +158,9 @@ CASES = [
     Case(GATHER, "contiguous", given={"window": (7, 0), **DROPPED}, learned=("bias", "sink")),
     Case(GATHER, lengths=(12, 20), given={"mask": "causal"}),
     Case(GATHER, "contiguous", given={"seqused": (19, 24), "softmax": "off_by_one"}),
+    Case(RING, given={"mask": "causal"}, dtype="bfloat16", recipe=FP8, learned=("sink",)),
+    Case(GATHER, given={"seqused": (19, 7)}, dtype="float16", recipe=FP8),
+    Case(RING, lengths=(8, 16), given={"mask": "causal"}, dtype="bfloat16", recipe=FP8),
 ]
 
 
@@ -154,7 +173,7 @@ def test_devices_are_one_call(case: Case) -> None:
             finite = np.isfinite(wanted)
             assert np.array_equal(found[~finite], wanted[~finite])
             error = np.abs(found[finite] - wanted[finite]).max()
-            relative = 1e-12 if case.dtype == "float64" else 0.02
+            relative = 1e-12 if case.dtype == "float64" else 0.02 if case.recipe is None else 0.04
             assert error <= relative * np.abs(wanted[finite]).max()
 
 
@@ -171,6 +190,31 @@ def test_a_ring_sends_what_is_seen() -> None:
     sent = re.findall(r"collective_permute.*?\(tensor<([\dx]+)x\w+>\)", text)
     assert {int(each.split("x")[1]) for each in sent} == {5}
     assert len(sent) == 6  # k and v, again in the backward, and their gradients
+
+
+def test_operands_in_8_bits_travel_as_these() -> None:
+    """By scales of all devices, and gradients in float32; a device whose numbers are small uses
+    that of the others."""
+    case = Case(RING, "contiguous", given={"mask": "causal"}, dtype="bfloat16", recipe=FP8)
+    arrays = case.arrays()
+    loss = jax.jit(jax.grad(lambda values: case.spread(values)[0].astype("float32").sum()))
+    text = loss.lower(arrays).as_text()
+    sent = re.findall(r"collective_permute.*?\(tensor<[\dx]+x(\w+)>\)", text)
+    assert {*sent} == {"ui8", "f32"} and sent.count("ui8") == 4
+    small = jnp.arange(24)[None, :, None, None] < 12
+    arrays["v"] = jnp.where(small, arrays["v"] / 1024, arrays["v"])
+    outs = [jax.jit(function)(arrays)[0] for function in (case.spread, case.whole)]
+    found, wanted = (np.asarray(x.astype(float)) for x in outs)
+    assert np.abs(found - wanted)[:, :12].max() <= 0.04 * np.abs(wanted[:, :12]).max()
+
+
+def test_recipes_that_calls_over_devices_have_not() -> None:
+    arrays = Case(RING, dtype="float32").arrays()
+    with pytest.raises(SpecError) as caught:
+        context_attention(**arrays, axis="cp", recipe=Float8CurrentScaling(backward="fp8"))
+    assert len(caught.value.reasons) == 2
+    with pytest.raises(SpecError, match="needs a Float8CurrentScaling; got DelayedScaling"):
+        context_attention(**arrays, axis="cp", recipe=DelayedScaling())
 
 
 @pytest.mark.parametrize(
