@@ -141,11 +141,9 @@ bwd_clear__full_packed_d64_bf16__e7b94d(const __grid_constant__ attngen::Params 
     lse = static_cast<const float*>(p.lse)[at];
     if (p.dlse != nullptr) dlse = static_cast<const float*>(p.dlse)[at];
   }
-  if (p.dq_acc) {
-    auto* sums_of_dq = static_cast<float4*>(p.dq_acc) + slot * 1024;
+  auto* sums_of_dq = static_cast<float4*>(p.dq_acc) + slot * 1024;
 #pragma unroll 4
-    for (int i = threadIdx.x; i < 1024; i += kThreads) sums_of_dq[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-  }
+  for (int i = threadIdx.x; i < 1024; i += kThreads) sums_of_dq[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   uint4 a[kRows][kSteps];
   uint4 b[kRows][kSteps];
 #pragma unroll

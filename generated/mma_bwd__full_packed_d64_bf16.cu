@@ -344,7 +344,6 @@ struct Warp {
     const int tile = warp % kDqRowWarps * kDqTiles;
     float dq[kDqTiles][DqShare::kMost * 8] = {};
     multiply_columns<Element, kTileN / 16, kSmemDs, kKeyBoxBytes, true>(dq, lane_place_across(smem, 0, tile * 2, lane), share.begin<kKeyBoxBytes>(reduced_place) + kSmemK, share);
-    if (!p.dq_acc) return;
     float* sums = static_cast<float*>(p.dq_acc) + workspace_block(p, batch, head, block / (kRowBlock / kBlock)) * 4096 + ((block % (kRowBlock / kBlock) * (kBlock / 16) + tile) * 32 + lane) * 1;
 #pragma unroll
     for (int m = 0; m < kDqTiles; ++m) {

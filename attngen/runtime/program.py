@@ -66,6 +66,7 @@ Workspace = Literal[
     "lse_log2",
     "d",
     "dq_acc",
+    "dq_added",
     "turns",
     "dbias_turns",
     "dkv_acc",
@@ -93,7 +94,8 @@ class KernelEntry:
     whether a tile is `tile_rows` queries of a query head or as many keys of a key/value head;
     `kv_group_bytes`, `group_heads` and `tail_share` order the tiles (see arch.base.Schedule).
     `workspace`: device memory beside the operands, of run_time.workspace_bytes each; what one
-    kernel of a problem leaves there the next ones read. `dq_floats`: those of `dq_acc` for a block;
+    kernel of a problem leaves there the next ones read; `dq_added`, of no bytes, that all tiles
+    have added to `dq_acc`. `dq_floats`: those of `dq_acc` for a block;
     `dkv_floats`: of `dkv_acc` for a tile of keys, where each query head may have its own.
     `turned_bytes`: of a block's queries and output gradients, transposed, `turned_key_bytes`: of
     the keys of a tile.

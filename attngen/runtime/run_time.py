@@ -98,6 +98,7 @@ def workspace_bytes(
         "lse_log2": 4 * kernel.row_block * blocks,
         "d": 4 * kernel.row_block * blocks,
         "dq_acc": 4 * kernel.dq_floats * blocks,
+        "dq_added": 0,
         "turns": 4 * blocks * kernel.tile_parts,
         "dbias_turns": 8 * int(given.get("dbias_tiles", 0)),
         "dkv_acc": 4 * int(given.get("dkv_floats", 0)),

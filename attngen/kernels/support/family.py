@@ -34,7 +34,7 @@ CASTS = ("cast", "bwd_cast")
 ROWS = frozenset({"lse_log2", "d", "turns"})
 AROUND = {
     PREPARE: Kind(PreparePlan, "support/prepare", ROWS, frozenset({"dq"})),
-    CLEAR: Kind(ClearPlan, "support/prepare", ROWS, frozenset({"dq", "dq_acc"})),
+    CLEAR: Kind(ClearPlan, "support/prepare", ROWS | {"dq_acc"}, frozenset({"dq"})),
     CONVERT: Kind(ConvertPlan, "support/convert", frozenset({"dq"}), frozenset({"dk", "dv"})),
     ROW_SUMS: Kind(RowSumsPlan, "support/row_sums", frozenset({"row_sums"})),
 }

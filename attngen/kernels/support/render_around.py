@@ -62,8 +62,8 @@ def _used(problem: Problem, plan: AroundPlan, known: Uses) -> Uses:
 def _prepare(problem: Problem, plan: PreparePlan, operands: Names) -> KernelEntry:
     workspace: tuple[Workspace, ...] = ("lse_log2", "d")
     workspace += ("turns",) if plan.turns else ()
-    sums = ("dq_acc",) if isinstance(plan, ClearPlan) else ()  # where others need them
-    names = typed("ptr", "o", "d_o", "lse", "dlse", *workspace, *sums)
+    workspace += ("dq_acc",) if isinstance(plan, ClearPlan) else ()
+    names = typed("ptr", "o", "d_o", "lse", "dlse", *workspace)
     names += [*strides_of("o"), *strides_of("d_o"), *_lengths(problem, operands, plan.zeros)]
     if plan.zeros:
         names += [*typed("ptr", "dq"), *strides_of("dq"), *diagonal_names(problem)]
@@ -83,13 +83,14 @@ def _prepare(problem: Problem, plan: PreparePlan, operands: Names) -> KernelEntr
         q_seq=problem.q_seq,
         kv_seq=problem.kv_seq,
         cta_blocks=plan.cta_blocks,
+        dq_floats=plan.dq_floats if isinstance(plan, ClearPlan) else 0,
     )
 
 
 def _convert(problem: Problem, plan: ConvertPlan, operands: Names) -> KernelEntry:
-    workspace: tuple[Workspace, ...] = ("dq_acc",)
-    workspace += ("turns",) if plan.dq_split not in CLEARED else ()
-    names = [*typed("ptr", *workspace, "dq"), *strides_of("dq")]
+    counts = plan.dq_split not in CLEARED
+    workspace: tuple[Workspace, ...] = ("dq_acc", "turns" if counts else "dq_added")
+    names = [*typed("ptr", "dq_acc", *(("turns",) * counts), "dq"), *strides_of("dq")]
     names += [*_lengths(problem, operands), ("scale", "f32")]
     names += [("keep_scale", "f32")] if problem.dropout else []
     names += typed("i32", "dim_qk") if problem.gather else []

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from attngen.compiler.builder import render_problem
 from attngen.compiler.compile import compile_source
 from attngen.errors import PlanError
+from attngen.kernels import selection
 from attngen.kernels.mma_sync.backward import choices, view
 from attngen.kernels.mma_sync.backward.plan import BACKWARD, Plan
 from attngen.kernels.plan import plans
+from attngen.runtime.program_check import mistakes_of
 from attngen.spec.problem import Problem
 from attngen.targets.target import DEFAULT, TARGETS
 from tests.support.backward_kit import (
@@ -135,7 +138,26 @@ def test_gaps_are_of_axes_whose_lengths_vary() -> None:
 def test_kernels_compile_for_every_chip(arch: str, problem: Problem) -> None:
     for plan in (each for each in plans(problem, arch) if each.family.startswith("mma_")):
         binary, cubin = compile_source(render_problem(problem, plan), problem, arch)
-        assert binary.arch == arch and binary.resources.spill_bytes <= MOST_SPILLS
+        assert not mistakes_of(binary) and binary.resources.spill_bytes <= MOST_SPILLS
         found = count_instructions(cubin)
         adds = found["RED"] + found["REDG"] > 5
         assert found["HMMA"] > 50 and adds == (plan.family == BACKWARD) and not found["HGMMA"]
+
+
+WANTED = {
+    ("dq", "dk", "dv"): ["bwd_clear", "mma_bwd", "bwd_convert"],
+    ("dk", "dv"): ["bwd_clear", "mma_bwd"],
+    ("dq",): ["bwd_clear", "mma_bwd", "bwd_convert"],
+    ("lse_log2", "d"): ["bwd_clear"],
+}
+
+
+@pytest.mark.parametrize("wanted", WANTED, ids="-".join)
+@pytest.mark.parametrize("problem", [DENSE, ORDERED], ids=["any", "ordered"])
+def test_kernels_that_a_call_wants_are_launched(problem: Problem, wanted: tuple[str, ...]) -> None:
+    kernels = [
+        SimpleNamespace(kernel=render_problem(problem, each).kernel)
+        for each in plans(problem, "sm_80")
+    ]
+    found = selection.select(kernels, wanted)
+    assert [selection.name_of(each.kernel) for each in found] == WANTED[wanted]

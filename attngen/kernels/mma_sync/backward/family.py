@@ -21,15 +21,16 @@ if TYPE_CHECKING:
     from ...fill import Source
 
 
+MADE = frozenset({"dq_added", "dk", "dv"})
+
+
 class MmaBackward(Family):
     """Gradients of Q, K, V and of biases, of 16-bit operands."""
 
     needs = frozenset({"cp_async"})
     avoids = frozenset({"wgmma"})
     kernels = {
-        BACKWARD: Kind(
-            Plan, "mma_sync/backward/backward", frozenset({"dq_acc", "dk", "dv"}), frozenset({"dq"})
-        ),
+        BACKWARD: Kind(Plan, "mma_sync/backward/backward", MADE, frozenset({"dq"})),
         OF_BIAS: Kind(BiasPlan, "mma_sync/backward/dbias", frozenset({"dbias"})),
     }
 

@@ -56,7 +56,7 @@ def _describe(problem: Problem, plan: Plan, operands: Names) -> KernelEntry:
         smem_bytes=plan.smem_bytes,
         tile_rows=plan.tile.n,
         grid="tiles",
-        workspace=(*workspace, *(("mask_columns",) if problem.attn_mask else ())),
+        workspace=(*workspace, "dq_added", *(("mask_columns",) if problem.attn_mask else ())),
         kv_group_bytes=plan.schedule.kv_group_bytes,
         group_heads=plan.schedule.group_heads,
         tail_share=plan.schedule.tail_share,
