@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from attngen.integrations import flash_attn, flash_attn_interface
+from attngen.integrations import transformers as door
 from attngen.integrations.torch import replaced_sdpa, sdpa, varlen_attn
 from torch import Tensor
 from torch.nn import functional
@@ -159,3 +160,67 @@ def test_version_three_agrees_with_the_library() -> None:
     found = flash_attn_interface.flash_attn_func(q, k, v, **given, **CUDA)
     for one, other in zip(found, theirs.flash_attn_func(q, k, v, **given), strict=True):
         alike(one, other)
+
+
+# ---- transformers
+
+
+@pytest.fixture
+def llama(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A small model with windows, whose calls must all run on kernels."""
+    library = pytest.importorskip("transformers", minversion="5")
+    door.register(backend="cuda")
+    torch.manual_seed(0)
+    config = library.MistralConfig(
+        **{"vocab_size": 64, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"sliding_window": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None},
+    )
+    return library.MistralForCausalLM(config).to(oracle.DEVICE, torch.bfloat16).eval()
+
+
+IDS = torch.randint(1, 64, (2, 100), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("inputs", ["plain", "left", "right", "packed"])
+def test_models_of_transformers_run_on_kernels(llama: Any, inputs: str) -> None:
+    there = torch.ones_like(IDS)
+    padding = {"left": slice(0, 30), "right": slice(80, None)}
+    there[0, padding.get(inputs, slice(0))] = 0
+    given = {"attention_mask": there.to(oracle.DEVICE)}
+    if inputs == "packed":
+        places = torch.cat([torch.arange(n) for n in (30, 1, 69)])[None].expand(2, -1)
+        given = {"position_ids": places.to(oracle.DEVICE), "use_cache": False}
+    results = []
+    for implementation in ("attngen", "eager"):
+        llama.set_attn_implementation(implementation)
+        llama.zero_grad()
+        logits = llama(input_ids=IDS.to(oracle.DEVICE), **given).logits[there.bool()]
+        logits.float().square().mean().backward()
+        results.append([logits.detach(), *(x.grad.clone() for x in llama.parameters())])
+    for found, wanted in zip(*results, strict=True):
+        assert (found - wanted).float().norm() <= 2e-2 * wanted.float().norm()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation_of_transformers_runs_on_kernels(llama: Any, cache: str) -> None:
+    there = torch.ones_like(IDS)
+    there[0, :30] = 0
+    logits = []
+    for implementation in ("attngen", "eager"):
+        llama.set_attn_implementation(implementation)
+        found = llama.generate(
+            IDS.to(oracle.DEVICE),
+            attention_mask=there.to(oracle.DEVICE),
+            max_new_tokens=2,
+            do_sample=False,
+            cache_implementation=cache,
+            return_dict_in_generate=True,
+            output_logits=True,
+            disable_compile=True,
+        )
+        logits.append(torch.stack(found.logits)[0])  # later ones follow from a choice of tokens
+    found, wanted = logits
+    assert (found - wanted).float().norm() <= 2e-2 * wanted.float().norm()

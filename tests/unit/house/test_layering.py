@@ -38,6 +38,7 @@ HOMES = {
     "torch": {"frontends", "reference", "bench"},
     "jax": {"frontends.jax", "bench.in_jax"},
     "flax": {"frontends.jax.flax"},
+    "transformers": {"frontends.integrations.mask_plan", "frontends.integrations.transformers"},
     "jinja2": {"kernels.fill"},
     "click": {"cli"},
     "matplotlib": {"bench.plot"},

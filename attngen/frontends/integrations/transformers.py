@@ -1,0 +1,133 @@
+"""transformers' models on attngen's kernels: `register`, and the functions that it registers."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import attention
+from ...errors import SpecError
+from .mask_plan import MaskPlan, Request, plan_of
+
+__all__ = ["attend", "mask_of", "register"]
+Mask = MaskPlan | Tensor | None
+
+
+def register(name: str = "attngen", backend: str = "auto") -> str:
+    """Let models be loaded with `attn_implementation=name`, and return the name.
+
+    backend: as of `attngen.attention`, for all calls of these models.
+
+    Raises: ImportError where transformers is not installed, or has no AttentionMaskInterface.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, partial(attend, backend=backend))
+    AttentionMaskInterface.register(name, mask_of)
+    return name
+
+
+def mask_of(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: Any = None,
+    **rest: Any,
+) -> Mask:
+    """The mask that transformers asks for, as arguments of attention where its function is built of
+    causal masks, windows, chunks, documents and padding; else the tensor [b, 1, q, kv], as while
+    torch.compile traces. A mask that has been planned before stays as it is."""
+    if isinstance(attention_mask, MaskPlan):
+        return attention_mask
+    sizes = batch_size, q_length, kv_length, q_offset, kv_offset
+    device = rest.pop("device", "cpu")
+    request = Request(*sizes, mask_function, attention_mask, device, rest)
+    if torch.compiler.is_compiling():
+        return request.dense()
+    return plan_of(request) or request.dense()
+
+
+def attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Mask, **given: Any
+) -> tuple[Tensor, None]:
+    """Attention as transformers' models call it.
+
+    query: [b, h, s_q, d]; key, value: [b, h_kv, s_kv, d and d_v]; attention_mask: of `mask_of`, a
+    tensor, bool or added to the scores, or None. given: scaling, dropout, softcap, s_aux (a sink of
+    each head), position_bias [1 or b, h, s_q, s_kv], is_causal and sliding_window, which count only
+    where there is no mask; others are of other implementations.
+
+    Returns: the output [b, s_q, h, d_v], and None for weights, which nobody keeps.
+
+    Raises: SpecError where a mask is of other lengths, and as `attngen.attention`.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    arguments: dict[str, Any] = {
+        "softmax_scale": given.get("scaling"),
+        "softcap": given.get("softcap"),
+        "backend": given.get("backend", "auto"),
+    }
+    if (sink := given.get("s_aux")) is not None:
+        arguments |= {"softmax": "learnable", "sink": sink}
+    if p := given.get("dropout", 0.0):
+        arguments |= {"dropout_p": p, "return_rng_state": True}
+    if (bias := given.get("position_bias")) is not None:
+        arguments["bias"] = bias
+    ends = None
+    if isinstance(attention_mask, MaskPlan):
+        ends = attention_mask.ends
+        arguments |= _planned(attention_mask, k.shape[1], bias is not None)
+    elif attention_mask is not None:
+        arguments |= _by_tensor(attention_mask, bias)
+    else:
+        arguments |= _without_mask(module, q.shape[1], k.shape[1], given)
+    if ends is None or "attn_mask" in arguments:
+        return _output(attention(q, k, v, layout="bshd", **arguments)), None
+    rows = q.shape[:2]
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    arguments |= {"layout": "thd", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+    return _output(attention(q, k, v, **arguments)).unflatten(0, rows), None
+
+
+def _output(found: Any) -> Tensor:
+    """The output of a call that may have by-products."""
+    out: Tensor
+    out, *_ = found if isinstance(found, tuple) else (found,)
+    return out
+
+
+def _planned(plan: MaskPlan, keys: int, has_bias: bool) -> dict[str, Any]:
+    """The arguments of a plan; the mask itself beside a bias, whose rows are the tensors', where
+    the plan has others. Raises: SpecError where it is of another number of keys."""
+    *_, planned = plan.shape
+    if planned != keys:
+        raise SpecError(f"a mask of {planned} keys came to a layer of {keys}")
+    others = plan.ends is not None or plan.arguments.get("seqstart_kv") is not None
+    if has_bias and others:
+        return {"attn_mask": plan.request.dense()}
+    return plan.arguments
+
+
+def _by_tensor(mask: Tensor, bias: Tensor | None) -> dict[str, Any]:
+    """The arguments of a mask that is a tensor, beside a bias or none."""
+    if mask.dtype == torch.bool:
+        return {"attn_mask": mask}
+    return {"bias": mask if bias is None else mask + bias}
+
+
+def _without_mask(module: Any, s_q: int, s_kv: int, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a layer that got no mask: causal where it says so and has more than one
+    query, the first of which sees the first key."""
+    causal = given.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    window = given.get("sliding_window")
+    arguments: dict[str, Any] = {"mask": "causal"} if causal and s_q > 1 else {}
+    if window is not None and causal and s_q == s_kv:
+        arguments["window"] = (window - 1, 0)
+    return arguments

@@ -1,0 +1,103 @@
+"""Masks of transformers become arguments that say the same, where their functions say enough."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attngen.integrations import transformers as door
+from torch import Tensor
+
+import attngen
+from attngen.frontends.integrations.mask_plan import MaskPlan, Request, structure_of
+from tests.support.mask_kit import (
+    CAUSAL,
+    EVERYWHERE,
+    NO_PADDING,
+    PLACES,
+    PLANNED,
+    WHOLE,
+    Sizes,
+    both_ways,
+    chunks,
+    counted,
+    dense_of,
+    every,
+    named,
+    operands_of,
+    padded,
+    request_of,
+)
+
+
+@pytest.mark.sampled(26)
+@pytest.mark.parametrize("case", [*PLANNED, "again"])
+def test_plan_says_what_the_mask_does(case: str) -> None:
+    function, sizes, padding = PLANNED["causal" if case == "again" else case]
+    given = request_of(function, sizes, padding)
+    plan = door.mask_of(**given)
+    assert isinstance(plan, MaskPlan) and "attn_mask" not in plan.arguments
+    if case == "again":  # as `generate` hands a mask back
+        assert door.mask_of(**given | {"attention_mask": plan}) is plan
+    mask = dense_of(**given)
+    assert plan.shape == tuple(mask.shape) and plan.ndim == mask.ndim
+    q, k, v = operands_of(*sizes[:2])
+    found, weights = door.attend(None, q, k, v, plan, backend="reference")
+    wanted = attngen.attention(q, k, v, layout="bhsd", attn_mask=mask, backend="reference")
+    seen = mask.any(-1).transpose(1, 2)
+    if padding is not None and sizes[0] > 1:  # what queries of padding see, nobody reads
+        places = torch.arange(sizes[0]) + sizes[2]
+        seen = seen & padding[:, places][..., None] if function is not EVERYWHERE else seen
+    assert weights is None and seen.any()
+    torch.testing.assert_close(
+        *(x * seen[..., None] for x in (found, wanted.transpose(1, 2))), atol=1e-5, rtol=1e-5
+    )
+
+
+MIXED = named(lambda b, h, i, j: (j <= i) | (j < 2), "or_masks.<locals>.or_mask")
+DENSE: dict[str, tuple[Any, Sizes, Tensor | None]] = {
+    "another function": (lambda b, h, i, j: (j <= i) | (j < 2), WHOLE, None),
+    "a union": (MIXED, WHOLE, None),
+    "part of an intersection": (every(CAUSAL, MIXED), WHOLE, None),
+    "padding with holes": (CAUSAL, WHOLE, padded((0, 12), (0, 12)) & (torch.arange(12) != 4)),
+    "chunks of a rolling cache": (
+        every(chunks(4, NO_PADDING), CAUSAL),
+        (1, 4, 20, 17),
+        None,
+    ),
+    "a window that is not causal, at a tensor's place": (
+        both_ways(3),
+        (1, 12, torch.tensor(6), 0),
+        None,
+    ),
+    "positions without documents": (counted(CAUSAL, PLACES), WHOLE, None),
+    "two sizes of chunks": (every(chunks(4, NO_PADDING), chunks(6, NO_PADDING)), WHOLE, None),
+}
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("case", [*DENSE, "while torch.compile traces"])
+def test_other_masks_stay_tensors(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, sizes, padding = DENSE.get(case, (CAUSAL, WHOLE, None))
+    if case not in DENSE:
+        monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
+    given = request_of(function, sizes, padding)
+    assert torch.equal(door.mask_of(**given), dense_of(**given))
+
+
+def test_functions_of_other_modules_have_no_structure() -> None:
+    def causal_mask_function(b, h, i, j):
+        return j <= i
+
+    causal_mask_function.__qualname__ = "causal_mask_function"
+    assert structure_of(causal_mask_function) is None
+    assert structure_of(CAUSAL).right == 0
+
+
+def test_numbers_of_sequences_are_made_once_on_the_device() -> None:
+    request = Request(**request_of(*PLANNED["causal"]), device="cpu")
+    for number in (3, torch.tensor(3)):
+        assert request.of_all(number).tolist() == [3, 3]
+        assert request.of_all(number).dtype == torch.int32

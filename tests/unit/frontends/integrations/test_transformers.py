@@ -1,0 +1,217 @@
+"""The door for transformers: models compute what they do with the library's own attention."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from attngen.integrations import transformers as door
+
+import attngen
+from attngen import SpecError
+from tests.support.mask_kit import (
+    LEFT,
+    PLACES,
+    PLANNED,
+    RIGHT,
+    H,
+    dense_of,
+    operands_of,
+    request_of,
+    whole,
+)
+from tests.support.paths import ROOT
+
+# ---- calls of layers
+
+
+def layer(**facts: Any) -> Any:
+    return types.SimpleNamespace(**facts)
+
+
+def test_scores_are_scaled_capped_and_have_sinks() -> None:
+    q, k, v = operands_of(12, 12)
+    sink = torch.tensor([0.5, -1.0])
+    found, _ = door.attend(
+        layer(), q, k, v, whole("causal"), scaling=0.3, softcap=5.0, s_aux=sink, dropout=0.0
+    )
+    given = {"softmax_scale": 0.3, "softcap": 5.0, "softmax": "learnable", "sink": sink}
+    wanted = attngen.attention(q, k, v, layout="bhsd", mask="causal", **given)
+    torch.testing.assert_close(found, wanted.transpose(1, 2))
+    dropped, _ = door.attend(layer(), q, k, v, whole("causal"), dropout=0.5)
+    assert dropped.shape == found.shape and (dropped - found).abs().max() > 0.01
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("case", ["causal", "encoder", "causal behind padding", "documents"])
+def test_position_bias_is_added_beside_any_mask(case: str) -> None:
+    q, k, v = operands_of(12, 12)
+    bias = torch.randn(1, H, 12, 12, generator=torch.Generator().manual_seed(3))
+    found, _ = door.attend(layer(), q, k, v, whole(case), position_bias=bias)
+    mask = dense_of(**request_of(*PLANNED[case]))
+    wanted = attngen.attention(q, k, v, layout="bhsd", attn_mask=mask, bias=bias).transpose(1, 2)
+    seen = mask.any(-1).transpose(1, 2)[..., None]
+    torch.testing.assert_close(found * seen, wanted * seen)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "float beside a bias"])
+def test_tensors_of_users_are_masks(kind: str) -> None:
+    q, k, v = operands_of(12, 12)
+    mask = dense_of(**request_of(*PLANNED["causal"]))
+    numbers = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    bias = torch.ones(1, H, 12, 12).tril() if "beside" in kind else None
+    found, _ = door.attend(
+        layer(), q, k, v, mask if kind == "bool" else numbers, position_bias=bias
+    )
+    wanted = attngen.attention(q, k, v, layout="bhsd", mask="causal", bias=bias)
+    torch.testing.assert_close(found, wanted.transpose(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("facts", "given", "s_q", "same"),
+    [
+        ({}, {}, 12, {"mask": "causal"}),
+        ({"is_causal": False}, {}, 12, {}),
+        ({"is_causal": True}, {"is_causal": False}, 12, {}),
+        ({}, {"sliding_window": 4}, 12, {"mask": "causal", "window": (3, 0)}),
+        ({}, {}, 1, {}),
+        ({}, {}, 5, {"mask": "causal"}),
+    ],
+    ids=["plain", "encoder", "told", "window", "step", "prompt of a fixed cache"],
+)
+def test_layers_without_a_mask_are_causal_if_they_say_so(facts, given, s_q, same) -> None:
+    q, k, v = operands_of(s_q, 12)
+    found, _ = door.attend(layer(**facts), q, k, v, None, **given)
+    wanted = attngen.attention(q, k, v, layout="bhsd", **same)
+    torch.testing.assert_close(found, wanted.transpose(1, 2))
+
+
+def test_mask_of_other_lengths_is_refused() -> None:
+    q, k, v = operands_of(12, 9)
+    with pytest.raises(SpecError, match="a mask of 12 keys came to a layer of 9"):
+        door.attend(layer(), q, k, v, whole("causal"))
+
+
+# ---- models of the library
+
+SMALL: dict[str, Any] = {
+    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0},
+    **{"bos_token_id": 1, "eos_token_id": None},
+}
+TWO_KINDS = ["sliding_attention", "full_attention"]
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 5},
+    "Gemma2": {"sliding_window": 5},
+    "Gemma3": {"sliding_window": 5, "layer_types": TWO_KINDS},
+    "GptOss": {
+        **{"sliding_window": 5, "layer_types": TWO_KINDS},
+        **{"num_local_experts": 2, "num_experts_per_tok": 1},
+    },
+    "Llama4": {
+        **{"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 32},
+        **{"layer_types": ["chunked_attention", "full_attention"]},
+    },
+}
+
+
+@pytest.fixture
+def transformers() -> Any:
+    """The library itself, where it is installed."""
+    found = pytest.importorskip("transformers", minversion="5")
+    door.register(backend="reference")
+    return found
+
+
+def model_of(transformers: Any, name: str) -> Any:
+    text = "Text" if name in ("Gemma3", "Llama4") else ""
+    config = getattr(transformers, f"{name}{text}Config")(**SMALL, **MODELS[name])
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.2)
+    return model
+
+
+IDS = torch.randint(1, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+INPUTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "left padding": {"attention_mask": LEFT.long()},
+    "right padding": {"attention_mask": RIGHT.long()},
+    "packed": {"position_ids": PLACES[:1].expand(2, -1), "use_cache": False},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_models_and_their_gradients_are_those_of_eager(transformers, name, inputs) -> None:
+    model, given, results = model_of(transformers, name), INPUTS[inputs], []
+    there = given.get("attention_mask", torch.ones_like(IDS)).bool()
+    for implementation in ("eager", "attngen"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        logits = model(input_ids=IDS, **given).logits[there]
+        logits.square().mean().backward()
+        grads = [x.grad.clone() for x in model.parameters() if x.grad is not None]
+        results.append([logits.detach(), *grads])
+    for found, wanted in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("padding", ["plain", "left padding"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", MODELS)
+def test_generation_is_that_of_eager(transformers, name, cache, padding) -> None:
+    model, found = model_of(transformers, name), []
+    given = {"attention_mask": torch.ones_like(IDS)} | INPUTS[padding]
+    for implementation in ("eager", "attngen"):
+        model.set_attn_implementation(implementation)
+        result = model.generate(
+            IDS,
+            **given,
+            max_new_tokens=6,
+            do_sample=False,
+            cache_implementation=cache,
+            return_dict_in_generate=True,
+            output_logits=True,
+            disable_compile=True,
+        )
+        found.append(torch.stack(result.logits))
+    torch.testing.assert_close(*found, atol=2e-5, rtol=1e-3)
+
+
+def test_one_line_registers_attention_and_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: dict[str, dict[str, Any]] = {"AttentionInterface": {}, "AttentionMaskInterface": {}}
+    fake = types.ModuleType("transformers")
+    for name, held in known.items():
+        setattr(fake, name, types.SimpleNamespace(register=held.__setitem__))
+    monkeypatch.setitem(sys.modules, "transformers", fake)
+    assert door.register() == "attngen" and door.register("other", "reference") == "other"
+    assert [*known["AttentionInterface"]] == [*known["AttentionMaskInterface"]]
+    q, k, v = operands_of(12, 12)
+    found, _ = known["AttentionInterface"]["other"](layer(), q, k, v, None)
+    assert torch.equal(found, door.attend(layer(), q, k, v, None)[0])
+    with pytest.raises(SpecError, match="backend"):
+        door.register("third", "neither")
+        known["AttentionInterface"]["third"](layer(), q, k, v, None)
+
+
+@pytest.mark.slow
+def test_code_of_the_guide_runs(transformers) -> None:
+    (code,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/guide/transformers.md").read_text(), re.DOTALL
+    )
+    space: dict[str, Any] = {}
+    exec(code, space)
+    found, model = space["logits"], space["model"]
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(found, model(input_ids=space["ids"]).logits)
