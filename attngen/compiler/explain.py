@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import SpecError
 from ..fragments import features
 from ..fragments.features import Features
+from ..fragments.program_text import facts_of, programs_in
 from ..io.files import templates_dir
 from ..io.text import printable
 from ..io.values import to_data
@@ -54,6 +55,7 @@ def explain(
             yield ""
             yield f"problem {problem.direction} {problem.label}"
             yield from _indented(describe(problem))
+            yield from _explain_programs(problem)
             for chosen in plans(problem, arch):
                 yield from _explain_kernel(problem, chosen, arch, cache, compiled)
 
@@ -102,6 +104,16 @@ def _explain_kernel(
     yield from _indented(describe(built.binary.resources))
     if chosen.moves_registers:
         yield f"{INDENT}the registers are those at launch; the plan moves them to each role"
+
+
+def _explain_programs(problem: Problem) -> Iterator[str]:
+    """Lines about the scores of a problem that come from callables, and their programs."""
+    for program in programs_in(problem.fragment_digests):
+        first, *others = facts_of(program)
+        yield ""
+        yield first
+        yield from _indented(others)
+        yield from _indented(program.text.split("\n"))
 
 
 def _choice(problem: Problem, arch: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,7 @@ from ..io.values import from_data
 from .header import AXES, CALLED_AXES, SUFFIX, Fragment, Operand, parse_header, read_header
 from .lowering import fragment_of
 from .program import Program
+from .program_text import programs_in
 
 __all__ = ["AXES", "Features", "Fragment", "Operand", "read_header", "register_fragment", "scan"]
 
@@ -71,6 +72,15 @@ def program_named(name: str) -> Program | None:
 
 
 _programs: dict[str, Program] = {}
+
+
+def register_programs(texts: Iterable[str]) -> None:
+    """Make the programs among texts and digests of fragments known, as `register_program` does.
+
+    Raises: ValueError where a text is of no program.
+    """
+    for program in programs_in(texts):
+        register_program(program)
 
 
 @cache

@@ -85,9 +85,9 @@ class Fragment:
     the score and is cheaper up to a limit; `scaled`: one so large, maybe, that it must meet scores
     in their own units: in those of products it might be infinite. `reference`: the definition in
     Python that the reference applies. `text`: the whole file, of a fragment that is not among
-    attngen's templates. `traced`: whether that comes from a callable; `learned`: of the tensors
-    that it reads, by their places, those that have gradients; `reaches`: of each load of theirs
-    which elements of a tile read the same number, as learned_sums.cuh names it.
+    attngen's templates. `program`: that of a callable, of which it is made; `learned`: of the
+    tensors that it reads, by their places, those that have gradients; `reaches`: of each load of
+    theirs which elements of a tile read the same number, as learned_sums.cuh names it.
     """
 
     axis: str
@@ -108,7 +108,7 @@ class Fragment:
     alone: bool = False
     reference: str | None = None
     text: str | None = None
-    traced: bool = False
+    program: str = ""
     learned: tuple[int, ...] = ()
     reaches: tuple[str, ...] = ()
 
@@ -127,11 +127,16 @@ class Fragment:
         return self.choice or True
 
     @property
+    def traced(self) -> bool:
+        """Whether it comes from a callable."""
+        return bool(self.program)
+
+    @property
     def digest(self) -> str | None:
-        """Hash of its text, which tells it from others of its name; None of attngen's own
-        fragments, whose files are part of keys by themselves."""
-        if self.text is None:
-            return None
+        """Hash of its text, which tells it from others of its name, or the program that it is made
+        of; None of attngen's own fragments, whose files are part of keys by themselves."""
+        if self.text is None or self.program:
+            return self.program or None
         return hashlib.sha256(self.text.encode()).hexdigest()[:_DIGEST_CHARACTERS]
 
     @property

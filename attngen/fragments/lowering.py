@@ -7,12 +7,13 @@ large argument, the compiler makes the products of matrices wait for each other.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache
 
 from .cpp_operations import FORMS, HELPERS, NEEDS, SIGNED
 from .header import Fragment, Operand
 from .program import ELEMENTS, POSITIONS, TYPES, Operation, Program
+from .program_text import depends_on
 
 CAPTURED, NUMBER = "captured_", "number_"  # of the names of its fragment's operands
 UNIT, PER_UNIT = "score_unit", "score_per_unit"
@@ -50,7 +51,7 @@ def fragment_of(program: Program) -> Fragment:
         learned=program.learned_captures,
         reaches=tuple(_Names(program).reach(load) for load, _ in program.learned),
         text=f"<% macro emit() %>\n{struct_of(program, struct)}\n<% endmacro %>\n",
-        traced=True,
+        program=program.text,
     )
 
 
@@ -157,13 +158,8 @@ class _Names:
     def reach(self, load: str) -> str:
         """Which elements of a tile read one number by a load."""
         _, *indices = self.program.operation(load).args
-        return _REACH.get(tuple(sorted(self._bound(indices) - {"b", "h"})), "kAny")
-
-    def _bound(self, values: Sequence[str]) -> frozenset[str]:
-        """Find on which of s, b, h, i and j values depend."""
-        found = frozenset(values) & {"s", *POSITIONS}
-        made = (self.program.operation(each).args for each in values if each.startswith("v"))
-        return found.union(*map(self._bound, made))
+        bound = depends_on(self.program, indices) - {"b", "h"}
+        return _REACH.get(tuple(sorted(bound)), "kAny")
 
     def lines(self, *values: str) -> list[str]:
         """The lines that values need, in order."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..fragments.features import Features, Fragment
+from ..fragments.features import Features, Fragment, register_programs
 from ..fragments.header import CAPTURED, PREFIX
 from ..spec.problem import Problem
 
@@ -69,6 +69,8 @@ def uses_of(problem: Problem, features: Features) -> dict[str, list[FragmentUse]
     those whose operands are arguments of calls, under whatever names."""
 
     def use(axis: str, name: str, prefix: str = "") -> FragmentUse:
+        if name not in features[axis]:
+            register_programs(problem.fragment_digests)
         fragment = features[axis][name]
         start = PREFIX if fragment.called else prefix
         return FragmentUse(fragment, tuple(start + operand.name for operand in fragment.operands))

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..errors import SpecError
@@ -17,6 +18,7 @@ from ..io.values import DataError, from_data, to_data
 from ..targets.target import DEFAULT
 from . import layouts, plain
 from .call_arguments import ARGUMENTS, call_arguments, fragment_arguments, score_switches
+from .functions import FunctionError, without_functions
 from .masks import JOINT, masks_of
 from .tables import PRODUCT_LIMIT, REASON_LIMIT, Place, Table, at_most, count_specs, tables_of
 
@@ -298,7 +300,8 @@ def load_placed(paths: Iterable[str | os.PathLike[str]]) -> tuple[Placed, ...]:
         try:
             document = toml_text.read(path)
             left = PRODUCT_LIMIT - len(found)
-            found += _parse(document.data, origin, document.lines, left)
+            folder = Path(path).parent
+            found += _parse(document.data, origin, document.lines, left, folder)
         except SpecError as error:
             reasons += error.reasons
         except OSError as error:
@@ -316,9 +319,16 @@ def parse_specs(data: Mapping[str, Any], origin: str) -> tuple[AttentionSpec, ..
 
 
 def _parse(
-    data: Mapping[str, Any], origin: str, lines: toml_text.Lines, limit: int
+    data: Mapping[str, Any],
+    origin: str,
+    lines: toml_text.Lines,
+    limit: int,
+    folder: Path = Path(),
 ) -> list[Placed]:
-    """The specs of a parsed file, at most so many. Raises: SpecError."""
+    """The specs of a parsed file, at most so many. folder: of the functions that it names.
+
+    Raises: SpecError.
+    """
     fields = [field.name for field in dataclasses.fields(AttentionSpec)]
     tables, reasons = tables_of(data, origin, lines, fields)
     if too_many := count_specs(tables, origin, limit):
@@ -327,7 +337,10 @@ def _parse(
     distinct = dict.fromkeys(reasons)
     for table, values in ((each, values) for each in tables for values in each.products()):
         try:
-            found.append(Placed(from_data(AttentionSpec, values), table.place))
+            named = without_functions(values, folder)
+            found.append(Placed(from_data(AttentionSpec, named), table.place))
+        except FunctionError as error:
+            distinct[f"{table.place.of(error.field)}: {error}"] = None
         except DataError as error:
             distinct |= dict.fromkeys(_mistakes(error, values, table))
             if len(distinct) >= REASON_LIMIT:

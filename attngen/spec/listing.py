@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..fragments.features import Features
+from ..fragments.program_text import facts_of, programs_in
 from ..io.values import to_data
 from ..targets.target import names
 from . import layouts, resolve
@@ -74,7 +75,9 @@ class Listed:
     @property
     def text(self) -> str:
         direction, label = self.problem.direction, self.problem.label
-        return f"{self.spec.title:<24} {self.arch}  {direction}  {label}"
+        line = f"{self.spec.title:<24} {self.arch}  {direction}  {label}"
+        programs = programs_in(self.problem.fragment_digests)
+        return "\n  ".join([line, *(fact for each in programs for fact in facts_of(each))])
 
     @property
     def data(self) -> dict[str, Any]:

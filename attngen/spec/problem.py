@@ -38,7 +38,7 @@ class Problem:
     to it. An append writes new keys and values, of `dtype_q`, to a cache of `dtype_kv`, a cast
     stores numbers of the one in the other; both ask of all else for nothing. `fragment_digests`
     tell the texts of masks and scores that are not among attngen's templates from others of their
-    names.
+    names; that of a callable's score is its program, which is all that its kernels need of it.
     """
 
     direction: Direction

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ..fragments.features import Features
+from ..fragments.features import Features, register_programs
 from ..io.text import quoted, suggestion
 from .attention_spec import AttentionSpec
 from .masks import JOINT, joined
@@ -86,7 +86,12 @@ def _unless(dtype: str | None, default: str) -> str | None:
 
 
 def find_faults(problem: Problem, arch: str, known: Features) -> list[str]:
-    """Every reason why no spec names the problem; empty where one does."""
+    """Every reason why no spec names the problem; empty where one does. known: all fragments, to
+    which programs of the problem's own are added."""
+    try:
+        register_programs(problem.fragment_digests)
+    except ValueError as error:
+        return [f"fragment_digests: {error}"]
     if faults := _unknown_fragments(problem, known):
         return faults
     spec = spec_of(problem, arch, known)

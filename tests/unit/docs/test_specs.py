@@ -12,6 +12,7 @@ from attngen.spec import resolve
 from attngen.spec.attention_spec import AttentionSpec, load_specs
 from attngen.spec.fragment_checks import mask_names
 from attngen.spec.listing import list_features
+from tests.support.own_fragments import kept
 from tests.support.paths import ROOT
 
 PAGE = (ROOT / "docs" / "guide" / "specs.md").read_text()
@@ -26,12 +27,18 @@ def rows() -> dict[str, str]:
 
 
 def test_specs_of_the_page_have_kernels_and_the_names_that_it_says(tmp_path: Path) -> None:
-    (block,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    block, functions = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / "specs.toml").write_text(block)
     specs = load_specs(tmp_path / "specs.toml")
     assert {"train-64", "train-128", "serve-window-bshd"} <= {spec.title for spec in specs}
-    for spec in specs:
-        assert not resolve.find_violations(spec, features.scan())
+    (mods,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "mods.py").write_text(f"import torch\n\n{mods}")
+    (tmp_path / "functions.toml").write_text(functions)
+    with kept():
+        (relative,) = load_specs(tmp_path / "functions.toml")
+        assert relative.window and isinstance(relative.score_mod, str)
+        for spec in (*specs, relative):
+            assert not resolve.find_violations(spec, features.scan())
 
 
 def test_table_has_every_field_with_its_default() -> None:

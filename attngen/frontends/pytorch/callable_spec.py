@@ -1,0 +1,84 @@
+"""Functions that spec files name, as fields of specs: traced, without a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import runpy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import SpecError
+from ...fragments.features import register_program
+from . import callable_builtins
+from .callable_program import Traced, mask_program, score_program
+from .callable_trace import trace
+
+
+def fields_of(field: str, word: str, folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a spec that a function stands for.
+
+    field: `score_mod` or `mask_mod`. word: `FILE.py:NAME`, relative to the folder, or
+    `PACKAGE.MODULE:NAME`; the name of a callable, or of a function without arguments that makes
+    one. given: the spec's other fields. What it captures may be on the meta device, or of any size:
+    kernels depend on dtypes, numbers of axes, and which of it require gradients.
+    Raises: ValueError naming what is wrong.
+    """
+    mod = _function_of(word, folder)
+    try:
+        made = _traced(field, mod)
+    except SpecError as error:
+        raise ValueError(f"{word}: {error}") from error
+    own = callable_builtins.built_in_of(made, is_mask=field == "mask_mod")
+    if field == "mask_mod":
+        asked = None if own is None else callable_builtins.mask_arguments(own, given)
+        if asked is None:
+            return {"attn_mask": True}
+        return {name: x if name == "mask" else True for name, x in asked.items()}
+    if own is not None:
+        axes = tuple(made.captures[own.alibi.capture].shape) if own.alibi else ()
+        *_, b, h = (-1, -1, *axes)  # whatever they are: the call's are not known
+        asked = callable_builtins.score_arguments(own, made.captures, given, (b, h))
+        if asked is not None:
+            return {"alibi" if name == "alibi_slopes" else name: True for name in asked}
+    return {"score_mod": register_program(made.program).name}
+
+
+def _function_of(word: str, folder: Path) -> Any:
+    """The callable of that name. Raises: ValueError."""
+    place, colon, name = word.rpartition(":")
+    if not colon or not name.isidentifier():
+        raise ValueError(
+            f"{word!r} is no function: write python:FILE.py:NAME or python:MODULE:NAME"
+        )
+    try:
+        if place.endswith(".py"):
+            space = runpy.run_path(str(folder / place))
+        else:
+            space = vars(importlib.import_module(place))
+    except Exception as error:
+        raise ValueError(f"{place} does not run: {type(error).__name__}: {error}") from error
+    if name not in space:
+        raise ValueError(f"{place} has no {name}")
+    found = space[name]
+    if not callable(found):
+        raise ValueError(f"{word} is no function, but {type(found).__name__}")
+    try:
+        is_factory = not inspect.signature(found).parameters
+    except (TypeError, ValueError):
+        is_factory = False
+    return found() if is_factory else found
+
+
+def _traced(field: str, mod: Any) -> Traced:
+    """The program of a function, of captured tensors on the CPU or on the meta device."""
+    for device in map(torch.device, ("cpu", "meta")):
+        try:
+            graph = trace(field, mod, device)
+            return score_program(graph, device) if field == "score_mod" else mask_program(graph)
+        except (SpecError, RuntimeError) as error:
+            last = error
+    raise last if isinstance(last, SpecError) else SpecError(str(last))

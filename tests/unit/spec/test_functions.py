@@ -1,0 +1,120 @@
+"""Functions that spec files name: what stands for them, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import attngen
+from attngen import SpecError
+from attngen.fragments import features
+from attngen.fragments.program_text import parse_program
+from attngen.spec import resolve
+from tests.support.own_fragments import kept
+
+MODS = """
+import torch
+
+table = torch.empty(33, 1, device="meta", requires_grad=True)
+slopes = torch.empty(7)
+
+
+def softcap(s, b, h, i, j):
+    return 30 * torch.tanh(s / 30)
+
+
+def alibi(s, b, h, i, j):
+    return s - slopes[h] * (i - j).abs()
+
+
+def relative():
+    return lambda s, b, h, i, j: s + table[(j - i).clamp(-16, 16) + 16, h]
+
+
+def bent(s, b, h, i, j):
+    return 12 * s / (12 + s.abs())
+
+
+def sliding(b, h, i, j):
+    return (i >= j) & (i - j < 128)
+
+
+def causal(b, h, i, j):
+    return i >= j
+
+
+def odd(b, h, i, j):
+    return (i - j) % 2 == 0
+
+
+def draws(s, b, h, i, j):
+    return s + torch.rand(())
+
+
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    with kept():
+        yield
+
+
+@pytest.fixture
+def spec_of(tmp_path: Path):
+    """The spec of a file with such lines, beside a file of functions."""
+    (tmp_path / "mods.py").write_text(MODS)
+
+    def made(*lines: str) -> attngen.AttentionSpec:
+        path = tmp_path / "some.toml"
+        path.write_text("[[kernel]]\nhead_dim = 64\n" + "\n".join(lines))
+        (found,) = attngen.load_specs(path)
+        return found
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ('score_mod = "python:mods.py:softcap"', {"softcap": True}),
+        ('score_mod = "python:mods.py:alibi"', {"alibi": True}),
+        ('mask_mod = "python:mods.py:sliding"', {"window": True}),
+        ('mask_mod = "python:mods.py:causal"', {"mask": "causal"}),
+        ('mask_mod = "python:mods.py:odd"', {"attn_mask": True}),
+    ],
+)
+def test_functions_stand_for_fields(spec_of, line, wanted) -> None:
+    plain = "\n".join(
+        f"{k} = {str(v).lower() if v is True else repr(v)}" for k, v in wanted.items()
+    )
+    assert spec_of(line) == spec_of(plain)
+
+
+def test_other_scores_are_programs_and_learn_what_requires_gradients(spec_of) -> None:
+    bent = spec_of('score_mod = "python:mods.py:bent"', 'mask_mod = "python:mods.py:causal"')
+    assert bent.mask == "causal"
+    (problem,) = resolve.resolve(bent, features.scan())
+    assert [parse_program(text).name for text in problem.fragment_digests] == [bent.score_mod]
+    learned = spec_of('score_mod = "python:mods.py:relative"').score_mod
+    assert features.scan()["score"][learned].learned == (0,)
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("mods.py:nothing", "mods.py has no nothing"),
+        ("mods.py:number", "is no function, but int"),
+        ("mods.py", "is no function: write python:FILE.py:NAME"),
+        ("gone.py:softcap", "gone.py does not run: FileNotFoundError"),
+        ("no.such.module:softcap", "no.such.module does not run: ModuleNotFoundError"),
+        ("mods.py:draws", "score_mod draws random numbers at"),
+        ("mods.py:causal", "score_mod"),
+    ],
+)
+def test_refusals_name_the_line_and_the_reason(spec_of, word, reason) -> None:
+    with pytest.raises(SpecError, match=f"line 3: kernel .*score_mod: .*{reason}"):
+        spec_of(f'score_mod = "python:{word}"')
