@@ -85,14 +85,18 @@ kv_append__full_d128_bf16_kv_e4m3__844781(const __grid_constant__ attngen::Param
   const int lane = threadIdx.x % 32;
   const int token = blockIdx.x * kWarps + threadIdx.x / 32;
   if (token >= p.total_rows) return;
+  // Where tokens are packed, their rows are those of one batch.
+  const long long batch = p.packed ? 0 : token / p.q_len;
+  const long long row = p.packed ? token : token % p.q_len;
+  const char* key_rows = at(p.k, batch * p.k_stride_batch + row * p.k_stride_row, kBytes);
+  const char* value_rows = at(p.v, batch * p.v_stride_batch + row * p.v_stride_row, kBytes);
+  ask_for_rows<kBytes * kHeadDim>(key_rows, kBytes * p.k_stride_head, p.heads_kv, lane);
+  ask_for_rows<kBytes * kHeadDimV>(value_rows, kBytes * p.v_stride_head, p.heads_kv, lane);
   const auto* ends = static_cast<const int*>(p.cu_seqlens);
   const Token place = p.packed ? packed_token(ends, p.sequences, token, lane) : dense_token(ends, token, p.q_len);
   if (!place.there) return;
   const int before = length_before(static_cast<const int*>(p.lengths), static_cast<const int*>(p.cu_seqlens_all), place);
   const int position = before + place.row;
-  // Where tokens are packed, their rows are those of one batch.
-  const long long batch = p.packed ? 0 : place.sequence;
-  const long long row = p.packed ? token : place.row;
   const Slot slot = slot_of(static_cast<const int*>(p.page_table), p.table_stride, p.table_columns, p.page_size, p.pages, place.sequence, position);
   const auto turn_at = [&](int angle) {
     const long long angles = static_cast<long long>(max_of(min_of(angle, p.rotary_rows - 1), 0)) * (p.rotary_dim / 2);
@@ -107,7 +111,7 @@ kv_append__full_d128_bf16_kv_e4m3__844781(const __grid_constant__ attngen::Param
     make_rows<Element, Element, kBytes, kHeadDim, kAtOnce>(queries, turn_at(before + place.row * p.turned_step), nullptr, 0, lane);
   }
   if (!slot.there) return;
-  const Rows keys = {at(p.k, batch * p.k_stride_batch + row * p.k_stride_row, kBytes), kBytes * p.k_stride_head,
+  const Rows keys = {key_rows, kBytes * p.k_stride_head,
                      at(p.k_cache, slot.page * p.k_cache_stride_batch + slot.row * p.k_cache_stride_row, kStoredBytes),
                      kStoredBytes * p.k_cache_stride_head, p.heads_kv};
   const auto scales_of = [&](const void* scales, int stride) {
@@ -115,7 +119,7 @@ kv_append__full_d128_bf16_kv_e4m3__844781(const __grid_constant__ attngen::Param
   };
   const Turn none = {nullptr, nullptr, 0, false, false};
   make_rows<Element, Stored, kStoredBytes, kHeadDim, kAtOnce>(keys, turn, scales_of(p.scale_k, p.scale_k_stride_batch), p.scale_k_stride_head, lane);
-  const Rows values = {at(p.v, batch * p.v_stride_batch + row * p.v_stride_row, kBytes), kBytes * p.v_stride_head,
+  const Rows values = {value_rows, kBytes * p.v_stride_head,
                      at(p.v_cache, slot.page * p.v_cache_stride_batch + slot.row * p.v_cache_stride_row, kStoredBytes),
                      kStoredBytes * p.v_cache_stride_head, p.heads_kv};
   make_rows<Element, Stored, kStoredBytes, kHeadDimV, kAtOnce>(values, none, scales_of(p.scale_v, p.scale_v_stride_batch), p.scale_v_stride_head, lane);

@@ -63,21 +63,23 @@ kv_append__full_d128_e4m3__e64d20(const __grid_constant__ attngen::Params p) {
   const int lane = threadIdx.x % 32;
   const int token = blockIdx.x * kWarps + threadIdx.x / 32;
   if (token >= p.total_rows) return;
+  // Where tokens are packed, their rows are those of one batch.
+  const long long batch = p.packed ? 0 : token / p.q_len;
+  const long long row = p.packed ? token : token % p.q_len;
+  const char* key_rows = at(p.k, batch * p.k_stride_batch + row * p.k_stride_row, kBytes);
+  const char* value_rows = at(p.v, batch * p.v_stride_batch + row * p.v_stride_row, kBytes);
   const auto* ends = static_cast<const int*>(p.cu_seqlens);
   const Token place = p.packed ? packed_token(ends, p.sequences, token, lane) : dense_token(ends, token, p.q_len);
   if (!place.there) return;
   const int before = length_before(static_cast<const int*>(p.lengths), static_cast<const int*>(p.cu_seqlens_all), place);
   const int position = before + place.row;
-  // Where tokens are packed, their rows are those of one batch.
-  const long long batch = p.packed ? 0 : place.sequence;
-  const long long row = p.packed ? token : place.row;
   const Slot slot = slot_of(static_cast<const int*>(p.page_table), p.table_stride, p.table_columns, p.page_size, p.pages, place.sequence, position);
   if (!slot.there) return;
-  const Rows keys = {at(p.k, batch * p.k_stride_batch + row * p.k_stride_row, kBytes), kBytes * p.k_stride_head,
+  const Rows keys = {key_rows, kBytes * p.k_stride_head,
                      at(p.k_cache, slot.page * p.k_cache_stride_batch + slot.row * p.k_cache_stride_row, kStoredBytes),
                      kStoredBytes * p.k_cache_stride_head, p.heads_kv};
   copy_rows<kBytes * kHeadDim>(keys, lane);
-  const Rows values = {at(p.v, batch * p.v_stride_batch + row * p.v_stride_row, kBytes), kBytes * p.v_stride_head,
+  const Rows values = {value_rows, kBytes * p.v_stride_head,
                      at(p.v_cache, slot.page * p.v_cache_stride_batch + slot.row * p.v_cache_stride_row, kStoredBytes),
                      kStoredBytes * p.v_cache_stride_head, p.heads_kv};
   copy_rows<kBytes * kHeadDimV>(values, lane);

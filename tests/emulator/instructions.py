@@ -53,6 +53,7 @@ STATEMENTS: dict[str, str] = {
     "fence.proxy.async.global;": "",
     "wgmma.fence.sync.aligned;": f"{_E}multiply_fence()",
     "prefetch.tensormap [%0];": "",
+    "prefetch.global.L2 [%0];": "",
     "setmaxnreg.dec.sync.aligned.u32 %0;": "",
     "setmaxnreg.inc.sync.aligned.u32 %0;": "",
     "griddepcontrol.launch_dependents;": "",

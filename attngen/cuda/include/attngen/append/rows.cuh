@@ -40,6 +40,18 @@ struct Turn {
   }
 };
 
+// Asks L2 for a token's heads, kBytes each: they are on their way while their place is looked up,
+// however few registers a lane has left for what it has asked for.
+template <int kBytes>
+ATTNGEN_DEVICE void ask_for_rows(const char* from, long long from_head, int heads, int lane) {
+  constexpr int kLine = 128;  // bytes
+  constexpr int kLines = ceil_div(kBytes, kLine);
+  for (int line = lane; line < heads * kLines; line += kWarpLanes) {
+    const char* address = from + line / kLines * from_head + line % kLines * kLine;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+  }
+}
+
 // kBytes of each head, as they are.
 template <int kBytes>
 ATTNGEN_DEVICE void copy_rows(const Rows& rows, int lane) {
@@ -206,6 +218,39 @@ ATTNGEN_DEVICE void put_one(char* row, int column, float x, float scale) {
   }
 }
 
+// kDim columns of each head, all of which turn with those half of kDim apart, and stored as kBytes
+// each: a lane has both, each read once. Other arguments as of make_rows.
+template <class Element, class Stored, int kBytes, int kDim, bool kAtOnce>
+ATTNGEN_DEVICE void make_halves(const Rows& rows, const Turn& turn, const float* scales, int stride,
+                                int lane) {
+  constexpr int kCount = 8;
+  constexpr int kHalf = kDim / 2;
+  constexpr int kUnits = kHalf / kCount;
+  for (int unit = lane; unit < rows.heads * kUnits; unit += kWarpLanes) {
+    const int head = unit / kUnits;
+    const int column = unit % kUnits * kCount;
+    const char* from = rows.from + head * rows.from_head;
+    float first[kCount];
+    float second[kCount];
+    float cosines[kCount];
+    float sines[kCount];
+    read_many<Element, kAtOnce>(first, from, column);
+    read_many<Element, kAtOnce>(second, from, column + kHalf);
+    read_table<Element, kAtOnce>(cosines, turn.cosines, column, turn.wide);
+    read_table<Element, kAtOnce>(sines, turn.sines, column, turn.wide);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float x = first[i];
+      first[i] = turned_first(x, second[i], cosines[i], sines[i]);
+      second[i] = turned_second(x, second[i], cosines[i], sines[i]);
+    }
+    const float scale = scales == nullptr ? 1.f : scales[head * stride];
+    char* to = rows.to + head * rows.to_head + column * kBytes;
+    put_many<Stored, kBytes>(to, first, scale);
+    put_many<Stored, kBytes>(to + kHalf * kBytes, second, scale);
+  }
+}
+
 // kDim columns of each head, rotated, and stored as kBytes each. `scales`: of the heads, `stride`
 // apart, or null for 1. kAtOnce: whether 8 columns come in one load, for which kernels that do not
 // narrow have no registers left.
@@ -217,6 +262,12 @@ ATTNGEN_DEVICE void make_rows(const Rows& rows, const Turn& turn, const float* s
   constexpr int kBatch = 1;  // of units that a lane has asked for before it stores the first
   const bool whole = kDim % kCount == 0 && turn.dim % (2 * kCount) == 0;
   if (whole && rows.aligned() && turn.aligned()) {
+    if constexpr (kDim % (2 * kCount) == 0) {
+      if (turn.dim == kDim && !turn.pairs) {
+        make_halves<Element, Stored, kBytes, kDim, kAtOnce>(rows, turn, scales, stride, lane);
+        return;
+      }
+    }
     const int all = rows.heads * kUnits;
     for (int start = lane; start < all; start += kBatch * kWarpLanes) {
       float x[kBatch][kCount];
