@@ -24,6 +24,7 @@ from attngen.bench.peers import Absent, load_fa3_operators
 from tools.ring_peer import Ring
 
 MOST_CALLS, LEAST_MS = 20, 30.0  # of a round
+MOST_CAPTURED = 32768  # tokens of a call that is captured: longer ones do not wait for the host
 ALONE, RING = "one GPU's share", "ring of FlashAttention-3"
 COMMS: tuple[parallel.Comm, ...] = ("p2p", "all_gather", "a2a")
 AUTO: parallel.Comm = "auto"
@@ -88,7 +89,8 @@ def timed_calls(shape: Shape, length: int, operators: Any) -> Iterator[tuple[str
             both[RING] = partial(_ring_both, ring, own, own_d_out)
     for direction, calls in (("forward", forward), ("both", both)):
         eager = [Timed(name, call) for name, call in calls.items()]
-        graphs = [Timed(f"{name}, graph", captured(calls[name])) for name in COMMS]
+        captures = COMMS if length <= MOST_CAPTURED else ()
+        graphs = [Timed(f"{name}, graph", captured(calls[name])) for name in captures]
         yield direction, eager + graphs
 
 
