@@ -3,8 +3,8 @@
     python tools/report_chip.py -o my-gpu.json
 
 For chips on which no kernel has been run yet (docs/guide/gpus.md): in a checkout, with torch,
-pytest and what compiles (`pip install '.[compile]'`). It runs the tests of the forward by products
-of warps against float64, and times that beside PyTorch's own; both take some minutes. The file says
+pytest and what compiles (`pip install '.[compile]'`). It runs the tests of kernels by products of
+warps against float64, and times both directions beside PyTorch's own; all take some minutes. The file says
 which chip and versions these were, what failed with its message, and the figures.
 """
 
@@ -27,17 +27,19 @@ from attngen.io.values import to_data  # noqa: E402
 from tools.gpu_results import ReportError, summarise_junit  # noqa: E402
 
 SCHEMA = 1
-TESTS = "tests/gpu/test_mma_sync.py"
+TESTS = ("tests/gpu/test_mma_sync.py", "tests/gpu/test_mma_sync_backward.py")
 CASES = "b4-s4k-*,b1-s16k-*"
 
 
 def commands(folder: Path) -> dict[str, list[str]]:
     """Commands to run, by their names; reports are left in the folder."""
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
-    bench = ["-m", "attngen", "bench", "fwd", "--cases", CASES, "--peers", "sdpa"]
+    bench = ["-m", "attngen", "bench"]
+    options = ["--cases", CASES, "--peers", "sdpa", "--json"]
     return {
-        "tests": [*pytest, TESTS, f"--junit-xml={folder / 'tests.xml'}"],
-        "speed": [*bench, "--json", str(folder / "speed.json")],
+        "tests": [*pytest, *TESTS, f"--junit-xml={folder / 'tests.xml'}"],
+        "speed": [*bench, "fwd", *options, str(folder / "speed.json")],
+        "speed_of_gradients": [*bench, "bwd", *options, str(folder / "speed_of_gradients.json")],
     }
 
 
@@ -50,10 +52,11 @@ def collect(folder: Path, exits: dict[str, int]) -> dict[str, Any]:
         found["tests"] = summarise_junit(folder / "tests.xml")
     except ReportError as error:
         found["tests"] = {"error": str(error)}
-    try:
-        found["speed"] = json.loads((folder / "speed.json").read_text())
-    except (OSError, ValueError) as error:
-        found["speed"] = {"error": f"no figures: {type(error).__name__}"}
+    for name in ("speed", "speed_of_gradients"):
+        try:
+            found[name] = json.loads((folder / f"{name}.json").read_text())
+        except (OSError, ValueError) as error:
+            found[name] = {"error": f"no figures: {type(error).__name__}"}
     return found
 
 
