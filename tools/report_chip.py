@@ -27,7 +27,7 @@ from attngen.io.values import to_data  # noqa: E402
 from tools.gpu_results import ReportError, summarise_junit  # noqa: E402
 
 SCHEMA = 1
-TESTS = ("tests/gpu/test_mma_sync.py", "tests/gpu/test_mma_sync_backward.py")
+TESTS = tuple(f"tests/gpu/test_mma_{name}.py" for name in ("sync", "sync_backward", "decode"))
 CASES = "b4-s4k-*,b1-s16k-*"
 
 
