@@ -199,5 +199,6 @@ def test_mma_forward_is_traced_whole_with_gradients_and_without():
 
 def test_mma_forward_refuses_what_it_does_not_serve():
     q, k, v = oracle.operands(1, 2, 1, 70, 130, 64)
-    with pytest.raises(attngen.SpecError, match="mma.sync have no split keys"):
-        attngen.attention(q, k, v, num_splits=2, backend="cuda")
+    bias = oracle.randn(1, 1, 70, 130)
+    with pytest.raises(attngen.SpecError, match="split the keys of plain operands"):
+        attngen.attention(q, k, v, bias=bias, num_splits=2, backend="cuda")
