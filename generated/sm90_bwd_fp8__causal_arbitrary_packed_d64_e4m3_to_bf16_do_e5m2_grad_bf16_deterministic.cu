@@ -1,4 +1,4 @@
-// sm90_bwd_fp8__causal_arbitrary_packed_d64_e4m3_to_bf16_do_e5m2_grad_bf16_deterministic__7f62e4
+// sm90_bwd_fp8__causal_arbitrary_packed_d64_e4m3_to_bf16_do_e5m2_grad_bf16_deterministic__b94def
 // Rendered by attngen from kernels/wgmma/backward/fp8.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/mask_bits.cuh"
@@ -406,7 +406,7 @@ static_assert(sizeof(Job) <= kJobBytes);
 
 ATTNGEN_DEVICE int key_heads_together(const Params& p, int length) {
   const int fitting = 699050 / p.group_size / max_of(length, 1);
-  return max_of(min_of(min_of(fitting, 32), p.heads_kv), 1);
+  return max_of(min_of(min_of(fitting, 8), p.heads_kv), 1);
 }
 
 // Writes the schedule of few sequences to shared memory, where no kernel before this one has written
@@ -936,7 +936,7 @@ struct Consumer {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-sm90_bwd_fp8__causal_arbitrary_packed_d64_e4m3_to_bf16_do_e5m2_grad_bf16_deterministic__7f62e4(const __grid_constant__ attngen::Params p) {
+sm90_bwd_fp8__causal_arbitrary_packed_d64_e4m3_to_bf16_do_e5m2_grad_bf16_deterministic__b94def(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   const u32 smem = shared_address(shared);

@@ -1,4 +1,4 @@
-// varlen_prepare__causal_arbitrary_packed_d64_e4m3_to_bf16_do_e5m2_grad_bf16_deterministic__070a51
+// varlen_prepare__causal_arbitrary_packed_d64_e4m3_to_bf16_do_e5m2_grad_bf16_deterministic__1028c6
 // Rendered by attngen from kernels/support/order.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/ptx/global.cuh"
@@ -161,7 +161,7 @@ ATTNGEN_DEVICE bool is_ordered(const Params& p, const void* schedule) {
 
 ATTNGEN_DEVICE int key_heads_together(const Params& p, int length) {
   const int fitting = 699050 / p.group_size / max_of(length, 1);
-  return max_of(min_of(min_of(fitting, 32), p.heads_kv), 1);
+  return max_of(min_of(min_of(fitting, 8), p.heads_kv), 1);
 }
 
 ATTNGEN_DEVICE void schedule_keys(const Params& p) {
@@ -174,7 +174,7 @@ ATTNGEN_DEVICE void schedule_keys(const Params& p) {
 
 // Grid: one CTA.
 extern "C" __global__ void __launch_bounds__(1024)
-varlen_prepare__causal_arbitrary_packed_d64_e4m3_to_bf16_do_e5m2_grad_bf16_deterministic__070a51(const __grid_constant__ attngen::Params p) {
+varlen_prepare__causal_arbitrary_packed_d64_e4m3_to_bf16_do_e5m2_grad_bf16_deterministic__1028c6(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   if (!is_ordered(p, p.kv_schedule)) schedule_keys(p);
 }

@@ -180,7 +180,9 @@ def _held_steps(problem: Problem) -> int:
         most += HELD_STEPS
     elif column_parts(problem) > 1 and (problem.varlen or problem.deterministic):
         most = 0
-    beside = is_crowded(problem) or problem.dropout or problem.mixed
+    beside = is_crowded(problem) or problem.dropout
+    if problem.mixed:  # elsewhere one spills, here none does
+        most = int(problem.deterministic and not problem.varlen)
     return 0 if beside else min(most, steps_of(problem.head_dim_qk))
 
 
