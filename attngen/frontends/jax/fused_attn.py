@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,10 +117,7 @@ def _attend(call: FusedAttn, carriers: tuple[Array, ...], given: dict[str, Any])
 def _refusals(call: FusedAttn) -> list[str]:
     reasons: list[str] = []
     if call.context_parallel_axis and call.qkv_layout.is_thd():
-        reasons.append(
-            f"context_parallel_axis={call.context_parallel_axis!r}: plans are made of lengths that "
-            f"are known while tracing; got {call.qkv_layout}. Call context_attention in layout thd."
-        )
+        reasons += _refused_of_segments(call)
     elif call.stripe_size is not None and not call.context_parallel_axis:
         reasons.append("stripe_size belongs to context_parallel_axis; leave it out")
     mods = (call.score_mod, call.score_mod_bprop)
@@ -136,8 +133,43 @@ def _refusals(call: FusedAttn) -> list[str]:
     return reasons
 
 
+def _refused_of_segments(call: FusedAttn) -> Iterator[str]:
+    """Why rows of several segments cannot be spread over an axis."""
+    described = call.sequence_descriptor
+    both = f"context_parallel_axis={call.context_parallel_axis!r} beside {call.qkv_layout}"
+    if not isinstance(described, SequenceDescriptor) or not described.has_ids:
+        yield f"{both} needs a SequenceDescriptor.from_segment_ids_and_pos"
+    if call.bias is not None:
+        yield f"{both} takes no bias"
+    if call.is_training and call.dropout_probability > 0:
+        yield f"{both} has no dropout: which weights it drops would depend on the devices"
+
+
+def _segments_over_devices(call: FusedAttn, backend: str) -> Array:
+    """The output of the device's part of rows of several segments, whose numbers are traced: in any
+    order of tokens, by booleans of the device's queries and all keys."""
+    described, axis = call.sequence_descriptor, call.context_parallel_axis
+    assert isinstance(described, SequenceDescriptor)  # checked with the call
+    shown = described.shown_over(
+        axis,
+        call.max_segments_per_seq,
+        call.window_size or (-1, -1),
+        (call.attn_mask_type.is_causal(), call.attn_mask_type.is_bottom_right()),
+    )
+    given = {**_given(call, backend), "mask": "none", "window": None, "attn_mask": shown[:, None]}
+    over = Spread(
+        axis, call.context_parallel_strategy, "contiguous", jnp.float32,
+        call.context_checkpoint_name,
+    )  # fmt: skip
+    out = attend_spread(*_separate(call), over, given)
+    assert not isinstance(out, tuple)  # by-products are not asked for
+    return out
+
+
 def _over_devices(call: FusedAttn, backend: str) -> Array:
     """The output of the device's part of the sequences."""
+    if call.qkv_layout.is_thd():
+        return _segments_over_devices(call, backend)
     axis, stripe = call.context_parallel_axis, call.stripe_size
     order: AnyOrder = "contiguous"
     if call.context_parallel_causal_load_balanced:

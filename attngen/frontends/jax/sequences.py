@@ -103,6 +103,30 @@ class SequenceDescriptor:
         q, kv = (_joined(*each, size) for each, size in zip(found, rows, strict=True))
         return q, kv
 
+    def shown_over(
+        self, axis: str, segments: int, window: tuple[int, int], diagonal: tuple[bool, bool]
+    ) -> Array:
+        """Keys of all devices along an axis of a mesh that each of the device's queries sees, bool
+        [b, s_q / n, s_kv], keys of one device behind those of another.
+
+        segments: the most of a row; window: keys before and behind a query's, −1 unbounded;
+        diagonal: whether keys behind it are hidden, and whether it ends with its segment's keys.
+        """
+        (ids, of_keys), (positions, key_positions) = self.segment_ids, self.segment_pos
+        causal, aligned = diagonal
+        keys = jax.lax.all_gather(of_keys, axis, axis=1, tiled=True)
+        j = jax.lax.all_gather(key_positions, axis, axis=1, tiled=True)[:, None, :]
+        i = positions
+        if aligned:
+            (lengths, _), (key_lengths, _) = (_of_ids(x, segments) for x in self.segment_ids)
+            moved = jax.lax.psum(key_lengths - lengths, axis)
+            i = i + jnp.take_along_axis(moved, jnp.maximum(ids - 1, 0), axis=1)
+        i, (left, right) = i[:, :, None], window
+        right = 0 if causal else right
+        shown: Array = (ids[:, :, None] == keys[:, None, :]) & (ids[:, :, None] > 0)
+        shown = shown & (j >= i - left) if left >= 0 else shown
+        return shown & (j <= i + right) if right >= 0 else shown
+
 
 def _pair(value: Any) -> Pair:
     """An array of queries and one of keys, which may be one. Raises: SpecError, TypeError."""

@@ -51,6 +51,7 @@ WORDS: dict[str, Any] = {
     "is_training": True,
 }
 IDS = np.array([[1, 1, 1, 2, 2, 0, 3, 3], [1, 1, 1, 1, 1, 1, 0, 0]], np.int32)
+SHORTER = np.array([[1, 1, 2, 2, 2, 2, 3, 0], [1, 1, 1, 1, 0, 0, 0, 0]], np.int32)
 POSITIONS = np.array([[0, 1, 2, 0, 1, 0, 0, 1], [0, 1, 2, 3, 4, 5, 0, 0]], np.int32)
 LENGTHS = np.array([[3, 2, 2], [6, -1, -1]], np.int32)
 OFFSETS = np.array([[0, 3, 6, 8], [0, 6, -1, -1]], np.int32)
@@ -149,7 +150,7 @@ def test_dropout_takes_the_first_seed_and_only_while_training() -> None:
                 "qkv_layout": QKVLayout.THD_THD_THD,
                 "attn_mask_type": AttnMaskType.PADDING_MASK,
             },
-            "plans are made of lengths that are known while tracing",
+            "needs a SequenceDescriptor.from_segment_ids_and_pos",
         ),
         ({"score_mod": abs}, "score_mod of cuDNN"),
         ({"qkv_layout": QKVLayout.BS3HD}, "needs 1 arrays in qkv"),
@@ -219,6 +220,55 @@ def test_sequences_over_devices(strategy: CPStrategy) -> None:
         out_specs=rows,
     )
     close(jax.jit(run)(packed, ids), jax.jit(attend)(packed, ids))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("strategy", [CPStrategy.RING, CPStrategy.ALL_GATHER])
+@pytest.mark.parametrize(
+    ("mask", "window"),
+    [("padding", (-1, -1)), ("padding_causal", (2, 0)), ("padding_causal_bottom_right", (-1, -1))],
+    ids=["padding", "window", "bottom right"],
+)
+def test_segments_over_devices(strategy: CPStrategy, mask: str, window: tuple[int, int]) -> None:
+    """Rows of several segments, whose numbers are traced, in stripes over two devices."""
+    queries, keys = IDS, SHORTER if "bottom" in mask else IDS
+    ids = tuple(map(jnp.asarray, (queries, keys)))
+    spots = tuple(jnp.asarray(_places_in(x)) for x in (queries, keys))
+    words = {**WORDS, "attn_mask_type": AttnMaskType(mask), "window_size": window}
+    words |= {"qkv_layout": QKVLayout.THD_THD_THD, "max_segments_per_seq": 3}
+    words |= {"softmax_type": AttnSoftmaxType.OFF_BY_ONE_SOFTMAX}
+    del words["sequence_descriptor"]
+
+    def attend(tensors: Any, ids: Any, places: Any, **more: Any) -> Any:
+        described = SequenceDescriptor.from_segment_ids_and_pos(ids, places)
+        return fused_attn(tensors, sequence_descriptor=described, **words, **more)
+
+    def spread(tensors: Any, *described: Any) -> Any:
+        axis = {"context_parallel_axis": "cp", "context_parallel_strategy": strategy}
+        return attend(tensors, *described, **axis, stripe_size=1)
+
+    rows = PartitionSpec(None, "cp")
+    mesh = Mesh(np.array(jax.devices()[:2]), "cp")
+    run = jax.shard_map(spread, mesh=mesh, in_specs=rows, out_specs=rows)
+    order = np.array([*range(0, S, 2), *range(1, S, 2)])
+
+    def results(function: Any, places: Any) -> Any:
+        def loss(tensors: Any, *described: Any) -> Any:
+            out = function(tensors, *described)
+            return (out**2).sum(), out
+
+        given = jax.tree.map(lambda x: x[:, places], ((Q, KEY, VALUE), ids, spots))
+        gradients, out = jax.jit(jax.grad(loss, has_aux=True))(*given)
+        return [x[:, np.argsort(places)] for x in (out, *gradients)]
+
+    for found, wanted in zip(results(run, order), results(attend, np.arange(S)), strict=True):
+        assert np.allclose(found, wanted, atol=1e-5) and wanted.any()
+
+
+def _places_in(ids: Any) -> Any:
+    """The position of each token among those of its segment."""
+    same = ids[:, :, None] == ids[:, None, :]
+    return np.tril(same).sum(-1, dtype=np.int32) - 1
 
 
 def test_masks_of_windows() -> None:
