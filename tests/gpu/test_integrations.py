@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from attngen.integrations import flash_attn, flash_attn_interface
 from attngen.integrations import transformers as door
 from attngen.integrations.torch import replaced_sdpa, sdpa, varlen_attn
+from attngen.integrations.xformers import memory_efficient_attention
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import varlen
@@ -224,3 +226,28 @@ def test_generation_of_transformers_runs_on_kernels(llama: Any, cache: str) -> N
         logits.append(torch.stack(found.logits)[0])  # later ones follow from a choice of tokens
     found, wanted = logits
     assert (found - wanted).float().norm() <= 2e-2 * wanted.float().norm()
+
+
+# ---- xformers
+
+
+def test_blocks_of_xformers_run_on_kernels() -> None:
+    """Of sequences in a row whose keys are padded apart, beside the definition."""
+    fields = {
+        "q_seqinfo": SimpleNamespace(seqstart=torch.tensor([0, 70, 100])),
+        "k_seqinfo": SimpleNamespace(
+            seqstart=torch.tensor([0, 150, 300]), seqlen=torch.tensor([120, 31])
+        ),
+    }
+    for info in fields.values():
+        for name, x in vars(info).items():
+            setattr(info, name, x.to(oracle.DEVICE, torch.int32))
+    kind = type("BlockDiagonalCausalWithOffsetPaddedKeysMask", (SimpleNamespace,), {})
+    results = []
+    for backend in ("cuda", "reference"):
+        operands = leaves((1, 100, 4, 64), (1, 300, 4, 64), (1, 300, 4, 64))
+        out = memory_efficient_attention(*operands, kind(**fields), backend=backend)
+        out.backward(oracle.randn(*out.shape, seed=8))
+        results.append([out, *(x.grad for x in operands)])
+    for found, wanted in zip(*results, strict=True):
+        alike(found, wanted)
