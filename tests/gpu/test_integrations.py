@@ -232,7 +232,7 @@ def test_generation_of_transformers_runs_on_kernels(llama: Any, cache: str) -> N
 
 
 def test_blocks_of_xformers_run_on_kernels() -> None:
-    """Of sequences in a row whose keys are padded apart, beside the definition."""
+    """Sequences in a row, whose keys are padded apart, are those of the definition."""
     fields = {
         "q_seqinfo": SimpleNamespace(seqstart=torch.tensor([0, 70, 100])),
         "k_seqinfo": SimpleNamespace(
