@@ -4,8 +4,8 @@
 
 For chips on which no kernel has been run yet (docs/guide/gpus.md): in a checkout, with torch,
 pytest and what compiles (`pip install '.[compile]'`). It runs the tests of kernels by products of
-warps against float64, and times both directions beside PyTorch's own; all take some minutes. The file says
-which chip and versions these were, what failed with its message, and the figures.
+warps against float64, and times both directions beside PyTorch's own; all take some minutes. The
+file says which chip and versions these were, what failed with its message, and the figures.
 """
 
 from __future__ import annotations
