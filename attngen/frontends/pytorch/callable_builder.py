@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,15 +25,17 @@ class View:
 class Builder(Operations):
     """Operations, and the captured tensors that they read.
 
-    merged: whether tensors that are not one object were found to be one part of memory, which they
-    need not be in another call.
+    origins: where captures come from, as `view` is told. merged: whether tensors that are not one
+    object were found to be one part of memory, which they need not be in another call.
     """
 
     captures: list[Tensor] = field(default_factory=list)
+    origins: list[Any] = field(default_factory=list)
     merged: bool = False
 
-    def view(self, tensor: Tensor) -> View:
-        """A captured tensor, in a dtype and of a rank that kernels read."""
+    def view(self, tensor: Tensor, origin: Any) -> View:
+        """A captured tensor, in a dtype and of a rank that kernels read. origin: what it is in a
+        trace."""
         like = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         for place, each in enumerate(self.captures):
             same = (each.data_ptr(), each.shape, each.stride(), each.dtype) == like
@@ -40,6 +43,7 @@ class Builder(Operations):
                 self.merged |= each is not tensor
                 return View(place, [None] * max(1, tensor.ndim) if tensor.ndim else ["i:0"])
         self.captures.append(tensor)
+        self.origins.append(origin)
         return View(len(self.captures) - 1, [None] * tensor.ndim if tensor.ndim else ["i:0"])
 
     def learns(self, load: str) -> bool:

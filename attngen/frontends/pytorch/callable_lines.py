@@ -98,7 +98,7 @@ class Lines:
             return self._select(node)
         found = self.evaluate(node)
         if "c" in self.depends[node] or found.ndim:
-            return self.builder.view(found)
+            return self.builder.view(found, (self.graph, node))
         return self.builder.constant(found.item(), type_of(found.dtype))
 
     def _is_read(self, node: Node) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from ...fragments.building import Number
 from ...fragments.program import Program
@@ -24,7 +24,8 @@ _NOTHING = "f:0.0"
 class Traced:
     """A callable's program, with what a call passes for it: captured tensors, and numbers.
 
-    sources: the tensors as the callable has them; key: its fingerprint, None where what it computes
+    sources: the tensors as the callable has them; origins: the nodes of a fresh trace that these
+    are; key: its fingerprint, None where what it computes
     may depend on more; merged: whether some of them are one because they lie in one place.
     """
 
@@ -32,6 +33,7 @@ class Traced:
     captures: tuple[Tensor, ...]
     numbers: tuple[Number, ...]
     sources: tuple[Tensor, ...] = ()
+    origins: tuple[tuple[GraphModule, Node], ...] = ()
     key: tuple[Any, ...] | None = None
     merged: bool = False
 
@@ -85,4 +87,5 @@ def _traced(
     numbers = tuple(number for _, number in builder.numbers)
     read = tuple(map(as_read, builder.captures))
     sources = tuple(builder.captures)
-    return Traced(program, read, numbers, sources, merged=builder.merged)
+    origins = tuple(builder.origins)
+    return Traced(program, read, numbers, sources, origins, merged=builder.merged)

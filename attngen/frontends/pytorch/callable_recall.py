@@ -41,7 +41,7 @@ class _Memory:
     known of the function.
     """
 
-    name: str
+    kind: Any
     code: types.CodeType
     names: tuple[str, ...]
     absent: tuple[str, ...]
@@ -75,13 +75,13 @@ class _Memory:
 _memories: dict[int, list[_Memory]] = {}  # by the identity of code, which they keep
 
 
-def recall(name: str, function: Any) -> tuple[Any, list[Tensor]] | None:
-    """Find what is known of a function, by its argument's name, and the tensors that it reaches, in
-    the order of its fingerprint; None where that has to say so."""
+def recall(kind: Any, function: Any) -> tuple[Any, list[Tensor]] | None:
+    """Find what is known of a function and the tensors that it reaches, in the order of its
+    fingerprint; None where that has to say so. kind: what else tells it from others."""
     if type(function) is not types.FunctionType:
         return None
     for each in _memories.get(id(function.__code__), ()):
-        if each.name == name and not (function.__defaults__ or function.__kwdefaults__):
+        if each.kind == kind and not (function.__defaults__ or function.__kwdefaults__):
             try:
                 tensors = each.tensors_of(function)
             except ValueError:  # a cell without contents
@@ -91,9 +91,9 @@ def recall(name: str, function: Any) -> tuple[Any, list[Tensor]] | None:
     return None
 
 
-def remember(name: str, function: Any, found: Any) -> None:
+def remember(kind: Any, function: Any, found: Any) -> None:
     """Let a function be recalled, and others of its code that close over the like, if it reaches
-    numbers, tensors and parts of torch alone. found: what is known of it."""
+    numbers, tensors and parts of torch alone. kind: as `recall` has it; found: what is known."""
     if type(function) is not types.FunctionType or vars(function):
         return
     if function.__defaults__ or function.__kwdefaults__:
@@ -112,7 +112,7 @@ def remember(name: str, function: Any, found: Any) -> None:
     kept = _memories.setdefault(id(function.__code__), [])
     made = tuple((type(x), _format_of(x)) for x in values)
     absent = tuple(names - space.keys())
-    kept.insert(0, _Memory(name, function.__code__, known, absent, made, found))
+    kept.insert(0, _Memory(kind, function.__code__, known, absent, made, found))
     del kept[_MOST_FUNCTIONS:]
 
 

@@ -28,6 +28,7 @@ from .callable_fingerprint import fingerprint
 from .callable_gradients import stand_in
 from .callable_mask import Masks, Sizes, listed_by
 from .callable_program import Traced, mask_program, score_program
+from .callable_prologue import Place, Prologue, evaluate, prologue_of
 from .callable_recall import recall, remember
 from .callable_trace import trace
 from .torch_private import PLAIN, has_transforms, is_traced, undisturbed
@@ -103,7 +104,7 @@ def attend_known(
             own = mask_arguments(built_in, given)
         elif built_in is not None:
             sizes = _sizes_of(q, k, given.get("layout", "bshd")) if built_in.alibi else (-1, -1)
-            captures = [as_read(tensors[place]) for place in known.places]
+            captures = [as_read(x) for x in known.read(tensors)] if built_in.alibi else []
             own = score_arguments(built_in, captures, made, sizes)
         if own is not None:
             made[name] = None
@@ -122,14 +123,16 @@ def attend_known(
 def _find(name: str, mod: Any) -> tuple[_Known, list[Tensor]] | None:
     """Find what is known of a function that a call has had, and its tensors; None where that is
     nothing."""
-    recalled = recall(name, mod)
+    # Work on whole tensors that require gradients has none where nobody wants any.
+    kind = name, torch.is_grad_enabled()
+    recalled = recall(kind, mod)
     if recalled is not None:
         return recalled
     key, tensors = fingerprint(mod)
-    known = None if key is None else _known.get((name, *key))
+    known = None if key is None else _known.get((*kind, *key))
     if known is None or not known.is_served:
         return None
-    remember(name, mod, known)
+    remember(kind, mod, known)
     return known, tensors
 
 
@@ -198,15 +201,15 @@ def _may_have_kernels(call: AttentionCall) -> bool:
 
 @dataclass(eq=False)
 class _Known:
-    """A function's fragment and numbers, and where among the tensors that its fingerprint names
-    those are that it reads.
+    """A function's fragment and numbers, and how those that it reads are made of the tensors that
+    its fingerprint names.
 
     device: that of all its tensors, None where they have several; is_served: whether a call with
     it has passed all checks, and its fragment is registered; built_in: what attngen has of it.
     """
 
     traced: Traced
-    places: tuple[int, ...]
+    places: tuple[Prologue, ...]
     device: torch.device | None
     is_served: bool = False
 
@@ -226,18 +229,26 @@ class _Known:
     def pass_on(self, tensors: Sequence[Tensor], made: dict[str, Any]) -> None:
         """Add the arguments of a call with its fragment."""
         made.update(self._numbers)
-        for name, place in zip(self._names, self.places, strict=True):
-            made[name] = as_read(tensors[place])
+        read = self.read(tensors)
+        for name, x in zip(self._names, read, strict=True):
+            made[name] = as_read(x)
         if self.traced.program.learned:
             learned = self.traced.program.learned_captures
-            made[LEARNED] = stand_in([tensors[self.places[place]] for place in learned])
+            made[LEARNED] = stand_in([read[place] for place in learned])
 
     def of(self, tensors: Sequence[Tensor]) -> Traced:
         """Its trace for the tensors of another call."""
-        read = tuple([tensors[place] for place in self.places])
+        read = tuple(self.read(tensors))
         captures = tuple([as_read(x) for x in read])
         known = self.traced
-        return Traced(known.program, captures, known.numbers, read, known.key)
+        return Traced(known.program, captures, known.numbers, read, key=known.key)
+
+    def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors that its program reads, of those of another call."""
+        return [
+            tensors[each.place] if type(each) is Place else evaluate(each, tensors)
+            for each in self.places
+        ]
 
 
 def _note(traced: Traced) -> None:
@@ -261,7 +272,7 @@ def _traced(name: str, mod: Any, device: torch.device) -> Traced:
     Raises: SpecError naming what kernels lack.
     """
     key, tensors = fingerprint(mod)
-    key = None if key is None else (name, *key)
+    key = None if key is None else (name, torch.is_grad_enabled(), *key)
     if key is not None and (known := _known.get(key)) is not None:
         traced = known.of(tensors)
     else:
@@ -290,24 +301,24 @@ def _keep(
     reads_values: bool,
 ) -> None:
     """Remember a trace, where a later call can know that it holds."""
-    places = [[n for n, x in enumerate(tensors) if x is each] for each in traced.sources]
+    origins = [prologue_of(*origin, tensors) for origin in traced.origins]
+    places = tuple([each for each in origins if each is not None])
     numbers = any(not x.ndim and x.device.type == "cpu" for x in tensors)
-    if key is None or reads_values or numbers or traced.merged or not all(places):
+    if key is None or reads_values or numbers or traced.merged or len(places) < len(origins):
         code = getattr(mod, "__code__", type(mod))
         if code not in _logged:
             _logged.add(code)
             log.info(
                 "%s is traced in each call: it reaches objects that may change, reads "
-                "values of tensors, or computes with whole ones",
+                "values of tensors, or makes some",
                 getattr(mod, "__qualname__", mod),
             )
         return
     if len(_known) >= _MOST_KNOWN:
         _known.clear()
-    kept = replace(traced, captures=(), sources=(), key=key)
+    kept = replace(traced, captures=(), sources=(), origins=(), key=key)
     on_one = all(x.device == device for x in tensors)
-    first_places = tuple([first for first, *_ in places])
-    _known[key] = _Known(kept, first_places, device if on_one else None)
+    _known[key] = _Known(kept, places, device if on_one else None)
 
 
 def _check_count(name: str, traced: Traced) -> None:

@@ -273,6 +273,39 @@ def test_functions_are_traced_in_threads() -> None:
             assert number in found
 
 
+def test_work_on_whole_tensors_is_done_again_for_others() -> None:
+    def doubled(table: torch.Tensor) -> Any:
+        return lambda s, b, h, i, j: (
+            s + (2 * table.detach().abs() + table)[h] * table.view(2, 2)[h, 0]
+        )
+
+    with mock.patch.object(callables, "_known", {}):
+        assert len(traced(doubled(torch.ones(4))).captures) == 2
+        (known,) = callables._known.values()
+        known.is_served = True
+        table = torch.tensor([1.0, -2.0, 3.0, -4.0])
+        for _ in range(2):  # by its fingerprint, then recalled
+            found, tensors = callables._find("score_mod", doubled(table)) or (None, [])
+            assert found is known
+            whole, view = known.read(tensors)
+            assert torch.equal(whole, 2 * table.abs() + table) and torch.equal(
+                view, table.view(2, 2)
+            )
+        learned = torch.ones(4, requires_grad=True)
+        with torch.no_grad():
+            assert len(traced(doubled(learned)).program.learned) < 2
+        assert len(traced(doubled(learned)).program.learned) == 2
+        made = traced(doubled(learned))  # as it was kept, with its key
+        callables._known[made.key].is_served = True
+        found, tensors = callables._find("score_mod", doubled(learned)) or (None, [])
+        arguments: dict[str, Any] = {}
+        found.pass_on(tensors, arguments)
+        (grad,) = torch.autograd.grad(arguments["learned_captures"], learned, torch.ones(8))
+        assert torch.equal(grad, torch.full((4,), 2.0))
+        picks = traced(lambda s, b, h, i, j: s + table[table > 0][h * 0])
+        assert picks.key is None or picks.key not in callables._known
+
+
 def test_functions_are_recalled_by_what_they_close_over(monkeypatch) -> None:
     first = torch.ones(4)
     callable_recall.remember("score_mod", shifted(1.5, first), "known")
