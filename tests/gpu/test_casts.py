@@ -167,7 +167,7 @@ def test_scale_of_ds_is_the_definition_s(name):
             call = replace(call, operands=operands)
             d_o[:, 37:], call.operands[INPUTS.index("v")].view(torch.uint8)[:, 38:] = NAN, 0x7F
         before = None if call.amax is None else call.amax.clone()
-        _, margin, power_of_two, least = form
+        _, margin, power_of_two, least, _ = form
         rule = CastRule(form.d_o_dtype, least, margin, power_of_two)
         found = call._by_kernels(d_o, dlse, rule)
         rows = call._rows([*"bshd"], "q", d_o)
