@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ...call.cache import CallCache
-from ...call.kernel_choice import Device
 from ...call.numbers import Arguments
 from ...call.prepare_parts import AllRows, NamedLaunches, PreparedPart, prepare_part
 from ...call.table import INPUTS
@@ -61,7 +60,6 @@ class RowSums:
         gather = not all(map(readable, (q, k, v, *(self._rows[name] for name in ("o", "d_o")))))
         whole = {"q": self._q, **self._rows, "dk": dk, "dv": dv}
         key = (arguments, gather, first, *map(format_of, (*tensors.values(), *whole.values())))
-        device = device_of(q.device)
         (prepared,) = prepared_parts.remember(
             key,
             lambda: (
@@ -69,15 +67,15 @@ class RowSums:
                     described_by_name(tensors),
                     arguments,
                     gather,
-                    device,
+                    device_of(q.device),
                     AllRows(first, {name: described(x) for name, x in whole.items()}),
                 ),
             ),
         )
-        if prepared is None or not self._begins(prepared, device):
+        if prepared is None or not self._begins(prepared):
             return False
         addresses = {name: x.data_ptr() for name, x in {**there, "dk": dk, "dv": dv}.items()}
-        _launch(prepared.part, addresses, prepared.kept_at(self._kept), device)
+        _launch(prepared.part, addresses, prepared.kept_at(self._kept))
         return True
 
     def end(self) -> Tensor | None:
@@ -85,11 +83,10 @@ class RowSums:
         if self._first is None:
             return None
         dq = self._q.new_empty(self._q.shape, dtype=torch.float32)
-        addresses = {"dq": dq.data_ptr()}
-        _launch(self._first.after, addresses, self._kept, device_of(dq.device))
+        _launch(self._first.after, {"dq": dq.data_ptr()}, self._kept)
         return dq
 
-    def _begins(self, prepared: PreparedPart, device: Device) -> bool:
+    def _begins(self, prepared: PreparedPart) -> bool:
         """Make D and the LSE of all rows ahead of the first part; whether a part's kernels find
         these, and sums, where they are."""
         if self._first is not None:
@@ -100,17 +97,15 @@ class RowSums:
         base = self._workspace.data_ptr()
         self._kept = tuple(base + place for place in prepared.places)
         addresses = {name: x.data_ptr() for name, x in self._rows.items()}
-        _launch(prepared.before, addresses, self._kept, device)
+        _launch(prepared.before, addresses, self._kept)
         return True
 
 
-def _launch(
-    prepared: NamedLaunches, addresses: dict[str, int], kept: tuple[int, ...], device: Device
-) -> None:
+def _launch(prepared: NamedLaunches, addresses: dict[str, int], kept: tuple[int, ...]) -> None:
     """Launch kernels on the current stream. kept: addresses of workspaces, which come last."""
-    if not is_current(device):
-        with current(device):
-            return _launch(prepared, addresses, kept, device)
+    if not is_current(prepared.device):
+        with current(prepared.device):
+            return _launch(prepared, addresses, kept)
     names = prepared.names[: len(prepared.names) - len(kept)]
     start(prepared, [*(addresses[name] for name in names), *kept])
     return None
