@@ -229,8 +229,11 @@ def test_callables_that_say_what_is_built_in_run_as_it() -> None:
     cap = {"score_mod": lambda s, b, h, i, j: 3 * torch.tanh(s / 3)}
     off = {"score_mod": lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()}
     near = {"mask_mod": lambda b, h, i, j: (i >= j) & (i - j < 40)}
+    ends = torch.tensor([9, 50], dtype=torch.int32, device=oracle.DEVICE)
+    prefix = {"mask_mod": lambda b, h, i, j: (j < ends[b]) | (j <= i)}
+    own_prefix = {"mask": "prefix", "prefix": ends}
     for given, own in ((cap | near, {"softcap": 3.0, "window": (39, 0)}),
-                       (off, {"alibi_slopes": slopes})):  # fmt: skip
+                       (off | prefix, {"alibi_slopes": slopes, **own_prefix})):  # fmt: skip
         found = []
         with attngen.trace() as seen:
             for each in (given, own):

@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...fragments.program import Program
+from ...spec.masks import joined
 from .callable_program import Traced
 
 Tree = Any  # a word of a program, or an operation's name with its trees
@@ -40,10 +42,16 @@ class _Window(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class BuiltIn:
     """A program that attngen has built in. arguments: those that stand for it; alibi: where these
-    depend on the call."""
+    depend on the call; prefix: the number of the captured tensor that has those of sequences."""
 
     arguments: dict[str, Any]
     alibi: _Alibi | None = None
+    prefix: int | None = None
+
+    @property
+    def reads(self) -> bool:
+        """Whether what stands for it has captured tensors."""
+        return self.alibi is not None or self.prefix is not None
 
 
 def score_arguments(
@@ -72,13 +80,23 @@ def score_arguments(
     return {"alibi_slopes": slopes} if fits else None
 
 
-def mask_arguments(own: BuiltIn, given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The arguments of a call that stand for its `mask_mod`; None where there are none."""
+def mask_arguments(
+    own: BuiltIn, captures: Sequence[Tensor], given: Mapping[str, Any], sequences: int
+) -> dict[str, Any] | None:
+    """The arguments of a call that stand for its `mask_mod`; None where there are none.
+
+    captures: tensors that this reads; given: what else the call gives; sequences: how many it has,
+    -1 where the shapes of its tensors do not say so.
+    """
     window = given.get("window")
     bounded = window is not None and any(side not in (None, -1) for side in window)
     if given.get("mask") not in (None, "none") or bounded or not _is_plain(given):
         return None
-    return own.arguments
+    if own.prefix is None:
+        return own.arguments
+    prefix = captures[own.prefix]
+    fits = prefix.dtype == torch.int32 and prefix.shape == (sequences,)
+    return {**own.arguments, "prefix": prefix} if fits else None
 
 
 def built_in_of(traced: Traced, is_mask: bool) -> BuiltIn | None:
@@ -94,7 +112,7 @@ def built_in_of(traced: Traced, is_mask: bool) -> BuiltIn | None:
     if _is_causal(tree):
         return BuiltIn({"mask": "causal"})
     if (window := _window(tree)) is None:
-        return None
+        return _prefix(tree, traced.numbers) or _chunked(tree)
     most = int(traced.numbers[window.number]) - window.excluded
     return BuiltIn({"window": (most, most if window.both else 0)}) if most >= 0 else None
 
@@ -184,6 +202,34 @@ def _distance(tree: Tree) -> tuple[int, bool]:
 
 def _is_causal(tree: Tree) -> bool:
     return tree in (("ge", "i", "j"), ("le", "j", "i"))
+
+
+def _prefix(tree: Tree, numbers: tuple[int | float, ...]) -> BuiltIn | None:
+    """A causal mask that shows all keys before one."""
+    match tree:
+        case ("or", first, other):
+            for one, rest in ((first, other), (other, first)):
+                match rest:
+                    case ("lt", "j", ("number", number)) if _is_causal(one):
+                        return BuiltIn({"mask": "prefix", "prefix": int(numbers[number])})
+                    case ("lt", "j", ("load", capture, "b")) if _is_causal(one):
+                        return BuiltIn({"mask": "prefix"}, prefix=capture)
+    return None
+
+
+def _chunked(tree: Tree) -> BuiltIn | None:
+    """Keys of the query's own chunk, those behind it hidden or not."""
+    match tree:
+        case ("eq", ("fdiv", "i" | "j" as one, word), ("fdiv", "i" | "j" as other, same)):
+            kind, _, size = str(word).partition(":")
+            if kind == "i" and word == same and one != other and int(size) > 0:
+                return BuiltIn({"mask": "chunked", "chunked": int(size)})
+        case ("and", first, other):
+            for one, rest in ((first, other), (other, first)):
+                if _is_causal(one) and (found := _chunked(rest)) is not None:
+                    both = joined(["causal", "chunked"])
+                    return BuiltIn({**found.arguments, "mask": both})
+    return None
 
 
 def _window(tree: Tree) -> _Window | None:

@@ -34,10 +34,13 @@ def fields_of(field: str, word: str, folder: Path, given: Mapping[str, Any]) -> 
         raise ValueError(f"{word}: {error}") from error
     own = callable_builtins.built_in_of(made, is_mask=field == "mask_mod")
     if field == "mask_mod":
-        asked = None if own is None else callable_builtins.mask_arguments(own, given)
+        asked = None
+        if own is not None:
+            sequences = -1 if own.prefix is None else len(made.captures[own.prefix])
+            asked = callable_builtins.mask_arguments(own, made.captures, given, sequences)
         if asked is None:
             return {"attn_mask": True}
-        return {name: x if name == "mask" else True for name, x in asked.items()}
+        return {n: x if n == "mask" else True for n, x in asked.items() if n in ("mask", "window")}
     if own is not None:
         axes = tuple(made.captures[own.alibi.capture].shape) if own.alibi else ()
         *_, b, h = (-1, -1, *axes)  # whatever they are: the call's are not known

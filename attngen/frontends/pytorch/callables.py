@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ... import reference
 from ...call.fragments import LEARNED, SLOTS
-from ...call.table import AttentionCall, given_by, named
+from ...call.table import ROWS, AttentionCall, given_by, named
 from ...errors import CompileError, CompilerMissing, LimitError, SpecError
 from ...fragments.features import register_program
 from ...fragments.lowering import CAPTURED, NUMBER, PER_UNIT, UNIT
@@ -53,7 +53,9 @@ def attend(attend: Callable[..., Any], call: AttentionCall) -> Any:
     replaced: dict[str, Any] = {"backend": "cuda"}
     added: dict[str, Any] = {}
     if call.mask_mod is not None or call.block_mask is not None:
-        replaced |= _of_masks(call)
+        of_masks = _of_masks(call)
+        added = {name: of_masks.pop(name) for name in {*of_masks} - {*ROWS}}
+        replaced |= of_masks
     if "score_mod" in call.functions:
         traced = _traced("score_mod", call.score_mod, call.q.device)
         _check_count("score_mod", traced)
@@ -65,7 +67,7 @@ def attend(attend: Callable[..., Any], call: AttentionCall) -> Any:
             replaced |= {"score_mod": None, **own}
         else:
             replaced["score_mod"] = register_program(traced.program).name
-            added = _arguments_of(traced)
+            added |= _arguments_of(traced)
         _note(traced)
     try:
         return attend(**given_by(replace(call, **replaced)), **added)
@@ -100,12 +102,15 @@ def attend_known(
         if known.device != q.device:
             return None
         own, built_in = None, known.built_in
-        if built_in is not None and name == "mask_mod":
-            own = mask_arguments(built_in, given)
-        elif built_in is not None:
-            sizes = _sizes_of(q, k, given.get("layout", "bshd")) if built_in.alibi else (-1, -1)
-            captures = [as_read(x) for x in known.read(tensors)] if built_in.alibi else []
-            own = score_arguments(built_in, captures, made, sizes)
+        if built_in is not None:
+            reads = built_in.reads
+            sizes = _sizes_of(q, k, given.get("layout", "bshd")) if reads else (-1, -1)
+            captures = [as_read(x) for x in known.read(tensors)] if reads else []
+            if name == "mask_mod":
+                sequences, _ = sizes
+                own = mask_arguments(built_in, captures, given, sequences)
+            else:
+                own = score_arguments(built_in, captures, made, sizes)
         if own is not None:
             made[name] = None
             made.update(own)
@@ -171,7 +176,10 @@ def _of_masks(call: AttentionCall) -> dict[str, Any]:
     if call.mask_mod is not None:
         traced = _traced("mask_mod", call.mask_mod, device)
         built_in = built_in_of(traced, is_mask=True)
-        own = None if built_in is None else mask_arguments(built_in, named(call))
+        own = None
+        if built_in is not None:
+            sequences, _ = _sizes_of(call.q, call.k, call.layout)
+            own = mask_arguments(built_in, traced.captures, named(call), sequences)
         if own is not None:
             _note(traced)
             replaced |= own
