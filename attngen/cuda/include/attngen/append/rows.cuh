@@ -130,6 +130,20 @@ ATTNGEN_DEVICE void read_table(float (&x)[kCount], const char* row, int column, 
   }
 }
 
+// Of kCount columns' cosines, or sines: all, or, of pairs, the first half of the array.
+template <class Element, bool kAtOnce, int kCount>
+ATTNGEN_DEVICE void read_one_in_two(float (&x)[kCount], const char* row, int angle,
+                                    const Turn& turn) {
+  if (!turn.pairs) {
+    read_table<Element, kAtOnce>(x, row, angle, turn.wide);
+    return;
+  }
+  float half[kCount / 2];
+  read_table<Element, kAtOnce>(half, row, angle, turn.wide);
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) x[i] = half[i];
+}
+
 // The first and the second of two columns that turn together: rounded after each operation, as
 // PyTorch's are.
 ATTNGEN_DEVICE float turned_first(float x, float y, float cosine, float sine) {
@@ -155,37 +169,48 @@ ATTNGEN_DEVICE float take_one(const char* row, int column, const Turn& turn) {
                                : read_one<Element>(turn.sines, angle);
   return first ? turned_first(own, other, cosine, sine) : turned_second(other, own, cosine, sine);
 }
-// kCount columns of a row, rotated, from a multiple of kCount on; halves are multiples of it, too.
+// Cosines and sines of kCount columns from a multiple of kCount on, of which pairs have one in two;
+// halves are multiples of it, too.
 template <class Element, bool kAtOnce, int kCount>
-ATTNGEN_DEVICE void take_many(float (&x)[kCount], const char* row, int column, const Turn& turn) {
+struct Angles {
+  float cosines[kCount];
+  float sines[kCount];
+
+  ATTNGEN_DEVICE void read(int column, const Turn& turn) {
+    if (column >= turn.dim) return;
+    const int half = turn.dim / 2;
+    const int angle = turn.pairs ? column / 2 : column < half ? column : column - half;
+    read_one_in_two<Element, kAtOnce>(cosines, turn.cosines, angle, turn);
+    read_one_in_two<Element, kAtOnce>(sines, turn.sines, angle, turn);
+  }
+};
+// kCount columns of a row, rotated.
+template <class Element, bool kAtOnce, int kCount>
+ATTNGEN_DEVICE void take_many(float (&x)[kCount], const char* row, int column, const Turn& turn,
+                              const Angles<Element, kAtOnce, kCount>& angles) {
   read_many<Element, kAtOnce>(x, row, column);
   if (column >= turn.dim) return;
   if (turn.pairs) {
-    float cosines[kCount / 2];
-    float sines[kCount / 2];
-    read_table<Element, kAtOnce>(cosines, turn.cosines, column / 2, turn.wide);
-    read_table<Element, kAtOnce>(sines, turn.sines, column / 2, turn.wide);
 #pragma unroll
     for (int i = 0; i < kCount / 2; ++i) {
       const float first = x[2 * i];
-      x[2 * i] = turned_first(first, x[2 * i + 1], cosines[i], sines[i]);
-      x[2 * i + 1] = turned_second(first, x[2 * i + 1], cosines[i], sines[i]);
+      const float cosine = angles.cosines[i];
+      const float sine = angles.sines[i];
+      x[2 * i] = turned_first(first, x[2 * i + 1], cosine, sine);
+      x[2 * i + 1] = turned_second(first, x[2 * i + 1], cosine, sine);
     }
     return;
   }
   const int half = turn.dim / 2;
   const bool first = column < half;
-  const int angle = first ? column : column - half;
   float others[kCount];
-  float cosines[kCount];
-  float sines[kCount];
   read_many<Element, kAtOnce>(others, row, first ? column + half : column - half);
-  read_table<Element, kAtOnce>(cosines, turn.cosines, angle, turn.wide);
-  read_table<Element, kAtOnce>(sines, turn.sines, angle, turn.wide);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    x[i] = first ? turned_first(x[i], others[i], cosines[i], sines[i])
-                 : turned_second(others[i], x[i], cosines[i], sines[i]);
+    const float cosine = angles.cosines[i];
+    const float sine = angles.sines[i];
+    x[i] = first ? turned_first(x[i], others[i], cosine, sine)
+                 : turned_second(others[i], x[i], cosine, sine);
   }
 }
 
@@ -226,18 +251,26 @@ ATTNGEN_DEVICE void make_halves(const Rows& rows, const Turn& turn, const float*
   constexpr int kCount = 8;
   constexpr int kHalf = kDim / 2;
   constexpr int kUnits = kHalf / kCount;
+  constexpr bool kSame =
+      kWarpLanes % kUnits == 0;  // whether a lane's columns are those of each head
+  float cosines[kCount];
+  float sines[kCount];
+  if constexpr (kSame) {
+    read_table<Element, kAtOnce>(cosines, turn.cosines, lane % kUnits * kCount, turn.wide);
+    read_table<Element, kAtOnce>(sines, turn.sines, lane % kUnits * kCount, turn.wide);
+  }
   for (int unit = lane; unit < rows.heads * kUnits; unit += kWarpLanes) {
     const int head = unit / kUnits;
     const int column = unit % kUnits * kCount;
     const char* from = rows.from + head * rows.from_head;
     float first[kCount];
     float second[kCount];
-    float cosines[kCount];
-    float sines[kCount];
     read_many<Element, kAtOnce>(first, from, column);
     read_many<Element, kAtOnce>(second, from, column + kHalf);
-    read_table<Element, kAtOnce>(cosines, turn.cosines, column, turn.wide);
-    read_table<Element, kAtOnce>(sines, turn.sines, column, turn.wide);
+    if constexpr (!kSame) {
+      read_table<Element, kAtOnce>(cosines, turn.cosines, column, turn.wide);
+      read_table<Element, kAtOnce>(sines, turn.sines, column, turn.wide);
+    }
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const float x = first[i];
@@ -268,6 +301,9 @@ ATTNGEN_DEVICE void make_rows(const Rows& rows, const Turn& turn, const float* s
         return;
       }
     }
+    constexpr bool kSame = kWarpLanes % kUnits == 0;  // whether a lane's columns are each head's
+    Angles<Element, kAtOnce, kCount> angles;
+    if constexpr (kSame) angles.read(lane % kUnits * kCount, turn);
     const int all = rows.heads * kUnits;
     for (int start = lane; start < all; start += kBatch * kWarpLanes) {
       float x[kBatch][kCount];
@@ -276,7 +312,9 @@ ATTNGEN_DEVICE void make_rows(const Rows& rows, const Turn& turn, const float* s
         const int unit = start + i * kWarpLanes;
         if (unit < all) {
           const char* from = rows.from + unit / kUnits * rows.from_head;
-          take_many<Element, kAtOnce>(x[i], from, unit % kUnits * kCount, turn);
+          const int column = unit % kUnits * kCount;
+          if constexpr (!kSame) angles.read(column, turn);
+          take_many(x[i], from, column, turn, angles);
         }
       }
 #pragma unroll
