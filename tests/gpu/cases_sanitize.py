@@ -127,6 +127,28 @@ class SoftcapCase:
 
 
 @dataclass(frozen=True)
+class PartsCase:
+    """Keys in two parts: an output that goes on from the first one's, and sums of dQ of both."""
+
+    d: int
+    lengths: tuple[int, int]
+    cut: int = 70
+
+    def __str__(self) -> str:
+        return f"in-parts-d{self.d}-{'x'.join(map(str, self.lengths))}-cut{self.cut}"
+
+    @property
+    def spec(self) -> attngen.AttentionSpec:
+        """The kernels of its forward."""
+        return attngen.AttentionSpec(head_dim=self.d, out_dtype="fp32", continues=True)
+
+    @property
+    def parts(self) -> tuple[slice, slice]:
+        """Keys of each part."""
+        return slice(0, self.cut), slice(self.cut, None)
+
+
+@dataclass(frozen=True)
 class LargeCase:
     """A call with large numbers in its bias, and its gradients: rows whose LSE shows no sum have
     sums of their own."""
@@ -356,6 +378,8 @@ CASES = [
     *APPENDS,
     *FP8_BACKWARDS,
     *FP8_MIXED[:3],
+    PartsCase(64, SMALL),
+    PartsCase(128, SMALL),
     *(Fp8AddedCase(case, dropout=p) for case, p in FP8_DROPOUTS),
     *(Fp8AddedCase(case, more.get("dropout_p", 0.0), shape) for case, shape, _, more in FP8_BIASES),
     *SOME,

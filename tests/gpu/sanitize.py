@@ -32,10 +32,12 @@ from torch import Tensor  # noqa: E402
 
 import attngen  # noqa: E402
 import attngen.frontends.pytorch.forward  # noqa: E402  # registers the operations
+import attngen.frontends.pytorch.forward_onto  # noqa: E402
 from attngen import reference  # noqa: E402
 from attngen.call.table import SCALES  # noqa: E402
 from attngen.call.tensors import name_of  # noqa: E402
 from attngen.errors import AttngenError  # noqa: E402
+from attngen.frontends.pytorch.backward_parts import RowSums  # noqa: E402
 from attngen.spec.attention_spec import SHORT_HEAD_DIM  # noqa: E402
 from tests.gpu import (  # noqa: E402
     gradients,
@@ -59,6 +61,7 @@ from tests.gpu.cases_sanitize import (  # noqa: E402
     LargeCase,
     LargeSplitCase,
     PagedCase,
+    PartsCase,
     SoftcapCase,
 )
 from tests.gpu.hostile import Hostile, HostilePages, OnDevice  # noqa: E402
@@ -75,6 +78,7 @@ AnyCase = (
     | Variant
     | SoftcapCase
     | PagedCase
+    | PartsCase
     | Call
     | LargeCase
     | LargeSplitCase
@@ -236,6 +240,28 @@ def run_fp8(
         oracle_fp8.check_output(out, expected, case.layout, arguments.get("scale_o"))
 
 
+def run_parts(case: PartsCase, device: torch.device) -> None:
+    """As `run`, a call whose keys come in parts, and its gradients."""
+    operands = oracle.operands(1, 4, 2, *case.lengths, case.d, case.d, torch.bfloat16)
+    d_o = oracle.randn(*operands[0].shape, dtype=torch.bfloat16, seed=9)
+    q, k, v = (x.to(device) for x in operands)
+    batch, rows, heads, _ = q.shape
+    out, lse = q.new_empty(q.shape, dtype=torch.float32), q.new_empty((batch, heads, rows)).float()
+    rounded, wide = torch.empty_like(q), {"out_dtype": "float32"}
+    for keys in case.parts:
+        state = out, lse, rounded, keys.start > 0
+        torch.ops.attngen.forward_onto(q, k[:, keys], v[:, keys], *state, **wide)
+    oracle.check(rounded.cpu(), lse.cpu(), oracle.truth(*operands))
+    sums, made = RowSums(q, rounded, lse, d_o.to(device), None), []
+    for keys in case.parts:
+        into = tuple(torch.empty_like(x[:, keys], dtype=torch.float32) for x in (k, v))
+        assert sums.add(0, q, (k[:, keys], v[:, keys]), into, wide)
+        made.append(into)
+    dk, dv = (torch.cat(x, 1) for x in zip(*made, strict=True))
+    found = [x.to(torch.bfloat16).cpu() for x in (sums.end(), dk, dv)]
+    gradients.check(found, (*operands, d_o), None)
+
+
 def run_fp8_added(case: Fp8AddedCase, device: torch.device) -> None:
     """Run, as `run` does, a call in 8 bits with dropout or a bias."""
     operands, given = case.case.operands(), case.arguments()
@@ -253,6 +279,7 @@ RUNNERS: dict[type, Callable[[Any, torch.device], None]] = {
     BackwardCase: run_backward,
     Fp8AddedCase: run_fp8_added,
     LargeSplitCase: run_large_split,
+    PartsCase: run_parts,
     SoftcapCase: run_softcap,
     Variant: run_variant,
 }
