@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from .callable_program import Traced
 _Versions = tuple[tuple[TensorWeakRef, int, int], ...]
 _MOST_MASKS = 64
 MOST_BYTES = 8 << 30  # of a mask
+MOST_AT_ONCE = 1 << 24  # pairs that are evaluated together
 _DTYPES = {"f": torch.float32, "i": torch.int32, "l": torch.int64, "b": torch.bool}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(torch, name) for name in (
@@ -90,10 +92,12 @@ def shown_by(traced: Traced, sizes: Sizes, device: torch.device) -> Tensor:
     shown = torch.empty(*planes, sizes.i, sizes.j, dtype=torch.bool, device=device)
     every = [torch.arange(n, dtype=torch.int32, device=device) for n in (*planes, sizes.i, sizes.j)]
     b, h, i, j = every
-    for one in range(len(b)):
-        for other in range(len(h)):
-            values = {"b": b[one], "h": h[other], "i": i[:, None], "j": j}
-            shown[one, other] = _Evaluation(traced, values).value(traced.program.value)
+    rows = max(1, MOST_AT_ONCE // max(1, sizes.j))
+    for one, other in product(range(len(b)), range(len(h))):
+        # Some rows at a time: each operation of the program leaves a number a pair.
+        for part, to in zip(i.split(rows), shown[one, other].split(rows), strict=True):
+            values = {"b": b[one], "h": h[other], "i": part[:, None], "j": j}
+            to.copy_(_Evaluation(traced, values).value(traced.program.value))
     return shown
 
 

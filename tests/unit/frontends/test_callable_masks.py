@@ -36,6 +36,8 @@ def test_masks_are_those_of_the_callable_in_as_few_planes_as_it_has(name) -> Non
     places = torch.cartesian_prod(*each).unbind(1)
     wanted = torch.vmap(mod)(*places).view(B, H, S, S)
     assert torch.equal(shown.expand(B, H, S, S), wanted)
+    with mock.patch.object(callable_mask, "MOST_AT_ONCE", 7 * S + 1):
+        assert torch.equal(shown_by(found, SIZES, CPU), shown)
 
 
 @pytest.mark.parametrize("name", ["chunks", "growing_reach"])
