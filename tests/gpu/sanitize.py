@@ -241,7 +241,7 @@ def run_fp8(
 
 
 def run_parts(case: PartsCase, device: torch.device) -> None:
-    """As `run`, a call whose keys come in parts, and its gradients."""
+    """Run, as `run` does, a call whose keys come in parts, with its gradients."""
     operands = oracle.operands(1, 4, 2, *case.lengths, case.d, case.d, torch.bfloat16)
     d_o = oracle.randn(*operands[0].shape, dtype=torch.bfloat16, seed=9)
     q, k, v = (x.to(device) for x in operands)
