@@ -427,6 +427,7 @@ def run_without_nvrtc(
     return result
 
 
+@pytest.mark.slow
 def test_build_commands_work_where_torch_cannot_be_imported() -> None:
     code = f"""
 from attngen.cli.main import main

@@ -122,6 +122,7 @@ def test_disable_jit_miss_fails_without_importing_a_compiler(cache: Cache) -> No
     assert not cache.root.exists()
 
 
+@pytest.mark.slow
 def test_disable_jit_command_of_the_error_builds_the_missing_kernel(
     cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,6 +57,7 @@ def check_rebuilt(cache: Cache, path: Path) -> None:
     assert cache.verify() == [] and [each.name for each in path.parent.iterdir()] == [path.name]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", FILES)
 def test_read_any_bit_flipped_is_a_defect(name: str, path: Path) -> None:
     good = (path / name).read_bytes()

@@ -85,7 +85,7 @@ def altered(source: Source, pattern: str, replacement: str) -> Source:
     return replace(source, text=text)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES)
 def test_kernel_has_no_spills_and_the_instructions_that_make_it_fast(case: str, built) -> None:
     source, binary, cubin = built(case)
@@ -121,7 +121,7 @@ def test_find_split_warpgroups_finds_warps_that_await_a_product_in_two_places(bu
     assert find_split_warpgroups(compile_again(split))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES)
 def test_kernel_figures_of_the_cubin_are_those_of_the_binary(case: str, built) -> None:
     source, binary, cubin = built(case)
@@ -208,6 +208,7 @@ def test_run_nvrtc_unknown_architecture_is_refused() -> None:
         run_nvrtc("", "k.cu", "sm_1")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("pattern", "replacement", "defect"),
     [
