@@ -40,8 +40,8 @@ def forced() -> Iterator[None]:
         yield
         found = kernel_choice._kernels.values()
         launched = {name_of(each.kernel) for group in found for each in group}
-        backward = {"bwd_clear", "mma_bwd", "bwd_convert"}
-        assert "mma_fwd" in launched <= {"mma_fwd", "mask_pack"} | backward
+        backward, few = {"bwd_clear", "mma_bwd", "bwd_convert"}, {"mma_decode", "combine"}
+        assert "mma_fwd" in launched <= {"mma_fwd", "mask_pack"} | backward | few
 
 
 def check(q, k, v, **arguments) -> None:
