@@ -248,7 +248,7 @@ def imported_by(module: str) -> set[str]:
 # digest, and the choice of a problem and its plan, which are in the key themselves.
 SHAPES_NOTHING = {"errors", "io.text", "io.file_lock", "io.modules", "compiler.toolchain"}
 CHOOSES = {"spec.attention_spec", "spec.tables", "io.toml_text", "spec.layouts", "spec.plain"}
-CHOOSES |= {"spec.masks", "spec.call_arguments", *digest.CHOOSES}
+CHOOSES |= {"spec.masks", "spec.call_arguments", "spec.functions", *digest.CHOOSES}
 
 
 def test_generator_holds_every_module_that_shapes_a_kernel() -> None:
