@@ -195,8 +195,7 @@ def replaced_sdpa(backend: str = "auto") -> Iterator[None]:
             return sdpa(*given, **named, backend="cuda")
         except (SpecError, LimitError) as refusal:
             _log_once("; ".join(refusal.reasons))
-        found: Tensor = own(*given, **named)
-        return found
+        return _by_pytorch(own, Sdpa(*given, **named))
 
     with replacing(attend):
         yield
@@ -205,10 +204,12 @@ def replaced_sdpa(backend: str = "auto") -> Iterator[None]:
 @contextmanager
 def replacing(function: Function) -> Iterator[None]:
     """Have another function be PyTorch's `scaled_dot_product_attention` inside, in each loaded
-    module that has it under its name."""
+    module of Python that has it under its name; torch.compile looks for the function itself in that
+    of C++."""
     own = getattr(functional, _NAME)
     loaded = [each for each in [*sys.modules.values()] if isinstance(each, ModuleType)]
-    modules = [each for each in loaded if vars(each).get(_NAME) is own]
+    known = [each for each in loaded if vars(each).get(_NAME) is own]
+    modules = [each for each in known if not each.__name__.startswith("torch._C")]
     try:
         for module in modules:
             setattr(module, _NAME, function)
@@ -216,6 +217,23 @@ def replacing(function: Function) -> Iterator[None]:
     finally:
         for module in modules:
             setattr(module, _NAME, own)
+
+
+def _by_pytorch(own: Function, call: Sdpa) -> Tensor:
+    """The output of PyTorch's own function; a CausalBias, whose class would look for that function
+    where it is replaced, is the mask that it means."""
+    mask: Any = call.attn_mask
+    if type(mask).__name__ == "CausalBias":
+        rows, keys = mask.seq_len_q, mask.seq_len_kv
+        shift = keys - rows if mask.variant.name == "LOWER_RIGHT" else 0
+        every = torch.ones(rows, keys, dtype=torch.bool, device=call.query.device)
+        mask = every.tril(shift)
+    found: Tensor = own(
+        *(call.query, call.key, call.value, mask, call.dropout_p, call.is_causal),
+        scale=call.scale,
+        enable_gqa=call.enable_gqa,
+    )
+    return found
 
 
 def _log_once(reason: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import subprocess
 import sys
 import types
 from typing import Any
@@ -19,6 +20,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import attngen
 from attngen import SpecError
+from tests.support.paths import ROOT
 
 theirs = functional.scaled_dot_product_attention
 REFERENCE: dict[str, Any] = {"backend": "reference"}
@@ -218,6 +220,25 @@ def test_torch_compile_follows_the_function() -> None:
     given = {"enable_gqa": True, "attn_mask": some(5, 7)}
     compiled = torch.compile(lambda *x: sdpa(*x, **given), backend="aot_eager", fullgraph=True)
     alike(compiled(*operands), theirs(*operands, **given))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_torch_compile_follows_what_is_in_its_place(backend: str) -> None:
+    """In a process that compiles for the first time, too, as dynamo then looks for functions."""
+    code = (
+        "import torch\n"
+        "from torch.nn import functional\n"
+        "from attngen.integrations.torch import replaced_sdpa\n"
+        "x = torch.randn(1, 2, 4, 8)\n"
+        "attend = lambda x: functional.scaled_dot_product_attention(x, x, x, is_causal=True)\n"
+        "wanted = attend(x)\n"
+        f"with replaced_sdpa({backend!r}):\n"
+        "    found = torch.compile(attend, backend='aot_eager', fullgraph=True)(x)\n"
+        "torch.testing.assert_close(found, wanted)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 # ---- packed tokens

@@ -215,3 +215,34 @@ def test_code_of_the_guide_runs(transformers) -> None:
     found, model = space["logits"], space["model"]
     model.set_attn_implementation("eager")
     torch.testing.assert_close(found, model(input_ids=space["ids"]).logits)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_generation_compiles_without_graph_breaks(transformers) -> None:
+    """Plans go into compiled code as they are, and later tokens compile nothing."""
+    model, graphs, found = model_of(transformers, "Llama"), [], []
+
+    def keep(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = transformers.CompileConfig(backend=keep, fullgraph=True, mode=None)
+    compiled._compile_all_devices = True
+    for implementation, config in (("eager", None), ("attngen", compiled)):
+        torch.compiler.reset()
+        model.set_attn_implementation(implementation)
+        result = model.generate(
+            IDS,
+            **INPUTS["left padding"],
+            max_new_tokens=6,
+            do_sample=False,
+            cache_implementation="static",
+            return_dict_in_generate=True,
+            output_logits=True,
+            disable_compile=config is None,
+            compile_config=config,
+        )
+        found.append(torch.stack(result.logits))
+    assert 1 <= len(graphs) <= 2
+    torch.testing.assert_close(*found, atol=2e-5, rtol=1e-3)
