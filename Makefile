@@ -52,7 +52,7 @@ test-all: $(VENV)/.dev
 # The covering set whole; of the tests of these subjects, which vary in more than kernels, one set of
 # parameters each.
 ONCE := backward_kernels backward_parts decode decode_scores dropout fading first_visits folded_grids forward forward_lengths forward_masks \
-        forward_onto forward_refusals forward_values heads_apart jax layouts mask_pack mma_sync mma_sync_backward nested op padding paged_prompt \
+        forward_onto forward_refusals forward_values heads_apart jax layouts mask_pack mma_decode mma_sync mma_sync_backward nested op padding paged_prompt \
         short softcap varlen waves
 EMULATE := $(PY) -m pytest -m 'gpu and not slow' --emulate -n 2 --timeout 300
 emulate: $(VENV)/.dev
