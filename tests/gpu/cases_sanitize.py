@@ -13,6 +13,7 @@ from . import kv_cache, oracle
 from .cases import Case
 from .cases_fp8 import Fp8Case
 from .cases_hostile import SOME
+from .cases_learned import CASES as LEARNED_CASES
 from .test_append import CASES as APPENDS
 from .test_dropout import rng_state
 from .test_fp8_backward import CASES as FP8_BACKWARDS
@@ -380,6 +381,7 @@ CASES = [
     *FP8_MIXED[:3],
     PartsCase(64, SMALL),
     PartsCase(128, SMALL),
+    *LEARNED_CASES,
     *(Fp8AddedCase(case, dropout=p) for case, p in FP8_DROPOUTS),
     *(Fp8AddedCase(case, more.get("dropout_p", 0.0), shape) for case, shape, _, more in FP8_BIASES),
     *SOME,

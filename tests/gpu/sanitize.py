@@ -53,6 +53,7 @@ from tests.gpu import (  # noqa: E402
 )
 from tests.gpu.cases import Case  # noqa: E402
 from tests.gpu.cases_fp8 import Fp8Case  # noqa: E402
+from tests.gpu.cases_learned import LearnedCase  # noqa: E402
 from tests.gpu.cases_sanitize import (  # noqa: E402
     CASES,
     BackwardCase,
@@ -65,6 +66,7 @@ from tests.gpu.cases_sanitize import (  # noqa: E402
     SoftcapCase,
 )
 from tests.gpu.hostile import Hostile, HostilePages, OnDevice  # noqa: E402
+from tests.gpu.test_callables import check_learned  # noqa: E402
 from tests.gpu.variants import Variant  # noqa: E402
 from tests.gpu.varlen import Call  # noqa: E402
 
@@ -79,6 +81,7 @@ AnyCase = (
     | SoftcapCase
     | PagedCase
     | PartsCase
+    | LearnedCase
     | Call
     | LargeCase
     | LargeSplitCase
@@ -262,6 +265,11 @@ def run_parts(case: PartsCase, device: torch.device) -> None:
     gradients.check(found, (*operands, d_o), None)
 
 
+def run_learned(case: LearnedCase, device: torch.device) -> None:
+    """Run, as `run` does, a call whose score learns what it captures."""
+    check_learned(case.name, case.d, case.deterministic, device, mask=case.mask)
+
+
 def run_fp8_added(case: Fp8AddedCase, device: torch.device) -> None:
     """Run, as `run` does, a call in 8 bits with dropout or a bias."""
     operands, given = case.case.operands(), case.arguments()
@@ -279,6 +287,7 @@ RUNNERS: dict[type, Callable[[Any, torch.device], None]] = {
     BackwardCase: run_backward,
     Fp8AddedCase: run_fp8_added,
     LargeSplitCase: run_large_split,
+    LearnedCase: run_learned,
     PartsCase: run_parts,
     SoftcapCase: run_softcap,
     Variant: run_variant,

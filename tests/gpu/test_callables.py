@@ -156,19 +156,28 @@ def learned_gradients(
     return out.detach(), torch.autograd.grad(loss, leaves)
 
 
-def check_learned(name: str, d: int, deterministic: bool = False, **arguments: Any) -> None:
-    """Asserts the float64 rule for gradients of what a score captures."""
+def check_learned(
+    name: str,
+    d: int,
+    deterministic: bool = False,
+    device: torch.device | None = None,
+    **arguments: Any,
+) -> None:
+    """Asserts the float64 rule for gradients of what a score captures. device: where kernels run,
+    if not where the definition does."""
+    where = device or oracle.DEVICE
     shapes, make = LEARNED[name]
     tensors = oracle.operands(2, HEADS, 2, ROWS, KEYS, d)
     d_o = oracle.randn(*tensors[0].shape, dtype=tensors[0].dtype, seed=5)
     captures = [oracle.randn(*x, dtype=torch.float32, seed=20 + n) for n, x in enumerate(shapes)]
-    leaves = [x.clone().requires_grad_() for x in captures]
+    leaves = [x.clone().to(where).requires_grad_() for x in captures]
     found = []
+    there = [x.to(where) for x in tensors]
     for _ in range(1 + deterministic):
         mod = make(*leaves)
         switches = {"deterministic": deterministic, "backend": "cuda"}
-        out = attngen.attention(*tensors, score_mod=mod, **arguments, **switches)
-        found.append(torch.autograd.grad(out, leaves, d_o))
+        out = attngen.attention(*there, score_mod=mod, **arguments, **switches)
+        found.append(torch.autograd.grad(out, leaves, d_o.to(where)))
     if deterministic:
         assert all(map(torch.equal, *found))
     given = (*tensors, d_o)
@@ -176,7 +185,7 @@ def check_learned(name: str, d: int, deterministic: bool = False, **arguments: A
     shift = ((exact - exact.to(out.dtype)) * d_o.double()).sum(-1).transpose(1, 2)
     _, rounded = learned_gradients(given, make, captures, shift, out.dtype, **arguments)
     for own, truth, near in zip(found[0], expected, rounded, strict=True):
-        error = oracle.largest((own - truth).abs())
+        error = oracle.largest((own.to(oracle.DEVICE) - truth).abs())
         largest = oracle.largest(truth.abs())
         limit = 4 * oracle.largest((near - truth).abs()) + 2**-9 * largest
         assert error <= limit, f"{error:.3e} > {limit:.3e}, of {largest:.3e}"
