@@ -53,6 +53,7 @@ def problems() -> tuple[Problem, ...]:
     rare = (
         AttentionSpec(128, window=True, directions=("bwd",)),
         AttentionSpec(64, dtype="e4m3", out_dtype="e4m3"),
+        AttentionSpec(128, out_dtype="fp32", continues=True),
     )
     others = chain.from_iterable(resolve(spec, KNOWN) for spec in rare)
     return tuple(dict.fromkeys((*found, *members, *others)))
