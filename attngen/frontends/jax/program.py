@@ -21,6 +21,7 @@ from ...call.prepared import PreparedCall, refuse_addresses
 from ...call.table import CARRIERS, INPUTS, WantedGradients
 from ...call.tensors import TensorDesc
 from ...errors import LaunchError
+from ...fragments.features import program_named, register_programs
 
 TARGET = "attngen"  # XLA's name of the handler
 COUNTER_BYTES = 256  # before the workspace, of which the tile counter takes four
@@ -55,6 +56,9 @@ class Program:
             "operands": [[name, x.dtype, list(x.shape)] for name, x in self.operands],
             "scratch": self.scratch,
         }
+        named = map(program_named, self.arguments.score_mod.split("+"))
+        if traced := [each.text for each in named if each is not None]:
+            data["functions"] = traced
         if self.alone:
             data["alone"] = True
         if self.wanted is not None:
@@ -63,9 +67,13 @@ class Program:
 
     @classmethod
     def parse(cls, text: bytes) -> Program:
-        """The program of a text. Raises: LaunchError where it is none that this version wrote."""
+        """The program of a text, whose functions of positions this process knows from now on.
+
+        Raises: LaunchError where it is none that this version wrote.
+        """
         try:
             data = json.loads(text)
+            register_programs(data.get("functions", ()))
             wanted = None
             if "wanted" in data:
                 asked = {name: name in data["wanted"] for name in WantedGradients._fields}

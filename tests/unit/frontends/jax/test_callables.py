@@ -13,10 +13,15 @@ jax = pytest.importorskip("jax")
 from attngen.jax import attention  # noqa: E402
 
 from attngen import SpecError, reference  # noqa: E402
+from attngen.call.numbers import Arguments  # noqa: E402
+from attngen.errors import LaunchError  # noqa: E402
+from attngen.fragments import features  # noqa: E402
 from attngen.frontends.jax.callables import trace  # noqa: E402
+from attngen.frontends.jax.program import Program  # noqa: E402
 from attngen.frontends.pytorch import callable_program, callable_trace  # noqa: E402
 from tests.support import launch_kit  # noqa: E402
 from tests.support.jax_kit import random  # noqa: E402
+from tests.support.own_fragments import kept  # noqa: E402
 
 jnp = jax.numpy
 B, H, S, D = 2, 4, 24, 16
@@ -188,3 +193,15 @@ def test_program_for_cuda_names_its_score(monkeypatch: pytest.MonkeyPatch) -> No
     text = jax.jit(step).trace(x).lower(lowering_platforms=("cuda",)).as_text()
     calls = [line for line in text.splitlines() if "custom_call @attngen" in line]
     assert len(calls) == 2 and all(trace(capped).program.name in line for line in calls)
+
+
+def test_program_of_another_process_brings_its_function() -> None:
+    with kept():
+        name = features.register_program(trace(relative_table).program).name
+        text = Program((), Arguments(score_mod=name), None, False, "sm_90a").text
+    with kept():
+        assert name not in features.scan()["score"]
+        assert Program.parse(text.encode()).arguments.score_mod == name
+        assert name in features.scan()["score"]
+    with pytest.raises(LaunchError):
+        Program.parse(text.replace("sub i j i", "sob i j i").encode())
