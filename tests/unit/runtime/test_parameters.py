@@ -38,7 +38,7 @@ from tools.corpus import flatten
 KNOWN = features.scan()
 OTHER = TARGETS["sm_80"]  # whose kernels are of another family
 NUMBERS = ("i32", "f32", "i64")
-RESULTS = {"o", "lse", "max_logit", "amax_s", "amax_o"}
+RESULTS = {"o", "rounded", "lse", "max_logit", "amax_s", "amax_o"}
 RESULTS |= {"dq", "dk", "dv", "dbias", "dlearned", *MAXIMA}
 GRADIENTS = {"d_o", "dlse", *BACKWARD_SCALES}  # that a backward is given
 
