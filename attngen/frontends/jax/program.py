@@ -73,7 +73,7 @@ class Program:
         """
         try:
             data = json.loads(text)
-            register_programs(data.get("functions", ()))
+            register_programs(data["functions"] if "functions" in data else ())
             wanted = None
             if "wanted" in data:
                 asked = {name: name in data["wanted"] for name in WantedGradients._fields}
