@@ -133,7 +133,8 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class MaskPlan:
-    """A mask on its way through a model, in place of a tensor [b, 1, q, kv].
+    """A mask on its way through a model, in place of a tensor [b, 1, q, kv], which it becomes for
+    code that slices it, joins it with others, or asks for what only tensors have.
 
     arguments: of `attention`, that say the same; ends: cumulative lengths of documents in all rows,
     which are packed tokens then; None for dense sequences.
@@ -152,6 +153,28 @@ class MaskPlan:
     def ndim(self) -> int:
         """Axes of the tensor that it stands for."""
         return len(self.shape)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # asked of objects of any kind
+            raise AttributeError(f"MaskPlan has no attribute {name!r}")
+        return getattr(self.request.dense(), name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.request.dense()[index]
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        named = {name: _as_tensors(x) for name, x in (kwargs or {}).items()}
+        return function(*_as_tensors(args), **named)
+
+
+def _as_tensors(x: Any) -> Any:
+    """An argument of a function of torch whose plans are tensors."""
+    if isinstance(x, MaskPlan):
+        return x.request.dense()
+    return type(x)(map(_as_tensors, x)) if type(x) in (tuple, list) else x
 
 
 def plan_of(request: Request) -> MaskPlan | None:

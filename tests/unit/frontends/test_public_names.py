@@ -10,7 +10,10 @@ import pytest
 
 import attngen
 
-FRONT_ENDS = {"te": "transformer_engine", "transformer_engine": "transformer_engine", "fp8": "fp8"}
+FRONT_ENDS = {
+    **{"te": "transformer_engine", "transformer_engine": "transformer_engine", "fp8": "fp8"},
+    "integrations": "integrations",
+}
 if importlib.util.find_spec("jax"):  # an extra
     FRONT_ENDS["jax"] = "jax"
 
@@ -41,6 +44,16 @@ def test_names_come_from_a_front_end_by_its_public_name() -> None:
         "print(QKVLayout is names.QKVLayout, DotProductAttention.__name__, autocast.__name__)"
     )
     assert run(code) == "True DotProductAttention autocast"
+
+
+@pytest.mark.slow
+def test_doors_import_no_library_that_they_open_to() -> None:
+    code = (
+        "import sys, attngen\n"
+        "doors = [getattr(attngen.integrations, name) for name in attngen.integrations.DOORS]\n"
+        "print(len(doors), *({'transformers', 'xformers', 'flash_attn'} & {*sys.modules}))"
+    )
+    assert run(code) == "5"
 
 
 def test_modules_that_are_none_are_missing() -> None:

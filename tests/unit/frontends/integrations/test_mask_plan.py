@@ -28,6 +28,7 @@ from tests.support.mask_kit import (
     operands_of,
     padded,
     request_of,
+    whole,
 )
 
 
@@ -101,3 +102,14 @@ def test_numbers_of_sequences_are_made_once_on_the_device() -> None:
     for number in (3, torch.tensor(3)):
         assert request.of_all(number).tolist() == [3, 3]
         assert request.of_all(number).dtype == torch.int32
+
+
+@pytest.mark.usefixtures("library")
+def test_plan_becomes_the_mask_for_code_that_takes_a_tensor() -> None:
+    plan, mask = whole("causal"), dense_of(**request_of(*PLANNED["causal"]))
+    assert plan.dtype == torch.bool and torch.equal(plan[..., :5], mask[..., :5])
+    assert torch.equal(torch.cat([plan, mask], 1), torch.cat([mask, mask], 1))
+    assert torch.equal(torch.where(mask, input=plan, other=mask), mask)
+    assert not hasattr(plan, "_nothing")
+    with pytest.raises(AttributeError, match="nothing"):
+        plan.nothing  # noqa: B018  # as tensors have none
