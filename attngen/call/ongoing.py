@@ -9,7 +9,7 @@ from .checks import device_violations
 from .tensors import TensorDesc, dtype_name, named
 
 NAMES = ("o", "lse", "rounded")  # of its tensors, behind those of `table.INPUTS`
-ALIGNED = 4  # elements of 16 bytes, at which rows begin that are asked for ahead
+PAIR = 2  # elements that a thread stores at once
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Ongoing:
                 yield f"{name} needs float32 {list(like.shape)}, got {named(tensor)}"
                 return
         *steps, last = self.o.strides
-        if last != 1 or any(step % ALIGNED for step in steps if out.shape[-1] % ALIGNED == 0):
-            yield f"o: strides {self.o.strides}; the last must be 1, others multiples of {ALIGNED}"
+        if last != 1 or any(step % PAIR for step in steps if out.shape[-1] % PAIR == 0):
+            yield f"o: strides {self.o.strides}; the last must be 1, others multiples of {PAIR}"
         batch, heads, rows = self.lse.shape
         wanted = heads * self._room, self._room, 1
         sizes = zip((batch, heads, rows), self.lse.strides, wanted, strict=True)

@@ -54,7 +54,6 @@ STATEMENTS: dict[str, str] = {
     "wgmma.fence.sync.aligned;": f"{_E}multiply_fence()",
     "prefetch.tensormap [%0];": "",
     "prefetch.global.L2 [%0];": "",
-    "cp.async.bulk.prefetch.L2.global [%0], %1;": "",
     "setmaxnreg.dec.sync.aligned.u32 %0;": "",
     "setmaxnreg.inc.sync.aligned.u32 %0;": "",
     "griddepcontrol.launch_dependents;": "",

@@ -16,7 +16,6 @@ from ...call.ongoing import Ongoing
 from ...call.prepare_forward import prepare_forward
 from ...call.prepared import PreparedCall
 from ...call.table import INPUTS
-from ...errors import SpecError
 from .descriptions import all_described, device_of
 from .forward import with_readable_bias
 from .operation import format_of, run
@@ -46,15 +45,13 @@ def forward_onto(
 
     q, k, v and rest as `attngen::forward` takes them, three dense tensors of 16 bits without
     lengths and sinks, and `out_dtype` float32. o: float32, of the output's shape, its last axis
-    contiguous, rows at multiples of 16 bytes; lse: float32 [b, h_q, s_q], natural log, which may be
-    a part of the rows of a larger tensor. goes_on: whether they hold the output and LSE over other
-    keys, 0 and −∞ of rows that have seen none; else they are written anew. rounded: gets the output
-    in q's dtype, too, with the strides of o. There are no gradients.
+    contiguous; lse: float32 [b, h_q, s_q], natural log, which may be a part of the rows of a larger
+    tensor. goes_on: whether they hold the output and LSE over other keys, 0 and −∞ of rows that
+    have seen none; else they are written anew. rounded: gets the output in q's dtype, too, with the
+    strides of o. There are no gradients.
 
     Raises: SpecError with every violation; CompileError, LaunchError.
     """
-    if o.data_ptr() % 16:
-        raise SpecError("o must begin at a multiple of 16 bytes")
     optional, arguments = split(rest)
     operands = with_readable_bias((q, k, v, *optional))
     prepared = _find((*operands, o, lse, rounded), arguments, goes_on)

@@ -126,7 +126,6 @@ def headers_of(problem: Problem, plan: Plan, reads_tile: bool) -> tuple[str, ...
         "ptx/global.cuh": starts_early(problem, plan),
         "ptx/math.cuh": True,
         "ptx/matrix_move.cuh": True,
-        "ptx/prefetch.cuh": problem.continues and not problem.gather,
         "ptx/tma.cuh": True,
         "maximum.cuh": problem.max_logit,
         "scale.cuh": converts(problem),
