@@ -12,6 +12,9 @@ from .cpp_operations import FORMS, SIGNED
 from .program import ELEMENTS, ONE, POSITIONS, TYPES, Operation, Program
 
 _NAMES = frozenset((*FORMS, *SIGNED, "load", "cast"))
+# How many arguments each takes; of a load that depends on the tensor.
+_COUNTS = {name: len({*re.findall(r"\{\d\}", form)}) for name, form in FORMS.items()}
+_COUNTS |= dict.fromkeys((*SIGNED, "cast"), 1)
 _NOTHING = "f:0.0"
 _LITERALS = {
     "f": re.compile(r"-?([0-9]+\.[0-9]+(e[+-][0-9]+)?|[0-9]+e[+-][0-9]+|inf)|nan"),
@@ -97,6 +100,8 @@ def _check(
         _, rank, _ = captures[int(capture)]
         _require(len(indices) == rank)
         values = tuple(indices)
+    else:
+        _require(len(values) == _COUNTS[made.name])
     _require(all(_is_value(each, numbers, operations) for each in values))
 
 

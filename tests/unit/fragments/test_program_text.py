@@ -62,6 +62,8 @@ def test_programs_are_what_their_texts_say() -> None:
         ("value v", "value v99"),
         ("learned v", "learned b"),
         ("sub i j i", "sub i j v7"),
+        ("sub i j i", "sub i j"),
+        ("sub i j i", "sub i j i j"),
         ("slope", "\nslope"),
     ],
     ids=lambda change: change[1].strip(),
