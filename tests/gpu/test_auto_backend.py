@@ -72,7 +72,11 @@ REFUSED = {
     ),
     "gradients of slopes": (lambda: plain(alibi_slopes=learned(4)), "alibi_slopes"),
     "splits beside dropout": (
-        lambda: plain(num_splits=2, dropout_p=0.25, rng_state=torch.tensor([3, 0])),
+        lambda: plain(
+            num_splits=2,
+            dropout_p=0.25,
+            rng_state=torch.tensor([3, 0], device=oracle.DEVICE),
+        ),
         "num_splits",
     ),
     "pages off multiples of 16 bytes": (pages_off_by_8_bytes, "multiples of 16 bytes"),

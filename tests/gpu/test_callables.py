@@ -187,7 +187,8 @@ def check_learned(
     for own, truth, near in zip(found[0], expected, rounded, strict=True):
         error = oracle.largest((own.to(oracle.DEVICE) - truth).abs())
         largest = oracle.largest(truth.abs())
-        limit = 4 * oracle.largest((near - truth).abs()) + 2**-9 * largest
+        share = 2**-9 if own.ndim else 2**-7  # of a scalar, whose one rounding may be small by luck
+        limit = 4 * oracle.largest((near - truth).abs()) + share * largest
         assert error <= limit, f"{error:.3e} > {limit:.3e}, of {largest:.3e}"
 
 

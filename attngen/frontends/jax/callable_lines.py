@@ -190,6 +190,10 @@ class Lines:
         if node.name == "square":
             x = self.number(first, result)
             return emit("mul", result, x, x)
+        if node.name == "one_minus_square":  # in tanh's slope, from JAX 0.11 on
+            x = self.number(first, result)
+            one = self.built.constant(1, result)
+            return emit("mul", result, emit("add", result, one, x), emit("sub", result, one, x))
         if node.name == "integer_pow" and abs(whole := node.params["y"]) <= _MOST_POWER:
             x = self.number(first, result)
             found = x if whole else self.built.constant(1, result)

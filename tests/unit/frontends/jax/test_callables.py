@@ -86,6 +86,21 @@ def test_slope_of_a_program_is_the_derivative() -> None:
     assert np.allclose(slope, value_of(again, (), numbers[1], known), rtol=1e-5)
 
 
+def test_a_square_less_than_one_is_what_newer_versions_of_jax_say() -> None:
+    from jax.extend.core import Primitive
+    from jax.interpreters import ad
+
+    from attngen.frontends.jax.callable_values import value_of
+
+    primitive = Primitive("one_minus_square")
+    primitive.def_abstract_eval(lambda x: x)
+    ad.defjvp(primitive, lambda g, x: -2 * g * x)
+    traced = trace(lambda s, b, h, i, j: s * primitive.bind(s))
+    known = {"s": jnp.linspace(-2, 2, 9), **dict.fromkeys("bhij", jnp.int32(0))}
+    found = value_of(traced.program, (), traced.numbers, known)
+    assert np.allclose(found, known["s"] * (1 - known["s"] ** 2), atol=1e-6)
+
+
 def test_result_is_that_of_torch_and_the_program_as_well() -> None:
     slopes = random(H).astype(np.float32)
 
