@@ -8,7 +8,7 @@ import torch
 from attngen.integrations import transformers as door
 from torch import Tensor
 
-from attngen.frontends.integrations.mask_plan import MaskPlan
+from attngen.frontends.integrations.mask_plan import PlannedMask
 
 B, H, D = 2, 2, 16
 
@@ -153,8 +153,8 @@ def operands_of(s_q: int, s_kv: int) -> list[Tensor]:
     return [torch.randn(B, H, s, D, generator=generator) for s in (s_q, s_kv, s_kv)]
 
 
-def whole(case: str) -> MaskPlan:
+def whole(case: str) -> PlannedMask:
     """The plan of a case."""
     found = door.mask_of(**request_of(*PLANNED[case]))
-    assert isinstance(found, MaskPlan)
+    assert isinstance(found, PlannedMask)
     return found

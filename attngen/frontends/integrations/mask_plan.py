@@ -132,7 +132,7 @@ class Request:
 
 
 @dataclass(frozen=True, eq=False)
-class MaskPlan:
+class PlannedMask:
     """A mask on its way through a model, in place of a tensor [b, 1, q, kv], which it becomes for
     code that slices it, joins it with others, or asks for what only tensors have.
 
@@ -156,7 +156,7 @@ class MaskPlan:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # asked of objects of any kind
-            raise AttributeError(f"MaskPlan has no attribute {name!r}")
+            raise AttributeError(f"PlannedMask has no attribute {name!r}")
         return getattr(self.request.dense(), name)
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -172,12 +172,12 @@ class MaskPlan:
 
 def _as_tensors(x: Any) -> Any:
     """An argument of a function of torch whose plans are tensors."""
-    if isinstance(x, MaskPlan):
+    if isinstance(x, PlannedMask):
         return x.request.dense()
     return type(x)(map(_as_tensors, x)) if type(x) in (tuple, list) else x
 
 
-def plan_of(request: Request) -> MaskPlan | None:
+def plan_of(request: Request) -> PlannedMask | None:
     """The plan of a mask; None where only the tensor says it."""
     found = structure_of(request.mask_function)
     if found is None or found.counts_within != (found.documents is not None):
@@ -189,11 +189,11 @@ def plan_of(request: Request) -> MaskPlan | None:
     if sides != (None, None):
         arguments["window"] = tuple(-1 if x is None else x for x in sides)
     if found.documents is not None:
-        return MaskPlan(request, arguments, _ends_of(found.documents))
+        return PlannedMask(request, arguments, _ends_of(found.documents))
     if found.chunk is not None and request.kv_offset:
         return None  # chunks count from the first key
     placed = _placed(request, found)
-    return None if placed is None else MaskPlan(request, arguments | placed)
+    return None if placed is None else PlannedMask(request, arguments | placed)
 
 
 def _ends_of(documents: Tensor) -> Tensor:

@@ -209,7 +209,7 @@ def replacing(function: Function) -> Iterator[None]:
     own = getattr(functional, _NAME)
     loaded = [each for each in [*sys.modules.values()] if isinstance(each, ModuleType)]
     known = [each for each in loaded if vars(each).get(_NAME) is own]
-    modules = [each for each in known if not each.__name__.startswith("torch._C")]
+    modules = [each for each in known if "._C" not in each.__name__]
     try:
         for module in modules:
             setattr(module, _NAME, function)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ... import attention
 from ...errors import SpecError
-from .mask_plan import MaskPlan, Request, plan_of
+from .mask_plan import PlannedMask, Request, plan_of
 
 __all__ = ["attend", "mask_of", "register"]
-Mask = MaskPlan | Tensor | None
+Mask = PlannedMask | Tensor | None
 
 
 def register(name: str = "attngen", backend: str = "auto") -> str:
@@ -43,7 +43,7 @@ def mask_of(
     """The mask that transformers asks for, as arguments of attention where its function is built of
     causal masks, windows, chunks, documents and padding; else the tensor [b, 1, q, kv], as while
     torch.compile traces. A mask that has been planned before stays as it is."""
-    if isinstance(attention_mask, MaskPlan):
+    if isinstance(attention_mask, PlannedMask):
         return attention_mask
     sizes = batch_size, q_length, kv_length, q_offset, kv_offset
     device = rest.pop("device", "cpu")
@@ -80,7 +80,7 @@ def attend(
     if (bias := given.get("position_bias")) is not None:
         arguments["bias"] = bias
     ends = None
-    if isinstance(attention_mask, MaskPlan):
+    if isinstance(attention_mask, PlannedMask):
         ends = attention_mask.ends
         arguments |= _planned(attention_mask, k.shape[1], bias is not None)
     elif attention_mask is not None:
@@ -102,7 +102,7 @@ def _output(found: Any) -> Tensor:
     return out
 
 
-def _planned(plan: MaskPlan, keys: int, has_bias: bool) -> dict[str, Any]:
+def _planned(plan: PlannedMask, keys: int, has_bias: bool) -> dict[str, Any]:
     """The arguments of a plan; the mask itself beside a bias, whose rows are the tensors', where
     the plan has others. Raises: SpecError where it is of another number of keys."""
     *_, planned = plan.shape

@@ -10,7 +10,7 @@ from attngen.integrations import transformers as door
 from torch import Tensor
 
 import attngen
-from attngen.frontends.integrations.mask_plan import MaskPlan, Request, structure_of
+from attngen.frontends.integrations.mask_plan import PlannedMask, Request, structure_of
 from tests.support.mask_kit import (
     CAUSAL,
     EVERYWHERE,
@@ -38,7 +38,7 @@ def test_plan_says_what_the_mask_does(case: str) -> None:
     function, sizes, padding = PLANNED["causal" if case == "again" else case]
     given = request_of(function, sizes, padding)
     plan = door.mask_of(**given)
-    assert isinstance(plan, MaskPlan) and "attn_mask" not in plan.arguments
+    assert isinstance(plan, PlannedMask) and "attn_mask" not in plan.arguments
     if case == "again":  # as `generate` hands a mask back
         assert door.mask_of(**given | {"attention_mask": plan}) is plan
     mask = dense_of(**given)

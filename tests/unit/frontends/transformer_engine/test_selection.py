@@ -127,7 +127,8 @@ def test_other_devices_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_named_architecture_is_asked_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attngen.targets.target.NAMED", "sm_80")
     assert refusals(PLAIN) == []
-    assert any("sm_80" in reason for reason in refusals(replace(PLAIN, q_dtype=E4M3, kv_dtype=E4M3)))
+    in_8_bits = replace(PLAIN, q_dtype=E4M3, kv_dtype=E4M3)
+    assert any("sm_80" in reason for reason in refusals(in_8_bits))
 
 
 def test_fused_comes_before_flash_and_flash_before_unfused(monkeypatch: Any) -> None:
