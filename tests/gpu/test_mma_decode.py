@@ -3,18 +3,14 @@ other chip that has kernels by those of its own architecture."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
-from unittest import mock
 
 import pytest
 import torch
 
 import attngen
-from attngen.call import kernel_choice
-from attngen.kernels.selection import name_of
 from attngen.targets.target import TARGETS
-from tests.support.caches import FORWARD, held
+from tests.support.caches import kernels_of
 
 from . import oracle
 from .conftest import any_chip
@@ -29,16 +25,9 @@ ARCH = any_chip() or "sm_90"
 @pytest.fixture(autouse=True, scope="module")
 def forced() -> Iterator[None]:
     """Calls run kernels of this target."""
-    with contextlib.ExitStack() as stack:
-        for place in ("routing", "descriptions"):
-            name = f"attngen.frontends.pytorch.{place}.device_arch"
-            stack.enter_context(mock.patch(name, lambda _: ARCH))
-        for known in (*held(*FORWARD), kernel_choice._kernels):
-            stack.enter_context(mock.patch.dict(known, clear=True))
+    with kernels_of(ARCH) as launched:
         yield
-        found = kernel_choice._kernels.values()
-        launched = {name_of(each.kernel) for group in found for each in group}
-        assert "mma_decode" in launched <= {"mma_decode", "combine"}
+    assert "mma_decode" in launched <= {"mma_decode", "combine"}
 
 
 @pytest.mark.parametrize("page", [1, 7, 16, 64, 100])

@@ -3,17 +3,13 @@ other chip that has kernels those of its own architecture."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
-from unittest import mock
 
 import pytest
 import torch
 
 import attngen
-from attngen.call import kernel_choice
-from attngen.kernels.selection import name_of
-from tests.support.caches import BACKWARD, FORWARD, held
+from tests.support.caches import kernels_of
 
 from . import gradients, oracle, variants
 from .cases import Case
@@ -30,16 +26,9 @@ AROUND = {"bwd_clear", "bwd_convert", "bwd_row_sums", "mask_pack", "mma_bwd_dbia
 @pytest.fixture(autouse=True, scope="module")
 def forced() -> Iterator[None]:
     """Calls run kernels of this target."""
-    with contextlib.ExitStack() as stack:
-        for place in ("routing", "descriptions"):
-            name = f"attngen.frontends.pytorch.{place}.device_arch"
-            stack.enter_context(mock.patch(name, lambda _: ARCH))
-        for known in (*held(*FORWARD, *BACKWARD), kernel_choice._kernels):
-            stack.enter_context(mock.patch.dict(known, clear=True))
+    with kernels_of(ARCH) as launched:
         yield
-        found = kernel_choice._kernels.values()
-        launched = {name_of(each.kernel) for group in found for each in group}
-        assert {"mma_fwd", "mma_bwd"} <= launched <= {"mma_fwd", "mma_bwd"} | AROUND
+    assert {"mma_fwd", "mma_bwd"} <= launched <= {"mma_fwd", "mma_bwd"} | AROUND
 
 
 VARIANTS = [
