@@ -75,13 +75,19 @@ def graph_of(name: str, function: Callable[..., Any], names: Sequence[str]) -> l
     return _results(closed, inputs)
 
 
+class ResultError(SpecError):
+    """A function that returns no number, whatever computes it."""
+
+
 def check_result(name: str, results: Sequence[Node], kind: str) -> Node:
-    """The first result of a function. Raises: SpecError where it is no number of such a kind of
-    dtypes, `floating` or `bool`."""
-    first, *_ = results
+    """The result of a function. Raises: ResultError where it is no number of such a kind of dtypes,
+    `floating` or `bool`."""
+    first, *others = results
+    if others:
+        raise ResultError(f"{name} returns {len(results)} results; one {kind} is needed")
     wanted = jnp.floating if kind == "floating" else jnp.bool_
     if first.shape or not jnp.issubdtype(jnp.dtype(first.dtype), wanted):
-        raise SpecError(f"{name} returns {first.dtype}{list(first.shape)}; one {kind} is needed")
+        raise ResultError(f"{name} returns {first.dtype}{list(first.shape)}; one {kind} is needed")
     return first
 
 

@@ -21,7 +21,7 @@ from ...fragments.features import register_program
 from ...fragments.lowering import CAPTURED, NUMBER, PER_UNIT, UNIT
 from ...fragments.program import Program
 from ...spec import layouts
-from .callable_graph import POSITIONS, SCORE, check_result, graph_of
+from .callable_graph import POSITIONS, SCORE, ResultError, check_result, graph_of
 from .callable_lines import Lines, element_of
 from .callable_values import over_positions
 
@@ -76,9 +76,11 @@ def without_functions(call: AttentionCall) -> tuple[AttentionCall, ScoreMod | No
 
 def _served(mod: Any, backend: str) -> Traced | None:
     """The trace of a score_mod; None where kernels lack it. Raises: SpecError where the call names
-    kernels."""
+    kernels, or the function returns no score."""
     try:
         return trace(mod)
+    except ResultError:
+        raise
     except SpecError as error:
         if backend == "cuda":
             raise

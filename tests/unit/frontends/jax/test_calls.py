@@ -51,7 +51,7 @@ def test_arguments_are_those_of_the_table() -> None:
         ({"dropout_p": 0.1}, "needs rng_state"),
         ({"dropout_p": 1.1}, "a probability in 0..1"),
         ({"bias": np.ones((2, 8), bool)}, "Pass booleans as attn_mask"),
-        ({"score_mod": lambda *x: x}, "score_mod is a function"),
+        ({"score_mod": lambda *x: x}, "score_mod returns 5 results"),
         ({"backend": "triton"}, "allowed: auto, cuda, reference"),
         ({"seqused_q": np.ones(3, np.int32)}, "seqused_q needs int32 [b] with b=2"),
         ({"softmax_scale": "big"}, "softmax_scale needs a number"),
