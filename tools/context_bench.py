@@ -21,6 +21,7 @@ from torch import Tensor
 import attngen
 from attngen import parallel
 from attngen.bench.peers import Absent, load_fa3_operators
+from tools.graphs import captured
 from tools.ring_peer import Ring
 
 MOST_CALLS, LEAST_MS = 20, 30.0  # of a round
@@ -110,20 +111,6 @@ def _ring_both(ring: Ring, operands: list[Tensor], d_out: Tensor) -> Any:
     q, k, v = operands
     out, lse = ring.forward(q, k, v)
     return ring.backward(d_out, q, k, v, out, lse)
-
-
-def captured(call: Call) -> Call:
-    """The call as a graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
 
 
 def milliseconds(call: Call, calls: int) -> float:

@@ -29,6 +29,7 @@ from attngen.bench.timing import Call, time_interleaved  # noqa: E402
 from attngen.call.recipe import CastRule  # noqa: E402
 from attngen.frontends.pytorch.narrow import by_kernels  # noqa: E402
 from tools.fp8_backward_speed import HEADS, SHAPES, Case  # noqa: E402
+from tools.graphs import captured  # noqa: E402
 from tools.reports import timing_of, timing_options, write_rows  # noqa: E402
 
 SCHEMA = 1
@@ -68,20 +69,6 @@ def casts(tensors: list[Tensor]) -> None:
     for given, dtype in ((qkv, "float8_e4m3fn"), ([d_o], "float8_e5m2")):
         made = by_kernels(given, [None] * len(given), CastRule(dtype))
         assert made is not None  # kernels serve these
-
-
-def captured(call: Call) -> Call:
-    """The call as a replay of a graph of it."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
 
 
 def calls_of(tensors: list[Tensor], mask: str, backend: str) -> dict[str, Call]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...call.kept import Kept
 from ...call.table import AttentionCall
 from ...spec.attention_spec import MAX_HEAD_DIM
 from .context_parts import Stored
@@ -26,7 +27,7 @@ class Service(NamedTuple):
 
 
 NO_KERNELS = Service(serves=False, joins=False)
-_known: dict[Any, Service] = {}
+_known: Kept[Service] = Kept(MOST)
 
 
 def service_of(part: Mapping[str, Any], stored: Stored | None, *, learns: bool) -> Service:
@@ -36,15 +37,7 @@ def service_of(part: Mapping[str, Any], stored: Stored | None, *, learns: bool) 
         return _judged(part, stored)
     numbers = None if stored is None else (stored.dtype, stored.wide)
     form = (learns, numbers, *((name, _form_of(x)) for name, x in part.items()))
-    try:
-        known = _known.get(form)
-    except TypeError:  # of what has no hash: its check says what it needs
-        return _judged(part, stored)
-    if known is None:
-        if len(_known) >= MOST:
-            _known.clear()
-        known = _known[form] = _judged(part, stored)
-    return known
+    return _known.find(form, _judged, part, stored)
 
 
 def _form_of(x: Any) -> Any:

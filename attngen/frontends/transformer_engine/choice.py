@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from ...call.kept import Kept
 from ...errors import SpecError
 from .calls import Sizes
 from .core import Words
 from .environment import SWITCHES, enabled
-from .kept import Kept
 from .selection import AttentionParams, get_attention_backend
 
 _attention_backends: dict[str, Any] = {

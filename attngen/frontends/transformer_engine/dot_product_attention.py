@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...call.kept import Kept
 from ...call.recipe import in_force
 from ...call.taking import fields_of
 from ...errors import SpecError
@@ -39,7 +40,6 @@ from .calls import (
 from .choice import Facts, backend_of, choices
 from .core import Output, PlannedCall, Words, plan_of
 from .environment import NONDETERMINISTIC, enabled
-from .kept import Kept
 from .masks import check_set_window_size, ends_at_corner, mask_name
 from .names import AttnTypes, SoftmaxType
 from .over_group import over_group

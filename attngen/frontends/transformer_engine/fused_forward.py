@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import attention
+from ...call.kept import Kept
 from ...call.recipe import in_force
 from ...call.table import LEARNED
 from ...call.taking import fields_of
@@ -25,7 +26,6 @@ from .eight_bits import (
     wrapped,
 )
 from .fused_shared import check, heads_of, lengths_of, stats_of, words_of
-from .kept import Kept
 from .layouts import parsed, separate, turned
 from .variants import BIAS_TYPES, Read, as_sink, said
 

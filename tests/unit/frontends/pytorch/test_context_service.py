@@ -7,6 +7,7 @@ from unittest import mock
 
 import torch
 
+from attngen.call.kept import Kept
 from attngen.frontends.pytorch import context_service
 from attngen.frontends.pytorch.context_service import Service, service_of
 
@@ -30,7 +31,7 @@ def test_calls_alike_are_judged_once() -> None:
     judged = mock.Mock(side_effect=lambda *_: Service(serves=True, joins=True))
     with (
         mock.patch.object(context_service, "_judged", judged),
-        mock.patch.object(context_service, "_known", {}),
+        mock.patch.object(context_service, "_known", Kept()),
     ):
         for _ in range(2):
             for given in (part(), *OTHERS):
@@ -47,6 +48,8 @@ def test_reasons_are_those_of_the_device_and_of_wide_heads() -> None:
 
 
 def test_what_has_no_hash_is_judged_each_time() -> None:
-    with mock.patch.object(context_service, "_known", {}) as known:
-        found = service_of(part(alibi_slopes=[1.0, 2.0]), None, learns=False)
-        assert found.reasons and not known
+    judged = mock.Mock(wraps=context_service._judged)
+    with mock.patch.object(context_service, "_judged", judged):
+        for _ in range(2):
+            assert service_of(part(alibi_slopes=[1.0, 2.0]), None, learns=False).reasons
+    assert judged.call_count == 2
