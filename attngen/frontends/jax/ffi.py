@@ -11,9 +11,12 @@ import ctypes
 import struct
 from collections.abc import Callable
 from functools import lru_cache
+from threading import get_ident, main_thread
 from typing import Any
 
 import jax
+
+from .callback import Answer, Callback
 
 # Words of a call frame.
 EXTENSION, API, CONTEXT = 1, 2, 3
@@ -27,6 +30,7 @@ METADATA_WORD, VERSION_OFFSET = 3, 24
 VERSION = (0, 1)  # of the API, which every runtime since jax 0.5 accepts
 CAPTURED = 1  # trait: calls may be captured into command buffers
 INVALID_ARGUMENT, INTERNAL = 3, 13
+_INTERRUPTED = KeyboardInterrupt("or what else was raised as XLA called attngen")
 _API_VERSION = 1  # of jax.ffi, whose handlers take such frames
 
 Word = ctypes.c_uint64
@@ -160,9 +164,8 @@ def _error_of(api: int, error: BaseException) -> int:
     return int(_function(api, CREATE_ERROR)(ctypes.addressof(wanted)) or 0)
 
 
-def _callback(function: Stage, traits: int) -> int:
-    """The address of a handler that calls a function of a frame; what that raises becomes an error
-    of XLA's."""
+def _answer(function: Stage, traits: int) -> Answer:
+    """A handler that calls a function of a frame; what that raises becomes an error of XLA's."""
 
     def called(address: int) -> int:
         words = _words_of(_frame_at(address))
@@ -178,19 +181,38 @@ def _callback(function: Stage, traits: int) -> int:
         except BaseException as error:  # nothing may leave through C
             return _error_of(words[API], error)
 
-    made = _HANDLER(called)
-    _kept.append(made)
-    return int(ctypes.cast(made, _POINTER).value or 0)
+    return called
 
 
-def register(
-    name: str, platform: str, stages: dict[str, Stage], traits: int = 0
-) -> None:
+def _callbacks(stages: dict[str, Stage], traits: int) -> dict[str, Callback]:
+    """The handlers of stages, of which each call on the main thread guards them all."""
+    answers = {stage: _answer(function, traits) for stage, function in stages.items()}
+
+    def guard(api: int) -> None:
+        for stage, each in made.items():
+            if not each.is_guarded:
+                each.guard(answers[stage], _error_of(api, _INTERRUPTED))
+
+    def first(function: Stage) -> Stage:
+        def call(words: Words) -> None:
+            if get_ident() == main_thread().ident:
+                guard(words[API])
+            function(words)
+
+        return call
+
+    made = {stage: Callback(_answer(first(each), traits)) for stage, each in stages.items()}
+    return made
+
+
+def register(name: str, platform: str, stages: dict[str, Stage], traits: int = 0) -> None:
     """Tell XLA of a handler on one of its platforms, once a process.
 
     stages: a function of a frame for each stage, `instantiate` and `execute`.
     """
-    capsules = {
-        stage: jax.ffi.pycapsule(_callback(each, traits)) for stage, each in stages.items()
-    }
+    capsules = {}
+    for stage, each in _callbacks(stages, traits).items():
+        made = _HANDLER(each)
+        _kept.append(made)
+        capsules[stage] = jax.ffi.pycapsule(int(ctypes.cast(made, _POINTER).value or 0))
     jax.ffi.register_ffi_target(name, capsules, platform=platform, api_version=_API_VERSION)

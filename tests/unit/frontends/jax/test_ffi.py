@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
+from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -67,6 +70,19 @@ def test_exceptions_are_errors_of_the_program(text: str, says: str) -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match=says):
         call(text)
     assert call("fine").tolist() == [1, 2, 3]
+
+
+def test_interrupt_that_waits_for_the_handler_is_an_error() -> None:
+    """XLA frees what a handler returns as an error: it has to be one, or none."""
+    shape = jax.ShapeDtypeStruct((3,), jnp.float32)
+    program = jax.jit(lambda x: jax.ffi.ffi_call("attngen_test", shape)(x, program="waits"))
+    x = jnp.asarray([1.0, 2.0, 3.0])
+    for _ in range(3):  # from C alone, and on this thread
+        assert program(x).tolist() == [1, 2, 3]
+    calls = [_thread.interrupt_main, partial(program, x)]
+    with pytest.raises(BaseException, match="INTERNAL: KeyboardInterrupt"):
+        [*map(methodcaller("__call__"), calls)]  # no instruction of Python's between them
+    assert program(x).tolist() == [1, 2, 3]
 
 
 DENSE = TensorDesc.contiguous((2, 300, 4, 64), "bfloat16")
