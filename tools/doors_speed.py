@@ -1,0 +1,315 @@
+r"""Times layers of transformers' models by who computes their attention, on one GPU, as JSON.
+
+    python tools/doors_speed.py -o docs/results/doors.json
+
+Two layers of a stack shaped like a model, random weights, bfloat16: a training step (forward and
+backward) and a prompt with its cache of one sequence, and one token of 8 sequences behind a full
+cache of fixed size, replayed as a CUDA graph. Attention is attngen's door, the backends of
+PyTorch's `scaled_dot_product_attention`, FlexAttention as transformers compiles it, and the model's
+own. Medians of interleaved rounds. Stacks and lengths have a process each: all compile at once,
+then one after another is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import multiprocessing
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from importlib.metadata import version
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+
+from attngen import integrations  # noqa: E402
+from attngen.errors import MeasureError  # noqa: E402
+from tools.graphs import captured  # noqa: E402
+from tools.reports import write_rows  # noqa: E402
+
+LAYERS, SEQUENCES = 2, 8
+MOST_EAGER = 4096  # tokens of a model's own attention, whose scores are tensors
+LENGTHS = (4096, 16384, 32768)
+STEPS = ("train", "prefill", "decode")
+TOLERANCE = 0.05  # of the norm of what attngen's layers return
+LEAST_MS, MOST_CALLS = 20.0, 20  # of a round
+SCHEMA = 1
+Call = Callable[[], Any]
+
+
+class Stack(NamedTuple):
+    """A model by the names of its classes, what its config says, and who may compute its
+    attention beside attngen."""
+
+    name: str
+    config: dict[str, Any]
+    peers: tuple[str, ...]
+
+
+LLAMA = {
+    **{"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
+    **{"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": LENGTHS[-1]},
+}
+GPT_OSS = {
+    **{"hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64},
+    **{"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128},
+    **{"num_local_experts": 32, "num_experts_per_tok": 4},
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+STACKS = {
+    "llama-8b": Stack("Llama", LLAMA, ("flash", "cudnn", "efficient", "flex")),
+    "gpt-oss-20b": Stack("GptOss", GPT_OSS, ("flex", "eager")),
+}
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+IMPLEMENTATIONS = {"flex": "flex_attention", **dict.fromkeys(BACKENDS, "sdpa")}
+
+
+def model_of(stack: Stack) -> Any:
+    """The layers, with random weights."""
+    import transformers
+
+    made = {"num_hidden_layers": LAYERS, "vocab_size": 1024}
+    config = getattr(transformers, f"{stack.name}Config")(**stack.config, **made)
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        torch.set_default_dtype(torch.bfloat16)
+        model = getattr(transformers, f"{stack.name}Model")(config).eval()
+        torch.set_default_dtype(torch.float32)
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.02)
+    return model
+
+
+def train(model: Any, length: int) -> Call:
+    """A step's forward and backward, without its optimizer."""
+    ids = _ids(1, length)
+    d_out = torch.randn(1, length, model.config.hidden_size, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> Any:
+        model.zero_grad(set_to_none=True)
+        out = model(input_ids=ids, use_cache=False).last_hidden_state
+        out.backward(d_out)
+        return out
+
+    return step
+
+
+def prefill(model: Any, length: int) -> Call:
+    """A prompt whose keys and values are kept."""
+    ids = _ids(1, length)
+
+    def step() -> Any:
+        with torch.no_grad():
+            return model(input_ids=ids, use_cache=True).last_hidden_state
+
+    return step
+
+
+def decode(model: Any, length: int) -> Call:
+    """One token behind a cache that it fills."""
+    from transformers.cache_utils import Cache, StaticLayer
+
+    config = model.config
+    cache = Cache(layers=[StaticLayer(max_cache_len=length) for _ in range(LAYERS)])
+    sizes = SEQUENCES, config.num_key_value_heads, config.head_dim
+    cache.early_initialization(*sizes, dtype=torch.bfloat16, device=torch.device("cuda"))
+    for layer in cache.layers:
+        layer.keys.normal_()
+        layer.values.normal_()
+    ids = _ids(SEQUENCES, 1)
+
+    def step() -> Any:
+        for layer in cache.layers:
+            layer.cumulative_length.fill_(length - 1)
+        with torch.no_grad():
+            return model(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
+
+    return step
+
+
+MAKERS: dict[str, Callable[[Any, int], Call]] = {
+    "train": train,
+    "prefill": prefill,
+    "decode": decode,
+}
+
+
+def _ids(sequences: int, length: int) -> torch.Tensor:
+    return torch.randint(0, 1024, (sequences, length), device="cuda")
+
+
+class Timed(NamedTuple):
+    """A step, and how it is called."""
+
+    call: Call
+    select: Call
+    around: Callable[[], Any]
+
+    def milliseconds(self, calls: int) -> float:
+        """The mean time of so many calls."""
+        self.select()
+        with self.around():
+            torch.cuda.synchronize()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(calls):
+                self.call()
+            end.record()
+            end.synchronize()
+        return float(start.elapsed_time(end)) / calls
+
+
+def timed_steps(
+    model: Any, stack: Stack, step: str, length: int
+) -> tuple[dict[str, Timed], dict[str, str]]:
+    """The step by who computes its attention, each called once; and who cannot, and why."""
+    found, missing, first = {}, {}, None
+    for who in ("attngen", *stack.peers):
+        select = partial(model.set_attn_implementation, IMPLEMENTATIONS.get(who, who))
+        around = partial(sdpa_kernel, BACKENDS[who]) if who in BACKENDS else nullcontext
+        try:
+            if who == "eager" and length > MOST_EAGER:
+                raise MeasureError(f"not asked for above {MOST_EAGER} tokens")
+            select()
+            torch.manual_seed(1)
+            with around():
+                call = MAKERS[step](model, length)
+                out = call().detach().float()
+                if step == "decode":
+                    call = captured(call)
+                torch.cuda.synchronize()
+            first = out if first is None else first
+            off = ((out - first).norm() / first.norm()).item()
+            if not off < TOLERANCE:
+                raise MeasureError(f"its result is off by {off:.3f}")
+            found[who] = Timed(call, select, around)
+        except Exception as error:  # a peer refuses in its own way
+            lines = [type(error).__name__, *str(error).strip().splitlines()]
+            missing[who] = ": ".join(lines[:2])[:200]
+            print(f"{stack.name}, {step}, {length}, {who}: {missing[who]}", file=sys.stderr)
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+    return found, missing
+
+
+class Prepared(NamedTuple):
+    """A row before it is timed."""
+
+    about: dict[str, Any]
+    timed: dict[str, Timed]
+    missing: dict[str, str]
+
+    def measured(self, rounds: int) -> dict[str, Any]:
+        """The row: medians of a step, and attngen's rate over the best other's."""
+        counts = {}
+        for who, each in self.timed.items():
+            once = each.milliseconds(1)
+            counts[who] = min(MOST_CALLS, max(1, round(LEAST_MS / once)))
+        samples: dict[str, list[float]] = {who: [] for who in self.timed}
+        for _ in range(rounds):
+            for who in random.sample(list(self.timed), len(self.timed)):
+                samples[who].append(self.timed[who].milliseconds(counts[who]))
+        ms = {who: round(statistics.median(taken), 4) for who, taken in samples.items()}
+        others = {who: taken for who, taken in ms.items() if who != "attngen"}
+        best = min(others, key=lambda who: others[who], default=None)
+        ratio = round(others[best] / ms["attngen"], 3) if best and "attngen" in ms else None
+        return {**self.about, "ms": ms, "best_peer": best, "ratio": ratio, "missing": self.missing}
+
+
+def work(parent: Connection, name: str, length: int, steps: list[str], rounds: int) -> None:
+    """A process: prepare the steps of a stack, say so, and time them when the parent answers."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    # A step of another length is compiled for that length, as a program of one length would be.
+    torch._dynamo.config.automatic_dynamic_shapes = False
+    integrations.transformers.register(backend="cuda")
+    stack = STACKS[name]
+    model = model_of(stack)
+    prepared = [
+        Prepared(
+            {"stack": name, "step": step, "length": length},
+            *timed_steps(model, stack, step, length),
+        )
+        for step in steps
+    ]
+    parent.send(None)
+    parent.recv()
+    for each in prepared:
+        parent.send(each.measured(rounds))
+        torch.cuda.empty_cache()
+    parent.close()
+
+
+def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Rows of what is asked for, each printed when it is there."""
+    spawn = multiprocessing.get_context("spawn")
+    workers = {}
+    for name in options.stacks:
+        for length in options.lengths:
+            own, other = spawn.Pipe()
+            given = (other, name, length, options.steps, options.rounds)
+            process = spawn.Process(target=work, args=given, daemon=True)
+            process.start()
+            other.close()
+            workers[own] = process
+    pending: list[Connection] = [*workers]
+    ready: dict[Connection, bool] = {}
+    end = time.monotonic() + options.ready_within
+    while pending and (spoke := wait(pending, max(0, end - time.monotonic()))):
+        ready |= {each: _received(each) is None for each in pending if each in spoke}
+        pending = [each for each in pending if each not in spoke]
+    for each in pending:
+        workers[each].kill()
+    for each in workers:
+        if not ready.get(each):
+            continue
+        each.send(None)
+        while row := _received(each):
+            print(f"{row['stack']} {row['step']} {row['length']}: {row['ms']}, {row['ratio']} x")
+            sys.stdout.flush()
+            yield row
+
+
+def _received(worker: Connection) -> Any:
+    """What a process sends: None, then rows; nothing, {}, where it has ended."""
+    try:
+        return worker.recv()
+    except EOFError:
+        return {}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--stacks", nargs="+", default=[*STACKS], choices=[*STACKS])
+    parser.add_argument("--steps", nargs="+", default=[*STEPS], choices=[*STEPS])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[*LENGTHS])
+    parser.add_argument("--ready-within", type=float, default=300, help="seconds for compilation")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
+    fields = {"rounds": options.rounds, "layers": LAYERS, "sequences": SEQUENCES}
+    versions = {"transformers": version("transformers")}
+    write_rows(options.output, SCHEMA, rows(options), **fields, versions=versions)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
