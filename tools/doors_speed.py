@@ -287,7 +287,7 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _received(worker: Connection) -> Any:
-    """What a process sends: None, then rows; nothing, {}, where it has ended."""
+    """The next thing that a process sends; {} where it has ended."""
     try:
         return worker.recv()
     except EOFError:
