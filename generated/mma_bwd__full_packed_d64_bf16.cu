@@ -1,4 +1,4 @@
-// mma_bwd__full_packed_d64_bf16__76f88c
+// mma_bwd__full_packed_d64_bf16__ac9ab5
 // Rendered by attngen from kernels/mma_sync/backward/backward.cu.j2; do not edit.
 #include "attngen/context.cuh"
 #include "attngen/copy/cta_rows.cuh"
@@ -25,12 +25,12 @@ namespace attngen {
 constexpr int kHeadDimQk = 64;
 constexpr int kHeadDimV = 64;
 using Element = Bf16;
-constexpr int kKeyWarps = 2;
-constexpr int kQueryWarps = 2;
+constexpr int kKeyWarps = 4;
+constexpr int kQueryWarps = 1;
 constexpr int kThreads = 128;
 constexpr int kBlock = 64;  // queries
-constexpr int kTileN = 64;
-constexpr int kTileM = kBlock / kQueryWarps;  // queries of a block whose scores a warp has
+constexpr int kTileN = 128;
+constexpr int kTileM = kBlock / kQueryWarps / 2;  // queries of a block whose scores a warp has at once
 constexpr int kWarpKeys = kTileN / kKeyWarps;
 constexpr int kRowTiles = kWarpKeys / 16;
 constexpr int kQkSteps = ceil_div(kHeadDimQk, 16);
@@ -45,12 +45,11 @@ constexpr u32 kQStageBytes = ceil_div(kHeadDimQk, 64) * kQueryBoxBytes;
 constexpr u32 kDoStageBytes = ceil_div(kHeadDimV, 64) * kQueryBoxBytes;
 constexpr u32 kRowBytes = kBlock * 4;  // one float a query
 constexpr u32 kSmemK = 0;
-constexpr u32 kSmemV = 8192;
-constexpr u32 kSmemQ = 16384;
-constexpr u32 kSmemDo = 32768;
-constexpr u32 kSmemP = 49152;
-constexpr u32 kSmemDs = 57344;
-constexpr u32 kSmemRows = 65536;
+constexpr u32 kSmemV = 16384;
+constexpr u32 kSmemQ = 32768;
+constexpr u32 kSmemDo = 49152;
+constexpr u32 kSmemDs = 65536;
+constexpr u32 kSmemRows = 81920;
 using QkShare = ColumnShare<kQkSteps, kQueryWarps>;
 using VShare = ColumnShare<kVSteps, kQueryWarps>;
 using DqShare = ColumnShare<kQkSteps, kKeyWarps * kQueryWarps / kDqRowWarps>;
@@ -263,6 +262,7 @@ struct Warp {
   float dv[kRowTiles][VShare::kMost * 8];
 
   using Scores = float[kTileM / 2];
+  using Packed = u32[kTileM / 4];
 
   ATTNGEN_DEVICE Warp(const Params& p, u32 smem, int first, int warp) : p(p), lane(threadIdx.x % 32), part(warp % kQueryWarps), qk_share(part), v_share(part) {
     const int row = warp / kQueryWarps * kWarpKeys;
@@ -294,49 +294,53 @@ struct Warp {
   ATTNGEN_DEVICE void weigh(Scores& scores, u32 lse) const {
     weigh_queries<kTileM>(scores, p.scale_log2, lse);
   }
-  // The tile `m` of 16 keys: S^T and dP^T become P^T and dS^T, in shared memory. block: the number of such parts before it.
-  ATTNGEN_DEVICE void differentiate(Scores& scores, Scores& gradients, const Context& ctx, int m, int block, u32 rows, bool masked) const {
+  // The tile `m` of 16 keys: S^T and dP^T become P^T and dS^T, the latter in shared memory at `place`. block: the number of
+  // such parts before it.
+  ATTNGEN_DEVICE void differentiate(Scores& scores, Scores& gradients, const Context& ctx, int m, int block, u32 rows, bool masked, u32 place, Packed& weights, Packed& packed) const {
     const int key = this->key + m * 16;
-    const u32 place = pair_place + m * (16 * 128);
     if (masked) hide_queries<kTileM>(scores, mask_list(p), ctx, key, block * kTileM + (lane & 3) * 2);
     weigh(scores, rows);
-    u32 packed[kTileM / 4];
-    pack_pairs<Element, kTileM / 2>(packed, scores);
-    store_pairs(place + kSmemP, packed);
+    pack_pairs<Element, kTileM / 2>(weights, scores);
 #pragma unroll
     for (int i = 0; i < kTileM / 2; i += 2) {
       gradients[i] *= scores[i];
       gradients[i + 1] *= scores[i + 1];
     }
     pack_pairs<Element, kTileM / 2>(packed, gradients);
-    store_pairs(place + kSmemDs, packed);
+    store_pairs(place, packed);
   }
 
-  // Makes P^T and dS^T of the warp's part of a block.
-  ATTNGEN_DEVICE void make_weights(const Context& ctx, int block, u32 stage, bool masked) const {
+  // The weights of a block, part by part: what they add to gradients of values, and dS^T to those of keys.
+  ATTNGEN_DEVICE void add_block(const Context& ctx, int block, u32 stage, bool masked) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      Packed weights[kRowTiles];
+      Packed gradients[kRowTiles];
+      make_weights(ctx, block * 2 + i, stage, masked, i, weights, gradients);
+      const u32 rows = reduced_place + i * (kTileM * 128);
+      multiply_held<Element, kTileM / 16, kQueryBoxBytes>(dv, weights, rows + kSmemDo + stage * kDoStageBytes, v_share);
+      multiply_held<Element, kTileM / 16, kQueryBoxBytes>(dk, gradients, rows + kSmemQ + stage * kQStageBytes, qk_share);
+    }
+  }
+  // P^T and dS^T, packed, of part i of the block; block: the number of such parts before it.
+  ATTNGEN_DEVICE void make_weights(const Context& ctx, int block, u32 stage, bool masked, int i, Packed (&weights)[kRowTiles], Packed (&packed)[kRowTiles]) const {
     Scores scores[kRowTiles];
     Scores gradients[kRowTiles];
-    const u32 rows = rows_place + stage * (2 * kRowBytes);
+    const u32 rows = rows_place + stage * (2 * kRowBytes) + i * (kTileM * 4);
+    const u32 queries = query_place + i * (kTileM * 128);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (float& x : scores[m]) x = 0.f;
       start_gradients(gradients[m], rows);
     }
-    multiply_rows<Element, kQkSteps, kSmemK, kKeyBoxBytes, kQueryBoxBytes>(scores, key_place, query_place + kSmemQ + stage * kQStageBytes);
-    multiply_rows<Element, kVSteps, kSmemV, kKeyBoxBytes, kQueryBoxBytes>(gradients, key_place, query_place + kSmemDo + stage * kDoStageBytes);
+    multiply_rows<Element, kQkSteps, kSmemK, kKeyBoxBytes, kQueryBoxBytes>(scores, key_place, queries + kSmemQ + stage * kQStageBytes);
+    multiply_rows<Element, kVSteps, kSmemV, kKeyBoxBytes, kQueryBoxBytes>(gradients, key_place, queries + kSmemDo + stage * kDoStageBytes);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
-      differentiate(scores[m], gradients[m], ctx, m, block * kQueryWarps + part, rows, masked);
+      const u32 place = (pair_place ^ (i * kTileM * 2)) + m * (16 * 128) + kSmemDs;
+      differentiate(scores[m], gradients[m], ctx, m, block, rows, masked, place, weights[m], packed[m]);
     }
-  }
-
-  // What the block's weights add to gradients of values, and dS^T to those of keys.
-  ATTNGEN_DEVICE void add_values(u32 stage) {
-    multiply_columns<Element, kBlock / 16, kSmemP, kQueryBoxBytes, false>(dv, key_place, v_share.begin<kQueryBoxBytes>(reduced_place) + kSmemDo + stage * kDoStageBytes, v_share);
-  }
-  ATTNGEN_DEVICE void add_keys(u32 stage) {
-    multiply_columns<Element, kBlock / 16, kSmemDs, kQueryBoxBytes, false>(dk, key_place, qk_share.begin<kQueryBoxBytes>(reduced_place) + kSmemQ + stage * kQStageBytes, qk_share);
   }
   // And to dQ of the block, in memory.
   ATTNGEN_DEVICE void add_queries(u32 smem, int warp, int block, int head, int batch) const {
@@ -362,13 +366,13 @@ struct Warp {
       {
         const int column = qk_share.first * 16;
         const float factor = p.scale;
-        store_whole_rows<Element, 32>(static_cast<char*>(p.dk) + 2 * (static_cast<long long>(tile.batch) * p.dk_stride_batch + static_cast<long long>(tile.head) * p.dk_stride_head + (static_cast<long long>(row) + kv_sequence(p).first_token(tile.batch)) * p.dk_stride_row + column),
+        store_whole_rows<Element, 64>(static_cast<char*>(p.dk) + 2 * (static_cast<long long>(tile.batch) * p.dk_stride_batch + static_cast<long long>(tile.head) * p.dk_stride_head + (static_cast<long long>(row) + kv_sequence(p).first_token(tile.batch)) * p.dk_stride_row + column),
                2 * p.dk_stride_row, ctx.kv_len - (row), this->dk[m], factor, factor, lane);
       }
       {
         const int column = v_share.first * 16;
         const float factor = 1.f;
-        store_whole_rows<Element, 32>(static_cast<char*>(p.dv) + 2 * (static_cast<long long>(tile.batch) * p.dv_stride_batch + static_cast<long long>(tile.head) * p.dv_stride_head + (static_cast<long long>(row) + kv_sequence(p).first_token(tile.batch)) * p.dv_stride_row + column),
+        store_whole_rows<Element, 64>(static_cast<char*>(p.dv) + 2 * (static_cast<long long>(tile.batch) * p.dv_stride_batch + static_cast<long long>(tile.head) * p.dv_stride_head + (static_cast<long long>(row) + kv_sequence(p).first_token(tile.batch)) * p.dv_stride_row + column),
                2 * p.dv_stride_row, ctx.kv_len - (row), this->dv[m], factor, factor, lane);
       }
     }
@@ -413,6 +417,9 @@ ATTNGEN_DEVICE void run_tile(const Params& p, u32 smem, const TileCoord& tile) {
     copy_block(next, 0);
   }
   u32 stage = 0;
+  const auto add_queries = [&](const Visit& visit) {
+    warp.add_queries(smem, warp_number, visit.block, visit.head, ctx.batch);
+  };
 #pragma unroll 1
   for (; left > 0; --left) {
     await_copies();
@@ -421,11 +428,9 @@ ATTNGEN_DEVICE void run_tile(const Params& p, u32 smem, const TileCoord& tile) {
     next.advance(blocks);
     if (left > 1) copy_block(next, stage ^ 1);
     ctx.head = visit.head;
-    warp.make_weights(ctx, visit.block, stage, visit.block < blocks.full_begin || visit.block >= blocks.full_end);
+    warp.add_block(ctx, visit.block, stage, visit.block < blocks.full_begin || visit.block >= blocks.full_end);
     __syncthreads();  // all warps' weights are there
-    warp.add_values(stage);
-    warp.add_keys(stage);
-    warp.add_queries(smem, warp_number, visit.block, visit.head, ctx.batch);
+    add_queries(visit);
     stage ^= 1;
   }
   warp.store(ctx, tile.head);
@@ -434,7 +439,7 @@ ATTNGEN_DEVICE void run_tile(const Params& p, u32 smem, const TileCoord& tile) {
 }  // namespace attngen
 
 extern "C" __global__ void __launch_bounds__(128, 2)
-mma_bwd__full_packed_d64_bf16__76f88c(const __grid_constant__ attngen::Params p) {
+mma_bwd__full_packed_d64_bf16__ac9ab5(const __grid_constant__ attngen::Params p) {
   using namespace attngen;
   extern __shared__ __align__(1024) unsigned char shared[];
   if (threadIdx.x < 32) fill_gaps(p, blockIdx.x, gridDim.x, threadIdx.x);

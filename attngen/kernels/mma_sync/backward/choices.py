@@ -38,10 +38,17 @@ class Choice:
     queries: int
     stages: int
     ctas: int
+    parts: int = 1
+    late_dq: bool = False
 
     @property
     def warps(self) -> int:
         return self.key_warps * self.query_warps
+
+    @property
+    def score_queries(self) -> int:
+        """Queries whose scores a warp has at once."""
+        return self.queries // self.query_warps // self.parts
 
     @property
     def dq_row_warps(self) -> int:
@@ -54,13 +61,20 @@ class Choice:
         return min(LARGEST, (1 << 16) // (self.warps * WARP_THREADS * self.ctas) // 8 * 8)
 
 
-# In the order of preference. Warps of 32 keys and 32 queries: each fragment that they read serves
-# two products. CTAs that share an SM multiply while others meet at barriers.
+# In the order of preference. Warps of 32 keys and 32 queries at a time: each fragment that they
+# read serves two products; where they have all queries of their keys, nobody else reads weights.
+# The more keys a tile has, the fewer additions to dQ there are. CTAs that share an SM multiply
+# while others meet at barriers.
 CHOICES = (
+    Choice(4, 1, 128, 64, 2, 2, parts=2, late_dq=True),
+    Choice(4, 1, 128, 64, 2, 2, parts=2),
+    Choice(4, 2, 128, 64, 2, 1, late_dq=True),
+    Choice(4, 2, 128, 64, 2, 1),
     Choice(2, 2, 64, 64, 2, 3),
     Choice(2, 2, 64, 64, 1, 3),
     Choice(2, 2, 64, 64, 2, 2),
     Choice(2, 2, 64, 64, 1, 2),
+    Choice(2, 4, 64, 64, 2, 1, late_dq=True),
     Choice(2, 4, 64, 64, 2, 1),
     Choice(2, 4, 64, 64, 1, 1),
     Choice(2, 4, 32, 64, 1, 1),
@@ -88,7 +102,7 @@ def operand_registers(problem: Problem, choice: Choice) -> int:
         -(-steps_of(d) // choice.query_warps) * ROW_TILE
         for d in (problem.head_dim_qk, problem.head_dim_v)
     )
-    queries = choice.queries // choice.query_warps
+    queries = choice.score_queries
     dq_warps = choice.warps // choice.dq_row_warps
     dq_columns = -(-steps_of(problem.head_dim_qk) // dq_warps) * ROW_TILE
     dq = choice.queries // choice.dq_row_warps * dq_columns
@@ -106,8 +120,8 @@ def regions(problem: Problem, choice: Choice) -> dict[str, int]:
         "V": keys * v,
         "Q": choice.stages * queries * qk,
         "Do": choice.stages * queries * v,
-        "P": keys,
-        "Ds": keys,
+        **({} if choice.query_warps == 1 else {"P": keys}),
+        "Ds": keys * (1 + choice.late_dq),
         **({"Bias": score_bytes(choice)} if problem.bias else {}),
     }
 
@@ -130,6 +144,8 @@ def make_plan(problem: Problem, choice: Choice, target: Target) -> Plan | None:
     """The plan of these choices; None where registers or shared memory do not hold it."""
     if problem.deterministic and choice.queries != ROW_BLOCK:
         return None  # blocks that have turns are those of the workspaces
+    if problem.bias and choice.query_warps == 1:
+        return None  # warps fetch what scores read for one part of their queries
     registers, limit = operand_registers(problem, choice), choice.registers - OTHER_REGISTERS
     rows = 2 * choice.stages * choice.queries * 4  # LSE and D
     smem = lay_out(regions(problem, choice), {"Rows": rows})
@@ -143,8 +159,10 @@ def make_plan(problem: Problem, choice: Choice, target: Target) -> Plan | None:
         tile=Tile(choice.queries, choice.keys),
         key_warps=choice.key_warps,
         query_warps=choice.query_warps,
+        parts=choice.parts,
         dq_row_warps=choice.dq_row_warps,
         stages=choice.stages,
+        late_dq=choice.late_dq,
         ctas=choice.ctas,
         adds_quads=adds_quads(target),
         deterministic=problem.deterministic,
@@ -166,7 +184,7 @@ def explain(
     choice: Choice, registers: int, limit: int, smem_bytes: int, room: int
 ) -> tuple[str, ...]:
     """The plan's choices in prose, for people. room: bytes of shared memory a CTA may use."""
-    keys, queries = choice.keys // choice.key_warps, choice.queries // choice.query_warps
+    keys, queries = choice.keys // choice.key_warps, choice.score_queries
     return (
         f"{choice.warps} warps, each with the scores of {keys} keys and {queries} queries at a "
         f"time: {registers} of {limit} operand registers a thread",

@@ -17,11 +17,13 @@ class Plan(TiledPlan):
     """The kernel that makes dK, dV and the sums of dQ.
 
     `tile`: queries a block, and keys of a CTA. `key_warps`, `query_warps`: warps that divide a
-    tile's keys, and those that divide a block's queries, and the columns of dK and dV.
-    `dq_row_warps`: that divide the rows of dQ, whose columns the others divide. `stages`: buffers
-    of queries and output gradients; of one, the next block is copied under the product of dQ.
-    `ctas`: of an SM. `adds_quads`: four elements of dQ are added to its sums at once.
-    `deterministic`: tiles add to dQ in the order in which they are drawn.
+    tile's keys, and those that divide a block's queries, and the columns of dK and dV. `parts`: of
+    a warp's queries, whose scores it has in turn. `dq_row_warps`: that divide the rows of dQ, whose
+    columns the others divide. `stages`: buffers of queries and output gradients; of one, the next
+    block is copied under the product of dQ. `late_dq`: a block's part of dQ is added beside the
+    next block, so that warps meet once a block. `ctas`: of an SM. `adds_quads`: four elements of dQ
+    are added to its sums at once. `deterministic`: tiles add to dQ in the order in which they are
+    drawn.
     """
 
     arch: str
@@ -29,8 +31,10 @@ class Plan(TiledPlan):
     tile: Tile
     key_warps: int
     query_warps: int
+    parts: int
     dq_row_warps: int
     stages: int
+    late_dq: bool
     ctas: int
     adds_quads: bool
     deterministic: bool
@@ -44,6 +48,11 @@ class Plan(TiledPlan):
     @property
     def atoms(self) -> frozenset[str]:
         return ATOMS
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether weights stay with the warps that make them, as operands of products."""
+        return self.query_warps == 1
 
     @property
     def tile_axis(self) -> Literal["kv"]:

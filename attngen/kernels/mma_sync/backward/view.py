@@ -89,11 +89,11 @@ class MmaBackwardView:
     structs: those of the fragments in use. threads, ctas: of a CTA, and of an SM. smem: places in
     shared memory.
 
-    The plan: key_warps, query_warps, dq_row_warps: as the plan says. block, tile_n: queries a
-    block, and keys a tile. row_block, dq_floats: queries of a block of the workspaces, and its
-    sums. one_stage: whether the next block is copied once nobody reads the one at hand.
-    deterministic: whether tiles add to dQ in an order. add_sums: the function that adds to dQ's
-    sums; sum_stride: floats from a thread's first sum to the next one's.
+    The plan: key_warps, query_warps, parts, keeps_weights, dq_row_warps, late_dq: as the plan says.
+    block, tile_n: queries a block, and keys a tile. row_block, dq_floats: queries of a block of the
+    workspaces, and its sums. one_stage: whether the next block is copied once nobody reads the one
+    at hand. deterministic: whether tiles add to dQ in an order. add_sums: the function that adds to
+    dQ's sums; sum_stride: floats from a thread's first sum to the next one's.
 
     Formats: head_dim_qk, head_dim_v: columns. element: the struct of operands' elements.
 
@@ -114,12 +114,15 @@ class MmaBackwardView:
     smem: tuple[Constant, ...]
     key_warps: int
     query_warps: int
+    parts: int
+    keeps_weights: bool
     dq_row_warps: int
     block: int
     tile_n: int
     row_block: int
     dq_floats: int
     one_stage: bool
+    late_dq: bool
     deterministic: bool
     add_sums: str
     sum_stride: int
@@ -156,12 +159,15 @@ def backward_view(
         smem=constants_of(plan.smem),
         key_warps=plan.key_warps,
         query_warps=plan.query_warps,
+        parts=plan.parts,
+        keeps_weights=plan.keeps_weights,
         dq_row_warps=plan.dq_row_warps,
         block=plan.tile.m,
         tile_n=plan.tile.n,
         row_block=ROW_BLOCK,
         dq_floats=ROW_BLOCK * dq_columns(problem),
         one_stage=plan.stages == 1,
+        late_dq=plan.late_dq,
         deterministic=plan.deterministic,
         add_sums="add_quads" if plan.adds_quads else "add_planes",
         sum_stride=4 if plan.adds_quads else 1,

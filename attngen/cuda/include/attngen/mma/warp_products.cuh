@@ -100,6 +100,29 @@ ATTNGEN_DEVICE void multiply_columns(float (&acc)[kTiles][Share::kMost * 8], u32
   }
 }
 
+// As multiply_columns, of an A that is in registers: accumulators, packed, whose columns are the
+// reduction.
+template <class Element, int kSteps, u32 kBBoxBytes, int kTiles, class Share>
+ATTNGEN_DEVICE void multiply_held(float (&acc)[kTiles][Share::kMost * 8],
+                                  const u32 (&a)[kTiles][kSteps * 4], u32 b_begin,
+                                  const Share& share) {
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+    for (int n = 0; n < Share::kMost; ++n) {
+      if (!share.has(n)) continue;
+      u32 b[4];
+      load_matrices_transposed(b, share.template place<kBBoxBytes>(b_begin, n) + k * (16 * 128));
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m) {
+        const u32(&step)[4] = *reinterpret_cast<const u32(*)[4]>(a[m] + k * 4);
+        multiply_add<Element>(acc[m] + n * 8, step, b[0], b[1]);
+        multiply_add<Element>(acc[m] + n * 8 + 4, step, b[2], b[3]);
+      }
+    }
+  }
+}
+
 // Where the first pair of a thread's accumulator of 16 rows goes in a box of 128-byte rows, and all
 // of them to there.
 ATTNGEN_DEVICE u32 pair_place(u32 box, int row, int chunk, int lane) {
