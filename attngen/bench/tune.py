@@ -209,7 +209,7 @@ def agree(found: Tensor, wanted: Tensor, difference: float = DIFFERENCE) -> bool
 
 
 def scalars_of(problem: Problem, window: int) -> Scalars:
-    """What a launch is told beside shapes; window: keys before the diagonal."""
+    """Numbers that a launch is told beside shapes; window: keys before the diagonal."""
     left = window if "window" in problem.masks else UNBOUNDED
     right = UNBOUNDED if "causal" in problem.masks else left
     return Scalars(problem.head_dim_qk**-0.5, left, right, numbers=SCALE_STRIDES)

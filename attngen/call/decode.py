@@ -99,7 +99,7 @@ def violations(
     arguments: Arguments,
     served: bool,
 ) -> Iterator[str]:
-    """What is wrong with splits and pages.
+    """Whatever is wrong with splits and pages.
 
     served: whether the kernels that split keys take the call.
     """

@@ -19,9 +19,9 @@ def keep_scale(p: float) -> float:
 
 
 def dropout_numbers(p: float) -> dict[str, int | float]:
-    """What kernels know of the drop probability: the threshold as attngen/dropout.cuh takes it (as
-    bytes, or as a float16 number, twice), and what the weights that are kept are multiplied by,
-    with its reciprocal."""
+    """Numbers of the drop probability for kernels: the threshold of attngen/dropout.cuh (bytes, or
+    as a float16 number, twice), and the factor of the weights that are kept, with its
+    reciprocal."""
     threshold = drop_threshold(p)
     high = threshold >= 128
     numbers = {"drop_low": (threshold - 128 * high) * 0x01010101, "drop_high": high * 0x80808080}

@@ -15,8 +15,8 @@ def words_of(length: int) -> int:
 
 
 def numbers_of(mask: Described, s_q: int, s_kv: int) -> dict[str, int]:
-    """What kernels know of a mask, bool, a broadcast of [b, h, s_q, s_kv]; beside packed tokens, of
-    which these are the numbers, it says itself how far it reaches.
+    """Numbers by which kernels read a mask, bool, a broadcast of [b, h, s_q, s_kv]; beside packed
+    tokens, of which these are the numbers, it says itself how far it reaches.
 
     `attn_mask_*`: how many sequences and heads it tells apart, the queries and keys that it stands
     for, and its strides. `mask_rows_*`: the strides, in words, of its bits with a row a query

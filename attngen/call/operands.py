@@ -78,7 +78,7 @@ def extent(tensor: Described, axes: str) -> Extent:
 
 
 def extents_of(tensors: Mapping[str, Described], layout: str) -> dict[str, Extent]:
-    """Those of the tensors of a call, or of its gradients, by their names."""
+    """Extents of the tensors of a call, or of its gradients, by their names."""
     parsed = layout_of(layout)
     formats = {name: parsed.kv_format for name in ("k", "v", "dk", "dv")}
     return {name: extent(x, formats.get(name, parsed.q_format)) for name, x in tensors.items()}

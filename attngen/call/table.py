@@ -37,7 +37,7 @@ _LONGEST = "Longest length, which changes no result; a tensor of one is never re
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
-    """What says the lengths of one side of a call, Q or K/V; any of them may be absent."""
+    """Arguments that say the lengths of one side of a call, Q or K/V; any of them may be absent."""
 
     cu_seqlens: Tensor | None
     padded: Tensor | None

@@ -47,7 +47,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job: its launch program, and whether the cache had it; the `error` that
+    """The end of a job: its launch program, and whether the cache had it; the `error` that
     stopped it or kept it from being stored; seconds of wall time. The cubin is in the cache."""
 
     job: Job
@@ -137,7 +137,7 @@ def shard(jobs: Iterable[Job], index: int, count: int) -> list[Job]:
 
 
 def programs_of(outcomes: Iterable[Outcome]) -> list[Program]:
-    """What a bundle keeps of jobs that all went well: the kernels of each problem together."""
+    """Programs for a bundle, of jobs that all went well: the kernels of each problem together."""
     found: dict[Variant, list[Outcome]] = {}
     for outcome in outcomes:
         found.setdefault((outcome.job.problem, outcome.job.arch), []).append(outcome)

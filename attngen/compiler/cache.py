@@ -160,7 +160,7 @@ class Cache:
     def verify(
         self, source_sha256: Callable[[Problem, KernelPlan], str] | None = None
     ) -> list[CacheProblem]:
-        """What is wrong with the entries and beside them; nothing is removed.
+        """Whatever is wrong with the entries and beside them; nothing is removed.
 
         source_sha256: renders a kernel anew and returns its source's digest; asked for the
         entries made from the templates, headers and generator as they are now.
@@ -260,7 +260,7 @@ class Cache:
         return None, defects
 
     def _find_or_discard(self, key: CacheKey) -> Entry | None:
-        """As `_find`, under the lock: defective entries go, for nobody is writing them."""
+        """`_find`, under the lock: defective entries go, for nobody is writing them."""
         entry, defects = self._find(key)
         for path, defect in defects.items():
             if isinstance(defect, Distrust):

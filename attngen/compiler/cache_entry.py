@@ -77,7 +77,7 @@ class CacheEntryInfo:
 
 @dataclass(frozen=True)
 class CacheProblem:
-    """What is wrong with one thing in the cache."""
+    """A fault of one thing in the cache."""
 
     path: Path
     reason: str
@@ -182,7 +182,7 @@ def check(path: Path, source_sha256: Callable[[Problem, KernelPlan], str] | None
 
 
 def describe(path: Path) -> CacheEntryInfo:
-    """What a listing shows of the entry at `path`; nothing is checked."""
+    """The line of a listing about the entry at `path`; nothing is checked."""
     digest, _, toolchain = path.name.partition("-")
     try:
         metadata = json.loads(_read_file(path, METADATA))

@@ -54,7 +54,7 @@ _CODE_FACTS = (
 
 @dataclass(frozen=True)
 class CacheKey:
-    """What a cached kernel answers to.
+    """The name by which the cache knows a kernel, and all that the name stands for.
 
     digest: sha256 of `material`, hex. toolchain: version of the NVRTC loaded or installed here
     (`13.0.88`), None where there is none. material: the key in full, canonical JSON. label: the

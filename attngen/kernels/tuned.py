@@ -90,7 +90,7 @@ def slug(chip: str) -> str:
 
 
 def settings(plan: object) -> dict[str, Any]:
-    """What tells one candidate of a problem from another, as JSON data."""
+    """Choices that tell one candidate of a problem from another, as JSON data."""
     data: dict[str, Any] = to_data(plan)
     return {name: item for name, item in data.items() if name not in _DERIVED}
 
@@ -115,7 +115,7 @@ def file_of(arch: str) -> Path | None:
 
 
 def entry_of(problem: Problem, arch: str) -> Entry | None:
-    """What was measured for this problem; None where nothing was.
+    """The measured plan of this problem; None where nothing was measured.
 
     Raises: PlanError where ATTNGEN_CHIP names a chip without a file, or the file is damaged.
     """

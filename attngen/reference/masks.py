@@ -61,7 +61,7 @@ def visible(
 
 
 def sequence_visible(call: AttentionCall, b: int, heads: int, s_q: int, s_kv: int) -> Tensor:
-    """What sequence b sees under all masks of the call, bool, broadcasts to [heads, s_q, s_kv]."""
+    """Keys that sequence b sees under all masks, bool, broadcasts to [heads, s_q, s_kv]."""
     device = call.q.device
     seen = visible(
         s_q,

@@ -25,7 +25,7 @@ class Geometry(NamedTuple):
 
 
 def geometry_of(kernel: KernelEntry, recipe: TensorMapRecipe, extent: Extent) -> Geometry:
-    """That of an operand of the kernel.
+    """The geometry of an operand of the kernel.
 
     Where lengths vary, a box must end where its sequence does. A sequence of l positions has the
     last l of LONGEST rows. Another axis, of steps that rows and batch are multiples of (the units),
@@ -49,7 +49,7 @@ def geometry_of(kernel: KernelEntry, recipe: TensorMapRecipe, extent: Extent) ->
 
 
 def page_geometry(recipe: TensorMapRecipe, extent: Extent) -> Geometry:
-    """That of pages, whose rows count in groups of 8, as copy/paged_blocks.cuh lays them out.
+    """The geometry of pages, whose rows count in groups of 8, as in copy/paged_blocks.cuh.
 
     Boxes that make up a head's columns follow each other in each group. A copy brings them all, of
     several groups, where its rows are whole groups and heads lie whole boxes apart; else a box of

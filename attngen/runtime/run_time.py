@@ -115,7 +115,7 @@ def workspace_bytes(
 
 
 def schedule_entries(sequences: int) -> int:
-    """Those of a schedule: one before the first, and two a sequence at most."""
+    """Entries of a schedule: one before the first, and two a sequence at most."""
     return 1 + 2 * sequences
 
 

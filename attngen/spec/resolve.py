@@ -247,7 +247,7 @@ def _dtype_suggestion(name: str | None, known: tuple[str, ...]) -> str:
 
 
 def _check_gather(spec: AttentionSpec) -> list[Violation]:
-    """What only the copy engine reads."""
+    """Violations of a spec that wants gathered what only the copy engine reads."""
     what = (
         f"{spec.dtype} operands" if spec.dtype in DTYPES_8BIT
         else "8-bit keys" if spec.widens
@@ -262,7 +262,7 @@ def _check_gather(spec: AttentionSpec) -> list[Violation]:
 
 
 def _check_widened(spec: AttentionSpec) -> list[Violation]:
-    """What kernels lack whose K and V have 8 bits beside a Q of 16."""
+    """Violations of a spec whose K and V have 8 bits beside a Q of 16."""
     if not spec.widens:
         return []
     found, layout = [], layouts.parse(spec.layout)
@@ -279,7 +279,7 @@ def _check_widened(spec: AttentionSpec) -> list[Violation]:
 
 
 def _check_decode(spec: AttentionSpec) -> list[Violation]:
-    """What kernels that split the keys lack, or read pages."""
+    """Violations of a spec whose kernels split the keys, or read pages."""
     found, layout = [], layouts.parse(spec.layout)
     if not (spec.decode or layout.paged):
         return []

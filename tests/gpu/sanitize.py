@@ -146,14 +146,14 @@ def run(case: AnyCase, device: torch.device) -> None:
 
 
 def numbers_of(case: Case | Fp8Case) -> dict:
-    """What the operations are told beside operands, and each of its own."""
+    """Numbers of both operations, and of each its own."""
     left, right = case.window
     numbers = {"layout": case.layout, "mask": case.mask, "window_left": left}
     return {**numbers, "window_right": right, "bottom_right": case.mask.endswith("bottom_right")}
 
 
 def run_backward(case: BackwardCase, device: torch.device) -> None:
-    """As `run`: the gradients, from an output and LSE that the CPU worked out."""
+    """Run the gradients, from an output and LSE that the CPU worked out."""
     call, arguments = case.forward, case.forward.arguments
     q, k, v = call.operands()
     shape = (*q.shape[:-1], v.shape[-1])
@@ -170,7 +170,7 @@ def run_backward(case: BackwardCase, device: torch.device) -> None:
 
 
 def run_variant(variant: Variant, device: torch.device) -> None:
-    """As `run`: the forward of a variant, then its gradients."""
+    """Run the forward of a variant, then its gradients."""
     call, arguments = variant.case, variant.arguments
     q, k, v = call.operands()
     slopes, sink = arguments.get("alibi_slopes"), arguments.get("sink")
@@ -209,7 +209,7 @@ def run_large_split(case: LargeSplitCase, device: torch.device) -> None:
 
 
 def run_softcap(case: SoftcapCase, device: torch.device) -> None:
-    """As `run`, by the kernels of usual and of short calls."""
+    """Run a softcap by the kernels of usual and of short calls."""
     variant, operands = case.variant, case.operands()
     numbers = {**numbers_of(variant.case), "softcap": variant.softcap}
     if variant.alibi:
@@ -226,7 +226,7 @@ def run_softcap(case: SoftcapCase, device: torch.device) -> None:
 def run_fp8(
     case: Fp8Case, operands: Sequence[Tensor], on_device: Sequence[Tensor], numbers: dict
 ) -> None:
-    """As `run`, in 8 bits, with scales and maxima."""
+    """Run a call in 8 bits, with scales and maxima."""
     arguments = case.arguments
     device = on_device[0].device
     scales = {name: arguments[name].to(device) for name in SCALES if name in arguments}

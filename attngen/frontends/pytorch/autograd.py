@@ -74,7 +74,7 @@ def gradients(
 def _asked(
     places: tuple[int, ...], needed: tuple[bool, ...]
 ) -> tuple[WantedGradients, tuple[str | None, ...]]:
-    """What a backward is asked for, and the gradient of each operand that there is, None where it
+    """Gradients that a backward is asked for, and that of each operand that there is, None where it
     needs none."""
     present = [INPUTS[place] for place in places]
     wanted = set(compress(present, needed))
@@ -134,8 +134,8 @@ class DifferentiableCall:
 
 
 class Attention(torch.autograd.Function):
-    """What the dispatcher makes of the operation, whose way through Python takes it a millisecond
-    (H200 machine, torch 2.11)."""
+    """The operation as the dispatcher differentiates it, which through Python would take it a
+    millisecond (H200 machine, torch 2.11)."""
 
     @staticmethod
     def forward(ctx: Any, trained: DifferentiableCall, *operands: Tensor) -> tuple[Tensor, ...]:
@@ -150,7 +150,7 @@ class Attention(torch.autograd.Function):
         ctx.form = trained.form
         ctx.set_materialize_grads(False)
         if not trained.by_products:
-            return (outputs[0],)
+            return tuple(outputs[:1])
         ctx.mark_non_differentiable(*outputs[2:])
         return tuple(outputs)
 

@@ -132,7 +132,7 @@ def dispatch(
     lse: Tensor,
     operands: list[Tensor],
 ) -> dict[str, Tensor]:
-    """The same by the operation, for whoever looks on. Raises: SpecError, also for a tangent."""
+    """Gradients by the operation, for whoever looks on. Raises: SpecError, also for a tangent."""
     refuse_tangents((d_o, dlse))
     q, k, v, *optional = form.by_name(operands).values()
     found = _dispatched(

@@ -43,7 +43,7 @@ def casts_of(operands: Operands, kernels: bool) -> Casts:
     """Which operands of a checked call are made anew in each call: tensors of other floats, lengths
     and tables of int64, or of entries that do not follow each other. kernels: whether these serve
     it, which beside FP8 operands take a bias of one dtype."""
-    q = operands[0]
+    q, *_ = operands
     assert q is not None  # the operation's schema
     found = []
     for place, tensor in enumerate(operands):

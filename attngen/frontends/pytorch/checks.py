@@ -68,8 +68,9 @@ def traced_refusal(operands: Operands, arguments: Arguments, backend: str) -> Sp
 
 
 def _q_of(operands: Operands) -> Tensor:
-    assert operands[0] is not None  # the operation's schema
-    return operands[0]
+    q, *_ = operands
+    assert q is not None  # the operation's schema
+    return q
 
 
 def _gradient_violations(operands: Operands, arguments: Arguments) -> list[str]:

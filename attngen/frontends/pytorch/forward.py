@@ -29,7 +29,7 @@ library = operator(
     f"(Tensor q, Tensor? k, Tensor? v, {schema()}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 prepared_calls: CallCache[PreparedCall] = CallCache(guard)
-_BIAS, _SCALE_S = map(INPUTS.index, ("bias", "scale_s"))
+_Q, _BIAS, _SCALE_S = map(INPUTS.index, ("q", "bias", "scale_s"))
 
 
 def forward(q: Tensor, k: Tensor | None, v: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
@@ -67,17 +67,23 @@ def with_readable_bias(operands: tuple[Tensor | None, ...]) -> tuple[Tensor | No
 def find_prepared(
     operands: Operands, arguments: Arguments, gather: bool = False, alone: bool = False
 ) -> PreparedCall:
-    """What a call needs, worked out once. gather: threads copy the operands, since some begin at no
-    multiple of 16 bytes. alone: where there is a kernel that writes the output alone, it is that
-    one. Raises: SpecError, CompileError, LaunchError."""
+    """The launch of a call, worked out once.
+
+    gather: threads copy the operands, since some begin at no multiple of 16 bytes. alone: where
+    there is a kernel that writes the output alone, it is that one. Raises: SpecError, CompileError,
+    LaunchError.
+    """
     key = (arguments, gather, alone, *map(format_of, operands))
     return prepared_calls.remember(key, lambda: _prepare(operands, arguments, gather, alone))
 
 
 def find_alone(operands: Operands, arguments: Arguments) -> PreparedCall:
-    """The same for a call that wants the output alone. A scale says how the largest weight of a row
-    is stored, and may cut it, which sums of stored weights would not show. Raises: as that."""
-    plain = is_fp8(operands[0].dtype) and operands[_SCALE_S] is None  # type: ignore[union-attr]
+    """The launch of a call that wants the output alone.
+
+    A scale says how the largest weight of a row is stored, and may cut it, which sums of stored
+    weights would not show. Raises: as `find_prepared`.
+    """
+    plain = is_fp8(operands[_Q].dtype) and operands[_SCALE_S] is None  # type: ignore[union-attr]
     return find_prepared(operands, arguments, alone=plain).first_alone(unread_memory)
 
 

@@ -16,7 +16,7 @@ Given = tuple[Tensor | None, ...]  # in the order of signature.LENGTHS
 def settle(layout: str, given: Given) -> Given:
     """The lengths of a call as operations take them: of each side, dense operands' as `seqused`."""
     parsed = parse(layout)
-    if given[0] is None and given[1] is None and not parsed.one_length:
+    if not parsed.one_length and not _any(given[:2]):
         return given
     q, kv = given[0::2], given[1::2]
     if parsed.one_length:
@@ -30,7 +30,7 @@ def _any(side: Given) -> bool:
 
 
 def _of_side(side: Given, axes: Format) -> Given:
-    cu_seqlens = side[0]
+    cu_seqlens, *_ = side
     if axes == "thd" or cu_seqlens is None:
         return side
     return None, None, cu_seqlens.diff()

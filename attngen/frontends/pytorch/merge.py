@@ -33,6 +33,7 @@ def merge_states(
     lse_axes = "ht" if fmt == "thd" else "bhs"
     if reasons := _violations(outs, lses, fmt, lse_axes):
         raise SpecError(reasons)
+    first, *_ = outs
     order = [lse_axes.index(axis) for axis in fmt[:-1]]  # of the output's axes
     parts = torch.stack([*lses])
     # Of rows that see nothing anywhere −∞ − −∞ and the gradient of log 0 would be NaN.
@@ -44,7 +45,7 @@ def merge_states(
     shares = (weights / total).unsqueeze(-1)
     weighed = (x * share.permute(*order, -1) for x, share in zip(outs, shares, strict=True))
     merged = sum(weighed, lse.new_zeros(()))
-    return merged.to(out_dtype or outs[0].dtype), lse
+    return merged.to(out_dtype or first.dtype), lse
 
 
 def _violations(
@@ -52,12 +53,12 @@ def _violations(
 ) -> list[str]:
     if not outs or len(outs) != len(lses):
         return [f"as many outs as lses, and at least one; got {len(outs)} and {len(lses)}"]
-    first = outs[0]
+    first, *_ = outs
     shapes = [tuple(x.shape) for x in (*outs, *lses)]
     if first.ndim != len(fmt):
         return [f"outs in {fmt} have {len(fmt)} axes; got {list(first.shape)}"]
     rows = tuple(size(first.shape, fmt, axis) for axis in lse_axes)
-    if shapes != [shapes[0]] * len(outs) + [rows] * len(lses):
+    if shapes != [tuple(first.shape)] * len(outs) + [rows] * len(lses):
         return [
             f"outs need the shape of the first, {list(first.shape)}, and lses {list(rows)}; got "
             f"{[list(shape) for shape in shapes]}"

@@ -73,10 +73,10 @@ def attend(attention: Callable[..., Any], given: AttentionCall) -> Any:
     result = attention(**{**given_by(given), **values, **lengths})
     if "q" not in found:
         return result
-    out = result[0] if isinstance(result, tuple) else result
+    out, *others = result if isinstance(result, tuple) else (result,)
     offsets, holes = found["q"].offsets, found["q"].lengths
     out = torch.nested.nested_tensor_from_jagged(out, offsets, holes, jagged_dim=RAGGED)
-    return (out, *result[1:]) if isinstance(result, tuple) else out
+    return (out, *others) if isinstance(result, tuple) else out
 
 
 def _violations(

@@ -100,15 +100,15 @@ def _must_be_followed(call: AttentionCall) -> bool:
 def call_of(operands: Sequence[Tensor | None], rest: Sequence[Any]) -> AttentionCall:
     """The call that an operation stands for. rest: what it got after q, k and v."""
     given = dict(zip(INPUTS, operands, strict=True))
-    tables = given.pop("page_table_k"), given.pop("page_table_v")
+    table_k, table_v = given.pop("page_table_k"), given.pop("page_table_v")
     del given["schedule"]
-    arguments = split(rest)[1]
+    _, arguments = split(rest)
     slots = {name: given.pop(name) for name in (*SLOTS, LEARNED_SLOT)}
     own = fragment_operands(arguments.mask, arguments.score_mod)
-    most = (*rest[len(OPTIONAL) + len(Arguments._fields) :], None, None)[:2]
+    most_q, most_kv, *_ = (*rest[len(OPTIONAL) + len(Arguments._fields) :], None, None)
     return AttentionCall(
         **given,  # type: ignore[arg-type]  # q is there: the operation's schema
-        page_table=None if tables[0] is None else tables,  # type: ignore[arg-type]
+        page_table=None if table_k is None else (table_k, table_v),  # type: ignore[arg-type]
         layout=arguments.layout,
         mask=arguments.mask,
         window=(arguments.window_left, arguments.window_right),
@@ -124,15 +124,16 @@ def call_of(operands: Sequence[Tensor | None], rest: Sequence[Any]) -> Attention
         return_amax=arguments.amax,
         score_mod=arguments.score_mod or None,
         fragment_arguments=given_by(own, slots, arguments.numbers),
-        max_seqlen_q=most[0],
-        max_seqlen_kv=most[1],
+        max_seqlen_q=most_q,
+        max_seqlen_kv=most_kv,
     )
 
 
 def forward(q: Tensor, k: Tensor | None, v: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     """Attention as `attngen::forward` has it, its operands in any dtype on any device; slopes may
     have a gradient, too. Raises: SpecError."""
-    return _attend((q, k, v, *split(rest)[0]), rest)
+    optional, _ = split(rest)
+    return _attend((q, k, v, *optional), rest)
 
 
 def _attend(operands: Sequence[Tensor | None], rest: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -152,7 +153,8 @@ def backward(
 
     d_o, dlse: those of the output and the LSE, None where nothing depends on it. Raises: SpecError.
     """
-    operands = [q, k, v, *split(rest)[0]]
+    optional, _ = split(rest)
+    operands = [q, k, v, *optional]
     wanted = _wanted_of(operands, rest)
     leaves = [x for x, want in zip(operands, wanted, strict=True) if want and x is not None]
 
@@ -165,7 +167,7 @@ def backward(
 
     found: list[Tensor] = []
     if leaves:
-        pull = torch.func.vjp(outputs, *leaves)[1]
+        _, pull, *_ = torch.func.vjp(outputs, *leaves)
         found += pull(tuple(x for x in (d_o, dlse) if x is not None))
     gradients = iter(found)
     places = [INPUTS.index(name) for name in DIFFERENTIABLE]
@@ -209,7 +211,8 @@ def _fake_backward(
     d_o: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor | None, v: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    operands = [q, k, v, *split(rest)[0]]
+    optional, _ = split(rest)
+    operands = [q, k, v, *optional]
     pairs = zip(INPUTS, operands, _wanted_of(operands, rest), strict=True)
     return tuple(
         q.new_empty(0) if x is None or not want else x.new_empty(x.shape)

@@ -29,7 +29,7 @@ from .torch_private import empty_strided_cuda as _empty_strided_cuda
 
 
 def format_of(operand: object) -> object:
-    """What a launch depends on in a tensor, but for its address; of anything else its type."""
+    """All of a tensor that a launch depends on, but for its address; of anything else its type."""
     if type(operand) in PLAIN:
         return operand.shape, operand.stride(), operand.dtype, operand.device  # type: ignore[attr-defined]
     if not isinstance(operand, Tensor):

@@ -55,7 +55,8 @@ def over_shards(attend: Callable[..., Outputs]) -> Callable[..., Outputs]:
 
     def attend_sharded(*inputs: Any) -> Outputs:
         operands, rest = inputs[: len(INPUTS)], inputs[3:]
-        call = _Sharded.of(dict(zip(INPUTS, operands, strict=True)), split(rest)[1])
+        _, arguments = split(rest)
+        call = _Sharded.of(dict(zip(INPUTS, operands, strict=True)), arguments)
         local = [call.part_of(name, x) for name, x in zip(INPUTS, operands, strict=True)]
         outputs = attend(*local, *inputs[len(INPUTS) :])
         return call.joined(outputs, operands)

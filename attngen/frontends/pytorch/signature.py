@@ -1,4 +1,4 @@
-"""What the torch operations take beside q, k and v, and how their schemas say it.
+"""Operands and numbers of the torch operations beside q, k and v, and their schemas.
 
 A feature that reads another tensor adds a row to `call/table.py`, one with a number a field to
 `Arguments`, too; the operations, their fakes and their gradients follow.
@@ -41,7 +41,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def places_of(operands: Operands) -> tuple[int, ...]:
-    """Those of the operands that there are."""
+    """Places of the operands that there are."""
     return tuple([place for place, x in enumerate(operands) if x is not None])
 
 
@@ -56,7 +56,7 @@ _TYPES = {
 
 
 def schema() -> str:
-    """What follows q, k and v in the schemas of the operations; everything has a default."""
+    """The end of the operations' schemas, behind q, k and v; everything has a default."""
     tensors = [f"Tensor? {name}=None" for name in OPTIONAL]
     types = get_type_hints(Arguments)
     return ", ".join([*tensors, *(_declaration(name, types[name]) for name in Arguments._fields)])
@@ -79,8 +79,10 @@ def split(rest: Sequence[Any]) -> tuple[tuple[Tensor | None, ...], Arguments]:
 
 
 def wanted_of(rest: Sequence[Any], one_tensor: bool = False) -> WantedGradients:
-    """What stands behind those in the schema of the backward. one_tensor: whether Q, K and V are
-    one, which has one gradient."""
+    """Gradients that a call of the backward asks for, by its last arguments.
+
+    one_tensor: whether Q, K and V are one, which has one gradient.
+    """
     wanted = WantedGradients(*rest[len(OPTIONAL) + len(Arguments._fields) :])
     both = wanted.dq or wanted.dkv
     return wanted._replace(dq=both, dkv=both) if one_tensor else wanted

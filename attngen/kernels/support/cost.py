@@ -41,8 +41,9 @@ def splits_of(reader: KernelEntry, facts: Facts, keys: int) -> int:
 
 
 class Places(NamedTuple):
-    """Of CTAs on a chip: `slots` run at once, as many on each of the `multiprocessors`; `enough` of
-    them keep the chip busy. `memory_binds`: each reads keys of its own and waits for them."""
+    """Room for CTAs on a chip: `slots` run at once, as many on each of the `multiprocessors`;
+    `enough` of them keep the chip busy. `memory_binds`: each reads keys of its own and waits for
+    them."""
 
     slots: int
     multiprocessors: int

@@ -8,7 +8,8 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -33,27 +34,55 @@ FIRST_CHECKED = "58ba4eeee5dd"  # subjects of commits after it are checked
 AXES = re.compile(r"(\.|\b)(shape|strides|sizes)$|\.(size|stride|r?partition)\([^()]*\)$")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-Documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
+DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTIONS)
+
+
+@dataclass(frozen=True)
+class Module:
+    """All that the rules ask of a file; its tree, of thousands of nodes, is not kept.
+
+    lines, parameters: of its functions, by their names, as often as these are defined.
+    """
+
+    lines: list[tuple[str, int]]
+    parameters: list[tuple[str, int]]
+    positions: set[str]
+    docstrings: list[str]
+
+    @classmethod
+    def read(cls, path: Path, with_positions: bool) -> Module:
+        found = cls([], [], set(), [])
+        tree = ast.parse(path.read_text())
+        for node in statements(tree):
+            if isinstance(node, FUNCTIONS):
+                found.lines.append((node.name, body_lines(node)))
+                found.parameters.append((node.name, parameters(node)))
+            if isinstance(node, DOCUMENTED):
+                found.docstrings.append(ast.get_docstring(node, clean=False) or "")
+        for node in ast.walk(tree) if with_positions else ():
+            if isinstance(node, ast.Subscript) and is_position(node):
+                found.positions.add(ast.unparse(node))
+        return found
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and what its blocks hold, without the many expressions: no function is in one."""
+    yield node
+    for block in BLOCKS:
+        for each in getattr(node, block, ()):
+            yield from statements(each)
 
 
 @cache
-def trees() -> dict[str, ast.Module]:
+def read() -> dict[str, Module]:
     """Path from the root of the repository → what the file holds."""
-    paths = (path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")))
-    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in paths}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def forget_trees() -> Iterator[None]:
-    """Millions of nodes would slow the collector of garbage in tests of other files."""
-    yield
-    trees.cache_clear()
-
-
-def nodes(kinds: type | tuple[type, ...]) -> Iterator[tuple[str, ast.AST]]:
-    """Path and node of each node of these kinds."""
-    for path, tree in trees().items():
-        yield from ((path, node) for node in ast.walk(tree) if isinstance(node, kinds))
+    found = {}
+    for path in (path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))):
+        name = path.relative_to(ROOT).as_posix()
+        found[name] = Module.read(path, name.startswith(NAMED_FOLDERS))
+    return found
 
 
 def body_lines(function: Function) -> int:
@@ -80,37 +109,43 @@ def is_position(node: ast.Subscript) -> bool:
     return isinstance(node.ctx, ast.Load) and not AXES.search(ast.unparse(node.value))
 
 
-def functions_beyond(limit: int, measure: Callable[[Function], int]) -> set[str]:
-    """Path and name of each function whose measure is above a limit."""
-    found = nodes((ast.FunctionDef, ast.AsyncFunctionDef))
-    return {f"{path} {node.name}" for path, node in found if measure(node) > limit}
-
-
 def test_functions_are_short() -> None:
-    check("functions", functions_beyond(MOST_BODY_LINES, body_lines))
+    found = {
+        f"{path} {name}"
+        for path, module in read().items()
+        for name, lines in module.lines
+        if lines > MOST_BODY_LINES
+    }
+    check("functions", found)
 
 
 def test_functions_take_few_parameters() -> None:
-    check("parameters", functions_beyond(MOST_PARAMETERS, parameters) - FREE_OF_PARAMETERS)
+    found = {
+        f"{path} {name}"
+        for path, module in read().items()
+        for name, taken in module.parameters
+        if taken > MOST_PARAMETERS
+    }
+    check("parameters", found - FREE_OF_PARAMETERS)
 
 
 def test_files_are_short() -> None:
-    long = {path for path in trees() if len((ROOT / path).read_text().splitlines()) > MOST_LINES}
+    long = {path for path in read() if len((ROOT / path).read_text().splitlines()) > MOST_LINES}
     check("files", long)
 
 
 def test_tuples_are_not_indexed_by_position() -> None:
     """Listed by the name of the file and the expression, so that moved code stays listed."""
     found = {
-        f"{Path(path).stem}: {ast.unparse(node)}"
-        for path, node in nodes(ast.Subscript)
-        if path.startswith(NAMED_FOLDERS) and is_position(node)
+        f"{Path(path).stem}: {position}"
+        for path, module in read().items()
+        for position in module.positions
     }
     check("positions", found)
 
 
 def test_docstrings_name_their_subject_first() -> None:
-    texts = (ast.get_docstring(node) or "" for _, node in nodes(Documented))
+    texts = (text for module in read().values() for text in module.docstrings)
     check("docstrings", {text.splitlines()[0] for text in texts if VAGUE.match(text)})
 
 

@@ -208,7 +208,7 @@ def _splits_heads(problem: Problem, tile: Tile) -> bool:
 
 
 def _held_steps(problem: Problem, tile: Tile, completes: bool) -> int:
-    """As many as gain with blocks of 64 queries. Measured at 128, 112, 96 and 80: three 1.01 to
+    """The most that gain with blocks of 64 queries. Measured at 128, 112, 96 and 80: three 1.01 to
     1.05, more no better; no gain with dropout, a mask's bits, a bias, a softcap or in an order of
     additions without a window."""
     features = features_of(problem)

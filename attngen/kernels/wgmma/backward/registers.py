@@ -70,9 +70,12 @@ def fuses(problem: Problem) -> bool:
 
 
 def features_of(problem: Problem) -> frozenset[str]:
-    """What takes registers. Small: blocks of 128 queries; uneven: of these all but equal head dims
-    up to 32; heavy: scores that are more than a multiply-add; arithmetic: one that is no bias;
-    program: one that comes from a callable."""
+    """Features that take registers.
+
+    small: blocks of 128 queries; uneven: of these all but equal head dims up to 32; heavy: scores
+    that are more than a multiply-add; arithmetic: one that is no bias; program: one that comes from
+    a callable.
+    """
     d, d_v, scores = problem.head_dim_qk, problem.head_dim_v, problem.scores
     heavy = set(scores) - LIGHT_SCORES
     features = {

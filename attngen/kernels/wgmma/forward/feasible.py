@@ -170,9 +170,12 @@ def operand_limit(problem: Problem, choice: Choice) -> int:
 
 
 def _features(problem: Problem, choice: Choice) -> frozenset[str]:
-    """What takes registers beside 16-bit operands. Heavy: scores that are more than a multiply-add;
-    copies: a producer that has more registers to copy rows or a bias itself; lengths: told on the
-    device, or a window's two ends; ends: both; crowded: what finds no room for these."""
+    """Features that take registers beside 16-bit operands.
+
+    heavy: scores that are more than a multiply-add; copies: a producer that has more registers to
+    copy rows or a bias itself; lengths: told on the device, or a window's two ends; ends: both;
+    crowded: what finds no room for these.
+    """
     light = LIGHT_SCORES.issuperset(problem.scores)
     bits = problem.dropout or problem.attn_mask
     wide = problem.head_dim_v > 192

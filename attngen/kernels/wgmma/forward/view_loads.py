@@ -152,7 +152,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Loads:
-    """What loads operands.
+    """Warps and threads that load operands.
 
     mapped: tensors whose maps are fetched ahead. queries: their loader; keys, values: where loaders
     bring these. by_one_thread: one thread loads everything; producers: else, roles of the producer
@@ -234,7 +234,7 @@ def _rows_of_tile(problem: Problem, plan: Plan) -> tuple[str, str, str]:
 
 
 def loads_of(problem: Problem, plan: Plan, uses: Uses, reads_tile: bool) -> Loads:
-    """What loads operands. reads_tile: whether scores read a tensor."""
+    """Warps and threads that load operands. reads_tile: whether scores read a tensor."""
     return Loads(
         mapped=mapped_tensors(problem, plan),
         queries=q_loader_of(problem, plan, reads_tile),
