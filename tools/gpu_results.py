@@ -3,6 +3,9 @@
     python -m pytest -m gpu --junit-xml report.xml
     python tools/gpu_results.py --junit report.xml -o docs/results/gpu-tests.json
 
+Several reports, of one run in parts, count as one; --by-function adds what each function's cases
+came to.
+
 Run it on the machine and the checkout that ran the tests: chip, versions and the digests of the
 kernels' sources are those it finds. docs/results/README.md says what the fields mean.
 """
@@ -26,6 +29,7 @@ from attngen.bench.machine import describe_machine  # noqa: E402  # a checkout n
 from attngen.io.values import to_data  # noqa: E402
 
 SCHEMA = 1
+OUTCOMES = ("passed", "failed", "errors", "skipped")
 _SUMMARY = re.compile(r"^=+\s*(?P<kind>RACECHECK|ERROR|LEAK)?\s*SUMMARY:\s*(?P<text>.+?)\s*$")
 _COUNTS = {
     "ERROR": re.compile(r"^(\d+) errors?\b"),
@@ -38,24 +42,23 @@ class ReportError(ValueError):
     """A report that says nothing, or not what it should."""
 
 
-def summarise_junit(path: Path) -> dict[str, Any]:
-    """Counts of a junit file, names and messages of what failed, reasons of what was skipped.
+def summarise_junit(*paths: Path, by_function: bool = False) -> dict[str, Any]:
+    """Counts of junit files, names and messages of what failed, reasons of what was skipped.
 
     A test that fails and whose teardown fails as well counts once, as failed.
-    Raises: ReportError where the file is no junit report, or holds no test.
+    Raises: ReportError where a file is no junit report, or holds no test.
     """
-    try:
-        root = ElementTree.parse(path).getroot()
-    except (OSError, ElementTree.ParseError) as error:
-        raise ReportError(f"{path}: {error}") from error
     cases: dict[str, dict[str, str | None]] = {}
-    for case in root.iter("testcase"):
-        outcomes = cases.setdefault(_name(case), {})
-        for kind in ("failure", "error", "skipped"):
-            if (element := case.find(kind)) is not None:
-                outcomes[kind] = element.get("message")
-    if not cases:
-        raise ReportError(f"{path}: no test in it")
+    seconds = 0.0
+    for path in paths:
+        root = _report(path)
+        for case in root.iter("testcase"):
+            outcomes = cases.setdefault(_name(case), {})
+            for kind in ("failure", "error", "skipped"):
+                if (element := case.find(kind)) is not None:
+                    outcomes[kind] = element.get("message")
+        suites = [root] if root.tag == "testsuite" else root.findall("testsuite")
+        seconds += sum(float(suite.get("time") or 0) for suite in suites)
     count = Counter(_outcome(outcomes) for outcomes in cases.values())
     wrong = {
         name: _first_line(outcomes.get("failure") or outcomes.get("error"))
@@ -67,13 +70,32 @@ def summarise_junit(path: Path) -> dict[str, Any]:
         for outcomes in cases.values()
         if _outcome(outcomes) == "skipped"
     )
-    suites = [root] if root.tag == "testsuite" else root.findall("testsuite")
     return {
-        **{name: count[name] for name in ("passed", "failed", "errors", "skipped")},
-        "seconds": round(sum(float(suite.get("time") or 0) for suite in suites), 1),
+        **{name: count[name] for name in OUTCOMES},
+        "seconds": round(seconds, 1),
         "failures": wrong,
         "skip_reasons": dict(sorted(reasons.items())),
+        **({"functions": _of_functions(cases)} if by_function else {}),
     }
+
+
+def _report(path: Path) -> ElementTree.Element:
+    try:
+        root = ElementTree.parse(path).getroot()
+    except (OSError, ElementTree.ParseError) as error:
+        raise ReportError(f"{path}: {error}") from error
+    if root.find(".//testcase") is None:
+        raise ReportError(f"{path}: no test in it")
+    return root
+
+
+def _of_functions(cases: dict[str, dict[str, str | None]]) -> dict[str, dict[str, int]]:
+    """How the cases of each function ended, by its name."""
+    counts: dict[str, Counter[str]] = {}
+    for name, outcomes in sorted(cases.items()):
+        function = name.partition("[")[0].rpartition("::")[2]
+        counts.setdefault(function, Counter())[_outcome(outcomes)] += 1
+    return {name: {x: count[x] for x in OUTCOMES if count[x]} for name, count in counts.items()}
 
 
 def _name(case: ElementTree.Element) -> str:
@@ -112,13 +134,15 @@ def summarise_sanitizer(path: Path) -> dict[str, Any]:
     return {"log": path.name, "errors": errors, "summary": [match["text"] for match in found]}
 
 
-def results(junit: Path, sanitizer: Sequence[Path]) -> dict[str, Any]:
+def results(
+    junit: Sequence[Path], sanitizer: Sequence[Path], by_function: bool = False
+) -> dict[str, Any]:
     """Everything that the JSON file says. Raises: ReportError."""
     return {
         "schema": SCHEMA,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         **to_data(describe_machine()),
-        "tests": summarise_junit(junit),
+        "tests": summarise_junit(*junit, by_function=by_function),
         "sanitizer": [summarise_sanitizer(path) for path in sanitizer],
     }
 
@@ -127,19 +151,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0; 1 where a test failed, none passed or a sanitizer found something, 2 where a report is
     unreadable."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--junit", type=Path, required=True, metavar="XML")
+    parser.add_argument("--junit", type=Path, nargs="+", required=True, metavar="XML")
+    parser.add_argument("--by-function", action="store_true", help="counts of each function too")
     parser.add_argument("--sanitizer", type=Path, nargs="+", default=[], metavar="LOG")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="JSON")
     options = parser.parse_args(arguments)
     try:
-        found = results(options.junit, options.sanitizer)
+        found = results(options.junit, options.sanitizer, options.by_function)
     except ReportError as error:
         print(error, file=sys.stderr)
         return 2
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(found, indent=2) + "\n")
     tests = found["tests"]
-    print(", ".join(f"{tests[name]} {name}" for name in ("passed", "failed", "errors", "skipped")))
+    print(", ".join(f"{tests[name]} {name}" for name in OUTCOMES))
     wrong = tests["failed"] + tests["errors"] + sum(log["errors"] for log in found["sanitizer"])
     return 1 if wrong or not tests["passed"] else 0
 

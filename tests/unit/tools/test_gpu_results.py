@@ -57,6 +57,19 @@ def test_junit_every_outcome_is_counted_once(tmp_path):
     assert summary["skip_reasons"] == {"needs two devices": 2}
 
 
+def test_reports_in_parts_count_as_one_with_what_functions_came_to(tmp_path):
+    first = junit(tmp_path, '<testcase classname="m" name="test_a[1-x]" time="1"/>')
+    first = first.rename(tmp_path / "first.xml")
+    more = '<testcase classname="m" name="test_a[2::y]"><skipped message="s"/></testcase>'
+    more += '<testcase classname="m" name="test_b"/>'
+    summary = gpu_results.summarise_junit(first, junit(tmp_path, more), by_function=True)
+    assert summary["functions"] == {
+        "test_a": {"passed": 1, "skipped": 1},
+        "test_b": {"passed": 1},
+    }
+    assert (summary["passed"], summary["skipped"], summary["seconds"]) == (2, 1, 24.7)
+
+
 @pytest.mark.parametrize("text", ["", "not xml", "<testsuites/>", "<a><b/></a>"])
 def test_junit_without_tests_is_refused(tmp_path, text):
     with pytest.raises(gpu_results.ReportError):
