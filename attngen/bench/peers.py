@@ -10,7 +10,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ Found = TypeVar("Found")
 Results = tuple[Tensor, ...]  # the output, as d_o; or the gradients of q, k and v, as these
 Call = Callable[[], Results]
 Maker = Callable[[Case, Operands], Call]
+Through = Literal["operator", "call"]
 
 
 @dataclass(frozen=True)
@@ -98,14 +99,16 @@ def describe(error: Exception) -> str:
     return ": ".join([type(error).__name__, *lines[:1]])[:200]
 
 
-def ours() -> Peer:
-    """attngen itself, timed as its peers are."""
+def ours(through: Through = "operator") -> Peer:
+    """attngen itself, timed as its peers are. through: what its backward is: the operator's, or
+    what autograd does for the public call."""
 
-    def forward(case: Case, operands: Operands) -> Call:
-        mask = "causal" if case.causal else "none"
+    def forward(case: Case, operands: Operands, deterministic: bool = False) -> Call:
+        arguments: Any = {"mask": "causal" if case.causal else "none", "backend": "cuda"}
+        arguments["deterministic"] = deterministic
 
         def call() -> Results:
-            out = attention(*operands[:3], mask=mask, backend="cuda")
+            out = attention(*operands[:3], **arguments)
             assert isinstance(out, Tensor)  # no by-product was asked for
             return (out,)
 
@@ -124,6 +127,9 @@ def ours() -> Peer:
 
         return call
 
+    if through == "call":
+        ordered = differentiated(partial(forward, deterministic=True))
+        return Peer(f"attngen {__version__}", _of_both(forward), ordered)
     makers = {"fwd": forward, "bwd": backward}
     return Peer(f"attngen {__version__}", makers, partial(backward, deterministic=True))
 

@@ -9,8 +9,9 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 from ..errors import MeasureError
@@ -44,7 +45,8 @@ class Row:
     """One case. `ms`: median time of each, `tflops` the same as a rate; `ceiling_tflops`: the
     matrix product measured between them, `share` attngen's part of it; `ratio`: attngen's rate
     over that of `best_peer`, both in their ordinary mode; `missing`: who has no figure here, and
-    why; `deterministic`: attngen's rate in its deterministic mode over its ordinary one."""
+    why; `deterministic`: attngen's rate in its deterministic mode over its ordinary one; `joules`:
+    what each call took, of a run that measured energy."""
 
     case: str
     flops: int
@@ -56,6 +58,7 @@ class Row:
     ratio: float | None
     missing: dict[str, str]
     deterministic: float | None = None
+    joules: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,8 @@ class Machine:
 @dataclass(frozen=True)
 class Report:
     """One run. `peers`: who was timed, with package and version; `absent`: who could not be, and
-    why; `means`: by peer and mode, `best` for the best peer of each row."""
+    why; `means`: by peer and mode, `best` for the best peer of each row; `through`: what attngen's
+    backward was, `operator` or `call` (`peers.ours`)."""
 
     schema: int
     date: str
@@ -99,6 +103,7 @@ class Report:
     absent: dict[str, str]
     rows: tuple[Row, ...]
     means: dict[str, Mean]
+    through: str = "operator"
 
 
 def timed(report: Report) -> list[str]:
@@ -112,8 +117,9 @@ def make_row(
     ms: Mapping[str, float],
     ceiling_tflops: float,
     missing: Mapping[str, str],
+    joules: Mapping[str, float] = MappingProxyType({}),
 ) -> Row:
-    """The row of these median times."""
+    """The row of these median times. joules: of a call, where energy was measured."""
     rates = {name: flops / each / 1e9 for name, each in ms.items()}
     best = max(_rivals(rates), key=lambda name: rates[name], default=None)
     own, ordered = rates.get(OURS), rates.get(OURS + DETERMINISTIC)
@@ -128,6 +134,7 @@ def make_row(
         ratio=None if own is None or best is None else round(own / rates[best], 3),
         missing=dict(missing),
         deterministic=None if own is None or ordered is None else round(ordered / own, 3),
+        joules={name: float(f"{each:.4g}") for name, each in joules.items()},
     )
 
 
@@ -209,7 +216,9 @@ def text_row(row: Row, names: Sequence[str]) -> str:
         f"{row.case:<{CASE_WIDTH}}{figures}{row.ceiling_tflops:>9.1f}"
         f"{_number(row.share, '.0%'):>7}{_number(row.ratio, '.3f'):>9}"
     )
-    return "\n".join([line, *(f"  {name}: {why}" for name, why in row.missing.items())])
+    energy = [f"{name} {row.flops / each / 1e12:.3g}" for name, each in row.joules.items()]
+    lines = [line, *(f"  {name}: {why}" for name, why in row.missing.items())]
+    return "\n".join([*lines, *(["  TFLOP/J: " + ", ".join(energy)] if energy else [])])
 
 
 def _width(name: str) -> int:

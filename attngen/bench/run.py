@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 
 import torch
@@ -11,8 +12,9 @@ from ..errors import MeasureError
 from ..frontends.pytorch.descriptions import device_arch
 from ..targets.target import names
 from . import checking, timing
+from .energy import NONE, Counter, counter, joules
 from .machine import describe_machine
-from .peers import Call, Maker, Operands, Peer, describe, ours
+from .peers import Call, Maker, Operands, Peer, Through, describe, ours
 from .report import DETERMINISTIC, OURS, SCHEMA, Report, Row, make_row, means_of
 from .workloads import FLOPS, Case
 
@@ -28,28 +30,39 @@ def require_gpu() -> str:
     return arch
 
 
+@dataclass(frozen=True)
+class Manner:
+    """How calls are timed. rounds: measurements of each; budget_ms: GPU time of one of them;
+    deterministic: time deterministic modes, too; through: what attngen's backward is, as
+    `peers.ours` says; energy: measure joules beside."""
+
+    rounds: int
+    budget_ms: float
+    deterministic: bool = False
+    through: Through = "operator"
+    energy: bool = False
+
+
 def run(
     direction: str,
     cases: Sequence[Case],
     peers: Mapping[str, Peer],
     absent: Mapping[str, str],
-    deterministic: bool,
-    rounds: int,
-    budget_ms: float,
+    manner: Manner,
     progress: Callable[[Row], None],
 ) -> Report:
     """Time attngen and the peers, case after case, on the current CUDA device.
 
     peers: one that has attngen's name stands for it, in another front end. absent: peers that were
-    asked for and are not here, by name and reason. deterministic: time deterministic modes, too.
-    progress: is told each row as it comes.
+    asked for and are not here, by name and reason. progress: is told each row as it comes.
     Raises: MeasureError where nothing can be timed here.
     """
     require_gpu()
-    makers = participants(direction, peers, deterministic)
+    makers = participants(direction, peers, manner)
+    read = counter() if manner.energy else None
     rows = []
     for case in cases:
-        rows.append(time_case(direction, case, makers, rounds, budget_ms))
+        rows.append(time_case(direction, case, makers, manner, read))
         progress(rows[-1])
     return Report(
         schema=SCHEMA,
@@ -57,40 +70,44 @@ def run(
         direction=direction,
         dtype="bf16",
         machine=describe_machine(),
-        rounds=rounds,
-        budget_ms=budget_ms,
+        rounds=manner.rounds,
+        budget_ms=manner.budget_ms,
         ceiling=timing.CEILING,
         peers={name: peer.source for name, peer in peers.items()},
         absent=dict(absent),
         rows=tuple(rows),
         means=means_of(rows),
+        through=manner.through,
     )
 
 
-def participants(
-    direction: str, peers: Mapping[str, Peer], deterministic: bool
-) -> dict[str, Maker]:
+def participants(direction: str, peers: Mapping[str, Peer], manner: Manner) -> dict[str, Maker]:
     """Who is timed, attngen first: each peer's call in its ordinary mode, and in its deterministic
     one where that is wanted and there is one."""
     makers = {}
-    for name, peer in {OURS: ours(), **peers}.items():
+    for name, peer in {OURS: ours(manner.through), **peers}.items():
         makers[name] = peer.makers[direction]
-        if deterministic and peer.deterministic:
+        if manner.deterministic and peer.deterministic:
             makers[name + DETERMINISTIC] = peer.deterministic
     return makers
 
 
 def time_case(
-    direction: str, case: Case, makers: Mapping[str, Maker], rounds: int, budget_ms: float
+    direction: str,
+    case: Case,
+    makers: Mapping[str, Maker],
+    manner: Manner,
+    read: Counter | None = None,
 ) -> Row:
-    """One row: whoever computes the case rightly is timed, with the ceiling among them."""
+    """One row: whoever computes the case rightly is timed, with the ceiling among them. read: the
+    counter of energy, where that is measured."""
     with torch.no_grad():
         calls, missing = checked_calls(direction, case, makers)
-        times = timing.time_interleaved(
-            {**calls, timing.CEILING: timing.ceiling_call()}, rounds, budget_ms
-        )
+        all_calls = {**calls, timing.CEILING: timing.ceiling_call()}
+        times = timing.time_interleaved(all_calls, manner.rounds, manner.budget_ms)
+        energy = NONE if read is None else joules(calls, read)
     ceiling = timing.CEILING_FLOPS / times.pop(timing.CEILING) / 1e9
-    return make_row(case.name, FLOPS[direction](case), times, ceiling, missing)
+    return make_row(case.name, FLOPS[direction](case), times, ceiling, missing, energy)
 
 
 def checked_calls(

@@ -15,7 +15,7 @@ from .output import FiniteFloat, show
 
 if TYPE_CHECKING:
     from ..bench import decode_report
-    from ..bench.peers import Peer
+    from ..bench.peers import Peer, Through
     from ..bench.report import Report, Row
     from ..bench.workloads import Case
 
@@ -66,6 +66,7 @@ def _takes_budget(default: float, text: str) -> _Decorator:
     return click.option("--budget-ms", type=some, default=default, show_default=True, help=text)
 
 
+_SHORT = {"rounds": 5, "budget_ms": 40.0}  # of `--through call`
 _EPILOG = (
     "FlashAttention-3 is found as flash_attn_interface, inside xformers, or as the library "
     "with the flash_attn_3 operators that ATTNGEN_FA3_LIBRARY names."
@@ -88,10 +89,11 @@ _OPTIONS = (
 
 
 class Subject(NamedTuple):
-    """A direction, and the front end whose calls of it are timed."""
+    """A direction, the front end whose calls of it are timed, and what they go through there."""
 
     direction: str
     frontend: str
+    through: Through
 
 
 _frontend = click.option(
@@ -103,49 +105,63 @@ _frontend = click.option(
 )
 
 
+_through = click.option(
+    "--through",
+    type=click.Choice(["operator", "call"]),
+    default="operator",
+    show_default=True,
+    help="What attngen's backward is: its operator, or autograd's of the public call. With call "
+    "rounds are short, 5 of 40 ms unless told.",
+)
+_energy = click.option("--energy", is_flag=True, help="Measure joules of a call, too.")
+
+
 @bench.command("fwd", epilog=_EPILOG)
 @_frontend
+@_through
+@_energy
 @_measures("sdpa,cudnn,fa3,fa4,flex")
-def bench_fwd(frontend: str, **options: Any) -> None:
+def bench_fwd(frontend: str, through: Through, **options: Any) -> None:
     """Time the forward pass beside its peers, in interleaved rounds.
 
     Every result is checked against float64 before it is timed. A peer that is not installed is
     named with the reason. Exits with 1 where attngen itself has no figure.
     """
-    _bench(Subject("fwd", frontend), deterministic=False, **options)
+    _bench(Subject("fwd", frontend, through), deterministic=False, **options)
 
 
 @bench.command("bwd", epilog=_EPILOG)
 @_frontend
+@_through
+@_energy
 @click.option(
     "--deterministic", is_flag=True, help="Time modes that repeat bit for bit, too, as NAME-det."
 )
 @_measures("sdpa,cudnn,fa3,fa4,flex")
-def bench_bwd(frontend: str, **options: Any) -> None:
+def bench_bwd(frontend: str, through: Through, **options: Any) -> None:
     """Time the backward pass alone beside its peers, in interleaved rounds.
 
     Each starts from the output and LSE of its own forward, which is not timed; what follows is as
     for `bench fwd`.
     """
-    _bench(Subject("bwd", frontend), **options)
+    _bench(Subject("bwd", frontend, through), **options)
 
 
 def _bench(
     subject: Subject,
     patterns: Sequence[str],
     peers: Sequence[str],
-    deterministic: bool,
-    rounds: int,
-    budget_ms: float,
     json_file: Path | None,
     plot_file: Path | None,
+    **manner: Any,
 ) -> None:
-    """Measures, prints and writes. Raises: MeasureError where attngen itself has no figure."""
+    """Measures, prints and writes. manner: as `run.Manner`. Raises: MeasureError where attngen
+    itself has no figure."""
     from ..bench import workloads
 
     cases = workloads.select(patterns)
     _prepare(json_file, plot_file)
-    report = _measure(subject, cases, peers, deterministic, rounds, budget_ms)
+    report = _measure(subject, cases, peers, manner)
     if json_file:
         from ..bench.report import save
 
@@ -248,18 +264,19 @@ def _measure(
     subject: Subject,
     cases: Sequence[Case],
     names: Sequence[str],
-    deterministic: bool,
-    rounds: int,
-    budget_ms: float,
+    given: dict[str, Any],
 ) -> Report:
     """Time the cases, printing each row as it comes."""
     from ..bench import report, run
 
     found, absent = _load(subject, names)
-    columns = tuple(run.participants(subject.direction, found, deterministic))
+    if subject.through == "call":
+        given |= {name: x for name, x in _SHORT.items() if not _was_given(name)}
+    manner = run.Manner(through=subject.through, **given)
+    columns = tuple(run.participants(subject.direction, found, manner))
     show(report.text_header(columns))
     measured = run.run(
-        *(subject.direction, cases, found, absent, deterministic, rounds, budget_ms),
+        *(subject.direction, cases, found, absent, manner),
         progress=lambda row: show(report.text_row(row, columns)),
     )
     for line in report.text_summary(measured):
@@ -279,14 +296,18 @@ def _load(subject: Subject, names: Sequence[str]) -> tuple[dict[str, Peer], dict
     from ..bench import in_jax
     from ..bench.report import OURS
 
-    source = click.get_current_context().get_parameter_source("peers")
-    if source is ParameterSource.DEFAULT:
+    if not _was_given("peers"):
         names = ("cudnn",)
     peers.require_known(in_jax.LOADERS, names)
     run.require_gpu()
     in_jax.require_cuda()
     found, absent = peers.load_from(in_jax.LOADERS, names)
     return {OURS: in_jax.ours(), **found}, absent
+
+
+def _was_given(name: str) -> bool:
+    source = click.get_current_context().get_parameter_source(name)
+    return source is not ParameterSource.DEFAULT
 
 
 def _lengths(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:

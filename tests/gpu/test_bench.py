@@ -52,6 +52,20 @@ def test_checked_calls_wrong_and_failing_peers_have_no_call(direction: str) -> N
     assert missing["b"] == "NotImplementedError: no such head dim"
 
 
+@pytest.mark.parametrize("direction", BOTH)
+def test_bench_through_the_call_measures_time_and_joules(direction: str, tmp_path: Path) -> None:
+    output = tmp_path / "call.json"
+    options = ["--peers", "sdpa", "--rounds", "2", "--through", "call", "--energy"]
+    options += ["--json", str(output), "--cases", CASES[1].name]
+    result = CliRunner().invoke(main, ["bench", direction, *options])
+    assert result.exit_code == 0, result.output
+    found = report.read(output)
+    (row,) = found.rows
+    assert found.through == "call" and set(row.joules) == set(row.ms) == {"attngen", "sdpa"}
+    watts = [row.joules[name] / row.ms[name] * 1000 for name in row.ms]
+    assert all(50 < each < 1500 for each in watts)
+
+
 def test_bench_bwd_deterministic_modes_stand_beside_ordinary_ones(tmp_path: Path) -> None:
     output = tmp_path / "bwd.json"
     options = ["--peers", "sdpa,cudnn,fa3", "--rounds", "2", "--budget-ms", "1", "--deterministic"]

@@ -10,6 +10,7 @@ import torch
 from attngen.bench import checking, peers, report, run
 from attngen.bench.peers import Operands, Peer
 from attngen.bench.report import Mean, make_row, means_of
+from attngen.bench.run import Manner
 from attngen.bench.workloads import CASES, backward_flops, forward_flops
 from attngen.errors import MeasureError
 from tests.unit.bench.test_bench import ROOT, SMALL, make_report
@@ -85,9 +86,9 @@ def test_participants_deterministic_modes_stand_beside_their_own() -> None:
 
     both = Peer("a", {"fwd": maker, "bwd": maker}, maker)
     one = Peer("b", {"fwd": maker, "bwd": maker})
-    names = run.participants("bwd", {"fa3": both, "cudnn": one}, deterministic=True)
+    names = run.participants("bwd", {"fa3": both, "cudnn": one}, Manner(1, 1, deterministic=True))
     assert list(names) == ["attngen", "attngen-det", "fa3", "fa3-det", "cudnn"]
-    names = run.participants("bwd", {"fa3": both, "cudnn": one}, deterministic=False)
+    names = run.participants("bwd", {"fa3": both, "cudnn": one}, Manner(1, 1))
     assert list(names) == ["attngen", "fa3", "cudnn"]
 
 

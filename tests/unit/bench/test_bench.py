@@ -14,7 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from attngen.bench import checking, in_jax, peers, report, timing, workloads
+from attngen.bench import checking, in_jax, peers, report, run, timing, workloads
 from attngen.bench.peers import FA3_VARIABLE, Operands
 from attngen.bench.report import Machine, Mean, Report, make_row, means_of
 from attngen.bench.workloads import CASES, Case, forward_flops, select
@@ -99,6 +99,32 @@ def test_make_row_without_our_figure_or_a_peer_has_no_ratio() -> None:
 
 def test_means_are_geometric_over_the_rows_that_have_both() -> None:
     assert means_of(ROWS) == {"cudnn": Mean(1.0, 2), "fa3": Mean(0.5, 1), "best": Mean(0.5, 2)}
+
+
+def test_energy_of_a_row_is_written_and_read_as_work_a_joule(tmp_path: Path) -> None:
+    row = make_row("a", 10**12, {"attngen": 2.0}, 800.0, {}, {"attngen": 0.80001, "fa3": 0.5})
+    assert row.joules == {"attngen": 0.8, "fa3": 0.5}
+    assert report.text_row(row, ["attngen"]).splitlines()[1] == "  TFLOP/J: attngen 1.25, fa3 2"
+    report.save(replace(make_report(row), through="call"), tmp_path / "a.json")
+    assert report.read(tmp_path / "a.json") == replace(make_report(row), through="call")
+
+
+@pytest.mark.parametrize("given, expected", [([], (5, 40.0)), (["--rounds", "3"], (3, 40.0))])
+def test_bench_through_a_call_has_short_rounds_unless_told(
+    monkeypatch, given: list[str], expected: tuple[int, float]
+) -> None:
+    seen: list[run.Manner] = []
+
+    def timed(direction, cases, peers, absent, manner, progress):
+        seen.append(manner)
+        return make_report(*ROWS)
+
+    monkeypatch.setattr(run, "require_gpu", lambda: "sm_90a")
+    monkeypatch.setattr(run, "run", timed)
+    options = ["--through", "call", "--energy", "--peers", "sdpa", *given]
+    assert CliRunner().invoke(main, ["bench", "bwd", *options]).exit_code == 0
+    rounds, budget_ms = expected
+    assert seen == [run.Manner(rounds, budget_ms, through="call", energy=True)]
 
 
 def test_report_comes_back_equal_and_other_files_are_refused(tmp_path: Path) -> None:
