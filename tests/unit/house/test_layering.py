@@ -42,7 +42,7 @@ HOMES = {
     "jinja2": {"kernels.fill"},
     "click": {"cli"},
     "matplotlib": {"bench.plot"},
-    "cuda": {"compiler.compile", "cli.doctor", "runtime.load", "runtime.launch"},
+    "cuda": {"compiler.compile", "cli.doctor", "runtime.load", "runtime.launch", "bench.energy"},
 }
 
 # Packages that import no framework, at once or in a call, nor anything that does.
