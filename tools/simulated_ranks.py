@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,18 +37,34 @@ class InPlace(Around):
 
     held: list[Pair] = field(default_factory=list)
     sums: list[Pair] = field(default_factory=list)
+    regions: dict[int, Pair] = field(default_factory=dict)  # kept, with what came once
+
+    def room(self, region: int, k: Tensor, v: Tensor, tokens: int) -> Pair:
+        if region not in self.regions:
+            k_room, v_room = self.regions[region] = super().room(region, k, v, tokens)
+            assert self.rounds is not None
+            for number, place in self.rounds.regions[region].places.items():
+                _, source = self.around(number)
+                (span,) = self.spans(self.rank, number)
+                for room, x in zip((k_room, v_room), self.held[source], strict=True):
+                    own = x.transpose(0, 1)[slice(*span)]
+                    room[slice(*place)] = own[: len(place)]
+        return self.regions[region]
+
+    def ask(self, steps: Sequence[int], own: Pair, rooms: Mapping[int, Pair]) -> list[Any]:
+        return []
 
     def _fetch(self, number: int, k: Tensor, v: Tensor) -> Any:
         source = (self.rank - number) % len(self.plans)
         step = self.plans[self.rank][number % len(self.plans)]
-        spans = self._spans(self.rank, number % len(self.plans))
+        spans = self.spans(self.rank, number % len(self.plans))
         return lambda: Visit(step.parts, spans, self._cut(*self.held[source], spans))
 
     def returns(self, number: int, made: Any, dtype: torch.dtype) -> Finish:
         if number == 0:
             return super().returns(number, made, dtype)
-        source = (self.rank - number) % len(self.plans)
-        spans = self._spans(self.rank, number)
+        _, source = self.around(number)
+        spans = self.spans(self.rank, number)
         flat = message_of(made).to(dtype) if tokens_of(spans) else None
         # Each rank receives as much as it sends, in the mean: the time of adding it is here.
         return lambda _: (
@@ -96,5 +112,7 @@ def ranks_of(
         call = context_call(asked, order, ranks, False, features, torch.float32)
         around = call.messages
         assert isinstance(around, Around)
-        messages = InPlace(None, rank, around.plans, around.sequences, held, sums)
+        messages = InPlace(
+            None, rank, around.plans, around.sequences, around.rounds, held=held, sums=sums
+        )
         yield Simulated(replace(call, messages=messages), own, sink_of(asked, 0), places)

@@ -18,13 +18,14 @@ class Ongoing:
 
     o: float32, of the output's shape; lse: float32 [b, h, s], which may be a part of each row of a
     tensor [b, h, room]; rounded: the output in q's dtype, with the strides of o, None where nobody
-    wants it.
+    wants it. keeps: whether o is written, which nobody may want beside what is rounded.
     """
 
     o: TensorDesc
     lse: TensorDesc
     rounded: TensorDesc | None
     goes_on: bool
+    keeps: bool
 
     @property
     def tensors(self) -> tuple[TensorDesc | None, ...]:
@@ -34,7 +35,8 @@ class Ongoing:
     @property
     def numbers(self) -> dict[str, int | float]:
         """The numbers that kernels are told."""
-        return {"goes_on": int(self.goes_on), "lse_room": self._room}
+        flags = {"goes_on": int(self.goes_on), "keeps_sums": int(self.keeps)}
+        return {**flags, "lse_room": self._room}
 
     @property
     def _room(self) -> int:
@@ -60,6 +62,8 @@ class Ongoing:
         sizes = zip((batch, heads, rows), self.lse.strides, wanted, strict=True)
         if any(n > 1 and step != need for n, step, need in sizes):
             yield f"lse: strides {self.lse.strides}; heads must follow each other in equal steps"
+        if self.rounded is None and not self.keeps:
+            yield "an output that is not kept needs rounded"
         if (x := self.rounded) is not None:
             if (dtype_name(x), x.shape) != (dtype_name(q), out.shape):
                 yield f"rounded needs {dtype_name(q)} {list(out.shape)}, got {named(x)}"

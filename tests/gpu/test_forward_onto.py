@@ -54,7 +54,7 @@ def test_parts_one_after_another_are_one_call(dims, lengths, cuts, given):
     out, lse, rounded = whole_out[:, 20:], whole_lse[:, :, 20:], whole_rounded[:, 20:]
     for begin, end in pairwise(cuts):
         narrow = rounded if end == k.shape[1] else None
-        state = out, lse, narrow, begin > 0
+        state = out, lse, narrow, begin > 0, True
         JOIN(q, k[:, begin:end], v[:, begin:end], *state, **given, out_dtype="float32")
     oracle.check(out, lse, oracle.truth(q, k, v, **given))
     assert torch.equal(rounded, out.to(rounded.dtype))
@@ -67,16 +67,33 @@ def test_rows_that_see_no_key_yet_are_joined_later():
     q, k, v = operands((64, 64), (130, 130))
     out, lse, rounded = empty_state(q, 64, 130)
     given: dict[str, Any] = {"mask": "causal", "out_dtype": "float32"}
-    JOIN(q, k[:, 60:], v[:, 60:], out, lse, None, False, positions="0 60 -60 0 0", **given)
+    JOIN(q, k[:, 60:], v[:, 60:], out, lse, None, False, True, positions="0 60 -60 0 0", **given)
     assert (lse[:, :, :60] == -torch.inf).all() and not out[:, :60].any()
-    JOIN(q, k[:, :60], v[:, :60], out, lse, rounded, True, positions="0 0 0 0 0", **given)
+    JOIN(q, k[:, :60], v[:, :60], out, lse, rounded, True, True, positions="0 0 0 0 0", **given)
     oracle.check(out, lse, oracle.truth(q, k, v, mask="causal"))
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (100, 52)], ids=str)
+def test_sums_that_nobody_wants_are_not_written(dims):
+    """A part that goes on, and one of all keys, whose sums may be anything."""
+    q, k, v = operands(dims, (150, 200))
+    out, lse, rounded = empty_state(q, v.shape[-1], 150)
+    JOIN(q, k[:, :90], v[:, :90], out, lse, None, False, True, out_dtype="float32")
+    before = out.clone()
+    JOIN(q, k[:, 90:], v[:, 90:], out, lse, rounded, True, False, out_dtype="float32")
+    assert torch.equal(out, before)
+    truth = oracle.truth(q, k, v)
+    oracle.check(rounded, lse, truth)
+    alone = empty_state(q, v.shape[-1], 150)
+    JOIN(q, k, v, *alone, False, False, out_dtype="float32")
+    assert alone[0].isnan().all()
+    oracle.check(alone[2], alone[1], truth)
 
 
 def test_no_keys_leave_the_output_as_it_is():
     q, k, v = operands((64, 64), (30, 30))
     out, lse, rounded = empty_state(q, 64, 30)
-    JOIN(q, k[:, :0], v[:, :0], out, lse, rounded, False, out_dtype="float32")
+    JOIN(q, k[:, :0], v[:, :0], out, lse, rounded, False, True, out_dtype="float32")
     assert (lse == -torch.inf).all() and not out.any() and not rounded.any()
 
 
@@ -93,12 +110,14 @@ def test_what_cannot_be_joined_is_refused(change, reason):
     q, k, v = operands((64, 64), (30, 30))
     out, lse, _ = empty_state(q, 64, 30)
     with pytest.raises(SpecError, match=reason):
-        JOIN(q, k, v, out, lse, None, False, **change)
+        JOIN(q, k, v, out, lse, None, False, True, **change)
 
 
 def test_states_of_other_shapes_are_refused():
     q, k, v = operands((64, 64), (30, 30))
     out, lse, rounded = empty_state(q, 64, 30)
+    with pytest.raises(SpecError, match="needs rounded"):
+        JOIN(q, k, v, out, lse, None, True, False, out_dtype="float32")
     for o, rows, narrow, reason in (
         (out[:, 1:], lse, None, "o needs"),
         (out, lse[..., :-1], None, "lse needs"),
@@ -107,4 +126,4 @@ def test_states_of_other_shapes_are_refused():
         (out, lse, rounded.mT.contiguous().mT, "rounded: strides"),
     ):
         with pytest.raises(SpecError, match=reason):
-            JOIN(q, k, v, o, rows, narrow, True, out_dtype="float32")
+            JOIN(q, k, v, o, rows, narrow, True, True, out_dtype="float32")

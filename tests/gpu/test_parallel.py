@@ -14,6 +14,7 @@ import attngen
 from attngen import fp8, parallel
 from attngen.call.context_order import Order
 from attngen.call.context_steps import Span
+from attngen.frontends.pytorch import context_calls
 from attngen.frontends.pytorch.context_calls import Ranks, asked_of, context_call, features_of
 from attngen.frontends.pytorch.context_function import ContextAttention
 from attngen.frontends.pytorch.context_messages import Gathered, Visit
@@ -51,6 +52,13 @@ def simulated(
     back = torch.tensor(order.unshard([operands[0].shape[1]]), device=oracle.DEVICE)
     whole = [torch.cat(x, 1)[:, back].to(d_out.dtype) for x in zip(*made, strict=True)]
     return torch.cat(outs, 1)[:, back], torch.cat(lses, 2)[..., back], whole
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_queries_that_wait_for_their_keys_are_one_call(ranks, monkeypatch):
+    """Halves of queries apart, as where each fills a GPU."""
+    monkeypatch.setattr(context_calls, "FULL_ROWS", 0)
+    test_ranks_in_turn_are_one_call(Order("dual_chunk", ranks), 384, {"mask": "causal"})
 
 
 @pytest.mark.parametrize(("order", "room", "given"), CASES, ids=str)

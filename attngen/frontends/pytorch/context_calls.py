@@ -15,6 +15,7 @@ from torch import Tensor
 from ...call import context_checks, routing
 from ...call.context_checks import AXES, Over
 from ...call.context_order import Order
+from ...call.context_rounds import Rounds, rounds_of
 from ...call.context_steps import Length, Part, Span, Step, parts_over_all, steps_of
 from ...call.context_visits import Bands
 from ...errors import SpecError
@@ -32,6 +33,7 @@ LENGTHS = tuple(
 )
 BANDS = Bands._fields
 PLANS_KEPT, INDICES_KEPT = 256, 32
+FULL_ROWS = 1 << 15  # of queries and heads, whose tiles fill a GPU about twice
 NUMBERS = ("softmax_scale", "softcap", "dropout_p", "bias_type")
 SERVED = (
     *(*BANDS, *NUMBERS, *LENGTHS, "layout", "attn_mask", "bias", "alibi_slopes", "softmax", "sink"),
@@ -193,7 +195,13 @@ def context_call(
                 f"stripe={order.stripe}: under a causal mask parts compare whole stripes, which no "
                 "kernel does. Use stripe=1, or comm='a2a'."
             )
-        messages = Around(ranks.group, ranks.rank, plans, sequences)
+        rounds = None
+        may = features.joins or not features.kernels
+        if may and not asked.by_position and not torch.compiler.is_compiling():
+            batch, tokens, heads, _ = asked.q.shape
+            splits = batch * (tokens // 2) * heads >= FULL_ROWS or not features.kernels
+            rounds = _rounds(order, lengths, asked.bands, ranks.rank, splits)
+        messages = Around(ranks.group, ranks.rank, plans, sequences, rounds)
     spans = (Span(0, order.used(ranks.rank, x.room_q, x.q)) for x in lengths)
     used = tuple((each.queries, span) for each, span in zip(sequences, spans, strict=True))
     sums = asked.q.dtype if asked.q.dtype in WIDE else torch.float32
@@ -209,6 +217,14 @@ def _plans(
     given = bands._asdict()
     ranks = range(order.ranks)
     return tuple(steps_of(order, r, lengths, by_position=by_position, **given) for r in ranks)
+
+
+@lru_cache(PLANS_KEPT)
+def _rounds(
+    order: Order, lengths: tuple[Length, ...], bands: Bands, rank: int, splits: bool
+) -> Rounds | None:
+    """The rounds of a rank's forward whose parts need no positions, None where it goes by steps."""
+    return rounds_of(_plans(order, lengths, bands, False), rank, splits=splits)
 
 
 @lru_cache(PLANS_KEPT)

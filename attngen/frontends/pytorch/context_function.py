@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...call.context_rows import rows_of
 from ...call.context_steps import Part, Span
 from ...call.context_visits import relative
 from ...call.recipe import without_recipe
 from .backward_parts import RowSums
 from .casts import without_autocast
+from .context_arrivals import forward_visits
 from .context_messages import Around, Gathered, Pair, Visit, new_pair
 from .context_parts import (
     Attended,
@@ -96,14 +98,16 @@ class ContextAttention(torch.autograd.Function):
         of_q = q.dtype
         wide = of_q, k.dtype, v.dtype
         q, k, v = call.carriers(q, k, v)
+        begun, rows_of_parts = rows_of(call.messages.parts, q.shape[1])
         running = Running.before(q, v, call.sums, sink, call.used)
-        ends = iter(_ends_rows(call.messages.parts))
-        for visit in call.messages.visits(k, v):
-            for part, last in zip(visit.parts, ends, strict=False):
+        running.is_begun = begun and len(call.sequences) == 1
+        marks = iter(rows_of_parts)
+        for visit in forward_visits(call.messages, k, v):
+            for part, mark in zip(visit.parts, marks, strict=False):
                 rows = call.sequences[part.sequence]
                 read = call.numbers(call.read(part, visit, q, bias))
                 if call.features.joins:
-                    running.attend(call.features, part, rows, read, last=last)
+                    running.attend(call.features, part, rows, read, mark)
                     continue
                 found = forward_part(call.features, part, rows, read, call.stored)
                 running.add(rows.queries, part.queries, *found)
@@ -284,18 +288,6 @@ class Gradients:
         for total, x in zip(totals, (dk, dv), strict=True):
             total[:, begin:end].add_(x)
         return totals
-
-
-def _ends_rows(parts: Sequence[Part]) -> list[bool]:
-    """Whether some rows of each part may be in none behind it."""
-    found, behind = [], dict[int, list[Span]]()
-    for part in reversed(parts):
-        begin, end = part.queries
-        known = behind.setdefault(part.sequence, [])
-        ends = not any(x.begin <= begin and end <= x.end for x in known)
-        known += [part.queries] if ends else []
-        found.append(ends)
-    return found[::-1]
 
 
 def _of_rows(merged: Merged, rows: Rows, span: Span) -> Merged:

@@ -7,7 +7,7 @@ up where keys are held, in the order of steps, so that the same call has the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...call.context_rounds import Rounds
 from ...call.context_steps import Part, Span, Step
 from ...call.context_visits import spans_of
 from .context_parts import Sequences
@@ -22,6 +23,7 @@ from .context_parts import Sequences
 Group = Any  # a ProcessGroup; torch has no type of it where it is built without distributed
 Pair = tuple[Tensor, Tensor]  # keys and values, or their gradients, [b, t, h, d]
 Finish = Callable[[Pair], None]  # adds to dK and dV what has come
+Parcel = tuple[Tensor | None, int]  # what goes to a rank, or comes from it
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,18 +40,22 @@ class Visit:
 class Around:
     """Keys that come from one rank at each step, and go from one to all who need them.
 
-    plans: the steps of every rank; sequences: where this one holds them.
+    plans: the steps of every rank; sequences: where this one holds them; rounds: of its forward,
+    which is by steps without.
     """
 
     group: Group
     rank: int
     plans: tuple[tuple[Step, ...], ...]
     sequences: tuple[Sequences, ...]
+    rounds: Rounds | None = None
     keeps_own: ClassVar = True  # gradients of a first visit, of keys that the rank holds
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The rank's parts of all steps, in their order."""
+        """The parts of the rank's forward, in their order."""
+        if self.rounds is not None:
+            return self.rounds.parts
         return tuple([part for step in self.plans[self.rank] for part in step.parts])
 
     def visits(self, k: Tensor, v: Tensor) -> Iterator[Visit]:
@@ -71,14 +77,13 @@ class Around:
         made: for each sequence of the plan, of the keys that were at hand.
         """
         if number == 0:
-            spans = self._spans(self.rank, 0)
+            spans = self.spans(self.rank, 0)
             return lambda sums: self._add(sums, spans, made)
-        ranks = len(self.plans)
-        reader, source = (self.rank + number) % ranks, (self.rank - number) % ranks
-        spans = self._spans(reader, number)
-        sent = message_of(made).to(dtype) if tokens_of(self._spans(self.rank, number)) else None
+        reader, source = self.around(number)
+        spans = self.spans(reader, number)
+        sent = message_of(made).to(dtype) if tokens_of(self.spans(self.rank, number)) else None
         room = self._room(spans, sums_like=made, dtype=dtype)
-        requests = self._swap(sent, source, room, reader)
+        requests = self.swap([(sent, source)], [(room, reader)])
 
         def finish(sums: Pair) -> None:
             for request in requests:
@@ -90,7 +95,28 @@ class Around:
         sent_kept = [sent]  # until it has left
         return finish
 
-    def _spans(self, rank: int, number: int) -> list[Span]:
+    def ask(self, steps: Sequence[int], own: Pair, rooms: Mapping[int, Pair]) -> list[Any]:
+        """Begin to bring keys and values of these steps to where rooms have them, and to send the
+        rank's own to whom they are needed: those of its one sequence, all [t, b, h, d]."""
+        sent, received = list[Parcel](), list[Parcel]()
+        for number in steps:
+            reader, source = self.around(number)
+            (wanted,) = self.spans(reader, number)
+            sent += [(x[slice(*wanted)], reader) for x in own if len(wanted)]
+            received += [(x, source) for x in rooms.get(number, ())]
+        return self.swap(sent, received)
+
+    def room(self, region: int, k: Tensor, v: Tensor, tokens: int) -> Pair:
+        """Memory for so many keys and values of a region, [t, b, h, d]; k, v: the rank's own."""
+        of_k, of_v = (x.new_empty(tokens, x.shape[0], *x.shape[2:]) for x in (k, v))
+        return of_k, of_v
+
+    def around(self, number: int) -> tuple[int, int]:
+        """The ranks that read this one's keys at a step, and whose keys it reads."""
+        ranks = len(self.plans)
+        return (self.rank + number) % ranks, (self.rank - number) % ranks
+
+    def spans(self, rank: int, number: int) -> list[Span]:
         """The keys that a rank reads at a step."""
         return spans_of(self.plans[rank][number].parts, len(self.sequences))
 
@@ -105,17 +131,16 @@ class Around:
 
     def _fetch(self, number: int, k: Tensor, v: Tensor) -> Callable[[], Visit]:
         """Begin to bring what a step needs; the result waits for it."""
-        ranks = len(self.plans)
-        if number >= ranks:
+        if number >= len(self.plans):
             own_step, *_ = self.plans[self.rank]
             return lambda: self._own(own_step, k, v)
-        reader, source = (self.rank + number) % ranks, (self.rank - number) % ranks
-        step, wanted = self.plans[self.rank][number], self._spans(reader, number)
-        spans, own = self._spans(self.rank, number), self._cut(k, v, wanted)
+        reader, source = self.around(number)
+        step, wanted = self.plans[self.rank][number], self.spans(reader, number)
+        spans, own = self.spans(self.rank, number), self._cut(k, v, wanted)
         sent = message_of(own) if tokens_of(wanted) else None
         like = self._cut(k, v, [Span(0, 0)] * len(wanted))
         room = self._room(spans, sums_like=like, dtype=k.dtype)
-        requests = self._swap(sent, reader, room, source)
+        requests = self.swap([(sent, reader)], [(room, source)])
         kept = [sent]
 
         def finish() -> Visit:
@@ -127,12 +152,12 @@ class Around:
 
         return finish
 
-    def _swap(self, sent: Tensor | None, to: int, room: Tensor | None, source: int) -> list[Any]:
-        """Begin to send and to receive what there is. to, source: ranks of the group."""
-        wanted = [(dist.isend, sent, to), (dist.irecv, room, source)]
+    def swap(self, sent: Sequence[Parcel], received: Sequence[Parcel]) -> list[Any]:
+        """Begin to send and to receive what there is, with ranks of the group."""
         ops = [
             dist.P2POp(op, x, dist.get_global_rank(self.group, peer), self.group)
-            for op, x, peer in wanted
+            for op, parcels in ((dist.isend, sent), (dist.irecv, received))
+            for x, peer in parcels
             if x is not None
         ]
         return dist.batch_isend_irecv(ops) if ops else []

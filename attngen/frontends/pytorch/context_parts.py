@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...call.context_rows import PartRows
 from ...call.context_steps import Part, Span
 from ...call.positions import Positions
 from ...call.table import GRADIENT_OF
@@ -117,9 +118,13 @@ def arguments_of(features: Features, part: Part, rows: Sequences) -> dict[str, A
         left = -1 if part.left is None else part.left
         right = -1 if part.right is None else part.right
         given["positions"] = Positions(*part.origin, part.delta, features.first_head, rows.number)
-    if right == 0:
-        given["mask"] = "causal"
-    given["window"] = (left, -1 if right == 0 else right)
+    shift = len(part.keys) - len(part.queries)
+    aligned = part.right == 0 and left == -1 and right == shift > 0
+    if right == 0 or aligned:
+        given["mask"], right = "causal", -1
+        if aligned:
+            given["bottom_right"] = True
+    given["window"] = (left, right)
     if features.slopes is not None:
         per_sequence = features.slopes.ndim == 2
         given["alibi_slopes"] = features.slopes[_own(rows)] if per_sequence else features.slopes
@@ -238,14 +243,16 @@ def _by_reference(given: dict[str, Any], read: Attended, merged: Merged) -> dict
 class Running:
     """Output and LSE of a rank's queries over the keys that have come by. shape: of the output,
     [b, t, h, d_v]; dtype: of sums. A first part of all rows is taken as it is. rounded: the output
-    in q's dtype, as far as kernels have rounded it."""
+    in q's dtype, as far as kernels have rounded it. is_begun: whether each row is in a part of
+    which all are new, which begins them."""
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
     rounded: Tensor | None = None
+    is_begun: bool = False
     _sums: tuple[Tensor, Tensor] | None = None
-    _covered: bool = False
+    _is_made: bool = False  # of whatever was there
 
     @classmethod
     def before(
@@ -288,20 +295,19 @@ class Running:
         whole.copy_(joined)
 
     def attend(
-        self, features: Features, part: Part, rows: Sequences, read: Attended, *, last: bool
+        self, features: Features, part: Part, rows: Sequences, read: Attended, mark: PartRows
     ) -> None:
-        """Join a part by kernels that go on from what there is. last: whether some of its rows are
-        in no part behind it, and are rounded."""
-        of_all = read.q.shape[:-1] == self.shape[:-1]
-        fresh, self._covered = of_all and self._sums is None, of_all or self._covered
-        if fresh:
+        """Join a part by kernels that go on from what there is. mark: of the part's rows, the last
+        of which are rounded, and kept in float32 where others are not the last."""
+        if self._sums is None and self.is_begun:
             out = read.q.new_empty(self.shape, dtype=self.dtype)
             self._sums = out, out.new_empty((self.shape[0], self.shape[2], self.shape[1]))
+            self._is_made = True
         whole_out, whole_lse = self.sums
         rounded = None
-        if last:
+        if mark.last:
             if self.rounded is None:
-                new = torch.empty_like if self._covered else torch.zeros_like
+                new = torch.empty_like if self.is_begun else torch.zeros_like
                 self.rounded = new(whole_out, dtype=read.q.dtype)
             rounded = rows.queries.of(self.rounded, part.queries)
         torch.ops.attngen.forward_onto(
@@ -309,7 +315,8 @@ class Running:
             rows.queries.of(whole_out, part.queries),
             rows.queries.of_heads(whole_lse, part.queries),
             rounded,
-            not fresh,
+            not (self._is_made and mark.new),
+            not mark.over,
             **operation_arguments(features, part, rows),
             bias=read.bias,
         )

@@ -26,7 +26,7 @@ from .torch_private import guard
 library = operator(
     "forward_onto",
     "(Tensor q, Tensor k, Tensor v, Tensor(a!) o, Tensor(b!) lse, Tensor(c!)? rounded, "
-    f"bool goes_on, {schema()}) -> ()",
+    f"bool goes_on, bool keeps, {schema()}) -> ()",
 )
 prepared_calls: CallCache[PreparedCall] = CallCache(guard)
 
@@ -38,23 +38,24 @@ def forward_onto(
     o: Tensor,
     lse: Tensor,
     rounded: Tensor | None,
-    goes_on: bool,
     *rest: Any,
 ) -> None:
     """Attend to these keys, and write what their output and LSE are together with those there.
 
-    q, k, v and rest as `attngen::forward` takes them, three dense tensors of 16 bits without
-    lengths and sinks, and `out_dtype` float32. o: float32, of the output's shape, its last axis
-    contiguous; lse: float32 [b, h_q, s_q], natural log, which may be a part of the rows of a larger
-    tensor. goes_on: whether they hold the output and LSE over other keys, 0 and −∞ of rows that
-    have seen none; else they are written anew. rounded: gets the output in q's dtype, too, with the
-    strides of o. There are no gradients.
+    q, k, v as `attngen::forward` takes them, three dense tensors of 16 bits without lengths. o:
+    float32, of the output's shape, its last axis contiguous; lse: float32 [b, h_q, s_q], natural
+    log, which may be a part of the rows of a larger tensor. rounded: gets the output in q's dtype,
+    with the strides of o. rest: goes_on, whether o and lse hold the output and LSE over other keys,
+    0 and −∞ of rows that have seen none, else they are written anew; keeps, whether o is written,
+    which it need not be beside rounded; then the arguments of `attngen::forward` behind v, without
+    sinks, with `out_dtype` float32. There are no gradients.
 
     Raises: SpecError with every violation; CompileError, LaunchError.
     """
-    optional, arguments = split(rest)
+    goes_on, keeps, *others = rest
+    optional, arguments = split(others)
     operands = with_readable_bias((q, k, v, *optional))
-    prepared = _find((*operands, o, lse, rounded), arguments, goes_on)
+    prepared = _find((*operands, o, lse, rounded), arguments, goes_on, keeps)
     if prepared.launches:
         run(prepared, (*operands, o, lse, rounded))
         return
@@ -66,22 +67,26 @@ def forward_onto(
 
 
 def _find(
-    operands: Operands, arguments: Arguments, goes_on: bool, gather: bool = False
+    operands: Operands, arguments: Arguments, goes_on: bool, keeps: bool, gather: bool = False
 ) -> PreparedCall:
     """Find what a call needs, worked out once. operands: of `INPUTS`, and what they join; gather:
     threads copy them, since some begin at no multiple of 16 bytes. Raises: as the operation."""
-    key = (arguments, goes_on, gather, *map(format_of, operands))
-    return prepared_calls.remember(key, lambda: _prepare(operands, arguments, goes_on, gather))
+    key = (arguments, goes_on, keeps, gather, *map(format_of, operands))
+    return prepared_calls.remember(
+        key, lambda: _prepare(operands, arguments, goes_on, keeps, gather)
+    )
 
 
-def _prepare(operands: Operands, arguments: Arguments, goes_on: bool, gather: bool) -> PreparedCall:
+def _prepare(
+    operands: Operands, arguments: Arguments, goes_on: bool, keeps: bool, gather: bool
+) -> PreparedCall:
     """Everything about a call but addresses. Raises: as the operation."""
     described = all_described(operands)
     o, lse, rounded = described[len(INPUTS) :]
     q, *_ = operands
     assert q is not None and o is not None and lse is not None  # the operation's schema
-    gathering = partial(_find, arguments=arguments, goes_on=goes_on, gather=True)
-    joins = Ongoing(o, lse, rounded, goes_on)
+    gathering = partial(_find, arguments=arguments, goes_on=goes_on, keeps=keeps, gather=True)
+    joins = Ongoing(o, lse, rounded, goes_on, keeps)
     return prepare_forward(
         described[: len(INPUTS)], arguments, device_of(q.device), gathering, gather, joins=joins
     )

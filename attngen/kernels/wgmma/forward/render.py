@@ -98,7 +98,7 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[FragmentUse]]) -> 
     names += strides_of("o") if addressed else []
     names += [*strides_of("q"), *strides_of("k")] if remakes else []
     names += typed("i32", "dim_qk", "dim_v") if problem.gather else []
-    names += typed("i32", "goes_on", "lse_room") if problem.continues else []
+    names += typed("i32", "goes_on", "keeps_sums", "lse_room") if problem.continues else []
     names += [
         ("tiles", "i32"),
         ("tiles_m", "i32"),

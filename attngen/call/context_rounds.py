@@ -1,0 +1,207 @@
+"""Rounds of a forward over a ring: keys of several steps side by side, and few parts over them.
+
+A part that joins an output reads and writes all of it, however few keys the part has. Steps that
+show the same queries all of their keys are therefore one part, over keys that their messages put
+side by side, and queries that no step behind shows anything wait for the last of theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, groupby
+
+from .context_steps import Part, Span, Step
+
+OWN = 0  # the step of a rank's own keys
+WAVE = 2  # steps whose keys are asked for together, behind the first
+HELD = 4  # times the keys that a rank holds: those of others that queries wait for, at most
+
+
+@dataclass(frozen=True)
+class Region:
+    """Keys of several steps in one piece of memory of so many tokens.
+
+    places: of each step; the first of the rank's own keys (`OWN`), where they are there, come
+    last, and a later step's before an earlier one's, so that one diagonal runs through all.
+    """
+
+    places: dict[int, Span]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """Parts that a rank computes once the messages of some steps are there.
+
+    steps: these, the same ones for all ranks; region: it holds the keys of its parts, None for the
+    rank's own where they are; parts: of the rank's queries, and of keys in the region.
+    """
+
+    steps: tuple[int, ...]
+    region: int | None
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """A rank's forward: its own keys first, then those that come."""
+
+    regions: tuple[Region, ...]
+    rounds: tuple[Round, ...]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All rounds' parts, in their order."""
+        return tuple([part for each in self.rounds for part in each.parts])
+
+
+def rounds_of(plans: Sequence[Sequence[Step]], rank: int, *, splits: bool) -> Rounds | None:
+    """The rounds of a rank; None where some rank's steps have other parts than rounds are made of:
+    one a step, of one sequence, whose keys all of its queries see, but for its own keys, which a
+    causal mask may hide, and whose positions they need not know.
+
+    plans: the steps of every rank, as of `steps_of`; splits: whether the first queries may wait for
+    the last of their keys, by which the others have parts of their own.
+    """
+    if len(plans) == 1 or not all(map(_has_rounds, plans)):
+        return None
+    own_step, *_ = plans[rank]
+    (own,) = own_step.parts
+    seen = {n: part for n, step in enumerate(plans[rank]) for part in step.parts if n}
+    cut = _cut_of(own, list(seen.values())) if splits else None
+    made = _InWaves(own, seen) if cut is None else _InHalves(own, seen, cut=cut)
+    made.add_all([*_waves(len(plans))])
+    return Rounds(tuple(made.regions), tuple(made.rounds))
+
+
+def _has_rounds(steps: Sequence[Step]) -> bool:
+    """Whether steps are of one sequence, each one part that hides nothing, or a diagonal through
+    the rank's own keys."""
+    own_step, *others = steps
+    if len(own_step.parts) != 1 or any(len(step.parts) > 1 for step in others):
+        return False
+    (own,) = own_step.parts
+    if own.left is not None or own.right not in (None, 0) or own.keys.begin:
+        return False
+    if own.right == 0 and (own.delta or own.queries != own.keys or own.stripe > 1):
+        return False
+    shown = [part for step in others for part in step.parts]
+    return all(
+        (x.sequence, x.left, x.right, x.queries.end) == (own.sequence, None, None, own.queries.end)
+        for x in shown
+    )
+
+
+def _waves(ranks: int) -> Iterator[tuple[int, ...]]:
+    """Steps whose keys are asked for together: the first alone, since nothing but a rank's own keys
+    is computed beside it."""
+    yield (1,)
+    for begin in range(2, ranks, WAVE):
+        yield tuple(range(begin, min(begin + WAVE, ranks)))
+
+
+def _cut_of(own: Part, others: Sequence[Part]) -> int | None:
+    """Where queries begin that do not wait for keys of others; None where all go together."""
+    begins = {part.queries.begin for part in others if part.queries != own.queries}
+    waits = any(part.queries == own.queries for part in others)
+    if own.right is None or not waits or len(begins) > 1 or len(own.queries) < 2:
+        return None
+    return begins.pop() if begins else own.queries.end // 2
+
+
+@dataclass(eq=False)
+class _InWaves:
+    """Rounds whose parts are over a wave's keys.
+
+    own: the rank's part of its own keys; seen: that of each other step that has one.
+    """
+
+    own: Part
+    seen: dict[int, Part]
+    regions: list[Region] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+
+    def add_all(self, waves: Sequence[tuple[int, ...]]) -> None:
+        """Add the rank's own keys, and all waves, in their order."""
+        self.rounds.append(Round((), None, (self.own,)))
+        for wave in waves:
+            places = self._region([wave])
+            groups = groupby(self._of(wave), lambda n: self.seen[n].queries)
+            parts = [self._part(x, self._around(places, [*group])) for x, group in groups]
+            self._add(wave, parts)
+
+    def _of(self, wave: Sequence[int]) -> list[int]:
+        """Steps of which the rank needs keys."""
+        return [n for n in wave if n in self.seen]
+
+    def _region(self, waves: Sequence[tuple[int, ...]], own: int = 0) -> dict[int, Span]:
+        """A new region of these waves' keys, and so many of the rank's own behind them."""
+        steps = sorted((n for wave in waves for n in self._of(wave)), reverse=True)
+        sizes = {n: len(self.seen[n].keys) for n in steps} | ({OWN: own} if own else {})
+        ends = [*accumulate(sizes.values(), initial=0)]
+        places = dict(zip(sizes, map(Span, ends, ends[1:]), strict=False))
+        *_, tokens = ends
+        self.regions.append(Region(places, tokens))
+        return places
+
+    def _around(self, places: dict[int, Span], steps: Sequence[int]) -> Span:
+        """The keys of steps that follow each other."""
+        spans = [places[n] for n in steps]
+        return Span(min(x.begin for x in spans), max(x.end for x in spans))
+
+    def _part(self, queries: Span, keys: Span, right: int | None = None, delta: int = 0) -> Part:
+        return Part(self.own.sequence, queries, keys, delta, None, right)
+
+    def _add(self, wave: tuple[int, ...], parts: Sequence[Part]) -> None:
+        self.rounds.append(Round(wave, len(self.regions) - 1, tuple(parts)))
+
+
+@dataclass(eq=False)
+class _InHalves(_InWaves):
+    """Rounds in which the queries before `cut` wait, while those behind it go on."""
+
+    cut: int = field(kw_only=True)
+
+    def add_all(self, waves: Sequence[tuple[int, ...]]) -> None:
+        own, cut = self.own, self.cut
+        behind = Span(cut, own.queries.end)
+        self.rounds.append(Round((), None, (self._part(behind, own.keys, 0, cut),)))
+        for number, group in enumerate(self._groups(waves)):
+            places, (*_, last) = self._region(group, own=0 if number else cut), group
+            for wave in group:
+                steps = self._of(wave)
+                parts = [self._part(behind, self._around(places, steps))] if steps else []
+                if wave == last:
+                    parts += self._of_waiting(places)
+                self._add(wave, parts)
+
+    def _of_waiting(self, places: dict[int, Span]) -> Iterator[Part]:
+        """The part of queries that waited, over what a region has for them."""
+        steps = [n for n in places if self._shows_waiting(n)]
+        queries = Span(0, self.cut)
+        if OWN in places:
+            own = places[OWN]
+            begin = min([places[n].begin for n in steps], default=own.begin)
+            yield self._part(queries, Span(begin, own.end), 0, own.begin - begin)
+        elif steps:
+            yield self._part(queries, self._around(places, steps))
+
+    def _shows_waiting(self, step: int) -> bool:
+        return step > 0 and self.seen[step].queries == self.own.queries
+
+    def _groups(self, waves: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+        """Waves whose keys are in one region: as many as queries wait for, then each its own."""
+        group: list[tuple[int, ...]] = []
+        held, most = 0, HELD * len(self.own.keys)
+        for number, wave in enumerate(waves, 1):
+            group.append(wave)
+            held += self._waited(wave)
+            behind = [*map(self._waited, waves[number:])]
+            if not any(behind) or held + next(iter(behind)) > most:
+                yield group
+                group, held = [], 0
+
+    def _waited(self, wave: Sequence[int]) -> int:
+        """Keys of a wave that the first queries see."""
+        return sum(len(self.seen[n].keys) for n in self._of(wave) if self._shows_waiting(n))
