@@ -45,6 +45,39 @@ def test_kernels_compute_what_functions_do(mod: Any) -> None:
         assert np.abs(one - other).max() <= 0.03 * np.abs(other).max()
 
 
+def test_gradients_of_captured_arrays_are_the_definitions() -> None:
+    """Of arrays of each kind of place, one of them in 16 bits, beside those of q, k and v."""
+    from attngen.jax import attention
+
+    given = carriers(2, H, 2, 150, 150, 64)
+    captured = {
+        "table": TABLE,
+        "by_head": random(H, dtype="float32") / 4,
+        "by_key": random(2, 150),
+        "gain": jnp.float32(0.5),
+    }
+
+    def results(backend: str) -> Any:
+        def loss(captured: Any, q: Any) -> Any:
+            def mod(s, b, h, i, j):
+                far = captured["table"][jnp.clip(j - i, -16, 16) + 16, h] * captured["gain"]
+                scaled = s * (1 + captured["by_head"][h])
+                return scaled + far + captured["by_key"][b, j].astype(jnp.float32)
+
+            words = {"mask": "causal", "score_mod": mod, "backend": backend}
+            out = attention(**{**given, "q": q}, **words)
+            return (out.astype(jnp.float32) ** 2).sum()
+
+        made, dq = jax.jit(jax.grad(loss, (0, 1)))(captured, given["q"])
+        return {**made, "q": dq}
+
+    found, wanted = results("cuda"), results("reference")
+    for name, x in wanted.items():
+        one, other = (np.asarray(each.astype("float32")) for each in (found[name], x))
+        assert found[name].dtype == x.dtype and np.abs(other).max() > 0
+        assert np.abs(one - other).max() <= 0.03 * np.abs(other).max(), name
+
+
 def test_mask_of_positions_is_booleans_of_kernels() -> None:
     from attngen.jax import attention
 

@@ -9,12 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax import Array
+from jax.extend.core import ClosedJaxpr, Literal
 
 from ...errors import SpecError
 
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # parameters that hold what an operation calls
 _BRANCHES = ("cond", "while", "scan")  # which hold these, too
+PARTS = ("dynamic_slice", "squeeze", "reshape", "broadcast_in_dim")  # that leave parts of arrays
 POSITIONS = ("b", "h", "i", "j")
 SCORE = "s"
 
@@ -25,7 +27,8 @@ class Node:
 
     given: the argument's name, the number, or the array; args, params: of an operation, which the
     primitive binds; place: of the value among its results; inputs: names of the arguments that the
-    value depends on; reads: whether it depends on a captured array.
+    value depends on; reads: whether it depends on a captured array; learns: on one of a trace, but
+    for places in arrays, so that it may have a gradient.
     """
 
     name: str
@@ -38,6 +41,20 @@ class Node:
     place: int = 0
     inputs: frozenset[str] = frozenset()
     reads: bool = False
+    learns: bool = False
+
+    @property
+    def kind(self) -> jax.ShapeDtypeStruct:
+        """Its shape and dtype."""
+        return jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype))
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is a part of a captured array, a number of it say."""
+        if not self.inputs:
+            return self.reads
+        source, *_ = (*self.args, self)
+        return self.name in PARTS and source.is_part
 
     def evaluate(self) -> Any:
         """The value of a node that depends on no argument, which it then keeps."""
@@ -55,24 +72,41 @@ class Node:
         return made[self.place] if self.primitive.multiple_results else made
 
 
-def graph_of(name: str, function: Callable[..., Any], names: Sequence[str]) -> list[Node]:
-    """The results of a function of numbers of these names. name: of the argument that it is.
+def arguments(names: Sequence[str]) -> tuple[Node, ...]:
+    """Numbers of these names, the score and positions, as a function's arguments."""
+    dtypes = ["float32" if each == SCORE else "int32" for each in names]
+    return tuple(
+        Node("input", (), dtype, each, inputs=frozenset({each}))
+        for each, dtype in zip(names, dtypes, strict=True)
+    )
+
+
+def traced(name: str, function: Callable[..., Any], inputs: Sequence[Node]) -> ClosedJaxpr:
+    """A function of these arguments. name: of the argument that it is.
 
     Raises: SpecError that says what it does wrong.
     """
-    kinds = [jnp.float32 if each == SCORE else jnp.int32 for each in names]
     try:
-        closed = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct((), kind) for kind in kinds])
+        made = jax.make_jaxpr(function)(*[each.kind for each in inputs])
     except jax.errors.ConcretizationTypeError as error:
         raise SpecError(
             f"{name} has data-dependent control flow, which no trace can follow. Choose by "
             "jnp.where."
         ) from error
-    inputs = [
-        Node("input", (), jnp.dtype(kind).name, each, inputs=frozenset({each}))
-        for each, kind in zip(names, kinds, strict=True)
-    ]
-    return _results(closed, inputs)
+    return ClosedJaxpr(made.jaxpr, [*map(_as_array, made.consts)])
+
+
+def _as_array(constant: Any) -> Array:
+    """A captured array, of a trace where it was one."""
+    if isinstance(constant, Array):
+        return constant
+    with jax.ensure_compile_time_eval():
+        return jnp.asarray(constant)
+
+
+def graph_of(name: str, function: Callable[..., Any], inputs: Sequence[Node]) -> list[Node]:
+    """The results of a function of these arguments. Raises: as `traced`."""
+    return results_of(traced(name, function, inputs), inputs)
 
 
 class ResultError(SpecError):
@@ -91,15 +125,16 @@ def check_result(name: str, results: Sequence[Node], kind: str) -> Node:
     return first
 
 
-def _results(closed: Any, inputs: Sequence[Node]) -> list[Node]:
+def results_of(closed: Any, inputs: Sequence[Node]) -> list[Node]:
     """The results of a closed program of these arguments."""
     jaxpr = getattr(closed, "jaxpr", closed)
     known = dict(zip(jaxpr.invars, inputs, strict=True))
     constants = getattr(closed, "consts", ())
-    known |= {
-        variable: Node("captured", tuple(x.shape), x.dtype.name, x, reads=True)
-        for variable, x in zip(jaxpr.constvars, map(jnp.asarray, constants), strict=True)
-    }
+    for variable, given in zip(jaxpr.constvars, constants, strict=True):
+        x = _as_array(given)
+        learns = isinstance(x, jax.core.Tracer)
+        node = Node("captured", tuple(x.shape), x.dtype.name, x, reads=True, learns=learns)
+        known[variable] = node
 
     def node_of(atom: Any) -> Node:
         if isinstance(atom, Literal):
@@ -120,13 +155,16 @@ def _made(equation: Any, args: tuple[Node, ...]) -> list[Node]:
     called = [params[key] for key in _CALLED if key in params]
     if called and primitive.name not in _BRANCHES:
         first, *_ = called
-        return _results(first, args)
+        return results_of(first, args)
     inputs = reduce(frozenset.union, [each.inputs for each in args], frozenset[str]())
     reads = any(each.reads for each in args)
+    sources = args[:1] if inputs and primitive.name in PARTS else args
+    learns = any(each.learns for each in sources)
     return [
         Node(
             primitive.name, tuple(x.aval.shape), x.aval.dtype.name,
             args=args, params=params, primitive=primitive, place=n, inputs=inputs, reads=reads,
+            learns=learns,
         )
         for n, x in enumerate(equation.outvars)
     ]  # fmt: skip

@@ -14,7 +14,7 @@ from jax import Array, lax
 from ...errors import SpecError
 from ...fragments.building import Operations
 from ...fragments.program import ELEMENTS
-from .callable_graph import Node
+from .callable_graph import PARTS, Node
 
 _UNARY = {
     **{name: name for name in (
@@ -107,7 +107,7 @@ class Lines:
         """The value of a node that depends on a position."""
         of_views: dict[str, Callable[[Node], str | View]] = {
             "dynamic_slice": self._slice,
-            **dict.fromkeys(("squeeze", "reshape", "broadcast_in_dim"), self._reshaped),
+            **dict.fromkeys(PARTS[1:], self._reshaped),
         }
         if node.name in of_views:
             return of_views[node.name](node)

@@ -11,8 +11,9 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from ...call.fragments import SLOTS
+from ...call.fragments import LEARNED, SLOTS
 from ...call.routing import check_backend
 from ...call.table import AttentionCall, named
 from ...call.tensors import FP8
@@ -21,7 +22,17 @@ from ...fragments.features import register_program
 from ...fragments.lowering import CAPTURED, NUMBER, PER_UNIT, UNIT
 from ...fragments.program import Program
 from ...spec import layouts
-from .callable_graph import POSITIONS, SCORE, ResultError, check_result, graph_of
+from .callable_graph import (
+    POSITIONS,
+    SCORE,
+    ResultError,
+    arguments,
+    check_result,
+    graph_of,
+    results_of,
+    traced,
+)
+from .callable_learned import Lowered, stand_in, with_derivatives
 from .callable_lines import Lines, element_of
 from .callable_values import over_positions
 
@@ -41,8 +52,15 @@ class Traced:
 
     @property
     def arguments(self) -> tuple[tuple[str, Any], ...]:
-        """The arguments of a call that names the program's fragment."""
-        captures = [(f"{CAPTURED}{n}", x) for n, x in enumerate(self.captures)]
+        """The arguments of a call that names the program's fragment. What it learns has its
+        gradients in one array that stands for all of it."""
+        learned = self.program.learned_captures
+        captures = [
+            (f"{CAPTURED}{n}", jax.lax.stop_gradient(x) if n in learned else x)
+            for n, x in enumerate(self.captures)
+        ]
+        if learned:
+            captures.append((LEARNED, stand_in([self.captures[n] for n in learned])))
         numbers = [(f"{NUMBER}{n}", x) for n, x in enumerate(self.numbers)]
         return (*captures, *numbers, (UNIT, 1.0), (PER_UNIT, 1.0))
 
@@ -66,11 +84,11 @@ def without_functions(call: AttentionCall) -> tuple[AttentionCall, ScoreMod | No
     mod, changed["score_mod"] = call.score_mod, None
     if (dtype := jnp.asarray(call.q).dtype.name) in FP8:
         raise SpecError(f"score_mod beside {dtype} has no kernels yet. {_WAY_OUT}.")
-    traced = None if call.backend == "reference" else _served(mod, call.backend)
-    if traced is None:
+    found = None if call.backend == "reference" else _served(mod, call.backend)
+    if found is None:
         return AttentionCall(**{**named(call), **changed}), mod  # type: ignore[return-value]
-    changed["score_mod"] = register_program(traced.program).name
-    changed["fragment_arguments"] = (*call.fragment_arguments, *traced.arguments)
+    changed["score_mod"] = register_program(found.program).name
+    changed["fragment_arguments"] = (*call.fragment_arguments, *found.arguments)
     return AttentionCall(**{**named(call), **changed}), None
 
 
@@ -98,15 +116,10 @@ def trace(mod: ScoreMod) -> Traced:
 
     Raises: SpecError naming what programs lack.
     """
-    names = (SCORE, *POSITIONS)
-    check_result("score_mod", graph_of("score_mod", mod, names), "floating")
-    lines = Lines("score_mod")
-
-    def wide(*given: Any) -> Any:
-        return mod(*given).astype(jnp.float32)
-
-    both = graph_of("score_mod", jax.value_and_grad(wide), names)
-    value, slope = (lines.number(each, "f") for each in both)
+    names = arguments((SCORE, *POSITIONS))
+    closed = traced("score_mod", mod, names)  # once: what it makes anew would be another capture
+    result = check_result("score_mod", results_of(closed, names), "floating")
+    lines, value, slope, learned = with_derivatives(result) or _by_score(closed)
     captures = tuple([_as_read(x) for x in lines.captures])
     if len(captures) > len(SLOTS):
         raise SpecError(
@@ -121,8 +134,22 @@ def trace(mod: ScoreMod) -> Traced:
         operations=tuple(lines.built.operations),
         value=value,
         slope=slope,
+        learned=learned,
     )
     return Traced(program, captures, tuple([number for _, number in lines.built.numbers]))
+
+
+def _by_score(closed: ClosedJaxpr) -> Lowered:
+    """A score that learns nothing, and its derivative. Raises: as `trace`."""
+
+    def wide(*given: Any) -> Any:
+        (made,) = jaxpr_as_fun(closed)(*given)
+        return made.astype(jnp.float32)
+
+    lines = Lines("score_mod")
+    both = graph_of("score_mod", jax.value_and_grad(wide), arguments((SCORE, *POSITIONS)))
+    value, slope = (lines.number(each, "f") for each in both)
+    return Lowered(lines, value, slope)
 
 
 def _as_read(array: Array) -> Array:
@@ -134,7 +161,7 @@ def _shown(call: AttentionCall) -> Array:
     """The pairs that a `mask_mod` shows, bool, a broadcast of [b, h, s_q, s_kv]. Raises: SpecError
     where it returns no bool, or the call reads pages."""
     mod: Any = call.mask_mod
-    seen = check_result("mask_mod", graph_of("mask_mod", mod, POSITIONS), "bool")
+    seen = check_result("mask_mod", graph_of("mask_mod", mod, arguments(POSITIONS)), "bool")
     sizes = _sizes(call)
     axes = [
         jnp.arange(size if name in (*seen.inputs, "i", "j") else 1, dtype=jnp.int32)

@@ -11,6 +11,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
+from ...call.fragments import LEARNED_SLOT
 from ...call.gradient_checks import gradient_violations, no_gradient
 from ...call.gradient_kernels import wanted_of_operands
 from ...call.table import GRADIENT_OF, INPUTS
@@ -78,6 +79,11 @@ def check_gradients(form: Form, values: list[Array], learned: list[str]) -> None
         reasons.append(f"FP8 operands have no gradients in JAX: {way_out}")
     elif learned:
         reasons += gradient_violations(operands, form.arguments, "bias" in learned)
+    if LEARNED_SLOT in learned and form.arguments.deterministic:
+        reasons.append(
+            "score_mod learns what it captures, whose deterministic gradient is a sum of 64-bit "
+            "integers, which JAX's kernels lack: pass deterministic=False, or a bias"
+        )
     if reasons:
         raise SpecError(reasons)
 

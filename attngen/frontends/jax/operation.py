@@ -19,6 +19,7 @@ from jax.interpreters import mlir
 
 from ...call.dropout import keep_scale
 from ...call.fp8_checks import BACKWARD_SCALES
+from ...call.fragments import LEARNED_SLOT
 from ...call.gradient_kernels import GRADIENTS
 from ...call.kernel_choice import Device
 from ...call.numbers import Arguments
@@ -200,7 +201,9 @@ def on_kernels(*operands: Array, form: Form) -> list[Array]:
     results = [jax.ShapeDtypeStruct(x.sizes, jnp.dtype(x.dtype)) for x in prepared.outputs]
     if program.scratch:
         results.append(jax.ShapeDtypeStruct((program.scratch // 4,), jnp.dtype("float32")))
-    made = jax.ffi.ffi_call(TARGET, results)(*operands, program=program.text)
+    # No kernel reads what stands for others, which nothing need make.
+    read = [given["q"] if name == LEARNED_SLOT else given[name] for name in form.names]
+    made = jax.ffi.ffi_call(TARGET, results)(*read, program=program.text)
     found = {x.name: value for x, value in zip(prepared.outputs, made, strict=False)}
     *_, scratch = made
     return _finished(form, prepared, given, found, scratch, wants)
@@ -301,7 +304,12 @@ def _of_bias(left: _Results) -> Array:
     return made.sum(dbias.summed, keepdims=True).astype(wants.dtype).reshape(wants.shape)
 
 
-_GRADIENTS = {"dsink": _of_sink, "dbias": _of_bias}
+def _of_learned(left: _Results) -> Array:
+    """The gradients of all that a score learns, float32 [n]."""
+    return left.made["dlearned"]
+
+
+_GRADIENTS = {"dsink": _of_sink, "dbias": _of_bias, "dlearned": _of_learned}
 
 
 def _at_rest(output: Output, given: Arrays, arguments: Arguments) -> Array:

@@ -17,7 +17,7 @@ from jax import Array
 
 from ...call import fragments
 from ...call.dropout import drop_threshold, keep_scale
-from ...call.fragments import definition_of, fragments_of
+from ...call.fragments import LEARNED_SLOT, definition_of, fragments_of
 from ...call.numbers import Arguments
 from ...call.positions import Positions
 from ...call.tensors import FP8
@@ -257,7 +257,14 @@ def _of_program(call: Attention, program: Program, score: Array) -> Array:
     """A traced function's scores."""
     own = fragments.operands_of("none", call.arguments.score_mod)
     words = call.arguments.numbers.split()
-    captures = [x for each in own if (x := call.operands.get(each.slot)) is not None]
+    held = [each for each in own if each.slot and each.slot != LEARNED_SLOT]
+    captures = [x for each in held if (x := call.operands.get(each.slot)) is not None]
+    if (stands := call.operands.get(LEARNED_SLOT)) is not None:  # zeros, whose gradient is theirs
+        start = 0
+        for place in program.learned_captures:
+            x = captures[place]
+            captures[place] = x + stands[start : start + x.size].reshape(x.shape)
+            start += x.size
     numbers = [fragments.as_number(x.operand, words[x.number]) for x in own if x.number >= 0]
     return value_of(program, captures, numbers, {"s": score, **call.positions})
 

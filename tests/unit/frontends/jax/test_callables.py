@@ -186,15 +186,51 @@ def test_what_kernels_lack_the_definition_computes() -> None:
     assert jnp.allclose(found, attention(Q, K, V, bias=bias), atol=0.02)
 
 
-def test_gradients_of_captured_arrays_are_the_definitions() -> None:
-    def loss(table: Any, backend: str) -> Any:
-        mod = lambda s, b, h, i, j: s + table[j, h]  # noqa: E731
-        return attention(Q, K, V, score_mod=mod, backend=backend).astype(jnp.float32).sum()
+def learning(given: Any, backend: str, **words: Any) -> Any:
+    """A loss of calls whose score reads arrays: twice, in 16 bits, and under a condition."""
 
-    table = jnp.asarray(TABLE)
-    with pytest.raises(SpecError, match="operands of fragments have no gradient"):
-        jax.grad(loss)(table, "auto")
-    assert jax.grad(loss)(table, "reference").any()
+    def mod(s, b, h, i, j):
+        bias = given["table"][jnp.clip(j - i, -16, 16) + 16, h] * given["gain"]
+        ids = jnp.asarray(SEGMENTS)
+        far = ids[b, i] != ids[b, j]
+        soft = jnp.tanh(s * given["by_head"][h]) + given["by_head"][h // 2] ** 2
+        return jnp.where(far, s + bias, soft.astype(jnp.float32))
+
+    out = attention(Q, K, V, score_mod=mod, mask="causal", backend=backend, **words)
+    return (out.astype(jnp.float32) ** 2).sum()
+
+
+LEARNED = {
+    "table": jnp.asarray(TABLE),
+    "gain": jnp.float32(0.75),
+    "by_head": jnp.asarray(TABLE[0], jnp.bfloat16),
+}
+
+
+def test_gradients_of_captured_arrays_are_the_definitions() -> None:
+    step = jax.jit(jax.grad(learning), static_argnums=1)
+    assert "traced_learned_" in str(step.trace(LEARNED, "auto").jaxpr)
+    found, wanted = (step(LEARNED, backend) for backend in ("auto", "reference"))
+    for name, x in LEARNED.items():
+        one, other = (np.asarray(each[name].astype(jnp.float32)) for each in (found, wanted))
+        assert found[name].dtype == x.dtype and np.abs(other).max() > 0.05
+        assert np.abs(one - other).max() <= 0.02 * np.abs(other).max(), name
+
+
+def test_arrays_that_are_no_traces_learn_nothing_and_order_is_refused() -> None:
+    mod = lambda s, b, h, i, j: s + jnp.asarray(TABLE)[j, h]  # noqa: E731
+    assert not trace(mod).program.learned
+    with pytest.raises(SpecError, match="pass deterministic=False"):
+        jax.grad(learning)(LEARNED, "auto", deterministic=True)
+
+
+def test_gradients_of_captures_in_parts_are_summed() -> None:
+    """Under `vmap` as calls one after another, over a mesh as a whole's."""
+    grad = jax.grad(learning)
+    two = {name: jnp.stack([x, 2 * x]) for name, x in LEARNED.items()}
+    mapped = jax.vmap(lambda x: grad(x, "auto"))(two)
+    wanted = grad({name: x[1] for name, x in two.items()}, "auto")
+    assert all(jnp.allclose(mapped[name][1], x, rtol=0.02, atol=0.02) for name, x in wanted.items())
 
 
 def test_program_for_cuda_names_its_score(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +244,13 @@ def test_program_for_cuda_names_its_score(monkeypatch: pytest.MonkeyPatch) -> No
     text = jax.jit(step).trace(x).lower(lowering_platforms=("cuda",)).as_text()
     calls = [line for line in text.splitlines() if "custom_call @attngen" in line]
     assert len(calls) == 2 and all(trace(capped).program.name in line for line in calls)
+    text = jax.jit(jax.grad(learning), static_argnums=1).trace(LEARNED, "auto").lower(
+        lowering_platforms=("cuda",)
+    ).as_text()
+    calls = [line for line in text.splitlines() if "custom_call @attngen" in line]
+    assert len(calls) == 2 and all("traced_learned_" in line for line in calls)
+    count = sum(x.size for x in LEARNED.values())
+    assert f"tensor<{count}xf32>" in calls[1] and f"tensor<{count}xf32>" not in calls[0]
 
 
 def test_program_of_another_process_brings_its_function() -> None:
