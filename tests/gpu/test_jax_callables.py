@@ -46,7 +46,7 @@ def test_kernels_compute_what_functions_do(mod: Any) -> None:
 
 
 def test_gradients_of_captured_arrays_are_the_definitions() -> None:
-    """Of arrays of each kind of place, one of them in 16 bits, beside those of q, k and v."""
+    """Arrays of each kind of place, one of them in 16 bits, beside q."""
     from attngen.jax import attention
 
     given = carriers(2, H, 2, 150, 150, 64)
