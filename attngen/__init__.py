@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .call.backend import set_backend
     from .compiler.builder import Built, build
     from .errors import (
         AttngenError,
@@ -70,6 +71,7 @@ __all__ = [
     "load_specs",
     "merge_states",
     "register_fragment",
+    "set_backend",
     "trace",
 ]
 
@@ -88,6 +90,7 @@ _HOMES = {
     "load_specs": "spec.attention_spec",
     "merge_states": "frontends.pytorch.merge",
     "register_fragment": "fragments.features",
+    "set_backend": "call.backend",
     "trace": "runtime.tracing",
 }
 # Front ends beside those of `__all__`, as modules.

@@ -22,6 +22,7 @@ Kind = Literal[
     "dtype",
     "function",
     "state",  # an object of the caller's that lives from call to call
+    "result",  # a tensor that is written
     "choice",  # None, True or False
     "fragments",  # what the fragments take that a call names: pairs of a name and a value
 ]

@@ -21,7 +21,8 @@ class Arguments(NamedTuple):
     `pre_scale`. score_mod: the names of score fragments, joined by +, empty for none. numbers: of
     the operands of the fragments that the call names, those that may be numbers, as words in the
     order of call/fragments.py. positions: words of call/positions.py, empty where the call gives
-    none.
+    none. memory: orders of axes, as call/memory.py writes them, in which the output and the
+    gradients of q, k and v lie, empty where they are contiguous.
     """
 
     layout: str = "bshd"
@@ -42,3 +43,4 @@ class Arguments(NamedTuple):
     score_mod: str = ""
     numbers: str = ""
     positions: str = ""
+    memory: str = ""

@@ -15,6 +15,7 @@ from . import bias as bias_of
 from . import fragment_values, mask_bits
 from .dropout import dropout_numbers
 from .fragments import LEARNED_SLOT, SLOTS
+from .memory import order_in
 from .numbers import Arguments
 from .positions import Positions
 from .table import OPTIONAL, ROW_OF_OPERAND, ROWS
@@ -53,10 +54,10 @@ def output_shapes(
 
 
 def outputs_of(q: Described, v: Described, arguments: Arguments) -> tuple[TensorDesc, TensorDesc]:
-    """The output and the LSE of a call, contiguous, whose q and v are views."""
+    """The output and the LSE of a call, whose q and v are views, without gaps."""
     out, lse = output_shapes(q, v, arguments)
     return (
-        TensorDesc.contiguous(out, output_dtype(q, arguments), q.device),
+        TensorDesc.ordered(out, order_in(arguments), output_dtype(q, arguments), q.device),
         TensorDesc.contiguous(lse, "float32", q.device),
     )
 

@@ -28,6 +28,7 @@ from .gradient_kernels import (
 from .head_split import TOGETHER, HeadSplit, split_heads
 from .kernel_choice import Device
 from .learned_sums import learned_sums
+from .memory import order_in
 from .numbers import Arguments
 from .operands import (
     extents_of,
@@ -214,7 +215,8 @@ def read(
     if (added := optional["bias"]) is not None:
         extents["bias"] = extent_of(added, sequences, heads_q)
     dtype = output_dtype(q, arguments)
-    carriers = {n: None if (x := given[n]) is None else _new(x, dtype) for n in CARRIERS}
+    new = partial(_new, given, arguments, dtype)
+    carriers = {name: None if given[name] is None else new(name) for name in CARRIERS}
     return Backward(given, arguments, wanted, gather, carriers, extents, scalars, dbias, mixed)
 
 
@@ -317,9 +319,11 @@ def present(tensor: TensorDesc | None) -> TensorDesc:
     return tensor
 
 
-def _new(tensor: TensorDesc, dtype: str) -> TensorDesc:
-    """A gradient of the tensor, contiguous."""
-    return TensorDesc.contiguous(tensor.shape, dtype)
+def _new(given: Tensors, arguments: Arguments, dtype: str, name: str) -> TensorDesc:
+    """The gradient of an operand, without gaps; contiguous where it is packed, or has 8 bits."""
+    tensor = present(given[name])
+    order = "" if is_fp8(tensor) else order_in(arguments, name)
+    return TensorDesc.ordered(tensor.shape, order if len(order) == tensor.ndim else "", dtype)
 
 
 def _scalars_for(

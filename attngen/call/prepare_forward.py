@@ -30,7 +30,7 @@ from .operands import (
 from .prepared import Output, PreparedCall, lay_out_workspaces, refuse_addresses
 from .served import without_splits
 from .table import INPUTS, OPTIONAL
-from .tensors import Described, TensorDesc, is_fp8
+from .tensors import Described, TensorDesc, dtype_name, is_fp8, named
 
 UNUSED = ("o_parts", "lse_parts")  # workspaces that keys in one split do without
 NO_KEY: dict[str, float | str] = {"off_by_one": 0.0, "learnable": "sink"}
@@ -76,13 +76,14 @@ def prepare_forward(
     gather: bool = False,
     alone: bool = False,
     joins: Ongoing | None = None,
+    into: TensorDesc | None = None,
 ) -> PreparedCall:
     """Everything about a forward but addresses.
 
     operands: of `table.INPUTS`. gathering: gives, of operands of which one begins at no multiple of
     16 bytes, the call whose threads copy them; gather: whether this is that call. alone: where
     there is a kernel that writes the output alone, it is that one. joins: the output and LSE that
-    are joined, whose tensors then follow the operands.
+    are joined, whose tensors then follow the operands; into: where the output is written, likewise.
 
     Raises: SpecError with every violation; CompileError, LaunchError.
     """
@@ -93,13 +94,16 @@ def prepare_forward(
     sequences = sequences_of(q, optional, arguments.layout)
     table = schedule.table_for(optional["schedule"], sequences, served=not gather)
     out, lse = outputs_of(q, v, arguments)
-    tensors = {"q": q, "k": k, "v": v, "o": out if joins is None else joins.o}
+    written = into if joins is None else joins.o
+    tensors = {"q": q, "k": k, "v": v, "o": out if written is None else written}
     extents = extents_of(tensors, arguments.layout)
     reasons = violations(tensors, extents, optional, arguments, gather)
-    if reasons := [*reasons, *(joins.violations(q, out, lse) if joins else ())]:
+    reasons += [] if joins is None else joins.violations(q, out, lse)
+    reasons += [] if into is None else _misfits(into, out)
+    if reasons:
         raise SpecError(reasons)
     given = zip(INPUTS, operands, strict=True)
-    there = zip(ongoing.NAMES, joins.tensors, strict=True) if joins else ()
+    there = zip(ongoing.NAMES, joins.tensors if joins else (into, None, None), strict=True)
     prepared = PreparedCall(
         operands=tuple(
             (place, name) for place, (name, x) in enumerate((*given, *there)) if x is not None
@@ -108,7 +112,7 @@ def prepare_forward(
             *sources_of(carriers, optional, arguments),
             *schedule.sources_of(table, "fwd"),
         ),
-        outputs=() if joins else _outputs(q, out, lse, arguments),
+        outputs=() if joins else _outputs(q, None if into else out, lse, arguments),
         device=device,
     )
     scalars = scalars_of(q, optional, arguments, extents)
@@ -121,14 +125,15 @@ def prepare_forward(
 
 
 def _outputs(
-    q: TensorDesc, out: TensorDesc, lse: TensorDesc, arguments: Arguments
+    q: TensorDesc, out: TensorDesc | None, lse: TensorDesc, arguments: Arguments
 ) -> tuple[Output, ...]:
-    """Outputs of a call that makes its own: output, LSE, and the maxima that it asks for."""
+    """Outputs of a call that makes its own: output, if it is not there, LSE, and the maxima that it
+    asks for."""
     sizes = maxima_of(q, arguments)
     maxima = {name: TensorDesc.contiguous((n,), "float32") for name, n in sizes.items()}
     lowest = {"max_logit": -math.inf}
     return (
-        Output.like("o", out, 0.0),
+        *(() if out is None else (Output.like("o", out, 0.0),)),
         Output.like("lse", lse, NO_KEY.get(arguments.softmax, -math.inf)),
         *(
             Output.like(name, x, lowest.get(name, 0.0), preset=True)
@@ -136,6 +141,13 @@ def _outputs(
             if x.numel()
         ),
     )
+
+
+def _misfits(into: TensorDesc, out: TensorDesc) -> list[str]:
+    """Why a tensor is none for an output of this format."""
+    if (dtype_name(into), into.shape) == (dtype_name(out), out.shape):
+        return []  # the devices of all tensors are compared
+    return [f"out needs {named(out)}, got {named(into)}"]
 
 
 def _with_launches(prepared: PreparedCall, call: Forward, gathering: Gathering) -> PreparedCall:

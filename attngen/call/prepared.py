@@ -132,14 +132,16 @@ class PreparedCall(Launches):
         return tuple([output.name for output in self.outputs])
 
     def first_alone(self, unread: Callable[[Device], int | None]) -> PreparedCall:
-        """The call for those that want the first output alone. Some kernels write no LSE; where the
-        others are small, so that the host is what takes time, they are written where nobody reads.
+        """The call for those that want the output alone, which may be an operand. Some kernels
+        write no LSE; where the others are small, so that the host is what takes time, they are
+        written where nobody reads.
 
         unread: gives the address of `counters.UNREAD_BYTES` of a device, None where there are none.
         """
         if not self.launches:
             return self
-        first, *others = self.outputs
+        first = [each for each in self.outputs if each.name == "o"]
+        others = [each for each in self.outputs if each.name != "o"]
         fixed = self.fixed.copy()
         if any(each.loaded.kernel.no_lse for each in self.launches):
             fixed["lse"] = 0
@@ -148,7 +150,7 @@ class PreparedCall(Launches):
         if others and small and (address := unread(self.device)) is not None:
             fixed |= dict.fromkeys((x.name for x in others), address)
             others = []
-        return replace(self, outputs=(first, *others), fixed=fixed)
+        return replace(self, outputs=(*first, *others), fixed=fixed)
 
     def placed(self, homes: Sequence[int | None]) -> PreparedCall:
         """The call for a list of tensors alone. homes: of each operand, its place among these."""

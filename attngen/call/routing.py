@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import SpecError
 from ..fragments import features
 from ..spec.attention_spec import DTYPES_8BIT, MAX_HEAD_DIM, AttentionSpec, dtype_name
 from ..spec.layouts import axes_of, parse
@@ -29,14 +28,7 @@ _DECIDING = (
 _SWITCHES = tuple(
     (name, row.feature) for name, row in ROWS.items() if row.feature and name not in _DECIDING
 )
-BACKENDS = ("auto", "cuda", "reference")
 MANY = 1 << 20  # positions: no few queries
-
-
-def check_backend(backend: str) -> None:
-    """Raises: SpecError where there is no backend of that name."""
-    if backend not in BACKENDS:
-        raise SpecError(f"backend={backend!r}; allowed: {', '.join(BACKENDS)}")
 
 
 def no_kernels(device: str) -> str:

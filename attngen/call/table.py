@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..spec.layouts import Layout
 from .argument import BROADCAST, Argument, Kind, carrier, lengths, other, scale, tables, tensor
+from .backend import AUTO, asked, default
 from .fragments import LEARNED_SLOT, SLOTS, split_arguments
 
 if TYPE_CHECKING:
@@ -227,6 +228,20 @@ class AttentionCall:
         given="torch.dtype | None",
         numbers=("out_dtype",),
     )
+    out: Tensor | None = other(
+        "result",
+        "Where the output is written, of its shape and dtype, and returned: a tensor of any "
+        "strides that overlaps no operand. Neither may have a gradient.",
+        front_end=True,
+    )
+    out_layout: str = other(
+        "word",
+        "How the output lies in memory: contiguous, or like_q, its axes in the order of Q's, and "
+        "those of gradients in the order of their operands'.",
+        "contiguous",
+        numbers=("memory",),
+        front_end=True,
+    )
     deterministic: bool | None = other(
         "choice",
         "Whether gradients have the same bits on every run, on GPUs with as many multiprocessors; "
@@ -245,8 +260,8 @@ class AttentionCall:
     backend: str = other(
         "word",
         "cuda runs a compiled kernel or refuses; reference is the definition in plain PyTorch, on "
-        "any device; auto takes the reference where kernels refuse a call, and logs the reason "
-        "once.",
+        "any device; auto is what set_backend has chosen, else takes the reference where kernels "
+        "refuse a call, and logs the reason once.",
         "auto",
         front_end=True,
     )
@@ -380,4 +395,6 @@ def make_call(
     """The call of a function of these rows, by name. Raises: TypeError, as Python does, where the
     function has no argument of a name."""
     own, added = split_arguments(function, rows, arguments)
+    if "backend" in rows and default.backend != AUTO:
+        own["backend"] = asked(own.get("backend") or AUTO)
     return AttentionCall(**operands, **{**own, "fragment_arguments": added} if added else own)

@@ -52,6 +52,14 @@ class TensorDesc:
         """A tensor whose rows follow each other, at no address."""
         return cls(tuple(shape), contiguous_strides(shape), dtype, device)
 
+    @classmethod
+    def ordered(
+        cls, shape: Sequence[int], order: str, dtype: str, device: Any = None
+    ) -> TensorDesc:
+        """A tensor without gaps whose axes lie in memory in an order, the outermost first, as
+        digits; contiguous where that is empty."""
+        return cls(tuple(shape), ordered_strides(shape, order), dtype, device)
+
     @property
     def ndim(self) -> int:
         """Number of axes."""
@@ -85,6 +93,15 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides, in elements, of rows that follow each other, as torch and NumPy have them."""
     sizes = [max(size, 1) for size in shape]
     return tuple([math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))])
+
+
+def ordered_strides(shape: Sequence[int], order: str) -> tuple[int, ...]:
+    """Strides, in elements, of a tensor without gaps, as `TensorDesc.ordered` has them."""
+    if not order:
+        return contiguous_strides(shape)
+    axes = [int(axis) for axis in order]
+    steps = dict(zip(axes, contiguous_strides([shape[axis] for axis in axes]), strict=True))
+    return tuple([steps[axis] for axis in range(len(axes))])
 
 
 def is_contiguous(tensor: Described) -> bool:

@@ -17,8 +17,8 @@ ARGUMENTS = (
     *("max_seqlen_q", "max_seqlen_kv", "seqused_q", "seqused_kv", "seqstart_q"),
     *("seqstart_kv", "page_table", "num_splits"),
     *("schedule", "score_mod", "mask_mod", "block_mask", "descale_q", "descale_k", "descale_v"),
-    *("scale_s", "descale_s", "scale_o", "out_dtype", "deterministic", "return_lse"),
-    *("return_max_logit", "return_amax", "return_rng_state", "backend"),
+    *("scale_s", "descale_s", "scale_o", "out_dtype", "out", "out_layout", "deterministic"),
+    *("return_lse", "return_max_logit", "return_amax", "return_rng_state", "backend"),
 )
 
 

@@ -11,6 +11,7 @@ import jax
 from jax import Array
 
 from ...call import routing
+from ...call.backend import check_backend
 from ...call.checks import number_violations
 from ...call.operands import softmax_scale_of
 from ...call.signatures import argument_list, signature
@@ -36,14 +37,14 @@ def attention(
 ) -> Array | tuple[Array, AttentionAux]:
     """Scaled dot-product attention with any of attngen's masks, scores, softmaxes and layouts.
 
-    The arguments are those of `attngen.attention`, arrays in place of tensors, but for `schedule`
-    and `block_mask`, which it refuses. A `score_mod` or a `mask_mod` is a function of `jax.numpy`:
-    the one becomes part of the kernels, the other booleans. It may be called in and under
-    `jax.jit`, `grad`, `vmap`, `checkpoint`, `lax.scan`, `shard_map` and shardings. Programs for
-    CUDA run kernels, others the definition; `backend="cuda"` refuses those. Gradients flow to q, k,
-    v, bias and sink from the output and the LSE; kernels have no second derivatives, and none in
-    forward mode. The output and the LSE that it saves for them are named `context` for policies of
-    `jax.checkpoint`.
+    The arguments are those of `attngen.attention`, arrays in place of tensors, but for `schedule`,
+    `block_mask`, `out` and `out_layout`, which it refuses. A `score_mod` or a `mask_mod` is a
+    function of `jax.numpy`: the one becomes part of the kernels, the other booleans. It may be
+    called in and under `jax.jit`, `grad`, `vmap`, `checkpoint`, `lax.scan`, `shard_map` and
+    shardings. Programs for CUDA run kernels, others the definition; `backend="cuda"` refuses those.
+    Gradients flow to q, k, v, bias and sink from the output and the LSE; kernels have no second
+    derivatives, and none in forward mode. The output and the LSE that it saves for them are named
+    `context` for policies of `jax.checkpoint`.
 
     `rng_state` is a key of `jax.random`, whose words are the seed; or uint32 [4], the halves of
     seed and offset, the low ones first; or int64 [2]; or a pair of ints. There is no generator
@@ -92,7 +93,7 @@ def run(checked: CheckedCall, saved_as: str, alone: bool) -> dict[str, Array]:
 
     Raises: SpecError where the call names a backend that does not serve it.
     """
-    routing.check_backend(checked.backend)
+    check_backend(checked.backend)
     names = ordered([name for name, x in checked.operands.items() if x is not None])
     operands = [x for name in names if (x := checked.operands[name]) is not None]
     if checked.score_mod is not None:

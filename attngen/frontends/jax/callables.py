@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from ...call.backend import check_backend
 from ...call.fragments import LEARNED, SLOTS
-from ...call.routing import check_backend
 from ...call.table import AttentionCall, named
 from ...call.tensors import FP8
 from ...errors import SpecError

@@ -79,8 +79,11 @@ def _type_violations(call: AttentionCall) -> Iterator[str]:
     for name in names("starts"):
         if getattr(call, name) is not None:
             yield f"{name} has no definition over arrays of JAX yet; leave it out"
-    if call.schedule is not None:
-        yield "schedule belongs to tensors of torch; leave it out"
+    for name in ("schedule", "out"):
+        if getattr(call, name) is not None:
+            yield f"{name} belongs to tensors of torch; leave it out"
+    if call.out_layout != ROWS["out_layout"].default:
+        yield f"out_layout={call.out_layout!r} belongs to tensors of torch; XLA lays arrays out"
     if call.deterministic not in (None, True, False):
         yield f"deterministic needs True, False or None; got {call.deterministic!r}"
     if not _is_window(call.window):

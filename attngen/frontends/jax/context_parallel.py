@@ -17,11 +17,11 @@ import numpy as np
 from jax import Array
 
 from ...call import context_checks
+from ...call.backend import AUTO, asked, check_backend
 from ...call.context_checks import AXES, Over
 from ...call.context_order import AnyOrder, Order, order_of
 from ...call.context_steps import Length, is_aligned
 from ...call.context_visits import Bands, Visit, gathered_of, ring_of
-from ...call.routing import check_backend
 from ...errors import SpecError
 from ...results import AttentionAux
 from . import calls
@@ -173,8 +173,9 @@ def _violations(q: Array, k: Array, v: Array, given: Mapping[str, Any]) -> Itera
 
 def _words(given: Mapping[str, Any], packed: bool) -> Words:
     """Arguments of all parts. Raises: SpecError where there is no such backend."""
-    check_backend(given.get("backend", "auto"))
-    found = {name: given[name] for name in NUMBERS if name in given}
+    backend = asked(given.get("backend", AUTO))
+    check_backend(backend)
+    found = {name: given[name] for name in NUMBERS if name in given} | {"backend": backend}
     placed = _has_alibi(given) or given.get("dropout_p", 0) > 0
     if found.get("bias_type") == "alibi":
         del found["bias_type"]

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ...call.append import TENSORS, AppendCall, refusals, spec_of, violations
+from ...call.backend import asked, check_backend
 from ...call.cache import CallCache
 from ...call.prepare_append import PreparedAppend, prepare_append
-from ...call.routing import check_backend, no_kernels
+from ...call.routing import no_kernels
 from ...call.served import unserved
 from ...call.taking import taking
 from ...errors import SpecError
@@ -61,7 +62,7 @@ def append_kv(call: AppendCall) -> Tensor | None:
     given = [*call.tensors.values()]
     switches = call.layout, call.rotary_interleaved, call.rotary_at_start
     with torch.no_grad():
-        if not _served(call, (call.backend, *switches), given):
+        if not _served(call, (asked(call.backend), *switches), given):
             return definition.append(call)
         turned = None if call.q is None else torch.empty_like(call.q)
         run = append if unobserved((*given, turned)) else torch.ops.attngen.append
@@ -107,7 +108,8 @@ def _apart(call: AppendCall) -> list[str]:
 
 def _on_kernels(call: AppendCall) -> bool:
     """Whether kernels serve a call. Raises: SpecError where it asks for them, and they do not."""
-    if call.backend == "reference":
+    backend = asked(call.backend)
+    if backend == "reference":
         return False
     reasons, arch = refusals(call), device_arch(call.k.device)
     if arch is None:
@@ -115,7 +117,7 @@ def _on_kernels(call: AppendCall) -> bool:
     elif not reasons:
         reasons = unserved(spec_of(call), arch)
     if reasons:
-        leave_kernels(SpecError(reasons), call.backend)
+        leave_kernels(SpecError(reasons), backend)
     return not reasons
 
 

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
+from ...call.backend import default
 from ...call.recipe import in_force
 from ...call.signatures import argument_list, signature
 from ...call.table import ROWS
 from ...errors import LimitError, SpecError
 from ...results import AttentionAux
-from . import eight_bits, routing
+from . import eight_bits, into, routing
 from .calls import Bound, bind, calls, route
 from .torch_private import is_deterministic
 
@@ -121,13 +122,15 @@ def attention(
 
     Args:
     """
+    if given.get("out") is not None:
+        return into.attend(attention, (q, k, v), given)
     if in_force.recipe is not None:
         eight = eight_bits.replaced(in_force.recipe, (q, k, v), given)
         if eight is not None:
             return eight_bits.run(attention, eight)
     if torch.compiler.is_compiling() or routing.CHECK_VALUES:
         return route(attention, (q, k, v), given, Bound(None, []), None)
-    state = torch.is_grad_enabled(), is_deterministic()
+    state = torch.is_grad_enabled(), is_deterministic(), default.backend  # as into.state has it
     key, tensors = bind(state, q, k, v, given)
     refusal = None
     if (known := calls.find(key, tensors)) is not None:

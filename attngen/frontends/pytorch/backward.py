@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...call.cache import CallCache
 from ...call.gradient_kernels import names_of
+from ...call.memory import order_in
 from ...call.numbers import Arguments
 from ...call.operands import boxed
 from ...call.prepare_backward import PreparedBackward, prepare_backward
@@ -20,6 +21,7 @@ from . import learned, routing, sinks
 from .checks import check_rows
 from .descriptions import described_by_name, device_of
 from .operation import current, format_of, is_current, new_tensor, start
+from .outputs import new_ordered
 from .registry import operator
 from .signature import CallForm, places_of, schema, split, wanted_of
 from .torch_private import guard, is_plain
@@ -45,9 +47,10 @@ def backward(
     lse: Tensor,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k and v, contiguous, packed as they are, of the sink and of the bias. The
-    first have the dtype of q, or float32 where out_dtype says so, as parts of sums need it; [0]
-    where they are not wanted, packed into another, or there is no such tensor.
+    """Gradients of q, k and v, packed as they are, contiguous or in the orders of `memory`, of the
+    sink and of the bias. The first have the dtype of q, or float32 where out_dtype says so, as
+    parts of sums need it; [0] where they are not wanted, packed into another, or there is no such
+    tensor.
 
     q, k, v and rest as `attngen::forward` took them, o and lse as it returned them, in 16 bits.
     d_o, dlse: gradients of o and of the LSE, None where nothing depends on it. want_dq …, after the
@@ -202,10 +205,12 @@ def _fake_backward(
     _o, lse, *rest = others
     (optional, arguments), wanted = split(rest), wanted_of(rest, k is None)
     shapes = shapes_of(dict(zip(INPUTS, (q, k, v, *optional), strict=True)), wanted)
-    return tuple(
-        _like(name, q, lse, arguments).new_empty(shapes[gradient])
-        for name, gradient in GRADIENT_OF.items()
-    )
+    made = []
+    for name, gradient in GRADIENT_OF.items():
+        like, shape = _like(name, q, lse, arguments), shapes[gradient]
+        order = order_in(arguments, name)
+        made.append(new_ordered(like, shape, order if len(order) == len(shape) else "", like.dtype))
+    return tuple(made)
 
 
 def shapes_of(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ... import reference
+from ...call.backend import AUTO, asked
 from ...call.fragments import LEARNED, SLOTS
 from ...call.table import ROWS, AttentionCall, given_by, named
 from ...errors import CompileError, CompilerMissing, LimitError, SpecError
@@ -90,7 +91,7 @@ def attend_known(
         return None
     if any(x is not None and type(x) not in PLAIN for x in carriers):
         return None
-    if given.get("block_mask") is not None or given.get("backend") == "reference":
+    if given.get("block_mask") is not None or asked(given.get("backend", AUTO)) == "reference":
         return None
     if is_fp8(q.dtype) or descriptions.device_arch(q.device) is None:
         return None

@@ -21,6 +21,7 @@ from ...results import AttentionAux
 from .autograd import DifferentiableCall
 from .casts import Casts, cast, casts_of
 from .checks import refuse_derivatives, refuse_unreadable
+from .descriptions import described
 from .forward import dispatched, find_alone, find_prepared, with_readable_bias
 from .lengths import settle
 from .operation import run, unobserved
@@ -90,6 +91,27 @@ class CheckedCall:
             return _first(results)
         home = self.homes[_RNG_STATE]
         return self.with_aux(results, self.names, None if home < 0 else tensors[home])
+
+    def into(self, out: Tensor, tensors: list[Tensor], schedule: Schedule | None) -> Result:
+        """The call of these tensors, whose output kernels write to `out`.
+
+        Raises: SpecError, LaunchError.
+        """
+        operands = tuple([None if home < 0 else tensors[home] for home in self.homes])
+        operands = self.completed(self.adapted(operands, schedule))
+        refuse_derivatives(operands, self.arguments, False)
+        rng_state = operands[_RNG_STATE]
+        operands, there = with_readable_bias(operands), described(out)
+        if self.by_products:
+            prepared = find_prepared(operands, self.arguments, into=there)
+        else:
+            prepared = find_alone(operands, self.arguments, there)
+        results = run(prepared, (*operands, out))
+        if not prepared.launches:
+            out.zero_()
+        if not self.by_products:
+            return out
+        return self.with_aux((out, *results), ("o", *prepared.names), rng_state)
 
     def adapted(self, operands: Operands, schedule: Schedule | None) -> Operands:
         """The operands of a call as operations take them: lengths, dtypes and the order of the

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...call import context_checks, routing
+from ...call import backend as backends
+from ...call import context_checks
 from ...call.context_checks import AXES, Over
 from ...call.context_order import Order
 from ...call.context_rounds import Rounds, rounds_of
@@ -253,10 +254,10 @@ def features_of(
     Raises: SpecError where kernels are asked for that there are none of.
     """
     given, narrow = asked.given, asked.q.dtype not in WIDE
-    backend = given.get("backend", "auto")
+    backend = backends.asked(given.get("backend", backends.AUTO))
     if backend == "cuda" and not narrow:
         raise SpecError(f"backend='cuda': kernels take 16 bits; q is {asked.q.dtype}")
-    routing.check_backend(backend)
+    backends.check_backend(backend)
     service = NO_KERNELS
     if backend != "reference" and narrow:
         service = service_of(_any_part(asked), stored, learns=torch.is_grad_enabled())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from ...call.operands import unpacked
 from ...call.prepare_forward import maxima_of, prepare_forward
 from ...call.prepared import PreparedCall
 from ...call.table import INPUTS
+from ...call.tensors import TensorDesc
 from ...reference.fp8 import is_fp8
 from . import autograd, bias
 from .descriptions import all_described, device_of
@@ -65,37 +65,50 @@ def with_readable_bias(operands: tuple[Tensor | None, ...]) -> tuple[Tensor | No
 
 
 def find_prepared(
-    operands: Operands, arguments: Arguments, gather: bool = False, alone: bool = False
+    operands: Operands,
+    arguments: Arguments,
+    gather: bool = False,
+    alone: bool = False,
+    into: TensorDesc | None = None,
 ) -> PreparedCall:
     """The launch of a call, worked out once.
 
     gather: threads copy the operands, since some begin at no multiple of 16 bytes. alone: where
-    there is a kernel that writes the output alone, it is that one. Raises: SpecError, CompileError,
+    there is a kernel that writes the output alone, it is that one. into: where the output is
+    written, which then follows the operands in a launch. Raises: SpecError, CompileError,
     LaunchError.
     """
-    key = (arguments, gather, alone, *map(format_of, operands))
-    return prepared_calls.remember(key, lambda: _prepare(operands, arguments, gather, alone))
+    key = (arguments, gather, alone, into, *map(format_of, operands))
+    return prepared_calls.remember(key, lambda: _prepare(operands, arguments, gather, alone, into))
 
 
-def find_alone(operands: Operands, arguments: Arguments) -> PreparedCall:
+def find_alone(
+    operands: Operands, arguments: Arguments, into: TensorDesc | None = None
+) -> PreparedCall:
     """The launch of a call that wants the output alone.
 
     A scale says how the largest weight of a row is stored, and may cut it, which sums of stored
     weights would not show. Raises: as `find_prepared`.
     """
     plain = is_fp8(operands[_Q].dtype) and operands[_SCALE_S] is None  # type: ignore[union-attr]
-    return find_prepared(operands, arguments, alone=plain).first_alone(unread_memory)
+    return find_prepared(operands, arguments, False, plain, into).first_alone(unread_memory)
 
 
-def _prepare(operands: Operands, arguments: Arguments, gather: bool, alone: bool) -> PreparedCall:
+def _prepare(
+    operands: Operands, arguments: Arguments, gather: bool, alone: bool, into: TensorDesc | None
+) -> PreparedCall:
     """Everything about a forward but addresses. Raises: SpecError with every violation."""
     q, *_ = operands
     assert q is not None  # the operation's schema
     if arguments.out_dtype is not None:
         dtype_of(arguments.out_dtype)
-    gathering = partial(find_prepared, arguments=arguments, gather=True)
+
+    def gathering(given: Operands) -> PreparedCall:
+        return find_prepared(given[: len(INPUTS)], arguments, gather=True, into=into)
+
     return prepare_forward(
-        all_described(operands), arguments, device_of(q.device), gathering, gather, alone
+        *(all_described(operands), arguments, device_of(q.device), gathering, gather, alone),
+        into=into,
     )
 
 

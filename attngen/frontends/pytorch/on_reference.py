@@ -18,6 +18,7 @@ from torch import Tensor
 from ... import reference
 from ...call.fragments import LEARNED_SLOT, SLOTS, given_by
 from ...call.fragments import operands_of as fragment_operands
+from ...call.memory import memory_of, order_in
 from ...call.numbers import Arguments
 from ...call.operands import heads_of, unpacked
 from ...call.positions import Positions
@@ -34,7 +35,7 @@ from ...reference.dropout import draw_rng_state
 from ...results import AttentionAux
 from . import sharding
 from .checked_call import arguments_of, operands_of
-from .outputs import new_outputs
+from .outputs import laid_out, new_outputs
 from .registry import operator
 from .signature import dtype_of, schema, split
 from .torch_private import has_transforms, is_traced
@@ -66,7 +67,8 @@ def run(call: AttentionCall, checks_reads: bool = False) -> tuple[Tensor, Attent
     if distributed:
         sharding.refuse_functions(call.functions)
     elif not is_traced(operands) or _must_be_followed(call):
-        return reference.run(call, checks_reads)
+        out, aux = reference.run(call, checks_reads)
+        return laid_out(out, memory_of(call).partition(",")[0]), aux
     reference.check(call)
     arguments = arguments_of(call)._replace(num_splits=0)
     rng_state = call.rng_state
@@ -139,6 +141,7 @@ def forward(q: Tensor, k: Tensor | None, v: Tensor | None, *rest: Any) -> tuple[
 def _attend(operands: Sequence[Tensor | None], rest: Sequence[Any]) -> tuple[Tensor, ...]:
     call = call_of(operands, rest)
     out, aux = reference.run(call)
+    out = laid_out(out, order_in(split(rest)[1]))
     assert aux.lse is not None
     maxima = (aux.amax_s, aux.amax_o, aux.max_logit)
     nothing = out.new_empty(0, dtype=torch.float32)

@@ -54,6 +54,8 @@ class Options(TypedDict, total=False):
     descale_s: Tensor | None
     scale_o: Tensor | None
     out_dtype: torch.dtype | None
+    out: Tensor | None
+    out_layout: str
     deterministic: bool | None
     backend: str
     chunked: int

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from ...call import operands
+from ...call import memory, operands
+from ...call.memory import order_of
 from ...call.numbers import Arguments
+from ...call.tensors import ordered_strides
 from .signature import dtype_of
 
 
@@ -18,5 +22,20 @@ def output_dtype(q: Tensor, arguments: Arguments) -> torch.dtype:
 def new_outputs(q: Tensor, v: Tensor, arguments: Arguments) -> tuple[Tensor, Tensor]:
     """New tensors for the output and the LSE of a forward call, whose q and v are views."""
     out, lse = operands.output_shapes(q, v, arguments)
-    dtype = output_dtype(q, arguments)
-    return q.new_empty(out, dtype=dtype), q.new_empty(lse, dtype=torch.float32)
+    dtype, order = output_dtype(q, arguments), memory.order_in(arguments)
+    return new_ordered(q, out, order, dtype), q.new_empty(lse, dtype=torch.float32)
+
+
+def new_ordered(like: Tensor, shape: Sequence[int], order: str, dtype: torch.dtype) -> Tensor:
+    """A new tensor whose axes lie in memory in an order, contiguous where that is empty."""
+    if not order:
+        return like.new_empty(shape, dtype=dtype)
+    return like.new_empty_strided(shape, ordered_strides(shape, order), dtype=dtype)
+
+
+def laid_out(tensor: Tensor, order: str) -> Tensor:
+    """The tensor, or a copy whose axes lie in memory in that order."""
+    if not order or order_of(tensor) == order:
+        return tensor
+    axes = [int(axis) for axis in order]
+    return tensor.permute(axes).contiguous().permute([axes.index(x) for x in range(len(axes))])

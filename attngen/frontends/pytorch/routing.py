@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ... import reference
 from ...call import routing
+from ...call.backend import check_backend
 from ...call.table import AttentionCall
 from ...errors import AttngenError, SpecError
 from .descriptions import device_arch
@@ -27,7 +28,7 @@ def use_kernels(call: AttentionCall) -> bool:
     Raises: SpecError where they do not agree, or the backend that was named cannot serve them.
     """
     backend = call.backend
-    routing.check_backend(backend)
+    check_backend(backend)
     if backend == "reference":
         return False
     operands = reference.check(call)

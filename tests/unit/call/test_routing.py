@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from attngen import SpecError
-from attngen.call.routing import check_backend, no_kernels, refusals, spec_of_call
+from attngen.call.backend import check_backend
+from attngen.call.routing import no_kernels, refusals, spec_of_call
 from attngen.call.table import AttentionCall
 from attngen.call.tensors import TensorDesc
 from attngen.targets.target import TARGETS
