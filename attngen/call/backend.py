@@ -13,7 +13,7 @@ BACKENDS = (AUTO, "cuda", "reference")
 
 @dataclass
 class Default:
-    """What calls take that name no backend; an attribute, as torch.compile guards it."""
+    """The backend of calls that name none; an attribute, as torch.compile guards it."""
 
     backend: str
 

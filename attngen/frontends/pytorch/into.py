@@ -24,7 +24,7 @@ Result = Tensor | tuple[Tensor, AttentionAux]
 
 
 def state() -> Key:
-    """What a call depends on beside its arguments."""
+    """State of torch and of attngen, on which calls depend beside their arguments."""
     return torch.is_grad_enabled(), is_deterministic(), default.backend
 
 

@@ -68,7 +68,8 @@ def run(call: AttentionCall, checks_reads: bool = False) -> tuple[Tensor, Attent
         sharding.refuse_functions(call.functions)
     elif not is_traced(operands) or _must_be_followed(call):
         out, aux = reference.run(call, checks_reads)
-        return laid_out(out, memory_of(call).partition(",")[0]), aux
+        order, *_ = memory_of(call).split(",")
+        return laid_out(out, order), aux
     reference.check(call)
     arguments = arguments_of(call)._replace(num_splits=0)
     rng_state = call.rng_state
@@ -141,7 +142,8 @@ def forward(q: Tensor, k: Tensor | None, v: Tensor | None, *rest: Any) -> tuple[
 def _attend(operands: Sequence[Tensor | None], rest: Sequence[Any]) -> tuple[Tensor, ...]:
     call = call_of(operands, rest)
     out, aux = reference.run(call)
-    out = laid_out(out, order_in(split(rest)[1]))
+    _, arguments = split(rest)
+    out = laid_out(out, order_in(arguments))
     assert aux.lse is not None
     maxima = (aux.amax_s, aux.amax_o, aux.max_logit)
     nothing = out.new_empty(0, dtype=torch.float32)
