@@ -56,10 +56,11 @@ def output_shapes(
 def outputs_of(q: Described, v: Described, arguments: Arguments) -> tuple[TensorDesc, TensorDesc]:
     """The output and the LSE of a call, whose q and v are views, without gaps."""
     out, lse = output_shapes(q, v, arguments)
-    return (
-        TensorDesc.ordered(out, order_in(arguments), output_dtype(q, arguments), q.device),
-        TensorDesc.contiguous(lse, "float32", q.device),
-    )
+    dtype = output_dtype(q, arguments)
+    made = TensorDesc.contiguous(out, dtype, q.device)
+    if arguments.memory:
+        made = TensorDesc.ordered(out, order_in(arguments), dtype, q.device)
+    return made, TensorDesc.contiguous(lse, "float32", q.device)
 
 
 def heads_of(q: Described, arguments: Arguments) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from ..spec import layouts
 from .fragments import LEARNED_SLOT, SLOTS, numbers_of, slot_tensors
 from .fragments import operands_of as fragment_operands
-from .memory import memory_of
+from .memory import CONTIGUOUS, memory_of
 from .numbers import Arguments
 from .positions import Positions
 from .table import INPUTS, AttentionCall
@@ -54,7 +54,7 @@ def arguments_of(call: AttentionCall, deterministic: bool, tensor_type: type) ->
         score_mod=call.score_mod if isinstance(call.score_mod, str) else "",
         numbers=numbers_of(own, dict(call.fragment_arguments), tensor_type) if own else "",
         positions="" if call.positions is None else Positions.of(call.positions).words,
-        memory=memory_of(call),
+        memory="" if call.out_layout == CONTIGUOUS else memory_of(call),
     )
 
 
