@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from attngen.call.context_order import Order
+from attngen.call.context_rounds import Region
+from attngen.call.context_steps import Span
 from attngen.frontends.pytorch.context_calls import (
     Ranks,
     asked_of,
@@ -37,22 +39,31 @@ class InPlace(Around):
 
     held: list[Pair] = field(default_factory=list)
     sums: list[Pair] = field(default_factory=list)
-    regions: dict[int, Pair] = field(default_factory=dict)  # kept, with what came once
+    regions: dict[int, Pair] = field(default_factory=dict)  # with what came once, by identity
 
-    def room(self, region: int, k: Tensor, v: Tensor, tokens: int) -> Pair:
-        if region not in self.regions:
-            k_room, v_room = self.regions[region] = super().room(region, k, v, tokens)
-            assert self.rounds is not None
-            for number, place in self.rounds.regions[region].places.items():
+    def room(self, region: Region, k: Tensor, v: Tensor) -> Pair:
+        if id(region) not in self.regions:
+            k_room, v_room = self.regions[id(region)] = super().room(region, k, v)
+            for number, place in region.places.items():
                 _, source = self.around(number)
                 (span,) = self.spans(self.rank, number)
                 for room, x in zip((k_room, v_room), self.held[source], strict=True):
                     own = x.transpose(0, 1)[slice(*span)]
                     room[slice(*place)] = own[: len(place)]
-        return self.regions[region]
+        return self.regions[id(region)]
 
     def ask(self, steps: Sequence[int], own: Pair, rooms: Mapping[int, Pair]) -> list[Any]:
         return []
+
+    def give(
+        self, steps: Sequence[int], made: Mapping[int, Pair], like: Pair, dtype: torch.dtype
+    ) -> tuple[list[Any], list[tuple[Span, Pair]]]:
+        for number in made:  # each rank receives as much as it sends, in the mean
+            _, source = self.around(number)
+            (span,) = self.spans(self.rank, number)
+            for total, x in zip(self.sums[source], made[number], strict=True):
+                total[:, span.begin : span.end].add_(x.to(dtype).transpose(0, 1))
+        return [], []
 
     def _fetch(self, number: int, k: Tensor, v: Tensor) -> Any:
         source = (self.rank - number) % len(self.plans)
@@ -113,6 +124,13 @@ def ranks_of(
         around = call.messages
         assert isinstance(around, Around)
         messages = InPlace(
-            None, rank, around.plans, around.sequences, around.rounds, held=held, sums=sums
+            None,
+            rank,
+            around.plans,
+            around.sequences,
+            around.rounds,
+            around.returning,
+            held=held,
+            sums=sums,
         )
         yield Simulated(replace(call, messages=messages), own, sink_of(asked, 0), places)

@@ -1,14 +1,16 @@
-"""Rounds of a forward over a ring: keys of several steps side by side, and few parts over them.
+"""Rounds over a ring: keys of several steps side by side, and few parts over them.
 
 A part that joins an output reads and writes all of it, however few keys the part has. Steps that
 show the same queries all of their keys are therefore one part, over keys that their messages put
-side by side, and queries that no step behind shows anything wait for the last of theirs.
+side by side. In a forward queries that no step behind shows anything wait for the last of theirs;
+in a backward the last keys that the rank holds itself do, while gradients of others' are on their
+way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 
 from .context_steps import Part, Span, Step
@@ -45,7 +47,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Rounds:
-    """A rank's forward: its own keys first, then those that come."""
+    """A direction of a rank: its own keys first, then those that come."""
 
     regions: tuple[Region, ...]
     rounds: tuple[Round, ...]
@@ -72,6 +74,31 @@ def rounds_of(plans: Sequence[Sequence[Step]], rank: int, *, splits: bool) -> Ro
     cut = _cut_of(own, list(seen.values())) if splits else None
     made = _InWaves(own, seen) if cut is None else _InHalves(own, seen, cut=cut)
     made.add_all([*_waves(len(plans))])
+    return Rounds(tuple(made.regions), tuple(made.rounds))
+
+
+def backward_rounds_of(
+    plans: Sequence[Sequence[Step]], rank: int, *, splits: bool
+) -> Rounds | None:
+    """The rounds of a rank's backward; None where `rounds_of` has none.
+
+    plans: as there; splits: whether the second half of the rank's own keys comes last, as a round
+    of its own.
+    """
+    if len(plans) == 1 or not all(map(_has_rounds, plans)):
+        return None
+    own_step, *_ = plans[rank]
+    (own,) = own_step.parts
+    first, last, cut = own, None, own.keys.end // 2
+    if splits and cut:
+        first = replace(own, keys=Span(0, cut))
+        begin = own.queries.begin if own.right is None else cut
+        queries, keys = Span(begin, own.queries.end), Span(cut, own.keys.end)
+        last = replace(own, queries=queries, keys=keys)
+    made = _InWaves(first, {n: x for n, step in enumerate(plans[rank]) for x in step.parts if n})
+    made.add_all([*_waves(len(plans))])
+    if last is not None:
+        made.rounds.append(Round((), None, (last,)))
     return Rounds(tuple(made.regions), tuple(made.rounds))
 
 

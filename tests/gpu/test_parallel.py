@@ -54,11 +54,11 @@ def simulated(
     return torch.cat(outs, 1)[:, back], torch.cat(lses, 2)[..., back], whole
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_queries_that_wait_for_their_keys_are_one_call(ranks, monkeypatch):
-    """Halves of queries apart, as where each fills a GPU."""
+@pytest.mark.parametrize(("ranks", "room"), [(2, 512), (4, 384)])
+def test_halves_apart_are_one_call(ranks, room, monkeypatch):
+    """Queries that wait for their keys, and keys that come last, as where each half fills a GPU."""
     monkeypatch.setattr(context_calls, "FULL_ROWS", 0)
-    test_ranks_in_turn_are_one_call(Order("dual_chunk", ranks), 384, {"mask": "causal"})
+    test_ranks_in_turn_are_one_call(Order("dual_chunk", ranks), room, {"mask": "causal"})
 
 
 @pytest.mark.parametrize(("order", "room", "given"), CASES, ids=str)

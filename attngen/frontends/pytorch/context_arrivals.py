@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...call.context_rounds import OWN, Round, Rounds
-from ...call.context_steps import Span
+from ...call.context_steps import Part, Span
 from .context_messages import Around, Gathered, Pair, Visit
 
 AHEAD = 2  # rounds
@@ -24,13 +24,15 @@ AHEAD = 2  # rounds
 
 def forward_visits(messages: Around | Gathered, k: Tensor, v: Tensor) -> Iterator[Visit]:
     """Keys as parts of a forward read them."""
-    if isinstance(messages, Around) and messages.rounds is not None:
-        return _Arriving(messages, messages.rounds, k, v).visits()
-    return messages.visits(k, v)
+    if not isinstance(messages, Around) or messages.rounds is None:
+        yield from messages.visits(k, v)
+        return
+    for _, visits in Arriving(messages, messages.rounds, k, v).rounds():
+        yield from visits
 
 
-class _Arriving:
-    """Rounds of a rank, whose own keys are k and v."""
+class Arriving:
+    """Rounds of a rank, whose own keys are k and v, and how the keys of others come."""
 
     def __init__(self, around: Around, rounds: Rounds, k: Tensor, v: Tensor) -> None:
         self._around, self._rounds, self._k, self._v = around, rounds, k, v
@@ -39,8 +41,8 @@ class _Arriving:
         self._requests: dict[int, list[Any]] = {}
         self._own: Pair | None = None  # as they are sent
 
-    def visits(self) -> Iterator[Visit]:
-        """Each round's keys, the rank's own first."""
+    def rounds(self) -> Iterator[tuple[Round, list[Visit]]]:
+        """Each round, and the keys of each of its parts."""
         rounds = self._rounds.rounds
         for number in range(1, AHEAD):
             self._ask(number)
@@ -48,26 +50,27 @@ class _Arriving:
             self._ask(number + AHEAD)
             for request in self._requests.pop(number, ()):
                 request.wait()
-            if each.parts:
-                yield self._visit(each)
+            yield each, [self._visit(each, part) for part in each.parts]
             needed = {x.region for x in rounds[number + 1 :]}
             self._memory = {n: x for n, x in self._memory.items() if n in needed}
         if self._beside is not None:  # as a capture of a graph wants it
             torch.cuda.current_stream(self._k.device).wait_stream(self._beside)
 
-    def _visit(self, each: Round) -> Visit:
-        """The keys that a round's parts read."""
-        if each.region is None:
-            return Visit(each.parts, [Span(0, self._k.shape[1])], [(self._k, self._v)])
-        k, v = self._memory[each.region]
-        return Visit(each.parts, [Span(0, len(k))], [(k.transpose(0, 1), v.transpose(0, 1))])
+    def _visit(self, each: Round, part: Part) -> Visit:
+        """The keys that a part of a round reads."""
+        k, v = self._k, self._v
+        if each.region is not None:
+            k, v = (x.transpose(0, 1) for x in self._memory[each.region])
+        begin, end = part.keys
+        return Visit((part,), [part.keys], [(k[:, begin:end], v[:, begin:end])])
 
     def _ask(self, number: int) -> None:
         """Ask for the keys of a round, if there is one."""
         if number >= len(self._rounds.rounds):
             return
         each = self._rounds.rounds[number]
-        assert each.region is not None  # all but the first have one
+        if each.region is None:  # of the rank's own keys
+            return
         places = self._rounds.regions[each.region].places
         fresh = each.region not in self._memory
         region = self._region(each.region)
@@ -78,7 +81,7 @@ class _Arriving:
             if fresh and OWN in places:
                 for x, own in zip(region, self._own, strict=True):
                     x[slice(*places[OWN])].copy_(own[: len(places[OWN])])
-            rooms = {n: _cut(region, places[n]) for n in each.steps if n in places}
+            rooms = {n: cut_pair(region, places[n]) for n in each.steps if n in places}
             self._requests[number] = self._around.ask(each.steps, self._own, rooms)
 
     def _on_stream_beside(self) -> AbstractContextManager[Any]:
@@ -91,14 +94,14 @@ class _Arriving:
     def _region(self, number: int) -> Pair:
         """Memory of a region's keys and values, [t, b, h, d]."""
         if number not in self._memory:
-            tokens = self._rounds.regions[number].tokens
-            self._memory[number] = self._around.room(number, self._k, self._v, tokens)
+            region = self._rounds.regions[number]
+            self._memory[number] = self._around.room(region, self._k, self._v)
         return self._memory[number]
 
 
-def _cut(region: Pair, place: Span) -> Pair:
-    """A step's keys and values of a region's."""
-    k, v = region
+def cut_pair(pair: Pair, place: Span) -> Pair:
+    """Some keys and values of [t, b, h, d]."""
+    k, v = pair
     return k[slice(*place)], v[slice(*place)]
 
 

@@ -16,7 +16,7 @@ from ...call import backend as backends
 from ...call import context_checks
 from ...call.context_checks import AXES, Over
 from ...call.context_order import Order
-from ...call.context_rounds import Rounds, rounds_of
+from ...call.context_rounds import Rounds, backward_rounds_of, rounds_of
 from ...call.context_steps import Length, Part, Span, Step, parts_over_all, steps_of
 from ...call.context_visits import Bands
 from ...errors import SpecError
@@ -196,13 +196,13 @@ def context_call(
                 f"stripe={order.stripe}: under a causal mask parts compare whole stripes, which no "
                 "kernel does. Use stripe=1, or comm='a2a'."
             )
-        rounds = None
+        both: tuple[Rounds | None, Rounds | None] = None, None
         may = features.joins or not features.kernels
         if may and not asked.by_position and not torch.compiler.is_compiling():
             batch, tokens, heads, _ = asked.q.shape
             splits = batch * (tokens // 2) * heads >= FULL_ROWS or not features.kernels
-            rounds = _rounds(order, lengths, asked.bands, ranks.rank, splits)
-        messages = Around(ranks.group, ranks.rank, plans, sequences, rounds)
+            both = _rounds(order, lengths, asked.bands, ranks.rank, splits)
+        messages = Around(ranks.group, ranks.rank, plans, sequences, *both)
     spans = (Span(0, order.used(ranks.rank, x.room_q, x.q)) for x in lengths)
     used = tuple((each.queries, span) for each, span in zip(sequences, spans, strict=True))
     sums = asked.q.dtype if asked.q.dtype in WIDE else torch.float32
@@ -223,9 +223,12 @@ def _plans(
 @lru_cache(PLANS_KEPT)
 def _rounds(
     order: Order, lengths: tuple[Length, ...], bands: Bands, rank: int, splits: bool
-) -> Rounds | None:
-    """The rounds of a rank's forward whose parts need no positions, None where it goes by steps."""
-    return rounds_of(_plans(order, lengths, bands, False), rank, splits=splits)
+) -> tuple[Rounds | None, Rounds | None]:
+    """The rounds of a rank's forward and of its backward, whose parts need no positions; None where
+    they go by steps."""
+    plans = _plans(order, lengths, bands, False)
+    forward = rounds_of(plans, rank, splits=splits)
+    return forward, backward_rounds_of(plans, rank, splits=splits)
 
 
 @lru_cache(PLANS_KEPT)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...call.context_rounds import Rounds
 from ...call.context_rows import rows_of
 from ...call.context_steps import Part, Span
 from ...call.context_visits import relative
@@ -32,6 +33,7 @@ from .context_parts import (
     operation_arguments,
     sink_gradient,
 )
+from .context_returns import sums_of_rounds
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,6 +184,33 @@ class Gradients:
     def of_all(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, merged: Merged) -> None:
         """Add the gradients of all keys that come by, and those that other ranks make of k and
         v."""
+        messages = self.call.messages
+        if isinstance(messages, Around) and messages.returning is not None:
+            self._of_rounds(messages, messages.returning, (q, k, v), merged)
+        else:
+            self._of_visits(q, k, v, bias, merged)
+        for place, sums in self.row_sums.items():
+            if (dq := sums.end()) is not None:
+                rows = self.call.sequences[place].queries
+                self.add_queries(q, rows, Span(0, dq.shape[1]), dq)
+
+    def _of_rounds(
+        self, around: Around, rounds: Rounds, operands: tuple[Tensor, ...], merged: Merged
+    ) -> None:
+        """Add the gradients of keys of several steps at a time."""
+        q, k, v = operands
+
+        def made_of(visit: Visit) -> Pair:
+            (pair,) = self.of_visit(visit, q, None, merged)
+            return pair
+
+        dtypes = self.call.sums, self.call.travels
+        self.of_keys = sums_of_rounds(around, rounds, (k, v), made_of, dtypes)
+
+    def _of_visits(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, merged: Merged
+    ) -> None:
+        """Add the gradients of one visit's keys after another's."""
         messages, pending = self.call.messages, None
         for number, visit in enumerate(messages.visits(k, v)):
             made = list(self.of_visit(visit, q, bias, merged))
@@ -193,10 +222,6 @@ class Gradients:
             pending = messages.returns(number, made, self.call.travels)
         if pending is not None:
             pending(self.keys(k, v))
-        for place, sums in self.row_sums.items():
-            if (dq := sums.end()) is not None:
-                rows = self.call.sequences[place].queries
-                self.add_queries(q, rows, Span(0, dq.shape[1]), dq)
 
     def _takes(self, made: Sequence[Pair], k: Tensor) -> bool:
         """Take the gradients of the rank's own keys as they are, if they are of all; whether it
@@ -260,7 +285,8 @@ class Gradients:
             made = new_pair(read.k, read.v, self.call.sums)
             fits = sums.add(part.queries.begin, read.q, (read.k, read.v), made, given)
             return self._added(totals, made, part, visit) if fits else None
-        dk, dv = totals = new_pair(*visit.held[part.sequence], self.call.sums)
+        totals = visit.into or new_pair(*visit.held[part.sequence], self.call.sums)
+        dk, dv = totals
         made = dk[:, begin:end], dv[:, begin:end]
         if not sums.add(part.queries.begin, read.q, (read.k, read.v), made, given):
             return None

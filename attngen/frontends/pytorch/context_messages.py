@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...call.context_rounds import Rounds
+from ...call.context_rounds import Region, Rounds
 from ...call.context_steps import Part, Span, Step
 from ...call.context_visits import spans_of
 from .context_parts import Sequences
@@ -29,19 +29,20 @@ Parcel = tuple[Tensor | None, int]  # what goes to a rank, or comes from it
 @dataclass(frozen=True, eq=False)
 class Visit:
     """Keys and values that are at hand, of each sequence of the plan from the first that is needed,
-    and the parts that read them."""
+    and the parts that read them. into: where gradients of an only part's keys may be written."""
 
     parts: tuple[Part, ...]
     spans: list[Span]
     held: list[Pair]
+    into: Pair | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Around:
     """Keys that come from one rank at each step, and go from one to all who need them.
 
-    plans: the steps of every rank; sequences: where this one holds them; rounds: of its forward,
-    which is by steps without.
+    plans: the steps of every rank; sequences: where this one holds them; rounds, returning: of its
+    forward and its backward, which go by steps without.
     """
 
     group: Group
@@ -49,6 +50,7 @@ class Around:
     plans: tuple[tuple[Step, ...], ...]
     sequences: tuple[Sequences, ...]
     rounds: Rounds | None = None
+    returning: Rounds | None = None
     keeps_own: ClassVar = True  # gradients of a first visit, of keys that the rank holds
 
     @property
@@ -106,9 +108,25 @@ class Around:
             received += [(x, source) for x in rooms.get(number, ())]
         return self.swap(sent, received)
 
-    def room(self, region: int, k: Tensor, v: Tensor, tokens: int) -> Pair:
-        """Memory for so many keys and values of a region, [t, b, h, d]; k, v: the rank's own."""
-        of_k, of_v = (x.new_empty(tokens, x.shape[0], *x.shape[2:]) for x in (k, v))
+    def give(
+        self, steps: Sequence[int], made: Mapping[int, Pair], like: Pair, dtype: torch.dtype
+    ) -> tuple[list[Any], list[tuple[Span, Pair]]]:
+        """Begin to send gradients of these steps' keys to the ranks that hold them, and to receive
+        those of this rank's: of which keys, and where they will be. All are [t, b, h, d]."""
+        sent, received, found = list[Parcel](), list[Parcel](), []
+        for number in steps:
+            reader, source = self.around(number)
+            sent += [(x.to(dtype), source) for x in made.get(number, ())]
+            (span,) = self.spans(reader, number)
+            if len(span):
+                dk, dv = (x.new_empty(len(span), *x.shape[1:], dtype=dtype) for x in like)
+                received += [(dk, reader), (dv, reader)]
+                found.append((span, (dk, dv)))
+        return self.swap(sent, received), found
+
+    def room(self, region: Region, k: Tensor, v: Tensor) -> Pair:
+        """Memory for keys and values of a region, [t, b, h, d]; k, v: the rank's own."""
+        of_k, of_v = (x.new_empty(region.tokens, x.shape[0], *x.shape[2:]) for x in (k, v))
         return of_k, of_v
 
     def around(self, number: int) -> tuple[int, int]:

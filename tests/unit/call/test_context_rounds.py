@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
 from attngen.call.context_order import Order
-from attngen.call.context_rounds import HELD, Rounds, rounds_of
+from attngen.call.context_rounds import HELD, Rounds, backward_rounds_of, rounds_of
 from attngen.call.context_steps import Length, Span, Step, steps_of
 from attngen.reference.masks import visible
 
@@ -27,12 +29,12 @@ def positions_in(found: Rounds, region: int | None, plan, order: Order, room: in
     return at_hand
 
 
-def check(order: Order, length: Length, splits: bool, **given) -> list[Rounds]:
+def check(order: Order, length: Length, splits: bool, make=rounds_of, **given) -> list[Rounds]:
     """The rounds of all ranks, held to the mask."""
     plans, made = plans_of(order, [length], **given), []
     shown = torch.zeros(length.room_q, length.room_kv, dtype=torch.int)
     for rank, plan in enumerate(plans):
-        found = rounds_of(plans, rank, splits=splits)
+        found = make(plans, rank, splits=splits)
         assert found is not None
         made.append(found)
         came: set[int] = {0}
@@ -65,7 +67,8 @@ def test_every_visible_pair_is_in_one_part(ranks: int, name, splits: bool) -> No
     order = Order(name, ranks)
     n = order.multiple
     for length in (Length.of(3 * n), Length(6 * n, 6 * n, 6 * n - 1, 6 * n - 1)):
-        made = [check(order, length, splits, mask=mask) for mask in ("causal", "none")]
+        directions = product(("causal", "none"), (rounds_of, backward_rounds_of))
+        made = [check(order, length, splits, make, mask=mask) for mask, make in directions]
         for ranks_of_mask in made:  # messages are sent and received together
             assert len({tuple(x.steps for x in each.rounds) for each in ranks_of_mask}) == 1
 
@@ -92,6 +95,14 @@ def test_queries_wait_for_no_more_keys_than_are_named() -> None:
         assert len(waiting) == [0, 1, 1, 1, 1, 2, 2, 2, 3, 3, 3][rank]
 
 
+def test_the_last_keys_are_the_ranks_own_in_a_backward() -> None:
+    order, length = Order("dual_chunk", 4), Length.of(32)
+    for found in check(order, length, True, backward_rounds_of, mask="causal"):
+        first, *_, last = found.rounds
+        assert (first.region, last.region) == (None, None)
+        assert [x.keys for x in (*first.parts, *last.parts)] == [Span(0, 4), Span(4, 8)]
+
+
 @pytest.mark.parametrize(
     ("order", "lengths", "given"),
     [
@@ -105,4 +116,5 @@ def test_queries_wait_for_no_more_keys_than_are_named() -> None:
     ids=["window", "positions", "sequences", "cross", "stripes", "alone"],
 )
 def test_other_plans_have_no_rounds(order: Order, lengths: list[Length], given) -> None:
-    assert rounds_of(plans_of(order, lengths, **given), 0, splits=True) is None
+    plans = plans_of(order, lengths, **given)
+    assert rounds_of(plans, 0, splits=True) is None is backward_rounds_of(plans, 0, splits=True)

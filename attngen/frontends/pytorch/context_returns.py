@@ -1,0 +1,125 @@
+"""Gradients of keys on their way to where these are held, and their sums there."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...call.context_rounds import Rounds
+from ...call.context_steps import Span
+from .context_arrivals import AHEAD, Arriving, cut_pair
+from .context_messages import Around, Pair, Visit
+
+Dtypes = tuple[torch.dtype, torch.dtype]
+Made = Callable[[Visit], Pair]  # gradients of a visit's keys
+
+
+class KeySums:
+    """Sums of a rank's dK and dV, [b, t, h, d] like k and v. What comes first to a place is written
+    there, and the rest is added."""
+
+    def __init__(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> None:
+        self._sums = k.new_empty(k.shape, dtype=dtype), v.new_empty(v.shape, dtype=dtype)
+        self._there: list[Span] = []
+
+    def place(self, span: Span) -> Pair | None:
+        """Where gradients of these keys are to be written, None where some are there."""
+        if any(there for _, there in self._pieces(span)):
+            return None
+        return self._cut(span)
+
+    def take(self, span: Span, pair: Pair, place: Pair | None) -> None:
+        """Add gradients of these keys, which are there already if they are the `place`."""
+        if pair is place:
+            self._there.append(span)
+        else:
+            self.add(span, pair)
+
+    def add(self, span: Span, pair: Pair) -> None:
+        """Add gradients of these keys."""
+        for piece, there in self._pieces(span):
+            begin, end = piece.begin - span.begin, piece.end - span.begin
+            for total, x in zip(self._cut(piece), pair, strict=True):
+                own = x[:, begin:end]
+                total.add_(own) if there else total.copy_(own)
+            if not there:
+                self._there.append(piece)
+
+    def end(self) -> Pair:
+        """All sums, 0 of keys that nobody has seen."""
+        k, _ = self._sums
+        for piece, there in self._pieces(Span(0, k.shape[1])):
+            for total in self._cut(piece) if not there else ():
+                total.zero_()
+        return self._sums
+
+    def _cut(self, span: Span) -> Pair:
+        dk, dv = (x[:, span.begin : span.end] for x in self._sums)
+        return dk, dv
+
+    def _pieces(self, span: Span) -> list[tuple[Span, bool]]:
+        """A span in pieces, and whether sums of each are there."""
+        edges = {edge for x in self._there for edge in x if span.begin < edge < span.end}
+        pieces = [Span(a, b) for a, b in pairwise(sorted({*span, *edges}))]
+        return [
+            (piece, any(x.begin <= piece.begin and piece.end <= x.end for x in self._there))
+            for piece in pieces
+        ]
+
+
+def sums_of_rounds(
+    around: Around, rounds: Rounds, operands: Pair, made_of: Made, dtypes: Dtypes
+) -> Pair:
+    """The sums of dK and dV of a rank's keys.
+
+    operands: these, k and v; made_of: makes gradients of the keys at hand; dtypes: of sums, and of
+    gradients in messages, which are waited for as late as two rounds behind theirs.
+    """
+    k, v = operands
+    sums_dtype, travels = dtypes
+    sums, like = KeySums(k, v, sums_dtype), (k.transpose(0, 1), v.transpose(0, 1))
+    returning: deque[tuple[list[Any], list[tuple[Span, Pair]]]] = deque()
+
+    def finish() -> None:
+        requests, found = returning.popleft()
+        for request in requests:
+            request.wait()
+        for span, (dk, dv) in found:
+            sums.add(span, (dk.transpose(0, 1), dv.transpose(0, 1)))
+
+    for each, visits in Arriving(around, rounds, k, v).rounds():
+        made: dict[int, Pair] = {}
+        for visit in visits:
+            (span,) = visit.spans
+            if each.region is None:
+                place = sums.place(span)
+                sums.take(span, made_of(replace(visit, into=place)), place)
+                continue
+            pair, places = made_of(visit), rounds.regions[each.region].places
+            made |= {n: _sent(pair, span, places[n]) for n in each.steps if _has(span, places, n)}
+        if each.steps:
+            returning.append(around.give(each.steps, made, like, travels))
+        while len(returning) > AHEAD:
+            finish()
+    while returning:
+        finish()
+    return sums.end()
+
+
+def _has(span: Span, places: dict[int, Span], step: int) -> bool:
+    """Whether a step's keys are among these."""
+    return step in places and span.begin <= places[step].begin < span.end
+
+
+def _sent(pair: Pair, span: Span, place: Span) -> Pair:
+    """Gradients of a step's keys, [t, b, h, d], out of those of a span [b, t, h, d]."""
+    own = Span(place.begin - span.begin, place.end - span.begin)
+    dk, dv = (x.transpose(0, 1) for x in pair)
+    dk, dv = (x.contiguous() for x in cut_pair((dk, dv), own))
+    return dk, dv

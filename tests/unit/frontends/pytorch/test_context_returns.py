@@ -1,0 +1,32 @@
+"""Sums of gradients of keys: the first ones are written, whatever was there, and others added."""
+
+from __future__ import annotations
+
+import torch
+
+from attngen.call.context_steps import Span
+from attngen.frontends.pytorch.context_returns import KeySums
+
+
+def test_what_comes_first_is_written_and_the_rest_added() -> None:
+    k, v = torch.full((2, 7, 1, 3), torch.nan), torch.full((2, 7, 1, 2), torch.nan)
+    sums = KeySums(k, v, torch.float64)
+    wanted = torch.zeros(7)
+
+    def pair(span: Span, number: float) -> tuple[torch.Tensor, torch.Tensor]:
+        wanted[slice(*span)] += number
+        dk, dv = (x.new_full((2, len(span), *x.shape[2:]), number) for x in (k, v))
+        return dk, dv
+
+    place = sums.place(Span(0, 2))
+    assert place is not None
+    for x, made in zip(place, pair(Span(0, 2), 1), strict=True):
+        x.copy_(made)
+    sums.take(Span(0, 2), place, place)
+    sums.add(Span(1, 5), pair(Span(1, 5), 2))
+    assert sums.place(Span(3, 6)) is None and sums.place(Span(5, 6)) is not None
+    sums.take(Span(4, 6), pair(Span(4, 6), 4), None)
+    sums.add(Span(0, 5), pair(Span(0, 5), 8))
+    for x in sums.end():
+        assert x.dtype == torch.float64
+        assert torch.equal(x, wanted.double()[None, :, None, None].expand_as(x))
