@@ -37,10 +37,11 @@ if TYPE_CHECKING:
     from .frontends.pytorch import parallel as parallel
     from .frontends.pytorch.append import append_kv
     from .frontends.pytorch.attention import attention
+    from .frontends.pytorch.attention_backward import attention_backward
     from .frontends.pytorch.flex import flex_attention
     from .frontends.pytorch.merge import merge_states
     from .frontends.pytorch.schedule import Schedule
-    from .results import AttentionAux
+    from .results import AttentionAux, AttentionGradients
     from .runtime.tracing import Trace, trace
     from .ship.bundle import Bundle
     from .ship.lookup import load_bundle
@@ -50,6 +51,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "AttentionAux",
+    "AttentionGradients",
     "AttentionSpec",
     "AttngenError",
     "Built",
@@ -65,6 +67,7 @@ __all__ = [
     "Trace",
     "append_kv",
     "attention",
+    "attention_backward",
     "build",
     "flex_attention",
     "load_bundle",
@@ -77,6 +80,7 @@ __all__ = [
 
 _HOMES = {
     "AttentionAux": "results",
+    "AttentionGradients": "results",
     "AttentionSpec": "spec.attention_spec",
     "Built": "compiler.builder",
     "Bundle": "ship.bundle",
@@ -84,6 +88,7 @@ _HOMES = {
     "Trace": "runtime.tracing",
     "append_kv": "frontends.pytorch.append",
     "attention": "frontends.pytorch.attention",
+    "attention_backward": "frontends.pytorch.attention_backward",
     "build": "compiler.builder",
     "flex_attention": "frontends.pytorch.flex",
     "load_bundle": "ship.lookup",

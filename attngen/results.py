@@ -30,3 +30,17 @@ class AttentionAux:
     rng_state: Tensor | None = None
     amax_s: Tensor | None = None
     amax_o: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionGradients:
+    """Gradients of one call, each in its operand's shape and dtype, None of what it has not.
+
+    dq, dk, dv: of packed operands the first that holds them alone; dbias, dsink: of those tensors.
+    """
+
+    dq: Tensor
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+    dsink: Tensor | None = None
+    dbias: Tensor | None = None
