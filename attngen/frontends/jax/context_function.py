@@ -32,8 +32,8 @@ from .context_parts import (
     forward_part,
     sums_of,
 )
-from .context_storage import DESCALES, numbers_of, stored, widened
-from .fp8_recipes import Float8CurrentScaling
+from .context_storage import DESCALES, SCALES, maxima_of, numbers_of, stored, widened
+from .fp8_recipes import Recipe
 from .gradients import CONFIGS_KEPT, Names
 from .manual_axes import spread, varying
 
@@ -62,7 +62,7 @@ class Config:
     words: Words
     travels: str
     saved_as: str
-    recipe: Float8CurrentScaling | None = None
+    recipe: Recipe | None = None
 
     @property
     def rank(self) -> Array:
@@ -136,14 +136,15 @@ class Config:
             found = jnp.asarray(np.array(held, np.int32))[self.rank] < lengths[:, None, None]
         return found
 
+    def maxima(self, given: Operands) -> Array:
+        """The largest magnitudes of q, k and v on all devices, float32 [3]."""
+        rows = {name: self.used(given, name) for name in CARRIERS}
+        used = {n: None if x is None else x.swapaxes(1, 2)[..., None] for n, x in rows.items()}
+        return maxima_of(self.axis, given, used)
 
     def stored(self, given: Operands) -> Operands:
         """The operands as parts read them."""
-        if self.recipe is None:
-            return given
-        rows = {name: self.used(given, name) for name in CARRIERS}
-        used = {n: None if x is None else x.swapaxes(1, 2)[..., None] for n, x in rows.items()}
-        return stored(self.recipe, self.axis, given, used)
+        return given if self.recipe is None else stored(self.recipe, given)
 
     def widened(self, given: Operands, name: str, x: Array) -> Array:
         """Numbers that a stored carrier of that name stands for; another one itself."""
@@ -185,9 +186,7 @@ def _attend_stored(config: Config, given: Operands, dtype: Any) -> Results:
     return out.astype(dtype), lse
 
 
-def _joined(
-    words: Words, given: Operands, k: Array, v: Array, parts: Parts, state: State
-) -> State:
+def _joined(words: Words, given: Operands, k: Array, v: Array, parts: Parts, state: State) -> State:
     for part in parts:
         state = state.joined(part.queries, *forward_part(words, part, given, k, v))
     return state
@@ -223,6 +222,8 @@ def _gradients(config: Config, saved: Residuals, cotangents: Any) -> tuple[Gradi
     d_out, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
     read, (learned,) = saved.given, saved.names
     nothing: Gradients = dict.fromkeys([name for name in read if name not in DESCALES])
+    if config.recipe is not None:
+        nothing[SCALES] = None
     if (d_out is None and dlse is None) or not learned:
         return (nothing,)
     d_out = jnp.zeros_like(saved.out) if d_out is None else d_out.astype(saved.out.dtype)
@@ -252,9 +253,7 @@ def _of_carriers(
         run = partial(_learned, words, given, k, v, merged)
         nothing = [spread(jnp.zeros(x.shape, dtype), axes) for x in (k, v)]
         learned, made_k, made_v = config.chosen(visit, run, (learned, *nothing))
-        dk, dv = (
-            config.returned(visit, x, total) for x, total in ((made_k, dk), (made_v, dv))
-        )
+        dk, dv = (config.returned(visit, x, total) for x, total in ((made_k, dk), (made_v, dv)))
     found = {"q": learned.queries, "k": dk, "v": dv}
     return found if learned.bias is None else {**found, "bias": learned.bias}
 

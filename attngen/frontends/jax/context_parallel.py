@@ -28,7 +28,8 @@ from . import calls
 from .attention import SAVED_AS
 from .context_function import Config, differentiable
 from .context_parts import WIDE, Words
-from .context_storage import check_recipe
+from .context_storage import SCALES, check_recipe, scales_of
+from .fp8_recipes import Float8Scales
 from .manual_axes import spread, varying
 from .names import CPStrategy
 
@@ -42,7 +43,7 @@ _DEVICES = Over("several devices", "device", SERVED)
 
 class Spread(NamedTuple):
     """How sequences are spread, as `context_attention` takes it. saved_as: the name of what a call
-    saves for its gradients; recipe: by which operands are stored in 8 bits."""
+    saves for its gradients; recipe: by which operands are stored in 8 bits, scales: its state."""
 
     axis: str
     strategy: CPStrategy
@@ -50,6 +51,7 @@ class Spread(NamedTuple):
     reduce_dtype: Any
     saved_as: str
     recipe: Any = None
+    scales: Any = None
 
     def order_of_devices(self) -> Order:
         """The order of the axis' devices. Raises: SpecError where there is none of them."""
@@ -81,7 +83,7 @@ def context_attention(
     order: AnyOrder = "dual_chunk",
     reduce_dtype: Any = jnp.float32,
     **arguments: Any,
-) -> Array | tuple[Array, AttentionAux]:
+) -> Array | tuple[Array | AttentionAux | Float8Scales, ...]:
     """Attention of a device's part of the queries over the keys of all along an axis of the mesh.
 
     q, k, v: what a device holds of each sequence in that order, [b, s / n, h, d] of n devices in
@@ -91,33 +93,34 @@ def context_attention(
     `reorder_causal_load_balancing` lays out arrays. reduce_dtype: of gradients in messages, beside
     operands of 16 bits.
 
-    arguments: those of `attngen.jax.attention` that `SERVED` lists; and `recipe`, a
-    `Float8CurrentScaling` by which q, k and v of 16 bits are stored in 8 with scales of all
-    devices, travel so, and have gradients made in 16 bits. cu_seqlens_… are of the whole
-    and known while tracing; seqused_… are of whole sequences and may be traced. bias and attn_mask
-    have the device's queries and all keys, [b, h, s_q / n, s_kv]. rng_state is one for all devices;
-    what is dropped does not depend on how many there are.
+    arguments: those of `attngen.jax.attention` that `SERVED` lists; and `recipe`, by which q, k and
+    v of 16 bits are stored in 8 with scales of all devices, travel so, and have gradients made in
+    16 bits, and `scales`, the state of a `DelayedScaling`, one for all devices. cu_seqlens_… are of
+    the whole and known while tracing; seqused_… are of whole sequences and may be traced. bias and
+    attn_mask have the device's queries and all keys, [b, h, s_q / n, s_kv]. rng_state is one for
+    all devices; what is dropped does not depend on how many there are.
 
     Returns: the output, q's shape with d_v; with return_lse a pair with an AttentionAux, its LSE
-    [b, h, s_q / n], of packed tokens [h, t / n].
+    [b, h, s_q / n], of packed tokens [h, t / n]. Behind them, of a `DelayedScaling`, its scales
+    with the call's magnitudes noted, those of all devices.
 
     Raises: SpecError with every violation, where this is no call inside `jax.shard_map` over that
     axis, and as `attngen.jax.attention`.
     """
-    recipe = arguments.pop("recipe", None)
-    spread_over = Spread(axis, strategy, order, reduce_dtype, SAVED_AS, recipe)
+    own = {name: arguments.pop(name, None) for name in ("recipe", "scales")}
+    spread_over = Spread(axis, strategy, order, reduce_dtype, SAVED_AS, **own)
     return attend_spread(q, k, v, spread_over, arguments)
 
 
 def attend_spread(
     q: Array, k: Array, v: Array, over: Spread, arguments: Mapping[str, Any]
-) -> Array | tuple[Array, AttentionAux]:
+) -> Array | tuple[Array | AttentionAux | Float8Scales, ...]:
     """`context_attention` of a way to spread that is already a value. Raises: as that."""
     given = {name: x for name, x in arguments.items() if x is not None}
     if reasons := [*_violations(q, k, v, given)]:
         raise SpecError(reasons)
-    if over.recipe is not None:
-        check_recipe(over.recipe, q)
+    if over.recipe is not None or over.scales is not None:
+        check_recipe(over.recipe, over.scales, q)
     order = over.order_of_devices()
     layout = given.get("layout", "bshd")
     packed = layout == "thd"
@@ -142,13 +145,20 @@ def attend_spread(
         saved_as=over.saved_as,
         recipe=over.recipe,
     )
+    maxima, known = None, over.scales
+    if over.recipe is not None:
+        maxima = config.maxima(operands)
+        before = None if known is None else jax.lax.stop_gradient(known.scale)
+        operands[SCALES] = scales_of(over.recipe, maxima, before)
     axes = varying([*operands.values()])
     out, lse = differentiable(config)({name: spread(x, axes) for name, x in operands.items()})
     if packed:
         (out,), (lse,) = out, lse
     else:
         out = out.transpose(AXES[layout])
-    return (out, AttentionAux(lse=lse)) if given.get("return_lse") else out
+    made = (out, *([AttentionAux(lse=lse)] if given.get("return_lse") else []))
+    noted = [] if known is None or maxima is None else [known.noted(maxima)]
+    return (*made, *noted) if len(made) + len(noted) > 1 else out
 
 
 _USED = ("seqused_q", "seqused_kv")

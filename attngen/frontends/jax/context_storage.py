@@ -12,19 +12,21 @@ from jax import Array
 from ...call.table import CARRIERS
 from ...errors import SpecError
 from .fp8 import largest, read, scaled
-from .fp8_recipes import Float8CurrentScaling
-from .manual_axes import spread, varying
+from .fp8_recipes import DelayedScaling, Float8CurrentScaling, Recipe, check_scales
 
 DESCALES = tuple(f"descale_{name}" for name in CARRIERS)
+SCALES = "scales"  # the operand that has those of all carriers
 SIXTEEN_BITS = ("float16", "bfloat16")
 
 
-def check_recipe(recipe: Any, q: Array) -> None:
-    """Raises: SpecError with every reason why a recipe serves no call over an axis."""
+def check_recipe(recipe: Any, scales: Any, q: Array) -> None:
+    """Raises: SpecError with every reason why a recipe serves no call over an axis, or why these
+    scales are not its state."""
     reasons = []
-    if not isinstance(recipe, Float8CurrentScaling):
+    if not isinstance(recipe, (Float8CurrentScaling, DelayedScaling)):
         reasons.append(
-            f"over several devices recipe needs a Float8CurrentScaling; got {type(recipe).__name__}"
+            "over several devices recipe needs a Float8CurrentScaling or a DelayedScaling; got "
+            f"{type(recipe).__name__}"
         )
     elif recipe.backward == "fp8":
         reasons.append(
@@ -35,32 +37,41 @@ def check_recipe(recipe: Any, q: Array) -> None:
         reasons.append(f"a recipe stores float16 or bfloat16; got {q.dtype.name}. Cast it.")
     if reasons:
         raise SpecError(reasons)
+    check_scales(recipe, scales)
 
 
-def stored(
-    recipe: Float8CurrentScaling,
-    axis: str,
-    given: Mapping[str, Array],
-    used: Mapping[str, Array | None],
-) -> dict[str, Array]:
-    """The operands with q, k and v as bytes of stored numbers, which is how they travel, and with
-    their descales, float32 [1].
+def maxima_of(axis: str, given: Mapping[str, Array], used: Mapping[str, Array | None]) -> Array:
+    """The largest magnitudes of q, k and v on all devices of an axis, float32 [3].
 
-    used: which tokens of q, k and v belong to a sequence, broadcasts of [b, t, h, d], None where
-    all do.
+    used: which tokens of each belong to a sequence, broadcasts of [b, t, h, d], None where all do.
     """
+    found = [largest(jax.lax.stop_gradient(given[name]), used[name]) for name in CARRIERS]
+    made: Array = jax.lax.pmax(jnp.concatenate(found), axis)
+    return made
+
+
+def scales_of(recipe: Recipe, maxima: Array, known: Array | None) -> Array:
+    """Scales of q, k and v, float32 [3]. known: those of a history, 0 where there is none yet; None
+    of a recipe that has none."""
     dtype, _ = recipe.dtypes
-    axes, found = varying([*given.values()]), dict(given)
-    for name in CARRIERS:
-        amax = jax.lax.pmax(largest(given[name], used[name]), axis)
-        scale = spread(recipe.scale(amax, dtype), axes)
+    own = recipe.scale(maxima, dtype)
+    return own if known is None else jnp.where(known > 0, known, own)
+
+
+def stored(recipe: Recipe, given: Mapping[str, Array]) -> dict[str, Array]:
+    """The operands with q, k and v as bytes of stored numbers, which is how they travel, and with
+    their descales, float32 [1], instead of the scales by which they are stored."""
+    dtype, _ = recipe.dtypes
+    found = {name: x for name, x in given.items() if name != SCALES}
+    for place, name in enumerate(CARRIERS):
+        scale = given[SCALES][place : place + 1]
         numbers = scaled(given[name], dtype, scale)
         found[name] = jax.lax.bitcast_convert_type(numbers, jnp.uint8)
         found[f"descale_{name}"] = 1 / scale
     return found
 
 
-def numbers_of(recipe: Float8CurrentScaling | None, x: Array) -> Array:
+def numbers_of(recipe: Recipe | None, x: Array) -> Array:
     """Stored numbers of bytes; of an array that is not stored itself."""
     if recipe is None:
         return x
@@ -69,8 +80,6 @@ def numbers_of(recipe: Float8CurrentScaling | None, x: Array) -> Array:
     return found
 
 
-def widened(
-    recipe: Float8CurrentScaling, given: Mapping[str, Array], name: str, x: Array, dtype: str
-) -> Array:
+def widened(recipe: Recipe, given: Mapping[str, Array], name: str, x: Array, dtype: str) -> Array:
     """The numbers that bytes of the carrier of that name stand for."""
     return (read(numbers_of(recipe, x)) * given[f"descale_{name}"]).astype(dtype)

@@ -17,6 +17,7 @@ from attngen.jax import (  # noqa: E402
     CPStrategy,
     DelayedScaling,
     Float8CurrentScaling,
+    Float8Scales,
     attention,
     context_attention,
     fp8_attention,
@@ -208,12 +209,47 @@ def test_operands_in_8_bits_travel_as_these() -> None:
     assert np.abs(found - wanted)[:, :12].max() <= 0.04 * np.abs(wanted[:, :12]).max()
 
 
+@pytest.mark.slow
+def test_delayed_scales_are_those_of_one_call() -> None:
+    """Twice: by an own magnitude before there is a history, and by the largest of all devices."""
+    recipe = DelayedScaling(amax_history_len=2)
+    case = Case(RING, dtype="bfloat16", recipe=recipe)
+    arrays = case.arrays()
+    rows, places = PartitionSpec(None, "cp"), np.array(case.places)
+    words = {"recipe": recipe, "mask": "causal"}
+
+    def over(scales: Any, held: dict[str, Any]) -> Any:
+        axis = {"axis": "cp", "strategy": RING}
+        out, noted = context_attention(**held, **words, **axis, scales=scales)
+        return out, noted.end_step(recipe)
+
+    def step(scales: Any) -> Any:
+        mesh = Mesh(np.array(jax.devices()[:2]), "cp")
+        whole = PartitionSpec()
+        run = jax.shard_map(over, mesh=mesh, in_specs=(whole, rows), out_specs=(rows, whole))
+        return run(scales, {n: jnp.take(x, places, 1) for n, x in arrays.items()})
+
+    found = wanted = Float8Scales.begin(recipe)
+    for _ in range(2):
+        out, found = jax.jit(step)(found)
+        one, noted = fp8_attention(**arrays, **words, scales=wanted)
+        wanted = noted.end_step(recipe)
+        assert all(jnp.array_equal(x, y) for x, y in zip(found, wanted, strict=True))
+        out = jnp.take(out, np.argsort(places), 1)
+        error = jnp.abs(out.astype("float32") - one.astype("float32")).max()
+        assert error <= 0.04 * jnp.abs(one).max()
+        arrays["v"] = arrays["v"] * 4
+
+
 def test_recipes_that_calls_over_devices_have_not() -> None:
     arrays = Case(RING, dtype="float32").arrays()
     with pytest.raises(SpecError) as caught:
         context_attention(**arrays, axis="cp", recipe=Float8CurrentScaling(backward="fp8"))
     assert len(caught.value.reasons) == 2
-    with pytest.raises(SpecError, match="needs a Float8CurrentScaling; got DelayedScaling"):
+    with pytest.raises(SpecError, match="needs a Float8CurrentScaling or a .*; got str"):
+        context_attention(**arrays, axis="cp", recipe="delayed")
+    arrays = {name: x.astype("bfloat16") for name, x in arrays.items()}
+    with pytest.raises(SpecError, match="DelayedScaling needs scales"):
         context_attention(**arrays, axis="cp", recipe=DelayedScaling())
 
 
