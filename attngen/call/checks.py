@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from ..runtime.run_time import Extent
 from ..spec.masks import masks_of
 from ..spec.resolve import BIASES
-from . import decode, fragment_values, length_checks, schedule
+from . import decode, fragment_values, length_checks, made_mask, schedule
 from .bias import sizes_of
 from .fp8_checks import (
     BIAS_DTYPE,
@@ -54,7 +54,9 @@ def violations(
     reasons += _variant_violations(heads, sequences, optional, arguments)
     reasons += fragment_values.violations(optional, arguments, sequences, heads)
     reasons += _dropout_violations(optional["rng_state"], arguments.dropout_p)
-    reasons += _mask_violations(optional["attn_mask"], sequences, extents, arguments)
+    reasons += _mask_violations(
+        optional["attn_mask"], sequences, extents, arguments, backward="d_o" in tensors
+    )
     reasons += _bias_violations(q, optional["bias"], sequences, extents, arguments)
     reasons += schedule.violations(optional["schedule"], sequences)
     spec = spec_of(q, k, v, optional, arguments, gather)
@@ -163,13 +165,18 @@ def _mask_violations(
     sequences: int,
     extents: Mapping[str, Extent],
     arguments: Arguments,
+    *,
+    backward: bool,
 ) -> Iterator[str]:
     """Beside packed tokens nobody here knows how far a mask must reach, nor where it ends."""
     if attn_mask is None:
         if masks_of(arguments.mask).arbitrary:
             yield "mask='arbitrary' needs attn_mask, bool, True = take part; got None"
         return
-    if found := _misfit(attn_mask, "bool", sequences, extents, arguments.layout):
+    if made_mask.is_made(attn_mask):
+        sizes = sequences, extents["q"].heads, extents["q"].seq, extents["k"].seq
+        yield from made_mask.violations(attn_mask, *sizes, backward=backward)
+    elif found := _misfit(attn_mask, "bool", sequences, extents, arguments.layout):
         yield f"attn_mask {found}"
 
 

@@ -321,9 +321,7 @@ class _Pair:
             for run in dict.fromkeys(pair[side] for pair in seen):
                 group = {pair: cut for pair, cut in seen.items() if pair[side] == run}
                 one = self._one(group)
-                parts += (
-                    [self.alone(*x, cut) for x, cut in group.items()] if one is None else [one]
-                )
+                parts += [self.alone(*x, cut) for x, cut in group.items()] if one is None else [one]
             found.append(parts)
         return min(found, key=len)
 

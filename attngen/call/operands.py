@@ -11,8 +11,9 @@ from ..runtime.run_time import UNBOUNDED, Extent, Scalars
 from ..spec.attention_spec import DTYPES_16BIT, AttentionSpec, dtype_name, is_boxed, is_decode
 from ..spec.layouts import Layout, parse, size, unpack
 from ..spec.masks import masks_of
+from ..spec.problem import LISTED
 from . import bias as bias_of
-from . import fragment_values, mask_bits
+from . import fragment_values, made_mask, mask_bits
 from .dropout import dropout_numbers
 from .fragments import LEARNED_SLOT, SLOTS
 from .memory import order_in
@@ -130,6 +131,8 @@ def spec_of(
         positions=bool(arguments.positions),
     )
     features: dict[str, Any] = {to: optional[name] is not None for name, to in _FEATURES}
+    if (mask := optional["attn_mask"]) is not None and made_mask.is_made(mask):
+        features |= {"attn_mask": False, "mask_mod": LISTED}
     spec = replace(spec, **features)
     can = spec.dtype in DTYPES_16BIT and not layout_of(arguments.layout).paged
     if can and (gather or not all(map(boxed, (q, k, v)))):
@@ -165,8 +168,12 @@ def scalars_of(
     for side in ("q", "kv"):  # where only the other side has lengths, all positions are in use
         numbers[f"{side}_least"] = UNBOUNDED if optional[f"seqused_{side}"] is None else 0
     if (mask := optional["attn_mask"]) is not None:
-        numbers |= mask_bits.numbers_of(mask, extents["q"].seq, keys_of(extents, optional))
-        numbers |= mask_bits.reach_of(mask)
+        rows, columns = extents["q"].seq, keys_of(extents, optional)
+        if made_mask.is_made(mask):
+            numbers |= made_mask.numbers_of(mask, rows, columns)
+        else:
+            numbers |= mask_bits.numbers_of(mask, rows, columns)
+            numbers |= mask_bits.reach_of(mask)
     if (bias := optional["bias"]) is not None:
         numbers |= bias_of.numbers_of(bias)
     if arguments.positions:

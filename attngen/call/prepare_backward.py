@@ -11,7 +11,15 @@ from ..kernels.selection import made_by, maker_of, read_by
 from ..runtime.launch import prepare
 from ..runtime.load import LoadedKernel
 from ..runtime.run_time import Extent, Scalars
-from . import bias_gradient, fp8_gradients, fragment_values, kernel_choice, schedule, sinks
+from . import (
+    bias_gradient,
+    fp8_gradients,
+    fragment_values,
+    kernel_choice,
+    made_mask,
+    schedule,
+    sinks,
+)
 from .bias import extent_of
 from .bias_gradient import BiasGradient, FusedBiasGradient, Scores
 from .checks import device_violations, violations
@@ -298,6 +306,7 @@ def _with_launches(prepared: PreparedBackward, call: Backward, chosen: Chosen) -
         sources=(
             *sources_of(call.given, call.optional, call.arguments),
             *schedule.sources_of(table, "bwd"),
+            *made_mask.sources_of(call.given["attn_mask"], extents["q"].seq, extents["k"].seq),
             *packed,
         ),
         launches=tuple(

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import SpecError
 from ..runtime.launch import prepare
 from ..runtime.run_time import Extent, Scalars
-from . import decode, fragment_values, kernel_choice, ongoing, schedule
+from . import decode, fragment_values, kernel_choice, made_mask, ongoing, schedule
 from .bias import extent_of
 from .checks import violations
 from .kernel_choice import Device
@@ -111,6 +111,7 @@ def prepare_forward(
         sources=(
             *sources_of(carriers, optional, arguments),
             *schedule.sources_of(table, "fwd"),
+            *made_mask.sources_of(optional["attn_mask"], extents["q"].seq, extents["k"].seq),
         ),
         outputs=() if joins else _outputs(q, None if into else out, lse, arguments),
         device=device,

@@ -9,6 +9,14 @@ HELPERS = {
     const float shrink = magnitude_of(y) > 0x1p120f ? 0x1p-24f : 1.f;
     return x * shrink * reciprocal_of(y * shrink);
   }""",
+    "times_of": """float times_of(float x, float y) {
+    // Rounded before anything is added to it.
+#if defined(__CUDACC__)
+    return __fmul_rn(x, y);
+#else
+    return x * y;
+#endif
+  }""",
     "ratio_of": """float ratio_of(float x, float y) {
     // As IEEE's division has it: floors of quotients of integers show the last bit.
     const float ratio = quotient_of(x, y);

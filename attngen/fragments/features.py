@@ -20,6 +20,7 @@ from ..io.files import read_regular, shipped, templates_dir
 from ..io.values import from_data
 from .header import AXES, CALLED_AXES, SUFFIX, Fragment, Operand, parse_header, read_header
 from .lowering import fragment_of
+from .mask_lowering import mask_fragment_of
 from .program import Program
 from .program_text import programs_in
 
@@ -58,10 +59,11 @@ def register_fragment(path: str | os.PathLike[str]) -> Fragment:
 
 def register_program(program: Program) -> Fragment:
     """The fragment of a program, known to calls of this process from now on."""
-    known = _known()["score"]
+    known = _known()["mask" if program.is_mask else "score"]
     if program.name not in known:
         with _lock:
-            known[program.name] = fragment_of(program)
+            made = mask_fragment_of if program.is_mask else fragment_of
+            known[program.name] = made(program)
             _programs[program.name] = program
     return known[program.name]
 

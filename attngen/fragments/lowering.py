@@ -17,7 +17,7 @@ from .program_text import depends_on
 
 CAPTURED, NUMBER = "captured_", "number_"  # of the names of its fragment's operands
 UNIT, PER_UNIT = "score_unit", "score_per_unit"
-_NUMBER_DTYPES = {"f": "f32", "i": "i32", "l": "i64"}
+NUMBER_DTYPES = {"f": "f32", "i": "i32", "l": "i64"}
 _REACH = {(): "kTile", ("i",): "kRow", ("j",): "kColumn"}  # of places by i and j
 _PLACES = {"b": "ctx.batch", "h": "ctx.head", "i": "at.i", "j": "at.j"}
 
@@ -30,15 +30,11 @@ def fragment_of(program: Program) -> Fragment:
     as `score_unit` and `score_per_unit`, by which kernels say the unit of their scores.
     """
     operands = [
-        *(Operand(f"{CAPTURED}{place}", "captured", _NUMBER_DTYPES[type_], "A captured tensor.",
-                  rank=rank, element=dtype)
-          for place, (dtype, rank, type_) in enumerate(program.captures)),
-        *(Operand(f"{NUMBER}{place}", "scalar", _NUMBER_DTYPES[type_], "A number of the callable.")
-          for place, type_ in enumerate(program.numbers)),
+        *operands_of(program),
         Operand(UNIT, "scalar", "f32", "1.", score_power=-1),
         Operand(PER_UNIT, "scalar", "f32", "1.", score_power=1),
-    ]  # fmt: skip
-    struct = "".join(word.capitalize() for word in program.name.split("_"))
+    ]
+    struct = name_of_struct(program)
     return Fragment(
         axis="score",
         name=program.name,
@@ -49,21 +45,40 @@ def fragment_of(program: Program) -> Fragment:
         operands=tuple(operands),
         additive=program.additive,
         learned=program.learned_captures,
-        reaches=tuple(_Names(program).reach(load) for load, _ in program.learned),
+        reaches=tuple(Names(program).reach(load) for load, _ in program.learned),
         text=f"<% macro emit() %>\n{struct_of(program, struct)}\n<% endmacro %>\n",
         program=program.text,
     )
 
 
+def operands_of(program: Program) -> Iterator[Operand]:
+    """The tensors and numbers that calls pass for a program, in the order of `members_of`."""
+    for place, (dtype, rank, type_) in enumerate(program.captures):
+        yield Operand(
+            f"{CAPTURED}{place}", "captured", NUMBER_DTYPES[type_], "A captured tensor.",
+            rank=rank, element=dtype,
+        )  # fmt: skip
+    for place, type_ in enumerate(program.numbers):
+        yield Operand(
+            f"{NUMBER}{place}", "scalar", NUMBER_DTYPES[type_], "A number of the callable."
+        )
+
+
+def name_of_struct(program: Program) -> str:
+    """The C++ name of a program's struct."""
+    return "".join(word.capitalize() for word in program.name.split("_"))
+
+
 def struct_of(program: Program, struct: str) -> str:
     """The C++ of a program: a struct of that name, with `apply` and `grad`."""
-    names = _Names(program)
+    names = Names(program)
     applied, slope = names.lines(program.value), names.lines(program.slope)
     result = f"{names.of(program.value)} * {PER_UNIT}"
     result = f"score + {result}" if program.additive else result
-    members = "\n  ".join(_members(program))
+    units = (f"float {UNIT};", f"float {PER_UNIT};")
+    members = "\n  ".join((*members_of(program), *units))
     learned = _learn(program, names) if program.learned else ""
-    helpers = "\n  ".join(_helpers("\n".join([*applied, *slope, learned])))
+    helpers = "\n  ".join(helpers_of("\n".join([*applied, *slope, learned])))
     return f"""struct {struct} {{
   {members}
 
@@ -80,7 +95,7 @@ def struct_of(program: Program, struct: str) -> str:
 }};"""
 
 
-def _learn(program: Program, names: _Names) -> str:
+def _learn(program: Program, names: Names) -> str:
     """The C++ of a program's member that adds to gradients of captured tensors, which lie in the
     sums behind each other in the order of the tensors."""
     lines = names.lines(*[value for pair in program.learned for value in pair])
@@ -109,15 +124,14 @@ def _learn(program: Program, names: _Names) -> str:
   }}"""
 
 
-def _members(program: Program) -> Iterator[str]:
-    """Members of the struct, in the order of the fragment's operands."""
+def members_of(program: Program) -> Iterator[str]:
+    """Members of a program's struct: its captured tensors and its numbers."""
     for place, (_, rank, type_) in enumerate(program.captures):
         yield f"const void* {CAPTURED}{place};"
         for axis in range(rank):
             yield f"{TYPES[type_]} {CAPTURED}{place}_stride_{axis};"
             yield f"int {CAPTURED}{place}_size_{axis};"
     yield from (f"{TYPES[type_]} {NUMBER}{n};" for n, type_ in enumerate(program.numbers))
-    yield from (f"float {UNIT};", f"float {PER_UNIT};")
 
 
 def _body(program: Program, lines: list[str], result: str, hidden: str) -> str:
@@ -130,7 +144,7 @@ def _body(program: Program, lines: list[str], result: str, hidden: str) -> str:
     return "\n    ".join([*first, text])
 
 
-def _helpers(lines: str) -> Iterator[str]:
+def helpers_of(lines: str) -> Iterator[str]:
     """The functions that lines call, with those that these need first."""
     used = [name for name in HELPERS if f"{name}(" in lines or f"{name}<" in lines]
     needed = dict.fromkeys(each for name in used for each in (*NEEDS.get(name, ()), name))
@@ -139,7 +153,7 @@ def _helpers(lines: str) -> Iterator[str]:
         yield body if body.startswith("template") else f"ATTNGEN_HD static {body}"
 
 
-class _Names:
+class Names:
     """The C++ of a program's values."""
 
     def __init__(self, program: Program) -> None:

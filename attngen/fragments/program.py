@@ -13,6 +13,7 @@ from functools import cached_property
 
 PREFIX = "traced_"  # of the names of fragments that come from programs
 LEARNED_PREFIX = f"{PREFIX}learned_"  # of those with derivatives by captured tensors
+MASK_PREFIX = f"{PREFIX}mask_"  # of those that say which pairs take part
 # Type of a value → its C++ type: float32, integers of 32 and of 64 bits, booleans.
 TYPES = {"f": "float", "i": "int", "l": "long long", "b": "bool"}
 # Dtype of a captured tensor, as torch calls it → the C++ type of an element, the type of its value.
@@ -58,12 +59,13 @@ class Operation:
 
 @dataclass(frozen=True)
 class Program:
-    """A score that replaces another one, and the derivative of the one by the other.
+    """A score that replaces another one, and the derivative of the one by the other; or whether a
+    pair takes part.
 
     captures: of each tensor that it reads the dtype, the number of axes, and the type of its
     strides, `l` where places are beyond 32 bits; numbers: types of its run-time numbers;
-    value, slope: values as `Operation` names them, float32. learned: loads of captured tensors that
-    have gradients, each with the derivative of the score by what it reads.
+    value, slope: values as `Operation` names them, float32, that of a mask a bool. learned: loads
+    of captured tensors that have gradients, each with the derivative of the score by what it reads.
     """
 
     captures: tuple[tuple[str, int, str], ...]
@@ -87,7 +89,15 @@ class Program:
     def name(self) -> str:
         """The name of its fragment, which no other program has."""
         digest = hashlib.sha256(self.text.encode()).hexdigest()
-        return (LEARNED_PREFIX if self.learned else PREFIX) + digest[:_DIGEST_CHARACTERS]
+        prefix = MASK_PREFIX if self.is_mask else LEARNED_PREFIX if self.learned else PREFIX
+        return prefix + digest[:_DIGEST_CHARACTERS]
+
+    @property
+    def is_mask(self) -> bool:
+        """Whether its value says whether a pair takes part, instead of a score."""
+        if self.value.startswith("v"):
+            return self.operation(self.value).type == "b"
+        return self.value.startswith("b:")
 
     @property
     def learned_captures(self) -> tuple[int, ...]:

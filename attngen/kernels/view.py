@@ -243,6 +243,13 @@ def fragment_view(use: FragmentUse) -> FragmentView:
     )
 
 
+def captured_view(use: FragmentUse) -> FragmentView:
+    """A fragment of a traced mask, with all the parameters that fill it."""
+    values = zip(use.fields, use.fragment.operands, strict=True)
+    filled = tuple(value for name, each in values for value in _values(name, each, ""))
+    return FragmentView(use.fragment.struct, use.fragment.name, filled)
+
+
 def _value(name: str, operand: Operand, factor: str = "") -> Value:
     """The value that fills a struct from the parameter of an operand."""
     of_all = f"{name}_of_all" if operand.domain == "sequence" else ""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..call.fp8_checks import dtype_violations
+from ..call.made_mask import is_made
 from ..call.position_checks import position_violations
 from ..call.table import ROWS, AttentionCall, named
 from ..call.tensors import dtype_name
@@ -170,7 +171,9 @@ def _mask_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
     arbitrary = isinstance(call.mask, str) and masks_of(call.mask).arbitrary
     if arbitrary and call.attn_mask is None:
         yield "mask='arbitrary' needs attn_mask, bool, True = take part; got None. Pass it."
-    if call.attn_mask is not None:
+    # One of bits, which the operations check.
+    made = call.backend == "cuda" and call.attn_mask is not None and is_made(call.attn_mask)
+    if call.attn_mask is not None and not made:
         if call.attn_mask.dtype != torch.bool:
             yield (
                 f"attn_mask needs bool, True = take part; got {shape_of(call.attn_mask)}. "

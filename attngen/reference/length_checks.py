@@ -63,7 +63,7 @@ def _extent_violations(
     """Bias, masks and block mask must reach the longest sequences; a size of 1 broadcasts."""
     longest = [max([0, *(span.length for span in spans)]) for spans in (queries, keys)]
     for name, tensor in (("bias", call.bias), ("attn_mask", call.attn_mask)):
-        if tensor is None:
+        if tensor is None or tensor.dtype == torch.int32:  # a mask of bits, which has its own
             continue
         extent = ((1, 1) + tuple(tensor.shape))[-2:]
         if any(1 < have < need for have, need in zip(extent, longest, strict=True)):

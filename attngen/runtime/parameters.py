@@ -159,6 +159,8 @@ GIVEN: dict[str, tuple[str, ...]] = {
         *(f"attn_mask_{part}" for part in ("batches", "heads", "queries", "keys")),
         *_strides("mask_rows", "batch", "head", "row"),
         *_strides("mask_columns", "batch", "head", "row"),
+        *_strides("mask_row_map", "batch", "head", "row"),
+        *_strides("mask_column_map", "batch", "head", "row"),
     ),
     "gradient of a bias": (
         *(f"dbias_{part}" for part in ("batches", "heads", "rows", "columns", "sums_rows")),

@@ -76,7 +76,7 @@ class AttentionSpec:
     alibi: bool = False
     softcap: bool = False
     score_mod: bool | str = False
-    mask_mod: bool = False
+    mask_mod: bool | str = False
     softmax: str = "vanilla"
     seqused: bool = False
     decode: bool = False
@@ -150,7 +150,7 @@ class AttentionSpec:
         last = (k if k is not None else q, v if v is not None else k if k is not None else q)
         window = arguments.get("window", (-1, -1))
         mask, score_mod = arguments.get("mask", "none"), arguments.get("score_mod")
-        has_mask = arguments.get("attn_mask") is not None
+        mask_mod, has_mask = plain.given_masks(arguments)
         mask = "arbitrary" if has_mask and mask == "none" else mask
         bias_type = arguments.get("bias_type", "post_scale")
         out_dtype, slopes = arguments.get("out_dtype"), arguments.get("alibi_slopes")
@@ -171,8 +171,7 @@ class AttentionSpec:
             alibi=slopes is not None and slopes is not False or bias_type == "alibi",
             softcap=bool(arguments.get("softcap", 0.0)),
             score_mod=score_mod if isinstance(score_mod, str) else score_mod is not None,
-            mask_mod=arguments.get("mask_mod") is not None
-            or arguments.get("block_mask") is not None,
+            mask_mod=mask_mod,
             softmax=arguments.get("softmax", "vanilla"),
             seqused=any(arguments.get(name) is not None for name in lengths),
             dropout=arguments.get("dropout_p", 0.0) > 0,

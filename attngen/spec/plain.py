@@ -10,6 +10,7 @@ from typing import Any
 
 from . import layouts
 from .masks import JOINT, joined
+from .problem import LISTED
 
 # What None stands for in arguments whose default is something else.
 UNLESS_GIVEN: dict[str, Any] = {"window": (-1, -1), "mask": "none", "softcap": 0.0}
@@ -131,3 +132,13 @@ def _is_number_of_another_package(value: Any) -> bool:
     if hasattr(value, "requires_grad"):  # a tensor of torch, which may not know its shape yet
         return False
     return getattr(value, "shape", None) == () and hasattr(value, "item")
+
+
+def given_masks(arguments: Mapping[str, Any]) -> tuple[bool | str, bool]:
+    """The field `mask_mod` of a call's spec, and whether it has booleans as `attn_mask`, which may
+    be a mask of a mask_mod that was made before, int32."""
+    mask = arguments.get("attn_mask")
+    if mask is not None and "int32" in str(getattr(mask, "dtype", "")):
+        return LISTED, False
+    functions = (arguments.get(name) is not None for name in ("mask_mod", "block_mask"))
+    return any(functions), mask is not None

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Direction = Literal["fwd", "bwd", "append", "cast", "bwd_cast"]
+Direction = Literal["fwd", "bwd", "append", "cast", "bwd_cast", "mask"]
+LISTED = "listed"  # the iteration of kernels that visit the blocks that a mask made before shows
 DType = Literal["fp16", "bf16", "fp32", "e4m3", "e5m2"]
 Sequence = Literal["dense", "used", "packed"]
-CAST_HEAD_DIM = 16  # in the name of a cast, which has rows of any length
+CAST_HEAD_DIM = 16  # in the name of a cast, which has rows of any length, and of a mask
 BIASED_HEAD_DIM = 128  # the largest of a backward of 8 bits beside a bias
 MIXED_HEAD_DIM = 128  # the largest of a mixed backward
 MIXED_BIASED_HEAD_DIM = 64  # and beside a bias
@@ -36,9 +37,10 @@ class Problem:
     `dtype_grad` is fp32 where gradients are parts of sums. Elsewhere both are None. A `mixed`
     backward in 8 bits has weights and dS in bfloat16, for products with operands that are widened
     to it. An append writes new keys and values, of `dtype_q`, to a cache of `dtype_kv`, a cast
-    stores numbers of the one in the other; both ask of all else for nothing. `fragment_digests`
-    tell the texts of masks and scores that are not among attngen's templates from others of their
-    names; that of a callable's score is its program, which is all that its kernels need of it.
+    stores numbers of the one in the other; both ask of all else for nothing, as does the making of
+    a mask, but for the traced one that it names. `fragment_digests` tell the texts of masks and
+    scores that are not among attngen's templates from others of their names; that of a callable's
+    is its program, which is all that its kernels need of it.
     """
 
     direction: Direction
@@ -82,6 +84,11 @@ class Problem:
         return self.kv_fetch == "page_tma"
 
     @property
+    def listed(self) -> bool:
+        """Whether the bits of its `attn_mask`, and which blocks these show, were made before."""
+        return self.kv_iter == LISTED
+
+    @property
     def gather(self) -> bool:
         """Whether threads copy the rows of all operands and store those of results."""
         return self.kv_fetch == "gather"
@@ -123,6 +130,11 @@ class Problem:
         """The append of new keys and values, of these head dims, to a cache that this forward
         reads."""
         return self._of_no_scores("append", head_dim_qk, head_dim_v, self.dtype_q)
+
+    def mask(self) -> Problem:
+        """The making of a mask, which a callable says: of its program alone."""
+        made = self._of_no_scores("mask", CAST_HEAD_DIM, CAST_HEAD_DIM, self.dtype_q)
+        return replace(made, masks=self.masks, fragment_digests=self.fragment_digests)
 
     def cast(self, direction: Direction) -> Problem:
         """The cast of this forward's queries' dtype to its keys', before a forward or, with the

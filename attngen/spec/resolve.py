@@ -20,14 +20,15 @@ from .fragment_checks import (
     scores_of,
     switched,
 )
+from .mask_checks import check_listed, check_traced_mask
 from .masks import masks_of, without_arbitrary
 from .mixed import MIXED, check_mixed
-from .problem import BIASED_HEAD_DIM, Direction, Problem, Sequence
+from .problem import BIASED_HEAD_DIM, LISTED, Direction, Problem, Sequence
 from .tables import Place
 from .violations import Violation
 
-DIRECTIONS = ("fwd", "bwd", "append", "cast", "bwd_cast")
-FORWARD_ALONE = ("fwd", "append", "cast", "bwd_cast")  # of specs without a backward
+DIRECTIONS = ("fwd", "bwd", "append", "cast", "bwd_cast", "mask")
+FORWARD_ALONE = ("fwd", "append", "cast", "bwd_cast", "mask")  # of specs without a backward
 DTYPES = (*DTYPES_16BIT, *DTYPES_8BIT)
 # Of a backward in 8 bits.
 DEFAULT_GRAD_DTYPE, DEFAULT_D_O_DTYPE = "bf16", "e5m2"
@@ -73,12 +74,12 @@ def resolve(
         q_seq=q_seq,
         kv_seq=kv_seq,
         kv_fetch=fetch_of(spec),
-        kv_iter="range",
+        kv_iter=LISTED if spec.mask_mod == LISTED else "range",
         max_logit=spec.return_max_logit,
         dropout=spec.dropout,
         positions=spec.positions,
         continues=spec.continues,
-        attn_mask=spec.attn_mask or masks.arbitrary,
+        attn_mask=spec.attn_mask or masks.arbitrary or spec.mask_mod == LISTED,
         decode=spec.decode,
         fragment_digests=tuple(each for each in digests if each is not None),
     )
@@ -87,6 +88,8 @@ def resolve(
         found["bwd"] = backward_of(spec, forward).orders()
     if "append" in spec.directions:
         found["append"] = (forward.append(spec.head_dim, spec.head_dim_v or spec.head_dim),)
+    if "mask" in spec.directions:
+        found["mask"] = (forward.mask(),)
     casts: tuple[Direction, ...] = ("cast", "bwd_cast")
     found |= {each: (forward.cast(each),) for each in casts if each in spec.directions}
     return tuple(problem for direction in spec.directions for problem in found[direction])
@@ -389,4 +392,4 @@ def _check_features(spec: AttentionSpec, features: Features) -> list[Violation]:
     for switch in SWITCHES:
         if getattr(spec, switch) is True:
             found.append(Violation(switch, f"{switch} has no kernels yet", False))
-    return found
+    return found + check_listed(spec) + check_traced_mask(spec)

@@ -14,7 +14,7 @@ from ..io.text import quoted, suggestion
 from .attention_spec import AttentionSpec
 from .masks import JOINT, joined
 from .mixed import MIXED
-from .problem import Problem
+from .problem import LISTED, Problem
 from .resolve import (
     DEFAULT_D_O_DTYPE,
     DEFAULT_GRAD_DTYPE,
@@ -63,7 +63,8 @@ def spec_of(problem: Problem, arch: str, known: Features) -> AttentionSpec:
         backward=MIXED if problem.mixed else None,
         layout=(problem.paged and layouts[1]) or layouts[0],
         mask=joined([each.name for each in masks if each.called]),
-        attn_mask=problem.attn_mask,
+        attn_mask=problem.attn_mask and not problem.listed,
+        mask_mod=LISTED if problem.listed else False,
         score_mod=JOINT.join(each.name for each in scores if each.called) or False,
         softmax=problem.softmax,
         seqused="used" in (problem.q_seq, problem.kv_seq) and not problem.paged,

@@ -241,6 +241,7 @@ inline float __fmaf_ru(float a, float b, float c) {
 inline int max(int a, int b) { return a < b ? b : a; }
 inline int min(int a, int b) { return b < a ? b : a; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 template <class T>
 T __ldg(const T* pointer) {
@@ -259,6 +260,10 @@ T atomicAdd(T* target, T x) {
 template <class T>
 T atomicExch(T* target, T x) {
   return emulator::exchange(target, [=](T) { return x; });
+}
+template <class T>
+T atomicOr(T* target, T x) {
+  return emulator::exchange(target, [=](T found) { return found | x; });
 }
 template <class T>
 T atomicMax(T* target, T x) {

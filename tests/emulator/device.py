@@ -25,6 +25,7 @@ from attngen.compiler import builder
 from attngen.frontends.pytorch import (
     append,
     backward,
+    callable_bits,
     forward,
     forward_onto,
     fp8_backward,
@@ -256,6 +257,7 @@ def emulated(emulator: Emulator) -> Iterator[None]:
         "attngen.frontends.pytorch.backward_parts.start": start_and_finish,
         "attngen.frontends.pytorch.append.start": start_and_finish,
         "attngen.frontends.pytorch.append.device_arch": lambda _: ARCH,
+        "attngen.frontends.pytorch.callable_bits.start": start_and_finish,
         "attngen.frontends.pytorch.narrow.start": start_and_finish,
         "attngen.frontends.pytorch.narrow.device_arch": lambda _: ARCH,
         "attngen.frontends.pytorch.narrow.is_current": lambda _: True,
@@ -273,6 +275,7 @@ def emulated(emulator: Emulator) -> Iterator[None]:
     }
     remembered = (
         *held(*FORWARD, *BACKWARD, append.prepared_appends, append.checked_appends),
+        *held(callable_bits.prepared_masks),
         kernel_choice._kernels,
         *(counters._addresses, counters._free, counters._unread),
     )

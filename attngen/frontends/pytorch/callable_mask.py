@@ -22,6 +22,7 @@ from ...reference import Operands
 from ...reference.masks import listed_pairs
 from .callable_program import Traced
 
+Make = Callable[["Traced", "Sizes", torch.device], Tensor]
 _Versions = tuple[tuple[TensorWeakRef, int, int], ...]
 _MOST_MASKS = 64
 MOST_BYTES = 8 << 30  # of a mask
@@ -107,22 +108,24 @@ class Masks:
     def __init__(self) -> None:
         self.made: dict[tuple[Any, ...], tuple[TensorWeakRef, _Versions]] = {}
 
-    def shown_by(self, traced: Traced, sizes: Sizes, device: torch.device) -> Tensor:
-        """The pairs that a mask_mod shows, as `shown_by` has them, of tensors that hold what they
-        held then."""
+    def of(
+        self, make: Make, traced: Traced, sizes: Sizes, device: torch.device, kind: str = ""
+    ) -> Tensor:
+        """The mask that `make` makes of a mask_mod, of tensors that hold what they held then. kind:
+        which of several."""
         if traced.key is None or any(x.is_inference() for x in traced.sources):
-            return shown_by(traced, sizes, device)
+            return make(traced, sizes, device)
         stream = 0
         if device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():  # whose masks hold nothing before a replay
-                return shown_by(traced, sizes, device)
+                return make(traced, sizes, device)
             stream = torch.cuda.current_stream(device).cuda_stream
-        key = (traced.key, sizes, device, stream)
+        key = (kind, traced.key, sizes, device, stream)
         found, versions = self.made.get(key, (None, ()))
         mask: Tensor | None = None if found is None else found()
         if mask is not None and _are_same(versions, traced.sources):
             return mask
-        mask = shown_by(traced, sizes, device)
+        mask = make(traced, sizes, device)
         if len(self.made) >= _MOST_MASKS:
             self.made.clear()
         self.made[key] = (

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from operator import and_
 from typing import Any
 
@@ -16,18 +16,24 @@ from torch import Tensor
 from ... import reference
 from ...call.backend import AUTO, asked
 from ...call.fragments import LEARNED, SLOTS
+from ...call.routing import spec_of_call
+from ...call.served import unserved
 from ...call.table import ROWS, AttentionCall, given_by, named
 from ...errors import CompileError, CompilerMissing, LimitError, SpecError
+from ...fragments import features
 from ...fragments.features import register_program
 from ...fragments.lowering import CAPTURED, NUMBER, PER_UNIT, UNIT
 from ...reference.fp8 import is_fp8
 from ...spec import layouts
+from ...spec.problem import LISTED
+from ...spec.resolve import find_violations
 from . import descriptions, routing
+from .callable_bits import made_by
 from .callable_builder import as_read
 from .callable_builtins import BuiltIn, built_in_of, mask_arguments, score_arguments
 from .callable_fingerprint import fingerprint
 from .callable_gradients import stand_in
-from .callable_mask import Masks, Sizes, listed_by
+from .callable_mask import Masks, Sizes, listed_by, shown_by
 from .callable_program import Traced, mask_program, score_program
 from .callable_prologue import Place, Prologue, evaluate, prologue_of
 from .callable_recall import recall, remember
@@ -188,14 +194,36 @@ def _of_masks(call: AttentionCall) -> dict[str, Any]:
     if traced is None and call.block_mask is None:
         return replaced
     sizes = Sizes.of(call, reference.check(call))
+    if traced is not None and _lists_serve(call):
+        columns = torch.is_grad_enabled() and _may_learn(call)
+        make = partial(made_by, columns=columns)
+        kind = "columns" if columns else "rows"
+        return {**replaced, "attn_mask": masks.of(make, traced, sizes, device, kind)}
     found = [] if call.attn_mask is None else [call.attn_mask]
     if traced is not None:
-        found.append(masks.shown_by(traced, sizes, device))
+        found.append(masks.of(shown_by, traced, sizes, device))
     if call.block_mask is not None:
-        partial, full = listed_by(call.block_mask, sizes)
+        listed, full = listed_by(call.block_mask, sizes)
         traced = _traced("mask_mod", call.block_mask.mask_mod, device)
-        found.append((partial & masks.shown_by(traced, sizes, device)) | full)
+        shown = masks.of(shown_by, traced, sizes, device)
+        found.append((listed & shown) | full)
     return {**replaced, "attn_mask": reduce(and_, found)}
+
+
+def _lists_serve(call: AttentionCall) -> bool:
+    """Whether kernels that visit the blocks of a mask serve a call with a mask_mod."""
+    arch = descriptions.device_arch(call.q.device)
+    if arch is None or call.attn_mask is not None or call.block_mask is not None:
+        return False
+    spec = spec_of_call(replace(call, mask_mod=None, score_mod=None))
+    spec = replace(spec, mask_mod=LISTED, decode=False)
+    return not (find_violations(spec, features.scan()) or unserved(spec, arch))
+
+
+def _may_learn(call: AttentionCall) -> bool:
+    """Whether a call may have gradients: what a score_mod captures may require some, too."""
+    carriers = [x for x in (call.q, call.k, call.v) if x is not None]
+    return call.score_mod is not None or any([x.requires_grad for x in carriers])
 
 
 def _may_have_kernels(call: AttentionCall) -> bool:

@@ -1,6 +1,6 @@
 """The family of what runs around kernels of any other: packed masks, the order of sequences, D and
 LSE before a backward and the rounding of sums after it; and of what comes before a call, the append
-to a cache and casts to 8 bits."""
+to a cache, casts to 8 bits and masks of callables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...spec.problem import DTYPE_BYTES, Problem
 from ...targets.target import Target
 from ..base import KernelPlan
 from ..family import Family, Kind
-from . import append, mask_pack, order
+from . import append, mask_make, mask_pack, order
 from .around import (
     CLEAR,
     CONVERT,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ..fill import Source
 
 CASTS = ("cast", "bwd_cast")
+MASK = "mask"
 ROWS = frozenset({"lse_log2", "d", "turns"})
 AROUND = {
     PREPARE: Kind(PreparePlan, "support/prepare", ROWS, frozenset({"dq"})),
@@ -46,6 +47,7 @@ class Support(Family):
     kernels = {
         append.NAME: Kind(append.AppendPlan, "support/append"),
         **{name: Kind(CastPlan, f"support/{name}") for name in NAMES},
+        mask_make.NAME: Kind(mask_make.MakePlan, "support/mask_make"),
         mask_pack.NAME: Kind(
             mask_pack.MaskPlan, "support/mask_pack", frozenset({"mask_rows", "mask_columns"})
         ),
@@ -56,7 +58,7 @@ class Support(Family):
     }
 
     def computes(self, problem: Problem) -> bool:
-        return problem.direction in ("append", *CASTS)
+        return problem.direction in ("append", MASK, *CASTS)
 
     def refuses(self, problem: Problem) -> Iterator[str]:
         sizes = DTYPE_BYTES[problem.dtype_q], DTYPE_BYTES[problem.dtype_kv]
@@ -74,19 +76,28 @@ class Support(Family):
     def plans(self, problem: Problem, target: Target) -> tuple[KernelPlan, ...]:
         if problem.direction in CASTS:
             return cast_plans(target, problem.direction == "bwd_cast")
+        if problem.direction == MASK:
+            return (mask_make.make_plan(target),)
         return (append.append_plan(target),)
 
     def surround(
         self, problem: Problem, target: Target, found: Sequence[KernelPlan]
     ) -> tuple[KernelPlan, ...]:
-        if problem.attn_mask:
+        if problem.attn_mask and not problem.listed:
             found = mask_pack.with_mask(found, target)
         if problem.varlen and not problem.decode:
             found = order.with_order(found, target)
         return tuple(found)
 
     def render(self, problem: Problem, plan: KernelPlan, features: Features, root: Path) -> Source:
-        from . import render_append, render_around, render_cast, render_mask_pack, render_order
+        from . import (
+            render_append,
+            render_around,
+            render_cast,
+            render_mask_make,
+            render_mask_pack,
+            render_order,
+        )
 
         if plan.family in AROUND:
             return render_around.render(problem, cast(AroundPlan, plan), features, root)
@@ -94,6 +105,8 @@ class Support(Family):
             return render_append.render(problem, cast(append.AppendPlan, plan), root)
         if plan.family in NAMES:
             return render_cast.render(problem, cast(CastPlan, plan), root)
+        if plan.family == mask_make.NAME:
+            return render_mask_make.render(problem, cast(mask_make.MakePlan, plan), features, root)
         if plan.family == mask_pack.NAME:
             return render_mask_pack.render(problem, cast(mask_pack.MaskPlan, plan), root)
         return render_order.render(problem, cast(order.VarlenPlan, plan), features, root)

@@ -28,6 +28,9 @@ def refuse_together(problem: Problem) -> Iterator[str]:
     without = problem.positions or wide  # in 8 bits
     if problem.decode and has_program(problem.scores):
         yield "kernels that split keys have no scores of callables"
+    beside = problem.bias or problem.decode or problem.paged or problem.eight_bit or problem.widens
+    if problem.listed and beside:
+        yield "masks made before have kernels beside 16 bits, without a bias, pages and split keys"
     most = MIXED_BIASED_HEAD_DIM if problem.bias else MIXED_HEAD_DIM
     if problem.mixed and not (problem.eight_bit and largest <= most):
         yield "a mixed backward is of FP8 operands, and has no room for these head dims"

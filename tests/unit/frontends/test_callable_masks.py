@@ -75,7 +75,7 @@ def test_masks_in_use_are_shared_while_what_they_read_stays_as_it_is() -> None:
 
         def shown(sizes: Sizes = sizes) -> torch.Tensor:
             callables._traced("mask_mod", mod, CPU)
-            return masks.shown_by(callables._traced("mask_mod", mod, CPU), sizes, CPU)
+            return masks.of(shown_by, callables._traced("mask_mod", mod, CPU), sizes, CPU)
 
         first = shown()
         assert shown() is first and shown(Sizes(1, 1, S, 9)) is not first

@@ -29,6 +29,7 @@ from attngen.kernels.support.view_cast import (
     StoreView,
 )
 from attngen.kernels.support.view_combine import CombineView
+from attngen.kernels.support.view_mask_make import MaskMakeView
 from attngen.kernels.support.view_mask_pack import MaskPackView
 from attngen.kernels.support.view_order import OrderView
 from attngen.kernels.view import KernelView, Value
@@ -57,6 +58,7 @@ VIEWS: dict[str, Any] = {
     "kernels/support/mask_pack.cu.j2": MaskPackView,
     "kernels/support/order.cu.j2": OrderView,
     "kernels/wgmma/decode/decode.cu.j2": DecodeView,
+    "kernels/support/mask_make.cu.j2": MaskMakeView,
     "kernels/support/prepare.cu.j2": PrepareView,
     "kernels/support/convert.cu.j2": ConvertView,
     "kernels/support/row_sums.cu.j2": RowSumsView,

@@ -39,6 +39,7 @@ class MmaBackward(Family):
 
     def refuses(self, problem: Problem) -> Iterator[str]:
         unserved = {
+            "mask that was made before": problem.listed,
             "operands of 8 bits": DTYPE_BYTES[problem.dtype_q] == 1,
             "gradients of what a score learns": learns(problem.scores),
         }

@@ -35,6 +35,7 @@ class MmaForward(Family):
 
     def refuses(self, problem: Problem) -> Iterator[str]:
         unserved = {
+            "mask that was made before": problem.listed,
             "operands of 8 bits": DTYPE_BYTES[problem.dtype_kv] == 1,
             "output to go on from": problem.continues,
         }

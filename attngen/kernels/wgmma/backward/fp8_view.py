@@ -45,7 +45,7 @@ from .fp8_headers import convert_headers, main_headers, turning_headers
 from .fp8_products import WIDE, GradientProducts, products_of
 from .plan import BackwardPlan, TurningPlan
 from .view_jobs import Gap, JobsView, VisitsView, gaps_of, jobs_view, visits_view
-from .view_main import Constant, Product, smem_constants
+from .view_main import BlockMapFunction, Constant, Product, smem_constants
 
 # By what weights of at most 1 are multiplied to be stored, where a call does not say, C++: the
 # largest power of two that does not saturate; and the largest numbers there are.
@@ -148,6 +148,7 @@ class Fp8View:
     gathered: tuple[TensorView, ...]
     row_block: int
     mask_tensor: str
+    block_maps: tuple[BlockMapFunction, ...]
     one_stage: bool
     hides_rest: bool
     heads_matter: bool
@@ -297,6 +298,7 @@ def fp8_view(
         gathered=(),
         row_block=plan.row_block,
         mask_tensor="mask_columns" if problem.attn_mask else "",
+        block_maps=(),
         one_stage=problem.bias and not leaves_rows(problem),
         hides_rest=problem.bias and problem.varlen,
         heads_matter=bool(problem.scores) or problem.attn_mask or problem.dropout,

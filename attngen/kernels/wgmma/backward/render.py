@@ -41,6 +41,7 @@ from .view import dkv_view, dq_view
 from .view_bias_gradient import bias_gradient_view
 from .view_fused import fused_view
 from .view_learned import learned_view
+from .view_main import block_maps
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -96,12 +97,12 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
     return describe(
         problem,
         plan,
-        [*_main_names(problem, plan, workspace, mask), *operands],
+        [*_main_names(problem, plan, workspace, (*mask, *block_maps(problem, plan))), *operands],
         smem_bytes=plan.smem_bytes,
         tile_rows=plan.tile.m if of_queries else plan.tile.n,
         tensor_maps=_main_maps(problem, plan),
         grid="persistent_tiles",
-        workspace=(*workspace, *mask),
+        workspace=(*workspace, *(() if problem.listed else mask)),
         kv_group_bytes=plan.schedule.kv_group_bytes,
         group_heads=plan.schedule.group_heads,
         tail_share=plan.schedule.tail_share,
@@ -144,7 +145,7 @@ def _main_names(
     problem: Problem,
     plan: BackwardPlan,
     workspace: tuple[Workspace, ...],
-    mask: tuple[Workspace, ...],
+    mask: tuple[str, ...],
 ) -> Names:
     """The parameters of a main kernel but those that fragments read."""
     names = _tensor_names(problem, plan)
@@ -204,7 +205,7 @@ def _bias(problem: Problem, plan: BiasGradientPlan, operands: Names) -> KernelEn
         tile_rows=plan.tile.m,
         tensor_maps=maps,
         grid="multiprocessors",
-        workspace=(*workspace, *mask),
+        workspace=(*workspace, *(() if problem.listed else mask)),
         row_block=plan.row_block,
         q_seq=problem.q_seq,
         kv_seq=problem.kv_seq,
@@ -232,7 +233,7 @@ def _learned(problem: Problem, plan: LearnedPlan, operands: Names) -> KernelEntr
         tile_rows=plan.tile.m,
         tensor_maps=(*_tensor_maps(problem, plan), *bias_maps(problem)),
         grid="multiprocessors",
-        workspace=(*workspace, *mask),
+        workspace=(*workspace, *(() if problem.listed else mask)),
         row_block=plan.row_block,
         q_seq=problem.q_seq,
         kv_seq=problem.kv_seq,

@@ -42,7 +42,8 @@ class DqView(MainView):
     k_stages, v_stages: buffers for blocks of keys and of values. stores_rows: whether the gradient
     goes to memory from registers. gaps: gradients of which rows of
     no sequence are filled. dq_steps: of the product that adds a block to dQ. dq: the gradient.
-    dq_factor: what its sums are multiplied by.
+    dq_factor: what its sums are multiplied by. first_key_block, next_key_block: the first block of
+    keys that a tile visits, and from one to the next; begin_of_keys: the first where it is known.
     """
 
     jobs: JobsView
@@ -54,6 +55,9 @@ class DqView(MainView):
     arrivals: DqArrivals
     dq: TensorView
     dq_factor: str
+    first_key_block: str
+    next_key_block: str
+    begin_of_keys: str
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,7 @@ def dq_view(
     problem: Problem, plan: BackwardPlan, kernel: KernelEntry, uses: Uses, root: Path
 ) -> DqView:
     """Decide what dq.cu.j2 renders. uses: its fragments by role."""
+    ahead = "from<kTileN>"
     return DqView(
         **main_fields(problem, plan, kernel, uses, root),
         headers=main_headers(problem),
@@ -149,6 +154,9 @@ def dq_view(
         arrivals=DqArrivals(64, 32, 96) if problem.gather else DqArrivals(1, 1, 2),
         dq=tensor_view(problem, "dq"),
         dq_factor="p.scale * p.keep_scale" if problem.dropout else "p.scale",
+        first_key_block=f"seen.{ahead}(job.block_begin)" if problem.listed else "job.block_begin",
+        next_key_block=f"block = seen.{ahead}(block + 1)" if problem.listed else "++block",
+        begin_of_keys="first_block" if problem.listed else "job.block_begin",
     )
 
 

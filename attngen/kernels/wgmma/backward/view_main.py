@@ -30,7 +30,7 @@ from ...view import (
     mask_list_view,
     tensor_view,
 )
-from .plan import BackwardPlan, BiasGradientPlan
+from .plan import OF_QUERIES, BackwardPlan, BiasGradientPlan
 
 GATHERED = ("q", "k", "v", "d_o")  # operands whose rows warps may copy
 MMA_DEPTH = 16  # of a product's reduction, in 16-bit elements
@@ -53,6 +53,15 @@ class Product:
     steps: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class BlockMapFunction:
+    """A function of the source that finds what a tile sees. tensor: the parameter that has the map;
+    function: its C++ name."""
+
+    tensor: str
+    function: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class MainView:
     """Values of templates of all kernels that make a gradient. Strings are C++.
@@ -63,8 +72,9 @@ class MainView:
     smem: places in shared memory. kv_alias: the fragment that fetches keys. varlen: whether lengths
     vary. gather: whether warps copy rows that the copy engine cannot read; gathered: the operands
     then, else none. row_block: queries a block of the workspaces. mask_tensor: the parameter that
-    has a mask's bits, empty where there is none. dropout: whether weights are dropped. depth:
-    elements of a step of a product's reduction; box_columns: of a row that a box has.
+    has a mask's bits, empty where there is none. block_maps: those of the blocks that bits made
+    before show, none where the call's kernels make them. dropout: whether weights are dropped.
+    depth: elements of a step of a product's reduction; box_columns: of a row that a box has.
     """
 
     kernel: KernelView
@@ -91,6 +101,7 @@ class MainView:
     gathered: tuple[TensorView, ...]
     row_block: int
     mask_tensor: str
+    block_maps: tuple[BlockMapFunction, ...]
     dropout: bool
     score_product: Product
     depth: int = MMA_DEPTH
@@ -130,8 +141,24 @@ def main_fields(
         "gather": problem.gather,
         "gathered": tuple(tensor_view(problem, name) for name in GATHERED * problem.gather),
         "row_block": plan.row_block,
+        "block_maps": tuple(map(_map_function, block_maps(problem, plan))),
         "dropout": problem.dropout,
     }
+
+
+def block_maps(problem: Problem, plan: BackwardPlan | BiasGradientPlan) -> tuple[str, ...]:
+    """The maps of blocks that a kernel reads: of its own tiles, and where these have turns at
+    blocks of queries what these see."""
+    if not (problem.listed and isinstance(plan, BackwardPlan)):
+        return ()
+    if plan.family == OF_QUERIES:
+        return ("mask_row_map",)
+    ordered = plan.fused and plan.deterministic
+    return ("mask_column_map", *(("mask_row_map",) if ordered else ()))
+
+
+def _map_function(tensor: str) -> BlockMapFunction:
+    return BlockMapFunction(tensor, "seen_keys" if tensor == "mask_row_map" else "seen_queries")
 
 
 def smem_constants(regions: tuple[SmemRegion, ...]) -> tuple[Constant, ...]:
@@ -177,6 +204,7 @@ def main_headers(problem: Problem, *, keys_as_rows: bool = False, makes_d: bool 
         ("ptx/math.cuh", True),
         ("ptx/matrix_move.cuh", True),
         ("ptx/tma.cuh", True),
+        ("scheduler/block_map.cuh", problem.listed),
         ("scheduler/gap_rows.cuh", problem.varlen),
         ("scheduler/kv_blocks.cuh", True),
         ("scheduler/q_blocks.cuh", True),

@@ -50,7 +50,7 @@ def render(problem: Problem, plan: Plan, features: Features, root: Path) -> Sour
         workspace=(
             *(("tile_counter",) if plan.schedule.dynamic else ()),
             *(("q_schedule",) if problem.varlen else ()),
-            *(("mask_rows",) if problem.attn_mask else ()),
+            *(("mask_rows",) if problem.attn_mask and not problem.listed else ()),
         ),
         kv_group_bytes=plan.schedule.kv_group_bytes,
         group_heads=plan.schedule.group_heads,
@@ -93,6 +93,7 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[FragmentUse]]) -> 
         names += typed("ptr", "descale_k", "descale_v")
     names += [("rng_state", "ptr")] if problem.dropout else []
     names += mask_names("mask_rows") if problem.attn_mask else []
+    names += mask_names("mask_row_map") if problem.listed else []
     names += [("tile_counter", "ptr")] if plan.schedule.dynamic else []
     names += [("q_schedule", "ptr")] if problem.varlen else []
     names += strides_of("o") if addressed else []

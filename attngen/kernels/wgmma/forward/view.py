@@ -42,8 +42,8 @@ class ForwardView:
 
     Fragments: fragment_sources: C++, their structs, each once. masks, score_list: as the common
     macros take them; score_list is None without scores. scores: what happens to scores. mask_bits:
-    there is an arbitrary mask. dropout, max_logit: as the problem says. score_tile: the parameter
-    of the tensor that scores read in tiles, or None.
+    there is an arbitrary mask; listed: which was made before, with its blocks. dropout, max_logit:
+    as the problem says. score_tile: the parameter of the tensor that scores read in tiles, or None.
 
     Where data lies: gather: threads copy rows. paged: keys lie in pages. varlen: lengths are told
     on the device. q_side, kv_side: the two sequences. kv_fetch, kv_iteration: C++, structs.
@@ -81,6 +81,7 @@ class ForwardView:
     score_list: ScoreListView | None
     scores: Scores
     mask_bits: bool
+    listed: bool
     dropout: bool
     max_logit: bool
     score_tile: str | None
@@ -154,6 +155,7 @@ def forward_view(
         score_list=score_list_view(uses["score"], uses["mask"], scales=scores.scaled),
         scores=scores,
         mask_bits=problem.attn_mask,
+        listed=problem.listed,
         dropout=problem.dropout,
         max_logit=problem.max_logit,
         score_tile=tile,

@@ -127,6 +127,7 @@ def headers_of(problem: Problem, plan: Plan, reads_tile: bool) -> tuple[str, ...
         "ptx/math.cuh": True,
         "ptx/matrix_move.cuh": True,
         "ptx/tma.cuh": True,
+        "scheduler/block_map.cuh": problem.listed,
         "maximum.cuh": problem.max_logit,
         "scale.cuh": converts(problem),
         "scheduler/cut_tiles.cuh": cuts_tiles(problem, plan),

@@ -119,7 +119,8 @@ class Blocks:
 
     own_end: it begins at the last block that its own rows see; may_pass_over: it passes over loaded
     blocks, or a tile, of which no row is its own; passed_values: C++, as many in the beginning.
-    finds_range: whether it works out which blocks its rows see whole, though it visits all.
+    finds_range: whether it works out which blocks its rows see whole, though it visits all. step:
+    C++, from a block to the next.
     end, begin: C++, of all blocks; full_end, full_begin: of those in which no key is hidden. loop:
     the macro of block_loops.cuh.j2 that visits these. first_row: C++, of the tile; first_own_row:
     C++, before which rows are another tile's. releases_q: queries are released behind the last
@@ -130,6 +131,7 @@ class Blocks:
     may_pass_over: bool
     passed_values: str
     finds_range: bool
+    step: str
     end: str
     begin: str
     full_end: str
@@ -320,6 +322,7 @@ def blocks_of(problem: Problem, plan: Plan, bounds: Bounds, scores: Scores) -> B
         may_pass_over=rolling or alone,
         passed_values=f"passed_v + {passed}" if rolling else passed,
         finds_range=(bounds.left or bounds.right) and not own_end,
+        step="block = map.before<kTileN>(block)" if problem.listed else "--block",
         end="block_end" if own_end else "job.block_end",
         begin=begin,
         full_end="full_end" if trusts else "blocks.full_end",

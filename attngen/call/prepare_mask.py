@@ -1,0 +1,73 @@
+"""Masks that are prepared: the launch that makes one of a callable's program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..fragments.header import PREFIX
+from ..fragments.lowering import CAPTURED, NUMBER
+from ..fragments.program import Program
+from ..kernels.family import Choice
+from ..runtime.launch import prepare
+from ..runtime.run_time import Extent, Scalars
+from ..spec.attention_spec import AttentionSpec
+from . import kernel_choice, made_mask
+from .kernel_choice import Device
+from .prepared import Launches
+from .tensors import Described, TensorDesc
+
+OPERAND = "attn_mask"
+_NOTHING = Extent(1, 1, 1, 1, 0, 0, 0)  # of q, k and v, of which the kernel reads none
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PreparedMask(Launches):
+    """The making of a mask, for all that differ from it in addresses alone. operands: parameters of
+    the mask and of captured tensors, in their order."""
+
+    operands: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        self._point(self.operands)
+
+
+def spec_of(program: Program) -> AttentionSpec:
+    """The spec of the kernel that makes masks of a program, whose fragment is registered."""
+    return AttentionSpec(head_dim=16, mask=program.name, directions=("mask",))
+
+
+def prepare_mask(
+    program: Program,
+    numbers: Sequence[int | float],
+    captures: Sequence[Described],
+    made: TensorDesc,
+    sizes: tuple[int, int],
+    device: Device,
+) -> PreparedMask:
+    """The launch that makes a mask.
+
+    numbers, captures: what the program reads; made: the mask, of `made_mask.parts_of` these
+    sizes, queries and keys. Raises: SpecError, CompileError, LaunchError.
+    """
+    (kernel,) = kernel_choice.kernels_of(spec_of(program), device, Choice())
+    given: dict[str, int | float] = {**made_mask.numbers_of(made, *sizes)}
+    given |= {f"{PREFIX}{NUMBER}{place}": number for place, number in enumerate(numbers)}
+    for place, tensor in enumerate(captures):
+        name = f"{PREFIX}{CAPTURED}{place}"
+        steps = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+        for axis, (size, stride) in steps:
+            given[f"{name}_size_{axis}"] = size
+            given[f"{name}_stride_{axis}"] = stride if size > 1 else 0
+    scalars = Scalars(1.0, numbers=given, sequences=1)
+    launched = prepare(kernel, dict.fromkeys("qkv", _NOTHING), scalars)
+    sources = made_mask.sources_of(made, *sizes)
+    names = (OPERAND, *(f"{PREFIX}{CAPTURED}{place}" for place in range(len(captures))))
+    absent = {name for _, name in launched.pointers} - {*names, *(name for name, _, _ in sources)}
+    return PreparedMask(
+        device=device,
+        operands=names,
+        sources=sources,
+        launches=(launched,),
+        fixed=dict.fromkeys(sorted(absent), 0),
+    )

@@ -1,0 +1,115 @@
+"""Masks that are made before a call: bits of their programs, and kernels that visit what they
+show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import attngen
+from attngen.call.made_mask import GRANULE, parts_of
+from attngen.frontends.pytorch import callables
+from attngen.frontends.pytorch.callable_bits import made_by
+from attngen.frontends.pytorch.callable_mask import Sizes, shown_by
+
+from . import gradients, oracle, varlen
+
+pytestmark = pytest.mark.gpu
+
+ROWS, KEYS, HEADS = 200, 330, 2
+MaskMod = Callable[..., torch.Tensor]
+
+
+def documents(device: torch.device) -> MaskMod:
+    """Documents, of a width of its own for each sequence, and some keys that heads see."""
+    document = torch.arange(KEYS, device=device) // torch.tensor([[130], [70]], device=device)
+    return lambda b, h, i, j: (document[b, i] == document[b, j]) | (j < 3 + 80 * h)
+
+
+def islands(device: torch.device) -> MaskMod:
+    """Few blocks far from each other, and queries that see nothing."""
+    return lambda b, h, i, j: (i // 64 % 2 == 0) & (j // 64 == (3 * (i // 64) + 1) % 5)
+
+
+MODS = {each.__name__: each for each in (documents, islands)}
+
+
+def check(d: int, mod: MaskMod, deterministic: bool = False, **arguments: Any) -> None:
+    """Hold outputs and gradients to the definition, with kernels that visit lists of blocks."""
+    tensors = oracle.operands(2, HEADS, 1, ROWS, KEYS, d)
+    made = mock.patch.object(callables, "made_by", wraps=made_by)
+    with made as spy:
+        oracle.check_call(*tensors, mask_mod=mod, **arguments)
+        leaves = [x.detach().clone().requires_grad_() for x in tensors]
+        d_o = oracle.randn(2, ROWS, HEADS, d, dtype=tensors[0].dtype, seed=5)
+        switches = {"deterministic": deterministic, "backend": "cuda"}
+        out = attngen.attention(*leaves, mask_mod=mod, **arguments, **switches)
+        found = torch.autograd.grad(out, leaves, d_o)
+    assert spy.called
+    gradients.check(found, (*tensors, d_o), None, mask_mod=mod, **arguments)
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_blocks_that_masks_show_are_all_that_counts(name) -> None:
+    check(128, MODS[name](oracle.DEVICE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODS)
+@pytest.mark.parametrize("d", [44, 64, 192, 256])
+def test_blocks_that_masks_show_are_all_that_counts_of_other_head_dims(d, name) -> None:
+    check(d, MODS[name](oracle.DEVICE))
+
+
+@pytest.mark.slow
+def test_lists_of_blocks_stand_beside_masks_scores_and_an_order() -> None:
+    mod = documents(oracle.DEVICE)
+    check(128, mod, deterministic=True)
+    check(64, mod, window=(60, 40), softcap=4.0)
+    check(128, mod, mask="causal_bottom_right", alibi_slopes=True, softmax="off_by_one")
+    check(128, mod, score_mod=lambda s, b, h, i, j: s * (1 + 0.01 * (i % 7)))
+    seed = torch.tensor([7, 0], device=oracle.DEVICE)
+    check(64, mod, dropout_p=0.25, rng_state=seed)
+    check(128, mod, dropout_p=0.25, rng_state=seed)
+    check(128, mod, seqused_kv=varlen.int32((KEYS, 201)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODS)
+def test_bits_and_maps_are_those_of_the_pairs(name) -> None:
+    device, sizes = oracle.DEVICE, Sizes(2, HEADS, ROWS, KEYS)
+    traced = callables._traced("mask_mod", MODS[name](device), device)
+    shown = shown_by(traced, sizes, device)
+    made = made_by(traced, sizes, device, columns=True)
+    parts = parts_of(ROWS, KEYS, columns=True)
+    assert made.shape == (*shown.shape[:2], parts.words)
+    starts = parts.starts
+    for part, stride, pairs in (
+        ("mask_rows", parts.rows_stride, shown),
+        ("mask_columns", parts.columns_stride, shown.transpose(2, 3)),
+    ):
+        count, length = pairs.shape[2:]
+        words = made[..., starts[part] : starts[part] + count * stride].unflatten(-1, (-1, stride))
+        bits = (words[..., None] >> torch.arange(32, device=device)) & 1
+        bits = bits.flatten(-2).bool()
+        assert torch.equal(bits[..., :length], pairs) and not bits[..., length:].any()
+        start, stride = {
+            "mask_rows": (starts["mask_row_map"], parts.row_map_stride),
+            "mask_columns": (starts["mask_column_map"], parts.column_map_stride),
+        }[part]
+        granules = -(-count // GRANULE)
+        words = made[..., start : start + granules * stride].unflatten(-1, (-1, stride))
+        bits = ((words[..., None] >> torch.arange(32, device=device)) & 1).flatten(-2).bool()
+        wanted = torch.zeros_like(bits)
+        for row, column in (
+            pairs.any(0).any(0).nonzero().div(GRANULE, rounding_mode="floor").unique(dim=0)
+        ):
+            block = pairs[..., row * GRANULE : (row + 1) * GRANULE, column * GRANULE :][
+                ..., :GRANULE
+            ]
+            wanted[..., row, column] = block.any(-1).any(-1)
+        assert torch.equal(bits, wanted)
