@@ -200,7 +200,7 @@ class AttentionCall:
         numbers=("score_mod",),
     )
     mask_mod: MaskMod | None = other(
-        "function", "mask_mod(b, h, i, j), whether query i sees key j; bits and blocks are made of it."
+        "function", "mask_mod(b, h, i, j), whether query i sees key j, made into bits."
     )
     block_mask: BlockMask | None = other(
         "function", "A BlockMask of FlexAttention; a byte a pair.", given="Any"

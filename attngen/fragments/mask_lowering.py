@@ -15,7 +15,8 @@ class _RoundedNames(Names):
 
     def expression(self, operation: Operation) -> str:
         if (operation.name, operation.type) == ("mul", "f"):
-            return "times_of({0}, {1})".format(*map(self.of, operation.args))
+            one, other = map(self.of, operation.args)
+            return f"times_of({one}, {other})"
         return super().expression(operation)
 
 
