@@ -25,6 +25,7 @@ ATOMS = {
     "cute/arch/copy_sm75.hpp": "6a46942a2e85cbb2c542ccbcaffad76f85c4afde033437b290b9be32867b1155",
     "cute/arch/copy_sm80.hpp": "f98ebf662eb95419bf2dfcbcbe9b9e54ba0fd965b8d65f5a850f56c71b158b94",
     "cute/arch/mma_sm80.hpp": "4d1315c12cccc6652a1dced6d6cb2d13a0390da5829978b5e01895571b677a60",
+    "cute/arch/mma_sm89.hpp": "fd7e5afd5b45bfbb33558d6b2e3718b8e4ffe370228460e91bf4a7ca7167b2ee",
 }
 
 

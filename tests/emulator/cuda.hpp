@@ -122,7 +122,7 @@ void multiply(const Product& product, float* acc, const u32* a, const u32* b, bo
 void multiply_fence();
 void multiply_commit();
 void multiply_wait(int pending);
-void warp_multiply(Format format, float* acc, const u32 (&a)[4], u32 b0, u32 b1);
+void warp_multiply(Format format, Format format_b, float* acc, const u32 (&a)[4], u32 b0, u32 b1);
 void load_matrices(u32* fragment, u32 address, bool transposed);
 void store_matrices(u32 address, const u32* fragment, int count, bool transposed);
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 
 _E = "emulator::"
+_NARROW = (("e4m3", "emulator::Format::kE4m3"), ("e5m2", "emulator::Format::kE5m2"))
 _F16, _BF16 = "emulator::Format::kFp16", "emulator::Format::kBf16"
 
 
@@ -21,7 +22,7 @@ def _halves(form: str, expression: str) -> str:
 
 def _mma(name: str) -> str:
     form = {"bf16": _BF16, "f16": _F16}[name]
-    return f"{_E}warp_multiply({form}, acc, a, b0, b1)"
+    return f"{_E}warp_multiply({form}, {form}, acc, a, b0, b1)"
 
 
 def _tensor_load(rank: int) -> str:
@@ -203,10 +204,20 @@ WRAPPERS: dict[str, str] = {
         f"mma.sync.aligned.m16n8k16.row.col.f32.{t}.{t}.f32 {{%0,  %1,  %2,  %3}},"
         "{%4,  %5,  %6,  %7},{%8,  %9},{%10, %11, %12, %13};": (
             f"float acc[4] = {{%10, %11, %12, %13}}; const unsigned a[4] = {{%4, %5, %6, %7}}; "
-            f"{_E}warp_multiply({form}, acc, a, %8, %9); "
+            f"{_E}warp_multiply({form}, {form}, acc, a, %8, %9); "
             + " ".join(f"%{i} = acc[{i}];" for i in range(4))
         )
         for t, form in (("bf16", _BF16), ("f16", _F16))
+    },
+    **{
+        f"mma.sync.aligned.m16n8k32.row.col.f32.{a}.{b}.f32 {{%0,%1,%2,%3}}, {{%4,%5,%6,%7}}, "
+        "{%8,%9}, {%10,%11,%12,%13};": (
+            "float acc[4] = {%10, %11, %12, %13}; const unsigned a[4] = {%4, %5, %6, %7}; "
+            f"{_E}warp_multiply({form_a}, {form_b}, acc, a, %8, %9); "
+            + " ".join(f"%{i} = acc[{i}];" for i in range(4))
+        )
+        for a, form_a in _NARROW
+        for b, form_b in _NARROW
     },
     **{
         f"ldmatrix.sync.aligned.x4{way}.m8n8.shared.b16 {{%0, %1, %2, %3}}, [%4];": (

@@ -238,7 +238,7 @@ struct WarpProduct {
   float* acc;
   const u32* a;
   u32 b[2];
-  Format format;
+  Format format, format_b;
 };
 
 }  // namespace
@@ -268,22 +268,25 @@ void multiply_wait(int pending) {
   });
 }
 
-void warp_multiply(Format format, float* acc, const u32 (&a)[4], u32 b0, u32 b1) {
-  WarpProduct mine{acc, a, {b0, b1}, format};
+void warp_multiply(Format format, Format format_b, float* acc, const u32 (&a)[4], u32 b0, u32 b1) {
+  WarpProduct mine{acc, a, {b0, b1}, format, format_b};
   collective("a product of a warp", &mine, [](void* const* lanes) {
     const auto* const* each = reinterpret_cast<const WarpProduct* const*>(lanes);
-    float rows[kRows][16], columns[8][16];
+    float rows[kRows][32], columns[8][32];
+    const int depth = step_of(each[0]->format), neighbours = depth / 8;
     for (int lane = 0; lane < 32; ++lane) {
       const WarpProduct& one = *each[lane];
       read_fragment(one.format, lane, one.a, [&](int row, int k, float x) { rows[row][k] = x; });
-      for (int i = 0; i < 4; ++i) {
-        const u32 bits = one.b[i / 2] >> i % 2 * 16 & 0xffff;
-        columns[lane / 4][i / 2 * 8 + lane % 4 * 2 + i % 2] = decode(one.format, bits);
+      for (int i = 0; i < 2 * neighbours; ++i) {
+        const int within = i % neighbours, bits = 32 / neighbours;
+        const u32 stored = one.b[i / neighbours] >> within * bits & ((1u << bits) - 1);
+        const int k = i / neighbours * (depth / 2) + lane % 4 * neighbours + within;
+        columns[lane / 4][k] = decode(one.format_b, stored);
       }
     }
     for (int lane = 0; lane < 32; ++lane) {
       for (int i = 0; i < 4; ++i) {
-        for (int k = 0; k < 16; ++k) {
+        for (int k = 0; k < depth; ++k) {
           each[lane]->acc[i] += rows[row_of(lane, i)][k] * columns[column_of(lane, i)][k];
         }
       }

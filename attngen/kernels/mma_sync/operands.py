@@ -30,7 +30,7 @@ class Operand:
 
 def operand_of(problem: Problem, name: str, uses: dict[str, list[FragmentUse]]) -> Operand:
     """A tensor whose rows are copied."""
-    bytes_each = "<1>" if problem.widens and name != "q" else ""
+    bytes_each = "<1>" if problem.eight_bit or (problem.widens and name != "q") else ""
     side, kind = ("q", problem.q_seq) if name == "q" else ("kv", problem.kv_seq)
     if problem.paged and name != "q":
         fetch = fragment_view(uses["kv_fetch" if name == "k" else "v_fetch"][0])

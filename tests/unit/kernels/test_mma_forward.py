@@ -76,14 +76,19 @@ def test_candidates_are_all_that_fit_the_preferred_first() -> None:
 
 
 def test_what_it_does_not_serve_is_refused_by_name() -> None:
-    words = {
-        "operands of 8 bits": FP8,
-    }
-    for word, problem in words.items():
-        with pytest.raises(PlanError, match=word):
-            plans(problem, "sm_80")
-    with pytest.raises(PlanError, match="operands of 8 bits"):
+    with pytest.raises(PlanError, match="sm_80 has no products of 8 bits"):
+        plans(FP8, "sm_80")
+    with pytest.raises(PlanError, match="keys and values of 8 bits beside queries of 16"):
         plans(WIDENED, "sm_89")
+
+
+def test_operands_of_8_bits_have_boxes_of_twice_as_many_columns() -> None:
+    plan, narrow = plan_of(DENSE, "sm_89"), plan_of(FP8, "sm_89")
+    sizes = {region.name: region.bytes for region in narrow.smem}
+    assert sizes["K"] == 128 * narrow.tile.n * narrow.stages and narrow.tile.n % 32 == 0
+    assert narrow.atoms - plan.atoms == {"cute/arch/mma_sm89.hpp"}
+    text = render_problem(FP8, narrow).text
+    assert "multiply_add<QElement, KvElement>" in text and "p.amax_o" in text
 
 
 def test_a_target_with_larger_products_has_none_of_these_kernels() -> None:
@@ -168,6 +173,8 @@ def test_gathered_rows_beside_dropout_take_the_next_smaller_block() -> None:
         ("sm_89", replace(PACKED, head_dim_qk=96, head_dim_v=96, scores=BIAS.scores)),
         ("sm_120", replace(MASKED, head_dim_qk=64, head_dim_v=64, max_logit=True)),
         ("sm_90", replace(CAUSAL, head_dim_qk=256, head_dim_v=256, scores=("softcap", "alibi"))),
+        ("sm_89", replace(FP8, masks=("causal",), dropout=True)),
+        ("sm_120", replace(FP8, q_seq="packed", kv_seq="packed", head_dim_v=64, dtype_o="e4m3")),
     ],
 )
 def test_kernels_compile_for_every_chip(arch: str, problem: Problem) -> None:
@@ -175,4 +182,5 @@ def test_kernels_compile_for_every_chip(arch: str, problem: Problem) -> None:
     binary, cubin = compile_source(render_problem(problem, plan), problem, arch)
     assert binary.arch == arch and binary.resources.spill_bytes <= MOST_SPILLS
     found = count_instructions(cubin)
-    assert found["HMMA"] > 50 and found["LDGSTS"] > 5 and not found["HGMMA"]
+    products = "QMMA" if problem.eight_bit else "HMMA"
+    assert found[products] > 50 and found["LDGSTS"] > 5 and not found["HGMMA"]

@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ....spec.problem import Problem
+from ....spec.problem import DTYPE_BYTES, Problem
 from ....targets.target import Target
 from ...base import Schedule, Tile, lay_out, score_tile_bytes
 from .plan import FORWARD, Plan
 
 ROW_TILE = 16  # query rows of a product
 WARP_THREADS = 32
-BOX_COLUMNS = 64  # of 128 bytes, which the swizzle spans
+BOX_BYTES = 128  # of a row, which the swizzle spans
 # Rescaling only where a maximum grows by 2^8: measured +3 and +16 % at 128, +14 and +9 % at 64,
 # full and causal, over rescaling always.
 LAZY_LOG2 = 8
+LAZY_LOG2_FP8 = 2  # of e4m3's range, which ends at 448; weights begin at 2^6 then instead of 2^8
 # Registers a thread has for output, scores and weights, by those that it has in all. From a sweep
 # of what the compiler spills.
 OPERANDS = {255: 204, 168: 120}
@@ -72,9 +73,9 @@ CHOICES = (
 WIDE = 64  # columns of V, above which one stage leaves registers for larger blocks
 
 
-def boxes_of(head_dim: int) -> int:
-    """Boxes of a row, each of 64 columns."""
-    return -(-head_dim // BOX_COLUMNS)
+def boxes_of(problem: Problem, head_dim: int) -> int:
+    """Boxes of a row, each of 128 bytes."""
+    return -(-head_dim * DTYPE_BYTES[problem.dtype_kv] // BOX_BYTES)
 
 
 def operand_registers(problem: Problem, choice: Choice) -> int:
@@ -100,17 +101,19 @@ def feasible(problem: Problem, target: Target) -> Iterator[Plan]:
 def make_plan(problem: Problem, choice: Choice, target: Target) -> Plan | None:
     """The plan of these choices; None where registers or shared memory do not hold it."""
     registers, limit = operand_registers(problem, choice), limit_of(problem, choice)
-    tile, row_bytes = choice.tile, 2 * BOX_COLUMNS
+    tile = choice.tile
+    qk, v = (BOX_BYTES * boxes_of(problem, d) for d in (problem.head_dim_qk, problem.head_dim_v))
     smem = lay_out(
         {
-            "Q": tile.m * row_bytes * boxes_of(problem.head_dim_qk),
-            "K": choice.stages * tile.n * row_bytes * boxes_of(problem.head_dim_qk),
-            "V": choice.stages * tile.n * row_bytes * boxes_of(problem.head_dim_v),
+            "Q": tile.m * qk,
+            "K": choice.stages * tile.n * qk,
+            "V": choice.stages * tile.n * v,
             **({"Bias": score_tile_bytes(tile.m, tile.n)} if problem.bias else {}),
         }
     )
     smem_bytes = smem[-1].offset + smem[-1].bytes
     room = target.smem_share(choice.ctas)
+    lazy = LAZY_LOG2_FP8 if problem.eight_bit else LAZY_LOG2
     if registers > limit or smem_bytes > room:
         return None
     return Plan(
@@ -121,13 +124,14 @@ def make_plan(problem: Problem, choice: Choice, target: Target) -> Plan | None:
         row_tiles=choice.row_tiles,
         stages=choice.stages,
         ctas=choice.ctas,
-        lazy_rescale_log2=LAZY_LOG2,
+        lazy_rescale_log2=lazy,
+        eight_bit=problem.eight_bit,
         schedule=MASKED_SCHEDULE if problem.masks else FULL_SCHEDULE,
         smem=smem,
         smem_bytes=smem_bytes,
         threads=choice.warps * WARP_THREADS,
         operand_registers=registers,
-        why=explain(choice, registers, limit, smem_bytes, room),
+        why=explain(choice, registers, limit, smem_bytes, room, lazy),
     )
 
 
@@ -138,7 +142,7 @@ def limit_of(problem: Problem, choice: Choice) -> int:
 
 
 def explain(
-    choice: Choice, registers: int, limit: int, smem_bytes: int, room: int
+    choice: Choice, registers: int, limit: int, smem_bytes: int, room: int, lazy: int
 ) -> tuple[str, ...]:
     """The plan's choices in prose, for people. room: bytes of shared memory a CTA may use."""
     return (
@@ -147,5 +151,5 @@ def explain(
         f"{choice.block} keys a block: {registers} of {limit} operand registers a thread",
         f"{choice.stages} stage{'s' if choice.stages > 1 else ''} of K and V: {smem_bytes} of "
         f"{room} bytes of shared memory, {choice.ctas} CTA{'s' if choice.ctas > 1 else ''} an SM",
-        f"output rescaled only where a maximum grows by more than 2^{LAZY_LOG2}",
+        f"output rescaled only where a maximum grows by more than 2^{lazy}",
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from ....errors import PlanError
 from ....fragments.features import Features
-from ....spec.problem import DTYPE_BYTES, Problem
+from ....spec.problem import Problem
 from ....targets.target import Target
 from ... import tuned
 from ...base import KernelPlan, TiledPlan
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class MmaForward(Family):
-    """Outputs of prompts, of 16-bit operands."""
+    """Outputs of prompts, of 16- and 8-bit operands."""
 
     needs = frozenset({"cp_async"})
     avoids = frozenset({"wgmma"})
@@ -36,12 +36,18 @@ class MmaForward(Family):
     def refuses(self, problem: Problem) -> Iterator[str]:
         unserved = {
             "mask that was made before": problem.listed,
-            "operands of 8 bits": DTYPE_BYTES[problem.dtype_kv] == 1,
+            "keys and values of 8 bits beside queries of 16": problem.widens,
             "output to go on from": problem.continues,
         }
         for what, asked in unserved.items():
             if asked:
                 yield f"kernels of mma.sync have no {what} yet"
+
+    def refusals(self, problem: Problem, target: Target) -> list[str]:
+        found = super().refusals(problem, target)
+        if problem.eight_bit and not target.fp8:
+            found.append(f"{target.name} has no products of 8 bits")
+        return found
 
     def plans(self, problem: Problem, target: Target) -> tuple[KernelPlan, ...]:
         entry = tuned.entry_of(problem, target.name)

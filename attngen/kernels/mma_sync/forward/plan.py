@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...base import Schedule, SmemRegion, Tile, TiledPlan
-from ..atoms import ATOMS
+from ..atoms import ATOMS, ATOMS_FP8
 
 FORWARD = "mma_fwd"
 
@@ -19,7 +19,7 @@ class Plan(TiledPlan):
     values that a warp reads serves all of them. `stages`: buffers of K and of V; of one, keys are
     copied under the product of values, and values under that of keys. `ctas`: of an SM.
     `lazy_rescale_log2`: the output is rescaled only when a row's maximum grows by more than this
-    power of two.
+    power of two. `eight_bit`: operands have 8 bits.
     """
 
     arch: str
@@ -30,6 +30,7 @@ class Plan(TiledPlan):
     stages: int
     ctas: int
     lazy_rescale_log2: int
+    eight_bit: bool
     schedule: Schedule
     smem: tuple[SmemRegion, ...]
     smem_bytes: int
@@ -39,7 +40,7 @@ class Plan(TiledPlan):
 
     @property
     def atoms(self) -> frozenset[str]:
-        return ATOMS
+        return ATOMS_FP8 if self.eight_bit else ATOMS
 
     @property
     def tile_axis(self) -> Literal["q", "kv"] | None:

@@ -26,6 +26,10 @@ from .view import forward_view
 
 ROLES = ("mask", "score", "softmax", "q_seq", "kv_seq", "kv_iter")
 PAGES = ("kv_fetch", "v_fetch")
+SCALES = (
+    *("descale_q", "descale_k", "descale_v", "scale_s", "descale_s", "scale_o"),
+    *("amax_s", "amax_o"),
+)
 
 
 def render(problem: Problem, plan: Plan, features: Features, root: Path) -> Source:
@@ -63,6 +67,7 @@ def _names(problem: Problem, uses: dict[str, list[FragmentUse]]) -> Names:
     """Names and types of the parameters: pointers and strides, then 4-byte values."""
     names = typed("ptr", "q", "k", "v", "o", "lse")
     names += typed("ptr", *(("max_logit",) if problem.max_logit else ()))
+    names += typed("ptr", *(SCALES if problem.eight_bit else ()))
     names += typed("ptr", *(("rng_state",) if problem.dropout else ()))
     for tensor in "qkvo":
         names += strides_of(tensor)
@@ -74,5 +79,9 @@ def _names(problem: Problem, uses: dict[str, list[FragmentUse]]) -> Names:
     counts = ("tiles_m", "heads_q", "total_heads", "heads_per_group", "tail_rows", "group_size")
     names += [*typed("i32", *counts), *diagonal_names(problem), ("scale_log2", "f32")]
     names += typed("i32", *(("sequences",) if problem.varlen else ()))
+    if problem.eight_bit:
+        for tensor in "qkv":
+            strides = (f"descale_{tensor}_stride_{axis}" for axis in ("batch", "head"))
+            names += typed("i32", *strides)
     names += drop_names(problem, *DROP_THRESHOLD, ("keep_scale", "f32"))
     return [*names, *operands_of(uses)]

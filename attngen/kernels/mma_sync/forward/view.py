@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ....runtime.program import KernelEntry
-from ....spec.problem import Problem
+from ....spec.problem import DTYPE_BYTES, Problem
 from ...base import SmemRegion
 from ...plan import template_of
+from ...support.view_parts import Alias
 from ...uses import FragmentUse
 from ...view import (
     CPP_ELEMENTS,
@@ -30,12 +31,16 @@ from .plan import Plan
 class Weights:
     """How scores become weights. Strings are C++.
 
-    unit: of scores as they come to the softmax, in log2 units; small: whether the first score has a
-    cheaper form for small ones; row_maximum: a row's maximum as a score; pack: what rounds weights;
+    scale_log2: of products, in log2 units; unit: of scores as they come to the softmax; shift: log2
+    of what weights are multiplied by; slack: log2 of how far maxima may be outgrown; small: whether
+    the first score has a cheaper form for small ones; row_maximum: a row's maximum as a score; pack: what rounds weights;
     keep_factor: what the output is multiplied by for what dropout leaves.
     """
 
+    scale_log2: str
     unit: str
+    shift: str
+    slack: str
     small: bool
     row_maximum: str
     largest_score: str
@@ -56,7 +61,12 @@ class MmaForwardView:
     compile. lazy_rescale_log2: how far maxima may grow before the output is rescaled.
     longest_first: C++, whether tiles begin at the last queries.
 
-    Formats: head_dim_qk, head_dim_v: columns. element: C++ type.
+    Formats: head_dim_qk, head_dim_v: columns. elements: C++ types by the names that templates have
+    for them: of weights, and where these differ of queries, of keys and of the output. eight_bit:
+    whether operands have 8 bits; stores_bytes: whether the output has. step_columns, box_columns:
+    of a step of a product, and of a box. copied: C++, what makes pairs of bytes, which copies
+    count, of columns. keys_by: C++, the types of the product of keys; tile_element: that of what
+    scores read in tiles.
 
     Fragments: fragment_sources: C++, their structs. masks, score_list: as the common macros take
     them; score_list is None without scores. weights: what becomes of scores. softmax, q_seq,
@@ -84,7 +94,14 @@ class MmaForwardView:
     longest_first: str
     head_dim_qk: int
     head_dim_v: int
-    element: str
+    elements: tuple[Alias, ...]
+    eight_bit: bool
+    stores_bytes: bool
+    step_columns: int
+    box_columns: int
+    copied: str
+    keys_by: str
+    tile_element: str
     fragment_sources: tuple[str, ...]
     masks: MaskListView
     score_list: ScoreListView | None
@@ -136,7 +153,14 @@ def forward_view(
         longest_first="true" if plan.schedule.longest_first else "false",
         head_dim_qk=problem.head_dim_qk,
         head_dim_v=problem.head_dim_v,
-        element=CPP_ELEMENTS[problem.dtype_q],
+        elements=elements_of(problem),
+        eight_bit=problem.eight_bit,
+        stores_bytes=DTYPE_BYTES[problem.dtype_o] == 1,
+        step_columns=32 if problem.eight_bit else 16,
+        box_columns=128 if problem.eight_bit else 64,
+        copied=" / 2" if problem.eight_bit else "",
+        keys_by="QElement, KvElement" if problem.eight_bit else "Element",
+        tile_element=CPP_ELEMENTS[problem.dtype_bias] if problem.eight_bit else "Element",
         fragment_sources=fragment_sources,
         masks=masks,
         score_list=score_list_view(uses["score"], uses["mask"], scales=scaled),
@@ -170,15 +194,19 @@ def headers_of(problem: Problem) -> tuple[str, ...]:
         "mask_bits.cuh": problem.attn_mask,
         "maximum.cuh": problem.max_logit,
         "mma/atoms.cuh": True,
+        "mma/atoms_fp8.cuh": problem.eight_bit,
         "mma/fragment.cuh": True,
         "mma/score_tile.cuh": problem.bias,
-        "mma/store.cuh": problem.dtype_o != "fp32",
+        "mma/store.cuh": not problem.eight_bit and problem.dtype_o != "fp32",
         "mma/store_float.cuh": problem.dtype_o == "fp32",
+        "mma/store_quads.cuh": problem.eight_bit,
+        "mma/transpose.cuh": problem.eight_bit,
         "ptx/async_copy.cuh": True,
         "ptx/barrier.cuh": True,
         "ptx/math.cuh": True,
         "ptx/matrix_move.cuh": True,
         "ptx/tma.cuh": True,  # the type of maps, of which it has none
+        "scale.cuh": problem.eight_bit,
         "scheduler/gap_rows.cuh": problem.q_seq != "dense",
         "scheduler/kv_blocks.cuh": True,
         "scheduler/packed_tiles.cuh": problem.q_seq == "packed",
@@ -191,15 +219,29 @@ def headers_of(problem: Problem) -> tuple[str, ...]:
 
 def weights_of(problem: Problem, scores: list[FragmentUse], *, scaled: bool) -> Weights:
     """How scores become weights. scaled: whether they come to the softmax scaled."""
-    natural = "{}" if scaled else "{} * kLn2 * p.scale_log2"
+    scale_log2 = "scale_log2" if problem.eight_bit else "p.scale_log2"
+    natural = "{}" if scaled else f"{{}} * kLn2 * {scale_log2}"
+    shifted = " - shift * kLn2" if problem.eight_bit else ""
     return Weights(
-        unit="kLog2E" if scaled else "p.scale_log2",
+        scale_log2=scale_log2,
+        unit="kLog2E" if scaled else scale_log2,
+        shift="shift" if problem.eight_bit else "0.f",
+        slack="slack" if problem.eight_bit else "kLazyRescaleLog2",
         small=bool(scores) and scores[0].fragment.small,
-        row_maximum=natural.format("state[m].row_max[half]"),
+        row_maximum=natural.format("state[m].row_max[half]") + shifted,
         largest_score=natural.format("largest[m][half]"),
         pack="pack_positive_pairs" if problem.dropout else "pack_pairs",
         keep_factor=" * p.keep_scale" if problem.dropout else "",
     )
+
+
+def elements_of(problem: Problem) -> tuple[Alias, ...]:
+    """Types of elements by their names in templates."""
+    q, kv = CPP_ELEMENTS[problem.dtype_q], CPP_ELEMENTS[problem.dtype_kv]
+    if not problem.eight_bit:
+        return (Alias("Element", q),)
+    output = Alias("Output", CPP_ELEMENTS[problem.dtype_o])
+    return (Alias("Element", "E4m3"), Alias("QElement", q), Alias("KvElement", kv), output)
 
 
 def lse_row(problem: Problem) -> str:
