@@ -33,8 +33,9 @@ class Weights:
 
     scale_log2: of products, in log2 units; unit: of scores as they come to the softmax; shift: log2
     of what weights are multiplied by; slack: log2 of how far maxima may be outgrown; small: whether
-    the first score has a cheaper form for small ones; row_maximum: a row's maximum as a score; pack: what rounds weights;
-    keep_factor: what the output is multiplied by for what dropout leaves.
+    the first score has a cheaper form for small ones; row_maximum: a row's maximum as a score;
+    pack: what rounds weights; keep_factor: what the output is multiplied by for what dropout
+    leaves.
     """
 
     scale_log2: str
