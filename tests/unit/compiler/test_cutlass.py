@@ -19,7 +19,7 @@ from attngen.kernels.plan import plans
 from attngen.targets.target import DEFAULT
 from tests.support.forward_kit import BIAS, CAUSAL, DENSE, GATHER, PAGED
 
-WRAPPED = '#include "attngen/mma/atoms.cuh"\n'
+WRAPPED = '#include "attngen/mma/atoms.cuh"\n#include "attngen/mma/atoms_fp8.cuh"\n'
 NOTHING = f"compiling needs {cutlass.PACKAGE}, which is not installed: pip install"
 
 
@@ -86,7 +86,9 @@ def material(arch: str) -> str:
 
 
 def test_keys_have_the_wrappers_that_kernels_include(missing: None) -> None:
-    assert all(sha256 in material("sm_80") for sha256 in cutlass.ATOMS.values())
+    *_, plan = plans(CAUSAL, "sm_80")
+    assert len(plan.atoms) == 3
+    assert all(cutlass.ATOMS[name] in material("sm_80") for name in plan.atoms)
     assert "cutlass" not in material(DEFAULT.name)
 
 
