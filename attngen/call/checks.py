@@ -12,6 +12,7 @@ from .bias import sizes_of
 from .fp8_checks import (
     BIAS_DTYPE,
     CACHE_SCALES,
+    ScaledSizes,
     dtype_violations,
     output_violations,
     scale_violations,
@@ -48,7 +49,8 @@ def violations(
     else:
         reasons += _misplaced(q, scales, CACHE_SCALES if cached else (), arguments)
     if cached:
-        reasons += scale_violations(scales, sequences, extents["k"].heads, ("float32",))
+        sizes = _scaled_sizes(q, extents, arguments.layout, sequences)
+        reasons += scale_violations(scales, sizes, ("float32",))
     reasons += length_checks.violations(tensors, optional, arguments, sequences)
     reasons += batch_violations(extents, arguments.layout, sequences)
     reasons += _variant_violations(heads, sequences, optional, arguments)
@@ -67,6 +69,15 @@ def violations(
         reasons += stride_violations(tensors, paged)
     reasons += operand_violations(extents, paged)
     return reasons + [*number_violations(softmax_scale_of(q, arguments), arguments.softcap)]
+
+
+def _scaled_sizes(
+    queries: Described, extents: Mapping[str, Extent], layout: str, sequences: int
+) -> ScaledSizes:
+    """Sizes that scales may have: of tokens beside FP8 queries alone."""
+    q, k, parsed = extents["q"], extents["k"], layout_of(layout)
+    dense = is_fp8(queries) and not parsed.paged and "thd" not in parsed.formats
+    return ScaledSizes(sequences, k.heads, q.heads, *((q.seq, k.seq) if dense else ()))
 
 
 def number_violations(softmax_scale: float, softcap: float) -> Iterator[str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import eq
+from typing import NamedTuple
 
+from ..spec.call_arguments import DESCALES, TOKEN_AXES
 from .tensors import FP8, Described, dtype_name, is_described, name_of, named
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -31,22 +33,50 @@ def dtype_violations(q: str, k: str, v: str) -> Iterator[str]:
         )
 
 
+class ScaledSizes(NamedTuple):
+    """Sizes of a call that its scales may have: sequences, heads of K and V, and of dense operands
+    heads of Q and positions of both, None of packed ones."""
+
+    b: int
+    h_kv: int
+    h_q: int
+    s_q: int | None = None
+    s_kv: int | None = None
+
+    def shapes_of(self, name: str) -> dict[str, tuple[int, ...]]:
+        """Shapes that a scale may have, by how a message says them."""
+        if name not in DESCALES:
+            return {"[1]": (1,)}
+        b, h_kv = self.b, self.h_kv
+        found: dict[str, tuple[int, ...]] = {"[1]": (1,), f"[b={b}, h_kv={h_kv}]": (b, h_kv)}
+        heads, side = ("h_q", "s_q") if name == "descale_q" else ("h_kv", "s_kv")
+        h, s = getattr(self, heads), getattr(self, side)
+        if None not in (self.s_q, self.s_kv):
+            found[f"[b={b}, {heads}={h}, {side}={s}]"] = (b, h, s)
+        return found
+
+
 def scale_violations(
     scales: Mapping[str, Described | None],
-    b: int,
-    h_kv: int,
+    sizes: ScaledSizes,
     floats: Sequence[str] = FLOATS,
     agree: Agree = eq,
 ) -> Iterator[str]:
-    """Shapes and dtypes of the scales, by their names; S has both of its scales or neither.
-    floats: the dtypes that they may have."""
+    """Shapes and dtypes of the scales, by their names; S has both of its scales or neither, and
+    all of Q, K and V one a token, or none. floats: the dtypes that they may have."""
     for name, scale in scales.items():
-        per_head = name in ("descale_q", "descale_k", "descale_v")
-        shapes = ((1,), *[(b, h_kv)] * per_head)
-        if scale is not None and not _fits(scale, floats, shapes, agree):
-            wanted = f"float32 [1] or [b={b}, h_kv={h_kv}]" if per_head else "float32 [1]"
+        shapes = sizes.shapes_of(name)
+        if scale is not None and not _fits(scale, floats, [*shapes.values()], agree):
             got = named(scale) if is_described(scale) else repr(scale)
+            wanted = f"float32 {' or '.join(shapes)}"
             yield f"{name} needs {wanted}; got {got}. Pass a tensor on q's device."
+    axes = {name: len(getattr(scales[name], "shape", ())) for name in DESCALES}
+    if TOKEN_AXES in axes.values() and len({*axes.values()}) > 1:
+        others = [name for name, count in axes.items() if count != TOKEN_AXES]
+        yield (
+            f"{', '.join(others)}: scales a token and head are those of q, k and v together. Pass "
+            "all three as [b, h, s]."
+        )
     if (scales["scale_s"] is None) != (scales["descale_s"] is None):
         given = "scale_s" if scales["descale_s"] is None else "descale_s"
         yield (
@@ -57,7 +87,7 @@ def scale_violations(
 
 def backward_violations(scales: Mapping[str, Described | None]) -> Iterator[str]:
     """Scales of q, k and v, by their names, that a backward in 8 bits does not take."""
-    for name in ("descale_q", "descale_k", "descale_v"):
+    for name in DESCALES:
         scale = scales[name]
         if scale is not None and tuple(scale.shape) != (1,):
             yield f"{name} {[*scale.shape]}: a backward takes one for the tensor, float32 [1]"

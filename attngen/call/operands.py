@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from ..runtime.run_time import UNBOUNDED, Extent, Scalars
-from ..spec.attention_spec import DTYPES_16BIT, AttentionSpec, dtype_name, is_boxed, is_decode
-from ..spec.layouts import Layout, parse, size, unpack
+from ..spec.attention_spec import DTYPES_16BIT, AttentionSpec, dtype_name, is_decode
+from ..spec.call_arguments import DESCALES, TOKEN_AXES, scaling_of
+from ..spec.layouts import Layout, is_boxed, parse, size, unpack
 from ..spec.masks import masks_of
 from ..spec.problem import LISTED
 from . import bias as bias_of
@@ -129,6 +130,7 @@ def spec_of(
         dropout=arguments.dropout_p > 0,
         score_mod=arguments.score_mod or False,
         positions=bool(arguments.positions),
+        scaling=scaling_of(optional),
     )
     features: dict[str, Any] = {to: optional[name] is not None for name, to in _FEATURES}
     if (mask := optional["attn_mask"]) is not None and made_mask.is_made(mask):
@@ -241,6 +243,9 @@ _BY_HEAD = tuple(
 
 def _stride_numbers(optional: Mapping[str, Described | None]) -> dict[str, int | float]:
     numbers: dict[str, int | float] = {}
+    for name in DESCALES:
+        if (x := optional[name]) is not None and len(x.shape) == TOKEN_AXES:
+            numbers[f"{name}_stride_row"] = x.stride()[-1]
     for name in _BY_HEAD:
         strides = zip(("batch", "head"), head_strides(optional[name]), strict=True)
         numbers |= {f"{name}_stride_{axis}": stride for axis, stride in strides}
@@ -248,11 +253,11 @@ def _stride_numbers(optional: Mapping[str, Described | None]) -> dict[str, int |
 
 
 def head_strides(tensor: Described | None) -> tuple[int, int]:
-    """Elements from one sequence to the next and from one head to the next, of a tensor [h] or
-    [b, h]; 0 over a single one."""
+    """Elements from one sequence to the next and from one head to the next, of a tensor [h],
+    [b, h] or [b, h, s]; 0 over a single one."""
     if tensor is None:
         return 0, 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     strides = [stride if size > 1 else 0 for size, stride in steps]
-    batch, head = strides if len(strides) == 2 else (0, *strides)
+    batch, head = strides[:2] if len(strides) > 1 else (0, *strides)
     return batch, head

@@ -48,16 +48,18 @@ IN_16_BITS = StoredGradients()
 
 class Quantised(NamedTuple):
     """Operands in FP8, None where one is packed into another, and what is said of them: arguments
-    of attention such as descale_q, by their names. gradients: how their backward stores its own."""
+    of attention such as descale_q, by their names. by_token: whether scales of q, k and v are one a
+    row of their carrier, in its order. gradients: how their backward stores its own."""
 
     carriers: tuple[Tensor | None, ...]
     scales: dict[str, Tensor | None]
     gradients: StoredGradients = IN_16_BITS
+    by_token: bool = False
 
 
 class Narrowed(NamedTuple):
     """Tensors in 8 bits. numbers: float32 [3, n, 1], their largest magnitudes, by what they were
-    multiplied, and what undoes it."""
+    multiplied, and what undoes it; by rows, where each has a scale, [3, rows of all]."""
 
     stored: tuple[Tensor, ...]
     numbers: Tensor
@@ -99,13 +101,15 @@ class CastRule(NamedTuple):
     """How scales follow from largest magnitudes.
 
     dtype: torch's name of the stored format; least: the least magnitude that is taken; margin:
-    binades left free above; power_of_two: whether a scale is one.
+    binades left free above; power_of_two: whether a scale is one; by_token: whether each row of a
+    tensor, along its last axis, has a scale of its own.
     """
 
     dtype: str
     least: float = 0.0
     margin: int = 0
     power_of_two: bool = True
+    by_token: bool = False
 
 
 class StepRule(NamedTuple):

@@ -33,6 +33,7 @@ _BEGIN = (
     "First row of each sequence of a dense format, int32 [b], 0 by default; lengths then end it, "
     "counted from the tensor's first row."
 )
+_STANDS = "What a stored number of FP8 {} stands for."
 _LONGEST = "Longest length, which changes no result; a tensor of one is never read."
 
 
@@ -206,13 +207,13 @@ class AttentionCall:
         "function", "A BlockMask of FlexAttention; a byte a pair.", given="Any"
     )
     descale_q: Tensor | None = scale(
-        "descale_q", 0, "What a stored number of FP8 q stands for.", ("b", "h_kv")
+        "descale_q", 0, _STANDS.format("q"), ("b", "h_kv"), ("b", "h_q", "s_q")
     )
     descale_k: Tensor | None = scale(
-        "descale_k", 1, "What a stored number of FP8 k stands for.", ("b", "h_kv")
+        "descale_k", 1, _STANDS.format("k"), ("b", "h_kv"), ("b", "h_kv", "s_kv")
     )
     descale_v: Tensor | None = scale(
-        "descale_v", 2, "What a stored number of FP8 v stands for.", ("b", "h_kv")
+        "descale_v", 2, _STANDS.format("v"), ("b", "h_kv"), ("b", "h_kv", "s_kv")
     )
     scale_s: Tensor | None = scale(
         "scale_s", 3, "By which the softmax's weights are multiplied to be stored in FP8."

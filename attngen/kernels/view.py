@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ..fragments.header import CAPTURED, Fragment, Operand
 from ..runtime.program import KernelEntry
-from ..spec.problem import DTYPE_BYTES, Problem
+from ..spec.problem import DTYPE_BYTES, TOKEN_SCALES, Problem
 from .uses import FragmentUse
 
 CPP_TYPES = {
@@ -153,14 +153,15 @@ class ScoreView(FragmentView):
 class ScoreListView:
     """A kernel's scores in the order in which they apply, as a struct and what makes it.
 
-    name, function: C++ names of the struct and of the function that makes it. past: whether a
-    mask hides whatever is past the diagonal. unit: the member that a tile's elements or results
-    are multiplied by (`unit`, `tile_unit`), unit_value: what fills it, both empty where there is
-    none. reads_tile: whether a score reads a tensor in tiles; scales_tile: whether its elements
-    are multiplied by `tile_unit`. scales_result: whether scores are multiplied by `unit` after the
-    last fragment. small: the name of the first fragment where it has a cheaper form for small
-    scores, else empty; after_small: those behind it. differentiates: whether the struct has the
-    derivative. reads_params, reads_tensors, reads_unit: whether making it takes the parameters,
+    name, function: C++ names of the struct and of the function that makes it. place: C++, what
+    fragments are told of an element, of which there is a kind with a scale of its product. past:
+    whether a mask hides whatever is past the diagonal. unit: the member that a tile's elements or
+    results are multiplied by (`unit`, `tile_unit`), unit_value: what fills it, both empty where
+    there is none. reads_tile: whether a score reads a tensor in tiles; scales_tile: whether its
+    elements are multiplied by `tile_unit`. scales_result: whether scores are multiplied by `unit`
+    after the last fragment. small: the name of the first fragment where it has a cheaper form for
+    small scores, else empty; after_small: those behind it. differentiates: whether the struct has
+    the derivative. reads_params, reads_tensors, reads_unit: whether making it takes the parameters,
     the context, and the unit of scores; reads_per_unit: whether also the unit's reciprocal.
     learned: the name of the score that learns what it reads, empty where none does; before_learned:
     those before it.
@@ -168,6 +169,7 @@ class ScoreListView:
 
     name: str
     function: str
+    place: str
     scores: tuple[ScoreView, ...]
     past: bool
     unit: str
@@ -332,6 +334,7 @@ def score_list_view(
     return ScoreListView(
         name=name,
         function=function,
+        place="ScaledPlace" if scores[0].fragment.name == TOKEN_SCALES else "Place",
         scores=views,
         past=any(use.fragment.past for use in masks),
         unit="tile_unit" if scales_tile else "unit" if tiled and scales else "",

@@ -81,18 +81,19 @@ def attend_one(
     stored; None for the operands' own.
     """
     group = q.shape[0] // k.shape[0]
-    eight_bit = fp8.is_fp8(q.dtype)
+    eight_bit, by_token = fp8.is_fp8(q.dtype), fp8.is_per_token(call.descale_v)
     dtype = accumulation_dtype(q.dtype) if accumulate is None else accumulate
     if eight_bit:
         q = fp8.dequantise(q, call.descale_q, b, dtype)
     if fp8.is_fp8(k.dtype):
         k = fp8.dequantise(k, call.descale_k, b, dtype)
-        v = fp8.dequantise(v, call.descale_v, b, dtype)
+        v = fp8.dequantise(v, None if by_token else call.descale_v, b, dtype)
     k = k.to(dtype).repeat_interleave(group, dim=0)
     v = v.to(dtype).repeat_interleave(group, dim=0)
     s = scores(call, b, q.to(dtype), k)
     sink = softmax_offset(call, s)
-    p, lse = fp8.softmax(call, s, sink) if eight_bit else softmax(s, sink)
+    values = fp8.value_scales(call, b, s) if by_token else None
+    p, lse = fp8.softmax(call, s, sink, values) if eight_bit else softmax(s, sink)
     if call.dropout_p > 0:
         assert rng_state is not None
         drawn = dropout.bytes_of(call, rng_state, b, s.shape)
@@ -155,7 +156,7 @@ def switched_scores(
         return s if bias is None else s + bias
     if fragment.name == "alibi":
         return s + alibi(call, b, s) if call.has_alibi else s
-    if fragment.name == "pre_scale_bias":  # added to products
+    if fragment.name in ("pre_scale_bias", "token_scales"):  # products have them already
         return s
     given = {operand.name: getattr(call, operand.name) for operand in fragment.operands}
     if any(x is None for x in given.values()):

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from ..call.table import AttentionCall
+from ..spec.call_arguments import TOKEN_AXES
 
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 WEIGHTS_DTYPE = torch.float8_e4m3fn
+VALUE_BINADES = 60  # of the scales of values from 1, either way, that weights are multiplied by
 DEFAULT_SCALE_S = 256.0  # the power of two that leaves a weight of 1 below e4m3's largest, 448
 
 
@@ -33,24 +35,45 @@ def dequantise(
     """One operand of sequence b in a wider dtype, [h, s, d].
 
     descale: None, float32 [1] or [batch, h_kv], in which a head of a query finds that of its
-    key/value head.
+    key/value head; or one a token and head, [batch, h, room], of at least as many tokens.
     """
     x = x.to(dtype)
     if descale is None:
         return x
+    if is_per_token(descale):
+        return x * descale[b, :, : x.shape[1]].to(dtype)[..., None]
     heads = descale if descale.ndim == 1 else descale[b]
     return x * heads.repeat_interleave(x.shape[0] // heads.shape[0])[:, None, None]
 
 
-def softmax(call: AttentionCall, s: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+def is_per_token(descale: Tensor | None) -> bool:
+    """Whether scales are one a token and head, [batch, h, s]."""
+    return descale is not None and descale.ndim == TOKEN_AXES
+
+
+def value_scales(call: AttentionCall, b: int, s: Tensor) -> Tensor:
+    """Scales of sequence b's values as weights are multiplied by them, [h_q, 1, s_kv], within what
+    their logarithms leave finite. s: its scores."""
+    assert call.descale_v is not None
+    heads, _, s_kv = s.shape
+    scales = call.descale_v[b, :, :s_kv].to(s.dtype).clamp(2.0**-VALUE_BINADES, 2.0**VALUE_BINADES)
+    return scales.repeat_interleave(heads // scales.shape[0], dim=0)[:, None]
+
+
+def softmax(
+    call: AttentionCall, s: Tensor, sink: Tensor, values: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Probabilities [h, s_q, s_kv] of quantised weights, and log-sum-exp [h, s_q], of scores.
 
     E = e^(S − m), m the largest score of a row, is stored as e4m3 with scale_s; the sum of the
     row, the sink's term in it, and the LSE are those of E itself. sink: its score [h, 1, 1].
+    values: scales of values, [h, 1, s_kv], that weights are multiplied by before they are stored; m
+    is the largest of S + log(scale) then.
     """
-    maximum = _row_maximum(s)
-    exps = torch.exp(s - maximum)
-    sums = exps.sum(-1, keepdim=True)
+    raised = s if values is None else s + torch.log(values)
+    maximum = _row_maximum(raised)
+    exps = torch.exp(raised - maximum)
+    sums = torch.exp(s - maximum).sum(-1, keepdim=True)
     total = sums + torch.exp(sink - maximum)  # infinite beside a sink far above: weights are 0
     lse = torch.logaddexp(maximum + torch.log(sums), sink)
     scale = DEFAULT_SCALE_S if call.scale_s is None else call.scale_s

@@ -29,7 +29,7 @@ def check_backward(call: AttentionCall, operands: Operands, given: BackwardOpera
     Raises: SpecError with every violation at once.
     """
     reasons = [
-        *_forward_violations(call, operands),
+        *_forward_violations(call, operands, given.d_o),
         *_tensor_violations(call, operands, given),
         *scale_violations(given),
         *_device_violations(call, given),
@@ -38,12 +38,19 @@ def check_backward(call: AttentionCall, operands: Operands, given: BackwardOpera
         raise SpecError(reasons)
 
 
-def _forward_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
+def _forward_violations(
+    call: AttentionCall, operands: Operands, d_o: Tensor
+) -> Iterator[str]:
     q = operands.q.dtype
     if not fp8.is_fp8(q):
         yield f"q needs an FP8 dtype, {names(fp8.DTYPES)}; got {names([q])}. Quantise it."
     if operands.layout.paged:
         yield f"layout={operands.layout.name!r} is inference only. Gather the pages."
+    if fp8.is_per_token(call.descale_q) and fp8.is_fp8(d_o.dtype):
+        yield (
+            "scales a token and head have gradients in 16 bits alone, sums over tokens leave no "
+            "token's scale behind them. Pass d_o in 16 bits."
+        )
     if call.functions:
         yield f"{', '.join(call.functions)}: functions have no FP8 backward. Use fragments."
     if call.dropout_p > 0 and call.rng_state is None:

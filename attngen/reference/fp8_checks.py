@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ..call.fp8_checks import CACHE_SCALES, output_violations, scale_violations
+from ..call.fp8_checks import CACHE_SCALES, ScaledSizes, output_violations, scale_violations
 from ..call.table import AttentionCall
 from . import fp8
 from .operands import Operands
@@ -28,7 +28,10 @@ def fp8_violations(call: AttentionCall, operands: Operands) -> Iterator[str]:
         yield from output_violations(fp8.output_dtype(call), scaled, OUT_DTYPES, fp8.DTYPES)
     if not cached:
         return
-    yield from scale_violations(call.scales, operands.batch, operands.h_kv, agree=agree)
+    sizes = ScaledSizes(operands.batch, operands.h_kv, operands.h_q)
+    if fp8.is_fp8(operands.q.dtype):
+        sizes = sizes._replace(s_q=operands.dense_s_q, s_kv=operands.dense_s_kv)
+    yield from scale_violations(call.scales, sizes, agree=agree)
     given = (operands.q, operands.k, operands.v, *call.scales.values(), call.bias, call.sink)
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given):
         yield (

@@ -83,6 +83,8 @@ def narrowed(
     known: Tensor | None = None,
 ) -> Narrowed:
     """Tensors in 8 bits, of any floating dtype. Arguments as of `call.recipe.Narrow`."""
+    if rule.by_token:
+        return _narrowed_by_token(tensors, rule)
     dtype = getattr(torch, rule.dtype)
     amax = [largest(x, rows) for x, rows in zip(tensors, used, strict=True)]
     scales = [current_scale(x, dtype, rule.margin, rule.power_of_two, rule.least) for x in amax]
@@ -93,3 +95,16 @@ def narrowed(
     made = tuple([stored(x, dtype, scale, rule.power_of_two) for x, scale in pairs])
     amaxes, factors = torch.stack(amax), torch.stack(scales)
     return Narrowed(made, torch.stack([amaxes, factors, factors.reciprocal()]))
+
+
+def _narrowed_by_token(tensors: Sequence[Tensor], rule: CastRule) -> Narrowed:
+    """Tensors in 8 bits with a scale of each row: nothing that other rows hold changes it."""
+    dtype = getattr(torch, rule.dtype)
+    made, numbers = [], []
+    for x in tensors:
+        x = x.detach()
+        amax = torch.linalg.vector_norm(x, math.inf, dim=-1).float()
+        scale = current_scale(amax, dtype, rule.margin, rule.power_of_two, rule.least)
+        made.append(quantise(x.float(), dtype, scale[..., None]))
+        numbers.append(torch.stack([amax, scale, scale.reciprocal()]).flatten(1))
+    return Narrowed(tuple(made), torch.cat(numbers, dim=1))

@@ -151,7 +151,7 @@ def _strides(tensor: str, *axes: str) -> tuple[str, ...]:
 # Parts of a call → the numbers that they give under their own names.
 GIVEN: dict[str, tuple[str, ...]] = {
     "scales": tuple(
-        name for each in "qkv" for name in _strides(f"descale_{each}", "batch", "head")
+        name for each in "qkv" for name in _strides(f"descale_{each}", "batch", "head", "row")
     ),
     "dropout": ("drop_low", "drop_high", "drop_limit", "keep_scale", "keep_share"),
     "mask": (

@@ -17,7 +17,13 @@ from ..io.text import printable, shortened
 from ..io.values import DataError, from_data, to_data
 from ..targets.target import DEFAULT
 from . import layouts, plain
-from .call_arguments import ARGUMENTS, call_arguments, fragment_arguments, score_switches
+from .call_arguments import (
+    ARGUMENTS,
+    call_arguments,
+    fragment_arguments,
+    scaling_of,
+    score_switches,
+)
 from .functions import FunctionError, without_functions
 from .masks import JOINT, masks_of
 from .tables import PRODUCT_LIMIT, REASON_LIMIT, Place, Table, at_most, count_specs, tables_of
@@ -54,6 +60,8 @@ class AttentionSpec:
     sequence, so that the kernel splits the keys; `gather` that rows or addresses of operands are no
     multiples of 16 bytes, or their last axis is not contiguous, so that threads copy what the copy
     engine cannot. Of head dims that are no multiples of 8 the same is true without saying.
+    `scaling` "token" says that FP8 operands have a scale a token and head, so that under a causal
+    mask no later token changes a bit of an earlier output.
     `positions` says that calls are parts of longer ones, and tell where; `continues` that their
     float32 output and LSE join those of earlier parts. `mask` may name several
     that intersect, `causal+chunked`; `score_mod` scores of fragments, in their order. `attngen
@@ -68,6 +76,7 @@ class AttentionSpec:
     grad_dtype: str | None = None
     d_o_dtype: str | None = None
     backward: str | None = None
+    scaling: str = "tensor"
     layout: str = "bshd"
     mask: str = "none"
     window: bool = False
@@ -176,11 +185,12 @@ class AttentionSpec:
             seqused=any(arguments.get(name) is not None for name in lengths),
             dropout=arguments.get("dropout_p", 0.0) > 0,
             positions=arguments.get("positions") is not None,
+            scaling=scaling_of(arguments),
             return_max_logit=bool(arguments.get("return_max_logit", False)),
             deterministic=bool(arguments.get("deterministic") or False),
         )
         given = [x for x in (q, k, v) if hasattr(x, "stride")]
-        strides = (is_boxed(x.shape, x.stride(), x.element_size()) for x in given)
+        strides = (layouts.is_boxed(x.shape, x.stride(), x.element_size()) for x in given)
         if not (spec.dtype not in DTYPES_16BIT or parsed.paged or all(strides)):
             spec = dataclasses.replace(spec, gather=True)
         q_shape, k_shape = (layouts.shape_of(parsed, name, q, k) for name in ("q", "k"))
@@ -256,16 +266,6 @@ def has_short(spec: AttentionSpec) -> bool:
         and (one_dtype and spec.dtype in DTYPES_16BIT)
         and max(spec.head_dim, spec.head_dim_v or 0) <= SHORT_HEAD_DIM
     )
-
-
-def is_boxed(shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:
-    """Whether the copy engine can read a tensor of these strides, wherever it begins at a multiple
-    of 16 bytes: the last axis contiguous, other strides multiples of 16 bytes."""
-    *steps, last = zip(shape, strides, strict=True)
-    for n, step in steps:
-        if n > 1 and step * element_bytes % 16:
-            return False
-    return last[1] == 1 or last[0] <= 1
 
 
 def dtype_name(dtype: Any) -> str:

@@ -22,6 +22,16 @@ ARGUMENTS = (
 )
 
 
+DESCALES = ("descale_q", "descale_k", "descale_v")
+TOKEN_AXES = 3  # of scales a token and head, [b, h, s]
+
+
+def scaling_of(arguments: Mapping[str, Any]) -> str:
+    """The scaling of a call with these scales of q, k and v: by `token`, else by `tensor`."""
+    found = (getattr(arguments.get(name), "shape", ()) for name in DESCALES)
+    return "token" if any(len(shape) == TOKEN_AXES for shape in found) else "tensor"
+
+
 def call_arguments(known: Features) -> frozenset[str]:
     """The arguments of `attngen.attention` beside q, k and v, but for those of fragments that calls
     name. known: all fragments."""

@@ -204,3 +204,13 @@ def _packed_axis_fits(layout: Layout, name: str, tensor: Any) -> bool:
     if name not in layout.packed_operands[:1]:
         return True
     return bool(tensor.shape[_PACKED_AXIS[layout.packing]] == len(layout.packed_operands))
+
+
+def is_boxed(shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:
+    """Whether the copy engine can read a tensor of these strides, wherever it begins at a multiple
+    of 16 bytes: the last axis contiguous, other strides multiples of 16 bytes."""
+    *steps, last = zip(shape, strides, strict=True)
+    for n, step in steps:
+        if n > 1 and step * element_bytes % 16:
+            return False
+    return last[1] == 1 or last[0] <= 1

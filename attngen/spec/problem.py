@@ -14,6 +14,7 @@ BIASED_HEAD_DIM = 128  # the largest of a backward of 8 bits beside a bias
 MIXED_HEAD_DIM = 128  # the largest of a mixed backward
 MIXED_BIASED_HEAD_DIM = 64  # and beside a bias
 BIASES = ("pre_scale_bias", "post_scale_bias")  # scores that read a tensor of their own
+TOKEN_SCALES = "token_scales"  # the score of products whose operands have scales a token
 DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4, "e4m3": 1, "e5m2": 1}
 
 
@@ -72,6 +73,11 @@ class Problem:
     def bias(self) -> bool:
         """Whether a score reads a bias."""
         return any(name in BIASES for name in self.scores)
+
+    @property
+    def token_scales(self) -> bool:
+        """Whether each token of Q, K and V has a scale of its own, a head at a time."""
+        return TOKEN_SCALES in self.scores
 
     @property
     def dtype_bias(self) -> DType:

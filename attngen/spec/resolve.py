@@ -24,6 +24,7 @@ from .mask_checks import check_listed, check_traced_mask
 from .masks import masks_of, without_arbitrary
 from .mixed import MIXED, check_mixed
 from .problem import BIASED_HEAD_DIM, LISTED, Direction, Problem, Sequence
+from .scaling import check_scaling
 from .tables import Place
 from .violations import Violation
 
@@ -162,6 +163,7 @@ def find_violations(spec: AttentionSpec, features: Features) -> list[Violation]:
         *(check_continues(spec) if spec.continues else ()),
         *_check_directions(spec),
         *check_mixed(spec),
+        *check_scaling(spec),
     ]
     return found + _check_targets(spec)
 

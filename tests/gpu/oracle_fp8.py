@@ -82,6 +82,9 @@ def exact(x: Tensor, descale: Tensor | None, layout: str, heads: int) -> Tensor:
     """The numbers that an operand of so many heads stands for, in float64."""
     if descale is None:
         return x.double()
+    if descale.ndim == 3:  # one a token and head
+        order = ["bhsd".index(axis) for axis in layout[:4]]
+        return x.double() * descale[..., None].permute(order).double()
     if descale.ndim == 2:
         per_head = descale.repeat_interleave(heads // descale.shape[1], dim=1)
         sizes = {"b": per_head.shape[0], "h": heads}
@@ -141,8 +144,11 @@ def score_error(
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     found = tensor_core.largest_errors(q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     for name in ("descale_q", "descale_k"):
+        scale_of = scales.get(name)
+        if scale_of is not None and scale_of.ndim == 3 and name == "descale_k":
+            scale_of = scale_of.amax(-1)
         ones = q.new_ones(q.shape[0], q.shape[1], 1, 1, dtype=torch.float64)
-        found = found * exact(ones, scales.get(name), "bhsd", q.shape[1])[..., 0]
+        found = found * exact(ones, scale_of, "bhsd", q.shape[1])[..., 0]
     return found
 
 

@@ -14,6 +14,7 @@ from ...call.recipe import CastRule, GradientForm, StepRule
 from ...call.tensors import name_of
 from ...errors import SpecError
 from ...reference.fp8_scales import current_scale, scale_of
+from ...spec.scaling import SCALINGS
 
 _SPARE = {torch.float8_e5m2: 4, torch.float8_e4m3fn: 1}  # binades above the dS of the step before
 
@@ -42,10 +43,12 @@ class Float8CurrentScaling:
     """Scales of each tensor's own largest magnitude, found before it is stored.
 
     use_power_2_scales: the next power of two below, so that stored numbers widen to 16 bits without
-    a rounding. amax_epsilon: the least magnitude that is taken. backward: in which bits gradients
-    are made, 16, fp8, fp8_or_16, which has 16 where kernels have none of 8, or mixed, with S and dP
-    of 8 bits and dQ, dK and dV of 16. In 8 bits dS, which is never whole, has a scale by the step
-    before in an `attngen.fp8.Attention`, else by a bound.
+    a rounding. amax_epsilon: the least magnitude that is taken. scaling: tensor, or token, a scale
+    a token and head, by which under a causal mask no later token changes a bit of an earlier
+    output; gradients have 16 bits then. backward: in which bits gradients are made, 16, fp8,
+    fp8_or_16, which has 16 where kernels have none of 8, or mixed, with S and dP of 8 bits and dQ,
+    dK and dV of 16. In 8 bits dS, which is never whole, has a scale by the step before in an
+    `attngen.fp8.Attention`, else by a bound.
     fp8_dpa: whether attention runs in FP8 at all; fp8_mha: whether `attngen.te` may return FP8.
 
     Raises: SpecError with every violation at once.
@@ -57,9 +60,17 @@ class Float8CurrentScaling:
     backward: str = "16"
     fp8_dpa: bool = True
     fp8_mha: bool = False
+    scaling: str = "tensor"
 
     def __post_init__(self) -> None:
         reasons = _violations(self)
+        if self.scaling not in SCALINGS:
+            reasons.append(f"scaling needs {', '.join(SCALINGS)}; got {self.scaling!r}")
+        if self.by_token and self.backward in ("fp8", MIXED):
+            reasons.append(
+                "scaling='token' has gradients in 16 bits: sums over tokens, which those in 8 are, "
+                f"leave no token's scale behind them; got backward={self.backward!r}. Pass '16'."
+            )
         if not 0 <= self.amax_epsilon < float("inf"):
             reasons.append(f"amax_epsilon needs a number >= 0; got {self.amax_epsilon!r}")
         if reasons:
@@ -71,12 +82,18 @@ class Float8CurrentScaling:
 
     def cast_rule(self, dtype: torch.dtype) -> CastRule:
         """How scales of tensors that are stored in that dtype follow."""
-        return CastRule(name_of(dtype), self.amax_epsilon, 0, self.use_power_2_scales)
+        given = self.amax_epsilon, 0, self.use_power_2_scales, self.by_token
+        return CastRule(name_of(dtype), *given)
+
+    @property
+    def by_token(self) -> bool:
+        """Whether each token and head has a scale."""
+        return self.scaling == "token"
 
     @property
     def gradient_form(self) -> GradientForm:
         """How a backward stores dO where no history says it."""
-        if self.backward == "16":
+        if self.backward == "16" or self.by_token:
             return GradientForm()
         dtype = name_of(self.fp8_format.backward)
         mixed = self.backward == MIXED

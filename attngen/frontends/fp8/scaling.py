@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,6 +63,8 @@ class Active:
         present = [(x, used) for x, used in zip(carriers, rows, strict=True) if x is not None]
         tensors, used = zip(*present, strict=True)
         rule = recipe.cast_rule(recipe.fp8_format.forward)
+        if rule.by_token:
+            return self._by_token(carriers, narrowed(tensors, used, rule))
         found = narrowed(tensors, used, rule, self._known(layer, len(tensors)))
         self._learn(layer, found, notes)
         made, descales = iter(found.stored), _of_each([*found.descale])
@@ -69,6 +72,19 @@ class Active:
             tuple([None if x is None else next(made) for x in carriers]),
             dict(zip(DESCALES, descales, strict=True)),
             self.stores_in(layer, notes),
+        )
+
+    def _by_token(self, carriers: Sequence[Tensor | None], found: Narrowed) -> Quantised:
+        """q, k and v with a scale a token and head, which no history knows."""
+        *_, descales = found.numbers
+        shapes = [x.shape[:-1] for x in found.stored]
+        parts = descales.split([math.prod(shape) for shape in shapes])
+        rows = _of_each([x.view(shape) for x, shape in zip(parts, shapes, strict=True)])
+        made = iter(found.stored)
+        return Quantised(
+            tuple([None if x is None else next(made) for x in carriers]),
+            dict(zip(DESCALES, rows, strict=True)),
+            by_token=True,
         )
 
     def stored_gradients(self) -> StoredGradients:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...call.bias_gradient import BiasGradient
-from ...spec.attention_spec import is_boxed
+from ...spec.layouts import is_boxed
 
 MOST_SPREAD = 2  # elements of memory that a copy may take for each of the bias
 

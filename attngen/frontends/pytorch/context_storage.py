@@ -46,6 +46,11 @@ def stored_of(asked: Asked, order: Order, ranks: Ranks) -> Stored | None:
     rows = [_used(asked, order, ranks.rank, x) for x in ("q", "kv", "kv")]
     with torch.no_grad():
         made = recipe.quantise([x.detach() for x in carriers], rows, shared)
+    if made.by_token:
+        raise SpecError(
+            "scaling='token' is of calls on one device: over a group parts travel with one scale a "
+            "tensor. Take a recipe with scaling='tensor'."
+        )
     if made.gradients.form.d_o_dtype and not made.gradients.may_have_16_bits:
         raise SpecError(
             "gradients are not made in 8 bits over a group: take a recipe with backward='16' or "

@@ -45,6 +45,7 @@ from .narrow import SIXTEEN_BITS, narrowed
 from .operation import unobserved
 from .quantised import QuantisedCall, dispatched
 from .sharding import is_distributed
+from .token_scales import by_heads
 from .torch_private import guard, is_deterministic, is_plain, is_traced, levels, may_be_kept
 from .transforms import is_transformed, may_have_tangents
 
@@ -99,7 +100,8 @@ def replaced(recipe: Recipe, carriers: Carriers, given: dict[str, Any]) -> Repla
         made = recipe.quantise(carriers, _rows_in_use(carriers, given), narrowed)
     q8, k8, v8 = made.carriers
     assert q8 is not None  # as q was
-    given = {"out_dtype": q.dtype, **given, **made.scales}
+    scales = by_heads(made.scales, given.get("layout", "bshd")) if made.by_token else made.scales
+    given = {"out_dtype": q.dtype, **given, **scales}
     return Replaced(q8, k8, v8, given, carriers, made.gradients)
 
 

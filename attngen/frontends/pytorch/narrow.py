@@ -50,7 +50,7 @@ def by_kernels(
 
     Raises: CompileError, CacheError, LaunchError.
     """
-    if torch.compiler.is_compiling() or not undisturbed():
+    if rule.by_token or torch.compiler.is_compiling() or not undisturbed():
         return None
     operands = (*tensors, *used, known)
     given = [x for x in operands if x is not None]

@@ -23,6 +23,7 @@ from ...call.operands import layout_of
 from ...call.prepared import PreparedCall
 from ...call.recipe import GradientForm, StoredGradients
 from ...call.table import CARRIERS, GRADIENT_OF, INPUTS, LEARNED, SCALES, WantedGradients
+from ...spec.call_arguments import TOKEN_AXES
 from ...spec.layouts import Layout, axes_of
 from . import reference_fp8
 from .autograd import is_looked_at, refuse_gradient
@@ -33,6 +34,7 @@ from .operation import run
 from .registry import operator
 from .signature import CallForm, Operands, places_of, schema
 from .stored_gradients import FP8Call
+from .token_scales import by_rows
 from .torch_private import apply_of
 from .transforms import differentiable, refuse_tangents
 
@@ -161,7 +163,7 @@ def _dequantised(
     stored: Tensor, descales: list[Tensor | None], layout: Layout, carrier: str
 ) -> Tensor:
     """A carrier in float32. descales: of each of the operands that are packed into it, [1], or
-    [b, h_kv] of dense ones."""
+    [b, h_kv] or [b, h, s] of dense ones."""
     wide = stored.float()
     if all(x is None for x in descales):
         return wide
@@ -180,6 +182,8 @@ def _factor(descale: Tensor | None, axes: list[str], heads: int, wide: Tensor) -
         return wide.new_ones([1] * len(axes))
     if descale.ndim == 1:
         return descale.reshape([1] * len(axes))
+    if descale.ndim == TOKEN_AXES:
+        return by_rows(descale, axes)
     batch, heads_kv = descale.shape
     sizes = {"b": batch, "h": heads}
     of_heads = descale.repeat_interleave(heads // heads_kv, dim=1)

@@ -299,9 +299,11 @@ def choices_8bit(problem: Problem) -> Iterator[Choice]:
             yield replace(
                 three, promote_blocks=promote_blocks, raw_keys=block, raw_stages=RAW_STAGES
             )
+    # Scales of tokens leave none beside queries of many columns but in blocks of few keys.
+    q_places = (False,) if problem.token_scales and largest > 128 else (True, False)
     for block in range(128 if problem.bias else 192, 0, -32):
         parts = (block,) if block == RAW_UNIT else (block, RAW_UNIT)
-        for q_in_registers, raw_keys in itertools.product((True, False), parts):
+        for q_in_registers, raw_keys in itertools.product(q_places, parts):
             plain = Choice(2, block, 2, 2, False, q_in_registers, False, softmax)
             in_registers = problem.head_dim_v <= TOTAL_COLUMNS
             promote_blocks = 1 if in_registers else PROMOTE_KEYS[2] // block

@@ -21,6 +21,7 @@ JOB_BYTES_QUERIES, JOB_BYTES_KEYS = 16, 8
 JOB_BYTES_CUT = 8  # and of tiles of two sizes
 ONES_BYTES = 8 * 128  # columns of ones behind V's, transposed
 DROP_WORD_BYTES = 20  # a key of a warp's block: struct DropWords
+TOKEN_SCALE_BYTES = 12  # a key of a warp's block: struct TokenScales
 ROWS_PER_CONSUMER = 64
 # Registers a thread of the producer and of a consumer, by the numbers of consumers and of an SM's
 # CTAs: setmaxnreg moves the 256 or 160 of a launch (2 warpgroups, two or three CTAs), 504 (3),
@@ -36,7 +37,8 @@ REGISTERS = {
 # Where the producer's warps copy rows themselves, beside two consumers.
 GATHER_REGISTERS = (56, 224)
 # Two consumers beside a producer and a transposer, 512 in all. A transposer whose warps have
-# unequal shares of V's columns (False) spills with 32, a producer that copies a bias with 40.
+# unequal shares of V's columns (False) spills with 32, as do roles beside scales of tokens, a
+# producer that copies a bias with 40.
 REGISTERS_8BIT = {True: (32, 224), False: (40, 216)}
 REGISTERS_8BIT_BIAS = (48, 208)
 # Three beside one warpgroup that does both, 512 in all.
@@ -154,6 +156,8 @@ def operand_limit(problem: Problem, choice: Choice) -> int:
             heavy, drawn = "softcap" in problem.scores, problem.dropout or problem.attn_mask
             beside = (88 if heavy else 68) + 8 * drawn
             return consumer - (60 if choice.block == SMALLEST_BLOCK else beside)
+        if problem.token_scales:
+            return consumer - (72 if problem.attn_mask and problem.dropout else 64)
         if problem.scores:  # at 152 of 216 some spill, at 148 none
             return consumer - (64 if consumer > 216 else 68)
         wide = max(problem.head_dim_qk, problem.head_dim_v) > 128  # some spill at 192 of 224
@@ -213,10 +217,10 @@ def _features(problem: Problem, choice: Choice) -> frozenset[str]:
 def role_registers(problem: Problem, choice: Choice) -> tuple[int, int]:
     """Registers a thread of the producer (and transposer) and of a consumer."""
     if problem.eight_bit:
-        unequal = problem.head_dim_v % 64 != 0
+        equal = problem.head_dim_v % 64 == 0 and not problem.token_scales
         if problem.bias:
             return REGISTERS_8BIT_BIAS
-        return REGISTERS_8BIT_THREE if choice.consumers == 3 else REGISTERS_8BIT[not unequal]
+        return REGISTERS_8BIT_THREE if choice.consumers == 3 else REGISTERS_8BIT[equal]
     if problem.widens:
         return REGISTERS_WIDENED
     if problem.bias and (problem.varlen or choice.consumers == 3):
@@ -262,10 +266,16 @@ def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
         **(raw_sizes(problem, choice) if problem.widens else {}),
         **({"O": tile.m * row_bytes_o} if staged else {}),
         **({"Words": choice.consumers * 4 * tile.n * DROP_WORD_BYTES} if problem.dropout else {}),
+        **({"Scales": scale_bytes(tile, choice)} if problem.token_scales else {}),
         **({"Bias": choice.consumers * score_tile_bytes(64, tile.n)} if problem.bias else {}),
         "Barriers": BARRIER_BYTES * barriers,
         "Job": job,
     }
+
+
+def scale_bytes(tile: Tile, choice: Choice) -> int:
+    """Bytes of the scales of a block's tokens, which each warp lays down for itself."""
+    return choice.consumers * 4 * tile.n * TOKEN_SCALE_BYTES
 
 
 def raw_sizes(problem: Problem, choice: Choice) -> dict[str, int]:

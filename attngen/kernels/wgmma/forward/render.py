@@ -116,6 +116,7 @@ def _names(problem: Problem, plan: Plan, uses: dict[str, list[FragmentUse]]) -> 
         scaled = "kv" if problem.widens else "qkv"
         for tensor, axis in itertools.product(scaled, ("batch", "head")):
             names += [(f"descale_{tensor}_stride_{axis}", "i32")]
+    names += typed("i32", *(f"descale_{x}_stride_row" for x in "qkv" if problem.token_scales))
     limit = DROP_THRESHOLD if problem.eight_bit else DROP_LIMIT
     names += drop_names(problem, *limit, ("keep_scale", "f32"))
     return [*names, *operands_of(uses)]

@@ -138,6 +138,7 @@ def headers_of(problem: Problem, plan: Plan, reads_tile: bool) -> tuple[str, ...
         "softmax/join.cuh": problem.continues,
         "softmax/online.cuh": True,
         "softmax/row.cuh": True,
+        "token_scales.cuh": problem.token_scales,
     }
     return tuple(name for name, is_wanted in wanted.items() if is_wanted)
 

@@ -41,7 +41,8 @@ class Softmax:
     bound of their maxima, since rows keep theirs until these are outgrown. Where the output is
     rescaled first, above 192, it gains nothing, and takes registers. find_maxima: the function;
     kinds: what the block's softmax has beside its width and its sums, as the last arguments of its
-    template: scores along a line, or a large row's room set apart.
+    template: scores along a line, or a large row's room set apart. settle: C++, the statement by
+    which scores of large rows become what they lack to their maxima.
     slack, first_slack: how far rows may outgrow maxima, and the same as the first block's argument;
     grew: whether maxima grew. tracks_largest: what rows keep is less than the largest score that
     they met, which is asked for.
@@ -49,7 +50,8 @@ class Softmax:
     block of keys until its weights are there, and so stages, and scores that are nothing but
     products. trusts_sums: the same of 8 bits, where what weights sum up to tells whether one is too
     large; without a mask it gains less at 4k keys and loses at 16k.
-    row_maximum, kept_maximum, largest_score: of a row, scaled, as kept, and as met.
+    row_maximum, kept_maximum, largest_score: of a row, scaled, as kept, and as met; row_sum: of the
+    thread's weights of a row, as an LSE and normalised weights take them.
     drop_weights: the statement that zeroes dropped weights; empty where none is.
     """
 
@@ -72,6 +74,7 @@ class Softmax:
     raises_rarely: bool
     find_maxima: str
     kinds: str
+    settle: str
     slack: str
     first_slack: str
     grew: str
@@ -79,6 +82,7 @@ class Softmax:
     keeps_keys: bool
     trusts_sums: bool
     row_maximum: str
+    row_sum: str
     kept_maximum: str
     largest_score: str
     drop_weights: str
@@ -197,6 +201,7 @@ def softmax_of(problem: Problem, plan: Plan, use: FragmentUse, scores: Scores) -
         raises_rarely=rarely,
         find_maxima="bound_maxima" if rarely else "find_maxima",
         kinds=_kinds(problem, plan, rarely=rarely, linear=scores.linear),
+        settle=_settle(problem, lazy=lazy),
         slack=slack,
         first_slack="" if trusts or not (order.parts or lazy) else f", {slack}",
         grew="softmax.outgrow(state)" if lazy else "true",
@@ -204,10 +209,19 @@ def softmax_of(problem: Problem, plan: Plan, use: FragmentUse, scores: Scores) -
         keeps_keys=keeps_keys(problem, plan),
         trusts_sums=trusts,
         row_maximum="state.offset[half] * kLn2" if trusts else scaled_max + shifted,
+        row_sum="plain_sum[half]" if problem.token_scales else "state.row_sum[half]",
         kept_maximum="most" if trusts else "state.row_max[half]",
         largest_score=_in_score_units(problem, scores, met),
         drop_weights=drop_weights(problem),
     )
+
+
+def _settle(problem: Problem, *, lazy: bool) -> str:
+    """C++: how scores of large rows meet their maxima: where a token's scale is its own, so that no
+    row of a warp changes a bit of another."""
+    if problem.token_scales:
+        return "settle_rows(softmax, scores, state);"
+    return f"{'if (grew) ' if lazy else ''}softmax.settle_raised(scores, state, kLazyRescaleLog2);"
 
 
 def _kinds(problem: Problem, plan: Plan, *, rarely: bool, linear: bool) -> str:

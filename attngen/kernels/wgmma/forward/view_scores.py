@@ -45,6 +45,7 @@ class Scores:
     products would be serialised.
     pairs_ahead: what scores read of a block is taken while its product runs, where registers hold
     it until then; pairs_in_turn: it is taken with each score.
+    scale_place: C++, what a place says of its product's scale, empty without scales of tokens.
     parameters, arguments: C++, of prepare_scores behind the block. before_product: C++, a
     statement.
     """
@@ -65,6 +66,7 @@ class Scores:
     sums_tell: bool
     pairs_ahead: bool
     pairs_in_turn: bool
+    scale_place: str
     parameters: str
     arguments: str
     before_product: str
@@ -100,6 +102,7 @@ def scores_of(problem: Problem, plan: Plan, uses: Sequence[FragmentUse], bounds:
         sums_tell=low and keeps_blocks_for_sums(problem, plan, bounds),
         pairs_ahead=pairs_ahead,
         pairs_in_turn=tile and not pairs_ahead,
+        scale_place=_scale_place(problem, tile=tile),
         parameters="".join(f", {type_}" for type_ in arguments.values()),
         arguments="".join(f", {name}" for name in arguments),
         before_product=_before_product(line_in_products, line_ahead),
@@ -144,6 +147,14 @@ def _arguments(*, linear: bool, seen: bool, pairs: bool) -> dict[str, str]:
     found = {"line": "float (&line)[2]"} if linear else {}
     found |= {"seen": "MaskBits<kTileN>& seen"} if seen else {}
     return found | ({"pairs": "const ScorePairs& pairs"} if pairs else {})
+
+
+def _scale_place(problem: Problem, *, tile: bool) -> str:
+    """C++: the scale of a product at its place, behind an element of a tile where there is one."""
+    if not problem.token_scales:
+        return ""
+    before = "" if tile else ", 0.f"
+    return f"{before}, query_scale[half] * (i % 2 ? key_scale.y : key_scale.x)"
 
 
 def _before_product(line_in_products: bool, line_ahead: bool) -> str:

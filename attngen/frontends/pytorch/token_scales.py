@@ -1,0 +1,45 @@
+"""Scales a token and head, between the order of the rows of carriers and that of arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from ...call.table import CARRIERS
+from ...errors import SpecError
+from ...spec import layouts
+from ...spec.layouts import axes_of
+
+
+def by_heads(rows: Mapping[str, Tensor | None], layout: str) -> dict[str, Tensor | None]:
+    """Scales of q, k and v as calls take them, [b, h, s], views of what there is for each row of
+    their carriers.
+
+    Raises: SpecError where the layout has no sequences of one room.
+    """
+    parsed = layouts.parse(layout)
+    if "thd" in parsed.formats or parsed.paged:
+        raise SpecError(
+            f"scaling='token' takes sequences of one room, [b, s]; got layout={layout!r}. Pad "
+            "them, or take a recipe with scaling='tensor'."
+        )
+    found: dict[str, Tensor | None] = {}
+    for name in CARRIERS:
+        carrier, axis, place = parsed.home(name)
+        of_rows = rows[f"descale_{name}"]
+        assert of_rows is not None  # one of each carrier
+        axes = [each for each in axes_of(parsed, carrier) if each != "d"]
+        if axis:
+            of_rows = of_rows.select(axis + 1, place)  # of axes without the last
+            axes = [each for each in axes if each in "bhs"]
+        found[f"descale_{name}"] = of_rows.permute([axes.index(each) for each in "bhs"])
+    return found
+
+
+def by_rows(scales: Tensor, axes: list[str]) -> Tensor:
+    """Scales [b, h, s] as they multiply a tensor of these axes, one of which may be packed."""
+    own = [each for each in axes if each in "bhs"]
+    ordered = scales.permute(["bhs".index(each) for each in own])
+    sizes = dict(zip(own, ordered.shape, strict=True))
+    return ordered.reshape([sizes.get(each, 1) for each in axes])

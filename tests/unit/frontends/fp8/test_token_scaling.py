@@ -1,0 +1,116 @@
+"""Recipes with a scale a token and head."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import attngen
+from attngen import SpecError, fp8
+from attngen.call.recipe import CastRule
+from attngen.reference import fp8_scales
+
+TOKEN = fp8.Float8CurrentScaling(scaling="token")
+
+
+def carriers(layout):
+    """Operands of a layout, the same numbers in each."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, 40, 2, 32, generator=generator).bfloat16().unbind()
+    made = {
+        "bshd": (q, k, v),
+        "sbhd": tuple(x.transpose(0, 1) for x in (q, k, v)),
+        "bhsd": tuple(x.transpose(1, 2) for x in (q, k, v)),
+        "bs3hd": (torch.stack([q, k, v], 2),),
+        "bshd_bsh2d": (q, torch.stack([k, v], 3)),
+    }
+    return made[layout]
+
+
+def run(layout="bshd", change=lambda tensors: tensors, **more):
+    tensors = [x.detach().clone().requires_grad_() for x in change(carriers(layout))]
+    with fp8.autocast(recipe=TOKEN):
+        out = attngen.attention(*tensors, layout=layout, mask="causal", **more)
+    return out, tensors
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bhsd", "bs3hd", "bshd_bsh2d"])
+def test_layouts_have_the_same_bits(layout):
+    wanted, _ = run()
+    found, tensors = run(layout)
+    order = {"sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}.get(layout, (0, 1, 2, 3))
+    assert torch.equal(found.permute(order), wanted)
+    found.float().square().sum().backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in tensors)
+
+
+def test_stored_numbers_are_scaled_by_their_own_token():
+    x, *_ = carriers("bshd")
+    x = x * torch.exp2(torch.arange(40.0))[:, None, None].bfloat16()
+    (stored,), numbers = fp8_scales.narrowed([x], [None], CastRule("float8_e4m3fn", by_token=True))
+    amax, scale, descale = (row.view(2, 40, 2, 1) for row in numbers)
+    assert torch.equal(amax[..., 0], x.float().abs().amax(-1))
+    assert (stored.float().abs().amax(-1) > 224 - 16).all()  # a power of two below the largest
+    assert torch.equal(scale * descale, torch.ones_like(scale))
+    assert ((stored.float() * descale - x.float()).abs() <= amax * 2.0**-4).all()
+
+
+def test_suffix_leaves_a_prefix_alone():
+    def louder(tensors):
+        return [torch.where(torch.arange(40)[:, None, None] >= 23, x * 90, x) for x in tensors]
+
+    before, _ = run()
+    after, _ = run(change=louder)
+    assert torch.equal(before[:, :23], after[:, :23]) and not torch.equal(before, after)
+
+
+def test_gradients_are_near_those_of_16_bits():
+    found, tensors = run()
+    wide = [x.detach().clone().requires_grad_() for x in tensors]
+    wanted = attngen.attention(*wide, mask="causal")
+    d_o = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    pairs = zip(
+        torch.autograd.grad(found, tensors, d_o),
+        torch.autograd.grad(wanted, wide, d_o),
+        strict=True,
+    )
+    assert all(float((a - b).float().norm() / b.float().norm()) < 0.08 for a, b in pairs)
+
+
+@pytest.mark.parametrize("backward", ["fp8", "mixed"])
+def test_backward_in_8_bits_is_refused(backward):
+    with pytest.raises(SpecError, match="scaling='token' has gradients in 16 bits"):
+        fp8.Float8CurrentScaling(scaling="token", backward=backward)
+
+
+def test_unknown_scaling_is_refused():
+    with pytest.raises(SpecError, match="scaling needs tensor, token; got 'row'"):
+        fp8.Float8CurrentScaling(scaling="row")
+
+
+def test_packed_tokens_are_refused():
+    ends = torch.tensor([0, 50], dtype=torch.int32)
+    tensors = torch.zeros(3, 50, 2, 32, dtype=torch.bfloat16)
+    more = {"mask": "padding_causal", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+    with fp8.autocast(recipe=TOKEN), pytest.raises(SpecError, match="sequences of one room"):
+        attngen.attention(*tensors, layout="thd", **more)
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (
+            {"descale_k": None},
+            "descale_k: scales a token and head are those of q, k and v together",
+        ),
+        (
+            {"descale_v": torch.ones(2, 2, 39)},
+            r"descale_v needs float32 .* or \[b=2, h_kv=2, s_kv=40\]",
+        ),
+    ],
+)
+def test_scales_of_other_shapes_are_refused(change, reason):
+    tensors = [x.to(torch.float8_e4m3fn) for x in carriers("bshd")]
+    scales = {f"descale_{name}": torch.ones(2, 2, 40) for name in "qkv"}
+    with pytest.raises(SpecError, match=reason):
+        attngen.attention(*tensors, **{**scales, **change})
