@@ -43,7 +43,7 @@ CASES = [
 @pytest.mark.parametrize("d, d_v, arguments", CASES)
 def test_outputs_are_right(d, d_v, arguments):
     layout = arguments.get("layout", "bshd")
-    tensors, scales = scaled((2, 4, 2), (150, 290), d, d_v, layout[:4])
+    tensors, scales = scaled((1, 2, 1), (150, 290), d, d_v, layout[:4])
     if "_" in layout:  # keys and values in one tensor
         q, k, v = tensors
         pair = torch.stack([k, v], dim=2)
@@ -54,13 +54,18 @@ def test_outputs_are_right(d, d_v, arguments):
     oracle_fp8.check_call(*tensors, **arguments, **scales)
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["own", "scale_s"])
-@pytest.mark.parametrize("softmax_scale", [0.02, 50.0], ids=["fine", "large"])
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize(
+    "d, softmax_scale, given",
+    [
+        (64, 0.02, False),
+        (128, 50.0, True),
+        pytest.param(256, 0.02, False, marks=pytest.mark.device),
+    ],
+)
 def test_no_suffix_changes_a_bit_of_a_prefix(d, softmax_scale, given):
     """Sequences alike up to a place of their own each, loud behind it."""
-    length, cuts = 270, (1, 63, 64, 100, 128, 191, 200, 255, 256, 269)
-    loud, quiet = (scaled((len(cuts), 2, 1), (length, length), d, seed=s) for s in (1, 0))
+    length, cuts = 200, (1, 64, 100, 190)
+    loud, quiet = (scaled((len(cuts), 1, 1), (length, length), d, seed=s) for s in (1, 0))
     far = (
         torch.arange(length, device=oracle.DEVICE)
         >= torch.tensor(cuts, device=oracle.DEVICE)[:, None]

@@ -507,5 +507,7 @@ OF_FIELDS = [x for axis in ("mask", "score") for x in KNOWN[axis].values() if no
 def test_fragment_that_a_field_asks_for_is_in_the_problem(fragment) -> None:
     """A fragment that `selected_by` names a field for, and that no problem has, would be left out
     without a word."""
-    (problem,) = resolve(AttentionSpec(64, **{fragment.selected_by: fragment.switch}), KNOWN)
+    dtype = "e4m3" if fragment.selected_by == "scaling" else "bf16"
+    spec = AttentionSpec(64, dtype=dtype, **{fragment.selected_by: fragment.switch})
+    (problem,) = resolve(spec, KNOWN)
     assert fragment.name in (*problem.masks, *problem.scores)
