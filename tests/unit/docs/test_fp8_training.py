@@ -29,7 +29,7 @@ def test_code_of_the_page_runs_as_it_stands() -> None:
             assert all(x is not None and x.any() for x in gradients)
             for name in "qkv":
                 space[name].grad = None
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     current, in_8_bits, delayed, recomputed, stored = found
     assert torch.equal(current, in_8_bits), "the backward alone differs"
     assert not torch.equal(current, delayed) and not torch.equal(delayed, recomputed)
