@@ -42,9 +42,8 @@ class ForwardView:
 
     Fragments: fragment_sources: C++, their structs, each once. masks, score_list: as the common
     macros take them; score_list is None without scores. scores: what happens to scores. mask_bits:
-    there is an arbitrary mask; listed: which was made before, with its blocks. dropout, max_logit,
-    token_scales: as the problem says. score_tile: the parameter of the tensor that scores read in
-    tiles, or None.
+    there is an arbitrary mask; listed: which was made before, with its blocks. dropout, max_logit:
+    as the problem says. score_tile: the parameter of the tensor that scores read in tiles, or None.
 
     Where data lies: gather: threads copy rows. paged: keys lie in pages. varlen: lengths are told
     on the device. q_side, kv_side: the two sequences. kv_fetch, kv_iteration: C++, structs.
@@ -85,7 +84,6 @@ class ForwardView:
     listed: bool
     dropout: bool
     max_logit: bool
-    token_scales: bool
     score_tile: str | None
     # Where data lies.
     gather: bool
@@ -160,7 +158,6 @@ def forward_view(
         listed=problem.listed,
         dropout=problem.dropout,
         max_logit=problem.max_logit,
-        token_scales=problem.token_scales,
         score_tile=tile,
         gather=problem.gather,
         paged=problem.paged,

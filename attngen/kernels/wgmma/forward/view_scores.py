@@ -45,7 +45,8 @@ class Scores:
     products would be serialised.
     pairs_ahead: what scores read of a block is taken while its product runs, where registers hold
     it until then; pairs_in_turn: it is taken with each score.
-    scale_place: C++, what a place says of its product's scale, empty without scales of tokens.
+    by_token: whether each token has a scale. scale_place: C++, what a place says of its product's
+    then, else empty.
     parameters, arguments: C++, of prepare_scores behind the block. before_product: C++, a
     statement.
     """
@@ -66,6 +67,7 @@ class Scores:
     sums_tell: bool
     pairs_ahead: bool
     pairs_in_turn: bool
+    by_token: bool
     scale_place: str
     parameters: str
     arguments: str
@@ -102,6 +104,7 @@ def scores_of(problem: Problem, plan: Plan, uses: Sequence[FragmentUse], bounds:
         sums_tell=low and keeps_blocks_for_sums(problem, plan, bounds),
         pairs_ahead=pairs_ahead,
         pairs_in_turn=tile and not pairs_ahead,
+        by_token=problem.token_scales,
         scale_place=_scale_place(problem, tile=tile),
         parameters="".join(f", {type_}" for type_ in arguments.values()),
         arguments="".join(f", {name}" for name in arguments),
