@@ -34,6 +34,7 @@ _BEGIN = (
     "counted from the tensor's first row."
 )
 _STANDS = "What a stored number of FP8 {} stands for."
+_SCALES_OF_Q, _SCALES_OF_KV = ((("b", "h_kv"), ("b", f"h_{x}", f"s_{x}")) for x in ("q", "kv"))
 _LONGEST = "Longest length, which changes no result; a tensor of one is never read."
 
 
@@ -206,15 +207,9 @@ class AttentionCall:
     block_mask: BlockMask | None = other(
         "function", "A BlockMask of FlexAttention; a byte a pair.", given="Any"
     )
-    descale_q: Tensor | None = scale(
-        "descale_q", 0, _STANDS.format("q"), ("b", "h_kv"), ("b", "h_q", "s_q")
-    )
-    descale_k: Tensor | None = scale(
-        "descale_k", 1, _STANDS.format("k"), ("b", "h_kv"), ("b", "h_kv", "s_kv")
-    )
-    descale_v: Tensor | None = scale(
-        "descale_v", 2, _STANDS.format("v"), ("b", "h_kv"), ("b", "h_kv", "s_kv")
-    )
+    descale_q: Tensor | None = scale("descale_q", 0, _STANDS.format("q"), *_SCALES_OF_Q)
+    descale_k: Tensor | None = scale("descale_k", 1, _STANDS.format("k"), *_SCALES_OF_KV)
+    descale_v: Tensor | None = scale("descale_v", 2, _STANDS.format("v"), *_SCALES_OF_KV)
     scale_s: Tensor | None = scale(
         "scale_s", 3, "By which the softmax's weights are multiplied to be stored in FP8."
     )

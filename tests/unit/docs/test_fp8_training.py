@@ -30,8 +30,9 @@ def test_code_of_the_page_runs_as_it_stands() -> None:
             for name in "qkv":
                 space[name].grad = None
     assert len(blocks) == 6
-    current, in_8_bits, delayed, recomputed, stored = found
+    current, in_8_bits, by_token, delayed, recomputed, stored = found
     assert torch.equal(current, in_8_bits), "the backward alone differs"
+    assert not torch.equal(current, by_token)
     assert not torch.equal(current, delayed) and not torch.equal(delayed, recomputed)
     assert stored.shape == current.shape and not torch.equal(stored, current), "it has no mask"
 
