@@ -109,10 +109,15 @@ class Masks:
         self.made: dict[tuple[Any, ...], tuple[TensorWeakRef, _Versions]] = {}
 
     def of(
-        self, make: Make, traced: Traced, sizes: Sizes, device: torch.device, kind: str = ""
+        self,
+        make: Make,
+        traced: Traced,
+        sizes: Sizes,
+        device: torch.device,
+        kinds: Sequence[str] = ("",),
     ) -> Tensor:
-        """The mask that `make` makes of a mask_mod, of tensors that hold what they held then. kind:
-        which of several."""
+        """The mask that `make` makes of a mask_mod, of tensors that hold what they held then.
+        kinds: of those that serve, the last of which is made."""
         if traced.key is None or any(x.is_inference() for x in traced.sources):
             return make(traced, sizes, device)
         stream = 0
@@ -120,11 +125,12 @@ class Masks:
             if torch.cuda.is_current_stream_capturing():  # whose masks hold nothing before a replay
                 return make(traced, sizes, device)
             stream = torch.cuda.current_stream(device).cuda_stream
-        key = (kind, traced.key, sizes, device, stream)
-        found, versions = self.made.get(key, (None, ()))
-        mask: Tensor | None = None if found is None else found()
-        if mask is not None and _are_same(versions, traced.sources):
-            return mask
+        for kind in kinds:
+            key = (kind, traced.key, sizes, device, stream)
+            found, versions = self.made.get(key, (None, ()))
+            mask: Tensor | None = None if found is None else found()
+            if mask is not None and _are_same(versions, traced.sources):
+                return mask
         mask = make(traced, sizes, device)
         if len(self.made) >= _MOST_MASKS:
             self.made.clear()

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial, reduce
+from functools import cached_property, reduce
 from operator import and_
 from typing import Any
 
@@ -16,19 +16,13 @@ from torch import Tensor
 from ... import reference
 from ...call.backend import AUTO, asked
 from ...call.fragments import LEARNED, SLOTS
-from ...call.routing import spec_of_call
-from ...call.served import unserved
 from ...call.table import ROWS, AttentionCall, given_by, named
 from ...errors import CompileError, CompilerMissing, LimitError, SpecError
-from ...fragments import features
 from ...fragments.features import register_program
 from ...fragments.lowering import CAPTURED, NUMBER, PER_UNIT, UNIT
 from ...reference.fp8 import is_fp8
 from ...spec import layouts
-from ...spec.problem import LISTED
-from ...spec.resolve import find_violations
-from . import descriptions, routing
-from .callable_bits import made_by
+from . import callable_listed, descriptions, routing
 from .callable_builder import as_read
 from .callable_builtins import BuiltIn, built_in_of, mask_arguments, score_arguments
 from .callable_fingerprint import fingerprint
@@ -92,7 +86,7 @@ def attend_known(
 ) -> Any:
     """The results of a call whose callables were traced before, as `attend` has them; None where
     that has to see them. carriers: q, k and v; given: whatever else the call gives."""
-    mods, (q, k, _) = [name for name in _MODS if callable(given.get(name))], carriers
+    mods, (q, k, v) = [name for name in _MODS if callable(given.get(name))], carriers
     if not mods or routing.CHECK_VALUES or not undisturbed():
         return None
     if any(x is not None and type(x) not in PLAIN for x in carriers):
@@ -122,7 +116,12 @@ def attend_known(
             made[name] = None
             made.update(own)
         elif name == "mask_mod":
-            return None
+            listed = callable_listed.known_of({"q": q, "k": k, "v": v, **given})
+            if listed is None:
+                return None
+            traced = known.of(tensors)
+            made[name] = None
+            made["attn_mask"] = callable_listed.made_again(listed, masks, traced, q.device)
         else:
             made[name] = known.traced.program.name
             known.pass_on(tensors, made)
@@ -194,11 +193,9 @@ def _of_masks(call: AttentionCall) -> dict[str, Any]:
     if traced is None and call.block_mask is None:
         return replaced
     sizes = Sizes.of(call, reference.check(call))
-    if traced is not None and _lists_serve(call):
-        columns = torch.is_grad_enabled() and _may_learn(call)
-        make = partial(made_by, columns=columns)
-        kind = "columns" if columns else "rows"
-        return {**replaced, "attn_mask": masks.of(make, traced, sizes, device, kind)}
+    if traced is not None and callable_listed.lists_serve(call):
+        _note(traced)
+        return {**replaced, "attn_mask": callable_listed.made_for(call, masks, traced, sizes)}
     found = [] if call.attn_mask is None else [call.attn_mask]
     if traced is not None:
         found.append(masks.of(shown_by, traced, sizes, device))
@@ -208,22 +205,6 @@ def _of_masks(call: AttentionCall) -> dict[str, Any]:
         shown = masks.of(shown_by, traced, sizes, device)
         found.append((listed & shown) | full)
     return {**replaced, "attn_mask": reduce(and_, found)}
-
-
-def _lists_serve(call: AttentionCall) -> bool:
-    """Whether kernels that visit the blocks of a mask serve a call with a mask_mod."""
-    arch = descriptions.device_arch(call.q.device)
-    if arch is None or call.attn_mask is not None or call.block_mask is not None:
-        return False
-    spec = spec_of_call(replace(call, mask_mod=None, score_mod=None))
-    spec = replace(spec, mask_mod=LISTED, decode=False)
-    return not (find_violations(spec, features.scan()) or unserved(spec, arch))
-
-
-def _may_learn(call: AttentionCall) -> bool:
-    """Whether a call may have gradients: what a score_mod captures may require some, too."""
-    carriers = [x for x in (call.q, call.k, call.v) if x is not None]
-    return call.score_mod is not None or any([x.requires_grad for x in carriers])
 
 
 def _may_have_kernels(call: AttentionCall) -> bool:
