@@ -80,7 +80,7 @@ def made_again(known: Known, masks: Masks, traced: Traced, device: torch.device)
 def facts_of(arguments: Mapping[str, Any]) -> Facts | None:
     """Facts that decide how a call is served: formats of tensors, values of others, which of them
     are functions; None where they cannot be kept."""
-    facts = []
+    facts: list[Facts] = []
     for name in sorted(arguments):
         x, row = arguments[name], ROWS.get(name)
         if x is None or x is (_ABSENT if row is None else row.default):
