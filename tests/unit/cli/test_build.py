@@ -200,6 +200,7 @@ def test_bundle_is_not_put_where_another_file_is_or_none_can_be(
     assert (tmp_path / "spec.toml").read_text() == REFUSED
 
 
+@pytest.mark.slow
 def test_build_interrupted_goes_on_where_it_was(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "attngen", "build", str(CURATED), "--jobs", "1"]
     # The compiler's own cache could have all of them ready before the signal comes.

@@ -149,6 +149,7 @@ def test_public_names_are_listed_before_they_load() -> None:
     assert done.stdout.split() == []
 
 
+@pytest.mark.slow
 def test_public_names_stay_callable_after_their_modules_are_imported() -> None:
     code = (
         "import attngen.compiler.batch, attngen; from attngen import __all__;"

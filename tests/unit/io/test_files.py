@@ -237,6 +237,7 @@ def run_attngen(*arguments: object, **options: object) -> subprocess.CompletedPr
     )
 
 
+@pytest.mark.slow
 def test_render_replaces_its_own_sources_alone(tmp_path: Path) -> None:
     spec = tmp_path / "a.toml"
     spec.write_text("[[kernel]]\nhead_dim = 64\n")

@@ -177,7 +177,7 @@ MIXED = [
 SPILLED = {MIXED[1]: ": 4 bytes of spills, 8 bytes of stack"}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("problem", [*MIXED, *drawn(10, seed=3)], ids=lambda x: x.label)
 def test_kernels_compile_without_spills(problem: Problem) -> None:
     known = SPILLED.get(problem)

@@ -111,6 +111,7 @@ def test_registers_count_output_queries_and_scores() -> None:
     assert decode.operand_registers(replace(SPLIT, head_dim_qk=256), 16) == 64 + 4 + 8
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("arch", "problem"),
     [

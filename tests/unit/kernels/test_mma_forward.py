@@ -163,7 +163,7 @@ def test_gathered_rows_beside_dropout_take_the_next_smaller_block() -> None:
 
 
 # Each chip once, with other problems, so that few kernels are compiled.
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("arch", "problem"),
     [

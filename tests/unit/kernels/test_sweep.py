@@ -90,6 +90,7 @@ def test_drawn_spec_is_legal_as_it_is() -> None:
         assert not resolve.find_violations(sweep.draw(choose), features.scan())
 
 
+@pytest.mark.slow
 def test_check_names_what_may_not_ship(monkeypatch: pytest.MonkeyPatch) -> None:
     (problem,) = sweep.sample(1, seed=0)
     monkeypatch.setattr(sweep, "MOST_BYTES", 100)

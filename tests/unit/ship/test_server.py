@@ -170,6 +170,7 @@ def test_server_call_with_a_bundle_gets_to_the_launch(
     assert all(is_elf for each in found["kernels"] for _, is_elf in each)
 
 
+@pytest.mark.slow
 def test_server_reference_needs_no_template(stripped: Path) -> None:
     assert serve(stripped, REFERENCE) == [1, 8, 2, 16]
 

@@ -150,7 +150,7 @@ def test_sound_kernel_is_right_at_any_time(timing, folder):
             assert agree(*call(seed))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_found(name, folder, monkeypatch):
     before, after, timing, found_as = FAULTS[name]
@@ -179,6 +179,7 @@ def test_fault_is_found(name, folder, monkeypatch):
     assert re.search(found_as, message), message or "not found"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("at_end", "shift"), [(True, "+ 1"), (False, "- 1"), (True, "- 1")])
 def test_access_outside_operands_is_named(at_end, shift, folder, monkeypatch):
     """Rows of the LSE, the last or the first of which lies beside a page that nobody may touch."""
@@ -197,6 +198,7 @@ def test_access_outside_operands_is_named(at_end, shift, folder, monkeypatch):
     assert bool(named) == (at_end == (shift == "+ 1")), found
 
 
+@pytest.mark.slow
 def test_same_seed_is_the_same_launch(folder):
     q = torch.randn(1, 300, 2, 64).bfloat16().requires_grad_()
     gradients = []
@@ -264,7 +266,7 @@ WAITS = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "timing"),
     [*((None, timing) for timing in device.TIMINGS), *((name, "late") for name in WAITS)],

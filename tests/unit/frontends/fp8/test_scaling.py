@@ -250,6 +250,7 @@ def test_state_stays_float32_when_a_model_is_cast():
     assert layer.to("meta").scales.scale.device.type == "meta"
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("context", [fp8.autocast, delayed])
 def test_compiled_layer_equals_the_eager_one(context):
@@ -263,6 +264,7 @@ def test_compiled_layer_equals_the_eager_one(context):
         assert same(inner.state_dict().values(), eager.state_dict().values())
 
 
+@pytest.mark.slow
 def test_context_inside_of_compiled_code_works():
     torch._dynamo.reset()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import _thread
 import ctypes
+import signal
+from collections.abc import Iterator
 from functools import partial
 from operator import methodcaller
 from typing import Any
@@ -72,7 +74,15 @@ def test_exceptions_are_errors_of_the_program(text: str, says: str) -> None:
     assert call("fine").tolist() == [1, 2, 3]
 
 
-def test_interrupt_that_waits_for_the_handler_is_an_error() -> None:
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises, which processes in the background ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_interrupt_that_waits_for_the_handler_is_an_error(interruptible: None) -> None:
     """XLA frees what a handler returns as an error: it has to be one, or none."""
     shape = jax.ShapeDtypeStruct((3,), jnp.float32)
     program = jax.jit(lambda x: jax.ffi.ffi_call("attngen_test", shape)(x, program="waits"))

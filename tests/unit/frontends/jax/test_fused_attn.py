@@ -222,7 +222,7 @@ def test_sequences_over_devices(strategy: CPStrategy) -> None:
     close(jax.jit(run)(packed, ids), jax.jit(attend)(packed, ids))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", [CPStrategy.RING, CPStrategy.ALL_GATHER])
 @pytest.mark.parametrize(
     ("mask", "window"),

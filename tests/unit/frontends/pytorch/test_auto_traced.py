@@ -46,6 +46,7 @@ def test_traced_call_that_kernels_refuse_is_the_reference(kernels, case) -> None
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options", [{}, {"bias": torch.randn(S, S)}, {"window": None}], ids="-".join

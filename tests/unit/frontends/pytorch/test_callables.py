@@ -138,6 +138,7 @@ def test_vmap_over_captures_of_a_mask_and_of_packed_tokens() -> None:
     assert not wanted[:, :1].any() and not wanted[:, 5:6].any()  # rows of no sequence
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("hiding", [{}, *HIDING.values()], ids=["nothing", *HIDING])
 def test_callable_compiles_without_a_break(hiding) -> None:
