@@ -30,7 +30,7 @@ Facts = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Known:
-    """What a call that was served tells those of equal facts: its sizes, and whether gradients need
+    """A served call, for those of equal facts: its sizes, and whether gradients need
     the mask, too, where these are on."""
 
     sizes: Sizes
