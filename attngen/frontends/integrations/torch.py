@@ -1,4 +1,4 @@
-"""Attention as PyTorch spells it: `sdpa`, `replaced_sdpa` and `varlen_attn`."""
+"""Attention as PyTorch spells it: `sdpa`, `replaced_sdpa`, `register_flash` and `varlen_attn`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from torch.nn import functional
 from ... import attention
 from ...call.taking import taking
 from ...errors import LimitError, SpecError
+from .flash_registry import register_flash
 from .lengths import packed, paged
 
-__all__ = ["replaced_sdpa", "replacing", "sdpa", "varlen_attn"]
+__all__ = ["register_flash", "replaced_sdpa", "replacing", "sdpa", "varlen_attn"]
 
 log = logging.getLogger("attngen")
 Function = Callable[..., Any]

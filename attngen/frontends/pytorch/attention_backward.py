@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ... import reference
+from ...call.bind import homes_of
+from ...call.cache import CallCache
+from ...call.fragments import operands_of as fragment_operands
 from ...call.gradient_kernels import wanted_of_operands
+from ...call.memory import order_in
 from ...call.recipe import in_force
-from ...call.table import GRADIENT_OF, LEARNED, ROWS, AttentionCall, make_call
+from ...call.table import (
+    CARRIERS,
+    GRADIENT_OF,
+    INPUTS,
+    LEARNED,
+    ROWS,
+    AttentionCall,
+    WantedGradients,
+    make_call,
+)
 from ...errors import LimitError, SpecError
 from ...reference.fp8 import is_fp8
 from ...results import AttentionGradients
 from . import left_padding, on_reference, routing
 from .backward import differentiate, dispatch
-from .checked_call import CheckedCall, operands_of
+from .calls import bind
+from .checked_call import CheckedCall, Operands, arguments_of, operands_of
 from .checks import check_rest
+from .into import state
 from .operation import unobserved
+from .outputs import laid_out
 from .signature import CallForm, places_of
+from .torch_private import guard, is_plain
 
 _LEAVES = ("q", "k", "v", *LEARNED)
 
@@ -52,23 +70,33 @@ def attention_backward(
         SpecError: with every violation at once.
         CompileError, LaunchError: where a kernel cannot be made or launched.
     """
+    key, tensors = None, []
+    if not (torch.compiler.is_compiling() or routing.CHECK_VALUES or in_force.recipe is not None):
+        key, tensors = bind(state(), q, k, v, given)
+        known = known_calls.find(key, tensors)
+        if known is not None and unobserved((dout, dlse, out, lse, *tensors)):
+            return known(dout, dlse, out, lse, tensors)
     carriers = {"q": q, "k": k, "v": v}
     operands, others = (
         {name: _leaf(x) if name in _LEAVES else x for name, x in x.items()}
         for x in (carriers, given)
     )
-    call = reference.converted(make_call("attention_backward", ROWS, operands, others))
+    plainly = make_call("attention_backward", ROWS, operands, others)
+    call = reference.converted(plainly)
     _refuse(call)
-    refusal: SpecError | LimitError | None = None
     with torch.enable_grad():
         on_kernels = routing.use_kernels(call)
     if on_kernels:
         try:
-            return _by_kernels(call, dout, dlse, out, lse)
-        except (SpecError, LimitError) as error:
-            refusal = error
-    if refusal is not None:
-        routing.leave_kernels(refusal, call.backend)
+            made = KnownBackward.of(call)
+            if plainly is call and key is not None and all(map(is_plain, tensors)):
+                slots = {x.name: x.slot for x in fragment_operands(call.mask, call.score_mod)}
+                homes = homes_of(q, k, v, given, slots, Tensor)
+                made = replace(made, homes=tuple([homes.get(name, -1) for name in INPUTS]))
+                known_calls.note(key, tensors, made)
+            return made.run(dout, dlse, out, lse, operands_of(call))
+        except (SpecError, LimitError) as refusal:
+            routing.leave_kernels(refusal, call.backend)
     return _by_definition(call, dout, dlse)
 
 
@@ -83,7 +111,6 @@ def _refuse(call: AttentionCall) -> None:
     asked = {
         "functions": call.functions,
         "a schedule": call.schedule is not None,
-        "out": call.out is not None,
         "rows that begin late": left_padding.is_given(call),
         "operands in 8 bits": isinstance(call.q, Tensor) and is_fp8(call.q.dtype),
         "a recipe": in_force.recipe is not None,
@@ -101,38 +128,76 @@ def _leaves(call: AttentionCall) -> dict[str, Tensor]:
     return {name: x for name, x in found.items() if isinstance(x, Tensor)}
 
 
-def _by_kernels(
-    call: AttentionCall, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
-) -> AttentionGradients:
-    """Raises: SpecError, LimitError, CompileError, LaunchError."""
-    leaves, operands = _leaves(call), operands_of(call)
-    checked = CheckedCall.of(call, operands)
-    with torch.no_grad():
-        operands = checked.completed(checked.adapted(operands, None))
-        operands = tuple([None if x is None else x.detach() for x in operands])
-        present = [x for x in operands if x is not None]
-        form = CallForm(checked.arguments, places_of(operands))
+@dataclass(frozen=True, eq=False)
+class KnownBackward:
+    """A backward that kernels serve, for all calls that differ from it in addresses alone.
+
+    checked: the forward; wanted: its gradients; leaves: operands that have one, with their dtypes.
+    homes: where each of `INPUTS` is among the bound tensors, −1 for none; empty where it is not
+    kept.
+    """
+
+    checked: CheckedCall
+    wanted: WantedGradients
+    leaves: tuple[tuple[str, torch.dtype], ...]
+    homes: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> KnownBackward:
+        """The backward of a checked call."""
+        leaves = _leaves(call)
         wanted = wanted_of_operands({*leaves}, one_tensor=call.k is None)
-        plain = unobserved((dout, dlse, out, lse, *present)) and not torch.compiler.is_compiling()
-        run = differentiate if plain else dispatch
-        found = run(form, wanted, dout, dlse, out, lse, present)
-        made = {
-            GRADIENT_OF[name]: found[GRADIENT_OF[name]].to(x.dtype) for name, x in leaves.items()
-        }
-    return AttentionGradients(**made)
+        checked = CheckedCall.of(call, operands_of(call))
+        return cls(checked, wanted, tuple((name, x.dtype) for name, x in leaves.items()))
+
+    def __call__(
+        self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, tensors: list[Tensor]
+    ) -> AttentionGradients:
+        """The gradients for bound tensors. Raises: SpecError, LaunchError."""
+        operands = tuple([None if home < 0 else tensors[home] for home in self.homes])
+        return self.run(dout, dlse, out, lse, operands)
+
+    def run(
+        self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, operands: Operands
+    ) -> AttentionGradients:
+        """The gradients for the operands of a call. Raises: SpecError, LaunchError."""
+        with torch.no_grad():
+            operands = self.checked.completed(self.checked.adapted(operands, None))
+            operands = tuple([None if x is None else x.detach() for x in operands])
+            present = [x for x in operands if x is not None]
+            form = CallForm(self.checked.arguments, places_of(operands))
+            tensors = (dout, dlse, out, lse, *present)
+            plain = unobserved(tensors) and not torch.compiler.is_compiling()
+            make = differentiate if plain else dispatch
+            found = make(form, self.wanted, dout, dlse, out, lse, present)
+            made = {GRADIENT_OF[name]: dtype for name, dtype in self.leaves}
+            return AttentionGradients(**{name: found[name].to(x) for name, x in made.items()})
+
+
+known_calls: CallCache[KnownBackward] = CallCache(guard)
 
 
 def _by_definition(call: AttentionCall, dout: Tensor, dlse: Tensor | None) -> AttentionGradients:
     """Raises: SpecError where a gradient does not fit."""
     leaves = _leaves(call)
-    with torch.enable_grad():
-        out, aux = on_reference.run(call)
-        pairs = [(out, dout), *([(aux.lse, dlse)] if dlse is not None else [])]
-        for result, gradient in pairs:
-            assert result is not None  # the reference has an LSE
+    gradients = [dout] if dlse is None else [dout, dlse]
+
+    def results(*given: Tensor) -> tuple[Tensor, ...]:
+        out, aux = on_reference.run(replace(call, **dict(zip(leaves, given, strict=True))))
+        assert aux.lse is not None  # the reference has one
+        made = (out, aux.lse)[: len(gradients)]
+        for result, gradient in zip(made, gradients, strict=True):
             if result.shape != gradient.shape:
                 raise SpecError(f"a gradient of {[*result.shape]} is {[*gradient.shape]}")
-        outputs, gradients = zip(*pairs, strict=True)
-        found = torch.autograd.grad(outputs, [*leaves.values()], gradients)
-    names = (GRADIENT_OF[name] for name in leaves)
-    return AttentionGradients(**dict(zip(names, found, strict=True)))
+        return made
+
+    # A transform, which autograd's own calls below the dispatcher do not see.
+    _, pull = torch.func.vjp(results, *[x.detach() for x in leaves.values()])
+    found = pull(tuple(gradients))
+    arguments = arguments_of(call)
+    made = {}
+    for (name, leaf), gradient in zip(leaves.items(), found, strict=True):
+        order = order_in(arguments, name) if name in CARRIERS else ""
+        laid = laid_out(gradient, order if len(order) == leaf.ndim else "")
+        made[GRADIENT_OF[name]] = laid
+    return AttentionGradients(**made)
