@@ -226,7 +226,7 @@ def _biased(
 
 
 def efficient_backward(
-    grad_out: Tensor,
+    grad_out: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -245,9 +245,10 @@ def efficient_backward(
     rows = query.shape[2]
     if grad_out is None:
         return None, None, None, None
-    tensors = [x.transpose(1, 2) for x in (grad_out, query, key, value, out)]
+    d_out, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
     arguments = _biased(attn_bias, is_causal, scale, backend)
-    found = attention_backward(*tensors, logsumexp[..., :rows].contiguous(), **arguments)
+    lse = logsumexp[..., :rows].contiguous()
+    found = attention_backward(d_out, q, k, v, o, lse, **arguments)
     carriers = [x.transpose(1, 2) for x in (found.dq, found.dk, found.dv) if x is not None]
     *_, of_bias = wanted
     return *carriers, found.dbias if of_bias else None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import reference
-from ...call.bind import homes_of
+from ...call.bind import Key, homes_of
 from ...call.cache import CallCache
 from ...call.fragments import operands_of as fragment_operands
 from ...call.gradient_kernels import wanted_of_operands
@@ -70,7 +70,8 @@ def attention_backward(
         SpecError: with every violation at once.
         CompileError, LaunchError: where a kernel cannot be made or launched.
     """
-    key, tensors = None, []
+    key: Key | None = None
+    tensors: list[Any] = []
     if not (torch.compiler.is_compiling() or routing.CHECK_VALUES or in_force.recipe is not None):
         key, tensors = bind(state(), q, k, v, given)
         known = known_calls.find(key, tensors)
@@ -183,7 +184,8 @@ def _by_definition(call: AttentionCall, dout: Tensor, dlse: Tensor | None) -> At
     gradients = [dout] if dlse is None else [dout, dlse]
 
     def results(*given: Tensor) -> tuple[Tensor, ...]:
-        out, aux = on_reference.run(replace(call, **dict(zip(leaves, given, strict=True))))
+        replaced: dict[str, Any] = dict(zip(leaves, given, strict=True))
+        out, aux = on_reference.run(replace(call, **replaced))
         assert aux.lse is not None  # the reference has one
         made = (out, aux.lse)[: len(gradients)]
         for result, gradient in zip(made, gradients, strict=True):
@@ -192,7 +194,8 @@ def _by_definition(call: AttentionCall, dout: Tensor, dlse: Tensor | None) -> At
         return made
 
     # A transform, which autograd's own calls below the dispatcher do not see.
-    _, pull = torch.func.vjp(results, *[x.detach() for x in leaves.values()])
+    vjp: Any = torch.func.vjp(results, *[x.detach() for x in leaves.values()])
+    _, pull = vjp
     found = pull(tuple(gradients))
     arguments = arguments_of(call)
     made = {}
