@@ -198,15 +198,15 @@ def efficient(
     key: Tensor,
     value: Tensor,
     attn_bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
+    *given: Any,
     scale: float | None = None,
     backend: str,
 ) -> Results:
     """`_scaled_dot_product_efficient_attention` of [b, h, s, d], whose output lies in memory as
-    [b, s, h, d], and whose LSE has a multiple of `ROWS_OF_LSE` rows."""
+    [b, s, h, d], and whose LSE has a multiple of `ROWS_OF_LSE` rows; given: whether the LSE is
+    wanted, then, if not left out, dropout_p and is_causal."""
+    compute_log_sumexp, *others = given
+    dropout_p, is_causal, *_ = (*others, *(0.0, False)[len(others) :])
     _refuse(dropout_p)
     operands = [x.transpose(1, 2) for x in (query, key, value)]
     out, lse = _attend(operands, _biased(attn_bias, is_causal, scale, backend))
@@ -226,20 +226,12 @@ def _biased(
 
 
 def efficient_backward(
-    grad_out: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    out: Tensor,
-    logsumexp: Tensor,
-    *given: Any,
-    scale: float | None = None,
-    backend: str,
+    grad_out: Tensor | None, *given: Any, scale: float | None = None, backend: str
 ) -> Results:
-    """`_scaled_dot_product_efficient_attention_backward`; given: a generator's state, dropout_p,
-    which gradients are wanted, is_causal, which may be left out."""
-    _, _, dropout_p, wanted, *rest = given
+    """`_scaled_dot_product_efficient_attention_backward`; given: query, key, value, attn_bias, out,
+    logsumexp, a generator's state, dropout_p, which gradients are wanted, and is_causal, which may
+    be left out."""
+    query, key, value, attn_bias, out, logsumexp, _, _, dropout_p, wanted, *rest = given
     _refuse(dropout_p)
     (is_causal,) = rest or (False,)
     rows = query.shape[2]
