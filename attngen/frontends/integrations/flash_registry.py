@@ -206,7 +206,8 @@ def efficient(
     [b, s, h, d], and whose LSE has a multiple of `ROWS_OF_LSE` rows; given: whether the LSE is
     wanted, then, if not left out, dropout_p and is_causal."""
     compute_log_sumexp, *others = given
-    dropout_p, is_causal, *_ = (*others, *(0.0, False)[len(others) :])
+    defaults: list[Any] = [0.0, False]
+    dropout_p, is_causal = [*others, *defaults[len(others) :]]
     _refuse(dropout_p)
     operands = [x.transpose(1, 2) for x in (query, key, value)]
     out, lse = _attend(operands, _biased(attn_bias, is_causal, scale, backend))
