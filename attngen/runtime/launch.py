@@ -141,6 +141,8 @@ def _grid(loaded: LoadedKernel, q: Extent, values: dict[str, int | float]) -> tu
         tiles, places = int(values["tiles"]), loaded.multiprocessors
         turns = -(-tiles // (places * kernel.ctas))  # of an SM's CTAs; fewer CTAs may take as many
         return min(places * -(-tiles // (places * turns)), tiles), 1, 1
+    if kernel.grid == "persistent_pairs":
+        return 2 * min(max(loaded.multiprocessors // 2, 1), int(values["tiles"])), 1, 1
     if kernel.grid == "tiles":
         return int(values["tiles"]), 1, 1
     if kernel.grid == "multiprocessors":

@@ -59,7 +59,14 @@ class TensorMapRecipe:
 
 
 Grid = Literal[
-    "persistent_tiles", "tiles", "row_blocks", "multiprocessors", "splits", "rows", "one"
+    "persistent_tiles",
+    "persistent_pairs",
+    "tiles",
+    "row_blocks",
+    "multiprocessors",
+    "splits",
+    "rows",
+    "one",
 ]
 Workspace = Literal[
     "tile_counter",
@@ -86,8 +93,8 @@ Workspace = Literal[
 class KernelEntry:
     """One launch of the program.
 
-    `grid`: at most `ctas` CTAs an SM, which share the tiles, `block_ctas` parts of each; or one for
-    each tile; or `block_ctas` CTAs for each block of `row_block` queries of each head, or one for
+    `grid`: at most `ctas` CTAs an SM, which share the tiles, `block_ctas` parts of each; or one an
+    SM, two of which are a cluster that shares a tile; or one for each tile; or `block_ctas` CTAs for each block of `row_block` queries of each head, or one for
     `cta_blocks` of them; or one CTA an SM; or one for each split of the keys of `tile_rows` rows of
     a key/value head; or one for `tile_rows` rows of the output; or one in all.
     `dependent`: it may start before the kernel that it waits for has ended. `tile_axis` says

@@ -29,6 +29,9 @@ def list_features(known: Features) -> Iterator[str]:
     yield f"kv_dtype       as dtype, or {' '.join(DTYPES_8BIT)} beside any"
     yield f"head dims      1 to {MAX_HEAD_DIM} ({' '.join(DTYPES_16BIT)})"
     yield f"head dims      multiples of 16 up to {MAX_HEAD_DIM} ({' '.join(DTYPES_8BIT)})"
+    for field, (limit, _) in resolve.WIDE_HEAD_DIMS.items():
+        whose = " of V" if field == "head_dim_v" else ""
+        yield f"head dims{whose:<6}1 to {limit} ({' '.join(DTYPES_16BIT)}, a forward alone)"
     for field, (limit, _) in resolve.SPLIT_HEAD_DIMS.items():
         whose = " of V" if field == "head_dim_v" else ""
         yield f"head dims{whose:<6}multiples of 8 up to {limit} (decode)"

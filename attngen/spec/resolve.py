@@ -38,6 +38,12 @@ SPLIT_HEAD_DIMS = {
     "head_dim": (576, "64 queries and two stages of 32 keys and values take 208 of 227 KiB"),
     "head_dim_v": (512, "64 rows of output take 128 registers a thread of two warpgroups"),
 }
+# Of a forward in 16 bits beyond MAX_HEAD_DIM, of which nothing is asked but its outputs.
+WIDE_HEAD_DIMS = {
+    "head_dim": (576, "64 queries and a stage of 64 keys take 144 of 227 KiB"),
+    "head_dim_v": SPLIT_HEAD_DIMS["head_dim_v"],
+}
+LEAST_WIDE_COLUMNS = 65  # of V beside wider queries: two warpgroups share boxes of 64
 _NO_SPLITS = (
     "kernels that split keys have none of it; without num_splits, up to head dim "
     f"{MAX_HEAD_DIM}, others serve the call"
@@ -317,19 +323,40 @@ def _head_dim_step(spec: AttentionSpec, dtype: str) -> int:
 def _check_head_dims(spec: AttentionSpec, step: int) -> list[Violation]:
     found = []
     wide = spec.decode or spec.directions == ("append",)
+    forward = _has_wide_forward(spec)
     for field, dim in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
         if dim is None:
             continue
-        limit, why = SPLIT_HEAD_DIMS[field] if wide else (MAX_HEAD_DIM, "")
+        limit, why = (
+            SPLIT_HEAD_DIMS[field] if wide
+            else WIDE_HEAD_DIMS[field] if forward
+            else (MAX_HEAD_DIM, "")
+        )  # fmt: skip
         legal = min(max(step, -(-dim // step) * step), limit)
         if dim != legal:
             which = f"multiples of {step} up to" if step > 1 else "1 to"
             reason = f"{field} {dim}: kernels exist for {which} {limit}"
-            if dim > limit and not wide and spec.dtype in DTYPES_16BIT:
+            if dim > limit and not (wide or forward) and spec.dtype in DTYPES_16BIT:
+                if not layouts.parse(spec.layout).paged and not spec.widens:
+                    reason += f", those of a forward alone to {WIDE_HEAD_DIMS[field][0]}"
                 reason += f", those that split keys (decode) to {SPLIT_HEAD_DIMS[field][0]}"
             limited = f", where {why}" if why and dim > limit else ""
             found.append(Violation(field, reason + limited, legal))
+    columns = spec.head_dim_v
+    if forward and not found and spec.head_dim > MAX_HEAD_DIM and columns is not None:
+        if columns < LEAST_WIDE_COLUMNS:
+            reason = f"head_dim_v {columns}: beside head dims above {MAX_HEAD_DIM} kernels exist for "
+            reason += f"{LEAST_WIDE_COLUMNS} or more, of which two warpgroups share boxes of 64"
+            found.append(Violation("head_dim_v", reason, LEAST_WIDE_COLUMNS))
     return found
+
+
+def _has_wide_forward(spec: AttentionSpec) -> bool:
+    """Whether its forward has kernels of head dims above MAX_HEAD_DIM: of 16-bit operands that do
+    not lie in pages, where no backward is asked for."""
+    dtypes = {spec.dtype, spec.kv_dtype or spec.dtype}
+    paged = layouts.parse(spec.layout).paged
+    return spec.directions == ("fwd",) and dtypes <= {*DTYPES_16BIT} and not (spec.decode or paged)
 
 
 def available_directions(spec: AttentionSpec) -> tuple[str, ...]:

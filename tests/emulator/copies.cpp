@@ -163,6 +163,23 @@ void tensor_load(u32 destination, const void* map_address, u32 barrier,
     deliver(barrier, bytes_of(map));
   });
 }
+void tensor_load_both(u32 destination, const void* map_address, u32 barrier,
+                      std::initializer_list<int> at) {
+  const Map map = map_at(map_address, at.size(), destination);
+  check_visible(barrier);
+  shared_at(destination, bytes_of(map));
+  for (u32 rank = 0; rank < 2; ++rank) {
+    std::memset(neighbour(rank).shared + destination, 0xff, bytes_of(map));
+    start_copy([map, destination, barrier, rank, place = Place(at)] {
+      each_piece(map, place, [&](u64 address, u32 offset, u32 inside) {
+        unsigned char* to = write_async_at(rank, swizzled(destination + offset));
+        std::memset(to, 0, 16);
+        if (inside != 0) std::memcpy(to, reinterpret_cast<const void*>(address), inside);
+      });
+      deliver_at(rank, barrier, bytes_of(map));
+    });
+  }
+}
 void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier) {
   check_bulk(source, destination, bytes);
   check_visible(barrier);

@@ -12,6 +12,7 @@
 #define __forceinline__ inline
 #define __shared__ thread_local
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __grid_constant__
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
@@ -88,6 +89,9 @@ void mbarrier_init_fence();
 void mbarrier_arrive(u32 barrier, u32 bytes = 0);
 void mbarrier_wait(u32 barrier, u32 parity);
 void barrier_sync(u32 id, u32 threads);
+// Of two neighbouring CTAs: arrival at a barrier of the CTA `rank`, and all of their threads.
+void mbarrier_arrive_at(u32 address, u32 rank);
+void cluster_sync();
 void barrier_arrive(u32 id, u32 threads);
 bool barrier_all(u32 id, u32 threads, bool condition);
 
@@ -98,6 +102,8 @@ void await_copy_groups(u32 pending);
 void await_copies();
 void arrive_after_copies(u32 barrier);
 void tensor_load(u32 destination, const void* map, u32 barrier, std::initializer_list<int> at);
+// The same to both CTAs of a cluster.
+void tensor_load_both(u32 destination, const void* map, u32 barrier, std::initializer_list<int> at);
 void tensor_store(const void* map, u32 source, std::initializer_list<int> at);
 void tensor_add(const void* map, u32 source, std::initializer_list<int> at);
 void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier);

@@ -33,6 +33,15 @@ def _tensor_load(rank: int) -> str:
     )
 
 
+def _tensor_load_both(rank: int) -> str:
+    places = ", ".join(f"%{3 + i}" for i in range(rank))
+    return (
+        f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        f".multicast::cluster.L2::cache_hint [%0], [%1, {{{places}}}], [%2], %{3 + rank}, "
+        f"%{4 + rank};"
+    )
+
+
 def _tensor_add(rank: int) -> str:
     places = ", ".join(f"%{2 + i}" for i in range(rank))
     return (
@@ -73,6 +82,11 @@ STATEMENTS: dict[str, str] = {
     "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;": f"{_E}mbarrier_arrive(%0, %1)",
     "{.reg .pred done;WAIT:mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;"
     "@done bra DONE;bra WAIT;DONE:}": f"{_E}mbarrier_wait(%0, %1)",
+    "{.reg .b32 there;mapa.shared::cluster.u32 there, %0, %1;"
+    "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];}": (
+        f"{_E}mbarrier_arrive_at(%0, %1)"
+    ),
+    "barrier.cluster.arrive.release;barrier.cluster.wait.acquire;": f"{_E}cluster_sync()",
     "bar.sync %0, %1;": f"{_E}barrier_sync(%0, %1)",
     "bar.arrive %0, %1;": f"{_E}barrier_arrive(%0, %1)",
     "{.reg .pred mine, every;setp.ne.u32 mine, %3, 0;bar.red.and.pred every, %1, %2, mine;"
@@ -98,6 +112,8 @@ STATEMENTS: dict[str, str] = {
     "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];": f"{_E}arrive_after_copies(%0)",
     _tensor_load(4): f"{_E}tensor_load(%0, %1, %2, {{%3, %4, %5, %6}})",
     _tensor_load(5): f"{_E}tensor_load(%0, %1, %2, {{%3, %4, %5, %6, %7}})",
+    _tensor_load_both(4): f"{_E}tensor_load_both(%0, %1, %2, {{%3, %4, %5, %6}})",
+    _tensor_load_both(5): f"{_E}tensor_load_both(%0, %1, %2, {{%3, %4, %5, %6, %7}})",
     _tensor_store(4): f"{_E}tensor_store(%0, %1, {{%2, %3, %4, %5}})",
     _tensor_add(4): f"{_E}tensor_add(%0, %1, {{%2, %3, %4, %5}})",
     _tensor_store(5): f"{_E}tensor_store(%0, %1, {{%2, %3, %4, %5, %6}})",

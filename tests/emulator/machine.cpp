@@ -87,6 +87,8 @@ std::unique_ptr<Cta> begin_cta(Launch& launch, u32 index, Stacks& stacks) {
   cta = made.get();
   const u32 threads = launch.block.x;
   made->launch = &launch;
+  made->index = index;
+  launch.running[index] = {made.get(), shared};
   made->block = {index % launch.grid.x, index / launch.grid.x % launch.grid.y,
                  index / launch.grid.x / launch.grid.y};
   made->random.seed(launch.seed * 1000003 + index);
@@ -218,6 +220,7 @@ bool take_turn(Launch& launch, std::unique_ptr<Cta>& own, Stacks& stacks) {
       if (warp.steps == own->steps[warp.index / 4].size()) continue;
       launch.error = "warp " + std::to_string(warp.index) + " takes fewer steps than its warpgroup";
     }
+    launch.running.erase(own->index);
     own.reset();
   }
   return true;
@@ -398,6 +401,48 @@ void deliver(u32 address, u32 bytes) {
   Mbarrier& barrier = mbarrier_at(address);
   barrier.bytes -= static_cast<int>(bytes);
   complete(barrier);
+}
+
+// ---- clusters of two CTAs
+Running& neighbour(u32 rank) {
+  const auto found = cta->launch->running.find((cta->index & ~1u) | rank);
+  if (rank > 1 || found == cta->launch->running.end()) fail("no CTA %u in the cluster", rank);
+  return found->second;
+}
+unsigned char* write_async_at(u32 rank, u32 address) {
+  Running& there = neighbour(rank);
+  shared_at(address, 16);
+  there.cta->writes[address / 16] = {};
+  return there.shared + address;
+}
+namespace {
+Mbarrier& mbarrier_of(u32 rank, u32 address) {
+  shared_at(address, 8);
+  auto& barrier = *reinterpret_cast<Mbarrier*>(neighbour(rank).shared + address);
+  if (barrier.tag != kTag) fail("no mbarrier at %u of CTA %u of the cluster", address, rank);
+  return barrier;
+}
+}  // namespace
+void deliver_at(u32 rank, u32 address, u32 bytes) {
+  Mbarrier& barrier = mbarrier_of(rank, address);
+  barrier.bytes -= static_cast<int>(bytes);
+  complete(barrier);
+}
+void mbarrier_arrive_at(u32 address, u32 rank) {
+  Mbarrier& barrier = mbarrier_of(rank, address);
+  if (barrier.pending == 0) fail("the mbarrier at %u counts fewer threads than arrive", address);
+  barrier.pending -= 1;
+  complete(barrier);
+  pause();
+}
+void cluster_sync() {
+  Cluster& cluster = cta->launch->clusters[cta->index / 2];
+  const u32 generation = cluster.generation;
+  if (++cluster.arrived == 2 * cta->launch->block.x) {
+    cluster.arrived = 0;
+    ++cluster.generation;
+  }
+  wait_until("the cluster", [&] { return cluster.generation != generation; });
 }
 
 // ---- named barriers

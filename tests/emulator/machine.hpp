@@ -30,6 +30,18 @@ using Action = std::function<void()>;
 // When what runs beside a thread is done: at once, when it is awaited, or at either time.
 enum class Timing { kEarly, kLate, kRandom };
 
+struct Cta;
+
+// A CTA whose neighbour may reach its shared memory.
+struct Running {
+  Cta* cta;
+  unsigned char* shared;
+};
+// Threads of two neighbouring CTAs that have come to the barrier of their cluster.
+struct Cluster {
+  u32 arrived = 0, generation = 0;
+};
+
 struct Launch {
   void (*entry)(const void*);
   const void* parameters;
@@ -48,6 +60,8 @@ struct Launch {
   int working;        // places that may have something to do
   int fruitless = 0;  // turns, one after another
   std::string error = {};
+  std::map<u32, Running> running;   // by their places in the grid
+  std::map<u32, Cluster> clusters;  // of two CTAs each
 };
 
 struct Fiber {
@@ -112,6 +126,7 @@ struct Write {
 
 struct Cta {
   Launch* launch;
+  u32 index;  // in the grid
   Index block;
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
@@ -160,5 +175,10 @@ void note_write(u32 address, u32 bytes, u32 thread);
 void check_visible(u32 barrier);
 // Bytes arrive that an mbarrier awaits.
 void deliver(u32 barrier, u32 bytes);
+// The CTA `rank` of this one's cluster.
+Running& neighbour(u32 rank);
+// 16 bytes in its shared memory that the copy engine writes, and bytes that its mbarrier awaits.
+unsigned char* write_async_at(u32 rank, u32 address);
+void deliver_at(u32 rank, u32 barrier, u32 bytes);
 
 }  // namespace emulator

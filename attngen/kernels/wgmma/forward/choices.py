@@ -84,6 +84,8 @@ class Choice:
     rolls: bool = False
     stores_rows: bool = False
     sums_stored: bool = False
+    shares_output: bool = False
+    pairs: bool = False
 
     @property
     def preference(self) -> float:
@@ -103,6 +105,12 @@ class Choice:
             + 512 * self.rolls
             - 64 * self.stores_rows
         )
+
+
+def own_columns(problem: Problem) -> int:
+    """Columns of an output that two warpgroups share, of the one that computes scores: half of the
+    boxes of V."""
+    return 64 * -(-boxes_of(problem.head_dim_v) // 2)
 
 
 def ranked_choices(problem: Problem) -> list[Choice]:

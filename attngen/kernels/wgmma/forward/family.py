@@ -15,8 +15,8 @@ from ...base import KernelPlan, TiledPlan
 from ...family import Choice, Facts, Family, Kind
 from ...roofline import Block, aim_of
 from ..shared import NEEDS, refuse_together
-from . import alone, cost, feasible, short
-from .plan import ALONE, FORWARD, SHORT, Plan
+from . import alone, cost, feasible, short, wide
+from .plan import ALONE, FORWARD, SHORT, WIDE, Plan
 
 if TYPE_CHECKING:
     from ...fill import Source
@@ -32,6 +32,7 @@ class Forward(Family):
         FORWARD: Kind(Plan, "wgmma/forward/forward", OUTPUTS),
         SHORT: Kind(Plan, "wgmma/forward/short", OUTPUTS),
         ALONE: Kind(Plan, "wgmma/forward/alone", frozenset({"o"})),
+        WIDE: Kind(Plan, "wgmma/forward/wide", OUTPUTS),
     }
 
     def computes(self, problem: Problem) -> bool:
@@ -41,13 +42,16 @@ class Forward(Family):
         return refuse_together(problem)
 
     def plans(self, problem: Problem, target: Target) -> tuple[KernelPlan, ...]:
+        if wide.is_wide(problem):
+            return self.feasible(problem, target)[:1]
         entry = tuned.entry_of(problem, target.name)
         preferred = tuned.prefer(self.feasible(problem, target), entry)[0]
         others = short.plans(problem, target) or alone.plans(problem, target)
         return (preferred, *others)
 
     def feasible(self, problem: Problem, target: Target) -> tuple[TiledPlan, ...]:
-        found = tuple(feasible.feasible(problem, target))
+        plans = wide.plans if wide.is_wide(problem) else feasible.feasible
+        found = tuple(plans(problem, target))
         if not found:
             reason = f"no tile fits {target.name}'s registers and shared memory"
             raise PlanError(f"{problem.label}: {reason}")
@@ -55,6 +59,8 @@ class Forward(Family):
 
     def choose(self, problems: Sequence[Problem], target: Target, facts: Facts) -> Choice:
         (problem,) = problems
+        if wide.is_wide(problem):
+            return Choice(kernel=WIDE)
         if problem.eight_bit:
             return Choice(kernel=FORWARD if "lse" in facts.wants else ALONE)
         shorter = short.serves(problem) and cost.is_short(problem, facts)

@@ -13,8 +13,15 @@ from ....spec.problem import DTYPE_BYTES, Problem
 from ....targets.target import Target
 from ...base import Schedule, Tile, lay_out, order_bytes, score_tile_bytes
 from ..shared import BARRIER_BYTES, LIGHT_SCORES, boxes_of
-from .choices import LAZY_LOG2_TRUSTING, SMALLEST_BLOCK, Choice, orders, ranked_choices
-from .plan import FORWARD, Pipeline, Plan, SoftmaxOrder
+from .choices import (
+    LAZY_LOG2_TRUSTING,
+    SMALLEST_BLOCK,
+    Choice,
+    orders,
+    own_columns,
+    ranked_choices,
+)
+from .plan import FORWARD, WIDE, Pipeline, Plan, SoftmaxOrder
 
 JOB_BYTES = 24  # struct Job of the forward, and more of queries and of keys whose lengths vary
 JOB_BYTES_QUERIES, JOB_BYTES_KEYS = 16, 8
@@ -94,9 +101,11 @@ def feasible(problem: Problem, target: Target) -> Iterator[Plan]:
 
 def make_plan(problem: Problem, choice: Choice, target: Target) -> Plan | None:
     """The plan of these choices; None where it does not fit the target."""
-    tile = Tile(ROWS_PER_CONSUMER * choice.consumers, choice.block)
+    tile = Tile(ROWS_PER_CONSUMER * choice.consumers * (1 + choice.pairs), choice.block)
     registers = operand_registers(problem, choice)
     schedule = CAUSAL_SCHEDULE if problem.masks else FULL_SCHEDULE
+    # Both CTAs of a pair work out which tile is next.
+    schedule = replace(schedule, dynamic=False) if choice.pairs else schedule
     # Where V is transposed as well, its registers leave no room for what finds the order of few.
     orders_few = problem.varlen and not problem.eight_bit
     order = {"Order": order_bytes(schedule.tail_share)} if orders_few else {}
@@ -114,7 +123,7 @@ def make_plan(problem: Problem, choice: Choice, target: Target) -> Plan | None:
     producer, consumer = role_registers(problem, choice)
     return Plan(
         arch=target.name,
-        family=FORWARD,
+        family=WIDE if choice.shares_output else FORWARD,
         tile=tile,
         pipeline=Pipeline(
             consumers=choice.consumers,
@@ -133,7 +142,8 @@ def make_plan(problem: Problem, choice: Choice, target: Target) -> Plan | None:
         promote_blocks=choice.promote_blocks,
         smem=regions,
         smem_bytes=smem_bytes,
-        threads=128 * (choice.consumers + 1 + (between and choice.consumers < 3)),
+        threads=128
+        * (choice.consumers + 1 + choice.shares_output + (between and choice.consumers < 3)),
         operand_registers=registers,
         why=explain(problem, choice, registers, smem_bytes, target.smem_share(choice.ctas)),
     )
@@ -144,7 +154,8 @@ def operand_registers(problem: Problem, choice: Choice) -> int:
     queries where they stay in registers."""
     size = DTYPE_BYTES[problem.dtype_q]
     queries = -(-problem.head_dim_qk * size // 32) * 4 if choice.q_in_registers else 0
-    sums = problem.head_dim_v // 2 * (2 if choice.promote_blocks == 1 else 1)
+    columns = own_columns(problem) if choice.shares_output else problem.head_dim_v
+    sums = columns // 2 * (2 if choice.promote_blocks == 1 else 1)
     return sums + choice.block // 2 + choice.block * size // 8 + queries
 
 
@@ -167,7 +178,8 @@ def operand_limit(problem: Problem, choice: Choice) -> int:
         return consumer - (48 if looked_up else 32)
     features = _features(problem, choice)
     taken = {these: count for these, count in OPERANDS_TAKEN if features.issuperset(these.split())}
-    limit = OPERANDS[choice.consumers, choice.ctas] - sum(taken.values())
+    warpgroups = choice.consumers + choice.shares_output
+    limit = OPERANDS[warpgroups, choice.ctas] - sum(taken.values())
     if problem.dropout and choice.q_in_registers:
         limit = min(limit, OPERANDS_RANDOM - taken.get("crowded lengths", 0))
     return limit
@@ -225,7 +237,8 @@ def role_registers(problem: Problem, choice: Choice) -> tuple[int, int]:
         return REGISTERS_WIDENED
     if problem.bias and (problem.varlen or choice.consumers == 3):
         return BIAS_ROLES[choice.consumers]
-    return GATHER_REGISTERS if problem.gather else REGISTERS[choice.consumers, choice.ctas]
+    warpgroups = choice.consumers + choice.shares_output
+    return GATHER_REGISTERS if problem.gather else REGISTERS[warpgroups, choice.ctas]
 
 
 def stores_directly(problem: Problem) -> bool:
@@ -254,19 +267,23 @@ def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
     job = JOB_BYTES + JOB_BYTES_QUERIES * (problem.q_seq != "dense")
     job += JOB_BYTES_KEYS * (problem.kv_seq != "dense")
     job += JOB_BYTES_CUT * cuts_tiles(problem, choice)
+    if choice.pairs:  # of both parts of a block
+        barriers += 2 * (choice.k_stages + choice.v_stages)
+    rows = ROWS_PER_CONSUMER * choice.consumers
     stage_v = tile.n * row_bytes_v
     if problem.eight_bit:  # transposed: a row a column of V, 128 keys a box
         stage_v = problem.head_dim_v * 128 * -(-tile.n // 128)
         stage_v += ONES_BYTES * choice.sums_stored
     return {
-        "Q": tile.m * (max(row_bytes_qk, row_bytes_o) if choice.output_over_q else row_bytes_qk),
+        "Q": rows * (max(row_bytes_qk, row_bytes_o) if choice.output_over_q else row_bytes_qk),
         "K": choice.k_stages * tile.n * row_bytes_qk,
         "V": choice.v_stages * stage_v,
         **({"Raw": choice.raw_stages * choice.raw_keys * row_bytes_v} if problem.eight_bit else {}),
         **(raw_sizes(problem, choice) if problem.widens else {}),
-        **({"O": tile.m * row_bytes_o} if staged else {}),
+        **({"O": rows * row_bytes_o} if staged else {}),
         **({"Words": choice.consumers * 4 * tile.n * DROP_WORD_BYTES} if problem.dropout else {}),
         **({"Scales": scale_bytes(tile, choice)} if problem.token_scales else {}),
+        **({"Weights": rows * 128, "Factors": rows * 8} if choice.shares_output else {}),
         **({"Bias": choice.consumers * score_tile_bytes(64, tile.n)} if problem.bias else {}),
         "Barriers": BARRIER_BYTES * barriers,
         "Job": job,
@@ -294,7 +311,9 @@ def explain(
     place = "total in registers" if choice.promote_blocks == 1 else "mean in shared memory"
     promoted = (f"sums of 8-bit products join a {place} every {keys} keys",) if keys else ()
     return (
-        "1 consumer warpgroup of 64 query rows shares the tensor cores with other CTAs'"
+        "2 warpgroups share the output's columns of 64 query rows, one of which weighs keys"
+        if choice.shares_output
+        else "1 consumer warpgroup of 64 query rows shares the tensor cores with other CTAs'"
         if choice.consumers == 1
         else f"{choice.consumers} consumer warpgroups of 64 query rows "
         + ("take turns at the tensor cores" if choice.take_turns else "share the tensor cores")
@@ -318,7 +337,7 @@ def explain(
             " and a key is hidden" if choice.softmax.lazy_rescale_log2 == LAZY_LOG2_TRUSTING else ""
         ),
         *promoted,
-        "tiles drawn from a counter, "
+        ("two CTAs stride through tiles, " if choice.pairs else "tiles drawn from a counter, ")
         + ("longest rows first" if problem.masks else "one head after another")
         + (", those of a last round of 128 rows" if cuts_tiles(problem, choice) else ""),
     )

@@ -10,6 +10,7 @@ from ...base import Axis, Schedule, SmemRegion, Tile, TiledPlan, has_order
 from ..shared import PREFIX
 
 FORWARD, SHORT, ALONE = f"{PREFIX}fwd", f"{PREFIX}fwd_short", f"{PREFIX}fwd_alone"
+WIDE = f"{PREFIX}fwd_wide"
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ class Plan(TiledPlan):
     @property
     def ctas(self) -> int:
         """CTAs an SM: as many as its registers hold, shared by the threads of a warpgroup."""
+        if self.shares_output:
+            return 1
         pipeline, held = self.pipeline, TARGETS[self.arch].sm_registers // 128
         producers = self.threads // 128 - pipeline.consumers
         registers = producers * pipeline.producer_registers
@@ -100,6 +103,17 @@ class Plan(TiledPlan):
     def sums_stored(self) -> bool:
         """Whether weights are summed as they are stored, which is no LSE: see alone.py."""
         return self.family == ALONE
+
+    @property
+    def shares_output(self) -> bool:
+        """Whether two warpgroups have the output's columns of the same rows: see wide.py."""
+        return self.family == WIDE
+
+    @property
+    def pairs(self) -> bool:
+        """Whether two CTAs, each of which has half of a tile's rows, load keys and values for each
+        other."""
+        return self.shares_output and self.tile.m > 64 * self.pipeline.consumers
 
     @property
     def tile_axis(self) -> Literal["q", "kv"] | None:

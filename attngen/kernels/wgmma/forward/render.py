@@ -46,7 +46,7 @@ def render(problem: Problem, plan: Plan, features: Features, root: Path) -> Sour
         smem_bytes=plan.smem_bytes,
         tile_rows=plan.tile.m,
         tensor_maps=_tensor_maps(problem, plan),
-        grid="persistent_tiles",
+        grid="persistent_pairs" if plan.pairs else "persistent_tiles",
         workspace=(
             *(("tile_counter",) if plan.schedule.dynamic else ()),
             *(("q_schedule",) if problem.varlen else ()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ....spec.problem import Problem
+from .choices import own_columns
 from .plan import Plan
 
 
@@ -30,6 +31,16 @@ def rolls(problem: Problem, plan: Plan) -> bool:
     return problem.narrow and free and plan.tile.n == 64
 
 
+def rest_columns(problem: Problem, plan: Plan) -> int:
+    """Columns of the output that a second warpgroup has of the same rows; 0 where there is none."""
+    return problem.head_dim_v - own_columns(problem) if plan.shares_output else 0
+
+
+def first_boxes(boxes: int, plan: Plan) -> int:
+    """Boxes of the first part of a block of K or V, of so many in all."""
+    return -(-boxes // 2) if plan.pairs else boxes
+
+
 def starts_early(problem: Problem, plan: Plan) -> bool:
     """Whether the kernel may start before the one in front has ended, for which it waits itself:
     where that one may tell it lengths, and where the beginning counts, in short calls and under
@@ -54,7 +65,9 @@ def scale_log2(problem: Problem) -> str:
 
 
 def first_row_of(problem: Problem, plan: Plan, row_block: str) -> str:
-    """C++: the first row of the tile that `row_block` says."""
+    """C++: the first of a CTA's rows of the tile that `row_block` says."""
+    if plan.pairs:
+        return f"{row_block} * kTileM + cluster_rank() * 64"
     return f"first_row_of({row_block})" if one_loader(problem, plan) else f"{row_block} * kTileM"
 
 

@@ -23,7 +23,7 @@ from ...view_axis import AxisView, axis_view
 from . import traits, view_constants, view_consumer, view_loads, view_scores
 from .plan import Plan
 from .view_constants import Constants, Elements, Products
-from .view_consumer import Blocks, Output, Promotion, Softmax, Step
+from .view_consumer import Blocks, Output, Promotion, Rest, Softmax, Step
 from .view_loads import Barriers, Loads, Scheduler, Side
 from .view_scores import Bounds, Scores
 
@@ -58,7 +58,7 @@ class ForwardView:
     Consumers: take_turns, q_in_registers: as the plan says. rolls: each visits the blocks that its
     own rows see. blocks, step: blocks of a tile, and a step of one. softmax: its order. promotion:
     of 8-bit sums. sums_stored: products sum the weights as they are stored, for calls that want the
-    output alone. output: how it leaves.
+    output alone. output: how it leaves. rest: columns that a second warpgroup has of it, or None.
     """
 
     kernel: KernelView
@@ -116,6 +116,7 @@ class ForwardView:
     promotion: Promotion
     sums_stored: bool
     output: Output
+    rest: Rest | None
 
 
 def forward_view(
@@ -178,7 +179,7 @@ def forward_view(
         ),
         waits_at_first_tile=view_loads.waits_at_first_tile(problem, plan),
         loads=view_loads.loads_of(problem, plan, uses, reads_tile),
-        first_consumer=plan.threads // 128 - pipeline.consumers,
+        first_consumer=first_consumer(plan),
         barriers=view_loads.barriers_of(problem, plan, reads_tile),
         take_turns=pipeline.take_turns,
         q_in_registers=pipeline.q_in_registers,
@@ -189,7 +190,14 @@ def forward_view(
         promotion=view_consumer.promotion_of(problem, plan),
         sums_stored=plan.sums_stored,
         output=view_consumer.output_of(problem, plan),
+        rest=view_consumer.rest_of(problem, plan),
     )
+
+
+def first_consumer(plan: Plan) -> int:
+    """The warpgroup that is the first consumer: behind the others, but for the one that has the
+    rest of the output's columns."""
+    return plan.threads // 128 - plan.pipeline.consumers - plan.shares_output
 
 
 def bounds_of(masks: list[FragmentUse]) -> Bounds:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from ....spec.problem import Problem
 from ...view import CPP_ELEMENTS, MMA_ELEMENTS
+from ..shared import boxes_of
+from .choices import own_columns
 from .plan import Plan
-from .traits import converts, cuts_tiles, fills_gaps, starts_early
+from .traits import converts, cuts_tiles, fills_gaps, first_boxes, rest_columns, starts_early
 
 # Columns of an instruction's sum that 128 registers a thread hold beside scores of widened keys.
 WIDENED_COLUMNS, WIDENED_LARGEST = 128, 192
@@ -118,11 +120,13 @@ def headers_of(problem: Problem, plan: Plan, reads_tile: bool) -> tuple[str, ...
         "mask_bits.cuh": problem.attn_mask,
         "mma/fragment.cuh": True,
         "mma/gemm.cuh": True,
+        "mma/gemm_across.cuh": plan.shares_output,
         "mma/score_tile.cuh": reads_tile,
         "mma/store.cuh": stores,
         "mma/transpose.cuh": problem.eight_bit,
         "mma/widen.cuh": problem.widens,
         "ptx/barrier.cuh": True,
+        "ptx/cluster.cuh": plan.pairs,
         "ptx/global.cuh": starts_early(problem, plan),
         "ptx/math.cuh": True,
         "ptx/matrix_move.cuh": True,
@@ -197,6 +201,11 @@ def plan_constants(problem: Problem, plan: Plan) -> Iterator[Constant]:
     if converts(problem):
         numbers |= {"kRawStages": pipeline.raw_stages, "kRawKeys": pipeline.raw_keys}
         numbers |= {"kPromoteBlocks": plan.promote_blocks} if plan.promote_blocks > 1 else {}
+    if rest := rest_columns(problem, plan):
+        numbers |= {"kOwnColumns": own_columns(problem), "kRestColumns": rest}
+    if plan.pairs:
+        numbers["kKFirstBoxes"] = first_boxes(boxes_of(problem.head_dim_qk), plan)
+        numbers["kVFirstBoxes"] = first_boxes(boxes_of(problem.head_dim_v), plan)
     numbers |= {
         "kConsumers": pipeline.consumers,
         "kProducerRegisters": pipeline.producer_registers,
@@ -248,14 +257,29 @@ def qk_product(problem: Problem, plan: Plan, line_in_products: bool) -> Product:
         columns=plan.tile.n,
         a=_operand_type(problem, problem.dtype_q),
         b=problem.dtype_kv,
-        steps=(-(-problem.head_dim_qk // step),),
+        steps=qk_chains(-(-problem.head_dim_qk // step), plan),
         places=", ".join([*boxes, *adds, *groups]),
     )
+
+
+def chains_of(steps: int) -> tuple[int, ...]:
+    """The lengths of chains of a product with both operands in shared memory, of so many steps: of
+    more than 16 a box at a time (attngen/mma/gemm.cuh)."""
+    whole, rest = divmod(steps, 4)
+    return ((4, rest) if rest else (4,)) if steps > 16 else (steps,)
+
+
+def qk_chains(steps: int, plan: Plan) -> tuple[int, ...]:
+    """The same of a product of queries and keys, which may come in two parts."""
+    first = min(steps, 4 * first_boxes(-(-steps // 4), plan))
+    rest = chains_of(steps - first) if steps > first else ()
+    return (*chains_of(first), *rest)
 
 
 def pv_product(problem: Problem, plan: Plan) -> Product:
     """The product of weights and values, or its first part."""
     columns, sum_registers = problem.head_dim_v // pv_parts(problem), 0
+    columns -= rest_columns(problem, plan)
     if plan.sums_stored:
         columns, sum_registers = problem.head_dim_v + ONES_COLUMNS, ONES_REGISTERS
     if problem.widens and problem.head_dim_v > WIDENED_LARGEST:

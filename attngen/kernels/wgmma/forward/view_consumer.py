@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ....spec.problem import Problem
 from ...uses import FragmentUse
@@ -14,6 +14,7 @@ from .traits import (
     first_row_of,
     one_loader,
     raises_rarely,
+    rest_columns,
     rolls,
     scale_log2,
 )
@@ -150,6 +151,7 @@ class Blocks:
 class Output:
     """How the output leaves.
 
+    columns: C++, those of a consumer; first_column: C++, the first of these, empty where it is 0.
     stores_rows: from registers to memory; rows_of_16_bits, rows_of_32_bits: which ones. Else it is
     staged: staged_at: C++, where. eight_bit: it is FP8. one_releases_q: one thread, not one a warp,
     releases queries. joins: it joins what is there; joins_ahead: which is read before the last
@@ -157,6 +159,8 @@ class Output:
     C++, by what rows are multiplied for what dropout leaves of their weights; empty without.
     """
 
+    columns: str
+    first_column: str
     stores_rows: bool
     rows_of_16_bits: bool
     rows_of_32_bits: bool
@@ -167,6 +171,15 @@ class Output:
     joins_ahead: bool
     lse_row: str
     keep_factor: str
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What a second warpgroup has of the output of the same rows. columns: how many, behind the
+    first warpgroup's; output: how they leave."""
+
+    columns: int
+    output: Output
 
 
 def softmax_of(problem: Problem, plan: Plan, use: FragmentUse, scores: Scores) -> Softmax:
@@ -315,6 +328,14 @@ def drop_weights(problem: Problem) -> str:
     return f"drop_bytes<kTileN>(weights, drop_words(), {threshold}, lane);"
 
 
+def rest_of(problem: Problem, plan: Plan) -> Rest | None:
+    """What a second warpgroup has of the output; None where there is none."""
+    if not (columns := rest_columns(problem, plan)):
+        return None
+    own = output_of(problem, plan)
+    return Rest(columns, replace(own, columns="kRestColumns", first_column="kOwnColumns"))
+
+
 def keep_factor(problem: Problem) -> str:
     """C++: what the output is multiplied by for what dropout leaves of the weights."""
     if not problem.dropout:
@@ -373,6 +394,8 @@ def output_of(problem: Problem, plan: Plan) -> Output:
     float32, over_q = problem.dtype_o == "fp32", plan.pipeline.output_over_q
     consumers = plan.pipeline.consumers
     return Output(
+        columns="kOwnColumns" if rest_columns(problem, plan) else "kHeadDimV",
+        first_column="",
         stores_rows=plan.stores_rows,
         rows_of_16_bits=plan.stores_rows and not float32,
         rows_of_32_bits=float32,

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from ....spec.problem import Problem
 from ...uses import FragmentUse
 from ...view import FragmentView, fragment_view
+from ..shared import boxes_of
 from .plan import Plan
 from .traits import (
     clears_tail,
     converts,
     cuts_tiles,
     fills_gaps,
+    first_boxes,
     first_row_of,
     one_loader,
     starts_early,
@@ -48,7 +50,7 @@ class Side:
 class Scheduler:
     """How tiles are drawn and handed out.
 
-    tiles: C++, their number. dynamic: drawn from a counter, else in strides. finds_places: whether
+    tiles: C++, their number. first, stride: C++, of a CTA's tiles. dynamic: drawn from a counter, else in strides. finds_places: whether
     a packed sequence's place is found with its length. skips_far_keys: whether a line leaves faint
     weights of far keys, whose blocks are left out. stops_at_bits: whether
     a window may begin behind the last block of which an arbitrary mask has bits. row_block,
@@ -57,6 +59,8 @@ class Scheduler:
     """
 
     tiles: str
+    first: str
+    stride: str
     dynamic: bool
     finds_places: bool
     skips_far_keys: bool
@@ -89,7 +93,8 @@ class LoadedRing:
 
     name: of the ring, which completes the names of its region and barriers. boxes, rows, stages,
     box_columns: C++, of a buffer. box_bytes, group_bytes: C++, how far boxes and groups of 8 rows
-    lie apart. tail: C++, the barrier at which a tail is cleared, or 0. valid_rows: C++, rows of a
+    lie apart. barrier_bytes: of a buffer's barriers, of which one that comes in_parts has two. tail:
+    C++, the barrier at which a tail is cleared, or 0. valid_rows: C++, rows of a
     block that widening keeps.
     """
 
@@ -100,6 +105,8 @@ class LoadedRing:
     box_columns: str
     box_bytes: str
     group_bytes: str
+    barrier_bytes: int
+    in_parts: bool
     tail: str
     valid_rows: str
 
@@ -155,8 +162,8 @@ class Loads:
     """Warps and threads that load operands.
 
     mapped: tensors whose maps are fetched ahead. queries: their loader; keys, values: where loaders
-    bring these. by_one_thread: one thread loads everything; producers: else, roles of the producer
-    warpgroup.
+    bring these. by_one_thread: one thread loads everything; pairs: two CTAs load keys and values for each
+    other; producers: roles of the producer warpgroup, but for one thread.
     """
 
     mapped: tuple[str, ...]
@@ -164,6 +171,7 @@ class Loads:
     keys: LoadedRing
     values: LoadedRing
     by_one_thread: bool
+    pairs: bool
     producers: tuple[Role, ...]
 
 
@@ -209,6 +217,8 @@ def scheduler_of(
     end_block, first_row, end_row = _rows_of_tile(problem, plan)
     return Scheduler(
         tiles="tiles" if problem.varlen else "tiles().count()" if cuts else "p.tiles",
+        first="blockIdx.x / 2" if plan.pairs else "blockIdx.x",
+        stride="gridDim.x / 2" if plan.pairs else "gridDim.x",
         dynamic=plan.schedule.dynamic,
         finds_places="packed" in (problem.q_seq, problem.kv_seq),
         skips_far_keys=skips_far_keys,
@@ -238,9 +248,10 @@ def loads_of(problem: Problem, plan: Plan, uses: Uses, reads_tile: bool) -> Load
     return Loads(
         mapped=mapped_tensors(problem, plan),
         queries=q_loader_of(problem, plan, reads_tile),
-        keys=k_ring_of(problem),
-        values=v_ring_of(problem),
+        keys=k_ring_of(problem, plan),
+        values=v_ring_of(problem, plan),
         by_one_thread=one_loader(problem, plan),
+        pairs=plan.pairs,
         producers=tuple(producers_of(problem, plan, uses, reads_tile)),
     )
 
@@ -260,7 +271,13 @@ def q_by_warp(problem: Problem, plan: Plan, reads_tile: bool) -> bool:
     return fills_gaps(problem, plan) or problem.gather or reads_tile
 
 
-def k_ring_of(problem: Problem) -> LoadedRing:
+def parts_of(head_dim: int, plan: Plan) -> int:
+    """Parts of a block of K or V, each with barriers of its own."""
+    boxes = boxes_of(head_dim)
+    return 1 + (first_boxes(boxes, plan) < boxes)
+
+
+def k_ring_of(problem: Problem, plan: Plan) -> LoadedRing:
     """Where loaders bring keys."""
     widens = problem.widens
     places = block_places(problem, "K", "kRawKeys * 128" if widens else "kKeyBoxBytes")
@@ -272,12 +289,14 @@ def k_ring_of(problem: Problem) -> LoadedRing:
         box_columns="kRawColumns" if widens else "kBoxColumns",
         box_bytes=places.box_bytes,
         group_bytes=places.group_bytes,
+        barrier_bytes=8 * parts_of(problem.head_dim_qk, plan),
+        in_parts=parts_of(problem.head_dim_qk, plan) > 1,
         tail="0",
         valid_rows="kTileN",
     )
 
 
-def v_ring_of(problem: Problem) -> LoadedRing:
+def v_ring_of(problem: Problem, plan: Plan) -> LoadedRing:
     """Where loaders bring values."""
     widens, raw = problem.widens, converts(problem)
     places = block_places(problem, "V", "kRawKeys * 128" if raw else "kKeyBoxBytes")
@@ -289,6 +308,8 @@ def v_ring_of(problem: Problem) -> LoadedRing:
         box_columns="kRawColumns" if widens else "kBoxColumns",
         box_bytes=places.box_bytes,
         group_bytes=places.group_bytes,
+        barrier_bytes=8 * parts_of(problem.head_dim_v, plan),
+        in_parts=parts_of(problem.head_dim_v, plan) > 1,
         tail="kVTail" if clears_tail(problem) else "0",
         valid_rows="kv_len - block * kTileN" if problem.paged else "kTileN",
     )
@@ -315,8 +336,12 @@ def _operand_rings(problem: Problem, plan: Plan) -> Iterator[Ring]:
     k_full = "4" if problem.widens else copies
     v_full = "3" if one_loader(problem, plan) else "4" if converts(problem) else copies
     yield _ring("Q", "kConsumers", copies, "kOutputOverQ ? 1 : 4")
+    if plan.pairs:  # a lane of each warp of the same warpgroup in both CTAs
+        yield _ring("K", f"kKStages * {parts_of(problem.head_dim_qk, plan)}", "1", "8")
+        yield _ring("V", "kVStages * 2", "1", "8")
+        return
     yield _ring("K", "kKStages", k_full, "kConsumers * 4")
-    yield _ring("V", "kVStages", v_full, "kConsumers * 4")
+    yield _ring("V", "kVStages", v_full, "8" if plan.shares_output else "kConsumers * 4")
 
 
 def _other_rings(problem: Problem, plan: Plan, reads_tile: bool) -> Iterator[Ring]:
@@ -352,7 +377,7 @@ def _job_readers(problem: Problem, plan: Plan, reads_tile: bool) -> Iterator[int
     yield 96 if problem.gather else 65 if problem.paged else 1 if alone else 3
     if q_by_warp(problem, plan, reads_tile) and not problem.gather:
         yield 31
-    if converts(problem):
+    if converts(problem) or plan.shares_output:
         yield 96 if alone else 128
 
 

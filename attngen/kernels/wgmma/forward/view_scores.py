@@ -78,7 +78,7 @@ def scores_of(problem: Problem, plan: Plan, uses: Sequence[FragmentUse], bounds:
     """The way of scores to the softmax. uses: their fragments."""
     fragments = [use.fragment for use in uses]
     linear = len(fragments) == 1 and fragments[0].linear
-    late = bent_late(problem, uses)
+    late = bent_late(problem, uses) and not plan.shares_output
     low = late and plan.softmax.lazy_rescale_log2 > 0
     line_in_products = linear and bounds.past and not problem.eight_bit
     crowded = plan.pipeline.take_turns or problem.dropout or problem.attn_mask

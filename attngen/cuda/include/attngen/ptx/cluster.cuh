@@ -1,0 +1,45 @@
+// Two CTAs that are a cluster: copies to both, and each other's barriers.
+#pragma once
+
+#include "attngen/ptx/tma.cuh"
+
+namespace attngen {
+
+// Which of the two a CTA is; neighbours along the grid's first axis are a cluster.
+ATTNGEN_DEVICE int cluster_rank() { return static_cast<int>(blockIdx.x & 1); }
+// Awaits all threads of both that have not ended.
+ATTNGEN_DEVICE void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+// Arrives at a barrier of the CTA `rank`, whose address in its own shared memory is `barrier`.
+ATTNGEN_DEVICE void mbarrier_arrive_at(u32 barrier, u32 rank) {
+  asm volatile(
+      "{\n.reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+// A box to the same place of both, each of which is told at its own barrier.
+ATTNGEN_DEVICE void tma_load_both(u32 destination, const TensorMap* map, u32 barrier, int column,
+                                  int row, int head, int batch, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7, %8;" ::"r"(
+          destination),
+      "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch),
+      "h"(static_cast<unsigned short>(3)), "l"(policy)
+      : "memory");
+}
+ATTNGEN_DEVICE void tma_load_both(u32 destination, const SequenceMap* map, u32 barrier, int column,
+                                  int row, int head, SequenceIndex index, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8, %9;" ::"r"(
+          destination),
+      "l"(&map->map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(map->shift(index)),
+      "r"(kLongest), "h"(static_cast<unsigned short>(3)), "l"(policy)
+      : "memory");
+}
+
+}  // namespace attngen
