@@ -94,9 +94,10 @@ class KernelEntry:
     """One launch of the program.
 
     `grid`: at most `ctas` CTAs an SM, which share the tiles, `block_ctas` parts of each; or one an
-    SM, two of which are a cluster that shares a tile; or one for each tile; or `block_ctas` CTAs for each block of `row_block` queries of each head, or one for
-    `cta_blocks` of them; or one CTA an SM; or one for each split of the keys of `tile_rows` rows of
-    a key/value head; or one for `tile_rows` rows of the output; or one in all.
+    SM, two of which are a cluster that shares a tile; or one for each tile; or `block_ctas` CTAs
+    for each block of `row_block` queries of each head, or one for `cta_blocks` of them; or one CTA
+    an SM; or one for each split of the keys of `tile_rows` rows of a key/value head; or one for
+    `tile_rows` rows of the output; or one in all.
     `dependent`: it may start before the kernel that it waits for has ended. `tile_axis` says
     whether a tile is `tile_rows` queries of a query head or as many keys of a key/value head;
     `kv_group_bytes`, `group_heads` and `tail_share` order the tiles (see arch.base.Schedule).

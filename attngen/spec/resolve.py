@@ -40,7 +40,7 @@ SPLIT_HEAD_DIMS = {
 }
 # Of a forward in 16 bits beyond MAX_HEAD_DIM, of which nothing is asked but its outputs.
 WIDE_HEAD_DIMS = {
-    "head_dim": (576, "64 queries and a stage of 64 keys take 144 of 227 KiB"),
+    "head_dim": (576, "64 queries and a block of 64 keys and values take 208 of 227 KiB"),
     "head_dim_v": SPLIT_HEAD_DIMS["head_dim_v"],
 }
 LEAST_WIDE_COLUMNS = 65  # of V beside wider queries: two warpgroups share boxes of 64
@@ -345,8 +345,8 @@ def _check_head_dims(spec: AttentionSpec, step: int) -> list[Violation]:
     columns = spec.head_dim_v
     if forward and not found and spec.head_dim > MAX_HEAD_DIM and columns is not None:
         if columns < LEAST_WIDE_COLUMNS:
-            reason = f"head_dim_v {columns}: beside head dims above {MAX_HEAD_DIM} kernels exist for "
-            reason += f"{LEAST_WIDE_COLUMNS} or more, of which two warpgroups share boxes of 64"
+            reason = f"head_dim_v {columns}: beside head dims above {MAX_HEAD_DIM} kernels exist "
+            reason += f"for {LEAST_WIDE_COLUMNS} or more, of which two warpgroups share boxes of 64"
             found.append(Violation("head_dim_v", reason, LEAST_WIDE_COLUMNS))
     return found
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from . import cases, oracle
+import attngen
+from attngen.errors import SpecError
+
+from . import cases, oracle, varlen
+from .varlen import Call, Features
 
 pytestmark = pytest.mark.gpu
 
@@ -20,10 +25,64 @@ CASES = [
     case_of(576, 512, mask="causal", window=(70, 0), layout="sbhd"),
     case_of(264, 72, window=(5, 90), lengths=(65, 127)),
     case_of(128, 448, lengths=(1, 300)),
-    case_of(384, 384, partial=True),
+    case_of(64, 264, lengths=(300, 65), heads=(3, 4, 4)),
 ]
+CALLS = [
+    Call("thd", (70, 0, 130), (7, 30, 200), gaps=True, d=512, mask="causal_bottom_right",
+         more=Features("h", softmax="learnable")),
+    Call("bshd", (130, 40), (77, 130), room=(130, 140), d=320, heads=(4, 2), mask="padding_causal",
+         more=Features(softcap=1.5, max_logit=True)),
+    Call("bshd", (130,), (200,), d=300, d_v=77, heads=(2, 1), more=Features(dropout=0.1)),
+    Call("sbhd", (130,), (77,), d=512, loose="rows2", mask="causal", more=Features(seen=0.5)),
+    Call("bshd", (130,), (200,), d=576, d_v=512, heads=(2, 1), mask="causal",
+         more=Features(bias="post_scale", bias_shape="1hss", dropout=0.1)),
+    Call("bshd", (70,), (70,), d=384, more=Features("", 2.0, seen=0.5, bias="pre_scale")),
+]  # fmt: skip
+KERNELS = [*dict.fromkeys(case.spec for case in CASES)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward_wide_is_right(case):
     oracle.check_call(*case.operands(), **case.arguments)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_forward_wide_with_features_and_lengths_is_right(call):
+    given, arguments = call.operands(), call.arguments()
+    expected = oracle.truth(*given, **arguments)
+    loose = [None if x is None else varlen.loosen(x, call.loose) for x in given]
+    with varlen.poisoned_memory():
+        out, aux = attngen.attention(
+            *loose, **arguments, backend="cuda", return_lse=True,
+            return_max_logit=call.more.max_logit,
+        )  # fmt: skip
+    oracle.check(out, aux.lse, expected, call.layout)
+    if call.more.max_logit:
+        _, wanted = attngen.attention(
+            *given, **arguments, backend="reference", return_max_logit=True
+        )
+        assert torch.allclose(aux.max_logit, wanted.max_logit.float(), rtol=1e-3, atol=1e-3)
+
+
+def test_forward_wide_joins_what_is_there_in_float32():
+    case = case_of(512, 512, mask="causal", lengths=(130, 130))
+    operands = case.operands()
+    expected = oracle.truth(*operands, **case.arguments)
+    out, *_ = torch.ops.attngen.forward(*operands, mask="causal", out_dtype="float32")
+    assert out.dtype == torch.float32
+    oracle.check(out, None, expected)
+
+
+def test_gradient_of_wide_heads_is_refused_by_name():
+    q, k, v = (x.requires_grad_() for x in case_of(512, 512).operands())
+    with pytest.raises(SpecError, match="head dims above 256 have none"):
+        attngen.attention(q, k, v, backend="cuda")
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("mask", ["none", "causal"])
+def test_forward_wide_of_many_tiles_is_right_and_runs_agree(mask):
+    operands = oracle.operands(2, 8, 2, 1500, 2100, 512)
+    oracle.check_call(*operands, mask=mask)
+    runs = [attngen.attention(*operands, mask=mask, backend="cuda") for _ in range(20)]
+    assert all(torch.equal(runs[0], each) for each in runs)

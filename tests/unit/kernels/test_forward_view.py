@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from attngen.kernels.base import Tile
-from attngen.kernels.wgmma.forward import traits, view_constants, view_loads
+from attngen.kernels.wgmma.forward import traits, view_barriers, view_constants, view_loads
 from attngen.kernels.wgmma.forward.plan import Plan
 from attngen.kernels.wgmma.forward.view import query_axis
 from attngen.spec.problem import Problem
@@ -177,8 +177,8 @@ def test_blocks_over_pages_lie_as_their_boxes_do_unless_they_are_widened() -> No
     assert view_constants.product_block(PAGED, "K").box_bytes == "KBlocks::kBoxBytes"
     widened = replace(PAGED, dtype_kv="e4m3")
     assert view_constants.product_block(widened, "V").box_bytes == "kKeyBoxBytes"
-    assert view_loads.v_ring_of(widened).box_bytes == "VBlocks::kBoxBytes"
-    assert view_loads.v_ring_of(WIDENED).box_bytes == "kRawKeys * 128"
+    assert view_loads.v_ring_of(widened, PLAN).box_bytes == "VBlocks::kBoxBytes"
+    assert view_loads.v_ring_of(WIDENED, PLAN).box_bytes == "kRawKeys * 128"
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_scheduler_stops_at_bits_only_beside_a_bound_before_keys() -> None:
 def test_job_is_read_by_loaders_and_who_converts(
     problem: Problem, plan: Plan, reads_tile: bool, readers: str
 ) -> None:
-    assert view_loads.barriers_of(problem, plan, reads_tile).job_readers == readers
+    assert view_barriers.barriers_of(problem, plan, reads_tile).job_readers == readers
 
 
 @pytest.mark.parametrize(
@@ -262,19 +262,19 @@ def test_job_is_read_by_loaders_and_who_converts(
 def test_full_barriers_await_who_brings_an_operand(
     problem: Problem, plan: Plan, full: list[str]
 ) -> None:
-    rings = view_loads.barriers_of(problem, plan, reads_tile=False).operands
+    rings = view_barriers.barriers_of(problem, plan, reads_tile=False).operands
     assert [ring.barriers[0].arrivals for ring in rings] == full
 
 
 def test_barriers_lie_one_behind_the_other() -> None:
-    widened = view_loads.barriers_of(WIDENED, PLAN, reads_tile=False)
+    widened = view_barriers.barriers_of(WIDENED, PLAN, reads_tile=False)
     places = {each.name: each.value for each in widened.places}
     assert places["kQFull"] == "kSmemBarriers"
     assert places["kKFull"] == "kQEmpty + 8 * kConsumers"
     assert places["kRawKFull"] == "kJobEmpty + 8"
     assert places["kRawVFull"] == "kRawKEmpty + 8 * kRawStages"
     assert len(widened.others) == 1  # both begin in one loop
-    paged = view_loads.barriers_of(PAGED, PLAN, reads_tile=True)
+    paged = view_barriers.barriers_of(PAGED, PLAN, reads_tile=True)
     places = {each.name: each.value for each in paged.places}
     assert (places["kVTail"], places["kTileFull"]) == ("kJobEmpty + 8", "kVTail + 8")
 

@@ -73,6 +73,7 @@ VIEWS: dict[str, Any] = {
     "kernels/wgmma/forward/alone.cu.j2": ForwardView,
     "kernels/wgmma/forward/forward.cu.j2": ForwardView,
     "kernels/wgmma/forward/short.cu.j2": ForwardView,
+    "kernels/wgmma/forward/wide.cu.j2": ForwardView,
 }
 # Fields of parts that no template names: other fields are made of them, or they are a plan's.
 UNNAMED = {"Scores.scaled", "GradientProducts.depth"}

@@ -345,7 +345,7 @@ def test_resolve_score_that_is_no_fragment_is_refused() -> None:
     ("field", "value", "legal"),
     [
         ("head_dim", 0, 1),
-        ("head_dim", 257, 256),
+        ("head_dim", 577, 576),
         ("head_dim_v", -1, 1),
         ("dtype", "fp32", "bf16"),
         ("kv_dtype", "fp16", None),
@@ -490,7 +490,17 @@ def test_from_call_feature_without_kernels_is_never_dropped(arguments: dict) -> 
         ({"dtype": "float16"}, "'fp16'", {"dtype": "fp16"}),
         ({"dtype": "torch.float8_e5m2"}, "'e5m2'", {"dtype": "e5m2"}),
         ({"dtype": "float32"}, "'bf16'", {}),
-        ({"head_dim": 576}, "decode) to 576", {"head_dim": 256}),
+        ({"head_dim": 577}, "of 64 keys and values take 208 of 227 KiB", {"head_dim": 576}),
+        (
+            {"head_dim": 512, "head_dim_v": 64},
+            "share boxes of 64",
+            {"head_dim": 512, "head_dim_v": 65},
+        ),
+        (
+            {"head_dim": 576, "directions": ("fwd", "bwd")},
+            "a forward alone to 576, those that split keys (decode) to 576",
+            {"head_dim": 256, "directions": ("fwd", "bwd")},
+        ),
     ],
 )
 def test_refusal_says_what_was_probably_meant(fields: dict, said: str, legal: dict) -> None:

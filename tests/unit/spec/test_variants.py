@@ -61,7 +61,7 @@ WRONG = [
     ("head_dim_qk", True, "head_dim_qk: expected int, got True"),
     ("head_dim_qk", 128.0, "head_dim_qk: expected int, got 128.0"),
     ("head_dim_qk", float("nan"), "head_dim_qk: expected int, got nan"),
-    ("head_dim_v", 257, "head_dim_v 257"),
+    ("head_dim_v", 513, "head_dim_v 513"),
     ("masks", ["nonsense"], "masks: 'nonsense' is unknown; known: ['causal', 'chunked', "),
     ("masks", ["casual"], "did you mean 'causal'?"),
     ("masks", ["window", "causal"], "masks: ('window', 'causal'), where the nearest spec has"),
@@ -133,7 +133,7 @@ def test_trace_of_a_wrong_field_is_refused_with_the_reason(
 def test_trace_has_every_reason_of_every_line(tmp_path: Path) -> None:
     good = to_data(GOOD)
     lines = [
-        {**good, "head_dim_qk": 300, "dtype_kv": "fp16"},
+        {**good, "head_dim_qk": 600, "dtype_kv": "fp16"},
         good,
         {**good, "softmax": "learnble", "masks": ["casual"]},
     ]
@@ -142,7 +142,7 @@ def test_trace_has_every_reason_of_every_line(tmp_path: Path) -> None:
     ]
     result = run("build", "--dry-run", "--from-trace", write_trace(tmp_path / "t", *wrong))
     said = [line.rpartition("t, ")[2] for line in result.stderr.splitlines()]
-    starts = ["line 1: kv_dtype 'fp16'", "line 1: head_dim 300", "line 3: masks: 'casual'"]
+    starts = ["line 1: kv_dtype 'fp16'", "line 1: head_dim 600", "line 3: masks: 'casual'"]
     starts += ["line 3: softmax: 'learnble'", "line 4: architecture 'sm_75'"]
     assert result.exit_code == 1 and len(said) == len(starts)
     for line, start in zip(said, starts, strict=True):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from ....errors import PlanError
 from ....fragments.features import Features
+from ....spec.attention_spec import MAX_HEAD_DIM
 from ....spec.problem import Problem
 from ....targets.target import Target
 from ... import tuned
@@ -34,10 +35,12 @@ class MmaForward(Family):
         return problem.direction == "fwd" and not problem.decode
 
     def refuses(self, problem: Problem) -> Iterator[str]:
+        largest = max(problem.head_dim_qk, problem.head_dim_v)
         unserved = {
             "mask that was made before": problem.listed,
             "keys and values of 8 bits beside queries of 16": problem.widens,
             "output to go on from": problem.continues,
+            f"head dims above {MAX_HEAD_DIM}": largest > MAX_HEAD_DIM,
         }
         for what, asked in unserved.items():
             if asked:

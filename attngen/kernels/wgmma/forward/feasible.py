@@ -50,11 +50,15 @@ REGISTERS_8BIT = {True: (32, 224), False: (40, 216)}
 REGISTERS_8BIT_BIAS = (48, 208)
 # Three beside one warpgroup that does both, 512 in all.
 REGISTERS_8BIT_THREE = (32, 160)
+# A producer that may copy rows or a bias, a consumer, and what has the rest of its output, of 504.
+SHARED_REGISTERS, REST_REGISTERS = (56, 248), 200
 REGISTERS_WIDENED = (40, 216)  # the same beside a warpgroup that widens K and V
 # Operands in registers (output, scores, packed weights, queries) that leave room for addresses and
 # row state, by consumers and CTAs, and what features (`_features`) take from them where all of
 # a row's are there: what compiles without spills from head dim 8 to 256.
 OPERANDS = {(1, 2): 188, (1, 3): 128, (2, 1): 204, (3, 1): 132, (4, 1): 80}
+# Where a second warpgroup has the rest of the output; and beside three and more features.
+SHARED_OPERANDS = {False: 212, True: 152}
 OPERANDS_TAKEN = (
     ("heavy", 16),
     ("attn_mask", 12),
@@ -178,8 +182,10 @@ def operand_limit(problem: Problem, choice: Choice) -> int:
         return consumer - (48 if looked_up else 32)
     features = _features(problem, choice)
     taken = {these: count for these, count in OPERANDS_TAKEN if features.issuperset(these.split())}
-    warpgroups = choice.consumers + choice.shares_output
-    limit = OPERANDS[warpgroups, choice.ctas] - sum(taken.values())
+    if choice.shares_output:
+        several = features & {"heavy", "bias", "attn_mask", "random", "lengths"}
+        return SHARED_OPERANDS[len(several) > 2]
+    limit = OPERANDS[choice.consumers, choice.ctas] - sum(taken.values())
     if problem.dropout and choice.q_in_registers:
         limit = min(limit, OPERANDS_RANDOM - taken.get("crowded lengths", 0))
     return limit
@@ -235,10 +241,11 @@ def role_registers(problem: Problem, choice: Choice) -> tuple[int, int]:
         return REGISTERS_8BIT_THREE if choice.consumers == 3 else REGISTERS_8BIT[equal]
     if problem.widens:
         return REGISTERS_WIDENED
+    if choice.shares_output:
+        return SHARED_REGISTERS
     if problem.bias and (problem.varlen or choice.consumers == 3):
         return BIAS_ROLES[choice.consumers]
-    warpgroups = choice.consumers + choice.shares_output
-    return GATHER_REGISTERS if problem.gather else REGISTERS[warpgroups, choice.ctas]
+    return GATHER_REGISTERS if problem.gather else REGISTERS[choice.consumers, choice.ctas]
 
 
 def stores_directly(problem: Problem) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ....spec.problem import Problem
+from ..shared import boxes_of
 from .choices import own_columns
 from .plan import Plan
 
@@ -39,6 +40,12 @@ def rest_columns(problem: Problem, plan: Plan) -> int:
 def first_boxes(boxes: int, plan: Plan) -> int:
     """Boxes of the first part of a block of K or V, of so many in all."""
     return -(-boxes // 2) if plan.pairs else boxes
+
+
+def parts_of(head_dim: int, plan: Plan) -> int:
+    """Parts of a block of K or V, each with barriers of its own."""
+    boxes = boxes_of(head_dim)
+    return 1 + (first_boxes(boxes, plan) < boxes)
 
 
 def starts_early(problem: Problem, plan: Plan) -> bool:

@@ -20,11 +20,12 @@ from ...view import (
     tensor_view,
 )
 from ...view_axis import AxisView, axis_view
-from . import traits, view_constants, view_consumer, view_loads, view_scores
+from . import traits, view_barriers, view_constants, view_consumer, view_loads, view_scores
 from .plan import Plan
+from .view_barriers import Barriers
 from .view_constants import Constants, Elements, Products
 from .view_consumer import Blocks, Output, Promotion, Rest, Softmax, Step
-from .view_loads import Barriers, Loads, Scheduler, Side
+from .view_loads import Loads, Scheduler, Side
 from .view_scores import Bounds, Scores
 
 
@@ -180,7 +181,7 @@ def forward_view(
         waits_at_first_tile=view_loads.waits_at_first_tile(problem, plan),
         loads=view_loads.loads_of(problem, plan, uses, reads_tile),
         first_consumer=first_consumer(plan),
-        barriers=view_loads.barriers_of(problem, plan, reads_tile),
+        barriers=view_barriers.barriers_of(problem, plan, reads_tile),
         take_turns=pipeline.take_turns,
         q_in_registers=pipeline.q_in_registers,
         rolls=traits.rolls(problem, plan),

@@ -9,6 +9,7 @@ from ....spec.problem import Problem
 from ...view import CPP_ELEMENTS, MMA_ELEMENTS
 from ..shared import boxes_of
 from .choices import own_columns
+from .feasible import REST_REGISTERS
 from .plan import Plan
 from .traits import converts, cuts_tiles, fills_gaps, first_boxes, rest_columns, starts_early
 
@@ -203,6 +204,7 @@ def plan_constants(problem: Problem, plan: Plan) -> Iterator[Constant]:
         numbers |= {"kPromoteBlocks": plan.promote_blocks} if plan.promote_blocks > 1 else {}
     if rest := rest_columns(problem, plan):
         numbers |= {"kOwnColumns": own_columns(problem), "kRestColumns": rest}
+        numbers["kRestRegisters"] = REST_REGISTERS
     if plan.pairs:
         numbers["kKFirstBoxes"] = first_boxes(boxes_of(problem.head_dim_qk), plan)
         numbers["kVFirstBoxes"] = first_boxes(boxes_of(problem.head_dim_v), plan)

@@ -1,4 +1,4 @@
-"""View, loads: sequences, jobs, the scheduler, loaders, and the barriers between them."""
+"""View, loads: sequences, jobs, the scheduler, and loaders."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from dataclasses import dataclass
 from ....spec.problem import Problem
 from ...uses import FragmentUse
 from ...view import FragmentView, fragment_view
-from ..shared import boxes_of
 from .plan import Plan
 from .traits import (
     clears_tail,
     converts,
     cuts_tiles,
     fills_gaps,
-    first_boxes,
     first_row_of,
     one_loader,
+    parts_of,
     starts_early,
 )
-from .view_constants import Constant, block_places
+from .view_constants import block_places
 
 Uses = dict[str, list[FragmentUse]]
 
@@ -50,12 +49,13 @@ class Side:
 class Scheduler:
     """How tiles are drawn and handed out.
 
-    tiles: C++, their number. first, stride: C++, of a CTA's tiles. dynamic: drawn from a counter, else in strides. finds_places: whether
-    a packed sequence's place is found with its length. skips_far_keys: whether a line leaves faint
-    weights of far keys, whose blocks are left out. stops_at_bits: whether
-    a window may begin behind the last block of which an arbitrary mask has bits. row_block,
-    block_begin, block_end: C++, what a job gets; end_block: C++, the block of 64 rows at which a
-    tile ends, where a job says this, else empty. first_row, end_row: C++, the tile's rows.
+    tiles: C++, their number. first, stride: C++, of a CTA's tiles. dynamic: drawn from a counter,
+    else in strides. finds_places: whether a packed sequence's place is found with its length.
+    skips_far_keys: whether a line leaves faint weights of far keys, whose blocks are left out.
+    stops_at_bits: whether a window may begin behind the last block of which an arbitrary mask has
+    bits. row_block, block_begin, block_end: C++, what a job gets; end_block: C++, the block of 64
+    rows at which a tile ends, where a job says this, else empty. first_row, end_row: C++, the
+    tile's rows.
     """
 
     tiles: str
@@ -93,9 +93,9 @@ class LoadedRing:
 
     name: of the ring, which completes the names of its region and barriers. boxes, rows, stages,
     box_columns: C++, of a buffer. box_bytes, group_bytes: C++, how far boxes and groups of 8 rows
-    lie apart. barrier_bytes: of a buffer's barriers, of which one that comes in_parts has two. tail:
-    C++, the barrier at which a tail is cleared, or 0. valid_rows: C++, rows of a
-    block that widening keeps.
+    lie apart. barrier_bytes: of a buffer's barriers, of which one that comes in_parts has
+    two. tail: C++, the barrier at which a tail is cleared, or 0. valid_rows: C++, rows of a block
+    that widening keeps.
     """
 
     name: str
@@ -109,38 +109,6 @@ class LoadedRing:
     in_parts: bool
     tail: str
     valid_rows: str
-
-
-@dataclass(frozen=True)
-class Barrier:
-    """An mbarrier of each stage of a ring, and C++ for how many arrive at it."""
-
-    name: str
-    arrivals: str
-
-
-@dataclass(frozen=True)
-class Ring:
-    """Barriers of a ring of buffers. stages: C++."""
-
-    stages: str
-    barriers: tuple[Barrier, ...]
-
-
-@dataclass(frozen=True)
-class Barriers:
-    """All mbarriers of a kernel.
-
-    places: in shared memory. operands: of Q, K and V as products read them; others: of what scores
-    read, and of what is transposed or widened. job_readers: C++, threads beside consumers that read
-    a job. clears_tail: whether one awaits what clears the last block of V.
-    """
-
-    places: tuple[Constant, ...]
-    operands: tuple[Ring, ...]
-    others: tuple[Ring, ...]
-    job_readers: str
-    clears_tail: bool
 
 
 @dataclass(frozen=True)
@@ -162,8 +130,8 @@ class Loads:
     """Warps and threads that load operands.
 
     mapped: tensors whose maps are fetched ahead. queries: their loader; keys, values: where loaders
-    bring these. by_one_thread: one thread loads everything; pairs: two CTAs load keys and values for each
-    other; producers: roles of the producer warpgroup, but for one thread.
+    bring these. by_one_thread: one thread loads everything; pairs: two CTAs load keys and values
+    for each other; producers: roles of the producer warpgroup, but for one thread.
     """
 
     mapped: tuple[str, ...]
@@ -271,12 +239,6 @@ def q_by_warp(problem: Problem, plan: Plan, reads_tile: bool) -> bool:
     return fills_gaps(problem, plan) or problem.gather or reads_tile
 
 
-def parts_of(head_dim: int, plan: Plan) -> int:
-    """Parts of a block of K or V, each with barriers of its own."""
-    boxes = boxes_of(head_dim)
-    return 1 + (first_boxes(boxes, plan) < boxes)
-
-
 def k_ring_of(problem: Problem, plan: Plan) -> LoadedRing:
     """Where loaders bring keys."""
     widens = problem.widens
@@ -313,72 +275,6 @@ def v_ring_of(problem: Problem, plan: Plan) -> LoadedRing:
         tail="kVTail" if clears_tail(problem) else "0",
         valid_rows="kv_len - block * kTileN" if problem.paged else "kTileN",
     )
-
-
-def barriers_of(problem: Problem, plan: Plan, reads_tile: bool) -> Barriers:
-    """Every mbarrier of a kernel. reads_tile: whether scores read a tensor."""
-    operands = tuple(_operand_rings(problem, plan))
-    others = tuple(_other_rings(problem, plan, reads_tile))
-    tail = clears_tail(problem)
-    return Barriers(
-        places=tuple(_places(operands, others, tail)),
-        operands=operands,
-        others=others,
-        job_readers=" + ".join(map(str, _job_readers(problem, plan, reads_tile))),
-        clears_tail=tail,
-    )
-
-
-def _operand_rings(problem: Problem, plan: Plan) -> Iterator[Ring]:
-    """Barriers of Q, K and V: at a full one who loads, or converts, arrives, at an empty one a lane
-    of each consumer warp."""
-    copies = "32" if problem.gather else "1"
-    k_full = "4" if problem.widens else copies
-    v_full = "3" if one_loader(problem, plan) else "4" if converts(problem) else copies
-    yield _ring("Q", "kConsumers", copies, "kOutputOverQ ? 1 : 4")
-    if plan.pairs:  # a lane of each warp of the same warpgroup in both CTAs
-        yield _ring("K", f"kKStages * {parts_of(problem.head_dim_qk, plan)}", "1", "8")
-        yield _ring("V", "kVStages * 2", "1", "8")
-        return
-    yield _ring("K", "kKStages", k_full, "kConsumers * 4")
-    yield _ring("V", "kVStages", v_full, "8" if plan.shares_output else "kConsumers * 4")
-
-
-def _other_rings(problem: Problem, plan: Plan, reads_tile: bool) -> Iterator[Ring]:
-    """Barriers of tiles that scores read, and of keys and values as they are loaded."""
-    if reads_tile:
-        yield _ring("Tile", "kConsumers", "32", "128")
-    if problem.eight_bit:
-        yield _ring("Raw", "kRawStages", "1", "3" if one_loader(problem, plan) else "4")
-    elif problem.widens:
-        rings = [_ring(name, "kRawStages", "1", "4") for name in ("RawK", "RawV")]
-        yield Ring("kRawStages", tuple(barrier for ring in rings for barrier in ring.barriers))
-
-
-def _ring(name: str, stages: str, full: str, empty: str) -> Ring:
-    return Ring(stages, (Barrier(f"{name}Full", full), Barrier(f"{name}Empty", empty)))
-
-
-def _places(operands: tuple[Ring, ...], others: tuple[Ring, ...], tail: bool) -> Iterator[Constant]:
-    """The address of each barrier, one ring after another."""
-    job = Ring("", (Barrier("JobFull", ""), Barrier("JobEmpty", "")))
-    tails = (Ring("", (Barrier("VTail", ""),)),) if tail else ()
-    place = "kSmemBarriers"
-    for ring in (*operands, job, *tails, *others):
-        for barrier in ring.barriers:
-            yield Constant("u32", f"k{barrier.name}", place)
-            place = f"k{barrier.name} + 8" + (f" * {ring.stages}" if ring.stages else "")
-
-
-def _job_readers(problem: Problem, plan: Plan, reads_tile: bool) -> Iterator[int]:
-    """Threads that read a job: loaders, the other lanes of a warp that loads queries, and those
-    that transpose or widen."""
-    alone = one_loader(problem, plan)
-    yield 96 if problem.gather else 65 if problem.paged else 1 if alone else 3
-    if q_by_warp(problem, plan, reads_tile) and not problem.gather:
-        yield 31
-    if converts(problem) or plan.shares_output:
-        yield 96 if alone else 128
 
 
 def producers_of(problem: Problem, plan: Plan, uses: Uses, reads_tile: bool) -> Iterator[Role]:
