@@ -20,6 +20,7 @@ from .fragment_checks import (
     scores_of,
     switched,
 )
+from .head_dims import check_head_dims, head_dim_step
 from .mask_checks import check_listed, check_traced_mask
 from .masks import masks_of, without_arbitrary
 from .mixed import MIXED, check_mixed
@@ -33,17 +34,6 @@ FORWARD_ALONE = ("fwd", "append", "cast", "bwd_cast", "mask")  # of specs withou
 DTYPES = (*DTYPES_16BIT, *DTYPES_8BIT)
 # Of a backward in 8 bits.
 DEFAULT_GRAD_DTYPE, DEFAULT_D_O_DTYPE = "bf16", "e5m2"
-# Of the kernels that split keys: the largest, and what they have no room for beyond.
-SPLIT_HEAD_DIMS = {
-    "head_dim": (576, "64 queries and two stages of 32 keys and values take 208 of 227 KiB"),
-    "head_dim_v": (512, "64 rows of output take 128 registers a thread of two warpgroups"),
-}
-# Of a forward in 16 bits beyond MAX_HEAD_DIM, of which nothing is asked but its outputs.
-WIDE_HEAD_DIMS = {
-    "head_dim": (576, "64 queries and a block of 64 keys and values take 208 of 227 KiB"),
-    "head_dim_v": SPLIT_HEAD_DIMS["head_dim_v"],
-}
-LEAST_WIDE_COLUMNS = 65  # of V beside wider queries: two warpgroups share boxes of 64
 _NO_SPLITS = (
     "kernels that split keys have none of it; without num_splits, up to head dim "
     f"{MAX_HEAD_DIM}, others serve the call"
@@ -219,7 +209,7 @@ def _check_operands(spec: AttentionSpec) -> list[Violation]:
         reason = f"out_dtype {spec.out_dtype!r}: allowed for {dtype!r} queries are {out_dtypes}"
         reason += _dtype_suggestion(spec.out_dtype, out_dtypes)
         found.append(Violation("out_dtype", reason, None))
-    found += _check_head_dims(spec, _head_dim_step(spec, dtype))
+    found += check_head_dims(spec, head_dim_step(spec, dtype))
     found += _check_gradients(spec, eight_bit)
     return found + _check_decode(spec) + _check_gather(spec) + _check_widened(spec)
 
@@ -310,53 +300,6 @@ def _check_decode(spec: AttentionSpec) -> list[Violation]:
         reason += "one 16-bit dtype alone"
         found.append(Violation(field, reason, value))
     return found
-
-
-def _head_dim_step(spec: AttentionSpec, dtype: str) -> int:
-    """Head dims are multiples of this: where the copy engine alone reads, a row of any operand is a
-    number of 16-byte units."""
-    if dtype in DTYPES_8BIT or spec.widens:
-        return 16
-    return 8 if spec.decode or layouts.parse(spec.layout).paged else 1
-
-
-def _check_head_dims(spec: AttentionSpec, step: int) -> list[Violation]:
-    found = []
-    wide = spec.decode or spec.directions == ("append",)
-    forward = _has_wide_forward(spec)
-    for field, dim in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
-        if dim is None:
-            continue
-        limit, why = (
-            SPLIT_HEAD_DIMS[field] if wide
-            else WIDE_HEAD_DIMS[field] if forward
-            else (MAX_HEAD_DIM, "")
-        )  # fmt: skip
-        legal = min(max(step, -(-dim // step) * step), limit)
-        if dim != legal:
-            which = f"multiples of {step} up to" if step > 1 else "1 to"
-            reason = f"{field} {dim}: kernels exist for {which} {limit}"
-            if dim > limit and not (wide or forward) and spec.dtype in DTYPES_16BIT:
-                if not layouts.parse(spec.layout).paged and not spec.widens:
-                    reason += f", those of a forward alone to {WIDE_HEAD_DIMS[field][0]}"
-                reason += f", those that split keys (decode) to {SPLIT_HEAD_DIMS[field][0]}"
-            limited = f", where {why}" if why and dim > limit else ""
-            found.append(Violation(field, reason + limited, legal))
-    columns = spec.head_dim_v
-    if forward and not found and spec.head_dim > MAX_HEAD_DIM and columns is not None:
-        if columns < LEAST_WIDE_COLUMNS:
-            reason = f"head_dim_v {columns}: beside head dims above {MAX_HEAD_DIM} kernels exist "
-            reason += f"for {LEAST_WIDE_COLUMNS} or more, of which two warpgroups share boxes of 64"
-            found.append(Violation("head_dim_v", reason, LEAST_WIDE_COLUMNS))
-    return found
-
-
-def _has_wide_forward(spec: AttentionSpec) -> bool:
-    """Whether its forward has kernels of head dims above MAX_HEAD_DIM: of 16-bit operands that do
-    not lie in pages, where no backward is asked for."""
-    dtypes = {spec.dtype, spec.kv_dtype or spec.dtype}
-    paged = layouts.parse(spec.layout).paged
-    return spec.directions == ("fwd",) and dtypes <= {*DTYPES_16BIT} and not (spec.decode or paged)
 
 
 def available_directions(spec: AttentionSpec) -> tuple[str, ...]:

@@ -345,7 +345,7 @@ def test_resolve_score_that_is_no_fragment_is_refused() -> None:
     ("field", "value", "legal"),
     [
         ("head_dim", 0, 1),
-        ("head_dim", 577, 576),
+        ("head_dim_v", 513, 512),
         ("head_dim_v", -1, 1),
         ("dtype", "fp32", "bf16"),
         ("kv_dtype", "fp16", None),
@@ -490,7 +490,12 @@ def test_from_call_feature_without_kernels_is_never_dropped(arguments: dict) -> 
         ({"dtype": "float16"}, "'fp16'", {"dtype": "fp16"}),
         ({"dtype": "torch.float8_e5m2"}, "'e5m2'", {"dtype": "e5m2"}),
         ({"dtype": "float32"}, "'bf16'", {}),
-        ({"head_dim": 577}, "of 64 keys and values take 208 of 227 KiB", {"head_dim": 576}),
+        (
+            {"head_dim": 577, "head_dim_v": 512},
+            "of 64 keys and values take 208 of 227 KiB",
+            {"head_dim": 576, "head_dim_v": 512},
+        ),
+        ({"head_dim": 576}, "head_dim_v 576", {"head_dim": 576, "head_dim_v": 512}),
         (
             {"head_dim": 512, "head_dim_v": 64},
             "share boxes of 64",

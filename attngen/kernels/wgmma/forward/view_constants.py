@@ -272,7 +272,7 @@ def chains_of(steps: int) -> tuple[int, ...]:
 
 
 def qk_chains(steps: int, plan: Plan) -> tuple[int, ...]:
-    """The same of a product of queries and keys, which may come in two parts."""
+    """Lengths of chains of a product of queries and keys, which may come in two parts."""
     first = min(steps, 4 * first_boxes(-(-steps // 4), plan))
     rest = chains_of(steps - first) if steps > first else ()
     return (*chains_of(first), *rest)

@@ -175,8 +175,8 @@ class Output:
 
 @dataclass(frozen=True)
 class Rest:
-    """What a second warpgroup has of the output of the same rows. columns: how many, behind the
-    first warpgroup's; output: how they leave."""
+    """Columns of the output that a second warpgroup has of the same rows. columns: how many, behind
+    the first warpgroup's; output: how they leave."""
 
     columns: int
     output: Output
@@ -329,7 +329,7 @@ def drop_weights(problem: Problem) -> str:
 
 
 def rest_of(problem: Problem, plan: Plan) -> Rest | None:
-    """What a second warpgroup has of the output; None where there is none."""
+    """Columns that a second warpgroup has of the output; None where there is none."""
     if not (columns := rest_columns(problem, plan)):
         return None
     own = output_of(problem, plan)
