@@ -135,9 +135,7 @@ def forward_view(
     masks = mask_list_view(uses["mask"])
     bounds = bounds_of(uses["mask"])
     scores = view_scores.scores_of(problem, plan, uses["score"], bounds)
-    tile = next((use.tile for use in uses["score"] if use.tile), None)
-    reads_tile = tile is not None
-    pipeline = plan.pipeline
+    reads_tile = (tile := next((use.tile for use in uses["score"] if use.tile), None)) is not None
     return ForwardView(
         kernel=kernel_view(kernel, template_of(plan)),
         headers=view_constants.headers_of(problem, plan, reads_tile),
@@ -182,8 +180,8 @@ def forward_view(
         loads=view_loads.loads_of(problem, plan, uses, reads_tile),
         first_consumer=first_consumer(plan),
         barriers=view_barriers.barriers_of(problem, plan, reads_tile),
-        take_turns=pipeline.take_turns,
-        q_in_registers=pipeline.q_in_registers,
+        take_turns=plan.pipeline.take_turns,
+        q_in_registers=plan.pipeline.q_in_registers,
         rolls=traits.rolls(problem, plan),
         blocks=view_consumer.blocks_of(problem, plan, bounds, scores),
         step=view_consumer.step_of(problem, plan, scores),
