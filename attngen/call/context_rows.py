@@ -25,13 +25,14 @@ def rows_of(parts: Sequence[Part], room: int) -> tuple[bool, list[PartRows]]:
 
     Returns: the answer, and the rows of each part, in their order.
     """
-    found, behind = [], dict[int, list[Span]]()
+    found: list[tuple[bool, bool]] = []
+    behind: dict[int, list[Span]] = {}
     for part in reversed(parts):
         known = behind.setdefault(part.sequence, [])
         last, over = not _within(part.queries, known), not _meets(part.queries, known)
         known.append(part.queries)
         found.append((last, over))
-    before = dict[int, list[Span]]()
+    before: dict[int, list[Span]] = {}
     begun, rows = len({part.sequence for part in parts}) == 1, []
     for part, (last, over) in zip(parts, reversed(found), strict=True):
         known = before.setdefault(part.sequence, [])

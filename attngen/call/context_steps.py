@@ -6,7 +6,7 @@ leaves heads whole follows it, since it says which keys a rank needs at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -33,11 +33,21 @@ class Length(NamedTuple):
         return cls(room, room, room, room)
 
 
-class Span(NamedTuple):
-    """Positions from one to before another, as a rank holds them of a sequence."""
+class _Ends(NamedTuple):
+    """Where a span begins, and before which position it ends."""
 
     begin: int
     end: int
+
+
+class Span(_Ends):
+    """Positions from one to before another, as a rank holds them of a sequence."""
+
+    __slots__ = ()
+
+    @classmethod
+    def _make(cls, iterable: Iterable[int]) -> Span:  # type: ignore[override]  # named otherwise
+        return cls(*iterable)  # torch.compile calls it; that of tuples counts by __len__
 
     def __len__(self) -> int:
         return max(0, self.end - self.begin)

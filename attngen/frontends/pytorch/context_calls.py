@@ -60,7 +60,7 @@ class Ranks(NamedTuple):
         if not (dist.is_available() and dist.is_initialized()):
             raise SpecError("torch.distributed has no process group: call init_process_group first")
         found: Any = dist.group.WORLD if group is None else group
-        found = found.get_group() if hasattr(found, "get_group") else found
+        found = found if isinstance(found, dist.ProcessGroup) else found.get_group()
         return cls(found, dist.get_world_size(found), dist.get_rank(found))
 
 

@@ -83,6 +83,11 @@ def test_every_visible_pair_of_stripes_is_in_one_part(stripe: int, mask: str) ->
         check(order, lengths_of(order.multiple), mask=mask)
 
 
+def test_spans_are_made_of_their_ends() -> None:
+    """By what copies named tuples, too, which counts fields by len."""
+    assert Span._make((3, 9)) == Span(3, 9) == Span(0, 9)._replace(begin=3) and len(Span(9, 3)) == 0
+
+
 def test_a_side_of_the_call_decides_the_alignment() -> None:
     lengths = [Length(8, 16, 7, 14)]
     for mask, aligned in (("causal", True), ("causal_bottom_right", False)):
