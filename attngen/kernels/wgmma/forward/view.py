@@ -20,12 +20,21 @@ from ...view import (
     tensor_view,
 )
 from ...view_axis import AxisView, axis_view
-from . import traits, view_barriers, view_constants, view_consumer, view_loads, view_scores
+from . import (
+    traits,
+    view_barriers,
+    view_constants,
+    view_consumer,
+    view_loads,
+    view_rest,
+    view_scores,
+)
 from .plan import Plan
 from .view_barriers import Barriers
 from .view_constants import Constants, Elements, Products
-from .view_consumer import Blocks, Output, Promotion, Rest, Softmax, Step
+from .view_consumer import Blocks, Output, Promotion, Softmax, Step
 from .view_loads import Loads, Scheduler, Side
+from .view_rest import Rest
 from .view_scores import Bounds, Scores
 
 
@@ -189,7 +198,7 @@ def forward_view(
         promotion=view_consumer.promotion_of(problem, plan),
         sums_stored=plan.sums_stored,
         output=view_consumer.output_of(problem, plan),
-        rest=view_consumer.rest_of(problem, plan),
+        rest=view_rest.rest_of(problem, plan),
     )
 
 

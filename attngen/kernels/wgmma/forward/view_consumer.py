@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ....spec.problem import Problem
 from ...uses import FragmentUse
@@ -173,15 +173,6 @@ class Output:
     keep_factor: str
 
 
-@dataclass(frozen=True)
-class Rest:
-    """Columns of the output that a second warpgroup has of the same rows. columns: how many, behind
-    the first warpgroup's; output: how they leave."""
-
-    columns: int
-    output: Output
-
-
 def softmax_of(problem: Problem, plan: Plan, use: FragmentUse, scores: Scores) -> Softmax:
     """The order of a block's softmax. use: the fragment that finishes rows."""
     order, log2 = plan.softmax, scale_log2(problem)
@@ -326,14 +317,6 @@ def drop_weights(problem: Problem) -> str:
         return "drop_words().template drop<Element>(weights, lane);"
     threshold = "{static_cast<u32>(p.drop_low), static_cast<u32>(p.drop_high)}"
     return f"drop_bytes<kTileN>(weights, drop_words(), {threshold}, lane);"
-
-
-def rest_of(problem: Problem, plan: Plan) -> Rest | None:
-    """Columns that a second warpgroup has of the output; None where there is none."""
-    if not (columns := rest_columns(problem, plan)):
-        return None
-    own = output_of(problem, plan)
-    return Rest(columns, replace(own, columns="kRestColumns", first_column="kOwnColumns"))
 
 
 def keep_factor(problem: Problem) -> str:
