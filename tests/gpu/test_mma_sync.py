@@ -11,7 +11,7 @@ import torch
 import attngen
 from tests.support.caches import kernels_of
 
-from . import cases, oracle, variants
+from . import cases, oracle, test_forward_onto, variants
 from .cases import Case
 from .conftest import any_chip
 from .test_coverage import MEMBERS
@@ -184,6 +184,11 @@ def test_mma_forward_is_traced_whole_with_gradients_and_without():
     q.requires_grad_()
     compiled(q, k, v, backend="auto").sum().backward()
     assert q.grad is not None and q.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (100, 52)], ids=str)
+def test_mma_forward_joins_what_is_there(dims):
+    test_forward_onto.test_sums_that_nobody_wants_are_not_written(dims)
 
 
 def test_mma_forward_refuses_what_it_does_not_serve():

@@ -39,7 +39,6 @@ class MmaForward(Family):
         unserved = {
             "mask that was made before": problem.listed,
             "keys and values of 8 bits beside queries of 16": problem.widens,
-            "output to go on from": problem.continues,
             f"head dims above {MAX_HEAD_DIM}": largest > MAX_HEAD_DIM,
         }
         for what, asked in unserved.items():

@@ -26,6 +26,7 @@ from .view import forward_view
 
 ROLES = ("mask", "score", "softmax", "q_seq", "kv_seq", "kv_iter")
 PAGES = ("kv_fetch", "v_fetch")
+JOINING = ("goes_on", "keeps_sums", "lse_room")
 SCALES = (
     *("descale_q", "descale_k", "descale_v", "scale_s", "descale_s", "scale_o"),
     *("amax_s", "amax_o"),
@@ -68,6 +69,7 @@ def _names(problem: Problem, uses: dict[str, list[FragmentUse]]) -> Names:
     names = typed("ptr", "q", "k", "v", "o", "lse")
     names += typed("ptr", *(("max_logit",) if problem.max_logit else ()))
     names += typed("ptr", *(SCALES if problem.eight_bit else ()))
+    names += typed("ptr", *(("rounded",) if problem.continues else ()))
     names += typed("ptr", *(("rng_state",) if problem.dropout else ()))
     for tensor in "qkvo":
         names += strides_of(tensor)
@@ -75,6 +77,7 @@ def _names(problem: Problem, uses: dict[str, list[FragmentUse]]) -> Names:
         names += typed("i64", *(f"{tensor}_stride_column" for tensor in "qkv"))
         names += typed("i32", "dim_qk", "dim_v")
     names += typed("i32", *(("page_count",) if problem.paged else ()))
+    names += typed("i32", *(JOINING if problem.continues else ()))
     names += mask_names("mask_rows") if problem.attn_mask else []
     counts = ("tiles_m", "heads_q", "total_heads", "heads_per_group", "tail_rows", "group_size")
     names += [*typed("i32", *counts), *diagonal_names(problem), ("scale_log2", "f32")]

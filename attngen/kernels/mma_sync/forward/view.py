@@ -76,9 +76,10 @@ class MmaForwardView:
     max_logit: as the problem says.
 
     Where data lies: operands: what is copied. score_tile: the parameter of the tensor that scores
-    read in tiles, or None. output: the output's rows. varlen: whether lengths
-    are told on the device; packed: whether queries lie behind each other; fills_gaps: whether rows
-    of no sequence are filled. lse_row: C++, where a head's LSE begins.
+    read in tiles, or None. output: the output's rows. varlen: whether lengths are told on the
+    device; joins: whether the output and the LSE join those that are there; gather: whether rows
+    begin anywhere; packed: whether queries lie behind each other; fills_gaps: whether rows of no
+    sequence are filled. lse_row: C++, where a head's LSE begins.
     """
 
     kernel: KernelView
@@ -119,6 +120,8 @@ class MmaForwardView:
     score_tile: str | None
     output: TensorView
     varlen: bool
+    joins: bool
+    gather: bool
     packed: bool
     fills_gaps: bool
     lse_row: str
@@ -178,6 +181,8 @@ def forward_view(
         score_tile=tile,
         output=tensor_view(problem, "o"),
         varlen=problem.varlen,
+        joins=problem.continues,
+        gather=problem.gather,
         packed=problem.q_seq == "packed",
         fills_gaps=problem.q_seq != "dense",
         lse_row=lse_row(problem),
@@ -212,6 +217,7 @@ def headers_of(problem: Problem) -> tuple[str, ...]:
         "scheduler/kv_blocks.cuh": True,
         "scheduler/packed_tiles.cuh": problem.q_seq == "packed",
         "scheduler/tile_order.cuh": True,
+        "softmax/join.cuh": problem.continues,
         "softmax/online.cuh": True,
         "softmax/row.cuh": True,
     }
@@ -248,6 +254,7 @@ def elements_of(problem: Problem) -> tuple[Alias, ...]:
 def lse_row(problem: Problem) -> str:
     """C++: where a head's LSE begins."""
     if problem.q_seq == "dense":
-        return "(static_cast<long long>(ctx.batch) * p.heads_q + ctx.head) * ctx.q_len"
+        room = "p.lse_room" if problem.continues else "ctx.q_len"
+        return f"(static_cast<long long>(ctx.batch) * p.heads_q + ctx.head) * {room}"
     first = FIRST_TOKEN.format("q_sequence(p)").replace("batch", "ctx.batch")
     return f"q_sequence(p).place(ctx.batch, {first}, ctx.head, p.heads_q)"
