@@ -67,6 +67,56 @@ class CudnnGraph:
         return lambda: graph.execute(self.bound, workspace, handle=self.handle)
 
 
+def cudnn_call(
+    cudnn: Any,
+    handle: Any,
+    operation: str,
+    given: dict[str, Tensor],
+    results: dict[str, Tensor],
+    *,
+    drops: float,
+    **options: Any,
+) -> Callable[[], object]:
+    """A graph of one operation in bf16, which returns its results but `Stats`, batch behind heads.
+    given, results: by the operation's names for them; drops: the probability of dropout."""
+    kinds = cudnn.data_type
+    graph = cudnn.pygraph(
+        io_data_type=kinds.BFLOAT16, intermediate_data_type=kinds.FLOAT,
+        compute_data_type=kinds.FLOAT, handle=handle,
+    )  # fmt: skip
+    bound = {}
+
+    def known(tensor: Tensor) -> Any:
+        found = graph.tensor_like(tensor)
+        bound[found] = tensor
+        return found
+
+    arguments = {key: known(tensor) for key, tensor in given.items()}
+    if drops:
+        words = torch.ones(2, 1, 1, 1, 1, dtype=torch.int64, device="cuda")
+        arguments["dropout"] = (drops, *map(known, words))
+    made = getattr(graph, operation)(**arguments, **options)
+    for result, tensor in zip(made, results.values(), strict=True):
+        result.set_output(True).set_dim(list(tensor.shape)).set_stride(list(tensor.stride()))
+        if tensor.dtype == torch.float32:
+            result.set_data_type(kinds.FLOAT)
+        bound[result] = tensor
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A])
+    graph.check_support()
+    graph.build_plans()
+    memory = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
+    out = [tensor.transpose(1, 2) for key, tensor in results.items() if key != "Stats"]
+
+    def call() -> object:
+        cudnn.set_stream(handle, torch.cuda.current_stream().cuda_stream)
+        graph.execute(bound, memory, handle=handle)
+        return out if len(out) > 1 else out[0]
+
+    return call
+
+
 def find_cudnn(
     make: Callable[[Any], Any], versions: dict[str, str], absent: dict[str, str]
 ) -> Any:

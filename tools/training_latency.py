@@ -96,9 +96,9 @@ class FlashAttention3(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, operators: Any, window: int, ordered: bool,
-        offsets: Tensor | None, longest: int | None,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, operators: Any, options: tuple[Any, ...]
+    ) -> Tensor:
+        window, ordered, offsets, longest = options
         scale = q.shape[-1] ** -0.5
         ends = (offsets, offsets, None, None, None, longest, longest)
         out, lse, *_ = operators.fwd(
@@ -118,7 +118,7 @@ class FlashAttention3(torch.autograd.Function):
             *(d_o, q, k, v, out, lse, dq, dk, dv, offsets, offsets, None, None, longest, longest),
             *(scale, True, window, 0 if window >= 0 else -1, 0.0, ordered, 0),
         )
-        return dq, dk, dv, None, None, None, None, None
+        return dq, dk, dv, None, None
 
 
 def flash_attention_3() -> dict[str, Step]:
@@ -133,7 +133,7 @@ def flash_attention_3() -> dict[str, Step]:
     steps = {}
     for name, given in variants.items():
         leaves = tuple(randn(*(SHAPE[1:] if name == "packed" else SHAPE)) for _ in "qkv")
-        steps[name] = Step(partial(FlashAttention3.apply, *leaves, operators, *given), leaves)
+        steps[name] = Step(partial(FlashAttention3.apply, *leaves, operators, given), leaves)
     return steps
 
 

@@ -30,6 +30,7 @@ import attngen  # noqa: E402
 from attngen.bench.peers import Absent, describe, load_fa3_operators  # noqa: E402
 from attngen.bench.timing import Call, time_interleaved  # noqa: E402
 from attngen.reference.core import default_alibi_slopes  # noqa: E402
+from tools.cudnn_graph import cudnn_call  # noqa: E402
 from tools.reports import timing_of, write_rows  # noqa: E402
 from tools.variant_speed import (  # noqa: E402
     BATCH,
@@ -111,55 +112,15 @@ def cudnn_calls(cudnn: Any, handle: Any, name: str, x: Operands) -> Both:
     if "sink" in x.given:
         more["sink_token"] = x.given["sink"].detach().view(1, HEADS, 1, 1)
         gradients["dSink_token"] = torch.empty_like(more["sink_token"])
-    kinds = cudnn.data_type
-
-    def graph_of(
-        operation: str, given: dict[str, Tensor], results: dict[str, Tensor], **others: Any
-    ) -> Call:
-        graph = cudnn.pygraph(
-            io_data_type=kinds.BFLOAT16, intermediate_data_type=kinds.FLOAT,
-            compute_data_type=kinds.FLOAT, handle=handle,
-        )  # fmt: skip
-        bound = {}
-
-        def known(tensor: Tensor) -> Any:
-            found = graph.tensor_like(tensor)
-            bound[found] = tensor
-            return found
-
-        arguments = {key: known(tensor) for key, tensor in given.items()}
-        if name == "dropout":
-            words = torch.ones(2, 1, 1, 1, 1, dtype=torch.int64, device="cuda")
-            arguments["dropout"] = (x.given["dropout_p"], *map(known, words))
-        made = getattr(graph, operation)(
-            **arguments, **others, **options[name], attn_scale=SCALE, diagonal_band_right_bound=0
-        )
-        for result, tensor in zip(made, results.values(), strict=True):
-            result.set_output(True).set_dim(list(tensor.shape)).set_stride(list(tensor.stride()))
-            if tensor.dtype == torch.float32:
-                result.set_data_type(kinds.FLOAT)
-            bound[result] = tensor
-        graph.validate()
-        graph.build_operation_graph()
-        graph.create_execution_plans([cudnn.heur_mode.A])
-        graph.check_support()
-        graph.build_plans()
-        memory = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
-        out = [tensor.transpose(1, 2) for tensor in results.values() if tensor is not stats]
-
-        def call() -> object:
-            cudnn.set_stream(handle, torch.cuda.current_stream().cuda_stream)
-            graph.execute(bound, memory, handle=handle)
-            return out if len(out) > 1 else out[0]
-
-        return call
-
+    drops = x.given["dropout_p"] if name == "dropout" else 0.0
+    band = {**options[name], "diagonal_band_right_bound": 0, "attn_scale": SCALE}
+    make: Callable[..., Call] = partial(cudnn_call, cudnn, handle, drops=drops, **band)
     operands = {"q": q, "k": k, "v": v}
-    forward = graph_of("sdpa", {**operands, **more}, {"O": o, "Stats": stats}, generate_stats=True)
+    forward = make("sdpa", {**operands, **more}, {"O": o, "Stats": stats}, generate_stats=True)
     forward()
     beside = {"o": o, "dO": d_o, "stats": stats}
     dq, dk, dv = (torch.empty_like(each) for each in (q, k, v))
-    backward = graph_of(
+    backward = make(
         "sdpa_backward", {**operands, **beside, **more, **gradients},
         {"dQ": dq, "dK": dk, "dV": dv},
     )  # fmt: skip

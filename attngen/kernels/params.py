@@ -33,24 +33,20 @@ def describe(
     grid: Grid,
     tile_rows: int,
     workspace: tuple[Workspace, ...],
-    tensor_maps: tuple[TensorMapRecipe, ...] = (),
-    smem_bytes: int = 0,
     **facts: Any,
 ) -> KernelEntry:
     """The launch of the plan's kernel. names: its parameters, in their order; facts: fields of the
-    description that not every kernel has."""
+    description that not every kernel has, tensor maps and shared memory among them."""
     fields, params_bytes = lay_out_fields(names)
     return KernelEntry(
         entry=entry_name(problem, plan),
         threads=plan.threads,
-        smem_bytes=smem_bytes,
         tile_rows=tile_rows,
         params_bytes=params_bytes,
         fields=fields,
-        tensor_maps=tensor_maps,
         grid=grid,
         workspace=workspace,
-        **facts,
+        **{"smem_bytes": 0, "tensor_maps": (), **facts},
     )
 
 

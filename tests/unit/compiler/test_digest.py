@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import ast
-import compileall
 import dataclasses
 import hashlib
-import importlib.machinery
-import importlib.metadata
-import importlib.util
 import json
 import os
 import shutil
@@ -16,21 +12,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from attngen.compiler import compile as compiler
-from attngen.compiler import digest, toolchain
-from attngen.compiler.builder import build_plan
-from attngen.compiler.cache import Cache
+from attngen.compiler import digest
 from attngen.compiler.digest import cache_key, digest_files, read_tree
-from attngen.fragments import features
 from attngen.io import files
 from attngen.kernels.plan import plan
-from attngen.runtime.program import Binary
-from tests.support.cache_kit import ARCH, CUBIN, PROBLEM, ROOT, make_binary
+from tests.support.cache_kit import ARCH, PROBLEM, ROOT
 
 PLAN = plan(PROBLEM, ARCH)
 KEY_OF_CHECKOUT = """
@@ -346,81 +337,6 @@ def run_in(checkout: Path, code: str, *arguments: object, **environment: str) ->
     return json.loads(done.stdout)
 
 
-# ---- installs without sources
-
-
-def drop_sources(package: Path) -> None:
-    """Leave bytecode alone, like bundlers of applications and slim images."""
-    compileall.compile_dir(package, legacy=True, quiet=1)
-    for path in package.rglob("*.py"):
-        path.unlink()
-
-
-@pytest.mark.slow
-def test_key_of_bytecode_is_one_wherever_and_whenever_it_was_compiled(
-    checkout: Path, tmp_path: Path
-) -> None:
-    """Neither places nor times nor the order of a set are in it; code is."""
-    other = tmp_path / "other" / "place"
-    shutil.copytree(checkout, other)
-    edited = tmp_path / "edited"
-    shutil.copytree(checkout, edited)
-    name, old, new = PLAN_PROPERTIES["CTAs an SM"]
-    replace_text(edited / "attngen" / name, old, new)
-    for path in (other / "attngen").rglob("*.py"):
-        os.utime(path, (1, 1))
-    for copy in (checkout, other, edited):
-        drop_sources(copy / "attngen")
-    found = [
-        run_in(copy, DIGESTS, PYTHONHASHSEED=seed)["generator"]
-        for copy, seed in ((checkout, "1"), (other, "2"), (edited, "1"))
-    ]
-    assert found[0] == found[1] != found[2]
-    assert found[0] != digest.source_digests()["generator"]
-
-
-def test_key_of_a_module_with_neither_source_nor_code_says_what_is_needed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Modules that are compiled to machine code have neither."""
-
-    class Loader:
-        def get_code(self, name: str) -> None:
-            return None
-
-    spec = importlib.machinery.ModuleSpec("attngen.io.values", Loader(), origin="values.so")  # type: ignore[arg-type]
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-    with pytest.raises(
-        FileNotFoundError, match=r"attngen\.values has neither .* install attngen's"
-    ):
-        digest.read_module("values")
-
-
-def run_from_zip(checkout: Path, tmp_path: Path, code: str) -> subprocess.CompletedProcess[str]:
-    archive = shutil.make_archive(str(tmp_path / "app"), "zip", checkout)
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": archive, "ATTNGEN_CACHE_DIR": str(tmp_path / "cache")},
-        cwd=tmp_path,
-    )
-
-
-def test_install_in_a_zip_has_the_keys_of_a_wheel_and_says_what_building_needs(
-    checkout: Path, tmp_path: Path
-) -> None:
-    """Its wheel says what its templates and headers are; NVRTC cannot read them there."""
-    facts = {"features": features.scan(), **digest.to_data(digest.read_shipped())}
-    (checkout / "attngen" / "shipped.json").write_text(digest.to_json(facts))
-    done = run_from_zip(checkout, tmp_path, DIGESTS)
-    assert json.loads(done.stdout) == digest.source_digests(), done.stderr
-    code = "import attngen; attngen.build(attngen.AttentionSpec(head_dim=16))"
-    done = run_from_zip(checkout, tmp_path, code)
-    assert done.returncode and "app.zip, out of which its templates" in done.stderr
-    assert "install it with pip" in done.stderr
-
-
 def test_digest_files_byte_moved_to_neighbour_differs() -> None:
     groups = [
         {"a": b"xy", "b": b"z"},
@@ -439,104 +355,3 @@ def test_read_tree_copied_elsewhere_is_equal(tmp_path: Path) -> None:
     tree = read_tree(tmp_path / "copy")
     assert tree == read_tree(files.templates_dir())
     assert "mask/causal.cuh.j2" in tree
-
-
-@pytest.mark.parametrize(
-    ("installed", "expected"),
-    [
-        ({}, None),
-        ({"cuda-bindings": "13.0.1"}, None),
-        ({"nvidia-cuda-nvrtc": "13.0.88"}, "13.0.88"),
-        ({"nvidia-cuda-nvrtc-cu12": "12.9.86"}, "12.9.86"),
-        ({"nvidia-cuda-nvrtc-cu13": "13.1.2"}, "13.1.2"),
-        (
-            {
-                "cuda-bindings": "13.2.0",
-                "nvidia-cuda-nvrtc": "13.0.88",
-                "nvidia-cuda-nvrtc-cu12": "12.9.86",
-            },
-            "13.0.88",
-        ),
-        (
-            {
-                "cuda-bindings": "12.9.1",
-                "nvidia-cuda-nvrtc": "13.0.88",
-                "nvidia-cuda-nvrtc-cu12": "12.9.86",
-            },
-            "12.9.86",
-        ),
-    ],
-)
-def test_toolchain_is_the_installed_nvrtc_of_the_bindings_major_version(
-    installed: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def version(package: str) -> str:
-        if package not in installed:
-            raise importlib.metadata.PackageNotFoundError(package)
-        return installed[package]
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    assert toolchain.packaged_toolchain.__wrapped__() == expected
-
-
-def test_toolchain_stands_beside_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = []
-    for version in ("13.0.88", None):
-        monkeypatch.setattr(digest, "installed_toolchain", lambda each=version: each)
-        keys.append(cache_key(PROBLEM, PLAN, ARCH))
-    assert keys[0].digest == keys[1].digest
-    assert [key.toolchain for key in keys] == ["13.0.88", None]
-
-
-def test_toolchain_agrees_with_the_compiler_that_runs() -> None:
-    pytest.importorskip("cuda.bindings.nvrtc")
-    known = digest.installed_toolchain()
-    if known is None:
-        pytest.skip("NVRTC is not from a wheel")
-    assert compiler.toolchain() == f"nvrtc {'.'.join(known.split('.')[:2])}"
-
-
-LABELS = {  # version that the library says it has, its file → its label, beside package 13.0.88
-    "the package's": ((13, 0), "/site/nvidia/cu13/lib/libnvrtc.so.13", "13.0.88"),
-    "of an unknown place": ((13, 0), None, "13.0.88"),
-    "of a toolkit": ((13, 1), "/usr/local/cuda/lib64/libnvrtc.so.13.1.80", "13.1.80"),
-    "of a toolkit of that version": ((13, 0), "/opt/libnvrtc.so.13.0.48", "13.0.48"),
-    "of a file without a version": ((13, 0), "/opt/libnvrtc.so.13", "13.0"),
-    "newer under the package's place": ((13, 2), "/site/nvidia/lib/libnvrtc.so.13", "13.2"),
-    "with a file's name that lies": ((13, 1), "/opt/libnvrtc.so.13.0.48", "13.1"),
-}
-
-
-@pytest.mark.parametrize("which", LABELS)
-def test_toolchain_label_is_that_of_the_library_that_is_loaded(
-    which: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    version, file, label = LABELS[which]
-    packages = {"cuda-bindings": "13.0.1", "nvidia-cuda-nvrtc": "13.0.88"}
-    monkeypatch.setattr(toolchain, "_version", packages.get)
-    place = SimpleNamespace(locate_file=lambda name: f"/site/{name}")
-    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: place)
-    monkeypatch.setattr(toolchain, "mapped_file", lambda name: file)
-    monkeypatch.setattr(toolchain, "_loaded", None)
-    toolchain.note_loaded(*version)
-    assert toolchain.installed_toolchain() == label
-
-
-def test_build_stores_under_the_library_that_is_loaded_and_finds_it_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the package's metadata name another version than the library that was found."""
-    monkeypatch.setattr(toolchain, "packaged_toolchain", lambda: "13.9.1")
-    monkeypatch.setattr(toolchain, "_loaded", None)
-    compiled = []
-
-    def compile_source(*_: object) -> tuple[Binary, bytes]:
-        compiled.append(1)
-        return make_binary(), CUBIN
-
-    monkeypatch.setattr(compiler, "compile_source", compile_source)
-    monkeypatch.setattr(compiler, "load_toolchain", lambda: "13.0.48")
-    cache = Cache(tmp_path / "cache")
-    for _ in range(2):
-        build_plan(PROBLEM, PLAN, ARCH, cache=cache)
-    assert [entry.toolchain for entry in cache.entries()] == ["13.0.48"] and len(compiled) == 1

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +12,6 @@ from attngen.errors import SpecError
 from attngen.fragments import features
 from attngen.spec import layouts
 from attngen.spec.attention_spec import AttentionSpec
-from attngen.spec.masks import Masks, joined, masks_of
 from attngen.spec.resolve import find_violations, nearest, resolve
 
 KNOWN = features.scan()
@@ -284,62 +280,6 @@ def test_resolve_output_that_joins_another_is_float32_of_dense_rows(change, reas
     assert all(reason in violation.reason for violation in violations)
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("none", Masks(())),
-        ("causal", Masks(("causal",))),
-        ("causal_bottom_right", Masks(("causal",), bottom_right=True)),
-        ("padding", Masks((), padding=True)),
-        ("padding_causal", Masks(("causal",), padding=True)),
-        ("padding_causal_bottom_right", Masks(("causal",), padding=True, bottom_right=True)),
-        ("arbitrary", Masks((), arbitrary=True)),
-        ("causal+chunked", Masks(("causal", "chunked"))),
-        ("chunked+padding_causal", Masks(("causal", "chunked"), padding=True)),
-        ("chunked+causal_bottom_right", Masks(("causal", "chunked"), bottom_right=True)),
-    ],
-)
-def test_masks_of_a_name_are_fragments_lengths_and_alignment(name: str, expected: Masks) -> None:
-    assert masks_of(name) == expected
-    assert masks_of(expected.name) == expected
-
-
-def test_masks_of_a_list_have_one_name_in_any_order() -> None:
-    given = ("causal", "chunked", "padding", "none", "causal")
-    assert {joined(each) for each in itertools.permutations(given)} == {"chunked+padding_causal"}
-    assert joined(["chunked", "causal_bottom_right"]) == "causal+chunked_bottom_right"
-    assert joined(["padding", "causal"]) == "padding_causal" and joined([]) == "none"
-
-
-def test_resolve_masks_of_several_names_are_one_problem_in_any_order() -> None:
-    one, other = (
-        resolve(AttentionSpec(head_dim=64, mask=name, window=True), KNOWN)
-        for name in ("causal+chunked", "chunked+causal_bottom_right")
-    )
-    assert one == other and one[0].masks == ("causal", "chunked", "window")
-
-
-@pytest.mark.parametrize(
-    ("mask", "reason", "legal"),
-    [
-        ("causal+chunkd", "did you mean 'chunked'", "causal+chunked"),
-        ("causal+window", "switch of its own: window = true", "causal"),
-        ("prefix+causal", "'prefix' is used alone; got 'causal+prefix'", "prefix"),
-    ],
-)
-def test_resolve_masks_that_do_not_go_together_are_refused(mask, reason, legal) -> None:
-    spec = AttentionSpec(head_dim=64, mask=mask)
-    (violation,) = find_violations(spec, KNOWN)
-    assert violation.field == "mask" and reason in violation.reason
-    assert nearest(spec, KNOWN).mask == legal
-    assert not find_violations(nearest(spec, KNOWN), KNOWN)
-
-
-def test_resolve_score_that_is_no_fragment_is_refused() -> None:
-    for name, reason in (("softcap", "field of its own: softcap"), ("bend", "is unknown")):
-        (violation,) = find_violations(AttentionSpec(head_dim=64, score_mod=name), KNOWN)
-        assert violation.field == "score_mod" and reason in violation.reason
-
 
 @pytest.mark.parametrize(
     ("field", "value", "legal"),
@@ -424,62 +364,6 @@ def test_nearest_fields_that_are_not_violated_stay(spec: AttentionSpec) -> None:
             assert getattr(legal, field) == getattr(spec, field)
     if not violated:
         assert resolve(spec, KNOWN)
-
-
-@pytest.mark.parametrize("slopes", [True, torch.ones(8)], ids=["default", "own"])
-def test_from_call_every_variant_reaches_the_problem(slopes) -> None:
-    q = SimpleNamespace(shape=(2, 10, 8, 64), dtype="torch.bfloat16")
-    spec = AttentionSpec.from_call(
-        *(q, q, q), alibi_slopes=slopes, softcap=30.0, softmax="learnable", sink=torch.ones(8),
-        return_max_logit=True, window=(3, 4),
-    )  # fmt: skip
-    (problem,) = resolve(spec, KNOWN)
-    assert problem.scores == ("softcap", "alibi"), "the order of the semantics"
-    assert (problem.softmax, problem.max_logit, problem.masks) == ("learnable", True, ("window",))
-
-
-@pytest.mark.parametrize(
-    ("kind", "scores"),
-    [
-        ("post_scale", ("softcap", "post_scale_bias", "alibi")),
-        ("pre_scale", ("pre_scale_bias", "softcap", "alibi")),
-    ],
-)
-def test_resolve_bias_stands_where_the_semantics_add_it(kind: str, scores: tuple) -> None:
-    spec = AttentionSpec(64, bias=kind, softcap=True, alibi=True, directions=("fwd", "bwd"))
-    assert [problem.scores for problem in resolve(spec, KNOWN)] == [scores, scores]
-    assert all(problem.bias for problem in resolve(spec, KNOWN))
-
-
-def test_resolve_bias_beside_8_bit_queries_has_16_bits() -> None:
-    both = ("fwd", "bwd")
-    spec = AttentionSpec(128, dtype="e4m3", bias="post_scale", directions=both)
-    assert all(each.bias and each.dtype_bias == "bf16" for each in resolve(spec, KNOWN))
-    for dim, bias, directions, reason in (
-        (64, "pre_scale", ("fwd",), "products of stored e4m3.*bias='post_scale'"),
-        (64, "pre_scale", ("bwd",), "products of stored e4m3.*bias='none'"),
-        (144, "post_scale", both, "up to head dim 128.*got 144.*bias='none'"),
-    ):
-        with pytest.raises(SpecError, match=f"(?s){reason}"):
-            resolve(AttentionSpec(dim, dtype="e4m3", bias=bias, directions=directions), KNOWN)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"mask_mod": print},
-        {"block_mask": object()},
-        {"score_mod": print},
-        {"bias": object(), "layout": "paged_kv_bshd_bshd_bshd", "num_splits": 2},
-        {"softmax": "smooth", "sink": object()},
-    ],
-    ids=lambda arguments: "+".join(arguments),
-)
-def test_from_call_feature_without_kernels_is_never_dropped(arguments: dict) -> None:
-    """A feature that a kernel would silently leave out must be refused."""
-    q = SimpleNamespace(shape=(2, 10, 8, 64), dtype="torch.bfloat16")
-    spec = AttentionSpec.from_call(q, q, q, **arguments)
-    assert find_violations(spec, KNOWN)
 
 
 @pytest.mark.parametrize(
