@@ -64,7 +64,7 @@ def made_for(call: AttentionCall, masks: Masks, traced: Traced, sizes: Sizes) ->
 
 
 def known_of(arguments: Mapping[str, Any]) -> Known | None:
-    """Find what is known of a call of these arguments, q, k and v among them; None if nothing is."""
+    """Find what is known of a call of these arguments, q, k and v among them; None if nothing."""
     facts = facts_of(arguments)
     return None if facts is None else _known.get(facts)
 
