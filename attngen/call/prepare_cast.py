@@ -30,8 +30,8 @@ class CastForm(NamedTuple):
     """Tensors of a cast but for what they hold.
 
     dtype: torch's name of theirs; counts: their numbers, multiples of `UNITS`; rows: numbers in a
-    row, of which those alone count that a byte says, 0 where all do; known: whether scales may be
-    known before.
+    row, of which those alone count that a byte says, 0 where all do, or which have a scale of their
+    own where the rule says so; known: whether scales may be known before.
     """
 
     dtype: str
@@ -58,6 +58,7 @@ def prepare_cast(form: CastForm, rule: CastRule, device: Device) -> PreparedCast
         head_dim=16,
         dtype=dtype_name(form.dtype),
         kv_dtype=dtype_name(rule.dtype),
+        scaling="token" if rule.by_token else "tensor",
         directions=("cast",),
     )
     first, *_ = kernels = kernel_choice.kernels_of(spec, device, Choice())
@@ -72,9 +73,12 @@ def prepare_cast(form: CastForm, rule: CastRule, device: Device) -> PreparedCast
     numbers |= {f"row_{n}": x for n, x in enumerate((*form.rows, *absent))}
     launches = tuple(prepare(x, ONE, Scalars(1.0, numbers=numbers)) for x in kernels)
     places = range(len(form.counts))
-    used = [f"used_{n}" for n in places if form.rows[n]]
-    names = [*(f"{x}_{n}" for x in ("from", "to") for n in places), *used, *RESULTS]
-    names += ["known"] if form.known else []
+    names = [f"{x}_{n}" for x in ("from", "to") for n in places]
+    if rule.by_token:
+        names += RESULTS[1:]
+    else:
+        names += [*(f"used_{n}" for n in places if form.rows[n]), *RESULTS]
+        names += ["known"] if form.known else []
     return PreparedCast(
         device=device,
         names=tuple(names),

@@ -59,10 +59,13 @@ class Quantised(NamedTuple):
 
 class Narrowed(NamedTuple):
     """Tensors in 8 bits. numbers: float32 [3, n, 1], their largest magnitudes, by what they were
-    multiplied, and what undoes it; by rows, where each has a scale, [3, rows of all]."""
+    multiplied, and what undoes it. Where each row has a scale of its own, numbers are [3, rows of
+    all], in any order, and by_row what undoes the scales of each tensor, in its shape but for the
+    last axis."""
 
     stored: tuple[Tensor, ...]
     numbers: Tensor
+    by_row: tuple[Tensor, ...] = ()
 
     @property
     def amax(self) -> tuple[Tensor, ...]:

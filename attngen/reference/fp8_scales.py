@@ -100,11 +100,12 @@ def narrowed(
 def _narrowed_by_token(tensors: Sequence[Tensor], rule: CastRule) -> Narrowed:
     """Tensors in 8 bits with a scale of each row: nothing that other rows hold changes it."""
     dtype = getattr(torch, rule.dtype)
-    made, numbers = [], []
+    made, numbers, by_row = [], [], []
     for x in tensors:
         x = x.detach()
         amax = torch.linalg.vector_norm(x, math.inf, dim=-1).float()
         scale = current_scale(amax, dtype, rule.margin, rule.power_of_two, rule.least)
         made.append(quantise(x.float(), dtype, scale[..., None]))
-        numbers.append(torch.stack([amax, scale, scale.reciprocal()]).flatten(1))
-    return Narrowed(tuple(made), torch.cat(numbers, dim=1))
+        by_row.append(scale.reciprocal())
+        numbers.append(torch.stack([amax, scale, by_row[-1]]).flatten(1))
+    return Narrowed(tuple(made), torch.cat(numbers, dim=1), tuple(by_row))

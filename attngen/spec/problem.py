@@ -144,8 +144,9 @@ class Problem:
 
     def cast(self, direction: Direction) -> Problem:
         """The cast of this forward's queries' dtype to its keys', before a forward or, with the
-        scales of its gradients, a backward."""
-        return self._of_no_scores(direction, CAST_HEAD_DIM, CAST_HEAD_DIM, self.dtype_kv)
+        scales of its gradients, a backward; of scales a token where it asks for these."""
+        made = self._of_no_scores(direction, CAST_HEAD_DIM, CAST_HEAD_DIM, self.dtype_kv)
+        return replace(made, scores=(TOKEN_SCALES,)) if self.token_scales else made
 
     def _of_no_scores(
         self, direction: Direction, head_dim_qk: int, head_dim_v: int, dtype_o: DType

@@ -25,12 +25,16 @@ def check_scaling(spec: AttentionSpec) -> Iterator[Violation]:
 
 def _refusals(spec: AttentionSpec) -> Iterator[str]:
     """Why kernels have no scales of tokens beside what else a spec asks for."""
+    if spec.directions == ("cast",):
+        return
     if spec.dtype not in DTYPES_8BIT:
-        yield f"belongs to FP8 operands; {spec.dtype!r} ones have no scales"
+        yield f"belongs to FP8 operands, and to casts to them; {spec.dtype!r} ones have no scales"
     if "thd" in layouts.parse(spec.layout).formats:
         yield f"has scales [b, h, s] of dense operands, not of packed ones ({spec.layout!r})"
     if spec.return_max_logit:
         yield "adds logarithms of values' scales to scores, whose largest is lost"
+    if "bwd_cast" in spec.directions:
+        yield "has no cast of output gradients, which are stored in 8 bits for a backward in 8 bits"
     if "bwd" in spec.directions:
         yield (
             "has no backward in 8 bits: dV, dK and dQ are sums over tokens, which no scale of a "

@@ -55,6 +55,26 @@ def test_tensors_are_stored_as_the_definition_says(rule, dtype):
     compare(tensors, [None] * 3, rule)
 
 
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_rows_are_stored_by_scales_of_their_own(rule):
+    """Rows of 16 numbers to 256, in memory's order and others, some of them 0, infinite or NaN."""
+    rule = rule._replace(by_token=True)
+    factors = torch.exp2(torch.arange(48.0, device=oracle.DEVICE) - 20).view(2, 8, 3, 1)
+    wide = oracle.randn(2, 8, 3, 256).bfloat16() * factors.bfloat16()
+    narrow_rows = oracle.randn(3, 70, 5, 16).bfloat16().transpose(1, 2)
+    narrow_rows[0, 1, 2:5] = torch.tensor([[0.0], [float("inf")], [float("nan")]])
+    tensors = [wide, narrow_rows, oracle.randn(1, 1, 1, 80).bfloat16()]
+    found = narrow.by_kernels(tensors, [None] * 3, rule)
+    assert found is not None
+    wanted = fp8_scales.narrowed(tensors, [None] * 3, rule)
+    for x, made, other, row, of in zip(
+        tensors, found.stored, wanted.stored, found.by_row, wanted.by_row, strict=True
+    ):
+        assert made.stride() == x.stride() and torch.equal(row, of)
+        same = made.contiguous().view(torch.uint8) == other.contiguous().view(torch.uint8)
+        assert bool((same | (made.float().isnan() & other.float().isnan())).all())
+
+
 def test_special_numbers_and_empty_tensors():
     inf, nan = float("inf"), float("nan")
     whole = oracle.randn(4, 8, 2, 16).bfloat16()
@@ -172,7 +192,7 @@ def test_scale_of_ds_is_the_definition_s(name):
         found = call._by_kernels(d_o, dlse, rule)
         rows = call._rows([*"bshd"], "q", d_o)
         known = None if call.scale is None else call.scale[:1]
-        (made,), numbers = fp8_scales.narrowed([d_o], [rows], rule, known)
+        (made,), numbers, _ = fp8_scales.narrowed([d_o], [rows], rule, known)
         amax, _, descale = numbers[:, 0].unbind()
         scale = call._own_scale_dp(amax, dlse, made.dtype)
         if call.scale is not None and call.scale[1] > 0:

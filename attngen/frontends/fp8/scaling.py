@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,10 +75,7 @@ class Active:
 
     def _by_token(self, carriers: Sequence[Tensor | None], found: Narrowed) -> Quantised:
         """q, k and v with a scale a token and head, which no history knows."""
-        *_, descales = found.numbers
-        shapes = [x.shape[:-1] for x in found.stored]
-        parts = descales.split([math.prod(shape) for shape in shapes])
-        rows = _of_each([x.view(shape) for x, shape in zip(parts, shapes, strict=True)])
+        rows = _of_each([*found.by_row])
         made = iter(found.stored)
         return Quantised(
             tuple([None if x is None else next(made) for x in carriers]),

@@ -11,7 +11,7 @@ from ...call.cache import CallCache
 from ...call.prepare_cast import UNITS, CastForm, PreparedCast, prepare_cast
 from ...call.recipe import CastRule, Narrowed
 from ...call.tensors import name_of
-from ...kernels.support.cast import TENSORS
+from ...kernels.support.cast import MOST_NUMBERS, TENSORS
 from ...reference import fp8_scales as definition
 from ...targets.target import TARGETS
 from .descriptions import device_arch, device_of
@@ -50,8 +50,10 @@ def by_kernels(
 
     Raises: CompileError, CacheError, LaunchError.
     """
-    if rule.by_token or torch.compiler.is_compiling() or not undisturbed():
+    if torch.compiler.is_compiling() or not undisturbed():
         return None
+    if rule.by_token:  # of which a row that no sequence uses changes nothing
+        used, known = [None] * len(tensors), None
     operands = (*tensors, *used, known)
     given = [x for x in operands if x is not None]
     key = rule, len(tensors), *[x is None for x in operands]
@@ -85,7 +87,9 @@ def _prepare(
             return None
     counts = tuple([x.numel() for x in tensors])
     pairs = zip(tensors, used, strict=True)
-    rows = tuple([0 if each is None else x.shape[-1] for x, each in pairs])
+    rows = tuple([x.shape[-1] if each is not None or rule.by_token else 0 for x, each in pairs])
+    if rule.by_token and any([not is_row(x) for x in tensors]):
+        return None
     form = CastForm(name_of(first.dtype), counts, rows, known)
     return prepare_cast(form, rule, device_of(first.device))
 
@@ -94,6 +98,11 @@ def stores_8_bits(device: torch.device) -> bool:
     """Whether kernels run on this device, and convert to 8 bits."""
     arch = device_arch(device)
     return arch is not None and TARGETS[arch].fp8
+
+
+def is_row(tensor: Tensor) -> bool:
+    """Whether numbers of the last axis follow each other, no more than a warp has lanes for."""
+    return tensor.stride(-1) == 1 and tensor.shape[-1] <= MOST_NUMBERS
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -123,6 +132,8 @@ def _run(
     dtype, n = dtype_of(rule.dtype), len(tensors)
     stored = tuple([empty(x.shape, x.stride(), dtype) for x in tensors])
     rows = [bytes_of(x, each) for x, each in zip(tensors, used, strict=True) if each is not None]
+    if rule.by_token:
+        return _run_by_token(prepared, tensors, stored)
     parts = empty((prepared.parts,), (1,), torch.int32)
     numbers = empty((3, n, 1), (n, 1, 1), torch.float32)
     address = numbers.data_ptr()
@@ -131,6 +142,23 @@ def _run(
     pointers += [] if known is None else [known.data_ptr()]
     start(prepared, pointers)
     return Narrowed(stored, numbers)
+
+
+def _run_by_token(
+    prepared: PreparedCast, tensors: Sequence[Tensor], stored: tuple[Tensor, ...]
+) -> Narrowed:
+    """Raises: LaunchError."""
+    rows = [x.numel() // x.shape[-1] for x in tensors]
+    total = sum(rows)
+    numbers = empty((3, total), (total, 1), torch.float32)
+    pointers = [x.data_ptr() for x in (*tensors, *stored)]
+    pointers += [numbers.data_ptr() + 4 * total * place for place in range(3)]
+    start(prepared, pointers)
+    by_row = []
+    for x, part in zip(tensors, numbers.select(0, 2).split(rows), strict=True):
+        *shape, width = x.shape
+        by_row.append(part.as_strided(shape, [step // width for step in x.stride()[:-1]]))
+    return Narrowed(stored, numbers, tuple(by_row))
 
 
 def bytes_of(tensor: Tensor, used: Tensor) -> Tensor:

@@ -127,7 +127,7 @@ class FP8Call:
         """Gradients by operations of torch, and theirs by that of the kernels or the reference."""
         rows = self._rows([*layout_of(self.arguments.layout).q_format], "q", d_o)
         known = None if self.scale is None else self.scale[:1]
-        (d_o8,), numbers = narrowed([d_o], [rows], rule, known)
+        (d_o8,), numbers, _ = narrowed([d_o], [rows], rule, known)
         amax, _, descale = numbers[:, 0].unbind()
         scale_dp = self._own_scale_dp(amax, dlse, d_o8.dtype)
         if self.scale is not None:

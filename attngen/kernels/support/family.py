@@ -75,7 +75,7 @@ class Support(Family):
 
     def plans(self, problem: Problem, target: Target) -> tuple[KernelPlan, ...]:
         if problem.direction in CASTS:
-            return cast_plans(target, problem.direction == "bwd_cast")
+            return cast_plans(problem, target)
         if problem.direction == MASK:
             return (mask_make.make_plan(target),)
         return (append.append_plan(target),)

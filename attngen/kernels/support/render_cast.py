@@ -10,7 +10,7 @@ from ..fill import Source, fill_view
 from ..params import Names, describe, typed
 from ..plan import template_of
 from ..view import kernel_view
-from .cast import D_O_LARGEST, D_O_STORE, NEXT_SCALES, STORE, TENSORS, CastPlan
+from .cast import D_O_LARGEST, D_O_STORE, NEXT_SCALES, ROWS, STORE, TENSORS, CastPlan
 from .view_cast import cast_view
 
 
@@ -34,6 +34,10 @@ def _names(family: str) -> Names:
         return [*typed("ptr", "scale", "history"), ("share", "f32"), *typed("i32", *numbers)]
     if family in (D_O_LARGEST, D_O_STORE):
         return _names_of_gradient(family == D_O_STORE)
+    if family == ROWS:
+        names = typed("ptr", *_each("from"), *_each("to"), "amax", "scale", "descale")
+        names += [*typed("f32", "least", "share"), *typed("i64", *_each("count"))]
+        return names + typed("i32", *_each("row"), "power_of_two")
     stores = family == STORE
     names = typed("ptr", *_each("from"), *_each("to" if stores else "used"), "parts")
     if stores:

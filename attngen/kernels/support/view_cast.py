@@ -58,7 +58,8 @@ class GradientStoreView(GradientLargestView):
 
 @dataclass(frozen=True)
 class StoreView(LargestView):
-    """Values of templates/kernels/support/cast_store.cu.j2, as of the view above."""
+    """Values of templates/kernels/support/cast_store.cu.j2, and of cast_rows.cu.j2, as of the view
+    above."""
 
     stored: str
     largest: float

@@ -53,6 +53,7 @@ VIEWS: dict[str, Any] = {
     "kernels/support/cast_d_o_store.cu.j2": GradientStoreView,
     "kernels/support/cast_largest.cu.j2": LargestView,
     "kernels/support/cast_next_scales.cu.j2": NextScalesView,
+    "kernels/support/cast_rows.cu.j2": StoreView,
     "kernels/support/cast_store.cu.j2": StoreView,
     "kernels/support/combine.cu.j2": CombineView,
     "kernels/support/mask_pack.cu.j2": MaskPackView,

@@ -38,12 +38,12 @@ class Softmax:
     holds_order: the order in which a block's softmax meets the previous product is held: beside a
     mask's bits or dropout the compiler would await that product before it begins. Both, or scores
     beside them, leave no registers.
-    lazy: the output is rescaled only when maxima grow by far. raises_rarely: most blocks need but a
-    bound of their maxima, since rows keep theirs until these are outgrown. Where the output is
-    rescaled first, above 192, it gains nothing, and takes registers. find_maxima: the function;
-    kinds: what the block's softmax has beside its width and its sums, as the last arguments of its
-    template: scores along a line, or a large row's room set apart. settle: C++, the statement by
-    which scores of large rows become what they lack to their maxima.
+    raises_rarely: most blocks need but a bound of their maxima, since rows keep theirs until these
+    are outgrown. Where the output is rescaled first, above 192, it gains nothing, and takes
+    registers. find_maxima: the function; kinds: what the block's softmax has beside its width and
+    its sums, as the last arguments of its template: scores along a line, or a large row's room set
+    apart. settle: the statement by which scores of large rows become what they lack to their
+    maxima.
     slack, first_slack: how far rows may outgrow maxima, and the same as the first block's argument;
     grew: whether maxima grew. tracks_largest: what rows keep is less than the largest score that
     they met, which is asked for.
@@ -71,7 +71,6 @@ class Softmax:
     rescales_last: bool
     rescales_in_the_end: bool
     holds_order: bool
-    lazy: bool
     raises_rarely: bool
     find_maxima: str
     kinds: str
@@ -201,7 +200,6 @@ def softmax_of(problem: Problem, plan: Plan, use: FragmentUse, scores: Scores) -
         rescales_last=not (order.rescale_first or ahead),
         rescales_in_the_end=ahead and not scores.bent_late,
         holds_order=holds_order(problem, plan),
-        lazy=lazy,
         raises_rarely=rarely,
         find_maxima="bound_maxima" if rarely else "find_maxima",
         kinds=_kinds(problem, plan, rarely=rarely, linear=scores.linear),
