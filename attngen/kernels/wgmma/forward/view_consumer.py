@@ -8,6 +8,7 @@ from ....spec.problem import Problem
 from ...uses import FragmentUse
 from ...view import FragmentView, fragment_view
 from .plan import Plan
+from .statements import drop_weights, keep_factor, settle
 from .traits import (
     converts,
     cuts_tiles,
@@ -203,7 +204,7 @@ def softmax_of(problem: Problem, plan: Plan, use: FragmentUse, scores: Scores) -
         raises_rarely=rarely,
         find_maxima="bound_maxima" if rarely else "find_maxima",
         kinds=_kinds(problem, plan, rarely=rarely, linear=scores.linear),
-        settle=_settle(problem, lazy=lazy),
+        settle=settle(problem, lazy=lazy),
         slack=slack,
         first_slack="" if trusts or not (order.parts or lazy) else f", {slack}",
         grew="softmax.outgrow(state)" if lazy else "true",
@@ -216,14 +217,6 @@ def softmax_of(problem: Problem, plan: Plan, use: FragmentUse, scores: Scores) -
         largest_score=_in_score_units(problem, scores, met),
         drop_weights=drop_weights(problem),
     )
-
-
-def _settle(problem: Problem, *, lazy: bool) -> str:
-    """C++: how scores of large rows meet their maxima: where a token's scale is its own, so that no
-    row of a warp changes a bit of another."""
-    if problem.token_scales:
-        return "settle_rows(softmax, scores, state);"
-    return f"{'if (grew) ' if lazy else ''}softmax.settle_raised(scores, state, kLazyRescaleLog2);"
 
 
 def _kinds(problem: Problem, plan: Plan, *, rarely: bool, linear: bool) -> str:
@@ -305,24 +298,6 @@ def step_of(problem: Problem, plan: Plan, scores: Scores) -> Step:
         bits_before_products=problem.attn_mask and held,
         bits_behind_products=problem.attn_mask and not held,
     )
-
-
-def drop_weights(problem: Problem) -> str:
-    """C++: the statement that zeroes the dropped ones among a block's weights."""
-    if not problem.dropout:
-        return ""
-    if not problem.eight_bit:
-        return "drop_words().template drop<Element>(weights, lane);"
-    threshold = "{static_cast<u32>(p.drop_low), static_cast<u32>(p.drop_high)}"
-    return f"drop_bytes<kTileN>(weights, drop_words(), {threshold}, lane);"
-
-
-def keep_factor(problem: Problem) -> str:
-    """C++: what the output is multiplied by for what dropout leaves of the weights."""
-    if not problem.dropout:
-        return ""
-    # Those of 16 bits are multiplied by what float16's 1 is in their format.
-    return " * p.keep_scale" if problem.eight_bit else " * (p.keep_scale / Element::kOfFp16One)"
 
 
 def blocks_of(problem: Problem, plan: Plan, bounds: Bounds, scores: Scores) -> Blocks:
