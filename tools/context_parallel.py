@@ -178,7 +178,8 @@ def simulate(ranks: int, rounds: int = ROUNDS // 2) -> dict[str, Any]:
 def memory(ranks: int = 8, length: int = LONG) -> dict[str, Any]:
     """Bytes that a rank allocates at most beside its operands, and those of its own q, k and v."""
     *operands, d_out = tensors(length)
-    rank, *_ = ranks_of(Order("dual_chunk", ranks), operands, {"mask": "causal"}, [])
+    order, given = Order("dual_chunk", ranks), {"mask": "causal"}
+    rank, *_ = ranks_of(order, operands, given, [], keeps_regions=False)
     d_out = d_out[:, : length // ranks].clone()
     operands.clear()
     found = {"ranks": ranks, "length": length, "operands": sum(x.nbytes for x in rank.leaves)}

@@ -40,17 +40,21 @@ class InPlace(Around):
     held: list[Pair] = field(default_factory=list)
     sums: list[Pair] = field(default_factory=list)
     regions: dict[int, Pair] = field(default_factory=dict)  # with what came once, by identity
+    keeps_regions: bool = True
 
     def room(self, region: Region, k: Tensor, v: Tensor) -> Pair:
-        if id(region) not in self.regions:
-            k_room, v_room = self.regions[id(region)] = super().room(region, k, v)
+        found = self.regions.get(id(region))
+        if found is None:
+            k_room, v_room = found = super().room(region, k, v)
+            if self.keeps_regions:
+                self.regions[id(region)] = found
             for number, place in region.places.items():
                 _, source = self.around(number)
                 (span,) = self.spans(self.rank, number)
                 for room, x in zip((k_room, v_room), self.held[source], strict=True):
                     own = x.transpose(0, 1)[slice(*span)]
                     room[slice(*place)] = own[: len(place)]
-        return self.regions[id(region)]
+        return found
 
     def ask(self, steps: Sequence[int], own: Pair, rooms: Mapping[int, Pair]) -> list[Any]:
         return []
@@ -105,9 +109,11 @@ def ranks_of(
     operands: list[Tensor],
     given: dict[str, Any],
     sums: list[Pair],
+    keeps_regions: bool = True,
 ) -> Iterator[Simulated]:
     """The ranks of a call over [1, s, h, d], by kernels. sums: an empty list, which gets float32
-    tensors to which they add gradients of keys that others hold, two for each of these."""
+    tensors to which they add gradients of keys that others hold, two for each of these.
+    keeps_regions: whether keys that come are copied once, which takes later runs no time."""
     q, *_ = operands
     room, device = q.shape[1], q.device
     index = [torch.tensor(order.shard(r, [room]), device=device) for r in range(order.ranks)]
@@ -132,5 +138,6 @@ def ranks_of(
             around.returning,
             held=held,
             sums=sums,
+            keeps_regions=keeps_regions,
         )
         yield Simulated(replace(call, messages=messages), own, sink_of(asked, 0), places)

@@ -2,9 +2,9 @@
 
 A part that joins an output reads and writes all of it, however few keys the part has. Steps that
 show the same queries all of their keys are therefore one part, over keys that their messages put
-side by side. In a forward queries that no step behind shows anything wait for the last of theirs;
-in a backward the last keys that the rank holds itself do, while gradients of others' are on their
-way.
+side by side. In a forward most queries wait for the last of their keys, and few go on while these
+are on their way; in a backward the last keys that the rank holds itself come behind all others,
+while gradients of these are.
 """
 
 from __future__ import annotations
@@ -58,21 +58,21 @@ class Rounds:
         return tuple([part for each in self.rounds for part in each.parts])
 
 
-def rounds_of(plans: Sequence[Sequence[Step]], rank: int, *, splits: bool) -> Rounds | None:
+def rounds_of(plans: Sequence[Sequence[Step]], rank: int, *, going: int) -> Rounds | None:
     """The rounds of a rank; None where some rank's steps have other parts than rounds are made of:
     one a step, of one sequence, whose keys all of its queries see, but for its own keys, which a
     causal mask may hide, and whose positions they need not know.
 
-    plans: the steps of every rank, as of `steps_of`; splits: whether the first queries may wait for
-    the last of their keys, by which the others have parts of their own.
+    plans: the steps of every rank, as of `steps_of`; going: how many queries, the last ones, go on
+    with the keys of each round, while those before wait for the last of theirs; 0: all go on.
     """
     if len(plans) == 1 or not all(map(_has_rounds, plans)):
         return None
     own_step, *_ = plans[rank]
     (own,) = own_step.parts
     seen = {n: part for n, step in enumerate(plans[rank]) for part in step.parts if n}
-    cut = _cut_of(own, list(seen.values())) if splits else None
-    made = _InWaves(own, seen) if cut is None else _InHalves(own, seen, cut=cut)
+    spans = _spans_of(own, list(seen.values()), going) if going else []
+    made = _Waiting(own, seen, spans) if spans else _InWaves(own, seen)
     made.add_all([*_waves(len(plans))])
     return Rounds(tuple(made.regions), tuple(made.rounds))
 
@@ -128,13 +128,17 @@ def _waves(ranks: int) -> Iterator[tuple[int, ...]]:
         yield tuple(range(begin, min(begin + WAVE, ranks)))
 
 
-def _cut_of(own: Part, others: Sequence[Part]) -> int | None:
-    """Where queries begin that do not wait for keys of others; None where all go together."""
-    begins = {part.queries.begin for part in others if part.queries != own.queries}
-    waits = any(part.queries == own.queries for part in others)
-    if own.right is None or not waits or len(begins) > 1 or len(own.queries) < 2:
-        return None
-    return begins.pop() if begins else own.queries.end // 2
+def _spans_of(own: Part, others: Sequence[Part], going: int) -> list[Span]:
+    """Queries that wait together, and last those that go on; none where nobody waits."""
+    begins = {0, *(part.queries.begin for part in others)}
+    end = own.queries.end
+    if own.queries.begin or len(begins) > 2 or not others:
+        return []
+    cut = max(*begins, end - going) if len(begins) > 1 else max(0, end - going)
+    edges = sorted({*begins, cut, end})
+    spans = [*map(Span, edges, edges[1:])]
+    waits = any(x.end <= cut and part.queries.begin <= x.begin for x in spans for part in others)
+    return spans if waits else []
 
 
 @dataclass(eq=False)
@@ -185,37 +189,59 @@ class _InWaves:
 
 
 @dataclass(eq=False)
-class _InHalves(_InWaves):
-    """Rounds in which the queries before `cut` wait, while those behind it go on."""
+class _Waiting(_InWaves):
+    """Rounds in which the last of these spans of queries goes on, while the others wait."""
 
-    cut: int = field(kw_only=True)
+    def __init__(self, own: Part, seen: dict[int, Part], spans: Sequence[Span]) -> None:
+        super().__init__(own, seen)
+        *self._waits, self._goes = spans
 
     def add_all(self, waves: Sequence[tuple[int, ...]]) -> None:
-        own, cut = self.own, self.cut
-        behind = Span(cut, own.queries.end)
-        self.rounds.append(Round((), None, (self._part(behind, own.keys, 0, cut),)))
+        alone = [x for x in self._waits if not any(self._shows(n, x) for n in self.seen)]
+        parts = [self._over_own(x, self.own.keys, self.own.keys) for x in (self._goes, *alone)]
+        self.rounds.append(Round((), None, tuple(parts)))
+        waits = [x for x in self._waits if x not in alone]
+        own_keys = max(len(self._own_keys(x)) for x in waits)
         for number, group in enumerate(self._groups(waves)):
-            places, (*_, last) = self._region(group, own=0 if number else cut), group
+            (*_, last), first = group, number == 0
+            places = self._region(group, own=own_keys if first else 0)
+            ends = {x: self._last(group, x, last if first else ()) for x in waits}
             for wave in group:
                 steps = self._of(wave)
-                parts = [self._part(behind, self._around(places, steps))] if steps else []
-                if wave == last:
-                    parts += self._of_waiting(places)
-                self._add(wave, parts)
+                found = [self._part(self._goes, self._around(places, steps))] if steps else []
+                found += [self._of_waiting(x, places) for x, end in ends.items() if end == wave]
+                self._add(wave, found)
 
-    def _of_waiting(self, places: dict[int, Span]) -> Iterator[Part]:
+    def _last(
+        self, group: Sequence[tuple[int, ...]], queries: Span, none: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """The last wave of a group that shows these queries anything."""
+        shown = [wave for wave in group if any(self._shows(n, queries) for n in self._of(wave))]
+        return max(shown, default=none)
+
+    def _of_waiting(self, queries: Span, places: dict[int, Span]) -> Part:
         """The part of queries that waited, over what a region has for them."""
-        steps = [n for n in places if self._shows_waiting(n)]
-        queries = Span(0, self.cut)
-        if OWN in places:
-            own = places[OWN]
-            begin = min([places[n].begin for n in steps], default=own.begin)
-            yield self._part(queries, Span(begin, own.end), 0, own.begin - begin)
-        elif steps:
-            yield self._part(queries, self._around(places, steps))
+        steps = [n for n in places if n != OWN and self._shows(n, queries)]
+        if OWN not in places:
+            return self._part(queries, self._around(places, steps))
+        own = places[OWN]
+        begin = min([places[n].begin for n in steps], default=own.begin)
+        return self._over_own(queries, Span(begin, own.end), own)
 
-    def _shows_waiting(self, step: int) -> bool:
-        return step > 0 and self.seen[step].queries == self.own.queries
+    def _over_own(self, queries: Span, keys: Span, own: Span) -> Part:
+        """The part of queries and keys of which the last are the rank's own, which begin there."""
+        end = own.begin + len(self._own_keys(queries))
+        right = self.own.right
+        delta = 0 if right is None else own.begin - keys.begin + queries.begin
+        return self._part(queries, Span(keys.begin, end), right, delta)
+
+    def _own_keys(self, queries: Span) -> Span:
+        """The rank's own keys that some of these queries see."""
+        return self.own.keys if self.own.right is None else Span(0, queries.end)
+
+    def _shows(self, step: int, queries: Span) -> bool:
+        """Whether a step shows its keys to these queries."""
+        return self.seen[step].queries.begin <= queries.begin
 
     def _groups(self, waves: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
         """Waves whose keys are in one region: as many as queries wait for, then each its own."""
@@ -230,5 +256,6 @@ class _InHalves(_InWaves):
                 group, held = [], 0
 
     def _waited(self, wave: Sequence[int]) -> int:
-        """Keys of a wave that the first queries see."""
-        return sum(len(self.seen[n].keys) for n in self._of(wave) if self._shows_waiting(n))
+        """Keys of a wave that queries wait for."""
+        steps = [n for n in self._of(wave) if any(self._shows(n, x) for x in self._waits)]
+        return sum(len(self.seen[n].keys) for n in steps)

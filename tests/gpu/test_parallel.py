@@ -54,10 +54,12 @@ def simulated(
     return torch.cat(outs, 1)[:, back], torch.cat(lses, 2)[..., back], whole
 
 
-@pytest.mark.parametrize(("ranks", "room"), [(2, 512), (4, 384)])
-def test_halves_apart_are_one_call(ranks, room, monkeypatch):
-    """Queries that wait for their keys, and keys that come last, as where each half fills a GPU."""
+@pytest.mark.parametrize(("ranks", "room"), [(2, 512), (4, 1024)])
+def test_queries_that_wait_are_one_call(ranks, room, monkeypatch):
+    """Most wait for their keys, the last 64 go on, and own keys come last, as where these fill a
+    GPU."""
     monkeypatch.setattr(context_calls, "FULL_ROWS", 0)
+    monkeypatch.setattr(context_calls, "HIDING", 128)
     test_ranks_in_turn_are_one_call(Order("dual_chunk", ranks), room, {"mask": "causal"})
 
 

@@ -34,7 +34,8 @@ LENGTHS = tuple(
 )
 BANDS = Bands._fields
 PLANS_KEPT, INDICES_KEPT = 256, 32
-FULL_ROWS = 1 << 15  # of queries and heads, whose tiles fill a GPU about twice
+FULL_ROWS, ROWS = 1 << 15, 128  # of queries and heads, whose tiles fill a GPU twice; of a tile
+HIDING = 4096  # queries, of a head, that compute twice as long as NVLink brings a head's keys
 NUMBERS = ("softmax_scale", "softcap", "dropout_p", "bias_type")
 SERVED = (
     *(*BANDS, *NUMBERS, *LENGTHS, "layout", "attn_mask", "bias", "alibi_slopes", "softmax", "sink"),
@@ -199,9 +200,8 @@ def context_call(
         both: tuple[Rounds | None, Rounds | None] = None, None
         may = features.joins or not features.kernels
         if may and not asked.by_position and not torch.compiler.is_compiling():
-            batch, tokens, heads, _ = asked.q.shape
-            splits = batch * (tokens // 2) * heads >= FULL_ROWS or not features.kernels
-            both = _rounds(order, lengths, asked.bands, ranks.rank, splits)
+            going = _queries_going_on(asked, features.kernels)
+            both = _rounds(order, lengths, asked.bands, ranks.rank, going)
         messages = Around(ranks.group, ranks.rank, plans, sequences, *both)
     spans = (Span(0, order.used(ranks.rank, x.room_q, x.q)) for x in lengths)
     used = tuple((each.queries, span) for each, span in zip(sequences, spans, strict=True))
@@ -222,13 +222,26 @@ def _plans(
 
 @lru_cache(PLANS_KEPT)
 def _rounds(
-    order: Order, lengths: tuple[Length, ...], bands: Bands, rank: int, splits: bool
+    order: Order, lengths: tuple[Length, ...], bands: Bands, rank: int, going: int
 ) -> tuple[Rounds | None, Rounds | None]:
     """The rounds of a rank's forward and of its backward, whose parts need no positions; None where
     they go by steps."""
     plans = _plans(order, lengths, bands, False)
-    forward = rounds_of(plans, rank, splits=splits)
-    return forward, backward_rounds_of(plans, rank, splits=splits)
+    forward = rounds_of(plans, rank, going=going)
+    return forward, backward_rounds_of(plans, rank, splits=going > 0)
+
+
+def _queries_going_on(asked: Asked, by_kernels: bool) -> int:
+    """How many of a rank's queries go on with the keys of each round: as few as fill a GPU, and as
+    compute no less time than their keys travel; 0 where half of all are fewer than fill it."""
+    batch, tokens, heads, _ = asked.q.shape
+    half = tokens // 2
+    if not by_kernels:
+        return half // 2
+    if batch * half * heads < FULL_ROWS:
+        return 0
+    filling = -(-FULL_ROWS // (batch * heads * ROWS)) * ROWS
+    return min(half, max(filling, HIDING * asked.k.shape[2] // heads))
 
 
 @lru_cache(PLANS_KEPT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from attngen.call.context_order import Order
 from attngen.call.context_rounds import HELD, Rounds, backward_rounds_of, rounds_of
+from attngen.call.context_rows import rows_of
 from attngen.call.context_steps import Length, Span, Step, steps_of
 from attngen.reference.masks import visible
 
@@ -29,12 +31,15 @@ def positions_in(found: Rounds, region: int | None, plan, order: Order, room: in
     return at_hand
 
 
-def check(order: Order, length: Length, splits: bool, make=rounds_of, **given) -> list[Rounds]:
+FORWARD, BACKWARD = partial(rounds_of, going=2), partial(backward_rounds_of, splits=True)
+
+
+def check(order: Order, length: Length, make=FORWARD, **given) -> list[Rounds]:
     """The rounds of all ranks, held to the mask."""
     plans, made = plans_of(order, [length], **given), []
     shown = torch.zeros(length.room_q, length.room_kv, dtype=torch.int)
     for rank, plan in enumerate(plans):
-        found = make(plans, rank, splits=splits)
+        found = make(plans, rank)
         assert found is not None
         made.append(found)
         came: set[int] = {0}
@@ -60,44 +65,50 @@ def check(order: Order, length: Length, splits: bool, make=rounds_of, **given) -
     return made
 
 
-@pytest.mark.parametrize("splits", [False, True])
 @pytest.mark.parametrize("name", ["dual_chunk", "contiguous"])
 @pytest.mark.parametrize("ranks", range(2, 9))
-def test_every_visible_pair_is_in_one_part(ranks: int, name, splits: bool) -> None:
+def test_every_visible_pair_is_in_one_part(ranks: int, name) -> None:
     order = Order(name, ranks)
     n = order.multiple
     for length in (Length.of(3 * n), Length(6 * n, 6 * n, 6 * n - 1, 6 * n - 1)):
-        directions = product(("causal", "none"), (rounds_of, backward_rounds_of))
-        made = [check(order, length, splits, make, mask=mask) for mask, make in directions]
+        half = length.room_q // ranks // 2
+        forwards = [partial(rounds_of, going=going) for going in (0, 1, half)]
+        makes = (*forwards, BACKWARD, partial(backward_rounds_of, splits=False))
+        calls = product(("causal", "none"), makes)
+        made = [check(order, length, make, mask=mask) for mask, make in calls]
         for ranks_of_mask in made:  # messages are sent and received together
             assert len({tuple(x.steps for x in each.rounds) for each in ranks_of_mask}) == 1
 
 
-def test_most_outputs_are_joined_in_few_parts() -> None:
-    """Eight ranks of two chunks each join an output of a half four times, where a part a step
-    joined seven, the last rank all of it."""
-    order, length = Order("dual_chunk", 8), Length.of(64)
-    half, rest = Span(0, 4), Span(4, 8)
-    for rank, found in enumerate(check(order, length, True, mask="causal")):
-        first, *others = [x.queries for x in found.parts]
-        assert first == (rest if rank else Span(0, 8))
-        assert others.count(rest) == 4 and others.count(half) == (rank > 0)
-        if rank:
-            (waited,) = [x for x in found.parts if x.queries == half]
-            assert len(waited.keys) == 4 * rank + 4 and waited.window == (-1, 4 * rank)
+def joins_of(found: Rounds) -> int:
+    """How many rows join what is there."""
+    _, rows = rows_of(found.parts, 8)
+    return sum(len(x.queries) * (not y.new) for x, y in zip(found.parts, rows, strict=True))
+
+
+def test_few_queries_join_outputs() -> None:
+    """Two of a rank's 8 queries go on; others have one part, and a second one in rank 0 of eight,
+    whose keys are too many to wait for. A part a step joined 8 or 4 rows at each but the first."""
+    for ranks, most in ((2, 2), (4, 4), (8, 10)):
+        order = Order("dual_chunk", ranks)
+        made = check(order, Length.of(8 * ranks), mask="causal")
+        assert max(map(joins_of, made)) == most
+        first, *_, last = [[x.queries for x in found.parts] for found in made]
+        assert first[:2] == [Span(6, 8), Span(0, 4)] and last[0] == Span(6, 8)
+        assert first.count(Span(4, 6)) == (1 if ranks < 8 else 2) and last.count(Span(0, 6)) == 1
 
 
 def test_queries_wait_for_no_more_keys_than_are_named() -> None:
     order = Order("contiguous", 11)
-    for rank, found in enumerate(check(order, Length.of(22), True, mask="causal")):
-        waiting = [x for x in found.parts if x.queries == Span(0, 1)]
-        assert all(len(x.keys) <= (HELD + 1) * 2 for x in waiting)
+    for rank, found in enumerate(check(order, Length.of(44), mask="causal")):
+        waiting = [x for x in found.parts if x.queries == Span(0, 2)]
+        assert all(len(x.keys) <= (HELD + 1) * 4 for x in waiting)
         assert len(waiting) == [0, 1, 1, 1, 1, 2, 2, 2, 3, 3, 3][rank]
 
 
 def test_the_last_keys_are_the_ranks_own_in_a_backward() -> None:
     order, length = Order("dual_chunk", 4), Length.of(32)
-    for found in check(order, length, True, backward_rounds_of, mask="causal"):
+    for found in check(order, length, BACKWARD, mask="causal"):
         first, *_, last = found.rounds
         assert (first.region, last.region) == (None, None)
         assert [x.keys for x in (*first.parts, *last.parts)] == [Span(0, 4), Span(4, 8)]
@@ -117,4 +128,4 @@ def test_the_last_keys_are_the_ranks_own_in_a_backward() -> None:
 )
 def test_other_plans_have_no_rounds(order: Order, lengths: list[Length], given) -> None:
     plans = plans_of(order, lengths, **given)
-    assert rounds_of(plans, 0, splits=True) is None is backward_rounds_of(plans, 0, splits=True)
+    assert FORWARD(plans, 0) is None is BACKWARD(plans, 0)
