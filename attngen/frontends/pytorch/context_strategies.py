@@ -41,6 +41,7 @@ _attend: Callable[..., tuple[Tensor, Tensor]] = ContextAttention.apply
 _exchanged: Callable[..., Tensor] = Exchanged.apply
 Comm = Literal["p2p", "all_gather", "a2a", "a2a+p2p", "auto"]
 COMMS: tuple[str, ...] = get_args(Comm)
+LONG, FEW_KEYS = 16384, 4  # positions of a rank, and heads of queries for one of keys, for `auto`
 
 
 def attention(
@@ -61,7 +62,7 @@ def attention(
     process group, or a mesh of one axis; None for all ranks; for a2a+p2p a pair, (inner, outer).
     comm: p2p, keys come from one rank after another, those alone that are needed; all_gather, all
     at once; a2a, ranks exchange positions for heads; a2a+p2p, that inside the inner group and p2p
-    over the outer one; auto, a2a where heads divide and nothing is against it, else p2p. order: of
+    over the outer one; auto, what was fastest for such calls (`_fastest`). order: of
     call/context_order.py, `("striped", n)` for stripes of n positions. reduce_dtype: of gradients
     in messages, beside operands of 16 bits.
 
@@ -102,12 +103,12 @@ def _attend_spread(
     reduce_dtype: torch.dtype,
 ) -> Tensor | tuple[Tensor, AttentionAux]:
     """The call by a strategy. Raises: SpecError, which names the strategy that can."""
-    if comm in ("a2a", "auto") and inner is None:
-        reasons = _against_heads(asked, outer.size)
-        if reasons and comm == "a2a":
+    if comm == "auto":
+        comm = _fastest(asked, order, outer.size)
+    if comm == "a2a":
+        if reasons := _against_heads(asked, outer.size):
             raise SpecError(reasons)
-        if not reasons:
-            inner, outer = outer, Ranks(None, 1, 0)
+        inner, outer = outer, Ranks(None, 1, 0)
     if inner is not None and comm == "a2a+p2p" and (found := _against_heads(asked, inner.size)):
         raise SpecError(found)
     state = _rng_state(asked, [x for x in (outer, inner) if x is not None and x.size > 1])
@@ -170,9 +171,7 @@ def _over_heads(
     if outer.size == 1:
         out, lse = _of_whole(own, state, first_head, heads)
     else:
-        out, lse = _over_positions(
-            own, above, outer, False, state, first_head, reduce_dtype, heads
-        )
+        out, lse = _over_positions(own, above, outer, False, state, first_head, reduce_dtype, heads)
     back = partial(_exchanged, of_q.to_positions, of_q.to_heads)
     lse = back(lse.transpose(1, 2).unsqueeze(-1)).squeeze(-1).transpose(1, 2)
     return back(out), lse
@@ -218,6 +217,24 @@ def _is_aligned(asked: Asked) -> bool:
     """Whether the diagonal ends where the keys do."""
     given = asked.given.get("bottom_right")
     return is_aligned(asked.given.get("mask", "none"), None if given is None else bool(given))
+
+
+def _fastest(asked: Asked, order: Order, ranks: int) -> Comm:
+    """What took least time on two H200s over NVLink, in causal calls of models' shapes
+    (docs/results/context-parallel.json): one after another, but for long calls of two kinds.
+
+    Few keys for many queries are soon gathered, but their gradients have all ranks' rows to add up.
+    As many heads of keys as of queries are much to send, to and fro, beside a share of them.
+    """
+    q, k, v = asked.q, asked.k, asked.v
+    if q.shape[1] < LONG:
+        return "p2p"
+    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    heads, heads_kv = q.shape[2], k.shape[2]
+    if not differentiated:
+        gathered = heads >= FEW_KEYS * heads_kv and order.name != "striped"
+        return "all_gather" if gathered else "p2p"
+    return "a2a" if heads == heads_kv and not _against_heads(asked, ranks) else "p2p"
 
 
 def _against_heads(asked: Asked, ranks: int) -> list[str]:
