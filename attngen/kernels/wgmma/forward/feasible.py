@@ -57,8 +57,8 @@ REGISTERS_WIDENED = (40, 216)  # the same beside a warpgroup that widens K and V
 # row state, by consumers and CTAs, and what features (`_features`) take from them where all of
 # a row's are there: what compiles without spills from head dim 8 to 256.
 OPERANDS = {(1, 2): 188, (1, 3): 128, (2, 1): 204, (3, 1): 132, (4, 1): 80}
-# Where a second warpgroup has the rest of the output; and beside three and more features.
-SHARED_OPERANDS = {False: 212, True: 152}
+# Where a second warpgroup has the rest of the output; beside heavy scores; and three features.
+SHARED_OPERANDS, SHARED_HEAVY, SHARED_SEVERAL = 212, 172, 152
 OPERANDS_TAKEN = (
     ("heavy", 16),
     ("attn_mask", 12),
@@ -184,7 +184,8 @@ def operand_limit(problem: Problem, choice: Choice) -> int:
     taken = {these: count for these, count in OPERANDS_TAKEN if features.issuperset(these.split())}
     if choice.shares_output:
         several = features & {"heavy", "bias", "attn_mask", "random", "lengths"}
-        return SHARED_OPERANDS[len(several) > 2]
+        few = SHARED_HEAVY if "heavy" in features else SHARED_OPERANDS
+        return SHARED_SEVERAL if len(several) > 2 else few
     limit = OPERANDS[choice.consumers, choice.ctas] - sum(taken.values())
     if problem.dropout and choice.q_in_registers:
         limit = min(limit, OPERANDS_RANDOM - taken.get("crowded lengths", 0))
@@ -290,7 +291,7 @@ def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
         **({"O": rows * row_bytes_o} if staged else {}),
         **({"Words": choice.consumers * 4 * tile.n * DROP_WORD_BYTES} if problem.dropout else {}),
         **({"Scales": scale_bytes(tile, choice)} if problem.token_scales else {}),
-        **({"Weights": rows * 128, "Factors": rows * 8} if choice.shares_output else {}),
+        **({"Weights": 2 * rows * 128, "Factors": 2 * rows * 8} if choice.shares_output else {}),
         **({"Bias": choice.consumers * score_tile_bytes(64, tile.n)} if problem.bias else {}),
         "Barriers": BARRIER_BYTES * barriers,
         "Job": job,
