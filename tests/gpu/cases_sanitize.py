@@ -14,6 +14,7 @@ from .cases import Case
 from .cases_fp8 import Fp8Case
 from .cases_hostile import SOME
 from .cases_learned import CASES as LEARNED_CASES
+from .cases_made import CASES as MADE_CASES
 from .test_append import CASES as APPENDS
 from .test_dropout import rng_state
 from .test_fp8_backward import CASES as FP8_BACKWARDS
@@ -266,6 +267,9 @@ CASES = [
     Case(8, 8, lengths=SMALL),
     Case(8, 8, mask="causal", lengths=SHORT),
     Case(8, 256, lengths=(65, 127)),
+    Case(512, 512, mask="causal", lengths=SMALL),
+    Case(576, 512, lengths=(65, 127)),
+    Case(320, 264, mask="causal_bottom_right", lengths=(200, 130)),
     Fp8Case(64, 64, lengths=SMALL),
     Fp8Case(64, 64, mask="causal", lengths=SMALL, out_dtype="e4m3", scaled=True),
     Fp8Case(64, 64, mask="causal", lengths=SHORT, heads=(1, 1, 1)),
@@ -382,6 +386,7 @@ CASES = [
     PartsCase(64, SMALL),
     PartsCase(128, SMALL),
     *LEARNED_CASES,
+    *MADE_CASES,
     *(Fp8AddedCase(case, dropout=p) for case, p in FP8_DROPOUTS),
     *(Fp8AddedCase(case, more.get("dropout_p", 0.0), shape) for case, shape, _, more in FP8_BIASES),
     *SOME,
