@@ -51,11 +51,6 @@ class Choice:
         return self.queries // self.query_warps // self.parts
 
     @property
-    def dq_row_warps(self) -> int:
-        """Warps that divide the rows of dQ: each has two tiles of 16, where there are."""
-        return max(1, self.queries // (2 * ROW_TILE))
-
-    @property
     def registers(self) -> int:
         """Registers a thread may have."""
         return min(LARGEST, (1 << 16) // (self.warps * WARP_THREADS * self.ctas) // 8 * 8)
@@ -94,6 +89,18 @@ def steps_of(head_dim: int) -> int:
     return -(-head_dim // ROW_TILE)
 
 
+def dq_row_warps(problem: Problem, choice: Choice) -> int:
+    """Warps that divide the rows of dQ, whose columns the others divide: as many as leave the
+    fewest products to the warp that has most, then the fewest fragments to read."""
+    tiles = choice.queries // ROW_TILE
+
+    def work(rows: int) -> tuple[int, int]:
+        columns = -(-steps_of(problem.head_dim_qk) // (choice.warps // rows))
+        return tiles // rows * columns, tiles // rows + columns
+
+    return min((n for n in (2, 1, 4) if tiles % n == choice.warps % n == 0), key=work)
+
+
 def operand_registers(problem: Problem, choice: Choice) -> int:
     """Registers a thread holds at once: sums of dK and dV, and either a block's scores with their
     gradients or a part of dQ, beside fragments."""
@@ -103,9 +110,9 @@ def operand_registers(problem: Problem, choice: Choice) -> int:
         for d in (problem.head_dim_qk, problem.head_dim_v)
     )
     queries = choice.score_queries
-    dq_warps = choice.warps // choice.dq_row_warps
-    dq_columns = -(-steps_of(problem.head_dim_qk) // dq_warps) * ROW_TILE
-    dq = choice.queries // choice.dq_row_warps * dq_columns
+    row_warps = dq_row_warps(problem, choice)
+    columns_of_dq = -(-steps_of(problem.head_dim_qk) // (choice.warps // row_warps)) * ROW_TILE
+    dq = choice.queries // row_warps * columns_of_dq
     held = max(2 * keys * queries, dq)
     fragments = 4 * max(keys // ROW_TILE, 2) + 4
     return (keys * columns + held) // WARP_THREADS + fragments
@@ -160,7 +167,7 @@ def make_plan(problem: Problem, choice: Choice, target: Target) -> Plan | None:
         key_warps=choice.key_warps,
         query_warps=choice.query_warps,
         parts=choice.parts,
-        dq_row_warps=choice.dq_row_warps,
+        dq_row_warps=dq_row_warps(problem, choice),
         stages=choice.stages,
         late_dq=choice.late_dq,
         ctas=choice.ctas,
