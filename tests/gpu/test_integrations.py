@@ -15,6 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import varlen
 
+import attngen
+from attngen.frontends.integrations import paged
+
 from . import oracle
 
 pytestmark = pytest.mark.gpu
@@ -251,3 +254,41 @@ def test_blocks_of_xformers_run_on_kernels() -> None:
         results.append([out, *(x.grad for x in operands)])
     for found, wanted in zip(*results, strict=True):
         alike(found, wanted)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_continuous_batching_reads_the_cache_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5")
+    if "paged|sdpa" not in transformers.AttentionInterface().valid_keys():
+        pytest.skip("this transformers batches with no attention but its own")
+    calls: list[str] = []
+
+    def note(*given: Any, **named: Any) -> Any:
+        calls.append(named["layout"])
+        return attngen.attention(*given, **named)
+
+    monkeypatch.setattr(paged, "attention", note)
+    config = transformers.LlamaConfig(
+        **{"vocab_size": 64, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "pad_token_id": 0},
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).to(oracle.DEVICE, torch.bfloat16).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.1)
+    prompts = [[*range(3, 3 + n)] for n in (5, 9, 40)]
+    given = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    found = []
+    for backend in ("cuda", "reference"):
+        model.set_attn_implementation(door.register(f"on_{backend}", backend=backend))
+        results = model.generate_batch(
+            inputs=prompts,
+            generation_config=transformers.GenerationConfig(**given),
+            continuous_batching_config=transformers.ContinuousBatchingConfig(
+                num_blocks=64, block_size=32, use_cuda_graph=False
+            ),
+        )
+        found.append([x.generated_tokens for x in results.values()])
+    assert "paged_kv_thd_bshd_bshd" in calls
+    pairs = [pair for two in zip(*found, strict=True) for pair in zip(*two, strict=True)]
+    assert len(pairs) == 48 and sum(a == b for a, b in pairs) >= 40  # bf16 may part near ties

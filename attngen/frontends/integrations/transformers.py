@@ -11,13 +11,17 @@ from torch import Tensor
 from ... import attention
 from ...errors import SpecError
 from .mask_plan import PlannedMask, Request, plan_of
+from .paged import attend_cache, attend_packed, has_packed_tokens
 
 __all__ = ["attend", "mask_of", "register"]
 Mask = PlannedMask | Tensor | None
+PAGED = "paged|"
 
 
 def register(name: str = "attngen", backend: str = "auto") -> str:
     """Let models be loaded with `attn_implementation=name`, and return the name.
+
+    Continuous batching (`generate_batch`) calls it by a name that it makes itself, `paged|name`.
 
     backend: as of `attngen.attention`, for all calls of these models.
 
@@ -25,8 +29,9 @@ def register(name: str = "attngen", backend: str = "auto") -> str:
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(name, partial(attend, backend=backend))
     AttentionMaskInterface.register(name, mask_of)
+    for each in (name, f"{PAGED}{name}"):  # which has lengths, and no masks
+        AttentionInterface.register(each, partial(attend, backend=backend))
     return name
 
 
@@ -67,7 +72,6 @@ def attend(
 
     Raises: SpecError where a mask is of other lengths, and as `attngen.attention`.
     """
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     arguments: dict[str, Any] = {
         "softmax_scale": given.get("scaling"),
         "softcap": given.get("softcap"),
@@ -79,6 +83,11 @@ def attend(
         arguments |= {"dropout_p": p, "return_rng_state": True}
     if (bias := given.get("position_bias")) is not None:
         arguments["bias"] = bias
+    if attention_mask is None and has_packed_tokens(given):
+        run = attend_cache if given.get("cache") is not None else attend_packed
+        found = run(module, (query, key, value), arguments, given)
+        return _output(found).unflatten(0, (query.shape[0], -1)), None
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     ends = None
     if isinstance(attention_mask, PlannedMask):
         ends = attention_mask.ends

@@ -196,13 +196,34 @@ def test_one_line_registers_attention_and_masks(monkeypatch: pytest.MonkeyPatch)
         setattr(fake, name, types.SimpleNamespace(register=held.__setitem__))
     monkeypatch.setitem(sys.modules, "transformers", fake)
     assert door.register() == "attngen" and door.register("other", "reference") == "other"
-    assert [*known["AttentionInterface"]] == [*known["AttentionMaskInterface"]]
+    assert [*known["AttentionMaskInterface"]] == ["attngen", "other"]
+    assert {*known["AttentionInterface"]} == {"attngen", "paged|attngen", "other", "paged|other"}
     q, k, v = operands_of(12, 12)
     found, _ = known["AttentionInterface"]["other"](layer(), q, k, v, None)
     assert torch.equal(found, door.attend(layer(), q, k, v, None)[0])
     with pytest.raises(SpecError, match="backend"):
         door.register("third", "neither")
         known["AttentionInterface"]["third"](layer(), q, k, v, None)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
+def test_continuous_batching_is_generation_one_by_one(transformers, name) -> None:
+    if "paged|sdpa" not in transformers.AttentionInterface().valid_keys():
+        pytest.skip("this transformers batches with no attention but its own")
+    model = model_of(transformers, name)
+    model.set_attn_implementation("eager")
+    prompts = [[*range(3, 3 + n)] for n in (5, 9, 40)]
+    given = {"max_new_tokens": 6, "do_sample": False}
+    wanted = [model.generate(torch.tensor([x]), **given)[0, len(x) :].tolist() for x in prompts]
+    model.set_attn_implementation("attngen")
+    batching = transformers.ContinuousBatchingConfig(num_blocks=64, block_size=32)
+    config = transformers.GenerationConfig(**given, eos_token_id=-1, pad_token_id=0)
+    found = model.generate_batch(
+        inputs=prompts, generation_config=config, continuous_batching_config=batching
+    )
+    assert [x.generated_tokens for x in found.values()] == wanted
 
 
 @pytest.mark.slow

@@ -1,0 +1,99 @@
+"""Continuous batching of transformers: attention over packed queries and a paged cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import attention
+
+Arguments = dict[str, Any]
+
+
+def has_packed_tokens(given: Arguments) -> bool:
+    """Whether a layer gets the tokens of several sequences in one row, with their lengths."""
+    return given.get("cu_seq_lens_q") is not None and given.get("cu_seq_lens_k") is not None
+
+
+def of_packed_tokens(module: Any, given: Arguments) -> Arguments:
+    """Arguments of attention that say where packed sequences lie, and what their queries see: the
+    last query's own is the last key.
+
+    given: of a layer: cu_seq_lens_q and cu_seq_lens_k, [b + 1], is_causal and sliding_window.
+    """
+    causal = given.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    sliding = given.get("sliding_window") or getattr(module, "sliding_window", None)
+    arguments: Arguments = {"cu_seqlens_q": given["cu_seq_lens_q"].to(torch.int32)}
+    if causal:
+        arguments |= {"mask": "causal", "bottom_right": True}
+    if causal and sliding:
+        arguments["window"] = (sliding - 1, 0)
+    return arguments
+
+
+def attend_packed(
+    module: Any, operands: tuple[Tensor, Tensor, Tensor], arguments: Arguments, given: Arguments
+) -> Any:
+    """The output [1, t, h, d_v] of packed tokens whose keys are packed, too.
+
+    operands: [1, h, t, d]. arguments: of attention, beside those that say lengths.
+    """
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in operands)
+    ends = {"cu_seqlens_kv": given["cu_seq_lens_k"].to(torch.int32)}
+    packed = of_packed_tokens(module, given) | ends
+    return attention(q, k, v, layout="thd", **arguments, **packed)
+
+
+def attend_cache(
+    module: Any, operands: tuple[Tensor, Tensor, Tensor], arguments: Arguments, given: Arguments
+) -> Any:
+    """The output of packed tokens beside transformers' paged cache, `given["cache"]`, which takes
+    their keys and values in.
+
+    Layers of full attention read the cache where it lies, by the blocks of each sequence. Windows,
+    whose blocks are overwritten in turn, have their keys gathered by the cache.
+    """
+    cache, given = given["cache"], dict(given)
+    sliding = getattr(module, "sliding_window", None)
+    for name in ("cu_seq_lens_k", "max_seqlen_k"):
+        if isinstance(given.get(name), dict):
+            kind = "sliding_attention" if sliding else "full_attention"
+            given[name] = given[name][kind]
+    q, k, v = operands
+    group, layer = cache.layer_index_to_group_indices[module.layer_idx]
+    read, write = (given[f"{name}_index"] for name in ("read", "write"))
+    if sliding or not read[group].numel():
+        whole = cache.update(
+            key_states=k,
+            value_states=v,
+            layer_idx=module.layer_idx,
+            read_index=read,
+            write_index=write,
+        )
+        k, v = (x.transpose(0, 1)[None] for x in whole)
+        return attend_packed(module, (q, k, v), arguments, given)
+    pages = []
+    for new, stored in ((k, cache.key_cache[layer]), (v, cache.value_cache[layer])):
+        stored.index_copy_(0, write[group], new.transpose(1, 2).flatten(0, 1))
+        pages.append(stored.view(-1, cache.block_size, *stored.shape[1:]))
+    ends = given["cu_seq_lens_k"].to(torch.int32)
+    table = block_table(read[group], ends, cache.block_size, given["max_seqlen_k"])
+    keys = {"page_table": table, "seqused_kv": ends.diff()}
+    packed = of_packed_tokens(module, given) | keys
+    queries = q.transpose(1, 2).flatten(0, 1)
+    layout = "paged_kv_thd_bshd_bshd"
+    return attention(queries, *pages, layout=layout, **arguments, **packed)
+
+
+def block_table(read: Tensor, ends: Tensor, size: int, longest: int) -> Tensor:
+    """The blocks of each sequence, int32 [b, ⌈longest / size⌉], on the device, never waited for.
+
+    read: where each key lies, in rows of the cache, one sequence behind the other; ends: [b + 1];
+    size: rows of a block. What lies behind a sequence's end is no block of its.
+    """
+    steps = torch.arange(0, longest, size, device=read.device)
+    places = (ends[:-1, None] + steps).clamp(max=read.numel() - 1)
+    return (read[places] // size).to(torch.int32)
