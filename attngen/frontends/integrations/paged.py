@@ -85,7 +85,8 @@ def attend_cache(
     packed = of_packed_tokens(module, given) | keys
     queries = q.transpose(1, 2).flatten(0, 1)
     layout = "paged_kv_thd_bshd_bshd"
-    return attention(queries, *pages, layout=layout, **arguments, **packed)
+    stored_k, stored_v = pages
+    return attention(queries, stored_k, stored_v, layout=layout, **arguments, **packed)
 
 
 def block_table(read: Tensor, ends: Tensor, size: int, longest: int) -> Tensor:
