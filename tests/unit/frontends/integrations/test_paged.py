@@ -18,7 +18,7 @@ PAST, NEW = (5, 0, 7), (1, 3, 2)  # tokens of three requests in the cache, and o
 
 
 class Cache:
-    """What the library's cache has of a layer: blocks in no order, which requests' tokens fill."""
+    """A layer of the library's cache: blocks in no order, which requests' tokens fill."""
 
     block_size = SIZE
     layer_index_to_group_indices = ((0, 0),)
