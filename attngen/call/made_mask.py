@@ -68,7 +68,8 @@ def parts_of(s_q: int, s_kv: int, *, columns: bool) -> Parts:
 
 
 def _map_words(granules: int) -> int:
-    return -(-granules // (_ALIGNED * WORD)) * _ALIGNED
+    """Words of a map's row: bits of granules that are seen, then of those that are seen whole."""
+    return 2 * -(-granules // (_ALIGNED * WORD)) * _ALIGNED
 
 
 def is_made(mask: Described) -> bool:

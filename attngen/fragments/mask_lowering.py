@@ -6,6 +6,7 @@ from functools import cache
 
 from .header import Fragment
 from .lowering import Names, helpers_of, members_of, name_of_struct, operands_of
+from .mask_bounds import bounds_struct_of
 from .program import Operation, Program
 
 
@@ -42,17 +43,18 @@ def mask_fragment_of(program: Program) -> Fragment:
 
 
 def mask_struct_of(program: Program, struct: str) -> str:
-    """The C++ of a mask's program: a struct of that name, with `sees`."""
+    """The C++ of a mask's program: a struct of that name, with `sees` and `bound`."""
     names = _RoundedNames(program)
     lines = names.lines(program.value)
     body = "\n    ".join([*lines, f"return {names.of(program.value)};"])
     members = "".join(f"  {each}\n" for each in members_of(program))
-    helpers = "".join(f"  {each}\n" for each in helpers_of("\n".join(lines)))
+    bounds = bounds_struct_of(program, names)
+    helpers = "".join(f"  {each}\n" for each in helpers_of("\n".join((*lines, bounds))))
     return f"""struct {struct} {{
 {members}{helpers}
   // Whether query `at.i` sees key `at.j`.
   template <class At>
   ATTNGEN_HD bool sees(const Context& ctx, At at) const {{
     {body}
-  }}
+  }}{bounds}
 }};"""

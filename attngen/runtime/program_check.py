@@ -23,6 +23,7 @@ MAPS = ("tensor_map", "sequence_map", "page_map")
 TENSORS = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv", "bias", "dbias")
 MAP_DTYPES = ("bf16", "fp16", "e4m3", "e5m2")
 L2_BYTES = (64, 128, 256)
+BITS = ("mask_rows", "mask_columns")  # workspaces that an operand may hold instead
 _ARCHITECTURE = re.compile(r"sm_[0-9]{2,3}[a-z]?")  # loading it asks for the device's
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SYMBOL = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,511}")
@@ -108,7 +109,7 @@ def _mistakes_of_fields(kernel: KernelEntry) -> Iterator[str]:
             yield f"field {field.name} at {field.offset} is not at a multiple of {alignment}"
         end = max(end, field.offset + size)
         unset = field.type == "ptr" and field.name not in kernel.workspace
-        if unset and field.name in get_args(Workspace):
+        if unset and field.name in get_args(Workspace) and field.name not in BITS:
             yield f"field {field.name} is a workspace that the kernel does not name"
     if end > kernel.params_bytes:
         yield f"fields end at {end}, beyond the {kernel.params_bytes} bytes of params_bytes"

@@ -170,14 +170,18 @@ struct Vote {
 };
 template <class T>
 T shuffle(T value, int source) {
-  static_assert(sizeof(T) == 4);
-  Vote vote{0, 0, source};
-  std::memcpy(&vote.in, &value, 4);
-  collective("shuffle", &vote, [](void* const* lanes) {
-    auto* const* votes = reinterpret_cast<Vote* const*>(lanes);
-    for (int i = 0; i < 32; ++i) votes[i]->out = votes[votes[i]->source]->in;
-  });
-  std::memcpy(&value, &vote.out, 4);
+  static_assert(sizeof(T) <= 8);
+  u32 words[2] = {};
+  std::memcpy(words, &value, sizeof(T));
+  for (u32 i = 0; i < (sizeof(T) + 3) / 4; ++i) {
+    Vote vote{words[i], 0, source};
+    collective("shuffle", &vote, [](void* const* lanes) {
+      auto* const* votes = reinterpret_cast<Vote* const*>(lanes);
+      for (int lane = 0; lane < 32; ++lane) votes[lane]->out = votes[votes[lane]->source]->in;
+    });
+    words[i] = vote.out;
+  }
+  std::memcpy(&value, words, sizeof(T));
   return value;
 }
 inline u32 ballot(bool condition) {

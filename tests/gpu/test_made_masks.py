@@ -78,38 +78,41 @@ def test_lists_of_blocks_stand_beside_masks_scores_and_an_order() -> None:
     check(128, mod, seqused_kv=varlen.int32((KEYS, 201)))
 
 
+def bits_of(words: torch.Tensor, rows: int, stride: int) -> torch.Tensor:
+    """The bits of so many rows of words."""
+    lines = words[..., : rows * stride].unflatten(-1, (-1, stride))
+    return (lines[..., None] >> torch.arange(32, device=words.device) & 1).flatten(-2).bool()
+
+
+def granules_of(pairs: torch.Tensor) -> torch.Tensor:
+    """The pairs as granules of rows and columns, in the last two axes; behind the last none."""
+    spare = [-length % GRANULE for length in pairs.shape[2:]]
+    whole = torch.nn.functional.pad(pairs, (0, spare[1], 0, spare[0]))
+    sides = whole.unflatten(-1, (-1, GRANULE)).unflatten(-3, (-1, GRANULE))
+    return sides.transpose(-3, -2).flatten(-2)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODS)
+@pytest.mark.parametrize("name", [*MODS, "near"])
 def test_bits_and_maps_are_those_of_the_pairs(name) -> None:
     device, sizes = oracle.DEVICE, Sizes(2, HEADS, ROWS, KEYS)
-    traced = callables._traced("mask_mod", MODS[name](device), device)
+    mod = MODS[name](device) if name in MODS else lambda b, h, i, j: (i - j).abs() < 250
+    traced = callables._traced("mask_mod", mod, device)
     shown = shown_by(traced, sizes, device)
     made = made_by(traced, sizes, device, columns=True)
     parts = parts_of(ROWS, KEYS, columns=True)
     assert made.shape == (*shown.shape[:2], parts.words)
-    starts = parts.starts
-    for part, stride, pairs in (
-        ("mask_rows", parts.rows_stride, shown),
-        ("mask_columns", parts.columns_stride, shown.transpose(2, 3)),
+    for part, stride, map_stride, pairs in (
+        ("row", parts.rows_stride, parts.row_map_stride, shown),
+        ("column", parts.columns_stride, parts.column_map_stride, shown.transpose(2, 3)),
     ):
-        count, length = pairs.shape[2:]
-        words = made[..., starts[part] : starts[part] + count * stride].unflatten(-1, (-1, stride))
-        bits = (words[..., None] >> torch.arange(32, device=device)) & 1
-        bits = bits.flatten(-2).bool()
+        rows, length = pairs.shape[2:]
+        bits = bits_of(made[..., parts.starts[f"mask_{part}s"] :], rows, stride)
         assert torch.equal(bits[..., :length], pairs) and not bits[..., length:].any()
-        start, stride = {
-            "mask_rows": (starts["mask_row_map"], parts.row_map_stride),
-            "mask_columns": (starts["mask_column_map"], parts.column_map_stride),
-        }[part]
-        granules = -(-count // GRANULE)
-        words = made[..., start : start + granules * stride].unflatten(-1, (-1, stride))
-        bits = ((words[..., None] >> torch.arange(32, device=device)) & 1).flatten(-2).bool()
-        wanted = torch.zeros_like(bits)
-        for row, column in (
-            pairs.any(0).any(0).nonzero().div(GRANULE, rounding_mode="floor").unique(dim=0)
-        ):
-            block = pairs[..., row * GRANULE : (row + 1) * GRANULE, column * GRANULE :][
-                ..., :GRANULE
-            ]
-            wanted[..., row, column] = block.any(-1).any(-1)
-        assert torch.equal(bits, wanted)
+        granules = granules_of(pairs)
+        lines = made[..., parts.starts[f"mask_{part}_map"] :]
+        some, whole = bits_of(lines, granules.shape[2], map_stride).chunk(2, dim=-1)
+        count = granules.shape[3]
+        assert torch.equal(some[..., :count], granules.any(-1)) and not some[..., count:].any()
+        assert torch.equal(whole[..., :count], granules.all(-1)) and not whole[..., count:].any()
+    assert name != "near" or whole.any()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from attngen.compiler.builder import render_problem
 from attngen.errors import SpecError
 from attngen.fragments import features
 from attngen.fragments.features import register_program
@@ -18,19 +20,33 @@ from attngen.frontends.pytorch.callable_program import Traced, mask_program
 from attngen.frontends.pytorch.callable_trace import trace
 from attngen.io import files
 from attngen.kernels.fill import emit_fragment
+from attngen.kernels.plan import plans
+from attngen.runtime.program_check import mistakes_of
 from attngen.spec.attention_spec import AttentionSpec
+from attngen.spec.problem import LISTED
 from attngen.spec.resolve import resolve
 from attngen.spec.variants import find_faults
-from tests.support.callables_kit import MASKS, S, ScoreMod, positions
+from tests.support.cache_kit import make_binary
+from tests.support.callables_kit import MASKS, B, H, S, ScoreMod, positions
 from tests.support.own_fragments import kept
 
 CPU = torch.device("cpu")
 COUNT = 400
+SIDE = 16  # of spans of queries and keys
 HEAD = """
+#include "attngen/bounds.cuh"
 #include "attngen/context.cuh"
 #include "attngen/special.cuh"
 namespace attngen {
 struct Pair { int i; int j; };
+struct Spread {
+  template <class Read>
+  auto operator()(Bounds<int> span, Read read) const {
+    auto found = exactly(read(span.lo));
+    for (int at = span.lo; at <= span.hi; ++at) found = hull(found, exactly(read(at)));
+    return found;
+  }
+};
 """
 HARNESS = """
 extern "C" void {name}(void** c, long long* n, double* x, int count, int* at, char* out) {{
@@ -41,7 +57,23 @@ extern "C" void {name}(void** c, long long* n, double* x, int count, int* at, ch
     out[k] = mask.sees(ctx, Pair{{at[2], at[3]}});
   }}
 }}
+// Of spans of `side` queries and keys: 0 where no pair takes part, 1 where all do, 2 where nobody
+// knows.
+extern "C" void bound_{name}(void** c, long long* n, double* x, int side, int count, int* at,
+                             char* out) {{
+  using namespace attngen;
+  const {struct} mask = {{{values}}};
+  for (int k = 0; k < count; ++k, at += 4) {{
+    const Context ctx = {{at[0], at[1], {s}, {s}, 0}};
+    const Bounds<int> i = {{at[2], at[2] + side - 1}};
+    const Bounds<int> j = {{at[3], at[3] + side - 1}};
+    const Bounds<bool> found = mask.bound(ctx, i, j, Spread());
+    out[k] = found.lo ? 1 : found.hi ? 2 : 0;
+  }}
+}}
 """
+# Masks with as many spans, of those tried, of which bounds tell all.
+DECIDED = {"chunks": 0.5, "documents": 0.3, "tree": 0.5, "near": 0.3}
 
 
 def traced(mod: Any) -> Traced:
@@ -53,7 +85,16 @@ def mods() -> dict[str, ScoreMod]:
     def rounded(b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
         return (i * 0.1 + 0.3 - j * 0.1 - 0.3).abs() <= 0.1
 
-    return {**{name: make() for name, make in MASKS.items()}, "rounded": rounded}
+    ends = torch.arange(S, dtype=torch.int32) // 7 * 7 + 9
+
+    def tree(b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+        return (j <= i) & (i < ends[j])
+
+    def near(b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+        return ((i - j).abs() * 0.5 < 7.25) | (torch.minimum(i, j) < 3)
+
+    own = {"rounded": rounded, "tree": tree, "near": near}
+    return {**{name: make() for name, make in MASKS.items()}, **own}
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +120,14 @@ def library(compile_cpp, found) -> ctypes.CDLL:
         values += [f"static_cast<{TYPES[t]}>(x[{k}])" for k, t in enumerate(each.program.numbers)]
         struct = f"attngen::{mask_fragment_of(each.program).struct}"
         text += HARNESS.format(name=name, struct=struct, values=", ".join(values), s=S)
-    return ctypes.CDLL(str(compile_cpp(text, "-Wno-unused-parameter", "-Wno-unused-variable")))
+    return ctypes.CDLL(str(compile_cpp(text, "-Wno-unused-parameter")))
 
 
-@pytest.mark.parametrize("name", [*MASKS, "rounded"])
-def test_pairs_are_those_of_the_callable(name, library, mods, found) -> None:
-    each = found[name]
-    places = positions(COUNT).contiguous()
+NAMES = [*MASKS, "rounded", "tree", "near"]
+
+
+def given_to(each: Traced) -> tuple[Any, Any, Any]:
+    """What a struct's functions take of a program: addresses, strides and sizes, and numbers."""
     facts = [
         n for x in each.captures for pair in zip(x.stride(), x.shape, strict=True) for n in pair
     ]
@@ -94,11 +136,33 @@ def test_pairs_are_those_of_the_callable(name, library, mods, found) -> None:
     )
     strides = (ctypes.c_longlong * max(1, len(facts)))(*facts)
     numbers = (ctypes.c_double * max(1, len(each.numbers)))(*each.numbers)
+    return addresses, strides, numbers
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pairs_are_those_of_the_callable(name, library, mods, found) -> None:
+    places = positions(COUNT).contiguous()
     out = (ctypes.c_char * COUNT)()
-    call = getattr(library, name)
-    call(addresses, strides, numbers, COUNT, ctypes.c_void_p(places.data_ptr()), out)
+    at = ctypes.c_void_p(places.data_ptr())
+    getattr(library, name)(*given_to(found[name]), COUNT, at, out)
     wanted = torch.vmap(mods[name])(*places.unbind(1))
     assert [bool(x) for x in out.raw] == wanted.tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bounds_are_true_of_all_pairs_of_spans(name, library, mods, found) -> None:
+    spans = torch.cartesian_prod(*[torch.arange(n) for n in (B, H, S // SIDE, S // SIDE)]).int()
+    spans[:, 2:] *= SIDE
+    out = (ctypes.c_char * len(spans))()
+    at = ctypes.c_void_p(spans.data_ptr())
+    getattr(library, f"bound_{name}")(*given_to(found[name]), SIDE, len(spans), at, out)
+    steps = torch.cartesian_prod(torch.arange(SIDE), torch.arange(SIDE)).int()
+    places = spans.repeat_interleave(len(steps), 0)
+    places[:, 2:] += steps.repeat(len(spans), 1)
+    seen = torch.vmap(mods[name])(*places.unbind(1)).view(len(spans), -1)
+    told = torch.tensor([*out.raw])
+    assert not seen[told == 0].any() and seen[told == 1].all()
+    assert (told != 2).float().mean() >= DECIDED.get(name, 0.0)
 
 
 @kept()
@@ -111,6 +175,11 @@ def test_masks_have_a_problem_of_their_own_which_traces_name(found) -> None:
     (problem,) = resolve(AttentionSpec(16, mask=program.name, directions=("mask",)), known)
     assert problem.fragment_digests == (program.text,)
     assert find_faults(problem, "sm_90a", known) == []
+    both = AttentionSpec(128, mask_mod=LISTED, directions=("fwd", "bwd"))
+    for each in (problem, *resolve(both, known)):
+        for plan in plans(each, "sm_90a"):
+            kernel = render_problem(each, plan).kernel
+            assert not mistakes_of(replace(make_binary(), problem=each, kernel=kernel))
     with pytest.raises(SpecError, match="of a callable, which has directions=.'mask',. alone"):
         resolve(AttentionSpec(128, mask=program.name), known)
     with pytest.raises(SpecError, match="directions 'mask' is for the mask of a callable"):

@@ -1,5 +1,6 @@
 // Which blocks of one axis a tile of the other sees under a mask that was made before: a bit for
-// each granule of the one and of the other.
+// each granule of the one and of the other that says whether some pair of theirs takes part, and
+// one that says whether all do.
 #pragma once
 
 #include "attngen/platform.cuh"
@@ -9,8 +10,9 @@ namespace attngen {
 constexpr int kGranule = 64;  // positions of either axis that share a bit
 constexpr int kNoBlock = 1 << 30;
 
-// The bits of a tile: `count` rows of `words` words each, `stride` words apart. A block is seen
-// where it shares a position with a granule whose bit is set in one of them.
+// The bits of a tile: `count` rows of `words` words each, `stride` words apart, which as many of
+// the other kind follow. A block is seen where it shares a position with a granule whose bit is set
+// in one of them.
 struct BlockMap {
   const u32* rows;
   int stride;
@@ -54,6 +56,19 @@ struct BlockMap {
       shown = ~0u;
     }
     return -1;
+  }
+  // Whether all pairs of the tile and a block take part.
+  template <int kBlock>
+  ATTNGEN_HD bool is_full(int block) const {
+    const int first = block * kBlock / kGranule;
+    const int last = (block * kBlock + kBlock - 1) / kGranule;
+    for (int row = 0; row < count; ++row) {
+      const u32* whole = rows + row * stride + words;
+      for (int granule = first; granule <= last; ++granule) {
+        if (granule >= words * 32 || (whole[granule / 32] >> granule % 32 & 1) == 0) return false;
+      }
+    }
+    return true;
   }
   // How many blocks from `begin` on, before `end`, are seen.
   template <int kBlock>
