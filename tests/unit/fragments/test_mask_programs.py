@@ -127,7 +127,7 @@ NAMES = [*MASKS, "rounded", "tree", "near"]
 
 
 def given_to(each: Traced) -> tuple[Any, Any, Any]:
-    """What a struct's functions take of a program: addresses, strides and sizes, and numbers."""
+    """Arguments of a struct's functions: addresses, strides and sizes, and numbers."""
     facts = [
         n for x in each.captures for pair in zip(x.stride(), x.shape, strict=True) for n in pair
     ]
