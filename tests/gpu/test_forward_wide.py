@@ -8,7 +8,7 @@ import torch
 import attngen
 from attngen.errors import SpecError
 
-from . import cases, oracle, varlen
+from . import cases, directions, oracle
 from .varlen import Call, Features
 
 pytestmark = pytest.mark.gpu
@@ -50,8 +50,8 @@ def test_forward_wide_is_right(case):
 def test_forward_wide_with_features_and_lengths_is_right(call):
     given, arguments = call.operands(), call.arguments()
     expected = oracle.truth(*given, **arguments)
-    loose = [None if x is None else varlen.loosen(x, call.loose) for x in given]
-    with varlen.poisoned_memory():
+    loose = [None if x is None else directions.loosen(x, call.loose) for x in given]
+    with directions.poisoned_memory():
         out, aux = attngen.attention(
             *loose, **arguments, backend="cuda", return_lse=True,
             return_max_logit=call.more.max_logit,
@@ -62,6 +62,14 @@ def test_forward_wide_with_features_and_lengths_is_right(call):
             *given, **arguments, backend="reference", return_max_logit=True
         )
         assert torch.allclose(aux.max_logit, wanted.max_logit.float(), rtol=1e-3, atol=1e-3)
+
+
+def test_forward_wide_visits_the_blocks_that_a_mask_mod_shows():
+    def mod(b, h, i, j):
+        return (i // 70 == j // 70) | (j < 3) & (h == 1)
+
+    operands = case_of(512, 512, lengths=(300, 420)).operands()
+    oracle.check_call(*operands, mask_mod=mod)
 
 
 def test_forward_wide_joins_what_is_there_in_float32():
