@@ -23,7 +23,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -47,23 +48,36 @@ ROUNDS, WARM = 20, 5
 TOKENS = 8192  # of a rank, simulated
 SIMULATED = (2, 4, 8)  # ranks
 LONG = 1 << 20  # tokens, of which memory is measured
+LONG_CHECKED = 4096  # tokens of whose calls all heads are held in float64 at once
+INNER, MOST_LONG = 2, 4  # ranks: that exchange heads by a2a+p2p; whose long calls are checked
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call: its strategy and order, positions, and what else it says."""
+    """A call: its strategy and order, positions of each packed sequence, or of one dense one, and
+    what else it says."""
 
     comm: parallel.Comm
     order: OrderName = "dual_chunk"
-    length: int = 1536
+    lengths: tuple[int, ...] = (1536,)
     given: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.bfloat16
 
     def __str__(self) -> str:
-        return " ".join([self.comm, self.order, str(self.length), *map(str, self.given.items())])
+        words = [self.comm, self.order, *map(str, self.lengths), *map(str, self.given.items())]
+        return " ".join([*words, *[str(self.dtype)] * (self.dtype != torch.bfloat16)])
+
+    @property
+    def packed(self) -> dict[str, Any]:
+        """Arguments of packed sequences."""
+        if len(self.lengths) == 1:
+            return {}
+        ends = torch.tensor([*accumulate(self.lengths, initial=0)], dtype=torch.int32)
+        return {"layout": "thd", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
 
 
-def cases() -> Iterator[Case]:
-    """Masks and features, each by every strategy that serves it."""
+def cases(ranks: int) -> Iterator[Case]:
+    """Masks and features, each by every strategy that serves it so many ranks."""
     dropped = {"dropout_p": 0.1, "alibi_slopes": True}
     features: list[dict[str, Any]] = [
         {},
@@ -74,42 +88,54 @@ def cases() -> Iterator[Case]:
         {"mask": "causal", "softmax": "off_by_one", "deterministic": True},
     ]
     causal = {"mask": "causal"}
-    for comm in COMMS:
+    comms: list[parallel.Comm] = [*COMMS]
+    if ranks % INNER == 0 and ranks > INNER:
+        comms.append("a2a+p2p")
+    for comm in comms:
         yield from (Case(comm, given=given) for given in features)
         yield Case(comm, "contiguous", given=causal)
+        yield Case(comm, lengths=(512, 256, 1280), given=causal)
+        yield Case(comm, given=causal, dtype=torch.float16)
     yield Case("p2p", "striped", given=causal)
     yield Case("a2a", "striped", given=causal)
+    if ranks <= MOST_LONG:  # as many queries a rank as let most of them wait for their keys
+        long = (TOKENS * ranks,)
+        yield from (Case("p2p", "dual_chunk", long, causal), Case("p2p", "contiguous", long, causal))
 
 
-def tensors(length: int, batch: int = 1) -> list[Tensor]:
+def tensors(length: int, batch: int = 1, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
     """q, k, v and the output's gradient of the whole, the same on every rank."""
     generator = torch.Generator("cuda").manual_seed(3)
     sizes = (HEADS, HEADS_KV, HEADS_KV, HEADS)
     return [
-        torch.randn(batch, length, heads, DIM, device="cuda", generator=generator).bfloat16()
+        torch.randn(batch, length, heads, DIM, device="cuda", generator=generator).to(dtype)
         for heads in sizes
     ]
 
 
 def check(case: Case) -> dict[str, Any]:
     """The largest errors of a case over all ranks, those of one call, and whether bits repeat."""
-    *operands, d_out = tensors(case.length)
-    given = dict(case.given)
+    *operands, d_out = tensors(sum(case.lengths), dtype=case.dtype)
+    given = {**case.given, **case.packed}
     if "dropout_p" in given:
         given["rng_state"] = torch.tensor((5, 6), device="cuda")
-    *own, own_d_out = (parallel.shard(x, None, 1, order=case.order) for x in (*operands, d_out))
+    if case.packed:
+        *operands, d_out = (x.squeeze(0) for x in (*operands, d_out))
+    dim, ends = (0, given["cu_seqlens_q"]) if case.packed else (1, None)
+    cut: dict[str, Any] = {"dim": dim, "order": case.order, "cu_seqlens": ends}
+    *own, own_d_out = (parallel.shard(x, None, **cut) for x in (*operands, d_out))
     spread: dict[str, Any] = {"comm": case.comm, "order": case.order, "backend": "cuda"}
+    group = groups_of_two() if case.comm == "a2a+p2p" else None
 
     def over_group(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return parallel.attention(q, k, v, **spread, **given)
+        return parallel.attention(q, k, v, group=group, **spread, **given)
 
     found = results(over_group, own, own_d_out)
     again = results(over_group, own, own_d_out)
-    whole = [parallel.unshard(x, None, 1, order=case.order) for x in found]
+    whole = [parallel.unshard(x, None, **cut) for x in found]
+    given |= {name: x.cuda() for name, x in case.packed.items() if isinstance(x, Tensor)}
     one = results(partial(attngen.attention, **given, backend="cuda"), operands, d_out)
-    doubles = [x.double() for x in operands]
-    by_definition = partial(attngen.attention, **given, backend="reference")
-    exact = results(by_definition, doubles, d_out.double())
+    exact = definition(operands, d_out, given)
     errors = {}
     for name, got, alone, truth in zip(("out", "dq", "dk", "dv"), whole, one, exact, strict=True):
         error, of_one = (float((x.double() - truth).abs().max()) for x in (got, alone))
@@ -121,6 +147,30 @@ def check(case: Case) -> dict[str, Any]:
     right = all(x["error"] <= x["allowed"] for x in errors.values())
     repeats = bool(same) or not given.get("deterministic")
     return {"case": str(case), "right": right and repeats, "errors": errors, "same": bool(same)}
+
+
+def definition(operands: list[Tensor], d_out: Tensor, given: dict[str, Any]) -> list[Tensor]:
+    """Output and gradients in float64: of long calls, a head of keys after another."""
+    by_definition = partial(attngen.attention, **given, backend="reference")
+    *doubles, d_double = (x.double() for x in (*operands, d_out))
+    if d_out.shape[-3] <= LONG_CHECKED:
+        return results(by_definition, doubles, d_double)
+    pieces = [[*x.chunk(HEADS_KV, -2)] for x in (*doubles, d_double)]
+    made = [
+        results(by_definition, [*own], own_d_out) for *own, own_d_out in zip(*pieces, strict=True)
+    ]
+    return [torch.cat(x, -2) for x in zip(*made, strict=True)]
+
+
+@cache
+def groups_of_two() -> tuple[Any, Any]:
+    """The inner and the outer group of this rank."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    inner = [[*range(first, first + INNER)] for first in range(0, ranks, INNER)]
+    outer = [[*range(first, ranks, INNER)] for first in range(INNER)]
+    found = {tuple(members): dist.new_group(members) for members in (*inner, *outer)}
+    own, across = (next(x for x in side if rank in x) for side in (inner, outer))
+    return found[tuple(own)], found[tuple(across)]
 
 
 def milliseconds(call: Callable[[], Any], rounds: int = ROUNDS) -> float:
@@ -204,7 +254,7 @@ def over_group(options: argparse.Namespace) -> int:
     as they come. Returns: how many are wrong."""
     lines: list[dict[str, Any]] = []
     timed = rows(options.shapes, options.lengths, options.rounds)
-    for line in map(check, cases()) if options.what == "check" else timed:
+    for line in map(check, cases(dist.get_world_size())) if options.what == "check" else timed:
         lines.append(line)
         if dist.get_rank() == 0:
             print(line["case"] if line.get("right") else line, flush=True)

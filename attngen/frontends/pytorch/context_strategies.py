@@ -220,7 +220,7 @@ def _is_aligned(asked: Asked) -> bool:
 
 
 def _fastest(asked: Asked, order: Order, ranks: int) -> Comm:
-    """What took least time on two H200s over NVLink, in causal calls of models' shapes
+    """Choose what took least time on two H200s over NVLink, in causal calls of models' shapes
     (docs/results/context-parallel.json): one after another, but for long calls of two kinds.
 
     Few keys for many queries are soon gathered, but their gradients have all ranks' rows to add up.

@@ -9,18 +9,30 @@ from attngen.call.context_order import Order
 from attngen.frontends.pytorch import context_calls, context_strategies
 from tools import context_parallel
 
+RANKS = (2, 4)
 
-@pytest.mark.parametrize("case", [*context_parallel.cases()], ids=str)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_case_is_served_by_its_strategy(case: context_parallel.Case, ranks: int) -> None:
+
+@pytest.mark.parametrize(
+    ("ranks", "case"),
+    [(ranks, case) for ranks in RANKS for case in context_parallel.cases(ranks)],
+    ids=str,
+)
+def test_case_is_served_by_its_strategy(ranks: int, case: context_parallel.Case) -> None:
     heads, heads_kv = context_parallel.HEADS, context_parallel.HEADS_KV
-    q, k, v = (torch.zeros(1, case.length // ranks, n, 8) for n in (heads, heads_kv, heads_kv))
-    asked = context_calls.asked_of(q, k, v, case.given, ranks)
-    if case.comm == "a2a":
-        assert not context_strategies._against_heads(asked, ranks)
+    outer = () if case.packed else (1,)
+    tokens = sum(case.lengths) // ranks
+    q, k, v = (
+        torch.empty(*outer, tokens, n, 8, dtype=case.dtype) for n in (heads, heads_kv, heads_kv)
+    )
+    asked = context_calls.asked_of(q, k, v, {**case.given, **case.packed}, ranks)
+    if case.comm.startswith("a2a"):
+        inner = context_parallel.INNER if case.comm == "a2a+p2p" else ranks
+        assert not context_strategies._against_heads(asked, inner)
         return
     place = context_calls.Ranks(None, ranks, ranks - 1)
     features = context_calls.features_of(asked, None, 0, heads)
     gathers, order = case.comm == "all_gather", Order(case.order, ranks)
     call = context_calls.context_call(asked, order, place, gathers, features, torch.float32)
-    assert len(call.used) == 1 and call.features.by_position == ("dropout_p" in case.given)
+    assert len(call.used) == len(case.lengths) and call.features.by_position == (
+        "dropout_p" in case.given
+    )
