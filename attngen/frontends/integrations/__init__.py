@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-DOORS = ("flash_attn", "flash_attn_interface", "torch", "transformers", "xformers")
+DOORS = ("diffusers", "flash_attn", "flash_attn_interface", "torch", "transformers", "xformers")
 
 
 def __getattr__(name: str) -> Any:
