@@ -38,7 +38,7 @@ def test_backend_takes_positions_before_heads(name: str) -> None:
 
 
 class Layer(nn.Module):
-    """What a processor asks of an attention layer: two heads, a mask of keys [b, s_kv]."""
+    """A layer as processors see it: two heads, a mask of keys [b, s_kv]."""
 
     heads = 2
     spatial_norm = norm_q = norm_k = None
