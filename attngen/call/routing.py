@@ -92,8 +92,10 @@ def refusals(
     reasons = [violation.reason for violation in find_violations(spec, _FEATURES)]
     if not reasons:
         spec = spec if call.num_splits else without_splits(spec, arch)
-        reasons = unserved(replace(spec, directions=directions), arch)
-    return reasons + unsplit(call.num_splits or 0, spec.decode)
+        for direction in directions:  # of which backwards split no keys
+            decode = spec.decode and direction == "fwd"
+            reasons += unserved(replace(spec, directions=(direction,), decode=decode), arch)
+    return [*dict.fromkeys(reasons)] + unsplit(call.num_splits or 0, spec.decode)
 
 
 def can_join(call: AttentionCall, arch: str) -> bool:

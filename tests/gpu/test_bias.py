@@ -235,6 +235,7 @@ def test_gradient_of_a_bias_beside_others_repeats_bit_for_bit(case):
         assert oracle.same(check_gradients(case)[3], first)
 
 
+@pytest.mark.wgmma
 @pytest.mark.parametrize("case", [*ADDED, *NOT_ADDED], ids=str)
 def test_gradient_of_a_bias_is_added_where_the_copy_engine_can_and_terms_are_few(case):
     for known in held(*BACKWARD):

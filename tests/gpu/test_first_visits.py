@@ -17,7 +17,7 @@ import attngen
 from . import cases, gradients, oracle, variants
 from .cases import Case
 
-pytestmark = [pytest.mark.gpu]
+pytestmark = [pytest.mark.gpu, pytest.mark.wgmma]
 
 ONES, LARGE = 0xFF, 0x7F  # bytes of NaN and -1; of 3e38, and of counts beyond any
 # Head dims of one box of values and two, full or not; every dim has a kernel for each kind of mask.

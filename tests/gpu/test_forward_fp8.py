@@ -118,6 +118,7 @@ def test_fp8_many_tiles_for_each_multiprocessor_is_right(d):
         oracle_fp8.check_call(q, k, v, mask="causal")
 
 
+@pytest.mark.wgmma
 @pytest.mark.device
 @pytest.mark.parametrize("d", [16, *DIMS])
 @pytest.mark.parametrize("kv", ["e4m3", "e5m2"])
@@ -322,6 +323,7 @@ def launched(monkeypatch):
     return found
 
 
+@pytest.mark.wgmma
 @pytest.mark.parametrize("kv", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("softmax", ["vanilla", "off_by_one", "learnable"])
 @pytest.mark.parametrize("lengths", [(200, 97), (65, 96), (1, 1), (130, 420)], ids=str)
@@ -336,6 +338,7 @@ def test_fp8_sums_of_stored_weights_are_right_beside_sinks_and_scales(
     assert launched == [USUAL, ALONE]
 
 
+@pytest.mark.wgmma
 def test_fp8_calls_that_want_more_than_the_output_reach_the_usual_kernel(launched):
     q, k, v = oracle_fp8.operands(2, 4, 2, 200, 260, 128)
     call = functools.partial(attngen.attention, q, k, v, backend="cuda")
@@ -351,6 +354,7 @@ def test_fp8_calls_that_want_more_than_the_output_reach_the_usual_kernel(launche
     assert all(torch.equal(outputs[0], each) for each in outputs)
 
 
+@pytest.mark.wgmma
 @pytest.mark.device
 def test_fp8_first_call_captured_has_the_bits_of_the_next_ones(launched):
     q, k, v = oracle_fp8.operands(2, 4, 2, 200, 260, 128)

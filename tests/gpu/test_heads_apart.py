@@ -15,7 +15,7 @@ from attngen.call import kernel_choice
 from . import cases, gradients, oracle, varlen
 from .varlen import Call, Features
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.wgmma]
 CALLS = [
     # Layouts, and one tensor of keys and values; groups of 2, 3 and 8, and one for all heads.
     Call("bshd", (130,) * 2, (200,) * 2, d=64, heads=(4, 2), mask="causal"),

@@ -15,7 +15,7 @@ from . import cases, gradients, oracle, variants
 from .cases import Case
 from .variants import Variant
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.wgmma]
 LENGTHS = (1, 7, 63, 64, 65, 100, 127, 129, 191, 192, 193, 255, 300, 321, 383, 448, 511, 512)
 DIMS = ((64, 64), (128, 128), (72, 40), (96, 128))
 KERNELS = [cases.spec(d, v, mask=mask) for d, v in DIMS for mask in ("none", "causal")]

@@ -53,6 +53,14 @@ def test_call_without_kernels_is_refused_with_why(given: AttentionCall, reason: 
     assert reason in "; ".join(refusals(given))
 
 
+def test_calls_of_few_queries_have_gradients_where_others_split_their_keys() -> None:
+    few = TensorDesc((2, 1, 4, 64), (0, 0, 0, 1), "bfloat16")
+    given = call(q=few)
+    assert spec_of_call(given).decode
+    for arch in ("sm_80", "sm_90"):
+        assert not refusals(given, arch=arch, directions=("fwd", "bwd"))
+
+
 def test_sizes_of_a_trace_are_not_looked_at() -> None:
     traced = call(Symbol(), Symbol(), Symbol(), 64, mask="causal")
     assert not refusals(traced, traced=True)
