@@ -30,6 +30,31 @@ ATTNGEN_DEVICE void settle_rows(Softmax& softmax, float (&scores)[kScores], cons
     for (int k = 0; k < kScores / 2; ++k) scores[fragment_index(half, k)] -= largest;
   }
 }
+// Raises rows that are held, each if its own scores outgrow its maximum by 2^slack. Returns whether
+// any row of the warp did; `rescale` is 1 of others.
+template <class Softmax, int kScores>
+ATTNGEN_DEVICE bool raise_rows(Softmax& softmax, const float (&scores)[kScores], HeldRows& state,
+                               float slack, float (&rescale)[2]) {
+  bool grew = softmax.outgrow(state);
+  if (grew) {
+    softmax.find_maxima(scores);
+    grew = softmax.outgrow(state);
+  }
+  rescale[0] = rescale[1] = 1.f;
+  if (grew) {
+    const HeldRows before = state;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bool own = softmax.block_max[half] > before.ceiling[half];
+      softmax.raise(state, half, own, rescale);
+      state.row_sum[half] *= rescale[half];
+    }
+    softmax.hold(state, slack);
+  }
+  softmax.offset[0] = state.offset[0];
+  softmax.offset[1] = state.offset[1];
+  return grew;
+}
 // The first block of rows, a row at a time: maxima, weights and sums from nothing.
 template <class Softmax, int kScores>
 ATTNGEN_DEVICE void begin_rows(Softmax softmax, float (&scores)[kScores], RowState& state) {
@@ -44,6 +69,21 @@ ATTNGEN_DEVICE void begin_rows(Softmax softmax, float (&scores)[kScores], RowSta
   settle_rows(softmax, scores, state);
   softmax.weigh(scores, state, 0, rescale);
   softmax.weigh(scores, state, 1, rescale);
+}
+template <class Softmax, int kScores>
+ATTNGEN_DEVICE void begin_rows(Softmax softmax, float (&scores)[kScores], HeldRows& state,
+                               float slack) {
+  float rescale[2];
+  softmax.find_maxima(scores);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    state.row_max[half] = -kInfinity;
+    state.row_sum[half] = 0.f;
+    softmax.raise(state, half, true, rescale);
+  }
+  softmax.weigh(scores, state, 0, rescale);
+  softmax.weigh(scores, state, 1, rescale);
+  softmax.hold(state, slack);
 }
 
 // A value's scale within what logarithms and reciprocals leave finite; NaN is the least.

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ....fragments.program import has_program
-from ....spec.problem import Problem
+from ....spec.problem import TOKEN_SCALES, Problem
 from ..shared import LIGHT_SCORES, boxes_of
 from .plan import SoftmaxOrder
 
@@ -290,14 +290,15 @@ def choices_8bit(problem: Problem) -> Iterator[Choice]:
     needs the room (measured at 128: 7 % slower)."""
     softmax = SoftmaxOrder(0, rescale_first=True, pair_sums=True)
     # Scores and random words need registers, and true maxima are not known lazily.
-    if not (problem.scores or problem.max_logit or problem.dropout or problem.attn_mask):
+    busy = set(problem.scores) > {TOKEN_SCALES} or (problem.scores and not problem.token_scales)
+    if not (busy or problem.max_logit or problem.dropout or problem.attn_mask):
         parts_8bit = 1 if problem.head_dim_v <= 128 else 2
         softmax = replace(softmax, lazy_rescale_log2=LAZY_LOG2_8BIT, parts=parts_8bit)
     # Three have room for few columns of V, and only for few keys of them; a thread that loads
     # everything has none for lengths.
     largest = max(problem.head_dim_qk, problem.head_dim_v)
     few = THREE_FROM <= problem.head_dim_v and largest <= 128 and softmax.parts
-    if few and not problem.varlen:
+    if few and not (problem.varlen or problem.token_scales):
         trusting = replace(softmax, lazy_rescale_log2=LAZY_LOG2_TRUSTING)
         for block in (96, 64):
             three = Choice(
@@ -309,7 +310,7 @@ def choices_8bit(problem: Problem) -> Iterator[Choice]:
             )
     # Scales of tokens leave none beside queries of many columns but in blocks of few keys.
     q_places = (False,) if problem.token_scales and largest > 128 else (True, False)
-    for block in range(128 if problem.bias else 192, 0, -32):
+    for block in range(128 if problem.bias or problem.token_scales else 192, 0, -32):
         parts = (block,) if block == RAW_UNIT else (block, RAW_UNIT)
         for q_in_registers, raw_keys in itertools.product(q_places, parts):
             plain = Choice(2, block, 2, 2, False, q_in_registers, False, softmax)

@@ -5,6 +5,17 @@ from __future__ import annotations
 from ....spec.problem import Problem
 
 
+def raise_rarely(problem: Problem, slack: str) -> str:
+    """C++: how rows whose maxima are outgrown by far raise these, and whether any did: those of a
+    warp together, or each by itself where a token's scale is its own."""
+    arguments = f"scores, state, {slack}, rescale"
+    return (
+        f"raise_rows(softmax, {arguments})"
+        if problem.token_scales
+        else f"softmax.raise_rarely({arguments})"
+    )
+
+
 def settle(problem: Problem, *, lazy: bool) -> str:
     """C++: how scores of large rows meet their maxima: where a token's scale is its own, so that no
     row of a warp changes a bit of another."""

@@ -8,7 +8,7 @@ from ....spec.problem import Problem
 from ...uses import FragmentUse
 from ...view import FragmentView, fragment_view
 from .plan import Plan
-from .statements import drop_weights, keep_factor, settle
+from .statements import drop_weights, keep_factor, raise_rarely, settle
 from .traits import (
     converts,
     cuts_tiles,
@@ -40,11 +40,11 @@ class Softmax:
     mask's bits or dropout the compiler would await that product before it begins. Both, or scores
     beside them, leave no registers.
     raises_rarely: most blocks need but a bound of their maxima, since rows keep theirs until these
-    are outgrown. Where the output is rescaled first, above 192, it gains nothing, and takes
-    registers. find_maxima: the function; kinds: what the block's softmax has beside its width and
-    its sums, as the last arguments of its template: scores along a line, or a large row's room set
-    apart. settle: the statement by which scores of large rows become what they lack to their
-    maxima.
+    are outgrown; raise_rarely: what raises them. Where the output is rescaled first, above 192, it
+    gains nothing, and takes registers. find_maxima: the function; kinds: what the block's softmax
+    has beside its width and its sums, as the last arguments of its template: scores along a line,
+    or a large row's room set apart. settle: the statement by which scores of large rows become what
+    they lack to their maxima.
     slack, first_slack: how far rows may outgrow maxima, and the same as the first block's argument;
     grew: whether maxima grew. tracks_largest: what rows keep is less than the largest score that
     they met, which is asked for.
@@ -73,6 +73,7 @@ class Softmax:
     rescales_in_the_end: bool
     holds_order: bool
     raises_rarely: bool
+    raise_rarely: str
     find_maxima: str
     kinds: str
     settle: str
@@ -202,6 +203,7 @@ def softmax_of(problem: Problem, plan: Plan, use: FragmentUse, scores: Scores) -
         rescales_in_the_end=ahead and not scores.bent_late,
         holds_order=holds_order(problem, plan),
         raises_rarely=rarely,
+        raise_rarely=raise_rarely(problem, slack),
         find_maxima="bound_maxima" if rarely else "find_maxima",
         kinds=_kinds(problem, plan, rarely=rarely, linear=scores.linear),
         settle=settle(problem, lazy=lazy),
