@@ -69,7 +69,7 @@ def test_sizes_of_a_trace_are_not_looked_at() -> None:
 
 
 def test_sizes_of_a_trace_decide_where_only_few_queries_have_kernels() -> None:
-    wide = call(2, 300, 4, 512)
+    wide = call(2, 300, 4, 576)
     assert refusals(wide) == refusals(wide, traced=True) != []
 
 

@@ -1,0 +1,52 @@
+"""Kernels by products of warps compile for chips that have no others, nearly without spills: those
+of the covering set and of the example specs."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from attngen import load_specs
+from attngen.compiler.builder import render_problem
+from attngen.compiler.compile import compile_source
+from attngen.errors import PlanError
+from attngen.fragments import features
+from attngen.kernels.plan import plans
+from attngen.spec import coverage
+from attngen.spec.problem import Problem
+from attngen.spec.resolve import resolve
+from tests.support.paths import ROOT
+from tests.support.sass import count_instructions
+
+CHIPS = ("sm_80", "sm_86", "sm_89", "sm_120")
+MOST_SPILLS = 160  # bytes
+MOST_ACCESSES = 40  # of local memory, 20 a block, which has code for masked blocks and for others
+
+
+def problems() -> list[Problem]:
+    """Problems of the covering set, then those of the example specs, each once."""
+    known = features.scan()
+    covering = [each for member in coverage.members(known) for each in member.problems(known)]
+    paths = sorted((ROOT / "examples" / "specs").glob("*.toml"))
+    specs = itertools.chain.from_iterable(map(load_specs, paths))
+    return [*dict.fromkeys([*covering, *(each for spec in specs for each in resolve(spec, known))])]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("arch", CHIPS)
+@pytest.mark.parametrize("problem", problems(), ids=lambda problem: problem.label)
+def test_kernels_compile_or_lack_8_bits(arch: str, problem: Problem) -> None:
+    try:
+        found = plans(problem, arch)
+    except PlanError as error:
+        assert problem.eight_bit or problem.widens or problem.dtype_grad, str(error)
+        assert "8 bits" in str(error) or "converts nothing" in str(error)
+        return
+    for plan in (each for each in found if each.family.startswith("mma_")):
+        binary, cubin = compile_source(render_problem(problem, plan), problem, arch)
+        spilled = binary.resources.spill_bytes
+        assert spilled <= MOST_SPILLS, plan.family
+        if spilled:
+            counts = count_instructions(cubin)
+            assert counts["STL"] + counts["LDL"] <= MOST_ACCESSES, plan.family
