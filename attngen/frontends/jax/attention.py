@@ -16,7 +16,6 @@ from ...call.checks import number_violations
 from ...call.operands import softmax_scale_of
 from ...call.signatures import argument_list, signature
 from ...call.table import ROWS, AttentionCall, make_call
-from ...call.tensors import is_fp8
 from ...errors import SpecError
 from ...results import AttentionAux
 from . import callables, calls, reference
@@ -141,8 +140,6 @@ def _refusals(checked: CheckedCall) -> list[str]:
     described = checked.described()
     scale = softmax_scale_of(q, arguments)
     reasons = [*routing.refusals(described), *number_violations(scale, arguments.softcap)]
-    if is_fp8(q) and given["bias"] is not None:
-        reasons.append("bias beside FP8 operands has no kernels from JAX yet. Leave it out.")
     return reasons
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from ...call import operation_form
+from ...call.fp8_checks import BIAS_DTYPE
 from ...call.numbers import Arguments
 from ...call.positions import Positions
 from ...call.table import (
@@ -181,7 +182,8 @@ def _dtype_of(name: str, x: Array, q: str) -> str | None:
         return None
     wants = ROW_OF_OPERAND[name].dtype
     if wants == "q":
-        wanted = x.dtype.name if q in FP8 else q
+        beside_fp8 = BIAS_DTYPE if name == "bias" else x.dtype.name
+        wanted = beside_fp8 if q in FP8 else q
     elif wants == "float32":
         wanted = "float64" if q == x.dtype.name == "float64" else "float32"
     else:

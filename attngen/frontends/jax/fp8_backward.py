@@ -42,9 +42,11 @@ def _there(given: Operands, name: str) -> Array:
 
 def widened(given: Operands, arguments: Arguments) -> dict[str, Array | None]:
     """The operands of the 16-bit backward that the one of an FP8 forward stands for: those of the
-    output's dtype, and no scales."""
+    output's dtype, a bias among them, and no scales."""
     dtype = _there(given, "o").dtype
     wide = _dequantised(given, layouts.parse(arguments.layout))
+    if (bias := given["bias"]) is not None:
+        wide["bias"] = bias
     found = {**given, **{name: x.astype(dtype) for name, x in wide.items()}}
     return {name: None if name in _ALL_SCALES else x for name, x in found.items()}
 

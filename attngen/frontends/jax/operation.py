@@ -215,7 +215,9 @@ def _in_16_bits(form: Form, operands: Sequence[Array]) -> list[Array]:
     there = {name: x for name, x in given.items() if x is not None}
     arguments = form.arguments._replace(out_dtype=None, amax=False)
     wide = form._replace(names=ordered(there), arguments=arguments)
-    return on_kernels(*[there[name] for name in wide.names], form=wide)
+    made = on_kernels(*[there[name] for name in wide.names], form=wide)
+    kinds = form.results(operands).values()
+    return [x.astype(kind.dtype) for x, kind in zip(made, kinds, strict=True)]
 
 
 @cache  # said once
