@@ -18,6 +18,7 @@ from attngen.frontends.pytorch import context_calls
 from attngen.frontends.pytorch.context_calls import Ranks, asked_of, context_call, features_of
 from attngen.frontends.pytorch.context_function import ContextAttention
 from attngen.frontends.pytorch.context_messages import Gathered, Visit
+from attngen.frontends.pytorch.context_parts import Stored
 from attngen.reference import dropout_keep_mask
 from tools.simulated_ranks import ranks_of
 
@@ -152,3 +153,30 @@ def test_stored_operands_have_the_results_of_one_call():
     found, wanted = made(parallel.attention), made(attngen.attention)
     for got, want in zip(found, wanted, strict=True):
         assert (got - want).abs().max() <= 2**-7 * want.abs().max()
+
+
+def test_stored_keys_of_other_ranks_are_one_call(monkeypatch):
+    """FP8 parts in rounds, forward: most queries have one part, others have theirs merged."""
+    monkeypatch.setattr(context_calls, "FULL_ROWS", 0)
+    monkeypatch.setattr(context_calls, "HIDING", 128)
+    form, order, given = torch.float8_e4m3fn, Order("dual_chunk", 2), {"mask": "causal"}
+    numbers = [x.to(form) for x in oracle.operands(1, 4, 2, 512, 512, 64, 64, torch.bfloat16)]
+    unit = torch.ones(1, device=oracle.DEVICE)
+    descales = {f"descale_{name}": unit for name in "qkv"}
+    outs = []
+    for rank in ranks_of(order, [x.bfloat16() for x in numbers], given, []):
+        q, k, v = (x.detach().to(form).view(torch.uint8) for x in rank.leaves)
+        stored = Stored((q, k, v), form, torch.bfloat16, descales)
+        asked = asked_of(*rank.leaves, {**given, "backend": "cuda"}, 2)
+        features = features_of(asked, None, 0, 4, stored)
+        assert not features.joins
+        messages = rank.call.messages
+        held = [tuple(x.to(form).view(torch.uint8) for x in pair) for pair in messages.held]
+        call = replace(rank.call, stored=stored, features=features)
+        call = replace(call, messages=replace(messages, held=held))
+        out, _ = ContextAttention.apply(call, *rank.leaves, None, None)
+        outs.append(out.detach())
+    back = torch.tensor(order.unshard([512]), device=oracle.DEVICE)
+    found = torch.cat(outs, 1)[:, back]
+    wanted = attngen.attention(*numbers, **given, **descales, out_dtype=torch.bfloat16)
+    assert (found - wanted).abs().max() <= 2**-6 * wanted.abs().max()

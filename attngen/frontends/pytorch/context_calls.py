@@ -198,8 +198,7 @@ def context_call(
                 "kernel does. Use stripe=1, or comm='a2a'."
             )
         both: tuple[Rounds | None, Rounds | None] = None, None
-        may = features.joins or not features.kernels
-        if may and not asked.by_position and not torch.compiler.is_compiling():
+        if not asked.by_position and not torch.compiler.is_compiling():
             going = _queries_going_on(asked, features.kernels)
             both = _rounds(order, lengths, asked.bands, ranks.rank, going)
         messages = Around(ranks.group, ranks.rank, plans, sequences, *both)

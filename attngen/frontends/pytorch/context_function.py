@@ -112,7 +112,7 @@ class ContextAttention(torch.autograd.Function):
                     running.attend(call.features, part, rows, read, mark)
                     continue
                 found = forward_part(call.features, part, rows, read, call.stored)
-                running.add(rows.queries, part.queries, *found)
+                running.add(rows.queries, part.queries, *found, mark)
         sums, lse = running.sums
         out = sums.to(of_q) if running.rounded is None else running.rounded
         ctx.save_for_backward(q, k, v, sink, bias, out, lse)

@@ -281,28 +281,40 @@ class Running:
             self._sums = out, lse
         return self._sums
 
-    def add(self, rows: Rows, span: Span, out: Tensor, lse: Tensor) -> None:
-        """Join a part of these rows."""
+    def add(
+        self, rows: Rows, span: Span, out: Tensor, lse: Tensor, mark: PartRows | None = None
+    ) -> None:
+        """Join a part of these rows. mark: what it has of them, if that is known."""
         out, lse = out.to(self.dtype), lse.to(self.dtype)
         if self._sums is None and out.shape == self.shape:
             self._sums = out, lse
             return
+        self._begin()
         whole_out, whole_lse = self.sums
         whole, own = rows.of_heads(whole_lse, span), rows.of(whole_out, span)
+        if self._is_made and mark is not None and mark.new:
+            own.copy_(out)
+            whole.copy_(lse)
+            return
         joined = torch.logaddexp(whole, lse)
         share = (lse - joined).exp().masked_fill(joined == -torch.inf, 0)
         own.lerp_(out, _by_row(share))
         whole.copy_(joined)
+
+    def _begin(self) -> None:
+        """Make memory that nobody has written, where the first parts do and nothing is there."""
+        if self._sums is None and self.is_begun:
+            batch, tokens, heads, _ = self.shape
+            out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            self._sums = out, out.new_empty((batch, heads, tokens))
+            self._is_made = True
 
     def attend(
         self, features: Features, part: Part, rows: Sequences, read: Attended, mark: PartRows
     ) -> None:
         """Join a part by kernels that go on from what there is. mark: of the part's rows, the last
         of which are rounded, and kept in float32 where others are not the last."""
-        if self._sums is None and self.is_begun:
-            out = read.q.new_empty(self.shape, dtype=self.dtype)
-            self._sums = out, out.new_empty((self.shape[0], self.shape[2], self.shape[1]))
-            self._is_made = True
+        self._begin()
         whole_out, whole_lse = self.sums
         rounded = None
         if mark.last:
