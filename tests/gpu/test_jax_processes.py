@@ -87,6 +87,8 @@ def test_graphs_replay_what_was_recorded_and_processes_end(flags: str) -> None:
 
 
 ENDLESS = f"""{CALLS}
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which processes in the background ignore
 program(q).block_until_ready()
 print("running", flush=True)
 while True:
