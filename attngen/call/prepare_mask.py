@@ -21,6 +21,17 @@ OPERAND = "attn_mask"
 _NOTHING = Extent(1, 1, 1, 1, 0, 0, 0)  # of q, k and v, of which the kernel reads none
 
 
+@dataclass(frozen=True)
+class ListedBlocks:
+    """Blocks as lists have them: their states, uint8 [b or 1, h or 1, rows, columns], contiguous, 0
+    where nothing of a block takes part, 1 where the mask says what, 2 where all of it does; and how
+    many queries and keys each has."""
+
+    states: TensorDesc
+    queries: int
+    keys: int
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PreparedMask(Launches):
     """The making of a mask, for all that differ from it in addresses alone. operands: parameters of
@@ -44,14 +55,17 @@ def prepare_mask(
     made: TensorDesc,
     sizes: tuple[int, int],
     device: Device,
+    blocks: ListedBlocks | None = None,
 ) -> PreparedMask:
     """The launch that makes a mask.
 
     numbers, captures: what the program reads; made: the mask, of `made_mask.parts_of` these
-    sizes, queries and keys. Raises: SpecError, CompileError, LaunchError.
+    sizes, queries and keys; blocks: what lists say of blocks, if there are any. Raises: SpecError,
+    CompileError, LaunchError.
     """
     (kernel,) = kernel_choice.kernels_of(spec_of(program), device, Choice())
     given: dict[str, int | float] = {**made_mask.numbers_of(made, *sizes)}
+    given |= _numbers_of(blocks)
     given |= {f"{PREFIX}{NUMBER}{place}": number for place, number in enumerate(numbers)}
     for place, tensor in enumerate(captures):
         name = f"{PREFIX}{CAPTURED}{place}"
@@ -63,6 +77,7 @@ def prepare_mask(
     launched = prepare(kernel, dict.fromkeys("qkv", _NOTHING), scalars)
     sources = made_mask.sources_of(made, *sizes)
     names = (OPERAND, *(f"{PREFIX}{CAPTURED}{place}" for place in range(len(captures))))
+    names += ("mask_blocks",) if blocks else ()
     absent = {name for _, name in launched.pointers} - {*names, *(name for name, _, _ in sources)}
     return PreparedMask(
         device=device,
@@ -71,3 +86,17 @@ def prepare_mask(
         launches=(launched,),
         fixed=dict.fromkeys(sorted(absent), 0),
     )
+
+
+def _numbers_of(blocks: ListedBlocks | None) -> dict[str, int]:
+    """Numbers of the kernel that only lists of blocks have; of none they are 0."""
+    batches, heads, rows, columns = blocks.states.shape if blocks else (1, 1, 0, 0)
+    return {
+        "mask_blocks_stride_batch": heads * rows * columns if batches > 1 else 0,
+        "mask_blocks_stride_head": rows * columns if heads > 1 else 0,
+        "mask_blocks_stride_row": columns,
+        "mask_block_queries": blocks.queries if blocks else 1,
+        "mask_block_keys": blocks.keys if blocks else 1,
+        "mask_blocks_rows": rows,
+        "mask_blocks_columns": columns,
+    }

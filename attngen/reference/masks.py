@@ -125,7 +125,7 @@ def listed_pairs(block_mask: BlockMask, b: int, shape: Shape) -> tuple[Tensor, T
         if count is None or index is None:
             return torch.zeros((), dtype=torch.bool, device=block_mask.kv_indices.device)
         b_stored = b if count.shape[0] > 1 else 0
-        listed = _listed_blocks(count[b_stored], index[b_stored], *blocks)
+        listed = listed_blocks(count[b_stored], index[b_stored], *blocks)
         rows = listed.repeat_interleave(q_block, dim=-2)
         return rows.repeat_interleave(kv_block, dim=-1)[..., :s_q, :s_kv]
 
@@ -135,7 +135,7 @@ def listed_pairs(block_mask: BlockMask, b: int, shape: Shape) -> tuple[Tensor, T
     )
 
 
-def _listed_blocks(count: Tensor, index: Tensor, rows: int, cols: int) -> Tensor:
+def listed_blocks(count: Tensor, index: Tensor, rows: int, cols: int) -> Tensor:
     """Lists of key blocks per row of blocks, as bool [heads, rows, cols].
 
     count: int32 [heads, rows], index: int32 [heads, rows, n]; what lies past the count is

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
 import attngen
 from attngen.call.made_mask import GRANULE, parts_of
@@ -38,7 +39,7 @@ def islands(device: torch.device) -> MaskMod:
 MODS = {each.__name__: each for each in (documents, islands)}
 
 
-def check(d: int, mod: MaskMod, deterministic: bool = False, **arguments: Any) -> None:
+def check(d: int, mod: MaskMod | None, deterministic: bool = False, **arguments: Any) -> None:
     """Hold outputs and gradients to the definition, with kernels that visit lists of blocks."""
     tensors = oracle.operands(2, HEADS, 1, ROWS, KEYS, d)
     made = mock.patch.object(callable_listed, "made_by", wraps=made_by)
@@ -76,6 +77,25 @@ def test_lists_of_blocks_stand_beside_masks_scores_and_an_order() -> None:
     check(64, mod, dropout_p=0.25, rng_state=seed)
     check(128, mod, dropout_p=0.25, rng_state=seed)
     check(128, mod, seqused_kv=varlen.int32((KEYS, 201)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [(128, 128), (32, 48), (7, 90)])
+def test_lists_of_a_block_mask_are_believed(size) -> None:
+    """Blocks in no list show nothing, whole ones all, the others what the function says."""
+    device, (down, across) = oracle.DEVICE, size
+    rows, columns = -(-ROWS // down), -(-KEYS // across)
+    draw = torch.rand(2, 1, rows, columns, generator=torch.Generator().manual_seed(down))
+    partial, whole = (draw < 0.4).to(device), (draw > 0.7).to(device)
+    lists = [(~x).int().argsort(dim=-1, stable=True).int() for x in (partial, whole)]
+    counts = [x.sum(-1).int() for x in (partial, whole)]
+    made = BlockMask.from_kv_blocks(
+        *(counts[0], lists[0], counts[1], lists[1]),
+        BLOCK_SIZE=size,
+        mask_mod=MODS["documents"](device),
+        seq_lengths=(ROWS, KEYS),
+    )
+    check(64, None, block_mask=made)
 
 
 def bits_of(words: torch.Tensor, rows: int, stride: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from ...fragments import features
 from ...spec.problem import LISTED
 from ...spec.resolve import find_violations
 from . import descriptions
-from .callable_bits import made_by
+from .callable_bits import Listed, made_by
 from .callable_mask import Masks, Sizes
 from .callable_program import Traced
 from .operation import format_of
@@ -41,11 +41,13 @@ _known: dict[Facts, Known] = {}
 
 
 def lists_serve(call: AttentionCall) -> bool:
-    """Whether kernels that visit the blocks of a mask serve a call with a mask_mod."""
+    """Whether kernels that visit the blocks of a mask serve a call with a mask_mod, or with a
+    block_mask alone."""
     arch = descriptions.device_arch(call.q.device)
-    if arch is None or call.attn_mask is not None or call.block_mask is not None:
+    both = call.mask_mod is not None and call.block_mask is not None
+    if arch is None or call.attn_mask is not None or both:
         return False
-    spec = spec_of_call(replace(call, mask_mod=None, score_mod=None))
+    spec = spec_of_call(replace(call, mask_mod=None, block_mask=None, score_mod=None))
     spec = replace(spec, mask_mod=LISTED, decode=False)
     return not (find_violations(spec, features.scan()) or unserved(spec, arch))
 
@@ -61,6 +63,29 @@ def made_for(call: AttentionCall, masks: Masks, traced: Traced, sizes: Sizes) ->
             _known.clear()
         _known[facts] = known
     return made_again(known, masks, traced, call.q.device)
+
+
+def made_of_blocks(call: AttentionCall, masks: Masks, traced: Traced, sizes: Sizes) -> Tensor:
+    """The mask of a call that lists serve, whose block_mask has this program: made anew as its
+    lists change."""
+    block_mask: Any = call.block_mask
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    lists = [getattr(block_mask, name) for name in names]
+    read = replace(traced, sources=(*traced.sources, *[x for x in lists if x is not None]))
+
+    def make(traced: Traced, sizes: Sizes, device: torch.device) -> Tensor:
+        listed = Listed.of(block_mask, sizes)
+        return made_by(traced, sizes, device, columns=_learns(call), listed=listed)
+
+    kind = f"blocks of {block_mask.BLOCK_SIZE}, {_learns(call)}"
+    return masks.of(make, read, sizes, call.q.device, (kind,))
+
+
+def _learns(call: AttentionCall) -> bool:
+    """Whether a call may have gradients: what a score_mod captures may require some, too."""
+    carriers = [x for x in (call.q, call.k, call.v) if x is not None]
+    learns = call.score_mod is not None or any([x.requires_grad for x in carriers])
+    return learns and torch.is_grad_enabled()
 
 
 def known_of(arguments: Mapping[str, Any]) -> Known | None:

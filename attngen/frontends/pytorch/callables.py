@@ -193,6 +193,11 @@ def _of_masks(call: AttentionCall) -> dict[str, Any]:
     if traced is None and call.block_mask is None:
         return replaced
     sizes = Sizes.of(call, reference.check(call))
+    if traced is None and callable_listed.lists_serve(call):
+        own_mod = call.block_mask.mask_mod  # type: ignore[union-attr]  # without it, not here
+        traced = _traced("mask_mod", own_mod, device)
+        made = callable_listed.made_of_blocks(call, masks, traced, sizes)
+        return {**replaced, "attn_mask": made}
     if traced is not None and callable_listed.lists_serve(call):
         _note(traced)
         return {**replaced, "attn_mask": callable_listed.made_for(call, masks, traced, sizes)}

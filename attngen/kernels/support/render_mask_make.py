@@ -16,6 +16,7 @@ from .view_mask_make import mask_make_view
 
 GRANULE = 64  # queries and keys of a warp, as in block_map.cuh
 PARTS = ("batches", "heads", "queries", "keys")
+BLOCKS = ("mask_block_queries", "mask_block_keys", "mask_blocks_rows", "mask_blocks_columns")
 MADE = ("mask_rows", "mask_columns", "mask_row_map", "mask_column_map")
 
 
@@ -26,7 +27,8 @@ def render(problem: Problem, plan: MakePlan, features: Features, root: Path) -> 
     """
     (use,) = uses_of(problem, features)["mask"]
     names = [each for name in MADE for each in mask_names(name)]
-    names += typed("i32", *(f"attn_mask_{part}" for part in PARTS))
+    names += mask_names("mask_blocks")
+    names += typed("i32", *(f"attn_mask_{part}" for part in PARTS), *BLOCKS)
     names += use.parameters
     kernel = describe(problem, plan, names, tile_rows=GRANULE, grid="multiprocessors", workspace=())
     template = template_of(plan)
