@@ -4,8 +4,9 @@
 
 For chips on which no kernel has been run yet (docs/guide/gpus.md): in a checkout, with torch,
 pytest and what compiles (`pip install '.[compile]'`). It runs the tests of kernels by products of
-warps against float64, and times both directions beside PyTorch's own; all take some minutes. The
-file says which chip and versions these were, what failed with its message, and the figures.
+warps against float64, and times both directions beside PyTorch's own, and decodes; all take some
+minutes. The file says which chip and versions these were, what failed with its message, and the
+figures.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from attngen.io.values import to_data  # noqa: E402
 from tools.gpu_results import ReportError, summarise_junit  # noqa: E402
 
 SCHEMA = 1
-TESTS = tuple(f"tests/gpu/test_mma_{name}.py" for name in ("sync", "sync_backward", "decode"))
+SUBJECTS = ("sync", "sync_backward", "backward_tiles", "decode", "fp8")
+TESTS = tuple(f"tests/gpu/test_mma_{name}.py" for name in SUBJECTS)
 CASES = "b4-s4k-*,b1-s16k-*"
+DECODES = "b16-*-p64,b1-*-kv64k-p64"  # that fit small memories, too
 
 
 def commands(folder: Path) -> dict[str, list[str]]:
@@ -40,6 +43,10 @@ def commands(folder: Path) -> dict[str, list[str]]:
         "tests": [*pytest, *TESTS, f"--junit-xml={folder / 'tests.xml'}"],
         "speed": [*bench, "fwd", *options, str(folder / "speed.json")],
         "speed_of_gradients": [*bench, "bwd", *options, str(folder / "speed_of_gradients.json")],
+        "speed_of_decode": [
+            *(*bench, "decode", "--cases", DECODES, "--peers", "cudnn", "--json"),
+            str(folder / "speed_of_decode.json"),
+        ],
     }
 
 
@@ -52,7 +59,7 @@ def collect(folder: Path, exits: dict[str, int]) -> dict[str, Any]:
         found["tests"] = summarise_junit(folder / "tests.xml")
     except ReportError as error:
         found["tests"] = {"error": str(error)}
-    for name in ("speed", "speed_of_gradients"):
+    for name in ("speed", "speed_of_gradients", "speed_of_decode"):
         try:
             found[name] = json.loads((folder / f"{name}.json").read_text())
         except (OSError, ValueError) as error:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from attngen.bench import workloads
+from attngen.bench import decode_report, workloads
 from tests.support.paths import ROOT
 from tools import report_chip
 
@@ -22,7 +22,9 @@ def test_commands_name_tests_and_cases_that_there_are(tmp_path: Path) -> None:
     found = report_chip.commands(tmp_path)
     assert all((ROOT / each).is_file() and each in found["tests"] for each in report_chip.TESTS)
     assert len(workloads.select(report_chip.CASES.split(","))) >= 8
-    for name in ("speed", "speed_of_gradients"):
+    decodes = workloads.select_named(report_chip.DECODES.split(","), decode_report.CASES)
+    assert len(decodes) == 2
+    for name in ("speed", "speed_of_gradients", "speed_of_decode"):
         assert found[name][-1] == str(tmp_path / f"{name}.json")
 
 
@@ -51,5 +53,5 @@ def test_main_writes_the_file_whatever_failed(
     monkeypatch.setattr(report_chip, "describe_machine", lambda: {"chip": "one"})
     monkeypatch.setattr(subprocess, "run", run)
     assert report_chip.main(["-o", str(tmp_path / "x.json")]) == status
-    assert ran == ["pytest", "attngen", "attngen"]
+    assert ran == ["pytest", *["attngen"] * 3]
     assert json.loads((tmp_path / "x.json").read_text())["machine"] == {"chip": "one"}
