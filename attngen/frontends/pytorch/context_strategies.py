@@ -224,9 +224,12 @@ def _fastest(asked: Asked, order: Order, ranks: int) -> Comm:
     (docs/results/context-parallel.json): one after another, but for long calls of two kinds.
 
     Few keys for many queries are soon gathered, but their gradients have all ranks' rows to add up.
-    As many heads of keys as of queries are much to send, to and fro, beside a share of them.
+    As many heads of keys as of queries are much to send, to and fro, beside a share of them. Of
+    sequences with lengths of their own parts are launches each, but where heads are exchanged.
     """
     q, k, v = asked.q, asked.k, asked.v
+    if len(asked.lengths) > 1 and not _against_heads(asked, ranks):
+        return "a2a"
     if q.shape[1] < LONG:
         return "p2p"
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
