@@ -15,6 +15,7 @@ from .sizes import agree
 from .wording import names
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+NAMED_PLACES = 4  # of a tensor's scales, of which there may be one a token
 OUT_DTYPES = (torch.float16, torch.bfloat16, *fp8.DTYPES)
 
 
@@ -46,9 +47,15 @@ def scale_values(scales: Mapping[str, Tensor | None]) -> Iterator[str]:
         if scale is None:
             continue
         wrong = ~((scale >= 0) & (scale < float("inf")))
-        for place in wrong.nonzero().tolist():
+        places = wrong.nonzero().tolist()
+        others = len(places) - NAMED_PLACES
+        more = f" So are {others} other places." if others > 0 else ""
+        for place in places[:NAMED_PLACES]:
             value = scale[tuple(place)].item()
-            yield f"{name}{place}={value:g}: scales are finite, and not negative. Look at its amax."
+            yield (
+                f"{name}{place}={value:g}: scales are finite, and not negative. Look at its amax."
+                f"{more}"
+            )
 
 
 def _misplaced(call: AttentionCall, q: torch.dtype, fitting: tuple[str, ...]) -> Iterator[str]:

@@ -8,7 +8,7 @@ import torch
 import attngen
 from attngen import SpecError, fp8
 from attngen.call.recipe import CastRule
-from attngen.reference import fp8_scales
+from attngen.reference import fp8_checks, fp8_scales
 
 TOKEN = fp8.Float8CurrentScaling(scaling="token")
 
@@ -115,3 +115,12 @@ def test_scales_of_other_shapes_are_refused(change, reason):
     scales = {f"descale_{name}": torch.ones(2, 2, 40) for name in "qkv"}
     with pytest.raises(SpecError, match=reason):
         attngen.attention(*tensors, **{**scales, **change})
+
+
+def test_wrong_values_are_named_but_not_each_of_thousands():
+    scales = {f"descale_{name}": torch.ones(2, 2, 40) for name in "qkv"}
+    scales["descale_k"][1, 0, 3:] = float("nan")
+    reasons = [*fp8_checks.scale_values(scales)]
+    assert len(reasons) == 4
+    assert reasons[0].startswith("descale_k[1, 0, 3]=nan: scales are finite")
+    assert reasons[0].endswith("So are 33 other places.")
