@@ -58,7 +58,7 @@ def test_arguments_are_those_of_the_table() -> None:
         ({"window": 5}, "window needs two sides"),
         ({"softmax_scale": -1.0, "backend": "cuda"}, "kernels take a positive float32 number"),
         ({"num_splits": 0}, "num_splits=0 is no number of parts"),
-        ({"descale_k": np.ones((1, 4, 8), np.float32)}, "scales a token and head have no definition"),
+        ({"descale_k": np.ones((1, 4, 8), np.float32)}, "scales a token and head have no"),
     ],
 )
 def test_what_means_nothing_is_refused(given: dict[str, Any], says: str) -> None:
