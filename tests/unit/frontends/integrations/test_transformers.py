@@ -117,6 +117,14 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 32},
         **{"layer_types": ["chunked_attention", "full_attention"]},
     },
+    "Qwen3": {},
+    "Phi3": {"sliding_window": None},
+    "DeepseekV3": {
+        **{"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 8},
+        **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "n_routed_experts": 4, "n_group": 1},
+        **{"num_experts_per_tok": 2, "topk_group": 1, "moe_intermediate_size": 16},
+        **{"first_k_dense_replace": 1, "head_dim": 8},
+    },
 }
 
 
@@ -130,7 +138,7 @@ def transformers() -> Any:
 
 def model_of(transformers: Any, name: str) -> Any:
     text = "Text" if name in ("Gemma3", "Llama4") else ""
-    config = getattr(transformers, f"{name}{text}Config")(**SMALL, **MODELS[name])
+    config = getattr(transformers, f"{name}{text}Config")(**{**SMALL, **MODELS[name]})
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
     for parameter in model.parameters():
@@ -184,6 +192,93 @@ def test_generation_is_that_of_eager(transformers, name, cache, padding) -> None
             return_dict_in_generate=True,
             output_logits=True,
             disable_compile=True,
+        )
+        found.append(torch.stack(result.logits))
+    torch.testing.assert_close(*found, atol=2e-5, rtol=1e-3)
+
+
+IMAGES: dict[str, Any] = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "image_size": 32, "patch_size": 8},
+}
+TEXTS: dict[str, Any] = {
+    name: x for name, x in SMALL.items() if name not in ("head_dim", "num_key_value_heads")
+}
+PIXELS = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+SOUND = torch.randn(2, 16, 100, generator=torch.Generator().manual_seed(0))
+PADDED = {"attention_mask": RIGHT.long()}
+SPEECH: dict[str, Any] = {
+    **{"vocab_size": 64, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1},
+    **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 32},
+    **{"decoder_ffn_dim": 32, "max_source_positions": 50, "num_mel_bins": 16},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
+}
+ENCODERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "BERT": ("BertConfig", "BertModel", TEXTS, {"input_ids": IDS, **PADDED}),
+    "ModernBERT": (
+        *("ModernBertConfig", "ModernBertModel"),
+        {**TEXTS, "local_attention": 4, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
+        {"input_ids": IDS, **PADDED},
+    ),
+    "ViT": ("ViTConfig", "ViTModel", IMAGES, {"pixel_values": PIXELS}),
+    "SigLIP": ("SiglipVisionConfig", "SiglipVisionModel", IMAGES, {"pixel_values": PIXELS}),
+    "T5": (
+        *("T5Config", "T5ForConditionalGeneration"),
+        {
+            **{"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2},
+            **{"num_heads": 4, "decoder_start_token_id": 0},
+        },
+        {"input_ids": IDS, "decoder_input_ids": IDS[:, :7], **PADDED},
+    ),
+    "Whisper": (
+        *("WhisperConfig", "WhisperForConditionalGeneration"),
+        SPEECH,
+        {"input_features": SOUND, "decoder_input_ids": IDS[:, :7]},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders_and_cross_attention_are_those_of_eager(transformers, name) -> None:
+    config, kind, sizes, given = ENCODERS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(getattr(transformers, config)(**sizes)).float().eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.2)
+    results = []
+    for implementation in ("eager", "attngen"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        out = model(**given)
+        found = out.logits if hasattr(out, "logits") else out.last_hidden_state
+        if name in ("BERT", "ModernBERT"):  # a padding token's own output is 0 here
+            found = found[given["attention_mask"].bool()]
+        found.square().mean().backward()
+        grads = [x.grad.clone() for x in model.parameters() if x.grad is not None]
+        results.append([found.detach(), *grads])
+    for found, wanted in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["T5", "Whisper"])
+def test_decoders_of_two_kinds_of_attention_generate_as_eager_does(transformers, name) -> None:
+    config, kind, sizes, given = ENCODERS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(getattr(transformers, config)(**sizes)).float().eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.2)
+    rest = {name: x for name, x in given.items() if name != "decoder_input_ids"}
+    found = []
+    for implementation in ("eager", "attngen"):
+        model.set_attn_implementation(implementation)
+        result = model.generate(
+            **rest,
+            **{"max_new_tokens": 5, "do_sample": False, "eos_token_id": None},
+            **{"return_dict_in_generate": True, "output_logits": True, "disable_compile": True},
         )
         found.append(torch.stack(result.logits))
     torch.testing.assert_close(*found, atol=2e-5, rtol=1e-3)
