@@ -50,10 +50,16 @@ class Arriving:
             self._ask(number + AHEAD)
             for request in self._requests.pop(number, ()):
                 request.wait()
+            if each.region is not None:
+                self._join()  # what was copied beside, which no message may have waited for
             yield each, [self._visit(each, part) for part in each.parts]
             needed = {x.region for x in rounds[number + 1 :]}
             self._memory = {n: x for n, x in self._memory.items() if n in needed}
-        if self._beside is not None:  # as a capture of a graph wants it
+        self._join()  # as a capture of a graph wants it
+
+    def _join(self) -> None:
+        """Have the current stream wait for what the one beside has begun but messages."""
+        if self._beside is not None:
             torch.cuda.current_stream(self._k.device).wait_stream(self._beside)
 
     def _visit(self, each: Round, part: Part) -> Visit:
