@@ -11,7 +11,7 @@ from jax import Array
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ...call.fragments import SLOTS
+from ...call.fragments import SLOTS, operands_of
 from ...call.table import CARRIERS, GRADIENT_OF, PAGE_TABLES
 from ...fragments.program import has_program
 from ...spec import layouts
@@ -54,7 +54,7 @@ def axes_of(form: Form, name: str, shape: Sequence[int]) -> list[str]:
         axes = [*("ht" if layout.q_format == "thd" else "bhs")]
     elif name in ("bias", "attn_mask"):
         axes = [*"bhst"][4 - len(shape) :]
-    elif name in OF_HEADS:
+    elif name in OF_HEADS or name in _slots_of_heads(form):
         axes = [*"bh"][2 - len(shape) :]
     elif name.startswith("descale_") and len(shape) == 2:
         axes = [*"bh"]
@@ -69,6 +69,12 @@ def axes_of(form: Form, name: str, shape: Sequence[int]) -> list[str]:
     return [
         axis if axis in kept and size > 1 else "-" for axis, size in zip(axes, shape, strict=True)
     ]
+
+
+def _slots_of_heads(form: Form) -> set[str]:
+    """The operands of fragments that are numbers of heads, [h_q] or [b, h_q]."""
+    found = operands_of(form.arguments.mask, form.arguments.score_mod)
+    return {each.slot for each in found if each.operand.domain in ("head", "batch_head")}
 
 
 def _sizes(form: Form, operands: Sequence[Any]) -> tuple[int, int]:

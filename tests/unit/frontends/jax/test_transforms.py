@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,10 @@ jax = pytest.importorskip("jax")
 from attngen.jax import attention  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
+from attngen import register_fragment  # noqa: E402
 from tests.support import launch_kit  # noqa: E402
+from tests.support.own_fragments import kept  # noqa: E402
+from tests.unit.fragments.test_calls import SCORE, write  # noqa: E402
 
 jnp = jax.numpy
 
@@ -150,6 +154,22 @@ def test_sequences_and_heads_stay_on_their_devices(partitioner: None) -> None:
     assert q.sharding.spec == PartitionSpec("data", None, "heads")
     local = jax.shard_map(loss_of_parts, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
     close(jax.jit(jax.grad(local, argnums=range(5)))(*spread), gradients(*arrays))
+
+
+def test_numbers_of_heads_that_fragments_read_are_spread_with_these(tmp_path: Path) -> None:
+    mesh = Mesh(np.array(jax.devices()[:2]), "heads")
+    rows = NamedSharding(mesh, PartitionSpec(None, None, "heads"))
+    coolness = jnp.asarray([0.1, 1, 2, 4], jnp.float32)
+
+    def warm(q: Any, coolness: Any) -> Any:
+        return attention(q, q, q, score_mod="warm_spread", coolness_spread=coolness)
+
+    with kept():
+        register_fragment(write(tmp_path / "score", SCORE, "warm", "spread"))
+        q, call = random(2, 8, 4, 8), jax.jit(warm)
+        found = call(jax.device_put(q, rows), coolness)
+        assert found.sharding.is_equivalent_to(rows, 4)
+        close([found], [call(q, coolness)])
 
 
 @pytest.mark.sampled(1)
