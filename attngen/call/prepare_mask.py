@@ -11,7 +11,7 @@ from ..fragments.program import Program
 from ..kernels.family import Choice
 from ..runtime.launch import prepare
 from ..runtime.run_time import Extent, Scalars
-from ..spec.attention_spec import AttentionSpec
+from ..spec.mask_checks import spec_of_mask
 from . import kernel_choice, made_mask
 from .kernel_choice import Device
 from .prepared import Launches
@@ -43,11 +43,6 @@ class PreparedMask(Launches):
         self._point(self.operands)
 
 
-def spec_of(program: Program) -> AttentionSpec:
-    """The spec of the kernel that makes masks of a program, whose fragment is registered."""
-    return AttentionSpec(head_dim=16, mask=program.name, directions=("mask",))
-
-
 def prepare_mask(
     program: Program,
     numbers: Sequence[int | float],
@@ -63,7 +58,7 @@ def prepare_mask(
     sizes, queries and keys; blocks: what lists say of blocks, if there are any. Raises: SpecError,
     CompileError, LaunchError.
     """
-    (kernel,) = kernel_choice.kernels_of(spec_of(program), device, Choice())
+    (kernel,) = kernel_choice.kernels_of(spec_of_mask(program.name), device, Choice())
     given: dict[str, int | float] = {**made_mask.numbers_of(made, *sizes)}
     given |= _numbers_of(blocks)
     given |= {f"{PREFIX}{NUMBER}{place}": number for place, number in enumerate(numbers)}

@@ -259,6 +259,7 @@ def has_short(spec: AttentionSpec) -> bool:
     masks = masks_of(spec.mask)
     lengths = spec.seqused or masks.padding or "thd" in layout.formats
     beside = spec.bias != "none" or spec.attn_mask or masks.arbitrary or spec.dropout
+    beside = beside or bool(spec.mask_mod)
     beside = beside or is_traced(spec)
     one_dtype = {spec.kv_dtype, spec.out_dtype} <= {None, spec.dtype}
     return (

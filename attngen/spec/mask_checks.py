@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from ..fragments.features import Features
 from ..fragments.program import MASK_PREFIX
 from . import layouts
 from .attention_spec import DTYPES_8BIT, AttentionSpec
 from .masks import masks_of
-from .problem import LISTED
+from .problem import CAST_HEAD_DIM, LISTED
 from .violations import Violation
 
 
-def check_listed(spec: AttentionSpec) -> list[Violation]:
+def spec_of_mask(name: str) -> AttentionSpec:
+    """The spec of the kernel that makes masks of the program whose fragment has this name."""
+    return AttentionSpec(head_dim=CAST_HEAD_DIM, mask=name, directions=("mask",))
+
+
+def check_listed(spec: AttentionSpec, features: Features) -> list[Violation]:
     """Find what is missing in kernels that visit the blocks of a mask made before."""
     found: list[Violation] = []
-    if spec.mask_mod not in (False, True, LISTED):
-        reason = f"mask_mod {spec.mask_mod!r} is unknown; available: {LISTED!r}, of a mask made "
-        found.append(Violation("mask_mod", reason + "before the call's kernels", LISTED))
-    if spec.mask_mod != LISTED:
+    name = spec.mask_mod
+    if isinstance(name, bool):
         return found
+    traced = name.startswith(MASK_PREFIX) and name in features["mask"]
+    if name != LISTED and not traced:
+        reason = f"mask_mod {name!r} is unknown; available: {LISTED!r}, of a mask made before the "
+        found.append(Violation("mask_mod", reason + "call's kernels, or a function", LISTED))
     layout = layouts.parse(spec.layout)
     lacking = spec.dtype in DTYPES_8BIT or spec.widens or layout.paged or spec.decode
     if lacking or spec.bias != "none":

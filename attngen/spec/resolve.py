@@ -21,7 +21,7 @@ from .fragment_checks import (
     switched,
 )
 from .head_dims import check_head_dims, head_dim_step
-from .mask_checks import check_listed, check_traced_mask
+from .mask_checks import check_listed, check_traced_mask, spec_of_mask
 from .masks import masks_of, without_arbitrary
 from .mixed import MIXED, check_mixed
 from .problem import BIASED_HEAD_DIM, LISTED, Direction, Problem, Sequence
@@ -55,7 +55,7 @@ def resolve(
         changes = ", ".join(dict.fromkeys(f"{v.field}={v.nearest!r}" for v in violations))
         reasons = [f"{_at(place, v.field)}{spec.title}: {v.reason}" for v in violations]
         raise SpecError([*reasons, f"nearest legal spec: the same with {changes}"])
-    masks = masks_of(spec.mask)
+    masks, listed = masks_of(spec.mask), isinstance(spec.mask_mod, str)
     digests = [each.digest for each in called_fragments(spec, features)]
     q_seq, kv_seq = sequences_of(spec)
     forward = Problem(
@@ -71,12 +71,12 @@ def resolve(
         q_seq=q_seq,
         kv_seq=kv_seq,
         kv_fetch=fetch_of(spec),
-        kv_iter=LISTED if spec.mask_mod == LISTED else "range",
+        kv_iter=LISTED if listed else "range",
         max_logit=spec.return_max_logit,
         dropout=spec.dropout,
         positions=spec.positions,
         continues=spec.continues,
-        attn_mask=spec.attn_mask or masks.arbitrary or spec.mask_mod == LISTED,
+        attn_mask=spec.attn_mask or masks.arbitrary or listed,
         decode=spec.decode,
         fragment_digests=tuple(each for each in digests if each is not None),
     )
@@ -89,7 +89,10 @@ def resolve(
         found["mask"] = (forward.mask(),)
     casts: tuple[Direction, ...] = ("cast", "bwd_cast")
     found |= {each: (forward.cast(each),) for each in casts if each in spec.directions}
-    return tuple(problem for direction in spec.directions for problem in found[direction])
+    problems = tuple(problem for direction in spec.directions for problem in found[direction])
+    if isinstance(spec.mask_mod, str) and spec.mask_mod != LISTED:  # its own mask, made before
+        problems += resolve(spec_of_mask(spec.mask_mod), features)
+    return problems
 
 
 def backward_of(spec: AttentionSpec, forward: Problem) -> Problem:
@@ -364,4 +367,4 @@ def _check_features(spec: AttentionSpec, features: Features) -> list[Violation]:
     for switch in SWITCHES:
         if getattr(spec, switch) is True:
             found.append(Violation(switch, f"{switch} has no kernels yet", False))
-    return found + check_listed(spec) + check_traced_mask(spec)
+    return found + check_listed(spec, features) + check_traced_mask(spec)

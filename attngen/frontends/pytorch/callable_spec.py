@@ -13,9 +13,13 @@ import torch
 
 from ...errors import SpecError
 from ...fragments.features import register_program
+from ...spec import layouts
 from . import callable_builtins
 from .callable_program import Traced, mask_program, score_program
 from .callable_trace import trace
+
+# Fields beside which a mask is made before, as these values; else it runs as booleans.
+_LISTED = {"bias": "none", "attn_mask": False, "decode": False, "kv_dtype": None}
 
 
 def fields_of(field: str, word: str, folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,7 +43,10 @@ def fields_of(field: str, word: str, folder: Path, given: Mapping[str, Any]) -> 
             sequences = -1 if own.prefix is None else len(made.captures[own.prefix])
             asked = callable_builtins.mask_arguments(own, made.captures, given, sequences)
         if asked is None:
-            return {"attn_mask": True}
+            listed = all(given.get(name, plain) == plain for name, plain in _LISTED.items())
+            listed = listed and not layouts.parse(given.get("layout", "bshd")).paged
+            name = register_program(made.program).name if listed else None
+            return {"mask_mod": name} if name else {"attn_mask": True}
         return {n: x if n == "mask" else True for n, x in asked.items() if n in ("mask", "window")}
     if own is not None:
         axes = tuple(made.captures[own.alibi.capture].shape) if own.alibi else ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,10 @@ def spec_of(tmp_path: Path):
         ('score_mod = "python:mods.py:alibi"', {"alibi": True}),
         ('mask_mod = "python:mods.py:sliding"', {"window": True}),
         ('mask_mod = "python:mods.py:causal"', {"mask": "causal"}),
-        ('mask_mod = "python:mods.py:odd"', {"attn_mask": True}),
+        (
+            'mask_mod = "python:mods.py:odd"\nbias = "post_scale"',
+            {"attn_mask": True, "bias": "post_scale"},
+        ),
     ],
 )
 def test_functions_stand_for_fields(spec_of, line, wanted) -> None:
@@ -101,6 +105,18 @@ def test_other_scores_are_programs_and_learn_what_requires_gradients(spec_of) ->
     assert [parse_program(text).name for text in problem.fragment_digests] == [bent.score_mod]
     learned = spec_of('score_mod = "python:mods.py:relative"').score_mod
     assert features.scan()["score"][learned].learned == (0,)
+
+
+def test_other_masks_are_programs_that_kernels_of_their_own_make(spec_of) -> None:
+    odd = spec_of('mask_mod = "python:mods.py:odd"', 'directions = ["fwd", "bwd"]')
+    forward, backward, making = resolve.resolve(odd, features.scan())
+    assert forward.listed and backward.listed and making.direction == "mask"
+    (text,) = making.fragment_digests
+    assert parse_program(text).name == odd.mask_mod == making.masks[0]
+    with pytest.raises(SpecError, match="mask_mod 'traced_mask_' is unknown"):
+        resolve.resolve(replace(odd, mask_mod="traced_mask_"), features.scan())
+    with pytest.raises(SpecError, match="have no 8 bits, pages, split keys and biases"):
+        resolve.resolve(replace(odd, bias="post_scale"), features.scan())
 
 
 @pytest.mark.parametrize(
