@@ -157,7 +157,8 @@ struct Params {
   int descale_k_stride_head;
   int descale_v_stride_batch;
   int descale_v_stride_head;
-  int page_count;
+  int k_page_count;
+  int v_page_count;
   int row_tiles;
   int heads_q;
   int heads_kv;
@@ -186,7 +187,7 @@ struct Params {
 // NVRTC has no offsetof; natural alignment and the total size pin every member's place.
 static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "packed by the host");
 static_assert(sizeof(void*) == 8 && sizeof(long long) == 8 && sizeof(int) == 4, "packed by the host");
-static_assert(sizeof(Params) == 312, "packed by the host");
+static_assert(sizeof(Params) == 320, "packed by the host");
 
 ATTNGEN_DEVICE MaskList mask_list(const Params& p) {
   return {};
@@ -198,12 +199,12 @@ ATTNGEN_DEVICE KvSequence kv_sequence(const Params& p) { return UsedSequence{p.k
 ATTNGEN_DEVICE auto k_rows(const Params& p, int batch, int head, int rows) {
   const PageFetch fetch = PageFetch{p.k_page_table, p.k_page_table_stride, p.k_page_size, p.k_page_reciprocal, p.k_page_shift};
   return paged_rows<1>(p.k, fetch, batch, head, p.k_stride_batch, p.k_stride_head,
-                   p.k_stride_row, p.page_count, rows);
+                   p.k_stride_row, p.k_page_count, rows);
 }
 ATTNGEN_DEVICE auto v_rows(const Params& p, int batch, int head, int rows) {
   const PageFetch fetch = PageFetch{p.v_page_table, p.v_page_table_stride, p.v_page_size, p.v_page_reciprocal, p.v_page_shift};
   return paged_rows<1>(p.v, fetch, batch, head, p.v_stride_batch, p.v_stride_head,
-                   p.v_stride_row, p.page_count, rows);
+                   p.v_stride_row, p.v_page_count, rows);
 }
 
 // A CTA's job: rows of one key/value head of one sequence, and blocks of keys.

@@ -121,7 +121,8 @@ SOURCES: dict[str, Source] = {
     "q_blocks": lambda launch: launch.given(
         "all_q_blocks", row_blocks(launch.kernel, launch.q, launch.sequences)
     ),
-    "page_count": lambda launch: launch.extents["k"].batch,
+    "k_page_count": lambda launch: launch.extents["k"].batch,
+    "v_page_count": lambda launch: launch.extents["v"].batch,
     "heads_q": attrgetter("q.heads"),
     "heads_kv": attrgetter("k.heads"),
     "total_heads": attrgetter("total_heads"),

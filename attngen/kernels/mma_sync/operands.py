@@ -35,7 +35,7 @@ def operand_of(problem: Problem, name: str, uses: dict[str, list[FragmentUse]]) 
     if problem.paged and name != "q":
         fetch = fragment_view(uses["kv_fetch" if name == "k" else "v_fetch"][0])
         return Operand(
-            name, fetch, f"paged_rows{bytes_each}", "fetch, batch, head", "p.page_count, "
+            name, fetch, f"paged_rows{bytes_each}", "fetch, batch, head", f"p.{name}_page_count, "
         )
     token = "0" if kind == "dense" else FIRST_TOKEN.format(f"{side}_sequence(p)")
     place = f"batch, head, {token}"

@@ -41,7 +41,7 @@ def _describe(problem: Problem, plan: DecodePlan, operands: Names) -> KernelEntr
         names += strides_of(tensor)
     names += typed("i64", "total_rows")
     names += typed("i32", *(f"{x}_stride_{axis}" for x in descales for axis in ("batch", "head")))
-    names += typed("i32", *(("page_count",) if problem.paged else ()))
+    names += typed("i32", *(("k_page_count", "v_page_count") if problem.paged else ()))
     names += typed("i32", "row_tiles", "heads_q", "heads_kv", "group_size", "splits")
     names += typed("i32", "bottom_right", *(("sequences",) if problem.q_seq != "dense" else ()))
     return describe(

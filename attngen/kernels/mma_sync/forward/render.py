@@ -76,7 +76,7 @@ def _names(problem: Problem, uses: dict[str, list[FragmentUse]]) -> Names:
     if problem.gather:
         names += typed("i64", *(f"{tensor}_stride_column" for tensor in "qkv"))
         names += typed("i32", "dim_qk", "dim_v")
-    names += typed("i32", *(("page_count",) if problem.paged else ()))
+    names += typed("i32", *(("k_page_count", "v_page_count") if problem.paged else ()))
     names += typed("i32", *(JOINING if problem.continues else ()))
     names += mask_names("mask_rows") if problem.attn_mask else []
     counts = ("tiles_m", "heads_q", "total_heads", "heads_per_group", "tail_rows", "group_size")
