@@ -20,7 +20,8 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib.metadata import version
@@ -51,11 +52,12 @@ Call = Callable[[], Any]
 
 class Stack(NamedTuple):
     """A model by the names of its classes, what its config says, and who may compute its
-    attention beside attngen."""
+    attention beside attngen, in steps of many queries and in decoding."""
 
     name: str
     config: dict[str, Any]
     peers: tuple[str, ...]
+    peers_of_decode: tuple[str, ...]
 
 
 LLAMA = {
@@ -69,8 +71,9 @@ GPT_OSS = {
     "layer_types": ["sliding_attention", "full_attention"],
 }
 STACKS = {
-    "llama-8b": Stack("Llama", LLAMA, ("flash", "cudnn", "efficient", "flex")),
-    "gpt-oss-20b": Stack("GptOss", GPT_OSS, ("flex", "eager")),
+    # The efficient kernels take no groups of heads, flash no masks, which fixed caches have.
+    "llama-8b": Stack("Llama", LLAMA, ("flash", "cudnn", "flex"), ("cudnn", "efficient", "flex")),
+    "gpt-oss-20b": Stack("GptOss", GPT_OSS, ("flex", "eager"), ("flex", "eager")),
 }
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -176,11 +179,13 @@ class Timed(NamedTuple):
 
 
 def timed_steps(
-    model: Any, stack: Stack, step: str, length: int
+    model: Any, stack: Stack, step: str, length: int, without: Sequence[str]
 ) -> tuple[dict[str, Timed], dict[str, str]]:
-    """The step by who computes its attention, each called once; and who cannot, and why."""
+    """The step by who computes its attention, each called once; and who cannot, and why. without:
+    who is not asked."""
     found, missing, first = {}, {}, None
-    for who in ("attngen", *stack.peers):
+    peers = stack.peers_of_decode if step == "decode" else stack.peers
+    for who in ("attngen", *[peer for peer in peers if peer not in without]):
         select = partial(model.set_attn_implementation, IMPLEMENTATIONS.get(who, who))
         around = partial(sdpa_kernel, BACKENDS[who]) if who in BACKENDS else nullcontext
         try:
@@ -233,9 +238,11 @@ class Prepared(NamedTuple):
         return {**self.about, "ms": ms, "best_peer": best, "ratio": ratio, "missing": self.missing}
 
 
-def work(parent: Connection, name: str, length: int, steps: list[str], rounds: int) -> None:
+def work(parent: Connection, name: str, length: int, options: argparse.Namespace) -> None:
     """A process: prepare the steps of a stack, say so, and time them when the parent answers."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    torch._inductor.config.compile_threads = 2  # others compile beside this one
     # A step of another length is compiled for that length, as a program of one length would be.
     torch._dynamo.config.automatic_dynamic_shapes = False
     integrations.transformers.register(backend="cuda")
@@ -244,14 +251,14 @@ def work(parent: Connection, name: str, length: int, steps: list[str], rounds: i
     prepared = [
         Prepared(
             {"stack": name, "step": step, "length": length},
-            *timed_steps(model, stack, step, length),
+            *timed_steps(model, stack, step, length, options.without),
         )
-        for step in steps
+        for step in options.steps
     ]
     parent.send(None)
     parent.recv()
     for each in prepared:
-        parent.send(each.measured(rounds))
+        parent.send(each.measured(options.rounds))
         torch.cuda.empty_cache()
     parent.close()
 
@@ -263,8 +270,7 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for name in options.stacks:
         for length in options.lengths:
             own, other = spawn.Pipe()
-            given = (other, name, length, options.steps, options.rounds)
-            process = spawn.Process(target=work, args=given, daemon=True)
+            process = spawn.Process(target=work, args=(other, name, length, options), daemon=True)
             process.start()
             other.close()
             workers[own] = process
@@ -284,6 +290,7 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             print(f"{row['stack']} {row['step']} {row['length']}: {row['ms']}, {row['ratio']} x")
             sys.stdout.flush()
             yield row
+        workers[each].join()
 
 
 def _received(worker: Connection) -> Any:
@@ -301,6 +308,7 @@ def main() -> int:
     parser.add_argument("--stacks", nargs="+", default=[*STACKS], choices=[*STACKS])
     parser.add_argument("--steps", nargs="+", default=[*STEPS], choices=[*STEPS])
     parser.add_argument("--lengths", nargs="+", type=int, default=[*LENGTHS])
+    parser.add_argument("--without", nargs="+", default=[], choices=[*IMPLEMENTATIONS, "eager"])
     parser.add_argument("--ready-within", type=float, default=300, help="seconds for compilation")
     options = parser.parse_args()
     if not torch.cuda.is_available():
