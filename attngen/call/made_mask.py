@@ -38,7 +38,7 @@ class Parts(NamedTuple):
 
     @property
     def map_words(self) -> int:
-        """Words of its maps, which are zeros before the kernel marks what it finds."""
+        """Words of its maps. All of a plane is zeros before the kernel marks what it finds."""
         return self.row_map + self.column_map
 
     @property

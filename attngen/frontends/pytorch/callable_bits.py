@@ -36,7 +36,7 @@ class Listed:
 
     @classmethod
     def of(cls, block_mask: Any, sizes: Sizes) -> Listed:
-        """Those of a mask's lists, for a call of these sizes."""
+        """The blocks of a mask's lists, for a call of these sizes."""
         queries, keys = block_mask.BLOCK_SIZE
         rows, columns = -(-sizes.i // queries), -(-sizes.j // keys)
         shape = *block_mask.kv_num_blocks.shape[:2], rows, columns
@@ -80,8 +80,7 @@ def made_by(
             f"than {MOST_BYTES >> 30} GiB of bits. Name a mask, or pass a window."
         )
     with torch.inference_mode(False), torch.no_grad():  # a call that trains may save it
-        made = torch.empty(*planes, parts.words, dtype=torch.int32, device=device)
-        made[..., : parts.map_words].zero_()
+        made = torch.zeros(*planes, parts.words, dtype=torch.int32, device=device)
     _make(traced, made, sizes, listed)
     return made
 
