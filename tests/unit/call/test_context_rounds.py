@@ -106,6 +106,28 @@ def test_queries_wait_for_no_more_keys_than_are_named() -> None:
         assert len(waiting) == [0, 1, 1, 1, 1, 2, 2, 2, 3, 3, 3][rank]
 
 
+def held(found: Rounds, ahead: int = 2) -> int:
+    """The most keys that regions have room for at a time, with those that are asked for."""
+    most = 0
+    for now in range(len(found.rounds)):
+        used = {x.region: n for n, x in enumerate(found.rounds)}  # for the last time
+        asked = {x.region for x in found.rounds[: now + ahead + 1]} - {None}
+        alive = [found.regions[n].tokens for n in asked if used[n] >= now]
+        most = max(most, sum(alive))
+    return most
+
+
+@pytest.mark.parametrize(
+    ("ranks", "forward", "backward"), [(2, 1.75, 1), (4, 3.75, 3), (8, 7.75, 6), (16, 8.75, 6)]
+)
+def test_keys_of_others_take_what_the_guide_says(ranks: int, forward: float, backward) -> None:
+    order, own = Order("dual_chunk", ranks), 64
+    plans = plans_of(order, [Length.of(own * ranks)], mask="causal")
+    for make, most in ((partial(rounds_of, going=16), forward), (BACKWARD, backward)):
+        found = [make(plans, rank) for rank in range(ranks)]
+        assert max(held(x) for x in found if x is not None) == most * own
+
+
 def test_the_last_keys_are_the_ranks_own_in_a_backward() -> None:
     order, length = Order("dual_chunk", 4), Length.of(32)
     for found in check(order, length, BACKWARD, mask="causal"):
