@@ -49,6 +49,7 @@ from .operands import (
     unpacked,
 )
 from .prepared import Launches, Output, lay_out_workspaces
+from .served import of_backward
 from .table import CARRIERS, OPTIONAL, WantedGradients
 from .tensors import Described, TensorDesc, dtype_name, is_fp8, named
 
@@ -236,8 +237,8 @@ def choose(call: Backward, device: Device, q: TensorDesc, k: TensorDesc, v: Tens
         tensors = {name: present(call.given[name]) for name in ("o", "d_o")}
         gradients = output_dtype(q, call.arguments)
         forward = fp8_gradients.spec_of_gradients(forward, tensors, gradients, call.mixed)
-    elif forward.out_dtype == "fp32":
-        forward = replace(forward, out_dtype=None, grad_dtype="fp32")
+    else:
+        forward = of_backward(forward)
     spec = replace(
         forward, directions=("bwd",), deterministic=call.arguments.deterministic, decode=False
     )

@@ -13,7 +13,7 @@ from ..spec.resolve import find_violations
 from ..targets.target import DEFAULT, names
 from .decode import unsplit
 from .fp8_checks import backward_violations
-from .served import unserved, without_splits
+from .served import of_backward, unserved, without_splits
 from .table import CARRIERS, LENGTHS, ROWS, AttentionCall
 
 _FEATURES = features.scan()  # here, not in a call: torch.compile cannot trace file access
@@ -92,9 +92,8 @@ def refusals(
     reasons = [violation.reason for violation in find_violations(spec, _FEATURES)]
     if not reasons:
         spec = spec if call.num_splits else without_splits(spec, arch)
-        for direction in directions:  # of which backwards split no keys
-            decode = spec.decode and direction == "fwd"
-            reasons += unserved(replace(spec, directions=(direction,), decode=decode), arch)
+        reasons += unserved(spec, arch)
+        reasons += unserved(of_backward(spec), arch) if "bwd" in directions else []
     return [*dict.fromkeys(reasons)] + unsplit(call.num_splits or 0, spec.decode)
 
 

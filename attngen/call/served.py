@@ -31,6 +31,14 @@ def unserved(spec: AttentionSpec, arch: str) -> list[str]:
     return [*dict.fromkeys(reasons)]
 
 
+def of_backward(spec: AttentionSpec) -> AttentionSpec:
+    """The spec of the backward of a forward of 16 bits: gradients are float32 where its output is,
+    and no keys are split."""
+    if spec.out_dtype == "fp32":
+        spec = replace(spec, out_dtype=None, grad_dtype="fp32")
+    return replace(spec, directions=("bwd",), decode=False)
+
+
 def without_splits(spec: AttentionSpec, arch: str) -> AttentionSpec:
     """The spec, of few queries the one whose kernels do not split keys where the architecture has
     none that do."""

@@ -49,6 +49,7 @@ def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[s
     )
 
 
+@pytest.mark.wgmma
 def test_program_traced_bundled_and_served_without_compiling(tmp_path: Path) -> None:
     trace, bundle = str(tmp_path / "trace.jsonl"), str(tmp_path / "kernels.attn")
     attngen = ["-m", "attngen"]

@@ -28,6 +28,7 @@ KERNELS = [
 SPEC = '[[kernel]]\nhead_dim = 64\nmask = "causal"\nwindow = true\n'
 
 
+@pytest.mark.wgmma
 def test_tune_writes_what_planning_then_prefers(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tuned, "FOLDER", tmp_path)
     monkeypatch.setitem(TARGETS, DEFAULT.name, replace(DEFAULT, chip="here"))

@@ -150,6 +150,7 @@ class SameLengths(Call):
         return known
 
 
+@pytest.mark.wgmma
 @pytest.mark.slow
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("layout", ["thd", "bshd"])

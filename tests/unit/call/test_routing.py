@@ -59,6 +59,8 @@ def test_calls_of_few_queries_have_gradients_where_others_split_their_keys() -> 
     assert spec_of_call(given).decode
     for arch in ("sm_80", "sm_90"):
         assert not refusals(given, arch=arch, directions=("fwd", "bwd"))
+        wide = call(q=few, out_dtype="float32")
+        assert not refusals(wide, arch=arch, directions=("fwd", "bwd"))
 
 
 def test_sizes_of_a_trace_are_not_looked_at() -> None:

@@ -50,6 +50,17 @@ class Weights:
 
 
 @dataclass(frozen=True)
+class JoinedColumns:
+    """Columns of an output that join those that are there. Strings are C++.
+
+    columns: how many; first_column: the first, empty where it is 0.
+    """
+
+    columns: str = "kHeadDimV"
+    first_column: str = ""
+
+
+@dataclass(frozen=True)
 class MmaForwardView:
     """All that the templates of a forward by products of warps name.
 
@@ -77,9 +88,10 @@ class MmaForwardView:
 
     Where data lies: operands: what is copied. score_tile: the parameter of the tensor that scores
     read in tiles, or None. output: the output's rows. varlen: whether lengths are told on the
-    device; joins: whether the output and the LSE join those that are there; gather: whether rows
-    begin anywhere; packed: whether queries lie behind each other; fills_gaps: whether rows of no
-    sequence are filled. lse_row: C++, where a head's LSE begins.
+    device; joins: whether the output and the LSE join those that are there, joined_columns: which
+    of its columns; gather: whether rows begin anywhere; packed: whether queries lie behind each
+    other; fills_gaps: whether rows of no sequence are filled. lse_row: C++, where a head's LSE
+    begins.
     """
 
     kernel: KernelView
@@ -121,6 +133,7 @@ class MmaForwardView:
     output: TensorView
     varlen: bool
     joins: bool
+    joined_columns: JoinedColumns
     gather: bool
     packed: bool
     fills_gaps: bool
@@ -182,6 +195,7 @@ def forward_view(
         output=tensor_view(problem, "o"),
         varlen=problem.varlen,
         joins=problem.continues,
+        joined_columns=JoinedColumns(),
         gather=problem.gather,
         packed=problem.q_seq == "packed",
         fills_gaps=problem.q_seq != "dense",
