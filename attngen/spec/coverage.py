@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..fragments.features import Features
-from .attention_spec import DTYPES_8BIT, AttentionSpec
+from .attention_spec import DTYPES_8BIT, MAX_HEAD_DIM, AttentionSpec
 from .problem import Problem
 from .resolve import find_violations, resolve
 
 AXES: dict[str, tuple[Any, ...]] = {
-    "head_dims": ((128, 128), (64, 64), (256, 256), (192, 128), (72, 40)),
+    "head_dims": ((128, 128), (64, 64), (256, 256), (192, 128), (72, 40), (512, 448)),
     "dtype": ("bf16", "fp16", "e4m3", "bf16/e4m3"),
     "mask": ("none", "causal", "causal_bottom_right"),
     "softmax": ("vanilla", "off_by_one", "learnable"),
@@ -125,6 +125,8 @@ def is_legal(member: Member, known: Features) -> bool:
     if member.positions and member.mask.endswith("bottom_right"):
         return False
     if member.training and (member.dtype in DTYPES_8BIT or member.spec.widens):
+        return False
+    if member.training and max(member.head_dims) > MAX_HEAD_DIM:
         return False
     if member.bias == "none" and member.bias_shape != AXES["bias_shape"][0]:
         return False

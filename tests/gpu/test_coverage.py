@@ -95,6 +95,8 @@ def test_coverage_member_is_right(member, call):
             variants.check_backward(call)
     elif member.dtype == "e4m3":
         varlen.check_alone(call)
+    elif call.is_wide:
+        varlen.check_forward(call, num_splits=3 if member.splits else None)
     else:
         splits = 3 if member.splits else None
         varlen.check(call, deterministic=member.deterministic, num_splits=splits)

@@ -8,7 +8,7 @@ import torch
 import attngen
 from attngen.errors import SpecError
 
-from . import cases, directions, oracle
+from . import cases, oracle, varlen
 from .varlen import Call, Features
 
 pytestmark = pytest.mark.gpu
@@ -38,7 +38,7 @@ CALLS = [
          more=Features(bias="post_scale", bias_shape="1hss", dropout=0.1)),
     Call("bshd", (70,), (70,), d=384, more=Features("", 2.0, seen=0.5, bias="pre_scale")),
 ]  # fmt: skip
-KERNELS = [*dict.fromkeys(case.spec for case in CASES)]
+KERNELS = [*dict.fromkeys(each.spec for each in (*CASES, *CALLS))]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -48,20 +48,7 @@ def test_forward_wide_is_right(case):
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_forward_wide_with_features_and_lengths_is_right(call):
-    given, arguments = call.operands(), call.arguments()
-    expected = oracle.truth(*given, **arguments)
-    loose = [None if x is None else directions.loosen(x, call.loose) for x in given]
-    with directions.poisoned_memory():
-        out, aux = attngen.attention(
-            *loose, **arguments, backend="cuda", return_lse=True,
-            return_max_logit=call.more.max_logit,
-        )  # fmt: skip
-    oracle.check(out, aux.lse, expected, call.layout)
-    if call.more.max_logit:
-        _, wanted = attngen.attention(
-            *given, **arguments, backend="reference", return_max_logit=True
-        )
-        assert torch.allclose(aux.max_logit, wanted.max_logit.float(), rtol=1e-3, atol=1e-3)
+    varlen.check_forward(call)
 
 
 def test_forward_wide_visits_the_blocks_that_a_mask_mod_shows():

@@ -17,10 +17,11 @@ from attngen import AttentionSpec
 from attngen.fragments import features
 from attngen.kernels.plan import plan
 from attngen.spec import layouts, resolve
+from attngen.spec.attention_spec import MAX_HEAD_DIM
 
 from . import oracle, oracle_fp8, variants
 from .cases import DTYPES
-from .directions import expected, int32, loosen, run
+from .directions import expected, int32, loosen, poisoned_memory, run
 
 GAP = 5  # tokens between sequences, where there are gaps
 
@@ -137,9 +138,14 @@ class Call:
             window=max(self.window) >= 0,
             seqused=self.room is not None,
             gather=bool(self.loose),
-            directions=("fwd",) if self.dtype == "e4m3" else ("fwd", "bwd"),
+            directions=("fwd",) if self.dtype == "e4m3" or self.is_wide else ("fwd", "bwd"),
             **self.more.fields(),
         )
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether its head dims have a forward alone."""
+        return max(self.d, self.d_v or 0) > MAX_HEAD_DIM
 
     def offsets(self, lens: Sequence[int]) -> list[int]:
         """First token of each packed sequence, and the end of the last."""
@@ -251,6 +257,19 @@ def check(call: Call, seed: int = 0, **more: Any) -> None:
     for narrow in (False, True)[:orders]:
         with oracle.narrow_windows(narrow):
             _check(call, seed, **more)
+
+
+def check_forward(call: Call, seed: int = 0, **more: Any) -> None:
+    """Runs the forward alone on memory full of NaN and asserts the rules."""
+    operands, arguments = call.operands(seed), call.arguments()
+    expected = oracle.truth(*operands, **arguments)
+    placed = [None if x is None else loosen(x, call.loose) for x in operands]
+    results = {"return_lse": True, "return_max_logit": call.more.max_logit, "backend": "cuda"}
+    with poisoned_memory():
+        out, aux = attngen.attention(*placed, **arguments, **results, **more)
+    oracle.check(out, aux.lse, expected, call.layout)
+    if call.more.max_logit:
+        variants.check_max_logit(aux.max_logit, *operands, arguments, False)
 
 
 def _check(call: Call, seed: int, **more: Any) -> None:
