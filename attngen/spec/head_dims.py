@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import layouts
 from .attention_spec import DTYPES_8BIT, DTYPES_16BIT, MAX_HEAD_DIM, AttentionSpec
+from .problem import LISTED
 from .violations import Violation
 
 # Of the kernels that split keys: the largest, and what they have no room for beyond.
@@ -62,7 +63,9 @@ def check_head_dims(spec: AttentionSpec, step: int) -> list[Violation]:
 
 def _has_wide_forward(spec: AttentionSpec) -> bool:
     """Whether its forward has kernels of head dims above MAX_HEAD_DIM: of 16-bit operands that do
-    not lie in pages, where no backward is asked for."""
+    not lie in pages, where no backward and no blocks of a mask made before are asked for."""
+    if spec.mask_mod == LISTED:
+        return False
     dtypes = {spec.dtype, spec.kv_dtype or spec.dtype}
     paged = layouts.parse(spec.layout).paged
     return spec.directions == ("fwd",) and dtypes <= {*DTYPES_16BIT} and not (spec.decode or paged)

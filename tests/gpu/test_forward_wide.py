@@ -51,7 +51,7 @@ def test_forward_wide_with_features_and_lengths_is_right(call):
     varlen.check_forward(call)
 
 
-def test_forward_wide_visits_the_blocks_that_a_mask_mod_shows():
+def test_forward_wide_takes_the_bits_of_a_mask_mod():
     def mod(b, h, i, j):
         return (i // 70 == j // 70) | (j < 3) & (h == 1)
 
