@@ -244,4 +244,4 @@ def _misplaced(
 def _last_offset(tensor: Described) -> int:
     """Elements from the first to the last."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return sum((size - 1) * stride for size, stride in steps)
+    return sum([(size - 1) * stride for size, stride in steps])

@@ -121,7 +121,7 @@ def spec_of(
         out_dtype=dtype_name(output_dtype(q, arguments)),
         layout=arguments.layout,
         mask=arguments.mask,
-        seqused=any(optional[name] is not None for name in ("seqused_q", "seqused_kv")),
+        seqused=optional["seqused_q"] is not None or optional["seqused_kv"] is not None,
         window=any(0 <= side < UNBOUNDED for side in sides),
         softcap=arguments.softcap != 0,
         softmax=arguments.softmax,

@@ -52,7 +52,7 @@ def _freed(tensor: Tensor) -> str | None:
     except (NotImplementedError, RuntimeError):  # a transform's, which has none
         return None
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = tensor.storage_offset() + sum((size - 1) * step for size, step in steps)
+    last = tensor.storage_offset() + sum([(size - 1) * step for size, step in steps])
     needed = (last + 1) * tensor.element_size() if tensor.numel() else 0
     if held >= needed:
         return None

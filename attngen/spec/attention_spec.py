@@ -175,14 +175,14 @@ class AttentionSpec:
             layout=layout,
             mask=mask,
             attn_mask=has_mask,
-            window=any(side is not None and side >= 0 for side in window),
+            window=any([side is not None and side >= 0 for side in window]),
             bias=bias_type if arguments.get("bias") is not None else "none",
             alibi=slopes is not None and slopes is not False or bias_type == "alibi",
             softcap=bool(arguments.get("softcap", 0.0)),
             score_mod=score_mod if isinstance(score_mod, str) else score_mod is not None,
             mask_mod=mask_mod,
             softmax=arguments.get("softmax", "vanilla"),
-            seqused=any(arguments.get(name) is not None for name in lengths),
+            seqused=any([arguments.get(name) is not None for name in lengths]),
             dropout=arguments.get("dropout_p", 0.0) > 0,
             positions=arguments.get("positions") is not None,
             scaling=scaling_of(arguments),
@@ -222,7 +222,7 @@ def is_decode(
     """
     layout = layouts.parse(spec.layout)
     more = spec.bias != "none" or spec.positions
-    more = more or any(getattr(spec, name) for name in _BESIDE_SPLITS)
+    more = more or any([getattr(spec, name) for name in _BESIDE_SPLITS])
     more = more or spec.score_mod is True or is_traced(spec)  # a function
     if layout.paged:
         tokens = layouts.size(q, layout.q_format, "t" if layout.q_format == "thd" else "s")

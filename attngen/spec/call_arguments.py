@@ -28,8 +28,10 @@ TOKEN_AXES = 3  # of scales a token and head, [b, h, s]
 
 def scaling_of(arguments: Mapping[str, Any]) -> str:
     """The scaling of a call with these scales of q, k and v: by `token`, else by `tensor`."""
-    found = (getattr(arguments.get(name), "shape", ()) for name in DESCALES)
-    return "token" if any(len(shape) == TOKEN_AXES for shape in found) else "tensor"
+    for name in DESCALES:
+        if len(getattr(arguments.get(name), "shape", ())) == TOKEN_AXES:
+            return "token"
+    return "tensor"
 
 
 def call_arguments(known: Features) -> frozenset[str]:

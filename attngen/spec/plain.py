@@ -103,7 +103,7 @@ def _one_mask(mask: Any) -> Any:
 
 def _pair(window: Any) -> Any:
     """The window with sides of Python, in a tuple; itself where it is so, or has not two sides."""
-    if type(window) is tuple and all(type(side) in (int, type(None)) for side in window):
+    if type(window) is tuple and all([type(side) in (int, type(None)) for side in window]):
         return window
     if not hasattr(window, "requires_grad") and getattr(window, "shape", None) == (2,):
         return tuple(window.tolist())
