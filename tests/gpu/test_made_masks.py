@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 import attngen
 from attngen.call.made_mask import GRANULE, parts_of
 from attngen.frontends.pytorch import callable_listed, callables
-from attngen.frontends.pytorch.callable_bits import made_by
+from attngen.frontends.pytorch.callable_bits import made_by, maker_of
 from attngen.frontends.pytorch.callable_mask import Sizes, shown_by
 
 from . import gradients, oracle, varlen
@@ -42,7 +42,7 @@ MODS = {each.__name__: each for each in (documents, islands)}
 def check(d: int, mod: MaskMod | None, deterministic: bool = False, **arguments: Any) -> None:
     """Hold outputs and gradients to the definition, with kernels that visit lists of blocks."""
     tensors = oracle.operands(2, HEADS, 1, ROWS, KEYS, d)
-    made = mock.patch.object(callable_listed, "made_by", wraps=made_by)
+    made = mock.patch.object(callable_listed, "maker_of", wraps=maker_of)
     with made as spy:
         oracle.check_call(*tensors, mask_mod=mod, **arguments)
         leaves = [x.detach().clone().requires_grad_() for x in tensors]

@@ -4,6 +4,7 @@ by a kernel of the mask's own program."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from ...call.cache import CallCache
 from ...call.made_mask import parts_of
 from ...call.prepare_mask import ListedBlocks, PreparedMask, prepare_mask
+from ...call.tensors import TensorDesc
 from ...errors import SpecError
 from ...fragments.features import register_program
 from ...reference.masks import listed_blocks
@@ -54,6 +56,33 @@ class Listed:
 prepared_masks: CallCache[PreparedMask] = CallCache(guard)
 
 
+@dataclass(frozen=True, eq=False)
+class Maker:
+    """The making of masks of one shape, of one program and its numbers, of captured tensors of one
+    format each; block_states: of a BlockMask."""
+
+    shape: tuple[int, ...]
+    device: torch.device
+    prepared: PreparedMask
+    block_states: Tensor | None = None
+
+    def __call__(self, captures: Sequence[Tensor]) -> Tensor:
+        """A mask of these tensors. Raises: LaunchError."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # a call that trains may save it
+                return self(captures)
+        made = torch.zeros(self.shape, dtype=torch.int32, device=self.device)
+        pointers = [made.data_ptr(), *[x.data_ptr() for x in captures]]
+        if self.block_states is not None:
+            pointers.append(self.block_states.data_ptr())
+        if is_current(self.prepared.device):
+            start(self.prepared, pointers)
+        else:
+            with current(self.prepared.device):
+                start(self.prepared, pointers)
+        return made
+
+
 def made_by(
     traced: Traced,
     sizes: Sizes,
@@ -62,10 +91,22 @@ def made_by(
     columns: bool,
     listed: Listed | None = None,
 ) -> Tensor:
-    """The mask of a mask_mod, int32 [b or 1, h or 1, words] of `call/made_mask.py`.
+    """The mask of a mask_mod, int32 [b or 1, h or 1, words] of `call/made_mask.py`. Arguments and
+    errors as of `maker_of`. Nothing waits for the device."""
+    return maker_of(traced, sizes, device, columns=columns, listed=listed)(traced.captures)
+
+
+def maker_of(
+    traced: Traced,
+    sizes: Sizes,
+    device: torch.device,
+    *,
+    columns: bool,
+    listed: Listed | None = None,
+) -> Maker:
+    """The making of a mask_mod's masks.
 
     columns: with what gradients need; listed: blocks of which it says what takes part, if not all.
-    Nothing waits for the device.
     Raises: SpecError where it is too large; CompileError, LaunchError.
     """
     on, (batches, heads) = places_of(traced.program), listed.states.shape[:2] if listed else (1, 1)
@@ -79,32 +120,20 @@ def made_by(
             f"mask_mod over {sizes.i} x {sizes.j} pairs of {math.prod(planes)} planes takes more "
             f"than {MOST_BYTES >> 30} GiB of bits. Name a mask, or pass a window."
         )
-    with torch.inference_mode(False), torch.no_grad():  # a call that trains may save it
-        made = torch.zeros(*planes, parts.words, dtype=torch.int32, device=device)
-    _make(traced, made, sizes, listed)
-    return made
-
-
-def _make(traced: Traced, made: Tensor, sizes: Sizes, listed: Listed | None) -> None:
-    """Run the kernel of a mask's program."""
-    tensors = (made, *traced.captures, *((listed.states,) if listed else ()))
-    program, places = traced.program, (sizes.i, sizes.j)
+    shape, program, places = (*planes, parts.words), traced.program, (sizes.i, sizes.j)
     block = (listed.queries, listed.keys) if listed else None
+    states = listed.states if listed else None
+    tensors = (*traced.captures, states)
     # Numbers by their types, too: 1, 1.0 and True are equal.
-    key = program.name, places, block, *map(repr, traced.numbers), *map(format_of, tensors)
+    numbers = tuple(map(repr, traced.numbers))
+    key = program.name, numbers, places, block, shape, device, *map(format_of, tensors)
 
     def prepared() -> PreparedMask:
         register_program(program)
         captures = [described(x) for x in traced.captures]
-        device = device_of(made.device)
-        blocks = ListedBlocks(described(listed.states), *block) if listed and block else None
-        form = described(made)
-        return prepare_mask(program, traced.numbers, captures, form, places, device, blocks)
+        blocks = ListedBlocks(described(states), *block) if block and states is not None else None
+        form = TensorDesc.contiguous(shape, "int32")
+        where = device_of(device)
+        return prepare_mask(program, traced.numbers, captures, form, places, where, blocks)
 
-    found = prepared_masks.remember(key, prepared)
-    pointers = [x.data_ptr() for x in tensors]
-    if is_current(found.device):
-        start(found, pointers)
-        return
-    with current(found.device):
-        start(found, pointers)
+    return Maker(shape, device, prepared_masks.remember(key, prepared), states)

@@ -3,9 +3,8 @@ such calls when they come again."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,23 +17,25 @@ from ...fragments import features
 from ...spec.problem import LISTED
 from ...spec.resolve import find_violations
 from . import descriptions
-from .callable_bits import Listed, made_by
+from .callable_bits import Listed, Maker, maker_of
 from .callable_mask import Masks, Sizes
 from .callable_program import Traced
 from .operation import format_of
 
 _MOST_KNOWN = 4096
-_ABSENT = object()
-Facts = tuple[Any, ...]
+_MOST_MAKERS = 64
+_DEFAULTS = {name: row.default for name, row in ROWS.items()}
+Facts = frozenset[tuple[Any, ...]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Known:
-    """A served call, for those of equal facts: its sizes, and whether gradients need
-    the mask, too, where these are on."""
+    """A served call, for those of equal facts: its sizes, and whether gradients need the mask, too,
+    where these are on; makers: of its masks, by functions and formats of what these capture."""
 
     sizes: Sizes
     learns: bool
+    makers: dict[Any, Maker] = field(default_factory=dict)
 
 
 _known: dict[Facts, Known] = {}
@@ -54,15 +55,12 @@ def lists_serve(call: AttentionCall) -> bool:
 
 def made_for(call: AttentionCall, masks: Masks, traced: Traced, sizes: Sizes) -> Tensor:
     """The mask of a call that lists serve, which calls of equal facts know from now on."""
-    carriers = [x for x in (call.q, call.k, call.v) if x is not None]
-    # What a score_mod captures may require gradients, too.
-    learns = call.score_mod is not None or any([x.requires_grad for x in carriers])
-    facts, known = facts_of(given_by(call)), Known(sizes, learns)
+    facts, known = facts_of(given_by(call)), Known(sizes, _may_learn(call))
     if facts is not None:
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
         _known[facts] = known
-    return made_again(known, masks, traced, call.q.device)
+    return made_again(known, masks, traced, (traced.captures, traced.sources), call.q.device)
 
 
 def made_of_blocks(call: AttentionCall, masks: Masks, traced: Traced, sizes: Sizes) -> Tensor:
@@ -72,20 +70,21 @@ def made_of_blocks(call: AttentionCall, masks: Masks, traced: Traced, sizes: Siz
     names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
     lists = [getattr(block_mask, name) for name in names]
     read = replace(traced, sources=(*traced.sources, *[x for x in lists if x is not None]))
+    columns = torch.is_grad_enabled() and _may_learn(call)
 
     def make(traced: Traced, sizes: Sizes, device: torch.device) -> Tensor:
         listed = Listed.of(block_mask, sizes)
-        return made_by(traced, sizes, device, columns=_learns(call), listed=listed)
+        maker = maker_of(traced, sizes, device, columns=columns, listed=listed)
+        return maker(traced.captures)
 
-    kind = f"blocks of {block_mask.BLOCK_SIZE}, {_learns(call)}"
+    kind = f"blocks of {block_mask.BLOCK_SIZE}, {columns}"
     return masks.of(make, read, sizes, call.q.device, (kind,))
 
 
-def _learns(call: AttentionCall) -> bool:
+def _may_learn(call: AttentionCall) -> bool:
     """Whether a call may have gradients: what a score_mod captures may require some, too."""
     carriers = [x for x in (call.q, call.k, call.v) if x is not None]
-    learns = call.score_mod is not None or any([x.requires_grad for x in carriers])
-    return learns and torch.is_grad_enabled()
+    return call.score_mod is not None or any([x.requires_grad for x in carriers])
 
 
 def known_of(arguments: Mapping[str, Any]) -> Known | None:
@@ -94,28 +93,49 @@ def known_of(arguments: Mapping[str, Any]) -> Known | None:
     return None if facts is None else _known.get(facts)
 
 
-def made_again(known: Known, masks: Masks, traced: Traced, device: torch.device) -> Tensor:
-    """The mask of such a call. Without gradients one that has what they need serves as well."""
+def made_again(
+    known: Known,
+    masks: Masks,
+    traced: Traced,
+    read: tuple[Sequence[Tensor], Sequence[Tensor]],
+    device: torch.device,
+) -> Tensor:
+    """The mask of such a call. Without gradients one that has what they need serves as well.
+
+    read: tensors that the program reads, and what these are made of.
+    """
+    captures, sources = read
     columns = known.learns and torch.is_grad_enabled()
+
+    def make() -> Tensor:
+        own = columns, traced, *[(x.shape, x.stride()) for x in captures]
+        maker = known.makers.get(own)
+        if maker is None:
+            whole = replace(traced, captures=tuple(captures))
+            maker = maker_of(whole, known.sizes, device, columns=columns)
+            if len(known.makers) >= _MOST_MAKERS:
+                known.makers.clear()
+            known.makers[own] = maker
+        return maker(captures)
+
+    if traced.key is None:
+        return make()
     kinds = ("columns",) if columns else ("columns", "rows")
-    make = partial(made_by, columns=columns)
-    return masks.of(make, traced, known.sizes, device, kinds)
+    return masks.kept(make, (traced.key, known.sizes, device), sources, device, kinds)
 
 
 def facts_of(arguments: Mapping[str, Any]) -> Facts | None:
     """Facts that decide how a call is served: formats of tensors, values of others, which of them
     are functions; None where they cannot be kept."""
-    facts: list[Facts] = []
-    for name in sorted(arguments):
-        x, row = arguments[name], ROWS.get(name)
-        if x is None or x is (_ABSENT if row is None else row.default):
+    facts: list[tuple[Any, ...]] = []
+    for name, x in arguments.items():
+        if x is None or x is _DEFAULTS.get(name):
             continue
         if isinstance(x, Tensor):
             facts.append((name, format_of(x), x.requires_grad))
         else:
             facts.append((name, callable(x) or x))
     try:
-        hash(found := tuple(facts))
-    except TypeError:
+        return frozenset(facts)
+    except TypeError:  # of what has no hash
         return None
-    return found

@@ -21,6 +21,7 @@ from ...fragments.program import Operation, Program
 from ...reference import Operands
 from ...reference.masks import listed_pairs
 from .callable_program import Traced
+from .torch_private import current_stream, is_capturing
 
 Make = Callable[["Traced", "Sizes", torch.device], Tensor]
 _Versions = tuple[tuple[TensorWeakRef, int, int], ...]
@@ -118,25 +119,40 @@ class Masks:
     ) -> Tensor:
         """The mask that `make` makes of a mask_mod, of tensors that hold what they held then.
         kinds: of those that serve, the last of which is made."""
-        if traced.key is None or any(x.is_inference() for x in traced.sources):
+        if traced.key is None:
             return make(traced, sizes, device)
+        key = traced.key, sizes, device
+        return self.kept(lambda: make(traced, sizes, device), key, traced.sources, device, kinds)
+
+    def kept(
+        self,
+        make: Callable[[], Tensor],
+        key: tuple[Any, ...],
+        sources: Sequence[Tensor],
+        device: torch.device,
+        kinds: Sequence[str] = ("",),
+    ) -> Tensor:
+        """The mask that `make` makes, of a function and sizes that the key tells, and of these
+        tensors. kinds: as of `of`."""
+        if any([x.is_inference() for x in sources]):
+            return make()
         stream = 0
         if device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():  # whose masks hold nothing before a replay
-                return make(traced, sizes, device)
-            stream = torch.cuda.current_stream(device).cuda_stream
+            if is_capturing():  # whose masks hold nothing before a replay
+                return make()
+            stream = current_stream(device.index)
         for kind in kinds:
-            key = (kind, traced.key, sizes, device, stream)
-            found, versions = self.made.get(key, (None, ()))
+            own = kind, stream, key
+            found, versions = self.made.get(own, (None, ()))
             mask: Tensor | None = None if found is None else found()
-            if mask is not None and _are_same(versions, traced.sources):
+            if mask is not None and _are_same(versions, sources):
                 return mask
-        mask = make(traced, sizes, device)
+        mask = make()
         if len(self.made) >= _MOST_MASKS:
             self.made.clear()
-        self.made[key] = (
+        self.made[own] = (
             TensorWeakRef(mask),
-            tuple([(TensorWeakRef(x), x._version, x.data_ptr()) for x in traced.sources]),
+            tuple([(TensorWeakRef(x), x._version, x.data_ptr()) for x in sources]),
         )
         return mask
 

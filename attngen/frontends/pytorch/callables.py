@@ -119,9 +119,11 @@ def attend_known(
             listed = callable_listed.known_of({"q": q, "k": k, "v": v, **given})
             if listed is None:
                 return None
-            traced = known.of(tensors)
             made[name] = None
-            made["attn_mask"] = callable_listed.made_again(listed, masks, traced, q.device)
+            sources = known.read(tensors)
+            read = [as_read(x) for x in sources], sources
+            shown = callable_listed.made_again(listed, masks, known.traced, read, q.device)
+            made["attn_mask"] = shown
         else:
             made[name] = known.traced.program.name
             known.pass_on(tensors, made)
