@@ -64,7 +64,7 @@ def compile_counted(text: str) -> tuple[Counter[str], int]:
 @pytest.mark.parametrize(
     ("problem", "kernel"),
     [
-        pytest.param(NARROW, "sm90_fwd", id="forward-64", marks=pytest.mark.slow),
+        pytest.param(NARROW, "sm90_fwd", id="forward-64"),
         pytest.param(CAUSAL, "sm90_fwd", id="forward-128", marks=pytest.mark.slow),
         pytest.param(CAUSAL.backward(), "sm90_bwd", id="backward-128", marks=pytest.mark.slow),
     ],
