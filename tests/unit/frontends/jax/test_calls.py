@@ -57,6 +57,8 @@ def test_arguments_are_those_of_the_table() -> None:
         ({"softmax_scale": "big"}, "softmax_scale needs a number"),
         ({"window": 5}, "window needs two sides"),
         ({"softmax_scale": -1.0, "backend": "cuda"}, "kernels take a positive float32 number"),
+        ({"out": Q}, "out belongs to tensors of torch"),
+        ({"out_layout": "like_q"}, "XLA lays arrays out"),
         ({"num_splits": 0}, "num_splits=0 is no number of parts"),
         ({"descale_k": np.ones((1, 4, 8), np.float32)}, "scales a token and head have no"),
     ],
