@@ -17,13 +17,20 @@ def has_packed_tokens(given: Arguments) -> bool:
     return given.get("cu_seq_lens_q") is not None and given.get("cu_seq_lens_k") is not None
 
 
+def is_batched(given: Arguments) -> bool:
+    """Whether a layer's tokens are those of continuous batching, whose lengths say what its masks,
+    tensors that the library may make beside them, say."""
+    return given.get("read_index") is not None
+
+
 def of_packed_tokens(module: Any, given: Arguments) -> Arguments:
     """Arguments of attention that say where packed sequences lie, and what their queries see: the
     last query's own is the last key.
 
-    given: of a layer: cu_seq_lens_q and cu_seq_lens_k, [b + 1], is_causal and sliding_window.
+    given: of a layer: cu_seq_lens_q and cu_seq_lens_k, [b + 1], is_causal, which batches leave to
+        their masks, and sliding_window.
     """
-    causal = given.get("is_causal")
+    causal = True if is_batched(given) else given.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     sliding = given.get("sliding_window") or getattr(module, "sliding_window", None)
     arguments: Arguments = {"cu_seqlens_q": given["cu_seq_lens_q"].to(torch.int32)}

@@ -11,7 +11,7 @@ from torch import Tensor
 from ... import attention
 from ...errors import SpecError
 from .mask_plan import PlannedMask, Request, plan_of
-from .paged import attend_cache, attend_packed, has_packed_tokens
+from .paged import attend_cache, attend_packed, has_packed_tokens, is_batched
 
 __all__ = ["attend", "mask_of", "register"]
 Mask = PlannedMask | Tensor | None
@@ -83,7 +83,7 @@ def attend(
         arguments |= {"dropout_p": p, "return_rng_state": True}
     if (bias := given.get("position_bias")) is not None:
         arguments["bias"] = bias
-    if attention_mask is None and has_packed_tokens(given):
+    if has_packed_tokens(given) and (attention_mask is None or is_batched(given)):
         run = attend_cache if given.get("cache") is not None else attend_packed
         found = run(module, (query, key, value), arguments, given)
         return _output(found).unflatten(0, (query.shape[0], -1)), None

@@ -109,12 +109,9 @@ def test_demo_says_what_it_does_not_check(fields, monkeypatch, capsys):
 @pytest.mark.parametrize("name", ["05_finetune_transformers.py", "06_serve_transformers.py"])
 def test_models_of_transformers_are_tuned_and_served(name, monkeypatch, capsys):
     transformers = pytest.importorskip("transformers", minversion="5")
-    served = "paged|sdpa" in transformers.AttentionInterface().valid_keys()
+    for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
+        monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
     example = load(name, monkeypatch)
-    if "serve" in name and not served:
-        with pytest.raises(SystemExit):
-            example.main([])
-        return
     assert example.main([]) == 0
     said = capsys.readouterr().out
     assert ("100% of the tokens" if "serve" in name else "by the model's own attention") in said

@@ -85,6 +85,18 @@ def test_requests_see_their_own_tokens_in_the_cache(sliding: int | None, by_kind
     torch.testing.assert_close(keys[written], k.squeeze(0).transpose(0, 1))
 
 
+def test_lengths_of_batches_count_where_the_library_has_made_masks_beside_them() -> None:
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, h, 8, D, generator=generator) for h in (H, H_KV, H_KV))
+    ends = ends_of([3, 5])
+    given: dict[str, Any] = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "backend": "reference"}
+    wanted, _ = door.attend(SimpleNamespace(), q, k, v, None, **given)
+    mask = torch.full((1, 1, 8, 8), torch.nan)  # nobody reads it
+    batch = {"read_index": [torch.arange(8)], "is_causal": False}
+    found, _ = door.attend(SimpleNamespace(), q, k, v, mask, **given, **batch)
+    torch.testing.assert_close(found, wanted)
+
+
 def test_prompts_without_a_past_are_packed_tokens() -> None:
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, h, 8, D, generator=generator) for h in (H, H_KV, H_KV))
