@@ -18,6 +18,7 @@ _LENGTHS = (
     *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
     *("seqused_q", "seqused_kv"),
 )
+_PLAIN = frozenset((str, int, float, bool, type(None), tuple))
 _MASK_OF_VARIANT = {"UPPER_LEFT": "causal", "LOWER_RIGHT": "causal_bottom_right"}
 
 
@@ -41,7 +42,7 @@ def differing(given: Mapping[str, Any]) -> dict[str, Any]:
             window = _pair(value)
             if window is not value:
                 found[name] = window
-        elif value is None:
+        elif value is None or (type(value) in _PLAIN and name != "positions"):
             continue
         elif name == "positions":
             if (places := _plain_numbers(value)) is not value:
@@ -127,7 +128,7 @@ def _same(one: object, other: object) -> bool:
 
 def _is_number_of_another_package(value: Any) -> bool:
     """Whether this is a NumPy number or an array of no axes, of whatever package but torch."""
-    if type(value) in (str, int, float, bool, type(None), tuple):
+    if type(value) in _PLAIN:
         return False
     if hasattr(value, "requires_grad"):  # a tensor of torch, which may not know its shape yet
         return False
