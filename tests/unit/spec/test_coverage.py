@@ -37,6 +37,13 @@ def test_legal_pairs_are_all_but_those_that_the_semantics_exclude() -> None:
         == {
             (("head_dims", (72, 40)), ("dtype", "e4m3")),  # multiples of 16
             (("head_dims", (72, 40)), ("dtype", "bf16/e4m3")),
+            *(
+                (("head_dims", (512, 448)), other)  # a forward in 16 bits
+                for other in (
+                    *(("dtype", "e4m3"), ("dtype", "bf16/e4m3")),
+                    *(("training", True), ("deterministic", True)),
+                )
+            ),
             (("dtype", "e4m3"), ("splits", True)),
             (("fetch", "gather"), ("splits", True)),  # which the copy engine alone reads
             (("attn_mask", True), ("splits", True)),
