@@ -76,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = one_by_one(model, prompts)
     takes_others = "paged|sdpa" in transformers.AttentionInterface().valid_keys()
     name = "attngen" if takes_others else "sdpa"  # from 5.23 on it batches with its own alone
-    model.set_attn_implementation(register(name, "cuda" if HAS_KERNELS else "reference"))
+    register(name, "cuda" if HAS_KERNELS else "reference")
+    model.set_attn_implementation(f"paged|{name}" if takes_others else name)
     begun = time.perf_counter()
     found = together(model, prompts)
     taken = time.perf_counter() - begun

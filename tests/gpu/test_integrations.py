@@ -280,7 +280,7 @@ def test_continuous_batching_reads_the_cache_where_it_lies(monkeypatch: pytest.M
     given = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
     found = []
     for backend in ("cuda", "reference"):
-        model.set_attn_implementation(door.register(f"on_{backend}", backend=backend))
+        model.set_attn_implementation(door.PAGED + door.register(f"on_{backend}", backend=backend))
         results = model.generate_batch(
             inputs=prompts,
             generation_config=transformers.GenerationConfig(**given),

@@ -21,7 +21,7 @@ PAGED = "paged|"
 def register(name: str = "attngen", backend: str = "auto") -> str:
     """Let models be loaded with `attn_implementation=name`, and return the name.
 
-    Continuous batching (`generate_batch`) calls it by a name that it makes itself, `paged|name`.
+    Continuous batching (`generate_batch`) calls it by a second name, `paged|name`.
 
     backend: as of `attngen.attention`, for all calls of these models.
 

@@ -319,7 +319,7 @@ def test_continuous_batching_is_generation_one_by_one(transformers, name, monkey
     for interface in interfaces:  # which the other tests find as they were
         monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
     door.register(registered, backend="reference")
-    model.set_attn_implementation(registered)
+    model.set_attn_implementation("sdpa" if registered == "sdpa" else "paged|attngen")
     batching = transformers.ContinuousBatchingConfig(num_blocks=64, block_size=32)
     config = transformers.GenerationConfig(**given, eos_token_id=-1, pad_token_id=0)
     found = model.generate_batch(
