@@ -170,7 +170,7 @@ GIVEN: dict[str, tuple[str, ...]] = {
         "dbias_terms",
     ),
     "positions": ("diagonal", *(f"first_{x}" for x in ("query", "key", "head", "sequence"))),
-    "output to go on from": ("goes_on", "lse_room"),
+    "output to go on from": ("goes_on", "keeps_sums", "lse_room"),
     "splits": ("splits",),
     "schedule": ("kept",),
     "append": (

@@ -19,8 +19,10 @@ from attngen.call.table import INPUTS
 from attngen.compiler.builder import render_problem
 from attngen.errors import PlanError
 from attngen.fragments import features
+from attngen.fragments.features import register_program
+from attngen.fragments.program_text import parse_program
 from attngen.io import files
-from attngen.kernels.family import serving
+from attngen.kernels.base import KernelPlan
 from attngen.kernels.fill import Source
 from attngen.kernels.plan import plans
 from attngen.kernels.uses import uses_of
@@ -29,9 +31,10 @@ from attngen.runtime.program import Workspace
 from attngen.runtime.run_time import Extent, Scalars
 from attngen.spec import coverage
 from attngen.spec.attention_spec import AttentionSpec, load_specs
-from attngen.spec.problem import Problem
+from attngen.spec.mask_checks import spec_of_mask
+from attngen.spec.problem import LISTED, Problem
 from attngen.spec.resolve import resolve
-from attngen.targets.target import DEFAULT, TARGETS, Target
+from attngen.targets.target import DEFAULT, TARGETS
 from tests.support.paths import ROOT
 from tools.corpus import flatten
 
@@ -39,6 +42,8 @@ KNOWN = features.scan()
 OTHER = TARGETS["sm_80"]  # whose kernels are of another family
 NUMBERS = ("i32", "f32", "i64")
 RESULTS = {"o", "rounded", "lse", "max_logit", "amax_s", "amax_o"}
+MASK = "capture int32 1 i\nload i 0 i\nload i 0 j\neq b v0 v1\nvalue v2\nslope f:0.0"  # documents
+PARTS_OF_MASKS = {"mask_row_map", "mask_column_map", "mask_blocks"}
 RESULTS |= {"dq", "dk", "dv", "dbias", "dlearned", *MAXIMA}
 GRADIENTS = {"d_o", "dlse", *BACKWARD_SCALES}  # that a backward is given
 
@@ -54,18 +59,20 @@ def problems() -> tuple[Problem, ...]:
         AttentionSpec(128, window=True, directions=("bwd",)),
         AttentionSpec(64, dtype="e4m3", out_dtype="e4m3"),
         AttentionSpec(128, out_dtype="fp32", continues=True),
+        AttentionSpec(64, dtype="e4m3", scaling="token"),
+        AttentionSpec(128, mask_mod=LISTED, directions=("fwd", "bwd")),
+        spec_of_mask(register_program(parse_program(MASK)).name),
     )
     others = chain.from_iterable(resolve(spec, KNOWN) for spec in rare)
     return tuple(dict.fromkeys((*found, *members, *others)))
 
 
-def unserved(problem: Problem, target: Target) -> bool:
-    """Whether no family has kernels for the problem there."""
+def plans_elsewhere(problem: Problem) -> tuple[KernelPlan, ...]:
+    """The plans of the problem's kernels on the other target; none where no family has any."""
     try:
-        serving(problem, target)
+        return plans(problem, OTHER.name)
     except PlanError:
-        return True
-    return False
+        return ()
 
 
 @cache
@@ -73,8 +80,7 @@ def sources() -> tuple[tuple[Problem, Source], ...]:
     """Their kernels, one of each set of parameters."""
     found: dict[tuple[str, ...], tuple[Problem, Source]] = {}
     for problem in problems():
-        elsewhere = () if unserved(problem, OTHER) else plans(problem, OTHER.name)
-        for plan in (*plans(problem, DEFAULT.name), *elsewhere):
+        for plan in (*plans(problem, DEFAULT.name), *plans_elsewhere(problem)):
             source = render_problem(problem, plan)
             names = (field.name for field in source.kernel.fields)
             key = (plan.family, problem.dtype_o, *names)
@@ -103,7 +109,7 @@ def test_every_number_has_one_source() -> None:
 
 def test_every_address_is_one_of_a_tensor_or_a_workspace() -> None:
     own = {*OF_APPENDS, *OF_CASTS, *OF_BACKWARD_CASTS}
-    tensors = {*INPUTS, *own, *RESULTS, *GRADIENTS, *get_args(Workspace)}
+    tensors = {*INPUTS, *own, *RESULTS, *GRADIENTS, *get_args(Workspace), *PARTS_OF_MASKS}
     for problem, source in sources():
         mapped = {recipe.field for recipe in source.kernel.tensor_maps}
         for field in source.kernel.fields:
