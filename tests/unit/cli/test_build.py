@@ -25,7 +25,7 @@ from tests.support.cache_kit import ARCH, PROBLEM, ROOT
 from tests.support.cli_kit import CURATED, GEMMA, LLAMA, run
 
 KERNELS = len([*(ROOT / "generated").glob("*.cu")])  # of the curated specs, as they are rendered
-REFUSED = '[[kernel]]\nname = "odd"\nhead_dim = 260\n'
+REFUSED = '[[kernel]]\nname = "odd"\nhead_dim = 580\nhead_dim_v = 128\n'
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -87,7 +87,7 @@ def test_build_one_refused_writes_no_bundle_and_lists_it_last(tmp_path: Path) ->
     (tmp_path / "odd.toml").write_text(REFUSED)
     result = run("bundle", "build", GEMMA, tmp_path / "odd.toml", "-o", tmp_path / "x")
     assert result.exit_code == 1
-    assert "1 failed" in result.stdout and "head_dim 260" in result.stderr
+    assert "1 failed" in result.stdout and "head_dim 580" in result.stderr
     assert not (tmp_path / "x").exists()
 
 

@@ -26,7 +26,7 @@ LLAMA = ROOT / "examples" / "specs" / "llama3-8b.toml"
 GEMMA = ROOT / "examples" / "specs" / "gemma3.toml"
 
 GOOD = '[[kernel]]\nname = "good"\nhead_dim = 64\n'
-REFUSED = '[[kernel]]\nname = "odd"\nhead_dim = 260\nmask = "spiral"\n'
+REFUSED = '[[kernel]]\nname = "odd"\nhead_dim = 580\nmask = "spiral"\nhead_dim_v = 128\n'
 # File content → what the message says of it.
 BAD_SPECS = {
     "unknown key": ("[[kernel]]\nhead_dim = 64\nheads = 8\n", "heads"),
@@ -115,7 +115,7 @@ def test_build_one_refused_spec_still_builds_the_others(tmp_path: Path) -> None:
     result = run("build", write(tmp_path / "mixed.toml", GOOD + REFUSED))
     assert result.exit_code == 1
     assert "2 compiled, 0 cached, 1 failed" in result.stdout
-    assert "head_dim 260" in result.stderr and "spiral" in result.stderr
+    assert "head_dim 580" in result.stderr and "spiral" in result.stderr
 
 
 def test_build_directory_that_cannot_be_written_fails(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_command_bad_spec_file_gives_a_message_and_exit_1(
 def test_command_spec_without_kernel_lists_every_reason(command: str, tmp_path: Path) -> None:
     result = run(command, write(tmp_path / "refused.toml", REFUSED))
     assert result.exit_code == 1
-    assert "head_dim 260" in result.stderr and "'spiral'" in result.stderr
+    assert "head_dim 580" in result.stderr and "'spiral'" in result.stderr
 
 
 @pytest.mark.parametrize("command", ["build", "list", "explain", "render"])
@@ -189,7 +189,7 @@ def test_list_spec_files_show_kernels_and_refusals(tmp_path: Path) -> None:
     lines = result.stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["gemma3-local", "gemma3-global", "odd"]
     assert "causal_window_d256_bf16" in lines[0]
-    assert all(word in lines[2] for word in ("refused", "head_dim 260", "'spiral'"))
+    assert all(word in lines[2] for word in ("refused", "head_dim 580", "'spiral'"))
 
 
 def test_list_of_a_refused_spec_exits_1_once_all_are_listed(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_explain_refused_spec_ends_with_a_legal_one(tmp_path: Path) -> None:
     refusal = run("explain", write(tmp_path / "refused.toml", REFUSED)).stderr
     table = "[[kernel]]" + refusal.partition("[[kernel]]")[2]
     (nearest,) = load_specs(write(tmp_path / "nearest.toml", table))
-    assert nearest.head_dim == 256 and nearest.name == "odd"
+    assert nearest.head_dim == 576 and nearest.name == "odd"
     assert resolve.find_violations(nearest, features.scan()) == []
 
 
