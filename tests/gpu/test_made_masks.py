@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 import attngen
 from attngen.call.made_mask import GRANULE, parts_of
-from attngen.frontends.pytorch import callable_listed, callables
+from attngen.frontends.pytorch import callable_bits, callable_listed, callables
 from attngen.frontends.pytorch.callable_bits import made_by, maker_of
 from attngen.frontends.pytorch.callable_mask import Sizes, shown_by
 
@@ -96,6 +96,24 @@ def test_lists_of_a_block_mask_are_believed(size) -> None:
         seq_lengths=(ROWS, KEYS),
     )
     check(64, None, block_mask=made)
+
+
+@pytest.mark.slow
+def test_calls_that_share_a_schedule_share_their_masks() -> None:
+    q, k, v = oracle.operands(1, HEADS, 1, 64, 128, 64)
+    schedule, mod = attngen.Schedule(), islands(oracle.DEVICE)
+
+    def made(**arguments: Any) -> int:
+        wraps = callable_bits.start
+        with torch.no_grad(), mock.patch.object(callable_bits, "start", wraps=wraps) as spy:
+            attngen.attention(q, k, v, mask_mod=mod, backend="cuda", **arguments)
+        return spy.call_count
+
+    for _ in range(3):
+        made(schedule=schedule)
+    assert (made(schedule=schedule), made()) == (0, 0)
+    schedule.reset()
+    assert (made(), made(), made(schedule=schedule), made()) == (1, 1, 1, 0)
 
 
 def bits_of(words: torch.Tensor, rows: int, stride: int) -> torch.Tensor:

@@ -32,6 +32,7 @@ from .callable_program import Traced, mask_program, score_program
 from .callable_prologue import Place, Prologue, evaluate, prologue_of
 from .callable_recall import recall, remember
 from .callable_trace import trace
+from .schedule import Schedule
 from .torch_private import PLAIN, has_transforms, is_traced, undisturbed
 
 log = logging.getLogger("attngen")
@@ -55,6 +56,7 @@ def attend(attend: Callable[..., Any], call: AttentionCall) -> Any:
     added: dict[str, Any] = {}
     if call.mask_mod is not None or call.block_mask is not None:
         of_masks = _of_masks(call)
+        _keep_mask(call.schedule, of_masks.get("attn_mask"))
         added = {name: of_masks.pop(name) for name in {*of_masks} - {*ROWS}}
         replaced |= of_masks
     if "score_mod" in call.functions:
@@ -124,6 +126,7 @@ def attend_known(
             read = [as_read(x) for x in sources], sources
             shown = callable_listed.made_again(listed, masks, known.traced, read, q.device)
             made["attn_mask"] = shown
+            _keep_mask(given.get("schedule"), shown)
         else:
             made[name] = known.traced.program.name
             known.pass_on(tensors, made)
@@ -131,6 +134,12 @@ def attend_known(
         return attend(*carriers, **made)
     except (SpecError, LimitError, CompileError):
         return None
+
+
+def _keep_mask(schedule: Any, mask: Tensor | None) -> None:
+    """Have the schedule of a call keep its mask, where other calls may find it."""
+    if mask is not None and isinstance(schedule, Schedule):
+        schedule.keep(mask)
 
 
 def _find(name: str, mod: Any) -> tuple[_Known, list[Tensor]] | None:

@@ -10,6 +10,8 @@ from ...errors import SpecError
 from ...runtime.run_time import FEW_SEQUENCES
 from .transforms import is_transformed
 
+_MOST_MASKS = 4  # that one holds
+
 
 class Schedule:
     """The order in which kernels work through sequences of varying lengths. The first call that is
@@ -23,18 +25,28 @@ class Schedule:
     Calls that share one follow each other on one stream. Whoever changes the lengths, in place or
     not, makes another, or says `reset()`; one that is made, or reset, under the capture of a CUDA
     graph is worked out anew at each replay.
+
+    Calls with a `mask_mod` or `block_mask` that share one find the masks of those before, a few of
+    the latest, until `reset()`; where gradients keep them, they find them without one.
     """
 
     def __init__(self) -> None:
         self._table: Tensor | None = None
         self._call: Ordered | None = None
         self._lengths: tuple[Tensor | None, ...] = ()
+        self._masks: list[Tensor] = []
 
     def reset(self) -> None:
-        """Forgets the order, as the lengths have changed."""
+        """Forgets the order, as the lengths have changed, and masks."""
         self._lengths = ()
+        self._masks.clear()
         if self._table is not None:
             self._table.zero_()
+
+    def keep(self, mask: Tensor) -> None:
+        """Hold on to the mask of a call, for those that ask for the same."""
+        if not any(mask is each for each in self._masks):
+            self._masks = [*self._masks[1 - _MOST_MASKS :], mask]
 
     def table_of(
         self, call: Ordered, lengths: tuple[Tensor | None, ...], device: torch.device

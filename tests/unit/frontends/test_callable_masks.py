@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from unittest import mock
 
 import pytest
@@ -96,3 +97,21 @@ def test_masks_in_use_are_shared_while_what_they_read_stays_as_it_is() -> None:
 def test_numbers_beyond_the_ints_of_positions_are_refused() -> None:
     with pytest.raises(attngen.SpecError, match="mask_mod computes with 2147483648 in int32"):
         traced(lambda b, h, i, j: i + 2**31 > j)
+
+
+def test_schedules_hold_a_few_masks_until_they_are_reset() -> None:
+    kept = attngen.Schedule()
+    first, *others = (torch.zeros(1) for _ in range(5))
+    kept.keep(first)
+    kept.keep(first)
+    held = weakref.ref(first)
+    del first
+    for each in others[:3]:
+        kept.keep(each)
+    assert held() is not None
+    kept.keep(others[3])
+    assert held() is None
+    last = weakref.ref(others[3])
+    del each, others
+    kept.reset()
+    assert last() is None
