@@ -133,7 +133,7 @@ def granules_of(pairs: torch.Tensor) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*MODS, "near"])
 def test_bits_and_maps_are_those_of_the_pairs(name) -> None:
-    device, sizes = oracle.DEVICE, Sizes(2, HEADS, ROWS, KEYS)
+    device, sizes = torch.empty(0, device=oracle.DEVICE).device, Sizes(2, HEADS, ROWS, KEYS)
     mod = MODS[name](device) if name in MODS else lambda b, h, i, j: (i - j).abs() < 250
     traced = callables._traced("mask_mod", mod, device)
     shown = shown_by(traced, sizes, device)
