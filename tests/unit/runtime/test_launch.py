@@ -101,6 +101,17 @@ def test_launch_parameters_lie_at_their_offsets(driver: Driver) -> None:
     assert scale == pytest.approx(0.5 * 1.4426950408889634)
 
 
+@pytest.mark.parametrize(("multiprocessors", "ctas"), [(132, 24), (9, 8), (1, 2)])
+def test_launch_of_pairs_has_two_ctas_a_tile_or_as_many_as_fit(
+    driver: Driver, multiprocessors: int, ctas: int
+) -> None:
+    entry = replace(ENTRY, grid="persistent_pairs")
+    loaded = LoadedKernel("handle", entry, 0, multiprocessors)
+    launch.launch(launch.prepare(loaded, EXTENTS, Scalars(0.5)), ADDRESSES, 7)
+    ((start, _),) = driver.launches
+    assert start[1] == ctas
+
+
 def test_launch_tensor_map_is_encoded_once_for_an_address_and_shape(driver: Driver) -> None:
     first, second = prepared(), prepared()
     for address in (32, 48, 32):
