@@ -22,7 +22,7 @@ from tests.support.sass import count_instructions
 
 CHIPS = ("sm_80", "sm_86", "sm_89", "sm_120")
 MOST_SPILLS = 160  # bytes
-MOST_ACCESSES = 60  # of local memory, 20 a block: of masked ones, of others, and around them
+MOST_ACCESSES = 100  # of local memory in a whole kernel, which has several codes of a block
 
 
 def problems() -> list[Problem]:
