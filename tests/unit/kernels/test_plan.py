@@ -138,8 +138,8 @@ def test_candidates_checks_of_this_file_notice_a_plan_that_does_not_fit(make_pro
 
 
 def test_plan_no_tile_that_fits_is_refused_by_problem_and_arch(make_problem) -> None:
-    with pytest.raises(PlanError, match="full_d512_bf16.*sm_90a"):
-        plan(make_problem(512), ARCH)
+    with pytest.raises(PlanError, match="full_d1024_bf16.*sm_90a"):
+        plan(make_problem(1024), ARCH)
 
 
 BESIDE = {
