@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..errors import SpecError
 from ..spec import layouts
 from .numbers import Arguments
@@ -42,3 +44,46 @@ def order_in(arguments: Arguments, name: str = "q") -> str:
     where it is contiguous."""
     orders = dict(zip(CARRIERS, arguments.memory.split(","), strict=False))
     return orders.get(name, "")
+
+
+def has_one_place_each(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements lie in places of their own, as they do where each axis steps over those
+    within it."""
+    reach = 0
+    for step, size in sorted([(step, n) for n, step in zip(sizes, strides, strict=True) if n > 1]):
+        if step <= reach:
+            return 0 in sizes
+        reach += step * (size - 1)
+    return True
+
+
+def share_bytes(one: Described, at: int, other: Described, other_at: int) -> bool:
+    """Whether tensors at two addresses have a byte in common. Rows of one between rows of the
+    other have none, as slices of one buffer lie: where steps are multiples of a period, within
+    which both lie apart."""
+    if 0 in one.shape or 0 in other.shape:
+        return False
+    axes = [_axes_in_bytes(x) for x in (one, other)]
+    first, second = map(_reach, axes)
+    if at + first <= other_at or other_at + second <= at:
+        return False
+    for period in {step for each in axes for _, step in each}:
+        if any([step > period and step % period for each in axes for _, step in each]):
+            continue
+        first, second = (_reach([(n, step) for n, step in each if step < period]) for each in axes)
+        ahead = (other_at - at) % period
+        if first <= ahead and ahead + second <= period:
+            return False
+    return True
+
+
+def _axes_in_bytes(tensor: Described) -> list[tuple[int, int]]:
+    """Size and step of each axis that has several places, and of an element's bytes."""
+    item = tensor.element_size()
+    steps = [(n, step * item) for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
+    return [(item, 1), *[(n, step) for n, step in steps if n > 1]]
+
+
+def _reach(axes: Sequence[tuple[int, int]]) -> int:
+    """Bytes from the first to behind the last."""
+    return 1 + sum([(n - 1) * step for n, step in axes])

@@ -127,6 +127,13 @@ _ASKED = "tensors are asked what they are, which takes longer"
 is_functional = _find("_is_functional_tensor", _unknown, _ASKED)
 _is_zero = _find("Tensor._is_zerotensor", None, "lazy zeros are taken for tensors")
 
+share_storage: Callable[[Tensor, Tensor], bool] = _find(
+    "_C._is_alias_of",
+    lambda one, other: one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr(),
+    "storages are compared, which takes longer",
+)
+"""Whether two tensors are views of one storage."""
+
 
 def _has_memory(tensor: Tensor) -> bool:
     try:
