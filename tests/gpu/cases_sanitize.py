@@ -270,6 +270,8 @@ CASES = [
     Case(512, 512, mask="causal", lengths=SMALL),
     Case(576, 512, lengths=(65, 127)),
     Case(320, 264, mask="causal_bottom_right", lengths=(200, 130)),
+    Case(384, 512, lengths=(65, 127), partial=True),
+    Case(300, 77, mask="causal", lengths=SMALL),  # threads copy rows, and no CTAs are pairs
     Fp8Case(64, 64, lengths=SMALL),
     Fp8Case(64, 64, mask="causal", lengths=SMALL, out_dtype="e4m3", scaled=True),
     Fp8Case(64, 64, mask="causal", lengths=SHORT, heads=(1, 1, 1)),
