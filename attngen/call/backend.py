@@ -18,7 +18,8 @@ class Default:
     backend: str
 
 
-default = Default(os.environ.get("ATTNGEN_BACKEND") or AUTO)
+_VARIABLE = "ATTNGEN_BACKEND"
+default = Default(os.environ.get(_VARIABLE) or AUTO)
 
 
 def set_backend(backend: str) -> None:
@@ -41,4 +42,6 @@ def asked(backend: str) -> str:
 def check_backend(backend: str) -> None:
     """Raises: SpecError where there is no backend of that name."""
     if backend not in BACKENDS:
-        raise SpecError(f"backend={backend!r}; allowed: {', '.join(BACKENDS)}")
+        # What set_backend has taken exists, so that the environment named another default.
+        name = _VARIABLE if backend == default.backend else "backend"
+        raise SpecError(f"{name}={backend!r}; allowed: {', '.join(BACKENDS)}")

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ... import attention, attention_backward
+from ...call.backend import AUTO, asked, check_backend
 from ...errors import LimitError, SpecError
 from .lengths import packed, paged
 
@@ -33,11 +34,14 @@ def register_flash(backend: str = "auto") -> None:
     efficient one, which it takes for masks, biases and head dims of V of their own.
     `torch.nn.attention.restore_flash_attention_impl()` takes it back.
 
-    backend: auto leaves calls that kernels do not serve, with dropout among them, to PyTorch's own
-        operations, with the reason logged once; cuda refuses them.
+    backend: auto is what `attngen.set_backend` has chosen, else leaves calls that kernels do not
+        serve, with dropout among them, to PyTorch's own operations, with the reason logged once;
+        cuda refuses them; reference computes all but dropout by the definition.
 
-    Raises: ImportError where this PyTorch, before 2.11, has no such registry.
+    Raises: SpecError where there is no backend of that name; ImportError where this PyTorch, before
+        2.11, has no such registry.
     """
+    check_backend(backend)
     from torch.nn.attention import activate_flash_attention_impl, register_flash_attention_impl
 
     register_flash_attention_impl(NAME, register_fn=partial(override, backend))
@@ -76,11 +80,12 @@ def _call(
     **named: Any,
 ) -> Results:
     """The results of an operation. own: PyTorch's, for calls that kernels do not serve."""
+    chosen = asked(backend)
     try:
         with torch.no_grad():
-            return function(*given, **named, backend="cuda" if backend == "auto" else backend)
+            return function(*given, **named, backend="cuda" if chosen == AUTO else chosen)
     except (SpecError, LimitError) as refusal:
-        if backend != "auto":
+        if chosen != AUTO:
             raise
         reason = "; ".join(refusal.reasons)
     if reason not in _said:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ... import attention
+from ...call.backend import AUTO, asked, check_backend
 from ...call.taking import taking
 from ...errors import LimitError, SpecError
 from .flash_registry import register_flash
@@ -184,14 +185,18 @@ def replaced_sdpa(backend: str = "auto") -> Iterator[None]:
     It is replaced in `torch.nn.functional`, where `nn.MultiheadAttention` and most libraries look,
     and in each loaded module that has imported it by its name.
 
-    backend: auto leaves calls that no kernel serves to PyTorch's own function, with the reason
-    logged once; cuda and reference are those of `attngen.attention`, for every call.
+    backend: auto is what `attngen.set_backend` has chosen, else leaves calls that no kernel serves
+        to PyTorch's own function, with the reason logged once; cuda and reference are those of
+        `attngen.attention`, for every call.
+
+    Raises: SpecError where there is no backend of that name.
     """
+    check_backend(backend)
     own = getattr(functional, _NAME)
 
     def attend(*given: Any, **named: Any) -> Tensor:
-        if backend != "auto":
-            return sdpa(*given, **named, backend=backend)
+        if (chosen := asked(backend)) != AUTO:
+            return sdpa(*given, **named, backend=chosen)
         try:
             return sdpa(*given, **named, backend="cuda")
         except (SpecError, LimitError) as refusal:

@@ -25,6 +25,7 @@ from ...call.table import (
     WantedGradients,
     make_call,
 )
+from ...call.tensors import named
 from ...errors import LimitError, SpecError
 from ...reference.fp8 import is_fp8
 from ...results import AttentionGradients
@@ -37,7 +38,7 @@ from .into import state
 from .operation import unobserved
 from .outputs import laid_out
 from .signature import CallForm, places_of
-from .torch_private import guard, is_plain
+from .torch_private import guard, has_transforms, is_plain
 
 _LEAVES = ("q", "k", "v", *LEARNED)
 
@@ -61,7 +62,8 @@ def attention_backward(
         out, lse: as `attention(…, return_lse=True)` returned them.
         dlse: of the LSE, float32 in its shape; None where nothing depends on it.
         given: whatever else the call was given: with dropout the `rng_state` that it returned.
-            Functions, schedules, rows that begin late (`seqstart_q`) and 8 bits are refused.
+            Functions, schedules, rows that begin late (`seqstart_q`), nested tensors and 8 bits
+            are refused, and transforms of torch.func around the call.
 
     Returns: contiguous gradients in the operands' dtypes, or as `out_layout` lays them out; None
         of what the call has not.
@@ -70,6 +72,8 @@ def attention_backward(
         SpecError: with every violation at once.
         CompileError, LaunchError: where a kernel cannot be made or launched.
     """
+    if reasons := _unfit(dout, dlse, out, lse):
+        raise SpecError(reasons)
     key: Key | None = None
     tensors: list[Any] = []
     if not (torch.compiler.is_compiling() or routing.CHECK_VALUES or in_force.recipe is not None):
@@ -98,7 +102,17 @@ def attention_backward(
             return made.run(dout, dlse, out, lse, operands_of(call))
         except (SpecError, LimitError) as refusal:
             routing.leave_kernels(refusal, call.backend)
-    return _by_definition(call, dout, dlse)
+    return _by_definition(call, {"dout": dout, "dlse": dlse, "out": out, "lse": lse})
+
+
+def _unfit(dout: object, dlse: object, out: object, lse: object) -> list[str]:
+    """Why a call has no gradients, whatever else it is given."""
+    given = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
+    wrong = {name: type(x).__name__ for name, x in given.items() if not isinstance(x, Tensor)}
+    reasons = [f"{name} needs a tensor; got {found}" for name, found in wrong.items()]
+    if has_transforms():
+        reasons.append("attention_backward takes no transform of torch.func; transform attention")
+    return reasons
 
 
 def _leaf(x: object) -> object:
@@ -111,16 +125,22 @@ def _refuse(call: AttentionCall) -> None:
     check_rest(call.num_splits, call.deterministic, call.schedule)
     asked = {
         "functions": call.functions,
-        "a schedule": call.schedule is not None,
+        "schedule": call.schedule is not None,
         "rows that begin late": left_padding.is_given(call),
         "operands in 8 bits": isinstance(call.q, Tensor) and is_fp8(call.q.dtype),
-        "a recipe": in_force.recipe is not None,
+        "nested tensors": any(x.is_nested for x in _carriers(call)),
+        "recipe of attngen.fp8": in_force.recipe is not None,
     }
     reasons = [f"attention_backward takes no {name}" for name, there in asked.items() if there]
     if call.dropout_p > 0 and call.rng_state is None:
         reasons.append("dropout needs the rng_state that the call returned")
     if reasons:
         raise SpecError(reasons)
+
+
+def _carriers(call: AttentionCall) -> list[Tensor]:
+    """Tensors of q, k and v."""
+    return [x for x in (call.q, call.k, call.v) if isinstance(x, Tensor)]
 
 
 def _leaves(call: AttentionCall) -> dict[str, Tensor]:
@@ -178,20 +198,20 @@ class KnownBackward:
 known_calls: CallCache[KnownBackward] = CallCache(guard)
 
 
-def _by_definition(call: AttentionCall, dout: Tensor, dlse: Tensor | None) -> AttentionGradients:
-    """Raises: SpecError where a gradient does not fit."""
-    leaves = _leaves(call)
-    gradients = [dout] if dlse is None else [dout, dlse]
+def _by_definition(call: AttentionCall, given: dict[str, Tensor | None]) -> AttentionGradients:
+    """The gradients by the reference, of results that are given by their names.
 
-    def results(*given: Tensor) -> tuple[Tensor, ...]:
-        replaced: dict[str, Any] = dict(zip(leaves, given, strict=True))
+    Raises: SpecError where these or their gradients do not fit.
+    """
+    leaves = _leaves(call)
+    gradients = [x for name in ("dout", "dlse") if (x := given[name]) is not None]
+
+    def results(*operands: Tensor) -> tuple[Tensor, ...]:
+        replaced: dict[str, Any] = dict(zip(leaves, operands, strict=True))
         out, aux = on_reference.run(replace(call, **replaced))
         assert aux.lse is not None  # the reference has one
-        made = (out, aux.lse)[: len(gradients)]
-        for result, gradient in zip(made, gradients, strict=True):
-            if result.shape != gradient.shape:
-                raise SpecError(f"a gradient of {[*result.shape]} is {[*gradient.shape]}")
-        return made
+        _hold({"dout": out, "out": out, "dlse": aux.lse, "lse": aux.lse}, given)
+        return (out, aux.lse)[: len(gradients)]
 
     # A transform, which autograd's own calls below the dispatcher do not see.
     vjp: Any = torch.func.vjp(results, *[x.detach() for x in leaves.values()])
@@ -204,3 +224,15 @@ def _by_definition(call: AttentionCall, dout: Tensor, dlse: Tensor | None) -> At
         laid = laid_out(gradient, order if len(order) == leaf.ndim else "")
         made[GRADIENT_OF[name]] = laid
     return AttentionGradients(**made)
+
+
+def _hold(made: dict[str, Tensor], given: dict[str, Tensor | None]) -> None:
+    """Raises: SpecError where what is given is not like what is made."""
+    pairs = [(name, like, x) for name, like in made.items() if (x := given[name]) is not None]
+    reasons = [
+        f"{name} needs {named(like)}, got {named(x)}"
+        for name, like, x in pairs
+        if (like.dtype, like.shape) != (x.dtype, x.shape)
+    ]
+    if reasons:
+        raise SpecError(reasons)

@@ -71,5 +71,5 @@ def test_environment_chooses_it(value: str) -> None:
         text=True,
         check=True,
     )
-    assert ("backend='nonsense'" in done.stdout) == (value == "nonsense")
+    assert ("ATTNGEN_BACKEND='nonsense'; allowed: auto" in done.stdout) == (value == "nonsense")
     assert "reference backend" not in done.stderr

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from attngen import SpecError
+from attngen.call.backend import default
 from attngen.frontends.integrations import flash_registry
 
 aten = torch.ops.aten
@@ -159,6 +160,22 @@ def test_calls_that_kernels_do_not_serve_are_pytorchs(monkeypatch: pytest.Monkey
                 aten._scaled_dot_product_flash_attention(q, k, v, 0.5)
         finally:
             handle.remove()
+
+
+def test_operations_take_the_backend_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.library, "get_kernel", lambda name, key: Own())
+    handle = flash_registry.override("auto", "CPU")
+    q, k, v = operands("bhsd")
+    try:
+        monkeypatch.setattr(default, "backend", "cuda")
+        with pytest.raises(SpecError, match="cpu has no kernels"):
+            aten._scaled_dot_product_flash_attention(q, k, v)
+        monkeypatch.setattr(default, "backend", "reference")
+        assert aten._scaled_dot_product_flash_attention(q, k, v)[0].shape == q.shape
+    finally:
+        handle.remove()
+    with pytest.raises(SpecError, match="backend='gpu'; allowed"):
+        door.register_flash("gpu")
 
 
 def test_registry_of_pytorch_knows_and_forgets_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import attngen
 from attngen import SpecError
+from attngen.call.backend import default
 from tests.support.paths import ROOT
 
 theirs = functional.scaled_dot_product_attention
@@ -212,6 +213,19 @@ def test_pytorchs_function_is_back_after_an_error() -> None:
     with pytest.raises(SpecError), replaced_sdpa("cuda"):
         functional.scaled_dot_product_attention(*[randn(1, 1, 2, 8)] * 3)
     assert functional.scaled_dot_product_attention is theirs
+
+
+def test_function_in_its_place_takes_the_backend_of_the_process(monkeypatch) -> None:
+    x = randn(1, 1, 2, 8)
+    with replaced_sdpa():
+        monkeypatch.setattr(default, "backend", "cuda")
+        with pytest.raises(SpecError, match="cpu has no kernels"):
+            functional.scaled_dot_product_attention(x, x, x)
+        monkeypatch.setattr(default, "backend", "nonsense")
+        with pytest.raises(SpecError, match="ATTNGEN_BACKEND='nonsense'; allowed"):
+            functional.scaled_dot_product_attention(x, x, x)
+    with pytest.raises(SpecError, match="backend='gpu'; allowed"), replaced_sdpa("gpu"):
+        raise AssertionError("a backend that there is none of")
 
 
 @pytest.mark.slow

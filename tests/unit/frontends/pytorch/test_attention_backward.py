@@ -67,14 +67,35 @@ def test_packed_operands_have_one_gradient() -> None:
         ({"score_mod": lambda score, b, h, i, j: score}, "takes no functions"),
         ({"seqstart_q": torch.zeros(2, dtype=torch.int32)}, "rows that begin late"),
         ({"backend": "cuda"}, "cpu has no kernels"),
-        ({"dout": numbers(1)}, "a gradient of .* is"),
+        ({"dout": numbers(1)}, "dout needs float32 .2, 6, 4, 5., got float32 .1."),
+        ({"dout": numbers(2, 6, 4, 5).double()}, "dout needs float32 .*, got float64"),
+        ({"dout": None}, "dout needs a tensor; got NoneType"),
+        ({"lse": numbers(2, 6, 4)}, "^lse needs float32 .2, 4, 6., got"),
+        ({"out": numbers(2, 6, 4, 8)}, "^out needs float32 .2, 6, 4, 5., got"),
+        ({"dlse": [1]}, "dlse needs a tensor; got list"),
     ],
-    ids=["dropout", "function", "padding", "kernels", "shape"],
+    ids=[
+        *("dropout", "function", "padding", "kernels", "shape", "dtype", "nothing"),
+        *("lse", "output", "list"),
+    ],
 )
 def test_calls_that_have_none_are_refused(given: dict[str, Any], why: str) -> None:
     q, k, v = (numbers(*shape) for shape in SHAPES)
     out, aux = attngen.attention(q, k, v, return_lse=True, **REFERENCE)
-    named = {"dout": out, **REFERENCE, **given}
-    dout = named.pop("dout")
+    named = {"dout": out, "out": out, "lse": aux.lse, **REFERENCE, **given}
+    results = [named.pop(name) for name in ("dout", "out", "lse")]
+    dout, *rest = results
     with pytest.raises(SpecError, match=why):
-        attngen.attention_backward(dout, q, k, v, out, aux.lse, **named)
+        attngen.attention_backward(dout, q, k, v, *rest, **named)
+
+
+def test_nested_tensors_and_transforms_are_refused() -> None:
+    x = numbers(6, 2, 8)
+    out, aux = attngen.attention(x[None], x[None], x[None], return_lse=True, **REFERENCE)
+    nested = torch.nested.as_nested_tensor([x], layout=torch.jagged)
+    lengths = torch.tensor([0, 6], dtype=torch.int32)
+    given = {"layout": "thd", "cu_seqlens_q": lengths, "cu_seqlens_kv": lengths, **REFERENCE}
+    with pytest.raises(SpecError, match="takes no nested tensors"):
+        attngen.attention_backward(out[0], nested, nested, nested, out[0], aux.lse, **given)
+    with pytest.raises(SpecError, match="no transform of torch.func"):
+        torch.vmap(lambda x: attngen.attention_backward(x, x, x, x, x, aux.lse).dq)(out[None])
