@@ -93,7 +93,13 @@ def mods() -> dict[str, ScoreMod]:
     def near(b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
         return ((i - j).abs() * 0.5 < 7.25) | (torch.minimum(i, j) < 3)
 
-    own = {"rounded": rounded, "tree": tree, "near": near}
+    spoilt = torch.arange(S) / 7.0
+    spoilt[37] = torch.nan
+
+    def spoilt_by_nan(b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+        return (spoilt[j].clamp(-9, 99) >= -9) & (torch.where(j > 70, torch.nan, i * 1.0) >= 0)
+
+    own = {"rounded": rounded, "tree": tree, "near": near, "spoilt_by_nan": spoilt_by_nan}
     return {**{name: make() for name, make in MASKS.items()}, **own}
 
 
@@ -123,7 +129,7 @@ def library(compile_cpp, found) -> ctypes.CDLL:
     return ctypes.CDLL(str(compile_cpp(text, "-Wno-unused-parameter")))
 
 
-NAMES = [*MASKS, "rounded", "tree", "near"]
+NAMES = [*MASKS, "rounded", "tree", "near", "spoilt_by_nan"]
 
 
 def given_to(each: Traced) -> tuple[Any, Any, Any]:

@@ -41,10 +41,17 @@ template <class T>
 ATTNGEN_HD Bounds<T> anything() {
   return {Whole<T>::lo, Whole<T>::hi};
 }
+template <>
+ATTNGEN_HD Bounds<float> exactly(float x) {
+  if (x == x) return {x, x};
+  return anything<float>();  // NaN
+}
 template <class T>
 ATTNGEN_HD Bounds<T> hull(Bounds<T> a, Bounds<T> b) {
   return {min_of(a.lo, b.lo), max_of(a.hi, b.hi)};
 }
+// Infinite ends may stand for NaN, of which no order holds.
+ATTNGEN_HD bool may_be_nan(Bounds<float> a) { return a.lo == -kInfinity || a.hi == kInfinity; }
 
 // Of results in 64 bits those that fit their type; products of larger numbers may be anything.
 constexpr long long kSafe = 1ll << 31;
@@ -117,6 +124,15 @@ template <class T>
 ATTNGEN_HD Bounds<T> bound_max(Bounds<T> a, Bounds<T> b) {
   return {max_of(a.lo, b.lo), max_of(a.hi, b.hi)};
 }
+// NaN stays NaN beside any number.
+ATTNGEN_HD Bounds<float> bound_min(Bounds<float> a, Bounds<float> b) {
+  const bool known = !may_be_nan(a) && !may_be_nan(b);
+  return {known ? min_of(a.lo, b.lo) : -kInfinity, min_of(a.hi, b.hi)};
+}
+ATTNGEN_HD Bounds<float> bound_max(Bounds<float> a, Bounds<float> b) {
+  const bool known = !may_be_nan(a) && !may_be_nan(b);
+  return {max_of(a.lo, b.lo), known ? max_of(a.hi, b.hi) : kInfinity};
+}
 template <class T>
 ATTNGEN_HD T floor_quotient(T x, T y) {
   return x / y - (x % y != 0 && (x < 0) != (y < 0));
@@ -168,8 +184,6 @@ template <class T>
 ATTNGEN_HD Bounds<bool> bound_le(Bounds<T> a, Bounds<T> b) {
   return {a.hi <= b.lo, a.lo <= b.hi};
 }
-// Infinite ends may stand for NaN, of which nothing holds.
-ATTNGEN_HD bool may_be_nan(Bounds<float> a) { return a.lo == -kInfinity || a.hi == kInfinity; }
 ATTNGEN_HD Bounds<bool> bound_lt(Bounds<float> a, Bounds<float> b) {
   return {a.hi < b.lo && !may_be_nan(a) && !may_be_nan(b), a.lo < b.hi};
 }
