@@ -158,9 +158,9 @@ class Masks:
 
 
 def _are_same(versions: _Versions, tensors: Sequence[Tensor]) -> bool:
-    """Whether these are the tensors of then, and hold what they held."""
-    pairs = zip(versions, tensors, strict=True)
-    return all(
+    """Whether these are the tensors of then, as many, and hold what they held."""
+    pairs = zip(versions, tensors, strict=False)
+    return len(versions) == len(tensors) and all(
         [
             known() is x and version == x._version and place == x.data_ptr()
             for (known, version, place), x in pairs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -92,6 +93,20 @@ def test_masks_in_use_are_shared_while_what_they_read_stays_as_it_is() -> None:
         assert shown() is first
         document.data = document.flip(0)  # which torch counts as no change
         assert shown() is not first
+
+
+def test_masks_of_lists_with_and_without_whole_blocks_are_two() -> None:
+    document = torch.arange(S) // 20
+    found = replace(traced(lambda b, h, i, j: document[i] == document[j]), key=("documents",))
+    lists, masks = [torch.zeros(1) for _ in range(4)], callable_mask.Masks()
+
+    def shown(count: int) -> torch.Tensor:
+        read = replace(found, sources=(*found.sources, *lists[:count]))
+        return masks.of(shown_by, read, SIZES, CPU)
+
+    first = shown(2)
+    second = shown(4)
+    assert second is not first and shown(4) is second
 
 
 def test_numbers_beyond_the_ints_of_positions_are_refused() -> None:
