@@ -126,10 +126,10 @@ def made_again(
 
 def facts_of(arguments: Mapping[str, Any]) -> Facts | None:
     """Facts that decide how a call is served: formats of tensors, values of others, which of them
-    are functions; None where they cannot be kept."""
+    are functions; None where they cannot be kept. Of a schedule, which holds masks, none is."""
     facts: list[tuple[Any, ...]] = []
     for name, x in arguments.items():
-        if x is None or x is _DEFAULTS.get(name):
+        if x is None or x is _DEFAULTS.get(name) or name == "schedule":
             continue
         if isinstance(x, Tensor):
             facts.append((name, format_of(x), x.requires_grad))

@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import attngen
 from attngen.frontends.pytorch import callable_mask, callables
+from attngen.frontends.pytorch.callable_listed import facts_of
 from attngen.frontends.pytorch.callable_mask import Sizes, listed_by, places_of, shown_by
 from attngen.frontends.pytorch.callable_program import Traced, mask_program
 from attngen.frontends.pytorch.callable_trace import trace
@@ -107,6 +108,11 @@ def test_masks_of_lists_with_and_without_whole_blocks_are_two() -> None:
     first = shown(2)
     second = shown(4)
     assert second is not first and shown(4) is second
+
+
+def test_what_is_known_of_calls_holds_no_schedule() -> None:
+    facts = [facts_of({"q": torch.zeros(1), "schedule": attngen.Schedule()}) for _ in range(2)]
+    assert facts[0] == facts[1] == facts_of({"q": torch.zeros(1)})
 
 
 def test_numbers_beyond_the_ints_of_positions_are_refused() -> None:
