@@ -116,6 +116,21 @@ def test_calls_that_share_a_schedule_share_their_masks() -> None:
     assert (made(), made(), made(schedule=schedule), made()) == (1, 1, 1, 0)
 
 
+@pytest.mark.slow
+def test_gradients_of_a_sink_alone_find_what_they_read() -> None:
+    q, k, v = oracle.operands(1, HEADS, 1, 64, 128, 64)
+    mod = islands(oracle.DEVICE)
+
+    def gradient(backend: str) -> torch.Tensor:
+        sink = torch.zeros(HEADS, device=oracle.DEVICE, requires_grad=True)
+        more: dict[str, Any] = {"softmax": "learnable", "sink": sink, "backend": backend}
+        attngen.attention(q, k, v, mask_mod=mod, **more).float().square().sum().backward()
+        assert sink.grad is not None
+        return sink.grad
+
+    torch.testing.assert_close(gradient("cuda"), gradient("reference"), rtol=2e-2, atol=2e-2)
+
+
 def bits_of(words: torch.Tensor, rows: int, stride: int) -> torch.Tensor:
     """The bits of so many rows of words."""
     lines = words[..., : rows * stride].unflatten(-1, (-1, stride))

@@ -83,8 +83,8 @@ def made_of_blocks(call: AttentionCall, masks: Masks, traced: Traced, sizes: Siz
 
 def _may_learn(call: AttentionCall) -> bool:
     """Whether a call may have gradients: what a score_mod captures may require some, too."""
-    carriers = [x for x in (call.q, call.k, call.v) if x is not None]
-    return call.score_mod is not None or any([x.requires_grad for x in carriers])
+    tensors = [x for x in given_by(call).values() if isinstance(x, Tensor)]
+    return call.score_mod is not None or any([x.requires_grad for x in tensors])
 
 
 def known_of(arguments: Mapping[str, Any]) -> Known | None:
