@@ -272,7 +272,6 @@ def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
     barriers = 2 * (choice.consumers + choice.k_stages + choice.v_stages + raw_stages + 1)
     barriers += problem.paged  # V's last block, which is cleared behind the sequence's end
     barriers += 2 * choice.consumers * problem.bias
-    barriers += 4 * choice.shares_output  # of the weights in two places
     job = JOB_BYTES + JOB_BYTES_QUERIES * (problem.q_seq != "dense")
     job += JOB_BYTES_KEYS * (problem.kv_seq != "dense")
     job += JOB_BYTES_CUT * cuts_tiles(problem, choice)
