@@ -64,7 +64,7 @@ def attend_cache(
     whose blocks are overwritten in turn, have their keys gathered by the cache.
     """
     cache, given = given["cache"], dict(given)
-    sliding = getattr(module, "sliding_window", None)
+    sliding = given["sliding_window"] = _window_of(module, cache, given)
     for name in ("cu_seq_lens_k", "max_seqlen_k"):
         if isinstance(given.get(name), dict):
             kind = "sliding_attention" if sliding else "full_attention"
@@ -94,6 +94,15 @@ def attend_cache(
     layout = "paged_kv_thd_bshd_bshd"
     stored_k, stored_v = pages
     return attention(queries, stored_k, stored_v, layout=layout, **arguments, **packed)
+
+
+def _window_of(module: Any, cache: Any, given: Arguments) -> int | None:
+    """Keys that a query of a layer sees, its own among them; None for all. The cache knows it, by
+    which it lays blocks out, also of models whose layers take it of their configuration."""
+    known = getattr(cache, "sliding_windows", {}).get(module.layer_idx)
+    if known is not None:
+        return int(known) if known > 1 else None
+    return given.get("sliding_window") or getattr(module, "sliding_window", None)
 
 
 def block_table(read: Tensor, ends: Tensor, size: int, longest: int) -> Tensor:

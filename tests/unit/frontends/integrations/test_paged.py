@@ -50,15 +50,25 @@ def ends_of(lengths: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("sliding", [None, 3], ids=["full", "window"])
 @pytest.mark.parametrize("by_kind", [False, True], ids=["one", "by kind"])
-def test_requests_see_their_own_tokens_in_the_cache(sliding: int | None, by_kind: bool) -> None:
+@pytest.mark.parametrize("said_by", ["layer", "cache"])  # layers of Mistral's have no windows
+def test_requests_see_their_own_tokens_in_the_cache(
+    sliding: int | None, by_kind: bool, said_by: str
+) -> None:
     cache, generator = Cache(), torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, h, sum(NEW), D, generator=generator) for h in (H, H_KV, H_KV))
     written = [row for rows, past in zip(cache.rows, PAST, strict=True) for row in rows[past:]]
     whole = [len(rows) for rows in cache.rows]
     kinds = ("full_attention", "sliding_attention")
     ends, longest = ends_of(whole), max(whole)
+    module = SimpleNamespace(layer_idx=0)
+    if said_by == "layer":
+        module.sliding_window = sliding
+    else:
+        cache.sliding_windows = {0: sliding or 1}
+    gathered = []
+    update, cache.update = cache.update, lambda **x: gathered.append(x) or update(**x)
     found, _ = door.attend(
-        SimpleNamespace(layer_idx=0, sliding_window=sliding),
+        module,
         *(q, k, v, None),
         cache=cache,
         cu_seq_lens_q=ends_of([*NEW]),
@@ -69,6 +79,7 @@ def test_requests_see_their_own_tokens_in_the_cache(sliding: int | None, by_kind
         backend="reference",
     )
     assert found.shape == (1, sum(NEW), H, D)
+    assert len(gathered) == (sliding is not None)  # whose blocks are overwritten in turn
     (keys,), (values,) = cache.key_cache, cache.value_cache
     begin = 0
     for rows, new in zip(cache.rows, NEW, strict=True):
