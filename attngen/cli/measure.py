@@ -110,8 +110,9 @@ _through = click.option(
     type=click.Choice(["operator", "call"]),
     default="operator",
     show_default=True,
-    help="What attngen's backward is: its operator, or autograd's of the public call. With call "
-    "rounds are short, 5 of 40 ms unless told.",
+    help="What attngen's backward is: its operator, or autograd's of the public call, which the "
+    "forward is either way. With call rounds are short, 5 of 40 ms unless told. In jax all is "
+    "through the call.",
 )
 _energy = click.option("--energy", is_flag=True, help="Measure joules of a call, too.")
 
@@ -159,6 +160,8 @@ def _bench(
     itself has no figure."""
     from ..bench import workloads
 
+    if subject.frontend == "jax" and _was_given("through"):
+        raise click.UsageError("--through is of PyTorch's calls; in jax leave it out")
     cases = workloads.select(patterns)
     _prepare(json_file, plot_file)
     report = _measure(subject, cases, peers, manner)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ...call.taking import taking
+from ...errors import SpecError
 from .torch import Sdpa, sdpa
 
 IMAGE_AXES = 4  # [b, c, height, width]
@@ -17,7 +18,8 @@ __all__ = ["AttnProcessor", "attend", "register"]
 def register(name: str = "attngen") -> str:
     """Let models take `set_attention_backend(name)`, and return the name.
 
-    diffusers knows its backends by an enumeration, which gets one more member.
+    diffusers knows its backends by an enumeration, which gets one more member. A backend that it
+    has by this name is replaced for the process: `native` is that of models that name none.
 
     Raises: ImportError where diffusers is not installed, or has no dispatcher of attention.
     """
@@ -87,7 +89,15 @@ class AttnProcessor:
         attn: the layer; encoder_hidden_states: [b, s_kv, c_kv], of another sequence;
         attention_mask: as `attn.prepare_attention_mask` takes it; temb: of its spatial norm.
         others: of other processors.
+
+        Raises: SpecError of a layer that projects other states to keys of their own, as
+            `attngen.integrations.torch.sdpa` does.
         """
+        if getattr(attn, "add_k_proj", None) is not None:
+            raise SpecError(
+                "a layer with add_k_proj has a processor of its own: leave it, and call the model "
+                "in attngen.integrations.torch.replaced_sdpa()"
+            )
         residual, image = hidden_states, hidden_states.shape
         if attn.spatial_norm is not None:
             hidden_states = attn.spatial_norm(hidden_states, temb)

@@ -39,7 +39,7 @@ def register_flash(backend: str = "auto") -> None:
         cuda refuses them; reference computes all but dropout by the definition.
 
     Raises: SpecError where there is no backend of that name; ImportError where this PyTorch, before
-        2.11, has no such registry.
+        2.11, has no such registry; RuntimeError where it is built without CUDA.
     """
     check_backend(backend)
     from torch.nn.attention import activate_flash_attention_impl, register_flash_attention_impl

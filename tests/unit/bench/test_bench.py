@@ -127,6 +127,13 @@ def test_bench_through_a_call_has_short_rounds_unless_told(
     assert seen == [run.Manner(rounds, budget_ms, through="call", energy=True)]
 
 
+def test_bench_in_jax_has_nothing_to_go_through() -> None:
+    options = ["--frontend", "jax", "--through", "call"]
+    result = CliRunner().invoke(main, ["bench", "bwd", *options])
+    assert result.exit_code == 2
+    assert "--through is of PyTorch's calls; in jax leave it out" in result.output
+
+
 def test_report_comes_back_equal_and_other_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     wanted = make_report(*ROWS)

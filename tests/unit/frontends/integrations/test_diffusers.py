@@ -10,6 +10,8 @@ from attngen.integrations import diffusers as door
 from torch import Tensor, nn
 from torch.nn import functional
 
+from attngen import SpecError
+
 GENERATOR = torch.Generator().manual_seed(0)
 
 
@@ -75,6 +77,13 @@ def test_processor_computes_a_layer_of_images() -> None:
     wanted = (out.transpose(1, 2).reshape(image.shape) + image) / 2
     torch.testing.assert_close(found, wanted)
     assert found.shape == image.shape
+
+
+def test_layers_with_projections_of_other_states_are_refused() -> None:
+    layer = Layer()
+    layer.add_k_proj = nn.Linear(6, 16)
+    with pytest.raises(SpecError, match="processor of its own.*replaced_sdpa"):
+        door.AttnProcessor("reference")(layer, numbers(2, 5, 8), numbers(2, 5, 6))
 
 
 @pytest.fixture
