@@ -272,6 +272,8 @@ def _device_violations(call: AttentionCall) -> Iterator[str]:
     given = {name: getattr(call, name) for name in (*TENSORS, *SHAPED)}
     given |= dict(call.fragment_arguments)
     tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    if call.block_mask is not None:
+        tensors["block_mask"] = call.block_mask.kv_indices
     tables = zip(("page_table (K)", "page_table (V)"), call.page_tables, strict=False)
     for name, tensor in (tensors | dict(tables)).items():
         if tensor.device != call.q.device:

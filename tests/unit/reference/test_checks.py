@@ -56,6 +56,10 @@ REFUSED = {
         {"block_mask": create_block_mask(lambda b, h, i, j: i >= j, 1, 3, S, S, "cpu")},
         ["block_mask", "[1, 3,"],
     ),
+    "block_mask_elsewhere": (
+        {"block_mask": create_block_mask(lambda b, h, i, j: i >= j, 1, 1, S, S, "cpu").to("meta")},
+        ["block_mask needs q's device"],
+    ),
     "block_mask_short": (
         {"block_mask": create_block_mask(lambda b, h, i, j: i >= j, 1, 1, S, 4, "cpu")},
         ["block_mask needs at least [6, 6]"],
