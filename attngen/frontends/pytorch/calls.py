@@ -93,8 +93,8 @@ def route(
         except (SpecError, LimitError) as error:
             refusal = error
     check_rest(call.num_splits, call.deterministic, call.schedule)
-    # A schedule of other calls is refused whatever serves this one.
-    if (refusal is None or call.schedule is not None) and routing.use_kernels(call):
+    # A schedule of other calls is refused whatever serves this one; callables have asked it.
+    if (refusal is None or (call.schedule and not call.functions)) and routing.use_kernels(call):
         operands = operands_of(call)
         checked = CheckedCall.of(call, operands)
         if formats is not None:

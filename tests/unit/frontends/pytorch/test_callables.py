@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import linecache
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import attngen
 from attngen import SpecError
+from attngen.frontends.pytorch import callables
 from attngen.frontends.pytorch import routing as choice
 
 B, H, S, KEYS, D = 2, 4, 9, 11, 8
@@ -237,6 +240,14 @@ def test_refusal_says_the_line() -> None:
     number = with_branch.__code__.co_firstlineno + 1
     assert linecache.getline(__file__, number).strip() == "if i > j:"
     assert f"test_callables.py:{number}, `if i > j:`" in str(refusal.value)
+
+
+def test_refusal_of_its_kernels_is_what_a_call_with_a_schedule_says() -> None:
+    other = SpecError("made for other lengths")
+    refused = mock.patch.object(callables, "attend", side_effect=other)
+    given: dict[str, Any] = {"schedule": attngen.Schedule(), "backend": "cuda"}
+    with refused, pytest.raises(SpecError, match="made for other lengths"):
+        attngen.attention(*operands(), **ALL, **given)
 
 
 def test_refusal_leaves_what_it_was_made_from() -> None:
