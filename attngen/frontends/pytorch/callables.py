@@ -118,14 +118,10 @@ def attend_known(
             made[name] = None
             made.update(own)
         elif name == "mask_mod":
-            listed = callable_listed.known_of({"q": q, "k": k, "v": v, **given})
-            if listed is None:
+            shown = _made_again(known, tensors, {"q": q, "k": k, "v": v, **given})
+            if shown is None:
                 return None
-            made[name] = None
-            sources = known.read(tensors)
-            read = [as_read(x) for x in sources], sources
-            shown = callable_listed.made_again(listed, masks, known.traced, read, q.device)
-            made["attn_mask"] = shown
+            made |= {name: None, "attn_mask": shown}
             _keep_mask(given.get("schedule"), shown)
         else:
             made[name] = known.traced.program.name
@@ -133,6 +129,23 @@ def attend_known(
     try:
         return attend(*carriers, **made)
     except (SpecError, LimitError, CompileError):
+        return None
+
+
+def _made_again(
+    known: _Known, tensors: Sequence[Tensor], arguments: Mapping[str, Any]
+) -> Tensor | None:
+    """The mask of a call of these arguments; None where nothing is known of such, or it cannot be
+    made. tensors: those that its function reaches."""
+    listed = callable_listed.known_of(arguments)
+    if listed is None:
+        return None
+    sources = known.read(tensors)
+    read = [as_read(x) for x in sources], sources
+    device = arguments["q"].device
+    try:
+        return callable_listed.made_again(listed, masks, known.traced, read, device)
+    except (SpecError, CompileError):
         return None
 
 

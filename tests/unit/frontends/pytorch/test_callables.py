@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import attngen
 from attngen import SpecError
-from attngen.frontends.pytorch import callables
+from attngen.frontends.pytorch import callable_bits, callables, descriptions
 from attngen.frontends.pytorch import routing as choice
 
 B, H, S, KEYS, D = 2, 4, 9, 11, 8
@@ -248,6 +248,15 @@ def test_refusal_of_its_kernels_is_what_a_call_with_a_schedule_says() -> None:
     given: dict[str, Any] = {"schedule": attngen.Schedule(), "backend": "cuda"}
     with refused, pytest.raises(SpecError, match="made for other lengths"):
         attngen.attention(*operands(), **ALL, **given)
+
+
+def test_masks_that_are_too_large_leave_each_call_to_the_reference() -> None:
+    tensors = [x.bfloat16() for x in operands()]
+    arch = mock.patch.object(descriptions, "device_arch", lambda _: "sm_90a")
+    with arch, mock.patch.object(callable_bits, "MOST_BYTES", 0):
+        found = [attngen.attention(*tensors, mask_mod=by_head) for _ in range(3)]
+    wanted = attngen.attention(*tensors, mask_mod=by_head, backend="reference")
+    assert all(torch.equal(each, wanted) for each in found)
 
 
 def test_refusal_leaves_what_it_was_made_from() -> None:
