@@ -32,6 +32,7 @@ from ...results import AttentionGradients
 from . import left_padding, on_reference, routing
 from .backward import differentiate, dispatch
 from .calls import bind
+from .casts import autocast, without_autocast
 from .checked_call import CheckedCall, Operands, arguments_of, operands_of
 from .checks import check_rest
 from .into import state
@@ -63,7 +64,8 @@ def attention_backward(
         dlse: of the LSE, float32 in its shape; None where nothing depends on it.
         given: whatever else the call was given: with dropout the `rng_state` that it returned.
             Functions, schedules, rows that begin late (`seqstart_q`), nested tensors and 8 bits
-            are refused, and transforms of torch.func around the call.
+            are refused, and transforms of torch.func around the call. Under torch.autocast float32
+            operands are cast, as the call cast them.
 
     Returns: contiguous gradients in the operands' dtypes, or as `out_layout` lays them out; None
         of what the call has not.
@@ -81,6 +83,13 @@ def attention_backward(
         known = known_calls.find(key, tensors)
         if known is not None and unobserved((dout, dlse, out, lse, *tensors)):
             return known(dout, dlse, out, lse, tensors)
+    if _is_autocast(q):
+        with without_autocast(q.device.type):
+            cast_q, cast_k, cast_v = autocast(q, k, v)
+            found = attention_backward(
+                *(dout, cast_q, cast_k, cast_v, out, lse), dlse=dlse, **given
+            )
+        return _in_dtypes_of(found, (q, k, v))
     carriers = {"q": q, "k": k, "v": v}
     operands, others = (
         {name: _leaf(x) if name in _LEAVES else x for name, x in x.items()}
@@ -103,6 +112,25 @@ def attention_backward(
         except (SpecError, LimitError) as refusal:
             routing.leave_kernels(refusal, call.backend)
     return _by_definition(call, {"dout": dout, "dlse": dlse, "out": out, "lse": lse})
+
+
+def _is_autocast(q: object) -> bool:
+    """Whether torch.autocast is on where the operands are, which knows no meta tensors."""
+    there = isinstance(q, Tensor) and not q.is_meta
+    return there and torch.is_autocast_enabled(q.device.type)  # type: ignore[attr-defined]
+
+
+def _in_dtypes_of(
+    found: AttentionGradients, carriers: tuple[Tensor | None, ...]
+) -> AttentionGradients:
+    """Gradients of operands that were cast, in the operands' own dtypes."""
+    pairs = zip(("dq", "dk", "dv"), carriers, strict=True)
+    made: dict[str, Any] = {
+        name: gradient.to(x.dtype)
+        for name, x in pairs
+        if x is not None and (gradient := getattr(found, name)) is not None
+    }
+    return replace(found, **made)
 
 
 def _unfit(dout: object, dlse: object, out: object, lse: object) -> list[str]:

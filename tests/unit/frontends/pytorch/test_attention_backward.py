@@ -99,3 +99,15 @@ def test_nested_tensors_and_transforms_are_refused() -> None:
         attngen.attention_backward(out[0], nested, nested, nested, out[0], aux.lse, **given)
     with pytest.raises(SpecError, match="no transform of torch.func"):
         torch.vmap(lambda x: attngen.attention_backward(x, x, x, x, x, aux.lse).dq)(out[None])
+
+
+def test_operands_are_cast_as_the_call_cast_them() -> None:
+    leaves = [numbers(*shape).requires_grad_() for shape in SHAPES]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, aux = attngen.attention(*leaves, return_lse=True, **REFERENCE)
+        results = torch.ones_like(out), *leaves, out.detach(), aux.lse.detach()
+        found = attngen.attention_backward(*results, **REFERENCE)
+    wanted = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    for one, other in zip((found.dq, found.dk, found.dv), wanted, strict=True):
+        assert one.dtype == torch.float32
+        torch.testing.assert_close(one, other)
