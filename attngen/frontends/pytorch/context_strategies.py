@@ -62,11 +62,13 @@ def attention(
     process group, or a mesh of one axis; None for all ranks; for a2a+p2p a pair, (inner, outer).
     comm: p2p, keys come from one rank after another, those alone that are needed; all_gather, all
     at once; a2a, ranks exchange positions for heads; a2a+p2p, that inside the inner group and p2p
-    over the outer one; auto, what was fastest for such calls (`_fastest`). order: of
-    call/context_order.py, `("striped", n)` for stripes of n positions. reduce_dtype: of gradients
-    in messages, beside operands of 16 bits.
+    over the outer one; auto, what was fastest for such calls on two H200s, as
+    docs/guide/context-parallel.md has it. order: dual_chunk, two chunks from both ends; contiguous;
+    striped, or `("striped", n)` for stripes of n positions. reduce_dtype: of gradients in messages,
+    beside operands of 16 bits.
 
-    arguments: those of `attngen.attention` that `context_calls.SERVED` lists. cu_seqlens_… are of
+    arguments: those of `attngen.attention`, of which others are refused by name with a list of
+    those that are served: not `out`, pages, functions and fragments. cu_seqlens_… are of
     the whole, seqused_… of whole sequences, and plans need them on the host: those of a GPU are
     waited for. bias and attn_mask have the rank's queries and all keys, [b, h, s_q / n, s_kv].
     rng_state is that of the group's first rank, drawn there unless given; what is dropped does not
