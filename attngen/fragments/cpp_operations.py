@@ -17,6 +17,20 @@ HELPERS = {
     return x * y;
 #endif
   }""",
+    "divided_of": """float divided_of(float x, float y) {
+#if defined(__CUDACC__)
+    return __fdiv_rn(x, y);
+#else
+    return x / y;
+#endif
+  }""",
+    "root_of": """float root_of(float x) {
+#if defined(__CUDACC__)
+    return __fsqrt_rn(x);
+#else
+    return __builtin_sqrtf(x);
+#endif
+  }""",
     "ratio_of": """float ratio_of(float x, float y) {
     // As IEEE's division has it: floors of quotients of integers show the last bit.
     const float ratio = quotient_of(x, y);

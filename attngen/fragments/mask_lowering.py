@@ -9,16 +9,23 @@ from .lowering import Names, helpers_of, members_of, name_of_struct, operands_of
 from .mask_bounds import bounds_struct_of
 from .program import Operation, Program
 
+# Operations of floats whose last bit counts; a kernel of masks has the time for IEEE's division.
+_ROUNDED = {
+    "mul": "times_of({0}, {1})",
+    "div": "divided_of({0}, {1})",
+    "ratio": "divided_of({0}, {1})",
+    "recip": "divided_of(1.f, {0})",
+    "sqrt": "root_of({0})",
+}
+
 
 class _RoundedNames(Names):
     """Values that are rounded one by one, as PyTorch's are: a mask asks on which side of a number
     they lie."""
 
     def expression(self, operation: Operation) -> str:
-        if (operation.name, operation.type) == ("mul", "f"):
-            one, other = map(self.of, operation.args)
-            return f"times_of({one}, {other})"
-        return super().expression(operation)
+        form = _ROUNDED.get(operation.name) if operation.type == "f" else None
+        return form.format(*map(self.of, operation.args)) if form else super().expression(operation)
 
 
 @cache

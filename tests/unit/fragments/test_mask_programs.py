@@ -99,7 +99,14 @@ def mods() -> dict[str, ScoreMod]:
     def spoilt_by_nan(b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
         return (spoilt[j].clamp(-9, 99) >= -9) & (torch.where(j > 70, torch.nan, i * 1.0) >= 0)
 
-    own = {"rounded": rounded, "tree": tree, "near": near, "spoilt_by_nan": spoilt_by_nan}
+    step = torch.tensor([49.0, 41.0, 37.0, 55.0, 47.0, 61.0])
+
+    def stepped(b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+        near = torch.floor(i / step[h]) == torch.floor(j / step[h])
+        return near | (i.float().sqrt() > j * 0.1)
+
+    own = {"stepped": stepped, "rounded": rounded, "tree": tree, "near": near}
+    own["spoilt_by_nan"] = spoilt_by_nan
     return {**{name: make() for name, make in MASKS.items()}, **own}
 
 
@@ -129,7 +136,7 @@ def library(compile_cpp, found) -> ctypes.CDLL:
     return ctypes.CDLL(str(compile_cpp(text, "-Wno-unused-parameter")))
 
 
-NAMES = [*MASKS, "rounded", "tree", "near", "spoilt_by_nan"]
+NAMES = [*MASKS, "stepped", "rounded", "tree", "near", "spoilt_by_nan"]
 
 
 def given_to(each: Traced) -> tuple[Any, Any, Any]:
