@@ -74,8 +74,10 @@ def test_calls_write_where_the_caller_says() -> None:
     for where in (torch.empty_like(wanted), room[:, :, 1]):
         for _ in range(3):  # the second call like it is the kernels'
             where.fill_(torch.nan)
+            before = where._version
             out, own = attngen.attention(q, k, v, out=where, **given)
             assert out is where and torch.equal(out, wanted) and torch.equal(own.lse, aux.lse)
+            assert where._version > before  # as of any operation in place
     assert room[:, :, ::2].isnan().all()
     alone = attngen.attention(q, k, v, mask="causal", **CUDA)
     again = attngen.attention(q, k, v, mask="causal", out=torch.empty_like(q), **CUDA)
@@ -116,5 +118,8 @@ def test_places_that_the_copy_engine_does_not_reach_are_copied_to(case: str) -> 
 def test_place_of_an_operand_is_refused() -> None:
     q, k, v = oracle.operands(1, 2, 2, 70, 70, 64)
     attngen.attention(q, k, v, **CUDA)
-    with pytest.raises(SpecError, match="out lies where an operand does"):
-        attngen.attention(q, k, v, out=q, **CUDA)
+    shifted = torch.empty(q.numel() + 64, dtype=q.dtype, device=q.device)
+    inside = shifted[: q.numel()].view(q.shape).copy_(q)
+    for operand, where in ((q, q), (inside, shifted[64:].view(q.shape))):
+        with pytest.raises(SpecError, match="out lies where q does"):
+            attngen.attention(operand, k, v, out=where, **CUDA)
