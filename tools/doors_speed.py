@@ -7,7 +7,8 @@ backward) and a prompt with its cache of one sequence, and one token of 8 sequen
 cache of fixed size, replayed as a CUDA graph. Attention is attngen's door, the backends of
 PyTorch's `scaled_dot_product_attention`, FlexAttention as transformers compiles it, and the model's
 own. Medians of interleaved rounds. Stacks and lengths have a process each: all compile at once,
-then one after another is timed.
+then one after another is timed. Compiled code is kept where TORCHINDUCTOR_CACHE_DIR says; a run
+that finds none may need --ready-within of some minutes, and leaves out what it does not get ready.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from importlib.metadata import version
@@ -45,6 +46,7 @@ MOST_EAGER = 4096  # tokens of a model's own attention, whose scores are tensors
 LENGTHS = (4096, 16384, 32768)
 STEPS = ("train", "prefill", "decode")
 TOLERANCE = 0.05  # of the norm of what attngen's layers return
+COMPILED, GRACE = ("flex",), 20.0  # who compiles for long, and seconds for what has begun
 LEAST_MS, MOST_CALLS = 20.0, 20  # of a round
 SCHEMA = 1
 Call = Callable[[], Any]
@@ -179,18 +181,19 @@ class Timed(NamedTuple):
 
 
 def timed_steps(
-    model: Any, stack: Stack, step: str, length: int, without: Sequence[str]
+    model: Any, stack: Stack, step: str, length: int, options: argparse.Namespace
 ) -> tuple[dict[str, Timed], dict[str, str]]:
-    """The step by who computes its attention, each called once; and who cannot, and why. without:
-    who is not asked."""
+    """The step by who computes its attention, each called once; and who cannot, and why."""
     found, missing, first = {}, {}, None
     peers = stack.peers_of_decode if step == "decode" else stack.peers
-    for who in ("attngen", *[peer for peer in peers if peer not in without]):
+    for who in ("attngen", *[peer for peer in peers if peer not in options.without]):
         select = partial(model.set_attn_implementation, IMPLEMENTATIONS.get(who, who))
         around = partial(sdpa_kernel, BACKENDS[who]) if who in BACKENDS else nullcontext
         try:
             if who == "eager" and length > MOST_EAGER:
                 raise MeasureError(f"not asked for above {MOST_EAGER} tokens")
+            if who in COMPILED and time.monotonic() > options.until:
+                raise MeasureError("not compiled in time")
             select()
             torch.manual_seed(1)
             with around():
@@ -242,7 +245,7 @@ def work(parent: Connection, name: str, length: int, options: argparse.Namespace
     """A process: prepare the steps of a stack, say so, and time them when the parent answers."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    torch._inductor.config.compile_threads = 2  # others compile beside this one
+    torch._inductor.config.compile_threads = 1  # here: others compile beside this one
     # A step of another length is compiled for that length, as a program of one length would be.
     torch._dynamo.config.automatic_dynamic_shapes = False
     integrations.transformers.register(backend="cuda")
@@ -251,7 +254,7 @@ def work(parent: Connection, name: str, length: int, options: argparse.Namespace
     prepared = [
         Prepared(
             {"stack": name, "step": step, "length": length},
-            *timed_steps(model, stack, step, length, options.without),
+            *timed_steps(model, stack, step, length, options),
         )
         for step in options.steps
     ]
@@ -266,6 +269,8 @@ def work(parent: Connection, name: str, length: int, options: argparse.Namespace
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Rows of what is asked for, each printed when it is there."""
     spawn = multiprocessing.get_context("spawn")
+    options.until = time.monotonic() + options.ready_within
+    end = options.until + GRACE
     workers = {}
     for name in options.stacks:
         for length in options.lengths:
@@ -276,12 +281,13 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             workers[own] = process
     pending: list[Connection] = [*workers]
     ready: dict[Connection, bool] = {}
-    end = time.monotonic() + options.ready_within
     while pending and (spoke := wait(pending, max(0, end - time.monotonic()))):
         ready |= {each: _received(each) is None for each in pending if each in spoke}
         pending = [each for each in pending if each not in spoke]
     for each in pending:
+        print("a stack was not ready in time", file=sys.stderr)
         workers[each].kill()
+    print(f"ready {time.monotonic() - end + GRACE:+.0f} s", file=sys.stderr, flush=True)
     for each in workers:
         if not ready.get(each):
             continue

@@ -9,6 +9,7 @@ there a program's dispatch waits for the interpreter, which hides behind program
 which a program without attention shows as well, of one kernel that XLA makes of 32 products.
 Every figure is a median over programs; each setting has a process of its own, and each row is
 printed as it is measured. cuDNN, whose programs compile for long, is left out without --peers.
+A last process times larger calls beside those of PyTorch: the same kernels, by who launches them.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 CALLS, PROGRAMS, BATCH = 32, 10, 5
+ENOUGH = 2.0  # seconds, after which a row takes the programs that it has
 OFTEN = 1e-4  # seconds
 SHORT, LONG = (1, 256, 2, 128), (8, 4096, 16, 128)
 ELEMENTWISE = "elementwise"
@@ -37,6 +39,9 @@ SETTINGS = {
     "default": "",
     "no command buffers": "--xla_gpu_enable_command_buffer=",
 }
+KERNELS = "kernels"
+CASES = {"d128": (4, 4096, 16, 4, 128, 128), "d64": (4, 4096, 16, 4, 64, 64)}
+ROUNDS, BUDGET_MS = 7, 30.0
 
 
 def attentions() -> dict[str, Callable[..., Any]]:
@@ -71,8 +76,9 @@ def time_of(program: Callable[[Any], Any], x: Any, calls: int) -> float:
     """Microseconds a call, of programs that are dispatched one behind another."""
     for _ in range(3):
         program(x).block_until_ready()
-    found = []
-    for _ in range(PROGRAMS):
+    found: list[float] = []
+    end = time.perf_counter() + ENOUGH
+    while len(found) < PROGRAMS and not (found and time.perf_counter() > end):
         start = time.perf_counter()
         for _ in range(BATCH):
             last = program(x)
@@ -128,16 +134,35 @@ def measure(peers: bool) -> Iterator[tuple[str, float]]:
                 yield f"{row}, beside a thread that gives way every 0.1 ms", us
 
 
+def measure_kernels() -> Iterator[tuple[str, dict[str, float]]]:
+    """Milliseconds of a call by case, direction and who launches it, on the GPU, interleaved."""
+    from attngen.bench import in_jax, peers, run, timing
+    from attngen.bench.workloads import Case
+
+    in_jax.require_cuda()
+    who = {"jax": in_jax.ours(), "pytorch": peers.ours()}
+    for name, sizes in CASES.items():
+        for causal in (True, False):
+            case = Case(*sizes, causal=causal)
+            operands = run.random_operands(case)
+            for direction in ("fwd", "bwd"):
+                calls = {each: peer.makers[direction](case, operands) for each, peer in who.items()}
+                found = timing.time_interleaved(calls, ROUNDS, BUDGET_MS)
+                row = f"{name} {'causal' if causal else 'full'} {direction}"
+                yield row, {each: round(ms, 4) for each, ms in found.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("-o", "--output", type=Path, help="where the JSON goes; else printed")
     parser.add_argument("--peers", action="store_true", help="cuDNN, too")
-    parser.add_argument("--here", action="store_true", help="measure in this process")
+    parser.add_argument("--here", choices=["calls", KERNELS], help="measure in this process")
     given = parser.parse_args()
     if given.here:
-        for row, us in measure(given.peers):
-            print(f"{row}: {us:.2f} µs", file=sys.stderr, flush=True)
-            print(json.dumps({row: round(us, 2)}), flush=True)
+        rows: Any = measure(given.peers) if given.here == "calls" else measure_kernels()
+        for row, figures in rows:
+            found = figures if isinstance(figures, dict) else round(figures, 2)
+            print(json.dumps({row: found}), flush=True)
         return
     from importlib.metadata import version
 
@@ -145,31 +170,33 @@ def main() -> None:
 
     machine = dataclasses.asdict(describe_machine())
     versions = {name: version(name) for name in ("jax", "jaxlib")}
-    sizes = {"calls": CALLS, "programs": PROGRAMS}
-    found: dict[str, dict[str, float]] = {}
-    for setting, flags in SETTINGS.items():
+    report: dict[str, Any] = {**machine, **versions, "calls": CALLS, "programs": PROGRAMS, "us": {}}
+    for setting, flags in [*SETTINGS.items(), (KERNELS, "")]:
         print(f"{setting}:", file=sys.stderr, flush=True)
-        for figures in rows_of(flags, given.peers):
-            found.setdefault(setting, {}).update(figures)
-            text = json.dumps({**machine, **versions, **sizes, "us": found}, indent=1)
+        for figures in rows_of(setting, flags, given.peers):
+            print(f"  {figures}", file=sys.stderr, flush=True)
+            known = report if setting == KERNELS else report["us"]
+            known.setdefault("kernel_ms" if setting == KERNELS else setting, {}).update(figures)
+            text = json.dumps(report, indent=1)
             if given.output is not None:  # with each row: a run that is ended keeps them
                 given.output.write_text(f"{text}\n")
     if given.output is None:
         print(text)
 
 
-def rows_of(flags: str, peers: bool) -> Iterator[dict[str, float]]:
+def rows_of(setting: str, flags: str, peers: bool) -> Iterator[dict[str, Any]]:
     """Rows of a process with these flags of XLA, as it measures them.
 
     Raises: SystemExit where it fails.
     """
     environment = {**os.environ, "XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    command = [sys.executable, __file__, "--here", *["--peers"] * peers]
+    what = KERNELS if setting == KERNELS else "calls"
+    command = [sys.executable, __file__, "--here", what, *["--peers"] * peers]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         yield from (json.loads(line) for line in process.stdout if line.startswith("{"))
     if process.returncode:
-        raise SystemExit(f"XLA_FLAGS={flags!r}: ended with {process.returncode}")
+        raise SystemExit(f"{setting}: ended with {process.returncode}")
 
 
 if __name__ == "__main__":
