@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from attngen.integrations import flash_attn, flash_attn_interface
+from attngen.integrations import diffusers, flash_attn, flash_attn_interface
 from attngen.integrations import transformers as door
 from attngen.integrations.torch import replaced_sdpa, sdpa, varlen_attn
 from attngen.integrations.xformers import memory_efficient_attention
@@ -17,6 +17,8 @@ from torch.nn.attention import varlen
 
 import attngen
 from attngen.frontends.integrations import paged
+from attngen.frontends.pytorch import callable_listed
+from tests.support import mask_kit
 
 from . import oracle
 
@@ -229,6 +231,56 @@ def test_generation_of_transformers_runs_on_kernels(llama: Any, cache: str) -> N
         logits.append(torch.stack(found.logits)[0])  # later ones follow from a choice of tokens
     found, wanted = logits
     assert (found - wanted).float().norm() <= 2e-2 * wanted.float().norm()
+
+
+@pytest.mark.parametrize("case", ["causal", "window, padded"])
+def test_blocks_of_images_are_one_mask_for_all_layers(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels that visit the blocks of a mask serve it, which layers share."""
+    there = torch.ones(2, 200, dtype=torch.bool)
+    ids = torch.full((2, 200), -1)
+    ids[0, 5:90], ids[0, 90:130], ids[1, 100:199] = 0, 1, 0
+    band = mask_kit.CAUSAL
+    if case != "causal":
+        there[0, :7], band = False, mask_kit.SLIDING
+    function = mask_kit.either(band, mask_kit.blocks(ids.to(oracle.DEVICE)))
+    given = mask_kit.request_of(function, (200, 200, 0, 0), there.to(oracle.DEVICE))
+    plan = door.mask_of(**given, device=oracle.DEVICE)
+    made = []
+    own = callable_listed.made_again
+    monkeypatch.setattr(callable_listed, "made_again", lambda *x: made.append(own(*x)) or made[-1])
+    layers = []
+    for backend in ("cuda", "cuda", "cuda", "reference"):
+        operands = leaves(*[(2, heads, 200, 64) for heads in (4, 2, 2)])
+        out, _ = door.attend(None, *operands, plan, backend=backend)
+        layers.append((out, operands))
+    results = []
+    for out, operands in layers:
+        out.backward(oracle.randn(*out.shape, seed=8))
+        results.append([out, *(x.grad for x in operands)])
+    first, *others, wanted = results
+    assert len(made) == 3 and made[1] is made[2]  # the first had its function traced
+    assert all(torch.equal(first[0], each[0]) for each in others)
+    for found, true in zip(first, wanted, strict=True):
+        alike(found, true)
+
+
+# ---- diffusers
+
+
+def test_layers_of_diffusers_run_on_kernels() -> None:
+    """The backend of the library's dispatcher, with a mask of keys."""
+    seen = torch.arange(300, device=oracle.DEVICE) < torch.tensor([[300], [170]]).to(oracle.DEVICE)
+    results = []
+    for backend in ("cuda", "reference"):
+        operands = leaves((2, 100, 4, 64), (2, 300, 4, 64), (2, 300, 4, 64))
+        q, k, v = operands
+        out = diffusers.attend(query=q, key=k, value=v, attn_mask=seen, backend=backend)
+        out.backward(oracle.randn(*out.shape, seed=8))
+        results.append([out, *(x.grad for x in operands)])
+    for found, wanted in zip(*results, strict=True):
+        alike(found, wanted)
 
 
 # ---- xformers

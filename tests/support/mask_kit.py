@@ -52,6 +52,14 @@ def documents(packed_sequence_mask: Tensor) -> Any:
     return named(inner_mask, "packed_sequence_mask_function.<locals>.inner_mask")
 
 
+def blocks(block_sequence_ids: Tensor) -> Any:
+    def inner_mask(b, h, i, j):
+        group = block_sequence_ids[b, i]
+        return (group == block_sequence_ids[b, j]) & (group >= 0)
+
+    return named(inner_mask, "blockwise_overlay.<locals>.inner_mask")
+
+
 def counted(mask_function: Any, position_ids: Tensor) -> Any:
     def inner_mask(b, h, i, j):
         return mask_function(b, h, position_ids[b, i], position_ids[b, j])
@@ -67,6 +75,16 @@ def every(*mask_functions: Any) -> Any:
         return found
 
     return named(and_mask, "and_masks.<locals>.and_mask")
+
+
+def either(*mask_functions: Any) -> Any:
+    def or_mask(b, h, i, j):
+        found = mask_functions[0](b, h, i, j)
+        for each in mask_functions[1:]:
+            found = found | each(b, h, i, j)
+        return found
+
+    return named(or_mask, "or_masks.<locals>.or_mask")
 
 
 def dense_of(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask):
@@ -90,6 +108,7 @@ def padded(*spans: tuple[int, int], room: int = 12) -> Tensor:
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2], [0] * 7 + [1] * 5])
 PLACES = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 3], [*range(7), *range(5)]])
+BLOCKS = torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1, -1, 2, 2, 2], [-1] * 6 + [0] * 4 + [-1] * 2])
 NO_PADDING = torch.zeros(B, dtype=torch.long)
 LEFT, RIGHT = padded((5, 12), (0, 12)), padded((0, 9), (0, 12))
 SLIDING = every(window(4), CAUSAL)
@@ -132,6 +151,33 @@ PLANNED: dict[str, tuple[Any, Sizes, Tensor | None]] = {
     "documents": (every(counted(CAUSAL, PLACES), documents(DOCUMENTS)), WHOLE, None),
     "documents under a window": (
         every(counted(SLIDING, PLACES), documents(DOCUMENTS)),
+        WHOLE,
+        None,
+    ),
+    "blocks": (either(CAUSAL, blocks(BLOCKS)), WHOLE, None),
+    "blocks beside a window": (either(SLIDING, blocks(BLOCKS)), WHOLE, None),
+    "blocks beside a window both ways": (either(both_ways(2), blocks(BLOCKS)), WHOLE, None),
+    "blocks that a window cuts": (every(either(CAUSAL, blocks(BLOCKS)), window(2)), WHOLE, None),
+    "blocks that a window both ways cuts": (
+        every(both_ways(1), either(CAUSAL, blocks(BLOCKS))),
+        WHOLE,
+        LEFT,
+    ),
+    "blocks of an encoder": (either(EVERYWHERE, blocks(BLOCKS)), WHOLE, RIGHT),
+    "blocks of a chunk of a prompt": (either(CAUSAL, blocks(BLOCKS)), GROWN, None),
+    "blocks of a rolling cache": (
+        either(SLIDING, blocks(torch.nn.functional.pad(BLOCKS, (6, 0), value=-1))),
+        (3, 6, 14, 11),
+        None,
+    ),
+    "blocks behind padding": (either(CAUSAL, blocks(BLOCKS)), WHOLE, LEFT),
+    "blocks of a fixed cache": (
+        either(CAUSAL, blocks(BLOCKS)),
+        FIXED,
+        padded((1, 5), (0, 5), room=5),
+    ),
+    "blocks of documents": (
+        every(either(counted(SLIDING, PLACES), blocks(BLOCKS)), documents(DOCUMENTS)),
         WHOLE,
         None,
     ),

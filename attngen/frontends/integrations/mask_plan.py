@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from ... import Schedule
 
 _HOME = "transformers.masking_utils"
 
@@ -16,13 +18,18 @@ _HOME = "transformers.masking_utils"
 @dataclass(frozen=True, eq=False)
 class Structure:
     """The parts of a mask: keys visible before and behind each query's own, None for all; the size
-    of chunks; the document of each row, [b, s], and whether positions count within documents."""
+    of chunks; the document of each row, [b, s], and whether positions count within documents; the
+    block of each row, [b, s], negative for none, whose keys are visible beside these of the band,
+    and keys before and behind that neither reaches.
+    """
 
     left: int | None = None
     right: int | None = None
     chunk: int | None = None
     documents: Tensor | None = None
     counts_within: bool = False
+    blocks: Tensor | None = None
+    cut: tuple[int | None, int | None] = (None, None)
 
     @property
     def has_diagonal(self) -> bool:
@@ -37,6 +44,8 @@ class Structure:
         )
         if twice:
             return None
+        if self.has_blocks or other.has_blocks:
+            return self._and_blocks(other) if self.has_blocks else other._and_blocks(self)
         return Structure(
             _smaller(self.left, other.left),
             _smaller(self.right, other.right),
@@ -44,6 +53,32 @@ class Structure:
             self.documents if other.documents is None else other.documents,
             self.counts_within or other.counts_within,
         )
+
+    def _and_blocks(self, other: Structure) -> Structure | None:
+        """The intersection of one with blocks and one that may cut these."""
+        if other.has_blocks or other.chunk is not None:
+            return None
+        left, right = self.cut
+        return replace(
+            self,
+            cut=(_smaller(left, other.left), _smaller(right, other.right)),
+            documents=self.documents if other.documents is None else other.documents,
+            counts_within=self.counts_within or other.counts_within,
+        )
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether keys of a query's own block are visible whatever the band hides."""
+        return self.blocks is not None
+
+    def or_blocks(self, other: Structure) -> Structure | None:
+        """The union with blocks alone; None where these parts cannot say it. Whatever sees all keys
+        sees those of its block."""
+        others = (self.chunk, self.documents, self.blocks, other.documents, *other.cut)
+        plain = other.has_blocks and not other.has_diagonal
+        if not plain or any(x is not None for x in others):
+            return None
+        return replace(self, blocks=other.blocks) if self.has_diagonal else self
 
 
 def _smaller(one: int | None, other: int | None) -> int | None:
@@ -72,13 +107,18 @@ def structure_of(function: Callable[..., Any]) -> Structure | None:
             return Structure(chunk=held["chunk_size"])
         case "packed_sequence_mask_function":
             return Structure(documents=held["packed_sequence_mask"])
+        case "blockwise_overlay":
+            return Structure(blocks=held["block_sequence_ids"])
         case "remap_positions_for_packed_sequence":
             found = structure_of(held["mask_function"])
-            if found is None or found.chunk is not None or found.documents is not None:
+            others = () if found is None else (found.chunk, found.documents, found.blocks)
+            if found is None or any(x is not None for x in others):
                 return None
             return Structure(found.left, found.right, counts_within=True)
         case "and_masks":
             return _joined([structure_of(each) for each in held["mask_functions"]])
+        case "or_masks":
+            return _united([structure_of(each) for each in held["mask_functions"]])
     return None
 
 
@@ -89,6 +129,13 @@ def _joined(parts: list[Structure | None]) -> Structure | None:
             return None
         whole = whole.and_also(part)
     return whole
+
+
+def _united(parts: list[Structure | None]) -> Structure | None:
+    match parts:
+        case [Structure() as band, Structure() as blocks]:
+            return band.or_blocks(blocks)
+    return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,6 +229,8 @@ def plan_of(request: Request) -> PlannedMask | None:
     found = structure_of(request.mask_function)
     if found is None or found.counts_within != (found.documents is not None):
         return None
+    if found.has_blocks:
+        return _of_blocks(request, found)
     chunk = {} if found.chunk is None else {"chunked": found.chunk}
     masks = [*(["causal"] if found.right == 0 else []), *chunk]
     arguments: dict[str, Any] = {"mask": "+".join(masks) or "none", **chunk}
@@ -194,6 +243,55 @@ def plan_of(request: Request) -> PlannedMask | None:
         return None  # chunks count from the first key
     placed = _placed(request, found)
     return None if placed is None else PlannedMask(request, arguments | placed)
+
+
+def _of_blocks(request: Request, found: Structure) -> PlannedMask | None:
+    """The plan of a mask with blocks, as a function of positions that all layers share; None of a
+    single query, whose mask is small."""
+    if request.q_length == 1 or isinstance(request.q_offset, Tensor):
+        return None
+    function = blockwise(found, request.q_offset, request.kv_offset, _holes(request))
+    return PlannedMask(request, {"mask_mod": function, "schedule": Schedule()})
+
+
+def blockwise(
+    found: Structure, q_offset: int, kv_offset: int, tokens: Tensor | None
+) -> Callable[..., Tensor]:
+    """A `mask_mod` of attention that says a structure with blocks. tokens: the keys of each
+    sequence that take part, bool [b, n], None for all."""
+    # Numbers and tensors alone: attention knows such a function again at once.
+    blocks, documents, left, right = found.blocks, found.documents, found.left, found.right
+    cut_left, cut_right = found.cut
+    assert blocks is not None  # the caller's condition
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        row, key = i + q_offset, j + kv_offset
+        band = None if left is None else key >= row - left
+        if right is not None:
+            ahead = key <= row + right
+            band = ahead if band is None else band & ahead
+        group = blocks[b, row]
+        seen = (group == blocks[b, key]) & (group >= 0)
+        seen = seen if band is None else seen | band
+        if cut_left is not None:
+            seen = seen & (key >= row - cut_left)
+        if cut_right is not None:
+            seen = seen & (key <= row + cut_right)
+        if documents is not None:
+            seen = seen & (documents[b, row] == documents[b, key])
+        return seen if tokens is None else seen & tokens[b, key]
+
+    return mask_mod
+
+
+def _holes(request: Request) -> Tensor | None:
+    """Which keys are tokens, bool [b, n], also of rows that a mask of padding does not reach; None
+    where all are. It waits for the device once."""
+    mask = request.attention_mask
+    end = request.kv_offset + request.kv_length
+    if mask is None or (mask.shape[-1] >= end and bool(mask.all())):
+        return None
+    return pad(mask.bool(), (0, max(0, end - mask.shape[-1])))
 
 
 def _ends_of(documents: Tensor) -> Tensor:

@@ -12,19 +12,24 @@ from torch import Tensor
 import attngen
 from attngen.frontends.integrations.mask_plan import PlannedMask, Request, structure_of
 from tests.support.mask_kit import (
+    BLOCKS,
     CAUSAL,
+    DOCUMENTS,
     EVERYWHERE,
     NO_PADDING,
     PLACES,
     PLANNED,
+    STEP,
     WHOLE,
     Sizes,
+    blocks,
     both_ways,
     chunks,
     counted,
     dense_of,
+    documents,
+    either,
     every,
-    named,
     operands_of,
     padded,
     request_of,
@@ -32,7 +37,7 @@ from tests.support.mask_kit import (
 )
 
 
-@pytest.mark.sampled(26)
+@pytest.mark.sampled(37)
 @pytest.mark.parametrize("case", [*PLANNED, "again"])
 def test_plan_says_what_the_mask_does(case: str) -> None:
     function, sizes, padding = PLANNED["causal" if case == "again" else case]
@@ -56,7 +61,7 @@ def test_plan_says_what_the_mask_does(case: str) -> None:
     )
 
 
-MIXED = named(lambda b, h, i, j: (j <= i) | (j < 2), "or_masks.<locals>.or_mask")
+MIXED = either(CAUSAL, lambda b, h, i, j: j < 2)
 DENSE: dict[str, tuple[Any, Sizes, Tensor | None]] = {
     "another function": (lambda b, h, i, j: (j <= i) | (j < 2), WHOLE, None),
     "a union": (MIXED, WHOLE, None),
@@ -73,12 +78,30 @@ DENSE: dict[str, tuple[Any, Sizes, Tensor | None]] = {
         None,
     ),
     "positions without documents": (counted(CAUSAL, PLACES), WHOLE, None),
+    "blocks of a single query": (either(CAUSAL, blocks(BLOCKS)), STEP, None),
+    "blocks at a tensor's place": (
+        either(CAUSAL, blocks(BLOCKS)),
+        (2, 12, torch.tensor(6), 0),
+        None,
+    ),
+    "blocks of chunks": (
+        every(chunks(4, NO_PADDING), either(CAUSAL, blocks(BLOCKS))),
+        WHOLE,
+        None,
+    ),
+    "blocks by positions in documents": (
+        every(counted(either(CAUSAL, blocks(BLOCKS)), PLACES), documents(DOCUMENTS)),
+        WHOLE,
+        None,
+    ),
+    "a union of two bands": (either(CAUSAL, both_ways(3)), WHOLE, None),
+    "a union with chunks": (either(chunks(4, NO_PADDING), blocks(BLOCKS)), WHOLE, None),
     "two sizes of chunks": (every(chunks(4, NO_PADDING), chunks(6, NO_PADDING)), WHOLE, None),
 }
 
 
 @pytest.mark.usefixtures("library")
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("case", [*DENSE, "while torch.compile traces"])
 def test_other_masks_stay_tensors(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function, sizes, padding = DENSE.get(case, (CAUSAL, WHOLE, None))

@@ -175,6 +175,37 @@ def test_models_and_their_gradients_are_those_of_eager(transformers, name, input
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("inputs", ["plain", "left padding"])
+def test_images_in_a_prompt_see_themselves_as_with_eager(transformers, inputs, monkeypatch) -> None:
+    config = transformers.Gemma3Config(
+        text_config={**SMALL, **MODELS["Gemma3"]},
+        vision_config={**IMAGES, "vision_use_head": False},
+        mm_tokens_per_image=4,
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForConditionalGeneration(config).float().eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.2)
+    asked: list[str] = []
+    own = door.attention
+    monkeypatch.setattr(door, "attention", lambda *x, **y: asked.extend(y) or own(*x, **y))
+    given, results = INPUTS[inputs], []
+    kinds = torch.tensor([[0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 0, 0]]).expand(2, -1)
+    there = given.get("attention_mask", torch.ones_like(IDS)).bool()
+    for implementation in ("eager", "attngen"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        logits = model(input_ids=IDS, token_type_ids=kinds, **given).logits[there]
+        logits.square().mean().backward()
+        grads = [x.grad.clone() for x in model.parameters() if x.grad is not None]
+        results.append([logits.detach(), *grads])
+    assert asked.count("mask_mod") == 2 and "attn_mask" not in asked
+    for found, wanted in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("padding", ["plain", "left padding"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", MODELS)
