@@ -55,10 +55,10 @@ ATTNGEN_DEVICE bool raise_rows(Softmax& softmax, const float (&scores)[kScores],
   softmax.offset[1] = state.offset[1];
   return grew;
 }
-// The first block of rows, a row at a time: maxima, weights and sums from nothing.
-template <class Softmax, int kScores>
-ATTNGEN_DEVICE void begin_rows(Softmax softmax, float (&scores)[kScores], RowState& state) {
-  float rescale[2];
+// The first block of rows, a row at a time: maxima from nothing; then weights and sums.
+template <class Softmax, int kScores, class State>
+ATTNGEN_DEVICE void begin_maxima(Softmax& softmax, const float (&scores)[kScores], State& state,
+                                 float (&rescale)[2]) {
   softmax.find_maxima(scores);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -66,6 +66,11 @@ ATTNGEN_DEVICE void begin_rows(Softmax softmax, float (&scores)[kScores], RowSta
     state.row_sum[half] = 0.f;
     softmax.raise(state, half, true, rescale);
   }
+}
+template <class Softmax, int kScores>
+ATTNGEN_DEVICE void begin_rows(Softmax softmax, float (&scores)[kScores], RowState& state) {
+  float rescale[2];
+  begin_maxima(softmax, scores, state, rescale);
   settle_rows(softmax, scores, state);
   softmax.weigh(scores, state, 0, rescale);
   softmax.weigh(scores, state, 1, rescale);
@@ -74,13 +79,7 @@ template <class Softmax, int kScores>
 ATTNGEN_DEVICE void begin_rows(Softmax softmax, float (&scores)[kScores], HeldRows& state,
                                float slack) {
   float rescale[2];
-  softmax.find_maxima(scores);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    state.row_max[half] = -kInfinity;
-    state.row_sum[half] = 0.f;
-    softmax.raise(state, half, true, rescale);
-  }
+  begin_maxima(softmax, scores, state, rescale);
   softmax.weigh(scores, state, 0, rescale);
   softmax.weigh(scores, state, 1, rescale);
   softmax.hold(state, slack);

@@ -69,6 +69,23 @@ struct ColumnShare {
   }
 };
 
+// Adds step `k` of a reduction, 16 of it: `a`, times the columns of B that the warp has.
+template <class Element, u32 kBBoxBytes, int kTiles, class Share>
+ATTNGEN_DEVICE void multiply_step(float (&acc)[kTiles][Share::kMost * 8], const u32 (&a)[kTiles][4],
+                                  u32 b_begin, int k, const Share& share) {
+#pragma unroll
+  for (int n = 0; n < Share::kMost; ++n) {
+    if (!share.has(n)) continue;
+    u32 b[4];
+    load_matrices_transposed(b, share.template place<kBBoxBytes>(b_begin, n) + k * (16 * 128));
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m) {
+      multiply_add<Element>(acc[m] + n * 8, a[m], b[0], b[1]);
+      multiply_add<Element>(acc[m] + n * 8 + 4, a[m], b[2], b[3]);
+    }
+  }
+}
+
 // acc += A B, of the columns of B that the warp has: A has the reduction along its rows, kTiles
 // times 16 of them, in kSteps steps of 16; or, kTransposed, across them. kA: as above.
 template <class Element, int kSteps, u32 kA, u32 kBBoxBytes, bool kTransposed, int kTiles,
@@ -86,17 +103,7 @@ ATTNGEN_DEVICE void multiply_columns(float (&acc)[kTiles][Share::kMost * 8], u32
         load_matrices(a[m], (a_place ^ (k * 32)) + kA + m * (16 * 128));
       }
     }
-#pragma unroll
-    for (int n = 0; n < Share::kMost; ++n) {
-      if (!share.has(n)) continue;
-      u32 b[4];
-      load_matrices_transposed(b, share.template place<kBBoxBytes>(b_begin, n) + k * (16 * 128));
-#pragma unroll
-      for (int m = 0; m < kTiles; ++m) {
-        multiply_add<Element>(acc[m] + n * 8, a[m], b[0], b[1]);
-        multiply_add<Element>(acc[m] + n * 8 + 4, a[m], b[2], b[3]);
-      }
-    }
+    multiply_step<Element, kBBoxBytes>(acc, a, b_begin, k, share);
   }
 }
 
@@ -108,18 +115,13 @@ ATTNGEN_DEVICE void multiply_held(float (&acc)[kTiles][Share::kMost * 8],
                                   const Share& share) {
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
+    u32 step[kTiles][4];
 #pragma unroll
-    for (int n = 0; n < Share::kMost; ++n) {
-      if (!share.has(n)) continue;
-      u32 b[4];
-      load_matrices_transposed(b, share.template place<kBBoxBytes>(b_begin, n) + k * (16 * 128));
+    for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
-      for (int m = 0; m < kTiles; ++m) {
-        const u32(&step)[4] = *reinterpret_cast<const u32(*)[4]>(a[m] + k * 4);
-        multiply_add<Element>(acc[m] + n * 8, step, b[0], b[1]);
-        multiply_add<Element>(acc[m] + n * 8 + 4, step, b[2], b[3]);
-      }
+      for (int i = 0; i < 4; ++i) step[m][i] = a[m][k * 4 + i];
     }
+    multiply_step<Element, kBBoxBytes>(acc, step, b_begin, k, share);
   }
 }
 
