@@ -160,6 +160,21 @@ def test_chunks_and_sinks_of_version_three_run_on_kernels() -> None:
         alike(found, wanted)
 
 
+@pytest.mark.parametrize("d_v", [64, 512])
+def test_second_product_of_version_three_runs_on_kernels(d_v: int) -> None:
+    """Over a cache whose values lie before the keys' own columns, as MLA's do."""
+    v, k = oracle.randn(2, 300, 1, d_v + 64, seed=1).split([d_v, 64], -1)
+    q, qv = (oracle.randn(2, 3, 4, n, seed=n) for n in (64, d_v))
+    lengths = torch.tensor([300, 171], dtype=torch.int32, device=oracle.DEVICE)
+    found, wanted = (
+        flash_attn_interface.flash_attn_with_kvcache(
+            q, k, v, qv=qv, cache_seqlens=lengths, causal=True, backend=backend
+        )
+        for backend in ("cuda", "reference")
+    )
+    alike(found, wanted)
+
+
 def test_version_three_agrees_with_the_library() -> None:
     theirs = pytest.importorskip("flash_attn_interface")
     q, k, v = leaves((2, 100, 4, 64), (2, 300, 2, 64), (2, 300, 2, 64))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ... import append_kv, attention
 from ...errors import SpecError
+from ...reference.fp8 import is_fp8
 
 Window = tuple[int, int]
 EVERYWHERE: Window = (-1, -1)
@@ -22,11 +23,6 @@ def variant(call: Any) -> dict[str, Any]:
     call: has causal, window_size, softmax_scale and softcap, and may have what only one version of
     the library takes. Diagonals end where the last query sees the last key.
     """
-    if getattr(call, "qv", None) is not None:
-        raise SpecError(
-            "qv, a second product of scores, has no kernel here; pass q and k with its columns "
-            "behind their own, for head dims up to 576"
-        )
     masks = ["causal"] if call.causal else []
     given: dict[str, Any] = {}
     if chunk := getattr(call, "attention_chunk", 0):
@@ -52,6 +48,36 @@ def variant(call: Any) -> dict[str, Any]:
         "softcap": call.softcap,
         "backend": call.backend,
     }
+
+
+def with_second_product(q: Tensor, k: Tensor, v: Tensor, qv: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys whose products are q · k + qv · v, [.., d + d_v]. Columns of k and v that
+    are neighbours in memory are read where they lie; others are copied.
+
+    Raises: SpecError where qv is no query of v, or operands are of 8 bits.
+    """
+    if is_fp8(q.dtype):
+        raise SpecError("qv of 8 bits: q and qv have factors of their own; pass 16 bits")
+    if qv.shape != (*q.shape[:-1], v.shape[-1]):
+        wanted = [*q.shape[:-1], v.shape[-1]]
+        raise SpecError(f"qv has v's columns for each query, {wanted}; got {[*qv.shape]}")
+    for first, second, queries in ((k, v, (q, qv)), (v, k, (qv, q))):
+        if _are_neighbours(first, second):
+            size = (*k.shape[:-1], k.shape[-1] + v.shape[-1])
+            return torch.cat(queries, -1), first.as_strided(size, first.stride())
+    return torch.cat((q, qv), -1), torch.cat((k, v), -1)
+
+
+def _are_neighbours(first: Tensor, second: Tensor) -> bool:
+    """Whether the columns of the second follow those of the first in memory, which nobody learns
+    from."""
+    learns = torch.is_grad_enabled() and (first.requires_grad or second.requires_grad)
+    if learns or torch.compiler.is_compiling():
+        return False
+    alike = first.shape[:-1] == second.shape[:-1] and first.stride() == second.stride()
+    behind = first.data_ptr() + first.shape[-1] * first.element_size() == second.data_ptr()
+    same = first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    return alike and behind and same and first.stride(-1) == 1 and first.dtype == second.dtype
 
 
 def attend(
@@ -89,6 +115,7 @@ class Cached:
     wants_lse: bool
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k_new: Tensor | None = None
+    qv: Tensor | None = None
 
     @property
     def sequences(self) -> int:
@@ -131,7 +158,10 @@ def attend_cached(call: Cached) -> tuple[Tensor, Tensor | None]:
     if call.cu_seqlens_q is not None:
         given["cu_seqlens_q"] = call.cu_seqlens_q
     given |= {"seqused_kv": used, "seqstart_kv": call.leftpad}
-    return attend((q, call.k_cache, call.v_cache), given, call.wants_lse)
+    keys = call.k_cache
+    if call.qv is not None:
+        q, keys = with_second_product(q, keys, call.v_cache, call.qv)
+    return attend((q, keys, call.v_cache), given, call.wants_lse)
 
 
 def _appended(call: Cached, before: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,8 @@
 
 Beside their arguments each takes `s_aux`, float32 or narrower [h], a score of each head that no key
 has, and `backend`, as of `attngen.attention`. pack_gqa, sm_margin and scheduler_metadata say how
-their kernels run and never what these compute: they are not read.
+their kernels run and never what these compute: they are not read. Of qv [.., h, d_v] each takes
+the products with v into the scores, whose scale is 1/√(d + d_v) then, if it is None.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from .flash import (
     stays_at_start,
     table_of,
     variant,
+    with_second_product,
 )
 from .lengths import packed
 
@@ -40,6 +42,9 @@ _PACKED_AXES = 5  # of three operands apart
 def _returned(operands: tuple[Tensor, ...], call: Any, lengths: dict[str, Any]) -> Returned:
     """The result of a call: the output, or (output, LSE) where it asks for probabilities."""
     given = variant(call) | lengths
+    if getattr(call, "qv", None) is not None:
+        q, k, v = operands
+        operands = (*with_second_product(q, k, v, call.qv), v)
     if getattr(call, "num_splits", 1) > 1:
         given["num_splits"] = call.num_splits
     out, lse = attend(operands, given, call.return_attn_probs)
@@ -225,6 +230,7 @@ def flash_attn_with_kvcache(call: WithCache) -> Returned:
             wants_lse=call.return_softmax_lse,
             cu_seqlens_q=call.cu_seqlens_q,
             cu_seqlens_k_new=call.cu_seqlens_k_new,
+            qv=call.qv,
         )
     )
     return (out, lse) if call.return_softmax_lse else out

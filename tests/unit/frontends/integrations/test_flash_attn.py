@@ -13,6 +13,7 @@ from attngen.integrations import flash_attn_interface as three
 from torch import Tensor
 
 from attngen import SpecError
+from attngen.frontends.integrations import flash
 
 B, H, H_KV, S_Q, S_KV, D, D_V = 2, 4, 2, 5, 9, 16, 8
 HERE: dict[str, Any] = {"backend": "reference"}
@@ -300,12 +301,44 @@ def test_packed_queries_and_new_tokens_of_three() -> None:
         alike([found[rows]], truth(q[rows].double(), keys, values, causal=True)[:1])
 
 
+def test_second_product_of_scores_is_of_values() -> None:
+    """Dense and packed with gradients, and of caches that lie as MLA's do, which are not copied."""
+    operands = [x.requires_grad_() for x in (*dense(d_v=D_V), randn(B, S_Q, H, D_V, seed=7))]
+    q, k, v, qv = operands
+    wanted = of_batch([torch.cat([q, qv], -1), torch.cat([k, v], -1), v], causal=True)
+    d_out = randn(*wanted[0].shape, seed=8)
+    true = torch.autograd.grad(wanted[0], operands, d_out)
+    ends_q, ends_k = (torch.arange(B + 1) * n for n in (S_Q, S_KV))
+    for flat in (False, True):
+        given = [x.flatten(0, 1) if flat else x for x in operands]
+        lengths = (ends_q, ends_k, S_Q, S_KV) if flat else ()
+        attend = three.flash_attn_varlen_func if flat else three.flash_attn_func
+        out = attend(*given[:3], *lengths, qv=given[3], causal=True, **HERE)
+        alike([out.view_as(d_out)], wanted[:1])
+        alike(torch.autograd.grad(out, operands, d_out.view_as(out)), true)
+
+
+@pytest.mark.parametrize("first", ["k", "v", "apart"])
+def test_second_product_reads_caches_where_they_lie(first: str, monkeypatch) -> None:
+    whole, read = randn(B, 12, H_KV, D + D_V).float(), []
+    k, v = whole.split([D, D_V], -1) if first != "v" else whole.split([D_V, D], -1)[::-1]
+    if first == "apart":
+        k, v = k.contiguous(), v.contiguous()
+    own = flash.attend
+    monkeypatch.setattr(flash, "attend", lambda x, *y: read.append(x[1]) or own(x, *y))
+    q, qv = (randn(B, 2, H, n, seed=9).float() for n in (D, D_V))
+    found = three.flash_attn_with_kvcache(q, k, v, qv=qv, cache_seqlens=7, causal=True, **HERE)
+    joined = [torch.cat([q, qv], -1), torch.cat([k, v], -1)[:, :7], v[:, :7]]
+    alike([found], of_batch([x.double() for x in joined], causal=True)[:1])
+    assert (read[0].data_ptr() == whole.data_ptr()) is (first != "apart")
+
+
 Q, (K_CACHE, V_CACHE) = randn(B, 1, H, D).float(), cache_of()
 NEW = {"k": K_CACHE[:, :1], "v": V_CACHE[:, :1]}
 ROWS = {"cache_batch_idx": torch.tensor([1, 0])}
 PAD = {"cache_leftpad": torch.tensor([1, 0])}
 REFUSED = {
-    "qv": (three, {"qv": Q}, "qv"),
+    "qv": (three, {"qv": Q[..., :3]}, "qv has v's columns"),
     "rotary lengths": (three, {"rotary_seqlens": torch.tensor([1, 2])}, "rotary_seqlens"),
     "no lengths": (two, NEW, "cache_seqlens"),
     "half": (two, {"k": NEW["k"], "cache_seqlens": 1}, "come together"),
