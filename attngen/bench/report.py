@@ -240,6 +240,8 @@ def markdown(report: Report) -> Iterator[str]:
     columns = ["case", *(TITLES[name] for name in names), "of ceiling", "to best peer"]
     ordered = OURS + DETERMINISTIC in names
     columns += ["det. to ordinary"] if ordered else []
+    metered = any(row.joules for row in report.rows)
+    columns += ["TFLOP/J", "to the best peer's"] if metered else []
     yield f"| {' | '.join(columns)} |"
     yield f"|---|{'---:|' * (len(columns) - 1)}"
     for row in report.rows:
@@ -248,6 +250,7 @@ def markdown(report: Report) -> Iterator[str]:
         figures = [_emphasised(row.tflops.get(name), best) for name in names]
         cells = [f"`{row.case}`", *figures, _number(row.share, ".0%"), _number(row.ratio, ".2f")]
         cells += [_number(row.deterministic, ".2f")] if ordered else []
+        cells += _energy(row) if metered else []
         yield f"| {' | '.join(cells)} |"
     if report.means:
         means = [report.means.get(name) for name in names if name != OURS]
@@ -256,9 +259,21 @@ def markdown(report: Report) -> Iterator[str]:
         if ordered:
             mean = report.means.get(OURS + DETERMINISTIC)
             cells.append("–" if mean is None else f"{1 / mean.ratio:.3f}")
+        cells += ["", ""] if metered else []
         yield f"| {' | '.join(cells)} |"
     yield ""
     yield from _caption(report)
+
+
+def _energy(row: Row) -> list[str]:
+    """attngen's operations a joule, and its rate over the best of its peers' in their ordinary
+    mode."""
+    ours = row.joules.get(OURS)
+    if ours is None:
+        return ["–", "–"]
+    least = min((row.joules[name] for name in _rivals(row.joules)), default=None)
+    ratio = None if least is None else least / ours
+    return [_number(row.flops / ours / 1e12, ".2f"), _number(ratio, ".2f")]
 
 
 def _caption(report: Report) -> Iterator[str]:

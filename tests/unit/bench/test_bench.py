@@ -172,6 +172,16 @@ def test_markdown_has_a_row_a_case_with_the_best_in_bold() -> None:
     assert "FA4 was absent" in lines[7] and "FA3: xformers 1" in lines[7]
 
 
+def test_markdown_has_operations_a_joule_where_energy_was_measured() -> None:
+    joules = {"attngen": 0.5, "cudnn": 1.0, "fa3": 0.4, "fa3-det": 0.1}
+    metered = make_row("c", 10**12, {"attngen": 2.0, "fa3": 1.0}, 800.0, {}, joules=joules)
+    lines = list(report.markdown(make_report(metered, ROWS[1])))
+    assert lines[0].endswith("| to best peer | TFLOP/J | to the best peer's |")
+    assert lines[2].endswith("| 0.50 | 2.00 | 0.80 |")
+    assert lines[3].endswith("| 0.50 | – | – |")
+    assert all(line.count("|") == lines[0].count("|") for line in lines[1:5])
+
+
 def test_time_interleaved_takes_medians_of_shuffled_rounds(monkeypatch) -> None:
     monkeypatch.setattr(timing.random, "shuffle", random.Random(1).shuffle)
     seen: list[tuple[str, int]] = []
