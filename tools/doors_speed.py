@@ -6,15 +6,17 @@ Two layers of a stack shaped like a model, random weights, bfloat16: a training 
 backward) and a prompt with its cache of one sequence, and one token of 8 sequences behind a full
 cache of fixed size, replayed as a CUDA graph. Attention is attngen's door, the backends of
 PyTorch's `scaled_dot_product_attention`, FlexAttention as transformers compiles it, and the model's
-own. Medians of interleaved rounds. Stacks and lengths have a process each: all compile at once,
-then one after another is timed. Compiled code is kept where TORCHINDUCTOR_CACHE_DIR says; a run
-that finds none may need --ready-within of some minutes, and leaves out what it does not get ready.
+own. Medians of interleaved rounds. Each step has a process: all compile at once, then one after
+another is timed. Compiled code is kept where TORCHINDUCTOR_CACHE_DIR says; a run that finds none
+may need --ready-within of some minutes, and leaves out what it does not get ready. --compile does
+that alone, in stacks as narrow as attention leaves them.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import logging
 import multiprocessing
 import random
@@ -46,6 +48,7 @@ MOST_EAGER = 4096  # tokens of a model's own attention, whose scores are tensors
 LENGTHS = (4096, 16384, 32768)
 STEPS = ("train", "prefill", "decode")
 TOLERANCE = 0.05  # of the norm of what attngen's layers return
+NARROW = {"hidden_size": 64, "intermediate_size": 64}
 COMPILED, GRACE = ("flex",), 20.0  # who compiles for long, and seconds for what has begun
 LEAST_MS, MOST_CALLS = 20.0, 20  # of a round
 SCHEMA = 1
@@ -85,12 +88,12 @@ BACKENDS = {
 IMPLEMENTATIONS = {"flex": "flex_attention", **dict.fromkeys(BACKENDS, "sdpa")}
 
 
-def model_of(stack: Stack) -> Any:
-    """The layers, with random weights."""
+def model_of(stack: Stack, narrow: bool) -> Any:
+    """The layers, with random weights. narrow: with less between attention and attention."""
     import transformers
 
-    made = {"num_hidden_layers": LAYERS, "vocab_size": 1024}
-    config = getattr(transformers, f"{stack.name}Config")(**stack.config, **made)
+    made = {"num_hidden_layers": LAYERS, "vocab_size": 1024, **(NARROW if narrow else {})}
+    config = getattr(transformers, f"{stack.name}Config")(**{**stack.config, **made})
     torch.manual_seed(0)
     with torch.device("cuda"):
         torch.set_default_dtype(torch.bfloat16)
@@ -186,6 +189,8 @@ def timed_steps(
     """The step by who computes its attention, each called once; and who cannot, and why."""
     found, missing, first = {}, {}, None
     peers = stack.peers_of_decode if step == "decode" else stack.peers
+    if options.compile:
+        peers = tuple(peer for peer in peers if peer in COMPILED)
     for who in ("attngen", *[peer for peer in peers if peer not in options.without]):
         select = partial(model.set_attn_implementation, IMPLEMENTATIONS.get(who, who))
         around = partial(sdpa_kernel, BACKENDS[who]) if who in BACKENDS else nullcontext
@@ -241,58 +246,60 @@ class Prepared(NamedTuple):
         return {**self.about, "ms": ms, "best_peer": best, "ratio": ratio, "missing": self.missing}
 
 
-def work(parent: Connection, name: str, length: int, options: argparse.Namespace) -> None:
-    """A process: prepare the steps of a stack, say so, and time them when the parent answers."""
+class Task(NamedTuple):
+    """A row to be measured."""
+
+    stack: str
+    step: str
+    length: int
+
+
+def work(parent: Connection, task: Task, options: argparse.Namespace) -> None:
+    """A process: prepare a step, say so, and time it when the parent answers."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     torch._inductor.config.compile_threads = 1  # here: others compile beside this one
     # A step of another length is compiled for that length, as a program of one length would be.
     torch._dynamo.config.automatic_dynamic_shapes = False
     integrations.transformers.register(backend="cuda")
-    stack = STACKS[name]
-    model = model_of(stack)
-    prepared = [
-        Prepared(
-            {"stack": name, "step": step, "length": length},
-            *timed_steps(model, stack, step, length, options),
-        )
-        for step in options.steps
-    ]
+    stack = STACKS[task.stack]
+    model = model_of(stack, options.compile)
+    prepared = Prepared(task._asdict(), *timed_steps(model, stack, task.step, task.length, options))
     parent.send(None)
     parent.recv()
-    for each in prepared:
-        parent.send(each.measured(options.rounds))
-        torch.cuda.empty_cache()
+    parent.send(prepared.measured(options.rounds))
     parent.close()
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Rows of what is asked for, each printed when it is there."""
     spawn = multiprocessing.get_context("spawn")
-    options.until = time.monotonic() + options.ready_within
-    end = options.until + GRACE
-    workers = {}
-    for name in options.stacks:
-        for length in options.lengths:
-            own, other = spawn.Pipe()
-            process = spawn.Process(target=work, args=(other, name, length, options), daemon=True)
-            process.start()
-            other.close()
-            workers[own] = process
+    start = time.monotonic()
+    options.until = start + options.ready_within
+    workers, tasks = {}, {}
+    for task in itertools.starmap(Task, itertools.product(options.stacks, STEPS, options.lengths)):
+        if task.step not in options.steps:
+            continue
+        own, other = spawn.Pipe()
+        process = spawn.Process(target=work, args=(other, task, options), daemon=True)
+        process.start()
+        other.close()
+        workers[own], tasks[own] = process, task
     pending: list[Connection] = [*workers]
     ready: dict[Connection, bool] = {}
+    end = options.until + GRACE
     while pending and (spoke := wait(pending, max(0, end - time.monotonic()))):
         ready |= {each: _received(each) is None for each in pending if each in spoke}
         pending = [each for each in pending if each not in spoke]
     for each in pending:
-        print("a stack was not ready in time", file=sys.stderr)
+        print(f"{tasks[each]}: not ready in time", file=sys.stderr)
         workers[each].kill()
-    print(f"ready {time.monotonic() - end + GRACE:+.0f} s", file=sys.stderr, flush=True)
-    for each in workers:
+    print(f"{len(ready)} steps in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+    for each in workers if not options.compile else ():
         if not ready.get(each):
             continue
         each.send(None)
-        while row := _received(each):
+        if row := _received(each):
             print(f"{row['stack']} {row['step']} {row['length']}: {row['ms']}, {row['ratio']} x")
             sys.stdout.flush()
             yield row
@@ -315,6 +322,7 @@ def main() -> int:
     parser.add_argument("--steps", nargs="+", default=[*STEPS], choices=[*STEPS])
     parser.add_argument("--lengths", nargs="+", type=int, default=[*LENGTHS])
     parser.add_argument("--without", nargs="+", default=[], choices=[*IMPLEMENTATIONS, "eager"])
+    parser.add_argument("--compile", action="store_true", help="fill caches, and time nothing")
     parser.add_argument("--ready-within", type=float, default=300, help="seconds for compilation")
     options = parser.parse_args()
     if not torch.cuda.is_available():
