@@ -56,8 +56,8 @@ def test_python_of_a_page_is_run_by_a_test(path: Path) -> None:
     run = {*(f"{page}.md" for page in PAGES), "serving.md", "shipping.md", "README.md"}
     run |= {"adding-a-fragment.md"}  # by test_fragments.py
     run |= {"fp8-training.md"}  # by test_fp8_training.py
-    run |= {"xformers.md"}  # by tests/unit/frontends/integrations/test_xformers.py
-    run |= {"transformers.md"}  # by tests/unit/frontends/integrations/test_transformers.py
+    run |= {"xformers.md"}  # by tests of both in frontends/integrations
+    run |= {"transformers.md"}  # by tests/unit/frontends/integrations/test_transformers_models.py
     run |= {"jax.md"}  # by tests/unit/frontends/jax/test_guide.py
     run |= {"context-parallel.md"}  # by test_context_parallel.py
     run |= {"specs.md"}  # by test_specs.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attngen import SpecError
+from tests.support.paths import ROOT
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -139,3 +141,18 @@ def test_unet_of_the_library_takes_the_processor(diffusers) -> None:
         with torch.no_grad():
             found.append(model(x, 1, text, encoder_attention_mask=mask).sample)
     torch.testing.assert_close(*found, atol=2e-5, rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_code_of_the_guide_runs(diffusers) -> None:
+    page = (ROOT / "docs/guide/xformers.md").read_text()
+    _, code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    space: dict[str, Any] = {"torch": torch}
+    torch.manual_seed(0)
+    with torch.no_grad():
+        exec(code, space)
+        model = space["unet"]
+        model.set_attn_processor(diffusers.models.attention_processor.AttnProcessor2_0())
+        wanted = model(space["image"], 1, space["text"]).sample
+    torch.testing.assert_close(space["noise"], wanted, atol=2e-5, rtol=1e-3)

@@ -140,7 +140,7 @@ def test_classes_without_a_kernel_are_refused_by_name() -> None:
 
 
 def test_code_of_the_guide_runs() -> None:
-    (code,) = re.findall(
+    code, _ = re.findall(
         r"```python\n(.*?)```", (ROOT / "docs/guide/xformers.md").read_text(), re.DOTALL
     )
     space: dict[str, Any] = {}
