@@ -19,6 +19,13 @@ def boxes_of(head_dim: int, element_bytes: int = 2) -> int:
     return -(-head_dim * element_bytes // 128)
 
 
+def chains_of(steps: int) -> tuple[int, ...]:
+    """The lengths of chains of a product with both operands in shared memory, of so many steps: of
+    more than 16 a box at a time (attngen/mma/gemm.cuh)."""
+    whole, rest = divmod(steps, 4)
+    return ((4, rest) if rest else (4,)) if steps > 16 else (steps,)
+
+
 def refuse_together(problem: Problem) -> Iterator[str]:
     """Why no template has all parts of the problem. Specs of this kind are refused by `resolve`,
     but a trace may have such problems, too."""

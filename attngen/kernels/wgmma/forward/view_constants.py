@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ....spec.problem import Problem
 from ...view import CPP_ELEMENTS, MMA_ELEMENTS
-from ..shared import boxes_of
+from ..shared import boxes_of, chains_of
 from .choices import own_columns
 from .feasible import REST_REGISTERS
 from .plan import Plan
@@ -262,13 +262,6 @@ def qk_product(problem: Problem, plan: Plan, line_in_products: bool) -> Product:
         steps=qk_chains(-(-problem.head_dim_qk // step), plan),
         places=", ".join([*boxes, *adds, *groups]),
     )
-
-
-def chains_of(steps: int) -> tuple[int, ...]:
-    """The lengths of chains of a product with both operands in shared memory, of so many steps: of
-    more than 16 a box at a time (attngen/mma/gemm.cuh)."""
-    whole, rest = divmod(steps, 4)
-    return ((4, rest) if rest else (4,)) if steps > 16 else (steps,)
 
 
 def qk_chains(steps: int, plan: Plan) -> tuple[int, ...]:
