@@ -92,6 +92,9 @@ void barrier_sync(u32 id, u32 threads);
 // Of two neighbouring CTAs: arrival at a barrier of the CTA `rank`, and all of their threads.
 void mbarrier_arrive_at(u32 address, u32 rank);
 void cluster_sync();
+// An address of the CTA `rank` of a cluster, and numbers that are sent to one.
+u32 place_of(u32 address, u32 rank);
+void send(u32 place, std::initializer_list<float> numbers, u32 barrier);
 void barrier_arrive(u32 id, u32 threads);
 bool barrier_all(u32 id, u32 threads, bool condition);
 

@@ -83,8 +83,13 @@ STATEMENTS: dict[str, str] = {
     "{.reg .pred done;WAIT:mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;"
     "@done bra DONE;bra WAIT;DONE:}": f"{_E}mbarrier_wait(%0, %1)",
     "{.reg .b32 there;mapa.shared::cluster.u32 there, %0, %1;"
-    "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];}": (
-        f"{_E}mbarrier_arrive_at(%0, %1)"
+    "mbarrier.arrive.shared::cluster.b64 _, [there];}": f"{_E}mbarrier_arrive_at(%0, %1)",
+    "mapa.shared::cluster.u32 %0, %1, %2;": f"%0 = {_E}place_of(%1, %2)",
+    "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];": (
+        f"{_E}send(%0, {{%1, %2, %3, %4}}, %5)"
+    ),
+    "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];": (
+        f"{_E}send(%0, {{__uint_as_float(%1)}}, %2)"
     ),
     "barrier.cluster.arrive.release;barrier.cluster.wait.acquire;": f"{_E}cluster_sync()",
     "bar.sync %0, %1;": f"{_E}barrier_sync(%0, %1)",

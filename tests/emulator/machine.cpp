@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstdarg>
 #include <cstdio>
+#include <cstring>
 #include <memory>
 #include <thread>
 
@@ -433,6 +434,21 @@ void mbarrier_arrive_at(u32 address, u32 rank) {
   if (barrier.pending == 0) fail("the mbarrier at %u counts fewer threads than arrive", address);
   barrier.pending -= 1;
   complete(barrier);
+  pause();
+}
+u32 place_of(u32 address, u32 rank) {
+  neighbour(rank);
+  return (rank + 1) << 24 | address;
+}
+void send(u32 place, std::initializer_list<float> numbers, u32 barrier) {
+  const u32 rank = (place >> 24) - 1;
+  if (rank > 1 || barrier >> 24 != rank + 1) fail("no places of one CTA of the cluster");
+  const u32 bytes = static_cast<u32>(numbers.size() * 4);
+  const u32 address = place & 0xFFFFFF;
+  if (address % bytes != 0) fail("%u bytes are sent to %u", bytes, address);
+  unsigned char* to = write_async_at(rank, address & ~15u) + address % 16;
+  std::memcpy(to, numbers.begin(), bytes);
+  deliver_at(rank, barrier & 0xFFFFFF, bytes);
   pause();
 }
 void cluster_sync() {

@@ -11,6 +11,7 @@ from ...targets.target import Instruction
 PREFIX = "sm90_"  # of the names of kernels, whose symbols begin with them
 NEEDS: frozenset[Instruction] = frozenset({"griddepcontrol", "setmaxnreg", "tma", "wgmma"})
 BARRIER_BYTES = 8
+DRAWN_BYTES = 16  # of the number of a tile that one of two CTAs draws for both
 LIGHT_SCORES = frozenset({"alibi"})  # a multiply-add an element needs no registers
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from ....spec.problem import DTYPE_BYTES, Problem
 from ....targets.target import Target
 from ...base import Schedule, Tile, lay_out, order_bytes, score_tile_bytes
-from ..shared import BARRIER_BYTES, LIGHT_SCORES, boxes_of
+from ..shared import BARRIER_BYTES, DRAWN_BYTES, LIGHT_SCORES, boxes_of
 from .choices import (
     LAZY_LOG2_TRUSTING,
     SMALLEST_BLOCK,
@@ -108,12 +108,11 @@ def make_plan(problem: Problem, choice: Choice, target: Target) -> Plan | None:
     tile = Tile(ROWS_PER_CONSUMER * choice.consumers * (1 + choice.pairs), choice.block)
     registers = operand_registers(problem, choice)
     schedule = CAUSAL_SCHEDULE if problem.masks else FULL_SCHEDULE
-    # Both CTAs of a pair work out which tile is next.
-    schedule = replace(schedule, dynamic=False) if choice.pairs else schedule
     # Where V is transposed as well, its registers leave no room for what finds the order of few.
     orders_few = problem.varlen and not problem.eight_bit
     order = {"Order": order_bytes(schedule.tail_share)} if orders_few else {}
-    regions = lay_out(smem_sizes(problem, tile, choice), order)
+    drawn = {"Drawn": DRAWN_BYTES} if choice.pairs else {}
+    regions = lay_out(smem_sizes(problem, tile, choice), {**drawn, **order})
     smem_bytes = regions[-1].offset + regions[-1].bytes
     if registers > operand_limit(problem, choice) or smem_bytes > target.smem_share(choice.ctas):
         return None
@@ -272,11 +271,12 @@ def smem_sizes(problem: Problem, tile: Tile, choice: Choice) -> dict[str, int]:
     barriers = 2 * (choice.consumers + choice.k_stages + choice.v_stages + raw_stages + 1)
     barriers += problem.paged  # V's last block, which is cleared behind the sequence's end
     barriers += 2 * choice.consumers * problem.bias
+    barriers += 4 * choice.shares_output  # of the weights in two places
     job = JOB_BYTES + JOB_BYTES_QUERIES * (problem.q_seq != "dense")
     job += JOB_BYTES_KEYS * (problem.kv_seq != "dense")
     job += JOB_BYTES_CUT * cuts_tiles(problem, choice)
-    if choice.pairs:  # of both parts of a block
-        barriers += 2 * (choice.k_stages + choice.v_stages)
+    if choice.pairs:  # of both parts of a block, and of the tile that one CTA draws for both
+        barriers += 2 * (choice.k_stages + choice.v_stages) + 2
     rows = ROWS_PER_CONSUMER * choice.consumers
     stage_v = tile.n * row_bytes_v
     if problem.eight_bit:  # transposed: a row a column of V, 128 keys a box

@@ -33,8 +33,9 @@ class Barriers:
     """All mbarriers of a kernel.
 
     places: in shared memory. operands: of Q, K and V as products read them; others: of what scores
-    read, and of what is transposed or widened. job_readers: C++, threads beside consumers that read
-    a job. clears_tail: whether one awaits what clears the last block of V.
+    read, of weights that are handed over, and of what is transposed or widened. job_readers: C++,
+    threads beside consumers that read a job. clears_tail: whether one awaits what clears the last
+    block of V.
     """
 
     places: tuple[Constant, ...]
@@ -74,7 +75,12 @@ def _operand_rings(problem: Problem, plan: Plan) -> Iterator[Ring]:
 
 
 def _other_rings(problem: Problem, plan: Plan, reads_tile: bool) -> Iterator[Ring]:
-    """Barriers of tiles that scores read, and of keys and values as they are loaded."""
+    """Barriers of weights that a warpgroup hands to another, of the tile that one CTA draws for
+    both of a pair, of tiles that scores read, and of keys and values as they are loaded."""
+    if plan.shares_output:
+        yield _ring("Weights", "2", "128", "128")
+    if plan.pairs:
+        yield _ring("Drawn", "1", "1", "1")
     if reads_tile:
         yield _ring("Tile", "kConsumers", "32", "128")
     if problem.eight_bit:

@@ -49,8 +49,9 @@ class Side:
 class Scheduler:
     """How tiles are drawn and handed out.
 
-    tiles: C++, their number. first, stride: C++, of a CTA's tiles. dynamic: drawn from a counter,
-    else in strides. finds_places: whether a packed sequence's place is found with its length.
+    tiles: C++, their number. first, stride: C++, of a CTA's tiles, or a pair's. dynamic: drawn from
+    a counter, else in strides; pairs: by one of two CTAs for both. finds_places: whether a packed
+    sequence's place is found with its length.
     skips_far_keys: whether a line leaves faint weights of far keys, whose blocks are left out.
     stops_at_bits: whether a window may begin behind the last block of which an arbitrary mask has
     bits. row_block, block_begin, block_end: C++, what a job gets; end_block: C++, the block of 64
@@ -62,6 +63,7 @@ class Scheduler:
     first: str
     stride: str
     dynamic: bool
+    pairs: bool
     finds_places: bool
     skips_far_keys: bool
     stops_at_bits: bool
@@ -188,6 +190,7 @@ def scheduler_of(
         first="blockIdx.x / 2" if plan.pairs else "blockIdx.x",
         stride="gridDim.x / 2" if plan.pairs else "gridDim.x",
         dynamic=plan.schedule.dynamic,
+        pairs=plan.pairs,
         finds_places="packed" in (problem.q_seq, problem.kv_seq),
         skips_far_keys=skips_far_keys,
         stops_at_bits=stops,

@@ -11,13 +11,37 @@ ATTNGEN_DEVICE int cluster_rank() { return static_cast<int>(blockIdx.x & 1); }
 ATTNGEN_DEVICE void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
-// Arrives at a barrier of the CTA `rank`, whose address in its own shared memory is `barrier`.
+// Arrives at a barrier of the CTA `rank`, whose address in its own shared memory is `barrier`. The
+// arrival tells that reads are done, and of no writes: one that releases at the cluster's scope
+// compiles to a fence of all memory.
 ATTNGEN_DEVICE void mbarrier_arrive_at(u32 barrier, u32 rank) {
   asm volatile(
       "{\n.reg .b32 there;\n"
       "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
       "r"(rank)
+      : "memory");
+}
+// A place of the CTA `rank`, whose address in its own shared memory is `address`, as the cluster
+// knows it.
+ATTNGEN_DEVICE u32 place_of(u32 address, u32 rank) {
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+// Sends four numbers to a place of either CTA, whose barrier, also such a place, counts 16 bytes.
+ATTNGEN_DEVICE void send(u32 place, const float* x, u32 barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(place),
+      "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(barrier)
+      : "memory");
+}
+// One number of 4 bytes.
+ATTNGEN_DEVICE void send(u32 place, u32 x, u32 barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(place),
+      "r"(x), "r"(barrier)
       : "memory");
 }
 // A box to the same place of both, each of which is told at its own barrier.
