@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from operator import eq
 
-from ..spec.attention_spec import MAX_HEAD_DIM
+from ..spec.head_dims import MAX_TRAINED_HEAD_DIM
 from .bias import sizes_of
 from .bias_gradient import column_violations
 from .fragments import SLOTS
@@ -51,10 +51,10 @@ def gradient_violations(
         )
     if operands[PAGES] is not None:
         yield "pages are inference only; call under torch.no_grad()"
-    if any(x is not None and x.shape[-1] > MAX_HEAD_DIM for x in (q, k, v)):
+    if any(x is not None and x.shape[-1] > MAX_TRAINED_HEAD_DIM for x in (q, k, v)):
         yield (
-            f"a gradient is needed, but head dims above {MAX_HEAD_DIM} have none; call under "
-            "torch.no_grad()"
+            f"a gradient is needed, but head dims above {MAX_TRAINED_HEAD_DIM} have none; call "
+            "under torch.no_grad()"
         )
     added = operands[BIAS]
     if added is None or not bias_learns:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..fragments.features import Features
-from .attention_spec import DTYPES_8BIT, MAX_HEAD_DIM, AttentionSpec
+from .attention_spec import DTYPES_8BIT, AttentionSpec
 from .problem import Problem
 from .resolve import find_violations, resolve
 
@@ -125,8 +125,6 @@ def is_legal(member: Member, known: Features) -> bool:
     if member.positions and member.mask.endswith("bottom_right"):
         return False
     if member.training and (member.dtype in DTYPES_8BIT or member.spec.widens):
-        return False
-    if member.training and max(member.head_dims) > MAX_HEAD_DIM:
         return False
     if member.bias == "none" and member.bias_shape != AXES["bias_shape"][0]:
         return False

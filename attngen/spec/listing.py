@@ -15,7 +15,7 @@ from ..targets.target import names
 from . import layouts, resolve
 from .attention_spec import DTYPES_8BIT, DTYPES_16BIT, MAX_HEAD_DIM, AttentionSpec, Placed
 from .fragment_checks import mask_names, score_names
-from .head_dims import SPLIT_HEAD_DIMS, WIDE_HEAD_DIMS
+from .head_dims import MAX_TRAINED_HEAD_DIM, SPLIT_HEAD_DIMS, WIDE_HEAD_DIMS
 from .problem import Problem
 from .tables import Place
 from .violations import Violation
@@ -32,7 +32,8 @@ def list_features(known: Features) -> Iterator[str]:
     yield f"head dims      multiples of 16 up to {MAX_HEAD_DIM} ({' '.join(DTYPES_8BIT)})"
     for field, (limit, _) in WIDE_HEAD_DIMS.items():
         whose = " of V" if field == "head_dim_v" else ""
-        yield f"head dims{whose:<6}1 to {limit} ({' '.join(DTYPES_16BIT)}, a forward alone)"
+        dtypes = " ".join(DTYPES_16BIT)
+        yield f"head dims{whose:<6}1 to {limit}, of a backward {MAX_TRAINED_HEAD_DIM} ({dtypes})"
     for field, (limit, _) in SPLIT_HEAD_DIMS.items():
         whose = " of V" if field == "head_dim_v" else ""
         yield f"head dims{whose:<6}multiples of 8 up to {limit} (decode)"

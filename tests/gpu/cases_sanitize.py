@@ -290,6 +290,8 @@ CASES = [
     BackwardCase(Case(64, 64, lengths=SMALL)),
     BackwardCase(Case(64, 64, mask="causal", lengths=SMALL, heads=(2, 6, 2)), lse=True),
     BackwardCase(Case(64, 64, "fp16", window=(50, 20), lengths=SMALL, layout="sbhd")),
+    BackwardCase(Case(512, 512, mask="causal", lengths=SMALL, heads=(1, 2, 1))),
+    BackwardCase(Case(320, 448, "fp16", lengths=(65, 127), heads=(1, 2, 2))),
     BackwardCase(Case(64, 64, lengths=(1, 2))),  # of one key, dQ is zero: no error is allowed
     BackwardCase(Case(64, 64, mask="causal", lengths=(200, 300), heads=(2, 6, 2)), True),
     BackwardCase(Case(128, 128, lengths=SMALL), lse=True),

@@ -304,9 +304,12 @@ def test_compiled_module_agrees() -> None:
 
 
 @pytest.mark.device  # where a tensor is says who computes it
-def test_evaluation_of_wide_heads_is_fused_and_its_gradient_refused():
-    module = te.DotProductAttention(4, 512, qkv_format="bshd").eval()
-    q, k, v = (oracle.randn(2, 40, 4, 512, seed=n).bfloat16().requires_grad_() for n in range(3))
+def test_evaluation_of_the_widest_heads_is_fused_and_its_gradient_refused():
+    module = te.DotProductAttention(4, (576, 512), qkv_format="bshd").eval()
+    q, k, v = (
+        oracle.randn(2, 40, 4, d, seed=n).bfloat16().requires_grad_()
+        for n, d in enumerate((576, 576, 512))
+    )
     out = module(q, k, v, window_size=(20, 0))
     want = attngen.attention(
         *(x.detach() for x in (q, k, v)), mask="causal", window=(20, 0), backend="reference"

@@ -17,7 +17,7 @@ from attngen import AttentionSpec
 from attngen.fragments import features
 from attngen.kernels.plan import plan
 from attngen.spec import layouts, resolve
-from attngen.spec.attention_spec import MAX_HEAD_DIM
+from attngen.spec.head_dims import MAX_TRAINED_HEAD_DIM
 
 from . import oracle, oracle_fp8, variants
 from .cases import DTYPES
@@ -138,14 +138,14 @@ class Call:
             window=max(self.window) >= 0,
             seqused=self.room is not None,
             gather=bool(self.loose),
-            directions=("fwd",) if self.dtype == "e4m3" or self.is_wide else ("fwd", "bwd"),
+            directions=("fwd",) if self.dtype == "e4m3" or not self.trains else ("fwd", "bwd"),
             **self.more.fields(),
         )
 
     @property
-    def is_wide(self) -> bool:
-        """Whether its head dims have a forward alone."""
-        return max(self.d, self.d_v or 0) > MAX_HEAD_DIM
+    def trains(self) -> bool:
+        """Whether kernels of its head dims have a backward."""
+        return max(self.d, self.d_v or 0) <= MAX_TRAINED_HEAD_DIM
 
     def offsets(self, lens: Sequence[int]) -> list[int]:
         """First token of each packed sequence, and the end of the last."""
@@ -244,7 +244,6 @@ class Call:
                     axes.replace("b", "").index("s"), 0, length
                 ).fill_(True)
         return found
-
 
 
 def check(call: Call, seed: int = 0, **more: Any) -> None:

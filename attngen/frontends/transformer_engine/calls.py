@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...errors import SpecError
-from ...spec.attention_spec import MAX_HEAD_DIM
+from ...spec.head_dims import MAX_TRAINED_HEAD_DIM
 from ...spec.layouts import parse, shape_of, size
 from .masks import Masks
 from .variants import batch_of
@@ -106,7 +106,7 @@ class Sizes(NamedTuple):
     @property
     def have_backward(self) -> bool:
         """Whether kernels of these head dims have a backward."""
-        return max(self.dim, self.dim_v) <= MAX_HEAD_DIM
+        return max(self.dim, self.dim_v) <= MAX_TRAINED_HEAD_DIM
 
     @classmethod
     def of(cls, layout: str, carriers: Carriers) -> Sizes:

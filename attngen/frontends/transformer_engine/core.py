@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from ... import attention
 from ...errors import SpecError
-from ...spec.attention_spec import MAX_HEAD_DIM
+from ...spec.head_dims import MAX_TRAINED_HEAD_DIM
 from ...spec.layouts import parse
 from .masks import seqused_of
 from .variants import BIAS_TYPES, Read, as_sink, length_reads, said, variant_of
@@ -124,7 +124,8 @@ class _ForwardAlone(Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise SpecError(
             "this output has no gradient: it was computed over a KV cache, or in a module that was "
-            f"not training, of head dims above {MAX_HEAD_DIM}, by kernels without a backward"
+            f"not training, of head dims above {MAX_TRAINED_HEAD_DIM}, by kernels without a "
+            "backward"
         )
 
 

@@ -11,7 +11,7 @@ from attngen.call.tensors import TensorDesc
 
 BF16 = TensorDesc.contiguous((2, 30, 4, 64), "bfloat16")
 E4M3 = TensorDesc.contiguous((2, 30, 4, 64), "float8_e4m3fn")
-WIDE = TensorDesc.contiguous((2, 30, 4, 264), "bfloat16")
+WIDE = TensorDesc.contiguous((2, 30, 4, 576), "bfloat16")
 COLUMN = TensorDesc.contiguous((1, 4, 30, 1), "bfloat16")
 PAGES = TensorDesc.contiguous((2, 3), "int32")
 
@@ -34,7 +34,7 @@ def test_plain_call_has_its_gradients() -> None:
         ({"q": E4M3}, "none in FP8"),
         ({"out_dtype": "float32"}, "none of a float32 output"),
         ({"page_table_k": PAGES}, "pages are inference only"),
-        ({"v": WIDE}, "head dims above 256"),
+        ({"v": WIDE}, "head dims above 512"),
         ({"bias": COLUMN, "learns": True}, "one column for 30 keys"),
     ],
     ids=["8-bit keys", "8-bit queries", "output", "pages", "wide heads", "column"],

@@ -138,7 +138,7 @@ def test_resolve_head_dims_beyond_an_sm_are_refused_with_the_arithmetic(
     (found,) = resolve.find_violations(AttentionSpec(**fields, decode=True), KNOWN)
     assert (found.field, found.nearest) == (wrong, legal) and arithmetic in found.reason
     joined = AttentionSpec(**fields, directions=("fwd", "bwd"))
-    assert {v.nearest for v in resolve.find_violations(joined, KNOWN)} == {256}
+    assert {v.nearest for v in resolve.find_violations(joined, KNOWN)} == {512}
 
 
 def test_arithmetic_of_the_widest_head_dims_is_that_of_the_plan():

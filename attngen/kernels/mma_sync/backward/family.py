@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 from ....errors import PlanError
 from ....fragments.features import Features
 from ....fragments.program import learns
+from ....spec.attention_spec import MAX_HEAD_DIM
 from ....spec.problem import DTYPE_BYTES, Problem
 from ....targets.target import Target
 from ...base import KernelPlan
@@ -38,8 +39,10 @@ class MmaBackward(Family):
         return problem.direction == "bwd"
 
     def refuses(self, problem: Problem) -> Iterator[str]:
+        largest = max(problem.head_dim_qk, problem.head_dim_v)
         unserved = {
             "mask that was made before": problem.listed,
+            f"head dims above {MAX_HEAD_DIM}": largest > MAX_HEAD_DIM,
             "operands of 8 bits": DTYPE_BYTES[problem.dtype_q] == 1,
             "gradients of what a score learns": learns(problem.scores),
         }

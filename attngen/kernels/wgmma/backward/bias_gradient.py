@@ -13,6 +13,7 @@ from ..shared import BARRIER_BYTES, boxes_of
 from .feasible import CONSUMERS
 from .plan import OF_BIAS, OF_LEARNED, ROWS_PER_CONSUMER, BiasGradientPlan, LearnedPlan
 from .registers import BIAS_LENGTH_REGISTERS, REGISTERS
+from .wide import is_wide
 
 TERM_BYTES, PROGRESS_BYTES = 24, 8  # structs of the kernel of a bias's gradient
 LEARNED_KEYS = 64  # a tile: threads have its products as well as its weights and their gradients
@@ -20,14 +21,14 @@ LEARNED_KEYS = 64  # a tile: threads have its products as well as its weights an
 
 def bias_plans(problem: Problem, row_block: int, target: Target) -> Iterator[BiasGradientPlan]:
     """The plan of the kernel of the bias's gradient, where there is a bias: the largest tile of 128
-    rows that fits, then as many buffers as do."""
+    rows, of wide heads of 64, that fits, then as many buffers as do."""
     if not problem.bias:
         return
     # Random words, a mask's bits and further scores take the room of some keys.
     crowded = problem.dropout or problem.attn_mask or len(problem.scores) > 1
     # So does the loader where lengths vary, or that copies rows itself.
     most = ((128, 112), (96, 80))[bool(crowded)][problem.varlen or problem.gather]
-    sizes = (n for n in (128, 112, 96, 80, 64, 32) if n == most or n < most and n % 32 == 0)
+    sizes = [n for n in (128, 112, 96, 80, 64, 32) if n == most or n < most and n % 32 == 0]
     choices = [(n, stages) for n in sizes for stages in (4, 3, 2)]
     made = (_make_plan(problem, row_block, target, *choice) for choice in choices)
     fields = next(filter(None, made))
@@ -49,15 +50,16 @@ def _make_plan(
 ) -> dict[str, Any] | None:
     """The plan, but for its kernel, of `n` keys a tile in so many stages; None where it does not
     fit."""
-    tile = Tile(ROWS_PER_CONSUMER * CONSUMERS, n)
+    consumers = 1 if is_wide(problem) else CONSUMERS  # two stages of 128 rows have no room
+    tile = Tile(ROWS_PER_CONSUMER * consumers, n)
     element_bytes = DTYPE_BYTES[problem.dtype_q]
     largest = max(problem.head_dim_qk, problem.head_dim_v)
     boxes = boxes_of(largest, element_bytes)
     sizes = {
         "Stages": stages * (tile.m + n) * 128 * boxes,
-        "Bias": 4 * CONSUMERS * score_tile_bytes(16, n) * problem.bias,
+        "Bias": 4 * consumers * score_tile_bytes(16, n) * problem.bias,
     }
-    barriers = 2 * stages + 4 * CONSUMERS + 4  # of a warp's part of the bias, of what is drawn
+    barriers = 2 * stages + 4 * consumers + 4  # of a warp's part of the bias, of what is drawn
     small = {"Barriers": barriers * BARRIER_BYTES, "Terms": stages * TERM_BYTES + PROGRESS_BYTES}
     regions = lay_out(sizes, small)
     smem_bytes = regions[-1].offset + regions[-1].bytes
@@ -68,12 +70,12 @@ def _make_plan(
     return {
         "arch": target.name,
         "tile": tile,
-        "consumers": CONSUMERS,
+        "consumers": consumers,
         "stages": stages,
         "producer_registers": producer,
         "consumer_registers": consumer,
         "row_block": row_block,
         "smem": regions,
         "smem_bytes": smem_bytes,
-        "threads": 128 * (CONSUMERS + 1),
+        "threads": 128 * (consumers + 1),
     }

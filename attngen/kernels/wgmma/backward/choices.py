@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ....spec.head_dims import MAX_TRAINED_HEAD_DIM
 from ....spec.problem import Problem
 from ....targets.target import Target
 from ...base import KernelPlan
@@ -31,6 +32,8 @@ def plans(problem: Problem, target: Target) -> tuple[KernelPlan, ...]:
     if problem.eight_bit:
         return fp8_choices.plans(problem, target)
     if problem.dtype_q not in ("fp16", "bf16") or problem.dtype_o != problem.dtype_q:
+        return ()
+    if max(problem.head_dim_qk, problem.head_dim_v) > MAX_TRAINED_HEAD_DIM:
         return ()
     if fuses(problem):
         fused = make_fused(problem, target)

@@ -29,7 +29,8 @@ class BackwardPlan(TiledPlan):
     of the workspaces. `deterministic`: tiles add to dQ in the order in which they are drawn; they
     visit the last block first, or where the last tile is drawn first, `descending`, the first.
     `completes`: the tile that has the last part of a block's dQ stores it, so that no other kernel
-    converts it; tiles have an order for that. `waves`: where query heads share keys, or a head has
+    converts it; tiles have an order for that. `pairs`: two CTAs share a tile, and have half of the
+    columns of everything each (wide.py). `waves`: where query heads share keys, or a head has
     fewer than `short_head` tiles, tiles are drawn in waves that keep to the same block of queries
     (scheduler/tile_order.cuh). `splits_heads`: where calls have few tiles, each query head of a
     group may have tiles of its own, which add to float32 sums of dK and dV in memory. `held_steps`:
@@ -56,6 +57,7 @@ class BackwardPlan(TiledPlan):
     row_block: int
     deterministic: bool
     completes: bool
+    pairs: bool
     descending: bool
     waves: bool
     short_head: int

@@ -19,6 +19,8 @@ REGISTERS = {
     OF_BIAS: (40, 232),
 }
 GATHER_REGISTERS = (56, 224)  # where the producer's warps copy rows themselves
+# Where two CTAs share tiles, and where warps copy rows there.
+PAIR_REGISTERS, PAIR_GATHER_REGISTERS = (56, 224), (72, 216)
 # Of a bias's gradient, where the loader looks lengths up, copies rows or brings the widest.
 BIAS_LENGTH_REGISTERS = (72, 216)
 SMALL_REGISTERS = (56, 224)  # of the fused kernel up to head dim 32

@@ -101,7 +101,7 @@ def _main(problem: Problem, plan: BackwardPlan, operands: Names) -> KernelEntry:
         smem_bytes=plan.smem_bytes,
         tile_rows=plan.tile.m if of_queries else plan.tile.n,
         tensor_maps=_main_maps(problem, plan),
-        grid="persistent_tiles",
+        grid="persistent_pairs" if plan.pairs else "persistent_tiles",
         workspace=(*workspace, *(() if problem.listed else mask)),
         kv_group_bytes=plan.schedule.kv_group_bytes,
         group_heads=plan.schedule.group_heads,

@@ -20,6 +20,20 @@ from .view_main import (
     main_headers,
     score_product,
 )
+from .wide import cta_columns
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """How rows of operands come. queries, keys: C++, the struct that fetches these. halves: whether
+    a CTA has half of the columns, and what the other of a pair makes of its own."""
+
+    queries: str
+    keys: str
+    halves: bool
+
+
+WHOLE, HALVES = Fetch("TmaFetch", "KvFetch", False), Fetch("HalfFetch", "HalfFetch", True)
 
 
 @dataclass(frozen=True)
@@ -40,10 +54,10 @@ class DqView(MainView):
     """Values of dq.cu.j2. Strings are C++.
 
     k_stages, v_stages: buffers for blocks of keys and of values. stores_rows: whether the gradient
-    goes to memory from registers. gaps: gradients of which rows of
-    no sequence are filled. dq_steps: of the product that adds a block to dQ. dq: the gradient.
-    dq_factor: what its sums are multiplied by. first_key_block, next_key_block: the first block of
-    keys that a tile visits, and from one to the next; begin_of_keys: the first where it is known.
+    goes to memory from registers. gaps: gradients of which rows of no sequence are filled. fetch:
+    how rows come. dq_steps: of the product that adds a block to dQ. dq: the gradient. dq_factor:
+    what its sums are multiplied by. first_key_block, next_key_block: the first block of keys that a
+    tile visits, and from one to the next; begin_of_keys: the first where it is known.
     """
 
     jobs: JobsView
@@ -58,6 +72,7 @@ class DqView(MainView):
     first_key_block: str
     next_key_block: str
     begin_of_keys: str
+    fetch: Fetch
 
 
 @dataclass(frozen=True)
@@ -83,7 +98,7 @@ class KeyTilesView(MainView):
     splits_heads: whether query heads of a group may have tiles of their own. frees_early: whether
     output gradients are freed before queries, with which D comes then. loads_score_tiles: whether
     the copy engine brings what scores read. awaits_at_start: whether the loader of queries waits
-    for the kernel before, once. dk, dv: the gradients.
+    for the kernel before, once. dk, dv: the gradients. fetch: how rows come.
     """
 
     jobs: JobsView
@@ -100,6 +115,7 @@ class KeyTilesView(MainView):
     dv: TensorView
     dk_product: Product
     dv_product: Product
+    fetch: Fetch
 
 
 @dataclass(frozen=True)
@@ -135,6 +151,10 @@ class DkvView(KeyTilesView):
     arrivals: DkvArrivals
 
 
+def fetch_of(plan: BackwardPlan) -> Fetch:
+    return HALVES if plan.pairs else WHOLE
+
+
 def dq_view(
     problem: Problem, plan: BackwardPlan, kernel: KernelEntry, uses: Uses, root: Path
 ) -> DqView:
@@ -142,15 +162,16 @@ def dq_view(
     ahead = "from<kTileN>"
     return DqView(
         **main_fields(problem, plan, kernel, uses, root),
-        headers=main_headers(problem),
+        headers=main_headers(problem, pairs=plan.pairs),
         mask_tensor="mask_rows" if problem.attn_mask else "",
         score_product=score_product(problem, plan.tile.n),
+        fetch=fetch_of(plan),
         jobs=jobs_view(problem, plan, "QueryLoader{p, smem}", idle_warp=1),
         stores_rows=problem.gather or problem.wide_gradients,
         gaps=gaps_of(problem, plan),
         k_stages=plan.q_stages,
         v_stages=plan.do_stages,
-        dq_product=Product(problem.head_dim_qk, (plan.tile.n // MMA_DEPTH,)),
+        dq_product=Product(cta_columns(problem)[0], (plan.tile.n // MMA_DEPTH,)),
         arrivals=DqArrivals(64, 32, 96) if problem.gather else DqArrivals(1, 1, 2),
         dq=tensor_view(problem, "dq"),
         dq_factor="p.scale * p.keep_scale" if problem.dropout else "p.scale",
@@ -171,6 +192,7 @@ def key_tiles_fields(problem: Problem, plan: BackwardPlan, *, boxed_scores: bool
     """
     loads_score_tiles = problem.bias and boxed_scores
     return {
+        "fetch": fetch_of(plan),
         "jobs": jobs_view(problem, plan, "KvLoader{p, smem}", idle_warp=3),
         "stores_rows": problem.gather or problem.wide_gradients,
         "gaps": gaps_of(problem, plan),
@@ -199,16 +221,17 @@ def dkv_view(
     bend = fields["scores"].bend
     follows_heads = problem.dropout or problem.attn_mask
     steps = (plan.tile.m // MMA_DEPTH,)
+    columns, columns_v = cta_columns(problem)
     return DkvView(
         **fields,
         **key_tiles_fields(problem, plan, boxed_scores=False),
-        headers=main_headers(problem, keys_as_rows=True),
+        headers=main_headers(problem, keys_as_rows=True, pairs=plan.pairs),
         mask_tensor="mask_columns" if problem.attn_mask else "",
         score_product=score_product(problem, plan.tile.m),
-        dk_product=Product(problem.head_dim_qk, steps),
-        dv_product=Product(problem.head_dim_v, steps),
+        dk_product=Product(columns, steps),
+        dv_product=Product(columns_v, steps),
         stages=plan.q_stages,
-        one_consumer=problem.head_dim_qk == problem.head_dim_v,
+        one_consumer=columns == columns_v,
         slopes_type="Packed&" if problem.dropout else "const Packed&",
         marks_slopes=problem.dropout and bend,
         follows_heads=follows_heads,

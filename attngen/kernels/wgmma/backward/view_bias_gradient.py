@@ -13,7 +13,7 @@ from ...view import CPP_ELEMENTS
 from .fp8_choices import STEP, steps_of
 from .fp8_view import PtxTypes, eight_bit_scores, own_scale_s
 from .plan import BiasGradientPlan
-from .view_main import MainView, Product, main_fields, main_headers, score_product
+from .view_main import MainView, Product, main_fields, main_headers, whole_score_product
 
 COPYING_ARRIVALS = 65  # two copies by a warp, and what its first lane announces
 
@@ -53,7 +53,7 @@ def bias_gradient_view(
         **fields,
         headers=main_headers(problem),
         mask_tensor="mask_rows" if problem.attn_mask else "",
-        score_product=score_product(problem, plan.tile.n),
+        score_product=whole_score_product(problem, plan.tile.n),
         stages=plan.stages,
         stage_arrivals=COPYING_ARRIVALS if problem.gather else 1,
         sloped=before_scale and fields["scores"].bend,

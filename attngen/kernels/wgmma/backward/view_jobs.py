@@ -48,6 +48,10 @@ class JobsView:
     arguments of the order of tiles that come in none: whether the last come first, and which are
     kept for the end where lengths vary.
 
+    pairs: whether two CTAs share a tile, of which the first draws for both. first: C++, the first
+    tile of a CTA, or of a pair; stride: how many of these there are; share: of rows of no sequence,
+    and how many shares there are; beside_tiles: a further argument of `draw`.
+
     ordered: whether tiles wait for those drawn before them. fills: whether the scheduler's warp
     fills rows that belong to no sequence. count: the number of tiles. members: of struct Job.
     axis: the tiles' order where lengths vary, else None.
@@ -71,6 +75,11 @@ class JobsView:
     short_head: int
     alone_ascends: str
     order_arguments: str
+    pairs: bool
+    first: str
+    stride: str
+    share: str
+    beside_tiles: str
     ordered: bool
     fills: bool
     count: str
@@ -137,6 +146,11 @@ def jobs_view(
         short_head=plan.short_head,
         alone_ascends="false" if plan.deterministic else "true",
         order_arguments=f"{descending}, 0" if problem.varlen else descending,
+        pairs=plan.pairs,
+        first="blockIdx.x / 2" if plan.pairs else "blockIdx.x",
+        stride="gridDim.x / 2" if plan.pairs else "gridDim.x",
+        share="2 * index + cluster_rank(), 2 * shares" if plan.pairs else "index, shares",
+        beside_tiles=", parity" if plan.pairs else "",
         ordered=plan.deterministic or plan.adds_bias,
         fills=fills,
         count="tiles" if problem.varlen else "p.tiles",

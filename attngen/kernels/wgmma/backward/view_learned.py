@@ -10,7 +10,7 @@ from ....spec.problem import Problem
 from ...support.view_parts import Uses, included
 from .plan import LearnedPlan
 from .view_bias_gradient import COPYING_ARRIVALS
-from .view_main import MainView, main_fields, main_headers, score_product
+from .view_main import MainView, main_fields, main_headers, whole_score_product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ def learned_view(
         **main_fields(problem, plan, kernel, uses, root),
         headers="\n".join([main_headers(problem), included(("learned_sums.cuh", True))]),
         mask_tensor="mask_rows" if problem.attn_mask else "",
-        score_product=score_product(problem, plan.tile.n),
+        score_product=whole_score_product(problem, plan.tile.n),
         stages=plan.stages,
         stage_arrivals=COPYING_ARRIVALS if problem.gather else 1,
         factor="p.keep_scale" if problem.dropout else "1.f",

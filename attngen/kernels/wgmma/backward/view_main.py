@@ -30,7 +30,9 @@ from ...view import (
     mask_list_view,
     tensor_view,
 )
+from ..shared import chains_of
 from .plan import OF_QUERIES, BackwardPlan, BiasGradientPlan
+from .wide import cta_columns
 
 GATHERED = ("q", "k", "v", "d_o")  # operands whose rows warps may copy
 MMA_DEPTH = 16  # of a product's reduction, in 16-bit elements
@@ -67,7 +69,8 @@ class MainView:
     """Values of templates of all kernels that make a gradient. Strings are C++.
 
     headers: the lines that include them. structs: those of the fragments in use. element: the
-    struct of operands' elements; mma_element: their type in PTX. head_dim_qk, head_dim_v: columns.
+    struct of operands' elements; mma_element: their type in PTX. head_dim_qk, head_dim_v: columns
+    of a CTA.
     tile_m, tile_n: queries and keys a tile, or a block. consumers: warpgroups beside the producer.
     smem: places in shared memory. kv_alias: the fragment that fetches keys. varlen: whether lengths
     vary. gather: whether warps copy rows that the copy engine cannot read; gathered: the operands
@@ -118,14 +121,17 @@ def main_fields(
     """The fields of `MainView` but those in which kernels differ: headers, the parameter that has a
     mask's bits, and products of scores. uses: fragments of the backward."""
     masks = uses["mask"]
+    pairs = isinstance(plan, BackwardPlan) and plan.pairs
+    dims = problem.head_dim_qk, problem.head_dim_v
+    columns, columns_v = cta_columns(problem) if pairs else dims
     return {
         "kernel": kernel_view(kernel, template_of(plan)),
         "threads": plan.threads,
         "structs": structs_of(uses, root),
         "element": CPP_ELEMENTS[problem.dtype_q],
         "mma_element": MMA_ELEMENTS.get(problem.dtype_q, ""),
-        "head_dim_qk": problem.head_dim_qk,
-        "head_dim_v": problem.head_dim_v,
+        "head_dim_qk": columns,
+        "head_dim_v": columns_v,
         "tile_m": plan.tile.m,
         "tile_n": plan.tile.n,
         "consumers": plan.consumers,
@@ -176,15 +182,24 @@ def steps_of(extent: int) -> int:
     return -(-extent // MMA_DEPTH)
 
 
+def whole_score_product(problem: Problem, columns: int) -> Product:
+    """S and dP over all columns of heads, however wide."""
+    qk, v = (chains_of(steps_of(dim)) for dim in (problem.head_dim_qk, problem.head_dim_v))
+    return Product(columns, (*qk, *v))
+
+
 def score_product(problem: Problem, columns: int, held_steps: int = 0) -> Product:
-    """S and dP, or their transposes. held_steps: those of S that another product makes."""
-    qk, v = steps_of(problem.head_dim_qk), steps_of(problem.head_dim_v)
+    """S and dP, or their transposes, over a CTA's columns. held_steps: those of S that another
+    product makes."""
+    qk, v = map(steps_of, cta_columns(problem))
     return Product(columns, (qk - held_steps, v))
 
 
-def main_headers(problem: Problem, *, keys_as_rows: bool = False, makes_d: bool = False) -> str:
+def main_headers(
+    problem: Problem, *, keys_as_rows: bool = False, makes_d: bool = False, pairs: bool = False
+) -> str:
     """The lines that include a main kernel's headers. keys_as_rows: whether scores are transposed.
-    makes_d: whether consumers make D of some blocks."""
+    makes_d: whether consumers make D of some blocks. pairs: whether two CTAs share tiles."""
     bias = problem.bias
     packed = "packed" in (problem.q_seq, problem.kv_seq)
     return included(
@@ -200,6 +215,7 @@ def main_headers(problem: Problem, *, keys_as_rows: bool = False, makes_d: bool 
         ("mma/store.cuh", problem.gather and not problem.wide_gradients),
         ("mma/store_float.cuh", problem.wide_gradients),
         ("ptx/barrier.cuh", True),
+        ("ptx/cluster.cuh", pairs),
         ("ptx/global.cuh", True),
         ("ptx/math.cuh", True),
         ("ptx/matrix_move.cuh", True),
