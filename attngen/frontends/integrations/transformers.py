@@ -113,12 +113,16 @@ def _output(found: Any) -> Tensor:
 
 def _planned(plan: PlannedMask, keys: int, has_bias: bool) -> dict[str, Any]:
     """The arguments of a plan; the mask itself beside a bias, whose rows are the tensors', where
-    the plan has others. Raises: SpecError where it is of another number of keys."""
+    the plan has others, and for functions while torch.compile traces, which are no kernels' there.
+
+    Raises: SpecError where it is of another number of keys.
+    """
     *_, planned = plan.shape
     if planned != keys:
         raise SpecError(f"a mask of {planned} keys came to a layer of {keys}")
     others = plan.ends is not None or plan.arguments.get("seqstart_kv") is not None
-    if has_bias and others:
+    traced = "mask_mod" in plan.arguments and torch.compiler.is_compiling()
+    if traced or (has_bias and others):
         return {"attn_mask": plan.request.dense()}
     return plan.arguments
 

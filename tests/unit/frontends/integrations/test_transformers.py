@@ -50,6 +50,21 @@ def test_position_bias_is_added_beside_any_mask(case: str) -> None:
     torch.testing.assert_close(found * seen, wanted * seen)
 
 
+@pytest.mark.usefixtures("library")
+def test_compiled_code_gets_blocks_as_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a plan that was made outside of it: no kernels run functions there."""
+    q, k, v = operands_of(12, 12)
+    plan, asked = whole("blocks"), []
+    monkeypatch.setattr(door, "attention", lambda *x, **y: asked.append(y) or x[0])
+    for compiling in (False, True):
+        monkeypatch.setattr("torch.compiler.is_compiling", lambda found=compiling: found)
+        door.attend(layer(), q, k, v, plan)
+    outside, inside = asked
+    assert outside["mask_mod"] is plan.arguments["mask_mod"] and "schedule" in outside
+    assert not inside.keys() & {"mask_mod", "schedule"}
+    assert torch.equal(inside["attn_mask"], dense_of(**request_of(*PLANNED["blocks"])))
+
+
 @pytest.mark.parametrize("kind", ["bool", "float", "float beside a bias"])
 def test_tensors_of_users_are_masks(kind: str) -> None:
     q, k, v = operands_of(12, 12)
