@@ -51,6 +51,7 @@ TOLERANCE = 0.05  # of the norm of what attngen's layers return
 NARROW = {"hidden_size": 64, "intermediate_size": 64}
 COMPILED, GRACE = ("flex",), 20.0  # who compiles for long, and seconds for what has begun
 LEAST_MS, MOST_CALLS = 20.0, 20  # of a round
+ROW_SECONDS, MOST_ROUNDS = 1.5, 25  # short steps get more rounds than are asked for
 SCHEMA = 1
 Call = Callable[[], Any]
 
@@ -236,7 +237,10 @@ class Prepared(NamedTuple):
             once = each.milliseconds(1)
             counts[who] = min(MOST_CALLS, max(1, round(LEAST_MS / once)))
         samples: dict[str, list[float]] = {who: [] for who in self.timed}
-        for _ in range(rounds):
+        end = time.monotonic() + ROW_SECONDS
+        for done in range(MOST_ROUNDS):
+            if done >= rounds and time.monotonic() > end:
+                break
             for who in random.sample(list(self.timed), len(self.timed)):
                 samples[who].append(self.timed[who].milliseconds(counts[who]))
         ms = {who: round(statistics.median(taken), 4) for who, taken in samples.items()}

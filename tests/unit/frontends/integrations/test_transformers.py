@@ -52,7 +52,7 @@ def test_position_bias_is_added_beside_any_mask(case: str) -> None:
 
 @pytest.mark.usefixtures("library")
 def test_compiled_code_gets_blocks_as_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a plan that was made outside of it: no kernels run functions there."""
+    """A plan that was made outside of it is a tensor there, where no kernels run functions."""
     q, k, v = operands_of(12, 12)
     plan, asked = whole("blocks"), []
     monkeypatch.setattr(door, "attention", lambda *x, **y: asked.append(y) or x[0])
