@@ -425,8 +425,9 @@ ATTNGEN_DEVICE void order_few(const Params& p, unsigned char* shared, int lane) 
   tiles[lane] = count;
   __syncwarp();
   const OrderPlace at = place_among_few<0>(lengths, tiles, lane);
+  const int own_tiles = tiles[lane];  // in no register until here
   __syncwarp();
-  write_few<0>(static_cast<ScheduledSequence*>(schedule), at, lane, count, p.heads_kv,
+  write_few<0>(static_cast<ScheduledSequence*>(schedule), at, lane, own_tiles, p.heads_kv,
             key_heads_together(p, length));
 }
 ATTNGEN_DEVICE SequenceOrder find_order(const Params& p, const unsigned char* shared) {
@@ -855,6 +856,7 @@ struct Consumer {
     stage_rows<Gradient, kN, kKeyBoxBytes>(tile, sums, factor, warp, lane);
   }
   ATTNGEN_DEVICE void stage_dv(const Gradients& sums) const {
+    await_stores();
     const float factor = limited(descale_of_weights(p.descale_s, 0x1p8f) * read_scale(p.descale_do, 0));
     stage<DvMma::kN>(smem + kSmemDv + warpgroup * kWarpgroupBytes, sums.dv, factor, p.amax_dv);
   }
@@ -894,16 +896,16 @@ struct Consumer {
     for (int i = 0; i < DvMma::kN / 2; ++i) sums.dv[i] = 0.f;
     mbarrier_wait(smem + kKFull, parity);
     HeldKeys held;
-    await_stores();  // of the tile before, while the values are on their way
     mbarrier_wait(smem + kVFull, parity);
-    mbarrier_wait(smem + kKtFull, parity);
     const int key = first + warp * 16 + lane / 4;
     bool first_step = true;
     for_each_block(p, job, [&](int head, int block) {
       query_head = head;
       step(sums, held, ctx, key, block, block < blocks.full_begin || block >= blocks.full_end, first_step);
+      if (first_step) mbarrier_wait(smem + kKtFull, parity);  // for dQ, with the next block
       first_step = false;
     });
+    if (first_step) mbarrier_wait(smem + kKtFull, parity);
     __syncwarp();
     if (lane == 0) mbarrier_arrive(smem + kVEmpty);
     if (lane == 0) mbarrier_arrive(smem + kKEmpty);
@@ -975,10 +977,11 @@ sm90_bwd_fp8__causal_arbitrary_packed_d64_e4m3_to_bf16_do_e5m2_grad_bf16_determi
     mbarrier_init(smem + kJobEmpty, kConsumers * 128 + 3);  // consumer threads, loader, reducers
     mbarrier_init_fence();
   }
-  if (threadIdx.x < 32) order_few(p, shared, threadIdx.x);
   __syncthreads();
   if (role == 0) {
     release_registers<kProducerRegisters>();
+    if (threadIdx.x < 32) order_few(p, shared, threadIdx.x);  // which the scheduler's warp alone reads
+    __syncwarp();
     if (threadIdx.x < 32) Scheduler{p, smem, slot, find_order(p, shared), static_cast<int>(threadIdx.x)}.run(KvLoader{p, smem});
     if (threadIdx.x == 32) QueryLoader{p, smem, slot}.run();
     if (threadIdx.x == 64 || threadIdx.x == 96) Reducer{p, smem, slot, threadIdx.x / 32 % 2}.run();

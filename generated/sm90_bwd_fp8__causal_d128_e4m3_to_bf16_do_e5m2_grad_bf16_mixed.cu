@@ -723,13 +723,14 @@ struct Consumer {
     mbarrier_wait(smem + kKFull, parity);
     HeldKeys held;
     mbarrier_wait(smem + kVFull, parity);
-    mbarrier_wait(smem + kKtFull, parity);
     bool first_step = true;
     for_each_block(p, job, [&](int, int block) {
       const int key = (forget(place) >> 1) * kTileN + warpgroup * 64 + warp * 16 + lane / 4;
       step(sums, held, ctx, key, block, block < blocks.full_begin || block >= blocks.full_end, first_step);
+      if (first_step) mbarrier_wait(smem + kKtFull, parity);  // for dQ, with the next block
       first_step = false;
     });
+    if (first_step) mbarrier_wait(smem + kKtFull, parity);
     __syncwarp();
     if (lane == 0) mbarrier_arrive(smem + kVEmpty);
     if (lane == 0) mbarrier_arrive(smem + kKEmpty);

@@ -668,6 +668,7 @@ struct Consumer {
     stage_byte_rows<Gradient, kN>(tile, sums, limited(factor * read_scale(scale, 0)), warp, lane);
   }
   ATTNGEN_DEVICE void stage_dv(const Gradients& sums) const {
+    await_stores();
     const float factor = limited(descale_of_weights(p.descale_s, 0x1p8f) * read_scale(p.descale_do, 0));
     stage<DvMma::kN>(smem + kSmemDv + warpgroup * kWarpgroupBytes, sums.dv, factor, p.scale_dv, p.amax_dv);
   }
@@ -708,15 +709,15 @@ struct Consumer {
     HeldKeys held;
     load_operand<kHeldSteps, kKeyBoxBytes>(held, keys(), warp, lane);
     __syncwarp();  // a thread frees the keys for its warp
-    await_stores();  // of the tile before, while the values are on their way
     mbarrier_wait(smem + kVFull, parity);
-    mbarrier_wait(smem + kKtFull, parity);
     const int key = first + warp * 16 + lane / 4;
     bool first_step = true;
     for_each_block(p, job, [&](int, int block) {
       step(sums, held, ctx, key, block, block < blocks.full_begin || block >= blocks.full_end, first_step);
+      if (first_step) mbarrier_wait(smem + kKtFull, parity);  // for dQ, with the next block
       first_step = false;
     });
+    if (first_step) mbarrier_wait(smem + kKtFull, parity);
     __syncwarp();
     if (lane == 0) mbarrier_arrive(smem + kVEmpty);
     if (lane == 0) mbarrier_arrive(smem + kKEmpty);

@@ -403,8 +403,9 @@ ATTNGEN_DEVICE void order_few(const Params& p, unsigned char* shared, int lane) 
   tiles[lane] = count;
   __syncwarp();
   const OrderPlace at = place_among_few<4>(lengths, tiles, lane);
+  const int own_tiles = tiles[lane];  // in no register until here
   __syncwarp();
-  write_few<4>(static_cast<ScheduledSequence*>(schedule), at, lane, count, p.heads_q,
+  write_few<4>(static_cast<ScheduledSequence*>(schedule), at, lane, own_tiles, p.heads_q,
             query_heads_together(p, length));
 }
 ATTNGEN_DEVICE SequenceOrder find_order(const Params& p, const unsigned char* shared) {

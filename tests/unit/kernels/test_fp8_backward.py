@@ -121,6 +121,7 @@ def test_mixed_products_have_half_the_rate() -> None:
 
 def test_keys_stay_in_registers_where_nothing_else_needs_these() -> None:
     assert main_of(problem_of()).held_steps == 2
+    assert main_of(problem_of(layout="thd")).held_steps == 2
     assert main_of(problem_of(head_dim=32)).held_steps == 1
     assert main_of(problem_of(head_dim=80, softcap=True)).held_steps == 0
     assert main_of(problem_of(dropout=True)).held_steps == 0
@@ -173,13 +174,13 @@ MIXED = [
     problem_of(backward="mixed", layout="thd", mask="causal", window=True, deterministic=True),
     problem_of(backward="mixed", head_dim=64, bias="post_scale", softcap=True, grad_dtype="e5m2"),
 ]
-# Of packed tokens at head dim 128 neither role has a register to give: 224 for consumers spill 20.
-SPILLED = {MIXED[1]: ": 4 bytes of spills, 8 bytes of stack"}
+PACKED = [
+    problem_of(layout="thd", grad_dtype="e5m2"),
+    problem_of(layout="thd", dtype="e5m2", mask="causal", window=True, deterministic=True),
+]
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("problem", [*MIXED, *drawn(10, seed=3)], ids=lambda x: x.label)
+@pytest.mark.parametrize("problem", [*MIXED, *PACKED, *drawn(10, seed=3)], ids=lambda x: x.label)
 def test_kernels_compile_without_spills(problem: Problem) -> None:
-    known = SPILLED.get(problem)
-    found = [each for each in sweep.check(problem) if not (known and each.endswith(known))]
-    assert found == []
+    assert sweep.check(problem) == []

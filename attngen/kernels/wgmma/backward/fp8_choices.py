@@ -175,7 +175,7 @@ def steps_of(extent: int) -> int:
 
 def _held_steps(problem: Problem) -> int:
     """Steps of a tile's keys that consumers have registers for: none beside random bits."""
-    most = HELD_STEPS - problem.varlen
+    most = HELD_STEPS
     if _is_roomy(problem):
         most += HELD_STEPS
     elif column_parts(problem) > 1 and (problem.varlen or problem.deterministic):
