@@ -405,7 +405,7 @@ struct Job {
 static_assert(sizeof(Job) <= kJobBytes);
 
 ATTNGEN_DEVICE int key_heads_together(const Params& p, int length) {
-  const int fitting = 699050 / p.group_size / max_of(length, 1);
+  const int fitting = 524288 / p.group_size / max_of(length, 1);
   return max_of(min_of(min_of(fitting, 8), p.heads_kv), 1);
 }
 

@@ -41,7 +41,9 @@ def axis_view(
     problem: Problem, axis: Axis, *, of_queries: bool, orders_few: bool = False
 ) -> AxisView:
     """An axis of tiles. orders_few: whether the kernel has room to order few sequences itself."""
-    row_bytes = (problem.head_dim_qk + problem.head_dim_v) * DTYPE_BYTES[problem.dtype_q]
+    # Queries and output gradients of 8 bits lie there transposed, too.
+    element_bytes = DTYPE_BYTES[problem.dtype_q] if of_queries else 2
+    row_bytes = (problem.head_dim_qk + problem.head_dim_v) * element_bytes
     sums_bytes = problem.head_dim_qk * 4 if axis.sums else 0
     own, other = ("q", "kv") if of_queries else ("kv", "q")
     return AxisView(

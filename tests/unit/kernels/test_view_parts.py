@@ -165,6 +165,13 @@ def test_axis_views_count_positions_by_what_they_share() -> None:
     assert (keys.side, keys.schedule, keys.orders_few) == ("key", "kv_schedule", True)
 
 
+def test_axis_views_count_8_bit_queries_twice_as_they_lie_transposed_too() -> None:
+    stored = replace(PROBLEM, dtype_q="e4m3", dtype_kv="e4m3")
+    summed = replace(AXIS, sums=True)
+    assert axis_view(stored, AXIS, of_queries=True).positions == 2000
+    assert axis_view(stored, summed, of_queries=False).positions == 600  # as of 16 bits
+
+
 def test_emit_fragments_emits_a_struct_once() -> None:
     root, found = files.templates_dir(), uses(q_seq="used")
     roles = {role: found[role] for role in ("q_seq", "kv_seq", "softmax")}
