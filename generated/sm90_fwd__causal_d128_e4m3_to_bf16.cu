@@ -401,7 +401,7 @@ struct VTransposer {
     RingPosition<kRawStages> raw;
     RingPosition<kVStages> ring;
     for (u32 parity = 0;; parity ^= 1) {
-      mbarrier_wait(smem + kJobFull, parity);
+      mbarrier_wait(forget(static_cast<int>(smem)) + kJobFull, parity);  // no register across blocks
       const int row_block = slot->row_block;
       const int blocks = slot->block_end - slot->block_begin;
       if (row_block < 0) break;
