@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +11,18 @@ from torch import Tensor
 from ... import attention
 
 Arguments = dict[str, Any]
+PAGES = "attngen_pages"  # among what a layer passes on, with keys that were left in the cache
+_LEAVES = "_leaves_keys_in_place"
+
+
+class Pages(NamedTuple):
+    """Keys and values of a layer where they lie, [n, size, h_kv, d], and of each sequence its
+    pages, [b, m], and tokens, [b], int32."""
+
+    keys: Tensor
+    values: Tensor
+    table: Tensor
+    used: Tensor
 
 
 def has_packed_tokens(given: Arguments) -> bool:
@@ -82,18 +95,79 @@ def attend_cache(
         )
         k, v = (x.transpose(0, 1)[None] for x in whole)
         return attend_packed(module, (q, k, v), arguments, given)
-    pages = []
-    for new, stored in ((k, cache.key_cache[layer]), (v, cache.value_cache[layer])):
-        stored.index_copy_(0, write[group], new.transpose(1, 2).flatten(0, 1))
-        pages.append(stored.view(-1, cache.block_size, *stored.shape[1:]))
+    stored = [x.view(-1, cache.block_size, *x.shape[1:]) for x in _layer_of(cache, layer)]
+    pages = written(stored, (k, v), (read[group], write[group]), given, given["max_seqlen_k"])
+    return attend_pages(module, q, pages, arguments, given)
+
+
+def _layer_of(cache: Any, layer: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of a layer of transformers' paged cache, [rows, h_kv, d] each."""
+    return cache.key_cache[layer], cache.value_cache[layer]
+
+
+def written(
+    stored: Any,
+    new: tuple[Tensor, Tensor],
+    index: tuple[Tensor, Tensor],
+    given: Arguments,
+    longest: int,
+) -> Pages:
+    """Write a layer's new keys and values into its pages, and say where all of them lie.
+
+    stored: both, [n, size, h_kv, d]; new: [1, h_kv, t, d] each; index: rows to read and to write;
+    longest: tokens of a sequence at most.
+    """
+    read, write = index
+    for x, pages in zip(new, stored, strict=True):
+        pages.flatten(0, 1).index_copy_(0, write, x.transpose(1, 2).flatten(0, 1))
+    keys, values = stored
     ends = given["cu_seq_lens_k"].to(torch.int32)
-    table = block_table(read[group], ends, cache.block_size, given["max_seqlen_k"])
-    keys = {"page_table": table, "seqused_kv": ends.diff()}
+    return Pages(keys, values, block_table(read, ends, keys.shape[1], longest), ends.diff())
+
+
+def attend_pages(
+    module: Any, q: Tensor, pages: Pages, arguments: Arguments, given: Arguments
+) -> Any:
+    """The output of packed queries [1, h, t, d] over pages. arguments: of attention, beside those
+    that say lengths."""
+    keys = {"page_table": pages.table, "seqused_kv": pages.used}
     packed = of_packed_tokens(module, given) | keys
     queries = q.transpose(1, 2).flatten(0, 1)
     layout = "paged_kv_thd_bshd_bshd"
-    stored_k, stored_v = pages
-    return attention(queries, stored_k, stored_v, layout=layout, **arguments, **packed)
+    return attention(queries, pages.keys, pages.values, layout=layout, **arguments, **packed)
+
+
+def leave_in_place(is_ours: Callable[[str], bool]) -> None:
+    """Have transformers' paged cache leave keys and values where they lie, in layers without a
+    window of models whose attention, by its name, is ours: from 5.23 on it gathers them before a
+    layer calls its attention. For other attentions it does so still."""
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+    own = PagedAttentionCache.update
+    if not hasattr(own, _LEAVES):
+        update = torch.compiler.disable(_updating(own, is_ours))
+        setattr(update, _LEAVES, True)
+        PagedAttentionCache.update = update
+
+
+def _updating(own: Callable[..., Any], is_ours: Callable[[str], bool]) -> Callable[..., Any]:
+    """The cache's update. own: the library's."""
+
+    def update(
+        self: Any, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: Arguments
+    ) -> Any:
+        allocator = self.layer_to_allocator[layer_idx]
+        read, write = (kwargs[f"{each}_index"][allocator.index] for each in ("read", "write"))
+        reads = allocator.supports_block_table and read.numel() > 0
+        if not (reads and is_ours(self.config._attn_implementation)):
+            return own(self, key_states, value_states, layer_idx, kwargs)
+        for each in ("cu_seq_lens_k", "max_length_k"):
+            kwargs[each] = kwargs[each][allocator.layer_type]
+        stored, new = allocator.get_cache_for_block_table(layer_idx), (key_states, value_states)
+        kwargs[PAGES] = written(stored, new, (read, write), kwargs, kwargs["max_length_k"])
+        return new
+
+    return update
 
 
 def _window_of(module: Any, cache: Any, given: Arguments) -> int | None:

@@ -11,17 +11,26 @@ from torch import Tensor
 from ... import attention
 from ...errors import SpecError
 from .mask_plan import PlannedMask, Request, plan_of
-from .paged import attend_cache, attend_packed, has_packed_tokens, is_batched
+from .paged import (
+    PAGES,
+    attend_cache,
+    attend_packed,
+    attend_pages,
+    has_packed_tokens,
+    is_batched,
+    leave_in_place,
+)
 
 __all__ = ["attend", "mask_of", "register"]
 Mask = PlannedMask | Tensor | None
-PAGED = "paged|"
+PAGED, SDPA = "paged|", "sdpa"
 
 
 def register(name: str = "attngen", backend: str = "auto") -> str:
     """Let models be loaded with `attn_implementation=name`, and return the name.
 
-    Continuous batching (`generate_batch`) calls it by a second name, `paged|name`.
+    Continuous batching (`generate_batch`) calls it by a second name, `paged|name`; from
+    transformers 5.23 on, which batches with no attention but its own, by `register("sdpa")`.
 
     backend: as of `attngen.attention`, for all calls of these models.
 
@@ -29,10 +38,19 @@ def register(name: str = "attngen", backend: str = "auto") -> str:
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    if name == SDPA and f"{PAGED}{SDPA}" not in AttentionInterface().valid_keys():
+        leave_in_place(_is_ours)
     AttentionMaskInterface.register(name, mask_of)
     for each in (name, f"{PAGED}{name}"):  # which has lengths, and no masks
         AttentionInterface.register(each, partial(attend, backend=backend))
     return name
+
+
+def _is_ours(name: str) -> bool:
+    """Whether transformers has one of these functions as the attention of that name."""
+    from transformers import AttentionInterface
+
+    return getattr(AttentionInterface().get(name), "func", None) is attend
 
 
 def mask_of(
@@ -84,8 +102,11 @@ def attend(
     if (bias := given.get("position_bias")) is not None:
         arguments["bias"] = bias
     if has_packed_tokens(given) and (attention_mask is None or is_batched(given)):
-        run = attend_cache if given.get("cache") is not None else attend_packed
-        found = run(module, (query, key, value), arguments, given)
+        if (pages := given.get(PAGES)) is not None:
+            found = attend_pages(module, query, pages, arguments, given)
+        else:
+            run = attend_cache if given.get("cache") is not None else attend_packed
+            found = run(module, (query, key, value), arguments, given)
         return _output(found).unflatten(0, (query.shape[0], -1)), None
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     ends = None

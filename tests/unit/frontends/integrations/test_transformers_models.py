@@ -12,6 +12,7 @@ import torch
 from attngen.integrations import transformers as door
 
 from attngen import SpecError
+from attngen.frontends.integrations import paged
 from tests.support.mask_kit import LEFT, PLACES, RIGHT, operands_of
 from tests.support.paths import ROOT
 
@@ -252,7 +253,7 @@ def test_decoders_of_two_kinds_of_attention_generate_as_eager_does(transformers,
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2", "GptOss"])
 def test_continuous_batching_is_generation_one_by_one(transformers, name, monkeypatch) -> None:
     registered = "attngen"
     if "paged|sdpa" not in transformers.AttentionInterface().valid_keys():
@@ -267,6 +268,11 @@ def test_continuous_batching_is_generation_one_by_one(transformers, name, monkey
     interfaces = (transformers.AttentionInterface, transformers.AttentionMaskInterface)
     for interface in interfaces:  # which the other tests find as they were
         monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
+    layouts: list[str] = []
+    own = paged.attention
+    monkeypatch.setattr(
+        paged, "attention", lambda *x, **y: layouts.append(y["layout"]) or own(*x, **y)
+    )
     door.register(registered, backend="reference")
     model.set_attn_implementation("sdpa" if registered == "sdpa" else "paged|attngen")
     batching = transformers.ContinuousBatchingConfig(num_blocks=64, block_size=32)
@@ -275,6 +281,14 @@ def test_continuous_batching_is_generation_one_by_one(transformers, name, monkey
         inputs=prompts, generation_config=config, continuous_batching_config=batching
     )
     assert [x.generated_tokens for x in found.values()] == wanted
+    in_place = "paged_kv_thd_bshd_bshd" in layouts
+    assert in_place is (name != "Mistral")  # whose layers all have a window
+    monkeypatch.undo()
+    if registered == "sdpa":  # which the library computes again, of keys that it gathers
+        found = model.generate_batch(
+            inputs=prompts, generation_config=config, continuous_batching_config=batching
+        )
+        assert [x.generated_tokens for x in found.values()] == wanted
 
 
 @pytest.mark.slow
