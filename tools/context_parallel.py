@@ -1,14 +1,18 @@
 """Checks and times attngen.parallel on the GPUs of one host, and writes what it finds.
 
+    python tools/context_parallel.py check --gpus 2
+    python tools/context_parallel.py bench --gpus 2
     torchrun --nproc-per-node 2 tools/context_parallel.py check
-    torchrun --nproc-per-node 2 tools/context_parallel.py bench
     python tools/context_parallel.py simulate
     python tools/context_parallel.py memory
 
 `check`: each case by its strategy, with gradients, against one call in float64 over the whole: the
 largest error is at most twice that of one call of the same kernels, plus 1e-3 of the largest value.
 Runs repeat, bit by bit. `bench` (tools/context_bench.py): the time of a forward and of a forward
-with its backward, beside an equal share of one GPU's. `simulate`: each rank's kernels, merges and
+with its backward, beside an equal share of one GPU's. Both have one pool of processes
+(tools/context_pool.py): a case that raises, ends a process, or takes longer than `--limit` is
+wrong, and the next one has new processes; under torchrun each goes through all cases by itself.
+`simulate`: each rank's kernels, merges and
 sums by p2p, one rank after another on one GPU, without messages, beside that share; the longest
 rank's time counts. `memory`: what a rank of 8 allocates beside its operands for 1M tokens, forward
 and backward, without messages. All write docs/results/context-parallel.json, by the first rank.
@@ -39,6 +43,7 @@ import attngen  # noqa: E402
 from attngen import parallel  # noqa: E402
 from attngen.call.context_order import Order, OrderName  # noqa: E402
 from tools.context_bench import COMMS, SHAPES, results, rows  # noqa: E402
+from tools.context_pool import Pool  # noqa: E402
 from tools.graphs import captured  # noqa: E402
 from tools.simulated_ranks import Simulated, ranks_of  # noqa: E402
 
@@ -95,6 +100,7 @@ def cases(ranks: int) -> Iterator[Case]:
         yield from (Case(comm, given=given) for given in features)
         yield Case(comm, "contiguous", given=causal)
         yield Case(comm, lengths=(512, 256, 1280), given=causal)
+        yield Case(comm, lengths=(512, 256, 1280), given={"mask": "causal", **dropped})
         yield Case(comm, given=causal, dtype=torch.float16)
     yield Case("p2p", "striped", given=causal)
     yield Case("a2a", "striped", given=causal)
@@ -250,6 +256,40 @@ def memory(ranks: int = 8, length: int = LONG) -> dict[str, Any]:
     return found
 
 
+def work(asked: tuple[str, Any]) -> dict[str, Any]:
+    """A case of `check`, or a length and a shape of `bench` with its rounds, by a process of a
+    group."""
+    what, case = asked
+    if what == "check":
+        return check(case)
+    length, shape, rounds = case
+    (row,) = rows([shape], [length], rounds)
+    return row
+
+
+def in_pool(options: argparse.Namespace) -> int:
+    """The cases or the times of a pool of processes, a GPU each, printed and written as they come.
+    Returns: how many are wrong."""
+    asked: list[Any] = [*cases(options.gpus)]
+    if options.what == "bench":
+        pairs = [(length, shape) for length in options.lengths for shape in options.shapes]
+        asked = [(*pair, options.rounds) for pair in pairs]
+    pool, lines = Pool(options.gpus, "nccl", work, options.limit), []
+    for case in asked:
+        found = pool.run((options.what, case))
+        if found.fault:
+            line = {"case": str(case), "right": False, "fault": found.fault}
+        else:
+            line = {**next(iter(found.results))}
+            if "right" in line:
+                line["right"] = all(each["right"] for each in found.results)
+        lines.append(line)
+        print(line["case"] if line.get("right") else line, flush=True)
+        write(options.output, f"{options.what}, {options.gpus} GPUs", lines)
+    pool.close()
+    return sum(not line.get("right", True) for line in lines)
+
+
 def over_group(options: argparse.Namespace) -> int:
     """The cases or the times of a group that torchrun began, printed and written by its first rank
     as they come. Returns: how many are wrong."""
@@ -270,6 +310,8 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=[*SHAPES], help="of bench")
     parser.add_argument("--lengths", nargs="+", type=int, default=[16384, 65536], help="of bench")
     parser.add_argument("--rounds", type=int, default=5, help="of bench")
+    parser.add_argument("--gpus", type=int, help="of check and bench; default: all of the host")
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds of a case")
     options = parser.parse_args()
     if options.what == "simulate":
         lines = []
@@ -283,6 +325,9 @@ def main() -> int:
         print(*lines, flush=True)
         write(options.output, "memory", lines)
         return 0
+    if "LOCAL_RANK" not in os.environ:
+        options.gpus = options.gpus or torch.cuda.device_count()
+        return 1 if in_pool(options) else 0
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     wrong = over_group(options)

@@ -1,0 +1,45 @@
+"""The pool of processes of a group: faults of a case end its processes, and no other case."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tools.context_pool import Pool
+
+
+def work(case: str) -> float:
+    """A sum over all ranks; or rank 1 raises, ends, or never comes."""
+    if dist.get_rank() == 1:
+        if case == "raises":
+            raise ValueError("of this rank alone")
+        if case == "ends":
+            os._exit(3)
+        if case == "hangs":
+            time.sleep(600)
+    total = torch.tensor(float(len(case)) + dist.get_rank())
+    dist.all_reduce(total)
+    return float(total)
+
+
+@pytest.mark.slow
+def test_a_fault_costs_one_case_and_a_start() -> None:
+    pool = Pool(2, "gloo", work, limit=10.0)
+    try:
+        assert pool.run("one").results == pool.run("two").results == (7.0, 7.0)
+        assert pool.starts == 1
+        for case, words in (("raises", "of this rank alone"), ("ends", "its process ended")):
+            found = pool.run(case)
+            assert not found.results and "rank 1: " in found.fault and words in found.fault
+            assert pool.run("next").results == (9.0, 9.0)
+        pool.limit = 2.0
+        assert "no reply within 2 s" in pool.run("hangs").fault
+        pool.limit = 10.0
+        assert pool.run("last").results == (9.0, 9.0)
+        assert pool.starts == 4
+    finally:
+        pool.close()
