@@ -81,11 +81,13 @@ generated: $(VENV)/.run
 	$(PY) tools/generate.py
 	$(PY) tools/corpus.py
 	$(PY) tools/render_readme.py
+	$(PY) tools/gallery.py
 
 generated-check: $(VENV)/.run
 	$(PY) tools/generate.py --check
 	$(PY) tools/corpus.py --check
 	$(PY) tools/render_readme.py --check
+	$(PY) tools/gallery.py --check
 
 wheel: $(VENV)/.dev
 	$(PY) -m build --no-isolation --wheel --outdir $(DIST) .

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 # The path above serves a checkout that is not installed.
 from attngen.bench import decode_report, report  # noqa: E402
 from attngen.errors import MeasureError  # noqa: E402
-from tools import doors_table, speed_summary, variant_table  # noqa: E402
+from tools import callables_table, doors_table, speed_summary, variant_table  # noqa: E402
 
 FILES = (ROOT / "README.md", ROOT / "docs" / "guide" / "speed.md")
 
@@ -45,6 +45,8 @@ def _lines(path: Path) -> Iterator[str]:
     """The table of a report of any kind."""
     if path.is_dir():
         return speed_summary.markdown(path)
+    if path.name == "callables.json":
+        return callables_table.markdown(path)
     if path.name == "doors.json":
         return doors_table.markdown(path)
     if path.name == "variant-peers.json":
